@@ -1,0 +1,48 @@
+"""What every test shares: a kernel cache of its own for the run, and GPU tests that skip where there is no GPU."""
+
+from __future__ import annotations
+
+import functools
+import os
+import shutil
+import tempfile
+
+import pytest
+
+_CACHE = "FLASHGEN_CACHE_DIR"
+_owned_cache: str | None = None
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Give the run one cache. The workers of pytest-xdist inherit the variable, so each kernel is compiled once."""
+    global _owned_cache
+    for name in ("FLASHGEN_JIT", "FLASHGEN_RELEASE"):
+        os.environ.pop(name, None)
+    if _CACHE not in os.environ:  # set it yourself to keep compiled kernels from one run to the next
+        _owned_cache = os.environ[_CACHE] = tempfile.mkdtemp(prefix="flashgen-test-cache-")
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    if _owned_cache is not None:
+        shutil.rmtree(_owned_cache, ignore_errors=True)
+
+
+@functools.cache
+def why_no_gpu() -> str | None:
+    """Why GPU tests cannot run here, or None where they can."""
+    try:
+        import cupy
+    except ImportError as error:
+        return f"CuPy is not installed ({error}); pip install 'flashgen[cuda13]'"
+    try:
+        return None if cupy.cuda.runtime.getDeviceCount() > 0 else "no CUDA GPU is visible"
+    except cupy.cuda.runtime.CUDARuntimeError as error:
+        return f"no CUDA GPU: {error}"
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    marked = [item for item in items if item.get_closest_marker("gpu")]
+    reason = why_no_gpu() if marked else None
+    if reason is not None:
+        for item in marked:
+            item.add_marker(pytest.mark.skip(reason=f"needs a GPU: {reason}"))
