@@ -71,8 +71,9 @@ def sentences(tokens: list[str]) -> np.ndarray:
     for position, token in enumerate(tokens):
         numbers.append(number)
         following = tokens[position + 1] if position + 1 < len(tokens) else ""
-        closes = token == '"' and tokens[position - 1] in {".", "?", "!"}
-        if closes or (token in {".", "?", "!", ":"} and following not in {'"', "[SEP]"}):
+        stands_after_end = token == '"' and tokens[position - 1] in {".", "?", "!"}
+        ends = stands_after_end or (token in {".", "?", "!", ":"} and following != '"')
+        if ends and following != "[SEP]":
             number += 1
     return np.array(numbers, dtype=np.int32)
 
@@ -120,7 +121,7 @@ def run_layer(x: np.ndarray, weights: Weights, layer: int) -> np.ndarray:
 
 
 def alibi_slopes(heads: int) -> np.ndarray:
-    """Press et al. 2022, and their rule for a number of heads that is no power of two: every other slope of the next."""
+    """Press et al. 2022; for heads that are no power of two, as they do, every other slope of the next power fills up."""
     power = 2 ** math.floor(math.log2(heads))
     slopes = [2.0 ** (-8.0 * (i + 1) / power) for i in range(power)]
     slopes += [2.0 ** (-4.0 * (2 * i + 1) / power) for i in range(heads - power)]
