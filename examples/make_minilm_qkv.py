@@ -121,7 +121,7 @@ def run_layer(x: np.ndarray, weights: Weights, layer: int) -> np.ndarray:
 
 
 def alibi_slopes(heads: int) -> np.ndarray:
-    """Press et al. 2022; for heads that are no power of two, as they do, every other slope of the next power fills up."""
+    """Press et al. 2022. A number of heads that is no power of two is filled up from the next power, as they do."""
     power = 2 ** math.floor(math.log2(heads))
     slopes = [2.0 ** (-8.0 * (i + 1) / power) for i in range(power)]
     slopes += [2.0 ** (-4.0 * (2 * i + 1) / power) for i in range(heads - power)]
