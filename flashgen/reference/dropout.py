@@ -1,0 +1,95 @@
+"""Which probabilities dropout keeps: one byte of Philox4x32-7 for each (batch, head, query, key), for ever the same.
+
+An element's byte depends on (seed, offset, b, h, i, j) alone, so no tile size, kernel family, batch layout or grid
+changes it, and forward and backward agree. One Philox call serves 16 elements: rows i and i + 8 and the column pair
+j, j + 1 in four neighbouring groups of 8 columns, which is what one lane holds of the accumulators of four m16n8
+matrix products. The 32 lanes of a warp thus serve a block of 16 queries x 32 keys.
+
+    key = (seed mod 2**32, seed div 2**32)
+    counter = (j >> 5, (i >> 4) << 5 | lane, b << 16 | h, offset),  lane = (i & 7) * 4 + ((j & 7) >> 1)
+    byte = byte ((i >> 3) & 1) * 2 + (j & 1) of output word (j >> 3) & 3, counted from the lowest bits
+
+Philox: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011. Dropout on attention probabilities:
+Dao et al., "FlashAttention", 2022, appendix B.3 (there with a saved generator state instead of a mapping).
+"""
+
+from __future__ import annotations
+
+import operator
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flashgen.errors import ArgumentError, SpecError
+from flashgen.reference.philox import philox4x32
+
+_BLOCK_Q, _BLOCK_K = 16, 32  # what the 32 lanes of a warp serve with one call each
+_LIMITS = {"seed": 2**64, "offset": 2**32, "batch": 2**16 + 1, "heads": 2**16 + 1}
+
+
+def threshold(probability: float) -> int:
+    """T = round(256 (1 - p)), a half to the even number: an element is kept iff its byte is below T.
+
+    Raises SpecError unless 1 <= T <= 256, that is unless 0 <= p <= 0.998 or so.
+    """
+    kept = 256 * (1 - probability)
+    if not 0 <= probability <= 1 or not 1 <= (rounded := round(kept)) <= 256:
+        raise SpecError(f"dropout={probability!r} does not keep between 1 and 256 of 256 elements; give 0 <= dropout < 0.998")
+    return rounded
+
+
+def check_counter(seed: int, offset: int, batch: int, heads: int) -> tuple[int, int]:
+    """seed and offset as Python ints. Raises ArgumentError for whatever does not fit the counter's words."""
+    given = {"seed": seed, "offset": offset, "batch": batch, "heads": heads}
+    for name, value in given.items():
+        try:
+            given[name] = operator.index(value)
+        except TypeError:
+            raise ArgumentError(f"{name}={value!r} is not an integer; dropout needs 0 <= {name} < {_LIMITS[name]}") from None
+        if not 0 <= given[name] < _LIMITS[name]:
+            raise ArgumentError(f"{name}={value!r} is out of range; dropout needs 0 <= {name} < {_LIMITS[name]}")
+    return given["seed"], given["offset"]
+
+
+def keep_tile(
+    seed: int, offset: int, b: int, h: int, queries: range, keys: range, probability: float
+) -> NDArray[np.bool_]:
+    """What is kept of one head's tile: bool (len(queries), len(keys)). Both ranges have step 1; h is the query head."""
+    limit = threshold(probability)
+    if not queries or not keys:
+        return np.zeros((len(queries), len(keys)), dtype=bool)
+    first_q, first_k = queries.start // _BLOCK_Q, keys.start // _BLOCK_K
+    blocks_q = np.arange(first_q, -(-queries.stop // _BLOCK_Q), dtype=np.uint64)
+    blocks_k = np.arange(first_k, -(-keys.stop // _BLOCK_K), dtype=np.uint64)
+    lanes = np.arange(32, dtype=np.uint64).reshape(8, 4)  # row in a group of 8, pair of columns in a group of 8
+
+    counter1 = (blocks_q[:, None, None] << np.uint64(5)) | lanes
+    words = philox4x32(
+        (blocks_k, counter1[..., None], (b << 16) | h, offset),
+        (seed & 0xFFFFFFFF, seed >> 32),
+    )  # (block of 16 queries, row of 8, pair of columns, block of 32 keys, word)
+    values = words.astype("<u4").view(np.uint8)
+    values = values.reshape(len(blocks_q), 8, 4, len(blocks_k), 4, 2, 2)  # ..., group of 8 keys, half of 16 rows, column
+    values = values.transpose(0, 5, 1, 3, 4, 2, 6).reshape(len(blocks_q) * _BLOCK_Q, len(blocks_k) * _BLOCK_K)
+    row, column = queries.start - first_q * _BLOCK_Q, keys.start - first_k * _BLOCK_K
+    return np.asarray(values[row : row + len(queries), column : column + len(keys)] < limit)
+
+
+def dropout_keep(
+    seed: int, offset: int, batch: int, heads: int, len_q: int, len_k: int, probability: float
+) -> NDArray[np.bool_]:
+    """What dropout keeps: bool (batch, heads, len_q, len_k), heads being query heads.
+
+    Kept probabilities are to be scaled by 256 / threshold(probability), so that the expectation is exact.
+    Raises ArgumentError for a seed outside [0, 2**64), an offset outside [0, 2**32), more than 65536 batches or heads,
+    or a negative length; SpecError for a probability that `threshold` refuses.
+    """
+    seed, offset = check_counter(seed, offset, batch, heads)
+    for name, length in (("len_q", len_q), ("len_k", len_k)):
+        if length < 0:
+            raise ArgumentError(f"{name}={length} is negative; give a length of 0 or more")
+    threshold(probability)  # refused even where there is nothing to drop
+    kept = np.empty((batch, heads, len_q, len_k), dtype=bool)
+    for b, h in np.ndindex(batch, heads):
+        kept[b, h] = keep_tile(seed, offset, b, h, range(len_q), range(len_k), probability)
+    return kept

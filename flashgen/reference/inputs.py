@@ -1,0 +1,165 @@
+"""The arguments of a reference call, checked and brought to one form: float64, heads before lengths."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import ml_dtypes
+import numpy as np
+from numpy.typing import NDArray
+
+from flashgen.errors import ArgumentError
+from flashgen.language.operations import Capture
+from flashgen.reference.dropout import check_counter, threshold
+
+if TYPE_CHECKING:
+    from flashgen.language import AttentionSpec
+
+Array = NDArray[np.float64]
+
+_AXES = {"bhsd": ("batch", "heads", "length", "dim"), "bshd": ("batch", "length", "heads", "dim")}
+
+
+@dataclass(frozen=True, eq=False)
+class Problem:
+    """One attention problem. q (batch, heads_q, len_q, head_dim), k (batch, heads_kv, len_k, head_dim) and
+    v (batch, heads_kv, len_k, value_dim) are float64; captures are int64, float64 or bool, by name."""
+
+    spec: AttentionSpec
+    q: Array
+    k: Array
+    v: Array
+    seed: int
+    offset: int
+    captures: Mapping[str, NDArray[Any]]
+
+    @property
+    def batch(self) -> int:
+        return self.q.shape[0]
+
+    @property
+    def heads(self) -> int:
+        """Query heads."""
+        return self.q.shape[1]
+
+    @property
+    def len_q(self) -> int:
+        return self.q.shape[2]
+
+    @property
+    def len_k(self) -> int:
+        return self.k.shape[2]
+
+    @property
+    def keep_scale(self) -> float:
+        """What dropout multiplies a kept probability by."""
+        return 256 / threshold(self.spec.dropout)
+
+    def head(self, b: int, h: int) -> tuple[Array, Array, Array]:
+        """q, k and v of one query head, each (length, dim); consecutive query heads share a key head (GQA, MQA)."""
+        kv = h * self.k.shape[1] // self.heads
+        return self.q[b, h], self.k[b, kv], self.v[b, kv]
+
+    def empty_outputs(self) -> tuple[Array, Array]:
+        """Space for O and LSE, heads before lengths, poisoned with NaN."""
+        shape = (self.batch, self.heads, self.len_q)
+        return np.full((*shape, self.v.shape[3]), np.nan), np.full(shape, np.nan)
+
+    def in_layout(self, out: Array) -> Array:
+        """O in the spec's layout."""
+        return out if self.spec.layout == "bhsd" else np.ascontiguousarray(out.swapaxes(1, 2))
+
+
+def prepare(
+    spec: AttentionSpec, q: Any, k: Any, v: Any, seed: int | None, offset: int, captures: Mapping[str, Any]
+) -> Problem:
+    """Check the arguments of a call against the spec and each other. Raises ArgumentError, naming the argument."""
+    q, k, v = (_heads_first(spec, name, array) for name, array in (("q", q), ("k", k), ("v", v)))
+    _check_shapes(spec, q, k, v)
+    seed, offset = _check_dropout(spec, seed, offset, q.shape)
+    nothing_read = 0 in (*q.shape[:3], k.shape[2])
+    return Problem(spec, q, k, v, seed, offset, _check_captures(spec, captures, nothing_read))
+
+
+def _heads_first(spec: AttentionSpec, name: str, given: Any) -> Array:
+    try:
+        array = np.asarray(given)
+    except TypeError as error:  # as CuPy's, for an array on a GPU
+        raise ArgumentError(f"{name} is not a NumPy array and does not become one ({error}); copy it first") from None
+    if array.dtype.kind != "f" and array.dtype != ml_dtypes.bfloat16:
+        raise ArgumentError(f"{name} has dtype {array.dtype}; give floating point numbers, best {spec.dtype}")
+    if array.ndim != 4:
+        axes = ", ".join(_AXES[spec.layout])
+        raise ArgumentError(f"{name} has shape {array.shape}; layout {spec.layout!r} needs 4 dimensions ({axes})")
+    array = array.astype(np.float64)
+    return array if spec.layout == "bhsd" else array.swapaxes(1, 2)
+
+
+def _check_shapes(spec: AttentionSpec, q: Array, k: Array, v: Array) -> None:
+    """Of arrays with heads before lengths."""
+    for name, array, dim in (("q", q, spec.head_dim), ("k", k, spec.head_dim), ("v", v, spec.value_dim)):
+        if array.shape[3] != dim:
+            which = "value_dim" if name == "v" else "head_dim"
+            raise ArgumentError(f"{name} has a last dimension of {array.shape[3]}, the spec {which}={dim}; make them one")
+    for axis, what in ((0, "batch"), (1, "heads"), (2, "length")):
+        if k.shape[axis] != v.shape[axis]:
+            raise ArgumentError(f"k has {what} {k.shape[axis]}, v {v.shape[axis]}; give k and v of one {what}")
+    if q.shape[0] != k.shape[0]:
+        raise ArgumentError(f"q has batch {q.shape[0]}, k and v {k.shape[0]}; give one batch to all three")
+    heads_q, heads_kv = q.shape[1], k.shape[1]
+    if heads_q and (heads_kv == 0 or heads_q % heads_kv):
+        raise ArgumentError(f"q has {heads_q} heads, k and v {heads_kv}; heads of q must be a multiple of heads of k and v")
+
+
+def _check_dropout(spec: AttentionSpec, seed: int | None, offset: int, shape: tuple[int, ...]) -> tuple[int, int]:
+    """seed and offset; both are ignored where the spec has no dropout, so that one call serves every spec."""
+    if spec.dropout == 0:
+        return 0, 0
+    if seed is None:
+        raise ArgumentError(f"seed is missing: the spec has dropout={spec.dropout}; give seed=an integer in [0, 2**64)")
+    return check_counter(seed, offset, shape[0], shape[1])
+
+
+def _check_captures(spec: AttentionSpec, given: Mapping[str, Any], nothing_read: bool) -> dict[str, NDArray[Any]]:
+    declared = {capture.name: capture for capture in spec.captures}
+    names = ", ".join(declared) or "none"
+    for name in given:
+        if name not in declared:
+            raise ArgumentError(f"{name}= is not an argument or capture of this spec (captures: {names}); leave it out")
+    for name in declared:
+        if name not in given:
+            raise ArgumentError(f"capture {name!r} is missing; give {name}=... (captures of this spec: {names})")
+    checked = {name: _check_capture(capture, given[name]) for name, capture in declared.items()}
+    for name, array in checked.items():
+        if array.size == 0 and not nothing_read:
+            raise ArgumentError(f"capture {name!r} has shape {array.shape} and no element to load; give at least one")
+    return checked
+
+
+def _check_capture(capture: Capture, given: Any) -> NDArray[Any]:
+    """The value of a capture as the kernel sees it, widened. Arrays must have the dtype declared; numbers take it."""
+    dtype = np.dtype(ml_dtypes.bfloat16 if capture.dtype == "bfloat16" else capture.dtype)
+    array = np.asarray(given)
+    if array.ndim != capture.ndim:
+        raise ArgumentError(f"capture {capture.name!r} has {array.ndim} dimensions; it was declared with {capture.ndim}")
+    if capture.ndim == 0:
+        array = _number(capture, dtype, array)
+    elif array.dtype != dtype:
+        raise ArgumentError(f"capture {capture.name!r} has dtype {array.dtype}; it was declared as {dtype}, convert it")
+    return array.astype({"float": np.float64, "int": np.int64, "bool": np.bool_}[capture.kind])
+
+
+def _number(capture: Capture, dtype: np.dtype[Any], given: NDArray[Any]) -> NDArray[Any]:
+    """A number rounded to a float dtype, or unchanged in an integer or bool one."""
+    if given.dtype.kind not in "biuf" and given.dtype != ml_dtypes.bfloat16:
+        raise ArgumentError(f"capture {capture.name!r}={given!r} is not a number; give a {dtype}")
+    with np.errstate(over="ignore", invalid="ignore"):
+        converted = given.astype(dtype)
+    value = float(given)
+    lost = math.isfinite(value) and not np.isfinite(converted.astype(np.float64))
+    if lost or (capture.kind != "float" and converted != given):
+        raise ArgumentError(f"capture {capture.name!r}={given} does not fit its declared dtype {dtype}")
+    return converted

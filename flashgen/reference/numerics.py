@@ -1,0 +1,96 @@
+"""The rule by which an output of a kernel is judged, one rule for outputs, gradients and LSE.
+
+An output X passes iff max|X - ref| <= 2 max|low - ref| + 1e-5, where `ref` is standard attention in float64 and `low`
+the same attention rounded to the input dtype at every step: a fused kernel may be at most twice as wrong as the plain
+implementation it replaces. Source: the tests of flash-attention (Dao et al.), with a float64 reference. LSE is float32
+and has no low-precision twin: it must be within 1e-3 of the reference, and infinite exactly where the reference is.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from flashgen.errors import ArgumentError
+
+FACTOR = 2.0
+ALLOWANCE = 1e-5
+LSE_BOUND = 1e-3
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """error = max|X - ref|, bound what it may be, lse_error = max|LSE - ref LSE| (None where no LSE was given).
+
+    NaN or infinity in an error says that the output holds NaN, or infinity where the reference is finite.
+    `worst` is the index of the largest error in the output, `lse_worst` in LSE; None for empty arrays.
+    """
+
+    error: float
+    bound: float
+    lse_error: float | None
+    ok: bool
+    worst: tuple[int, ...] | None = None
+    lse_worst: tuple[int, ...] | None = None
+
+    def __str__(self) -> str:
+        parts = [_comparison("error", self.error, self.bound, self.worst)]
+        if not math.isfinite(self.bound):
+            parts.append("the low-precision run overflowed: give smaller inputs")
+        if self.lse_error is not None:
+            parts.append(_comparison("LSE error", self.lse_error, LSE_BOUND, self.lse_worst))
+        return f"{'ok' if self.ok else 'FAILED'}: {'; '.join(parts)}"
+
+
+def judge(
+    out: ArrayLike,
+    ref: ArrayLike,
+    low: ArrayLike,
+    lse: ArrayLike | None = None,
+    ref_lse: ArrayLike | None = None,
+) -> Verdict:
+    """Judge an output `out` against `ref` (float64) and `low` (rounded at each step), and `lse` against `ref_lse`.
+
+    All of one shape, in any layout; lse and ref_lse of one shape, natural logarithm. NaN in out or lse fails, and so
+    does a bound that is not finite, since it would let anything pass.
+    Raises ArgumentError for shapes that differ, for NaN in a reference, and for lse without ref_lse or the reverse.
+    """
+    if (lse is None) != (ref_lse is None):
+        missing = "ref_lse" if ref_lse is None else "lse"
+        raise ArgumentError(f"{missing} is missing: give both lse and ref_lse, or neither")
+    error, worst = _largest_difference("out", out, ref)
+    bound = FACTOR * _largest_difference("low", low, ref)[0] + ALLOWANCE
+    ok = math.isfinite(bound) and error <= bound  # comparisons with NaN are false
+    lse_error, lse_worst = None, None
+    if lse is not None and ref_lse is not None:
+        lse_error, lse_worst = _largest_difference("lse", lse, ref_lse)
+        ok = ok and lse_error <= LSE_BOUND
+    return Verdict(error, bound, lse_error, ok, worst, lse_worst)
+
+
+def _largest_difference(name: str, given: ArrayLike, reference: ArrayLike) -> tuple[float, tuple[int, ...] | None]:
+    """max|given - reference| and its index; NaN if given holds one; equal infinities differ by 0."""
+    ours, theirs = _as_float64(given), _as_float64(reference)
+    if ours.shape != theirs.shape:
+        raise ArgumentError(f"{name} has shape {ours.shape}, its reference {theirs.shape}; give arrays of one shape")
+    if np.isnan(theirs).any():
+        raise ArgumentError(f"the reference of {name} holds NaN, which nothing can be judged by; give finite inputs")
+    if ours.size == 0:
+        return 0.0, None
+    with np.errstate(invalid="ignore"):
+        difference = np.where(ours == theirs, 0.0, np.abs(ours - theirs))
+    index = np.unravel_index(int(np.argmax(difference)), difference.shape)  # argmax finds a NaN before any number
+    return float(difference[index]), tuple(int(i) for i in index)
+
+
+def _as_float64(array: ArrayLike) -> NDArray[np.float64]:
+    return np.asarray(array).astype(np.float64)
+
+
+def _comparison(name: str, error: float, bound: float, where: tuple[int, ...] | None) -> str:
+    relation = "<=" if error <= bound else "is not <="
+    at = "" if where is None or error <= bound else f" at {list(where)}"
+    return f"{name} {error:.2e}{at} {relation} {bound:.2e}"

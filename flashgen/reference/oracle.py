@@ -1,0 +1,127 @@
+"""Standard attention in NumPy, for every spec: in float64, the truth; rounded at every step, the tolerance.
+
+    S = score(scale Q K^T), -inf where masked;  P = softmax(S);  O = dropout(P) V;  LSE = log sum exp S
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, Literal, overload
+
+import ml_dtypes
+import numpy as np
+from numpy.typing import ArrayLike
+
+from flashgen.reference.elementwise import HeadTiles
+from flashgen.reference.inputs import Array, Problem, prepare
+
+if TYPE_CHECKING:
+    from flashgen.language import AttentionSpec
+
+_TILE_ELEMENTS = 1 << 22  # scores held at once: 32 MiB in float64
+
+
+@overload
+def attention(
+    spec: AttentionSpec, q: ArrayLike, k: ArrayLike, v: ArrayLike, *, seed: int | None = None, offset: int = 0,
+    return_lse: Literal[False] = False, **captures: Any,
+) -> Array: ...  # fmt: skip
+@overload
+def attention(
+    spec: AttentionSpec, q: ArrayLike, k: ArrayLike, v: ArrayLike, *, seed: int | None = None, offset: int = 0,
+    return_lse: bool, **captures: Any,
+) -> Any: ...  # fmt: skip
+def attention(
+    spec: AttentionSpec,
+    q: ArrayLike,
+    k: ArrayLike,
+    v: ArrayLike,
+    *,
+    seed: int | None = None,
+    offset: int = 0,
+    return_lse: bool = False,
+    **captures: Any,
+) -> Any:
+    """Standard attention in float64 on the values given, or (out, lse) with return_lse.
+
+    q (batch, heads_q, len_q, head_dim), k (batch, heads_kv, len_k, head_dim), v (batch, heads_kv, len_k, value_dim)
+    of any floating dtype, heads_q a multiple of heads_kv; layout "bshd" swaps heads and length. Captures by name, of
+    the dtype declared. seed and offset choose the dropout, as flashgen.reference.dropout says.
+    out is float64 in the spec's layout, lse float64 (batch, heads_q, len_q), the natural log of the sum over modified
+    and masked scores, before dropout. A row with nothing to attend to gives out = 0, lse = -inf.
+    Raises ArgumentError for arguments that do not fit the spec or each other.
+    """
+    problem = prepare(spec, q, k, v, seed, offset, captures)
+    out, lse = problem.empty_outputs()
+    for b, h, queries in _row_blocks(problem):
+        q_head, k_head, v_head = problem.head(b, h)
+        rows, keys, tiles = slice(queries.start, queries.stop), range(problem.len_k), HeadTiles(problem, b, h)
+        scores = tiles.modify(spec.scale * (q_head[rows] @ k_head.T), queries, keys)
+        probabilities, lse[b, h, rows] = softmax(scores)
+        out[b, h, rows] = tiles.drop(probabilities, queries, keys) @ v_head
+    out = problem.in_layout(out)
+    return (out, lse) if return_lse else out
+
+
+def low_precision(
+    spec: AttentionSpec,
+    q: ArrayLike,
+    k: ArrayLike,
+    v: ArrayLike,
+    *,
+    seed: int | None = None,
+    offset: int = 0,
+    return_lse: bool = False,
+    **captures: Any,
+) -> Any:
+    """Standard attention as a plain library runs it on arrays of spec.dtype: the `low` of flashgen.reference.numerics.
+
+    Each step's result is rounded to spec.dtype: q, k, v, scale·q, scores, modified scores, probabilities, dropped
+    probabilities, out. Within a step it is float32: products accumulate and the softmax is computed in it. Arguments,
+    results and errors are those of `attention`; the values of out are exact in spec.dtype. lse is that of the rounded
+    scores. A score that overflows float16 gives what it gives there, infinity or NaN.
+    Source: attention_ref(upcast=False) of flash-attention's tests.
+    """
+    problem = prepare(spec, q, k, v, seed, offset, captures)
+    out, lse = problem.empty_outputs()
+    for b, h, queries in _row_blocks(problem):
+        q_head, k_head, v_head = (round_to(spec.dtype, array) for array in problem.head(b, h))
+        rows, keys, tiles = slice(queries.start, queries.stop), range(problem.len_k), HeadTiles(problem, b, h)
+        scores = _product(spec.dtype, round_to(spec.dtype, spec.scale * q_head[rows]), k_head.T)
+        scores = tiles.modify(scores, queries, keys, rounding=lambda array: round_to(spec.dtype, array))
+        probabilities, lse[b, h, rows] = softmax(scores.astype(np.float32))
+        dropped = tiles.drop(round_to(spec.dtype, probabilities), queries, keys)
+        out[b, h, rows] = _product(spec.dtype, round_to(spec.dtype, dropped), v_head)
+    out = problem.in_layout(out)
+    return (out, lse) if return_lse else out
+
+
+def softmax(scores: Any) -> tuple[Any, Any]:
+    """Rows of softmax and their log-sum-exp, in the dtype of scores; 0 and -inf for a row that is all -inf, or empty."""
+    maximum = scores.max(axis=-1, initial=-np.inf)
+    shift = np.where(maximum == -np.inf, 0, maximum).astype(scores.dtype)  # exp(-inf - -inf) is NaN
+    with np.errstate(invalid="ignore", divide="ignore"):
+        exponentials = np.exp(scores - shift[:, None])
+        total = exponentials.sum(axis=-1)
+        lse = shift + np.log(total)
+    return exponentials / np.where(total == 0, 1, total).astype(scores.dtype)[:, None], lse
+
+
+def round_to(dtype: str, array: Any) -> Array:
+    """The values of an array rounded to nearest even in float16 or bfloat16, as float64."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        rounded = np.asarray(array).astype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
+    return rounded.astype(np.float64)
+
+
+def _product(dtype: str, a: Array, b: Array) -> Array:
+    with np.errstate(over="ignore", invalid="ignore"):
+        return round_to(dtype, a.astype(np.float32) @ b.astype(np.float32))
+
+
+def _row_blocks(problem: Problem) -> Iterator[tuple[int, int, range]]:
+    """(b, h, queries), so that the scores of one at a time are few enough for memory."""
+    step = max(1, _TILE_ELEMENTS // max(1, problem.len_k))
+    for b, h in np.ndindex(problem.batch, problem.heads):
+        for start in range(0, problem.len_q, step):
+            yield b, h, range(start, min(start + step, problem.len_q))
