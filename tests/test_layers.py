@@ -1,0 +1,105 @@
+"""The house's layers: who may import whom, and what `import flashgen` may cost."""
+
+from __future__ import annotations
+
+import ast
+import json
+import statistics
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[1] / "flashgen"
+
+# The ground, for everybody: the errors, and where the templates stand.
+GROUND = {"errors", "templates_path"}
+# Each part, and the parts that it may see besides itself and the ground.
+BELOW_ATTENTION = {"language", "build", "analysis", "reference", "codegen", "runtime"}
+MAY_SEE: dict[str, set[str]] = {
+    **{part: set() for part in GROUND},
+    "language": set(),
+    "build": set(),
+    "analysis": {"language"},
+    "reference": {"language"},
+    "codegen": {"language", "analysis"},
+    "runtime": {"build"},
+    "attention": {"language", "analysis", "build", "codegen", "runtime"},
+    "verify": BELOW_ATTENTION | {"attention"},
+    "release": BELOW_ATTENTION | {"attention", "verify"},
+    "report": BELOW_ATTENTION | {"attention", "verify"},
+    "bench": BELOW_ATTENTION | {"attention", "verify", "report"},
+    "cli": BELOW_ATTENTION | {"attention", "verify", "release", "report", "bench"},
+}
+
+NOT_ON_IMPORT = ("cupy", "cuda", "torch", "jax", "jinja2", "typer", "click", "rich", "pygments", "safetensors", "scipy")
+COST_OF_IMPORT = 1.4  # times importing NumPy and SymPy
+
+
+def part_of(path: Path) -> str:
+    relative = path.relative_to(PACKAGE)
+    return relative.parts[0] if len(relative.parts) > 1 else relative.stem
+
+
+def imported_modules(path: Path) -> Iterator[tuple[int, str]]:
+    """(line, dotted name) of each import in a file, wherever it stands; `from a import b` gives a.b."""
+    module = ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts)
+    package = module.removesuffix(".__init__") if path.name == "__init__.py" else module.rpartition(".")[0]
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"), str(path))):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, name.name) for name in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            above = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
+            base = ".".join([*above, *([node.module] if node.module else [])])
+            yield from ((node.lineno, f"{base}.{name.name}") for name in node.names)
+
+
+def sources() -> list[Path]:
+    return sorted(path for path in PACKAGE.rglob("*.py") if path != PACKAGE / "__init__.py")
+
+
+@pytest.mark.parametrize("path", sources(), ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_nothing_imports_upward(path: Path) -> None:
+    part = part_of(path)
+    assert part in MAY_SEE, f"{part} is new: give it a place in MAY_SEE"
+    allowed = MAY_SEE[part] | GROUND | {part}
+    for line, name in imported_modules(path):
+        if name.startswith("flashgen.") and name.split(".")[1] in MAY_SEE:
+            seen = name.split(".")[1]
+            assert seen in allowed, f"{path}:{line}: {part} imports {name}, but may see only {sorted(allowed)}"
+
+
+def test_the_layers_are_an_order() -> None:
+    """No two parts see each other, even through others."""
+    settled: set[str] = set()
+    while remaining := MAY_SEE.keys() - settled:
+        ready = {part for part in remaining if MAY_SEE[part] <= settled}
+        assert ready, f"a circle among {sorted(remaining)}"
+        settled |= ready
+
+
+def run_python(program: str) -> str:
+    command = [sys.executable, "-c", program]
+    return subprocess.run(command, cwd=PACKAGE.parent, capture_output=True, text=True, check=True).stdout
+
+
+def test_import_brings_in_nothing_heavy() -> None:
+    loaded = json.loads(run_python("import flashgen, json, sys; print(json.dumps(sorted(sys.modules)))"))
+    found = [name for name in loaded if name.split(".")[0] in NOT_ON_IMPORT]
+    assert not found, f"`import flashgen` loads {found}"
+
+
+def seconds_to_import(statement: str) -> float:
+    """CPU seconds, which other work on the machine sways less than the clock on the wall."""
+    return float(run_python(f"import time; t = time.process_time(); {statement}; print(time.process_time() - t)"))
+
+
+def test_import_costs_little_beyond_numpy_and_sympy() -> None:
+    pairs = [
+        (seconds_to_import("import numpy, sympy"), seconds_to_import("import flashgen; flashgen.AttentionSpec"))
+        for _ in range(7)
+    ]
+    base, ours = (statistics.median(times) for times in zip(*pairs, strict=True))
+    assert ours <= COST_OF_IMPORT * base, f"import flashgen {ours:.3f} s, NumPy and SymPy {base:.3f} s"
