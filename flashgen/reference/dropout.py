@@ -34,7 +34,9 @@ def threshold(probability: float) -> int:
     """
     kept = 256 * (1 - probability)
     if not 0 <= probability <= 1 or not 1 <= (rounded := round(kept)) <= 256:
-        raise SpecError(f"dropout={probability!r} does not keep between 1 and 256 of 256 elements; give 0 <= dropout < 0.998")
+        raise SpecError(
+            f"dropout={probability!r} does not keep between 1 and 256 of 256 elements; give 0 <= dropout < 0.998"
+        )
     return rounded
 
 
@@ -45,7 +47,9 @@ def check_counter(seed: int, offset: int, batch: int, heads: int) -> tuple[int, 
         try:
             given[name] = operator.index(value)
         except TypeError:
-            raise ArgumentError(f"{name}={value!r} is not an integer; dropout needs 0 <= {name} < {_LIMITS[name]}") from None
+            raise ArgumentError(
+                f"{name}={value!r} is not an integer; dropout needs 0 <= {name} < {_LIMITS[name]}"
+            ) from None
         if not 0 <= given[name] < _LIMITS[name]:
             raise ArgumentError(f"{name}={value!r} is out of range; dropout needs 0 <= {name} < {_LIMITS[name]}")
     return given["seed"], given["offset"]
@@ -69,7 +73,9 @@ def keep_tile(
         (seed & 0xFFFFFFFF, seed >> 32),
     )  # (block of 16 queries, row of 8, pair of columns, block of 32 keys, word)
     values = words.astype("<u4").view(np.uint8)
-    values = values.reshape(len(blocks_q), 8, 4, len(blocks_k), 4, 2, 2)  # ..., group of 8 keys, half of 16 rows, column
+    values = values.reshape(
+        len(blocks_q), 8, 4, len(blocks_k), 4, 2, 2
+    )  # ..., group of 8 keys, half of 16 rows, column
     values = values.transpose(0, 5, 1, 3, 4, 2, 6).reshape(len(blocks_q) * _BLOCK_Q, len(blocks_k) * _BLOCK_K)
     row, column = queries.start - first_q * _BLOCK_Q, keys.start - first_k * _BLOCK_K
     return np.asarray(values[row : row + len(queries), column : column + len(keys)] < limit)

@@ -1,4 +1,4 @@
-"""What a spec does to the scores and probabilities of a tile: score function, mask, dropout, evaluated on index grids."""
+"""What a spec does to the scores and probabilities of a tile: score function, mask and dropout."""
 
 from __future__ import annotations
 

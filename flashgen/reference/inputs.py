@@ -103,7 +103,9 @@ def _check_shapes(spec: AttentionSpec, q: Array, k: Array, v: Array) -> None:
     for name, array, dim in (("q", q, spec.head_dim), ("k", k, spec.head_dim), ("v", v, spec.value_dim)):
         if array.shape[3] != dim:
             which = "value_dim" if name == "v" else "head_dim"
-            raise ArgumentError(f"{name} has a last dimension of {array.shape[3]}, the spec {which}={dim}; make them one")
+            raise ArgumentError(
+                f"{name} has a last dimension of {array.shape[3]}, the spec {which}={dim}; make them one"
+            )
     for axis, what in ((0, "batch"), (1, "heads"), (2, "length")):
         if k.shape[axis] != v.shape[axis]:
             raise ArgumentError(f"k has {what} {k.shape[axis]}, v {v.shape[axis]}; give k and v of one {what}")
@@ -111,7 +113,9 @@ def _check_shapes(spec: AttentionSpec, q: Array, k: Array, v: Array) -> None:
         raise ArgumentError(f"q has batch {q.shape[0]}, k and v {k.shape[0]}; give one batch to all three")
     heads_q, heads_kv = q.shape[1], k.shape[1]
     if heads_q and (heads_kv == 0 or heads_q % heads_kv):
-        raise ArgumentError(f"q has {heads_q} heads, k and v {heads_kv}; heads of q must be a multiple of heads of k and v")
+        raise ArgumentError(
+            f"q has {heads_q} heads, k and v {heads_kv}; heads of q must be a multiple of heads of k and v"
+        )
 
 
 def _check_dropout(spec: AttentionSpec, seed: int | None, offset: int, shape: tuple[int, ...]) -> tuple[int, int]:
@@ -144,7 +148,9 @@ def _check_capture(capture: Capture, given: Any) -> NDArray[Any]:
     dtype = np.dtype(ml_dtypes.bfloat16 if capture.dtype == "bfloat16" else capture.dtype)
     array = np.asarray(given)
     if array.ndim != capture.ndim:
-        raise ArgumentError(f"capture {capture.name!r} has {array.ndim} dimensions; it was declared with {capture.ndim}")
+        raise ArgumentError(
+            f"capture {capture.name!r} has {array.ndim} dimensions; it was declared with {capture.ndim}"
+        )
     if capture.ndim == 0:
         array = _number(capture, dtype, array)
     elif array.dtype != dtype:

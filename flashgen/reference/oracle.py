@@ -1,12 +1,12 @@
 """Standard attention in NumPy, for every spec: in float64, the truth; rounded at every step, the tolerance.
 
-    S = score(scale Q K^T), -inf where masked;  P = softmax(S);  O = dropout(P) V;  LSE = log sum exp S
+S = score(scale Q K^T), -inf where masked;  P = softmax(S);  O = dropout(P) V;  LSE = log sum exp S
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Any
 
 import ml_dtypes
 import numpy as np
@@ -21,16 +21,6 @@ if TYPE_CHECKING:
 _TILE_ELEMENTS = 1 << 22  # scores held at once: 32 MiB in float64
 
 
-@overload
-def attention(
-    spec: AttentionSpec, q: ArrayLike, k: ArrayLike, v: ArrayLike, *, seed: int | None = None, offset: int = 0,
-    return_lse: Literal[False] = False, **captures: Any,
-) -> Array: ...  # fmt: skip
-@overload
-def attention(
-    spec: AttentionSpec, q: ArrayLike, k: ArrayLike, v: ArrayLike, *, seed: int | None = None, offset: int = 0,
-    return_lse: bool, **captures: Any,
-) -> Any: ...  # fmt: skip
 def attention(
     spec: AttentionSpec,
     q: ArrayLike,
@@ -97,7 +87,7 @@ def low_precision(
 
 
 def softmax(scores: Any) -> tuple[Any, Any]:
-    """Rows of softmax and their log-sum-exp, in the dtype of scores; 0 and -inf for a row that is all -inf, or empty."""
+    """Rows of softmax and their log-sum-exp, in the dtype of scores; 0 and -inf for a row of nothing but -inf."""
     maximum = scores.max(axis=-1, initial=-np.inf)
     shift = np.where(maximum == -np.inf, 0, maximum).astype(scores.dtype)  # exp(-inf - -inf) is NaN
     with np.errstate(invalid="ignore", divide="ignore"):

@@ -15,7 +15,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 from numpy.typing import NDArray
 
 from flashgen.errors import ArgumentError
@@ -109,9 +108,7 @@ def traffic_standard(len_q: int, len_k: int, head_dim: int, value_dim: int | Non
     )
 
 
-def traffic_flash1(
-    len_q: int, len_k: int, head_dim: int, value_dim: int | None = None, *, on_chip: int
-) -> HbmTraffic:
+def traffic_flash1(len_q: int, len_k: int, head_dim: int, value_dim: int | None = None, *, on_chip: int) -> HbmTraffic:
     """FlashAttention 1 (algorithm 1): K and V once; Q, O, l and m read, O, l and m written, for each key block.
 
     Writes include the initial O, l and m of line 2.
@@ -125,9 +122,7 @@ def traffic_flash1(
     )
 
 
-def traffic_flash2(
-    len_q: int, len_k: int, head_dim: int, value_dim: int | None = None, *, on_chip: int
-) -> HbmTraffic:
+def traffic_flash2(len_q: int, len_k: int, head_dim: int, value_dim: int | None = None, *, on_chip: int) -> HbmTraffic:
     """FlashAttention 2 (algorithm 1): Q once; K and V for each query block; O and LSE written once."""
     value_dim = head_dim if value_dim is None else value_dim
     passes = _ceil_div(len_q, flash2_blocks(on_chip, head_dim, value_dim).rows)
