@@ -1,0 +1,201 @@
+"""A cache entry on disk: a folder of files, with their hashes in `meta.json`, that is whole or is not there.
+
+An entry is written in a staging folder beside its place, flushed to the disk, and renamed into place. A process that
+dies at any moment leaves the old entry, no entry or the new entry, and perhaps a staging folder that the next builder
+of the same key removes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import secrets
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from flashgen.build.keys import KEY_FORMAT, SHORT_KEY
+
+META = "meta.json"
+_SEAL = "seal"
+_STAGING, _TRASH = ".staging-", ".trash-"
+
+
+@dataclass(frozen=True)
+class Artifacts:
+    """What a build made: files by plain name, facts for `meta.json`, and which of the files are programs."""
+
+    files: Mapping[str, bytes]
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    executables: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True)
+class StoredEntry:
+    """An entry that was checked: its folder, its files' bytes as they were when checked, and its `meta.json`."""
+
+    path: Path
+    files: Mapping[str, bytes]
+    meta: Mapping[str, Any]
+
+
+class DamagedEntry(Exception):
+    """An entry that is there and is not what was written. Its text says what is wrong."""
+
+
+def read_entry(folder: Path, key: str) -> StoredEntry | None:
+    """The entry, every byte checked against `meta.json`; None when there is none.
+
+    Raises:
+        DamagedEntry: a file is missing, cut or altered, or the entry is another key's.
+        PermissionError: it may not be read.
+    """
+    while True:
+        before = _identity(folder)
+        if before is None:
+            return None
+        try:
+            return _read_checked(folder, key)
+        except FileNotFoundError as error:
+            # Gone between two reads: somebody cleared or replaced it, and it is looked up again.
+            if _identity(folder) == before:
+                raise DamagedEntry(f"{Path(str(error.filename)).name} is missing") from error
+
+
+def write_entry(folder: Path, key: str, artifacts: Artifacts) -> StoredEntry:
+    """Put an entry into its place, which a damaged one may hold. The caller holds the key's lock."""
+    files = dict(sorted(artifacts.files.items()))
+    for name in files:
+        if name == META or Path(name).name != name:
+            raise ValueError(f"an entry's file must have a plain name other than {META}, got {name!r}")
+    described = {name: describe(data) for name, data in files.items()}
+    meta = _sealed({**artifacts.facts, "format": KEY_FORMAT, "key": key, "files": described})
+    staging = _sibling(folder, _STAGING, key)
+    staging.mkdir(parents=True)
+    try:
+        for name, data in {**files, META: canonical_json(meta)}.items():
+            _write_durably(staging / name, data, 0o777 if name in artifacts.executables else 0o666)
+        _flush_folder(staging)
+        discard(folder, key)
+        staging.rename(folder)
+    except BaseException:
+        _remove(staging)
+        raise
+    _flush_folder(folder.parent)
+    return StoredEntry(folder, files, meta)
+
+
+def discard(folder: Path, key: str) -> bool:
+    """Remove an entry at once for everybody (a rename), then its files. Returns whether there was one."""
+    trash = _sibling(folder, _TRASH, key)
+    try:
+        folder.rename(trash)
+    except FileNotFoundError:
+        return False
+    _remove(trash)
+    return True
+
+
+def remove_leftovers(root: Path, short_key: str) -> None:
+    """Remove what dead builders of a key left behind. The caller holds the key's lock, so none of them lives."""
+    for prefix in (_STAGING, _TRASH):
+        for folder in root.glob(f"{prefix}{short_key}-*"):
+            _remove(folder)
+
+
+def leftover_keys(root: Path) -> set[str]:
+    """The short keys of staging and trash folders in a cache."""
+    return {
+        path.name[len(prefix) : len(prefix) + SHORT_KEY]
+        for prefix in (_STAGING, _TRASH)
+        for path in root.glob(f"{prefix}*")
+    }
+
+
+def describe(data: bytes) -> dict[str, Any]:
+    """The hash and the size by which a file is checked."""
+    return {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+
+
+def canonical_json(value: Any) -> bytes:
+    """The same bytes for the same value on every machine, readable by people: sorted keys, indented."""
+    return (json.dumps(value, sort_keys=True, indent=1, ensure_ascii=False, allow_nan=False) + "\n").encode()
+
+
+def _read_checked(folder: Path, key: str) -> StoredEntry:
+    meta = _parse_meta(_read(folder / META), key)
+    files = {}
+    for name, expected in meta["files"].items():
+        if Path(name).name != name:
+            raise DamagedEntry(f"{META} names a file outside of the entry, {name!r}")
+        files[name] = _read(folder / name)
+        if describe(files[name]) != expected:
+            raise DamagedEntry(f"{name} is not what was written ({len(files[name])} bytes)")
+    return StoredEntry(folder, files, meta)
+
+
+def _parse_meta(data: bytes, key: str) -> dict[str, Any]:
+    try:
+        meta = json.loads(data)
+    except ValueError as error:
+        raise DamagedEntry(f"{META} is not JSON ({error})") from error
+    if not isinstance(meta, dict) or not isinstance(meta.get("files"), dict):
+        raise DamagedEntry(f"{META} does not list the files")
+    if meta.get("key") != key or meta.get("format") != KEY_FORMAT:
+        raise DamagedEntry(f"{META} belongs to another key or format")
+    if _sealed(meta) != meta:
+        raise DamagedEntry(f"{META} is not what was written")
+    return meta
+
+
+def _sealed(meta: Mapping[str, Any]) -> dict[str, Any]:
+    """The facts with a hash of themselves, so that `meta.json` is checked like every other file."""
+    rest = json.loads(canonical_json({name: value for name, value in meta.items() if name != _SEAL}))
+    return {**rest, _SEAL: hashlib.sha256(canonical_json(rest)).hexdigest()}
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except (FileNotFoundError, PermissionError):
+        raise
+    except OSError as error:
+        raise DamagedEntry(f"{path.name} cannot be read ({error.strerror})") from error
+
+
+def _identity(folder: Path) -> tuple[int, int] | None:
+    try:
+        status = folder.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    return status.st_dev, status.st_ino
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _sibling(folder: Path, prefix: str, key: str) -> Path:
+    return folder.parent / f"{prefix}{key[:SHORT_KEY]}-{secrets.token_hex(6)}"
+
+
+def _write_durably(path: Path, data: bytes, mode: int) -> None:
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
+    with os.fdopen(descriptor, "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _flush_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

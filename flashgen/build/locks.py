@@ -1,0 +1,107 @@
+"""One builder per key, however many processes ask: a file lock that the system drops when its owner dies."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from flashgen.errors import BuildError
+
+_log = logging.getLogger(__name__)
+
+_held: set[int] = set()  # descriptors of locks that this process holds
+
+
+@contextmanager
+def exclusive(path: Path, *, wait: bool = True) -> Iterator[bool]:
+    """Hold the lock file `path`; gives whether it is held, which is False only with `wait=False`.
+
+    The lock is the system's own (`flock`), so a killed owner never leaves it behind, and threads exclude each other
+    as processes do. The file is removed on release: whoever waited for a removed file notices and starts over.
+
+    Raises:
+        BuildError: the platform or the file system has no such locks.
+        OSError: the file cannot be made.
+    """
+    descriptor = _acquire(path, wait)
+    if descriptor is None:
+        yield False
+        return
+    owner = os.getpid()
+    _held.add(descriptor)
+    try:
+        yield True
+    finally:
+        if os.getpid() == owner:  # a forked child leaves its parent's lock alone
+            _held.discard(descriptor)
+            path.unlink(missing_ok=True)
+            os.close(descriptor)
+
+
+def _acquire(path: Path, wait: bool) -> int | None:
+    """A descriptor of the locked file that `path` names at this moment, or None when it is taken and we do not wait."""
+    while True:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        try:
+            locked = _flock(descriptor, path, wait)
+            if locked and _is_still(descriptor, path):
+                return descriptor
+        except BaseException:
+            os.close(descriptor)
+            raise
+        os.close(descriptor)
+        if not locked:
+            return None
+
+
+def _flock(descriptor: int, path: Path, wait: bool) -> bool:
+    try:
+        import fcntl
+    except ImportError as error:
+        raise BuildError(
+            "flashgen's cache needs POSIX file locks (fcntl), which this platform lacks; "
+            "use Linux, macOS or WSL, or a folder of prebuilt kernels in FLASHGEN_RELEASE"
+        ) from error
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return True
+    except OSError as error:
+        if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
+            raise _no_locks(path, error) from error
+    if not wait:
+        return False
+    _log.info("waiting for another process that builds %s", path.stem)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+    except OSError as error:
+        raise _no_locks(path, error) from error
+    return True
+
+
+def _no_locks(path: Path, error: OSError) -> BuildError:
+    return BuildError(
+        f"cannot lock {path} ({error.strerror}); set FLASHGEN_CACHE_DIR to a folder on a file system with file locks"
+    )
+
+
+def _is_still(descriptor: int, path: Path) -> bool:
+    """Whether `path` names the locked file, and not one that was made after a former owner removed it."""
+    try:
+        return os.path.samestat(os.fstat(descriptor), os.stat(path))
+    except FileNotFoundError:
+        return False
+
+
+def _drop_in_child() -> None:
+    # A fork shares the lock: were the child to keep it open, the lock would outlive the owner.
+    for descriptor in _held:
+        os.close(descriptor)
+    _held.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_drop_in_child)

@@ -1,0 +1,49 @@
+"""Finding NVIDIA's files and programs: in the wheels beside flashgen, in a CUDA toolkit, on the PATH."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from flashgen.errors import BuildError
+
+
+def wheel_roots() -> Iterator[Path]:
+    """The folders of NVIDIA's wheels: `nvidia/cu13` (CUDA 13), `nvidia/cuda_nvrtc` and its like (CUDA 12)."""
+    spec = importlib.util.find_spec("nvidia")
+    for folder in (spec.submodule_search_locations or ()) if spec else ():
+        yield from sorted(path for path in Path(folder).iterdir() if path.is_dir())
+
+
+def cuda_roots() -> Iterator[Path]:
+    """The folders of installed CUDA toolkits: what CUDA_HOME and CUDA_PATH say, then /usr/local."""
+    for variable in ("CUDA_HOME", "CUDA_PATH"):
+        if os.environ.get(variable):
+            yield Path(os.environ[variable])
+    yield Path("/usr/local/cuda")
+    yield from sorted(Path("/usr/local").glob("cuda-*"), reverse=True)
+
+
+def find_tool(name: str) -> Path | None:
+    """The path of one of NVIDIA's programs, such as `nvdisasm`, or None."""
+    for root in (*wheel_roots(), *cuda_roots()):
+        candidate = root / "bin" / name
+        if candidate.is_file() and os.access(candidate, os.X_OK):
+            return candidate
+    on_path = shutil.which(name)
+    return Path(on_path) if on_path else None
+
+
+def require_tool(*names: str) -> Path:
+    """The first of the programs that is installed. Raises BuildError naming what to install."""
+    for name in names:
+        found = find_tool(name)
+        if found:
+            return found
+    raise BuildError(
+        f"{' or '.join(names)} is not installed; install it with `pip install 'flashgen[inspect]'`, "
+        "or set CUDA_HOME to a CUDA toolkit"
+    )

@@ -1,0 +1,28 @@
+"""Where the templates stand: inside the installed package, or beside it in a checkout."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+
+from flashgen.errors import BuildError
+
+
+@cache
+def template_root() -> Path:
+    """The folder that holds `forward/`, `device/` and the other template folders.
+
+    An installed wheel carries it as `flashgen/templates`; in a checkout it is `templates` beside the package.
+
+    Raises:
+        BuildError: neither folder exists, so the installation is incomplete.
+    """
+    package = Path(__file__).resolve().parent
+    candidates = (package / "templates", package.parent / "templates")
+    for candidate in candidates:
+        if candidate.is_dir():
+            return candidate
+    raise BuildError(
+        f"flashgen's templates are missing: neither {candidates[0]} nor {candidates[1]} is a folder; "
+        "install flashgen again (`pip install --force-reinstall flashgen`)"
+    )
