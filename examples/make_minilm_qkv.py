@@ -11,7 +11,7 @@ domain). Everything between the two runs here in plain NumPy: tokeniser, embeddi
 The file holds, for n tokens:
     q, k, v    (1, 12, n, 32) float16: the inputs of attention, before the scale 1/sqrt(32)
     tokens     (n,) str: the pieces of words, "##" before one that continues a word
-    document   (n,) int32: the number of the sentence that each token stands in
+    sentence   (n,) int32: the number of the sentence that each token stands in
     slopes     (12,) float32: ALiBi's slopes for 12 heads
 """
 
@@ -147,7 +147,7 @@ def main() -> None:
         x = run_layer(x, weights, layer)
     q, k, v = (array[None].astype(np.float16) for array in query_key_value(x, weights, LAYER))
 
-    arrays = {"q": q, "k": k, "v": v, "tokens": np.array(tokens), "document": sentences(tokens)}
+    arrays = {"q": q, "k": k, "v": v, "tokens": np.array(tokens), "sentence": sentences(tokens)}
     np.savez_compressed(OUTPUT, **arrays, slopes=alibi_slopes(HEADS))
     size = OUTPUT.stat().st_size
     print(f"{OUTPUT.name}: {len(tokens)} tokens, {sentences(tokens)[-1] + 1} sentences, {size} bytes")
