@@ -1,0 +1,12 @@
+"""What can be proven of a mask: key and query ranges, tile classes, and pictures of them.
+
+affine     canonical affine forms of integer nodes
+order      provable comparisons of nodes, and the shortest min and max that they allow
+predicate  a predicate as a disjunction of conjunctions of affine comparisons
+runs       one run of positions per row, solved from a conjunction
+ranges     closed forms over a tile: key_range, query_range
+intervals  three-valued evaluation of any node over boxes
+tiles      the class of every tile: tile_map
+draw       a tile map as text and as SVG
+text       a node as a person would write it
+"""
