@@ -1,0 +1,105 @@
+"""The one struct that a kernel takes by value: its C declaration and its layout, from one list of fields."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..language.operations import Capture
+
+# C type -> (format of Python's struct module, size and alignment in bytes).
+_SCALARS = {"long long": ("q", 8), "int": ("i", 4), "unsigned": ("I", 4), "float": ("f", 4)}
+_POINTER = ("Q", 8)
+
+# NumPy dtype of a capture -> the C type its elements have in the kernel.
+ELEMENT_TYPES = {
+    "bool": "unsigned char",
+    "int8": "signed char",
+    "uint8": "unsigned char",
+    "int16": "short",
+    "int32": "int",
+    "int64": "long long",
+    "float16": "unsigned short",
+    "bfloat16": "unsigned short",
+    "float32": "float",
+}
+
+
+@dataclass(frozen=True)
+class Field:
+    """A member of the struct: C type, name, number of elements of an array (0 for a plain member), and a comment."""
+
+    type: str
+    name: str
+    count: int = 0
+    comment: str = ""
+
+    @property
+    def declaration(self) -> str:
+        return f"{self.type} {self.name}{f'[{self.count}]' if self.count else ''};"
+
+    @property
+    def format(self) -> tuple[str, int]:
+        return _POINTER if self.type.endswith("*") else _SCALARS[self.type]
+
+
+@dataclass(frozen=True)
+class ArgumentLayout:
+    """The struct: fields by decreasing alignment, so that natural alignment leaves no holes."""
+
+    fields: tuple[Field, ...]
+
+    @property
+    def format(self) -> str:
+        """Format for struct.pack: one value for each plain member and for each element of an array."""
+        text = "".join(field.format[0] * max(field.count, 1) for field in self.fields)
+        return f"<{text}{'x' * (-self._unpadded_size % 8)}"
+
+    @property
+    def _unpadded_size(self) -> int:
+        return sum(field.format[1] * max(field.count, 1) for field in self.fields)
+
+    def offset(self, name: str) -> int:
+        """Byte offset of a field in the struct."""
+        position = 0
+        for field in self.fields:
+            if field.name == name:
+                return position
+            position += field.format[1] * max(field.count, 1)
+        raise KeyError(name)
+
+
+def ordered(fields: list[Field]) -> ArgumentLayout:
+    """The layout of the fields: pointers first, then 8-byte numbers, then 4-byte ones, otherwise as listed."""
+    wide = [field for field in fields if field.format[1] == 8]
+    return ArgumentLayout(
+        tuple(
+            [field for field in wide if field.type.endswith("*")]
+            + [field for field in wide if not field.type.endswith("*")]
+            + [field for field in fields if field.format[1] == 4]
+        )
+    )
+
+
+# Members that every kernel may have; a capture of such a name gets a longer one.
+_RESERVED = frozenset("q k v o lse batch heads_q heads_per_kv len_q len_k section tile_counts tile_entries seed_low seed_high offset".split())
+
+
+def member_name(capture: Capture) -> str:
+    """The name of a capture in the struct."""
+    return f"{capture.name}_capture" if capture.name in _RESERVED else capture.name
+
+
+def capture_fields(captures: tuple[Capture, ...]) -> list[Field]:
+    """Members that hold the captures: pointer, strides and sizes of an array; the value of a number."""
+    fields: list[Field] = []
+    for capture in captures:
+        name = member_name(capture)
+        if capture.ndim == 0:
+            fields.append(Field("float" if capture.kind == "float" else "int", name))
+            continue
+        fields += [
+            Field(f"const {ELEMENT_TYPES[capture.dtype]}*", name),
+            Field("long long", f"{name}_stride", capture.ndim),
+            Field("int", f"{name}_size", capture.ndim),
+        ]
+    return fields

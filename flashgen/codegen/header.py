@@ -1,0 +1,31 @@
+"""The comment at the top of an emitted kernel: what it is, how it divides the work, what it costs, who made it."""
+
+from __future__ import annotations
+
+from ..language.spec import AttentionSpec
+from .plans import ForwardPlan
+from .targets import Target
+
+
+def header(spec: AttentionSpec, target: Target, plan: ForwardPlan) -> str:
+    """The forward kernel's header comment."""
+    depth, width = spec.head_dim, spec.value_dim
+    element = 2
+    lines = [
+        f"flashgen: attention forward, {spec.name}",
+        "",
+        f"mask     {spec.mask.name}",
+        f"score    {spec.score.name if spec.score else 'none'}; scale {spec.scale:.9g}",
+        f"dropout  {spec.dropout:g}",
+        f"dims     head {depth}, value {width}; {spec.dtype}, accumulated in float32; heads_q a multiple of heads_kv",
+        f"target   {target.name}, family {target.family}",
+        f"plan     {plan.tile_q} queries x {plan.tile_k} keys, {plan.warps} warps, {plan.stages} stage(s) of K and V, "
+        f"{plan.blocks} block(s) per multiprocessor, {plan.shared_bytes(spec)} bytes of shared memory",
+        f"FLOPs    {2 * (depth + width)} * batch * heads_q * len_q * len_k * (share of tiles visited)",
+        f"HBM      {element} * batch * (heads_q * len_q * {depth + width} + heads_kv * len_k * {depth + width}) bytes, "
+        "at least; + 4 * batch * heads_q * len_q for the LSE",
+        "",
+        "Grid: one block per (tile of queries, head, batch), in one dimension. Made by",
+        f"  flashgen show --target {target.name} '{spec.to_json()}'",
+    ]
+    return "\n".join(f"// {line}".rstrip() for line in lines)

@@ -1,0 +1,231 @@
+"""Expression -> CUDA text: one ordered table, precedence-aware, so that what is printed is what a person would write."""
+
+from __future__ import annotations
+
+import struct
+from collections import Counter
+from collections.abc import Callable
+
+import sympy
+
+from ..language import operations as op
+from ..language.operations import Capture, Load, kind_of
+from .arguments import member_name
+
+C_TYPES = {"bool": "bool", "int": "int", "float": "float"}
+
+# Binding strength of C++ operators, weakest first.
+_CONDITIONAL, _OR, _AND, _BIT_OR, _BIT_XOR, _BIT_AND, _EQUALITY, _RELATION, _SHIFT, _SUM, _PRODUCT, _UNARY, _ATOM = range(13)
+
+_INFIX: dict[type, tuple[str, int]] = {
+    op.Add: ("+", _SUM),
+    op.Sub: ("-", _SUM),
+    op.Mul: ("*", _PRODUCT),
+    op.ShiftLeft: ("<<", _SHIFT),
+    op.ShiftRight: (">>", _SHIFT),
+    op.BitAnd: ("&", _BIT_AND),
+    op.BitOr: ("|", _BIT_OR),
+    op.BitXor: ("^", _BIT_XOR),
+    op.Equal: ("==", _EQUALITY),
+    op.NotEqual: ("!=", _EQUALITY),
+    op.Xor: ("!=", _EQUALITY),
+    op.Less: ("<", _RELATION),
+    op.LessEqual: ("<=", _RELATION),
+    op.Greater: (">", _RELATION),
+    op.GreaterEqual: (">=", _RELATION),
+    op.And: ("&&", _AND),
+    op.Or: ("||", _OR),
+}
+
+# Operators whose operands read better in parentheses where precedence alone would not ask for them (gcc warns likewise).
+_CLARIFIED = {_OR: {_AND}, _BIT_OR: {_SUM, _SHIFT, _BIT_AND}, _BIT_AND: {_SUM, _SHIFT}, _SHIFT: {_SUM}}
+
+_CALLS: dict[type, dict[str, str]] = {
+    op.Abs: {"int": "abs", "float": "fabsf"},
+    op.Minimum: {"int": "min", "float": "fminf"},
+    op.Maximum: {"int": "max", "float": "fmaxf"},
+    op.Floor: {"float": "floorf"},
+    op.Exp2: {"float": "exp2_approx"},
+    op.Log2: {"float": "log2_approx"},
+    op.Tanh: {"float": "tanh_by_exp2"},
+    op.Sigmoid: {"float": "sigmoid_by_exp2"},
+    op.Sqrt: {"float": "sqrtf"},
+    op.Sin: {"float": "sinf"},
+    op.Cos: {"float": "cosf"},
+}
+
+
+def float_literal(value: float) -> str:
+    """A C++ float literal that reads back as `value` rounded to float32."""
+    rounded = struct.unpack("f", struct.pack("f", value))[0] if abs(value) < 3.5e38 else value
+    if rounded in (float("inf"), float("-inf")):
+        return "kInfinity" if rounded > 0 else "-kInfinity"
+    text = f"{rounded:.9g}"
+    return f"{text}f" if any(mark in text for mark in ".e") else f"{text}.0f"
+
+
+def is_nonnegative(node: sympy.Basic) -> bool:
+    """Whether an integer node is known to be >= 0 (indices and lengths are), so that C's division is a floored one."""
+    if isinstance(node, sympy.Integer):
+        return int(node) >= 0
+    if isinstance(node, sympy.Symbol):
+        return True
+    if isinstance(node, (op.Add, op.Mul, op.FloorDiv, op.Minimum, op.ShiftRight)):
+        return all(is_nonnegative(operand) for operand in node.args)
+    if isinstance(node, (op.Maximum, op.BitAnd)):
+        return any(is_nonnegative(operand) for operand in node.args)
+    if isinstance(node, op.FloorMod):
+        return isinstance(node.args[1], sympy.Integer) and int(node.args[1]) > 0
+    return isinstance(node, op.Abs)
+
+
+class Printer:
+    """Prints nodes as CUDA expressions. `names` maps nodes that already stand in a variable to its name."""
+
+    def __init__(self, names: dict[sympy.Basic, str] | None = None) -> None:
+        self.names = dict(names or {})
+
+    def text(self, node: sympy.Basic, around: int = _CONDITIONAL) -> str:
+        """The expression, in parentheses where an operator of strength `around` binds tighter than its own."""
+        text, strength = self._print(node)
+        return f"({text})" if strength < around else text
+
+    def as_float(self, node: sympy.Basic, around: int = _CONDITIONAL) -> str:
+        """The expression as a float: integers and booleans are cast."""
+        if isinstance(node, sympy.Integer):
+            return self.text(sympy.Float(int(node)), around)
+        return self.text(node, around) if kind_of(node) == "float" else f"static_cast<float>({self.text(node)})"
+
+    def _print(self, node: sympy.Basic) -> tuple[str, int]:
+        if node in self.names:
+            return self.names[node], _ATOM
+        if isinstance(node, tuple(_INFIX)):
+            return self._infix(node, *_INFIX[type(node)])
+        if isinstance(node, tuple(_CALLS)):
+            return self._call(node), _ATOM
+        handler = _SPECIAL.get(type(node))
+        if handler:
+            return handler(self, node)
+        leaf = self._leaf(node)
+        return leaf, _UNARY if leaf.startswith("-") else _ATOM
+
+    def _infix(self, node: sympy.Basic, symbol: str, strength: int) -> tuple[str, int]:
+        left, right = node.args
+        clarified = _CLARIFIED.get(strength, set())
+        parts = []
+        for operand, minimum in ((left, strength), (right, strength + 1)):
+            text, own = self._print(operand)
+            regrouped = own == strength and strength in (_AND, _OR)  # && and || associate: no parentheses needed
+            needs = (own < minimum and not regrouped) or own in clarified
+            if kind_of(operand) == "bool" and kind_of(node) != "bool":
+                text, needs = f"static_cast<int>({text})", False
+            parts.append(f"({text})" if needs else text)
+        return f"{parts[0]} {symbol} {parts[1]}", strength
+
+    def _call(self, node: sympy.Basic) -> str:
+        kind = kind_of(node)
+        operand = self.as_float if kind == "float" else self.text
+        return f"{_CALLS[type(node)][kind]}({', '.join(operand(argument) for argument in node.args)})"
+
+    def _leaf(self, node: sympy.Basic) -> str:
+        if isinstance(node, Capture):
+            return f"arguments.{member_name(node)}"
+        if isinstance(node, (sympy.Float, sympy.core.numbers.Infinity, sympy.core.numbers.NegativeInfinity)):
+            return float_literal(float(node))
+        if node in (sympy.true, sympy.false):
+            return "true" if node == sympy.true else "false"
+        if node in (op.LEN_Q, op.LEN_K):
+            return f"arguments.{node}"
+        return str(node)
+
+
+def _floor_divide(printer: Printer, node: sympy.Basic) -> tuple[str, int]:
+    left, right = node.args
+    if kind_of(node) == "float":
+        return f"floorf({printer.as_float(left, _PRODUCT)} / {printer.as_float(right, _UNARY)})", _ATOM
+    if is_nonnegative(left) and is_nonnegative(right):
+        return f"{printer.text(left, _PRODUCT)} / {printer.text(right, _UNARY)}", _PRODUCT
+    return f"floor_divide({printer.text(left)}, {printer.text(right)})", _ATOM
+
+
+def _floor_modulo(printer: Printer, node: sympy.Basic) -> tuple[str, int]:
+    left, right = node.args
+    if kind_of(node) == "float":
+        quotient = printer._print(op.FloorDiv(left, right))[0]
+        return f"{printer.as_float(left, _PRODUCT)} - {printer.as_float(right, _PRODUCT)} * {quotient}", _SUM
+    if is_nonnegative(left) and is_nonnegative(right):
+        return f"{printer.text(left, _PRODUCT)} % {printer.text(right, _UNARY)}", _PRODUCT
+    return f"floor_modulo({printer.text(left)}, {printer.text(right)})", _ATOM
+
+
+def _divide(printer: Printer, node: sympy.Basic) -> tuple[str, int]:
+    left, right = node.args
+    if isinstance(right, (sympy.Integer, sympy.Float)) and right != 0:  # a product with a constant is much cheaper
+        return f"{printer.as_float(left, _PRODUCT)} * (1.0f / {printer.as_float(right)})", _PRODUCT
+    return f"{printer.as_float(left, _PRODUCT)} / {printer.as_float(right, _UNARY)}", _PRODUCT
+
+
+def _where(printer: Printer, node: sympy.Basic) -> tuple[str, int]:
+    condition, then, otherwise = node.args
+    branch = printer.as_float if kind_of(node) == "float" else printer.text
+    return f"{printer.text(condition, _OR)} ? {branch(then, _OR)} : {branch(otherwise, _CONDITIONAL)}", _CONDITIONAL
+
+
+def _load(printer: Printer, node: sympy.Basic) -> tuple[str, int]:
+    indices = ", ".join(printer.text(index) for index in node.indices)
+    return f"load_{node.capture.name}(arguments, {indices})", _ATOM
+
+
+_SPECIAL: dict[type, Callable[[Printer, sympy.Basic], tuple[str, int]]] = {
+    op.Neg: lambda p, n: (f"-{p.text(n.args[0], _ATOM)}", _UNARY),
+    op.Not: lambda p, n: (f"!{p.text(n.args[0], _UNARY)}", _UNARY),
+    op.FloorDiv: _floor_divide,
+    op.FloorMod: _floor_modulo,
+    op.Divide: _divide,
+    op.ToFloat: lambda p, n: (p.as_float(n.args[0], _UNARY), _UNARY),
+    op.ToInt: lambda p, n: (f"static_cast<int>({p.text(n.args[0])})", _ATOM),
+    op.Exp: lambda p, n: (f"exp2_approx({p.as_float(n.args[0], _PRODUCT)} * 1.44269504f)", _ATOM),
+    op.Log: lambda p, n: (f"log2_approx({p.as_float(n.args[0])}) * 0.693147181f", _PRODUCT),
+    op.Where: _where,
+    Load: _load,
+}
+
+PRINTED: frozenset[type] = frozenset(_INFIX) | frozenset(_CALLS) | frozenset(_SPECIAL)
+
+
+def _references(results: tuple[sympy.Basic, ...]) -> Counter[sympy.Basic]:
+    """How often each operation is used by distinct operations (or results); operands come before their users."""
+    uses: Counter[sympy.Basic] = Counter()
+    order: dict[sympy.Basic, None] = {}
+
+    def visit(node: sympy.Basic) -> None:
+        if not isinstance(node, op.Operation):
+            return
+        uses[node] += 1
+        if uses[node] == 1:
+            for operand in node.args:
+                visit(operand)
+            order[node] = None
+
+    for result in results:
+        visit(result)
+    return Counter({node: uses[node] for node in order})
+
+
+def _worth_sharing(node: sympy.Basic) -> bool:
+    """Whether a repeated node costs enough to stand in a variable: a load, a division, or two operations or more."""
+    return isinstance(node, (Load, op.FloorDiv, op.FloorMod, op.Divide)) or any(
+        isinstance(operand, op.Operation) for operand in node.args
+    )
+
+
+def statements(*results: sympy.Basic) -> tuple[list[str], list[str]]:
+    """Declarations of the subexpressions that are used more than once, and the text of each result in their terms."""
+    printer = Printer()
+    declarations: list[str] = []
+    for node, uses in _references(results).items():
+        if uses > 1 and _worth_sharing(node):
+            name = f"x{len(declarations)}"
+            declarations.append(f"const {C_TYPES[kind_of(node)]} {name} = {printer.text(node)};")
+            printer.names[node] = name
+    return declarations, [printer.text(result) for result in results]

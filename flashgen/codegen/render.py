@@ -1,0 +1,131 @@
+"""Spec and plan -> the text of a kernel. The same bytes on every machine."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import sympy
+
+from ..analysis.ranges import TileRange, key_range
+from ..errors import UnsupportedError
+from ..analysis.order import Q_FIRST, Q_LAST
+from ..language.spec import AttentionSpec
+from .arguments import ArgumentLayout, Field, capture_fields, ordered
+from .environment import environment, primitives_for
+from .header import header
+from .plans import ForwardPlan, choose_forward_plan, padded
+from .printer import statements
+from .targets import Target
+from .variant import captures_read, variant_of
+
+LOG2_E = math.log2(math.e)
+
+
+@dataclass(frozen=True)
+class RenderedKernel:
+    """A kernel's text, and what is needed to launch it."""
+
+    name: str  # readable, for folders and reports
+    entry: str  # of the extern "C" function
+    source: str
+    target: Target
+    plan: ForwardPlan
+    layout: ArgumentLayout
+    threads: int
+    shared_bytes: int
+
+
+def keep_threshold(dropout: float) -> int:
+    """Bytes below this are kept: round(256 (1 - p))."""
+    return round(256 * (1 - dropout))
+
+
+def _range_texts(tiles: TileRange) -> dict[str, Any]:
+    parts = ("begin", "end", "full_begin", "full_end")
+    nodes = [getattr(tiles, part) for part in parts]
+    declarations, texts = statements(*nodes)
+    first = "const int q_first = work.first_query;"
+    last = "const int q_last = min(work.first_query + kTileQ, arguments.len_q) - 1;"
+    used = [line for symbol, line in ((Q_FIRST, first), (Q_LAST, last)) if any(node.has(symbol) for node in nodes)]
+    return dict(zip(parts, texts, strict=True)) | {"declarations": [*used, *declarations]}
+
+
+def _longest_last(tiles: TileRange | None) -> bool:
+    """Whether later queries see more keys: the run ends later and does not begin later."""
+    return tiles is not None and tiles.end.has(Q_LAST, Q_FIRST) and not tiles.begin.has(Q_LAST, Q_FIRST)
+
+
+def forward_layout(spec: AttentionSpec, lists: bool) -> ArgumentLayout:
+    """The argument struct of the forward kernel."""
+    fields = [Field("const Element*", name) for name in "qkv"] + [Field("Element*", "o"), Field("float*", "lse")]
+    fields[-1] = Field("float*", "lse", comment="(batch, heads_q, len_q), or null")
+    fields += [Field("long long", f"{name}_stride_{axis}") for name in "qkvo" for axis in ("batch", "head", "row")]
+    fields += [Field("int", name) for name in ("batch", "heads_q", "heads_per_kv", "len_q", "len_k")]
+    fields.append(Field("int", "section", comment="heads that run together, to share the L2"))
+    if lists:
+        fields += [Field("const int*", "tile_counts"), Field("const int*", "tile_entries")]
+        fields += [Field("long long", "list_stride_batch"), Field("long long", "list_stride_head")]
+    if spec.dropout:
+        fields += [Field("unsigned", name) for name in ("seed_low", "seed_high", "offset")]
+    return ordered(fields + capture_fields(captures_read(spec)))
+
+
+def _suffix(spec: AttentionSpec) -> str:
+    return {"float16": "f16", "bfloat16": "bf16"}[spec.dtype]
+
+
+def _entry(prefix: str, spec: AttentionSpec) -> str:
+    return re.sub(r"\W+", "_", f"{prefix}_{spec.name}")
+
+
+def render_forward(spec: AttentionSpec, target: Target, plan: ForwardPlan | None = None) -> RenderedKernel:
+    """The forward kernel of a spec on a target; UnsupportedError where the target or the plan cannot do it."""
+    if spec.dtype not in target.dtypes:
+        raise UnsupportedError(
+            f"dtype={spec.dtype!r} is not supported on {target.name} (family {target.family}); use float16 there"
+        )
+    plan = plan or choose_forward_plan(spec, target)
+    plan.check(spec, target)
+    tiles = key_range(spec.mask.expression)
+    layout = forward_layout(spec, lists=tiles is None)
+    variant = variant_of(spec)
+    suffix, entry = _suffix(spec), _entry("attention_forward", spec)
+    key_tiles: Any = environment().get_template("key_tiles.cuh.jinja").module
+    struct = "ForwardArguments"
+    context: dict[str, Any] = {
+        "spec": spec,
+        "target": target,
+        "plan": plan,
+        "entry": entry,
+        "struct": struct,
+        "header": header(spec, target, plan),
+        "types": environment().get_template("types.cuh.jinja").render(struct=struct, dtype=spec.dtype, layout=layout).strip(),
+        "variant": environment().get_template("variant.cuh.jinja").render(struct=struct, variant=variant).strip(),
+        "key_tiles": key_tiles.ranges(_range_texts(tiles), struct) if tiles else key_tiles.lists(struct),
+        "head_padded": padded(spec.head_dim),
+        "value_padded": padded(spec.value_dim),
+        "scale_log2": spec.scale * LOG2_E,
+        "shared_bytes": plan.shared_bytes(spec),
+        "keep_threshold": keep_threshold(spec.dropout),
+        "keep_scale": 256 / keep_threshold(spec.dropout),
+        "longest_first": _longest_last(tiles),
+        "masked": variant.mask is not None,
+        "score_call": variant.score.call() if variant.score else "",
+        "mask_call": variant.mask.call() if variant.mask else "",
+        "may_be_empty": variant.mask is not None or variant.score is not None,
+        "copy": "copy_async_16" if target.asynchronous_copies else "copy_sync_16",
+        "mma": f"mma_m16n8k16_{suffix}" if target.asynchronous_copies else f"mma_m16n8k8x2_{suffix}",
+        "pack": f"pack_{suffix}",
+    }
+    template = environment().get_template("forward/mma_sync.cu.jinja")
+    body = template.render(context | {"primitives": ""})
+    device, shared = primitives_for(body, target)
+    primitives = environment().get_template("primitives.cuh.jinja").render(
+        device_primitives=device, shared_primitives=shared, uses_shared_memory=True
+    )
+    source = template.render(context | {"primitives": primitives.strip()})
+    name = f"fwd-{target.name.replace('_', '')}-{spec.name}"
+    return RenderedKernel(name, entry, source, target, plan, layout, plan.threads, plan.shared_bytes(spec))

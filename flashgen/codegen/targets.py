@@ -1,0 +1,75 @@
+"""What a GPU has: one frozen record per architecture that kernels are generated for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..errors import UnsupportedError
+
+
+@dataclass(frozen=True)
+class Target:
+    """An architecture. Sizes are in bytes; `shared_per_block` is the most dynamic shared memory a block may ask for."""
+
+    name: str
+    compute_capability: int
+    family: str
+    shared_per_block: int
+    shared_per_multiprocessor: int
+
+    @property
+    def architecture(self) -> str:
+        """The compiler's name of the architecture."""
+        return self.name
+
+    @property
+    def asynchronous_copies(self) -> bool:
+        """cp.async: copies from global to shared memory that do not pass through registers."""
+        return self.compute_capability >= 80
+
+    @property
+    def packed_conversion(self) -> bool:
+        """One instruction that rounds two floats to a pair of 16-bit numbers."""
+        return self.compute_capability >= 80
+
+    @property
+    def dtypes(self) -> tuple[str, ...]:
+        """The element types that the tensor cores of the family multiply."""
+        return ("float16",) if self.family == "turing" else ("float16", "bfloat16")
+
+
+def _target(compute_capability: int, family: str, block_kib: int, multiprocessor_kib: int) -> Target:
+    return Target(
+        f"sm_{compute_capability}", compute_capability, family, block_kib * 1024, multiprocessor_kib * 1024
+    )
+
+
+# Shared memory by the CUDA programming guide's table of technical specifications per compute capability.
+TARGETS: dict[str, Target] = {
+    target.name: target
+    for target in (
+        _target(75, "turing", 64, 64),
+        _target(80, "ampere", 163, 164),
+        _target(86, "ampere", 99, 100),
+        _target(87, "ampere", 163, 164),
+        _target(89, "ampere", 99, 100),
+        _target(90, "ampere", 227, 228),
+        _target(100, "ampere", 227, 228),
+        _target(103, "ampere", 227, 228),
+        _target(120, "ampere", 99, 100),
+        _target(121, "ampere", 99, 100),
+    )
+}
+
+
+def target_named(name: str) -> Target:
+    """The target of that name, such as "sm_80"; UnsupportedError, with the list, for any other."""
+    try:
+        return TARGETS[name]
+    except KeyError:
+        raise UnsupportedError(f"target={name!r} is not supported; choose one of {', '.join(TARGETS)}") from None
+
+
+def target_of_capability(major: int, minor: int) -> Target:
+    """The target of a GPU by its compute capability."""
+    return target_named(f"sm_{major}{minor}")
