@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import sympy
 
-from flashgen.language.evaluate import evaluate
-from flashgen.language.operations import BATCH, HEAD, KEY, LEN_K, LEN_Q, QUERY, SCORE
+from flashgen.language.evaluate import MEANINGS, evaluate
+from flashgen.language.operations import BATCH, HEAD, KEY, LEN_K, LEN_Q, QUERY, SCORE, kind_of
 from flashgen.reference.dropout import keep_tile
 from flashgen.reference.inputs import Array, Problem
 
@@ -28,15 +28,22 @@ class HeadTiles:
     def modify(self, scores: Array, queries: range, keys: range, rounding: Rounding | None = None) -> Array:
         """Scores (queries, keys), already scaled, after the score function and with -inf where the mask forbids.
 
-        `rounding`, if given, rounds the score function's result.
+        `rounding`, if given, rounds each step of the score function that depends on the score.
         """
+        spec, captures, shape = self.problem.spec, self.problem.captures, scores.shape
+        if 0 in shape:
+            return scores
         values = self._indices(queries, keys)
-        with np.errstate(all="ignore"):  # a masked element may well overflow
-            if self.problem.spec.score is not None:
-                scores = self._evaluate(self.problem.spec.score.expression, {**values, SCORE: scores}, scores.shape)
-                scores = scores if rounding is None else rounding(scores)
-            allowed = self._evaluate(self.problem.spec.mask.expression, values, scores.shape)
-        return np.where(allowed, scores, -np.inf)
+        if spec.score is not None:
+            values_and_score = {**values, SCORE: scores}
+            if rounding is None:
+                scores = evaluate(spec.score.expression, values_and_score, captures)
+            else:
+                scores = evaluate_rounded(spec.score.expression, values_and_score, captures, rounding)
+        allowed = evaluate(spec.mask.expression, values, captures)
+        return np.where(
+            np.broadcast_to(allowed, shape), scores, -np.inf
+        )  # a score need not depend on all indices either
 
     def drop(self, probabilities: Array, queries: range, keys: range) -> Array:
         """Probabilities (queries, keys), normalised or not, after dropout: 0 where dropped, scaled up where kept."""
@@ -56,7 +63,26 @@ class HeadTiles:
             LEN_K: np.asarray(self.problem.len_k, dtype=np.int64),
         }
 
-    def _evaluate(self, node: sympy.Basic, values: dict[sympy.Basic, Any], shape: tuple[int, ...]) -> Any:
-        if 0 in shape:
-            return np.zeros(shape)
-        return np.broadcast_to(evaluate(node, values, self.problem.captures), shape)
+
+def evaluate_rounded(
+    node: sympy.Basic, values: Mapping[sympy.Basic, Any], captures: Mapping[str, Any], rounding: Rounding
+) -> Array:
+    """As `evaluate`, with the result of every operation on the score rounded, if it is a float.
+
+    What depends on indices and captures alone is exact: a plain implementation may well hold it in float32 or integers.
+    """
+    known: dict[sympy.Basic, Any] = {}
+
+    def of(node: sympy.Basic) -> Any:
+        if node in known:
+            return known[node]
+        if SCORE not in node.free_symbols or node == SCORE:
+            result = evaluate(node, values, captures)
+        else:
+            exact = MEANINGS[type(node)](*(of(operand) for operand in node.args))
+            result = rounding(exact) if kind_of(node) == "float" else exact
+        known[node] = result
+        return result
+
+    with np.errstate(all="ignore"):  # both sides of a Where are computed, also where they are not wanted
+        return np.asarray(of(node))

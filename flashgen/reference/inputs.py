@@ -20,13 +20,14 @@ if TYPE_CHECKING:
 
 Array = NDArray[np.float64]
 
+_INT32 = np.iinfo(np.int32)
 _AXES = {"bhsd": ("batch", "heads", "length", "dim"), "bshd": ("batch", "length", "heads", "dim")}
 
 
 @dataclass(frozen=True, eq=False)
 class Problem:
     """One attention problem. q (batch, heads_q, len_q, head_dim), k (batch, heads_kv, len_k, head_dim) and
-    v (batch, heads_kv, len_k, value_dim) are float64; captures are int64, float64 or bool, by name."""
+    v (batch, heads_kv, len_k, value_dim) are float64; captures are arrays of the dtype declared, by name."""
 
     spec: AttentionSpec
     q: Array
@@ -144,7 +145,7 @@ def _check_captures(spec: AttentionSpec, given: Mapping[str, Any], nothing_read:
 
 
 def _check_capture(capture: Capture, given: Any) -> NDArray[Any]:
-    """The value of a capture as the kernel sees it, widened. Arrays must have the dtype declared; numbers take it."""
+    """A capture as the kernel sees it. Arrays must have the dtype declared; numbers take it."""
     dtype = np.dtype(ml_dtypes.bfloat16 if capture.dtype == "bfloat16" else capture.dtype)
     array = np.asarray(given)
     if array.ndim != capture.ndim:
@@ -155,7 +156,11 @@ def _check_capture(capture: Capture, given: Any) -> NDArray[Any]:
         array = _number(capture, dtype, array)
     elif array.dtype != dtype:
         raise ArgumentError(f"capture {capture.name!r} has dtype {array.dtype}; it was declared as {dtype}, convert it")
-    return array.astype({"float": np.float64, "int": np.int64, "bool": np.bool_}[capture.kind])
+    if capture.kind == "int" and not ((array >= _INT32.min) & (array <= _INT32.max)).all():
+        raise ArgumentError(
+            f"capture {capture.name!r} has values beyond 32 bits, which kernels compute in; give smaller"
+        )
+    return array
 
 
 def _number(capture: Capture, dtype: np.dtype[Any], given: NDArray[Any]) -> NDArray[Any]:

@@ -66,10 +66,10 @@ def low_precision(
 ) -> Any:
     """Standard attention as a plain library runs it on arrays of spec.dtype: the `low` of flashgen.reference.numerics.
 
-    Each step's result is rounded to spec.dtype: q, k, v, scale·q, scores, modified scores, probabilities, dropped
-    probabilities, out. Within a step it is float32: products accumulate and the softmax is computed in it. Arguments,
-    results and errors are those of `attention`; the values of out are exact in spec.dtype. lse is that of the rounded
-    scores. A score that overflows float16 gives what it gives there, infinity or NaN.
+    Each step's result is rounded to spec.dtype: q, k, v, scale·q, scores, each operation on them in the score function,
+    probabilities, dropped probabilities, out. Within a step, products accumulate in float32 and so does the softmax.
+    Arguments, results and errors are those of `attention`; the values of out are exact in spec.dtype. lse is float32's,
+    of the rounded scores. A score that overflows float16 gives what it gives there, infinity or NaN.
     Source: attention_ref(upcast=False) of flash-attention's tests.
     """
     problem = prepare(spec, q, k, v, seed, offset, captures)

@@ -56,7 +56,7 @@ def test_flash_is_n_squared_d_squared_over_m():
 
 @pytest.mark.parametrize(
     ("n", "first", "second"),
-    [(1024, 3.18, 5.34), (2048, 3.59, 5.4), (4096, 3.9, 5.9), (16384, 4.1, 6.2), (65536, 4.1, 6.2)],
+    [(1024, 3.18, 4.85), (2048, 3.59, 5.5), (4096, 3.9, 5.9), (16384, 4.1, 6.2), (65536, 4.1, 6.2)],
 )
 def test_flash_moves_less_at_real_sizes(n, first, second):
     """d = 64 and 100 KB: how many times less than standard attention, which writes and reads S and P."""
