@@ -30,12 +30,12 @@ _LIMITS = {"seed": 2**64, "offset": 2**32, "batch": 2**16 + 1, "heads": 2**16 + 
 def threshold(probability: float) -> int:
     """T = round(256 (1 - p)), a half to the even number: an element is kept iff its byte is below T.
 
-    Raises SpecError unless 1 <= T <= 256, that is unless 0 <= p <= 0.998 or so.
+    Raises SpecError unless 1 <= T <= 256, that is unless 0 <= p <= 0.998.
     """
     kept = 256 * (1 - probability)
     if not 0 <= probability <= 1 or not 1 <= (rounded := round(kept)) <= 256:
         raise SpecError(
-            f"dropout={probability!r} does not keep between 1 and 256 of 256 elements; give 0 <= dropout < 0.998"
+            f"dropout={probability!r} does not keep between 1 and 256 of 256 elements; give 0 <= dropout <= 0.998"
         )
     return rounded
 

@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flashgen.errors import ArgumentError, SpecError
+from flashgen.language import AttentionSpec
 from flashgen.reference.dropout import dropout_keep, keep_tile, threshold
 
 WORD = 0xFFFFFFFF
@@ -113,6 +114,11 @@ def test_no_dropout_keeps_all_and_empty_shapes_are_empty():
 )
 def test_threshold(p, expected):
     assert threshold(p) == expected
+
+
+@given(st.floats(0, 0.998))
+def test_threshold_is_the_specs(p):
+    assert threshold(p) == AttentionSpec(head_dim=8, dropout=p).keep_threshold
 
 
 @pytest.mark.parametrize("p", [-0.01, 0.999, 1.0, 1.5, float("nan"), float("inf")])
