@@ -1,0 +1,44 @@
+"""Names of element types: what callers write, brought to NumPy's names."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from flashgen.errors import SpecError
+
+# fmt: off
+_ALIASES = {
+    "fp16": "float16", "half": "float16", "f16": "float16", "bf16": "bfloat16", "fp32": "float32", "f32": "float32",
+    "float": "float32", "int": "int32", "long": "int64", "bool_": "bool",
+}
+# fmt: on
+ELEMENTS = ("float16", "bfloat16")
+CAPTURES = ("bool", "int8", "uint8", "int16", "int32", "int64", "float16", "bfloat16", "float32")
+SCALARS = ("int32", "float32")
+
+
+def dtype_name(value: Any, allowed: tuple[str, ...], argument: str) -> str:
+    """NumPy's name of a dtype given by name ("bf16", "torch.float16"), as a NumPy dtype or type, or a torch dtype.
+
+    Raises SpecError, naming `argument` and what is accepted, for anything not in `allowed`.
+    """
+    name = written_name(value)
+    name = _ALIASES.get(name, name)
+    if name not in allowed:
+        raise SpecError(f"{argument}={value!r} is not supported: give one of {', '.join(allowed)}")
+    return name
+
+
+def written_name(value: Any) -> str:
+    """The name of a dtype as its library writes it: "bfloat16" of "torch.bfloat16", np.float32, a dtype object."""
+    if isinstance(value, str):
+        return value.lower().removeprefix("torch.")
+    text = str(value)
+    if text.startswith("torch."):
+        return text.removeprefix("torch.")
+    try:
+        return np.dtype(value).name if value is not None else "None"
+    except TypeError:
+        return text

@@ -1,0 +1,170 @@
+"""The meaning of every operation in NumPy: what an expression is on arrays of indices, scores and captures.
+
+Integers are int64 and floats float64, so that this is the oracle that float32 and int32 kernels are judged by. Shapes
+broadcast lazily: a mask of q and k alone stays (len_q, len_k) whatever the batch.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import sympy
+
+from flashgen.errors import ArgumentError
+from flashgen.language import operations as ops
+from flashgen.language.operations import Capture, Operation, kind_of
+
+Array = np.ndarray[Any, Any]
+
+_WIDE = {"bool": np.bool_, "int": np.int64, "float": np.float64}
+_INT32 = np.iinfo(np.int32)
+
+
+def evaluate(node: sympy.Basic, values: Mapping[sympy.Basic, Any], captures: Mapping[str, Any] | None = None) -> Array:
+    """The value of an expression.
+
+    Args:
+        node: an expression of the language.
+        values: an array or number for each symbol that the expression reads (BATCH, ..., LEN_K, SCORE), broadcastable
+            with each other.
+        captures: an array or number for each capture, by name; converted to the capture's dtype.
+
+    Returns a bool, int64 or float64 array of the broadcast shape of what the expression reads; () for a constant.
+    Raises ArgumentError for a missing capture or value, or a capture of the wrong dimensions.
+    """
+    evaluation = _Evaluation(values, captures or {}, _shared(node))
+    with np.errstate(all="ignore"):  # both sides of a Where are computed, also where they are not wanted
+        return np.asarray(evaluation.of(node))
+
+
+def _shared(node: sympy.Basic) -> frozenset[sympy.Basic]:
+    """Operations that occur more than once: worth keeping; the rest is freed as soon as it is used."""
+    counts: Counter[sympy.Basic] = Counter()
+    stack = [node]
+    while stack:
+        current = stack.pop()
+        counts[current] += 1
+        if counts[current] == 1 and isinstance(current, Operation):
+            stack.extend(current.args)
+    return frozenset(item for item, count in counts.items() if count > 1)
+
+
+class _Evaluation:
+    def __init__(
+        self, values: Mapping[sympy.Basic, Any], captures: Mapping[str, Any], shared: frozenset[sympy.Basic]
+    ) -> None:
+        self.values, self.captures, self.shared = values, captures, shared
+        self.known: dict[sympy.Basic, Any] = {}
+
+    def of(self, node: sympy.Basic) -> Any:
+        if node in self.known:
+            return self.known[node]
+        result = self._operation(node) if isinstance(node, Operation) else self._leaf(node)
+        if node in self.shared:
+            self.known[node] = result
+        return result
+
+    def _operation(self, node: Operation) -> Any:
+        operands = [self.of(operand) for operand in node.args]
+        if isinstance(node, (ops.Arithmetic, ops.Transcendental)):
+            # Booleans count as 0 and 1, and NumPy's own rules for them (True + True is True) do not apply.
+            wide = np.float64 if "float" in map(kind_of, node.args) else np.int64
+            operands = [np.asarray(operand).astype(wide, copy=False) for operand in operands]
+        return MEANINGS[type(node)](*operands)
+
+    def _leaf(self, node: sympy.Basic) -> Any:
+        if isinstance(node, Capture):
+            return self._capture(node)
+        if isinstance(node, sympy.Symbol):
+            if node not in self.values:
+                raise ArgumentError(f"the expression reads {node}, and no value was given for it")
+            return np.asarray(self.values[node]).astype(_WIDE[kind_of(node)], copy=False)
+        if kind_of(node) == "bool":
+            return np.bool_(node == sympy.true)
+        return np.int64(int(node)) if kind_of(node) == "int" else np.float64(float(node))
+
+    def _capture(self, capture: Capture) -> Array:
+        if capture.name not in self.captures:
+            raise ArgumentError(f"capture {capture.name!r} is missing: give {capture.name}=... at the call")
+        array = np.asarray(self.captures[capture.name])
+        if array.ndim != capture.ndim:
+            raise ArgumentError(
+                f"capture {capture.name!r} has {array.ndim} dimensions, declared with ndim={capture.ndim}"
+            )
+        rounded = array.astype(_dtype(capture.dtype), copy=False)
+        return rounded if capture.ndim else rounded.astype(_WIDE[capture.kind])
+
+
+def _dtype(name: str) -> np.dtype[Any]:
+    if name == "bfloat16":
+        import ml_dtypes
+
+        return np.dtype(ml_dtypes.bfloat16)
+    return np.dtype(name)
+
+
+def _load(array: Array, *indices: Any) -> Array:
+    clamped = np.broadcast_arrays(
+        *(np.clip(index, 0, size - 1) for index, size in zip(indices, array.shape, strict=True))
+    )
+    if clamped[0].size and not array.size:
+        raise ArgumentError(f"a captured array has shape {array.shape}: nothing can be read from it")
+    loaded = array[tuple(clamped)]
+    kind = "bool" if array.dtype == np.bool_ else "int" if np.issubdtype(array.dtype, np.integer) else "float"
+    return np.asarray(loaded).astype(_WIDE[kind], copy=False)
+
+
+def _floor_divide(a: Any, b: Any) -> Any:
+    """Floored division: of integers by 0 it is 0; of floats it is floor(a / b)."""
+    if a.dtype == np.int64:
+        return np.where(b == 0, 0, np.floor_divide(a, np.where(b == 0, 1, b)))
+    return np.floor(np.divide(a, b))
+
+
+def _floor_modulo(a: Any, b: Any) -> Any:
+    """a - b·floor(a / b): of integers by 0 it is 0."""
+    if a.dtype == np.int64:
+        return np.where(b == 0, 0, np.mod(a, np.where(b == 0, 1, b)))
+    return a - b * np.floor(np.divide(a, b))
+
+
+def _shift(shift: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    return lambda a, amount: shift(a, np.clip(amount, 0, 31))
+
+
+def _to_int(a: Any) -> Any:
+    """Towards zero, saturating to int32; NaN is 0: what a GPU's conversion gives."""
+    if np.asarray(a).dtype != np.float64:
+        return np.asarray(a).astype(np.int64)
+    whole = np.trunc(np.clip(np.nan_to_num(a, nan=0.0, posinf=np.inf, neginf=-np.inf), _INT32.min, _INT32.max))
+    return whole.astype(np.int64)
+
+
+def _comparison(compare: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    return lambda a, b: compare(_counted(a), _counted(b))
+
+
+def _counted(a: Any) -> Any:
+    a = np.asarray(a)
+    return a.astype(np.int64) if a.dtype == np.bool_ else a
+
+
+# fmt: off
+MEANINGS: dict[type[Operation], Callable[..., Any]] = {
+    ops.Add: np.add, ops.Sub: np.subtract, ops.Mul: np.multiply, ops.Neg: np.negative, ops.Abs: np.abs,
+    # fmin and fmax: like CUDA's, they give the number where the other is NaN.
+    ops.Minimum: np.fmin, ops.Maximum: np.fmax, ops.FloorDiv: _floor_divide, ops.FloorMod: _floor_modulo,
+    ops.ShiftLeft: _shift(np.left_shift), ops.ShiftRight: _shift(np.right_shift),
+    ops.BitAnd: np.bitwise_and, ops.BitOr: np.bitwise_or, ops.BitXor: np.bitwise_xor,
+    ops.Divide: np.divide, ops.ToFloat: np.float64, ops.ToInt: _to_int, ops.Floor: np.floor,
+    ops.Exp: np.exp, ops.Exp2: np.exp2, ops.Log: np.log, ops.Log2: np.log2, ops.Tanh: np.tanh,
+    ops.Sigmoid: lambda a: 1 / (1 + np.exp(-a)), ops.Sqrt: np.sqrt, ops.Sin: np.sin, ops.Cos: np.cos,
+    ops.Equal: _comparison(np.equal), ops.NotEqual: _comparison(np.not_equal), ops.Less: _comparison(np.less),
+    ops.LessEqual: _comparison(np.less_equal), ops.Greater: _comparison(np.greater),
+    ops.GreaterEqual: _comparison(np.greater_equal), ops.And: np.logical_and, ops.Or: np.logical_or,
+    ops.Xor: np.logical_xor, ops.Not: np.logical_not, ops.Where: np.where, ops.Load: _load,
+}
+# fmt: on

@@ -1,0 +1,100 @@
+"""Mathematical functions for traced masks and scores. Each takes traced values or literals and gives a traced value."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from flashgen.language import operations as ops
+from flashgen.language.trace import Traced, apply, lift
+
+len_q = Traced(ops.LEN_Q)
+len_k = Traced(ops.LEN_K)
+
+
+def where(condition: Any, a: Any, b: Any) -> Traced:
+    """a where the condition holds, else b. Both are computed."""
+    return apply(ops.Where, condition, a, b)
+
+
+def minimum(a: Any, b: Any) -> Traced:
+    """The smaller of a and b."""
+    return apply(ops.Minimum, a, b)
+
+
+def maximum(a: Any, b: Any) -> Traced:
+    """The larger of a and b."""
+    return apply(ops.Maximum, a, b)
+
+
+def clamp(x: Any, low: Any = None, high: Any = None) -> Traced:
+    """x brought into [low, high]; a bound of None is no bound. Where low > high, the result is high."""
+    if low is not None:
+        x = maximum(x, low)
+    if high is not None:
+        x = minimum(x, high)
+    return x if isinstance(x, Traced) else Traced(lift(x))
+
+
+def abs(x: Any) -> Traced:
+    """|x|, of x's kind."""
+    return apply(ops.Abs, x)
+
+
+def exp(x: Any) -> Traced:
+    """e**x."""
+    return apply(ops.Exp, x)
+
+
+def exp2(x: Any) -> Traced:
+    """2**x."""
+    return apply(ops.Exp2, x)
+
+
+def log(x: Any) -> Traced:
+    """Natural logarithm; log(0) = -inf."""
+    return apply(ops.Log, x)
+
+
+def log2(x: Any) -> Traced:
+    """Logarithm to base 2; log2(0) = -inf."""
+    return apply(ops.Log2, x)
+
+
+def tanh(x: Any) -> Traced:
+    """Hyperbolic tangent."""
+    return apply(ops.Tanh, x)
+
+
+def sigmoid(x: Any) -> Traced:
+    """1 / (1 + exp(-x))."""
+    return apply(ops.Sigmoid, x)
+
+
+def sqrt(x: Any) -> Traced:
+    """Square root."""
+    return apply(ops.Sqrt, x)
+
+
+def sin(x: Any) -> Traced:
+    """Sine of x radians."""
+    return apply(ops.Sin, x)
+
+
+def cos(x: Any) -> Traced:
+    """Cosine of x radians."""
+    return apply(ops.Cos, x)
+
+
+def floor(x: Any) -> Traced:
+    """The largest whole number not above x, as a float; to_int(floor(x)) for an index."""
+    return apply(ops.Floor, x)
+
+
+def to_int(x: Any) -> Traced:
+    """int32 of x, rounded towards zero; True is 1. Beyond int32 it saturates, and NaN gives 0."""
+    return apply(ops.ToInt, x)
+
+
+def to_float(x: Any) -> Traced:
+    """float32 of x; True is 1.0."""
+    return apply(ops.ToFloat, x)

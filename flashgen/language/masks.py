@@ -1,0 +1,169 @@
+"""The named masks. Each prints as the call that makes it: `sliding_window(1024)`, `causal(align='top_left')`.
+
+Alignment. With len_q != len_k a query's own position among the keys is ambiguous. `align="bottom_right"`, the default
+and flash-attn's choice, puts the last query on the last key: position q + (len_k - len_q). `align="top_left"`, torch's
+`is_causal`, puts the first on the first: position q.
+
+Parameters that count positions are Python integers or integer `Scalar`s, which are given at the call.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import sympy
+
+from flashgen.errors import SpecError
+from flashgen.language import functions as f
+from flashgen.language.captures import Scalar, Tensor
+from flashgen.language.trace import Traced
+from flashgen.language.variants import Mask, trace_mask
+
+ALIGNMENTS = ("bottom_right", "top_left")
+
+
+def full() -> Mask:
+    """Every query attends to every key."""
+    return Mask("full()", sympy.true)
+
+
+def causal(align: str = "bottom_right") -> Mask:
+    """Keeps k <= q, after alignment."""
+    return trace_mask(lambda b, h, q, k: k <= _aligned(q, align), f"causal({_align_shown(align)})")
+
+
+def sliding_window(left: Any, right: Any = 0, align: str = "bottom_right") -> Mask:
+    """Keeps q - left <= k <= q + right, both ends included, after alignment. right=0 is a causal window."""
+    left, right = _count(left, "sliding_window: left"), _count(right, "sliding_window: right")
+
+    def window(b: Any, h: Any, q: Any, k: Any) -> Traced:
+        position = _aligned(q, align)
+        last = position if _is_zero(right) else position + right
+        return (position - left <= k) & (k <= last)
+
+    shown = [_shown(left), *([] if _is_zero(right) else [_shown(right)]), _align_shown(align)]
+    return trace_mask(window, f"sliding_window({_listed(shown)})")
+
+
+def dilated_window(window: Any, dilation: Any, align: str = "bottom_right") -> Mask:
+    """Keeps |q - k| <= window where q - k is a multiple of dilation, after alignment.
+
+    Both sides, as in attention-gym; `causal() & dilated_window(256, 4)` looks back only. `window` counts positions, so
+    it reaches window // dilation keys on each side.
+    """
+    window, dilation = _count(window, "dilated_window: window"), _count(dilation, "dilated_window: dilation", least=1)
+
+    def dilated(b: Any, h: Any, q: Any, k: Any) -> Traced:
+        distance = _aligned(q, align) - k
+        return (abs(distance) <= window) & (distance % dilation == 0)
+
+    return trace_mask(dilated, f"dilated_window({_listed([_shown(window), _shown(dilation), _align_shown(align)])})")
+
+
+def prefix_lm(prefix: Any, align: str = "bottom_right") -> Mask:
+    """Causal, and every query also attends to the first `prefix` keys.
+
+    prefix: an integer, a Scalar, or an integer Tensor of ndim 1 with one length for each batch.
+    """
+    if not isinstance(prefix, Tensor):
+        prefix = _count(prefix, "prefix_lm: prefix")
+    elif prefix.ndim != 1 or prefix.capture.kind != "int":
+        raise SpecError(f"prefix_lm: prefix={prefix!r} must be an integer Tensor of ndim 1, one length for each batch")
+
+    def prefixed(b: Any, h: Any, q: Any, k: Any) -> Traced:
+        length = prefix[b] if isinstance(prefix, Tensor) else prefix
+        return (k < length) | (k <= _aligned(q, align))
+
+    return trace_mask(prefixed, f"prefix_lm({_listed([_shown(prefix), _align_shown(align)])})")
+
+
+def document(ids: Tensor | str) -> Mask:
+    """Packed documents: a query attends to the keys with its own document id. For len_q == len_k.
+
+    ids: an integer Tensor, of ndim 1 (one id a position) or ndim 2 (batch, position), or its name for
+    Tensor(name, "int32", ndim=1). Any order of ids is right.
+    """
+    ids = _tensor(ids, "document: ids", "int32", 1)
+    if ids.ndim > 2 or ids.capture.kind != "int":
+        raise SpecError(f"document: ids={ids!r} must be an integer Tensor of ndim 1 (position) or 2 (batch, position)")
+
+    def same_document(b: Any, h: Any, q: Any, k: Any) -> Traced:
+        return (ids[q] == ids[k]) if ids.ndim == 1 else (ids[b, q] == ids[b, k])
+
+    return trace_mask(same_document, f"document({_tensor_shown(ids, 'int32', 1)})")
+
+
+def block_sparse(layout: Tensor | str, block_q: int, block_k: int) -> Mask:
+    """Keeps the blocks of block_q queries × block_k keys whose entry of the layout is true.
+
+    layout: a Tensor of bool (or of integers, not 0 is true), of shape (blocks_q, blocks_k), (heads, blocks_q,
+    blocks_k) or (batch, heads, blocks_q, blocks_k), leading dimensions of size 1 broadcast; or its name for
+    Tensor(name, "bool", ndim=2). Block (i, j) covers queries i·block_q... and keys j·block_k...; positions beyond the
+    last block use the last block.
+    """
+    layout = _tensor(layout, "block_sparse: layout", "bool", 2)
+    if not 2 <= layout.ndim <= 4 or layout.capture.kind == "float":
+        raise SpecError(f"block_sparse: layout={layout!r} must be a Tensor of bool or integers, of ndim 2, 3 or 4")
+    block_q, block_k = _block(block_q, "block_q"), _block(block_k, "block_k")
+
+    def kept(b: Any, h: Any, q: Any, k: Any) -> Traced:
+        entry = layout[(*(b, h)[4 - layout.ndim :], q // block_q, k // block_k)]
+        return entry if entry.kind == "bool" else entry != 0
+
+    return trace_mask(kept, f"block_sparse({_tensor_shown(layout, 'bool', 2)}, {block_q}, {block_k})")
+
+
+def _aligned(q: Any, align: str) -> Traced:
+    return q + (f.len_k - f.len_q) if align == "bottom_right" else q
+
+
+def _align_shown(align: str) -> str:
+    if align not in ALIGNMENTS:
+        raise SpecError(f"align={align!r}: give 'bottom_right' (as flash-attn) or 'top_left' (as torch's is_causal)")
+    return "" if align == "bottom_right" else f"align={align!r}"
+
+
+def _count(value: Any, argument: str, least: int = 0) -> Any:
+    """A number of positions: an integer >= least, or an integer Scalar."""
+    if isinstance(value, Scalar) and value.kind == "int":
+        return value
+    if isinstance(value, bool) or not hasattr(value, "__index__") or isinstance(value, Traced):
+        raise SpecError(f"{argument}={value!r} must be an integer >= {least} or an int32 Scalar")
+    value = int(value)
+    if not least <= value < 2**31:
+        raise SpecError(f"{argument}={value} must be from {least} to 2**31 - 1")
+    return value
+
+
+def _block(value: Any, argument: str) -> int:
+    if isinstance(value, Scalar):
+        raise SpecError(f"block_sparse: {argument}={value!r} must be an integer: the tiles of a kernel depend on it")
+    return _count(value, f"block_sparse: {argument}", least=1)
+
+
+def _tensor(value: Any, argument: str, dtype: str, ndim: int) -> Tensor:
+    if isinstance(value, str):
+        return Tensor(value, dtype, ndim)
+    if not isinstance(value, Tensor):
+        raise SpecError(
+            f"{argument}={type(value).__name__} must be a Tensor or the name of one: declare it, and give the array at "
+            "the call"
+        )
+    return value
+
+
+def _is_zero(value: Any) -> bool:
+    return isinstance(value, int) and value == 0
+
+
+def _shown(value: Any) -> str:
+    return repr(value)
+
+
+def _tensor_shown(value: Tensor, dtype: str, ndim: int) -> str:
+    plain = repr(value) == repr(Tensor(value.name, dtype, ndim))
+    return repr(value.name) if plain else repr(value)
+
+
+def _listed(parts: list[str]) -> str:
+    return ", ".join(part for part in parts if part)

@@ -1,0 +1,133 @@
+"""Masks and scores from text: "causal() & ~document('ids')", "softcap(30)(alibi(8))".
+
+The text is read by Python's own parser and walked with a whitelist; nothing is ever evaluated.
+"""
+
+from __future__ import annotations
+
+import ast
+import difflib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from flashgen.errors import SpecError
+from flashgen.language import captures, masks, scores
+from flashgen.language.variants import Mask, Score
+
+MAX_LENGTH = 2000
+
+# fmt: off
+MASKS: dict[str, Callable[..., Mask]] = {
+    "full": masks.full, "causal": masks.causal, "sliding_window": masks.sliding_window,
+    "dilated_window": masks.dilated_window, "prefix_lm": masks.prefix_lm, "document": masks.document,
+    "block_sparse": masks.block_sparse,
+}
+# fmt: on
+# fmt: off
+SCORES: dict[str, Callable[..., Score]] = {
+    "alibi": scores.alibi, "softcap": scores.softcap, "relative_bias": scores.relative_bias,
+}
+# fmt: on
+CAPTURES: dict[str, Callable[..., Any]] = {"Tensor": captures.Tensor, "Scalar": captures.Scalar}
+
+_OPERATORS = {ast.BitAnd: "&", ast.BitOr: "|", ast.BitXor: "^"}
+
+
+def parse_mask(text: str) -> Mask:
+    """The mask of an expression of named masks, `& | ^ ~` and brackets. SpecError shows the column that is wrong."""
+    return _Parser(text, "mask", MASKS).mask(_tree(text, "mask"))
+
+
+def parse_score(text: str) -> Score:
+    """The score of an expression such as "softcap(30)(alibi(8))". SpecError shows the column that is wrong."""
+    return _Parser(text, "score", SCORES).score(_tree(text, "score"))
+
+
+def _tree(text: Any, what: str) -> ast.expr:
+    if not isinstance(text, str) or not text.strip() or len(text) > MAX_LENGTH:
+        raise SpecError(f"a {what} expression must be a text of 1 to {MAX_LENGTH} characters, got {text!r:.60}")
+    if "\n" in text or not text.isascii() or not text.isprintable():
+        raise SpecError(f"a {what} expression must be one line of printable ASCII, got {text!r:.60}")
+    try:
+        return ast.parse(text.strip(), mode="eval").body
+    except SyntaxError as error:
+        raise _error(text.strip(), what, error.msg, (error.offset or 1) - 1) from None
+    except (RecursionError, MemoryError, ValueError):
+        raise SpecError(f"the {what} expression is nested too deep") from None
+
+
+def _error(text: str, what: str, problem: str, column: int) -> SpecError:
+    return SpecError(f"{what} expression, column {column + 1}: {problem}\n    {text}\n    {' ' * column}^")
+
+
+class _Parser:
+    def __init__(self, text: str, what: str, known: Mapping[str, Callable[..., Any]]) -> None:
+        self.text, self.what, self.known = text.strip(), what, known
+
+    def error(self, node: ast.AST, problem: str) -> SpecError:
+        return _error(self.text, self.what, problem, getattr(node, "col_offset", 0))
+
+    def mask(self, node: ast.expr) -> Mask:
+        if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
+            left, right = self.mask(node.left), self.mask(node.right)
+            operator = _OPERATORS[type(node.op)]
+            return left & right if operator == "&" else left | right if operator == "|" else left ^ right
+        if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Invert):
+            return ~self.mask(node.operand)
+        if isinstance(node, (ast.BoolOp, ast.BinOp, ast.UnaryOp, ast.Compare, ast.IfExp)):
+            raise self.error(node, "masks combine with & | ^ ~ only (not and, or, not)")
+        return self.call(node)
+
+    def score(self, node: ast.expr) -> Score:
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Call):
+            if len(node.args) != 1 or node.keywords:
+                raise self.error(node, "a score is applied to one score, as in softcap(30)(alibi(8))")
+            return self.score(node.func)(self.score(node.args[0]))
+        if isinstance(node, (ast.BoolOp, ast.BinOp, ast.UnaryOp, ast.Compare, ast.IfExp)):
+            raise self.error(node, "scores compose by calling only, as in softcap(30)(alibi(8))")
+        return self.call(node)
+
+    def call(self, node: ast.expr) -> Any:
+        """A named mask or score with its arguments."""
+        if isinstance(node, ast.Name):
+            self.factory(node)
+            raise self.error(node, f"{node.id} needs brackets: {node.id}(...)")
+        if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name):
+            raise self.error(node, f"expected a {self.what}: {self.listed()}")
+        return self.made(node, self.factory(node.func))
+
+    def factory(self, node: ast.Name) -> Callable[..., Any]:
+        if node.id in self.known:
+            return self.known[node.id]
+        if node.id in MASKS or node.id in SCORES:
+            raise self.error(node, f"{node.id} is not a {self.what}; known: {self.listed()}")
+        close = difflib.get_close_matches(node.id, self.known, n=1)
+        guess = f", did you mean {close[0]}?" if close else ";"
+        raise self.error(node, f"unknown {self.what} {node.id!r}{guess} known: {self.listed()}")
+
+    def listed(self) -> str:
+        return ", ".join(f"{name}()" for name in self.known)
+
+    def made(self, node: ast.Call, factory: Callable[..., Any]) -> Any:
+        arguments = [self.argument(item) for item in node.args]
+        if any(keyword.arg is None for keyword in node.keywords):
+            raise self.error(node, "** is not allowed here")
+        keywords = {str(keyword.arg): self.argument(keyword.value) for keyword in node.keywords}
+        try:
+            return factory(*arguments, **keywords)
+        except (SpecError, TypeError) as error:  # TypeError: wrong number or names of arguments
+            raise self.error(node, str(error).replace("\n", " ")) from None
+
+    def argument(self, node: ast.expr) -> Any:
+        """A literal, or a Tensor or Scalar."""
+        if isinstance(node, ast.Constant) and isinstance(node.value, (bool, int, float, str)):
+            return node.value
+        if isinstance(node, ast.UnaryOp) and isinstance(node.op, (ast.USub, ast.UAdd)):
+            value = self.argument(node.operand)
+            if isinstance(value, (int, float)) and not isinstance(value, bool):
+                return -value if isinstance(node.op, ast.USub) else value
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in CAPTURES:
+            return self.made(node, CAPTURES[node.func.id])
+        raise self.error(
+            node, "an argument is a number, a text in quotes, Tensor('name', 'dtype', ndim=1) or Scalar('name')"
+        )

@@ -1,0 +1,97 @@
+"""The named scores. Each prints as the call that makes it; they compose by calling, `softcap(30)(alibi(8))`."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from flashgen.errors import SpecError
+from flashgen.language import functions as f
+from flashgen.language.captures import Scalar, Tensor
+from flashgen.language.trace import Traced
+from flashgen.language.variants import Score, trace_score
+
+
+def alibi(slopes: int | Tensor | str) -> Score:
+    """score + slope(h) · (k - q): attention with linear biases (Press et al., arXiv:2108.12409).
+
+    slopes: the number of heads, for slope(h) = 2^(-8(h + 1)/heads), computed in the kernel; or a floating Tensor of
+    ndim 1 (heads) or 2 (batch, heads), or its name for Tensor(name, "float32", ndim=1).
+
+    k - q takes each position in its own sequence. Where len_q != len_k and the queries are the last ones, that is
+    slope·(len_k - len_q) more than the distance: the same for a whole row, so the output is the same, and the LSE is
+    larger by it.
+    """
+    table = Tensor(slopes, "float32", 1) if isinstance(slopes, str) else slopes
+    if isinstance(table, Tensor):
+        if table.ndim > 2 or table.capture.kind != "float":
+            raise SpecError(f"alibi: slopes={table!r} must be a floating Tensor of ndim 1 (heads) or 2 (batch, heads)")
+    elif isinstance(table, bool) or not hasattr(table, "__index__") or int(table) < 1:
+        raise SpecError(
+            f"alibi: slopes={slopes!r} must be the number of heads (an integer >= 1), or a Tensor of slopes"
+        )
+
+    def biased(score: Any, b: Any, h: Any, q: Any, k: Any) -> Traced:
+        if isinstance(table, Tensor):
+            slope = table[h] if table.ndim == 1 else table[b, h]
+        else:
+            slope = f.exp2(-8.0 / int(table) * (h + 1))
+        return score + slope * (k - q)
+
+    shown = _table_shown(table, 1) if isinstance(table, Tensor) else str(int(table))
+    return trace_score(biased, f"alibi({shown})")
+
+
+def softcap(cap: float | Scalar) -> Score:
+    """cap · tanh(score / cap): bounds scores to (-cap, cap), as in Gemma 2. cap: a number > 0 or a float32 Scalar."""
+    if not isinstance(cap, Scalar):
+        cap = _positive(cap, "softcap: cap")
+    elif cap.kind != "float":
+        raise SpecError(f"softcap: cap={cap!r} must be a number > 0 or a Scalar of dtype 'float32'")
+    shown = f"{cap:g}" if isinstance(cap, float) and float(f"{cap:g}") == cap else repr(cap)
+    return trace_score(lambda score, b, h, q, k: cap * f.tanh(score / cap), f"softcap({shown})")
+
+
+def relative_bias(table: Tensor | str, max_distance: int | Scalar) -> Score:
+    """score + table[h, clamp(k - q, -D, D) + D] with D = max_distance: a learned bias of each relative position.
+
+    table: a floating Tensor of shape (heads, 2·D + 1), or (2·D + 1) shared by all heads, or its name for
+    Tensor(name, "float32", ndim=2). Entry D is k == q, entry 0 is k <= q - D, entry 2·D is k >= q + D. Positions are
+    each in its own sequence.
+    """
+    if isinstance(table, str):
+        table = Tensor(table, "float32", 2)
+    if not isinstance(table, Tensor) or table.ndim > 2 or table.capture.kind != "float":
+        raise SpecError(
+            f"relative_bias: table={table!r} must be a floating Tensor of shape (heads, 2*max_distance + 1) or "
+            "(2*max_distance + 1), or its name"
+        )
+    distance = max_distance if isinstance(max_distance, Scalar) and max_distance.kind == "int" else _whole(max_distance)
+
+    def biased(score: Any, b: Any, h: Any, q: Any, k: Any) -> Traced:
+        entry = f.clamp(k - q, -distance, distance) + distance
+        return score + (table[entry] if table.ndim == 1 else table[h, entry])
+
+    return trace_score(biased, f"relative_bias({_table_shown(table, 2)}, {distance!r})")
+
+
+def _positive(value: Any, argument: str) -> float:
+    if isinstance(value, (bool, str, Traced)) or not hasattr(value, "__float__"):
+        raise SpecError(f"{argument}={value!r} must be a number > 0 or a Scalar of dtype 'float32'")
+    number = float(value)
+    if not 0 < number < math.inf:
+        raise SpecError(f"{argument}={value!r} must be finite and > 0")
+    return number
+
+
+def _whole(value: Any) -> int:
+    if isinstance(value, (bool, Traced)) or not hasattr(value, "__index__") or not 0 <= int(value) < 2**30:
+        raise SpecError(
+            f"relative_bias: max_distance={value!r} must be an integer from 0 to 2**30 - 1, or an int32 Scalar"
+        )
+    return int(value)
+
+
+def _table_shown(table: Tensor, ndim: int) -> str:
+    plain = repr(table) == repr(Tensor(table.name, "float32", ndim))
+    return repr(table.name) if plain else repr(table)

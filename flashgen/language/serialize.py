@@ -1,0 +1,183 @@
+"""Canonical JSON of expressions, masks, scores and specs, and back. The same text in every process and machine.
+
+A node is a list, ["Add", a, b]; leaves are integers, {"float": "0x1.8p+1"}, true, false, the names of the symbols, and
+{"capture": "slopes", "dtype": "float32", "grad": false, "ndim": 1}. Loading checks everything: unknown operations,
+arity, kinds, names and sizes raise SpecError.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import sympy
+
+from flashgen.errors import SpecError
+from flashgen.language.captures import Scalar, Tensor
+from flashgen.language.operations import OPERATIONS, Capture, Operation
+from flashgen.language.rules import MAX_DEPTH, MAX_NODES, SYMBOLS, build, literal
+from flashgen.language.spec import AttentionSpec
+from flashgen.language.variants import Mask, Score
+
+VERSION = 1
+MAX_TEXT = 1_000_000
+
+_SYMBOLS = {symbol.name: symbol for symbol in SYMBOLS}
+_FIELDS = ("head_dim", "dtype", "value_dim", "scale", "layout", "dropout", "score", "mask")
+
+
+def canonical(value: Any) -> str:
+    """JSON text with sorted keys and no spaces."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
+
+
+# Expressions ---------------------------------------------------------------------------------------------------------
+
+
+def node_to_data(node: sympy.Basic) -> Any:
+    """The node as what `json` writes."""
+    if isinstance(node, Operation):
+        return [type(node).__name__, *(node_to_data(operand) for operand in node.args)]
+    if isinstance(node, Capture):
+        return {"capture": node.name, "dtype": node.dtype, "ndim": node.ndim, "grad": node.grad}
+    if isinstance(node, sympy.Symbol):
+        return node.name
+    if node in (sympy.true, sympy.false):
+        return bool(node)
+    return int(node) if isinstance(node, sympy.Integer) else {"float": float(node).hex()}
+
+
+def node_from_data(data: Any) -> sympy.Basic:
+    """The node of `node_to_data`'s result, checked: SpecError for anything that tracing could not have made."""
+    return _Loader().node(data, 1)
+
+
+class _Loader:
+    """Loads one expression, and counts what it has seen."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def node(self, data: Any, depth: int) -> sympy.Basic:
+        self.count += 1
+        if depth > MAX_DEPTH or self.count > MAX_NODES:
+            raise SpecError(f"JSON expression too large: more than {MAX_DEPTH} levels or {MAX_NODES} operations")
+        if isinstance(data, list):
+            return self._operation(data, depth)
+        if isinstance(data, dict):
+            return _float(data) if "float" in data else _capture(data)
+        if isinstance(data, (bool, int)):
+            return literal(data)
+        if isinstance(data, str) and data in _SYMBOLS:
+            return _SYMBOLS[data]
+        raise SpecError(
+            f"JSON expression: {data!r} is no leaf; floats are {{'float': hex}}, names {', '.join(_SYMBOLS)}"
+        )
+
+    def _operation(self, data: list[Any], depth: int) -> sympy.Basic:
+        if not data or not isinstance(data[0], str) or data[0] not in OPERATIONS:
+            raise SpecError(f"JSON expression: unknown operation {data[:1]}; known: {', '.join(OPERATIONS)}")
+        return build(OPERATIONS[data[0]], *(self.node(item, depth + 1) for item in data[1:]))
+
+
+def _float(data: dict[str, Any]) -> sympy.Basic:
+    text = data["float"]
+    if set(data) != {"float"} or not isinstance(text, str):
+        raise SpecError(f"JSON expression: {data!r} must be {{'float': '0x1.8p+1'}}")
+    try:
+        return literal(float.fromhex(text))
+    except (ValueError, OverflowError):
+        raise SpecError(f"JSON expression: {text!r} is not a hexadecimal float such as '0x1.8p+1'") from None
+
+
+def _capture(data: dict[str, Any]) -> Capture:
+    if set(data) != {"capture", "dtype", "ndim", "grad"} or not isinstance(data["grad"], bool):
+        raise SpecError(
+            f"JSON expression: {data!r} must be {{'capture': name, 'dtype': ..., 'ndim': ..., 'grad': ...}}"
+        )
+    if data["ndim"] == 0 and not data["grad"]:
+        return Scalar(data["capture"], data["dtype"]).node
+    return Tensor(data["capture"], data["dtype"], data["ndim"], data["grad"]).capture
+
+
+# Masks, scores, specs ------------------------------------------------------------------------------------------------
+
+
+def variant_to_data(variant: Mask | Score) -> dict[str, Any]:
+    """A mask or score as {"name": ..., "expression": ...}."""
+    return {"name": variant.name, "expression": node_to_data(variant.expression)}
+
+
+def mask_from_data(data: Any) -> Mask:
+    """A mask from its data, or from an expression of named masks."""
+    if isinstance(data, str):
+        from flashgen.language.parse import parse_mask
+
+        return parse_mask(data)
+    return Mask(*_named(data, "mask"))
+
+
+def score_from_data(data: Any) -> Score:
+    """A score from its data, or from an expression of named scores."""
+    if isinstance(data, str):
+        from flashgen.language.parse import parse_score
+
+        return parse_score(data)
+    return Score(*_named(data, "score"))
+
+
+def _named(data: Any, what: str) -> tuple[Any, sympy.Basic]:
+    if not isinstance(data, dict) or set(data) != {"name", "expression"}:
+        raise SpecError(f'JSON {what} must be {{"name": ..., "expression": ...}} or a text such as "causal()"')
+    return data["name"], node_from_data(data["expression"])
+
+
+def spec_to_json(spec: AttentionSpec) -> str:
+    """The canonical JSON of a spec."""
+    data: dict[str, Any] = {name: getattr(spec, name) for name in _FIELDS}
+    data["mask"] = variant_to_data(spec.mask)
+    data["score"] = variant_to_data(spec.score) if spec.score else None
+    return canonical({**data, "version": VERSION})
+
+
+def spec_from_json(text: str) -> AttentionSpec:
+    """The spec of a JSON text; see `AttentionSpec.from_json`."""
+    data = _parsed(text)
+    version = data.pop("version", VERSION)
+    if version != VERSION or isinstance(version, bool):
+        raise SpecError(f"spec JSON: version={version!r} is not known; this flashgen reads {VERSION}")
+    unknown = sorted(set(data) - set(_FIELDS))
+    if unknown:
+        raise SpecError(f"spec JSON: unknown {', '.join(unknown)}; known: {', '.join(_FIELDS)}")
+    if "head_dim" not in data:
+        raise SpecError("spec JSON: head_dim is missing")
+    if data.get("mask") is not None:
+        data["mask"] = mask_from_data(data["mask"])
+    if data.get("score") is not None:
+        data["score"] = score_from_data(data["score"])
+    if not isinstance(data.get("dtype", ""), str):
+        raise SpecError(f"spec JSON: dtype={data['dtype']!r} must be a text such as 'float16'")
+    return AttentionSpec(**data)
+
+
+def _parsed(text: Any) -> dict[str, Any]:
+    if not isinstance(text, str) or len(text) > MAX_TEXT:
+        raise SpecError(f"spec JSON must be a text of at most {MAX_TEXT} characters, got {type(text).__name__}")
+    try:
+        data = json.loads(text, object_pairs_hook=_unique)
+    except RecursionError:
+        raise SpecError(f"spec JSON is nested too deep: more than {MAX_DEPTH} levels") from None
+    except SpecError:
+        raise
+    except ValueError as error:
+        raise SpecError(f"spec JSON cannot be read: {error}") from None
+    if not isinstance(data, dict):
+        raise SpecError(f"spec JSON must be an object, got {type(data).__name__}")
+    return data
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    data = dict(pairs)
+    if len(data) != len(pairs):
+        raise SpecError("JSON object with a key given twice")
+    return data

@@ -1,0 +1,183 @@
+"""`AttentionSpec`: everything that a kernel is specialised on, and nothing that changes from call to call."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import re
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from flashgen.errors import SpecError
+from flashgen.language import rules
+from flashgen.language.dtypes import ELEMENTS, dtype_name
+from flashgen.language.masks import full
+from flashgen.language.operations import Capture, captures_of
+from flashgen.language.variants import Mask, MaskFunction, Score, ScoreFunction, as_mask, as_score
+
+LAYOUTS = ("bhsd", "bshd")
+MAX_NAME = 96
+
+
+@dataclass(frozen=True, init=False, eq=False, repr=False)
+class AttentionSpec:
+    """One attention variant. Lengths, batch, heads and strides are given at each call and are no part of it.
+
+    Args:
+        head_dim: elements of a query or key vector, a multiple of 8 from 8 to 256.
+        dtype: "float16" or "bfloat16", of q, k, v and the output.
+        value_dim: elements of a value vector, a multiple of 8 from 8 to 256; None is head_dim.
+        scale: factor of q·k before the score function; None is 1/sqrt(head_dim).
+        layout: "bhsd" (batch, heads, length, dim) or "bshd" (batch, length, heads, dim).
+        dropout: probability of dropping an attention weight, 0 <= dropout < 1, in steps of 1/256.
+        score: a Score, a function f(score, b, h, q, k), or None.
+        mask: a Mask or a function f(b, h, q, k); None is full().
+
+    Raises SpecError, naming the argument, for anything else. Specs are equal if their canonical JSON is.
+    """
+
+    head_dim: int
+    dtype: str
+    value_dim: int
+    scale: float
+    layout: str
+    dropout: float
+    score: Score | None
+    mask: Mask
+
+    def __init__(
+        self,
+        head_dim: int,
+        dtype: Any = "float16",
+        value_dim: int | None = None,
+        scale: float | None = None,
+        layout: str = "bhsd",
+        dropout: float = 0.0,
+        score: Score | ScoreFunction | None = None,
+        mask: Mask | MaskFunction | None = None,
+    ) -> None:
+        fields = {
+            "head_dim": _dimension(head_dim, "head_dim"),
+            "dtype": dtype_name(dtype, ELEMENTS, "dtype"),
+            "value_dim": _dimension(head_dim if value_dim is None else value_dim, "value_dim"),
+            "scale": 1 / math.sqrt(head_dim) if scale is None else _scale(scale),
+            "layout": _layout(layout),
+            "dropout": _dropout(dropout),
+            "score": None if score is None else as_score(score),
+            "mask": full() if mask is None else as_mask(mask),
+        }
+        for name, value in fields.items():
+            object.__setattr__(self, name, value)
+        self._check_captures()
+
+    def _check_captures(self) -> None:
+        seen: dict[str, Capture] = {}
+        for capture in self.captures:
+            rules.check_same_capture(seen.setdefault(capture.name, capture), capture)
+
+    @cached_property
+    def captures(self) -> tuple[Capture, ...]:
+        """What the call supplies by name, sorted by name."""
+        return captures_of(self.mask.expression, *([self.score.expression] if self.score else []))
+
+    @property
+    def keep_threshold(self) -> int:
+        """T of the dropout rule: a weight is kept iff its random byte is below T = round(256·(1 - dropout))."""
+        return round(256 * (1 - self.dropout))
+
+    @cached_property
+    def digest(self) -> str:
+        """8 hex digits of the sha256 of the canonical JSON."""
+        return hashlib.sha256(self.to_json().encode()).hexdigest()[:8]
+
+    @cached_property
+    def name(self) -> str:
+        """A readable name of [a-z0-9._-], e.g. bf16-d128-causal-softcap30-1a2b3c4d; the digest makes it unique."""
+        dim = f"d{self.head_dim}" + ("" if self.value_dim == self.head_dim else f"v{self.value_dim}")
+        parts = ["bf16" if self.dtype == "bfloat16" else "fp16", dim, _slug(self.mask.name)]
+        parts += [_slug(self.score.name)] if self.score else []
+        parts += [f"dropout{self.dropout:g}"] if self.dropout else []
+        parts += ["bshd"] if self.layout == "bshd" else []
+        return f"{'-'.join(parts)[:MAX_NAME].rstrip('-._')}-{self.digest}"
+
+    @cached_property
+    def _json(self) -> str:
+        from flashgen.language.serialize import spec_to_json
+
+        return spec_to_json(self)
+
+    def to_json(self) -> str:
+        """Canonical JSON: sorted keys, no spaces; the same text in every process."""
+        return self._json
+
+    @staticmethod
+    def from_json(text: str) -> AttentionSpec:
+        """The spec of `to_json`'s text, or of JSON written by hand: fields may be left out, and a mask or score may be
+        an expression such as "causal() & sliding_window(1024)". SpecError for anything that is not a spec.
+        """
+        from flashgen.language.serialize import spec_from_json
+
+        return spec_from_json(text)
+
+    def __eq__(self, other: object) -> bool:
+        return self._json == other._json if isinstance(other, AttentionSpec) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(self._json)
+
+    def __repr__(self) -> str:
+        parts = [f"head_dim={self.head_dim}", f"dtype={self.dtype!r}"]
+        parts += [f"value_dim={self.value_dim}"] if self.value_dim != self.head_dim else []
+        parts += [f"scale={self.scale!r}"] if self.scale != 1 / math.sqrt(self.head_dim) else []
+        parts += [f"layout={self.layout!r}"] if self.layout != "bhsd" else []
+        parts += [f"dropout={self.dropout!r}"] if self.dropout else []
+        parts += [f"score={self.score}"] if self.score else []
+        return f"AttentionSpec({', '.join([*parts, f'mask={self.mask}'])})"
+
+
+def _dimension(value: Any, argument: str) -> int:
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value % 8 or not 8 <= value <= 256:
+        raise SpecError(f"{argument}={value!r} must be a multiple of 8 from 8 to 256: pad the vectors with zeros")
+    return int(value)
+
+
+def _number(value: Any, argument: str) -> float:
+    if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, float, np.integer, np.floating)):
+        raise SpecError(f"{argument}={value!r} must be a number")
+    return float(value)
+
+
+def _scale(value: Any) -> float:
+    scale = _number(value, "scale")
+    if not math.isfinite(scale) or not 2.0**-126 <= scale <= rules.FLOAT32_MAX:
+        raise SpecError(f"scale={value!r} must be finite, > 0 and a normal float32; None is 1/sqrt(head_dim)")
+    return scale
+
+
+def _layout(value: Any) -> str:
+    if value not in LAYOUTS:
+        raise SpecError(
+            f"layout={value!r} must be 'bhsd' (batch, heads, length, dim) or 'bshd' (batch, length, heads, dim)"
+        )
+    return str(value)
+
+
+def _dropout(value: Any) -> float:
+    dropout = _number(value, "dropout")
+    if not 0 <= dropout < 1 or round(256 * (1 - dropout)) < 1:
+        raise SpecError(
+            f"dropout={value!r} must be at least 0 and at most 255/256 (weights are kept in steps of 1/256)"
+        )
+    return dropout + 0.0  # -0.0 becomes 0.0
+
+
+def _slug(name: str) -> str:
+    """A mask's or score's name for a file name: "causal-and-sliding_window1024"."""
+    for symbol, word in (("~", "not "), ("&", " and "), ("|", " or "), ("^", " xor ")):
+        name = name.replace(symbol, word)
+    name = re.sub(r"\w+=", "", name)
+    name = re.sub(r"\((?=\d)", "", name)  # softcap(30) is softcap30
+    return re.sub(r"[^a-z0-9._]+", "-", name.lower()).strip("-._")

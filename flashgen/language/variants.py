@@ -1,0 +1,241 @@
+"""`Mask` and `Score`: a traced function with the name it prints as; how masks combine and scores compose."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import sympy
+
+from flashgen.errors import SpecError
+from flashgen.language import operations as ops
+from flashgen.language.operations import Capture, captures_of, kind_of
+from flashgen.language.rules import build, check_expression
+from flashgen.language.trace import Traced, checked_result, lift, logic, negate, run_traced
+
+MaskFunction = Callable[[Any, Any, Any, Any], Any]
+ScoreFunction = Callable[[Any, Any, Any, Any, Any], Any]
+
+MASK_SYMBOLS = ops.INDICES
+SCORE_SYMBOLS = (ops.SCORE, *ops.INDICES)
+
+MAX_NAME = 200
+# Names stand in comments of emitted C++: nothing that could end a comment or continue a line.
+_NAME = re.compile(r"[A-Za-z0-9_ ()&|^~.,=+'-]+")
+# Python's precedence of the operators of masks, weakest first; an atom is stronger than all.
+_PRECEDENCE = {"|": 0, "^": 1, "&": 2, "~": 3}
+_ATOM = 4
+
+
+@dataclass(frozen=True, repr=False)
+class Mask:
+    """A mask: which keys each query attends to. `name` is what it prints as, `expression` a boolean node.
+
+    Masks combine with `& | ^ ~`, also with plain functions `f(b, h, q, k)`, and can be called inside other traced
+    functions: `causal()(b, h, q, k)`.
+    """
+
+    name: str
+    expression: sympy.Basic
+
+    def __post_init__(self) -> None:
+        _check_name(self.name, "mask")
+        check_expression(self.expression)
+        if kind_of(self.expression) != "bool":
+            raise SpecError(
+                f"mask {self.name!r} must be boolean, got {kind_of(self.expression)}: compare it, e.g. x != 0"
+            )
+        if ops.SCORE in self.expression.free_symbols:
+            raise SpecError(
+                f"mask {self.name!r} reads the score: a mask sees b, h, q, k, len_q, len_k and captures only"
+            )
+
+    @property
+    def captures(self) -> tuple[Capture, ...]:
+        """The captures it reads, sorted by name."""
+        return captures_of(self.expression)
+
+    def __call__(self, b: Any, h: Any, q: Any, k: Any) -> Traced:
+        """The mask at these (traced or literal) indices, inside a traced function."""
+        return Traced(_substituted(self.expression, MASK_SYMBOLS, (b, h, q, k)))
+
+    def __and__(self, other: Any) -> Mask:
+        return _combine("&", self, other)
+
+    def __rand__(self, other: Any) -> Mask:
+        return _combine("&", other, self)
+
+    def __or__(self, other: Any) -> Mask:
+        return _combine("|", self, other)
+
+    def __ror__(self, other: Any) -> Mask:
+        return _combine("|", other, self)
+
+    def __xor__(self, other: Any) -> Mask:
+        return _combine("^", self, other)
+
+    def __rxor__(self, other: Any) -> Mask:
+        return _combine("^", other, self)
+
+    def __invert__(self) -> Mask:
+        return Mask(f"~{_bracketed(self.name, _PRECEDENCE['~'])}", negate(Traced(self.expression)).node)
+
+    def __bool__(self) -> bool:
+        raise SpecError(f"mask {self.name!r} is neither true nor false: combine masks with & | ~, not and, or, not")
+
+    def __str__(self) -> str:
+        return self.name
+
+    def __repr__(self) -> str:
+        return f"Mask({self.name})"
+
+
+@dataclass(frozen=True, repr=False)
+class Score:
+    """A score function: what becomes of scale·q·k before the mask. `expression` is a float node over the score.
+
+    Scores compose by calling: `softcap(30)(alibi(8))` applies alibi first. Inside a traced function,
+    `softcap(30)(score, b, h, q, k)` is the value at these operands.
+    """
+
+    name: str
+    expression: sympy.Basic
+
+    def __post_init__(self) -> None:
+        _check_name(self.name, "score")
+        check_expression(self.expression)
+        if kind_of(self.expression) != "float":
+            raise SpecError(f"score {self.name!r} must be a float, got {kind_of(self.expression)}: use to_float(x)")
+
+    @property
+    def captures(self) -> tuple[Capture, ...]:
+        """The captures it reads, sorted by name."""
+        return captures_of(self.expression)
+
+    def __call__(self, *operands: Any) -> Any:
+        if len(operands) == 1:
+            return self._after(as_score(operands[0]))
+        if len(operands) != len(SCORE_SYMBOLS):
+            raise SpecError(
+                f"score {self.name!r} is called with another score, as in softcap(30)(alibi(8)), or with "
+                f"(score, b, h, q, k) in a traced function; got {len(operands)} arguments"
+            )
+        return Traced(_substituted(self.expression, SCORE_SYMBOLS, operands))
+
+    def _after(self, first: Score) -> Score:
+        expression = _substituted(self.expression, (ops.SCORE,), (Traced(first.expression),))
+        return Score(f"{self.name}({first.name})", expression)
+
+    def __str__(self) -> str:
+        return self.name
+
+    def __repr__(self) -> str:
+        return f"Score({self.name})"
+
+
+def trace_mask(function: MaskFunction, name: str | None = None) -> Mask:
+    """The mask of `function(b, h, q, k)`, called once with traced indices. SpecError says what it cannot record."""
+    name = name or _name_of(function, "mask")
+    what = f"mask {name!r}"
+    result = run_traced(function, MASK_SYMBOLS, what)
+    if isinstance(result, Mask):
+        return Mask(name, result.expression)
+    node = checked_result(result, what)
+    if kind_of(node) != "bool":
+        raise SpecError(f"{what} must return a boolean, got {kind_of(node)}: compare it, e.g. return x != 0")
+    return Mask(name, node)
+
+
+def trace_score(function: ScoreFunction, name: str | None = None) -> Score:
+    """The score function `function(score, b, h, q, k)`, called once with traced values."""
+    name = name or _name_of(function, "score")
+    what = f"score {name!r}"
+    result = run_traced(function, SCORE_SYMBOLS, what)
+    if isinstance(result, Score):
+        return Score(name, result.expression)
+    if isinstance(result, Mask):
+        raise SpecError(
+            f"{what} returned a mask: return where(mask(b, h, q, k), score, float('-inf')), or pass it as mask="
+        )
+    node = checked_result(result, what)
+    kind = kind_of(node)
+    if kind == "bool":
+        raise SpecError(f"{what} must return a number, got bool: a condition belongs in the mask, or in where(c, a, b)")
+    return Score(name, node if kind == "float" else build(ops.ToFloat, node))
+
+
+def as_mask(value: Any, argument: str = "mask") -> Mask:
+    """A Mask as it is, or a plain function traced."""
+    if isinstance(value, Mask):
+        return value
+    if isinstance(value, Score):
+        raise SpecError(f"{argument}={value!r} is a score function: give it as score=")
+    if isinstance(value, Traced) or not callable(value):
+        raise SpecError(f"{argument}={value!r} must be a mask such as causal(), or a function f(b, h, q, k)")
+    return trace_mask(value)
+
+
+def as_score(value: Any, argument: str = "score") -> Score:
+    """A Score as it is, or a plain function traced."""
+    if isinstance(value, Score):
+        return value
+    if isinstance(value, Mask):
+        raise SpecError(f"{argument}={value!r} is a mask: give it as mask=")
+    if isinstance(value, Traced) or not callable(value):
+        raise SpecError(f"{argument}={value!r} must be a score such as softcap(30), or a function f(score, b, h, q, k)")
+    return trace_score(value)
+
+
+def _combine(operator: str, left: Any, right: Any) -> Mask:
+    """left OPERATOR right, where one is a mask and the other a mask or a plain function."""
+    classes = {"&": (ops.And, ops.BitAnd), "|": (ops.Or, ops.BitOr), "^": (ops.Xor, ops.BitXor)}[operator]
+    if isinstance(left, Traced) or isinstance(right, Traced):
+        raise SpecError(f"{operator} of a mask and a traced value: call the mask there, as in causal()(b, h, q, k)")
+    left, right = as_mask(left, f"left side of {operator}"), as_mask(right, f"right side of {operator}")
+    # & | ^ associate to the left, so the right side needs brackets already at the same precedence.
+    level = _PRECEDENCE[operator]
+    name = f"{_bracketed(left.name, level)} {operator} {_bracketed(right.name, level + 1)}"
+    return Mask(name, logic(*classes, Traced(left.expression), Traced(right.expression)).node)
+
+
+def _bracketed(name: str, level: int) -> str:
+    return name if _precedence(name) >= level else f"({name})"
+
+
+def _precedence(name: str) -> int:
+    """The precedence of the weakest operator in a name that stands outside all brackets."""
+    weakest, depth = _ATOM, 0
+    for character in name:
+        depth += (character == "(") - (character == ")")
+        if depth == 0 and character in _PRECEDENCE:
+            weakest = min(weakest, _PRECEDENCE[character])
+    return weakest
+
+
+def _substituted(expression: sympy.Basic, symbols: tuple[sympy.Symbol, ...], values: tuple[Any, ...]) -> sympy.Basic:
+    nodes = [lift(value) for value in values]
+    for symbol, node in zip(symbols, nodes, strict=True):
+        if symbol != ops.SCORE and kind_of(node) != "int":
+            raise SpecError(f"the index {symbol} must be an integer, got {kind_of(node)}: use // or to_int(x)")
+        if symbol == ops.SCORE and kind_of(node) == "bool":
+            raise SpecError("the score must be a number, got bool: use where(c, a, b)")
+    result = expression.xreplace({symbol: node for symbol, node in zip(symbols, nodes, strict=True) if symbol != node})
+    check_expression(result)
+    return result
+
+
+def _check_name(name: Any, what: str) -> None:
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise SpecError(f"{what} name {name!r}: use ASCII letters, digits, spaces and ( ) & | ^ ~ . , = + ' - _")
+
+
+def _name_of(function: Any, fallback: str) -> str:
+    """A readable name: that of the function, or `fallback` for lambdas and names that cannot stand in C++ comments."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    named = getattr(function, "__name__", None) if inspect.isroutine(function) else type(function).__name__
+    return named if named and len(named) <= MAX_NAME and _NAME.fullmatch(named) else fallback
