@@ -1,0 +1,5 @@
+"""`python -m flashgen`: the command line."""
+
+from flashgen.cli import main
+
+main()

@@ -1,0 +1,5 @@
+"""`python -m flashgen.cli`."""
+
+from flashgen.cli import main
+
+main()

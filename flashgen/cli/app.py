@@ -1,0 +1,69 @@
+"""The typer application: its commands, and what happens to errors."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from flashgen.cli import bench, cache, demo, doctor, release, run, show, verify
+from flashgen.cli.console import fail
+from flashgen.errors import FlashgenError
+
+EXIT_ERROR = 2  # a wrong input; 1 is a check that failed
+
+
+class ErrorsWithoutTraceback(TyperGroup):
+    """One clear message and exit status 2 for an error that flashgen raised on purpose; --debug shows its traceback."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except FlashgenError as error:
+            if ctx.params.get("debug"):
+                raise
+            fail(str(error))
+            raise typer.Exit(EXIT_ERROR) from None
+
+
+app = typer.Typer(
+    cls=ErrorsWithoutTraceback,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def print_version(wanted: bool) -> None:
+    if wanted:
+        from importlib.metadata import version
+
+        typer.echo(f"flashgen {version('flashgen')}")
+        raise typer.Exit
+
+
+@app.callback(epilog="Start with [bold]flashgen demo[/]; [bold]flashgen doctor[/] says what works on this machine.")
+def flashgen(
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version and exit.", callback=print_version, is_eager=True)
+    ] = False,
+) -> None:
+    """Declare an attention variant, get a readable CUDA kernel for it.
+
+    SPEC, wherever a command takes one, is an expression over the named variants such as
+    [cyan]"causal() & sliding_window(1024)"[/], a name in your own Python file such as [cyan]variants.py:near[/], or a
+    spec's JSON (the text, or a .json file).
+    """
+
+
+app.command("demo", epilog=demo.EXAMPLES)(demo.demo)
+app.command("run", epilog=run.EXAMPLES)(run.run)
+app.command("show", epilog=show.EXAMPLES)(show.show)
+app.command("verify", epilog=verify.EXAMPLES)(verify.verify)
+app.command("bench", epilog=bench.EXAMPLES)(bench.bench)
+app.add_typer(release.app, name="release")
+app.add_typer(cache.app, name="cache")
+app.command("doctor")(doctor.doctor)

@@ -1,0 +1,129 @@
+"""Named arrays in .npz and .safetensors files, both ways, without pickle.
+
+bfloat16: safetensors has it. NumPy's own file format has not, so in an .npz its elements are 16-bit words: `uint16`
+(what is written here), or the 2-byte void that `numpy.savez` makes of an `ml_dtypes.bfloat16` array. Which arrays of a
+file are meant as bfloat16 the reader must know: `as_bfloat16` views such words.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import zipfile
+import zlib
+from collections.abc import Mapping
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+
+from flashgen.errors import ArgumentError
+
+Arrays = dict[str, np.ndarray]
+
+BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+# The safetensors format: 8 bytes, little-endian, the size of the header; the header, JSON; then the arrays' bytes.
+_SAFETENSORS_DTYPES = {
+    "F64": np.dtype("<f8"),
+    "F32": np.dtype("<f4"),
+    "F16": np.dtype("<f2"),
+    "BF16": BFLOAT16,
+    "I64": np.dtype("<i8"),
+    "I32": np.dtype("<i4"),
+    "I16": np.dtype("<i2"),
+    "I8": np.dtype("i1"),
+    "U64": np.dtype("<u8"),
+    "U32": np.dtype("<u4"),
+    "U16": np.dtype("<u2"),
+    "U8": np.dtype("u1"),
+    "BOOL": np.dtype("?"),
+}
+_LARGEST_HEADER = 100_000_000  # bytes, the format's own limit
+
+
+def load_arrays(path: Path) -> Arrays:
+    """The arrays of an .npz or .safetensors file, by name.
+
+    Raises ArgumentError for another kind of file, a file that cannot be read, or one that is damaged.
+    """
+    _check_kind(path, "--input")
+    try:
+        return _load_npz(path) if path.suffix == ".npz" else _load_safetensors(path.read_bytes())
+    except OSError as error:
+        raise ArgumentError(f"--input {path} cannot be read: {error.strerror or error}") from error
+    except (ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile, zlib.error) as error:
+        raise ArgumentError(f"--input {path} is not a sound {path.suffix} file: {error}") from error
+
+
+def save_arrays(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
+    """Write arrays to an .npz or .safetensors file. Raises ArgumentError for another kind or an unwritable path."""
+    _check_kind(path, "--output")
+    try:
+        if path.suffix == ".npz":
+            plain = {
+                name: array.view(np.uint16) if array.dtype == BFLOAT16 else array for name, array in arrays.items()
+            }
+            np.savez(path, allow_pickle=False, **plain)
+        else:
+            path.write_bytes(_safetensors_bytes(arrays))
+    except OSError as error:
+        raise ArgumentError(f"--output {path} cannot be written: {error.strerror or error}") from error
+
+
+def as_bfloat16(array: np.ndarray) -> np.ndarray:
+    """16-bit words, as an .npz keeps them, seen as the bfloat16 that they are. Other arrays come back unchanged."""
+    is_word = array.dtype == np.uint16 or array.dtype == np.dtype("V2")
+    return array.view(BFLOAT16) if is_word else array
+
+
+def _check_kind(path: Path, option: str) -> None:
+    if path.suffix not in {".npz", ".safetensors"}:
+        raise ArgumentError(f"{option} {path} has the suffix {path.suffix!r}; .npz and .safetensors are known")
+
+
+def _load_npz(path: Path) -> Arrays:
+    with np.load(path, allow_pickle=False) as file:
+        return {name: file[name] for name in file.files}
+
+
+def _load_safetensors(content: bytes) -> Arrays:
+    header_size = int.from_bytes(content[:8], "little")
+    if len(content) < 8 or header_size > min(_LARGEST_HEADER, len(content) - 8):
+        raise ValueError("its header is cut short")
+    header = json.loads(content[8 : 8 + header_size])
+    if not isinstance(header, dict):
+        raise ValueError("its header is no JSON object")
+    data = memoryview(content)[8 + header_size :]
+    return {name: _tensor(name, entry, data) for name, entry in header.items() if name != "__metadata__"}
+
+
+def _tensor(name: str, entry: Mapping[str, object], data: memoryview) -> np.ndarray:
+    if entry["dtype"] not in _SAFETENSORS_DTYPES:
+        raise ValueError(f"{name!r} has the type {entry['dtype']}, which is not read here")
+    dtype = _SAFETENSORS_DTYPES[str(entry["dtype"])]
+    shape = tuple(int(size) for size in entry["shape"])  # type: ignore[attr-defined]
+    begin, end = entry["data_offsets"]  # type: ignore[misc]
+    if (
+        not 0 <= begin <= end <= len(data)
+        or end - begin != math.prod(shape) * dtype.itemsize
+        or min(shape, default=0) < 0
+    ):
+        raise ValueError(f"{name!r} of shape {shape} does not fit the bytes {begin} to {end} of {len(data)}")
+    return np.frombuffer(data[begin:end], dtype=dtype).reshape(shape)
+
+
+def _safetensors_bytes(arrays: Mapping[str, np.ndarray]) -> bytes:
+    names = {dtype: name for name, dtype in _SAFETENSORS_DTYPES.items()}
+    header, offset = {}, 0
+    for name, array in arrays.items():
+        if array.dtype not in names:
+            raise ArgumentError(f"--output: safetensors has no type for {name!r}, which is {array.dtype}")
+        header[name] = {
+            "dtype": names[array.dtype],
+            "shape": list(array.shape),
+            "data_offsets": [offset, offset + array.nbytes],
+        }
+        offset += array.nbytes
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # the arrays begin at a multiple of 8 bytes
+    return len(text).to_bytes(8, "little") + text + b"".join(np.ascontiguousarray(a).tobytes() for a in arrays.values())

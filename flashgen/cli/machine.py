@@ -1,0 +1,62 @@
+"""What this machine has: GPUs and their driver, compilers and tools, packages."""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import importlib.util
+from dataclasses import asdict, dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A CUDA device: its name, `sm_90` and its memory in bytes."""
+
+    name: str
+    architecture: str
+    memory: int
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@functools.cache
+def gpus() -> tuple[Gpu, ...]:
+    """The GPUs that CuPy sees; none where CuPy or the driver is missing."""
+    if importlib.util.find_spec("cupy") is None:
+        return ()
+    import cupy
+
+    try:
+        count = cupy.cuda.runtime.getDeviceCount()
+    except cupy.cuda.runtime.CUDARuntimeError:
+        return ()
+    properties = [cupy.cuda.runtime.getDeviceProperties(number) for number in range(count)]
+    return tuple(
+        Gpu(known["name"].decode(), f"sm_{known['major']}{known['minor']}", known["totalGlobalMem"])
+        for known in properties
+    )
+
+
+def driver_version() -> str | None:
+    """The newest CUDA that the driver runs, as "13.0"; None without a driver."""
+    if importlib.util.find_spec("cupy") is None:
+        return None
+    import cupy
+
+    try:
+        number = cupy.cuda.runtime.driverGetVersion()
+    except cupy.cuda.runtime.CUDARuntimeError:
+        return None
+    return f"{number // 1000}.{number % 1000 // 10}" if number else None
+
+
+def package_version(*names: str) -> str | None:
+    """The version of the first of these distributions that is installed."""
+    for name in names:
+        try:
+            return importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return None

@@ -1,0 +1,87 @@
+"""The options that several commands share, and how SPEC and they become an AttentionSpec."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+import typing
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import typer
+
+SPEC_HELP = (
+    'An expression such as "causal() & sliding_window(1024)", a name in your file such as variants.py:near, or JSON.'
+)
+
+Spec = Annotated[str, typer.Argument(metavar="SPEC", help=SPEC_HELP)]
+Specs = Annotated[list[str] | None, typer.Argument(metavar="[SPEC]...", help=SPEC_HELP)]
+Target = Annotated[
+    str | None,
+    typer.Option("--target", metavar="ARCH", help="Architecture, such as sm_80. Default: this machine's GPU."),
+]
+Emulate = Annotated[bool, typer.Option("--emulate", help="Run the emitted CUDA on this CPU.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON, for a program to read.")]
+Seed = Annotated[int, typer.Option("--seed", min=0, help="Seed of the dropout bits (and of random inputs).")]
+
+
+@dataclass(frozen=True)
+class SpecOptions:
+    """What the options say of a spec; None is what nobody said, and leaves AttentionSpec's default."""
+
+    score: Annotated[
+        str | None,
+        typer.Option("--score", metavar="EXPR", help='A score function, such as "softcap(30)" or file.py:name.'),
+    ] = None
+    dropout: Annotated[
+        float | None, typer.Option("--dropout", help="Probability of dropping an element, 0 <= p < 1.")
+    ] = None
+    head_dim: Annotated[
+        int | None, typer.Option("--head-dim", help="Elements of a query and a key: 8, 16, ... 256.", show_default="64")
+    ] = None
+    value_dim: Annotated[
+        int | None, typer.Option("--value-dim", help="Elements of a value.", show_default="the head dim")
+    ] = None
+    dtype: Annotated[str | None, typer.Option("--dtype", help="float16 or bfloat16.", show_default="float16")] = None
+    scale: Annotated[float | None, typer.Option("--scale", help="Factor of q·k.", show_default="1/sqrt(head dim)")] = (
+        None
+    )
+    layout: Annotated[
+        str | None,
+        typer.Option("--layout", help="bhsd or bshd: the order of the axes of q, k, v.", show_default="bhsd"),
+    ] = None
+
+    def given(self) -> dict[str, Any]:
+        """The options that were given, by field name."""
+        fields = dataclasses.asdict(self)
+        return {name: value for name, value in fields.items() if value is not None}
+
+    def with_defaults(self, **defaults: Any) -> SpecOptions:
+        """The same options, with these values where nothing was given."""
+        return SpecOptions(**(defaults | self.given()))
+
+
+def with_spec_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Give a command the options of SpecOptions; it receives them as one keyword argument, `options`."""
+    signature = inspect.signature(command, eval_str=True)
+    hints = typing.get_type_hints(SpecOptions, include_extras=True)
+    added = [
+        inspect.Parameter(
+            field.name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=hints[field.name]
+        )
+        for field in dataclasses.fields(SpecOptions)
+    ]
+    own = [parameter for parameter in signature.parameters.values() if parameter.name != "options"]
+
+    @functools.wraps(command)
+    def wrapper(**arguments: Any) -> Any:
+        options = SpecOptions(**{parameter.name: arguments.pop(parameter.name) for parameter in added})
+        return command(**arguments, options=options)
+
+    keyword_only = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in own]
+    parameters = [*keyword_only, *added]
+    wrapper.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    wrapper.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return wrapper

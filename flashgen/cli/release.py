@@ -1,0 +1,1 @@
+"""`flashgen release`: kernels built beforehand, for machines that compile nothing."""

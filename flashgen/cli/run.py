@@ -1,0 +1,117 @@
+"""`flashgen run`: one attention over arrays in files."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from flashgen.cli import arrays
+from flashgen.cli.console import fail, note, print_json
+from flashgen.cli.options import Emulate, Json, Seed, Spec, SpecOptions, Target, with_spec_options
+from flashgen.cli.specs import is_complete, load_spec
+from flashgen.errors import ArgumentError
+
+if TYPE_CHECKING:
+    from flashgen.language import AttentionSpec
+
+EXAMPLES = """[bold]Examples[/]
+
+flashgen run "causal()" --input qkv.npz --output out.npz --check
+
+flashgen run "document()" --dropout 0.1 --seed 7 --lse --input qkv.safetensors --output out.safetensors --emulate
+"""
+
+INPUTS = ("q", "k", "v")
+
+
+@with_spec_options
+def run(
+    spec: Spec,
+    input: Annotated[
+        Path, typer.Option("--input", "-i", help="An .npz or .safetensors with q, k, v and the captures.")
+    ],
+    output: Annotated[Path, typer.Option("--output", "-o", help="Where out (and lse) go: .npz or .safetensors.")],
+    options: SpecOptions,
+    target: Target = None,
+    emulate: Emulate = False,
+    seed: Seed = 0,
+    lse: Annotated[bool, typer.Option("--lse", help="Write the log-sum-exp of each row too.")] = False,
+    check: Annotated[
+        bool, typer.Option("--check", help="Compare with NumPy; exit 1 where it differs too much.")
+    ] = False,
+    json: Json = False,
+) -> None:
+    """Run an attention variant on q, k, v from a file and write the output to another.
+
+    Head dim, value dim and dtype are those of the arrays, unless SPEC is a complete spec or an option says otherwise.
+    The captures of the variant are arrays (or numbers: arrays of no dimension) of the same file, by name; other arrays
+    are left alone. NumPy's .npz has no bfloat16: with [cyan]--dtype bfloat16[/], q, k, v and out are the 16-bit words,
+    as uint16. A .safetensors file has it.
+    """
+    given = arrays.load_arrays(input)
+    declared = spec_for(spec, options, given, input)
+    query, key, value = (in_dtype(given[name], declared.dtype) for name in INPUTS)
+    captures = {capture.name: given[capture.name] for capture in declared.captures if capture.name in given}
+
+    from flashgen import attention as engine
+
+    attention = engine.compile(declared, target=target, emulate=emulate)
+    dropout = {"seed": seed} if declared.dropout else {}
+    begin = time.perf_counter()
+    out, log_sum_exp = attention(query, key, value, **captures, **dropout, return_lse=True)
+    seconds = time.perf_counter() - begin
+
+    arrays.save_arrays(output, {"out": out, "lse": log_sum_exp} if lse else {"out": out})
+    report: dict[str, Any] = {
+        "spec": declared.name,
+        "engine": attention.engine,
+        "output": str(output),
+        "out": list(out.shape),
+        "seconds": seconds,
+    }
+    verdict = None
+    if check:
+        from flashgen.verify import judged
+
+        verdict = judged(declared, query, key, value, out, log_sum_exp, captures, **dropout)
+        report["check"] = {
+            "ok": verdict.ok,
+            "error": verdict.error,
+            "bound": verdict.bound,
+            "lse_error": verdict.lse_error,
+        }
+    if json:
+        print_json(report)
+    else:
+        note(f"{declared.name} on {attention.engine}: out {out.shape} in {seconds:.3f} s -> {output}")
+    if verdict is not None and not json:
+        (note if verdict.ok else fail)(f"against NumPy in float64: {verdict}")
+    if verdict is not None and not verdict.ok:
+        raise typer.Exit(1)
+
+
+def spec_for(text: str, options: SpecOptions, given: arrays.Arrays, path: Path) -> AttentionSpec:
+    """SPEC with what the arrays say of themselves, where SPEC and the options say nothing."""
+    missing = [name for name in INPUTS if name not in given]
+    if missing:
+        raise ArgumentError(
+            f"--input {path} lacks {', '.join(missing)}; it holds {', '.join(sorted(given)) or 'nothing'}"
+        )
+    if is_complete(text):
+        return load_spec(text, options)
+    defaults: dict[str, Any] = {"head_dim": int(given["q"].shape[-1]), "value_dim": int(given["v"].shape[-1])}
+    dtype = given["q"].dtype
+    if dtype == arrays.BFLOAT16 or dtype.name == "float16":
+        defaults["dtype"] = dtype.name
+    elif options.dtype is None:
+        raise ArgumentError(
+            f"--input {path}: q has the dtype {dtype}; give float16, or 16-bit words with --dtype bfloat16"
+        )
+    return load_spec(text, options.with_defaults(**defaults))
+
+
+def in_dtype(array: Any, dtype: str) -> Any:
+    return arrays.as_bfloat16(array) if dtype == "bfloat16" else array

@@ -1,0 +1,110 @@
+"""SPEC on the command line -> AttentionSpec. Expressions and JSON are parsed; only `file.py:name` runs Python."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from flashgen.cli.options import SpecOptions
+from flashgen.errors import SpecError
+
+if TYPE_CHECKING:
+    from flashgen.language import AttentionSpec
+
+DEFAULT_HEAD_DIM = 64
+_IN_A_FILE = re.compile(r"(?P<path>.+\.py):(?P<name>[A-Za-z_]\w*)")
+_REFUSED = re.compile(r".+\.py")
+
+
+def load_spec(text: str, options: SpecOptions) -> AttentionSpec:
+    """The spec that SPEC and the options describe.
+
+    `file.py:name` imports the file, which runs it: use files that you trust. The name may be an AttentionSpec, a Mask,
+    or a mask function of (b, h, q, k). A complete spec (from a file or JSON) takes no further options, as its head
+    dim, scale and value dim belong together.
+
+    Raises SpecError when SPEC is none of these, names a file or a name that does not exist, or does not parse.
+    """
+    from flashgen.language import AttentionSpec
+
+    text = text.strip()
+    if text.startswith("{"):
+        return _complete(AttentionSpec.from_json(text), options)
+    if text.endswith(".json"):
+        return _complete(AttentionSpec.from_json(_read(text)), options)
+    mask = _from_file_or_parsed(text, "mask")
+    if isinstance(mask, AttentionSpec):
+        return _complete(mask, options)
+
+    arguments: dict[str, Any] = {"head_dim": DEFAULT_HEAD_DIM} | options.given()
+    if "score" in arguments:
+        arguments["score"] = _from_file_or_parsed(arguments["score"], "score")
+    return AttentionSpec(**arguments, mask=mask)
+
+
+def is_complete(text: str) -> bool:
+    """Whether SPEC is a whole spec, so that head dim and dtype must not be taken from elsewhere."""
+    from flashgen.language import AttentionSpec
+
+    text = text.strip()
+    in_file = _IN_A_FILE.fullmatch(text)
+    if in_file:
+        return isinstance(name_in_file(Path(in_file["path"]), in_file["name"]), AttentionSpec)
+    return text.startswith("{") or text.endswith(".json")
+
+
+def _complete(spec: AttentionSpec, options: SpecOptions) -> AttentionSpec:
+    given = ", ".join(f"--{name.replace('_', '-')}" for name in options.given())
+    if given:
+        raise SpecError(
+            f"SPEC is a complete spec ({spec.name}), so {given} cannot change it; change the spec where it is made"
+        )
+    return spec
+
+
+def _read(path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        raise SpecError(f"SPEC {path!r} cannot be read: {error.strerror}") from error
+
+
+def _from_file_or_parsed(text: str, what: str) -> Any:
+    from flashgen.language import parse_mask, parse_score
+
+    in_file = _IN_A_FILE.fullmatch(text.strip())
+    if in_file:
+        return name_in_file(Path(in_file["path"]), in_file["name"])
+    if _REFUSED.fullmatch(text.strip()):
+        raise SpecError(f"SPEC {text!r} names a file; say which name in it, as {text}:name")
+    return parse_mask(text) if what == "mask" else parse_score(text)
+
+
+def name_in_file(path: Path, name: str) -> Any:
+    """What `name` is in a Python file, which this imports (and so runs), once per process."""
+    module = _import(path.resolve())
+    if not hasattr(module, name):
+        public = sorted(key for key in vars(module) if not key.startswith("_"))
+        raise SpecError(f"{path} has no {name!r}; it has {', '.join(public) or 'no names'}")
+    return getattr(module, name)
+
+
+def _import(path: Path) -> Any:
+    key = f"flashgen_user_file:{path}"
+    if key in sys.modules:
+        return sys.modules[key]
+    if not path.is_file():
+        raise SpecError(f"SPEC names {path}, which is no file")
+    specification = importlib.util.spec_from_file_location(key, path)
+    assert specification is not None and specification.loader is not None  # a .py file always has both
+    module = importlib.util.module_from_spec(specification)
+    sys.modules[key] = module
+    try:
+        specification.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[key]
+        raise
+    return module

@@ -1,0 +1,115 @@
+"""`flashgen verify`: kernels against the NumPy oracle."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from flashgen.cli.console import note, print_json, print_table, track
+from flashgen.cli.options import Emulate, Json, Seed, SpecOptions, Specs, Target, with_spec_options
+from flashgen.cli.specs import load_spec
+
+if TYPE_CHECKING:
+    from flashgen.verify import Case, Result
+
+EXAMPLES = """[bold]Examples[/]
+
+flashgen verify
+
+flashgen verify "causal() & sliding_window(100)" variants.py:near --dtype bfloat16
+
+flashgen verify "causal()" --emulate --sanitize thread --schedules 4
+"""
+
+
+class Sanitizer(StrEnum):
+    """The checkers that the emulator can be built with."""
+
+    address = "address"
+    thread = "thread"
+
+
+@with_spec_options
+def verify(
+    options: SpecOptions,
+    specs: Specs = None,
+    target: Target = None,
+    emulate: Emulate = False,
+    sanitize: Annotated[
+        Sanitizer | None, typer.Option("--sanitize", help="On the emulator, under ASan and UBSan, or under TSan.")
+    ] = None,
+    schedules: Annotated[
+        int, typer.Option("--schedules", min=1, help="On the emulator: orders of threads and copies to go through.")
+    ] = 1,
+    every: Annotated[
+        bool, typer.Option("--all", help="The whole sweep with large lengths: on a GPU, minutes.")
+    ] = False,
+    seed: Seed = 0,
+    json: Json = False,
+) -> None:
+    """Compare kernels with the NumPy oracle on random inputs; exit 1 where any is further off than the rule allows.
+
+    Without SPEC: every named mask and score, at several head dims and lengths, in both dtypes. A kernel passes where
+    its largest error is at most twice that of standard attention computed in the input dtype, plus 1e-5, and its LSE
+    is within 1e-3. It runs on this machine's GPU, or, saying so, on the emulator where there is none.
+    """
+    from flashgen.cli.machine import gpus
+    from flashgen.verify import verify as verify_cases
+
+    if not emulate and sanitize is None and not gpus():
+        note("no GPU here: the emulator runs the emitted CUDA on this CPU")
+        emulate = True
+    emulate = emulate or sanitize is not None
+    cases = chosen_cases(specs, options, every)
+    running = verify_cases(
+        cases, target=target, emulate=emulate, sanitize=sanitize and sanitize.value, schedules=schedules, seed=seed
+    )
+    results = list(track(running, "verifying", len(cases) * schedules))
+    failures = sum(not result.ok for result in results)
+    if json:
+        print_json({"ok": failures == 0, "failures": failures, "results": [described(result) for result in results]})
+    else:
+        print_table(("spec", "shape", "engine", "error", "bound", "LSE error", "verdict"), [row(r) for r in results])
+        note(f"{len(results) - failures} passed, {failures} failed")
+    if failures:
+        raise typer.Exit(1)
+
+
+def chosen_cases(specs: list[str] | None, options: SpecOptions, every: bool) -> tuple[Case, ...]:
+    from flashgen.verify import all_cases, cases_of, named_cases
+
+    if specs:
+        return tuple(case for text in specs for case in cases_of(load_spec(text, options), large=every))
+    if options.given():
+        raise typer.BadParameter('options of a spec need a SPEC, such as "full()"')
+    return all_cases() if every else named_cases()
+
+
+def described(result: Result) -> dict[str, Any]:
+    verdict = result.verdict
+    return {
+        "spec": result.case.spec.name,
+        "shape": str(result.case.shape),
+        "engine": result.engine,
+        "ok": result.ok,
+        "seconds": result.seconds,
+        "error": verdict and verdict.error,
+        "bound": verdict and verdict.bound,
+        "lse_error": verdict and verdict.lse_error,
+        "problem": result.problem,
+    }
+
+
+def row(result: Result) -> tuple[str, ...]:
+    verdict = result.verdict
+    numbers = (f"{verdict.error:.1e}", f"{verdict.bound:.1e}", f"{verdict.lse_error:.1e}") if verdict else ("", "", "")
+    outcome = "[green]ok[/]" if result.ok else f"[bold red]FAILED[/] {escaped(result.problem or '')}"
+    return (result.case.spec.name, str(result.case.shape), result.engine, *numbers, outcome)
+
+
+def escaped(text: str) -> str:
+    from rich.markup import escape
+
+    return escape(text)
