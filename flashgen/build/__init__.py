@@ -4,6 +4,8 @@
 instructions, `host` compiles for the emulator. CuPy and NVRTC are imported when something is compiled, not before.
 """
 
+import logging
+
 from flashgen.build.cache import Entry, KernelCache, default_cache
 from flashgen.build.entries import Artifacts
 from flashgen.build.keys import content_key, kernel_key
@@ -11,3 +13,6 @@ from flashgen.build.nvrtc import Compiled
 from flashgen.build.resources import Resources
 
 __all__ = ["Artifacts", "Compiled", "Entry", "KernelCache", "Resources", "content_key", "default_cache", "kernel_key"]
+
+# A library is silent in the log until its user asks: warnings are said by the `warnings` module already.
+logging.getLogger("flashgen").addHandler(logging.NullHandler())

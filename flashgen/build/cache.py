@@ -24,6 +24,7 @@ from flashgen.build.entries import (
     StoredEntry,
     discard,
     leftover_keys,
+    lock_path,
     read_entry,
     remove_leftovers,
     write_entry,
@@ -150,7 +151,7 @@ class KernelCache:
         with self._usable():
             removed = sum(discard(folder, folder.name.rpartition(".")[2]) for folder in self._entry_folders())
             for short_key in leftover_keys(self.root):
-                with exclusive(self._lock_path(short_key), wait=False) as held:
+                with exclusive(lock_path(self.root, short_key), wait=False) as held:
                     if held:
                         remove_leftovers(self.root, short_key)
         return removed
@@ -183,7 +184,7 @@ class KernelCache:
         with ExitStack() as stack:
             with self._usable():
                 self.root.mkdir(parents=True, exist_ok=True)
-                stack.enter_context(exclusive(self._lock_path(key)))
+                stack.enter_context(exclusive(lock_path(self.root, key)))
             yield
 
     def _read(self, folder: Path, key: str, *, warn: bool = True) -> StoredEntry | None:
@@ -220,9 +221,6 @@ class KernelCache:
             f"kernel {what} is {searched} in the cache {self.root}, and FLASHGEN_JIT=0 forbids building it now; "
             f"build it beforehand with {command}, or unset FLASHGEN_JIT"
         )
-
-    def _lock_path(self, key: str) -> Path:
-        return self.root / f".{key[:SHORT_KEY]}.lock"
 
     def _entry_folders(self) -> Iterator[Path]:
         for path in self.root.iterdir() if self.root.is_dir() else ():

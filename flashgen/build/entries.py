@@ -21,7 +21,7 @@ from flashgen.build.keys import KEY_FORMAT, SHORT_KEY
 
 META = "meta.json"
 _SEAL = "seal"
-_STAGING, _TRASH = ".staging-", ".trash-"
+_STAGING, _TRASH, _LOCK = ".staging-", ".trash-", ".lock-"
 
 
 @dataclass(frozen=True)
@@ -106,11 +106,16 @@ def remove_leftovers(root: Path, short_key: str) -> None:
             _remove(folder)
 
 
+def lock_path(root: Path, key: str) -> Path:
+    """The file whose lock the builder of a key holds."""
+    return root / f"{_LOCK}{key[:SHORT_KEY]}"
+
+
 def leftover_keys(root: Path) -> set[str]:
-    """The short keys of staging and trash folders in a cache."""
+    """The short keys of the staging folders, trash folders and lock files in a cache, of the living and of the dead."""
     return {
         path.name[len(prefix) : len(prefix) + SHORT_KEY]
-        for prefix in (_STAGING, _TRASH)
+        for prefix in (_STAGING, _TRASH, _LOCK)
         for path in root.glob(f"{prefix}*")
     }
 
@@ -146,7 +151,7 @@ def _parse_meta(data: bytes, key: str) -> dict[str, Any]:
         raise DamagedEntry(f"{META} does not list the files")
     if meta.get("key") != key or meta.get("format") != KEY_FORMAT:
         raise DamagedEntry(f"{META} belongs to another key or format")
-    if _sealed(meta) != meta:
+    if canonical_json(_sealed(meta)) != data:
         raise DamagedEntry(f"{META} is not what was written")
     return meta
 

@@ -74,7 +74,7 @@ def _flock(descriptor: int, path: Path, wait: bool) -> bool:
             raise _no_locks(path, error) from error
     if not wait:
         return False
-    _log.info("waiting for another process that builds %s", path.stem)
+    _log.info("waiting for another process that builds %s", path.name)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
     except OSError as error:
