@@ -1,0 +1,1 @@
+"""Arrays in and out, and the launch: on a GPU, or on the emulator."""

@@ -1,0 +1,170 @@
+"""Launches a kernel on the CPU: in this process, or, sanitized, in a program of its own."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from flashgen.build.host import HostKernel
+from flashgen.errors import LaunchError
+from flashgen.runtime.schedule import Schedule
+
+Pointers = Sequence[tuple[int, np.ndarray[Any, Any]]]
+Size = tuple[int, int, int]
+
+_POINTER_BYTES = 8
+_DEFAULT = Schedule()
+
+
+@dataclass(frozen=True)
+class EmulatorReport:
+    """What a launch did: blocks run, switches between CUDA threads, collectives met in, copies issued, and how long."""
+
+    blocks: int
+    switches: int
+    collectives: int
+    async_copies: int
+    seconds: float
+
+
+def launch(
+    kernel: HostKernel,
+    grid: Size,
+    block: Size,
+    shared_bytes: int,
+    arguments: bytes,
+    pointers: Pointers,
+    schedule: Schedule = _DEFAULT,
+) -> EmulatorReport:
+    """Run a kernel on the emulator. Arrays that it writes hold the result when this returns.
+
+    Args:
+        kernel: what `flashgen.build.host.compile_host` made.
+        grid: blocks along x, y and z.
+        block: threads along x, y and z.
+        shared_bytes: dynamic shared memory of each block.
+        arguments: the bytes of the kernel's argument struct.
+        pointers: (byte offset in the struct, array): the array's data address is put there. Any NumPy array with any
+            strides, the kernel's arguments say which; it may touch what lies between the array's first and last byte.
+        schedule: the order of threads and copies.
+
+    Raises:
+        LaunchError: the kernel failed (deadlock, divergence, out of bounds, ...) or a sanitizer found something; the
+            message names the line of the emitted source.
+    """
+    _check(kernel, grid, block, shared_bytes, arguments, pointers)
+    start = time.perf_counter()
+    if kernel.mode == "plain":
+        counts = _launch_in_process(kernel, grid, block, shared_bytes, arguments, pointers, schedule)
+    else:
+        from flashgen.runtime.sanitized import launch_program
+
+        counts = launch_program(kernel, grid, block, shared_bytes, arguments, pointers, schedule)
+    return EmulatorReport(*counts, seconds=time.perf_counter() - start)
+
+
+def _check(
+    kernel: HostKernel, grid: Size, block: Size, shared_bytes: int, arguments: bytes, pointers: Pointers
+) -> None:
+    for name, size in (("grid", grid), ("block", block)):
+        if len(size) != 3 or not all(0 < int(n) < 2**31 for n in size):
+            raise LaunchError(f"{name} must be three positive numbers, got {tuple(size)}")
+    if not 0 <= shared_bytes < 2**31:
+        raise LaunchError(f"shared_bytes must be from 0 to 2**31 - 1, got {shared_bytes}")
+    for offset, array in pointers:
+        if not isinstance(array, np.ndarray):
+            raise LaunchError(f"pointer at byte {offset} of {kernel.name}'s arguments: a NumPy array is needed, got {type(array)}")
+        if not 0 <= offset <= len(arguments) - _POINTER_BYTES:
+            raise LaunchError(f"pointer at byte {offset} is outside of {kernel.name}'s {len(arguments)} bytes of arguments")
+
+
+class _Request(ctypes.Structure):
+    """LaunchRequest of templates/emulator/interface.h; keep both alike."""
+
+    _fields_ = (
+        ("grid", ctypes.c_uint32 * 3),
+        ("block", ctypes.c_uint32 * 3),
+        ("shared_bytes", ctypes.c_uint32),
+        ("argument_bytes", ctypes.c_uint32),
+        ("arguments", ctypes.c_void_p),
+        ("order", ctypes.c_uint32),
+        ("copies", ctypes.c_uint32),
+        ("workers", ctypes.c_uint32),
+        ("failed", ctypes.c_uint32),
+        ("seed", ctypes.c_uint64),
+        ("blocks", ctypes.c_uint64),
+        ("switches", ctypes.c_uint64),
+        ("collectives", ctypes.c_uint64),
+        ("async_copies", ctypes.c_uint64),
+        ("message", ctypes.c_char * 8192),
+    )
+
+
+@functools.cache
+def _entry_point(path: Path) -> Any:
+    function = ctypes.CDLL(str(path)).flashgen_emulator_launch
+    function.argtypes = (ctypes.POINTER(_Request),)
+    function.restype = ctypes.c_int
+    return function
+
+
+_ARGUMENT_ALIGNMENT = 64  # a struct may hold anything up to a tensor map
+
+
+def _aligned_copy(data: bytes) -> tuple[ctypes.Array[ctypes.c_char], int]:
+    """(what keeps the memory alive, the address of an aligned copy of the bytes)."""
+    memory = ctypes.create_string_buffer(len(data) + _ARGUMENT_ALIGNMENT)
+    address = -(-ctypes.addressof(memory) // _ARGUMENT_ALIGNMENT) * _ARGUMENT_ALIGNMENT
+    ctypes.memmove(address, data, len(data))
+    return memory, address
+
+
+def _launch_in_process(
+    kernel: HostKernel,
+    grid: Size,
+    block: Size,
+    shared_bytes: int,
+    arguments: bytes,
+    pointers: Pointers,
+    schedule: Schedule,
+) -> tuple[int, int, int, int]:
+    patched = bytearray(arguments)
+    for offset, array in pointers:
+        patched[offset : offset + _POINTER_BYTES] = array.ctypes.data.to_bytes(_POINTER_BYTES, "little")
+    memory, address = _aligned_copy(bytes(patched))
+    request = _Request(
+        grid=tuple(grid),
+        block=tuple(block),
+        shared_bytes=shared_bytes,
+        argument_bytes=len(arguments),
+        arguments=address,
+        order=schedule.order_index,
+        copies=schedule.copies_index,
+        workers=schedule.workers,
+        seed=schedule.seed,
+    )
+    failed = _entry_point(kernel.path)(ctypes.byref(request))
+    del memory
+    if failed:
+        raise LaunchError(failure_text(kernel, request.message.decode(errors="replace"), schedule))
+    return request.blocks, request.switches, request.collectives, request.async_copies
+
+
+def failure_text(kernel: HostKernel, finding: str, schedule: Schedule) -> str:
+    """The message of a LaunchError: what was found, the source line it names, the schedule, and where the source is."""
+    return f"{kernel.name}: {finding}{_quoted_line(kernel, finding)}\n  schedule: {schedule}; source: {kernel.source_path}"
+
+
+def _quoted_line(kernel: HostKernel, finding: str) -> str:
+    from flashgen.runtime.findings import first_line_number
+
+    number = first_line_number(finding)
+    lines = kernel.source_path.read_text(encoding="utf-8").splitlines() if number else []
+    return f"\n  {number} | {lines[number - 1]}" if number and number <= len(lines) else ""

@@ -1,0 +1,179 @@
+"""Runs a sanitized kernel: one launch in a program of its own, handed over in a file.
+
+The format is that of templates/emulator/request_file.cpp; keep both alike.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import struct
+import subprocess
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from flashgen.build.host import HostKernel
+from flashgen.errors import LaunchError
+from flashgen.runtime.emulator import Pointers, Size, failure_text
+from flashgen.runtime.findings import summarise
+from flashgen.runtime.schedule import Schedule
+
+_MAGIC = b"FGEMU001"
+_HEADER = struct.Struct("<8s 3I 3I I I I I I I Q")
+_BUFFER = struct.Struct("<QQ")
+_POINTER = struct.Struct("<IIQ")
+_RESULT = struct.Struct("<II4Q")
+_ALIGNMENT = 16  # of the program's allocations
+
+# The first finding ends the program. Leaks are the process's end; fake stacks do not go with fibers.
+_OPTIONS = {
+    "ASAN_OPTIONS": "detect_leaks=0:detect_stack_use_after_return=0:halt_on_error=1:color=never",
+    "UBSAN_OPTIONS": "print_stacktrace=1:halt_on_error=1:color=never",
+    "TSAN_OPTIONS": "halt_on_error=1:report_thread_leaks=0:history_size=4:color=never",
+}
+_LONGEST_REPORT = 60  # lines
+_ADDR_NO_RANDOMIZE = 0x0040000
+
+
+def launch_program(
+    kernel: HostKernel,
+    grid: Size,
+    block: Size,
+    shared_bytes: int,
+    arguments: bytes,
+    pointers: Pointers,
+    schedule: Schedule,
+) -> tuple[int, int, int, int]:
+    """As `emulator.launch`; returns (blocks, switches, collectives, copies)."""
+    spans = _spans([array for _, array in pointers])
+    with tempfile.TemporaryDirectory(prefix="flashgen-launch-") as text:
+        request, result = Path(text) / "request", Path(text) / "result"
+        header = _HEADER.pack(
+            _MAGIC,
+            *grid,
+            *block,
+            shared_bytes,
+            schedule.order_index,
+            schedule.copies_index,
+            len(arguments),
+            len(spans),
+            len(pointers),
+            schedule.seed,
+        )
+        with request.open("wb") as file:
+            file.write(header + arguments)
+            for span in spans:
+                file.write(_BUFFER.pack(span.bytes, span.begin % _ALIGNMENT))
+                file.write(span.memory())
+            for offset, array in pointers:
+                file.write(_POINTER.pack(offset, *_place(array, spans)))
+        done = _run(kernel.path, request, result)
+        answer = result.read_bytes() if result.exists() else b""
+    if done.returncode != 0 or not answer:
+        raise LaunchError(failure_text(kernel, _finding(kernel, done), schedule))
+    failed, message_bytes, *counts = _RESULT.unpack_from(answer)
+    body = memoryview(answer)[_RESULT.size :]
+    if failed:
+        raise LaunchError(failure_text(kernel, bytes(body[:message_bytes]).decode(errors="replace"), schedule))
+    _copy_back(body[message_bytes:], spans)
+    return counts[0], counts[1], counts[2], counts[3]
+
+
+@dataclass
+class _Span:
+    """The bytes between the first and the last of one array, or of several that share memory."""
+
+    begin: int
+    end: int
+    writeable: bool
+
+    @property
+    def bytes(self) -> int:
+        return self.end - self.begin
+
+    def memory(self) -> ctypes.Array[ctypes.c_char]:
+        return (ctypes.c_char * self.bytes).from_address(self.begin)
+
+
+def _bounds(array: np.ndarray[Any, Any]) -> tuple[int, int]:
+    if array.size == 0:
+        return array.ctypes.data, array.ctypes.data
+    begin, end = np.lib.array_utils.byte_bounds(array)
+    return int(begin), int(end)
+
+
+def _spans(arrays: Sequence[np.ndarray[Any, Any]]) -> list[_Span]:
+    """The arrays' memory, each byte once: views of one packed array stay views of one buffer."""
+    spans: list[_Span] = []
+    for (begin, end), writeable in sorted((_bounds(array), array.flags.writeable) for array in arrays):
+        if spans and begin < spans[-1].end:
+            spans[-1].end = max(spans[-1].end, end)
+            spans[-1].writeable |= writeable
+        else:
+            spans.append(_Span(begin, end, writeable))
+    return spans
+
+
+def _place(array: np.ndarray[Any, Any], spans: Sequence[_Span]) -> tuple[int, int]:
+    """(number of the span that holds an array, where in it the array's data address is)."""
+    begin, end = _bounds(array)
+    number = next(i for i, span in enumerate(spans) if span.begin <= begin and end <= span.end)
+    return number, array.ctypes.data - spans[number].begin
+
+
+def _copy_back(data: memoryview, spans: Sequence[_Span]) -> None:
+    for span in spans:
+        if span.writeable and span.bytes:
+            ctypes.memmove(span.begin, bytes(data[: span.bytes]), span.bytes)
+        data = data[span.bytes :]
+
+
+def _run(program: Path, request: Path, result: Path) -> subprocess.CompletedProcess[str]:
+    environment = dict(os.environ)
+    for name, options in _OPTIONS.items():
+        given = environment.get(name)
+        environment[name] = f"{options}:{given}" if given else options
+    with _fixed_addresses():
+        return subprocess.run(
+            [program, request, result], env=environment, capture_output=True, text=True, errors="replace", check=False
+        )
+
+
+@contextlib.contextmanager
+def _fixed_addresses() -> Iterator[None]:
+    """Programs started inside get no random address layout.
+
+    Sanitizers keep a shadow of fixed parts of the address space. Where the kernel places mappings at random over more
+    bits than they were made for (vm.mmap_rnd_bits above 28), they end before main, so the program cannot help itself as
+    `setarch -R` would; but it inherits this thread's personality. Where a container forbids that, it starts as it is.
+    """
+    try:
+        personality = ctypes.CDLL(None).personality
+    except AttributeError:  # not Linux
+        yield
+        return
+    before = personality(ctypes.c_ulong(0xFFFFFFFF))
+    if before != -1:
+        personality(ctypes.c_ulong(before | _ADDR_NO_RANDOMIZE))
+    try:
+        yield
+    finally:
+        if before != -1:
+            personality(ctypes.c_ulong(before))
+
+
+def _finding(kernel: HostKernel, done: subprocess.CompletedProcess[str]) -> str:
+    lines = done.stderr.strip().splitlines()
+    report = "\n".join(lines[:_LONGEST_REPORT])
+    if "unexpected memory mapping" in done.stderr:
+        return f"ThreadSanitizer cannot run with this address layout; `sysctl vm.mmap_rnd_bits=28` allows it\n{report}"
+    summary = summarise(done.stderr)
+    if summary is not None:
+        return f"{summary}\n{report}"
+    return f"the program ended with status {done.returncode} and no report\n{report}"

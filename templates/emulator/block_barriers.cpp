@@ -1,0 +1,75 @@
+// Barriers of a block. __syncthreads waits for all threads that have not ended; named barriers with a count of their
+// own can join here: every block has sixteen.
+#include "block.h"
+
+namespace emulator {
+
+static int result_of(const Barrier& barrier) {
+  switch (barrier.kind) {
+    case BarrierKind::kOr: return barrier.votes != 0;
+    case BarrierKind::kAnd: return barrier.votes == barrier.arrived;
+    case BarrierKind::kCount: return int(barrier.votes);
+    case BarrierKind::kSync: break;
+  }
+  return 0;
+}
+
+// bar.sync is .aligned: the lanes of one warp must meet in one instruction, and all threads in one kind of it.
+static void check_arrival(Barrier& barrier, const Thread& self, BarrierKind kind, Site site) {
+  if (barrier.arrived && barrier.kind != kind)
+    fail(site, "barrier misuse: another kind of __syncthreads waits at %s:%d", barrier.site.file, barrier.site.line);
+  Site& warp_site = barrier.warp_sites[self.warp];
+  if (warp_site.file && warp_site.line != site.line)
+    fail(site, "barrier misuse: other lanes of this warp wait at the barrier of %s:%d", warp_site.file, warp_site.line);
+  warp_site = site;
+}
+
+static void open(Barrier& barrier) {
+  int result = result_of(barrier);
+  ++barrier.meetings;
+  barrier.arrived = barrier.votes = 0;
+  for (Site& site : barrier.warp_sites) site = Site{};
+  for (Thread* thread : barrier.waiting) {
+    thread->barrier_result = result;
+    make_ready(*thread);
+  }
+  barrier.waiting.clear();
+}
+
+int block_barrier(int identifier, BarrierKind kind, int predicate, Site site) {
+  Thread& self = running_thread();
+  Block& block = *self.block;
+  Barrier& barrier = block.barriers[identifier];
+  check_arrival(barrier, self, kind, site);
+  if (barrier.arrived == 0) barrier.kind = kind, barrier.site = site;
+  ++barrier.arrived;
+  barrier.votes += predicate != 0;
+  char* order = &barrier.order[barrier.meetings & 1];
+  release(order);
+  if (barrier.arrived == block.alive) {
+    ++block.collectives;
+    self.barrier_result = result_of(barrier);
+    open(barrier);
+  } else {
+    barrier.waiting.push_back(&self);
+    self.barrier = identifier;
+    suspend(State::kBlockBarrier, site);
+  }
+  acquire(order);
+  return self.barrier_result;
+}
+
+void release_barriers_at_exit(Block& block) {
+  Barrier& barrier = block.barriers[0];
+  if (barrier.arrived && barrier.arrived == block.alive) open(barrier);
+}
+
+// ThreadSanitizer knows no fences; one object that all pass in turn orders at least as much as a fence does.
+void memory_fence() {
+  static char fence;
+  release(&fence);
+  acquire(&fence);
+  __atomic_thread_fence(__ATOMIC_SEQ_CST);
+}
+
+}  // namespace emulator

@@ -1,0 +1,68 @@
+// How a launch fails: the message, and leaving the block with its threads where they stand.
+#include <stdarg.h>
+#include <stdio.h>
+
+#include "block.h"
+
+namespace emulator {
+
+[[noreturn]] void abandon_block(Block& block) {
+  block.failed = true;
+  switch_fiber(running_thread().carrier->fiber, block.worker);
+  __builtin_unreachable();
+}
+
+void fail(Site site, const char* format, ...) {
+  Thread& self = running_thread();
+  Block& block = *self.block;
+  char what[1024];
+  va_list arguments;
+  va_start(arguments, format);
+  vsnprintf(what, sizeof what, format, arguments);
+  va_end(arguments);
+  const uint3 &b = self.block_index, &t = self.thread_index;
+  snprintf(block.message, sizeof block.message, "%s:%d: %s [block (%u, %u, %u), thread (%u, %u, %u), warp %u, lane %u]",
+           site.file, site.line, what, b.x, b.y, b.z, t.x, t.y, t.z, self.warp, self.lane);
+  abandon_block(block);
+}
+
+static bool wait_alike(const Thread& a, const Thread& b) {
+  if (a.state != b.state) return false;
+  return a.state == State::kFinished || (a.site.line == b.site.line && a.site.file == b.site.file);
+}
+
+static int describe(const Block& block, const Thread& thread, char* text, size_t room) {
+  switch (thread.state) {
+    case State::kWarpCollective:
+      return snprintf(text, room, "wait for their warp at %s:%d", thread.site.file, thread.site.line);
+    case State::kBlockBarrier:
+      return snprintf(text, room, "wait at barrier %d, %s:%d (%u of %u have arrived)", thread.barrier, thread.site.file,
+                      thread.site.line, block.barriers[thread.barrier].arrived, block.alive);
+    case State::kFinished:
+      return snprintf(text, room, "have ended");
+    case State::kReady:
+      break;
+  }
+  return snprintf(text, room, "are ready");
+}
+
+// One line for each run of neighbouring threads that wait at the same place.
+void report_deadlock(Block& block) {
+  const uint3& b = block.index;
+  char* text = block.message;
+  size_t room = sizeof block.message, used = 0;
+  const Thread* waiting = nullptr;
+  for (const Thread& thread : block.threads)
+    if (!waiting && thread.state != State::kFinished) waiting = &thread;
+  used += size_t(snprintf(text, room, "%s:%d: deadlock: no thread can go on [block (%u, %u, %u)]", waiting->site.file,
+                          waiting->site.line, b.x, b.y, b.z));
+  for (size_t first = 0; first < block.threads.size() && used + 200 < room;) {
+    size_t last = first;
+    while (last + 1 < block.threads.size() && wait_alike(block.threads[last + 1], block.threads[first])) ++last;
+    used += size_t(snprintf(text + used, room - used, "\n  threads %zu to %zu ", first, last));
+    used += size_t(describe(block, block.threads[first], text + used, room - used));
+    first = last + 1;
+  }
+}
+
+}  // namespace emulator

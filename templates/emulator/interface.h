@@ -1,0 +1,93 @@
+// What a kernel's unit sees of the runtime: who the running CUDA thread is, and the operations that wait, check or touch
+// shared memory. Each takes the Site of its caller by default argument, so that findings name a line of the emitted source.
+#pragma once
+
+namespace emulator {
+
+using u16 = unsigned short;
+using u32 = unsigned;
+using u64 = unsigned long long;
+
+// A line of the emitted source. As a default argument, here() is evaluated where the primitive is called.
+struct Site {
+  const char* file;
+  int line;
+  static constexpr Site here(const char* file = __builtin_FILE(), int line = __builtin_LINE()) { return {file, line}; }
+};
+#define FLASHGEN_SITE ::emulator::Site site = ::emulator::Site::here()
+
+// The running CUDA thread, as the kernel may know it; the runtime's Thread (block.h) extends it.
+struct ThreadContext {
+  uint3 thread_index, block_index;
+  dim3 block_size, grid_size;
+  u32 linear, warp, lane;  // linear: x fastest, then y, then z, as CUDA numbers them
+  unsigned char* shared;   // the block's dynamic shared memory
+  u32 shared_bytes;
+};
+
+// Initial-exec, since kernels read it for every threadIdx and the library that holds it needs one pointer only.
+extern __thread ThreadContext* current __attribute__((tls_model("initial-exec")));
+
+inline unsigned char* dynamic_shared_memory() { return current->shared; }
+
+// Ends the launch with an error at `site`: the block is abandoned and no other starts.
+[[noreturn]] __attribute__((format(printf, 2, 3))) void fail(Site site, const char* format, ...);
+
+// ---- shared memory (shared_memory.cpp) ----
+u32 shared_address(const void* pointer, Site site);                         // generic pointer -> shared window
+void* shared_pointer(u32 address, u32 bytes, u32 alignment, Site site);     // and back, checked
+
+// ---- warps (lane_exchange.cpp, warp_collectives.cpp) ----
+u64 shuffle_bits(u32 mask, u64 bits, u32 source_lane, Site site);
+u32 ballot(u32 mask, bool predicate, Site site);
+void sync_warp(u32 mask, Site site);
+
+// ---- blocks (block_barriers.cpp) ----
+enum class BarrierKind : int { kSync, kOr, kAnd, kCount };
+int block_barrier(int identifier, BarrierKind kind, int predicate, Site site);
+void memory_fence();
+
+// ---- asynchronous copies (async_copies.cpp) ----
+void copy_async(u32 shared_destination, const void* global_source, u32 bytes, bool valid, Site site);
+void copy_async_commit();
+void copy_async_wait(int pending);
+void copy_sync(u32 shared_destination, const void* global_source, u32 bytes, bool valid, Site site);
+
+// ---- matrices (matrix.cpp) ----
+enum class Element : int { kFloat16, kBfloat16 };
+void load_matrix(u32* fragment, int count, bool transposed, u32 shared_source, Site site);
+// d += a * b on fragments of m16n8k16; partial sums are rounded to float after every `depth` steps of k.
+void multiply_accumulate(float* d, const u32* a, u32 b0, u32 b1, Element element, int depth, Site site);
+
+// ---- launch (launch.cpp) ----
+// Mirrored by flashgen/runtime/emulator.py (ctypes); keep both alike.
+struct LaunchRequest {
+  u32 grid[3], block[3];
+  u32 shared_bytes;
+  u32 argument_bytes;
+  const void* arguments;
+  u32 order, copies, workers;
+  u32 failed;
+  u64 seed;
+  u64 blocks, switches, collectives, async_copies;  // results
+  char message[8192];                               // result: what failed, if failed
+};
+
+using KernelThread = void (*)(const void* arguments);
+int launch(LaunchRequest* request, KernelThread run_thread);
+int refuse_arguments(LaunchRequest* request, u32 expected_bytes);
+int run_request_file(int argc, char** argv, int (*launch_kernel)(LaunchRequest*));
+
+// The argument struct's type is taken from the kernel itself, so that its size can be checked against what was passed.
+template <class Arguments>
+int launch_kernel(void (*)(Arguments), LaunchRequest* request, KernelThread run_thread) {
+  if (request->argument_bytes != sizeof(Arguments)) return refuse_arguments(request, sizeof(Arguments));
+  return launch(request, run_thread);
+}
+
+template <class Arguments>
+void call_kernel(void (*kernel)(Arguments), const void* arguments) {
+  kernel(*static_cast<const Arguments*>(arguments));
+}
+
+}  // namespace emulator

@@ -1,0 +1,234 @@
+// Launches a grid: blocks one after the other, or spread over operating-system threads ("workers").
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+
+#include <algorithm>
+#include <atomic>
+#include <deque>
+#include <memory>
+#include <mutex>
+#include <thread>
+
+#include "block.h"
+
+namespace emulator {
+
+// Kernels keep their fragments on the stack, and sanitizers pad every variable; untouched pages cost nothing.
+constexpr size_t kStackBytes = 512 * 1024;
+constexpr size_t kSharedAlignment = 1024;
+
+static u32 threads_of(const LaunchRequest& request) { return request.block[0] * request.block[1] * request.block[2]; }
+static u64 blocks_of(const LaunchRequest& request) {
+  return u64(request.grid[0]) * request.grid[1] * request.grid[2];
+}
+
+// New for every block and of exact size: ASan's red zone begins right behind it. ThreadSanitizer remembers accesses by
+// address; mapping the memory anew makes it forget those of the block before, with which this one shares nothing.
+static unsigned char* allocate_shared(u32 bytes) {
+  void* memory = nullptr;
+  if (kThreadSanitizer) {
+    memory = mmap(nullptr, bytes + 1, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (memory == MAP_FAILED) abort();
+  } else if (posix_memalign(&memory, kSharedAlignment, bytes) != 0) {
+    abort();
+  }
+  memset(memory, 0xff, bytes);  // NaN in every float format
+  return static_cast<unsigned char*>(memory);
+}
+
+static void free_shared(unsigned char* memory, u32 bytes) {
+  if (kThreadSanitizer)
+    munmap(memory, bytes + 1);
+  else
+    free(memory);
+}
+
+// Runs blocks, one at a time. Kept by its operating-system thread between launches, for the stacks' sake.
+class Worker {
+ public:
+  ~Worker() {
+    for (Carrier& carrier : carriers_) free_stack(carrier.fiber);
+  }
+
+  void begin(LaunchRequest& request, KernelThread run_thread);
+  void run(u64 number);
+  const Block& block() const { return block_; }
+
+ private:
+  void add_carriers(u32 count);
+  void place_thread(u32 linear, u64 block_number);
+
+  std::deque<Carrier> carriers_;
+  Block block_;
+};
+
+void Worker::add_carriers(u32 count) {
+  while (carriers_.size() < count) {
+    Carrier& carrier = carriers_.emplace_back();
+    allocate_stack(carrier.fiber, kStackBytes);
+#ifdef FLASHGEN_TSAN
+    char name[32];
+    snprintf(name, sizeof name, "CUDA thread (carrier %zu)", carriers_.size() - 1);
+    carrier.fiber.tsan = __tsan_create_fiber(0);
+    __tsan_set_fiber_name(carrier.fiber.tsan, name);
+    snprintf(name, sizeof name, "cp.async (carrier %zu)", carriers_.size() - 1);
+    carrier.copy_engine.create(name);
+#endif
+  }
+}
+
+void Worker::begin(LaunchRequest& request, KernelThread run_thread) {
+  u32 threads = threads_of(request), warps = (threads + 31) / 32;
+  add_carriers(threads);
+  adopt_running_stack(block_.worker);
+  block_.request = &request;
+  block_.run_thread = run_thread;
+  block_.failed = false;
+  block_.switches = block_.collectives = block_.async_copies = 0;
+  block_.threads.resize(threads);
+  block_.warps.resize(warps);
+  for (Barrier& barrier : block_.barriers) {
+    barrier.waiting.clear();
+    barrier.waiting.reserve(threads);  // see ReadyQueue::reset
+  }
+}
+
+// Threads of consecutive blocks run on shifted carriers. To ThreadSanitizer a carrier is a thread, so that the blocks of
+// a grid, which nothing orders, are not ordered here either: their races are found although they run one after another.
+void Worker::place_thread(u32 linear, u64 block_number) {
+  const u32 *size = block_.request->block, *grid = block_.request->grid;
+  u32 threads = u32(block_.threads.size());
+  Thread& thread = block_.threads[linear];
+  thread.thread_index = {linear % size[0], linear / size[0] % size[1], linear / size[0] / size[1]};
+  thread.block_index = block_.index;
+  thread.block_size = {size[0], size[1], size[2]};
+  thread.grid_size = {grid[0], grid[1], grid[2]};
+  thread.linear = linear;
+  thread.warp = linear / 32;
+  thread.lane = linear % 32;
+  thread.shared = block_.shared;
+  thread.shared_bytes = block_.request->shared_bytes;
+  thread.carrier = &carriers_[(linear + block_number * 37) % threads];
+  thread.block = &block_;
+  thread.in_warp = &block_.warps[linear / 32];
+  thread.in_warp->live |= 1u << thread.lane;
+  thread.copies.reset();
+}
+
+void Worker::run(u64 number) {
+  LaunchRequest& request = *block_.request;
+  u32 x = request.grid[0], y = request.grid[1];
+  block_.index = {u32(number % x), u32(number / x % y), u32(number / x / y)};
+  block_.random.seed(request.seed * 0x100000001b3ull + number);
+  block_.shared = allocate_shared(request.shared_bytes);
+  block_.alive = u32(block_.threads.size());
+  block_.copies_in_flight = 0;
+  for (size_t i = 0; i < block_.warps.size(); ++i) {
+    block_.warps[i] = Warp{};
+    block_.warps[i].first = &block_.threads[32 * i];
+  }
+  for (Barrier& barrier : block_.barriers) {
+    barrier.arrived = barrier.votes = 0;
+    barrier.waiting.clear();
+    barrier.warp_sites.assign(block_.warps.size(), Site{});
+  }
+  block_.ready.reset(Order(request.order), block_.alive, u32(block_.warps.size()));
+  for (u32 i = 0; i < block_.alive; ++i) place_thread(i, number);
+  run_block(block_);
+  free_shared(block_.shared, request.shared_bytes);
+}
+
+// The order of the blocks follows that of the threads.
+static std::vector<u64> block_order(const LaunchRequest& request) {
+  std::vector<u64> order(blocks_of(request));
+  for (u64 i = 0; i < order.size(); ++i) order[i] = i;
+  if (Order(request.order) == Order::kReverse) std::reverse(order.begin(), order.end());
+  if (Order(request.order) == Order::kRandom || Order(request.order) == Order::kGreedyWarp) {
+    Random random;
+    random.seed(request.seed);
+    for (u64 i = order.size(); i > 1; --i) std::swap(order[i - 1], order[random.below(u32(i))]);
+  }
+  return order;
+}
+
+// Hands out blocks to workers and collects what they report.
+class Grid {
+ public:
+  Grid(LaunchRequest& request, KernelThread run_thread)
+      : request_(request), run_thread_(run_thread), order_(block_order(request)) {}
+
+  void work() {
+    static thread_local std::unique_ptr<Worker> worker;
+    if (!worker) worker = std::make_unique<Worker>();
+    worker->begin(request_, run_thread_);
+    for (u64 i = next_++; i < order_.size() && !stop_; i = next_++) {
+      worker->run(order_[i]);
+      if (worker->block().failed) break;
+    }
+    collect(worker->block());
+  }
+
+ private:
+  void collect(const Block& block) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    request_.switches += block.switches;
+    request_.collectives += block.collectives;
+    request_.async_copies += block.async_copies;
+    if (!block.failed || request_.failed) return;
+    stop_ = true;
+    request_.failed = 1;
+    memcpy(request_.message, block.message, sizeof request_.message);
+  }
+
+  LaunchRequest& request_;
+  KernelThread run_thread_;
+  std::vector<u64> order_;
+  std::atomic<u64> next_{0};
+  std::atomic<bool> stop_{false};
+  std::mutex mutex_;
+};
+
+static int refuse(LaunchRequest& request, const char* format, u64 given, u64 limit) {
+  request.failed = 1;
+  snprintf(request.message, sizeof request.message, format, given, limit);
+  return 1;
+}
+
+int refuse_arguments(LaunchRequest* request, u32 expected_bytes) {
+  return refuse(*request, "arguments: %llu bytes were passed, but the kernel's argument struct has %llu",
+                request->argument_bytes, expected_bytes);
+}
+
+// What every GPU refuses too.
+static int check_sizes(LaunchRequest& request) {
+  constexpr u32 kMaxThreads = 1024, kMaxGridYZ = 65535;
+  for (int i = 0; i < 3; ++i) {
+    if (request.block[i] == 0) return refuse(request, "block: a dimension is %llu; it must be at least %llu", 0, 1);
+    if (request.grid[i] == 0) return refuse(request, "grid: a dimension is %llu; it must be at least %llu", 0, 1);
+  }
+  if (threads_of(request) > kMaxThreads)
+    return refuse(request, "block: %llu threads; at most %llu are possible", threads_of(request), kMaxThreads);
+  if (std::max(request.grid[1], request.grid[2]) > kMaxGridYZ)
+    return refuse(request, "grid: y or z is %llu; at most %llu is possible", std::max(request.grid[1], request.grid[2]),
+                  kMaxGridYZ);
+  return 0;
+}
+
+int launch(LaunchRequest* request, KernelThread run_thread) {
+  request->failed = 0;
+  request->switches = request->collectives = request->async_copies = 0;
+  request->blocks = blocks_of(*request);
+  if (int refused = check_sizes(*request)) return refused;
+  Grid grid(*request, run_thread);
+  u32 workers = u32(std::min<u64>(std::max(request->workers, 1u), request->blocks));
+  std::vector<std::thread> others;
+  for (u32 i = 1; i < workers; ++i) others.emplace_back([&grid] { grid.work(); });
+  grid.work();
+  for (std::thread& other : others) other.join();
+  acquire(request);
+  return int(request->failed);
+}
+
+}  // namespace emulator

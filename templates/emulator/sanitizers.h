@@ -1,0 +1,118 @@
+// What the runtime tells AddressSanitizer and ThreadSanitizer, and nothing in plain builds. The only place that knows
+// their interfaces.
+//
+// Under ASan the runtime itself is instrumented. Under TSan it is not (-DFLASHGEN_TSAN, linked with -fsanitize=thread, not
+// compiled with it): it moves data between CUDA threads in ways of its own, and states here what a GPU would do instead.
+#pragma once
+
+#if defined(__SANITIZE_ADDRESS__)
+#define FLASHGEN_ASAN 1
+#elif defined(__has_feature)
+#if __has_feature(address_sanitizer)
+#define FLASHGEN_ASAN 1
+#endif
+#endif
+
+#ifdef FLASHGEN_ASAN
+#include <sanitizer/asan_interface.h>
+#include <sanitizer/common_interface_defs.h>
+#endif
+
+#ifdef FLASHGEN_TSAN
+extern "C" {
+void* __tsan_get_current_fiber();
+void* __tsan_create_fiber(unsigned flags);
+void __tsan_switch_to_fiber(void* fiber, unsigned flags);
+void __tsan_set_fiber_name(void* fiber, const char* name);
+void __tsan_acquire(void* address);
+void __tsan_release(void* address);
+void __tsan_read_range(void* address, unsigned long bytes);
+void __tsan_write_range(void* address, unsigned long bytes);
+void __tsan_func_entry(void* caller);
+void __tsan_func_exit();
+}
+#endif
+
+namespace emulator {
+
+#ifdef FLASHGEN_TSAN
+constexpr bool kThreadSanitizer = true;
+constexpr unsigned kNoSynchronisation = 1;  // a switch of fibers orders nothing by itself
+#else
+constexpr bool kThreadSanitizer = false;
+#endif
+
+// happens-before: everything before release(x) is seen by everything after a later acquire(x)
+inline void acquire(void* address) {
+#ifdef FLASHGEN_TSAN
+  __tsan_acquire(address);
+#endif
+  (void)address;
+}
+
+inline void release(void* address) {
+#ifdef FLASHGEN_TSAN
+  __tsan_release(address);
+#endif
+  (void)address;
+}
+
+// Accesses that the runtime makes for the kernel. `caller` is the address in the kernel that asked for it, so that the
+// report names a line of the emitted source.
+inline void note_read(const void* address, unsigned long bytes, void* caller) {
+#if defined(FLASHGEN_TSAN)
+  __tsan_func_entry(caller);
+  __tsan_read_range(const_cast<void*>(address), bytes);
+  __tsan_func_exit();
+#elif defined(FLASHGEN_ASAN)
+  if (void* bad = __asan_region_is_poisoned(const_cast<void*>(address), bytes)) (void)*static_cast<volatile char*>(bad);
+#endif
+  (void)address, (void)bytes, (void)caller;
+}
+
+inline void note_write(void* address, unsigned long bytes, void* caller) {
+#if defined(FLASHGEN_TSAN)
+  __tsan_func_entry(caller);
+  __tsan_write_range(address, bytes);
+  __tsan_func_exit();
+#elif defined(FLASHGEN_ASAN)
+  if (void* bad = __asan_region_is_poisoned(address, bytes)) *static_cast<volatile char*>(bad) = 0;
+#endif
+  (void)address, (void)bytes, (void)caller;
+}
+
+// A second identity for ThreadSanitizer: what asynchronous hardware does on behalf of a CUDA thread. It runs on no stack
+// of its own; AsEngine makes the running code count as the engine while it lives.
+struct Engine {
+  void* tsan = nullptr;
+  void create(const char* name) {
+#ifdef FLASHGEN_TSAN
+    tsan = __tsan_create_fiber(0);
+    __tsan_set_fiber_name(tsan, name);
+#endif
+    (void)name;
+  }
+};
+
+class AsEngine {
+ public:
+  explicit AsEngine(const Engine& engine) {
+#ifdef FLASHGEN_TSAN
+    self_ = __tsan_get_current_fiber();
+    __tsan_switch_to_fiber(engine.tsan, kNoSynchronisation);
+#endif
+    (void)engine;
+  }
+  ~AsEngine() {
+#ifdef FLASHGEN_TSAN
+    __tsan_switch_to_fiber(self_, kNoSynchronisation);
+#endif
+  }
+  AsEngine(const AsEngine&) = delete;
+  AsEngine& operator=(const AsEngine&) = delete;
+
+ private:
+  void* self_ = nullptr;
+};
+
+}  // namespace emulator

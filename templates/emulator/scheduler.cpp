@@ -1,0 +1,73 @@
+// Runs a block: switches from thread to thread wherever one waits, until all have ended or nothing can go on.
+#include "block.h"
+
+namespace emulator {
+
+__thread ThreadContext* current __attribute__((tls_model("initial-exec")));
+
+void make_ready(Thread& thread) {
+  thread.state = State::kReady;
+  thread.block->ready.push(thread);
+}
+
+static Thread* next_thread(Block& block) {
+  // Copies that land at random do so between any two steps of the block.
+  if (block.copies_in_flight && CopyPolicy(block.request->copies) == CopyPolicy::kRandom && block.random.below(8) == 0)
+    land_random_copy(block);
+  return block.ready.empty() ? nullptr : &block.ready.pop(block.random);
+}
+
+static Thread& next_thread_or_deadlock(Block& block) {
+  Thread* next = next_thread(block);
+  if (next) return *next;
+  report_deadlock(block);
+  abandon_block(block);
+}
+
+static void continue_with(Block& block, Fiber& from, Thread& to, bool finished) {
+  current = &to;
+  ++block.switches;
+  switch_fiber(from, to.carrier->fiber, finished);
+}
+
+void suspend(State state, Site site) {
+  Thread& self = running_thread();
+  Block& block = *self.block;
+  self.state = state;
+  self.site = site;
+  continue_with(block, self.carrier->fiber, next_thread_or_deadlock(block), false);
+}
+
+static void end_thread(Thread& self) {
+  Block& block = *self.block;
+  check_copies_at_exit(self);
+  check_warp_at_exit(self);
+  self.state = State::kFinished;
+  self.in_warp->live &= ~(1u << self.lane);
+  --block.alive;
+  release_barriers_at_exit(block);
+  if (block.alive == 0) switch_fiber(self.carrier->fiber, block.worker, true);
+  continue_with(block, self.carrier->fiber, next_thread_or_deadlock(block), true);
+  __builtin_unreachable();
+}
+
+static void thread_main() {
+  Thread& self = running_thread();
+  fiber_entered(self.carrier->fiber);
+  acquire(&self.block->start_order);
+  self.block->run_thread(self.block->request->arguments);
+  release(self.block->request);  // launch() acquires it: results are read after every thread's end
+  end_thread(self);
+}
+
+void run_block(Block& block) {
+  for (Thread& thread : block.threads) {
+    prepare(thread.carrier->fiber, thread_main);
+    make_ready(thread);
+  }
+  release(&block.start_order);
+  continue_with(block, block.worker, *next_thread(block), false);
+  current = nullptr;
+}
+
+}  // namespace emulator

@@ -1,0 +1,83 @@
+// Operations in which the lanes of a mask meet. The last to arrive does the work for all.
+#include "block.h"
+
+namespace emulator {
+
+static const char* name_of(WarpOperation operation) {
+  switch (operation) {
+    case WarpOperation::kSyncWarp: return "__syncwarp";
+    case WarpOperation::kShuffle: return "shuffle";
+    case WarpOperation::kVote: return "vote";
+    case WarpOperation::kLoadMatrix: return "ldmatrix";
+    case WarpOperation::kMultiply: return "mma";
+  }
+  return "?";
+}
+
+// PTX's .aligned operations must be the same instruction in every lane, not only the same kind.
+static bool is_aligned(WarpOperation operation) {
+  return operation == WarpOperation::kLoadMatrix || operation == WarpOperation::kMultiply;
+}
+
+static WarpGroup& group_of(Warp& warp, u32 mask, u32 lane, WarpOperation operation, Site site) {
+  WarpGroup* free_slot = nullptr;
+  for (WarpGroup& group : warp.groups) {
+    if (group.mask == mask) return group;
+    if (group.mask >> lane & 1)
+      fail(site, "divergent warp collective: %s for lanes %08x, but lanes %08x wait for this one in %s at %s:%d",
+           name_of(operation), mask, group.mask, name_of(group.operation), group.site.file, group.site.line);
+    if (!group.mask && !free_slot) free_slot = &group;
+  }
+  if (!free_slot) fail(site, "more than %d groups of lanes wait in one warp", Warp::kGroups);
+  free_slot->mask = mask;
+  free_slot->arrived = 0;
+  free_slot->operation = operation;
+  free_slot->site = site;
+  return *free_slot;
+}
+
+static void check_arrival(const Thread& self, u32 mask, WarpOperation operation, Site site) {
+  if (!(mask >> self.lane & 1)) fail(site, "%s: the calling lane is not in mask %08x", name_of(operation), mask);
+  if (mask & ~self.in_warp->live)
+    fail(site, "%s: mask %08x names lanes that have ended or do not exist (live: %08x)", name_of(operation), mask,
+         self.in_warp->live);
+}
+
+static void check_same_operation(const WarpGroup& group, WarpOperation operation, Site site) {
+  if (group.operation == operation && (!is_aligned(operation) || group.site.line == site.line)) return;
+  fail(site, "divergent warp collective: %s here, but %s at %s:%d", name_of(operation), name_of(group.operation),
+       group.site.file, group.site.line);
+}
+
+void warp_collective(u32 mask, WarpOperation operation, void* lane_data, WarpAction action, Site site) {
+  Thread& self = running_thread();
+  check_arrival(self, mask, operation, site);
+  WarpGroup& group = group_of(*self.in_warp, mask, self.lane, operation, site);
+  check_same_operation(group, operation, site);
+  group.lanes[self.lane] = lane_data;
+  group.arrived |= 1u << self.lane;
+  // Of all of them only __syncwarp orders memory.
+  char* order = operation == WarpOperation::kSyncWarp ? &group.order[group.meetings & 1] : nullptr;
+  if (order) release(order);
+  if (group.arrived != mask) {
+    suspend(State::kWarpCollective, site);
+  } else {
+    ++self.block->collectives;
+    if (action) action(group.lanes, mask);
+    ++group.meetings;
+    group.mask = 0;
+    for (u32 others = mask & ~(1u << self.lane); others; others &= others - 1)
+      make_ready(self.in_warp->first[__builtin_ctz(others)]);
+  }
+  if (order) acquire(order);
+}
+
+void sync_warp(u32 mask, Site site) { warp_collective(mask, WarpOperation::kSyncWarp, nullptr, nullptr, site); }
+
+void check_warp_at_exit(Thread& thread) {
+  for (const WarpGroup& group : thread.in_warp->groups)
+    if (group.mask >> thread.lane & 1)
+      fail(group.site, "%s waits for lanes %08x, and this one of them has ended", name_of(group.operation), group.mask);
+}
+
+}  // namespace emulator
