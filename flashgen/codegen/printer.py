@@ -59,7 +59,7 @@ def float_literal(value: float) -> str:
     """A C++ float literal that reads back as `value` rounded to float32."""
     rounded = struct.unpack("f", struct.pack("f", value))[0] if abs(value) < 3.5e38 else value
     if rounded in (float("inf"), float("-inf")):
-        return "kInfinity" if rounded > 0 else "-kInfinity"
+        return "infinity()" if rounded > 0 else "minus_infinity()"
     text = f"{rounded:.9g}"
     return f"{text}f" if any(mark in text for mark in ".e") else f"{text}.0f"
 

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import math
-import re
 from dataclasses import dataclass
 from typing import Any
-
-import sympy
 
 from ..analysis.ranges import TileRange, key_range
 from ..errors import UnsupportedError
@@ -16,6 +13,7 @@ from ..language.spec import AttentionSpec
 from .arguments import ArgumentLayout, Field, capture_fields, ordered
 from .environment import environment, primitives_for
 from .header import header
+from .kernel import RenderedKernel, entry_name, kernel_name
 from .plans import ForwardPlan, choose_forward_plan, padded
 from .printer import statements
 from .targets import Target
@@ -25,22 +23,16 @@ LOG2_E = math.log2(math.e)
 
 
 @dataclass(frozen=True)
-class RenderedKernel:
-    """A kernel's text, and what is needed to launch it."""
+class ForwardKernel(RenderedKernel):
+    """The forward kernel: its plan, and what its launches depend on.
 
-    name: str  # readable, for folders and reports
-    entry: str  # of the extern "C" function
-    source: str
-    target: Target
+    uses_lists: tiles of keys come from lists, not from closed forms. longest_first: later queries see more keys, so
+    that blocks run in reverse, `section` heads at a time.
+    """
+
     plan: ForwardPlan
-    layout: ArgumentLayout
-    threads: int
-    shared_bytes: int
-
-
-def keep_threshold(dropout: float) -> int:
-    """Bytes below this are kept: round(256 (1 - p))."""
-    return round(256 * (1 - dropout))
+    uses_lists: bool
+    longest_first: bool
 
 
 def _range_texts(tiles: TileRange) -> dict[str, Any]:
@@ -77,11 +69,7 @@ def _suffix(spec: AttentionSpec) -> str:
     return {"float16": "f16", "bfloat16": "bf16"}[spec.dtype]
 
 
-def _entry(prefix: str, spec: AttentionSpec) -> str:
-    return re.sub(r"\W+", "_", f"{prefix}_{spec.name}")
-
-
-def render_forward(spec: AttentionSpec, target: Target, plan: ForwardPlan | None = None) -> RenderedKernel:
+def render_forward(spec: AttentionSpec, target: Target, plan: ForwardPlan | None = None) -> ForwardKernel:
     """The forward kernel of a spec on a target; UnsupportedError where the target or the plan cannot do it."""
     if spec.dtype not in target.dtypes:
         raise UnsupportedError(
@@ -92,7 +80,7 @@ def render_forward(spec: AttentionSpec, target: Target, plan: ForwardPlan | None
     tiles = key_range(spec.mask.expression)
     layout = forward_layout(spec, lists=tiles is None)
     variant = variant_of(spec)
-    suffix, entry = _suffix(spec), _entry("attention_forward", spec)
+    suffix, entry = _suffix(spec), entry_name("attention_forward", spec)
     key_tiles: Any = environment().get_template("key_tiles.cuh.jinja").module
     struct = "ForwardArguments"
     context: dict[str, Any] = {
@@ -103,14 +91,14 @@ def render_forward(spec: AttentionSpec, target: Target, plan: ForwardPlan | None
         "struct": struct,
         "header": header(spec, target, plan),
         "types": environment().get_template("types.cuh.jinja").render(struct=struct, dtype=spec.dtype, layout=layout).strip(),
-        "variant": environment().get_template("variant.cuh.jinja").render(struct=struct, variant=variant).strip(),
+        "variant": environment().get_template("variant.cuh.jinja").render(struct=struct, variant=variant, position=True).strip(),
         "key_tiles": key_tiles.ranges(_range_texts(tiles), struct) if tiles else key_tiles.lists(struct),
         "head_padded": padded(spec.head_dim),
         "value_padded": padded(spec.value_dim),
         "scale_log2": spec.scale * LOG2_E,
         "shared_bytes": plan.shared_bytes(spec),
-        "keep_threshold": keep_threshold(spec.dropout),
-        "keep_scale": 256 / keep_threshold(spec.dropout),
+        "keep_threshold": spec.keep_threshold,
+        "keep_scale": 256 / spec.keep_threshold,
         "longest_first": _longest_last(tiles),
         "masked": variant.mask is not None,
         "score_call": variant.score.call() if variant.score else "",
@@ -127,5 +115,8 @@ def render_forward(spec: AttentionSpec, target: Target, plan: ForwardPlan | None
         device_primitives=device, shared_primitives=shared, uses_shared_memory=True
     )
     source = template.render(context | {"primitives": primitives.strip()})
-    name = f"fwd-{target.name.replace('_', '')}-{spec.name}"
-    return RenderedKernel(name, entry, source, target, plan, layout, plan.threads, plan.shared_bytes(spec))
+    name, lists, longest_first = kernel_name("fwd", target, spec), tiles is None, _longest_last(tiles)
+    shared_bytes = plan.shared_bytes(spec)
+    return ForwardKernel(
+        name, entry, source, target, layout, plan.threads, shared_bytes, plan, lists, longest_first
+    )

@@ -1,0 +1,66 @@
+"""From a spec to a ready callable, once per process and configuration."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any, Literal
+
+from ..codegen.plans import ForwardPlan
+from ..codegen.targets import Target, target_named, target_of_capability
+from ..errors import SpecError
+from ..language.spec import AttentionSpec
+from ..runtime import gpu
+from ..runtime.schedule import Schedule
+from .callable import Attention
+from .engines import Emulator, Engine, Gpu
+
+_EMULATED_TARGET = "sm_80"
+
+
+def compile(
+    spec: AttentionSpec,
+    target: str | None = None,
+    emulate: bool = False,
+    *,
+    plan: ForwardPlan | None = None,
+    sanitize: Literal["address", "thread"] | None = None,
+    schedule: Schedule | None = None,
+) -> Attention:
+    """The callable of a spec: `out = attention(q, k, v, seed=..., **captures)`.
+
+    Args:
+        spec: the variant.
+        target: an architecture such as "sm_80"; None is the current GPU's, or sm_80 on the emulator.
+        emulate: run the emitted kernel on the CPU.
+        plan: tile sizes and warps to use instead of the default ones.
+        sanitize: on the emulator, check every access ("address") or every pair of accesses ("thread").
+        schedule: on the emulator, the order in which threads run and copies land.
+
+    Raises:
+        SpecError: `spec` is no AttentionSpec, or emulator options are given without emulate=True.
+        UnsupportedError: the target, or the plan, cannot run the spec.
+        BuildError: the kernel does not compile, or a compiler is missing.
+        LaunchError: target is None and there is no GPU.
+    """
+    if not isinstance(spec, AttentionSpec):
+        raise SpecError(f"spec={spec!r} must be a flashgen.AttentionSpec")
+    if not emulate and (sanitize or schedule):
+        raise SpecError(f"sanitize={sanitize!r} and schedule={schedule!r} are the emulator's: add emulate=True")
+    engine = Emulator(sanitize, schedule or Schedule()) if emulate else Gpu()
+    return _compiled(spec, _target(target, emulate), engine, plan)
+
+
+def _target(name: str | None, emulate: bool) -> Target:
+    if name is not None:
+        return target_named(name)
+    return target_named(_EMULATED_TARGET) if emulate else target_of_capability(*gpu.compute_capability())
+
+
+@lru_cache(maxsize=None)
+def _compiled(spec: AttentionSpec, target: Target, engine: Engine, plan: ForwardPlan | None) -> Attention:
+    return Attention(spec, target, engine, plan)
+
+
+def clear() -> Any:
+    """Forgets the callables of this process; what is on disk stays."""
+    _compiled.cache_clear()

@@ -1,0 +1,41 @@
+"""Values -> the bytes of a kernel's argument struct."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping, Sequence
+
+from ..codegen.arguments import ArgumentLayout
+
+Value = int | float | Sequence[int]
+
+
+class ArgumentWriter:
+    """Writes the struct for calls that differ only in their pointers and a few numbers; all the rest is packed once."""
+
+    def __init__(self, layout: ArgumentLayout, values: Mapping[str, Value]) -> None:
+        """`values`: every member but the pointers; those that change from call to call may be left out."""
+        flat: list[int | float] = []
+        self._pointers = [field.name for field in layout.fields if field.type.endswith("*")]
+        for field in layout.fields:
+            value = values.get(field.name, [0] * field.count if field.count else 0)
+            flat += list(value) if isinstance(value, Sequence) else [value]
+        self._template = bytearray(struct.pack(layout.format, *flat))
+        self._pointer_format = struct.Struct(f"<{len(self._pointers)}Q")  # pointers are the first members
+        self._numbers = {
+            field.name: (struct.Struct(f"<{field.format[0]}"), layout.offset(field.name))
+            for field in layout.fields
+            if field.name not in values and not field.count and not field.type.endswith("*")
+        }
+
+    def pointer_offsets(self) -> list[tuple[str, int]]:
+        """(name, byte offset) of the pointers."""
+        return [(name, 8 * index) for index, name in enumerate(self._pointers)]
+
+    def write(self, pointers: Mapping[str, int], numbers: Mapping[str, int | float]) -> bytearray:
+        """The struct of one call."""
+        buffer = self._template.copy()
+        self._pointer_format.pack_into(buffer, 0, *[pointers[name] for name in self._pointers])
+        for name, (packer, offset) in self._numbers.items():
+            packer.pack_into(buffer, offset, numbers[name])
+        return buffer

@@ -1,0 +1,155 @@
+"""One call's sizes, and the refusal of what does not fit together, before anything is launched."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ..errors import ArgumentError
+from ..language.operations import BATCH, HEAD, KEY, QUERY, Capture, Load
+from ..language.spec import AttentionSpec
+from ..runtime.arrays import View
+
+_INT32 = 2**31 - 1
+_ROW_ALIGNMENT = 16  # bytes: what one copy instruction moves
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Sizes of a call, and strides in elements as (batch, head, row) whatever the layout."""
+
+    batch: int
+    heads_q: int
+    heads_kv: int
+    len_q: int
+    len_k: int
+    strides: dict[str, tuple[int, int, int]]
+
+    def output_shape(self, spec: AttentionSpec) -> tuple[int, int, int, int]:
+        return in_layout((self.batch, self.heads_q, self.len_q, spec.value_dim), spec.layout)
+
+    @property
+    def lse_shape(self) -> tuple[int, int, int]:
+        return self.batch, self.heads_q, self.len_q
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is no output element to compute."""
+        return not (self.batch and self.heads_q and self.len_q)
+
+
+def in_layout(shape: tuple[int, ...], layout: str) -> tuple[int, ...]:
+    """(batch, heads, length, dim), or what belongs to it, in the order of the layout; its own inverse."""
+    return shape if layout == "bhsd" else (shape[0], shape[2], shape[1], *shape[3:])
+
+
+def problem_of(spec: AttentionSpec, views: Mapping[str, View]) -> Problem:
+    """The sizes of a call with arrays q, k and v; ArgumentError where they are not what the spec takes."""
+    shapes = {name: _shape(spec, name, views[name]) for name in "qkv"}
+    (batch, heads_q, len_q, _), (_, heads_kv, len_k, _) = shapes["q"], shapes["k"]
+    for name in "kv":
+        if shapes[name][0] != batch:
+            raise ArgumentError(f"{name} has batch {shapes[name][0]} and q has {batch}; give arrays of one batch size")
+    if shapes["v"][1:3] != shapes["k"][1:3]:
+        raise ArgumentError(
+            f"v has (heads, length) {shapes['v'][1:3]} and k has {shapes['k'][1:3]}; every key needs one value"
+        )
+    if heads_q and (not heads_kv or heads_q % heads_kv):
+        raise ArgumentError(f"q has {heads_q} heads, no multiple of the {heads_kv} heads of k and v (GQA, MQA)")
+    if spec.dropout and max(batch, heads_q) > 65536:
+        raise ArgumentError(f"dropout: batch {batch} and heads {heads_q} must be at most 65536 (the counter's fields)")
+    blocks = batch * heads_q * max(len_q, 1)
+    if max(len_q, len_k, blocks) > _INT32:
+        raise ArgumentError(f"batch {batch} x heads {heads_q} x len_q {len_q} (or len_k {len_k}) exceeds 2**31 - 1")
+    strides = {name: _strides(spec, name, views[name]) for name in "qkv"}
+    return Problem(batch, heads_q, heads_kv, len_q, len_k, strides)
+
+
+def _shape(spec: AttentionSpec, name: str, view: View) -> tuple[int, int, int, int]:
+    """(batch, heads, length, dim) of q, k or v."""
+    axes = "(batch, heads, length, dim)" if spec.layout == "bhsd" else "(batch, length, heads, dim)"
+    dim = spec.value_dim if name == "v" else spec.head_dim
+    if len(view.shape) != 4:
+        raise ArgumentError(f"{name} has shape {view.shape}; give 4 dimensions {axes}")
+    if view.shape[3] != dim:
+        field = "value_dim" if name == "v" else "head_dim"
+        raise ArgumentError(f"{name} has shape {view.shape}; its last dimension must be the spec's {field}={dim}")
+    if view.dtype != spec.dtype:
+        raise ArgumentError(f"{name} has dtype {view.dtype}; the spec was compiled for {spec.dtype}: convert it")
+    return in_layout(view.shape, spec.layout)  # type: ignore[return-value]
+
+
+def _strides(spec: AttentionSpec, name: str, view: View) -> tuple[int, int, int]:
+    batch, head, row, last = in_layout(view.strides, spec.layout)
+    elements = math.prod(view.shape)
+    if elements and last != 1:
+        raise ArgumentError(f"{name} has strides {view.strides} (elements); the last dimension must be contiguous")
+    aligned = _ROW_ALIGNMENT // 2
+    misaligned = [s for s, n in zip((batch, head, row), in_layout(view.shape, spec.layout), strict=False) if n > 1 and s % aligned]
+    if elements and (misaligned or view.pointer % _ROW_ALIGNMENT):
+        raise ArgumentError(
+            f"{name} at address {view.pointer:#x} with strides {view.strides} (elements): every row must start at a "
+            f"multiple of {_ROW_ALIGNMENT} bytes; copy it to a contiguous array"
+        )
+    return batch, head, row
+
+
+def check_captures(spec: AttentionSpec, given: Mapping[str, Any]) -> None:
+    """ArgumentError for a capture that is missing or unknown."""
+    declared = {capture.name for capture in spec.captures}
+    for name in sorted(declared - given.keys()):
+        capture = next(capture for capture in spec.captures if capture.name == name)
+        what = f"{capture.dtype} array of {capture.ndim} dimension(s)" if capture.ndim else f"{capture.dtype} number"
+        raise ArgumentError(f"capture {name!r} is missing: give {name}=<{what}>")
+    for name in sorted(given.keys() - declared):
+        known = ", ".join(sorted(declared)) or "none"
+        raise ArgumentError(f"unknown argument {name!r}; the spec declares these captures: {known}")
+
+
+def check_array(spec: AttentionSpec, capture: Capture, view: View, problem: Problem) -> None:
+    """ArgumentError where a captured array is not as declared, or too short for an index that it is read at."""
+    if view.dtype != capture.dtype:
+        raise ArgumentError(f"capture {capture.name!r} has dtype {view.dtype}; it was declared {capture.dtype}")
+    if len(view.shape) != capture.ndim:
+        raise ArgumentError(f"capture {capture.name!r} has shape {view.shape}; it was declared with ndim={capture.ndim}")
+    if not all(view.shape):
+        raise ArgumentError(f"capture {capture.name!r} has shape {view.shape}; it must hold at least one element")
+    extents = {BATCH: problem.batch, HEAD: problem.heads_q, QUERY: problem.len_q, KEY: problem.len_k}
+    for load in _loads(spec, capture):
+        for axis, index in enumerate(load.indices):
+            size, needed = view.shape[axis], extents.get(index, 0)
+            if size != 1 and size < needed:
+                raise ArgumentError(
+                    f"capture {capture.name!r} has shape {view.shape}; axis {axis} is indexed by {index}, which goes up "
+                    f"to {needed - 1}: give {needed} elements there, or 1 for all"
+                )
+
+
+def _loads(spec: AttentionSpec, capture: Capture) -> list[Load]:
+    expressions = [spec.mask.expression] + ([spec.score.expression] if spec.score else [])
+    return [load for expression in expressions for load in expression.atoms(Load) if load.capture == capture]
+
+
+def number(capture: Capture, value: Any) -> int | float:
+    """A captured number, checked against its declaration."""
+    if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, float, np.integer, np.floating)):
+        raise ArgumentError(f"capture {capture.name!r} is {value!r}; give a Python number")
+    if capture.kind == "float":
+        return float(value)
+    if int(value) != value or not -_INT32 - 1 <= value <= _INT32:
+        raise ArgumentError(f"capture {capture.name!r} is {value!r}; it was declared {capture.dtype}: give an integer")
+    return int(value)
+
+
+def check_seed(spec: AttentionSpec, seed: Any, offset: Any) -> tuple[int, int]:
+    """Seed and offset of the dropout bytes; ArgumentError where the seed is missing or either is out of range."""
+    if seed is None:
+        raise ArgumentError(f"seed is missing: the spec has dropout={spec.dropout:g}; give seed=<int from 0 to 2**64 - 1>")
+    for name, value, limit in (("seed", seed, 2**64), ("offset", offset, 2**32)):
+        if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or not 0 <= value < limit:
+            raise ArgumentError(f"{name}={value!r} must be an integer from 0 to {limit - 1}")
+    return int(seed), int(offset)

@@ -1,0 +1,33 @@
+"""A rendered kernel: its text, and what is needed to launch it."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from ..language.spec import AttentionSpec
+from .arguments import ArgumentLayout
+from .targets import Target
+
+
+@dataclass(frozen=True)
+class RenderedKernel:
+    """A kernel's text and launch facts. `name` is for folders and reports, `entry` that of the extern "C" function."""
+
+    name: str
+    entry: str
+    source: str
+    target: Target
+    layout: ArgumentLayout
+    threads: int
+    shared_bytes: int
+
+
+def kernel_name(kind: str, target: Target, spec: AttentionSpec) -> str:
+    """A readable name such as fwd-sm90-bf16-d128-causal-1a2b3c4d."""
+    return f"{kind}-{target.name.replace('_', '')}-{spec.name}"
+
+
+def entry_name(prefix: str, spec: AttentionSpec) -> str:
+    """The name of a kernel's function: a C identifier."""
+    return re.sub(r"\W+", "_", f"{prefix}_{spec.name}")

@@ -1,0 +1,138 @@
+"""Arrays in and out: what a kernel needs to know of an array, whichever library made it.
+
+NumPy, CuPy and PyTorch arrays are read by their own attributes, JAX's and all others through DLPack or the CUDA array
+interface. Strides are in elements. Nothing is copied, and no library is imported that the caller has not imported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ..errors import ArgumentError
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """An array as a kernel sees it: address, shape, strides in elements, NumPy's name of the dtype, and GPU (or None)."""
+
+    pointer: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: str
+    device: int | None
+    owner: Any  # keeps the memory alive
+
+
+@dataclass(frozen=True)
+class Library:
+    """An array library: how to view its arrays, make one like another, find its stream, and give a CuPy array back."""
+
+    name: str
+    view: Callable[[Any, str], View]
+    empty: Callable[[tuple[int, ...], str, Any], Any]
+    stream: Callable[[Any], int]
+
+
+def _element_strides(byte_strides: tuple[int, ...], itemsize: int, argument: str) -> tuple[int, ...]:
+    if any(stride % itemsize for stride in byte_strides):
+        raise ArgumentError(f"{argument}: strides {byte_strides} in bytes must be multiples of the element's {itemsize}")
+    return tuple(stride // itemsize for stride in byte_strides)
+
+
+def view_numpy(array: Any, argument: str) -> View:
+    """A NumPy array, in host memory."""
+    strides = _element_strides(array.strides, array.itemsize, argument)
+    return View(array.ctypes.data, array.shape, strides, array.dtype.name, None, array)
+
+
+def _view_cupy(array: Any, argument: str) -> View:
+    strides = _element_strides(array.strides, array.itemsize, argument)
+    return View(array.data.ptr, array.shape, strides, array.dtype.name, array.data.device_id, array)
+
+
+def _view_torch(tensor: Any, argument: str) -> View:
+    if not tensor.is_cuda:
+        raise ArgumentError(f"{argument} is a torch tensor on {tensor.device}; move it to a GPU with .cuda()")
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return View(tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), dtype, tensor.device.index, tensor)
+
+
+def _view_interface(array: Any, argument: str) -> View:
+    """Anything with DLPack or the CUDA array interface, viewed through CuPy."""
+    import cupy
+
+    try:
+        seen = cupy.asarray(array) if hasattr(array, "__cuda_array_interface__") else cupy.from_dlpack(array)
+    except (TypeError, ValueError, BufferError, RuntimeError) as error:
+        raise ArgumentError(f"{argument} of type {type(array).__name__} is not readable on the GPU: {error}") from error
+    view = _view_cupy(seen, argument)
+    return View(view.pointer, view.shape, view.strides, view.dtype, view.device, (array, seen))
+
+
+def numpy_dtype(name: str) -> np.dtype[Any]:
+    """NumPy's dtype of that name; bfloat16 is ml_dtypes'."""
+    if name == "bfloat16":
+        import ml_dtypes
+
+        return np.dtype(ml_dtypes.bfloat16)
+    return np.dtype(name)
+
+
+def _empty_cupy(shape: tuple[int, ...], dtype: str, _like: Any) -> Any:
+    import cupy
+
+    return cupy.empty(shape, numpy_dtype(dtype))
+
+
+def _empty_torch(shape: tuple[int, ...], dtype: str, like: Any) -> Any:
+    import torch
+
+    return torch.empty(shape, dtype=getattr(torch, dtype), device=like.device)
+
+
+def _stream_cupy(_like: Any) -> int:
+    import cupy
+
+    return int(cupy.cuda.get_current_stream().ptr)
+
+
+def _stream_torch(like: Any) -> int:
+    import torch
+
+    return int(torch.cuda.current_stream(like.device).cuda_stream)
+
+
+NUMPY = Library("numpy", view_numpy, lambda shape, dtype, _like: np.empty(shape, numpy_dtype(dtype)), lambda _like: 0)
+CUPY = Library("cupy", _view_cupy, _empty_cupy, _stream_cupy)
+TORCH = Library("torch", _view_torch, _empty_torch, _stream_torch)
+JAX = Library("jax", _view_interface, _empty_cupy, lambda _like: 0)  # JAX's arrays are ready on the legacy stream
+OTHER = Library("other", _view_interface, _empty_cupy, _stream_cupy)
+
+_BY_MODULE = {"numpy": NUMPY, "cupy": CUPY, "torch": TORCH, "jaxlib": JAX, "jax": JAX}
+
+
+def library_of(array: Any, argument: str) -> Library:
+    """The library of an array; ArgumentError for what no kernel can read."""
+    for cls in type(array).__mro__:
+        library = _BY_MODULE.get(cls.__module__.partition(".")[0])
+        if library:
+            return library
+    if hasattr(array, "__cuda_array_interface__") or hasattr(array, "__dlpack__"):
+        return OTHER
+    raise ArgumentError(
+        f"{argument} of type {type(array).__name__} is not an array; give a NumPy, CuPy, PyTorch or JAX array, or one "
+        "that speaks DLPack or the CUDA array interface"
+    )
+
+
+def give_back(library: Library, array: Any) -> Any:
+    """An output made by `library.empty`, as the caller's kind of array."""
+    if library is JAX:
+        import jax
+
+        return jax.dlpack.from_dlpack(array)
+    return array

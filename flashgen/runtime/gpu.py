@@ -1,0 +1,62 @@
+"""Kernels on a GPU: loaded through CuPy, launched on the caller's stream."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..errors import LaunchError
+
+
+def cupy() -> Any:
+    """CuPy; LaunchError, with the remedy, where it is missing."""
+    try:
+        import cupy
+    except ImportError as error:
+        raise LaunchError(
+            "CuPy is needed to run on a GPU: pip install 'flashgen[cuda13]' (or [cuda12]); "
+            "emulate=True runs the same kernel on the CPU"
+        ) from error
+    return cupy
+
+
+def compute_capability() -> tuple[int, int]:
+    """(major, minor) of the current GPU; LaunchError where there is none."""
+    module = cupy()
+    try:
+        device = module.cuda.Device()
+        text = str(device.compute_capability)
+    except module.cuda.runtime.CUDARuntimeError as error:
+        raise LaunchError(
+            f"no usable GPU: {error}; emulate=True runs the kernel on the CPU, target='sm_80' compiles without a GPU"
+        ) from error
+    return int(text[:-1]), int(text[-1])
+
+
+@cache
+def l2_bytes(device: int) -> int:
+    """Size of the L2 cache of a GPU."""
+    return int(cupy().cuda.runtime.getDeviceProperties(device)["l2CacheSize"])
+
+
+class GpuKernel:
+    """A compiled kernel on the GPU. Takes one struct by value; `shared_bytes` of dynamic shared memory per block."""
+
+    def __init__(self, cubin: Path, entry: str, threads: int, shared_bytes: int) -> None:
+        self._function = cupy().RawModule(path=str(cubin)).get_function(entry)
+        if shared_bytes > 48 * 1024:
+            self._function.max_dynamic_shared_size_bytes = shared_bytes
+        self._block, self._shared_bytes = (threads,), shared_bytes
+
+    def launch(self, grid: int, arguments: bytes, stream: int) -> None:
+        """Starts `grid` blocks on a stream. The struct is copied before this returns."""
+        struct = np.frombuffer(arguments, dtype=f"V{len(arguments)}")
+        module = cupy()
+        if module.cuda.get_current_stream().ptr == stream:
+            self._function((grid,), self._block, (struct,), shared_mem=self._shared_bytes)
+            return
+        with module.cuda.ExternalStream(stream):
+            self._function((grid,), self._block, (struct,), shared_mem=self._shared_bytes)
