@@ -38,9 +38,9 @@ app = typer.Typer(
 
 def print_version(wanted: bool) -> None:
     if wanted:
-        from importlib.metadata import version
+        from flashgen import __version__
 
-        typer.echo(f"flashgen {version('flashgen')}")
+        typer.echo(f"flashgen {__version__}")
         raise typer.Exit
 
 

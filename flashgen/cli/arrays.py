@@ -13,13 +13,14 @@ import zipfile
 import zlib
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import ml_dtypes
 import numpy as np
 
 from flashgen.errors import ArgumentError
 
-Arrays = dict[str, np.ndarray]
+Arrays = dict[str, np.ndarray[Any, Any]]
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 # The safetensors format: 8 bytes, little-endian, the size of the header; the header, JSON; then the arrays' bytes.
@@ -97,17 +98,14 @@ def _load_safetensors(content: bytes) -> Arrays:
     return {name: _tensor(name, entry, data) for name, entry in header.items() if name != "__metadata__"}
 
 
-def _tensor(name: str, entry: Mapping[str, object], data: memoryview) -> np.ndarray:
+def _tensor(name: str, entry: Mapping[str, Any], data: memoryview) -> np.ndarray:
     if entry["dtype"] not in _SAFETENSORS_DTYPES:
         raise ValueError(f"{name!r} has the type {entry['dtype']}, which is not read here")
     dtype = _SAFETENSORS_DTYPES[str(entry["dtype"])]
-    shape = tuple(int(size) for size in entry["shape"])  # type: ignore[attr-defined]
-    begin, end = entry["data_offsets"]  # type: ignore[misc]
-    if (
-        not 0 <= begin <= end <= len(data)
-        or end - begin != math.prod(shape) * dtype.itemsize
-        or min(shape, default=0) < 0
-    ):
+    shape = tuple(int(size) for size in entry["shape"])
+    begin, end = entry["data_offsets"]
+    fits = 0 <= begin <= end <= len(data) and end - begin == math.prod(shape) * dtype.itemsize
+    if not fits or min(shape, default=0) < 0:
         raise ValueError(f"{name!r} of shape {shape} does not fit the bytes {begin} to {end} of {len(data)}")
     return np.frombuffer(data[begin:end], dtype=dtype).reshape(shape)
 

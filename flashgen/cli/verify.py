@@ -64,7 +64,7 @@ def verify(
     emulate = emulate or sanitize is not None
     cases = chosen_cases(specs, options, every)
     running = verify_cases(
-        cases, target=target, emulate=emulate, sanitize=sanitize and sanitize.value, schedules=schedules, seed=seed
+        cases, target=target, emulate=emulate, sanitize=sanitize and sanitize.name, schedule_count=schedules, seed=seed
     )
     results = list(track(running, "verifying", len(cases) * schedules))
     failures = sum(not result.ok for result in results)

@@ -1,0 +1,124 @@
+"""`flashgen doctor`: what is installed, what works here, and what to install for the rest."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from flashgen.cli.console import note, print_json, print_table
+from flashgen.cli.machine import driver_version, gpus, package_version
+from flashgen.cli.options import Json
+from flashgen.errors import FlashgenError
+
+INSTALL_CUDA = "pip install 'flashgen[cuda13]' (driver 580 or newer), or 'flashgen[cuda12]'"
+INSTALL_INSPECT = "pip install 'flashgen[inspect]'"
+PACKAGES = ("numpy", "sympy", "jinja2", "ml_dtypes", "typer", "rich")
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line: a part of the house, what was found of it (None: nothing, or it does not work), and what to do."""
+
+    area: str
+    name: str
+    found: str | None
+    remedy: str = ""
+
+    @property
+    def ok(self) -> bool:
+        return self.found is not None
+
+
+def doctor(json: Json = False) -> None:
+    """Say what is installed, which targets and emulator modes work on this machine, and what to install for the rest.
+
+    Each emulator mode is tried: a small kernel is generated, compiled for this CPU, run and compared with NumPy.
+    The exit status is 0 whatever is missing.
+    """
+    note("looking around; the emulator's first run compiles it, which takes some seconds")
+    findings = list(examine())
+    if json:
+        print_json([described(finding) for finding in findings])
+        return
+    print_table(("area", "what", "found", "to get it"), [row(finding) for finding in findings])
+
+
+def row(finding: Finding) -> tuple[str, ...]:
+    from rich.markup import escape
+
+    found = f"[green]{escape(finding.found)}[/]" if finding.found is not None else "[yellow]no[/]"
+    return (finding.area, finding.name, found, "" if finding.ok else escape(finding.remedy))
+
+
+def described(finding: Finding) -> dict[str, Any]:
+    """A finding for a program, with a remedy only where something is missing."""
+    return asdict(finding) | {"ok": finding.ok, "remedy": "" if finding.ok else finding.remedy}
+
+
+def examine() -> Iterator[Finding]:
+    """Everything that `flashgen doctor` reports, in the order of the table."""
+    yield Finding("python", "python", platform.python_version())
+    yield from (Finding("python", name, package_version(name), "pip install flashgen") for name in PACKAGES)
+    yield from examine_cuda()
+    yield from examine_targets()
+    yield from examine_emulator()
+
+
+def examine_cuda() -> Iterator[Finding]:
+    from flashgen.build import nvrtc
+    from flashgen.build.tools import find_tool
+
+    yield Finding("cuda", "CuPy", package_version("cupy-cuda13x", "cupy-cuda12x", "cupy"), INSTALL_CUDA)
+    yield Finding("cuda", "cuda-bindings", package_version("cuda-bindings"), INSTALL_CUDA)
+    version = ".".join(str(part) for part in nvrtc.version()) if nvrtc.is_available() else None
+    yield Finding("cuda", "NVRTC", version, INSTALL_CUDA)
+    yield Finding(
+        "cuda", "driver", driver_version(), "install NVIDIA's driver; without one, kernels run on the emulator"
+    )
+    described = [f"{gpu.name} ({gpu.architecture}, {gpu.memory / 2**30:.0f} GiB)" for gpu in gpus()]
+    yield Finding(
+        "cuda", "GPU", ", ".join(described) or None, "none is needed: kernels compile and run on the emulator"
+    )
+    for tool in ("nvdisasm", "cuobjdump"):
+        path = find_tool(tool)
+        yield Finding("cuda", tool, path and str(path), INSTALL_INSPECT)
+
+
+def examine_targets() -> Iterator[Finding]:
+    """Which targets can be compiled for, and which this machine's GPUs run."""
+    from flashgen.build import nvrtc
+    from flashgen.codegen.targets import TARGETS
+
+    supported = nvrtc.supported_architectures() if nvrtc.is_available() else ()
+    here = {gpu.architecture for gpu in gpus()}
+    for name in TARGETS:
+        found = None if name not in supported else "compiles and runs" if name in here else "compiles"
+        remedy = f"an NVRTC that knows it: {INSTALL_CUDA}" if supported else INSTALL_CUDA
+        yield Finding("target", name, found, remedy)
+
+
+def examine_emulator() -> Iterator[Finding]:
+    from flashgen.build.host import MODES, find_compiler
+
+    try:
+        compiler: str | None = find_compiler().identity
+        remedy = ""
+    except FlashgenError as error:
+        compiler, remedy = None, str(error)
+    yield Finding("emulator", "C++ compiler", compiler, remedy)
+    for mode in MODES:
+        problem = emulator_problem(mode) if compiler else remedy
+        yield Finding("emulator", mode, None if problem else "works", problem or "")
+
+
+def emulator_problem(mode: str) -> str | None:
+    """What is wrong with an emulator mode: None after a small kernel ran in it and agreed with NumPy."""
+    from flashgen.language import AttentionSpec
+    from flashgen.verify import Case, Shape, verify
+
+    case = Case(AttentionSpec(head_dim=16), Shape(3, 3, batch=1, heads_q=1, heads_kv=1))
+    sanitize: Any = None if mode == "plain" else mode
+    (result,) = verify([case], emulate=True, sanitize=sanitize)
+    return None if result.ok else result.problem or f"the small kernel is wrong: {result.verdict}"

@@ -1,0 +1,134 @@
+"""Random inputs for any spec: q, k, v, and captures whose sizes follow from how the spec indexes them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import ml_dtypes
+import numpy as np
+import sympy
+
+from flashgen.language.evaluate import evaluate
+from flashgen.language.operations import BATCH, HEAD, KEY, LEN_K, LEN_Q, QUERY, Capture, Load
+
+if TYPE_CHECKING:
+    from flashgen.language import AttentionSpec
+
+Array = np.ndarray[Any, Any]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The run-time sizes of a call: heads_q is a multiple of heads_kv."""
+
+    len_q: int
+    len_k: int
+    batch: int = 2
+    heads_q: int = 2
+    heads_kv: int = 2
+
+    def __str__(self) -> str:
+        heads = str(self.heads_q) if self.heads_q == self.heads_kv else f"{self.heads_q}:{self.heads_kv}"
+        return f"{self.batch}x{heads}x{self.len_q}x{self.len_k}"
+
+
+@dataclass(frozen=True, eq=False)
+class Inputs:
+    """The arrays of a call, in the spec's dtype and layout; `captures` by name."""
+
+    q: Array
+    k: Array
+    v: Array
+    captures: dict[str, Any] = field(default_factory=dict)
+
+
+def element_type(dtype: str) -> np.dtype[Any]:
+    """NumPy's dtype of a spec's dtype."""
+    return np.dtype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
+
+
+def random_inputs(spec: AttentionSpec, shape: Shape, seed: int = 0) -> Inputs:
+    """Standard normal q, k and v, and captures: see `random_capture`. The same for the same arguments."""
+    random = np.random.default_rng(seed)
+    dtype = element_type(spec.dtype)
+
+    def array(heads: int, length: int, dim: int) -> Array:
+        axes = (shape.batch, heads, length, dim) if spec.layout == "bhsd" else (shape.batch, length, heads, dim)
+        return random.standard_normal(axes, dtype=np.float32).astype(dtype)
+
+    q = array(shape.heads_q, shape.len_q, spec.head_dim)
+    k = array(shape.heads_kv, shape.len_k, spec.head_dim)
+    v = array(shape.heads_kv, shape.len_k, spec.value_dim)
+    return Inputs(q, k, v, random_captures(spec, shape, random))
+
+
+def random_captures(spec: AttentionSpec, shape: Shape, random: np.random.Generator) -> dict[str, Any]:
+    """A value for each capture of a spec. Those that index others come after them."""
+    captures: dict[str, Any] = {}
+    loads = list(_loads(spec))
+    waiting = list(spec.captures)
+    while waiting:
+        ready = [capture for capture in waiting if _known(capture, loads, captures)]
+        for capture in ready or waiting:  # captures that index each other in a circle are sized by the lengths
+            captures[capture.name] = random_capture(capture, _sizes(capture, loads, shape, captures), shape, random)
+        waiting = [capture for capture in waiting if capture.name not in captures]
+    return captures
+
+
+def random_capture(capture: Capture, sizes: tuple[int, ...], shape: Shape, random: np.random.Generator) -> Any:
+    """One capture.
+
+    Floats are small and positive, so that biases leave the scores exact enough. Integers step up through multiples of
+    a quarter of the keys, so that they serve as ids of documents and as positions alike. Booleans are mostly true.
+    """
+    dtype = element_type(capture.dtype)
+    if capture.kind == "float":
+        value: Any = random.uniform(0.01, 0.1, sizes).astype(dtype) if sizes else dtype.type(20.0)
+    elif capture.kind == "bool":
+        value = random.random(sizes) < 0.6 if sizes else True
+    else:
+        quarters = np.sort(random.integers(0, 4, sizes), axis=-1) if sizes else 1
+        value = np.minimum(quarters * max(1, shape.len_k // 4), np.iinfo(dtype).max).astype(dtype)
+    return value if sizes else dtype.type(value).item()
+
+
+def _loads(spec: AttentionSpec) -> Iterator[Load]:
+    for expression in (spec.mask.expression, *([spec.score.expression] if spec.score else [])):
+        yield from (node for node in sympy.preorder_traversal(expression) if isinstance(node, Load))
+
+
+def _known(capture: Capture, loads: list[Load], captures: dict[str, Any]) -> bool:
+    """Whether everything that this capture's indices read has a value."""
+    read = {
+        leaf.name
+        for load in loads
+        if load.capture == capture
+        for index in load.indices
+        for leaf in index.atoms(Capture)
+    }
+    return read <= captures.keys()
+
+
+def _sizes(capture: Capture, loads: list[Load], shape: Shape, captures: dict[str, Any]) -> tuple[int, ...]:
+    """One more than the largest index of each dimension that any element of the call would load."""
+    values = {
+        BATCH: np.arange(shape.batch).reshape(-1, 1, 1, 1),
+        HEAD: np.arange(shape.heads_q).reshape(-1, 1, 1),
+        QUERY: np.arange(shape.len_q).reshape(-1, 1),
+        KEY: np.arange(shape.len_k),
+        LEN_Q: shape.len_q,
+        LEN_K: shape.len_k,
+    }
+    sizes = [1] * capture.ndim
+    for load in loads:
+        if load.capture != capture:
+            continue
+        for axis, index in enumerate(load.indices):
+            if all(leaf.name in captures for leaf in index.atoms(Capture)):
+                largest = int(evaluate(index, values, captures).max(initial=0)) + 1
+            else:
+                largest = max(shape.len_q, shape.len_k)
+            sizes[axis] = max(sizes[axis], min(largest, 2 * (shape.len_q + shape.len_k) + 64))
+    return tuple(sizes)

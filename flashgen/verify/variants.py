@@ -1,0 +1,125 @@
+"""The variants that `flashgen verify` and the test suites go through: every named mask and score, and mixtures."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import cycle
+from typing import Any
+
+import flashgen.language as fg
+from flashgen.language import AttentionSpec, Mask, Score
+from flashgen.verify.problems import Shape
+
+HEAD_DIMS = (64, 128, 40, 96, 32, 256, 80, 192, 8, 160)
+VALUE_DIMS = {40: 64, 96: 32, 192: 128, 8: 24}  # beside these head dims; else the value dim is the head dim
+HEADS = ((2, 2), (4, 2), (3, 1))  # (heads_q, heads_kv): MHA, GQA, MQA
+
+SMALL_LENGTHS = ((113, 203), (64, 128), (1, 1), (128, 217), (3, 3), (239, 1), (65, 65), (64, 32), (1, 339), (129, 256))
+LARGE_LENGTHS = ((799, 3), (255, 256), (1023, 1024), (512, 512), (1024, 1024), (2048, 2048))
+EQUAL_LENGTHS = ((65, 65), (203, 203), (1, 1), (128, 128))
+LARGE_EQUAL_LENGTHS = ((1000, 1000), (2048, 2048))
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A mask, a score function and a dropout, before head dim and dtype are chosen. `equal` needs len_q == len_k."""
+
+    mask: Mask
+    score: Score | None = None
+    dropout: float = 0.0
+    equal: bool = False
+
+
+@dataclass(frozen=True)
+class Case:
+    """One spec at one shape."""
+
+    spec: AttentionSpec
+    shape: Shape
+
+    def __str__(self) -> str:
+        return f"{self.spec.name} {self.shape}"
+
+
+def near_or_global(b: Any, h: Any, q: Any, k: Any) -> Any:
+    """A window around each query and four keys that everybody sees: the README's first spec."""
+    return (abs(q - k) <= 128) | (k < 4)
+
+
+def variants() -> tuple[Variant, ...]:
+    """Every named mask, every named score, dropout, and mixtures of them."""
+    near = fg.trace_mask(near_or_global)
+    return (
+        Variant(fg.full()),
+        Variant(fg.causal()),
+        Variant(fg.causal(align="top_left")),
+        Variant(fg.sliding_window(40)),
+        Variant(fg.sliding_window(30, 20)),
+        Variant(fg.sliding_window(fg.Scalar("window", "int32"))),
+        Variant(fg.dilated_window(60, 3)),
+        Variant(fg.causal() & fg.dilated_window(64, 4)),
+        Variant(fg.prefix_lm(50)),
+        Variant(fg.prefix_lm(fg.Tensor("prefix", "int32", 1))),
+        Variant(fg.document("ids"), equal=True),
+        Variant(fg.document(fg.Tensor("ids", "int32", 2)) & fg.causal(), equal=True),
+        Variant(fg.block_sparse("layout", 32, 32)),
+        Variant(fg.block_sparse(fg.Tensor("layout", "bool", 4), 64, 16)),
+        Variant(fg.causal() & near),
+        Variant(~fg.sliding_window(16, 16)),
+        Variant(fg.full(), fg.alibi(4)),
+        Variant(fg.causal(), fg.alibi("slopes")),
+        Variant(fg.full(), fg.softcap(30)),
+        Variant(fg.causal(), fg.softcap(fg.Scalar("cap", "float32"))),
+        Variant(fg.causal(), fg.softcap(20)(fg.alibi(8))),
+        Variant(fg.full(), fg.relative_bias("table", 24)),
+        Variant(fg.full(), dropout=0.17),
+        Variant(fg.causal() & near, fg.alibi("slopes"), dropout=0.1),
+    )
+
+
+def named_cases(shapes_each: int = 3) -> tuple[Case, ...]:
+    """The small sweep, for the emulator and CI: every variant once, head dims, dtypes, heads and lengths in turn."""
+    lengths, equal, dims = cycle(SMALL_LENGTHS), cycle(EQUAL_LENGTHS), cycle(HEAD_DIMS)
+    cases = []
+    for number, variant in enumerate(variants()):
+        dtype, layout = ("float16", "bfloat16")[number % 2], ("bhsd", "bshd")[number // 2 % 2]
+        spec = spec_of(variant, next(dims), dtype, layout)
+        pairs = [next(equal if variant.equal else lengths) for _ in range(shapes_each)]
+        cases += [Case(spec, _shape(pair, number + i)) for i, pair in enumerate(pairs)]
+    return tuple(cases)
+
+
+def all_cases() -> tuple[Case, ...]:
+    """The whole sweep, for a GPU: every variant, head dim and dtype, at lengths small and large in turn."""
+    cases = []
+    for number, variant in enumerate(variants()):
+        lengths = cycle(EQUAL_LENGTHS + LARGE_EQUAL_LENGTHS if variant.equal else SMALL_LENGTHS + LARGE_LENGTHS)
+        for head_dim in HEAD_DIMS:
+            for dtype in ("float16", "bfloat16"):
+                spec = spec_of(variant, head_dim, dtype)
+                cases += [Case(spec, _shape(next(lengths), number + i)) for i in range(3)]
+    return tuple(cases)
+
+
+def cases_of(spec: AttentionSpec, large: bool = False) -> tuple[Case, ...]:
+    """A user's spec at every length, with the heads in turn."""
+    lengths = SMALL_LENGTHS + (LARGE_LENGTHS if large else ())
+    return tuple(Case(spec, _shape(pair, number)) for number, pair in enumerate(lengths))
+
+
+def spec_of(variant: Variant, head_dim: int, dtype: str, layout: str = "bhsd") -> AttentionSpec:
+    """The variant at a head dim, with the value dim that goes with it here."""
+    return AttentionSpec(
+        head_dim=head_dim,
+        value_dim=VALUE_DIMS.get(head_dim),
+        dtype=dtype,
+        layout=layout,
+        dropout=variant.dropout,
+        score=variant.score,
+        mask=variant.mask,
+    )
+
+
+def _shape(lengths: tuple[int, int], number: int) -> Shape:
+    heads_q, heads_kv = HEADS[number % len(HEADS)]
+    return Shape(*lengths, batch=2, heads_q=heads_q, heads_kv=heads_kv)
