@@ -15,6 +15,7 @@ from flashgen.language import captures, masks, scores
 from flashgen.language.variants import Mask, Score
 
 MAX_LENGTH = 2000
+MAX_LEVELS = 100
 
 # fmt: off
 MASKS: dict[str, Callable[..., Mask]] = {
@@ -35,12 +36,14 @@ _OPERATORS = {ast.BitAnd: "&", ast.BitOr: "|", ast.BitXor: "^"}
 
 def parse_mask(text: str) -> Mask:
     """The mask of an expression of named masks, `& | ^ ~` and brackets. SpecError shows the column that is wrong."""
-    return _Parser(text, "mask", MASKS).mask(_tree(text, "mask"))
+    tree = _tree(text, "mask")
+    return _Parser(text, "mask", MASKS).mask(tree)
 
 
 def parse_score(text: str) -> Score:
     """The score of an expression such as "softcap(30)(alibi(8))". SpecError shows the column that is wrong."""
-    return _Parser(text, "score", SCORES).score(_tree(text, "score"))
+    tree = _tree(text, "score")
+    return _Parser(text, "score", SCORES).score(tree)
 
 
 def _tree(text: Any, what: str) -> ast.expr:
@@ -49,11 +52,17 @@ def _tree(text: Any, what: str) -> ast.expr:
     if "\n" in text or not text.isascii() or not text.isprintable():
         raise SpecError(f"a {what} expression must be one line of printable ASCII, got {text!r:.60}")
     try:
-        return ast.parse(text.strip(), mode="eval").body
+        tree = ast.parse(text.strip(), mode="eval").body
     except SyntaxError as error:
         raise _error(text.strip(), what, error.msg, (error.offset or 1) - 1) from None
     except (RecursionError, MemoryError, ValueError):
         raise SpecError(f"the {what} expression is nested too deep") from None
+    level, nodes = 0, [tree]
+    while nodes:
+        level, nodes = level + 1, [child for node in nodes for child in ast.iter_child_nodes(node)]  # type: ignore[misc]
+        if level > MAX_LEVELS:
+            raise SpecError(f"the {what} expression is nested more than {MAX_LEVELS} levels deep")
+    return tree
 
 
 def _error(text: str, what: str, problem: str, column: int) -> SpecError:

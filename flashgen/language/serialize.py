@@ -85,9 +85,10 @@ def _float(data: dict[str, Any]) -> sympy.Basic:
     if set(data) != {"float"} or not isinstance(text, str):
         raise SpecError(f"JSON expression: {data!r} must be {{'float': '0x1.8p+1'}}")
     try:
-        return literal(float.fromhex(text))
+        number = float.fromhex(text)
     except (ValueError, OverflowError):
         raise SpecError(f"JSON expression: {text!r} is not a hexadecimal float such as '0x1.8p+1'") from None
+    return literal(number)
 
 
 def _capture(data: dict[str, Any]) -> Capture:

@@ -23,7 +23,8 @@ ScoreFunction = Callable[[Any, Any, Any, Any, Any], Any]
 MASK_SYMBOLS = ops.INDICES
 SCORE_SYMBOLS = (ops.SCORE, *ops.INDICES)
 
-MAX_NAME = 200
+MAX_FUNCTION_NAME = 100
+MAX_NAME = 2000
 # Names stand in comments of emitted C++: nothing that could end a comment or continue a line.
 _NAME = re.compile(r"[A-Za-z0-9_ ()&|^~.,=+'-]+")
 # Python's precedence of the operators of masks, weakest first; an atom is stronger than all.
@@ -229,8 +230,10 @@ def _substituted(expression: sympy.Basic, symbols: tuple[sympy.Symbol, ...], val
 
 
 def _check_name(name: Any, what: str) -> None:
-    if not isinstance(name, str) or not _NAME.fullmatch(name):
-        raise SpecError(f"{what} name {name!r}: use ASCII letters, digits, spaces and ( ) & | ^ ~ . , = + ' - _")
+    if not isinstance(name, str) or not _NAME.fullmatch(name) or len(name) > MAX_NAME:
+        raise SpecError(
+            f"{what} name {name!r:.80}: at most {MAX_NAME} of A-Z a-z 0-9 _ ( ) & | ^ ~ . , = + ' - and space"
+        )
 
 
 def _name_of(function: Any, fallback: str) -> str:
@@ -238,4 +241,4 @@ def _name_of(function: Any, fallback: str) -> str:
     while isinstance(function, functools.partial):
         function = function.func
     named = getattr(function, "__name__", None) if inspect.isroutine(function) else type(function).__name__
-    return named if named and len(named) <= MAX_NAME and _NAME.fullmatch(named) else fallback
+    return named if named and len(named) <= MAX_FUNCTION_NAME and _NAME.fullmatch(named) else fallback
