@@ -1,0 +1,452 @@
+"""Three-valued interval evaluation: what is certain of an expression over boxes of indices.
+
+Conservative: a truth value is called true or false only if it is so for every element of the box; everything else is
+unknown. Integers are exact (overflow of the kernel's int32 is not modelled); floats are widened, so that a verdict
+holds for the float64 reference and for a kernel's float32 alike. Boxes are arrays of lows and highs, so that all tiles
+of a map are evaluated at once, lazily broadcast: an index of queries need not be held for every key.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import sympy
+
+from flashgen.analysis.affine import affine
+from flashgen.analysis.interval import LIMIT, Array, Interval, as_float, floats, hull, integers, meet, point, truth
+from flashgen.analysis.range_table import RangeTable
+from flashgen.language import operations as ops
+from flashgen.language.evaluate import evaluate
+
+EMPTY, PARTIAL, FULL = np.int8(0), np.int8(1), np.int8(2)
+
+Rule = Callable[..., Interval]
+Test = Callable[[Interval, Interval], Array]
+
+
+def classify(
+    mask: sympy.Basic, boxes: Mapping[sympy.Basic, tuple[Any, Any]], captures: Mapping[str, Any] | None = None
+) -> Array:
+    """EMPTY, FULL or PARTIAL (unknown), as int8, for a boolean node over boxes; see `interval_of`."""
+    value = interval_of(mask, boxes, captures)
+    always, never = np.broadcast_arrays(value.always, value.never)
+    return np.where(always, FULL, np.where(never, EMPTY, PARTIAL)).astype(np.int8)
+
+
+def interval_of(
+    node: sympy.Basic, boxes: Mapping[sympy.Basic, tuple[Any, Any]], captures: Mapping[str, Any] | None = None
+) -> Interval:
+    """The values that a node may have over boxes.
+
+    Args:
+        node: an expression of the language.
+        boxes: (low, high), both included, for each symbol that the node reads; arrays that broadcast with each other.
+        captures: an array or number for each capture, by name.
+
+    Raises ArgumentError for a missing capture or one of the wrong dimensions, KeyError for a missing symbol.
+    """
+    return _Evaluation(boxes, captures or {}).of(node)
+
+
+class _Evaluation:
+    def __init__(self, boxes: Mapping[sympy.Basic, tuple[Any, Any]], captures: Mapping[str, Any]) -> None:
+        self.boxes, self.captures = boxes, captures
+        self.known: dict[sympy.Basic, Interval] = {}
+        self.tables: dict[ops.Capture, RangeTable] = {}
+
+    def of(self, node: sympy.Basic) -> Interval:
+        if node not in self.known:
+            with np.errstate(all="ignore"):
+                self.known[node] = self._operation(node) if isinstance(node, ops.Operation) else self._leaf(node)
+        return self.known[node]
+
+    def _leaf(self, node: sympy.Basic) -> Interval:
+        if isinstance(node, ops.Capture):
+            return point(evaluate(node, {}, self.captures))
+        if isinstance(node, sympy.Symbol):
+            low, high = self.boxes[node]
+            kind = np.float64 if ops.kind_of(node) == "float" else np.int64
+            return Interval(kind(low), kind(high))
+        value = point(evaluate(node, {}))
+        return floats(value.low, value.high) if value.is_float and np.isfinite(value.low) else value
+
+    def _operation(self, node: ops.Operation) -> Interval:
+        if isinstance(node, ops.Load):
+            return MEANINGS[ops.Load](self._table(node.capture), *(self.of(index) for index in node.indices))
+        operands = [self.of(operand) for operand in node.args]
+        if isinstance(node, ops.Arithmetic) and node.kind == "float":
+            operands = [as_float(operand) for operand in operands]
+        value = MEANINGS[type(node)](*operands)
+        if not _repeats_a_symbol(node):
+            return value
+        # Where a symbol occurs twice its occurrences move together, which the affine form knows: q - k + 1 - q.
+        if node.kind == "int":
+            form = affine(node)
+            return value if node in form.terms else meet(value, self._affine(form))
+        if isinstance(node, _COMPARISONS) and all(ops.kind_of(operand) == "int" for operand in node.args):
+            difference = self._affine(affine(node.args[0]) - affine(node.args[1]))
+            return meet(value, MEANINGS[type(node)](difference, point(0)))
+        return value
+
+    def _affine(self, form: Any) -> Interval:
+        total = point(form.constant)
+        for atom, factor in form.terms.items():
+            total = _add(total, _multiply(self.of(atom), point(factor)))
+        return total
+
+    def _table(self, capture: ops.Capture) -> RangeTable:
+        if capture not in self.tables:
+            self.tables[capture] = RangeTable(evaluate(capture, {}, self.captures))
+        return self.tables[capture]
+
+
+def _repeats_a_symbol(node: sympy.Basic) -> bool:
+    seen: set[sympy.Basic] = set()
+    stack = [node]
+    while stack:
+        current = stack.pop()
+        if isinstance(current, sympy.Symbol):
+            if current in seen:
+                return True
+            seen.add(current)
+        stack.extend(current.args)
+    return False
+
+
+def _add(a: Interval, b: Interval) -> Interval:
+    if a.is_float or b.is_float:
+        return floats(a.low + b.low, a.high + b.high, a.nan | b.nan | _opposite_infinities(a, b))
+    return integers(a.low + b.low, a.high + b.high)
+
+
+def _opposite_infinities(a: Interval, b: Interval) -> Array:
+    return (np.isposinf(a.high) & np.isneginf(b.low)) | (np.isneginf(a.low) & np.isposinf(b.high))
+
+
+def _negate(a: Interval) -> Interval:
+    return Interval(-a.high, -a.low, a.nan)
+
+
+def _subtract(a: Interval, b: Interval) -> Interval:
+    return _add(a, _negate(b))
+
+
+def _multiply(a: Interval, b: Interval) -> Interval:
+    pairs = [(x, y) for x in (a.low, a.high) for y in (b.low, b.high)]
+    if a.is_float or b.is_float:
+        infinite = np.isinf(a.low) | np.isinf(a.high) | np.isinf(b.low) | np.isinf(b.high)
+        # 0 * inf at a corner: the product may be anything.
+        corners = [np.float64(x) * np.float64(y) for x, y in pairs]
+        zero = (a.low <= 0) & (a.high >= 0) | (b.low <= 0) & (b.high >= 0)
+        return floats(_least(corners), _greatest(corners), a.nan | b.nan | (infinite & zero))
+    rough = [np.float64(x) * np.float64(y) for x, y in pairs]
+    fits = _greatest([np.abs(product) for product in rough]) < LIMIT / 2
+    exact = [np.int64(x) * np.int64(y) for x, y in pairs]
+    return Interval(np.where(fits, _least(exact), -LIMIT), np.where(fits, _greatest(exact), LIMIT))
+
+
+def _least(values: list[Array]) -> Array:
+    result = values[0]
+    for value in values[1:]:
+        result = np.minimum(result, value)
+    return result
+
+
+def _greatest(values: list[Array]) -> Array:
+    result = values[0]
+    for value in values[1:]:
+        result = np.maximum(result, value)
+    return result
+
+
+def _absolute(a: Interval) -> Interval:
+    low = np.where((a.low <= 0) & (a.high >= 0), a.low * 0, np.minimum(np.abs(a.low), np.abs(a.high)))
+    low = np.where(np.isnan(low), 0.0, low) if a.is_float else low
+    return Interval(low, np.maximum(np.abs(a.low), np.abs(a.high)), a.nan)
+
+
+def _extreme(pick: Callable[[Array, Array], Array]) -> Rule:
+    def rule(a: Interval, b: Interval) -> Interval:
+        picked = Interval(pick(a.low, b.low), pick(a.high, b.high), a.nan | b.nan)
+        either = hull(a, b)  # the number, where the other operand is NaN
+        return Interval(
+            np.where(picked.nan, either.low, picked.low), np.where(picked.nan, either.high, picked.high), picked.nan
+        )
+
+    return rule
+
+
+def _floor_divide(a: Interval, b: Interval) -> Interval:
+    if a.is_float or b.is_float:
+        quotient = _divide(a, b)
+        return Interval(np.floor(quotient.low), np.floor(quotient.high), quotient.nan)
+    # By a divisor of each sign the quotient is extreme at a corner; of 0 it is 0.
+    corners = [_quotient(x, y) for x in (a.low, a.high) for y in (b.low, b.high)]
+    low, high = _least(corners), _greatest(corners)
+    crosses = (b.low <= 0) & (b.high >= 0)
+    largest = np.maximum(np.abs(a.low), np.abs(a.high))
+    return integers(np.where(crosses, -largest, low), np.where(crosses, largest, high))
+
+
+def _quotient(x: Array, y: Array) -> Array:
+    return np.where(y == 0, 0, np.floor_divide(x, np.where(y == 0, 1, y)))
+
+
+def _floor_modulo(a: Interval, b: Interval) -> Interval:
+    if a.is_float or b.is_float:
+        magnitude = np.maximum(np.abs(b.low), np.abs(b.high))
+        infinite = np.isinf(a.low) | np.isinf(a.high) | np.isinf(magnitude) | ((b.low <= 0) & (b.high >= 0))
+        # a - b * floor(a / b) in float32 may leave [0, b) by its rounding, which grows with a.
+        slack = (np.maximum(np.abs(a.low), np.abs(a.high)) + magnitude) * 2.0**-18
+        unknown = np.where(infinite, np.inf, magnitude * 2 + slack)
+        low, high = np.where(b.low > 0, -slack, -unknown), np.where(b.high < 0, slack, unknown)
+        return floats(np.where(infinite, -np.inf, low), np.where(infinite, np.inf, high), a.nan | b.nan | infinite)
+    # Within one period of a fixed divisor the remainder is an interval too; else it is from 0 to the divisor, not
+    # included, and never further from 0 than that. By 0 it is 0.
+    steady = (b.low == b.high) & (_quotient(a.low, b.low) == _quotient(a.high, b.low)) & (b.low != 0)
+    shift = np.where(steady, _quotient(a.low, b.low) * b.low, 0)
+    low = np.where(steady, a.low - shift, np.minimum(b.low + 1, 0))
+    high = np.where(steady, a.high - shift, np.maximum(b.high - 1, 0))
+    # A dividend that is not negative never grows by a positive divisor.
+    small = ~steady & (a.low >= 0) & (b.low > 0)
+    return integers(low, np.where(small, np.minimum(high, a.high), high))
+
+
+def _amount(b: Interval) -> tuple[Array, Array]:
+    return np.clip(b.low, 0, 31), np.clip(b.high, 0, 31)
+
+
+def _shift_left(a: Interval, b: Interval) -> Interval:
+    low, high = _amount(b)
+    return _multiply(a, Interval(np.int64(1) << low, np.int64(1) << high))
+
+
+def _shift_right(a: Interval, b: Interval) -> Interval:
+    low, high = _amount(b)
+    return _floor_divide(a, Interval(np.int64(1) << low, np.int64(1) << high))
+
+
+def _bitwise(exact: Callable[[Array, Array], Array], keeps: Callable[[Interval, Interval, Array], Any]) -> Rule:
+    """Bit operations: exact on points, else bounded by `keeps` given all bits up to the highest that may be set."""
+
+    def rule(a: Interval, b: Interval) -> Interval:
+        points = (a.low == a.high) & (b.low == b.high)
+        value = exact(a.low, b.low)
+        mask = _all_bits(_greatest([_magnitude(bound) for bound in (a.low, a.high, b.low, b.high)]))
+        low, high = keeps(a, b, mask)
+        return integers(np.where(points, value, low), np.where(points, value, high))
+
+    return rule
+
+
+def _magnitude(bound: Array) -> Array:
+    """The bits in use: those of x, or of ~x where x is negative."""
+    return np.where(bound < 0, ~np.int64(bound), bound)
+
+
+def _all_bits(value: Array) -> Array:
+    """The least 2**n - 1 that is not below the value."""
+    for shift in (1, 2, 4, 8, 16, 32):
+        value = value | (value >> shift)
+    return value
+
+
+def _and_bounds(a: Interval, b: Interval, mask: Array) -> tuple[Array, Array]:
+    positive_a, positive_b = a.low >= 0, b.low >= 0
+    high = np.where(positive_a, a.high, np.where(positive_b, b.high, mask))
+    high = np.where(positive_a & positive_b, np.minimum(a.high, b.high), high)
+    return np.where(positive_a | positive_b, 0, -mask - 1), high
+
+
+def _or_bounds(a: Interval, b: Interval, mask: Array) -> tuple[Array, Array]:
+    both = (a.low >= 0) & (b.low >= 0)
+    return np.where(both, np.maximum(a.low, b.low), -mask - 1), mask
+
+
+def _xor_bounds(a: Interval, b: Interval, mask: Array) -> tuple[Array, Array]:
+    return np.where((a.low >= 0) & (b.low >= 0), 0, -mask - 1), mask
+
+
+def _divide(a: Interval, b: Interval) -> Interval:
+    a, b = as_float(a), as_float(b)
+    crosses = (b.low <= 0) & (b.high >= 0)
+    infinite = np.isinf(a.low) | np.isinf(a.high)
+    corners = [x / y for x in (a.low, a.high) for y in (b.low, b.high)]
+    unknown = crosses | _any_nan(corners)
+    nan = a.nan | b.nan | crosses | (infinite & (np.isinf(b.low) | np.isinf(b.high)))
+    return floats(np.where(unknown, -np.inf, _least(corners)), np.where(unknown, np.inf, _greatest(corners)), nan)
+
+
+def _any_nan(values: list[Array]) -> Array:
+    return np.isnan(sum(values[1:], values[0] * 0) + values[0])
+
+
+def _to_int(a: Interval) -> Interval:
+    if not a.is_float:
+        return a
+    bounds = [np.trunc(np.clip(bound, -(2.0**31), 2.0**31 - 1)).astype(np.int64) for bound in (a.low, a.high)]
+    # NaN becomes 0.
+    low, high = bounds
+    return Interval(np.where(a.nan, np.minimum(low, 0), low), np.where(a.nan, np.maximum(high, 0), high))
+
+
+def _floor(a: Interval) -> Interval:
+    a = as_float(a)
+    return Interval(np.floor(a.low), np.floor(a.high), a.nan)
+
+
+def _rising(function: Callable[[Array], Array], least: float = -np.inf, absolute: float = 0.0) -> Rule:
+    """A function that rises from `least` on; below that it is NaN."""
+
+    def rule(a: Interval) -> Interval:
+        a = _widened(a)
+        low, high = (function(np.maximum(bound, least)) for bound in (a.low, a.high))
+        return floats(low, high, a.nan | (a.low < least), absolute)
+
+    return rule
+
+
+def _widened(a: Interval) -> Interval:
+    """The argument of a float32 function, which is scaled and reduced in float32 before the function proper."""
+    a = as_float(a)
+    return floats(a.low, a.high, a.nan)
+
+
+# Approximate instructions may err by this much, absolutely (tanh.approx by 2**-11).
+_APPROXIMATE = 2.0**-10
+
+
+def _wave(phase: float) -> Rule:
+    """cos(a - phase): 1 or -1 where a whole turn or a half one lies between the bounds."""
+
+    def rule(a: Interval) -> Interval:
+        a = _widened(a)
+        ends = [np.cos(a.low - phase), np.cos(a.high - phase)]
+        tops = _holds_turn(a, phase)
+        bottoms = _holds_turn(a, phase + np.pi)
+        # Beyond this, float32 arguments are too coarse to say anything.
+        unknown = ~((np.abs(a.low) < 2.0**12) & (np.abs(a.high) < 2.0**12))
+        low = np.where(bottoms | unknown, -1.0, _least(ends))
+        high = np.where(tops | unknown, 1.0, _greatest(ends))
+        return floats(low, high, a.nan | np.isinf(a.low) | np.isinf(a.high), _APPROXIMATE)
+
+    return rule
+
+
+def _holds_turn(a: Interval, phase: float) -> Array:
+    return np.floor((a.high - phase) / (2 * np.pi)) > np.floor((a.low - phase) / (2 * np.pi))
+
+
+def _comparison(certain: Test, opposite: Test) -> Rule:
+    """`certain`: the comparison holds for all pairs of numbers; `opposite`: it holds for none. False with a NaN."""
+
+    def rule(a: Interval, b: Interval) -> Interval:
+        if a.is_float or b.is_float:
+            a, b = as_float(a), as_float(b)
+        return truth(certain(a, b) & ~(a.nan | b.nan), opposite(a, b))
+
+    return rule
+
+
+def _below(a: Interval, b: Interval) -> Array:
+    return a.high < b.low
+
+
+def _not_above(a: Interval, b: Interval) -> Array:
+    return a.high <= b.low
+
+
+def _equal_points(a: Interval, b: Interval) -> Array:
+    return (a.low == a.high) & (b.low == b.high) & (a.low == b.low)
+
+
+def _disjoint(a: Interval, b: Interval) -> Array:
+    return _below(a, b) | _below(b, a)
+
+
+def _not(a: Interval) -> Interval:
+    return Interval(1 - a.high, 1 - a.low)
+
+
+def _swapped(test: Test) -> Test:
+    return lambda a, b: test(b, a)
+
+
+def _and(a: Interval, b: Interval) -> Interval:
+    return Interval(np.minimum(a.low, b.low), np.minimum(a.high, b.high))
+
+
+def _or(a: Interval, b: Interval) -> Interval:
+    return Interval(np.maximum(a.low, b.low), np.maximum(a.high, b.high))
+
+
+_equal = _comparison(_equal_points, _disjoint)
+
+
+def _not_equal(a: Interval, b: Interval) -> Interval:
+    return _not(_equal(a, b))  # true with a NaN, where equality is false
+
+
+def _where(condition: Interval, then: Interval, otherwise: Interval) -> Interval:
+    either = hull(then, otherwise)
+    if either.is_float:
+        then, otherwise = as_float(then), as_float(otherwise)
+
+    def chosen(a: Array, b: Array, unknown: Array) -> Array:
+        return np.where(condition.always, a, np.where(condition.never, b, unknown))
+
+    return Interval(
+        chosen(then.low, otherwise.low, either.low),
+        chosen(then.high, otherwise.high, either.high),
+        chosen(then.nan, otherwise.nan, either.nan),
+    )
+
+
+def _load(table: RangeTable, *indices: Interval) -> Interval:
+    return table.over(*((index.low, index.high) for index in indices))
+
+
+MEANINGS: dict[type[ops.Operation], Rule] = {
+    ops.Add: _add,
+    ops.Sub: _subtract,
+    ops.Mul: _multiply,
+    ops.Neg: _negate,
+    ops.Abs: _absolute,
+    ops.Minimum: _extreme(np.minimum),
+    ops.Maximum: _extreme(np.maximum),
+    ops.FloorDiv: _floor_divide,
+    ops.FloorMod: _floor_modulo,
+    ops.ShiftLeft: _shift_left,
+    ops.ShiftRight: _shift_right,
+    ops.BitAnd: _bitwise(np.bitwise_and, _and_bounds),
+    ops.BitOr: _bitwise(np.bitwise_or, _or_bounds),
+    ops.BitXor: _bitwise(np.bitwise_xor, _xor_bounds),
+    ops.Divide: _divide,
+    ops.ToFloat: as_float,
+    ops.ToInt: _to_int,
+    ops.Floor: _floor,
+    ops.Exp: _rising(np.exp),
+    ops.Exp2: _rising(np.exp2),
+    ops.Log: _rising(np.log, 0.0, _APPROXIMATE),
+    ops.Log2: _rising(np.log2, 0.0, _APPROXIMATE),
+    ops.Tanh: _rising(np.tanh, absolute=_APPROXIMATE),
+    ops.Sigmoid: _rising(lambda a: 1 / (1 + np.exp(-a)), absolute=_APPROXIMATE),
+    ops.Sqrt: _rising(np.sqrt, 0.0),
+    ops.Sin: _wave(np.pi / 2),
+    ops.Cos: _wave(0.0),
+    ops.Equal: _equal,
+    ops.NotEqual: _not_equal,
+    ops.Less: _comparison(_below, _swapped(_not_above)),
+    ops.LessEqual: _comparison(_not_above, _swapped(_below)),
+    ops.Greater: _comparison(_swapped(_below), _not_above),
+    ops.GreaterEqual: _comparison(_swapped(_not_above), _below),
+    ops.And: _and,
+    ops.Or: _or,
+    ops.Xor: _not_equal,
+    ops.Not: _not,
+    ops.Where: _where,
+    ops.Load: _load,
+}
+_COMPARISONS = (ops.Equal, ops.NotEqual, ops.Less, ops.LessEqual, ops.Greater, ops.GreaterEqual)

@@ -1,0 +1,192 @@
+"""The class of every tile of a mask: what a kernel skips, what it masks element by element, and what it takes whole."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import sympy
+
+from flashgen.analysis.affine import contains
+from flashgen.analysis.intervals import EMPTY, FULL, PARTIAL, classify
+from flashgen.analysis.ranges import TileRange, evaluate_range, key_range
+from flashgen.errors import ArgumentError
+from flashgen.language import operations as ops
+from flashgen.language.evaluate import evaluate
+
+__all__ = ["EMPTY", "FULL", "PARTIAL", "TileMap", "depends_on", "tile_map"]
+
+# How many tiles are classified by intervals at once, and how many elements are evaluated at once: about 100 MB.
+_TILES_AT_ONCE = 2**17
+_ELEMENTS_AT_ONCE = 2**20
+
+Array = np.ndarray[Any, Any]
+
+
+@dataclass(frozen=True, eq=False)
+class TileMap:
+    """The classes of the tiles of a mask.
+
+    tile: (rows of queries, columns of keys) of a tile.
+    classes: int8, (batch or 1, heads or 1, tiles_q, tiles_k), of EMPTY 0, PARTIAL 1, FULL 2; 1 where the mask is the
+        same for all.
+    len_q, len_k: the lengths, which the last tiles may overhang.
+    """
+
+    tile: tuple[int, int]
+    classes: Array
+    len_q: int
+    len_k: int
+
+    @property
+    def share(self) -> float:
+        """The fraction of tiles that are visited; 0 where there are none."""
+        return float((self.classes != EMPTY).mean()) if self.classes.size else 0.0
+
+    def count(self, kind: int) -> int:
+        """How many tiles are of a class, over the batch and heads of the map."""
+        return int((self.classes == kind).sum())
+
+    def work(self, batch: int = 1, heads: int = 1) -> int:
+        """How many scores a kernel computes, in whole tiles. batch and heads count where the map is the same for all."""
+        of_batch, of_heads = self.classes.shape[:2]
+        repeats = (batch if of_batch == 1 else 1) * (heads if of_heads == 1 else 1)
+        return int((self.classes != EMPTY).sum()) * self.tile[0] * self.tile[1] * repeats
+
+
+def depends_on(expression: sympy.Basic, symbol: sympy.Basic) -> bool:
+    """Whether the value of the expression may differ with the symbol."""
+    return contains(expression, symbol)
+
+
+def tile_map(
+    mask_expression: sympy.Basic,
+    tile: tuple[int, int],
+    len_q: int,
+    len_k: int,
+    batch: int = 1,
+    heads: int = 1,
+    captures: Mapping[str, Any] | None = None,
+) -> TileMap:
+    """What a kernel does with each tile of rows × columns.
+
+    Where the mask has a range (`key_range`), these are the classes that the range gives, with the last row of a tile
+    limited to len_q - 1. Otherwise they are exact: by intervals where these decide, by evaluating the elements of a
+    tile where they do not, in memory for a fixed number of elements. A tile that overhangs len_k is never FULL, since
+    its last keys do not exist; one that overhangs len_q may be, since its last rows are never written.
+
+    Raises ArgumentError for a size that is not positive, a negative length, and a capture that is missing or of the
+    wrong dimensions.
+    """
+    rows, columns = _checked(tile, len_q, len_k, batch, heads)
+    span = _Span(rows, columns, len_q, len_k)
+    tile_range = key_range(mask_expression)
+    if tile_range is not None:
+        classes = _by_range(tile_range, span, captures or {})[None, None]
+    else:
+        batch = batch if depends_on(mask_expression, ops.BATCH) else 1
+        heads = heads if depends_on(mask_expression, ops.HEAD) else 1
+        classes = np.empty((batch, heads, span.tiles_q, span.tiles_k), np.int8)
+        _by_elements(mask_expression, span, captures or {}, classes)
+    return TileMap((rows, columns), classes, len_q, len_k)
+
+
+def _checked(tile: tuple[int, int], len_q: int, len_k: int, batch: int, heads: int) -> tuple[int, int]:
+    rows, columns = tile
+    for name, value, least in (
+        ("tile rows", rows, 1), ("tile columns", columns, 1), ("len_q", len_q, 0), ("len_k", len_k, 0),
+        ("batch", batch, 1), ("heads", heads, 1),
+    ):  # fmt: skip
+        if value < least:
+            raise ArgumentError(f"{name}={value} must be at least {least}")
+    return int(rows), int(columns)
+
+
+@dataclass(frozen=True)
+class _Span:
+    """The tiles of len_q × len_k."""
+
+    rows: int
+    columns: int
+    len_q: int
+    len_k: int
+
+    @property
+    def tiles_q(self) -> int:
+        return -(-self.len_q // self.rows)
+
+    @property
+    def tiles_k(self) -> int:
+        return -(-self.len_k // self.columns)
+
+    def queries(self, tiles: Array) -> tuple[Array, Array]:
+        """First and last query, included, of tiles by number."""
+        return tiles * self.rows, np.minimum((tiles + 1) * self.rows, self.len_q) - 1
+
+    def keys(self, tiles: Array) -> tuple[Array, Array]:
+        """First and last key, included, of tiles by number."""
+        return tiles * self.columns, np.minimum((tiles + 1) * self.columns, self.len_k) - 1
+
+    def values(self) -> dict[sympy.Basic, Any]:
+        return {ops.LEN_Q: np.int64(self.len_q), ops.LEN_K: np.int64(self.len_k)}
+
+
+def _by_range(tile_range: TileRange, span: _Span, captures: Mapping[str, Any]) -> Array:
+    first, last = span.queries(np.arange(span.tiles_q))
+    bounds = evaluate_range(tile_range, first, last, span.len_q, span.len_k, captures)
+    begin, end, full_begin, full_end = (bound[:, None] for bound in bounds)
+    low = np.arange(span.tiles_k) * span.columns
+    high = low + span.columns
+    visited = (low < end) & (high > begin) & (begin < end)
+    full = visited & (low >= full_begin) & (high <= full_end)
+    return np.where(full, FULL, np.where(visited, PARTIAL, EMPTY)).astype(np.int8)
+
+
+def _by_elements(mask: sympy.Basic, span: _Span, captures: Mapping[str, Any], classes: Array) -> None:
+    """Fills `classes`, a few rows of tiles at a time."""
+    if not classes.size:
+        return
+    step = max(1, _TILES_AT_ONCE // (classes.size // span.tiles_q))
+    for first in range(0, span.tiles_q, step):
+        part = classes[:, :, first : first + step]
+        part[...] = _by_intervals(mask, span, captures, np.arange(first, first + part.shape[2]), part.shape)
+        unknown = np.argwhere(part == PARTIAL)
+        unknown[:, 2] += first
+        at_once = max(1, _ELEMENTS_AT_ONCE // (span.rows * span.columns))
+        for chunk in (unknown[start : start + at_once] for start in range(0, len(unknown), at_once)):
+            classes[tuple(chunk.T)] = _exactly(mask, span, captures, chunk)
+    if span.len_k % span.columns:
+        last = classes[..., -1]
+        last[last == FULL] = PARTIAL
+
+
+def _by_intervals(
+    mask: sympy.Basic, span: _Span, captures: Mapping[str, Any], tiles_q: Array, shape: tuple[int, ...]
+) -> Array:
+    def along(axis: int, size: int) -> Array:
+        return np.arange(size).reshape([-1 if axis == own else 1 for own in range(4)])
+
+    queries = tuple(bound[:, None] for bound in span.queries(tiles_q))
+    boxes = {symbol: (value, value) for symbol, value in span.values().items()}
+    boxes |= {ops.QUERY: queries, ops.KEY: span.keys(np.arange(span.tiles_k))}
+    boxes |= {symbol: (along(axis, shape[axis]),) * 2 for axis, symbol in enumerate((ops.BATCH, ops.HEAD))}
+    return np.broadcast_to(classify(mask, boxes, captures), shape)
+
+
+def _exactly(mask: sympy.Basic, span: _Span, captures: Mapping[str, Any], tiles: Array) -> Array:
+    """The classes of tiles (n, 4) by their elements. What overhangs repeats the last row or column: no new element."""
+    batch, head, tile_q, tile_k = (column[:, None, None] for column in tiles.T)
+    (first_q, last_q), (first_k, last_k) = span.queries(tile_q), span.keys(tile_k)
+    values = span.values() | {
+        ops.BATCH: batch,
+        ops.HEAD: head,
+        ops.QUERY: np.minimum(first_q + np.arange(span.rows)[:, None], last_q),
+        ops.KEY: np.minimum(first_k + np.arange(span.columns), last_k),
+    }
+    # A mask that reads no k (or no q) gives fewer elements than the tile has, and the same verdict.
+    holds = evaluate(mask, values, captures)
+    holds = holds.reshape((1,) * (3 - holds.ndim) + holds.shape)
+    some, every = holds.any(axis=(1, 2)), holds.all(axis=(1, 2))
+    return np.broadcast_to(np.where(every, FULL, np.where(some, PARTIAL, EMPTY)), len(tiles))
