@@ -35,7 +35,7 @@ _ALIGNMENT = 16  # of the program's allocations
 _OPTIONS = {
     "ASAN_OPTIONS": "detect_leaks=0:detect_stack_use_after_return=0:halt_on_error=1:color=never",
     "UBSAN_OPTIONS": "print_stacktrace=1:halt_on_error=1:color=never",
-    "TSAN_OPTIONS": "halt_on_error=1:report_thread_leaks=0:history_size=4:color=never",
+    "TSAN_OPTIONS": "halt_on_error=1:report_thread_leaks=0:history_size=4:atexit_sleep_ms=0:color=never",
 }
 _LONGEST_REPORT = 60  # lines
 _ADDR_NO_RANDOMIZE = 0x0040000

@@ -19,6 +19,13 @@ static bool is_aligned(WarpOperation operation) {
   return operation == WarpOperation::kLoadMatrix || operation == WarpOperation::kMultiply;
 }
 
+// __syncwarp orders memory, shuffles and votes do not. ldmatrix and mma end when the reads that feed them have ended in
+// every lane, so that a warp may write where its own fragments came from; a happens-before relation cannot tell reads from
+// writes, so that here they order both.
+static bool orders_memory(WarpOperation operation) {
+  return operation == WarpOperation::kSyncWarp || is_aligned(operation);
+}
+
 static WarpGroup& group_of(Warp& warp, u32 mask, u32 lane, WarpOperation operation, Site site) {
   WarpGroup* free_slot = nullptr;
   for (WarpGroup& group : warp.groups) {
@@ -56,8 +63,7 @@ void warp_collective(u32 mask, WarpOperation operation, void* lane_data, WarpAct
   check_same_operation(group, operation, site);
   group.lanes[self.lane] = lane_data;
   group.arrived |= 1u << self.lane;
-  // Of all of them only __syncwarp orders memory.
-  char* order = operation == WarpOperation::kSyncWarp ? &group.order[group.meetings & 1] : nullptr;
+  char* order = orders_memory(operation) ? &group.order[group.meetings & 1] : nullptr;
   if (order) release(order);
   if (group.arrived != mask) {
     suspend(State::kWarpCollective, site);
