@@ -51,7 +51,11 @@ class PrebuiltFolder:
                 f"{path} cannot be read as a release manifest ({error}); "
                 "FLASHGEN_RELEASE must name a folder that `flashgen release build` wrote"
             ) from error
-        if not isinstance(manifest, dict) or manifest.get("format") != MANIFEST_FORMAT:
+        if (
+            not isinstance(manifest, dict)
+            or manifest.get("format") != MANIFEST_FORMAT
+            or not isinstance(manifest.get("kernels"), list)
+        ):
             raise BuildError(
                 f"{path} is not a release manifest of format {MANIFEST_FORMAT}; write the folder again with "
                 "this version's `flashgen release build`"
@@ -75,11 +79,12 @@ class PrebuiltFolder:
         key = kernel_key(source, architecture, options(architecture), self.nvrtc_version)
         for kernel in self.manifest["kernels"]:
             if kernel.get("key") == key and "cubin" in kernel["files"]:
-                path, data = self._checked(kernel["files"]["cubin"])
-                return PrebuiltKernel(path, data, kernel)
+                file = kernel["files"]["cubin"]
+                return PrebuiltKernel(self.root / file["path"], self.read(file), kernel)
         return None
 
-    def _checked(self, file: Mapping[str, Any]) -> tuple[Path, bytes]:
+    def read(self, file: Mapping[str, Any]) -> bytes:
+        """The bytes of a file that the manifest describes. Raises DamagedEntry when they are not what was written."""
         path = self.root / str(file["path"])
         if path.parent != self.root:
             raise DamagedEntry(f"{MANIFEST} names a file outside of the folder, {file['path']!r}")
@@ -89,4 +94,4 @@ class PrebuiltFolder:
             raise DamagedEntry(f"{path.name} cannot be read ({error.strerror})") from error
         if describe(data) != {name: file.get(name) for name in ("bytes", "sha256")}:
             raise DamagedEntry(f"{path.name} is not what was written ({len(data)} bytes)")
-        return path, data
+        return data

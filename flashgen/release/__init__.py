@@ -1,0 +1,11 @@
+"""Kernels built beforehand: a release manifest -> a folder of sources, cubins and `manifest.json`; and its check.
+
+`build` needs NVRTC and no GPU, or nothing at all with `sources_only`. A folder that it wrote is used by naming it in
+FLASHGEN_RELEASE: kernels are then looked up there first, on machines without NVRTC too.
+"""
+
+from flashgen.release.check import Finding, check, stale
+from flashgen.release.folder import Progress, build
+from flashgen.release.request import Request, read_requests
+
+__all__ = ["Finding", "Progress", "Request", "build", "check", "read_requests", "stale"]

@@ -1,0 +1,78 @@
+"""Is a release folder what was built, and is it what this version of flashgen would build?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from flashgen.build import kernel_key, nvrtc
+from flashgen.build.entries import DamagedEntry
+from flashgen.build.prebuilt import MANIFEST, PrebuiltFolder
+from flashgen.errors import BuildError
+from flashgen.release.folder import emit
+from flashgen.release.request import read_requests
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Something wrong with a release folder: the file, and what is wrong with it."""
+
+    path: str
+    problem: str
+
+
+def check(folder: Path | str) -> list[Finding]:
+    """Verify a release folder: every file there, unaltered and nothing beside them. An empty list is a good folder."""
+    folder = Path(folder)
+    try:
+        release = PrebuiltFolder.open(folder)
+    except BuildError as error:
+        return [Finding(MANIFEST, str(error))]
+    try:
+        findings = [finding for kernel in release.manifest["kernels"] for finding in _wrong_with(release, kernel)]
+        named = {file["path"] for kernel in release.manifest["kernels"] for file in kernel["files"].values()}
+    except (KeyError, TypeError, AttributeError) as error:
+        return [Finding(MANIFEST, f"lacks what a release manifest holds ({type(error).__name__}: {error})")]
+    extra = sorted({path.name for path in folder.iterdir()} - named - {MANIFEST})
+    return findings + [Finding(name, f"is not named in {MANIFEST}") for name in extra]
+
+
+def stale(manifest_path: Path | str, folder: Path | str) -> list[Finding]:
+    """Which sources of a folder differ from what a release manifest and this version of flashgen give.
+
+    Cubins are not compared: they depend on the compiler. Raises what `build` raises for a manifest that is wrong.
+    """
+    folder = Path(folder)
+    expected = {f"{kernel.stem}.cu": kernel.rendered.source for kernel in emit(read_requests(manifest_path))}
+    findings = []
+    for name, source in expected.items():
+        path = folder / name
+        if not path.is_file():
+            findings.append(Finding(name, "is missing"))
+        elif path.read_bytes() != source.encode():
+            findings.append(Finding(name, "differs from what is emitted now"))
+    extra = sorted({path.name for path in folder.glob("*.cu")} - set(expected))
+    return findings + [Finding(name, "is no longer asked for") for name in extra]
+
+
+def _wrong_with(release: PrebuiltFolder, kernel: Mapping[str, Any]) -> Iterator[Finding]:
+    damaged = False
+    for file in kernel["files"].values():
+        try:
+            release.read(file)
+        except DamagedEntry as damage:
+            damaged = True
+            yield Finding(str(file["path"]), str(damage))
+    if damaged or release.nvrtc_version is None:
+        return
+    source = release.read(kernel["files"]["source"]).decode()
+    architecture = kernel["architecture"]
+    if "cubin" not in kernel["files"]:
+        yield Finding(kernel["name"], "has no cubin, though the folder records the NVRTC that made them")
+    elif kernel.get("key") != kernel_key(source, architecture, nvrtc.options(architecture), release.nvrtc_version):
+        yield Finding(
+            kernel["name"],
+            "has another key than its source and this version's options give, so it is never found; build it again",
+        )

@@ -1,0 +1,204 @@
+"""Requests -> a folder of sources, cubins and `manifest.json`: the same bytes for the same requests, on any machine."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import secrets
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from flashgen.build import Entry, KernelCache, kernel_key, nvrtc
+from flashgen.build.cache import default_root
+from flashgen.build.entries import describe
+from flashgen.build.keys import readable_name
+from flashgen.build.prebuilt import MANIFEST, MANIFEST_FORMAT, PrebuiltFolder
+from flashgen.codegen.forward import ForwardKernel, render_forward
+from flashgen.codegen.kernel import RenderedKernel
+from flashgen.codegen.lists import render_lists
+from flashgen.errors import BuildError, UnsupportedError
+from flashgen.release.request import Request, read_requests
+
+Progress = Callable[[int, int, str], None]
+"""Called after each kernel with how many are done, how many there are, and the kernel's name."""
+
+
+@dataclass(frozen=True)
+class EmittedKernel:
+    """A kernel of a release before it is compiled, with the request that it answers."""
+
+    request: Request
+    rendered: RenderedKernel
+
+    @property
+    def stem(self) -> str:
+        """The name of its files, without the ending."""
+        return readable_name(self.rendered.name)
+
+
+def build(
+    manifest_path: Path | str, out: Path | str, *, sources_only: bool = False, progress: Progress | None = None
+) -> Mapping[str, Any]:
+    """Build everything that a release manifest asks for; returns the content of the `manifest.json` written.
+
+    A folder of an earlier release is brought up to date: files of kernels that are no longer asked for are removed.
+
+    Args:
+        manifest_path: TOML or JSON as `flashgen.release.request` describes it.
+        out: the folder; made if it is not there. One that holds something else is refused.
+        sources_only: write no cubins, and so need no NVRTC. Nothing can be run from such a folder.
+        progress: called after each kernel.
+
+    Raises:
+        SpecError: the manifest asks for something that cannot be declared.
+        UnsupportedError: a target cannot run a spec that is asked for; the message names both.
+        BuildError: a kernel does not compile, NVRTC is missing, or the folder cannot be written.
+    """
+    out = Path(out)
+    earlier = _files_of_earlier(out)
+    emitted = emit(read_requests(manifest_path))
+    entries = _without_cubins(emitted, progress) if sources_only else _compiled(emitted, progress)
+    version = None if sources_only else nvrtc.version()
+    files: dict[str, bytes] = {}
+    kernels = [_described(kernel, entry, version, files) for kernel, entry in zip(emitted, entries, strict=True)]
+    manifest = {"format": MANIFEST_FORMAT, "nvrtc_version": list(version) if version else None, "kernels": kernels}
+    _write(out, files, manifest, remove=earlier - set(files))
+    return manifest
+
+
+def emit(requests: Iterable[Request]) -> tuple[EmittedKernel, ...]:
+    """The kernels that the requests need, by file name. Raises UnsupportedError naming spec and target."""
+    kernels: dict[str, EmittedKernel] = {}
+    for request in requests:
+        for kernel in _kernels_of(request):
+            other = kernels.setdefault(kernel.stem, kernel)
+            if other.rendered.source != kernel.rendered.source:
+                raise BuildError(f"two different kernels of the release would both be written to {kernel.stem}.cu")
+    return tuple(kernels[stem] for stem in sorted(kernels))
+
+
+def _kernels_of(request: Request) -> tuple[EmittedKernel, ...]:
+    """Every kernel that a call of the spec launches, as `flashgen.attention` renders them."""
+    try:
+        forward = render_forward(request.spec, request.target)
+        rendered: list[RenderedKernel] = [forward]
+        if forward.uses_lists:
+            rendered.append(render_lists(request.spec, request.target, forward.plan))
+        return tuple(EmittedKernel(request, kernel) for kernel in rendered)
+    except UnsupportedError as error:
+        raise UnsupportedError(
+            f"{request.spec.name} for {request.target.name}: {error}; take it out of the release manifest, "
+            "for instance by a group of its own for the targets that can"
+        ) from error
+
+
+def _without_cubins(emitted: Sequence[EmittedKernel], progress: Progress | None) -> list[Entry | None]:
+    for number, kernel in enumerate(emitted, start=1):
+        if progress:
+            progress(number, len(emitted), kernel.rendered.name)
+    return [None] * len(emitted)
+
+
+def _compiled(emitted: Sequence[EmittedKernel], progress: Progress | None) -> list[Entry | None]:
+    """Compiled into the ordinary cache, so that a build that was broken off goes on where it stopped."""
+    cache = KernelCache(default_root())
+    nvrtc.version()  # loaded once, before threads ask for it
+
+    def one(kernel: EmittedKernel) -> Entry:
+        rendered = kernel.rendered
+        return cache.load_or_compile(rendered.name, rendered.source, rendered.target.architecture)
+
+    entries: list[Entry | None] = []
+    with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
+        futures = [pool.submit(one, kernel) for kernel in emitted]
+        try:
+            for kernel, future in zip(emitted, futures, strict=True):
+                entries.append(future.result())
+                if progress:
+                    progress(len(entries), len(emitted), kernel.rendered.name)
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+    return entries
+
+
+def _described(
+    kernel: EmittedKernel, entry: Entry | None, version: tuple[int, int] | None, files: dict[str, bytes]
+) -> dict[str, Any]:
+    """A kernel's part of `manifest.json`; its files are added to `files`."""
+    rendered, architecture = kernel.rendered, kernel.rendered.target.architecture
+    described: dict[str, Any] = {
+        "name": rendered.name,
+        "entry": rendered.entry,
+        "target": rendered.target.name,
+        "architecture": architecture,
+        "spec": json.loads(kernel.request.spec.to_json()),
+        "threads": rendered.threads,
+        "shared_bytes": rendered.shared_bytes,
+        "files": {"source": _file(f"{kernel.stem}.cu", rendered.source.encode(), files)},
+    }
+    if isinstance(rendered, ForwardKernel):
+        described["plan"] = dataclasses.asdict(rendered.plan)
+    if entry is not None and version is not None:
+        described["key"] = kernel_key(rendered.source, architecture, nvrtc.options(architecture), version)
+        described["nvrtc_version"] = list(version)
+        described["resources"] = entry.resources.to_dict()
+        described["files"]["cubin"] = _file(f"{kernel.stem}.cubin", entry.cubin, files)
+    return described
+
+
+def _file(name: str, data: bytes, files: dict[str, bytes]) -> dict[str, Any]:
+    files[name] = data
+    return {"path": name, **describe(data)}
+
+
+def _files_of_earlier(out: Path) -> set[str]:
+    """The files of the release that a folder holds. Raises BuildError when it holds something else."""
+    try:
+        present = {path.name for path in out.iterdir()} if out.exists() else set()
+    except OSError as error:
+        raise BuildError(f"out={str(out)!r} must be a folder ({error.strerror})") from error
+    if not present:
+        return set()
+    if MANIFEST not in present:
+        raise BuildError(
+            f"out={str(out)!r} holds {sorted(present)[0]!r} and no {MANIFEST}, so it is not a release folder; "
+            "name an empty or a new folder"
+        )
+    kernels = PrebuiltFolder.open(out).manifest["kernels"]
+    named = {str(file["path"]) for kernel in kernels for file in kernel["files"].values()}
+    return {name for name in named if Path(name).name == name}
+
+
+def _write(out: Path, files: Mapping[str, bytes], manifest: Mapping[str, Any], remove: set[str]) -> None:
+    """Files first, the manifest last, each put into place by a rename: a reader never sees half a file."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        for name, data in {**files, MANIFEST: manifest_text(manifest).encode()}.items():
+            if (out / name).is_file() and (out / name).read_bytes() == data:
+                continue
+            staged = out / f".{secrets.token_hex(6)}"
+            staged.write_bytes(data)
+            staged.replace(out / name)
+        for name in remove:
+            (out / name).unlink(missing_ok=True)
+    except OSError as error:
+        raise BuildError(f"out={str(out)!r} cannot be written ({error.strerror}: {error.filename})") from error
+
+
+def manifest_text(manifest: Mapping[str, Any]) -> str:
+    """Canonical JSON in which every fact of a kernel stands on a line of its own, for people and for diffs."""
+
+    def compact(value: Any) -> str:
+        return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+
+    kernels = [
+        " {\n" + ",\n".join(f"  {compact(name)}: {compact(kernel[name])}" for name in sorted(kernel)) + "\n }"
+        for kernel in manifest["kernels"]
+    ]
+    rest = [f"{compact(name)}: {compact(manifest[name])}" for name in sorted(manifest) if name != "kernels"]
+    return "{\n" + ",\n".join([*rest, '"kernels": [\n' + ",\n".join(kernels) + "\n]"]) + "\n}\n"

@@ -1,0 +1,95 @@
+"""What a release manifest may say, and what is said of one that is wrong."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from flashgen.errors import SpecError
+from flashgen.language import AttentionSpec, causal, softcap
+from flashgen.release import read_requests
+
+
+def write(folder: Path, text: str, name: str = "release.toml") -> Path:
+    path = folder / name
+    path.write_text(text)
+    return path
+
+
+def test_a_group_is_the_product_of_its_lists(tmp_path: Path) -> None:
+    manifest = write(
+        tmp_path,
+        """
+        [[kernels]]
+        mask = ["causal()", ""]
+        score = ["", "softcap(30)"]
+        head_dim = [64, 128]
+        dtype = ["float16", "bfloat16"]
+        target = ["sm_80", "sm_90"]
+        """,
+    )
+    requests = read_requests(manifest)
+    assert len(set(requests)) == len(requests) == 32
+    assert requests[0].spec == AttentionSpec(head_dim=64, mask=causal())
+    assert requests[0].target.name == "sm_80"
+    assert AttentionSpec(head_dim=128, dtype="bfloat16", score=softcap(30)) in {request.spec for request in requests}
+
+
+def test_every_argument_of_a_spec(tmp_path: Path) -> None:
+    manifest = write(
+        tmp_path,
+        """
+        [[kernels]]
+        head_dim = 64
+        value_dim = 32
+        dtype = "bfloat16"
+        scale = 0.5
+        layout = "bshd"
+        dropout = 0.1
+        target = "sm_80"
+        """,
+    )
+    (request,) = read_requests(manifest)
+    expected = AttentionSpec(head_dim=64, value_dim=32, dtype="bfloat16", scale=0.5, layout="bshd", dropout=0.1)
+    assert request.spec == expected
+
+
+def test_json_and_specs_in_json(tmp_path: Path) -> None:
+    spec = AttentionSpec(head_dim=64, mask=causal(), score=softcap(30))
+    as_text, as_table = spec.to_json(), json.loads(spec.to_json())
+    groups = [{"spec": [as_text, as_table], "target": "sm_80"}, {"spec": as_text, "target": ["sm_80", "sm_86"]}]
+    requests = read_requests(write(tmp_path, json.dumps({"kernels": groups}), "release.json"))
+    assert [(request.spec, request.target.name) for request in requests] == [(spec, "sm_80"), (spec, "sm_86")]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", r"must hold one or more groups \[\[kernels\]\]"),
+        ("kernels = []", r"must hold one or more groups"),
+        ("kernel = 1", r"must hold one or more groups"),
+        ("[[kernels]\n", r"cannot be read"),
+        ("kernels = [1]", r"group 1 of `kernels`: a group must be a table, got 1"),
+        ("[[kernels]]\nhead_dim = 64", r"group 1 .*`target` is missing"),
+        ("[[kernels]]\ntarget = 'sm_80'", r"group 1 .*`head_dim` is missing"),
+        ("[[kernels]]\nhead_dim = 64\ntarget = 'sm_80'\nheads = 3", r"unknown key 'heads'; the keys are spec, target"),
+        ("[[kernels]]\nhead_dim = []\ntarget = 'sm_80'", r"`head_dim` is an empty list"),
+        ("[[kernels]]\nhead_dim = 64\ntarget = 'sm_52'", r"target='sm_52' is not supported; choose one of"),
+        ("[[kernels]]\nhead_dim = 64\ntarget = 80", r"target=80 is not supported"),
+        ("[[kernels]]\nhead_dim = 63\ntarget = 'sm_80'", r"group 1 .*head_dim=63"),
+        ("[[kernels]]\nhead_dim = 64\nmask = 'cusal()'\ntarget = 'sm_80'", r"group 1 .*cusal"),
+        ("[[kernels]]\nhead_dim = 64\nmask = '__import__(\"os\")'\ntarget = 'sm_80'", r"group 1 .*__import__"),
+        ("[[kernels]]\nspec = '{}'\nhead_dim = 64\ntarget = 'sm_80'", r"remove `head_dim`"),
+        ("[[kernels]]\nspec = 'no JSON'\ntarget = 'sm_80'", r"group 1 "),
+    ],
+)
+def test_what_is_wrong_is_named(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(SpecError, match=message):
+        read_requests(write(tmp_path, text))
+
+
+def test_a_missing_manifest(tmp_path: Path) -> None:
+    with pytest.raises(SpecError, match=r"nothing\.toml cannot be read"):
+        read_requests(tmp_path / "nothing.toml")
