@@ -10,10 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import flashgen as fg
-from flashgen.errors import ArgumentError
+from flashgen.errors import ArgumentError, SpecError
 from flashgen.language import operations as ops
 from flashgen.language.evaluate import MEANINGS, evaluate
 from flashgen.language.operations import KEY, OPERATIONS, QUERY, SCORE
+from flashgen.language.rules import MAX_DEPTH
 
 INT32 = st.integers(-(2**31), 2**31 - 1)
 FLOAT = st.floats(-1e6, 1e6)
@@ -128,3 +129,16 @@ def test_shared_parts_are_computed_once(monkeypatch):
         node = ops.Add(node, node)
     assert evaluate(node, {SCORE: 0.0}).item() == 2.0**12
     assert len(calls) == 1
+
+
+def test_the_deepest_tree_allowed_runs_through_everything():
+    def deep(score, b, h, q, k):
+        for i in range(MAX_DEPTH - 1):
+            score = fg.where(q > i, score, 0.5) if i % 2 else score + 1
+        return score
+
+    spec = fg.AttentionSpec(64, score=deep)
+    assert fg.AttentionSpec.from_json(spec.to_json()) == spec
+    assert evaluate(spec.score.expression, {SCORE: 0.0, QUERY: 1000}).item() == MAX_DEPTH // 2
+    with pytest.raises(SpecError, match="too large"):
+        fg.softcap(30)(spec.score)
