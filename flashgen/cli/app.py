@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Callable
 from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
 from flashgen.cli import bench, cache, demo, doctor, release, run, show, verify
-from flashgen.cli.console import fail
+from flashgen.cli.console import fail, note, paragraphs
 from flashgen.errors import FlashgenError
 
 EXIT_ERROR = 2  # a wrong input; 1 is a check that failed
@@ -18,13 +20,15 @@ class ErrorsWithoutTraceback(TyperGroup):
     """One clear message and exit status 2 for an error that flashgen raised on purpose; --debug shows its traceback."""
 
     def invoke(self, ctx: Any) -> Any:
-        try:
-            return super().invoke(ctx)
-        except FlashgenError as error:
-            if ctx.params.get("debug"):
-                raise
-            fail(str(error))
-            raise typer.Exit(EXIT_ERROR) from None
+        with warnings.catch_warnings():
+            warnings.showwarning = lambda message, *_where: note(f"warning: {message}")
+            try:
+                return super().invoke(ctx)
+            except FlashgenError as error:
+                if ctx.params.get("debug"):
+                    raise
+                fail(str(error))
+                raise typer.Exit(EXIT_ERROR) from None
 
 
 app = typer.Typer(
@@ -59,11 +63,15 @@ def flashgen(
     """
 
 
-app.command("demo", epilog=demo.EXAMPLES)(demo.demo)
-app.command("run", epilog=run.EXAMPLES)(run.run)
-app.command("show", epilog=show.EXAMPLES)(show.show)
-app.command("verify", epilog=verify.EXAMPLES)(verify.verify)
-app.command("bench", epilog=bench.EXAMPLES)(bench.bench)
+COMMANDS: tuple[tuple[Callable[..., None], str | None], ...] = (
+    (demo.demo, demo.EXAMPLES),
+    (run.run, run.EXAMPLES),
+    (show.show, show.EXAMPLES),
+    (verify.verify, verify.EXAMPLES),
+    (bench.bench, bench.EXAMPLES),
+    (doctor.doctor, None),
+)
+for command, examples in COMMANDS:
+    app.command(help=paragraphs(command.__doc__), epilog=examples)(command)
 app.add_typer(release.app, name="release")
 app.add_typer(cache.app, name="cache")
-app.command("doctor")(doctor.doctor)

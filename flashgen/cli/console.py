@@ -36,6 +36,11 @@ def fail(message: str) -> None:
     console.print(message, markup=False)
 
 
+def paragraphs(docstring: str | None) -> str:
+    """A docstring as help text: each paragraph one line, which the terminal's width breaks."""
+    return "\n\n".join(" ".join(part.split()) for part in (docstring or "").split("\n\n")).strip()
+
+
 def print_json(value: Any) -> None:
     """A value for a program to read: indented JSON on stdout."""
     text = json.dumps(value, indent=2)

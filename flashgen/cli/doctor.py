@@ -83,7 +83,7 @@ def examine_cuda() -> Iterator[Finding]:
     )
     for tool in ("nvdisasm", "cuobjdump"):
         path = find_tool(tool)
-        yield Finding("cuda", tool, path and str(path), INSTALL_INSPECT)
+        yield Finding("cuda", tool, str(path) if path else None, INSTALL_INSPECT)
 
 
 def examine_targets() -> Iterator[Finding]:

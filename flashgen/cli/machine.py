@@ -60,3 +60,8 @@ def package_version(*names: str) -> str | None:
         except importlib.metadata.PackageNotFoundError:
             continue
     return None
+
+
+def engine_text(emulate: bool) -> str:
+    """Where kernels run, in words."""
+    return "emulator: the emitted CUDA runs on this CPU" if emulate or not gpus() else gpus()[0].name

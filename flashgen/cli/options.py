@@ -17,7 +17,7 @@ SPEC_HELP = (
 )
 
 Spec = Annotated[str, typer.Argument(metavar="SPEC", help=SPEC_HELP)]
-Specs = Annotated[list[str] | None, typer.Argument(metavar="[SPEC]...", help=SPEC_HELP)]
+Specs = Annotated[list[str] | None, typer.Argument(metavar="SPEC", help=SPEC_HELP)]
 Target = Annotated[
     str | None,
     typer.Option("--target", metavar="ARCH", help="Architecture, such as sm_80. Default: this machine's GPU."),

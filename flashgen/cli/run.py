@@ -10,9 +10,10 @@ import typer
 
 from flashgen.cli import arrays
 from flashgen.cli.console import fail, note, print_json
+from flashgen.cli.machine import engine_text, gpus
 from flashgen.cli.options import Emulate, Json, Seed, Spec, SpecOptions, Target, with_spec_options
 from flashgen.cli.specs import is_complete, load_spec
-from flashgen.errors import ArgumentError
+from flashgen.errors import ArgumentError, LaunchError
 
 if TYPE_CHECKING:
     from flashgen.language import AttentionSpec
@@ -51,15 +52,19 @@ def run(
     are left alone. NumPy's .npz has no bfloat16: with [cyan]--dtype bfloat16[/], q, k, v and out are the 16-bit words,
     as uint16. A .safetensors file has it.
     """
+    if not emulate and not gpus():
+        raise LaunchError("there is no GPU here; --emulate runs the same CUDA on this CPU")
     given = arrays.load_arrays(input)
     declared = spec_for(spec, options, given, input)
     query, key, value = (in_dtype(given[name], declared.dtype) for name in INPUTS)
-    captures = {capture.name: given[capture.name] for capture in declared.captures if capture.name in given}
+    captures: dict[str, Any] = {
+        capture.name: given[capture.name] for capture in declared.captures if capture.name in given
+    }
 
     from flashgen import attention as engine
 
     attention = engine.compile(declared, target=target, emulate=emulate)
-    dropout = {"seed": seed} if declared.dropout else {}
+    dropout: dict[str, Any] = {"seed": seed} if declared.dropout else {}
     begin = time.perf_counter()
     out, log_sum_exp = attention(query, key, value, **captures, **dropout, return_lse=True)
     seconds = time.perf_counter() - begin
@@ -67,7 +72,7 @@ def run(
     arrays.save_arrays(output, {"out": out, "lse": log_sum_exp} if lse else {"out": out})
     report: dict[str, Any] = {
         "spec": declared.name,
-        "engine": attention.engine,
+        "engine": engine_text(emulate),
         "output": str(output),
         "out": list(out.shape),
         "seconds": seconds,
@@ -86,7 +91,7 @@ def run(
     if json:
         print_json(report)
     else:
-        note(f"{declared.name} on {attention.engine}: out {out.shape} in {seconds:.3f} s -> {output}")
+        note(f"{declared.name} on the {engine_text(emulate)}: out {out.shape} in {seconds:.3f} s -> {output}")
     if verdict is not None and not json:
         (note if verdict.ok else fail)(f"against NumPy in float64: {verdict}")
     if verdict is not None and not verdict.ok:

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from flashgen.cli.arrays import load_arrays
 from flashgen.cli.console import note, print_code, print_json, print_table
 from flashgen.cli.options import Json, Spec, SpecOptions, Target, with_spec_options
 from flashgen.cli.specs import load_spec
+from flashgen.errors import ArgumentError
 
 if TYPE_CHECKING:
     from flashgen.build.cache import Entry
-    from flashgen.codegen.render import RenderedKernel
+    from flashgen.codegen.kernel import RenderedKernel
     from flashgen.language import AttentionSpec
 
 EXAMPLES = """[bold]Examples[/]
@@ -23,7 +26,7 @@ flashgen show "causal() & sliding_window(1024)" --head-dim 128 --dtype bfloat16 
 
 flashgen show "causal()" --what sass --target sm_90 | less
 
-flashgen show "causal() & sliding_window(300)" --what tiles --len-q 1024 --len-k 1024
+flashgen show "causal() & sliding_window(300)" --what tiles --len-q 1024
 """
 
 DEFAULT_TARGET = "sm_80"
@@ -40,16 +43,27 @@ class What(StrEnum):
     spec = "spec"
 
 
+class Part(StrEnum):
+    """A spec's kernels: attention itself, and what lists its tiles where no closed form says which they are."""
+
+    forward = "forward"
+    lists = "lists"
+
+
 @with_spec_options
 def show(
     spec: Spec,
     options: SpecOptions,
     target: Target = None,
     what: Annotated[
-        What, typer.Option("--what", help="The source, what it compiles to, or what is known of it.")
+        What, typer.Option("--what", help="The source, what it becomes, or what is known of it.")
     ] = What.cuda,
+    kernel: Annotated[Part, typer.Option("--kernel", help="Which of the spec's kernels.")] = Part.forward,
     len_q: Annotated[int, typer.Option("--len-q", min=0, help="Queries, for the tile map.")] = 1024,
     len_k: Annotated[int | None, typer.Option("--len-k", min=0, help="Keys. Default: as many as queries.")] = None,
+    input: Annotated[
+        Path | None, typer.Option("--input", "-i", help="A file with the mask's captures, for the tile map.")
+    ] = None,
     json: Json = False,
 ) -> None:
     """Show the CUDA of a spec, its PTX or SASS, its resources, its tile map, or the spec itself as JSON.
@@ -60,16 +74,18 @@ def show(
     if what is What.spec:
         print_code(declared.to_json(), "json")
         return
-
-    kernel = render(declared, target or target_here())
+    architecture = target or target_here()
+    if what is What.tiles:
+        captures = load_arrays(input) if input else {}
+        show_tiles(declared, architecture, len_q, len_q if len_k is None else len_k, captures, json)
+        return
+    chosen = rendered(declared, architecture, kernel)
     if what is What.cuda:
-        print_code(kernel.source, "cuda")
-    elif what is What.tiles:
-        show_tiles(kernel, declared, len_q, len_q if len_k is None else len_k, json)
+        print_code(chosen.source, "cuda")
     elif what is What.resources:
-        show_resources(kernel, json)
+        show_resources(chosen, json)
     else:
-        print_code(machine_code(kernel, what), "nasm")
+        print_code(machine_code(chosen, what), "nasm")
 
 
 def target_here() -> str:
@@ -79,23 +95,30 @@ def target_here() -> str:
     found = gpus()
     if found:
         return found[0].architecture
-    note(f"no GPU here: this is the kernel for {DEFAULT_TARGET}; choose another with --target")
+    note(f"no GPU here: this is for {DEFAULT_TARGET}; choose another with --target")
     return DEFAULT_TARGET
 
 
-def render(spec: AttentionSpec, target: str) -> RenderedKernel:
-    from flashgen.codegen.render import render_forward
+def rendered(spec: AttentionSpec, target: str, part: Part) -> RenderedKernel:
+    from flashgen.codegen.forward import render_forward
+    from flashgen.codegen.lists import render_lists
     from flashgen.codegen.targets import target_named
 
-    return render_forward(spec, target_named(target))
+    forward = render_forward(spec, target_named(target))
+    if part is Part.lists and not forward.uses_lists:
+        raise ArgumentError(f"--kernel lists: {spec.mask.name} needs none, closed forms say which tiles to visit")
+    if part is Part.lists:
+        return render_lists(spec, forward.target, forward.plan)
+    if forward.uses_lists:
+        note("a second kernel lists the tiles that this one visits: --kernel lists shows it")
+    return forward
 
 
 def compiled(kernel: RenderedKernel) -> Entry:
     """The kernel from the cache, compiled into it where it was not there."""
-    from flashgen.build.cache import KernelCache
+    from flashgen.build.cache import default_cache
 
-    cache = KernelCache.from_environment()
-    return cache.load_or_compile(kernel.name, kernel.source, kernel.target.architecture)
+    return default_cache().load_or_compile(kernel.name, kernel.source, kernel.target.architecture)
 
 
 def machine_code(kernel: RenderedKernel, what: What) -> str:
@@ -103,11 +126,11 @@ def machine_code(kernel: RenderedKernel, what: What) -> str:
 
     if what is What.ptx:
         return inspect.ptx(kernel.source, kernel.target.architecture, kernel.name)
-    return inspect.sass(Path(compiled(kernel).cubin_path))
+    return inspect.sass(compiled(kernel).cubin_path)
 
 
 def show_resources(kernel: RenderedKernel, json: bool) -> None:
-    """What the compiler reports, and what the plan takes."""
+    """What the compiler reports and the launch takes."""
     entry = compiled(kernel)
     facts: dict[str, Any] = {
         "kernel": kernel.name,
@@ -115,9 +138,6 @@ def show_resources(kernel: RenderedKernel, json: bool) -> None:
         **entry.resources.to_dict(),
         "dynamic_shared": kernel.shared_bytes,
         "threads": kernel.threads,
-        "tile_q": kernel.plan.tile_q,
-        "tile_k": kernel.plan.tile_k,
-        "stages": kernel.plan.stages,
         "nvrtc": ".".join(str(part) for part in entry.meta["nvrtc_version"]),
         "cubin": str(entry.cubin_path),
     }
@@ -127,5 +147,19 @@ def show_resources(kernel: RenderedKernel, json: bool) -> None:
         print_table(("what", "value"), [(name.replace("_", " "), str(value)) for name, value in facts.items()])
 
 
-def show_tiles(kernel: RenderedKernel, spec: AttentionSpec, len_q: int, len_k: int, json: bool) -> None:
-    """The class of each tile, drawn: `.` empty, `+` partial, `#` full."""
+def show_tiles(
+    spec: AttentionSpec, target: str, len_q: int, len_k: int, captures: Mapping[str, Any], json: bool
+) -> None:
+    """The class of each tile, drawn for batch 0 and head 0."""
+    from flashgen.analysis.draw import to_text
+    from flashgen.analysis.tiles import tile_map
+    from flashgen.codegen.plans import choose_forward_plan
+    from flashgen.codegen.targets import target_named
+
+    plan = choose_forward_plan(spec, target_named(target))
+    needed = {capture.name: captures[capture.name] for capture in spec.mask.captures if capture.name in captures}
+    tiles = tile_map(spec.mask.expression, (plan.tile_q, plan.tile_k), len_q, len_k, captures=needed)
+    if json:
+        print_json({"tile": list(tiles.tile), "len_q": len_q, "len_k": len_k, "classes": tiles.classes.tolist()})
+    else:
+        typer.echo(to_text(tiles))

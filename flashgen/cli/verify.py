@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from enum import StrEnum
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -24,13 +23,6 @@ flashgen verify "causal()" --emulate --sanitize thread --schedules 4
 """
 
 
-class Sanitizer(StrEnum):
-    """The checkers that the emulator can be built with."""
-
-    address = "address"
-    thread = "thread"
-
-
 @with_spec_options
 def verify(
     options: SpecOptions,
@@ -38,7 +30,8 @@ def verify(
     target: Target = None,
     emulate: Emulate = False,
     sanitize: Annotated[
-        Sanitizer | None, typer.Option("--sanitize", help="On the emulator, under ASan and UBSan, or under TSan.")
+        Literal["address", "thread"] | None,
+        typer.Option("--sanitize", help="On the emulator, under ASan and UBSan, or under TSan."),
     ] = None,
     schedules: Annotated[
         int, typer.Option("--schedules", min=1, help="On the emulator: orders of threads and copies to go through.")
@@ -64,7 +57,7 @@ def verify(
     emulate = emulate or sanitize is not None
     cases = chosen_cases(specs, options, every)
     running = verify_cases(
-        cases, target=target, emulate=emulate, sanitize=sanitize and sanitize.name, schedule_count=schedules, seed=seed
+        cases, target=target, emulate=emulate, sanitize=sanitize, schedule_count=schedules, seed=seed
     )
     results = list(track(running, "verifying", len(cases) * schedules))
     failures = sum(not result.ok for result in results)

@@ -1,0 +1,75 @@
+"""`flashgen bench`: kernels timed on a GPU beside the best known ones."""
+
+from __future__ import annotations
+
+import json as json_module
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from flashgen.cli.console import note, print_json, print_table, track
+from flashgen.cli.options import Json, SpecOptions, Specs, with_spec_options
+from flashgen.cli.specs import load_spec
+from flashgen.errors import ArgumentError, LaunchError
+
+EXAMPLES = """[bold]Examples[/]
+
+flashgen bench
+
+flashgen bench "causal()" "sliding_window(1024)" --head-dims 128 --lengths 4096,16384 --output bench.json
+"""
+
+
+@with_spec_options
+def bench(
+    options: SpecOptions,
+    specs: Specs = None,
+    lengths: Annotated[str, typer.Option("--lengths", help="Tokens of a sequence, by commas.")] = "1024,4096,16384",
+    head_dims: Annotated[str, typer.Option("--head-dims", help="Head dims, by commas.")] = "64,128,256",
+    output: Annotated[Path, typer.Option("--output", "-o", help="Where the JSON goes.")] = Path("flashgen-bench.json"),
+    json: Json = False,
+) -> None:
+    """Measure TFLOP/s over lengths and head dims, beside torch's SDPA backends and FlexAttention where they are.
+
+    Without SPEC: full() and causal(). Of 16384 tokens and heads·dim 2048, as the FlashAttention papers measure; in
+    bfloat16 unless --dtype says otherwise. All in one run on this machine's GPU, the L2 flushed before each launch,
+    the median of many. Prints a table and saves it as JSON.
+    """
+    from flashgen.cli.machine import gpus
+
+    if not gpus():
+        raise LaunchError("there is no GPU here to measure on; `flashgen verify --emulate` runs kernels without one")
+    from flashgen import bench as benchmark
+
+    dims = [options.head_dim] if options.head_dim else numbers(head_dims, "--head-dims")
+    wanted = specs or ["full()", "causal()"]
+    declared = [
+        load_spec(text, options.with_defaults(dtype="bfloat16", head_dim=dim)) for text in wanted for dim in dims
+    ]
+    sizes = numbers(lengths, "--lengths")
+    rows = list(track(benchmark.forward_rows(declared, sizes), "measuring", len(declared) * len(sizes)))
+    report = {"environment": benchmark.environment(), "rows": [row.to_dict() for row in rows]}
+    output.write_text(json_module.dumps(report, indent=2) + "\n", encoding="utf-8")
+    if json:
+        print_json(report)
+        return
+    contenders = list(dict.fromkeys(name for row in rows for name in row.tflops))
+    cells = ([row.spec, str(row.length), *(speed(row.tflops.get(name)) for name in contenders)] for row in rows)
+    print_table(("spec", "length", *(f"{name} TFLOP/s" for name in contenders)), list(cells))
+    note(f"saved to {output}")
+
+
+def numbers(text: str, option: str) -> list[int]:
+    """ "1024,4096" -> [1024, 4096]."""
+    try:
+        found = [int(part) for part in text.split(",")]
+    except ValueError:
+        raise ArgumentError(f"{option} {text!r} must be integers parted by commas, such as 1024,4096") from None
+    if min(found) < 1:
+        raise ArgumentError(f"{option} {text!r} must be positive")
+    return found
+
+
+def speed(tflops: float | None) -> str:
+    return "-" if tflops is None else f"{tflops:.0f}"

@@ -1,0 +1,233 @@
+"""`flashgen demo`: the main job, at once, on real input."""
+
+from __future__ import annotations
+
+import json as json_module
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import numpy as np
+import typer
+
+from flashgen.cli.arrays import Arrays, load_arrays
+from flashgen.cli.console import note, print_json, progress, stdout
+from flashgen.cli.machine import engine_text, gpus
+from flashgen.cli.options import Emulate, Json, Target
+from flashgen.errors import FlashgenError
+
+if TYPE_CHECKING:
+    from flashgen.analysis.tiles import TileMap
+    from flashgen.attention import Attention
+    from flashgen.language import AttentionSpec
+    from flashgen.reference import Verdict
+
+EXAMPLES = """[bold]Examples[/]
+
+flashgen demo
+
+flashgen demo --emulate --output /tmp/demo
+"""
+
+EXAMPLE = "minilm_qkv.npz"
+SEED = 7
+DRAWN_LENGTH = 1024  # tokens of the tile maps that are drawn, where the mask needs no array
+DRAWN_WIDTH = 32  # characters
+ASKED = "rabbit"  # the token whose attention is read out
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A variant that ran: what came of it and where its files are. Times are in seconds."""
+
+    attention: Attention
+    verdict: Verdict
+    folder: Path
+    ready: float
+    ran: float
+    visited: TileMap
+
+    def to_dict(self) -> dict[str, Any]:
+        """For a program to read."""
+        return {
+            "spec": self.attention.spec.name,
+            "target": self.attention.target.name,
+            "folder": str(self.folder),
+            "ok": self.verdict.ok,
+            "error": self.verdict.error,
+            "bound": self.verdict.bound,
+            "lse_error": self.verdict.lse_error,
+            "seconds_until_ready": self.ready,
+            "seconds_of_a_run": self.ran,
+            "share_of_tiles_visited": self.visited.share,
+        }
+
+
+def demo(
+    output: Annotated[Path, typer.Option("--output", "-o", help="Where the files go.")] = Path("flashgen-demo"),
+    target: Target = None,
+    emulate: Emulate = False,
+    json: Json = False,
+) -> None:
+    """Generate, compile, run and check several attention variants on a trained layer's q, k and v.
+
+    The input is one layer of all-MiniLM-L6-v2 reading the first sentences of "Alice's Adventures in Wonderland". Each
+    variant is compared with NumPy in float64; its CUDA, spec and tile map are kept. It runs on this machine's GPU, or,
+    saying so, on the emulator, which runs the same CUDA on the CPU.
+    """
+    emulate = emulate or not gpus()
+    example = load_arrays(example_path())
+    specs = variants(example)
+    note(f"engine: {engine_text(emulate)}")
+    note(f"input:  {len(example['tokens'])} tokens, {example['q'].shape[1]} heads of {example['q'].shape[3]}, float16")
+    outcomes = []
+    with progress("first kernel", len(specs)) as bar:
+        for number, spec in enumerate(specs, start=1):
+            bar.update(bar.task_ids[0], description=spec.mask.name)
+            outcome = run_variant(spec, example, output, target, emulate)
+            outcomes.append(outcome)
+            bar.advance(bar.task_ids[0])
+            if not json:
+                print_outcome(number, outcome)
+    looked_at = list(read_attention(example, target, emulate))
+    failures = sum(not outcome.verdict.ok for outcome in outcomes)
+    summary = {"engine": engine_text(emulate), "variants": [outcome.to_dict() for outcome in outcomes]}
+    (output / "summary.json").write_text(json_module.dumps(summary, indent=2) + "\n", encoding="utf-8")
+    if json:
+        print_json(summary)
+    else:
+        for line in looked_at:
+            stdout().print(line, markup=False)
+        note(f"{len(outcomes) - failures} of {len(outcomes)} variants agree with NumPy; files in {output}/")
+    if failures:
+        raise typer.Exit(1)
+
+
+def example_path() -> Path:
+    """The example's file: inside the installed package, or beside it in a checkout."""
+    package = Path(__file__).resolve().parents[1]
+    candidates = (package / "examples" / EXAMPLE, package.parent / "examples" / EXAMPLE)
+    for path in candidates:
+        if path.is_file():
+            return path
+    raise FlashgenError(
+        f"the example's data is missing: neither {candidates[0]} nor {candidates[1]}; install flashgen again"
+    )
+
+
+def variants(example: Arrays) -> tuple[AttentionSpec, ...]:
+    """What the demo shows. All read the same q, k and v; `sentence` and `slopes` are arrays of the same file."""
+    import flashgen as fg
+
+    dims = {"head_dim": example["q"].shape[3], "value_dim": example["v"].shape[3]}
+    return (
+        fg.AttentionSpec(**dims),
+        fg.AttentionSpec(**dims, mask=fg.causal()),
+        fg.AttentionSpec(**dims, mask=fg.causal() & fg.sliding_window(100)),
+        fg.AttentionSpec(**dims, mask=fg.causal(), score=fg.softcap(20)(fg.alibi("slopes"))),
+        fg.AttentionSpec(**dims, mask=fg.document("sentence")),
+        fg.AttentionSpec(**dims, mask=fg.causal() & near_or_first, dropout=0.1),
+    )
+
+
+def near_or_first(b: Any, h: Any, q: Any, k: Any) -> Any:
+    """A mask as a user writes one: the 20 tokens before, and the first, which says what the text is about."""
+    return (q - k <= 20) | (k == 0)
+
+
+def run_variant(spec: AttentionSpec, example: Arrays, output: Path, target: str | None, emulate: bool) -> Outcome:
+    from flashgen import attention as engine
+    from flashgen.verify import judged
+
+    begin = time.perf_counter()
+    attention = engine.compile(spec, target=target, emulate=emulate)
+    ready = time.perf_counter() - begin
+    captures: dict[str, Any] = {capture.name: example[capture.name] for capture in spec.captures}
+    options: dict[str, Any] = {"seed": SEED} if spec.dropout else {}
+    q, k, v = example["q"], example["k"], example["v"]
+    out, lse = attention(q, k, v, return_lse=True, **captures, **options)
+    ran = seconds_of_a_run(attention, (q, k, v), captures | options, emulate)
+    verdict = judged(spec, q, k, v, out, lse, captures, **options)
+    tiles = attention.tiles(q.shape[2], k.shape[2], **captures)
+    folder = output / spec.name
+    keep_files(folder, attention, tiles)
+    return Outcome(attention, verdict, folder, ready, ran, tiles)
+
+
+def seconds_of_a_run(attention: Attention, inputs: tuple[Any, ...], options: dict[str, Any], emulate: bool) -> float:
+    """The median of several runs on a GPU, arrays already there; one run on the emulator."""
+    if not emulate:
+        import cupy
+
+        from flashgen.bench.timing import median_ms
+
+        moved = [cupy.asarray(array) for array in inputs]
+        arguments = {name: cupy.asarray(v) if isinstance(v, np.ndarray) else v for name, v in options.items()}
+        return median_ms(lambda: attention(*moved, **arguments)) / 1e3
+    begin = time.perf_counter()
+    attention(*inputs, **options)
+    return time.perf_counter() - begin
+
+
+def keep_files(folder: Path, attention: Attention, tiles: TileMap) -> None:
+    """The CUDA of the kernel (and of the one that lists its tiles, if any), the spec and the tile map."""
+    from flashgen.analysis.draw import to_svg
+
+    folder.mkdir(parents=True, exist_ok=True)
+    for kernel in attention.kernels:
+        name = "kernel.cu" if kernel.source == attention.source else "tile_lists.cu"
+        (folder / name).write_text(kernel.source, encoding="utf-8")
+    (folder / "spec.json").write_text(attention.spec.to_json() + "\n", encoding="utf-8")
+    (folder / "tiles.svg").write_text(to_svg(tiles, title=attention.spec.mask.name), encoding="utf-8")
+
+
+def print_outcome(number: int, outcome: Outcome) -> None:
+    from flashgen.analysis.draw import to_text
+
+    attention, verdict = outcome.attention, outcome.verdict
+    spec, console = attention.spec, stdout()
+    console.print()
+    console.print(f"{number}. {variant_text(spec)}", style="bold", markup=False)
+    if not spec.mask.captures:
+        console.print(to_text(attention.tiles(DRAWN_LENGTH), width=DRAWN_WIDTH), style="cyan", markup=False)
+    else:
+        console.print(to_text(outcome.visited, width=DRAWN_WIDTH), style="cyan", markup=False)
+    console.print(
+        f"   kernel  {outcome.folder / 'kernel.cu'}, {len(attention.source.splitlines())} lines", markup=False
+    )
+    console.print(f"   time    ready in {outcome.ready:.2f} s, then {outcome.ran * 1e3:.2f} ms a run", markup=False)
+    console.print(f"   NumPy   {verdict}", style="green" if verdict.ok else "bold red", markup=False)
+
+
+def variant_text(spec: AttentionSpec) -> str:
+    parts = [
+        spec.mask.name,
+        f"score {spec.score.name}" if spec.score else "",
+        f"dropout {spec.dropout:g}" if spec.dropout else "",
+    ]
+    return ", ".join(part for part in parts if part)
+
+
+def read_attention(example: Arrays, target: str | None, emulate: bool) -> Iterator[str]:
+    """What the layer's heads look at, read from a kernel: values that are the rows of the identity give back the
+    attention weights themselves, since out = P·I."""
+    import flashgen as fg
+    from flashgen import attention as engine
+
+    tokens = [str(token) for token in example["tokens"]]
+    q, k = example["q"], example["k"]
+    spec = fg.AttentionSpec(head_dim=q.shape[3], value_dim=len(tokens), mask=fg.document("sentence"))
+    identity = np.broadcast_to(np.eye(len(tokens), dtype=np.float16), (*q.shape[:2], len(tokens), len(tokens)))
+    weights = engine.compile(spec, target=target, emulate=emulate)(
+        q, k, np.ascontiguousarray(identity), sentence=example["sentence"]
+    )
+    asked = tokens.index(ASKED)
+    yield f'\nWhat "{ASKED}" attends to within its sentence, read from a kernel whose values are the identity:'
+    rows = weights[0, :, asked].astype(np.float32)
+    others = np.where(np.arange(len(tokens)) == asked, 0, rows)
+    for head in sorted(np.argsort(-others.max(axis=1))[:3]):
+        best = np.argsort(-rows[head])[:4]
+        found = ", ".join(f"{tokens[place]} {rows[head, place]:.2f}" for place in best)
+        yield f"   head {head:2}: {found}"
