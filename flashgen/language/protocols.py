@@ -207,6 +207,11 @@ def call_torch(function: Any, arguments: tuple[Any, ...], keywords: dict[str, An
 
 
 def _call(library: str, name: str, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+    if name == "getitem":
+        raise SpecError(
+            f"a {library} array cannot be indexed by a traced value: declare flashgen.Tensor(name, dtype, ndim), index "
+            "that, and give the array at the call"
+        )
     if name not in FUNCTIONS:
         raise SpecError(f"{library}.{name} cannot be traced; known: {', '.join(sorted(FUNCTIONS))}")
     # NumPy's and torch's own scalars become traced, so that Python's operators on them build nodes.

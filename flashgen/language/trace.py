@@ -1,4 +1,4 @@
-"""Tracing: proxies that stand for the indices and the score while a user's function runs once, and record what it does.
+"""Proxies that stand for the indices and the score while a user's function runs once, and record what it does.
 
 A `Traced` wraps a node (see `operations`). Python's operators on it build further nodes; what Python cannot hand over
 (`and`, `or`, `not`, `if`, chained comparisons, `float(x)`) raises a SpecError that says what to write instead.
@@ -6,10 +6,7 @@ A `Traced` wraps a node (see `operations`). Python's operators on it build furth
 
 from __future__ import annotations
 
-import inspect
 import math
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any, NoReturn
 
 import numpy as np
@@ -18,10 +15,9 @@ import sympy
 from flashgen.errors import SpecError
 from flashgen.language import operations as ops
 from flashgen.language.operations import Kind, Operation, kind_of
-from flashgen.language.rules import build, check_expression, is_literal, literal
+from flashgen.language.rules import build, is_literal, literal
 
 MAX_POWER = 16
-_OWN_FILES = str(Path(__file__).parent)
 
 
 class Traced:
@@ -343,64 +339,3 @@ def _is_number(node: sympy.Basic) -> bool:
 
 def _number(node: sympy.Basic) -> int | float:
     return int(node) if isinstance(node, sympy.Integer) else float(node)
-
-
-# Running a user's function -------------------------------------------------------------------------------------------
-
-
-def run_traced(function: Callable[..., Any], symbols: tuple[sympy.Symbol, ...], what: str) -> Any:
-    """Call `function` once with proxies of the symbols. Errors say which function, and at which line of it."""
-    _check_signature(function, symbols, what)
-    try:
-        return function(*(Traced(symbol) for symbol in symbols))
-    except SpecError as error:
-        raise SpecError(f"{what}{_line_of(error)}: {error}") from error
-    except Exception as error:
-        # NumPy and torch hide the error of __index__ behind their own.
-        error.add_note(
-            f"while flashgen traced {what}: an array or tensor from outside is declared as flashgen.Tensor(name, "
-            "dtype, ndim), and given at the call"
-        )
-        raise
-
-
-def _check_signature(function: Callable[..., Any], symbols: tuple[sympy.Symbol, ...], what: str) -> None:
-    if not callable(function):
-        raise SpecError(f"{what} must be a function of ({_listed(symbols)}), got {function!r}")
-    try:
-        signature = inspect.signature(function)
-    except (TypeError, ValueError):  # builtins may not tell
-        return
-    try:
-        signature.bind(*symbols)
-    except TypeError:
-        raise SpecError(
-            f"{what} takes {signature}; it must take the {len(symbols)} positional arguments ({_listed(symbols)})"
-        ) from None
-
-
-def _listed(symbols: tuple[sympy.Symbol, ...]) -> str:
-    return ", ".join(symbol.name for symbol in symbols)
-
-
-def _line_of(error: BaseException) -> str:
-    """The place, as " (file.py:12)", of the innermost frame that is not of this package."""
-    found, step = "", error.__traceback__
-    while step is not None:
-        filename = step.tb_frame.f_code.co_filename
-        if not filename.startswith(_OWN_FILES):
-            found = f" ({Path(filename).name}:{step.tb_lineno})"
-        step = step.tb_next
-    return found
-
-
-def checked_result(result: Any, what: str) -> sympy.Basic:
-    """The node that a traced function returned, checked as a whole."""
-    if result is None:
-        raise SpecError(f"{what} returned None: did it forget to return its result?")
-    try:
-        node = lift(result)
-        check_expression(node)
-    except SpecError as error:
-        raise SpecError(f"{what}: {error}") from error
-    return node

@@ -78,6 +78,8 @@ def test_torch_functions_by_their_names():
     for name, message in [("softmax", "torch.softmax cannot be traced; known: abs"), ("div", "cannot be traced")]:
         with pytest.raises(SpecError, match=message):
             call_torch(torch_function(name), (Q,), {})
+    with pytest.raises(SpecError, match=r"flashgen\.Tensor"):  # table[q] of a torch tensor from outside
+        call("__getitem__", np.arange(3), Q)
     with pytest.raises(SpecError, match="rounding_mode"):
         call("div", Q, K, rounding_mode="trunc")
     assert {"abs", "exp", "minimum", "maximum", "tanh", "sigmoid", "where", "clamp", "clamp_min"} <= set(FUNCTIONS)

@@ -47,9 +47,8 @@ def test_torch_that_needs_arrays_is_refused():
         torch.softmax(S, 0)
     with pytest.raises(SpecError, match=r"flashgen\.Tensor"):
         Q + table
-    with pytest.raises(Exception, match="") as caught:
+    with pytest.raises(SpecError, match=r"flashgen\.Tensor"):
         fg.trace_mask(lambda b, h, q, k: table[q] == table[k])
-    assert "flashgen.Tensor" in str(caught.value) + "".join(getattr(caught.value, "__notes__", []))
 
 
 def test_torchs_own_combinators():
