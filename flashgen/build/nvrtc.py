@@ -21,7 +21,7 @@ from flashgen.build.resources import Resources, combined, parse_resources, witho
 from flashgen.build.tools import cuda_roots, wheel_roots
 from flashgen.errors import BuildError
 
-INSTALL_HINT = "install them with `pip install 'flashgen[cuda13]'` (or 'flashgen[cuda12]' for a driver older than 580)"
+INSTALL_HINT = "`pip install 'flashgen[cuda13]'` installs both (or 'flashgen[cuda12]' for a driver older than 580)"
 
 # Line numbers cost no instructions. The source's folder must be given, as NVRTC else writes the current one into the
 # image, and then the same source makes different bytes on every machine.

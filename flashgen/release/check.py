@@ -64,7 +64,8 @@ def _wrong_with(release: PrebuiltFolder, kernel: Mapping[str, Any]) -> Iterator[
             release.read(file)
         except DamagedEntry as damage:
             damaged = True
-            yield Finding(str(file["path"]), str(damage))
+            name = str(file["path"])
+            yield Finding(name, str(damage).removeprefix(f"{name} "))
     if damaged or release.nvrtc_version is None:
         return
     source = release.read(kernel["files"]["source"]).decode()

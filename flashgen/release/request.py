@@ -29,8 +29,8 @@ from flashgen.errors import FlashgenError, SpecError
 from flashgen.language import AttentionSpec, full, parse_mask, parse_score
 
 _PARSERS = {
-    "mask": lambda text: parse_mask(text) if text else full(),
-    "score": lambda text: parse_score(text) if text else None,
+    "mask": lambda text: full() if text == "" else parse_mask(text),
+    "score": lambda text: None if text == "" else parse_score(text),
 }
 _ARGUMENTS = ("mask", "score", "head_dim", "value_dim", "dtype", "scale", "layout", "dropout")
 _KEYS = ("spec", "target", *_ARGUMENTS)

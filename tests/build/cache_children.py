@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import signal
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from flashgen.build import Artifacts, KernelCache, content_key, nvrtc
+from flashgen.build.elf import complete_image
 from flashgen.build.entries import discard, read_entry
 from flashgen.build.keys import folder_name
 
@@ -31,18 +34,44 @@ def build_for_ever(root: Path) -> None:
                 discard(root / folder_name(name, key), key)
 
 
-def kill_often(root: Path, kills: int) -> None:
-    """Kill builders at random moments; after each, every entry must be whole or absent. Prints how many were whole."""
-    chance, whole = random.Random(1), 0
-    for _ in range(kills):
-        children = [_fork(lambda: build_for_ever(root)) for _ in range(2)]
-        time.sleep(chance.uniform(0.002, 0.03))
+def compile_for_ever(root: Path) -> None:
+    """Compile kernels with NVRTC, each another, until killed."""
+    cache, number = KernelCache(root), 0
+    while True:
+        number += 1
+        source = f'extern "C" __global__ void k(float* x) {{ x[threadIdx.x] += {os.getpid()}.{number}f; }}'
+        cache.load_or_compile(f"compiled-{number}", source, "sm_80")
+
+
+def kill_often(root: Path, role: Callable[[Path], None], kills: int, longest: float, least_torn: int) -> None:
+    """Kill pairs of builders at random moments; after each time all that is in the cache must be whole.
+
+    Goes on until there were `kills` kills, `least_torn` of them in the middle of writing, and 10 whole entries were
+    seen. Prints the three numbers.
+    """
+    chance, done, whole, torn = random.Random(1), 0, 0, 0
+    while done < kills or whole < 10 or torn < least_torn:
+        children = [_fork(lambda: role(root)) for _ in range(2)]
+        time.sleep(chance.uniform(0.002, longest))
         for child in children:
             os.kill(child, signal.SIGKILL)
             os.waitpid(child, 0)
-        for name, key in KEYS.items():
-            whole += read_entry(root / folder_name(name, key), key) is not None  # raises when it is damaged
-    print(whole)
+        done += 1
+        whole += check_all(root)
+        torn += any(root.glob(".staging-*"))
+    print(done, whole, torn)
+
+
+def check_all(root: Path) -> int:
+    """How many entries there are; an error if one is damaged."""
+    entries = KernelCache(root).list()
+    for entry in entries:
+        meta = json.loads((entry.path / "meta.json").read_text())
+        stored = read_entry(entry.path, meta["key"])  # raises when it is damaged
+        assert stored is not None and entry.path.name == folder_name(entry.name, meta["key"])
+        if entry.name.startswith("compiled"):
+            complete_image(stored.files["kernel.cubin"])
+    return len(entries)
 
 
 def ask_once(root: Path, gate: Path, marker: Path) -> None:
@@ -73,11 +102,11 @@ def hold_lock(root: Path) -> None:
     KernelCache(root).get_or_build("held", KEYS["kernel-0"], never)
 
 
-def _fork(role: object) -> int:
+def _fork(role: Callable[[], None]) -> int:
     child = os.fork()
     if child == 0:
         try:
-            role()  # type: ignore[operator]
+            role()
         finally:
             os._exit(1)
     return child
@@ -85,8 +114,11 @@ def _fork(role: object) -> int:
 
 if __name__ == "__main__":
     role, root, *rest = sys.argv[1:]
-    if role == "kill_often":
-        kill_often(Path(root), int(rest[0]))
+    if role == "kill_builders":
+        kill_often(Path(root), build_for_ever, int(rest[0]), longest=0.03, least_torn=5)
+    elif role == "kill_compilers":
+        nvrtc.version()  # loaded once, so that the children compile from their first moment on
+        kill_often(Path(root), compile_for_ever, int(rest[0]), longest=0.2, least_torn=0)
     elif role == "ask_once":
         ask_once(Path(root), Path(rest[0]), Path(rest[1]))
     elif role == "hold_lock":

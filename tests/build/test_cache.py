@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import tempfile
 import time
 import warnings
 from collections.abc import Iterator
@@ -234,12 +235,13 @@ def without_root() -> Iterator[None]:
 
 
 @pytest.fixture
-def open_folder(tmp_path: Path) -> Path:
-    """A folder that an ordinary user can reach."""
-    for folder in (tmp_path, *tmp_path.parents[:3]):
-        if folder.name.startswith("pytest-") or folder == tmp_path:
-            folder.chmod(0o755)
-    return tmp_path
+def open_folder() -> Iterator[Path]:
+    """A folder that an ordinary user can reach, which pytest's own need not be."""
+    with tempfile.TemporaryDirectory(prefix="flashgen-test-") as folder:
+        os.chmod(folder, 0o755)
+        yield Path(folder)
+        for path in (Path(folder), *Path(folder).rglob("*")):
+            path.chmod(0o755)
 
 
 def test_a_folder_that_cannot_be_written(open_folder: Path, compiler: Compiler) -> None:

@@ -80,6 +80,7 @@ def test_json_and_specs_in_json(tmp_path: Path) -> None:
         ("[[kernels]]\nhead_dim = 64\ntarget = 80", r"target=80 is not supported"),
         ("[[kernels]]\nhead_dim = 63\ntarget = 'sm_80'", r"group 1 .*head_dim=63"),
         ("[[kernels]]\nhead_dim = 64\nmask = 'cusal()'\ntarget = 'sm_80'", r"group 1 .*cusal"),
+        ("[[kernels]]\nhead_dim = 64\nmask = 0\ntarget = 'sm_80'", r"group 1 .*got 0"),
         ("[[kernels]]\nhead_dim = 64\nmask = '__import__(\"os\")'\ntarget = 'sm_80'", r"group 1 .*__import__"),
         ("[[kernels]]\nspec = '{}'\nhead_dim = 64\ntarget = 'sm_80'", r"remove `head_dim`"),
         ("[[kernels]]\nspec = 'no JSON'\ntarget = 'sm_80'", r"group 1 "),

@@ -1,0 +1,476 @@
+// flashgen: attention forward, bf16-d128-causal-56b1805a
+//
+// mask     causal()
+// score    none; scale 0.0883883476
+// dropout  0
+// dims     head 128, value 128; bfloat16, accumulated in float32; heads_q a multiple of heads_kv
+// target   sm_80, family ampere
+// plan     128 queries x 32 keys, 4 warps, 2 stage(s) of K and V, 2 block(s) per multiprocessor, 65536 bytes of shared memory
+// FLOPs    512 * batch * heads_q * len_q * len_k * (share of tiles visited)
+// HBM      2 * batch * (heads_q * len_q * 256 + heads_kv * len_k * 256) bytes, at least; + 4 * batch * heads_q * len_q for the LSE
+//
+// Grid: one block per (tile of queries, head, batch), in one dimension. Made by
+//   flashgen show --target sm_80 '{"dropout":0.0,"dtype":"bfloat16","head_dim":128,"layout":"bhsd","mask":{"expression":["LessEqual","k",["Add","q",["Sub","len_k","len_q"]]],"name":"causal()"},"scale":0.08838834764831843,"score":null,"value_dim":128,"version":1}'
+
+using Element = unsigned short;   // the bits of a bfloat16
+
+// Strides are in elements.
+struct ForwardArguments {
+  const Element* q;
+  const Element* k;
+  const Element* v;
+  Element* o;
+  float* lse;   // (batch, heads_q, len_q), or null
+  long long q_stride_batch;
+  long long q_stride_head;
+  long long q_stride_row;
+  long long k_stride_batch;
+  long long k_stride_head;
+  long long k_stride_row;
+  long long v_stride_batch;
+  long long v_stride_head;
+  long long v_stride_row;
+  long long o_stride_batch;
+  long long o_stride_head;
+  long long o_stride_row;
+  int batch;
+  int heads_q;
+  int heads_per_kv;
+  int len_q;
+  int len_k;
+  int section;   // heads that run together, to share the L2
+};
+
+// ---- The plan -------------------------------------------------------------------------------------------------------
+
+constexpr int kHeadDim = 128;
+constexpr int kValueDim = 128;
+constexpr int kHeadDimPadded = 128;   // a multiple of the depth of an mma; zeros beyond kHeadDim
+constexpr int kValueDimPadded = 128;
+constexpr int kTileQ = 128;          // queries of a block
+constexpr int kTileK = 32;           // keys of a step
+constexpr int kWarps = 4;
+constexpr int kThreads = kWarps * 32;
+constexpr int kRowsPerWarp = kTileQ / kWarps;
+constexpr int kRowTiles = kRowsPerWarp / 16;   // a warp's 16-row mma tiles
+constexpr int kKeyTiles = kTileK / 8;          // 8-column mma tiles of scores
+constexpr int kValueTiles = kValueDimPadded / 8;
+constexpr float kScoreToLog2 = 0.127517432f;   // scale * log2(e): probabilities are powers of 2
+constexpr float kRescaleThreshold = 8.0f;      // in log2: the reference of a row may lag its maximum by this much
+
+// Shared memory, in bytes: Q, then two tiles each of K and V. The output takes it over at the end.
+constexpr int kQueryBytes = kTileQ * kHeadDimPadded * 2;
+constexpr int kKeyBytes = kTileK * kHeadDimPadded * 2;
+constexpr int kValueBytes = kTileK * kValueDimPadded * 2;
+constexpr int kKeyOffset = kQueryBytes;
+constexpr int kValueOffset = kKeyOffset + 2 * kKeyBytes;
+static_assert(kValueOffset + 2 * kValueBytes <= 65536, "the plan's shared memory");
+static_assert(kTileQ * kValueDimPadded * 2 <= 65536, "the output fits where the tiles were");
+static_assert(kRowTiles * 16 * kWarps == kTileQ && kTileK % 16 == 0, "whole mma tiles");
+
+// ---- Primitives -----------------------------------------------------------------------------------------------------
+
+#ifndef FLASHGEN_EMULATOR   // the emulator brings its own
+
+extern __shared__ __align__(1024) unsigned char shared_memory[];
+
+// Starts copying 16 bytes from global to shared memory; writes zeros, and reads nothing, where not valid.
+__device__ __forceinline__ void copy_async_16(unsigned shared_destination, const void* global_source, bool valid) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
+               :: "r"(shared_destination), "l"(global_source), "r"(valid ? 16 : 0) : "memory");
+}
+
+// Closes the group of copies started since the last commit.
+__device__ __forceinline__ void copy_async_commit() {
+  asm volatile("cp.async.commit_group;" ::: "memory");
+}
+
+// Waits until at most `kPending` of this thread's copy groups are still in flight.
+template <int kPending>
+__device__ __forceinline__ void copy_async_wait() {
+  asm volatile("cp.async.wait_group %0;" :: "n"(kPending) : "memory");
+}
+
+// 2 to the power of x, by the special-function unit.
+__device__ __forceinline__ float exp2_approx(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// ldmatrix: four 8x8 matrices of 16-bit elements; lane l gives the address of row l % 8 of matrix l / 8.
+__device__ __forceinline__ void load_matrix_x4(unsigned (&fragment)[4], unsigned shared_source) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 { %0, %1, %2, %3}, [%4];"
+               : "=r"(fragment[0]), "=r"(fragment[1]), "=r"(fragment[2]), "=r"(fragment[3])
+               : "r"(shared_source) : "memory");
+}
+
+// ldmatrix as above, each 8x8 matrix transposed on the way.
+__device__ __forceinline__ void load_matrix_x4_transposed(unsigned (&fragment)[4], unsigned shared_source) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 { %0, %1, %2, %3}, [%4];"
+               : "=r"(fragment[0]), "=r"(fragment[1]), "=r"(fragment[2]), "=r"(fragment[3])
+               : "r"(shared_source) : "memory");
+}
+
+// The logarithm of x to base 2, by the special-function unit.
+__device__ __forceinline__ float log2_approx(float x) {
+  float y;
+  asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// d (16x8, fp32) += a (16x16) * b (16x8).
+__device__ __forceinline__ void mma_m16n8k16_bf16(float (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
+  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
+               "{ %0, %1, %2, %3}, { %4, %5, %6, %7}, { %8, %9}, { %0, %1, %2, %3};"
+               : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// Two floats, rounded to nearest even, as one register: `low` in the lower half.
+__device__ __forceinline__ unsigned pack_bf16(float low, float high) {
+  unsigned packed;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+  return packed;
+}
+
+// The 32-bit address of `pointer` in the shared-memory window.
+__device__ __forceinline__ unsigned shared_address(const void* pointer) {
+  return static_cast<unsigned>(__cvta_generic_to_shared(pointer));
+}
+
+#endif
+
+__device__ __forceinline__ float minus_infinity() { return __int_as_float(0xff800000); }
+
+// The maximum over the four lanes that hold one row of an mma accumulator.
+__device__ __forceinline__ float quad_max(float x) {
+  x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 1));
+  return fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 2));
+}
+
+// The sum over the four lanes that hold one row of an mma accumulator.
+__device__ __forceinline__ float quad_sum(float x) {
+  x += __shfl_xor_sync(0xffffffffu, x, 1);
+  return x + __shfl_xor_sync(0xffffffffu, x, 2);
+}
+
+// ---- The variant ----------------------------------------------------------------------------------------------------
+
+// Where a score stands: batch, query head, this lane's first query and its first key within a tile.
+struct Position {
+  int batch, head, query, key;
+};
+
+// Mask: causal()
+__device__ __forceinline__ bool may_attend(int q, int k, const ForwardArguments& arguments) {
+  return k <= q + (arguments.len_k - arguments.len_q);
+}
+
+// What a block works on: a tile of queries of one head of one batch.
+struct Work {
+  int first_query, head, batch;
+};
+
+// Blocks that run together share keys: `section` heads at a time, as many as the L2 holds the keys and values of.
+__device__ __forceinline__ Work work_of_block(const ForwardArguments& arguments) {
+  const int tiles = (arguments.len_q + kTileQ - 1) / kTileQ;
+  const int first_of_section = blockIdx.x / (arguments.section * tiles) * arguments.section;
+  const int within = blockIdx.x - first_of_section * tiles;
+  const int heads = min(arguments.section, arguments.batch * arguments.heads_q - first_of_section);
+  const int tile = tiles - 1 - within / heads;   // later queries see more keys: the longest work goes first
+  const int head = first_of_section + within % heads;
+  return {tile * kTileQ, head % arguments.heads_q, head / arguments.heads_q};
+}
+
+
+// The tiles of keys that a tile of queries attends to: one run, and a stretch of it in which every score counts.
+struct KeyTiles {
+  int begin, count, full_begin, full_end;
+
+  __device__ __forceinline__ int first_key(int step) const { return (begin + step) * kTileK; }
+  __device__ __forceinline__ bool full(int step) const { return begin + step >= full_begin && begin + step < full_end; }
+};
+
+__device__ __forceinline__ KeyTiles key_tiles_of(const Work& work, const ForwardArguments& arguments) {
+  const int q_first = work.first_query;
+  const int q_last = min(work.first_query + kTileQ, arguments.len_q) - 1;
+  // In keys, the ends not included.
+  const int begin = 0;
+  const int end = min(arguments.len_k, q_last + arguments.len_k - arguments.len_q + 1);
+  const int full_begin = 0;
+  const int full_end = min(arguments.len_k, q_first + arguments.len_k - arguments.len_q + 1);
+  const int first_tile = begin / kTileK;
+  const int count = end > begin ? (end + kTileK - 1) / kTileK - first_tile : 0;
+  return {first_tile, count, (full_begin + kTileK - 1) / kTileK, full_end / kTileK};
+}
+
+
+
+// ---- The kernel's steps ---------------------------------------------------------------------------------------------
+
+// Chunks of a row are permuted so that the 8 rows that ldmatrix reads at once lie in different banks: within groups
+// of this many 16-byte chunks, by the row.
+template <int kChunks>
+__device__ constexpr int swizzle_span() { return kChunks % 8 == 0 ? 8 : kChunks % 4 == 0 ? 4 : 2; }
+
+// Byte offset of a 16-byte chunk in a tile whose rows are kChunks chunks long.
+template <int kChunks>
+__device__ constexpr unsigned tile_offset(int row, int chunk) {
+  constexpr int kSpan = swizzle_span<kChunks>();
+  return (row * kChunks + (chunk ^ (row / (8 / kSpan)) % kSpan)) * 16;
+}
+
+// This lane's address for ldmatrix of the 16 x 16 block at (row, chunk), multiples of 16 and 2: its four 8 x 8
+// matrices are the upper left, lower left, upper right and lower right one.
+template <int kChunks>
+__device__ __forceinline__ unsigned block_address(unsigned tile, int row, int chunk) {
+  constexpr int kSpan = swizzle_span<kChunks>();
+  const int lane = threadIdx.x % 32;
+  const unsigned corner = tile_offset<kChunks>(lane % 16, lane / 16);
+  return tile + row * kChunks * 16 + (corner ^ chunk % kSpan * 16) + chunk / kSpan * kSpan * 16;
+}
+
+// Starts copying rows first_row, ... of a matrix of row_count rows into a tile; zeros where the matrix ends.
+template <int kRows, int kColumns, int kColumnsPadded>
+__device__ __forceinline__ void copy_tile(unsigned tile, const Element* matrix, long long row_stride, int first_row,
+                                          int row_count) {
+  constexpr int kChunks = kColumnsPadded / 8;
+  constexpr int kLanes = swizzle_span<kChunks>();   // lanes side by side in a row
+  constexpr int kRowStep = kThreads / kLanes;
+  const int first = threadIdx.x / kLanes, lane = threadIdx.x % kLanes;
+  const Element* source = matrix + (first_row + first) * row_stride + lane * 8;
+#pragma unroll
+  for (int row = first; row < first + kRows; row += kRowStep, source += kRowStep * row_stride) {
+    if (kRows % kRowStep != 0 && row >= kRows) break;
+#pragma unroll
+    for (int chunk = 0; chunk < kChunks; chunk += kLanes) {
+      const bool valid = first_row + row < row_count && (chunk + lane) * 8 < kColumns;
+      copy_async_16(tile + tile_offset<kChunks>(row, chunk + lane), source + chunk * 8, valid);
+    }
+  }
+}
+
+
+// scores = Q * K^T of this warp's rows; `queries` and `keys` are where they begin in shared memory.
+__device__ __forceinline__ void multiply_queries_by_keys(float (&scores)[kRowTiles][kKeyTiles][4], unsigned queries,
+                                                         unsigned keys) {
+  constexpr int kChunks = kHeadDimPadded / 8;
+#pragma unroll
+  for (int depth = 0; depth < kHeadDimPadded / 16; ++depth) {
+    unsigned a[kRowTiles][4];
+#pragma unroll
+    for (int i = 0; i < kRowTiles; ++i) load_matrix_x4(a[i], block_address<kChunks>(queries, i * 16, depth * 2));
+#pragma unroll
+    for (int j = 0; j < kKeyTiles; j += 2) {
+      unsigned b[4];
+      load_matrix_x4(b, block_address<kChunks>(keys, j * 8, depth * 2));
+#pragma unroll
+      for (int i = 0; i < kRowTiles; ++i) {
+        mma_m16n8k16_bf16(scores[i][j], a[i], b[0], b[2]);
+        mma_m16n8k16_bf16(scores[i][j + 1], a[i], b[1], b[3]);
+      }
+    }
+  }
+}
+
+
+// -inf where the query may not attend to the key.
+__device__ __forceinline__ void mask_scores(float (&scores)[kRowTiles][kKeyTiles][4], const Position& position,
+                                            int first_key, const ForwardArguments& arguments) {
+#pragma unroll
+  for (int i = 0; i < kRowTiles; ++i) {
+#pragma unroll
+    for (int j = 0; j < kKeyTiles; ++j) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        const int q = position.query + i * 16 + e / 2 * 8, k = first_key + position.key + j * 8 + e % 2;
+        if (k >= arguments.len_k || !may_attend(q, k, arguments)) scores[i][j][e] = minus_infinity();
+      }
+    }
+  }
+}
+
+
+// A row's running state: the reference that its probabilities are relative to, and this lane's share of their sum.
+struct RowState {
+  float reference = minus_infinity();
+  float sum = 0.0f;
+};
+
+// Turns a tile of scores into probabilities relative to the row's reference, and adds them to the row's sum. Output
+// and sum are rescaled only when some row of the warp has outgrown its reference by 2^kRescaleThreshold.
+__device__ __forceinline__ void online_softmax(float (&scores)[kRowTiles][kKeyTiles][4],
+                                               float (&output)[kRowTiles][kValueTiles][4],
+                                               RowState (&rows)[kRowTiles][2]) {
+  float maximum[kRowTiles][2];
+  bool outgrown = false;
+#pragma unroll
+  for (int i = 0; i < kRowTiles; ++i) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      maximum[i][r] = fmaxf(scores[i][0][2 * r], scores[i][0][2 * r + 1]);
+#pragma unroll
+      for (int j = 1; j < kKeyTiles; ++j) {
+        maximum[i][r] = fmaxf(maximum[i][r], fmaxf(scores[i][j][2 * r], scores[i][j][2 * r + 1]));
+      }
+      maximum[i][r] = quad_max(maximum[i][r]);
+      outgrown |= (maximum[i][r] - rows[i][r].reference) * kScoreToLog2 > kRescaleThreshold;
+    }
+  }
+  if (__any_sync(0xffffffffu, outgrown)) {
+#pragma unroll
+    for (int i = 0; i < kRowTiles; ++i) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const float reference = fmaxf(rows[i][r].reference, maximum[i][r]);
+        // A row that has seen no key yet has nothing to rescale; -inf - -inf would be NaN.
+        const float shrink = reference == minus_infinity() ? 1.0f
+                             : exp2_approx((rows[i][r].reference - reference) * kScoreToLog2);
+        rows[i][r].reference = reference;
+        rows[i][r].sum *= shrink;
+#pragma unroll
+        for (int j = 0; j < kValueTiles; ++j) {
+          output[i][j][2 * r] *= shrink;
+          output[i][j][2 * r + 1] *= shrink;
+        }
+      }
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < kRowTiles; ++i) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const float offset = rows[i][r].reference == minus_infinity() ? 0.0f : rows[i][r].reference * kScoreToLog2;
+#pragma unroll
+      for (int j = 0; j < kKeyTiles; ++j) {
+        scores[i][j][2 * r] = exp2_approx(scores[i][j][2 * r] * kScoreToLog2 - offset);
+        scores[i][j][2 * r + 1] = exp2_approx(scores[i][j][2 * r + 1] * kScoreToLog2 - offset);
+        rows[i][r].sum += scores[i][j][2 * r] + scores[i][j][2 * r + 1];
+      }
+    }
+  }
+}
+
+
+// output += P * V, with P rounded to the input's type; `values` is where the tile of V begins in shared memory.
+__device__ __forceinline__ void multiply_probabilities_by_values(float (&output)[kRowTiles][kValueTiles][4],
+                                                                 const float (&probabilities)[kRowTiles][kKeyTiles][4],
+                                                                 unsigned values) {
+  constexpr int kChunks = kValueDimPadded / 8;
+#pragma unroll
+  for (int depth = 0; depth < kTileK / 16; ++depth) {
+    unsigned a[kRowTiles][4];
+#pragma unroll
+    for (int i = 0; i < kRowTiles; ++i) {
+      const float (&left)[4] = probabilities[i][depth * 2], (&right)[4] = probabilities[i][depth * 2 + 1];
+      a[i][0] = pack_bf16(left[0], left[1]);
+      a[i][1] = pack_bf16(left[2], left[3]);
+      a[i][2] = pack_bf16(right[0], right[1]);
+      a[i][3] = pack_bf16(right[2], right[3]);
+    }
+#pragma unroll
+    for (int j = 0; j < kValueTiles; j += 2) {
+      unsigned b[4];
+      load_matrix_x4_transposed(b, block_address<kChunks>(values, depth * 16, j));
+#pragma unroll
+      for (int i = 0; i < kRowTiles; ++i) {
+        mma_m16n8k16_bf16(output[i][j], a[i], b[0], b[1]);
+        mma_m16n8k16_bf16(output[i][j + 1], a[i], b[2], b[3]);
+      }
+    }
+  }
+}
+
+
+// Divides by the row sums, rounds, and writes the output through shared memory, 16 bytes a lane; writes the LSE.
+__device__ __forceinline__ void write_output(const float (&output)[kRowTiles][kValueTiles][4],
+                                             const RowState (&rows)[kRowTiles][2], const Position& position,
+                                             const Work& work, const ForwardArguments& arguments) {
+  constexpr int kChunks = kValueDimPadded / 8;
+  const int lane = threadIdx.x % 32, warp_row = threadIdx.x / 32 * kRowsPerWarp;
+  float* lse = arguments.lse + (static_cast<long long>(work.batch) * arguments.heads_q + work.head) * arguments.len_q;
+  __syncthreads();   // every warp is done with the tiles that the output takes the place of
+#pragma unroll
+  for (int i = 0; i < kRowTiles; ++i) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const float sum = quad_sum(rows[i][r].sum);
+      const float normalise = sum == 0.0f ? 0.0f : 1.0f / sum;
+      const int query = position.query + i * 16 + r * 8;
+      if (arguments.lse != nullptr && lane % 4 == 0 && query < arguments.len_q) {
+        // Natural logarithm; -inf where there was nothing to attend to.
+        lse[query] = sum == 0.0f ? minus_infinity()
+                                 : (rows[i][r].reference * kScoreToLog2 + log2_approx(sum)) * 0.69314718f;
+      }
+#pragma unroll
+      for (int j = 0; j < kValueTiles; ++j) {
+        const unsigned offset = tile_offset<kChunks>(warp_row + lane / 4 + i * 16 + r * 8, j) + lane % 4 * 4;
+        *reinterpret_cast<unsigned*>(shared_memory + offset) =
+            pack_bf16(output[i][j][2 * r] * normalise, output[i][j][2 * r + 1] * normalise);
+      }
+    }
+  }
+  __syncwarp();      // a warp reads back only its own rows
+  Element* o = arguments.o + work.batch * arguments.o_stride_batch + work.head * arguments.o_stride_head;
+#pragma unroll
+  for (int i = lane; i < kRowsPerWarp * kChunks; i += 32) {
+    const int row = warp_row + i / kChunks, chunk = i % kChunks;
+    if (work.first_query + row < arguments.len_q && chunk * 8 < kValueDim) {
+      *reinterpret_cast<uint4*>(o + (work.first_query + row) * arguments.o_stride_row + chunk * 8) =
+          *reinterpret_cast<const uint4*>(shared_memory + tile_offset<kChunks>(row, chunk));
+    }
+  }
+}
+
+
+// ---- The kernel -----------------------------------------------------------------------------------------------------
+
+extern "C" __global__ void __launch_bounds__(kThreads, 2)
+attention_forward_bf16_d128_causal_56b1805a(const __grid_constant__ ForwardArguments arguments) {
+  const Work work = work_of_block(arguments);
+  const int warp_row = (threadIdx.x / 32) * kRowsPerWarp;
+  const int lane = threadIdx.x % 32;
+  const Position position = {work.batch, work.head, work.first_query + warp_row + lane / 4, (lane % 4) * 2};
+  const Element* q = arguments.q + work.batch * arguments.q_stride_batch + work.head * arguments.q_stride_head;
+  const int head_kv = work.head / arguments.heads_per_kv;
+  const Element* k = arguments.k + work.batch * arguments.k_stride_batch + head_kv * arguments.k_stride_head;
+  const Element* v = arguments.v + work.batch * arguments.v_stride_batch + head_kv * arguments.v_stride_head;
+
+  const unsigned q_tile = shared_address(shared_memory);
+  const unsigned k_tile = q_tile + kKeyOffset;
+  const unsigned v_tile = q_tile + kValueOffset;
+  const unsigned q_rows = q_tile + warp_row * kHeadDimPadded * 2;
+
+  float output[kRowTiles][kValueTiles][4] = {};
+  RowState rows[kRowTiles][2];
+  const KeyTiles tiles = key_tiles_of(work, arguments);
+
+  if (tiles.count > 0) {
+    copy_tile<kTileQ, kHeadDim, kHeadDimPadded>(q_tile, q, arguments.q_stride_row, work.first_query, arguments.len_q);
+    copy_tile<kTileK, kHeadDim, kHeadDimPadded>(k_tile, k, arguments.k_stride_row, tiles.first_key(0), arguments.len_k);
+    copy_tile<kTileK, kValueDim, kValueDimPadded>(v_tile, v, arguments.v_stride_row, tiles.first_key(0), arguments.len_k);
+  }
+  copy_async_commit();
+  for (int step = 0; step < tiles.count; ++step) {
+    const int first_key = tiles.first_key(step);
+    // This step's K and V have landed; every warp is done with the other stage, which the next step's may fill.
+    copy_async_wait<0>();
+    __syncthreads();
+    if (step + 1 < tiles.count) {
+      const int stage = (step + 1) % 2;
+      copy_tile<kTileK, kHeadDim, kHeadDimPadded>(k_tile + stage * kKeyBytes, k, arguments.k_stride_row, tiles.first_key(step + 1), arguments.len_k);
+      copy_tile<kTileK, kValueDim, kValueDimPadded>(v_tile + stage * kValueBytes, v, arguments.v_stride_row, tiles.first_key(step + 1), arguments.len_k);
+    }
+    copy_async_commit();
+
+    float scores[kRowTiles][kKeyTiles][4] = {};
+    multiply_queries_by_keys(scores, q_rows, k_tile + (step % 2) * kKeyBytes);
+    if (!tiles.full(step)) mask_scores(scores, position, first_key, arguments);
+    online_softmax(scores, output, rows);
+
+    multiply_probabilities_by_values(output, scores, v_tile + (step % 2) * kValueBytes);
+  }
+  copy_async_wait<0>();
+  write_output(output, rows, position, work, arguments);
+}

@@ -1,0 +1,38 @@
+"""The project's own release set: `generated/` is what the code emits now, and stays small enough to be read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from flashgen import release
+
+ROOT = Path(__file__).parents[2]
+MANIFEST, GENERATED = ROOT / "examples" / "release.toml", ROOT / "generated"
+AGAIN = "flashgen release build examples/release.toml --out generated --sources-only"
+
+
+def test_generated_is_what_the_code_emits() -> None:
+    findings = release.stale(MANIFEST, GENERATED) + release.check(GENERATED)
+    shown = "\n".join(f"  {finding.path} {finding.problem}" for finding in findings)
+    assert not findings, f"generated/ is out of date:\n{shown}\nrun `{AGAIN}` and review the difference"
+
+
+def test_generated_is_byte_for_byte_what_a_build_writes(tmp_path: Path) -> None:
+    release.build(MANIFEST, tmp_path, sources_only=True)
+    written = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    differing = [name for name, data in written.items() if (GENERATED / name).read_bytes() != data]
+    assert differing == [], f"run `{AGAIN}` and review the difference"
+
+
+def test_the_set_stays_small() -> None:
+    assert 1 <= len(list(GENERATED.glob("*.cu"))) <= 24
+
+
+@pytest.mark.parametrize("path", sorted(GENERATED.glob("*.cu")), ids=lambda path: path.stem)
+def test_sources_name_no_machine(path: Path) -> None:
+    text = path.read_text(encoding="ascii")
+    assert str(ROOT) not in text
+    assert "\t" not in text
+    assert all(line == line.rstrip() for line in text.splitlines())
