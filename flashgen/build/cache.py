@@ -120,7 +120,7 @@ class KernelCache:
             }
             return Artifacts({SOURCE: source.encode(), CUBIN: compiled.cubin}, facts)
 
-        stored, hit = self._get_or_build(name, key, build, what=f"{name} for {architecture}", prebuild=prebuild)
+        stored, hit = self._get_or_build(name, key, build, self._refusal(f"{name} for {architecture}", prebuild))
         resources = Resources.from_dict(stored.meta["resources"])
         return Entry(stored.path, source, stored.path / CUBIN, stored.files[CUBIN], resources, stored.meta, hit)
 
@@ -135,7 +135,11 @@ class KernelCache:
         Raises:
             BuildError: the cache folder cannot be used, or FLASHGEN_JIT=0 and the entry is not there.
         """
-        return self._get_or_build(name, key, build, what=name, prebuild=None)[0].path
+        refusal = (
+            f"{name} is not in the cache {self.root}, and FLASHGEN_JIT=0 forbids building it now; "
+            "run once without FLASHGEN_JIT=0, which puts it there"
+        )
+        return self._get_or_build(name, key, build, refusal)[0].path
 
     def path(self) -> Path:
         """The folder of the entries, which may not exist yet."""
@@ -156,23 +160,21 @@ class KernelCache:
                         remove_leftovers(self.root, short_key)
         return removed
 
-    def _get_or_build(
-        self, name: str, key: str, build: Build, *, what: str, prebuild: str | None
-    ) -> tuple[StoredEntry, bool]:
-        """(the entry, whether it was there already)."""
+    def _get_or_build(self, name: str, key: str, build: Build, refusal: str) -> tuple[StoredEntry, bool]:
+        """(the entry, whether it was there already); `refusal` is what to say where building is forbidden."""
         folder = self.root / folder_name(name, key)
         found = self._read(folder, key)
         if found is not None:
             return found, True
         if not self.jit:
-            raise BuildError(self._refusal(what, prebuild))
+            raise BuildError(refusal)
         with self._locked(key):
             # Another process may have built it while this one waited.
             found = self._read(folder, key, warn=False)
             if found is not None:
                 return found, True
             remove_leftovers(self.root, key[:SHORT_KEY])
-            _log.info("building %s", what)
+            _log.info("building %s", folder.name)
             built = build()
             artifacts = built if isinstance(built, Artifacts) else Artifacts(built)
             with self._usable():

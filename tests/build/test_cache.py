@@ -169,6 +169,8 @@ def test_jit_off_refuses_and_says_what_to_do(tmp_path: Path, compiler: Compiler)
         cache.load_or_compile("fwd", "source", "sm_80")
     with pytest.raises(BuildError, match="beforehand with `flashgen show causal`"):
         cache.load_or_compile("fwd", "source", "sm_80", prebuild="flashgen show causal")
+    with pytest.raises(BuildError, match=r"emulator is not in the cache .* run once without FLASHGEN_JIT=0"):
+        cache.get_or_build("emulator", KEY, lambda: {"library.so": b""})
     assert compiler.asked == []
     assert list(tmp_path.iterdir()) == []
     KernelCache(tmp_path).load_or_compile("fwd", "source", "sm_80")
