@@ -1,8 +1,8 @@
 """Emitted source to a program for the CPU: the emulator's half of `build`.
 
-A kernel becomes a small compile unit (`templates/emulator/unit.cpp.jinja`) that the emulator's header is force-included
-in. The heavy runtime is compiled once per mode into an entry of its own, which also holds the headers; kernels find it by
-a path relative to their own entry, so that a cache may be moved.
+A kernel becomes a small compile unit (`templates/emulator/unit.cpp.jinja`) with the emulator's header force-included.
+The heavy runtime is compiled once per mode into an entry of its own, which also holds the headers; kernels find it by a
+path relative to their own entry, so that a cache may be moved.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ _LONGEST_LOG = 40  # lines of a compiler's complaint in an error
 
 _REMEDY = "install one (Debian, Ubuntu: `apt install g++`; Fedora: `dnf install gcc-c++`), or set CXX to its path"
 
-# Type punning through pointers is what kernels do, so aliasing is not assumed; sums are not contracted, so that a result
-# is the same on x86-64 and aarch64.
+# Type punning through pointers is what kernels do, so aliasing is not assumed; sums are not contracted, so that results
+# are the same on x86-64 and aarch64.
 _COMMON = ("-std=c++17", "-fPIC", "-g1", "-ffp-contract=off", "-fno-strict-aliasing", "-fno-omit-frame-pointer")
 _KERNEL = (*_COMMON, "-O1", "-w", "-fno-exceptions", "-fno-rtti", "-fno-math-errno", "-fvisibility=hidden")
 _RUNTIME_OPTIONS = (*_COMMON, "-O3", "-pthread")
@@ -261,7 +261,7 @@ def _environment() -> Any:
 
 
 def _render_primitives() -> str:
-    """The host meaning of every primitive: the `host` macros of templates/device, once per element type where it varies."""
+    """The host meaning of every primitive: the `host` macros of templates/device, for each element type they have."""
     texts = ["// Generated from the host() macros of templates/device.", "#pragma once"]
     for path in sorted((template_root() / "device").glob("*.cuh.jinja")):
         module = _environment().get_template(f"device/{path.name}").make_module({"target": None})

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -80,9 +80,9 @@ def _check(
         raise LaunchError(f"shared_bytes must be from 0 to 2**31 - 1, got {shared_bytes}")
     for offset, array in pointers:
         if not isinstance(array, np.ndarray):
-            raise LaunchError(f"pointer at byte {offset} of {kernel.name}'s arguments: a NumPy array is needed, got {type(array)}")
+            raise LaunchError(f"pointer at byte {offset} of the arguments: a NumPy array is needed, got {type(array)}")
         if not 0 <= offset <= len(arguments) - _POINTER_BYTES:
-            raise LaunchError(f"pointer at byte {offset} is outside of {kernel.name}'s {len(arguments)} bytes of arguments")
+            raise LaunchError(f"pointer at byte {offset} is outside of the {len(arguments)} bytes of arguments")
 
 
 class _Request(ctypes.Structure):
@@ -159,12 +159,15 @@ def _launch_in_process(
 
 def failure_text(kernel: HostKernel, finding: str, schedule: Schedule) -> str:
     """The message of a LaunchError: what was found, the source line it names, the schedule, and where the source is."""
-    return f"{kernel.name}: {finding}{_quoted_line(kernel, finding)}\n  schedule: {schedule}; source: {kernel.source_path}"
+    first, *rest = finding.splitlines() or ["no reason given"]
+    lines = [f"{kernel.name}: {first}", *_quoted_line(kernel, first), *rest]
+    return "\n".join([*lines, f"  schedule: {schedule}; source: {kernel.source_path}"])
 
 
-def _quoted_line(kernel: HostKernel, finding: str) -> str:
+def _quoted_line(kernel: HostKernel, finding: str) -> Iterator[str]:
     from flashgen.runtime.findings import first_line_number
 
     number = first_line_number(finding)
     lines = kernel.source_path.read_text(encoding="utf-8").splitlines() if number else []
-    return f"\n  {number} | {lines[number - 1]}" if number and number <= len(lines) else ""
+    if number and number <= len(lines):
+        yield f"  {number} | {lines[number - 1]}"

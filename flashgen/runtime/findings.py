@@ -3,48 +3,78 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from flashgen.build.host import SOURCE
 
-_LINE = re.compile(rf"{re.escape(SOURCE)}:(\d+)")
-_HEADLINE = re.compile(r"(ERROR: \w+Sanitizer: .*|WARNING: ThreadSanitizer: .*|.*: runtime error: .*|FATAL: ThreadSanitizer.*)")
-# The paragraphs of a report that say who did what; each is followed by its stack, the innermost frame first.
-_PARTY = re.compile(r"^\s*((?:Previous )?(?:atomic )?(?:read|write) of size \d+ .*|(?:READ|WRITE) of size \d+ .*)", re.IGNORECASE)
-_PLACE = re.compile(r"^\s*((?:0x)?[0-9a-f]+ is located .*|Location is .*)")
-_FRAME = re.compile(r"^\s*#\d+ ")
+_PLACE = re.compile(rf"{re.escape(SOURCE)}:(\d+)")
+_KIND = re.compile(
+    r"(?:ERROR|WARNING|FATAL): (?P<kind>\w+Sanitizer: .*?)(?: on (?:unknown )?address .*| \(pid=.*|:? *)$"
+    r"|: (?P<undefined>runtime error: .*)$"
+)
+# Who did what: each such line is followed by its stack, the innermost frame first.
+_PARTY = re.compile(r"(?:Previous )?(?:atomic )?(?:read|write) of size \d+", re.IGNORECASE)
+_BY = re.compile(r" by ((?:main )?thread(?: T\d+)?)")
+_FRAME = re.compile(r"\s*#\d+ ")
+_MEMORY = re.compile(r"\s*(?:0x)?[0-9a-f]+ (is located .*)|\s*Location (is .*)")
+# From here on a report tells how threads were made and what stands around an address.
+_REST = re.compile(r"\s*Thread T\d+ .*created|\s*Mutex |SUMMARY: |Shadow bytes around|\s*Shadow byte legend")
+_LONGEST = 40  # lines of a report in a message
 
 
 def first_line_number(text: str) -> int | None:
     """The number of the first line of the emitted source that a text names."""
-    match = _LINE.search(text)
+    match = _PLACE.search(text)
     return int(match[1]) if match else None
 
 
 def summarise(report: str) -> str | None:
-    """A sanitizer's report in short: the line of the emitted source, the kind, the parties; None if it is none."""
+    """A sanitizer's report in short: the line of the emitted source, the kind, who was involved, then the report's core.
+
+    None if the text is not a sanitizer's report.
+    """
     lines = report.splitlines()
-    start, headline = next(((i, m[1]) for i, line in enumerate(lines) if (m := _HEADLINE.search(line))), (0, None))
-    if headline is None:
-        return None
-    headline = re.sub(r" \(pid=\d+\)| on (?:unknown )?address .*", "", headline)
-    body = lines[start:]
-    found = first_line_number("\n".join(body))
-    place = f"{SOURCE}:{found}: " if found else ""
-    return "\n  ".join([place + _LINE.sub(r"line \1", headline) if "runtime error" in headline else place + headline, *_parties(body)])
+    for start, line in enumerate(lines):
+        if kind := _KIND.search(line):
+            core = list(_core(lines[start:]))
+            headline = _place(core) + (kind["kind"] or kind["undefined"])
+            return "\n  ".join([headline, *_parties(core), *core[:_LONGEST]])
+    return None
 
 
-def _parties(lines: list[str]) -> Iterator[str]:
+def _core(lines: Sequence[str]) -> Iterator[str]:
+    for line in lines:
+        if _REST.match(line):
+            return
+        if line.strip():
+            yield line
+
+
+def _place(lines: Sequence[str]) -> str:
+    number = first_line_number("\n".join(lines))
+    return f"{SOURCE}:{number}: " if number else ""
+
+
+def _parties(lines: Sequence[str]) -> Iterator[str]:
     for number, line in enumerate(lines):
-        if match := _PARTY.match(line):
-            found = first_line_number("\n".join(_stack_after(lines, number)))
-            yield re.sub(r" at 0x[0-9a-f]+", "", match[1].rstrip(":")) + (f" at {SOURCE}:{found}" if found else "")
-        elif match := _PLACE.match(line):
-            yield re.sub(r"^(?:0x)?[0-9a-f]+ ", "it ", match[1])
+        if match := _PARTY.search(line):
+            who = _BY.search(line)
+            at = first_line_number("\n".join(_stack(lines[number + 1 :])))
+            yield match[0].lower() + (f" by {who[1]}" if who else "") + (f" at {SOURCE}:{at}" if at else "")
+        elif match := _MEMORY.match(line):
+            yield f"{_owner(lines[number:])} {match[1] or match[2]}"
 
 
-def _stack_after(lines: list[str], number: int) -> Iterator[str]:
-    for line in lines[number + 1 :]:
+def _owner(lines: Sequence[str]) -> str:
+    """What a piece of memory is to the kernel, by the function of the emulator's runtime that allocated it."""
+    text = "\n".join(lines)
+    if "allocate_shared" in text:
+        return "shared memory:"
+    return "an array:" if "read_buffer" in text else "the memory"
+
+
+def _stack(lines: Sequence[str]) -> Iterator[str]:
+    for line in lines:
         if not _FRAME.match(line):
             return
         yield line

@@ -37,7 +37,7 @@ _OPTIONS = {
     "UBSAN_OPTIONS": "print_stacktrace=1:halt_on_error=1:color=never",
     "TSAN_OPTIONS": "halt_on_error=1:report_thread_leaks=0:history_size=4:atexit_sleep_ms=0:color=never",
 }
-_LONGEST_REPORT = 60  # lines
+_LONGEST_REPORT = 40  # lines of what is no sanitizer's
 _ADDR_NO_RANDOMIZE = 0x0040000
 
 
@@ -76,7 +76,7 @@ def launch_program(
         done = _run(kernel.path, request, result)
         answer = result.read_bytes() if result.exists() else b""
     if done.returncode != 0 or not answer:
-        raise LaunchError(failure_text(kernel, _finding(kernel, done), schedule))
+        raise LaunchError(failure_text(kernel, _finding(done), schedule))
     failed, message_bytes, *counts = _RESULT.unpack_from(answer)
     body = memoryview(answer)[_RESULT.size :]
     if failed:
@@ -168,12 +168,11 @@ def _fixed_addresses() -> Iterator[None]:
             personality(ctypes.c_ulong(before))
 
 
-def _finding(kernel: HostKernel, done: subprocess.CompletedProcess[str]) -> str:
-    lines = done.stderr.strip().splitlines()
-    report = "\n".join(lines[:_LONGEST_REPORT])
+def _finding(done: subprocess.CompletedProcess[str]) -> str:
     if "unexpected memory mapping" in done.stderr:
-        return f"ThreadSanitizer cannot run with this address layout; `sysctl vm.mmap_rnd_bits=28` allows it\n{report}"
+        return "ThreadSanitizer cannot run with this address layout; `sysctl vm.mmap_rnd_bits=28` allows it"
     summary = summarise(done.stderr)
     if summary is not None:
-        return f"{summary}\n{report}"
-    return f"the program ended with status {done.returncode} and no report\n{report}"
+        return summary
+    report = "\n".join(done.stderr.strip().splitlines()[:_LONGEST_REPORT])
+    return f"the program ended with status {done.returncode} and no sanitizer's report\n{report}"

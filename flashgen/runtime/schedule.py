@@ -22,7 +22,7 @@ class Schedule:
 
     Attributes:
         order: which ready thread runs next: "in_order" takes turns, "reverse" takes the newest and starts from the last
-            thread and block, "random" any, "greedy_warp" stays in one warp as long as it can, so that warps drift apart.
+            thread and block, "random" any, "greedy_warp" stays in a warp as long as it can, so that warps drift apart.
         copies: when cp.async lands: "early" at its issue, "late" at the wait that promises it, "random" in between.
         seed: of everything random; the same seed gives the same run.
         workers: operating-system threads that share the blocks; sanitized modes use one.
@@ -56,7 +56,7 @@ class Schedule:
 
 
 def schedules(count: int) -> Iterator[Schedule]:
-    """`count` different schedules, the most telling first: every order and copy policy once, then random ones by seed."""
+    """`count` different schedules, the most telling first: every order and copy policy, then random ones by seed."""
     firsts = (("in_order", "late"), ("greedy_warp", "random"), ("reverse", "early"), ("random", "late"))
     rest = [(order, copies) for order in ORDERS for copies in COPIES if (order, copies) not in firsts]
     for number, (order, copies) in enumerate([*firsts, *rest][:count]):

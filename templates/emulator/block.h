@@ -45,8 +45,8 @@ struct WarpGroup {
 };
 
 struct Warp {
-  static constexpr int kGroups = 16;  // masks are disjoint, and a mask of one lane never waits
-  WarpGroup groups[kGroups];
+  WarpGroup groups[32];
+  u32 groups_used = 0;  // how many of them ever held a meeting
   u32 live = 0;
   Thread* first = nullptr;
   ReadyLanes ready;

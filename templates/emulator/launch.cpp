@@ -59,6 +59,7 @@ class Worker {
  private:
   void add_carriers(u32 count);
   void place_thread(u32 linear, u64 block_number);
+  void end_abandoned_threads();
 
   std::deque<Carrier> carriers_;
   Block block_;
@@ -137,7 +138,16 @@ void Worker::run(u64 number) {
   block_.ready.reset(Order(request.order), block_.alive, u32(block_.warps.size()));
   for (u32 i = 0; i < block_.alive; ++i) place_thread(i, number);
   run_block(block_);
+  if (block_.failed) end_abandoned_threads();
   free_shared(block_.shared, request.shared_bytes);
+}
+
+// They never come to say that they have ended; without it, ThreadSanitizer sees races with whoever takes their memory.
+void Worker::end_abandoned_threads() {
+  for (Thread& thread : block_.threads) {
+    AsEngine identity(Engine{thread.carrier->fiber.tsan});
+    release(block_.request);
+  }
 }
 
 // The order of the blocks follows that of the threads.

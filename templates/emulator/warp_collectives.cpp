@@ -26,16 +26,29 @@ static bool orders_memory(WarpOperation operation) {
   return operation == WarpOperation::kSyncWarp || is_aligned(operation);
 }
 
+// Masks may overlap: lanes may be ahead in a meeting of the whole warp while others are still among themselves. But two
+// lanes that wait for each other in different meetings will wait for ever.
+static void check_divergence(const WarpGroup& group, u32 mask, u32 lane, WarpOperation operation, Site site) {
+  if ((group.mask >> lane & 1) && (group.arrived & mask))
+    fail(site, "divergent warp collective: %s of lanes %08x, but lanes %08x already wait in %s at %s:%d",
+         name_of(operation), mask, group.arrived & mask, name_of(group.operation), group.site.file, group.site.line);
+}
+
 static WarpGroup& group_of(Warp& warp, u32 mask, u32 lane, WarpOperation operation, Site site) {
   WarpGroup* free_slot = nullptr;
-  for (WarpGroup& group : warp.groups) {
-    if (group.mask == mask) return group;
-    if (group.mask >> lane & 1)
-      fail(site, "divergent warp collective: %s for lanes %08x, but lanes %08x wait for this one in %s at %s:%d",
-           name_of(operation), mask, group.mask, name_of(group.operation), group.site.file, group.site.line);
-    if (!group.mask && !free_slot) free_slot = &group;
+  WarpGroup* joined = nullptr;
+  for (u32 i = 0; i < warp.groups_used; ++i) {
+    WarpGroup& group = warp.groups[i];
+    if (group.mask == mask)
+      joined = &group;
+    else if (group.mask)
+      check_divergence(group, mask, lane, operation, site);
+    else
+      free_slot = &group;
   }
-  if (!free_slot) fail(site, "more than %d groups of lanes wait in one warp", Warp::kGroups);
+  if (joined) return *joined;
+  // Never more than lanes: in each group at least one waits, and in one group only.
+  if (!free_slot) free_slot = &warp.groups[warp.groups_used++];
   free_slot->mask = mask;
   free_slot->arrived = 0;
   free_slot->operation = operation;

@@ -1,4 +1,4 @@
-"""A whole kernel on the emulator: right under every schedule and sanitizer, and wrong, visibly, with a fault planted."""
+"""A whole kernel on the emulator: right under every schedule and sanitizer, visibly wrong with a fault planted."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def test_one_byte_beyond_shared_memory_is_an_overflow_by_line(run: Any) -> None:
     check(attend(run, source))  # nothing shows
     with pytest.raises(LaunchError, match=rf"kernel\.cu:{line}: .*heap-buffer-overflow") as error:
         attend(run, source, sanitize="address")
-    assert "0 bytes" in str(error.value)
+    assert "shared memory: is located 0 bytes" in str(error.value)
     assert f"{line} |" in str(error.value), "the line itself is quoted"
 
 
