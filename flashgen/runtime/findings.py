@@ -29,7 +29,7 @@ def first_line_number(text: str) -> int | None:
 
 
 def summarise(report: str) -> str | None:
-    """A sanitizer's report in short: the line of the emitted source, the kind, who was involved, then the report's core.
+    """A sanitizer's report in short: the line of the emitted source, the kind, who took part, then the report's core.
 
     None if the text is not a sanitizer's report.
     """
