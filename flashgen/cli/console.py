@@ -55,7 +55,7 @@ def print_code(text: str, lexer: str) -> None:
     if sys.stdout.isatty():
         from rich.syntax import Syntax
 
-        stdout().print(Syntax(text, lexer, background_color="default"))
+        stdout().print(Syntax(text, lexer, theme="ansi_dark", background_color="default"))
     else:
         sys.stdout.write(text if text.endswith("\n") else text + "\n")
 

@@ -12,6 +12,7 @@ from flashgen.verify.problems import Shape
 
 HEAD_DIMS = (64, 128, 40, 96, 32, 256, 80, 192, 8, 160)
 VALUE_DIMS = {40: 64, 96: 32, 192: 128, 8: 24}  # beside these head dims; else the value dim is the head dim
+DTYPES = ("float16", "bfloat16")
 HEADS = ((2, 2), (4, 2), (3, 1))  # (heads_q, heads_kv): MHA, GQA, MQA
 
 SMALL_LENGTHS = ((113, 203), (64, 128), (1, 1), (128, 217), (3, 3), (239, 1), (65, 65), (64, 32), (1, 339), (129, 256))
@@ -82,7 +83,7 @@ def named_cases(shapes_each: int = 3) -> tuple[Case, ...]:
     lengths, equal, dims = cycle(SMALL_LENGTHS), cycle(EQUAL_LENGTHS), cycle(HEAD_DIMS)
     cases = []
     for number, variant in enumerate(variants()):
-        dtype, layout = ("float16", "bfloat16")[number % 2], ("bhsd", "bshd")[number // 2 % 2]
+        dtype, layout = DTYPES[number % 2], ("bhsd", "bshd")[number // 2 % 2]
         spec = spec_of(variant, next(dims), dtype, layout)
         pairs = [next(equal if variant.equal else lengths) for _ in range(shapes_each)]
         cases += [Case(spec, _shape(pair, number + i)) for i, pair in enumerate(pairs)]
@@ -95,7 +96,7 @@ def all_cases() -> tuple[Case, ...]:
     for number, variant in enumerate(variants()):
         lengths = cycle(EQUAL_LENGTHS + LARGE_EQUAL_LENGTHS if variant.equal else SMALL_LENGTHS + LARGE_LENGTHS)
         for head_dim in HEAD_DIMS:
-            for dtype in ("float16", "bfloat16"):
+            for dtype in DTYPES:
                 spec = spec_of(variant, head_dim, dtype)
                 cases += [Case(spec, _shape(next(lengths), number + i)) for i in range(3)]
     return tuple(cases)

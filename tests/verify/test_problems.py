@@ -1,0 +1,73 @@
+"""Random inputs: the same for the same seed, and captures that fit how a spec indexes them."""
+
+from __future__ import annotations
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import flashgen.language as fg
+from flashgen.verify import Shape, random_inputs
+
+SHAPE = Shape(5, 7, batch=2, heads_q=4, heads_kv=2)
+
+
+def captures_of(mask: fg.Mask | None = None, score: fg.Score | None = None) -> dict[str, np.ndarray]:
+    return random_inputs(fg.AttentionSpec(8, mask=mask, score=score), SHAPE).captures
+
+
+def test_shapes_follow_the_layout() -> None:
+    for layout, shape in (("bhsd", (2, 4, 5, 8)), ("bshd", (2, 5, 4, 8))):
+        inputs = random_inputs(fg.AttentionSpec(8, value_dim=16, layout=layout), SHAPE)
+        assert inputs.q.shape == shape
+        assert sorted(inputs.v.shape) == sorted((2, 2, 7, 16))
+
+
+def test_dtypes_are_the_spec_s() -> None:
+    assert random_inputs(fg.AttentionSpec(8, "float16"), SHAPE).q.dtype == np.float16
+    assert random_inputs(fg.AttentionSpec(8, "bfloat16"), SHAPE).k.dtype == ml_dtypes.bfloat16
+
+
+def test_a_seed_decides_everything() -> None:
+    spec = fg.AttentionSpec(8, mask=fg.document("ids"))
+    one, two, other = (random_inputs(spec, SHAPE, seed) for seed in (1, 1, 2))
+    assert np.array_equal(one.q, two.q) and np.array_equal(one.captures["ids"], two.captures["ids"])
+    assert not np.array_equal(one.q, other.q)
+
+
+def test_sizes_follow_the_indices() -> None:
+    assert captures_of(fg.document("ids"))["ids"].shape == (7,)
+    assert captures_of(fg.document(fg.Tensor("ids", "int32", 2)))["ids"].shape == (2, 7)
+    assert captures_of(fg.block_sparse("layout", 2, 3))["layout"].shape == (3, 3)
+    assert captures_of(fg.prefix_lm(fg.Tensor("prefix", "int32", 1)))["prefix"].shape == (2,)
+    assert captures_of(score=fg.alibi("slopes"))["slopes"].shape == (4,)
+    assert captures_of(score=fg.relative_bias("table", 3))["table"].shape == (4, 7)
+
+
+def test_numbers_are_numbers() -> None:
+    found = captures_of(fg.sliding_window(fg.Scalar("window", "int32")), fg.softcap(fg.Scalar("cap", "float32")))
+    assert isinstance(found["window"], int) and isinstance(found["cap"], float) and found["cap"] > 0
+
+
+def test_dtypes_are_as_declared() -> None:
+    declared = fg.Tensor("bias", "bfloat16", 1)
+    score = fg.trace_score(lambda score, b, h, q, k: score + declared[k])
+    assert captures_of(score=score)["bias"].dtype == ml_dtypes.bfloat16
+
+
+@pytest.mark.parametrize("circle", [False, True])
+def test_captures_that_index_captures(circle: bool) -> None:
+    outer, inner = fg.Tensor("outer", "int32", 1), fg.Tensor("inner", "int32", 1)
+
+    def mask(b, h, q, k):  # type: ignore[no-untyped-def]
+        kept = outer[inner[k]] >= 0
+        return kept & (inner[outer[q]] >= 0) if circle else kept
+
+    found = captures_of(fg.trace_mask(mask))
+    assert found["inner"].shape == (7,)
+    if not circle:
+        assert found["outer"].shape == (found["inner"].max() + 1,)
+
+
+def test_shapes_read_well() -> None:
+    assert str(SHAPE) == "2x4:2x5x7" and str(Shape(1, 2)) == "2x2x1x2"

@@ -1,0 +1,66 @@
+"""The sweep: every named mask and score against the oracle, on the emulator and its sanitizers, and on a GPU."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from flashgen.verify import Case, all_cases, named_cases, verify
+from flashgen.verify.variants import DTYPES, HEAD_DIMS
+
+
+def grouped(cases: tuple[Case, ...]) -> list[tuple[Case, ...]]:
+    """By spec, so that one test runs one kernel at its shapes."""
+    return [tuple(group) for _, group in itertools.groupby(cases, key=lambda case: case.spec)]
+
+
+def name_of(cases: tuple[Case, ...]) -> str:
+    return cases[0].spec.name
+
+
+def assert_agrees(cases: tuple[Case, ...], **engine: object) -> None:
+    for result in verify(cases, **engine):  # type: ignore[arg-type]
+        assert result.ok, f"{result.case} on {result.engine}: {result.problem or result.verdict}"
+
+
+@pytest.mark.parametrize("cases", grouped(named_cases()), ids=name_of)
+def test_on_the_emulator(cases: tuple[Case, ...]) -> None:
+    assert_agrees(cases, emulate=True, schedule_count=2)
+
+
+@pytest.mark.parametrize("cases", grouped(named_cases(1)), ids=name_of)
+def test_with_every_schedule(cases: tuple[Case, ...]) -> None:
+    assert_agrees(cases, emulate=True, schedule_count=12)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cases", grouped(named_cases()), ids=name_of)
+def test_address_and_undefined_behaviour_sanitizers_find_nothing(cases: tuple[Case, ...]) -> None:
+    assert_agrees(cases, emulate=True, sanitize="address")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cases", grouped(named_cases(1)), ids=name_of)
+def test_thread_sanitizer_finds_nothing(cases: tuple[Case, ...]) -> None:
+    assert_agrees(cases, emulate=True, sanitize="thread")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("cases", grouped(all_cases()), ids=name_of)
+def test_on_a_gpu(cases: tuple[Case, ...]) -> None:
+    assert_agrees(cases)
+
+
+def test_the_small_sweep_covers_head_dims_dtypes_and_layouts() -> None:
+    specs = [case.spec for case in named_cases()]
+    assert {spec.head_dim for spec in specs} == set(HEAD_DIMS)
+    assert {spec.dtype for spec in specs} == set(DTYPES)
+    assert {spec.layout for spec in specs} == {"bhsd", "bshd"}
+    assert any(spec.head_dim != spec.value_dim for spec in specs)
+
+
+def test_the_whole_sweep_covers_every_pair() -> None:
+    specs = {case.spec for case in all_cases()}
+    masks = {(spec.mask.name, str(spec.score), spec.dropout) for spec in specs}
+    assert len(specs) == len(masks) * len(HEAD_DIMS) * len(DTYPES)
