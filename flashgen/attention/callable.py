@@ -9,23 +9,23 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..build.resources import Resources
-from ..codegen.arguments import member_name
-from ..codegen.forward import ForwardKernel, render_forward
-from ..codegen.kernel import RenderedKernel
-from ..codegen.lists import render_lists
-from ..codegen.plans import ForwardPlan
-from ..codegen.targets import Target
-from ..errors import ArgumentError
-from ..language.spec import AttentionSpec
-from ..runtime import gpu
-from ..runtime.arrays import CUPY, NUMPY, Library, View, give_back
-from .engines import Engine, Gpu, build
-from .launches import Launch, ListShape, forward_launch, list_shape, lists_launch
-from .problem import Problem, check_array, check_captures, check_seed, number, problem_of
+from flashgen.attention.engines import Engine, Gpu, build
+from flashgen.attention.launches import Launch, ListShape, forward_launch, list_shape, lists_launch
+from flashgen.attention.problem import Problem, check_array, check_captures, check_seed, number, problem_of
+from flashgen.build.resources import Resources
+from flashgen.codegen.arguments import member_name
+from flashgen.codegen.forward import ForwardKernel, render_forward
+from flashgen.codegen.kernel import RenderedKernel
+from flashgen.codegen.lists import render_lists
+from flashgen.codegen.plans import ForwardPlan
+from flashgen.codegen.targets import Target
+from flashgen.errors import ArgumentError
+from flashgen.language.spec import AttentionSpec
+from flashgen.runtime import gpu
+from flashgen.runtime.arrays import CUPY, NUMPY, Library, View, give_back
 
 if TYPE_CHECKING:
-    from ..analysis.tiles import TileMap
+    from flashgen.analysis.tiles import TileMap
 
 
 @dataclass(frozen=True)
@@ -91,14 +91,12 @@ class Attention:
         """Registers, spills and shared memory of the kernel, by the GPU's assembler; needs NVRTC, but no GPU."""
         return build(self._kernel, f"flashgen show --what resources --target {self.target.name}").resources
 
-    def tiles(
-        self, len_q: int, len_k: int | None = None, batch: int = 1, heads: int = 1, **captures: Any
-    ) -> TileMap:
+    def tiles(self, len_q: int, len_k: int | None = None, batch: int = 1, heads: int = 1, **captures: Any) -> TileMap:
         """Which tiles a call of these lengths visits, and which of them need their mask; computed on the CPU.
 
         Captures are NumPy arrays and numbers, needed only if the mask reads them.
         """
-        from ..analysis.tiles import tile_map
+        from flashgen.analysis.tiles import tile_map
 
         length_k = len_q if len_k is None else len_k
         needed = {capture.name for capture in self.spec.mask.captures}
@@ -107,7 +105,15 @@ class Attention:
         return tile_map(self.spec.mask.expression, tile, len_q, length_k, batch, heads, given)
 
     def __call__(
-        self, q: Any, k: Any, v: Any, *, seed: int | None = None, offset: int = 0, return_lse: bool = False, **captures: Any
+        self,
+        q: Any,
+        k: Any,
+        v: Any,
+        *,
+        seed: int | None = None,
+        offset: int = 0,
+        return_lse: bool = False,
+        **captures: Any,
     ) -> Any:
         """Attention of q over k and v.
 
@@ -184,7 +190,9 @@ class Attention:
         device = arrays["q"].device
         for name, view in arrays.items():
             if view.device != device:
-                raise ArgumentError(f"{name} is on {_place(view)} and q on {_place(arrays['q'])}; move them to one device")
+                raise ArgumentError(
+                    f"{name} is on {_place(view)} and q on {_place(arrays['q'])}; move them to one device"
+                )
         return arrays
 
     def _prepare(self, arrays: dict[str, View]) -> _Prepared:

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import cache
 from typing import Any, Literal
 
-from ..codegen.plans import ForwardPlan
-from ..codegen.targets import Target, target_named, target_of_capability
-from ..errors import SpecError
-from ..language.spec import AttentionSpec
-from ..runtime import gpu
-from ..runtime.schedule import Schedule
-from .callable import Attention
-from .engines import Emulator, Engine, Gpu
+from flashgen.attention.callable import Attention
+from flashgen.attention.engines import Emulator, Engine, Gpu
+from flashgen.codegen.plans import ForwardPlan
+from flashgen.codegen.targets import Target, target_named, target_of_capability
+from flashgen.errors import SpecError
+from flashgen.language.spec import AttentionSpec
+from flashgen.runtime import gpu
+from flashgen.runtime.schedule import Schedule
 
 _EMULATED_TARGET = "sm_80"
 
@@ -56,7 +56,7 @@ def _target(name: str | None, emulate: bool) -> Target:
     return target_named(_EMULATED_TARGET) if emulate else target_of_capability(*gpu.compute_capability())
 
 
-@lru_cache(maxsize=None)
+@cache
 def _compiled(spec: AttentionSpec, target: Target, engine: Engine, plan: ForwardPlan | None) -> Attention:
     return Attention(spec, target, engine, plan)
 

@@ -9,13 +9,13 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 
-from ..build.cache import Entry, default_cache
-from ..codegen.kernel import RenderedKernel
-from ..errors import ArgumentError, LaunchError
-from ..runtime import gpu
-from ..runtime.arrays import NUMPY, Library, View, library_of, view_numpy
-from ..runtime.schedule import Schedule
-from .launches import Launch
+from flashgen.attention.launches import Launch
+from flashgen.build.cache import Entry, default_cache
+from flashgen.codegen.kernel import RenderedKernel
+from flashgen.errors import ArgumentError, LaunchError
+from flashgen.runtime import gpu
+from flashgen.runtime.arrays import NUMPY, Library, View, library_of, view_numpy
+from flashgen.runtime.schedule import Schedule
 
 Arrays = Mapping[str, View]
 Numbers = Mapping[str, int | float]
@@ -48,7 +48,9 @@ class GpuRunner:
         target = self._kernel.target
         major, minor = gpu.compute_capability()
         if target.compute_capability // 10 != major or target.compute_capability % 10 > minor:
-            raise LaunchError(f"the kernel was compiled for {target.name} and cannot run on this GPU, sm_{major}{minor}")
+            raise LaunchError(
+                f"the kernel was compiled for {target.name} and cannot run on this GPU, sm_{major}{minor}"
+            )
         return gpu.GpuKernel(self.entry.cubin_path, self._kernel.entry, self._kernel.threads, self._kernel.shared_bytes)
 
     def launch(self, launch: Launch, arrays: Arrays, numbers: Numbers, stream: int) -> None:
@@ -63,13 +65,13 @@ class EmulatorRunner:
     def __init__(
         self, kernel: RenderedKernel, sanitize: Literal["address", "thread"] | None, schedule: Schedule
     ) -> None:
-        from ..build.host import compile_host
+        from flashgen.build.host import compile_host
 
         self._kernel, self._schedule = kernel, schedule
         self._compiled = compile_host(kernel.source, kernel.entry, sanitize)
 
     def launch(self, launch: Launch, arrays: Arrays, numbers: Numbers, _stream: int) -> None:
-        from ..runtime import emulator
+        from flashgen.runtime import emulator
 
         writer = launch.writer
         names = writer.pointer_offsets()

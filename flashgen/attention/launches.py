@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ..codegen.arguments import ArgumentLayout, member_name
-from ..codegen.forward import ForwardKernel
-from ..codegen.lists import depends_on_batch, depends_on_head
-from ..language.spec import AttentionSpec
-from ..runtime.arrays import View
-from .marshal import ArgumentWriter, Value
-from .problem import Problem, in_layout
+from flashgen.attention.marshal import ArgumentWriter, Value
+from flashgen.attention.problem import Problem, in_layout
+from flashgen.codegen.arguments import ArgumentLayout, member_name
+from flashgen.codegen.forward import ForwardKernel
+from flashgen.codegen.lists import depends_on_batch, depends_on_head
+from flashgen.language.spec import AttentionSpec
+from flashgen.runtime.arrays import View
 
 # Share of the L2 that the keys and values of the heads that run together may take.
 _L2_SHARE = 0.6

@@ -5,7 +5,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Mapping, Sequence
 
-from ..codegen.arguments import ArgumentLayout
+from flashgen.codegen.arguments import ArgumentLayout
 
 Value = int | float | Sequence[int]
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import ArgumentError
-from ..language.operations import BATCH, HEAD, KEY, QUERY, Capture, Load
-from ..language.spec import AttentionSpec
-from ..runtime.arrays import View
+from flashgen.errors import ArgumentError
+from flashgen.language.operations import BATCH, HEAD, KEY, QUERY, Capture, Load
+from flashgen.language.spec import AttentionSpec
+from flashgen.runtime.arrays import View
 
 _INT32 = 2**31 - 1
 _ROW_ALIGNMENT = 16  # bytes: what one copy instruction moves
@@ -89,7 +89,9 @@ def _strides(spec: AttentionSpec, name: str, view: View) -> tuple[int, int, int]
     if elements and last != 1:
         raise ArgumentError(f"{name} has strides {view.strides} (elements); the last dimension must be contiguous")
     aligned = _ROW_ALIGNMENT // 2
-    misaligned = [s for s, n in zip((batch, head, row), in_layout(view.shape, spec.layout), strict=False) if n > 1 and s % aligned]
+    misaligned = [
+        s for s, n in zip((batch, head, row), in_layout(view.shape, spec.layout), strict=False) if n > 1 and s % aligned
+    ]
     if elements and (misaligned or view.pointer % _ROW_ALIGNMENT):
         raise ArgumentError(
             f"{name} at address {view.pointer:#x} with strides {view.strides} (elements): every row must start at a "
@@ -115,7 +117,9 @@ def check_array(spec: AttentionSpec, capture: Capture, view: View, problem: Prob
     if view.dtype != capture.dtype:
         raise ArgumentError(f"capture {capture.name!r} has dtype {view.dtype}; it was declared {capture.dtype}")
     if len(view.shape) != capture.ndim:
-        raise ArgumentError(f"capture {capture.name!r} has shape {view.shape}; it was declared with ndim={capture.ndim}")
+        raise ArgumentError(
+            f"capture {capture.name!r} has shape {view.shape}; it was declared with ndim={capture.ndim}"
+        )
     if not all(view.shape):
         raise ArgumentError(f"capture {capture.name!r} has shape {view.shape}; it must hold at least one element")
     extents = {BATCH: problem.batch, HEAD: problem.heads_q, QUERY: problem.len_q, KEY: problem.len_k}
@@ -148,7 +152,9 @@ def number(capture: Capture, value: Any) -> int | float:
 def check_seed(spec: AttentionSpec, seed: Any, offset: Any) -> tuple[int, int]:
     """Seed and offset of the dropout bytes; ArgumentError where the seed is missing or either is out of range."""
     if seed is None:
-        raise ArgumentError(f"seed is missing: the spec has dropout={spec.dropout:g}; give seed=<int from 0 to 2**64 - 1>")
+        raise ArgumentError(
+            f"seed is missing: the spec has dropout={spec.dropout:g}; give seed=<int from 0 to 2**64 - 1>"
+        )
     for name, value, limit in (("seed", seed, 2**64), ("offset", offset, 2**32)):
         if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or not 0 <= value < limit:
             raise ArgumentError(f"{name}={value!r} must be an integer from 0 to {limit - 1}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..language.operations import Capture
+from flashgen.language.operations import Capture
 
 # C type -> (format of Python's struct module, size and alignment in bytes).
 _SCALARS = {"long long": ("q", 8), "int": ("i", 4), "unsigned": ("I", 4), "float": ("f", 4)}
@@ -81,7 +81,26 @@ def ordered(fields: list[Field]) -> ArgumentLayout:
 
 
 # Members that every kernel may have; a capture of such a name gets a longer one.
-_RESERVED = frozenset("q k v o lse batch heads_q heads_per_kv len_q len_k section tile_counts tile_entries seed_low seed_high offset".split())
+_RESERVED = frozenset(
+    [
+        "q",
+        "k",
+        "v",
+        "o",
+        "lse",
+        "batch",
+        "heads_q",
+        "heads_per_kv",
+        "len_q",
+        "len_k",
+        "section",
+        "tile_counts",
+        "tile_entries",
+        "seed_low",
+        "seed_high",
+        "offset",
+    ]
+)
 
 
 def member_name(capture: Capture) -> str:

@@ -8,9 +8,9 @@ from typing import Any
 
 import jinja2
 
-from ..templates_path import template_root
-from .printer import float_literal
-from .targets import Target
+from flashgen.codegen.printer import float_literal
+from flashgen.codegen.targets import Target
+from flashgen.templates_path import template_root
 
 _IDENTIFIER = re.compile(r"[A-Za-z_]\w*")
 

@@ -6,18 +6,18 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from ..analysis.ranges import TileRange, key_range
-from ..errors import UnsupportedError
-from ..analysis.order import Q_FIRST, Q_LAST
-from ..language.spec import AttentionSpec
-from .arguments import ArgumentLayout, Field, capture_fields, ordered
-from .environment import environment, primitives_for
-from .header import header
-from .kernel import RenderedKernel, entry_name, kernel_name
-from .plans import ForwardPlan, choose_forward_plan, padded
-from .printer import statements
-from .targets import Target
-from .variant import captures_read, variant_of
+from flashgen.analysis.order import Q_FIRST, Q_LAST
+from flashgen.analysis.ranges import TileRange, key_range
+from flashgen.codegen.arguments import ArgumentLayout, Field, capture_fields, ordered
+from flashgen.codegen.environment import environment, primitives_for
+from flashgen.codegen.header import header
+from flashgen.codegen.kernel import RenderedKernel, entry_name, kernel_name
+from flashgen.codegen.plans import ForwardPlan, choose_forward_plan, padded
+from flashgen.codegen.printer import statements
+from flashgen.codegen.targets import Target
+from flashgen.codegen.variant import captures_read, variant_of
+from flashgen.errors import UnsupportedError
+from flashgen.language.spec import AttentionSpec
 
 LOG2_E = math.log2(math.e)
 
@@ -90,8 +90,14 @@ def render_forward(spec: AttentionSpec, target: Target, plan: ForwardPlan | None
         "entry": entry,
         "struct": struct,
         "header": header(spec, target, plan),
-        "types": environment().get_template("types.cuh.jinja").render(struct=struct, dtype=spec.dtype, layout=layout).strip(),
-        "variant": environment().get_template("variant.cuh.jinja").render(struct=struct, variant=variant, position=True).strip(),
+        "types": environment()
+        .get_template("types.cuh.jinja")
+        .render(struct=struct, dtype=spec.dtype, layout=layout)
+        .strip(),
+        "variant": environment()
+        .get_template("variant.cuh.jinja")
+        .render(struct=struct, variant=variant, position=True)
+        .strip(),
         "key_tiles": key_tiles.ranges(_range_texts(tiles), struct) if tiles else key_tiles.lists(struct),
         "head_padded": padded(spec.head_dim),
         "value_padded": padded(spec.value_dim),
@@ -111,12 +117,12 @@ def render_forward(spec: AttentionSpec, target: Target, plan: ForwardPlan | None
     template = environment().get_template("forward/mma_sync.cu.jinja")
     body = template.render(context | {"primitives": ""})
     device, shared = primitives_for(body, target)
-    primitives = environment().get_template("primitives.cuh.jinja").render(
-        device_primitives=device, shared_primitives=shared, uses_shared_memory=True
+    primitives = (
+        environment()
+        .get_template("primitives.cuh.jinja")
+        .render(device_primitives=device, shared_primitives=shared, uses_shared_memory=True)
     )
     source = template.render(context | {"primitives": primitives.strip()})
     name, lists, longest_first = kernel_name("fwd", target, spec), tiles is None, _longest_last(tiles)
     shared_bytes = plan.shared_bytes(spec)
-    return ForwardKernel(
-        name, entry, source, target, layout, plan.threads, shared_bytes, plan, lists, longest_first
-    )
+    return ForwardKernel(name, entry, source, target, layout, plan.threads, shared_bytes, plan, lists, longest_first)

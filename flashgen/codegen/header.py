@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from ..language.spec import AttentionSpec
-from .plans import ForwardPlan
-from .targets import Target
+from flashgen.codegen.plans import ForwardPlan
+from flashgen.codegen.targets import Target
+from flashgen.language.spec import AttentionSpec
 
 
 def header(spec: AttentionSpec, target: Target, plan: ForwardPlan) -> str:

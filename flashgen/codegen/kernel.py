@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from ..language.spec import AttentionSpec
-from .arguments import ArgumentLayout
-from .targets import Target
+from flashgen.codegen.arguments import ArgumentLayout
+from flashgen.codegen.targets import Target
+from flashgen.language.spec import AttentionSpec
 
 
 @dataclass(frozen=True)

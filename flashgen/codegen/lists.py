@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from ..language.operations import BATCH, HEAD
-from ..language.spec import AttentionSpec
-from .arguments import ArgumentLayout, Field, capture_fields, ordered
-from .environment import environment, primitives_for
-from .kernel import RenderedKernel, entry_name, kernel_name
-from .plans import ForwardPlan
-from .targets import Target
-from .variant import captures_read, variant_of
+from flashgen.codegen.arguments import ArgumentLayout, Field, capture_fields, ordered
+from flashgen.codegen.environment import environment, primitives_for
+from flashgen.codegen.kernel import RenderedKernel, entry_name, kernel_name
+from flashgen.codegen.plans import ForwardPlan
+from flashgen.codegen.targets import Target
+from flashgen.codegen.variant import captures_read, variant_of
+from flashgen.language.operations import BATCH, HEAD
+from flashgen.language.spec import AttentionSpec
 
 THREADS = 256
 _STRUCT = "ListArguments"
@@ -57,6 +57,4 @@ def render_lists(spec: AttentionSpec, target: Target, plan: ForwardPlan) -> Rend
         device_primitives=device, shared_primitives=shared, uses_shared_memory=False
     )
     source = template.render(context | {"primitives": primitives.strip()})
-    return RenderedKernel(
-        kernel_name("lists", target, spec), context["entry"], source, target, layout, THREADS, 0
-    )
+    return RenderedKernel(kernel_name("lists", target, spec), context["entry"], source, target, layout, THREADS, 0)

@@ -8,21 +8,21 @@ from collections.abc import Callable
 
 import sympy
 
-from ..language import operations as op
-from ..language.operations import Capture, Load, kind_of
-from .arguments import member_name
+from flashgen.codegen.arguments import member_name
+from flashgen.language import operations as op
+from flashgen.language.operations import Capture, Load, kind_of
 
 C_TYPES = {"bool": "bool", "int": "int", "float": "float"}
 
 # Binding strength of C++ operators, weakest first.
-_CONDITIONAL, _OR, _AND, _BIT_OR, _BIT_XOR, _BIT_AND, _EQUALITY, _RELATION, _SHIFT, _SUM, _PRODUCT, _UNARY, _ATOM = range(13)
+_CONDITIONAL, _OR, _AND, _BIT_OR, _BIT_XOR, _BIT_AND, _EQUALITY, _RELATION, _SHIFT, _SUM, _PRODUCT, _UNARY, _ATOM = (
+    range(13)
+)
 
 _INFIX: dict[type, tuple[str, int]] = {
     op.Add: ("+", _SUM),
     op.Sub: ("-", _SUM),
     op.Mul: ("*", _PRODUCT),
-    op.ShiftLeft: ("<<", _SHIFT),
-    op.ShiftRight: (">>", _SHIFT),
     op.BitAnd: ("&", _BIT_AND),
     op.BitOr: ("|", _BIT_OR),
     op.BitXor: ("^", _BIT_XOR),
@@ -62,6 +62,11 @@ def float_literal(value: float) -> str:
         return "infinity()" if rounded > 0 else "minus_infinity()"
     text = f"{rounded:.9g}"
     return f"{text}f" if any(mark in text for mark in ".e") else f"{text}.0f"
+
+
+def _divides_plainly(left: sympy.Basic, right: sympy.Basic) -> bool:
+    """Whether C's own / and % are the floored ones, and never divide by zero."""
+    return is_nonnegative(left) and isinstance(right, sympy.Integer) and int(right) > 0
 
 
 def is_nonnegative(node: sympy.Basic) -> bool:
@@ -134,6 +139,8 @@ class Printer:
             return float_literal(float(node))
         if node in (sympy.true, sympy.false):
             return "true" if node == sympy.true else "false"
+        if node == -(2**31):  # C++ reads -2147483648 as minus a long
+            return "(-2147483647 - 1)"
         if node in (op.LEN_Q, op.LEN_K):
             return f"arguments.{node}"
         return str(node)
@@ -143,7 +150,7 @@ def _floor_divide(printer: Printer, node: sympy.Basic) -> tuple[str, int]:
     left, right = node.args
     if kind_of(node) == "float":
         return f"floorf({printer.as_float(left, _PRODUCT)} / {printer.as_float(right, _UNARY)})", _ATOM
-    if is_nonnegative(left) and is_nonnegative(right):
+    if _divides_plainly(left, right):
         return f"{printer.text(left, _PRODUCT)} / {printer.text(right, _UNARY)}", _PRODUCT
     return f"floor_divide({printer.text(left)}, {printer.text(right)})", _ATOM
 
@@ -153,7 +160,7 @@ def _floor_modulo(printer: Printer, node: sympy.Basic) -> tuple[str, int]:
     if kind_of(node) == "float":
         quotient = printer._print(op.FloorDiv(left, right))[0]
         return f"{printer.as_float(left, _PRODUCT)} - {printer.as_float(right, _PRODUCT)} * {quotient}", _SUM
-    if is_nonnegative(left) and is_nonnegative(right):
+    if _divides_plainly(left, right):
         return f"{printer.text(left, _PRODUCT)} % {printer.text(right, _UNARY)}", _PRODUCT
     return f"floor_modulo({printer.text(left)}, {printer.text(right)})", _ATOM
 
@@ -163,6 +170,14 @@ def _divide(printer: Printer, node: sympy.Basic) -> tuple[str, int]:
     if isinstance(right, (sympy.Integer, sympy.Float)) and right != 0:  # a product with a constant is much cheaper
         return f"{printer.as_float(left, _PRODUCT)} * (1.0f / {printer.as_float(right)})", _PRODUCT
     return f"{printer.as_float(left, _PRODUCT)} / {printer.as_float(right, _UNARY)}", _PRODUCT
+
+
+def _shift(printer: Printer, node: sympy.Basic) -> tuple[str, int]:
+    value, amount = node.args
+    symbol = "<<" if isinstance(node, op.ShiftLeft) else ">>"
+    if isinstance(amount, sympy.Integer):
+        return f"{printer.text(value, _SHIFT)} {symbol} {amount}", _SHIFT
+    return f"{printer.text(value, _SHIFT)} {symbol} min(max({printer.text(amount)}, 0), 31)", _SHIFT
 
 
 def _where(printer: Printer, node: sympy.Basic) -> tuple[str, int]:
@@ -183,7 +198,14 @@ _SPECIAL: dict[type, Callable[[Printer, sympy.Basic], tuple[str, int]]] = {
     op.FloorMod: _floor_modulo,
     op.Divide: _divide,
     op.ToFloat: lambda p, n: (p.as_float(n.args[0], _UNARY), _UNARY),
-    op.ToInt: lambda p, n: (f"static_cast<int>({p.text(n.args[0])})", _ATOM),
+    op.ToInt: lambda p, n: (
+        f"to_int({p.as_float(n.args[0])})"
+        if kind_of(n.args[0]) == "float"
+        else f"static_cast<int>({p.text(n.args[0])})",
+        _ATOM,
+    ),
+    op.ShiftLeft: _shift,
+    op.ShiftRight: _shift,
     op.Exp: lambda p, n: (f"exp2_approx({p.as_float(n.args[0], _PRODUCT)} * 1.44269504f)", _ATOM),
     op.Log: lambda p, n: (f"log2_approx({p.as_float(n.args[0])}) * 0.693147181f", _PRODUCT),
     op.Where: _where,

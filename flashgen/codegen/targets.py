@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..errors import UnsupportedError
+from flashgen.errors import UnsupportedError
 
 
 @dataclass(frozen=True)
@@ -39,9 +39,7 @@ class Target:
 
 
 def _target(compute_capability: int, family: str, block_kib: int, multiprocessor_kib: int) -> Target:
-    return Target(
-        f"sm_{compute_capability}", compute_capability, family, block_kib * 1024, multiprocessor_kib * 1024
-    )
+    return Target(f"sm_{compute_capability}", compute_capability, family, block_kib * 1024, multiprocessor_kib * 1024)
 
 
 # Shared memory by the CUDA programming guide's table of technical specifications per compute capability.

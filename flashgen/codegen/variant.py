@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 import sympy
 
-from ..language.operations import BATCH, HEAD, INDICES, KEY, QUERY, Capture
-from ..language.spec import AttentionSpec
-from .arguments import member_name
-from .printer import statements
+from flashgen.codegen.arguments import member_name
+from flashgen.codegen.printer import statements
+from flashgen.language.operations import BATCH, HEAD, INDICES, KEY, QUERY, Capture
+from flashgen.language.spec import AttentionSpec
 
 _DEVICE_NAMES = {BATCH: "position.batch", HEAD: "position.head", QUERY: "q", KEY: "k"}
 

@@ -12,12 +12,12 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import ArgumentError
+from flashgen.errors import ArgumentError
 
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """An array as a kernel sees it: address, shape, strides in elements, NumPy's name of the dtype, and GPU (or None)."""
+    """An array as a kernel sees it: address, shape, strides in elements, name of the dtype, GPU (or None)."""
 
     pointer: int
     shape: tuple[int, ...]
@@ -39,7 +39,7 @@ class Library:
 
 def _element_strides(byte_strides: tuple[int, ...], itemsize: int, argument: str) -> tuple[int, ...]:
     if any(stride % itemsize for stride in byte_strides):
-        raise ArgumentError(f"{argument}: strides {byte_strides} in bytes must be multiples of the element's {itemsize}")
+        raise ArgumentError(f"{argument}: strides {byte_strides} in bytes must be multiples of its {itemsize}")
     return tuple(stride // itemsize for stride in byte_strides)
 
 

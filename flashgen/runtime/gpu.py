@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import LaunchError
+from flashgen.errors import LaunchError
 
 
 def cupy() -> Any:
