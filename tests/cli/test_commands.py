@@ -1,0 +1,289 @@
+"""The commands through typer's runner: what they print, write and exit with."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+from typer.testing import CliRunner, Result
+
+import flashgen.language as fg
+from flashgen import reference
+from flashgen.attention import compile
+from flashgen.build import nvrtc
+from flashgen.cli.app import app
+from flashgen.cli.arrays import load_arrays, save_arrays
+from flashgen.cli.machine import gpus
+from flashgen.errors import SpecError
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "minilm_qkv.npz"
+COMMANDS = ("demo", "run", "show", "verify", "bench", "doctor")
+needs_nvrtc = pytest.mark.skipif(not nvrtc.is_available(), reason="needs NVRTC: pip install 'flashgen[cuda13]'")
+
+
+def invoke(*arguments: object, expect: int = 0, input: str | None = None) -> Result:
+    result = CliRunner().invoke(app, [str(argument) for argument in arguments], input=input)
+    assert result.exit_code == expect, f"{result.output}\n{result.exception!r}"
+    return result
+
+
+# ---- the application
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_says_what_a_command_is_for(command: str) -> None:
+    assert "Usage" in invoke(command, "--help").output
+
+
+def test_version() -> None:
+    assert re.fullmatch(r"flashgen \d+\.\d+\.\d+\S*\n", invoke("--version").output)
+
+
+def test_an_error_is_one_message_and_exit_2() -> None:
+    result = invoke("show", "casual()", expect=2)
+    assert "did you mean causal" in result.stderr and "Traceback" not in result.output and not result.stdout
+
+
+def test_debug_shows_where_an_error_came_from() -> None:
+    assert isinstance(invoke("--debug", "show", "casual()", expect=1).exception, SpecError)
+
+
+# ---- show
+
+
+def test_show_cuda_is_the_kernel_s_source() -> None:
+    spec = fg.AttentionSpec(128, "bfloat16", mask=fg.causal() & fg.sliding_window(64))
+    result = invoke(
+        "show", "causal() & sliding_window(64)", "--head-dim", 128, "--dtype", "bfloat16", "--target", "sm_86"
+    )
+    assert result.stdout == compile(spec, target="sm_86", emulate=True).source
+    assert result.stderr == ""
+
+
+def test_show_both_kernels_of_a_mask_that_needs_lists() -> None:
+    forward = invoke("show", "document('ids')", "--target", "sm_80")
+    lists = invoke("show", "document('ids')", "--target", "sm_80", "--kernel", "lists")
+    assert "--kernel lists" in forward.stderr and "attention_forward" in forward.stdout
+    assert "list_key_tiles" in lists.stdout
+    assert "needs none" in invoke("show", "causal()", "--target", "sm_80", "--kernel", "lists", expect=2).stderr
+
+
+def test_show_spec_is_a_spec_again(tmp_path: Path) -> None:
+    text = invoke("show", "causal()", "--score", "softcap(30)", "--head-dim", 96, "--what", "spec").stdout
+    assert fg.AttentionSpec.from_json(text) == fg.AttentionSpec(96, score=fg.softcap(30), mask=fg.causal())
+
+
+@needs_nvrtc
+def test_show_what_it_compiles_to() -> None:
+    assert ".target sm_80" in invoke("show", "causal()", "--target", "sm_80", "--what", "ptx").stdout
+    facts = json.loads(invoke("show", "causal()", "--target", "sm_80", "--what", "resources", "--json").stdout)
+    assert facts["target"] == "sm_80" and facts["spill_stores"] == 0 and 0 < facts["registers"] <= 255
+    table = invoke("show", "causal()", "--target", "sm_80", "--what", "resources").stdout
+    assert f"registers\t{facts['registers']}\n" in table
+
+
+@needs_nvrtc
+def test_show_machine_instructions() -> None:
+    pytest.importorskip("nvidia", reason="needs nvdisasm: pip install 'flashgen[inspect]'")
+    assert "HMMA" in invoke("show", "causal()", "--target", "sm_80", "--what", "sass").stdout
+
+
+def test_show_tiles() -> None:
+    drawn = invoke("show", "causal()", "--target", "sm_80", "--what", "tiles", "--len-q", 512).stdout
+    assert "partial" in drawn and "512 queries" in drawn
+    found = json.loads(
+        invoke("show", "causal()", "--target", "sm_80", "--what", "tiles", "--len-q", 512, "--json").stdout
+    )
+    tiles = compile(fg.AttentionSpec(64, mask=fg.causal()), target="sm_80", emulate=True).tiles(512, 512)
+    assert found["classes"] == tiles.classes.tolist() and tuple(found["tile"]) == tiles.tile
+
+
+def test_show_tiles_of_a_mask_with_captures() -> None:
+    arguments = ("show", "document('sentence')", "--target", "sm_80", "--what", "tiles", "--len-q", 176)
+    assert "176 queries" in invoke(*arguments, "--input", EXAMPLE).stdout
+    assert "sentence" in invoke(*arguments, expect=2).stderr
+
+
+# ---- run
+
+
+def test_run_writes_what_numpy_computes(tmp_path: Path) -> None:
+    output = tmp_path / "out.npz"
+    result = invoke(
+        *("run", "document('sentence')", "--score", "alibi('slopes')", "--dropout", 0.1, "--seed", 3),
+        *("--input", EXAMPLE, "--output", output, "--lse", "--check", "--emulate", "--json"),
+    )
+    example = load_arrays(EXAMPLE)
+    spec = fg.AttentionSpec(32, dropout=0.1, score=fg.alibi("slopes"), mask=fg.document("sentence"))
+    expected, lse = reference.attention(
+        spec, *(example[name] for name in "qkv"), seed=3, return_lse=True,
+        slopes=example["slopes"], sentence=example["sentence"],
+    )  # fmt: skip
+    found = load_arrays(output)
+    assert np.abs(found["out"] - expected).max() < 5e-3 and np.abs(found["lse"] - lse).max() < 1e-3
+    report = json.loads(result.stdout)
+    assert report["check"]["ok"] and report["spec"] == spec.name and report["out"] == list(expected.shape)
+
+
+@pytest.mark.parametrize("suffix", [".npz", ".safetensors"])
+def test_run_on_bfloat16(tmp_path: Path, suffix: str) -> None:
+    random = np.random.default_rng(0)
+    arrays = {name: random.standard_normal((1, 2, 9, 16)).astype(ml_dtypes.bfloat16) for name in "qkv"}
+    source, output = tmp_path / f"in{suffix}", tmp_path / f"out{suffix}"
+    save_arrays(source, arrays)
+    dtype = ["--dtype", "bfloat16"] if suffix == ".npz" else []
+    invoke("run", "causal()", *dtype, "--input", source, "--output", output, "--check", "--emulate")
+    found = load_arrays(output)
+    assert found.keys() == {"out"}
+    assert found["out"].dtype == (np.uint16 if suffix == ".npz" else ml_dtypes.bfloat16)
+
+
+def test_run_a_complete_spec_and_a_file_s_function(tmp_path: Path) -> None:
+    (tmp_path / "variants.py").write_text("def near(b, h, q, k):\n    return abs(q - k) <= 9\n")
+    spec = fg.AttentionSpec(32, mask=fg.causal()).to_json()
+    for text in (spec, f"{tmp_path}/variants.py:near"):
+        invoke("run", text, "--input", EXAMPLE, "--output", tmp_path / "o.npz", "--check", "--emulate")
+
+
+def test_run_says_what_is_missing(tmp_path: Path) -> None:
+    np.savez(tmp_path / "a.npz", q=np.zeros((1, 1, 8, 8), np.float32))
+    np.savez(tmp_path / "b.npz", **{name: np.zeros((1, 1, 8, 8), np.float32) for name in "qkv"})
+    common = ("--output", tmp_path / "o.npz", "--emulate")
+    assert "lacks k, v" in invoke("run", "full()", "--input", tmp_path / "a.npz", *common, expect=2).stderr
+    assert "float32" in invoke("run", "full()", "--input", tmp_path / "b.npz", *common, expect=2).stderr
+    assert "capture 'ids'" in invoke("run", "document('ids')", "--input", EXAMPLE, *common, expect=2).stderr
+    assert "suffix '.pt'" in invoke("run", "full()", "--input", tmp_path / "a.pt", *common, expect=2).stderr
+
+
+@pytest.mark.skipif(bool(gpus()), reason="there is a GPU")
+def test_run_does_not_fall_back_to_the_cpu(tmp_path: Path) -> None:
+    result = invoke("run", "full()", "--input", EXAMPLE, "--output", tmp_path / "o.npz", expect=2)
+    assert "--emulate" in result.stderr and not (tmp_path / "o.npz").exists()
+
+
+# ---- verify
+
+
+def test_verify_a_spec() -> None:
+    rows = json.loads(invoke("verify", "causal()", "--head-dim", 32, "--emulate", "--schedules", 2, "--json").stdout)
+    assert rows["ok"] and rows["failures"] == 0 and len(rows["results"]) == 20
+    assert all(row["error"] <= row["bound"] for row in rows["results"])
+
+
+def test_verify_under_a_sanitizer() -> None:
+    result = invoke("verify", "full()", "--head-dim", 8, "--sanitize", "address")
+    assert "emulator, address" in result.stdout and "FAILED" not in result.stdout
+
+
+def test_verify_exits_1_on_a_failure() -> None:
+    refused = invoke("verify", "full()", "--dtype", "bfloat16", "--target", "sm_75", "--emulate", expect=1)
+    assert "UnsupportedError" in refused.stdout and "0 passed, 10 failed" in refused.stderr
+    overflowing = invoke("verify", "full()", "--head-dim", 8, "--scale", 1e5, "--emulate", expect=1)
+    assert "FAILED" in overflowing.stdout
+
+
+def test_verify_takes_options_only_with_a_spec() -> None:
+    assert "need a SPEC" in invoke("verify", "--head-dim", 32, expect=2).output
+
+
+# ---- demo, doctor, bench
+
+
+def test_demo(tmp_path: Path) -> None:
+    result = invoke("demo", "--output", tmp_path, "--emulate", "--json")
+    summary = json.loads(result.stdout)
+    assert "emulator" in summary["engine"] and "emulator" in result.stderr
+    assert len(summary["variants"]) == 6 and all(variant["ok"] for variant in summary["variants"])
+    assert json.loads((tmp_path / "summary.json").read_text()) == summary
+    for variant in summary["variants"]:
+        folder = Path(variant["folder"])
+        assert "__global__ void __launch_bounds__" in (folder / "kernel.cu").read_text()
+        assert (folder / "tiles.svg").read_text().startswith("<svg")
+        assert fg.AttentionSpec.from_json((folder / "spec.json").read_text()).name == variant["spec"]
+
+
+def test_demo_shows_maps_and_what_the_layer_looks_at(tmp_path: Path) -> None:
+    shown = invoke("demo", "--output", tmp_path, "--emulate").stdout
+    assert "causal() & sliding_window(100)" in shown and "█" in shown and "FAILED" not in shown
+    assert re.search(r'What "rabbit" attends to.*\n( +head +\d+: .*\n){3}', shown)
+
+
+def test_doctor() -> None:
+    findings = {(row["area"], row["name"]): row for row in json.loads(invoke("doctor", "--json").stdout)}
+    assert findings["python", "numpy"]["ok"] and findings["emulator", "plain"]["ok"]
+    assert all(row["ok"] or row["remedy"] for row in findings.values())
+    assert "emulator\tplain\tworks" in invoke("doctor").stdout
+
+
+@pytest.mark.skipif(bool(gpus()), reason="there is a GPU")
+def test_bench_needs_a_gpu() -> None:
+    assert "no GPU" in invoke("bench", expect=2).stderr
+
+
+@pytest.mark.gpu
+def test_bench(tmp_path: Path) -> None:
+    output = tmp_path / "bench.json"
+    invoke("bench", "causal()", "--head-dims", 64, "--lengths", 1024, "--output", output)
+    report = json.loads(output.read_text())
+    assert report["environment"]["gpu"] and report["rows"][0]["tflops"]["flashgen"] > 0
+
+
+@pytest.mark.gpu
+def test_bench_checks_its_numbers() -> None:
+    assert "1024,4096" in invoke("bench", "--lengths", "many", expect=2).stderr
+    assert "positive" in invoke("bench", "--lengths", "0", expect=2).stderr
+
+
+# ---- cache and release
+
+
+def test_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLASHGEN_CACHE_DIR", str(tmp_path / "cache"))
+    assert invoke("cache", "path").stdout == f"{tmp_path / 'cache'}\n"
+    assert json.loads(invoke("cache", "list", "--json").stdout) == []
+    invoke("run", "full()", "--input", EXAMPLE, "--output", tmp_path / "o.npz", "--emulate", "--dropout", 0.25)
+    entries = json.loads(invoke("cache", "list", "--json").stdout)
+    assert len(entries) == 2 and all(entry["bytes"] > 0 for entry in entries)
+    assert invoke("cache", "list").stdout.count("\n") == 3
+    invoke("cache", "clear", expect=1, input="n\n")
+    assert len(json.loads(invoke("cache", "list", "--json").stdout)) == 2
+    assert "removed 2 entries" in invoke("cache", "clear", "--yes").stdout
+    assert json.loads(invoke("cache", "list", "--json").stdout) == []
+
+
+MANIFEST = """
+[[kernels]]
+mask = ["causal()", "document('ids')"]
+head_dim = 64
+target = ["sm_75", "sm_80"]
+"""
+
+
+def test_release(tmp_path: Path) -> None:
+    manifest, folder = tmp_path / "release.toml", tmp_path / "kernels"
+    manifest.write_text(MANIFEST)
+    invoke("release", "build", manifest, "--out", folder, "--sources-only")
+    assert "is what was built" in invoke("release", "check", folder, "--manifest", manifest).stderr
+    source = next(folder.glob("*.cu"))
+    source.write_text(source.read_text() + "// altered\n")
+    result = invoke("release", "check", folder, "--manifest", manifest, "--json", expect=1)
+    assert {finding["path"] for finding in json.loads(result.stdout)["findings"]} == {source.name}
+    assert source.name in invoke("release", "check", folder, expect=1).stderr
+
+
+@needs_nvrtc
+def test_a_release_serves_a_machine_that_compiles_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    manifest, folder = tmp_path / "release.toml", tmp_path / "kernels"
+    manifest.write_text(MANIFEST)
+    report = json.loads(invoke("release", "build", manifest, "--out", folder, "--json").stdout)
+    assert report["kernels"]
+    monkeypatch.setenv("FLASHGEN_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setenv("FLASHGEN_JIT", "0")
+    arguments = ("show", "causal()", "--target", "sm_80", "--what", "resources", "--json")
+    assert "FLASHGEN_JIT=0" in invoke(*arguments, expect=2).stderr
+    monkeypatch.setenv("FLASHGEN_RELEASE", str(folder))
+    assert str(folder) in json.loads(invoke(*arguments).stdout)["cubin"]
