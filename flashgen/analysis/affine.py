@@ -228,6 +228,8 @@ def _shift_right(left: Node, right: Node) -> Affine:
 def _bit_and(left: Node, right: Node) -> Affine:
     """x & (2**n - 1) is x % 2**n, in two's complement too."""
     a, b = affine(left), affine(right)
+    if a.is_constant and b.is_constant:
+        return constant(a.constant & b.constant)
     if a.is_constant:
         a, b = b, a
     if b.is_constant and b.constant >= 0 and b.constant & (b.constant + 1) == 0:

@@ -14,13 +14,13 @@ from typing import Any
 import numpy as np
 import sympy
 
-from flashgen.analysis.affine import affine
+from flashgen.analysis.affine import Affine, affine
 from flashgen.analysis.interval import LIMIT, Array, Interval, as_float, floats, hull, integers, meet, point, truth
 from flashgen.analysis.range_table import RangeTable
 from flashgen.language import operations as ops
 from flashgen.language.evaluate import evaluate
 
-EMPTY, PARTIAL, FULL = np.int8(0), np.int8(1), np.int8(2)
+EMPTY, PARTIAL, FULL = 0, 1, 2
 
 Rule = Callable[..., Interval]
 Test = Callable[[Interval, Interval], Array]
@@ -73,12 +73,7 @@ class _Evaluation:
         return floats(value.low, value.high) if value.is_float and np.isfinite(value.low) else value
 
     def _operation(self, node: ops.Operation) -> Interval:
-        if isinstance(node, ops.Load):
-            return MEANINGS[ops.Load](self._table(node.capture), *(self.of(index) for index in node.indices))
-        operands = [self.of(operand) for operand in node.args]
-        if isinstance(node, ops.Arithmetic) and node.kind == "float":
-            operands = [as_float(operand) for operand in operands]
-        value = MEANINGS[type(node)](*operands)
+        value = self._by_operands(node)
         if not _repeats_a_symbol(node):
             return value
         # Where a symbol occurs twice its occurrences move together, which the affine form knows: q - k + 1 - q.
@@ -90,10 +85,19 @@ class _Evaluation:
             return meet(value, MEANINGS[type(node)](difference, point(0)))
         return value
 
-    def _affine(self, form: Any) -> Interval:
+    def _by_operands(self, node: ops.Operation) -> Interval:
+        if isinstance(node, ops.Load):
+            return MEANINGS[ops.Load](self._table(node.capture), *(self.of(index) for index in node.indices))
+        operands = [self.of(operand) for operand in node.args]
+        if isinstance(node, ops.Arithmetic) and node.kind == "float":
+            operands = [as_float(operand) for operand in operands]
+        return MEANINGS[type(node)](*operands)
+
+    def _affine(self, form: Affine) -> Interval:
         total = point(form.constant)
         for atom, factor in form.terms.items():
-            total = _add(total, _multiply(self.of(atom), point(factor)))
+            value = self._by_operands(atom) if isinstance(atom, ops.Operation) else self.of(atom)
+            total = _add(total, _multiply(value, point(factor)))
         return total
 
     def _table(self, capture: ops.Capture) -> RangeTable:

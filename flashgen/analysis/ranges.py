@@ -31,7 +31,17 @@ from flashgen.analysis.order import (
     nonnegative,
 )
 from flashgen.analysis.predicate import TooManyAlternatives, alternatives
-from flashgen.analysis.runs import KEYS, QUERIES, Condition, Direction, NotOneRun, Run, covers, solve
+from flashgen.analysis.runs import (
+    KEYS,
+    QUERIES,
+    Condition,
+    Direction,
+    NotOneRun,
+    Run,
+    covers,
+    limits_by_conditions,
+    solve,
+)
 from flashgen.analysis.text import to_text
 from flashgen.language import operations as ops
 
@@ -148,6 +158,8 @@ def _over_tile(runs: Sequence[Run], direction: Direction) -> TileRange:
 def _run_over_tile(run: Run, direction: Direction) -> TileRange:
     some, every = _over_rows(run.conditions, direction)
     begin, end = _bounds(run.low, run.high, direction, widest=True)
+    lows, highs = limits_by_conditions(run, direction.row)
+    begin, end = maximum_of([begin, *lows]), minimum_of([end, *highs])
     full_begin, full_end = _full_stretch(run, direction)
     return _tidy(begin, _choose(some, end, _ZERO), full_begin, _choose(every, full_end, _ZERO))
 

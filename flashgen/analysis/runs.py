@@ -96,9 +96,6 @@ def _conjunction_run(conjunction: Conjunction, direction: Direction) -> Run:
     for bounds in (lows, highs):
         _refuse_turning(bounds, direction.row)
     _refuse_scattered(lows, highs, direction.row)
-    first, last = _row_limits(conditions, direction.row)
-    lows += _within_rows(lows, first, last, direction.row)
-    highs += _within_rows(highs, last, first, direction.row)
     low, high = maximum_of([_ZERO, *lows]), minimum_of([direction.length, *highs])
     return Run(low, high, tuple(dict.fromkeys(conditions)), ((low, high),) if exact else ())
 
@@ -206,25 +203,26 @@ def _refuse_turning(bounds: list[Node], row: Node) -> None:
     _common_trend([_trend(bound, row) for bound in bounds])
 
 
-def _row_limits(conditions: list[Condition], row: Node) -> tuple[list[Node], list[Node]]:
-    """The first and the last rows that the conditions allow: q < 100 allows rows up to 99."""
+def limits_by_conditions(run: Run, row: Node) -> tuple[list[Node], list[Node]]:
+    """Bounds free of the row that the conditions add: where only rows up to 99 count, k <= q also says k <= 99."""
     first: list[Node] = []
     last: list[Node] = []
-    for condition in conditions:
+    for condition in run.conditions:
         if condition.form is not None and condition.form.atoms_with(row) == [row]:
             factor, rest = condition.form.terms[row], condition.form.without(row)
             if factor > 0:
                 first.append((-rest + (factor - 1)).floor_divide(factor).node())
             else:
                 last.append(rest.floor_divide(-factor).node())
-    return first, last
+    return _at_limits(run.low, first, last, row), _at_limits(run.high, last, first, row)
 
 
-def _within_rows(bounds: list[Node], rising: list[Node], falling: list[Node], row: Node) -> list[Node]:
-    """The bounds at the limits of the rows: where only rows up to 99 count, k <= q also says k <= 99."""
-    trends = {bound: _trend(bound, row) for bound in bounds}
-    limits = {1: rising, -1: falling, 0: []}
-    return [affine(bound.xreplace({row: limit})).node() for bound, trend in trends.items() for limit in limits[trend]]
+def _at_limits(bound: Node, rising: list[Node], falling: list[Node], row: Node) -> list[Node]:
+    try:
+        limits = {1: rising, -1: falling, 0: []}[_trend(bound, row)]
+    except NotOneRun:
+        return []
+    return [affine(bound.xreplace({row: limit})).node() for limit in limits]
 
 
 def _refuse_scattered(lows: list[Node], highs: list[Node], row: Node) -> None:

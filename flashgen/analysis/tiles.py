@@ -50,7 +50,7 @@ class TileMap:
         return int((self.classes == kind).sum())
 
     def work(self, batch: int = 1, heads: int = 1) -> int:
-        """How many scores a kernel computes, in whole tiles. batch and heads count where the map is the same for all."""
+        """How many scores a kernel computes, in whole tiles; batch and heads count where they share one map."""
         of_batch, of_heads = self.classes.shape[:2]
         repeats = (batch if of_batch == 1 else 1) * (heads if of_heads == 1 else 1)
         return int((self.classes != EMPTY).sum()) * self.tile[0] * self.tile[1] * repeats

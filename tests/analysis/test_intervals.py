@@ -1,0 +1,119 @@
+"""Interval evaluation: every operation has a meaning, and the common masks are decided as well as they can be."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import sympy
+
+import flashgen as fg
+from flashgen.analysis.intervals import EMPTY, FULL, MEANINGS, PARTIAL, classify, interval_of
+from flashgen.errors import ArgumentError
+from flashgen.language import operations as ops
+from flashgen.language.variants import trace_mask
+
+Q, K = ops.QUERY, ops.KEY
+
+
+def integer(value: int) -> sympy.Integer:
+    return sympy.Integer(value)
+
+
+def test_every_operation_has_a_meaning() -> None:
+    assert set(MEANINGS) == set(ops.OPERATIONS.values())
+
+
+@pytest.mark.parametrize(
+    ("node", "low", "high"),
+    [
+        (ops.Sub(Q, K), -30, 19),
+        (ops.Sub(ops.Add(Q, K), Q), 0, 40),
+        (ops.Mul(ops.Sub(Q, K), integer(-2)), -38, 60),
+        (ops.Mul(Q, Q), 100, 361),
+        (ops.Abs(ops.Sub(Q, K)), 0, 30),
+        (ops.FloorDiv(Q, integer(7)), 1, 2),
+        (ops.FloorDiv(Q, integer(-7)), -3, -2),
+        (ops.FloorMod(Q, integer(50)), 10, 19),
+        (ops.FloorMod(Q, integer(8)), 0, 7),
+        (ops.FloorMod(K, integer(-8)), -7, 0),
+        (ops.Minimum(Q, integer(15)), 10, 15),
+        (ops.Maximum(K, integer(15)), 15, 40),
+        (ops.ShiftRight(ops.Neg(Q), integer(2)), -5, -3),
+        (ops.ShiftLeft(Q, integer(2)), 40, 76),
+        (ops.BitAnd(K, integer(15)), 0, 15),
+        (ops.BitOr(K, integer(64)), 64, 127),
+        (ops.BitXor(ops.Neg(Q), integer(1)), -32, 31),
+        (ops.Where(ops.Less(Q, integer(5)), integer(1), integer(2)), 2, 2),
+        (ops.Where(ops.Less(Q, integer(15)), integer(1), integer(2)), 1, 2),
+        (ops.ToInt(ops.Divide(Q, integer(4))), 2, 4),
+    ],
+    ids=str,
+)
+def test_bounds_of_integers(node: sympy.Basic, low: int, high: int) -> None:
+    """q is 10..19 and k is 0..40."""
+    found = interval_of(node, {Q: (10, 19), K: (0, 40)})
+    assert (int(found.low), int(found.high)) == (low, high)
+
+
+def test_integers_too_large_to_know_are_unknown() -> None:
+    node: sympy.Basic = Q
+    for _ in range(6):
+        node = ops.Mul(node, node)
+    boxes = {Q: (2**15, 2**16)}
+    assert classify(ops.Greater(node, integer(0)), boxes) == PARTIAL
+    assert classify(ops.Greater(ops.Mul(Q, Q), integer(0)), boxes) == FULL
+
+
+@pytest.mark.parametrize(
+    ("mask", "expected"),
+    [
+        (lambda b, h, q, k: q >= k, [FULL, PARTIAL, EMPTY]),
+        (lambda b, h, q, k: q // 64 == k // 64, [EMPTY, FULL, EMPTY]),
+        (lambda b, h, q, k: (q + 64) - k > q, [FULL, EMPTY, EMPTY]),
+        (lambda b, h, q, k: abs(q - k) > 127, [EMPTY, EMPTY, EMPTY]),
+        (lambda b, h, q, k: fg.exp(-0.1 * abs(q - k)) > 0.99, [EMPTY, PARTIAL, EMPTY]),
+        (lambda b, h, q, k: fg.sqrt(fg.to_float(q - 1000)) > 0.0, [PARTIAL, PARTIAL, PARTIAL]),
+        (lambda b, h, q, k: fg.sqrt(fg.to_float(q - 1000)) != 0.0, [PARTIAL, PARTIAL, PARTIAL]),
+    ],
+)
+def test_classes(mask: Any, expected: list[int]) -> None:
+    """Queries 64..127 by keys 0..63, 64..127, 128..191."""
+    first = np.array([0, 64, 128])
+    found = classify(trace_mask(mask, "mask").expression, {Q: (64, 127), K: (first, first + 63)})
+    assert np.broadcast_to(found, 3).tolist() == expected
+
+
+def test_captured_arrays_are_read_by_ranges_and_clamped() -> None:
+    ids = np.array([0, 0, 1, 1, 1, 2, 2, 5], np.int32)
+    node = ops.Load(ops.Capture("ids", "int32", 1), Q)
+    low = np.array([-3, 0, 2, 3, 6, 7, 100])
+    found = interval_of(node, {Q: (low, low + 1)}, {"ids": ids})
+    assert found.low.tolist() == [0, 0, 1, 1, 2, 5, 5]
+    assert found.high.tolist() == [0, 0, 1, 1, 5, 5, 5]
+
+
+def test_captured_arrays_of_two_dimensions() -> None:
+    table = np.random.default_rng(0).integers(0, 1000, (40, 70)).astype(np.int16)
+    node = ops.Load(ops.Capture("table", "int16", 2), Q, K)
+    first_q, first_k = np.arange(0, 40, 8)[:, None], np.arange(0, 70, 7)
+    found = interval_of(node, {Q: (first_q, first_q + 7), K: (first_k, first_k + 6)}, {"table": table})
+    blocks = table.reshape(5, 8, 10, 7)
+    assert (found.low == blocks.min(axis=(1, 3))).all()
+    assert (found.high == blocks.max(axis=(1, 3))).all()
+
+
+def test_a_captured_nan_is_never_compared_for_sure() -> None:
+    weights = np.array([1.0, np.nan, 2.0], np.float32)
+    weight = ops.Load(ops.Capture("weights", "float32", 1), Q)
+    assert classify(ops.Greater(weight, integer(0)), {Q: (0, 2)}, {"weights": weights}) == PARTIAL
+    assert classify(ops.Less(weight, integer(0)), {Q: (0, 2)}, {"weights": weights}) == EMPTY
+
+
+def test_missing_and_empty_captures() -> None:
+    node = ops.Load(ops.Capture("ids", "int32", 1), Q)
+    with pytest.raises(ArgumentError, match="ids"):
+        interval_of(node, {Q: (0, 3)})
+    with pytest.raises(ArgumentError, match="nothing can be read"):
+        interval_of(node, {Q: (0, 3)}, {"ids": np.zeros(0, np.int32)})

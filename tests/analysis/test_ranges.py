@@ -1,0 +1,221 @@
+"""Ranges of the named masks and of their like: tight against brute force, and as a person would write them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import sympy
+
+import flashgen as fg
+from flashgen.analysis.ranges import TileRange, evaluate_range, key_range, query_range
+from flashgen.analysis.text import to_text
+from flashgen.language import operations as ops
+from flashgen.language.evaluate import evaluate
+from flashgen.language.variants import trace_mask
+
+SCALARS = {"window": 50, "prefix": 70}
+window, prefix = fg.Scalar("window", "int32"), fg.Scalar("prefix", "int32")
+
+
+def batchify(inner: Callable[..., Any], size: int) -> Callable[..., Any]:
+    return lambda b, h, q, k: (q // size == k // size) & inner(b, h, q % size, k % size)
+
+
+def plain_causal(b: Any, h: Any, q: Any, k: Any) -> Any:
+    return q >= k
+
+
+# fmt: off
+ONE_RUN: dict[str, Any] = {
+    "full": fg.full(),
+    "nothing": ~fg.full(),
+    "causal": fg.causal(),
+    "causal, top left": fg.causal("top_left"),
+    "anti-causal": ~fg.causal(),
+    "strictly causal": lambda b, h, q, k: (q >= k) & (q != k),
+    "window": fg.sliding_window(100),
+    "window on both sides": fg.sliding_window(30, 45, align="top_left"),
+    "window of no width": fg.sliding_window(0),
+    "run-time window": fg.sliding_window(window, window),
+    "distance": lambda b, h, q, k: (q >= k) & (abs(q - k) <= 70),
+    "prefix": fg.prefix_lm(100),
+    "prefix, top left": fg.prefix_lm(100, align="top_left"),
+    "run-time prefix": fg.prefix_lm(prefix),
+    "prefix in a window": lambda b, h, q, k: ((k < 100) | (q >= k)) & (q - k <= 150),
+    "dilated": fg.dilated_window(100, 4),
+    "dilated causal": fg.causal() & fg.dilated_window(100, 4),
+    "blocks": lambda b, h, q, k: q // 100 == k // 100,
+    "batched causal": batchify(plain_causal, 48),
+    "batched causal window": batchify(lambda b, h, q, k: (q >= k) & (q - k <= 20), 100),
+    "chunks looking back": lambda b, h, q, k: (q >= k) & (q // 64 - k // 64 <= 1),
+    "slower keys": lambda b, h, q, k: 4 * k <= q,
+    "faster keys": lambda b, h, q, k: k // 4 <= q,
+    "rows of a prefix": lambda b, h, q, k: (q < 100) & (q >= k),
+    "in proportion": lambda b, h, q, k: k <= q * fg.len_k // fg.len_q,
+    "clamped": lambda b, h, q, k: k < fg.clamp(q, 40, fg.len_k - 10),
+    "every other key": lambda b, h, q, k: k % 2 == 0,
+    "not a run of keys' complement": ~fg.prefix_lm(100),
+}
+# fmt: on
+GLOBAL_KEYS = trace_mask(lambda b, h, q, k: (abs(q - k) <= 40) | (k < 4), "global_keys")
+GLOBAL_QUERIES = trace_mask(lambda b, h, q, k: (abs(q - k) <= 40) | (q < 4), "global_queries")
+LENGTHS = ((1, 1), (257, 257), (300, 170), (170, 300), (60, 400), (400, 60))
+
+
+def expression_of(mask: Any) -> sympy.Basic:
+    return mask.expression if isinstance(mask, fg.Mask) else trace_mask(mask, "mask").expression
+
+
+def holds_by_brute_force(expression: sympy.Basic, len_q: int, len_k: int) -> np.ndarray:
+    values = {
+        ops.QUERY: np.arange(len_q)[:, None], ops.KEY: np.arange(len_k), ops.LEN_Q: len_q, ops.LEN_K: len_k,
+        ops.HEAD: 0, ops.BATCH: 0,
+    }  # fmt: skip
+    return np.broadcast_to(evaluate(expression, values, SCALARS), (len_q, len_k))
+
+
+def check(tile_range: TileRange, holds: np.ndarray, len_q: int, len_k: int, rows: int, columns: int) -> int:
+    """Sound for every tile of rows, and no empty tile of columns within the range. Returns the FULL tiles missed."""
+    first = np.arange(0, len(holds), rows)
+    last = np.minimum(first + rows, len(holds)) - 1
+    missed = 0
+    for start, begin, end, full_begin, full_end in zip(
+        first, *evaluate_range(tile_range, first, last, len_q, len_k, SCALARS), strict=True
+    ):
+        tile = holds[start : start + rows]
+        attended = np.flatnonzero(tile.any(axis=0))
+        assert begin >= 0 and end <= tile.shape[1]
+        assert not attended.size or (begin <= attended[0] and attended[-1] < end)
+        assert tile[:, full_begin : max(full_begin, full_end)].all()
+        for left in range(0, tile.shape[1], columns):
+            right = min(left + columns, tile.shape[1])
+            visited = begin < right and left < end and begin < end
+            assert visited == tile[:, left:right].any(), "an empty tile is visited, or a tile is missed"
+            missed += bool(tile[:, left:right].all() and not (full_begin <= left and right <= full_end))
+    return missed
+
+
+@pytest.mark.parametrize("name", ONE_RUN)
+@pytest.mark.parametrize("transposed", [False, True], ids=["keys", "queries"])
+def test_every_empty_tile_is_proven(name: str, transposed: bool) -> None:
+    expression = expression_of(ONE_RUN[name])
+    tile_range = (query_range if transposed else key_range)(expression)
+    if transposed and name in ("in proportion", "clamped"):
+        assert tile_range is None
+        return
+    assert tile_range is not None
+    for len_q, len_k in LENGTHS:
+        holds = holds_by_brute_force(expression, len_q, len_k)
+        missed = check(tile_range, holds.T if transposed else holds, len_q, len_k, 64, 32)
+        assert missed == 0 or tile_range.never_full, "a FULL tile is not known to be one"
+
+
+@pytest.mark.parametrize(
+    ("mask", "expected"),
+    [
+        (fg.full(), "begin = 0, end = len_k, full_begin = 0, full_end = len_k"),
+        (~fg.full(), "begin = 0, end = 0, full_begin = 0, full_end = 0"),
+        (
+            fg.causal(),
+            "begin = 0, end = min(len_k, q_last + len_k - len_q + 1), "
+            "full_begin = 0, full_end = min(len_k, q_first + len_k - len_q + 1)",
+        ),
+        (
+            fg.sliding_window(128, align="top_left"),
+            "begin = max(0, q_first - 128), end = min(len_k, q_last + 1), "
+            "full_begin = max(0, q_last - 128), full_end = min(len_k, q_first + 1)",
+        ),
+        (
+            fg.sliding_window(window, align="top_left"),
+            "begin = max(0, q_first - window), end = min(len_k, q_last + 1), "
+            "full_begin = max(0, q_last - window), full_end = min(len_k, q_first + 1)",
+        ),
+        (
+            fg.prefix_lm(100, align="top_left"),
+            "begin = 0, end = min(len_k, max(100, q_last + 1)), "
+            "full_begin = 0, full_end = min(len_k, max(100, q_first + 1))",
+        ),
+        (
+            trace_mask(batchify(plain_causal, 100), "batched"),
+            "begin = 100 * (q_first // 100), end = min(len_k, q_last + 1), "
+            "full_begin = 100 * (q_last // 100), full_end = min(len_k, q_first + 1)",
+        ),
+        (
+            GLOBAL_QUERIES,
+            "begin = where(q_first < 4, 0, max(0, q_first - 40)), "
+            "end = where(q_first < 4, len_k, min(len_k, q_last + 41)), "
+            "full_begin = where(q_last < 4, 0, max(0, q_last - 40)), "
+            "full_end = where(q_last < 4, len_k, min(len_k, q_first + 41))",
+        ),
+    ],
+    ids=lambda value: value.name if isinstance(value, fg.Mask) else "",
+)
+def test_bounds_read_as_written_by_hand(mask: fg.Mask, expected: str) -> None:
+    assert str(key_range(mask.expression)) == expected
+
+
+def test_the_transposed_direction_reads_the_same_way() -> None:
+    assert str(query_range(fg.causal("top_left").expression)) == (
+        "begin = k_first, end = len_q, full_begin = k_last, full_end = len_q"
+    )
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [
+        fg.document("ids"),
+        fg.document("ids") & fg.causal(),
+        fg.block_sparse("layout", 64, 64),
+        GLOBAL_KEYS,
+        GLOBAL_KEYS & fg.causal(),
+        lambda b, h, q, k: abs(q // 32 - k // 32) % 2 == 0,
+        lambda b, h, q, k: (abs(q // 32 - k // 32) <= 1) & (abs(q % 32 - k % 32) <= 3),
+        lambda b, h, q, k: k == 1000 * q,
+        lambda b, h, q, k: (k >= q) & (k >= 200 - q) & (k < 150),
+        lambda b, h, q, k: (q % 64 < 4) & (q >= k),
+        lambda b, h, q, k: (h < 4) & (q >= k),
+        lambda b, h, q, k: q - k <= 64 * (h + 1),
+        lambda b, h, q, k: fg.to_float(q - k) * 0.5 < 10.0,
+        lambda b, h, q, k: abs(q * k) < 100,
+    ],
+)
+def test_what_no_range_describes_wants_lists(mask: Any) -> None:
+    assert key_range(expression_of(mask)) is None
+
+
+def test_global_keys_are_whole_columns_for_the_backward() -> None:
+    assert key_range(GLOBAL_KEYS.expression) is None
+    tile_range = query_range(GLOBAL_KEYS.expression)
+    assert tile_range is not None
+    check(tile_range, holds_by_brute_force(GLOBAL_KEYS.expression, 300, 200).T, 300, 200, 64, 32)
+
+
+def test_bounds_by_head_where_they_are_asked_for() -> None:
+    expression = expression_of(lambda b, h, q, k: (q >= k) & (q - k <= 16 * (h + 1)))
+    tile_range = key_range(expression, per_head=True)
+    assert tile_range is not None
+    assert to_text(tile_range.begin) == "max(0, q_first - 16 * h - 16)"
+    begin = evaluate_range(tile_range, 100, 163, 500, 500, head=np.arange(3))[0]
+    assert begin.tolist() == [84, 68, 52]
+
+
+def test_what_a_kernel_asks_of_a_range() -> None:
+    dilated, full = key_range(fg.dilated_window(64, 2).expression), key_range(fg.full().expression)
+    run_time = key_range(fg.sliding_window(window).expression)
+    assert dilated is not None and full is not None and run_time is not None
+    assert dilated.never_full and not full.never_full
+    assert full.always_full and not dilated.always_full
+    assert [capture.name for capture in run_time.captures] == ["window"]
+
+
+def test_a_predicate_of_many_alternatives_is_given_up() -> None:
+    def mask(b: Any, h: Any, q: Any, k: Any) -> Any:
+        kept = q >= k
+        for step in range(1, 12):
+            kept = kept & ((q - k) != 3 * step)
+        return kept
+
+    assert key_range(expression_of(mask)) is None

@@ -1,0 +1,225 @@
+"""Random predicates of the language against brute force: no element is ever called what it is not.
+
+FLASHGEN_EXAMPLES=5000 pytest tests/analysis/test_sound.py looks longer.
+"""
+
+from __future__ import annotations
+
+import os
+
+import numpy as np
+import pytest
+import sympy
+from hypothesis import HealthCheck, given, note, settings
+from hypothesis import strategies as st
+
+from flashgen.analysis.affine import affine
+from flashgen.analysis.intervals import EMPTY, FULL, PARTIAL, classify, interval_of
+from flashgen.analysis.ranges import evaluate_range, key_range, query_range
+from flashgen.analysis.text import to_text
+from flashgen.analysis.tiles import tile_map
+from flashgen.language import operations as ops
+from flashgen.language.evaluate import evaluate
+
+EXAMPLES = int(os.environ.get("FLASHGEN_EXAMPLES", "150"))
+thorough = settings(
+    max_examples=EXAMPLES, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
+)
+
+SCALAR = ops.Capture("window", "int32", 0)
+IDS = ops.Capture("ids", "int32", 1)
+TABLE = ops.Capture("table", "float32", 2)
+COMPARISONS = (ops.Equal, ops.NotEqual, ops.Less, ops.LessEqual, ops.Greater, ops.GreaterEqual)
+
+small = st.integers(-20, 40).map(sympy.Integer)
+positive = st.integers(1, 17).map(sympy.Integer)
+divisor = st.one_of(positive, positive, st.integers(-5, 5).map(sympy.Integer))
+
+
+def node(kind: type[ops.Operation], *operands: st.SearchStrategy[sympy.Basic]) -> st.SearchStrategy[sympy.Basic]:
+    return st.tuples(*operands).map(lambda values: kind(*values))
+
+
+def grown(terms: st.SearchStrategy[sympy.Basic]) -> st.SearchStrategy[sympy.Basic]:
+    """Integer terms of integer terms."""
+    return st.one_of(
+        *(node(kind, terms, terms) for kind in (ops.Add, ops.Sub, ops.Minimum, ops.Maximum)),
+        *(node(kind, terms) for kind in (ops.Neg, ops.Abs)),
+        *(node(kind, terms, divisor) for kind in (ops.FloorDiv, ops.FloorMod, ops.Mul)),
+        node(ops.ShiftRight, terms, st.integers(0, 4).map(sympy.Integer)),
+        node(ops.BitAnd, terms, st.sampled_from([1, 3, 7, 5, -4]).map(sympy.Integer)),
+        node(ops.Where, st.sampled_from(COMPARISONS).flatmap(lambda kind: node(kind, terms, terms)), terms, terms),
+    )
+
+
+leaves = st.one_of(st.sampled_from([ops.QUERY, ops.KEY, ops.LEN_Q, ops.LEN_K, SCALAR, ops.QUERY, ops.KEY]), small)
+terms = st.recursive(leaves, grown, max_leaves=6)
+
+# Terms of one index, of the kinds that ranges solve.
+aligned = node(ops.Add, st.just(ops.QUERY), node(ops.Sub, st.just(ops.LEN_K), st.just(ops.LEN_Q)))
+
+
+def of_index(index: st.SearchStrategy[sympy.Basic]) -> st.SearchStrategy[sympy.Basic]:
+    shifted = st.one_of(index, node(ops.Add, index, st.one_of(small, st.just(SCALAR))), node(ops.Sub, index, small))
+    divided = node(ops.FloorDiv, shifted, positive)
+    clamped = node(ops.Maximum, node(ops.Minimum, shifted, st.one_of(small, st.just(ops.LEN_K))), small)
+    return st.one_of(shifted, divided, node(ops.Mul, divided, positive), node(ops.FloorMod, shifted, positive), clamped)
+
+
+queries, keys = of_index(st.one_of(st.just(ops.QUERY), aligned)), of_index(st.just(ops.KEY))
+distance = node(ops.Sub, st.one_of(st.just(ops.QUERY), aligned), st.just(ops.KEY))
+tame = st.one_of(
+    *(node(kind, keys, st.one_of(queries, queries, small)) for kind in COMPARISONS),
+    *(node(kind, node(ops.Abs, distance), small) for kind in COMPARISONS),
+    *(node(kind, queries, small) for kind in COMPARISONS),
+    node(ops.Equal, node(ops.FloorMod, distance, positive), st.just(sympy.Integer(0))),
+)
+
+
+def combined(parts: st.SearchStrategy[sympy.Basic]) -> st.SearchStrategy[sympy.Basic]:
+    return st.one_of(
+        node(ops.And, parts, parts),
+        node(ops.And, parts, parts),
+        node(ops.Or, parts, parts),
+        node(ops.Xor, parts, parts),
+        node(ops.Not, parts),
+        node(ops.Where, parts, parts, parts),
+    )
+
+
+wild = st.sampled_from(COMPARISONS).flatmap(lambda kind: node(kind, terms, terms))
+predicates = st.recursive(st.one_of(tame, tame, wild), combined, max_leaves=4)
+
+# What only intervals and lists answer for: captured arrays, floats, bits.
+loads = st.one_of(node(ops.Load, st.just(IDS), terms), terms)
+any_integers = st.one_of(
+    loads,
+    *(node(kind, loads, loads) for kind in (ops.BitAnd, ops.BitOr, ops.BitXor, ops.Mul, ops.FloorDiv, ops.FloorMod)),
+    node(ops.ShiftLeft, loads, st.integers(-2, 5).map(sympy.Integer)),
+    node(ops.ShiftRight, loads, loads),
+)
+numbers = st.sampled_from([0.37, -1.5, 8.0, 0.0, float("inf"), 1e30]).map(
+    lambda value: sympy.Float(value) if value != float("inf") else sympy.oo
+)
+any_floats = st.recursive(
+    st.one_of(node(ops.ToFloat, loads), numbers, node(ops.Load, st.just(TABLE), terms, terms)),
+    lambda parts: st.one_of(
+        *(
+            node(kind, parts, parts)
+            for kind in (ops.Add, ops.Sub, ops.Mul, ops.Divide, ops.Minimum, ops.Maximum, ops.FloorDiv, ops.FloorMod)
+        ),
+        *(
+            node(kind, parts)
+            for kind in (ops.Exp, ops.Exp2, ops.Log, ops.Log2, ops.Tanh, ops.Sigmoid, ops.Sqrt, ops.Sin, ops.Cos)
+        ),
+        *(node(kind, parts) for kind in (ops.Neg, ops.Abs, ops.Floor)),
+        node(ops.Where, tame, parts, parts),
+    ),
+    max_leaves=4,
+)
+any_numbers = st.one_of(any_integers, any_floats, node(ops.ToInt, any_floats))
+any_comparisons = st.sampled_from(COMPARISONS).flatmap(lambda kind: node(kind, any_numbers, any_numbers))
+any_predicates = st.recursive(st.one_of(any_comparisons, tame), combined, max_leaves=3)
+
+lengths = st.integers(1, 70)
+
+
+@thorough
+@given(term=any_integers)
+def test_canonical_forms(term: sympy.Basic) -> None:
+    """A form's own node has that form, and the same value."""
+    form = affine(term)
+    assert affine(form.node()) == form
+    assert (by_brute_force(term, 9, 12) == by_brute_force(form.node(), 9, 12)).all()
+
+
+CAPTURES = {
+    "window": np.int32(9),
+    "ids": np.sort(np.random.default_rng(0).integers(0, 6, 50)).astype(np.int32),
+    "table": np.random.default_rng(1).normal(size=(20, 30)).astype(np.float32),
+}
+
+
+def by_brute_force(predicate: sympy.Basic, len_q: int, len_k: int) -> np.ndarray:
+    values = {
+        ops.QUERY: np.arange(len_q)[:, None], ops.KEY: np.arange(len_k)[None, :],
+        ops.LEN_Q: len_q, ops.LEN_K: len_k, ops.BATCH: 0, ops.HEAD: 0,
+    }  # fmt: skip
+    return np.broadcast_to(evaluate(predicate, values, CAPTURES), (len_q, len_k))
+
+
+@pytest.mark.parametrize("transposed", [False, True], ids=["keys", "queries"])
+@thorough
+@given(predicate=predicates, len_q=lengths, len_k=lengths, rows=st.integers(1, 20), clamped=st.booleans())
+def test_ranges(transposed: bool, predicate: sympy.Basic, len_q: int, len_k: int, rows: int, clamped: bool) -> None:
+    tile_range = (query_range if transposed else key_range)(predicate)
+    if tile_range is None:
+        return
+    note(f"{to_text(predicate)}: {tile_range}")
+    holds = by_brute_force(predicate, len_q, len_k)
+    holds = holds.T if transposed else holds
+    first = np.arange(0, len(holds), rows)
+    last = first + rows - 1
+    bounds = evaluate_range(
+        tile_range, first, np.minimum(last, len(holds) - 1) if clamped else last, len_q, len_k, CAPTURES
+    )
+    for start, begin, end, full_begin, full_end in zip(first, *bounds, strict=True):
+        tile = holds[start : start + rows]
+        assert begin >= 0 and end <= tile.shape[1]
+        attended = np.flatnonzero(tile.any(axis=0))
+        assert not attended.size or (begin <= attended[0] and attended[-1] < end)
+        if full_begin < full_end:
+            assert full_begin >= 0 and full_end <= tile.shape[1]
+            assert tile[:, full_begin:full_end].all()
+
+
+@thorough
+@given(predicate=any_predicates, len_q=lengths, len_k=lengths, rows=st.integers(1, 20), columns=st.integers(1, 20))
+def test_intervals(predicate: sympy.Basic, len_q: int, len_k: int, rows: int, columns: int) -> None:
+    note(to_text(predicate))
+    first_q, first_k = np.arange(0, len_q, rows)[:, None], np.arange(0, len_k, columns)
+    boxes = {
+        ops.QUERY: (first_q, np.minimum(first_q + rows, len_q) - 1),
+        ops.KEY: (first_k, np.minimum(first_k + columns, len_k) - 1),
+        ops.LEN_Q: (len_q, len_q), ops.LEN_K: (len_k, len_k),
+    }  # fmt: skip
+    classes = np.broadcast_to(classify(predicate, boxes, CAPTURES), (len(first_q), len(first_k)))
+    holds = by_brute_force(predicate, len_q, len_k)
+    for row, column in np.argwhere(classes != PARTIAL):
+        tile = holds[row * rows : (row + 1) * rows, column * columns : (column + 1) * columns]
+        assert (tile == (classes[row, column] == FULL)).all()
+
+
+@thorough
+@given(number=any_numbers, len_q=lengths, len_k=lengths, size=st.integers(1, 20))
+def test_intervals_of_numbers(number: sympy.Basic, len_q: int, len_k: int, size: int) -> None:
+    note(to_text(number))
+    first = np.arange(0, len_q, size)[:, None]
+    boxes = {
+        ops.QUERY: (first, np.minimum(first + size, len_q) - 1), ops.KEY: (0, len_k - 1),
+        ops.LEN_Q: (len_q, len_q), ops.LEN_K: (len_k, len_k),
+    }  # fmt: skip
+    values = by_brute_force(number, len_q, len_k)
+    interval = interval_of(number, boxes, CAPTURES)
+    low, high, nan = (np.broadcast_to(part, first.shape) for part in (interval.low, interval.high, interval.nan))
+    for row, start in enumerate(first[:, 0]):
+        found = values[start : start + size]
+        assert nan[row, 0] or not np.isnan(found).any()
+        found = found[~np.isnan(found)]
+        assert (low[row, 0] <= found).all() and (found <= high[row, 0]).all()
+
+
+@thorough
+@given(predicate=any_predicates, len_q=lengths, len_k=lengths, rows=st.integers(1, 20), columns=st.integers(1, 20))
+def test_tile_maps(predicate: sympy.Basic, len_q: int, len_k: int, rows: int, columns: int) -> None:
+    """Never wrong; and exact where the map does not come from a range."""
+    note(to_text(predicate))
+    found = tile_map(predicate, (rows, columns), len_q, len_k, captures=CAPTURES)
+    holds = by_brute_force(predicate, len_q, len_k)
+    exact = key_range(predicate) is None
+    assert found.classes.shape == (1, 1, -(-len_q // rows), -(-len_k // columns))
+    for row, column in np.ndindex(found.classes.shape[2:]):
+        tile = holds[row * rows : (row + 1) * rows, column * columns : (column + 1) * columns]
+        overhangs = (column + 1) * columns > len_k
+        expected = EMPTY if not tile.any() else FULL if tile.all() and not overhangs else PARTIAL
+        assert found.classes[0, 0, row, column] in ({expected} if exact else {expected, PARTIAL})
