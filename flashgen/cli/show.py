@@ -16,6 +16,7 @@ from flashgen.cli.specs import load_spec
 from flashgen.errors import ArgumentError
 
 if TYPE_CHECKING:
+    from flashgen.analysis.tiles import TileMap
     from flashgen.build.cache import Entry
     from flashgen.codegen.kernel import RenderedKernel
     from flashgen.language import AttentionSpec
@@ -40,6 +41,7 @@ class What(StrEnum):
     sass = "sass"
     resources = "resources"
     tiles = "tiles"
+    svg = "svg"
     spec = "spec"
 
 
@@ -66,7 +68,7 @@ def show(
     ] = None,
     json: Json = False,
 ) -> None:
-    """Show the CUDA of a spec, its PTX or SASS, its resources, its tile map, or the spec itself as JSON.
+    """Show the CUDA of a spec, its PTX or SASS, its resources, its tile map (drawn, or as SVG), or the spec as JSON.
 
     Nothing is run, so no GPU is needed; without one and without --target, [cyan]sm_80[/] is shown.
     """
@@ -75,9 +77,10 @@ def show(
         print_code(declared.to_json(), "json")
         return
     architecture = target or target_here()
-    if what is What.tiles:
+    if what in (What.tiles, What.svg):
         captures = load_arrays(input) if input else {}
-        show_tiles(declared, architecture, len_q, len_q if len_k is None else len_k, captures, json)
+        tiles = tiles_of(declared, architecture, len_q, len_q if len_k is None else len_k, captures)
+        show_tiles(tiles, declared.mask.name, what, json)
         return
     chosen = rendered(declared, architecture, kernel)
     if what is What.cuda:
@@ -147,19 +150,24 @@ def show_resources(kernel: RenderedKernel, json: bool) -> None:
         print_table(("what", "value"), [(name.replace("_", " "), str(value)) for name, value in facts.items()])
 
 
-def show_tiles(
-    spec: AttentionSpec, target: str, len_q: int, len_k: int, captures: Mapping[str, Any], json: bool
-) -> None:
-    """The class of each tile, drawn for batch 0 and head 0."""
-    from flashgen.analysis.draw import to_text
+def tiles_of(spec: AttentionSpec, target: str, len_q: int, len_k: int, captures: Mapping[str, Any]) -> TileMap:
+    """The tile map of batch 0 and head 0, in the tiles of the target's plan."""
     from flashgen.analysis.tiles import tile_map
     from flashgen.codegen.plans import choose_forward_plan
     from flashgen.codegen.targets import target_named
 
     plan = choose_forward_plan(spec, target_named(target))
     needed = {capture.name: captures[capture.name] for capture in spec.mask.captures if capture.name in captures}
-    tiles = tile_map(spec.mask.expression, (plan.tile_q, plan.tile_k), len_q, len_k, captures=needed)
-    if json:
-        print_json({"tile": list(tiles.tile), "len_q": len_q, "len_k": len_k, "classes": tiles.classes.tolist()})
+    return tile_map(spec.mask.expression, (plan.tile_q, plan.tile_k), len_q, len_k, captures=needed)
+
+
+def show_tiles(tiles: TileMap, title: str, what: What, json: bool) -> None:
+    from flashgen.analysis.draw import to_svg, to_text
+
+    if what is What.svg:
+        print_code(to_svg(tiles, title=title), "xml")
+    elif json:
+        size = {"tile": list(tiles.tile), "len_q": tiles.len_q, "len_k": tiles.len_k}
+        print_json(size | {"classes": tiles.classes.tolist()})
     else:
         typer.echo(to_text(tiles))

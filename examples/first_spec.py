@@ -1,0 +1,40 @@
+"""The README's first spec: a window and four global tokens, ALiBi with slopes given at the call, dropout.
+
+flashgen show examples/first_spec.py:spec
+flashgen verify examples/first_spec.py:spec
+python examples/first_spec.py
+"""
+
+import numpy as np
+
+import flashgen as fg
+
+
+def near_or_global(b, h, q, k):  # any function of indices, as in FlexAttention
+    return (abs(q - k) <= 128) | (k < 4)
+
+
+slopes = fg.Tensor("slopes", dtype="float32", ndim=1)  # an array given at the call
+spec = fg.AttentionSpec(
+    head_dim=64,
+    dtype="float16",
+    mask=fg.causal() & near_or_global,
+    score=lambda s, b, h, q, k: s + slopes[h] * (k - q),
+    dropout=0.1,
+)
+
+
+def main() -> None:
+    random = np.random.default_rng(0)
+    q, k, v = (random.standard_normal((1, 8, 1000, 64)).astype("float16") for _ in range(3))
+    slope_array = (2.0 ** -np.arange(1, 9)).astype("float32")
+
+    attention = fg.compile(spec, emulate=True)  # on this CPU; without emulate, on this GPU
+    out, lse = attention(q, k, v, slopes=slope_array, seed=7, return_lse=True)
+    expected, expected_lse = fg.reference.attention(spec, q, k, v, slopes=slope_array, seed=7, return_lse=True)
+    print(attention, abs(out - expected).max(), abs(lse - expected_lse).max())
+    print(attention.tiles(1000).share, "of the tiles visited;", attention.plan)
+
+
+if __name__ == "__main__":
+    main()
