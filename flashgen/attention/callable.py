@@ -9,9 +9,18 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from flashgen.attention.engines import Engine, Gpu, build
+from flashgen.attention.engines import Engine, Gpu, Numbers, Place, build
 from flashgen.attention.launches import Launch, ListShape, forward_launch, list_shape, lists_launch
-from flashgen.attention.problem import Problem, check_array, check_captures, check_seed, number, problem_of
+from flashgen.attention.problem import (
+    Problem,
+    check_array,
+    check_captures,
+    check_outputs,
+    check_seed,
+    given_outputs,
+    number,
+    problem_of,
+)
 from flashgen.build.resources import Resources
 from flashgen.codegen.arguments import member_name
 from flashgen.codegen.forward import ForwardKernel, render_forward
@@ -22,21 +31,34 @@ from flashgen.codegen.targets import Target
 from flashgen.errors import ArgumentError
 from flashgen.language.spec import AttentionSpec
 from flashgen.runtime import gpu
-from flashgen.runtime.arrays import CUPY, NUMPY, Library, View, give_back
+from flashgen.runtime.arrays import NUMPY, Library, View, give_back
 
 if TYPE_CHECKING:
     from flashgen.analysis.tiles import TileMap
 
 
+_INPUTS = ("q", "k", "v")
+_ROW_ALIGNMENT = 16  # bytes
+_NO_NUMBERS: dict[str, int | float] = {}
+
+
+@dataclass(frozen=True)
+class ListsLaunch:
+    """The launch that lists tiles, and how many lists it makes."""
+
+    shape: ListShape
+    launch: Launch
+
+
 @dataclass(frozen=True)
 class _Prepared:
-    """Everything of a call that its shapes, strides and dtypes decide."""
+    """Everything of a call that its shapes, strides, dtypes and device decide."""
 
     problem: Problem
     output_shape: tuple[int, ...]
+    device: int
     forward: Launch
-    lists: Launch | None
-    list_shape: ListShape | None
+    lists: ListsLaunch | None
 
 
 class Attention:
@@ -54,8 +76,9 @@ class Attention:
         prebuild = f"flashgen show --what resources --target {target.name} '{spec.to_json()}'"
         self._forward = engine.runner(self._kernel, prebuild)
         self._lists = engine.runner(self._list_kernel, prebuild) if self._list_kernel else None
-        self._arrays = [capture for capture in spec.captures if capture.ndim]
-        self._numbers = [capture for capture in spec.captures if not capture.ndim]
+        self._arrays = [(capture, member_name(capture)) for capture in spec.captures if capture.ndim]
+        self._numbers = [(capture, member_name(capture)) for capture in spec.captures if not capture.ndim]
+        self._takes_numbers = bool(self._numbers or spec.dropout)
         self._prepared: dict[Any, _Prepared] = {}
 
     def __repr__(self) -> str:
@@ -113,6 +136,7 @@ class Attention:
         seed: int | None = None,
         offset: int = 0,
         return_lse: bool = False,
+        out: Any = None,
         **captures: Any,
     ) -> Any:
         """Attention of q over k and v.
@@ -125,6 +149,7 @@ class Attention:
             seed: of the dropout, 0 <= seed < 2**64; required if the spec has dropout.
             offset: of the dropout's counter, 0 <= offset < 2**32.
             return_lse: give the log-sum-exp of the scores too.
+            out: an array to write the output to, and with return_lse a pair of arrays; None makes new ones.
             captures: the arrays and numbers that the spec declares, by name.
 
         Returns:
@@ -135,95 +160,101 @@ class Attention:
             ArgumentError: an argument does not fit the spec; the message says what to give.
             LaunchError: the kernel could not be launched, or the emulator found a fault.
         """
-        check_captures(self.spec, captures)
+        if captures or self.spec.captures:
+            check_captures(self.spec, captures)
         library = self.engine.library(q, "q")
         if library is NUMPY and isinstance(self.engine, Gpu):
-            return self._through_gpu(q, k, v, captures, seed=seed, offset=offset, return_lse=return_lse)
-        numbers = self._call_numbers(captures, seed, offset)
-        arrays = self._views({"q": q, "k": k, "v": v}, captures)
+            return self._through_gpu(q, k, v, out, captures, seed=seed, offset=offset, return_lse=return_lse)
+        numbers = self._call_numbers(captures, seed, offset) if self._takes_numbers else _NO_NUMBERS
+        arrays = {"q": q, "k": k, "v": v}
+        for capture, member in self._arrays:
+            arrays[member] = captures[capture.name]
+        if out is not None:
+            arrays |= given_outputs(out, return_lse)
         prepared = self._prepare(arrays)
-        out = library.empty(prepared.output_shape, self.spec.dtype, q)
-        lse = library.empty(prepared.problem.lse_shape, "float32", q) if return_lse else None
+        if not self.engine.current(prepared.device):
+            with gpu.cupy().cuda.Device(prepared.device):
+                return self(q, k, v, seed=seed, offset=offset, return_lse=return_lse, out=out, **captures)
+        if out is None:
+            arrays["o"] = library.empty(prepared.output_shape, self.spec.dtype, q)
+            if return_lse:
+                arrays["lse"] = library.empty(prepared.problem.lse_shape, "float32", q)
         if not prepared.problem.is_empty:
-            self._launch(prepared, library, q, out, lse, arrays, numbers)
-        result = give_back(library, out)
-        return (result, give_back(library, lse)) if return_lse else result
+            place = Place(library.stream(q), prepared.device)
+            if prepared.lists:
+                self._list_tiles(prepared.lists, library, arrays, numbers, place)
+            self._forward.launch(prepared.forward, arrays, numbers, place)
+        if out is not None:
+            return out
+        result = give_back(library, arrays["o"])
+        return (result, give_back(library, arrays["lse"])) if return_lse else result
 
-    def _launch(
-        self,
-        prepared: _Prepared,
-        library: Library,
-        like: Any,
-        out: Any,
-        lse: Any,
-        arrays: dict[str, View],
-        numbers: dict[str, int | float],
+    def _list_tiles(
+        self, lists: ListsLaunch, library: Library, arrays: dict[str, Any], numbers: Numbers, place: Place
     ) -> None:
-        own = CUPY if library.empty is CUPY.empty else library
-        stream = library.stream(like)
-        arrays["o"] = own.view(out, "out")
-        if lse is not None:
-            arrays["lse"] = own.view(lse, "lse")
-        if prepared.lists and prepared.list_shape and self._lists:
-            shape = prepared.list_shape
-            counts = library.empty((shape.rows,), "int32", like)
-            entries = library.empty((shape.rows, max(shape.tiles_k, 1)), "int32", like)
-            arrays["tile_counts"] = arrays["counts"] = own.view(counts, "counts")
-            arrays["tile_entries"] = arrays["entries"] = own.view(entries, "entries")
-            self._lists.launch(prepared.lists, arrays, numbers, stream)
-        self._forward.launch(prepared.forward, arrays, numbers, stream)
+        """Lists the tiles of keys; the forward kernel reads them under its own names for them."""
+        assert self._lists is not None
+        counts = library.empty((lists.shape.rows,), "int32", arrays["q"])
+        entries = library.empty((lists.shape.rows, max(lists.shape.tiles_k, 1)), "int32", arrays["q"])
+        own = {member: arrays[member] for _, member in self._arrays}
+        self._lists.launch(lists.launch, {"counts": counts, "entries": entries, **own}, numbers, place)
+        arrays |= {"tile_counts": counts, "tile_entries": entries}
 
     def _call_numbers(self, captures: Mapping[str, Any], seed: Any, offset: Any) -> dict[str, int | float]:
-        numbers: dict[str, int | float] = {
-            member_name(capture): number(capture, captures[capture.name]) for capture in self._numbers
-        }
+        """The numbers that change from call to call, by their names in the struct."""
+        numbers = {member: number(capture, captures[capture.name]) for capture, member in self._numbers}
         if self.spec.dropout:
             seed, offset = check_seed(self.spec, seed, offset)
             numbers |= {"seed_low": seed & 0xFFFFFFFF, "seed_high": seed >> 32, "offset": offset}
         return numbers
 
-    def _views(self, inputs: Mapping[str, Any], captures: Mapping[str, Any]) -> dict[str, View]:
-        arrays = {name: self.engine.library(array, name).view(array, name) for name, array in inputs.items()}
-        for capture in self._arrays:
-            array = captures[capture.name]
-            arrays[member_name(capture)] = self.engine.library(array, capture.name).view(array, capture.name)
-        device = arrays["q"].device
-        for name, view in arrays.items():
-            if view.device != device:
-                raise ArgumentError(
-                    f"{name} is on {_place(view)} and q on {_place(arrays['q'])}; move them to one device"
-                )
-        return arrays
-
-    def _prepare(self, arrays: dict[str, View]) -> _Prepared:
-        aligned = all(arrays[name].pointer % 16 == 0 for name in "qkv")
-        key = (aligned, arrays["q"].device, *((view.shape, view.strides, view.dtype) for view in arrays.values()))
-        prepared = self._prepared.get(key)
+    def _prepare(self, arrays: dict[str, Any]) -> _Prepared:
+        """What calls like this one share; worked out, and the arrays checked, the first time."""
+        library = self.engine.library
+        key: list[Any] = []
+        misaligned = 0
+        for name, array in arrays.items():
+            own = library(array, name)
+            key.append(own.signature(array))
+            if name in _INPUTS:
+                misaligned |= own.pointer(array)
+        prepared = self._prepared.get((misaligned % _ROW_ALIGNMENT, *key))
         if prepared is None:
-            prepared = self._prepared[key] = self._prepare_anew(arrays)
+            views = {name: library(array, name).view(array, name) for name, array in arrays.items()}
+            prepared = self._prepared[misaligned % _ROW_ALIGNMENT, *key] = self._prepare_anew(views)
         return prepared
 
-    def _prepare_anew(self, arrays: dict[str, View]) -> _Prepared:
-        problem = problem_of(self.spec, arrays)
-        captured = {capture.name: arrays[member_name(capture)] for capture in self._arrays}
-        for capture in self._arrays:
+    def _prepare_anew(self, views: dict[str, View]) -> _Prepared:
+        device = views["q"].device
+        for name, view in views.items():
+            if view.device != device:
+                raise ArgumentError(f"{name} is on {_place(view)} and q on {_place(views['q'])}; move it there")
+        problem = problem_of(self.spec, views)
+        check_outputs(self.spec, views, problem)
+        captured = {capture.name: views[member] for capture, member in self._arrays}
+        for capture, _ in self._arrays:
             check_array(self.spec, capture, captured[capture.name], problem)
-        l2 = self.engine.l2_bytes(arrays["q"].device)
-        forward = forward_launch(self.spec, self._kernel, problem, captured, l2)
-        lists = launch = None
+        forward = forward_launch(self.spec, self._kernel, problem, captured, self.engine.l2_bytes(device))
+        lists = None
         if self._list_kernel:
-            lists = list_shape(self.spec, problem, (self.plan.tile_q, self.plan.tile_k))
-            launch = lists_launch(self.spec, self._list_kernel.layout, lists, problem, captured)
-        return _Prepared(problem, problem.output_shape(self.spec), forward, launch, lists)
+            shape = list_shape(self.spec, problem, (self.plan.tile_q, self.plan.tile_k))
+            lists = ListsLaunch(shape, lists_launch(self.spec, self._list_kernel.layout, shape, problem, captured))
+        return _Prepared(problem, problem.output_shape(self.spec), device or 0, forward, lists)
 
-    def _through_gpu(self, q: Any, k: Any, v: Any, captures: Mapping[str, Any], **options: Any) -> Any:
+    def _through_gpu(self, q: Any, k: Any, v: Any, out: Any, captures: Mapping[str, Any], **options: Any) -> Any:
         """NumPy arrays: copied to the GPU, and the results back."""
         cupy = gpu.cupy()
         moved = {
             name: cupy.asarray(value) if isinstance(value, np.ndarray) else value for name, value in captures.items()
         }
-        result = self(cupy.asarray(q), cupy.asarray(k), cupy.asarray(v), **options, **moved)
-        return tuple(cupy.asnumpy(x) for x in result) if isinstance(result, tuple) else cupy.asnumpy(result)
+        given = given_outputs(out, options["return_lse"]) if out is not None else {}
+        there = tuple(cupy.asarray(array) for array in given.values())  # copies, so that what is not written is kept
+        into = (there if options["return_lse"] else there[0]) if there else None
+        result = self(cupy.asarray(q), cupy.asarray(k), cupy.asarray(v), out=into, **options, **moved)
+        home = tuple(cupy.asnumpy(array) for array in (result if isinstance(result, tuple) else (result,)))
+        for array, target in zip(home, given.values(), strict=False):
+            target[...] = array
+        return out if out is not None else home if options["return_lse"] else home[0]
 
 
 def _place(view: View) -> str:

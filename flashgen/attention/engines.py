@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal, Protocol
 
@@ -14,21 +14,25 @@ from flashgen.build.cache import Entry, default_cache
 from flashgen.codegen.kernel import RenderedKernel
 from flashgen.errors import ArgumentError, LaunchError
 from flashgen.runtime import gpu
-from flashgen.runtime.arrays import NUMPY, Library, View, library_of, view_numpy
+from flashgen.runtime.arrays import NUMPY, Library, library_of
 from flashgen.runtime.schedule import Schedule
 
-Arrays = Mapping[str, View]
+Arrays = Mapping[str, Any]
 Numbers = Mapping[str, int | float]
 
 
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a launch happens: a stream of a device. The emulator has neither."""
+
+    stream: int = 0
+    device: int = 0
+
+
 class Runner(Protocol):
-    """A built kernel, ready to be launched."""
+    """A built kernel, ready to be launched on arrays by the names of the struct's pointers."""
 
-    def launch(self, launch: Launch, arrays: Arrays, numbers: Numbers, stream: int) -> None: ...
-
-
-def _null_or_pointer(arrays: Arrays, names: Sequence[tuple[str, int]]) -> dict[str, int]:
-    return {name: arrays[name].pointer if name in arrays else 0 for name, _ in names}
+    def launch(self, launch: Launch, arrays: Arrays, numbers: Numbers, place: Place) -> None: ...
 
 
 def build(kernel: RenderedKernel, prebuild: str) -> Entry:
@@ -53,10 +57,9 @@ class GpuRunner:
             )
         return gpu.GpuKernel(self.entry.cubin_path, self._kernel.entry, self._kernel.threads, self._kernel.shared_bytes)
 
-    def launch(self, launch: Launch, arrays: Arrays, numbers: Numbers, stream: int) -> None:
-        writer = launch.writer
-        buffer = writer.write(_null_or_pointer(arrays, writer.pointer_offsets()), numbers)
-        self._loaded.launch(launch.grid, bytes(buffer), stream)
+    def launch(self, launch: Launch, arrays: Arrays, numbers: Numbers, place: Place) -> None:
+        pointers = {name: library_of(array, name).pointer(array) for name, array in arrays.items()}
+        self._loaded.launch(launch.grid, launch.writer.write(pointers, numbers), place.stream, place.device)
 
 
 class EmulatorRunner:
@@ -70,17 +73,14 @@ class EmulatorRunner:
         self._kernel, self._schedule = kernel, schedule
         self._compiled = compile_host(kernel.source, kernel.entry, sanitize)
 
-    def launch(self, launch: Launch, arrays: Arrays, numbers: Numbers, _stream: int) -> None:
+    def launch(self, launch: Launch, arrays: Arrays, numbers: Numbers, place: Place) -> None:
         from flashgen.runtime import emulator
 
         writer = launch.writer
-        names = writer.pointer_offsets()
-        buffer = writer.write({name: 0 for name, _ in names}, numbers)
-        pointers = [(offset, arrays[name].owner) for name, offset in names if name in arrays]
+        pointers = [(8 * i, arrays[name]) for i, name in enumerate(writer.pointer_names) if name in arrays]
         threads, shared = self._kernel.threads, self._kernel.shared_bytes
-        emulator.launch(
-            self._compiled, (launch.grid, 1, 1), (threads, 1, 1), shared, bytes(buffer), pointers, self._schedule
-        )
+        struct = bytes(writer.write({}, numbers))
+        emulator.launch(self._compiled, (launch.grid, 1, 1), (threads, 1, 1), shared, struct, pointers, self._schedule)
 
 
 @dataclass(frozen=True)
@@ -98,13 +98,17 @@ class Gpu:
     def l2_bytes(self, device: int | None) -> int:
         return gpu.l2_bytes(device or 0)
 
+    def current(self, device: int) -> bool:
+        """Whether memory is made and kernels are launched on that device now."""
+        return gpu.current_device() == device
+
 
 @dataclass(frozen=True)
 class Emulator:
     """Runs kernels on the CPU, on NumPy arrays, under a schedule and, if asked, a sanitizer."""
 
     sanitize: Literal["address", "thread"] | None = None
-    schedule: Schedule = Schedule()
+    schedule: Schedule = field(default_factory=Schedule)
     name: str = "emulator"
 
     def runner(self, kernel: RenderedKernel, prebuild: str) -> EmulatorRunner:
@@ -113,14 +117,18 @@ class Emulator:
     def library(self, array: Any, argument: str) -> Library:
         if not isinstance(array, np.ndarray):
             raise ArgumentError(
-                f"{argument} of type {type(array).__name__}: the emulator takes NumPy arrays (bfloat16 as ml_dtypes.bfloat16)"
+                f"{argument} of type {type(array).__name__}: the emulator takes NumPy arrays "
+                "(bfloat16 is ml_dtypes.bfloat16)"
             )
         return NUMPY
 
     def l2_bytes(self, device: int | None) -> int:
         return 32 * 2**20
 
+    def current(self, device: int) -> bool:
+        return True
+
 
 Engine = Gpu | Emulator
 
-__all__ = ["Emulator", "Engine", "Gpu", "Runner", "build", "view_numpy"]
+__all__ = ["Emulator", "Engine", "Gpu", "Place", "Runner", "build"]

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from flashgen.attention.marshal import ArgumentWriter, Value
-from flashgen.attention.problem import Problem, in_layout
+from flashgen.attention.problem import Problem, contiguous_strides, in_layout
 from flashgen.codegen.arguments import ArgumentLayout, member_name
 from flashgen.codegen.forward import ForwardKernel
 from flashgen.codegen.lists import depends_on_batch, depends_on_head
@@ -62,27 +62,15 @@ def _capture_values(layout: ArgumentLayout, spec: AttentionSpec, arrays: Mapping
     return values
 
 
-def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Strides in elements of a C-contiguous array."""
-    strides = [1]
-    for size in reversed(shape[1:]):
-        strides.append(strides[-1] * max(size, 1))
-    return tuple(reversed(strides))
-
-
 def forward_launch(
     spec: AttentionSpec, kernel: ForwardKernel, problem: Problem, arrays: Mapping[str, View], l2_bytes: int
 ) -> Launch:
     """The forward kernel's launch for calls of these sizes and strides."""
     tile_q, tile_k = kernel.plan.tile_q, kernel.plan.tile_k
     tiles_q = -(-problem.len_q // tile_q)
-    strides = dict(problem.strides)
-    strides["o"] = in_layout(contiguous_strides(problem.output_shape(spec)), spec.layout)[:3]  # type: ignore[assignment]
-    values: dict[str, Value] = {
-        f"{name}_stride_{axis}": stride
-        for name in "qkvo"
-        for axis, stride in zip(("batch", "head", "row"), strides[name], strict=True)
-    }
+    output = contiguous_strides(problem.output_shape(spec))
+    strides = {"o": in_layout(output, spec.layout)[:3], **problem.strides}
+    values: dict[str, Value] = {f"{name}_strides": strides[name] for name in "qkvo"}
     values |= {
         "batch": problem.batch,
         "heads_q": problem.heads_q,
@@ -93,8 +81,9 @@ def forward_launch(
     }
     if kernel.uses_lists:
         lists = list_shape(spec, problem, (tile_q, tile_k))
-        values["list_stride_head"] = lists.tiles_q if lists.heads > 1 else 0
-        values["list_stride_batch"] = lists.heads * lists.tiles_q if lists.batch > 1 else 0
+        head = lists.tiles_q if lists.heads > 1 else 0
+        batch = lists.heads * lists.tiles_q if lists.batch > 1 else 0
+        values["list_strides"] = (batch, head, 1)
     values |= _capture_values(kernel.layout, spec, arrays)
     return Launch(tiles_q * problem.batch * problem.heads_q, ArgumentWriter(kernel.layout, values))
 

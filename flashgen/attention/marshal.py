@@ -18,7 +18,7 @@ class ArgumentWriter:
         flat: list[int | float] = []
         self._pointers = [field.name for field in layout.fields if field.type.endswith("*")]
         for field in layout.fields:
-            value = values.get(field.name, [0] * field.count if field.count else 0)
+            value = values.get(field.name, [0] * field.count if field.count else 0)  # filled in by `write`
             flat += list(value) if isinstance(value, Sequence) else [value]
         self._template = bytearray(struct.pack(layout.format, *flat))
         self._pointer_format = struct.Struct(f"<{len(self._pointers)}Q")  # pointers are the first members
@@ -28,14 +28,15 @@ class ArgumentWriter:
             if field.name not in values and not field.count and not field.type.endswith("*")
         }
 
-    def pointer_offsets(self) -> list[tuple[str, int]]:
-        """(name, byte offset) of the pointers."""
-        return [(name, 8 * index) for index, name in enumerate(self._pointers)]
+    @property
+    def pointer_names(self) -> list[str]:
+        """The pointers, in the order in which they stand at the start of the struct, 8 bytes each."""
+        return self._pointers
 
     def write(self, pointers: Mapping[str, int], numbers: Mapping[str, int | float]) -> bytearray:
-        """The struct of one call."""
+        """The struct of one call; pointers that are not given are null."""
         buffer = self._template.copy()
-        self._pointer_format.pack_into(buffer, 0, *[pointers[name] for name in self._pointers])
+        self._pointer_format.pack_into(buffer, 0, *[pointers.get(name, 0) for name in self._pointers])
         for name, (packer, offset) in self._numbers.items():
             packer.pack_into(buffer, offset, numbers[name])
         return buffer

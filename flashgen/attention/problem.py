@@ -42,9 +42,10 @@ class Problem:
         return not (self.batch and self.heads_q and self.len_q)
 
 
-def in_layout(shape: tuple[int, ...], layout: str) -> tuple[int, ...]:
-    """(batch, heads, length, dim), or what belongs to it, in the order of the layout; its own inverse."""
-    return shape if layout == "bhsd" else (shape[0], shape[2], shape[1], *shape[3:])
+def in_layout(shape: tuple[int, ...], layout: str) -> tuple[int, int, int, int]:
+    """(batch, heads, length, dim), or what belongs to each, in the order of the layout; its own inverse."""
+    first, second, third, last = shape
+    return (first, second, third, last) if layout == "bhsd" else (first, third, second, last)
 
 
 def problem_of(spec: AttentionSpec, views: Mapping[str, View]) -> Problem:
@@ -80,7 +81,7 @@ def _shape(spec: AttentionSpec, name: str, view: View) -> tuple[int, int, int, i
         raise ArgumentError(f"{name} has shape {view.shape}; its last dimension must be the spec's {field}={dim}")
     if view.dtype != spec.dtype:
         raise ArgumentError(f"{name} has dtype {view.dtype}; the spec was compiled for {spec.dtype}: convert it")
-    return in_layout(view.shape, spec.layout)  # type: ignore[return-value]
+    return in_layout(view.shape, spec.layout)
 
 
 def _strides(spec: AttentionSpec, name: str, view: View) -> tuple[int, int, int]:
@@ -98,6 +99,42 @@ def _strides(spec: AttentionSpec, name: str, view: View) -> tuple[int, int, int]
             f"multiple of {_ROW_ALIGNMENT} bytes; copy it to a contiguous array"
         )
     return batch, head, row
+
+
+def given_outputs(out: Any, return_lse: bool) -> dict[str, Any]:
+    """The arrays of the argument `out`, by their names in the struct."""
+    if not return_lse:
+        return {"o": out}
+    if not isinstance(out, tuple) or len(out) != 2:
+        raise ArgumentError(f"out of type {type(out).__name__}: with return_lse=True give a pair (output, lse)")
+    return {"o": out[0], "lse": out[1]}
+
+
+def check_outputs(spec: AttentionSpec, views: Mapping[str, View], problem: Problem) -> None:
+    """ArgumentError where arrays given for the results cannot hold them; their strides join the problem's."""
+    wanted = {"o": ("out", problem.output_shape(spec), spec.dtype), "lse": ("lse", problem.lse_shape, "float32")}
+    for name, (argument, shape, dtype) in wanted.items():
+        view = views.get(name)
+        if view and (view.shape, view.dtype) != (shape, dtype):
+            raise ArgumentError(f"{argument} is {view.dtype} {view.shape}; give {dtype} {shape}")
+    if "o" in views:
+        problem.strides["o"] = _strides(spec, "out", views["o"])
+    if "lse" in views and not _is_contiguous(views["lse"]):
+        raise ArgumentError(f"lse has strides {views['lse'].strides} (elements); give a C-contiguous array")
+
+
+def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Strides in elements of a C-contiguous array."""
+    strides = [1]
+    for size in reversed(shape[1:]):
+        strides.append(strides[-1] * max(size, 1))
+    return tuple(reversed(strides))
+
+
+def _is_contiguous(view: View) -> bool:
+    wanted = contiguous_strides(view.shape)
+    used = zip(view.shape, view.strides, wanted, strict=True)
+    return not math.prod(view.shape) or all(size == 1 or stride == want for size, stride, want in used)
 
 
 def check_captures(spec: AttentionSpec, given: Mapping[str, Any]) -> None:
@@ -128,8 +165,8 @@ def check_array(spec: AttentionSpec, capture: Capture, view: View, problem: Prob
             size, needed = view.shape[axis], extents.get(index, 0)
             if size != 1 and size < needed:
                 raise ArgumentError(
-                    f"capture {capture.name!r} has shape {view.shape}; axis {axis} is indexed by {index}, which goes up "
-                    f"to {needed - 1}: give {needed} elements there, or 1 for all"
+                    f"capture {capture.name!r} has shape {view.shape}; axis {axis} is indexed by {index}, which goes "
+                    f"up to {needed - 1}: give {needed} elements there, or 1 for all"
                 )
 
 

@@ -1,4 +1,4 @@
-"""`python -m flashgen.bench`: times the candidate plans of plain and causal specs on this GPU, for the table of plans."""
+"""`python -m flashgen.bench`: times the candidate plans of plain and causal specs on this GPU."""
 
 from __future__ import annotations
 

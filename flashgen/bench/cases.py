@@ -13,7 +13,7 @@ WIDTH = 2048  # heads x head_dim
 
 @dataclass(frozen=True)
 class Case:
-    """One size of one spec: batch x length is TOKENS, heads x head_dim is WIDTH, as the FlashAttention papers measure."""
+    """One size of one spec: batch x length is TOKENS, heads x head_dim is WIDTH, as in the FlashAttention papers."""
 
     spec: AttentionSpec
     length: int
@@ -22,7 +22,7 @@ class Case:
 
     @property
     def flops(self) -> float:
-        """Of the two products over the scores that the mask leaves, counted whole for an unmasked spec, half for causal."""
+        """Of the two products, counted whole for an unmasked spec and half for a causal one."""
         full = 2.0 * self.batch * self.heads * self.length**2 * (self.spec.head_dim + self.spec.value_dim)
         return full * self.share
 
@@ -53,7 +53,7 @@ def inputs(case: Case, seed: int = 0) -> tuple[Any, Any, Any]:
 
         generator = cupy.random.default_rng(seed)
         dtype = numpy_dtype(case.spec.dtype)
-        return tuple(generator.standard_normal((*shape, d), cupy.float32).astype(dtype) for d in dims)  # type: ignore[return-value]
+        return tuple(generator.standard_normal((*shape, d), cupy.float32).astype(dtype) for d in dims)
     torch.manual_seed(seed)
     dtype = getattr(torch, case.spec.dtype)
-    return tuple(torch.randn((*shape, d), device="cuda", dtype=dtype) for d in dims)  # type: ignore[return-value]
+    return tuple(torch.randn((*shape, d), device="cuda", dtype=dtype) for d in dims)

@@ -45,7 +45,7 @@ def measure(case: Case, peers: Sequence[str]) -> Row:
     """Times one case."""
     q, k, v = inputs(case)
     attention = compile(case.spec)
-    options = {"seed": 1} if case.spec.dropout else {}
+    options: dict[str, Any] = {"seed": 1} if case.spec.dropout else {}
     runs = {"flashgen": lambda: attention(q, k, v, **options)}
     for peer in peers:
         run = flex(case.spec, q, k, v) if peer == "Flex" else sdpa(case.spec, SDPA_BACKENDS[peer], q, k, v)

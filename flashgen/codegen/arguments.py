@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from flashgen.language.operations import Capture
 
-# C type -> (format of Python's struct module, size and alignment in bytes).
-_SCALARS = {"long long": ("q", 8), "int": ("i", 4), "unsigned": ("I", 4), "float": ("f", 4)}
+# C type -> (format of Python's struct module, size in bytes). Strides is three long long: batch, head, row.
+_SCALARS = {"long long": ("q", 8), "Strides": ("qqq", 24), "int": ("i", 4), "unsigned": ("I", 4), "float": ("f", 4)}
 _POINTER = ("Q", 8)
 
 # NumPy dtype of a capture -> the C type its elements have in the kernel.
@@ -55,6 +55,11 @@ class ArgumentLayout:
         return f"<{text}{'x' * (-self._unpadded_size % 8)}"
 
     @property
+    def has_strides(self) -> bool:
+        """Whether a member is a `Strides`."""
+        return any(field.type == "Strides" for field in self.fields)
+
+    @property
     def _unpadded_size(self) -> int:
         return sum(field.format[1] * max(field.count, 1) for field in self.fields)
 
@@ -70,7 +75,7 @@ class ArgumentLayout:
 
 def ordered(fields: list[Field]) -> ArgumentLayout:
     """The layout of the fields: pointers first, then 8-byte numbers, then 4-byte ones, otherwise as listed."""
-    wide = [field for field in fields if field.format[1] == 8]
+    wide = [field for field in fields if field.format[1] % 8 == 0]
     return ArgumentLayout(
         tuple(
             [field for field in wide if field.type.endswith("*")]

@@ -77,3 +77,8 @@ def primitives_for(text: str, target: Target) -> tuple[list[str], list[str]]:
     for name in _called(text):
         visit(name)
     return [body for shared, body in done.values() if not shared], [body for shared, body in done.values() if shared]
+
+
+def tidy(text: str) -> str:
+    """A rendered kernel without trailing blanks, and with one empty line at most between two others."""
+    return re.sub(r"\n{3,}", "\n\n", re.sub(r"[ \t]+\n", "\n", text)).strip() + "\n"

@@ -9,7 +9,7 @@ from typing import Any
 from flashgen.analysis.order import Q_FIRST, Q_LAST
 from flashgen.analysis.ranges import TileRange, key_range
 from flashgen.codegen.arguments import ArgumentLayout, Field, capture_fields, ordered
-from flashgen.codegen.environment import environment, primitives_for
+from flashgen.codegen.environment import environment, primitives_for, tidy
 from flashgen.codegen.header import header
 from flashgen.codegen.kernel import RenderedKernel, entry_name, kernel_name
 from flashgen.codegen.plans import ForwardPlan, choose_forward_plan, padded
@@ -54,12 +54,12 @@ def forward_layout(spec: AttentionSpec, lists: bool) -> ArgumentLayout:
     """The argument struct of the forward kernel."""
     fields = [Field("const Element*", name) for name in "qkv"] + [Field("Element*", "o"), Field("float*", "lse")]
     fields[-1] = Field("float*", "lse", comment="(batch, heads_q, len_q), or null")
-    fields += [Field("long long", f"{name}_stride_{axis}") for name in "qkvo" for axis in ("batch", "head", "row")]
+    fields += [Field("Strides", f"{name}_strides") for name in "qkvo"]
     fields += [Field("int", name) for name in ("batch", "heads_q", "heads_per_kv", "len_q", "len_k")]
     fields.append(Field("int", "section", comment="heads that run together, to share the L2"))
     if lists:
         fields += [Field("const int*", "tile_counts"), Field("const int*", "tile_entries")]
-        fields += [Field("long long", "list_stride_batch"), Field("long long", "list_stride_head")]
+        fields.append(Field("Strides", "list_strides"))
     if spec.dropout:
         fields += [Field("unsigned", name) for name in ("seed_low", "seed_high", "offset")]
     return ordered(fields + capture_fields(captures_read(spec)))
@@ -122,7 +122,7 @@ def render_forward(spec: AttentionSpec, target: Target, plan: ForwardPlan | None
         .get_template("primitives.cuh.jinja")
         .render(device_primitives=device, shared_primitives=shared, uses_shared_memory=True)
     )
-    source = template.render(context | {"primitives": primitives.strip()})
+    source = tidy(template.render(context | {"primitives": primitives.strip()}))
     name, lists, longest_first = kernel_name("fwd", target, spec), tiles is None, _longest_last(tiles)
     shared_bytes = plan.shared_bytes(spec)
     return ForwardKernel(name, entry, source, target, layout, plan.threads, shared_bytes, plan, lists, longest_first)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from flashgen.codegen.arguments import ArgumentLayout, Field, capture_fields, ordered
-from flashgen.codegen.environment import environment, primitives_for
+from flashgen.codegen.environment import environment, primitives_for, tidy
 from flashgen.codegen.kernel import RenderedKernel, entry_name, kernel_name
 from flashgen.codegen.plans import ForwardPlan
 from flashgen.codegen.targets import Target
@@ -37,7 +39,7 @@ def render_lists(spec: AttentionSpec, target: Target, plan: ForwardPlan) -> Rend
     layout, variant = list_layout(spec), variant_of(spec, score=False)
     assert variant.mask is not None, "full() needs no lists"
     templates = environment()
-    context = {
+    context: dict[str, Any] = {
         "spec": spec,
         "plan": plan,
         "threads": THREADS,
@@ -56,5 +58,5 @@ def render_lists(spec: AttentionSpec, target: Target, plan: ForwardPlan) -> Rend
     primitives = templates.get_template("primitives.cuh.jinja").render(
         device_primitives=device, shared_primitives=shared, uses_shared_memory=False
     )
-    source = template.render(context | {"primitives": primitives.strip()})
+    source = tidy(template.render(context | {"primitives": primitives.strip()}))
     return RenderedKernel(kernel_name("lists", target, spec), context["entry"], source, target, layout, THREADS, 0)

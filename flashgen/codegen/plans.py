@@ -26,8 +26,12 @@ def padded(width: int) -> int:
 class ForwardPlan:
     """The forward kernel's plan.
 
-    tile_q x tile_k: queries x keys of a tile. Each of the `warps` owns tile_q / warps rows of it. `stages`: tiles of K and
-    of V held in shared memory at once. `blocks`: thread blocks that should fit on a multiprocessor, which caps registers.
+    Attributes:
+        tile_q: queries of a tile; each warp owns tile_q / warps rows of it.
+        tile_k: keys of a tile.
+        warps: warps of a thread block.
+        stages: tiles of K, and of V, that shared memory holds at once.
+        blocks: thread blocks that should fit on a multiprocessor, which caps their registers.
     """
 
     tile_q: int

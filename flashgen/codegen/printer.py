@@ -1,4 +1,4 @@
-"""Expression -> CUDA text: one ordered table, precedence-aware, so that what is printed is what a person would write."""
+"""Expression -> CUDA text: ordered tables, precedence-aware, so that the text is what a person would write."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _INFIX: dict[type, tuple[str, int]] = {
     op.Or: ("||", _OR),
 }
 
-# Operators whose operands read better in parentheses where precedence alone would not ask for them (gcc warns likewise).
+# Operators whose operands read better in parentheses though precedence does not ask for them; gcc warns likewise.
 _CLARIFIED = {_OR: {_AND}, _BIT_OR: {_SUM, _SHIFT, _BIT_AND}, _BIT_AND: {_SUM, _SHIFT}, _SHIFT: {_SUM}}
 
 _CALLS: dict[type, dict[str, str]] = {

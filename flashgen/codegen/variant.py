@@ -68,11 +68,11 @@ def _array(capture: Capture) -> ArrayText:
 
 def variant_of(spec: AttentionSpec, score: bool = True) -> Variant:
     """The texts of a spec; without the score function, and the arrays only it reads, where `score` is false."""
-    functions = [
-        _function(spec.score.name, spec.score.expression) if spec.score and score else None,
-        _function(spec.mask.name, spec.mask.expression) if spec.mask.expression != sympy.true else None,
-    ]
-    return Variant(*functions, tuple(_array(capture) for capture in captures_read(spec, score) if capture.ndim))
+    score_text = _function(spec.score.name, spec.score.expression) if spec.score and score else None
+    mask_text = _function(spec.mask.name, spec.mask.expression) if spec.mask.expression != sympy.true else None
+    return Variant(
+        score_text, mask_text, tuple(_array(capture) for capture in captures_read(spec, score) if capture.ndim)
+    )
 
 
 def captures_read(spec: AttentionSpec, score: bool = True) -> tuple[Capture, ...]:

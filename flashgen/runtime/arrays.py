@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -27,11 +28,17 @@ class View:
     owner: Any  # keeps the memory alive
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Library:
-    """An array library: how to view its arrays, make one like another, find its stream, and give a CuPy array back."""
+    """An array library: how to look at its arrays, make one like another, and find the stream they are used on.
+
+    `pointer` and `signature` are the quick looks of every call: the address, and a hashable value that two arrays share
+    only if they agree in shape, strides, dtype and device. `view` is the thorough one, with errors that name the array.
+    """
 
     name: str
+    pointer: Callable[[Any], int]
+    signature: Callable[[Any], Any]
     view: Callable[[Any, str], View]
     empty: Callable[[tuple[int, ...], str, Any], Any]
     stream: Callable[[Any], int]
@@ -63,8 +70,7 @@ def _view_torch(tensor: Any, argument: str) -> View:
 
 def _view_interface(array: Any, argument: str) -> View:
     """Anything with DLPack or the CUDA array interface, viewed through CuPy."""
-    import cupy
-
+    cupy = _cupy()
     try:
         seen = cupy.asarray(array) if hasattr(array, "__cuda_array_interface__") else cupy.from_dlpack(array)
     except (TypeError, ValueError, BufferError, RuntimeError) as error:
@@ -73,6 +79,7 @@ def _view_interface(array: Any, argument: str) -> View:
     return View(view.pointer, view.shape, view.strides, view.dtype, view.device, (array, seen))
 
 
+@cache
 def numpy_dtype(name: str) -> np.dtype[Any]:
     """NumPy's dtype of that name; bfloat16 is ml_dtypes'."""
     if name == "bfloat16":
@@ -83,21 +90,22 @@ def numpy_dtype(name: str) -> np.dtype[Any]:
 
 
 def _empty_cupy(shape: tuple[int, ...], dtype: str, _like: Any) -> Any:
-    import cupy
+    return _cupy().empty(shape, numpy_dtype(dtype))
 
-    return cupy.empty(shape, numpy_dtype(dtype))
+
+@cache
+def _torch_dtype(name: str) -> Any:
+    import torch
+
+    return getattr(torch, name)
 
 
 def _empty_torch(shape: tuple[int, ...], dtype: str, like: Any) -> Any:
-    import torch
-
-    return torch.empty(shape, dtype=getattr(torch, dtype), device=like.device)
+    return like.new_empty(shape, dtype=_torch_dtype(dtype))
 
 
 def _stream_cupy(_like: Any) -> int:
-    import cupy
-
-    return int(cupy.cuda.get_current_stream().ptr)
+    return int(_cupy().cuda.get_current_stream().ptr)
 
 
 def _stream_torch(like: Any) -> int:
@@ -106,20 +114,70 @@ def _stream_torch(like: Any) -> int:
     return int(torch.cuda.current_stream(like.device).cuda_stream)
 
 
-NUMPY = Library("numpy", view_numpy, lambda shape, dtype, _like: np.empty(shape, numpy_dtype(dtype)), lambda _like: 0)
-CUPY = Library("cupy", _view_cupy, _empty_cupy, _stream_cupy)
-TORCH = Library("torch", _view_torch, _empty_torch, _stream_torch)
-JAX = Library("jax", _view_interface, _empty_cupy, lambda _like: 0)  # JAX's arrays are ready on the legacy stream
-OTHER = Library("other", _view_interface, _empty_cupy, _stream_cupy)
+@cache
+def _cupy() -> Any:
+    import cupy
+
+    return cupy
+
+
+NUMPY = Library(
+    "numpy",
+    lambda array: int(array.ctypes.data),
+    lambda array: (array.shape, array.strides, array.dtype),
+    view_numpy,
+    lambda shape, dtype, _like: np.empty(shape, numpy_dtype(dtype)),
+    lambda _like: 0,
+)
+CUPY = Library(
+    "cupy",
+    lambda array: int(array.data.ptr),
+    lambda array: (array.shape, array.strides, array.dtype, array.data.device_id),
+    _view_cupy,
+    _empty_cupy,
+    _stream_cupy,
+)
+TORCH = Library(
+    "torch",
+    lambda tensor: int(tensor.data_ptr()),
+    lambda tensor: (tensor.shape, tensor.stride(), tensor.dtype, tensor.device),
+    _view_torch,
+    _empty_torch,
+    _stream_torch,
+)
+
+
+def _through_cupy(name: str, stream: Callable[[Any], int]) -> Library:
+    """A library whose arrays are looked at through CuPy, and that gets its outputs from there."""
+
+    def signature(array: Any) -> Any:
+        view = _view_interface(array, "an array")
+        return view.shape, view.strides, view.dtype, view.device
+
+    return Library(
+        name, lambda array: _view_interface(array, "an array").pointer, signature, _view_interface, _empty_cupy, stream
+    )
+
+
+JAX = _through_cupy("jax", lambda _like: 0)  # JAX's arrays are ready on the legacy stream
+OTHER = _through_cupy("other", _stream_cupy)
 
 _BY_MODULE = {"numpy": NUMPY, "cupy": CUPY, "torch": TORCH, "jaxlib": JAX, "jax": JAX}
+_BY_TYPE: dict[type, Library] = {}
 
 
 def library_of(array: Any, argument: str) -> Library:
     """The library of an array; ArgumentError for what no kernel can read."""
+    kind = type(array)
+    if kind not in _BY_TYPE:
+        _BY_TYPE[kind] = _library_of_type(array, argument)
+    return _BY_TYPE[kind]
+
+
+def _library_of_type(array: Any, argument: str) -> Library:
     for cls in type(array).__mro__:
         library = _BY_MODULE.get(cls.__module__.partition(".")[0])
-        if library:
+        if library and not isinstance(array, np.generic):
             return library
     if hasattr(array, "__cuda_array_interface__") or hasattr(array, "__dlpack__"):
         return OTHER

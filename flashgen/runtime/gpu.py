@@ -36,6 +36,14 @@ def compute_capability() -> tuple[int, int]:
     return int(text[:-1]), int(text[-1])
 
 
+_SHARED_BY_DEFAULT = 48 * 1024  # more dynamic shared memory must be asked for
+
+
+def current_device() -> int:
+    """The index of the GPU that CuPy uses now."""
+    return int(cupy().cuda.runtime.getDevice())
+
+
 @cache
 def l2_bytes(device: int) -> int:
     """Size of the L2 cache of a GPU."""
@@ -46,17 +54,26 @@ class GpuKernel:
     """A compiled kernel on the GPU. Takes one struct by value; `shared_bytes` of dynamic shared memory per block."""
 
     def __init__(self, cubin: Path, entry: str, threads: int, shared_bytes: int) -> None:
-        self._function = cupy().RawModule(path=str(cubin)).get_function(entry)
-        if shared_bytes > 48 * 1024:
-            self._function.max_dynamic_shared_size_bytes = shared_bytes
-        self._block, self._shared_bytes = (threads,), shared_bytes
+        self._raw = cupy().RawModule(path=str(cubin)).get_function(entry)
+        if shared_bytes > _SHARED_BY_DEFAULT:
+            self._raw.max_dynamic_shared_size_bytes = shared_bytes
+        self._functions: dict[int, Any] = {}  # by device: CuPy loads the binary anew for each
+        self._block, self._shared_bytes = (threads, 1, 1), shared_bytes
 
-    def launch(self, grid: int, arguments: bytes, stream: int) -> None:
-        """Starts `grid` blocks on a stream. The struct is copied before this returns."""
-        struct = np.frombuffer(arguments, dtype=f"V{len(arguments)}")
-        module = cupy()
-        if module.cuda.get_current_stream().ptr == stream:
-            self._function((grid,), self._block, (struct,), shared_mem=self._shared_bytes)
-            return
-        with module.cuda.ExternalStream(stream):
-            self._function((grid,), self._block, (struct,), shared_mem=self._shared_bytes)
+    def launch(self, grid: int, arguments: bytearray, stream: int, device: int) -> None:
+        """Starts `grid` blocks on a stream of a device. The struct is copied before this returns."""
+        function = self._functions.get(device)
+        if function is None:
+            function = self._functions[device] = self._raw.kernel
+        struct = np.frombuffer(arguments, dtype=_struct_type(len(arguments)))
+        function((grid, 1, 1), self._block, (struct,), self._shared_bytes, _stream(stream))
+
+
+@cache
+def _struct_type(size: int) -> np.dtype[Any]:
+    return np.dtype(f"V{size}")
+
+
+@cache
+def _stream(pointer: int) -> Any:
+    return cupy().cuda.ExternalStream(pointer)

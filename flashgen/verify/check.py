@@ -11,7 +11,7 @@ from flashgen import attention, reference
 from flashgen.errors import FlashgenError
 from flashgen.reference import Verdict, judge
 from flashgen.runtime.schedule import Schedule, schedules
-from flashgen.verify.problems import random_inputs
+from flashgen.verify.problems import poisoned_outputs, random_inputs
 from flashgen.verify.variants import Case
 
 if TYPE_CHECKING:
@@ -81,7 +81,8 @@ def _run(case: Case, seed: int, **engine: Any) -> Result:
     dropout = {"seed": seed} if case.spec.dropout else {}
     try:
         compiled = attention.compile(case.spec, **engine)
-        out, lse = compiled(inputs.q, inputs.k, inputs.v, return_lse=True, **dropout, **inputs.captures)
+        outputs = poisoned_outputs(case.spec, inputs.q, inputs.v)
+        out, lse = compiled(inputs.q, inputs.k, inputs.v, return_lse=True, out=outputs, **dropout, **inputs.captures)
     except FlashgenError as error:
         return Result(case, where, time.perf_counter() - begin, problem=f"{type(error).__name__}: {error}")
     seconds = time.perf_counter() - begin

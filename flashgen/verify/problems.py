@@ -64,6 +64,13 @@ def random_inputs(spec: AttentionSpec, shape: Shape, seed: int = 0) -> Inputs:
     return Inputs(q, k, v, random_captures(spec, shape, random))
 
 
+def poisoned_outputs(spec: AttentionSpec, q: Array, v: Array) -> tuple[Array, Array]:
+    """Arrays for the output and its LSE, full of NaN, so that an element that is not written is seen."""
+    batch, heads, length = q.shape[:3] if spec.layout == "bhsd" else (q.shape[0], q.shape[2], q.shape[1])
+    out = np.full((*q.shape[:3], v.shape[3]), np.nan, q.dtype)
+    return out, np.full((batch, heads, length), np.nan, np.float32)
+
+
 def random_captures(spec: AttentionSpec, shape: Shape, random: np.random.Generator) -> dict[str, Any]:
     """A value for each capture of a spec. Those that index others come after them."""
     captures: dict[str, Any] = {}
