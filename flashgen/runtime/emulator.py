@@ -45,6 +45,9 @@ def launch(
 ) -> EmulatorReport:
     """Run a kernel on the emulator. Arrays that it writes hold the result when this returns.
 
+    A plain kernel runs in this process with nothing between it and the process's memory: an access outside of an array
+    may end the process. A kernel compiled with sanitize="address" runs apart and reports it.
+
     Args:
         kernel: what `flashgen.build.host.compile_host` made.
         grid: blocks along x, y and z.

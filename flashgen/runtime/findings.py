@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from flashgen.build.host import SOURCE
 
@@ -14,7 +14,8 @@ _KIND = re.compile(
 )
 # Who did what: each such line is followed by its stack, the innermost frame first.
 _PARTY = re.compile(r"(?:Previous )?(?:atomic )?(?:read|write) of size \d+", re.IGNORECASE)
-_BY = re.compile(r" by ((?:main )?thread(?: T\d+)?)")
+_BY = re.compile(r" by (main thread|thread (T\d+))")
+_NAME = re.compile(r"\s*Thread (T\d+) '([^'(]+?) *(?:\(|')")  # the runtime names its threads in launch.cpp
 _FRAME = re.compile(r"\s*#\d+ ")
 _MEMORY = re.compile(r"\s*(?:0x)?[0-9a-f]+ (is located .*)|\s*Location (is .*)")
 # From here on a report tells how threads were made and what stands around an address.
@@ -37,8 +38,9 @@ def summarise(report: str) -> str | None:
     for start, line in enumerate(lines):
         if kind := _KIND.search(line):
             core = list(_core(lines[start:]))
+            names = {match[1]: match[2] for match in map(_NAME.match, lines) if match}
             headline = _place(core) + (kind["kind"] or kind["undefined"])
-            return "\n  ".join([headline, *_parties(core), *core[:_LONGEST]])
+            return "\n  ".join([headline, *_parties(core, names), *core[:_LONGEST]])
     return None
 
 
@@ -55,12 +57,13 @@ def _place(lines: Sequence[str]) -> str:
     return f"{SOURCE}:{number}: " if number else ""
 
 
-def _parties(lines: Sequence[str]) -> Iterator[str]:
+def _parties(lines: Sequence[str], names: Mapping[str, str]) -> Iterator[str]:
     for number, line in enumerate(lines):
         if match := _PARTY.search(line):
             who = _BY.search(line)
             at = first_line_number("\n".join(_stack(lines[number + 1 :])))
-            yield match[0].lower() + (f" by {who[1]}" if who else "") + (f" at {SOURCE}:{at}" if at else "")
+            by = f" by {names.get(who[2], who[1])} {who[2] or ''}".rstrip() if who else ""
+            yield match[0].lower() + by + (f" at {SOURCE}:{at}" if at else "")
         elif match := _MEMORY.match(line):
             yield f"{_owner(lines[number:])} {match[1] or match[2]}"
 

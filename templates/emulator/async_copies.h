@@ -14,7 +14,7 @@ struct AsyncCopy {
   void* destination;
   const void* source;  // null: fill with zeros
   u32 bytes;
-  u32 group;     // number of the group it is committed with
+  u32 group;  // number of the group it is committed with
   bool landed;
   Site site;     // where it was issued
   void* caller;  // the same for the sanitizers: an address in the kernel
@@ -26,7 +26,7 @@ struct AsyncCopies {
   u32 open_group = 0;             // the group that the next commit closes
   u32 ordered_groups = 0;         // groups whose copies the thread has waited for
   char issue_order;
-  char landing_order[kOrders];    // by group, in turn
+  char landing_order[kOrders];  // by group, in turn
 
   void reset() { issued.clear(), open_group = ordered_groups = 0; }
 };

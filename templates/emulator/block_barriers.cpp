@@ -6,10 +6,14 @@ namespace emulator {
 
 static int result_of(const Barrier& barrier) {
   switch (barrier.kind) {
-    case BarrierKind::kOr: return barrier.votes != 0;
-    case BarrierKind::kAnd: return barrier.votes == barrier.arrived;
-    case BarrierKind::kCount: return int(barrier.votes);
-    case BarrierKind::kSync: break;
+    case BarrierKind::kOr:
+      return barrier.votes != 0;
+    case BarrierKind::kAnd:
+      return barrier.votes == barrier.arrived;
+    case BarrierKind::kCount:
+      return int(barrier.votes);
+    case BarrierKind::kSync:
+      break;
   }
   return 0;
 }

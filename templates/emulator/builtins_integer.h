@@ -39,14 +39,14 @@ inline unsigned __funnelshift_r(unsigned low, unsigned high, unsigned shift) {
 }
 
 // int with unsigned compares as unsigned, as in CUDA.
-#define FLASHGEN_MIN_MAX(type, a_type, b_type)                   \
-  inline constexpr type min(a_type first, b_type second) {       \
+#define FLASHGEN_MIN_MAX(type, a_type, b_type)                        \
+  inline constexpr type min(a_type first, b_type second) {            \
     type a = static_cast<type>(first), b = static_cast<type>(second); \
-    return a < b ? a : b;                                        \
-  }                                                              \
-  inline constexpr type max(a_type first, b_type second) {       \
+    return a < b ? a : b;                                             \
+  }                                                                   \
+  inline constexpr type max(a_type first, b_type second) {            \
     type a = static_cast<type>(first), b = static_cast<type>(second); \
-    return a < b ? b : a;                                        \
+    return a < b ? b : a;                                             \
   }
 FLASHGEN_MIN_MAX(int, int, int)
 FLASHGEN_MIN_MAX(unsigned, unsigned, unsigned)

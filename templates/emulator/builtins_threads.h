@@ -15,9 +15,7 @@ inline T shuffle(u32 mask, T value, u32 source, Site site) {
 
 }  // namespace emulator
 
-inline void __syncthreads(FLASHGEN_SITE) {
-  ::emulator::block_barrier(0, ::emulator::BarrierKind::kSync, 0, site);
-}
+inline void __syncthreads(FLASHGEN_SITE) { ::emulator::block_barrier(0, ::emulator::BarrierKind::kSync, 0, site); }
 inline int __syncthreads_or(int predicate, FLASHGEN_SITE) {
   return ::emulator::block_barrier(0, ::emulator::BarrierKind::kOr, predicate, site);
 }
@@ -27,9 +25,7 @@ inline int __syncthreads_and(int predicate, FLASHGEN_SITE) {
 inline int __syncthreads_count(int predicate, FLASHGEN_SITE) {
   return ::emulator::block_barrier(0, ::emulator::BarrierKind::kCount, predicate, site);
 }
-inline void __syncwarp(unsigned mask = 0xffffffffu, FLASHGEN_SITE) {
-  ::emulator::sync_warp(mask, site);
-}
+inline void __syncwarp(unsigned mask = 0xffffffffu, FLASHGEN_SITE) { ::emulator::sync_warp(mask, site); }
 
 // `width` cuts the warp into segments; a source outside the lane's segment gives the lane's own value.
 template <class T>

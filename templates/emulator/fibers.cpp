@@ -2,7 +2,6 @@
 #include "fibers.h"
 
 #include <stdint.h>
-#include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
 #include <unistd.h>
@@ -77,12 +76,18 @@ flashgen_switch_stack:
 
 namespace emulator {
 
-void allocate_stack(Fiber& fiber, size_t bytes) {
+bool allocate_stack(Fiber& fiber, size_t bytes) {
   size_t guard = size_t(sysconf(_SC_PAGESIZE));
-  void* memory = mmap(nullptr, guard + bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-  if (memory == MAP_FAILED || mprotect(memory, guard, PROT_NONE) != 0) abort();
+  void* memory =
+      mmap(nullptr, guard + bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (memory == MAP_FAILED) return false;
+  if (mprotect(memory, guard, PROT_NONE) != 0) {
+    munmap(memory, guard + bytes);
+    return false;
+  }
   fiber.stack = static_cast<char*>(memory) + guard;
   fiber.stack_bytes = bytes;
+  return true;
 }
 
 void free_stack(Fiber& fiber) {

@@ -14,8 +14,8 @@ struct Fiber {
   void* tsan = nullptr;
 };
 
-// Gives `fiber` a stack with a guard page below it; free_stack returns it.
-void allocate_stack(Fiber& fiber, size_t bytes);
+// Gives `fiber` a stack with a guard page below it, or returns false; free_stack gives it back.
+bool allocate_stack(Fiber& fiber, size_t bytes);
 void free_stack(Fiber& fiber);
 
 // Makes `fiber` begin at `entry` when it is first switched to; entry must call fiber_entered() first and never return.

@@ -11,30 +11,30 @@ inline To bit_cast(From value) {
   return result;
 }
 
-inline u16 bfloat16_from_float(float value) {
+inline u16 bf16_from_float(float value) {
   u32 bits = bit_cast<u32>(value);
   if ((bits & 0x7fffffffu) > 0x7f800000u) return 0x7fff;
-  return u16((bits + 0x7fffu + ((bits >> 16) & 1)) >> 16);  // a carry out of the mantissa rounds up to the next exponent
+  return u16((bits + 0x7fffu + ((bits >> 16) & 1)) >> 16);  // a carry out of the mantissa raises the exponent
 }
 
-inline float float_from_bfloat16(u16 bits) { return bit_cast<float>(u32(bits) << 16); }
+inline float float_from_bf16(u16 bits) { return bit_cast<float>(u32(bits) << 16); }
 
-inline u16 float16_from_float(float value) {
+inline u16 f16_from_float(float value) {
   u32 bits = bit_cast<u32>(value);
   u16 sign = u16((bits >> 16) & 0x8000u);
   u32 magnitude = bits & 0x7fffffffu;
   if (magnitude > 0x7f800000u) return 0x7fff;
   if (magnitude >= 0x47800000u) return sign | 0x7c00u;  // 65536 and more, and infinity
   if (magnitude < 0x38800000u) {
-    // Below 2**-14 the result is subnormal: adding 0.5 aligns its last place (2**-24) with the float's own last place, so
-    // that the float addition does the rounding.
+    // Below 2**-14 the result is subnormal: adding 0.5 aligns its last place (2**-24) with the float's own last place,
+    // so that the float addition does the rounding.
     return sign | u16(bit_cast<u32>(bit_cast<float>(magnitude) + 0.5f) - 0x3f000000u);
   }
   u32 rounded = magnitude + 0xfffu + ((magnitude >> 13) & 1);
   return sign | u16((rounded - 0x38000000u) >> 13);  // 65520 and more carry into the exponent and become infinity
 }
 
-inline float float_from_float16(u16 bits) {
+inline float float_from_f16(u16 bits) {
   u32 sign = u32(bits & 0x8000u) << 16;
   u32 shifted = u32(bits & 0x7fffu) << 13;
   // Read as a float, the pattern is too small by 2**112, subnormals included; infinity and NaN need their own exponent.

@@ -1,5 +1,6 @@
-// What a kernel's unit sees of the runtime: who the running CUDA thread is, and the operations that wait, check or touch
-// shared memory. Each takes the Site of its caller by default argument, so that findings name a line of the emitted source.
+// What a kernel's unit sees of the runtime: who the running CUDA thread is, and the operations that wait, check or
+// touch shared memory. Each takes the Site of its caller by default argument, so that findings name a line of the
+// emitted source.
 #pragma once
 
 namespace emulator {
@@ -34,8 +35,8 @@ inline unsigned char* dynamic_shared_memory() { return current->shared; }
 [[noreturn]] __attribute__((format(printf, 2, 3))) void fail(Site site, const char* format, ...);
 
 // ---- shared memory (shared_memory.cpp) ----
-u32 shared_address(const void* pointer, Site site);                         // generic pointer -> shared window
-void* shared_pointer(u32 address, u32 bytes, u32 alignment, Site site);     // and back, checked
+u32 shared_address(const void* pointer, Site site);                      // generic pointer -> shared window
+void* shared_pointer(u32 address, u32 bytes, u32 alignment, Site site);  // and back, checked
 
 // ---- warps (lane_exchange.cpp, warp_collectives.cpp) ----
 u64 shuffle_bits(u32 mask, u64 bits, u32 source_lane, Site site);
@@ -54,7 +55,7 @@ void copy_async_wait(int pending);
 void copy_sync(u32 shared_destination, const void* global_source, u32 bytes, bool valid, Site site);
 
 // ---- matrices (matrix.cpp) ----
-enum class Element : int { kFloat16, kBfloat16 };
+enum class Element : int { kf16, kbf16 };  // spelled as PTX does, which the primitives' names follow
 void load_matrix(u32* fragment, int count, bool transposed, u32 shared_source, Site site);
 // d += a * b on fragments of m16n8k16; partial sums are rounded to float after every `depth` steps of k.
 void multiply_accumulate(float* d, const u32* a, u32 b0, u32 b1, Element element, int depth, Site site);

@@ -20,9 +20,7 @@ constexpr size_t kStackBytes = 512 * 1024;
 constexpr size_t kSharedAlignment = 1024;
 
 static u32 threads_of(const LaunchRequest& request) { return request.block[0] * request.block[1] * request.block[2]; }
-static u64 blocks_of(const LaunchRequest& request) {
-  return u64(request.grid[0]) * request.grid[1] * request.grid[2];
-}
+static u64 blocks_of(const LaunchRequest& request) { return u64(request.grid[0]) * request.grid[1] * request.grid[2]; }
 
 // New for every block and of exact size: ASan's red zone begins right behind it. ThreadSanitizer remembers accesses by
 // address; mapping the memory anew makes it forget those of the block before, with which this one shares nothing.
@@ -52,12 +50,12 @@ class Worker {
     for (Carrier& carrier : carriers_) free_stack(carrier.fiber);
   }
 
-  void begin(LaunchRequest& request, KernelThread run_thread);
+  bool begin(LaunchRequest& request, KernelThread run_thread);  // false: no memory for the stacks
   void run(u64 number);
   const Block& block() const { return block_; }
 
  private:
-  void add_carriers(u32 count);
+  bool add_carriers(u32 count);
   void place_thread(u32 linear, u64 block_number);
   void end_abandoned_threads();
 
@@ -65,10 +63,13 @@ class Worker {
   Block block_;
 };
 
-void Worker::add_carriers(u32 count) {
+bool Worker::add_carriers(u32 count) {
   while (carriers_.size() < count) {
     Carrier& carrier = carriers_.emplace_back();
-    allocate_stack(carrier.fiber, kStackBytes);
+    if (!allocate_stack(carrier.fiber, kStackBytes)) {
+      carriers_.pop_back();
+      return false;
+    }
 #ifdef FLASHGEN_TSAN
     char name[32];
     snprintf(name, sizeof name, "CUDA thread (carrier %zu)", carriers_.size() - 1);
@@ -78,11 +79,12 @@ void Worker::add_carriers(u32 count) {
     carrier.copy_engine.create(name);
 #endif
   }
+  return true;
 }
 
-void Worker::begin(LaunchRequest& request, KernelThread run_thread) {
+bool Worker::begin(LaunchRequest& request, KernelThread run_thread) {
   u32 threads = threads_of(request), warps = (threads + 31) / 32;
-  add_carriers(threads);
+  if (!add_carriers(threads)) return false;
   adopt_running_stack(block_.worker);
   block_.request = &request;
   block_.run_thread = run_thread;
@@ -94,10 +96,12 @@ void Worker::begin(LaunchRequest& request, KernelThread run_thread) {
     barrier.waiting.clear();
     barrier.waiting.reserve(threads);  // see ReadyQueue::reset
   }
+  return true;
 }
 
-// Threads of consecutive blocks run on shifted carriers. To ThreadSanitizer a carrier is a thread, so that the blocks of
-// a grid, which nothing orders, are not ordered here either: their races are found although they run one after another.
+// Threads of consecutive blocks run on shifted carriers. To ThreadSanitizer a carrier is a thread, so that the blocks
+// of a grid, which nothing orders, are not ordered here either: their races are found although they run one after
+// another.
 void Worker::place_thread(u32 linear, u64 block_number) {
   const u32 *size = block_.request->block, *grid = block_.request->grid;
   u32 threads = u32(block_.threads.size());
@@ -148,6 +152,7 @@ void Worker::end_abandoned_threads() {
     AsEngine identity(Engine{thread.carrier->fiber.tsan});
     release(block_.request);
   }
+  acquire(block_.request);
 }
 
 // The order of the blocks follows that of the threads.
@@ -172,7 +177,7 @@ class Grid {
   void work() {
     static thread_local std::unique_ptr<Worker> worker;
     if (!worker) worker = std::make_unique<Worker>();
-    worker->begin(request_, run_thread_);
+    if (!worker->begin(request_, run_thread_)) return report("no memory for the stacks of a block's threads");
     for (u64 i = next_++; i < order_.size() && !stop_; i = next_++) {
       worker->run(order_[i]);
       if (worker->block().failed) break;
@@ -186,10 +191,19 @@ class Grid {
     request_.switches += block.switches;
     request_.collectives += block.collectives;
     request_.async_copies += block.async_copies;
-    if (!block.failed || request_.failed) return;
+    if (block.failed) fail_once(block.message);
+  }
+
+  void report(const char* message) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    fail_once(message);
+  }
+
+  void fail_once(const char* message) {
     stop_ = true;
+    if (request_.failed) return;
     request_.failed = 1;
-    memcpy(request_.message, block.message, sizeof request_.message);
+    snprintf(request_.message, sizeof request_.message, "%s", message);
   }
 
   LaunchRequest& request_;

@@ -45,7 +45,7 @@ struct Operands {
 
 template <Element element>
 static float to_float(u32 bits) {
-  return element == Element::kFloat16 ? float_from_float16(u16(bits)) : float_from_bfloat16(u16(bits));
+  return element == Element::kf16 ? float_from_f16(u16(bits)) : float_from_bf16(u16(bits));
 }
 
 // d(16 x 8) += a(16 x 16) * b(16 x 8)
@@ -59,7 +59,8 @@ static void multiply_action(void* const* lanes, u32) {
       int word = part / 2, half = part % 2;
       a[g + word % 2 * 8][t + word / 2 * 8 + half] = to_float<element>(in.a[word] >> (16 * half));
     }
-    for (int part = 0; part < 4; ++part) b[t + part / 2 * 8 + part % 2][g] = to_float<element>(in.b[part / 2] >> (part % 2 * 16));
+    for (int part = 0; part < 4; ++part)
+      b[t + part / 2 * 8 + part % 2][g] = to_float<element>(in.b[part / 2] >> (part % 2 * 16));
     for (int part = 0; part < 4; ++part) d[g + part / 2 * 8][t + part % 2] = in.d[part];
   }
   int depth = static_cast<Operands*>(lanes[0])->depth;
@@ -80,7 +81,7 @@ static void multiply_action(void* const* lanes, u32) {
 
 void multiply_accumulate(float* d, const u32* a, u32 b0, u32 b1, Element element, int depth, Site site) {
   Operands operands{d, a, {b0, b1}, depth};
-  WarpAction action = element == Element::kFloat16 ? multiply_action<Element::kFloat16> : multiply_action<Element::kBfloat16>;
+  WarpAction action = element == Element::kf16 ? multiply_action<Element::kf16> : multiply_action<Element::kbf16>;
   warp_collective(kFullWarp, WarpOperation::kMultiply, &operands, action, site);
 }
 

@@ -1,6 +1,6 @@
-// Under TSan, memcpy and its like of the runtime's own: ThreadSanitizer intercepts the C library's whoever calls them, and
-// would take the scheduler's bookkeeping for accesses by the CUDA thread that happens to run. Compilers call them on their
-// own account, so avoiding them in the source is not enough.
+// Under TSan, memcpy and its like of the runtime's own: ThreadSanitizer intercepts the C library's whoever calls them,
+// and would take the scheduler's bookkeeping for accesses by the CUDA thread that happens to run. Compilers call them
+// on their own account, so avoiding them in the source is not enough.
 #ifdef FLASHGEN_TSAN
 #include <stddef.h>
 

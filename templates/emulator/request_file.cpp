@@ -5,7 +5,8 @@
 //   char magic[8] "FGEMU001"; u32 grid[3], block[3], shared_bytes, order, copies, argument_bytes, buffers, pointers;
 //   u64 seed; argument bytes; per buffer: u64 bytes, u64 alignment_offset, the bytes;
 //   per pointer: u32 argument_offset, u32 buffer, u64 offset in the buffer.
-// Result: u32 failed, u32 message_bytes, u64 blocks, switches, collectives, async_copies; the message; the buffers' bytes.
+// Result: u32 failed, u32 message_bytes, u64 blocks, switches, collectives, async_copies; the message; the buffers'
+// bytes.
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -23,8 +24,8 @@ struct Header {
   u64 seed;
 };
 
-// A buffer of the kernel in an allocation of its own and of exact size, so that red zones stand at both its ends. An array
-// that was not 16-byte aligned stays as misaligned as it was.
+// A buffer of the kernel in an allocation of its own and of exact size, so that red zones stand at both its ends. An
+// array that was not 16-byte aligned stays as misaligned as it was.
 struct Buffer {
   char* allocation;
   u64 bytes, offset;

@@ -1,8 +1,9 @@
 // What the runtime tells AddressSanitizer and ThreadSanitizer, and nothing in plain builds. The only place that knows
 // their interfaces.
 //
-// Under ASan the runtime itself is instrumented. Under TSan it is not (-DFLASHGEN_TSAN, linked with -fsanitize=thread, not
-// compiled with it): it moves data between CUDA threads in ways of its own, and states here what a GPU would do instead.
+// Under ASan the runtime itself is instrumented. Under TSan (-DFLASHGEN_TSAN) it is not, and finds ThreadSanitizer in
+// the program that loads it: it moves data between CUDA threads in ways of its own, and states here what a GPU would
+// do.
 #pragma once
 
 #if defined(__SANITIZE_ADDRESS__)
@@ -81,8 +82,8 @@ inline void note_write(void* address, unsigned long bytes, void* caller) {
   (void)address, (void)bytes, (void)caller;
 }
 
-// A second identity for ThreadSanitizer: what asynchronous hardware does on behalf of a CUDA thread. It runs on no stack
-// of its own; AsEngine makes the running code count as the engine while it lives.
+// A second identity for ThreadSanitizer: what asynchronous hardware does on behalf of a CUDA thread. It runs on no
+// stack of its own; AsEngine makes the running code count as the engine while it lives.
 struct Engine {
   void* tsan = nullptr;
   void create(const char* name) {

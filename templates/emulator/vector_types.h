@@ -8,14 +8,10 @@ struct dim3 {
   unsigned x, y, z;
 };
 
-#define FLASHGEN_VECTOR_TYPES(scalar, name)                                                        \
-  struct __attribute__((aligned(2 * sizeof(scalar)))) name##2 {                                    \
-    scalar x, y;                                                                                   \
-  };                                                                                               \
-  struct __attribute__((aligned(4 * sizeof(scalar) > 16 ? 16 : 4 * sizeof(scalar)))) name##4 {     \
-    scalar x, y, z, w;                                                                             \
-  };                                                                                               \
-  inline name##2 make_##name##2(scalar x, scalar y) { return {x, y}; }                             \
+#define FLASHGEN_VECTOR_TYPES(scalar, name)                                                                          \
+  struct __attribute__((aligned(2 * sizeof(scalar)))) name##2 { scalar x, y; };                                      \
+  struct __attribute__((aligned(4 * sizeof(scalar) > 16 ? 16 : 4 * sizeof(scalar)))) name##4 { scalar x, y, z, w; }; \
+  inline name##2 make_##name##2(scalar x, scalar y) { return {x, y}; }                                               \
   inline name##4 make_##name##4(scalar x, scalar y, scalar z, scalar w) { return {x, y, z, w}; }
 
 FLASHGEN_VECTOR_TYPES(signed char, char)

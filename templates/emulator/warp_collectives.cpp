@@ -5,11 +5,16 @@ namespace emulator {
 
 static const char* name_of(WarpOperation operation) {
   switch (operation) {
-    case WarpOperation::kSyncWarp: return "__syncwarp";
-    case WarpOperation::kShuffle: return "shuffle";
-    case WarpOperation::kVote: return "vote";
-    case WarpOperation::kLoadMatrix: return "ldmatrix";
-    case WarpOperation::kMultiply: return "mma";
+    case WarpOperation::kSyncWarp:
+      return "__syncwarp";
+    case WarpOperation::kShuffle:
+      return "shuffle";
+    case WarpOperation::kVote:
+      return "vote";
+    case WarpOperation::kLoadMatrix:
+      return "ldmatrix";
+    case WarpOperation::kMultiply:
+      return "mma";
   }
   return "?";
 }
@@ -20,8 +25,8 @@ static bool is_aligned(WarpOperation operation) {
 }
 
 // __syncwarp orders memory, shuffles and votes do not. ldmatrix and mma end when the reads that feed them have ended in
-// every lane, so that a warp may write where its own fragments came from; a happens-before relation cannot tell reads from
-// writes, so that here they order both.
+// every lane, so that a warp may write where its own fragments came from; a happens-before relation cannot tell reads
+// from writes, so that here they order both.
 static bool orders_memory(WarpOperation operation) {
   return operation == WarpOperation::kSyncWarp || is_aligned(operation);
 }

@@ -1,5 +1,5 @@
 // A small attention in the style of the emitted kernels: double-buffered tiles by cp.async, ldmatrix, mma, an online
-// softmax, and an output that is staged in shared memory. Tests plant faults by replacing the lines that end in a marker.
+// softmax, and an output that is staged in shared memory. Tests plant faults by replacing the marked lines.
 
 constexpr int kDim = 32;
 constexpr int kTile = 32;                      // queries of a block, keys of a step
@@ -19,9 +19,12 @@ struct Arguments {
 };
 
 // The byte offset of a 16-byte chunk in a tile; chunks are permuted within rows against bank conflicts.
-__device__ __forceinline__ int chunk_offset(int row, int chunk) { return row * kRowBytes + ((chunk ^ (row >> 1 & 3)) * 16); }
+__device__ __forceinline__ int chunk_offset(int row, int chunk) {
+  return row * kRowBytes + ((chunk ^ (row >> 1 & 3)) * 16);
+}
 
-__device__ __forceinline__ void copy_tile(unsigned tile, const unsigned short* source, long long stride, int first, int rows) {
+__device__ __forceinline__ void copy_tile(unsigned tile, const unsigned short* source, long long stride, int first,
+                                          int rows) {
 #pragma unroll
   for (int i = threadIdx.x; i < kTile * 4; i += kThreads) {
     const int row = i / 4, chunk = i % 4;
@@ -44,7 +47,8 @@ extern "C" __global__ void __launch_bounds__(kThreads) attention(const __grid_co
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int first_query = blockIdx.x * kTile;
   const long long head = blockIdx.y * arguments.stride_head;
-  const unsigned q_tile = shared_address(shared_memory), k_tiles = q_tile + kTileBytes, v_tiles = k_tiles + 2 * kTileBytes;
+  const unsigned q_tile = shared_address(shared_memory), k_tiles = q_tile + kTileBytes;
+  const unsigned v_tiles = k_tiles + 2 * kTileBytes;
   const float infinity = __int_as_float(0x7f800000);
 
   copy_tile(q_tile, arguments.q + head, arguments.stride_row, first_query, arguments.len_q);
@@ -70,7 +74,8 @@ extern "C" __global__ void __launch_bounds__(kThreads) attention(const __grid_co
       load_matrix_x4(a, q_tile + chunk_offset(warp * 16 + lane % 16, depth * 2 + lane / 16));
 #pragma unroll
       for (int keys = 0; keys < 2; ++keys) {
-        load_matrix_x4(b, k_tiles + buffer + chunk_offset(keys * 16 + lane % 8 + lane / 16 * 8, depth * 2 + lane / 8 % 2));
+        const int key = keys * 16 + lane % 8 + lane / 16 * 8;
+        load_matrix_x4(b, k_tiles + buffer + chunk_offset(key, depth * 2 + lane / 8 % 2));
         mma_m16n8k16_f16(scores[2 * keys], a, b[0], b[1]);
         mma_m16n8k16_f16(scores[2 * keys + 1], a, b[2], b[3]);
       }

@@ -13,7 +13,8 @@ extern "C" __global__ void shuffles(const __grid_constant__ Lanes arguments) {
   out[64] = __shfl_up_sync(0xffffffffu, value, arguments.by, arguments.width);
   out[96] = __shfl_down_sync(0xffffffffu, value, arguments.by, arguments.width);
   out[128] = (int)__shfl_xor_sync(0xffffffffu, value + 0.5f, arguments.by, arguments.width);
-  out[160] = (int)(__shfl_xor_sync(0xffffffffu, value * 1000000000000ll, arguments.by, arguments.width) / 1000000000000ll);
+  const long long wide = value * 1000000000000ll;
+  out[160] = (int)(__shfl_xor_sync(0xffffffffu, wide, arguments.by, arguments.width) / 1000000000000ll);
 }
 
 struct Votes {
