@@ -31,6 +31,7 @@ MODES: tuple[Mode, ...] = ("plain", "address", "thread")
 SOURCE = "kernel.cu"
 _HEADER, _PRIMITIVES, _UNIT, _RUNTIME = "emulator.h", "primitives.h", "unit.cpp", "runtime.cpp"
 _IDENTIFIER = re.compile(r"[A-Za-z_]\w*")
+_MISSING_SANITIZER = re.compile(r"(?:-l|lib)(?:a|t|ub)san|clang_rt\.(?:a|t|ub)san")
 _LONGEST_LOG = 40  # lines of a compiler's complaint in an error
 
 _REMEDY = "install one (Debian, Ubuntu: `apt install g++`; Fedora: `dnf install gcc-c++`), or set CXX to its path"
@@ -228,7 +229,7 @@ def _run_compiler(command: Sequence[str], folder: Path, *, what: str) -> None:
     lines = done.stderr.strip().splitlines()
     more = [f"... and {len(lines) - _LONGEST_LOG} lines more"] if len(lines) > _LONGEST_LOG else []
     log = "\n".join([*lines[:_LONGEST_LOG], *more])
-    hint = "" if "sanitize" not in log and "san" not in log.rpartition("cannot find")[2] else f"\n{_SANITIZER_REMEDY}"
+    hint = f"\n{_SANITIZER_REMEDY}" if _MISSING_SANITIZER.search(log) else ""
     raise BuildError(f"{what} does not compile for the emulator with {command[0]}:\n{log}{hint}")
 
 
