@@ -32,6 +32,7 @@ MAY_SEE: dict[str, set[str]] = {
     "report": BELOW_ATTENTION | {"attention", "verify"},
     "bench": BELOW_ATTENTION | {"attention", "verify", "report"},
     "cli": BELOW_ATTENTION | {"attention", "verify", "release", "report", "bench"},
+    "__main__": {"cli"},
 }
 
 NOT_ON_IMPORT = ("cupy", "cuda", "torch", "jax", "jinja2", "typer", "click", "rich", "pygments", "safetensors", "scipy")
