@@ -1,0 +1,124 @@
+"""Emitted forward kernels, launched on the emulator with a changed text: what planted faults need."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+
+import flashgen.language as fg
+from flashgen import attention
+from flashgen.attention import Attention
+from flashgen.attention.launches import forward_launch
+from flashgen.attention.problem import check_seed, problem_of
+from flashgen.build.host import compile_host
+from flashgen.codegen.plans import ForwardPlan
+from flashgen.runtime import emulator
+from flashgen.runtime.arrays import view_numpy
+from flashgen.runtime.schedule import Schedule
+from flashgen.verify import Shape, judged, random_inputs
+from flashgen.verify.problems import poisoned_outputs
+
+SEED = 11
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A kernel and one call of it. The tiles are small, so that a small call has several of them and several warps."""
+
+    spec: fg.AttentionSpec
+    shape: Shape
+    stages: int = 1
+    tile_k: int = 32
+
+    @property
+    def compiled(self) -> Attention:
+        """The kernel as it is emitted."""
+        return attention.compile(self.spec, emulate=True, plan=ForwardPlan(32, self.tile_k, 2, self.stages))
+
+    @property
+    def shared_bytes(self) -> int:
+        return self.compiled.plan.shared_bytes(self.spec)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a launch wrote into outputs that were full of NaN."""
+
+    subject: Subject
+    out: np.ndarray[Any, Any]
+    lse: np.ndarray[Any, Any]
+    inputs: Any = field(repr=False)
+
+    @property
+    def holds_nan(self) -> bool:
+        return bool(np.isnan(self.out.astype(np.float32)).any() or np.isnan(self.lse).any())
+
+    @property
+    def is_right(self) -> bool:
+        """The verdict of `flashgen verify`."""
+        i, dropout = self.inputs, {"seed": SEED} if self.subject.spec.dropout else {}
+        return judged(self.subject.spec, i.q, i.k, i.v, self.out, self.lse, i.captures, **dropout).ok
+
+
+Launch = Callable[..., Outcome]
+
+
+def _launch(
+    subject: Subject,
+    source: str | None = None,
+    *,
+    sanitize: Any = None,
+    schedule: Schedule | None = None,
+    shared_bytes: int | None = None,
+) -> Outcome:
+    """The subject's kernel with `source` in place of its own text, launched as `flashgen.attention` launches it."""
+    spec, compiled = subject.spec, subject.compiled
+    (kernel,) = compiled.kernels
+    inputs = random_inputs(spec, subject.shape, seed=1)
+    out, lse = poisoned_outputs(spec, inputs.q, inputs.v)
+    arrays: Mapping[str, Any] = {"q": inputs.q, "k": inputs.k, "v": inputs.v, "o": out, "lse": lse, **inputs.captures}
+    views = {name: view_numpy(array, name) for name, array in arrays.items()}
+    launch = forward_launch(spec, kernel, problem_of(spec, views), views, l2_bytes=2**20)
+    numbers: dict[str, int | float] = {}
+    if spec.dropout:
+        seed, offset = check_seed(spec, SEED, 0)
+        numbers = {"seed_low": seed & 0xFFFFFFFF, "seed_high": seed >> 32, "offset": offset}
+    emulator.launch(
+        compile_host(source or kernel.source, kernel.entry, sanitize),
+        (launch.grid, 1, 1),
+        (kernel.threads, 1, 1),
+        kernel.shared_bytes if shared_bytes is None else shared_bytes,
+        bytes(launch.writer.write({}, numbers)),
+        [(8 * i, arrays[name]) for i, name in enumerate(launch.writer.pointer_names)],
+        schedule or Schedule(),
+    )
+    return Outcome(subject, out, lse, inputs)
+
+
+@pytest.fixture(scope="session")
+def launch() -> Launch:
+    return _launch
+
+
+@pytest.fixture(scope="session")
+def subjects() -> dict[str, Subject]:
+    """Calls with several tiles of queries and keys, a ragged last one of each, and, where masked, rows without keys."""
+    ragged, rows_without_keys = Shape(70, 100, 1, 2, 1), Shape(70, 50, 1, 2, 1)
+    causal = fg.AttentionSpec(16, mask=fg.causal())
+    return {
+        "one stage": Subject(causal, ragged, stages=1),
+        "two stages": Subject(causal, ragged, stages=2),
+        "one key over": Subject(causal, Shape(64, 97, 1, 1, 1)),
+        "wide values": Subject(fg.AttentionSpec(16, value_dim=64, mask=fg.causal()), ragged),
+        # Rows outgrow their references: with the default scale, random scores hardly differ, and nothing is rescaled.
+        "steep scores": Subject(fg.AttentionSpec(16, scale=4.0, mask=fg.causal()), ragged),
+        "rows without keys": Subject(causal, rows_without_keys),
+        "grouped heads": Subject(fg.AttentionSpec(16), Shape(40, 40, 1, 4, 2)),
+        "dropout": Subject(fg.AttentionSpec(16, dropout=0.3), Shape(40, 70, 2, 2, 2)),
+        "window": Subject(fg.AttentionSpec(16, mask=fg.sliding_window(40)), ragged),
+        "score": Subject(fg.AttentionSpec(16, score=fg.alibi("slopes")), ragged),
+    }
