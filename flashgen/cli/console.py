@@ -80,7 +80,9 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]], title: st
 def progress(description: str, total: int | None) -> Iterator[Progress]:
     """A progress bar on stderr with one task, number 0; nothing is drawn where stderr is no terminal."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=stderr(), transient=True, disable=not sys.stderr.isatty()) as bar:
+    # While a bar is drawn, rich sends what is printed through its own console: right for a terminal, wrong for a file.
+    options: dict[str, Any] = {"transient": True, "redirect_stdout": sys.stdout.isatty()}
+    with Progress(*columns, console=stderr(), disable=not sys.stderr.isatty(), **options) as bar:
         bar.add_task(description, total=total)
         yield bar
 

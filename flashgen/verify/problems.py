@@ -6,12 +6,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-import ml_dtypes
 import numpy as np
 import sympy
 
 from flashgen.language.evaluate import evaluate
 from flashgen.language.operations import BATCH, HEAD, KEY, LEN_K, LEN_Q, QUERY, Capture, Load
+from flashgen.runtime.arrays import numpy_dtype
 
 if TYPE_CHECKING:
     from flashgen.language import AttentionSpec
@@ -44,15 +44,10 @@ class Inputs:
     captures: dict[str, Any] = field(default_factory=dict)
 
 
-def element_type(dtype: str) -> np.dtype[Any]:
-    """NumPy's dtype of a spec's dtype."""
-    return np.dtype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
-
-
 def random_inputs(spec: AttentionSpec, shape: Shape, seed: int = 0) -> Inputs:
     """Standard normal q, k and v, and captures: see `random_capture`. The same for the same arguments."""
     random = np.random.default_rng(seed)
-    dtype = element_type(spec.dtype)
+    dtype = numpy_dtype(spec.dtype)
 
     def array(heads: int, length: int, dim: int) -> Array:
         axes = (shape.batch, heads, length, dim) if spec.layout == "bhsd" else (shape.batch, length, heads, dim)
@@ -90,7 +85,7 @@ def random_capture(capture: Capture, sizes: tuple[int, ...], shape: Shape, rando
     Floats are small and positive, so that biases leave the scores exact enough. Integers step up through multiples of
     a quarter of the keys, so that they serve as ids of documents and as positions alike. Booleans are mostly true.
     """
-    dtype = element_type(capture.dtype)
+    dtype = numpy_dtype(capture.dtype)
     if capture.kind == "float":
         value: Any = random.uniform(0.01, 0.1, sizes).astype(dtype) if sizes else dtype.type(20.0)
     elif capture.kind == "bool":

@@ -47,3 +47,14 @@ def test_a_reader_that_goes_away_is_no_traceback() -> None:
 def test_errors_go_to_stderr_and_the_status_says_so() -> None:
     done = subprocess.run([*SHOW[:4], "casual()"], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 2 and done.stdout == "" and done.stderr.startswith("error: ")
+
+
+def test_a_progress_bar_on_the_terminal_leaves_a_file_its_output() -> None:
+    ours, theirs = pty.openpty()
+    command = [sys.executable, "-m", "flashgen", "verify", "full()", "--head-dim", "8", "--emulate"]
+    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=theirs, env=os.environ | {"TERM": "xterm"})
+    os.close(theirs)
+    seen = os.read(ours, 65536)
+    os.close(ours)
+    assert done.returncode == 0 and done.stdout.startswith(b"spec\tshape\t")
+    assert b"verifying" in seen and b"spec\tshape" not in seen
