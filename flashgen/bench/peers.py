@@ -52,6 +52,7 @@ def flex(spec: AttentionSpec, q: Any, k: Any, v: Any) -> Run | None:
     block_mask = None
     if not plain:
         block_mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, q.shape[2], k.shape[2], device="cuda")
+    torch._dynamo.reset()  # each shape compiles anew; past a limit torch would run it without compiling
     compiled = torch.compile(flex_attention, dynamic=False)
     return _runs(lambda: compiled(q, k, v, block_mask=block_mask, scale=spec.scale))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -74,6 +75,19 @@ def _struct_type(size: int) -> np.dtype[Any]:
     return np.dtype(f"V{size}")
 
 
+@dataclass(frozen=True)
+class _ForeignStream:
+    """A stream of any library, by the CUDA stream protocol."""
+
+    pointer: int
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return 0, self.pointer
+
+
 @cache
 def _stream(pointer: int) -> Any:
-    return cupy().cuda.ExternalStream(pointer)
+    streams = cupy().cuda
+    if hasattr(streams.Stream, "from_external"):
+        return streams.Stream.from_external(_ForeignStream(pointer))
+    return streams.ExternalStream(pointer)  # CuPy 13
