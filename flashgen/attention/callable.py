@@ -37,8 +37,9 @@ if TYPE_CHECKING:
     from flashgen.analysis.tiles import TileMap
 
 
-_INPUTS = ("q", "k", "v")
-_ROW_ALIGNMENT = 16  # bytes
+_IN_ROWS = frozenset(("q", "k", "v", "o"))  # copied 16 bytes at a time; all others element by element
+_ROW_ALIGNMENT, _LARGEST_ELEMENT = 16, 8  # bytes
+_ARGUMENTS = {"o": "out"}  # what the user calls a member of the struct, where it is called differently
 _NO_NUMBERS: dict[str, int | float] = {}
 
 
@@ -214,13 +215,17 @@ class Attention:
         key: list[Any] = []
         misaligned = 0
         for name, array in arrays.items():
-            own = library(array, name)
+            own = library(array, _ARGUMENTS.get(name, name))
             key.append(own.signature(array))
-            if name in _INPUTS:
+            if name in _IN_ROWS:
                 misaligned |= own.pointer(array)
+            else:
+                key.append(own.pointer(array) % _LARGEST_ELEMENT)
         prepared = self._prepared.get((misaligned % _ROW_ALIGNMENT, *key))
         if prepared is None:
-            views = {name: library(array, name).view(array, name) for name, array in arrays.items()}
+            views = {
+                name: library(array, name).view(array, _ARGUMENTS.get(name, name)) for name, array in arrays.items()
+            }
             prepared = self._prepared[misaligned % _ROW_ALIGNMENT, *key] = self._prepare_anew(views)
         return prepared
 
@@ -228,7 +233,8 @@ class Attention:
         device = views["q"].device
         for name, view in views.items():
             if view.device != device:
-                raise ArgumentError(f"{name} is on {_place(view)} and q on {_place(views['q'])}; move it there")
+                argument = _ARGUMENTS.get(name, name)
+                raise ArgumentError(f"{argument} is on {_place(view)} and q on {_place(views['q'])}; move it there")
         problem = problem_of(self.spec, views)
         check_outputs(self.spec, views, problem)
         captured = {capture.name: views[member] for capture, member in self._arrays}
@@ -243,6 +249,7 @@ class Attention:
 
     def _through_gpu(self, q: Any, k: Any, v: Any, out: Any, captures: Mapping[str, Any], **options: Any) -> Any:
         """NumPy arrays: copied to the GPU, and the results back."""
+        gpu.compute_capability()  # says so where there is no GPU
         cupy = gpu.cupy()
         moved = {
             name: cupy.asarray(value) if isinstance(value, np.ndarray) else value for name, value in captures.items()

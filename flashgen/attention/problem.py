@@ -11,8 +11,9 @@ import numpy as np
 
 from flashgen.errors import ArgumentError
 from flashgen.language.operations import BATCH, HEAD, KEY, QUERY, Capture, Load
+from flashgen.language.rules import FLOAT32_MAX
 from flashgen.language.spec import AttentionSpec
-from flashgen.runtime.arrays import View
+from flashgen.runtime.arrays import JAX, View, library_of, numpy_dtype
 
 _INT32 = 2**31 - 1
 _ROW_ALIGNMENT = 16  # bytes: what one copy instruction moves
@@ -102,12 +103,17 @@ def _strides(spec: AttentionSpec, name: str, view: View) -> tuple[int, int, int]
 
 
 def given_outputs(out: Any, return_lse: bool) -> dict[str, Any]:
-    """The arrays of the argument `out`, by their names in the struct."""
-    if not return_lse:
-        return {"o": out}
-    if not isinstance(out, tuple) or len(out) != 2:
+    """The arrays of the argument `out`, by their names in the struct; ArgumentError where they cannot be written to."""
+    if return_lse and (not isinstance(out, tuple) or len(out) != 2):
         raise ArgumentError(f"out of type {type(out).__name__}: with return_lse=True give a pair (output, lse)")
-    return {"o": out[0], "lse": out[1]}
+    if not return_lse and isinstance(out, (tuple, list)):
+        raise ArgumentError(f"out of type {type(out).__name__}: give one array, or add return_lse=True for a pair")
+    given = {"o": out[0], "lse": out[1]} if return_lse else {"o": out}
+    for name, array in given.items():
+        immutable = not array.flags.writeable if isinstance(array, np.ndarray) else library_of(array, "out") is JAX
+        if immutable:
+            raise ArgumentError(f"{'out' if name == 'o' else name} is read-only; give an array that may be written to")
+    return given
 
 
 def check_outputs(spec: AttentionSpec, views: Mapping[str, View], problem: Problem) -> None:
@@ -119,8 +125,31 @@ def check_outputs(spec: AttentionSpec, views: Mapping[str, View], problem: Probl
             raise ArgumentError(f"{argument} is {view.dtype} {view.shape}; give {dtype} {shape}")
     if "o" in views:
         problem.strides["o"] = _strides(spec, "out", views["o"])
-    if "lse" in views and not _is_contiguous(views["lse"]):
-        raise ArgumentError(f"lse has strides {views['lse'].strides} (elements); give a C-contiguous array")
+        if _overlaps(views["o"]):
+            raise ArgumentError(f"out has strides {views['o'].strides} (elements): its elements share memory; copy it")
+    if "lse" in views:
+        _check_aligned("lse", views["lse"])
+        if not _is_contiguous(views["lse"]):
+            raise ArgumentError(f"lse has strides {views['lse'].strides} (elements); give a C-contiguous array")
+
+
+def _check_aligned(what: str, view: View) -> None:
+    """ArgumentError where an array's elements do not start at multiples of their size."""
+    size = numpy_dtype(view.dtype).itemsize
+    if view.pointer % size and all(view.shape):
+        raise ArgumentError(
+            f"{what} at address {view.pointer:#x}: its {view.dtype} must start at multiples of {size} bytes"
+        )
+
+
+def _overlaps(view: View) -> bool:
+    """Whether two elements may stand at one address: dimensions that do not nest."""
+    reach = 0
+    for stride, size in sorted((abs(stride), size) for stride, size in zip(view.strides, view.shape, strict=True)):
+        if size > 1 and stride <= reach:
+            return all(view.shape)
+        reach += stride * (size - 1)
+    return False
 
 
 def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -157,6 +186,9 @@ def check_array(spec: AttentionSpec, capture: Capture, view: View, problem: Prob
         raise ArgumentError(
             f"capture {capture.name!r} has shape {view.shape}; it was declared with ndim={capture.ndim}"
         )
+    _check_aligned(f"capture {capture.name!r}", view)
+    if problem.is_empty or not problem.len_k:
+        return  # there is no score that would read it
     if not all(view.shape):
         raise ArgumentError(f"capture {capture.name!r} has shape {view.shape}; it must hold at least one element")
     extents = {BATCH: problem.batch, HEAD: problem.heads_q, QUERY: problem.len_q, KEY: problem.len_k}
@@ -180,8 +212,13 @@ def number(capture: Capture, value: Any) -> int | float:
     if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, float, np.integer, np.floating)):
         raise ArgumentError(f"capture {capture.name!r} is {value!r}; give a Python number")
     if capture.kind == "float":
+        size: Any = abs(value)
+        if value != value or FLOAT32_MAX < size < math.inf:
+            raise ArgumentError(
+                f"capture {capture.name!r} is {str(value)[:40]}, no float32; give a number within 3.4e38"
+            )
         return float(value)
-    if int(value) != value or not -_INT32 - 1 <= value <= _INT32:
+    if not -_INT32 - 1 <= value <= _INT32 or int(value) != value:
         raise ArgumentError(f"capture {capture.name!r} is {value!r}; it was declared {capture.dtype}: give an integer")
     return int(value)
 

@@ -85,32 +85,21 @@ def ordered(fields: list[Field]) -> ArgumentLayout:
     )
 
 
-# Members that every kernel may have; a capture of such a name gets a longer one.
-_RESERVED = frozenset(
-    [
-        "q",
-        "k",
-        "v",
-        "o",
-        "lse",
-        "batch",
-        "heads_q",
-        "heads_per_kv",
-        "len_q",
-        "len_k",
-        "section",
-        "tile_counts",
-        "tile_entries",
-        "seed_low",
-        "seed_high",
-        "offset",
-    ]
-)
+# Members of some kernel's struct, and what the emulator's header defines; a capture of such a name gets a longer one.
+# fmt: off
+_RESERVED = frozenset({
+    "q", "k", "v", "o", "lse", "batch", "heads", "heads_q", "heads_per_kv", "len_q", "len_k", "section", "tile_counts",
+    "tile_entries", "counts", "entries", "seed_low", "seed_high", "offset", "shared_memory", "errno", "unix", "linux",
+})
+# fmt: on
+_RESERVED_ENDINGS = ("_stride", "_strides", "_size", "_capture")
 
 
 def member_name(capture: Capture) -> str:
-    """The name of a capture in the struct."""
-    return f"{capture.name}_capture" if capture.name in _RESERVED else capture.name
+    """The name of a capture in the struct: its own, unless that may be a type, a constant or another member."""
+    name = capture.name
+    taken = name in _RESERVED or name.endswith(_RESERVED_ENDINGS) or name != name.lower()
+    return f"{name}_capture" if taken else name
 
 
 def capture_fields(captures: tuple[Capture, ...]) -> list[Field]:

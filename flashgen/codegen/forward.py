@@ -17,6 +17,7 @@ from flashgen.codegen.printer import statements
 from flashgen.codegen.targets import Target
 from flashgen.codegen.variant import captures_read, variant_of
 from flashgen.errors import UnsupportedError
+from flashgen.language.rules import FLOAT32_MAX
 from flashgen.language.spec import AttentionSpec
 
 LOG2_E = math.log2(math.e)
@@ -75,6 +76,8 @@ def render_forward(spec: AttentionSpec, target: Target, plan: ForwardPlan | None
         raise UnsupportedError(
             f"dtype={spec.dtype!r} is not supported on {target.name} (family {target.family}); use float16 there"
         )
+    if not spec.score and spec.scale * LOG2_E > FLOAT32_MAX:
+        raise UnsupportedError(f"scale={spec.scale!r} is not supported: times log2(e) it is beyond float32; scale q")
     plan = plan or choose_forward_plan(spec, target)
     plan.check(spec, target)
     tiles = key_range(spec.mask.expression)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import struct
 from collections import Counter
 from collections.abc import Callable
@@ -57,7 +58,7 @@ _CALLS: dict[type, dict[str, str]] = {
 
 def float_literal(value: float) -> str:
     """A C++ float literal that reads back as `value` rounded to float32."""
-    rounded = struct.unpack("f", struct.pack("f", value))[0] if abs(value) < 3.5e38 else value
+    rounded = struct.unpack("f", struct.pack("f", value))[0] if abs(value) < 3.5e38 else math.copysign(math.inf, value)
     if rounded in (float("inf"), float("-inf")):
         return "infinity()" if rounded > 0 else "minus_infinity()"
     text = f"{rounded:.9g}"

@@ -64,7 +64,7 @@ def target_named(name: str) -> Target:
     """The target of that name, such as "sm_80"; UnsupportedError, with the list, for any other."""
     try:
         return TARGETS[name]
-    except KeyError:
+    except (KeyError, TypeError):  # a list cannot even be looked up
         raise UnsupportedError(f"target={name!r} is not supported; choose one of {', '.join(TARGETS)}") from None
 
 

@@ -53,7 +53,8 @@ def _element_strides(byte_strides: tuple[int, ...], itemsize: int, argument: str
 def view_numpy(array: Any, argument: str) -> View:
     """A NumPy array, in host memory."""
     strides = _element_strides(array.strides, array.itemsize, argument)
-    return View(array.ctypes.data, array.shape, strides, array.dtype.name, None, array)
+    dtype = array.dtype.name if array.dtype.isnative else f"byte-swapped {array.dtype.name}"
+    return View(array.ctypes.data, array.shape, strides, dtype, None, array)
 
 
 def _view_cupy(array: Any, argument: str) -> View:
