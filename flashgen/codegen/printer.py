@@ -7,7 +7,10 @@ import struct
 from collections import Counter
 from collections.abc import Callable
 
+import numpy as np
 import sympy
+
+from flashgen.analysis.intervals import interval_of
 
 from flashgen.codegen.arguments import member_name
 from flashgen.language import operations as op
@@ -177,7 +180,7 @@ def _shift(printer: Printer, node: sympy.Basic) -> tuple[str, int]:
     value, amount = node.args
     symbol = "<<" if isinstance(node, op.ShiftLeft) else ">>"
     if isinstance(amount, sympy.Integer):
-        return f"{printer.text(value, _SHIFT)} {symbol} {amount}", _SHIFT
+        return f"{printer.text(value, _SHIFT)} {symbol} {min(max(int(amount), 0), 31)}", _SHIFT
     return f"{printer.text(value, _SHIFT)} {symbol} min(max({printer.text(amount)}, 0), 31)", _SHIFT
 
 
@@ -187,8 +190,22 @@ def _where(printer: Printer, node: sympy.Basic) -> tuple[str, int]:
     return f"{printer.text(condition, _OR)} ? {branch(then, _OR)} : {branch(otherwise, _CONDITIONAL)}", _CONDITIONAL
 
 
+def _index_text(printer: Printer, index: sympy.Basic) -> str:
+    """An index that is not below 0; the load clamps it from above, to the size that only the call knows."""
+    text = printer.text(index)
+    return text if is_nonnegative(index) or _never_below_zero(index) else f"max({text}, 0)"
+
+
+def _never_below_zero(index: sympy.Basic) -> bool:
+    """Whether the bounds of the index, over all positions, prove it >= 0."""
+    if index.atoms(Capture):
+        return False
+    everywhere = (np.int64(0), np.int64(2**31 - 1))
+    return bool(interval_of(index, {symbol: everywhere for symbol in index.free_symbols}).low >= 0)
+
+
 def _load(printer: Printer, node: sympy.Basic) -> tuple[str, int]:
-    indices = ", ".join(printer.text(index) for index in node.indices)
+    indices = ", ".join(_index_text(printer, index) for index in node.indices)
     return f"load_{node.capture.name}(arguments, {indices})", _ATOM
 
 
