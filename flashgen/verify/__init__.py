@@ -1,19 +1,22 @@
 """Variants against the oracle, on this machine's GPU or on the emulator: what `flashgen verify` and the tests run."""
 
 from flashgen.verify.check import Result, judged, verify
-from flashgen.verify.problems import Inputs, Shape, random_inputs
-from flashgen.verify.variants import Case, all_cases, cases_of, named_cases, variants
+from flashgen.verify.problems import CaptureMaker, Inputs, Shape, random_inputs
+from flashgen.verify.variants import Case, Variant, all_cases, cases_of, named_cases, spec_of, variants
 
 __all__ = [
+    "CaptureMaker",
     "Case",
     "Inputs",
     "Result",
     "Shape",
+    "Variant",
     "all_cases",
     "cases_of",
     "judged",
     "named_cases",
     "random_inputs",
+    "spec_of",
     "variants",
     "verify",
 ]

@@ -77,7 +77,7 @@ def verify(
 def _run(case: Case, seed: int, **engine: Any) -> Result:
     begin = time.perf_counter()
     where = _described(**engine)
-    inputs = random_inputs(case.spec, case.shape, seed)
+    inputs = random_inputs(case.spec, case.shape, seed, case.captures)
     dropout = {"seed": seed} if case.spec.dropout else {}
     try:
         compiled = attention.compile(case.spec, **engine)

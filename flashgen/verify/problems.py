@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -44,8 +44,15 @@ class Inputs:
     captures: dict[str, Any] = field(default_factory=dict)
 
 
-def random_inputs(spec: AttentionSpec, shape: Shape, seed: int = 0) -> Inputs:
-    """Standard normal q, k and v, and captures: see `random_capture`. The same for the same arguments."""
+# Captures by name that mean something together: offsets of documents beside their ids.
+CaptureMaker = Callable[[Shape, np.random.Generator], dict[str, Any]]
+
+
+def random_inputs(spec: AttentionSpec, shape: Shape, seed: int = 0, captures: CaptureMaker | None = None) -> Inputs:
+    """Standard normal q, k and v, and captures: what `captures` makes, or for None random ones (`random_capture`).
+
+    The same for the same arguments.
+    """
     random = np.random.default_rng(seed)
     dtype = numpy_dtype(spec.dtype)
 
@@ -56,7 +63,7 @@ def random_inputs(spec: AttentionSpec, shape: Shape, seed: int = 0) -> Inputs:
     q = array(shape.heads_q, shape.len_q, spec.head_dim)
     k = array(shape.heads_kv, shape.len_k, spec.head_dim)
     v = array(shape.heads_kv, shape.len_k, spec.value_dim)
-    return Inputs(q, k, v, random_captures(spec, shape, random))
+    return Inputs(q, k, v, captures(shape, random) if captures else random_captures(spec, shape, random))
 
 
 def poisoned_outputs(spec: AttentionSpec, q: Array, v: Array) -> tuple[Array, Array]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import flashgen.language as fg
 from flashgen.language import AttentionSpec, Mask, Score
-from flashgen.verify.problems import Shape
+from flashgen.verify.problems import CaptureMaker, Shape
 
 HEAD_DIMS = (64, 128, 40, 96, 32, 256, 80, 192, 8, 160)
 VALUE_DIMS = {40: 64, 96: 32, 192: 128, 8: 24}  # beside these head dims; else the value dim is the head dim
@@ -23,20 +23,25 @@ LARGE_EQUAL_LENGTHS = ((1000, 1000), (2048, 2048))
 
 @dataclass(frozen=True)
 class Variant:
-    """A mask, a score function and a dropout, before head dim and dtype are chosen. `equal` needs len_q == len_k."""
+    """A mask, a score function and a dropout, before head dim and dtype are chosen. `equal` needs len_q == len_k.
+
+    `captures` makes what the variant captures, for a shape; None is random captures that fit how they are indexed.
+    """
 
     mask: Mask
     score: Score | None = None
     dropout: float = 0.0
     equal: bool = False
+    captures: CaptureMaker | None = None
 
 
 @dataclass(frozen=True)
 class Case:
-    """One spec at one shape."""
+    """One spec at one shape; `captures` as a variant's."""
 
     spec: AttentionSpec
     shape: Shape
+    captures: CaptureMaker | None = None
 
     def __str__(self) -> str:
         return f"{self.spec.name} {self.shape}"
@@ -86,7 +91,7 @@ def named_cases(shapes_each: int = 3) -> tuple[Case, ...]:
         dtype, layout = DTYPES[number % 2], ("bhsd", "bshd")[number // 2 % 2]
         spec = spec_of(variant, next(dims), dtype, layout)
         pairs = [next(equal if variant.equal else lengths) for _ in range(shapes_each)]
-        cases += [Case(spec, _shape(pair, number + i)) for i, pair in enumerate(pairs)]
+        cases += [Case(spec, _shape(pair, number + i), variant.captures) for i, pair in enumerate(pairs)]
     return tuple(cases)
 
 
@@ -98,7 +103,7 @@ def all_cases() -> tuple[Case, ...]:
         for head_dim in HEAD_DIMS:
             for dtype in DTYPES:
                 spec = spec_of(variant, head_dim, dtype)
-                cases += [Case(spec, _shape(next(lengths), number + i)) for i in range(3)]
+                cases += [Case(spec, _shape(next(lengths), number + i), variant.captures) for i in range(3)]
     return tuple(cases)
 
 

@@ -71,3 +71,9 @@ def test_captures_that_index_captures(circle: bool) -> None:
 
 def test_shapes_read_well() -> None:
     assert str(SHAPE) == "2x4:2x5x7" and str(Shape(1, 2)) == "2x2x1x2"
+
+
+def test_a_maker_s_captures_replace_random_ones() -> None:
+    spec = fg.AttentionSpec(8, mask=fg.document("ids"))
+    given = random_inputs(spec, SHAPE, captures=lambda shape, random: {"ids": np.arange(shape.len_k, dtype=np.int32)})
+    assert given.captures["ids"].tolist() == list(range(7))
