@@ -11,7 +11,6 @@ import numpy as np
 import sympy
 
 from flashgen.analysis.intervals import interval_of
-
 from flashgen.codegen.arguments import member_name
 from flashgen.language import operations as op
 from flashgen.language.operations import Capture, Load, kind_of
@@ -179,9 +178,11 @@ def _divide(printer: Printer, node: sympy.Basic) -> tuple[str, int]:
 def _shift(printer: Printer, node: sympy.Basic) -> tuple[str, int]:
     value, amount = node.args
     symbol = "<<" if isinstance(node, op.ShiftLeft) else ">>"
+    text, own = printer._print(value)
+    shifted = f"({text})" if own < _SHIFT or own in _CLARIFIED[_SHIFT] else text
     if isinstance(amount, sympy.Integer):
-        return f"{printer.text(value, _SHIFT)} {symbol} {min(max(int(amount), 0), 31)}", _SHIFT
-    return f"{printer.text(value, _SHIFT)} {symbol} min(max({printer.text(amount)}, 0), 31)", _SHIFT
+        return f"{shifted} {symbol} {min(max(int(amount), 0), 31)}", _SHIFT
+    return f"{shifted} {symbol} min(max({printer.text(amount)}, 0), 31)", _SHIFT
 
 
 def _where(printer: Printer, node: sympy.Basic) -> tuple[str, int]:
@@ -201,7 +202,7 @@ def _never_below_zero(index: sympy.Basic) -> bool:
     if index.atoms(Capture):
         return False
     everywhere = (np.int64(0), np.int64(2**31 - 1))
-    return bool(interval_of(index, {symbol: everywhere for symbol in index.free_symbols}).low >= 0)
+    return bool(interval_of(index, dict.fromkeys(index.free_symbols, everywhere)).low >= 0)
 
 
 def _load(printer: Printer, node: sympy.Basic) -> tuple[str, int]:
@@ -233,7 +234,7 @@ _SPECIAL: dict[type, Callable[[Printer, sympy.Basic], tuple[str, int]]] = {
 PRINTED: frozenset[type] = frozenset(_INFIX) | frozenset(_CALLS) | frozenset(_SPECIAL)
 
 
-def _references(results: tuple[sympy.Basic, ...]) -> Counter[sympy.Basic]:
+def references(results: tuple[sympy.Basic, ...]) -> Counter[sympy.Basic]:
     """How often each operation is used by distinct operations (or results); operands come before their users."""
     uses: Counter[sympy.Basic] = Counter()
     order: dict[sympy.Basic, None] = {}
@@ -252,7 +253,7 @@ def _references(results: tuple[sympy.Basic, ...]) -> Counter[sympy.Basic]:
     return Counter({node: uses[node] for node in order})
 
 
-def _worth_sharing(node: sympy.Basic) -> bool:
+def worth_sharing(node: sympy.Basic) -> bool:
     """Whether a repeated node costs enough to stand in a variable: a load, a division, or two operations or more."""
     return isinstance(node, (Load, op.FloorDiv, op.FloorMod, op.Divide)) or any(
         isinstance(operand, op.Operation) for operand in node.args
@@ -263,8 +264,8 @@ def statements(*results: sympy.Basic) -> tuple[list[str], list[str]]:
     """Declarations of the subexpressions that are used more than once, and the text of each result in their terms."""
     printer = Printer()
     declarations: list[str] = []
-    for node, uses in _references(results).items():
-        if uses > 1 and _worth_sharing(node):
+    for node, uses in references(results).items():
+        if uses > 1 and worth_sharing(node):
             name = f"x{len(declarations)}"
             declarations.append(f"const {C_TYPES[kind_of(node)]} {name} = {printer.text(node)};")
             printer.names[node] = name

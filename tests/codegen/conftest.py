@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import ml_dtypes
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 import sympy
 
+from flashgen.attention.launches import _capture_values
 from flashgen.attention.marshal import ArgumentWriter
 from flashgen.build.host import compile_host
 from flashgen.codegen.arguments import Field, capture_fields, member_name, ordered
@@ -30,6 +32,7 @@ from flashgen.language.operations import (
     kind_of,
 )
 from flashgen.runtime import emulator
+from flashgen.runtime.arrays import view_numpy
 
 ROWS, THREADS = 96, 32
 Arrays = dict[str, Any]
@@ -58,10 +61,9 @@ def run_expressions(nodes: Sequence[sympy.Basic], captures: Arrays) -> list[np.n
     pointers: Arrays = {name: values[symbol] for symbol, name in names.items()}
     pointers |= {"score_at": values[SCORE], "integers": integers, "floats": floats}
     members: dict[str, Any] = {"len_q": values[LEN_Q], "len_k": values[LEN_K]} | numbers
-    for capture in arrays:
-        array, member = captures[capture.name], member_name(capture)
-        pointers[member] = array
-        members |= {f"{member}_size": array.shape, f"{member}_stride": [s // array.itemsize for s in array.strides]}
+    pointers |= {member_name(capture): captures[capture.name] for capture in arrays}
+    views = {capture.name: view_numpy(captures[capture.name], capture.name) for capture in arrays}
+    members |= _capture_values(layout, SimpleNamespace(captures=used), views)  # type: ignore[arg-type]
     writer = ArgumentWriter(layout, members)
     kernel = compile_host(_kernel_text(nodes, layout, arrays), "expressions")
     struct = bytes(writer.write({}, {}))
