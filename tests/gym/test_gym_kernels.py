@@ -1,0 +1,54 @@
+"""The suite's kernels by the numerics rule: on the emulator and its sanitizers, and at larger lengths on a GPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from families import entries
+from families.entry import Entry
+from gym_shapes import EMULATED_SHAPES, LARGE_LENGTH, LARGE_SHAPES, LENGTH, named
+
+from flashgen.verify import Case, Shape, spec_of, verify
+
+SMALL, LARGE = entries(LENGTH), entries(LARGE_LENGTH)
+DTYPES = ("float16", "bfloat16")
+
+# One of each kind of code: ranges, lists by head and batch, captures of every shape, rows of nothing, bit operations.
+COVERING = {
+    *("bottom_right_causal", "dilated", "per_token_window", "document_window", "shared_prefix", "batchify_window"),
+    *("block_diffusion", "tree_decoding", "neighbourhood_wide", "neighbourhood_morton_wide", "sliding_tile_3d"),
+    *("temporal", "flamingo", "variable_blocks", "block_sparse_25", "relative_table", "bias_b11k", "low_rank_bias"),
+    *("t5_log2", "checkerboard", "document_causal+alibi"),
+}
+
+
+def assert_agrees(entry: Entry, shapes: tuple[Shape, ...], head_dim: int, dtype: str, **engine: Any) -> None:
+    spec = spec_of(entry.variant, head_dim, dtype)
+    for result in verify([Case(spec, shape, entry.captures) for shape in shapes], **engine):
+        assert result.ok, f"{entry.name} {result.case} on {result.engine}: {result.problem or result.verdict}"
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("entry", SMALL, ids=named)
+def test_on_the_emulator(entry: Entry, dtype: str) -> None:
+    assert_agrees(entry, EMULATED_SHAPES, 16, dtype, emulate=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("entry", [entry for entry in SMALL if entry.name in COVERING], ids=named)
+def test_address_and_undefined_behaviour_sanitizers_find_nothing(entry: Entry) -> None:
+    assert_agrees(entry, EMULATED_SHAPES[1:], 40, "float16", emulate=True, sanitize="address")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("entry", LARGE, ids=named)
+def test_on_a_gpu(entry: Entry, dtype: str, head_dim: int) -> None:
+    shape = LARGE_SHAPES[DTYPES.index(dtype) ^ (head_dim == 128)]  # each dtype and each head dim at both
+    assert_agrees(entry, (shape,), head_dim, dtype)
+
+
+def test_the_covering_set_names_what_exists() -> None:
+    assert {entry.name for entry in SMALL} >= COVERING
