@@ -436,6 +436,7 @@ MEANINGS: dict[type[ops.Operation], Rule] = {
     ops.Log: _rising(np.log, 0.0, _APPROXIMATE),
     ops.Log2: _rising(np.log2, 0.0, _APPROXIMATE),
     ops.Tanh: _rising(np.tanh, absolute=_APPROXIMATE),
+    ops.FastTanh: _rising(np.tanh, absolute=2.0**-10),
     ops.Sigmoid: _rising(lambda a: 1 / (1 + np.exp(-a)), absolute=_APPROXIMATE),
     ops.Sqrt: _rising(np.sqrt, 0.0),
     ops.Sin: _wave(np.pi / 2),

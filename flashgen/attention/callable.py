@@ -240,7 +240,7 @@ class Attention:
         captured = {capture.name: views[member] for capture, member in self._arrays}
         for capture, _ in self._arrays:
             check_array(self.spec, capture, captured[capture.name], problem)
-        forward = forward_launch(self.spec, self._kernel, problem, captured, self.engine.l2_bytes(device))
+        forward = forward_launch(self.spec, self._kernel, problem, captured)
         lists = None
         if self._list_kernel:
             shape = list_shape(self.spec, problem, (self.plan.tile_q, self.plan.tile_k))

@@ -80,7 +80,7 @@ class EmulatorRunner:
         pointers = [(8 * i, arrays[name]) for i, name in enumerate(writer.pointer_names) if name in arrays]
         threads, shared = self._kernel.threads, self._kernel.shared_bytes
         struct = bytes(writer.write({}, numbers))
-        emulator.launch(self._compiled, (launch.grid, 1, 1), (threads, 1, 1), shared, struct, pointers, self._schedule)
+        emulator.launch(self._compiled, launch.grid, (threads, 1, 1), shared, struct, pointers, self._schedule)
 
 
 @dataclass(frozen=True)
@@ -94,9 +94,6 @@ class Gpu:
 
     def library(self, array: Any, argument: str) -> Library:
         return library_of(array, argument)
-
-    def l2_bytes(self, device: int | None) -> int:
-        return gpu.l2_bytes(device or 0)
 
     def current(self, device: int) -> bool:
         """Whether memory is made and kernels are launched on that device now."""
@@ -121,9 +118,6 @@ class Emulator:
                 "(bfloat16 is ml_dtypes.bfloat16)"
             )
         return NUMPY
-
-    def l2_bytes(self, device: int | None) -> int:
-        return 32 * 2**20
 
     def current(self, device: int) -> bool:
         return True

@@ -16,6 +16,8 @@ from flashgen.language.spec import AttentionSpec
 from flashgen.runtime.arrays import JAX, View, library_of, numpy_dtype
 
 _INT32 = 2**31 - 1
+_MOST_BLOCKS = 65535  # of a grid along y and z
+_MOST_HEADS_PER_KV = 8192  # up to which the kernel's division by a reciprocal is exact
 _ROW_ALIGNMENT = 16  # bytes: what one copy instruction moves
 
 
@@ -29,6 +31,11 @@ class Problem:
     len_q: int
     len_k: int
     strides: dict[str, tuple[int, int, int]]
+
+    @property
+    def heads_per_kv(self) -> int:
+        """Query heads that share a head of k and v."""
+        return max(self.heads_q // max(self.heads_kv, 1), 1)
 
     def output_shape(self, spec: AttentionSpec) -> tuple[int, int, int, int]:
         return in_layout((self.batch, self.heads_q, self.len_q, spec.value_dim), spec.layout)
@@ -62,11 +69,13 @@ def problem_of(spec: AttentionSpec, views: Mapping[str, View]) -> Problem:
         )
     if heads_q and (not heads_kv or heads_q % heads_kv):
         raise ArgumentError(f"q has {heads_q} heads, no multiple of the {heads_kv} heads of k and v (GQA, MQA)")
-    if spec.dropout and max(batch, heads_q) > 65536:
-        raise ArgumentError(f"dropout: batch {batch} and heads {heads_q} must be at most 65536 (the counter's fields)")
-    blocks = batch * heads_q * max(len_q, 1)
-    if max(len_q, len_k, blocks) > _INT32:
-        raise ArgumentError(f"batch {batch} x heads {heads_q} x len_q {len_q} (or len_k {len_k}) exceeds 2**31 - 1")
+    if max(batch, heads_q) > _MOST_BLOCKS or heads_q > _MOST_HEADS_PER_KV * max(heads_kv, 1):
+        raise ArgumentError(
+            f"batch {batch} and heads {heads_q} must be at most {_MOST_BLOCKS}, and {_MOST_HEADS_PER_KV} heads of q for "
+            "each of k; call it on parts of the batch"
+        )
+    if max(len_q, len_k) > _INT32:
+        raise ArgumentError(f"len_q {len_q} and len_k {len_k} must be at most 2**31 - 1")
     strides = {name: _strides(spec, name, views[name]) for name in "qkv"}
     return Problem(batch, heads_q, heads_kv, len_q, len_k, strides)
 
@@ -191,6 +200,11 @@ def check_array(spec: AttentionSpec, capture: Capture, view: View, problem: Prob
         return  # there is no score that would read it
     if not all(view.shape):
         raise ArgumentError(f"capture {capture.name!r} has shape {view.shape}; it must hold at least one element")
+    if abs(byte_strides(view)[-1]) > _INT32:
+        raise ArgumentError(
+            f"capture {capture.name!r} has strides {view.strides} (elements); the last one must be below 2**31 bytes: "
+            "copy it to a contiguous array"
+        )
     extents = {BATCH: problem.batch, HEAD: problem.heads_q, QUERY: problem.len_q, KEY: problem.len_k}
     for load in _loads(spec, capture):
         for axis, index in enumerate(load.indices):
@@ -200,6 +214,12 @@ def check_array(spec: AttentionSpec, capture: Capture, view: View, problem: Prob
                     f"capture {capture.name!r} has shape {view.shape}; axis {axis} is indexed by {index}, which goes "
                     f"up to {needed - 1}: give {needed} elements there, or 1 for all"
                 )
+
+
+def byte_strides(view: View) -> tuple[int, ...]:
+    """Strides in bytes; 0 for an axis of one element, which is read at index 0 only."""
+    itemsize = numpy_dtype(view.dtype).itemsize
+    return tuple(0 if size == 1 else stride * itemsize for size, stride in zip(view.shape, view.strides, strict=True))
 
 
 def _loads(spec: AttentionSpec, capture: Capture) -> list[Load]:

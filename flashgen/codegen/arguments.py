@@ -88,8 +88,9 @@ def ordered(fields: list[Field]) -> ArgumentLayout:
 # Members of some kernel's struct, and what the emulator's header defines; a capture of such a name gets a longer one.
 # fmt: off
 _RESERVED = frozenset({
-    "q", "k", "v", "o", "lse", "batch", "heads", "heads_q", "heads_per_kv", "len_q", "len_k", "section", "tile_counts",
-    "tile_entries", "counts", "entries", "seed_low", "seed_high", "offset", "shared_memory", "errno", "unix", "linux",
+    "q", "k", "v", "o", "lse", "batch", "heads", "heads_q", "kv_reciprocal", "len_q", "len_k", "tile_counts",
+    "tile_entries", "tile_offsets", "counts", "entries", "offsets", "spacing", "seed_low", "seed_high", "offset",
+    "shared_memory", "errno", "unix", "linux",
 })
 # fmt: on
 _RESERVED_ENDINGS = ("_stride", "_strides", "_size", "_capture")

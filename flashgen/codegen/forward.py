@@ -28,7 +28,7 @@ class ForwardKernel(RenderedKernel):
     """The forward kernel: its plan, and what its launches depend on.
 
     uses_lists: tiles of keys come from lists, not from closed forms. longest_first: later queries see more keys, so
-    that blocks run in reverse, `section` heads at a time.
+    that blocks run in reverse.
     """
 
     plan: ForwardPlan
@@ -56,10 +56,11 @@ def forward_layout(spec: AttentionSpec, lists: bool) -> ArgumentLayout:
     fields = [Field("const Element*", name) for name in "qkv"] + [Field("Element*", "o"), Field("float*", "lse")]
     fields[-1] = Field("float*", "lse", comment="(batch, heads_q, len_q), or null")
     fields += [Field("Strides", f"{name}_strides") for name in "qkvo"]
-    fields += [Field("int", name) for name in ("batch", "heads_q", "heads_per_kv", "len_q", "len_k")]
-    fields.append(Field("int", "section", comment="heads that run together, to share the L2"))
+    fields += [Field("int", name) for name in ("heads_q", "len_q", "len_k")]
+    fields.append(Field("unsigned", "kv_reciprocal", comment="2^31 / heads per head of K and V, rounded up"))
     if lists:
-        fields += [Field("const int*", "tile_counts"), Field("const int*", "tile_entries")]
+        fields += [Field("const int*", "tile_counts"), Field("const long long*", "tile_offsets")]
+        fields.append(Field("const int*", "tile_entries"))
         fields.append(Field("Strides", "list_strides"))
     if spec.dropout:
         fields += [Field("unsigned", name) for name in ("seed_low", "seed_high", "offset")]

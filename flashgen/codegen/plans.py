@@ -8,12 +8,13 @@ import sympy
 
 from flashgen.codegen.targets import Target
 from flashgen.errors import UnsupportedError
-from flashgen.language.operations import KEY, QUERY, Load, Operation
+from flashgen.language.operations import KEY, QUERY, Load, Operation, Sub
 from flashgen.language.spec import AttentionSpec
 
 WARP = 32
 MMA_ROWS = 16
 MMA_DEPTH = 16
+_DROPOUT_COLUMNS = 32  # that one call of the generator serves
 _RESERVED_SHARED = 1024  # bytes of each block's shared memory that the system takes
 
 
@@ -50,60 +51,76 @@ class ForwardPlan:
         tiles = self.tile_q * head + self.stages * self.tile_k * (head + value)
         return 2 * max(tiles, self.tile_q * value)
 
-    def check(self, spec: AttentionSpec, target: Target) -> None:
-        """UnsupportedError where the plan contradicts itself or does not fit the target."""
-        rows = self.tile_q // self.warps
-        if self.tile_q % self.warps or rows % MMA_ROWS:
-            raise UnsupportedError(f"plan {self}: tile_q={self.tile_q} must be a multiple of 16 x warps={self.warps}")
-        if self.tile_k % MMA_DEPTH or (spec.dropout and self.tile_k % 32):
-            raise UnsupportedError(f"plan {self}: tile_k={self.tile_k} must be a multiple of 16, of 32 with dropout")
+    def problem(self, spec: AttentionSpec, target: Target) -> str | None:
+        """Why the plan contradicts itself, or does not fit the spec or the target; None where it does."""
+        if self.tile_q % self.warps or self.tile_q // self.warps % MMA_ROWS:
+            return f"tile_q={self.tile_q} must be a multiple of 16 x warps={self.warps}"
+        if self.tile_k % MMA_DEPTH or (spec.dropout and self.tile_k % _DROPOUT_COLUMNS):
+            return f"tile_k={self.tile_k} must be a multiple of 16, of 32 with dropout"
         if self.stages not in (1, 2):
-            raise UnsupportedError(f"plan {self}: stages={self.stages} must be 1 or 2")
+            return f"stages={self.stages} must be 1 or 2"
         if self.stages == 2 and not target.asynchronous_copies:
-            raise UnsupportedError(f"plan {self}: stages=2 needs asynchronous copies, which {target.name} has not")
+            return f"stages=2 needs asynchronous copies, which {target.name} has not"
         if self.shared_bytes(spec) > target.shared_per_block:
-            raise UnsupportedError(
-                f"plan {self} takes {self.shared_bytes(spec)} bytes of shared memory; "
-                f"a block of {target.name} has {target.shared_per_block}: take smaller tiles or fewer stages"
+            return (
+                f"it takes {self.shared_bytes(spec)} bytes of shared memory and a block of {target.name} has "
+                f"{target.shared_per_block}: take smaller tiles or fewer stages"
             )
+        return None
+
+    def check(self, spec: AttentionSpec, target: Target) -> None:
+        """UnsupportedError where there is a problem."""
+        problem = self.problem(spec, target)
+        if problem:
+            raise UnsupportedError(f"{self}: {problem}")
 
 
 # (tile_q, tile_k, warps, stages) in the order of preference: by speed on an H200, then by what smaller GPUs hold.
 _PREFERENCE = (
     (128, 128, 4, 2),
     (128, 64, 4, 2),
+    (128, 48, 4, 2),
     (128, 32, 4, 2),
+    (64, 64, 4, 1),
     (128, 64, 8, 2),
     (64, 64, 4, 2),
+    (128, 64, 8, 1),
     (128, 64, 4, 1),
     (128, 32, 4, 1),
-    (128, 64, 8, 1),
-    (64, 64, 4, 1),
     (64, 32, 4, 1),
 )
+_MOST_BLOCKS = 2
+_WARPS_TO_HIDE_LATENCY = 8  # on a multiprocessor
 
 # What a thread can hold without spilling, by how much the variant itself needs: registers that accumulate scores and
 # output, and the scores among them (an array element loaded per score takes several registers of its own). Held by a
 # test that compiles every kind of spec for every target.
-_ACCUMULATORS = {"plain": 160, "moderate": 160, "heavy": 96}
-_SCORES = {"plain": 128, "moderate": 64, "heavy": 32}
-_ACCUMULATORS_SM_90_PLAIN = 192  # its assembler gets by with fewer other registers
-_PLAIN_MASK_OPERATIONS = 4  # causal's
+_ACCUMULATORS = {"plain": 160, "diagonal": 160, "moderate": 160, "heavy": 96}
+_ACCUMULATORS_SM_90 = {"plain": 192, "diagonal": 176, "moderate": 160, "heavy": 96}  # its assembler needs fewer others
+_SCORES = {"plain": 128, "diagonal": 64, "moderate": 64, "heavy": 32}
+_PLAIN_MASK_OPERATIONS = 16
 
 
-def _loads_per_score(expression: sympy.Basic) -> bool:
-    """Whether an array is read at indices that differ between the scores of a tile."""
-    return any(load.has(QUERY, KEY) for load in expression.atoms(Load))
+def _loads(expression: sympy.Basic, per_diagonal: bool) -> bool:
+    """Whether an array is read at indices that differ between the scores of a tile, or only between its diagonals."""
+    distance = sympy.Symbol("distance", integer=True)
+    straight = {Sub(KEY, QUERY): distance, Sub(QUERY, KEY): distance}
+    for load in expression.atoms(Load):
+        if load.has(QUERY, KEY) and load.xreplace(straight).has(QUERY, KEY) is not per_diagonal:
+            return True
+    return False
 
 
 def _weight(spec: AttentionSpec) -> str:
-    """How many registers the variant needs beside the accumulators: "plain", "moderate" or "heavy"."""
+    """How many registers the variant needs beside the accumulators."""
     mask, score = spec.mask.expression, spec.score.expression if spec.score else sympy.S.Zero
-    wide_mask = sum(isinstance(node, Operation) for node in sympy.preorder_traversal(mask)) > _PLAIN_MASK_OPERATIONS
-    burdens = sum((spec.score is not None, spec.dropout > 0, wide_mask))
-    if _loads_per_score(score) or (_loads_per_score(mask) and burdens > 1):
+    operations = sum(isinstance(node, Operation) for node in sympy.preorder_traversal(mask))
+    mask_loads = _loads(mask, per_diagonal=False)
+    if _loads(score, per_diagonal=False) or (mask_loads and (spec.score or spec.dropout)):
         return "heavy"
-    return "moderate" if burdens else "plain"
+    if spec.dropout or mask_loads or operations > _PLAIN_MASK_OPERATIONS:
+        return "moderate"
+    return "diagonal" if _loads(score, per_diagonal=True) or _loads(mask, per_diagonal=True) else "plain"
 
 
 def _accumulators(plan: ForwardPlan, spec: AttentionSpec) -> tuple[int, int]:
@@ -113,28 +130,23 @@ def _accumulators(plan: ForwardPlan, spec: AttentionSpec) -> tuple[int, int]:
 
 
 def _candidates(spec: AttentionSpec, target: Target) -> list[ForwardPlan]:
-    """The preferred plans that fit the target's shared memory, with two blocks per multiprocessor where both fit."""
+    """The preferred plans that the target has the shared memory for; those that hide latency come first."""
     fitting = []
     for tile_q, tile_k, warps, stages in _PREFERENCE:
         plan = ForwardPlan(tile_q, tile_k, warps, stages)
-        shared = plan.shared_bytes(spec)
-        if shared <= target.shared_per_block and (stages == 1 or target.asynchronous_copies):
-            twice = 2 * (shared + _RESERVED_SHARED) <= target.shared_per_multiprocessor and warps == 4
-            fitting.append(replace(plan, blocks=2 if twice else 1))
-    return fitting
+        if plan.problem(spec, target) is None:
+            per_block = plan.shared_bytes(spec) + _RESERVED_SHARED
+            blocks = min(target.shared_per_multiprocessor // per_block, _WARPS_TO_HIDE_LATENCY // warps, _MOST_BLOCKS)
+            fitting.append(replace(plan, blocks=max(blocks, 1)))
+    return sorted(fitting, key=lambda plan: plan.blocks * plan.warps < _WARPS_TO_HIDE_LATENCY)
 
 
 def choose_forward_plan(spec: AttentionSpec, target: Target) -> ForwardPlan:
     """The default plan of a spec on a target: the first preferred one whose accumulators leave registers to spare."""
     weight, candidates = _weight(spec), _candidates(spec, target)
-    allowance = _ACCUMULATORS[weight]
-    if weight == "plain" and target.compute_capability == 90:
-        allowance = _ACCUMULATORS_SM_90_PLAIN
+    allowance = (_ACCUMULATORS_SM_90 if target.compute_capability == 90 else _ACCUMULATORS)[weight]
     for plan in candidates:
         scores, accumulators = _accumulators(plan, spec)
         if accumulators <= allowance and scores <= _SCORES[weight]:
-            break
-    else:
-        plan = min(candidates, key=lambda plan: _accumulators(plan, spec)[1])
-    plan.check(spec, target)
-    return plan
+            return plan
+    return min(candidates, key=lambda plan: _accumulators(plan, spec)[1])

@@ -51,6 +51,7 @@ _CALLS: dict[type, dict[str, str]] = {
     op.Exp2: {"float": "exp2_approx"},
     op.Log2: {"float": "log2_approx"},
     op.Tanh: {"float": "tanh_by_exp2"},
+    op.FastTanh: {"float": "tanh_approx"},
     op.Sigmoid: {"float": "sigmoid_by_exp2"},
     op.Sqrt: {"float": "sqrtf"},
     op.Sin: {"float": "sinf"},

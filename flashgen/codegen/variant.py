@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import sympy
 
-from flashgen.codegen.arguments import member_name
+from flashgen.codegen.arguments import ELEMENT_TYPES, member_name
 from flashgen.codegen.printer import statements
 from flashgen.language.operations import BATCH, HEAD, INDICES, KEY, QUERY, Capture
 from flashgen.language.spec import AttentionSpec
@@ -39,6 +39,7 @@ class ArrayText:
     name: str
     member: str
     indices: tuple[str, ...]
+    element: str
     result: str
     convert: str
 
@@ -63,7 +64,7 @@ def _array(capture: Capture) -> ArrayText:
     result = {"bool": "bool", "int": "int", "float": "float"}[capture.kind]
     indices = tuple(f"i{axis}" for axis in range(capture.ndim))
     convert = converts.get(capture.dtype, f"static_cast<{result}>")
-    return ArrayText(capture.name, member_name(capture), indices, result, convert)
+    return ArrayText(capture.name, member_name(capture), indices, ELEMENT_TYPES[capture.dtype], result, convert)
 
 
 def variant_of(spec: AttentionSpec, score: bool = True) -> Variant:

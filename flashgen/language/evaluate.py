@@ -161,6 +161,7 @@ MEANINGS: dict[type[Operation], Callable[..., Any]] = {
     ops.BitAnd: np.bitwise_and, ops.BitOr: np.bitwise_or, ops.BitXor: np.bitwise_xor,
     ops.Divide: np.divide, ops.ToFloat: np.float64, ops.ToInt: _to_int, ops.Floor: np.floor,
     ops.Exp: np.exp, ops.Exp2: np.exp2, ops.Log: np.log, ops.Log2: np.log2, ops.Tanh: np.tanh,
+    ops.FastTanh: np.tanh,
     ops.Sigmoid: lambda a: 1 / (1 + np.exp(-a)), ops.Sqrt: np.sqrt, ops.Sin: np.sin, ops.Cos: np.cos,
     ops.Equal: _comparison(np.equal), ops.NotEqual: _comparison(np.not_equal), ops.Less: _comparison(np.less),
     ops.LessEqual: _comparison(np.less_equal), ops.Greater: _comparison(np.greater),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from flashgen.errors import SpecError
 from flashgen.language import operations as ops
 from flashgen.language.trace import Traced, apply, lift
 
@@ -60,9 +61,12 @@ def log2(x: Any) -> Traced:
     return apply(ops.Log2, x)
 
 
-def tanh(x: Any) -> Traced:
-    """Hyperbolic tangent."""
-    return apply(ops.Tanh, x)
+def tanh(x: Any, precision: str = "accurate") -> Traced:
+    """Hyperbolic tangent, to an absolute error of 1e-6; with precision="fast" one instruction, to a relative 2**-11."""
+    operations = {"accurate": ops.Tanh, "fast": ops.FastTanh}
+    if precision not in operations:
+        raise SpecError(f"tanh: precision={precision!r} must be 'accurate' or 'fast'")
+    return apply(operations[precision], x)
 
 
 def sigmoid(x: Any) -> Traced:

@@ -100,6 +100,7 @@ Exp2 = _operation("Exp2", Transcendental, 1, "2**a")
 Log = _operation("Log", Transcendental, 1, "natural logarithm")
 Log2 = _operation("Log2", Transcendental, 1, "logarithm to base 2")
 Tanh = _operation("Tanh", Transcendental, 1, "hyperbolic tangent")
+FastTanh = _operation("FastTanh", Transcendental, 1, "tanh by one hardware instruction, to a relative error of 2**-11")
 Sigmoid = _operation("Sigmoid", Transcendental, 1, "1 / (1 + e**-a)")
 Sqrt = _operation("Sqrt", Transcendental, 1, "square root")
 Sin = _operation("Sin", Transcendental, 1, "sine")
@@ -190,7 +191,7 @@ OPERATIONS: dict[str, type[Operation]] = {
     cls.__name__: cls
     for cls in (
         *(Add, Sub, Mul, Neg, Abs, Minimum, Maximum, FloorDiv, FloorMod, ShiftLeft, ShiftRight, BitAnd, BitOr, BitXor),
-        *(Divide, ToFloat, ToInt, Floor, Exp, Exp2, Log, Log2, Tanh, Sigmoid, Sqrt, Sin, Cos),
+        *(Divide, ToFloat, ToInt, Floor, Exp, Exp2, Log, Log2, Tanh, FastTanh, Sigmoid, Sqrt, Sin, Cos),
         *(Equal, NotEqual, Less, LessEqual, Greater, GreaterEqual, And, Or, Xor, Not, Where, Load),
     )
 }

@@ -42,14 +42,19 @@ def alibi(slopes: int | Tensor | str) -> Score:
     return trace_score(biased, f"alibi({shown})")
 
 
-def softcap(cap: float | Scalar) -> Score:
-    """cap · tanh(score / cap): bounds scores to (-cap, cap), as in Gemma 2. cap: a number > 0 or a float32 Scalar."""
+def softcap(cap: float | Scalar, precision: str = "accurate") -> Score:
+    """cap · tanh(score / cap): bounds scores to (-cap, cap), as in Gemma 2.
+
+    cap: a number > 0 or a float32 Scalar. precision: "accurate", or "fast" for the hardware's tanh, whose relative error
+    of 2**-11 is that of rounding the score to float16.
+    """
     if not isinstance(cap, Scalar):
         cap = _positive(cap, "softcap: cap")
     elif cap.kind != "float":
         raise SpecError(f"softcap: cap={cap!r} must be a number > 0 or a Scalar of dtype 'float32'")
     shown = f"{cap:g}" if isinstance(cap, float) and float(f"{cap:g}") == cap else repr(cap)
-    return trace_score(lambda score, b, h, q, k: cap * f.tanh(score / cap), f"softcap({shown})")
+    shown += "" if precision == "accurate" else f", precision={precision!r}"
+    return trace_score(lambda score, b, h, q, k: cap * f.tanh(score / cap, precision), f"softcap({shown})")
 
 
 def relative_bias(table: Tensor | str, max_distance: int | Scalar) -> Score:

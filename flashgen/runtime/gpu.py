@@ -45,12 +45,6 @@ def current_device() -> int:
     return int(cupy().cuda.runtime.getDevice())
 
 
-@cache
-def l2_bytes(device: int) -> int:
-    """Size of the L2 cache of a GPU."""
-    return int(cupy().cuda.runtime.getDeviceProperties(device)["l2CacheSize"])
-
-
 class GpuKernel:
     """A compiled kernel on the GPU. Takes one struct by value; `shared_bytes` of dynamic shared memory per block."""
 
@@ -61,13 +55,13 @@ class GpuKernel:
         self._functions: dict[int, Any] = {}  # by device: CuPy loads the binary anew for each
         self._block, self._shared_bytes = (threads, 1, 1), shared_bytes
 
-    def launch(self, grid: int, arguments: bytearray, stream: int, device: int) -> None:
-        """Starts `grid` blocks on a stream of a device. The struct is copied before this returns."""
+    def launch(self, grid: tuple[int, int, int], arguments: bytearray, stream: int, device: int) -> None:
+        """Starts a grid of blocks on a stream of a device. The struct is copied before this returns."""
         function = self._functions.get(device)
         if function is None:
             function = self._functions[device] = self._raw.kernel
         struct = np.frombuffer(arguments, dtype=_struct_type(len(arguments)))
-        function((grid, 1, 1), self._block, (struct,), self._shared_bytes, _stream(stream))
+        function(grid, self._block, (struct,), self._shared_bytes, stream_object(stream))
 
 
 @cache
@@ -86,7 +80,8 @@ class _ForeignStream:
 
 
 @cache
-def _stream(pointer: int) -> Any:
+def stream_object(pointer: int) -> Any:
+    """CuPy's view of a stream of any library, to launch on or to make current."""
     streams = cupy().cuda
     if hasattr(streams.Stream, "from_external"):
         return streams.Stream.from_external(_ForeignStream(pointer))

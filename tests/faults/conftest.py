@@ -82,14 +82,14 @@ def _launch(
     out, lse = poisoned_outputs(spec, inputs.q, inputs.v)
     arrays: Mapping[str, Any] = {"q": inputs.q, "k": inputs.k, "v": inputs.v, "o": out, "lse": lse, **inputs.captures}
     views = {name: view_numpy(array, name) for name, array in arrays.items()}
-    launch = forward_launch(spec, kernel, problem_of(spec, views), views, l2_bytes=2**20)
+    launch = forward_launch(spec, kernel, problem_of(spec, views), views)
     numbers: dict[str, int | float] = {}
     if spec.dropout:
         seed, offset = check_seed(spec, SEED, 0)
         numbers = {"seed_low": seed & 0xFFFFFFFF, "seed_high": seed >> 32, "offset": offset}
     emulator.launch(
         compile_host(source or kernel.source, kernel.entry, sanitize),
-        (launch.grid, 1, 1),
+        launch.grid,
         (kernel.threads, 1, 1),
         kernel.shared_bytes if shared_bytes is None else shared_bytes,
         bytes(launch.writer.write({}, numbers)),
