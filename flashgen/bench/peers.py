@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import sympy
 
+from flashgen.bench.torch_expressions import mask_function, score_function
 from flashgen.language.masks import causal
 from flashgen.language.spec import AttentionSpec
 
@@ -39,22 +40,35 @@ def sdpa(spec: AttentionSpec, backend: str, q: Any, k: Any, v: Any) -> Run | Non
     return _runs(run)
 
 
-def flex(spec: AttentionSpec, q: Any, k: Any, v: Any) -> Run | None:
-    """A run of FlexAttention for a plain or causal spec, its block mask made outside the timing."""
-    plain = spec.mask.expression == sympy.true
-    if spec.score or spec.dropout or not (plain or _is_causal(spec, q.shape[2] == k.shape[2])):
+def flex_block_mask(spec: AttentionSpec, q: Any, k: Any, captures: Mapping[str, Any]) -> Run | None:
+    """A run of FlexAttention's making of a block mask, or None where the spec needs none."""
+    if spec.mask.expression == sympy.true:
+        return None
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    mask = mask_function(spec, q.shape[2], k.shape[2], captures)
+    symbols = spec.mask.expression.free_symbols
+    batch = q.shape[0] if any(symbol.name == "b" for symbol in symbols) else None
+    heads = q.shape[1] if any(symbol.name == "h" for symbol in symbols) else None
+    return lambda: create_block_mask(mask, batch, heads, q.shape[2], k.shape[2], device="cuda", _compile=True)
+
+
+def flex(spec: AttentionSpec, q: Any, k: Any, v: Any, captures: Mapping[str, Any] | None = None) -> Run | None:
+    """A run of FlexAttention, its block mask made outside the timing; None where torch is missing or fails."""
+    if spec.dropout or spec.layout != "bhsd":
         return None
     try:
         import torch
-        from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+        from torch.nn.attention.flex_attention import flex_attention
     except ImportError:
         return None
-    block_mask = None
-    if not plain:
-        block_mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, q.shape[2], k.shape[2], device="cuda")
     torch._dynamo.reset()  # each shape compiles anew; past a limit torch would run it without compiling
+    given = captures or {}
+    make = flex_block_mask(spec, q, k, given)
+    block_mask = make() if make else None
+    score = score_function(spec, q.shape[2], k.shape[2], given) if spec.score else None
     compiled = torch.compile(flex_attention, dynamic=False)
-    return _runs(lambda: compiled(q, k, v, block_mask=block_mask, scale=spec.scale))
+    return _runs(lambda: compiled(q, k, v, score_mod=score, block_mask=block_mask, scale=spec.scale))
 
 
 def _runs(run: Run) -> Run | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json as json_module
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -18,6 +18,8 @@ EXAMPLES = """[bold]Examples[/]
 flashgen bench
 
 flashgen bench "causal()" "sliding_window(1024)" --head-dims 128 --lengths 4096,16384 --output bench.json
+
+flashgen bench --variants
 """
 
 
@@ -27,6 +29,9 @@ def bench(
     specs: Specs = None,
     lengths: Annotated[str, typer.Option("--lengths", help="Tokens of a sequence, by commas.")] = "1024,4096,16384",
     head_dims: Annotated[str, typer.Option("--head-dims", help="Head dims, by commas.")] = "64,128,256",
+    variants: Annotated[
+        bool, typer.Option("--variants", help="Time masks and scores at length 16384 beside FlexAttention instead.")
+    ] = False,
     output: Annotated[Path, typer.Option("--output", "-o", help="Where the JSON goes.")] = Path("flashgen-bench.json"),
     json: Json = False,
 ) -> None:
@@ -42,22 +47,59 @@ def bench(
         raise LaunchError("there is no GPU here to measure on; `flashgen verify --emulate` runs kernels without one")
     from flashgen import bench as benchmark
 
-    dims = [options.head_dim] if options.head_dim else numbers(head_dims, "--head-dims")
-    wanted = specs or ["full()", "causal()"]
-    declared = [
-        load_spec(text, options.with_defaults(dtype="bfloat16", head_dim=dim)) for text in wanted for dim in dims
-    ]
-    sizes = numbers(lengths, "--lengths")
-    rows = list(track(benchmark.forward_rows(declared, sizes), "measuring", len(declared) * len(sizes)))
+    if variants:
+        rows: list[Any] = list(track(benchmark.variant_rows(options.dtype or "bfloat16"), "measuring", None))
+    else:
+        dims = [options.head_dim] if options.head_dim else numbers(head_dims, "--head-dims")
+        declared = [
+            load_spec(text, options.with_defaults(dtype="bfloat16", head_dim=dim))
+            for text in specs or ["full()", "causal()"]
+            for dim in dims
+        ]
+        sizes = numbers(lengths, "--lengths")
+        rows = list(track(benchmark.forward_rows(declared, sizes), "measuring", len(declared) * len(sizes)))
     report = {"environment": benchmark.environment(), "rows": [row.to_dict() for row in rows]}
     output.write_text(json_module.dumps(report, indent=2) + "\n", encoding="utf-8")
     if json:
         print_json(report)
         return
-    contenders = list(dict.fromkeys(name for row in rows for name in row.tflops))
-    cells = ([row.spec, str(row.length), *(speed(row.tflops.get(name)) for name in contenders)] for row in rows)
-    print_table(("spec", "length", *(f"{name} TFLOP/s" for name in contenders)), list(cells))
+    print_table(*(variant_table(rows) if variants else speed_table(rows)))
     note(f"saved to {output}")
+
+
+def speed_table(rows: list[Any]) -> tuple[tuple[str, ...], list[list[str]]]:
+    """TFLOP/s by case and contender."""
+    contenders = list(dict.fromkeys(name for row in rows for name in row.tflops))
+    heading = ("spec", "length", *(f"{name} TFLOP/s" for name in contenders))
+    return heading, [[row.spec, str(row.length), *(number(row.tflops.get(n)) for n in contenders)] for row in rows]
+
+
+def variant_table(rows: list[Any]) -> tuple[tuple[str, ...], list[list[str]]]:
+    """Milliseconds by variant, beside FlexAttention's."""
+    heading = (
+        "variant",
+        "ms",
+        "Flex ms",
+        "times Flex",
+        "lists ms",
+        "Flex mask ms",
+        "tiles left",
+        "ms per tile / full's",
+    )
+    cells = [
+        [
+            row.name,
+            number(row.milliseconds, 3),
+            number(row.flex_ms, 3),
+            number(row.ratio, 2),
+            number(row.lists_ms, 3),
+            number(row.flex_mask_ms, 3),
+            f"{100 * row.share:.1f}%",
+            number(row.per_tile, 2),
+        ]
+        for row in rows
+    ]
+    return heading, cells
 
 
 def numbers(text: str, option: str) -> list[int]:
@@ -71,5 +113,5 @@ def numbers(text: str, option: str) -> list[int]:
     return found
 
 
-def speed(tflops: float | None) -> str:
-    return "-" if tflops is None else f"{tflops:.0f}"
+def number(value: float | None, digits: int = 0) -> str:
+    return "-" if value is None else f"{value:.{digits}f}"

@@ -45,8 +45,8 @@ def alibi(slopes: int | Tensor | str) -> Score:
 def softcap(cap: float | Scalar, precision: str = "accurate") -> Score:
     """cap · tanh(score / cap): bounds scores to (-cap, cap), as in Gemma 2.
 
-    cap: a number > 0 or a float32 Scalar. precision: "accurate", or "fast" for the hardware's tanh, whose relative error
-    of 2**-11 is that of rounding the score to float16.
+    cap: a number > 0 or a float32 Scalar. precision: "accurate", or "fast" for the hardware's tanh, whose relative
+    error of 2**-11 is that of rounding the score to float16.
     """
     if not isinstance(cap, Scalar):
         cap = _positive(cap, "softcap: cap")
