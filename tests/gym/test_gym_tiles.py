@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import report
 from families import entries
 from families.entry import Entry
 from gym_shapes import LENGTH, SHAPES, named
@@ -48,6 +49,12 @@ def test_what_has_a_closed_form_uses_it() -> None:
     found = {entry.name for entry in MASKED if mapped(entry, shape, tile).kind == "range"}
     assert found >= RANGES, f"lists for {RANGES - found}"
     assert {entry.name for entry in MASKED if transposed(entry, shape, tile)} >= RANGES
+
+
+def test_the_report_has_a_line_for_each(capsys: pytest.CaptureFixture[str]) -> None:
+    table = report.proofs(LENGTH, TILES[0])
+    assert [line[0] for line in table[1:]] == [entry.name for entry in MASKED]
+    assert {line[-1] for line in table[1:]} == {"0"}
 
 
 def assert_sound(tiles: Tiles) -> None:

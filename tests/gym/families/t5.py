@@ -1,8 +1,8 @@
 """T5's relative biases (arXiv:1910.10683): a bucket for each short distance, and buckets that grow as the logarithm.
 
-T5 takes floor(log(n / exact) / log(farthest / exact) · buckets) in float32. Where that is a whole number (n = 16, 32,
-64 of the usual 8 to 128) its own rounding decides, so a port should compute it another way: in integers, comparing n
-with the first distance of each bucket, or by log2, which is exact at powers of two.
+T5 takes int(log(n / exact) / log(farthest / exact) · buckets) in float32. Where that is a whole number (n = 16, 32, 64
+of the usual 8 to 128) rounding decides, so there are two safer ways: in integers, comparing n with the first distance
+of each bucket, and by log2, which is exact at powers of two.
 """
 
 from __future__ import annotations
@@ -39,6 +39,14 @@ def in_integers(distance: Any, buckets: int) -> Any:
         lambda total, first: total + fg.where(distance >= first, 1, 0), first_distances(buckets), exact
     )
     return fg.where(distance < exact, distance, beyond)
+
+
+def by_log(distance: Any, buckets: int) -> Any:
+    """As T5 writes it."""
+    exact = buckets // 2
+    ratio = fg.log(fg.maximum(distance, 1) / exact) / math.log(FARTHEST / exact)
+    beyond = exact + fg.to_int(ratio * (buckets - exact))
+    return fg.where(distance < exact, distance, fg.minimum(beyond, buckets - 1))
 
 
 def by_log2(distance: Any, buckets: int) -> Any:
@@ -99,6 +107,8 @@ def entries(length: int) -> tuple[Entry, ...]:
             modified=lambda x, s, c, bidirectional=bidirectional: by_bucket(x, s, c, bidirectional),
         )
         for name, bucket_of, bidirectional in (
+            ("t5_log", by_log, True),
+            ("t5_log_backwards", by_log, False),
             ("t5_integers", in_integers, True),
             ("t5_integers_backwards", in_integers, False),
             ("t5_log2", by_log2, True),
