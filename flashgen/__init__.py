@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from flashgen.attention import compile
     from flashgen.language import (
         AttentionSpec,
+        BlockLayout,
         Mask,
         Scalar,
         Score,
@@ -64,6 +65,7 @@ _MODULES = ("errors", "reference", "verify")
 
 __all__ = [
     "AttentionSpec",
+    "BlockLayout",
     "Mask",
     "Scalar",
     "Score",

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from flashgen.attention.engines import Engine, Gpu, Numbers, Place, build
-from flashgen.attention.launches import Launch, ListShape, forward_launch, list_shape, lists_launch
+from flashgen.attention.engines import Engine, Gpu, Place, build
+from flashgen.attention.launches import Launch, forward_launch
+from flashgen.attention.lists import ListsLaunch, TileLister, TileLists
 from flashgen.attention.problem import (
     Problem,
     check_array,
@@ -25,13 +26,13 @@ from flashgen.build.resources import Resources
 from flashgen.codegen.arguments import member_name
 from flashgen.codegen.forward import ForwardKernel, render_forward
 from flashgen.codegen.kernel import RenderedKernel
-from flashgen.codegen.lists import render_lists
 from flashgen.codegen.plans import ForwardPlan
 from flashgen.codegen.targets import Target
 from flashgen.errors import ArgumentError
+from flashgen.language.layouts import BlockLayout
 from flashgen.language.spec import AttentionSpec
 from flashgen.runtime import gpu
-from flashgen.runtime.arrays import NUMPY, Library, View, give_back
+from flashgen.runtime.arrays import NUMPY, View, give_back
 
 if TYPE_CHECKING:
     from flashgen.analysis.tiles import TileMap
@@ -41,14 +42,6 @@ _IN_ROWS = frozenset(("q", "k", "v", "o"))  # copied 16 bytes at a time; all oth
 _ROW_ALIGNMENT, _LARGEST_ELEMENT = 16, 8  # bytes
 _ARGUMENTS = {"o": "out"}  # what the user calls a member of the struct, where it is called differently
 _NO_NUMBERS: dict[str, int | float] = {}
-
-
-@dataclass(frozen=True)
-class ListsLaunch:
-    """The launch that lists tiles, and how many lists it makes."""
-
-    shape: ListShape
-    launch: Launch
 
 
 @dataclass(frozen=True)
@@ -71,12 +64,9 @@ class Attention:
     def __init__(self, spec: AttentionSpec, target: Target, engine: Engine, plan: ForwardPlan | None = None) -> None:
         self.spec, self.target, self.engine = spec, target, engine
         self._kernel: ForwardKernel = render_forward(spec, target, plan)
-        self._list_kernel: RenderedKernel | None = (
-            render_lists(spec, target, self._kernel.plan) if self._kernel.uses_lists else None
-        )
         prebuild = f"flashgen show --what resources --target {target.name} '{spec.to_json()}'"
         self._forward = engine.runner(self._kernel, prebuild)
-        self._lists = engine.runner(self._list_kernel, prebuild) if self._list_kernel else None
+        self._lister = TileLister(spec, target, self.plan, engine, prebuild) if self._kernel.uses_lists else None
         self._arrays = [(capture, member_name(capture)) for capture in spec.captures if capture.ndim]
         self._numbers = [(capture, member_name(capture)) for capture in spec.captures if not capture.ndim]
         self._takes_numbers = bool(self._numbers or spec.dropout)
@@ -103,7 +93,7 @@ class Attention:
     @property
     def kernels(self) -> tuple[RenderedKernel, ...]:
         """The kernels a call launches, in order."""
-        return (self._list_kernel, self._kernel) if self._list_kernel else (self._kernel,)
+        return (self._lister.kernel, self._kernel) if self._lister else (self._kernel,)
 
     @property
     def plan(self) -> ForwardPlan:
@@ -128,6 +118,27 @@ class Attention:
         tile = (self.plan.tile_q, self.plan.tile_k)
         return tile_map(self.spec.mask.expression, tile, len_q, length_k, batch, heads, given)
 
+    def tile_lists(
+        self, len_q: int, len_k: int | None = None, batch: int = 1, heads: int = 1, **captures: Any
+    ) -> TileLists:
+        """The tiles that calls of these lengths visit, listed once: `attention(q, k, v, tile_lists=lists, ...)`.
+
+        Of use where several calls, or the layers of a model, share a mask: by itself a call makes its lists anew, or,
+        if the mask reads no capture, remembers them by lengths. Not for a stream that is being captured.
+
+        Args:
+            len_q: queries. len_k: keys; None for as many.
+            batch: of q. heads: query heads. Lists differ between them only where the mask does.
+            captures: what the mask captures, on the device where the calls will be; NumPy arrays are copied there.
+
+        Raises ArgumentError where the mask has a closed form and needs no lists, or a capture does not fit.
+        """
+        if self._lister is None:
+            raise ArgumentError(
+                f"{self.spec.mask.name} needs no lists: its tiles are known in closed form"
+            )
+        return self._lister.make(len_q, len_q if len_k is None else len_k, batch, heads, captures)
+
     def __call__(
         self,
         q: Any,
@@ -138,6 +149,7 @@ class Attention:
         offset: int = 0,
         return_lse: bool = False,
         out: Any = None,
+        tile_lists: TileLists | None = None,
         **captures: Any,
     ) -> Any:
         """Attention of q over k and v.
@@ -151,7 +163,8 @@ class Attention:
             offset: of the dropout's counter, 0 <= offset < 2**32.
             return_lse: give the log-sum-exp of the scores too.
             out: an array to write the output to, and with return_lse a pair of arrays; None makes new ones.
-            captures: the arrays and numbers that the spec declares, by name.
+            tile_lists: what `tile_lists(...)` made for the sizes and captures of this call; None makes them.
+            captures: the arrays and numbers that the spec declares, by name; a layout may be a BlockLayout.
 
         Returns:
             The output, (batch, heads_q, len_q, value_dim) in the spec's layout, of q's kind; with return_lse a pair
@@ -163,9 +176,14 @@ class Attention:
         """
         if captures or self.spec.captures:
             check_captures(self.spec, captures)
+        if tile_lists is not None and self._lister is None:
+            raise ArgumentError(f"tile_lists: the kernel of {self.spec.mask.name} reads none; leave them out")
         library = self.engine.library(q, "q")
         if library is NUMPY and isinstance(self.engine, Gpu):
-            return self._through_gpu(q, k, v, out, captures, seed=seed, offset=offset, return_lse=return_lse)
+            options = {"seed": seed, "offset": offset, "return_lse": return_lse, "tile_lists": tile_lists}
+            return self._through_gpu(q, k, v, out, captures, **options)
+        if self._lister and any(isinstance(value, BlockLayout) for value in captures.values()):
+            captures = self._lister.without_layouts(captures, library.view(q, "q"), library.view(k, "k"))
         numbers = self._call_numbers(captures, seed, offset) if self._takes_numbers else _NO_NUMBERS
         arrays = {"q": q, "k": k, "v": v}
         for capture, member in self._arrays:
@@ -175,31 +193,26 @@ class Attention:
         prepared = self._prepare(arrays)
         if not self.engine.current(prepared.device):
             with gpu.cupy().cuda.Device(prepared.device):
-                return self(q, k, v, seed=seed, offset=offset, return_lse=return_lse, out=out, **captures)
+                return self(
+                    q, k, v, seed=seed, offset=offset, return_lse=return_lse, out=out, tile_lists=tile_lists, **captures
+                )
         if out is None:
             arrays["o"] = library.empty(prepared.output_shape, self.spec.dtype, q)
             if return_lse:
                 arrays["lse"] = library.empty(prepared.problem.lse_shape, "float32", q)
         if not prepared.problem.is_empty:
             place = Place(library.stream(q), prepared.device)
-            if prepared.lists:
-                self._list_tiles(prepared.lists, library, arrays, numbers, place)
+            if self._lister and prepared.lists:
+                arrays |= (
+                    self._lister.of_call(prepared.lists, prepared.problem, library, arrays, numbers, place)
+                    if tile_lists is None
+                    else self._lister.check(tile_lists, prepared.problem, place)
+                )
             self._forward.launch(prepared.forward, arrays, numbers, place)
         if out is not None:
             return out
         result = give_back(library, arrays["o"])
         return (result, give_back(library, arrays["lse"])) if return_lse else result
-
-    def _list_tiles(
-        self, lists: ListsLaunch, library: Library, arrays: dict[str, Any], numbers: Numbers, place: Place
-    ) -> None:
-        """Lists the tiles of keys; the forward kernel reads them under its own names for them."""
-        assert self._lists is not None
-        counts = library.empty((lists.shape.rows,), "int32", arrays["q"])
-        entries = library.empty((lists.shape.rows, max(lists.shape.tiles_k, 1)), "int32", arrays["q"])
-        own = {member: arrays[member] for _, member in self._arrays}
-        self._lists.launch(lists.launch, {"counts": counts, "entries": entries, **own}, numbers, place)
-        arrays |= {"tile_counts": counts, "tile_entries": entries}
 
     def _call_numbers(self, captures: Mapping[str, Any], seed: Any, offset: Any) -> dict[str, int | float]:
         """The numbers that change from call to call, by their names in the struct."""
@@ -242,9 +255,8 @@ class Attention:
             check_array(self.spec, capture, captured[capture.name], problem)
         forward = forward_launch(self.spec, self._kernel, problem, captured)
         lists = None
-        if self._list_kernel:
-            shape = list_shape(self.spec, problem, (self.plan.tile_q, self.plan.tile_k))
-            lists = ListsLaunch(shape, lists_launch(self.spec, self._list_kernel.layout, shape, problem, captured))
+        if self._lister:
+            lists = self._lister.prepare(problem, captured)
         return _Prepared(problem, problem.output_shape(self.spec), device or 0, forward, lists)
 
     def _through_gpu(self, q: Any, k: Any, v: Any, out: Any, captures: Mapping[str, Any], **options: Any) -> Any:

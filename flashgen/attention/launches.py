@@ -95,9 +95,9 @@ def lists_launch(
 ) -> Launch:
     """The list kernel's launch; `spacing` entries from list to list, 0 where the offsets are given."""
     values: dict[str, Value] = {
-        "heads": lists.heads,
         "len_q": problem.len_q,
         "len_k": problem.len_k,
         "spacing": spacing,
     }
-    return Launch(lists.rows, ArgumentWriter(layout, values | _capture_values(layout, spec, arrays)))
+    grid = (lists.tiles, lists.heads, lists.batch)
+    return Launch(grid, ArgumentWriter(layout, values | _capture_values(layout, spec, arrays)))

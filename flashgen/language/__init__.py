@@ -22,6 +22,7 @@ from flashgen.language.functions import (
     to_int,
     where,
 )
+from flashgen.language.layouts import BlockLayout
 from flashgen.language.masks import block_sparse, causal, dilated_window, document, full, prefix_lm, sliding_window
 from flashgen.language.parse import parse_mask, parse_score
 from flashgen.language.scores import alibi, relative_bias, softcap
@@ -30,6 +31,7 @@ from flashgen.language.variants import Mask, Score, trace_mask, trace_score
 
 __all__ = [
     "AttentionSpec",
+    "BlockLayout",
     "Mask",
     "Scalar",
     "Score",

@@ -78,7 +78,7 @@ def _run(case: Case, seed: int, **engine: Any) -> Result:
     begin = time.perf_counter()
     where = _described(**engine)
     inputs = random_inputs(case.spec, case.shape, seed, case.captures)
-    dropout = {"seed": seed} if case.spec.dropout else {}
+    dropout: dict[str, Any] = {"seed": seed} if case.spec.dropout else {}
     try:
         compiled = attention.compile(case.spec, **engine)
         outputs = poisoned_outputs(case.spec, inputs.q, inputs.v)
