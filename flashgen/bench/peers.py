@@ -44,13 +44,15 @@ def flex_block_mask(spec: AttentionSpec, q: Any, k: Any, captures: Mapping[str, 
     """A run of FlexAttention's making of a block mask, or None where the spec needs none."""
     if spec.mask.expression == sympy.true:
         return None
+    import torch
     from torch.nn.attention.flex_attention import create_block_mask
 
     mask = mask_function(spec, q.shape[2], k.shape[2], captures)
     symbols = spec.mask.expression.free_symbols
     batch = q.shape[0] if any(symbol.name == "b" for symbol in symbols) else None
     heads = q.shape[1] if any(symbol.name == "h" for symbol in symbols) else None
-    return lambda: create_block_mask(mask, batch, heads, q.shape[2], k.shape[2], device="cuda", _compile=True)
+    compiled = torch.compile(create_block_mask)
+    return lambda: compiled(mask, batch, heads, q.shape[2], k.shape[2], device="cuda")
 
 
 def flex(spec: AttentionSpec, q: Any, k: Any, v: Any, captures: Mapping[str, Any] | None = None) -> Run | None:

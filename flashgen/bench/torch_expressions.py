@@ -50,62 +50,89 @@ _FUNCTIONS = {
     ops.Not: "logical_not",
     ops.Where: "where",
 }
-_BOUNDS = {ops.Minimum: "max", ops.Maximum: "min"}  # torch.clamp's own names for them
+_BOUNDS = (ops.Minimum, ops.Maximum)
 _CASTS = {ops.ToFloat: "float", ops.ToInt: "int"}
 
 
-def evaluate(node: sympy.Basic, values: Mapping[sympy.Basic, Any], captures: Mapping[str, Any]) -> Any:
-    """The value of a node, given tensors (or numbers) for its symbols and its captures."""
-    import torch
+Term = Callable[[dict[str, Any]], Any]
 
-    if node in values:
-        return values[node]
+
+def _term(node: sympy.Basic, constants: Mapping[sympy.Basic, Any], captures: Mapping[str, Any]) -> Term:
+    """A function of the indices, by name, that gives the node's value.
+
+    Made of plain closures, with nothing of SymPy in it, so that torch's compiler can trace it.
+    """
+    if node in constants:
+        constant = constants[node]
+        return lambda _: constant
+    if isinstance(node, sympy.Symbol):
+        name = node.name
+        return lambda indices: indices[name]
     if isinstance(node, Capture):
-        return captures[node.name]
-    if isinstance(node, (sympy.Integer, sympy.Float)):
-        return int(node) if isinstance(node, sympy.Integer) else float(node)
+        captured = captures[node.name]
+        return lambda _: captured
+    if node in (sympy.true, sympy.false) or isinstance(node, (sympy.Integer, sympy.Float)):
+        literal = _literal(node)
+        return lambda _: literal
+    if isinstance(node, Load):
+        array = captures[node.capture.name]
+        places = [_term(index, constants, captures) for index in node.indices]
+        return lambda indices: array[tuple(place(indices) for place in places)]
+    operands = [_term(operand, constants, captures) for operand in node.args]
+    apply = _function(node)
+    return lambda indices: apply(*[operand(indices) for operand in operands])
+
+
+def _literal(node: sympy.Basic) -> Any:
     if node in (sympy.true, sympy.false):
         return node == sympy.true
-    if isinstance(node, Load):
-        return captures[node.capture.name][tuple(evaluate(index, values, captures) for index in node.indices)]
-    operands = [evaluate(operand, values, captures) for operand in node.args]
-    if type(node) in _OPERATORS:
-        return _OPERATORS[type(node)](*operands)
-    if type(node) in _CASTS:
-        return getattr(operands[0], _CASTS[type(node)])()
-    if type(node) in _BOUNDS:
-        return _bounded(node, operands)
-    return getattr(torch, _FUNCTIONS[type(node)])(*operands)
+    return int(node) if isinstance(node, sympy.Integer) else float(node)
 
 
-def _bounded(node: sympy.Basic, operands: list[Any]) -> Any:
+def _function(node: sympy.Basic) -> Callable[..., Any]:
     import torch
 
-    left, right = operands
+    kind = type(node)
+    if kind in _OPERATORS:
+        return _OPERATORS[kind]
+    if kind in _CASTS:
+        return operator.methodcaller(_CASTS[kind])
+    if kind in _BOUNDS:
+        return _minimum if kind is ops.Minimum else _maximum
+    return getattr(torch, _FUNCTIONS[kind])
+
+
+def _minimum(left: Any, right: Any) -> Any:
+    import torch
+
     if isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor):
-        return (torch.minimum if isinstance(node, ops.Minimum) else torch.maximum)(left, right)
-    tensor, bound = (left, right) if isinstance(left, torch.Tensor) else (right, left)
-    return torch.clamp(tensor, **{_BOUNDS[type(node)]: bound})
+        return torch.minimum(left, right)
+    return left.clamp(max=right) if isinstance(left, torch.Tensor) else right.clamp(max=left)
+
+
+def _maximum(left: Any, right: Any) -> Any:
+    import torch
+
+    if isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor):
+        return torch.maximum(left, right)
+    return left.clamp(min=right) if isinstance(left, torch.Tensor) else right.clamp(min=left)
 
 
 def mask_function(spec: Any, len_q: int, len_k: int, captures: Mapping[str, Any]) -> Callable[..., Any]:
     """FlexAttention's mask_mod of a spec."""
+    term = _term(spec.mask.expression, {ops.LEN_Q: len_q, ops.LEN_K: len_k}, captures)
 
     def mask(b: Any, h: Any, q: Any, k: Any) -> Any:
-        return evaluate(spec.mask.expression, _indices(b, h, q, k, len_q, len_k), captures)
+        return term({"b": b, "h": h, "q": q, "k": k})
 
     return mask
 
 
 def score_function(spec: Any, len_q: int, len_k: int, captures: Mapping[str, Any]) -> Callable[..., Any]:
     """FlexAttention's score_mod of a spec."""
+    term = _term(spec.score.expression, {ops.LEN_Q: len_q, ops.LEN_K: len_k}, captures)
 
     def score(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
-        return evaluate(spec.score.expression, _indices(b, h, q, k, len_q, len_k) | {ops.SCORE: s}, captures)
+        return term({"score": s, "b": b, "h": h, "q": q, "k": k})
 
     return score
-
-
-def _indices(b: Any, h: Any, q: Any, k: Any, len_q: int, len_k: int) -> dict[sympy.Basic, Any]:
-    values = (b, h, q, k, len_q, len_k)
-    return dict(zip((*ops.INDICES, ops.LEN_Q, ops.LEN_K), values, strict=True))
