@@ -232,14 +232,26 @@ def _shift_right(a: Interval, b: Interval) -> Interval:
     return _floor_divide(a, Interval(np.int64(1) << low, np.int64(1) << high))
 
 
-def _bitwise(exact: Callable[[Array, Array], Array], keeps: Callable[[Interval, Interval, Array], Any]) -> Rule:
-    """Bit operations: exact on points, else bounded by `keeps` given all bits up to the highest that may be set."""
+_Bits = tuple[Array, Array]  # those that are surely set, those that may be
+
+
+def _bitwise(
+    exact: Callable[[Array, Array], Array],
+    keeps: Callable[[Interval, Interval, Array], Any],
+    by_bits: Callable[[_Bits, _Bits], _Bits],
+) -> Rule:
+    """Bit operations: exact on points, else bounded by `keeps` given all bits up to the highest that may be set, and
+    by the bits that are known of both operands."""
 
     def rule(a: Interval, b: Interval) -> Interval:
         points = (a.low == a.high) & (b.low == b.high)
         value = exact(a.low, b.low)
         mask = _all_bits(_greatest([_magnitude(bound) for bound in (a.low, a.high, b.low, b.high)]))
         low, high = keeps(a, b, mask)
+        # Bits above the highest in which the bounds differ are known: what Morton orders and masks of bits live on.
+        sure, possible = by_bits(_bits(a), _bits(b))
+        signed = (sure < 0) == (possible < 0)
+        low, high = np.where(signed, np.maximum(low, sure), low), np.where(signed, np.minimum(high, possible), high)
         return integers(np.where(points, value, low), np.where(points, value, high))
 
     return rule
@@ -255,6 +267,16 @@ def _all_bits(value: Array) -> Array:
     for shift in (1, 2, 4, 8, 16, 32):
         value = value | (value >> shift)
     return value
+
+
+def _bits(a: Interval) -> _Bits:
+    differing = a.low ^ a.high
+    free = np.where(differing < 0, -1, _all_bits(np.maximum(differing, 0)))
+    return a.low & ~free, a.low | free
+
+
+def _xor_bits(a: _Bits, b: _Bits) -> _Bits:
+    return a[0] & ~b[1] | b[0] & ~a[1], a[1] & ~b[0] | b[1] & ~a[0]
 
 
 def _and_bounds(a: Interval, b: Interval, mask: Array) -> tuple[Array, Array]:
@@ -424,9 +446,9 @@ MEANINGS: dict[type[ops.Operation], Rule] = {
     ops.FloorMod: _floor_modulo,
     ops.ShiftLeft: _shift_left,
     ops.ShiftRight: _shift_right,
-    ops.BitAnd: _bitwise(np.bitwise_and, _and_bounds),
-    ops.BitOr: _bitwise(np.bitwise_or, _or_bounds),
-    ops.BitXor: _bitwise(np.bitwise_xor, _xor_bounds),
+    ops.BitAnd: _bitwise(np.bitwise_and, _and_bounds, lambda a, b: (a[0] & b[0], a[1] & b[1])),
+    ops.BitOr: _bitwise(np.bitwise_or, _or_bounds, lambda a, b: (a[0] | b[0], a[1] | b[1])),
+    ops.BitXor: _bitwise(np.bitwise_xor, _xor_bounds, _xor_bits),
     ops.Divide: _divide,
     ops.ToFloat: as_float,
     ops.ToInt: _to_int,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from flashgen.language import operations as ops
 from flashgen.language.variants import trace_mask
 
 Q, K = ops.QUERY, ops.KEY
+BITS = {ops.BitAnd: np.bitwise_and, ops.BitOr: np.bitwise_or, ops.BitXor: np.bitwise_xor}
 
 
 def integer(value: int) -> sympy.Integer:
@@ -44,7 +46,7 @@ def test_every_operation_has_a_meaning() -> None:
         (ops.ShiftLeft(Q, integer(2)), 40, 76),
         (ops.BitAnd(K, integer(15)), 0, 15),
         (ops.BitOr(K, integer(64)), 64, 127),
-        (ops.BitXor(ops.Neg(Q), integer(1)), -32, 31),
+        (ops.BitXor(ops.Neg(Q), integer(1)), -32, -1),
         (ops.Where(ops.Less(Q, integer(5)), integer(1), integer(2)), 2, 2),
         (ops.Where(ops.Less(Q, integer(15)), integer(1), integer(2)), 1, 2),
         (ops.ToInt(ops.Divide(Q, integer(4))), 2, 4),
@@ -55,6 +57,23 @@ def test_bounds_of_integers(node: sympy.Basic, low: int, high: int) -> None:
     """q is 10..19 and k is 0..40."""
     found = interval_of(node, {Q: (10, 19), K: (0, 40)})
     assert (int(found.low), int(found.high)) == (low, high)
+
+
+@pytest.mark.parametrize(("cls", "low", "high"), [(ops.BitAnd, 16, 17), (ops.BitOr, 117, 119), (ops.BitXor, 100, 103)])
+def test_bits_above_those_that_differ_are_known(cls: type[ops.Operation], low: int, high: int) -> None:
+    """Of 0b0110001 and 0b0110011 the bits but the last two are."""
+    found = interval_of(cls(Q, integer(0b1010101)), {Q: (0b0110001, 0b0110011)})
+    assert (int(found.low), int(found.high)) == (low, high)
+
+
+@pytest.mark.parametrize("cls", [ops.BitAnd, ops.BitOr, ops.BitXor])
+def test_bit_operations_of_all_small_intervals(cls: type[ops.Operation]) -> None:
+    bounds = np.array([(low, high) for low in range(-6, 7) for high in range(low, 7)])
+    boxes = {Q: (bounds[:, :1], bounds[:, 1:]), K: (bounds[:, 0], bounds[:, 1])}
+    found = interval_of(cls(Q, K), boxes)
+    for (i, a), (j, b) in itertools.product(enumerate(bounds), enumerate(bounds)):
+        values = BITS[cls](np.arange(a[0], a[1] + 1)[:, None], np.arange(b[0], b[1] + 1))
+        assert found.low[i, j] <= values.min() and values.max() <= found.high[i, j]
 
 
 def test_integers_too_large_to_know_are_unknown() -> None:
