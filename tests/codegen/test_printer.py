@@ -20,7 +20,7 @@ WINDOW = Capture("window", "int32", 0)
 CAP = Capture("cap", "float32", 0)
 IDS = Capture("ids", "int32", 1)
 TABLE = Capture("table", "float32", 2)
-I, F = sympy.Integer, sympy.Float
+Int, Real = sympy.Integer, sympy.Float
 LESS = op.Less(QUERY, KEY)
 
 
@@ -35,54 +35,54 @@ def test_every_operation_is_printed() -> None:
 @pytest.mark.parametrize(
     ("node", "expected"),
     [
-        (op.Add(op.Mul(QUERY, I(2)), KEY), "q * 2 + k"),
-        (op.Mul(op.Add(QUERY, I(2)), KEY), "(q + 2) * k"),
-        (op.Sub(QUERY, op.Sub(KEY, I(1))), "q - (k - 1)"),
-        (op.Sub(op.Sub(QUERY, KEY), I(1)), "q - k - 1"),
-        (op.Sub(QUERY, op.Add(KEY, I(1))), "q - (k + 1)"),
+        (op.Add(op.Mul(QUERY, Int(2)), KEY), "q * 2 + k"),
+        (op.Mul(op.Add(QUERY, Int(2)), KEY), "(q + 2) * k"),
+        (op.Sub(QUERY, op.Sub(KEY, Int(1))), "q - (k - 1)"),
+        (op.Sub(op.Sub(QUERY, KEY), Int(1)), "q - k - 1"),
+        (op.Sub(QUERY, op.Add(KEY, Int(1))), "q - (k + 1)"),
         (op.Neg(op.Add(QUERY, KEY)), "-(q + k)"),
-        (op.Neg(I(-3)), "-(-3)"),
+        (op.Neg(Int(-3)), "-(-3)"),
         (op.Sub(QUERY, op.Neg(KEY)), "q - -k"),
-        (op.Sub(QUERY, I(-1)), "q - -1"),
+        (op.Sub(QUERY, Int(-1)), "q - -1"),
         (op.Neg(op.Neg(QUERY)), "-(-q)"),
         (op.Not(op.Not(LESS)), "!!(q < k)"),
         (op.And(op.Or(LESS, sympy.true), LESS), "(q < k || true) && q < k"),
         (op.Or(op.And(LESS, LESS), LESS), "(q < k && q < k) || q < k"),
         (op.And(op.And(LESS, LESS), op.And(LESS, LESS)), "q < k && q < k && q < k && q < k"),
         (op.Equal(LESS, op.Not(LESS)), "q < k == !(q < k)"),
-        (op.BitAnd(op.Add(QUERY, I(1)), I(7)), "(q + 1) & 7"),
-        (op.BitOr(op.BitAnd(QUERY, I(1)), KEY), "(q & 1) | k"),
-        (op.Equal(op.BitAnd(QUERY, I(1)), I(0)), "(q & 1) == 0"),
-        (op.ShiftLeft(op.Add(QUERY, I(1)), I(2)), "(q + 1) << 2"),
+        (op.BitAnd(op.Add(QUERY, Int(1)), Int(7)), "(q + 1) & 7"),
+        (op.BitOr(op.BitAnd(QUERY, Int(1)), KEY), "(q & 1) | k"),
+        (op.Equal(op.BitAnd(QUERY, Int(1)), Int(0)), "(q & 1) == 0"),
+        (op.ShiftLeft(op.Add(QUERY, Int(1)), Int(2)), "(q + 1) << 2"),
         (op.ShiftRight(QUERY, KEY), "q >> min(max(k, 0), 31)"),
-        (op.ShiftRight(QUERY, I(40)), "q >> 31"),
-        (op.ShiftLeft(QUERY, I(-1)), "q << 0"),
+        (op.ShiftRight(QUERY, Int(40)), "q >> 31"),
+        (op.ShiftLeft(QUERY, Int(-1)), "q << 0"),
         (op.Add(LESS, QUERY), "static_cast<int>(q < k) + q"),
-        (op.Where(LESS, QUERY, op.Where(LESS, I(1), I(2))), "q < k ? q : q < k ? 1 : 2"),
-        (op.Add(op.Where(LESS, I(1), I(2)), I(3)), "(q < k ? 1 : 2) + 3"),
-        (op.Where(LESS, QUERY, F(0.5)), "q < k ? static_cast<float>(q) : 0.5f"),
-        (op.Minimum(QUERY, F(0.5)), "fminf(static_cast<float>(q), 0.5f)"),
-        (op.Maximum(op.Abs(op.Sub(QUERY, KEY)), I(3)), "max(abs(q - k), 3)"),
+        (op.Where(LESS, QUERY, op.Where(LESS, Int(1), Int(2))), "q < k ? q : q < k ? 1 : 2"),
+        (op.Add(op.Where(LESS, Int(1), Int(2)), Int(3)), "(q < k ? 1 : 2) + 3"),
+        (op.Where(LESS, QUERY, Real(0.5)), "q < k ? static_cast<float>(q) : 0.5f"),
+        (op.Minimum(QUERY, Real(0.5)), "fminf(static_cast<float>(q), 0.5f)"),
+        (op.Maximum(op.Abs(op.Sub(QUERY, KEY)), Int(3)), "max(abs(q - k), 3)"),
         (op.Abs(SCORE), "fabsf(score)"),
         (op.ToFloat(op.Sub(QUERY, KEY)), "static_cast<float>(q - k)"),
-        (op.ToFloat(I(-3)), "-3.0f"),
+        (op.ToFloat(Int(-3)), "-3.0f"),
         (op.ToFloat(SCORE), "score"),
         (op.ToInt(SCORE), "to_int(score)"),
         (op.ToInt(LESS), "static_cast<int>(q < k)"),
-        (op.Divide(SCORE, I(4)), "score * (1.0f / 4.0f)"),
+        (op.Divide(SCORE, Int(4)), "score * (1.0f / 4.0f)"),
         (op.Divide(QUERY, KEY), "static_cast<float>(q) / static_cast<float>(k)"),
-        (op.Divide(SCORE, op.Mul(CAP, F(2.0))), "score / (arguments.cap * 2.0f)"),
+        (op.Divide(SCORE, op.Mul(CAP, Real(2.0))), "score / (arguments.cap * 2.0f)"),
         (op.Tanh(op.Divide(SCORE, CAP)), "tanh_by_exp2(score / arguments.cap)"),
         (op.Add(SCORE, op.Exp(op.Neg(SCORE))), "score + exp2_approx(-score * 1.44269504f)"),
-        (op.Mul(F(2.0), op.Log(SCORE)), "2.0f * (log2_approx(score) * 0.693147181f)"),
+        (op.Mul(Real(2.0), op.Log(SCORE)), "2.0f * (log2_approx(score) * 0.693147181f)"),
         (LEN_Q, "arguments.len_q"),
         (WINDOW, "arguments.window"),
         (sympy.oo, "infinity()"),
         (-sympy.oo, "minus_infinity()"),
-        (op.Neg(F(0.0)), "-0.0f"),
-        (I(-(2**31)), "(-2147483647 - 1)"),
-        (I(2**31 - 1), "2147483647"),
-        (op.Less(QUERY, I(-(2**31))), "q < (-2147483647 - 1)"),
+        (op.Neg(Real(0.0)), "-0.0f"),
+        (Int(-(2**31)), "(-2147483647 - 1)"),
+        (Int(2**31 - 1), "2147483647"),
+        (op.Less(QUERY, Int(-(2**31))), "q < (-2147483647 - 1)"),
     ],
 )  # fmt: skip
 def test_text(node: sympy.Basic, expected: str) -> None:
@@ -92,20 +92,20 @@ def test_text(node: sympy.Basic, expected: str) -> None:
 @pytest.mark.parametrize(
     ("node", "expected"),
     [
-        (op.FloorDiv(QUERY, I(64)), "q / 64"),
-        (op.FloorMod(op.Add(QUERY, KEY), I(7)), "(q + k) % 7"),
-        (op.Mul(op.FloorDiv(QUERY, I(3)), I(3)), "q / 3 * 3"),
-        (op.Mul(I(3), op.FloorDiv(QUERY, I(3))), "3 * (q / 3)"),
-        (op.FloorDiv(op.Sub(QUERY, KEY), I(4)), "floor_divide(q - k, 4)"),
-        (op.FloorMod(op.Sub(QUERY, KEY), I(4)), "floor_modulo(q - k, 4)"),
-        (op.FloorDiv(QUERY, I(-4)), "floor_divide(q, -4)"),
-        (op.FloorDiv(QUERY, I(0)), "floor_divide(q, 0)"),
+        (op.FloorDiv(QUERY, Int(64)), "q / 64"),
+        (op.FloorMod(op.Add(QUERY, KEY), Int(7)), "(q + k) % 7"),
+        (op.Mul(op.FloorDiv(QUERY, Int(3)), Int(3)), "q / 3 * 3"),
+        (op.Mul(Int(3), op.FloorDiv(QUERY, Int(3))), "3 * (q / 3)"),
+        (op.FloorDiv(op.Sub(QUERY, KEY), Int(4)), "floor_divide(q - k, 4)"),
+        (op.FloorMod(op.Sub(QUERY, KEY), Int(4)), "floor_modulo(q - k, 4)"),
+        (op.FloorDiv(QUERY, Int(-4)), "floor_divide(q, -4)"),
+        (op.FloorDiv(QUERY, Int(0)), "floor_divide(q, 0)"),
         (op.FloorDiv(QUERY, WINDOW), "floor_divide(q, arguments.window)"),
-        (op.FloorDiv(WINDOW, I(4)), "floor_divide(arguments.window, 4)"),
-        (op.FloorMod(LEN_K, I(4)), "arguments.len_k % 4"),
-        (op.FloorDiv(SCORE, I(2)), "floorf(score / 2.0f)"),
-        (op.FloorMod(SCORE, F(1.5)), "score - 1.5f * floorf(score / 1.5f)"),
-        (op.Sub(SCORE, op.FloorMod(SCORE, F(1.5))), "score - (score - 1.5f * floorf(score / 1.5f))"),
+        (op.FloorDiv(WINDOW, Int(4)), "floor_divide(arguments.window, 4)"),
+        (op.FloorMod(LEN_K, Int(4)), "arguments.len_k % 4"),
+        (op.FloorDiv(SCORE, Int(2)), "floorf(score / 2.0f)"),
+        (op.FloorMod(SCORE, Real(1.5)), "score - 1.5f * floorf(score / 1.5f)"),
+        (op.Sub(SCORE, op.FloorMod(SCORE, Real(1.5))), "score - (score - 1.5f * floorf(score / 1.5f))"),
     ],
 )
 def test_floored_division(node: sympy.Basic, expected: str) -> None:
@@ -113,10 +113,10 @@ def test_floored_division(node: sympy.Basic, expected: str) -> None:
 
 
 def test_what_is_taken_for_nonnegative_is() -> None:
-    assert is_nonnegative(op.Add(QUERY, op.Mul(LEN_Q, I(3))))
-    assert is_nonnegative(op.Maximum(op.Sub(QUERY, KEY), I(0)))
-    assert is_nonnegative(op.FloorMod(op.Sub(QUERY, KEY), I(5)))
-    for node in (op.Sub(QUERY, KEY), WINDOW, I(-1), op.Neg(QUERY), op.FloorMod(QUERY, I(-5)), Load(IDS, QUERY)):
+    assert is_nonnegative(op.Add(QUERY, op.Mul(LEN_Q, Int(3))))
+    assert is_nonnegative(op.Maximum(op.Sub(QUERY, KEY), Int(0)))
+    assert is_nonnegative(op.FloorMod(op.Sub(QUERY, KEY), Int(5)))
+    for node in (op.Sub(QUERY, KEY), WINDOW, Int(-1), op.Neg(QUERY), op.FloorMod(QUERY, Int(-5)), Load(IDS, QUERY)):
         assert not is_nonnegative(node), node
 
 
@@ -146,45 +146,45 @@ def test_float_literals_of_doubles_are_rounded(value: float) -> None:
 
 def test_what_stands_twice_stands_in_a_variable() -> None:
     distance = op.Abs(op.Sub(QUERY, KEY))
-    declarations, (result,) = statements(op.And(op.Less(distance, WINDOW), op.Greater(distance, I(2))))
+    declarations, (result,) = statements(op.And(op.Less(distance, WINDOW), op.Greater(distance, Int(2))))
     assert declarations == ["const int x0 = abs(q - k);"]
     assert result == "x0 < arguments.window && x0 > 2"
 
 
 def test_what_is_cheap_or_stands_once_does_not() -> None:
     difference = op.Sub(QUERY, KEY)
-    declarations, (result,) = statements(op.And(op.Less(difference, I(4)), op.Greater(difference, I(-4))))
+    declarations, (result,) = statements(op.And(op.Less(difference, Int(4)), op.Greater(difference, Int(-4))))
     assert declarations == [] and result == "q - k < 4 && q - k > -4"
-    assert statements(op.Less(op.Abs(difference), I(4)))[0] == []
+    assert statements(op.Less(op.Abs(difference), Int(4)))[0] == []
 
 
 def test_variables_come_before_what_uses_them_and_are_shared_between_results() -> None:
     loaded = Load(IDS, QUERY)
-    scaled = op.Mul(op.Add(loaded, I(1)), KEY)
-    declarations, results = statements(op.Less(scaled, loaded), op.Add(scaled, I(1)))
+    scaled = op.Mul(op.Add(loaded, Int(1)), KEY)
+    declarations, results = statements(op.Less(scaled, loaded), op.Add(scaled, Int(1)))
     assert [line.split(" = ")[0] for line in declarations] == ["const int x0", "const int x1"]
     assert "load_ids(arguments, q)" in declarations[0] and declarations[1] == "const int x1 = (x0 + 1) * k;"
     assert results == ["x1 < x0", "x1 + 1"]
 
 
 def test_a_variable_has_the_kind_of_its_value() -> None:
-    of_float, of_bool = op.Mul(op.Add(SCORE, F(1.0)), CAP), op.Equal(op.Add(QUERY, I(1)), KEY)
-    twice = op.Where(of_bool, of_float, op.Where(op.Not(of_bool), of_float, F(0.0)))
+    of_float, of_bool = op.Mul(op.Add(SCORE, Real(1.0)), CAP), op.Equal(op.Add(QUERY, Int(1)), KEY)
+    twice = op.Where(of_bool, of_float, op.Where(op.Not(of_bool), of_float, Real(0.0)))
     declarations, _ = statements(twice)
     assert sorted(line.split()[1] for line in declarations) == ["bool", "float"]
 
 
 def test_special_values(run: Any, values: Any, captures: Any) -> None:
     """What random expressions seldom meet."""
-    smallest, largest = I(-(2**31)), I(2**31 - 1)
-    some = op.ToInt(op.Mul(op.ToFloat(QUERY), F(1e9)))  # beyond int32 from the third row's value on
+    smallest, largest = Int(-(2**31)), Int(2**31 - 1)
+    some = op.ToInt(op.Mul(op.ToFloat(QUERY), Real(1e9)))  # beyond int32 from the third row's value on
     nodes = [
         smallest, largest, op.Maximum(smallest, op.Neg(QUERY)), op.Less(smallest, op.Neg(QUERY)), some,
-        op.ToInt(op.Neg(op.Mul(op.ToFloat(QUERY), F(1e9)))), op.ToInt(op.Divide(op.Mul(SCORE, I(0)), I(0))),
+        op.ToInt(op.Neg(op.Mul(op.ToFloat(QUERY), Real(1e9)))), op.ToInt(op.Divide(op.Mul(SCORE, Int(0)), Int(0))),
         op.FloorDiv(QUERY, Capture("zero", "int32", 0)), op.FloorMod(QUERY, Capture("zero", "int32", 0)),
-        op.FloorDiv(smallest, I(2)), op.FloorDiv(op.Neg(QUERY), I(-3)), op.FloorMod(op.Neg(QUERY), I(-3)),
-        op.Minimum(SCORE, sympy.oo), op.Maximum(SCORE, -sympy.oo), op.Equal(SCORE, op.Divide(F(1.0), op.Neg(F(0.0)))),
-        Load(IDS, op.Sub(QUERY, KEY)), Load(TABLE, op.Sub(HEAD, I(2)), op.Mul(BATCH, I(1000))),
+        op.FloorDiv(smallest, Int(2)), op.FloorDiv(op.Neg(QUERY), Int(-3)), op.FloorMod(op.Neg(QUERY), Int(-3)),
+        op.Minimum(SCORE, sympy.oo), op.Maximum(SCORE, -sympy.oo), op.Less(op.Log(Real(0.0)), SCORE),
+        Load(IDS, op.Sub(QUERY, KEY)), Load(TABLE, op.Sub(HEAD, Int(2)), op.Mul(BATCH, Int(1000))),
     ]  # fmt: skip
     for node, result in zip(nodes, run(nodes, captures), strict=True):
         with np.errstate(all="ignore"):
@@ -193,7 +193,7 @@ def test_special_values(run: Any, values: Any, captures: Any) -> None:
 
 
 def test_the_smallest_integer_by_minus_one_does_not_trap(run: Any, captures: Any) -> None:
-    minus_one = op.FloorDiv(WINDOW, I(7))
-    smallest = op.ShiftLeft(op.Add(op.Mul(QUERY, I(0)), I(1)), I(31))
+    minus_one = op.FloorDiv(WINDOW, Int(7))
+    smallest = op.ShiftLeft(op.Add(op.Mul(QUERY, Int(0)), Int(1)), Int(31))
     divided, modulo = run([op.FloorDiv(smallest, minus_one), op.FloorMod(smallest, minus_one)], captures)
     assert (divided == -(2**31)).all() and (modulo == 0).all()

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -12,12 +13,11 @@ import pytest
 import flashgen.language as fg
 from flashgen import attention
 from flashgen.attention import Attention
-from flashgen.attention.launches import forward_launch
-from flashgen.attention.problem import check_seed, problem_of
-from flashgen.build.host import compile_host
+from flashgen.attention import callable as callable_module
+from flashgen.attention.engines import Emulator
+from flashgen.codegen.forward import ForwardKernel, render_forward
 from flashgen.codegen.plans import ForwardPlan
-from flashgen.runtime import emulator
-from flashgen.runtime.arrays import view_numpy
+from flashgen.codegen.targets import TARGETS
 from flashgen.runtime.schedule import Schedule
 from flashgen.verify import Shape, judged, random_inputs
 from flashgen.verify.problems import poisoned_outputs
@@ -35,9 +35,13 @@ class Subject:
     tile_k: int = 32
 
     @property
+    def plan(self) -> ForwardPlan:
+        return ForwardPlan(32, self.tile_k, 2, self.stages)
+
+    @property
     def compiled(self) -> Attention:
         """The kernel as it is emitted."""
-        return attention.compile(self.spec, emulate=True, plan=ForwardPlan(32, self.tile_k, 2, self.stages))
+        return attention.compile(self.spec, emulate=True, plan=self.plan)
 
     @property
     def shared_bytes(self) -> int:
@@ -75,27 +79,20 @@ def _launch(
     schedule: Schedule | None = None,
     shared_bytes: int | None = None,
 ) -> Outcome:
-    """The subject's kernel with `source` in place of its own text, launched as `flashgen.attention` launches it."""
-    spec, compiled = subject.spec, subject.compiled
-    (kernel,) = compiled.kernels
+    """A call of the subject whose kernel has `source` for its text."""
+    spec = subject.spec
     inputs = random_inputs(spec, subject.shape, seed=1)
     out, lse = poisoned_outputs(spec, inputs.q, inputs.v)
-    arrays: Mapping[str, Any] = {"q": inputs.q, "k": inputs.k, "v": inputs.v, "o": out, "lse": lse, **inputs.captures}
-    views = {name: view_numpy(array, name) for name, array in arrays.items()}
-    launch = forward_launch(spec, kernel, problem_of(spec, views), views)
-    numbers: dict[str, int | float] = {}
-    if spec.dropout:
-        seed, offset = check_seed(spec, SEED, 0)
-        numbers = {"seed_low": seed & 0xFFFFFFFF, "seed_high": seed >> 32, "offset": offset}
-    emulator.launch(
-        compile_host(source or kernel.source, kernel.entry, sanitize),
-        launch.grid,
-        (kernel.threads, 1, 1),
-        kernel.shared_bytes if shared_bytes is None else shared_bytes,
-        bytes(launch.writer.write({}, numbers)),
-        [(8 * i, arrays[name]) for i, name in enumerate(launch.writer.pointer_names)],
-        schedule or Schedule(),
-    )
+
+    def render(*how: Any) -> ForwardKernel:
+        kernel = render_forward(*how)
+        shared = kernel.shared_bytes if shared_bytes is None else shared_bytes
+        return replace(kernel, source=source or kernel.source, shared_bytes=shared)
+
+    with mock.patch.object(callable_module, "render_forward", render):
+        changed = Attention(spec, TARGETS["sm_80"], Emulator(sanitize, schedule or Schedule()), subject.plan)
+    dropout = {"seed": SEED} if spec.dropout else {}
+    changed(inputs.q, inputs.k, inputs.v, return_lse=True, out=(out, lse), **dropout, **inputs.captures)
     return Outcome(subject, out, lse, inputs)
 
 

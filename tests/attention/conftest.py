@@ -1,0 +1,50 @@
+"""Calls of compiled specs, judged by the rule that everything of flashgen is judged by."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+import flashgen.language as fg
+from flashgen import attention
+from flashgen.verify import Inputs, Shape, judged, random_inputs
+
+
+def assert_right(spec: fg.AttentionSpec, inputs: Inputs, out: Any, lse: Any, **dropout: int) -> None:
+    """The verdict of `flashgen verify` on an output and its LSE."""
+    verdict = judged(spec, inputs.q, inputs.k, inputs.v, out, lse, inputs.captures, **dropout)
+    assert verdict.ok, f"{spec.name}: {verdict}"
+
+
+def assert_agrees(spec: fg.AttentionSpec, *shapes: Shape, target: str | None = None, **engine: Any) -> None:
+    """Random inputs of each shape, on the emulator."""
+    compiled = attention.compile(spec, target=target, emulate=True, **engine)
+    for number, shape in enumerate(shapes):
+        inputs = random_inputs(spec, shape, seed=number)
+        dropout = {"seed": number} if spec.dropout else {}
+        out, lse = compiled(inputs.q, inputs.k, inputs.v, return_lse=True, **inputs.captures, **dropout)
+        assert_right(spec, inputs, out, lse, **dropout)
+
+
+@pytest.fixture(scope="session")
+def right() -> Callable[..., None]:
+    return assert_right
+
+
+@pytest.fixture(scope="session")
+def agrees() -> Callable[..., None]:
+    return assert_agrees
+
+
+@pytest.fixture(scope="session")
+def arrays() -> Callable[..., tuple[np.ndarray[Any, Any], ...]]:
+    """q, k and v of a spec at a shape."""
+
+    def made(spec: fg.AttentionSpec, shape: Shape, seed: int = 0) -> tuple[np.ndarray[Any, Any], ...]:
+        inputs = random_inputs(spec, shape, seed)
+        return inputs.q, inputs.k, inputs.v
+
+    return made

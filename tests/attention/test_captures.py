@@ -1,0 +1,124 @@
+"""Captured arrays of every dtype, number of dimensions and stride, read by masks and scores; captured numbers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+import flashgen.language as fg
+from flashgen import attention
+from flashgen.language.dtypes import CAPTURES
+from flashgen.runtime.arrays import numpy_dtype
+from flashgen.verify import Inputs, Shape, random_inputs
+
+SHAPE = Shape(40, 70, 2, 4, 2)
+
+
+def of_dtype(dtype: str, *shape: int) -> np.ndarray[Any, Any]:
+    """Values that the dtype holds exactly, of both signs where it has them."""
+    random = np.random.default_rng(2)
+    if dtype == "bool":
+        return random.random(shape) < 0.6
+    values = random.integers(0 if dtype.startswith("u") else -8, 8, shape)
+    return (values / 4 if "float" in dtype else values).astype(numpy_dtype(dtype))
+
+
+def check(spec: fg.AttentionSpec, right: Any, sanitize: Any = None, **captures: Any) -> None:
+    inputs = random_inputs(spec, SHAPE)
+    compiled = attention.compile(spec, emulate=True, sanitize=sanitize)
+    out, lse = compiled(inputs.q, inputs.k, inputs.v, return_lse=True, **captures)
+    right(spec, Inputs(inputs.q, inputs.k, inputs.v, captures), out, lse)
+
+
+@pytest.mark.parametrize("dtype", CAPTURES)
+def test_every_dtype(dtype: str, right: Any) -> None:
+    table = fg.Tensor("table", dtype, 2)
+    number = fg.where(table[0, 0], 1.5, -0.5) if dtype == "bool" else table[0, 0] * 0.25
+
+    def score(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+        value = table[h, k]
+        return s + (fg.where(value, 1.5, -0.5) if dtype == "bool" else value * 0.25)
+
+    def mask(b: Any, h: Any, q: Any, k: Any) -> Any:
+        value = table[h, q]
+        return (value if dtype == "bool" else value > 0) | (q >= k)
+
+    assert number is not None
+    array = of_dtype(dtype, 4, 70)
+    check(fg.AttentionSpec(16, score=score), right, table=array)
+    check(fg.AttentionSpec(16, mask=mask), right, table=array)
+
+
+def bias(ndim: int) -> Any:
+    table = fg.Tensor("bias", "float32", ndim)
+    return lambda s, b, h, q, k: s + table[(b, h, q, k)[4 - ndim :] if ndim > 1 else k]
+
+
+@pytest.mark.parametrize("ndim", [1, 2, 3, 4])
+def test_a_bias_of_every_number_of_dimensions_and_broadcast(ndim: int, right: Any) -> None:
+    whole = (2, 4, 40, 70)[4 - ndim :]
+    spec = fg.AttentionSpec(16, score=bias(ndim))
+    check(spec, right, bias=of_dtype("float32", *whole))
+    for axis in range(ndim):
+        check(spec, right, bias=of_dtype("float32", *(1 if i == axis else size for i, size in enumerate(whole))))
+
+
+@pytest.mark.parametrize("sanitize", [None, "address"])
+def test_strides_of_captures(sanitize: str | None, right: Any) -> None:
+    spec = fg.AttentionSpec(16, score=bias(2))
+    array = of_dtype("float32", 40, 70)
+    wide = np.full((80, 140), np.nan, np.float32)
+    wide[::2, ::2] = array
+    for same in (np.asfortranarray(array), wide[::2, ::2], np.ascontiguousarray(array[::-1, ::-1])[::-1, ::-1]):
+        np.testing.assert_array_equal(same, array)
+        check(spec, right, sanitize=sanitize, bias=same)
+    check(spec, right, sanitize=sanitize, bias=np.broadcast_to(array[:1], (40, 70)))
+
+
+def test_eight_dimensions(right: Any) -> None:
+    table = fg.Tensor("table", "int8", 8)
+    spec = fg.AttentionSpec(16, score=lambda s, b, h, q, k: s + table[b, h, 0, q % 2, 0, k % 3, 1, h])
+    check(spec, right, table=of_dtype("int8", 2, 4, 1, 2, 1, 3, 2, 4))
+
+
+def test_captures_that_index_each_other(right: Any) -> None:
+    ids, kinds = fg.Tensor("ids", "int32", 1), fg.Tensor("kinds", "uint8", 1)
+    spec = fg.AttentionSpec(16, mask=lambda b, h, q, k: kinds[ids[q]] == kinds[ids[k]])
+    random = np.random.default_rng(4)
+    check(spec, right, ids=random.integers(0, 9, 70).astype(np.int32), kinds=random.integers(0, 3, 9).astype(np.uint8))
+
+
+@pytest.mark.parametrize("sanitize", [None, "address"])
+def test_indices_are_clamped_on_both_sides(sanitize: str | None, right: Any) -> None:
+    table = fg.Tensor("table", "float32", 2)
+    spec = fg.AttentionSpec(16, score=lambda s, b, h, q, k: s + table[q - k, k * 2 - 30])
+    check(spec, right, sanitize=sanitize, table=of_dtype("float32", 9, 11))
+
+
+def test_an_index_that_wraps_stays_inside() -> None:
+    """q * len_k * len_k passes 2**31 here: the value is the user's business, the memory is not."""
+    table = fg.Tensor("table", "float32", 1)
+    for index in (lambda q, k: q * 60_000_000 + k * 60_000_000, lambda q, k: (q + 1) * (q + 1) * 1_500_000):
+        spec = fg.AttentionSpec(16, score=lambda s, b, h, q, k, index=index: s + table[index(q, k)])
+        inputs = random_inputs(fg.AttentionSpec(16), SHAPE)
+        compiled = attention.compile(spec, emulate=True)
+        source = compiled.source
+        out = compiled(inputs.q, inputs.k, inputs.v, table=of_dtype("float32", 9))
+        assert np.isfinite(out).all(), source
+
+
+def test_numbers_change_from_call_to_call(right: Any) -> None:
+    spec = fg.AttentionSpec(
+        16, mask=fg.sliding_window(fg.Scalar("window")), score=fg.softcap(fg.Scalar("cap", "float32"))
+    )
+    for window, cap in ((0, 1.0), (10, 0.5), (1000, 30), (np.int64(5), np.float32(2))):
+        check(spec, right, window=window, cap=cap)
+
+
+def test_a_number_may_be_infinite(right: Any) -> None:
+    most = fg.Scalar("most", "float32")
+    spec = fg.AttentionSpec(16, score=lambda s, b, h, q, k: fg.minimum(s, most))
+    check(spec, right, most=float("inf"))
+    check(spec, right, most=0.25)

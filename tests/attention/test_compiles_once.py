@@ -1,0 +1,110 @@
+"""A kernel is compiled for what the variant is: no length, batch, number of heads or stride compiles another."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+import flashgen.language as fg
+from flashgen import attention
+from flashgen.attention import callable as callable_module
+from flashgen.attention import compiling
+from flashgen.build import host
+from flashgen.codegen.forward import render_forward
+from flashgen.codegen.plans import ForwardPlan
+from flashgen.codegen.targets import TARGETS
+from flashgen.verify import Shape, random_inputs
+
+SHAPES = (
+    Shape(1, 1, 1, 1, 1), Shape(33, 70, 2, 4, 2), Shape(300, 20, 1, 6, 1), Shape(70, 70, 3, 1, 1), Shape(0, 9, 1, 1, 1),
+)  # fmt: skip
+
+
+class Counter:
+    """Counts the calls of what it stands before."""
+
+    def __init__(self, function: Any) -> None:
+        self.function, self.calls = function, 0
+
+    def __call__(self, *arguments: Any, **options: Any) -> Any:
+        self.calls += 1
+        return self.function(*arguments, **options)
+
+
+@pytest.fixture
+def compilers(monkeypatch: pytest.MonkeyPatch) -> Counter:
+    counter = Counter(host._run_compiler)
+    monkeypatch.setattr(host, "_run_compiler", counter)
+    return counter
+
+
+@pytest.fixture
+def renders(monkeypatch: pytest.MonkeyPatch) -> Counter:
+    counter = Counter(render_forward)
+    monkeypatch.setattr(callable_module, "render_forward", counter)
+    return counter
+
+
+@pytest.mark.parametrize("layout", ["bhsd", "bshd"])
+def test_sizes_compile_nothing(layout: str, compilers: Counter, renders: Counter) -> None:
+    scale = 0.3125 if layout == "bhsd" else 0.4375  # a spec of this test's own
+    spec = fg.AttentionSpec(16, scale=scale, mask=fg.causal() & fg.sliding_window(fg.Scalar("window")), layout=layout)
+    compiled = attention.compile(spec, emulate=True)
+    before = compilers.calls
+    assert before >= 1 and renders.calls == 1
+    for number, shape in enumerate(SHAPES):
+        inputs = random_inputs(spec, shape)
+        attention.compile(spec, emulate=True)(inputs.q, inputs.k, inputs.v, window=number)
+        padded = np.concatenate([inputs.q, inputs.q], axis=-1)[..., :16]
+        compiled(padded, inputs.k, inputs.v, window=number)
+    assert compilers.calls == before and renders.calls == 1
+
+
+def test_sizes_of_captures_compile_nothing(compilers: Counter) -> None:
+    spec = fg.AttentionSpec(16, scale=0.28125, mask=fg.document("ids"))
+    compiled = attention.compile(spec, emulate=True)
+    before = compilers.calls
+    for length in (5, 50, 500):
+        inputs = random_inputs(spec, Shape(length, length, 1, 1, 1))
+        compiled(inputs.q, inputs.k, inputs.v, **inputs.captures)
+    assert compilers.calls == before
+
+
+def test_the_source_knows_no_sizes() -> None:
+    spec = fg.AttentionSpec(16, mask=fg.causal())
+    compiled = attention.compile(spec, emulate=True)
+    inputs = random_inputs(spec, Shape(1237, 11, 1, 1, 1))
+    compiled(inputs.q, inputs.k, inputs.v)
+    assert "1237" not in compiled.source and compiled.source == render_forward(spec, TARGETS["sm_80"]).source
+
+
+def test_the_same_spec_is_the_same_callable() -> None:
+    spec = fg.AttentionSpec(16, mask=fg.causal())
+    first = attention.compile(spec, emulate=True)
+    assert attention.compile(fg.AttentionSpec.from_json(spec.to_json()), "sm_80", emulate=True) is first
+    assert attention.compile(spec, "sm_86", emulate=True) is not first
+    assert attention.compile(spec, emulate=True, plan=ForwardPlan(32, 32, 2)) is not first
+
+
+def test_after_clear_the_cache_on_disk_still_serves(compilers: Counter, renders: Counter) -> None:
+    spec = fg.AttentionSpec(16, scale=0.34375)
+    attention.compile(spec, emulate=True)
+    before = compilers.calls
+    compiling.clear()
+    attention.compile(spec, emulate=True)
+    assert compilers.calls == before and renders.calls == 2
+
+
+def test_calls_of_a_known_shape_prepare_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = fg.AttentionSpec(16, scale=0.40625)
+    compiled = attention.compile(spec, emulate=True)
+    inputs = random_inputs(spec, SHAPES[1])
+    first = compiled(inputs.q, inputs.k, inputs.v)
+    counter = Counter(compiled._prepare_anew)
+    monkeypatch.setattr(compiled, "_prepare_anew", counter)
+    np.testing.assert_array_equal(compiled(inputs.q.copy(), inputs.k.copy(), inputs.v.copy()), first)
+    assert counter.calls == 0
+    compiled(inputs.q[:, :, 1:], inputs.k, inputs.v)
+    assert counter.calls == 1

@@ -1,0 +1,245 @@
+"""On a GPU: every kind of array in and out, streams, graphs, and how little a call costs."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import flashgen.language as fg
+from flashgen import attention
+from flashgen.attention import compiling
+from flashgen.build import nvrtc
+from flashgen.codegen.targets import TARGETS
+from flashgen.errors import ArgumentError, LaunchError
+from flashgen.verify import Inputs, Shape, random_inputs
+
+pytestmark = pytest.mark.gpu
+
+SHAPE = Shape(70, 150, 2, 4, 2)
+CAUSAL = fg.AttentionSpec(64, mask=fg.causal())
+DOCUMENT = fg.AttentionSpec(64, mask=fg.document("ids"))
+DTYPES = ("float16", "bfloat16")
+
+
+@pytest.fixture(scope="module")
+def cupy() -> Any:
+    return pytest.importorskip("cupy")
+
+
+def spec_of(dtype: str) -> fg.AttentionSpec:
+    return fg.AttentionSpec(64, dtype, mask=fg.causal(), score=fg.alibi("slopes"))
+
+
+def on_gpu(cupy: Any, inputs: Inputs) -> list[Any]:
+    return [cupy.asarray(array) for array in (inputs.q, inputs.k, inputs.v)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_cupy(dtype: str, cupy: Any, right: Any) -> None:
+    spec = spec_of(dtype)
+    inputs, compiled = random_inputs(spec, SHAPE), attention.compile(spec)
+    q, k, v = on_gpu(cupy, inputs)
+    slopes = cupy.asarray(inputs.captures["slopes"])
+    out, lse = compiled(q, k, v, slopes=slopes, return_lse=True)
+    assert isinstance(out, cupy.ndarray) and out.dtype == q.dtype and lse.dtype == np.float32
+    right(spec, inputs, cupy.asnumpy(out), cupy.asnumpy(lse))
+    given = cupy.full_like(out, np.nan)
+    assert compiled(q, k, v, slopes=slopes, out=given) is given
+    assert (given == out).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_numpy(dtype: str, right: Any) -> None:
+    spec = spec_of(dtype)
+    inputs, compiled = random_inputs(spec, SHAPE), attention.compile(spec)
+    out, lse = compiled(inputs.q, inputs.k, inputs.v, return_lse=True, **inputs.captures)
+    assert isinstance(out, np.ndarray) and out.dtype == inputs.q.dtype
+    right(spec, inputs, out, lse)
+    given = np.full_like(out, np.nan)
+    assert compiled(inputs.q, inputs.k, inputs.v, out=given, **inputs.captures) is given
+    np.testing.assert_array_equal(given, out)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_torch(dtype: str, right: Any) -> None:
+    torch = pytest.importorskip("torch")
+    spec = spec_of(dtype)
+    inputs, compiled = random_inputs(spec, SHAPE), attention.compile(spec)
+
+    def tensor(array: np.ndarray[Any, Any]) -> Any:
+        return torch.from_numpy(array.astype(np.float32)).cuda().to(getattr(torch, dtype))
+
+    q, k, v = (tensor(array) for array in (inputs.q, inputs.k, inputs.v))
+    slopes = torch.from_numpy(inputs.captures["slopes"]).cuda()
+    out, lse = compiled(q, k, v, slopes=slopes, return_lse=True)
+    assert isinstance(out, torch.Tensor) and out.dtype == q.dtype and out.device == q.device
+    numpy_dtype = ml_dtypes.bfloat16 if dtype == "bfloat16" else np.float16
+    right(spec, inputs, out.float().cpu().numpy().astype(numpy_dtype), lse.cpu().numpy())
+    strided = q.transpose(1, 2).contiguous().transpose(1, 2)
+    assert torch.equal(compiled(strided, k, v, slopes=slopes), out)
+    given = torch.full_like(out, float("nan"))
+    assert compiled(q, k, v, slopes=slopes, out=given) is given and torch.equal(given, out)
+    with torch.cuda.stream(torch.cuda.Stream()):
+        again = compiled(q, k, v, slopes=slopes)
+        torch.cuda.current_stream().synchronize()
+    assert torch.equal(again, out)
+    with pytest.raises(ArgumentError, match="k is a torch tensor on cpu"):
+        compiled(q, k.cpu(), v, slopes=slopes)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_jax(dtype: str, right: Any) -> None:
+    jax = pytest.importorskip("jax")
+    if jax.default_backend() != "gpu":
+        pytest.skip("JAX sees no GPU")
+    spec = spec_of(dtype)
+    inputs, compiled = random_inputs(spec, SHAPE), attention.compile(spec)
+    q, k, v, slopes = (jax.numpy.asarray(array) for array in (inputs.q, inputs.k, inputs.v, inputs.captures["slopes"]))
+    out, lse = compiled(q, k, v, slopes=slopes, return_lse=True)
+    assert isinstance(out, jax.Array) and out.dtype == q.dtype
+    right(spec, inputs, np.asarray(out), np.asarray(lse))
+    with pytest.raises(ArgumentError, match="out is read-only"):
+        compiled(q, k, v, slopes=slopes, out=q)
+
+
+def test_arrays_of_different_places_are_refused(cupy: Any) -> None:
+    inputs, compiled = random_inputs(CAUSAL, SHAPE), attention.compile(CAUSAL)
+    q, k, v = on_gpu(cupy, inputs)
+    with pytest.raises(ArgumentError, match="k is on the CPU and q on GPU 0; move it there"):
+        compiled(q, inputs.k, v)
+    with pytest.raises(ArgumentError, match="out is on the CPU and q on GPU 0"):
+        compiled(q, k, v, out=np.empty_like(inputs.q))
+    with pytest.raises(ArgumentError, match="q of type list"):
+        compiled([1.0], k, v)
+    odd = cupy.empty(q.size + 8, q.dtype)[1 : q.size + 1].reshape(q.shape)
+    with pytest.raises(ArgumentError, match="out at address"):
+        compiled(q, k, v, out=odd)
+
+
+def test_a_kernel_for_another_gpu_says_so(cupy: Any) -> None:
+    own = int(cupy.cuda.Device().compute_capability)
+    other = next(name for name, target in TARGETS.items() if target.compute_capability // 10 != own // 10)
+    q, k, v = on_gpu(cupy, random_inputs(CAUSAL, SHAPE))
+    with pytest.raises(LaunchError, match=f"compiled for {other}"):
+        attention.compile(CAUSAL, target=other)(q, k, v)
+
+
+@pytest.mark.parametrize("spec", [CAUSAL, DOCUMENT], ids=["ranges", "lists"])
+def test_the_callers_stream(spec: fg.AttentionSpec, cupy: Any, right: Any) -> None:
+    """The inputs are made on a stream of the caller's, late, and the call waits for them because it is on it, too."""
+    compiled = attention.compile(spec)
+    shape = Shape(150, 150, 2, 4, 2)
+    inputs = random_inputs(spec, shape)
+    captures = {name: cupy.asarray(array) for name, array in inputs.captures.items()}
+    there = on_gpu(cupy, inputs)
+    cupy.cuda.Device().synchronize()
+    with cupy.cuda.Stream(non_blocking=True) as stream:
+        late = [cupy.zeros_like(array) for array in there]
+        busy = cupy.ones((4096, 4096), cupy.float32)
+        for _ in range(10):
+            busy = busy @ busy * 1e-4
+        for source, target in zip(there, late, strict=True):
+            target[...] = source
+        out, lse = compiled(*late, return_lse=True, **captures)
+        stream.synchronize()
+    right(spec, inputs, cupy.asnumpy(out), cupy.asnumpy(lse))
+
+
+@pytest.mark.parametrize("spec", [CAUSAL, DOCUMENT], ids=["ranges", "lists"])
+def test_a_call_in_a_graph(spec: fg.AttentionSpec, cupy: Any, right: Any) -> None:
+    """Captured once and replayed on new inputs, after other calls have used memory that was free in between."""
+    compiled, shape = attention.compile(spec), Shape(150, 150, 2, 4, 2)
+    inputs = random_inputs(spec, shape)
+    q, k, v = on_gpu(cupy, inputs)
+    captures = {name: cupy.asarray(array) for name, array in inputs.captures.items()}
+    out, lse = compiled(q, k, v, return_lse=True, **captures)
+    with cupy.cuda.Stream(non_blocking=True) as stream:
+        compiled(q, k, v, return_lse=True, out=(out, lse), **captures)
+        stream.synchronize()
+        stream.begin_capture()
+        compiled(q, k, v, return_lse=True, out=(out, lse), **captures)
+        graph = stream.end_capture()
+        for seed in (5, 6):
+            new = random_inputs(spec, shape, seed)
+            for target, source in zip((q, k, v), on_gpu(cupy, new), strict=True):
+                target[...] = source
+            for name, array in captures.items():
+                array[...] = cupy.asarray(new.captures[name])
+            littered = [cupy.full(size, 0x7F, cupy.int8) for size in (64, 512, 4096, 65536) for _ in range(8)]
+            out[...], lse[...] = cupy.nan, cupy.nan
+            graph.launch(stream)
+            stream.synchronize()
+            assert littered
+            right(spec, new, cupy.asnumpy(out), cupy.asnumpy(lse))
+
+
+def test_a_warm_call_costs_less_than_25_microseconds_of_host_time(cupy: Any) -> None:
+    compiled = attention.compile(CAUSAL)
+    q, k, v = on_gpu(cupy, random_inputs(CAUSAL, Shape(64, 64, 1, 1, 1)))
+    times = []
+    for _ in range(40):
+        for _ in range(50):
+            begin = time.perf_counter()
+            compiled(q, k, v)
+            times.append(time.perf_counter() - begin)
+        cupy.cuda.Device().synchronize()  # the queue of launches never fills up
+    assert statistics.median(times[200:]) < 25e-6, f"{statistics.median(times) * 1e6:.1f} us"
+
+
+def test_a_spec_is_ready_within_2_seconds_and_from_disk_within_50_milliseconds(cupy: Any) -> None:
+    attention.compile(fg.AttentionSpec(32))  # imports, NVRTC, templates
+    spec = fg.AttentionSpec(64, scale=0.1015625 + time.time_ns() % 1000 * 2**-20, mask=fg.causal())  # not in any cache
+    begin = time.perf_counter()
+    attention.compile(spec)
+    cold = time.perf_counter() - begin
+    assert cold < 2, f"{cold:.2f} s"
+    warm = []
+    for _ in range(5):
+        compiling.clear()
+        begin = time.perf_counter()
+        attention.compile(spec)
+        warm.append(time.perf_counter() - begin)
+    assert statistics.median(warm) < 0.05, f"{statistics.median(warm) * 1e3:.1f} ms"
+
+
+def test_sizes_compile_nothing(cupy: Any, monkeypatch: pytest.MonkeyPatch, right: Any) -> None:
+    compiled = attention.compile(CAUSAL)
+
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise AssertionError("a call compiled a kernel")
+
+    monkeypatch.setattr(nvrtc, "compile", refuse)
+    for shape in (Shape(1, 1, 1, 1, 1), Shape(33, 70, 3, 6, 2), Shape(500, 20, 1, 2, 1), Shape(0, 9, 1, 1, 1)):
+        inputs = random_inputs(CAUSAL, shape)
+        out, lse = compiled(*on_gpu(cupy, inputs), return_lse=True)
+        right(CAUSAL, inputs, cupy.asnumpy(out), cupy.asnumpy(lse))
+
+
+def test_lengths_of_0(cupy: Any) -> None:
+    compiled = attention.compile(CAUSAL)
+    for shape in (Shape(0, 5, 1, 2, 2), Shape(5, 0, 1, 2, 2), Shape(5, 5, 0, 2, 2), Shape(5, 5, 1, 0, 0)):
+        out, lse = compiled(*on_gpu(cupy, random_inputs(CAUSAL, shape)), return_lse=True)
+        assert out.shape == (shape.batch, shape.heads_q, shape.len_q, 64)
+        assert (out == 0).all() and (lse == -np.inf).all()
+
+
+def test_the_second_gpu(cupy: Any, right: Any) -> None:
+    if cupy.cuda.runtime.getDeviceCount() < 2:
+        pytest.skip("one GPU is visible, two are needed")
+    inputs, compiled = random_inputs(CAUSAL, SHAPE), attention.compile(CAUSAL)
+    first = on_gpu(cupy, inputs)
+    with cupy.cuda.Device(1):
+        second = on_gpu(cupy, inputs)
+    for arrays, device in ((second, 1), (first, 0)):
+        out, lse = compiled(*arrays, return_lse=True)
+        assert out.device.id == device
+        with cupy.cuda.Device(device):
+            cupy.cuda.Device().synchronize()
+            right(CAUSAL, inputs, cupy.asnumpy(out), cupy.asnumpy(lse))
+    with pytest.raises(ArgumentError, match="k is on GPU 1 and q on GPU 0"):
+        compiled(first[0], second[1], first[2])

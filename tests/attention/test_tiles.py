@@ -1,0 +1,136 @@
+"""`attention.tiles` says what the kernels do: lists hold its classes, and loops visit its tiles and no others."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+
+import flashgen.language as fg
+from flashgen import attention
+from flashgen.analysis.tiles import EMPTY, FULL, PARTIAL
+from flashgen.attention import Attention
+from flashgen.attention import callable as callable_module
+from flashgen.attention.engines import Emulator
+from flashgen.codegen.forward import ForwardKernel, render_forward
+from flashgen.codegen.plans import ForwardPlan
+from flashgen.codegen.targets import TARGETS
+from flashgen.verify import Shape, random_inputs
+
+PLAN = ForwardPlan(32, 32, 2)
+EQUAL, RAGGED = Shape(100, 100, 2, 4, 2), Shape(70, 150, 2, 2, 2)
+
+LISTED = {
+    "document": (fg.document("ids"), EQUAL),
+    "document of each batch": (fg.document(fg.Tensor("ids", "int32", 2)) & fg.causal(), EQUAL),
+    "block sparse": (fg.block_sparse("layout", 32, 32), RAGGED),
+    "small blocks": (fg.block_sparse("layout", 16, 8), RAGGED),
+    "blocks of each batch and head": (fg.block_sparse(fg.Tensor("layout", "bool", 4), 64, 16), RAGGED),
+    "by head": (fg.trace_mask(lambda b, h, q, k: (q + k) % (h + 2) == 0), RAGGED),
+    "by batch": (fg.trace_mask(lambda b, h, q, k: abs(q - k) <= 20 * (b + 1)), RAGGED),
+    "two windows": (fg.trace_mask(lambda b, h, q, k: (abs(q - k) <= 8) | (abs(q - k + 90) < 8)), RAGGED),
+    "nothing": (fg.document("ids") & fg.trace_mask(lambda b, h, q, k: k < 0), EQUAL),
+}
+RANGED = {
+    "full": fg.full(),
+    "causal": fg.causal(),
+    "causal from the top": fg.causal(align="top_left"),
+    "window": fg.sliding_window(40),
+    "window of two sides": fg.sliding_window(30, 20),
+    "window at the call": fg.sliding_window(fg.Scalar("window")),
+    "dilated": fg.causal() & fg.dilated_window(64, 4),
+    "prefix": fg.prefix_lm(50),
+}
+
+
+def compiled_with(mask: fg.Mask, plan: ForwardPlan = PLAN) -> Attention:
+    return attention.compile(fg.AttentionSpec(16, mask=mask), emulate=True, plan=plan)
+
+
+@pytest.mark.parametrize(
+    "plan", [PLAN, ForwardPlan(64, 32, 4), ForwardPlan(32, 64, 2)], ids=["32x32", "64x32", "32x64"]
+)
+@pytest.mark.parametrize("name", LISTED)
+def test_lists_hold_the_classes(name: str, plan: ForwardPlan) -> None:
+    mask, shape = LISTED[name]
+    compiled = compiled_with(mask, plan)
+    inputs = random_inputs(compiled.spec, shape, seed=3)
+    sizes = (shape.len_q, shape.len_k, shape.batch, shape.heads_q)
+    tiles = compiled.tiles(*sizes, **inputs.captures)
+    listed = compiled.tile_lists(*sizes, **inputs.captures).tile_map().classes
+    assert tiles.tile == (plan.tile_q, plan.tile_k) and listed.shape == tiles.classes.shape
+    np.testing.assert_array_equal(listed != EMPTY, tiles.classes != EMPTY)
+    # A tile that overhangs len_q or len_k may be called partial where each of its elements counts, never the reverse.
+    assert (tiles.classes[listed == FULL] == FULL).all()
+    whole = np.s_[..., : shape.len_q // plan.tile_q, : shape.len_k // plan.tile_k]
+    np.testing.assert_array_equal(listed[whole], tiles.classes[whole])
+
+
+@pytest.mark.parametrize("name", LISTED)
+def test_listed_masks_give_the_right_output(name: str, right: Any) -> None:
+    mask, shape = LISTED[name]
+    compiled = compiled_with(mask)
+    inputs = random_inputs(compiled.spec, shape, seed=3)
+    out, lse = compiled(inputs.q, inputs.k, inputs.v, return_lse=True, **inputs.captures)
+    right(compiled.spec, inputs, out, lse)
+
+
+def test_lists_are_made_anew_for_each_call(right: Any) -> None:
+    compiled = compiled_with(fg.document("ids"))
+    inputs = random_inputs(compiled.spec, EQUAL)
+    for documents in (1, 3, 100):
+        ids = (np.arange(100) * documents // 100).astype(np.int32)
+        out, lse = compiled(inputs.q, inputs.k, inputs.v, ids=ids, return_lse=True)
+        right(compiled.spec, type(inputs)(inputs.q, inputs.k, inputs.v, {"ids": ids}), out, lse)
+
+
+NOTES = fg.Tensor("notes", "float32", 1)
+
+
+def visited_classes(
+    mask: fg.Mask, inputs: Any, shape: tuple[int, ...], numbers: dict[str, Any]
+) -> np.ndarray[Any, Any]:
+    """What the forward kernel's loop does, noted in a captured array by a line planted in it."""
+    spec = fg.AttentionSpec(16, mask=mask, score=lambda s, b, h, q, k: s + NOTES[0] * 0.0)
+    _, heads, tiles_q, tiles_k = shape
+    row = f"(work.batch * {heads} + work.head) * {tiles_q} + work.first_query / kTileQ"
+    place = f"({row}) * {tiles_k} + first_key / kTileK"
+    note = f"const_cast<float*>(arguments.notes)[{place}] += tiles.full(step) ? {FULL} : {PARTIAL};"
+    mark = "const int first_key = tiles.first_key(step);\n"
+
+    def render(*how: Any) -> ForwardKernel:
+        kernel = render_forward(*how)
+        assert kernel.source.count(mark) == 1
+        return replace(kernel, source=kernel.source.replace(mark, f"{mark}    if (threadIdx.x == 0) {note}\n"))
+
+    with mock.patch.object(callable_module, "render_forward", render):
+        compiled = Attention(spec, TARGETS["sm_80"], Emulator(), PLAN)
+    notes = np.zeros(np.prod(shape), np.float32)
+    compiled(inputs.q, inputs.k, inputs.v, notes=notes, **numbers)
+    return notes.reshape(shape)
+
+
+@pytest.mark.parametrize("lengths", [(70, 150), (150, 70), (128, 128), (1, 97), (97, 1)], ids=str)
+@pytest.mark.parametrize("name", RANGED)
+def test_loops_visit_the_tiles(name: str, lengths: tuple[int, int]) -> None:
+    compiled = compiled_with(RANGED[name])
+    inputs = random_inputs(compiled.spec, Shape(*lengths, 2, 2, 1))
+    numbers = {"window": 33} if compiled.spec.captures else {}
+    tiles = compiled.tiles(*lengths, batch=2, heads=2, **numbers)
+    shape = (2, 2, *tiles.classes.shape[2:])
+    visited = visited_classes(RANGED[name], inputs, shape, numbers)
+    np.testing.assert_array_equal(visited, np.broadcast_to(tiles.classes, shape))
+
+
+def test_tiles_need_the_captures_that_the_mask_reads_and_no_others() -> None:
+    spec = fg.AttentionSpec(16, mask=fg.sliding_window(fg.Scalar("window")), score=fg.alibi("slopes"))
+    compiled = attention.compile(spec, emulate=True, plan=PLAN)
+    assert compiled.tiles(100, window=10).classes.shape == (1, 1, 4, 4)
+    with pytest.raises(Exception, match="window"):
+        compiled.tiles(100)
+    assert (
+        compiled.tiles(100, window=10, slopes=np.ones(2)).classes == compiled.tiles(100, 100, window=10).classes
+    ).all()

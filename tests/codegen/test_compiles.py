@@ -1,0 +1,89 @@
+"""Emitted kernels compile for every GPU, without one, and no thread of theirs spills up to head dim 128."""
+
+from __future__ import annotations
+
+from itertools import cycle, islice
+
+import pytest
+
+import flashgen.language as fg
+from flashgen.build import nvrtc
+from flashgen.codegen.forward import render_forward
+from flashgen.codegen.kernel import RenderedKernel
+from flashgen.codegen.lists import render_lists
+from flashgen.codegen.targets import TARGETS, Target
+from flashgen.language import AttentionSpec
+from flashgen.verify import variants
+from flashgen.verify.variants import Variant, spec_of
+
+ISSUE_TARGETS = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_120")
+DIMS = (128, 64, 96, 8, 32, 80, 40, 112)
+VARIANTS = variants()
+
+pytestmark = pytest.mark.skipif(not nvrtc.is_available(), reason="needs CuPy and NVRTC: pip install 'flashgen[cuda13]'")
+
+
+def kernels_of(spec: AttentionSpec, target: Target) -> list[RenderedKernel]:
+    forward = render_forward(spec, target)
+    return [forward, *([render_lists(spec, target, forward.plan)] if forward.uses_lists else [])]
+
+
+def assert_no_spills(spec: AttentionSpec, name: str) -> None:
+    for kernel in kernels_of(spec, TARGETS[name]):
+        compiled = nvrtc.compile(kernel.source, kernel.target.architecture, kernel.name)
+        used = compiled.resources
+        assert used.spill_stores == used.spill_loads == 0, f"{kernel.name} for {name}: {used}"
+        assert used.registers * kernel.threads <= 65536, f"{kernel.name} for {name}: {used}"
+        assert compiled.cubin[:4] == b"\x7fELF"
+
+
+def dtype_of(target: str, number: int) -> str:
+    return "float16" if target == "sm_75" or number % 2 else "bfloat16"
+
+
+# Each variant once with each neighbour of targets and dims that a walk of coprime steps meets.
+COVERING = [
+    (variant, target, dim, dtype_of(target, number))
+    for number, (variant, target, dim) in enumerate(
+        zip(VARIANTS * 2, cycle(ISSUE_TARGETS), islice(cycle(DIMS), 3, None), strict=False)
+    )
+]
+
+
+@pytest.mark.parametrize(("variant", "target", "dim", "dtype"), COVERING)
+def test_every_variant_compiles_without_spills(variant: Variant, target: str, dim: int, dtype: str) -> None:
+    assert_no_spills(spec_of(variant, dim, dtype), target)
+
+
+@pytest.mark.parametrize("target", ISSUE_TARGETS)
+@pytest.mark.parametrize("mask", [fg.full(), fg.causal()], ids=str)
+def test_the_common_ones_compile_without_spills_everywhere(mask: fg.Mask, target: str) -> None:
+    assert_no_spills(AttentionSpec(128, dtype_of(target, 0), mask=mask), target)
+
+
+@pytest.mark.parametrize("target", ISSUE_TARGETS)
+def test_the_largest_head_dims_compile(target: str) -> None:
+    for kernel in kernels_of(AttentionSpec(256, dtype_of(target, 1), mask=fg.causal()), TARGETS[target]):
+        nvrtc.compile(kernel.source, target, kernel.name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", ISSUE_TARGETS)
+@pytest.mark.parametrize("variant", VARIANTS, ids=lambda v: f"{v.mask}-{v.score}-{v.dropout}")
+def test_every_variant_compiles_without_spills_everywhere(variant: Variant, target: str) -> None:
+    for number, dim in enumerate((8, 16, 32, 40, 64, 72, 80, 96, 112, 128)):
+        assert_no_spills(AttentionSpec(dim, dtype_of(target, number), dropout=variant.dropout, score=variant.score,
+                                       mask=variant.mask), target)  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", ISSUE_TARGETS)
+def test_unequal_value_dims_compile_without_spills(target: str) -> None:
+    for head_dim, value_dim in ((8, 128), (128, 8), (64, 128), (128, 64), (96, 40)):
+        for mask in (fg.full(), fg.causal()):
+            assert_no_spills(AttentionSpec(head_dim, dtype_of(target, 0), value_dim=value_dim, mask=mask), target)
+
+
+def test_every_target_that_is_offered_can_be_compiled_for() -> None:
+    supported = nvrtc.supported_architectures()
+    assert set(ISSUE_TARGETS) <= set(TARGETS) and set(TARGETS) <= set(supported)

@@ -1,0 +1,187 @@
+"""The emitted files as a reader meets them: tidy, small, nothing unused, and the same bytes everywhere."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+
+import flashgen.language as fg
+from flashgen.codegen.environment import _primitive_templates
+from flashgen.codegen.forward import render_forward
+from flashgen.codegen.kernel import RenderedKernel
+from flashgen.codegen.lists import render_lists
+from flashgen.codegen.targets import TARGETS
+from flashgen.errors import UnsupportedError
+from flashgen.verify import variants
+from flashgen.verify.variants import spec_of
+
+LONGEST_FUNCTION, LONGEST_KERNEL, LONGEST_FILE = 62, 90, 360  # lines; of a file, lines of code beside primitives
+_NAME = re.compile(r"(operator\W+|\w+)\(")
+
+
+def kernels() -> list[RenderedKernel]:
+    """Every variant of `flashgen verify`, for a GPU with asynchronous copies and for one without."""
+    rendered: list[RenderedKernel] = []
+    for number, variant in enumerate(variants()):
+        for target in (TARGETS["sm_80"], TARGETS["sm_75"]):
+            dim = (64, 128, 40)[number % 3]
+            spec = spec_of(variant, dim, "float16", ("bhsd", "bshd")[number % 2])
+            forward = render_forward(spec, target)
+            rendered += [forward, *([render_lists(spec, target, forward.plan)] if forward.uses_lists else [])]
+    return rendered
+
+
+KERNELS = kernels()
+every_kernel = pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
+
+
+def without_comments(source: str) -> str:
+    return re.sub(r"//[^\n]*", "", source)
+
+
+def functions(source: str) -> dict[str, str]:
+    """Text of each function by name."""
+    found, lines, inside = {}, [], False
+    for line in source.splitlines():
+        if not inside and line.startswith(("template", "__device__ ", 'extern "C"')) and not line.endswith(";"):
+            lines, inside = [], True
+        if inside:
+            lines.append(line)
+            if line == "}" or (line.endswith("}") and lines[-1].startswith("__device__")):
+                inside = False
+                name = _NAME.search("\n".join(lines).replace("__launch_bounds__(", ""))
+                assert name, lines
+                found[name[1]] = "\n".join(lines)
+    assert not inside
+    return found
+
+
+@every_kernel
+def test_lines_are_tidy(kernel: RenderedKernel) -> None:
+    source = kernel.source
+    assert source.endswith("}\n") and not source.startswith("\n")
+    assert not re.search(r"[ \t]\n", source), "blanks at the end of a line"
+    assert "\n\n\n" not in source and "\t" not in source
+    assert "{{" not in source.replace("{{}}", "") and "{%" not in source and "{#" not in source
+    assert not re.search(r"\{\n\n|\n\n +\}", source), "an empty line after { or before }"
+
+
+@every_kernel
+def test_functions_and_kernels_fit_a_screen_and_a_few(kernel: RenderedKernel) -> None:
+    for name, text in functions(kernel.source).items():
+        lines = text.count("\n") + 1
+        is_kernel = name == kernel.entry
+        assert lines <= (LONGEST_KERNEL if is_kernel else LONGEST_FUNCTION), f"{name} has {lines} lines"
+    body = without_comments(kernel.source).split("#endif\n", 1)[1]
+    assert sum(bool(line.strip()) for line in body.splitlines()) <= LONGEST_FILE
+
+
+@every_kernel
+def test_nothing_is_conditional_but_the_primitives(kernel: RenderedKernel) -> None:
+    directives = re.findall(r"^ *#(\w+.*)$", without_comments(kernel.source), re.MULTILINE)
+    assert [text.strip() for text in directives if not text.startswith("pragma unroll")] == [
+        "ifndef FLASHGEN_EMULATOR", "endif",
+    ]  # fmt: skip
+    assert "#include" not in kernel.source
+
+
+@every_kernel
+def test_nothing_stands_in_it_that_is_not_used(kernel: RenderedKernel) -> None:
+    source = without_comments(kernel.source)
+    words = re.findall(r"[A-Za-z_]\w*", source)
+    defined = [name for name in functions(source) if name != kernel.entry]
+    unused = [name for name in defined if words.count(name) < 2 and not name.startswith("operator")]
+    assert not unused, f"functions that nobody calls: {unused}"
+    constants = re.findall(r"^ *(?:static )?constexpr \w+ (k\w+) =", source, re.MULTILINE)
+    assert not [name for name in constants if words.count(name) < 2], "constants that nobody reads"
+    lacking = [name for name in _primitive_templates() if name in words and name not in defined]
+    assert not lacking, f"primitives that are called and not there: {lacking}"
+
+
+@every_kernel
+def test_members_of_the_struct_are_read(kernel: RenderedKernel) -> None:
+    source = without_comments(kernel.source)
+    unread = [field.name for field in kernel.layout.fields if f"arguments.{field.name}" not in source]
+    assert not unread, unread
+
+
+def test_a_kernel_names_its_spec_and_its_maker() -> None:
+    spec = fg.AttentionSpec(64, mask=fg.causal() & fg.sliding_window(128), score=fg.softcap(30), dropout=0.1)
+    kernel = render_forward(spec, TARGETS["sm_86"])
+    head = kernel.source.split("\n\n", 1)[0]
+    for text in (
+        "causal() & sliding_window(128)",
+        "softcap(30)",
+        "0.1",
+        "sm_86",
+        spec.to_json(),
+        str(kernel.plan.tile_q),
+    ):
+        assert text in head, text
+    assert kernel.entry in kernel.source and re.fullmatch(r"[A-Za-z_]\w*", kernel.entry)
+    assert spec.name in kernel.name and "sm86" in kernel.name
+
+
+def test_names_and_entries_are_unique() -> None:
+    assert len({kernel.name for kernel in KERNELS}) == len(KERNELS)
+    assert len({(kernel.entry, kernel.target.name) for kernel in KERNELS}) == len(KERNELS)
+
+
+def test_bounds_of_causal_print_as_a_person_writes_them() -> None:
+    source = render_forward(fg.AttentionSpec(64, mask=fg.causal()), TARGETS["sm_80"]).source
+    for line in (
+        "const int q_first = work.first_query;",
+        "const int q_last = min(work.first_query + kTileQ, arguments.len_q) - 1;",
+        "const int begin = 0;",
+        "const int end = min(arguments.len_k, q_last + arguments.len_k - arguments.len_q + 1);",
+        "const int full_begin = 0;",
+        "const int full_end = min(arguments.len_k, q_first + arguments.len_k - arguments.len_q + 1);",
+        "return k <= q + (arguments.len_k - arguments.len_q);",
+    ):
+        assert line in source, line
+
+
+def test_a_full_mask_needs_no_mask() -> None:
+    source = render_forward(fg.AttentionSpec(64), TARGETS["sm_80"]).source
+    assert "may_attend" not in source and "modify_score" not in source and "philox" not in source
+
+
+def test_rendering_is_deterministic_across_processes() -> None:
+    program = (
+        "import hashlib, json, sys\n"
+        "from flashgen.codegen.forward import render_forward\n"
+        "from flashgen.codegen.lists import render_lists\n"
+        "from flashgen.codegen.targets import TARGETS\n"
+        "from flashgen.language import AttentionSpec\n"
+        "out = []\n"
+        "for text in json.loads(sys.stdin.read()):\n"
+        "    spec = AttentionSpec.from_json(text)\n"
+        "    kernel = render_forward(spec, TARGETS['sm_80'])\n"
+        "    lists = [render_lists(spec, TARGETS['sm_80'], kernel.plan)] if kernel.uses_lists else []\n"
+        "    out += [[k.name, k.entry, hashlib.sha256(k.source.encode()).hexdigest()] for k in [kernel, *lists]]\n"
+        "print(json.dumps(out))\n"
+    )
+    specs = [spec_of(variant, 64, "bfloat16").to_json() for variant in variants()]
+    answers = []
+    for seed in ("0", "1", "4711"):
+        environment = {**os.environ, "PYTHONHASHSEED": seed}
+        done = subprocess.run(
+            [sys.executable, "-c", program], input=json.dumps(specs), env=environment, capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stderr
+        answers.append(json.loads(done.stdout))
+    assert answers[0] == answers[1] == answers[2]
+    own = render_forward(spec_of(variants()[0], 64, "bfloat16"), TARGETS["sm_80"])
+    assert answers[0][0] == [own.name, own.entry, hashlib.sha256(own.source.encode()).hexdigest()]
+
+
+def test_a_scale_beyond_float32_is_refused() -> None:
+    with pytest.raises(UnsupportedError, match="scale="):
+        render_forward(fg.AttentionSpec(64, scale=3e38), TARGETS["sm_80"])
+    render_forward(fg.AttentionSpec(64, scale=2e38), TARGETS["sm_80"])
