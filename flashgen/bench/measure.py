@@ -8,7 +8,7 @@ from typing import Any
 
 from flashgen.attention import compile
 from flashgen.bench.cases import Case, case, inputs
-from flashgen.bench.peers import SDPA_BACKENDS, flex, sdpa
+from flashgen.bench.peers import SDPA_BACKENDS, Run, flex, sdpa
 from flashgen.bench.timing import median_ms
 from flashgen.language.spec import AttentionSpec
 
@@ -48,12 +48,19 @@ def measure(case: Case, peers: Sequence[str]) -> Row:
     options: dict[str, Any] = {"seed": 1} if case.spec.dropout else {}
     runs = {"flashgen": lambda: attention(q, k, v, **options)}
     for peer in peers:
-        run = flex(case.spec, q, k, v) if peer == "Flex" else sdpa(case.spec, SDPA_BACKENDS[peer], q, k, v)
+        run = _peer(peer, case.spec, q, k, v)
         if run is not None:
             runs[peer] = run
     times = {name: median_ms(run) for name, run in runs.items()}
     tflops = {name: case.flops / time / 1e9 for name, time in times.items()}
     return Row(case.spec.name, case.length, case.batch, case.heads, times, tflops)
+
+
+def _peer(name: str, spec: AttentionSpec, q: Any, k: Any, v: Any) -> Run | None:
+    if name != "Flex":
+        return sdpa(spec, SDPA_BACKENDS[name], q, k, v)
+    found = flex(spec, q, k, v)
+    return found.run if found else None
 
 
 def environment() -> dict[str, str]:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import sympy
 
 from flashgen.bench.torch_expressions import mask_function, score_function
 from flashgen.language.masks import causal
+from flashgen.language.operations import BATCH, HEAD
 from flashgen.language.spec import AttentionSpec
 
 Run = Callable[[], Any]
@@ -40,23 +42,16 @@ def sdpa(spec: AttentionSpec, backend: str, q: Any, k: Any, v: Any) -> Run | Non
     return _runs(run)
 
 
-def flex_block_mask(spec: AttentionSpec, q: Any, k: Any, captures: Mapping[str, Any]) -> Run | None:
-    """A run of FlexAttention's making of a block mask, or None where the spec needs none."""
-    if spec.mask.expression == sympy.true:
-        return None
-    import torch
-    from torch.nn.attention.flex_attention import create_block_mask
+@dataclass(frozen=True)
+class Flex:
+    """FlexAttention on a spec: a run of it, and one of making its block mask (None where the spec needs none)."""
 
-    mask = mask_function(spec, q.shape[2], k.shape[2], captures)
-    symbols = spec.mask.expression.free_symbols
-    batch = q.shape[0] if any(symbol.name == "b" for symbol in symbols) else None
-    heads = q.shape[1] if any(symbol.name == "h" for symbol in symbols) else None
-    compiled = torch.compile(create_block_mask)
-    return lambda: compiled(mask, batch, heads, q.shape[2], k.shape[2], device="cuda")
+    run: Run
+    make_block_mask: Run | None
 
 
-def flex(spec: AttentionSpec, q: Any, k: Any, v: Any, captures: Mapping[str, Any] | None = None) -> Run | None:
-    """A run of FlexAttention, its block mask made outside the timing; None where torch is missing or fails."""
+def flex(spec: AttentionSpec, q: Any, k: Any, v: Any, captures: Mapping[str, Any] | None = None) -> Flex | None:
+    """FlexAttention, compiled for these shapes; None where torch is missing or fails."""
     if spec.dropout or spec.layout != "bhsd":
         return None
     try:
@@ -66,11 +61,25 @@ def flex(spec: AttentionSpec, q: Any, k: Any, v: Any, captures: Mapping[str, Any
         return None
     torch._dynamo.reset()  # each shape compiles anew; past a limit torch would run it without compiling
     given = captures or {}
-    make = flex_block_mask(spec, q, k, given)
+    make = _block_mask(spec, q, k, given)
     block_mask = make() if make else None
     score = score_function(spec, q.shape[2], k.shape[2], given) if spec.score else None
     compiled = torch.compile(flex_attention, dynamic=False)
-    return _runs(lambda: compiled(q, k, v, score_mod=score, block_mask=block_mask, scale=spec.scale))
+    run = _runs(lambda: compiled(q, k, v, score_mod=score, block_mask=block_mask, scale=spec.scale))
+    return Flex(run, make) if run else None
+
+
+def _block_mask(spec: AttentionSpec, q: Any, k: Any, captures: Mapping[str, Any]) -> Run | None:
+    if spec.mask.expression == sympy.true:
+        return None
+    import torch
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    mask = mask_function(spec, q.shape[2], k.shape[2], captures)
+    batch = q.shape[0] if spec.mask.expression.has(BATCH) else None
+    heads = q.shape[1] if spec.mask.expression.has(HEAD) else None
+    compiled = torch.compile(create_block_mask)
+    return lambda: compiled(mask, batch, heads, q.shape[2], k.shape[2], device="cuda")
 
 
 def _runs(run: Run) -> Run | None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from flashgen.attention import compile
 from flashgen.bench.cases import Case, inputs
-from flashgen.bench.peers import flex, flex_block_mask
+from flashgen.bench.peers import flex
 from flashgen.bench.timing import median_ms
 from flashgen.language import captures, functions, masks, scores
 from flashgen.language.spec import AttentionSpec
@@ -97,6 +97,11 @@ class VariantRow:
         return asdict(self) | {"ratio": self.ratio}
 
 
+def variant_count() -> int:
+    """How many rows `variant_rows` gives."""
+    return len(variants())
+
+
 def variant_rows(dtype: str = "bfloat16") -> Iterator[VariantRow]:
     """Measures the variants one after the other; lists and block masks are made outside the timing, and timed apart."""
     full_time: float | None = None
@@ -121,13 +126,12 @@ def _measure(variant: Variant, spec: AttentionSpec, full: float | None) -> Varia
 
         lists_ms, options["tile_lists"] = median_ms(make), make()
     time = median_ms(lambda: attention(q, k, v, **options, **given))
-    run, flex_mask_ms = flex(spec, q, k, v, given), None
-    if run and (make_block_mask := flex_block_mask(spec, q, k, given)):
-        flex_mask_ms = median_ms(make_block_mask)
+    peer = flex(spec, q, k, v, given)
+    flex_ms = median_ms(peer.run) if peer else None
+    flex_mask_ms = median_ms(peer.make_block_mask) if peer and peer.make_block_mask else None
     host = {name: value.cpu().numpy() for name, value in given.items()}
     share = attention.tiles(LENGTH, LENGTH, 1, HEADS, **host).share
     per_tile = time / share / full if full else 1.0  # shares are of scores, so that tile sizes do not matter
-    flex_ms = median_ms(run) if run else None
     return VariantRow(variant.name, spec.name, time, lists_ms, flex_ms, flex_mask_ms, share, per_tile)
 
 

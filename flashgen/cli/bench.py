@@ -48,7 +48,7 @@ def bench(
     from flashgen import bench as benchmark
 
     if variants:
-        rows: list[Any] = list(track(benchmark.variant_rows(options.dtype or "bfloat16"), "measuring", None))
+        measured, total = benchmark.variant_rows(options.dtype or "bfloat16"), benchmark.variant_count()
     else:
         dims = [options.head_dim] if options.head_dim else numbers(head_dims, "--head-dims")
         declared = [
@@ -57,9 +57,12 @@ def bench(
             for dim in dims
         ]
         sizes = numbers(lengths, "--lengths")
-        rows = list(track(benchmark.forward_rows(declared, sizes), "measuring", len(declared) * len(sizes)))
-    report = {"environment": benchmark.environment(), "rows": [row.to_dict() for row in rows]}
-    output.write_text(json_module.dumps(report, indent=2) + "\n", encoding="utf-8")
+        measured, total = benchmark.forward_rows(declared, sizes), len(declared) * len(sizes)
+    rows: list[Any] = []
+    for row in track(measured, "measuring", total):
+        rows.append(row)
+        report = {"environment": benchmark.environment(), "rows": [row.to_dict() for row in rows]}
+        output.write_text(json_module.dumps(report, indent=2) + "\n", encoding="utf-8")  # what is measured is kept
     if json:
         print_json(report)
         return
