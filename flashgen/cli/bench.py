@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json as json_module
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -47,6 +48,7 @@ def bench(
         raise LaunchError("there is no GPU here to measure on; `flashgen verify --emulate` runs kernels without one")
     from flashgen import bench as benchmark
 
+    measured: Iterator[Any]
     if variants:
         measured, total = benchmark.variant_rows(options.dtype or "bfloat16"), benchmark.variant_count()
     else:
