@@ -71,8 +71,8 @@ def problem_of(spec: AttentionSpec, views: Mapping[str, View]) -> Problem:
         raise ArgumentError(f"q has {heads_q} heads, no multiple of the {heads_kv} heads of k and v (GQA, MQA)")
     if max(batch, heads_q) > _MOST_BLOCKS or heads_q > _MOST_HEADS_PER_KV * max(heads_kv, 1):
         raise ArgumentError(
-            f"batch {batch} and heads {heads_q} must be at most {_MOST_BLOCKS}, and {_MOST_HEADS_PER_KV} heads of q for "
-            "each of k; call it on parts of the batch"
+            f"batch {batch} and heads {heads_q} must be at most {_MOST_BLOCKS}, and for each head of k "
+            f"at most {_MOST_HEADS_PER_KV} of q; call it on parts of the batch"
         )
     if max(len_q, len_k) > _INT32:
         raise ArgumentError(f"len_q {len_q} and len_k {len_k} must be at most 2**31 - 1")
