@@ -14,31 +14,24 @@
 
 using Element = unsigned short;   // the bits of a bfloat16
 
-// Strides are in elements.
+struct Strides {   // in elements
+  long long batch, head, row;
+};
+
 struct ForwardArguments {
   const Element* q;
   const Element* k;
   const Element* v;
   Element* o;
   float* lse;   // (batch, heads_q, len_q), or null
-  long long q_stride_batch;
-  long long q_stride_head;
-  long long q_stride_row;
-  long long k_stride_batch;
-  long long k_stride_head;
-  long long k_stride_row;
-  long long v_stride_batch;
-  long long v_stride_head;
-  long long v_stride_row;
-  long long o_stride_batch;
-  long long o_stride_head;
-  long long o_stride_row;
-  int batch;
+  Strides q_strides;
+  Strides k_strides;
+  Strides v_strides;
+  Strides o_strides;
   int heads_q;
-  int heads_per_kv;
   int len_q;
   int len_k;
-  int section;   // heads that run together, to share the L2
+  unsigned kv_reciprocal;   // 2^31 / heads per head of K and V, rounded up
 };
 
 // ---- The plan -------------------------------------------------------------------------------------------------------
@@ -172,17 +165,16 @@ struct Work {
   int first_query, head, batch;
 };
 
-// Blocks that run together share keys: `section` heads at a time, as many as the L2 holds the keys and values of.
-__device__ __forceinline__ Work work_of_block(const ForwardArguments& arguments) {
-  const int tiles = (arguments.len_q + kTileQ - 1) / kTileQ;
-  const int first_of_section = blockIdx.x / (arguments.section * tiles) * arguments.section;
-  const int within = blockIdx.x - first_of_section * tiles;
-  const int heads = min(arguments.section, arguments.batch * arguments.heads_q - first_of_section);
-  const int tile = tiles - 1 - within / heads;   // later queries see more keys: the longest work goes first
-  const int head = first_of_section + within % heads;
-  return {tile * kTileQ, head % arguments.heads_q, head / arguments.heads_q};
+__device__ __forceinline__ Work work_of_block() {
+  const int tile = gridDim.x - 1 - blockIdx.x;   // later queries see more keys: the longest work goes first
+  return {tile * kTileQ, static_cast<int>(blockIdx.y), static_cast<int>(blockIdx.z)};
 }
 
+// The head of K and V that a query head reads, head / heads_per_kv. A product with 2^31 / heads_per_kv, rounded up, is
+// exact, and unlike a division leaves the result, and the addresses that follow from it, in uniform registers.
+__device__ __forceinline__ int kv_head_of(int head, const ForwardArguments& arguments) {
+  return __umulhi(2 * head + 1, arguments.kv_reciprocal);
+}
 
 // The tiles of keys that a tile of queries attends to: one run, and a stretch of it in which every score counts.
 struct KeyTiles {
@@ -205,8 +197,6 @@ __device__ __forceinline__ KeyTiles key_tiles_of(const Work& work, const Forward
   return {first_tile, count, (full_begin + kTileK - 1) / kTileK, full_end / kTileK};
 }
 
-
-
 // ---- The kernel's steps ---------------------------------------------------------------------------------------------
 
 // Chunks of a row are permuted so that the 8 rows that ldmatrix reads at once lie in different banks: within groups
@@ -221,14 +211,27 @@ __device__ constexpr unsigned tile_offset(int row, int chunk) {
   return (row * kChunks + (chunk ^ (row / (8 / kSpan)) % kSpan)) * 16;
 }
 
-// This lane's address for ldmatrix of the 16 x 16 block at (row, chunk), multiples of 16 and 2: its four 8 x 8
-// matrices are the upper left, lower left, upper right and lower right one.
+// ldmatrix reads a 16 x 16 block as four 8 x 8 matrices, of which lane l names row l % 8 of matrix l / 8. The address
+// that a lane gives for the block at (row, chunk), multiples of 16 and 2, if its own place in the block is as given.
 template <int kChunks>
-__device__ __forceinline__ unsigned block_address(unsigned tile, int row, int chunk) {
+__device__ __forceinline__ unsigned block_address(unsigned tile, int row, int chunk, int lane_row, int lane_chunk) {
   constexpr int kSpan = swizzle_span<kChunks>();
-  const int lane = threadIdx.x % 32;
-  const unsigned corner = tile_offset<kChunks>(lane % 16, lane / 16);
+  const unsigned corner = tile_offset<kChunks>(lane_row, lane_chunk);
   return tile + row * kChunks * 16 + (corner ^ chunk % kSpan * 16) + chunk / kSpan * kSpan * 16;
+}
+
+// Upper left, lower left, upper right, lower right: the order of an mma's A, and of B where it is transposed.
+template <int kChunks>
+__device__ __forceinline__ unsigned block_by_columns(unsigned tile, int row, int chunk) {
+  const int lane = threadIdx.x % 32;
+  return block_address<kChunks>(tile, row, chunk, lane % 16, lane / 16);
+}
+
+// Upper left, upper right, lower left, lower right: the order of two mmas' B.
+template <int kChunks>
+__device__ __forceinline__ unsigned block_by_rows(unsigned tile, int row, int chunk) {
+  const int lane = threadIdx.x % 32;
+  return block_address<kChunks>(tile, row, chunk, lane % 8 + lane / 16 * 8, lane / 8 % 2);
 }
 
 // Starts copying rows first_row, ... of a matrix of row_count rows into a tile; zeros where the matrix ends.
@@ -251,7 +254,6 @@ __device__ __forceinline__ void copy_tile(unsigned tile, const Element* matrix, 
   }
 }
 
-
 // scores = Q * K^T of this warp's rows; `queries` and `keys` are where they begin in shared memory.
 __device__ __forceinline__ void multiply_queries_by_keys(float (&scores)[kRowTiles][kKeyTiles][4], unsigned queries,
                                                          unsigned keys) {
@@ -260,20 +262,19 @@ __device__ __forceinline__ void multiply_queries_by_keys(float (&scores)[kRowTil
   for (int depth = 0; depth < kHeadDimPadded / 16; ++depth) {
     unsigned a[kRowTiles][4];
 #pragma unroll
-    for (int i = 0; i < kRowTiles; ++i) load_matrix_x4(a[i], block_address<kChunks>(queries, i * 16, depth * 2));
+    for (int i = 0; i < kRowTiles; ++i) load_matrix_x4(a[i], block_by_columns<kChunks>(queries, i * 16, depth * 2));
 #pragma unroll
     for (int j = 0; j < kKeyTiles; j += 2) {
       unsigned b[4];
-      load_matrix_x4(b, block_address<kChunks>(keys, j * 8, depth * 2));
+      load_matrix_x4(b, block_by_rows<kChunks>(keys, j * 8, depth * 2));
 #pragma unroll
       for (int i = 0; i < kRowTiles; ++i) {
-        mma_m16n8k16_bf16(scores[i][j], a[i], b[0], b[2]);
-        mma_m16n8k16_bf16(scores[i][j + 1], a[i], b[1], b[3]);
+        mma_m16n8k16_bf16(scores[i][j], a[i], b[0], b[1]);
+        mma_m16n8k16_bf16(scores[i][j + 1], a[i], b[2], b[3]);
       }
     }
   }
 }
-
 
 // -inf where the query may not attend to the key.
 __device__ __forceinline__ void mask_scores(float (&scores)[kRowTiles][kKeyTiles][4], const Position& position,
@@ -290,7 +291,6 @@ __device__ __forceinline__ void mask_scores(float (&scores)[kRowTiles][kKeyTiles
     }
   }
 }
-
 
 // A row's running state: the reference that its probabilities are relative to, and this lane's share of their sum.
 struct RowState {
@@ -352,7 +352,6 @@ __device__ __forceinline__ void online_softmax(float (&scores)[kRowTiles][kKeyTi
   }
 }
 
-
 // output += P * V, with P rounded to the input's type; `values` is where the tile of V begins in shared memory.
 __device__ __forceinline__ void multiply_probabilities_by_values(float (&output)[kRowTiles][kValueTiles][4],
                                                                  const float (&probabilities)[kRowTiles][kKeyTiles][4],
@@ -372,7 +371,7 @@ __device__ __forceinline__ void multiply_probabilities_by_values(float (&output)
 #pragma unroll
     for (int j = 0; j < kValueTiles; j += 2) {
       unsigned b[4];
-      load_matrix_x4_transposed(b, block_address<kChunks>(values, depth * 16, j));
+      load_matrix_x4_transposed(b, block_by_columns<kChunks>(values, depth * 16, j));
 #pragma unroll
       for (int i = 0; i < kRowTiles; ++i) {
         mma_m16n8k16_bf16(output[i][j], a[i], b[0], b[1]);
@@ -382,60 +381,72 @@ __device__ __forceinline__ void multiply_probabilities_by_values(float (&output)
   }
 }
 
-
-// Divides by the row sums, rounds, and writes the output through shared memory, 16 bytes a lane; writes the LSE.
-__device__ __forceinline__ void write_output(const float (&output)[kRowTiles][kValueTiles][4],
-                                             const RowState (&rows)[kRowTiles][2], const Position& position,
-                                             const Work& work, const ForwardArguments& arguments) {
-  constexpr int kChunks = kValueDimPadded / 8;
-  const int lane = threadIdx.x % 32, warp_row = threadIdx.x / 32 * kRowsPerWarp;
-  float* lse = arguments.lse + (static_cast<long long>(work.batch) * arguments.heads_q + work.head) * arguments.len_q;
-  __syncthreads();   // every warp is done with the tiles that the output takes the place of
+// Divides by the row sums, rounds, and lays this warp's rows of the output into shared memory.
+__device__ __forceinline__ void stage_output(const float (&output)[kRowTiles][kValueTiles][4],
+                                             RowState (&rows)[kRowTiles][2], int warp_row) {
+  const int lane = threadIdx.x % 32;
 #pragma unroll
   for (int i = 0; i < kRowTiles; ++i) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const float sum = quad_sum(rows[i][r].sum);
-      const float normalise = sum == 0.0f ? 0.0f : 1.0f / sum;
-      const int query = position.query + i * 16 + r * 8;
-      if (arguments.lse != nullptr && lane % 4 == 0 && query < arguments.len_q) {
-        // Natural logarithm; -inf where there was nothing to attend to.
-        lse[query] = sum == 0.0f ? minus_infinity()
-                                 : (rows[i][r].reference * kScoreToLog2 + log2_approx(sum)) * 0.69314718f;
-      }
+      rows[i][r].sum = quad_sum(rows[i][r].sum);
+      const float normalise = rows[i][r].sum == 0.0f ? 0.0f : 1.0f / rows[i][r].sum;
 #pragma unroll
       for (int j = 0; j < kValueTiles; ++j) {
-        const unsigned offset = tile_offset<kChunks>(warp_row + lane / 4 + i * 16 + r * 8, j) + lane % 4 * 4;
-        *reinterpret_cast<unsigned*>(shared_memory + offset) =
+        const int row = warp_row + i * 16 + r * 8 + lane / 4;
+        *reinterpret_cast<unsigned*>(shared_memory + tile_offset<kValueDimPadded / 8>(row, j) + lane % 4 * 4) =
             pack_bf16(output[i][j][2 * r] * normalise, output[i][j][2 * r + 1] * normalise);
       }
     }
   }
-  __syncwarp();      // a warp reads back only its own rows
-  Element* o = arguments.o + work.batch * arguments.o_stride_batch + work.head * arguments.o_stride_head;
+}
+
+// The log-sum-exp of this lane's rows, to the base e; -inf where there was nothing to attend to.
+__device__ __forceinline__ void write_lse(const RowState (&rows)[kRowTiles][2], const Position& position,
+                                          const ForwardArguments& arguments) {
+  const long long head = static_cast<long long>(position.batch) * arguments.heads_q + position.head;
+  if (arguments.lse == nullptr || threadIdx.x % 4 != 0) return;
+#pragma unroll
+  for (int i = 0; i < kRowTiles; ++i) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int query = position.query + i * 16 + r * 8;
+      const float log2_sum = rows[i][r].reference * kScoreToLog2 + log2_approx(rows[i][r].sum);
+      if (query < arguments.len_q) {
+        arguments.lse[head * arguments.len_q + query] =
+            rows[i][r].sum == 0.0f ? minus_infinity() : log2_sum * 0.69314718f;
+      }
+    }
+  }
+}
+
+// Copies this warp's rows of the output from shared to global memory, 16 bytes a lane.
+__device__ __forceinline__ void write_output(const Work& work, int warp_row, const ForwardArguments& arguments) {
+  constexpr int kChunks = kValueDimPadded / 8;
+  const int lane = threadIdx.x % 32;
+  Element* o = arguments.o + work.batch * arguments.o_strides.batch + work.head * arguments.o_strides.head;
 #pragma unroll
   for (int i = lane; i < kRowsPerWarp * kChunks; i += 32) {
     const int row = warp_row + i / kChunks, chunk = i % kChunks;
     if (work.first_query + row < arguments.len_q && chunk * 8 < kValueDim) {
-      *reinterpret_cast<uint4*>(o + (work.first_query + row) * arguments.o_stride_row + chunk * 8) =
+      *reinterpret_cast<uint4*>(o + (work.first_query + row) * arguments.o_strides.row + chunk * 8) =
           *reinterpret_cast<const uint4*>(shared_memory + tile_offset<kChunks>(row, chunk));
     }
   }
 }
 
-
 // ---- The kernel -----------------------------------------------------------------------------------------------------
 
 extern "C" __global__ void __launch_bounds__(kThreads, 2)
 attention_forward_bf16_d128_causal_56b1805a(const __grid_constant__ ForwardArguments arguments) {
-  const Work work = work_of_block(arguments);
+  const Work work = work_of_block();
   const int warp_row = (threadIdx.x / 32) * kRowsPerWarp;
   const int lane = threadIdx.x % 32;
   const Position position = {work.batch, work.head, work.first_query + warp_row + lane / 4, (lane % 4) * 2};
-  const Element* q = arguments.q + work.batch * arguments.q_stride_batch + work.head * arguments.q_stride_head;
-  const int head_kv = work.head / arguments.heads_per_kv;
-  const Element* k = arguments.k + work.batch * arguments.k_stride_batch + head_kv * arguments.k_stride_head;
-  const Element* v = arguments.v + work.batch * arguments.v_stride_batch + head_kv * arguments.v_stride_head;
+  const Element* q = arguments.q + work.batch * arguments.q_strides.batch + work.head * arguments.q_strides.head;
+  const int head_kv = kv_head_of(work.head, arguments);
+  const Element* k = arguments.k + work.batch * arguments.k_strides.batch + head_kv * arguments.k_strides.head;
+  const Element* v = arguments.v + work.batch * arguments.v_strides.batch + head_kv * arguments.v_strides.head;
 
   const unsigned q_tile = shared_address(shared_memory);
   const unsigned k_tile = q_tile + kKeyOffset;
@@ -445,11 +456,22 @@ attention_forward_bf16_d128_causal_56b1805a(const __grid_constant__ ForwardArgum
   float output[kRowTiles][kValueTiles][4] = {};
   RowState rows[kRowTiles][2];
   const KeyTiles tiles = key_tiles_of(work, arguments);
+  const auto copy_queries = [&] {
+    copy_tile<kTileQ, kHeadDim, kHeadDimPadded>(q_tile, q, arguments.q_strides.row, work.first_query, arguments.len_q);
+  };
+  const auto copy_keys = [&](int step) {
+    const unsigned tile = k_tile + step % 2 * kKeyBytes;
+    copy_tile<kTileK, kHeadDim, kHeadDimPadded>(tile, k, arguments.k_strides.row, tiles.first_key(step), arguments.len_k);
+  };
+  const auto copy_values = [&](int step) {
+    const unsigned tile = v_tile + step % 2 * kValueBytes;
+    copy_tile<kTileK, kValueDim, kValueDimPadded>(tile, v, arguments.v_strides.row, tiles.first_key(step), arguments.len_k);
+  };
 
   if (tiles.count > 0) {
-    copy_tile<kTileQ, kHeadDim, kHeadDimPadded>(q_tile, q, arguments.q_stride_row, work.first_query, arguments.len_q);
-    copy_tile<kTileK, kHeadDim, kHeadDimPadded>(k_tile, k, arguments.k_stride_row, tiles.first_key(0), arguments.len_k);
-    copy_tile<kTileK, kValueDim, kValueDimPadded>(v_tile, v, arguments.v_stride_row, tiles.first_key(0), arguments.len_k);
+    copy_queries();
+    copy_keys(0);
+    copy_values(0);
   }
   copy_async_commit();
   for (int step = 0; step < tiles.count; ++step) {
@@ -458,19 +480,21 @@ attention_forward_bf16_d128_causal_56b1805a(const __grid_constant__ ForwardArgum
     copy_async_wait<0>();
     __syncthreads();
     if (step + 1 < tiles.count) {
-      const int stage = (step + 1) % 2;
-      copy_tile<kTileK, kHeadDim, kHeadDimPadded>(k_tile + stage * kKeyBytes, k, arguments.k_stride_row, tiles.first_key(step + 1), arguments.len_k);
-      copy_tile<kTileK, kValueDim, kValueDimPadded>(v_tile + stage * kValueBytes, v, arguments.v_stride_row, tiles.first_key(step + 1), arguments.len_k);
+      copy_keys(step + 1);
+      copy_values(step + 1);
     }
     copy_async_commit();
 
     float scores[kRowTiles][kKeyTiles][4] = {};
-    multiply_queries_by_keys(scores, q_rows, k_tile + (step % 2) * kKeyBytes);
+    multiply_queries_by_keys(scores, q_rows, k_tile + step % 2 * kKeyBytes);
     if (!tiles.full(step)) mask_scores(scores, position, first_key, arguments);
     online_softmax(scores, output, rows);
-
-    multiply_probabilities_by_values(output, scores, v_tile + (step % 2) * kValueBytes);
+multiply_probabilities_by_values(output, scores, v_tile + step % 2 * kValueBytes);
   }
-  copy_async_wait<0>();
-  write_output(output, rows, position, work, arguments);
+
+  // The output takes the place of Q; each warp's rows that of its own.
+  stage_output(output, rows, warp_row);
+  write_lse(rows, position, arguments);
+  __syncwarp();
+  write_output(work, warp_row, arguments);
 }

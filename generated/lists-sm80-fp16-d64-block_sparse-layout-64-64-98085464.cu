@@ -1,36 +1,54 @@
-// flashgen: lists of key tiles, fp16-d64-block_sparse-layout-64-64-98085464
+// flashgen: key tiles of each query tile, fp16-d64-block_sparse-layout-64-64-98085464
 //
 // mask     block_sparse('layout', 64, 64)
 // tiles    128 queries x 64 keys
-// Grid: one block per (tile of queries, head, batch) of the lists, in one dimension. Every element of a tile is evaluated.
+//
+// Grid: (query tiles, 1, 1); a block makes one list. Each warp takes 8 key tiles at a time.
+// What the mask is over a whole tile is worked out from the ranges of its indices; where these leave it open, the warp
+// looks at the elements.
 
-// Strides are in elements.
 struct ListArguments {
   int* counts;
+  long long* offsets;
   int* entries;
   const unsigned char* layout;
   long long layout_stride[2];
-  int heads;
   int len_q;
   int len_k;
+  int spacing;   // entries from list to list; 0 where `offsets` says
   int layout_size[2];
 };
 
 constexpr int kTileQ = 128;
 constexpr int kTileK = 64;
-constexpr int kThreads = 256;
-static_assert(kThreads % kTileK == 0, "a thread stays in its column of the tile");
+constexpr int kWarps = 16;
+constexpr int kTilesPerWarp = 8;   // at a time
+constexpr int kStepsPerVote = 8;    // elements that a lane looks at before the warp asks whether it has seen enough
+constexpr int kMostScanned = 256;   // elements of an array whose extremes are looked for
+static_assert(kTileQ * kTileK % (32 * kStepsPerVote) == 0, "every lane looks at as many elements");
 
 #ifndef FLASHGEN_EMULATOR   // the emulator brings its own
 
+extern __shared__ __align__(1024) unsigned char shared_memory[];
+
 #endif
 
-// layout[i0][i1], each index clamped to the array.
+// floor(a / b), as Python's a // b; 0 where b is 0.
+__device__ __forceinline__ int floor_divide(int a, int b) {
+  if (b == 0) return 0;
+  if (b == -1) return static_cast<int>(0u - static_cast<unsigned>(a));   // a CPU traps at the smallest int / -1
+  const int quotient = a / b;
+  return quotient - (a % b != 0 && (a < 0) != (b < 0));
+}
+
+// layout[i0][i1], each index clamped to the array from above, as is one that has wrapped; strides are in bytes.
 __device__ __forceinline__ bool load_layout(const ListArguments& arguments, int i0, int i1) {
-  i0 = min(max(i0, 0), arguments.layout_size[0] - 1);
-  i1 = min(max(i1, 0), arguments.layout_size[1] - 1);
-  const long long element = i0 * arguments.layout_stride[0] + i1 * arguments.layout_stride[1];
-  return static_cast<bool>(__ldg(arguments.layout + element));
+  i0 = min(static_cast<unsigned>(i0), arguments.layout_size[0] - 1u);
+  i1 = min(static_cast<unsigned>(i1), arguments.layout_size[1] - 1u);
+  const char* element = reinterpret_cast<const char*>(arguments.layout);
+  element += i0 * arguments.layout_stride[0];
+  element += static_cast<long long>(i1) * static_cast<int>(arguments.layout_stride[1]);
+  return static_cast<bool>(__ldg(reinterpret_cast<const unsigned char*>(element)));
 }
 
 // Mask: block_sparse('layout', 64, 64)
@@ -38,24 +56,135 @@ __device__ __forceinline__ bool may_attend(int q, int k, const ListArguments& ar
   return load_layout(arguments, q / 64, k / 64);
 }
 
-// counts[row] tiles of keys stand in entries[row * tiles_k], ...: tile << 1 | every score of the tile counts.
-extern "C" __global__ void __launch_bounds__(kThreads)
-list_key_tiles_fp16_d64_block_sparse_layout_64_64_98085464(const __grid_constant__ ListArguments arguments) {
-  const int tiles_q = (arguments.len_q + kTileQ - 1) / kTileQ, tiles_k = (arguments.len_k + kTileK - 1) / kTileK;
-  const int first_query = blockIdx.x % tiles_q * kTileQ, end_query = min(first_query + kTileQ, arguments.len_q);
-  int* entries = arguments.entries + static_cast<long long>(blockIdx.x) * tiles_k;
-  int count = 0;
-  for (int tile = 0; tile < tiles_k; ++tile) {
-    const int k = tile * kTileK + threadIdx.x % kTileK;
-    bool any = false, all = (tile + 1) * kTileK <= arguments.len_k;
-    for (int q = first_query + threadIdx.x / kTileK; k < arguments.len_k && q < end_query; q += kThreads / kTileK) {
-      const bool attends = may_attend(q, k, arguments);
-      any |= attends;
-      all &= attends;
+// The values of an integer over a tile, both ends included; a number is a range of one value.
+struct Range {
+  int low, high;
+
+  __device__ __forceinline__ Range(int value) : low(value), high(value) {}
+  __device__ __forceinline__ Range(int low, int high) : low(low), high(high) {}
+  // The kernel's integers are 32 bits wide, so nothing is lost by clamping to them.
+  __device__ __forceinline__ Range(long long low, long long high)
+      : low(static_cast<int>(min(max(low, -2147483648ll), 2147483647ll))),
+        high(static_cast<int>(min(max(high, -2147483648ll), 2147483647ll))) {}
+};
+
+// Whether a condition holds over a tile: for every element, for none, or, where both are false, unknown.
+struct Truth {
+  bool always, never;
+
+  __device__ __forceinline__ Truth(bool value) : always(value), never(!value) {}
+  __device__ __forceinline__ Truth(bool always, bool never) : always(always), never(never) {}
+};
+
+// By a positive constant: floor division rises with the dividend.
+__device__ __forceinline__ Range quotient(Range a, int divisor) {
+  return {floor_divide(a.low, divisor), floor_divide(a.high, divisor)};
+}
+
+// layout over ranges of indices: its elements are looked at, unless they are many.
+__device__ __forceinline__ Truth load_layout(const ListArguments& arguments, Range i0, Range i1) {
+  const int low0 = max(min(i0.low, arguments.layout_size[0] - 1), 0);
+  const int high0 = max(min(i0.high, arguments.layout_size[0] - 1), 0);
+  const int low1 = max(min(i1.low, arguments.layout_size[1] - 1), 0);
+  const int high1 = max(min(i1.high, arguments.layout_size[1] - 1), 0);
+  const float elements = (high0 - low0 + 1.0f) * (high1 - low1 + 1.0f);
+  if (elements > kMostScanned) return {false, false};
+  bool some = false, every = true;
+  for (int e0 = low0; e0 <= high0; ++e0) {
+    for (int e1 = low1; e1 <= high1; ++e1) {
+      const bool value = load_layout(arguments, e0, e1);
+      some |= value;
+      every &= value;
     }
-    const bool visited = __syncthreads_or(any), full = __syncthreads_and(all);
-    if (visited && threadIdx.x == 0) entries[count] = tile << 1 | full;
-    count += visited;
   }
-  if (threadIdx.x == 0) arguments.counts[blockIdx.x] = count;
+  return {every, !some};
+}
+
+// The mask over a tile: its own expression, of ranges.
+__device__ __forceinline__ Truth may_attend_within(Range q, Range k, const ListArguments& arguments) {
+  return load_layout(arguments, quotient(q, 64), quotient(k, 64));
+}
+
+// The mask over a tile by its elements, of which a warp looks at so many that one is true and one is false.
+__device__ __forceinline__ Truth look_at_elements(int first_q, int first_k, const ListArguments& arguments) {
+  bool some = false, every = true;
+  for (int first = threadIdx.x % 32; first < kTileQ * kTileK; first += 32 * kStepsPerVote) {
+#pragma unroll
+    for (int element = first; element < first + 32 * kStepsPerVote; element += 32) {
+      // Where a tile overhangs, its last query or key stands for those that are missing.
+      const int q = min(first_q + element / kTileK, arguments.len_q - 1);
+      const int k = min(first_k + element % kTileK, arguments.len_k - 1);
+      const bool attends = may_attend(q, k, arguments);
+      some |= attends;
+      every &= attends;
+    }
+    some = __any_sync(0xffffffffu, some);
+    every = __all_sync(0xffffffffu, every);
+    if (some && !every) break;
+  }
+  return {every, !some};
+}
+
+// One bit for each tile of a warp.
+struct Classes {
+  unsigned visited, full;
+};
+
+// The classes of the key tiles from first_tile on. A tile with keys beyond len_k is never full.
+__device__ __forceinline__ Classes classify(int q_tile, int first_tile, int end_tile, const ListArguments& arguments) {
+  const int slot = threadIdx.x % kTilesPerWarp, k_tile = first_tile + slot;
+  const bool exists = k_tile < end_tile && threadIdx.x % 32 < kTilesPerWarp;
+  const unsigned whole = __ballot_sync(0xffffffffu, (k_tile + 1) * kTileK <= arguments.len_k);
+  Truth truth(false);
+  if (exists) {
+    const Range q(q_tile * kTileQ, min((q_tile + 1) * kTileQ, arguments.len_q) - 1);
+    const Range k(k_tile * kTileK, min((k_tile + 1) * kTileK, arguments.len_k) - 1);
+    truth = may_attend_within(q, k, arguments);
+  }
+  Classes classes = {__ballot_sync(0xffffffffu, !truth.never), __ballot_sync(0xffffffffu, truth.always) & whole};
+  unsigned open = __ballot_sync(0xffffffffu, !truth.never && !truth.always);
+  for (; open; open &= open - 1) {
+    const int tile = __ffs(open) - 1;
+    const Truth seen = look_at_elements(q_tile * kTileQ, (first_tile + tile) * kTileK, arguments);
+    if (seen.never) classes.visited &= ~(1u << tile);
+    if (seen.always) classes.full |= 1u << tile & whole;
+  }
+  return classes;
+}
+
+// counts[list] key tiles stand in entries from offsets[list] on, in order: tile << 1 | every element counts.
+// With `spacing` the lists begin at multiples of it, and the kernel writes the offsets; without `entries` it counts.
+extern "C" __global__ void __launch_bounds__(kWarps * 32)
+list_key_tiles_fp16_d64_block_sparse_layout_64_64_98085464(const __grid_constant__ ListArguments arguments) {
+  const int q_tile = blockIdx.x;
+  const int list = (blockIdx.z * gridDim.y + blockIdx.y) * gridDim.x + blockIdx.x;
+  const int begin_tile = 0, end_tile = (arguments.len_k + kTileK - 1) / kTileK;
+
+  long long offset = static_cast<long long>(list) * arguments.spacing;
+  if (arguments.spacing == 0) {
+    offset = arguments.offsets[list];
+  } else if (threadIdx.x == 0) {
+    arguments.offsets[list] = offset;
+  }
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  unsigned* visited_by_warp = reinterpret_cast<unsigned*>(shared_memory);
+  int count = 0;
+  for (int section = begin_tile; section < end_tile; section += kWarps * kTilesPerWarp) {
+    const int first_tile = section + warp * kTilesPerWarp;
+    const Classes classes = classify(q_tile, first_tile, end_tile, arguments);
+    if (lane == 0) visited_by_warp[warp] = classes.visited;
+    __syncthreads();
+    // Behind the tiles of the warps before, and of the lanes before.
+    int position = count + __popc(classes.visited & ((1u << lane) - 1));
+    for (int other = 0; other < kWarps; ++other) {
+      const int visited = __popc(visited_by_warp[other]);
+      count += visited;
+      if (other < warp) position += visited;
+    }
+    if (arguments.entries && classes.visited >> lane & 1) {
+      arguments.entries[offset + position] = (first_tile + lane) << 1 | (classes.full >> lane & 1);
+    }
+    __syncthreads();
+  }
+  if (threadIdx.x == 0) arguments.counts[list] = count;
 }
