@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +17,7 @@ from flashgen.cli.app import app
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 FIRST_SPEC = ROOT / "examples" / "first_spec.py"
+LARGEST_PICTURE = 20_000  # bytes of a picture in the gallery
 
 
 def run_python(*arguments: str) -> str:
@@ -48,10 +50,20 @@ def test_the_example_runs() -> None:
     ("spec", "picture"),
     [(f"{FIRST_SPEC}:spec", "tiles-first-spec.svg"), ("causal() & sliding_window(600)", "tiles-window.svg")],
 )
-def test_the_pictures_are_drawn_from_these_specs(spec: str, picture: str) -> None:
-    result = CliRunner().invoke(app, ["show", spec, "--what", "svg", "--len-q", "2048", "--target", "sm_80"])
-    drawn = (ROOT / "docs" / picture).read_text(encoding="utf-8")
-    assert result.stdout == drawn, f"draw docs/{picture} anew: flashgen show {spec!r} --what svg --len-q 2048 ..."
+def test_the_pictures_are_drawn_from_these_specs(tmp_path: Path, spec: str, picture: str) -> None:
+    drawn = tmp_path / picture
+    arguments = ["show", spec, "--what", "tiles", "--len-q", "2048", "--target", "sm_80", "--output", str(drawn)]
+    assert CliRunner().invoke(app, arguments).exit_code == 0
+    command = f"flashgen show {spec!r} --what tiles --len-q 2048 --target sm_80 --output docs/{picture}"
+    assert drawn.read_bytes() == (ROOT / "docs" / picture).read_bytes(), f"draw it anew: {command}"
+
+
+def test_the_gallery_is_drawn_from_its_script() -> None:
+    pictures = runpy.run_path(str(ROOT / "docs" / "gallery.py"))["pictures"]()
+    assert 6 <= len(pictures) == len(list((ROOT / "docs").glob("gallery-*.svg")))
+    for name, svg in pictures.items():
+        assert (ROOT / "docs" / name).read_text(encoding="utf-8") == svg, "draw them anew: python docs/gallery.py"
+        assert len(svg) < LARGEST_PICTURE and f'"docs/{name}"' in README, name
 
 
 def test_links_and_pictures_exist() -> None:

@@ -7,6 +7,9 @@ runs       one run of positions per row, solved from a conjunction
 ranges     closed forms over a tile: key_range, query_range
 intervals  three-valued evaluation of any node over boxes
 tiles      the class of every tile: tile_map
-draw       a tile map as text and as SVG
+elements   which scores of one tile a mask keeps: tile_elements
+draw       a tile map, or one tile, as text, SVG and PNG
+picture    a grid of coloured cells as SVG and PNG
+png        pixels as the bytes of a PNG file
 text       a node as a person would write it
 """

@@ -1,69 +1,82 @@
-"""A tile map as text for a terminal, and as SVG."""
+"""A tile map, or the elements of one tile, as text for a terminal, as SVG and as PNG."""
 
 from __future__ import annotations
 
-from html import escape
-from itertools import groupby
 from typing import Any
 
 import numpy as np
 
+from flashgen.analysis.elements import TileElements
+from flashgen.analysis.picture import GROUND, Kind, Picture
 from flashgen.analysis.tiles import EMPTY, FULL, PARTIAL, TileMap
-from flashgen.errors import ArgumentError
+
+Drawable = TileMap | TileElements
 
 _GLYPHS = {EMPTY: "·", PARTIAL: "▒", FULL: "█"}
 _NAMES = {EMPTY: "empty", PARTIAL: "partial", FULL: "full"}
-_COLOURS = {PARTIAL: "#f2a541", FULL: "#2b6cb0"}
-_GROUND, _INK = "#f3f4f6", "#1f2937"
+_COLOURS = {EMPTY: GROUND, PARTIAL: "#f2a541", FULL: "#2b6cb0"}
+_MOST_CELLS = 256  # of a side of a picture; beyond it, a cell stands for several tiles
+# Two by two elements in a character: upper left counts 1, upper right 2, lower left 4, lower right 8.
+_QUADRANTS = np.array(list(" ▘▝▀▖▌▞▛▗▚▐▜▄▙▟█"))
 
 
-def to_text(tile_map: TileMap, width: int = 80, batch: int = 0, head: int = 0) -> str:
-    """The map of one batch and head in characters, queries downwards and keys to the right, with a legend.
+def to_text(drawn: Drawable, width: int = 80, batch: int = 0, head: int = 0) -> str:
+    """In characters, queries downwards and keys to the right, with a legend.
 
-    A tile is as many characters wide as keeps its shape, where a character is twice as tall as wide. A map wider than
-    `width` is scaled down: a cell of several tiles is PARTIAL unless all of them are alike.
+    Of a map, one batch and head. A tile is as many characters wide as keeps its shape, where a character is twice as
+    tall as wide. A map wider than `width` is scaled down: a cell of several tiles is PARTIAL unless all of them are
+    alike. Of a tile, every element: a character is two of them, one above the other, or four where it would be wider
+    than `width`; blank is masked.
     """
-    classes = _plane(tile_map, batch, head)
-    rows, columns = tile_map.tile
+    if isinstance(drawn, TileElements):
+        return _elements_text(drawn, width)
+    classes = drawn.of(batch, head)
+    rows, columns = drawn.tile
     characters = max(1, round(2 * columns / rows))
     group = max(1, -(-classes.shape[1] * characters // max(width, characters)))
     lines = ["".join(_GLYPHS[kind] * characters for kind in line) for line in _grouped(classes, group)]
-    return "\n".join([*lines, *_legend(tile_map, classes, group)])
+    return "\n".join([*lines, *_legend(drawn, classes, group)])
 
 
-def to_svg(tile_map: TileMap, title: str = "", width: int = 480, batch: int = 0, head: int = 0) -> str:
-    """The map of one batch and head as the text of an SVG image, `width` pixels wide, with a title and a legend."""
-    classes = _plane(tile_map, batch, head)
-    rows, columns = tile_map.tile
-    group = max(1, -(-max(classes.shape, default=1) // 256))
-    cells = _grouped(classes, group)
-    scale = width / max(1, classes.shape[1] * columns)
-    height = max(1.0, classes.shape[0] * rows * scale)
-    top = 28 if title else 8
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width + 16}" height="{_number(top + height + 48)}" '
-        f'font-family="system-ui, sans-serif" font-size="13" fill="{_INK}">',
-        '<rect width="100%" height="100%" fill="#ffffff"/>',
-    ]
-    if title:
-        parts.append(f'<text x="8" y="19" font-weight="600">{escape(title)}</text>')
-    parts.append(f'<rect x="8" y="{top}" width="{width}" height="{_number(height)}" fill="{_GROUND}"/>')
-    parts.append(f'<g transform="translate(8 {top})" shape-rendering="crispEdges">')
-    parts += _rectangles(cells, columns * scale * group, rows * scale * group, width, height)
-    parts.append("</g>")
-    parts += _svg_legend(tile_map, classes, top + height + 20)
-    parts.append("</svg>\n")
-    return "\n".join(parts)
+def to_svg(drawn: Drawable, title: str = "", width: int = 480, batch: int = 0, head: int = 0) -> str:
+    """As the text of an SVG image, the longer side `width` pixels, with a title and a legend.
+
+    One narrower than 320 pixels has a line of text instead of a legend.
+    """
+    return _picture(drawn, title, batch, head).to_svg(width)
 
 
-def _plane(tile_map: TileMap, batch: int, head: int) -> Any:
-    """(tiles_q, tiles_k) of one batch and head; a map that is the same for all takes any."""
-    place = []
-    for name, index, size in zip(("batch", "head"), (batch, head), tile_map.classes.shape[:2], strict=True):
-        if index < 0 or (size > 1 and index >= size):
-            raise ArgumentError(f"{name}={index} is not in this map: give 0 to {size - 1}")
-        place.append(index if size > 1 else 0)
-    return tile_map.classes[tuple(place)]
+def to_png(drawn: Drawable, title: str = "", width: int = 480, batch: int = 0, head: int = 0) -> bytes:
+    """As a PNG file, the longer side about `width` pixels, with a bar of the shares below.
+
+    The title and the numbers stand in the file's Title and Description.
+    """
+    return _picture(drawn, title, batch, head).to_png(width)
+
+
+def summary(drawn: Drawable, batch: int = 0, head: int = 0) -> str:
+    """A line of numbers: of a map the share of work that is left, of a tile the share of elements that are kept."""
+    if isinstance(drawn, TileElements):
+        return _elements_summary(drawn)
+    return _summary(drawn, drawn.of(batch, head))
+
+
+def _picture(drawn: Drawable, title: str, batch: int, head: int) -> Picture:
+    if isinstance(drawn, TileElements):
+        return _elements_picture(drawn, title)
+    classes = drawn.of(batch, head)
+    group = max(1, -(-max(classes.shape, default=1) // _MOST_CELLS))
+    rows, columns = drawn.tile
+    shares = _shares(classes)
+    return Picture(
+        cells=_grouped(classes, group),
+        cell=(rows * group, columns * group),
+        extent=(drawn.len_q, drawn.len_k),
+        kinds={kind: Kind(_NAMES[kind], _COLOURS[kind], shares[kind]) for kind in (FULL, PARTIAL, EMPTY)},
+        title=title,
+        summary=_summary(drawn, classes),
+        short=f"{_visited(classes):.1%} of the work",
+    )
 
 
 def _grouped(classes: Any, group: int) -> Any:
@@ -79,13 +92,17 @@ def _grouped(classes: Any, group: int) -> Any:
     return np.where(least == greatest, least, PARTIAL)
 
 
-def _shares(classes: Any) -> dict[Any, str]:
-    return {kind: f"{(classes == kind).mean() if classes.size else 0.0:.1%}" for kind in _GLYPHS}
+def _shares(classes: Any) -> dict[int, float]:
+    return {kind: float((classes == kind).mean()) if classes.size else 0.0 for kind in _GLYPHS}
+
+
+def _visited(classes: Any) -> float:
+    return float((classes != EMPTY).mean()) if classes.size else 0.0
 
 
 def _legend(tile_map: TileMap, classes: Any, group: int) -> list[str]:
     shares = _shares(classes)
-    kinds = "   ".join(f"{glyph} {_NAMES[kind]} {shares[kind]}" for kind, glyph in _GLYPHS.items())
+    kinds = "   ".join(f"{glyph} {_NAMES[kind]} {shares[kind]:.1%}" for kind, glyph in _GLYPHS.items())
     lines = [kinds, _summary(tile_map, classes)]
     if group > 1:
         lines.append(f"a cell stands for {group} × {group} tiles")
@@ -93,43 +110,39 @@ def _legend(tile_map: TileMap, classes: Any, group: int) -> list[str]:
 
 
 def _summary(tile_map: TileMap, classes: Any) -> str:
-    visited = float((classes != EMPTY).mean()) if classes.size else 0.0
     rows, columns = tile_map.tile
     return (
-        f"{visited:.1%} of the work: {tile_map.len_q} queries (down) × {tile_map.len_k} keys (right), "
+        f"{_visited(classes):.1%} of the work: {tile_map.len_q} queries (down) × {tile_map.len_k} keys (right), "
         f"tiles of {rows} × {columns}"
     )
 
 
-def _rectangles(cells: Any, cell_width: float, cell_height: float, width: float, height: float) -> list[str]:
-    """One rectangle for each stretch of equal cells in a row; the last cells end where the map does."""
-    found = []
-    for row, line in enumerate(cells):
-        top, bottom = row * cell_height, min((row + 1) * cell_height, height)
-        column = 0
-        for kind, stretch in groupby(line.tolist()):
-            start, column = column, column + len(list(stretch))
-            if kind != EMPTY:
-                left, right = start * cell_width, min(column * cell_width, width)
-                found.append(
-                    f'<rect x="{_number(left)}" y="{_number(top)}" width="{_number(right - left)}" '
-                    f'height="{_number(bottom - top)}" fill="{_COLOURS[kind]}"/>'
-                )
-    return found
+def _elements_text(elements: TileElements, width: int) -> str:
+    kept = elements.kept.astype(np.int64)
+    if kept.shape[1] <= width:
+        kept = np.repeat(kept, 2, axis=1)
+    kept = np.pad(kept, [(0, size % 2) for size in kept.shape])
+    codes = kept[0::2, 0::2] + 2 * kept[0::2, 1::2] + 4 * kept[1::2, 0::2] + 8 * kept[1::2, 1::2]
+    framed = [f"│{''.join(line)}│" for line in _QUADRANTS[codes]]
+    edge = "─" * codes.shape[1]
+    return "\n".join([f"┌{edge}┐", *framed, f"└{edge}┘", f"█ kept {elements.share:.1%}", _elements_summary(elements)])
 
 
-def _svg_legend(tile_map: TileMap, classes: Any, top: float) -> list[str]:
-    shares = _shares(classes)
-    parts = []
-    for place, kind in enumerate((FULL, PARTIAL, EMPTY)):
-        left = 8 + place * 120
-        parts.append(
-            f'<rect x="{left}" y="{_number(top - 10)}" width="11" height="11" fill="{_COLOURS.get(kind, _GROUND)}"/>'
-        )
-        parts.append(f'<text x="{left + 16}" y="{_number(top)}">{_NAMES[kind]} {shares[kind]}</text>')
-    parts.append(f'<text x="8" y="{_number(top + 18)}" font-size="11">{escape(_summary(tile_map, classes))}</text>')
-    return parts
+def _elements_summary(elements: TileElements) -> str:
+    queries, keys = elements.kept.shape
+    return (
+        f"tile {elements.row},{elements.column}, {_NAMES[elements.kind]}: queries {elements.first_q} to "
+        f"{elements.first_q + queries - 1} (down) × keys {elements.first_k} to {elements.first_k + keys - 1} (right)"
+    )
 
 
-def _number(value: float) -> str:
-    return f"{value:.2f}".rstrip("0").rstrip(".")
+def _elements_picture(elements: TileElements, title: str) -> Picture:
+    return Picture(
+        cells=elements.kept.astype(np.int8),
+        cell=(1, 1),
+        extent=(elements.kept.shape[0], elements.kept.shape[1]),
+        kinds={1: Kind("kept", _COLOURS[FULL], elements.share), 0: Kind("masked", GROUND, 1 - elements.share)},
+        title=title,
+        summary=_elements_summary(elements),
+        short=f"{elements.share:.1%} kept",
+    )

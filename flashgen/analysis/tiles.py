@@ -45,6 +45,18 @@ class TileMap:
         """The fraction of tiles that are visited; 0 where there are none."""
         return float((self.classes != EMPTY).mean()) if self.classes.size else 0.0
 
+    def of(self, batch: int = 0, head: int = 0) -> Array:
+        """The classes (tiles_q, tiles_k) of one batch and head; a map that is the same for all takes any.
+
+        Raises ArgumentError for one that is not in the map.
+        """
+        place = []
+        for name, index, size in zip(("batch", "head"), (batch, head), self.classes.shape[:2], strict=True):
+            if index < 0 or (size > 1 and index >= size):
+                raise ArgumentError(f"{name}={index} is not in this map: give 0 to {size - 1}")
+            place.append(index if size > 1 else 0)
+        return self.classes[tuple(place)]
+
     def count(self, kind: int) -> int:
         """How many tiles are of a class, over the batch and heads of the map."""
         return int((self.classes == kind).sum())

@@ -42,18 +42,18 @@ _SAFETENSORS_DTYPES = {
 _LARGEST_HEADER = 100_000_000  # bytes, the format's own limit
 
 
-def load_arrays(path: Path) -> Arrays:
-    """The arrays of an .npz or .safetensors file, by name.
+def load_arrays(path: Path, option: str = "--input") -> Arrays:
+    """The arrays of an .npz or .safetensors file, by name; `option` is what errors call it.
 
     Raises ArgumentError for another kind of file, a file that cannot be read, or one that is damaged.
     """
-    _check_kind(path, "--input")
+    _check_kind(path, option)
     try:
         return _load_npz(path) if path.suffix == ".npz" else _load_safetensors(path.read_bytes())
     except OSError as error:
-        raise ArgumentError(f"--input {path} cannot be read: {error.strerror or error}") from error
+        raise ArgumentError(f"{option} {path} cannot be read: {error.strerror or error}") from error
     except (ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile, zlib.error) as error:
-        raise ArgumentError(f"--input {path} is not a sound {path.suffix} file: {error}") from error
+        raise ArgumentError(f"{option} {path} is not a sound {path.suffix} file: {error}") from error
 
 
 def save_arrays(path: Path, arrays: Mapping[str, np.ndarray]) -> None:

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from flashgen.cli.arrays import load_arrays
 from flashgen.cli.console import note, print_code, print_json, print_table
 from flashgen.cli.options import Json, Spec, SpecOptions, Target, with_spec_options
+from flashgen.cli.pictures import drawing_of, print_drawing, print_numbers, print_svg, write_drawing
 from flashgen.cli.specs import load_spec
 from flashgen.errors import ArgumentError
 
 if TYPE_CHECKING:
-    from flashgen.analysis.tiles import TileMap
     from flashgen.build.cache import Entry
     from flashgen.codegen.kernel import RenderedKernel
     from flashgen.language import AttentionSpec
@@ -28,6 +26,10 @@ flashgen show "causal() & sliding_window(1024)" --head-dim 128 --dtype bfloat16 
 flashgen show "causal()" --what sass --target sm_90 | less
 
 flashgen show "causal() & sliding_window(300)" --what tiles --len-q 1024
+
+flashgen show "document('ids')" --captures packed.npz --what tiles --len-q 4096 --output tiles.png
+
+flashgen show "causal()" --what tiles --len-q 1024 --zoom 1,0
 """
 
 DEFAULT_TARGET = "sm_80"
@@ -63,8 +65,15 @@ def show(
     kernel: Annotated[Part, typer.Option("--kernel", help="Which of the spec's kernels.")] = Part.forward,
     len_q: Annotated[int, typer.Option("--len-q", min=0, help="Queries, for the tile map.")] = 1024,
     len_k: Annotated[int | None, typer.Option("--len-k", min=0, help="Keys. Default: as many as queries.")] = None,
-    input: Annotated[
-        Path | None, typer.Option("--input", "-i", help="A file with the mask's captures, for the tile map.")
+    zoom: Annotated[
+        str | None, typer.Option("--zoom", metavar="ROW,COLUMN", help="Show the elements of this tile of the map.")
+    ] = None,
+    captures: Annotated[
+        Path | None,
+        typer.Option("--captures", "--input", "-i", help="A file with the mask's captures by name, for the tile map."),
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Write the tile map to this .svg or .png file.")
     ] = None,
     json: Json = False,
 ) -> None:
@@ -73,14 +82,19 @@ def show(
     Nothing is run, so no GPU is needed; without one and without --target, [cyan]sm_80[/] is shown.
     """
     declared = load_spec(spec, options)
+    refuse_elsewhere(what, {"--zoom": zoom, "--captures": captures, "--output": output})
     if what is What.spec:
         print_code(declared.to_json(), "json")
         return
     architecture = target or target_here()
     if what in (What.tiles, What.svg):
-        captures = load_arrays(input) if input else {}
-        tiles = tiles_of(declared, architecture, len_q, len_q if len_k is None else len_k, captures)
-        show_tiles(tiles, declared.mask.name, what, json)
+        drawing = drawing_of(declared, architecture, len_q, len_q if len_k is None else len_k, zoom, captures)
+        if output is not None:
+            write_drawing(drawing, output)
+        elif what is What.svg:
+            print_svg(drawing)
+        else:
+            (print_numbers if json else print_drawing)(drawing)
         return
     chosen = rendered(declared, architecture, kernel)
     if what is What.cuda:
@@ -89,6 +103,13 @@ def show(
         show_resources(chosen, json)
     else:
         print_code(machine_code(chosen, what), "nasm")
+
+
+def refuse_elsewhere(what: What, given: dict[str, Any]) -> None:
+    """ArgumentError for an option of pictures where no picture is made."""
+    names = [name for name, value in given.items() if value is not None]
+    if names and what not in (What.tiles, What.svg):
+        raise ArgumentError(f"{', '.join(names)}: only a tile map takes this, add --what tiles")
 
 
 def target_here() -> str:
@@ -148,26 +169,3 @@ def show_resources(kernel: RenderedKernel, json: bool) -> None:
         print_json(facts)
     else:
         print_table(("what", "value"), [(name.replace("_", " "), str(value)) for name, value in facts.items()])
-
-
-def tiles_of(spec: AttentionSpec, target: str, len_q: int, len_k: int, captures: Mapping[str, Any]) -> TileMap:
-    """The tile map of batch 0 and head 0, in the tiles of the target's plan."""
-    from flashgen.analysis.tiles import tile_map
-    from flashgen.codegen.plans import choose_forward_plan
-    from flashgen.codegen.targets import target_named
-
-    plan = choose_forward_plan(spec, target_named(target))
-    needed = {capture.name: captures[capture.name] for capture in spec.mask.captures if capture.name in captures}
-    return tile_map(spec.mask.expression, (plan.tile_q, plan.tile_k), len_q, len_k, captures=needed)
-
-
-def show_tiles(tiles: TileMap, title: str, what: What, json: bool) -> None:
-    from flashgen.analysis.draw import to_svg, to_text
-
-    if what is What.svg:
-        print_code(to_svg(tiles, title=title), "xml")
-    elif json:
-        size = {"tile": list(tiles.tile), "len_q": tiles.len_q, "len_k": tiles.len_k}
-        print_json(size | {"classes": tiles.classes.tolist()})
-    else:
-        typer.echo(to_text(tiles))

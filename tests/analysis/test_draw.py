@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import re
+import struct
 from xml.etree import ElementTree
 
 import numpy as np
 import pytest
 
 import flashgen as fg
-from flashgen.analysis.draw import to_svg, to_text
+from flashgen.analysis.draw import summary, to_png, to_svg, to_text
 from flashgen.analysis.tiles import tile_map
 from flashgen.errors import ArgumentError
 
@@ -51,11 +53,16 @@ def test_svg_is_an_image_with_every_visited_tile() -> None:
     texts = [text.text for text in root.iter(f"{SVG}text")]
     assert texts[0] == "causal() & <more>"
     assert "full 37.5%" in texts
-    areas: dict[str, float] = {}
-    for rectangle in root.find(f"{SVG}g") or ():
-        colour = rectangle.attrib["fill"]
-        areas[colour] = areas.get(colour, 0) + float(rectangle.attrib["width"]) * float(rectangle.attrib["height"])
-    assert sorted(area / 480**2 for area in areas.values()) == pytest.approx([0.25, 0.375])
+    grid = root.find(f"{SVG}g")
+    assert grid is not None
+    areas = [area(path.attrib["d"]) for path in grid if "fill" in path.attrib]
+    assert sorted(part / 256**2 for part in areas) == pytest.approx([0.25, 0.375])
+
+
+def area(path: str) -> int:
+    """Of rectangles drawn as M x y h width v height H x z."""
+    found = re.findall(r"M\d+ \d+h(\d+)v(\d+)H\d+z", path)
+    return sum(int(width) * int(height) for width, height in found)
 
 
 def test_which_batch_and_head() -> None:
@@ -67,3 +74,26 @@ def test_which_batch_and_head() -> None:
     assert to_text(by_batch, batch=1, head=7).splitlines()[:2] == ["████", "████"]
     with pytest.raises(ArgumentError, match="batch=2"):
         to_text(by_batch, batch=2)
+
+
+@pytest.mark.parametrize("lengths", [(256, 256), (100, 300), (1, 4000), (4000, 1), (0, 0), (64 * 600, 64 * 600)])
+def test_any_lengths_give_images_of_bounded_size(lengths: tuple[int, int]) -> None:
+    drawn = tile_map(fg.causal().expression, (64, 64), *lengths)
+    root = ElementTree.fromstring(to_svg(drawn))
+    assert max(float(root.attrib["width"]), float(root.attrib["height"])) <= 480 + 60
+    width, height = struct.unpack(">II", to_png(drawn)[16:24])
+    assert 10 <= width <= 800 and 10 <= height <= 800
+
+
+def test_png_has_the_colours_of_the_svg() -> None:
+    svg, png = to_svg(CAUSAL, "causal()"), to_png(CAUSAL, "causal()")
+    size = int.from_bytes(png[33:37], "big")
+    assert png[37:41] == b"PLTE"
+    palette = {f"#{png[41 + at : 44 + at].hex()}" for at in range(0, size, 3)}
+    assert palette == {"#2b6cb0", "#f2a541", "#f3f4f6", "#ffffff"} and all(colour in svg for colour in palette)
+    assert summary(CAUSAL).encode() in png and b"partial 25.0%" in png
+
+
+def test_a_small_svg_has_a_line_instead_of_a_legend() -> None:
+    texts = [text.text for text in ElementTree.fromstring(to_svg(CAUSAL, "small", 200)).iter(f"{SVG}text")]
+    assert texts == ["small", "62.5% of the work"]

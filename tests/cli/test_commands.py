@@ -108,6 +108,44 @@ def test_show_tiles_of_a_mask_with_captures() -> None:
     assert "sentence" in invoke(*arguments, expect=2).stderr
 
 
+def test_show_writes_pictures(tmp_path: Path) -> None:
+    arguments = ("show", "causal()", "--target", "sm_80", "--what", "tiles", "--len-q", 512, "--output")
+    svg, png = tmp_path / "map.svg", tmp_path / "map.png"
+    assert "of the work: 512 queries" in invoke(*arguments, svg).stdout
+    assert svg.read_text() == invoke("show", "causal()", "--target", "sm_80", "--what", "svg", "--len-q", 512).stdout
+    assert "of the work: 512 queries" in invoke(*arguments, png).stdout
+    assert png.read_bytes().startswith(b"\x89PNG")
+    assert "suffix '.gif'" in invoke(*arguments, tmp_path / "map.gif", expect=2).stderr
+    assert "cannot be written" in invoke(*arguments, tmp_path / "nowhere" / "map.svg", expect=2).stderr
+
+
+def test_show_the_elements_of_a_tile(tmp_path: Path) -> None:
+    arguments = ("show", "sliding_window(9)", "--target", "sm_80", "--what", "tiles", "--len-q", 300, "--zoom")
+    drawn = invoke(*arguments, "0,0").stdout
+    assert "tile 0,0, partial" in drawn and "█ kept" in drawn and "of the work: 300 queries" in drawn
+    zoom = json.loads(invoke(*arguments, "0,1", "--json").stdout)["zoom"]
+    kept = np.array(zoom["kept"])
+    q, k = zoom["first_q"] + np.arange(len(kept))[:, None], zoom["first_k"] + np.arange(kept.shape[1])
+    assert zoom["column"] == 1 and np.array_equal(kept, (q - 9 <= k) & (k <= q))
+    for suffix in ("svg", "png"):
+        written = invoke(*arguments, "0,0", "--output", tmp_path / f"tile.{suffix}").stdout
+        assert "of the work" in written and "tile 0,0, partial" in written and "% kept" in written
+    assert "ROW,COLUMN" in invoke(*arguments, "0x0", expect=2).stderr
+    assert "tile 99,0 is not in this map" in invoke(*arguments, "99,0", expect=2).stderr
+
+
+def test_show_names_the_missing_capture(tmp_path: Path) -> None:
+    np.savez(tmp_path / "c.npz", other=np.zeros(3))
+    arguments = ("show", "document('ids')", "--target", "sm_80", "--what", "tiles")
+    assert "'ids' (int32, ndim 1), which is missing: give --captures" in invoke(*arguments, expect=2).stderr
+    assert "c.npz holds other" in invoke(*arguments, "--captures", tmp_path / "c.npz", expect=2).stderr
+    assert "--captures" in invoke(*arguments, "--captures", tmp_path / "c.pt", expect=2).stderr
+
+
+def test_show_refuses_options_of_pictures_elsewhere(tmp_path: Path) -> None:
+    assert "--zoom, --output: only" in invoke("show", "causal()", "--zoom", "0,0", "--output", "a.svg", expect=2).stderr
+
+
 # ---- run
 
 
