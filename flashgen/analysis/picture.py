@@ -1,4 +1,4 @@
-"""A grid of coloured cells, queries downwards and keys to the right: what a tile map and a tile's elements are drawn as.
+"""A grid of coloured cells, queries downwards and keys to the right: how a tile map and a tile's elements are drawn.
 
 As SVG with a title, a legend and a summary; as PNG without words on it, with a bar of the shares instead (the words
 stand in the file's own Title and Description).

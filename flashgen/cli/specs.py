@@ -13,6 +13,7 @@ from flashgen.errors import SpecError
 
 if TYPE_CHECKING:
     from flashgen.language import AttentionSpec
+    from flashgen.verify import Variant
 
 DEFAULT_HEAD_DIM = 64
 _IN_A_FILE = re.compile(r"(?P<path>.+\.py):(?P<name>[A-Za-z_]\w*)")
@@ -23,8 +24,8 @@ def load_spec(text: str, options: SpecOptions) -> AttentionSpec:
     """The spec that SPEC and the options describe.
 
     `file.py:name` imports the file, which runs it: use files that you trust. The name may be an AttentionSpec, a Mask,
-    or a mask function of (b, h, q, k). A complete spec (from a file or JSON) takes no further options, as its head
-    dim, scale and value dim belong together.
+    a mask function of (b, h, q, k), or a flashgen.verify.Variant. A complete spec (from a file or JSON) takes no
+    further options, as its head dim, scale and value dim belong together; a Variant no score, dropout or scale.
 
     Raises SpecError when SPEC is none of these, names a file or a name that does not exist, or does not parse.
     """
@@ -35,6 +36,9 @@ def load_spec(text: str, options: SpecOptions) -> AttentionSpec:
         return _complete(AttentionSpec.from_json(text), options)
     if text.endswith(".json"):
         return _complete(AttentionSpec.from_json(_read(text)), options)
+    variant = load_variant(text)
+    if variant is not None:
+        return _spec_of_variant(text, variant, options)
     mask = _from_file_or_parsed(text, "mask")
     if isinstance(mask, AttentionSpec):
         return _complete(mask, options)
@@ -43,6 +47,18 @@ def load_spec(text: str, options: SpecOptions) -> AttentionSpec:
     if "score" in arguments:
         arguments["score"] = _from_file_or_parsed(arguments["score"], "score")
     return AttentionSpec(**arguments, mask=mask)
+
+
+def load_variant(text: str) -> Variant | None:
+    """The flashgen.verify.Variant that SPEC names in a file; None where SPEC is another thing."""
+    in_file = _IN_A_FILE.fullmatch(text.strip())
+    if in_file is None:
+        return None
+    found = name_in_file(Path(in_file["path"]), in_file["name"])
+
+    from flashgen.verify import Variant
+
+    return found if isinstance(found, Variant) else None
 
 
 def is_complete(text: str) -> bool:
@@ -54,6 +70,18 @@ def is_complete(text: str) -> bool:
     if in_file:
         return isinstance(name_in_file(Path(in_file["path"]), in_file["name"]), AttentionSpec)
     return text.startswith("{") or text.endswith(".json")
+
+
+def _spec_of_variant(text: str, variant: Variant, options: SpecOptions) -> AttentionSpec:
+    from flashgen.language import AttentionSpec
+
+    own = {"score": variant.score, "dropout": variant.dropout, "scale": variant.scale}
+    given = options.given()
+    refused = ", ".join(f"--{name}" for name in own if name in given)
+    if refused:
+        raise SpecError(f"SPEC {text!r} is a Variant, so {refused} cannot change it; change it where it is made")
+    arguments: dict[str, Any] = {"head_dim": DEFAULT_HEAD_DIM} | given | own
+    return AttentionSpec(**arguments, mask=variant.mask)
 
 
 def _complete(spec: AttentionSpec, options: SpecOptions) -> AttentionSpec:
@@ -87,7 +115,7 @@ def name_in_file(path: Path, name: str) -> Any:
     """What `name` is in a Python file, which this imports (and so runs), once per process."""
     module = _import(path.resolve())
     if not hasattr(module, name):
-        public = sorted(key for key in vars(module) if not key.startswith("_"))
+        public = sorted(key for key in dir(module) if not key.startswith("_"))
         raise SpecError(f"{path} has no {name!r}; it has {', '.join(public) or 'no names'}")
     return getattr(module, name)
 

@@ -8,7 +8,7 @@ import typer
 
 from flashgen.cli.console import note, print_json, print_table, track
 from flashgen.cli.options import Emulate, Json, Seed, SpecOptions, Specs, Target, with_spec_options
-from flashgen.cli.specs import load_spec
+from flashgen.cli.specs import load_spec, load_variant
 
 if TYPE_CHECKING:
     from flashgen.verify import Case, Result
@@ -18,6 +18,8 @@ EXAMPLES = """[bold]Examples[/]
 flashgen verify
 
 flashgen verify "causal() & sliding_window(100)" variants.py:near --dtype bfloat16
+
+flashgen verify tests/gym/suite.py:block_diffusion --emulate
 
 flashgen verify "causal()" --emulate --sanitize thread --schedules 4
 """
@@ -46,7 +48,8 @@ def verify(
 
     Without SPEC: every named mask and score, at several head dims and lengths, in both dtypes. A kernel passes where
     its largest error is at most twice that of standard attention computed in the input dtype, plus 1e-5, and its LSE
-    is within 1e-3. It runs on this machine's GPU, or, saying so, on the emulator where there is none.
+    is within 1e-3. A name in your file may be a [cyan]flashgen.verify.Variant[/], which makes its own captures. It runs
+    on this machine's GPU, or, saying so, on the emulator where there is none.
     """
     from flashgen.cli.machine import gpus
     from flashgen.verify import verify as verify_cases
@@ -71,13 +74,20 @@ def verify(
 
 
 def chosen_cases(specs: list[str] | None, options: SpecOptions, every: bool) -> tuple[Case, ...]:
-    from flashgen.verify import all_cases, cases_of, named_cases
+    from flashgen.verify import all_cases, named_cases
 
     if specs:
-        return tuple(case for text in specs for case in cases_of(load_spec(text, options), large=every))
+        return tuple(case for text in specs for case in cases_of_spec(text, options, every))
     if options.given():
         raise typer.BadParameter('options of a spec need a SPEC, such as "full()"')
     return all_cases() if every else named_cases()
+
+
+def cases_of_spec(text: str, options: SpecOptions, every: bool) -> tuple[Case, ...]:
+    """SPEC at every length; a Variant of a file at its own lengths, with its own captures."""
+    from flashgen.verify import cases_of
+
+    return cases_of(load_spec(text, options), large=every, variant=load_variant(text))
 
 
 def described(result: Result) -> dict[str, Any]:

@@ -23,9 +23,11 @@ LARGE_EQUAL_LENGTHS = ((1000, 1000), (2048, 2048))
 
 @dataclass(frozen=True)
 class Variant:
-    """A mask, a score function and a dropout, before head dim and dtype are chosen. `equal` needs len_q == len_k.
+    """A mask, a score function, a dropout and a scale, before head dim and dtype are chosen.
 
-    `captures` makes what the variant captures, for a shape; None is random captures that fit how they are indexed.
+    `equal` needs len_q == len_k. `captures` makes what the variant captures, for a shape; None is random captures that
+    fit how they are indexed. `scale` None is AttentionSpec's default. `lengths` are the (len_q, len_k) at which to
+    verify a variant that does not fit every pair; () is those of the sweeps.
     """
 
     mask: Mask
@@ -33,6 +35,16 @@ class Variant:
     dropout: float = 0.0
     equal: bool = False
     captures: CaptureMaker | None = None
+    scale: float | None = None
+    lengths: tuple[tuple[int, int], ...] = ()
+
+    def lengths_of(self, large: bool) -> tuple[tuple[int, int], ...]:
+        """Its own lengths, or those of the sweeps."""
+        if self.lengths:
+            return self.lengths
+        if self.equal:
+            return EQUAL_LENGTHS + (LARGE_EQUAL_LENGTHS if large else ())
+        return SMALL_LENGTHS + (LARGE_LENGTHS if large else ())
 
 
 @dataclass(frozen=True)
@@ -50,6 +62,11 @@ class Case:
 def near_or_global(b: Any, h: Any, q: Any, k: Any) -> Any:
     """A window around each query and four keys that everybody sees: the README's first spec."""
     return (abs(q - k) <= 128) | (k < 4)
+
+
+def cliffs(score: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+    """The middle half of the keys stands 30000 above the rest: a row's maximum leaps up on the way, and once only."""
+    return score + fg.where(abs(4 * k + 2 - 2 * fg.len_k) <= fg.len_k, 0, -30000)
 
 
 def variants() -> tuple[Variant, ...]:
@@ -80,6 +97,9 @@ def variants() -> tuple[Variant, ...]:
         Variant(fg.full(), fg.relative_bias("table", 24)),
         Variant(fg.full(), dropout=0.17),
         Variant(fg.causal() & near, fg.alibi("slopes"), dropout=0.1),
+        # With the default scale no score of random inputs outgrows a row's first tile by enough to rescale the output.
+        Variant(fg.causal(), scale=1.5),
+        Variant(fg.full(), fg.trace_score(cliffs)),
     )
 
 
@@ -99,7 +119,7 @@ def all_cases() -> tuple[Case, ...]:
     """The whole sweep, for a GPU: every variant, head dim and dtype, at lengths small and large in turn."""
     cases = []
     for number, variant in enumerate(variants()):
-        lengths = cycle(EQUAL_LENGTHS + LARGE_EQUAL_LENGTHS if variant.equal else SMALL_LENGTHS + LARGE_LENGTHS)
+        lengths = cycle(variant.lengths_of(large=True))
         for head_dim in HEAD_DIMS:
             for dtype in DTYPES:
                 spec = spec_of(variant, head_dim, dtype)
@@ -107,10 +127,11 @@ def all_cases() -> tuple[Case, ...]:
     return tuple(cases)
 
 
-def cases_of(spec: AttentionSpec, large: bool = False) -> tuple[Case, ...]:
-    """A user's spec at every length, with the heads in turn."""
-    lengths = SMALL_LENGTHS + (LARGE_LENGTHS if large else ())
-    return tuple(Case(spec, _shape(pair, number)) for number, pair in enumerate(lengths))
+def cases_of(spec: AttentionSpec, large: bool = False, variant: Variant | None = None) -> tuple[Case, ...]:
+    """A user's spec at every length, with the heads in turn; of a variant, at its lengths and with its captures."""
+    variant = variant or Variant(spec.mask)
+    lengths = variant.lengths_of(large)
+    return tuple(Case(spec, _shape(pair, number), variant.captures) for number, pair in enumerate(lengths))
 
 
 def spec_of(variant: Variant, head_dim: int, dtype: str, layout: str = "bhsd") -> AttentionSpec:
@@ -119,6 +140,7 @@ def spec_of(variant: Variant, head_dim: int, dtype: str, layout: str = "bhsd") -
         head_dim=head_dim,
         value_dim=VALUE_DIMS.get(head_dim),
         dtype=dtype,
+        scale=variant.scale,
         layout=layout,
         dropout=variant.dropout,
         score=variant.score,

@@ -224,6 +224,37 @@ def test_verify_exits_1_on_a_failure() -> None:
     assert "FAILED" in overflowing.stdout
 
 
+VARIANTS_FILE = """
+import numpy as np
+import flashgen.language as fg
+from flashgen.verify import Variant
+
+def ordered(shape, random):
+    print("made for", shape)
+    return {"first": np.minimum(np.arange(shape.len_q), shape.len_k - 1).astype(np.int32)}
+
+first = fg.Tensor("first", "int32", 1)
+mask = fg.trace_mask(lambda b, h, q, k: k >= first[q])
+late = Variant(mask, fg.alibi(2), equal=True, captures=ordered, scale=0.5)
+"""
+
+
+def test_verify_a_variant_of_a_file_with_its_own_captures(tmp_path: Path) -> None:
+    (tmp_path / "variants.py").write_text(VARIANTS_FILE)
+    result = invoke("verify", f"{tmp_path}/variants.py:late", "--head-dim", 16, "--emulate")
+    rows = [line for line in result.stdout.splitlines() if "\tok" in line]
+    assert "made for 2x2x65x65" in result.stdout and len(rows) == 4 and "4 passed, 0 failed" in result.stderr
+    refused = invoke("verify", f"{tmp_path}/variants.py:late", "--scale", 1, "--dropout", 0.5, expect=2).stderr
+    assert "is a Variant, so --dropout, --scale cannot change it" in refused
+
+
+def test_verify_the_suite_s_variants_by_name() -> None:
+    suite = Path(__file__).parents[1] / "gym" / "suite.py"
+    found = json.loads(invoke("verify", f"{suite}:flamingo", "--head-dim", 16, "--emulate", "--json").stdout)
+    assert found["ok"] and [result["shape"] for result in found["results"]][1].endswith("203x315")
+    assert "document_causal_with_alibi" in invoke("verify", f"{suite}:unheard_of", "--emulate", expect=2).stderr
+
+
 def test_verify_takes_options_only_with_a_spec() -> None:
     assert "need a SPEC" in invoke("verify", "--head-dim", 32, expect=2).output
 

@@ -8,17 +8,20 @@ import pytest
 
 import flashgen.language as fg
 from flashgen.cli.options import SpecOptions
-from flashgen.cli.specs import is_complete, load_spec
+from flashgen.cli.specs import is_complete, load_spec, load_variant
 from flashgen.errors import SpecError
 
 USER_FILE = """
 import flashgen.language as fg
+from flashgen.verify import Variant
 
 def near(b, h, q, k):
     return abs(q - k) <= 3
 
 window = fg.sliding_window(5)
 complete = fg.AttentionSpec(head_dim=16, mask=window)
+steep = Variant(fg.causal(), fg.softcap(5), dropout=0.5, scale=2.0)
+
 def doubled(score, b, h, q, k):
     return score * 2
 """
@@ -48,6 +51,16 @@ def test_names_in_a_file(user_file: Path) -> None:
     assert load_spec(f"{user_file}:near", SpecOptions()).mask.name == "near"
     assert load_spec(f"{user_file}:complete", SpecOptions()).head_dim == 16
     assert load_spec("full()", SpecOptions(score=f"{user_file}:doubled")).score is not None
+
+
+def test_a_variant_in_a_file(user_file: Path) -> None:
+    spec = load_spec(f"{user_file}:steep", SpecOptions(head_dim=16, dtype="bfloat16"))
+    assert spec == fg.AttentionSpec(16, "bfloat16", scale=2.0, dropout=0.5, score=fg.softcap(5), mask=fg.causal())
+    variant = load_variant(f"{user_file}:steep")
+    assert variant is not None and variant.scale == 2.0
+    assert load_variant(f"{user_file}:near") is None and load_variant("causal()") is None
+    with pytest.raises(SpecError, match="is a Variant, so --score cannot"):
+        load_spec(f"{user_file}:steep", SpecOptions(score="softcap(1)"))
 
 
 def test_json_as_text_and_file(tmp_path: Path) -> None:
