@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 
 
 _IN_ROWS = frozenset(("q", "k", "v", "o"))  # copied 16 bytes at a time; all others element by element
+_MOST_PREPARED = 1024
 _ROW_ALIGNMENT, _LARGEST_ELEMENT = 16, 8  # bytes
 _ARGUMENTS = {"o": "out"}  # what the user calls a member of the struct, where it is called differently
 _NO_NUMBERS: dict[str, int | float] = {}
@@ -239,6 +240,8 @@ class Attention:
             views = {
                 name: library(array, name).view(array, _ARGUMENTS.get(name, name)) for name, array in arrays.items()
             }
+            if len(self._prepared) >= _MOST_PREPARED:  # lengths that grow with every call, as in decoding
+                self._prepared.pop(next(iter(self._prepared)))
             prepared = self._prepared[misaligned % _ROW_ALIGNMENT, *key] = self._prepare_anew(views)
         return prepared
 

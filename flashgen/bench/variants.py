@@ -54,7 +54,7 @@ def variants() -> tuple[Variant, ...]:
         Variant("neighbourhood 13x13", {"mask": neighbourhood(CANVAS, RADIUS)}),
         Variant("alibi causal", {"mask": causal, "score": scores.alibi(HEADS)}),
         Variant("softcap 20 causal", {"mask": causal, "score": scores.softcap(20)}),
-        Variant("softcap 20 causal, fast", {"mask": causal, "score": scores.softcap(20, precision="fast")}),
+        Variant("softcap 20 accurate", {"mask": causal, "score": scores.softcap(20, precision="accurate")}),
         Variant("relative table", {"score": scores.relative_bias(table, DISTANCE)}, _table),
         Variant("dropout 0.1", {"dropout": 0.1}),
     )

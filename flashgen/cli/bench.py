@@ -14,6 +14,7 @@ from flashgen.cli.options import Json, SpecOptions, Specs, with_spec_options
 from flashgen.cli.specs import load_spec
 from flashgen.errors import ArgumentError, LaunchError
 
+PEERS = ("FA2", "cuDNN", "Flex")
 EXAMPLES = """[bold]Examples[/]
 
 flashgen bench
@@ -30,6 +31,7 @@ def bench(
     specs: Specs = None,
     lengths: Annotated[str, typer.Option("--lengths", help="Tokens of a sequence, by commas.")] = "1024,4096,16384",
     head_dims: Annotated[str, typer.Option("--head-dims", help="Head dims, by commas.")] = "64,128,256",
+    peers: Annotated[str, typer.Option("--peers", help="Whom to measure beside, by commas.")] = "FA2,cuDNN,Flex",
     variants: Annotated[
         bool, typer.Option("--variants", help="Time masks and scores at length 16384 beside FlexAttention instead.")
     ] = False,
@@ -59,7 +61,7 @@ def bench(
             for dim in dims
         ]
         sizes = numbers(lengths, "--lengths")
-        measured, total = benchmark.forward_rows(declared, sizes), len(declared) * len(sizes)
+        measured, total = benchmark.forward_rows(declared, sizes, chosen(peers)), len(declared) * len(sizes)
     rows: list[Any] = []
     for row in track(measured, "measuring", total):
         rows.append(row)
@@ -116,6 +118,15 @@ def numbers(text: str, option: str) -> list[int]:
     if min(found) < 1:
         raise ArgumentError(f"{option} {text!r} must be positive")
     return found
+
+
+def chosen(peers: str) -> list[str]:
+    """ "FA2,Flex" -> ["FA2", "Flex"]; "" is none."""
+    names = [name for name in peers.split(",") if name]
+    unknown = [name for name in names if name not in PEERS]
+    if unknown:
+        raise ArgumentError(f"--peers {peers!r}: {unknown[0]!r} is not one of {', '.join(PEERS)}")
+    return names
 
 
 def number(value: float | None, digits: int = 0) -> str:

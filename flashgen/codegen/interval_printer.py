@@ -93,6 +93,8 @@ def _boundable(node: sympy.Basic) -> sympy.Basic | None:
 class _IntervalPrinter(Printer):
     """Prints what differs within a tile as ranges, all else as the numbers it is; notes what it used."""
 
+    on_numbers = False
+
     def __init__(self) -> None:
         super().__init__()
         self.operations: set[str] = set()

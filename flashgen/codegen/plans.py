@@ -6,13 +6,15 @@ from dataclasses import dataclass, replace
 
 import sympy
 
+from flashgen.analysis.ranges import key_range
 from flashgen.codegen.targets import Target
 from flashgen.errors import UnsupportedError
-from flashgen.language.operations import KEY, QUERY, Load, Operation, Sub
+from flashgen.language.operations import KEY, QUERY, FloorDiv, Load, Operation, Sub
 from flashgen.language.spec import AttentionSpec
 
 WARP = 32
 MMA_ROWS = 16
+_MOST_THREADS = 1024  # of a block
 MMA_DEPTH = 16
 _DROPOUT_COLUMNS = 32  # that one call of the generator serves
 _RESERVED_SHARED = 1024  # bytes of each block's shared memory that the system takes
@@ -53,6 +55,8 @@ class ForwardPlan:
 
     def problem(self, spec: AttentionSpec, target: Target) -> str | None:
         """Why the plan contradicts itself, or does not fit the spec or the target; None where it does."""
+        if min(self.tile_q, self.tile_k, self.warps, self.blocks) < 1 or self.threads > _MOST_THREADS:
+            return f"its numbers must be positive, and its warps at most {_MOST_THREADS // WARP}"
         if self.tile_q % self.warps or self.tile_q // self.warps % MMA_ROWS:
             return f"tile_q={self.tile_q} must be a multiple of 16 x warps={self.warps}"
         if self.tile_k % MMA_DEPTH or (spec.dropout and self.tile_k % _DROPOUT_COLUMNS):
@@ -95,9 +99,9 @@ _WARPS_TO_HIDE_LATENCY = 8  # on a multiprocessor
 # What a thread can hold without spilling, by how much the variant itself needs: registers that accumulate scores and
 # output, and the scores among them (an array element loaded per score takes several registers of its own). Held by a
 # test that compiles every kind of spec for every target.
-_ACCUMULATORS = {"plain": 160, "diagonal": 160, "moderate": 160, "heavy": 96}
-_ACCUMULATORS_SM_90 = {"plain": 192, "diagonal": 176, "moderate": 160, "heavy": 96}  # its assembler needs fewer others
-_SCORES = {"plain": 128, "diagonal": 64, "moderate": 64, "heavy": 32}
+_ACCUMULATORS = {"plain": 160, "loading": 160, "moderate": 160, "heavy": 96}
+_ACCUMULATORS_SM_90 = {"plain": 192, "loading": 176, "moderate": 160, "heavy": 96}  # its assembler needs fewer others
+_SCORES = {"plain": 128, "loading": 64, "moderate": 64, "heavy": 32}
 _PLAIN_MASK_OPERATIONS = 16
 
 
@@ -118,9 +122,15 @@ def _weight(spec: AttentionSpec) -> str:
     mask_loads = _loads(mask, per_diagonal=False)
     if _loads(score, per_diagonal=False) or (mask_loads and (spec.score or spec.dropout)):
         return "heavy"
-    if spec.dropout or mask_loads or operations > _PLAIN_MASK_OPERATIONS:
+    if spec.dropout or operations > _PLAIN_MASK_OPERATIONS:
         return "moderate"
-    return "diagonal" if _loads(score, per_diagonal=True) or _loads(mask, per_diagonal=True) else "plain"
+    listed = key_range(mask) is None  # lists take registers of their own
+    return "loading" if listed or _loads(score, per_diagonal=True) else "plain"
+
+
+def _is_blocky(spec: AttentionSpec) -> bool:
+    """Whether the mask reads a table of blocks, which tiles of a width that is no power of 2 would cut across."""
+    return any(load.has(FloorDiv) for load in spec.mask.expression.atoms(Load))
 
 
 def _accumulators(plan: ForwardPlan, spec: AttentionSpec) -> tuple[int, int]:
@@ -134,7 +144,8 @@ def _candidates(spec: AttentionSpec, target: Target) -> list[ForwardPlan]:
     fitting = []
     for tile_q, tile_k, warps, stages in _PREFERENCE:
         plan = ForwardPlan(tile_q, tile_k, warps, stages)
-        if plan.problem(spec, target) is None:
+        cuts_across = tile_k & (tile_k - 1) and _is_blocky(spec)
+        if plan.problem(spec, target) is None and not cuts_across:
             per_block = plan.shared_bytes(spec) + _RESERVED_SHARED
             blocks = min(target.shared_per_multiprocessor // per_block, _WARPS_TO_HIDE_LATENCY // warps, _MOST_BLOCKS)
             fitting.append(replace(plan, blocks=max(blocks, 1)))

@@ -36,12 +36,14 @@ _INFIX: dict[type, tuple[str, int]] = {
     op.LessEqual: ("<=", _RELATION),
     op.Greater: (">", _RELATION),
     op.GreaterEqual: (">=", _RELATION),
-    op.And: ("&&", _AND),
-    op.Or: ("||", _OR),
+    # Not && and ||: a mask is evaluated for every score of a tile, and their branches cost more than they save.
+    op.And: ("&", _BIT_AND),
+    op.Or: ("|", _BIT_OR),
 }
 
 # Operators whose operands read better in parentheses though precedence does not ask for them; gcc warns likewise.
-_CLARIFIED = {_OR: {_AND}, _BIT_OR: {_SUM, _SHIFT, _BIT_AND}, _BIT_AND: {_SUM, _SHIFT}, _SHIFT: {_SUM}}
+_COMPARED = {_EQUALITY, _RELATION, _SHIFT, _SUM}
+_CLARIFIED = {_BIT_OR: {_BIT_AND, *_COMPARED}, _BIT_AND: _COMPARED, _SHIFT: {_SUM}}
 
 _CALLS: dict[type, dict[str, str]] = {
     op.Abs: {"int": "abs", "float": "fabsf"},
@@ -73,6 +75,17 @@ def _divides_plainly(left: sympy.Basic, right: sympy.Basic) -> bool:
     return is_nonnegative(left) and isinstance(right, sympy.Integer) and int(right) > 0
 
 
+def _is_distance(left: sympy.Basic, right: sympy.Basic) -> bool:
+    """Whether `left <= right` (or <) says that an integer is at most so far from 0."""
+    limited = isinstance(right, sympy.Integer) and 1 <= int(right) < 2**30
+    return limited and isinstance(left, op.Abs) and kind_of(left) == "int"
+
+
+def _is_power_of_two(divisor: sympy.Integer) -> bool:
+    """Whether dividing by it is a shift: C's signed / would correct for dividends below 0, which there are none of."""
+    return int(divisor).bit_count() == 1
+
+
 def is_nonnegative(node: sympy.Basic) -> bool:
     """Whether an integer node is known to be >= 0 (indices and lengths are), so that C's division is a floored one."""
     if isinstance(node, sympy.Integer):
@@ -91,6 +104,8 @@ def is_nonnegative(node: sympy.Basic) -> bool:
 class Printer:
     """Prints nodes as CUDA expressions. `names` maps nodes that already stand in a variable to its name."""
 
+    on_numbers = True  # operands are C++'s own numbers, for which there are shorter forms
+
     def __init__(self, names: dict[sympy.Basic, str] | None = None) -> None:
         self.names = dict(names or {})
 
@@ -108,6 +123,9 @@ class Printer:
     def _print(self, node: sympy.Basic) -> tuple[str, int]:
         if node in self.names:
             return self.names[node], _ATOM
+        if self.on_numbers and isinstance(node, (op.LessEqual, op.Less)) and _is_distance(*node.args):
+            limit = int(node.args[1]) - isinstance(node, op.Less)
+            return f"magnitude_within({self.text(node.args[0].args[0])}, {limit})", _ATOM
         if isinstance(node, tuple(_INFIX)):
             return self._infix(node, *_INFIX[type(node)])
         if isinstance(node, tuple(_CALLS)):
@@ -124,7 +142,7 @@ class Printer:
         parts = []
         for operand, minimum in ((left, strength), (right, strength + 1)):
             text, own = self._print(operand)
-            regrouped = own == strength and strength in (_AND, _OR)  # && and || associate: no parentheses needed
+            regrouped = own == strength and strength in (_BIT_AND, _BIT_OR)  # they associate: no parentheses needed
             needs = (own < minimum and not regrouped) or own in clarified
             if kind_of(operand) == "bool" and kind_of(node) != "bool":
                 text, needs = f"static_cast<int>({text})", False
@@ -155,6 +173,8 @@ def _floor_divide(printer: Printer, node: sympy.Basic) -> tuple[str, int]:
     if kind_of(node) == "float":
         return f"floorf({printer.as_float(left, _PRODUCT)} / {printer.as_float(right, _UNARY)})", _ATOM
     if _divides_plainly(left, right):
+        if _is_power_of_two(right):
+            return f"{printer.text(left, _SHIFT)} >> {int(right).bit_length() - 1}", _SHIFT
         return f"{printer.text(left, _PRODUCT)} / {printer.text(right, _UNARY)}", _PRODUCT
     return f"floor_divide({printer.text(left)}, {printer.text(right)})", _ATOM
 
@@ -165,6 +185,8 @@ def _floor_modulo(printer: Printer, node: sympy.Basic) -> tuple[str, int]:
         quotient = printer._print(op.FloorDiv(left, right))[0]
         return f"{printer.as_float(left, _PRODUCT)} - {printer.as_float(right, _PRODUCT)} * {quotient}", _SUM
     if _divides_plainly(left, right):
+        if _is_power_of_two(right):
+            return f"{printer.text(left, _SHIFT)} & {int(right) - 1}", _BIT_AND
         return f"{printer.text(left, _PRODUCT)} % {printer.text(right, _UNARY)}", _PRODUCT
     return f"floor_modulo({printer.text(left)}, {printer.text(right)})", _ATOM
 

@@ -46,9 +46,9 @@ def test_every_operation_is_printed() -> None:
         (op.Sub(QUERY, Int(-1)), "q - -1"),
         (op.Neg(op.Neg(QUERY)), "-(-q)"),
         (op.Not(op.Not(LESS)), "!!(q < k)"),
-        (op.And(op.Or(LESS, sympy.true), LESS), "(q < k || true) && q < k"),
-        (op.Or(op.And(LESS, LESS), LESS), "(q < k && q < k) || q < k"),
-        (op.And(op.And(LESS, LESS), op.And(LESS, LESS)), "q < k && q < k && q < k && q < k"),
+        (op.And(op.Or(LESS, sympy.true), LESS), "((q < k) | true) & (q < k)"),
+        (op.Or(op.And(LESS, LESS), LESS), "((q < k) & (q < k)) | (q < k)"),
+        (op.And(op.And(LESS, LESS), op.And(LESS, LESS)), "(q < k) & (q < k) & (q < k) & (q < k)"),
         (op.Equal(LESS, op.Not(LESS)), "q < k == !(q < k)"),
         (op.BitAnd(op.Add(QUERY, Int(1)), Int(7)), "(q + 1) & 7"),
         (op.BitOr(op.BitAnd(QUERY, Int(1)), KEY), "(q & 1) | k"),
@@ -92,7 +92,7 @@ def test_text(node: sympy.Basic, expected: str) -> None:
 @pytest.mark.parametrize(
     ("node", "expected"),
     [
-        (op.FloorDiv(QUERY, Int(64)), "q / 64"),
+        (op.FloorDiv(QUERY, Int(64)), "q >> 6"),
         (op.FloorMod(op.Add(QUERY, KEY), Int(7)), "(q + k) % 7"),
         (op.Mul(op.FloorDiv(QUERY, Int(3)), Int(3)), "q / 3 * 3"),
         (op.Mul(Int(3), op.FloorDiv(QUERY, Int(3))), "3 * (q / 3)"),
@@ -102,7 +102,7 @@ def test_text(node: sympy.Basic, expected: str) -> None:
         (op.FloorDiv(QUERY, Int(0)), "floor_divide(q, 0)"),
         (op.FloorDiv(QUERY, WINDOW), "floor_divide(q, arguments.window)"),
         (op.FloorDiv(WINDOW, Int(4)), "floor_divide(arguments.window, 4)"),
-        (op.FloorMod(LEN_K, Int(4)), "arguments.len_k % 4"),
+        (op.FloorMod(LEN_K, Int(4)), "arguments.len_k & 3"),
         (op.FloorDiv(SCORE, Int(2)), "floorf(score / 2.0f)"),
         (op.FloorMod(SCORE, Real(1.5)), "score - 1.5f * floorf(score / 1.5f)"),
         (op.Sub(SCORE, op.FloorMod(SCORE, Real(1.5))), "score - (score - 1.5f * floorf(score / 1.5f))"),
@@ -121,8 +121,8 @@ def test_what_is_taken_for_nonnegative_is() -> None:
 
 
 def test_a_where_and_a_logical_not_bind_as_in_numpy() -> None:
-    assert text(op.Not(op.And(LESS, LESS))) == "!(q < k && q < k)"
-    assert text(op.Where(op.Or(LESS, LESS), LESS, sympy.false)) == "q < k || q < k ? q < k : false"
+    assert text(op.Not(op.And(LESS, LESS))) == "!((q < k) & (q < k))"
+    assert text(op.Where(op.Or(LESS, LESS), LESS, sympy.false)) == "(q < k) | (q < k) ? q < k : false"
 
 
 @given(st.floats(width=32, allow_nan=False, allow_infinity=False))
@@ -148,13 +148,13 @@ def test_what_stands_twice_stands_in_a_variable() -> None:
     distance = op.Abs(op.Sub(QUERY, KEY))
     declarations, (result,) = statements(op.And(op.Less(distance, WINDOW), op.Greater(distance, Int(2))))
     assert declarations == ["const int x0 = abs(q - k);"]
-    assert result == "x0 < arguments.window && x0 > 2"
+    assert result == "(x0 < arguments.window) & (x0 > 2)"
 
 
 def test_what_is_cheap_or_stands_once_does_not() -> None:
     difference = op.Sub(QUERY, KEY)
     declarations, (result,) = statements(op.And(op.Less(difference, Int(4)), op.Greater(difference, Int(-4))))
-    assert declarations == [] and result == "q - k < 4 && q - k > -4"
+    assert declarations == [] and result == "(q - k < 4) & (q - k > -4)"
     assert statements(op.Less(op.Abs(difference), Int(4)))[0] == []
 
 
@@ -197,3 +197,10 @@ def test_the_smallest_integer_by_minus_one_does_not_trap(run: Any, captures: Any
     smallest = op.ShiftLeft(op.Add(op.Mul(QUERY, Int(0)), Int(1)), Int(31))
     divided, modulo = run([op.FloorDiv(smallest, minus_one), op.FloorMod(smallest, minus_one)], captures)
     assert (divided == -(2**31)).all() and (modulo == 0).all()
+
+
+def test_a_distance_is_one_comparison() -> None:
+    distance = op.Abs(op.Sub(QUERY, KEY))
+    assert text(op.LessEqual(distance, Int(6))) == "magnitude_within(q - k, 6)"
+    assert text(op.Less(distance, Int(6))) == "magnitude_within(q - k, 5)"
+    assert text(op.Less(distance, Int(0))) == "abs(q - k) < 0"

@@ -114,7 +114,7 @@ def test_a_missing_guard_is_caught_by_rows_without_keys(fault: Fault, launch: An
 
 WRONG = [
     Fault("mask off by one", "one stage", r"return k <= q \+ ", "return k < q + "),
-    Fault("window off by one", "window", r"return x0 - 40 <= k", "return x0 - 40 < k"),
+    Fault("window off by one", "window", r"return \(x0 - 40 <= k\)", "return (x0 - 40 < k)"),
     Fault("last key forgotten", "one key over", r"const int end = ([^;]*);", r"const int end = \1 - 1;"),
     Fault("mask forgotten on the diagonal", "one stage", r"full_end / kTileK\}", "(full_end + kTileK - 1) / kTileK}"),
     Fault(

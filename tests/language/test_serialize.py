@@ -93,7 +93,7 @@ def test_the_digest_never_changes():
         '"scale":0.125,"score":null,"value_dim":64,"version":1}'
     )
     assert node_to_data(fg.softcap(1.5).expression) == [
-        "Mul", {"float": "0x1.8000000000000p+0"}, ["Tanh", ["Divide", "score", {"float": "0x1.8000000000000p+0"}]],
+        "Mul", {"float": "0x1.8000000000000p+0"}, ["FastTanh", ["Divide", "score", {"float": "0x1.8000000000000p+0"}]],
     ]  # fmt: skip
 
 
