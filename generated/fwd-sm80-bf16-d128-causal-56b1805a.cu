@@ -286,7 +286,8 @@ __device__ __forceinline__ void mask_scores(float (&scores)[kRowTiles][kKeyTiles
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
         const int q = position.query + i * 16 + e / 2 * 8, k = first_key + position.key + j * 8 + e % 2;
-        if (k >= arguments.len_k || !may_attend(q, k, arguments)) scores[i][j][e] = minus_infinity();
+        const bool counts = (k < arguments.len_k) & may_attend(q, k, arguments);
+        scores[i][j][e] = counts ? scores[i][j][e] : minus_infinity();
       }
     }
   }
@@ -489,7 +490,8 @@ attention_forward_bf16_d128_causal_56b1805a(const __grid_constant__ ForwardArgum
     multiply_queries_by_keys(scores, q_rows, k_tile + step % 2 * kKeyBytes);
     if (!tiles.full(step)) mask_scores(scores, position, first_key, arguments);
     online_softmax(scores, output, rows);
-multiply_probabilities_by_values(output, scores, v_tile + step % 2 * kValueBytes);
+
+    multiply_probabilities_by_values(output, scores, v_tile + step % 2 * kValueBytes);
   }
 
   // The output takes the place of Q; each warp's rows that of its own.

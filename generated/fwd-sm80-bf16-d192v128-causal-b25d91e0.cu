@@ -286,7 +286,8 @@ __device__ __forceinline__ void mask_scores(float (&scores)[kRowTiles][kKeyTiles
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
         const int q = position.query + i * 16 + e / 2 * 8, k = first_key + position.key + j * 8 + e % 2;
-        if (k >= arguments.len_k || !may_attend(q, k, arguments)) scores[i][j][e] = minus_infinity();
+        const bool counts = (k < arguments.len_k) & may_attend(q, k, arguments);
+        scores[i][j][e] = counts ? scores[i][j][e] : minus_infinity();
       }
     }
   }
@@ -485,7 +486,8 @@ attention_forward_bf16_d192v128_causal_b25d91e0(const __grid_constant__ ForwardA
     multiply_queries_by_keys(scores, q_rows, k_tile);
     if (!tiles.full(step)) mask_scores(scores, position, first_key, arguments);
     online_softmax(scores, output, rows);
-// V has landed; every warp is done with K.
+
+    // V has landed; every warp is done with K.
     copy_async_wait<0>();
     __syncthreads();
     if (step + 1 < tiles.count) copy_keys(step + 1);

@@ -479,7 +479,8 @@ attention_forward_bf16_d64_full_031c8013(const __grid_constant__ ForwardArgument
     multiply_queries_by_keys(scores, q_rows, k_tile + step % 2 * kKeyBytes);
     if (!tiles.full(step)) mask_scores(scores, position, first_key, arguments);
     online_softmax(scores, output, rows);
-multiply_probabilities_by_values(output, scores, v_tile + step % 2 * kValueBytes);
+
+    multiply_probabilities_by_values(output, scores, v_tile + step % 2 * kValueBytes);
   }
 
   // The output takes the place of Q; each warp's rows that of its own.

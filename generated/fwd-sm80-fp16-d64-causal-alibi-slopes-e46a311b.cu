@@ -319,7 +319,8 @@ __device__ __forceinline__ void mask_scores(float (&scores)[kRowTiles][kKeyTiles
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
         const int q = position.query + i * 16 + e / 2 * 8, k = first_key + position.key + j * 8 + e % 2;
-        if (k >= arguments.len_k || !may_attend(q, k, arguments)) scores[i][j][e] = minus_infinity();
+        const bool counts = (k < arguments.len_k) & may_attend(q, k, arguments);
+        scores[i][j][e] = counts ? scores[i][j][e] : minus_infinity();
       }
     }
   }
@@ -523,7 +524,8 @@ attention_forward_fp16_d64_causal_alibi_slopes_e46a311b(const __grid_constant__ 
     modify_scores(scores, position, first_key, arguments);
     if (!tiles.full(step)) mask_scores(scores, position, first_key, arguments);
     online_softmax(scores, output, rows);
-multiply_probabilities_by_values(output, scores, v_tile + step % 2 * kValueBytes);
+
+    multiply_probabilities_by_values(output, scores, v_tile + step % 2 * kValueBytes);
   }
 
   // The output takes the place of Q; each warp's rows that of its own.

@@ -172,7 +172,7 @@ __device__ __forceinline__ int load_ids(const ForwardArguments& arguments, int i
 
 // Mask: causal() & document('ids')
 __device__ __forceinline__ bool may_attend(int q, int k, const ForwardArguments& arguments) {
-  return k <= q + (arguments.len_k - arguments.len_q) && load_ids(arguments, q) == load_ids(arguments, k);
+  return (k <= q + (arguments.len_k - arguments.len_q)) & (load_ids(arguments, q) == load_ids(arguments, k));
 }
 
 // What a block works on: a tile of queries of one head of one batch.
@@ -295,7 +295,8 @@ __device__ __forceinline__ void mask_scores(float (&scores)[kRowTiles][kKeyTiles
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
         const int q = position.query + i * 16 + e / 2 * 8, k = first_key + position.key + j * 8 + e % 2;
-        if (k >= arguments.len_k || !may_attend(q, k, arguments)) scores[i][j][e] = minus_infinity();
+        const bool counts = (k < arguments.len_k) & may_attend(q, k, arguments);
+        scores[i][j][e] = counts ? scores[i][j][e] : minus_infinity();
       }
     }
   }
@@ -498,7 +499,8 @@ attention_forward_fp16_d64_causal_and_document_ids_41b70eec(const __grid_constan
     multiply_queries_by_keys(scores, q_rows, k_tile + step % 2 * kKeyBytes);
     if (!tiles.full(step)) mask_scores(scores, position, first_key, arguments);
     online_softmax(scores, output, rows);
-multiply_probabilities_by_values(output, scores, v_tile + step % 2 * kValueBytes);
+
+    multiply_probabilities_by_values(output, scores, v_tile + step % 2 * kValueBytes);
   }
 
   // The output takes the place of Q; each warp's rows that of its own.

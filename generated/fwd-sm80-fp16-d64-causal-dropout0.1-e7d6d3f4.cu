@@ -302,7 +302,8 @@ __device__ __forceinline__ void mask_scores(float (&scores)[kRowTiles][kKeyTiles
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
         const int q = position.query + i * 16 + e / 2 * 8, k = first_key + position.key + j * 8 + e % 2;
-        if (k >= arguments.len_k || !may_attend(q, k, arguments)) scores[i][j][e] = minus_infinity();
+        const bool counts = (k < arguments.len_k) & may_attend(q, k, arguments);
+        scores[i][j][e] = counts ? scores[i][j][e] : minus_infinity();
       }
     }
   }
@@ -528,7 +529,8 @@ attention_forward_fp16_d64_causal_dropout0_1_e7d6d3f4(const __grid_constant__ Fo
     if (!tiles.full(step)) mask_scores(scores, position, first_key, arguments);
     online_softmax(scores, output, rows);
     drop(scores, position, first_key, arguments);
-multiply_probabilities_by_values(output, scores, v_tile + step % 2 * kValueBytes);
+
+    multiply_probabilities_by_values(output, scores, v_tile + step % 2 * kValueBytes);
   }
 
   // The output takes the place of Q; each warp's rows that of its own.

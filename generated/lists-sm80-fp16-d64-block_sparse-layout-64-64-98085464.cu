@@ -53,7 +53,7 @@ __device__ __forceinline__ bool load_layout(const ListArguments& arguments, int 
 
 // Mask: block_sparse('layout', 64, 64)
 __device__ __forceinline__ bool may_attend(int q, int k, const ListArguments& arguments) {
-  return load_layout(arguments, q / 64, k / 64);
+  return load_layout(arguments, q >> 6, k >> 6);
 }
 
 // The values of an integer over a tile, both ends included; a number is a range of one value.

@@ -43,7 +43,7 @@ __device__ __forceinline__ int load_ids(const ListArguments& arguments, int i0) 
 
 // Mask: causal() & document('ids')
 __device__ __forceinline__ bool may_attend(int q, int k, const ListArguments& arguments) {
-  return k <= q + (arguments.len_k - arguments.len_q) && load_ids(arguments, q) == load_ids(arguments, k);
+  return (k <= q + (arguments.len_k - arguments.len_q)) & (load_ids(arguments, q) == load_ids(arguments, k));
 }
 
 // The values of an integer over a tile, both ends included; a number is a range of one value.
@@ -71,7 +71,7 @@ __device__ __forceinline__ Truth operator==(Range a, Range b) {
   return {a.low == a.high && b.low == b.high && a.low == b.low, a.high < b.low || b.high < a.low};
 }
 __device__ __forceinline__ Truth operator<=(Range a, Range b) { return {a.high <= b.low, a.low > b.high}; }
-__device__ __forceinline__ Truth operator&&(Truth a, Truth b) { return {a.always && b.always, a.never || b.never}; }
+__device__ __forceinline__ Truth operator&(Truth a, Truth b) { return {a.always && b.always, a.never || b.never}; }
 
 // ids over ranges of indices: its elements are looked at, unless they are many.
 __device__ __forceinline__ Range load_ids(const ListArguments& arguments, Range i0) {
@@ -90,7 +90,7 @@ __device__ __forceinline__ Range load_ids(const ListArguments& arguments, Range 
 
 // The mask over a tile: its own expression, of ranges.
 __device__ __forceinline__ Truth may_attend_within(Range q, Range k, const ListArguments& arguments) {
-  return k <= q + (arguments.len_k - arguments.len_q) && load_ids(arguments, q) == load_ids(arguments, k);
+  return (k <= q + (arguments.len_k - arguments.len_q)) & (load_ids(arguments, q) == load_ids(arguments, k));
 }
 
 // The mask over a tile by its elements, of which a warp looks at so many that one is true and one is false.
