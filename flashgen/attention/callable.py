@@ -135,9 +135,7 @@ class Attention:
         Raises ArgumentError where the mask has a closed form and needs no lists, or a capture does not fit.
         """
         if self._lister is None:
-            raise ArgumentError(
-                f"{self.spec.mask.name} needs no lists: its tiles are known in closed form"
-            )
+            raise ArgumentError(f"{self.spec.mask.name} needs no lists: its tiles are known in closed form")
         return self._lister.make(len_q, len_q if len_k is None else len_k, batch, heads, captures)
 
     def __call__(
