@@ -5,7 +5,7 @@
 // dropout  0
 // dims     head 128, value 128; bfloat16, accumulated in float32; heads_q a multiple of heads_kv
 // target   sm_90, family ampere
-// plan     128 queries x 64 keys, 4 warps, 2 stage(s) of K and V, 2 block(s) per multiprocessor, 98304 bytes of shared memory
+// plan     128 queries x 48 keys, 4 warps, 2 stage(s) of K and V, 2 block(s) per multiprocessor, 81920 bytes of shared memory
 // FLOPs    512 * batch * heads_q * len_q * len_k * (share of tiles visited)
 // HBM      2 * batch * (heads_q * len_q * 256 + heads_kv * len_k * 256) bytes, at least; + 4 * batch * heads_q * len_q for the LSE
 //
@@ -41,7 +41,7 @@ constexpr int kValueDim = 128;
 constexpr int kHeadDimPadded = 128;   // a multiple of the depth of an mma; zeros beyond kHeadDim
 constexpr int kValueDimPadded = 128;
 constexpr int kTileQ = 128;          // queries of a block
-constexpr int kTileK = 64;           // keys of a step
+constexpr int kTileK = 48;           // keys of a step
 constexpr int kWarps = 4;
 constexpr int kThreads = kWarps * 32;
 constexpr int kRowsPerWarp = kTileQ / kWarps;
@@ -57,8 +57,8 @@ constexpr int kKeyBytes = kTileK * kHeadDimPadded * 2;
 constexpr int kValueBytes = kTileK * kValueDimPadded * 2;
 constexpr int kKeyOffset = kQueryBytes;
 constexpr int kValueOffset = kKeyOffset + 2 * kKeyBytes;
-static_assert(kValueOffset + 2 * kValueBytes <= 98304, "the plan's shared memory");
-static_assert(kTileQ * kValueDimPadded * 2 <= 98304, "the output fits where the tiles were");
+static_assert(kValueOffset + 2 * kValueBytes <= 81920, "the plan's shared memory");
+static_assert(kTileQ * kValueDimPadded * 2 <= 81920, "the output fits where the tiles were");
 static_assert(kRowTiles * 16 * kWarps == kTileQ && kTileK % 16 == 0, "whole mma tiles");
 
 // ---- Primitives -----------------------------------------------------------------------------------------------------

@@ -7,9 +7,10 @@ from dataclasses import dataclass, replace
 import sympy
 
 from flashgen.analysis.ranges import key_range
+from flashgen.codegen.printer import is_shift_or_mask
 from flashgen.codegen.targets import Target
 from flashgen.errors import UnsupportedError
-from flashgen.language.operations import KEY, QUERY, FloorDiv, Load, Operation, Sub
+from flashgen.language.operations import KEY, QUERY, FloorDiv, FloorMod, Load, Operation, Sub
 from flashgen.language.spec import AttentionSpec
 
 WARP = 32
@@ -98,34 +99,37 @@ _WARPS_TO_HIDE_LATENCY = 8  # on a multiprocessor
 
 # What a thread can hold without spilling, by how much the variant itself needs: registers that accumulate scores and
 # output, and the scores among them (an array element loaded per score takes several registers of its own). Held by a
-# test that compiles every kind of spec for every target.
-_ACCUMULATORS = {"plain": 160, "loading": 160, "moderate": 160, "heavy": 96}
-_ACCUMULATORS_SM_90 = {"plain": 192, "loading": 176, "moderate": 160, "heavy": 96}  # its assembler needs fewer others
-_SCORES = {"plain": 128, "loading": 64, "moderate": 64, "heavy": 32}
-_PLAIN_MASK_OPERATIONS = 16
+# test that compiles every kind of spec for every target. sm_90's assembler needs fewer registers for all else.
+_ACCUMULATORS = {"none": 160, "plain": 160, "busy": 160, "moderate": 160, "heavy": 96}
+_ACCUMULATORS_SM_90 = {"none": 192, "plain": 176, "busy": 176, "moderate": 160, "heavy": 96}
+_SCORES = {"none": 128, "plain": 128, "busy": 64, "moderate": 64, "heavy": 32}
+_PLAIN_MASK, _BUSY_SCORE = 8, 8  # operations
 
 
-def _loads(expression: sympy.Basic, per_diagonal: bool) -> bool:
-    """Whether an array is read at indices that differ between the scores of a tile, or only between its diagonals."""
+def _loads_per_score(expression: sympy.Basic) -> bool:
+    """Whether an array is read at indices that differ between the scores of a tile, and not just by its diagonals."""
     distance = sympy.Symbol("distance", integer=True)
     straight = {Sub(KEY, QUERY): distance, Sub(QUERY, KEY): distance}
-    for load in expression.atoms(Load):
-        if load.has(QUERY, KEY) and load.xreplace(straight).has(QUERY, KEY) is not per_diagonal:
-            return True
-    return False
+    return any(load.xreplace(straight).has(QUERY, KEY) for load in expression.atoms(Load))
 
 
 def _weight(spec: AttentionSpec) -> str:
     """How many registers the variant needs beside the accumulators."""
     mask, score = spec.mask.expression, spec.score.expression if spec.score else sympy.S.Zero
-    operations = sum(isinstance(node, Operation) for node in sympy.preorder_traversal(mask))
-    mask_loads = _loads(mask, per_diagonal=False)
-    if _loads(score, per_diagonal=False) or (mask_loads and (spec.score or spec.dropout)):
+    mask_loads, operations = _loads_per_score(mask), _operations(mask)
+    if _loads_per_score(score) or (mask_loads and (spec.score or spec.dropout)):
         return "heavy"
-    if spec.dropout or operations > _PLAIN_MASK_OPERATIONS:
+    divisions = mask.atoms(FloorDiv, FloorMod)
+    if spec.dropout or _operations(score) > _BUSY_SCORE or not all(is_shift_or_mask(node) for node in divisions):
         return "moderate"
     listed = key_range(mask) is None  # lists take registers of their own
-    return "loading" if listed or _loads(score, per_diagonal=True) else "plain"
+    if spec.score or listed or divisions or operations > _PLAIN_MASK:
+        return "busy"
+    return "plain" if operations else "none"
+
+
+def _operations(expression: sympy.Basic) -> int:
+    return sum(isinstance(node, Operation) for node in sympy.preorder_traversal(expression))
 
 
 def _is_blocky(spec: AttentionSpec) -> bool:

@@ -86,6 +86,12 @@ def _is_power_of_two(divisor: sympy.Integer) -> bool:
     return int(divisor).bit_count() == 1
 
 
+def is_shift_or_mask(division: sympy.Basic) -> bool:
+    """Whether a floored division or modulo is one instruction."""
+    left, right = division.args
+    return _divides_plainly(left, right) and _is_power_of_two(right)
+
+
 def is_nonnegative(node: sympy.Basic) -> bool:
     """Whether an integer node is known to be >= 0 (indices and lengths are), so that C's division is a floored one."""
     if isinstance(node, sympy.Integer):
