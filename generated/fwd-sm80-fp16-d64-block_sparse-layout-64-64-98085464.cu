@@ -5,7 +5,7 @@
 // dropout  0
 // dims     head 64, value 64; float16, accumulated in float32; heads_q a multiple of heads_kv
 // target   sm_80, family ampere
-// plan     128 queries x 64 keys, 4 warps, 2 stage(s) of K and V, 2 block(s) per multiprocessor, 49152 bytes of shared memory
+// plan     128 queries x 32 keys, 4 warps, 2 stage(s) of K and V, 2 block(s) per multiprocessor, 32768 bytes of shared memory
 // FLOPs    256 * batch * heads_q * len_q * len_k * (share of tiles visited)
 // HBM      2 * batch * (heads_q * len_q * 128 + heads_kv * len_k * 128) bytes, at least; + 4 * batch * heads_q * len_q for the LSE
 //
@@ -48,7 +48,7 @@ constexpr int kValueDim = 64;
 constexpr int kHeadDimPadded = 64;   // a multiple of the depth of an mma; zeros beyond kHeadDim
 constexpr int kValueDimPadded = 64;
 constexpr int kTileQ = 128;          // queries of a block
-constexpr int kTileK = 64;           // keys of a step
+constexpr int kTileK = 32;           // keys of a step
 constexpr int kWarps = 4;
 constexpr int kThreads = kWarps * 32;
 constexpr int kRowsPerWarp = kTileQ / kWarps;
@@ -64,8 +64,8 @@ constexpr int kKeyBytes = kTileK * kHeadDimPadded * 2;
 constexpr int kValueBytes = kTileK * kValueDimPadded * 2;
 constexpr int kKeyOffset = kQueryBytes;
 constexpr int kValueOffset = kKeyOffset + 2 * kKeyBytes;
-static_assert(kValueOffset + 2 * kValueBytes <= 49152, "the plan's shared memory");
-static_assert(kTileQ * kValueDimPadded * 2 <= 49152, "the output fits where the tiles were");
+static_assert(kValueOffset + 2 * kValueBytes <= 32768, "the plan's shared memory");
+static_assert(kTileQ * kValueDimPadded * 2 <= 32768, "the output fits where the tiles were");
 static_assert(kRowTiles * 16 * kWarps == kTileQ && kTileK % 16 == 0, "whole mma tiles");
 
 // ---- Primitives -----------------------------------------------------------------------------------------------------

@@ -100,9 +100,9 @@ _WARPS_TO_HIDE_LATENCY = 8  # on a multiprocessor
 # What a thread can hold without spilling, by how much the variant itself needs: registers that accumulate scores and
 # output, and the scores among them (an array element loaded per score takes several registers of its own). Held by a
 # test that compiles every kind of spec for every target. sm_90's assembler needs fewer registers for all else.
-_ACCUMULATORS = {"none": 160, "plain": 160, "busy": 160, "moderate": 160, "heavy": 96}
-_ACCUMULATORS_SM_90 = {"none": 192, "plain": 176, "busy": 176, "moderate": 160, "heavy": 96}
-_SCORES = {"none": 128, "plain": 128, "busy": 64, "moderate": 64, "heavy": 32}
+_ACCUMULATORS = {"none": 160, "plain": 160, "busy": 160, "loading": 160, "moderate": 160, "costly": 160, "heavy": 96}
+_ACCUMULATORS_SM_90 = _ACCUMULATORS | {"none": 192, "plain": 176, "busy": 176, "loading": 176}
+_SCORES = {"none": 128, "plain": 128, "busy": 64, "loading": 48, "moderate": 64, "costly": 32, "heavy": 32}
 _PLAIN_MASK, _BUSY_SCORE = 8, 8  # operations
 
 
@@ -120,8 +120,12 @@ def _weight(spec: AttentionSpec) -> str:
     if _loads_per_score(score) or (mask_loads and (spec.score or spec.dropout)):
         return "heavy"
     divisions = mask.atoms(FloorDiv, FloorMod)
-    if spec.dropout or _operations(score) > _BUSY_SCORE or not all(is_shift_or_mask(node) for node in divisions):
+    if not all(is_shift_or_mask(node) for node in divisions):
+        return "costly"
+    if spec.dropout or _operations(score) > _BUSY_SCORE:
         return "moderate"
+    if mask_loads:
+        return "loading"
     listed = key_range(mask) is None  # lists take registers of their own
     if spec.score or listed or divisions or operations > _PLAIN_MASK:
         return "busy"
