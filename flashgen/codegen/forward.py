@@ -102,7 +102,7 @@ def render_forward(spec: AttentionSpec, target: Target, plan: ForwardPlan | None
         .get_template("variant.cuh.jinja")
         .render(struct=struct, variant=variant, position=True)
         .strip(),
-        "key_tiles": key_tiles.ranges(_range_texts(tiles), struct) if tiles else key_tiles.lists(struct),
+        "key_tiles": key_tiles.ranges(_range_texts(tiles), struct, variant.mask is not None) if tiles else key_tiles.lists(struct),
         "head_padded": padded(spec.head_dim),
         "value_padded": padded(spec.value_dim),
         "scale_log2": spec.scale * LOG2_E,

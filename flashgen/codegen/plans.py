@@ -104,6 +104,7 @@ _ACCUMULATORS = {"none": 160, "plain": 160, "busy": 160, "loading": 160, "modera
 _ACCUMULATORS_SM_90 = _ACCUMULATORS | {"none": 192, "plain": 176, "busy": 176, "loading": 176}
 _SCORES = {"none": 128, "plain": 128, "busy": 64, "loading": 48, "moderate": 64, "costly": 32, "heavy": 32}
 _PLAIN_MASK, _BUSY_SCORE = 8, 8  # operations
+_KEPT_HEAD_DIM = 32
 
 
 def _loads_per_score(expression: sympy.Basic) -> bool:
@@ -124,7 +125,7 @@ def _weight(spec: AttentionSpec) -> str:
         return "costly"
     if spec.dropout or _operations(score) > _BUSY_SCORE:
         return "moderate"
-    if mask_loads:
+    if mask_loads or any(load.has(QUERY, KEY) for load in score.atoms(Load)):
         return "loading"
     listed = key_range(mask) is None  # lists take registers of their own
     if spec.score or listed or divisions or operations > _PLAIN_MASK:
@@ -142,9 +143,13 @@ def _is_blocky(spec: AttentionSpec) -> bool:
 
 
 def _accumulators(plan: ForwardPlan, spec: AttentionSpec) -> tuple[int, int]:
-    """Registers of a thread that hold scores, and scores and output: its warp's rows over 32 lanes."""
-    rows = plan.tile_q // plan.warps
-    return rows * plan.tile_k // WARP, rows * (plan.tile_k + padded(spec.value_dim)) // WARP
+    """Registers of a thread that hold scores, and scores and output: its warp's rows over 32 lanes.
+
+    Queries of few mma depths stand beside the output: the compiler keeps in registers what every step reads again.
+    """
+    rows, head = plan.tile_q // plan.warps, padded(spec.head_dim)
+    kept = head if head < _KEPT_HEAD_DIM else 0
+    return rows * plan.tile_k // WARP, rows * (plan.tile_k + padded(spec.value_dim) + kept) // WARP
 
 
 def _candidates(spec: AttentionSpec, target: Target) -> list[ForwardPlan]:
