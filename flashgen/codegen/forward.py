@@ -111,6 +111,7 @@ def render_forward(spec: AttentionSpec, target: Target, plan: ForwardPlan | None
         "keep_scale": 256 / spec.keep_threshold,
         "longest_first": _longest_last(tiles),
         "masked": variant.mask is not None,
+        "score_operand": variant.score.of("scores[i][j][e]") if variant.score else "",
         "score_call": variant.score.call() if variant.score else "",
         "mask_call": variant.mask.call() if variant.mask else "",
         "may_be_empty": variant.mask is not None or variant.score is not None,

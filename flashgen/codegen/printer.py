@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import struct
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import numpy as np
 import sympy
@@ -108,12 +108,18 @@ def is_nonnegative(node: sympy.Basic) -> bool:
 
 
 class Printer:
-    """Prints nodes as CUDA expressions. `names` maps nodes that already stand in a variable to its name."""
+    """Prints nodes as CUDA expressions.
+
+    `names` maps nodes that already stand in a variable to its name; `products` maps nodes to the text of a product
+    that stands for them.
+    """
 
     on_numbers = True  # operands are C++'s own numbers, for which there are shorter forms
 
-    def __init__(self, names: dict[sympy.Basic, str] | None = None) -> None:
-        self.names = dict(names or {})
+    def __init__(
+        self, names: Mapping[sympy.Basic, str] | None = None, products: Mapping[sympy.Basic, str] | None = None
+    ) -> None:
+        self.names, self.products = dict(names or {}), dict(products or {})
 
     def text(self, node: sympy.Basic, around: int = _CONDITIONAL) -> str:
         """The expression, in parentheses where an operator of strength `around` binds tighter than its own."""
@@ -129,6 +135,8 @@ class Printer:
     def _print(self, node: sympy.Basic) -> tuple[str, int]:
         if node in self.names:
             return self.names[node], _ATOM
+        if node in self.products:
+            return self.products[node], _PRODUCT
         if self.on_numbers and isinstance(node, (op.LessEqual, op.Less)) and _is_distance(*node.args):
             limit = int(node.args[1]) - isinstance(node, op.Less)
             return f"magnitude_within({self.text(node.args[0].args[0])}, {limit})", _ATOM
@@ -289,9 +297,12 @@ def worth_sharing(node: sympy.Basic) -> bool:
     )
 
 
-def statements(*results: sympy.Basic) -> tuple[list[str], list[str]]:
-    """Declarations of the subexpressions that are used more than once, and the text of each result in their terms."""
-    printer = Printer()
+def statements(*results: sympy.Basic, products: Mapping[sympy.Basic, str] | None = None) -> tuple[list[str], list[str]]:
+    """Declarations of the subexpressions that are used more than once, and the text of each result in their terms.
+
+    products: the text of a product for each node that shall be printed as that (see `folding`).
+    """
+    printer = Printer(products=products)
     declarations: list[str] = []
     for node, uses in references(results).items():
         if uses > 1 and worth_sharing(node):

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import sympy
 
 from flashgen.codegen.arguments import ELEMENT_TYPES, member_name
+from flashgen.codegen.folding import folded_products
 from flashgen.codegen.printer import statements
 from flashgen.language.operations import BATCH, HEAD, INDICES, KEY, QUERY, Capture
 from flashgen.language.spec import AttentionSpec
@@ -16,12 +17,20 @@ _DEVICE_NAMES = {BATCH: "position.batch", HEAD: "position.head", QUERY: "q", KEY
 
 @dataclass(frozen=True)
 class FunctionText:
-    """A traced function as a device function: the declarations and the value it returns; how it is called."""
+    """A traced function as a device function: the declarations and the value it returns; how it is called.
+
+    operand: what a score function takes: the "score", or the "product" q·k if its constants have the scale in them.
+    """
 
     name: str
     declarations: tuple[str, ...]
     text: str
     used: tuple[sympy.Symbol, ...]
+    operand: str = "score"
+
+    def of(self, product: str) -> str:
+        """The operand that a call of a score function takes, given the text of the product q·k."""
+        return product if self.operand == "product" else f"{product} * kScale"
 
     def parameters(self, leading: bool = False) -> str:
         """Declarations of the indices it takes, with a comma before each (`leading`) or after each."""
@@ -53,10 +62,20 @@ class Variant:
     arrays: tuple[ArrayText, ...]
 
 
-def _function(name: str, expression: sympy.Basic) -> FunctionText:
+def _mask(name: str, expression: sympy.Basic) -> FunctionText:
     declarations, (text,) = statements(expression)
-    used = tuple(symbol for symbol in INDICES if expression.has(symbol))
-    return FunctionText(name, tuple(declarations), text, used)
+    return FunctionText(name, tuple(declarations), text, _indices_of(expression))
+
+
+def _score(name: str, expression: sympy.Basic, scale: float) -> FunctionText:
+    products = folded_products(scale, expression)
+    declarations, (text,) = statements(expression, products=products)
+    operand = "product" if products else "score"
+    return FunctionText(name, tuple(declarations), text, _indices_of(expression), operand)
+
+
+def _indices_of(expression: sympy.Basic) -> tuple[sympy.Symbol, ...]:
+    return tuple(symbol for symbol in INDICES if expression.has(symbol))
 
 
 def _array(capture: Capture) -> ArrayText:
@@ -69,8 +88,8 @@ def _array(capture: Capture) -> ArrayText:
 
 def variant_of(spec: AttentionSpec, score: bool = True) -> Variant:
     """The texts of a spec; without the score function, and the arrays only it reads, where `score` is false."""
-    score_text = _function(spec.score.name, spec.score.expression) if spec.score and score else None
-    mask_text = _function(spec.mask.name, spec.mask.expression) if spec.mask.expression != sympy.true else None
+    score_text = _score(spec.score.name, spec.score.expression, spec.scale) if spec.score and score else None
+    mask_text = _mask(spec.mask.name, spec.mask.expression) if spec.mask.expression != sympy.true else None
     return Variant(
         score_text, mask_text, tuple(_array(capture) for capture in captures_read(spec, score) if capture.ndim)
     )

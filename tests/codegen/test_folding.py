@@ -1,0 +1,69 @@
+"""The scale in the constants of a score function: where that is possible, and the text that it gives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+import flashgen.language as fg
+from flashgen.codegen.folding import folded_products
+from flashgen.codegen.forward import render_forward
+from flashgen.codegen.targets import TARGETS
+from flashgen.codegen.variant import variant_of
+
+
+def products_of(function: Callable[..., Any], scale: float = 0.125) -> set[str]:
+    score = fg.AttentionSpec(64, score=function).score
+    assert score is not None
+    return set(folded_products(scale, score.expression).values())
+
+
+@pytest.mark.parametrize(
+    ("function", "expected"),
+    [
+        (lambda s, b, h, q, k: 20.0 * fg.tanh(s / 20.0), {"product * (kScale / 20.0f)"}),
+        (lambda s, b, h, q, k: s * 3 + q, {"product * (kScale * 3.0f)"}),
+        (lambda s, b, h, q, k: -0.5 * s, {"product * (kScale * -0.5f)"}),
+        (lambda s, b, h, q, k: fg.tanh(s / 2) * (s * 4), {"product * (kScale / 2.0f)", "product * (kScale * 4.0f)"}),
+        (lambda s, b, h, q, k: fg.tanh(s / 2) + s, set()),
+        (lambda s, b, h, q, k: s, set()),
+        (lambda s, b, h, q, k: s * q, set()),
+        (lambda s, b, h, q, k: s * s, set()),
+        (lambda s, b, h, q, k: 2.0 / s, set()),
+        (lambda s, b, h, q, k: s * 0.0 + q, set()),
+        (lambda s, b, h, q, k: s * 1e35, set()),
+        (lambda s, b, h, q, k: s / fg.Scalar("cap", "float32"), set()),
+        (lambda s, b, h, q, k: fg.to_float(q), set()),
+    ],
+)
+def test_products(function: Callable[..., Any], expected: set[str]) -> None:
+    assert products_of(function) == expected
+
+
+def test_nothing_is_folded_that_float32_cannot_hold() -> None:
+    assert products_of(lambda s, b, h, q, k: s * 1e20, scale=1e5)
+    assert not products_of(lambda s, b, h, q, k: s * 1e20, scale=1e15)
+    assert not products_of(lambda s, b, h, q, k: s / 1e20, scale=1e-15)
+
+
+def test_softcap_takes_the_product() -> None:
+    source = render_forward(fg.AttentionSpec(64, score=fg.softcap(20)), TARGETS["sm_80"]).source
+    assert "modify_score(float product, const" in source
+    assert "return 20.0f * tanh_approx(product * (kScale / 20.0f));" in source
+    assert "= modify_score(scores[i][j][e], arguments);" in source
+
+
+def test_what_reads_the_score_takes_the_score() -> None:
+    source = render_forward(fg.AttentionSpec(64, score=fg.alibi(8)), TARGETS["sm_80"]).source
+    assert "modify_score(float score, int h" in source
+    assert "= modify_score(scores[i][j][e] * kScale, position.head, q, k, arguments);" in source
+
+
+def test_a_product_that_stands_twice_stands_in_a_variable() -> None:
+    spec = fg.AttentionSpec(64, score=lambda s, b, h, q, k: fg.sin(s / 3) + fg.cos(s / 3))
+    score = variant_of(spec).score
+    assert score is not None
+    assert score.declarations == ("const float x0 = product * (kScale / 3.0f);",)
+    assert score.text == "sinf(x0) + cosf(x0)"
