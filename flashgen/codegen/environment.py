@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
@@ -44,10 +45,10 @@ def _primitive_templates() -> dict[str, tuple[str, str | None]]:
     return found
 
 
-def _primitive_text(name: str, target: Target) -> tuple[bool, str]:
+def _primitive_text(name: str, target: Target, sizes: Mapping[str, Any]) -> tuple[bool, str]:
     """Whether host and device share the primitive's text, and the text."""
     template, dtype = _primitive_templates()[name]
-    module: Any = environment().get_template(template).make_module({"target": target})
+    module: Any = environment().get_template(template).make_module({"target": target, **sizes})
     shared = hasattr(module, "shared")
     macro = module.shared if shared else module.device
     return shared, str(macro(dtype) if dtype else macro()).strip()
@@ -58,8 +59,10 @@ def _called(text: str) -> list[str]:
     return [name for name in _primitive_templates() if name in words]
 
 
-def primitives_for(text: str, target: Target) -> tuple[list[str], list[str]]:
+def primitives_for(text: str, target: Target, sizes: Mapping[str, Any] | None = None) -> tuple[list[str], list[str]]:
     """Texts of the primitives that `text` calls, directly or through others: those of the device, those shared.
+
+    `sizes`: what primitives written out for some sizes only, those of wgmma, are to be written out for.
 
     Callees come before their callers within each list; a device primitive calls no shared one.
     """
@@ -68,7 +71,7 @@ def primitives_for(text: str, target: Target) -> tuple[list[str], list[str]]:
     def visit(name: str) -> None:
         if name in done:
             return
-        shared, body = _primitive_text(name, target)
+        shared, body = _primitive_text(name, target, sizes or {})
         for callee in _called(body):
             if callee != name:
                 visit(callee)

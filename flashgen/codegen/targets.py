@@ -42,6 +42,7 @@ def _target(compute_capability: int, family: str, block_kib: int, multiprocessor
     return Target(f"sm_{compute_capability}", compute_capability, family, block_kib * 1024, multiprocessor_kib * 1024)
 
 
+# sm_90a is sm_90 with the instructions that only it has: wgmma, setmaxnreg.
 # Shared memory by the CUDA programming guide's table of technical specifications per compute capability.
 TARGETS: dict[str, Target] = {
     target.name: target
@@ -52,6 +53,7 @@ TARGETS: dict[str, Target] = {
         _target(87, "ampere", 163, 164),
         _target(89, "ampere", 99, 100),
         _target(90, "ampere", 227, 228),
+        Target("sm_90a", 90, "hopper", 227 * 1024, 228 * 1024),
         _target(100, "ampere", 227, 228),
         _target(103, "ampere", 227, 228),
         _target(120, "ampere", 99, 100),
