@@ -17,9 +17,8 @@ from flashgen.build.cache import default_root
 from flashgen.build.entries import describe
 from flashgen.build.keys import readable_name
 from flashgen.build.prebuilt import MANIFEST, MANIFEST_FORMAT, PrebuiltFolder
-from flashgen.codegen.forward import ForwardKernel, render_forward
 from flashgen.codegen.kernel import RenderedKernel
-from flashgen.codegen.lists import render_lists
+from flashgen.codegen.kernels import kernels_of
 from flashgen.errors import BuildError, UnsupportedError
 from flashgen.release.request import Request, read_requests
 
@@ -82,16 +81,14 @@ def emit(requests: Iterable[Request]) -> tuple[EmittedKernel, ...]:
 
 
 def _kernels_of(request: Request) -> tuple[EmittedKernel, ...]:
-    """Every kernel that a call of the spec launches, as `flashgen.attention` renders them."""
+    """Every kernel that calls of the spec launch, as `flashgen.attention` renders them."""
+    spec, target = request.spec, request.target
     try:
-        forward = render_forward(request.spec, request.target)
-        rendered: list[RenderedKernel] = [forward]
-        if forward.uses_lists:
-            rendered.append(render_lists(request.spec, request.target, forward.plan))
-        return tuple(EmittedKernel(request, kernel) for kernel in rendered)
+        rendered = kernels_of(spec, target, request.passes, deterministic=request.deterministic)
+        return tuple(EmittedKernel(request, kernel) for kernel in rendered.values())
     except UnsupportedError as error:
         raise UnsupportedError(
-            f"{request.spec.name} for {request.target.name}: {error}; take it out of the release manifest, "
+            f"{spec.name} for {target.name}: {error}; take it out of the release manifest, "
             "for instance by a group of its own for the targets that can"
         ) from error
 
@@ -141,8 +138,9 @@ def _described(
         "shared_bytes": rendered.shared_bytes,
         "files": {"source": _file(f"{kernel.stem}.cu", rendered.source.encode(), files)},
     }
-    if isinstance(rendered, ForwardKernel):
-        described["plan"] = dataclasses.asdict(rendered.plan)
+    plan = getattr(rendered, "plan", None)  # kernels of tiles have one
+    if plan is not None:
+        described["plan"] = dataclasses.asdict(plan)
     if entry is not None and version is not None:
         described["key"] = kernel_key(rendered.source, architecture, nvrtc.options(architecture), version)
         described["nvrtc_version"] = list(version)

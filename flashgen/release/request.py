@@ -8,8 +8,10 @@
     target = ["sm_80", "sm_90"]
 
     [[kernels]]
-    spec = '{...}'                                # a spec's own JSON, in place of all but `target`
+    spec = '{...}'                                # a spec's own JSON, in place of all that describes one
     target = "sm_80"
+    passes = ["forward", "backward"]              # all of these; "forward" where nothing is said
+    deterministic = [false, true]                 # of the backward: which kernels; false where nothing is said
 
 Every value may be one or a list. Beside these: `value_dim`, `scale`, `layout`, `dropout`, as `AttentionSpec` has them.
 """
@@ -24,6 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from flashgen.codegen.kernels import PASSES, Pass
 from flashgen.codegen.targets import Target, target_named
 from flashgen.errors import FlashgenError, SpecError
 from flashgen.language import AttentionSpec, full, parse_mask, parse_score
@@ -33,15 +36,17 @@ _PARSERS = {
     "score": lambda text: None if text == "" else parse_score(text),
 }
 _ARGUMENTS = ("mask", "score", "head_dim", "value_dim", "dtype", "scale", "layout", "dropout")
-_KEYS = ("spec", "target", *_ARGUMENTS)
+_KEYS = ("spec", "target", "passes", "deterministic", *_ARGUMENTS)
 
 
 @dataclass(frozen=True)
 class Request:
-    """A spec to be built for a target."""
+    """A spec to be built for a target: the kernels of these passes, the backward's deterministic or not."""
 
     spec: AttentionSpec
     target: Target
+    passes: tuple[Pass, ...] = ("forward",)
+    deterministic: bool = False
 
 
 def read_requests(path: Path | str) -> tuple[Request, ...]:
@@ -81,9 +86,24 @@ def _expanded(group: Any) -> Iterator[Request]:
     if "target" not in group:
         raise SpecError("`target` is missing; name one or more, such as target = ['sm_80', 'sm_90']")
     targets = [target_named(name) for name in _listed(group, "target")]
+    passes, deterministic = _passes(group)
     for spec in _specs(group):
-        for target in targets:
-            yield Request(spec, target)
+        for target, each in itertools.product(targets, deterministic):
+            yield Request(spec, target, passes, each)
+
+
+def _passes(group: Mapping[str, Any]) -> tuple[tuple[Pass, ...], list[bool]]:
+    """The passes in the order in which they run, and which kinds of backward."""
+    named = _listed(group, "passes") if "passes" in group else ["forward"]
+    unknown = [name for name in named if name not in PASSES]
+    if unknown:
+        raise SpecError(f"`passes` names {unknown[0]!r}; choose from {', '.join(PASSES)}")
+    deterministic = _listed(group, "deterministic") if "deterministic" in group else [False]
+    if any(not isinstance(each, bool) for each in deterministic):
+        raise SpecError(f"`deterministic` must be true, false or both, got {deterministic!r}")
+    if "deterministic" in group and "backward" not in named:
+        raise SpecError("`deterministic` is of the backward: add it to `passes`, or leave this out")
+    return tuple(name for name in PASSES if name in named), deterministic
 
 
 def _specs(group: Mapping[str, Any]) -> Iterator[AttentionSpec]:

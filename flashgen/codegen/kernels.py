@@ -1,0 +1,69 @@
+"""Which kernels a spec needs on a target, pass by pass: one answer for those who launch, release and show them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any, Literal, get_args
+
+from flashgen.codegen.forward import render_forward
+from flashgen.codegen.kernel import RenderedKernel
+from flashgen.codegen.lists import render_lists
+from flashgen.codegen.targets import Target
+from flashgen.errors import SpecError
+from flashgen.language.spec import AttentionSpec
+
+Pass = Literal["forward", "backward"]
+PASSES: tuple[Pass, ...] = get_args(Pass)
+
+Kernels = Mapping[str, RenderedKernel]
+"""Kernels by the part that each plays, in the order of their launches."""
+
+
+def kernels_of(
+    spec: AttentionSpec, target: Target, passes: Iterable[Pass] = ("forward",), *, deterministic: bool = False
+) -> Kernels:
+    """Every kernel that calls of these passes launch, with default plans.
+
+    Forward: "lists" where the mask has no closed form, then "forward". Backward: "query_lists" and "lists" for its own
+    tiles where they are read, "prepare", "keys", "queries" or "finish", and "d_<name>" for each capture that has a
+    gradient. With both passes the backward's lists are "backward_lists".
+
+    Raises:
+        SpecError: a pass that there is not.
+        UnsupportedError: the target cannot run the spec.
+    """
+    kernels: dict[str, RenderedKernel] = {}
+    for name in passes:
+        if name not in PASSES:
+            raise SpecError(f"pass {name!r} is not known; choose from {', '.join(PASSES)}")
+        more = forward_kernels(spec, target) if name == "forward" else backward_kernels(spec, target, deterministic)
+        kernels |= {f"backward_{part}" if part in kernels else part: kernel for part, kernel in more.items()}
+    return kernels
+
+
+def forward_kernels(spec: AttentionSpec, target: Target) -> Kernels:
+    """The kernels of a forward call."""
+    forward = render_forward(spec, target)
+    lists = {"lists": render_lists(spec, target, forward.plan)} if forward.uses_lists else {}
+    return {**lists, "forward": forward}
+
+
+def backward_kernels(spec: AttentionSpec, target: Target, deterministic: bool = False) -> Kernels:
+    """The kernels of a backward call. Lists of its own tiles bear names of their own: their files lie beside the
+    forward's.
+    """
+    from flashgen.codegen.backward import render_backward
+
+    backward = render_backward(spec, target, deterministic=deterministic)
+    kernels: dict[str, Any] = {}
+    if backward.uses_lists:
+        kernels["query_lists"] = render_lists(spec, target, backward.plan, "queries")
+    if backward.uses_key_lists:
+        assert backward.queries_plan is not None, "the kernel of queries has a plan"
+        lists = render_lists(spec, target, backward.queries_plan)
+        kernels["lists"] = replace(lists, name=f"backward-{lists.name}")
+    kernels |= {"prepare": backward.prepare, "keys": backward.keys}
+    kernels |= {"queries": backward.queries, "finish": backward.finish}
+    kernels |= {f"d_{name}": kernel for name, kernel in backward.captures.items()}
+    return {part: kernel for part, kernel in kernels.items() if kernel is not None}
