@@ -1,59 +1,23 @@
-"""`Attention`: a compiled spec. Checks a call, makes the outputs, lists tiles where the mask wants lists, launches."""
+"""`Attention`: a compiled spec, to be called, and to be asked what it is and does."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
-from flashgen.attention.engines import Engine, Gpu, Place, build
-from flashgen.attention.launches import Launch, forward_launch
-from flashgen.attention.lists import ListsLaunch, TileLister, TileLists
-from flashgen.attention.problem import (
-    Problem,
-    check_array,
-    check_captures,
-    check_outputs,
-    check_seed,
-    given_outputs,
-    number,
-    problem_of,
-)
+from flashgen.attention.engines import Engine, build
+from flashgen.attention.forward import ForwardPass
+from flashgen.attention.lists import TileLister, TileLists
 from flashgen.build.resources import Resources
-from flashgen.codegen.arguments import member_name
-from flashgen.codegen.forward import ForwardKernel, render_forward
+from flashgen.codegen.forward import render_forward
 from flashgen.codegen.kernel import RenderedKernel
 from flashgen.codegen.plans import ForwardPlan
 from flashgen.codegen.targets import Target
 from flashgen.errors import ArgumentError
-from flashgen.language.layouts import BlockLayout
 from flashgen.language.spec import AttentionSpec
-from flashgen.runtime import gpu
-from flashgen.runtime.arrays import NUMPY, View, give_back
 
 if TYPE_CHECKING:
     from flashgen.analysis.tiles import TileMap
-
-
-_IN_ROWS = frozenset(("q", "k", "v", "o"))  # copied 16 bytes at a time; all others element by element
-_MOST_PREPARED = 1024
-_ROW_ALIGNMENT, _LARGEST_ELEMENT = 16, 8  # bytes
-_ARGUMENTS = {"o": "out"}  # what the user calls a member of the struct, where it is called differently
-_NO_NUMBERS: dict[str, int | float] = {}
-
-
-@dataclass(frozen=True)
-class _Prepared:
-    """Everything of a call that its shapes, strides, dtypes and device decide."""
-
-    problem: Problem
-    output_shape: tuple[int, ...]
-    device: int
-    forward: Launch
-    lists: ListsLaunch | None
 
 
 class Attention:
@@ -64,14 +28,9 @@ class Attention:
 
     def __init__(self, spec: AttentionSpec, target: Target, engine: Engine, plan: ForwardPlan | None = None) -> None:
         self.spec, self.target, self.engine = spec, target, engine
-        self._kernel: ForwardKernel = render_forward(spec, target, plan)
+        self._kernel = render_forward(spec, target, plan)
         prebuild = f"flashgen show --what resources --target {target.name} '{spec.to_json()}'"
-        self._forward = engine.runner(self._kernel, prebuild)
-        self._lister = TileLister(spec, target, self.plan, engine, prebuild) if self._kernel.uses_lists else None
-        self._arrays = [(capture, member_name(capture)) for capture in spec.captures if capture.ndim]
-        self._numbers = [(capture, member_name(capture)) for capture in spec.captures if not capture.ndim]
-        self._takes_numbers = bool(self._numbers or spec.dropout)
-        self._prepared: dict[Any, _Prepared] = {}
+        self._forward = ForwardPass(spec, self._kernel, engine, prebuild)
 
     def __repr__(self) -> str:
         return f"<flashgen.Attention {self._kernel.name} on {self.engine.name}>"
@@ -173,109 +132,8 @@ class Attention:
             ArgumentError: an argument does not fit the spec; the message says what to give.
             LaunchError: the kernel could not be launched, or the emulator found a fault.
         """
-        if captures or self.spec.captures:
-            check_captures(self.spec, captures)
-        if tile_lists is not None and self._lister is None:
-            raise ArgumentError(f"tile_lists: the kernel of {self.spec.mask.name} reads none; leave them out")
-        library = self.engine.library(q, "q")
-        if library is NUMPY and isinstance(self.engine, Gpu):
-            options = {"seed": seed, "offset": offset, "return_lse": return_lse, "tile_lists": tile_lists}
-            return self._through_gpu(q, k, v, out, captures, **options)
-        if self._lister and any(isinstance(value, BlockLayout) for value in captures.values()):
-            captures = self._lister.without_layouts(captures, library.view(q, "q"), library.view(k, "k"))
-        numbers = self._call_numbers(captures, seed, offset) if self._takes_numbers else _NO_NUMBERS
-        arrays = {"q": q, "k": k, "v": v}
-        for capture, member in self._arrays:
-            arrays[member] = captures[capture.name]
-        if out is not None:
-            arrays |= given_outputs(out, return_lse)
-        prepared = self._prepare(arrays)
-        if not self.engine.current(prepared.device):
-            with gpu.cupy().cuda.Device(prepared.device):
-                return self(
-                    q, k, v, seed=seed, offset=offset, return_lse=return_lse, out=out, tile_lists=tile_lists, **captures
-                )
-        if out is None:
-            arrays["o"] = library.empty(prepared.output_shape, self.spec.dtype, q)
-            if return_lse:
-                arrays["lse"] = library.empty(prepared.problem.lse_shape, "float32", q)
-        if not prepared.problem.is_empty:
-            place = Place(library.stream(q), prepared.device)
-            if self._lister and prepared.lists:
-                arrays |= (
-                    self._lister.of_call(prepared.lists, prepared.problem, library, arrays, numbers, place)
-                    if tile_lists is None
-                    else self._lister.check(tile_lists, prepared.problem, place)
-                )
-            self._forward.launch(prepared.forward, arrays, numbers, place)
-        if out is not None:
-            return out
-        result = give_back(library, arrays["o"])
-        return (result, give_back(library, arrays["lse"])) if return_lse else result
+        return self._forward(q, k, v, captures, seed, offset, return_lse, out, tile_lists)
 
-    def _call_numbers(self, captures: Mapping[str, Any], seed: Any, offset: Any) -> dict[str, int | float]:
-        """The numbers that change from call to call, by their names in the struct."""
-        numbers = {member: number(capture, captures[capture.name]) for capture, member in self._numbers}
-        if self.spec.dropout:
-            seed, offset = check_seed(self.spec, seed, offset)
-            numbers |= {"seed_low": seed & 0xFFFFFFFF, "seed_high": seed >> 32, "offset": offset}
-        return numbers
-
-    def _prepare(self, arrays: dict[str, Any]) -> _Prepared:
-        """What calls like this one share; worked out, and the arrays checked, the first time."""
-        library = self.engine.library
-        key: list[Any] = []
-        misaligned = 0
-        for name, array in arrays.items():
-            own = library(array, _ARGUMENTS.get(name, name))
-            key.append(own.signature(array))
-            if name in _IN_ROWS:
-                misaligned |= own.pointer(array)
-            else:
-                key.append(own.pointer(array) % _LARGEST_ELEMENT)
-        prepared = self._prepared.get((misaligned % _ROW_ALIGNMENT, *key))
-        if prepared is None:
-            views = {
-                name: library(array, name).view(array, _ARGUMENTS.get(name, name)) for name, array in arrays.items()
-            }
-            if len(self._prepared) >= _MOST_PREPARED:  # lengths that grow with every call, as in decoding
-                self._prepared.pop(next(iter(self._prepared)))
-            prepared = self._prepared[misaligned % _ROW_ALIGNMENT, *key] = self._prepare_anew(views)
-        return prepared
-
-    def _prepare_anew(self, views: dict[str, View]) -> _Prepared:
-        device = views["q"].device
-        for name, view in views.items():
-            if view.device != device:
-                argument = _ARGUMENTS.get(name, name)
-                raise ArgumentError(f"{argument} is on {_place(view)} and q on {_place(views['q'])}; move it there")
-        problem = problem_of(self.spec, views)
-        check_outputs(self.spec, views, problem)
-        captured = {capture.name: views[member] for capture, member in self._arrays}
-        for capture, _ in self._arrays:
-            check_array(self.spec, capture, captured[capture.name], problem)
-        forward = forward_launch(self.spec, self._kernel, problem, captured)
-        lists = None
-        if self._lister:
-            lists = self._lister.prepare(problem, captured)
-        return _Prepared(problem, problem.output_shape(self.spec), device or 0, forward, lists)
-
-    def _through_gpu(self, q: Any, k: Any, v: Any, out: Any, captures: Mapping[str, Any], **options: Any) -> Any:
-        """NumPy arrays: copied to the GPU, and the results back."""
-        gpu.compute_capability()  # says so where there is no GPU
-        cupy = gpu.cupy()
-        moved = {
-            name: cupy.asarray(value) if isinstance(value, np.ndarray) else value for name, value in captures.items()
-        }
-        given = given_outputs(out, options["return_lse"]) if out is not None else {}
-        there = tuple(cupy.asarray(array) for array in given.values())  # copies, so that what is not written is kept
-        into = (there if options["return_lse"] else there[0]) if there else None
-        result = self(cupy.asarray(q), cupy.asarray(k), cupy.asarray(v), out=into, **options, **moved)
-        home = tuple(cupy.asnumpy(array) for array in (result if isinstance(result, tuple) else (result,)))
-        for array, target in zip(home, given.values(), strict=False):
-            target[...] = array
-        return out if out is not None else home if options["return_lse"] else home[0]
-
-
-def _place(view: View) -> str:
-    return "the CPU" if view.device is None else f"GPU {view.device}"
+    @property
+    def _lister(self) -> TileLister | None:
+        return self._forward.lister

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from flashgen.attention.captures import byte_strides
 from flashgen.attention.marshal import ArgumentWriter, Value
-from flashgen.attention.problem import Problem, byte_strides, contiguous_strides, in_layout
+from flashgen.attention.problem import Problem, contiguous_strides, in_layout
 from flashgen.codegen.arguments import ArgumentLayout, member_name
 from flashgen.codegen.forward import ForwardKernel
 from flashgen.codegen.lists import Direction, depends_on_batch, depends_on_head

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import sympy
 
+from flashgen.attention.captures import check_array, number
 from flashgen.attention.engines import Engine, Gpu, Numbers, Place
 from flashgen.attention.launches import Launch, ListShape, list_shape, lists_launch
-from flashgen.attention.problem import Problem, check_array, number
+from flashgen.attention.problem import Problem
 from flashgen.codegen.arguments import member_name
 from flashgen.codegen.lists import Direction, render_lists
 from flashgen.codegen.plans import ForwardPlan

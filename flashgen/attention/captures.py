@@ -1,0 +1,96 @@
+"""What a call gives by name: captured arrays and numbers, and the dropout's seed; the refusal of what does not fit."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from flashgen.attention.problem import INT32_MAX, Problem, check_aligned
+from flashgen.errors import ArgumentError
+from flashgen.language.operations import BATCH, HEAD, KEY, QUERY, Capture, Load
+from flashgen.language.rules import FLOAT32_MAX
+from flashgen.language.spec import AttentionSpec
+from flashgen.runtime.arrays import View, numpy_dtype
+
+
+def check_captures(spec: AttentionSpec, given: Mapping[str, Any]) -> None:
+    """ArgumentError for a capture that is missing or unknown."""
+    declared = {capture.name for capture in spec.captures}
+    for name in sorted(declared - given.keys()):
+        capture = next(capture for capture in spec.captures if capture.name == name)
+        what = f"{capture.dtype} array of {capture.ndim} dimension(s)" if capture.ndim else f"{capture.dtype} number"
+        raise ArgumentError(f"capture {name!r} is missing: give {name}=<{what}>")
+    for name in sorted(given.keys() - declared):
+        known = ", ".join(sorted(declared)) or "none"
+        raise ArgumentError(f"unknown argument {name!r}; the spec declares these captures: {known}")
+
+
+def check_array(spec: AttentionSpec, capture: Capture, view: View, problem: Problem) -> None:
+    """ArgumentError where a captured array is not as declared, or too short for an index that it is read at."""
+    if view.dtype != capture.dtype:
+        raise ArgumentError(f"capture {capture.name!r} has dtype {view.dtype}; it was declared {capture.dtype}")
+    if len(view.shape) != capture.ndim:
+        raise ArgumentError(
+            f"capture {capture.name!r} has shape {view.shape}; it was declared with ndim={capture.ndim}"
+        )
+    check_aligned(f"capture {capture.name!r}", view)
+    if not problem.has_scores:
+        return  # there is no score that would read it
+    if not all(view.shape):
+        raise ArgumentError(f"capture {capture.name!r} has shape {view.shape}; it must hold at least one element")
+    if abs(byte_strides(view)[-1]) > INT32_MAX:
+        raise ArgumentError(
+            f"capture {capture.name!r} has strides {view.strides} (elements); the last one must be below 2**31 bytes: "
+            "copy it to a contiguous array"
+        )
+    extents = {BATCH: problem.batch, HEAD: problem.heads_q, QUERY: problem.len_q, KEY: problem.len_k}
+    for load in _loads(spec, capture):
+        for axis, index in enumerate(load.indices):
+            size, needed = view.shape[axis], extents.get(index, 0)
+            if size != 1 and size < needed:
+                raise ArgumentError(
+                    f"capture {capture.name!r} has shape {view.shape}; axis {axis} is indexed by {index}, which goes "
+                    f"up to {needed - 1}: give {needed} elements there, or 1 for all"
+                )
+
+
+def byte_strides(view: View) -> tuple[int, ...]:
+    """Strides in bytes; 0 for an axis of one element, which is read at index 0 only."""
+    itemsize = numpy_dtype(view.dtype).itemsize
+    return tuple(0 if size == 1 else stride * itemsize for size, stride in zip(view.shape, view.strides, strict=True))
+
+
+def _loads(spec: AttentionSpec, capture: Capture) -> list[Load]:
+    expressions = [spec.mask.expression] + ([spec.score.expression] if spec.score else [])
+    return [load for expression in expressions for load in expression.atoms(Load) if load.capture == capture]
+
+
+def number(capture: Capture, value: Any) -> int | float:
+    """A captured number, checked against its declaration."""
+    if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, float, np.integer, np.floating)):
+        raise ArgumentError(f"capture {capture.name!r} is {value!r}; give a Python number")
+    if capture.kind == "float":
+        size: Any = abs(value)
+        if value != value or FLOAT32_MAX < size < math.inf:
+            raise ArgumentError(
+                f"capture {capture.name!r} is {str(value)[:40]}, no float32; give a number within 3.4e38"
+            )
+        return float(value)
+    if not -INT32_MAX - 1 <= value <= INT32_MAX or int(value) != value:
+        raise ArgumentError(f"capture {capture.name!r} is {value!r}; it was declared {capture.dtype}: give an integer")
+    return int(value)
+
+
+def check_seed(spec: AttentionSpec, seed: Any, offset: Any) -> tuple[int, int]:
+    """Seed and offset of the dropout bytes; ArgumentError where the seed is missing or either is out of range."""
+    if seed is None:
+        raise ArgumentError(
+            f"seed is missing: the spec has dropout={spec.dropout:g}; give seed=<int from 0 to 2**64 - 1>"
+        )
+    for name, value, limit in (("seed", seed, 2**64), ("offset", offset, 2**32)):
+        if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or not 0 <= value < limit:
+            raise ArgumentError(f"{name}={value!r} must be an integer from 0 to {limit - 1}")
+    return int(seed), int(offset)

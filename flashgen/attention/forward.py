@@ -1,0 +1,142 @@
+"""The forward pass: checks a call, makes the outputs, lists tiles where the mask wants lists, launches."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from flashgen.attention.captures import check_array, check_captures
+from flashgen.attention.engines import Engine, Gpu, Place
+from flashgen.attention.launches import Launch, forward_launch
+from flashgen.attention.lists import ListsLaunch, TileLister, TileLists
+from flashgen.attention.outputs import check_outputs, given_outputs
+from flashgen.attention.passes import Pass, common_device
+from flashgen.attention.problem import Problem, problem_of
+from flashgen.attention.through_gpu import to_gpu, to_host
+from flashgen.codegen.forward import ForwardKernel
+from flashgen.errors import ArgumentError
+from flashgen.language.layouts import BlockLayout
+from flashgen.language.spec import AttentionSpec
+from flashgen.runtime import gpu
+from flashgen.runtime.arrays import NUMPY, Library, View, give_back
+
+
+@dataclass(frozen=True)
+class _Prepared:
+    """Everything of a call that its shapes, strides, dtypes and device decide."""
+
+    problem: Problem
+    output_shape: tuple[int, ...]
+    device: int
+    forward: Launch
+    lists: ListsLaunch | None
+
+
+class ForwardPass(Pass[_Prepared]):
+    """The forward kernel of a spec, and the lister of its tiles where it reads lists."""
+
+    def __init__(self, spec: AttentionSpec, kernel: ForwardKernel, engine: Engine, prebuild: str) -> None:
+        super().__init__(spec, engine, in_rows=frozenset(("q", "k", "v", "o")))
+        self.kernel = kernel
+        self._runner = engine.runner(kernel, prebuild)
+        self.lister = TileLister(spec, kernel.target, kernel.plan, engine, prebuild) if kernel.uses_lists else None
+
+    def __call__(
+        self,
+        q: Any,
+        k: Any,
+        v: Any,
+        captures: Mapping[str, Any],
+        seed: Any,
+        offset: Any,
+        return_lse: bool,
+        out: Any,
+        tile_lists: TileLists | None,
+    ) -> Any:
+        """`Attention.__call__`, the captures in one mapping."""
+        if captures or self.spec.captures:
+            check_captures(self.spec, captures)
+        if tile_lists is not None and self.lister is None:
+            raise ArgumentError(f"tile_lists: the kernel of {self.spec.mask.name} reads none; leave them out")
+        library = self.engine.library(q, "q")
+        if library is NUMPY and isinstance(self.engine, Gpu):
+            return self._through_gpu(q, k, v, captures, seed, offset, return_lse, out, tile_lists)
+        if self.lister and any(isinstance(value, BlockLayout) for value in captures.values()):
+            captures = self.lister.without_layouts(captures, library.view(q, "q"), library.view(k, "k"))
+        numbers = self._call_numbers(captures, seed, offset)
+        arrays = {"q": q, "k": k, "v": v}
+        for capture, member in self._arrays:
+            arrays[member] = captures[capture.name]
+        if out is not None:
+            arrays |= given_outputs(out, return_lse)
+        prepared = self._prepare(arrays)
+        if self.engine.current(prepared.device):
+            self._run(prepared, library, arrays, numbers, return_lse, tile_lists)
+        else:
+            with gpu.cupy().cuda.Device(prepared.device):
+                self._run(prepared, library, arrays, numbers, return_lse, tile_lists)
+        if out is not None:
+            return out
+        result = give_back(library, arrays["o"])
+        return (result, give_back(library, arrays["lse"])) if return_lse else result
+
+    def _run(
+        self,
+        prepared: _Prepared,
+        library: Library,
+        arrays: dict[str, Any],
+        numbers: dict[str, int | float],
+        return_lse: bool,
+        tile_lists: TileLists | None,
+    ) -> None:
+        """Makes the outputs that were not given, into `arrays`, and launches."""
+        q, problem = arrays["q"], prepared.problem
+        if "o" not in arrays:
+            arrays["o"] = library.empty(prepared.output_shape, self.spec.dtype, q)
+            if return_lse:
+                arrays["lse"] = library.empty(problem.lse_shape, "float32", q)
+        if problem.is_empty:
+            return
+        place = Place(library.stream(q), prepared.device)
+        if self.lister and prepared.lists:
+            arrays |= (
+                self.lister.of_call(prepared.lists, problem, library, arrays, numbers, place)
+                if tile_lists is None
+                else self.lister.check(tile_lists, problem, place)
+            )
+        self._runner.launch(prepared.forward, arrays, numbers, place)
+
+    def _work_out(self, views: dict[str, View]) -> _Prepared:
+        device = common_device(views)
+        problem = problem_of(self.spec, views)
+        check_outputs(self.spec, views, problem)
+        captured = {capture.name: views[member] for capture, member in self._arrays}
+        for capture, _ in self._arrays:
+            check_array(self.spec, capture, captured[capture.name], problem)
+        forward = forward_launch(self.spec, self.kernel, problem, captured)
+        lists = self.lister.prepare(problem, captured) if self.lister else None
+        return _Prepared(problem, problem.output_shape(self.spec), device, forward, lists)
+
+    def _through_gpu(
+        self,
+        q: Any,
+        k: Any,
+        v: Any,
+        captures: Mapping[str, Any],
+        seed: Any,
+        offset: Any,
+        return_lse: bool,
+        out: Any,
+        tile_lists: TileLists | None,
+    ) -> Any:
+        """NumPy arrays: copied to the GPU, and the results back."""
+        gpu.compute_capability()  # says so where there is no GPU
+        moved = {name: to_gpu(value) for name, value in captures.items()}
+        given = tuple(given_outputs(out, return_lse).values()) if out is not None else ()
+        there = tuple(to_gpu(array) for array in given)  # copies, so that what is not written is kept
+        into = (there if return_lse else there[0]) if there else None
+        result = self(to_gpu(q), to_gpu(k), to_gpu(v), moved, seed, offset, return_lse, into, tile_lists)
+        results = result if isinstance(result, tuple) else (result,)
+        home = tuple(to_host(array, target) for array, target in zip(results, given or (None, None), strict=False))
+        return out if out is not None else home if return_lse else home[0]

@@ -1,0 +1,86 @@
+"""What the forward and the backward pass do alike: look at the arguments of a call, and remember what they decide."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Generic, TypeVar
+
+from flashgen.attention.captures import check_seed, number
+from flashgen.attention.engines import Engine
+from flashgen.codegen.arguments import member_name
+from flashgen.errors import ArgumentError
+from flashgen.language.spec import AttentionSpec
+from flashgen.runtime.arrays import View
+
+Prepared = TypeVar("Prepared")
+
+_MOST_PREPARED = 1024
+_ROW_ALIGNMENT, _LARGEST_ELEMENT = 16, 8  # bytes
+_ARGUMENTS = {"o": "out", "d_o": "d_out"}  # what the user calls a member of a struct, where it is called differently
+_NO_NUMBERS: dict[str, int | float] = {}
+
+
+class Pass(Generic[Prepared]):
+    """One pass of a spec on an engine. `Prepared` is what the shapes, strides, dtypes and device of a call decide.
+
+    in_rows: the arrays that are copied 16 bytes at a time; all others are read and written element by element.
+    """
+
+    def __init__(self, spec: AttentionSpec, engine: Engine, in_rows: frozenset[str]) -> None:
+        self.spec, self.engine, self._in_rows = spec, engine, in_rows
+        self._arrays = [(capture, member_name(capture)) for capture in spec.captures if capture.ndim]
+        self._numbers = [(capture, member_name(capture)) for capture in spec.captures if not capture.ndim]
+        self._takes_numbers = bool(self._numbers or spec.dropout)
+        self._prepared: dict[Any, Prepared] = {}
+
+    def _work_out(self, views: dict[str, View]) -> Prepared:
+        """Checks the arrays of a call, and prepares what calls like it share."""
+        raise NotImplementedError
+
+    def _call_numbers(self, captures: Mapping[str, Any], seed: Any, offset: Any) -> dict[str, int | float]:
+        """The numbers that change from call to call, by their names in the structs."""
+        if not self._takes_numbers:
+            return _NO_NUMBERS
+        numbers = {member: number(capture, captures[capture.name]) for capture, member in self._numbers}
+        if self.spec.dropout:
+            seed, offset = check_seed(self.spec, seed, offset)
+            numbers |= {"seed_low": seed & 0xFFFFFFFF, "seed_high": seed >> 32, "offset": offset}
+        return numbers
+
+    def _prepare(self, arrays: dict[str, Any]) -> Prepared:
+        """What calls like this one share; worked out, and the arrays checked, the first time."""
+        library = self.engine.library
+        key: list[Any] = []
+        misaligned = 0
+        arguments = _ARGUMENTS.get
+        for name, array in arrays.items():
+            own = library(array, arguments(name, name))
+            key.append(own.signature(array))
+            if name in self._in_rows:
+                misaligned |= own.pointer(array)
+            else:
+                key.append(own.pointer(array) % _LARGEST_ELEMENT)
+        prepared = self._prepared.get((misaligned % _ROW_ALIGNMENT, *key))
+        if prepared is None:
+            views = {name: library(array, name).view(array, _argument(name)) for name, array in arrays.items()}
+            if len(self._prepared) >= _MOST_PREPARED:  # lengths that grow with every call, as in decoding
+                self._prepared.pop(next(iter(self._prepared)))
+            prepared = self._prepared[misaligned % _ROW_ALIGNMENT, *key] = self._work_out(views)
+        return prepared
+
+
+def common_device(views: Mapping[str, View]) -> int:
+    """The GPU that all arrays are on, 0 for the CPU; ArgumentError where one is not where q is."""
+    device = views["q"].device
+    for name, view in views.items():
+        if view.device != device:
+            raise ArgumentError(f"{_argument(name)} is on {_place(view)} and q on {_place(views['q'])}; move it there")
+    return device or 0
+
+
+def _argument(name: str) -> str:
+    return _ARGUMENTS.get(name, name)
+
+
+def _place(view: View) -> str:
+    return "the CPU" if view.device is None else f"GPU {view.device}"
