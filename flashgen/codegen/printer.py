@@ -207,7 +207,8 @@ def _floor_modulo(printer: Printer, node: sympy.Basic) -> tuple[str, int]:
 
 def _divide(printer: Printer, node: sympy.Basic) -> tuple[str, int]:
     left, right = node.args
-    if isinstance(right, (sympy.Integer, sympy.Float)) and right != 0:  # a product with a constant is much cheaper
+    numbers = (sympy.Integer, sympy.Float)
+    if isinstance(right, numbers) and right != 0 and not isinstance(left, numbers):  # a product with a constant is much cheaper
         return f"{printer.as_float(left, _PRODUCT)} * (1.0f / {printer.as_float(right)})", _PRODUCT
     return f"{printer.as_float(left, _PRODUCT)} / {printer.as_float(right, _UNARY)}", _PRODUCT
 
