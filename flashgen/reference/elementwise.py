@@ -1,20 +1,20 @@
-"""What a spec does to the scores and probabilities of a tile: score function, mask and dropout."""
+"""What a spec does to the scores and probabilities of a tile: score function, mask and dropout; and back."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import sympy
+from numpy.typing import NDArray
 
-from flashgen.language.evaluate import MEANINGS, evaluate
-from flashgen.language.operations import BATCH, HEAD, KEY, LEN_K, LEN_Q, QUERY, SCORE, kind_of
+from flashgen.language.evaluate import evaluate
+from flashgen.language.operations import BATCH, HEAD, KEY, LEN_K, LEN_Q, QUERY, SCORE, Load
 from flashgen.reference.dropout import keep_tile
 from flashgen.reference.inputs import Array, Problem
-
-Rounding = Callable[[Array], Array]
+from flashgen.reference.tangents import Duals, Rounding, gathers
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,20 +30,27 @@ class HeadTiles:
 
         `rounding`, if given, rounds each step of the score function that depends on the score.
         """
+        if rounding is not None or self.problem.spec.score is None or 0 in scores.shape:
+            return self.modified(scores, queries, keys, rounding).scores
+        values = {**self._indices(queries, keys), SCORE: scores}  # `evaluate` keeps no values that it is done with
+        scores = evaluate(self.problem.spec.score.expression, values, self.problem.captures)
+        return self._masked(scores, queries, keys)
+
+    def modified(self, scores: Array, queries: range, keys: range, rounding: Rounding | None = None) -> ModifiedScores:
+        """What `modify` gives, with the way back to its gradients."""
         spec, captures, shape = self.problem.spec, self.problem.captures, scores.shape
-        if 0 in shape:
+        if spec.score is None or 0 in shape:
+            return ModifiedScores(self._masked(scores, queries, keys), None, None, rounding)
+        duals = Duals({**self._indices(queries, keys), SCORE: scores}, captures, rounding)
+        expression = spec.score.expression
+        return ModifiedScores(self._masked(duals.value(expression), queries, keys), expression, duals, rounding)
+
+    def _masked(self, scores: Array, queries: range, keys: range) -> Array:
+        if not queries or not keys:
             return scores
-        values = self._indices(queries, keys)
-        if spec.score is not None:
-            values_and_score = {**values, SCORE: scores}
-            if rounding is None:
-                scores = evaluate(spec.score.expression, values_and_score, captures)
-            else:
-                scores = evaluate_rounded(spec.score.expression, values_and_score, captures, rounding)
-        allowed = evaluate(spec.mask.expression, values, captures)
-        return np.where(
-            np.broadcast_to(allowed, shape), scores, -np.inf
-        )  # a score need not depend on all indices either
+        shape = (len(queries), len(keys))  # a score need not depend on all indices, nor a mask
+        allowed = evaluate(self.problem.spec.mask.expression, self._indices(queries, keys), self.problem.captures)
+        return np.where(np.broadcast_to(allowed, shape), scores, -np.inf)
 
     def drop(self, probabilities: Array, queries: range, keys: range) -> Array:
         """Probabilities (queries, keys), normalised or not, after dropout: 0 where dropped, scaled up where kept."""
@@ -64,25 +71,44 @@ class HeadTiles:
         }
 
 
-def evaluate_rounded(
-    node: sympy.Basic, values: Mapping[sympy.Basic, Any], captures: Mapping[str, Any], rounding: Rounding
-) -> Array:
-    """As `evaluate`, with the result of every operation on the score rounded, if it is a float.
+@dataclass(frozen=True, eq=False)
+class ModifiedScores:
+    """Scores of a tile after score function and mask, (queries, keys). The score function is None or as traced."""
 
-    What depends on indices and captures alone is exact: a plain implementation may well hold it in float32 or integers.
-    """
-    known: dict[sympy.Basic, Any] = {}
+    scores: Array
+    expression: sympy.Basic | None
+    duals: Duals | None
+    rounding: Rounding | None
 
-    def of(node: sympy.Basic) -> Any:
-        if node in known:
-            return known[node]
-        if SCORE not in node.free_symbols or node == SCORE:
-            result = evaluate(node, values, captures)
-        else:
-            exact = MEANINGS[type(node)](*(of(operand) for operand in node.args))
-            result = rounding(exact) if kind_of(node) == "float" else exact
-        known[node] = result
-        return result
+    def pull_back(self, d_scores: Array, captures: Mapping[str, Array]) -> Array:
+        """The gradient of the scores given, of that of the modified ones; those of captures are added to `captures`.
 
-    with np.errstate(all="ignore"):  # both sides of a Where are computed, also where they are not wanted
-        return np.asarray(of(node))
+        What is -inf, by the mask or by the score function, contributes exactly 0 to all of them, whatever the
+        derivative is there.
+        """
+        live = self.scores != -np.inf
+        d_scores = np.where(live, d_scores, 0.0)
+        if self.expression is None or self.duals is None:
+            return d_scores
+        for gather in gathers(self.expression):
+            indices = [self.duals.value(index) for index in gather.indices]
+            _scatter_add(captures[gather.capture.name], indices, self._through(gather, d_scores, live))
+        return self._through(SCORE, d_scores, live)
+
+    def _through(self, seed: Load | sympy.Symbol, d_scores: Array, live: NDArray[np.bool_]) -> Array:
+        """d_scores times the derivative by the seed."""
+        assert self.duals is not None
+        tangent = self.duals.tangent(self.expression, seed)
+        if tangent is None:
+            return np.zeros_like(d_scores)
+        product = d_scores * np.where(live, tangent, 0.0)
+        return product if self.rounding is None else self.rounding(product)
+
+
+def _scatter_add(gradient: Array, indices: list[NDArray[np.int64]], added: Array) -> None:
+    """gradient[indices] += added, where each index is clamped to its dimension as the load clamps it."""
+    clamped = [np.clip(index, 0, size - 1) for index, size in zip(indices, gradient.shape, strict=True)]
+    shape = np.broadcast_shapes((1,) * added.ndim, *(index.shape for index in clamped))
+    shared = tuple(axis for axis, size in enumerate(shape) if size == 1)
+    added = added.sum(axis=shared, keepdims=True)  # first what goes to one place
+    np.add.at(gradient, tuple(np.broadcast_to(index, added.shape) for index in clamped), added)

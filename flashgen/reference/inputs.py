@@ -78,25 +78,31 @@ def prepare(
     spec: AttentionSpec, q: Any, k: Any, v: Any, seed: int | None, offset: int, captures: Mapping[str, Any]
 ) -> Problem:
     """Check the arguments of a call against the spec and each other. Raises ArgumentError, naming the argument."""
-    q, k, v = (_heads_first(spec, name, array) for name, array in (("q", q), ("k", k), ("v", v)))
+    q, k, v = (heads_first(spec, name, array) for name, array in (("q", q), ("k", k), ("v", v)))
     _check_shapes(spec, q, k, v)
     seed, offset = _check_dropout(spec, seed, offset, q.shape)
     nothing_read = 0 in (*q.shape[:3], k.shape[2])
     return Problem(spec, q, k, v, seed, offset, _check_captures(spec, captures, nothing_read))
 
 
-def _heads_first(spec: AttentionSpec, name: str, given: Any) -> Array:
+def heads_first(spec: AttentionSpec, name: str, given: Any) -> Array:
+    """An array of 4 dimensions in the spec's layout, in float64 with heads before lengths. Raises ArgumentError."""
+    array = floats(name, given, spec.dtype)
+    if array.ndim != 4:
+        axes = ", ".join(_AXES[spec.layout])
+        raise ArgumentError(f"{name} has shape {array.shape}; layout {spec.layout!r} needs 4 dimensions ({axes})")
+    return array if spec.layout == "bhsd" else array.swapaxes(1, 2)
+
+
+def floats(name: str, given: Any, best: str) -> Array:
+    """An array of floating point numbers in float64; `best` is the dtype to advise. Raises ArgumentError."""
     try:
         array = np.asarray(given)
     except TypeError as error:  # as CuPy's, for an array on a GPU
         raise ArgumentError(f"{name} is not a NumPy array and does not become one ({error}); copy it first") from None
     if array.dtype.kind != "f" and array.dtype != ml_dtypes.bfloat16:
-        raise ArgumentError(f"{name} has dtype {array.dtype}; give floating point numbers, best {spec.dtype}")
-    if array.ndim != 4:
-        axes = ", ".join(_AXES[spec.layout])
-        raise ArgumentError(f"{name} has shape {array.shape}; layout {spec.layout!r} needs 4 dimensions ({axes})")
-    array = array.astype(np.float64)
-    return array if spec.layout == "bhsd" else array.swapaxes(1, 2)
+        raise ArgumentError(f"{name} has dtype {array.dtype}; give floating point numbers, best {best}")
+    return array.astype(np.float64)
 
 
 def _check_shapes(spec: AttentionSpec, q: Array, k: Array, v: Array) -> None:

@@ -43,7 +43,7 @@ def attention(
     """
     problem = prepare(spec, q, k, v, seed, offset, captures)
     out, lse = problem.empty_outputs()
-    for b, h, queries in _row_blocks(problem):
+    for b, h, queries in row_blocks(problem):
         q_head, k_head, v_head = problem.head(b, h)
         rows, keys, tiles = slice(queries.start, queries.stop), range(problem.len_k), HeadTiles(problem, b, h)
         scores = tiles.modify(spec.scale * (q_head[rows] @ k_head.T), queries, keys)
@@ -74,7 +74,7 @@ def low_precision(
     """
     problem = prepare(spec, q, k, v, seed, offset, captures)
     out, lse = problem.empty_outputs()
-    for b, h, queries in _row_blocks(problem):
+    for b, h, queries in row_blocks(problem):
         q_head, k_head, v_head = (round_to(spec.dtype, array) for array in problem.head(b, h))
         rows, keys, tiles = slice(queries.start, queries.stop), range(problem.len_k), HeadTiles(problem, b, h)
         scores = _product(spec.dtype, round_to(spec.dtype, spec.scale * q_head[rows]), k_head.T)
@@ -109,7 +109,7 @@ def _product(dtype: str, a: Array, b: Array) -> Array:
         return round_to(dtype, a.astype(np.float32) @ b.astype(np.float32))
 
 
-def _row_blocks(problem: Problem) -> Iterator[tuple[int, int, range]]:
+def row_blocks(problem: Problem) -> Iterator[tuple[int, int, range]]:
     """(b, h, queries), so that the scores of one at a time are few enough for memory."""
     step = max(1, _TILE_ELEMENTS // max(1, problem.len_k))
     for b, h in np.ndindex(problem.batch, problem.heads):

@@ -117,18 +117,18 @@ def _flash1_head(
     hbm.store(out, 0.0)
     hbm.store(total, 0.0)
     hbm.store(maximum, -np.inf)
-    for keys in _blocks(len(k), columns):
-        at_k = _slice(keys)
+    for keys in blocks_of(len(k), columns):
+        at_k = span(keys)
         k_j, v_j = hbm.load(k, at_k), hbm.load(v, at_k)
-        for queries in _blocks(len(q), rows):
-            at_q = _slice(queries)
+        for queries in blocks_of(len(q), rows):
+            at_q = span(queries)
             q_i, o_i = hbm.load(q, at_q), hbm.load(out, at_q)
             l_i, m_i = hbm.load(total, at_q), hbm.load(maximum, at_q)
             scores = tiles.modify(tiles.problem.spec.scale * (q_i @ k_j.T), queries, keys)
             m_tile = scores.max(axis=1)
-            p_tile = np.exp(scores - _finite(m_tile)[:, None])
+            p_tile = np.exp(scores - finite(m_tile)[:, None])
             m_new = np.maximum(m_i, m_tile)
-            old, new = np.exp(m_i - _finite(m_new)), np.exp(m_tile - _finite(m_new))
+            old, new = np.exp(m_i - finite(m_new)), np.exp(m_tile - finite(m_new))
             l_new = old * l_i + new * p_tile.sum(axis=1)
             values = tiles.drop(p_tile, queries, keys) @ v_j
             hbm.store(out, ((l_i * old)[:, None] * o_i + new[:, None] * values) / _nonzero(l_new)[:, None], at_q)
@@ -140,17 +140,17 @@ def _flash1_head(
 def _flash2_head(
     hbm: Hbm, tiles: HeadTiles, q: Array, k: Array, v: Array, out: Array, lse: Array, rows: int, columns: int
 ) -> None:
-    for queries in _blocks(len(q), rows):
-        at_q = _slice(queries)
+    for queries in blocks_of(len(q), rows):
+        at_q = span(queries)
         q_i = hbm.load(q, at_q)
         o_i = np.zeros((len(queries), v.shape[1]))
         l_i, m_i = np.zeros(len(queries)), np.full(len(queries), -np.inf)
-        for keys in _blocks(len(k), columns):
-            k_j, v_j = hbm.load(k, _slice(keys)), hbm.load(v, _slice(keys))
+        for keys in blocks_of(len(k), columns):
+            k_j, v_j = hbm.load(k, span(keys)), hbm.load(v, span(keys))
             scores = tiles.modify(tiles.problem.spec.scale * (q_i @ k_j.T), queries, keys)
             m_new = np.maximum(m_i, scores.max(axis=1))
-            p_tile = np.exp(scores - _finite(m_new)[:, None])
-            rescale = np.exp(m_i - _finite(m_new))
+            p_tile = np.exp(scores - finite(m_new)[:, None])
+            rescale = np.exp(m_i - finite(m_new))
             l_i = rescale * l_i + p_tile.sum(axis=1)
             o_i = rescale[:, None] * o_i + tiles.drop(p_tile, queries, keys) @ v_j
             m_i = m_new
@@ -158,16 +158,16 @@ def _flash2_head(
         hbm.store(lse, _lse(m_i, l_i), at_q)
 
 
-def _blocks(length: int, size: int) -> list[range]:
+def blocks_of(length: int, size: int) -> list[range]:
     return [range(start, min(start + size, length)) for start in range(0, length, size)]
 
 
-def _slice(positions: range) -> slice:
+def span(positions: range) -> slice:
     return slice(positions.start, positions.stop)
 
 
-def _finite(maximum: Array) -> Array:
-    """The maximum to subtract: 0 where a row has seen nothing to attend to, since -inf - -inf is NaN."""
+def finite(maximum: Array) -> Array:
+    """The maximum or LSE to subtract: 0 where a row has seen nothing to attend to, since -inf - -inf is NaN."""
     return np.where(maximum == -np.inf, 0.0, maximum)
 
 
@@ -178,4 +178,4 @@ def _nonzero(total: Array) -> Array:
 
 def _lse(maximum: Array, total: Array) -> Array:
     with np.errstate(divide="ignore"):
-        return _finite(maximum) + np.log(total)
+        return finite(maximum) + np.log(total)

@@ -1,13 +1,15 @@
 """HBM traffic of standard attention, FlashAttention 1 and 2: a counter for running them, closed forms for any size.
 
 All counts are elements, whatever their width, of one head; multiply by batch x heads, and by bytes for a time. The
-closed forms equal what the runs of `tiled` count. For N = len_q = len_k and d = head_dim = value_dim:
+closed forms equal what the runs of `tiled` and `tiled_backward` count. For N = len_q = len_k, d = head_dim = value_dim:
 
     standard attention    4 N^2 + 4 N d                                             Theta(N d + N^2)
     FlashAttention 1      ceil(N / B) N (3 d + 4) + 3 N d + 2 N,  B = ceil(M / 4 d)   Theta(N^2 d^2 / M)
     FlashAttention 2      ceil(N / B) 2 N d + 2 N d + N,          B = ceil(M / 4 d)   Theta(N^2 d^2 / M)
+    standard backward     7 N^2 + 8 N d                                             Theta(N d + N^2)
+    Flash backward        ceil(N / B) N (5 d + 1) + 7 N d,        B = ceil(M / 4 d)   Theta(N^2 d^2 / M)
 
-Source: Dao et al., "FlashAttention", 2022, theorem 2 (d <= M <= N d); Dao, "FlashAttention-2", 2023, section 3.1.
+Source: Dao et al., "FlashAttention", 2022, theorems 2, 5 (d <= M <= N d); Dao, "FlashAttention-2", 2023, section 3.1.
 """
 
 from __future__ import annotations
@@ -129,6 +131,36 @@ def traffic_flash2(len_q: int, len_k: int, head_dim: int, value_dim: int | None 
     return HbmTraffic(
         reads=len_q * head_dim + passes * len_k * (head_dim + value_dim),
         writes=len_q * (value_dim + 1),
+    )
+
+
+def traffic_standard_backward(len_q: int, len_k: int, head_dim: int, value_dim: int | None = None) -> HbmTraffic:
+    """Standard attention's backward (algorithm 3 of FlashAttention): P read twice, dP and dS written and read.
+
+    P is in HBM already. Dropout and the derivative of the score function are counted as fused into the making of dP and
+    dS and as reading nothing, as in `traffic_standard`; a plain library makes more passes over N^2.
+    """
+    value_dim = head_dim if value_dim is None else value_dim
+    square = len_q * len_k
+    return HbmTraffic(
+        reads=len_q * (head_dim + 2 * value_dim) + len_k * (head_dim + value_dim) + 5 * square,
+        writes=len_q * head_dim + len_k * (head_dim + value_dim) + 2 * square,
+    )
+
+
+def traffic_flash_backward(
+    len_q: int, len_k: int, head_dim: int, value_dim: int | None = None, *, on_chip: int
+) -> HbmTraffic:
+    """FlashAttention's backward (algorithm 4): K and V once; Q, O, dO, dQ and LSE read, dQ written, for each key block.
+
+    Writes include the initial dQ, dK and dV of line 5. LSE stands for the paper's l and m: an element a row less.
+    """
+    value_dim = head_dim if value_dim is None else value_dim
+    passes = _ceil_div(len_k, flash1_blocks(on_chip, head_dim, value_dim).columns)
+    keys = len_k * (head_dim + value_dim)
+    return HbmTraffic(
+        reads=keys + passes * len_q * (2 * head_dim + 2 * value_dim + 1),
+        writes=2 * keys + (1 + passes) * len_q * head_dim,
     )
 
 

@@ -1,0 +1,131 @@
+"""The gradients of standard attention in NumPy, for every spec: in float64, the truth; rounded, the tolerance.
+
+Forward, with X = scale Q K^T and dropout's Z (0 where dropped, 256 / T where kept):
+
+    S = score(X), -inf where masked;  P = softmax(S);  O = (P ∘ Z) V;  LSE = log sum exp S
+
+Backward, of the gradients dO and dLSE of both outputs:
+
+    dV = (P ∘ Z)^T dO;  dP = (dO V^T) ∘ Z;  D = rowsum(P ∘ dP) - dLSE;  dS = P ∘ (dP - D);  dX = dS ∘ dscore/dX
+    dQ = scale dX K;    dK = scale dX^T Q;  each gather of a capture adds dS ∘ dscore/dgather where it gathered
+
+rowsum(P ∘ dP) is rowsum(dO ∘ O), which kernels take. dscore comes from flashgen.reference.tangents.
+Source: Dao et al., "FlashAttention", 2022, appendix B.2; the steps that are rounded are those of torch's autograd.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from flashgen.reference.elementwise import HeadTiles
+from flashgen.reference.gradients import Cotangents, Gradients, GradientSums, prepare_cotangents
+from flashgen.reference.inputs import Array, Problem, prepare
+from flashgen.reference.oracle import round_to, row_blocks, softmax
+
+if TYPE_CHECKING:
+    from flashgen.language import AttentionSpec
+
+
+def backward(
+    spec: AttentionSpec,
+    q: ArrayLike,
+    k: ArrayLike,
+    v: ArrayLike,
+    d_out: ArrayLike,
+    *,
+    d_lse: ArrayLike | None = None,
+    seed: int | None = None,
+    offset: int = 0,
+    **captures: Any,
+) -> Gradients:
+    """The gradients of sum(out * d_out) + sum(lse * d_lse) in float64, on the values given.
+
+    q, k, v, seed, offset and captures as those of `attention`; d_out of the shape and layout of out; d_lse
+    (batch, heads_q, len_q), None for 0. Returns (dq, dk, dv, captures), float64, in the layout and shapes of what they
+    are gradients of; dk and dv are summed over the query heads that share a key head. captures holds those declared
+    with grad=True, by name. What is masked contributes exactly 0 whatever the score's derivative there; a row with
+    nothing to attend to has zero gradients. A score of -inf counts as masked.
+    Raises ArgumentError for arguments that do not fit the spec or each other.
+    """
+    problem = prepare(spec, q, k, v, seed, offset, captures)
+    return _run(problem, prepare_cotangents(problem, d_out, d_lse), Arithmetic(np.float64)).gradients()
+
+
+def low_precision_backward(
+    spec: AttentionSpec,
+    q: ArrayLike,
+    k: ArrayLike,
+    v: ArrayLike,
+    d_out: ArrayLike,
+    *,
+    d_lse: ArrayLike | None = None,
+    seed: int | None = None,
+    offset: int = 0,
+    **captures: Any,
+) -> Gradients:
+    """The gradients as a plain library computes them on arrays of spec.dtype: `low` of flashgen.reference.numerics.
+
+    The forward is that of `low_precision`. Each step of the backward is rounded to spec.dtype: d_out, dO V^T, its
+    dropout, dS, each operation of the score's derivative, dX, dX K and that times scale, dK and dV of each query head
+    and their sum over a group, each element's part in the gradient of a capture and their sum. Within a step, products
+    accumulate in float32 and so does the softmax's derivative; d_lse is float32. A capture's gradient is rounded once
+    more, to the capture's dtype. Arguments, results and errors are those of `backward`. What overflows float16 gives
+    what it gives there, infinity or NaN.
+    """
+    problem = prepare(spec, q, k, v, seed, offset, captures)
+
+    def rounding(array: Any) -> Array:
+        return round_to(spec.dtype, array)
+
+    with np.errstate(over="ignore", invalid="ignore"):
+        sums = _run(problem, prepare_cotangents(problem, d_out, d_lse), Arithmetic(np.float32, rounding))
+        sums.dk, sums.dv = rounding(sums.dk), rounding(sums.dv)
+        dq, dk, dv, gradients = sums.gradients()
+        for name, array in gradients.items():
+            gradients[name] = rounding(array).astype(problem.captures[name].dtype).astype(np.float64)
+    return Gradients(dq, rounding(dk), rounding(dv), gradients)
+
+
+@dataclass(frozen=True)
+class Arithmetic:
+    """How the steps are computed: each in `wide`, its result rounded by `rounding` (None: not at all)."""
+
+    wide: type[np.floating[Any]]
+    rounding: Callable[[Any], Array] | None = None
+
+    def rounded(self, array: Any) -> Array:
+        return np.asarray(array, np.float64) if self.rounding is None else self.rounding(array)
+
+    def product(self, a: Array, b: Array) -> Any:
+        return a.astype(self.wide) @ b.astype(self.wide)
+
+
+def _run(problem: Problem, cotangents: Cotangents, arithmetic: Arithmetic) -> GradientSums:
+    """All gradients, in blocks of rows: dk, dv and those of captures are sums over them, not rounded here."""
+    rounded, product, scale = arithmetic.rounded, arithmetic.product, problem.spec.scale
+    sums, keys = GradientSums(problem), range(problem.len_k)
+    for b, h, queries in row_blocks(problem):
+        tiles, rows = HeadTiles(problem, b, h), slice(queries.start, queries.stop)
+        q, k, v = (rounded(array) for array in problem.head(b, h))
+        d_out, d_lse = rounded(cotangents.d_out[b, h, rows]), cotangents.d_lse[b, h, rows]
+        q = rounded(scale * q[rows])
+        modified = tiles.modified(rounded(product(q, k.T)), queries, keys, arithmetic.rounding)
+        p = rounded(softmax(modified.scores.astype(arithmetic.wide))[0])
+        z = tiles.drop(np.ones_like(p), queries, keys)
+        d_p = rounded(rounded(product(d_out, v.T)) * z)
+        d_s = rounded(_softmax_backward(*(array.astype(arithmetic.wide) for array in (p, d_p, d_lse))))
+        d_x = modified.pull_back(d_s, sums.captures)
+        sums.dq[b, h, rows] = rounded(scale * rounded(product(d_x, k)))
+        sums.dk[b, h] += product(d_x.T, q)
+        sums.dv[b, h] += product(rounded(p * z).T, d_out)
+    return sums
+
+
+def _softmax_backward(p: Any, d_p: Any, d_lse: Any) -> Any:
+    """The gradient of scores, of that of their softmax `p` (rows) and of their log-sum-exp."""
+    return p * (d_p - ((p * d_p).sum(axis=-1) - d_lse)[:, None])

@@ -1,0 +1,77 @@
+"""Gradients of attention: what flows in, checked, and what flows out, summed."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from flashgen.errors import ArgumentError
+from flashgen.reference.inputs import Array, Problem, floats, heads_first
+
+
+class Gradients(NamedTuple):
+    """Gradients in float64: dq, dk and dv in the spec's layout, and one of each capture declared with grad=True."""
+
+    dq: Array
+    dk: Array
+    dv: Array
+    captures: dict[str, Array]
+
+
+class Cotangents(NamedTuple):
+    """Gradients of the outputs: d_out (batch, heads_q, len_q, value_dim), d_lse (batch, heads_q, len_q)."""
+
+    d_out: Array
+    d_lse: Array
+
+
+def prepare_cotangents(problem: Problem, d_out: Any, d_lse: Any = None) -> Cotangents:
+    """Check the gradients of the outputs against the problem; d_lse of None is 0. Raises ArgumentError."""
+    rows = (problem.batch, problem.heads, problem.len_q)
+    lse = np.zeros(rows) if d_lse is None else row_values("d_lse", d_lse, rows)
+    return Cotangents(output_like(problem, "d_out", d_out), lse)
+
+
+def output_like(problem: Problem, name: str, given: Any) -> Array:
+    """An argument of the shape and layout of O, heads before lengths. Raises ArgumentError."""
+    array = heads_first(problem.spec, name, given)
+    expected = (*problem.q.shape[:3], problem.spec.value_dim)
+    if array.shape != expected:
+        shown = problem.in_layout(np.empty(expected)).shape
+        raise ArgumentError(f"{name} has shape {np.shape(given)}; the output it belongs to has {shown}, give that")
+    return array
+
+
+def row_values(name: str, given: Any, rows: tuple[int, int, int]) -> Array:
+    """An argument of one number a row (batch, heads_q, len_q), in either layout. Raises ArgumentError."""
+    array = floats(name, given, "float32")
+    if array.shape != rows:
+        raise ArgumentError(f"{name} has shape {array.shape}; give (batch, heads_q, len_q) = {rows}, as the LSE has")
+    return array
+
+
+class GradientSums:
+    """Gradients of one problem, being summed. dk and dv stand for each query head until the group is summed."""
+
+    def __init__(self, problem: Problem) -> None:
+        self._problem = problem
+        keys = (problem.batch, problem.heads, problem.len_k)
+        self.dq = np.zeros_like(problem.q)
+        self.dk = np.zeros((*keys, problem.spec.head_dim))
+        self.dv = np.zeros((*keys, problem.spec.value_dim))
+        self.captures = {
+            capture.name: np.zeros(problem.captures[capture.name].shape)
+            for capture in problem.spec.captures
+            if capture.grad
+        }
+
+    def gradients(self) -> Gradients:
+        """The sums, dk and dv over each group of query heads too, in the spec's layout."""
+        group, layout = self._over_group, self._problem.in_layout
+        return Gradients(layout(self.dq), layout(group(self.dk)), layout(group(self.dv)), self.captures)
+
+    def _over_group(self, each: Array) -> Array:
+        batch, heads_kv = self._problem.k.shape[:2]
+        group = self._problem.heads // heads_kv if heads_kv else 1
+        return each.reshape(batch, heads_kv, group, *each.shape[2:]).sum(axis=2)

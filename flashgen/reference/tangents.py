@@ -1,0 +1,149 @@
+"""Derivatives of a score function by dual numbers: beside each value runs its tangent, the derivative by one seed.
+
+A seed is SCORE, or a gather (a Load node) taken as a variable of its own. No symbolic derivative has a part in this, so
+that the kernels' symbolic ones are judged by something else. Conventions where a function has no derivative:
+
+    max, min    that of the first operand where the two are equal; clamp is both
+    abs         0 at 0
+    where       that of the branch taken; the condition has none
+    floor, //, comparisons, integers    0
+    a % b       1 by a, -floor(a / b) by b
+    sqrt        infinite at 0, as 1 / (2 sqrt(a)) gives
+
+A branch not taken leaves no trace, also where its derivative is infinite or NaN.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import sympy
+from numpy.typing import NDArray
+
+from flashgen.language import operations as ops
+from flashgen.language.evaluate import MEANINGS, evaluate
+from flashgen.language.operations import SCORE, Load, Operation, kind_of
+
+Array = NDArray[Any]
+Tangent = Array | None  # None: does not depend on the seed
+Rule = Callable[[Array, list[Array], list[Tangent]], Tangent]  # of the result, the operands and their tangents
+Rounding = Callable[[Any], Any]
+
+
+def gathers(expression: sympy.Basic) -> tuple[Load, ...]:
+    """The distinct gathers from captures declared with grad=True, in the order in which they stand."""
+    nodes = sympy.preorder_traversal(expression)
+    return tuple(dict.fromkeys(node for node in nodes if isinstance(node, Load) and node.capture.grad))
+
+
+class Duals:
+    """A score function on a tile: the value and the tangents of each of its nodes, computed once.
+
+    values: an array or number for each symbol, captures for each capture by name, as `evaluate` takes them. `rounding`,
+    if given, rounds the result of every float operation on the score, and the tangent of it; what depends on indices
+    and captures alone is exact, since a plain implementation may well hold it in float32 or integers.
+    """
+
+    def __init__(
+        self, values: Mapping[sympy.Basic, Any], captures: Mapping[str, Any], rounding: Rounding | None = None
+    ) -> None:
+        self._values, self._captures, self._rounding = values, captures, rounding
+        self._known: dict[sympy.Basic, Array] = {}
+
+    def value(self, node: sympy.Basic) -> Array:
+        """The value of a node; only broadcast as far as it depends on the indices."""
+        with np.errstate(all="ignore"):  # both sides of a Where are computed, also where they are not wanted
+            return self._value(node)
+
+    def tangent(self, node: sympy.Basic, seed: sympy.Basic) -> Tangent:
+        """The derivative of a node by the seed, broadcast no further than it needs be; None if it does not depend."""
+        with np.errstate(all="ignore"):
+            return self._tangent(node, seed, {})
+
+    def _value(self, node: sympy.Basic) -> Array:
+        if node not in self._known:
+            if isinstance(node, Operation):
+                self._known[node] = self._rounded(node, MEANINGS[type(node)](*self._operands(node)))
+            else:
+                self._known[node] = evaluate(node, self._values, self._captures)
+        return self._known[node]
+
+    def _operands(self, node: Operation) -> list[Array]:
+        operands = [self._value(operand) for operand in node.args]
+        if isinstance(node, (ops.Arithmetic, ops.Transcendental)):  # a bool counts as 0 or 1, as in `evaluate`
+            wide = np.float64 if "float" in map(kind_of, node.args) else np.int64
+            operands = [np.asarray(operand).astype(wide, copy=False) for operand in operands]
+        return operands
+
+    def _tangent(self, node: sympy.Basic, seed: sympy.Basic, known: dict[sympy.Basic, Tangent]) -> Tangent:
+        if node == seed:
+            return np.float64(1)  # type: ignore[return-value]
+        if node not in known:
+            known[node] = self._by_operands(node, seed, known)
+        return known[node]
+
+    def _by_operands(self, node: sympy.Basic, seed: sympy.Basic, known: dict[sympy.Basic, Tangent]) -> Tangent:
+        if not isinstance(node, Operation) or kind_of(node) != "float":
+            return None
+        tangents = [self._tangent(operand, seed, known) for operand in node.args]
+        if all(tangent is None for tangent in tangents):
+            return None
+        result = TANGENTS[type(node)](self._value(node), self._operands(node), tangents)
+        return None if result is None else self._rounded(node, result)
+
+    def _rounded(self, node: Operation, result: Any) -> Array:
+        rounds = self._rounding is not None and kind_of(node) == "float" and SCORE in node.free_symbols
+        return np.asarray(self._rounding(result) if rounds and self._rounding else result)
+
+
+def _flat(_result: Array, _operands: list[Array], _tangents: list[Tangent]) -> Tangent:
+    """Of a step function, an integer or a boolean."""
+    return None
+
+
+def _smooth(partials: Callable[..., tuple[Any, ...]]) -> Rule:
+    """The chain rule. `partials` gives, of the result and the operands, the derivative by each operand."""
+
+    def rule(result: Array, operands: list[Array], tangents: list[Tangent]) -> Tangent:
+        pairs = zip(partials(result, *operands), tangents, strict=True)
+        return sum(partial * tangent for partial, tangent in pairs if tangent is not None)
+
+    return rule
+
+
+def _chosen(first: Callable[..., Any]) -> Rule:
+    """One of the last two operands' tangents: the first's where `first` of the operands says so."""
+
+    def rule(_result: Array, operands: list[Array], tangents: list[Tangent]) -> Tangent:
+        one, other = (0.0 if tangent is None else tangent for tangent in tangents[-2:])
+        return np.where(first(*operands), one, other)
+
+    return rule
+
+
+_LN2 = np.log(2)
+
+# fmt: off
+TANGENTS: dict[type[Operation], Rule] = {
+    ops.Add: _smooth(lambda y, a, b: (1, 1)), ops.Sub: _smooth(lambda y, a, b: (1, -1)),
+    ops.Mul: _smooth(lambda y, a, b: (b, a)), ops.Neg: _smooth(lambda y, a: (-1,)),
+    ops.Abs: _smooth(lambda y, a: (np.sign(a),)),
+    ops.Minimum: _chosen(lambda a, b: (a <= b) | np.isnan(b)),  # where one is NaN, the other is the result
+    ops.Maximum: _chosen(lambda a, b: (a >= b) | np.isnan(b)),
+    ops.FloorDiv: _flat, ops.FloorMod: _smooth(lambda y, a, b: (1, -np.floor(a / b))),
+    ops.ShiftLeft: _flat, ops.ShiftRight: _flat, ops.BitAnd: _flat, ops.BitOr: _flat, ops.BitXor: _flat,
+    ops.Divide: _smooth(lambda y, a, b: (1 / b, -y / b)), ops.ToFloat: _smooth(lambda y, a: (1,)),
+    ops.ToInt: _flat, ops.Floor: _flat,
+    ops.Exp: _smooth(lambda y, a: (y,)), ops.Exp2: _smooth(lambda y, a: (y * _LN2,)),
+    ops.Log: _smooth(lambda y, a: (1 / a,)), ops.Log2: _smooth(lambda y, a: (1 / (a * _LN2),)),
+    ops.Tanh: _smooth(lambda y, a: (1 - y * y,)), ops.FastTanh: _smooth(lambda y, a: (1 - y * y,)),
+    ops.Sigmoid: _smooth(lambda y, a: (y * (1 - y),)), ops.Sqrt: _smooth(lambda y, a: (0.5 / y,)),
+    ops.Sin: _smooth(lambda y, a: (np.cos(a),)), ops.Cos: _smooth(lambda y, a: (-np.sin(a),)),
+    ops.Equal: _flat, ops.NotEqual: _flat, ops.Less: _flat, ops.LessEqual: _flat, ops.Greater: _flat,
+    ops.GreaterEqual: _flat, ops.And: _flat, ops.Or: _flat, ops.Xor: _flat, ops.Not: _flat,
+    ops.Where: _chosen(lambda condition, a, b: condition),
+    ops.Load: _flat,  # its indices are integers; as a seed it does not come here
+}
+# fmt: on

@@ -1,0 +1,138 @@
+"""The backward pass as the FlashAttention paper computes it, with every load from and store to HBM counted.
+
+`standard_backward`: algorithm 3 of Dao, Fu, Ermon, Rudra, Ré, "FlashAttention", 2022. `flash_backward`: its algorithm
+4: key blocks outside, query blocks inside, P computed again from Q, K and the LSE, dQ read and written each time.
+
+They run in float64, so that they equal `backward` but for the order of sums. As in `tiled`, every (batch, query head)
+is run by itself and no tile is skipped. The sum of dK and dV over the query heads of a group is made afterwards and not
+counted. Neither algorithm has a gradient of the LSE or of captures: take those of `backward`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from flashgen.reference.elementwise import HeadTiles
+from flashgen.reference.gradients import GradientSums, output_like, row_values
+from flashgen.reference.inputs import Array, Problem, prepare
+from flashgen.reference.oracle import softmax
+from flashgen.reference.tiled import blocks_of, finite, span
+from flashgen.reference.traffic import Blocks, Hbm, HbmTraffic, flash1_blocks
+
+if TYPE_CHECKING:
+    from flashgen.language import AttentionSpec
+
+Result = tuple[Array, Array, Array, HbmTraffic]
+Head = Callable[[Hbm, int, int], None]  # of (b, h), into the sums
+
+
+def standard_backward(
+    spec: AttentionSpec,
+    q: ArrayLike,
+    k: ArrayLike,
+    v: ArrayLike,
+    d_out: ArrayLike,
+    *,
+    seed: int | None = None,
+    offset: int = 0,
+    **captures: Any,
+) -> Result:
+    """Standard attention's backward with P, dP and dS in HBM: (dq, dk, dv, traffic).
+
+    Arguments and errors as those of `backward`. P is in HBM when it begins; the scores that the derivative of a score
+    function is taken at are not counted, as if they were at hand.
+    """
+    problem = prepare(spec, q, k, v, seed, offset, captures)
+    sums, d_output = GradientSums(problem), output_like(problem, "d_out", d_out)
+
+    def head(hbm: Hbm, b: int, h: int) -> None:
+        _standard_head(hbm, HeadTiles(problem, b, h), d_output[b, h], sums)
+
+    return _each_head(problem, sums, head)
+
+
+def flash_backward(
+    spec: AttentionSpec,
+    q: ArrayLike,
+    k: ArrayLike,
+    v: ArrayLike,
+    out: ArrayLike,
+    d_out: ArrayLike,
+    lse: ArrayLike,
+    *,
+    on_chip: int,
+    seed: int | None = None,
+    offset: int = 0,
+    **captures: Any,
+) -> Result:
+    """FlashAttention's backward with blocks for an on-chip memory of `on_chip` elements: (dq, dk, dv, traffic).
+
+    out and lse as the forward gave them, with the same seed and offset; lse (batch, heads_q, len_q), natural logarithm,
+    stands for the paper's l and m. Other arguments and errors as those of `backward`; ArgumentError too for an on_chip
+    that holds no row.
+    """
+    blocks = flash1_blocks(on_chip, spec.head_dim, spec.value_dim)
+    problem = prepare(spec, q, k, v, seed, offset, captures)
+    output, d_output = output_like(problem, "out", out), output_like(problem, "d_out", d_out)
+    statistics = row_values("lse", lse, (problem.batch, problem.heads, problem.len_q))
+    sums = GradientSums(problem)
+
+    def head(hbm: Hbm, b: int, h: int) -> None:
+        rows = (output[b, h], d_output[b, h], statistics[b, h])
+        _flash_head(hbm, HeadTiles(problem, b, h), *rows, sums, blocks)
+
+    return _each_head(problem, sums, head)
+
+
+def _each_head(problem: Problem, sums: GradientSums, run: Head) -> Result:
+    hbm = Hbm()
+    for b, h in np.ndindex(problem.batch, problem.heads):
+        run(hbm, b, h)
+    dq, dk, dv, _ = sums.gradients()
+    return dq, dk, dv, hbm.traffic
+
+
+def _standard_head(hbm: Hbm, tiles: HeadTiles, d_out: Array, sums: GradientSums) -> None:
+    problem, at = tiles.problem, (tiles.b, tiles.h)
+    (q, k, v), scale = problem.head(*at), problem.spec.scale
+    queries, keys = range(len(q)), range(len(k))
+    modified = tiles.modified(scale * (q @ k.T), queries, keys)
+    p, _ = softmax(modified.scores)  # in HBM, as are the next two
+    z, d_p, d_s = tiles.drop(np.ones_like(p), queries, keys), np.empty_like(p), np.empty_like(p)
+    hbm.store(sums.dv[at], (hbm.load(p) * z).T @ hbm.load(d_out))
+    hbm.store(d_p, (hbm.load(d_out) @ hbm.load(v).T) * z)
+    p_on_chip, d_p_on_chip = hbm.load(p), hbm.load(d_p)
+    row_sums = (p_on_chip * d_p_on_chip).sum(axis=1)
+    hbm.store(d_s, modified.pull_back(p_on_chip * (d_p_on_chip - row_sums[:, None]), sums.captures))
+    hbm.store(sums.dq[at], scale * (hbm.load(d_s) @ hbm.load(k)))
+    hbm.store(sums.dk[at], scale * (hbm.load(d_s).T @ hbm.load(q)))
+
+
+def _flash_head(
+    hbm: Hbm, tiles: HeadTiles, out: Array, d_out: Array, lse: Array, sums: GradientSums, blocks: Blocks
+) -> None:
+    problem, at = tiles.problem, (tiles.b, tiles.h)
+    (q, k, v), scale = problem.head(*at), problem.spec.scale
+    dq, dk, dv = sums.dq[at], sums.dk[at], sums.dv[at]
+    for gradient in (dq, dk, dv):
+        hbm.store(gradient, 0.0)
+    for keys in blocks_of(len(k), blocks.columns):
+        k_j, v_j = hbm.load(k, span(keys)), hbm.load(v, span(keys))
+        dk_j, dv_j = np.zeros_like(k_j), np.zeros_like(v_j)
+        for queries in blocks_of(len(q), blocks.rows):
+            q_i, o_i, do_i, dq_i, lse_i = (hbm.load(array, span(queries)) for array in (q, out, d_out, dq, lse))
+            modified = tiles.modified(scale * (q_i @ k_j.T), queries, keys)
+            p = np.exp(modified.scores - finite(lse_i)[:, None])
+            z = tiles.drop(np.ones_like(p), queries, keys)
+            dv_j += (p * z).T @ do_i
+            d_p = (do_i @ v_j.T) * z
+            row_sums = (do_i * o_i).sum(axis=1)
+            d_x = modified.pull_back(p * (d_p - row_sums[:, None]), sums.captures)
+            hbm.store(dq, dq_i + scale * (d_x @ k_j), span(queries))
+            dk_j += scale * (d_x.T @ q_i)
+        hbm.store(dk, dk_j, span(keys))
+        hbm.store(dv, dv_j, span(keys))

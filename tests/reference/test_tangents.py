@@ -1,0 +1,179 @@
+"""Dual numbers: each operation's tangent against finite differences, and the conventions at kinks."""
+
+import numpy as np
+import pytest
+
+import flashgen.language as fl
+from flashgen.language import operations as ops
+from flashgen.language.operations import BATCH, HEAD, KEY, OPERATIONS, QUERY, SCORE
+from flashgen.reference.tangents import TANGENTS, Duals, gathers
+
+pytestmark = pytest.mark.filterwarnings("error")
+
+U, W, TABLE = (fl.Tensor("u", "float32", 1, grad=True), fl.Tensor("w", "float32", 1, grad=True),
+               fl.Tensor("table", "float32", 2, grad=True))  # fmt: skip
+IDS, POINTS, FACTOR = fl.Tensor("ids", "int32", 1), fl.Tensor("points", "float32", 1), fl.Scalar("factor", "float32")
+CAPTURES = {
+    "u": np.array([0.5, -1.25, 2.0], np.float32),
+    "w": np.array([1.5, 0.25, -0.75], np.float32),
+    "table": np.arange(12, dtype=np.float32).reshape(3, 4) / 8,
+    "ids": np.array([2, 0, 1], np.int32),
+    "points": np.array([0.3, 0.6, 0.9], np.float32),
+    "factor": 1.5,
+}
+
+
+def duals(score, rounding=None):
+    score = np.asarray(score, np.float64)
+    indices = {BATCH: 0, HEAD: 1, QUERY: np.arange(3)[:, None], KEY: np.arange(4)[None, :]}
+    return Duals({**indices, SCORE: score}, CAPTURES, rounding)
+
+
+def traced(function):
+    return fl.trace_score(function).expression
+
+
+def of_score(function, score):
+    """The derivative by the score at `score`, as wide as the score."""
+    tangent = duals(score).tangent(traced(function), SCORE)
+    return None if tangent is None else np.broadcast_to(tangent, np.shape(score))
+
+
+def test_every_operation_has_a_tangent():
+    assert set(TANGENTS) == set(OPERATIONS.values())
+
+
+SMOOTH = {
+    "add": lambda s, b, h, q, k: s + 3,
+    "sub": lambda s, b, h, q, k: 3 - s,
+    "mul": lambda s, b, h, q, k: s * s * (q - k),
+    "neg": lambda s, b, h, q, k: -s,
+    "abs": lambda s, b, h, q, k: fl.abs(s * s - 1),
+    "minimum": lambda s, b, h, q, k: fl.minimum(s * s, 1 - s),
+    "maximum": lambda s, b, h, q, k: fl.maximum(s * (k + 1), 0.1 * s),
+    "clamp": lambda s, b, h, q, k: fl.clamp(s * s, 0.1, 1.3),
+    "divide": lambda s, b, h, q, k: (s + 1) / (s + 7),
+    "floored division": lambda s, b, h, q, k: s * (s // 0.3),
+    "modulo": lambda s, b, h, q, k: (s * s) % 0.7,
+    "modulo by": lambda s, b, h, q, k: 9.0 % (s + 5),
+    "to float": lambda s, b, h, q, k: fl.to_float(s * 3),
+    "to int": lambda s, b, h, q, k: s * fl.to_int(s * 2),
+    "floor": lambda s, b, h, q, k: s * fl.floor(s * 2),
+    "exp": lambda s, b, h, q, k: fl.exp(s / 2),
+    "exp2": lambda s, b, h, q, k: fl.exp2(s / 2),
+    "log": lambda s, b, h, q, k: fl.log(s + 4),
+    "log2": lambda s, b, h, q, k: fl.log2(s + 4),
+    "tanh": lambda s, b, h, q, k: 3 * fl.tanh(s / 3),
+    "fast tanh": lambda s, b, h, q, k: 3 * fl.tanh(s / 3, precision="fast"),
+    "sigmoid": lambda s, b, h, q, k: fl.sigmoid(2 * s),
+    "sqrt": lambda s, b, h, q, k: fl.sqrt(s + 4),
+    "sin": lambda s, b, h, q, k: fl.sin(s * 2),
+    "cos": lambda s, b, h, q, k: fl.cos(s * 2),
+    "where": lambda s, b, h, q, k: fl.where((s > 0) ^ (q == k), s * s, s / 2),
+    "a row of many": lambda s, b, h, q, k: fl.exp(fl.sin(s) * fl.sqrt(s * s + 1)) / (fl.abs(s) + 1),
+}
+
+
+@pytest.mark.parametrize("name", SMOOTH)
+def test_tangents_are_finite_differences(name):
+    score = np.random.default_rng(3).uniform(-2, 2, (3, 4))
+    expression, step = traced(SMOOTH[name]), 1e-5
+    tangent = of_score(SMOOTH[name], score)
+    ahead, behind = duals(score + step).value(expression), duals(score - step).value(expression)
+    np.testing.assert_allclose(tangent, (ahead - behind) / (2 * step), rtol=1e-8, atol=1e-8)
+
+
+@pytest.mark.parametrize(
+    ("function", "at", "expected"),
+    [
+        (lambda s, b, h, q, k: fl.maximum(s, 2.0), 2.0, 1),
+        (lambda s, b, h, q, k: fl.maximum(2.0, s), 2.0, 0),
+        (lambda s, b, h, q, k: fl.minimum(3 * s, s), 0.0, 3),
+        (lambda s, b, h, q, k: fl.minimum(s, 3 * s), 0.0, 1),
+        (lambda s, b, h, q, k: fl.clamp(s, -1.0, 1.0), 1.0, 1),
+        (lambda s, b, h, q, k: fl.clamp(s, -1.0, 1.0), -1.0, 1),
+        (lambda s, b, h, q, k: fl.clamp(s, -1.0, 1.0), 1.5, 0),
+        (lambda s, b, h, q, k: fl.abs(s), 0.0, 0),
+        (lambda s, b, h, q, k: fl.where(s > 0, s, 2 * s), 0.0, 2),
+        (lambda s, b, h, q, k: s % 2.0, 4.0, 1),
+        (lambda s, b, h, q, k: 7.0 % s, 2.0, -3),
+        (lambda s, b, h, q, k: 7 % s, 2.0, -3),
+        (lambda s, b, h, q, k: fl.sqrt(s), 0.0, np.inf),
+        (lambda s, b, h, q, k: fl.where(s > 0, fl.log(s), -1.0), 0.0, 0),  # 1 / 0 on the branch not taken
+        (lambda s, b, h, q, k: fl.where(s > 0, fl.sqrt(s), s), -1.0, 1),  # NaN there
+        (lambda s, b, h, q, k: fl.maximum(fl.sqrt(s), s), -1.0, 1),  # sqrt is NaN, and maximum gives the other
+        (lambda s, b, h, q, k: fl.minimum(s, fl.sqrt(s)), -1.0, 1),
+    ],
+)
+def test_conventions(function, at, expected):
+    assert of_score(function, at) == expected
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda s, b, h, q, k: fl.to_float(q - k),
+        lambda s, b, h, q, k: 2.0,
+        lambda s, b, h, q, k: fl.floor(s),
+        lambda s, b, h, q, k: fl.to_int(s) * 2,
+        lambda s, b, h, q, k: s // 2,
+        lambda s, b, h, q, k: fl.where(s > 0, 1.0, 0.0) * FACTOR,
+        lambda s, b, h, q, k: U[fl.to_int(s)],
+    ],
+)
+def test_what_does_not_depend_on_the_score(function):
+    assert of_score(function, 1.5) is None
+
+
+def test_gathers_are_distinct_and_of_gradients_only():
+    def score(s, b, h, q, k):
+        return s + U[q] * W[k] + U[q] * 2 + U[k] * POINTS[q] + TABLE[IDS[q], k + 1]
+
+    names = [str(node.capture.name) for node in gathers(traced(score))]
+    assert sorted(names) == ["table", "u", "u", "w"]
+    assert len(gathers(traced(lambda s, b, h, q, k: s + TABLE[fl.to_int(W[q]), k]))) == 2  # one within another's index
+
+
+def test_tangents_of_gathers():
+    expression = traced(lambda s, b, h, q, k: s * U[q] * W[k] + U[q] * FACTOR + TABLE[fl.to_int(W[q]), k])
+    score = np.random.default_rng(1).standard_normal((3, 4))
+    run, nodes = duals(score), {node.capture.name: node for node in gathers(expression)}
+    by_name = {}
+    for node in gathers(expression):
+        by_name.setdefault(node.capture.name, []).append(run.tangent(expression, node))
+    clamped = np.array([1.5, 0.25, -0.75, -0.75])  # w at k, clamped
+    np.testing.assert_allclose(by_name["u"][0], score * clamped + 1.5)
+    assert by_name["table"] == [1] and set(nodes) == {"u", "w", "table"}
+    within, outside = sorted(by_name["w"], key=lambda tangent: tangent is not None)
+    assert within is None  # through an integer
+    np.testing.assert_allclose(outside, score * np.array([0.5, -1.25, 2.0])[:, None])
+
+
+def test_broadcast_is_lazy():
+    run = duals(np.zeros((3, 4)))
+    gather = gathers(expression := traced(lambda s, b, h, q, k: s + U[h] * (q - 1)))[0]
+    assert run.tangent(expression, gather).shape == (3, 1)
+    assert run.tangent(expression, SCORE).shape == ()
+    assert run.value(gather.indices[0]).shape == ()
+
+
+def test_rounding_is_of_what_depends_on_the_score():
+    def coarse(array):
+        return np.round(np.asarray(array) * 4) / 4
+
+    run = duals(np.array(0.3), coarse)
+    expression = traced(lambda s, b, h, q, k: fl.exp(s * 1.1) * (FACTOR * 0.77))
+    assert run.value(expression) == coarse(coarse(np.exp(coarse(0.3 * 1.1))) * (1.5 * 0.77))
+    inner = coarse(np.exp(coarse(0.3 * 1.1)) * 1)
+    assert run.tangent(expression, SCORE) == coarse(coarse(inner * coarse(1.1)) * (1.5 * 0.77))
+
+
+def test_shared_parts_are_computed_once(monkeypatch):
+    calls = []
+    rule = TANGENTS[ops.Exp]
+    monkeypatch.setitem(TANGENTS, ops.Exp, lambda *arguments: calls.append(1) or rule(*arguments))
+    node = ops.Exp(SCORE)
+    for _ in range(12):
+        node = ops.Add(node, node)
+    assert duals(0.0).tangent(node, SCORE) == 2.0**12
+    assert len(calls) == 1
