@@ -6,9 +6,18 @@ from dataclasses import dataclass
 
 from flashgen.language.operations import Capture
 
-# C type -> (format of Python's struct module, size in bytes). Strides is three long long: batch, head, row.
-_SCALARS = {"long long": ("q", 8), "Strides": ("qqq", 24), "int": ("i", 4), "unsigned": ("I", 4), "float": ("f", 4)}
+# C type -> (format of Python's struct module, size in bytes). Strides is three long long: batch, head, row. TensorMap
+# is what TMA knows of an array, 16 words that are aligned to 64 bytes.
+_SCALARS = {
+    "TensorMap": ("16Q", 128),
+    "long long": ("q", 8),
+    "Strides": ("qqq", 24),
+    "int": ("i", 4),
+    "unsigned": ("I", 4),
+    "float": ("f", 4),
+}
 _POINTER = ("Q", 8)
+_MAP_ALIGNMENT = 64
 
 # NumPy dtype of a capture -> the C type its elements have in the kernel.
 ELEMENT_TYPES = {
@@ -52,7 +61,12 @@ class ArgumentLayout:
     def format(self) -> str:
         """Format for struct.pack: one value for each plain member and for each element of an array."""
         text = "".join(field.format[0] * max(field.count, 1) for field in self.fields)
-        return f"<{text}{'x' * (-self._unpadded_size % 8)}"
+        return f"<{text}{'x' * (-self._unpadded_size % (_MAP_ALIGNMENT if self.has_maps else 8))}"
+
+    @property
+    def has_maps(self) -> bool:
+        """Whether a member is a `TensorMap`."""
+        return any(field.type == "TensorMap" for field in self.fields)
 
     @property
     def has_strides(self) -> bool:
@@ -74,26 +88,37 @@ class ArgumentLayout:
 
 
 def ordered(fields: list[Field]) -> ArgumentLayout:
-    """The layout of the fields: pointers first, then 8-byte numbers, then 4-byte ones, otherwise as listed."""
-    wide = [field for field in fields if field.format[1] % 8 == 0]
+    """The layout of the fields: maps, then pointers, then 8-byte numbers, then 4-byte ones, otherwise as listed."""
+    maps = [field for field in fields if field.type == "TensorMap"]
+    wide = [field for field in fields if field.format[1] % 8 == 0 and field not in maps]
     return ArgumentLayout(
         tuple(
-            [field for field in wide if field.type.endswith("*")]
+            maps
+            + [field for field in wide if field.type.endswith("*")]
             + [field for field in wide if not field.type.endswith("*")]
             + [field for field in fields if field.format[1] == 4]
         )
     )
 
 
+LIST_FIELDS = (
+    Field("const int*", "tile_counts"),
+    Field("const long long*", "tile_offsets"),
+    Field("const int*", "tile_entries"),
+    Field("Strides", "list_strides"),
+)
+DROPOUT_FIELDS = tuple(Field("unsigned", name) for name in ("seed_low", "seed_high", "offset"))
+
 # Members of some kernel's struct, and what the emulator's header defines; a capture of such a name gets a longer one.
 # fmt: off
 _RESERVED = frozenset({
     "q", "k", "v", "o", "lse", "batch", "heads", "heads_q", "kv_reciprocal", "len_q", "len_k", "tile_counts",
     "tile_entries", "tile_offsets", "counts", "entries", "offsets", "spacing", "seed_low", "seed_high", "offset",
-    "shared_memory", "errno", "unix", "linux",
+    "d_o", "d_lse", "dq", "dk", "dv", "dq_sums", "statistics", "rows", "heads_kv", "heads_per_kv", "sums", "gradient",
+    "count", "shared_memory", "errno", "unix", "linux",
 })
 # fmt: on
-_RESERVED_ENDINGS = ("_stride", "_strides", "_size", "_capture")
+_RESERVED_ENDINGS = ("_map", "_stride", "_strides", "_size", "_capture")
 
 
 def member_name(capture: Capture) -> str:

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
-from flashgen.codegen.plans import ForwardPlan
+from typing import Protocol
+
 from flashgen.codegen.targets import Target
 from flashgen.language.spec import AttentionSpec
 
 
-def header(spec: AttentionSpec, target: Target, plan: ForwardPlan) -> str:
+class Plan(Protocol):
+    """A plan that says in a line what it is."""
+
+    def summary(self, spec: AttentionSpec) -> str: ...
+
+
+def header(spec: AttentionSpec, target: Target, plan: Plan) -> str:
     """The forward kernel's header comment."""
     depth, width = spec.head_dim, spec.value_dim
     element = 2
@@ -19,8 +26,7 @@ def header(spec: AttentionSpec, target: Target, plan: ForwardPlan) -> str:
         f"dropout  {spec.dropout:g}",
         f"dims     head {depth}, value {width}; {spec.dtype}, accumulated in float32; heads_q a multiple of heads_kv",
         f"target   {target.name}, family {target.family}",
-        f"plan     {plan.tile_q} queries x {plan.tile_k} keys, {plan.warps} warps, {plan.stages} stage(s) of K and V, "
-        f"{plan.blocks} block(s) per multiprocessor, {plan.shared_bytes(spec)} bytes of shared memory",
+        f"plan     {plan.summary(spec)}",
         f"FLOPs    {2 * (depth + width)} * batch * heads_q * len_q * len_k * (share of tiles visited)",
         f"HBM      {element} * batch * (heads_q * len_q * {depth + width} + heads_kv * len_k * {depth + width}) bytes, "
         "at least; + 4 * batch * heads_q * len_q for the LSE",

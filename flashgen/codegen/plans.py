@@ -48,6 +48,13 @@ class ForwardPlan:
     def threads(self) -> int:
         return self.warps * WARP
 
+    def summary(self, spec: AttentionSpec) -> str:
+        """One line for the kernel's header."""
+        return (
+            f"{self.tile_q} queries x {self.tile_k} keys, {self.warps} warps, {self.stages} stage(s) of K and V, "
+            f"{self.blocks} block(s) per multiprocessor, {self.shared_bytes(spec)} bytes of shared memory"
+        )
+
     def shared_bytes(self, spec: AttentionSpec) -> int:
         """Dynamic shared memory of a block: Q, the stages of K and V; the output reuses it at the end."""
         head, value = padded(spec.head_dim), padded(spec.value_dim)

@@ -1,0 +1,82 @@
+"""Spec and plan -> the text of Hopper's forward kernel. The same bytes on every machine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from flashgen.analysis.ranges import key_range
+from flashgen.codegen.arguments import ArgumentLayout, Field, capture_fields, ordered
+from flashgen.codegen.assembly import assemble, check_spec, common_context, suffix_of, visited_tiles
+from flashgen.codegen.forward import _longest_last as longest_last
+from flashgen.codegen.header import header
+from flashgen.codegen.hopper_plans import HopperPlan, choose_hopper_plan, panel_columns
+from flashgen.codegen.kernel import RenderedKernel, entry_name, kernel_name
+from flashgen.codegen.plans import padded
+from flashgen.codegen.targets import Target
+from flashgen.codegen.variant import captures_read, variant_of
+from flashgen.language.spec import AttentionSpec
+
+_WARPGROUP_ROWS, _WARP_ROWS = 64, 16
+
+
+@dataclass(frozen=True)
+class HopperKernel(RenderedKernel):
+    """Hopper's forward kernel: its plan, and what its launches depend on.
+
+    uses_lists: tiles of keys come from lists, not from closed forms. longest_first: later queries see more keys, so
+    that blocks run in reverse. boxes: for each of q, k, v, o the (columns, rows) that one copy of its map moves.
+    """
+
+    plan: HopperPlan
+    uses_lists: bool
+    longest_first: bool
+    boxes: dict[str, tuple[int, int]]
+
+
+def hopper_layout(spec: AttentionSpec, lists: bool) -> ArgumentLayout:
+    """The argument struct: maps of the arrays first."""
+    fields = [Field("TensorMap", f"{name}_map") for name in "qkvo"]
+    fields.append(Field("float*", "lse", comment="(batch, heads_q, len_q), or null"))
+    fields.append(Field("int", "heads", comment="of queries, of all batches"))
+    fields += [Field("int", name) for name in ("heads_q", "len_q", "len_k")]
+    fields.append(Field("unsigned", "kv_reciprocal", comment="2^31 / heads per head of K and V, rounded up"))
+    if lists:
+        fields += [Field("const int*", "tile_counts"), Field("const long long*", "tile_offsets")]
+        fields.append(Field("const int*", "tile_entries"))
+        fields.append(Field("Strides", "list_strides"))
+    if spec.dropout:
+        fields += [Field("unsigned", name) for name in ("seed_low", "seed_high", "offset")]
+    return ordered(fields + capture_fields(captures_read(spec)))
+
+
+def render_hopper(spec: AttentionSpec, target: Target, plan: HopperPlan | None = None) -> HopperKernel:
+    """The forward kernel of a spec on Hopper; UnsupportedError where the target or the plan cannot do it."""
+    check_spec(spec, target)
+    plan = plan or choose_hopper_plan(spec, target)
+    plan.check(spec, target)
+    tiles, variant, struct = key_range(spec.mask.expression), variant_of(spec), "ForwardArguments"
+    layout, entry = hopper_layout(spec, lists=tiles is None), entry_name("attention_forward", spec)
+    longest_first = longest_last(tiles)
+    context = common_context(spec, target, variant, struct, layout) | {
+        "plan": plan,
+        "entry": entry,
+        "header": header(spec, target, plan),
+        "key_tiles": visited_tiles(tiles, struct, variant.mask is not None),
+        "head_panel": panel_columns(spec.head_dim),
+        "value_panel": panel_columns(spec.value_dim),
+        "shared_bytes": plan.shared_bytes(spec),
+        "longest_first": longest_first,
+        "score_operand": variant.score.of("scores[i][j][e]") if variant.score else "",
+        "score_call": variant.score.call() if variant.score else "",
+        "may_be_empty": variant.mask is not None or variant.score is not None,
+        "suffix": suffix_of(spec),
+    }
+    sizes = {"shared_widths": [plan.tile_k], "shared_transposed": "false"}
+    sizes |= {"register_widths": [padded(spec.value_dim)], "register_transposed": "true"}
+    source, name = assemble("forward/hopper.cu.jinja", context, target, sizes), kernel_name("fwd", target, spec)
+    boxes = {"q": (panel_columns(spec.head_dim), _WARPGROUP_ROWS), "k": (panel_columns(spec.head_dim), plan.tile_k)}
+    boxes |= {"v": (panel_columns(spec.value_dim), plan.tile_k), "o": (panel_columns(spec.value_dim), _WARP_ROWS)}
+    shared = plan.shared_bytes(spec)
+    return HopperKernel(
+        name, entry, source, target, layout, plan.threads, shared, plan, tiles is None, longest_first, boxes
+    )

@@ -1,0 +1,119 @@
+"""How Hopper's forward kernel divides its work: tiles, stages, warpgroups, registers. Follows from the spec alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from flashgen.analysis.ranges import key_range
+from flashgen.codegen.plans import padded
+from flashgen.codegen.targets import Target
+from flashgen.errors import UnsupportedError
+from flashgen.language.operations import Load
+from flashgen.language.spec import AttentionSpec
+
+WARPGROUP = 128
+_ROWS = 64  # of a wgmma
+_DEPTH = 16
+_MOST_COLUMNS = 256  # of a wgmma, and rows of a TMA box
+_DROPOUT_COLUMNS = 32  # that one call of the generator serves
+_BARRIER_BYTES = 8
+_BARRIERS_PER_STAGE = 4
+_ALIGNMENT = 1024  # bytes: the widest swizzle repeats after so many
+
+# Registers a thread of the warpgroup that loads keeps, and one of those that compute gets, by how many compute.
+_REGISTERS = {1: (56, 256), 2: (24, 240), 3: (32, 160)}
+
+
+def panel_columns(width: int) -> int:
+    """Columns of a panel, the widest TMA swizzles (128, 64 or 32 bytes) that divides a padded width."""
+    return next(columns for columns in (64, 32, 16) if padded(width) % columns == 0)
+
+
+@dataclass(frozen=True)
+class HopperPlan:
+    """The plan of Hopper's forward kernel.
+
+    Attributes:
+        consumers: warpgroups that compute, 64 queries each; one more loads.
+        tile_k: keys of a step.
+        stages: tiles of K, and of V, that shared memory holds at once.
+        takes_turns: two warpgroups take turns in starting their products, so that one's softmax meets the other's.
+    """
+
+    consumers: int
+    tile_k: int
+    stages: int = 2
+    takes_turns: bool = False
+
+    @property
+    def tile_q(self) -> int:
+        """Queries of a block."""
+        return self.consumers * _ROWS
+
+    @property
+    def threads(self) -> int:
+        return (self.consumers + 1) * WARPGROUP
+
+    @property
+    def warps(self) -> int:
+        """Warps that compute."""
+        return self.consumers * 4
+
+    @property
+    def producer_registers(self) -> int:
+        return _REGISTERS[self.consumers][0]
+
+    @property
+    def consumer_registers(self) -> int:
+        return _REGISTERS[self.consumers][1]
+
+    def summary(self, spec: AttentionSpec) -> str:
+        """One line for the kernel's header."""
+        turns = " that take turns" if self.takes_turns else ""
+        return (
+            f"{self.tile_q} queries x {self.tile_k} keys, {self.consumers} warpgroup(s) of {self.consumer_registers} "
+            f"registers{turns}, {self.stages} stage(s) of K and V, {self.shared_bytes(spec)} bytes of shared memory"
+        )
+
+    def shared_bytes(self, spec: AttentionSpec) -> int:
+        """Dynamic shared memory of a block: Q, which the output takes over; the stages of K and V; the barriers."""
+        head, value = padded(spec.head_dim), padded(spec.value_dim)
+        elements = self.tile_q * max(head, value) + self.stages * self.tile_k * (head + value)
+        return 2 * elements + _BARRIER_BYTES * (1 + _BARRIERS_PER_STAGE * self.stages)
+
+    def problem(self, spec: AttentionSpec, target: Target) -> str | None:
+        """Why the plan contradicts itself, or does not fit the spec or the target; None where it does."""
+        if target.family != "hopper":
+            return f"it is a plan of the family hopper, and {target.name} is of {target.family}"
+        if self.consumers not in _REGISTERS or (self.takes_turns and self.consumers != 2):
+            return f"consumers={self.consumers} must be 1, 2 or 3, and 2 for taking turns"
+        if not _DEPTH <= self.tile_k <= _MOST_COLUMNS or self.tile_k % (_DROPOUT_COLUMNS if spec.dropout else _DEPTH):
+            return f"tile_k={self.tile_k} must be a multiple of 16, of 32 with dropout, up to {_MOST_COLUMNS}"
+        if self.stages < 1 or any(
+            size % _ALIGNMENT for size in (2 * self.tile_k * padded(spec.head_dim) * n for n in (1, self.stages))
+        ):
+            return f"stages={self.stages} of {self.tile_k} keys of {padded(spec.head_dim)} columns must be whole KiB"
+        if self.shared_bytes(spec) > target.shared_per_block:
+            return (
+                f"it takes {self.shared_bytes(spec)} bytes of shared memory and a block of {target.name} has "
+                f"{target.shared_per_block}: take fewer keys or stages"
+            )
+        return None
+
+    def check(self, spec: AttentionSpec, target: Target) -> None:
+        """UnsupportedError where there is a problem."""
+        problem = self.problem(spec, target)
+        if problem:
+            raise UnsupportedError(f"{self}: {problem}")
+
+
+def choose_hopper_plan(spec: AttentionSpec, target: Target) -> HopperPlan:
+    """The default plan of a spec: as many keys as registers and shared memory hold."""
+    value, head = padded(spec.value_dim), padded(spec.head_dim)
+    widest = max(value, head)
+    busy = bool(spec.score or spec.dropout or spec.mask.expression.has(Load) or key_range(spec.mask.expression) is None)
+    if widest <= 64 and not busy:
+        return HopperPlan(3, 128)
+    if widest <= 128:
+        return HopperPlan(2, 128, takes_turns=True)
+    return HopperPlan(2, 96 if widest <= 192 else 64)
