@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from flashgen.attention.engines import Engine, build
 from flashgen.attention.forward import ForwardPass
+from flashgen.attention.gradients import Gradients
 from flashgen.attention.lists import TileLister, TileLists
 from flashgen.build.resources import Resources
 from flashgen.codegen.forward import render_forward
@@ -18,19 +20,38 @@ from flashgen.language.spec import AttentionSpec
 
 if TYPE_CHECKING:
     from flashgen.analysis.tiles import TileMap
+    from flashgen.attention.backward import BackwardPass
+    from flashgen.attention.backward_lists import BackwardTileLists
+    from flashgen.codegen.backward import BackwardKernels, BackwardPlan
 
 
 class Attention:
-    """A spec compiled for a target: call it with q, k and v.
+    """A spec compiled for a target: call it with q, k and v; `backward` and `vjp` give gradients.
 
-    Attributes: `spec`, `target`, `engine` (where it runs), `source` (the CUDA), `plan`, `resources`.
+    Attributes: `spec`, `target`, `engine` (where it runs), `source` (the CUDA), `plan`, `resources`, `deterministic`
+    (whether gradients are bitwise equal from run to run), and of the backward pass, rendered when it is first asked
+    for, `backward_kernels` and `backward_plan`.
     """
 
-    def __init__(self, spec: AttentionSpec, target: Target, engine: Engine, plan: ForwardPlan | None = None) -> None:
-        self.spec, self.target, self.engine = spec, target, engine
+    def __init__(
+        self,
+        spec: AttentionSpec,
+        target: Target,
+        engine: Engine,
+        plan: ForwardPlan | None = None,
+        deterministic: bool = False,
+        backward_plan: BackwardPlan | None = None,
+    ) -> None:
+        self.spec, self.target, self.engine, self.deterministic = spec, target, engine, deterministic
+        self._given_backward_plan = backward_plan
         self._kernel = render_forward(spec, target, plan)
-        prebuild = f"flashgen show --what resources --target {target.name} '{spec.to_json()}'"
-        self._forward = ForwardPass(spec, self._kernel, engine, prebuild)
+        self._forward = ForwardPass(spec, self._kernel, engine, self._prebuild("forward"))
+
+    def _prebuild(self, which: str) -> str:
+        """The command that builds the kernels of a pass."""
+        options = "--pass backward " if which == "backward" else ""
+        options += "--deterministic " if which == "backward" and self.deterministic else ""
+        return f"flashgen show {options}--what resources --target {self.target.name} '{self.spec.to_json()}'"
 
     def __repr__(self) -> str:
         return f"<flashgen.Attention {self._kernel.name} on {self.engine.name}>"
@@ -63,7 +84,37 @@ class Attention:
     @cached_property
     def resources(self) -> Resources:
         """Registers, spills and shared memory of the kernel, by the GPU's assembler; needs NVRTC, but no GPU."""
-        return build(self._kernel, f"flashgen show --what resources --target {self.target.name}").resources
+        return build(self._kernel, self._prebuild("forward")).resources
+
+    @cached_property
+    def backward_kernels(self) -> BackwardKernels:
+        """The kernels of the backward pass; UnsupportedError where the target cannot run them."""
+        from flashgen.codegen.backward import render_backward
+
+        return render_backward(self.spec, self.target, self._given_backward_plan, self.deterministic)
+
+    @property
+    def backward_plan(self) -> BackwardPlan:
+        """The plan of the kernel that walks tiles of keys."""
+        return self.backward_kernels.plan
+
+    @property
+    def backward_sources(self) -> dict[str, str]:
+        """The emitted CUDA of every kernel that a backward call launches, by readable name, in their order."""
+        return {kernel.name: kernel.source for kernel in self._backward.kernels}
+
+    @cached_property
+    def backward_resources(self) -> dict[str, Resources]:
+        """Registers, spills and shared memory of each kernel that a backward call launches, by readable name."""
+        prebuild = self._prebuild("backward")
+        return {kernel.name: build(kernel, prebuild).resources for kernel in self._backward.kernels}
+
+    @cached_property
+    def _backward(self) -> BackwardPass:
+        """Compiled when it is first asked for."""
+        from flashgen.attention.backward import BackwardPass
+
+        return BackwardPass(self.spec, self.target, self.backward_kernels, self.engine, self._prebuild("backward"))
 
     def tiles(self, len_q: int, len_k: int | None = None, batch: int = 1, heads: int = 1, **captures: Any) -> TileMap:
         """Which tiles a call of these lengths visits, and which of them need their mask; computed on the CPU.
@@ -96,6 +147,15 @@ class Attention:
         if self._lister is None:
             raise ArgumentError(f"{self.spec.mask.name} needs no lists: its tiles are known in closed form")
         return self._lister.make(len_q, len_q if len_k is None else len_k, batch, heads, captures)
+
+    def backward_tile_lists(
+        self, len_q: int, len_k: int | None = None, batch: int = 1, heads: int = 1, **captures: Any
+    ) -> BackwardTileLists:
+        """The tiles that backward calls of these lengths visit, listed once: `backward(..., tile_lists=lists)`.
+
+        As `tile_lists`, of which it has the arguments and errors; by tiles of keys, and of the backward's own sizes.
+        """
+        return self._backward.listers.make(len_q, len_q if len_k is None else len_k, batch, heads, captures)
 
     def __call__(
         self,
@@ -133,6 +193,86 @@ class Attention:
             LaunchError: the kernel could not be launched, or the emulator found a fault.
         """
         return self._forward(q, k, v, captures, seed, offset, return_lse, out, tile_lists)
+
+    def backward(
+        self,
+        d_out: Any,
+        q: Any,
+        k: Any,
+        v: Any,
+        out: Any,
+        lse: Any,
+        *,
+        d_lse: Any = None,
+        seed: int | None = None,
+        offset: int = 0,
+        tile_lists: BackwardTileLists | None = None,
+        into: Any = None,
+        **captures: Any,
+    ) -> Gradients:
+        """The gradients of a call, given those of its results: P is computed anew from q, k and the LSE, tile by tile.
+
+        Compiles the backward's kernels when it is called first. Memory beside the gradients is linear in the lengths:
+        two float32 numbers for each query and head, and dq in float32 (not in the deterministic mode); it is taken from
+        the caller's library and freed when the call returns. Gradients of captures are added up by atomic additions,
+        as dq is, whose order differs from run to run, unless `compile(..., deterministic=True)`.
+
+        Args:
+            d_out: the gradient of the output; shape and dtype of `out`, any strides with a contiguous last dimension
+                and rows at multiples of 16 bytes.
+            q, k, v: as the call had them.
+            out, lse: what the call gave with return_lse=True.
+            d_lse: the gradient of the LSE, float32 (batch, heads_q, len_q), C-contiguous; None is none.
+            seed, offset: of the dropout, those of the call.
+            tile_lists: what `backward_tile_lists(...)` made for the sizes and captures of this call; None makes them.
+            into: a tuple of arrays to write the gradients to, in the order of the result; None makes new ones.
+            captures: those of the call.
+
+        Returns:
+            Gradients (dq, dk, dv, one of each capture declared with grad=True): of the shapes and dtypes of what they
+            are gradients of, dq, dk and dv of q's kind, the others of their captures' kind. What attends to nothing,
+            and what nothing attends to, has gradients of 0.
+
+        Raises:
+            ArgumentError: an argument does not fit the spec; the message says what to give.
+            UnsupportedError: the target cannot run the backward of the spec.
+            LaunchError: a kernel could not be launched, or the emulator found a fault.
+        """
+        inputs = {"q": q, "k": k, "v": v, "o": out, "d_o": d_out, "lse": lse}
+        if d_lse is not None:
+            inputs["d_lse"] = d_lse
+        return self._backward(inputs, captures, seed, offset, tile_lists, into)
+
+    def vjp(
+        self,
+        q: Any,
+        k: Any,
+        v: Any,
+        *,
+        seed: int | None = None,
+        offset: int = 0,
+        return_lse: bool = False,
+        tile_lists: TileLists | None = None,
+        **captures: Any,
+    ) -> tuple[Any, Callable[..., Gradients]]:
+        """The output, and the function that pulls its gradient back: `out, pullback = attention.vjp(q, k, v)`.
+
+        Args: those of a call. return_lse: give a pair (output, LSE) in place of the output.
+
+        Returns:
+            The output and `pullback(d_out, d_lse=None, *, tile_lists=None, into=None) -> Gradients`, which may be
+            called any number of times; it keeps the inputs, the output and the LSE alive. Its arguments are those of
+            `backward`.
+        """
+        out, lse = self(q, k, v, seed=seed, offset=offset, return_lse=True, tile_lists=tile_lists, **captures)
+
+        def pullback(
+            d_out: Any, d_lse: Any = None, *, tile_lists: BackwardTileLists | None = None, into: Any = None
+        ) -> Gradients:
+            rest: dict[str, Any] = {"seed": seed, "offset": offset, "tile_lists": tile_lists, "into": into, **captures}
+            return self.backward(d_out, q, k, v, out, lse, d_lse=d_lse, **rest)
+
+        return ((out, lse) if return_lse else out), pullback
 
     @property
     def _lister(self) -> TileLister | None:

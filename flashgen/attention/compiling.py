@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from flashgen.attention.callable import Attention
 from flashgen.attention.engines import Emulator, Engine, Gpu
@@ -14,6 +14,9 @@ from flashgen.language.spec import AttentionSpec
 from flashgen.runtime import gpu
 from flashgen.runtime.schedule import Schedule
 
+if TYPE_CHECKING:
+    from flashgen.codegen.backward import BackwardPlan
+
 _EMULATED_TARGET = "sm_80"
 
 
@@ -23,16 +26,21 @@ def compile(
     emulate: bool = False,
     *,
     plan: ForwardPlan | None = None,
+    deterministic: bool = False,
+    backward_plan: BackwardPlan | None = None,
     sanitize: Literal["address", "thread"] | None = None,
     schedule: Schedule | None = None,
 ) -> Attention:
-    """The callable of a spec: `out = attention(q, k, v, seed=..., **captures)`.
+    """The callable of a spec: `out = attention(q, k, v, seed=..., **captures)`; `attention.backward` has its gradients.
 
     Args:
         spec: the variant.
         target: an architecture such as "sm_80"; None is the current GPU's, or sm_80 on the emulator.
         emulate: run the emitted kernel on the CPU.
         plan: tile sizes and warps to use instead of the default ones.
+        deterministic: whether gradients are bitwise equal from run to run, also those of captures. It costs another
+            pass over the scores for dq; without it dq and gradients of captures are sums in an order that differs.
+        backward_plan: the same of the backward's kernel that walks tiles of keys.
         sanitize: on the emulator, check every access ("address") or every pair of accesses ("thread").
         schedule: on the emulator, the order in which threads run and copies land.
 
@@ -47,7 +55,7 @@ def compile(
     if not emulate and (sanitize or schedule):
         raise SpecError(f"sanitize={sanitize!r} and schedule={schedule!r} are the emulator's: add emulate=True")
     engine = Emulator(sanitize, schedule or Schedule()) if emulate else Gpu()
-    return _compiled(spec, _target(target, emulate), engine, plan)
+    return _compiled(spec, _target(target, emulate), engine, plan, bool(deterministic), backward_plan)
 
 
 def _target(name: str | None, emulate: bool) -> Target:
@@ -57,8 +65,15 @@ def _target(name: str | None, emulate: bool) -> Target:
 
 
 @cache
-def _compiled(spec: AttentionSpec, target: Target, engine: Engine, plan: ForwardPlan | None) -> Attention:
-    return Attention(spec, target, engine, plan)
+def _compiled(
+    spec: AttentionSpec,
+    target: Target,
+    engine: Engine,
+    plan: ForwardPlan | None,
+    deterministic: bool,
+    backward_plan: BackwardPlan | None,
+) -> Attention:
+    return Attention(spec, target, engine, plan, deterministic, backward_plan)
 
 
 def clear() -> Any:

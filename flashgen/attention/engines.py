@@ -9,12 +9,13 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 
+from flashgen.attention.captures import byte_strides
 from flashgen.attention.launches import Launch
 from flashgen.build.cache import Entry, default_cache
 from flashgen.codegen.kernel import RenderedKernel
 from flashgen.errors import ArgumentError, LaunchError
 from flashgen.runtime import gpu
-from flashgen.runtime.arrays import NUMPY, Library, library_of
+from flashgen.runtime.arrays import NUMPY, Library, library_of, numpy_dtype
 from flashgen.runtime.schedule import Schedule
 
 Arrays = Mapping[str, Any]
@@ -58,7 +59,11 @@ class GpuRunner:
         return gpu.GpuKernel(self.entry.cubin_path, self._kernel.entry, self._kernel.threads, self._kernel.shared_bytes)
 
     def launch(self, launch: Launch, arrays: Arrays, numbers: Numbers, place: Place) -> None:
-        pointers = {name: library_of(array, name).pointer(array) for name, array in arrays.items()}
+        pointers = {
+            name: library_of(arrays[name], name).pointer(arrays[name])
+            for name in launch.writer.pointer_names
+            if name in arrays
+        }
         self._loaded.launch(launch.grid, launch.writer.write(pointers, numbers), place.stream, place.device)
 
 
@@ -99,6 +104,11 @@ class Gpu:
         """Whether memory is made and kernels are launched on that device now."""
         return gpu.current_device() == device
 
+    def clear(self, array: Any, place: Place) -> None:
+        """Zeros an array on the stream."""
+        view = library_of(array, "an array").view(array, "an array")
+        gpu.clear(view.pointer, view.shape, byte_strides(view), numpy_dtype(view.dtype).itemsize, place.stream)
+
 
 @dataclass(frozen=True)
 class Emulator:
@@ -121,6 +131,9 @@ class Emulator:
 
     def current(self, device: int) -> bool:
         return True
+
+    def clear(self, array: Any, place: Place) -> None:
+        array[...] = 0
 
 
 Engine = Gpu | Emulator

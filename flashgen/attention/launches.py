@@ -52,7 +52,14 @@ def list_shape(
     )
 
 
-def _capture_values(layout: ArgumentLayout, spec: AttentionSpec, arrays: Mapping[str, View]) -> dict[str, Value]:
+def list_strides(lists: ListShape) -> tuple[int, int, int]:
+    """From list to list along (batch, head, tile); 0 where the lists are the same for all."""
+    head = lists.tiles if lists.heads > 1 else 0
+    return (lists.heads * lists.tiles if lists.batch > 1 else 0, head, 1)
+
+
+def capture_values(layout: ArgumentLayout, spec: AttentionSpec, arrays: Mapping[str, View]) -> dict[str, Value]:
+    """Strides in bytes and sizes of the captured arrays that a struct has."""
     values: dict[str, Value] = {}
     members = {field.name for field in layout.fields}
     for capture in spec.captures:
@@ -73,16 +80,14 @@ def forward_launch(spec: AttentionSpec, kernel: ForwardKernel, problem: Problem,
     values: dict[str, Value] = {f"{name}_strides": strides[name] for name in "qkvo"}
     values |= {
         "heads_q": problem.heads_q,
-        "kv_reciprocal": -(-(2**31) // problem.heads_per_kv),
+        "kv_reciprocal": problem.kv_reciprocal,
         "len_q": problem.len_q,
         "len_k": problem.len_k,
     }
     if kernel.uses_lists:
         lists = list_shape(spec, problem, (tile_q, tile_k))
-        head = lists.tiles if lists.heads > 1 else 0
-        batch = lists.heads * lists.tiles if lists.batch > 1 else 0
-        values["list_strides"] = (batch, head, 1)
-    values |= _capture_values(kernel.layout, spec, arrays)
+        values["list_strides"] = list_strides(lists)
+    values |= capture_values(kernel.layout, spec, arrays)
     return Launch((tiles_q, problem.heads_q, problem.batch), ArgumentWriter(kernel.layout, values))
 
 
@@ -101,4 +106,4 @@ def lists_launch(
         "spacing": spacing,
     }
     grid = (lists.tiles, lists.heads, lists.batch)
-    return Launch(grid, ArgumentWriter(layout, values | _capture_values(layout, spec, arrays)))
+    return Launch(grid, ArgumentWriter(layout, values | capture_values(layout, spec, arrays)))

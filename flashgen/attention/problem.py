@@ -32,6 +32,11 @@ class Problem:
         """Query heads that share a head of k and v."""
         return max(self.heads_q // max(self.heads_kv, 1), 1)
 
+    @property
+    def kv_reciprocal(self) -> int:
+        """2^31 / heads_per_kv, rounded up: by which kernels divide."""
+        return -(-(2**31) // self.heads_per_kv)
+
     def output_shape(self, spec: AttentionSpec) -> tuple[int, int, int, int]:
         return in_layout((self.batch, self.heads_q, self.len_q, spec.value_dim), spec.layout)
 

@@ -15,9 +15,9 @@ def to_gpu(value: Any) -> Any:
 
 
 def to_host(array: Any, into: Any = None) -> Any:
-    """A CuPy array as one of NumPy: a new one, or `into`, written over."""
-    home = gpu.cupy().asnumpy(array)
+    """A CuPy array as one of NumPy: a new one, or `into`, written over; `into` on the GPU was written to there."""
     if into is None:
-        return home
-    into[...] = home
+        return gpu.cupy().asnumpy(array)
+    if isinstance(into, np.ndarray):
+        into[...] = gpu.cupy().asnumpy(array)
     return into

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import sympy
 
-from flashgen.attention.launches import _capture_values
+from flashgen.attention.launches import capture_values
 from flashgen.attention.marshal import ArgumentWriter
 from flashgen.build.host import compile_host
 from flashgen.codegen.arguments import Field, capture_fields, member_name, ordered
@@ -63,7 +63,7 @@ def run_expressions(nodes: Sequence[sympy.Basic], captures: Arrays) -> list[np.n
     members: dict[str, Any] = {"len_q": values[LEN_Q], "len_k": values[LEN_K]} | numbers
     pointers |= {member_name(capture): captures[capture.name] for capture in arrays}
     views = {capture.name: view_numpy(captures[capture.name], capture.name) for capture in arrays}
-    members |= _capture_values(layout, SimpleNamespace(captures=used), views)  # type: ignore[arg-type]
+    members |= capture_values(layout, SimpleNamespace(captures=used), views)  # type: ignore[arg-type]
     writer = ArgumentWriter(layout, members)
     kernel = compile_host(_kernel_text(nodes, layout, arrays), "expressions")
     struct = bytes(writer.write({}, {}))

@@ -1,0 +1,219 @@
+"""The backward pass: checks a call, makes the gradients and the memory that they are summed in, launches."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from flashgen.attention.backward_launches import (
+    BackwardLaunches,
+    Memory,
+    backward_launches,
+    gradient_memory,
+    sums_name,
+    workspaces,
+)
+from flashgen.attention.backward_lists import BackwardListers, BackwardTileLists
+from flashgen.attention.captures import check_array, check_captures
+from flashgen.attention.engines import Engine, Gpu, Numbers, Place
+from flashgen.attention.gradients import (
+    ROWS,
+    Gradients,
+    check_gradients,
+    differentiated,
+    given_gradients,
+    gradient_argument,
+)
+from flashgen.attention.lists import ListsLaunch
+from flashgen.attention.outputs import check_lse, output_strides
+from flashgen.attention.passes import Pass, common_device
+from flashgen.attention.problem import Problem, problem_of
+from flashgen.attention.through_gpu import to_gpu, to_host
+from flashgen.codegen.arguments import member_name
+from flashgen.codegen.kernel import RenderedKernel
+from flashgen.codegen.targets import Target
+from flashgen.errors import ArgumentError
+from flashgen.language.spec import AttentionSpec
+from flashgen.runtime import gpu
+from flashgen.runtime.arrays import NUMPY, Library, View, give_back
+
+if TYPE_CHECKING:
+    from flashgen.codegen.backward import BackwardKernels
+
+_IN_ROWS = frozenset(("q", "k", "v", "o", "d_o", "dq", "dk", "dv"))
+_Arrays = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class _Prepared:
+    """Everything of a call that its shapes, strides, dtypes and device decide. launches: None for no scores."""
+
+    problem: Problem
+    device: int
+    gradients: Mapping[str, Memory]
+    workspaces: Mapping[str, Memory]
+    launches: BackwardLaunches | None
+    lists: Mapping[str, ListsLaunch]
+
+
+class BackwardPass(Pass[_Prepared]):
+    """The backward kernels of a spec, and the listers of their tiles where they read lists."""
+
+    def __init__(
+        self, spec: AttentionSpec, target: Target, kernels: BackwardKernels, engine: Engine, prebuild: str
+    ) -> None:
+        super().__init__(spec, engine, _IN_ROWS)
+        self._kernels = kernels
+        self._prepare_rows = engine.runner(kernels.prepare, prebuild)
+        self._keys = engine.runner(kernels.keys, prebuild)
+        self._queries = engine.runner(kernels.queries, prebuild) if kernels.queries else None
+        self._finish = engine.runner(kernels.finish, prebuild) if kernels.finish else None
+        self._captures = {name: engine.runner(kernel, prebuild) for name, kernel in kernels.captures.items()}
+        self._members = {capture.name: member_name(capture) for capture in differentiated(spec)}
+        self.listers = BackwardListers(spec, target, kernels, engine, prebuild)
+
+    @property
+    def kernels(self) -> tuple[RenderedKernel, ...]:
+        """The kernels that a call launches, in order."""
+        return (*(lister.kernel for lister in self.listers.listers.values()), *self._kernels.all)
+
+    def __call__(
+        self,
+        inputs: Mapping[str, Any],
+        captures: Mapping[str, Any],
+        seed: Any,
+        offset: Any,
+        tile_lists: BackwardTileLists | None,
+        into: Any,
+    ) -> Gradients:
+        """`Attention.backward`: `inputs` are its arrays, by their names in the structs, the captures apart."""
+        if captures or self.spec.captures:
+            check_captures(self.spec, captures)
+        if tile_lists is not None and not self.listers:
+            raise ArgumentError(f"tile_lists: the kernels of {self.spec.mask.name} read none; leave them out")
+        q = inputs["q"]
+        library = self.engine.library(q, "q")
+        given = given_gradients(self.spec, into) if into is not None else {}
+        if library is NUMPY and isinstance(self.engine, Gpu):
+            return self._through_gpu(inputs, captures, seed, offset, tile_lists, given)
+        captures = self.listers.without_layouts(captures, library.view(q, "q"), library.view(inputs["k"], "k"))
+        numbers = self._call_numbers(captures, seed, offset)
+        arrays = dict(inputs)
+        for capture, member in self._arrays:
+            arrays[member] = captures[capture.name]
+        prepared = self._prepare(arrays | {gradient_argument(name): array for name, array in given.items()})
+        if self.engine.current(prepared.device):
+            return self._run(prepared, library, arrays, numbers, tile_lists, given)
+        with gpu.cupy().cuda.Device(prepared.device):
+            return self._run(prepared, library, arrays, numbers, tile_lists, given)
+
+    def _run(
+        self,
+        prepared: _Prepared,
+        library: Library,
+        arrays: _Arrays,
+        numbers: Numbers,
+        tile_lists: BackwardTileLists | None,
+        given: Mapping[str, Any],
+    ) -> Gradients:
+        place = Place(library.stream(arrays["q"]), prepared.device)
+        made = given or {
+            name: self._make(memory, arrays[self._members.get(name, "q")])
+            for name, memory in prepared.gradients.items()
+        }
+        for name, memory in prepared.gradients.items():
+            if memory.zeroed:
+                self.engine.clear(made[name], place)
+        if prepared.launches:
+            self._launch(prepared, prepared.launches, library, arrays, numbers, tile_lists, made, place)
+        if given:
+            return _gradients(given)
+        owners = {name: self.engine.library(arrays[self._members.get(name, "q")], name) for name in made}
+        return _gradients({name: give_back(owners[name], array) for name, array in made.items()})
+
+    def _make(self, memory: Memory, like: Any) -> Any:
+        """An array of the kind of `like`."""
+        return self.engine.library(like, "an array").empty(memory.shape, memory.dtype, like)
+
+    def _launch(
+        self,
+        prepared: _Prepared,
+        launches: BackwardLaunches,
+        library: Library,
+        arrays: _Arrays,
+        numbers: Numbers,
+        tile_lists: BackwardTileLists | None,
+        gradients: Mapping[str, Any],
+        place: Place,
+    ) -> None:
+        """Everything on the call's stream. The workspaces go back to where they came from when this returns."""
+        work = {
+            name: library.empty(memory.shape, memory.dtype, arrays["q"]) for name, memory in prepared.workspaces.items()
+        }
+        for name, memory in prepared.workspaces.items():
+            if memory.zeroed:
+                self.engine.clear(work[name], place)
+        lists = (
+            self.listers.of_call(prepared.lists, prepared.problem, library, arrays, numbers, place)
+            if tile_lists is None
+            else self.listers.check(tile_lists, prepared.problem, place)
+        )
+        direct = {sums_name(member): gradients[name] for name, member in self._members.items()}  # where no sums are
+        everything = arrays | direct | work | {name: gradients[name] for name in ROWS}
+        self._prepare_rows.launch(launches.prepare, everything, numbers, place)
+        self._keys.launch(launches.keys, everything | lists.get("keys", {}), numbers, place)
+        if self._queries and launches.queries:
+            self._queries.launch(launches.queries, everything | lists.get("queries", {}), numbers, place)
+        if self._finish and launches.finish:
+            self._finish.launch(launches.finish, everything, numbers, place)
+        for name, launch in launches.captures.items():
+            own = {"sums": work[sums_name(self._members[name])], "gradient": gradients[name]}
+            self._captures[name].launch(launch, own, numbers, place)
+
+    def _work_out(self, views: dict[str, View]) -> _Prepared:
+        spec, device = self.spec, common_device(views)
+        problem = problem_of(spec, views)
+        for name, argument in (("o", "out"), ("d_o", "d_out")):
+            problem.strides[name] = output_strides(spec, argument, views[name], problem)
+        for name in ("lse", "d_lse"):
+            if name in views:
+                check_lse(name, views[name], problem)
+        captured = {capture.name: views[member] for capture, member in self._arrays}
+        for capture, _ in self._arrays:
+            check_array(spec, capture, captured[capture.name], problem)
+        names = (*ROWS, *self._members)
+        given = {name: views[gradient_argument(name)] for name in names if gradient_argument(name) in views}
+        check_gradients(spec, given, captured, problem)
+        gradients = gradient_memory(spec, self._kernels, problem, captured)
+        if not problem.has_scores:
+            return _Prepared(problem, device, gradients, {}, None, {})
+        launches = backward_launches(spec, self._kernels, problem, captured)
+        memory = workspaces(spec, self._kernels, problem, captured)
+        return _Prepared(problem, device, gradients, memory, launches, self.listers.prepare(problem, captured))
+
+    def _through_gpu(
+        self,
+        inputs: Mapping[str, Any],
+        captures: Mapping[str, Any],
+        seed: Any,
+        offset: Any,
+        tile_lists: BackwardTileLists | None,
+        given: Mapping[str, Any],
+    ) -> Gradients:
+        """NumPy arrays: copied to the GPU, and the results back; those of captures that are there stay there."""
+        gpu.compute_capability()  # says so where there is no GPU
+        there = {name: to_gpu(array) for name, array in inputs.items()}
+        moved = {name: to_gpu(array) for name, array in captures.items()}
+        into = tuple(to_gpu(array) for array in given.values()) or None
+        result = self(there, moved, seed, offset, tile_lists, into)
+        home = {}
+        for name, array in zip((*ROWS, *self._members), result, strict=True):
+            stays = name in moved and moved[name] is captures[name] and not given
+            home[name] = array if stays else to_host(array, given.get(name))
+        return _gradients(home)
+
+
+def _gradients(arrays: Mapping[str, Any]) -> Gradients:
+    captures = {name: array for name, array in arrays.items() if name not in ROWS}
+    return Gradients(arrays["dq"], arrays["dk"], arrays["dv"], captures)

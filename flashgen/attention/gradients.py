@@ -1,0 +1,95 @@
+"""`Gradients`: what a backward call gives, and the arrays that it may be given to write to."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from flashgen.attention.outputs import check_apart, check_contiguous, check_kind, check_writable
+from flashgen.attention.problem import Problem, in_layout, row_strides
+from flashgen.errors import ArgumentError
+from flashgen.language.operations import Capture
+from flashgen.language.spec import AttentionSpec
+from flashgen.runtime.arrays import View
+
+ROWS = ("dq", "dk", "dv")  # the gradients that are rows as q, k and v are; the others are captures'
+
+
+class Gradients(tuple[Any, ...]):
+    """The gradients (dq, dk, dv, *those of captures): a tuple, its members also by name.
+
+    dq, dk, dv: of q, k and v: their shapes and dtype. captures: by name, in the order of `spec.captures`, those of the
+    captures declared with grad=True: their shapes and dtypes.
+    """
+
+    captures: dict[str, Any]
+
+    def __new__(cls, dq: Any, dk: Any, dv: Any, captures: Mapping[str, Any] | None = None) -> Gradients:
+        captures = dict(captures or {})
+        self = super().__new__(cls, (dq, dk, dv, *captures.values()))
+        self.captures = captures
+        return self
+
+    @property
+    def dq(self) -> Any:
+        return self[0]
+
+    @property
+    def dk(self) -> Any:
+        return self[1]
+
+    @property
+    def dv(self) -> Any:
+        return self[2]
+
+    def __getnewargs__(self) -> tuple[Any, ...]:
+        return (*self[:3], self.captures)
+
+    def __repr__(self) -> str:
+        named = {"dq": self.dq, "dk": self.dk, "dv": self.dv, "captures": self.captures}
+        return f"Gradients({', '.join(f'{name}={value!r}' for name, value in named.items())})"
+
+
+def differentiated(spec: AttentionSpec) -> tuple[Capture, ...]:
+    """The captures that have a gradient, in the order of `spec.captures`."""
+    return tuple(capture for capture in spec.captures if capture.grad)
+
+
+def given_gradients(spec: AttentionSpec, into: Any) -> dict[str, Any]:
+    """The arrays of the argument `into`, by the names of `Gradients`; ArgumentError where they cannot be written to."""
+    names = [*ROWS, *(capture.name for capture in differentiated(spec))]
+    wanted = f"give a tuple of {len(names)} arrays, {', '.join(map(gradient_argument, names))}"
+    if not isinstance(into, (tuple, list)):
+        raise ArgumentError(f"into of type {type(into).__name__}: {wanted}")
+    if len(into) != len(names):
+        raise ArgumentError(f"into has {len(into)} arrays: {wanted}")
+    given = dict(zip(names, into, strict=True))
+    for name, array in given.items():
+        check_writable(gradient_argument(name), array)
+    return given
+
+
+def gradient_argument(name: str) -> str:
+    """What an error calls a gradient that was given: no name that a capture may have."""
+    return name if name in ROWS else f"the gradient of {name!r}"
+
+
+def gradient_shape(spec: AttentionSpec, problem: Problem, name: str) -> tuple[int, int, int, int]:
+    """The shape of dq, dk or dv in the spec's layout."""
+    heads, length = (problem.heads_q, problem.len_q) if name == "dq" else (problem.heads_kv, problem.len_k)
+    return in_layout((problem.batch, heads, length, spec.value_dim if name == "dv" else spec.head_dim), spec.layout)
+
+
+def check_gradients(
+    spec: AttentionSpec, given: Mapping[str, View], captured: Mapping[str, View], problem: Problem
+) -> None:
+    """ArgumentError where arrays given for gradients cannot hold them; the strides of rows join the problem's."""
+    for name, view in given.items():
+        argument = gradient_argument(name)
+        if name in ROWS:
+            check_kind(argument, view, gradient_shape(spec, problem, name), spec.dtype)
+            problem.strides[name] = row_strides(spec, argument, view)
+            check_apart(argument, view)
+        else:
+            check_kind(argument, view, captured[name].shape, captured[name].dtype)
+            check_contiguous(argument, view)
