@@ -28,6 +28,11 @@ class Target:
         return self.compute_capability >= 80
 
     @property
+    def vector_reductions(self) -> bool:
+        """red.add of four floats at once."""
+        return self.compute_capability >= 90
+
+    @property
     def packed_conversion(self) -> bool:
         """One instruction that rounds two floats to a pair of 16-bit numbers."""
         return self.compute_capability >= 80

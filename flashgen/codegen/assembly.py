@@ -1,0 +1,98 @@
+"""The pieces of a kernel put together: what every template is told, and the primitives that a kernel's text calls."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from flashgen.analysis.order import K_FIRST, K_LAST, Q_FIRST, Q_LAST
+from flashgen.analysis.ranges import TileRange
+from flashgen.codegen.arguments import ArgumentLayout
+from flashgen.codegen.environment import environment, primitives_for, tidy
+from flashgen.codegen.plans import padded
+from flashgen.codegen.printer import statements
+from flashgen.codegen.targets import Target
+from flashgen.codegen.variant import Variant
+from flashgen.errors import UnsupportedError
+from flashgen.language.rules import FLOAT32_MAX
+from flashgen.language.spec import AttentionSpec
+
+LOG2_E = math.log2(math.e)
+_SUFFIXES = {"float16": "f16", "bfloat16": "bf16"}
+
+
+def assemble(
+    template: str, context: Mapping[str, Any], target: Target, sizes: Mapping[str, Any] | None = None
+) -> str:
+    """The text of a kernel: its template rendered in the context, with those primitives that the rest of it calls."""
+    body, primitives = environment().get_template(template), environment().get_template("primitives.cuh.jinja")
+    device, shared = primitives_for(body.render({**context, "primitives": ""}), target, sizes)
+    text = primitives.render(device_primitives=device, shared_primitives=shared, uses_shared_memory=True)
+    return tidy(body.render({**context, "primitives": text.strip()}))
+
+
+def check_spec(spec: AttentionSpec, target: Target) -> None:
+    """UnsupportedError where the target has not the spec's type, or float32 not its scale."""
+    if spec.dtype not in target.dtypes:
+        raise UnsupportedError(
+            f"dtype={spec.dtype!r} is not supported on {target.name} (family {target.family}); use float16 there"
+        )
+    if not spec.score and spec.scale * LOG2_E > FLOAT32_MAX:
+        raise UnsupportedError(f"scale={spec.scale!r} is not supported: times log2(e) it is beyond float32; scale q")
+
+
+def suffix_of(spec: AttentionSpec) -> str:
+    """What the primitives of the spec's element type end in."""
+    return _SUFFIXES[spec.dtype]
+
+
+def common_context(
+    spec: AttentionSpec, target: Target, variant: Variant, struct: str, layout: ArgumentLayout
+) -> dict[str, Any]:
+    """What every kernel of a spec on mma.sync hardware is told: its types, sizes, constants and primitives."""
+    types = environment().get_template("types.cuh.jinja").render(struct=struct, dtype=spec.dtype, layout=layout)
+    declared = environment().get_template("variant.cuh.jinja").render(struct=struct, variant=variant, position=True)
+    suffix = suffix_of(spec)
+    return {
+        "spec": spec,
+        "target": target,
+        "struct": struct,
+        "types": types.strip(),
+        "variant": declared.strip(),
+        "head_padded": padded(spec.head_dim),
+        "value_padded": padded(spec.value_dim),
+        "scale_log2": spec.scale * LOG2_E,
+        "keep_threshold": spec.keep_threshold,
+        "keep_scale": 256 / spec.keep_threshold,
+        "masked": variant.mask is not None,
+        "mask_call": variant.mask.call() if variant.mask else "",
+        "copy": "copy_async_16" if target.asynchronous_copies else "copy_sync_16",
+        "mma": f"mma_m16n8k16_{suffix}" if target.asynchronous_copies else f"mma_m16n8k8x2_{suffix}",
+        "pack": f"pack_{suffix}",
+        "unpack": f"unpack_{suffix}",
+    }
+
+
+_ENDS_OF_TILES = (
+    (Q_FIRST, "const int q_first = work.first_query;"),
+    (Q_LAST, "const int q_last = min(work.first_query + kTileQ, arguments.len_q) - 1;"),
+    (K_FIRST, "const int k_first = work.first_key;"),
+    (K_LAST, "const int k_last = min(work.first_key + kTileK, arguments.len_k) - 1;"),
+)
+
+
+def range_texts(tiles: TileRange) -> dict[str, Any]:
+    """The texts of a range for templates/key_tiles.cuh.jinja."""
+    parts = ("begin", "end", "full_begin", "full_end")
+    nodes = [getattr(tiles, part) for part in parts]
+    declarations, texts = statements(*nodes)
+    used = [line for symbol, line in _ENDS_OF_TILES if any(node.has(symbol) for node in nodes)]
+    return dict(zip(parts, texts, strict=True)) | {"declarations": [*used, *declarations]}
+
+
+def visited_tiles(tiles: TileRange | None, struct: str, masked: bool, queries: bool = False) -> str:
+    """The text of which tiles a block visits, keys or `queries`: by a range, or by lists where there is none."""
+    module: Any = environment().get_template("key_tiles.cuh.jinja").module
+    side = module.QUERIES if queries else module.KEYS
+    return str(module.ranges(range_texts(tiles), struct, masked, side) if tiles else module.lists(struct, side))

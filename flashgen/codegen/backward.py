@@ -1,0 +1,195 @@
+"""Spec and plan -> the texts of the kernels of a backward pass. The same bytes on every machine.
+
+P is computed anew from Q, K and the LSE, tile by tile: FlashAttention's algorithm 4 (Dao et al. 2022), with the loops in
+the order of FlashAttention-2 (Dao 2023, algorithm 2). With dS = P * (dP - D), D = rowsum(dO * O):
+
+    prepare   a row's LSE to the base 2, and D
+    keys      a block walks the queries of a tile of keys: dV = P^T dO, dK = dS^T Q, and shares of dQ = dS K
+    finish    dQ from its shares, added up in float32
+    queries   in place of shares and finish where gradients must not depend on an order of additions: a block walks the
+              keys of a tile of queries, and computes S and dP once more for dQ alone
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from flashgen.analysis.order import Q_FIRST, Q_LAST
+from flashgen.analysis.ranges import key_range, query_range
+from flashgen.codegen.arguments import (
+    DROPOUT_FIELDS,
+    LIST_FIELDS,
+    ArgumentLayout,
+    Field,
+    capture_fields,
+    ordered,
+)
+from flashgen.codegen.assembly import assemble, check_spec, common_context, visited_tiles
+from flashgen.codegen.backward_header import backward_header
+from flashgen.codegen.backward_plans import BackwardPlan, QueriesPlan, choose_backward_plan, choose_queries_plan
+from flashgen.codegen.kernel import RenderedKernel, entry_name, kernel_name
+from flashgen.codegen.plans import padded
+from flashgen.codegen.targets import Target
+from flashgen.codegen.variant import Variant, captures_read, variant_of
+from flashgen.language.spec import AttentionSpec
+
+_PREPARE_WARPS, _PREPARE_ROWS_PER_WARP = 8, 2
+_FINISH_THREADS = 256
+
+
+@dataclass(frozen=True)
+class BackwardKernels:
+    """The kernels of a backward pass.
+
+    prepare, keys, queries, finish: as in the module's docstring. captures: the kernels that turn the sums of a captured
+    array's gradient into the gradient. plan: that of `keys`; queries_plan: that of `queries`. uses_lists: `keys` takes
+    its tiles of queries from lists; uses_key_lists: `queries` its tiles of keys.
+    """
+
+    prepare: RenderedKernel
+    keys: RenderedKernel
+    queries: RenderedKernel | None
+    finish: RenderedKernel | None
+    plan: BackwardPlan
+    queries_plan: QueriesPlan | None
+    uses_lists: bool
+    uses_key_lists: bool
+    deterministic: bool
+    captures: Mapping[str, RenderedKernel] = field(default_factory=dict)
+
+    @property
+    def row_multiple(self) -> int:
+        """Rows that statistics are kept for are a multiple of this."""
+        return max(self.plan.tile_q, self.prepare_rows)
+
+    @property
+    def prepare_rows(self) -> int:
+        """Rows that a block of `prepare` takes."""
+        return _PREPARE_WARPS * _PREPARE_ROWS_PER_WARP
+
+    @property
+    def finish_rows(self) -> int:
+        """Rows that a block of `finish` takes."""
+        return self.plan.tile_q
+
+    @property
+    def all(self) -> tuple[RenderedKernel, ...]:
+        """Every kernel, in the order of the launches."""
+        kernels = (self.prepare, self.keys, self.queries, self.finish, *self.captures.values())
+        return tuple(kernel for kernel in kernels if kernel)
+
+
+def render_backward(
+    spec: AttentionSpec, target: Target, plan: BackwardPlan | None = None, deterministic: bool = False
+) -> BackwardKernels:
+    """The backward kernels of a spec on a target; UnsupportedError where the target or the plan cannot do it."""
+    check_spec(spec, target)
+    plan = plan or choose_backward_plan(spec, target, deterministic)
+    plan.check(spec, target, deterministic)
+    queries_plan = choose_queries_plan(spec, target) if deterministic else None
+    queries = _queries(spec, target, queries_plan) if queries_plan else None
+    finish = None if deterministic else _finish(spec, target, plan)
+    return BackwardKernels(
+        _prepare(spec, target),
+        _keys(spec, target, plan, deterministic),
+        queries,
+        finish,
+        plan,
+        queries_plan,
+        uses_lists=query_range(spec.mask.expression) is None,
+        uses_key_lists=deterministic and key_range(spec.mask.expression) is None,
+        deterministic=deterministic,
+    )
+
+
+def _strides(*names: str) -> list[Field]:
+    return [Field("Strides", f"{name}_strides") for name in names]
+
+
+def _numbers(*names: str) -> list[Field]:
+    return [Field("int", name) for name in names]
+
+
+_STATISTICS = Field("const float*", "statistics", comment="(batch, heads_q, rows, 2): LSE to the base 2, and D")
+_DQ_SUMS = Field("float*", "dq_sums", comment="(batch, heads_q, rows, padded head_dim), in an order of its own")
+_ROWS = Field("int", "rows", comment="len_q, rounded up")
+
+
+def _prepare(spec: AttentionSpec, target: Target) -> RenderedKernel:
+    fields = [Field("const Element*", "o"), Field("const Element*", "d_o"), Field("const float*", "lse")]
+    fields += [Field("const float*", "d_lse", comment="or null"), Field("float*", "statistics")]
+    layout = ordered([*fields, *_strides("o", "d_o"), *_numbers("heads_q", "len_q"), _ROWS])
+    context = {"warps": _PREPARE_WARPS, "rows_per_warp": _PREPARE_ROWS_PER_WARP}
+    return _kernel("prepare", spec, target, layout, context, _PREPARE_WARPS * 32, 0, plain=True)
+
+
+def _finish(spec: AttentionSpec, target: Target, plan: BackwardPlan) -> RenderedKernel:
+    fields = [Field("const float*", "dq_sums"), Field("Element*", "dq"), *_strides("dq"), *_numbers("heads_q", "len_q")]
+    context = {"plan": plan, "threads": _FINISH_THREADS, "vector_reductions": target.vector_reductions}
+    return _kernel("finish", spec, target, ordered([*fields, _ROWS]), context, _FINISH_THREADS, 0, plain=True)
+
+
+def _keys(spec: AttentionSpec, target: Target, plan: BackwardPlan, deterministic: bool) -> RenderedKernel:
+    tiles, shared = query_range(spec.mask.expression), plan.shared_bytes(spec, deterministic)
+    fields = [*(Field("const Element*", name) for name in ("q", "k", "v", "d_o")), _STATISTICS]
+    fields += [] if deterministic else [_DQ_SUMS]
+    fields += [Field("Element*", "dk"), Field("Element*", "dv"), *_strides("q", "k", "v", "d_o", "dk", "dv")]
+    fields += [*_numbers("heads_q", "heads_per_kv", "len_q", "len_k"), _ROWS]
+    layout = _with_variant(spec, fields, lists=tiles is None)
+    context = {
+        "plan": plan,
+        "deterministic": deterministic,
+        "vector_reductions": target.vector_reductions,
+        "shared_bytes": shared,
+        "query_tiles": visited_tiles(tiles, "BackwardKeysArguments", _is_masked(spec), queries=True),
+    }
+    return _kernel("keys", spec, target, layout, context, plan.threads, shared)
+
+
+def _queries(spec: AttentionSpec, target: Target, plan: QueriesPlan) -> RenderedKernel:
+    tiles, shared = key_range(spec.mask.expression), plan.shared_bytes(spec)
+    fields = [*(Field("const Element*", name) for name in ("q", "k", "v", "d_o")), _STATISTICS]
+    fields += [Field("Element*", "dq"), *_strides("q", "k", "v", "d_o", "dq"), *_numbers("heads_q", "len_q", "len_k"), _ROWS]
+    fields.append(Field("unsigned", "kv_reciprocal", comment="2^31 / heads per head of K and V, rounded up"))
+    context = {
+        "plan": plan,
+        "shared_bytes": shared,
+        "key_tiles": visited_tiles(tiles, "BackwardQueriesArguments", _is_masked(spec)),
+        "longest_first": tiles is not None and tiles.end.has(Q_LAST, Q_FIRST) and not tiles.begin.has(Q_LAST, Q_FIRST),
+    }
+    return _kernel("queries", spec, target, _with_variant(spec, fields, tiles is None), context, plan.threads, shared)
+
+
+def _is_masked(spec: AttentionSpec) -> bool:
+    return variant_of(spec).mask is not None
+
+
+def _with_variant(spec: AttentionSpec, fields: list[Field], lists: bool) -> ArgumentLayout:
+    """The fields, and those that lists, dropout and captures need."""
+    fields = [*fields, *(LIST_FIELDS if lists else ()), *(DROPOUT_FIELDS if spec.dropout else ())]
+    return ordered(fields + capture_fields(captures_read(spec)))
+
+
+def _kernel(
+    part: str,
+    spec: AttentionSpec,
+    target: Target,
+    layout: ArgumentLayout,
+    context: dict[str, Any],
+    threads: int,
+    shared_bytes: int,
+    plain: bool = False,
+) -> RenderedKernel:
+    """One of the kernels; a `plain` one has nothing of the mask and the score in it."""
+    struct, entry = f"Backward{part.title()}Arguments", entry_name(f"attention_backward_{part}", spec)
+    variant = Variant(None, None, ()) if plain else variant_of(spec)
+    told = common_context(spec, target, variant, struct, layout)
+    header = backward_header(part, spec, target, context.get("plan"), shared_bytes)
+    source = assemble(f"backward/{part}.cu.jinja", told | context | {"entry": entry, "header": header}, target)
+    name = kernel_name(f"bwd-{part}", target, spec)
+    return RenderedKernel(name, entry, source, target, layout, threads, shared_bytes)
+
+
+__all__ = ["BackwardKernels", "BackwardPlan", "QueriesPlan", "padded", "render_backward"]

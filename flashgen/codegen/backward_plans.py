@@ -1,0 +1,150 @@
+"""How the backward kernels divide their work. A plan is chosen by spec and target, never by lengths."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from flashgen.codegen.plans import MMA_DEPTH, MMA_ROWS, WARP, ForwardPlan, padded
+from flashgen.codegen.targets import Target
+from flashgen.errors import UnsupportedError
+from flashgen.language.spec import AttentionSpec
+
+_MOST_THREADS = 1024  # of a block
+_RESERVED_SHARED = 1024  # bytes of each block's shared memory that the system takes
+_STATISTICS_BYTES = 8  # of a row: its LSE and D
+
+
+@dataclass(frozen=True)
+class BackwardPlan:
+    """The plan of the kernel whose blocks walk the queries of a tile of keys.
+
+    Attributes:
+        tile_q: queries of a step.
+        tile_k: keys of a block.
+        warps: warps of a block.
+        split: warps that share the same keys, each with its part of the queries and of the columns of dK and dV.
+        stages: tiles of Q, and of dO, that shared memory holds at once.
+        blocks: thread blocks that should fit on a multiprocessor, which caps their registers.
+    """
+
+    tile_q: int
+    tile_k: int
+    warps: int
+    split: int = 1
+    stages: int = 2
+    blocks: int = 1
+
+    @property
+    def threads(self) -> int:
+        return self.warps * WARP
+
+    def gradient_warps(self, spec: AttentionSpec) -> tuple[int, int]:
+        """How many warps divide a tile of dQ along its rows, and along its columns: as many as find whole mma tiles.
+
+        Of equally many, those whose parts are closest to square read the least.
+        """
+        rows, columns = self.tile_q // MMA_ROWS, padded(spec.head_dim) // MMA_DEPTH
+        found = [
+            (r, c)
+            for r in range(1, self.warps + 1)
+            for c in range(1, self.warps // r + 1)
+            if rows % r == 0 and columns % c == 0
+        ]
+        return max(found, key=lambda pair: (pair[0] * pair[1], -abs(rows / pair[0] - columns / pair[1])))
+
+    def shared_bytes(self, spec: AttentionSpec, deterministic: bool = False) -> int:
+        """Dynamic shared memory of a block: K and V, the stages of Q, dO and statistics, and what of P and dS is shared."""
+        head, value = padded(spec.head_dim), padded(spec.value_dim)
+        stage = 2 * self.tile_q * (head + value) + _STATISTICS_BYTES * self.tile_q
+        shared_scores = (self.split > 1) + (self.split > 1 or not deterministic)
+        return 2 * self.tile_k * (head + value) + self.stages * stage + shared_scores * 2 * self.tile_q * self.tile_k
+
+    def problem(self, spec: AttentionSpec, target: Target, deterministic: bool = False) -> str | None:
+        """Why the plan contradicts itself, or does not fit the spec or the target; None where it does."""
+        if min(self.tile_q, self.tile_k, self.warps, self.split, self.blocks) < 1 or self.threads > _MOST_THREADS:
+            return f"its numbers must be positive, and its warps at most {_MOST_THREADS // WARP}"
+        if self.warps % self.split or self.tile_k % (self.warps // self.split * MMA_ROWS):
+            return f"tile_k={self.tile_k} must be a multiple of 16 x warps={self.warps} / split={self.split}"
+        if self.tile_q % (MMA_DEPTH * self.split):
+            return f"tile_q={self.tile_q} must be a multiple of 16 x split={self.split}"
+        if padded(spec.head_dim) % (MMA_DEPTH * self.split) or padded(spec.value_dim) % (MMA_DEPTH * self.split):
+            return f"split={self.split} must divide head and value dims into multiples of 16"
+        if self.stages not in (1, 2):
+            return f"stages={self.stages} must be 1 or 2"
+        if self.stages == 2 and not target.asynchronous_copies:
+            return f"stages=2 needs asynchronous copies, which {target.name} has not"
+        needed = self.shared_bytes(spec, deterministic)
+        if needed > target.shared_per_block:
+            return (
+                f"it takes {needed} bytes of shared memory and a block of {target.name} has {target.shared_per_block}: "
+                "take smaller tiles or fewer stages"
+            )
+        return None
+
+    def check(self, spec: AttentionSpec, target: Target, deterministic: bool = False) -> None:
+        """UnsupportedError where there is a problem."""
+        problem = self.problem(spec, target, deterministic)
+        if problem:
+            raise UnsupportedError(f"{self}: {problem}")
+
+
+@dataclass(frozen=True)
+class QueriesPlan(ForwardPlan):
+    """The plan of the kernel whose blocks walk the keys of a tile of queries: the forward's, with dO beside Q."""
+
+    def shared_bytes(self, spec: AttentionSpec) -> int:
+        """Dynamic shared memory of a block: Q and dO, and the stages of K and V; dQ reuses Q's at the end."""
+        head, value = padded(spec.head_dim), padded(spec.value_dim)
+        return 2 * (self.tile_q + self.stages * self.tile_k) * (head + value)
+
+
+# (tile_q, tile_k, warps, split, stages) in the order of preference: by speed on an H200, then by what smaller GPUs hold.
+_PREFERENCE = (
+    (64, 64, 4, 1, 2),
+    (64, 64, 4, 1, 1),
+    (32, 64, 4, 1, 1),
+    (64, 64, 8, 2, 2),
+    (64, 64, 8, 2, 1),
+    (32, 64, 8, 2, 1),
+    (32, 32, 4, 2, 1),
+    (16, 32, 2, 1, 1),
+    (32, 16, 2, 2, 1),
+)
+_QUERIES_PREFERENCE = ((128, 64, 8, 2), (64, 64, 4, 2), (64, 64, 4, 1), (64, 32, 4, 1), (32, 32, 2, 1), (32, 16, 2, 1))
+_MOST_BLOCKS = 2
+_WARPS_TO_HIDE_LATENCY = 8  # on a multiprocessor
+# Registers of a thread that may hold sums: dK, dV, scores, dS.
+_ACCUMULATORS = 200
+
+
+def _accumulators(plan: BackwardPlan, spec: AttentionSpec) -> int:
+    """Registers of a thread that hold dK, dV, and a step's scores and their gradients."""
+    rows = plan.tile_k * plan.split // plan.warps
+    columns = (padded(spec.head_dim) + padded(spec.value_dim) + 2 * plan.tile_q) // plan.split
+    return rows * columns // WARP
+
+
+def choose_backward_plan(spec: AttentionSpec, target: Target, deterministic: bool = False) -> BackwardPlan:
+    """The default plan of the keys' kernel of a spec on a target."""
+    fitting = []
+    for tile_q, tile_k, warps, split, stages in _PREFERENCE:
+        plan = BackwardPlan(tile_q, tile_k, warps, split, stages)
+        if plan.problem(spec, target, deterministic) is None:
+            per_block = plan.shared_bytes(spec, deterministic) + _RESERVED_SHARED
+            blocks = min(target.shared_per_multiprocessor // per_block, _WARPS_TO_HIDE_LATENCY // warps, _MOST_BLOCKS)
+            fitting.append(replace(plan, blocks=max(blocks, 1)))
+    for plan in fitting:
+        if _accumulators(plan, spec) <= _ACCUMULATORS:
+            return plan
+    return min(fitting, key=lambda plan: _accumulators(plan, spec))
+
+
+def choose_queries_plan(spec: AttentionSpec, target: Target) -> QueriesPlan:
+    """The default plan of the queries' kernel of a spec on a target."""
+    for tile_q, tile_k, warps, stages in _QUERIES_PREFERENCE:
+        plan = QueriesPlan(tile_q, tile_k, warps, stages)
+        if plan.problem(spec, target) is None:
+            per_block = plan.shared_bytes(spec) + _RESERVED_SHARED
+            blocks = min(target.shared_per_multiprocessor // per_block, _WARPS_TO_HIDE_LATENCY // warps, _MOST_BLOCKS)
+            return replace(plan, blocks=max(blocks, 1))
+    raise UnsupportedError(f"head_dim={spec.head_dim}: no plan of the backward fits {target.name}")
