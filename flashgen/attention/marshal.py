@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from flashgen.codegen.arguments import ArgumentLayout
 
+_MAP_WORDS = 16
 Value = int | float | Sequence[int]
 
 
@@ -18,25 +19,28 @@ class ArgumentWriter:
         flat: list[int | float] = []
         self._pointers = [field.name for field in layout.fields if field.type.endswith("*")]
         for field in layout.fields:
-            value = values.get(field.name, [0] * field.count if field.count else 0)  # filled in by `write`
+            words = _MAP_WORDS if field.type == "TensorMap" else field.count
+            value = values.get(field.name, [0] * words if words else 0)  # filled in by `write`
             flat += list(value) if isinstance(value, Sequence) else [value]
         self._template = bytearray(struct.pack(layout.format, *flat))
-        self._pointer_format = struct.Struct(f"<{len(self._pointers)}Q")  # pointers are the first members
+        self._pointer_format = struct.Struct(f"<{len(self._pointers)}Q")  # pointers stand side by side
+        self.offsets = {name: layout.offset(name) for name in self._pointers}
+        self._first_pointer = min(self.offsets.values(), default=0)
         self._numbers = {
             field.name: (struct.Struct(f"<{field.format[0]}"), layout.offset(field.name))
             for field in layout.fields
-            if field.name not in values and not field.count and not field.type.endswith("*")
+            if field.name not in values and not field.count and not field.type.endswith(("*", "TensorMap"))
         }
 
     @property
     def pointer_names(self) -> list[str]:
-        """The pointers, in the order in which they stand at the start of the struct, 8 bytes each."""
+        """The pointers, in the order in which they stand in the struct, 8 bytes each; `offsets` says where."""
         return self._pointers
 
     def write(self, pointers: Mapping[str, int], numbers: Mapping[str, int | float]) -> bytearray:
         """The struct of one call; pointers that are not given are null."""
         buffer = self._template.copy()
-        self._pointer_format.pack_into(buffer, 0, *[pointers.get(name, 0) for name in self._pointers])
+        self._pointer_format.pack_into(buffer, self._first_pointer, *[pointers.get(name, 0) for name in self._pointers])
         for name, (packer, offset) in self._numbers.items():
             packer.pack_into(buffer, offset, numbers[name])
         return buffer

@@ -1,0 +1,88 @@
+"""The launch of Hopper's forward kernel: its grid, and its arguments, in which tensor maps stand for q, k, v and o."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from flashgen.attention.launches import Launch, capture_values, list_shape, list_strides
+from flashgen.attention.marshal import ArgumentWriter, Value
+from flashgen.attention.problem import Problem, contiguous_strides, in_layout
+from flashgen.codegen.arguments import ArgumentLayout
+from flashgen.codegen.hopper import HopperKernel
+from flashgen.language.spec import AttentionSpec
+from flashgen.runtime.arrays import View
+from flashgen.runtime.tensor_maps import MAP_BYTES, MapShape, map_shape, tensor_map
+
+_SECTION_BYTES = 32 * 2**20  # of K and V, which blocks that run side by side should find in the L2
+_MOST_SECTIONS = 65535  # of a grid along z
+
+
+class MapWriter(ArgumentWriter):
+    """Writes a struct whose first members are tensor maps of arrays."""
+
+    def __init__(self, layout: ArgumentLayout, values: Mapping[str, Value], shapes: Mapping[str, MapShape]) -> None:
+        """`shapes`: of the maps by their arrays' names."""
+        super().__init__(layout, values)
+        self.shapes = shapes
+        self.offsets |= {name: layout.offset(f"{name}_map") for name in shapes}  # a map begins with the address
+
+    @property
+    def pointer_names(self) -> list[str]:
+        """The arrays that maps or pointers of the struct stand for."""
+        return [*self.shapes, *self._pointers]
+
+    def write(self, pointers: Mapping[str, int], numbers: Mapping[str, int | float]) -> bytearray:
+        """The struct of one call on a GPU."""
+        buffer = super().write(pointers, numbers)
+        for name, shape in self.shapes.items():
+            address = pointers[name] or pointers["o"]  # an empty array has none, and is not read
+            at = self.offsets[name]
+            buffer[at : at + MAP_BYTES] = tensor_map(address, shape)
+        return buffer
+
+
+def hopper_launch(spec: AttentionSpec, kernel: HopperKernel, problem: Problem, arrays: Mapping[str, View]) -> Launch:
+    """The launch for calls of these sizes and strides.
+
+    Raises:
+        ArgumentError: TMA cannot walk along a stride.
+    """
+    heads = problem.batch * problem.heads_q
+    values: dict[str, Value] = {
+        "heads": heads,
+        "heads_q": problem.heads_q,
+        "kv_reciprocal": problem.kv_reciprocal,
+        "len_q": problem.len_q,
+        "len_k": problem.len_k,
+    }
+    if kernel.uses_lists:
+        values["list_strides"] = list_strides(list_shape(spec, problem, (kernel.plan.tile_q, kernel.plan.tile_k)))
+    values |= capture_values(kernel.layout, spec, arrays)
+    section = section_heads(spec, kernel, problem)
+    grid = (section, -(-problem.len_q // kernel.plan.tile_q), -(-heads // section))
+    return Launch(grid, MapWriter(kernel.layout, values, _shapes(spec, kernel, problem)))
+
+
+def _shapes(spec: AttentionSpec, kernel: HopperKernel, problem: Problem) -> dict[str, MapShape]:
+    output = in_layout(contiguous_strides(problem.output_shape(spec)), spec.layout)[:3]
+    shapes = {}
+    for name, (batch, head, row) in {**problem.strides, "o": output}.items():
+        columns = spec.value_dim if name in "vo" else spec.head_dim
+        rows, heads = (problem.len_q, problem.heads_q) if name in "qo" else (problem.len_k, problem.heads_kv)
+        sizes, strides = (columns, rows, heads, problem.batch), (row, head, batch)
+        shapes[name] = map_shape(name, spec.dtype, sizes, strides, kernel.boxes[name])
+    return shapes
+
+
+def section_heads(spec: AttentionSpec, kernel: HopperKernel, problem: Problem) -> int:
+    """Query heads whose longest tiles run first together: as many as share the L2 with K and V of theirs.
+
+    Where all tiles are alike a head's tiles run after another's.
+    """
+    heads = problem.batch * problem.heads_q
+    least = -(-heads // _MOST_SECTIONS)
+    if not kernel.longest_first:
+        return least
+    head_bytes = 2 * max(problem.len_k, 1) * (spec.head_dim + spec.value_dim)
+    fitting = max(_SECTION_BYTES // head_bytes, 1) * problem.heads_per_kv
+    return max(min(fitting, heads), least)

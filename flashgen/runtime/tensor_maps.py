@@ -1,0 +1,101 @@
+"""Tensor maps: what TMA knows of an array of rows, (batch, head, row, column), and of the box that one copy moves."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from functools import cache, lru_cache
+
+from flashgen.errors import ArgumentError, LaunchError
+
+MAP_BYTES = 128
+_ALIGNMENT = 64  # bytes, of a map that is being encoded
+_ELEMENT_BYTES = 2
+_ROW_ALIGNMENT = 16  # bytes
+_STRIDE_LIMIT = 2**40  # bytes
+_MOST_KEPT = 4096
+
+# Values of the driver's enumerations (cuda.h).
+_DATA_TYPES = {"float16": 6, "bfloat16": 9}
+_SWIZZLES = {32: 1, 64: 2, 128: 3}  # by the bytes of a box's row
+_NO_INTERLEAVE, _PROMOTE_256_BYTES, _FILL_WITH_ZEROS = 0, 3, 0
+
+
+@dataclass(frozen=True)
+class MapShape:
+    """All that a map says but the address.
+
+    Attributes:
+        dtype: "float16" or "bfloat16".
+        sizes: columns, rows, heads, batch.
+        strides: bytes from row to row, head to head, batch to batch.
+        box: columns and rows that one copy moves; a row of it is swizzled, 32, 64 or 128 bytes.
+    """
+
+    dtype: str
+    sizes: tuple[int, int, int, int]
+    strides: tuple[int, int, int]
+    box: tuple[int, int]
+
+    @property
+    def swizzle_bytes(self) -> int:
+        return self.box[0] * _ELEMENT_BYTES
+
+
+def map_shape(
+    name: str, dtype: str, sizes: tuple[int, int, int, int], strides: tuple[int, int, int], box: tuple[int, int]
+) -> MapShape:
+    """The shape of a map of the array that the user calls `name`: strides in elements, sizes may be 0.
+
+    Raises:
+        ArgumentError: TMA cannot walk along a stride: it is negative, or 2**40 bytes or more.
+    """
+    tight, whole = -(-sizes[0] * _ELEMENT_BYTES // _ROW_ALIGNMENT) * _ROW_ALIGNMENT, []
+    for stride, size in zip(strides, sizes[1:], strict=True):
+        in_bytes = stride * _ELEMENT_BYTES if size > 1 else tight  # where nothing is strided over, TMA still checks
+        if not 0 <= in_bytes < _STRIDE_LIMIT:
+            raise ArgumentError(
+                f"{name} has strides (row, head, batch) of {strides} elements; Hopper's copy engine takes those from 0 "
+                "to 2**39: copy it to a contiguous array, or compile for target='sm_90'"
+            )
+        whole.append(in_bytes)
+    columns, rows, heads, batch = (max(size, 1) for size in sizes)
+    return MapShape(dtype, (columns, rows, heads, batch), (whole[0], whole[1], whole[2]), box)
+
+
+@lru_cache(_MOST_KEPT)
+def tensor_map(pointer: int, shape: MapShape) -> bytes:
+    """The 128 bytes of the driver's map of an array at an address of the GPU's memory.
+
+    Raises:
+        LaunchError: there is no driver, or it does not take the map.
+    """
+    memory = ctypes.create_string_buffer(MAP_BYTES + _ALIGNMENT)
+    at = -(-ctypes.addressof(memory) // _ALIGNMENT) * _ALIGNMENT
+    status = _driver().cuTensorMapEncodeTiled(
+        ctypes.c_void_p(at),
+        _DATA_TYPES[shape.dtype],
+        4,
+        ctypes.c_void_p(pointer),
+        (ctypes.c_uint64 * 4)(*shape.sizes),
+        (ctypes.c_uint64 * 3)(*shape.strides),
+        (ctypes.c_uint32 * 4)(*shape.box, 1, 1),
+        (ctypes.c_uint32 * 4)(1, 1, 1, 1),
+        _NO_INTERLEAVE,
+        _SWIZZLES[shape.swizzle_bytes],
+        _PROMOTE_256_BYTES,
+        _FILL_WITH_ZEROS,
+    )
+    if status:
+        raise LaunchError(f"the driver does not take the tensor map of {shape} at {pointer:#x}: CUDA error {status}")
+    return ctypes.string_at(at, MAP_BYTES)
+
+
+@cache
+def _driver() -> ctypes.CDLL:
+    for name in ("libcuda.so.1", "libcuda.so", "nvcuda.dll"):
+        try:
+            return ctypes.CDLL(name)
+        except OSError:
+            continue
+    raise LaunchError("tensor maps are made by NVIDIA's driver, and there is none; emulate=True runs on the CPU")
