@@ -15,8 +15,7 @@ from flashgen.attention.engines import Engine, Gpu, Numbers, Place
 from flashgen.attention.launches import Launch, ListShape, list_shape, lists_launch
 from flashgen.attention.problem import Problem
 from flashgen.codegen.arguments import member_name
-from flashgen.codegen.lists import Direction, render_lists
-from flashgen.codegen.plans import ForwardPlan
+from flashgen.codegen.lists import Direction, Tiles, render_lists
 from flashgen.codegen.targets import Target
 from flashgen.errors import ArgumentError
 from flashgen.language.layouts import BlockLayout
@@ -91,7 +90,7 @@ class TileLister:
         self,
         spec: AttentionSpec,
         target: Target,
-        plan: ForwardPlan,
+        plan: Tiles,
         engine: Engine,
         prebuild: str,
         direction: Direction = "keys",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import sympy
 
@@ -13,7 +13,7 @@ from flashgen.codegen.arguments import ArgumentLayout, Field, capture_fields, or
 from flashgen.codegen.environment import environment, primitives_for, tidy
 from flashgen.codegen.interval_printer import interval_text
 from flashgen.codegen.kernel import RenderedKernel, entry_name, kernel_name
-from flashgen.codegen.plans import WARP, ForwardPlan
+from flashgen.codegen.plans import WARP
 from flashgen.codegen.printer import statements
 from flashgen.codegen.targets import Target
 from flashgen.codegen.variant import Variant, captures_read, variant_of
@@ -22,6 +22,17 @@ from flashgen.language.spec import AttentionSpec
 
 # The tiles of keys of each tile of queries, for the forward; the tiles of queries of each tile of keys.
 Direction = Literal["keys", "queries"]
+
+
+class Tiles(Protocol):
+    """What lists depend on of a plan: queries and keys of a tile."""
+
+    @property
+    def tile_q(self) -> int: ...
+
+    @property
+    def tile_k(self) -> int: ...
+
 
 WARPS = 16
 TILES_PER_WARP = 8
@@ -53,9 +64,7 @@ def list_layout(spec: AttentionSpec) -> ArgumentLayout:
     return ordered(fields + capture_fields(captures_read(spec, score=False)))
 
 
-def render_lists(
-    spec: AttentionSpec, target: Target, plan: ForwardPlan, direction: Direction = "keys"
-) -> RenderedKernel:
+def render_lists(spec: AttentionSpec, target: Target, plan: Tiles, direction: Direction = "keys") -> RenderedKernel:
     """The kernel that lists, per tile of queries of `plan`, the tiles of keys that the forward kernel visits.
 
     With direction="queries" the transpose: per tile of keys, the tiles of queries. A class is the same in both: EMPTY
@@ -116,7 +125,7 @@ def _mask(variant: Variant) -> dict[str, Any]:
     }
 
 
-def _within(spec: AttentionSpec, variant: Variant, plan: ForwardPlan) -> dict[str, Any]:
+def _within(spec: AttentionSpec, variant: Variant, plan: Tiles) -> dict[str, Any]:
     """The mask over a tile by ranges, and what that needs."""
     assert variant.mask is not None
     within = interval_text(spec.mask.expression)
