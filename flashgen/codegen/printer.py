@@ -208,7 +208,9 @@ def _floor_modulo(printer: Printer, node: sympy.Basic) -> tuple[str, int]:
 def _divide(printer: Printer, node: sympy.Basic) -> tuple[str, int]:
     left, right = node.args
     numbers = (sympy.Integer, sympy.Float)
-    if isinstance(right, numbers) and right != 0 and not isinstance(left, numbers):  # a product with a constant is much cheaper
+    if (
+        isinstance(right, numbers) and right != 0 and not isinstance(left, numbers)
+    ):  # a product with a constant is much cheaper
         return f"{printer.as_float(left, _PRODUCT)} * (1.0f / {printer.as_float(right)})", _PRODUCT
     return f"{printer.as_float(left, _PRODUCT)} / {printer.as_float(right, _UNARY)}", _PRODUCT
 
@@ -229,10 +231,10 @@ def _where(printer: Printer, node: sympy.Basic) -> tuple[str, int]:
     return f"{printer.text(condition, _OR)} ? {branch(then, _OR)} : {branch(otherwise, _CONDITIONAL)}", _CONDITIONAL
 
 
-def _index_text(printer: Printer, index: sympy.Basic) -> str:
-    """An index that is not below 0; the load clamps it from above, to the size that only the call knows."""
-    text = printer.text(index)
-    return text if is_nonnegative(index) or _never_below_zero(index) else f"max({text}, 0)"
+def from_zero(index: sympy.Basic) -> sympy.Basic:
+    """An index that is not below 0; what reads by it clamps it from above, to the size that only the call knows."""
+    known = is_nonnegative(index) or _never_below_zero(index)
+    return index if known else op.Maximum(index, sympy.Integer(0))
 
 
 def _never_below_zero(index: sympy.Basic) -> bool:
@@ -244,7 +246,7 @@ def _never_below_zero(index: sympy.Basic) -> bool:
 
 
 def _load(printer: Printer, node: sympy.Basic) -> tuple[str, int]:
-    indices = ", ".join(_index_text(printer, index) for index in node.indices)
+    indices = ", ".join(printer.text(from_zero(index)) for index in node.indices)
     return f"load_{node.capture.name}(arguments, {indices})", _ATOM
 
 

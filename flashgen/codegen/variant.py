@@ -7,38 +7,12 @@ from dataclasses import dataclass
 import sympy
 
 from flashgen.codegen.arguments import ELEMENT_TYPES, member_name
+from flashgen.codegen.derivative_text import ScoreGradient, score_gradient
 from flashgen.codegen.folding import folded_products
+from flashgen.codegen.function_text import FunctionText, indices_in
 from flashgen.codegen.printer import statements
-from flashgen.language.operations import BATCH, HEAD, INDICES, KEY, QUERY, Capture
+from flashgen.language.operations import Capture
 from flashgen.language.spec import AttentionSpec
-
-_DEVICE_NAMES = {BATCH: "position.batch", HEAD: "position.head", QUERY: "q", KEY: "k"}
-
-
-@dataclass(frozen=True)
-class FunctionText:
-    """A traced function as a device function: the declarations and the value it returns; how it is called.
-
-    operand: what a score function takes: the "score", or the "product" q·k if its constants have the scale in them.
-    """
-
-    name: str
-    declarations: tuple[str, ...]
-    text: str
-    used: tuple[sympy.Symbol, ...]
-    operand: str = "score"
-
-    def of(self, product: str) -> str:
-        """The operand that a call of a score function takes, given the text of the product q·k."""
-        return product if self.operand == "product" else f"{product} * kScale"
-
-    def parameters(self, leading: bool = False) -> str:
-        """Declarations of the indices it takes, with a comma before each (`leading`) or after each."""
-        return "".join(f", int {symbol}" if leading else f"int {symbol}, " for symbol in self.used)
-
-    def call(self, names: dict[sympy.Symbol, str] = _DEVICE_NAMES) -> str:
-        """Arguments of a call, given what the indices are called where it stands."""
-        return ", ".join([*(names[symbol] for symbol in self.used), "arguments"])
 
 
 @dataclass(frozen=True)
@@ -55,27 +29,24 @@ class ArrayText:
 
 @dataclass(frozen=True)
 class Variant:
-    """The variable part of a kernel."""
+    """The variable part of a kernel; a kernel of the backward pass has a gradient in place of the score."""
 
     score: FunctionText | None
     mask: FunctionText | None
     arrays: tuple[ArrayText, ...]
+    gradient: ScoreGradient | None = None
 
 
 def _mask(name: str, expression: sympy.Basic) -> FunctionText:
     declarations, (text,) = statements(expression)
-    return FunctionText(name, tuple(declarations), text, _indices_of(expression))
+    return FunctionText(name, tuple(declarations), text, indices_in(expression))
 
 
 def _score(name: str, expression: sympy.Basic, scale: float) -> FunctionText:
     products = folded_products(scale, expression)
     declarations, (text,) = statements(expression, products=products)
     operand = "product" if products else "score"
-    return FunctionText(name, tuple(declarations), text, _indices_of(expression), operand)
-
-
-def _indices_of(expression: sympy.Basic) -> tuple[sympy.Symbol, ...]:
-    return tuple(symbol for symbol in INDICES if expression.has(symbol))
+    return FunctionText(name, tuple(declarations), text, indices_in(expression), operand)
 
 
 def _array(capture: Capture) -> ArrayText:
@@ -93,6 +64,12 @@ def variant_of(spec: AttentionSpec, score: bool = True) -> Variant:
     return Variant(
         score_text, mask_text, tuple(_array(capture) for capture in captures_read(spec, score) if capture.ndim)
     )
+
+
+def backward_variant_of(spec: AttentionSpec, with_gathers: bool = True) -> Variant:
+    """The texts of a spec for a kernel of the backward pass; `with_gathers` if it adds up gradients of captures."""
+    forward = variant_of(spec)
+    return Variant(None, forward.mask, forward.arrays, score_gradient(spec, with_gathers))
 
 
 def captures_read(spec: AttentionSpec, score: bool = True) -> tuple[Capture, ...]:
