@@ -10,7 +10,15 @@ import pytest
 
 import flashgen.language as fg
 from flashgen import attention
-from flashgen.verify import Inputs, Shape, judged, random_inputs
+from flashgen.verify import (
+    Inputs,
+    Shape,
+    gradients_by_name,
+    judged,
+    judged_gradients,
+    random_gradients,
+    random_inputs,
+)
 
 
 def assert_right(spec: fg.AttentionSpec, inputs: Inputs, out: Any, lse: Any, **dropout: int) -> None:
@@ -48,3 +56,31 @@ def arrays() -> Callable[..., tuple[np.ndarray[Any, Any], ...]]:
         return inputs.q, inputs.k, inputs.v
 
     return made
+
+
+def assert_gradients_right(spec: fg.AttentionSpec, inputs: Inputs, d_out: Any, gradients: Any, **given: Any) -> None:
+    """The verdict of `flashgen verify` on each gradient; `given` are d_lse, seed and offset."""
+    found = gradients_by_name(gradients)
+    verdicts = judged_gradients(spec, inputs.q, inputs.k, inputs.v, d_out, found, **given, **inputs.captures)
+    assert all(verdict.ok for verdict in verdicts.values()), f"{spec.name}: {verdicts}"
+
+
+def assert_gradients_agree(spec: fg.AttentionSpec, *shapes: Shape, of_lse: bool = False, **engine: Any) -> None:
+    """Random inputs of each shape, forward and backward, on the emulator."""
+    compiled = attention.compile(spec, emulate=True, **engine)
+    for number, shape in enumerate(shapes):
+        inputs = random_inputs(spec, shape, seed=number)
+        d_out, d_lse = random_gradients(spec, shape, number, of_lse)
+        dropout = {"seed": number} if spec.dropout else {}
+        _, pullback = compiled.vjp(inputs.q, inputs.k, inputs.v, **inputs.captures, **dropout)
+        assert_gradients_right(spec, inputs, d_out, pullback(d_out, d_lse), d_lse=d_lse, **dropout)
+
+
+@pytest.fixture(scope="session")
+def gradients_right() -> Callable[..., None]:
+    return assert_gradients_right
+
+
+@pytest.fixture(scope="session")
+def gradients_agree() -> Callable[..., None]:
+    return assert_gradients_agree
