@@ -23,17 +23,18 @@ Rule = Callable[..., Node]
 _LN_2, _LOG2_E = constant(math.log(2)), constant(math.log2(math.e))
 
 
-def derivative(expression: Node, wrt: Node) -> Node:
+def derivative(expression: Node, wrt: Node, algebra: Algebra | None = None) -> Node:
     """The derivative of an expression.
 
     Args:
         expression: an expression of the language.
         wrt: SCORE, or a Load of a floating capture, which then is a symbol of its own wherever it occurs.
+        algebra: for several derivatives of one expression, so that what they have in common is one object.
 
     Returns an expression of the language; the constants 0 and 1 are SymPy's S.Zero and S.One. What is shared in it is
     one object: walk it as a graph, for as a tree it may be exponentially larger.
     """
-    return _Differentiation(wrt).of(expression)
+    return _Differentiation(wrt, algebra or Algebra()).of(expression)
 
 
 def gathers(spec: AttentionSpec) -> tuple[Load, ...]:
@@ -58,8 +59,8 @@ def _operations(root: Node) -> Iterator[Operation]:
 
 
 class _Differentiation:
-    def __init__(self, wrt: Node) -> None:
-        self.wrt, self.algebra = wrt, Algebra()
+    def __init__(self, wrt: Node, algebra: Algebra) -> None:
+        self.wrt, self.algebra = wrt, algebra
         self.known: dict[Node, Node] = {}
 
     def of(self, node: Node) -> Node:

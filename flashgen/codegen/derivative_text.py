@@ -7,7 +7,7 @@ from typing import Literal
 
 import sympy
 
-from flashgen.analysis.algebra import ONE, ZERO, Node
+from flashgen.analysis.algebra import ONE, ZERO, Algebra, Node
 from flashgen.analysis.derivatives import derivative, gathers
 from flashgen.analysis.text import to_text
 from flashgen.codegen.arguments import member_name
@@ -22,11 +22,12 @@ from flashgen.codegen.function_text import (
     symbols_in,
 )
 from flashgen.codegen.printer import from_zero, statements
-from flashgen.language.operations import KEY, QUERY, SCORE, Load
+from flashgen.language.operations import KEY, QUERY, SCORE, Load, Mul
 from flashgen.language.spec import AttentionSpec
 
 # For which scores of a block (one head of one batch) an element is the same one: all, all of a query, all of a key.
 Shared = Literal["block", "query", "key", "element"]
+Base = Literal["ds", "dx"]
 
 
 @dataclass(frozen=True)
@@ -53,13 +54,16 @@ class PartText:
 class GatherText:
     """An element that the score function gathers from a captured array with grad=True.
 
+    The gradient of a loss by the element is a sum, over the scores that read it, of `base` times the factor.
+
     Attributes:
-        number: of the gather, which its functions are named by: `gather0_place` and `gather0_slope`.
+        number: of the gather, which its functions are named by: `gather0_place` and `gather0_factor`.
         capture, member: the array's name, and that of its member in the argument struct.
         shown: the element as a person would write it.
         shared: which scores of a block read the same element.
         place: the function that gives the element's place, row-major, in an array of the capture's shape.
-        slope: the function that gives the derivative of the score by the element; None if that is 1.
+        base: the gradient by the modified score ("ds") or by the score before, scale · q·k ("dx").
+        factor: the function that gives the factor; None if that is 1.
     """
 
     number: int
@@ -68,15 +72,17 @@ class GatherText:
     shown: str
     shared: Shared
     place: PartText
-    slope: PartText | None
+    base: Base
+    factor: PartText | None
 
     def place_call(self, product: str, names: Names = DEVICE_NAMES) -> str:
-        """A call that gives the place, a long long."""
+        """A call that gives the place, a long long, given the text of the product q·k."""
         return f"gather{self.number}_place({self.place.arguments(product, names)})"
 
-    def slope_call(self, product: str, names: Names = DEVICE_NAMES) -> str:
-        """A call that gives the derivative; "1.0f" where that is all it is."""
-        return f"gather{self.number}_slope({self.slope.arguments(product, names)})" if self.slope else "1.0f"
+    def addend(self, ds: str, dx: str, product: str, names: Names = DEVICE_NAMES) -> str:
+        """What one score adds to the element's gradient, given the texts of its own gradients and of q·k."""
+        base = ds if self.base == "ds" else dx
+        return f"{base} * gather{self.number}_factor({self.factor.arguments(product, names)})" if self.factor else base
 
 
 @dataclass(frozen=True)
@@ -103,23 +109,34 @@ def score_gradient(spec: AttentionSpec, with_gathers: bool = True) -> ScoreGradi
     """The texts of a spec's score function and its derivatives; None without a score function."""
     if spec.score is None:
         return None
-    value = spec.score.expression
-    slope = derivative(value, SCORE)
-    by_gather = {gather: derivative(value, gather) for gather in gathers(spec)} if with_gathers else {}
-    by_gather = {gather: change for gather, change in by_gather.items() if change is not ZERO}
-    indices = [index for gather in by_gather for index in gather.indices]
-    products = folded_products(spec.scale, value, slope, *by_gather.values(), *indices)
+    value, algebra = spec.score.expression, Algebra()
+    slope = derivative(value, SCORE, algebra)
+    by_gather = {gather: derivative(value, gather, algebra) for gather in gathers(spec)} if with_gathers else {}
+    factors = {gather: _factor(change, slope) for gather, change in by_gather.items() if change is not ZERO}
+    indices = [index for gather in factors for index in gather.indices]
+    products = folded_products(spec.scale, value, slope, *(factor for _, factor in factors.values()), *indices)
     computed = (value,) if slope is ONE else (value, _float(slope))
     declarations, texts = statements(*computed, products=products)
     operand = "product" if products else "score"
     return ScoreGradient(
         FunctionText(spec.score.name, tuple(declarations), texts[0], indices_in(*computed), operand),
         texts[1] if slope is not ONE else None,
-        tuple(_gather(i, gather, change, products) for i, (gather, change) in enumerate(by_gather.items())),
+        tuple(_gather(i, gather, *factors[gather], products) for i, gather in enumerate(factors)),
     )
 
 
-def _gather(number: int, gather: Load, change: Node, products: dict[Node, str]) -> GatherText:
+def _factor(change: Node, slope: Node) -> tuple[Base, Node]:
+    """The derivative by an element as a multiple of that by the score, if it is one, or of 1."""
+    if change is slope:
+        return ("ds" if slope is ONE else "dx"), ONE
+    if isinstance(change, Mul):
+        for one, other in (change.args, change.args[::-1]):
+            if one is slope:
+                return "dx", other
+    return "ds", change
+
+
+def _gather(number: int, gather: Load, base: Base, factor: Node, products: dict[Node, str]) -> GatherText:
     return GatherText(
         number,
         gather.capture.name,
@@ -127,7 +144,8 @@ def _gather(number: int, gather: Load, change: Node, products: dict[Node, str]) 
         to_text(gather),
         _shared(gather),
         _part(tuple(map(from_zero, gather.indices)), products),
-        _part((_float(change),), products) if change is not ONE else None,
+        base,
+        _part((_float(factor),), products) if factor is not ONE else None,
     )
 
 

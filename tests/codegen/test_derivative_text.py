@@ -28,7 +28,6 @@ SLOPES = fg.Tensor("slopes", "float32", 1, grad=True)
 TABLE = fg.Tensor("table", "float16", 2, grad=True)
 IDS = fg.Tensor("ids", "int32", 1)
 CAP = fg.Scalar("cap", "float32")
-HERE = {symbol: f"{symbol}_at[i]" for symbol in INDICES}
 
 
 def everything(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
@@ -84,12 +83,13 @@ def test_a_slope_of_one_is_not_emitted() -> None:
     (gather,) = gradient.gathers
     assert (gather.capture, gather.member, gather.shown, gather.shared) == ("slopes", "slopes", "slopes[h]", "block")
     assert gather.place_call("x") == "gather0_place(position.head, arguments)"
-    assert gather.slope_call("x") == "gather0_slope(q, k, arguments)"
+    assert gather.addend("ds", "dx", "x") == "ds * gather0_factor(q, k, arguments)"
     for line in (
         "// The place, row-major, of slopes[h] in an array of its shape.",
         "__device__ __forceinline__ long long gather0_place(int h, const TestArguments& arguments) {",
+        "// What the gradient by slopes[h] is of that by the modified score.",
         "  return min(static_cast<unsigned>(h), arguments.slopes_size[0] - 1u);",
-        "__device__ __forceinline__ float gather0_slope(int q, int k, const TestArguments& arguments) {",
+        "__device__ __forceinline__ float gather0_factor(int q, int k, const TestArguments& arguments) {",
         "  return static_cast<float>(k - q);",
     ):
         assert line in text.splitlines(), line
@@ -97,7 +97,7 @@ def test_a_slope_of_one_is_not_emitted() -> None:
 
 def test_a_gather_that_is_added_has_a_place_alone() -> None:
     text = rendered("relative bias")
-    assert "_slope(" not in text
+    assert "_factor(" not in text
     for line in (
         "  long long place = min(static_cast<unsigned>(h), arguments.table_size[0] - 1u);",
         "  place = place * arguments.table_size[1] "
@@ -106,7 +106,18 @@ def test_a_gather_that_is_added_has_a_place_alone() -> None:
     ):
         assert line in text.splitlines(), line
     (gather,) = gradient_of("relative bias").gathers
-    assert gather.shared == "element" and gather.slope is None and gather.slope_call("x") == "1.0f"
+    assert gather.shared == "element" and gather.addend("ds", "dx", "x") == "ds"
+
+
+def test_a_gather_beside_the_score_has_the_gradient_by_the_score() -> None:
+    """What stands beside the score in softcap needs no derivative of its own, and no tanh."""
+    biased, of_alibi = (score_gradient(fg.AttentionSpec(64, score=score)) for score in (
+        lambda s, b, h, q, k: cap_of(s + TABLE[h, k]), fg.softcap(30)(fg.alibi(SLOPES)),
+    ))  # fmt: skip
+    assert biased is not None and of_alibi is not None
+    assert biased.gathers[0].addend("ds", "dx", "x") == "dx" and biased.gathers[0].factor is None
+    assert of_alibi.gathers[0].addend("ds", "dx", "x") == "dx * gather0_factor(q, k, arguments)"
+    assert "// What the gradient by slopes[h] is of that by the score before." in rendered("softcap of alibi")
 
 
 def test_indices_below_zero_are_clamped() -> None:
@@ -158,7 +169,7 @@ def layout_of(spec: fg.AttentionSpec, gradient: ScoreGradient) -> ArgumentLayout
     fields = [Field("const int*", f"{symbol}_at") for symbol in INDICES]
     fields += [Field("const float*", "score_at"), Field("float*", "value"), Field("float*", "slope")]
     for number in range(len(gradient.gathers)):
-        fields += [Field("long long*", f"place{number}"), Field("float*", f"slope{number}")]
+        fields += [Field("long long*", f"place{number}"), Field("float*", f"change{number}")]
     return ordered([*fields, Field("int", "len_q"), Field("int", "len_k"), *capture_fields(captures_read(spec))])
 
 
@@ -175,7 +186,7 @@ def source_of(spec: fg.AttentionSpec) -> tuple[str, ArgumentLayout]:
     lines += [f"arguments.value[i] = {gradient.call(product, 'slope', names)};", "arguments.slope[i] = slope;"]
     for number, gather in enumerate(gradient.gathers):
         lines.append(f"arguments.place{number}[i] = {gather.place_call(product, names)};")
-        lines.append(f"arguments.slope{number}[i] = {gather.slope_call(product, names)};")
+        lines.append(f"arguments.change{number}[i] = {gather.addend('1.0f', 'slope', product, names)};")
     functions = templates.get_template("variant.cuh.jinja").render(struct=STRUCT, variant=variant, position=False)
     head = f'extern "C" __global__ void derivatives(const __grid_constant__ {STRUCT} arguments) {{\n  '
     text = f"constexpr float kScale = {SCALE}f;\n{functions}\n{head}" + "\n  ".join(lines) + "\n}\n"
@@ -226,7 +237,7 @@ def test_they_compute_what_numpy_says(name: str) -> None:
     expected = {"value": expression, "slope": derivative(expression, SCORE)}
     changing = [gather for gather in gathers(spec) if derivative(expression, gather) != 0]
     for number, gather in enumerate(changing):
-        expected[f"slope{number}"] = derivative(expression, gather)
+        expected[f"change{number}"] = derivative(expression, gather)
         np.testing.assert_array_equal(found[f"place{number}"], place_in_numpy(gather, values, captures))
     assert set(expected) == {key for key, array in found.items() if array.dtype == np.float32} - {"score_at", "slopes"}
     for key, node in expected.items():
