@@ -1,7 +1,21 @@
 """Measures kernels on a GPU beside their peers, in one run: `flashgen bench`."""
 
-from flashgen.bench.measure import Row, environment, forward_rows
+from flashgen.bench.cases import Timed
+from flashgen.bench.measure import Row, environment, speed_rows
+from flashgen.bench.paper import PaperRow, paper_rows
 from flashgen.bench.plans import plan_rows
-from flashgen.bench.variants import VariantRow, variant_count, variant_rows
+from flashgen.bench.variant_rows import VariantRow, variant_rows
+from flashgen.bench.variants import chosen_variants
 
-__all__ = ["Row", "VariantRow", "environment", "forward_rows", "plan_rows", "variant_count", "variant_rows"]
+__all__ = [
+    "PaperRow",
+    "Row",
+    "Timed",
+    "VariantRow",
+    "chosen_variants",
+    "environment",
+    "paper_rows",
+    "plan_rows",
+    "speed_rows",
+    "variant_rows",
+]

@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from flashgen.language.spec import AttentionSpec
+
+Timed = Literal["forward", "backward", "both"]
+"""What is timed: the output, its gradients from what the forward kept, or one after the other."""
+
+Arrays = tuple[Any, Any, Any, Any]
+"""q, k, v and the gradient of the output."""
 
 TOKENS = 16384  # of a case, over all batches
 WIDTH = 2048  # heads x head_dim
@@ -20,11 +26,9 @@ class Case:
     batch: int
     heads: int
 
-    @property
-    def flops(self) -> float:
-        """Of the two products, counted whole for an unmasked spec and half for a causal one."""
-        full = 2.0 * self.batch * self.heads * self.length**2 * (self.spec.head_dim + self.spec.value_dim)
-        return full * self.share
+    def flops(self, timed: Timed = "forward") -> float:
+        """Of the two products of the forward, the five of the backward, or all; half of them for a causal spec."""
+        return 2.0 * self.batch * self.heads * self.length**2 * products(self.spec, timed) * self.share
 
     @property
     def share(self) -> float:
@@ -35,15 +39,27 @@ class Case:
         return f"{self.spec.name} {self.batch}x{self.heads}x{self.length}"
 
 
+def products(spec: AttentionSpec, timed: Timed) -> int:
+    """Multiply-adds for each score: of QK and PV, and in the backward of QK again, dV, dP, dQ and dK."""
+    head, value = spec.head_dim, spec.value_dim
+    forward, backward = head + value, 3 * head + 2 * value
+    return {"forward": forward, "backward": backward, "both": forward + backward}[timed]
+
+
 def case(spec: AttentionSpec, length: int, tokens: int = TOKENS, width: int = WIDTH) -> Case:
     """The case of a spec at a length."""
     return Case(spec, length, max(tokens // length, 1), max(width // spec.head_dim, 1))
 
 
-def inputs(case: Case, seed: int = 0) -> tuple[Any, Any, Any]:
-    """Fresh random q, k, v: torch tensors where torch is installed (its backends need them), else CuPy arrays."""
+def inputs(case: Case, seed: int = 0) -> Arrays:
+    """Fresh random q, k, v and dO: torch tensors where torch is installed (its backends need them), else CuPy's."""
+    head, value = case.spec.head_dim, case.spec.value_dim
+    q, k, v, d_out = _random(case, (head, head, value, value), seed)
+    return q, k, v, d_out
+
+
+def _random(case: Case, dims: tuple[int, ...], seed: int) -> list[Any]:
     shape = (case.batch, case.heads, case.length)
-    dims = (case.spec.head_dim, case.spec.head_dim, case.spec.value_dim)
     try:
         import torch
     except ImportError:
@@ -53,7 +69,7 @@ def inputs(case: Case, seed: int = 0) -> tuple[Any, Any, Any]:
 
         generator = cupy.random.default_rng(seed)
         dtype = numpy_dtype(case.spec.dtype)
-        return tuple(generator.standard_normal((*shape, d), cupy.float32).astype(dtype) for d in dims)
+        return [generator.standard_normal((*shape, d), cupy.float32).astype(dtype) for d in dims]
     torch.manual_seed(seed)
     dtype = getattr(torch, case.spec.dtype)
-    return tuple(torch.randn((*shape, d), device="cuda", dtype=dtype) for d in dims)
+    return [torch.randn((*shape, d), device="cuda", dtype=dtype) for d in dims]

@@ -1,4 +1,4 @@
-"""Rows of the forward table: a case, and the TFLOP/s of flashgen and of each peer."""
+"""Rows of the speed table: a case, and the TFLOP/s of flashgen and of each peer."""
 
 from __future__ import annotations
 
@@ -7,17 +7,23 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from flashgen.attention import compile
-from flashgen.bench.cases import Case, case, inputs
+from flashgen.bench.cases import Arrays, Case, Timed, case, inputs
+from flashgen.bench.ours import ours
 from flashgen.bench.peers import SDPA_BACKENDS, Run, flex, sdpa
 from flashgen.bench.timing import median_ms
+from flashgen.language.operations import BATCH, HEAD
 from flashgen.language.spec import AttentionSpec
 
 
 @dataclass(frozen=True)
 class Row:
-    """A measured case: median milliseconds and TFLOP/s by contender ("flashgen", "FA2", "cuDNN", "Flex")."""
+    """A measured case: median milliseconds and TFLOP/s by contender.
+
+    They are "flashgen", the peers "FA2", "cuDNN", "Flex", and "deterministic", which is flashgen's own such backward.
+    """
 
     spec: str
+    timed: Timed
     length: int
     batch: int
     heads: int
@@ -32,34 +38,42 @@ class Row:
         return asdict(self)
 
 
-def forward_rows(
-    specs: Sequence[AttentionSpec], lengths: Sequence[int], peers: Sequence[str] = ("FA2", "cuDNN", "Flex")
+def speed_rows(
+    specs: Sequence[AttentionSpec],
+    lengths: Sequence[int],
+    peers: Sequence[str] = ("FA2", "cuDNN", "Flex"),
+    timed: Timed = "forward",
+    deterministic: bool = False,
 ) -> Iterator[Row]:
-    """Measures the specs at the lengths, each beside the peers that can do it, one case after the other."""
+    """Measures the specs at the lengths, each beside the peers that can do it, one case after the other.
+
+    deterministic: measure the deterministic backward too, beside the default one.
+    """
     for spec in specs:
         for length in lengths:
-            yield measure(case(spec, length), peers)
+            yield measure(case(spec, length), peers, timed, deterministic)
 
 
-def measure(case: Case, peers: Sequence[str]) -> Row:
+def measure(case: Case, peers: Sequence[str], timed: Timed = "forward", deterministic: bool = False) -> Row:
     """Times one case."""
-    q, k, v = inputs(case)
-    attention = compile(case.spec)
-    options: dict[str, Any] = {"seed": 1} if case.spec.dropout else {}
-    runs = {"flashgen": lambda: attention(q, k, v, **options)}
+    spec, arrays = case.spec, inputs(case)
+    runs = {"flashgen": ours(compile(spec), timed, arrays)}
+    if deterministic and timed != "forward":
+        runs["deterministic"] = ours(compile(spec, deterministic=True), timed, arrays)
     for peer in peers:
-        run = _peer(peer, case.spec, q, k, v)
+        run = _peer(peer, spec, timed, arrays)
         if run is not None:
             runs[peer] = run
     times = {name: median_ms(run) for name, run in runs.items()}
-    tflops = {name: case.flops / time / 1e9 for name, time in times.items()}
-    return Row(case.spec.name, case.length, case.batch, case.heads, times, tflops)
+    tflops = {name: case.flops(timed) / time / 1e9 for name, time in times.items()}
+    return Row(spec.name, timed, case.length, case.batch, case.heads, times, tflops)
 
 
-def _peer(name: str, spec: AttentionSpec, q: Any, k: Any, v: Any) -> Run | None:
+def _peer(name: str, spec: AttentionSpec, timed: Timed, arrays: Arrays) -> Run | None:
     if name != "Flex":
-        return sdpa(spec, SDPA_BACKENDS[name], q, k, v)
-    found = flex(spec, q, k, v)
+        return sdpa(spec, SDPA_BACKENDS[name], timed, arrays)
+    reads_place = spec.mask.expression.has(BATCH, HEAD)  # too many positions to hold at once
+    found = flex(spec, timed, arrays, time_mask=reads_place)
     return found.run if found else None
 
 

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import sympy
 
+from flashgen.bench.cases import Arrays, Timed
 from flashgen.bench.torch_expressions import mask_function, score_function
 from flashgen.language.masks import causal
 from flashgen.language.operations import BATCH, HEAD
 from flashgen.language.spec import AttentionSpec
 
 Run = Callable[[], Any]
+
+_REFUSALS = (RuntimeError, ValueError, AssertionError)  # of a peer that cannot do a case
 
 SDPA_BACKENDS = {"FA2": "FLASH_ATTENTION", "cuDNN": "CUDNN_ATTENTION"}
 
@@ -23,23 +26,27 @@ def _is_causal(spec: AttentionSpec, square: bool) -> bool:
     return spec.mask.expression in names
 
 
-def sdpa(spec: AttentionSpec, backend: str, q: Any, k: Any, v: Any) -> Run | None:
-    """A run of one of torch's backends, or None where it cannot do the spec (or torch is missing)."""
+def sdpa(spec: AttentionSpec, backend: str, timed: Timed, arrays: Arrays, dropout: float = 0.0) -> Run | None:
+    """A run of one of torch's backends, or None where it cannot do the spec (or torch is missing).
+
+    dropout: torch's own, whose bits are not flashgen's, for a spec that has it.
+    """
+    q, k, v, d_out = arrays
     plain = spec.mask.expression == sympy.true
-    if spec.score or spec.dropout or not (plain or _is_causal(spec, q.shape[2] == k.shape[2])):
+    if spec.score or spec.dropout != dropout or not (plain or _is_causal(spec, q.shape[2] == k.shape[2])):
         return None
     try:
         import torch
         from torch.nn.attention import SDPBackend, sdpa_kernel
     except ImportError:
         return None
-    chosen = getattr(SDPBackend, backend)
+    chosen, options = getattr(SDPBackend, backend), {"is_causal": not plain, "scale": spec.scale, "dropout_p": dropout}
 
-    def run() -> Any:
+    def forward(q: Any, k: Any, v: Any) -> Any:
         with sdpa_kernel(chosen):
-            return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=not plain, scale=spec.scale)
+            return torch.nn.functional.scaled_dot_product_attention(q, k, v, **options)
 
-    return _runs(run)
+    return differentiated(forward, timed, (q, k, v), d_out)
 
 
 @dataclass(frozen=True)
@@ -50,8 +57,18 @@ class Flex:
     make_block_mask: Run | None
 
 
-def flex(spec: AttentionSpec, q: Any, k: Any, v: Any, captures: Mapping[str, Any] | None = None) -> Flex | None:
-    """FlexAttention, compiled for these shapes; None where torch is missing or fails."""
+def flex(
+    spec: AttentionSpec,
+    timed: Timed,
+    arrays: Arrays,
+    captures: Mapping[str, Any] | None = None,
+    time_mask: bool = True,
+) -> Flex | None:
+    """FlexAttention, compiled for these shapes; None where torch is missing or fails.
+
+    time_mask: compile the making of the block mask, so that it can be timed; that takes torch minutes. Else the mask is
+    made by plain torch operations, which hold every score's position at once.
+    """
     if spec.dropout or spec.layout != "bhsd":
         return None
     try:
@@ -60,16 +77,42 @@ def flex(spec: AttentionSpec, q: Any, k: Any, v: Any, captures: Mapping[str, Any
     except ImportError:
         return None
     torch._dynamo.reset()  # each shape compiles anew; past a limit torch would run it without compiling
-    given = captures or {}
-    make = _block_mask(spec, q, k, given)
+    q, k, v, d_out = arrays
+    given = dict(captures or {})
+    make = _block_mask(spec, q, k, given, time_mask)
     block_mask = make() if make else None
-    score = score_function(spec, q.shape[2], k.shape[2], given) if spec.score else None
+    learned = {c.name: given[c.name].detach().requires_grad_() for c in spec.captures if c.grad}
     compiled = torch.compile(flex_attention, dynamic=False)
-    run = _runs(lambda: compiled(q, k, v, score_mod=score, block_mask=block_mask, scale=spec.scale))
-    return Flex(run, make) if run else None
+
+    def forward(q: Any, k: Any, v: Any, *leaves: Any) -> Any:
+        read = given | dict(zip(learned, leaves, strict=True))
+        score = score_function(spec, q.shape[2], k.shape[2], read) if spec.score else None
+        return compiled(q, k, v, score_mod=score, block_mask=block_mask, scale=spec.scale)
+
+    run = differentiated(forward, timed, (q, k, v, *learned.values()), d_out)
+    return Flex(run, make if time_mask else None) if run else None
 
 
-def _block_mask(spec: AttentionSpec, q: Any, k: Any, captures: Mapping[str, Any]) -> Run | None:
+def differentiated(forward: Callable[..., Any], timed: Timed, arrays: Sequence[Any], d_out: Any) -> Run | None:
+    """What is timed of a torch function of these arrays, itself or its gradients by autograd; None where it fails.
+
+    "backward" goes through one graph again and again, made before anything is timed.
+    """
+    import torch
+
+    if timed == "forward":
+        return _runs(lambda: forward(*arrays))
+    leaves = [array.detach().requires_grad_() for array in arrays]
+    if timed == "both":
+        return _runs(lambda: torch.autograd.grad(forward(*leaves), leaves, d_out))
+    try:
+        out = forward(*leaves)
+    except _REFUSALS:
+        return None
+    return _runs(lambda: torch.autograd.grad(out, leaves, d_out, retain_graph=True))
+
+
+def _block_mask(spec: AttentionSpec, q: Any, k: Any, captures: Mapping[str, Any], compiled: bool = True) -> Run | None:
     if spec.mask.expression == sympy.true:
         return None
     import torch
@@ -78,14 +121,14 @@ def _block_mask(spec: AttentionSpec, q: Any, k: Any, captures: Mapping[str, Any]
     mask = mask_function(spec, q.shape[2], k.shape[2], captures)
     batch = q.shape[0] if spec.mask.expression.has(BATCH) else None
     heads = q.shape[1] if spec.mask.expression.has(HEAD) else None
-    compiled = torch.compile(create_block_mask)
-    return lambda: compiled(mask, batch, heads, q.shape[2], k.shape[2], device="cuda")
+    make = torch.compile(create_block_mask) if compiled else create_block_mask
+    return lambda: make(mask, batch, heads, q.shape[2], k.shape[2], device="cuda")
 
 
 def _runs(run: Run) -> Run | None:
     """The run, if the peer can do it at all here."""
     try:
         run()
-    except (RuntimeError, ValueError, AssertionError):
+    except _REFUSALS:
         return None
     return run

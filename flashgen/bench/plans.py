@@ -34,8 +34,8 @@ def plan_rows(spec: AttentionSpec, plans: Sequence[ForwardPlan], lengths: Sequen
         tflops = {}
         for length in lengths:
             this = case(spec, length)
-            q, k, v = inputs(this)
-            tflops[length] = this.flops / median_ms(lambda: attention(q, k, v), repeats=10) / 1e9  # noqa: B023
+            q, k, v, _ = inputs(this)
+            tflops[length] = this.flops() / median_ms(lambda: attention(q, k, v), repeats=10) / 1e9  # noqa: B023
         resources = attention.resources
         yield PlanRow(spec.name, plan, resources.registers, resources.spill_stores, tflops)
 

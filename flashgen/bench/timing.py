@@ -36,3 +36,22 @@ def median_ms(run: Callable[[], Any], repeats: int = 20, warmup: int = 3, budget
         end.synchronize()
         times.append(cupy.cuda.get_elapsed_time(start, end))
     return statistics.median(times)
+
+
+def peak_bytes(run: Callable[[], Any]) -> int:
+    """The most device memory that is in use at once during a run, with what was in use before it.
+
+    Memory of torch's and of CuPy's allocators, which is where arrays and workspaces come from.
+    """
+    import cupy
+    import torch
+
+    pool = cupy.get_default_memory_pool()
+    _flush_buffer.cache_clear()
+    pool.free_all_blocks()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    run()
+    torch.cuda.synchronize()
+    peak = torch.cuda.max_memory_allocated() + pool.total_bytes()  # the pool gives nothing back by itself
+    return int(peak)

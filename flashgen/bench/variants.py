@@ -1,17 +1,14 @@
-"""The variants that FlexAttention is known by, timed beside it at one long sequence: `flashgen bench --variants`."""
+"""The variants that FlexAttention is known by, at one long sequence: what `flashgen bench --variants` times."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
-from flashgen.attention import compile
-from flashgen.bench.cases import Case, inputs
-from flashgen.bench.peers import flex
-from flashgen.bench.timing import median_ms
+from flashgen.bench.cases import Timed
+from flashgen.errors import ArgumentError
 from flashgen.language import captures, functions, masks, scores
-from flashgen.language.spec import AttentionSpec
 from flashgen.language.variants import Mask, trace_mask
 
 LENGTH, HEADS, HEAD_DIM = 16384, 16, 128
@@ -34,16 +31,18 @@ def neighbourhood(width: int, radius: int) -> Mask:
 
 @dataclass(frozen=True)
 class Variant:
-    """A variant: its mask and score, and its captures as torch tensors."""
+    """A variant: its mask and score, and its captures as torch tensors. `learned`: it differs only in the backward."""
 
     name: str
     options: Mapping[str, Any] = field(default_factory=dict)
     captures: Callable[[], dict[str, Any]] = dict
+    learned: bool = False
 
 
 def variants() -> tuple[Variant, ...]:
     """The variants, full attention first: what the others' time per visited tile is compared with."""
-    table = captures.Tensor("table", "float32", 2)
+    table, learned_table = (captures.Tensor("table", "float32", 2, grad) for grad in (False, True))
+    learned_slopes = captures.Tensor("slopes", "float32", 1, grad=True)
     causal = masks.causal()
     return (
         Variant("full"),
@@ -57,7 +56,18 @@ def variants() -> tuple[Variant, ...]:
         Variant("softcap 20 accurate", {"mask": causal, "score": scores.softcap(20, precision="accurate")}),
         Variant("relative table", {"score": scores.relative_bias(table, DISTANCE)}, _table),
         Variant("dropout 0.1", {"dropout": 0.1}),
+        Variant("learned slopes causal", {"mask": causal, "score": scores.alibi(learned_slopes)}, _slopes, True),
+        Variant("learned table", {"score": scores.relative_bias(learned_table, DISTANCE)}, _table, True),
     )
+
+
+def chosen_variants(timed: Timed = "forward", only: Sequence[str] = ()) -> tuple[Variant, ...]:
+    """Those of a pass, or the ones named in `only`; ArgumentError for a name that there is not."""
+    offered = {variant.name: variant for variant in variants() if timed != "forward" or not variant.learned}
+    unknown = [name for name in only if name not in offered]
+    if unknown:
+        raise ArgumentError(f"variant {unknown[0]!r} is not known; choose from {', '.join(offered)}")
+    return tuple(variant for name, variant in offered.items() if not only or name in only)
 
 
 def _documents() -> dict[str, Any]:
@@ -72,68 +82,7 @@ def _table() -> dict[str, Any]:
     return {"table": torch.randn(HEADS, 2 * DISTANCE + 1, device="cuda")}
 
 
-@dataclass(frozen=True)
-class VariantRow:
-    """A measured variant: milliseconds of flashgen and of FlexAttention, and of making tile lists and block masks.
+def _slopes() -> dict[str, Any]:
+    import torch
 
-    share: of all tiles, those visited. per_tile: time per visited tile over full attention's.
-    """
-
-    name: str
-    spec: str
-    milliseconds: float
-    lists_ms: float | None
-    flex_ms: float | None
-    flex_mask_ms: float | None
-    share: float
-    per_tile: float
-
-    @property
-    def ratio(self) -> float | None:
-        """How many times as fast as FlexAttention."""
-        return self.flex_ms / self.milliseconds if self.flex_ms else None
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self) | {"ratio": self.ratio}
-
-
-def variant_count() -> int:
-    """How many rows `variant_rows` gives."""
-    return len(variants())
-
-
-def variant_rows(dtype: str = "bfloat16") -> Iterator[VariantRow]:
-    """Measures the variants one after the other; lists and block masks are made outside the timing, and timed apart."""
-    full_time: float | None = None
-    for variant in variants():
-        spec = AttentionSpec(HEAD_DIM, dtype, **variant.options)
-        row = _measure(variant, spec, full_time)
-        full_time = full_time or row.milliseconds / row.share
-        yield row
-
-
-def _measure(variant: Variant, spec: AttentionSpec, full: float | None) -> VariantRow:
-    q, k, v = inputs(Case(spec, LENGTH, 1, HEADS))
-    given = variant.captures()
-    options: dict[str, Any] = {"seed": 1} if spec.dropout else {}
-    attention = compile(spec)
-    lists_ms = None
-    if len(attention.kernels) > 1:  # one that lists tiles goes before
-        mask_only = {name: value for name, value in given.items() if name in _names(spec)}
-
-        def make() -> Any:
-            return attention.tile_lists(LENGTH, LENGTH, 1, HEADS, **mask_only)
-
-        lists_ms, options["tile_lists"] = median_ms(make), make()
-    time = median_ms(lambda: attention(q, k, v, **options, **given))
-    peer = flex(spec, q, k, v, given)
-    flex_ms = median_ms(peer.run) if peer else None
-    flex_mask_ms = median_ms(peer.make_block_mask) if peer and peer.make_block_mask else None
-    host = {name: value.cpu().numpy() for name, value in given.items()}
-    share = attention.tiles(LENGTH, LENGTH, 1, HEADS, **host).share
-    per_tile = time / share / full if full else 1.0  # shares are of scores, so that tile sizes do not matter
-    return VariantRow(variant.name, spec.name, time, lists_ms, flex_ms, flex_mask_ms, share, per_tile)
-
-
-def _names(spec: AttentionSpec) -> set[str]:
-    return {capture.name for capture in spec.mask.captures}
+    return {"slopes": 2.0 ** torch.linspace(-0.5, -8, HEADS, device="cuda")}

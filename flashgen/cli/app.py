@@ -68,10 +68,10 @@ COMMANDS: tuple[tuple[Callable[..., None], str | None], ...] = (
     (run.run, run.EXAMPLES),
     (show.show, show.EXAMPLES),
     (verify.verify, verify.EXAMPLES),
-    (bench.bench, bench.EXAMPLES),
     (doctor.doctor, None),
 )
 for command, examples in COMMANDS:
     app.command(help=paragraphs(command.__doc__), epilog=examples)(command)
+app.add_typer(bench.app, name="bench")
 app.add_typer(release.app, name="release")
 app.add_typer(cache.app, name="cache")

@@ -3,57 +3,92 @@
 from __future__ import annotations
 
 import json as json_module
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
-from flashgen.cli.console import note, print_json, print_table, track
-from flashgen.cli.options import Json, SpecOptions, Specs, with_spec_options
+from flashgen.cli import bench_tables
+from flashgen.cli.console import note, paragraphs, print_json, print_table, track
+from flashgen.cli.options import Json, Passes, SpecOptions, Specs, with_spec_options
 from flashgen.cli.specs import load_spec
 from flashgen.errors import ArgumentError, LaunchError
 
 PEERS = ("FA2", "cuDNN", "Flex")
-EXAMPLES = """[bold]Examples[/]
+DEFAULT = "speed"
+SPEED_EXAMPLES = """[bold]Examples[/]
 
 flashgen bench
 
 flashgen bench "causal()" "sliding_window(1024)" --head-dims 128 --lengths 4096,16384 --output bench.json
 
-flashgen bench --variants
+flashgen bench --pass backward --deterministic --peers FA2,cuDNN
+
+flashgen bench --variants --pass backward --only "window 1024,relative table"
+
+flashgen bench paper
 """
 
 
+class WithDefault(TyperGroup):
+    """A group whose first argument is a command, or else belongs to its default command."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        named = args and (args[0] in self.commands or args[0] in self.get_help_option_names(ctx))
+        return super().parse_args(ctx, args if named else [DEFAULT, *args])
+
+
+app = typer.Typer(
+    cls=WithDefault,
+    help="Measure kernels on this machine's GPU beside the best known ones; without a command, [cyan]speed[/].",
+    epilog=SPEED_EXAMPLES,
+)
+
+Output = Annotated[Path, typer.Option("--output", "-o", help="Where the JSON goes.")]
+
+
 @with_spec_options
-def bench(
+def speed(
     options: SpecOptions,
     specs: Specs = None,
+    passes: Annotated[
+        Passes, typer.Option("--pass", help="What is timed; both is one after the other.")
+    ] = Passes.forward,
     lengths: Annotated[str, typer.Option("--lengths", help="Tokens of a sequence, by commas.")] = "1024,4096,16384",
     head_dims: Annotated[str, typer.Option("--head-dims", help="Head dims, by commas.")] = "64,128,256",
-    peers: Annotated[str, typer.Option("--peers", help="Whom to measure beside, by commas.")] = "FA2,cuDNN,Flex",
+    peers: Annotated[
+        str, typer.Option("--peers", help='Whom to measure beside, by commas; "" is nobody.')
+    ] = "FA2,cuDNN,Flex",
+    deterministic: Annotated[
+        bool, typer.Option("--deterministic", help="Time the deterministic backward too.")
+    ] = False,
     variants: Annotated[
         bool, typer.Option("--variants", help="Time masks and scores at length 16384 beside FlexAttention instead.")
     ] = False,
-    output: Annotated[Path, typer.Option("--output", "-o", help="Where the JSON goes.")] = Path("flashgen-bench.json"),
+    only: Annotated[str, typer.Option("--only", help="Of the variants, these, by commas. Default: all.")] = "",
+    output: Output = Path("flashgen-bench.json"),
     json: Json = False,
 ) -> None:
     """Measure TFLOP/s over lengths and head dims, beside torch's SDPA backends and FlexAttention where they are.
 
     Without SPEC: full() and causal(). Of 16384 tokens and heads·dim 2048, as the FlashAttention papers measure; in
     bfloat16 unless --dtype says otherwise. All in one run on this machine's GPU, the L2 flushed before each launch,
-    the median of many. Prints a table and saves it as JSON.
+    the median of many; a peer's backward goes through a graph made before. The backward counts 2.5 times the forward's
+    FLOPs. Prints a table and saves it as JSON, row by row.
     """
-    from flashgen.cli.machine import gpus
-
-    if not gpus():
-        raise LaunchError("there is no GPU here to measure on; `flashgen verify --emulate` runs kernels without one")
-    from flashgen import bench as benchmark
+    require_gpu()
+    from flashgen import bench
 
     measured: Iterator[Any]
     if variants:
-        measured, total = benchmark.variant_rows(options.dtype or "bfloat16"), benchmark.variant_count()
+        chosen = bench.chosen_variants(passes.value, listed(only))
+        dtype, beside_flex = options.dtype or "bfloat16", "Flex" in chosen_peers(peers)
+        measured, total = bench.variant_rows(chosen, passes.value, dtype, beside_flex), len(chosen)
     else:
+        if only:
+            raise ArgumentError(f"--only {only!r} chooses among variants: add --variants")
         dims = [options.head_dim] if options.head_dim else numbers(head_dims, "--head-dims")
         declared = [
             load_spec(text, options.with_defaults(dtype="bfloat16", head_dim=dim))
@@ -61,52 +96,66 @@ def bench(
             for dim in dims
         ]
         sizes = numbers(lengths, "--lengths")
-        measured, total = benchmark.forward_rows(declared, sizes, chosen(peers)), len(declared) * len(sizes)
+        measured = bench.speed_rows(declared, sizes, chosen_peers(peers), passes.value, deterministic)
+        total = len(declared) * len(sizes)
+    report(measured, total, bench_tables.variants if variants else bench_tables.speed, output, json)
+
+
+def paper(
+    peers: Annotated[
+        str, typer.Option("--peers", help='Backends of torch to measure beside, by commas; "" is none.')
+    ] = "FA2",
+    output: Output = Path("flashgen-paper.json"),
+    json: Json = False,
+) -> None:
+    """The FlashAttention paper's own table: standard attention in plain torch beside flashgen's, forward and backward.
+
+    Batch 64, 16 heads, length 1024, head dim 64, dropout 0.1, causal, float16. Time and the most memory are measured;
+    FLOPs and HBM traffic are counted, by the closed forms of the papers' algorithms with flashgen's tiles.
+    """
+    require_gpu()
+    from flashgen import bench
+
+    names = chosen_peers(peers, ("FA2", "cuDNN"))
+    report(bench.paper_rows(names), len(names) + 2, bench_tables.paper, output, json, bench_tables.paper_summary)
+
+
+app.command(DEFAULT, help=paragraphs(speed.__doc__), epilog=SPEED_EXAMPLES)(speed)
+app.command("paper", help=paragraphs(paper.__doc__))(paper)
+
+
+def require_gpu() -> None:
+    """LaunchError where there is nothing to measure on."""
+    from flashgen.cli.machine import gpus
+
+    if not gpus():
+        raise LaunchError("there is no GPU here to measure on; `flashgen verify --emulate` runs kernels without one")
+
+
+def report(
+    measured: Iterator[Any],
+    total: int,
+    table: Callable[[list[Any]], bench_tables.Table],
+    output: Path,
+    json: bool,
+    summary: Callable[[list[Any]], str] | None = None,
+) -> None:
+    """Measure, saving row by row; then print."""
+    from flashgen.bench import environment
+
     rows: list[Any] = []
+    saved: dict[str, Any] = {"environment": environment(), "rows": []}
     for row in track(measured, "measuring", total):
         rows.append(row)
-        report = {"environment": benchmark.environment(), "rows": [row.to_dict() for row in rows]}
-        output.write_text(json_module.dumps(report, indent=2) + "\n", encoding="utf-8")  # what is measured is kept
+        saved["rows"].append(row.to_dict())
+        output.write_text(json_module.dumps(saved, indent=2) + "\n", encoding="utf-8")  # what is measured is kept
     if json:
-        print_json(report)
+        print_json(saved)
         return
-    print_table(*(variant_table(rows) if variants else speed_table(rows)))
+    print_table(*table(rows))
+    if summary:
+        note(summary(rows))
     note(f"saved to {output}")
-
-
-def speed_table(rows: list[Any]) -> tuple[tuple[str, ...], list[list[str]]]:
-    """TFLOP/s by case and contender."""
-    contenders = list(dict.fromkeys(name for row in rows for name in row.tflops))
-    heading = ("spec", "length", *(f"{name} TFLOP/s" for name in contenders))
-    return heading, [[row.spec, str(row.length), *(number(row.tflops.get(n)) for n in contenders)] for row in rows]
-
-
-def variant_table(rows: list[Any]) -> tuple[tuple[str, ...], list[list[str]]]:
-    """Milliseconds by variant, beside FlexAttention's."""
-    heading = (
-        "variant",
-        "ms",
-        "Flex ms",
-        "times Flex",
-        "lists ms",
-        "Flex mask ms",
-        "tiles left",
-        "ms per tile / full's",
-    )
-    cells = [
-        [
-            row.name,
-            number(row.milliseconds, 3),
-            number(row.flex_ms, 3),
-            number(row.ratio, 2),
-            number(row.lists_ms, 3),
-            number(row.flex_mask_ms, 3),
-            f"{100 * row.share:.1f}%",
-            number(row.per_tile, 2),
-        ]
-        for row in rows
-    ]
-    return heading, cells
 
 
 def numbers(text: str, option: str) -> list[int]:
@@ -120,14 +169,15 @@ def numbers(text: str, option: str) -> list[int]:
     return found
 
 
-def chosen(peers: str) -> list[str]:
+def listed(text: str) -> list[str]:
+    """ "window 1024, full" -> ["window 1024", "full"]; "" is none."""
+    return [name.strip() for name in text.split(",") if name.strip()]
+
+
+def chosen_peers(peers: str, offered: Sequence[str] = PEERS) -> list[str]:
     """ "FA2,Flex" -> ["FA2", "Flex"]; "" is none."""
-    names = [name for name in peers.split(",") if name]
-    unknown = [name for name in names if name not in PEERS]
+    names = listed(peers)
+    unknown = [name for name in names if name not in offered]
     if unknown:
-        raise ArgumentError(f"--peers {peers!r}: {unknown[0]!r} is not one of {', '.join(PEERS)}")
+        raise ArgumentError(f"--peers {peers!r}: {unknown[0]!r} is not one of {', '.join(offered)}")
     return names
-
-
-def number(value: float | None, digits: int = 0) -> str:
-    return "-" if value is None else f"{value:.{digits}f}"

@@ -8,9 +8,13 @@ import inspect
 import typing
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated, Any
+from enum import StrEnum
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+if TYPE_CHECKING:
+    from flashgen.codegen.kernels import Pass
 
 SPEC_HELP = (
     'An expression such as "causal() & sliding_window(1024)", a name in your file such as variants.py:near, or JSON.'
@@ -22,8 +26,28 @@ Target = Annotated[
     str | None,
     typer.Option("--target", metavar="ARCH", help="Architecture, such as sm_80. Default: this machine's GPU."),
 ]
+
+
+class Passes(StrEnum):
+    """What --pass may say."""
+
+    forward = "forward"
+    backward = "backward"
+    both = "both"
+
+    @property
+    def chosen(self) -> tuple[Pass, ...]:
+        """The passes in the order in which they run."""
+        if self is Passes.both:
+            return ("forward", "backward")
+        return ("forward",) if self is Passes.forward else ("backward",)
+
+
 Emulate = Annotated[bool, typer.Option("--emulate", help="Run the emitted CUDA on this CPU.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON, for a program to read.")]
+Deterministic = Annotated[
+    bool, typer.Option("--deterministic", help="The backward whose gradients have the same bits in every run.")
+]
 Seed = Annotated[int, typer.Option("--seed", min=0, help="Seed of the dropout bits (and of random inputs).")]
 
 

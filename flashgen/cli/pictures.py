@@ -36,17 +36,14 @@ class Drawing:
 
 
 def drawing_of(
-    spec: AttentionSpec, target: str, len_q: int, len_k: int, zoom: str | None, captures: Path | None
+    spec: AttentionSpec, tile: tuple[int, int], len_q: int, len_k: int, zoom: str | None, captures: Path | None
 ) -> Drawing:
-    """The map of batch 0 and head 0 in the tiles of the target's plan, and the tile of `zoom`, "ROW,COLUMN"."""
+    """The map of batch 0 and head 0 in tiles of (queries, keys), and the tile of `zoom`, "ROW,COLUMN"."""
     from flashgen.analysis.elements import tile_elements
     from flashgen.analysis.tiles import tile_map
-    from flashgen.codegen.plans import choose_forward_plan
-    from flashgen.codegen.targets import target_named
 
-    plan = choose_forward_plan(spec, target_named(target))
     arrays = captures_for(spec, captures)
-    tiles = tile_map(spec.mask.expression, (plan.tile_q, plan.tile_k), len_q, len_k, captures=arrays)
+    tiles = tile_map(spec.mask.expression, tile, len_q, len_k, captures=arrays)
     if zoom is None:
         return Drawing(spec.mask.name, tiles)
     row, column = place_of(zoom)

@@ -7,7 +7,17 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from flashgen.cli.console import note, print_json, print_table, track
-from flashgen.cli.options import Emulate, Json, Seed, SpecOptions, Specs, Target, with_spec_options
+from flashgen.cli.options import (
+    Deterministic,
+    Emulate,
+    Json,
+    Passes,
+    Seed,
+    SpecOptions,
+    Specs,
+    Target,
+    with_spec_options,
+)
 from flashgen.cli.specs import load_spec, load_variant
 
 if TYPE_CHECKING:
@@ -22,7 +32,11 @@ flashgen verify "causal() & sliding_window(100)" variants.py:near --dtype bfloat
 flashgen verify tests/gym/suite.py:block_diffusion --emulate
 
 flashgen verify "causal()" --emulate --sanitize thread --schedules 4
+
+flashgen verify --pass backward --deterministic --schedules 100
 """
+
+HEADING = ("spec", "shape", "engine", "pass", "worst", "error", "bound", "LSE error", "verdict")
 
 
 @with_spec_options
@@ -36,8 +50,13 @@ def verify(
         typer.Option("--sanitize", help="On the emulator, under ASan and UBSan, or under TSan."),
     ] = None,
     schedules: Annotated[
-        int, typer.Option("--schedules", min=1, help="On the emulator: orders of threads and copies to go through.")
+        int,
+        typer.Option(
+            "--schedules", min=1, help="On the emulator: orders of threads and copies to go through. On a GPU: runs."
+        ),
     ] = 1,
+    passes: Annotated[Passes, typer.Option("--pass", help="The output, its gradients, or both.")] = Passes.both,
+    deterministic: Deterministic = False,
     every: Annotated[
         bool, typer.Option("--all", help="The whole sweep with large lengths: on a GPU, minutes.")
     ] = False,
@@ -48,8 +67,10 @@ def verify(
 
     Without SPEC: every named mask and score, at several head dims and lengths, in both dtypes. A kernel passes where
     its largest error is at most twice that of standard attention computed in the input dtype, plus 1e-5, and its LSE
-    is within 1e-3. A name in your file may be a [cyan]flashgen.verify.Variant[/], which makes its own captures. It runs
-    on this machine's GPU, or, saying so, on the emulator where there is none.
+    is within 1e-3. The backward by the same rule, for dq, dk, dv and the gradient of each capture that has one; the
+    table shows the worst of them. With --deterministic each run must also give the bits of the first. A name in your
+    file may be a [cyan]flashgen.verify.Variant[/], which makes its own captures. It runs on this machine's GPU, or,
+    saying so, on the emulator where there is none.
     """
     from flashgen.cli.machine import gpus
     from flashgen.verify import verify as verify_cases
@@ -60,14 +81,21 @@ def verify(
     emulate = emulate or sanitize is not None
     cases = chosen_cases(specs, options, every)
     running = verify_cases(
-        cases, target=target, emulate=emulate, sanitize=sanitize, schedule_count=schedules, seed=seed
+        cases,
+        passes=passes.chosen,
+        deterministic=deterministic,
+        target=target,
+        emulate=emulate,
+        sanitize=sanitize,
+        schedule_count=schedules,
+        seed=seed,
     )
-    results = list(track(running, "verifying", len(cases) * schedules))
+    results = list(track(running, "verifying", len(cases) * schedules * len(passes.chosen)))
     failures = sum(not result.ok for result in results)
     if json:
         print_json({"ok": failures == 0, "failures": failures, "results": [described(result) for result in results]})
     else:
-        print_table(("spec", "shape", "engine", "error", "bound", "LSE error", "verdict"), [row(r) for r in results])
+        print_table(HEADING, [row(result) for result in results])
         note(f"{len(results) - failures} passed, {failures} failed")
     if failures:
         raise typer.Exit(1)
@@ -96,20 +124,29 @@ def described(result: Result) -> dict[str, Any]:
         "spec": result.case.spec.name,
         "shape": str(result.case.shape),
         "engine": result.engine,
+        "pass": result.pass_,
         "ok": result.ok,
         "seconds": result.seconds,
+        "worst": result.worst,
         "error": verdict and verdict.error,
         "bound": verdict and verdict.bound,
         "lse_error": verdict and verdict.lse_error,
+        "outputs": {
+            name: {"ok": each.ok, "error": each.error, "bound": each.bound} for name, each in result.verdicts.items()
+        },
         "problem": result.problem,
     }
 
 
 def row(result: Result) -> tuple[str, ...]:
-    verdict = result.verdict
-    numbers = (f"{verdict.error:.1e}", f"{verdict.bound:.1e}", f"{verdict.lse_error:.1e}") if verdict else ("", "", "")
-    outcome = "[green]ok[/]" if result.ok else f"[bold red]FAILED[/] {escaped(result.problem or '')}"
-    return (result.case.spec.name, str(result.case.shape), result.engine, *numbers, outcome)
+    verdict, lse_error = result.verdict, ""
+    numbers = (f"{verdict.error:.1e}", f"{verdict.bound:.1e}") if verdict else ("", "")
+    if verdict and verdict.lse_error is not None:
+        lse_error = f"{verdict.lse_error:.1e}"
+    failing = ", ".join(name for name, each in result.verdicts.items() if not each.ok)
+    outcome = "[green]ok[/]" if result.ok else f"[bold red]FAILED[/] {escaped(result.problem or failing)}"
+    spec, shape = result.case.spec.name, str(result.case.shape)
+    return (spec, shape, result.engine, result.pass_, result.worst or "", *numbers, lse_error, outcome)
 
 
 def escaped(text: str) -> str:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
+from flashgen.codegen.backward import render_backward
 from flashgen.codegen.forward import render_forward
 from flashgen.codegen.kernel import RenderedKernel
 from flashgen.codegen.lists import render_lists
@@ -50,20 +51,25 @@ def forward_kernels(spec: AttentionSpec, target: Target) -> Kernels:
 
 
 def backward_kernels(spec: AttentionSpec, target: Target, deterministic: bool = False) -> Kernels:
-    """The kernels of a backward call. Lists of its own tiles bear names of their own: their files lie beside the
-    forward's.
-    """
-    from flashgen.codegen.backward import render_backward
-
+    """The kernels of a backward call, under names of which no two kernels of a spec and target are alike."""
     backward = render_backward(spec, target, deterministic=deterministic)
-    kernels: dict[str, Any] = {}
+    kernels: dict[str, RenderedKernel | None] = {}
     if backward.uses_lists:
         kernels["query_lists"] = render_lists(spec, target, backward.plan, "queries")
     if backward.uses_key_lists:
         assert backward.queries_plan is not None, "the kernel of queries has a plan"
-        lists = render_lists(spec, target, backward.queries_plan)
-        kernels["lists"] = replace(lists, name=f"backward-{lists.name}")
+        kernels["lists"] = _named("backward", render_lists(spec, target, backward.queries_plan))
     kernels |= {"prepare": backward.prepare, "keys": backward.keys}
     kernels |= {"queries": backward.queries, "finish": backward.finish}
     kernels |= {f"d_{name}": kernel for name, kernel in backward.captures.items()}
-    return {part: kernel for part, kernel in kernels.items() if kernel is not None}
+    present = {part: kernel for part, kernel in kernels.items() if kernel is not None}
+    if not deterministic:
+        return present
+    return {part: kernel if part in _OF_EITHER else _named("deterministic", kernel) for part, kernel in present.items()}
+
+
+_OF_EITHER = ("prepare", "queries")  # not in two forms, the default and the deterministic one
+
+
+def _named(prefix: str, kernel: RenderedKernel) -> RenderedKernel:
+    return replace(kernel, name=f"{prefix}-{kernel.name}")

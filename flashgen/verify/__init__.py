@@ -1,8 +1,19 @@
 """Variants against the oracle, on this machine's GPU or on the emulator: what `flashgen verify` and the tests run."""
 
 from flashgen.verify.check import Result, judged, verify
+from flashgen.verify.gradients import gradients_by_name, judged_gradients, random_gradients
 from flashgen.verify.problems import CaptureMaker, Inputs, Shape, random_inputs
-from flashgen.verify.variants import Case, Variant, all_cases, cases_of, named_cases, spec_of, variants
+from flashgen.verify.variants import (
+    Case,
+    Variant,
+    all_cases,
+    cases_of,
+    learned,
+    learned_variants,
+    named_cases,
+    spec_of,
+    variants,
+)
 
 __all__ = [
     "CaptureMaker",
@@ -13,8 +24,13 @@ __all__ = [
     "Variant",
     "all_cases",
     "cases_of",
+    "gradients_by_name",
     "judged",
+    "judged_gradients",
+    "learned",
+    "learned_variants",
     "named_cases",
+    "random_gradients",
     "random_inputs",
     "spec_of",
     "variants",

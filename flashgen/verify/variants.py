@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from itertools import cycle
 from typing import Any
 
 import flashgen.language as fg
 from flashgen.language import AttentionSpec, Mask, Score
+from flashgen.language.operations import Capture
 from flashgen.verify.problems import CaptureMaker, Shape
 
 HEAD_DIMS = (64, 128, 40, 96, 32, 256, 80, 192, 8, 160)
@@ -49,11 +51,12 @@ class Variant:
 
 @dataclass(frozen=True)
 class Case:
-    """One spec at one shape; `captures` as a variant's."""
+    """One spec at one shape; `captures` as a variant's. `lse_gradient`: the backward gets a gradient of the LSE too."""
 
     spec: AttentionSpec
     shape: Shape
     captures: CaptureMaker | None = None
+    lse_gradient: bool = False
 
     def __str__(self) -> str:
         return f"{self.spec.name} {self.shape}"
@@ -67,6 +70,39 @@ def near_or_global(b: Any, h: Any, q: Any, k: Any) -> Any:
 def cliff(score: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
     """The first half of the keys stands 30000 below the rest: a row's maximum leaps up on the way."""
     return fg.where(k < fg.len_k // 2, score - 30000, score)
+
+
+def learned(score: Score) -> Score:
+    """The same score function with a gradient for each array of floats that it reads."""
+    floats = [capture for capture in score.expression.atoms(Capture) if capture.kind == "float" and capture.ndim]
+    with_gradients = {capture: Capture(capture.name, capture.dtype, capture.ndim, True) for capture in floats}
+    return replace(score, expression=score.expression.xreplace(with_gradients))
+
+
+def biased(name: str, bias: Callable[[Any, Any, Any, Any], Any]) -> Score:
+    """The score plus a bias, a function of the indices."""
+    return fg.trace_score(lambda score, b, h, q, k: score + bias(b, h, q, k), name)
+
+
+def learned_variants() -> tuple[Variant, ...]:
+    """Score functions whose captured arrays have gradients, gathered in every way that models do."""
+    near = fg.trace_mask(near_or_global)
+    whole = fg.Tensor("bias", "float32", 4)
+    left, right = fg.Tensor("left", "float32", 3), fg.Tensor("right", "bfloat16", 3)
+    of_queries, of_keys = fg.Tensor("of_queries", "float32", 2), fg.Tensor("of_keys", "float32", 1)
+    gain, table = fg.Tensor("gain", "float16", 1), fg.Tensor("table", "float16", 2)
+    product = biased("low_rank_bias", lambda b, h, q, k: sum(left[h, q, r] * right[h, k, r] for r in range(2)))
+    gained = fg.trace_score(lambda score, b, h, q, k: score * (1 + gain[h]), "gain")
+    scores = (
+        Variant(fg.causal(), fg.alibi("slopes")),
+        Variant(fg.full(), fg.relative_bias("table", 24)),
+        Variant(fg.causal(), biased("bias", lambda b, h, q, k: whole[b, h, q, k])),
+        Variant(fg.full(), product),
+        Variant(fg.causal() & near, biased("of_queries_and_keys", lambda b, h, q, k: of_queries[b, q] + of_keys[k])),
+        Variant(fg.sliding_window(40), gained),
+        Variant(fg.document("ids"), fg.softcap(20)(fg.relative_bias(table, 12)), dropout=0.17, equal=True),
+    )
+    return tuple(replace(variant, score=learned(variant.score)) for variant in scores if variant.score)
 
 
 def variants() -> tuple[Variant, ...]:
@@ -100,6 +136,7 @@ def variants() -> tuple[Variant, ...]:
         # With the default scale no score of random inputs outgrows a row's first tile by enough to rescale the output.
         Variant(fg.causal(), scale=1.5),
         Variant(fg.full(), fg.trace_score(cliff)),
+        *learned_variants(),
     )
 
 
@@ -111,7 +148,7 @@ def named_cases(shapes_each: int = 3) -> tuple[Case, ...]:
         dtype, layout = DTYPES[number % 2], ("bhsd", "bshd")[number // 2 % 2]
         spec = spec_of(variant, next(dims), dtype, layout)
         pairs = [next(equal if variant.equal else lengths) for _ in range(shapes_each)]
-        cases += [Case(spec, _shape(pair, number + i), variant.captures) for i, pair in enumerate(pairs)]
+        cases += [_case(variant, spec, pair, number + i) for i, pair in enumerate(pairs)]
     return tuple(cases)
 
 
@@ -123,7 +160,7 @@ def all_cases() -> tuple[Case, ...]:
         for head_dim in HEAD_DIMS:
             for dtype in DTYPES:
                 spec = spec_of(variant, head_dim, dtype)
-                cases += [Case(spec, _shape(next(lengths), number + i), variant.captures) for i in range(3)]
+                cases += [_case(variant, spec, next(lengths), number + i) for i in range(3)]
     return tuple(cases)
 
 
@@ -131,7 +168,7 @@ def cases_of(spec: AttentionSpec, large: bool = False, variant: Variant | None =
     """A user's spec at every length, with the heads in turn; of a variant, at its lengths and with its captures."""
     variant = variant or Variant(spec.mask)
     lengths = variant.lengths_of(large)
-    return tuple(Case(spec, _shape(pair, number), variant.captures) for number, pair in enumerate(lengths))
+    return tuple(_case(variant, spec, pair, number) for number, pair in enumerate(lengths))
 
 
 def spec_of(variant: Variant, head_dim: int, dtype: str, layout: str = "bhsd") -> AttentionSpec:
@@ -148,6 +185,8 @@ def spec_of(variant: Variant, head_dim: int, dtype: str, layout: str = "bhsd") -
     )
 
 
-def _shape(lengths: tuple[int, int], number: int) -> Shape:
+def _case(variant: Variant, spec: AttentionSpec, lengths: tuple[int, int], number: int) -> Case:
+    """Heads in turn, and every other case with a gradient of the LSE."""
     heads_q, heads_kv = HEADS[number % len(HEADS)]
-    return Shape(*lengths, batch=2, heads_q=heads_q, heads_kv=heads_kv)
+    shape = Shape(*lengths, batch=2, heads_q=heads_q, heads_kv=heads_kv)
+    return Case(spec, shape, variant.captures, lse_gradient=number % 2 == 1)

@@ -72,6 +72,27 @@ def test_show_both_kernels_of_a_mask_that_needs_lists() -> None:
     assert "needs none" in invoke("show", "causal()", "--target", "sm_80", "--kernel", "lists", expect=2).stderr
 
 
+def test_show_the_backward_s_kernels() -> None:
+    spec = fg.AttentionSpec(64, mask=fg.causal() & fg.document("ids"))
+    arguments = ("show", "causal() & document('ids')", "--target", "sm_80", "--pass", "backward")
+    every = invoke(*arguments)
+    assert "4 kernels, in the order of their launches: query_lists, prepare, keys, finish;" in every.stderr
+    assert re.findall(r"^// ==== (\w+): \S+ ====$", every.stdout, re.MULTILINE) == [
+        "query_lists", "prepare", "keys", "finish"
+    ]  # fmt: skip
+    sources = list(compile(spec, target="sm_80", emulate=True).backward_sources.values())
+    assert invoke(*arguments, "--kernel", "keys").stdout == sources[2]
+    deterministic = invoke(*arguments, "--deterministic", "--kernel", "queries")
+    assert "attention_backward_queries" in deterministic.stdout and deterministic.stderr == ""
+    assert "its kernels are query_lists, prepare" in invoke(*arguments, "--kernel", "forward", expect=2).stderr
+
+
+def test_show_the_tiles_of_the_backward() -> None:
+    arguments = ("show", "causal()", "--target", "sm_80", "--what", "tiles", "--len-q", 512, "--pass", "backward")
+    plan = compile(fg.AttentionSpec(64, mask=fg.causal()), target="sm_80", emulate=True).backward_plan
+    assert json.loads(invoke(*arguments, "--json").stdout)["tile"] == [plan.tile_q, plan.tile_k]
+
+
 def test_show_spec_is_a_spec_again(tmp_path: Path) -> None:
     text = invoke("show", "causal()", "--score", "softcap(30)", "--head-dim", 96, "--what", "spec").stdout
     assert fg.AttentionSpec.from_json(text) == fg.AttentionSpec(96, score=fg.softcap(30), mask=fg.causal())
@@ -84,6 +105,17 @@ def test_show_what_it_compiles_to() -> None:
     assert facts["target"] == "sm_80" and facts["spill_stores"] == 0 and 0 < facts["registers"] <= 255
     table = invoke("show", "causal()", "--target", "sm_80", "--what", "resources").stdout
     assert f"registers\t{facts['registers']}\n" in table
+
+
+@needs_nvrtc
+def test_show_what_the_backward_compiles_to_and_costs() -> None:
+    arguments = ("show", "causal()", "--target", "sm_80", "--pass", "backward", "--what", "resources")
+    facts = {row["part"]: row for row in json.loads(invoke(*arguments, "--json").stdout)}
+    assert list(facts) == ["prepare", "keys", "finish"] and 0 < facts["keys"]["registers"] <= 255
+    assert facts["keys"]["flops"].startswith("640 * batch * heads_q * len_q * len_k")
+    assert re.search(r"^keys\t\d+\t", invoke(*arguments).stdout, re.MULTILINE)
+    forward = json.loads(invoke(*arguments[:4], "--what", "resources", "--json").stdout)
+    assert forward["flops"].startswith("256 * batch") and "bytes" in forward["hbm"]
 
 
 @needs_nvrtc
@@ -208,8 +240,16 @@ def test_run_does_not_fall_back_to_the_cpu(tmp_path: Path) -> None:
 
 def test_verify_a_spec() -> None:
     rows = json.loads(invoke("verify", "causal()", "--head-dim", 32, "--emulate", "--schedules", 2, "--json").stdout)
-    assert rows["ok"] and rows["failures"] == 0 and len(rows["results"]) == 20
+    assert rows["ok"] and rows["failures"] == 0 and len(rows["results"]) == 40
     assert all(row["error"] <= row["bound"] for row in rows["results"])
+    assert [row["pass"] for row in rows["results"][:2]] == ["forward", "backward"]
+    assert list(rows["results"][1]["outputs"]) == ["dq", "dk", "dv"]
+
+
+def test_verify_the_backward_alone() -> None:
+    arguments = ("verify", "full()", "--head-dim", 8, "--emulate", "--pass", "backward", "--deterministic")
+    result = invoke(*arguments, "--schedules", 2)
+    assert "20 passed, 0 failed" in result.stderr and "\tforward\t" not in result.stdout
 
 
 def test_verify_under_a_sanitizer() -> None:
@@ -219,7 +259,7 @@ def test_verify_under_a_sanitizer() -> None:
 
 def test_verify_exits_1_on_a_failure() -> None:
     refused = invoke("verify", "full()", "--dtype", "bfloat16", "--target", "sm_75", "--emulate", expect=1)
-    assert "UnsupportedError" in refused.stdout and "0 passed, 10 failed" in refused.stderr
+    assert "UnsupportedError" in refused.stdout and "0 passed, 20 failed" in refused.stderr
     overflowing = invoke("verify", "full()", "--head-dim", 8, "--scale", 1e5, "--emulate", expect=1)
     assert "FAILED" in overflowing.stdout
 
@@ -243,7 +283,7 @@ def test_verify_a_variant_of_a_file_with_its_own_captures(tmp_path: Path) -> Non
     (tmp_path / "variants.py").write_text(VARIANTS_FILE)
     result = invoke("verify", f"{tmp_path}/variants.py:late", "--head-dim", 16, "--emulate")
     rows = [line for line in result.stdout.splitlines() if "\tok" in line]
-    assert "made for 2x2x65x65" in result.stdout and len(rows) == 4 and "4 passed, 0 failed" in result.stderr
+    assert "made for 2x2x65x65" in result.stdout and len(rows) == 8 and "8 passed, 0 failed" in result.stderr
     refused = invoke("verify", f"{tmp_path}/variants.py:late", "--scale", 1, "--dropout", 0.5, expect=2).stderr
     assert "is a Variant, so --dropout, --scale cannot change it" in refused
 
@@ -251,7 +291,7 @@ def test_verify_a_variant_of_a_file_with_its_own_captures(tmp_path: Path) -> Non
 def test_verify_the_suite_s_variants_by_name() -> None:
     suite = Path(__file__).parents[1] / "gym" / "suite.py"
     found = json.loads(invoke("verify", f"{suite}:flamingo", "--head-dim", 16, "--emulate", "--json").stdout)
-    assert found["ok"] and [result["shape"] for result in found["results"]][1].endswith("203x315")
+    assert found["ok"] and [result["shape"] for result in found["results"]][2].endswith("203x315")
     assert "document_causal_with_alibi" in invoke("verify", f"{suite}:unheard_of", "--emulate", expect=2).stderr
 
 
@@ -290,7 +330,8 @@ def test_doctor() -> None:
 
 @pytest.mark.skipif(bool(gpus()), reason="there is a GPU")
 def test_bench_needs_a_gpu() -> None:
-    assert "no GPU" in invoke("bench", expect=2).stderr
+    for arguments in ((), ("causal()",), ("--variants",), ("speed",), ("paper",)):
+        assert "no GPU" in invoke("bench", *arguments, expect=2).stderr
 
 
 @pytest.mark.gpu
@@ -299,6 +340,34 @@ def test_bench(tmp_path: Path) -> None:
     invoke("bench", "causal()", "--head-dims", 64, "--lengths", 1024, "--output", output)
     report = json.loads(output.read_text())
     assert report["environment"]["gpu"] and report["rows"][0]["tflops"]["flashgen"] > 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("passes", ["backward", "both"])
+def test_bench_the_backward(tmp_path: Path, passes: str) -> None:
+    output = tmp_path / "bench.json"
+    sizes = ("--head-dims", 64, "--lengths", 1024, "--peers", "FA2,cuDNN", "--output", output)
+    invoke("bench", "causal()", "--pass", passes, "--deterministic", *sizes)
+    (row,) = json.loads(output.read_text())["rows"]
+    assert row["timed"] == passes and {"flashgen", "deterministic"} <= row["tflops"].keys()
+
+
+@pytest.mark.gpu
+def test_bench_variants_of_the_backward(tmp_path: Path) -> None:
+    output = tmp_path / "bench.json"
+    chosen = ("--only", "16 documents,learned slopes causal", "--peers", "", "--output", output)
+    invoke("bench", "--variants", "--pass", "backward", *chosen)
+    documents, slopes = json.loads(output.read_text())["rows"]
+    assert documents["lists_ms"] > 0 and documents["deterministic_ratio"] > 0 and slopes["lists_ms"] is None
+
+
+@pytest.mark.gpu
+def test_bench_paper(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    output = tmp_path / "paper.json"
+    assert "times as fast" in invoke("bench", "paper", "--output", output).stderr
+    rows = {row["name"]: row for row in json.loads(output.read_text())["rows"]}
+    assert rows["flashgen"]["peak_bytes"] < rows["standard"]["peak_bytes"]
 
 
 @pytest.mark.gpu
@@ -329,6 +398,7 @@ MANIFEST = """
 mask = ["causal()", "document('ids')"]
 head_dim = 64
 target = ["sm_75", "sm_80"]
+passes = ["forward", "backward"]
 """
 
 
@@ -356,3 +426,5 @@ def test_a_release_serves_a_machine_that_compiles_nothing(tmp_path: Path, monkey
     assert "FLASHGEN_JIT=0" in invoke(*arguments, expect=2).stderr
     monkeypatch.setenv("FLASHGEN_RELEASE", str(folder))
     assert str(folder) in json.loads(invoke(*arguments).stdout)["cubin"]
+    backward = json.loads(invoke(*arguments, "--pass", "backward").stdout)
+    assert len(backward) == 3 and all(str(folder) in kernel["cubin"] for kernel in backward)

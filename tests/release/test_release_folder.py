@@ -17,7 +17,7 @@ from flashgen.build.resources import Resources
 from flashgen.codegen.forward import render_forward
 from flashgen.codegen.targets import target_named
 from flashgen.errors import BuildError, FlashgenWarning, UnsupportedError
-from flashgen.language import AttentionSpec, causal
+from flashgen.language import AttentionSpec, causal, document
 
 TWO = "[[kernels]]\nmask = ['causal()', 'full()']\nhead_dim = 64\ntarget = 'sm_80'\n"
 ONE = "[[kernels]]\nmask = 'causal()'\nhead_dim = 64\ntarget = 'sm_80'\n"
@@ -133,6 +133,39 @@ def test_a_mask_with_lists_brings_its_list_kernel(tmp_path: Path) -> None:
     assert [kernel["name"].split("-")[0] for kernel in written["kernels"]] == ["fwd", "lists"]
 
 
+def test_passes_bring_their_kernels(tmp_path: Path) -> None:
+    text = """
+        [[kernels]]
+        mask = ["causal()", "causal() & document('ids')"]
+        head_dim = 64
+        target = "sm_80"
+        passes = ["forward", "backward"]
+        deterministic = [false, true]
+        """
+    written = release.build(manifest(tmp_path, text), tmp_path / "out", sources_only=True)
+    plans = {kernel["name"]: kernel.get("plan") for kernel in written["kernels"]}
+    assert release.check(tmp_path / "out") == []
+    sources = {path.read_text() for path in (tmp_path / "out").glob("*.cu")}
+    for mask in (causal(), causal() & document("ids")):
+        for deterministic in (False, True):
+            spec = AttentionSpec(head_dim=64, mask=mask)
+            attention = flashgen.compile(spec, target="sm_80", emulate=True, deterministic=deterministic)
+            assert {*attention.sources.values(), *attention.backward_sources.values()} <= sources
+    assert [name for name, plan in plans.items() if name.startswith("fwd") and plan is None] == []
+
+
+@needs_nvrtc
+def test_a_backward_of_a_release_compiles_nothing(tmp_path: Path) -> None:
+    text = ONE + "passes = ['forward', 'backward']\n"
+    release.build(manifest(tmp_path, text), tmp_path / "out")
+    script = (
+        "import flashgen as fg\n"
+        "attention = fg.compile(fg.AttentionSpec(head_dim=64, mask=fg.causal()), target='sm_80')\n"
+        "print(len(attention.backward_resources))"
+    )
+    assert run_with_release(script, tmp_path) == ("3\n", "")
+
+
 def test_check_finds_what_is_missing_altered_or_extra(tmp_path: Path, compiled: list[str]) -> None:
     out = tmp_path / "out"
     first, second = release.build(manifest(tmp_path, TWO), out)["kernels"]
@@ -233,8 +266,13 @@ def test_the_callable_uses_a_release(tmp_path: Path) -> None:
         "attention = fg.compile(fg.AttentionSpec(head_dim=64, mask=fg.causal()), target='sm_80')\n"
         "print(attention.resources.registers > 0)"
     )
-    settings = {"FLASHGEN_RELEASE": tmp_path / "out", "FLASHGEN_JIT": 0, "FLASHGEN_CACHE_DIR": tmp_path / "empty"}
+    assert run_with_release(script, tmp_path) == ("True\n", "")
+
+
+def run_with_release(script: str, folder: Path) -> tuple[str, str]:
+    """What a process prints that finds its kernels in folder/out and may compile none."""
+    settings = {"FLASHGEN_RELEASE": folder / "out", "FLASHGEN_JIT": 0, "FLASHGEN_CACHE_DIR": folder / "empty"}
     environment = {**os.environ, **{name: str(value) for name, value in settings.items()}}
     environment["PYTHONPATH"] = str(Path(flashgen.__file__).parents[1])
     done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True)
-    assert (done.stdout, done.stderr) == ("True\n", "")
+    return done.stdout, done.stderr

@@ -64,6 +64,17 @@ def test_json_and_specs_in_json(tmp_path: Path) -> None:
     assert [(request.spec, request.target.name) for request in requests] == [(spec, "sm_80"), (spec, "sm_86")]
 
 
+def test_passes_and_kinds_of_backward(tmp_path: Path) -> None:
+    groups = [
+        {"head_dim": 64, "target": "sm_80", "passes": ["backward", "forward"], "deterministic": [False, True]},
+        {"head_dim": 64, "target": "sm_80", "passes": "backward"},
+    ]
+    requests = read_requests(write(tmp_path, json.dumps({"kernels": groups}), "release.json"))
+    found = [(request.passes, request.deterministic) for request in requests]
+    both = ("forward", "backward")
+    assert found == [(both, False), (both, True), (("backward",), False)]
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -80,6 +91,18 @@ def test_json_and_specs_in_json(tmp_path: Path) -> None:
         ("[[kernels]]\nhead_dim = 64\ntarget = 80", r"target=80 is not supported"),
         ("[[kernels]]\nhead_dim = 63\ntarget = 'sm_80'", r"group 1 .*head_dim=63"),
         ("[[kernels]]\nhead_dim = 64\nmask = 'cusal()'\ntarget = 'sm_80'", r"group 1 .*cusal"),
+        (
+            "[[kernels]]\nhead_dim = 64\npasses = 'sideways'\ntarget = 'sm_80'",
+            r"names 'sideways'; choose from",
+        ),
+        (
+            "[[kernels]]\nhead_dim = 64\ndeterministic = true\ntarget = 'sm_80'",
+            r"is of the backward: add it to",
+        ),
+        (
+            "[[kernels]]\nhead_dim = 64\npasses = 'backward'\ndeterministic = 1\ntarget = 'sm_80'",
+            r"must be true, false or both, got \[1\]",
+        ),
         ("[[kernels]]\nhead_dim = 64\nmask = 0\ntarget = 'sm_80'", r"group 1 .*got 0"),
         ("[[kernels]]\nhead_dim = 64\nmask = '__import__(\"os\")'\ntarget = 'sm_80'", r"group 1 .*__import__"),
         ("[[kernels]]\nspec = '{}'\nhead_dim = 64\ntarget = 'sm_80'", r"remove `head_dim`"),

@@ -9,6 +9,8 @@ import pytest
 from flashgen.verify import Case, all_cases, named_cases, verify
 from flashgen.verify.variants import DTYPES, HEAD_DIMS, variants
 
+BACKWARD = ("backward",)
+
 
 def grouped(cases: tuple[Case, ...]) -> list[tuple[Case, ...]]:
     """By spec, so that one test runs one kernel at its shapes."""
@@ -46,10 +48,47 @@ def test_thread_sanitizer_finds_nothing(cases: tuple[Case, ...]) -> None:
     assert_agrees(cases, emulate=True, sanitize="thread")
 
 
+@pytest.mark.parametrize("cases", grouped(named_cases()), ids=name_of)
+def test_gradients_on_the_emulator(cases: tuple[Case, ...]) -> None:
+    assert_agrees(cases, passes=BACKWARD, emulate=True)
+
+
+@pytest.mark.parametrize("cases", grouped(named_cases(1)), ids=name_of)
+def test_gradients_with_every_schedule(cases: tuple[Case, ...]) -> None:
+    assert_agrees(cases, passes=BACKWARD, emulate=True, schedule_count=12)
+
+
+@pytest.mark.parametrize("cases", grouped(named_cases(1)), ids=name_of)
+def test_deterministic_gradients_have_the_same_bits_with_every_schedule(cases: tuple[Case, ...]) -> None:
+    assert_agrees(cases, passes=BACKWARD, deterministic=True, emulate=True, schedule_count=12)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("cases", grouped(named_cases(2)), ids=name_of)
+def test_address_and_undefined_behaviour_sanitizers_find_nothing_in_the_backward(
+    cases: tuple[Case, ...], deterministic: bool
+) -> None:
+    assert_agrees(cases, passes=BACKWARD, deterministic=deterministic, emulate=True, sanitize="address")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("cases", grouped(named_cases(1)), ids=name_of)
+def test_thread_sanitizer_finds_nothing_in_the_backward(cases: tuple[Case, ...], deterministic: bool) -> None:
+    assert_agrees(cases, passes=BACKWARD, deterministic=deterministic, emulate=True, sanitize="thread")
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("cases", grouped(all_cases()), ids=name_of)
 def test_on_a_gpu(cases: tuple[Case, ...]) -> None:
-    assert_agrees(cases)
+    assert_agrees(cases, passes=("forward", "backward"))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("cases", grouped(named_cases()), ids=name_of)
+def test_deterministic_gradients_have_the_same_bits_in_100_runs_on_a_gpu(cases: tuple[Case, ...]) -> None:
+    assert_agrees(cases[:1], passes=BACKWARD, deterministic=True, schedule_count=100)
 
 
 def test_the_small_sweep_covers_head_dims_dtypes_and_layouts() -> None:

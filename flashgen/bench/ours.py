@@ -1,0 +1,39 @@
+"""flashgen's own side of a measurement: a run of the forward, the backward, or both, of a spec."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from flashgen.attention import Attention
+from flashgen.bench.cases import Arrays, Timed
+from flashgen.bench.peers import Run
+
+Options = dict[str, Any]
+
+
+def ours(
+    attention: Attention,
+    timed: Timed,
+    arrays: Arrays,
+    captures: Options | None = None,
+    forward: Options | None = None,
+    backward: Options | None = None,
+) -> Run:
+    """A run of an attention, with dropout of a fixed seed; `forward` and `backward` are options of one pass alone.
+
+    "backward" goes through what the forward gave once, before anything is timed.
+    """
+    q, k, v, d_out = arrays
+    given = (captures or {}) | ({"seed": 1} if attention.spec.dropout else {})
+    to_forward, to_backward = given | (forward or {}), given | (backward or {})
+    if timed == "forward":
+        return lambda: attention(q, k, v, **to_forward)
+
+    def both() -> Any:
+        out, lse = attention(q, k, v, return_lse=True, **to_forward)
+        return attention.backward(d_out, q, k, v, out, lse, **to_backward)
+
+    if timed == "both":
+        return both
+    out, lse = attention(q, k, v, return_lse=True, **to_forward)
+    return lambda: attention.backward(d_out, q, k, v, out, lse, **to_backward)

@@ -1,0 +1,128 @@
+"""The FlashAttention paper's own table: one attention, forward and backward, standard beside flash: `bench paper`.
+
+Batch 64, 16 heads, length 1024, head dim 64, dropout 0.1, causal, float16 (Dao et al., "FlashAttention", 2022, figure
+2, left): GFLOPs, HBM traffic and time. Memory is added here. Traffic is counted, by the closed forms of
+`flashgen.reference`, which know no mask; FLOPs are counted over the tiles that are visited.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from flashgen.attention import Attention, compile
+from flashgen.bench.cases import Arrays, Case, Timed, inputs, products
+from flashgen.bench.ours import ours
+from flashgen.bench.peers import SDPA_BACKENDS, Run, differentiated, sdpa
+from flashgen.bench.timing import median_ms, peak_bytes
+from flashgen.errors import LaunchError
+from flashgen.language.masks import causal
+from flashgen.language.spec import AttentionSpec
+from flashgen.reference import traffic_flash2, traffic_flash_backward, traffic_standard, traffic_standard_backward
+
+BATCH, HEADS, LENGTH, HEAD_DIM, DROPOUT = 64, 16, 1024, 64, 0.1
+_ELEMENT = 2  # bytes
+_RECOMPUTED = HEAD_DIM  # multiply-adds of QK for each score, which standard attention's backward does not do again
+
+_Contender = tuple[Callable[[Timed], Run | None], tuple[float | None, int | None]]  # its runs; GFLOPs and HBM bytes
+
+
+@dataclass(frozen=True)
+class PaperRow:
+    """A contender: median milliseconds of each pass and of both, the most memory of both in bytes with the inputs.
+
+    gflops and hbm_bytes are counted, for both passes; None where there is no closed form.
+    """
+
+    name: str
+    forward_ms: float | None
+    backward_ms: float | None
+    both_ms: float | None
+    peak_bytes: int
+    gflops: float | None
+    hbm_bytes: int | None
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def paper_case() -> Case:
+    """The paper's problem."""
+    return Case(AttentionSpec(HEAD_DIM, "float16", mask=causal(), dropout=DROPOUT), LENGTH, BATCH, HEADS)
+
+
+def paper_rows(peers: Sequence[str] = ("FA2",)) -> Iterator[PaperRow]:
+    """Standard attention in plain torch, torch's backends among `peers` that can do it, flashgen. Needs torch."""
+    try:
+        import torch  # noqa: F401
+    except ImportError:
+        raise LaunchError("standard attention is written in torch, which is not installed: pip install torch") from None
+    case = paper_case()
+    arrays = inputs(case)
+    attention = compile(case.spec)
+    counted = (standard_gflops(case), standard_bytes(case))
+    contenders: dict[str, _Contender] = {"standard": (lambda timed: _standard(case, timed, arrays), counted)}
+    for peer in peers:
+        backend = SDPA_BACKENDS[peer]
+        contenders[peer] = (functools.partial(_sdpa, case, backend, arrays), (None, None))
+    counted = (flash_gflops(case, attention), flash_bytes(case, attention))
+    contenders["flashgen"] = (lambda timed: ours(attention, timed, arrays), counted)
+    for name, (run, (gflops, hbm_bytes)) in contenders.items():
+        both = run("both")
+        if both is None:
+            continue
+        peak = peak_bytes(both)
+        both_ms, forward_ms, backward_ms = (_milliseconds(each) for each in (both, run("forward"), run("backward")))
+        yield PaperRow(name, forward_ms, backward_ms, both_ms, peak, gflops, hbm_bytes)
+
+
+def standard_gflops(case: Case) -> float:
+    """Of both passes, every score computed and kept: two products forward, four backward."""
+    each = products(case.spec, "both") - _RECOMPUTED
+    return 2.0 * case.batch * case.heads * case.length**2 * each / 1e9
+
+
+def flash_gflops(case: Case, attention: Attention) -> float:
+    """Of both passes, over the tiles that are visited: two products forward, five backward."""
+    share = attention.tiles(case.length).share
+    return 2.0 * case.batch * case.heads * case.length**2 * products(case.spec, "both") * share / 1e9
+
+
+def standard_bytes(case: Case) -> int:
+    """HBM traffic of both passes, of a standard attention that fuses its mask and dropout."""
+    sizes = (case.length, case.length, case.spec.head_dim, case.spec.value_dim)
+    total = traffic_standard(*sizes) + traffic_standard_backward(*sizes)
+    return _ELEMENT * case.batch * case.heads * total.total
+
+
+def flash_bytes(case: Case, attention: Attention) -> int:
+    """HBM traffic of both passes, of the papers' algorithms with flashgen's tiles; nothing is counted as cached."""
+    head, value = case.spec.head_dim, case.spec.value_dim
+    sizes, row = (case.length, case.length, head, value), 2 * (head + value)  # on-chip elements per row of a tile
+    forward = traffic_flash2(*sizes, on_chip=row * attention.plan.tile_q)
+    backward = traffic_flash_backward(*sizes, on_chip=row * attention.backward_plan.tile_k)
+    return _ELEMENT * case.batch * case.heads * (forward + backward).total
+
+
+def _milliseconds(run: Run | None) -> float | None:
+    return median_ms(run) if run else None
+
+
+def _sdpa(case: Case, backend: str, arrays: Arrays, timed: Timed) -> Run | None:
+    return sdpa(case.spec, backend, timed, arrays, DROPOUT)
+
+
+def _standard(case: Case, timed: Timed, arrays: Arrays) -> Run | None:
+    """Attention as it is written without a library for it: whole matrices of scores and probabilities."""
+    import torch
+
+    hidden = torch.ones(case.length, case.length, dtype=torch.bool, device=arrays[0].device).triu(1)
+
+    def forward(q: Any, k: Any, v: Any) -> Any:
+        scores = (case.spec.scale * q) @ k.transpose(-2, -1)
+        probabilities = torch.softmax(scores.masked_fill(hidden, float("-inf")), dim=-1)
+        return torch.nn.functional.dropout(probabilities, case.spec.dropout) @ v
+
+    return differentiated(forward, timed, arrays[:3], arrays[3])

@@ -1,0 +1,135 @@
+"""What `flashgen show` prints of a pass's kernels: their texts, what the compiler says of them, what they cost."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from enum import StrEnum
+from typing import TYPE_CHECKING, Any
+
+from flashgen.cli.console import note, print_code, print_json, print_table
+from flashgen.errors import ArgumentError
+
+if TYPE_CHECKING:
+    from flashgen.build.cache import Entry
+    from flashgen.codegen.kernel import RenderedKernel
+    from flashgen.language import AttentionSpec
+
+
+class Pass(StrEnum):
+    """Whose kernels to show."""
+
+    forward = "forward"
+    backward = "backward"
+
+
+class What(StrEnum):
+    """What to show of a kernel."""
+
+    cuda = "cuda"
+    ptx = "ptx"
+    sass = "sass"
+    resources = "resources"
+    tiles = "tiles"
+    svg = "svg"
+    spec = "spec"
+
+
+def tile_of(spec: AttentionSpec, target: str, of: Pass, deterministic: bool) -> tuple[int, int]:
+    """(queries, keys) of a tile of a pass."""
+    from flashgen.codegen.plans import choose_forward_plan
+    from flashgen.codegen.targets import target_named
+
+    plan: Any
+    if of is Pass.forward:
+        plan = choose_forward_plan(spec, target_named(target))
+    else:
+        from flashgen.codegen.backward import render_backward
+
+        plan = render_backward(spec, target_named(target), deterministic=deterministic).plan
+    return plan.tile_q, plan.tile_k
+
+
+def rendered(
+    spec: AttentionSpec, target: str, of: Pass, name: str | None, deterministic: bool
+) -> dict[str, RenderedKernel]:
+    """The kernels to show, by the part that each plays, in the order of their launches."""
+    from flashgen.codegen.kernels import kernels_of
+    from flashgen.codegen.targets import target_named
+
+    kernels = dict(kernels_of(spec, target_named(target), (of.value,), deterministic=deterministic))
+    if name is None and of is Pass.forward:
+        if "lists" in kernels:
+            note("a second kernel lists the tiles that this one visits: --kernel lists shows it")
+        return {"forward": kernels["forward"]}
+    if name is None:
+        note(f"{len(kernels)} kernels, in the order of their launches: {', '.join(kernels)}; --kernel NAME shows one")
+        return kernels
+    if name not in kernels:
+        closed = f"{spec.mask.name} needs none, closed forms say which tiles to visit"
+        why = closed if name.endswith("lists") else f"there is none in this {of.value} pass"
+        raise ArgumentError(f"--kernel {name}: {why}; its kernels are {', '.join(kernels)}")
+    return {name: kernels[name]}
+
+
+def compiled(kernel: RenderedKernel) -> Entry:
+    """The kernel from the cache, compiled into it where it was not there."""
+    from flashgen.build.cache import default_cache
+
+    return default_cache().load_or_compile(kernel.name, kernel.source, kernel.target.architecture)
+
+
+def show_texts(kernels: Mapping[str, RenderedKernel], what: What) -> None:
+    """The text of one kernel as it is; of several each under a line with its part and its name."""
+    texts = []
+    for part, kernel in kernels.items():
+        title = f"// ==== {part}: {kernel.name} ====\n\n" if len(kernels) > 1 else ""
+        text = kernel.source if what is What.cuda else machine_code(kernel, what)
+        texts.append(f"{title}{text}" if text.endswith("\n") else f"{title}{text}\n")
+    print_code("\n".join(texts), "cuda" if what is What.cuda else "nasm")
+
+
+def machine_code(kernel: RenderedKernel, what: What) -> str:
+    from flashgen.build import inspect
+
+    if what is What.ptx:
+        return inspect.ptx(kernel.source, kernel.target.architecture, kernel.name)
+    return inspect.sass(compiled(kernel).cubin_path)
+
+
+def show_resources(kernels: Mapping[str, RenderedKernel], json: bool) -> None:
+    """What the compiler reports of each kernel and what its launch takes and costs."""
+    facts = {part: resources_of(kernel) for part, kernel in kernels.items()}
+    if len(facts) == 1:
+        (only,) = facts.values()
+        if json:
+            print_json(only)
+        else:
+            print_table(("what", "value"), [(name.replace("_", " "), str(value)) for name, value in only.items()])
+    elif json:
+        print_json([{"part": part, **known} for part, known in facts.items()])
+    else:
+        names = [name for name in next(iter(facts.values())) if name not in ("kernel", "target", "nvrtc", "cubin")]
+        heading = ("kernel", *(name.replace("_", " ") for name in names))
+        print_table(heading, [(part, *(str(known[name]) for name in names)) for part, known in facts.items()])
+
+
+def resources_of(kernel: RenderedKernel) -> dict[str, Any]:
+    entry = compiled(kernel)
+    return {
+        "kernel": kernel.name,
+        "target": kernel.target.name,
+        **entry.resources.to_dict(),
+        "dynamic_shared": kernel.shared_bytes,
+        "threads": kernel.threads,
+        "flops": stated(kernel, "FLOPs"),
+        "hbm": stated(kernel, "HBM"),
+        "nvrtc": ".".join(str(part) for part in entry.meta["nvrtc_version"]),
+        "cubin": str(entry.cubin_path),
+    }
+
+
+def stated(kernel: RenderedKernel, what: str) -> str:
+    """What a kernel's own header says that it costs, a formula of the lengths; "" where it says nothing."""
+    found = re.search(rf"^// {what} +(.+)$", kernel.source, re.MULTILINE)
+    return found[1] if found else ""

@@ -1,0 +1,61 @@
+"""What goes into a backward pass and what comes out of it, judged."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from flashgen import reference
+from flashgen.reference import Verdict, judge
+from flashgen.runtime.arrays import numpy_dtype
+from flashgen.verify.problems import Array, Inputs, Shape
+
+if TYPE_CHECKING:
+    from flashgen.language import AttentionSpec
+
+_STREAM = 1  # of random numbers, so that gradients do not repeat the inputs of the same seed
+
+
+def random_gradients(
+    spec: AttentionSpec, shape: Shape, seed: int = 0, of_lse: bool = False
+) -> tuple[Array, Array | None]:
+    """Standard normal dO, in the spec's dtype and layout, and with `of_lse` dLSE, float32; the same for the same seed.
+
+    A row with nothing to attend to gets a dLSE too, which must not reach anything.
+    """
+    random = np.random.default_rng((seed, _STREAM))
+    rows = (shape.batch, shape.heads_q, shape.len_q)
+    axes = rows if spec.layout == "bhsd" else (shape.batch, shape.len_q, shape.heads_q)
+    d_out = random.standard_normal((*axes, spec.value_dim), dtype=np.float32).astype(numpy_dtype(spec.dtype))
+    return d_out, random.standard_normal(rows, dtype=np.float32) if of_lse else None
+
+
+def poisoned_gradients(spec: AttentionSpec, inputs: Inputs) -> tuple[Array, ...]:
+    """Arrays for the gradients, full of NaN, so that an element that is not written is seen."""
+    learned = [inputs.captures[capture.name] for capture in spec.captures if capture.grad]
+    return tuple(np.full(array.shape, np.nan, array.dtype) for array in (inputs.q, inputs.k, inputs.v, *learned))
+
+
+def gradients_by_name(gradients: Any) -> dict[str, Any]:
+    """dq, dk, dv, and d_<name> for each capture, of a kernel's gradients or the oracle's."""
+    captures = {f"d_{name}": gradient for name, gradient in gradients.captures.items()}
+    return {"dq": gradients.dq, "dk": gradients.dk, "dv": gradients.dv, **captures}
+
+
+def judged_gradients(
+    spec: AttentionSpec, q: Any, k: Any, v: Any, d_out: Any, found: Mapping[str, Any], **given: Any
+) -> dict[str, Verdict]:
+    """Each gradient, NumPy arrays by `gradients_by_name`, against the backward in float64 and in the spec's dtype.
+
+    given: d_lse, seed and offset, and the captures, as of `flashgen.reference.backward`.
+    """
+    expected = gradients_by_name(reference.backward(spec, q, k, v, d_out, **given))
+    low = gradients_by_name(reference.low_precision_backward(spec, q, k, v, d_out, **given))
+    return {name: judge(found[name], expected[name], low[name]) for name in expected}
+
+
+def same_bits(one: Array, other: Array) -> bool:
+    """Whether two arrays hold the same bits; NaNs and zeros are told apart by theirs."""
+    return one.dtype == other.dtype and one.shape == other.shape and one.tobytes() == other.tobytes()

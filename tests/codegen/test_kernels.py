@@ -1,0 +1,53 @@
+"""Which kernels a spec needs: the same that its callable launches, under names that part them."""
+
+from __future__ import annotations
+
+import pytest
+
+import flashgen.language as fg
+from flashgen.attention import compile
+from flashgen.codegen.kernels import kernels_of
+from flashgen.codegen.targets import TARGETS
+from flashgen.errors import SpecError
+
+SM_80 = TARGETS["sm_80"]
+CAUSAL = fg.AttentionSpec(64, mask=fg.causal())
+LISTED = fg.AttentionSpec(64, mask=fg.causal() & fg.document("ids"))
+LEARNED = fg.AttentionSpec(64, mask=fg.causal(), score=fg.alibi(fg.Tensor("slopes", "float32", 1, grad=True)))
+
+
+def test_the_parts_of_each_pass() -> None:
+    assert list(kernels_of(CAUSAL, SM_80)) == ["forward"]
+    assert list(kernels_of(LISTED, SM_80)) == ["lists", "forward"]
+    assert list(kernels_of(CAUSAL, SM_80, ("backward",))) == ["prepare", "keys", "finish"]
+    assert list(kernels_of(CAUSAL, SM_80, ("backward",), deterministic=True)) == ["prepare", "keys", "queries"]
+    assert list(kernels_of(LEARNED, SM_80, ("backward",))) == ["prepare", "keys", "finish", "d_slopes"]
+    listed = kernels_of(LISTED, SM_80, ("forward", "backward"), deterministic=True)
+    parts = ["lists", "forward", "query_lists", "backward_lists", "prepare", "keys", "queries"]
+    assert list(listed) == parts
+
+
+def test_an_unknown_pass_is_refused() -> None:
+    with pytest.raises(SpecError, match="pass 'sideways' is not known; choose from forward, backward"):
+        kernels_of(CAUSAL, SM_80, ("sideways",))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("spec", [CAUSAL, LISTED, LEARNED], ids=lambda spec: spec.name)
+def test_they_are_what_the_callable_launches(spec: fg.AttentionSpec) -> None:
+    for deterministic in (False, True):
+        attention = compile(spec, target="sm_80", emulate=True, deterministic=deterministic)
+        forward = kernels_of(spec, SM_80, ("forward",))
+        assert [kernel.source for kernel in forward.values()] == list(attention.sources.values())
+        backward = kernels_of(spec, SM_80, ("backward",), deterministic=deterministic)
+        assert [kernel.source for kernel in backward.values()] == list(attention.backward_sources.values())
+
+
+@pytest.mark.parametrize("spec", [CAUSAL, LISTED, LEARNED], ids=lambda spec: spec.name)
+def test_no_name_stands_for_two_kernels(spec: fg.AttentionSpec) -> None:
+    kernels = [
+        kernel
+        for deterministic in (False, True)
+        for kernel in kernels_of(spec, SM_80, ("forward", "backward"), deterministic=deterministic).values()
+    ]
+    sources: dict[str, str] = {}
+    assert all(sources.setdefault(kernel.name, kernel.source) == kernel.source for kernel in kernels)
