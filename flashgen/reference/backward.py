@@ -10,7 +10,7 @@ Backward, of the gradients dO and dLSE of both outputs:
     dQ = scale dX K;    dK = scale dX^T Q;  each gather of a capture adds dS ∘ dscore/dgather where it gathered
 
 rowsum(P ∘ dP) is rowsum(dO ∘ O), which kernels take. dscore comes from flashgen.reference.tangents.
-Source: Dao et al., "FlashAttention", 2022, appendix B.2; the steps that are rounded are those of torch's autograd.
+Source: Dao et al., "FlashAttention", 2022, appendix B.2.
 """
 
 from __future__ import annotations
@@ -71,11 +71,11 @@ def low_precision_backward(
     """The gradients as a plain library computes them on arrays of spec.dtype: `low` of flashgen.reference.numerics.
 
     The forward is that of `low_precision`. Each step of the backward is rounded to spec.dtype: d_out, dO V^T, its
-    dropout, dS, each operation of the score's derivative, dX, dX K and that times scale, dK and dV of each query head
-    and their sum over a group, each element's part in the gradient of a capture and their sum. Within a step, products
-    accumulate in float32 and so does the softmax's derivative; d_lse is float32. A capture's gradient is rounded once
-    more, to the capture's dtype. Arguments, results and errors are those of `backward`. What overflows float16 gives
-    what it gives there, infinity or NaN.
+    dropout, P ∘ dP, D, dP - D, dS, each operation of the score's derivative, dX, dX K and that times scale, dK and dV
+    of each query head and their sum over a group, each element's part in the gradient of a capture and their sum.
+    Within a step, products accumulate in float32 and other sums in float64; d_lse is not rounded. A capture's gradient
+    is rounded once more, to the capture's dtype. Arguments, results and errors are those of `backward`. What overflows
+    float16 gives what it gives there, infinity or NaN.
     """
     problem = prepare(spec, q, k, v, seed, offset, captures)
 
@@ -118,14 +118,10 @@ def _run(problem: Problem, cotangents: Cotangents, arithmetic: Arithmetic) -> Gr
         p = rounded(softmax(modified.scores.astype(arithmetic.wide))[0])
         z = tiles.drop(np.ones_like(p), queries, keys)
         d_p = rounded(rounded(product(d_out, v.T)) * z)
-        d_s = rounded(_softmax_backward(*(array.astype(arithmetic.wide) for array in (p, d_p, d_lse))))
+        d = rounded(rounded(p * d_p).sum(axis=-1) - d_lse)
+        d_s = rounded(p * rounded(d_p - d[:, None]))
         d_x = modified.pull_back(d_s, sums.captures)
         sums.dq[b, h, rows] = rounded(scale * rounded(product(d_x, k)))
         sums.dk[b, h] += product(d_x.T, q)
         sums.dv[b, h] += product(rounded(p * z).T, d_out)
     return sums
-
-
-def _softmax_backward(p: Any, d_p: Any, d_lse: Any) -> Any:
-    """The gradient of scores, of that of their softmax `p` (rows) and of their log-sum-exp."""
-    return p * (d_p - ((p * d_p).sum(axis=-1) - d_lse)[:, None])

@@ -344,7 +344,7 @@ def test_low_precision_rounds_each_step(dtype):
     weights = np.exp(scores - scores.max())
     p = rounded(weights / weights.sum())
     d_p = rounded(d_out[0, 0] @ v[0, 0].T)
-    d_s = rounded(p * (d_p - ((p * d_p).sum() - d_lse[0, 0, 0])))
+    d_s = rounded(p * rounded(d_p - rounded(rounded(p * d_p).sum() - d_lse[0, 0, 0])))
     by_score = rounded(cap * rounded((1 - tanh.astype(np.float64) ** 2) * rounded(np.float64(1 / cap)).astype(float)))
     d_x = rounded(d_s.astype(np.float64) * by_score)
     got = low_precision_backward(spec, q, k, v, d_out, d_lse=d_lse, slopes=slope)
@@ -354,6 +354,14 @@ def test_low_precision_rounds_each_step(dtype):
     np.testing.assert_array_equal(
         got.captures["slopes"], rounded(rounded(d_s.astype(np.float64) * (np.arange(2) - 7.0)).sum())[None]
     )
+
+
+def test_low_precision_rounds_each_head_of_a_group_and_their_sum():
+    q, k, v, d_out, _ = (array.astype(np.float16) for array in inputs(heads_kv=1))
+    shared = low_precision_backward(spec_of(), q, k, v, d_out)
+    apart = low_precision_backward(spec_of(), q, k.repeat(4, axis=1), v.repeat(4, axis=1), d_out)
+    for one, each in zip(shared[1:3], apart[1:3], strict=True):
+        np.testing.assert_array_equal(one, each.sum(axis=1, keepdims=True).astype(np.float16))
 
 
 def test_low_precision_gives_a_capture_its_dtype():

@@ -4,7 +4,9 @@ import numpy as np
 import pytest
 
 import flashgen.language as fl
+from flashgen.analysis.derivatives import derivative
 from flashgen.language import operations as ops
+from flashgen.language.evaluate import evaluate
 from flashgen.language.operations import BATCH, HEAD, KEY, OPERATIONS, QUERY, SCORE
 from flashgen.reference.tangents import TANGENTS, Duals, gathers
 
@@ -83,7 +85,7 @@ def test_tangents_are_finite_differences(name):
     np.testing.assert_allclose(tangent, (ahead - behind) / (2 * step), rtol=1e-8, atol=1e-8)
 
 
-@pytest.mark.parametrize(
+KINKS = pytest.mark.parametrize(
     ("function", "at", "expected"),
     [
         (lambda s, b, h, q, k: fl.maximum(s, 2.0), 2.0, 1),
@@ -101,12 +103,36 @@ def test_tangents_are_finite_differences(name):
         (lambda s, b, h, q, k: fl.sqrt(s), 0.0, np.inf),
         (lambda s, b, h, q, k: fl.where(s > 0, fl.log(s), -1.0), 0.0, 0),  # 1 / 0 on the branch not taken
         (lambda s, b, h, q, k: fl.where(s > 0, fl.sqrt(s), s), -1.0, 1),  # NaN there
-        (lambda s, b, h, q, k: fl.maximum(fl.sqrt(s), s), -1.0, 1),  # sqrt is NaN, and maximum gives the other
-        (lambda s, b, h, q, k: fl.minimum(s, fl.sqrt(s)), -1.0, 1),
     ],
 )
+
+
+@KINKS
 def test_conventions(function, at, expected):
     assert of_score(function, at) == expected
+
+
+@pytest.mark.parametrize("choose", [fl.maximum, fl.minimum])
+def test_the_tangent_of_what_is_not_nan(choose):
+    """Where one operand is NaN, maximum and minimum give the other."""
+    assert of_score(lambda s, b, h, q, k: choose(fl.sqrt(s), s), -1.0) == 1
+    assert of_score(lambda s, b, h, q, k: choose(s, fl.sqrt(s)), -1.0) == 1
+
+
+@KINKS
+def test_symbolic_derivatives_keep_the_conventions(function, at, expected):
+    symbolic = derivative(traced(function), SCORE)
+    assert evaluate(symbolic, {SCORE: at, QUERY: 0, KEY: 0}, CAPTURES) == expected
+
+
+@pytest.mark.parametrize("name", SMOOTH)
+def test_symbolic_derivatives_agree(name):
+    """Two implementations that share nothing but the operations."""
+    score = np.random.default_rng(3).uniform(-2, 2, (3, 4))
+    symbolic = derivative(traced(SMOOTH[name]), SCORE)
+    values = {SCORE: score, QUERY: np.arange(3)[:, None], KEY: np.arange(4)[None, :]}
+    got = evaluate(symbolic, values, CAPTURES)
+    np.testing.assert_allclose(np.broadcast_to(got, (3, 4)), of_score(SMOOTH[name], score), rtol=1e-12, atol=1e-14)
 
 
 @pytest.mark.parametrize(
