@@ -9,6 +9,7 @@ from typing import Any
 from flashgen.analysis.order import K_FIRST, K_LAST, Q_FIRST, Q_LAST
 from flashgen.analysis.ranges import TileRange
 from flashgen.codegen.arguments import ArgumentLayout
+from flashgen.codegen.derivative_text import ScoreGradient
 from flashgen.codegen.environment import environment, primitives_for, tidy
 from flashgen.codegen.plans import padded
 from flashgen.codegen.printer import statements
@@ -48,11 +49,20 @@ def suffix_of(spec: AttentionSpec) -> str:
 
 
 def common_context(
-    spec: AttentionSpec, target: Target, variant: Variant, struct: str, layout: ArgumentLayout
+    spec: AttentionSpec,
+    target: Target,
+    variant: Variant,
+    struct: str,
+    layout: ArgumentLayout,
+    gradient: ScoreGradient | None = None,
 ) -> dict[str, Any]:
-    """What every kernel of a spec on mma.sync hardware is told: its types, sizes, constants and primitives."""
+    """What every kernel of a spec on mma.sync hardware is told: its types, sizes, constants and primitives.
+
+    gradient: the score function with its derivatives, for kernels that want these.
+    """
     types = environment().get_template("types.cuh.jinja").render(struct=struct, dtype=spec.dtype, layout=layout)
-    declared = environment().get_template("variant.cuh.jinja").render(struct=struct, variant=variant, position=True)
+    told = {"struct": struct, "variant": variant, "position": True, "gradient": gradient}
+    declared = environment().get_template("variant.cuh.jinja").render(told)
     suffix = suffix_of(spec)
     return {
         "spec": spec,

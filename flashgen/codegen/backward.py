@@ -20,6 +20,7 @@ from flashgen.analysis.order import Q_FIRST, Q_LAST
 from flashgen.analysis.ranges import key_range, query_range
 from flashgen.codegen.arguments import (
     DROPOUT_FIELDS,
+    ELEMENT_TYPES,
     LIST_FIELDS,
     ArgumentLayout,
     Field,
@@ -29,14 +30,16 @@ from flashgen.codegen.arguments import (
 from flashgen.codegen.assembly import assemble, check_spec, common_context, visited_tiles
 from flashgen.codegen.backward_header import backward_header
 from flashgen.codegen.backward_plans import BackwardPlan, QueriesPlan, choose_backward_plan, choose_queries_plan
+from flashgen.codegen.derivative_text import score_gradient
 from flashgen.codegen.kernel import RenderedKernel, entry_name, kernel_name
-from flashgen.codegen.plans import padded
 from flashgen.codegen.targets import Target
 from flashgen.codegen.variant import Variant, captures_read, variant_of
+from flashgen.language.operations import Capture
 from flashgen.language.spec import AttentionSpec
 
 _PREPARE_WARPS, _PREPARE_ROWS_PER_WARP = 8, 2
 _FINISH_THREADS = 256
+_CAPTURE_THREADS = 256
 
 
 @dataclass(frozen=True)
@@ -98,6 +101,7 @@ def render_backward(
         finish,
         plan,
         queries_plan,
+        captures={capture.name: _capture(spec, target, capture, deterministic) for capture in _differentiated(spec)},
         uses_lists=query_range(spec.mask.expression) is None,
         uses_key_lists=deterministic and key_range(spec.mask.expression) is None,
         deterministic=deterministic,
@@ -136,6 +140,10 @@ def _keys(spec: AttentionSpec, target: Target, plan: BackwardPlan, deterministic
     fields = [*(Field("const Element*", name) for name in ("q", "k", "v", "d_o")), _STATISTICS]
     fields += [] if deterministic else [_DQ_SUMS]
     fields += [Field("Element*", "dk"), Field("Element*", "dv"), *_strides("q", "k", "v", "d_o", "dk", "dv")]
+    gradient = score_gradient(spec)
+    gathers = gradient.gathers if gradient else ()
+    sums = "long long*" if deterministic else "float*"
+    fields += [Field(sums, f"d_{member}") for member in dict.fromkeys(gather.member for gather in gathers)]
     fields += [*_numbers("heads_q", "heads_per_kv", "len_q", "len_k"), _ROWS]
     layout = _with_variant(spec, fields, lists=tiles is None)
     context = {
@@ -143,6 +151,8 @@ def _keys(spec: AttentionSpec, target: Target, plan: BackwardPlan, deterministic
         "deterministic": deterministic,
         "vector_reductions": target.vector_reductions,
         "shared_bytes": shared,
+        "gradient": gradient,
+        "gathers": gathers,
         "query_tiles": visited_tiles(tiles, "BackwardKeysArguments", _is_masked(spec), queries=True),
     }
     return _kernel("keys", spec, target, layout, context, plan.threads, shared)
@@ -156,10 +166,27 @@ def _queries(spec: AttentionSpec, target: Target, plan: QueriesPlan) -> Rendered
     context = {
         "plan": plan,
         "shared_bytes": shared,
+        "deterministic": True,
+        "gradient": score_gradient(spec, with_gathers=False),
+        "gathers": (),
         "key_tiles": visited_tiles(tiles, "BackwardQueriesArguments", _is_masked(spec)),
         "longest_first": tiles is not None and tiles.end.has(Q_LAST, Q_FIRST) and not tiles.begin.has(Q_LAST, Q_FIRST),
     }
     return _kernel("queries", spec, target, _with_variant(spec, fields, tiles is None), context, plan.threads, shared)
+
+
+def _differentiated(spec: AttentionSpec) -> list[Capture]:
+    """The captured arrays that gradients are asked of."""
+    return [capture for capture in spec.captures if capture.grad]
+
+
+def _capture(spec: AttentionSpec, target: Target, capture: Capture, deterministic: bool) -> RenderedKernel:
+    sums = Field("const long long*" if deterministic else "const float*", "sums")
+    gradient = Field(f"{ELEMENT_TYPES[capture.dtype]}*", "gradient", comment=f"of {capture.name}, {capture.dtype}")
+    rounds = {"float16": "pack_f16", "bfloat16": "pack_bf16"}
+    context = {"deterministic": deterministic, "threads": _CAPTURE_THREADS, "round": rounds.get(capture.dtype)}
+    layout = ordered([sums, gradient, Field("long long", "count")])
+    return _kernel("capture", spec, target, layout, context, _CAPTURE_THREADS, 0, plain=True, of=capture.name)
 
 
 def _is_masked(spec: AttentionSpec) -> bool:
@@ -181,15 +208,14 @@ def _kernel(
     threads: int,
     shared_bytes: int,
     plain: bool = False,
+    of: str = "",
 ) -> RenderedKernel:
-    """One of the kernels; a `plain` one has nothing of the mask and the score in it."""
-    struct, entry = f"Backward{part.title()}Arguments", entry_name(f"attention_backward_{part}", spec)
+    """One of the kernels; a `plain` one has nothing of the mask and the score in it. of: the capture that it is for."""
+    struct, entry = f"Backward{part.title()}Arguments", entry_name(f"attention_backward_{part}{of and f'_{of}'}", spec)
     variant = Variant(None, None, ()) if plain else variant_of(spec)
-    told = common_context(spec, target, variant, struct, layout)
+    told = common_context(spec, target, variant, struct, layout, context.get("gradient"))
+    told["placed"] = told["masked"] or spec.score is not None
     header = backward_header(part, spec, target, context.get("plan"), shared_bytes)
     source = assemble(f"backward/{part}.cu.jinja", told | context | {"entry": entry, "header": header}, target)
-    name = kernel_name(f"bwd-{part}", target, spec)
+    name = kernel_name(f"bwd-{part}{of and f'-{of}'}", target, spec)
     return RenderedKernel(name, entry, source, target, layout, threads, shared_bytes)
-
-
-__all__ = ["BackwardKernels", "BackwardPlan", "QueriesPlan", "padded", "render_backward"]
