@@ -11,9 +11,8 @@ from flashgen.attention.forward import ForwardPass
 from flashgen.attention.gradients import Gradients
 from flashgen.attention.lists import TileLister, TileLists
 from flashgen.build.resources import Resources
-from flashgen.codegen.forward import render_forward
+from flashgen.codegen.families import AnyForwardPlan, render_forward
 from flashgen.codegen.kernel import RenderedKernel
-from flashgen.codegen.plans import ForwardPlan
 from flashgen.codegen.targets import Target
 from flashgen.errors import ArgumentError
 from flashgen.language.spec import AttentionSpec
@@ -38,7 +37,7 @@ class Attention:
         spec: AttentionSpec,
         target: Target,
         engine: Engine,
-        plan: ForwardPlan | None = None,
+        plan: AnyForwardPlan | None = None,
         deterministic: bool = False,
         backward_plan: BackwardPlan | None = None,
     ) -> None:
@@ -77,7 +76,7 @@ class Attention:
         return (self._lister.kernel, self._kernel) if self._lister else (self._kernel,)
 
     @property
-    def plan(self) -> ForwardPlan:
+    def plan(self) -> AnyForwardPlan:
         """Tile sizes, warps and stages."""
         return self._kernel.plan
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from flashgen.attention.callable import Attention
 from flashgen.attention.engines import Emulator, Engine, Gpu
-from flashgen.codegen.plans import ForwardPlan
+from flashgen.codegen.families import AnyForwardPlan
 from flashgen.codegen.targets import Target, target_named, target_of_capability
 from flashgen.errors import SpecError
 from flashgen.language.spec import AttentionSpec
@@ -25,7 +25,7 @@ def compile(
     target: str | None = None,
     emulate: bool = False,
     *,
-    plan: ForwardPlan | None = None,
+    plan: AnyForwardPlan | None = None,
     deterministic: bool = False,
     backward_plan: BackwardPlan | None = None,
     sanitize: Literal["address", "thread"] | None = None,
@@ -69,7 +69,7 @@ def _compiled(
     spec: AttentionSpec,
     target: Target,
     engine: Engine,
-    plan: ForwardPlan | None,
+    plan: AnyForwardPlan | None,
     deterministic: bool,
     backward_plan: BackwardPlan | None,
 ) -> Attention:

@@ -8,13 +8,15 @@ from typing import Any
 
 from flashgen.attention.captures import check_array, check_captures
 from flashgen.attention.engines import Engine, Gpu, Place
+from flashgen.attention.hopper_launch import hopper_launch
 from flashgen.attention.launches import Launch, forward_launch
 from flashgen.attention.lists import ListsLaunch, TileLister, TileLists
 from flashgen.attention.outputs import check_outputs, given_outputs
 from flashgen.attention.passes import Pass, common_device
 from flashgen.attention.problem import Problem, problem_of
 from flashgen.attention.through_gpu import to_gpu, to_host
-from flashgen.codegen.forward import ForwardKernel
+from flashgen.codegen.families import AnyForwardKernel
+from flashgen.codegen.hopper import HopperKernel
 from flashgen.errors import ArgumentError
 from flashgen.language.layouts import BlockLayout
 from flashgen.language.spec import AttentionSpec
@@ -36,7 +38,7 @@ class _Prepared:
 class ForwardPass(Pass[_Prepared]):
     """The forward kernel of a spec, and the lister of its tiles where it reads lists."""
 
-    def __init__(self, spec: AttentionSpec, kernel: ForwardKernel, engine: Engine, prebuild: str) -> None:
+    def __init__(self, spec: AttentionSpec, kernel: AnyForwardKernel, engine: Engine, prebuild: str) -> None:
         super().__init__(spec, engine, in_rows=frozenset(("q", "k", "v", "o")))
         self.kernel = kernel
         self._runner = engine.runner(kernel, prebuild)
@@ -114,7 +116,10 @@ class ForwardPass(Pass[_Prepared]):
         captured = {capture.name: views[member] for capture, member in self._arrays}
         for capture, _ in self._arrays:
             check_array(self.spec, capture, captured[capture.name], problem)
-        forward = forward_launch(self.spec, self.kernel, problem, captured)
+        if isinstance(self.kernel, HopperKernel):
+            forward = hopper_launch(self.spec, self.kernel, problem, captured)
+        else:
+            forward = forward_launch(self.spec, self.kernel, problem, captured)
         lists = self.lister.prepare(problem, captured) if self.lister else None
         return _Prepared(problem, problem.output_shape(self.spec), device, forward, lists)
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from flashgen.analysis.ranges import key_range
+from flashgen.codegen.plans import _is_blocky as reads_blocks
+from flashgen.codegen.plans import _weight as variant_weight
 from flashgen.codegen.plans import padded
 from flashgen.codegen.targets import Target
 from flashgen.errors import UnsupportedError
@@ -107,13 +108,21 @@ class HopperPlan:
             raise UnsupportedError(f"{self}: {problem}")
 
 
+# By the wider of the padded dims, up to which a row holds: the plans of variants that need few registers beside scores,
+# probabilities and output (weights "none" and "plain" of codegen/plans.py), some, and many (an array read per score).
+_PLANS = (
+    (64, HopperPlan(3, 128), HopperPlan(2, 128, takes_turns=True), HopperPlan(2, 64, takes_turns=True)),
+    (128, HopperPlan(2, 128, takes_turns=True), HopperPlan(2, 128, takes_turns=True), HopperPlan(2, 64)),
+    (192, HopperPlan(2, 112), HopperPlan(2, 96), HopperPlan(2, 64)),
+    (256, HopperPlan(2, 80), HopperPlan(2, 64), HopperPlan(2, 32)),
+)
+
+
 def choose_hopper_plan(spec: AttentionSpec, target: Target) -> HopperPlan:
     """The default plan of a spec: as many keys as registers and shared memory hold."""
-    value, head = padded(spec.value_dim), padded(spec.head_dim)
-    widest = max(value, head)
-    busy = bool(spec.score or spec.dropout or spec.mask.expression.has(Load) or key_range(spec.mask.expression) is None)
-    if widest <= 64 and not busy:
-        return HopperPlan(3, 128)
-    if widest <= 128:
-        return HopperPlan(2, 128, takes_turns=True)
-    return HopperPlan(2, 96 if widest <= 192 else 64)
+    widest, weight = max(padded(spec.value_dim), padded(spec.head_dim)), variant_weight(spec)
+    _, light, moderate, heavy = next(row for row in _PLANS if widest <= row[0])
+    if weight in ("none", "plain"):
+        return light
+    loads_blocks = weight == "loading" and spec.mask.expression.has(Load) and (widest > 192 or reads_blocks(spec))
+    return heavy if weight == "heavy" or loads_blocks else moderate

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Literal, get_args
 
 from flashgen.codegen.backward import render_backward
-from flashgen.codegen.forward import render_forward
+from flashgen.codegen.families import render_forward
 from flashgen.codegen.kernel import RenderedKernel
 from flashgen.codegen.lists import render_lists
 from flashgen.codegen.targets import Target
