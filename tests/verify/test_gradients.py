@@ -44,6 +44,27 @@ def test_the_oracle_s_own_gradients_pass_and_others_fail() -> None:
         assert [other for other, verdict in verdicts.items() if not verdict.ok] == [name]
 
 
+@pytest.mark.parametrize("layout", ["bhsd", "bshd"])
+def test_a_row_of_one_key_may_be_as_wrong_as_a_rounded_output_makes_it(layout: str) -> None:
+    """With dropout, D from a rounded O does not cancel dP as D from P and dP does."""
+    spec, shape = fg.AttentionSpec(16, dropout=0.17, layout=layout), Shape(5, 1, batch=1, heads_q=2, heads_kv=2)
+    inputs, (d_out, _) = random_inputs(spec, shape), random_gradients(spec, shape)
+    given = (spec, inputs.q, inputs.k, inputs.v)
+    expected = gradients_by_name(reference.backward(*given, d_out, seed=0))
+    out = reference.attention(*given, seed=0)
+    d = (d_out.astype(np.float64) * (out.astype(np.float16) - out)).sum(-1)
+    d = d if layout == "bhsd" else d.swapaxes(1, 2)
+    rounded = gradients_by_name(reference.backward(*given, d_out, d_lse=-d, seed=0))
+    assert np.abs(rounded["dq"] - expected["dq"]).max() > 1e-4
+
+    def verdicts(factor: float) -> dict[str, Any]:
+        found = {name: expected[name] + factor * (rounded[name] - expected[name]) for name in expected}
+        return judged_gradients(*given, d_out, found, seed=0)
+
+    assert all(verdict.ok for verdict in verdicts(1.9).values())
+    assert not verdicts(2.5)["dq"].ok
+
+
 def test_gradients_of_inputs_follow_the_spec_and_the_seed() -> None:
     spec = fg.AttentionSpec(8, "bfloat16", value_dim=16, layout="bshd")
     (one, lse), (two, _), (other, none) = (random_gradients(spec, SMALL, seed, lse) for seed, lse in
