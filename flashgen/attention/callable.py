@@ -224,7 +224,8 @@ class Attention:
             d_lse: the gradient of the LSE, float32 (batch, heads_q, len_q), C-contiguous; None is none.
             seed, offset: of the dropout, those of the call.
             tile_lists: what `backward_tile_lists(...)` made for the sizes and captures of this call; None makes them.
-            into: a tuple of arrays to write the gradients to, in the order of the result; None makes new ones.
+            into: a tuple of arrays to write the gradients to, in the order of the result, and apart from the memory of
+                all others; None makes new ones.
             captures: those of the call.
 
         Returns:

@@ -107,7 +107,8 @@ class Gpu:
     def clear(self, array: Any, place: Place) -> None:
         """Zeros an array on the stream."""
         view = library_of(array, "an array").view(array, "an array")
-        gpu.clear(view.pointer, view.shape, byte_strides(view), numpy_dtype(view.dtype).itemsize, place.stream)
+        itemsize = numpy_dtype(view.dtype).itemsize
+        gpu.clear(view.pointer, view.shape, byte_strides(view), itemsize, place.stream, place.device)
 
 
 @dataclass(frozen=True)

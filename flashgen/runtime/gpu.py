@@ -88,12 +88,14 @@ def stream_object(pointer: int) -> Any:
     return streams.ExternalStream(pointer)  # CuPy 13
 
 
-def clear(pointer: int, shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int, stream: int) -> None:
-    """Zeros an array, strides in bytes, on a stream of the current device; nothing is allocated."""
+def clear(
+    pointer: int, shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int, stream: int, device: int
+) -> None:
+    """Zeros an array, strides in bytes, on a stream of a device, the current one; nothing is allocated."""
     if not all(shape):
         return
     module = cupy()
-    memory = module.cuda.UnownedMemory(pointer, itemsize, None)
+    memory = module.cuda.UnownedMemory(pointer, itemsize, None, device)
     array = module.ndarray(shape, f"u{itemsize}", module.cuda.MemoryPointer(memory, 0), strides)
     with stream_object(stream):
         array.fill(0)

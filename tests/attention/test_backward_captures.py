@@ -1,0 +1,143 @@
+"""Gradients of captured arrays: of every dtype, number of dimensions and stride, read once or many times, and none."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import flashgen.language as fg
+from flashgen import attention
+from flashgen.attention.backward_launches import Memory, gradient_memory, workspaces
+from flashgen.attention.problem import Problem
+from flashgen.runtime.arrays import View, numpy_dtype
+from flashgen.runtime.schedule import schedules
+from flashgen.verify import Inputs, Shape, random_gradients, random_inputs
+
+SHAPE = Shape(40, 70, 2, 4, 2)
+MODES = pytest.mark.parametrize("deterministic", [False, True], ids=["default", "deterministic"])
+
+
+def bias(ndim: int, dtype: str = "float32") -> Any:
+    table = fg.Tensor("bias", dtype, ndim, grad=True)
+    return lambda s, b, h, q, k: s + table[(b, h, q, k)[4 - ndim :] if ndim > 1 else h]
+
+
+def values(*shape: int, dtype: str = "float32") -> np.ndarray[Any, Any]:
+    return np.random.default_rng(4).uniform(0.1, 1, shape).astype(numpy_dtype(dtype))
+
+
+def check(spec: fg.AttentionSpec, right: Any, deterministic: bool, **captures: Any) -> Any:
+    inputs, (d_out, d_lse) = random_inputs(spec, SHAPE), random_gradients(spec, SHAPE, of_lse=True)
+    compiled = attention.compile(spec, emulate=True, deterministic=deterministic)
+    _, pullback = compiled.vjp(inputs.q, inputs.k, inputs.v, **captures)
+    gradients = pullback(d_out, d_lse)
+    right(spec, Inputs(inputs.q, inputs.k, inputs.v, captures), d_out, gradients, d_lse=d_lse)
+    for name, gradient in gradients.captures.items():
+        assert gradient.shape == captures[name].shape and gradient.dtype == captures[name].dtype
+        assert gradient.flags.c_contiguous
+    return gradients
+
+
+@MODES
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_every_dtype(dtype: str, deterministic: bool, gradients_right: Any) -> None:
+    spec = fg.AttentionSpec(16, mask=fg.causal(), score=bias(2, dtype))
+    check(spec, gradients_right, deterministic, bias=values(40, 70, dtype=dtype))
+
+
+@MODES
+@pytest.mark.parametrize("ndim", [1, 2, 3, 4])
+def test_every_number_of_dimensions_and_broadcast(ndim: int, deterministic: bool, gradients_right: Any) -> None:
+    spec = fg.AttentionSpec(16, score=bias(ndim))
+    whole = (2, 4, 40, 70)[4 - ndim :] if ndim > 1 else (4,)
+    check(spec, gradients_right, deterministic, bias=values(*whole))
+    broadcast = tuple(1 if axis % 2 == 0 else size for axis, size in enumerate(whole))
+    check(spec, gradients_right, deterministic, bias=values(*broadcast))
+
+
+def test_strides(gradients_right: Any) -> None:
+    spec = fg.AttentionSpec(16, score=bias(2))
+    array = values(40, 70)
+    wide = np.full((80, 140), np.nan, np.float32)
+    wide[::2, ::2] = array
+    for same in (np.asfortranarray(array), wide[::2, ::2], np.broadcast_to(array[:1], (40, 70))):
+        check(spec, gradients_right, False, bias=same)
+
+
+@MODES
+def test_several_captures_gathered_several_times(deterministic: bool, gradients_right: Any) -> None:
+    """Through products, a table indexed by another, and beside what has no gradient."""
+    table = fg.Tensor("table", "float32", 2, grad=True)
+    gain, plain = fg.Tensor("gain", "float16", 1, grad=True), fg.Tensor("plain", "float32", 1)
+    ids = fg.Tensor("ids", "int32", 1)
+
+    def score(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+        return s * gain[h] + table[h, ids[k]] * table[0, q % 5] + plain[h] * (k - q)
+
+    captures = {
+        "table": values(4, 9),
+        "gain": values(4, dtype="float16"),
+        "plain": values(4) / 100,
+        "ids": np.arange(70, dtype=np.int32) % 9,
+    }
+    spec = fg.AttentionSpec(16, score=score, mask=fg.sliding_window(30, 20))
+    gradients = check(spec, gradients_right, deterministic, **captures)
+    assert list(gradients.captures) == ["gain", "table"]
+
+
+@MODES
+def test_what_only_the_mask_reads_has_a_gradient_of_zeros(deterministic: bool, gradients_right: Any) -> None:
+    limit = fg.Tensor("limit", "float32", 1, grad=True)
+    spec = fg.AttentionSpec(16, mask=lambda b, h, q, k: limit[k] < 0.6)
+    gradients = check(spec, gradients_right, deterministic, limit=values(70))
+    assert (gradients.captures["limit"] == 0).all()
+
+
+def test_deterministic_gradients_are_the_same_bits_whatever_the_order() -> None:
+    spec = fg.AttentionSpec(16, dropout=0.1, mask=fg.causal(), score=bias(1))
+    shape = Shape(150, 150, 2, 4, 2)
+    inputs, (d_out, _) = random_inputs(spec, shape), random_gradients(spec, shape)
+    seen = set()
+    for schedule in schedules(4):
+        compiled = attention.compile(spec, emulate=True, deterministic=True, schedule=schedule)
+        _, pullback = compiled.vjp(inputs.q, inputs.k, inputs.v, bias=values(4), seed=1)
+        seen.add(tuple(gradient.tobytes() for gradient in pullback(d_out)))
+    assert len(seen) == 1
+
+
+def test_given_gradients_are_written_over() -> None:
+    spec = fg.AttentionSpec(16, score=bias(1, "bfloat16"))
+    inputs, (d_out, _) = random_inputs(spec, SHAPE), random_gradients(spec, SHAPE)
+    table = values(4, dtype="bfloat16")
+    _, pullback = attention.compile(spec, emulate=True, deterministic=True).vjp(
+        inputs.q, inputs.k, inputs.v, bias=table
+    )
+    wanted = pullback(d_out)
+    arrays = (inputs.q, inputs.k, inputs.v, table)
+    into = tuple(np.full(array.shape, np.nan, array.dtype) for array in arrays)
+    given = pullback(d_out, into=into)
+    assert given.captures["bias"] is into[3] and into[3].dtype == ml_dtypes.bfloat16
+    for one, other in zip(given, wanted, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+@MODES
+def test_memory(deterministic: bool) -> None:
+    """Only what is not added up in the gradient itself takes memory of its own."""
+    half, single = fg.Tensor("half", "float16", 2, grad=True), fg.Tensor("single", "float32", 1, grad=True)
+    spec = fg.AttentionSpec(16, score=lambda s, b, h, q, k: s + half[h, k] * single[h])
+    kernels = attention.compile(spec, emulate=True, deterministic=deterministic).backward_kernels
+    problem = Problem(1, 4, 4, 100, 100, {})
+    views = {"half": View(0, (4, 100), (), "float16", None, None), "single": View(0, (4,), (), "float32", None, None)}
+    memory = workspaces(spec, kernels, problem, views)
+    sums = {name: each for name, each in memory.items() if name.startswith("d_")}
+    gradients = gradient_memory(spec, kernels, problem, views)
+    if deterministic:
+        exact = {"d_half": Memory((4, 100, 8), "int64", True), "d_single": Memory((4, 8), "int64", True)}
+        assert sums == exact and not gradients["half"].zeroed and not gradients["single"].zeroed
+    else:
+        assert sums.pop("d_half") == Memory((4, 100), "float32", True) and not gradients["half"].zeroed
+        assert ("d_single" in sums) == ("single" in kernels.captures) == (not gradients["single"].zeroed)
