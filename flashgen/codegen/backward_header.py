@@ -6,11 +6,12 @@ from flashgen.codegen.targets import Target
 from flashgen.language.spec import AttentionSpec
 
 # Products of a tile's queries and keys that each kernel makes, in head and in value dimensions.
-_PRODUCTS = {"keys": (3, 2), "queries": (2, 1), "prepare": (0, 0), "finish": (0, 0)}
+_PRODUCTS = {"keys": (3, 2), "queries": (2, 1), "prepare": (0, 0), "finish": (0, 0), "capture": (0, 0)}
 _DOES = {
     "prepare": "a row's LSE to the base 2, and D = rowsum(dO * O) - dLSE",
     "keys": "dK, dV and shares of dQ; a block walks the queries of a tile of keys",
     "finish": "dQ from the sums of its shares",
+    "capture": "the gradient of a captured array from its sums",
     "queries": "dQ; a block walks the keys of a tile of queries",
 }
 
