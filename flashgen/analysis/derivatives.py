@@ -93,9 +93,9 @@ def _modulo(algebra: Algebra, node: Operation, da: Node, db: Node) -> Node:
     return algebra.total(da, algebra.negated(algebra.product(algebra.node(ops.FloorDiv, *node.args), db)))
 
 
-def _second_where(comparison: type[Operation]) -> Rule:
-    """The derivative of the second operand where the comparison of both holds, else that of the first."""
-    return lambda algebra, node, da, db: algebra.choice(algebra.node(comparison, *node.args), db, da)
+def _first_where(comparison: type[Operation]) -> Rule:
+    """The derivative of the first operand where the comparison of both holds, else that of the second."""
+    return lambda algebra, node, da, db: algebra.choice(algebra.node(comparison, *node.args), da, db)
 
 
 def _magnitude(algebra: Algebra, node: Operation, da: Node) -> Node:
@@ -118,8 +118,8 @@ RULES: dict[type[Operation], Rule] = {
     ops.Mul: _product,
     ops.Neg: lambda algebra, node, da: algebra.negated(da),
     ops.Abs: _magnitude,
-    ops.Minimum: _second_where(ops.Greater),
-    ops.Maximum: _second_where(ops.Less),
+    ops.Minimum: _first_where(ops.LessEqual),
+    ops.Maximum: _first_where(ops.GreaterEqual),
     ops.FloorDiv: _constant,
     ops.FloorMod: _modulo,
     ops.ShiftLeft: _constant, ops.ShiftRight: _constant,

@@ -136,6 +136,19 @@ def test_what_scores_share_an_element() -> None:
     assert found.gathers[4].place_call("x") == "gather4_place(x * kScale, arguments)"
 
 
+def test_what_is_shared_is_printed_once() -> None:
+    """Each magnitude doubles the derivative, seen as a tree."""
+
+    def score(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+        for _ in range(40):
+            s = abs(s * SLOPES[h] - 1)
+        return s
+
+    found = score_gradient(fg.AttentionSpec(64, score=score))
+    assert found is not None and found.gathers[0].factor is not None
+    assert len(found.function.declarations) < 300 and len(found.gathers[0].factor.declarations) < 300
+
+
 def test_nothing_stands_there_for_what_has_no_gradient() -> None:
     def score(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
         return fg.where(TABLE[h, q] > 0, s, 2 * s) + fg.to_int(SLOPES[h])
