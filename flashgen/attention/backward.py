@@ -34,6 +34,7 @@ from flashgen.codegen.arguments import member_name
 from flashgen.codegen.kernel import RenderedKernel
 from flashgen.codegen.targets import Target
 from flashgen.errors import ArgumentError
+from flashgen.language.layouts import BlockLayout
 from flashgen.language.spec import AttentionSpec
 from flashgen.runtime import gpu
 from flashgen.runtime.arrays import NUMPY, Library, View, give_back
@@ -97,7 +98,8 @@ class BackwardPass(Pass[_Prepared]):
         given = given_gradients(self.spec, into) if into is not None else {}
         if library is NUMPY and isinstance(self.engine, Gpu):
             return self._through_gpu(inputs, captures, seed, offset, tile_lists, given)
-        captures = self.listers.without_layouts(captures, library.view(q, "q"), library.view(inputs["k"], "k"))
+        if self.listers and any(isinstance(value, BlockLayout) for value in captures.values()):
+            captures = self.listers.without_layouts(captures, library.view(q, "q"), library.view(inputs["k"], "k"))
         numbers = self._call_numbers(captures, seed, offset)
         arrays = dict(inputs)
         for capture, member in self._arrays:
@@ -160,7 +162,7 @@ class BackwardPass(Pass[_Prepared]):
             else self.listers.check(tile_lists, prepared.problem, place)
         )
         direct = {sums_name(member): gradients[name] for name, member in self._members.items()}  # where no sums are
-        everything = arrays | direct | work | {name: gradients[name] for name in ROWS}
+        everything = {**arrays, **direct, **work, **{name: gradients[name] for name in ROWS}}
         self._prepare_rows.launch(launches.prepare, everything, numbers, place)
         self._keys.launch(launches.keys, everything | lists.get("keys", {}), numbers, place)
         if self._queries and launches.queries:

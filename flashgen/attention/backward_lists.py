@@ -11,7 +11,6 @@ from flashgen.attention.lists import ListsLaunch, TileLister, TileLists
 from flashgen.attention.problem import Problem
 from flashgen.codegen.targets import Target
 from flashgen.errors import ArgumentError
-from flashgen.language.layouts import BlockLayout
 from flashgen.language.spec import AttentionSpec
 from flashgen.runtime.arrays import Library, View
 
@@ -98,6 +97,4 @@ class BackwardListers:
 
     def without_layouts(self, captures: Mapping[str, Any], q: View, k: View) -> Mapping[str, Any]:
         """The captures of a call, a BlockLayout replaced by its array where q is."""
-        if self.listers and any(isinstance(value, BlockLayout) for value in captures.values()):
-            return next(iter(self.listers.values())).without_layouts(captures, q, k)
-        return captures
+        return next(iter(self.listers.values())).without_layouts(captures, q, k)

@@ -98,7 +98,8 @@ def visited_classes(
     _, heads, tiles_q, tiles_k = shape
     row = f"(work.batch * {heads} + work.head) * {tiles_q} + work.first_query / kTileQ"
     place = f"({row}) * {tiles_k} + first_key / kTileK"
-    note = f"const_cast<float*>(arguments.notes)[{place}] += tiles.full(step) ? {FULL} : {PARTIAL};"
+    whole = "tiles.full(step)" if mask != fg.full() else "first_key + kTileK <= arguments.len_k"
+    note = f"const_cast<float*>(arguments.notes)[{place}] += {whole} ? {FULL} : {PARTIAL};"
     mark = "const int first_key = tiles.first_key(step);\n"
 
     def render(*how: Any) -> ForwardKernel:
