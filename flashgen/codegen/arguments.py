@@ -118,13 +118,15 @@ _RESERVED = frozenset({
     "count", "shared_memory", "errno", "unix", "linux",
 })
 # fmt: on
+_GRADIENT = "d_"  # begins the member of a captured array's gradient
 _RESERVED_ENDINGS = ("_map", "_stride", "_strides", "_size", "_capture")
 
 
 def member_name(capture: Capture) -> str:
     """The name of a capture in the struct: its own, unless that may be a type, a constant or another member."""
     name = capture.name
-    taken = name in _RESERVED or name.endswith(_RESERVED_ENDINGS) or name != name.lower()
+    taken = name in _RESERVED or name.startswith(_GRADIENT) or name.endswith(_RESERVED_ENDINGS)
+    taken = taken or name != name.lower()
     return f"{name}_capture" if taken else name
 
 

@@ -96,6 +96,18 @@ def test_what_only_the_mask_reads_has_a_gradient_of_zeros(deterministic: bool, g
     assert (gradients.captures["limit"] == 0).all()
 
 
+def test_names_that_members_of_the_structs_have(gradients_right: Any) -> None:
+    names = ("x", "d_x", "sums", "gradient", "count", "statistics", "dq_sums", "rows", "d_o", "heads_kv")
+    tables = [fg.Tensor(name, grad=True) for name in names]
+
+    def score(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+        for table in tables:
+            s = s + table[h]
+        return s
+
+    check(fg.AttentionSpec(16, score=score), gradients_right, False, **{name: values(4) for name in names})
+
+
 def test_deterministic_gradients_are_the_same_bits_whatever_the_order() -> None:
     spec = fg.AttentionSpec(16, dropout=0.1, mask=fg.causal(), score=bias(1))
     shape = Shape(150, 150, 2, 4, 2)
