@@ -27,6 +27,7 @@ INSTALL_HINT = "`pip install 'flashgen[cuda13]'` installs both (or 'flashgen[cud
 # image, and then the same source makes different bytes on every machine.
 _BASE_OPTIONS = ("--std=c++17", "-lineinfo")
 _VERBOSE = "--ptxas-options=-v"
+_NO_CACHE, _CACHES_SINCE = "--no-cache", (12, 9)
 _SOURCE_FOLDER = "/flashgen/"
 _ARCHITECTURE = re.compile(r"sm_(?P<number>\d{2,3})(?P<suffix>[af]?)")
 
@@ -75,9 +76,15 @@ def compile_ptx(source: str, architecture: str, name: str) -> str:
     return (text.decode() if isinstance(text, bytes) else text).rstrip("\0")
 
 
-def options(architecture: str) -> tuple[str, ...]:
-    """The options that `compile` passes: they are part of a kernel's key. No fast-math: the source says where it is."""
-    return (*_BASE_OPTIONS, f"--gpu-architecture={architecture}", _VERBOSE)
+def options(architecture: str, of_version: tuple[int, int] | None = None) -> tuple[str, ...]:
+    """The options that `compile` passes: they are part of a kernel's key. No fast-math: the source says where it is.
+
+    of_version: that of the NVRTC that compiles; None is the one here.
+
+    NVRTC's own cache, which it has where there is a driver, is left out: what comes from there comes without a report.
+    """
+    own_cache = (_NO_CACHE,) if (of_version or version()) >= _CACHES_SINCE else ()
+    return (*_BASE_OPTIONS, f"--gpu-architecture={architecture}", _VERBOSE, *own_cache)
 
 
 def version() -> tuple[int, int]:

@@ -76,7 +76,7 @@ class PrebuiltFolder:
         """
         if self.nvrtc_version is None:
             return None
-        key = kernel_key(source, architecture, options(architecture), self.nvrtc_version)
+        key = kernel_key(source, architecture, options(architecture, self.nvrtc_version), self.nvrtc_version)
         for kernel in self.manifest["kernels"]:
             if kernel.get("key") == key and "cubin" in kernel["files"]:
                 file = kernel["files"]["cubin"]

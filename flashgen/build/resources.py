@@ -77,5 +77,5 @@ def without_timings(log: str) -> str:
 def _reports(log: str) -> list[tuple[str, str]]:
     """(kernel name, its part of the log), in the log's order."""
     starts = list(_ENTRY.finditer(log))
-    ends = [match.start() for match in starts[1:]] + [len(log)]
+    ends = [*(match.start() for match in starts[1:]), *([len(log)] if starts else [])]
     return [(match["name"], log[match.end() : end]) for match, end in zip(starts, ends, strict=True)]

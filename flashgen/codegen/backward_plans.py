@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 from flashgen.codegen.plans import MMA_DEPTH, MMA_ROWS, WARP, ForwardPlan, padded
 from flashgen.codegen.targets import Target
@@ -12,6 +13,8 @@ from flashgen.language.spec import AttentionSpec
 _MOST_THREADS = 1024  # of a block
 _RESERVED_SHARED = 1024  # bytes of each block's shared memory that the system takes
 _STATISTICS_BYTES = 8  # of a row: its LSE and D
+
+AnyPlan = TypeVar("AnyPlan", "BackwardPlan", "QueriesPlan")
 
 
 @dataclass(frozen=True)
@@ -99,52 +102,80 @@ class QueriesPlan(ForwardPlan):
 
 
 # (tile_q, tile_k, warps, split, stages) in the order of preference: by speed on an H200, then by what smaller GPUs hold.
+# Warps of 32 keys read half as much shared memory as those of 16; beyond head dim 64 two of them must share dK and dV.
 _PREFERENCE = (
-    (64, 64, 4, 1, 2),
-    (64, 64, 4, 1, 1),
-    (32, 64, 4, 1, 1),
+    (32, 128, 4, 1, 2),
+    (64, 128, 8, 2, 2),
     (64, 64, 8, 2, 2),
     (64, 64, 8, 2, 1),
+    (64, 64, 4, 2, 2),
+    (64, 64, 4, 2, 1),
+    (32, 64, 4, 1, 1),
     (32, 64, 8, 2, 1),
+    (32, 64, 4, 2, 1),
     (32, 32, 4, 2, 1),
-    (16, 32, 2, 1, 1),
     (32, 16, 2, 2, 1),
+    (16, 32, 2, 1, 1),
 )
-_QUERIES_PREFERENCE = ((128, 64, 8, 2), (64, 64, 4, 2), (64, 64, 4, 1), (64, 32, 4, 1), (32, 32, 2, 1), (32, 16, 2, 1))
+# (tile_q, tile_k, warps, stages)
+_QUERIES_PREFERENCE = (
+    (128, 64, 4, 2),
+    (128, 48, 4, 2),
+    (128, 32, 4, 2),
+    (128, 64, 8, 1),
+    (64, 64, 4, 1),
+    (128, 32, 4, 1),
+    (64, 32, 4, 1),
+    (32, 32, 2, 1),
+    (32, 16, 2, 1),
+)
 _MOST_BLOCKS = 2
 _WARPS_TO_HIDE_LATENCY = 8  # on a multiprocessor
-# Registers of a thread that may hold sums: dK, dV, scores, dS.
-_ACCUMULATORS = 200
+_ACCUMULATORS = 200  # registers of a thread that may hold sums
 
 
-def _accumulators(plan: BackwardPlan, spec: AttentionSpec) -> int:
-    """Registers of a thread that hold dK, dV, and a step's scores and their gradients."""
+def _accumulators(plan: BackwardPlan | QueriesPlan, spec: AttentionSpec) -> int:
+    """Registers of a thread that hold gradients, and a step's scores and their gradients."""
+    head, value = padded(spec.head_dim), padded(spec.value_dim)
+    if isinstance(plan, QueriesPlan):
+        return plan.tile_q // plan.warps * (head + 2 * plan.tile_k) // WARP
     rows = plan.tile_k * plan.split // plan.warps
-    columns = (padded(spec.head_dim) + padded(spec.value_dim) + 2 * plan.tile_q) // plan.split
-    return rows * columns // WARP
+    return rows * (head + value + 2 * plan.tile_q) // plan.split // WARP
+
+
+def _with_blocks(plan: AnyPlan, shared_bytes: int, target: Target) -> AnyPlan:
+    """The plan with as many blocks on a multiprocessor as have room there and are needed to hide latency."""
+    blocks = min(
+        target.shared_per_multiprocessor // (shared_bytes + _RESERVED_SHARED),
+        _WARPS_TO_HIDE_LATENCY // plan.warps,
+        _MOST_BLOCKS,
+    )
+    return replace(plan, blocks=max(blocks, 1))
+
+
+def _chosen(plans: list[AnyPlan], spec: AttentionSpec) -> AnyPlan:
+    """The first plan whose sums leave registers to spare."""
+    fitting = [plan for plan in plans if _accumulators(plan, spec) <= _ACCUMULATORS]
+    return fitting[0] if fitting else min(plans, key=lambda plan: _accumulators(plan, spec))
 
 
 def choose_backward_plan(spec: AttentionSpec, target: Target, deterministic: bool = False) -> BackwardPlan:
     """The default plan of the keys' kernel of a spec on a target."""
-    fitting = []
-    for tile_q, tile_k, warps, split, stages in _PREFERENCE:
-        plan = BackwardPlan(tile_q, tile_k, warps, split, stages)
-        if plan.problem(spec, target, deterministic) is None:
-            per_block = plan.shared_bytes(spec, deterministic) + _RESERVED_SHARED
-            blocks = min(target.shared_per_multiprocessor // per_block, _WARPS_TO_HIDE_LATENCY // warps, _MOST_BLOCKS)
-            fitting.append(replace(plan, blocks=max(blocks, 1)))
-    for plan in fitting:
-        if _accumulators(plan, spec) <= _ACCUMULATORS:
-            return plan
-    return min(fitting, key=lambda plan: _accumulators(plan, spec))
+    plans = [BackwardPlan(*sizes) for sizes in _PREFERENCE]
+    return _chosen(
+        [
+            _with_blocks(plan, plan.shared_bytes(spec, deterministic), target)
+            for plan in plans
+            if plan.problem(spec, target, deterministic) is None
+        ],
+        spec,
+    )
 
 
 def choose_queries_plan(spec: AttentionSpec, target: Target) -> QueriesPlan:
     """The default plan of the queries' kernel of a spec on a target."""
-    for tile_q, tile_k, warps, stages in _QUERIES_PREFERENCE:
-        plan = QueriesPlan(tile_q, tile_k, warps, stages)
-        if plan.problem(spec, target) is None:
-            per_block = plan.shared_bytes(spec) + _RESERVED_SHARED
-            blocks = min(target.shared_per_multiprocessor // per_block, _WARPS_TO_HIDE_LATENCY // warps, _MOST_BLOCKS)
-            return replace(plan, blocks=max(blocks, 1))
-    raise UnsupportedError(f"head_dim={spec.head_dim}: no plan of the backward fits {target.name}")
+    plans = [QueriesPlan(*sizes) for sizes in _QUERIES_PREFERENCE]
+    return _chosen(
+        [_with_blocks(plan, plan.shared_bytes(spec), target) for plan in plans if plan.problem(spec, target) is None],
+        spec,
+    )

@@ -142,7 +142,7 @@ def _described(
     if plan is not None:
         described["plan"] = dataclasses.asdict(plan)
     if entry is not None and version is not None:
-        described["key"] = kernel_key(rendered.source, architecture, nvrtc.options(architecture), version)
+        described["key"] = kernel_key(rendered.source, architecture, nvrtc.options(architecture, version), version)
         described["nvrtc_version"] = list(version)
         described["resources"] = entry.resources.to_dict()
         described["files"]["cubin"] = _file(f"{kernel.stem}.cubin", entry.cubin, files)
