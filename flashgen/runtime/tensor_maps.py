@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cache, lru_cache
 
 from flashgen.errors import ArgumentError, LaunchError
+from flashgen.runtime.emulated_maps import encode_map
 
 MAP_BYTES = 128
 _ALIGNMENT = 64  # bytes, of a map that is being encoded
@@ -89,6 +90,11 @@ def tensor_map(pointer: int, shape: MapShape) -> bytes:
     if status:
         raise LaunchError(f"the driver does not take the tensor map of {shape} at {pointer:#x}: CUDA error {status}")
     return ctypes.string_at(at, MAP_BYTES)
+
+
+def emulated_map(shape: MapShape) -> bytes:
+    """The 128 bytes of the emulator's map; its first 8 are for the array's address."""
+    return encode_map(shape.dtype, shape.sizes, shape.strides, (*shape.box, 1, 1), shape.swizzle_bytes)
 
 
 @cache

@@ -32,6 +32,7 @@ static AsyncCopy checked_copy(u32 destination, const void* source, u32 bytes, bo
   if (bytes != sizeof(Chunk)) fail(site, "cp.async of %u bytes: only 16 is emulated", bytes);
   if (valid && u64(source) % bytes) fail(site, "misaligned global address %p: a copy of %u bytes", source, bytes);
   void* pointer = shared_pointer(destination, bytes, bytes, site);
+  running_thread().block->async_proxy.check_generic(destination - kWindowBase, bytes, true, "cp.async", site);
   return {pointer, valid ? source : nullptr, bytes, running_thread().copies.open_group, false, site, caller};
 }
 

@@ -1,5 +1,4 @@
-// Barriers of a block. __syncthreads waits for all threads that have not ended; named barriers with a count of their
-// own can join here: every block has sixteen.
+// __syncthreads and its like: barrier 0 of a block's sixteen, which waits for all threads that have not ended.
 #include "block.h"
 
 namespace emulator {
@@ -22,17 +21,18 @@ static int result_of(const Barrier& barrier) {
 static void check_arrival(Barrier& barrier, const Thread& self, BarrierKind kind, Site site) {
   if (barrier.arrived && barrier.kind != kind)
     fail(site, "barrier misuse: another kind of __syncthreads waits at %s:%d", barrier.site.file, barrier.site.line);
-  Site& warp_site = barrier.warp_sites[self.warp];
-  if (warp_site.file && warp_site.line != site.line)
-    fail(site, "barrier misuse: other lanes of this warp wait at the barrier of %s:%d", warp_site.file, warp_site.line);
-  warp_site = site;
+  WarpArrival& warp = barrier.warps[self.warp];
+  if (warp.lanes && warp.site.line != site.line)
+    fail(site, "barrier misuse: other lanes of this warp wait at the barrier of %s:%d", warp.site.file, warp.site.line);
+  warp.lanes |= 1u << self.lane;
+  warp.site = site;
 }
 
-static void open(Barrier& barrier) {
+void open_barrier(Barrier& barrier) {
   int result = result_of(barrier);
   ++barrier.meetings;
   barrier.arrived = barrier.votes = 0;
-  for (Site& site : barrier.warp_sites) site = Site{};
+  for (WarpArrival& warp : barrier.warps) warp = WarpArrival{};
   for (Thread* thread : barrier.waiting) {
     thread->barrier_result = result;
     make_ready(*thread);
@@ -53,7 +53,7 @@ int block_barrier(int identifier, BarrierKind kind, int predicate, Site site) {
   if (barrier.arrived == block.alive) {
     ++block.collectives;
     self.barrier_result = result_of(barrier);
-    open(barrier);
+    open_barrier(barrier);
   } else {
     barrier.waiting.push_back(&self);
     self.barrier = identifier;
@@ -65,7 +65,7 @@ int block_barrier(int identifier, BarrierKind kind, int predicate, Site site) {
 
 void release_barriers_at_exit(Block& block) {
   Barrier& barrier = block.barriers[0];
-  if (barrier.arrived && barrier.arrived == block.alive) open(barrier);
+  if (barrier.arrived && barrier.arrived == block.alive) open_barrier(barrier);
 }
 
 // ThreadSanitizer knows no fences; one object that all pass in turn orders at least as much as a fence does.

@@ -13,8 +13,8 @@ namespace emulator {
 }
 
 void fail(Site site, const char* format, ...) {
-  Thread& self = running_thread();
-  Block& block = *self.block;
+  Block& block = *running_thread().block;
+  const Thread& self = block.blamed ? *block.blamed : running_thread();
   char what[1024];
   va_list arguments;
   va_start(arguments, format);
@@ -28,6 +28,7 @@ void fail(Site site, const char* format, ...) {
 
 static bool wait_alike(const Thread& a, const Thread& b) {
   if (a.state != b.state) return false;
+  if (a.state == State::kMbarrier && a.mbarrier != b.mbarrier) return false;
   return a.state == State::kFinished || (a.site.line == b.site.line && a.site.file == b.site.file);
 }
 
@@ -37,7 +38,14 @@ static int describe(const Block& block, const Thread& thread, char* text, size_t
       return snprintf(text, room, "wait for their warp at %s:%d", thread.site.file, thread.site.line);
     case State::kBlockBarrier:
       return snprintf(text, room, "wait at barrier %d, %s:%d (%u of %u have arrived)", thread.barrier, thread.site.file,
-                      thread.site.line, block.barriers[thread.barrier].arrived, block.alive);
+                      thread.site.line, block.barriers[thread.barrier].arrived,
+                      thread.barrier ? block.barriers[thread.barrier].count : block.alive);
+    case State::kMbarrier:
+      return describe_mbarrier_wait(thread, text, room);
+    case State::kProducts:
+      return describe_product_wait(thread, text, room);
+    case State::kRegisters:
+      return describe_register_wait(thread, text, room);
     case State::kFinished:
       return snprintf(text, room, "have ended");
     case State::kReady:
@@ -56,7 +64,7 @@ void report_deadlock(Block& block) {
     if (!waiting && thread.state != State::kFinished) waiting = &thread;
   used += size_t(snprintf(text, room, "%s:%d: deadlock: no thread can go on [block (%u, %u, %u)]", waiting->site.file,
                           waiting->site.line, b.x, b.y, b.z));
-  for (size_t first = 0; first < block.threads.size() && used + 200 < room;) {
+  for (size_t first = 0; first < block.threads.size() && used + 400 < room;) {
     size_t last = first;
     while (last + 1 < block.threads.size() && wait_alike(block.threads[last + 1], block.threads[first])) ++last;
     used += size_t(snprintf(text + used, room - used, "\n  threads %zu to %zu ", first, last));

@@ -42,10 +42,12 @@ void* shared_pointer(u32 address, u32 bytes, u32 alignment, Site site);  // and 
 u64 shuffle_bits(u32 mask, u64 bits, u32 source_lane, Site site);
 u32 ballot(u32 mask, bool predicate, Site site);
 void sync_warp(u32 mask, Site site);
+bool elect(Site site);
 
 // ---- blocks (block_barriers.cpp) ----
 enum class BarrierKind : int { kSync, kOr, kAnd, kCount };
 int block_barrier(int identifier, BarrierKind kind, int predicate, Site site);
+void named_barrier(u32 id, u32 threads, bool waits, Site site);  // named_barriers.cpp
 void memory_fence();
 
 // ---- asynchronous copies (async_copies.cpp) ----
@@ -54,11 +56,42 @@ void copy_async_commit();
 void copy_async_wait(int pending);
 void copy_sync(u32 shared_destination, const void* global_source, u32 bytes, bool valid, Site site);
 
+// ---- mbarriers (mbarriers.cpp); `barrier` is a shared address ----
+void mbarrier_init(u32 barrier, u32 arrivals, Site site);
+void mbarrier_fence_init();
+void mbarrier_expect_bytes(u32 barrier, u32 bytes, Site site);
+void mbarrier_arrive(u32 barrier, Site site);
+void mbarrier_wait(u32 barrier, u32 parity, Site site);
+
+// ---- TMA (tensor_copies.cpp); `map` is a tensor map of flashgen/runtime/tensor_maps.py, `start` its coordinates ----
+void tensor_load(u32 destination, const void* map, u32 barrier, int rank, const int* start, Site site);
+void tensor_store(const void* map, u32 source, int rank, const int* start, bool add, Site site);
+void bulk_commit();
+void bulk_wait_read(int pending);
+void prefetch_tensor_map(const void* map, Site site);
+void fence_async_shared();  // async_proxy.cpp
+
 // ---- matrices (matrix.cpp) ----
 enum class Element : int { kf16, kbf16 };  // spelled as PTX does, which the primitives' names follow
 void load_matrix(u32* fragment, int count, bool transposed, u32 shared_source, Site site);
+void store_matrix(u32 shared_destination, const u32* fragment, int count, Site site);
 // d += a * b on fragments of m16n8k16; partial sums are rounded to float after every `depth` steps of k.
 void multiply_accumulate(float* d, const u32* a, u32 b0, u32 b1, Element element, int depth, Site site);
+
+// ---- warpgroups (wgmma.cpp, register_budget.cpp) ----
+// d (64 x columns) = a (64 x 16) * b (16 x columns), plus d if `accumulate`.
+struct WarpgroupProduct {
+  int columns;
+  Element element;
+  bool transposed_b, accumulate;
+  const u32* a_registers;  // or null: a is in shared memory
+  u64 a, b;                // descriptors
+};
+void wgmma(float* d, const WarpgroupProduct& what, Site site);
+void wgmma_fence();
+void wgmma_commit();
+void wgmma_wait(int pending, Site site);
+void set_registers(u32 count, bool increase, Site site);
 
 // ---- launch (launch.cpp) ----
 // Mirrored by flashgen/runtime/emulator.py (ctypes); keep both alike.

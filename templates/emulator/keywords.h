@@ -21,6 +21,8 @@
 #define __shared__ static_assert(false, "the emulator has dynamic shared memory only: use shared_memory");
 #define shared_memory (::emulator::dynamic_shared_memory())
 
+struct TensorMap;  // the emitted source defines it; primitives take it by reference
+
 #define threadIdx (::emulator::current->thread_index)
 #define blockIdx (::emulator::current->block_index)
 #define blockDim (::emulator::current->block_size)

@@ -1,4 +1,4 @@
-// Shuffles and votes: values that go from lane to lane. In the runtime and not in a kernel's header, since the last
+// Shuffles, votes and elections: values that go from lane to lane. In the runtime and not in a kernel's header, since the last
 // lane to arrive serves all: compiled into a kernel, ThreadSanitizer would take that for a race.
 #include "block.h"
 
@@ -43,6 +43,13 @@ u32 ballot(u32 mask, bool predicate, Site site) {
   VoteLane lane{predicate, 0};
   warp_collective(mask, WarpOperation::kVote, &lane, vote_action, site);
   return lane.result;
+}
+
+// The same lane of a warp each time, as PTX promises, but which one is the schedule's choice.
+bool elect(Site site) {
+  Thread& self = running_thread();
+  warp_collective(0xffffffffu, WarpOperation::kElect, nullptr, nullptr, site);
+  return self.lane == self.block->request->seed % 32;
 }
 
 }  // namespace emulator

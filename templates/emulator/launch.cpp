@@ -56,6 +56,8 @@ class Worker {
 
  private:
   bool add_carriers(u32 count);
+  void add_warpgroups(u32 count);
+  void reset_hopper();
   void place_thread(u32 linear, u64 block_number);
   void end_abandoned_threads();
 
@@ -82,6 +84,15 @@ bool Worker::add_carriers(u32 count) {
   return true;
 }
 
+void Worker::add_warpgroups(u32 count) {
+  while (block_.warpgroups.size() < count) {
+    Warpgroup& group = block_.warpgroups.emplace_back();
+    group.operand_engine.create("wgmma (operands in shared memory)");
+    group.register_engine.create("wgmma (registers)");
+  }
+  block_.warpgroups.resize(count);
+}
+
 bool Worker::begin(LaunchRequest& request, KernelThread run_thread) {
   u32 threads = threads_of(request), warps = (threads + 31) / 32;
   if (!add_carriers(threads)) return false;
@@ -92,6 +103,7 @@ bool Worker::begin(LaunchRequest& request, KernelThread run_thread) {
   block_.switches = block_.collectives = block_.async_copies = 0;
   block_.threads.resize(threads);
   block_.warps.resize(warps);
+  add_warpgroups((warps + kWarpgroupWarps - 1) / kWarpgroupWarps);
   for (Barrier& barrier : block_.barriers) {
     barrier.waiting.clear();
     barrier.waiting.reserve(threads);  // see ReadyQueue::reset
@@ -120,6 +132,28 @@ void Worker::place_thread(u32 linear, u64 block_number) {
   thread.in_warp = &block_.warps[linear / 32];
   thread.in_warp->live |= 1u << thread.lane;
   thread.copies.reset();
+  thread.bulk.stores.clear();
+  thread.bulk.open_group = 0;
+  thread.matrix = WarpgroupMember{};
+}
+
+void Worker::reset_hopper() {
+  block_.async_proxy.reset(block_.shared, block_.request->shared_bytes);
+  block_.mbarriers.clear();
+  block_.mbarrier_pool.give_all_back();
+  block_.tensor_copies.in_flight.clear();
+  for (TensorCopy* copy : block_.tensor_copies.pool.objects()) copy->engine.destroy();  // nothing orders blocks
+  block_.tensor_copies.pool.give_all_back();
+  for (Warpgroup& group : block_.warpgroups) {
+    group.products.clear();
+    group.accumulators.clear();
+    group.first_product = 0;
+  }
+  block_.product_pool.give_all_back();
+  block_.accumulator_pool.give_all_back();
+  block_.products_in_flight = 0;
+  block_.blamed = nullptr;
+  reset_registers(block_);
 }
 
 void Worker::run(u64 number) {
@@ -137,8 +171,9 @@ void Worker::run(u64 number) {
   for (Barrier& barrier : block_.barriers) {
     barrier.arrived = barrier.votes = 0;
     barrier.waiting.clear();
-    barrier.warp_sites.assign(block_.warps.size(), Site{});
+    barrier.warps.assign(block_.warps.size(), WarpArrival{});
   }
+  reset_hopper();
   block_.ready.reset(Order(request.order), block_.alive, u32(block_.warps.size()));
   for (u32 i = 0; i < block_.alive; ++i) place_thread(i, number);
   run_block(block_);

@@ -1,4 +1,4 @@
-// ldmatrix and mma. Fragment layouts are PTX's: g = lane / 4 is a fragment's row, t = lane % 4 its pair of columns.
+// ldmatrix, stmatrix and mma. Fragment layouts are PTX's: g = lane / 4 is a fragment's row, t = lane % 4 its pair of columns.
 #include "block.h"
 #include "half_conversions.h"
 
@@ -32,8 +32,40 @@ void load_matrix(u32* fragment, int count, bool transposed, u32 shared_source, S
   if (current->lane < u32(8 * count)) {
     row.row = static_cast<const u16*>(shared_pointer(shared_source, 16, 16, site));
     note_read(row.row, 16, __builtin_return_address(0));
+    running_thread().block->async_proxy.check_generic(shared_source - kWindowBase, 16, false, "ldmatrix", site);
   }
   warp_collective(kFullWarp, WarpOperation::kLoadMatrix, &row, load_matrix_action, site);
+}
+
+struct StoredRow {
+  const u32* fragment;
+  u16* row;
+  int count;
+};
+
+static void store_matrix_action(void* const* lanes, u32) {
+  int count = static_cast<StoredRow*>(lanes[0])->count;
+  for (int matrix = 0; matrix < count; ++matrix) {
+    for (int lane = 0; lane < 32; ++lane) {  // lane 8 * matrix + i brought the address of row i
+      u16* row = static_cast<StoredRow*>(lanes[8 * matrix + lane / 4])->row;
+      u32 pair = static_cast<StoredRow*>(lanes[lane])->fragment[matrix];
+      row[lane % 4 * 2] = u16(pair);
+      row[lane % 4 * 2 + 1] = u16(pair >> 16);
+    }
+  }
+}
+
+void store_matrix(u32 shared_destination, const u32* fragment, int count, Site site) {
+  Thread& self = running_thread();
+  StoredRow row{fragment, nullptr, count};
+  if (self.lane < u32(8 * count)) {
+    row.row = static_cast<u16*>(shared_pointer(shared_destination, 16, 16, site));
+    note_write(row.row, 16, __builtin_return_address(0));
+    AsyncProxy& proxy = self.block->async_proxy;
+    proxy.check_generic(shared_destination - kWindowBase, 16, true, "stmatrix", site);
+    proxy.note_generic_write(shared_destination - kWindowBase, 16, self.warp);
+  }
+  warp_collective(kFullWarp, WarpOperation::kStoreMatrix, &row, store_matrix_action, site);
 }
 
 struct Operands {

@@ -15,8 +15,17 @@ FLASHGEN_OWN(memcpy)(void* to, const void* from, size_t bytes) asm("memcpy");
 FLASHGEN_OWN(memmove)(void* to, const void* from, size_t bytes) asm("memmove");
 FLASHGEN_OWN(memset)(void* to, int value, size_t bytes) asm("memset");
 
+struct Word {
+  unsigned long long bits;
+} __attribute__((packed, may_alias));
+
 void* own_memcpy(void* to, const void* from, size_t bytes) {
-  for (size_t i = 0; i < bytes; ++i) {
+  size_t whole = bytes / sizeof(Word);
+  for (size_t i = 0; i < whole; ++i) {
+    static_cast<Word*>(to)[i] = static_cast<const Word*>(from)[i];
+    FLASHGEN_KEEP_LOOP;
+  }
+  for (size_t i = whole * sizeof(Word); i < bytes; ++i) {
     static_cast<char*>(to)[i] = static_cast<const char*>(from)[i];
     FLASHGEN_KEEP_LOOP;
   }
@@ -33,7 +42,13 @@ void* own_memmove(void* to, const void* from, size_t bytes) {
 }
 
 void* own_memset(void* to, int value, size_t bytes) {
-  for (size_t i = 0; i < bytes; ++i) {
+  size_t whole = bytes / sizeof(Word);
+  const Word word{0x0101010101010101ull * static_cast<unsigned char>(value)};
+  for (size_t i = 0; i < whole; ++i) {
+    static_cast<Word*>(to)[i] = word;
+    FLASHGEN_KEEP_LOOP;
+  }
+  for (size_t i = whole * sizeof(Word); i < bytes; ++i) {
     static_cast<char*>(to)[i] = static_cast<char>(value);
     FLASHGEN_KEEP_LOOP;
   }

@@ -23,12 +23,14 @@
 extern "C" {
 void* __tsan_get_current_fiber();
 void* __tsan_create_fiber(unsigned flags);
+void __tsan_destroy_fiber(void* fiber);
 void __tsan_switch_to_fiber(void* fiber, unsigned flags);
 void __tsan_set_fiber_name(void* fiber, const char* name);
 void __tsan_acquire(void* address);
 void __tsan_release(void* address);
 void __tsan_read_range(void* address, unsigned long bytes);
 void __tsan_write_range(void* address, unsigned long bytes);
+unsigned short __tsan_atomic16_fetch_or(volatile unsigned short* address, unsigned short value, int order);
 void __tsan_func_entry(void* caller);
 void __tsan_func_exit();
 }
@@ -82,6 +84,33 @@ inline void note_write(void* address, unsigned long bytes, void* caller) {
   (void)address, (void)bytes, (void)caller;
 }
 
+// Atomic updates of 16-bit numbers, or of wider ones half by half.
+inline void note_atomics(void* address, unsigned long bytes, void* caller) {
+#if defined(FLASHGEN_TSAN)
+  __tsan_func_entry(caller);
+  for (unsigned long at = 0; at < bytes; at += 2)
+    __tsan_atomic16_fetch_or(reinterpret_cast<unsigned short*>(static_cast<char*>(address) + at), 0, __ATOMIC_RELAXED);
+  __tsan_func_exit();
+#else
+  note_write(address, bytes, caller);
+#endif
+}
+
+// Variables of the kernel that hold no value for the time being: ASan reports accesses to them.
+inline void forbid_access(void* address, unsigned long bytes) {
+#ifdef FLASHGEN_ASAN
+  __asan_poison_memory_region(address, bytes);
+#endif
+  (void)address, (void)bytes;
+}
+
+inline void allow_access(void* address, unsigned long bytes) {
+#ifdef FLASHGEN_ASAN
+  __asan_unpoison_memory_region(address, bytes);
+#endif
+  (void)address, (void)bytes;
+}
+
 // A second identity for ThreadSanitizer: what asynchronous hardware does on behalf of a CUDA thread. It runs on no
 // stack of its own; AsEngine makes the running code count as the engine while it lives.
 struct Engine {
@@ -92,6 +121,12 @@ struct Engine {
     __tsan_set_fiber_name(tsan, name);
 #endif
     (void)name;
+  }
+  void destroy() {
+#ifdef FLASHGEN_TSAN
+    if (tsan) __tsan_destroy_fiber(tsan);
+#endif
+    tsan = nullptr;
   }
 };
 

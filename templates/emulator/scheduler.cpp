@@ -11,10 +11,10 @@ void make_ready(Thread& thread) {
 }
 
 static Thread* next_thread(Block& block) {
-  // Copies that land at random do so between any two steps of the block.
-  if (block.copies_in_flight && CopyPolicy(block.request->copies) == CopyPolicy::kRandom && block.random.below(8) == 0)
-    land_random_copy(block);
-  return block.ready.empty() ? nullptr : &block.ready.pop(block.random);
+  advance_engines_at_random(block);
+  while (block.ready.empty())
+    if (!advance_engines(block)) return nullptr;
+  return &block.ready.pop(block.random);
 }
 
 static Thread& next_thread_or_deadlock(Block& block) {
@@ -35,18 +35,24 @@ void suspend(State state, Site site) {
   Block& block = *self.block;
   self.state = state;
   self.site = site;
-  continue_with(block, self.carrier->fiber, next_thread_or_deadlock(block), false);
+  Thread& next = next_thread_or_deadlock(block);
+  if (&next != &self) continue_with(block, self.carrier->fiber, next, false);  // an engine may have ended the wait
 }
 
 static void end_thread(Thread& self) {
   Block& block = *self.block;
   check_copies_at_exit(self);
+  check_stores_at_exit(self);
+  check_products_at_exit(self);
   check_warp_at_exit(self);
   self.state = State::kFinished;
   self.in_warp->live &= ~(1u << self.lane);
   --block.alive;
   release_barriers_at_exit(block);
-  if (block.alive == 0) switch_fiber(self.carrier->fiber, block.worker, true);
+  if (block.alive == 0) {
+    check_block_at_end(block);
+    switch_fiber(self.carrier->fiber, block.worker, true);
+  }
   continue_with(block, self.carrier->fiber, next_thread_or_deadlock(block), true);
   __builtin_unreachable();
 }

@@ -1,10 +1,8 @@
 // The 32-bit shared window: what shared_address() gives and what ldmatrix and cp.async take.
 #include "block.h"
+#include "shared_window.h"
 
 namespace emulator {
-
-// Dynamic shared memory does not begin at 0, so that a forgotten base address is outside. 1024 keeps every alignment.
-constexpr u32 kWindowBase = 1024;
 
 u32 shared_address(const void* pointer, Site site) {
   const Thread& self = running_thread();

@@ -11,8 +11,12 @@ static const char* name_of(WarpOperation operation) {
       return "shuffle";
     case WarpOperation::kVote:
       return "vote";
+    case WarpOperation::kElect:
+      return "elect";
     case WarpOperation::kLoadMatrix:
       return "ldmatrix";
+    case WarpOperation::kStoreMatrix:
+      return "stmatrix";
     case WarpOperation::kMultiply:
       return "mma";
   }
@@ -21,14 +25,16 @@ static const char* name_of(WarpOperation operation) {
 
 // PTX's .aligned operations must be the same instruction in every lane, not only the same kind.
 static bool is_aligned(WarpOperation operation) {
-  return operation == WarpOperation::kLoadMatrix || operation == WarpOperation::kMultiply;
+  return operation == WarpOperation::kLoadMatrix || operation == WarpOperation::kStoreMatrix ||
+         operation == WarpOperation::kMultiply;
 }
 
-// __syncwarp orders memory, shuffles and votes do not. ldmatrix and mma end when the reads that feed them have ended in
+// __syncwarp orders memory; shuffles, votes and stmatrix do not. ldmatrix and mma end when the reads that feed them have ended in
 // every lane, so that a warp may write where its own fragments came from; a happens-before relation cannot tell reads
 // from writes, so that here they order both.
 static bool orders_memory(WarpOperation operation) {
-  return operation == WarpOperation::kSyncWarp || is_aligned(operation);
+  return operation == WarpOperation::kSyncWarp || operation == WarpOperation::kLoadMatrix ||
+         operation == WarpOperation::kMultiply;
 }
 
 // Masks may overlap: lanes may be ahead in a meeting of the whole warp while others are still among themselves. But two

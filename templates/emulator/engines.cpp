@@ -1,0 +1,24 @@
+// When TMA and wgmma do their work: between any two steps of the block, or only when nothing else can go on.
+#include "block.h"
+
+namespace emulator {
+
+constexpr u32 kSeldom = 8;  // one step in so many
+
+void advance_engines_at_random(Block& block) {
+  if (CopyPolicy(block.request->copies) != CopyPolicy::kRandom) return;
+  if (block.copies_in_flight && block.random.below(kSeldom) == 0) land_random_copy(block);
+  u32 copies = u32(block.tensor_copies.in_flight.size());
+  if (copies && block.random.below(kSeldom) == 0) perform_tensor_copy(block, block.random.below(copies));
+  if (block.products_in_flight && block.random.below(kSeldom) == 0) perform_random_product(block);
+}
+
+// Nobody is ready: what somebody waits for is done now, one piece at a time. False if there is nothing to do.
+bool advance_engines(Block& block) { return perform_awaited_product(block) || land_oldest_load(block); }
+
+void check_block_at_end(Block& block) {
+  check_loads_at_end(block);
+  check_registers_at_end(block);
+}
+
+}  // namespace emulator

@@ -1,0 +1,40 @@
+// TMA: copies of boxes between tensors and shared memory, between their issue and what promises their end.
+#pragma once
+#include "async_proxy.h"
+#include "mbarriers.h"
+#include "sanitizers.h"
+#include "tensor_map.h"
+
+namespace emulator {
+
+enum class TensorOperation { kLoad, kStore, kAdd };
+
+struct TensorCopy {
+  TensorOperation operation;
+  TensorBox box;
+  u32 shared;  // address
+  Thread* issuer;
+  Site site;
+  void* caller;
+  bool done;
+  Claim claim;                 // of shared memory
+  Engine engine;               // of its own, so that copies in flight are not ordered among themselves
+  MBarrier* barrier;           // of a load
+  u32 phase;                   // that ran there at the issue
+  u32 group;                   // of a store
+  Vector<unsigned char> copy;  // of a store: the box at its issue, which must not change until it is read
+  char issue_order, read_order;
+};
+
+// All of a block; each thread keeps a list of its own stores (BulkCopies).
+struct TensorCopies {
+  Pool<TensorCopy> pool;
+  Vector<TensorCopy*> in_flight;
+};
+
+struct BulkCopies {
+  Vector<TensorCopy*> stores;  // not waited for yet
+  u32 open_group = 0;
+};
+
+}  // namespace emulator

@@ -1,0 +1,44 @@
+// Tensor maps as the emulator's launches encode them, in the 128 bytes of a CUtensorMap, and the boxes they describe.
+#pragma once
+#include "shared_window.h"
+
+namespace emulator {
+
+enum class TensorElement : u32 { kF16, kBf16, kF32 };
+
+// Mirrored by flashgen/runtime/tensor_maps.py; keep both alike.
+struct TensorMapLayout {
+  static constexpr u64 kMagic = 0x3150414d54455247ull;
+  char* base;
+  u64 magic;
+  u32 rank;  // 1 to 5; dimension 0 is contiguous
+  TensorElement element;
+  u32 swizzle_bytes;  // 0, 32, 64 or 128
+  u32 reserved;
+  u32 size[5];
+  u16 box[5];
+  u16 reserved_too;
+  long long stride[4];  // in bytes, of dimensions 1 to 4
+  u64 unused[4];
+};
+static_assert(sizeof(TensorMapLayout) == 128, "as large as a CUtensorMap");
+
+// One box at given coordinates, some of it perhaps outside of the tensor.
+struct TensorBox {
+  TensorMapLayout map;
+  int start[5];
+  u32 rows, row_bytes;         // rows of shared memory: all but the first dimension
+  u32 first_byte, past_bytes;  // the bytes of each row that lie inside of the tensor
+
+  u32 bytes() const { return rows * row_bytes; }
+  // Where byte `first_byte` of a row lies in the tensor, or null if no byte of the row lies in it.
+  char* row_address(u32 row) const;
+};
+
+// Checked as TMA does: a map of that rank, and boxes that fit shared memory.
+TensorBox tensor_box(const void* map, int rank, const int* start, Site site);
+const TensorMapLayout& checked_map(const void* map, Site site);
+
+inline u32 element_bytes(TensorElement element) { return element == TensorElement::kF32 ? 4 : 2; }
+
+}  // namespace emulator

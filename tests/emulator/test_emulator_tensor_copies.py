@@ -1,0 +1,56 @@
+"""TMA against NumPy: where a box lands in shared memory, what lies outside of the tensor, stores and additions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hopper_kernels import BOXES, Box, kernel_source
+
+from flashgen.runtime.schedule import COPIES, Schedule
+
+
+def source(box: Box) -> str:
+    return kernel_source("boxes.cu", {"kBoxBytes": box.bytes})
+
+
+@pytest.mark.parametrize("copies", COPIES)
+@pytest.mark.parametrize("box", BOXES, ids=str)
+def test_a_load(run: Any, box: Box, copies: Any) -> None:
+    tensor, raw = box.tensor(), np.full(box.bytes // 4, 7, np.uint32)
+    how = {"block": (64, 1, 1), "shared": box.bytes + 8, "schedule": Schedule("random", copies, seed=3)}
+    run(source(box), "load_box", box.map(tensor), raw, *box.start, **how)
+    np.testing.assert_array_equal(raw.view(np.uint16), box.in_shared_memory(tensor).view(np.uint16))
+
+
+@pytest.mark.parametrize("copies", COPIES)
+@pytest.mark.parametrize("kernel", ["store_box", "add_box"])
+@pytest.mark.parametrize("box", BOXES, ids=str)
+def test_a_store_and_an_addition(run: Any, box: Box, kernel: str, copies: Any) -> None:
+    tensor, data = box.tensor(), box.tensor(seed=1)
+    raw = box.in_shared_memory(data).view(np.uint32).copy()
+    want = box.stored(tensor, data, add=kernel == "add_box")
+    how = {"block": (64, 1, 1), "shared": box.bytes, "schedule": Schedule("random", copies, seed=3)}
+    run(source(box), kernel, box.map(tensor), raw, *box.start, **how)
+    np.testing.assert_array_equal(tensor.view(np.uint16), want.view(np.uint16))
+
+
+@pytest.mark.parametrize("sanitize", ["address", "thread"])
+def test_copies_are_clean_under_sanitizers(run: Any, sanitize: str) -> None:
+    for box in BOXES[:2]:
+        for kernel in ("load_box", "store_box", "add_box"):
+            tensor, raw = box.tensor(), np.zeros(box.bytes // 4, np.uint32)
+            how = {"block": (64, 1, 1), "shared": box.bytes + 8, "sanitize": sanitize}
+            run(source(box), kernel, box.map(tensor), raw, *box.start, **how)
+
+
+def test_blocks_may_add_to_the_same_numbers_but_not_store_to_them(run: Any) -> None:
+    from flashgen.errors import LaunchError
+
+    box = BOXES[0]
+    how = {"block": (64, 1, 1), "grid": (2, 1, 1), "shared": box.bytes, "sanitize": "thread"}
+    tensor, raw = box.tensor(), np.zeros(box.bytes // 4, np.uint32)
+    run(source(box), "add_box", box.map(tensor), raw, *box.start, **how)
+    with pytest.raises(LaunchError, match=r"kernel\.cu:\d+: .*data race"):
+        run(source(box), "store_box", box.map(tensor), raw, *box.start, **how)

@@ -1,0 +1,38 @@
+"""wgmma against NumPy: operands from shared memory and registers, both majors of b, every swizzle, several shapes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hopper_kernels import PRODUCTS, ProductCase
+
+from flashgen.runtime.schedule import COPIES, ORDERS, Schedule
+
+
+def product(run: Any, case: ProductCase, accumulate: bool = True, **how: Any) -> None:
+    a, b, d = case.inputs()
+    want = case.expected(a, b, d, accumulate)
+    maps = case.maps(a, b)
+    run(case.source, "product", *maps, a, d, int(accumulate), block=(128, 1, 1), shared=case.shared_bytes, **how)
+    np.testing.assert_allclose(d, want, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("case", PRODUCTS, ids=str)
+def test_every_way_of_an_operand(run: Any, case: ProductCase) -> None:
+    product(run, case)
+    product(run, case, accumulate=False)
+
+
+@pytest.mark.parametrize("copies", COPIES)
+@pytest.mark.parametrize("order", ORDERS)
+def test_every_schedule(run: Any, order: Any, copies: Any) -> None:
+    for number, case in enumerate(PRODUCTS[::9]):
+        product(run, case, schedule=Schedule(order, copies, seed=number))
+
+
+@pytest.mark.parametrize("sanitize", ["address", "thread"])
+def test_products_are_clean_under_sanitizers(run: Any, sanitize: str) -> None:
+    for case in PRODUCTS[4:48:11]:
+        product(run, case, sanitize=sanitize, schedule=Schedule("random", "random", seed=1))
