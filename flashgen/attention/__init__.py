@@ -2,5 +2,6 @@
 
 from flashgen.attention.callable import Attention
 from flashgen.attention.compiling import compile
+from flashgen.attention.gradients import Gradients
 
-__all__ = ["Attention", "compile"]
+__all__ = ["Attention", "Gradients", "compile"]

@@ -9,7 +9,7 @@ import pytest
 
 import flashgen.language as fg
 from flashgen import attention
-from flashgen.attention.gradients import Gradients
+from flashgen.attention import Gradients
 from flashgen.verify import Inputs, Shape, random_gradients, random_inputs
 
 RAGGED = Shape(37, 70, 2, 4, 2)

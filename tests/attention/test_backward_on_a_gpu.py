@@ -12,7 +12,7 @@ import pytest
 
 import flashgen.language as fg
 from flashgen import attention
-from flashgen.attention.gradients import Gradients
+from flashgen.attention import Gradients
 from flashgen.build import nvrtc
 from flashgen.errors import ArgumentError
 from flashgen.verify import Inputs, Shape, random_gradients, random_inputs
