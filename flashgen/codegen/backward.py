@@ -47,7 +47,7 @@ class BackwardKernels:
     """The kernels of a backward pass.
 
     prepare, keys, queries, finish: as in the module's docstring. captures: the kernels that turn the sums of a captured
-    array's gradient into the gradient. plan: that of `keys`; queries_plan: that of `queries`. uses_lists: `keys` takes
+    array's gradient into the gradient, where they are not it: float32 sums of a float32 array are. plan: that of `keys`; queries_plan: that of `queries`. uses_lists: `keys` takes
     its tiles of queries from lists; uses_key_lists: `queries` its tiles of keys.
     """
 
@@ -101,7 +101,11 @@ def render_backward(
         finish,
         plan,
         queries_plan,
-        captures={capture.name: _capture(spec, target, capture, deterministic) for capture in _differentiated(spec)},
+        captures={
+            capture.name: _capture(spec, target, capture, deterministic)
+            for capture in spec.captures
+            if capture.grad and (deterministic or capture.dtype != "float32")
+        },
         uses_lists=query_range(spec.mask.expression) is None,
         uses_key_lists=deterministic and key_range(spec.mask.expression) is None,
         deterministic=deterministic,
@@ -173,11 +177,6 @@ def _queries(spec: AttentionSpec, target: Target, plan: QueriesPlan) -> Rendered
         "longest_first": tiles is not None and tiles.end.has(Q_LAST, Q_FIRST) and not tiles.begin.has(Q_LAST, Q_FIRST),
     }
     return _kernel("queries", spec, target, _with_variant(spec, fields, tiles is None), context, plan.threads, shared)
-
-
-def _differentiated(spec: AttentionSpec) -> list[Capture]:
-    """The captured arrays that gradients are asked of."""
-    return [capture for capture in spec.captures if capture.grad]
 
 
 def _capture(spec: AttentionSpec, target: Target, capture: Capture, deterministic: bool) -> RenderedKernel:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from flashgen.codegen.plans import MMA_DEPTH, MMA_ROWS, WARP, ForwardPlan, padded
+from flashgen.codegen.plans import MMA_DEPTH, MMA_ROWS, WARP, ForwardPlan, padded, weight
 from flashgen.codegen.targets import Target
 from flashgen.errors import UnsupportedError
 from flashgen.language.spec import AttentionSpec
@@ -102,9 +102,8 @@ class QueriesPlan(ForwardPlan):
 
 
 # (tile_q, tile_k, warps, split, stages) in the order of preference: by speed on an H200, then by what smaller GPUs hold.
-# Warps of 32 keys read half as much shared memory as those of 16; beyond head dim 64 two of them must share dK and dV.
+# Warps of 32 keys read half as much shared memory as those of 16, for which two of them share dK and dV.
 _PREFERENCE = (
-    (32, 128, 4, 1, 2),
     (64, 128, 8, 2, 2),
     (64, 64, 8, 2, 2),
     (64, 64, 8, 2, 1),
@@ -117,6 +116,9 @@ _PREFERENCE = (
     (32, 16, 2, 2, 1),
     (16, 32, 2, 1, 1),
 )
+# Small blocks, several on a multiprocessor, suit small head dims, and kernels that add nothing up in global memory.
+_PREFERENCE_OF_SMALL_BLOCKS = ((64, 64, 4, 2, 2), *_PREFERENCE)
+_SMALL_HEAD_DIM = 64
 # (tile_q, tile_k, warps, stages)
 _QUERIES_PREFERENCE = (
     (128, 64, 4, 2),
@@ -129,9 +131,10 @@ _QUERIES_PREFERENCE = (
     (32, 32, 2, 1),
     (32, 16, 2, 1),
 )
-_MOST_BLOCKS = 2
-_WARPS_TO_HIDE_LATENCY = 8  # on a multiprocessor
 _ACCUMULATORS = 200  # registers of a thread that may hold sums
+_REGISTERS = 65536  # of a multiprocessor
+# Registers of a thread beside its sums, by how much the variant itself needs.
+_BESIDE_SUMS = {"none": 40, "plain": 40, "busy": 40, "loading": 60, "moderate": 60, "costly": 60, "heavy": 60}
 
 
 def _accumulators(plan: BackwardPlan | QueriesPlan, spec: AttentionSpec) -> int:
@@ -143,14 +146,11 @@ def _accumulators(plan: BackwardPlan | QueriesPlan, spec: AttentionSpec) -> int:
     return rows * (head + value + 2 * plan.tile_q) // plan.split // WARP
 
 
-def _with_blocks(plan: AnyPlan, shared_bytes: int, target: Target) -> AnyPlan:
-    """The plan with as many blocks on a multiprocessor as have room there and are needed to hide latency."""
-    blocks = min(
-        target.shared_per_multiprocessor // (shared_bytes + _RESERVED_SHARED),
-        _WARPS_TO_HIDE_LATENCY // plan.warps,
-        _MOST_BLOCKS,
-    )
-    return replace(plan, blocks=max(blocks, 1))
+def _with_blocks(plan: AnyPlan, shared_bytes: int, spec: AttentionSpec, target: Target) -> AnyPlan:
+    """The plan with as many blocks as a multiprocessor has shared memory and registers for."""
+    registers = _accumulators(plan, spec) + _BESIDE_SUMS[weight(spec)]
+    by_memory = target.shared_per_multiprocessor // (shared_bytes + _RESERVED_SHARED)
+    return replace(plan, blocks=max(min(by_memory, _REGISTERS // (plan.threads * registers)), 1))
 
 
 def _chosen(plans: list[AnyPlan], spec: AttentionSpec) -> AnyPlan:
@@ -161,10 +161,11 @@ def _chosen(plans: list[AnyPlan], spec: AttentionSpec) -> AnyPlan:
 
 def choose_backward_plan(spec: AttentionSpec, target: Target, deterministic: bool = False) -> BackwardPlan:
     """The default plan of the keys' kernel of a spec on a target."""
-    plans = [BackwardPlan(*sizes) for sizes in _PREFERENCE]
+    small = deterministic or max(spec.head_dim, spec.value_dim) <= _SMALL_HEAD_DIM
+    plans = [BackwardPlan(*sizes) for sizes in (_PREFERENCE_OF_SMALL_BLOCKS if small else _PREFERENCE)]
     return _chosen(
         [
-            _with_blocks(plan, plan.shared_bytes(spec, deterministic), target)
+            _with_blocks(plan, plan.shared_bytes(spec, deterministic), spec, target)
             for plan in plans
             if plan.problem(spec, target, deterministic) is None
         ],
@@ -176,6 +177,6 @@ def choose_queries_plan(spec: AttentionSpec, target: Target) -> QueriesPlan:
     """The default plan of the queries' kernel of a spec on a target."""
     plans = [QueriesPlan(*sizes) for sizes in _QUERIES_PREFERENCE]
     return _chosen(
-        [_with_blocks(plan, plan.shared_bytes(spec), target) for plan in plans if plan.problem(spec, target) is None],
+        [_with_blocks(plan, plan.shared_bytes(spec), spec, target) for plan in plans if plan.problem(spec, target) is None],
         spec,
     )

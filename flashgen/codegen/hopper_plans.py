@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from flashgen.codegen.plans import _is_blocky as reads_blocks
-from flashgen.codegen.plans import _weight as variant_weight
+from flashgen.codegen.plans import weight as variant_weight
 from flashgen.codegen.plans import padded
 from flashgen.codegen.targets import Target
 from flashgen.errors import UnsupportedError

@@ -121,7 +121,7 @@ def _loads_per_score(expression: sympy.Basic) -> bool:
     return any(load.xreplace(straight).has(QUERY, KEY) for load in expression.atoms(Load))
 
 
-def _weight(spec: AttentionSpec) -> str:
+def weight(spec: AttentionSpec) -> str:
     """How many registers the variant needs beside the accumulators."""
     mask, score = spec.mask.expression, spec.score.expression if spec.score else sympy.S.Zero
     mask_loads, operations = _loads_per_score(mask), _operations(mask)
@@ -174,10 +174,10 @@ def _candidates(spec: AttentionSpec, target: Target) -> list[ForwardPlan]:
 
 def choose_forward_plan(spec: AttentionSpec, target: Target) -> ForwardPlan:
     """The default plan of a spec on a target: the first preferred one whose accumulators leave registers to spare."""
-    weight, candidates = _weight(spec), _candidates(spec, target)
-    allowance = (_ACCUMULATORS_SM_90 if target.compute_capability == 90 else _ACCUMULATORS)[weight]
+    heaviness, candidates = weight(spec), _candidates(spec, target)
+    allowance = (_ACCUMULATORS_SM_90 if target.compute_capability == 90 else _ACCUMULATORS)[heaviness]
     for plan in candidates:
         scores, accumulators = _accumulators(plan, spec)
-        if accumulators <= allowance and scores <= _SCORES[weight]:
+        if accumulators <= allowance and scores <= _SCORES[heaviness]:
             return plan
     return min(candidates, key=lambda plan: _accumulators(plan, spec)[1])
