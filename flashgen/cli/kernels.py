@@ -37,17 +37,15 @@ class What(StrEnum):
 
 def tile_of(spec: AttentionSpec, target: str, of: Pass, deterministic: bool) -> tuple[int, int]:
     """(queries, keys) of a tile of a pass."""
-    from flashgen.codegen.plans import choose_forward_plan
+    from flashgen.codegen.backward import render_backward
+    from flashgen.codegen.families import render_forward
     from flashgen.codegen.targets import target_named
 
-    plan: Any
     if of is Pass.forward:
-        plan = choose_forward_plan(spec, target_named(target))
-    else:
-        from flashgen.codegen.backward import render_backward
-
-        plan = render_backward(spec, target_named(target), deterministic=deterministic).plan
-    return plan.tile_q, plan.tile_k
+        forward = render_forward(spec, target_named(target)).plan
+        return forward.tile_q, forward.tile_k
+    backward = render_backward(spec, target_named(target), deterministic=deterministic).plan
+    return backward.tile_q, backward.tile_k
 
 
 def rendered(
@@ -97,9 +95,13 @@ def machine_code(kernel: RenderedKernel, what: What) -> str:
     return inspect.sass(compiled(kernel).cubin_path)
 
 
-def show_resources(kernels: Mapping[str, RenderedKernel], json: bool) -> None:
+def show_resources(
+    kernels: Mapping[str, RenderedKernel], spec: AttentionSpec, of: Pass, deterministic: bool, json: bool
+) -> None:
     """What the compiler reports of each kernel and what its launch takes and costs."""
-    facts = {part: resources_of(kernel) for part, kernel in kernels.items()}
+    facts = {
+        part: resources_of(kernel, cost_of(part, kernel, spec, of, deterministic)) for part, kernel in kernels.items()
+    }
     if len(facts) == 1:
         (only,) = facts.values()
         if json:
@@ -114,7 +116,7 @@ def show_resources(kernels: Mapping[str, RenderedKernel], json: bool) -> None:
         print_table(heading, [(part, *(str(known[name]) for name in names)) for part, known in facts.items()])
 
 
-def resources_of(kernel: RenderedKernel) -> dict[str, Any]:
+def resources_of(kernel: RenderedKernel, cost: tuple[str, str]) -> dict[str, Any]:
     entry = compiled(kernel)
     return {
         "kernel": kernel.name,
@@ -122,14 +124,20 @@ def resources_of(kernel: RenderedKernel) -> dict[str, Any]:
         **entry.resources.to_dict(),
         "dynamic_shared": kernel.shared_bytes,
         "threads": kernel.threads,
-        "flops": stated(kernel, "FLOPs"),
-        "hbm": stated(kernel, "HBM"),
+        "flops": cost[0],
+        "hbm_bytes": cost[1],
         "nvrtc": ".".join(str(part) for part in entry.meta["nvrtc_version"]),
         "cubin": str(entry.cubin_path),
     }
 
 
-def stated(kernel: RenderedKernel, what: str) -> str:
-    """What a kernel's own header says that it costs, a formula of the lengths; "" where it says nothing."""
-    found = re.search(rf"^// {what} +(.+)$", kernel.source, re.MULTILINE)
-    return found[1] if found else ""
+def cost_of(part: str, kernel: RenderedKernel, spec: AttentionSpec, of: Pass, deterministic: bool) -> tuple[str, str]:
+    """FLOPs and bytes of HBM, formulas of a call's sizes; a forward kernel's are those that its own header states."""
+    from flashgen.codegen.backward_costs import backward_cost
+
+    if of is Pass.backward and not part.endswith("lists"):
+        cost = backward_cost(part, spec, deterministic)
+        return cost.flops, cost.hbm
+    stated = [re.search(rf"^// {what} +(.+)$", kernel.source, re.MULTILINE) for what in ("FLOPs", "HBM")]
+    flops, hbm = (found[1] if found else "" for found in stated)
+    return flops, hbm

@@ -89,7 +89,7 @@ def show(
         return
     chosen = rendered(declared, architecture, of, kernel, deterministic)
     if what is What.resources:
-        show_resources(chosen, json)
+        show_resources(chosen, declared, of, deterministic, json)
     else:
         show_texts(chosen, what)
 

@@ -112,10 +112,11 @@ def test_show_what_the_backward_compiles_to_and_costs() -> None:
     arguments = ("show", "causal()", "--target", "sm_80", "--pass", "backward", "--what", "resources")
     facts = {row["part"]: row for row in json.loads(invoke(*arguments, "--json").stdout)}
     assert list(facts) == ["prepare", "keys", "finish"] and 0 < facts["keys"]["registers"] <= 255
-    assert facts["keys"]["flops"].startswith("640 * batch * heads_q * len_q * len_k")
+    assert facts["keys"]["flops"].startswith("640 * batch * heads_q * len_q * len_k")  # 5 products to the forward's 2
+    assert all("batch" in row["hbm_bytes"] for row in facts.values())
     assert re.search(r"^keys\t\d+\t", invoke(*arguments).stdout, re.MULTILINE)
     forward = json.loads(invoke(*arguments[:4], "--what", "resources", "--json").stdout)
-    assert forward["flops"].startswith("256 * batch") and "bytes" in forward["hbm"]
+    assert forward["flops"].startswith("256 * batch") and "bytes" in forward["hbm_bytes"]
 
 
 @needs_nvrtc

@@ -27,7 +27,7 @@ def test_generated_is_byte_for_byte_what_a_build_writes(tmp_path: Path) -> None:
 
 
 def test_the_set_stays_small() -> None:
-    assert 1 <= len(list(GENERATED.glob("*.cu"))) <= 24
+    assert 1 <= len(list(GENERATED.glob("*.cu"))) <= 32
 
 
 @pytest.mark.parametrize("path", sorted(GENERATED.glob("*.cu")), ids=lambda path: path.stem)
