@@ -14,6 +14,7 @@ namespace emulator {
 
 void fail(Site site, const char* format, ...) {
   Block& block = *running_thread().block;
+  AsEngine running(Engine{running_thread().carrier->fiber.tsan});  // an engine's doing ends here, too
   const Thread& self = block.blamed ? *block.blamed : running_thread();
   char what[1024];
   va_list arguments;

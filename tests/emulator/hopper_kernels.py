@@ -179,3 +179,59 @@ BOXES = [
     Box((1, 1, 16, 64), (64, 8, 1, 1), (64, 0, 0, 0), 128),  # nothing of it inside
     Box((1, 2, 20, 32), (32, 8, 1, 1), (8, 1, 1, 0), 128, np.dtype(np.float32)),
 ]
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """kernels/pipeline.cu: c = a @ b.T in float16 by tiles of 128 rows and steps of 32."""
+
+    tiles: int = 3
+    steps: int = 3
+    stages: int = 2
+    name = "pipeline"
+    block = (384, 1, 1)
+
+    @property
+    def source(self) -> str:
+        return kernel_source(
+            "pipeline.cu", {"kStages": self.stages}, {"shared_widths": [64], "shared_transposed": "false"}
+        )
+
+    @property
+    def shared_bytes(self) -> int:
+        return self.stages * (192 * 64 + 16) + 128 * 128
+
+    def arguments(self) -> tuple[tuple[Any, ...], np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+        """(the kernel's arguments, c as it will be written, c as it should be)."""
+        random = np.random.default_rng(0)
+        a = random.standard_normal((self.tiles * 128, self.steps * 32)).astype(np.float16)
+        b = random.standard_normal((64, self.steps * 32)).astype(np.float16)
+        c = np.full((self.tiles * 128, 64), np.nan, np.float16)
+        maps = (
+            TensorMap(a[None, None], (32, 128, 1, 1), 64),
+            TensorMap(b[None, None], (32, 64, 1, 1), 64),
+            TensorMap(c[None, None], (64, 16, 1, 1), 128),
+        )
+        return (*maps, self.tiles, self.steps), c, a.astype(np.float64) @ b.T.astype(np.float64)
+
+
+@dataclass(frozen=True)
+class WrittenOperands:
+    """kernels/written_operands.cu: d (64, 32) = a (64, 16) @ b (32, 16).T in float16."""
+
+    name = "written_operands"
+    block = (128, 1, 1)
+    shared_bytes = 2048 + 1024
+
+    @property
+    def source(self) -> str:
+        return kernel_source("written_operands.cu", {}, {"shared_widths": [32], "shared_transposed": "false"})
+
+    def arguments(self) -> tuple[tuple[Any, ...], np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+        """(the kernel's arguments, d as it will be written, d as it should be)."""
+        random = np.random.default_rng(0)
+        a, b = (random.standard_normal((rows, 16)).astype(np.float16) for rows in (64, 32))
+        # (warp, half of rows, row, half of columns, pair) -> (warp, row, pair, half of columns, half of rows)
+        fragments = a.view(np.uint32).reshape(4, 2, 8, 2, 4).transpose(0, 2, 4, 3, 1)
+        d = np.full((64, 32), np.nan, np.float32)
+        return (np.ascontiguousarray(fragments), b, d), d, a.astype(np.float64) @ b.T.astype(np.float64)

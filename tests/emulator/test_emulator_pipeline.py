@@ -1,0 +1,39 @@
+"""Kernels that use Hopper's instructions together: right numbers under every schedule and sanitizer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hopper_kernels import Pipeline, WrittenOperands
+
+from flashgen.runtime.schedule import Schedule, schedules
+
+KERNELS = [Pipeline(), Pipeline(stages=1), Pipeline(1, 7, 4), WrittenOperands()]
+
+
+def check(run: Any, kernel: Any, **how: Any) -> None:
+    arguments, got, want = kernel.arguments()
+    run(kernel.source, kernel.name, *arguments, block=kernel.block, shared=kernel.shared_bytes, **how)
+    np.testing.assert_allclose(got.astype(np.float64), want, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("schedule", schedules(16), ids=str)
+def test_every_schedule(run: Any, schedule: Schedule) -> None:
+    for kernel in KERNELS:
+        check(run, kernel, schedule=schedule)
+
+
+@pytest.mark.parametrize("sanitize", ["address", "thread"])
+@pytest.mark.parametrize("kernel", KERNELS, ids=str)
+def test_sanitizers_find_nothing(run: Any, kernel: Any, sanitize: str) -> None:
+    for schedule in schedules(3):
+        check(run, kernel, sanitize=sanitize, schedule=schedule)
+
+
+def test_blocks_one_after_another(run: Any) -> None:
+    # Every block does the same work: what one leaves behind in the engines must not reach the next.
+    kernel = Pipeline(2, 2)
+    for schedule in schedules(4):
+        check(run, kernel, schedule=schedule, grid=(3, 1, 1))
