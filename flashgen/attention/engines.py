@@ -82,9 +82,9 @@ class EmulatorRunner:
         from flashgen.runtime import emulator
 
         writer = launch.writer
-        pointers = [(8 * i, arrays[name]) for i, name in enumerate(writer.pointer_names) if name in arrays]
+        pointers = [(writer.offsets[name], arrays[name]) for name in writer.pointer_names if name in arrays]
         threads, shared = self._kernel.threads, self._kernel.shared_bytes
-        struct = bytes(writer.write({}, numbers))
+        struct = bytes(writer.write_emulated(numbers))
         emulator.launch(self._compiled, launch.grid, (threads, 1, 1), shared, struct, pointers, self._schedule)
 
 

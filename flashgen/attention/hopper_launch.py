@@ -11,7 +11,7 @@ from flashgen.codegen.arguments import ArgumentLayout
 from flashgen.codegen.hopper import HopperKernel
 from flashgen.language.spec import AttentionSpec
 from flashgen.runtime.arrays import View
-from flashgen.runtime.tensor_maps import MAP_BYTES, MapShape, map_shape, tensor_map
+from flashgen.runtime.tensor_maps import MAP_BYTES, MapShape, emulated_map, map_shape, tensor_map
 
 _SECTION_BYTES = 32 * 2**20  # of K and V, which blocks that run side by side should find in the L2
 _MOST_SECTIONS = 65535  # of a grid along z
@@ -38,6 +38,14 @@ class MapWriter(ArgumentWriter):
             address = pointers[name] or pointers["o"]  # an empty array has none, and is not read
             at = self.offsets[name]
             buffer[at : at + MAP_BYTES] = tensor_map(address, shape)
+        return buffer
+
+    def write_emulated(self, numbers: Mapping[str, int | float]) -> bytearray:
+        """The struct of one call on the emulator, with maps as it has them."""
+        buffer = super().write({}, numbers)
+        for name, shape in self.shapes.items():
+            at = self.offsets[name]
+            buffer[at : at + MAP_BYTES] = emulated_map(shape)
         return buffer
 
 

@@ -44,3 +44,7 @@ class ArgumentWriter:
         for name, (packer, offset) in self._numbers.items():
             packer.pack_into(buffer, offset, numbers[name])
         return buffer
+
+    def write_emulated(self, numbers: Mapping[str, int | float]) -> bytearray:
+        """The struct of one call on the emulator, which puts the arrays' addresses at their `offsets`."""
+        return self.write({}, numbers)
