@@ -87,11 +87,11 @@ class ProductCase:
         return -(-a // 1024) * 1024 + b + 8
 
     def inputs(self, seed: int = 0) -> tuple[np.ndarray[Any, Any], ...]:
-        """a (64, depth); b (columns, depth), or transposed; d (64, columns)."""
+        """a (64, depth); b (columns, depth), or transposed; d (64, columns): integers, whose sums are exact."""
         random = np.random.default_rng(seed)
-        a = random.standard_normal((64, self.depth)).astype(DTYPES[self.dtype])
-        b = random.standard_normal((self.columns, self.depth)).astype(DTYPES[self.dtype])
-        d = random.standard_normal((64, self.columns)).astype(np.float32)
+        a = random.integers(-8, 9, (64, self.depth)).astype(DTYPES[self.dtype])
+        b = random.integers(-8, 9, (self.columns, self.depth)).astype(DTYPES[self.dtype])
+        d = random.integers(-8, 9, (64, self.columns)).astype(np.float32)
         return a, np.ascontiguousarray(b.T) if self.transposed else b, d
 
     def maps(self, a: np.ndarray[Any, Any], b: np.ndarray[Any, Any]) -> tuple[TensorMap, TensorMap]:

@@ -16,7 +16,7 @@ def product(run: Any, case: ProductCase, accumulate: bool = True, **how: Any) ->
     want = case.expected(a, b, d, accumulate)
     maps = case.maps(a, b)
     run(case.source, "product", *maps, a, d, int(accumulate), block=(128, 1, 1), shared=case.shared_bytes, **how)
-    np.testing.assert_allclose(d, want, rtol=1e-5, atol=1e-4)
+    np.testing.assert_array_equal(d, want)
 
 
 @pytest.mark.parametrize("case", PRODUCTS, ids=str)
