@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from flashgen.codegen.plans import MMA_DEPTH, MMA_ROWS, WARP, ForwardPlan, padded, weight
+from flashgen.codegen.plans import MMA_DEPTH, MMA_ROWS, WARP, padded, weight
 from flashgen.codegen.targets import Target
 from flashgen.errors import UnsupportedError
 from flashgen.language.spec import AttentionSpec
 
 _MOST_THREADS = 1024  # of a block
+_DROPOUT_COLUMNS = 32  # that one call of the generator serves
 _RESERVED_SHARED = 1024  # bytes of each block's shared memory that the system takes
 _STATISTICS_BYTES = 8  # of a row: its LSE and D
 
@@ -64,25 +65,8 @@ class BackwardPlan:
 
     def problem(self, spec: AttentionSpec, target: Target, deterministic: bool = False) -> str | None:
         """Why the plan contradicts itself, or does not fit the spec or the target; None where it does."""
-        if min(self.tile_q, self.tile_k, self.warps, self.split, self.blocks) < 1 or self.threads > _MOST_THREADS:
-            return f"its numbers must be positive, and its warps at most {_MOST_THREADS // WARP}"
-        if self.warps % self.split or self.tile_k % (self.warps // self.split * MMA_ROWS):
-            return f"tile_k={self.tile_k} must be a multiple of 16 x warps={self.warps} / split={self.split}"
-        if self.tile_q % (MMA_DEPTH * self.split):
-            return f"tile_q={self.tile_q} must be a multiple of 16 x split={self.split}"
-        if padded(spec.head_dim) % (MMA_DEPTH * self.split) or padded(spec.value_dim) % (MMA_DEPTH * self.split):
-            return f"split={self.split} must divide head and value dims into multiples of 16"
-        if self.stages not in (1, 2):
-            return f"stages={self.stages} must be 1 or 2"
-        if self.stages == 2 and not target.asynchronous_copies:
-            return f"stages=2 needs asynchronous copies, which {target.name} has not"
         needed = self.shared_bytes(spec, deterministic)
-        if needed > target.shared_per_block:
-            return (
-                f"it takes {needed} bytes of shared memory and a block of {target.name} has {target.shared_per_block}: "
-                "take smaller tiles or fewer stages"
-            )
-        return None
+        return _problem(self, ("tile_k", self.tile_k), ("tile_q", self.tile_q), needed, spec, target)
 
     def check(self, spec: AttentionSpec, target: Target, deterministic: bool = False) -> None:
         """UnsupportedError where there is a problem."""
@@ -92,19 +76,81 @@ class BackwardPlan:
 
 
 @dataclass(frozen=True)
-class QueriesPlan(ForwardPlan):
-    """The plan of the kernel whose blocks walk the keys of a tile of queries: the forward's, with dO beside Q."""
+class QueriesPlan:
+    """The plan of the kernel whose blocks walk the keys of a tile of queries.
+
+    Attributes:
+        tile_q: queries of a block.
+        tile_k: keys of a step.
+        warps: warps of a block.
+        split: warps that share the same queries, each with its part of the keys and of the columns of dQ.
+        stages: tiles of K, and of V, that shared memory holds at once.
+        blocks: thread blocks that should fit on a multiprocessor, which caps their registers.
+    """
+
+    tile_q: int
+    tile_k: int
+    warps: int
+    split: int = 1
+    stages: int = 2
+    blocks: int = 1
+
+    @property
+    def threads(self) -> int:
+        return self.warps * WARP
 
     def shared_bytes(self, spec: AttentionSpec) -> int:
-        """Dynamic shared memory of a block: Q and dO, and the stages of K and V; dQ reuses Q's at the end."""
+        """Dynamic shared memory of a block: Q and dO, the stages of K and V, dS if shared; dQ reuses Q's at the end."""
         head, value = padded(spec.head_dim), padded(spec.value_dim)
-        return 2 * (self.tile_q + self.stages * self.tile_k) * (head + value)
+        shared_scores = self.tile_q * self.tile_k if self.split > 1 else 0
+        return 2 * ((self.tile_q + self.stages * self.tile_k) * (head + value) + shared_scores)
+
+    def problem(self, spec: AttentionSpec, target: Target) -> str | None:
+        """Why the plan contradicts itself, or does not fit the spec or the target; None where it does."""
+        if self.tile_k % _DROPOUT_COLUMNS and spec.dropout:
+            return f"tile_k={self.tile_k} must be a multiple of 32 with dropout"
+        if self.split > 1 and spec.dropout and self.tile_k // self.split % _DROPOUT_COLUMNS:
+            return f"tile_k={self.tile_k} must be a multiple of 32 x split={self.split} with dropout"
+        return _problem(self, ("tile_q", self.tile_q), ("tile_k", self.tile_k), self.shared_bytes(spec), spec, target)
+
+
+def _problem(
+    plan: BackwardPlan | QueriesPlan,
+    rows: tuple[str, int],
+    columns: tuple[str, int],
+    shared_bytes: int,
+    spec: AttentionSpec,
+    target: Target,
+) -> str | None:
+    """What is wrong with a plan; `rows` and `columns` are the sides of its tiles of scores that warps divide so."""
+    warps, split = plan.warps, plan.split
+    if min(plan.tile_q, plan.tile_k, warps, split, plan.blocks) < 1 or plan.threads > _MOST_THREADS:
+        return f"its numbers must be positive, and its warps at most {_MOST_THREADS // WARP}"
+    if warps % split or rows[1] % (warps // split * MMA_ROWS):
+        return f"{rows[0]}={rows[1]} must be a multiple of 16 x warps={warps} / split={split}"
+    if split > 1 and rows[1] // (warps // split) % split:
+        return f"{rows[0]}={rows[1]} must be a multiple of warps={warps}, which divide its rows to write them"
+    if columns[1] % (MMA_DEPTH * split):
+        return f"{columns[0]}={columns[1]} must be a multiple of 16 x split={split}"
+    if padded(spec.head_dim) % (MMA_DEPTH * split) or padded(spec.value_dim) % (MMA_DEPTH * split):
+        return f"split={split} must divide head and value dims into multiples of 16"
+    if plan.stages not in (1, 2):
+        return f"stages={plan.stages} must be 1 or 2"
+    if plan.stages == 2 and not target.asynchronous_copies:
+        return f"stages=2 needs asynchronous copies, which {target.name} has not"
+    if shared_bytes > target.shared_per_block:
+        return (
+            f"it takes {shared_bytes} bytes of shared memory and a block of {target.name} has "
+            f"{target.shared_per_block}: take smaller tiles or fewer stages"
+        )
+    return None
 
 
 # (tile_q, tile_k, warps, split, stages) in the order of preference: by speed on an H200, then by what smaller GPUs hold.
 # Warps of 32 keys read half as much shared memory as those of 16, for which two of them share dK and dV.
 _PREFERENCE = (
     (64, 128, 8, 2, 2),
+    (128, 64, 8, 4, 1),
     (64, 64, 8, 2, 2),
     (64, 64, 8, 2, 1),
     (64, 64, 4, 2, 2),
@@ -119,17 +165,18 @@ _PREFERENCE = (
 # Small blocks, several on a multiprocessor, suit small head dims, and kernels that add nothing up in global memory.
 _PREFERENCE_OF_SMALL_BLOCKS = ((64, 64, 4, 2, 2), *_PREFERENCE)
 _SMALL_HEAD_DIM = 64
-# (tile_q, tile_k, warps, stages)
+# (tile_q, tile_k, warps, split, stages)
 _QUERIES_PREFERENCE = (
-    (128, 64, 4, 2),
-    (128, 48, 4, 2),
-    (128, 32, 4, 2),
-    (128, 64, 8, 1),
-    (64, 64, 4, 1),
-    (128, 32, 4, 1),
-    (64, 32, 4, 1),
-    (32, 32, 2, 1),
-    (32, 16, 2, 1),
+    (128, 64, 4, 1, 2),
+    (128, 48, 4, 1, 2),
+    (128, 32, 4, 1, 2),
+    (128, 64, 8, 2, 1),
+    (128, 64, 8, 1, 1),
+    (64, 64, 4, 1, 1),
+    (128, 32, 4, 1, 1),
+    (64, 32, 4, 1, 1),
+    (32, 32, 2, 1, 1),
+    (32, 16, 2, 1, 1),
 )
 _ACCUMULATORS = 200  # registers of a thread that may hold sums
 _REGISTERS = 65536  # of a multiprocessor
@@ -141,7 +188,7 @@ def _accumulators(plan: BackwardPlan | QueriesPlan, spec: AttentionSpec) -> int:
     """Registers of a thread that hold gradients, and a step's scores and their gradients."""
     head, value = padded(spec.head_dim), padded(spec.value_dim)
     if isinstance(plan, QueriesPlan):
-        return plan.tile_q // plan.warps * (head + 2 * plan.tile_k) // WARP
+        return plan.tile_q // plan.warps * (head + 2 * plan.tile_k) // WARP  # whatever the split
     rows = plan.tile_k * plan.split // plan.warps
     return rows * (head + value + 2 * plan.tile_q) // plan.split // WARP
 
