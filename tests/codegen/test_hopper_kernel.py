@@ -1,0 +1,162 @@
+"""Hopper's forward kernel, as far as can be seen without a GPU: what is emitted, and what the assembler makes of it."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from itertools import cycle
+from typing import Any
+
+import pytest
+
+import flashgen.language as fg
+from flashgen.build import nvrtc
+from flashgen.build.inspect import sass
+from flashgen.codegen.families import render_forward
+from flashgen.codegen.hopper import HopperKernel, render_hopper
+from flashgen.codegen.hopper_plans import HopperPlan, choose_hopper_plan, panel_columns
+from flashgen.codegen.plans import ForwardPlan
+from flashgen.codegen.targets import target_named
+from flashgen.errors import BuildError, UnsupportedError
+from flashgen.language import AttentionSpec
+from flashgen.verify import variants
+from flashgen.verify.variants import Variant, spec_of
+
+SM_90A = target_named("sm_90a")
+needs_nvrtc = pytest.mark.skipif(
+    not nvrtc.is_available(), reason="needs CuPy and NVRTC: pip install 'flashgen[cuda13]'"
+)
+
+DIMS = (128, 64, 256, 40, 96, 192, 8, 160, 72, 80, 224)
+MOST_LINES = 480  # of code, with the variant's, without the primitives
+LONGEST_FUNCTION = 75
+
+
+def compiled(kernel: HopperKernel) -> nvrtc.Compiled:
+    result = nvrtc.compile(kernel.source, "sm_90a", kernel.name)
+    used = result.resources
+    assert used.spill_stores == used.spill_loads == 0, f"{kernel.name}, {kernel.plan}: {used}"
+    # C7510 and its like: products that wait for each other; C7508: setmaxnreg without effect.
+    assert not re.search(r"\(C75\d\d\)", result.log), f"{kernel.name}: {result.log}"
+    assert used.registers * kernel.threads <= 65536
+    return result
+
+
+# Each variant once, with each head dim in turn.
+CASES = list(zip(variants(), cycle(DIMS), cycle(("float16", "bfloat16"))))
+
+
+@needs_nvrtc
+@pytest.mark.parametrize(("variant", "dim", "dtype"), CASES)
+def test_every_variant_compiles_without_spills_or_serialized_products(variant: Variant, dim: int, dtype: str) -> None:
+    compiled(render_hopper(spec_of(variant, dim, dtype), SM_90A))
+
+
+@needs_nvrtc
+@pytest.mark.slow
+@pytest.mark.parametrize("dim", range(8, 257, 8))
+def test_every_variant_of_every_dim_compiles_without_spills(dim: int) -> None:
+    for variant in variants():
+        compiled(render_hopper(spec_of(variant, dim, "bfloat16"), SM_90A))
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("dims", [(8, 128), (128, 8), (64, 128), (192, 128), (96, 40), (40, 256)], ids=str)
+def test_unequal_value_dims_compile(dims: tuple[int, int]) -> None:
+    for mask in (fg.full(), fg.causal()):
+        compiled(render_hopper(AttentionSpec(dims[0], "bfloat16", value_dim=dims[1], mask=mask), SM_90A))
+
+
+@needs_nvrtc
+def test_machine_code_has_what_only_hopper_has(tmp_path: Any) -> None:
+    path = tmp_path / "kernel.cubin"
+    path.write_bytes(compiled(render_hopper(AttentionSpec(128, mask=fg.causal()), SM_90A)).cubin)
+    try:
+        text = sass(path)
+    except BuildError:
+        pytest.skip("no disassembler here")
+    for instruction in (
+        r"HGMMA\.64x128x16",
+        r"HGMMA.*tnspB",
+        "UTMALDG.4D",
+        "UTMASTG.4D",
+        "USETMAXREG",
+        "STSM",
+        "MUFU.EX2",
+    ):
+        assert re.search(instruction, text), instruction
+    assert " HMMA" not in text and "LDL" not in text and "STL" not in text
+
+
+@pytest.mark.parametrize("variant", variants(), ids=lambda v: f"{v.mask}-{v.score}-{v.dropout}")
+def test_the_text_is_short_and_tidy(variant: Variant) -> None:
+    kernel = render_hopper(spec_of(variant, 64, "float16"), SM_90A)
+    source = kernel.source
+    assert not re.search(r"[ \t]\n|\n\n\n|\{\n\n|\t", source) and source.endswith("}\n")
+    body = re.sub(r"//[^\n]*", "", source).split("#endif\n", 1)[1]
+    assert sum(bool(line.strip()) for line in body.splitlines()) <= MOST_LINES
+    for text in re.findall(r"^(?:__device__|template)[^;\n]*\n(?:.*\n)*?\}\n", body, re.MULTILINE):
+        assert text.count("\n") <= LONGEST_FUNCTION, text
+    assert re.findall(r"^ *#(\w+)", source, re.MULTILINE).count("ifndef") == 1
+
+
+def test_maps_come_first_and_are_aligned() -> None:
+    kernel = render_hopper(AttentionSpec(64, mask=fg.document("ids")), SM_90A)
+    layout = kernel.layout
+    assert [layout.offset(f"{name}_map") for name in "qkvo"] == [0, 128, 256, 384]
+    assert layout.offset("lse") == 512 and layout.has_maps
+    import struct
+
+    assert struct.calcsize(layout.format) % 64 == 0
+
+
+def test_boxes_are_what_one_swizzle_spans() -> None:
+    assert [panel_columns(dim) for dim in (8, 16, 32, 40, 64, 80, 96, 128, 160, 192, 256)] == [
+        16, 16, 32, 16, 64, 16, 32, 64, 32, 64, 64,
+    ]  # fmt: skip
+    kernel = render_hopper(AttentionSpec(96, value_dim=128), SM_90A, HopperPlan(2, 112))
+    assert kernel.boxes == {"q": (32, 64), "k": (32, 112), "v": (64, 112), "o": (64, 16)}
+    assert (kernel.threads, kernel.plan.tile_q) == (384, 128)
+
+
+def test_chosen_plans_fit_every_variant() -> None:
+    for variant in variants():
+        for dim in range(8, 257, 8):
+            spec = spec_of(variant, dim, "float16")
+            choose_hopper_plan(spec, SM_90A).check(spec, SM_90A)
+
+
+PLAN = HopperPlan(2, 128)
+
+
+@pytest.mark.parametrize(
+    ("plan", "spec", "says"),
+    [
+        (replace(PLAN, consumers=4), AttentionSpec(64), "consumers=4"),
+        (replace(PLAN, consumers=3, takes_turns=True), AttentionSpec(64), "2 for taking turns"),
+        (replace(PLAN, tile_k=272), AttentionSpec(64), "tile_k=272"),
+        (replace(PLAN, tile_k=40), AttentionSpec(64), "tile_k=40"),
+        (replace(PLAN, tile_k=48), AttentionSpec(64, dropout=0.1), "of 32 with dropout"),
+        (replace(PLAN, stages=0), AttentionSpec(64), "stages=0"),
+        (PLAN, AttentionSpec(256), "take fewer keys or stages"),
+    ],
+    ids=lambda value: str(value)[:60],
+)
+def test_plans_that_cannot_be_are_refused_by_name(plan: HopperPlan, spec: AttentionSpec, says: str) -> None:
+    with pytest.raises(UnsupportedError, match=says):
+        render_forward(spec, SM_90A, plan)
+
+
+def test_a_plan_is_of_one_family() -> None:
+    spec = AttentionSpec(64)
+    with pytest.raises(UnsupportedError, match="takes a HopperPlan"):
+        render_forward(spec, SM_90A, ForwardPlan(64, 64, 4))
+    with pytest.raises(UnsupportedError, match="takes a ForwardPlan"):
+        render_forward(spec, target_named("sm_90"), PLAN)
+    with pytest.raises(UnsupportedError, match="family hopper"):
+        PLAN.check(spec, target_named("sm_90"))
+
+
+def test_rendering_is_deterministic() -> None:
+    spec = AttentionSpec(128, mask=fg.sliding_window(100), score=fg.softcap(20))
+    assert render_hopper(spec, SM_90A).source == render_hopper(AttentionSpec.from_json(spec.to_json()), SM_90A).source
