@@ -83,5 +83,6 @@ def primitives_for(text: str, target: Target, sizes: Mapping[str, Any] | None = 
 
 
 def tidy(text: str) -> str:
-    """A rendered kernel without trailing blanks, and with one empty line at most between two others."""
-    return re.sub(r"\n{3,}", "\n\n", re.sub(r"[ \t]+\n", "\n", text)).strip() + "\n"
+    """A rendered kernel without trailing blanks, and with single empty lines, none after { or before }."""
+    text = re.sub(r"\n{3,}", "\n\n", re.sub(r"[ \t]+\n", "\n", text)).strip() + "\n"
+    return re.sub(r"\n\n( +\})", r"\n\1", re.sub(r"\{\n\n", "{\n", text))

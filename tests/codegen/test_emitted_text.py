@@ -8,11 +8,11 @@ import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 import flashgen.language as fg
-from flashgen.codegen.environment import _primitive_templates
 from flashgen.codegen.forward import render_forward
 from flashgen.codegen.kernel import RenderedKernel
 from flashgen.codegen.lists import render_lists
@@ -21,8 +21,8 @@ from flashgen.errors import UnsupportedError
 from flashgen.verify import variants
 from flashgen.verify.variants import spec_of
 
-LONGEST_FUNCTION, LONGEST_KERNEL, LONGEST_FILE = 62, 90, 360  # lines; of a file, lines of code beside primitives
-_NAME = re.compile(r"(operator\W+|\w+)\(")
+sys.path.insert(0, str(Path(__file__).parent))
+from emitted_text import all_called, all_used, functions_fit, members_read, tidy, unconditional
 
 
 def kernels() -> list[RenderedKernel]:
@@ -41,74 +41,30 @@ KERNELS = kernels()
 every_kernel = pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
 
 
-def without_comments(source: str) -> str:
-    return re.sub(r"//[^\n]*", "", source)
-
-
-def functions(source: str) -> dict[str, str]:
-    """Text of each function by name."""
-    found, lines, inside = {}, [], False
-    for line in source.splitlines():
-        if not inside and line.startswith(("template", "__device__ ", 'extern "C"')) and not line.endswith(";"):
-            lines, inside = [], True
-        if inside:
-            lines.append(line)
-            if line == "}" or (line.endswith("}") and lines[-1].startswith("__device__")):
-                inside = False
-                name = _NAME.search("\n".join(lines).replace("__launch_bounds__(", ""))
-                assert name, lines
-                found[name[1]] = "\n".join(lines)
-    assert not inside
-    return found
-
-
 @every_kernel
 def test_lines_are_tidy(kernel: RenderedKernel) -> None:
-    source = kernel.source
-    assert source.endswith("}\n") and not source.startswith("\n")
-    assert not re.search(r"[ \t]\n", source), "blanks at the end of a line"
-    assert "\n\n\n" not in source and "\t" not in source
-    assert "{{" not in source.replace("{{}}", "") and "{%" not in source and "{#" not in source
-    assert not re.search(r"\{\n\n|\n\n +\}", source), "an empty line after { or before }"
+    tidy(kernel.source)
 
 
 @every_kernel
 def test_functions_and_kernels_fit_a_screen_and_a_few(kernel: RenderedKernel) -> None:
-    for name, text in functions(kernel.source).items():
-        lines = text.count("\n") + 1
-        is_kernel = name == kernel.entry
-        assert lines <= (LONGEST_KERNEL if is_kernel else LONGEST_FUNCTION), f"{name} has {lines} lines"
-    body = without_comments(kernel.source).split("#endif\n", 1)[1]
-    assert sum(bool(line.strip()) for line in body.splitlines()) <= LONGEST_FILE
+    functions_fit(kernel)
 
 
 @every_kernel
 def test_nothing_is_conditional_but_the_primitives(kernel: RenderedKernel) -> None:
-    directives = re.findall(r"^ *#(\w+.*)$", without_comments(kernel.source), re.MULTILINE)
-    assert [text.strip() for text in directives if not text.startswith("pragma unroll")] == [
-        "ifndef FLASHGEN_EMULATOR", "endif",
-    ]  # fmt: skip
-    assert "#include" not in kernel.source
+    unconditional(kernel.source)
 
 
 @every_kernel
 def test_nothing_stands_in_it_that_is_not_used(kernel: RenderedKernel) -> None:
-    source = without_comments(kernel.source)
-    words = re.findall(r"[A-Za-z_]\w*", source)
-    defined = [name for name in functions(source) if name != kernel.entry]
-    unused = [name for name in defined if words.count(name) < 2 and not name.startswith("operator")]
-    assert not unused, f"functions that nobody calls: {unused}"
-    constants = re.findall(r"^ *(?:static )?constexpr \w+ (k\w+) =", source, re.MULTILINE)
-    assert not [name for name in constants if words.count(name) < 2], "constants that nobody reads"
-    lacking = [name for name in _primitive_templates() if name in words and name not in defined]
-    assert not lacking, f"primitives that are called and not there: {lacking}"
+    all_used(kernel)
+    all_called(kernel)
 
 
 @every_kernel
 def test_members_of_the_struct_are_read(kernel: RenderedKernel) -> None:
-    source = without_comments(kernel.source)
-    unread = [field.name for field in kernel.layout.fields if f"arguments.{field.name}" not in source]
-    assert not unread, unread
+    members_read(kernel)
 
 
 def test_a_kernel_names_its_spec_and_its_maker() -> None:

@@ -1,0 +1,82 @@
+"""What is asked of the text of every emitted kernel, of whatever pass."""
+
+from __future__ import annotations
+
+import re
+
+from flashgen.codegen.environment import _primitive_templates
+from flashgen.codegen.kernel import RenderedKernel
+
+LONGEST_FUNCTION, LONGEST_KERNEL, LONGEST_FILE = 62, 90, 380  # lines; of a file, lines of code beside primitives
+_NAME = re.compile(r"(operator\W+|\w+)\(")
+
+
+def without_comments(source: str) -> str:
+    return re.sub(r"//[^\n]*", "", source)
+
+
+def functions(source: str) -> dict[str, str]:
+    """Text of each function by name."""
+    found, lines, inside = {}, [], False
+    for line in source.splitlines():
+        if not inside and line.startswith(("template", "__device__ ", 'extern "C"')) and not line.endswith(";"):
+            lines, inside = [], True
+        if inside:
+            lines.append(line)
+            if line == "}" or (line.endswith("}") and lines[-1].startswith("__device__")):
+                inside = False
+                name = _NAME.search("\n".join(lines).replace("__launch_bounds__(", ""))
+                assert name, lines
+                found[name[1]] = "\n".join(lines)
+    assert not inside
+    return found
+
+
+def tidy(source: str) -> None:
+    assert source.endswith("}\n") and not source.startswith("\n")
+    assert not re.search(r"[ \t]\n", source), "blanks at the end of a line"
+    assert "\n\n\n" not in source and "\t" not in source
+    assert "{{" not in source.replace("{{}}", "") and "{%" not in source and "{#" not in source
+    assert not re.search(r"\{\n\n|\n\n +\}", source), "an empty line after { or before }"
+
+
+def functions_fit(kernel: RenderedKernel, longest_file: int = LONGEST_FILE) -> None:
+    for name, text in functions(kernel.source).items():
+        lines = text.count("\n") + 1
+        is_kernel = name == kernel.entry
+        assert lines <= (LONGEST_KERNEL if is_kernel else LONGEST_FUNCTION), f"{name} has {lines} lines"
+    body = without_comments(kernel.source).split("#endif\n", 1)[1]
+    lines = sum(bool(line.strip()) for line in body.splitlines())
+    assert lines <= longest_file, f"{lines} lines of code"
+
+
+def unconditional(source: str) -> None:
+    directives = re.findall(r"^ *#(\w+.*)$", without_comments(source), re.MULTILINE)
+    assert [text.strip() for text in directives if not text.startswith("pragma unroll")] == [
+        "ifndef FLASHGEN_EMULATOR", "endif",
+    ]  # fmt: skip
+    assert "#include" not in source
+
+
+def all_used(kernel: RenderedKernel) -> None:
+    source = without_comments(kernel.source)
+    words = re.findall(r"[A-Za-z_]\w*", source)
+    defined = [name for name in functions(source) if name != kernel.entry]
+    unused = [name for name in defined if words.count(name) < 2 and not name.startswith("operator")]
+    assert not unused, f"functions that nobody calls: {unused}"
+    constants = re.findall(r"^ *(?:static )?constexpr \w+ (k\w+) =", source, re.MULTILINE)
+    unread = [name for name in constants if words.count(name) < 2]
+    assert not unread, f"constants that nobody reads: {unread}"
+
+
+def all_called(kernel: RenderedKernel) -> None:
+    source = without_comments(kernel.source)
+    words, defined = set(re.findall(r"[A-Za-z_]\w*", source)), functions(source)
+    lacking = [name for name in _primitive_templates() if name in words and name not in defined]
+    assert not lacking, f"primitives that are called and not there: {lacking}"
+
+
+def members_read(kernel: RenderedKernel) -> None:
+    source = without_comments(kernel.source)
+    unread = [field.name for field in kernel.layout.fields if f"arguments.{field.name}" not in source]
+    assert not unread, unread

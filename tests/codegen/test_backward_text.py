@@ -1,0 +1,240 @@
+"""The emitted backward kernels as a reader meets them: tidy, small, nothing unused, and the same bytes everywhere."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+import flashgen.language as fg
+from flashgen.codegen.backward import render_backward
+from flashgen.codegen.backward_plans import BackwardPlan
+from flashgen.codegen.kernel import RenderedKernel
+from flashgen.codegen.kernels import kernels_of
+from flashgen.codegen.targets import TARGETS
+from flashgen.errors import UnsupportedError
+from flashgen.verify import learned, spec_of, variants
+
+sys.path.insert(0, str(Path(__file__).parent))
+from emitted_text import (
+    LONGEST_FILE,
+    all_called,
+    all_used,
+    functions,
+    functions_fit,
+    members_read,
+    tidy,
+    unconditional,
+    without_comments,
+)
+
+SM_80 = TARGETS["sm_80"]
+LONGEST_KEYS_FILE = 420  # that of `keys`, which has all that `queries` has, dK, dV, and the gradients of captures
+MODES, VARIANTS = (False, True), variants()
+modes = pytest.mark.parametrize("deterministic", MODES, ids=["default", "deterministic"])
+
+
+def kernels_of_variant(number: int) -> list[RenderedKernel]:
+    """A variant of `flashgen verify` in either mode, for GPUs with and without asynchronous copies."""
+    found: dict[str, RenderedKernel] = {}
+    spec = spec_of(VARIANTS[number], (64, 256, 40, 128)[number % 4], "float16", ("bhsd", "bshd")[number % 2])
+    for target in (("sm_80", "sm_90", "sm_86")[number % 3], "sm_75"):
+        for deterministic in MODES:
+            parts = kernels_of(spec, TARGETS[target], ("backward",), deterministic=deterministic)
+            found |= {kernel.name: kernel for kernel in parts.values()}
+    return list(found.values())
+
+
+KERNELS = [kernels_of_variant(number) for number in range(len(VARIANTS))]
+every_variant = pytest.mark.parametrize("kernels", KERNELS, ids=lambda kernels: kernels[0].name)
+
+
+def parts(spec: fg.AttentionSpec, deterministic: bool = False, target: str = "sm_80") -> dict[str, str]:
+    """The texts of the backward's kernels by their parts, without comments."""
+    found = kernels_of(spec, TARGETS[target], ("backward",), deterministic=deterministic)
+    return {part: without_comments(kernel.source) for part, kernel in found.items()}
+
+
+@every_variant
+def test_lines_are_tidy(kernels: list[RenderedKernel]) -> None:
+    for kernel in kernels:
+        tidy(kernel.source)
+
+
+@every_variant
+def test_functions_and_kernels_fit_a_screen_and_a_few(kernels: list[RenderedKernel]) -> None:
+    for kernel in kernels:
+        functions_fit(kernel, LONGEST_KEYS_FILE if "bwd-keys" in kernel.name else LONGEST_FILE)
+
+
+@every_variant
+def test_nothing_is_conditional_but_the_primitives(kernels: list[RenderedKernel]) -> None:
+    for kernel in kernels:
+        unconditional(kernel.source)
+
+
+@every_variant
+def test_nothing_stands_in_it_that_is_not_used(kernels: list[RenderedKernel]) -> None:
+    for kernel in kernels:
+        all_used(kernel)
+        all_called(kernel)
+
+
+@every_variant
+def test_members_of_the_struct_are_read(kernels: list[RenderedKernel]) -> None:
+    for kernel in kernels:
+        members_read(kernel)
+
+
+def test_entries_are_unique() -> None:
+    """Of the kernels of a mode: two modes have kernels of one entry, under two names."""
+    for of_mode in (True, False):
+        entries = [
+            (kernel.entry, kernel.target.name)
+            for kernels in KERNELS
+            for kernel in kernels
+            if kernel.name.startswith("deterministic") == of_mode
+        ]
+        assert len(set(entries)) == len(entries)
+
+
+def test_a_kernel_names_its_spec_and_its_maker() -> None:
+    mask = fg.causal() & fg.sliding_window(128)
+    spec = fg.AttentionSpec(64, mask=mask, score=fg.softcap(30), dropout=0.1)
+    for deterministic in MODES:
+        rendered = render_backward(spec, TARGETS["sm_86"], deterministic=deterministic)
+        for kernel in rendered.all:
+            head = kernel.source.split("\n\n", 1)[0]
+            told = ("causal() & sliding_window(128)", "softcap(30)", "0.1", "sm_86", spec.to_json(), "--pass backward")
+            assert all(text in head for text in told), head
+            assert kernel.entry in kernel.source and re.fullmatch(r"[A-Za-z_]\w*", kernel.entry)
+            assert spec.name in kernel.name and "sm86" in kernel.name
+        for kernel, plan in ((rendered.keys, rendered.plan), (rendered.queries, rendered.queries_plan)):
+            assert kernel is None or str(plan) in kernel.source
+
+
+@modes
+def test_a_full_mask_needs_no_mask(deterministic: bool) -> None:
+    for source in parts(fg.AttentionSpec(64), deterministic).values():
+        for absent in ("may_attend", "modify_score", "philox", "tiles.full", "full_begin", "find_dropped", "slope"):
+            assert absent not in source, absent
+
+
+@modes
+def test_only_products_are_recomputed_where_the_scores_are_(deterministic: bool) -> None:
+    """What goes over rows or sums alone has nothing of the mask, the score or the dropout."""
+    spec = fg.AttentionSpec(64, mask=fg.causal(), score=fg.softcap(30), dropout=0.1)
+    for part, source in parts(spec, deterministic).items():
+        looks_at_scores = part in ("keys", "queries")
+        for word in ("may_attend", "modify_score", "philox", "mma_m16n8k16_f16"):
+            assert (word in source) == looks_at_scores, (part, word)
+
+
+@modes
+@pytest.mark.parametrize("score", [fg.alibi(4), fg.alibi("slopes"), fg.relative_bias("table", 24)], ids=str)
+def test_a_score_plus_a_bias_has_no_slope(score: fg.Score, deterministic: bool) -> None:
+    for source in parts(fg.AttentionSpec(64, score=score), deterministic).values():
+        assert not re.search(r"\bslope\b", source)
+
+
+@modes
+def test_a_softcap_takes_one_tanh_for_both_the_score_and_its_slope(deterministic: bool) -> None:
+    found = parts(fg.AttentionSpec(64, score=fg.softcap(30)), deterministic)
+    for part in ("keys", "queries") if deterministic else ("keys",):
+        body = functions(found[part])["modify_score"]
+        assert body.count("tanh") == 1 and "slope = 1.0f - x0 * x0;" in body
+        others = found[part].replace(body, "").replace(functions(found[part])["tanh_approx"], "")
+        assert "tanh" not in others and "cosh" not in found[part]
+
+
+def test_only_the_default_adds_to_what_others_add_to() -> None:
+    score = learned(fg.alibi("slopes"))
+    spec = fg.AttentionSpec(64, mask=fg.causal(), score=score)
+    default, exact = parts(spec), parts(spec, deterministic=True)
+    assert "atomicAdd" in default["keys"] and "dq_sums" in default["keys"] and "add_exactly" not in default["keys"]
+    for part, source in exact.items():
+        assert "dq_sums" not in source and "reduce_add" not in source
+        without = source.replace(functions(source).get("add_exactly", "\0"), "")
+        assert "atomicAdd" not in without, part
+    assert "add_exactly" in exact["keys"] and "add_exactly" not in exact["queries"]
+
+
+def test_four_sums_are_added_at_once_where_the_target_can() -> None:
+    assert "reduce_add_4(" in parts(fg.AttentionSpec(64), target="sm_90")["keys"]
+    assert "reduce_add_4(" not in parts(fg.AttentionSpec(64))["keys"]
+
+
+def test_gradients_of_captures_are_where_the_sums_are() -> None:
+    """What all scores of a head read is summed in registers; what each reads for itself is added as it comes."""
+    of_heads = parts(fg.AttentionSpec(64, score=learned(fg.alibi("slopes"))))["keys"]
+    whole = fg.Tensor("bias", "float32", 4, grad=True)
+    of_scores = parts(fg.AttentionSpec(64, score=lambda s, b, h, q, k: s + whole[b, h, q, k]))["keys"]
+    assert "add_gathered(gathered, position, arguments);" in of_heads and "warp_sum" in of_heads
+    assert "add_gathered(" not in of_scores and "add_to_gradient(arguments.d_bias" in of_scores
+    plain = parts(fg.AttentionSpec(64, score=fg.alibi("slopes")))["keys"]
+    assert "Gathered" not in plain and "add_to_gradient" not in plain
+
+
+@pytest.mark.parametrize("split", [1, 2, 4])
+@pytest.mark.parametrize("stages", [1, 2])
+@modes
+def test_every_kind_of_plan_renders_a_tidy_text(split: int, stages: int, deterministic: bool) -> None:
+    spec = fg.AttentionSpec(64, mask=fg.causal(), score=learned(fg.alibi("slopes")), dropout=0.1)
+    plan = BackwardPlan(64, 64, 4, split, stages)
+    kernel = render_backward(spec, SM_80, plan, deterministic).keys
+    tidy(kernel.source)
+    functions_fit(kernel, LONGEST_KEYS_FILE)
+    unconditional(kernel.source)
+    all_used(kernel)
+    all_called(kernel)
+    members_read(kernel)
+    assert f"split={split}, stages={stages}" in kernel.source and kernel.threads == 128
+
+
+def test_rendering_is_deterministic_across_processes() -> None:
+    program = (
+        "import hashlib, json, sys\n"
+        "from flashgen.codegen.kernels import kernels_of\n"
+        "from flashgen.codegen.targets import TARGETS\n"
+        "from flashgen.language import AttentionSpec\n"
+        "out = []\n"
+        "for text in json.loads(sys.stdin.read()):\n"
+        "    for deterministic in (False, True):\n"
+        "        spec = AttentionSpec.from_json(text)\n"
+        "        parts = kernels_of(spec, TARGETS['sm_80'], ('backward',), deterministic=deterministic)\n"
+        "        out += [[k.name, k.entry, hashlib.sha256(k.source.encode()).hexdigest()] for k in parts.values()]\n"
+        "print(json.dumps(out))\n"
+    )
+    specs = [spec_of(variant, 64, "bfloat16") for variant in VARIANTS]
+    texts, answers = json.dumps([spec.to_json() for spec in specs]), []
+    for seed in ("0", "4711"):
+        environment = {**os.environ, "PYTHONHASHSEED": seed}
+        done = subprocess.run(
+            [sys.executable, "-c", program], input=texts, env=environment, capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stderr
+        answers.append(json.loads(done.stdout))
+    assert answers[0] == answers[1]
+    own = [
+        [kernel.name, kernel.entry, hashlib.sha256(kernel.source.encode()).hexdigest()]
+        for spec in specs
+        for deterministic in MODES
+        for kernel in kernels_of(spec, SM_80, ("backward",), deterministic=deterministic).values()
+    ]
+    assert answers[0] == own
+
+
+def test_what_the_target_or_float32_has_not_is_refused() -> None:
+    with pytest.raises(UnsupportedError, match="scale="):
+        render_backward(fg.AttentionSpec(64, scale=3e38), SM_80)
+    with pytest.raises(UnsupportedError, match="dtype='bfloat16' is not supported on sm_75"):
+        render_backward(fg.AttentionSpec(64, "bfloat16"), TARGETS["sm_75"])
+    with pytest.raises(UnsupportedError, match="tile_k=40"):
+        render_backward(fg.AttentionSpec(64), SM_80, replace(BackwardPlan(64, 64, 4), tile_k=40))
