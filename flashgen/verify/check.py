@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -114,7 +114,7 @@ class _Runs:
         self.inputs: Inputs = random_inputs(case.spec, case.shape, seed, case.captures)
         self.dropout: dict[str, Any] = {"seed": seed} if case.spec.dropout else {}
         self.upstream = random_gradients(case.spec, case.shape, seed, case.lse_gradient)
-        self.first: Mapping[str, Any] | None = None
+        self.first: dict[Pass, tuple[Mapping[str, Any], Mapping[str, Verdict]]] = {}
 
     @property
     def qkv(self) -> tuple[Any, Any, Any]:
@@ -139,8 +139,12 @@ class _Runs:
         except FlashgenError as error:
             return Result(self.case, where, time.perf_counter() - begin, problem=_message(error)), None
         seconds = time.perf_counter() - begin
-        verdict = judged(spec, *self.qkv, out, lse, self.inputs.captures, **self.dropout)
-        return Result(self.case, where, seconds, {"out": verdict}), (out, lse)
+
+        def judged_anew() -> dict[str, Verdict]:
+            return {"out": judged(spec, *self.qkv, out, lse, self.inputs.captures, **self.dropout)}
+
+        verdicts, _ = self._compared("forward", {"out": out, "lse": lse}, judged_anew)
+        return Result(self.case, where, seconds, verdicts), (out, lse)
 
     def _backward(self, outputs: tuple[Any, Any], **engine: Any) -> Result:
         begin, where, spec = time.perf_counter(), _described(**engine), self.case.spec
@@ -153,15 +157,21 @@ class _Runs:
         except FlashgenError as error:
             return Result(self.case, where, time.perf_counter() - begin, problem=_message(error), pass_="backward")
         seconds = time.perf_counter() - begin
-        verdicts = judged_gradients(spec, *self.qkv, d_out, found, **given)
-        return Result(self.case, where, seconds, verdicts, self._differing(found), "backward")
+        verdicts, differing = self._compared(
+            "backward", found, lambda: judged_gradients(spec, *self.qkv, d_out, found, **given)
+        )
+        problem = f"not deterministic: {', '.join(differing)} differ from the first run's" if differing else None
+        return Result(self.case, where, seconds, verdicts, problem if self.deterministic else None, "backward")
 
-    def _differing(self, found: Mapping[str, Any]) -> str | None:
-        """What is wrong with gradients that should have the bits of the first run."""
-        if self.first is None:
-            self.first = {name: array.copy() for name, array in found.items()}
-        names = [name for name in found if not same_bits(found[name], self.first[name])] if self.deterministic else []
-        return f"not deterministic: {', '.join(names)} differ from the first run's" if names else None
+    def _compared(
+        self, pass_: Pass, found: Mapping[str, Any], judge_anew: Callable[[], Mapping[str, Verdict]]
+    ) -> tuple[Mapping[str, Verdict], list[str]]:
+        """Verdicts, and what differs from the first run; nothing is judged twice, as the oracle takes its time."""
+        if pass_ not in self.first:
+            self.first[pass_] = (found, judge_anew())
+        first, verdicts = self.first[pass_]
+        differing = [name for name in found if not same_bits(found[name], first[name])]
+        return (judge_anew() if differing else verdicts), differing
 
     def _expected_outputs(self) -> tuple[Any, Any]:
         """The oracle's output and LSE, in the dtypes of a kernel's."""
