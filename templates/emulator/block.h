@@ -153,7 +153,7 @@ bool advance_engines(Block& block);            // when nobody is ready; false: n
 // ---- what engines do, one piece at a time ----
 void land_random_copy(Block& block);                       // async_copies.cpp
 void perform_tensor_copy(Block& block, size_t in_flight);  // tensor_copies.cpp
-bool land_oldest_load(Block& block);
+bool land_newest_load(Block& block);
 void check_loads_at_end(Block& block);
 bool perform_awaited_product(Block& block);  // wgmma.cpp
 bool perform_random_product(Block& block);

@@ -14,7 +14,7 @@ void advance_engines_at_random(Block& block) {
 }
 
 // Nobody is ready: what somebody waits for is done now, one piece at a time. False if there is nothing to do.
-bool advance_engines(Block& block) { return perform_awaited_product(block) || land_oldest_load(block); }
+bool advance_engines(Block& block) { return perform_awaited_product(block) || land_newest_load(block); }
 
 void check_block_at_end(Block& block) {
   check_loads_at_end(block);

@@ -87,8 +87,8 @@ bool Worker::add_carriers(u32 count) {
 void Worker::add_warpgroups(u32 count) {
   while (block_.warpgroups.size() < count) {
     Warpgroup& group = block_.warpgroups.emplace_back();
-    group.operand_engine.create("wgmma (operands in shared memory)");
-    group.register_engine.create("wgmma (registers)");
+    for (Engine& engine : group.operand_engines) engine.create("wgmma (operands in shared memory)");
+    for (Engine& engine : group.register_engines) engine.create("wgmma (registers)");
   }
   block_.warpgroups.resize(count);
 }
@@ -141,9 +141,7 @@ void Worker::reset_hopper() {
   block_.async_proxy.reset(block_.shared, block_.request->shared_bytes);
   block_.mbarriers.clear();
   block_.mbarrier_pool.give_all_back();
-  block_.tensor_copies.in_flight.clear();
-  for (TensorCopy* copy : block_.tensor_copies.pool.objects()) copy->engine.destroy();  // nothing orders blocks
-  block_.tensor_copies.pool.give_all_back();
+  block_.tensor_copies.reset();
   for (Warpgroup& group : block_.warpgroups) {
     group.products.clear();
     group.accumulators.clear();

@@ -48,7 +48,6 @@ class Pool {
   }
   void give_back(T& object) { free_.push_back(&object); }
   void give_all_back() { free_ = objects_; }
-  const Vector<T*>& objects() const { return objects_; }
 
  private:
   Vector<T*> objects_, free_;

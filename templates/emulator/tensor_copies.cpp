@@ -25,6 +25,22 @@ static u32 chunk_offset(const TensorCopy& copy, u32 row, u32 byte) {
   return swizzled(copy.shared + row * copy.box.row_bytes + byte, copy.box.map.swizzle_bytes) - kWindowBase;
 }
 
+void TensorCopies::reset() {
+  in_flight.clear();
+  pool.give_all_back();
+  for (Engine& engine : engines) engine.destroy();  // those of the next block know nothing of this one's
+}
+
+static Engine next_engine(Block& block) {
+  TensorCopies& copies = block.tensor_copies;
+  Engine& engine = copies.engines[copies.next_engine++ % TensorCopies::kEngines];
+  if (kThreadSanitizer && !engine.tsan) {
+    AsEngine creator(Engine{block.worker.tsan});  // whose knowledge the new engine gets
+    engine.create("TMA");
+  }
+  return engine;
+}
+
 static TensorCopy& new_copy(TensorOperation operation, const void* map, u32 shared, int rank, const int* start,
                             Site site, void* caller) {
   constexpr u32 kAlignment = 128;
@@ -38,10 +54,7 @@ static TensorCopy& new_copy(TensorOperation operation, const void* map, u32 shar
   copy.site = site;
   copy.caller = caller;
   copy.done = false;
-  if (kThreadSanitizer && !copy.engine.tsan) {
-    AsEngine creator(Engine{block.worker.tsan});  // whose knowledge the new engine gets
-    copy.engine.create("TMA");
-  }
+  copy.engine = next_engine(block);
   shared_pointer(shared, copy.box.bytes(), kAlignment, site);
   copy.claim.what = name_of(operation);
   copy.claim.site = site;
@@ -242,10 +255,11 @@ void perform_tensor_copy(Block& block, size_t place) {
     perform_store(block, copy);
 }
 
-bool land_oldest_load(Block& block) {
-  for (size_t i = 0; i < block.tensor_copies.in_flight.size(); ++i) {
-    if (block.tensor_copies.in_flight[i]->operation != TensorOperation::kLoad) continue;
-    perform_tensor_copy(block, i);
+// The newest, since waiting for a copy must not promise those before it.
+bool land_newest_load(Block& block) {
+  for (size_t i = block.tensor_copies.in_flight.size(); i > 0; --i) {
+    if (block.tensor_copies.in_flight[i - 1]->operation != TensorOperation::kLoad) continue;
+    perform_tensor_copy(block, i - 1);
     return true;
   }
   return false;

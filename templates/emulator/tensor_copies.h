@@ -18,7 +18,7 @@ struct TensorCopy {
   void* caller;
   bool done;
   Claim claim;                 // of shared memory
-  Engine engine;               // of its own, so that copies in flight are not ordered among themselves
+  Engine engine;
   MBarrier* barrier;           // of a load
   u32 phase;                   // that ran there at the issue
   u32 group;                   // of a store
@@ -28,8 +28,15 @@ struct TensorCopy {
 
 // All of a block; each thread keeps a list of its own stores (BulkCopies).
 struct TensorCopies {
+  // Copies take turns with many engines: what one has seen must not be taken for known by the next.
+  static constexpr u32 kEngines = 32;
+
   Pool<TensorCopy> pool;
   Vector<TensorCopy*> in_flight;
+  Engine engines[kEngines];
+  u32 next_engine = 0;
+
+  void reset();
 };
 
 struct BulkCopies {

@@ -41,12 +41,13 @@ struct ProductWorkspace {
 };
 
 struct Warpgroup {
-  static constexpr u32 kOrders = 16;
+  // Groups take turns with these: what works on one must not be taken to know what works on the next.
+  static constexpr u32 kEngines = 4, kOrders = 16;
 
   Vector<MatrixProduct*> products;  // issued and not waited for, oldest first
   u64 first_product = 0;            // number of the oldest
   Vector<Accumulator*> accumulators;
-  Engine operand_engine, register_engine;
+  Engine operand_engines[kEngines], register_engines[kEngines];
   char group_order[kOrders];  // by group, in turn
   u32 registers = 0;          // of each thread
   u32 changing = 0;           // threads that have come to a setmaxnreg which is not complete

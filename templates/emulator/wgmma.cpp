@@ -131,7 +131,7 @@ static void begin_operand(Thread& self, Warpgroup& group, MatrixProduct& product
   read_tile(descriptor, transposed, begin, end, tile, product.site);
   if (!kThreadSanitizer) return;
   release(&self.matrix.issue_order);
-  AsEngine engine(group.operand_engine);
+  AsEngine engine(group.operand_engines[product.group % Warpgroup::kEngines]);
   acquire(&self.matrix.issue_order);
   for_each_chunk(descriptor, transposed, begin, end, [&](u32 address, u32, u32) {
     note_read(self.shared + (address - kWindowBase), kChunkBytes, product.caller);
@@ -261,7 +261,7 @@ static void begin_operands(Thread& self, Warpgroup& group, MatrixProduct& produc
 // What the thread did to its registers before its last wgmma_fence is ordered before the product, the rest is not.
 static void note_registers(Thread& self, Warpgroup& group, const MatrixProduct& product, float* d, const u32* a) {
   if (!kThreadSanitizer) return;
-  AsEngine engine(group.register_engine);
+  AsEngine engine(group.register_engines[product.group % Warpgroup::kEngines]);
   acquire(&self.matrix.fence_order);
   if (a) note_read(a, 4 * sizeof(u32), product.caller);
   note_write(d, product.what.columns / 2 * sizeof(float), product.caller);
