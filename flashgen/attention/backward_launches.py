@@ -65,7 +65,7 @@ def workspaces(
     rows = (problem.batch, problem.heads_q, _rows(kernels, problem))
     memory = {"statistics": Memory((*rows, 2), "float32")}
     if kernels.finish:
-        memory["dq_sums"] = Memory((*rows, padded(spec.head_dim)), "float32", zeroed=True)
+        memory["dq_sums"] = Memory((*rows, padded(spec.head_dim)), "float32")  # `prepare` zeroes it
     for capture in differentiated(spec):
         if capture.name in kernels.captures:
             shape = captured[capture.name].shape

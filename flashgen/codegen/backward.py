@@ -3,7 +3,7 @@
 P is computed anew from Q, K and the LSE, tile by tile: FlashAttention's algorithm 4 (Dao et al. 2022), with the loops in
 the order of FlashAttention-2 (Dao 2023, algorithm 2). With dS = P * (dP - D), D = rowsum(dO * O):
 
-    prepare   a row's LSE to the base 2, and D
+    prepare   a row's LSE to the base 2, and D; zeroes the sums of dQ
     keys      a block walks the queries of a tile of keys: dV = P^T dO, dK = dS^T Q, and shares of dQ = dS K
     finish    dQ from its shares, added up in float32
     queries   in place of shares and finish where gradients must not depend on an order of additions: a block walks the
@@ -12,6 +12,7 @@ the order of FlashAttention-2 (Dao 2023, algorithm 2). With dS = P * (dP - D), D
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -37,7 +38,7 @@ from flashgen.codegen.variant import Variant, captures_read, variant_of
 from flashgen.language.operations import Capture
 from flashgen.language.spec import AttentionSpec
 
-_PREPARE_WARPS, _PREPARE_ROWS_PER_WARP = 8, 2
+_PREPARE_THREADS, _PREPARE_ROWS = 256, 64
 _FINISH_THREADS = 256
 _CAPTURE_THREADS = 256
 
@@ -65,12 +66,12 @@ class BackwardKernels:
     @property
     def row_multiple(self) -> int:
         """Rows that statistics are kept for are a multiple of this."""
-        return max(self.plan.tile_q, self.prepare_rows)
+        return math.lcm(self.plan.tile_q, self.prepare_rows)
 
     @property
     def prepare_rows(self) -> int:
         """Rows that a block of `prepare` takes."""
-        return _PREPARE_WARPS * _PREPARE_ROWS_PER_WARP
+        return _PREPARE_ROWS
 
     @property
     def finish_rows(self) -> int:
@@ -95,7 +96,7 @@ def render_backward(
     queries = _queries(spec, target, queries_plan) if queries_plan else None
     finish = None if deterministic else _finish(spec, target, plan)
     return BackwardKernels(
-        _prepare(spec, target),
+        _prepare(spec, target, sums=not deterministic),
         _keys(spec, target, plan, deterministic),
         queries,
         finish,
@@ -125,12 +126,14 @@ _DQ_SUMS = Field("float*", "dq_sums", comment="(batch, heads_q, rows, padded hea
 _ROWS = Field("int", "rows", comment="len_q, rounded up")
 
 
-def _prepare(spec: AttentionSpec, target: Target) -> RenderedKernel:
+def _prepare(spec: AttentionSpec, target: Target, sums: bool) -> RenderedKernel:
     fields = [Field("const Element*", "o"), Field("const Element*", "d_o"), Field("const float*", "lse")]
     fields += [Field("const float*", "d_lse", comment="or null"), Field("float*", "statistics")]
+    fields += [_DQ_SUMS] if sums else []
     layout = ordered([*fields, *_strides("o", "d_o"), *_numbers("heads_q", "len_q"), _ROWS])
-    context = {"warps": _PREPARE_WARPS, "rows_per_warp": _PREPARE_ROWS_PER_WARP}
-    return _kernel("prepare", spec, target, layout, context, _PREPARE_WARPS * 32, 0, plain=True)
+    lanes = max(1 << (spec.value_dim // 8 - 1).bit_length(), _PREPARE_THREADS // _PREPARE_ROWS)
+    context = {"threads": _PREPARE_THREADS, "rows": _PREPARE_ROWS, "lanes": lanes, "sums": sums}
+    return _kernel("prepare", spec, target, layout, context, _PREPARE_THREADS, 0, plain=True)
 
 
 def _finish(spec: AttentionSpec, target: Target, plan: BackwardPlan) -> RenderedKernel:
