@@ -1,16 +1,22 @@
-"""Times a spec under several plans, to choose the default ones: `flashgen bench --plans`."""
+"""Times a spec under several plans, to choose the default ones: `python -m flashgen.bench`."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from flashgen.attention import compile
-from flashgen.bench.cases import case, inputs
+from flashgen.attention import Attention, compile
+from flashgen.bench.cases import Timed, case, inputs
+from flashgen.bench.ours import ours
 from flashgen.bench.timing import median_ms
+from flashgen.build.resources import Resources
+from flashgen.codegen.backward import BackwardPlan
 from flashgen.codegen.plans import ForwardPlan
 from flashgen.errors import UnsupportedError
 from flashgen.language.spec import AttentionSpec
+
+_REPEATS = 10
 
 
 @dataclass(frozen=True)
@@ -18,26 +24,42 @@ class PlanRow:
     """A plan's TFLOP/s for a spec by length, with the registers and spilled bytes of its kernel."""
 
     spec: str
-    plan: ForwardPlan
+    plan: ForwardPlan | BackwardPlan
     registers: int
     spills: int
     tflops: dict[int, float]
 
 
 def plan_rows(spec: AttentionSpec, plans: Sequence[ForwardPlan], lengths: Sequence[int]) -> Iterator[PlanRow]:
-    """Times a spec under each plan that fits this GPU."""
+    """Times a spec's forward under each plan that fits this GPU."""
     for plan in plans:
         try:
             attention = compile(spec, plan=plan)
         except UnsupportedError:
             continue
-        tflops = {}
-        for length in lengths:
-            this = case(spec, length)
-            q, k, v, _ = inputs(this)
-            tflops[length] = this.flops() / median_ms(lambda: attention(q, k, v), repeats=10) / 1e9  # noqa: B023
-        resources = attention.resources
-        yield PlanRow(spec.name, plan, resources.registers, resources.spill_stores, tflops)
+        yield _row(attention, plan, attention.resources, lengths, "forward")
+
+
+def backward_plan_rows(
+    spec: AttentionSpec, plans: Sequence[BackwardPlan], lengths: Sequence[int], deterministic: bool = False
+) -> Iterator[PlanRow]:
+    """Times a spec's whole backward under each plan, of its kernel that walks tiles of keys, that fits this GPU."""
+    for plan in plans:
+        attention = compile(spec, backward_plan=plan, deterministic=deterministic)
+        try:
+            resources = attention.backward_resources[attention.backward_kernels.keys.name]
+        except UnsupportedError:
+            continue
+        yield _row(attention, plan, resources, lengths, "backward")
+
+
+def _row(attention: Attention, plan: Any, resources: Resources, lengths: Sequence[int], timed: Timed) -> PlanRow:
+    tflops = {}
+    for length in lengths:
+        this = case(attention.spec, length)
+        time = median_ms(ours(attention, timed, inputs(this)), repeats=_REPEATS)
+        tflops[length] = this.flops(timed) / time / 1e9
+    return PlanRow(attention.spec.name, plan, resources.registers, resources.spill_stores, tflops)
 
 
 def candidates() -> list[ForwardPlan]:
@@ -48,5 +70,20 @@ def candidates() -> list[ForwardPlan]:
         for tile_q, tile_k, warps in shapes
         for stages in (1, 2)
         for blocks in (1, 2, 3)
+        if blocks * warps <= 16
+    ]
+
+
+def backward_candidates() -> list[BackwardPlan]:
+    """The same for the backward: (queries, keys, warps, warps that share keys) around FlashAttention-2's."""
+    shapes = [
+        *((64, 128, 8, 1), (64, 128, 8, 2), (128, 128, 8, 1), (128, 128, 8, 2), (64, 64, 4, 1), (64, 64, 8, 2)),
+        *((32, 128, 8, 1), (32, 128, 4, 1), (64, 128, 4, 1), (32, 64, 4, 1), (64, 64, 4, 2), (64, 96, 6, 1)),
+    ]
+    return [
+        BackwardPlan(tile_q, tile_k, warps, split, stages, blocks)
+        for tile_q, tile_k, warps, split in shapes
+        for stages in (1, 2)
+        for blocks in (1, 2)
         if blocks * warps <= 16
     ]
