@@ -8,11 +8,11 @@ import pytest
 
 import flashgen.language as fg
 from flashgen.attention import compile
+from flashgen.bench.beside_flex import VariantRow
 from flashgen.bench.cases import Case, case, products
 from flashgen.bench.measure import Row
 from flashgen.bench.ours import ours
 from flashgen.bench.paper import PaperRow, flash_bytes, flash_gflops, paper_case, standard_bytes, standard_gflops
-from flashgen.bench.variant_rows import VariantRow
 from flashgen.bench.variants import chosen_variants
 from flashgen.cli import bench_tables
 from flashgen.errors import ArgumentError
