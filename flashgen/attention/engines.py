@@ -18,6 +18,8 @@ from flashgen.runtime import gpu
 from flashgen.runtime.arrays import NUMPY, Library, library_of, numpy_dtype
 from flashgen.runtime.schedule import Schedule
 
+_EMULATED_MULTIPROCESSORS = 3  # few and odd, so that a block meets tiles of several heads
+
 Arrays = Mapping[str, Any]
 Numbers = Mapping[str, int | float]
 
@@ -104,6 +106,10 @@ class Gpu:
         """Whether memory is made and kernels are launched on that device now."""
         return gpu.current_device() == device
 
+    def multiprocessors(self, device: int) -> int:
+        """How many multiprocessors the device has."""
+        return gpu.multiprocessors(device)
+
     def clear(self, array: Any, place: Place) -> None:
         """Zeros an array on the stream."""
         view = library_of(array, "an array").view(array, "an array")
@@ -132,6 +138,9 @@ class Emulator:
 
     def current(self, device: int) -> bool:
         return True
+
+    def multiprocessors(self, device: int) -> int:
+        return _EMULATED_MULTIPROCESSORS
 
     def clear(self, array: Any, place: Place) -> None:
         array[...] = 0

@@ -117,7 +117,7 @@ class ForwardPass(Pass[_Prepared]):
         for capture, _ in self._arrays:
             check_array(self.spec, capture, captured[capture.name], problem)
         if isinstance(self.kernel, HopperKernel):
-            forward = hopper_launch(self.spec, self.kernel, problem, captured)
+            forward = hopper_launch(self.spec, self.kernel, problem, captured, self.engine.multiprocessors(device))
         else:
             forward = forward_launch(self.spec, self.kernel, problem, captured)
         lists = self.lister.prepare(problem, captured) if self.lister else None

@@ -9,12 +9,13 @@ from flashgen.attention.marshal import ArgumentWriter, Value
 from flashgen.attention.problem import Problem, contiguous_strides, in_layout
 from flashgen.codegen.arguments import ArgumentLayout
 from flashgen.codegen.hopper import HopperKernel
+from flashgen.errors import ArgumentError
 from flashgen.language.spec import AttentionSpec
 from flashgen.runtime.arrays import View
 from flashgen.runtime.tensor_maps import MAP_BYTES, MapShape, emulated_map, map_shape, tensor_map
 
 _SECTION_BYTES = 32 * 2**20  # of K and V, which blocks that run side by side should find in the L2
-_MOST_SECTIONS = 65535  # of a grid along z
+_MOST_TILES = 2**30 - 1  # so that a step past the last is a number, too
 
 
 class MapWriter(ArgumentWriter):
@@ -49,15 +50,26 @@ class MapWriter(ArgumentWriter):
         return buffer
 
 
-def hopper_launch(spec: AttentionSpec, kernel: HopperKernel, problem: Problem, arrays: Mapping[str, View]) -> Launch:
-    """The launch for calls of these sizes and strides.
+def hopper_launch(
+    spec: AttentionSpec,
+    kernel: HopperKernel,
+    problem: Problem,
+    arrays: Mapping[str, View],
+    multiprocessors: int,
+) -> Launch:
+    """The launch for calls of these sizes and strides, on a GPU of so many multiprocessors.
 
     Raises:
         ArgumentError: TMA cannot walk along a stride.
     """
-    heads = problem.batch * problem.heads_q
+    heads, tiles_q = problem.batch * problem.heads_q, -(-problem.len_q // kernel.plan.tile_q)
+    if heads * tiles_q > _MOST_TILES:
+        raise ArgumentError(f"{heads} heads in all of {problem.len_q} queries are too many tiles; split the batch")
     values: dict[str, Value] = {
+        "tiles": heads * tiles_q,
+        "tiles_q": tiles_q,
         "heads": heads,
+        "section": section_heads(spec, kernel, problem),
         "heads_q": problem.heads_q,
         "kv_reciprocal": problem.kv_reciprocal,
         "len_q": problem.len_q,
@@ -66,9 +78,8 @@ def hopper_launch(spec: AttentionSpec, kernel: HopperKernel, problem: Problem, a
     if kernel.uses_lists:
         values["list_strides"] = list_strides(list_shape(spec, problem, (kernel.plan.tile_q, kernel.plan.tile_k)))
     values |= capture_values(kernel.layout, spec, arrays)
-    section = section_heads(spec, kernel, problem)
-    grid = (section, -(-problem.len_q // kernel.plan.tile_q), -(-heads // section))
-    return Launch(grid, MapWriter(kernel.layout, values, _shapes(spec, kernel, problem)))
+    blocks = min(heads * tiles_q, multiprocessors) if kernel.plan.persistent else heads * tiles_q
+    return Launch((max(blocks, 1), 1, 1), MapWriter(kernel.layout, values, _shapes(spec, kernel, problem)))
 
 
 def _shapes(spec: AttentionSpec, kernel: HopperKernel, problem: Problem) -> dict[str, MapShape]:
@@ -88,9 +99,8 @@ def section_heads(spec: AttentionSpec, kernel: HopperKernel, problem: Problem) -
     Where all tiles are alike a head's tiles run after another's.
     """
     heads = problem.batch * problem.heads_q
-    least = -(-heads // _MOST_SECTIONS)
     if not kernel.longest_first:
-        return least
+        return 1
     head_bytes = 2 * max(problem.len_k, 1) * (spec.head_dim + spec.value_dim)
     fitting = max(_SECTION_BYTES // head_bytes, 1) * problem.heads_per_kv
-    return max(min(fitting, heads), least)
+    return max(min(fitting, heads), 1)

@@ -37,7 +37,10 @@ def hopper_layout(spec: AttentionSpec, lists: bool) -> ArgumentLayout:
     """The argument struct: maps of the arrays first."""
     fields = [Field("TensorMap", f"{name}_map") for name in "qkvo"]
     fields.append(Field("float*", "lse", comment="(batch, heads_q, len_q), or null"))
+    fields.append(Field("int", "tiles", comment="of queries, of all heads and batches"))
+    fields.append(Field("int", "tiles_q", comment="of each head"))
     fields.append(Field("int", "heads", comment="of queries, of all batches"))
+    fields.append(Field("int", "section", comment="heads that take turns with their tiles"))
     fields += [Field("int", name) for name in ("heads_q", "len_q", "len_k")]
     fields.append(Field("unsigned", "kv_reciprocal", comment="2^31 / heads per head of K and V, rounded up"))
     if lists:
@@ -65,6 +68,7 @@ def render_hopper(spec: AttentionSpec, target: Target, plan: HopperPlan | None =
         "head_panel": panel_columns(spec.head_dim),
         "value_panel": panel_columns(spec.value_dim),
         "shared_bytes": plan.shared_bytes(spec),
+        "output_apart": plan.output_apart(spec),
         "longest_first": longest_first,
         "score_operand": variant.score.of("scores[i][j][e]") if variant.score else "",
         "score_call": variant.score.call() if variant.score else "",

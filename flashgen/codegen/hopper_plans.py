@@ -19,6 +19,7 @@ _MOST_COLUMNS = 256  # of a wgmma, and rows of a TMA box
 _DROPOUT_COLUMNS = 32  # that one call of the generator serves
 _BARRIER_BYTES = 8
 _BARRIERS_PER_STAGE = 4
+_MOST_SHARED = 227 * 1024  # bytes of a block
 _ALIGNMENT = 1024  # bytes: the widest swizzle repeats after so many
 
 # Registers a thread of the warpgroup that loads keeps, and one of those that compute gets, by how many compute.
@@ -39,12 +40,15 @@ class HopperPlan:
         tile_k: keys of a step.
         stages: tiles of K, and of V, that shared memory holds at once.
         takes_turns: two warpgroups take turns in starting their products, so that one's softmax meets the other's.
+        persistent: as many blocks as multiprocessors, which walk the tiles, and load the next one ahead; else a block
+            for each tile, and the GPU gives the next to the first multiprocessor that is free.
     """
 
     consumers: int
     tile_k: int
     stages: int = 2
     takes_turns: bool = False
+    persistent: bool = False
 
     @property
     def tile_q(self) -> int:
@@ -70,18 +74,28 @@ class HopperPlan:
 
     def summary(self, spec: AttentionSpec) -> str:
         """One line for the kernel's header."""
+        blocks = "a block per multiprocessor" if self.persistent else "a block per tile of queries"
         turns = " that take turns" if self.takes_turns else ""
         return (
             f"{self.tile_q} queries x {self.tile_k} keys, {self.consumers} warpgroup(s) of {self.consumer_registers} "
-            f"registers{turns}, {self.stages} stage(s) of K and V, {self.shared_bytes(spec)} bytes of shared memory"
+            f"registers{turns}, {blocks}, {self.stages} stage(s) of K and V, {self.shared_bytes(spec)} bytes of shared "
+            "memory"
         )
 
     def shared_bytes(self, spec: AttentionSpec) -> int:
-        """Dynamic shared memory of a block: Q, which the output takes over; the stages of K and V; the barriers."""
+        """Dynamic shared memory of a block: Q and the output; the stages of K and V; the barriers."""
+        return self._shared_bytes(spec, self.output_apart(spec))
+
+    def output_apart(self, spec: AttentionSpec) -> bool:
+        """Whether the output has room of its own, so that the next tile's Q can be loaded early; else it takes Q's."""
+        return self.persistent and self._shared_bytes(spec, True) <= _MOST_SHARED
+
+    def _shared_bytes(self, spec: AttentionSpec, output_apart: bool) -> int:
         head, value = padded(spec.head_dim), padded(spec.value_dim)
-        before_values = 2 * (self.tile_q * max(head, value) + self.stages * self.tile_k * head)
+        columns = head + value if output_apart else max(head, value)
+        before_values = 2 * (self.tile_q * columns + self.stages * self.tile_k * head)
         values = -(-before_values // _ALIGNMENT) * _ALIGNMENT + 2 * self.stages * self.tile_k * value
-        return values + _BARRIER_BYTES * (1 + _BARRIERS_PER_STAGE * self.stages)
+        return values + _BARRIER_BYTES * (2 + _BARRIERS_PER_STAGE * self.stages)
 
     def problem(self, spec: AttentionSpec, target: Target) -> str | None:
         """Why the plan contradicts itself, or does not fit the spec or the target; None where it does."""
@@ -108,20 +122,22 @@ class HopperPlan:
 
 
 # By the wider of the padded dims, up to which a row holds: the plans of variants that need few registers beside scores,
-# probabilities and output (weights "none" and "plain" of codegen/plans.py), some, and many (an array read per score).
+# probabilities and output (weights "none" and "plain" of codegen/plans.py), some, many (a mask that reads an array per
+# score), and very many (a score that does, a mask that reads a table of blocks).
+_TURNS = {"takes_turns": True}
 _PLANS = (
-    (64, HopperPlan(3, 128), HopperPlan(2, 128, takes_turns=True), HopperPlan(2, 64, takes_turns=True)),
-    (128, HopperPlan(2, 128, takes_turns=True), HopperPlan(2, 128, takes_turns=True), HopperPlan(2, 64)),
-    (192, HopperPlan(2, 112), HopperPlan(2, 96), HopperPlan(2, 64)),
-    (256, HopperPlan(2, 80), HopperPlan(2, 64), HopperPlan(2, 32)),
+    (64, HopperPlan(3, 128), HopperPlan(2, 128, **_TURNS), HopperPlan(2, 128, **_TURNS), HopperPlan(2, 64, **_TURNS)),
+    (128, HopperPlan(2, 128, **_TURNS), HopperPlan(2, 128, **_TURNS), HopperPlan(2, 96, **_TURNS), HopperPlan(2, 64)),
+    (192, HopperPlan(2, 112), HopperPlan(2, 96), HopperPlan(2, 64), HopperPlan(2, 64)),
+    (256, HopperPlan(2, 80), HopperPlan(2, 64), HopperPlan(2, 32), HopperPlan(2, 32)),
 )
 
 
 def choose_hopper_plan(spec: AttentionSpec, target: Target) -> HopperPlan:
     """The default plan of a spec: as many keys as registers and shared memory hold."""
     widest, weight = max(padded(spec.value_dim), padded(spec.head_dim)), variant_weight(spec)
-    _, light, moderate, heavy = next(row for row in _PLANS if widest <= row[0])
+    _, few, some, many, most = next(row for row in _PLANS if widest <= row[0])
     if weight in ("none", "plain"):
-        return light
-    loads_blocks = weight == "loading" and spec.mask.expression.has(Load) and (widest > 192 or reads_blocks(spec))
-    return heavy if weight == "heavy" or loads_blocks else moderate
+        return few
+    mask_loads = weight == "loading" and spec.mask.expression.has(Load)
+    return most if weight == "heavy" or (mask_loads and reads_blocks(spec)) else many if mask_loads else some

@@ -45,6 +45,12 @@ def current_device() -> int:
     return int(cupy().cuda.runtime.getDevice())
 
 
+@cache
+def multiprocessors(device: int) -> int:
+    """How many multiprocessors a GPU has."""
+    return int(cupy().cuda.Device(device).attributes["MultiProcessorCount"])
+
+
 class GpuKernel:
     """A compiled kernel on the GPU. Takes one struct by value; `shared_bytes` of dynamic shared memory per block."""
 
