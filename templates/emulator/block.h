@@ -163,6 +163,7 @@ void multiply_tiles(MatrixProduct& product, ProductWorkspace& workspace);  // wg
 void open_barrier(Barrier& barrier);
 MBarrier& mbarrier_at(Thread& self, u32 address, Site site, void* caller);
 void fence_own_mbarriers(Thread& self);
+void check_mbarriers_at_end(const Block& block);
 Warpgroup& warpgroup_of(Thread& self, Site site);
 void reset_registers(Block& block);
 void check_registers_at_end(const Block& block);

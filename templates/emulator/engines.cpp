@@ -18,6 +18,7 @@ bool advance_engines(Block& block) { return perform_awaited_product(block) || la
 
 void check_block_at_end(Block& block) {
   check_loads_at_end(block);
+  check_mbarriers_at_end(block);
   check_registers_at_end(block);
 }
 

@@ -50,6 +50,7 @@ void mbarrier_init(u32 address, u32 arrivals, Site site) {
   barrier.fenced = barrier.observed = false;
   barrier.initialiser = &self;
   barrier.site = barrier.announced_at = barrier.ended_at = site;
+  barrier.unseen_load = Site{};
   barrier.waiting.clear();
   barrier.last_seen.assign(block.threads.size(), 0);
   block.mbarriers.push_back(&barrier);
@@ -82,6 +83,7 @@ static void end_phase_if_due(Block& block, MBarrier& barrier, Site site) {
   barrier.pending = barrier.arrivals;
   barrier.ended_at = site;
   barrier.observed = !barrier.waiting.empty();
+  if (barrier.observed) barrier.unseen_load = Site{};
   for (Thread* thread : barrier.waiting) make_ready(*thread);  // all wait for the phase that ends
   barrier.waiting.clear();
 }
@@ -117,6 +119,7 @@ void MBarrier::complete_bytes(Block& block, u32 count, u32 issued_in, Site issue
          "issued has ended (at %s:%d; bytes were announced at %s:%d)",
          count, offset, ended_at.file, ended_at.line, announced_at.file, announced_at.line);
   bytes -= int(count);
+  unseen_load = issued_at;
   release(&order[phase & 1]);
   end_phase_if_due(block, *this, issued_at);
 }
@@ -141,12 +144,19 @@ void mbarrier_wait(u32 address, u32 parity, Site site) {
   check_parity(barrier, self, barrier.phase + (has_ended ? 1 : 2), site);
   if (has_ended) {
     barrier.observed = true;
+    barrier.unseen_load = Site{};
   } else {
     barrier.waiting.push_back(&self);
     self.mbarrier = &barrier;
     suspend(State::kMbarrier, site);
   }
   acquire(&barrier.order[parity]);
+}
+
+void check_mbarriers_at_end(const Block& block) {
+  for (const MBarrier* barrier : block.mbarriers)
+    if (barrier->unseen_load.file)
+      fail(barrier->unseen_load, "the block ends, and nobody has waited for this TMA load");
 }
 
 int describe_mbarrier_wait(const Thread& thread, char* text, size_t room) {

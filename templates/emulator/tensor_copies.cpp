@@ -276,7 +276,7 @@ void check_loads_at_end(Block& block) {
   if (block.tensor_copies.in_flight.empty()) return;
   const TensorCopy& copy = *block.tensor_copies.in_flight.front();
   Blame issuer(*copy.issuer);
-  fail(copy.site, "the block ends while this %s is in flight: nobody has waited for it", name_of(copy.operation));
+  fail(copy.site, "the block ends, and nobody has waited for this %s", name_of(copy.operation));
 }
 
 }  // namespace emulator

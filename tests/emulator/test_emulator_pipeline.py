@@ -19,7 +19,7 @@ def check(run: Any, kernel: Any, **how: Any) -> None:
     np.testing.assert_allclose(got.astype(np.float64), want, rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.parametrize("schedule", schedules(16), ids=str)
+@pytest.mark.parametrize("schedule", list(schedules(16)), ids=str)
 def test_every_schedule(run: Any, schedule: Schedule) -> None:
     for kernel in KERNELS:
         check(run, kernel, schedule=schedule)
