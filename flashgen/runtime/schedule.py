@@ -23,8 +23,8 @@ class Schedule:
     Attributes:
         order: which ready thread runs next: "in_order" takes turns, "reverse" takes the newest and starts from the last
             thread and block, "random" any, "greedy_warp" stays in a warp as long as it can, so that warps drift apart.
-        copies: when cp.async, TMA and wgmma do their work: "early" at the issue, "late" at the wait that promises it (TMA
-            and wgmma: when no thread can go on without it), "random" in between.
+        copies: when cp.async, TMA and wgmma do their work: "early" at the issue, "late" at the wait that promises it
+            (TMA and wgmma: when no thread can go on without it), "random" in between.
         seed: of everything random; the same seed gives the same run.
         workers: operating-system threads that share the blocks; sanitized modes use one.
     """
