@@ -216,7 +216,6 @@ def _kernel(
     struct, entry = f"Backward{part.title()}Arguments", entry_name(f"attention_backward_{part}{of and f'_{of}'}", spec)
     variant = Variant(None, None, ()) if plain else variant_of(spec)
     told = common_context(spec, target, variant, struct, layout, context.get("gradient"))
-    told["placed"] = told["masked"] or spec.score is not None
     header = backward_header(part, spec, target, context.get("plan"), shared_bytes)
     source = assemble(f"backward/{part}.cu.jinja", told | context | {"entry": entry, "header": header}, target)
     name = kernel_name(f"bwd-{part}{of and f'-{of}'}", target, spec)

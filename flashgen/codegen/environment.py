@@ -28,7 +28,13 @@ def environment() -> jinja2.Environment:
         autoescape=False,
     )
     made.filters["float_literal"] = float_literal
+    made.filters["mentions"] = _mentions
     return made
+
+
+def _mentions(text: str, name: str) -> bool:
+    """Whether an identifier stands in a text."""
+    return name in _IDENTIFIER.findall(text)
 
 
 @cache
