@@ -39,7 +39,7 @@ class HopperPlan:
         consumers: warpgroups that compute, 64 queries each; one more loads.
         tile_k: keys of a step.
         stages: tiles of K, and of V, that shared memory holds at once.
-        takes_turns: two warpgroups take turns in starting their products, so that one's softmax meets the other's.
+        takes_turns: warpgroups take turns in starting their products, so that one's softmax meets another's.
         persistent: as many blocks as multiprocessors, which walk the tiles, and load the next one ahead; else a block
             for each tile, and the GPU gives the next to the first multiprocessor that is free.
     """
@@ -101,8 +101,8 @@ class HopperPlan:
         """Why the plan contradicts itself, or does not fit the spec or the target; None where it does."""
         if target.family != "hopper":
             return f"it is a plan of the family hopper, and {target.name} is of {target.family}"
-        if self.consumers not in _REGISTERS or (self.takes_turns and self.consumers != 2):
-            return f"consumers={self.consumers} must be 1, 2 or 3, and 2 for taking turns"
+        if self.consumers not in _REGISTERS or (self.takes_turns and self.consumers < 2):
+            return f"consumers={self.consumers} must be 1, 2 or 3, and not 1 for taking turns"
         if not _DEPTH <= self.tile_k <= _MOST_COLUMNS or self.tile_k % (_DROPOUT_COLUMNS if spec.dropout else _DEPTH):
             return f"tile_k={self.tile_k} must be a multiple of 16, of 32 with dropout, up to {_MOST_COLUMNS}"
         if self.stages < 1:

@@ -133,7 +133,7 @@ PLAN = HopperPlan(2, 128)
     ("plan", "spec", "says"),
     [
         (replace(PLAN, consumers=4), AttentionSpec(64), "consumers=4"),
-        (replace(PLAN, consumers=3, takes_turns=True), AttentionSpec(64), "2 for taking turns"),
+        (replace(PLAN, consumers=1, takes_turns=True), AttentionSpec(64), "not 1 for taking turns"),
         (replace(PLAN, tile_k=272), AttentionSpec(64), "tile_k=272"),
         (replace(PLAN, tile_k=40), AttentionSpec(64), "tile_k=40"),
         (replace(PLAN, tile_k=48), AttentionSpec(64, dropout=0.1), "of 32 with dropout"),
