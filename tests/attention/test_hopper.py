@@ -1,0 +1,124 @@
+"""Hopper's forward kernel on the emulator, through the callable: every variant, plans, lengths, strides, schedules."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+import flashgen as fg
+from flashgen import attention
+from flashgen.attention.hopper_launch import section_heads
+from flashgen.attention.problem import Problem
+from flashgen.codegen.hopper import render_hopper
+from flashgen.codegen.hopper_plans import HopperPlan
+from flashgen.codegen.targets import target_named
+from flashgen.errors import ArgumentError, UnsupportedError
+from flashgen.runtime.schedule import COPIES, ORDERS, Schedule
+from flashgen.verify.check import judged
+from flashgen.verify.problems import Shape, poisoned_outputs, random_inputs
+from flashgen.verify.variants import Case, named_cases
+
+CAUSAL = fg.AttentionSpec(64, mask=fg.causal())
+
+
+def assert_right(spec: fg.AttentionSpec, shape: Shape, captures: Any = None, **how: Any) -> None:
+    compiled = attention.compile(spec, target="sm_90a", emulate=True, **how)
+    inputs = random_inputs(spec, shape, captures=captures)
+    out, lse = poisoned_outputs(spec, inputs.q, inputs.v)
+    dropout: dict[str, int] = {"seed": 2**40 + 7, "offset": 3} if spec.dropout else {}
+    compiled(inputs.q, inputs.k, inputs.v, return_lse=True, out=(out, lse), **inputs.captures, **dropout)
+    verdict = judged(spec, inputs.q, inputs.k, inputs.v, out, lse, inputs.captures, **dropout)
+    assert verdict.ok, verdict
+
+
+@pytest.mark.parametrize("case", named_cases(1), ids=str)
+def test_every_variant(case: Case) -> None:
+    assert_right(case.spec, case.shape, case.captures, schedule=Schedule("random", "late", seed=1))
+
+
+PLANS = (
+    HopperPlan(1, 32, 3),
+    HopperPlan(2, 48, 2, takes_turns=True),
+    HopperPlan(3, 64, 1, takes_turns=True),
+    HopperPlan(2, 256),
+    HopperPlan(1, 32, 3, persistent=True),
+    HopperPlan(2, 64, 2, takes_turns=True, persistent=True),
+    HopperPlan(3, 128, 2, persistent=True),
+)
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=str)
+@pytest.mark.parametrize("order", ["in_order", "random", "greedy_warp"])
+def test_plans_and_schedules(plan: HopperPlan, order: Any) -> None:
+    schedule = Schedule(order, "random", seed=3)
+    # Tiles of queries without any key between others: a block that walks tiles goes on.
+    assert_right(
+        fg.AttentionSpec(64, mask=fg.sliding_window(50)), Shape(330, 90, 2, 2, 1), plan=plan, schedule=schedule
+    )
+    assert_right(fg.AttentionSpec(40, "bfloat16", value_dim=72), Shape(200, 300, 1, 4, 2), plan=plan, schedule=schedule)
+
+
+@pytest.mark.parametrize("copies", COPIES)
+@pytest.mark.parametrize("order", ORDERS)
+def test_a_tile_without_room_for_an_output_of_its_own(order: Any, copies: Any) -> None:
+    spec, plan = fg.AttentionSpec(256, "bfloat16", mask=fg.causal()), HopperPlan(2, 80, persistent=True)
+    assert not plan.output_apart(spec) and plan.output_apart(CAUSAL)
+    assert_right(spec, Shape(400, 300, 1, 2, 2), plan=plan, schedule=Schedule(order, copies, seed=1))
+
+
+@pytest.mark.parametrize("lengths", [(1, 1), (0, 5), (5, 0), (1, 300), (193, 1), (64, 64), (129, 127)], ids=str)
+@pytest.mark.parametrize("persistent", [False, True])
+def test_lengths(lengths: tuple[int, int], persistent: bool) -> None:
+    for spec in (fg.AttentionSpec(64), fg.AttentionSpec(96, mask=fg.causal())):
+        assert_right(spec, Shape(*lengths, 2, 2, 1), plan=HopperPlan(2, 64, persistent=persistent))
+
+
+@pytest.mark.parametrize("layout", ["bhsd", "bshd"])
+def test_strides(layout: Any) -> None:
+    """Views into a larger array, and rows that several heads share."""
+    spec = fg.AttentionSpec(32, mask=fg.causal(), layout=layout)
+    packed = np.random.default_rng(0).standard_normal((2, 90, 90, 3, 48)).astype(np.float16)[:, ::2]
+    q, k, v = (packed[:, :, ::3, i, 8:40] for i in range(3))
+    k = np.broadcast_to(k[:, :1], k.shape)
+    out = attention.compile(spec, target="sm_90a", emulate=True)(q, k, v)
+    expected = attention.compile(spec, target="sm_90a", emulate=True)(*map(np.ascontiguousarray, (q, k, v)))
+    np.testing.assert_array_equal(out, expected)
+
+
+def test_strides_that_the_copy_engine_cannot_walk_are_refused() -> None:
+    q, k, v = (np.zeros((1, 2, 40, 64), np.float16) for _ in range(3))
+    with pytest.raises(ArgumentError, match="k has strides .* target='sm_90'"):
+        attention.compile(CAUSAL, target="sm_90a", emulate=True)(q, k[:, :, ::-1], v)
+
+
+@pytest.mark.parametrize("sanitize", ["address"])
+def test_under_sanitizers(sanitize: Any) -> None:
+    schedule = Schedule("random", "late", seed=5)
+    assert_right(fg.AttentionSpec(128, "bfloat16", mask=fg.causal()), Shape(300, 340, 1, 2, 1), sanitize=sanitize,
+                 schedule=schedule)  # fmt: skip
+    spec = fg.AttentionSpec(40, value_dim=72, mask=fg.document("ids"), dropout=0.1)
+    assert_right(spec, Shape(150, 150, 1, 2, 2), sanitize=sanitize, schedule=schedule)
+
+
+def test_the_target_of_a_gpu_stays_the_other_family() -> None:
+    with pytest.raises(UnsupportedError, match="takes a ForwardPlan"):
+        attention.compile(CAUSAL, target="sm_90", emulate=True, plan=HopperPlan(2, 64))
+    assert isinstance(attention.compile(CAUSAL, target="sm_90a", emulate=True).plan, HopperPlan)
+
+
+def problem(batch: int, heads: int, heads_kv: int, length: int) -> Problem:
+    return Problem(batch, heads, heads_kv, length, length, {})
+
+
+def test_heads_of_a_section_share_the_l2() -> None:
+    kernel, full = (
+        render_hopper(fg.AttentionSpec(128, mask=mask), target_named("sm_90a")) for mask in (fg.causal(), fg.full())
+    )
+    spec = fg.AttentionSpec(128, mask=fg.causal())
+    assert section_heads(spec, full, problem(1, 16, 16, 16384)) == 1
+    assert section_heads(spec, kernel, problem(1, 16, 16, 16384)) == 4  # 8 MiB of K and V each
+    assert section_heads(spec, kernel, problem(1, 16, 4, 16384)) == 16
+    assert section_heads(spec, kernel, problem(1, 16, 16, 2**20)) == 1
+    assert section_heads(spec, kernel, problem(2, 2, 2, 100)) == 4
