@@ -15,9 +15,10 @@ from flashgen import attention
 from flashgen.attention import Attention
 from flashgen.attention import callable as callable_module
 from flashgen.attention.engines import Emulator
-from flashgen.codegen.forward import ForwardKernel, render_forward
+from flashgen.codegen.families import AnyForwardKernel, AnyForwardPlan, render_forward
+from flashgen.codegen.hopper_plans import HopperPlan
 from flashgen.codegen.plans import ForwardPlan
-from flashgen.codegen.targets import TARGETS
+from flashgen.codegen.targets import target_named
 from flashgen.runtime.schedule import Schedule
 from flashgen.verify import Shape, judged, random_inputs
 from flashgen.verify.problems import poisoned_outputs
@@ -33,15 +34,18 @@ class Subject:
     shape: Shape
     stages: int = 1
     tile_k: int = 32
+    target: str = "sm_80"
 
     @property
-    def plan(self) -> ForwardPlan:
+    def plan(self) -> AnyForwardPlan:
+        if self.target == "sm_90a":
+            return HopperPlan(2, self.tile_k, self.stages, takes_turns=True, persistent=True)
         return ForwardPlan(32, self.tile_k, 2, self.stages)
 
     @property
     def compiled(self) -> Attention:
         """The kernel as it is emitted."""
-        return attention.compile(self.spec, emulate=True, plan=self.plan)
+        return attention.compile(self.spec, target=self.target, emulate=True, plan=self.plan)
 
     @property
     def shared_bytes(self) -> int:
@@ -84,13 +88,15 @@ def _launch(
     inputs = random_inputs(spec, subject.shape, seed=1)
     out, lse = poisoned_outputs(spec, inputs.q, inputs.v)
 
-    def render(*how: Any) -> ForwardKernel:
+    def render(*how: Any) -> AnyForwardKernel:
         kernel = render_forward(*how)
         shared = kernel.shared_bytes if shared_bytes is None else shared_bytes
         return replace(kernel, source=source or kernel.source, shared_bytes=shared)
 
     with mock.patch.object(callable_module, "render_forward", render):
-        changed = Attention(spec, TARGETS["sm_80"], Emulator(sanitize, schedule or Schedule()), subject.plan)
+        changed = Attention(
+            spec, target_named(subject.target), Emulator(sanitize, schedule or Schedule()), subject.plan
+        )
     dropout = {"seed": SEED} if spec.dropout else {}
     changed(inputs.q, inputs.k, inputs.v, return_lse=True, out=(out, lse), **dropout, **inputs.captures)
     return Outcome(subject, out, lse, inputs)
@@ -118,4 +124,7 @@ def subjects() -> dict[str, Subject]:
         "dropout": Subject(fg.AttentionSpec(16, dropout=0.3), Shape(40, 70, 2, 2, 2)),
         "window": Subject(fg.AttentionSpec(16, mask=fg.sliding_window(40)), ragged),
         "score": Subject(fg.AttentionSpec(16, score=fg.alibi("slopes")), ragged),
+        "hopper": Subject(
+            fg.AttentionSpec(32, scale=4.0, mask=fg.causal()), Shape(150, 200, 1, 2, 2), stages=2, target="sm_90a"
+        ),
     }
