@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
+from flashgen.analysis.order import K_FIRST, K_LAST
+from flashgen.analysis.ranges import query_range
 from flashgen.codegen.plans import MMA_DEPTH, MMA_ROWS, WARP, padded, weight
 from flashgen.codegen.targets import Target
 from flashgen.errors import UnsupportedError
@@ -162,7 +164,8 @@ _PREFERENCE = (
     (32, 16, 2, 2, 1),
     (16, 32, 2, 1, 1),
 )
-# Small blocks, several on a multiprocessor, suit small head dims, and kernels that add nothing up in global memory.
+# Small blocks, several on a multiprocessor, suit small head dims, short walks, whose beginnings and ends overlap with the
+# middle of others', and kernels that add nothing up in global memory.
 _PREFERENCE_OF_SMALL_BLOCKS = ((64, 64, 4, 2, 2), *_PREFERENCE)
 _SMALL_HEAD_DIM = 64
 # (tile_q, tile_k, warps, split, stages)
@@ -206,9 +209,15 @@ def _chosen(plans: list[AnyPlan], spec: AttentionSpec) -> AnyPlan:
     return fitting[0] if fitting else min(plans, key=lambda plan: _accumulators(plan, spec))
 
 
+def _walks_far_less(spec: AttentionSpec) -> bool:
+    """Whether a tile of keys is attended by a part of the queries that does not grow with them, as far as is known."""
+    tiles = query_range(spec.mask.expression)
+    return tiles is None or (tiles.begin.has(K_FIRST, K_LAST) and tiles.end.has(K_FIRST, K_LAST))
+
+
 def choose_backward_plan(spec: AttentionSpec, target: Target, deterministic: bool = False) -> BackwardPlan:
     """The default plan of the keys' kernel of a spec on a target."""
-    small = deterministic or max(spec.head_dim, spec.value_dim) <= _SMALL_HEAD_DIM
+    small = deterministic or _walks_far_less(spec) or max(spec.head_dim, spec.value_dim) <= _SMALL_HEAD_DIM
     plans = [BackwardPlan(*sizes) for sizes in (_PREFERENCE_OF_SMALL_BLOCKS if small else _PREFERENCE)]
     return _chosen(
         [
