@@ -26,8 +26,9 @@ def backward_cost(part: str, spec: AttentionSpec, deterministic: bool = False) -
     head, value = spec.head_dim, spec.value_dim
     read = _ELEMENT * (head + value)  # of a row of Q and dO, or of K and V
     sums = 0 if deterministic else 2 * _SUM * padded(head)  # of a row of dQ, read and written
-    if part == "prepare":
-        return Cost(f"{2 * value} * {_QUERIES}", f"{2 * _ELEMENT * value + _SUM + _STATISTICS} * {_QUERIES}")
+    if part == "prepare":  # which zeroes the sums
+        hbm = f"{2 * _ELEMENT * value + _SUM + _STATISTICS + sums // 2} * {_QUERIES}"
+        return Cost(f"{2 * value} * {_QUERIES}", hbm)
     if part == "keys":  # QK, dV, dP, dK, and dQ where it is not a kernel of its own
         products = (2 if deterministic else 3) * head + 2 * value
         hbm = f"{read + _STATISTICS + sums} * {_QUERIES} + {2 * read} * {_KEYS}"

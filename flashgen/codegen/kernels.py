@@ -63,12 +63,7 @@ def backward_kernels(spec: AttentionSpec, target: Target, deterministic: bool = 
     kernels |= {"queries": backward.queries, "finish": backward.finish}
     kernels |= {f"d_{name}": kernel for name, kernel in backward.captures.items()}
     present = {part: kernel for part, kernel in kernels.items() if kernel is not None}
-    if not deterministic:
-        return present
-    return {part: kernel if part in _OF_EITHER else _named("deterministic", kernel) for part, kernel in present.items()}
-
-
-_OF_EITHER = ("prepare", "queries")  # not in two forms, the default and the deterministic one
+    return {part: _named("deterministic", kernel) for part, kernel in present.items()} if deterministic else present
 
 
 def _named(prefix: str, kernel: RenderedKernel) -> RenderedKernel:
