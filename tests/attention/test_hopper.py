@@ -89,7 +89,7 @@ def test_strides(layout: Any) -> None:
 
 def test_strides_that_the_copy_engine_cannot_walk_are_refused() -> None:
     q, k, v = (np.zeros((1, 2, 40, 64), np.float16) for _ in range(3))
-    with pytest.raises(ArgumentError, match="k has strides .* target='sm_90'"):
+    with pytest.raises(ArgumentError, match=r"k has strides .* target='sm_90'"):
         attention.compile(CAUSAL, target="sm_90a", emulate=True)(q, k[:, :, ::-1], v)
 
 
