@@ -120,7 +120,7 @@ WRONG = [
     Fault(
         "window's edge taken for full", "window", r"\(full_begin \+ kTileK - 1\) / kTileK, ", "full_begin / kTileK, "
     ),
-    Fault("ragged keys not masked", "grouped heads", r">= arguments\.len_k\)", "> arguments.len_k)"),
+    Fault("ragged keys not masked", "grouped heads", r"e % 2 >= left\)", "e % 2 > left)"),
     Fault("another head's keys", "grouped heads", r"kv_head_of\(work\.head, arguments\);", "work.head % 2;"),
     Fault("a tile of queries done twice", "one stage", r"gridDim\.x - 1 - blockIdx\.x;", "0;"),
     Fault("a score's head", "score", r"load_slopes\(arguments, h\)", "load_slopes(arguments, 0)"),
@@ -144,11 +144,9 @@ def test_a_wrong_number_is_caught_by_the_verdict(fault: Fault, launch: Any, subj
 
 
 OVERFLOWS = [
-    Fault(
-        "one row of output too many", "one stage", r"(first_query \+ row) < (arguments\.len_q && chunk)", r"\1 <= \2"
-    ),
+    Fault("one row of output too many", "one stage", r"(first_row \+ row) < (row_count && chunk)", r"\1 <= \2"),
     Fault("one number of LSE too many", "one stage", r"\(query < arguments\.len_q\)", "(query <= arguments.len_q)"),
-    Fault("one row of keys too many", "one stage", r"(first_row \+ row) < row_count", r"\1 <= row_count"),
+    Fault("one row of keys too many", "one stage", r"(first_row \+ row) < (row_count && \(chunk)", r"\1 <= \2"),
     Fault("one tile of keys too many", "score", r"(const bool valid = )first_row \+ row < row_count && ", r"\1"),
     Fault(
         "an index that is not clamped",
@@ -171,7 +169,7 @@ def test_an_access_outside_an_array_is_caught_by_address_sanitizer(fault: Fault,
 def test_a_byte_beyond_shared_memory_is_caught_by_address_sanitizer(name: str, launch: Any, subjects: Any) -> None:
     subject = subjects[name]
     statement = f"if (threadIdx.x == 7) shared_memory[{subject.shared_bytes}] = 1;"
-    fault = Fault("one byte too far", name, r"(  write_output\(work)", rf"  {statement}\n\1")
+    fault = Fault("one byte too far", name, r"(  write_lse\(rows, pos)", rf"  {statement}\n\1")
     source = fault.planted(subject.compiled.source)
     line = next(number for number, text in enumerate(source.splitlines(), 1) if statement in text)
     assert launch(subject, sanitize="address").is_right

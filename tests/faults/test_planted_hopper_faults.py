@@ -92,7 +92,9 @@ def test_what_is_not_waited_for_is_caught_by_engines_at_random(fault: Fault) -> 
 PROTOCOL = [
     Fault("too many bytes announced", "kStageBytes\\);", "kStageBytes + 16);", r"deadlock.* 16 bytes are missing"),
     Fault("too few bytes announced", "kStageBytes\\);", "kStageBytes - 16);", r"wrong byte count: 16 bytes more"),
-    Fault("one load announced of two", "kStageBytes\\);", "kOffsetB);", "wrong byte count|TMA load of .* may still write"),
+    Fault(
+        "one load announced of two", "kStageBytes\\);", "kOffsetB);", "wrong byte count|TMA load of .* may still write"
+    ),
     Fault(
         "consumer's parity slips",
         r"(full\(use\), )parity\(use\)",
