@@ -37,3 +37,8 @@ def test_blocks_one_after_another(run: Any) -> None:
     kernel = Pipeline(2, 2)
     for schedule in schedules(4):
         check(run, kernel, schedule=schedule, grid=(3, 1, 1))
+
+
+def test_workers_have_engines_of_their_own(run: Any) -> None:
+    for seed in range(3):
+        check(run, Pipeline(2, 2), schedule=Schedule("random", "random", seed, workers=2), grid=(6, 1, 1))
