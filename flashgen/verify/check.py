@@ -158,7 +158,7 @@ class _Runs:
             return Result(self.case, where, time.perf_counter() - begin, problem=_message(error), pass_="backward")
         seconds = time.perf_counter() - begin
         verdicts, differing = self._compared(
-            "backward", found, lambda: judged_gradients(spec, *self.qkv, d_out, found, **given)
+            "backward", found, lambda: judged_gradients(spec, *self.qkv, d_out, found, out=outputs[0], **given)
         )
         problem = f"not deterministic: {', '.join(differing)} differ from the first run's" if differing else None
         return Result(self.case, where, seconds, verdicts, problem if self.deterministic else None, "backward")

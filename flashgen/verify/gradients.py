@@ -45,32 +45,43 @@ def gradients_by_name(gradients: Any) -> dict[str, Any]:
 
 
 def judged_gradients(
-    spec: AttentionSpec, q: Any, k: Any, v: Any, d_out: Any, found: Mapping[str, Any], **given: Any
+    spec: AttentionSpec,
+    q: Any,
+    k: Any,
+    v: Any,
+    d_out: Any,
+    found: Mapping[str, Any],
+    *,
+    out: Any = None,
+    **given: Any,
 ) -> dict[str, Verdict]:
     """Each gradient, NumPy arrays by `gradients_by_name`, against the backward in float64 and in the spec's dtype.
 
-    given: d_lse, seed and offset, and the captures, as of `flashgen.reference.backward`.
+    out: the output that the call was given; None is the oracle's, rounded to the spec's dtype. given: d_lse, seed and
+    offset, and the captures, as of `flashgen.reference.backward`.
 
-    Standard attention takes D from P and dP, which cancel exactly in a row of one key; a call has only the output,
-    rounded to the spec's dtype. So where a gradient is not within the bound of the one, its bound is the larger of that
-    and twice what the rounding of the output alone does to the float64 gradients.
+    Standard attention takes D from P and dP; a call has only the output, rounded, and its error is in every gradient of
+    a row: no less where dP and D cancel, as in a row of one key, nor where thousands of elements add up to one gradient
+    of a capture. So where a gradient is not within the rule's bound, its bound is the larger of that and twice what the
+    given output's error does to the float64 gradients. An output that is wrong fails as an output.
     """
     expected = gradients_by_name(reference.backward(spec, q, k, v, d_out, **given))
     low = gradients_by_name(reference.low_precision_backward(spec, q, k, v, d_out, **given))
     verdicts = {name: judge(found[name], expected[name], low[name]) for name in expected}
     if all(verdict.ok for verdict in verdicts.values()):
         return verdicts
-    rounded = gradients_by_name(_backward_of_rounded(spec, q, k, v, d_out, **given))
-    further = {name: _further(expected[name], low[name], rounded[name]) for name in expected}
+    of_given = gradients_by_name(_backward_of(spec, q, k, v, d_out, out, **given))
+    further = {name: _further(expected[name], low[name], of_given[name]) for name in expected}
     return {name: judge(found[name], expected[name], further[name]) for name in expected}
 
 
-def _backward_of_rounded(
-    spec: AttentionSpec, q: Any, k: Any, v: Any, d_out: Any, *, d_lse: Any = None, **given: Any
+def _backward_of(
+    spec: AttentionSpec, q: Any, k: Any, v: Any, d_out: Any, out: Any, *, d_lse: Any = None, **given: Any
 ) -> Any:
-    """The gradients in float64, but of D = rowsum(dO * O) - dLSE with O rounded: D's error is one of dLSE."""
-    out = reference.attention(spec, q, k, v, **given)
-    error = (np.asarray(d_out, np.float64) * (out.astype(numpy_dtype(spec.dtype)).astype(np.float64) - out)).sum(-1)
+    """The gradients in float64, but with D = rowsum(dO * O) - dLSE of the output given: its error is one of dLSE."""
+    expected = reference.attention(spec, q, k, v, **given)
+    out = expected.astype(numpy_dtype(spec.dtype)) if out is None else out
+    error = (np.asarray(d_out, np.float64) * (out.astype(np.float64) - expected)).sum(-1)
     of_rows = error if spec.layout == "bhsd" else error.swapaxes(1, 2)
     return reference.backward(spec, q, k, v, d_out, d_lse=(0 if d_lse is None else d_lse) - of_rows, **given)
 

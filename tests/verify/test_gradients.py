@@ -144,3 +144,19 @@ def test_the_worst_is_what_fails() -> None:
     verdicts = judged_gradients(LEARNED, *given, found | {"dv": np.full_like(found["dv"], np.nan)}, **captures)
     result = Result(Case(LEARNED, SMALL), "here", 0.0, verdicts, pass_="backward")
     assert result.worst == "dv" and not result.ok
+
+
+def test_what_the_given_output_s_error_does_to_gradients_is_allowed_and_no_more() -> None:
+    """Two gradients of slopes, each a sum over all scores: nothing averages out what the output's error brings in."""
+    shape = Shape(40, 60, batch=2, heads_q=2, heads_kv=2)
+    inputs, (d_out, _) = random_inputs(LEARNED, shape), random_gradients(LEARNED, shape)
+    given = (LEARNED, inputs.q, inputs.k, inputs.v)
+    expected = gradients_by_name(reference.backward(*given, d_out, **inputs.captures))
+    exact = reference.attention(*given, **inputs.captures)
+    out = exact + 0.01
+    d_lse = -(d_out.astype(np.float64) * (out - exact)).sum(-1)
+    found = gradients_by_name(reference.backward(*given, d_out, d_lse=d_lse, **inputs.captures))
+    assert not judged_gradients(*given, d_out, found, **inputs.captures)["d_slopes"].ok
+    assert judged_gradients(*given, d_out, found, out=out, **inputs.captures)["d_slopes"].ok
+    worse = found | {"d_slopes": expected["d_slopes"] + 3 * (found["d_slopes"] - expected["d_slopes"])}
+    assert not judged_gradients(*given, d_out, worse, out=out, **inputs.captures)["d_slopes"].ok
