@@ -16,7 +16,7 @@ from flashgen.attention.backward_launches import (
 )
 from flashgen.attention.backward_lists import BackwardListers, BackwardTileLists
 from flashgen.attention.captures import check_array, check_captures
-from flashgen.attention.engines import Engine, Gpu, Numbers, Place
+from flashgen.attention.engines import Arrays, Engine, Gpu, Numbers, Place
 from flashgen.attention.gradients import (
     ROWS,
     Gradients,
@@ -162,16 +162,21 @@ class BackwardPass(Pass[_Prepared]):
             else self.listers.check(tile_lists, prepared.problem, place)
         )
         direct = {sums_name(member): gradients[name] for name, member in self._members.items()}  # where no sums are
-        everything = {**arrays, **direct, **work, **{name: gradients[name] for name in ROWS}}
+        everything = self.engine.located({**arrays, **direct, **work, **{name: gradients[name] for name in ROWS}})
         self._prepare_rows.launch(launches.prepare, everything, numbers, place)
-        self._keys.launch(launches.keys, everything | lists.get("keys", {}), numbers, place)
+        self._keys.launch(launches.keys, self._with_lists(everything, lists.get("keys")), numbers, place)
         if self._queries and launches.queries:
-            self._queries.launch(launches.queries, everything | lists.get("queries", {}), numbers, place)
+            own = self._with_lists(everything, lists.get("queries"))
+            self._queries.launch(launches.queries, own, numbers, place)
         if self._finish and launches.finish:
             self._finish.launch(launches.finish, everything, numbers, place)
         for name, launch in launches.captures.items():
             own = {"sums": work[sums_name(self._members[name])], "gradient": gradients[name]}
             self._captures[name].launch(launch, own, numbers, place)
+
+    def _with_lists(self, arrays: Arrays, lists: _Arrays | None) -> Arrays:
+        """What a launch takes, `arrays` as located, and the lists that its kernel reads."""
+        return type(arrays)({**arrays, **self.engine.located(lists)}) if lists else arrays  # type: ignore[call-arg]
 
     def _work_out(self, views: dict[str, View]) -> _Prepared:
         spec, device = self.spec, common_device(views)

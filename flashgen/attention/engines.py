@@ -32,6 +32,15 @@ class Place:
     device: int = 0
 
 
+class Located(dict[str, Any]):
+    """Arrays of which several launches want the addresses: looked up once."""
+
+
+def located(arrays: Arrays) -> Located:
+    """The addresses of arrays on a GPU, by the arrays' names. Whoever has them keeps the arrays alive."""
+    return Located((name, library_of(array, name).pointer(array)) for name, array in arrays.items())
+
+
 class Runner(Protocol):
     """A built kernel, ready to be launched on arrays by the names of the struct's pointers."""
 
@@ -61,11 +70,8 @@ class GpuRunner:
         return gpu.GpuKernel(self.entry.cubin_path, self._kernel.entry, self._kernel.threads, self._kernel.shared_bytes)
 
     def launch(self, launch: Launch, arrays: Arrays, numbers: Numbers, place: Place) -> None:
-        pointers = {
-            name: library_of(arrays[name], name).pointer(arrays[name])
-            for name in launch.writer.pointer_names
-            if name in arrays
-        }
+        read = {name: arrays[name] for name in launch.writer.pointer_names if name in arrays}
+        pointers = read if isinstance(arrays, Located) else located(read)
         self._loaded.launch(launch.grid, launch.writer.write(pointers, numbers), place.stream, place.device)
 
 
@@ -102,6 +108,10 @@ class Gpu:
     def library(self, array: Any, argument: str) -> Library:
         return library_of(array, argument)
 
+    def located(self, arrays: Arrays) -> Arrays:
+        """The arrays as several launches take them."""
+        return located(arrays)
+
     def current(self, device: int) -> bool:
         """Whether memory is made and kernels are launched on that device now."""
         return gpu.current_device() == device
@@ -135,6 +145,9 @@ class Emulator:
                 "(bfloat16 is ml_dtypes.bfloat16)"
             )
         return NUMPY
+
+    def located(self, arrays: Arrays) -> Arrays:
+        return arrays
 
     def current(self, device: int) -> bool:
         return True
