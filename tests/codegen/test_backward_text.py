@@ -166,9 +166,17 @@ def test_only_the_default_adds_to_what_others_add_to() -> None:
     assert "add_exactly" in exact["keys"] and "add_exactly" not in exact["queries"]
 
 
-def test_four_sums_are_added_at_once_where_the_target_can() -> None:
-    assert "reduce_add_4(" in parts(fg.AttentionSpec(64), target="sm_90")["keys"]
-    assert "reduce_add_4(" not in parts(fg.AttentionSpec(64))["keys"]
+@pytest.mark.parametrize(("target", "addition"), [("sm_80", "atomicAdd("), ("sm_90", "reduce_add_4(")])
+def test_shares_of_dq_are_added_in_one_piece(target: str, addition: str) -> None:
+    """Blocks race for them, which the emulator's ThreadSanitizer does not see: so nothing else may touch them."""
+    source = parts(fg.AttentionSpec(64), target=target)["keys"]
+    body = functions(source)["add_query_gradients"]
+    touching = [line.strip() for line in body.splitlines() if re.search(r"\b(sums|tile)\b", line)][1:]
+    begin, tile, added = touching
+    assert begin.startswith("sums += warp * ") and tile.startswith("float* tile = sums + (")
+    assert re.fullmatch(rf"(for \(.*\) )?{re.escape(addition)}tile \+ sum_place\(lane, \w\), .*\);", added)
+    assert source.count("dq_sums") == 2, "in the struct, and where they are added to"
+    assert "dq_sums + (first_row + first_query) * kHeadDimPadded" in source
 
 
 def test_gradients_of_captures_are_where_the_sums_are() -> None:

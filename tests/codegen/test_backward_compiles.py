@@ -1,0 +1,100 @@
+"""Emitted backward kernels compile for every GPU without a warning, fit it, and spill next to nothing."""
+
+from __future__ import annotations
+
+import pytest
+
+import flashgen.language as fg
+from flashgen.build import nvrtc
+from flashgen.codegen.kernel import RenderedKernel
+from flashgen.codegen.kernels import kernels_of
+from flashgen.codegen.targets import TARGETS
+from flashgen.language import AttentionSpec
+from flashgen.verify import learned, spec_of, variants
+from flashgen.verify.variants import Variant
+
+ISSUE_TARGETS = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_120")
+DIMS = (128, 64, 96, 8, 32, 80, 40, 112)
+VARIANTS = variants()
+MODES = (False, True)
+MOST_SPILLED = 96  # bytes of a thread, of head dims up to 128: once a step, to memory that is near
+MOST_SPILLED_OF_LARGE = 192
+
+pytestmark = pytest.mark.skipif(not nvrtc.is_available(), reason="needs CuPy and NVRTC: pip install 'flashgen[cuda13]'")
+
+
+def parts(spec: AttentionSpec, target: str, deterministic: bool) -> dict[str, RenderedKernel]:
+    return dict(kernels_of(spec, TARGETS[target], ("backward",), deterministic=deterministic))
+
+
+def assert_fits(kernel: RenderedKernel, most_spilled: int = MOST_SPILLED) -> None:
+    """It compiles without a warning, and a multiprocessor has the registers and the memory that it takes."""
+    compiled = nvrtc.compile(kernel.source, kernel.target.architecture, kernel.name)
+    used, target = compiled.resources, kernel.target
+    assert "warning" not in compiled.log.lower(), compiled.log
+    assert used.registers * kernel.threads <= 65536, f"{kernel.name}: {used}"
+    assert kernel.shared_bytes + used.static_shared <= target.shared_per_block, f"{kernel.name}: {used}"
+    assert max(used.spill_stores, used.spill_loads) <= most_spilled, f"{kernel.name} for {target.name}: {used}"
+    assert compiled.cubin[:4] == b"\x7fELF"
+
+
+def dtype_of(target: str, number: int) -> str:
+    return "float16" if target == "sm_75" or number % 2 else "bfloat16"
+
+
+# Each variant once in either mode; with the targets and dims that a walk of coprime steps meets.
+COVERING = [
+    (variant, ISSUE_TARGETS[number % 6], DIMS[(3 + number // 2 * 5) % 8], bool((number + number // 6) % 2), number)
+    for number, variant in enumerate([*VARIANTS, *VARIANTS])
+]
+
+
+@pytest.mark.parametrize(("variant", "target", "dim", "deterministic", "number"), COVERING)
+def test_every_variant_compiles(variant: Variant, target: str, dim: int, deterministic: bool, number: int) -> None:
+    spec = spec_of(variant, dim, dtype_of(target, number))
+    for part, kernel in parts(spec, target, deterministic).items():
+        if part not in ("prepare", "finish"):  # the same but for dims: below
+            assert_fits(kernel)
+
+
+@pytest.mark.parametrize("target", ISSUE_TARGETS)
+@pytest.mark.parametrize("mask", [fg.full(), fg.causal()], ids=str)
+def test_the_common_ones_compile_everywhere(mask: fg.Mask, target: str) -> None:
+    spec = AttentionSpec(128, dtype_of(target, 0), mask=mask)
+    for deterministic in MODES:
+        for kernel in parts(spec, target, deterministic).values():
+            assert_fits(kernel)
+
+
+@pytest.mark.parametrize(("dim", "target"), list(zip((256, 192, 160, 256, 160, 192), ISSUE_TARGETS, strict=True)))
+def test_the_largest_head_dims_compile(dim: int, target: str) -> None:
+    spec = AttentionSpec(dim, dtype_of(target, 1), mask=fg.causal())
+    for deterministic in MODES:
+        for kernel in parts(spec, target, deterministic).values():
+            assert_fits(kernel, MOST_SPILLED_OF_LARGE)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("target", ["sm_75", "sm_80"])
+def test_gradients_of_captures_of_every_type_compile(dtype: str, target: str) -> None:
+    """Turing has no instruction that rounds to a bfloat16."""
+    table = fg.Tensor("table", dtype, 1)
+    spec = AttentionSpec(64, score=learned(fg.trace_score(lambda s, b, h, q, k: s + table[h], "table")))
+    for deterministic in MODES:
+        found = parts(spec, target, deterministic)
+        if "d_table" in found:
+            assert_fits(found["d_table"], 0)
+        assert deterministic or ("d_table" in found) == (dtype != "float32")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("deterministic", MODES, ids=["default", "deterministic"])
+@pytest.mark.parametrize("target", ISSUE_TARGETS)
+@pytest.mark.parametrize("variant", VARIANTS, ids=lambda v: f"{v.mask}-{v.score}-{v.dropout}")
+def test_every_variant_compiles_everywhere(variant: Variant, target: str, deterministic: bool) -> None:
+    for number, dim in enumerate((8, 40, 64, 96, 128)):
+        spec = AttentionSpec(dim, dtype_of(target, number), dropout=variant.dropout, score=variant.score,
+                             mask=variant.mask)  # fmt: skip
+        for part, kernel in parts(spec, target, deterministic).items():
+            if part not in ("prepare", "finish"):
+                assert_fits(kernel)

@@ -1,0 +1,181 @@
+"""Emitted backward kernels, launched on the emulator with the text of one of them changed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+from unittest import mock
+
+import numpy as np
+
+import flashgen.codegen.backward as backward_module
+import flashgen.language as fg
+from flashgen import reference
+from flashgen.attention import Attention
+from flashgen.attention.engines import Emulator
+from flashgen.codegen.backward import BackwardKernels, render_backward
+from flashgen.codegen.backward_plans import BackwardPlan, QueriesPlan
+from flashgen.codegen.targets import TARGETS
+from flashgen.runtime.schedule import Schedule
+from flashgen.verify import Shape, gradients_by_name, judged_gradients, learned, random_gradients, random_inputs
+from flashgen.verify.gradients import poisoned_gradients
+
+SEED = 11
+_PLAN = BackwardPlan(32, 32, 2)
+RAGGED = Shape(70, 100, 1, 2, 1)  # several tiles either way, the last ones ragged, and a group of two query heads
+
+
+@dataclass(frozen=True)
+class BackwardSubject:
+    """A backward pass and one call of it. The tiles are small, so that a small call has several of them.
+
+    part: the kernel that faults are planted in.
+    """
+
+    spec: fg.AttentionSpec
+    plan: BackwardPlan = _PLAN
+    queries_plan: QueriesPlan | None = None
+    part: str = "keys"
+    shape: Shape = RAGGED
+    of_lse: bool = False
+
+    @property
+    def deterministic(self) -> bool:
+        return self.queries_plan is not None
+
+    @property
+    def kernels(self) -> BackwardKernels:
+        return _rendered(self)
+
+    @property
+    def source(self) -> str:
+        """The text that faults are planted in."""
+        return str(getattr(self.kernels, self.part).source)
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """What a launch wrote into gradients that were full of NaN."""
+
+    found: Mapping[str, np.ndarray[Any, Any]]
+    wrong: tuple[str, ...]
+
+    @property
+    def is_right(self) -> bool:
+        """The verdict of `flashgen verify`."""
+        return not self.wrong
+
+    @property
+    def holds_nan(self) -> bool:
+        return any(bool(np.isnan(array.astype(np.float32)).any()) for array in self.found.values())
+
+
+@cache
+def _rendered(subject: BackwardSubject) -> BackwardKernels:
+    chosen: Callable[..., Any] = lambda *_: subject.queries_plan
+    with mock.patch.object(backward_module, "choose_queries_plan", chosen):
+        return render_backward(subject.spec, TARGETS["sm_80"], subject.plan, subject.deterministic)
+
+
+@cache
+def _problem(spec: fg.AttentionSpec, shape: Shape, of_lse: bool) -> tuple[Any, ...]:
+    inputs = random_inputs(spec, shape, seed=1)
+    d_out, d_lse = random_gradients(spec, shape, 1, of_lse)
+    given = {**inputs.captures, **({"seed": SEED} if spec.dropout else {})}
+    out, lse = reference.attention(spec, inputs.q, inputs.k, inputs.v, return_lse=True, **given)
+    return inputs, d_out, out.astype(inputs.q.dtype), lse.astype(np.float32), {"d_lse": d_lse, **given}
+
+
+def launch_backward(
+    subject: BackwardSubject,
+    source: str | None = None,
+    *,
+    sanitize: Any = None,
+    schedule: Schedule | None = None,
+    short_by: int = 0,
+) -> Gradients:
+    """A call of the subject, one kernel of which has `source` for its text, and `short_by` bytes too little memory."""
+    kernels = subject.kernels
+    kernel = getattr(kernels, subject.part)
+    changed = replace(kernel, source=source or kernel.source, shared_bytes=kernel.shared_bytes - short_by)
+    attention = Attention(
+        subject.spec,
+        TARGETS["sm_80"],
+        Emulator(sanitize, schedule or Schedule()),
+        deterministic=subject.deterministic,
+    )
+    attention.__dict__["backward_kernels"] = replace(kernels, **{subject.part: changed})
+    inputs, d_out, out, lse, given = _problem(subject.spec, subject.shape, subject.of_lse)
+    into = poisoned_gradients(subject.spec, inputs)
+    gradients = attention.backward(d_out, inputs.q, inputs.k, inputs.v, out, lse, into=into, **given)
+    found = gradients_by_name(gradients)
+    verdicts = judged_gradients(subject.spec, inputs.q, inputs.k, inputs.v, d_out, found, **given)
+    return Gradients(found, tuple(name for name, verdict in verdicts.items() if not verdict.ok))
+
+
+def _subjects() -> dict[str, BackwardSubject]:
+    def causal(dim: int) -> fg.AttentionSpec:
+        return fg.AttentionSpec(dim, mask=fg.causal(align="top_left"))  # nobody attends to the last keys
+
+    exact = QueriesPlan(32, 32, 2)
+    table = fg.Tensor("table", "float32", 2, grad=True)
+    by_key = fg.Tensor("by_key", "float32", 1, grad=True)
+    by_query = fg.Tensor("by_query", "float32", 1, grad=True)
+    bias = fg.trace_score(lambda s, b, h, q, k: s + table[h, (q - k) % 7] + by_key[k] + by_query[q] * (k % 3), "bias")
+    slopes = learned(fg.alibi("slopes"))
+    # Beyond the last key a score is far above all others.
+    low = fg.trace_score(lambda s, b, h, q, k: fg.where(k < fg.len_k, s - 300, s), "low")
+    ends = fg.trace_score(lambda s, b, h, q, k: fg.where(q < fg.len_q, s, fg.exp(s + 1000)), "ends")
+    return {
+        # `keys`, by the warps that share keys, and by stages of Q and dO
+        "one stage": BackwardSubject(causal(16), BackwardPlan(32, 32, 2, 1, 1)),
+        "two stages": BackwardSubject(causal(16), BackwardPlan(32, 32, 2, 1, 2)),
+        "split in 2": BackwardSubject(causal(32), BackwardPlan(32, 32, 4, 2, 2)),
+        "split in 2, one stage": BackwardSubject(causal(32), BackwardPlan(32, 32, 4, 2, 1)),
+        "split in 4": BackwardSubject(causal(64), BackwardPlan(64, 32, 8, 4, 2)),
+        "split in 4, one stage": BackwardSubject(causal(64), BackwardPlan(64, 32, 8, 4, 1)),
+        "exact, one stage": BackwardSubject(causal(16), BackwardPlan(32, 32, 2, 1, 1), exact),
+        "exact, two stages": BackwardSubject(causal(16), BackwardPlan(32, 32, 2, 1, 2), exact),
+        "exact, split in 2": BackwardSubject(causal(32), BackwardPlan(32, 32, 4, 2, 2), exact),
+        "exact, split in 4": BackwardSubject(causal(64), BackwardPlan(64, 32, 8, 4, 1), exact),
+        # `queries`
+        "queries, one stage": BackwardSubject(causal(16), queries_plan=QueriesPlan(32, 32, 2, 1, 1), part="queries"),
+        "queries, two stages": BackwardSubject(causal(16), queries_plan=QueriesPlan(32, 32, 2, 1, 2), part="queries"),
+        "queries, split in 2": BackwardSubject(causal(32), queries_plan=QueriesPlan(32, 64, 4, 2, 2), part="queries"),
+        "queries, split in 2, one stage": BackwardSubject(
+            causal(32), queries_plan=QueriesPlan(32, 64, 4, 2, 1), part="queries"
+        ),
+        # what a variant adds
+        "no mask": BackwardSubject(fg.AttentionSpec(16)),
+        "one query over": BackwardSubject(fg.AttentionSpec(16), shape=Shape(65, 40, 1, 2, 1)),
+        "two groups, queries": BackwardSubject(
+            fg.AttentionSpec(16), queries_plan=exact, part="queries", shape=Shape(40, 40, 1, 4, 2)
+        ),
+        "of the LSE": BackwardSubject(causal(16), part="prepare", of_lse=True),
+        "rows": BackwardSubject(causal(16), part="prepare", shape=Shape(70, 50, 1, 2, 1)),
+        "sums": BackwardSubject(causal(16), part="finish"),
+        "dropout": BackwardSubject(fg.AttentionSpec(16, dropout=0.3), shape=Shape(70, 100, 2, 2, 2)),
+        "dropout, split in 2": BackwardSubject(fg.AttentionSpec(32, dropout=0.3), BackwardPlan(32, 32, 4, 2, 2)),
+        "dropout, queries": BackwardSubject(
+            fg.AttentionSpec(16, dropout=0.3), queries_plan=exact, part="queries", shape=Shape(70, 100, 2, 2, 2)
+        ),
+        "bias of ends": BackwardSubject(fg.AttentionSpec(16, score=ends)),
+        "low scores": BackwardSubject(fg.AttentionSpec(16, score=low)),
+        "low scores, queries": BackwardSubject(fg.AttentionSpec(16, score=low), queries_plan=exact, part="queries"),
+        "window": BackwardSubject(fg.AttentionSpec(16, mask=fg.sliding_window(80))),
+        "softcap": BackwardSubject(fg.AttentionSpec(16, scale=1.0, score=fg.softcap(2))),
+        "softcap, queries": BackwardSubject(
+            fg.AttentionSpec(16, scale=1.0, score=fg.softcap(2)), queries_plan=exact, part="queries"
+        ),
+        "slopes": BackwardSubject(fg.AttentionSpec(16, mask=fg.causal(), score=slopes)),
+        "exact slopes": BackwardSubject(fg.AttentionSpec(16, mask=fg.causal(), score=slopes), queries_plan=exact),
+        "bias": BackwardSubject(fg.AttentionSpec(16, score=bias), shape=Shape(40, 70, 1, 2, 1)),
+        "exact bias": BackwardSubject(
+            fg.AttentionSpec(16, score=bias), queries_plan=exact, shape=Shape(40, 70, 1, 2, 1)
+        ),
+    }
+
+
+SUBJECTS = _subjects()
