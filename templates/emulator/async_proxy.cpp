@@ -80,8 +80,8 @@ static bool is_untouched(const unsigned char* chunk) {
 void AsyncProxy::check_chunk_visible(u32 offset, const Claim& claim) const {
   if (memcmp(seen_.data() + offset, shared_ + offset, kChunkBytes) != 0)
     fail(claim.site,
-         "%s reads shared memory at offset %u that ordinary stores wrote%s: fence_async_shared() is missing between the "
-         "stores and the barrier before this",
+         "%s reads shared memory at offset %u that ordinary stores wrote%s: fence_async_shared() is missing between "
+         "the stores and the barrier before this",
          claim.what, offset, tags_[offset / kChunkBytes] ? " (stmatrix)" : "");
   if (is_untouched(shared_ + offset))
     fail(claim.site, "%s reads shared memory at offset %u, which nothing has been written to", claim.what, offset);

@@ -114,6 +114,7 @@ struct Block {
 };
 
 inline Thread& running_thread() { return *static_cast<Thread*>(current); }
+inline u32 rank_of(const Thread& thread) { return thread.linear % kWarpgroupThreads; }  // in its warpgroup
 
 // While it lives, failures name another thread than the one that runs.
 class Blame {
@@ -157,7 +158,6 @@ bool land_newest_load(Block& block);
 void check_loads_at_end(Block& block);
 bool perform_awaited_product(Block& block);  // wgmma.cpp
 bool perform_random_product(Block& block);
-void multiply_tiles(MatrixProduct& product, ProductWorkspace& workspace);  // wgmma_multiply.cpp
 
 // ---- block_barriers.cpp, mbarriers.cpp, wgmma.cpp, register_budget.cpp ----
 void open_barrier(Barrier& barrier);

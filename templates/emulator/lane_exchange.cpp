@@ -1,5 +1,5 @@
-// Shuffles, votes and elections: values that go from lane to lane. In the runtime and not in a kernel's header, since the last
-// lane to arrive serves all: compiled into a kernel, ThreadSanitizer would take that for a race.
+// Shuffles, votes and elections: what goes from lane to lane. In the runtime and not in a kernel's header, since the
+// last lane to arrive serves all: compiled into a kernel, ThreadSanitizer would take that for a race.
 #include "block.h"
 
 namespace emulator {

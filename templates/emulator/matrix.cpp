@@ -1,4 +1,5 @@
-// ldmatrix, stmatrix and mma. Fragment layouts are PTX's: g = lane / 4 is a fragment's row, t = lane % 4 its pair of columns.
+// ldmatrix, stmatrix and mma. Fragment layouts are PTX's: g = lane / 4 is a fragment's row, t = lane % 4 its pair of
+// columns.
 #include "block.h"
 #include "half_conversions.h"
 

@@ -74,8 +74,8 @@ static void end_phase_if_due(Block& block, MBarrier& barrier, Site site) {
          -barrier.bytes, barrier.offset, barrier.announced_at.file, barrier.announced_at.line);
   if (barrier.phase && !barrier.observed)
     fail(site,
-         "over-arrival: a phase of the mbarrier at offset %u (of %u arrivals, initialised at %s:%d) ends before anybody "
-         "has waited for the one that ended at %s:%d",
+         "over-arrival: a phase of the mbarrier at offset %u (of %u arrivals, initialised at %s:%d) ends before "
+         "anybody has waited for the one that ended at %s:%d",
          barrier.offset, barrier.arrivals, barrier.site.file, barrier.site.line, barrier.ended_at.file,
          barrier.ended_at.line);
   ++barrier.phase;

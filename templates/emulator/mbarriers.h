@@ -18,7 +18,7 @@ struct MBarrier {
   bool observed;          // somebody has waited for the last phase that ended
   Thread* initialiser;
   Site site, announced_at, ended_at;
-  Site unseen_load;       // of a copy whose bytes are here and for which nobody has waited; file is null if there is none
+  Site unseen_load;       // of a copy whose bytes are here, and nobody has waited for them; its file may be null
   Vector<Thread*> waiting;
   Vector<u32> last_seen;  // by thread: 2 + the phase that it waited for last, -1 being the one before the first; or 0
   char order[2];          // by parity of the phase

@@ -42,8 +42,8 @@ static void check_change(const Warpgroup& group, u32 count, bool increase, Site 
     return;
   }
   if (increase ? count < group.registers : count > group.registers)
-    fail(site, "setmaxnreg cannot %s to %u registers: the warpgroup has %u a thread", increase ? "increase" : "decrease",
-         count, group.registers);
+    fail(site, "setmaxnreg cannot %s to %u registers: the warpgroup has %u a thread",
+         increase ? "increase" : "decrease", count, group.registers);
 }
 
 void set_registers(u32 count, bool increase, Site site) {

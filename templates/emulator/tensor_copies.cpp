@@ -1,15 +1,14 @@
-// TMA. A load holds NaN at its destination until it lands; a store reads its source when it is done. To ThreadSanitizer
-// each is an engine that may do its work at any time after the issue.
+// TMA: what all copies share, and loads, which hold NaN at their destination until they land. To ThreadSanitizer each
+// copy is an engine that may do its work at any time after the issue.
 #include "tensor_copies.h"
 
 #include <string.h>
 
 #include "block.h"
-#include "half_conversions.h"
 
 namespace emulator {
 
-static const char* name_of(TensorOperation operation) {
+const char* name_of(TensorOperation operation) {
   switch (operation) {
     case TensorOperation::kLoad:
       return "TMA load";
@@ -21,7 +20,7 @@ static const char* name_of(TensorOperation operation) {
   return "?";
 }
 
-static u32 chunk_offset(const TensorCopy& copy, u32 row, u32 byte) {
+u32 chunk_offset(const TensorCopy& copy, u32 row, u32 byte) {
   return swizzled(copy.shared + row * copy.box.row_bytes + byte, copy.box.map.swizzle_bytes) - kWindowBase;
 }
 
@@ -41,7 +40,7 @@ static Engine next_engine(Block& block) {
   return engine;
 }
 
-static TensorCopy& new_copy(TensorOperation operation, const void* map, u32 shared, int rank, const int* start,
+TensorCopy& new_copy(TensorOperation operation, const void* map, u32 shared, int rank, const int* start,
                             Site site, void* caller) {
   constexpr u32 kAlignment = 128;
   Thread& self = running_thread();
@@ -69,7 +68,7 @@ static TensorCopy& new_copy(TensorOperation operation, const void* map, u32 shar
   return copy;
 }
 
-static void forget(Block& block, TensorCopy& copy) {
+void forget(Block& block, TensorCopy& copy) {
   Vector<TensorCopy*>& in_flight = block.tensor_copies.in_flight;
   for (size_t i = 0; i < in_flight.size(); ++i) {
     if (in_flight[i] != &copy) continue;
@@ -79,7 +78,7 @@ static void forget(Block& block, TensorCopy& copy) {
   }
 }
 
-static bool lands_at_once(Block& block) {
+bool lands_at_once(Block& block) {
   CopyPolicy policy = CopyPolicy(block.request->copies);
   return policy == CopyPolicy::kEarly || (policy == CopyPolicy::kRandom && block.random.below(4) == 0);
 }
@@ -103,7 +102,7 @@ static void land(Block& block, TensorCopy& copy) {
   block.tensor_copies.pool.give_back(copy);
 }
 
-static void note_tensor(const TensorCopy& copy) {
+void note_tensor(const TensorCopy& copy) {
   const TensorBox& box = copy.box;
   for (u32 row = 0; row < box.rows; ++row) {
     char* address = box.row_address(row);
@@ -139,109 +138,6 @@ void tensor_load(u32 destination, const void* map, u32 barrier, int rank, const 
   if (lands_at_once(block)) land(block, copy);
 }
 
-// ---- stores ----
-
-static void read_box(const TensorCopy& copy, const unsigned char* shared, unsigned char* out) {
-  for (u32 row = 0; row < copy.box.rows; ++row)
-    for (u32 byte = 0; byte < copy.box.row_bytes; byte += kChunkBytes, out += kChunkBytes)
-      memcpy(out, shared + chunk_offset(copy, row, byte), kChunkBytes);
-}
-
-template <class T, class Update>
-static void update_atomically(T* target, Update update) {
-  T seen = __atomic_load_n(target, __ATOMIC_RELAXED);
-  while (!__atomic_compare_exchange_n(target, &seen, update(seen), false, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) continue;
-}
-
-static void add_f32(char* target, const unsigned char* source) {
-  float value;
-  memcpy(&value, source, sizeof value);
-  update_atomically(reinterpret_cast<u32*>(target),
-                    [value](u32 old) { return bit_cast<u32>(bit_cast<float>(old) + value); });
-}
-
-static void add_half(char* target, const unsigned char* source, bool is_f16) {
-  u16 value;
-  memcpy(&value, source, sizeof value);
-  update_atomically(reinterpret_cast<u16*>(target), [value, is_f16](u16 old) {
-    return is_f16 ? f16_from_float(float_from_f16(old) + float_from_f16(value))
-                  : bf16_from_float(float_from_bf16(old) + float_from_bf16(value));
-  });
-}
-
-static void write_row(const TensorCopy& copy, char* target, const unsigned char* source, u32 bytes) {
-  if (copy.operation == TensorOperation::kStore) {
-    memcpy(target, source, bytes);
-    return;
-  }
-  TensorElement element = copy.box.map.element;
-  for (u32 byte = 0; byte < bytes; byte += element_bytes(element)) {
-    if (element == TensorElement::kF32)
-      add_f32(target + byte, source + byte);
-    else
-      add_half(target + byte, source + byte, element == TensorElement::kF16);
-  }
-}
-
-static void perform_store(Block& block, TensorCopy& copy) {
-  if (copy.done) return;
-  copy.done = true;
-  forget(block, copy);
-  const TensorBox& box = copy.box;
-  Vector<unsigned char>& data = block.store_data;
-  data.resize(box.bytes());
-  read_box(copy, block.shared, data.data());
-  if (memcmp(data.data(), copy.copy.data(), box.bytes()) != 0)
-    fail(copy.site, "shared memory was overwritten while this %s read it: bulk_wait_read is missing before the writes",
-         name_of(copy.operation));
-  for (u32 row = 0; row < box.rows; ++row)
-    if (char* target = box.row_address(row))
-      write_row(copy, target, data.data() + row * box.row_bytes + box.first_byte, box.past_bytes - box.first_byte);
-}
-
-void tensor_store(const void* map, u32 source, int rank, const int* start, bool add, Site site) {
-  Thread& self = running_thread();
-  Block& block = *self.block;
-  void* caller = __builtin_return_address(0);
-  TensorCopy& copy =
-      new_copy(add ? TensorOperation::kAdd : TensorOperation::kStore, map, source, rank, start, site, caller);
-  copy.group = self.bulk.open_group;
-  block.async_proxy.check_visible(copy.claim);
-  copy.copy.resize(copy.box.bytes());
-  read_box(copy, block.shared, copy.copy.data());
-  release(&copy.issue_order);
-  {
-    AsEngine engine(copy.engine);
-    acquire(&copy.issue_order);
-    if (kThreadSanitizer) note_read(self.shared + (source - kWindowBase), copy.box.bytes(), caller);
-    release(&copy.read_order);
-    note_tensor(copy);
-    release(block.request);  // the tensor is read after the launch
-  }
-  self.bulk.stores.push_back(&copy);
-  if (lands_at_once(block)) perform_store(block, copy);
-}
-
-void bulk_commit() { ++running_thread().bulk.open_group; }
-
-void bulk_wait_read(int pending) {
-  Thread& self = running_thread();
-  Block& block = *self.block;
-  u32 complete = self.bulk.open_group > u32(pending) ? self.bulk.open_group - u32(pending) : 0;
-  size_t kept = 0;
-  for (TensorCopy* copy : self.bulk.stores) {
-    if (copy->group >= complete) {
-      self.bulk.stores[kept++] = copy;
-      continue;
-    }
-    perform_store(block, *copy);
-    acquire(&copy->read_order);
-    block.async_proxy.end(copy->claim);
-    block.tensor_copies.pool.give_back(*copy);
-  }
-  self.bulk.stores.resize(kept);
-}
-
 void prefetch_tensor_map(const void* map, Site site) { checked_map(map, site); }
 
 // ---- what the scheduler calls ----
@@ -263,13 +159,6 @@ bool land_newest_load(Block& block) {
     return true;
   }
   return false;
-}
-
-void check_stores_at_exit(Thread& thread) {
-  if (thread.bulk.stores.empty()) return;
-  const TensorCopy& copy = *thread.bulk.stores.front();
-  fail(copy.site, "the thread ends while this %s may still read shared memory: %s", name_of(copy.operation),
-       copy.group == thread.bulk.open_group ? "bulk_commit is missing" : "bulk_wait_read is missing");
 }
 
 void check_loads_at_end(Block& block) {

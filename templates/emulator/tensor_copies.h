@@ -44,4 +44,16 @@ struct BulkCopies {
   u32 open_group = 0;
 };
 
+// ---- tensor_copies.cpp ----
+const char* name_of(TensorOperation operation);
+u32 chunk_offset(const TensorCopy& copy, u32 row, u32 byte);  // in shared memory
+TensorCopy& new_copy(TensorOperation operation, const void* map, u32 shared, int rank, const int* start, Site site,
+                     void* caller);
+void forget(Block& block, TensorCopy& copy);  // it is in flight no more
+bool lands_at_once(Block& block);
+void note_tensor(const TensorCopy& copy);  // its accesses to the tensor, for sanitizers
+
+// ---- tensor_stores.cpp ----
+void perform_store(Block& block, TensorCopy& copy);
+
 }  // namespace emulator

@@ -1,9 +1,7 @@
 // wgmma: issue, groups and waits. The four warps need not come together: a product may be done once all have issued it.
 #include <stdio.h>
-#include <string.h>
 
 #include "block.h"
-#include "matrix_descriptor.h"
 
 namespace emulator {
 
@@ -13,138 +11,6 @@ Warpgroup& warpgroup_of(Thread& self, Site site) {
     fail(site, "a warpgroup is 4 whole warps, aligned to 4; this one has %zu threads",
          self.block->threads.size() - number * kWarpgroupThreads);
   return self.block->warpgroups[number];
-}
-
-static u32 rank_of(const Thread& self) { return self.linear % kWarpgroupThreads; }
-
-// ---- accumulators ----
-
-static u32 accumulator_row(u32 rank, int i) { return rank / 32 * 16 + rank % 32 / 4 + (i >> 1 & 1) * 8; }
-static u32 accumulator_column(u32 rank, int i) { return u32(i >> 2) * 8 + rank % 4 * 2 + (i & 1); }
-
-static void take_registers(Accumulator& accumulator, u32 rank, float* d) {
-  int count = accumulator.columns / 2;
-  for (int i = 0; i < count; ++i)
-    accumulator.values[accumulator_row(rank, i) * accumulator.columns + accumulator_column(rank, i)] = d[i];
-  memset(d, 0xff, count * sizeof(float));
-  forbid_access(d, count * sizeof(float));
-}
-
-static void give_registers(const Accumulator& accumulator, u32 rank) {
-  float* d = accumulator.registers[rank];
-  int count = accumulator.columns / 2;
-  allow_access(d, count * sizeof(float));
-  for (int i = 0; i < count; ++i)
-    d[i] = accumulator.values[accumulator_row(rank, i) * accumulator.columns + accumulator_column(rank, i)];
-}
-
-// The accumulator that this thread has in flight in these registers, if any.
-static Accumulator* accumulator_in_flight(Warpgroup& group, u32 rank, float* d, int columns, Site site) {
-  for (Accumulator* accumulator : group.accumulators) {
-    float* other = accumulator->registers[rank];
-    if (!other || d + columns / 2 <= other || other + accumulator->columns / 2 <= d) continue;
-    if (other == d && accumulator->columns == columns) return accumulator;
-    fail(site, "wgmma accumulates in registers of which a wgmma of another shape, in flight, has some");
-  }
-  return nullptr;
-}
-
-static void hold_accumulator(Warpgroup& group, Thread& self, MatrixProduct& product, float* d) {
-  u32 rank = rank_of(self);
-  int columns = product.what.columns;
-  Accumulator* held = accumulator_in_flight(group, rank, d, columns, product.site);
-  bool is_first = product.arrived == 0;
-  if (is_first) product.accumulator = held;
-  if (is_first && !held) {
-    Accumulator& fresh = self.block->accumulator_pool.take();
-    fresh.columns = columns;
-    fresh.holders = 0;
-    memset(fresh.registers, 0, sizeof fresh.registers);
-    fresh.values.resize(64 * size_t(columns));
-    group.accumulators.push_back(&fresh);
-    product.accumulator = &fresh;
-  }
-  Accumulator& accumulator = *product.accumulator;
-  if (held && held != &accumulator)
-    fail(product.site, "the threads of the warpgroup accumulate in different registers");
-  if (!held) {
-    accumulator.registers[rank] = d;
-    ++accumulator.holders;
-    take_registers(accumulator, rank, d);
-  }
-  accumulator.last_group[rank] = product.group;
-}
-
-static void release_accumulators(Block& block, Warpgroup& group, u32 rank, u64 complete) {
-  size_t kept = 0;
-  for (Accumulator* accumulator : group.accumulators) {
-    if (accumulator->registers[rank] && accumulator->last_group[rank] < complete) {
-      give_registers(*accumulator, rank);
-      accumulator->registers[rank] = nullptr;
-      --accumulator->holders;
-    }
-    if (accumulator->holders)
-      group.accumulators[kept++] = accumulator;
-    else
-      block.accumulator_pool.give_back(*accumulator);
-  }
-  group.accumulators.resize(kept);
-}
-
-// ---- operands in shared memory ----
-
-// Visits (address, place): where each 16-byte chunk of rows [begin, end) lies, and where its first element goes in
-// `tile`, whose rows are 16 deep; elements of a chunk are `step` apart there.
-template <class Visit>
-static void for_each_chunk(const MatrixDescriptor& descriptor, bool transposed, u32 begin, u32 end, Visit visit) {
-  if (!transposed) {
-    for (u32 row = begin; row < end; ++row)
-      for (u32 part = 0; part < 2; ++part) visit(descriptor.along_depth(row, part), row * 16 + part * 8, 1u);
-    return;
-  }
-  for (u32 group = begin / 8; group < end / 8; ++group)
-    for (u32 k = 0; k < 16; ++k) visit(descriptor.along_rows(group, k), group * 8 * 16 + k, 16u);
-}
-
-static void read_tile(const MatrixDescriptor& descriptor, bool transposed, u32 begin, u32 end, u16* tile, Site site) {
-  for_each_chunk(descriptor, transposed, begin, end, [&](u32 address, u32 place, u32 step) {
-    const u16* chunk = static_cast<const u16*>(shared_pointer(address, kChunkBytes, kChunkBytes, site));
-    for (u32 i = 0; i < 8; ++i) tile[place + i * step] = chunk[i];
-  });
-}
-
-// From now on the product may read these rows.
-static void begin_operand(Thread& self, Warpgroup& group, MatrixProduct& product, Claim& claim, u64 bits,
-                          bool transposed, u32 begin, u32 end, u16* tile, const char* operand) {
-  Block& block = *self.block;
-  MatrixDescriptor descriptor = MatrixDescriptor::decode(bits, operand, product.site);
-  claim.what = "wgmma";
-  claim.site = product.site;
-  claim.writes = false;
-  claim.chunks.clear(self.shared_bytes);
-  for_each_chunk(descriptor, transposed, begin, end, [&](u32 address, u32, u32) {
-    shared_pointer(address, kChunkBytes, kChunkBytes, product.site);
-    claim.chunks.add(address - kWindowBase, kChunkBytes);
-  });
-  block.async_proxy.begin(claim);
-  block.async_proxy.check_visible(claim);
-  read_tile(descriptor, transposed, begin, end, tile, product.site);
-  if (!kThreadSanitizer) return;
-  release(&self.matrix.issue_order);
-  AsEngine engine(group.operand_engines[product.group % Warpgroup::kEngines]);
-  acquire(&self.matrix.issue_order);
-  for_each_chunk(descriptor, transposed, begin, end, [&](u32 address, u32, u32) {
-    note_read(self.shared + (address - kWindowBase), kChunkBytes, product.caller);
-  });
-  release(&group.group_order[product.group % Warpgroup::kOrders]);
-}
-
-static void check_unchanged(const MatrixProduct& product, u64 bits, bool transposed, u32 rows, const u16* tile,
-                            const char* operand, u16* now) {
-  MatrixDescriptor descriptor = MatrixDescriptor::decode(bits, operand, product.site);
-  read_tile(descriptor, transposed, 0, rows, now, product.site);
-  if (memcmp(now, tile, rows * 16 * sizeof(u16)) != 0)
-    fail(product.site, "shared memory with %s of this wgmma was overwritten before a wgmma_wait for it", operand);
 }
 
 // ---- the engine ----
@@ -171,11 +37,8 @@ static bool perform_product(Block& block, u32 number) {
     if (product->done) continue;
     if (product->arrived < kWarpgroupThreads) return false;
     Blame issuer(*product->first);
-    const WarpgroupProduct& what = product->what;
-    ProductWorkspace& workspace = block.workspace;
-    check_unchanged(*product, what.b, what.transposed_b, u32(what.columns), product->b[0], "b", workspace.tile);
-    if (!what.a_registers) check_unchanged(*product, what.a, false, 64, product->a[0], "a", workspace.tile);
-    multiply_tiles(*product, workspace);
+    check_operands_unchanged(*product, block.workspace);
+    multiply_tiles(*product, block.workspace);
     product->done = true;
     --block.products_in_flight;
     wake_waiting(block, number);
@@ -214,7 +77,7 @@ static void check_agreement(const MatrixProduct& product, const WarpgroupProduct
     fail(site, "the threads of the warpgroup issue different wgmmas: others are at %s:%d", product.site.file,
          product.site.line);
   if (what.b != first.b || (!what.a_registers && what.a != first.a))
-    fail(site, "the threads of the warpgroup disagree in the descriptors of a wgmma: a %#llx and %#llx, b %#llx and %#llx",
+    fail(site, "the warpgroup's threads disagree in the descriptors of a wgmma: a %#llx and %#llx, b %#llx and %#llx",
          what.a, first.a, what.b, first.b);
   if (what.accumulate != first.accumulate) fail(site, "the threads of the warpgroup disagree in `accumulate`");
   if (group != product.group) fail(site, "the threads of the warpgroup have committed different groups of wgmmas");
@@ -237,25 +100,6 @@ static MatrixProduct& joined_product(Thread& self, Warpgroup& group, const Warpg
   product.done = false;
   group.products.push_back(&product);
   return product;
-}
-
-static void take_a_registers(MatrixProduct& product, u32 rank, const u32* a) {
-  for (u32 part = 0; part < 8; ++part) {  // as in mma.m16n8k16: rows g, g + 8, then columns + 8
-    u32 word = part / 2, row = rank / 32 * 16 + rank % 32 / 4 + word % 2 * 8;
-    product.a[row][rank % 4 * 2 + word / 2 * 8 + part % 2] = u16(a[word] >> part % 2 * 16);
-  }
-}
-
-static void begin_operands(Thread& self, Warpgroup& group, MatrixProduct& product) {
-  const WarpgroupProduct& what = product.what;
-  u32 warp = rank_of(self) / 32;
-  if (product.warps == 0)
-    begin_operand(self, group, product, product.b_tile, what.b, what.transposed_b, 0, u32(what.columns), product.b[0],
-                  "b");
-  if (!(product.warps >> warp & 1) && !what.a_registers)
-    begin_operand(self, group, product, product.a_rows[warp], what.a, false, 16 * warp, 16 * warp + 16, product.a[0],
-                  "a");
-  product.warps |= 1u << warp;
 }
 
 // What the thread did to its registers before its last wgmma_fence is ordered before the product, the rest is not.
