@@ -23,9 +23,7 @@ LOG2_E = math.log2(math.e)
 _SUFFIXES = {"float16": "f16", "bfloat16": "bf16"}
 
 
-def assemble(
-    template: str, context: Mapping[str, Any], target: Target, sizes: Mapping[str, Any] | None = None
-) -> str:
+def assemble(template: str, context: Mapping[str, Any], target: Target, sizes: Mapping[str, Any] | None = None) -> str:
     """The text of a kernel: its template rendered in the context, with those primitives that the rest of it calls."""
     body, primitives = environment().get_template(template), environment().get_template("primitives.cuh.jinja")
     device, shared = primitives_for(body.render({**context, "primitives": ""}), target, sizes)

@@ -132,13 +132,14 @@ def _prepare(spec: AttentionSpec, target: Target, sums: bool) -> RenderedKernel:
     fields += [_DQ_SUMS] if sums else []
     layout = ordered([*fields, *_strides("o", "d_o"), *_numbers("heads_q", "len_q"), _ROWS])
     lanes = max(1 << (spec.value_dim // 8 - 1).bit_length(), _PREPARE_THREADS // _PREPARE_ROWS)
-    context = {"threads": _PREPARE_THREADS, "rows": _PREPARE_ROWS, "lanes": lanes, "sums": sums}
+    context = {"threads": _PREPARE_THREADS, "rows": _PREPARE_ROWS, "lanes": lanes, "deterministic": not sums}
     return _kernel("prepare", spec, target, layout, context, _PREPARE_THREADS, 0, plain=True)
 
 
 def _finish(spec: AttentionSpec, target: Target, plan: BackwardPlan) -> RenderedKernel:
     fields = [Field("const float*", "dq_sums"), Field("Element*", "dq"), *_strides("dq"), *_numbers("heads_q", "len_q")]
-    context = {"plan": plan, "threads": _FINISH_THREADS, "vector_reductions": target.vector_reductions}
+    context = {"plan": plan, "threads": _FINISH_THREADS, "deterministic": False}
+    context["vector_reductions"] = target.vector_reductions
     return _kernel("finish", spec, target, ordered([*fields, _ROWS]), context, _FINISH_THREADS, 0, plain=True)
 
 
@@ -168,7 +169,12 @@ def _keys(spec: AttentionSpec, target: Target, plan: BackwardPlan, deterministic
 def _queries(spec: AttentionSpec, target: Target, plan: QueriesPlan) -> RenderedKernel:
     tiles, shared = key_range(spec.mask.expression), plan.shared_bytes(spec)
     fields = [*(Field("const Element*", name) for name in ("q", "k", "v", "d_o")), _STATISTICS]
-    fields += [Field("Element*", "dq"), *_strides("q", "k", "v", "d_o", "dq"), *_numbers("heads_q", "len_q", "len_k"), _ROWS]
+    fields += [
+        Field("Element*", "dq"),
+        *_strides("q", "k", "v", "d_o", "dq"),
+        *_numbers("heads_q", "len_q", "len_k"),
+        _ROWS,
+    ]
     fields.append(Field("unsigned", "kv_reciprocal", comment="2^31 / heads per head of K and V, rounded up"))
     context = {
         "plan": plan,
@@ -216,7 +222,8 @@ def _kernel(
     struct, entry = f"Backward{part.title()}Arguments", entry_name(f"attention_backward_{part}{of and f'_{of}'}", spec)
     variant = Variant(None, None, ()) if plain else variant_of(spec)
     told = common_context(spec, target, variant, struct, layout, context.get("gradient"))
-    header = backward_header(part, spec, target, context.get("plan"), shared_bytes)
+    shown = f"d_{of}" if of else part
+    header = backward_header(shown, spec, target, context.get("plan"), shared_bytes, context["deterministic"])
     source = assemble(f"backward/{part}.cu.jinja", told | context | {"entry": entry, "header": header}, target)
     name = kernel_name(f"bwd-{part}{of and f'-{of}'}", target, spec)
     return RenderedKernel(name, entry, source, target, layout, threads, shared_bytes)

@@ -1,38 +1,62 @@
-"""The comment at the top of an emitted backward kernel."""
+"""The comment at the top of an emitted backward kernel: what it is, how it divides the work, what it costs, who made it."""
 
 from __future__ import annotations
 
+from flashgen.codegen.backward_costs import backward_cost
+from flashgen.codegen.backward_plans import BackwardPlan, QueriesPlan
 from flashgen.codegen.targets import Target
 from flashgen.language.spec import AttentionSpec
 
-# Products of a tile's queries and keys that each kernel makes, in head and in value dimensions.
-_PRODUCTS = {"keys": (3, 2), "queries": (2, 1), "prepare": (0, 0), "finish": (0, 0), "capture": (0, 0)}
 _DOES = {
-    "prepare": "a row's LSE to the base 2, and D = rowsum(dO * O) - dLSE",
-    "keys": "dK, dV and shares of dQ; a block walks the queries of a tile of keys",
+    "prepare": "of each row, its LSE to the base 2 and D = rowsum(dO * O) - dLSE",
+    "keys": "dK and dV{}; a block walks the queries of a tile of keys",
     "finish": "dQ from the sums of its shares",
-    "capture": "the gradient of a captured array from its sums",
     "queries": "dQ; a block walks the keys of a tile of queries",
+    "d_": "the gradient of a captured array from its sums",
+}
+_GRIDS = {
+    "prepare": "(rows, head, batch)",
+    "keys": "(tile of keys, head of K and V, batch)",
+    "finish": "(tile of queries, head, batch)",
+    "queries": "(tile of queries, head, batch)",
+    "d_": "256 elements",
 }
 
 
-def backward_header(part: str, spec: AttentionSpec, target: Target, plan: object, shared_bytes: int) -> str:
-    """The header comment of the kernel of that part."""
-    heads, values = _PRODUCTS[part]
-    flops = 2 * (heads * spec.head_dim + values * spec.value_dim)
+def _plan_text(plan: BackwardPlan | QueriesPlan, shared_bytes: int) -> str:
+    held = "Q and dO" if isinstance(plan, BackwardPlan) else "K and V"
+    shared = f", {plan.split} of which share rows" if plan.split > 1 else ""
+    return (
+        f"plan     {plan.tile_q} queries x {plan.tile_k} keys, {plan.warps} warps{shared}, {plan.stages} stage(s) of {held}, "
+        f"{plan.blocks} block(s) per multiprocessor, {shared_bytes} bytes of shared memory"
+    )
+
+
+def backward_header(
+    part: str,
+    spec: AttentionSpec,
+    target: Target,
+    plan: BackwardPlan | QueriesPlan | None,
+    shared_bytes: int,
+    deterministic: bool,
+) -> str:
+    """The header comment of the kernel of that part: "prepare", "keys", "queries", "finish" or "d_" and a capture."""
+    cost, kind = backward_cost(part, spec, deterministic), "d_" if part.startswith("d_") else part
     lines = [
         f"flashgen: attention backward, {part}, {spec.name}",
-        _DOES[part],
+        _DOES[kind].format("" if deterministic else ", and shares of dQ"),
         "",
         f"mask     {spec.mask.name}",
         f"score    {spec.score.name if spec.score else 'none'}; scale {spec.scale:.9g}",
         f"dropout  {spec.dropout:g}",
         f"dims     head {spec.head_dim}, value {spec.value_dim}; {spec.dtype}, accumulated in float32",
         f"target   {target.name}, family {target.family}",
-        f"plan     {plan}, {shared_bytes} bytes of shared memory" if plan else "",
-        f"FLOPs    {flops} * batch * heads_q * len_q * len_k * (share of tiles visited)" if flops else "",
+        *([_plan_text(plan, shared_bytes)] if plan else []),
+        f"FLOPs    {cost.flops}",
+        f"HBM      {cost.hbm} bytes, at least",
         "",
-        "Made by",
-        f"  flashgen show --pass backward --target {target.name} '{spec.to_json()}'",
+        f"Grid: one block per {_GRIDS[kind]}. Made by",
+        f"  flashgen show --pass backward --kernel {part}{' --deterministic' if deterministic else ''} --target {target.name} "
+        f"'{spec.to_json()}'",
     ]
     return "\n".join(f"// {line}".rstrip() for line in lines)

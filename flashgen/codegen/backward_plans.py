@@ -233,6 +233,10 @@ def choose_queries_plan(spec: AttentionSpec, target: Target) -> QueriesPlan:
     """The default plan of the queries' kernel of a spec on a target."""
     plans = [QueriesPlan(*sizes) for sizes in _QUERIES_PREFERENCE]
     return _chosen(
-        [_with_blocks(plan, plan.shared_bytes(spec), spec, target) for plan in plans if plan.problem(spec, target) is None],
+        [
+            _with_blocks(plan, plan.shared_bytes(spec), spec, target)
+            for plan in plans
+            if plan.problem(spec, target) is None
+        ],
         spec,
     )

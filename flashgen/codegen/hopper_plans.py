@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 from flashgen.codegen.plans import _is_blocky as reads_blocks
 from flashgen.codegen.plans import padded
@@ -124,12 +125,13 @@ class HopperPlan:
 # By the wider of the padded dims, up to which a row holds: the plans of variants that need few registers beside scores,
 # probabilities and output (weights "none" and "plain" of codegen/plans.py), some, many (a mask that reads an array per
 # score), and very many (a score that does, a mask that reads a table of blocks).
-_TURNS = {"takes_turns": True}
+_Walk = partial(HopperPlan, persistent=True)
+_Turn = partial(_Walk, takes_turns=True)
 _PLANS = (
-    (64, HopperPlan(3, 128), HopperPlan(2, 128, **_TURNS), HopperPlan(2, 128, **_TURNS), HopperPlan(2, 64, **_TURNS)),
-    (128, HopperPlan(2, 128, **_TURNS), HopperPlan(2, 128, **_TURNS), HopperPlan(2, 96, **_TURNS), HopperPlan(2, 64)),
-    (192, HopperPlan(2, 112), HopperPlan(2, 96), HopperPlan(2, 64), HopperPlan(2, 64)),
-    (256, HopperPlan(2, 80), HopperPlan(2, 64), HopperPlan(2, 32), HopperPlan(2, 32)),
+    (64, _Turn(3, 128), _Turn(2, 128), _Turn(2, 128), _Turn(2, 64)),
+    (128, _Turn(2, 128), _Turn(2, 128), _Turn(2, 96), _Walk(2, 64)),
+    (192, _Walk(2, 112), _Walk(2, 96), _Walk(2, 64), _Walk(2, 64)),
+    (256, _Walk(2, 80), _Walk(2, 64), _Walk(2, 32), _Walk(2, 32)),
 )
 
 
