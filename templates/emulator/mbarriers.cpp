@@ -112,7 +112,7 @@ void mbarrier_expect_bytes(u32 address, u32 bytes, Site site) {
   arrive(self, barrier, site);
 }
 
-void MBarrier::complete_bytes(Block& block, u32 count, u32 issued_in, Site issued_at) {
+void MBarrier::complete_bytes(u32 count, u32 issued_in, Thread& issuer, Site issued_at) {
   if (phase != issued_in)
     fail(issued_at,
          "wrong byte count: this copy's %u bytes arrive at the mbarrier at offset %u after the phase in which it was "
@@ -120,8 +120,9 @@ void MBarrier::complete_bytes(Block& block, u32 count, u32 issued_in, Site issue
          count, offset, ended_at.file, ended_at.line, announced_at.file, announced_at.line);
   bytes -= int(count);
   unseen_load = issued_at;
+  unseen_loader = &issuer;
   release(&order[phase & 1]);
-  end_phase_if_due(block, *this, issued_at);
+  end_phase_if_due(*issuer.block, *this, issued_at);
 }
 
 // Every wait of a thread is for a later phase than its last: with two parities only, one that has passed already and
@@ -154,9 +155,11 @@ void mbarrier_wait(u32 address, u32 parity, Site site) {
 }
 
 void check_mbarriers_at_end(const Block& block) {
-  for (const MBarrier* barrier : block.mbarriers)
-    if (barrier->unseen_load.file)
-      fail(barrier->unseen_load, "the block ends, and nobody has waited for this TMA load");
+  for (const MBarrier* barrier : block.mbarriers) {
+    if (!barrier->unseen_load.file) continue;
+    Blame loader(*barrier->unseen_loader);
+    fail(barrier->unseen_load, "the block ends, and nobody has waited for this TMA load");
+  }
 }
 
 int describe_mbarrier_wait(const Thread& thread, char* text, size_t room) {

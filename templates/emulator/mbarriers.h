@@ -16,15 +16,15 @@ struct MBarrier {
   u32 phase;              // how many have ended
   bool fenced;            // copies may use it
   bool observed;          // somebody has waited for the last phase that ended
-  Thread* initialiser;
+  Thread *initialiser, *unseen_loader;
   Site site, announced_at, ended_at;
-  Site unseen_load;       // of a copy whose bytes are here, and nobody has waited for them; its file may be null
+  Site unseen_load;       // by unseen_loader: its bytes are here, and nobody has waited for them; file is null if none
   Vector<Thread*> waiting;
   Vector<u32> last_seen;  // by thread: 2 + the phase that it waited for last, -1 being the one before the first; or 0
   char order[2];          // by parity of the phase
 
   // TMA's bytes arrive. `issued_in` is the phase that was running when the copy was issued.
-  void complete_bytes(Block& block, u32 count, u32 issued_in, Site issued_at);
+  void complete_bytes(u32 count, u32 issued_in, Thread& issuer, Site issued_at);
 };
 
 }  // namespace emulator

@@ -98,7 +98,7 @@ static void land(Block& block, TensorCopy& copy) {
   block.async_proxy.end(copy.claim);
   forget(block, copy);
   AsEngine engine(copy.engine);
-  copy.barrier->complete_bytes(block, box.bytes(), copy.phase, copy.site);
+  copy.barrier->complete_bytes(box.bytes(), copy.phase, *copy.issuer, copy.site);
   block.tensor_copies.pool.give_back(copy);
 }
 

@@ -30,8 +30,8 @@ static bool is_aligned(WarpOperation operation) {
 }
 
 // __syncwarp orders memory; shuffles, votes and stmatrix do not. ldmatrix and mma end when the reads that feed them
-// have ended in every lane, so that a warp may write where its own fragments came from; a happens-before relation cannot
-// tell reads from writes, so that here they order both.
+// have ended in every lane, so that a warp may write where its own fragments came from; a happens-before relation
+// cannot tell reads from writes, so that here they order both.
 static bool orders_memory(WarpOperation operation) {
   return operation == WarpOperation::kSyncWarp || operation == WarpOperation::kLoadMatrix ||
          operation == WarpOperation::kMultiply;

@@ -48,7 +48,8 @@ def is_caught(fault: Fault, launch: Any, subjects: Any, sanitize: Any, schedule:
     assert re.search(rf"kernel\.cu:\d+: .*({finding})", str(error.value), re.DOTALL), str(error.value)
 
 
-UNREAD, OVERWRITES = "nothing has been written to|may still write|over-arrival", "may still read|over-arrival"
+UNREAD = "nothing has been written to|may still write|over-arrival|nobody has waited"
+OVERWRITES = "may still read|over-arrival"
 UNGUARDED = [
     Fault("keys not waited for", r"mbarrier_wait\(barriers\.keys_full\(use \+ 1\), [^;]*;", "", UNREAD),
     Fault(
@@ -109,7 +110,7 @@ PROTOCOL = [
     Fault("too few bytes of keys", r"keys_full\(use\), kKeyBytes\)", "keys_full(use), kKeyBytes / 2)", "byte count"),
     Fault("parity that never changes", r"return use / kStages & 1;", "return 0;", "parity slip"),
     Fault("stages of another number", r"return use / kStages & 1;", "return use / (kStages + 1) & 1;", "parity|dead"),
-    Fault("parity of queries", r", queries_use \^= 1\)", ")", "parity slip"),
+    Fault("parity of queries", r", queries_use \^= 1\)", ")", "parity slip|deadlock"),
     Fault(
         "every warpgroup releases",
         r"values_empty\(stage\), kConsumers \* 4",
