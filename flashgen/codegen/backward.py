@@ -1,7 +1,7 @@
 """Spec and plan -> the texts of the kernels of a backward pass. The same bytes on every machine.
 
-P is computed anew from Q, K and the LSE, tile by tile: FlashAttention's algorithm 4 (Dao et al. 2022), with the loops in
-the order of FlashAttention-2 (Dao 2023, algorithm 2). With dS = P * (dP - D), D = rowsum(dO * O):
+P is computed anew from Q, K and the LSE, tile by tile: FlashAttention's algorithm 4 (Dao et al. 2022), with the loops
+in the order of FlashAttention-2 (Dao 2023, algorithm 2). With dS = P * (dP - D), D = rowsum(dO * O):
 
     prepare   a row's LSE to the base 2, and D; zeroes the sums of dQ
     keys      a block walks the queries of a tile of keys: dV = P^T dO, dK = dS^T Q, and shares of dQ = dS K
@@ -48,8 +48,9 @@ class BackwardKernels:
     """The kernels of a backward pass.
 
     prepare, keys, queries, finish: as in the module's docstring. captures: the kernels that turn the sums of a captured
-    array's gradient into the gradient, where they are not it: float32 sums of a float32 array are. plan: that of `keys`; queries_plan: that of `queries`. uses_lists: `keys` takes
-    its tiles of queries from lists; uses_key_lists: `queries` its tiles of keys.
+    array's gradient into the gradient, where they are not it: float32 sums of a float32 array are. plan: that of
+    `keys`; queries_plan: that of `queries`. uses_lists: `keys` takes its tiles of queries from lists; uses_key_lists:
+    `queries` its tiles of keys.
     """
 
     prepare: RenderedKernel

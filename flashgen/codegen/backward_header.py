@@ -1,4 +1,4 @@
-"""The comment at the top of an emitted backward kernel: what it is, how it divides the work, what it costs, who made it."""
+"""The comment at the top of an emitted backward kernel: what it is, its division of work, its cost, who made it."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def _plan_text(plan: BackwardPlan | QueriesPlan, shared_bytes: int) -> str:
     held = "Q and dO" if isinstance(plan, BackwardPlan) else "K and V"
     shared = f", {plan.split} of which share rows" if plan.split > 1 else ""
     return (
-        f"plan     {plan.tile_q} queries x {plan.tile_k} keys, {plan.warps} warps{shared}, {plan.stages} stage(s) of {held}, "
-        f"{plan.blocks} block(s) per multiprocessor, {shared_bytes} bytes of shared memory"
+        f"plan     {plan.tile_q} queries x {plan.tile_k} keys, {plan.warps} warps{shared}, "
+        f"{plan.stages} stage(s) of {held}, {plan.blocks} block(s) per multiprocessor, {shared_bytes} bytes of shared memory"
     )
 
 
@@ -42,6 +42,7 @@ def backward_header(
 ) -> str:
     """The header comment of the kernel of that part: "prepare", "keys", "queries", "finish" or "d_" and a capture."""
     cost, kind = backward_cost(part, spec, deterministic), "d_" if part.startswith("d_") else part
+    which = f"--kernel {part}{' --deterministic' if deterministic else ''}"
     lines = [
         f"flashgen: attention backward, {part}, {spec.name}",
         _DOES[kind].format("" if deterministic else ", and shares of dQ"),
@@ -56,7 +57,6 @@ def backward_header(
         f"HBM      {cost.hbm} bytes, at least",
         "",
         f"Grid: one block per {_GRIDS[kind]}. Made by",
-        f"  flashgen show --pass backward --kernel {part}{' --deterministic' if deterministic else ''} --target {target.name} "
-        f"'{spec.to_json()}'",
+        f"  flashgen show --pass backward {which} --target {target.name} '{spec.to_json()}'",
     ]
     return "\n".join(f"// {line}".rstrip() for line in lines)

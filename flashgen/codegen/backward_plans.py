@@ -59,7 +59,7 @@ class BackwardPlan:
         return max(found, key=lambda pair: (pair[0] * pair[1], -abs(rows / pair[0] - columns / pair[1])))
 
     def shared_bytes(self, spec: AttentionSpec, deterministic: bool = False) -> int:
-        """Dynamic shared memory of a block: K and V, the stages of Q, dO and statistics, and what of P and dS is shared."""
+        """Dynamic shared memory of a block: K and V, the stages of Q, dO and statistics, what is shared of P and dS."""
         head, value = padded(spec.head_dim), padded(spec.value_dim)
         stage = 2 * self.tile_q * (head + value) + _STATISTICS_BYTES * self.tile_q
         shared_scores = (self.split > 1) + (self.split > 1 or not deterministic)
@@ -148,7 +148,7 @@ def _problem(
     return None
 
 
-# (tile_q, tile_k, warps, split, stages) in the order of preference: by speed on an H200, then by what smaller GPUs hold.
+# (tile_q, tile_k, warps, split, stages) by preference: by speed on an H200, then by what smaller GPUs hold.
 # Warps of 32 keys read half as much shared memory as those of 16, for which two of them share dK and dV.
 _PREFERENCE = (
     (64, 128, 8, 2, 2),
@@ -164,8 +164,8 @@ _PREFERENCE = (
     (32, 16, 2, 2, 1),
     (16, 32, 2, 1, 1),
 )
-# Small blocks, several on a multiprocessor, suit small head dims, short walks, whose beginnings and ends overlap with the
-# middle of others', and kernels that add nothing up in global memory.
+# Small blocks, several on a multiprocessor, suit small head dims, short walks, whose beginnings and ends overlap with
+# the middle of others', and kernels that add nothing up in global memory.
 _PREFERENCE_OF_SMALL_BLOCKS = ((64, 64, 4, 2, 2), *_PREFERENCE)
 _SMALL_HEAD_DIM = 64
 # (tile_q, tile_k, warps, split, stages)

@@ -72,7 +72,9 @@ def _wrong_with(release: PrebuiltFolder, kernel: Mapping[str, Any]) -> Iterator[
     architecture = kernel["architecture"]
     if "cubin" not in kernel["files"]:
         yield Finding(kernel["name"], "has no cubin, though the folder records the NVRTC that made them")
-    elif kernel.get("key") != kernel_key(source, architecture, nvrtc.options(architecture, release.nvrtc_version), release.nvrtc_version):
+    elif kernel.get("key") != kernel_key(
+        source, architecture, nvrtc.options(architecture, release.nvrtc_version), release.nvrtc_version
+    ):
         yield Finding(
             kernel["name"],
             "has another key than its source and this version's options give, so it is never found; build it again",
