@@ -21,6 +21,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from backward_subjects import SUBJECTS, Gradients, launch_backward
 
 LATE, GREEDY = Schedule("in_order", "late"), Schedule("greedy_warp", "late")
+OTHERS = r"other < kSplit; \+\+other\) \{[^;]*;\s+multiply_shared<kQueriesPerWarp, kTileQ / 8"
 BARRIER, WAIT = r"__syncthreads\(\);", r"copy_async_wait<\d>\(\);"
 
 # Both modes, warps that share no keys, that share them by 2 and by 4, and one and two stages: whole in the first set.
@@ -194,8 +195,9 @@ WRONG = [
         "another head's statistics", "two stages", r"arguments\.heads_q \+ head\) \* arg", "arguments.heads_q) * arg"
     ),
     Fault("another head's keys", "two groups, queries", r"kv_head_of\(work\.head, arguments\);", "work.head % 2;"),
-    Fault("P of half the queries", "split in 2", r"probability_rows, d_o_tile, part", "probability_rows, q_tile, part"),
-    Fault("a part's columns twice", "split in 4", r"q_tile, part \* kHeadTiles", "q_tile, 0"),
+    Fault("the others' P forgotten", "split in 2", rf"other = 1; ({OTHERS}, kValueDimPadded)", r"other = kSplit; \1"),
+    Fault("another's dS forgotten", "split in 4", rf"other = 1; ({OTHERS}, kHeadDimPadded)", r"other = 2; \1"),
+    Fault("a part's columns twice", "split in 4", r"q_rows, part \* kHeadTiles\)", "q_rows, 0)"),
     Fault("a part's queries twice", "split in 4", r"q_tile \+ part \* kQueriesPerWarp", "q_tile + 0 * kQueriesPerWarp"),
     # dropout
     Fault("halves not exchanged", "dropout", r"__shfl_xor_sync\(0xffffffffu, (__byte_perm\([^)]*\)), 4\)", r"\1"),
