@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from flashgen.analysis.ranges import key_range
+from flashgen.analysis.ranges import TileRange, key_range
 from flashgen.codegen.arguments import ArgumentLayout, Field, capture_fields, ordered
 from flashgen.codegen.assembly import assemble, check_spec, common_context, suffix_of, visited_tiles
 from flashgen.codegen.forward import _longest_last as longest_last
@@ -64,7 +64,8 @@ def render_hopper(spec: AttentionSpec, target: Target, plan: HopperPlan | None =
         "plan": plan,
         "entry": entry,
         "header": header(spec, target, plan),
-        "key_tiles": visited_tiles(tiles, struct, variant.mask is not None),
+        "key_tiles": _visited(tiles, struct, variant.mask is not None),
+        "own_tiles": tiles is not None and variant.mask is not None,
         "head_panel": panel_columns(spec.head_dim),
         "value_panel": panel_columns(spec.value_dim),
         "shared_bytes": plan.shared_bytes(spec),
@@ -84,3 +85,9 @@ def render_hopper(spec: AttentionSpec, target: Target, plan: HopperPlan | None =
     return HopperKernel(
         name, entry, source, target, layout, plan.threads, shared, plan, tiles is None, longest_first, boxes
     )
+
+
+def _visited(tiles: TileRange | None, struct: str, masked: bool) -> str:
+    """Which tiles of keys some queries visit: those of a block, or of a warpgroup where ranges say that."""
+    text = visited_tiles(tiles, struct, masked)
+    return text.replace("work.first_query + kTileQ", "work.first_query + work.queries") if tiles and masked else text
