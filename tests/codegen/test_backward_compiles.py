@@ -85,16 +85,3 @@ def test_gradients_of_captures_of_every_type_compile(dtype: str, target: str) ->
         if "d_table" in found:
             assert_fits(found["d_table"], 0)
         assert deterministic or ("d_table" in found) == (dtype != "float32")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("deterministic", MODES, ids=["default", "deterministic"])
-@pytest.mark.parametrize("target", ISSUE_TARGETS)
-@pytest.mark.parametrize("variant", VARIANTS, ids=lambda v: f"{v.mask}-{v.score}-{v.dropout}")
-def test_every_variant_compiles_everywhere(variant: Variant, target: str, deterministic: bool) -> None:
-    for number, dim in enumerate((8, 40, 64, 96, 128)):
-        spec = AttentionSpec(dim, dtype_of(target, number), dropout=variant.dropout, score=variant.score,
-                             mask=variant.mask)  # fmt: skip
-        for part, kernel in parts(spec, target, deterministic).items():
-            if part not in ("prepare", "finish"):
-                assert_fits(kernel)
