@@ -6,11 +6,11 @@ Forward, with X = scale Q K^T and dropout's Z (0 where dropped, 256 / T where ke
 
 Backward, of the gradients dO and dLSE of both outputs:
 
-    dV = (P ∘ Z)^T dO;  dP = (dO V^T) ∘ Z;  D = rowsum(P ∘ dP) - dLSE;  dS = P ∘ (dP - D);  dX = dS ∘ dscore/dX
+    dV = (P ∘ Z)^T dO;  dP = (dO V^T) ∘ Z;  D = rowsum(dO ∘ O) - dLSE;  dS = P ∘ (dP - D);  dX = dS ∘ dscore/dX
     dQ = scale dX K;    dK = scale dX^T Q;  each gather of a capture adds dS ∘ dscore/dgather where it gathered
 
-rowsum(P ∘ dP) is rowsum(dO ∘ O), which kernels take. dscore comes from flashgen.reference.tangents.
-Source: Dao et al., "FlashAttention", 2022, appendix B.2.
+D is rowsum(P ∘ dP) too, in exact arithmetic; rounded, O's rounding is in every gradient of its row.
+dscore comes from flashgen.reference.tangents. Source: Dao et al., "FlashAttention", 2022, appendix B.2.
 """
 
 from __future__ import annotations
@@ -70,9 +70,10 @@ def low_precision_backward(
 ) -> Gradients:
     """The gradients as a plain library computes them on arrays of spec.dtype: `low` of flashgen.reference.numerics.
 
-    The forward is that of `low_precision`. Each step of the backward is rounded to spec.dtype: d_out, dO V^T, its
-    dropout, P ∘ dP, D, dP - D, dS, each operation of the score's derivative, dX, dX K and that times scale, dK and dV
-    of each query head and their sum over a group, each element's part in the gradient of a capture and their sum.
+    The forward is that of `low_precision`, and O what it gives. Each step of the backward is rounded to spec.dtype:
+    d_out, dO V^T, its dropout, dO ∘ O, D, dP - D, dS, each operation of the score's derivative, dX, dX K and that times
+    scale, dK and dV of each query head and their sum over a group, each element's part in the gradient of a capture and
+    their sum.
     Within a step, products accumulate in float32 and other sums in float64; d_lse is not rounded. A capture's gradient
     is rounded once more, to the capture's dtype. Arguments, results and errors are those of `backward`. What overflows
     float16 gives what it gives there, infinity or NaN.
@@ -117,11 +118,13 @@ def _run(problem: Problem, cotangents: Cotangents, arithmetic: Arithmetic) -> Gr
         modified = tiles.modified(rounded(product(q, k.T)), queries, keys, arithmetic.rounding)
         p = rounded(softmax(modified.scores.astype(arithmetic.wide))[0])
         z = tiles.drop(np.ones_like(p), queries, keys)
+        dropped = rounded(p * z)
+        out = rounded(product(dropped, v))
         d_p = rounded(rounded(product(d_out, v.T)) * z)
-        d = rounded(rounded(p * d_p).sum(axis=-1) - d_lse)
+        d = rounded(rounded(d_out * out).sum(axis=-1) - d_lse)
         d_s = rounded(p * rounded(d_p - d[:, None]))
         d_x = modified.pull_back(d_s, sums.captures)
         sums.dq[b, h, rows] = rounded(scale * rounded(product(d_x, k)))
         sums.dk[b, h] += product(d_x.T, q)
-        sums.dv[b, h] += product(rounded(p * z).T, d_out)
+        sums.dv[b, h] += product(dropped.T, d_out)
     return sums

@@ -13,19 +13,21 @@ from flashgen.errors import FlashgenError
 from flashgen.reference import Verdict, judge
 from flashgen.runtime.schedule import Schedule, schedules
 from flashgen.verify.gradients import (
+    expected_gradients,
     gradients_by_name,
-    judged_gradients,
+    judged_by_name,
     poisoned_gradients,
-    random_gradients,
     same_bits,
 )
-from flashgen.verify.problems import Inputs, poisoned_outputs, random_inputs
+from flashgen.verify.problems import poisoned_outputs
+from flashgen.verify.samples import Sample, samples, together
 from flashgen.verify.variants import Case
 
 if TYPE_CHECKING:
     from flashgen.language import AttentionSpec
 
 Sanitizer = Literal["address", "thread"]
+_Outputs = tuple[Any, Any]  # an output and its LSE
 
 
 @dataclass(frozen=True)
@@ -77,9 +79,14 @@ def judged(
     offset: int = 0,
 ) -> Verdict:
     """An output and its LSE, NumPy arrays, against standard attention in float64 and in the spec's dtype."""
-    expected, expected_lse = reference.attention(spec, q, k, v, seed=seed, offset=offset, return_lse=True, **captures)
-    low = reference.low_precision(spec, q, k, v, seed=seed, offset=offset, **captures)
-    return judge(out, expected, low, lse, expected_lse)
+    expected = _expected_outputs(spec, q, k, v, seed=seed, offset=offset, **captures)
+    return judge(out, expected["out"], expected["low"], lse, expected["lse"])
+
+
+def _expected_outputs(spec: AttentionSpec, q: Any, k: Any, v: Any, **given: Any) -> dict[str, Any]:
+    """The output and its LSE in float64, and the output of standard attention in the spec's dtype."""
+    out, lse = reference.attention(spec, q, k, v, return_lse=True, **given)
+    return {"out": out, "lse": lse, "low": reference.low_precision(spec, q, k, v, **given)}
 
 
 def verify(
@@ -107,18 +114,12 @@ def verify(
 
 
 class _Runs:
-    """The runs of one case, on the same inputs each time."""
+    """The runs of one case, on the same problems each time. What several problems give is judged as one array."""
 
     def __init__(self, case: Case, seed: int, passes: Sequence[Pass], deterministic: bool) -> None:
         self.case, self.passes, self.deterministic = case, passes, deterministic
-        self.inputs: Inputs = random_inputs(case.spec, case.shape, seed, case.captures)
-        self.dropout: dict[str, Any] = {"seed": seed} if case.spec.dropout else {}
-        self.upstream = random_gradients(case.spec, case.shape, seed, case.lse_gradient)
+        self.samples = samples(case, seed, "backward" in passes)
         self.first: dict[Pass, tuple[Mapping[str, Any], Mapping[str, Verdict]]] = {}
-
-    @property
-    def qkv(self) -> tuple[Any, Any, Any]:
-        return self.inputs.q, self.inputs.k, self.inputs.v
 
     def under(self, **engine: Any) -> Iterator[Result]:
         """A result for each pass. The backward is given what the forward made, or, run alone, what the oracle says."""
@@ -127,41 +128,46 @@ class _Runs:
             result, outputs = self._forward(**engine)
             yield result
         if "backward" in self.passes:
-            yield self._backward(outputs or self._expected_outputs(), **engine)
+            yield self._backward(outputs or [self._oracles(sample) for sample in self.samples], **engine)
 
-    def _forward(self, **engine: Any) -> tuple[Result, tuple[Any, Any] | None]:
+    def _forward(self, **engine: Any) -> tuple[Result, list[_Outputs] | None]:
         begin, where, spec = time.perf_counter(), _described(**engine), self.case.spec
-        given = {**self.dropout, **self.inputs.captures}
         try:
             compiled = attention.compile(spec, **engine)
-            outputs = poisoned_outputs(spec, self.inputs.q, self.inputs.v)
-            out, lse = compiled(*self.qkv, return_lse=True, out=outputs, **given)
+            outputs = [_called(compiled, spec, sample) for sample in self.samples]
         except FlashgenError as error:
             return Result(self.case, where, time.perf_counter() - begin, problem=_message(error)), None
         seconds = time.perf_counter() - begin
+        found = together([{"out": out, "lse": lse} for out, lse in outputs])
+        verdicts, _ = self._compared("forward", found, lambda: self._judged_outputs(found))
+        return Result(self.case, where, seconds, verdicts), outputs
 
-        def judged_anew() -> dict[str, Verdict]:
-            return {"out": judged(spec, *self.qkv, out, lse, self.inputs.captures, **self.dropout)}
-
-        verdicts, _ = self._compared("forward", {"out": out, "lse": lse}, judged_anew)
-        return Result(self.case, where, seconds, verdicts), (out, lse)
-
-    def _backward(self, outputs: tuple[Any, Any], **engine: Any) -> Result:
+    def _backward(self, outputs: list[_Outputs], **engine: Any) -> Result:
         begin, where, spec = time.perf_counter(), _described(**engine), self.case.spec
-        d_out, d_lse = self.upstream
-        given = {"d_lse": d_lse, **self.dropout, **self.inputs.captures}
         try:
             compiled = attention.compile(spec, deterministic=self.deterministic, **engine)
-            into = poisoned_gradients(spec, self.inputs)
-            found = gradients_by_name(compiled.backward(d_out, *self.qkv, *outputs, into=into, **given))
+            each = [_called_back(compiled, spec, *pair) for pair in zip(self.samples, outputs, strict=True)]
         except FlashgenError as error:
             return Result(self.case, where, time.perf_counter() - begin, problem=_message(error), pass_="backward")
-        seconds = time.perf_counter() - begin
-        verdicts, differing = self._compared(
-            "backward", found, lambda: judged_gradients(spec, *self.qkv, d_out, found, out=outputs[0], **given)
-        )
+        seconds, found = time.perf_counter() - begin, together(each)
+        verdicts, differing = self._compared("backward", found, lambda: self._judged_gradients(found))
         problem = f"not deterministic: {', '.join(differing)} differ from the first run's" if differing else None
         return Result(self.case, where, seconds, verdicts, problem if self.deterministic else None, "backward")
+
+    def _judged_outputs(self, found: Mapping[str, Any]) -> dict[str, Verdict]:
+        each = [_expected_outputs(self.case.spec, *sample.qkv, **sample.options) for sample in self.samples]
+        expected = together(each)
+        return {"out": judge(found["out"], expected["out"], expected["low"], found["lse"], expected["lse"])}
+
+    def _judged_gradients(self, found: Mapping[str, Any]) -> dict[str, Verdict]:
+        expected, low = zip(
+            *(
+                expected_gradients(self.case.spec, *sample.qkv, sample.d_out, d_lse=sample.d_lse, **sample.options)
+                for sample in self.samples
+            ),
+            strict=True,
+        )
+        return judged_by_name(found, together(expected), together(low))
 
     def _compared(
         self, pass_: Pass, found: Mapping[str, Any], judge_anew: Callable[[], Mapping[str, Verdict]]
@@ -173,11 +179,24 @@ class _Runs:
         differing = [name for name in found if not same_bits(found[name], first[name])]
         return (judge_anew() if differing else verdicts), differing
 
-    def _expected_outputs(self) -> tuple[Any, Any]:
+    def _oracles(self, sample: Sample) -> _Outputs:
         """The oracle's output and LSE, in the dtypes of a kernel's."""
-        given = {**self.dropout, **self.inputs.captures}
-        out, lse = reference.attention(self.case.spec, *self.qkv, return_lse=True, **given)
-        return out.astype(self.inputs.q.dtype), lse.astype("float32")
+        out, lse = reference.attention(self.case.spec, *sample.qkv, return_lse=True, **sample.options)
+        return out.astype(sample.inputs.q.dtype), lse.astype("float32")
+
+
+def _called(compiled: Any, spec: AttentionSpec, sample: Sample) -> _Outputs:
+    """The output and LSE of a call into arrays full of NaN."""
+    into = poisoned_outputs(spec, sample.inputs.q, sample.inputs.v)
+    out, lse = compiled(*sample.qkv, return_lse=True, out=into, **sample.options)
+    return out, lse
+
+
+def _called_back(compiled: Any, spec: AttentionSpec, sample: Sample, outputs: _Outputs) -> dict[str, Any]:
+    """The gradients by name of a call into arrays full of NaN."""
+    into = poisoned_gradients(spec, sample.inputs)
+    given = {"d_lse": sample.d_lse, **sample.options}
+    return gradients_by_name(compiled.backward(sample.d_out, *sample.qkv, *outputs, into=into, **given))
 
 
 def _message(error: FlashgenError) -> str:

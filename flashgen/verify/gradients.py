@@ -51,44 +51,27 @@ def judged_gradients(
     v: Any,
     d_out: Any,
     found: Mapping[str, Any],
-    *,
-    out: Any = None,
     **given: Any,
 ) -> dict[str, Verdict]:
     """Each gradient, NumPy arrays by `gradients_by_name`, against the backward in float64 and in the spec's dtype.
 
-    out: the output that the call was given; None is the oracle's, rounded to the spec's dtype. given: d_lse, seed and
-    offset, and the captures, as of `flashgen.reference.backward`.
-
-    Standard attention takes D from P and dP; a call has only the output, rounded, and its error is in every gradient of
-    a row: no less where dP and D cancel, as in a row of one key, nor where thousands of elements add up to one gradient
-    of a capture. So where a gradient is not within the rule's bound, its bound is the larger of that and twice what the
-    given output's error does to the float64 gradients. An output that is wrong fails as an output.
+    given: d_lse, seed and offset, and the captures, as of `flashgen.reference.backward`.
     """
-    expected = gradients_by_name(reference.backward(spec, q, k, v, d_out, **given))
-    low = gradients_by_name(reference.low_precision_backward(spec, q, k, v, d_out, **given))
-    verdicts = {name: judge(found[name], expected[name], low[name]) for name in expected}
-    if all(verdict.ok for verdict in verdicts.values()):
-        return verdicts
-    of_given = gradients_by_name(_backward_of(spec, q, k, v, d_out, out, **given))
-    further = {name: _further(expected[name], low[name], of_given[name]) for name in expected}
-    return {name: judge(found[name], expected[name], further[name]) for name in expected}
+    return judged_by_name(found, *expected_gradients(spec, q, k, v, d_out, **given))
 
 
-def _backward_of(
-    spec: AttentionSpec, q: Any, k: Any, v: Any, d_out: Any, out: Any, *, d_lse: Any = None, **given: Any
-) -> Any:
-    """The gradients in float64, but with D = rowsum(dO * O) - dLSE of the output given: its error is one of dLSE."""
-    expected = reference.attention(spec, q, k, v, **given)
-    out = expected.astype(numpy_dtype(spec.dtype)) if out is None else out
-    error = (np.asarray(d_out, np.float64) * (out.astype(np.float64) - expected)).sum(-1)
-    of_rows = error if spec.layout == "bhsd" else error.swapaxes(1, 2)
-    return reference.backward(spec, q, k, v, d_out, d_lse=(0 if d_lse is None else d_lse) - of_rows, **given)
+def expected_gradients(
+    spec: AttentionSpec, q: Any, k: Any, v: Any, d_out: Any, **given: Any
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Gradients by name in float64, and those of standard attention in the spec's dtype."""
+    expected = reference.backward(spec, q, k, v, d_out, **given)
+    low = reference.low_precision_backward(spec, q, k, v, d_out, **given)
+    return gradients_by_name(expected), gradients_by_name(low)
 
 
-def _further(expected: Array, one: Array, other: Array) -> Array:
-    """Whichever of two is further from what is expected, element by element."""
-    return np.where(np.abs(other - expected) > np.abs(one - expected), other, one)
+def judged_by_name(found: Mapping[str, Any], expected: Mapping[str, Any], low: Mapping[str, Any]) -> dict[str, Verdict]:
+    """Each array by the rule of `flashgen.reference.numerics`."""
+    return {name: judge(found[name], expected[name], low[name]) for name in expected}
 
 
 def same_bits(one: Array, other: Array) -> bool:

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 Array = np.ndarray[Any, Any]
 
+ENOUGH = 16  # numbers, at least, that the largest error of a gradient is taken of: see `samples_needed`
+
 
 @dataclass(frozen=True)
 class Shape:

@@ -10,7 +10,7 @@ from typing import Any
 import flashgen.language as fg
 from flashgen.language import AttentionSpec, Mask, Score
 from flashgen.language.operations import Capture
-from flashgen.verify.problems import CaptureMaker, Shape
+from flashgen.verify.problems import ENOUGH, CaptureMaker, Shape
 
 HEAD_DIMS = (64, 128, 40, 96, 32, 256, 80, 192, 8, 160)
 VALUE_DIMS = {40: 64, 96: 32, 192: 128, 8: 24}  # beside these head dims; else the value dim is the head dim
@@ -186,7 +186,11 @@ def spec_of(variant: Variant, head_dim: int, dtype: str, layout: str = "bhsd") -
 
 
 def _case(variant: Variant, spec: AttentionSpec, lengths: tuple[int, int], number: int) -> Case:
-    """Heads in turn, and every other case with a gradient of the LSE."""
+    """Heads in turn, and every other case with a gradient of the LSE.
+
+    Where a length is tiny, the batch is large enough for ENOUGH rows of q and of k, so that one call can be judged.
+    """
     heads_q, heads_kv = HEADS[number % len(HEADS)]
-    shape = Shape(*lengths, batch=2, heads_q=heads_q, heads_kv=heads_kv)
+    batch = max(2, -(-ENOUGH // (min(lengths) * heads_kv)))
+    shape = Shape(*lengths, batch=batch, heads_q=heads_q, heads_kv=heads_kv)
     return Case(spec, shape, variant.captures, lse_gradient=number % 2 == 1)
