@@ -19,7 +19,8 @@ from flashgen.verify import Inputs, Shape, random_gradients, random_inputs
 
 pytestmark = pytest.mark.gpu
 
-SHAPE, SQUARE = Shape(70, 150, 2, 4, 2), Shape(150, 150, 2, 4, 2)
+# Sixteen heads, so that the largest error of the gradients of one slope a head is not small by luck.
+SHAPE, SQUARE = Shape(70, 150, 1, 16, 8), Shape(150, 150, 1, 16, 8)
 CAUSAL = fg.AttentionSpec(64, mask=fg.causal())
 DOCUMENT = fg.AttentionSpec(64, mask=fg.document("ids"))
 DTYPES = pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
