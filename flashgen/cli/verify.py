@@ -68,9 +68,10 @@ def verify(
     Without SPEC: every named mask and score, at several head dims and lengths, in both dtypes. A kernel passes where
     its largest error is at most twice that of standard attention computed in the input dtype, plus 1e-5, and its LSE
     is within 1e-3. The backward by the same rule, for dq, dk, dv and the gradient of each capture that has one; the
-    table shows the worst of them. With --deterministic each run must also give the bits of the first. A name in your
-    file may be a [cyan]flashgen.verify.Variant[/], which makes its own captures. It runs on this machine's GPU, or,
-    saying so, on the emulator where there is none.
+    table shows the worst of them, and a gradient of few numbers is judged together with those of the seeds that follow.
+    With --deterministic each run must also give the bits of the first. A name in your file may be a
+    [cyan]flashgen.verify.Variant[/], which makes its own captures. It runs on this machine's GPU, or, saying so, on the
+    emulator where there is none.
     """
     from flashgen.cli.machine import gpus
     from flashgen.verify import verify as verify_cases

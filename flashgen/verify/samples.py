@@ -31,7 +31,7 @@ def samples(case: Case, seed: int, backward: bool) -> tuple[Sample, ...]:
     """One problem for a forward, `samples_needed` for a backward: of seed, seed + 1 and so on."""
     first = _sample(case, seed)
     count = samples_needed(case, first.inputs) if backward else 1
-    return (first, *(_sample(case, seed + number) for number in range(1, count)))
+    return (first, *(_sample(case, (seed + number) % 2**64) for number in range(1, count)))
 
 
 def samples_needed(case: Case, inputs: Inputs) -> int:
