@@ -14,7 +14,7 @@ def near_or_global(b, h, q, k):  # any function of indices, as in FlexAttention
     return (abs(q - k) <= 128) | (k < 4)
 
 
-slopes = fg.Tensor("slopes", dtype="float32", ndim=1)  # an array given at the call
+slopes = fg.Tensor("slopes", dtype="float32", ndim=1, grad=True)  # an array given at the call
 spec = fg.AttentionSpec(
     head_dim=64,
     dtype="float16",
@@ -32,7 +32,13 @@ def main() -> None:
     attention = fg.compile(spec, emulate=True)  # on this CPU; without emulate, on this GPU
     out, lse = attention(q, k, v, slopes=slope_array, seed=7, return_lse=True)
     expected, expected_lse = fg.reference.attention(spec, q, k, v, slopes=slope_array, seed=7, return_lse=True)
+
+    d_out = random.standard_normal(out.shape).astype("float16")
+    dq, dk, dv, d_slopes = attention.backward(d_out, q, k, v, out, lse, slopes=slope_array, seed=7)
+    exact = fg.reference.backward(spec, q, k, v, d_out, slopes=slope_array, seed=7)
+
     print(attention, abs(out - expected).max(), abs(lse - expected_lse).max())
+    print("gradients", *(abs(ours - theirs).max() for ours, theirs in zip((dq, dk, dv), exact, strict=False)))
     print(attention.tiles(1000).share, "of the tiles visited;", attention.plan)
 
 

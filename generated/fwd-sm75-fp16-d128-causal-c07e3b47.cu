@@ -248,23 +248,69 @@ __device__ __forceinline__ void copy_tile(unsigned tile, const Element* matrix, 
   }
 }
 
-// scores = Q * K^T of this warp's rows; `queries` and `keys` are where they begin in shared memory.
-__device__ __forceinline__ void multiply_queries_by_keys(float (&scores)[kRowTiles][kKeyTiles][4], unsigned queries,
-                                                         unsigned keys) {
-  constexpr int kChunks = kHeadDimPadded / 8;
+// Copies a warp's kRows rows of a tile to rows first_row, ... of a matrix of row_count rows, 16 bytes a lane.
+template <int kRows, int kColumns, int kColumnsPadded>
+__device__ __forceinline__ void write_rows(Element* matrix, long long row_stride, int first_row, int row_count,
+                                           const unsigned char* tile, int warp_row) {
+  constexpr int kChunks = kColumnsPadded / 8;
 #pragma unroll
-  for (int depth = 0; depth < kHeadDimPadded / 16; ++depth) {
+  for (int i = threadIdx.x % 32; i < kRows * kChunks; i += 32) {
+    const int row = warp_row + i / kChunks, chunk = i % kChunks;
+    if (first_row + row < row_count && chunk * 8 < kColumns) {
+      *reinterpret_cast<uint4*>(matrix + (first_row + row) * row_stride + chunk * 8) =
+          *reinterpret_cast<const uint4*>(tile + tile_offset<kChunks>(row, chunk));
+    }
+  }
+}
+
+// product += A * B^T: A the warp's rows of one tile in shared memory, from `rows` on; B the rows of another.
+template <int kDepth, int kColumnTiles>
+__device__ __forceinline__ void multiply_by_transpose(float (&product)[kRowTiles][kColumnTiles][4], unsigned rows,
+                                                      unsigned columns) {
+  constexpr int kChunks = kDepth / 8;
+#pragma unroll
+  for (int depth = 0; depth < kDepth / 16; ++depth) {
     unsigned a[kRowTiles][4];
 #pragma unroll
-    for (int i = 0; i < kRowTiles; ++i) load_matrix_x4(a[i], block_by_columns<kChunks>(queries, i * 16, depth * 2));
+    for (int i = 0; i < kRowTiles; ++i) load_matrix_x4(a[i], block_by_columns<kChunks>(rows, i * 16, depth * 2));
 #pragma unroll
-    for (int j = 0; j < kKeyTiles; j += 2) {
+    for (int j = 0; j < kColumnTiles; j += 2) {
       unsigned b[4];
-      load_matrix_x4(b, block_by_rows<kChunks>(keys, j * 8, depth * 2));
+      load_matrix_x4(b, block_by_rows<kChunks>(columns, j * 8, depth * 2));
 #pragma unroll
       for (int i = 0; i < kRowTiles; ++i) {
-        mma_m16n8k8x2_f16(scores[i][j], a[i], b[0], b[1]);
-        mma_m16n8k8x2_f16(scores[i][j + 1], a[i], b[2], b[3]);
+        mma_m16n8k8x2_f16(product[i][j], a[i], b[0], b[1]);
+        mma_m16n8k8x2_f16(product[i][j + 1], a[i], b[2], b[3]);
+      }
+    }
+  }
+}
+
+// product += A * B: A in registers, rounded to the input's type; B rows of a tile of kChunks chunks a row in shared
+// memory, from `values` and chunk first_chunk on.
+template <int kChunks, int kDepthTiles, int kWidthTiles>
+__device__ __forceinline__ void multiply_registers(float (&product)[kRowTiles][kWidthTiles][4],
+                                                   const float (&factor)[kRowTiles][kDepthTiles][4], unsigned values,
+                                                   int first_chunk = 0) {
+#pragma unroll
+  for (int depth = 0; depth < kDepthTiles / 2; ++depth) {
+    unsigned a[kRowTiles][4];
+#pragma unroll
+    for (int i = 0; i < kRowTiles; ++i) {
+      const float (&left)[4] = factor[i][depth * 2], (&right)[4] = factor[i][depth * 2 + 1];
+      a[i][0] = pack_f16(left[0], left[1]);
+      a[i][1] = pack_f16(left[2], left[3]);
+      a[i][2] = pack_f16(right[0], right[1]);
+      a[i][3] = pack_f16(right[2], right[3]);
+    }
+#pragma unroll
+    for (int j = 0; j < kWidthTiles; j += 2) {
+      unsigned b[4];
+      load_matrix_x4_transposed(b, block_by_columns<kChunks>(values, depth * 16, first_chunk + j));
+#pragma unroll
+      for (int i = 0; i < kRowTiles; ++i) {
+        mma_m16n8k8x2_f16(product[i][j], a[i], b[0], b[1]);
+        mma_m16n8k8x2_f16(product[i][j + 1], a[i], b[2], b[3]);
       }
     }
   }
@@ -280,8 +326,23 @@ __device__ __forceinline__ void mask_scores(float (&scores)[kRowTiles][kKeyTiles
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
         const int q = position.query + i * 16 + e / 2 * 8, k = first_key + position.key + j * 8 + e % 2;
-        const bool counts = (k < arguments.len_k) & may_attend(q, k, arguments);
-        scores[i][j][e] = counts ? scores[i][j][e] : minus_infinity();
+        scores[i][j][e] = may_attend(q, k, arguments) ? scores[i][j][e] : minus_infinity();
+      }
+    }
+  }
+}
+
+// -inf beyond the last key, in a tile that overhangs it: apart from the mask, which most tiles then have to themselves.
+__device__ __forceinline__ void cut_scores(float (&scores)[kRowTiles][kKeyTiles][4], const Position& position,
+                                           int first_key, const ForwardArguments& arguments) {
+  const int left = arguments.len_k - first_key - position.key;   // keys from this lane's first one to the end
+#pragma unroll
+  for (int i = 0; i < kRowTiles; ++i) {
+#pragma unroll
+    for (int j = 0; j < kKeyTiles; ++j) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        if (j * 8 + e % 2 >= left) scores[i][j][e] = minus_infinity();
       }
     }
   }
@@ -347,35 +408,6 @@ __device__ __forceinline__ void online_softmax(float (&scores)[kRowTiles][kKeyTi
   }
 }
 
-// output += P * V, with P rounded to the input's type; `values` is where the tile of V begins in shared memory.
-__device__ __forceinline__ void multiply_probabilities_by_values(float (&output)[kRowTiles][kValueTiles][4],
-                                                                 const float (&probabilities)[kRowTiles][kKeyTiles][4],
-                                                                 unsigned values) {
-  constexpr int kChunks = kValueDimPadded / 8;
-#pragma unroll
-  for (int depth = 0; depth < kTileK / 16; ++depth) {
-    unsigned a[kRowTiles][4];
-#pragma unroll
-    for (int i = 0; i < kRowTiles; ++i) {
-      const float (&left)[4] = probabilities[i][depth * 2], (&right)[4] = probabilities[i][depth * 2 + 1];
-      a[i][0] = pack_f16(left[0], left[1]);
-      a[i][1] = pack_f16(left[2], left[3]);
-      a[i][2] = pack_f16(right[0], right[1]);
-      a[i][3] = pack_f16(right[2], right[3]);
-    }
-#pragma unroll
-    for (int j = 0; j < kValueTiles; j += 2) {
-      unsigned b[4];
-      load_matrix_x4_transposed(b, block_by_columns<kChunks>(values, depth * 16, j));
-#pragma unroll
-      for (int i = 0; i < kRowTiles; ++i) {
-        mma_m16n8k8x2_f16(output[i][j], a[i], b[0], b[1]);
-        mma_m16n8k8x2_f16(output[i][j + 1], a[i], b[2], b[3]);
-      }
-    }
-  }
-}
-
 // Divides by the row sums, rounds, and lays this warp's rows of the output into shared memory.
 __device__ __forceinline__ void stage_output(const float (&output)[kRowTiles][kValueTiles][4],
                                              RowState (&rows)[kRowTiles][2], int warp_row) {
@@ -411,21 +443,6 @@ __device__ __forceinline__ void write_lse(const RowState (&rows)[kRowTiles][2], 
         arguments.lse[head * arguments.len_q + query] =
             rows[i][r].sum == 0.0f ? minus_infinity() : log2_sum * 0.69314718f;
       }
-    }
-  }
-}
-
-// Copies this warp's rows of the output from shared to global memory, 16 bytes a lane.
-__device__ __forceinline__ void write_output(const Work& work, int warp_row, const ForwardArguments& arguments) {
-  constexpr int kChunks = kValueDimPadded / 8;
-  const int lane = threadIdx.x % 32;
-  Element* o = arguments.o + work.batch * arguments.o_strides.batch + work.head * arguments.o_strides.head;
-#pragma unroll
-  for (int i = lane; i < kRowsPerWarp * kChunks; i += 32) {
-    const int row = warp_row + i / kChunks, chunk = i % kChunks;
-    if (work.first_query + row < arguments.len_q && chunk * 8 < kValueDim) {
-      *reinterpret_cast<uint4*>(o + (work.first_query + row) * arguments.o_strides.row + chunk * 8) =
-          *reinterpret_cast<const uint4*>(shared_memory + tile_offset<kChunks>(row, chunk));
     }
   }
 }
@@ -474,19 +491,22 @@ attention_forward_fp16_d128_causal_c07e3b47(const __grid_constant__ ForwardArgum
     copy_values(step);
 
     float scores[kRowTiles][kKeyTiles][4] = {};
-    multiply_queries_by_keys(scores, q_rows, k_tile);
+    multiply_by_transpose<kHeadDimPadded>(scores, q_rows, k_tile);
     if (!tiles.full(step)) mask_scores(scores, position, first_key, arguments);
+    if (first_key + kTileK > arguments.len_k) cut_scores(scores, position, first_key, arguments);
     online_softmax(scores, output, rows);
 
     // V has landed; every warp is done with K.
     __syncthreads();
     if (step + 1 < tiles.count) copy_keys(step + 1);
-    multiply_probabilities_by_values(output, scores, v_tile);
+    multiply_registers<kValueDimPadded / 8>(output, scores, v_tile);
   }
 
   // The output takes the place of Q; each warp's rows that of its own.
   stage_output(output, rows, warp_row);
   write_lse(rows, position, arguments);
   __syncwarp();
-  write_output(work, warp_row, arguments);
+  Element* o = arguments.o + work.batch * arguments.o_strides.batch + work.head * arguments.o_strides.head;
+  write_rows<kRowsPerWarp, kValueDim, kValueDimPadded>(o, arguments.o_strides.row, work.first_query, arguments.len_q,
+                                                       shared_memory, warp_row);
 }

@@ -21,7 +21,7 @@ class VariantRow:
     """A measured variant: milliseconds of flashgen and of FlexAttention, and of making tile lists and block masks.
 
     deterministic_ms: of the deterministic backward. share: of all tiles, those visited. per_tile: time per visited tile
-    over full attention's, None where that was not measured. None also for what was not asked for or cannot be done.
+    over full attention's beside it. None stands for what was not asked for or cannot be done.
     """
 
     name: str
@@ -33,7 +33,7 @@ class VariantRow:
     flex_ms: float | None
     flex_mask_ms: float | None
     share: float
-    per_tile: float | None
+    per_tile: float
 
     @property
     def ratio(self) -> float | None:
@@ -54,23 +54,19 @@ def variant_rows(
 ) -> Iterator[VariantRow]:
     """Measures the variants one after the other; lists and block masks are made outside the timing, and timed apart.
 
-    Block masks are timed with the forward only: torch takes minutes to compile what makes them.
+    Full attention is measured anew beside each variant, since a GPU's clock drifts over minutes. Block masks are timed
+    with the forward only: torch takes minutes to compile what makes them.
     """
-    full_time: float | None = None
     for variant in chosen:
-        row = _measure(variant, AttentionSpec(HEAD_DIM, dtype, **variant.options), timed, beside_flex, full_time)
-        if variant.name == "full":
-            full_time = row.milliseconds / row.share
-        yield row
+        yield _measure(variant, AttentionSpec(HEAD_DIM, dtype, **variant.options), timed, beside_flex)
 
 
-def _measure(
-    variant: Variant, spec: AttentionSpec, timed: Timed, beside_flex: bool, full_time: float | None
-) -> VariantRow:
+def _measure(variant: Variant, spec: AttentionSpec, timed: Timed, beside_flex: bool) -> VariantRow:
     arrays, captures = inputs(Case(spec, LENGTH, 1, HEADS)), variant.captures()
     attention = compile(spec)
     lists_ms, options = _lists(attention, timed, captures)
     time = median_ms(ours(attention, timed, arrays, captures, **options))
+    full_time = median_ms(ours(compile(AttentionSpec(HEAD_DIM, spec.dtype)), timed, arrays, {}))
     deterministic_ms = None
     if timed != "forward":
         other = compile(spec, deterministic=True)
@@ -81,10 +77,7 @@ def _measure(
     flex_mask_ms = median_ms(peer.make_block_mask) if peer and peer.make_block_mask else None
     host = {name: value.cpu().numpy() for name, value in captures.items()}
     share = attention.tiles(LENGTH, LENGTH, 1, HEADS, **host).share
-    if variant.name == "full":
-        per_tile: float | None = 1.0
-    else:  # shares are of scores, so that tile sizes do not matter
-        per_tile = time / share / full_time if full_time else None
+    per_tile = time / share / full_time  # shares are of scores, so that tile sizes do not matter
     return VariantRow(
         variant.name, spec.name, timed, time, deterministic_ms, lists_ms, flex_ms, flex_mask_ms, share, per_tile
     )

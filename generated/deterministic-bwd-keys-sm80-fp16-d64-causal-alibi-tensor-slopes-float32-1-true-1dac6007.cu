@@ -1,0 +1,591 @@
+// flashgen: attention backward, keys, fp16-d64-causal-alibi-tensor-slopes-float32-1-true-1dac6007
+// dK and dV; a block walks the queries of a tile of keys
+//
+// mask     causal()
+// score    alibi(Tensor('slopes', 'float32', ndim=1, grad=True)); scale 0.125
+// dropout  0
+// dims     head 64, value 64; float16, accumulated in float32
+// target   sm_80, family ampere
+// plan     64 queries x 64 keys, 4 warps, 2 of which share rows, 2 stage(s) of Q and dO, 2 block(s) per multiprocessor, 66560 bytes of shared memory
+// FLOPs    512 * batch * heads_q * len_q * len_k * (share of tiles visited)
+// HBM      264 * batch * heads_q * len_q + 512 * batch * heads_kv * len_k bytes, at least
+//
+// Grid: one block per (tile of keys, head of K and V, batch). Made by
+//   flashgen show --pass backward --kernel keys --deterministic --target sm_80 '{"dropout":0.0,"dtype":"float16","head_dim":64,"layout":"bhsd","mask":{"expression":["LessEqual","k",["Add","q",["Sub","len_k","len_q"]]],"name":"causal()"},"scale":0.125,"score":{"expression":["Add","score",["Mul",["Load",{"capture":"slopes","dtype":"float32","grad":true,"ndim":1},"h"],["Sub","k","q"]]],"name":"alibi(Tensor('slopes', 'float32', ndim=1, grad=True))"},"value_dim":64,"version":1}'
+
+using Element = unsigned short;   // the bits of a float16
+
+struct Strides {   // in elements
+  long long batch, head, row;
+};
+
+struct BackwardKeysArguments {
+  const Element* q;
+  const Element* k;
+  const Element* v;
+  const Element* d_o;
+  const float* statistics;   // (batch, heads_q, rows, 2): LSE to the base 2, and D
+  Element* dk;
+  Element* dv;
+  long long* d_slopes;
+  const float* slopes;
+  Strides q_strides;
+  Strides k_strides;
+  Strides v_strides;
+  Strides d_o_strides;
+  Strides dk_strides;
+  Strides dv_strides;
+  long long slopes_stride[1];
+  int heads_q;
+  int heads_per_kv;
+  int len_q;
+  int len_k;
+  int rows;   // len_q, rounded up
+  int slopes_size[1];
+};
+
+// ---- The plan -------------------------------------------------------------------------------------------------------
+
+constexpr int kHeadDim = 64;
+constexpr int kValueDim = 64;
+constexpr int kHeadDimPadded = 64;   // a multiple of the depth of an mma; zeros beyond kHeadDim
+constexpr int kValueDimPadded = 64;
+constexpr int kTileK = 64;          // keys of a block
+constexpr int kTileQ = 64;           // queries of a step
+constexpr int kWarps = 4;
+constexpr int kThreads = kWarps * 32;
+constexpr int kSplit = 2;              // warps of the same keys, each with its part of queries and columns
+constexpr int kRowsPerWarp = kTileK / (kWarps / kSplit);   // a row of scores is a key, a column a query
+constexpr int kRowTiles = kRowsPerWarp / 16;   // a warp's 16-row mma tiles
+constexpr int kQueriesPerWarp = kTileQ / kSplit;
+constexpr int kQueryTiles = kQueriesPerWarp / 8;   // a warp's 8-column mma tiles of scores,
+constexpr int kHeadTiles = kHeadDimPadded / 8 / kSplit;     // of dK,
+constexpr int kValueTiles = kValueDimPadded / 8 / kSplit;   // of dV
+constexpr float kScale = 0.125f;
+constexpr float kScoreToLog2 = 1.44269504f;   // log2(e): probabilities are powers of 2
+
+// Shared memory, in bytes: K and V, two stages of Q, dO and the rows' statistics, dS, P. dK and dV take over K and V.
+constexpr int kKeyBytes = kTileK * kHeadDimPadded * 2;
+constexpr int kValueBytes = kTileK * kValueDimPadded * 2;
+constexpr int kQueryBytes = kTileQ * kHeadDimPadded * 2;
+constexpr int kOutputBytes = kTileQ * kValueDimPadded * 2;   // of dO
+constexpr int kStatisticsBytes = kTileQ * 8;
+constexpr int kValueOffset = kKeyBytes;
+constexpr int kQueryOffset = kValueOffset + kValueBytes;
+constexpr int kOutputOffset = kQueryOffset + 2 * kQueryBytes;
+constexpr int kStatisticsOffset = kOutputOffset + 2 * kOutputBytes;
+constexpr int kScoreOffset = kStatisticsOffset + 2 * kStatisticsBytes;
+constexpr int kProbabilityOffset = kScoreOffset + kTileK * kTileQ * 2;
+static_assert(kProbabilityOffset + kTileK * kTileQ * 2 <= 66560, "the plan's shared memory");
+static_assert(kRowTiles * 16 * kWarps == kTileK * kSplit && kQueryTiles % 2 == 0, "whole mma tiles");
+
+// ---- Primitives -----------------------------------------------------------------------------------------------------
+
+#ifndef FLASHGEN_EMULATOR   // the emulator brings its own
+
+extern __shared__ __align__(1024) unsigned char shared_memory[];
+
+// Starts copying 16 bytes from global to shared memory; writes zeros, and reads nothing, where not valid.
+__device__ __forceinline__ void copy_async_16(unsigned shared_destination, const void* global_source, bool valid) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
+               :: "r"(shared_destination), "l"(global_source), "r"(valid ? 16 : 0) : "memory");
+}
+
+// Closes the group of copies started since the last commit.
+__device__ __forceinline__ void copy_async_commit() {
+  asm volatile("cp.async.commit_group;" ::: "memory");
+}
+
+// Waits until at most `kPending` of this thread's copy groups are still in flight.
+template <int kPending>
+__device__ __forceinline__ void copy_async_wait() {
+  asm volatile("cp.async.wait_group %0;" :: "n"(kPending) : "memory");
+}
+
+// 2 to the power of x, by the special-function unit.
+__device__ __forceinline__ float exp2_approx(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// ldmatrix: four 8x8 matrices of 16-bit elements; lane l gives the address of row l % 8 of matrix l / 8.
+__device__ __forceinline__ void load_matrix_x4(unsigned (&fragment)[4], unsigned shared_source) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 { %0, %1, %2, %3}, [%4];"
+               : "=r"(fragment[0]), "=r"(fragment[1]), "=r"(fragment[2]), "=r"(fragment[3])
+               : "r"(shared_source) : "memory");
+}
+
+// ldmatrix as above, each 8x8 matrix transposed on the way.
+__device__ __forceinline__ void load_matrix_x4_transposed(unsigned (&fragment)[4], unsigned shared_source) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 { %0, %1, %2, %3}, [%4];"
+               : "=r"(fragment[0]), "=r"(fragment[1]), "=r"(fragment[2]), "=r"(fragment[3])
+               : "r"(shared_source) : "memory");
+}
+
+// d (16x8, fp32) += a (16x16) * b (16x8).
+__device__ __forceinline__ void mma_m16n8k16_f16(float (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
+  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
+               "{ %0, %1, %2, %3}, { %4, %5, %6, %7}, { %8, %9}, { %0, %1, %2, %3};"
+               : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// Two floats, rounded to nearest even, as one register: `low` in the lower half.
+__device__ __forceinline__ unsigned pack_f16(float low, float high) {
+  unsigned packed;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+  return packed;
+}
+
+// The 32-bit address of `pointer` in the shared-memory window.
+__device__ __forceinline__ unsigned shared_address(const void* pointer) {
+  return static_cast<unsigned>(__cvta_generic_to_shared(pointer));
+}
+
+#endif
+
+// Adds a float to a fixed-point number of 8 limbs of 24 bits, the lowest bit 2^-112, with no rounding above that: the sum
+// does not depend on the order. A limb of 64 bits takes 2^39 additions. What is beyond 2^80, or no number, marks the sum.
+__device__ __forceinline__ void add_exactly(long long* limbs, float value) {
+  const unsigned bits = __float_as_uint(value);
+  const int exponent = bits >> 23 & 0xff, place = exponent - 150 + 112;   // of the lowest bit of the 24
+  if (place < -23) return;
+  unsigned long long* sums = reinterpret_cast<unsigned long long*>(limbs);
+  if (place > 168) {
+    atomicAdd(sums + 7, 1ull << 58);
+    return;
+  }
+  const long long magnitude = (bits & 0x7fffff) | 0x800000;
+  const long long aligned = place < 0 ? magnitude >> -place : magnitude << place % 24;
+  const int limb = place < 0 ? 0 : place / 24;
+  const long long low = aligned & 0xffffff, high = aligned >> 24;
+  const bool negative = bits >> 31;
+  if (low) atomicAdd(sums + limb, static_cast<unsigned long long>(negative ? -low : low));
+  if (high) atomicAdd(sums + limb + 1, static_cast<unsigned long long>(negative ? -high : high));
+}
+
+// The sum over the lanes of a warp, in every lane.
+__device__ __forceinline__ float warp_sum(float x) {
+#pragma unroll
+  for (int distance = 16; distance > 0; distance /= 2) x += __shfl_xor_sync(0xffffffffu, x, distance);
+  return x;
+}
+
+// ---- The variant ----------------------------------------------------------------------------------------------------
+
+// Where a score stands: batch, query head, this lane's first query and its first key within a tile.
+struct Position {
+  int batch, head, query, key;
+};
+
+// slopes[i0], each index clamped to the array from above, as is one that has wrapped; strides are in bytes.
+__device__ __forceinline__ float load_slopes(const BackwardKeysArguments& arguments, int i0) {
+  i0 = min(static_cast<unsigned>(i0), arguments.slopes_size[0] - 1u);
+  const char* element = reinterpret_cast<const char*>(arguments.slopes);
+  element += static_cast<long long>(i0) * static_cast<int>(arguments.slopes_stride[0]);
+  return static_cast<float>(__ldg(reinterpret_cast<const float*>(element)));
+}
+
+// Score function: alibi(Tensor('slopes', 'float32', ndim=1, grad=True))
+__device__ __forceinline__ float modify_score(float score, int h, int q, int k, const BackwardKeysArguments& arguments) {
+  return score + load_slopes(arguments, h) * (k - q);
+}
+
+// The place, row-major, of slopes[h] in an array of its shape.
+__device__ __forceinline__ long long gather0_place(int h, const BackwardKeysArguments& arguments) {
+  return min(static_cast<unsigned>(h), arguments.slopes_size[0] - 1u);
+}
+
+// What the gradient by slopes[h] is of that by the modified score.
+__device__ __forceinline__ float gather0_factor(int q, int k, const BackwardKeysArguments& arguments) {
+  return static_cast<float>(k - q);
+}
+
+// Mask: causal()
+__device__ __forceinline__ bool may_attend(int q, int k, const BackwardKeysArguments& arguments) {
+  return k <= q + (arguments.len_k - arguments.len_q);
+}
+
+// What a block works on: a tile of keys of one head of K and V of one batch, for all query heads of its group.
+struct Work {
+  int first_key, head_kv, batch;
+};
+
+// The tiles of queries that a tile of keys is attended by: one run, and a stretch of it in which every score counts.
+struct QueryTiles {
+  int begin, count, full_begin, full_end;
+
+  __device__ __forceinline__ int first_query(int step) const { return (begin + step) * kTileQ; }
+  __device__ __forceinline__ bool full(int step) const { return begin + step >= full_begin && begin + step < full_end; }
+};
+
+__device__ __forceinline__ QueryTiles query_tiles_of(const Work& work, int head, const BackwardKeysArguments& arguments) {
+  const int k_first = work.first_key;
+  const int k_last = min(work.first_key + kTileK, arguments.len_k) - 1;
+  // In queries, the ends not included.
+  const int begin = max(0, k_first + arguments.len_q - arguments.len_k);
+  const int end = arguments.len_q;
+  const int full_begin = max(0, k_last + arguments.len_q - arguments.len_k);
+  const int full_end = arguments.len_q;
+  const int first_tile = begin / kTileQ;
+  const int count = end > begin ? (end + kTileQ - 1) / kTileQ - first_tile : 0;
+  return {first_tile, count, (full_begin + kTileQ - 1) / kTileQ, full_end / kTileQ};
+}
+
+// ---- The kernel's steps ---------------------------------------------------------------------------------------------
+
+// Chunks of a row are permuted so that the 8 rows that ldmatrix reads at once lie in different banks: within groups
+// of this many 16-byte chunks, by the row.
+template <int kChunks>
+__device__ constexpr int swizzle_span() { return kChunks % 8 == 0 ? 8 : kChunks % 4 == 0 ? 4 : 2; }
+
+// Byte offset of a 16-byte chunk in a tile whose rows are kChunks chunks long.
+template <int kChunks>
+__device__ constexpr unsigned tile_offset(int row, int chunk) {
+  constexpr int kSpan = swizzle_span<kChunks>();
+  return (row * kChunks + (chunk ^ (row / (8 / kSpan)) % kSpan)) * 16;
+}
+
+// ldmatrix reads a 16 x 16 block as four 8 x 8 matrices, of which lane l names row l % 8 of matrix l / 8. The address
+// that a lane gives for the block at (row, chunk), multiples of 16 and 2, if its own place in the block is as given.
+template <int kChunks>
+__device__ __forceinline__ unsigned block_address(unsigned tile, int row, int chunk, int lane_row, int lane_chunk) {
+  constexpr int kSpan = swizzle_span<kChunks>();
+  const unsigned corner = tile_offset<kChunks>(lane_row, lane_chunk);
+  return tile + row * kChunks * 16 + (corner ^ chunk % kSpan * 16) + chunk / kSpan * kSpan * 16;
+}
+
+// Upper left, lower left, upper right, lower right: the order of an mma's A, and of B where it is transposed.
+template <int kChunks>
+__device__ __forceinline__ unsigned block_by_columns(unsigned tile, int row, int chunk) {
+  const int lane = threadIdx.x % 32;
+  return block_address<kChunks>(tile, row, chunk, lane % 16, lane / 16);
+}
+
+// Upper left, upper right, lower left, lower right: the order of two mmas' B.
+template <int kChunks>
+__device__ __forceinline__ unsigned block_by_rows(unsigned tile, int row, int chunk) {
+  const int lane = threadIdx.x % 32;
+  return block_address<kChunks>(tile, row, chunk, lane % 8 + lane / 16 * 8, lane / 8 % 2);
+}
+
+// Starts copying rows first_row, ... of a matrix of row_count rows into a tile; zeros where the matrix ends.
+template <int kRows, int kColumns, int kColumnsPadded>
+__device__ __forceinline__ void copy_tile(unsigned tile, const Element* matrix, long long row_stride, int first_row,
+                                          int row_count) {
+  constexpr int kChunks = kColumnsPadded / 8;
+  constexpr int kLanes = swizzle_span<kChunks>();   // lanes side by side in a row
+  constexpr int kRowStep = kThreads / kLanes;
+  const int first = threadIdx.x / kLanes, lane = threadIdx.x % kLanes;
+  const Element* source = matrix + (first_row + first) * row_stride + lane * 8;
+#pragma unroll
+  for (int row = first; row < first + kRows; row += kRowStep, source += kRowStep * row_stride) {
+    if (kRows % kRowStep != 0 && row >= kRows) break;
+#pragma unroll
+    for (int chunk = 0; chunk < kChunks; chunk += kLanes) {
+      const bool valid = first_row + row < row_count && (chunk + lane) * 8 < kColumns;
+      copy_async_16(tile + tile_offset<kChunks>(row, chunk + lane), source + chunk * 8, valid);
+    }
+  }
+}
+
+// Rounds a warp's accumulators times a factor, and lays them into a tile of kChunks chunks a row, from (row, chunk) on.
+template <int kChunks, int kTiles>
+__device__ __forceinline__ void store_rounded(const float (&values)[kRowTiles][kTiles][4], float factor,
+                                              unsigned char* tile, int first_row, int first_chunk) {
+  const int lane = threadIdx.x % 32;
+#pragma unroll
+  for (int i = 0; i < kRowTiles; ++i) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int row = first_row + i * 16 + r * 8 + lane / 4;
+#pragma unroll
+      for (int j = 0; j < kTiles; ++j) {
+        *reinterpret_cast<unsigned*>(tile + tile_offset<kChunks>(row, first_chunk + j) + lane % 4 * 4) =
+            pack_f16(values[i][j][2 * r] * factor, values[i][j][2 * r + 1] * factor);
+      }
+    }
+  }
+}
+
+// Copies a warp's kRows rows of a tile to rows first_row, ... of a matrix of row_count rows, 16 bytes a lane.
+template <int kRows, int kColumns, int kColumnsPadded>
+__device__ __forceinline__ void write_rows(Element* matrix, long long row_stride, int first_row, int row_count,
+                                           const unsigned char* tile, int warp_row) {
+  constexpr int kChunks = kColumnsPadded / 8;
+#pragma unroll
+  for (int i = threadIdx.x % 32; i < kRows * kChunks; i += 32) {
+    const int row = warp_row + i / kChunks, chunk = i % kChunks;
+    if (first_row + row < row_count && chunk * 8 < kColumns) {
+      *reinterpret_cast<uint4*>(matrix + (first_row + row) * row_stride + chunk * 8) =
+          *reinterpret_cast<const uint4*>(tile + tile_offset<kChunks>(row, chunk));
+    }
+  }
+}
+
+// Starts copying K's and V's tiles.
+__device__ __forceinline__ void copy_keys_and_values(const Work& work, unsigned k_tile, unsigned v_tile,
+                                                     const BackwardKeysArguments& arguments) {
+  const Element* k = arguments.k + work.batch * arguments.k_strides.batch + work.head_kv * arguments.k_strides.head;
+  const Element* v = arguments.v + work.batch * arguments.v_strides.batch + work.head_kv * arguments.v_strides.head;
+  copy_tile<kTileK, kHeadDim, kHeadDimPadded>(k_tile, k, arguments.k_strides.row, work.first_key, arguments.len_k);
+  copy_tile<kTileK, kValueDim, kValueDimPadded>(v_tile, v, arguments.v_strides.row, work.first_key, arguments.len_k);
+}
+
+// Starts copying a tile's row statistics, (LSE to the base 2, D) each. They are there for rows beyond the last, too.
+__device__ __forceinline__ void copy_statistics(unsigned tile, const float* source) {
+  for (int i = threadIdx.x; i < kStatisticsBytes / 16; i += kThreads) {
+    copy_async_16(tile + i * 16, source + i * 4, true);
+  }
+}
+
+// (LSE, D) of the two queries of which this lane has the scores in column tile j.
+__device__ __forceinline__ float4 statistics_of(const unsigned char* statistics, int j) {
+  const int part = threadIdx.x / 32 % kSplit;
+  return *reinterpret_cast<const float4*>(statistics + (part * kQueriesPerWarp + j * 8 + threadIdx.x % 4 * 2) * 8);
+}
+
+// product += A * B^T: A the warp's rows of one tile in shared memory, from `rows` on; B the rows of another.
+template <int kDepth, int kColumnTiles>
+__device__ __forceinline__ void multiply_by_transpose(float (&product)[kRowTiles][kColumnTiles][4], unsigned rows,
+                                                      unsigned columns) {
+  constexpr int kChunks = kDepth / 8;
+#pragma unroll
+  for (int depth = 0; depth < kDepth / 16; ++depth) {
+    unsigned a[kRowTiles][4];
+#pragma unroll
+    for (int i = 0; i < kRowTiles; ++i) load_matrix_x4(a[i], block_by_columns<kChunks>(rows, i * 16, depth * 2));
+#pragma unroll
+    for (int j = 0; j < kColumnTiles; j += 2) {
+      unsigned b[4];
+      load_matrix_x4(b, block_by_rows<kChunks>(columns, j * 8, depth * 2));
+#pragma unroll
+      for (int i = 0; i < kRowTiles; ++i) {
+        mma_m16n8k16_f16(product[i][j], a[i], b[0], b[1]);
+        mma_m16n8k16_f16(product[i][j + 1], a[i], b[2], b[3]);
+      }
+    }
+  }
+}
+
+// product += A * B: A in registers, rounded to the input's type; B rows of a tile of kChunks chunks a row in shared
+// memory, from `values` and chunk first_chunk on.
+template <int kChunks, int kDepthTiles, int kWidthTiles>
+__device__ __forceinline__ void multiply_registers(float (&product)[kRowTiles][kWidthTiles][4],
+                                                   const float (&factor)[kRowTiles][kDepthTiles][4], unsigned values,
+                                                   int first_chunk = 0) {
+#pragma unroll
+  for (int depth = 0; depth < kDepthTiles / 2; ++depth) {
+    unsigned a[kRowTiles][4];
+#pragma unroll
+    for (int i = 0; i < kRowTiles; ++i) {
+      const float (&left)[4] = factor[i][depth * 2], (&right)[4] = factor[i][depth * 2 + 1];
+      a[i][0] = pack_f16(left[0], left[1]);
+      a[i][1] = pack_f16(left[2], left[3]);
+      a[i][2] = pack_f16(right[0], right[1]);
+      a[i][3] = pack_f16(right[2], right[3]);
+    }
+#pragma unroll
+    for (int j = 0; j < kWidthTiles; j += 2) {
+      unsigned b[4];
+      load_matrix_x4_transposed(b, block_by_columns<kChunks>(values, depth * 16, first_chunk + j));
+#pragma unroll
+      for (int i = 0; i < kRowTiles; ++i) {
+        mma_m16n8k16_f16(product[i][j], a[i], b[0], b[1]);
+        mma_m16n8k16_f16(product[i][j + 1], a[i], b[2], b[3]);
+      }
+    }
+  }
+}
+
+// product += A * B over kDepth of the depth, from `first` on: A the warp's rows of a tile of kFactorChunks chunks a row
+// in shared memory, from `rows` on; B a tile of kChunks chunks a row, from chunk first_chunk on.
+template <int kDepth, int kFactorChunks, int kChunks, int kWidthTiles>
+__device__ __forceinline__ void multiply_shared(float (&product)[kRowTiles][kWidthTiles][4], unsigned rows,
+                                                unsigned values, int first, int first_chunk) {
+#pragma unroll
+  for (int depth = 0; depth < kDepth; depth += 16) {
+    unsigned a[kRowTiles][4];
+#pragma unroll
+    for (int i = 0; i < kRowTiles; ++i) {
+      load_matrix_x4(a[i], block_by_columns<kFactorChunks>(rows, i * 16, (first + depth) / 8));
+    }
+#pragma unroll
+    for (int j = 0; j < kWidthTiles; j += 2) {
+      unsigned b[4];
+      load_matrix_x4_transposed(b, block_by_columns<kChunks>(values, first + depth, first_chunk + j));
+#pragma unroll
+      for (int i = 0; i < kRowTiles; ++i) {
+        mma_m16n8k16_f16(product[i][j], a[i], b[0], b[1]);
+        mma_m16n8k16_f16(product[i][j + 1], a[i], b[2], b[3]);
+      }
+    }
+  }
+}
+
+// Sums of the gradients of captured elements that all of this lane's scores, or those of one key, share.
+struct Gathered {
+  float sum0 = 0.0f;   // of slopes[h]
+};
+
+// Adds to an element of a captured array's gradient.
+__device__ __forceinline__ void add_to_gradient(long long* sums, long long place, float value) {
+  add_exactly(sums + place * 8, value);
+}
+
+// Turns the products q·k into probabilities and dP into dS = P * (dP - D), D being rowsum(dO * O).
+// Of a partial tile only the scores that count have either.
+template <bool kPartial>
+__device__ __forceinline__ void differentiate_scores(float (&probabilities)[kRowTiles][kQueryTiles][4],
+                                                     float (&d_scores)[kRowTiles][kQueryTiles][4],
+                                                     const unsigned char* statistics, const Position& position, int first_query,
+                                                     Gathered& gathered,
+                                                     const BackwardKeysArguments& arguments) {
+#pragma unroll
+  for (int j = 0; j < kQueryTiles; ++j) {
+    const float4 rows = statistics_of(statistics, j);
+#pragma unroll
+    for (int i = 0; i < kRowTiles; ++i) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        const int q = first_query + position.query + j * 8 + e % 2, k = position.key + i * 16 + e / 2 * 8;
+        const float product = probabilities[i][j][e];
+        const float score = modify_score(product * kScale, position.head, q, k, arguments);
+        const float probability = exp2_approx(score * kScoreToLog2 - (e % 2 ? rows.z : rows.x));
+        float d_score = probability * (d_scores[i][j][e] - (e % 2 ? rows.w : rows.y));
+        bool counts = true;
+        if (kPartial) {
+          const bool attended = (k < arguments.len_k) & (q < arguments.len_q) & may_attend(q, k, arguments);
+          d_score = attended ? d_score : 0.0f;
+          counts = attended;
+        }
+        probabilities[i][j][e] = counts ? probability : 0.0f;
+        d_scores[i][j][e] = d_score;
+
+        gathered.sum0 += d_score == 0.0f ? 0.0f : d_score * gather0_factor(q, k, arguments);
+      }
+    }
+}
+}
+
+// Adds the sums of a head to the gradients.
+__device__ __forceinline__ void add_gathered(const Gathered& gathered, const Position& position,
+                                             const BackwardKeysArguments& arguments) {
+  const float sum0 = warp_sum(gathered.sum0);
+  if (threadIdx.x % 32 == 0) {
+    add_to_gradient(arguments.d_slopes, gather0_place(position.head, arguments), sum0);
+  }
+}
+
+// Rounds a gradient, lays it into shared memory at `tile`, and writes it out from there, each warp a part of its keys.
+template <int kColumns, int kColumnsPadded, int kTiles>
+__device__ __forceinline__ void write_gradients(const float (&gradients)[kRowTiles][kTiles][4], float factor,
+                                                unsigned char* tile, Element* matrix, const Strides& strides,
+                                                const Work& work, int warp_row, int part, int row_count) {
+  store_rounded<kColumnsPadded / 8>(gradients, factor, tile, warp_row, part * kTiles);
+  matrix += work.batch * strides.batch + work.head_kv * strides.head;
+  __syncthreads();   // all parts of the rows are there
+  constexpr int kRows = kRowsPerWarp / kSplit;
+  write_rows<kRows, kColumns, kColumnsPadded>(matrix, strides.row, work.first_key, row_count, tile,
+                                              warp_row + part * kRows);
+}
+
+// ---- The kernel -----------------------------------------------------------------------------------------------------
+
+extern "C" __global__ void __launch_bounds__(kThreads, 2)
+attention_backward_keys_fp16_d64_causal_alibi_tensor_slopes_float32_1_true_1dac6007(const __grid_constant__ BackwardKeysArguments arguments) {
+  const Work work = {static_cast<int>(blockIdx.x) * kTileK, static_cast<int>(blockIdx.y), static_cast<int>(blockIdx.z)};
+  const int warp_row = threadIdx.x / 32 / kSplit * kRowsPerWarp, part = threadIdx.x / 32 % kSplit;
+  const int lane = threadIdx.x % 32;
+  const unsigned k_tile = shared_address(shared_memory);
+  const unsigned v_tile = k_tile + kValueOffset;
+  const unsigned k_rows = k_tile + warp_row * kHeadDimPadded * 2;
+  const unsigned v_rows = v_tile + warp_row * kValueDimPadded * 2;
+  const unsigned d_scores_tile = k_tile + kScoreOffset;
+  const unsigned d_scores_rows = d_scores_tile + warp_row * kTileQ * 2;
+  const unsigned probability_rows = k_tile + kProbabilityOffset + warp_row * kTileQ * 2;
+
+  float d_keys[kRowTiles][kHeadTiles][4] = {};
+  float d_values[kRowTiles][kValueTiles][4] = {};
+  copy_keys_and_values(work, k_tile, v_tile, arguments);
+
+  for (int member = 0; member < arguments.heads_per_kv; ++member) {
+    const int head = work.head_kv * arguments.heads_per_kv + member;
+    const Position position = {work.batch, head, part * kQueriesPerWarp + lane % 4 * 2,
+                               work.first_key + warp_row + lane / 4};
+    const QueryTiles tiles = query_tiles_of(work, head, arguments);
+    const Element* q = arguments.q + work.batch * arguments.q_strides.batch + head * arguments.q_strides.head;
+    const Element* d_o = arguments.d_o + work.batch * arguments.d_o_strides.batch + head * arguments.d_o_strides.head;
+    const long long first_row = (static_cast<long long>(work.batch) * arguments.heads_q + head) * arguments.rows;
+    const auto copy_queries = [&](int step) {   // and their statistics
+      const int first_query = tiles.first_query(step);
+      copy_tile<kTileQ, kHeadDim, kHeadDimPadded>(k_tile + kQueryOffset + step % 2 * kQueryBytes, q,
+                                                  arguments.q_strides.row, first_query, arguments.len_q);
+      copy_statistics(k_tile + kStatisticsOffset + step % 2 * kStatisticsBytes,
+                      arguments.statistics + (first_row + first_query) * 2);
+    };
+    const auto copy_output_gradients = [&](int step) {
+      const int first_query = tiles.first_query(step);
+      copy_tile<kTileQ, kValueDim, kValueDimPadded>(k_tile + kOutputOffset + step % 2 * kOutputBytes, d_o,
+                                                    arguments.d_o_strides.row, first_query, arguments.len_q);
+    };
+
+    Gathered gathered;
+    if (tiles.count > 0) copy_output_gradients(0);
+    if (tiles.count > 0) copy_queries(0);
+    copy_async_commit();
+    for (int step = 0; step < tiles.count; ++step) {
+      const int first_query = tiles.first_query(step);
+      const unsigned q_tile = k_tile + kQueryOffset + step % 2 * kQueryBytes;
+      const unsigned d_o_tile = k_tile + kOutputOffset + step % 2 * kOutputBytes;
+      const unsigned q_rows = q_tile + part * kQueriesPerWarp * kHeadDimPadded * 2;
+      const unsigned d_o_rows = d_o_tile + part * kQueriesPerWarp * kValueDimPadded * 2;
+      const unsigned char* statistics = shared_memory + kStatisticsOffset + step % 2 * kStatisticsBytes;
+      float probabilities[kRowTiles][kQueryTiles][4] = {}, d_scores[kRowTiles][kQueryTiles][4] = {};
+      // This step's Q and dO have landed; every warp is done with the step before.
+      copy_async_wait<0>();
+      __syncthreads();
+      if (step + 1 < tiles.count) {
+        copy_output_gradients(step + 1);
+        copy_queries(step + 1);
+      }
+      copy_async_commit();
+      multiply_by_transpose<kHeadDimPadded>(probabilities, k_rows, q_rows);
+      multiply_by_transpose<kValueDimPadded>(d_scores, v_rows, d_o_rows);
+      if (!tiles.full(step) || work.first_key + kTileK > arguments.len_k || first_query + kTileQ > arguments.len_q) {
+        differentiate_scores<true>(probabilities, d_scores, statistics, position, first_query, gathered, arguments);
+      } else {
+        differentiate_scores<false>(probabilities, d_scores, statistics, position, first_query, gathered, arguments);
+      }
+      store_rounded<kTileQ / 8>(probabilities, 1.0f, shared_memory + kProbabilityOffset, warp_row, part * kQueryTiles);
+      store_rounded<kTileQ / 8>(d_scores, 1.0f, shared_memory + kScoreOffset, warp_row, part * kQueryTiles);
+      // What this warp has of P and dS itself needs no waiting for the others' parts.
+      multiply_registers<kValueDimPadded / 8>(d_values, probabilities, d_o_rows, part * kValueTiles);
+      multiply_registers<kHeadDimPadded / 8>(d_keys, d_scores, q_rows, part * kHeadTiles);
+      __syncthreads();   // all of P and dS is there
+#pragma unroll
+      for (int other = 1; other < kSplit; ++other) {
+        const int first = (part + other) % kSplit * kQueriesPerWarp;
+        multiply_shared<kQueriesPerWarp, kTileQ / 8, kValueDimPadded / 8>(d_values, probability_rows, d_o_tile, first,
+                                                                          part * kValueTiles);
+      }
+#pragma unroll
+      for (int other = 1; other < kSplit; ++other) {
+        const int first = (part + other) % kSplit * kQueriesPerWarp;
+        multiply_shared<kQueriesPerWarp, kTileQ / 8, kHeadDimPadded / 8>(d_keys, d_scores_rows, q_tile, first,
+                                                                         part * kHeadTiles);
+      }
+    }
+    add_gathered(gathered, position, arguments);
+    __syncthreads();   // every warp is done with Q and dO, whose places the next head's take
+  }
+
+  // dK and dV take the places of K and V.
+  copy_async_wait<0>();
+  __syncthreads();
+  write_gradients<kHeadDim, kHeadDimPadded>(d_keys, kScale, shared_memory, arguments.dk, arguments.dk_strides, work,
+                                            warp_row, part, arguments.len_k);
+  write_gradients<kValueDim, kValueDimPadded>(d_values, 1.0f, shared_memory + kValueOffset, arguments.dv,
+                                              arguments.dv_strides, work, warp_row, part, arguments.len_k);
+}

@@ -1,0 +1,108 @@
+// flashgen: attention backward, prepare, fp16-d64-causal-alibi-tensor-slopes-float32-1-true-1dac6007
+// of each row, its LSE to the base 2 and D = rowsum(dO * O) - dLSE
+//
+// mask     causal()
+// score    alibi(Tensor('slopes', 'float32', ndim=1, grad=True)); scale 0.125
+// dropout  0
+// dims     head 64, value 64; float16, accumulated in float32
+// target   sm_80, family ampere
+// FLOPs    128 * batch * heads_q * len_q
+// HBM      268 * batch * heads_q * len_q bytes, at least
+//
+// Grid: one block per (rows, head, batch). Made by
+//   flashgen show --pass backward --kernel prepare --deterministic --target sm_80 '{"dropout":0.0,"dtype":"float16","head_dim":64,"layout":"bhsd","mask":{"expression":["LessEqual","k",["Add","q",["Sub","len_k","len_q"]]],"name":"causal()"},"scale":0.125,"score":{"expression":["Add","score",["Mul",["Load",{"capture":"slopes","dtype":"float32","grad":true,"ndim":1},"h"],["Sub","k","q"]]],"name":"alibi(Tensor('slopes', 'float32', ndim=1, grad=True))"},"value_dim":64,"version":1}'
+
+using Element = unsigned short;   // the bits of a float16
+
+struct Strides {   // in elements
+  long long batch, head, row;
+};
+
+struct BackwardPrepareArguments {
+  const Element* o;
+  const Element* d_o;
+  const float* lse;
+  const float* d_lse;   // or null
+  float* statistics;
+  Strides o_strides;
+  Strides d_o_strides;
+  int heads_q;
+  int len_q;
+  int rows;   // len_q, rounded up
+};
+
+// ---- The plan -------------------------------------------------------------------------------------------------------
+
+constexpr int kValueDim = 64;
+constexpr int kThreads = 256;
+constexpr int kRows = 64;            // of a block
+constexpr int kLanes = 8;           // of a row, 8 elements each
+constexpr int kRowsAtOnce = kThreads / kLanes;
+constexpr float kLog2E = 1.44269504f;
+static_assert(kLanes * 8 >= kValueDim && kRows % kRowsAtOnce == 0, "every element of every row");
+
+// ---- Primitives -----------------------------------------------------------------------------------------------------
+
+#ifndef FLASHGEN_EMULATOR   // the emulator brings its own
+
+extern __shared__ __align__(1024) unsigned char shared_memory[];
+
+// The float that 16 bits stand for.
+__device__ __forceinline__ float unpack_f16(unsigned short bits) {
+  float value;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(bits));
+  return value;
+}
+
+#endif
+
+__device__ __forceinline__ float infinity() { return __int_as_float(0x7f800000); }
+
+__device__ __forceinline__ float minus_infinity() { return __int_as_float(0xff800000); }
+
+// ---- The kernel -----------------------------------------------------------------------------------------------------
+
+// The dot product of 8 elements each.
+__device__ __forceinline__ float dot(const uint4& x, const uint4& y) {
+  const unsigned pairs_x[4] = {x.x, x.y, x.z, x.w}, pairs_y[4] = {y.x, y.y, y.z, y.w};
+  float sum = 0.0f;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    sum += unpack_f16(pairs_x[i] & 0xffff) * unpack_f16(pairs_y[i] & 0xffff);
+    sum += unpack_f16(pairs_x[i] >> 16) * unpack_f16(pairs_y[i] >> 16);
+  }
+  return sum;
+}
+
+// Writes, of each row, its log-sum-exp to the base 2 and D = sum of dO * O: what a probability and its derivative need.
+// Rows beyond the last get an infinite LSE, and so no probability; a row with nothing to attend to has no finite score.
+extern "C" __global__ void __launch_bounds__(kThreads)
+attention_backward_prepare_fp16_d64_causal_alibi_tensor_slopes_float32_1_true_1dac6007(const __grid_constant__ BackwardPrepareArguments arguments) {
+  const int head = blockIdx.y, batch = blockIdx.z;
+  const long long first_row = (static_cast<long long>(batch) * arguments.heads_q + head) * arguments.len_q;
+  const long long first_statistic = (static_cast<long long>(batch) * arguments.heads_q + head) * arguments.rows;
+  const Element* o = arguments.o + batch * arguments.o_strides.batch + head * arguments.o_strides.head;
+  const Element* d_o = arguments.d_o + batch * arguments.d_o_strides.batch + head * arguments.d_o_strides.head;
+  const int first = blockIdx.x * kRows;
+
+  const int lane = threadIdx.x % kLanes;
+#pragma unroll
+  for (int i = 0; i < kRows / kRowsAtOnce; ++i) {
+    const int row = first + i * kRowsAtOnce + threadIdx.x / kLanes;
+    float d = 0.0f;
+    if (row < arguments.len_q && lane * 8 < kValueDim) {
+      d = dot(*reinterpret_cast<const uint4*>(o + row * arguments.o_strides.row + lane * 8),
+              *reinterpret_cast<const uint4*>(d_o + row * arguments.d_o_strides.row + lane * 8));
+    }
+#pragma unroll
+    for (int distance = kLanes / 2; distance > 0; distance /= 2) d += __shfl_xor_sync(0xffffffffu, d, distance);
+    if (lane != 0) continue;
+    float lse = infinity();
+    if (row < arguments.len_q) {
+      if (arguments.d_lse) d -= arguments.d_lse[first_row + row];
+      lse = arguments.lse[first_row + row] * kLog2E;
+      if (lse == minus_infinity()) lse = d = 0.0f;
+    }
+    *reinterpret_cast<float2*>(arguments.statistics + (first_statistic + row) * 2) = make_float2(lse, d);
+  }
+}

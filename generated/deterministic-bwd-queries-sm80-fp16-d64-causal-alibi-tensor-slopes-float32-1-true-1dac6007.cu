@@ -1,0 +1,459 @@
+// flashgen: attention backward, queries, fp16-d64-causal-alibi-tensor-slopes-float32-1-true-1dac6007
+// dQ; a block walks the keys of a tile of queries
+//
+// mask     causal()
+// score    alibi(Tensor('slopes', 'float32', ndim=1, grad=True)); scale 0.125
+// dropout  0
+// dims     head 64, value 64; float16, accumulated in float32
+// target   sm_80, family ampere
+// plan     128 queries x 64 keys, 4 warps, 2 stage(s) of K and V, 2 block(s) per multiprocessor, 65536 bytes of shared memory
+// FLOPs    384 * batch * heads_q * len_q * len_k * (share of tiles visited)
+// HBM      392 * batch * heads_q * len_q + 256 * batch * heads_kv * len_k bytes, at least
+//
+// Grid: one block per (tile of queries, head, batch). Made by
+//   flashgen show --pass backward --kernel queries --deterministic --target sm_80 '{"dropout":0.0,"dtype":"float16","head_dim":64,"layout":"bhsd","mask":{"expression":["LessEqual","k",["Add","q",["Sub","len_k","len_q"]]],"name":"causal()"},"scale":0.125,"score":{"expression":["Add","score",["Mul",["Load",{"capture":"slopes","dtype":"float32","grad":true,"ndim":1},"h"],["Sub","k","q"]]],"name":"alibi(Tensor('slopes', 'float32', ndim=1, grad=True))"},"value_dim":64,"version":1}'
+
+using Element = unsigned short;   // the bits of a float16
+
+struct Strides {   // in elements
+  long long batch, head, row;
+};
+
+struct BackwardQueriesArguments {
+  const Element* q;
+  const Element* k;
+  const Element* v;
+  const Element* d_o;
+  const float* statistics;   // (batch, heads_q, rows, 2): LSE to the base 2, and D
+  Element* dq;
+  const float* slopes;
+  Strides q_strides;
+  Strides k_strides;
+  Strides v_strides;
+  Strides d_o_strides;
+  Strides dq_strides;
+  long long slopes_stride[1];
+  int heads_q;
+  int len_q;
+  int len_k;
+  int rows;   // len_q, rounded up
+  unsigned kv_reciprocal;   // 2^31 / heads per head of K and V, rounded up
+  int slopes_size[1];
+};
+
+// ---- The plan -------------------------------------------------------------------------------------------------------
+
+constexpr int kHeadDim = 64;
+constexpr int kValueDim = 64;
+constexpr int kHeadDimPadded = 64;   // a multiple of the depth of an mma; zeros beyond kHeadDim
+constexpr int kValueDimPadded = 64;
+constexpr int kTileQ = 128;          // queries of a block
+constexpr int kTileK = 64;           // keys of a step
+constexpr int kWarps = 4;
+constexpr int kThreads = kWarps * 32;
+constexpr int kRowsPerWarp = kTileQ / kWarps;
+constexpr int kRowTiles = kRowsPerWarp / 16;   // a warp's 16-row mma tiles
+constexpr int kKeyTiles = kTileK / 8;          // 8-column mma tiles of scores,
+constexpr int kHeadTiles = kHeadDimPadded / 8;   // of dQ
+constexpr float kScale = 0.125f;
+constexpr float kScoreToLog2 = 1.44269504f;   // log2(e): probabilities are powers of 2
+
+// Shared memory, in bytes: Q and dO, then two tiles each of K and V. dQ takes over Q.
+constexpr int kQueryBytes = kTileQ * kHeadDimPadded * 2;
+constexpr int kOutputBytes = kTileQ * kValueDimPadded * 2;   // of dO
+constexpr int kKeyBytes = kTileK * kHeadDimPadded * 2;
+constexpr int kValueBytes = kTileK * kValueDimPadded * 2;
+constexpr int kOutputOffset = kQueryBytes;
+constexpr int kKeyOffset = kOutputOffset + kOutputBytes;
+constexpr int kValueOffset = kKeyOffset + 2 * kKeyBytes;
+constexpr int kScoreOffset = kValueOffset + 2 * kValueBytes;
+static_assert(kScoreOffset <= 65536, "the plan's shared memory");
+static_assert(kRowTiles * 16 * kWarps == kTileQ && kKeyTiles % 2 == 0, "whole mma tiles");
+
+// ---- Primitives -----------------------------------------------------------------------------------------------------
+
+#ifndef FLASHGEN_EMULATOR   // the emulator brings its own
+
+extern __shared__ __align__(1024) unsigned char shared_memory[];
+
+// Starts copying 16 bytes from global to shared memory; writes zeros, and reads nothing, where not valid.
+__device__ __forceinline__ void copy_async_16(unsigned shared_destination, const void* global_source, bool valid) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
+               :: "r"(shared_destination), "l"(global_source), "r"(valid ? 16 : 0) : "memory");
+}
+
+// Closes the group of copies started since the last commit.
+__device__ __forceinline__ void copy_async_commit() {
+  asm volatile("cp.async.commit_group;" ::: "memory");
+}
+
+// Waits until at most `kPending` of this thread's copy groups are still in flight.
+template <int kPending>
+__device__ __forceinline__ void copy_async_wait() {
+  asm volatile("cp.async.wait_group %0;" :: "n"(kPending) : "memory");
+}
+
+// 2 to the power of x, by the special-function unit.
+__device__ __forceinline__ float exp2_approx(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// ldmatrix: four 8x8 matrices of 16-bit elements; lane l gives the address of row l % 8 of matrix l / 8.
+__device__ __forceinline__ void load_matrix_x4(unsigned (&fragment)[4], unsigned shared_source) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 { %0, %1, %2, %3}, [%4];"
+               : "=r"(fragment[0]), "=r"(fragment[1]), "=r"(fragment[2]), "=r"(fragment[3])
+               : "r"(shared_source) : "memory");
+}
+
+// ldmatrix as above, each 8x8 matrix transposed on the way.
+__device__ __forceinline__ void load_matrix_x4_transposed(unsigned (&fragment)[4], unsigned shared_source) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 { %0, %1, %2, %3}, [%4];"
+               : "=r"(fragment[0]), "=r"(fragment[1]), "=r"(fragment[2]), "=r"(fragment[3])
+               : "r"(shared_source) : "memory");
+}
+
+// d (16x8, fp32) += a (16x16) * b (16x8).
+__device__ __forceinline__ void mma_m16n8k16_f16(float (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
+  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
+               "{ %0, %1, %2, %3}, { %4, %5, %6, %7}, { %8, %9}, { %0, %1, %2, %3};"
+               : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// Two floats, rounded to nearest even, as one register: `low` in the lower half.
+__device__ __forceinline__ unsigned pack_f16(float low, float high) {
+  unsigned packed;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+  return packed;
+}
+
+// The 32-bit address of `pointer` in the shared-memory window.
+__device__ __forceinline__ unsigned shared_address(const void* pointer) {
+  return static_cast<unsigned>(__cvta_generic_to_shared(pointer));
+}
+
+#endif
+
+// ---- The variant ----------------------------------------------------------------------------------------------------
+
+// Where a score stands: batch, query head, this lane's first query and its first key within a tile.
+struct Position {
+  int batch, head, query, key;
+};
+
+// slopes[i0], each index clamped to the array from above, as is one that has wrapped; strides are in bytes.
+__device__ __forceinline__ float load_slopes(const BackwardQueriesArguments& arguments, int i0) {
+  i0 = min(static_cast<unsigned>(i0), arguments.slopes_size[0] - 1u);
+  const char* element = reinterpret_cast<const char*>(arguments.slopes);
+  element += static_cast<long long>(i0) * static_cast<int>(arguments.slopes_stride[0]);
+  return static_cast<float>(__ldg(reinterpret_cast<const float*>(element)));
+}
+
+// Score function: alibi(Tensor('slopes', 'float32', ndim=1, grad=True))
+__device__ __forceinline__ float modify_score(float score, int h, int q, int k, const BackwardQueriesArguments& arguments) {
+  return score + load_slopes(arguments, h) * (k - q);
+}
+
+// Mask: causal()
+__device__ __forceinline__ bool may_attend(int q, int k, const BackwardQueriesArguments& arguments) {
+  return k <= q + (arguments.len_k - arguments.len_q);
+}
+
+// What a block works on: a tile of queries of one head of one batch.
+struct Work {
+  int first_query, head, batch;
+};
+
+__device__ __forceinline__ Work work_of_block() {
+  const int tile = gridDim.x - 1 - blockIdx.x;   // later queries see more keys: the longest work goes first
+  return {tile * kTileQ, static_cast<int>(blockIdx.y), static_cast<int>(blockIdx.z)};
+}
+
+// The head of K and V that a query head reads, head / heads_per_kv. A product with 2^31 / heads_per_kv, rounded up, is
+// exact, and unlike a division leaves the result, and the addresses that follow from it, in uniform registers.
+__device__ __forceinline__ int kv_head_of(int head, const BackwardQueriesArguments& arguments) {
+  return __umulhi(2 * head + 1, arguments.kv_reciprocal);
+}
+
+// The tiles of keys that a tile of queries attends to: one run, and a stretch of it in which every score counts.
+struct KeyTiles {
+  int begin, count, full_begin, full_end;
+
+  __device__ __forceinline__ int first_key(int step) const { return (begin + step) * kTileK; }
+  __device__ __forceinline__ bool full(int step) const { return begin + step >= full_begin && begin + step < full_end; }
+};
+
+__device__ __forceinline__ KeyTiles key_tiles_of(const Work& work, const BackwardQueriesArguments& arguments) {
+  const int q_first = work.first_query;
+  const int q_last = min(work.first_query + kTileQ, arguments.len_q) - 1;
+  // In keys, the ends not included.
+  const int begin = 0;
+  const int end = min(arguments.len_k, q_last + arguments.len_k - arguments.len_q + 1);
+  const int full_begin = 0;
+  const int full_end = min(arguments.len_k, q_first + arguments.len_k - arguments.len_q + 1);
+  const int first_tile = begin / kTileK;
+  const int count = end > begin ? (end + kTileK - 1) / kTileK - first_tile : 0;
+  return {first_tile, count, (full_begin + kTileK - 1) / kTileK, full_end / kTileK};
+}
+
+// ---- The kernel's steps ---------------------------------------------------------------------------------------------
+
+// Chunks of a row are permuted so that the 8 rows that ldmatrix reads at once lie in different banks: within groups
+// of this many 16-byte chunks, by the row.
+template <int kChunks>
+__device__ constexpr int swizzle_span() { return kChunks % 8 == 0 ? 8 : kChunks % 4 == 0 ? 4 : 2; }
+
+// Byte offset of a 16-byte chunk in a tile whose rows are kChunks chunks long.
+template <int kChunks>
+__device__ constexpr unsigned tile_offset(int row, int chunk) {
+  constexpr int kSpan = swizzle_span<kChunks>();
+  return (row * kChunks + (chunk ^ (row / (8 / kSpan)) % kSpan)) * 16;
+}
+
+// ldmatrix reads a 16 x 16 block as four 8 x 8 matrices, of which lane l names row l % 8 of matrix l / 8. The address
+// that a lane gives for the block at (row, chunk), multiples of 16 and 2, if its own place in the block is as given.
+template <int kChunks>
+__device__ __forceinline__ unsigned block_address(unsigned tile, int row, int chunk, int lane_row, int lane_chunk) {
+  constexpr int kSpan = swizzle_span<kChunks>();
+  const unsigned corner = tile_offset<kChunks>(lane_row, lane_chunk);
+  return tile + row * kChunks * 16 + (corner ^ chunk % kSpan * 16) + chunk / kSpan * kSpan * 16;
+}
+
+// Upper left, lower left, upper right, lower right: the order of an mma's A, and of B where it is transposed.
+template <int kChunks>
+__device__ __forceinline__ unsigned block_by_columns(unsigned tile, int row, int chunk) {
+  const int lane = threadIdx.x % 32;
+  return block_address<kChunks>(tile, row, chunk, lane % 16, lane / 16);
+}
+
+// Upper left, upper right, lower left, lower right: the order of two mmas' B.
+template <int kChunks>
+__device__ __forceinline__ unsigned block_by_rows(unsigned tile, int row, int chunk) {
+  const int lane = threadIdx.x % 32;
+  return block_address<kChunks>(tile, row, chunk, lane % 8 + lane / 16 * 8, lane / 8 % 2);
+}
+
+// Starts copying rows first_row, ... of a matrix of row_count rows into a tile; zeros where the matrix ends.
+template <int kRows, int kColumns, int kColumnsPadded>
+__device__ __forceinline__ void copy_tile(unsigned tile, const Element* matrix, long long row_stride, int first_row,
+                                          int row_count) {
+  constexpr int kChunks = kColumnsPadded / 8;
+  constexpr int kLanes = swizzle_span<kChunks>();   // lanes side by side in a row
+  constexpr int kRowStep = kThreads / kLanes;
+  const int first = threadIdx.x / kLanes, lane = threadIdx.x % kLanes;
+  const Element* source = matrix + (first_row + first) * row_stride + lane * 8;
+#pragma unroll
+  for (int row = first; row < first + kRows; row += kRowStep, source += kRowStep * row_stride) {
+    if (kRows % kRowStep != 0 && row >= kRows) break;
+#pragma unroll
+    for (int chunk = 0; chunk < kChunks; chunk += kLanes) {
+      const bool valid = first_row + row < row_count && (chunk + lane) * 8 < kColumns;
+      copy_async_16(tile + tile_offset<kChunks>(row, chunk + lane), source + chunk * 8, valid);
+    }
+  }
+}
+
+// Rounds a warp's accumulators times a factor, and lays them into a tile of kChunks chunks a row, from (row, chunk) on.
+template <int kChunks, int kTiles>
+__device__ __forceinline__ void store_rounded(const float (&values)[kRowTiles][kTiles][4], float factor,
+                                              unsigned char* tile, int first_row, int first_chunk) {
+  const int lane = threadIdx.x % 32;
+#pragma unroll
+  for (int i = 0; i < kRowTiles; ++i) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int row = first_row + i * 16 + r * 8 + lane / 4;
+#pragma unroll
+      for (int j = 0; j < kTiles; ++j) {
+        *reinterpret_cast<unsigned*>(tile + tile_offset<kChunks>(row, first_chunk + j) + lane % 4 * 4) =
+            pack_f16(values[i][j][2 * r] * factor, values[i][j][2 * r + 1] * factor);
+      }
+    }
+  }
+}
+
+// Copies a warp's kRows rows of a tile to rows first_row, ... of a matrix of row_count rows, 16 bytes a lane.
+template <int kRows, int kColumns, int kColumnsPadded>
+__device__ __forceinline__ void write_rows(Element* matrix, long long row_stride, int first_row, int row_count,
+                                           const unsigned char* tile, int warp_row) {
+  constexpr int kChunks = kColumnsPadded / 8;
+#pragma unroll
+  for (int i = threadIdx.x % 32; i < kRows * kChunks; i += 32) {
+    const int row = warp_row + i / kChunks, chunk = i % kChunks;
+    if (first_row + row < row_count && chunk * 8 < kColumns) {
+      *reinterpret_cast<uint4*>(matrix + (first_row + row) * row_stride + chunk * 8) =
+          *reinterpret_cast<const uint4*>(tile + tile_offset<kChunks>(row, chunk));
+    }
+  }
+}
+
+// product += A * B^T: A the warp's rows of one tile in shared memory, from `rows` on; B the rows of another.
+template <int kDepth, int kColumnTiles>
+__device__ __forceinline__ void multiply_by_transpose(float (&product)[kRowTiles][kColumnTiles][4], unsigned rows,
+                                                      unsigned columns) {
+  constexpr int kChunks = kDepth / 8;
+#pragma unroll
+  for (int depth = 0; depth < kDepth / 16; ++depth) {
+    unsigned a[kRowTiles][4];
+#pragma unroll
+    for (int i = 0; i < kRowTiles; ++i) load_matrix_x4(a[i], block_by_columns<kChunks>(rows, i * 16, depth * 2));
+#pragma unroll
+    for (int j = 0; j < kColumnTiles; j += 2) {
+      unsigned b[4];
+      load_matrix_x4(b, block_by_rows<kChunks>(columns, j * 8, depth * 2));
+#pragma unroll
+      for (int i = 0; i < kRowTiles; ++i) {
+        mma_m16n8k16_f16(product[i][j], a[i], b[0], b[1]);
+        mma_m16n8k16_f16(product[i][j + 1], a[i], b[2], b[3]);
+      }
+    }
+  }
+}
+
+// product += A * B: A in registers, rounded to the input's type; B rows of a tile of kChunks chunks a row in shared
+// memory, from `values` and chunk first_chunk on.
+template <int kChunks, int kDepthTiles, int kWidthTiles>
+__device__ __forceinline__ void multiply_registers(float (&product)[kRowTiles][kWidthTiles][4],
+                                                   const float (&factor)[kRowTiles][kDepthTiles][4], unsigned values,
+                                                   int first_chunk = 0) {
+#pragma unroll
+  for (int depth = 0; depth < kDepthTiles / 2; ++depth) {
+    unsigned a[kRowTiles][4];
+#pragma unroll
+    for (int i = 0; i < kRowTiles; ++i) {
+      const float (&left)[4] = factor[i][depth * 2], (&right)[4] = factor[i][depth * 2 + 1];
+      a[i][0] = pack_f16(left[0], left[1]);
+      a[i][1] = pack_f16(left[2], left[3]);
+      a[i][2] = pack_f16(right[0], right[1]);
+      a[i][3] = pack_f16(right[2], right[3]);
+    }
+#pragma unroll
+    for (int j = 0; j < kWidthTiles; j += 2) {
+      unsigned b[4];
+      load_matrix_x4_transposed(b, block_by_columns<kChunks>(values, depth * 16, first_chunk + j));
+#pragma unroll
+      for (int i = 0; i < kRowTiles; ++i) {
+        mma_m16n8k16_f16(product[i][j], a[i], b[0], b[1]);
+        mma_m16n8k16_f16(product[i][j + 1], a[i], b[2], b[3]);
+      }
+    }
+  }
+}
+
+// (LSE to the base 2, D) of this lane's rows.
+__device__ __forceinline__ void load_statistics(float2 (&rows)[kRowTiles][2], const Position& position,
+                                                const BackwardQueriesArguments& arguments) {
+  const long long head = static_cast<long long>(position.batch) * arguments.heads_q + position.head;
+#pragma unroll
+  for (int i = 0; i < kRowTiles; ++i) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int query = min(position.query + i * 16 + r * 8, arguments.rows - 1);
+      rows[i][r] = *reinterpret_cast<const float2*>(arguments.statistics + (head * arguments.rows + query) * 2);
+    }
+  }
+}
+
+// Turns the products q·k into probabilities and dP into dS = P * (dP - D), D being rowsum(dO * O).
+// Of a partial tile only the scores that count have either.
+template <bool kPartial>
+__device__ __forceinline__ void differentiate_scores(float (&probabilities)[kRowTiles][kKeyTiles][4],
+                                                     float (&d_scores)[kRowTiles][kKeyTiles][4],
+                                                     const float2 (&rows)[kRowTiles][2], const Position& position, int first_key,
+                                                     const BackwardQueriesArguments& arguments) {
+#pragma unroll
+  for (int i = 0; i < kRowTiles; ++i) {
+#pragma unroll
+    for (int j = 0; j < kKeyTiles; ++j) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        const int q = position.query + i * 16 + e / 2 * 8, k = first_key + position.key + j * 8 + e % 2;
+        const float product = probabilities[i][j][e];
+        const float score = modify_score(product * kScale, position.head, q, k, arguments);
+        const float probability = exp2_approx(score * kScoreToLog2 - (rows[i][e / 2].x));
+        float d_score = probability * (d_scores[i][j][e] - (rows[i][e / 2].y));
+        bool counts = true;
+        if (kPartial) {
+          const bool attended = (k < arguments.len_k) & may_attend(q, k, arguments);
+          d_score = attended ? d_score : 0.0f;
+          counts = attended;
+        }
+        probabilities[i][j][e] = counts ? probability : 0.0f;
+        d_scores[i][j][e] = d_score;
+      }
+    }
+  }
+}
+
+// ---- The kernel -----------------------------------------------------------------------------------------------------
+
+extern "C" __global__ void __launch_bounds__(kThreads, 2)
+attention_backward_queries_fp16_d64_causal_alibi_tensor_slopes_float32_1_true_1dac6007(const __grid_constant__ BackwardQueriesArguments arguments) {
+  const Work work = work_of_block();
+  const int warp_row = (threadIdx.x / 32) * kRowsPerWarp;
+  const int lane = threadIdx.x % 32;
+  const Position position = {work.batch, work.head, work.first_query + warp_row + lane / 4,
+                             lane % 4 * 2};
+  const Element* q = arguments.q + work.batch * arguments.q_strides.batch + work.head * arguments.q_strides.head;
+  const Element* d_o = arguments.d_o + work.batch * arguments.d_o_strides.batch + work.head * arguments.d_o_strides.head;
+  const int head_kv = kv_head_of(work.head, arguments);
+  const Element* k = arguments.k + work.batch * arguments.k_strides.batch + head_kv * arguments.k_strides.head;
+  const Element* v = arguments.v + work.batch * arguments.v_strides.batch + head_kv * arguments.v_strides.head;
+
+  const unsigned q_tile = shared_address(shared_memory);
+  const unsigned q_rows = q_tile + warp_row * kHeadDimPadded * 2;
+  const unsigned d_o_rows = q_tile + kOutputOffset + warp_row * kValueDimPadded * 2;
+
+  float d_queries[kRowTiles][kHeadTiles][4] = {};
+  float2 rows[kRowTiles][2];
+  load_statistics(rows, position, arguments);
+  const KeyTiles tiles = key_tiles_of(work, arguments);
+  const auto copy_keys = [&](int step) {
+    const unsigned tile = q_tile + kKeyOffset + step % 2 * kKeyBytes;
+    copy_tile<kTileK, kHeadDim, kHeadDimPadded>(tile, k, arguments.k_strides.row, tiles.first_key(step), arguments.len_k);
+  };
+  const auto copy_values = [&](int step) {
+    const unsigned tile = q_tile + kValueOffset + step % 2 * kValueBytes;
+    copy_tile<kTileK, kValueDim, kValueDimPadded>(tile, v, arguments.v_strides.row, tiles.first_key(step), arguments.len_k);
+  };
+
+  if (tiles.count > 0) {
+    copy_tile<kTileQ, kHeadDim, kHeadDimPadded>(q_tile, q, arguments.q_strides.row, work.first_query, arguments.len_q);
+    copy_tile<kTileQ, kValueDim, kValueDimPadded>(q_tile + kOutputOffset, d_o, arguments.d_o_strides.row,
+                                                  work.first_query, arguments.len_q);
+    copy_values(0);
+    copy_keys(0);
+  }
+  copy_async_commit();
+  for (int step = 0; step < tiles.count; ++step) {
+    const int first_key = tiles.first_key(step);
+    const unsigned keys = q_tile + kKeyOffset + step % 2 * kKeyBytes;
+    const unsigned values = q_tile + kValueOffset + step % 2 * kValueBytes;
+    float probabilities[kRowTiles][kKeyTiles][4] = {}, d_scores[kRowTiles][kKeyTiles][4] = {};
+    // This step's K and V have landed; every warp is done with the step before.
+    copy_async_wait<0>();
+    __syncthreads();
+    if (step + 1 < tiles.count) {
+      copy_keys(step + 1);
+      copy_values(step + 1);
+    }
+    copy_async_commit();
+    multiply_by_transpose<kHeadDimPadded>(probabilities, q_rows, keys);
+    multiply_by_transpose<kValueDimPadded>(d_scores, d_o_rows, values);
+    if (!tiles.full(step) || first_key + kTileK > arguments.len_k) {
+      differentiate_scores<true>(probabilities, d_scores, rows, position, first_key, arguments);
+    } else {
+      differentiate_scores<false>(probabilities, d_scores, rows, position, first_key, arguments);
+    }
+    multiply_registers<kHeadDimPadded / 8>(d_queries, d_scores, keys);
+  }
+
+  // dQ takes the place of Q; each warp's rows that of its own.
+  store_rounded<kHeadDimPadded / 8>(d_queries, kScale, shared_memory, warp_row, 0);
+  __syncwarp();
+  Element* dq = arguments.dq + work.batch * arguments.dq_strides.batch + work.head * arguments.dq_strides.head;
+  write_rows<kRowsPerWarp, kHeadDim, kHeadDimPadded>(dq, arguments.dq_strides.row, work.first_query, arguments.len_q,
+                                                     shared_memory, warp_row);
+}
