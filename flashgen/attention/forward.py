@@ -8,7 +8,7 @@ from typing import Any
 
 from flashgen.attention.captures import check_array, check_captures
 from flashgen.attention.engines import Engine, Gpu, Place
-from flashgen.attention.hopper_launch import hopper_launch
+from flashgen.attention.hopper_launch import MapWriter, hopper_launch
 from flashgen.attention.launches import Launch, forward_launch
 from flashgen.attention.lists import ListsLaunch, TileLister, TileLists
 from flashgen.attention.outputs import check_outputs, given_outputs
@@ -107,6 +107,9 @@ class ForwardPass(Pass[_Prepared]):
                 if tile_lists is None
                 else self.lister.check(tile_lists, problem, place)
             )
+        if isinstance(prepared.forward.writer, MapWriter) and prepared.forward.writer.counts_tiles:
+            arrays["next_tile"] = library.empty((1,), "int32", q)
+            self.engine.clear(arrays["next_tile"], place)
         self._runner.launch(prepared.forward, arrays, numbers, place)
 
     def _work_out(self, views: dict[str, View]) -> _Prepared:

@@ -15,16 +15,18 @@ from flashgen.runtime.arrays import View
 from flashgen.runtime.tensor_maps import MAP_BYTES, MapShape, emulated_map, map_shape, tensor_map
 
 _SECTION_BYTES = 32 * 2**20  # of K and V, which blocks that run side by side should find in the L2
-_LONG_STEPS = 16  # measured on an H200
 _MOST_TILES = 2**30 - 1  # so that a step past the last is a number, too
 
 
 class MapWriter(ArgumentWriter):
     """Writes a struct whose first members are tensor maps of arrays."""
 
-    def __init__(self, layout: ArgumentLayout, values: Mapping[str, Value], shapes: Mapping[str, MapShape]) -> None:
-        """`shapes`: of the maps by their arrays' names."""
+    def __init__(
+        self, layout: ArgumentLayout, values: Mapping[str, Value], shapes: Mapping[str, MapShape], counts_tiles: bool
+    ) -> None:
+        """`shapes`: of the maps by their arrays' names. counts_tiles: blocks take tiles by a counter, `next_tile`."""
         super().__init__(layout, values)
+        self.counts_tiles = counts_tiles
         self.shapes = shapes
         self.offsets |= {name: layout.offset(f"{name}_map") for name in shapes}  # a map begins with the address
 
@@ -79,8 +81,9 @@ def hopper_launch(
     if kernel.uses_lists:
         values["list_strides"] = list_strides(list_shape(spec, problem, (kernel.plan.tile_q, kernel.plan.tile_k)))
     values |= capture_values(kernel.layout, spec, arrays)
-    grid = (max(block_count(kernel, problem, heads * tiles_q, multiprocessors), 1), 1, 1)
-    return Launch(grid, MapWriter(kernel.layout, values, _shapes(spec, kernel, problem)))
+    blocks = min(heads * tiles_q, multiprocessors)  # of which each multiprocessor holds one
+    writer = MapWriter(kernel.layout, values, _shapes(spec, kernel, problem), counts_tiles=blocks < heads * tiles_q)
+    return Launch((max(blocks, 1), 1, 1), writer)
 
 
 def _shapes(spec: AttentionSpec, kernel: HopperKernel, problem: Problem) -> dict[str, MapShape]:
@@ -92,16 +95,6 @@ def _shapes(spec: AttentionSpec, kernel: HopperKernel, problem: Problem) -> dict
         sizes, strides = (columns, rows, heads, problem.batch), (row, head, batch)
         shapes[name] = map_shape(name, spec.dtype, sizes, strides, kernel.boxes[name])
     return shapes
-
-
-def block_count(kernel: HopperKernel, problem: Problem, tiles: int, multiprocessors: int) -> int:
-    """Blocks of a launch: one per multiprocessor, which load a tile while they finish another, or one per tile.
-
-    The latter where tiles are long and unlike: then it matters more that each goes to the multiprocessor that is free.
-    """
-    unlike = kernel.longest_first or kernel.uses_lists
-    long = problem.len_k >= _LONG_STEPS * kernel.plan.tile_k
-    return tiles if not kernel.plan.persistent or (unlike and long) else min(tiles, multiprocessors)
 
 
 def section_heads(spec: AttentionSpec, kernel: HopperKernel, problem: Problem) -> int:

@@ -37,6 +37,9 @@ def hopper_layout(spec: AttentionSpec, lists: bool) -> ArgumentLayout:
     """The argument struct: maps of the arrays first."""
     fields = [Field("TensorMap", f"{name}_map") for name in "qkvo"]
     fields.append(Field("float*", "lse", comment="(batch, heads_q, len_q), or null"))
+    fields.append(
+        Field("int*", "next_tile", comment="0; counts tiles taken beside each block's first; null: there are none")
+    )
     fields.append(Field("int", "tiles", comment="of queries, of all heads and batches"))
     fields.append(Field("int", "tiles_q", comment="of each head"))
     fields.append(Field("int", "heads", comment="of queries, of all batches"))

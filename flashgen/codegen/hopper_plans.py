@@ -41,15 +41,12 @@ class HopperPlan:
         tile_k: keys of a step.
         stages: tiles of K, and of V, that shared memory holds at once.
         takes_turns: warpgroups take turns in starting their products, so that one's softmax meets another's.
-        persistent: as many blocks as multiprocessors, which walk the tiles, and load the next one ahead; else a block
-            for each tile, and the GPU gives the next to the first multiprocessor that is free.
     """
 
     consumers: int
     tile_k: int
     stages: int = 2
     takes_turns: bool = False
-    persistent: bool = False
 
     @property
     def tile_q(self) -> int:
@@ -75,11 +72,10 @@ class HopperPlan:
 
     def summary(self, spec: AttentionSpec) -> str:
         """One line for the kernel's header."""
-        blocks = "a block per multiprocessor" if self.persistent else "a block per tile of queries"
         turns = " that take turns" if self.takes_turns else ""
         return (
             f"{self.tile_q} queries x {self.tile_k} keys, {self.consumers} warpgroup(s) of {self.consumer_registers} "
-            f"registers{turns}, {blocks}, {self.stages} stage(s) of K and V, {self.shared_bytes(spec)} bytes of shared "
+            f"registers{turns}, {self.stages} stage(s) of K and V, {self.shared_bytes(spec)} bytes of shared "
             "memory"
         )
 
@@ -89,14 +85,14 @@ class HopperPlan:
 
     def output_apart(self, spec: AttentionSpec) -> bool:
         """Whether the output has room of its own, so that the next tile's Q can be loaded early; else it takes Q's."""
-        return self.persistent and self._shared_bytes(spec, True) <= _MOST_SHARED
+        return self._shared_bytes(spec, True) <= _MOST_SHARED
 
     def _shared_bytes(self, spec: AttentionSpec, output_apart: bool) -> int:
         head, value = padded(spec.head_dim), padded(spec.value_dim)
         columns = head + value if output_apart else max(head, value)
         before_values = 2 * (self.tile_q * columns + self.stages * self.tile_k * head)
         values = -(-before_values // _ALIGNMENT) * _ALIGNMENT + 2 * self.stages * self.tile_k * value
-        return values + _BARRIER_BYTES * (2 + _BARRIERS_PER_STAGE * self.stages)
+        return values + _BARRIER_BYTES * (3 + _BARRIERS_PER_STAGE * self.stages)
 
     def problem(self, spec: AttentionSpec, target: Target) -> str | None:
         """Why the plan contradicts itself, or does not fit the spec or the target; None where it does."""
@@ -125,13 +121,12 @@ class HopperPlan:
 # By the wider of the padded dims, up to which a row holds: the plans of variants that need few registers beside scores,
 # probabilities and output (weights "none" and "plain" of codegen/plans.py), some, many (a mask that reads an array per
 # score), and very many (a score that does, a mask that reads a table of blocks).
-_Walk = partial(HopperPlan, persistent=True)
-_Turn = partial(_Walk, takes_turns=True)
+_Turn = partial(HopperPlan, takes_turns=True)
 _PLANS = (
     (64, _Turn(3, 128), _Turn(2, 128), _Turn(2, 128), _Turn(2, 64)),
-    (128, _Turn(2, 128), _Turn(2, 128), _Turn(2, 96), _Walk(2, 64)),
-    (192, _Walk(2, 112), _Walk(2, 96), _Walk(2, 64), _Walk(2, 64)),
-    (256, _Walk(2, 80), _Walk(2, 64), _Walk(2, 32), _Walk(2, 32)),
+    (128, _Turn(2, 128), _Turn(2, 128), _Turn(2, 96), HopperPlan(2, 64)),
+    (192, HopperPlan(2, 112), HopperPlan(2, 96), HopperPlan(2, 64), HopperPlan(2, 64)),
+    (256, HopperPlan(2, 80), HopperPlan(2, 64), HopperPlan(2, 32), HopperPlan(2, 32)),
 )
 
 

@@ -43,9 +43,9 @@ PLANS = (
     HopperPlan(2, 48, 2, takes_turns=True),
     HopperPlan(3, 64, 1, takes_turns=True),
     HopperPlan(2, 256),
-    HopperPlan(1, 32, 3, persistent=True),
-    HopperPlan(2, 64, 2, takes_turns=True, persistent=True),
-    HopperPlan(3, 128, 2, persistent=True),
+    HopperPlan(1, 32, 3),
+    HopperPlan(2, 64, 2, takes_turns=True),
+    HopperPlan(3, 128, 2),
 )
 
 
@@ -63,16 +63,15 @@ def test_plans_and_schedules(plan: HopperPlan, order: Any) -> None:
 @pytest.mark.parametrize("copies", COPIES)
 @pytest.mark.parametrize("order", ORDERS)
 def test_a_tile_without_room_for_an_output_of_its_own(order: Any, copies: Any) -> None:
-    spec, plan = fg.AttentionSpec(256, "bfloat16", mask=fg.causal()), HopperPlan(2, 80, persistent=True)
+    spec, plan = fg.AttentionSpec(256, "bfloat16", mask=fg.causal()), HopperPlan(2, 80)
     assert not plan.output_apart(spec) and plan.output_apart(CAUSAL)
     assert_right(spec, Shape(400, 300, 1, 2, 2), plan=plan, schedule=Schedule(order, copies, seed=1))
 
 
 @pytest.mark.parametrize("lengths", [(1, 1), (0, 5), (5, 0), (1, 300), (193, 1), (64, 64), (129, 127)], ids=str)
-@pytest.mark.parametrize("persistent", [False, True])
-def test_lengths(lengths: tuple[int, int], persistent: bool) -> None:
+def test_lengths(lengths: tuple[int, int]) -> None:
     for spec in (fg.AttentionSpec(64), fg.AttentionSpec(96, mask=fg.causal())):
-        assert_right(spec, Shape(*lengths, 2, 2, 1), plan=HopperPlan(2, 64, persistent=persistent))
+        assert_right(spec, Shape(*lengths, 2, 2, 1), plan=HopperPlan(2, 64))
 
 
 @pytest.mark.parametrize("layout", ["bhsd", "bshd"])
