@@ -14,8 +14,11 @@ class Plan(Protocol):
     def summary(self, spec: AttentionSpec) -> str: ...
 
 
-def header(spec: AttentionSpec, target: Target, plan: Plan) -> str:
-    """The forward kernel's header comment."""
+_BLOCK_PER_TILE = "one block per (tile of queries, head, batch), in one dimension"
+
+
+def header(spec: AttentionSpec, target: Target, plan: Plan, grid: str = _BLOCK_PER_TILE) -> str:
+    """The forward kernel's header comment; `grid` says how many blocks a launch has."""
     depth, width = spec.head_dim, spec.value_dim
     element = 2
     lines = [
@@ -31,7 +34,7 @@ def header(spec: AttentionSpec, target: Target, plan: Plan) -> str:
         f"HBM      {element} * batch * (heads_q * len_q * {depth + width} + heads_kv * len_k * {depth + width}) bytes, "
         "at least; + 4 * batch * heads_q * len_q for the LSE",
         "",
-        "Grid: one block per (tile of queries, head, batch), in one dimension. Made by",
+        f"Grid: {grid}. Made by",
         f"  flashgen show --target {target.name} '{spec.to_json()}'",
     ]
     return "\n".join(f"// {line}".rstrip() for line in lines)

@@ -66,7 +66,9 @@ def render_hopper(spec: AttentionSpec, target: Target, plan: HopperPlan | None =
     context = common_context(spec, target, variant, struct, layout) | {
         "plan": plan,
         "entry": entry,
-        "header": header(spec, target, plan),
+        "header": header(
+            spec, target, plan, "one block per multiprocessor; each takes tiles of queries until none is left"
+        ),
         "key_tiles": _visited(tiles, struct, variant.mask is not None),
         "own_tiles": tiles is not None and variant.mask is not None,
         "head_panel": panel_columns(spec.head_dim),
