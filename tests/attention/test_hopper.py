@@ -92,7 +92,7 @@ def test_strides_that_the_copy_engine_cannot_walk_are_refused() -> None:
         attention.compile(CAUSAL, target="sm_90a", emulate=True)(q, k[:, :, ::-1], v)
 
 
-@pytest.mark.parametrize("sanitize", ["address"])
+@pytest.mark.parametrize("sanitize", ["address", "thread"])
 def test_under_sanitizers(sanitize: Any) -> None:
     schedule = Schedule("random", "late", seed=5)
     assert_right(fg.AttentionSpec(128, "bfloat16", mask=fg.causal()), Shape(300, 340, 1, 2, 1), sanitize=sanitize,
