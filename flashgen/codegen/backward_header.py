@@ -28,7 +28,8 @@ def _plan_text(plan: BackwardPlan | QueriesPlan, shared_bytes: int) -> str:
     shared = f", {plan.split} of which share rows" if plan.split > 1 else ""
     return (
         f"plan     {plan.tile_q} queries x {plan.tile_k} keys, {plan.warps} warps{shared}, "
-        f"{plan.stages} stage(s) of {held}, {plan.blocks} block(s) per multiprocessor, {shared_bytes} bytes of shared memory"
+        f"{plan.stages} stage(s) of {held}, {plan.blocks} block(s) per multiprocessor, "
+        f"{shared_bytes} bytes of shared memory"
     )
 
 

@@ -1,77 +1,43 @@
-"""The emulator's Hopper against the hardware: the same small kernels on an H100 or H200 do what they do here."""
+"""Hopper's small kernels on a GPU: each kind in a process of its own, which may lose its context."""
 
 from __future__ import annotations
 
-from typing import Any
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
 
-import numpy as np
 import pytest
-from gpu_launch import run_on_gpu
-from hopper_kernels import BOXES, PRODUCTS, Box, Pipeline, ProductCase, WrittenOperands, kernel_source
+from hopper_kernels import PRODUCTS, Pipeline, WrittenOperands, kernel_source
 
 from flashgen.build import nvrtc
 from flashgen.runtime.gpu import compute_capability
 
+HARDWARE = Path(__file__).with_name("hopper_hardware.py")
+KINDS = re.findall(r"^def (test_\w+)", HARDWARE.read_text(encoding="utf-8"), flags=re.MULTILINE)
+LONGEST = 300  # seconds, should a kernel hang
 
-@pytest.fixture(scope="module")
-def hopper() -> None:
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_hardware_does_what_the_emulator_does(kind: str) -> None:
     if compute_capability() != (9, 0):
         pytest.skip(f"needs a GPU of compute capability 9.0, this one has {compute_capability()}")
-
-
-def tensor_and_raw(box: Box, kernel: str) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-    """A tensor, and what stands in shared memory before a store (or will after a load)."""
-    if kernel == "load_box":
-        return box.tensor(), np.full(box.bytes // 4, 7, np.uint32)
-    return box.tensor(), box.in_shared_memory(box.tensor(seed=1)).view(np.uint32).copy()
-
-
-@pytest.mark.gpu
-@pytest.mark.usefixtures("hopper")
-@pytest.mark.parametrize("accumulate", [False, True])
-@pytest.mark.parametrize("case", PRODUCTS, ids=str)
-def test_every_way_of_an_operand(run: Any, case: ProductCase, accumulate: bool) -> None:
-    a, b, d = case.inputs()
-    emulated = d.copy()
-    how = {"block": (128, 1, 1), "shared": case.shared_bytes}
-    run(case.source, "product", *case.maps(a, b), a, emulated, int(accumulate), **how)
-    run_on_gpu(case.source, "product", *case.maps(a, b), a, d, int(accumulate), **how)
-    np.testing.assert_array_equal(d, emulated)
-
-
-@pytest.mark.gpu
-@pytest.mark.usefixtures("hopper")
-@pytest.mark.parametrize("kernel", ["load_box", "store_box", "add_box"])
-@pytest.mark.parametrize("box", BOXES, ids=str)
-def test_every_copy_of_a_box(run: Any, box: Box, kernel: str) -> None:
-    source, seen = kernel_source("boxes.cu", {"kBoxBytes": box.bytes}), []
-    for launch in (run, run_on_gpu):
-        tensor, raw = tensor_and_raw(box, kernel)
-        launch(source, kernel, box.map(tensor), raw, *box.start, block=(64, 1, 1), shared=box.bytes + 8)
-        seen.append((tensor, raw))
-    for emulated, real in zip(*seen, strict=True):
-        np.testing.assert_array_equal(real.view(np.uint8), emulated.view(np.uint8))
-
-
-@pytest.mark.gpu
-@pytest.mark.usefixtures("hopper")
-def test_stmatrix_named_barriers_registers_and_elections(run: Any) -> None:
-    source, seen = kernel_source("exchanges.cu", {}), []
-    for launch in (run, run_on_gpu):
-        outputs = np.zeros((32, 4), np.uint32), np.zeros((4, 128), np.uint32), np.zeros(12, np.int32)
-        launch(source, "exchange", *outputs, block=(384, 1, 1), shared=1024)
-        seen.append(outputs)
-    for emulated, real in zip(*seen, strict=True):
-        np.testing.assert_array_equal(real, emulated)
-
-
-@pytest.mark.gpu
-@pytest.mark.usefixtures("hopper")
-@pytest.mark.parametrize("kernel", [Pipeline(), Pipeline(5, 9, 4), WrittenOperands()], ids=str)
-def test_all_of_it_together(kernel: Any) -> None:
-    arguments, got, want = kernel.arguments()
-    run_on_gpu(kernel.source, kernel.name, *arguments, block=kernel.block, shared=kernel.shared_bytes)
-    np.testing.assert_allclose(got.astype(np.float64), want, rtol=2e-3, atol=2e-3)
+    command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-n", "0", "-p", "no:cacheprovider"]
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join([str(HARDWARE.parents[2]), os.environ.get("PYTHONPATH", "")])
+    }
+    done = subprocess.run(
+        [*command, f"{HARDWARE}::{kind}"],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=LONGEST,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-6000:]
 
 
 @pytest.mark.skipif(not nvrtc.is_available(), reason="needs CuPy and NVRTC: pip install 'flashgen[cuda13]'")
