@@ -19,6 +19,7 @@ HEADS = ((2, 2), (4, 2), (3, 1))  # (heads_q, heads_kv): MHA, GQA, MQA
 
 SMALL_LENGTHS = ((113, 203), (64, 128), (1, 1), (128, 217), (3, 3), (239, 1), (65, 65), (64, 32), (1, 339), (129, 256))
 LARGE_LENGTHS = ((799, 3), (255, 256), (1023, 1024), (512, 512), (1024, 1024), (2048, 2048))
+SHORT_LENGTHS = ((64, 32), (65, 65), (3, 3))  # in the small sweep, of gradients of few numbers: many calls each
 EQUAL_LENGTHS = ((65, 65), (203, 203), (1, 1), (128, 128))
 LARGE_EQUAL_LENGTHS = ((1000, 1000), (2048, 2048))
 
@@ -142,12 +143,14 @@ def variants() -> tuple[Variant, ...]:
 
 def named_cases(shapes_each: int = 3) -> tuple[Case, ...]:
     """The small sweep, for the emulator and CI: every variant once, head dims, dtypes, heads and lengths in turn."""
-    lengths, equal, dims = cycle(SMALL_LENGTHS), cycle(EQUAL_LENGTHS), cycle(HEAD_DIMS)
+    lengths, short, equal = map(cycle, (SMALL_LENGTHS, SHORT_LENGTHS, EQUAL_LENGTHS))
+    dims = cycle(HEAD_DIMS)
     cases = []
     for number, variant in enumerate(variants()):
         dtype, layout = DTYPES[number % 2], ("bhsd", "bshd")[number // 2 % 2]
         spec = spec_of(variant, next(dims), dtype, layout)
-        pairs = [next(equal if variant.equal else lengths) for _ in range(shapes_each)]
+        kind = equal if variant.equal else short if _has_few_gradients(spec) else lengths
+        pairs = [next(kind) for _ in range(shapes_each)]
         cases += [_case(variant, spec, pair, number + i) for i, pair in enumerate(pairs)]
     return tuple(cases)
 
@@ -183,6 +186,11 @@ def spec_of(variant: Variant, head_dim: int, dtype: str, layout: str = "bhsd") -
         score=variant.score,
         mask=variant.mask,
     )
+
+
+def _has_few_gradients(spec: AttentionSpec) -> bool:
+    """Whether a capture with a gradient may have as few numbers as there are heads."""
+    return any(capture.grad and capture.ndim == 1 for capture in spec.captures)
 
 
 def _case(variant: Variant, spec: AttentionSpec, lengths: tuple[int, int], number: int) -> Case:

@@ -19,6 +19,7 @@ COVERING = {
     *("bottom_right_causal", "dilated", "document_window", "block_diffusion", "tree_decoding", "neighbourhood_wide"),
     *("flamingo", "block_sparse_25", "relative_table", "bias_b11k", "low_rank_bias", "t5_log", "document_causal+alibi"),
 }
+COVERED = [number for number, entry in enumerate(SMALL) if entry.name in COVERING]
 
 
 def assert_agrees(entry: Entry, shapes: tuple[Shape, ...], head_dim: int, dtype: str, **options: Any) -> None:
@@ -33,21 +34,22 @@ def assert_agrees(entry: Entry, shapes: tuple[Shape, ...], head_dim: int, dtype:
 
 @pytest.mark.parametrize("number", range(len(SMALL)), ids=lambda number: SMALL[number].name)
 def test_on_the_emulator(number: int) -> None:
-    assert_agrees(SMALL[number], EMULATED_SHAPES, 16, DTYPES[number % 2], emulate=True)
+    assert_agrees(SMALL[number], EMULATED_SHAPES[1:], 16, DTYPES[number % 2], emulate=True)
 
 
-@pytest.mark.parametrize("number", range(len(SMALL)), ids=lambda number: SMALL[number].name)
+@pytest.mark.parametrize("number", COVERED, ids=lambda number: SMALL[number].name)
 def test_the_deterministic_backward_on_the_emulator(number: int) -> None:
     options: dict[str, Any] = {"emulate": True, "deterministic": True, "schedule_count": 2}
     assert_agrees(SMALL[number], EMULATED_SHAPES[:1], 16, DTYPES[(number + 1) % 2], **options)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize("entry", [entry for entry in SMALL if entry.name in COVERING], ids=named)
-def test_address_and_undefined_behaviour_sanitizers_find_nothing(entry: Entry, deterministic: bool) -> None:
-    shapes = EMULATED_SHAPES[1:]
-    assert_agrees(entry, shapes, 40, "float16", emulate=True, sanitize="address", deterministic=deterministic)
+@pytest.mark.parametrize("entry", [SMALL[number] for number in COVERED], ids=named)
+def test_address_and_undefined_behaviour_sanitizers_find_nothing(entry: Entry) -> None:
+    """In one mode of the backward and the other, at a shape each."""
+    for deterministic, shape in enumerate(EMULATED_SHAPES[1:]):
+        options: dict[str, Any] = {"emulate": True, "sanitize": "address", "deterministic": bool(deterministic)}
+        assert_agrees(entry, (shape,), 40, "float16", **options)
 
 
 @pytest.mark.gpu
