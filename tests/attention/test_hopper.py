@@ -9,7 +9,7 @@ import pytest
 
 import flashgen as fg
 from flashgen import attention
-from flashgen.attention.hopper_launch import section_heads
+from flashgen.attention.hopper_launch import MapWriter, hopper_launch, section_heads
 from flashgen.attention.problem import Problem
 from flashgen.codegen.hopper import render_hopper
 from flashgen.codegen.hopper_plans import HopperPlan
@@ -109,6 +109,29 @@ def test_the_target_of_a_gpu_stays_the_other_family() -> None:
 
 def problem(batch: int, heads: int, heads_kv: int, length: int) -> Problem:
     return Problem(batch, heads, heads_kv, length, length, {})
+
+
+def test_blocks_take_tiles_by_a_counter_where_there_are_more_tiles_than_blocks() -> None:
+    spec = fg.AttentionSpec(64, mask=fg.causal())
+    kernel = render_hopper(spec, target_named("sm_90a"))
+    strides = dict.fromkeys("qkv", (4 * 1000 * 64, 1000 * 64, 64))
+    few, many = (hopper_launch(spec, kernel, Problem(batch, 4, 4, 1000, 1000, strides), {}, 132) for batch in (2, 8))
+    tiles = -(-1000 // kernel.plan.tile_q)
+    assert few.grid == (8 * tiles, 1, 1) and many.grid == (132, 1, 1)
+    assert isinstance(few.writer, MapWriter) and isinstance(many.writer, MapWriter)
+    assert not few.writer.counts_tiles and many.writer.counts_tiles
+    assert few.writer.pointer_names == ["q", "k", "v", "o", "lse", "next_tile"]
+    assert few.writer.offsets["k"] == 128 and few.writer.offsets["lse"] == 512
+    struct = few.writer.write_emulated({})
+    assert len(struct) % 64 == 0 and struct[512:528] == bytes(16)
+
+
+def test_more_tiles_than_can_be_counted_are_refused() -> None:
+    spec = fg.AttentionSpec(64)
+    kernel = render_hopper(spec, target_named("sm_90a"))
+    strides = dict.fromkeys("qkv", (0, 0, 64))
+    with pytest.raises(ArgumentError, match="split the batch"):
+        hopper_launch(spec, kernel, Problem(60000, 60000, 60000, 1000, 1000, strides), {}, 132)
 
 
 def test_heads_of_a_section_share_the_l2() -> None:
