@@ -434,7 +434,7 @@ __device__ __forceinline__ void add_to_gradient(long long* sums, long long place
   add_exactly(sums + place * 8, value);
 }
 
-// Turns the products q·k into probabilities and dP into dS = P * (dP - D), D being rowsum(dO * O).
+// Turns the products of q and k into probabilities and dP into dS = P * (dP - D), D being rowsum(dO * O).
 // Of a partial tile only the scores that count have either.
 template <bool kPartial>
 __device__ __forceinline__ void differentiate_scores(float (&probabilities)[kRowTiles][kQueryTiles][4],

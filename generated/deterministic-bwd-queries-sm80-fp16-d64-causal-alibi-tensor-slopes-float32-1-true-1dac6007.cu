@@ -356,7 +356,7 @@ __device__ __forceinline__ void load_statistics(float2 (&rows)[kRowTiles][2], co
   }
 }
 
-// Turns the products q·k into probabilities and dP into dS = P * (dP - D), D being rowsum(dO * O).
+// Turns the products of q and k into probabilities and dP into dS = P * (dP - D), D being rowsum(dO * O).
 // Of a partial tile only the scores that count have either.
 template <bool kPartial>
 __device__ __forceinline__ void differentiate_scores(float (&probabilities)[kRowTiles][kKeyTiles][4],
