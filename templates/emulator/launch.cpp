@@ -113,7 +113,8 @@ bool Worker::begin(LaunchRequest& request, KernelThread run_thread) {
 
 // Threads of consecutive blocks run on shifted carriers. To ThreadSanitizer a carrier is a thread, so that the blocks
 // of a grid, which nothing orders, are not ordered here either: their races are found although they run one after
-// another.
+// another, up to a block's first barrier. From there on blocks seem ordered, since they share what tells
+// ThreadSanitizer of a barrier: races between blocks behind barriers are for the tests of the emitted text.
 void Worker::place_thread(u32 linear, u64 block_number) {
   const u32 *size = block_.request->block, *grid = block_.request->grid;
   u32 threads = u32(block_.threads.size());
