@@ -67,11 +67,17 @@ def test_the_largest_head_dims_compile(target: str) -> None:
         nvrtc.compile(kernel.source, target, kernel.name)
 
 
+# Each dim meets three of the six targets, to keep the suite short; a variant whose captures are learned is no other kernel
+# in the forward.
+GIVEN = [variant for variant in VARIANTS if not any(c.grad for c in spec_of(variant, 64, "float16").captures)]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("target", ISSUE_TARGETS)
-@pytest.mark.parametrize("variant", VARIANTS, ids=lambda v: f"{v.mask}-{v.score}-{v.dropout}")
+@pytest.mark.parametrize("variant", GIVEN, ids=lambda v: f"{v.mask}-{v.score}-{v.dropout}")
 def test_every_variant_compiles_without_spills_everywhere(variant: Variant, target: str) -> None:
-    for number, dim in enumerate((8, 16, 32, 40, 64, 72, 80, 96, 112, 128)):
+    dims = (8, 16, 32, 40, 64, 72, 80, 96, 112, 128)
+    for number, dim in list(enumerate(dims))[ISSUE_TARGETS.index(target) % 2 :: 2]:
         assert_no_spills(AttentionSpec(dim, dtype_of(target, number), dropout=variant.dropout, score=variant.score,
                                        mask=variant.mask), target)  # fmt: skip
 
