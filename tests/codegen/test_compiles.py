@@ -67,8 +67,8 @@ def test_the_largest_head_dims_compile(target: str) -> None:
         nvrtc.compile(kernel.source, target, kernel.name)
 
 
-# Each dim meets three of the six targets, to keep the suite short; a variant whose captures are learned is no other kernel
-# in the forward.
+# Each dim meets three of the six targets, to keep the suite short; a variant whose captures are learned is no other
+# kernel in the forward.
 GIVEN = [variant for variant in VARIANTS if not any(c.grad for c in spec_of(variant, 64, "float16").captures)]
 
 
