@@ -39,7 +39,7 @@ class Subject:
     @property
     def plan(self) -> AnyForwardPlan:
         if self.target == "sm_90a":
-            return HopperPlan(2, self.tile_k, self.stages, takes_turns=True, persistent=True)
+            return HopperPlan(2, self.tile_k, self.stages, takes_turns=True)
         return ForwardPlan(32, self.tile_k, 2, self.stages)
 
     @property

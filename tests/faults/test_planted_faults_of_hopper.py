@@ -54,12 +54,17 @@ UNGUARDED = [
     Fault("keys not waited for", r"mbarrier_wait\(barriers\.keys_full\(use \+ 1\), [^;]*;", "", UNREAD),
     Fault(
         "values not waited for",
-        r"mbarrier_wait\(barriers\.values_full\(use\), [^;]*;(\s+start_output\([^;]*;\s+if)",
+        r"mbarrier_wait\(barriers\.values_full\(use\), [^;]*;(\s+start_output\([^;]*;\s+pass_turn)",
         r"\1",
         UNREAD,
     ),
     Fault("queries not waited for", r"mbarrier_wait\(barriers\.queries_full\(\), [^;]*;", "", UNREAD),
-    Fault("place of queries not waited for", r"mbarrier_wait\(barriers\.queries_empty\(\), [^;]*;", "", OVERWRITES),
+    Fault(
+        "place of queries not waited for",
+        r"mbarrier_wait\(barriers\.queries_empty\(\), [^;]*;(\s+barriers\.tile_index[^;]*;\s+mbarrier_expect)",
+        r"\1",
+        OVERWRITES,
+    ),
     Fault("stage of keys not waited for", r"mbarrier_wait\(barriers\.keys_empty\(use\), [^;]*;", "", OVERWRITES),
     Fault("stage of values not waited for", r"mbarrier_wait\(barriers\.values_empty\(use\), [^;]*;", "", OVERWRITES),
     Fault(
@@ -110,14 +115,14 @@ PROTOCOL = [
     Fault("too few bytes of keys", r"keys_full\(use\), kKeyBytes\)", "keys_full(use), kKeyBytes / 2)", "byte count"),
     Fault("parity that never changes", r"return use / kStages & 1;", "return 0;", "parity slip"),
     Fault("stages of another number", r"return use / kStages & 1;", "return use / (kStages + 1) & 1;", "parity|dead"),
-    Fault("parity of queries", r", queries_use \^= 1\)", ")", "parity slip|deadlock"),
+    Fault("parity of queries", r"for \(;; queries_use \^= 1\)", "for (;;)", "parity slip|deadlock"),
     Fault(
         "every warpgroup releases",
         r"values_empty\(stage\), kConsumers \* 4",
         "values_empty(stage), kConsumers",
         "may still|over-arrival",
     ),
-    Fault("nobody has the first turn", r"if \(warpgroup == kConsumers - 1 && [^;]*;", "", "deadlock.*barrier 1"),
+    Fault("nobody has the first turn", r"if \(warpgroup == kConsumers - 1\) pass_turn[^;]*;", "", "deadlock.*barrier 1"),
     Fault(
         "a turn of half the threads", r"barrier_sync\(1 \+ warpgroup, 256\)", "barrier_sync(1 + warpgroup, 128)", "256"
     ),
