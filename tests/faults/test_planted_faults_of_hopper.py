@@ -122,7 +122,9 @@ PROTOCOL = [
         "values_empty(stage), kConsumers",
         "may still|over-arrival",
     ),
-    Fault("nobody has the first turn", r"if \(warpgroup == kConsumers - 1\) pass_turn[^;]*;", "", "deadlock.*barrier 1"),
+    Fault(
+        "nobody has the first turn", r"if \(warpgroup == kConsumers - 1\) pass_turn[^;]*;", "", "deadlock.*barrier 1"
+    ),
     Fault(
         "a turn of half the threads", r"barrier_sync\(1 \+ warpgroup, 256\)", "barrier_sync(1 + warpgroup, 128)", "256"
     ),
