@@ -104,3 +104,8 @@ def visited_tiles(tiles: TileRange | None, struct: str, masked: bool, queries: b
     module: Any = environment().get_template("key_tiles.cuh.jinja").module
     side = module.QUERIES if queries else module.KEYS
     return str(module.ranges(range_texts(tiles), struct, masked, side) if tiles else module.lists(struct, side))
+
+
+def longest_last(tiles: TileRange | None) -> bool:
+    """Whether later queries see more keys: the run ends later and does not begin later."""
+    return tiles is not None and tiles.end.has(Q_LAST, Q_FIRST) and not tiles.begin.has(Q_LAST, Q_FIRST)

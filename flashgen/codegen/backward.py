@@ -17,7 +17,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from flashgen.analysis.order import Q_FIRST, Q_LAST
+import sympy
+
 from flashgen.analysis.ranges import key_range, query_range
 from flashgen.codegen.arguments import (
     DROPOUT_FIELDS,
@@ -28,7 +29,7 @@ from flashgen.codegen.arguments import (
     capture_fields,
     ordered,
 )
-from flashgen.codegen.assembly import assemble, check_spec, common_context, visited_tiles
+from flashgen.codegen.assembly import assemble, check_spec, common_context, longest_last, visited_tiles
 from flashgen.codegen.backward_header import backward_header
 from flashgen.codegen.backward_plans import BackwardPlan, QueriesPlan, choose_backward_plan, choose_queries_plan
 from flashgen.codegen.derivative_text import score_gradient
@@ -184,7 +185,7 @@ def _queries(spec: AttentionSpec, target: Target, plan: QueriesPlan) -> Rendered
         "gradient": score_gradient(spec, with_gathers=False),
         "gathers": (),
         "key_tiles": visited_tiles(tiles, "BackwardQueriesArguments", _is_masked(spec)),
-        "longest_first": tiles is not None and tiles.end.has(Q_LAST, Q_FIRST) and not tiles.begin.has(Q_LAST, Q_FIRST),
+        "longest_first": longest_last(tiles),
     }
     return _kernel("queries", spec, target, _with_variant(spec, fields, tiles is None), context, plan.threads, shared)
 
@@ -199,7 +200,7 @@ def _capture(spec: AttentionSpec, target: Target, capture: Capture, deterministi
 
 
 def _is_masked(spec: AttentionSpec) -> bool:
-    return variant_of(spec).mask is not None
+    return bool(spec.mask.expression != sympy.true)
 
 
 def _with_variant(spec: AttentionSpec, fields: list[Field], lists: bool) -> ArgumentLayout:

@@ -7,14 +7,20 @@ from typing import TypeVar
 
 from flashgen.analysis.order import K_FIRST, K_LAST
 from flashgen.analysis.ranges import query_range
-from flashgen.codegen.plans import MMA_DEPTH, MMA_ROWS, WARP, padded, weight
+from flashgen.codegen.plans import (
+    DROPOUT_COLUMNS,
+    MMA_DEPTH,
+    MMA_ROWS,
+    MOST_THREADS,
+    RESERVED_SHARED,
+    WARP,
+    padded,
+    weight,
+)
 from flashgen.codegen.targets import Target
 from flashgen.errors import UnsupportedError
 from flashgen.language.spec import AttentionSpec
 
-_MOST_THREADS = 1024  # of a block
-_DROPOUT_COLUMNS = 32  # that one call of the generator serves
-_RESERVED_SHARED = 1024  # bytes of each block's shared memory that the system takes
 _STATISTICS_BYTES = 8  # of a row: its LSE and D
 
 AnyPlan = TypeVar("AnyPlan", "BackwardPlan", "QueriesPlan")
@@ -109,9 +115,9 @@ class QueriesPlan:
 
     def problem(self, spec: AttentionSpec, target: Target) -> str | None:
         """Why the plan contradicts itself, or does not fit the spec or the target; None where it does."""
-        if self.tile_k % _DROPOUT_COLUMNS and spec.dropout:
+        if self.tile_k % DROPOUT_COLUMNS and spec.dropout:
             return f"tile_k={self.tile_k} must be a multiple of 32 with dropout"
-        if self.split > 1 and spec.dropout and self.tile_k // self.split % _DROPOUT_COLUMNS:
+        if self.split > 1 and spec.dropout and self.tile_k // self.split % DROPOUT_COLUMNS:
             return f"tile_k={self.tile_k} must be a multiple of 32 x split={self.split} with dropout"
         return _problem(self, ("tile_q", self.tile_q), ("tile_k", self.tile_k), self.shared_bytes(spec), spec, target)
 
@@ -126,8 +132,8 @@ def _problem(
 ) -> str | None:
     """What is wrong with a plan; `rows` and `columns` are the sides of its tiles of scores that warps divide so."""
     warps, split = plan.warps, plan.split
-    if min(plan.tile_q, plan.tile_k, warps, split, plan.blocks) < 1 or plan.threads > _MOST_THREADS:
-        return f"its numbers must be positive, and its warps at most {_MOST_THREADS // WARP}"
+    if min(plan.tile_q, plan.tile_k, warps, split, plan.blocks) < 1 or plan.threads > MOST_THREADS:
+        return f"its numbers must be positive, and its warps at most {MOST_THREADS // WARP}"
     if warps % split or rows[1] % (warps // split * MMA_ROWS):
         return f"{rows[0]}={rows[1]} must be a multiple of 16 x warps={warps} / split={split}"
     if split > 1 and rows[1] // (warps // split) % split:
@@ -199,7 +205,7 @@ def _accumulators(plan: BackwardPlan | QueriesPlan, spec: AttentionSpec) -> int:
 def _with_blocks(plan: AnyPlan, shared_bytes: int, spec: AttentionSpec, target: Target) -> AnyPlan:
     """The plan with as many blocks as a multiprocessor has shared memory and registers for."""
     registers = _accumulators(plan, spec) + _BESIDE_SUMS[weight(spec)]
-    by_memory = target.shared_per_multiprocessor // (shared_bytes + _RESERVED_SHARED)
+    by_memory = target.shared_per_multiprocessor // (shared_bytes + RESERVED_SHARED)
     return replace(plan, blocks=max(min(by_memory, _REGISTERS // (plan.threads * registers)), 1))
 
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from flashgen.analysis.order import Q_FIRST, Q_LAST
-from flashgen.analysis.ranges import TileRange, key_range
+from flashgen.analysis.ranges import key_range
 from flashgen.codegen.arguments import DROPOUT_FIELDS, LIST_FIELDS, ArgumentLayout, Field, capture_fields, ordered
-from flashgen.codegen.assembly import assemble, check_spec, common_context, visited_tiles
+from flashgen.codegen.assembly import assemble, check_spec, common_context, longest_last, visited_tiles
 from flashgen.codegen.header import header
 from flashgen.codegen.kernel import RenderedKernel, entry_name, kernel_name
 from flashgen.codegen.plans import ForwardPlan, choose_forward_plan
@@ -27,11 +26,6 @@ class ForwardKernel(RenderedKernel):
     plan: ForwardPlan
     uses_lists: bool
     longest_first: bool
-
-
-def _longest_last(tiles: TileRange | None) -> bool:
-    """Whether later queries see more keys: the run ends later and does not begin later."""
-    return tiles is not None and tiles.end.has(Q_LAST, Q_FIRST) and not tiles.begin.has(Q_LAST, Q_FIRST)
 
 
 def forward_layout(spec: AttentionSpec, lists: bool) -> ArgumentLayout:
@@ -58,12 +52,12 @@ def render_forward(spec: AttentionSpec, target: Target, plan: ForwardPlan | None
         "header": header(spec, target, plan),
         "key_tiles": visited_tiles(tiles, struct, variant.mask is not None),
         "shared_bytes": plan.shared_bytes(spec),
-        "longest_first": _longest_last(tiles),
+        "longest_first": longest_last(tiles),
         "score_operand": variant.score.of("scores[i][j][e]") if variant.score else "",
         "score_call": variant.score.call() if variant.score else "",
         "may_be_empty": variant.mask is not None or variant.score is not None,
     }
     source = assemble("forward/mma_sync.cu.jinja", context, target)
-    name, lists, longest_first = kernel_name("fwd", target, spec), tiles is None, _longest_last(tiles)
+    name, lists, longest_first = kernel_name("fwd", target, spec), tiles is None, longest_last(tiles)
     shared_bytes = plan.shared_bytes(spec)
     return ForwardKernel(name, entry, source, target, layout, plan.threads, shared_bytes, plan, lists, longest_first)

@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from flashgen.analysis.ranges import TileRange, key_range
-from flashgen.codegen.arguments import ArgumentLayout, Field, capture_fields, ordered
-from flashgen.codegen.assembly import assemble, check_spec, common_context, suffix_of, visited_tiles
-from flashgen.codegen.forward import _longest_last as longest_last
+from flashgen.codegen.arguments import DROPOUT_FIELDS, LIST_FIELDS, ArgumentLayout, Field, capture_fields, ordered
+from flashgen.codegen.assembly import assemble, check_spec, common_context, longest_last, suffix_of, visited_tiles
 from flashgen.codegen.header import header
 from flashgen.codegen.hopper_plans import HopperPlan, choose_hopper_plan, panel_columns
 from flashgen.codegen.kernel import RenderedKernel, entry_name, kernel_name
@@ -46,12 +45,7 @@ def hopper_layout(spec: AttentionSpec, lists: bool) -> ArgumentLayout:
     fields.append(Field("int", "section", comment="heads that take turns with their tiles"))
     fields += [Field("int", name) for name in ("heads_q", "len_q", "len_k")]
     fields.append(Field("unsigned", "kv_reciprocal", comment="2^31 / heads per head of K and V, rounded up"))
-    if lists:
-        fields += [Field("const int*", "tile_counts"), Field("const long long*", "tile_offsets")]
-        fields.append(Field("const int*", "tile_entries"))
-        fields.append(Field("Strides", "list_strides"))
-    if spec.dropout:
-        fields += [Field("unsigned", name) for name in ("seed_low", "seed_high", "offset")]
+    fields += [*(LIST_FIELDS if lists else ()), *(DROPOUT_FIELDS if spec.dropout else ())]
     return ordered(fields + capture_fields(captures_read(spec)))
 
 

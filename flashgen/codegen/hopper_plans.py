@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 
-from flashgen.codegen.plans import _is_blocky as reads_blocks
-from flashgen.codegen.plans import padded
+from flashgen.codegen.plans import DROPOUT_COLUMNS, padded, reads_blocks
 from flashgen.codegen.plans import weight as variant_weight
 from flashgen.codegen.targets import Target
 from flashgen.errors import UnsupportedError
@@ -17,7 +16,6 @@ WARPGROUP = 128
 _ROWS = 64  # of a wgmma
 _DEPTH = 16
 _MOST_COLUMNS = 256  # of a wgmma, and rows of a TMA box
-_DROPOUT_COLUMNS = 32  # that one call of the generator serves
 _BARRIER_BYTES = 8
 _BARRIERS_PER_STAGE = 4
 _MOST_SHARED = 227 * 1024  # bytes of a block
@@ -100,7 +98,7 @@ class HopperPlan:
             return f"it is a plan of the family hopper, and {target.name} is of {target.family}"
         if self.consumers not in _REGISTERS or (self.takes_turns and self.consumers < 2):
             return f"consumers={self.consumers} must be 1, 2 or 3, and not 1 for taking turns"
-        if not _DEPTH <= self.tile_k <= _MOST_COLUMNS or self.tile_k % (_DROPOUT_COLUMNS if spec.dropout else _DEPTH):
+        if not _DEPTH <= self.tile_k <= _MOST_COLUMNS or self.tile_k % (DROPOUT_COLUMNS if spec.dropout else _DEPTH):
             return f"tile_k={self.tile_k} must be a multiple of 16, of 32 with dropout, up to {_MOST_COLUMNS}"
         if self.stages < 1:
             return f"stages={self.stages} must be positive"

@@ -10,7 +10,8 @@ import sympy
 from flashgen.analysis.order import K_FIRST, K_LAST, Q_FIRST, Q_LAST
 from flashgen.analysis.ranges import TileRange, key_range, query_range
 from flashgen.codegen.arguments import ArgumentLayout, Field, capture_fields, ordered
-from flashgen.codegen.environment import environment, primitives_for, tidy
+from flashgen.codegen.assembly import assemble
+from flashgen.codegen.environment import environment
 from flashgen.codegen.interval_printer import interval_text
 from flashgen.codegen.kernel import RenderedKernel, entry_name, kernel_name
 from flashgen.codegen.plans import WARP
@@ -88,12 +89,7 @@ def render_lists(spec: AttentionSpec, target: Target, plan: Tiles, direction: Di
         "bounds": _bounds(spec.mask.expression, direction),
     }
     context |= _names(spec, direction) | _mask(variant) | _within(spec, variant, plan)
-    template = templates.get_template("tiles/list_key_tiles.cu.jinja")
-    device, shared = primitives_for(template.render(context | {"primitives": ""}), target)
-    primitives = templates.get_template("primitives.cuh.jinja").render(
-        device_primitives=device, shared_primitives=shared, uses_shared_memory=True
-    )
-    source = tidy(template.render(context | {"primitives": primitives.strip()}))
+    source = assemble("tiles/list_key_tiles.cu.jinja", context, target)
     name, threads = kernel_name(kind, target, spec), WARPS * WARP
     return RenderedKernel(name, context["entry"], source, target, layout, threads, WARPS * 4)
 

@@ -15,10 +15,10 @@ from flashgen.language.spec import AttentionSpec
 
 WARP = 32
 MMA_ROWS = 16
-_MOST_THREADS = 1024  # of a block
+MOST_THREADS = 1024  # of a block
 MMA_DEPTH = 16
-_DROPOUT_COLUMNS = 32  # that one call of the generator serves
-_RESERVED_SHARED = 1024  # bytes of each block's shared memory that the system takes
+DROPOUT_COLUMNS = 32  # that one call of the generator serves
+RESERVED_SHARED = 1024  # bytes of each block's shared memory that the system takes
 
 
 def padded(width: int) -> int:
@@ -63,11 +63,11 @@ class ForwardPlan:
 
     def problem(self, spec: AttentionSpec, target: Target) -> str | None:
         """Why the plan contradicts itself, or does not fit the spec or the target; None where it does."""
-        if min(self.tile_q, self.tile_k, self.warps, self.blocks) < 1 or self.threads > _MOST_THREADS:
-            return f"its numbers must be positive, and its warps at most {_MOST_THREADS // WARP}"
+        if min(self.tile_q, self.tile_k, self.warps, self.blocks) < 1 or self.threads > MOST_THREADS:
+            return f"its numbers must be positive, and its warps at most {MOST_THREADS // WARP}"
         if self.tile_q % self.warps or self.tile_q // self.warps % MMA_ROWS:
             return f"tile_q={self.tile_q} must be a multiple of 16 x warps={self.warps}"
-        if self.tile_k % MMA_DEPTH or (spec.dropout and self.tile_k % _DROPOUT_COLUMNS):
+        if self.tile_k % MMA_DEPTH or (spec.dropout and self.tile_k % DROPOUT_COLUMNS):
             return f"tile_k={self.tile_k} must be a multiple of 16, of 32 with dropout"
         if self.stages not in (1, 2):
             return f"stages={self.stages} must be 1 or 2"
@@ -144,7 +144,7 @@ def _operations(expression: sympy.Basic) -> int:
     return sum(isinstance(node, Operation) for node in sympy.preorder_traversal(expression))
 
 
-def _is_blocky(spec: AttentionSpec) -> bool:
+def reads_blocks(spec: AttentionSpec) -> bool:
     """Whether the mask reads a table of blocks, which tiles of a width that is no power of 2 would cut across."""
     return any(load.has(FloorDiv) for load in spec.mask.expression.atoms(Load))
 
@@ -164,9 +164,9 @@ def _candidates(spec: AttentionSpec, target: Target) -> list[ForwardPlan]:
     fitting = []
     for tile_q, tile_k, warps, stages in _PREFERENCE:
         plan = ForwardPlan(tile_q, tile_k, warps, stages)
-        cuts_across = tile_k & (tile_k - 1) and _is_blocky(spec)
+        cuts_across = tile_k & (tile_k - 1) and reads_blocks(spec)
         if plan.problem(spec, target) is None and not cuts_across:
-            per_block = plan.shared_bytes(spec) + _RESERVED_SHARED
+            per_block = plan.shared_bytes(spec) + RESERVED_SHARED
             blocks = min(target.shared_per_multiprocessor // per_block, _WARPS_TO_HIDE_LATENCY // warps, _MOST_BLOCKS)
             fitting.append(replace(plan, blocks=max(blocks, 1)))
     return sorted(fitting, key=lambda plan: plan.blocks * plan.warps < _WARPS_TO_HIDE_LATENCY)
