@@ -6,7 +6,7 @@
 // dropout  0
 // dims     head 128, value 128; bfloat16, accumulated in float32
 // target   sm_80, family ampere
-// plan     64 queries x 128 keys, 8 warps, 2 to the same rows, 2 stage(s) of Q and dO, 1 block(s) per multiprocessor, 164864 bytes of shared memory
+// plan     64 queries x 128 keys, 8 warps, 2 of which share rows, 2 stage(s) of Q and dO, 1 block(s) per multiprocessor, 164864 bytes of shared memory
 // FLOPs    1280 * batch * heads_q * len_q * len_k * (share of tiles visited)
 // HBM      1544 * batch * heads_q * len_q + 1024 * batch * heads_kv * len_k bytes, at least
 //

@@ -6,7 +6,7 @@
 // dropout  0
 // dims     head 64, value 64; float16, accumulated in float32
 // target   sm_80, family ampere
-// plan     64 queries x 64 keys, 4 warps, 2 to the same rows, 2 stage(s) of Q and dO, 2 block(s) per multiprocessor, 66560 bytes of shared memory
+// plan     64 queries x 64 keys, 4 warps, 2 of which share rows, 2 stage(s) of Q and dO, 2 block(s) per multiprocessor, 66560 bytes of shared memory
 // FLOPs    512 * batch * heads_q * len_q * len_k * (share of tiles visited)
 // HBM      264 * batch * heads_q * len_q + 512 * batch * heads_kv * len_k bytes, at least
 //

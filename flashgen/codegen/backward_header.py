@@ -25,7 +25,7 @@ _GRIDS = {
 
 def _plan_text(plan: BackwardPlan | QueriesPlan, shared_bytes: int) -> str:
     held = "Q and dO" if isinstance(plan, BackwardPlan) else "K and V"
-    shared = f", {plan.split} to the same rows" if plan.split > 1 else ""
+    shared = f", {plan.split} of which share rows" if plan.split > 1 else ""
     return (
         f"plan     {plan.tile_q} queries x {plan.tile_k} keys, {plan.warps} warps{shared}, "
         f"{plan.stages} stage(s) of {held}, {plan.blocks} block(s) per multiprocessor, "
