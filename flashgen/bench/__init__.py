@@ -1,21 +1,28 @@
 """Measures kernels on a GPU beside their peers, in one run: `flashgen bench`."""
 
+from flashgen.bench import summary
 from flashgen.bench.beside_flex import VariantRow, variant_rows
 from flashgen.bench.cases import Timed
+from flashgen.bench.grouped import GroupedRow, grouped_rows
 from flashgen.bench.measure import Row, environment, speed_rows
 from flashgen.bench.paper import PaperRow, paper_rows
+from flashgen.bench.peers import PEERS
 from flashgen.bench.plans import plan_rows
 from flashgen.bench.variants import chosen_variants
 
 __all__ = [
+    "PEERS",
+    "GroupedRow",
     "PaperRow",
     "Row",
     "Timed",
     "VariantRow",
     "chosen_variants",
     "environment",
+    "grouped_rows",
     "paper_rows",
     "plan_rows",
     "speed_rows",
+    "summary",
     "variant_rows",
 ]

@@ -10,7 +10,7 @@ from flashgen.attention import Attention, compile
 from flashgen.bench.cases import Case, Timed, inputs
 from flashgen.bench.ours import ours
 from flashgen.bench.peers import flex
-from flashgen.bench.timing import median_ms
+from flashgen.bench.timing import median_ms, medians_ms
 from flashgen.bench.variants import HEAD_DIM, HEADS, LENGTH, Variant
 from flashgen.codegen.kernels import PASSES
 from flashgen.language.spec import AttentionSpec
@@ -20,20 +20,22 @@ from flashgen.language.spec import AttentionSpec
 class VariantRow:
     """A measured variant: milliseconds of flashgen and of FlexAttention, and of making tile lists and block masks.
 
-    deterministic_ms: of the deterministic backward. share: of all tiles, those visited. per_tile: time per visited tile
-    over full attention's beside it. None stands for what was not asked for or cannot be done.
+    target: the architecture that flashgen's kernels were emitted for. full_ms: of full attention, in turn with this.
+    deterministic_ms: of the deterministic backward. share: of all tiles, those visited. None stands for what was not
+    asked for or cannot be done.
     """
 
     name: str
     spec: str
+    target: str
     timed: Timed
     milliseconds: float
+    full_ms: float
     deterministic_ms: float | None
     lists_ms: float | None
     flex_ms: float | None
     flex_mask_ms: float | None
     share: float
-    per_tile: float
 
     @property
     def ratio(self) -> float | None:
@@ -45,41 +47,71 @@ class VariantRow:
         """How fast the deterministic backward is, of the default one."""
         return self.milliseconds / self.deterministic_ms if self.deterministic_ms else None
 
+    @property
+    def of_full(self) -> float:
+        """Its time over full attention's."""
+        return self.milliseconds / self.full_ms
+
+    @property
+    def per_tile(self) -> float:
+        """Time per visited tile over full attention's."""
+        return self.of_full / self.share  # shares are of scores, so that tile sizes do not matter
+
     def to_dict(self) -> dict[str, Any]:
-        return asdict(self) | {"ratio": self.ratio, "deterministic_ratio": self.deterministic_ratio}
+        derived = ("ratio", "deterministic_ratio", "of_full", "per_tile")
+        return asdict(self) | {name: getattr(self, name) for name in derived}
 
 
 def variant_rows(
-    chosen: Sequence[Variant], timed: Timed = "forward", dtype: str = "bfloat16", beside_flex: bool = True
+    chosen: Sequence[Variant],
+    timed: Timed = "forward",
+    dtype: str = "bfloat16",
+    beside_flex: bool = True,
+    mask_times: bool = True,
+    target: str | None = None,
 ) -> Iterator[VariantRow]:
     """Measures the variants one after the other; lists and block masks are made outside the timing, and timed apart.
 
-    Full attention is measured anew beside each variant, since a GPU's clock drifts over minutes. Block masks are timed
-    with the forward only: torch takes minutes to compile what makes them.
+    Full attention is measured in turn with each variant, since a GPU's clock drifts over minutes. Block masks are timed
+    with the forward only, and if mask_times: torch takes minutes to compile what makes them. target: as of
+    `flashgen.compile`.
     """
     for variant in chosen:
-        yield _measure(variant, AttentionSpec(HEAD_DIM, dtype, **variant.options), timed, beside_flex)
+        spec = AttentionSpec(HEAD_DIM, dtype, **variant.options)
+        yield _measure(variant, spec, timed, beside_flex, mask_times and timed == "forward", target)
 
 
-def _measure(variant: Variant, spec: AttentionSpec, timed: Timed, beside_flex: bool) -> VariantRow:
+def _measure(
+    variant: Variant, spec: AttentionSpec, timed: Timed, beside_flex: bool, time_mask: bool, target: str | None
+) -> VariantRow:
     arrays, captures = inputs(Case(spec, LENGTH, 1, HEADS)), variant.captures()
-    attention = compile(spec)
+    attention = compile(spec, target)
     lists_ms, options = _lists(attention, timed, captures)
-    time = median_ms(ours(attention, timed, arrays, captures, **options))
-    full_time = median_ms(ours(compile(AttentionSpec(HEAD_DIM, spec.dtype)), timed, arrays, {}))
-    deterministic_ms = None
+    runs = {
+        "flashgen": ours(attention, timed, arrays, captures, **options),
+        "full": ours(compile(AttentionSpec(HEAD_DIM, spec.dtype), target), timed, arrays, {}),
+    }
     if timed != "forward":
-        other = compile(spec, deterministic=True)
+        other = compile(spec, target, deterministic=True)
         _, options = _lists(other, timed, captures)
-        deterministic_ms = median_ms(ours(other, timed, arrays, captures, **options))
-    peer = flex(spec, timed, arrays, captures, time_mask=timed == "forward") if beside_flex else None
-    flex_ms = median_ms(peer.run) if peer else None
-    flex_mask_ms = median_ms(peer.make_block_mask) if peer and peer.make_block_mask else None
+        runs["deterministic"] = ours(other, timed, arrays, captures, **options)
+    peer = flex(spec, timed, arrays, captures, time_mask) if beside_flex else None
+    if peer:
+        runs["Flex"] = peer.run
+    times = medians_ms(runs)
     host = {name: value.cpu().numpy() for name, value in captures.items()}
-    share = attention.tiles(LENGTH, LENGTH, 1, HEADS, **host).share
-    per_tile = time / share / full_time  # shares are of scores, so that tile sizes do not matter
     return VariantRow(
-        variant.name, spec.name, timed, time, deterministic_ms, lists_ms, flex_ms, flex_mask_ms, share, per_tile
+        name=variant.name,
+        spec=spec.name,
+        target=attention.target.name,
+        timed=timed,
+        milliseconds=times["flashgen"],
+        full_ms=times["full"],
+        deterministic_ms=times.get("deterministic"),
+        lists_ms=lists_ms,
+        flex_ms=times.get("Flex"),
+        flex_mask_ms=median_ms(peer.make_block_mask) if peer and peer.make_block_mask else None,
+        share=attention.tiles(LENGTH, LENGTH, 1, HEADS, **host).share,
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -19,12 +20,16 @@ WIDTH = 2048  # heads x head_dim
 
 @dataclass(frozen=True)
 class Case:
-    """One size of one spec: batch x length is TOKENS, heads x head_dim is WIDTH, as in the FlashAttention papers."""
+    """One size of one spec: batch x length is TOKENS, heads x head_dim is WIDTH, as in the FlashAttention papers.
+
+    heads_kv: heads of k and v; None is as many as of q.
+    """
 
     spec: AttentionSpec
     length: int
     batch: int
     heads: int
+    heads_kv: int | None = None
 
     def flops(self, timed: Timed = "forward") -> float:
         """Of the two products of the forward, the five of the backward, or all; half of them for a causal spec."""
@@ -54,12 +59,22 @@ def case(spec: AttentionSpec, length: int, tokens: int = TOKENS, width: int = WI
 def inputs(case: Case, seed: int = 0) -> Arrays:
     """Fresh random q, k, v and dO: torch tensors where torch is installed (its backends need them), else CuPy's."""
     head, value = case.spec.head_dim, case.spec.value_dim
-    q, k, v, d_out = _random(case, (head, head, value, value), seed)
+    heads_kv = case.heads_kv or case.heads
+    shapes = [
+        _shape(case, heads, dim)
+        for heads, dim in ((case.heads, head), (heads_kv, head), (heads_kv, value), (case.heads, value))
+    ]
+    q, k, v, d_out = _random(shapes, case.spec.dtype, seed)
     return q, k, v, d_out
 
 
-def _random(case: Case, dims: tuple[int, ...], seed: int) -> list[Any]:
-    shape = (case.batch, case.heads, case.length)
+def _shape(case: Case, heads: int, dim: int) -> tuple[int, ...]:
+    if case.spec.layout == "bshd":
+        return case.batch, case.length, heads, dim
+    return case.batch, heads, case.length, dim
+
+
+def _random(shapes: Sequence[tuple[int, ...]], dtype: str, seed: int) -> list[Any]:
     try:
         import torch
     except ImportError:
@@ -68,8 +83,6 @@ def _random(case: Case, dims: tuple[int, ...], seed: int) -> list[Any]:
         from flashgen.runtime.arrays import numpy_dtype
 
         generator = cupy.random.default_rng(seed)
-        dtype = numpy_dtype(case.spec.dtype)
-        return [generator.standard_normal((*shape, d), cupy.float32).astype(dtype) for d in dims]
+        return [generator.standard_normal(shape, cupy.float32).astype(numpy_dtype(dtype)) for shape in shapes]
     torch.manual_seed(seed)
-    dtype = getattr(torch, case.spec.dtype)
-    return [torch.randn((*shape, d), device="cuda", dtype=dtype) for d in dims]
+    return [torch.randn(shape, device="cuda", dtype=getattr(torch, dtype)) for shape in shapes]

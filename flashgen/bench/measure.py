@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from flashgen.attention import compile
-from flashgen.bench.cases import Arrays, Case, Timed, case, inputs
+from flashgen.bench.cases import Case, Timed, case, inputs
 from flashgen.bench.ours import ours
-from flashgen.bench.peers import SDPA_BACKENDS, Run, flex, sdpa
-from flashgen.bench.timing import median_ms
-from flashgen.language.operations import BATCH, HEAD
+from flashgen.bench.peers import PEERS, peer
+from flashgen.bench.timing import medians_ms
 from flashgen.language.spec import AttentionSpec
 
 
@@ -19,10 +19,12 @@ from flashgen.language.spec import AttentionSpec
 class Row:
     """A measured case: median milliseconds and TFLOP/s by contender.
 
-    They are "flashgen", the peers "FA2", "cuDNN", "Flex", and "deterministic", which is flashgen's own such backward.
+    They are "flashgen", the peers "FA2", "cuDNN", "Flex", "FA4", and "deterministic", which is flashgen's own such
+    backward. target: the architecture that flashgen's kernels were emitted for.
     """
 
     spec: str
+    target: str
     timed: Timed
     length: int
     batch: int
@@ -34,47 +36,60 @@ class Row:
         """How many times as fast as the peer flashgen is."""
         return self.milliseconds[peer] / self.milliseconds["flashgen"] if peer in self.milliseconds else None
 
+    @property
+    def best_peer(self) -> str | None:
+        """The fastest of the peers that were measured."""
+        return min(
+            (peer for peer in PEERS if peer in self.milliseconds), key=self.milliseconds.__getitem__, default=None
+        )
+
+    @property
+    def best_ratio(self) -> float | None:
+        """How many times as fast as the best peer flashgen is."""
+        return self.ratio(self.best_peer) if self.best_peer else None
+
     def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        ratios = {peer: self.ratio(peer) for peer in PEERS if peer in self.milliseconds}
+        return asdict(self) | {"ratios": ratios, "best_peer": self.best_peer}
 
 
 def speed_rows(
     specs: Sequence[AttentionSpec],
     lengths: Sequence[int],
-    peers: Sequence[str] = ("FA2", "cuDNN", "Flex"),
+    peers: Sequence[str] = PEERS,
     timed: Timed = "forward",
     deterministic: bool = False,
+    target: str | None = None,
 ) -> Iterator[Row]:
     """Measures the specs at the lengths, each beside the peers that can do it, one case after the other.
 
-    deterministic: measure the deterministic backward too, beside the default one.
+    deterministic: measure the deterministic backward too, beside the default one. target: as of `flashgen.compile`.
     """
     for spec in specs:
         for length in lengths:
-            yield measure(case(spec, length), peers, timed, deterministic)
+            yield measure(case(spec, length), peers, timed, deterministic, target)
 
 
-def measure(case: Case, peers: Sequence[str], timed: Timed = "forward", deterministic: bool = False) -> Row:
-    """Times one case."""
+def measure(
+    case: Case,
+    peers: Sequence[str],
+    timed: Timed = "forward",
+    deterministic: bool = False,
+    target: str | None = None,
+) -> Row:
+    """Times one case, all contenders in turn."""
     spec, arrays = case.spec, inputs(case)
-    runs = {"flashgen": ours(compile(spec), timed, arrays)}
+    attention = compile(spec, target)
+    runs = {"flashgen": ours(attention, timed, arrays)}
     if deterministic and timed != "forward":
-        runs["deterministic"] = ours(compile(spec, deterministic=True), timed, arrays)
-    for peer in peers:
-        run = _peer(peer, spec, timed, arrays)
+        runs["deterministic"] = ours(compile(spec, target, deterministic=True), timed, arrays)
+    for name in peers:
+        run = peer(name, spec, timed, arrays)
         if run is not None:
-            runs[peer] = run
-    times = {name: median_ms(run) for name, run in runs.items()}
+            runs[name] = run
+    times = medians_ms(runs)
     tflops = {name: case.flops(timed) / time / 1e9 for name, time in times.items()}
-    return Row(spec.name, timed, case.length, case.batch, case.heads, times, tflops)
-
-
-def _peer(name: str, spec: AttentionSpec, timed: Timed, arrays: Arrays) -> Run | None:
-    if name != "Flex":
-        return sdpa(spec, SDPA_BACKENDS[name], timed, arrays)
-    reads_place = spec.mask.expression.has(BATCH, HEAD)  # too many positions to hold at once
-    found = flex(spec, timed, arrays, time_mask=reads_place)
-    return found.run if found else None
+    return Row(spec.name, attention.target.name, timed, case.length, case.batch, case.heads, times, tflops)
 
 
 def environment() -> dict[str, str]:
@@ -90,6 +105,11 @@ def environment() -> dict[str, str]:
         "nvrtc": ".".join(map(str, nvrtc.version())),
         "cupy": cupy.__version__,
     }
+    for name, package in (("FA4", "flash-attn-4"), ("triton", "triton")):
+        try:
+            found[name] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
     try:
         import torch
     except ImportError:

@@ -15,8 +15,8 @@ from typing import Any
 from flashgen.attention import Attention, compile
 from flashgen.bench.cases import Arrays, Case, Timed, inputs, products
 from flashgen.bench.ours import ours
-from flashgen.bench.peers import SDPA_BACKENDS, Run, differentiated, sdpa
-from flashgen.bench.timing import median_ms, peak_bytes
+from flashgen.bench.peers import SDPA_BACKENDS, differentiated, sdpa
+from flashgen.bench.timing import Run, median_ms, peak_bytes
 from flashgen.errors import LaunchError
 from flashgen.language.masks import causal
 from flashgen.language.spec import AttentionSpec
@@ -53,15 +53,18 @@ def paper_case() -> Case:
     return Case(AttentionSpec(HEAD_DIM, "float16", mask=causal(), dropout=DROPOUT), LENGTH, BATCH, HEADS)
 
 
-def paper_rows(peers: Sequence[str] = ("FA2",)) -> Iterator[PaperRow]:
-    """Standard attention in plain torch, torch's backends among `peers` that can do it, flashgen. Needs torch."""
+def paper_rows(peers: Sequence[str] = ("FA2",), target: str | None = None) -> Iterator[PaperRow]:
+    """Standard attention in plain torch, torch's backends among `peers` that can do it, flashgen. Needs torch.
+
+    target: as of `flashgen.compile`.
+    """
     try:
         import torch  # noqa: F401
     except ImportError:
         raise LaunchError("standard attention is written in torch, which is not installed: pip install torch") from None
     case = paper_case()
     arrays = inputs(case)
-    attention = compile(case.spec)
+    attention = compile(case.spec, target)
     counted = (standard_gflops(case), standard_bytes(case))
     contenders: dict[str, _Contender] = {"standard": (lambda timed: _standard(case, timed, arrays), counted)}
     for peer in peers:

@@ -1,7 +1,8 @@
-"""What flashgen is measured beside, where it is installed: torch's SDPA backends and FlexAttention."""
+"""What flashgen is measured beside, where it is installed: torch's SDPA backends, FlexAttention, FlashAttention-4."""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -9,19 +10,33 @@ from typing import Any
 import sympy
 
 from flashgen.bench.cases import Arrays, Timed
+from flashgen.bench.timing import Run
 from flashgen.bench.torch_expressions import mask_function, score_function
 from flashgen.language.masks import causal
 from flashgen.language.operations import BATCH, HEAD
 from flashgen.language.spec import AttentionSpec
 
-Run = Callable[[], Any]
-
 _REFUSALS = (RuntimeError, ValueError, AssertionError)  # of a peer that cannot do a case
 
 SDPA_BACKENDS = {"FA2": "FLASH_ATTENTION", "cuDNN": "CUDNN_ATTENTION"}
+PEERS = (*SDPA_BACKENDS, "Flex", "FA4")
 
 
-def _is_causal(spec: AttentionSpec, square: bool) -> bool:
+def peer(name: str, spec: AttentionSpec, timed: Timed, arrays: Arrays) -> Run | None:
+    """A run of the peer of that name, one of PEERS, or None where it cannot do the spec or is missing."""
+    if name == "FA4":
+        from flashgen.bench.flash_attention4 import flash_attention4
+
+        return flash_attention4(spec, timed, arrays)
+    if name != "Flex":
+        return sdpa(spec, SDPA_BACKENDS[name], timed, arrays)
+    reads_place = spec.mask.expression.has(BATCH, HEAD)  # too many positions to hold at once
+    found = flex(spec, timed, arrays, time_mask=reads_place)
+    return found.run if found else None
+
+
+def is_causal(spec: AttentionSpec, square: bool) -> bool:
+    """Whether the mask is torch's is_causal, which aligns to the top left; of square scores both alignments are."""
     names = {causal().expression, causal("top_left").expression} if square else {causal("top_left").expression}
     return spec.mask.expression in names
 
@@ -33,14 +48,16 @@ def sdpa(spec: AttentionSpec, backend: str, timed: Timed, arrays: Arrays, dropou
     """
     q, k, v, d_out = arrays
     plain = spec.mask.expression == sympy.true
-    if spec.score or spec.dropout != dropout or not (plain or _is_causal(spec, q.shape[2] == k.shape[2])):
+    known = plain or is_causal(spec, q.shape[2] == k.shape[2])
+    if spec.score or spec.dropout != dropout or spec.layout != "bhsd" or not known:
         return None
     try:
         import torch
         from torch.nn.attention import SDPBackend, sdpa_kernel
     except ImportError:
         return None
-    chosen, options = getattr(SDPBackend, backend), {"is_causal": not plain, "scale": spec.scale, "dropout_p": dropout}
+    chosen, grouped = getattr(SDPBackend, backend), q.shape[1] != k.shape[1]
+    options = {"is_causal": not plain, "scale": spec.scale, "dropout_p": dropout, "enable_gqa": grouped}
 
     def forward(q: Any, k: Any, v: Any) -> Any:
         with sdpa_kernel(chosen):
@@ -82,12 +99,12 @@ def flex(
     make = _block_mask(spec, q, k, given, time_mask)
     block_mask = make() if make else None
     learned = {c.name: given[c.name].detach().requires_grad_() for c in spec.captures if c.grad}
-    compiled = torch.compile(flex_attention, dynamic=False)
+    compiled, grouped = torch.compile(flex_attention, dynamic=False), q.shape[1] != k.shape[1]
 
     def forward(q: Any, k: Any, v: Any, *leaves: Any) -> Any:
         read = given | dict(zip(learned, leaves, strict=True))
         score = score_function(spec, q.shape[2], k.shape[2], read) if spec.score else None
-        return compiled(q, k, v, score_mod=score, block_mask=block_mask, scale=spec.scale)
+        return compiled(q, k, v, score_mod=score, block_mask=block_mask, scale=spec.scale, enable_gqa=grouped)
 
     run = differentiated(forward, timed, (q, k, v, *learned.values()), d_out)
     return Flex(run, make if time_mask else None) if run else None
@@ -107,7 +124,8 @@ def differentiated(forward: Callable[..., Any], timed: Timed, arrays: Sequence[A
         return _runs(lambda: torch.autograd.grad(forward(*leaves), leaves, d_out))
     try:
         out = forward(*leaves)
-    except _REFUSALS:
+    except _REFUSALS as error:
+        say_refusal(error)
         return None
     return _runs(lambda: torch.autograd.grad(out, leaves, d_out, retain_graph=True))
 
@@ -129,6 +147,12 @@ def _runs(run: Run) -> Run | None:
     """The run, if the peer can do it at all here."""
     try:
         run()
-    except _REFUSALS:
+    except _REFUSALS as error:
+        say_refusal(error)
         return None
     return run
+
+
+def say_refusal(error: Exception) -> None:
+    """Warn of why a peer is not measured, so that a figure that is missing can be told from one that cannot be."""
+    warnings.warn(f"a peer is not measured: {type(error).__name__}: {error}", stacklevel=3)

@@ -15,6 +15,7 @@ from flashgen.codegen.backward import BackwardPlan
 from flashgen.codegen.plans import ForwardPlan
 from flashgen.errors import UnsupportedError
 from flashgen.language.spec import AttentionSpec
+from flashgen.runtime import gpu
 
 _REPEATS = 10
 
@@ -34,7 +35,7 @@ def plan_rows(spec: AttentionSpec, plans: Sequence[ForwardPlan], lengths: Sequen
     """Times a spec's forward under each plan that fits this GPU."""
     for plan in plans:
         try:
-            attention = compile(spec, plan=plan)
+            attention = compile(spec, _target(), plan=plan)
         except UnsupportedError:
             continue
         yield _row(attention, plan, attention.resources, lengths, "forward")
@@ -45,12 +46,17 @@ def backward_plan_rows(
 ) -> Iterator[PlanRow]:
     """Times a spec's whole backward under each plan, of its kernel that walks tiles of keys, that fits this GPU."""
     for plan in plans:
-        attention = compile(spec, backward_plan=plan, deterministic=deterministic)
+        attention = compile(spec, _target(), backward_plan=plan, deterministic=deterministic)
         try:
             resources = attention.backward_resources[attention.backward_kernels.keys.name]
         except UnsupportedError:
             continue
         yield _row(attention, plan, resources, lengths, "backward")
+
+
+def _target() -> str:
+    """The target of this GPU whose plans are these, not one that only its own generation runs."""
+    return "sm_{}{}".format(*gpu.compute_capability())
 
 
 def _row(attention: Attention, plan: Any, resources: Resources, lengths: Sequence[int], timed: Timed) -> PlanRow:

@@ -5,18 +5,22 @@ from __future__ import annotations
 import json as json_module
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
 from flashgen.cli import bench_tables
 from flashgen.cli.console import note, paragraphs, print_json, print_table, track
-from flashgen.cli.options import Json, Passes, SpecOptions, Specs, with_spec_options
+from flashgen.cli.options import Json, Passes, SpecOptions, Specs, Target, with_spec_options
 from flashgen.cli.specs import load_spec
 from flashgen.errors import ArgumentError, LaunchError
 
-PEERS = ("FA2", "cuDNN", "Flex")
+if TYPE_CHECKING:
+    from flashgen.language.spec import AttentionSpec
+
+PEERS = ("FA2", "cuDNN", "Flex", "FA4")
+PLAIN = ("full()", "causal()")
 DEFAULT = "speed"
 SPEED_EXAMPLES = """[bold]Examples[/]
 
@@ -24,9 +28,15 @@ flashgen bench
 
 flashgen bench "causal()" "sliding_window(1024)" --head-dims 128 --lengths 4096,16384 --output bench.json
 
+flashgen bench --target sm_90 --dtype float16 --peers cuDNN,FA4
+
 flashgen bench --pass backward --deterministic --peers FA2,cuDNN
 
+flashgen bench --variants --no-mask-times
+
 flashgen bench --variants --pass backward --only "window 1024,relative table"
+
+flashgen bench gqa
 
 flashgen bench paper
 """
@@ -47,20 +57,18 @@ app = typer.Typer(
 )
 
 Output = Annotated[Path, typer.Option("--output", "-o", help="Where the JSON goes.")]
+Timed = Annotated[Passes, typer.Option("--pass", help="What is timed; both is one after the other.")]
+PEERS_HELP = 'Whom to measure beside, by commas; "" is nobody.'
 
 
 @with_spec_options
 def speed(
     options: SpecOptions,
     specs: Specs = None,
-    passes: Annotated[
-        Passes, typer.Option("--pass", help="What is timed; both is one after the other.")
-    ] = Passes.forward,
+    passes: Timed = Passes.forward,
     lengths: Annotated[str, typer.Option("--lengths", help="Tokens of a sequence, by commas.")] = "1024,4096,16384",
     head_dims: Annotated[str, typer.Option("--head-dims", help="Head dims, by commas.")] = "64,128,256",
-    peers: Annotated[
-        str, typer.Option("--peers", help='Whom to measure beside, by commas; "" is nobody.')
-    ] = "FA2,cuDNN,Flex",
+    peers: Annotated[str, typer.Option("--peers", help=PEERS_HELP)] = ",".join(PEERS),
     deterministic: Annotated[
         bool, typer.Option("--deterministic", help="Time the deterministic backward too.")
     ] = False,
@@ -68,43 +76,82 @@ def speed(
         bool, typer.Option("--variants", help="Time masks and scores at length 16384 beside FlexAttention instead.")
     ] = False,
     only: Annotated[str, typer.Option("--only", help="Of the variants, these, by commas. Default: all.")] = "",
+    mask_times: Annotated[
+        bool,
+        typer.Option(
+            "--mask-times/--no-mask-times",
+            help="Of the variants, time the making of FlexAttention's block masks, which torch compiles for minutes.",
+        ),
+    ] = True,
+    target: Target = None,
     output: Output = Path("flashgen-bench.json"),
     json: Json = False,
 ) -> None:
-    """Measure TFLOP/s over lengths and head dims, beside torch's SDPA backends and FlexAttention where they are.
+    """Measure TFLOP/s over lengths and head dims, beside torch's SDPA backends, FlexAttention and FlashAttention-4.
 
     Without SPEC: full() and causal(). Of 16384 tokens and heads·dim 2048, as the FlashAttention papers measure; in
-    bfloat16 unless --dtype says otherwise. All in one run on this machine's GPU, the L2 flushed before each launch,
-    the median of many; a peer's backward goes through a graph made before. The backward counts 2.5 times the forward's
-    FLOPs. Prints a table and saves it as JSON, row by row.
+    bfloat16 unless --dtype says otherwise. All in one run on this machine's GPU, each cell's contenders in turn, the L2
+    flushed before each launch, the median of many. A peer that is not installed, or cannot do a cell, is left out of
+    it; its backward goes through a graph made before. The backward counts 2.5 times the forward's FLOPs. Prints a table
+    and what it comes to, and saves both as JSON, row by row.
     """
     require_gpu()
     from flashgen import bench
 
-    measured: Iterator[Any]
+    chosen = chosen_peers(peers)
     if variants:
-        chosen = bench.chosen_variants(passes.value, listed(only))
-        dtype, beside_flex = options.dtype or "bfloat16", "Flex" in chosen_peers(peers)
-        measured, total = bench.variant_rows(chosen, passes.value, dtype, beside_flex), len(chosen)
-    else:
-        if only:
-            raise ArgumentError(f"--only {only!r} chooses among variants: add --variants")
-        dims = [options.head_dim] if options.head_dim else numbers(head_dims, "--head-dims")
-        declared = [
-            load_spec(text, options.with_defaults(dtype="bfloat16", head_dim=dim))
-            for text in specs or ["full()", "causal()"]
-            for dim in dims
-        ]
-        sizes = numbers(lengths, "--lengths")
-        measured = bench.speed_rows(declared, sizes, chosen_peers(peers), passes.value, deterministic)
-        total = len(declared) * len(sizes)
-    report(measured, total, bench_tables.variants if variants else bench_tables.speed, output, json)
+        named = bench.chosen_variants(passes.value, listed(only))
+        dtype, beside_flex = options.dtype or "bfloat16", "Flex" in chosen
+        rows = bench.variant_rows(named, passes.value, dtype, beside_flex, mask_times, target)
+        report(rows, len(named), bench_tables.variants, output, json, bench.summary.variants)
+        return
+    if only:
+        raise ArgumentError(f"--only {only!r} chooses among variants: add --variants")
+    dims = [options.head_dim] if options.head_dim else numbers(head_dims, "--head-dims")
+    declared = [declare(text, options, dim) for text in specs or PLAIN for dim in dims]
+    sizes = numbers(lengths, "--lengths")
+    measured = bench.speed_rows(declared, sizes, chosen, passes.value, deterministic, target)
+    report(measured, len(declared) * len(sizes), bench_tables.speed, output, json, bench.summary.speed)
+
+
+@with_spec_options
+def gqa(
+    options: SpecOptions,
+    specs: Specs = None,
+    passes: Timed = Passes.forward,
+    heads: Annotated[int, typer.Option("--heads", min=1, help="Heads of the queries.")] = 32,
+    heads_kv: Annotated[
+        str, typer.Option("--heads-kv", help="Heads of keys and values, by commas; the first is compared with.")
+    ] = "32,8,1",
+    lengths: Annotated[str, typer.Option("--lengths", help="Tokens of a sequence, by commas.")] = "4096,16384",
+    peers: Annotated[str, typer.Option("--peers", help=PEERS_HELP)] = "",
+    target: Target = None,
+    output: Output = Path("flashgen-gqa.json"),
+    json: Json = False,
+) -> None:
+    """Measure query heads that share heads of keys and values (GQA, MQA) beside ones that don't, of the same FLOPs.
+
+    Without SPEC: full() and causal(). Of 16384 tokens and head dim 128, in bfloat16, unless options say otherwise. All
+    numbers of heads of keys and values are measured in turn.
+    """
+    require_gpu()
+    from flashgen import bench
+
+    shared, sizes = numbers(heads_kv, "--heads-kv"), numbers(lengths, "--lengths")
+    uneven = [number for number in shared if heads % number]
+    if uneven:
+        raise ArgumentError(f"--heads-kv {heads_kv!r}: {uneven[0]} does not divide --heads {heads}")
+    declared = [declare(text, options, 128) for text in specs or PLAIN]
+    rows = bench.grouped_rows(declared, sizes, shared, heads, chosen_peers(peers), passes.value, target)
+    total = len(declared) * len(sizes) * len(shared)
+    report(rows, total, bench_tables.grouped, output, json, bench.summary.grouped)
 
 
 def paper(
     peers: Annotated[
         str, typer.Option("--peers", help='Backends of torch to measure beside, by commas; "" is none.')
     ] = "FA2",
+    target: Target = None,
     output: Output = Path("flashgen-paper.json"),
     json: Json = False,
 ) -> None:
@@ -117,11 +164,18 @@ def paper(
     from flashgen import bench
 
     names = chosen_peers(peers, ("FA2", "cuDNN"))
-    report(bench.paper_rows(names), len(names) + 2, bench_tables.paper, output, json, bench_tables.paper_summary)
+    rows = bench.paper_rows(names, target)
+    report(rows, len(names) + 2, bench_tables.paper, output, json, bench_tables.paper_summary)
 
 
 app.command(DEFAULT, help=paragraphs(speed.__doc__), epilog=SPEED_EXAMPLES)(speed)
+app.command("gqa", help=paragraphs(gqa.__doc__))(gqa)
 app.command("paper", help=paragraphs(paper.__doc__))(paper)
+
+
+def declare(text: str, options: SpecOptions, head_dim: int) -> AttentionSpec:
+    """The spec of a SPEC and its options, in bfloat16 and of that head dim unless they say otherwise."""
+    return load_spec(text, options.with_defaults(dtype="bfloat16", head_dim=head_dim))
 
 
 def require_gpu() -> None:
@@ -138,9 +192,9 @@ def report(
     table: Callable[[list[Any]], bench_tables.Table],
     output: Path,
     json: bool,
-    summary: Callable[[list[Any]], str] | None = None,
+    summary: Callable[[list[Any]], list[str]],
 ) -> None:
-    """Measure, saving row by row; then print."""
+    """Measure, saving row by row with what the rows come to; then print."""
     from flashgen.bench import environment
 
     rows: list[Any] = []
@@ -148,13 +202,14 @@ def report(
     for row in track(measured, "measuring", total):
         rows.append(row)
         saved["rows"].append(row.to_dict())
+        saved["summary"] = summary(rows)
         output.write_text(json_module.dumps(saved, indent=2) + "\n", encoding="utf-8")  # what is measured is kept
     if json:
         print_json(saved)
         return
     print_table(*table(rows))
-    if summary:
-        note(summary(rows))
+    for line in summary(rows):
+        note(line)
     note(f"saved to {output}")
 
 

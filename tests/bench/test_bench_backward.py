@@ -8,8 +8,11 @@ import pytest
 
 import flashgen.language as fg
 from flashgen.attention import compile
+from flashgen.bench import summary
 from flashgen.bench.beside_flex import VariantRow
 from flashgen.bench.cases import Case, case, products
+from flashgen.bench.flash_attention4 import mask_options
+from flashgen.bench.grouped import row as grouped_row
 from flashgen.bench.measure import Row
 from flashgen.bench.ours import ours
 from flashgen.bench.paper import PaperRow, flash_bytes, flash_gflops, paper_case, standard_bytes, standard_gflops
@@ -17,7 +20,15 @@ from flashgen.bench.variants import chosen_variants
 from flashgen.cli import bench_tables
 from flashgen.errors import ArgumentError
 
-ROW = VariantRow("window 1024", "bf16", "backward", 2.0, 2.5, None, 3.0, None, 0.25, None)
+ROW = VariantRow("window 1024", "bf16", "sm_90", "backward", 2.0, 4.0, 2.5, None, 3.0, None, 0.25)
+
+
+def speed_row(length: int, ours: float, **peers: float) -> Row:
+    """A row of 1000 GFLOP; milliseconds of flashgen and of peers."""
+    milliseconds = {"flashgen": ours, **peers}
+    return Row(
+        "bf16", "sm_90a", "forward", length, 16, 32, milliseconds, {k: 1000 / v for k, v in milliseconds.items()}
+    )
 
 
 def test_the_backward_counts_two_and_a_half_forwards() -> None:
@@ -94,20 +105,22 @@ def test_tables_leave_out_what_was_not_measured() -> None:
     heading, cells = bench_tables.variants([ROW])
     assert heading == (
         "variant",
+        "target",
         "ms",
         "Flex ms",
         "times Flex",
         "deterministic ms",
         "of the default's speed",
+        "of full's time",
         "tiles left",
+        "ms per tile / full's",
     )
-    assert cells == [["window 1024", "2.000", "3.000", "1.50", "2.500", "0.80", "25.0%"]]
-    row = Row("bf16", "backward", 1024, 16, 32, {"flashgen": 1.0, "FA2": 2.0}, {"flashgen": 400.0, "FA2": 200.0})
+    assert cells == [["window 1024", "sm_90", "2.000", "3.000", "1.50", "2.500", "0.80", "0.50", "25.0%", "2.00"]]
+    row = speed_row(1024, 2.0, FA2=4.0)
     assert bench_tables.speed([row]) == (
-        ("spec", "pass", "length", "flashgen TFLOP/s", "FA2 TFLOP/s"),
-        [["bf16", "backward", "1024", "400", "200"]],
+        ("spec", "target", "pass", "length", "flashgen TFLOP/s", "FA2 TFLOP/s", "times the best peer"),
+        [["bf16", "sm_90a", "forward", "1024", "500", "250", "2.00"]],
     )
-    assert row.ratio("FA2") == 2.0
 
 
 def test_the_paper_s_table() -> None:
@@ -116,7 +129,79 @@ def test_the_paper_s_table() -> None:
     fa2 = PaperRow("FA2", 1.0, 3.0, None, 2 * 10**9, None, None)
     heading, cells = bench_tables.paper([standard, fa2, flash])
     assert len(heading) == len(cells[0]) and cells[1][-2:] == ["-", "-"] and cells[1][3] == "-"
-    summary = bench_tables.paper_summary([standard, fa2, flash])
+    (summary,) = bench_tables.paper_summary([standard, fa2, flash])
     assert "7.5 times as fast, takes 0.12 of the memory, and moves 0.25 of the bytes" in summary
-    assert "did not run" in bench_tables.paper_summary([flash])
+    assert "did not run" in bench_tables.paper_summary([flash])[0]
     assert ROW.to_dict()["deterministic_ratio"] == 0.8
+
+
+def test_a_row_knows_its_best_peer() -> None:
+    row = speed_row(4096, 2.0, FA2=4.0, cuDNN=1.9, deterministic=1.0)
+    assert row.ratio("FA2") == 2.0 and row.ratio("Flex") is None
+    assert row.best_peer == "cuDNN" and row.best_ratio == 0.95  # not the other one of our own
+    assert row.to_dict()["ratios"] == {"FA2": 2.0, "cuDNN": 0.95} and row.to_dict()["best_peer"] == "cuDNN"
+    alone = speed_row(4096, 2.0)
+    assert alone.best_peer is None and alone.best_ratio is None and alone.to_dict()["ratios"] == {}
+
+
+def test_what_the_speed_table_comes_to() -> None:
+    rows = [
+        speed_row(1024, 1.0, cuDNN=0.5, FA4=0.4),  # short: not compared with the best
+        speed_row(4096, 1.0, cuDNN=2.0, FA4=0.98),
+        speed_row(16384, 1.0, cuDNN=1.0, FA4=0.9),
+    ]
+    assert summary.speed(rows) == [
+        "beside cuDNN: 2 of 3 cells at 1.00 times or more (below: bf16 1024 0.500); geometric mean 1.000",
+        "beside the best peer: 1 of 2 cells of 4096 tokens or more at 0.97 times or more (below: bf16 16384 0.900);"
+        " geometric mean 0.939",
+        "flashgen: geometric mean 1000 TFLOP/s",
+    ]
+    assert summary.speed([speed_row(4096, 2.0)]) == ["flashgen: geometric mean 500 TFLOP/s"]
+    assert summary.speed([]) == []
+
+
+def test_what_the_variants_come_to() -> None:
+    full = VariantRow("full", "bf16", "sm_90a", "forward", 4.0, 4.0, None, None, 4.0, None, 1.0)
+    window = VariantRow("window 1024", "bf16", "sm_90a", "forward", 2.0, 4.0, None, None, 3.0, None, 0.25)
+    dropout = VariantRow("dropout 0.1", "bf16", "sm_90a", "forward", 5.0, 4.0, None, None, None, None, 1.0)
+    assert summary.variants([full, window, dropout]) == [
+        "beside FlexAttention: 1 of 1 variants at 1.40 times or more; geometric mean 1.500",
+        "dropout 0.1: +25.0% of full attention's time",
+    ]
+    assert summary.variants([full]) == []
+
+
+def test_grouped_heads_are_compared_with_the_first() -> None:
+    sizes = [Case(fg.AttentionSpec(64), 4096, 4, 32, heads_kv) for heads_kv in (32, 8, 1)]
+    taken = [{"flashgen": 1.0, "cuDNN": 2.0}, {"flashgen": 1.0, "cuDNN": 1.0}, {"flashgen": 1.25}]
+    rows = [grouped_row(size, "forward", "sm_90a", times, taken[0]) for size, times in zip(sizes, taken, strict=True)]
+    assert [row.name for row in rows] == ["MHA 32:32", "GQA 32:8", "MQA 32:1"]
+    assert rows[0].tflops["flashgen"] == sizes[0].flops() / 1e9 == sizes[2].flops() / 1e9
+    assert rows[1].of_first == {"flashgen": 1.0, "cuDNN": 2.0} and rows[2].of_first == {"flashgen": 0.8}
+    heading, cells = bench_tables.grouped(rows)
+    assert heading[4:] == ("heads", "flashgen TFLOP/s", "cuDNN TFLOP/s", "flashgen of the first", "cuDNN of the first")
+    assert cells[2][4] == "MQA 32:1" and cells[2][6:] == ["-", "0.800", "-"]
+    (line,) = summary.grouped(rows)
+    assert line.startswith("beside 32 heads of k and v: 1 of 2 cells at 0.95 times or more (below: fp16-d64-full-")
+    assert summary.grouped(rows[:1]) == summary.grouped([]) == []
+
+
+@pytest.mark.parametrize(
+    ("mask", "options"),
+    [
+        (fg.full(), {}),
+        (fg.causal(), {"causal": True}),
+        (fg.sliding_window(1024), {"window_size": (1024, 0)}),
+        (fg.sliding_window(64, 32), {"window_size": (64, 32)}),
+        (fg.sliding_window(64, align="top_left"), None),
+        (fg.causal() & fg.sliding_window(64), None),
+        (fg.prefix_lm(64), None),
+    ],
+)
+def test_masks_that_flash_attention4_knows(mask: fg.Mask, options: dict[str, Any] | None) -> None:
+    assert mask_options(fg.AttentionSpec(64, mask=mask), square=False) == options
+
+
+def test_flash_attention4_knows_the_other_causal_where_it_is_the_same() -> None:
+    spec = fg.AttentionSpec(64, mask=fg.causal("top_left"))
+    assert mask_options(spec, square=True) == {"causal": True} and mask_options(spec, square=False) is None

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -12,7 +14,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 import flashgen.language as fg
-from flashgen import reference
+from flashgen import bench, reference
 from flashgen.attention import compile
 from flashgen.build import nvrtc
 from flashgen.cli.app import app
@@ -331,8 +333,47 @@ def test_doctor() -> None:
 
 @pytest.mark.skipif(bool(gpus()), reason="there is a GPU")
 def test_bench_needs_a_gpu() -> None:
-    for arguments in ((), ("causal()",), ("--variants",), ("speed",), ("paper",)):
+    for arguments in ((), ("causal()",), ("--variants",), ("speed",), ("gqa",), ("paper",)):
         assert "no GPU" in invoke("bench", *arguments, expect=2).stderr
+
+
+def test_bench_hands_its_choices_on_and_saves_what_the_rows_come_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With measurements that somebody made up."""
+    asked: dict[str, Any] = {}
+
+    def speed_rows(specs: Any, lengths: Any, *choices: Any) -> Iterator[bench.Row]:
+        asked["speed"] = [[spec.name for spec in specs], lengths, *choices]
+        yield bench.Row("causal", "sm_90", "forward", 4096, 4, 16, {"flashgen": 1, "FA4": 2}, {"flashgen": 9, "FA4": 4})
+
+    def variant_rows(variants: Any, *choices: Any) -> Iterator[bench.VariantRow]:
+        asked["variants"] = [[variant.name for variant in variants], *choices]
+        yield bench.VariantRow("dropout 0.1", "d", "sm_90a", "forward", 1.1, 1.0, None, None, None, None, 1.0)
+
+    def grouped_rows(specs: Any, *choices: Any) -> Iterator[bench.GroupedRow]:
+        asked["gqa"] = [[(spec.dtype, spec.head_dim) for spec in specs], *choices]
+        yield bench.GroupedRow("full", "sm_90a", "forward", 4096, 4, 32, 8, {"flashgen": 1}, {"flashgen": 9}, {})
+
+    for stub in (speed_rows, variant_rows, grouped_rows):
+        monkeypatch.setattr(bench, stub.__name__, stub)
+    monkeypatch.setattr(bench, "environment", lambda: {"gpu": "none"})
+    monkeypatch.setattr("flashgen.cli.bench.require_gpu", lambda: None)
+    output = ("--output", tmp_path / "bench.json")
+    chosen = ("--target", "sm_90", "--dtype", "float16", "--head-dims", 64, "--lengths", 4096, "--peers", "cuDNN,FA4")
+    result = invoke("bench", "causal()", *chosen, *output)
+    (name,), *rest = asked["speed"]
+    assert name.startswith("fp16-d64-causal") and rest == [[4096], ["cuDNN", "FA4"], "forward", False, "sm_90"]
+    assert "sm_90" in result.stdout and "beside the best peer: 1 of 1 cells" in result.stderr
+    saved = json.loads((tmp_path / "bench.json").read_text())
+    assert saved["rows"][0]["best_peer"] == "FA4" and "the best peer" in saved["summary"][0]
+    result = invoke("bench", "--variants", "--only", "dropout 0.1", "--no-mask-times", *output)
+    assert asked["variants"] == [["dropout 0.1"], "forward", "bfloat16", True, False, None]
+    assert "dropout 0.1: +10.0%" in result.stderr
+    assert "GQA 32:8" in invoke("bench", "gqa", "--lengths", 4096, "--target", "sm_90a", *output).stdout
+    assert asked["gqa"] == [2 * [("bfloat16", 128)], [4096], [32, 8, 1], 32, [], "forward", "sm_90a"]
+    assert "5 does not divide --heads 32" in invoke("bench", "gqa", "--heads-kv", "32,5", expect=2).stderr
+    assert "not one of FA2, cuDNN, Flex, FA4" in invoke("bench", "--peers", "FA5", expect=2).stderr
 
 
 @pytest.mark.gpu
@@ -360,6 +401,15 @@ def test_bench_variants_of_the_backward(tmp_path: Path) -> None:
     invoke("bench", "--variants", "--pass", "backward", *chosen)
     documents, slopes = json.loads(output.read_text())["rows"]
     assert documents["lists_ms"] > 0 and documents["deterministic_ratio"] > 0 and slopes["lists_ms"] is None
+
+
+@pytest.mark.gpu
+def test_bench_grouped_heads(tmp_path: Path) -> None:
+    output = tmp_path / "gqa.json"
+    invoke("bench", "gqa", "causal()", "--lengths", 4096, "--peers", "cuDNN", "--output", output)
+    rows = json.loads(output.read_text())["rows"]
+    assert [row["name"] for row in rows] == ["MHA 32:32", "GQA 32:8", "MQA 32:1"]
+    assert rows[0]["of_first"]["flashgen"] == 1.0 and rows[2]["of_first"]["flashgen"] > 0
 
 
 @pytest.mark.gpu

@@ -1,0 +1,76 @@
+"""FlashAttention-4 as a peer, where the package flash-attn-4 is installed: kernels in NVIDIA's CuTe DSL."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import re
+from collections.abc import Callable
+from typing import Any
+
+import sympy
+
+from flashgen.bench.cases import Arrays, Timed
+from flashgen.bench.peers import differentiated, is_causal, say_refusal
+from flashgen.bench.timing import Run
+from flashgen.language.masks import causal, sliding_window
+from flashgen.language.spec import AttentionSpec
+
+
+def flash_attention4(spec: AttentionSpec, timed: Timed, arrays: Arrays) -> Run | None:
+    """A run of FlashAttention-4, or None where it cannot do the spec or is not installed.
+
+    It gets arrays in its own order (batch, length, heads, dim), contiguous, whatever the spec's order is. A first run
+    compiles for seconds.
+    """
+    length = 1 if spec.layout == "bshd" else 2
+    options = mask_options(spec, square=arrays[0].shape[length] == arrays[1].shape[length])
+    if spec.score or spec.dropout or options is None:
+        return None
+    attention = _attention()
+    if attention is None:
+        return None
+    q, k, v, d_out = arrays if spec.layout == "bshd" else [array.transpose(1, 2).contiguous() for array in arrays]
+
+    def forward(q: Any, k: Any, v: Any) -> Any:
+        found = attention(q, k, v, softmax_scale=spec.scale, **options)
+        return found[0] if isinstance(found, tuple) else found  # releases differ in whether the LSE comes along
+
+    try:
+        return differentiated(forward, timed, (q, k, v), d_out)
+    except Exception as error:  # its compiler has its own kinds of errors
+        say_refusal(error)
+        return None
+
+
+def mask_options(spec: AttentionSpec, square: bool) -> dict[str, Any] | None:
+    """flash_attn_func's arguments for the mask of a spec; None for one that it does not know by name.
+
+    Its masks align to the bottom right, as flashgen's do by default; of square scores the top left is the same.
+    """
+    expression = spec.mask.expression
+    if expression == sympy.true:
+        return {}
+    if expression == causal().expression or (square and is_causal(spec, square)):
+        return {"causal": True}
+    window = re.fullmatch(r"sliding_window\((\d+)(?:, (\d+))?\)", spec.mask.name)
+    if window is None:
+        return None
+    left, right = int(window[1]), int(window[2] or 0)
+    named = sliding_window(left, right).expression
+    return {"window_size": (left, right)} if expression == named else None
+
+
+def _attention() -> Callable[..., Any] | None:
+    """The package's function; None where it is missing, or, which is said, where something that it needs is."""
+    try:
+        if importlib.util.find_spec("flash_attn.cute") is None:
+            return None
+    except ModuleNotFoundError:  # nor is flash_attn there
+        return None
+    try:
+        attention: Callable[..., Any] = importlib.import_module("flash_attn.cute.interface").flash_attn_func
+    except (ImportError, AttributeError, OSError) as error:
+        say_refusal(error)
+        return None
+    return attention

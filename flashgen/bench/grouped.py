@@ -1,0 +1,99 @@
+"""Rows of the table of grouped heads: the same FLOPs with ever fewer heads of k and v: `flashgen bench gqa`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from flashgen.attention import compile
+from flashgen.bench.cases import TOKENS, Case, Timed, inputs
+from flashgen.bench.ours import ours
+from flashgen.bench.peers import peer
+from flashgen.bench.timing import Run, medians_ms
+from flashgen.language.spec import AttentionSpec
+
+HEADS = 32
+HEADS_KV = (32, 8, 1)
+
+
+@dataclass(frozen=True)
+class GroupedRow:
+    """A measured number of heads of k and v: median milliseconds and TFLOP/s by contender.
+
+    target: the architecture that flashgen's kernels were emitted for. of_first: each contender's speed over its own
+    with the first number of heads of k and v, as many as of q unless others were asked for.
+    """
+
+    spec: str
+    target: str
+    timed: Timed
+    length: int
+    batch: int
+    heads: int
+    heads_kv: int
+    milliseconds: Mapping[str, float]
+    tflops: Mapping[str, float]
+    of_first: Mapping[str, float]
+
+    @property
+    def name(self) -> str:
+        """ "GQA 32:8"; MHA has as many heads of k and v as of q, and MQA one."""
+        kind = {self.heads: "MHA", 1: "MQA"}.get(self.heads_kv, "GQA")
+        return f"{kind} {self.heads}:{self.heads_kv}"
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self) | {"name": self.name}
+
+
+def grouped_rows(
+    specs: Sequence[AttentionSpec],
+    lengths: Sequence[int],
+    heads_kv: Sequence[int] = HEADS_KV,
+    heads: int = HEADS,
+    peers: Sequence[str] = (),
+    timed: Timed = "forward",
+    target: str | None = None,
+) -> Iterator[GroupedRow]:
+    """Measures the specs at the lengths, of 16384 tokens in all; every number of heads of k and v in turn.
+
+    heads_kv: numbers that divide `heads`, those of q. target: as of `flashgen.compile`.
+    """
+    for spec in specs:
+        for length in lengths:
+            sizes = [Case(spec, length, max(TOKENS // length, 1), heads, number) for number in heads_kv]
+            yield from _measure(sizes, peers, timed, target)
+
+
+def _measure(cases: Sequence[Case], peers: Sequence[str], timed: Timed, target: str | None) -> Iterator[GroupedRow]:
+    spec = cases[0].spec
+    attention = compile(spec, target)
+    runs: dict[str, Run] = {}
+    for case in cases:
+        arrays = inputs(case)
+        contenders = {"flashgen": ours(attention, timed, arrays)} | {
+            name: peer(name, spec, timed, arrays) for name in peers
+        }
+        runs |= {_key(name, case): run for name, run in contenders.items() if run is not None}
+    times = medians_ms(runs)
+    taken = [
+        {name: times[_key(name, case)] for name in ("flashgen", *peers) if _key(name, case) in times} for case in cases
+    ]
+    for case, milliseconds in zip(cases, taken, strict=True):
+        yield row(case, timed, attention.target.name, milliseconds, taken[0])
+
+
+def _key(contender: str, case: Case) -> str:
+    return f"{contender} {case.heads_kv}"
+
+
+def row(
+    case: Case, timed: Timed, target: str, milliseconds: Mapping[str, float], first: Mapping[str, float]
+) -> GroupedRow:
+    """The row of a case; `first` is milliseconds too, of the same contenders with the first number of heads."""
+    heads_kv = case.heads_kv or case.heads
+    tflops = {name: case.flops(timed) / time / 1e9 for name, time in milliseconds.items()}
+    of_first = {name: first[name] / time for name, time in milliseconds.items() if name in first}
+    return GroupedRow(
+        case.spec.name, target, timed, case.length, case.batch, case.heads, heads_kv, milliseconds, tflops, of_first
+    )

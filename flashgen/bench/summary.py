@@ -1,0 +1,64 @@
+"""What a table of measurements comes to, in words."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from statistics import geometric_mean
+
+from flashgen.bench.beside_flex import VariantRow
+from flashgen.bench.grouped import GroupedRow
+from flashgen.bench.measure import Row
+
+LONG = 4096  # tokens of a sequence, from which on a cell is compared with the best peer
+OF_CUDNN, OF_BEST, OF_FLEX, OF_FIRST = 1.0, 0.97, 1.4, 0.95
+
+
+def speed(rows: Sequence[Row]) -> list[str]:
+    """How cells compare with cuDNN, the long ones with the best peer of each, and flashgen's mean speed."""
+    said = [
+        _compared("cuDNN", "cells", {_cell(row): row.ratio("cuDNN") for row in rows}, OF_CUDNN),
+        _compared(
+            "the best peer",
+            f"cells of {LONG} tokens or more",
+            {_cell(row): row.best_ratio for row in rows if row.length >= LONG},
+            OF_BEST,
+        ),
+    ]
+    speeds = [row.tflops["flashgen"] for row in rows]
+    said += [f"flashgen: geometric mean {geometric_mean(speeds):.0f} TFLOP/s"] if speeds else []
+    return [line for line in said if line]
+
+
+def variants(rows: Sequence[VariantRow]) -> list[str]:
+    """How variants compare with FlexAttention, full attention left out, and what dropout costs."""
+    ratios = {row.name: row.ratio for row in rows if row.name != "full"}
+    said = [_compared("FlexAttention", "variants", ratios, OF_FLEX)]
+    said += [f"{row.name}: {row.of_full - 1:+.1%} of full attention's time" for row in rows if "dropout" in row.name]
+    return [line for line in said if line]
+
+
+def grouped(rows: Sequence[GroupedRow]) -> list[str]:
+    """How fewer heads of k and v compare with the first number of them."""
+    first = rows[0].heads_kv if rows else 0
+    ratios = {f"{_cell(row)} {row.name}": row.of_first["flashgen"] for row in rows if row.heads_kv != first}
+    line = _compared(f"{first} heads of k and v", "cells", ratios, OF_FIRST)
+    return [line] if line else []
+
+
+def _cell(row: Row | GroupedRow) -> str:
+    return f"{row.spec} {row.length}"
+
+
+def _compared(peer: str, cells: str, ratios: Mapping[str, float | None], least: float) -> str:
+    """How many ratios are at least so much, which are below, and their mean; "" where there are none."""
+    known = {name: ratio for name, ratio in ratios.items() if ratio is not None}
+    if not known:
+        return ""
+    below = {name: ratio for name, ratio in known.items() if ratio < least}
+    reached = f"{len(known) - len(below)} of {len(known)} {cells} at {least:.2f} times or more"
+    listed = f" (below: {_listed(below.items())})" if below else ""
+    return f"beside {peer}: {reached}{listed}; geometric mean {geometric_mean(known.values()):.3f}"
+
+
+def _listed(items: Iterable[tuple[str, float]]) -> str:
+    return ", ".join(f"{name} {ratio:.3f}" for name, ratio in items)
