@@ -8,7 +8,7 @@ import pytest
 
 import flashgen.language as fg
 from flashgen.attention import compile
-from flashgen.bench import summary
+from flashgen.bench import flash_attention4, summary
 from flashgen.bench.beside_flex import VariantRow
 from flashgen.bench.cases import Case, case, products
 from flashgen.bench.flash_attention4 import mask_options
@@ -16,6 +16,7 @@ from flashgen.bench.grouped import row as grouped_row
 from flashgen.bench.measure import Row
 from flashgen.bench.ours import ours
 from flashgen.bench.paper import PaperRow, flash_bytes, flash_gflops, paper_case, standard_bytes, standard_gflops
+from flashgen.bench.peers import peer
 from flashgen.bench.variants import chosen_variants
 from flashgen.cli import bench_tables
 from flashgen.errors import ArgumentError
@@ -205,3 +206,29 @@ def test_masks_that_flash_attention4_knows(mask: fg.Mask, options: dict[str, Any
 def test_flash_attention4_knows_the_other_causal_where_it_is_the_same() -> None:
     spec = fg.AttentionSpec(64, mask=fg.causal("top_left"))
     assert mask_options(spec, square=True) == {"causal": True} and mask_options(spec, square=False) is None
+
+
+class Array:
+    """What of an array is looked at before a peer gets it."""
+
+    shape = (1, 128, 8, 64)
+
+
+def test_a_peer_that_is_missing_or_refuses_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    arrays, spec = (Array(), Array(), Array(), Array()), fg.AttentionSpec(64, layout="bshd", mask=fg.causal())
+    monkeypatch.setattr(flash_attention4.importlib.util, "find_spec", lambda name: None)
+    assert peer("FA4", spec, "forward", arrays) is None  # not installed
+    given: list[Any] = []
+    monkeypatch.setattr(flash_attention4, "_attention", lambda: lambda *arrays, **options: given.append(options))
+    monkeypatch.setattr(flash_attention4, "differentiated", lambda forward, timed, arrays, d_out: forward(*arrays))
+    peer("FA4", spec, "forward", arrays)
+    assert given == [{"softmax_scale": 0.125, "causal": True}]
+    for other in (fg.AttentionSpec(64, dropout=0.1), fg.AttentionSpec(64, score=fg.softcap(20))):
+        assert peer("FA4", other, "forward", arrays) is None
+
+    def refuse(*arrays: Any, **options: Any) -> None:
+        raise KeyError("no such head dim")  # as a compiler's own kinds of errors are
+
+    monkeypatch.setattr(flash_attention4, "_attention", lambda: refuse)
+    with pytest.warns(UserWarning, match="not measured: KeyError: 'no such head dim'"):
+        assert peer("FA4", spec, "forward", arrays) is None
