@@ -18,6 +18,7 @@ def pytest_configure(config: pytest.Config) -> None:
     global _owned_cache
     for name in ("FLASHGEN_JIT", "FLASHGEN_RELEASE"):
         os.environ.pop(name, None)
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # else JAX takes most of a GPU's memory for itself
     if _CACHE not in os.environ:  # set it yourself to keep compiled kernels from one run to the next
         _owned_cache = os.environ[_CACHE] = tempfile.mkdtemp(prefix="flashgen-test-cache-")
 

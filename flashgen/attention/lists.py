@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from flashgen.analysis.tiles import TileMap
 
 _REMEMBERED = 8  # lists of masks without captures, by lengths
+_FEW_ENTRIES = 2**18  # of all lists together, at most: 1 MiB, for which counting first is not worth its time
 _Arrays = dict[str, Any]
 
 
@@ -120,20 +121,19 @@ class TileLister:
         """
 
         def make() -> TileLists:
-            shape, like = prepared.shape, arrays["q"]
-            entries = library.empty((max(shape.rows * shape.listed, 1),), "int32", like)
-            lists = self._lists(problem, shape, library, like, entries)
             own = {member: arrays[member] for member in self._members}
-            self._launch(prepared.launch, lists, own | {"entries": entries}, numbers, place)
-            return lists
+            return self._make_spaced(prepared, problem, own, library, arrays["q"], numbers, place)
 
         if self._captures or self._is_captured(place):
             return make().arguments()
         return self._recall(problem, place, make).arguments()
 
     def make(self, len_q: int, len_k: int, batch: int, heads: int, captures: Mapping[str, Any]) -> TileLists:
-        """Lists without gaps between them: counted first, then filled in. Waits for the device."""
-        problem = _problem(len_q, len_k, batch, heads)
+        """Lists for calls to come. Waits for the device.
+
+        Small ones are equally spaced, of one launch; larger ones have no gaps, counted first and then filled in.
+        """
+        problem = sizes_of(len_q, len_k, batch, heads)
         captures = self._mask_captures(captures)
         self._check_layouts(captures, len_q, len_k)
         arrays = self._own_arrays(captures)
@@ -153,7 +153,15 @@ class TileLister:
         members = {member_name(c): arrays[c.name] for c in self._captures if c.ndim}
 
         def fill() -> TileLists:
-            return self._make_compact(problem, views, members, library, like, numbers, place)
+            shape = list_shape(self.spec, problem, self.tile, self.direction)
+            if shape.rows * shape.listed <= _FEW_ENTRIES:
+                prepared = self.prepare(problem, views)
+                lists = self._make_spaced(prepared, problem, members, library, like, numbers, place)
+            else:
+                lists = self._make_compact(problem, views, members, library, like, numbers, place)
+            if on_gpu:
+                gpu.stream_object(place.stream).synchronize()  # ready for whichever stream uses them
+            return lists
 
         return fill() if self._captures else self._recall(problem, place, fill)
 
@@ -252,6 +260,21 @@ class TileLister:
             self.engine.library(array, name)  # says so where the emulator cannot read it
         return arrays
 
+    def _make_spaced(
+        self,
+        prepared: ListsLaunch,
+        problem: Problem,
+        members: _Arrays,
+        library: Library,
+        like: Any,
+        numbers: Numbers,
+        place: Place,
+    ) -> TileLists:
+        entries = library.empty((max(prepared.shape.rows * prepared.shape.listed, 1),), "int32", like)
+        lists = self._lists(problem, prepared.shape, library, like, entries)
+        self._launch(prepared.launch, lists, members | {"entries": entries}, numbers, place)
+        return lists
+
     def _make_compact(
         self,
         problem: Problem,
@@ -271,8 +294,6 @@ class TileLister:
         total = _write_offsets(counted, place)
         entries = library.empty((max(total, 1),), "int32", like)
         self._launch(fill, counted, members | {"entries": entries}, numbers, place)
-        if isinstance(self.engine, Gpu):
-            gpu.stream_object(place.stream).synchronize()  # ready for whichever stream uses them
         return replace(counted, entries=entries)
 
 
@@ -303,7 +324,7 @@ def _blocks_of(spec: AttentionSpec) -> list[tuple[str, int, sympy.Symbol, int]]:
     ]
 
 
-def _problem(len_q: int, len_k: int, batch: int, heads: int) -> Problem:
+def sizes_of(len_q: int, len_k: int, batch: int, heads: int) -> Problem:
     """The sizes that lists depend on; ArgumentError where one is no size."""
     sizes = {"len_q": (len_q, 0), "len_k": (len_k, 0), "batch": (batch, 1), "heads": (heads, 1)}
     for name, (size, least) in sizes.items():

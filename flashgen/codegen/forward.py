@@ -9,7 +9,7 @@ from flashgen.codegen.arguments import DROPOUT_FIELDS, LIST_FIELDS, ArgumentLayo
 from flashgen.codegen.assembly import assemble, check_spec, common_context, longest_last, visited_tiles
 from flashgen.codegen.header import header
 from flashgen.codegen.kernel import RenderedKernel, entry_name, kernel_name
-from flashgen.codegen.plans import ForwardPlan, choose_forward_plan
+from flashgen.codegen.plans import ForwardPlan, choose_forward_plan, divides_tiles
 from flashgen.codegen.targets import Target
 from flashgen.codegen.variant import captures_read, variant_of
 from flashgen.language.spec import AttentionSpec
@@ -55,6 +55,7 @@ def render_forward(spec: AttentionSpec, target: Target, plan: ForwardPlan | None
         "longest_first": longest_last(tiles),
         "score_operand": variant.score.of("scores[i][j][e]") if variant.score else "",
         "score_call": variant.score.call() if variant.score else "",
+        "divides_tiles": divides_tiles(spec, plan.tile_k),
         "may_be_empty": variant.mask is not None or variant.score is not None,
     }
     source = assemble("forward/mma_sync.cu.jinja", context, target)

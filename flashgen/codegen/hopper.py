@@ -10,7 +10,7 @@ from flashgen.codegen.assembly import assemble, check_spec, common_context, long
 from flashgen.codegen.header import header
 from flashgen.codegen.hopper_plans import HopperPlan, choose_hopper_plan, panel_columns
 from flashgen.codegen.kernel import RenderedKernel, entry_name, kernel_name
-from flashgen.codegen.plans import padded
+from flashgen.codegen.plans import divides_tiles, padded
 from flashgen.codegen.targets import Target
 from flashgen.codegen.variant import captures_read, variant_of
 from flashgen.language.spec import AttentionSpec
@@ -72,6 +72,7 @@ def render_hopper(spec: AttentionSpec, target: Target, plan: HopperPlan | None =
         "longest_first": longest_first,
         "score_operand": variant.score.of("scores[i][j][e]") if variant.score else "",
         "score_call": variant.score.call() if variant.score else "",
+        "divides_tiles": divides_tiles(spec, plan.tile_k),
         "may_be_empty": variant.mask is not None or variant.score is not None,
         "suffix": suffix_of(spec),
     }

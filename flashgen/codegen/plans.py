@@ -112,6 +112,7 @@ _ACCUMULATORS_SM_90 = _ACCUMULATORS | {"none": 192, "plain": 176, "busy": 176, "
 _SCORES = {"none": 128, "plain": 128, "busy": 64, "loading": 48, "moderate": 64, "costly": 32, "heavy": 32}
 _PLAIN_MASK, _BUSY_SCORE = 8, 8  # operations
 _KEPT_HEAD_DIM = 32
+_WIDE_TILE = 64  # keys: a mask that divides k by multiples of so many is cheaper in tiles that fit them
 
 
 def _loads_per_score(expression: sympy.Basic) -> bool:
@@ -149,6 +150,16 @@ def reads_blocks(spec: AttentionSpec) -> bool:
     return any(load.has(FloorDiv) for load in spec.mask.expression.atoms(Load))
 
 
+def _is_power_of_2(number: int) -> bool:
+    return number & (number - 1) == 0
+
+
+def divides_tiles(spec: AttentionSpec, tile_k: int) -> bool:
+    """Whether the mask divides k by multiples of a tile's width, a power of 2: a tile has one quotient."""
+    divisors = [node.args[1] for node in spec.mask.expression.atoms(FloorDiv, FloorMod) if node.args[0] == KEY]
+    return _is_power_of_2(tile_k) and any(isinstance(by, sympy.Integer) and by % tile_k == 0 for by in divisors)
+
+
 def _accumulators(plan: ForwardPlan, spec: AttentionSpec) -> tuple[int, int]:
     """Registers of a thread that hold scores, and scores and output: its warp's rows over 32 lanes.
 
@@ -164,7 +175,7 @@ def _candidates(spec: AttentionSpec, target: Target) -> list[ForwardPlan]:
     fitting = []
     for tile_q, tile_k, warps, stages in _PREFERENCE:
         plan = ForwardPlan(tile_q, tile_k, warps, stages)
-        cuts_across = tile_k & (tile_k - 1) and reads_blocks(spec)
+        cuts_across = not _is_power_of_2(tile_k) and (reads_blocks(spec) or divides_tiles(spec, _WIDE_TILE))
         if plan.problem(spec, target) is None and not cuts_across:
             per_block = plan.shared_bytes(spec) + RESERVED_SHARED
             blocks = min(target.shared_per_multiprocessor // per_block, _WARPS_TO_HIDE_LATENCY // warps, _MOST_BLOCKS)

@@ -71,6 +71,10 @@ void tensor_store(const void* map, u32 source, int rank, const int* start, bool 
   void* caller = __builtin_return_address(0);
   TensorCopy& copy =
       new_copy(add ? TensorOperation::kAdd : TensorOperation::kStore, map, source, rank, start, site, caller);
+  for (int axis = 0; axis < rank; ++axis)  // the CUDA C++ programming guide, on the tensor memory accelerator
+    if (start[axis] < 0)
+      fail(site, "a %s may not begin before the tensor, and coordinate %d is %d: only its end is clipped",
+           name_of(copy.operation), axis, start[axis]);
   copy.group = self.bulk.open_group;
   block.async_proxy.check_visible(copy.claim);
   copy.copy.resize(copy.box.bytes());

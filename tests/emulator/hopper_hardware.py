@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from gpu_launch import run_on_gpu
-from hopper_kernels import BOXES, PRODUCTS, Box, Pipeline, ProductCase, WrittenOperands, kernel_source
+from hopper_kernels import COPIES_OF_BOXES, PRODUCTS, Box, Pipeline, ProductCase, WrittenOperands, kernel_source
 
 from flashgen.runtime.gpu import compute_capability
 
@@ -43,8 +43,7 @@ def test_every_way_of_an_operand(run: Any, case: ProductCase, accumulate: bool) 
 
 @pytest.mark.gpu
 @pytest.mark.usefixtures("hopper")
-@pytest.mark.parametrize("kernel", ["load_box", "store_box", "add_box"])
-@pytest.mark.parametrize("box", BOXES, ids=str)
+@pytest.mark.parametrize(("box", "kernel"), COPIES_OF_BOXES, ids=str)
 def test_every_copy_of_a_box(run: Any, box: Box, kernel: str) -> None:
     source, seen = kernel_source("boxes.cu", {"kBoxBytes": box.bytes}), []
     for launch in (run, run_on_gpu):

@@ -127,12 +127,17 @@ class Box:
     dtype: Any = DTYPES["f16"]
 
     def __str__(self) -> str:
-        box, start = "x".join(map(str, self.box)), ",".join(map(str, self.start))
+        box, start = "x".join(map(str, self.box)), ".".join(map(str, self.start))
         return f"{self.dtype.name}-{box}-at{start}-swizzle{self.swizzle}"
 
     @property
     def bytes(self) -> int:
         return int(np.prod(self.box)) * self.dtype.itemsize
+
+    @property
+    def kernels(self) -> tuple[str, ...]:
+        """What can be done with it: stores may not begin before the tensor."""
+        return ("load_box",) if min(self.start) < 0 else ("load_box", "store_box", "add_box")
 
     def tensor(self, seed: int = 0) -> np.ndarray[Any, Any]:
         return np.random.default_rng(seed).integers(-50, 50, self.shape).astype(self.dtype)
@@ -178,7 +183,12 @@ BOXES = [
     Box((1, 2, 9, 16), (16, 8, 1, 1), (8, 8, 1, 0), 32, DTYPES["bf16"]),
     Box((1, 1, 16, 64), (64, 8, 1, 1), (64, 0, 0, 0), 128),  # nothing of it inside
     Box((1, 2, 20, 32), (32, 8, 1, 1), (8, 1, 1, 0), 128, np.dtype(np.float32)),
+    Box((2, 3, 40, 40), (16, 64, 1, 1), (32, 3, 2, 1), 32),  # more rows than the tensor has, and half a row too many
+    Box((1, 2, 20, 48), (24, 8, 2, 1), (40, 16, 1, 0), 0),  # past all but batch
 ]
+
+
+COPIES_OF_BOXES = [(box, kernel) for box in BOXES for kernel in box.kernels]
 
 
 @dataclass(frozen=True)

@@ -73,6 +73,12 @@ def list_tiles(
     return lister.make(case.len_q, case.len_k, case.batch, case.heads, case.captures)
 
 
+@pytest.fixture(autouse=True)
+def _compact(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also small lists are counted first, and have no gaps."""
+    monkeypatch.setattr("flashgen.attention.lists._FEW_ENTRIES", 0)
+
+
 @pytest.fixture
 def check() -> Callable[..., TileLists]:
     """Lists a case and compares it with brute force; where the lists share batch or heads, so must the classes."""

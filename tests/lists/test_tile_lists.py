@@ -57,7 +57,14 @@ def test_lists_of_a_mask_without_captures_are_remembered() -> None:
     assert len(attention._lister._remembered) <= 8
 
 
-def test_sparse_masks_take_less_memory() -> None:
+def test_small_lists_are_equally_spaced() -> None:
+    lists = _compiled(fg.document("ids")).tile_lists(150, 100, ids=np.zeros(150, np.int32))
+    np.testing.assert_array_equal(lists.offsets.ravel(), np.arange(5) * 4)
+    assert (lists.counts == 4).all() and lists.entries.size == 20
+
+
+def test_larger_lists_of_sparse_masks_take_less_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("flashgen.attention.lists._FEW_ENTRIES", 0)
     attention = fg.compile(fg.AttentionSpec(head_dim=32, mask=fg.document("ids")), emulate=True)
     tile_q, tile_k = attention.plan.tile_q, attention.plan.tile_k
     document = math.lcm(tile_q, tile_k)  # so that documents end where tiles do, whatever the plan
