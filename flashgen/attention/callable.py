@@ -6,10 +6,13 @@ from collections.abc import Callable
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from flashgen.attention.engines import Engine, build
+from flashgen.attention.engines import Engine, Gpu, build
 from flashgen.attention.forward import ForwardPass
 from flashgen.attention.gradients import Gradients
-from flashgen.attention.lists import TileLister, TileLists
+from flashgen.attention.lists import TileLister, TileLists, sizes_of
+from flashgen.attention.tuned_plans import TunedPlans
+from flashgen.attention.winners import BuiltForward
+from flashgen.build.cache import KernelCache
 from flashgen.build.resources import Resources
 from flashgen.codegen.families import AnyForwardPlan, render_forward
 from flashgen.codegen.kernel import RenderedKernel
@@ -21,6 +24,7 @@ if TYPE_CHECKING:
     from flashgen.analysis.tiles import TileMap
     from flashgen.attention.backward import BackwardPass
     from flashgen.attention.backward_lists import BackwardTileLists
+    from flashgen.attention.tuning import Tuning
     from flashgen.codegen.backward import BackwardKernels, BackwardPlan
 
 
@@ -40,11 +44,19 @@ class Attention:
         plan: AnyForwardPlan | None = None,
         deterministic: bool = False,
         backward_plan: BackwardPlan | None = None,
+        tuned: KernelCache | None = None,
     ) -> None:
+        """`compile` makes them.
+
+        tuned: where winners of tuning are kept; None is the cache of the environment on a GPU, and on the emulator
+            nowhere. A plan that is given wins over them.
+        """
         self.spec, self.target, self.engine, self.deterministic = spec, target, engine, deterministic
         self._given_backward_plan = backward_plan
         self._kernel = render_forward(spec, target, plan)
-        self._forward = ForwardPass(spec, self._kernel, engine, self._prebuild("forward"))
+        follows = plan is None and (isinstance(engine, Gpu) or tuned is not None)
+        winners = TunedPlans(self._kernel, tuned) if follows else None
+        self._forward = ForwardPass(spec, self._kernel, engine, self._prebuild("forward"), winners)
 
     def _prebuild(self, which: str) -> str:
         """The command that builds the kernels of a pass."""
@@ -77,8 +89,20 @@ class Attention:
 
     @property
     def plan(self) -> AnyForwardPlan:
-        """Tile sizes, warps and stages."""
+        """Tile sizes, warps and stages: those of the default, or what `compile` was given."""
         return self._kernel.plan
+
+    def plan_for(self, len_q: int, len_k: int | None = None, batch: int = 1, heads: int = 1) -> AnyForwardPlan:
+        """The plan of calls of these sizes on the current GPU: `plan`, or what `tune` found for such lengths.
+
+        Args: as of `tile_lists`. Raises LaunchError where there is no GPU.
+        """
+        return self._built_for(len_q, len_q if len_k is None else len_k, batch, heads).kernel.plan
+
+    def _built_for(self, len_q: int, len_k: int, batch: int, heads: int) -> BuiltForward:
+        if self._forward.winners is None:
+            return self._forward.default
+        return self._forward.built_for(sizes_of(len_q, len_k, batch, heads), self.engine.here())
 
     @cached_property
     def resources(self) -> Resources:
@@ -118,6 +142,8 @@ class Attention:
     def tiles(self, len_q: int, len_k: int | None = None, batch: int = 1, heads: int = 1, **captures: Any) -> TileMap:
         """Which tiles a call of these lengths visits, and which of them need their mask; computed on the CPU.
 
+        The tiles are those of `plan`.
+
         Captures are NumPy arrays and numbers, needed only if the mask reads them.
         """
         from flashgen.analysis.tiles import tile_map
@@ -145,7 +171,10 @@ class Attention:
         """
         if self._lister is None:
             raise ArgumentError(f"{self.spec.mask.name} needs no lists: its tiles are known in closed form")
-        return self._lister.make(len_q, len_q if len_k is None else len_k, batch, heads, captures)
+        length_k = len_q if len_k is None else len_k
+        lister = self._built_for(len_q, length_k, batch, heads).lister
+        assert lister is not None, "every plan's kernel reads lists where one does"
+        return lister.make(len_q, length_k, batch, heads, captures)
 
     def backward_tile_lists(
         self, len_q: int, len_k: int | None = None, batch: int = 1, heads: int = 1, **captures: Any
@@ -192,6 +221,34 @@ class Attention:
             LaunchError: the kernel could not be launched, or the emulator found a fault.
         """
         return self._forward(q, k, v, captures, seed, offset, return_lse, out, tile_lists)
+
+    def tune(self, q: Any, k: Any, v: Any, *, seed: int | None = None, **captures: Any) -> Tuning:
+        """Times the plans that may be the best for calls like this one on this GPU, and keeps the winner on disk.
+
+        Calls of such lengths then run it, in this process and later ones: those whose lengths have the same nearest
+        powers of 2, and whose heads x batch have, too, unless they are so many that more make no difference, or the
+        mask is read from lists. `compile(..., plan=...)` wins over it. What is kept holds for this kind of GPU, and
+        until flashgen or its compiler makes another kernel of the spec; `flashgen cache clear` forgets it.
+
+        Takes some seconds. Up to 12 plans are compiled; left out are those whose registers do not suffice, and any
+        whose output is not the default one's up to rounding. The others take turns, the L2 flushed before each run;
+        medians are compared. The default plan stays where none is at least 1% faster. Tile lists are made in each call,
+        as calls do that are given none. Do not tune while others use the GPU.
+
+        Args:
+            q, k, v, seed, captures: those of a call.
+
+        Returns:
+            What was found: the winner, the default plan, the milliseconds of each, what was gained. Print it.
+
+        Raises:
+            ArgumentError: as a call; or this attention was compiled with plan=....
+            BuildError: FLASHGEN_JIT=0, or the cache cannot be written.
+            LaunchError: there is no GPU, or this attention is the emulator's.
+        """
+        from flashgen.attention.tuning import tune
+
+        return tune(self._forward, (q, k, v), captures, seed)
 
     def backward(
         self,

@@ -18,7 +18,7 @@ from flashgen.runtime import gpu
 from flashgen.runtime.arrays import NUMPY, Library, library_of, numpy_dtype
 from flashgen.runtime.schedule import Schedule
 
-_EMULATED_MULTIPROCESSORS = 3  # few and odd, so that a block meets tiles of several heads
+_EMULATED = gpu.Card("emulator", multiprocessors=3)  # few and odd, so that a block meets tiles of several heads
 
 Arrays = Mapping[str, Any]
 Numbers = Mapping[str, int | float]
@@ -120,6 +120,15 @@ class Gpu:
         """How many multiprocessors the device has."""
         return gpu.multiprocessors(device)
 
+    def here(self) -> int:
+        """The device of calls whose arrays do not say; LaunchError where there is no GPU."""
+        gpu.compute_capability()
+        return gpu.current_device()
+
+    def card(self, device: int) -> gpu.Card:
+        """What kind of GPU the device is."""
+        return gpu.card(device)
+
     def clear(self, array: Any, place: Place) -> None:
         """Zeros an array on the stream."""
         view = library_of(array, "an array").view(array, "an array")
@@ -153,7 +162,13 @@ class Emulator:
         return True
 
     def multiprocessors(self, device: int) -> int:
-        return _EMULATED_MULTIPROCESSORS
+        return _EMULATED.multiprocessors
+
+    def here(self) -> int:
+        return 0
+
+    def card(self, device: int) -> gpu.Card:
+        return _EMULATED
 
     def clear(self, array: Any, place: Place) -> None:
         array[...] = 0

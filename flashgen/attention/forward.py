@@ -5,16 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakSet
 
 from flashgen.attention.captures import check_array, check_captures
 from flashgen.attention.engines import Engine, Gpu, Place
 from flashgen.attention.hopper_launch import MapWriter, hopper_launch
 from flashgen.attention.launches import Launch, forward_launch
-from flashgen.attention.lists import ListsLaunch, TileLister, TileLists
+from flashgen.attention.lists import ListsLaunch, TileLists
 from flashgen.attention.outputs import check_outputs, given_outputs
 from flashgen.attention.passes import Pass, common_device
 from flashgen.attention.problem import Problem, problem_of
 from flashgen.attention.through_gpu import to_gpu, to_host
+from flashgen.attention.tuned_plans import TunedPlans
+from flashgen.attention.winners import BuiltForward, Winners
 from flashgen.codegen.families import AnyForwardKernel
 from flashgen.codegen.hopper import HopperKernel
 from flashgen.errors import ArgumentError
@@ -31,18 +34,40 @@ class _Prepared:
     problem: Problem
     output_shape: tuple[int, ...]
     device: int
+    built: BuiltForward
     forward: Launch
     lists: ListsLaunch | None
 
 
-class ForwardPass(Pass[_Prepared]):
-    """The forward kernel of a spec, and the lister of its tiles where it reads lists."""
+_WITH_WINNERS: WeakSet[ForwardPass] = WeakSet()
 
-    def __init__(self, spec: AttentionSpec, kernel: AnyForwardKernel, engine: Engine, prebuild: str) -> None:
+
+class ForwardPass(Pass[_Prepared]):
+    """The forward kernel of a spec, and the lister of its tiles where it reads lists.
+
+    tuned: where plans are found that calls of some lengths take instead of the kernel's; None is the kernel's for all.
+    """
+
+    def __init__(
+        self,
+        spec: AttentionSpec,
+        kernel: AnyForwardKernel,
+        engine: Engine,
+        prebuild: str,
+        tuned: TunedPlans | None = None,
+    ) -> None:
         super().__init__(spec, engine, in_rows=frozenset(("q", "k", "v", "o")))
-        self.kernel = kernel
-        self._runner = engine.runner(kernel, prebuild)
-        self.lister = TileLister(spec, kernel.target, kernel.plan, engine, prebuild) if kernel.uses_lists else None
+        self.default = BuiltForward.of(spec, kernel, engine, prebuild)
+        self.kernel, self.lister = kernel, self.default.lister
+        self.winners = Winners(spec, self.default, engine, tuned) if tuned else None
+        if self.winners:
+            _WITH_WINNERS.add(self)
+
+    def forget(self) -> None:
+        """Calls to come look for winners again."""
+        if self.winners:
+            self.winners.forget()
+        self._prepared.clear()
 
     def __call__(
         self,
@@ -101,16 +126,17 @@ class ForwardPass(Pass[_Prepared]):
         if problem.is_empty:
             return
         place = Place(library.stream(q), prepared.device)
-        if self.lister and prepared.lists:
+        lister = prepared.built.lister
+        if lister and prepared.lists:
             arrays |= (
-                self.lister.of_call(prepared.lists, problem, library, arrays, numbers, place)
+                lister.of_call(prepared.lists, problem, library, arrays, numbers, place)
                 if tile_lists is None
-                else self.lister.check(tile_lists, problem, place)
+                else lister.check(tile_lists, problem, place)
             )
         if isinstance(prepared.forward.writer, MapWriter) and prepared.forward.writer.counts_tiles:
             arrays["next_tile"] = library.empty((1,), "int32", q)
             self.engine.clear(arrays["next_tile"], place)
-        self._runner.launch(prepared.forward, arrays, numbers, place)
+        prepared.built.runner.launch(prepared.forward, arrays, numbers, place)
 
     def _work_out(self, views: dict[str, View]) -> _Prepared:
         device = common_device(views)
@@ -119,12 +145,17 @@ class ForwardPass(Pass[_Prepared]):
         captured = {capture.name: views[member] for capture, member in self._arrays}
         for capture, _ in self._arrays:
             check_array(self.spec, capture, captured[capture.name], problem)
-        if isinstance(self.kernel, HopperKernel):
-            forward = hopper_launch(self.spec, self.kernel, problem, captured, self.engine.multiprocessors(device))
+        built = self.built_for(problem, device)
+        if isinstance(built.kernel, HopperKernel):
+            forward = hopper_launch(self.spec, built.kernel, problem, captured, self.engine.multiprocessors(device))
         else:
-            forward = forward_launch(self.spec, self.kernel, problem, captured)
-        lists = self.lister.prepare(problem, captured) if self.lister else None
-        return _Prepared(problem, problem.output_shape(self.spec), device, forward, lists)
+            forward = forward_launch(self.spec, built.kernel, problem, captured)
+        lists = built.lister.prepare(problem, captured) if built.lister else None
+        return _Prepared(problem, problem.output_shape(self.spec), device, built, forward, lists)
+
+    def built_for(self, problem: Problem, device: int) -> BuiltForward:
+        """The kernel that calls of these sizes run on a device."""
+        return self.winners.of(problem, device) if self.winners and problem.has_scores else self.default
 
     def _through_gpu(
         self,
@@ -148,3 +179,9 @@ class ForwardPass(Pass[_Prepared]):
         results = result if isinstance(result, tuple) else (result,)
         home = tuple(to_host(array, target) for array, target in zip(results, given or (None, None), strict=False))
         return out if out is not None else home if return_lse else home[0]
+
+
+def forget_winners() -> None:
+    """Every callable of this process looks for winners of tuning again."""
+    for forward in list(_WITH_WINNERS):
+        forward.forget()

@@ -141,6 +141,20 @@ class KernelCache:
         )
         return self._get_or_build(name, key, build, refusal)[0].path
 
+    def find(self, name: str, key: str) -> StoredEntry | None:
+        """The entry of that name and key, every byte checked; None where there is none.
+
+        A damaged entry is none either, and is said. BuildError: the cache folder cannot be used.
+        """
+        return self._read(self.root / folder_name(name, key), key, remedy="it is not used")
+
+    def put(self, name: str, key: str, artifacts: Artifacts) -> StoredEntry:
+        """Writes an entry, in place of one that may be there. BuildError: the cache folder cannot be used."""
+        with self._locked(key):
+            remove_leftovers(self.root, key[:SHORT_KEY])
+            with self._usable():
+                return write_entry(self.root / folder_name(name, key), key, artifacts)
+
     def path(self) -> Path:
         """The folder of the entries, which may not exist yet."""
         return self.root
@@ -189,13 +203,13 @@ class KernelCache:
                 stack.enter_context(exclusive(lock_path(self.root, key)))
             yield
 
-    def _read(self, folder: Path, key: str, *, warn: bool = True) -> StoredEntry | None:
+    def _read(self, folder: Path, key: str, *, warn: bool = True, remedy: str | None = None) -> StoredEntry | None:
         try:
             with self._usable():
                 return read_entry(folder, key)
         except DamagedEntry as damage:
             if warn:
-                remedy = "it is built again" if self.jit else "it is not used"
+                remedy = remedy or ("it is built again" if self.jit else "it is not used")
                 _say(f"the cache entry {folder} is damaged: {damage}; {remedy}")
             return None
 

@@ -51,6 +51,21 @@ def multiprocessors(device: int) -> int:
     return int(cupy().cuda.Device(device).attributes["MultiProcessorCount"])
 
 
+@dataclass(frozen=True)
+class Card:
+    """What measurements hold for: a kind of GPU, by its name and how many multiprocessors it has here."""
+
+    name: str
+    multiprocessors: int
+
+
+@cache
+def card(device: int) -> Card:
+    """The kind of a GPU."""
+    properties = cupy().cuda.runtime.getDeviceProperties(device)
+    return Card(properties["name"].decode(), multiprocessors(device))
+
+
 class GpuKernel:
     """A compiled kernel on the GPU. Takes one struct by value; `shared_bytes` of dynamic shared memory per block."""
 

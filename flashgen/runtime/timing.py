@@ -16,7 +16,7 @@ _FLUSHES = 4  # one takes less time than a host does to start some of what is ti
 
 
 @cache
-def _flush_buffer() -> Any:
+def _flush_buffer(device: int) -> Any:
     cupy = gpu.cupy()
     return cupy.empty(_FLUSH_BYTES // 4, cupy.float32)
 
@@ -62,7 +62,7 @@ def _cold_ms(run: Run) -> float:
     cupy = gpu.cupy()
     start, end = cupy.cuda.Event(), cupy.cuda.Event()
     for _ in range(_FLUSHES):
-        _flush_buffer().fill(0)
+        _flush_buffer(gpu.current_device()).fill(0)
     start.record()
     run()
     end.record()

@@ -1,0 +1,153 @@
+"""Winners of tuning: which plan calls of some lengths take, found on disk.
+
+A winner is an entry of the kernel cache, beside the kernels: written whole or not at all, checked whenever it is read,
+listed by `flashgen cache list`, removed by `flashgen cache clear`. Its key is made of what the measurement holds for:
+
+- the default kernel's emitted text, its architecture and NVRTC's version, as in the key of that kernel itself: another
+  spec, default plan, template or compiler finds nothing of this;
+- the GPU: its name and its number of multiprocessors;
+- the class of the lengths (`LengthClass`).
+
+The entry holds the hash of the winner's own text, too: a template that changed for that plan alone makes it stale.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from flashgen.build import nvrtc
+from flashgen.build.cache import KernelCache, default_cache
+from flashgen.build.entries import Artifacts, canonical_json
+from flashgen.build.keys import content_key
+from flashgen.codegen.candidates import Workload
+from flashgen.codegen.families import AnyForwardKernel, AnyForwardPlan
+from flashgen.codegen.hopper_plans import HopperPlan
+from flashgen.codegen.plans import ForwardPlan
+from flashgen.codegen.targets import Target
+from flashgen.runtime.gpu import Card
+
+_PLAN = "plan.json"
+_FULL_ROUNDS = 8  # of tiles on each multiprocessor: from so many on, more heads change nothing
+_TILE_Q = 128  # of such a tile
+
+
+@dataclass(frozen=True)
+class LengthClass:
+    """Lengths that share a winner.
+
+    len_q, len_k: the powers of 2 nearest to the lengths, by their ratio: 16384 stands for 11586 to 23170.
+    heads: the same of heads x batch; no more than give each multiprocessor 8 tiles of 128 queries, as beyond that more
+        of them are more of the same; 0 for all where a mask is read from lists, which know lengths alone.
+    """
+
+    len_q: int
+    len_k: int
+    heads: int
+
+    @classmethod
+    def of(cls, workload: Workload, lists: bool) -> LengthClass:
+        """The class of a call with at least one score; `lists`: its mask is read from lists."""
+        len_q, len_k = (nearest_power(length) for length in (workload.len_q, workload.len_k))
+        if lists:
+            return cls(len_q, len_k, 0)
+        filling = max(_FULL_ROUNDS * workload.multiprocessors * _TILE_Q // len_q, 1)
+        return cls(len_q, len_k, nearest_power(min(workload.heads, filling)))
+
+    def __str__(self) -> str:
+        return f"q{self.len_q}-k{self.len_k}" + (f"-h{self.heads}" if self.heads else "")
+
+
+def nearest_power(number: int) -> int:
+    """The power of 2 nearest to a positive number, by their ratio."""
+    return 1 << round(math.log2(number))
+
+
+@dataclass(frozen=True)
+class TunedPlan:
+    """A winner: the plan, and the hash of the text that was measured."""
+
+    plan: AnyForwardPlan
+    source_hash: str
+
+    @classmethod
+    def of(cls, kernel: AnyForwardKernel) -> TunedPlan:
+        return cls(kernel.plan, source_hash(kernel))
+
+    def describes(self, kernel: AnyForwardKernel) -> bool:
+        """Whether the kernel is the one that was measured."""
+        return source_hash(kernel) == self.source_hash
+
+
+def source_hash(kernel: AnyForwardKernel) -> str:
+    return hashlib.sha256(kernel.source.encode()).hexdigest()
+
+
+class TunedPlans:
+    """The winners of one default kernel, on any GPU."""
+
+    def __init__(self, default: AnyForwardKernel, cache: KernelCache | None = None) -> None:
+        """cache: where they are kept; None is the one that the environment describes at the moment."""
+        self._default, self._cache = default, cache
+
+    def find(self, card: Card, lengths: LengthClass) -> TunedPlan | None:
+        """The winner for a GPU and lengths, or None.
+
+        A damaged one is none, and is said. BuildError: the cache folder cannot be used.
+        """
+        stored = self._store().find(self._name(lengths), self._key(card, lengths))
+        return None if stored is None else _parsed(stored.files.get(_PLAN, b""), self._default.target)
+
+    def keep(self, card: Card, lengths: LengthClass, winner: TunedPlan, measured: Mapping[str, Any]) -> Path:
+        """Writes the winner, in place of an older one, with what was measured; gives the entry's folder.
+
+        BuildError: the cache folder cannot be used.
+        """
+        plan = canonical_json({"plan": asdict(winner.plan), "source": winner.source_hash})
+        facts = {
+            "name": self._name(lengths),
+            "kind": "tuned plan",
+            "architecture": self._default.target.architecture,
+            "nvrtc": _nvrtc_version(),
+            "gpu": asdict(card),
+            "lengths": asdict(lengths),
+            "measured": dict(measured),
+        }
+        return self._store().put(self._name(lengths), self._key(card, lengths), Artifacts({_PLAN: plan}, facts)).path
+
+    def _store(self) -> KernelCache:
+        return self._cache or default_cache()
+
+    def _name(self, lengths: LengthClass) -> str:
+        return f"tuned-{self._default.name}-{lengths}"
+
+    def _key(self, card: Card, lengths: LengthClass) -> str:
+        parts = {
+            "kernel": self._default.source,
+            "architecture": self._default.target.architecture,
+            "nvrtc": _nvrtc_version(),
+            "gpu": card.name,
+            "multiprocessors": str(card.multiprocessors),
+            "lengths": str(lengths),
+        }
+        return content_key("tuned plan", parts)
+
+
+def _nvrtc_version() -> str:
+    """Without NVRTC there are prebuilt kernels alone, and those have default plans."""
+    return "{}.{}".format(*nvrtc.version()) if nvrtc.is_available() else "none"
+
+
+def _parsed(data: bytes, target: Target) -> TunedPlan | None:
+    """The winner of an entry's file; None where it is not as this version writes it, which its key should rule out."""
+    kind = HopperPlan if target.family == "hopper" else ForwardPlan
+    try:
+        fields = json.loads(data)
+        return TunedPlan(kind(**fields["plan"]), str(fields["source"]))
+    except (ValueError, KeyError, TypeError):
+        return None

@@ -1,0 +1,97 @@
+"""Which kernel a call runs: that of the spec's default plan, or of a plan that tuning found for such lengths."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from dataclasses import dataclass
+
+from flashgen.attention.engines import Engine, Runner
+from flashgen.attention.lists import TileLister
+from flashgen.attention.problem import Problem
+from flashgen.attention.tuned_plans import LengthClass, TunedPlan, TunedPlans
+from flashgen.codegen.candidates import Workload
+from flashgen.codegen.families import AnyForwardKernel, AnyForwardPlan, render_forward
+from flashgen.errors import BuildError, FlashgenWarning, UnsupportedError
+from flashgen.language.spec import AttentionSpec
+from flashgen.runtime.gpu import Card
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class BuiltForward:
+    """A forward kernel that is ready to run, and the lister of its tiles where it reads lists."""
+
+    kernel: AnyForwardKernel
+    runner: Runner
+    lister: TileLister | None
+
+    @classmethod
+    def of(cls, spec: AttentionSpec, kernel: AnyForwardKernel, engine: Engine, prebuild: str) -> BuiltForward:
+        """BuildError where the kernel, or that which lists its tiles, can be neither found nor built."""
+        lister = TileLister(spec, kernel.target, kernel.plan, engine, prebuild) if kernel.uses_lists else None
+        return cls(kernel, engine.runner(kernel, prebuild), lister)
+
+
+class Winners:
+    """The kernels of tuned plans, built when a call first wants one, and looked up on disk once for each length class.
+
+    A winner that cannot be had (`FLASHGEN_JIT=0` and it is not in the cache; the cache cannot be read) is said, in a
+    warning with the remedy, and the default plan's kernel runs. One of another text than was measured is none.
+    """
+
+    def __init__(self, spec: AttentionSpec, default: BuiltForward, engine: Engine, tuned: TunedPlans) -> None:
+        self.tuned = tuned
+        self._spec, self._default, self._engine = spec, default, engine
+        self._built: dict[AnyForwardPlan, BuiltForward] = {default.kernel.plan: default}
+        self._chosen: dict[tuple[Card, LengthClass], BuiltForward] = {}
+
+    def forget(self) -> None:
+        """Look on disk again."""
+        self._chosen.clear()
+
+    def key(self, problem: Problem, device: int) -> tuple[Card, LengthClass]:
+        """What a winner is of: the kind of GPU, and the class of a call's lengths."""
+        card = self._engine.card(device)
+        return card, LengthClass.of(workload_of(problem, card), lists=self._default.lister is not None)
+
+    def of(self, problem: Problem, device: int) -> BuiltForward:
+        """The kernel of calls of these sizes, which have scores, on a device."""
+        key = self.key(problem, device)
+        if key not in self._chosen:
+            self._chosen[key] = self._found(*key)
+        return self._chosen[key]
+
+    def _found(self, card: Card, lengths: LengthClass) -> BuiltForward:
+        winner = None
+        try:
+            winner = self.tuned.find(card, lengths)
+            return self._default if winner is None else self._build(winner)
+        except BuildError as error:
+            what = f"the tuned plan {winner.plan}" if winner else "a tuned plan, if there is one,"
+            message = f"{what} of {self._default.kernel.name} is not used, the default one is: {error}"
+            _log.warning("%s", message)
+            warnings.warn(message, FlashgenWarning, stacklevel=2)
+            return self._default
+
+    def _build(self, winner: TunedPlan) -> BuiltForward:
+        if winner.plan in self._built:
+            return self._built[winner.plan]
+        target = self._default.kernel.target
+        try:
+            kernel = render_forward(self._spec, target, winner.plan)
+        except UnsupportedError as error:
+            _log.info("a tuned plan of an older version: %s", error)
+            return self._default
+        if not winner.describes(kernel):
+            _log.info("a tuned plan of an older version: %s is another kernel now", winner.plan)
+            return self._default
+        prebuild = f"flashgen tune --target {target.name} '{self._spec.to_json()}'"
+        built = self._built[winner.plan] = BuiltForward.of(self._spec, kernel, self._engine, prebuild)
+        return built
+
+
+def workload_of(problem: Problem, card: Card) -> Workload:
+    """The sizes of a call, as plans are ranked for them."""
+    return Workload(problem.len_q, problem.len_k, problem.batch * problem.heads_q, card.multiprocessors)
