@@ -332,5 +332,10 @@ class Attention:
         return ((out, lse) if return_lse else out), pullback
 
     @property
+    def forward(self) -> ForwardPass:
+        """What a call goes through; `flashgen.attention.tuning` wants it."""
+        return self._forward
+
+    @property
     def _lister(self) -> TileLister | None:
         return self._forward.lister

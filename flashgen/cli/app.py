@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from flashgen.cli import bench, cache, demo, doctor, release, run, show, verify
+from flashgen.cli import bench, cache, demo, doctor, release, run, show, tune, verify
 from flashgen.cli.console import fail, note, paragraphs
 from flashgen.errors import FlashgenError
 
@@ -68,6 +68,7 @@ COMMANDS: tuple[tuple[Callable[..., None], str | None], ...] = (
     (run.run, run.EXAMPLES),
     (show.show, show.EXAMPLES),
     (verify.verify, verify.EXAMPLES),
+    (tune.tune, tune.EXAMPLES),
     (doctor.doctor, None),
 )
 for command, examples in COMMANDS:

@@ -62,7 +62,7 @@ def tuned(
     it: Attention, *arrays: Any, timer: Any = None, plans: Any = (SMALL, OTHER), **captures: Any
 ) -> tuning.Tuning:
     given = arrays or inputs()
-    return tuning.tune(it._forward, given, captures, plans=plans, timer=timer or MadeUpTimes(SMALL))  # type: ignore[arg-type]
+    return tuning.tune(it.forward, given, captures, plans=plans, timer=timer or MadeUpTimes(SMALL))  # type: ignore[arg-type]
 
 
 # ---- what is kept on disk
@@ -146,14 +146,14 @@ def test_calls_of_tuned_lengths_run_the_winner_here_and_in_later_processes(tmp_p
         assert it.plan_for(2000, heads=2) == it.plan_for(0) == it.plan
         out = it(*inputs())
         assert np.abs(out.astype(np.float32) - before.astype(np.float32)).max() < 2e-3
-        assert next(iter(it._forward._prepared.values())).built.kernel.plan == SMALL
+        assert next(iter(it.forward._prepared.values())).built.kernel.plan == SMALL
         assert it(*inputs(400)).shape == (1, 2, 400, 16)
     np.testing.assert_array_equal(before, beside_before)
 
 
 def test_who_compiles_takes_no_winner_on_the_emulator_or_with_a_plan(tmp_path: Path) -> None:
     tuned(compiled(tmp_path))
-    assert attention.compile(SPEC, emulate=True)._forward.winners is None
+    assert attention.compile(SPEC, emulate=True).forward.winners is None
     given = Attention(SPEC, SM_80, Emulator(), plan=OTHER, tuned=KernelCache(tmp_path))
     assert given.plan_for(90, heads=2) == given.plan == OTHER
     with pytest.raises(ArgumentError, match="compiled with plan="):
@@ -229,7 +229,7 @@ def test_all_are_timed_and_then_the_best_beside_the_default(tmp_path: Path) -> N
     timer, told = MadeUpTimes(SMALL), []
     it = compiled(tmp_path)
     result = tuning.tune(
-        it._forward, inputs(), {}, plans=(SMALL, OTHER, it.plan), timer=timer,
+        it.forward, inputs(), {}, plans=(SMALL, OTHER, it.plan), timer=timer,
         progress=lambda what, done, total: told.append((what, done, total)),
     )  # fmt: skip
     default, small, other = map(str, (it.plan, SMALL, OTHER))
@@ -273,7 +273,7 @@ def test_outputs_may_differ_by_rounding_alone() -> None:
 def test_dropout_and_wrong_arguments(tmp_path: Path) -> None:
     spec = fg.AttentionSpec(16, mask=fg.causal(), dropout=0.25)
     it = compiled(tmp_path, spec)
-    assert tuning.tune(it._forward, inputs(), {}, 3, plans=[SMALL], timer=MadeUpTimes(SMALL)).winner == SMALL
+    assert tuning.tune(it.forward, inputs(), {}, 3, plans=[SMALL], timer=MadeUpTimes(SMALL)).winner == SMALL
     with pytest.raises(ArgumentError, match="seed is missing"):
         tuned(it)
     with pytest.raises(ArgumentError, match="unknown argument 'ids'"):

@@ -1,0 +1,166 @@
+"""`flashgen tune`: the plans of a spec's forward kernel timed on this machine's GPU, and the best one kept."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from flashgen.cli.arrays import load_arrays
+from flashgen.cli.bench import numbers, require_gpu
+from flashgen.cli.console import note, print_json, print_table, progress
+from flashgen.cli.options import Json, Seed, Spec, SpecOptions, Target, with_spec_options
+from flashgen.cli.specs import load_spec, load_variant
+from flashgen.errors import ArgumentError
+
+if TYPE_CHECKING:
+    from flashgen.attention.tuning import Tuning
+    from flashgen.language import AttentionSpec
+    from flashgen.verify import Inputs, Shape
+
+EXAMPLES = """[bold]Examples[/]
+
+flashgen tune "causal()" --head-dim 128 --dtype bfloat16
+
+flashgen tune "causal() & sliding_window(1024)" --lengths 8192,32768 --batch 1 --heads 32 --heads-kv 8
+
+flashgen tune "document('ids')" --captures packed.npz --lengths 16384 --json
+
+flashgen tune "full()" --lengths 1 --len-k 8192 --batch 8 --heads 32
+"""
+
+TOKENS, WIDTH = 16384, 2048  # of a call that nobody says more of: as `flashgen bench` measures
+
+
+@with_spec_options
+def tune(
+    spec: Spec,
+    options: SpecOptions,
+    lengths: Annotated[
+        str, typer.Option("--lengths", help="Queries of a sequence, by commas; each is tuned for.")
+    ] = "1024,4096,16384",
+    len_k: Annotated[int | None, typer.Option("--len-k", min=1, help="Keys. Default: as many as queries.")] = None,
+    batch: Annotated[
+        int | None, typer.Option("--batch", min=1, help="Sequences. Default: those of 16384 tokens in all.")
+    ] = None,
+    heads: Annotated[
+        int | None, typer.Option("--heads", min=1, help="Heads of the queries. Default: 2048 / head dim.")
+    ] = None,
+    heads_kv: Annotated[
+        int | None, typer.Option("--heads-kv", min=1, help="Heads of keys and values. Default: as many.")
+    ] = None,
+    captures: Annotated[
+        Path | None,
+        typer.Option("--captures", "--input", "-i", help="A file with captures by name. Default: random ones."),
+    ] = None,
+    target: Target = None,
+    seed: Seed = 0,
+    json: Json = False,
+) -> None:
+    """Time the plans of a spec's forward kernel on this machine's GPU, and keep the best for calls of such lengths.
+
+    A plan is tile sizes, stages, warps. Each spec has a default one, chosen without a GPU; for each length up to 12 are
+    compiled, compared with its output, and timed in turn, the L2 flushed before each run. The winner is kept in the
+    cache ([cyan]flashgen cache list[/]), and every later call of the spec with lengths of the same nearest powers of 2
+    on such a GPU runs it. Where no plan is at least 1% faster, the default one stays. Inputs are random. Tune while
+    nobody else uses the GPU.
+    """
+    require_gpu()
+    declared = load_spec(spec, options)
+    sizes = [
+        shape_of(declared, length, len_k or length, batch, heads, heads_kv) for length in numbers(lengths, "--lengths")
+    ]
+    given = load_arrays(captures, "--captures") if captures else {}
+    found = []
+    for shape in sizes:
+        result = tuned(declared, shape, inputs_of(spec, declared, shape, seed, given), target, seed)
+        found.append(described(result, declared, shape))
+        if not json:
+            print_table(*table(result, declared, shape), title=f"{declared.name}, {shape}")
+            note(f"{result}\nsaved to {result.kept}")
+    if json:
+        print_json(found)
+
+
+def shape_of(
+    spec: AttentionSpec, len_q: int, len_k: int, batch: int | None, heads: int | None, heads_kv: int | None
+) -> Shape:
+    """The sizes of a call; ArgumentError where the heads do not fit together."""
+    from flashgen.verify import Shape
+
+    heads = heads or max(WIDTH // spec.head_dim, 1)
+    heads_kv = heads_kv or heads
+    if heads % heads_kv:
+        raise ArgumentError(f"--heads-kv {heads_kv} does not divide --heads {heads}")
+    return Shape(len_q, len_k, batch or max(TOKENS // max(len_q, len_k), 1), heads, heads_kv)
+
+
+def inputs_of(text: str, spec: AttentionSpec, shape: Shape, seed: int, given: dict[str, Any]) -> Inputs:
+    """Random inputs; captures from the file where it has one of the name, numbers as arrays of no dimension."""
+    from flashgen.verify import random_inputs
+
+    variant = load_variant(text)
+    inputs = random_inputs(spec, shape, seed, variant.captures if variant else None)
+    own = {name: given[name] if given[name].ndim else given[name].item() for name in inputs.captures if name in given}
+    return dataclasses.replace(inputs, captures=inputs.captures | own)
+
+
+def tuned(spec: AttentionSpec, shape: Shape, inputs: Inputs, target: str | None, seed: int) -> Tuning:
+    """Tunes for one call, with a progress bar."""
+    from flashgen import attention
+    from flashgen.attention.tuning import tune
+
+    with progress(f"tuning {shape}", None) as bar:
+
+        def show(what: str, done: int, total: int) -> None:
+            bar.update(bar.task_ids[0], description=f"{shape}: {what}", completed=done, total=total)
+
+        compiled = attention.compile(spec, target=target)
+        dropout_seed = seed if spec.dropout else None
+        return tune(compiled.forward, (inputs.q, inputs.k, inputs.v), inputs.captures, dropout_seed, progress=show)
+
+
+def table(result: Tuning, spec: AttentionSpec, shape: Shape) -> tuple[tuple[str, ...], list[list[str]]]:
+    """The plans, fastest first, then those that were left out, with the reason in place of their time."""
+    heading = ("plan", "ms", "TFLOP/s", "registers", "times the default's speed", "")
+    rows = sorted(result.timings, key=lambda row: (row.milliseconds is None, row.milliseconds))
+    default = result.milliseconds[result.default]
+    cells = []
+    for row in rows:
+        marks = [name for name, plan in (("winner", result.winner), ("default", result.default)) if plan == row.plan]
+        registers = "-" if row.registers is None else str(row.registers)
+        if row.milliseconds is None:
+            cells.append([plan_text(row.plan), "-", "-", registers, "-", row.left_out])
+            continue
+        speed = f"{flops(spec, shape) / row.milliseconds / 1e9:.0f}"
+        ratio = f"{default / row.milliseconds:.3f}"
+        cells.append([plan_text(row.plan), f"{row.milliseconds:.4f}", speed, registers, ratio, ", ".join(marks)])
+    return heading, cells
+
+
+def described(result: Tuning, spec: AttentionSpec, shape: Shape) -> dict[str, Any]:
+    """A result for a program."""
+    timings = [
+        timing | {"tflops": row.milliseconds and flops(spec, shape) / row.milliseconds / 1e9}
+        for timing, row in zip(result.to_dict()["timings"], result.timings, strict=True)
+    ]
+    return result.to_dict() | {"spec": spec.name, "shape": dataclasses.asdict(shape), "timings": timings}
+
+
+def flops(spec: AttentionSpec, shape: Shape) -> float:
+    """Of the two products; half of them for a causal spec, as `flashgen bench` counts."""
+    from flashgen.bench.cases import Case, products
+
+    share = Case(spec, shape.len_q, shape.batch, shape.heads_q).share
+    return 2.0 * shape.batch * shape.heads_q * shape.len_q * shape.len_k * products(spec, "forward") * share
+
+
+def plan_text(plan: Any) -> str:
+    """A plan in few words: "192 x 128, consumers 3, stages 2, takes_turns"."""
+    words = []
+    for name, value in dataclasses.asdict(plan).items():
+        if name not in ("tile_q", "tile_k") and value is not False:
+            words.append(name if value is True else f"{name} {value}")
+    return ", ".join([f"{plan.tile_q} x {plan.tile_k}", *words])
