@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from flashgen.attention.callable import Attention
 from flashgen.attention.engines import Emulator, Engine, Gpu
-from flashgen.codegen.families import AnyForwardPlan
-from flashgen.codegen.targets import Target, target_named, target_of_capability
+from flashgen.codegen.families import AnyForwardPlan, emulated_target, target_of_gpu
+from flashgen.codegen.targets import Target, target_named
 from flashgen.errors import SpecError
 from flashgen.language.spec import AttentionSpec
 from flashgen.runtime import gpu
@@ -16,8 +16,6 @@ from flashgen.runtime.schedule import Schedule
 
 if TYPE_CHECKING:
     from flashgen.codegen.backward import BackwardPlan
-
-_EMULATED_TARGET = "sm_80"
 
 
 def compile(
@@ -35,9 +33,12 @@ def compile(
 
     Args:
         spec: the variant.
-        target: an architecture such as "sm_80"; None is the current GPU's, or sm_80 on the emulator.
+        target: an architecture such as "sm_80". None is that of the current GPU, on the emulator sm_80: on an H100 or
+            H200 "sm_90a", whose forward kernels are of Hopper's own instructions and whose backward kernels are of the
+            family `ampere`; "sm_90" has that family's forward kernels there, too.
         emulate: run the emitted kernel on the CPU.
-        plan: tile sizes and warps to use instead of the default ones.
+        plan: tile sizes and warps of the forward to use instead of the default ones. Where target is None the plan's
+            kind chooses: a HopperPlan sm_90a, a ForwardPlan what runs it on the current GPU, on an H200 sm_90.
         deterministic: whether gradients are bitwise equal from run to run, also those of captures. It costs another
             pass over the scores for dq; without it dq and gradients of captures are sums in an order that differs.
         backward_plan: the same of the backward's kernel that walks tiles of keys.
@@ -46,7 +47,7 @@ def compile(
 
     Raises:
         SpecError: `spec` is no AttentionSpec, or emulator options are given without emulate=True.
-        UnsupportedError: the target, or the plan, cannot run the spec.
+        UnsupportedError: the target, or the plan, cannot run the spec, or the plan is of another family.
         BuildError: the kernel does not compile, or a compiler is missing.
         LaunchError: target is None and there is no GPU.
     """
@@ -55,13 +56,13 @@ def compile(
     if not emulate and (sanitize or schedule):
         raise SpecError(f"sanitize={sanitize!r} and schedule={schedule!r} are the emulator's: add emulate=True")
     engine = Emulator(sanitize, schedule or Schedule()) if emulate else Gpu()
-    return _compiled(spec, _target(target, emulate), engine, plan, bool(deterministic), backward_plan)
+    return _compiled(spec, _target(target, emulate, plan), engine, plan, bool(deterministic), backward_plan)
 
 
-def _target(name: str | None, emulate: bool) -> Target:
+def _target(name: str | None, emulate: bool, plan: AnyForwardPlan | None) -> Target:
     if name is not None:
         return target_named(name)
-    return target_named(_EMULATED_TARGET) if emulate else target_of_capability(*gpu.compute_capability())
+    return emulated_target(plan) if emulate else target_of_gpu(*gpu.compute_capability(), plan)
 
 
 @cache

@@ -63,9 +63,10 @@ class GpuRunner:
     def _loaded(self) -> gpu.GpuKernel:
         target = self._kernel.target
         major, minor = gpu.compute_capability()
-        if target.compute_capability // 10 != major or target.compute_capability % 10 > minor:
+        if not target.runs_on(major, minor):
             raise LaunchError(
-                f"the kernel was compiled for {target.name} and cannot run on this GPU, sm_{major}{minor}"
+                f"the kernel was compiled for {target.name} and cannot run on this GPU, sm_{major}{minor}; "
+                "compile it without target=... here"
             )
         return gpu.GpuKernel(self.entry.cubin_path, self._kernel.entry, self._kernel.threads, self._kernel.shared_bytes)
 

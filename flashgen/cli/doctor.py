@@ -92,9 +92,10 @@ def examine_targets() -> Iterator[Finding]:
     from flashgen.codegen.targets import TARGETS
 
     supported = nvrtc.supported_architectures() if nvrtc.is_available() else ()
-    here = {gpu.architecture for gpu in gpus()}
-    for name in TARGETS:
-        found = None if name not in supported else "compiles and runs" if name in here else "compiles"
+    for name, target in TARGETS.items():
+        runs = any(target.runs_on(*gpu.compute_capability) for gpu in gpus())
+        known = name.removesuffix("a") in supported  # NVRTC lists architectures without suffixes
+        found = None if not known else "compiles and runs" if runs else "compiles"
         remedy = f"an NVRTC that knows it: {INSTALL_CUDA}" if supported else INSTALL_CUDA
         yield Finding("target", name, found, remedy)
 

@@ -17,6 +17,10 @@ class Gpu:
     architecture: str
     memory: int
 
+    @property
+    def compute_capability(self) -> tuple[int, int]:
+        return divmod(int(self.architecture.removeprefix("sm_")), 10)
+
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 

@@ -102,11 +102,12 @@ def refuse_elsewhere(what: What, given: dict[str, Any]) -> None:
 
 
 def target_here() -> str:
-    """This machine's GPU, or the default, saying so."""
+    """What `flashgen.compile` takes on this machine's GPU, or the default, saying so."""
     from flashgen.cli.machine import gpus
+    from flashgen.codegen.targets import target_of_capability
 
     found = gpus()
     if found:
-        return found[0].architecture
+        return target_of_capability(*found[0].compute_capability).name
     note(f"no GPU here: this is for {DEFAULT_TARGET}; choose another with --target")
     return DEFAULT_TARGET

@@ -52,7 +52,7 @@ def backward_header(
         f"score    {spec.score.name if spec.score else 'none'}; scale {spec.scale:.9g}",
         f"dropout  {spec.dropout:g}",
         f"dims     head {spec.head_dim}, value {spec.value_dim}; {spec.dtype}, accumulated in float32",
-        f"target   {target.name}, family {target.family}",
+        f"target   {target.name}, family {target.backward_family}",
         *([_plan_text(plan, shared_bytes)] if plan else []),
         f"FLOPs    {cost.flops}",
         f"HBM      {cost.hbm} bytes, at least",

@@ -7,12 +7,26 @@ from flashgen.codegen.forward import ForwardKernel
 from flashgen.codegen.hopper import HopperKernel, render_hopper
 from flashgen.codegen.hopper_plans import HopperPlan, choose_hopper_plan
 from flashgen.codegen.plans import ForwardPlan, choose_forward_plan
-from flashgen.codegen.targets import Target
+from flashgen.codegen.targets import Target, target_named, target_of_capability
 from flashgen.errors import UnsupportedError
 from flashgen.language.spec import AttentionSpec
 
 AnyForwardKernel = ForwardKernel | HopperKernel
 AnyForwardPlan = ForwardPlan | HopperPlan
+
+
+_EMULATED_TARGET = "sm_80"
+
+
+def target_of_gpu(major: int, minor: int, plan: AnyForwardPlan | None = None) -> Target:
+    """The target that a GPU takes by itself: of the newest family that it runs, or of the one that a plan is of."""
+    target = target_of_capability(major, minor)
+    return target_named(f"sm_{major}{minor}") if isinstance(plan, ForwardPlan) else target
+
+
+def emulated_target(plan: AnyForwardPlan | None = None) -> Target:
+    """The target that the emulator takes by itself."""
+    return target_named("sm_90a" if isinstance(plan, HopperPlan) else _EMULATED_TARGET)
 
 
 def default_plan(spec: AttentionSpec, target: Target) -> AnyForwardPlan:

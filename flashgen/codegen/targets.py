@@ -23,6 +23,21 @@ class Target:
         return self.name
 
     @property
+    def is_of_one_generation(self) -> bool:
+        """Whether it has instructions that no later GPU has: the suffix `a`."""
+        return self.name.endswith("a")
+
+    @property
+    def backward_family(self) -> str:
+        """The family of its backward kernels: of Hopper's own instructions there are none yet."""
+        return "ampere" if self.family == "hopper" else self.family
+
+    def runs_on(self, major: int, minor: int) -> bool:
+        """Whether a GPU of that compute capability runs what was compiled for this target."""
+        own_major, own_minor = divmod(self.compute_capability, 10)
+        return own_major == major and (own_minor == minor if self.is_of_one_generation else own_minor <= minor)
+
+    @property
     def asynchronous_copies(self) -> bool:
         """cp.async: copies from global to shared memory that do not pass through registers."""
         return self.compute_capability >= 80
@@ -76,5 +91,9 @@ def target_named(name: str) -> Target:
 
 
 def target_of_capability(major: int, minor: int) -> Target:
-    """The target of a GPU by its compute capability."""
-    return target_named(f"sm_{major}{minor}")
+    """The target that a GPU takes by its compute capability: that of its generation's own instructions where there is.
+
+    UnsupportedError, with the list of targets, for a GPU that kernels are not generated for.
+    """
+    name = f"sm_{major}{minor}"
+    return TARGETS.get(f"{name}a") or target_named(name)

@@ -14,7 +14,7 @@ from flashgen.attention.problem import Problem
 from flashgen.codegen.hopper import render_hopper
 from flashgen.codegen.hopper_plans import HopperPlan
 from flashgen.codegen.targets import target_named
-from flashgen.errors import ArgumentError, UnsupportedError
+from flashgen.errors import ArgumentError
 from flashgen.runtime.schedule import COPIES, ORDERS, Schedule
 from flashgen.verify.check import judged
 from flashgen.verify.problems import Shape, poisoned_outputs, random_inputs
@@ -99,12 +99,6 @@ def test_under_sanitizers(sanitize: Any) -> None:
                  schedule=schedule)  # fmt: skip
     spec = fg.AttentionSpec(40, value_dim=72, mask=fg.document("ids"), dropout=0.1)
     assert_right(spec, Shape(150, 150, 1, 2, 2), sanitize=sanitize, schedule=schedule)
-
-
-def test_the_target_of_a_gpu_stays_the_other_family() -> None:
-    with pytest.raises(UnsupportedError, match="takes a ForwardPlan"):
-        attention.compile(CAUSAL, target="sm_90", emulate=True, plan=HopperPlan(2, 64))
-    assert isinstance(attention.compile(CAUSAL, target="sm_90a", emulate=True).plan, HopperPlan)
 
 
 def problem(batch: int, heads: int, heads_kv: int, length: int) -> Problem:

@@ -1,0 +1,161 @@
+"""Which target a spec is compiled for: by the GPU, by name, by the kind of a plan; and what the backward is then."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import flashgen.language as fg
+from flashgen import attention
+from flashgen.attention import engines
+from flashgen.build import nvrtc
+from flashgen.codegen.backward_plans import BackwardPlan
+from flashgen.codegen.hopper_plans import HopperPlan
+from flashgen.codegen.kernels import kernels_of
+from flashgen.codegen.plans import ForwardPlan
+from flashgen.codegen.targets import TARGETS, target_of_capability
+from flashgen.errors import LaunchError, UnsupportedError
+from flashgen.runtime import gpu
+from flashgen.verify import Case, Shape, learned, verify
+
+SPEC = fg.AttentionSpec(64, mask=fg.causal())
+LISTED = fg.AttentionSpec(40, "bfloat16", value_dim=72, mask=fg.causal() & fg.document("ids"))
+LEARNED = fg.AttentionSpec(64, mask=fg.causal(), score=learned(fg.alibi("slopes")), dropout=0.1)
+HOPPERS, AMPERES = HopperPlan(2, 64), ForwardPlan(64, 64, 4)
+
+
+class Built:
+    """A runner that builds nothing."""
+
+    def __init__(self, kernel: object, prebuild: str) -> None:
+        self.kernel, self.prebuild = kernel, prebuild
+
+
+@pytest.fixture(autouse=True)
+def no_builds(monkeypatch: pytest.MonkeyPatch) -> None:
+    attention.compiling.clear()
+    monkeypatch.setattr(engines, "GpuRunner", Built)
+
+
+def on(capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu, "compute_capability", lambda: capability)
+
+
+@pytest.mark.parametrize(
+    ("capability", "name"),
+    [((7, 5), "sm_75"), ((8, 0), "sm_80"), ((8, 9), "sm_89"), ((9, 0), "sm_90a"), ((10, 0), "sm_100")],
+)
+def test_a_gpu_takes_the_target_of_its_own_generation(
+    capability: tuple[int, int], name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on(capability, monkeypatch)
+    compiled = attention.compile(SPEC)
+    assert compiled.target.name == name == target_of_capability(*capability).name
+    assert isinstance(compiled.plan, HopperPlan) == (name == "sm_90a")
+    assert compiled.backward_kernels.keys.target.name == name
+
+
+def test_the_other_family_is_taken_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    on((9, 0), monkeypatch)
+    compiled = attention.compile(SPEC, target="sm_90")
+    assert (compiled.target.family, type(compiled.plan)) == ("ampere", ForwardPlan)
+    assert compiled.name.startswith("fwd-sm90-") and attention.compile(SPEC).name.startswith("fwd-sm90a-")
+    assert attention.compile(SPEC, target="sm_90a") is attention.compile(SPEC)
+
+
+def test_a_plan_chooses_the_target_by_its_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+    on((9, 0), monkeypatch)
+    assert attention.compile(SPEC, plan=AMPERES).target.name == "sm_90"
+    assert attention.compile(SPEC, plan=HOPPERS).target.name == "sm_90a"
+    assert attention.compile(SPEC, backward_plan=BackwardPlan(64, 64, 4)).target.name == "sm_90a"
+    on((8, 6), monkeypatch)
+    assert attention.compile(SPEC, plan=AMPERES).target.name == "sm_86"
+    with pytest.raises(UnsupportedError, match="sm_86 takes a ForwardPlan"):
+        attention.compile(SPEC, plan=HOPPERS)
+
+
+def test_a_plan_chooses_the_emulated_target_too() -> None:
+    chosen = [attention.compile(SPEC, emulate=True, plan=plan).target.name for plan in (None, AMPERES, HOPPERS)]
+    assert chosen == ["sm_80", "sm_80", "sm_90a"]
+
+
+def test_a_target_that_contradicts_the_plan_is_refused() -> None:
+    with pytest.raises(UnsupportedError, match="sm_90 takes a ForwardPlan; target='sm_90a' takes this one"):
+        attention.compile(SPEC, target="sm_90", plan=HOPPERS)
+    with pytest.raises(UnsupportedError, match="sm_90a takes a HopperPlan; target='sm_90' takes this one"):
+        attention.compile(SPEC, target="sm_90a", plan=AMPERES)
+
+
+def test_a_gpu_that_kernels_are_not_generated_for_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    on((7, 0), monkeypatch)
+    with pytest.raises(UnsupportedError, match="target='sm_70' is not supported; choose one of sm_75"):
+        attention.compile(SPEC)
+
+
+def test_what_runs_where() -> None:
+    there = {(8, 0): ["sm_80"], (8, 9): ["sm_80", "sm_86", "sm_87", "sm_89"], (9, 0): ["sm_90", "sm_90a"]}
+    there |= {(9, 1): ["sm_90"], (12, 1): ["sm_120", "sm_121"]}
+    for capability, names in there.items():
+        assert [name for name, target in TARGETS.items() if target.runs_on(*capability)] == names
+
+
+def test_a_kernel_for_another_gpu_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    monkeypatch.setattr(engines, "build", lambda kernel, prebuild: None)
+    on((9, 0), monkeypatch)
+    runner = engines.GpuRunner(attention.compile(SPEC, target="sm_80", emulate=True).kernels[0], "")
+    with pytest.raises(LaunchError, match=r"compiled for sm_80 and cannot run on this GPU, sm_90; compile .* without"):
+        _ = runner._loaded
+
+
+@pytest.mark.parametrize("spec", [SPEC, LISTED, LEARNED], ids=lambda spec: spec.name)
+@pytest.mark.parametrize("deterministic", [False, True], ids=["default", "deterministic"])
+def test_hopper_s_backward_is_the_other_family_s_under_its_own_name(
+    spec: fg.AttentionSpec, deterministic: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All that differs from sm_90's is the target's name; who launches, shows and releases it agrees on that."""
+    on((9, 0), monkeypatch)
+    compiled = attention.compile(spec, deterministic=deterministic)
+    shown = kernels_of(spec, TARGETS["sm_90a"], ("backward",), deterministic=deterministic)
+    other = kernels_of(spec, TARGETS["sm_90"], ("backward",), deterministic=deterministic)
+    assert [kernel.source for kernel in shown.values()] == list(compiled.backward_sources.values())
+    for part, kernel in shown.items():
+        assert kernel.target.architecture == "sm_90a" and "-sm90a-" in kernel.name
+        text = kernel.source.replace("sm_90a", "sm_90").replace("family hopper", "family ampere")
+        assert text == other[part].source
+        assert part.endswith("lists") or "target   sm_90a, family ampere" in kernel.source
+    assert compiled._backward._keys.prebuild == compiled._prebuild("backward")  # type: ignore[attr-defined]
+    assert "--target sm_90a" in compiled._prebuild("backward")
+
+
+@pytest.mark.skipif(not nvrtc.is_available(), reason="needs CuPy and NVRTC: pip install 'flashgen[cuda13]'")
+@pytest.mark.parametrize("deterministic", [False, True], ids=["default", "deterministic"])
+def test_hopper_s_backward_compiles_as_the_other_family_s_does(deterministic: bool) -> None:
+    kernels = (kernels_of(LEARNED, TARGETS[name], ("backward",), deterministic=deterministic).values()
+               for name in ("sm_90a", "sm_90"))  # fmt: skip
+    for own, other in zip(*kernels, strict=True):
+        ours, theirs = (nvrtc.compile(it.source, it.target.architecture, it.name) for it in (own, other))
+        assert ours.resources == theirs.resources and "warning" not in ours.log.lower()
+
+
+@pytest.mark.parametrize("spec", [SPEC, LISTED, LEARNED], ids=lambda spec: spec.name)
+@pytest.mark.parametrize("deterministic", [False, True], ids=["default", "deterministic"])
+def test_both_passes_of_hopper_on_the_emulator(spec: fg.AttentionSpec, deterministic: bool) -> None:
+    """The backward takes the forward's own output and LSE."""
+    cases = [Case(spec, Shape(150, 170, 1, 4, 2)), Case(spec, Shape(1, 33, 2, 2, 1), lse_gradient=True)]
+    passes = ("forward", "backward")
+    for result in verify(cases, passes=passes, target="sm_90a", emulate=True, deterministic=deterministic):
+        assert result.ok, f"{result.case}, {result.pass_}: {result.problem or result.verdicts}"
+
+
+def test_gradients_of_lengths_0_and_1_on_hopper() -> None:
+    compiled = attention.compile(SPEC, target="sm_90a", emulate=True)
+    for shape in ((0, 5, 1, 2), (5, 0, 1, 2), (5, 5, 0, 2), (1, 1, 1, 1)):
+        len_q, len_k, batch, heads = shape
+        q, d_out = (np.ones((batch, heads, len_q, 64), np.float16) for _ in range(2))
+        k, v = (np.ones((batch, heads, len_k, 64), np.float16) for _ in range(2))
+        out, pullback = compiled.vjp(q, k, v)
+        dq, dk, dv = pullback(d_out)[:3]
+        assert out.shape == q.shape and [dq.shape, dk.shape, dv.shape] == [q.shape, k.shape, v.shape]
+        one = shape == (1, 1, 1, 1)
+        assert (out == one).all() and not dq.any() and not dk.any() and (dv == one).all()
