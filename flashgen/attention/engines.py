@@ -16,6 +16,7 @@ from flashgen.codegen.kernel import RenderedKernel
 from flashgen.errors import ArgumentError, LaunchError
 from flashgen.runtime import gpu
 from flashgen.runtime.arrays import NUMPY, Library, library_of, numpy_dtype
+from flashgen.runtime.counters import counters
 from flashgen.runtime.schedule import Schedule
 
 _EMULATED = gpu.Card("emulator", multiprocessors=3)  # few and odd, so that a block meets tiles of several heads
@@ -130,6 +131,14 @@ class Gpu:
         """What kind of GPU the device is."""
         return gpu.card(device)
 
+    def prepare_counters(self, device: int) -> None:
+        """Takes the memory of counters, which no call that is being captured may do."""
+        counters(device)
+
+    def counter(self, place: Place) -> Any:
+        """An int32 that the next launch counts by; 0 when it begins."""
+        return counters(place.device).cleared(place.stream)
+
     def clear(self, array: Any, place: Place) -> None:
         """Zeros an array on the stream."""
         view = library_of(array, "an array").view(array, "an array")
@@ -170,6 +179,12 @@ class Emulator:
 
     def card(self, device: int) -> gpu.Card:
         return _EMULATED
+
+    def prepare_counters(self, device: int) -> None:
+        pass
+
+    def counter(self, place: Place) -> Any:
+        return np.zeros(1, np.int32)
 
     def clear(self, array: Any, place: Place) -> None:
         array[...] = 0

@@ -134,8 +134,7 @@ class ForwardPass(Pass[_Prepared]):
                 else lister.check(tile_lists, problem, place)
             )
         if isinstance(prepared.forward.writer, MapWriter) and prepared.forward.writer.counts_tiles:
-            arrays["next_tile"] = library.empty((1,), "int32", q)
-            self.engine.clear(arrays["next_tile"], place)
+            arrays["next_tile"] = self.engine.counter(place)
         prepared.built.runner.launch(prepared.forward, arrays, numbers, place)
 
     def _work_out(self, views: dict[str, View]) -> _Prepared:
@@ -147,6 +146,7 @@ class ForwardPass(Pass[_Prepared]):
             check_array(self.spec, capture, captured[capture.name], problem)
         built = self.built_for(problem, device)
         if isinstance(built.kernel, HopperKernel):
+            self.engine.prepare_counters(device)
             forward = hopper_launch(self.spec, built.kernel, problem, captured, self.engine.multiprocessors(device))
         else:
             forward = forward_launch(self.spec, built.kernel, problem, captured)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from flashgen.attention.launches import Launch, capture_values, list_shape, list_strides
 from flashgen.attention.marshal import ArgumentWriter, Value
@@ -12,7 +12,7 @@ from flashgen.codegen.hopper import HopperKernel
 from flashgen.errors import ArgumentError
 from flashgen.language.spec import AttentionSpec
 from flashgen.runtime.arrays import View
-from flashgen.runtime.tensor_maps import MAP_BYTES, MapShape, emulated_map, map_shape, tensor_map
+from flashgen.runtime.tensor_maps import MAP_BYTES, MapMaker, MapShape, emulated_map, map_shape
 
 _SECTION_BYTES = 32 * 2**20  # of K and V, which blocks that run side by side should find in the L2
 _MOST_TILES = 2**30 - 1  # so that a step past the last is a number, too
@@ -22,13 +22,25 @@ class MapWriter(ArgumentWriter):
     """Writes a struct whose first members are tensor maps of arrays."""
 
     def __init__(
-        self, layout: ArgumentLayout, values: Mapping[str, Value], shapes: Mapping[str, MapShape], counts_tiles: bool
+        self,
+        layout: ArgumentLayout,
+        values: Mapping[str, Value],
+        shapes: Mapping[str, MapShape],
+        empty: Collection[str] = (),
+        counts_tiles: bool = False,
     ) -> None:
-        """`shapes`: of the maps by their arrays' names. counts_tiles: blocks take tiles by a counter, `next_tile`."""
+        """`shapes`: of the maps by their arrays' names. empty: those of them that have no element, nor an address.
+
+        counts_tiles: blocks take tiles by a counter, `next_tile`.
+        """
         super().__init__(layout, values)
         self.counts_tiles = counts_tiles
         self.shapes = shapes
         self.offsets |= {name: layout.offset(f"{name}_map") for name in shapes}  # a map begins with the address
+        self._makers = [
+            ("o" if name in empty else name, slice(self.offsets[name], self.offsets[name] + MAP_BYTES), MapMaker(shape))
+            for name, shape in shapes.items()
+        ]
 
     @property
     def pointer_names(self) -> list[str]:
@@ -38,10 +50,8 @@ class MapWriter(ArgumentWriter):
     def write(self, pointers: Mapping[str, int], numbers: Mapping[str, int | float]) -> bytearray:
         """The struct of one call on a GPU."""
         buffer = super().write(pointers, numbers)
-        for name, shape in self.shapes.items():
-            address = pointers[name] or pointers["o"]  # an empty array has none, and is not read
-            at = self.offsets[name]
-            buffer[at : at + MAP_BYTES] = tensor_map(address, shape)
+        for source, place, make in self._makers:
+            buffer[place] = make(pointers[source])
         return buffer
 
     def write_emulated(self, numbers: Mapping[str, int | float]) -> bytearray:
@@ -82,18 +92,21 @@ def hopper_launch(
         values["list_strides"] = list_strides(list_shape(spec, problem, (kernel.plan.tile_q, kernel.plan.tile_k)))
     values |= capture_values(kernel.layout, spec, arrays)
     blocks = min(heads * tiles_q, multiprocessors)  # of which each multiprocessor holds one
-    writer = MapWriter(kernel.layout, values, _shapes(spec, kernel, problem), counts_tiles=blocks < heads * tiles_q)
+    empty = () if problem.len_k else ("k", "v")
+    shapes, counts_tiles = _shapes(spec, kernel, problem), blocks < heads * tiles_q
+    writer = MapWriter(kernel.layout, values, shapes, empty, counts_tiles)
     return Launch((max(blocks, 1), 1, 1), writer)
 
 
 def _shapes(spec: AttentionSpec, kernel: HopperKernel, problem: Problem) -> dict[str, MapShape]:
     output = in_layout(contiguous_strides(problem.output_shape(spec)), spec.layout)[:3]
     shapes = {}
-    for name, (batch, head, row) in {**problem.strides, "o": output}.items():
+    for name in "qkvo":
         columns = spec.value_dim if name in "vo" else spec.head_dim
         rows, heads = (problem.len_q, problem.heads_q) if name in "qo" else (problem.len_k, problem.heads_kv)
+        batch, head, row = problem.strides.get(name, output) if rows else (columns,) * 3  # of nothing, they may be any
         sizes, strides = (columns, rows, heads, problem.batch), (row, head, batch)
-        shapes[name] = map_shape(name, spec.dtype, sizes, strides, kernel.boxes[name])
+        shapes[name] = map_shape("out" if name == "o" else name, spec.dtype, sizes, strides, kernel.boxes[name])
     return shapes
 
 

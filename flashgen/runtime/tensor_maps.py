@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import cache, cached_property
+from typing import Any
 
 from flashgen.errors import ArgumentError, LaunchError
 from flashgen.runtime.emulated_maps import encode_map
@@ -14,7 +15,8 @@ _ALIGNMENT = 64  # bytes, of a map that is being encoded
 _ELEMENT_BYTES = 2
 _ROW_ALIGNMENT = 16  # bytes
 _STRIDE_LIMIT = 2**40  # bytes
-_MOST_KEPT = 4096
+_MOST_KEPT = 64  # maps of one shape, of arrays at as many addresses
+_REMEDY = "copy it to a contiguous array, or compile for target='sm_90'"
 
 # Values of the driver's enumerations (cuda.h).
 _DATA_TYPES = {"float16": 6, "bfloat16": 9}
@@ -42,6 +44,18 @@ class MapShape:
     def swizzle_bytes(self) -> int:
         return self.box[0] * _ELEMENT_BYTES
 
+    @cached_property
+    def _driver_arguments(self) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        """What the driver is told before and after the address."""
+        after = (
+            (ctypes.c_uint64 * 4)(*self.sizes),
+            (ctypes.c_uint64 * 3)(*self.strides),
+            (ctypes.c_uint32 * 4)(*self.box, 1, 1),
+            (ctypes.c_uint32 * 4)(1, 1, 1, 1),
+            *(_NO_INTERLEAVE, _SWIZZLES[self.swizzle_bytes], _PROMOTE_256_BYTES, _FILL_WITH_ZEROS),
+        )
+        return (_DATA_TYPES[self.dtype], 4), after
+
 
 def map_shape(
     name: str, dtype: str, sizes: tuple[int, int, int, int], strides: tuple[int, int, int], box: tuple[int, int]
@@ -57,15 +71,31 @@ def map_shape(
         if not 0 <= in_bytes < _STRIDE_LIMIT:
             raise ArgumentError(
                 f"{name} has strides (row, head, batch) of {strides} elements; Hopper's copy engine takes those from 0 "
-                "to 2**39: copy it to a contiguous array, or compile for target='sm_90'"
+                f"to 2**39: {_REMEDY}"
             )
         whole.append(in_bytes)
     columns, rows, heads, batch = (max(size, 1) for size in sizes)
     return MapShape(dtype, (columns, rows, heads, batch), (whole[0], whole[1], whole[2]), box)
 
 
-@lru_cache(_MOST_KEPT)
-def tensor_map(pointer: int, shape: MapShape) -> bytes:
+class MapMaker:
+    """Makes the driver's maps of arrays of one shape, and remembers those of the last addresses."""
+
+    def __init__(self, shape: MapShape) -> None:
+        self.shape = shape
+        self._made: dict[int, bytes] = {}
+
+    def __call__(self, address: int) -> bytes:
+        """The 128 bytes of the map of the array at an address of the GPU's memory; raises what `tensor_map` raises."""
+        made = self._made.get(address)
+        if made is None:
+            if len(self._made) >= _MOST_KEPT:
+                self._made = {}
+            made = self._made[address] = tensor_map(address, self.shape)
+        return made
+
+
+def tensor_map(address: int, shape: MapShape) -> bytes:
     """The 128 bytes of the driver's map of an array at an address of the GPU's memory.
 
     Raises:
@@ -73,22 +103,13 @@ def tensor_map(pointer: int, shape: MapShape) -> bytes:
     """
     memory = ctypes.create_string_buffer(MAP_BYTES + _ALIGNMENT)
     at = -(-ctypes.addressof(memory) // _ALIGNMENT) * _ALIGNMENT
-    status = _driver().cuTensorMapEncodeTiled(
-        ctypes.c_void_p(at),
-        _DATA_TYPES[shape.dtype],
-        4,
-        ctypes.c_void_p(pointer),
-        (ctypes.c_uint64 * 4)(*shape.sizes),
-        (ctypes.c_uint64 * 3)(*shape.strides),
-        (ctypes.c_uint32 * 4)(*shape.box, 1, 1),
-        (ctypes.c_uint32 * 4)(1, 1, 1, 1),
-        _NO_INTERLEAVE,
-        _SWIZZLES[shape.swizzle_bytes],
-        _PROMOTE_256_BYTES,
-        _FILL_WITH_ZEROS,
-    )
+    before, after = shape._driver_arguments
+    status = _driver().cuTensorMapEncodeTiled(ctypes.c_void_p(at), *before, ctypes.c_void_p(address), *after)
     if status:
-        raise LaunchError(f"the driver does not take the tensor map of {shape} at {pointer:#x}: CUDA error {status}")
+        raise LaunchError(
+            f"the driver does not take the tensor map of an array at {address:#x}: CUDA error {status} for {shape}; "
+            f"{_REMEDY}"
+        )
     return ctypes.string_at(at, MAP_BYTES)
 
 

@@ -1,0 +1,141 @@
+"""What arrays Hopper's forward takes, and what tensor maps cost: strides, lengths of 0, given outputs, addresses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+import flashgen.language as fg
+from flashgen import attention
+from flashgen.attention.hopper_launch import MapWriter, hopper_launch
+from flashgen.attention.problem import Problem
+from flashgen.codegen.hopper import render_hopper
+from flashgen.codegen.targets import target_named
+from flashgen.errors import ArgumentError, LaunchError
+from flashgen.runtime import tensor_maps
+from flashgen.runtime.tensor_maps import MAP_BYTES, MapShape, map_shape
+
+CAUSAL = fg.AttentionSpec(64, mask=fg.causal())
+SHAPE = (2, 3, 70, 64)
+ADDRESSES = {"q": 0x1000, "k": 0x2000, "v": 0x3000, "o": 0x4000, "next_tile": 0x5000}
+
+
+def arrays(seed: int = 0) -> list[np.ndarray[Any, Any]]:
+    random = np.random.default_rng(seed)
+    return [random.standard_normal(SHAPE).astype(np.float16) for _ in range(3)]
+
+
+@pytest.fixture(scope="module")
+def compiled() -> attention.Attention:
+    return attention.compile(CAUSAL, target="sm_90a", emulate=True)
+
+
+@pytest.mark.parametrize("layout", ["bhsd", "bshd"])
+def test_a_given_output_is_written_by_its_own_strides(layout: Any) -> None:
+    """Into a view of a larger array, of which nothing else is touched."""
+    spec = fg.AttentionSpec(64, mask=fg.causal(), layout=layout)
+    compiled, rows = attention.compile(spec, target="sm_90a", emulate=True), arrays()
+    larger = np.full((2, 70, 3, 2, 80), np.nan, np.float16)
+    out = larger[:, :, :, 1, 8:72].transpose(0, 2, 1, 3)
+    rows, out = (rows, out) if layout == "bhsd" else ([row.swapaxes(1, 2) for row in rows], out.swapaxes(1, 2))
+    assert compiled(*rows, out=out) is out
+    np.testing.assert_array_equal(out, compiled(*rows))
+    assert np.isnan(larger).sum() == larger.size - out.size
+
+
+@pytest.mark.parametrize("axes", [(0,), (1,), (0, 1), (2,)], ids=str)
+def test_broadcast_keys_and_values(compiled: attention.Attention, axes: tuple[int, ...]) -> None:
+    q, k, v = arrays()
+    one = tuple(slice(1) if axis in axes else slice(None) for axis in range(4))
+    k, v = (np.broadcast_to(array[one], SHAPE) for array in (k, v))
+    assert all(k.strides[axis] == 0 for axis in axes)
+    np.testing.assert_array_equal(compiled(q, k, v), compiled(q, *map(np.ascontiguousarray, (k, v))))
+
+
+def test_a_dimension_of_size_1_has_any_stride(compiled: attention.Attention) -> None:
+    q, k, v = (array[:1, :1] for array in arrays())
+    for odd in (6, -6, 2**45, 0):
+        strided = [np.lib.stride_tricks.as_strided(array, (1, 1, 70, 64), (odd, odd, 128, 2)) for array in (q, k, v)]
+        np.testing.assert_array_equal(compiled(*strided), compiled(q, k, v))
+    row = [np.lib.stride_tricks.as_strided(array, (1, 1, 1, 64), (-6, 6, 10, 2)) for array in (q, k, v)]
+    np.testing.assert_array_equal(compiled(*row), v[:, :, :1])
+
+
+def test_nothing_has_any_address_and_strides(compiled: attention.Attention) -> None:
+    """Keys of length 0 are not read, wherever they are said to stand."""
+    q = arrays()[0]
+    odd = np.lib.stride_tricks.as_strided(np.zeros(9, np.float16)[1:], (2, 3, 0, 64), (-10, 6, 2, 2))
+    out, lse = compiled(q, odd, odd, return_lse=True, out=(np.full_like(q, np.nan), np.ones(SHAPE[:3], np.float32)))
+    assert (out == 0).all() and (lse == -np.inf).all()
+    for nothing in (q[:, :, :0], q[:0], q[:, :0]):
+        assert compiled(nothing, nothing, nothing).shape == nothing.shape
+
+
+def test_what_the_copy_engine_cannot_walk_is_refused_by_the_name_that_the_user_knows(
+    compiled: attention.Attention,
+) -> None:
+    q, k, v = arrays()
+    with pytest.raises(ArgumentError, match=r"v has strides .* from 0 .*contiguous array, or compile .*'sm_90'"):
+        compiled(q, k, v[:, ::-1])
+    with pytest.raises(ArgumentError, match="out has strides"):
+        compiled(q, k, v, out=np.empty_like(q)[:, :, ::-1])
+    with pytest.raises(ArgumentError, match="k has strides"):
+        map_shape("k", "float16", (64, 70, 3, 2), (64, 2**39, 2**40), (64, 64))
+
+
+def writer(len_k: int = 1000, batch: int = 8) -> MapWriter:
+    problem = Problem(batch, 4, 4, 1000, len_k, dict.fromkeys("qkv", (4 * 1000 * 64, 1000 * 64, 64)))
+    made = hopper_launch(CAUSAL, render_hopper(CAUSAL, target_named("sm_90a")), problem, {}, 132).writer
+    assert isinstance(made, MapWriter)
+    return made
+
+
+@pytest.fixture
+def encoded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The addresses of maps as a driver that is made up is asked for them."""
+    asked: list[int] = []
+
+    def encode(address: int, shape: MapShape) -> bytes:
+        asked.append(address)
+        return address.to_bytes(8, "little") * (MAP_BYTES // 8)
+
+    monkeypatch.setattr(tensor_maps, "tensor_map", encode)
+    return asked
+
+
+def test_a_map_is_made_when_an_address_is_new(encoded: list[int]) -> None:
+    it = writer()
+    first = it.write(ADDRESSES, {})
+    assert encoded == [0x1000, 0x2000, 0x3000, 0x4000] and it.write(ADDRESSES, {}) == first
+    other = it.write(ADDRESSES | {"o": 0x9000, "next_tile": 0x7000}, {})
+    assert encoded[4:] == [0x9000] and it.write(ADDRESSES, {}) == first != other
+    assert len(encoded) == 5, "addresses that take turns are remembered"
+    for number, name in enumerate("qkvo"):
+        assert first[MAP_BYTES * number :][:8] == ADDRESSES[name].to_bytes(8, "little")
+    assert other[it.offsets["next_tile"] :][:8] == (0x7000).to_bytes(8, "little")
+
+
+def test_maps_that_are_remembered_are_few(encoded: list[int]) -> None:
+    it = writer()
+    for number in range(1000):
+        it.write(ADDRESSES | {"q": 0x10000 + number}, {})
+    assert all(len(maker._made) <= 64 for _, _, maker in it._makers)
+
+
+def test_a_map_of_nothing_stands_at_the_output(encoded: list[int]) -> None:
+    """No key has an address: CuPy's is null, of a slice it may be anything."""
+    writer(len_k=0).write(ADDRESSES | {"k": 0, "v": 0x2002}, {})
+    assert encoded == [0x1000, 0x4000, 0x4000, 0x4000]
+
+
+def test_a_map_that_the_driver_refuses_is_an_error_with_a_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Driver:
+        def cuTensorMapEncodeTiled(self, *given: Any) -> int:
+            assert len(given) == 12
+            return 1
+
+    monkeypatch.setattr(tensor_maps, "_driver", Driver)
+    with pytest.raises(LaunchError, match=r"at 0x1000: CUDA error 1 .*contiguous array, or compile"):
+        tensor_maps.tensor_map(0x1000, map_shape("q", "bfloat16", (64, 70, 3, 2), (64, 4480, 0), (64, 64)))
