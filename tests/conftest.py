@@ -41,6 +41,18 @@ def why_no_gpu() -> str | None:
         return f"no CUDA GPU: {error}"
 
 
+@pytest.fixture(scope="session")
+def other_target() -> str:
+    """The target whose forward kernels this GPU runs, too, and that nobody takes who does not ask for it."""
+    from flashgen.codegen.targets import target_of_capability
+    from flashgen.runtime.gpu import compute_capability
+
+    major, minor = compute_capability()
+    if not target_of_capability(major, minor).is_of_one_generation:
+        pytest.skip(f"kernels of one family run on this GPU, sm_{major}{minor}")
+    return f"sm_{major}{minor}"
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     marked = [item for item in items if item.get_closest_marker("gpu")]
     reason = why_no_gpu() if marked else None

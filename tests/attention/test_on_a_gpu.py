@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import ml_dtypes
@@ -21,6 +23,7 @@ from flashgen.verify import Inputs, Shape, random_inputs
 pytestmark = pytest.mark.gpu
 
 SHAPE = Shape(70, 150, 2, 4, 2)
+MANY_TILES = Shape(64, 64, 16, 32, 32)  # more than any GPU has multiprocessors
 CAUSAL = fg.AttentionSpec(64, mask=fg.causal())
 DOCUMENT = fg.AttentionSpec(64, mask=fg.document("ids"))
 DTYPES = ("float16", "bfloat16")
@@ -29,6 +32,13 @@ DTYPES = ("float16", "bfloat16")
 @pytest.fixture(scope="module")
 def cupy() -> Any:
     return pytest.importorskip("cupy")
+
+
+@pytest.fixture(params=["by default", "the other family"])
+def here(request: pytest.FixtureRequest) -> Callable[..., attention.Attention]:
+    """`compile` for this GPU, in each family that runs on it."""
+    target = None if request.param == "by default" else request.getfixturevalue("other_target")
+    return partial(attention.compile, target=target)
 
 
 def spec_of(dtype: str) -> fg.AttentionSpec:
@@ -40,9 +50,9 @@ def on_gpu(cupy: Any, inputs: Inputs) -> list[Any]:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_cupy(dtype: str, cupy: Any, right: Any) -> None:
+def test_cupy(dtype: str, cupy: Any, right: Any, here: Any) -> None:
     spec = spec_of(dtype)
-    inputs, compiled = random_inputs(spec, SHAPE), attention.compile(spec)
+    inputs, compiled = random_inputs(spec, SHAPE), here(spec)
     q, k, v = on_gpu(cupy, inputs)
     slopes = cupy.asarray(inputs.captures["slopes"])
     out, lse = compiled(q, k, v, slopes=slopes, return_lse=True)
@@ -54,9 +64,9 @@ def test_cupy(dtype: str, cupy: Any, right: Any) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_numpy(dtype: str, right: Any) -> None:
+def test_numpy(dtype: str, right: Any, here: Any) -> None:
     spec = spec_of(dtype)
-    inputs, compiled = random_inputs(spec, SHAPE), attention.compile(spec)
+    inputs, compiled = random_inputs(spec, SHAPE), here(spec)
     out, lse = compiled(inputs.q, inputs.k, inputs.v, return_lse=True, **inputs.captures)
     assert isinstance(out, np.ndarray) and out.dtype == inputs.q.dtype
     right(spec, inputs, out, lse)
@@ -66,10 +76,10 @@ def test_numpy(dtype: str, right: Any) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_torch(dtype: str, right: Any) -> None:
+def test_torch(dtype: str, right: Any, here: Any) -> None:
     torch = pytest.importorskip("torch")
     spec = spec_of(dtype)
-    inputs, compiled = random_inputs(spec, SHAPE), attention.compile(spec)
+    inputs, compiled = random_inputs(spec, SHAPE), here(spec)
 
     def tensor(array: np.ndarray[Any, Any]) -> Any:
         return torch.from_numpy(array.astype(np.float32)).cuda().to(getattr(torch, dtype))
@@ -93,12 +103,12 @@ def test_torch(dtype: str, right: Any) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_jax(dtype: str, right: Any) -> None:
+def test_jax(dtype: str, right: Any, here: Any) -> None:
     jax = pytest.importorskip("jax")
     if jax.default_backend() != "gpu":
         pytest.skip("JAX sees no GPU")
     spec = spec_of(dtype)
-    inputs, compiled = random_inputs(spec, SHAPE), attention.compile(spec)
+    inputs, compiled = random_inputs(spec, SHAPE), here(spec)
     q, k, v, slopes = (jax.numpy.asarray(array) for array in (inputs.q, inputs.k, inputs.v, inputs.captures["slopes"]))
     out, lse = compiled(q, k, v, slopes=slopes, return_lse=True)
     assert isinstance(out, jax.Array) and out.dtype == q.dtype
@@ -130,9 +140,9 @@ def test_a_kernel_for_another_gpu_says_so(cupy: Any) -> None:
 
 
 @pytest.mark.parametrize("spec", [CAUSAL, DOCUMENT], ids=["ranges", "lists"])
-def test_the_callers_stream(spec: fg.AttentionSpec, cupy: Any, right: Any) -> None:
+def test_the_callers_stream(spec: fg.AttentionSpec, cupy: Any, right: Any, here: Any) -> None:
     """The inputs are made on a stream of the caller's, late, and the call waits for them because it is on it, too."""
-    compiled = attention.compile(spec)
+    compiled = here(spec)
     shape = Shape(150, 150, 2, 4, 2)
     inputs = random_inputs(spec, shape)
     captures = {name: cupy.asarray(array) for name, array in inputs.captures.items()}
@@ -151,9 +161,9 @@ def test_the_callers_stream(spec: fg.AttentionSpec, cupy: Any, right: Any) -> No
 
 
 @pytest.mark.parametrize("spec", [CAUSAL, DOCUMENT], ids=["ranges", "lists"])
-def test_a_call_in_a_graph(spec: fg.AttentionSpec, cupy: Any, right: Any) -> None:
+def test_a_call_in_a_graph(spec: fg.AttentionSpec, cupy: Any, right: Any, here: Any) -> None:
     """Captured once and replayed on new inputs, after other calls have used memory that was free in between."""
-    compiled, shape = attention.compile(spec), Shape(150, 150, 2, 4, 2)
+    compiled, shape = here(spec), Shape(150, 150, 2, 4, 2)
     inputs = random_inputs(spec, shape)
     q, k, v = on_gpu(cupy, inputs)
     captures = {name: cupy.asarray(array) for name, array in inputs.captures.items()}
@@ -178,9 +188,90 @@ def test_a_call_in_a_graph(spec: fg.AttentionSpec, cupy: Any, right: Any) -> Non
             right(spec, new, cupy.asnumpy(out), cupy.asnumpy(lse))
 
 
-def test_a_warm_call_costs_less_than_25_microseconds_of_host_time(cupy: Any) -> None:
-    compiled = attention.compile(CAUSAL)
-    q, k, v = on_gpu(cupy, random_inputs(CAUSAL, Shape(64, 64, 1, 1, 1)))
+GRAPHS = Shape(200, 200, 4, 48, 12)
+
+
+def test_graphs_and_streams_beside_each_other_count_their_own_tiles(cupy: Any, here: Any, right: Any) -> None:
+    """Two graphs and calls at once; nothing that others hold in free memory is touched by a replay."""
+    compiled, inputs = here(CAUSAL), random_inputs(CAUSAL, GRAPHS)
+    rows = on_gpu(cupy, inputs)
+    out, lse = compiled(*rows, return_lse=True)
+    expected = cupy.asnumpy(out)
+    right(CAUSAL, inputs, expected, cupy.asnumpy(lse))
+    streams = [cupy.cuda.Stream(non_blocking=True) for _ in range(3)]
+    outs, graphs = [cupy.empty_like(out) for _ in streams], []
+    cupy.cuda.Device().synchronize()
+    for stream, into in zip(streams[:2], outs, strict=False):
+        with stream:
+            stream.begin_capture()
+            for _ in range(3):
+                compiled(*rows, out=into)
+            graphs.append(stream.end_capture())
+    held = [cupy.full(size, 0x7F, cupy.int8) for size in (4, 64, 512, 4096, 65536) for _ in range(20)]
+    for _ in range(20):
+        for into in outs:
+            into[...] = cupy.nan
+        cupy.cuda.Device().synchronize()
+        for stream, graph in zip(streams[:2], graphs, strict=True):
+            graph.launch(stream)
+        with streams[2]:
+            compiled(*rows, out=outs[2])
+        cupy.cuda.Device().synchronize()
+        for into in outs:
+            np.testing.assert_array_equal(cupy.asnumpy(into), expected)
+    assert all((array == 0x7F).all() for array in held)
+
+
+def test_a_call_in_a_graph_of_torch(here: Any) -> None:
+    torch = pytest.importorskip("torch")
+    compiled = here(CAUSAL)
+    q, k, v = (torch.randn(4, 48, 200, 64, device="cuda", dtype=torch.float16) for _ in range(3))
+    expected = compiled(q, k, v)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = compiled(q, k, v)
+    for _ in range(3):
+        out.fill_(float("nan"))
+        graph.replay()
+        torch.cuda.synchronize()
+        assert torch.equal(out, expected)
+
+
+def test_strides(cupy: Any, here: Any) -> None:
+    """Broadcast arrays, views into larger ones, dimensions of size 1, outputs with strides of their own."""
+    compiled = here(CAUSAL)
+    q, k, v = on_gpu(cupy, random_inputs(CAUSAL, Shape(150, 150, 2, 4, 4)))
+
+    def same(*rows: Any) -> None:
+        expected = compiled(*map(cupy.ascontiguousarray, rows))
+        cupy.testing.assert_array_equal(compiled(*rows), expected)
+        larger = cupy.full((2, 150, 4, 2, 80), np.nan, q.dtype)
+        batch, heads, length, _ = rows[0].shape
+        out = larger[:batch, :length, :heads, 1, 8:72].transpose(0, 2, 1, 3)
+        assert compiled(*rows, out=out) is out
+        cupy.testing.assert_array_equal(out, expected)
+        assert int(cupy.isnan(larger).sum()) == larger.size - out.size
+
+    same(q, k, v)
+    same(q[:, :, ::2], k[:, :2, 3:], v[:, 2:, 3:])
+    same(*(row.transpose(0, 2, 1, 3).copy().transpose(0, 2, 1, 3) for row in (q, k, v)))
+    for axes in ((0,), (1,), (0, 1), (2,)):
+        one = tuple(slice(1) if axis in axes else slice(None) for axis in range(4))
+        k_all, v_all = (cupy.broadcast_to(array[one], array.shape) for array in (k, v))
+        assert all(k_all.strides[axis] == 0 for axis in axes)
+        same(q, k_all, v_all)
+        same(cupy.broadcast_to(q[one], q.shape), k_all, v)
+    odd = [cupy.lib.stride_tricks.as_strided(row, (1, 1, 150, 64), (6, 10, 128, 2)) for row in (q, k, v)]
+    same(*odd)
+    nothing = cupy.zeros(9, q.dtype)[1:][:0].reshape(2, 4, 0, 64)
+    assert (compiled(q, nothing, nothing) == 0).all() and compiled(nothing, k, v).shape == nothing.shape
+
+
+@pytest.mark.parametrize("shape", [Shape(64, 64, 1, 1, 1), MANY_TILES], ids=["one tile", "many tiles"])
+def test_a_warm_call_costs_less_than_25_microseconds_of_host_time(shape: Shape, cupy: Any, here: Any) -> None:
+    compiled = here(CAUSAL)
+    q, k, v = on_gpu(cupy, random_inputs(CAUSAL, shape))
     medians = []
     for _ in range(40):
         times = []
@@ -210,8 +301,8 @@ def test_a_spec_is_ready_within_2_seconds_and_from_disk_within_50_milliseconds(c
     assert statistics.median(warm) < 0.05, f"{statistics.median(warm) * 1e3:.1f} ms"
 
 
-def test_sizes_compile_nothing(cupy: Any, monkeypatch: pytest.MonkeyPatch, right: Any) -> None:
-    compiled = attention.compile(CAUSAL)
+def test_sizes_compile_nothing(cupy: Any, monkeypatch: pytest.MonkeyPatch, right: Any, here: Any) -> None:
+    compiled = here(CAUSAL)
 
     def refuse(*_: Any, **__: Any) -> Any:
         raise AssertionError("a call compiled a kernel")
@@ -223,8 +314,8 @@ def test_sizes_compile_nothing(cupy: Any, monkeypatch: pytest.MonkeyPatch, right
         right(CAUSAL, inputs, cupy.asnumpy(out), cupy.asnumpy(lse))
 
 
-def test_lengths_of_0(cupy: Any) -> None:
-    compiled = attention.compile(CAUSAL)
+def test_lengths_of_0(cupy: Any, here: Any) -> None:
+    compiled = here(CAUSAL)
     for shape in (Shape(0, 5, 1, 2, 2), Shape(5, 0, 1, 2, 2), Shape(5, 5, 0, 2, 2), Shape(5, 5, 1, 0, 0)):
         out, lse = compiled(*on_gpu(cupy, random_inputs(CAUSAL, shape)), return_lse=True)
         assert out.shape == (shape.batch, shape.heads_q, shape.len_q, 64)

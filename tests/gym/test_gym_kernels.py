@@ -48,5 +48,13 @@ def test_on_a_gpu(entry: Entry, dtype: str, head_dim: int) -> None:
     assert_agrees(entry, LARGE_SHAPES, head_dim, dtype)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "number", [n for n, entry in enumerate(LARGE) if entry.name in COVERING], ids=lambda n: LARGE[n].name
+)
+def test_the_other_family_on_a_gpu(number: int, other_target: str) -> None:
+    assert_agrees(LARGE[number], LARGE_SHAPES, (64, 128)[number // 2 % 2], DTYPES[number % 2], target=other_target)
+
+
 def test_the_covering_set_names_what_exists() -> None:
     assert {entry.name for entry in SMALL} >= COVERING

@@ -98,6 +98,13 @@ def test_on_a_gpu(cases: tuple[Case, ...]) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("cases", grouped(named_cases()) + grouped(all_cases())[::19], ids=name_of)
+def test_the_other_family_on_a_gpu(cases: tuple[Case, ...], other_target: str) -> None:
+    """Its forward; the backward is the same kernels for both."""
+    assert_agrees(cases, target=other_target)
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("cases", grouped(named_cases()), ids=name_of)
 def test_deterministic_gradients_have_the_same_bits_in_100_runs_on_a_gpu(cases: tuple[Case, ...]) -> None:
     assert_agrees(cases[:1], passes=BACKWARD, deterministic=True, schedule_count=100)
