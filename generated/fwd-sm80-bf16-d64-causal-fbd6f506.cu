@@ -331,7 +331,8 @@ __device__ __forceinline__ void mask_scores(float (&scores)[kRowTiles][kKeyTiles
     for (int j = 0; j < kKeyTiles; ++j) {
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
-        const int q = position.query + i * 16 + e / 2 * 8, k = first_key + position.key + j * 8 + e % 2;
+        const int q = position.query + i * 16 + e / 2 * 8;
+        const int k = first_key + position.key + j * 8 + e % 2;
         scores[i][j][e] = may_attend(q, k, arguments) ? scores[i][j][e] : minus_infinity();
       }
     }

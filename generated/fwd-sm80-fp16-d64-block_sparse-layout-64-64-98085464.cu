@@ -342,7 +342,9 @@ __device__ __forceinline__ void mask_scores(float (&scores)[kRowTiles][kKeyTiles
     for (int j = 0; j < kKeyTiles; ++j) {
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
-        const int q = position.query + i * 16 + e / 2 * 8, k = first_key + position.key + j * 8 + e % 2;
+        const int q = position.query + i * 16 + e / 2 * 8;
+        // first_key is a multiple of kTileK: by | the compiler sees that k's upper bits, and quotients, are the tile's.
+        const int k = first_key | (position.key + j * 8 + e % 2);
         scores[i][j][e] = may_attend(q, k, arguments) ? scores[i][j][e] : minus_infinity();
       }
     }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,9 +18,10 @@ import flashgen.language as fg
 from flashgen import bench, reference
 from flashgen.attention import compile
 from flashgen.build import nvrtc
+from flashgen.cli import doctor
 from flashgen.cli.app import app
 from flashgen.cli.arrays import load_arrays, save_arrays
-from flashgen.cli.machine import gpus
+from flashgen.cli.machine import Gpu, gpus
 from flashgen.errors import SpecError
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "minilm_qkv.npz"
@@ -93,6 +95,26 @@ def test_show_the_tiles_of_the_backward() -> None:
     arguments = ("show", "causal()", "--target", "sm_80", "--what", "tiles", "--len-q", 512, "--pass", "backward")
     plan = compile(fg.AttentionSpec(64, mask=fg.causal()), target="sm_80", emulate=True).backward_plan
     assert json.loads(invoke(*arguments, "--json").stdout)["tile"] == [plan.tile_q, plan.tile_k]
+
+
+def test_show_hopper_s_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On an H200 without --target what `compile` takes there; the command that a kernel names shows that kernel."""
+    monkeypatch.setattr("flashgen.cli.machine.gpus", lambda: (Gpu("NVIDIA H200", "sm_90", 150 * 2**30),))
+    spec = fg.AttentionSpec(64, mask=fg.causal() & fg.document("ids"))
+    compiled = compile(spec, target="sm_90a", emulate=True)
+    arguments = ("show", "causal() & document('ids')")
+    assert invoke(*arguments).stdout == compiled.source == invoke(*arguments, "--target", "sm_90a").stdout
+    assert invoke(*arguments, "--kernel", "lists").stdout == next(iter(compiled.sources.values()))
+    assert "family ampere" in invoke(*arguments, "--target", "sm_90").stdout
+    keys = invoke(*arguments, "--pass", "backward", "--kernel", "keys").stdout
+    assert keys in compiled.backward_sources.values() and "target   sm_90a, family ampere" in keys
+    plain = ("show", "causal()"), ("show", "causal()", "--pass", "backward", "--kernel", "keys")
+    for shown in (invoke(*arguments).stdout for arguments in plain):
+        (command,) = re.findall(r"^//   flashgen (show .*)$", shown, re.MULTILINE)
+        assert invoke(*shlex.split(command)).stdout == shown
+    tiles = json.loads(invoke("show", "causal()", "--what", "tiles", "--len-q", 512, "--json").stdout)["tile"]
+    plan = compile(fg.AttentionSpec(64, mask=fg.causal()), target="sm_90a", emulate=True).plan
+    assert tiles == [plan.tile_q, plan.tile_k]
 
 
 def test_show_spec_is_a_spec_again(tmp_path: Path) -> None:
@@ -329,6 +351,19 @@ def test_doctor() -> None:
     assert findings["python", "numpy"]["ok"] and findings["emulator", "plain"]["ok"]
     assert all(row["ok"] or row["remedy"] for row in findings.values())
     assert "emulator\tplain\tworks" in invoke("doctor").stdout
+
+
+@needs_nvrtc
+@pytest.mark.parametrize(
+    ("architecture", "runs"), [("sm_90", {"sm_90", "sm_90a"}), ("sm_86", {"sm_80", "sm_86"}), ("sm_120", {"sm_120"})]
+)
+def test_doctor_knows_which_targets_run_here(
+    architecture: str, runs: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor, "gpus", lambda: (Gpu("a GPU", architecture, 2**35),))
+    found = {finding.name: finding.found for finding in doctor.examine_targets()}
+    assert {name for name, what in found.items() if what == "compiles and runs"} == runs
+    assert found["sm_90a"] is not None
 
 
 @pytest.mark.skipif(bool(gpus()), reason="there is a GPU")

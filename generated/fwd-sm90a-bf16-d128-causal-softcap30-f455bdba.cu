@@ -1,0 +1,821 @@
+// flashgen: attention forward, bf16-d128-causal-softcap30-f455bdba
+//
+// mask     causal()
+// score    softcap(30); scale 0.0883883476
+// dropout  0
+// dims     head 128, value 128; bfloat16, accumulated in float32; heads_q a multiple of heads_kv
+// target   sm_90a, family hopper
+// plan     128 queries x 128 keys, 2 warpgroup(s) of 240 registers that take turns, 2 stage(s) of K and V, 196696 bytes of shared memory
+// FLOPs    512 * batch * heads_q * len_q * len_k * (share of tiles visited)
+// HBM      2 * batch * (heads_q * len_q * 256 + heads_kv * len_k * 256) bytes, at least; + 4 * batch * heads_q * len_q for the LSE
+//
+// Grid: one block per multiprocessor; each takes tiles of queries until none is left. Made by
+//   flashgen show --target sm_90a '{"dropout":0.0,"dtype":"bfloat16","head_dim":128,"layout":"bhsd","mask":{"expression":["LessEqual","k",["Add","q",["Sub","len_k","len_q"]]],"name":"causal()"},"scale":0.08838834764831843,"score":{"expression":["Mul",{"float":"0x1.e000000000000p+4"},["FastTanh",["Divide","score",{"float":"0x1.e000000000000p+4"}]]],"name":"softcap(30)"},"value_dim":128,"version":1}'
+
+using Element = unsigned short;   // the bits of a bfloat16
+
+struct alignas(64) TensorMap {   // a CUtensorMap: what the copy engine knows of an array
+  unsigned long long words[16];
+};
+
+struct ForwardArguments {
+  TensorMap q_map;
+  TensorMap k_map;
+  TensorMap v_map;
+  TensorMap o_map;
+  float* lse;   // (batch, heads_q, len_q), or null
+  int* next_tile;   // 0; counts tiles taken beside each block's first; null: there are none
+  int tiles;   // of queries, of all heads and batches
+  int tiles_q;   // of each head
+  int heads;   // of queries, of all batches
+  int section;   // heads that take turns with their tiles
+  int heads_q;
+  int len_q;
+  int len_k;
+  unsigned kv_reciprocal;   // 2^31 / heads per head of K and V, rounded up
+};
+
+// ---- The plan -------------------------------------------------------------------------------------------------------
+
+constexpr int kHeadDim = 128;
+constexpr int kValueDim = 128;
+constexpr int kHeadDimPadded = 128;   // a multiple of the depth of a wgmma; zeros beyond kHeadDim
+constexpr int kValueDimPadded = 128;
+constexpr int kConsumers = 2;   // warpgroups that compute, 64 queries each; one more loads
+constexpr int kThreads = (kConsumers + 1) * 128;
+constexpr int kTileQ = kConsumers * 64;
+constexpr int kTileK = 128;   // keys of a step
+constexpr int kStages = 2;   // tiles of K, and of V, that shared memory holds at once
+constexpr int kRowTiles = 1;               // 16-row tiles that a warp has of a wgmma's 64 rows
+constexpr int kKeyTiles = kTileK / 8;      // 8-column tiles of scores
+constexpr int kValueTiles = kValueDimPadded / 8;
+constexpr float kScale = 0.0883883461f;
+constexpr float kScoreToLog2 = 1.44269504f;   // log2(e): probabilities are powers of 2
+constexpr float kRescaleThreshold = 8.0f;   // in log2: the reference of a row may lag its maximum by this much
+
+// Shared memory, in bytes: by warpgroup Q, and the output; the stages of K, of V; the barriers. A tile is panels of
+// columns side by side, as wide as TMA swizzles them: 16-byte chunks of a row exchanged within a panel.
+constexpr int kHeadPanel = 64;    // columns of Q and K
+constexpr int kValuePanel = 64;   // columns of V and the output
+constexpr int kQueryBytes = 64 * kHeadDimPadded * 2;   // of a warpgroup
+constexpr int kOutputBytes = 64 * kValueDimPadded * 2;
+constexpr int kKeyBytes = kTileK * kHeadDimPadded * 2;
+constexpr int kValueBytes = kTileK * kValueDimPadded * 2;
+constexpr int kRowsBytes = kQueryBytes + kOutputBytes;
+constexpr int kKeyOffset = kConsumers * kRowsBytes;
+constexpr int kValueOffset = (kKeyOffset + kStages * kKeyBytes + 1023) / 1024 * 1024;   // where a swizzle begins
+constexpr int kBarrierOffset = kValueOffset + kStages * kValueBytes;
+constexpr int kIndexOffset = kBarrierOffset + 16 + kStages * 32;
+static_assert(kIndexOffset + 8 <= 196696, "the plan's shared memory");
+static_assert(kTileK % 16 == 0 && kTileK <= 256 && kValueDimPadded <= 256, "what one wgmma and one copy take");
+
+// ---- Primitives -----------------------------------------------------------------------------------------------------
+
+#ifndef FLASHGEN_EMULATOR   // the emulator brings its own
+
+extern __shared__ __align__(1024) unsigned char shared_memory[];
+
+// Closes the group of stores from shared memory that this thread has started since the last commit.
+__device__ __forceinline__ void bulk_commit() {
+  asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+}
+
+// Waits until at most kPending of this thread's groups of stores have still to read shared memory.
+template <int kPending>
+__device__ __forceinline__ void bulk_wait_read() {
+  asm volatile("cp.async.bulk.wait_group.read %0;" :: "n"(kPending) : "memory");
+}
+
+// True in one lane of the warp.
+__device__ __forceinline__ bool elect_one() {
+  unsigned elected;
+  asm volatile("{\n\t.reg .pred p;\n\telect.sync _|p, 0xffffffff;\n\tselp.u32 %0, 1, 0, p;\n\t}" : "=r"(elected));
+  return elected;
+}
+
+// 2 to the power of x, by the special-function unit.
+__device__ __forceinline__ float exp2_approx(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// Shows what this thread has written to shared memory to the copy engine and the tensor cores.
+__device__ __forceinline__ void fence_async_shared() {
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+// The logarithm of x to base 2, by the special-function unit.
+__device__ __forceinline__ float log2_approx(float x) {
+  float y;
+  asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+__device__ __forceinline__ void mbarrier_arrive(unsigned barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" :: "r"(barrier) : "memory");
+}
+
+// Announces bytes that copies will bring to the barrier's current phase, and arrives.
+__device__ __forceinline__ void mbarrier_expect_bytes(unsigned barrier, unsigned bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" :: "r"(barrier), "r"(bytes) : "memory");
+}
+
+// Makes the 8 bytes at `barrier` a barrier whose phases end after this many arrivals, and the bytes announced to it.
+__device__ __forceinline__ void mbarrier_init(unsigned barrier, unsigned arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" :: "r"(barrier), "r"(arrivals) : "memory");
+}
+
+// Shows initialised barriers to the copy engine; other threads see them after a __syncthreads.
+__device__ __forceinline__ void mbarrier_fence_init() {
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+
+// Waits until the barrier's phase of this parity has ended: 0 for its first, third, ...; a new barrier counts as past
+// a phase of parity 1.
+__device__ __forceinline__ void mbarrier_wait(unsigned barrier, unsigned parity) {
+  asm volatile("{\n\t.reg .pred done;\n"
+               "again:\n\tmbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n\t"
+               "@!done bra again;\n\t}" :: "r"(barrier), "r"(parity) : "memory");
+}
+
+// Comes to barrier `id` without waiting for the others.
+__device__ __forceinline__ void named_barrier_arrive(unsigned id, unsigned threads) {
+  asm volatile("barrier.arrive.aligned %0, %1;" :: "r"(id), "r"(threads) : "memory");
+}
+
+// Waits until this many threads, the caller's among them, have come to barrier `id`; 0 is that of __syncthreads.
+__device__ __forceinline__ void named_barrier_sync(unsigned id, unsigned threads) {
+  asm volatile("barrier.sync.aligned %0, %1;" :: "r"(id), "r"(threads) : "memory");
+}
+
+// Keeps the compiler from moving uses of these registers, which wgmmas work on unseen, across this point.
+template <int kCount>
+__device__ __forceinline__ void order_registers(float (&registers)[kCount]) {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(registers[i]) :: "memory");
+}
+
+template <int kCount>
+__device__ __forceinline__ void order_registers(unsigned (&registers)[kCount]) {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) asm volatile("" : "+r"(registers[i]) :: "memory");
+}
+
+// Two floats, rounded to nearest even, as one register: `low` in the lower half.
+__device__ __forceinline__ unsigned pack_bf16(float low, float high) {
+  unsigned packed;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+  return packed;
+}
+
+// Gives up this warpgroup's registers beyond kRegisters a thread.
+template <int kRegisters>
+__device__ __forceinline__ void registers_decrease() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" :: "n"(kRegisters));
+}
+
+// Takes registers for each thread of this warpgroup, up to kRegisters, as soon as others have given them up.
+template <int kRegisters>
+__device__ __forceinline__ void registers_increase() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" :: "n"(kRegisters));
+}
+
+// The 32-bit address of `pointer` in the shared-memory window.
+__device__ __forceinline__ unsigned shared_address(const void* pointer) {
+  return static_cast<unsigned>(__cvta_generic_to_shared(pointer));
+}
+
+// stmatrix: four 8x8 matrices of 16-bit elements to shared memory; lane l gives the address of row l % 8 of matrix l / 8.
+__device__ __forceinline__ void store_matrix_x4(unsigned destination, unsigned r0, unsigned r1, unsigned r2, unsigned r3) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], { %1, %2, %3, %4};"
+               :: "r"(destination), "r"(r0), "r"(r1), "r"(r2), "r"(r3) : "memory");
+}
+
+// The hyperbolic tangent of x, by the special-function unit (sm_75 and later; absolute error below 2^-10).
+__device__ __forceinline__ float tanh_approx(float x) {
+  float y;
+  asm("tanh.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// Starts copying the box of the map at coordinates (c0, ...) to shared memory, zeros where it leaves the tensor; its
+// bytes arrive at the barrier.
+__device__ __forceinline__ void tma_load_4d(unsigned destination, const TensorMap& map, unsigned barrier, int c0, int c1,
+                                            int c2, int c3) {
+  asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
+               "[%0], [%1, { %3, %4, %5, %6}], [%2];"
+               :: "r"(destination), "l"(&map), "r"(barrier), "r"(c0), "r"(c1), "r"(c2), "r"(c3) : "memory");
+}
+
+// Starts copying a box from shared memory to coordinates (c0, ...) of the map's tensor, clipped at its ends.
+__device__ __forceinline__ void tma_store_4d(const TensorMap& map, unsigned source, int c0, int c1, int c2, int c3) {
+  asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.tile.bulk_group [%0, { %2, %3, %4, %5}], [%1];"
+               :: "l"(&map), "r"(source), "r"(c0), "r"(c1), "r"(c2), "r"(c3) : "memory");
+}
+
+// Closes the group of wgmmas started since the last commit.
+__device__ __forceinline__ void wgmma_commit() {
+  asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+}
+
+// Orders this warpgroup's uses of registers before the wgmmas that follow, which read or accumulate in them.
+__device__ __forceinline__ void wgmma_fence() {
+  asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+}
+
+// d (64 x kN, fp32) = a (64 x 16) * b (16 x kN), plus d where `accumulate`; a in registers, as of mma.m16n8k16, b a
+// described tile of shared memory, its rows along the depth where kTransposedB. Asynchronous.
+template <int kN, bool kTransposedB>
+__device__ __forceinline__ void wgmma_registers_bf16(float (&d)[kN / 2], const unsigned (&a)[4], unsigned long long b,
+                                                     bool accumulate);
+template <>
+__device__ __forceinline__ void wgmma_registers_bf16<128, true>(
+    float (&d)[64], const unsigned (&a)[4], unsigned long long b, bool accumulate) {
+  asm volatile("{\n\t.reg .pred p;\n\tsetp.ne.b32 p, %69, 0;\n\t"
+               "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {"
+               " %0, %1, %2, %3, %4, %5, %6, %7, "
+               " %8, %9, %10, %11, %12, %13, %14, %15, "
+               " %16, %17, %18, %19, %20, %21, %22, %23, "
+               " %24, %25, %26, %27, %28, %29, %30, %31, "
+               " %32, %33, %34, %35, %36, %37, %38, %39, "
+               " %40, %41, %42, %43, %44, %45, %46, %47, "
+               " %48, %49, %50, %51, %52, %53, %54, %55, "
+               " %56, %57, %58, %59, %60, %61, %62, %63"
+               "}, { %64, %65, %66, %67}, %68, p, 1, 1, 1;\n\t}"
+               : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
+                 "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
+                 "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]),
+                 "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]),
+                 "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]),
+                 "+f"(d[40]), "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]),
+                 "+f"(d[48]), "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]),
+                 "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63])
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(accumulate)));
+}
+
+// Waits until at most kPending of this warpgroup's groups of wgmmas are still in flight.
+template <int kPending>
+__device__ __forceinline__ void wgmma_wait() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" :: "n"(kPending) : "memory");
+}
+
+// d (64 x kN, fp32) = a (64 x 16) * b (16 x kN), plus d where `accumulate`; a and b are described tiles of shared memory,
+// b's rows along the depth where kTransposedB. Asynchronous: d is whole after wgmma_wait.
+template <int kN, bool kTransposedB>
+__device__ __forceinline__ void wgmma_shared_bf16(float (&d)[kN / 2], unsigned long long a, unsigned long long b,
+                                                  bool accumulate);
+template <>
+__device__ __forceinline__ void wgmma_shared_bf16<128, false>(
+    float (&d)[64], unsigned long long a, unsigned long long b, bool accumulate) {
+  asm volatile("{\n\t.reg .pred p;\n\tsetp.ne.b32 p, %66, 0;\n\t"
+               "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {"
+               " %0, %1, %2, %3, %4, %5, %6, %7, "
+               " %8, %9, %10, %11, %12, %13, %14, %15, "
+               " %16, %17, %18, %19, %20, %21, %22, %23, "
+               " %24, %25, %26, %27, %28, %29, %30, %31, "
+               " %32, %33, %34, %35, %36, %37, %38, %39, "
+               " %40, %41, %42, %43, %44, %45, %46, %47, "
+               " %48, %49, %50, %51, %52, %53, %54, %55, "
+               " %56, %57, %58, %59, %60, %61, %62, %63"
+               "}, %64, %65, p, 1, 1, 0, 0;\n\t}"
+               : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
+                 "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
+                 "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]),
+                 "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]),
+                 "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]),
+                 "+f"(d[40]), "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]),
+                 "+f"(d[48]), "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]),
+                 "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63])
+               : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)));
+}
+
+#endif
+
+// What wgmma is told of a tile in shared memory (PTX ISA, "matrix descriptor"): where it begins, how far apart are its
+// panels (leading; unused where rows run along the depth) and its groups of 8 rows (stride), and how its 16-byte chunks are swizzled.
+template <int kSwizzleBytes>
+__device__ __forceinline__ unsigned long long matrix_descriptor(unsigned address, unsigned leading_bytes,
+                                                                unsigned stride_bytes) {
+  constexpr unsigned long long kMode = kSwizzleBytes == 128 ? 1 : kSwizzleBytes == 64 ? 2 : kSwizzleBytes == 32 ? 3 : 0;
+  return (address & 0x3ffff) >> 4 | static_cast<unsigned long long>(leading_bytes >> 4) << 16 |
+         static_cast<unsigned long long>(stride_bytes >> 4) << 32 | kMode << 62;
+}
+
+__device__ __forceinline__ float minus_infinity() { return __int_as_float(0xff800000); }
+
+// The maximum over the four lanes that hold one row of an mma accumulator.
+__device__ __forceinline__ float quad_max(float x) {
+  x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 1));
+  return fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 2));
+}
+
+// The sum over the four lanes that hold one row of an mma accumulator.
+__device__ __forceinline__ float quad_sum(float x) {
+  x += __shfl_xor_sync(0xffffffffu, x, 1);
+  return x + __shfl_xor_sync(0xffffffffu, x, 2);
+}
+
+// ---- The variant ----------------------------------------------------------------------------------------------------
+
+// Where a score stands: batch, query head, this lane's first query and its first key within a tile.
+struct Position {
+  int batch, head, query, key;
+};
+
+// Score function: softcap(30), with the scale folded into its constants
+__device__ __forceinline__ float modify_score(float product, const ForwardArguments& arguments) {
+  return 30.0f * tanh_approx(product * (kScale / 30.0f));
+}
+
+// Mask: causal()
+__device__ __forceinline__ bool may_attend(int q, int k, const ForwardArguments& arguments) {
+  return k <= q + (arguments.len_k - arguments.len_q);
+}
+
+// Queries of one head of one batch: a tile, or the part of a warpgroup.
+struct Work {
+  int first_query, head, batch, queries;
+};
+
+// The index-th tile. The heads of a section, whose K and V share the L2, take turns with their tiles; then comes the next
+// section.
+__device__ __forceinline__ Work work_of(int index, const ForwardArguments& arguments) {
+  const int section_tiles = arguments.section * arguments.tiles_q;
+  const int first_head = index / section_tiles * arguments.section, rest = index % section_tiles;
+  const int heads = min(arguments.section, arguments.heads - first_head);
+  const int tile = arguments.tiles_q - 1 - rest / heads;   // later queries see more keys: the longest work goes first
+  const int head = first_head + rest % heads;   // of all batches
+  return {tile * kTileQ, head % arguments.heads_q, head / arguments.heads_q, kTileQ};
+}
+
+// The tiles of keys that a tile of queries attends to: one run, and a stretch of it in which every score counts.
+struct KeyTiles {
+  int begin, count, full_begin, full_end;
+
+  __device__ __forceinline__ int first_key(int step) const { return (begin + step) * kTileK; }
+  __device__ __forceinline__ bool full(int step) const { return begin + step >= full_begin && begin + step < full_end; }
+};
+
+__device__ __forceinline__ KeyTiles key_tiles_of(const Work& work, const ForwardArguments& arguments) {
+  const int q_first = work.first_query;
+  const int q_last = min(work.first_query + work.queries, arguments.len_q) - 1;
+  // In keys, the ends not included.
+  const int begin = 0;
+  const int end = min(arguments.len_k, q_last + arguments.len_k - arguments.len_q + 1);
+  const int full_begin = 0;
+  const int full_end = min(arguments.len_k, q_first + arguments.len_k - arguments.len_q + 1);
+  const int first_tile = begin / kTileK;
+  const int count = end > begin ? (end + kTileK - 1) / kTileK - first_tile : 0;
+  return {first_tile, count, (full_begin + kTileK - 1) / kTileK, full_end / kTileK};
+}
+
+// ---- The warpgroup that loads ---------------------------------------------------------------------------------------
+
+// Barriers in shared memory: Q has landed, every warp is done with it; the same for each stage of K and of V, whose
+// uses are numbered.
+struct Barriers {
+  unsigned first;
+
+  // Which tile Q is of: written before Q is loaded, read when it has landed.
+  static __device__ __forceinline__ int& tile_index() { return *reinterpret_cast<int*>(shared_memory + kIndexOffset); }
+  __device__ __forceinline__ unsigned queries_full() const { return first; }
+  __device__ __forceinline__ unsigned queries_empty() const { return first + 8; }
+  __device__ __forceinline__ unsigned keys_full(int use) const { return first + 16 + use % kStages * 32; }
+  __device__ __forceinline__ unsigned keys_empty(int use) const { return first + 24 + use % kStages * 32; }
+  __device__ __forceinline__ unsigned values_full(int use) const { return first + 32 + use % kStages * 32; }
+  __device__ __forceinline__ unsigned values_empty(int use) const { return first + 40 + use % kStages * 32; }
+  static __device__ __forceinline__ unsigned parity(int use) { return use / kStages & 1; }
+
+  __device__ __forceinline__ void init() const {
+    mbarrier_init(queries_full(), 1);
+    mbarrier_init(queries_empty(), kConsumers * 4);
+    for (int stage = 0; stage < kStages; ++stage) {
+      mbarrier_init(keys_full(stage), 1);
+      mbarrier_init(keys_empty(stage), kConsumers * 4);
+      mbarrier_init(values_full(stage), 1);
+      mbarrier_init(values_empty(stage), kConsumers * 4);
+    }
+    mbarrier_fence_init();
+  }
+};
+
+// Starts copying kRows rows, from first_row on, panel by panel; they arrive at the barrier.
+template <int kRows, int kColumns, int kPanel>
+__device__ __forceinline__ void load_rows(unsigned tile, const TensorMap& map, unsigned barrier, int first_row, int head,
+                                          int batch) {
+#pragma unroll 1   // this thread has few registers
+  for (int column = 0; column < kColumns; column += kPanel) {
+    tma_load_4d(tile + column * kRows * 2, map, barrier, column, first_row, head, batch);
+  }
+}
+
+// The head of K and V that a query head reads, head / heads_per_kv: by a product with 2^31 / heads_per_kv, rounded up.
+__device__ __forceinline__ int kv_head_of(int head, const ForwardArguments& arguments) {
+  return __umulhi(2 * head + 1, arguments.kv_reciprocal);
+}
+
+// What the loading thread does: for each tile Q, and K and V of each step, K one step ahead, as soon as there is room.
+// The block's first tile is its own; then it takes the next that no other block has taken.
+__device__ __forceinline__ void load_tiles(unsigned shared, const Barriers& barriers, const ForwardArguments& arguments) {
+  int used = 0;               // stages, by the tiles before
+  int index = blockIdx.x;
+  unsigned queries_used = 1;  // parity of the use of Q before this one
+  for (; index < arguments.tiles; queries_used ^= 1) {
+    const Work work = work_of(index, arguments);
+    const KeyTiles tiles = key_tiles_of(work, arguments);
+    const int head_kv = kv_head_of(work.head, arguments);
+    const auto load_keys = [&](int step) {
+      const int use = used + step;
+      mbarrier_wait(barriers.keys_empty(use), barriers.parity(use) ^ 1);
+      mbarrier_expect_bytes(barriers.keys_full(use), kKeyBytes);
+      load_rows<kTileK, kHeadDimPadded, kHeadPanel>(shared + kKeyOffset + use % kStages * kKeyBytes, arguments.k_map,
+                                                    barriers.keys_full(use), tiles.first_key(step), head_kv, work.batch);
+    };
+    const auto load_values = [&](int step) {
+      const int use = used + step;
+      mbarrier_wait(barriers.values_empty(use), barriers.parity(use) ^ 1);
+      mbarrier_expect_bytes(barriers.values_full(use), kValueBytes);
+      load_rows<kTileK, kValueDimPadded, kValuePanel>(shared + kValueOffset + use % kStages * kValueBytes, arguments.v_map,
+                                                      barriers.values_full(use), tiles.first_key(step), head_kv,
+                                                      work.batch);
+    };
+
+    if (tiles.count > 0) load_keys(0);
+    mbarrier_wait(barriers.queries_empty(), queries_used);
+    barriers.tile_index() = index;
+    mbarrier_expect_bytes(barriers.queries_full(), tiles.count > 0 ? kConsumers * kQueryBytes : 0);
+    for (int group = 0; group < kConsumers && tiles.count > 0; ++group) {
+      load_rows<64, kHeadDimPadded, kHeadPanel>(shared + group * kRowsBytes, arguments.q_map, barriers.queries_full(),
+                                                work.first_query + group * 64, work.head, work.batch);
+    }
+    for (int step = 0; step < tiles.count; ++step) {
+      if (step + 1 < tiles.count) load_keys(step + 1);
+      load_values(step);
+    }
+    used += tiles.count;
+    index = arguments.next_tile == nullptr ? arguments.tiles : gridDim.x + atomicAdd(arguments.next_tile, 1);
+  }
+  mbarrier_wait(barriers.queries_empty(), queries_used);
+  barriers.tile_index() = index;   // no tile: those that compute are done
+  mbarrier_arrive(barriers.queries_full());
+}
+
+// ---- The steps of those that compute --------------------------------------------------------------------------------
+
+// Starts scores = Q * K^T of a warpgroup's rows: `queries` and `keys` are where they begin in shared memory.
+__device__ __forceinline__ void start_scores(float (&scores)[kRowTiles][kKeyTiles][4], unsigned queries, unsigned keys) {
+  constexpr int kSwizzle = kHeadPanel * 2;
+  float (&product)[kTileK / 2] = reinterpret_cast<float (&)[kTileK / 2]>(scores);
+  order_registers(product);
+  wgmma_fence();
+  const unsigned long long a = matrix_descriptor<kSwizzle>(queries, 16, 8 * kSwizzle);
+  const unsigned long long b = matrix_descriptor<kSwizzle>(keys, 16, 8 * kSwizzle);
+#pragma unroll
+  for (int depth = 0; depth < kHeadDimPadded; depth += 16) {
+    const int panel = depth / kHeadPanel, column = depth % kHeadPanel;   // descriptors count in 16 bytes
+    wgmma_shared_bf16<kTileK, false>(product, a + (panel * 64 * kSwizzle + column * 2) / 16,
+                                    b + (panel * kTileK * kSwizzle + column * 2) / 16, depth > 0);
+  }
+  wgmma_commit();
+}
+
+// Starts output += P * V; the rows of V, which begin at `values` in shared memory, run along the depth.
+__device__ __forceinline__ void start_output(float (&output)[kRowTiles][kValueTiles][4],
+                                             const unsigned (&probabilities)[kTileK / 16][4], unsigned values) {
+  constexpr int kSwizzle = kValuePanel * 2;
+  float (&product)[kValueDimPadded / 2] = reinterpret_cast<float (&)[kValueDimPadded / 2]>(output);
+  order_registers(product);
+  wgmma_fence();
+  const unsigned long long b = matrix_descriptor<kSwizzle>(values, kTileK * kSwizzle, 8 * kSwizzle);
+#pragma unroll
+  for (int depth = 0; depth < kTileK; depth += 16) {
+    wgmma_registers_bf16<kValueDimPadded, true>(product, probabilities[depth / 16], b + depth * kSwizzle / 16, true);
+  }
+  wgmma_commit();
+}
+
+// Waits until the product has been computed, with at most kPending younger groups of wgmmas still running.
+template <int kPending, int kTiles>
+__device__ __forceinline__ void await_product(float (&product)[kRowTiles][kTiles][4]) {
+  wgmma_wait<kPending>();
+  order_registers(reinterpret_cast<float (&)[kTiles * 4]>(product));
+}
+
+// The score function, on the products.
+__device__ __forceinline__ void modify_scores(float (&scores)[kRowTiles][kKeyTiles][4], const Position& position,
+                                              int first_key, const ForwardArguments& arguments) {
+#pragma unroll
+  for (int i = 0; i < kRowTiles; ++i) {
+#pragma unroll
+    for (int j = 0; j < kKeyTiles; ++j) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        const int q = position.query + i * 16 + e / 2 * 8, k = first_key + position.key + j * 8 + e % 2;
+        scores[i][j][e] = modify_score(scores[i][j][e], arguments);
+      }
+    }
+  }
+}
+
+// -inf where the query may not attend to the key.
+__device__ __forceinline__ void mask_scores(float (&scores)[kRowTiles][kKeyTiles][4], const Position& position,
+                                            int first_key, const ForwardArguments& arguments) {
+#pragma unroll
+  for (int i = 0; i < kRowTiles; ++i) {
+#pragma unroll
+    for (int j = 0; j < kKeyTiles; ++j) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        const int q = position.query + i * 16 + e / 2 * 8;
+        const int k = first_key + position.key + j * 8 + e % 2;
+        scores[i][j][e] = may_attend(q, k, arguments) ? scores[i][j][e] : minus_infinity();
+      }
+    }
+  }
+}
+
+// -inf beyond the last key, in a tile that overhangs it: apart from the mask, which most tiles then have to themselves.
+__device__ __forceinline__ void cut_scores(float (&scores)[kRowTiles][kKeyTiles][4], const Position& position,
+                                           int first_key, const ForwardArguments& arguments) {
+  const int left = arguments.len_k - first_key - position.key;   // keys from this lane's first one to the end
+#pragma unroll
+  for (int i = 0; i < kRowTiles; ++i) {
+#pragma unroll
+    for (int j = 0; j < kKeyTiles; ++j) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        if (j * 8 + e % 2 >= left) scores[i][j][e] = minus_infinity();
+      }
+    }
+  }
+}
+
+// A row's running state: the reference that its probabilities are relative to, and this lane's share of their sum.
+struct RowState {
+  float reference = minus_infinity();
+  float sum = 0.0f;
+};
+
+// Turns a tile of scores into probabilities relative to the row's reference, and adds them to the row's sum. The
+// reference changes only when some row of the warp has outgrown it by 2^kRescaleThreshold: then the result is true, and
+// the output must shrink by these factors.
+__device__ __forceinline__ bool online_softmax(float (&scores)[kRowTiles][kKeyTiles][4], RowState (&rows)[kRowTiles][2],
+                                               float (&shrink)[2]) {
+  float maximum[2];
+  bool outgrown = false;
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    float even = scores[0][0][2 * r], odd = scores[0][0][2 * r + 1];   // two chains of operations, half as long
+#pragma unroll
+    for (int j = 1; j < kKeyTiles; ++j) {
+      even = fmaxf(even, scores[0][j][2 * r]);
+      odd = fmaxf(odd, scores[0][j][2 * r + 1]);
+    }
+    maximum[r] = quad_max(fmaxf(even, odd));
+    outgrown |= (maximum[r] - rows[0][r].reference) * kScoreToLog2 > kRescaleThreshold;
+  }
+  outgrown = __any_sync(0xffffffffu, outgrown);
+  if (outgrown) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const float reference = fmaxf(rows[0][r].reference, maximum[r]);
+      // A row that has seen no key yet has nothing to rescale; -inf - -inf would be NaN.
+      shrink[r] = reference == minus_infinity() ? 1.0f : exp2_approx((rows[0][r].reference - reference) * kScoreToLog2);
+      rows[0][r].reference = reference;
+      rows[0][r].sum *= shrink[r];
+    }
+  }
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const float offset = rows[0][r].reference == minus_infinity() ? 0.0f : rows[0][r].reference * kScoreToLog2;
+    float even = 0.0f, odd = 0.0f;
+#pragma unroll
+    for (int j = 0; j < kKeyTiles; ++j) {
+      even += scores[0][j][2 * r] = exp2_approx(scores[0][j][2 * r] * kScoreToLog2 - offset);
+      odd += scores[0][j][2 * r + 1] = exp2_approx(scores[0][j][2 * r + 1] * kScoreToLog2 - offset);
+    }
+    rows[0][r].sum += even + odd;
+  }
+  return outgrown;
+}
+
+// Multiplies the output's rows.
+__device__ __forceinline__ void rescale(float (&output)[kRowTiles][kValueTiles][4], const float (&factor)[2]) {
+#pragma unroll
+  for (int j = 0; j < kValueTiles; ++j) {
+#pragma unroll
+    for (int e = 0; e < 4; ++e) output[0][j][e] *= factor[e / 2];
+  }
+}
+
+// Rounds probabilities to the input's type: the operand of P * V, 16 keys at a time.
+__device__ __forceinline__ void round_probabilities(unsigned (&rounded)[kTileK / 16][4],
+                                                    const float (&probabilities)[kRowTiles][kKeyTiles][4]) {
+#pragma unroll
+  for (int i = 0; i < kTileK / 16; ++i) {
+    const float (&left)[4] = probabilities[0][2 * i], (&right)[4] = probabilities[0][2 * i + 1];
+    rounded[i][0] = pack_bf16(left[0], left[1]);
+    rounded[i][1] = pack_bf16(left[2], left[3]);
+    rounded[i][2] = pack_bf16(right[0], right[1]);
+    rounded[i][3] = pack_bf16(right[2], right[3]);
+  }
+}
+
+// Divides by the row sums, rounds, and stores this warp's 16 rows, by way of shared memory, where a panel of columns
+// holds the warpgroup's 64 rows, swizzled as TMA does it. Rows beyond the last query are clipped.
+__device__ __forceinline__ void write_output(float (&output)[kRowTiles][kValueTiles][4], RowState (&rows)[kRowTiles][2],
+                                             unsigned tile, const Work& work, int warp_row,
+                                             const ForwardArguments& arguments) {
+  constexpr int kChunks = kValuePanel / 8;   // 16-byte chunks of a panel's row
+  const int lane = threadIdx.x % 32;
+  float normalise[2];
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    rows[0][r].sum = quad_sum(rows[0][r].sum);
+    normalise[r] = rows[0][r].sum == 0.0f ? 0.0f : 1.0f / rows[0][r].sum;
+  }
+  rescale(output, normalise);
+  if (lane == 0) bulk_wait_read<0>();   // of the tile before
+  __syncwarp();
+  const int row = warp_row % 64 + lane % 16, swizzle = row / (8 / kChunks) % kChunks;
+#pragma unroll
+  for (int j = 0; j < kValueTiles; j += 2) {
+    const int panel = j / kChunks, chunk = (j % kChunks + lane / 16) ^ swizzle;
+    const float (&left)[4] = output[0][j], (&right)[4] = output[0][j + 1];
+    store_matrix_x4(tile + ((panel * 64 + row) * kChunks + chunk) * 16, pack_bf16(left[0], left[1]),
+                    pack_bf16(left[2], left[3]), pack_bf16(right[0], right[1]), pack_bf16(right[2], right[3]));
+  }
+  fence_async_shared();
+  __syncwarp();
+  if (lane == 0) {
+#pragma unroll
+    for (int column = 0; column < kValueDimPadded; column += kValuePanel) {
+      tma_store_4d(arguments.o_map, tile + (column * 64 + warp_row % 64 * kValuePanel) * 2, column,
+                   work.first_query + warp_row, work.head, work.batch);
+    }
+    bulk_commit();
+  }
+}
+
+// The log-sum-exp of this lane's rows, to the base e; -inf where there was nothing to attend to.
+__device__ __forceinline__ void write_lse(const RowState (&rows)[kRowTiles][2], const Position& position,
+                                          const ForwardArguments& arguments) {
+  const long long head = static_cast<long long>(position.batch) * arguments.heads_q + position.head;
+  if (arguments.lse == nullptr || threadIdx.x % 4 != 0) return;
+#pragma unroll
+  for (int i = 0; i < kRowTiles; ++i) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int query = position.query + i * 16 + r * 8;
+      const float log2_sum = rows[i][r].reference * kScoreToLog2 + log2_approx(rows[i][r].sum);
+      if (query < arguments.len_q) {
+        arguments.lse[head * arguments.len_q + query] =
+            rows[i][r].sum == 0.0f ? minus_infinity() : log2_sum * 0.69314718f;
+      }
+    }
+  }
+}
+
+// The steps of a tile, first <= step < last, in which a warpgroup's own queries attend to keys; `tiles` learns in which
+// of them every one of its scores counts.
+struct Steps {
+  int first, last;
+};
+
+__device__ __forceinline__ Steps own_steps(KeyTiles& tiles, const Work& work, int warpgroup,
+                                           const ForwardArguments& arguments) {
+  const Work part = {work.first_query + warpgroup * 64, work.head, work.batch, 64};
+  const KeyTiles own = key_tiles_of(part, arguments);
+  tiles.full_begin = own.full_begin;
+  tiles.full_end = own.full_end;
+  if (own.count == 0 || part.first_query >= arguments.len_q) return {tiles.count, tiles.count};
+  return {max(own.begin - tiles.begin, 0), min(own.begin - tiles.begin + own.count, tiles.count)};
+}
+
+// One lane of each warp says that the warp is done with something.
+__device__ __forceinline__ void release(unsigned barrier) {
+  if (threadIdx.x % 32 == 0) mbarrier_arrive(barrier);
+}
+
+// Each step but the first is a turn of each warpgroup: a barrier to which it comes, and the one before it has come.
+__device__ __forceinline__ void take_turn(int warpgroup) { named_barrier_sync(1 + warpgroup, 256); }
+
+// The next warpgroup's turn, or the first's in the next step, if there is one.
+__device__ __forceinline__ void pass_turn(int warpgroup, int step, const KeyTiles& tiles) {
+  if (warpgroup < kConsumers - 1) named_barrier_arrive(2 + warpgroup, 256);
+  else if (step + 1 < tiles.count) named_barrier_arrive(1, 256);
+}
+
+// A step that concerns other warpgroups only.
+__device__ __forceinline__ void pass_by(int step, int use, int warpgroup, const KeyTiles& tiles,
+                                        const Barriers& barriers) {
+  mbarrier_wait(barriers.keys_full(use), barriers.parity(use));
+  __syncwarp();   // else a lane might miss this use
+  release(barriers.keys_empty(use));
+  if (step > 0) {
+    take_turn(warpgroup);
+    pass_turn(warpgroup, step, tiles);
+  }
+  mbarrier_wait(barriers.values_full(use), barriers.parity(use));
+  __syncwarp();
+  release(barriers.values_empty(use));
+}
+
+// Scores to probabilities; whether, and by which factors, the output must shrink.
+__device__ __forceinline__ bool attend_keys(float (&scores)[kRowTiles][kKeyTiles][4], RowState (&rows)[kRowTiles][2],
+                                            float (&shrink)[2], const Position& position,
+                                            const KeyTiles& tiles, int step, const ForwardArguments& arguments) {
+  const int first_key = tiles.first_key(step);
+  modify_scores(scores, position, first_key, arguments);
+  if (!tiles.full(step)) mask_scores(scores, position, first_key, arguments);
+  if (first_key + kTileK > arguments.len_k) cut_scores(scores, position, first_key, arguments);
+  const bool outgrown = online_softmax(scores, rows, shrink);
+  return outgrown;
+}
+
+// What a computing warpgroup does for its 64 queries of each tile. The scores of the next step and P * V of this one run
+// on the tensor cores while the next step's softmax runs beside them, and the warpgroups take turns in starting them.
+__device__ __forceinline__ void attend(int warpgroup, unsigned shared, const Barriers& barriers,
+                                       const ForwardArguments& arguments) {
+  const int lane = threadIdx.x % 32, warp_row = warpgroup * 64 + threadIdx.x / 32 % 4 * 16;
+  const unsigned queries = shared + warpgroup * kRowsBytes;
+  const auto keys_of = [&](int use) { return shared + kKeyOffset + use % kStages * kKeyBytes; };
+  const auto values_of = [&](int use) { return shared + kValueOffset + use % kStages * kValueBytes; };
+
+  int use = 0;                 // of a stage, by this step
+  unsigned queries_use = 0;    // parity of this use of Q
+  for (;; queries_use ^= 1) {
+    mbarrier_wait(barriers.queries_full(), queries_use);
+    const int index = barriers.tile_index();
+    if (index >= arguments.tiles) break;
+    const Work work = work_of(index, arguments);
+    KeyTiles tiles = key_tiles_of(work, arguments);
+    const Steps steps = own_steps(tiles, work, warpgroup, arguments);
+    const Position position = {work.batch, work.head, work.first_query + warp_row + lane / 4, lane % 4 * 2};
+    float output[kRowTiles][kValueTiles][4] = {};
+    float scores[kRowTiles][kKeyTiles][4], shrink[2];
+    unsigned probabilities[kTileK / 16][4];
+    RowState rows[kRowTiles][2];
+
+    if (warpgroup == kConsumers - 1) pass_turn(warpgroup, 0, tiles);   // the first turn is warpgroup 0's
+    for (int step = 0; step < steps.first; ++step) pass_by(step, use++, warpgroup, tiles, barriers);
+    if (steps.first < steps.last) {
+      mbarrier_wait(barriers.keys_full(use), barriers.parity(use));
+      if (steps.first > 0) take_turn(warpgroup);
+      start_scores(scores, queries, keys_of(use));
+      if (steps.first > 0) pass_turn(warpgroup, steps.first, tiles);
+      await_product<0>(scores);
+      release(barriers.keys_empty(use));
+      if (steps.first + 1 == steps.last) release(barriers.queries_empty());
+      attend_keys(scores, rows, shrink, position, tiles, steps.first, arguments);
+      round_probabilities(probabilities, scores);
+      for (int step = steps.first + 1; step < steps.last; ++step, ++use) {
+        mbarrier_wait(barriers.keys_full(use + 1), barriers.parity(use + 1));
+        take_turn(warpgroup);
+        start_scores(scores, queries, keys_of(use + 1));
+        mbarrier_wait(barriers.values_full(use), barriers.parity(use));
+        start_output(output, probabilities, values_of(use));
+        pass_turn(warpgroup, step, tiles);
+        await_product<1>(scores);
+        release(barriers.keys_empty(use + 1));
+        if (step + 1 == steps.last) release(barriers.queries_empty());
+        const bool outgrown = attend_keys(scores, rows, shrink, position, tiles, step, arguments);
+        await_product<0>(output);
+        release(barriers.values_empty(use));
+        if (outgrown) rescale(output, shrink);
+        round_probabilities(probabilities, scores);
+      }
+      mbarrier_wait(barriers.values_full(use), barriers.parity(use));
+      start_output(output, probabilities, values_of(use));
+      await_product<0>(output);
+      release(barriers.values_empty(use++));
+    } else {
+      __syncwarp();   // the whole warp has seen this use of Q
+      release(barriers.queries_empty());
+    }
+    for (int step = steps.last; step < tiles.count; ++step) pass_by(step, use++, warpgroup, tiles, barriers);
+    write_output(output, rows, queries + kQueryBytes, work, warp_row, arguments);
+    write_lse(rows, position, arguments);
+  }
+  if (lane == 0) bulk_wait_read<0>();   // shared memory goes with the block
+}
+
+// ---- The kernel -----------------------------------------------------------------------------------------------------
+
+extern "C" __global__ void __launch_bounds__(kThreads, 1)
+attention_forward_bf16_d128_causal_softcap30_f455bdba(const __grid_constant__ ForwardArguments arguments) {
+  const unsigned shared = shared_address(shared_memory);
+  const Barriers barriers = {shared + kBarrierOffset};
+  if (threadIdx.x == 0) barriers.init();
+  __syncthreads();
+
+  const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);   // the same in a warp, as the compiler can see
+  if (warpgroup == kConsumers) {
+    registers_decrease<24>();
+    if (threadIdx.x / 32 % 4 == 0 && elect_one()) load_tiles(shared, barriers, arguments);
+  } else {
+    registers_increase<240>();
+    attend(warpgroup, shared, barriers, arguments);
+  }
+}
