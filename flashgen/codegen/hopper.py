@@ -63,13 +63,14 @@ def render_hopper(spec: AttentionSpec, target: Target, plan: HopperPlan | None =
         "header": header(
             spec, target, plan, "one block per multiprocessor; each takes tiles of queries until none is left"
         ),
-        "key_tiles": _visited(tiles, struct, variant.mask is not None),
+        "key_tiles": _visited(tiles, struct, variant.mask is not None, longest_first),
         "own_tiles": tiles is not None and variant.mask is not None,
         "head_panel": panel_columns(spec.head_dim),
         "value_panel": panel_columns(spec.value_dim),
         "shared_bytes": plan.shared_bytes(spec),
         "output_apart": plan.output_apart(spec),
         "longest_first": longest_first,
+        "begins_early": longest_first,
         "score_operand": variant.score.of("scores[i][j][e]") if variant.score else "",
         "score_call": variant.score.call() if variant.score else "",
         "divides_tiles": divides_tiles(spec, plan.tile_k),
@@ -87,7 +88,11 @@ def render_hopper(spec: AttentionSpec, target: Target, plan: HopperPlan | None =
     )
 
 
-def _visited(tiles: TileRange | None, struct: str, masked: bool) -> str:
+def _visited(tiles: TileRange | None, struct: str, masked: bool, longest_first: bool) -> str:
     """Which tiles of keys some queries visit: those of a block, or of a warpgroup where ranges say that."""
     text = visited_tiles(tiles, struct, masked)
-    return text.replace("work.first_query + kTileQ", "work.first_query + work.queries") if tiles and masked else text
+    if tiles and masked:
+        text = text.replace("work.first_query + kTileQ", "work.first_query + work.queries")
+    if longest_first:  # a first tile may begin before the first query
+        text = text.replace("q_first = work.first_query;", "q_first = max(work.first_query, 0);")
+    return text

@@ -90,7 +90,9 @@ class HopperPlan:
         columns = head + value if output_apart else max(head, value)
         before_values = 2 * (self.tile_q * columns + self.stages * self.tile_k * head)
         values = -(-before_values // _ALIGNMENT) * _ALIGNMENT + 2 * self.stages * self.tile_k * value
-        return values + _BARRIER_BYTES * (3 + _BARRIERS_PER_STAGE * self.stages)
+        barriers = _BARRIER_BYTES * (3 + _BARRIERS_PER_STAGE * self.stages)
+        drops = self.tile_q * self.tile_k if spec.dropout else 0  # a byte of each score of a step
+        return -(-(values + barriers) // 16) * 16 + drops
 
     def problem(self, spec: AttentionSpec, target: Target) -> str | None:
         """Why the plan contradicts itself, or does not fit the spec or the target; None where it does."""
@@ -122,9 +124,9 @@ class HopperPlan:
 _Turn = partial(HopperPlan, takes_turns=True)
 _PLANS = (
     (64, _Turn(3, 128), _Turn(2, 128), _Turn(2, 128), _Turn(2, 64)),
-    (128, _Turn(2, 128), _Turn(2, 128), _Turn(2, 96), HopperPlan(2, 64)),
+    (128, HopperPlan(2, 128), _Turn(2, 128), _Turn(2, 96), HopperPlan(2, 64)),
     (192, HopperPlan(2, 112), HopperPlan(2, 96), HopperPlan(2, 64), HopperPlan(2, 64)),
-    (256, HopperPlan(2, 80), HopperPlan(2, 64), HopperPlan(2, 32), HopperPlan(2, 32)),
+    (256, _Turn(2, 64), HopperPlan(2, 64), HopperPlan(2, 32), HopperPlan(2, 32)),
 )
 
 

@@ -19,14 +19,13 @@ inline unsigned long long __umul64hi(unsigned long long a, unsigned long long b)
   return (unsigned long long)((unsigned __int128)a * b >> 64);
 }
 
-// Bytes 0..3 are x's, 4..7 are y's; each nibble of the selector picks one, its top bit replicates the byte's sign.
+// Bytes 0..3 are x's, 4..7 are y's; each nibble of the selector picks one. Unlike prmt's, a nibble's top bit means nothing.
 inline unsigned __byte_perm(unsigned x, unsigned y, unsigned selector) {
   unsigned long long bytes = (unsigned long long)y << 32 | x;
   unsigned result = 0;
   for (int i = 0; i < 4; ++i) {
     unsigned nibble = selector >> (4 * i) & 15;
     unsigned byte = unsigned(bytes >> (8 * (nibble & 7))) & 255;
-    if (nibble & 8) byte = byte & 128 ? 255 : 0;
     result |= byte << (8 * i);
   }
   return result;

@@ -163,7 +163,7 @@ def test_a_wrong_number_is_caught_by_the_verdict(fault: Fault, launch: Any, subj
 RACES = [
     *UNGUARDED[:8],
     Fault("no barrier after initialising", r"__syncthreads\(\);(\s+const int warpgroup)", r"\1", "no mbarrier"),
-    Fault("no syncwarp before the store", r"__syncwarp\(\);(\s+if \(lane == 0\) \{)", r"\1", "is missing"),
+    Fault("no syncwarp before the store", r"__syncwarp\(\);(\s+if \(lane == 0[^)]*\) \{)", r"\1", "is missing"),
 ]
 
 
