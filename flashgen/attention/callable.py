@@ -202,7 +202,8 @@ class Attention:
 
         Args:
             q: (batch, heads_q, len_q, head_dim), or as the spec's layout says; any strides with a contiguous last
-                dimension and rows at multiples of 16 bytes. NumPy, CuPy, PyTorch, JAX, DLPack or CUDA array interface.
+                dimension and rows at multiples of 16 bytes, on sm_90a none that are negative. NumPy, CuPy, PyTorch,
+                JAX, DLPack or CUDA array interface.
             k: (batch, heads_kv, len_k, head_dim); heads_q is a multiple of heads_kv.
             v: (batch, heads_kv, len_k, value_dim).
             seed: of the dropout, 0 <= seed < 2**64; required if the spec has dropout.

@@ -24,7 +24,7 @@ head_dim = [64, 128]
 
 dtype = "bfloat16"
 
-target = ["sm_80", "sm_90"]
+target = ["sm_80", "sm_90a"]
 """
 
 app = typer.Typer(no_args_is_help=True, help="Kernels built beforehand, for machines that compile nothing.")

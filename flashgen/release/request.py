@@ -5,7 +5,7 @@
     score = ["", "softcap(30)"]                   # "" is no score function
     head_dim = [64, 128]
     dtype = ["float16", "bfloat16"]
-    target = ["sm_80", "sm_90"]
+    target = ["sm_80", "sm_90a"]
 
     [[kernels]]
     spec = '{...}'                                # a spec's own JSON, in place of all that describes one
@@ -84,7 +84,7 @@ def _expanded(group: Any) -> Iterator[Request]:
     if unknown:
         raise SpecError(f"unknown key {unknown[0]!r}; the keys are {', '.join(_KEYS)}")
     if "target" not in group:
-        raise SpecError("`target` is missing; name one or more, such as target = ['sm_80', 'sm_90']")
+        raise SpecError("`target` is missing; name one or more, such as target = ['sm_80', 'sm_90a']")
     targets = [target_named(name) for name in _listed(group, "target")]
     passes, deterministic = _passes(group)
     for spec in _specs(group):

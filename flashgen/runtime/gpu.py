@@ -71,8 +71,6 @@ class GpuKernel:
 
     def __init__(self, cubin: Path, entry: str, threads: int, shared_bytes: int) -> None:
         self._raw = cupy().RawModule(path=str(cubin)).get_function(entry)
-        if shared_bytes > _SHARED_BY_DEFAULT:
-            self._raw.max_dynamic_shared_size_bytes = shared_bytes
         self._functions: dict[int, Any] = {}  # by device: CuPy loads the binary anew for each
         self._block, self._shared_bytes = (threads, 1, 1), shared_bytes
 
@@ -80,6 +78,8 @@ class GpuKernel:
         """Starts a grid of blocks on a stream of a device. The struct is copied before this returns."""
         function = self._functions.get(device)
         if function is None:
+            if self._shared_bytes > _SHARED_BY_DEFAULT:
+                self._raw.max_dynamic_shared_size_bytes = self._shared_bytes  # of the function on the current device
             function = self._functions[device] = self._raw.kernel
         struct = np.frombuffer(arguments, dtype=_struct_type(len(arguments)))
         function(grid, self._block, (struct,), self._shared_bytes, stream_object(stream))

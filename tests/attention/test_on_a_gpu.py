@@ -262,6 +262,8 @@ def test_strides(cupy: Any, here: Any) -> None:
         assert all(k_all.strides[axis] == 0 for axis in axes)
         same(q, k_all, v_all)
         same(cupy.broadcast_to(q[one], q.shape), k_all, v)
+    base = cupy.arange(2 * 4 * 2048, dtype=np.float32).astype(q.dtype) % 7 - 3
+    same(q, cupy.lib.stride_tricks.as_strided(base, q.shape, (4 * 2048 * 2, 2048 * 2, 16, 2)), v)  # rows that overlap
     odd = [cupy.lib.stride_tricks.as_strided(row, (1, 1, 150, 64), (6, 10, 128, 2)) for row in (q, k, v)]
     same(*odd)
     nothing = cupy.zeros(9, q.dtype)[1:][:0].reshape(2, 4, 0, 64)

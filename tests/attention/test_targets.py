@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
 import numpy as np
 import pytest
 
 import flashgen.language as fg
-from flashgen import attention
+from flashgen import attention, release
 from flashgen.attention import engines
 from flashgen.build import nvrtc
 from flashgen.codegen.backward_plans import BackwardPlan
@@ -14,10 +18,13 @@ from flashgen.codegen.hopper_plans import HopperPlan
 from flashgen.codegen.kernels import kernels_of
 from flashgen.codegen.plans import ForwardPlan
 from flashgen.codegen.targets import TARGETS, target_of_capability
-from flashgen.errors import LaunchError, UnsupportedError
+from flashgen.errors import BuildError, LaunchError, UnsupportedError
 from flashgen.runtime import gpu
 from flashgen.verify import Case, Shape, learned, verify
 
+needs_nvrtc = pytest.mark.skipif(
+    not nvrtc.is_available(), reason="needs CuPy and NVRTC: pip install 'flashgen[cuda13]'"
+)
 SPEC = fg.AttentionSpec(64, mask=fg.causal())
 LISTED = fg.AttentionSpec(40, "bfloat16", value_dim=72, mask=fg.causal() & fg.document("ids"))
 LEARNED = fg.AttentionSpec(64, mask=fg.causal(), score=learned(fg.alibi("slopes")), dropout=0.1)
@@ -32,9 +39,11 @@ class Built:
 
 
 @pytest.fixture(autouse=True)
-def no_builds(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_builds(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     attention.compiling.clear()
     monkeypatch.setattr(engines, "GpuRunner", Built)
+    yield
+    attention.compiling.clear()  # what was made up
 
 
 def on(capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,7 +137,7 @@ def test_hopper_s_backward_is_the_other_family_s_under_its_own_name(
     assert "--target sm_90a" in compiled._prebuild("backward")
 
 
-@pytest.mark.skipif(not nvrtc.is_available(), reason="needs CuPy and NVRTC: pip install 'flashgen[cuda13]'")
+@needs_nvrtc
 @pytest.mark.parametrize("deterministic", [False, True], ids=["default", "deterministic"])
 def test_hopper_s_backward_compiles_as_the_other_family_s_does(deterministic: bool) -> None:
     kernels = (kernels_of(LEARNED, TARGETS[name], ("backward",), deterministic=deterministic).values()
@@ -136,6 +145,35 @@ def test_hopper_s_backward_compiles_as_the_other_family_s_does(deterministic: bo
     for own, other in zip(*kernels, strict=True):
         ours, theirs = (nvrtc.compile(it.source, it.target.architecture, it.name) for it in (own, other))
         assert ours.resources == theirs.resources and "warning" not in ours.log.lower()
+
+
+@needs_nvrtc
+def test_a_release_for_sm_90a_serves_both_passes_where_nothing_is_compiled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One for sm_90 alone serves those who ask for that target, and the others are told what to do."""
+    monkeypatch.undo()
+    attention.compiling.clear()
+    on((9, 0), monkeypatch)
+    monkeypatch.setenv("FLASHGEN_CACHE_DIR", str(tmp_path / "cache"))
+    for name in ("sm_90a", "sm_90"):
+        passes = ["forward", "backward"]
+        request = {"kernels": [{"spec": LISTED.to_json(), "target": name, "passes": passes, "deterministic": True}]}
+        manifest = tmp_path / f"{name}.json"
+        manifest.write_text(json.dumps(request))
+        release.build(manifest, tmp_path / name)
+    monkeypatch.setenv("FLASHGEN_CACHE_DIR", str(tmp_path / "empty"))
+    monkeypatch.setenv("FLASHGEN_JIT", "0")
+    monkeypatch.setenv("FLASHGEN_RELEASE", str(tmp_path / "sm_90a"))
+    spec = fg.AttentionSpec.from_json(LISTED.to_json())  # masks of a spec's JSON are named anew
+    compiled = attention.compile(spec, deterministic=True)
+    resources = {compiled.name: compiled.resources, **compiled.backward_resources}
+    assert all("-sm90a-" in name and used.registers for name, used in resources.items()) and len(resources) == 6
+    attention.compiling.clear()
+    monkeypatch.setenv("FLASHGEN_RELEASE", str(tmp_path / "sm_90"))
+    assert attention.compile(spec, target="sm_90", deterministic=True).backward_resources
+    with pytest.raises(BuildError, match=r"for sm_90a(.|\n)*flashgen show --what resources --target sm_90a"):
+        attention.compile(spec)
 
 
 @pytest.mark.parametrize("spec", [SPEC, LISTED, LEARNED], ids=lambda spec: spec.name)
