@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -60,9 +61,11 @@ class Attention:
 
     def _prebuild(self, which: str) -> str:
         """The command that builds the kernels of a pass."""
-        options = "--pass backward " if which == "backward" else ""
-        options += "--deterministic " if which == "backward" and self.deterministic else ""
-        return f"flashgen show {options}--what resources --target {self.target.name} '{self.spec.to_json()}'"
+        shown = f"--what resources --target {self.target.name} {shlex.quote(self.spec.to_json())}"
+        if which == "backward":
+            return f"flashgen show --pass backward {'--deterministic ' if self.deterministic else ''}{shown}"
+        command = f"flashgen show {shown}"
+        return f"{command} && flashgen show --kernel lists {shown}" if self._kernel.uses_lists else command
 
     def __repr__(self) -> str:
         return f"<flashgen.Attention {self._kernel.name} on {self.engine.name}>"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shlex
 import warnings
 from dataclasses import dataclass
 
@@ -87,7 +88,7 @@ class Winners:
         if not winner.describes(kernel):
             _log.info("a tuned plan of an older version: %s is another kernel now", winner.plan)
             return self._default
-        prebuild = f"flashgen tune --target {target.name} '{self._spec.to_json()}'"
+        prebuild = f"flashgen tune --target {target.name} {shlex.quote(self._spec.to_json())}"
         built = self._built[winner.plan] = BuiltForward.of(self._spec, kernel, self._engine, prebuild)
         return built
 

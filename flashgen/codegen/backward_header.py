@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+
 from flashgen.codegen.backward_costs import backward_cost
 from flashgen.codegen.backward_plans import BackwardPlan, QueriesPlan
 from flashgen.codegen.targets import Target
@@ -58,6 +60,6 @@ def backward_header(
         f"HBM      {cost.hbm} bytes, at least",
         "",
         f"Grid: one block per {_GRIDS[kind]}. Made by",
-        f"  flashgen show --pass backward {which} --target {target.name} '{spec.to_json()}'",
+        f"  flashgen show --pass backward {which} --target {target.name} {shlex.quote(spec.to_json())}",
     ]
     return "\n".join(f"// {line}".rstrip() for line in lines)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from typing import Protocol
 
 from flashgen.codegen.targets import Target
@@ -35,6 +36,6 @@ def header(spec: AttentionSpec, target: Target, plan: Plan, grid: str = _BLOCK_P
         "at least; + 4 * batch * heads_q * len_q for the LSE",
         "",
         f"Grid: {grid}. Made by",
-        f"  flashgen show --target {target.name} '{spec.to_json()}'",
+        f"  flashgen show --target {target.name} {shlex.quote(spec.to_json())}",
     ]
     return "\n".join(f"// {line}".rstrip() for line in lines)

@@ -22,13 +22,20 @@ Kernels = Mapping[str, RenderedKernel]
 
 
 def kernels_of(
-    spec: AttentionSpec, target: Target, passes: Iterable[Pass] = ("forward",), *, deterministic: bool = False
+    spec: AttentionSpec,
+    target: Target,
+    passes: Iterable[Pass] = ("forward",),
+    *,
+    deterministic: bool = False,
+    apart: bool = False,
 ) -> Kernels:
     """Every kernel that calls of these passes launch, with default plans.
 
     Forward: "lists" where the mask has no closed form, then "forward". Backward: "query_lists" and "lists" for its own
     tiles where they are read, "prepare", "keys", "queries" or "finish", and "d_<name>" for each capture that has a
     gradient. With both passes the backward's lists are "backward_lists".
+
+    apart: under names of which no two kernels of a spec and target are alike, in place of those that launches know.
 
     Raises:
         SpecError: a pass that there is not.
@@ -38,7 +45,9 @@ def kernels_of(
     for name in passes:
         if name not in PASSES:
             raise SpecError(f"pass {name!r} is not known; choose from {', '.join(PASSES)}")
-        more = forward_kernels(spec, target) if name == "forward" else backward_kernels(spec, target, deterministic)
+        more = (
+            forward_kernels(spec, target) if name == "forward" else backward_kernels(spec, target, deterministic, apart)
+        )
         kernels |= {f"backward_{part}" if part in kernels else part: kernel for part, kernel in more.items()}
     return kernels
 
@@ -50,20 +59,23 @@ def forward_kernels(spec: AttentionSpec, target: Target) -> Kernels:
     return {**lists, "forward": forward}
 
 
-def backward_kernels(spec: AttentionSpec, target: Target, deterministic: bool = False) -> Kernels:
-    """The kernels of a backward call, under names of which no two kernels of a spec and target are alike."""
+def backward_kernels(spec: AttentionSpec, target: Target, deterministic: bool = False, apart: bool = False) -> Kernels:
+    """The kernels of a backward call; `apart` as above."""
     backward = render_backward(spec, target, deterministic=deterministic)
     kernels: dict[str, RenderedKernel | None] = {}
     if backward.uses_lists:
         kernels["query_lists"] = render_lists(spec, target, backward.plan, "queries")
     if backward.uses_key_lists:
         assert backward.queries_plan is not None, "the kernel of queries has a plan"
-        kernels["lists"] = _named("backward", render_lists(spec, target, backward.queries_plan))
+        lists = render_lists(spec, target, backward.queries_plan)
+        kernels["lists"] = _named("backward", lists) if apart else lists
     kernels |= {"prepare": backward.prepare, "keys": backward.keys}
     kernels |= {"queries": backward.queries, "finish": backward.finish}
     kernels |= {f"d_{name}": kernel for name, kernel in backward.captures.items()}
     present = {part: kernel for part, kernel in kernels.items() if kernel is not None}
-    return {part: _named("deterministic", kernel) for part, kernel in present.items()} if deterministic else present
+    if not (deterministic and apart):
+        return present
+    return {part: _named("deterministic", kernel) for part, kernel in present.items()}
 
 
 def _named(prefix: str, kernel: RenderedKernel) -> RenderedKernel:

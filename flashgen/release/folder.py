@@ -84,7 +84,7 @@ def _kernels_of(request: Request) -> tuple[EmittedKernel, ...]:
     """Every kernel that calls of the spec launch, as `flashgen.attention` renders them."""
     spec, target = request.spec, request.target
     try:
-        rendered = kernels_of(spec, target, request.passes, deterministic=request.deterministic)
+        rendered = kernels_of(spec, target, request.passes, deterministic=request.deterministic, apart=True)
         return tuple(EmittedKernel(request, kernel) for kernel in rendered.values())
     except UnsupportedError as error:
         raise UnsupportedError(

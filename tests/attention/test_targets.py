@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import re
+import shlex
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
+from typer.testing import CliRunner
 
 import flashgen.language as fg
 from flashgen import attention, release
 from flashgen.attention import engines
 from flashgen.build import nvrtc
+from flashgen.cli.app import app
 from flashgen.codegen.backward_plans import BackwardPlan
 from flashgen.codegen.hopper_plans import HopperPlan
 from flashgen.codegen.kernels import kernels_of
@@ -174,6 +178,32 @@ def test_a_release_for_sm_90a_serves_both_passes_where_nothing_is_compiled(
     assert attention.compile(spec, target="sm_90", deterministic=True).backward_resources
     with pytest.raises(BuildError, match=r"for sm_90a(.|\n)*flashgen show --what resources --target sm_90a"):
         attention.compile(spec)
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("target", ["sm_90a", "sm_80"])
+def test_the_commands_that_a_refusal_names_build_what_is_missing(
+    target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.undo()
+    attention.compiling.clear()
+    monkeypatch.setenv("FLASHGEN_CACHE_DIR", str(tmp_path))
+    spec = fg.AttentionSpec.from_json(LISTED.to_json())
+
+    def refused(compiled: Callable[[], object]) -> None:
+        monkeypatch.setenv("FLASHGEN_JIT", "0")
+        with pytest.raises(BuildError) as refusal:
+            compiled()
+        (commands,) = re.findall(r"`(flashgen show .*)`", str(refusal.value))
+        monkeypatch.setenv("FLASHGEN_JIT", "1")
+        for command in commands.split(" && "):
+            assert CliRunner().invoke(app, shlex.split(command)[1:]).exit_code == 0
+        monkeypatch.setenv("FLASHGEN_JIT", "0")
+        compiled()
+
+    refused(lambda: attention.compile(spec, target=target))
+    refused(lambda: attention.compile(spec, target=target).backward_resources)
+    refused(lambda: attention.compile(spec, target=target, deterministic=True).backward_resources)
 
 
 @pytest.mark.parametrize("spec", [SPEC, LISTED, LEARNED], ids=lambda spec: spec.name)
