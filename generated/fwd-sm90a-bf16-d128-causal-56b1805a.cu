@@ -5,7 +5,7 @@
 // dropout  0
 // dims     head 128, value 128; bfloat16, accumulated in float32; heads_q a multiple of heads_kv
 // target   sm_90a, family hopper
-// plan     128 queries x 128 keys, 2 warpgroup(s) of 240 registers that take turns, 2 stage(s) of K and V, 196696 bytes of shared memory
+// plan     128 queries x 128 keys, 2 warpgroup(s) of 240 registers, 2 stage(s) of K and V, 196704 bytes of shared memory
 // FLOPs    512 * batch * heads_q * len_q * len_k * (share of tiles visited)
 // HBM      2 * batch * (heads_q * len_q * 256 + heads_kv * len_k * 256) bytes, at least; + 4 * batch * heads_q * len_q for the LSE
 //
@@ -65,7 +65,8 @@ constexpr int kKeyOffset = kConsumers * kRowsBytes;
 constexpr int kValueOffset = (kKeyOffset + kStages * kKeyBytes + 1023) / 1024 * 1024;   // where a swizzle begins
 constexpr int kBarrierOffset = kValueOffset + kStages * kValueBytes;
 constexpr int kIndexOffset = kBarrierOffset + 16 + kStages * 32;
-static_assert(kIndexOffset + 8 <= 196696, "the plan's shared memory");
+constexpr int kSharedBytes = kIndexOffset + 8;
+static_assert(kSharedBytes <= 196704, "the plan's shared memory");
 static_assert(kTileK % 16 == 0 && kTileK <= 256 && kValueDimPadded <= 256, "what one wgmma and one copy take");
 
 // ---- Primitives -----------------------------------------------------------------------------------------------------
@@ -136,16 +137,6 @@ __device__ __forceinline__ void mbarrier_wait(unsigned barrier, unsigned parity)
   asm volatile("{\n\t.reg .pred done;\n"
                "again:\n\tmbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n\t"
                "@!done bra again;\n\t}" :: "r"(barrier), "r"(parity) : "memory");
-}
-
-// Comes to barrier `id` without waiting for the others.
-__device__ __forceinline__ void named_barrier_arrive(unsigned id, unsigned threads) {
-  asm volatile("barrier.arrive.aligned %0, %1;" :: "r"(id), "r"(threads) : "memory");
-}
-
-// Waits until this many threads, the caller's among them, have come to barrier `id`; 0 is that of __syncthreads.
-__device__ __forceinline__ void named_barrier_sync(unsigned id, unsigned threads) {
-  asm volatile("barrier.sync.aligned %0, %1;" :: "r"(id), "r"(threads) : "memory");
 }
 
 // Keeps the compiler from moving uses of these registers, which wgmmas work on unseen, across this point.
@@ -326,14 +317,16 @@ struct Work {
 };
 
 // The index-th tile. The heads of a section, whose K and V share the L2, take turns with their tiles; then comes the next
-// section.
+// section. Later queries see more keys: their tiles go first, and are whole. The first may begin before the first query,
+// by whole warpgroups.
 __device__ __forceinline__ Work work_of(int index, const ForwardArguments& arguments) {
   const int section_tiles = arguments.section * arguments.tiles_q;
   const int first_head = index / section_tiles * arguments.section, rest = index % section_tiles;
   const int heads = min(arguments.section, arguments.heads - first_head);
-  const int tile = arguments.tiles_q - 1 - rest / heads;   // later queries see more keys: the longest work goes first
+  const int tile = arguments.tiles_q - 1 - rest / heads;
+  const int first_query = tile * kTileQ - (arguments.tiles_q * kTileQ - arguments.len_q) / 64 * 64;
   const int head = first_head + rest % heads;   // of all batches
-  return {tile * kTileQ, head % arguments.heads_q, head / arguments.heads_q, kTileQ};
+  return {first_query, head % arguments.heads_q, head / arguments.heads_q, kTileQ};
 }
 
 // The tiles of keys that a tile of queries attends to: one run, and a stretch of it in which every score counts.
@@ -345,7 +338,7 @@ struct KeyTiles {
 };
 
 __device__ __forceinline__ KeyTiles key_tiles_of(const Work& work, const ForwardArguments& arguments) {
-  const int q_first = work.first_query;
+  const int q_first = max(work.first_query, 0);
   const int q_last = min(work.first_query + work.queries, arguments.len_q) - 1;
   // In keys, the ends not included.
   const int begin = 0;
@@ -594,12 +587,13 @@ __device__ __forceinline__ void round_probabilities(unsigned (&rounded)[kTileK /
 }
 
 // Divides by the row sums, rounds, and stores this warp's 16 rows, by way of shared memory, where a panel of columns
-// holds the warpgroup's 64 rows, swizzled as TMA does it. Rows beyond the last query are clipped.
+// holds the warpgroup's 64 rows, swizzled as TMA does it. Rows beyond the last query are clipped,
+// those before the first are not stored.
 __device__ __forceinline__ void write_output(float (&output)[kRowTiles][kValueTiles][4], RowState (&rows)[kRowTiles][2],
-                                             unsigned tile, const Work& work, int warp_row,
+                                             unsigned tile, const Position& position,
                                              const ForwardArguments& arguments) {
   constexpr int kChunks = kValuePanel / 8;   // 16-byte chunks of a panel's row
-  const int lane = threadIdx.x % 32;
+  const int lane = threadIdx.x % 32, warp_row = threadIdx.x / 32 % 4 * 16;   // of the warpgroup's
   float normalise[2];
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
@@ -609,7 +603,7 @@ __device__ __forceinline__ void write_output(float (&output)[kRowTiles][kValueTi
   rescale(output, normalise);
   if (lane == 0) bulk_wait_read<0>();   // of the tile before
   __syncwarp();
-  const int row = warp_row % 64 + lane % 16, swizzle = row / (8 / kChunks) % kChunks;
+  const int row = warp_row + lane % 16, swizzle = row / (8 / kChunks) % kChunks;
 #pragma unroll
   for (int j = 0; j < kValueTiles; j += 2) {
     const int panel = j / kChunks, chunk = (j % kChunks + lane / 16) ^ swizzle;
@@ -619,11 +613,11 @@ __device__ __forceinline__ void write_output(float (&output)[kRowTiles][kValueTi
   }
   fence_async_shared();
   __syncwarp();
-  if (lane == 0) {
+  if (lane == 0 && position.query >= 0) {   // this lane's first row is the warp's
 #pragma unroll
     for (int column = 0; column < kValueDimPadded; column += kValuePanel) {
-      tma_store_4d(arguments.o_map, tile + (column * 64 + warp_row % 64 * kValuePanel) * 2, column,
-                   work.first_query + warp_row, work.head, work.batch);
+      tma_store_4d(arguments.o_map, tile + (column * 64 + warp_row * kValuePanel) * 2, column,
+                   position.query, position.head, position.batch);
     }
     bulk_commit();
   }
@@ -640,7 +634,7 @@ __device__ __forceinline__ void write_lse(const RowState (&rows)[kRowTiles][2], 
     for (int r = 0; r < 2; ++r) {
       const int query = position.query + i * 16 + r * 8;
       const float log2_sum = rows[i][r].reference * kScoreToLog2 + log2_approx(rows[i][r].sum);
-      if (query < arguments.len_q) {
+      if (query >= 0 && query < arguments.len_q) {
         arguments.lse[head * arguments.len_q + query] =
             rows[i][r].sum == 0.0f ? minus_infinity() : log2_sum * 0.69314718f;
       }
@@ -660,7 +654,8 @@ __device__ __forceinline__ Steps own_steps(KeyTiles& tiles, const Work& work, in
   const KeyTiles own = key_tiles_of(part, arguments);
   tiles.full_begin = own.full_begin;
   tiles.full_end = own.full_end;
-  if (own.count == 0 || part.first_query >= arguments.len_q) return {tiles.count, tiles.count};
+  const bool exists = part.first_query >= 0 && part.first_query < arguments.len_q;
+  if (own.count == 0 || !exists) return {tiles.count, tiles.count};
   return {max(own.begin - tiles.begin, 0), min(own.begin - tiles.begin + own.count, tiles.count)};
 }
 
@@ -669,25 +664,12 @@ __device__ __forceinline__ void release(unsigned barrier) {
   if (threadIdx.x % 32 == 0) mbarrier_arrive(barrier);
 }
 
-// Each step but the first is a turn of each warpgroup: a barrier to which it comes, and the one before it has come.
-__device__ __forceinline__ void take_turn(int warpgroup) { named_barrier_sync(1 + warpgroup, 256); }
-
-// The next warpgroup's turn, or the first's in the next step, if there is one.
-__device__ __forceinline__ void pass_turn(int warpgroup, int step, const KeyTiles& tiles) {
-  if (warpgroup < kConsumers - 1) named_barrier_arrive(2 + warpgroup, 256);
-  else if (step + 1 < tiles.count) named_barrier_arrive(1, 256);
-}
-
 // A step that concerns other warpgroups only.
 __device__ __forceinline__ void pass_by(int step, int use, int warpgroup, const KeyTiles& tiles,
                                         const Barriers& barriers) {
   mbarrier_wait(barriers.keys_full(use), barriers.parity(use));
   __syncwarp();   // else a lane might miss this use
   release(barriers.keys_empty(use));
-  if (step > 0) {
-    take_turn(warpgroup);
-    pass_turn(warpgroup, step, tiles);
-  }
   mbarrier_wait(barriers.values_full(use), barriers.parity(use));
   __syncwarp();
   release(barriers.values_empty(use));
@@ -695,17 +677,16 @@ __device__ __forceinline__ void pass_by(int step, int use, int warpgroup, const 
 
 // Scores to probabilities; whether, and by which factors, the output must shrink.
 __device__ __forceinline__ bool attend_keys(float (&scores)[kRowTiles][kKeyTiles][4], RowState (&rows)[kRowTiles][2],
-                                            float (&shrink)[2], const Position& position,
-                                            const KeyTiles& tiles, int step, const ForwardArguments& arguments) {
+                                            float (&shrink)[2], const Position& position, const KeyTiles& tiles,
+                                            int step, const ForwardArguments& arguments) {
   const int first_key = tiles.first_key(step);
   if (!tiles.full(step)) mask_scores(scores, position, first_key, arguments);
   if (first_key + kTileK > arguments.len_k) cut_scores(scores, position, first_key, arguments);
-  const bool outgrown = online_softmax(scores, rows, shrink);
-  return outgrown;
+  return online_softmax(scores, rows, shrink);
 }
 
 // What a computing warpgroup does for its 64 queries of each tile. The scores of the next step and P * V of this one run
-// on the tensor cores while the next step's softmax runs beside them, and the warpgroups take turns in starting them.
+// on the tensor cores while the next step's softmax runs beside them.
 __device__ __forceinline__ void attend(int warpgroup, unsigned shared, const Barriers& barriers,
                                        const ForwardArguments& arguments) {
   const int lane = threadIdx.x % 32, warp_row = warpgroup * 64 + threadIdx.x / 32 % 4 * 16;
@@ -717,7 +698,7 @@ __device__ __forceinline__ void attend(int warpgroup, unsigned shared, const Bar
   unsigned queries_use = 0;    // parity of this use of Q
   for (;; queries_use ^= 1) {
     mbarrier_wait(barriers.queries_full(), queries_use);
-    const int index = barriers.tile_index();
+    const int index = __shfl_sync(0xffffffffu, barriers.tile_index(), 0);   // the same in a warp, as the compiler can see
     if (index >= arguments.tiles) break;
     const Work work = work_of(index, arguments);
     KeyTiles tiles = key_tiles_of(work, arguments);
@@ -728,13 +709,10 @@ __device__ __forceinline__ void attend(int warpgroup, unsigned shared, const Bar
     unsigned probabilities[kTileK / 16][4];
     RowState rows[kRowTiles][2];
 
-    if (warpgroup == kConsumers - 1) pass_turn(warpgroup, 0, tiles);   // the first turn is warpgroup 0's
     for (int step = 0; step < steps.first; ++step) pass_by(step, use++, warpgroup, tiles, barriers);
     if (steps.first < steps.last) {
       mbarrier_wait(barriers.keys_full(use), barriers.parity(use));
-      if (steps.first > 0) take_turn(warpgroup);
       start_scores(scores, queries, keys_of(use));
-      if (steps.first > 0) pass_turn(warpgroup, steps.first, tiles);
       await_product<0>(scores);
       release(barriers.keys_empty(use));
       if (steps.first + 1 == steps.last) release(barriers.queries_empty());
@@ -742,11 +720,9 @@ __device__ __forceinline__ void attend(int warpgroup, unsigned shared, const Bar
       round_probabilities(probabilities, scores);
       for (int step = steps.first + 1; step < steps.last; ++step, ++use) {
         mbarrier_wait(barriers.keys_full(use + 1), barriers.parity(use + 1));
-        take_turn(warpgroup);
         start_scores(scores, queries, keys_of(use + 1));
         mbarrier_wait(barriers.values_full(use), barriers.parity(use));
         start_output(output, probabilities, values_of(use));
-        pass_turn(warpgroup, step, tiles);
         await_product<1>(scores);
         release(barriers.keys_empty(use + 1));
         if (step + 1 == steps.last) release(barriers.queries_empty());
@@ -765,7 +741,7 @@ __device__ __forceinline__ void attend(int warpgroup, unsigned shared, const Bar
       release(barriers.queries_empty());
     }
     for (int step = steps.last; step < tiles.count; ++step) pass_by(step, use++, warpgroup, tiles, barriers);
-    write_output(output, rows, queries + kQueryBytes, work, warp_row, arguments);
+    write_output(output, rows, queries + kQueryBytes, position, arguments);
     write_lse(rows, position, arguments);
   }
   if (lane == 0) bulk_wait_read<0>();   // shared memory goes with the block
