@@ -5,7 +5,7 @@
 // dropout  0
 // dims     head 128, value 128; bfloat16, accumulated in float32; heads_q a multiple of heads_kv
 // target   sm_90a, family hopper
-// plan     128 queries x 128 keys, 2 warpgroup(s) of 240 registers, 2 stage(s) of K and V, 196704 bytes of shared memory
+// plan     192 queries x 80 keys, 3 warpgroup(s) of 160 registers, 2 stage(s) of K and V, 180312 bytes of shared memory
 // FLOPs    512 * batch * heads_q * len_q * len_k * (share of tiles visited)
 // HBM      2 * batch * (heads_q * len_q * 256 + heads_kv * len_k * 256) bytes, at least; + 4 * batch * heads_q * len_q for the LSE
 //
@@ -41,10 +41,10 @@ constexpr int kHeadDim = 128;
 constexpr int kValueDim = 128;
 constexpr int kHeadDimPadded = 128;   // a multiple of the depth of a wgmma; zeros beyond kHeadDim
 constexpr int kValueDimPadded = 128;
-constexpr int kConsumers = 2;   // warpgroups that compute, 64 queries each; one more loads
+constexpr int kConsumers = 3;   // warpgroups that compute, 64 queries each; one more loads
 constexpr int kThreads = (kConsumers + 1) * 128;
 constexpr int kTileQ = kConsumers * 64;
-constexpr int kTileK = 128;   // keys of a step
+constexpr int kTileK = 80;   // keys of a step
 constexpr int kStages = 2;   // tiles of K, and of V, that shared memory holds at once
 constexpr int kRowTiles = 1;               // 16-row tiles that a warp has of a wgmma's 64 rows
 constexpr int kKeyTiles = kTileK / 8;      // 8-column tiles of scores
@@ -65,8 +65,7 @@ constexpr int kKeyOffset = kConsumers * kRowsBytes;
 constexpr int kValueOffset = (kKeyOffset + kStages * kKeyBytes + 1023) / 1024 * 1024;   // where a swizzle begins
 constexpr int kBarrierOffset = kValueOffset + kStages * kValueBytes;
 constexpr int kIndexOffset = kBarrierOffset + 16 + kStages * 32;
-constexpr int kSharedBytes = kIndexOffset + 8;
-static_assert(kSharedBytes <= 196704, "the plan's shared memory");
+static_assert(kIndexOffset + 8 <= 180312, "the plan's shared memory");
 static_assert(kTileK % 16 == 0 && kTileK <= 256 && kValueDimPadded <= 256, "what one wgmma and one copy take");
 
 // ---- Primitives -----------------------------------------------------------------------------------------------------
@@ -249,27 +248,21 @@ template <int kN, bool kTransposedB>
 __device__ __forceinline__ void wgmma_shared_bf16(float (&d)[kN / 2], unsigned long long a, unsigned long long b,
                                                   bool accumulate);
 template <>
-__device__ __forceinline__ void wgmma_shared_bf16<128, false>(
-    float (&d)[64], unsigned long long a, unsigned long long b, bool accumulate) {
-  asm volatile("{\n\t.reg .pred p;\n\tsetp.ne.b32 p, %66, 0;\n\t"
-               "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {"
+__device__ __forceinline__ void wgmma_shared_bf16<80, false>(
+    float (&d)[40], unsigned long long a, unsigned long long b, bool accumulate) {
+  asm volatile("{\n\t.reg .pred p;\n\tsetp.ne.b32 p, %42, 0;\n\t"
+               "wgmma.mma_async.sync.aligned.m64n80k16.f32.bf16.bf16 {"
                " %0, %1, %2, %3, %4, %5, %6, %7, "
                " %8, %9, %10, %11, %12, %13, %14, %15, "
                " %16, %17, %18, %19, %20, %21, %22, %23, "
                " %24, %25, %26, %27, %28, %29, %30, %31, "
-               " %32, %33, %34, %35, %36, %37, %38, %39, "
-               " %40, %41, %42, %43, %44, %45, %46, %47, "
-               " %48, %49, %50, %51, %52, %53, %54, %55, "
-               " %56, %57, %58, %59, %60, %61, %62, %63"
-               "}, %64, %65, p, 1, 1, 0, 0;\n\t}"
+               " %32, %33, %34, %35, %36, %37, %38, %39"
+               "}, %40, %41, p, 1, 1, 0, 0;\n\t}"
                : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
                  "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
                  "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]),
                  "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]),
-                 "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]),
-                 "+f"(d[40]), "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]),
-                 "+f"(d[48]), "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]),
-                 "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63])
+                 "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39])
                : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)));
 }
 
@@ -758,10 +751,10 @@ attention_forward_bf16_d128_causal_56b1805a(const __grid_constant__ ForwardArgum
 
   const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);   // the same in a warp, as the compiler can see
   if (warpgroup == kConsumers) {
-    registers_decrease<24>();
+    registers_decrease<32>();
     if (threadIdx.x / 32 % 4 == 0 && elect_one()) load_tiles(shared, barriers, arguments);
   } else {
-    registers_increase<240>();
+    registers_increase<160>();
     attend(warpgroup, shared, barriers, arguments);
   }
 }

@@ -5,7 +5,7 @@
 // dropout  0
 // dims     head 128, value 128; bfloat16, accumulated in float32; heads_q a multiple of heads_kv
 // target   sm_90a, family hopper
-// plan     128 queries x 128 keys, 2 warpgroup(s) of 240 registers that take turns, 2 stage(s) of K and V, 196704 bytes of shared memory
+// plan     192 queries x 80 keys, 3 warpgroup(s) of 160 registers, 2 stage(s) of K and V, 180312 bytes of shared memory
 // FLOPs    512 * batch * heads_q * len_q * len_k * (share of tiles visited)
 // HBM      2 * batch * (heads_q * len_q * 256 + heads_kv * len_k * 256) bytes, at least; + 4 * batch * heads_q * len_q for the LSE
 //
@@ -41,10 +41,10 @@ constexpr int kHeadDim = 128;
 constexpr int kValueDim = 128;
 constexpr int kHeadDimPadded = 128;   // a multiple of the depth of a wgmma; zeros beyond kHeadDim
 constexpr int kValueDimPadded = 128;
-constexpr int kConsumers = 2;   // warpgroups that compute, 64 queries each; one more loads
+constexpr int kConsumers = 3;   // warpgroups that compute, 64 queries each; one more loads
 constexpr int kThreads = (kConsumers + 1) * 128;
 constexpr int kTileQ = kConsumers * 64;
-constexpr int kTileK = 128;   // keys of a step
+constexpr int kTileK = 80;   // keys of a step
 constexpr int kStages = 2;   // tiles of K, and of V, that shared memory holds at once
 constexpr int kRowTiles = 1;               // 16-row tiles that a warp has of a wgmma's 64 rows
 constexpr int kKeyTiles = kTileK / 8;      // 8-column tiles of scores
@@ -66,8 +66,7 @@ constexpr int kKeyOffset = kConsumers * kRowsBytes;
 constexpr int kValueOffset = (kKeyOffset + kStages * kKeyBytes + 1023) / 1024 * 1024;   // where a swizzle begins
 constexpr int kBarrierOffset = kValueOffset + kStages * kValueBytes;
 constexpr int kIndexOffset = kBarrierOffset + 16 + kStages * 32;
-constexpr int kSharedBytes = kIndexOffset + 8;
-static_assert(kSharedBytes <= 196704, "the plan's shared memory");
+static_assert(kIndexOffset + 8 <= 180312, "the plan's shared memory");
 static_assert(kTileK % 16 == 0 && kTileK <= 256 && kValueDimPadded <= 256, "what one wgmma and one copy take");
 
 // ---- Primitives -----------------------------------------------------------------------------------------------------
@@ -138,16 +137,6 @@ __device__ __forceinline__ void mbarrier_wait(unsigned barrier, unsigned parity)
   asm volatile("{\n\t.reg .pred done;\n"
                "again:\n\tmbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n\t"
                "@!done bra again;\n\t}" :: "r"(barrier), "r"(parity) : "memory");
-}
-
-// Comes to barrier `id` without waiting for the others.
-__device__ __forceinline__ void named_barrier_arrive(unsigned id, unsigned threads) {
-  asm volatile("barrier.arrive.aligned %0, %1;" :: "r"(id), "r"(threads) : "memory");
-}
-
-// Waits until this many threads, the caller's among them, have come to barrier `id`; 0 is that of __syncthreads.
-__device__ __forceinline__ void named_barrier_sync(unsigned id, unsigned threads) {
-  asm volatile("barrier.sync.aligned %0, %1;" :: "r"(id), "r"(threads) : "memory");
 }
 
 // Keeps the compiler from moving uses of these registers, which wgmmas work on unseen, across this point.
@@ -267,27 +256,21 @@ template <int kN, bool kTransposedB>
 __device__ __forceinline__ void wgmma_shared_bf16(float (&d)[kN / 2], unsigned long long a, unsigned long long b,
                                                   bool accumulate);
 template <>
-__device__ __forceinline__ void wgmma_shared_bf16<128, false>(
-    float (&d)[64], unsigned long long a, unsigned long long b, bool accumulate) {
-  asm volatile("{\n\t.reg .pred p;\n\tsetp.ne.b32 p, %66, 0;\n\t"
-               "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {"
+__device__ __forceinline__ void wgmma_shared_bf16<80, false>(
+    float (&d)[40], unsigned long long a, unsigned long long b, bool accumulate) {
+  asm volatile("{\n\t.reg .pred p;\n\tsetp.ne.b32 p, %42, 0;\n\t"
+               "wgmma.mma_async.sync.aligned.m64n80k16.f32.bf16.bf16 {"
                " %0, %1, %2, %3, %4, %5, %6, %7, "
                " %8, %9, %10, %11, %12, %13, %14, %15, "
                " %16, %17, %18, %19, %20, %21, %22, %23, "
                " %24, %25, %26, %27, %28, %29, %30, %31, "
-               " %32, %33, %34, %35, %36, %37, %38, %39, "
-               " %40, %41, %42, %43, %44, %45, %46, %47, "
-               " %48, %49, %50, %51, %52, %53, %54, %55, "
-               " %56, %57, %58, %59, %60, %61, %62, %63"
-               "}, %64, %65, p, 1, 1, 0, 0;\n\t}"
+               " %32, %33, %34, %35, %36, %37, %38, %39"
+               "}, %40, %41, p, 1, 1, 0, 0;\n\t}"
                : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
                  "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
                  "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]),
                  "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]),
-                 "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]),
-                 "+f"(d[40]), "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]),
-                 "+f"(d[48]), "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]),
-                 "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63])
+                 "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39])
                : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)));
 }
 
@@ -703,25 +686,12 @@ __device__ __forceinline__ void release(unsigned barrier) {
   if (threadIdx.x % 32 == 0) mbarrier_arrive(barrier);
 }
 
-// Each step but the first is a turn of each warpgroup: a barrier to which it comes, and the one before it has come.
-__device__ __forceinline__ void take_turn(int warpgroup) { named_barrier_sync(1 + warpgroup, 256); }
-
-// The next warpgroup's turn, or the first's in the next step, if there is one.
-__device__ __forceinline__ void pass_turn(int warpgroup, int step, const KeyTiles& tiles) {
-  if (warpgroup < kConsumers - 1) named_barrier_arrive(2 + warpgroup, 256);
-  else if (step + 1 < tiles.count) named_barrier_arrive(1, 256);
-}
-
 // A step that concerns other warpgroups only.
 __device__ __forceinline__ void pass_by(int step, int use, int warpgroup, const KeyTiles& tiles,
                                         const Barriers& barriers) {
   mbarrier_wait(barriers.keys_full(use), barriers.parity(use));
   __syncwarp();   // else a lane might miss this use
   release(barriers.keys_empty(use));
-  if (step > 0) {
-    take_turn(warpgroup);
-    pass_turn(warpgroup, step, tiles);
-  }
   mbarrier_wait(barriers.values_full(use), barriers.parity(use));
   __syncwarp();
   release(barriers.values_empty(use));
@@ -739,7 +709,7 @@ __device__ __forceinline__ bool attend_keys(float (&scores)[kRowTiles][kKeyTiles
 }
 
 // What a computing warpgroup does for its 64 queries of each tile. The scores of the next step and P * V of this one run
-// on the tensor cores while the next step's softmax runs beside them, and the warpgroups take turns in starting them.
+// on the tensor cores while the next step's softmax runs beside them.
 __device__ __forceinline__ void attend(int warpgroup, unsigned shared, const Barriers& barriers,
                                        const ForwardArguments& arguments) {
   const int lane = threadIdx.x % 32, warp_row = warpgroup * 64 + threadIdx.x / 32 % 4 * 16;
@@ -762,13 +732,10 @@ __device__ __forceinline__ void attend(int warpgroup, unsigned shared, const Bar
     unsigned probabilities[kTileK / 16][4];
     RowState rows[kRowTiles][2];
 
-    if (warpgroup == kConsumers - 1) pass_turn(warpgroup, 0, tiles);   // the first turn is warpgroup 0's
     for (int step = 0; step < steps.first; ++step) pass_by(step, use++, warpgroup, tiles, barriers);
     if (steps.first < steps.last) {
       mbarrier_wait(barriers.keys_full(use), barriers.parity(use));
-      if (steps.first > 0) take_turn(warpgroup);
       start_scores(scores, queries, keys_of(use));
-      if (steps.first > 0) pass_turn(warpgroup, steps.first, tiles);
       await_product<0>(scores);
       release(barriers.keys_empty(use));
       if (steps.first + 1 == steps.last) release(barriers.queries_empty());
@@ -776,11 +743,9 @@ __device__ __forceinline__ void attend(int warpgroup, unsigned shared, const Bar
       round_probabilities(probabilities, scores);
       for (int step = steps.first + 1; step < steps.last; ++step, ++use) {
         mbarrier_wait(barriers.keys_full(use + 1), barriers.parity(use + 1));
-        take_turn(warpgroup);
         start_scores(scores, queries, keys_of(use + 1));
         mbarrier_wait(barriers.values_full(use), barriers.parity(use));
         start_output(output, probabilities, values_of(use));
-        pass_turn(warpgroup, step, tiles);
         await_product<1>(scores);
         release(barriers.keys_empty(use + 1));
         if (step + 1 == steps.last) release(barriers.queries_empty());
@@ -816,10 +781,10 @@ attention_forward_bf16_d128_causal_softcap30_f455bdba(const __grid_constant__ Fo
 
   const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);   // the same in a warp, as the compiler can see
   if (warpgroup == kConsumers) {
-    registers_decrease<24>();
+    registers_decrease<32>();
     if (threadIdx.x / 32 % 4 == 0 && elect_one()) load_tiles(shared, barriers, arguments);
   } else {
-    registers_increase<240>();
+    registers_increase<160>();
     attend(warpgroup, shared, barriers, arguments);
   }
 }

@@ -1,8 +1,8 @@
 """Which plans of a spec's forward kernel are worth timing on a target, best first by an explicit model of their cost.
 
-The defaults (`_PLANS` of hopper_plans.py, `_PREFERENCE` of plans.py) are the one small table of measured winners: what
-a spec gets that nobody tuned. This module knows of them only that the default stands first in its list, so that tuning
-can say what it gained. A winner that is found again and again belongs into that table.
+The defaults (`_WINNERS` of hopper_winners.py, `_PREFERENCE` of plans.py) are the one small table of measured winners:
+what a spec gets that nobody tuned. This module knows of them only that the default stands first in its list, so that
+tuning can say what it gained. A winner that is found again and again belongs into that table.
 
 **Feasible** is a plan that has no `problem()`, that does not cut across the blocks of a mask that reads a table of
 them, and whose registers suffice by estimate (`registers`). The assembler has the last word on registers: whoever times

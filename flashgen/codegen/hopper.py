@@ -8,7 +8,8 @@ from flashgen.analysis.ranges import TileRange, key_range
 from flashgen.codegen.arguments import DROPOUT_FIELDS, LIST_FIELDS, ArgumentLayout, Field, capture_fields, ordered
 from flashgen.codegen.assembly import assemble, check_spec, common_context, longest_last, suffix_of, visited_tiles
 from flashgen.codegen.header import header
-from flashgen.codegen.hopper_plans import HopperPlan, choose_hopper_plan, panel_columns
+from flashgen.codegen.hopper_plans import HopperPlan, panel_columns
+from flashgen.codegen.hopper_winners import choose_hopper_plan
 from flashgen.codegen.kernel import RenderedKernel, entry_name, kernel_name
 from flashgen.codegen.plans import divides_tiles, padded
 from flashgen.codegen.targets import Target

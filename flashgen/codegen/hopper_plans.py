@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 
-from flashgen.codegen.plans import DROPOUT_COLUMNS, padded, reads_blocks
-from flashgen.codegen.plans import weight as variant_weight
+from flashgen.codegen.plans import DROPOUT_COLUMNS, padded
 from flashgen.codegen.targets import Target
 from flashgen.errors import UnsupportedError
-from flashgen.language.operations import Load
 from flashgen.language.spec import AttentionSpec
 
 WARPGROUP = 128
@@ -90,9 +87,7 @@ class HopperPlan:
         columns = head + value if output_apart else max(head, value)
         before_values = 2 * (self.tile_q * columns + self.stages * self.tile_k * head)
         values = -(-before_values // _ALIGNMENT) * _ALIGNMENT + 2 * self.stages * self.tile_k * value
-        barriers = _BARRIER_BYTES * (3 + _BARRIERS_PER_STAGE * self.stages)
-        drops = self.tile_q * self.tile_k if spec.dropout else 0  # a byte of each score of a step
-        return -(-(values + barriers) // 16) * 16 + drops
+        return values + _BARRIER_BYTES * (3 + _BARRIERS_PER_STAGE * self.stages)
 
     def problem(self, spec: AttentionSpec, target: Target) -> str | None:
         """Why the plan contradicts itself, or does not fit the spec or the target; None where it does."""
@@ -116,25 +111,3 @@ class HopperPlan:
         problem = self.problem(spec, target)
         if problem:
             raise UnsupportedError(f"{self}: {problem}")
-
-
-# By the wider of the padded dims, up to which a row holds: the plans of variants that need few registers beside scores,
-# probabilities and output (weights "none" and "plain" of codegen/plans.py), some, many (a mask that reads an array per
-# score), and very many (a score that does, a mask that reads a table of blocks).
-_Turn = partial(HopperPlan, takes_turns=True)
-_PLANS = (
-    (64, _Turn(3, 128), _Turn(2, 128), _Turn(2, 128), _Turn(2, 64)),
-    (128, HopperPlan(2, 128), _Turn(2, 128), _Turn(2, 96), HopperPlan(2, 64)),
-    (192, HopperPlan(2, 112), HopperPlan(2, 96), HopperPlan(2, 64), HopperPlan(2, 64)),
-    (256, _Turn(2, 64), HopperPlan(2, 64), HopperPlan(2, 32), HopperPlan(2, 32)),
-)
-
-
-def choose_hopper_plan(spec: AttentionSpec, target: Target) -> HopperPlan:
-    """The default plan of a spec: as many keys as registers and shared memory hold."""
-    widest, weight = max(padded(spec.value_dim), padded(spec.head_dim)), variant_weight(spec)
-    _, few, some, many, most = next(row for row in _PLANS if widest <= row[0])
-    if weight in ("none", "plain"):
-        return few
-    mask_loads = weight == "loading" and spec.mask.expression.has(Load)
-    return most if weight == "heavy" or (mask_loads and reads_blocks(spec)) else many if mask_loads else some
