@@ -57,7 +57,7 @@ class Attention:
         self._kernel = render_forward(spec, target, plan)
         follows = plan is None and (isinstance(engine, Gpu) or tuned is not None)
         winners = TunedPlans(self._kernel, tuned) if follows else None
-        self._forward = ForwardPass(spec, self._kernel, engine, self._prebuild("forward"), winners)
+        self._forward = ForwardPass(spec, self._kernel, engine, self._prebuild("forward"), winners, packs=plan is None)
 
     def _prebuild(self, which: str) -> str:
         """The command that builds the kernels of a pass."""
@@ -95,17 +95,23 @@ class Attention:
         """Tile sizes, warps and stages: those of the default, or what `compile` was given."""
         return self._kernel.plan
 
-    def plan_for(self, len_q: int, len_k: int | None = None, batch: int = 1, heads: int = 1) -> AnyForwardPlan:
-        """The plan of calls of these sizes on the current GPU: `plan`, or what `tune` found for such lengths.
+    def plan_for(
+        self, len_q: int, len_k: int | None = None, batch: int = 1, heads: int = 1, heads_kv: int | None = None
+    ) -> AnyForwardPlan:
+        """The plan of calls of these sizes on the current GPU.
 
-        Args: as of `tile_lists`. Raises LaunchError where there is no GPU.
+        That is `plan`, or what `tune` found for such lengths; on Hopper either with the query heads of a head of k and
+        v packed into tiles, where that fills them better.
+
+        Args: as of `tile_lists`; heads_kv: heads of k and v, None for as many. Raises LaunchError without a GPU.
         """
-        return self._built_for(len_q, len_q if len_k is None else len_k, batch, heads).kernel.plan
+        return self._built_for(len_q, len_q if len_k is None else len_k, batch, heads, heads_kv).kernel.plan
 
-    def _built_for(self, len_q: int, len_k: int, batch: int, heads: int) -> BuiltForward:
-        if self._forward.winners is None:
+    def _built_for(self, len_q: int, len_k: int, batch: int, heads: int, heads_kv: int | None = None) -> BuiltForward:
+        sizes = sizes_of(len_q, len_k, batch, heads, heads_kv)
+        if self._forward.winners is None and (self._forward.packing is None or sizes.heads_per_kv == 1):
             return self._forward.default
-        return self._forward.built_for(sizes_of(len_q, len_k, batch, heads), self.engine.here())
+        return self._forward.built_for(sizes, self.engine.here())
 
     @cached_property
     def resources(self) -> Resources:

@@ -13,6 +13,7 @@ from flashgen.attention.hopper_launch import MapWriter, hopper_launch
 from flashgen.attention.launches import Launch, forward_launch
 from flashgen.attention.lists import ListsLaunch, TileLists
 from flashgen.attention.outputs import check_outputs, given_outputs
+from flashgen.attention.packing import Packing
 from flashgen.attention.passes import Pass, common_device
 from flashgen.attention.problem import Problem, problem_of
 from flashgen.attention.through_gpu import to_gpu, to_host
@@ -46,6 +47,7 @@ class ForwardPass(Pass[_Prepared]):
     """The forward kernel of a spec, and the lister of its tiles where it reads lists.
 
     tuned: where plans are found that calls of some lengths take instead of the kernel's; None is the kernel's for all.
+    packs: whether calls whose tiles that fills better take the packed form of a plan (codegen/packing.py).
     """
 
     def __init__(
@@ -55,11 +57,13 @@ class ForwardPass(Pass[_Prepared]):
         engine: Engine,
         prebuild: str,
         tuned: TunedPlans | None = None,
+        packs: bool = False,
     ) -> None:
         super().__init__(spec, engine, in_rows=frozenset(("q", "k", "v", "o")))
         self.default = BuiltForward.of(spec, kernel, engine, prebuild)
         self.kernel, self.lister = kernel, self.default.lister
         self.winners = Winners(spec, self.default, engine, tuned) if tuned else None
+        self.packing = Packing(spec, engine) if packs and isinstance(kernel, HopperKernel) else None
         if self.winners:
             _WITH_WINNERS.add(self)
 
@@ -155,7 +159,10 @@ class ForwardPass(Pass[_Prepared]):
 
     def built_for(self, problem: Problem, device: int) -> BuiltForward:
         """The kernel that calls of these sizes run on a device."""
-        return self.winners.of(problem, device) if self.winners and problem.has_scores else self.default
+        if not problem.has_scores:
+            return self.default
+        built = self.winners.of(problem, device) if self.winners else self.default
+        return self.packing.of(built, problem, device) if self.packing else built
 
     def _through_gpu(
         self,

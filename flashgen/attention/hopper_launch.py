@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 
 from flashgen.attention.launches import Launch, capture_values, list_shape, list_strides
 from flashgen.attention.marshal import ArgumentWriter, Value
-from flashgen.attention.problem import Problem, contiguous_strides, in_layout
+from flashgen.attention.problem import Problem, contiguous_strides, in_layout, reciprocal
 from flashgen.codegen.arguments import ArgumentLayout
 from flashgen.codegen.hopper import HopperKernel
 from flashgen.errors import ArgumentError
@@ -73,9 +73,15 @@ def hopper_launch(
     """The launch for calls of these sizes and strides, on a GPU of so many multiprocessors.
 
     Raises:
-        ArgumentError: TMA cannot walk along a stride.
+        ArgumentError: TMA cannot walk along a stride, or heads are to be packed that share no head of k and v.
     """
-    heads, tiles_q = problem.batch * problem.heads_q, -(-problem.len_q // kernel.plan.tile_q)
+    packed = kernel.plan.packed_heads
+    if problem.heads_per_kv % packed and problem.heads_q:
+        raise ArgumentError(
+            f"q has {problem.heads_per_kv} heads for each head of k and v, no multiple of the {packed} that the plan "
+            f"packs: {kernel.plan}; compile without a plan, or with another packed_heads"
+        )
+    heads, tiles_q = problem.batch * (problem.heads_q // packed), -(-problem.len_q // kernel.plan.tile_q)
     if heads * tiles_q > _MOST_TILES:
         raise ArgumentError(f"{heads} heads in all of {problem.len_q} queries are too many tiles; split the batch")
     values: dict[str, Value] = {
@@ -84,7 +90,7 @@ def hopper_launch(
         "heads": heads,
         "section": section_heads(spec, kernel, problem),
         "heads_q": problem.heads_q,
-        "kv_reciprocal": problem.kv_reciprocal,
+        "kv_reciprocal": reciprocal(max(problem.heads_per_kv // packed, 1)),
         "len_q": problem.len_q,
         "len_k": problem.len_k,
     }
@@ -100,24 +106,26 @@ def hopper_launch(
 
 def _shapes(spec: AttentionSpec, kernel: HopperKernel, problem: Problem) -> dict[str, MapShape]:
     output = in_layout(contiguous_strides(problem.output_shape(spec)), spec.layout)[:3]
-    shapes = {}
+    packed, shapes = kernel.plan.packed_heads > 1, {}
     for name in "qkvo":
         columns = spec.value_dim if name in "vo" else spec.head_dim
         rows, heads = (problem.len_q, problem.heads_q) if name in "qo" else (problem.len_k, problem.heads_kv)
         batch, head, row = problem.strides.get(name, output) if rows else (columns,) * 3  # of nothing, they may be any
         sizes, strides = (columns, rows, heads, problem.batch), (row, head, batch)
-        shapes[name] = map_shape("out" if name == "o" else name, spec.dtype, sizes, strides, kernel.boxes[name])
+        called = "out" if name == "o" else name
+        shapes[name] = map_shape(called, spec.dtype, sizes, strides, kernel.boxes[name], packed and name in "qo")
     return shapes
 
 
 def section_heads(spec: AttentionSpec, kernel: HopperKernel, problem: Problem) -> int:
-    """Query heads whose longest tiles run first together: as many as share the L2 with K and V of theirs.
+    """Query heads, or packs, whose longest tiles run first together: as many as share the L2 with K and V of theirs.
 
     Where all tiles are alike a head's tiles run after another's.
     """
-    heads = problem.batch * problem.heads_q
+    packed = kernel.plan.packed_heads
+    heads = problem.batch * (problem.heads_q // packed)
     if not kernel.longest_first:
         return 1
     head_bytes = 2 * max(problem.len_k, 1) * (spec.head_dim + spec.value_dim)
-    fitting = max(_SECTION_BYTES // head_bytes, 1) * problem.heads_per_kv
+    fitting = max(_SECTION_BYTES // head_bytes, 1) * (problem.heads_per_kv // packed)
     return max(min(fitting, heads), 1)

@@ -324,13 +324,22 @@ def _blocks_of(spec: AttentionSpec) -> list[tuple[str, int, sympy.Symbol, int]]:
     ]
 
 
-def sizes_of(len_q: int, len_k: int, batch: int, heads: int) -> Problem:
-    """The sizes that lists depend on; ArgumentError where one is no size."""
-    sizes = {"len_q": (len_q, 0), "len_k": (len_k, 0), "batch": (batch, 1), "heads": (heads, 1)}
+def sizes_of(len_q: int, len_k: int, batch: int, heads: int, heads_kv: int | None = None) -> Problem:
+    """The sizes that lists and plans depend on; ArgumentError where one is no size. heads_kv: None is as many."""
+    heads_kv = heads if heads_kv is None else heads_kv
+    sizes = {
+        "len_q": (len_q, 0),
+        "len_k": (len_k, 0),
+        "batch": (batch, 1),
+        "heads": (heads, 1),
+        "heads_kv": (heads_kv, 1),
+    }
     for name, (size, least) in sizes.items():
         if isinstance(size, bool) or not isinstance(size, (int, np.integer)) or not least <= size < 2**31:
             raise ArgumentError(f"{name}={size!r} must be an integer from {least} to 2**31 - 1")
-    return Problem(int(batch), int(heads), int(heads), int(len_q), int(len_k), {})
+    if heads % heads_kv:
+        raise ArgumentError(f"heads_kv={heads_kv} must divide heads={heads}")
+    return Problem(int(batch), int(heads), int(heads_kv), int(len_q), int(len_k), {})
 
 
 def _write_offsets(lists: TileLists, place: Place) -> int:

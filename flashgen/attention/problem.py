@@ -35,7 +35,7 @@ class Problem:
     @property
     def kv_reciprocal(self) -> int:
         """2^31 / heads_per_kv, rounded up: by which kernels divide."""
-        return -(-(2**31) // self.heads_per_kv)
+        return reciprocal(self.heads_per_kv)
 
     def output_shape(self, spec: AttentionSpec) -> tuple[int, int, int, int]:
         return in_layout((self.batch, self.heads_q, self.len_q, spec.value_dim), spec.layout)
@@ -53,6 +53,11 @@ class Problem:
     def has_scores(self) -> bool:
         """Whether any query meets any key."""
         return bool(self.len_k) and not self.is_empty
+
+
+def reciprocal(divisor: int) -> int:
+    """2^31 / divisor, rounded up: by which kernels divide a head's number."""
+    return -(-(2**31) // divisor)
 
 
 def in_layout(shape: tuple[int, ...], layout: str) -> tuple[int, int, int, int]:

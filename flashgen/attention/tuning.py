@@ -156,7 +156,7 @@ class _Tuner:
 
     def tune(self, plans: Sequence[AnyForwardPlan] | None) -> Tuning:
         with self._on_the_inputs_stream():
-            default = ForwardPass(self.spec, self.forward.kernel, self.engine, "")
+            default = self._pass(self.forward.kernel)
             self._call(default)  # refuses wrong arguments before anything is compiled
             problem, device = self._problem(), self._device()
             if not problem.has_scores:
@@ -187,7 +187,7 @@ class _Tuner:
         expected = self._output(default, problem)
         for number, kernel in enumerate(kernels):
             if not reasons[kernel.plan]:
-                ready[kernel.plan] = ForwardPass(self.spec, kernel, self.engine, "")
+                ready[kernel.plan] = self._pass(kernel)
                 reasons[kernel.plan] = _difference(expected, self._output(ready[kernel.plan], problem), self.spec.dtype)
             self.progress("comparing outputs", number + 1, len(kernels))
         runs = {plan: _run(self, forward) for plan, forward in ready.items() if not reasons[plan]}
@@ -214,6 +214,10 @@ class _Tuner:
         fastest = min(best, key=lambda plan: again[str(plan)])
         gained = again[str(default)] >= _LEAST_GAIN * again[str(fastest)]
         return {plan: float({**first, **again}[str(plan)]) for plan in runs}, fastest if gained else default
+
+    def _pass(self, kernel: AnyForwardKernel) -> ForwardPass:
+        """Calls of this kernel, or, as calls to come have it, of its packed form."""
+        return ForwardPass(self.spec, kernel, self.engine, "", packs=self.forward.packing is not None)
 
     def _compiled(self, kernels: list[AnyForwardKernel]) -> list[tuple[int | None, str]]:
         """Registers of each kernel, and why it is left out or ""; compiled side by side, as NVRTC lets go of Python."""

@@ -49,13 +49,16 @@ def tile_of(spec: AttentionSpec, target: str, of: Pass, deterministic: bool) -> 
 
 
 def rendered(
-    spec: AttentionSpec, target: str, of: Pass, name: str | None, deterministic: bool
+    spec: AttentionSpec, target: str, of: Pass, name: str | None, deterministic: bool, packed_heads: int = 1
 ) -> dict[str, RenderedKernel]:
     """The kernels to show, by the part that each plays, in the order of their launches."""
     from flashgen.codegen.kernels import kernels_of
     from flashgen.codegen.targets import target_named
 
-    kernels = dict(kernels_of(spec, target_named(target), (of.value,), deterministic=deterministic))
+    if packed_heads != 1 and of is not Pass.forward:
+        raise ArgumentError(f"--packed-heads {packed_heads}: only the forward packs heads")
+    options: dict[str, Any] = {"deterministic": deterministic, "packed_heads": packed_heads}
+    kernels = dict(kernels_of(spec, target_named(target), (of.value,), **options))
     if name is None and of is Pass.forward:
         if "lists" in kernels:
             note("a second kernel lists the tiles that this one visits: --kernel lists shows it")

@@ -24,6 +24,8 @@ flashgen show "causal()" --pass backward --what resources
 
 flashgen show "causal()" --pass backward --kernel keys
 
+flashgen show "causal()" --target sm_90a --packed-heads 8
+
 flashgen show "causal() & sliding_window(300)" --what tiles --len-q 1024
 
 flashgen show "document('ids')" --captures packed.npz --what tiles --len-q 4096 --output tiles.png
@@ -52,6 +54,14 @@ def show(
         ),
     ] = None,
     deterministic: Deterministic = False,
+    packed_heads: Annotated[
+        int,
+        typer.Option(
+            "--packed-heads",
+            metavar="N",
+            help="The kernel that has N query heads of one head of k and v as rows of a tile (sm_90a).",
+        ),
+    ] = 1,
     len_q: Annotated[int, typer.Option("--len-q", min=0, help="Queries, for the tile map.")] = 1024,
     len_k: Annotated[int | None, typer.Option("--len-k", min=0, help="Keys. Default: as many as queries.")] = None,
     zoom: Annotated[
@@ -87,7 +97,7 @@ def show(
         else:
             (print_numbers if json else print_drawing)(drawing)
         return
-    chosen = rendered(declared, architecture, of, kernel, deterministic)
+    chosen = rendered(declared, architecture, of, kernel, deterministic, packed_heads)
     if what is What.resources:
         show_resources(chosen, declared, of, deterministic, json)
     else:

@@ -79,6 +79,7 @@ def common_context(
         "mma": f"mma_m16n8k16_{suffix}" if target.asynchronous_copies else f"mma_m16n8k8x2_{suffix}",
         "pack": f"pack_{suffix}",
         "unpack": f"unpack_{suffix}",
+        "packed": False,
     }
 
 

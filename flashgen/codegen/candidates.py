@@ -150,13 +150,13 @@ def cost(plan: AnyForwardPlan, spec: AttentionSpec, workload: Workload) -> float
     """Cycles of the busiest multiprocessor, by the model above. Only good for comparing plans."""
     rounds = -(-workload.heads * -(-workload.len_q // plan.tile_q) // workload.multiprocessors)
     blocks = max(min(1 if isinstance(plan, HopperPlan) else plan.blocks, rounds), 1)
-    steps = _steps(spec, workload, plan.tile_q, plan.tile_k)
+    steps = steps_of(spec, workload, plan.tile_q, plan.tile_k)
     step = _step_cycles(plan, blocks, spec)
     return rounds * (_TILE_CYCLES / blocks + steps * (_FIXED_CYCLES / blocks + step))
 
 
 @lru_cache(maxsize=1024)
-def _steps(spec: AttentionSpec, workload: Workload, tile_q: int, tile_k: int) -> float:
+def steps_of(spec: AttentionSpec, workload: Workload, tile_q: int, tile_k: int) -> float:
     """Tiles of keys that a tile of queries visits, on average: all where only a call knows the mask's captures."""
     ranges = key_range(spec.mask.expression)
     if ranges is None or ranges.captures or not workload.len_q:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from flashgen.codegen import forward
 from flashgen.codegen.forward import ForwardKernel
 from flashgen.codegen.hopper import HopperKernel, render_hopper
@@ -33,6 +35,16 @@ def emulated_target(plan: AnyForwardPlan | None = None) -> Target:
 def default_plan(spec: AttentionSpec, target: Target) -> AnyForwardPlan:
     """The plan that a spec's forward kernel has on a target where nobody says another."""
     return choose_hopper_plan(spec, target) if target.family == "hopper" else choose_forward_plan(spec, target)
+
+
+def plan_packing(spec: AttentionSpec, target: Target, packed_heads: int) -> AnyForwardPlan:
+    """The default plan with so many heads packed; UnsupportedError where the target's plans cannot pack any."""
+    plan = default_plan(spec, target)
+    if packed_heads == 1:
+        return plan
+    if not isinstance(plan, HopperPlan):
+        raise UnsupportedError(f"packed_heads={packed_heads}: {target.name} packs no heads; target='sm_90a' does")
+    return replace(plan, packed_heads=packed_heads)
 
 
 def render_forward(spec: AttentionSpec, target: Target, plan: AnyForwardPlan | None = None) -> AnyForwardKernel:

@@ -18,8 +18,10 @@ class Plan(Protocol):
 _BLOCK_PER_TILE = "one block per (tile of queries, head, batch), in one dimension"
 
 
-def header(spec: AttentionSpec, target: Target, plan: Plan, grid: str = _BLOCK_PER_TILE) -> str:
-    """The forward kernel's header comment; `grid` says how many blocks a launch has."""
+def header(
+    spec: AttentionSpec, target: Target, plan: Plan, grid: str = _BLOCK_PER_TILE, shown_by: str = "flashgen show"
+) -> str:
+    """The forward kernel's header comment; `grid` says how many blocks a launch has, `shown_by` how it is shown."""
     depth, width = spec.head_dim, spec.value_dim
     element = 2
     lines = [
@@ -36,6 +38,6 @@ def header(spec: AttentionSpec, target: Target, plan: Plan, grid: str = _BLOCK_P
         "at least; + 4 * batch * heads_q * len_q for the LSE",
         "",
         f"Grid: {grid}. Made by",
-        f"  flashgen show --target {target.name} {shlex.quote(spec.to_json())}",
+        f"  {shown_by} --target {target.name} {shlex.quote(spec.to_json())}",
     ]
     return "\n".join(f"// {line}".rstrip() for line in lines)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from flashgen.analysis.ranges import key_range
 from flashgen.codegen.plans import DROPOUT_COLUMNS, padded
 from flashgen.codegen.targets import Target
 from flashgen.errors import UnsupportedError
+from flashgen.language.operations import HEAD
 from flashgen.language.spec import AttentionSpec
 
 WARPGROUP = 128
@@ -17,6 +19,10 @@ _BARRIER_BYTES = 8
 _BARRIERS_PER_STAGE = 4
 _MOST_SHARED = 227 * 1024  # bytes of a block
 _ALIGNMENT = 1024  # bytes: the widest swizzle repeats after so many
+
+_LEAST_LISTED = 256  # scores of a tile, that a warp looks at before it votes
+
+PACKS = (1, 2, 4, 8, 16, 32, 64)  # heads whose rows fill those of a wgmma without a rest
 
 # Registers a thread of the warpgroup that loads keeps, and one of those that compute gets, by how many compute.
 _REGISTERS = {1: (56, 256), 2: (24, 240), 3: (32, 160)}
@@ -32,21 +38,29 @@ class HopperPlan:
     """The plan of Hopper's forward kernel.
 
     Attributes:
-        consumers: warpgroups that compute, 64 queries each; one more loads.
+        consumers: warpgroups that compute, 64 rows each; one more loads.
         tile_k: keys of a step.
         stages: tiles of K, and of V, that shared memory holds at once.
         takes_turns: warpgroups take turns in starting their products, so that one's softmax meets another's.
+        packed_heads: query heads of one head of K and V that are rows of a tile, head fastest: row r is query
+            r / packed_heads of head r % packed_heads. A power of 2 up to 64; 1 is a head by itself.
     """
 
     consumers: int
     tile_k: int
     stages: int = 2
     takes_turns: bool = False
+    packed_heads: int = 1
+
+    @property
+    def rows(self) -> int:
+        """Rows of a block: of each of its queries as many as heads are packed."""
+        return self.consumers * _ROWS
 
     @property
     def tile_q(self) -> int:
         """Queries of a block."""
-        return self.consumers * _ROWS
+        return self.rows // self.packed_heads
 
     @property
     def threads(self) -> int:
@@ -68,10 +82,11 @@ class HopperPlan:
     def summary(self, spec: AttentionSpec) -> str:
         """One line for the kernel's header."""
         turns = " that take turns" if self.takes_turns else ""
+        heads = f" of {self.packed_heads} heads" if self.packed_heads > 1 else ""
         return (
-            f"{self.tile_q} queries x {self.tile_k} keys, {self.consumers} warpgroup(s) of {self.consumer_registers} "
-            f"registers{turns}, {self.stages} stage(s) of K and V, {self.shared_bytes(spec)} bytes of shared "
-            "memory"
+            f"{self.tile_q} queries{heads} x {self.tile_k} keys, {self.consumers} warpgroup(s) of "
+            f"{self.consumer_registers} registers{turns}, {self.stages} stage(s) of K and V, "
+            f"{self.shared_bytes(spec)} bytes of shared memory"
         )
 
     def shared_bytes(self, spec: AttentionSpec) -> int:
@@ -85,7 +100,7 @@ class HopperPlan:
     def _shared_bytes(self, spec: AttentionSpec, output_apart: bool) -> int:
         head, value = padded(spec.head_dim), padded(spec.value_dim)
         columns = head + value if output_apart else max(head, value)
-        before_values = 2 * (self.tile_q * columns + self.stages * self.tile_k * head)
+        before_values = 2 * (self.rows * columns + self.stages * self.tile_k * head)
         values = -(-before_values // _ALIGNMENT) * _ALIGNMENT + 2 * self.stages * self.tile_k * value
         return values + _BARRIER_BYTES * (3 + _BARRIERS_PER_STAGE * self.stages)
 
@@ -99,10 +114,25 @@ class HopperPlan:
             return f"tile_k={self.tile_k} must be a multiple of 16, of 32 with dropout, up to {_MOST_COLUMNS}"
         if self.stages < 1:
             return f"stages={self.stages} must be positive"
+        if self.packed_heads != 1 and (why := self._problem_of_packing(spec)):
+            return f"packed_heads={self.packed_heads} {why}"
         if self.shared_bytes(spec) > target.shared_per_block:
             return (
                 f"it takes {self.shared_bytes(spec)} bytes of shared memory and a block of {target.name} has "
                 f"{target.shared_per_block}: take fewer keys or stages"
+            )
+        return None
+
+    def _problem_of_packing(self, spec: AttentionSpec) -> str | None:
+        if self.packed_heads not in PACKS:
+            return f"must be a power of 2 from 1 to {PACKS[-1]}"
+        if spec.dropout:
+            return "must be 1, as dropout is drawn for rows of one head"
+        if spec.mask.expression.has(HEAD):
+            return f"must be 1, as {spec.mask.name} differs between heads"
+        if self.tile_q * self.tile_k % _LEAST_LISTED and key_range(spec.mask.expression) is None:
+            return (
+                f"leaves tiles of {self.tile_q} x {self.tile_k}, too small to be listed: pack fewer, or take more keys"
             )
         return None
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Literal, get_args
 
 from flashgen.codegen.backward import render_backward
-from flashgen.codegen.families import render_forward
+from flashgen.codegen.families import plan_packing, render_forward
 from flashgen.codegen.kernel import RenderedKernel
 from flashgen.codegen.lists import render_lists
 from flashgen.codegen.targets import Target
@@ -28,8 +28,9 @@ def kernels_of(
     *,
     deterministic: bool = False,
     apart: bool = False,
+    packed_heads: int = 1,
 ) -> Kernels:
-    """Every kernel that calls of these passes launch, with default plans.
+    """Every kernel that calls of these passes launch, with default plans; the forward's with so many heads packed.
 
     Forward: "lists" where the mask has no closed form, then "forward". Backward: "query_lists" and "lists" for its own
     tiles where they are read, "prepare", "keys", "queries" or "finish", and "d_<name>" for each capture that has a
@@ -39,22 +40,24 @@ def kernels_of(
 
     Raises:
         SpecError: a pass that there is not.
-        UnsupportedError: the target cannot run the spec.
+        UnsupportedError: the target cannot run the spec, or cannot pack heads.
     """
     kernels: dict[str, RenderedKernel] = {}
     for name in passes:
         if name not in PASSES:
             raise SpecError(f"pass {name!r} is not known; choose from {', '.join(PASSES)}")
         more = (
-            forward_kernels(spec, target) if name == "forward" else backward_kernels(spec, target, deterministic, apart)
+            forward_kernels(spec, target, packed_heads)
+            if name == "forward"
+            else backward_kernels(spec, target, deterministic, apart)
         )
         kernels |= {f"backward_{part}" if part in kernels else part: kernel for part, kernel in more.items()}
     return kernels
 
 
-def forward_kernels(spec: AttentionSpec, target: Target) -> Kernels:
-    """The kernels of a forward call."""
-    forward = render_forward(spec, target)
+def forward_kernels(spec: AttentionSpec, target: Target, packed_heads: int = 1) -> Kernels:
+    """The kernels of a forward call, with so many query heads of a head of K and V as rows of a tile."""
+    forward = render_forward(spec, target, plan_packing(spec, target, packed_heads))
     lists = {"lists": render_lists(spec, target, forward.plan)} if forward.uses_lists else {}
     return {**lists, "forward": forward}
 

@@ -30,15 +30,22 @@ class MapShape:
 
     Attributes:
         dtype: "float16" or "bfloat16".
-        sizes: columns, rows, heads, batch.
-        strides: bytes from row to row, head to head, batch to batch.
-        box: columns and rows that one copy moves; a row of it is swizzled, 32, 64 or 128 bytes.
+        sizes: columns, rows, heads, batch; or columns, heads, rows, batch.
+        strides: bytes from row to row, head to head, batch to batch, in the order of the sizes.
+        box: what one copy moves: of the first sizes so many, of the others 1. A row of it is swizzled, 32, 64 or 128
+            bytes.
     """
 
     dtype: str
     sizes: tuple[int, int, int, int]
     strides: tuple[int, int, int]
-    box: tuple[int, int]
+    box: tuple[int, ...]
+
+    @property
+    def whole_box(self) -> tuple[int, int, int, int]:
+        """Of each size, how many one copy moves."""
+        columns, second, third, fourth = (*self.box, 1, 1, 1)[:4]
+        return columns, second, third, fourth
 
     @property
     def swizzle_bytes(self) -> int:
@@ -50,7 +57,7 @@ class MapShape:
         after = (
             (ctypes.c_uint64 * 4)(*self.sizes),
             (ctypes.c_uint64 * 3)(*self.strides),
-            (ctypes.c_uint32 * 4)(*self.box, 1, 1),
+            (ctypes.c_uint32 * 4)(*self.whole_box),
             (ctypes.c_uint32 * 4)(1, 1, 1, 1),
             *(_NO_INTERLEAVE, _SWIZZLES[self.swizzle_bytes], _PROMOTE_256_BYTES, _FILL_WITH_ZEROS),
         )
@@ -58,9 +65,16 @@ class MapShape:
 
 
 def map_shape(
-    name: str, dtype: str, sizes: tuple[int, int, int, int], strides: tuple[int, int, int], box: tuple[int, int]
+    name: str,
+    dtype: str,
+    sizes: tuple[int, int, int, int],
+    strides: tuple[int, int, int],
+    box: tuple[int, ...],
+    heads_first: bool = False,
 ) -> MapShape:
     """The shape of a map of the array that the user calls `name`: strides in elements, sizes may be 0.
+
+    sizes: columns, rows, heads, batch. heads_first: heads come before rows in the map, and in `box`.
 
     Raises:
         ArgumentError: TMA cannot walk along a stride: it is negative, or 2**40 bytes or more.
@@ -75,6 +89,8 @@ def map_shape(
             )
         whole.append(in_bytes)
     columns, rows, heads, batch = (max(size, 1) for size in sizes)
+    if heads_first:
+        return MapShape(dtype, (columns, heads, rows, batch), (whole[1], whole[0], whole[2]), box)
     return MapShape(dtype, (columns, rows, heads, batch), (whole[0], whole[1], whole[2]), box)
 
 
@@ -115,7 +131,7 @@ def tensor_map(address: int, shape: MapShape) -> bytes:
 
 def emulated_map(shape: MapShape) -> bytes:
     """The 128 bytes of the emulator's map; its first 8 are for the array's address."""
-    return encode_map(shape.dtype, shape.sizes, shape.strides, (*shape.box, 1, 1), shape.swizzle_bytes)
+    return encode_map(shape.dtype, shape.sizes, shape.strides, shape.whole_box, shape.swizzle_bytes)
 
 
 @cache
