@@ -35,14 +35,15 @@ class What(StrEnum):
     spec = "spec"
 
 
-def tile_of(spec: AttentionSpec, target: str, of: Pass, deterministic: bool) -> tuple[int, int]:
+def tile_of(spec: AttentionSpec, target: str, of: Pass, deterministic: bool, packed_heads: int = 1) -> tuple[int, int]:
     """(queries, keys) of a tile of a pass."""
     from flashgen.codegen.backward import render_backward
-    from flashgen.codegen.families import render_forward
+    from flashgen.codegen.families import plan_packing, render_forward
     from flashgen.codegen.targets import target_named
 
     if of is Pass.forward:
-        forward = render_forward(spec, target_named(target)).plan
+        architecture = target_named(target)
+        forward = render_forward(spec, architecture, plan_packing(spec, architecture, packed_heads)).plan
         return forward.tile_q, forward.tile_k
     backward = render_backward(spec, target_named(target), deterministic=deterministic).plan
     return backward.tile_q, backward.tile_k
@@ -55,8 +56,6 @@ def rendered(
     from flashgen.codegen.kernels import kernels_of
     from flashgen.codegen.targets import target_named
 
-    if packed_heads != 1 and of is not Pass.forward:
-        raise ArgumentError(f"--packed-heads {packed_heads}: only the forward packs heads")
     options: dict[str, Any] = {"deterministic": deterministic, "packed_heads": packed_heads}
     kernels = dict(kernels_of(spec, target_named(target), (of.value,), **options))
     if name is None and of is Pass.forward:

@@ -86,9 +86,11 @@ def show(
     if what is What.spec:
         print_code(declared.to_json(), "json")
         return
+    if packed_heads != 1 and of is not Pass.forward:
+        raise ArgumentError(f"--packed-heads {packed_heads}: only the forward packs heads")
     architecture = target or target_here()
     if what in (What.tiles, What.svg):
-        tile = tile_of(declared, architecture, of, deterministic)
+        tile = tile_of(declared, architecture, of, deterministic, packed_heads)
         drawing = drawing_of(declared, tile, len_q, len_q if len_k is None else len_k, zoom, captures)
         if output is not None:
             write_drawing(drawing, output)

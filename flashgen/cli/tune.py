@@ -161,6 +161,6 @@ def plan_text(plan: Any) -> str:
     """A plan in few words: "192 x 128, consumers 3, stages 2, takes_turns"."""
     words = []
     for name, value in dataclasses.asdict(plan).items():
-        if name not in ("tile_q", "tile_k") and value is not False:
+        if name not in ("tile_q", "tile_k") and value is not False and (name, value) != ("packed_heads", 1):
             words.append(name if value is True else f"{name} {value}")
     return ", ".join([f"{plan.tile_q} x {plan.tile_k}", *words])

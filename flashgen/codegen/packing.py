@@ -16,13 +16,16 @@ without a query in some warpgroups are done sooner. Nor is it for a tenth or les
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from flashgen.analysis.ranges import key_range
 from flashgen.codegen.candidates import Workload, steps_of
 from flashgen.codegen.hopper_plans import PACKS, HopperPlan
 from flashgen.codegen.targets import Target
+from flashgen.language.operations import HEAD, KEY, QUERY, Load
 from flashgen.language.spec import AttentionSpec
 
+_OF_A_LANE = 8
 _MOST_OF_UNPACKED = 0.9  # of the steps, that packed tiles may take to be worth another kernel
 
 
@@ -33,19 +36,19 @@ class Sharing:
     workload: Workload
     heads_per_kv: int
 
-    @property
-    def packed_heads(self) -> int:
+    def packed_heads(self, most: int = PACKS[-1]) -> int:
         """The most heads that can be packed: the largest power of 2 that divides them, up to a warpgroup's rows."""
-        return max(pack for pack in PACKS if self.heads_per_kv % pack == 0)
+        return max(pack for pack in PACKS if self.heads_per_kv % pack == 0 and pack <= most)
 
 
 def packed_plan(plan: HopperPlan, spec: AttentionSpec, target: Target, sharing: Sharing) -> HopperPlan | None:
     """The plan with heads packed where that is at least a tenth less work for calls of these sizes; else None.
 
+    At most 8 are packed where a score function reads an array by head and by query or key: more need more registers.
     None also where tiles of keys are read from lists: those are made ahead, for the plan's tiles, by whoever knows no
     heads of K and V, and would be as many times more as heads are packed. A plan that packs can be given all the same.
     """
-    packed = replace(plan, packed_heads=sharing.packed_heads)
+    packed = replace(plan, packed_heads=sharing.packed_heads(_most_heads(spec)))
     if packed == plan or not _takes_less(packed, plan, spec, sharing):
         return None
     listed = key_range(spec.mask.expression) is None
@@ -57,6 +60,13 @@ def _rounds(plan: HopperPlan, sharing: Sharing) -> float:
     workload = sharing.workload
     tiles = workload.heads // plan.packed_heads * -(-workload.len_q // plan.tile_q)
     return -(-tiles // workload.multiprocessors)
+
+
+@lru_cache(maxsize=128)
+def _most_heads(spec: AttentionSpec) -> int:
+    """Up to 8 a lane's two rows are of one head; beyond, what each score reads by head takes twice the registers."""
+    loads = spec.score.expression.atoms(Load) if spec.score else ()
+    return _OF_A_LANE if any(load.has(HEAD) and load.has(QUERY, KEY) for load in loads) else PACKS[-1]
 
 
 def _takes_less(packed: HopperPlan, plan: HopperPlan, spec: AttentionSpec, sharing: Sharing) -> bool:

@@ -116,6 +116,18 @@ def test_show_hopper_s_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     assert tiles == [plan.tile_q, plan.tile_k]
 
 
+def test_show_packed_heads() -> None:
+    arguments = ("show", "causal()", "--target", "sm_90a", "--packed-heads", 4)
+    plan = compile(fg.AttentionSpec(64, mask=fg.causal()), target="sm_90a", emulate=True).plan
+    tile = [plan.tile_q // 4, plan.tile_k]
+    shown = invoke(*arguments).stdout
+    (command,) = re.findall(r"^//   flashgen (show --packed-heads 4 .*)$", shown, re.MULTILINE)
+    assert f"{tile[0]} queries of 4 heads" in shown and invoke(*shlex.split(command)).stdout == shown
+    assert json.loads(invoke(*arguments, "--what", "tiles", "--len-q", 512, "--json").stdout)["tile"] == tile
+    refused = invoke(*arguments, "--pass", "backward", expect=2)
+    assert "only the forward packs heads" in refused.stderr
+
+
 def test_show_spec_is_a_spec_again(tmp_path: Path) -> None:
     text = invoke("show", "causal()", "--score", "softcap(30)", "--head-dim", 96, "--what", "spec").stdout
     assert fg.AttentionSpec.from_json(text) == fg.AttentionSpec(96, score=fg.softcap(30), mask=fg.causal())

@@ -35,11 +35,12 @@ class Subject:
     stages: int = 1
     tile_k: int = 32
     target: str = "sm_80"
+    packed_heads: int = 1
 
     @property
     def plan(self) -> AnyForwardPlan:
         if self.target == "sm_90a":
-            return HopperPlan(2, self.tile_k, self.stages, takes_turns=True)
+            return HopperPlan(2, self.tile_k, self.stages, takes_turns=True, packed_heads=self.packed_heads)
         return ForwardPlan(32, self.tile_k, 2, self.stages)
 
     @property
@@ -127,4 +128,5 @@ def subjects() -> dict[str, Subject]:
         "hopper": Subject(
             fg.AttentionSpec(32, scale=4.0, mask=fg.causal()), Shape(150, 200, 1, 2, 2), stages=2, target="sm_90a"
         ),
+        "packed": Subject(causal, Shape(70, 100, 1, 8, 2), stages=2, target="sm_90a", packed_heads=4),
     }

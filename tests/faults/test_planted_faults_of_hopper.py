@@ -160,6 +160,25 @@ def test_a_wrong_number_is_caught_by_the_verdict(fault: Fault, launch: Any, subj
     assert not outcome.is_right
 
 
+PACKED = [
+    Fault("rows of one head", r"kPackedHeads \+ row % kPackedHeads", "kPackedHeads"),
+    Fault("rows of a query each", r"first_query \+ row / kPackedHeads", "first_query + row"),
+    Fault("a lane's second row like its first", r"\(i \* 16 \+ e / 2 \* 8\) / kPackedHeads;", "0;"),
+    Fault("as many queries as rows", r"first_query \+ group \* kPartQ", "first_query + group * 64"),
+    Fault("queries of another pack", r"work\.head \* kPackedHeads, work\.first", "work.head, work.first"),
+    Fault("keys of another pack", r"kv_head_of\(work\.head, arguments\);", "kv_head_of(work.head * 4, arguments);"),
+    Fault("output of another head", r"position\.head, position\.query, position\.batch", "0, position.query, 0"),
+    Fault("sums of one head", r"\(i \* 16 \+ r \* 8\) / kPackedHeads", "r * 8"),
+]
+
+
+@named(PACKED)
+def test_a_row_of_another_query_or_head_is_caught_by_the_verdict(fault: Fault, launch: Any, subjects: Any) -> None:
+    subject = subjects["packed"]
+    assert launch(subject, schedule=LATE).is_right
+    assert not launch(subject, fault.planted(subject.compiled.source), schedule=LATE).is_right
+
+
 RACES = [
     *UNGUARDED[:8],
     Fault("no barrier after initialising", r"__syncthreads\(\);(\s+const int warpgroup)", r"\1", "no mbarrier"),
