@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from flashgen.codegen import forward
 from flashgen.codegen.forward import ForwardKernel
 from flashgen.codegen.hopper import HopperKernel, render_hopper
@@ -44,7 +42,7 @@ def plan_packing(spec: AttentionSpec, target: Target, packed_heads: int) -> AnyF
         return plan
     if not isinstance(plan, HopperPlan):
         raise UnsupportedError(f"packed_heads={packed_heads}: {target.name} packs no heads; target='sm_90a' does")
-    return replace(plan, packed_heads=packed_heads)
+    return plan.packing(packed_heads, spec)
 
 
 def render_forward(spec: AttentionSpec, target: Target, plan: AnyForwardPlan | None = None) -> AnyForwardKernel:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from flashgen.analysis.ranges import key_range
 from flashgen.codegen.plans import DROPOUT_COLUMNS, padded
 from flashgen.codegen.targets import Target
 from flashgen.errors import UnsupportedError
-from flashgen.language.operations import HEAD
+from flashgen.language.operations import HEAD, KEY, QUERY, Load
 from flashgen.language.spec import AttentionSpec
 
 WARPGROUP = 128
@@ -20,6 +20,7 @@ _BARRIERS_PER_STAGE = 4
 _MOST_SHARED = 227 * 1024  # bytes of a block
 _ALIGNMENT = 1024  # bytes: the widest swizzle repeats after so many
 
+_WIDE = 192  # columns, beyond which registers are short
 _LEAST_LISTED = 256  # scores of a tile, that a warp looks at before it votes
 
 PACKS = (1, 2, 4, 8, 16, 32, 64)  # heads whose rows fill those of a wgmma without a rest
@@ -61,6 +62,19 @@ class HopperPlan:
     def tile_q(self) -> int:
         """Queries of a block."""
         return self.rows // self.packed_heads
+
+    def packing(self, heads: int, spec: AttentionSpec) -> HopperPlan:
+        """The plan with so many heads packed.
+
+        What a score function reads by head, lanes then read each for itself. Beside the widest rows that leaves
+        registers for fewer keys, and for fewer still where it is read anew for each score.
+        """
+        loads = spec.score.expression.atoms(Load) if spec.score and heads > 1 else ()
+        by_head = [load for load in loads if load.has(HEAD)]
+        most = self.tile_k
+        if by_head and max(padded(spec.head_dim), padded(spec.value_dim)) > _WIDE:
+            most = 32 if any(load.has(QUERY, KEY) for load in by_head) else 64
+        return replace(self, packed_heads=heads, tile_k=min(self.tile_k, most))
 
     @property
     def threads(self) -> int:

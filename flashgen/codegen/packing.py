@@ -4,10 +4,11 @@ A tile of few queries is mostly empty: 16 queries of a head leave 112 of 128 row
 of 8 heads fill it, and K and V are walked along once for all of them. What is compared are the steps of the busiest
 multiprocessor, each of which takes a tile of rows past a tile of keys, whatever its rows hold:
 
-    rounds x steps
+    rounds x steps x keys
 
     rounds    tiles of rows, of all heads, over the multiprocessors, rounded up
     steps     tiles of keys that a tile of rows visits, on average, by the mask's ranges
+    keys      of a tile
 
 So nothing is packed where each multiprocessor has but one tile anyway: its time would be the same, or longer, as tiles
 without a query in some warpgroups are done sooner. Nor is it for a tenth or less, in which a model may be wrong.
@@ -15,7 +16,7 @@ without a query in some warpgroups are done sooner. Nor is it for a tenth or les
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 
 from flashgen.analysis.ranges import key_range
@@ -48,8 +49,9 @@ def packed_plan(plan: HopperPlan, spec: AttentionSpec, target: Target, sharing: 
     None also where tiles of keys are read from lists: those are made ahead, for the plan's tiles, by whoever knows no
     heads of K and V, and would be as many times more as heads are packed. A plan that packs can be given all the same.
     """
-    packed = replace(plan, packed_heads=sharing.packed_heads(_most_heads(spec)))
-    if packed == plan or not _takes_less(packed, plan, spec, sharing):
+    heads = sharing.packed_heads(_most_heads(spec))
+    packed = plan.packing(heads, spec)
+    if heads == 1 or not _takes_less(packed, plan, spec, sharing):
         return None
     listed = key_range(spec.mask.expression) is None
     return None if listed or packed.problem(spec, target) else packed
@@ -74,6 +76,6 @@ def _takes_less(packed: HopperPlan, plan: HopperPlan, spec: AttentionSpec, shari
     if before == 1:
         return False
     if workload.len_q > packed.tile_q:  # else both walk along the same keys
-        rounds *= steps_of(spec, workload, packed.tile_q, packed.tile_k)
-        before *= steps_of(spec, workload, plan.tile_q, plan.tile_k)
+        rounds *= steps_of(spec, workload, packed.tile_q, packed.tile_k) * packed.tile_k
+        before *= steps_of(spec, workload, plan.tile_q, plan.tile_k) * plan.tile_k
     return rounds <= _MOST_OF_UNPACKED * before

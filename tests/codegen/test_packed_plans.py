@@ -123,6 +123,7 @@ def test_the_kernel_of_a_default_plan_that_packs() -> None:
         (CAUSAL, 4),
         (replace(ALIBI, head_dim=64, value_dim=64, dtype="bfloat16"), 16),
         (AttentionSpec(256, mask=fg.sliding_window(99)), 8),
+        (replace(ALIBI, head_dim=256, value_dim=256), 4),
     ],
     ids=str,
 )
