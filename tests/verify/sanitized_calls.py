@@ -1,0 +1,11 @@
+"""What test_compute_sanitizer.py runs under a tool: one shape of each variant on this machine's GPU, forward."""
+
+from __future__ import annotations
+
+from flashgen.verify import named_cases, verify
+
+if __name__ == "__main__":
+    results = list(verify(named_cases(1), passes=("forward",)))
+    wrong = [f"{result.case}: {result.problem or result.verdict}" for result in results if not result.ok]
+    assert not wrong, wrong
+    print(f"{len(results)} calls agree")
