@@ -146,12 +146,6 @@ __device__ __forceinline__ void order_registers(float (&registers)[kCount]) {
   for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(registers[i]) :: "memory");
 }
 
-template <int kCount>
-__device__ __forceinline__ void order_registers(unsigned (&registers)[kCount]) {
-#pragma unroll
-  for (int i = 0; i < kCount; ++i) asm volatile("" : "+r"(registers[i]) :: "memory");
-}
-
 // Two floats, rounded to nearest even, as one register: `low` in the lower half.
 __device__ __forceinline__ unsigned pack_bf16(float low, float high) {
   unsigned packed;
