@@ -18,7 +18,7 @@ static void land(Thread& owner, AsyncCopy& copy) {
   if (copy.landed) return;
   copy.landed = true;
   --owner.block->copies_in_flight;
-  AsEngine engine(owner.carrier->copy_engine);
+  AsEngine engine(created(*owner.block, owner.carrier->copy_engine, "cp.async"));
   if (kThreadSanitizer) {
     if (copy.source) note_read(copy.source, copy.bytes, copy.caller);
     note_write(copy.destination, copy.bytes, copy.caller);
@@ -46,7 +46,7 @@ void copy_async(u32 shared_destination, const void* global_source, u32 bytes, bo
   if (!kThreadSanitizer && copy.source) note_read(copy.source, bytes, copy.caller);
   if (kThreadSanitizer) {
     release(&self.copies.issue_order);
-    AsEngine engine(self.carrier->copy_engine);
+    AsEngine engine(created(block, self.carrier->copy_engine, "cp.async"));
     acquire(&self.copies.issue_order);
     note_write(copy.destination, bytes, copy.caller);  // from now on it may land
   }

@@ -150,6 +150,7 @@ void check_block_at_end(Block& block);        // engines.cpp
 // ---- engines.cpp: what is asynchronous goes on by itself ----
 void advance_engines_at_random(Block& block);  // between any two steps
 bool advance_engines(Block& block);            // when nobody is ready; false: nothing to do
+Engine& created(Block& block, Engine& engine, const char* name);  // made when it is first asked for
 
 // ---- what engines do, one piece at a time ----
 void land_random_copy(Block& block);                       // async_copies.cpp

@@ -16,6 +16,16 @@ void advance_engines_at_random(Block& block) {
 // Nobody is ready: what somebody waits for is done now, one piece at a time. False if there is nothing to do.
 bool advance_engines(Block& block) { return perform_awaited_product(block) || land_newest_load(block); }
 
+// Most kernels use few kinds of engines, and each costs ThreadSanitizer a millisecond, and time at every acquire. The
+// worker makes it, who knows nothing of what the block's threads did, so that the engine does not either.
+Engine& created(Block& block, Engine& engine, const char* name) {
+  if (kThreadSanitizer && !engine.tsan) {
+    AsEngine creator(Engine{block.worker.tsan});
+    engine.create(name);
+  }
+  return engine;
+}
+
 void check_block_at_end(Block& block) {
   check_loads_at_end(block);
   check_mbarriers_at_end(block);

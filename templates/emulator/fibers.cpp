@@ -96,11 +96,12 @@ void free_stack(Fiber& fiber) {
 }
 
 void prepare(Fiber& fiber, void (*entry)()) {
-#ifdef FLASHGEN_ASAN
-  // A thread of an abandoned or finished block may have left red zones behind.
-  __asan_unpoison_memory_region(fiber.stack, fiber.stack_bytes);
-#endif
   void** top = reinterpret_cast<void**>(fiber.stack + fiber.stack_bytes);
+#ifdef FLASHGEN_ASAN
+  // The thread before left red zones in the frames that it never returned from: those above where it stopped.
+  char* stopped = static_cast<char*>(fiber.stack_pointer);
+  if (stopped) __asan_unpoison_memory_region(stopped, size_t(reinterpret_cast<char*>(top) - stopped));
+#endif
 #if defined(__x86_64__)
   // From the top: no return address (a debugger's walk ends here; it also gives entry the alignment of a call), entry
   // for the jump, six registers.

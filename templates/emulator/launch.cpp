@@ -56,7 +56,6 @@ class Worker {
 
  private:
   bool add_carriers(u32 count);
-  void add_warpgroups(u32 count);
   void reset_hopper();
   void place_thread(u32 linear, u64 block_number);
   void end_abandoned_threads();
@@ -77,20 +76,9 @@ bool Worker::add_carriers(u32 count) {
     snprintf(name, sizeof name, "CUDA thread (carrier %zu)", carriers_.size() - 1);
     carrier.fiber.tsan = __tsan_create_fiber(0);
     __tsan_set_fiber_name(carrier.fiber.tsan, name);
-    snprintf(name, sizeof name, "cp.async (carrier %zu)", carriers_.size() - 1);
-    carrier.copy_engine.create(name);
 #endif
   }
   return true;
-}
-
-void Worker::add_warpgroups(u32 count) {
-  while (block_.warpgroups.size() < count) {
-    Warpgroup& group = block_.warpgroups.emplace_back();
-    for (Engine& engine : group.operand_engines) engine.create("wgmma (operands in shared memory)");
-    for (Engine& engine : group.register_engines) engine.create("wgmma (registers)");
-  }
-  block_.warpgroups.resize(count);
 }
 
 bool Worker::begin(LaunchRequest& request, KernelThread run_thread) {
@@ -103,7 +91,7 @@ bool Worker::begin(LaunchRequest& request, KernelThread run_thread) {
   block_.switches = block_.collectives = block_.async_copies = 0;
   block_.threads.resize(threads);
   block_.warps.resize(warps);
-  add_warpgroups((warps + kWarpgroupWarps - 1) / kWarpgroupWarps);
+  block_.warpgroups.resize((warps + kWarpgroupWarps - 1) / kWarpgroupWarps);
   for (Barrier& barrier : block_.barriers) {
     barrier.waiting.clear();
     barrier.waiting.reserve(threads);  // see ReadyQueue::reset

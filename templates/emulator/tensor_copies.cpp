@@ -32,12 +32,7 @@ void TensorCopies::reset() {
 
 static Engine next_engine(Block& block) {
   TensorCopies& copies = block.tensor_copies;
-  Engine& engine = copies.engines[copies.next_engine++ % TensorCopies::kEngines];
-  if (kThreadSanitizer && !engine.tsan) {
-    AsEngine creator(Engine{block.worker.tsan});  // whose knowledge the new engine gets
-    engine.create("TMA");
-  }
-  return engine;
+  return created(block, copies.engines[copies.next_engine++ % TensorCopies::kEngines], "TMA");
 }
 
 TensorCopy& new_copy(TensorOperation operation, const void* map, u32 shared, int rank, const int* start,

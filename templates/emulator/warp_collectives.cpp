@@ -29,12 +29,11 @@ static bool is_aligned(WarpOperation operation) {
          operation == WarpOperation::kMultiply;
 }
 
-// __syncwarp orders memory; shuffles, votes and stmatrix do not. ldmatrix and mma end when the reads that feed them
-// have ended in every lane, so that a warp may write where its own fragments came from; a happens-before relation
-// cannot tell reads from writes, so that here they order both.
+// __syncwarp orders memory; shuffles, votes, mma and stmatrix do not. ldmatrix ends when its reads have ended in every
+// lane, so that a warp may write where its own fragments came from; a happens-before relation cannot tell reads from
+// writes, so that here it orders both.
 static bool orders_memory(WarpOperation operation) {
-  return operation == WarpOperation::kSyncWarp || operation == WarpOperation::kLoadMatrix ||
-         operation == WarpOperation::kMultiply;
+  return operation == WarpOperation::kSyncWarp || operation == WarpOperation::kLoadMatrix;
 }
 
 // Masks may overlap: lanes may be ahead in a meeting of the whole warp while others are still among themselves. But two

@@ -105,7 +105,8 @@ static MatrixProduct& joined_product(Thread& self, Warpgroup& group, const Warpg
 // What the thread did to its registers before its last wgmma_fence is ordered before the product, the rest is not.
 static void note_registers(Thread& self, Warpgroup& group, const MatrixProduct& product, float* d, const u32* a) {
   if (!kThreadSanitizer) return;
-  AsEngine engine(group.register_engines[product.group % Warpgroup::kEngines]);
+  Engine& of_group = group.register_engines[product.group % Warpgroup::kEngines];
+  AsEngine engine(created(*self.block, of_group, "wgmma (registers)"));
   acquire(&self.matrix.fence_order);
   if (a) note_read(a, 4 * sizeof(u32), product.caller);
   note_write(d, product.what.columns / 2 * sizeof(float), product.caller);

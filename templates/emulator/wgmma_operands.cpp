@@ -44,7 +44,8 @@ static void begin_operand(Thread& self, Warpgroup& group, MatrixProduct& product
   read_tile(descriptor, transposed, begin, end, tile, product.site);
   if (!kThreadSanitizer) return;
   release(&self.matrix.issue_order);
-  AsEngine engine(group.operand_engines[product.group % Warpgroup::kEngines]);
+  Engine& of_group = group.operand_engines[product.group % Warpgroup::kEngines];
+  AsEngine engine(created(block, of_group, "wgmma (operands in shared memory)"));
   acquire(&self.matrix.issue_order);
   for_each_chunk(descriptor, transposed, begin, end, [&](u32 address, u32, u32) {
     note_read(self.shared + (address - kWindowBase), kChunkBytes, product.caller);
