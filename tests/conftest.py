@@ -19,7 +19,7 @@ def pytest_configure(config: pytest.Config) -> None:
     for name in ("FLASHGEN_JIT", "FLASHGEN_RELEASE"):
         os.environ.pop(name, None)
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # else JAX takes most of a GPU's memory for itself
-    # The oracle's products are small, and pytest-xdist already has a process for each core: more threads only wait, busily.
+    # The oracle's products are small, and pytest-xdist has a process for each core: more threads only wait, busily.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     if _CACHE not in os.environ:  # set it yourself to keep compiled kernels from one run to the next
         _owned_cache = os.environ[_CACHE] = tempfile.mkdtemp(prefix="flashgen-test-cache-")
