@@ -14,9 +14,10 @@ import flashgen.codegen.backward as backward_module
 import flashgen.language as fg
 from flashgen import reference
 from flashgen.attention import Attention
-from flashgen.attention.engines import Emulator
+from flashgen.attention.engines import Emulator, EmulatorRunner
 from flashgen.codegen.backward import BackwardKernels, render_backward
 from flashgen.codegen.backward_plans import BackwardPlan, QueriesPlan
+from flashgen.codegen.kernel import RenderedKernel
 from flashgen.codegen.targets import TARGETS
 from flashgen.runtime.schedule import Schedule
 from flashgen.verify import Shape, gradients_by_name, judged_gradients, learned, random_gradients, random_inputs
@@ -72,6 +73,16 @@ class Gradients:
         return any(bool(np.isnan(array.astype(np.float32)).any()) for array in self.found.values())
 
 
+@dataclass(frozen=True)
+class SanitizesOne(Emulator):
+    """Sanitizes the kernel of that entry: the others of a pass are as in the pass without a fault, sanitized whole."""
+
+    entry: str = ""
+
+    def runner(self, kernel: RenderedKernel, prebuild: str) -> EmulatorRunner:
+        return EmulatorRunner(kernel, self.sanitize if kernel.entry == self.entry else None, self.schedule)
+
+
 @cache
 def _rendered(subject: BackwardSubject) -> BackwardKernels:
     chosen: Callable[..., Any] = lambda *_: subject.queries_plan
@@ -100,12 +111,9 @@ def launch_backward(
     kernels = subject.kernels
     kernel = getattr(kernels, subject.part)
     changed = replace(kernel, source=source or kernel.source, shared_bytes=kernel.shared_bytes - short_by)
-    attention = Attention(
-        subject.spec,
-        TARGETS["sm_80"],
-        Emulator(sanitize, schedule or Schedule()),
-        deterministic=subject.deterministic,
-    )
+    how: tuple[Any, Schedule] = sanitize, schedule or Schedule()
+    engine = SanitizesOne(*how, entry=kernel.entry) if source else Emulator(*how)
+    attention = Attention(subject.spec, TARGETS["sm_80"], engine, deterministic=subject.deterministic)
     attention.__dict__["backward_kernels"] = replace(kernels, **{subject.part: changed})
     inputs, d_out, out, lse, given = _problem(subject.spec, subject.shape, subject.of_lse)
     into = poisoned_gradients(subject.spec, inputs)
