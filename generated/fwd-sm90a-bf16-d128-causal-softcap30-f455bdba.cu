@@ -46,12 +46,9 @@ constexpr int kThreads = (kConsumers + 1) * 128;
 constexpr int kTileQ = kConsumers * 64;
 constexpr int kTileK = 80;   // keys of a step
 constexpr int kStages = 2;   // tiles of K, and of V, that shared memory holds at once
-constexpr int kRowTiles = 1;               // 16-row tiles that a warp has of a wgmma's 64 rows
-constexpr int kKeyTiles = kTileK / 8;      // 8-column tiles of scores
-constexpr int kValueTiles = kValueDimPadded / 8;
 constexpr float kScale = 0.0883883461f;
 constexpr float kScoreToLog2 = 1.44269504f;   // log2(e): probabilities are powers of 2
-constexpr float kRescaleThreshold = 8.0f;   // in log2: the reference of a row may lag its maximum by this much
+constexpr float kMostSum = 256.0f;   // of a lane's probabilities of a row, whose reference lags its maximum until then
 
 // Shared memory, in bytes: by warpgroup Q, and the output; the stages of K, of V; the barriers. A tile is panels of
 // columns side by side, as wide as TMA swizzles them: 16-byte chunks of a row exchanged within a panel.
@@ -294,6 +291,145 @@ __device__ __forceinline__ float quad_sum(float x) {
   return x + __shfl_xor_sync(0xffffffffu, x, 2);
 }
 
+// Barriers in shared memory: Q has landed, every warp is done with it; the same for each stage of K and of V, whose
+// uses are numbered.
+struct Barriers {
+  unsigned first;
+
+  // Which tile Q is of: written before Q is loaded, read when it has landed.
+  static __device__ __forceinline__ int& tile_index() { return *reinterpret_cast<int*>(shared_memory + kIndexOffset); }
+  __device__ __forceinline__ unsigned queries_full() const { return first; }
+  __device__ __forceinline__ unsigned queries_empty() const { return first + 8; }
+  __device__ __forceinline__ unsigned keys_full(int use) const { return first + 16 + use % kStages * 32; }
+  __device__ __forceinline__ unsigned keys_empty(int use) const { return first + 24 + use % kStages * 32; }
+  __device__ __forceinline__ unsigned values_full(int use) const { return first + 32 + use % kStages * 32; }
+  __device__ __forceinline__ unsigned values_empty(int use) const { return first + 40 + use % kStages * 32; }
+  static __device__ __forceinline__ unsigned parity(int use) { return use / kStages & 1; }
+
+  __device__ __forceinline__ void init() const {
+    mbarrier_init(queries_full(), 1);
+    mbarrier_init(queries_empty(), kConsumers * 4);
+    for (int stage = 0; stage < kStages; ++stage) {
+      mbarrier_init(keys_full(stage), 1);
+      mbarrier_init(keys_empty(stage), kConsumers * 4);
+      mbarrier_init(values_full(stage), 1);
+      mbarrier_init(values_empty(stage), kConsumers * 4);
+    }
+    mbarrier_fence_init();
+  }
+};
+
+// One lane of each warp says that the warp is done with something.
+__device__ __forceinline__ void release(unsigned barrier) {
+  if (threadIdx.x % 32 == 0) mbarrier_arrive(barrier);
+}
+
+// A step that concerns other warpgroups only.
+__device__ __forceinline__ void pass_by(int use, const Barriers& barriers) {
+  mbarrier_wait(barriers.keys_full(use), barriers.parity(use));
+  __syncwarp();   // else a lane might miss this use
+  release(barriers.keys_empty(use));
+  mbarrier_wait(barriers.values_full(use), barriers.parity(use));
+  __syncwarp();
+  release(barriers.values_empty(use));
+}
+
+// Where a stage's tiles begin in shared memory.
+__device__ __forceinline__ unsigned keys_at(unsigned shared, int use) {
+  return shared + kKeyOffset + use % kStages * kKeyBytes;
+}
+
+__device__ __forceinline__ unsigned values_at(unsigned shared, int use) {
+  return shared + kValueOffset + use % kStages * kValueBytes;
+}
+
+// Starts copying kRows rows, from first_row on, panel by panel; they arrive at the barrier.
+template <int kRows, int kColumns, int kPanel>
+__device__ __forceinline__ void load_rows(unsigned tile, const TensorMap& map, unsigned barrier, int first_row, int head,
+                                          int batch) {
+#pragma unroll 1   // this thread has few registers
+  for (int column = 0; column < kColumns; column += kPanel) {
+    tma_load_4d(tile + column * kRows * 2, map, barrier, column, first_row, head, batch);
+  }
+}
+
+// The same of a stage, kTileK rows, as soon as it is empty.
+template <int kColumns, int kPanel>
+__device__ __forceinline__ void load_stage(unsigned tile, const TensorMap& map, unsigned empty, unsigned full, int use,
+                                           int first_key, int head, int batch) {
+  mbarrier_wait(empty, Barriers::parity(use) ^ 1);
+  mbarrier_expect_bytes(full, kTileK * kColumns * 2);
+  load_rows<kTileK, kColumns, kPanel>(tile, map, full, first_key, head, batch);
+}
+
+// Rounds a warp's 16 rows of the output and stores those that `exist`, by way of shared memory, where a panel of columns
+// holds the warpgroup's 64 rows, swizzled as TMA does it. Rows beyond the last query are clipped.
+__device__ __forceinline__ void store_rows(const float (&output)[kValueDimPadded / 2], unsigned tile,
+                                           const TensorMap& map, bool exist, int query, int head, int batch) {
+  constexpr int kChunks = kValuePanel / 8;   // 16-byte chunks of a panel's row
+  const int lane = threadIdx.x % 32, warp_row = threadIdx.x / 32 % 4 * 16;   // of the warpgroup's
+  const int row = warp_row + lane % 16, swizzle = row / (8 / kChunks) % kChunks;
+#pragma unroll
+  for (int n = 0; n < kValueDimPadded / 2; n += 8) {
+    const int panel = n / 4 / kChunks, chunk = (n / 4 % kChunks + lane / 16) ^ swizzle;
+    store_matrix_x4(tile + ((panel * 64 + row) * kChunks + chunk) * 16, pack_bf16(output[n], output[n + 1]),
+                    pack_bf16(output[n + 2], output[n + 3]), pack_bf16(output[n + 4], output[n + 5]),
+                    pack_bf16(output[n + 6], output[n + 7]));
+  }
+  fence_async_shared();
+  __syncwarp();
+  if (lane == 0 && exist) {
+#pragma unroll
+    for (int column = 0; column < kValueDimPadded; column += kValuePanel) {
+      tma_store_4d(map, tile + (column * 64 + warp_row * kValuePanel) * 2, column, query, head, batch);
+    }
+    bulk_commit();
+  }
+}
+
+// Starts scores = Q * K^T of a warpgroup's rows: `queries` and `keys` are where they begin in shared memory.
+__device__ __forceinline__ void start_scores(float (&scores)[kTileK / 2], unsigned queries, unsigned keys) {
+  constexpr int kSwizzle = kHeadPanel * 2;
+  order_registers(scores);
+  wgmma_fence();
+  const unsigned long long a = matrix_descriptor<kSwizzle>(queries, 16, 8 * kSwizzle);
+  const unsigned long long b = matrix_descriptor<kSwizzle>(keys, 16, 8 * kSwizzle);
+#pragma unroll
+  for (int depth = 0; depth < kHeadDimPadded; depth += 16) {
+    const int panel = depth / kHeadPanel, column = depth % kHeadPanel;   // descriptors count in 16 bytes
+    wgmma_shared_bf16<kTileK, false>(scores, a + (panel * 64 * kSwizzle + column * 2) / 16,
+                                    b + (panel * kTileK * kSwizzle + column * 2) / 16, depth > 0);
+  }
+  wgmma_commit();
+}
+
+// Starts output += P * V; the rows of V, which begin at `values` in shared memory, run along the depth.
+__device__ __forceinline__ void start_output(float (&output)[kValueDimPadded / 2],
+                                             const unsigned (&probabilities)[kTileK / 16][4], unsigned values) {
+  constexpr int kSwizzle = kValuePanel * 2;
+  order_registers(output);
+  wgmma_fence();
+  const unsigned long long b = matrix_descriptor<kSwizzle>(values, kTileK * kSwizzle, 8 * kSwizzle);
+#pragma unroll
+  for (int depth = 0; depth < kTileK; depth += 16) {
+    wgmma_registers_bf16<kValueDimPadded, true>(output, probabilities[depth / 16], b + depth * kSwizzle / 16, true);
+  }
+  wgmma_commit();
+}
+
+// Waits until the product has been computed, with at most kPending younger groups of wgmmas still running.
+template <int kPending, int kCount>
+__device__ __forceinline__ void await_product(float (&product)[kCount]) {
+  wgmma_wait<kPending>();
+  order_registers(product);
+}
+
+// Multiplies the output's rows.
+__device__ __forceinline__ void rescale(float (&output)[kValueDimPadded / 2], const float (&factor)[2]) {
+#pragma unroll
+  for (int n = 0; n < kValueDimPadded / 2; ++n) output[n] *= factor[n / 2 % 2];
+}
+
 // ---- The variant ----------------------------------------------------------------------------------------------------
 
 // Where a score stands: batch, query head, this lane's first query and its first key within a tile.
@@ -312,9 +448,7 @@ __device__ __forceinline__ bool may_attend(int q, int k, const ForwardArguments&
 }
 
 // Queries of one head of one batch: a tile, or the part of a warpgroup.
-struct Work {
-  int first_query, head, batch, queries;
-};
+struct Work { int first_query, head, batch, queries; };
 
 // The index-th tile. The heads of a section, whose K and V share the L2, take turns with their tiles; then comes the next
 // section. Later queries see more keys: their tiles go first, and are whole. The first may begin before the first query,
@@ -352,73 +486,25 @@ __device__ __forceinline__ KeyTiles key_tiles_of(const Work& work, const Forward
 
 // ---- The warpgroup that loads ---------------------------------------------------------------------------------------
 
-// Barriers in shared memory: Q has landed, every warp is done with it; the same for each stage of K and of V, whose
-// uses are numbered.
-struct Barriers {
-  unsigned first;
-
-  // Which tile Q is of: written before Q is loaded, read when it has landed.
-  static __device__ __forceinline__ int& tile_index() { return *reinterpret_cast<int*>(shared_memory + kIndexOffset); }
-  __device__ __forceinline__ unsigned queries_full() const { return first; }
-  __device__ __forceinline__ unsigned queries_empty() const { return first + 8; }
-  __device__ __forceinline__ unsigned keys_full(int use) const { return first + 16 + use % kStages * 32; }
-  __device__ __forceinline__ unsigned keys_empty(int use) const { return first + 24 + use % kStages * 32; }
-  __device__ __forceinline__ unsigned values_full(int use) const { return first + 32 + use % kStages * 32; }
-  __device__ __forceinline__ unsigned values_empty(int use) const { return first + 40 + use % kStages * 32; }
-  static __device__ __forceinline__ unsigned parity(int use) { return use / kStages & 1; }
-
-  __device__ __forceinline__ void init() const {
-    mbarrier_init(queries_full(), 1);
-    mbarrier_init(queries_empty(), kConsumers * 4);
-    for (int stage = 0; stage < kStages; ++stage) {
-      mbarrier_init(keys_full(stage), 1);
-      mbarrier_init(keys_empty(stage), kConsumers * 4);
-      mbarrier_init(values_full(stage), 1);
-      mbarrier_init(values_empty(stage), kConsumers * 4);
-    }
-    mbarrier_fence_init();
-  }
-};
-
-// Starts copying kRows rows, from first_row on, panel by panel; they arrive at the barrier.
-template <int kRows, int kColumns, int kPanel>
-__device__ __forceinline__ void load_rows(unsigned tile, const TensorMap& map, unsigned barrier, int first_row, int head,
-                                          int batch) {
-#pragma unroll 1   // this thread has few registers
-  for (int column = 0; column < kColumns; column += kPanel) {
-    tma_load_4d(tile + column * kRows * 2, map, barrier, column, first_row, head, batch);
-  }
-}
-
-// The head of K and V that a query head reads, head / heads_per_kv: by a product with 2^31 / heads_per_kv, rounded up.
-__device__ __forceinline__ int kv_head_of(int head, const ForwardArguments& arguments) {
-  return __umulhi(2 * head + 1, arguments.kv_reciprocal);
-}
-
 // What the loading thread does: for each tile Q, and K and V of each step, K one step ahead, as soon as there is room.
 // The block's first tile is its own; then it takes the next that no other block has taken.
 __device__ __forceinline__ void load_tiles(unsigned shared, const Barriers& barriers, const ForwardArguments& arguments) {
-  int used = 0;               // stages, by the tiles before
-  int index = blockIdx.x;
-  unsigned queries_used = 1;  // parity of the use of Q before this one
+  int index = blockIdx.x, used = 0;   // stages, by the tiles before
+  unsigned queries_used = 1;          // parity of the use of Q before this one
   for (; index < arguments.tiles; queries_used ^= 1) {
     const Work work = work_of(index, arguments);
     const KeyTiles tiles = key_tiles_of(work, arguments);
-    const int head_kv = kv_head_of(work.head, arguments);
+    // The head of K and V, work.head / heads_per_kv, by a product with 2^31 / heads_per_kv, rounded up.
+    const int head_kv = __umulhi(2 * work.head + 1, arguments.kv_reciprocal);
     const auto load_keys = [&](int step) {
       const int use = used + step;
-      mbarrier_wait(barriers.keys_empty(use), barriers.parity(use) ^ 1);
-      mbarrier_expect_bytes(barriers.keys_full(use), kKeyBytes);
-      load_rows<kTileK, kHeadDimPadded, kHeadPanel>(shared + kKeyOffset + use % kStages * kKeyBytes, arguments.k_map,
-                                                    barriers.keys_full(use), tiles.first_key(step), head_kv, work.batch);
+      load_stage<kHeadDimPadded, kHeadPanel>(keys_at(shared, use), arguments.k_map, barriers.keys_empty(use),
+                                             barriers.keys_full(use), use, tiles.first_key(step), head_kv, work.batch);
     };
     const auto load_values = [&](int step) {
       const int use = used + step;
-      mbarrier_wait(barriers.values_empty(use), barriers.parity(use) ^ 1);
-      mbarrier_expect_bytes(barriers.values_full(use), kValueBytes);
-      load_rows<kTileK, kValueDimPadded, kValuePanel>(shared + kValueOffset + use % kStages * kValueBytes, arguments.v_map,
-                                                      barriers.values_full(use), tiles.first_key(step), head_kv,
-                                                      work.batch);
+      load_stage<kValueDimPadded, kValuePanel>(values_at(shared, use), arguments.v_map, barriers.values_empty(use),
+                                               barriers.values_full(use), use, tiles.first_key(step), head_kv, work.batch);
     };
 
     if (tiles.count > 0) load_keys(0);
@@ -443,226 +529,128 @@ __device__ __forceinline__ void load_tiles(unsigned shared, const Barriers& barr
 
 // ---- The steps of those that compute --------------------------------------------------------------------------------
 
-// Starts scores = Q * K^T of a warpgroup's rows: `queries` and `keys` are where they begin in shared memory.
-__device__ __forceinline__ void start_scores(float (&scores)[kRowTiles][kKeyTiles][4], unsigned queries, unsigned keys) {
-  constexpr int kSwizzle = kHeadPanel * 2;
-  float (&product)[kTileK / 2] = reinterpret_cast<float (&)[kTileK / 2]>(scores);
-  order_registers(product);
-  wgmma_fence();
-  const unsigned long long a = matrix_descriptor<kSwizzle>(queries, 16, 8 * kSwizzle);
-  const unsigned long long b = matrix_descriptor<kSwizzle>(keys, 16, 8 * kSwizzle);
+// A lane holds scores and output as wgmma does: its n-th is of its row n / 2 % 2, which stand 8 apart, and of the tile's
+// column n / 4 * 8 + n % 2 on from the lane's first.
+
+// Products to scores, by the score function: -inf where the mask forbids a key, and beyond the last key. Most tiles are spared both.
+__device__ __forceinline__ void finish_scores(float (&scores)[kTileK / 2], const Position& position,
+                                              const KeyTiles& tiles, int step, const ForwardArguments& arguments) {
+  const int first_key = tiles.first_key(step);
 #pragma unroll
-  for (int depth = 0; depth < kHeadDimPadded; depth += 16) {
-    const int panel = depth / kHeadPanel, column = depth % kHeadPanel;   // descriptors count in 16 bytes
-    wgmma_shared_bf16<kTileK, false>(product, a + (panel * 64 * kSwizzle + column * 2) / 16,
-                                    b + (panel * kTileK * kSwizzle + column * 2) / 16, depth > 0);
+  for (int n = 0; n < kTileK / 2; ++n) {
+    const int q = position.query + n / 2 % 2 * 8, k = first_key + position.key + n / 4 * 8 + n % 2;
+    scores[n] = modify_score(scores[n], arguments);
   }
-  wgmma_commit();
-}
-
-// Starts output += P * V; the rows of V, which begin at `values` in shared memory, run along the depth.
-__device__ __forceinline__ void start_output(float (&output)[kRowTiles][kValueTiles][4],
-                                             const unsigned (&probabilities)[kTileK / 16][4], unsigned values) {
-  constexpr int kSwizzle = kValuePanel * 2;
-  float (&product)[kValueDimPadded / 2] = reinterpret_cast<float (&)[kValueDimPadded / 2]>(output);
-  order_registers(product);
-  wgmma_fence();
-  const unsigned long long b = matrix_descriptor<kSwizzle>(values, kTileK * kSwizzle, 8 * kSwizzle);
+  if (!tiles.full(step)) {
 #pragma unroll
-  for (int depth = 0; depth < kTileK; depth += 16) {
-    wgmma_registers_bf16<kValueDimPadded, true>(product, probabilities[depth / 16], b + depth * kSwizzle / 16, true);
-  }
-  wgmma_commit();
-}
-
-// Waits until the product has been computed, with at most kPending younger groups of wgmmas still running.
-template <int kPending, int kTiles>
-__device__ __forceinline__ void await_product(float (&product)[kRowTiles][kTiles][4]) {
-  wgmma_wait<kPending>();
-  order_registers(reinterpret_cast<float (&)[kTiles * 4]>(product));
-}
-
-// The score function, on the products.
-__device__ __forceinline__ void modify_scores(float (&scores)[kRowTiles][kKeyTiles][4], const Position& position,
-                                              int first_key, const ForwardArguments& arguments) {
-#pragma unroll
-  for (int i = 0; i < kRowTiles; ++i) {
-#pragma unroll
-    for (int j = 0; j < kKeyTiles; ++j) {
-#pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        const int q = position.query + i * 16 + e / 2 * 8, k = first_key + position.key + j * 8 + e % 2;
-        scores[i][j][e] = modify_score(scores[i][j][e], arguments);
-      }
+    for (int n = 0; n < kTileK / 2; ++n) {
+      const int q = position.query + n / 2 % 2 * 8;
+      const int k = first_key + position.key + n / 4 * 8 + n % 2;
+      scores[n] = may_attend(q, k, arguments) ? scores[n] : minus_infinity();
     }
   }
-}
-
-// -inf where the query may not attend to the key.
-__device__ __forceinline__ void mask_scores(float (&scores)[kRowTiles][kKeyTiles][4], const Position& position,
-                                            int first_key, const ForwardArguments& arguments) {
+  const int left = arguments.len_k - first_key;
+  if (left < kTileK) {
 #pragma unroll
-  for (int i = 0; i < kRowTiles; ++i) {
-#pragma unroll
-    for (int j = 0; j < kKeyTiles; ++j) {
-#pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        const int q = position.query + i * 16 + e / 2 * 8;
-        const int k = first_key + position.key + j * 8 + e % 2;
-        scores[i][j][e] = may_attend(q, k, arguments) ? scores[i][j][e] : minus_infinity();
-      }
-    }
-  }
-}
-
-// -inf beyond the last key, in a tile that overhangs it: apart from the mask, which most tiles then have to themselves.
-__device__ __forceinline__ void cut_scores(float (&scores)[kRowTiles][kKeyTiles][4], const Position& position,
-                                           int first_key, const ForwardArguments& arguments) {
-  const int left = arguments.len_k - first_key - position.key;   // keys from this lane's first one to the end
-#pragma unroll
-  for (int i = 0; i < kRowTiles; ++i) {
-#pragma unroll
-    for (int j = 0; j < kKeyTiles; ++j) {
-#pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        if (j * 8 + e % 2 >= left) scores[i][j][e] = minus_infinity();
-      }
+    for (int n = 0; n < kTileK / 2; ++n) {
+      if (n / 4 * 8 + n % 2 >= left - position.key) scores[n] = minus_infinity();
     }
   }
 }
 
 // A row's running state: the reference that its probabilities are relative to, and this lane's share of their sum.
 struct RowState {
-  float reference = minus_infinity();
-  float sum = 0.0f;
+  float reference = minus_infinity(), sum = 0.0f;
+
+  // Of a score's power of 2.
+  __device__ __forceinline__ float offset() const { return reference == minus_infinity() ? 0.0f : -reference * kScoreToLog2; }
 };
 
-// Turns a tile of scores into probabilities relative to the row's reference, and adds them to the row's sum. The
-// reference changes only when some row of the warp has outgrown it by 2^kRescaleThreshold: then the result is true, and
-// the output must shrink by these factors.
-__device__ __forceinline__ bool online_softmax(float (&scores)[kRowTiles][kKeyTiles][4], RowState (&rows)[kRowTiles][2],
-                                               float (&shrink)[2]) {
-  float maximum[2];
-  bool outgrown = false;
+// Probabilities of a tile of scores, relative to the rows' references and rounded to the input's type: the operand of
+// P * V, 16 keys at a time. `sums` are this lane's shares of their sums. True where some row has outgrown its reference,
+// or has none.
+__device__ __forceinline__ bool exponentiate(unsigned (&probabilities)[kTileK / 16][4], float (&sums)[2],
+                                             const float (&scores)[kTileK / 2], const RowState (&rows)[2]) {
+  float even[2] = {}, odd[2] = {};   // two chains of additions a row, half as long
+#pragma unroll
+  for (int n = 0; n < kTileK / 2; n += 2) {
+    const int r = n / 2 % 2;
+    const float left = exp2_approx(fmaf(scores[n], kScoreToLog2, rows[r].offset()));
+    const float right = exp2_approx(fmaf(scores[n + 1], kScoreToLog2, rows[r].offset()));
+    even[r] += left;
+    odd[r] += right;
+    probabilities[n / 8][n / 2 % 4] = pack_bf16(left, right);
+  }
+  sums[0] = even[0] + odd[0];
+  sums[1] = even[1] + odd[1];
+  return fmaxf(sums[0], sums[1]) > kMostSum || fminf(rows[0].reference, rows[1].reference) == minus_infinity();
+}
+
+// Makes the rows' maxima their references, where these are lower: output and sums shrink by as much. Whether the warp's
+// old references, where it had any, were near the new ones.
+__device__ __forceinline__ bool raise_references(RowState (&rows)[2], float (&output)[kValueDimPadded / 2],
+                                                 const float (&scores)[kTileK / 2]) {
+  float shrink[2];
+  bool far = false;
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    float even = scores[0][0][2 * r], odd = scores[0][0][2 * r + 1];   // two chains of operations, half as long
+    float even = scores[2 * r], odd = scores[2 * r + 1];
 #pragma unroll
-    for (int j = 1; j < kKeyTiles; ++j) {
-      even = fmaxf(even, scores[0][j][2 * r]);
-      odd = fmaxf(odd, scores[0][j][2 * r + 1]);
+    for (int n = 2 * r + 4; n < kTileK / 2; n += 4) {
+      even = fmaxf(even, scores[n]);
+      odd = fmaxf(odd, scores[n + 1]);
     }
-    maximum[r] = quad_max(fmaxf(even, odd));
-    outgrown |= (maximum[r] - rows[0][r].reference) * kScoreToLog2 > kRescaleThreshold;
+    const float reference = fmaxf(rows[r].reference, quad_max(fmaxf(even, odd)));
+    // A row that has seen no key yet has nothing to rescale; -inf - -inf would be NaN.
+    shrink[r] = reference == minus_infinity() ? 1.0f : exp2_approx((rows[r].reference - reference) * kScoreToLog2);
+    far |= shrink[r] < 1.0f / kMostSum && rows[r].reference != minus_infinity();
+    rows[r] = {reference, rows[r].sum * shrink[r]};
   }
-  outgrown = __any_sync(0xffffffffu, outgrown);
-  if (outgrown) {
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const float reference = fmaxf(rows[0][r].reference, maximum[r]);
-      // A row that has seen no key yet has nothing to rescale; -inf - -inf would be NaN.
-      shrink[r] = reference == minus_infinity() ? 1.0f : exp2_approx((rows[0][r].reference - reference) * kScoreToLog2);
-      rows[0][r].reference = reference;
-      rows[0][r].sum *= shrink[r];
-    }
-  }
-#pragma unroll
-  for (int r = 0; r < 2; ++r) {
-    const float offset = rows[0][r].reference == minus_infinity() ? 0.0f : rows[0][r].reference * kScoreToLog2;
-    float even = 0.0f, odd = 0.0f;
-#pragma unroll
-    for (int j = 0; j < kKeyTiles; ++j) {
-      even += scores[0][j][2 * r] = exp2_approx(scores[0][j][2 * r] * kScoreToLog2 - offset);
-      odd += scores[0][j][2 * r + 1] = exp2_approx(scores[0][j][2 * r + 1] * kScoreToLog2 - offset);
-    }
-    rows[0][r].sum += even + odd;
-  }
-  return outgrown;
+  rescale(output, shrink);
+  return !__any_sync(0xffffffffu, far);
 }
 
-// Multiplies the output's rows.
-__device__ __forceinline__ void rescale(float (&output)[kRowTiles][kValueTiles][4], const float (&factor)[2]) {
-#pragma unroll
-  for (int j = 0; j < kValueTiles; ++j) {
-#pragma unroll
-    for (int e = 0; e < 4; ++e) output[0][j][e] *= factor[e / 2];
+// Scores to probabilities. While references are `steady`, those of earlier tiles are tried first, which takes no maximum:
+// whether they will do shows in the sums, and nearly always they do. A tile's first step has none to try.
+__device__ __forceinline__ void softmax(unsigned (&probabilities)[kTileK / 16][4], float (&output)[kValueDimPadded / 2],
+                                        RowState (&rows)[2], bool& steady, const float (&scores)[kTileK / 2]) {
+  float sums[2];
+  if (!steady || __any_sync(0xffffffffu, exponentiate(probabilities, sums, scores, rows))) {
+    steady = raise_references(rows, output, scores);
+    exponentiate(probabilities, sums, scores, rows);
   }
+  rows[0].sum += sums[0];
+  rows[1].sum += sums[1];
 }
 
-// Rounds probabilities to the input's type: the operand of P * V, 16 keys at a time.
-__device__ __forceinline__ void round_probabilities(unsigned (&rounded)[kTileK / 16][4],
-                                                    const float (&probabilities)[kRowTiles][kKeyTiles][4]) {
-#pragma unroll
-  for (int i = 0; i < kTileK / 16; ++i) {
-    const float (&left)[4] = probabilities[0][2 * i], (&right)[4] = probabilities[0][2 * i + 1];
-    rounded[i][0] = pack_bf16(left[0], left[1]);
-    rounded[i][1] = pack_bf16(left[2], left[3]);
-    rounded[i][2] = pack_bf16(right[0], right[1]);
-    rounded[i][3] = pack_bf16(right[2], right[3]);
-  }
-}
-
-// Divides by the row sums, rounds, and stores this warp's 16 rows, by way of shared memory, where a panel of columns
-// holds the warpgroup's 64 rows, swizzled as TMA does it. Rows beyond the last query are clipped,
-// those before the first are not stored.
-__device__ __forceinline__ void write_output(float (&output)[kRowTiles][kValueTiles][4], RowState (&rows)[kRowTiles][2],
-                                             unsigned tile, const Position& position,
-                                             const ForwardArguments& arguments) {
-  constexpr int kChunks = kValuePanel / 8;   // 16-byte chunks of a panel's row
-  const int lane = threadIdx.x % 32, warp_row = threadIdx.x / 32 % 4 * 16;   // of the warpgroup's
+// Divides by the row sums and stores this warp's 16 rows; and the log-sum-exp of this lane's two, to the base e: -inf
+// where there was nothing to attend to.
+__device__ __forceinline__ void write_rows(float (&output)[kValueDimPadded / 2], RowState (&rows)[2], unsigned tile,
+                                           const Position& position, const ForwardArguments& arguments) {
   float normalise[2];
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    rows[0][r].sum = quad_sum(rows[0][r].sum);
-    normalise[r] = rows[0][r].sum == 0.0f ? 0.0f : 1.0f / rows[0][r].sum;
+    rows[r].sum = quad_sum(rows[r].sum);
+    normalise[r] = rows[r].sum == 0.0f ? 0.0f : 1.0f / rows[r].sum;
   }
   rescale(output, normalise);
-  if (lane == 0) bulk_wait_read<0>();   // of the tile before
+  if (threadIdx.x % 32 == 0) bulk_wait_read<0>();   // of the tile before
   __syncwarp();
-  const int row = warp_row + lane % 16, swizzle = row / (8 / kChunks) % kChunks;
-#pragma unroll
-  for (int j = 0; j < kValueTiles; j += 2) {
-    const int panel = j / kChunks, chunk = (j % kChunks + lane / 16) ^ swizzle;
-    const float (&left)[4] = output[0][j], (&right)[4] = output[0][j + 1];
-    store_matrix_x4(tile + ((panel * 64 + row) * kChunks + chunk) * 16, pack_bf16(left[0], left[1]),
-                    pack_bf16(left[2], left[3]), pack_bf16(right[0], right[1]), pack_bf16(right[2], right[3]));
-  }
-  fence_async_shared();
-  __syncwarp();
-  if (lane == 0 && position.query >= 0) {   // this lane's first row is the warp's
-#pragma unroll
-    for (int column = 0; column < kValueDimPadded; column += kValuePanel) {
-      tma_store_4d(arguments.o_map, tile + (column * 64 + warp_row * kValuePanel) * 2, column,
-                   position.query, position.head, position.batch);
-    }
-    bulk_commit();
-  }
-}
-
-// The log-sum-exp of this lane's rows, to the base e; -inf where there was nothing to attend to.
-__device__ __forceinline__ void write_lse(const RowState (&rows)[kRowTiles][2], const Position& position,
-                                          const ForwardArguments& arguments) {
-  const long long head = static_cast<long long>(position.batch) * arguments.heads_q + position.head;
+  store_rows(output, tile, arguments.o_map, position.query >= 0, position.query, position.head, position.batch);
   if (arguments.lse == nullptr || threadIdx.x % 4 != 0) return;
 #pragma unroll
-  for (int i = 0; i < kRowTiles; ++i) {
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const int query = position.query + i * 16 + r * 8;
-      const float log2_sum = rows[i][r].reference * kScoreToLog2 + log2_approx(rows[i][r].sum);
-      if (query >= 0 && query < arguments.len_q) {
-        arguments.lse[head * arguments.len_q + query] =
-            rows[i][r].sum == 0.0f ? minus_infinity() : log2_sum * 0.69314718f;
-      }
-    }
+  for (int r = 0; r < 2; ++r) {
+    const int query = position.query + r * 8;
+    const long long head = static_cast<long long>(position.batch) * arguments.heads_q + position.head;
+    if (query < 0 || query >= arguments.len_q) continue;
+    const float log2_sum = rows[r].reference * kScoreToLog2 + log2_approx(rows[r].sum);
+    arguments.lse[head * arguments.len_q + query] = rows[r].sum == 0.0f ? minus_infinity() : log2_sum * 0.69314718f;
   }
 }
 
 // The steps of a tile, first <= step < last, in which a warpgroup's own queries attend to keys; `tiles` learns in which
 // of them every one of its scores counts.
-struct Steps {
-  int first, last;
-};
+struct Steps { int first, last; };
 
 __device__ __forceinline__ Steps own_steps(KeyTiles& tiles, const Work& work, int warpgroup,
                                            const ForwardArguments& arguments) {
@@ -675,45 +663,14 @@ __device__ __forceinline__ Steps own_steps(KeyTiles& tiles, const Work& work, in
   return {max(own.begin - tiles.begin, 0), min(own.begin - tiles.begin + own.count, tiles.count)};
 }
 
-// One lane of each warp says that the warp is done with something.
-__device__ __forceinline__ void release(unsigned barrier) {
-  if (threadIdx.x % 32 == 0) mbarrier_arrive(barrier);
-}
-
-// A step that concerns other warpgroups only.
-__device__ __forceinline__ void pass_by(int step, int use, int warpgroup, const KeyTiles& tiles,
-                                        const Barriers& barriers) {
-  mbarrier_wait(barriers.keys_full(use), barriers.parity(use));
-  __syncwarp();   // else a lane might miss this use
-  release(barriers.keys_empty(use));
-  mbarrier_wait(barriers.values_full(use), barriers.parity(use));
-  __syncwarp();
-  release(barriers.values_empty(use));
-}
-
-// Scores to probabilities; whether, and by which factors, the output must shrink.
-__device__ __forceinline__ bool attend_keys(float (&scores)[kRowTiles][kKeyTiles][4], RowState (&rows)[kRowTiles][2],
-                                            float (&shrink)[2], const Position& position, const KeyTiles& tiles,
-                                            int step, const ForwardArguments& arguments) {
-  const int first_key = tiles.first_key(step);
-  modify_scores(scores, position, first_key, arguments);
-  if (!tiles.full(step)) mask_scores(scores, position, first_key, arguments);
-  if (first_key + kTileK > arguments.len_k) cut_scores(scores, position, first_key, arguments);
-  return online_softmax(scores, rows, shrink);
-}
-
 // What a computing warpgroup does for its 64 queries of each tile. The scores of the next step and P * V of this one run
-// on the tensor cores while the next step's softmax runs beside them.
+// on the tensor cores one after the other, beside the softmax of another warpgroup.
 __device__ __forceinline__ void attend(int warpgroup, unsigned shared, const Barriers& barriers,
                                        const ForwardArguments& arguments) {
   const int lane = threadIdx.x % 32, warp_row = warpgroup * 64 + threadIdx.x / 32 % 4 * 16;
   const unsigned queries = shared + warpgroup * kRowsBytes;
-  const auto keys_of = [&](int use) { return shared + kKeyOffset + use % kStages * kKeyBytes; };
-  const auto values_of = [&](int use) { return shared + kValueOffset + use % kStages * kValueBytes; };
-
-  int use = 0;                 // of a stage, by this step
-  unsigned queries_use = 0;    // parity of this use of Q
-  for (;; queries_use ^= 1) {
+  int use = 0;   // of a stage, by this step
+  for (unsigned queries_use = 0;; queries_use ^= 1) {   // parity of this use of Q
     mbarrier_wait(barriers.queries_full(), queries_use);
     const int index = __shfl_sync(0xffffffffu, barriers.tile_index(), 0);   // the same in a warp, as the compiler can see
     if (index >= arguments.tiles) break;
@@ -721,45 +678,43 @@ __device__ __forceinline__ void attend(int warpgroup, unsigned shared, const Bar
     KeyTiles tiles = key_tiles_of(work, arguments);
     const Steps steps = own_steps(tiles, work, warpgroup, arguments);
     const Position position = {work.batch, work.head, work.first_query + warp_row + lane / 4, lane % 4 * 2};
-    float output[kRowTiles][kValueTiles][4] = {};
-    float scores[kRowTiles][kKeyTiles][4], shrink[2];
+    float output[kValueDimPadded / 2] = {}, scores[kTileK / 2];
     unsigned probabilities[kTileK / 16][4];
-    RowState rows[kRowTiles][2];
+    RowState rows[2];
+    bool steady = false;
 
-    for (int step = 0; step < steps.first; ++step) pass_by(step, use++, warpgroup, tiles, barriers);
+    for (int step = 0; step < steps.first; ++step) pass_by(use++, barriers);
     if (steps.first < steps.last) {
       mbarrier_wait(barriers.keys_full(use), barriers.parity(use));
-      start_scores(scores, queries, keys_of(use));
+      start_scores(scores, queries, keys_at(shared, use));
       await_product<0>(scores);
       release(barriers.keys_empty(use));
       if (steps.first + 1 == steps.last) release(barriers.queries_empty());
-      attend_keys(scores, rows, shrink, position, tiles, steps.first, arguments);
-      round_probabilities(probabilities, scores);
+      finish_scores(scores, position, tiles, steps.first, arguments);
+      softmax(probabilities, output, rows, steady, scores);
       for (int step = steps.first + 1; step < steps.last; ++step, ++use) {
         mbarrier_wait(barriers.keys_full(use + 1), barriers.parity(use + 1));
-        start_scores(scores, queries, keys_of(use + 1));
+        start_scores(scores, queries, keys_at(shared, use + 1));
         mbarrier_wait(barriers.values_full(use), barriers.parity(use));
-        start_output(output, probabilities, values_of(use));
+        start_output(output, probabilities, values_at(shared, use));
         await_product<1>(scores);
         release(barriers.keys_empty(use + 1));
         if (step + 1 == steps.last) release(barriers.queries_empty());
-        const bool outgrown = attend_keys(scores, rows, shrink, position, tiles, step, arguments);
+        finish_scores(scores, position, tiles, step, arguments);
         await_product<0>(output);
         release(barriers.values_empty(use));
-        if (outgrown) rescale(output, shrink);
-        round_probabilities(probabilities, scores);
+        softmax(probabilities, output, rows, steady, scores);
       }
       mbarrier_wait(barriers.values_full(use), barriers.parity(use));
-      start_output(output, probabilities, values_of(use));
+      start_output(output, probabilities, values_at(shared, use));
       await_product<0>(output);
       release(barriers.values_empty(use++));
     } else {
       __syncwarp();   // the whole warp has seen this use of Q
       release(barriers.queries_empty());
     }
-    for (int step = steps.last; step < tiles.count; ++step) pass_by(step, use++, warpgroup, tiles, barriers);
-    write_output(output, rows, queries + kQueryBytes, position, arguments);
-    write_lse(rows, position, arguments);
+    for (int step = steps.last; step < tiles.count; ++step) pass_by(use++, barriers);
+    write_rows(output, rows, queries + kQueryBytes, position, arguments);
   }
   if (lane == 0) bulk_wait_read<0>();   // shared memory goes with the block
 }

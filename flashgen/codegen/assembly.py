@@ -6,6 +6,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+import sympy
+
 from flashgen.analysis.order import K_FIRST, K_LAST, Q_FIRST, Q_LAST
 from flashgen.analysis.ranges import TileRange
 from flashgen.codegen.arguments import ArgumentLayout
@@ -79,32 +81,38 @@ def common_context(
         "mma": f"mma_m16n8k16_{suffix}" if target.asynchronous_copies else f"mma_m16n8k8x2_{suffix}",
         "pack": f"pack_{suffix}",
         "unpack": f"unpack_{suffix}",
-        "packed": False,
     }
 
 
-_ENDS_OF_TILES = (
-    (Q_FIRST, "const int q_first = work.first_query;"),
-    (Q_LAST, "const int q_last = min(work.first_query + kTileQ, arguments.len_q) - 1;"),
-    (K_FIRST, "const int k_first = work.first_key;"),
-    (K_LAST, "const int k_last = min(work.first_key + kTileK, arguments.len_k) - 1;"),
-)
+ENDS_OF_TILES = {
+    Q_FIRST: "const int q_first = work.first_query;",
+    Q_LAST: "const int q_last = min(work.first_query + kTileQ, arguments.len_q) - 1;",
+    K_FIRST: "const int k_first = work.first_key;",
+    K_LAST: "const int k_last = min(work.first_key + kTileK, arguments.len_k) - 1;",
+}
+"""What a range calls the ends of the tile that it is of -> their declarations in a kernel."""
 
 
-def range_texts(tiles: TileRange) -> dict[str, Any]:
+def range_texts(tiles: TileRange, ends: Mapping[sympy.Symbol, str] = ENDS_OF_TILES) -> dict[str, Any]:
     """The texts of a range for templates/key_tiles.cuh.jinja."""
     parts = ("begin", "end", "full_begin", "full_end")
     nodes = [getattr(tiles, part) for part in parts]
     declarations, texts = statements(*nodes)
-    used = [line for symbol, line in _ENDS_OF_TILES if any(node.has(symbol) for node in nodes)]
+    used = [line for symbol, line in ends.items() if any(node.has(symbol) for node in nodes)]
     return dict(zip(parts, texts, strict=True)) | {"declarations": [*used, *declarations]}
 
 
-def visited_tiles(tiles: TileRange | None, struct: str, masked: bool, queries: bool = False) -> str:
+def visited_tiles(
+    tiles: TileRange | None,
+    struct: str,
+    masked: bool,
+    queries: bool = False,
+    ends: Mapping[sympy.Symbol, str] = ENDS_OF_TILES,
+) -> str:
     """The text of which tiles a block visits, keys or `queries`: by a range, or by lists where there is none."""
     module: Any = environment().get_template("key_tiles.cuh.jinja").module
     side = module.QUERIES if queries else module.KEYS
-    return str(module.ranges(range_texts(tiles), struct, masked, side) if tiles else module.lists(struct, side))
+    return str(module.ranges(range_texts(tiles, ends), struct, masked, side) if tiles else module.lists(struct, side))
 
 
 def longest_last(tiles: TileRange | None) -> bool:

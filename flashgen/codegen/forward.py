@@ -53,7 +53,6 @@ def render_forward(spec: AttentionSpec, target: Target, plan: ForwardPlan | None
         "key_tiles": visited_tiles(tiles, struct, variant.mask is not None),
         "shared_bytes": plan.shared_bytes(spec),
         "longest_first": longest_last(tiles),
-        "begins_early": False,
         "score_operand": variant.score.of("scores[i][j][e]") if variant.score else "",
         "score_call": variant.score.call() if variant.score else "",
         "divides_tiles": divides_tiles(spec, plan.tile_k),

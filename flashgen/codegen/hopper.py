@@ -4,9 +4,20 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from flashgen.analysis.ranges import TileRange, key_range
+import sympy
+
+from flashgen.analysis.order import Q_FIRST, Q_LAST
+from flashgen.analysis.ranges import key_range
 from flashgen.codegen.arguments import DROPOUT_FIELDS, LIST_FIELDS, ArgumentLayout, Field, capture_fields, ordered
-from flashgen.codegen.assembly import assemble, check_spec, common_context, longest_last, suffix_of, visited_tiles
+from flashgen.codegen.assembly import (
+    ENDS_OF_TILES,
+    assemble,
+    check_spec,
+    common_context,
+    longest_last,
+    suffix_of,
+    visited_tiles,
+)
 from flashgen.codegen.function_text import DEVICE_NAMES, Names
 from flashgen.codegen.header import header
 from flashgen.codegen.hopper_plans import HopperPlan, panel_columns
@@ -70,16 +81,15 @@ def render_hopper(spec: AttentionSpec, target: Target, plan: HopperPlan | None =
         "plan": plan,
         "entry": entry,
         "header": header(spec, target, plan, _GRID, show_command(plan)),
-        "key_tiles": _visited(tiles, struct, variant.mask is not None, longest_first),
+        "key_tiles": visited_tiles(tiles, struct, variant.mask is not None, ends=_ends_of_tiles(longest_first)),
         "own_tiles": tiles is not None and variant.mask is not None,
         "head_panel": panel_columns(spec.head_dim),
         "value_panel": panel_columns(spec.value_dim),
         "shared_bytes": plan.shared_bytes(spec),
         "output_apart": plan.output_apart(spec),
         "longest_first": longest_first,
-        "begins_early": longest_first,
         "packed": packed,
-        "score_operand": variant.score.of("scores[i][j][e]") if variant.score else "",
+        "score_operand": variant.score.of("scores[n]") if variant.score else "",
         "score_call": variant.score.call(_names(plan)) if variant.score else "",
         "divides_tiles": divides_tiles(spec, plan.tile_k),
         "may_be_empty": variant.mask is not None or variant.score is not None,
@@ -118,14 +128,10 @@ def _names(plan: HopperPlan) -> Names:
     """What a score function is called with: of packed heads, the one of each row."""
     if plan.packed_heads <= _LANE_ROWS:  # a lane's rows, 8 apart, are of one head
         return DEVICE_NAMES
-    return {**DEVICE_NAMES, HEAD: "position.head + e / 2 * 8"}
+    return {**DEVICE_NAMES, HEAD: "position.head + n / 2 % 2 * 8"}
 
 
-def _visited(tiles: TileRange | None, struct: str, masked: bool, longest_first: bool) -> str:
-    """Which tiles of keys some queries visit: those of a block, or of a warpgroup where ranges say that."""
-    text = visited_tiles(tiles, struct, masked)
-    if tiles and masked:
-        text = text.replace("work.first_query + kTileQ", "work.first_query + work.queries")
-    if longest_first:  # a first tile may begin before the first query
-        text = text.replace("q_first = work.first_query;", "q_first = max(work.first_query, 0);")
-    return text
+def _ends_of_tiles(longest_first: bool) -> dict[sympy.Symbol, str]:
+    """The ends of the queries that work is of: those of a block, or of a warpgroup. A first tile may begin before 0."""
+    ends = ENDS_OF_TILES | {Q_LAST: "const int q_last = min(work.first_query + work.queries, arguments.len_q) - 1;"}
+    return ends | ({Q_FIRST: "const int q_first = max(work.first_query, 0);"} if longest_first else {})

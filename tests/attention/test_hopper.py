@@ -68,6 +68,25 @@ def test_a_tile_without_room_for_an_output_of_its_own(order: Any, copies: Any) -
     assert_right(spec, Shape(400, 300, 1, 2, 2), plan=plan, schedule=Schedule(order, copies, seed=1))
 
 
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("growth", [0.01, 0.1, 1.0, 3.0, -1.0], ids=str)
+@pytest.mark.parametrize("masked", [False, True], ids=["full", "window"])
+def test_references_that_earlier_tiles_left(growth: float, dtype: Any, masked: bool) -> None:
+    """Scores that grow along the keys: by little, so that old references do; by much, so that powers of 2 overflow."""
+    mask = fg.sliding_window(90, 10) if masked else fg.full()
+    spec = fg.AttentionSpec(64, dtype, mask=mask)
+    compiled = attention.compile(spec, target="sm_90a", emulate=True, plan=HopperPlan(2, 32))
+    inputs = random_inputs(spec, Shape(150, 300, 1, 2, 1))
+    q, k = inputs.q.astype(np.float32), inputs.k.astype(np.float32)
+    q[..., 0] = 8.0 * (1 + np.arange(150) % 3)  # of neighbouring rows, some outgrow their references before others
+    k[..., 0] = growth * np.arange(300)
+    q, k = q.astype(inputs.q.dtype), k.astype(inputs.k.dtype)
+    out, lse = poisoned_outputs(spec, q, inputs.v)
+    compiled(q, k, inputs.v, return_lse=True, out=(out, lse))
+    verdict = judged(spec, q, k, inputs.v, out, lse, {})
+    assert verdict.ok, verdict
+
+
 @pytest.mark.parametrize("lengths", [(1, 1), (0, 5), (5, 0), (1, 300), (193, 1), (64, 64), (129, 127)], ids=str)
 def test_lengths(lengths: tuple[int, int]) -> None:
     for spec in (fg.AttentionSpec(64), fg.AttentionSpec(96, mask=fg.causal())):
