@@ -50,6 +50,7 @@ def is_caught(fault: Fault, launch: Any, subjects: Any, sanitize: Any, schedule:
 
 UNREAD = "nothing has been written to|may still write|over-arrival|nobody has waited"
 OVERWRITES = "may still read|over-arrival"
+VALUES = "shared_address(shared_memory) + kValueOffset"
 UNGUARDED = [
     Fault("keys not waited for", r"mbarrier_wait\(barriers\.keys_full\(use \+ 1\), [^;]*;", "", UNREAD),
     Fault(
@@ -65,8 +66,10 @@ UNGUARDED = [
         r"\1",
         OVERWRITES,
     ),
-    Fault("stage of keys not waited for", r"mbarrier_wait\(barriers\.keys_empty\(use\), [^;]*;", "", OVERWRITES),
-    Fault("stage of values not waited for", r"mbarrier_wait\(barriers\.values_empty\(use\), [^;]*;", "", OVERWRITES),
+    Fault("stage of keys not waited for", r"mbarrier_wait\(empty, [^;]*;", rf"if (tile >= {VALUES}) \g<0>", OVERWRITES),
+    Fault(
+        "stage of values not waited for", r"mbarrier_wait\(empty, [^;]*;", rf"if (tile < {VALUES}) \g<0>", OVERWRITES
+    ),
     Fault(
         "keys released early",
         r"(await_product<1>\(scores\);\s+)(release\(barriers\.keys_empty\(use \+ 1\)\);)",
@@ -83,7 +86,12 @@ UNGUARDED = [
     Fault(
         "output shown to nobody", r"fence_async_shared\(\);(\s+__syncwarp)", r"\1", "fence_async_shared.* is missing"
     ),
-    Fault("output's place not waited for", r"if \(lane == 0\) bulk_wait_read<0>\(\);(   // of the)", r"\1", OVERWRITES),
+    Fault(
+        "output's place not waited for",
+        r"if \(threadIdx.x % 32 == 0\) bulk_wait_read<0>\(\);(   // of the)",
+        r"\1",
+        OVERWRITES,
+    ),
     Fault(
         "last output not waited for",
         r"if \(lane == 0\) bulk_wait_read<0>\(\);(   // shared)",
@@ -111,11 +119,11 @@ def test_what_is_not_waited_for_is_caught_at_random(fault: Fault, launch: Any, s
 
 
 PROTOCOL = [
-    Fault("too many bytes of keys", r"keys_full\(use\), kKeyBytes\)", "keys_full(use), kKeyBytes + 16)", "deadlock"),
-    Fault("too few bytes of keys", r"keys_full\(use\), kKeyBytes\)", "keys_full(use), kKeyBytes / 2)", "byte count"),
+    Fault("too many bytes of a stage", r"(full, kTileK \* kColumns \* 2)\)", r"\1 + 16)", "deadlock"),
+    Fault("too few bytes of a stage", r"(full, kTileK \* kColumns) \* 2\)", r"\1)", "byte count"),
     Fault("parity that never changes", r"return use / kStages & 1;", "return 0;", "parity slip"),
     Fault("stages of another number", r"return use / kStages & 1;", "return use / (kStages + 1) & 1;", "parity|dead"),
-    Fault("parity of queries", r"for \(;; queries_use \^= 1\)", "for (;;)", "parity slip|deadlock"),
+    Fault("parity of queries", r";; queries_use \^= 1\)", ";;)", "parity slip|deadlock"),
     Fault(
         "every warpgroup releases",
         r"values_empty\(stage\), kConsumers \* 4",
@@ -143,9 +151,11 @@ def test_a_broken_protocol_is_caught_by_line(fault: Fault, launch: Any, subjects
 
 WRONG = [
     Fault("groups of queries too close", r"\(queries, 16, 8 \*", "(queries, 16, 4 *"),
-    Fault("another head's keys", r"kv_head_of\(work\.head, arguments\);", "kv_head_of(0, arguments);"),
-    Fault("keys of the step before", r"keys_of\(use \+ 1\)\);", "keys_of(use));"),
-    Fault("old output not rescaled", r"if \(outgrown\) rescale\(output, shrink\);", ""),
+    Fault("another head's keys", r"2 \* work\.head \+ 1, ", "1, "),
+    Fault("keys of the step before", r"keys_at\(shared, use \+ 1\)\);", "keys_at(shared, use));"),
+    Fault("old output not rescaled", r"rescale\(output, shrink\);", ""),
+    Fault("old sums not rescaled", r"rows\[r\]\.sum \* shrink\[r\]", "rows[r].sum"),
+    Fault("references that nobody sees outgrown", r"return fmaxf\(sums\[0\], sums\[1\]\) [^;]*;", "return false;"),
 ]
 
 
@@ -163,12 +173,12 @@ def test_a_wrong_number_is_caught_by_the_verdict(fault: Fault, launch: Any, subj
 PACKED = [
     Fault("rows of one head", r"kPackedHeads \+ row % kPackedHeads", "kPackedHeads"),
     Fault("rows of a query each", r"first_query \+ row / kPackedHeads", "first_query + row"),
-    Fault("a lane's second row like its first", r"\(i \* 16 \+ e / 2 \* 8\) / kPackedHeads;", "0;"),
+    Fault("a lane's second row like its first", r"n / 2 % 2 \* 8 / kPackedHeads;", "0;"),
     Fault("as many queries as rows", r"first_query \+ group \* kPartQ", "first_query + group * 64"),
     Fault("queries of another pack", r"work\.head \* kPackedHeads, work\.first", "work.head, work.first"),
-    Fault("keys of another pack", r"kv_head_of\(work\.head, arguments\);", "kv_head_of(work.head * 4, arguments);"),
-    Fault("output of another head", r"position\.head, position\.query, position\.batch", "0, position.query, 0"),
-    Fault("sums of one head", r"\(i \* 16 \+ r \* 8\) / kPackedHeads", "r * 8"),
+    Fault("keys of another pack", r"2 \* work\.head \+ 1, ", "8 * work.head + 1, "),
+    Fault("output of another head", r"position\.query, position\.head, position\.batch\)", "position.query, 0, 0)"),
+    Fault("sums of one head", r"r \* 8 / kPackedHeads", "r * 8"),
 ]
 
 
