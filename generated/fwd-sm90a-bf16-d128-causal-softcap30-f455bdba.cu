@@ -362,8 +362,8 @@ __device__ __forceinline__ void load_stage(unsigned tile, const TensorMap& map, 
   load_rows<kTileK, kColumns, kPanel>(tile, map, full, first_key, head, batch);
 }
 
-// Rounds a warp's 16 rows of the output and stores those that `exist`, by way of shared memory, where a panel of columns
-// holds the warpgroup's 64 rows, swizzled as TMA does it. Rows beyond the last query are clipped.
+// Rounds a warp's 16 rows of the output and stores them if they `exist`, by way of shared memory, where a panel of
+// columns holds the warpgroup's 64 rows, swizzled as TMA does it. Rows beyond the last query are clipped.
 __device__ __forceinline__ void store_rows(const float (&output)[kValueDimPadded / 2], unsigned tile,
                                            const TensorMap& map, bool exist, int query, int head, int batch) {
   constexpr int kChunks = kValuePanel / 8;   // 16-byte chunks of a panel's row

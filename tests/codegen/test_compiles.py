@@ -31,10 +31,10 @@ def kernels_of(spec: AttentionSpec, target: Target) -> list[RenderedKernel]:
 
 def assert_no_spills(spec: AttentionSpec, name: str) -> None:
     for kernel in kernels_of(spec, TARGETS[name]):
-        assert_no_spill(kernel)
+        assert_kernel_does_not_spill(kernel)
 
 
-def assert_no_spill(kernel: RenderedKernel) -> None:
+def assert_kernel_does_not_spill(kernel: RenderedKernel) -> None:
     compiled = nvrtc.compile(kernel.source, kernel.target.architecture, kernel.name)
     used = compiled.resources
     assert used.spill_stores == used.spill_loads == 0, f"{kernel.name} for {kernel.target.name}: {used}"
@@ -89,9 +89,7 @@ def text_without_names(kernel: RenderedKernel) -> str:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("half", [0, 1])
-@pytest.mark.parametrize(
-    "number", range(len(GIVEN)), ids=lambda n: f"{GIVEN[n].mask}-{GIVEN[n].score}-{GIVEN[n].dropout}"
-)
+@pytest.mark.parametrize("number", range(len(GIVEN)), ids=lambda number: name_of(GIVEN[number]))
 def test_every_variant_compiles_without_spills_everywhere(number: int, half: int) -> None:
     variant, targets, seen = GIVEN[number], ISSUE_TARGETS[half::2], set()
     for turn, dim in enumerate(EVERY_DIM[half::2], number):
@@ -102,7 +100,7 @@ def test_every_variant_compiles_without_spills_everywhere(number: int, half: int
                 text = text_without_names(kernel)
                 if text not in seen:
                     seen.add(text)
-                    assert_no_spill(kernel)
+                    assert_kernel_does_not_spill(kernel)
 
 
 @pytest.mark.slow

@@ -30,6 +30,7 @@ needs_nvrtc = pytest.mark.skipif(
 
 DIMS = (128, 64, 256, 40, 96, 192, 8, 160, 72, 80, 224)
 MOST_LINES = 400  # with all comments, the header and what is the variant's; without the primitives
+MOST_CODE = 480  # lines of code alone, with the variant's and with what is done to tiles
 LONGEST_FUNCTION = 75
 
 
@@ -99,6 +100,7 @@ def test_the_text_is_short_and_tidy(variant: Variant) -> None:
     ).groups()
     assert (head + rest).count("\n") < MOST_LINES and "#endif" in primitives
     body = re.sub(r"//[^\n]*", "", source).split("#endif\n", 1)[1]
+    assert sum(bool(line.strip()) for line in body.splitlines()) <= MOST_CODE
     for text in re.findall(r"^(?:__device__|template)[^;\n]*\n(?:.*\n)*?\}\n", body, re.MULTILINE):
         assert text.count("\n") <= LONGEST_FUNCTION, text
     assert re.findall(r"^ *#(\w+)", source, re.MULTILINE).count("ifndef") == 1
