@@ -331,8 +331,7 @@ __device__ __forceinline__ void mask_scores(float (&scores)[kRowTiles][kKeyTiles
     for (int j = 0; j < kKeyTiles; ++j) {
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
-        const int q = position.query + i * 16 + e / 2 * 8;
-        const int k = first_key + position.key + j * 8 + e % 2;
+        const int q = position.query + i * 16 + e / 2 * 8, k = first_key + position.key + j * 8 + e % 2;
         scores[i][j][e] = may_attend(q, k, arguments) ? scores[i][j][e] : minus_infinity();
       }
     }
@@ -357,8 +356,7 @@ __device__ __forceinline__ void cut_scores(float (&scores)[kRowTiles][kKeyTiles]
 
 // A row's running state: the reference that its probabilities are relative to, and this lane's share of their sum.
 struct RowState {
-  float reference = minus_infinity();
-  float sum = 0.0f;
+  float reference = minus_infinity(), sum = 0.0f;
 };
 
 // Turns a tile of scores into probabilities relative to the row's reference, and adds them to the row's sum. Output
@@ -390,8 +388,7 @@ __device__ __forceinline__ void online_softmax(float (&scores)[kRowTiles][kKeyTi
         // A row that has seen no key yet has nothing to rescale; -inf - -inf would be NaN.
         const float shrink = reference == minus_infinity() ? 1.0f
                              : exp2_approx((rows[i][r].reference - reference) * kScoreToLog2);
-        rows[i][r].reference = reference;
-        rows[i][r].sum *= shrink;
+        rows[i][r] = {reference, rows[i][r].sum * shrink};
 #pragma unroll
         for (int j = 0; j < kValueTiles; ++j) {
           output[i][j][2 * r] *= shrink;
@@ -446,10 +443,8 @@ __device__ __forceinline__ void write_lse(const RowState (&rows)[kRowTiles][2], 
     for (int r = 0; r < 2; ++r) {
       const int query = position.query + i * 16 + r * 8;
       const float log2_sum = rows[i][r].reference * kScoreToLog2 + log2_approx(rows[i][r].sum);
-      if (query < arguments.len_q) {
-        arguments.lse[head * arguments.len_q + query] =
-            rows[i][r].sum == 0.0f ? minus_infinity() : log2_sum * 0.69314718f;
-      }
+      if (query >= arguments.len_q) continue;
+      arguments.lse[head * arguments.len_q + query] = rows[i][r].sum == 0.0f ? minus_infinity() : log2_sum * 0.69314718f;
     }
   }
 }

@@ -138,16 +138,31 @@ __device__ __forceinline__ unsigned shared_address(const void* pointer) {
 
 #endif
 
+// Whether random bytes are at least a threshold: bit 16 + e of the result for byte e of 16, whose bit n is bit
+// n / 4 * 16 + e of word n % 4. The lower bits of the result mean nothing.
+template <unsigned kThreshold>
+__device__ __forceinline__ unsigned bytes_at_least(uint4 random) {
+  const unsigned words[4] = {random.x, random.y, random.z, random.w};
+  unsigned greater = 0;   // than kThreshold - 1, by the bits below bit n
+#pragma unroll
+  for (int n = 0; n < 8; ++n) {
+    if (n == 4) greater <<= 16;
+    greater = (kThreshold - 1) >> n & 1 ? words[n % 4] & greater : words[n % 4] | greater;
+  }
+  return greater;
+}
+
 __device__ __forceinline__ float minus_infinity() { return __int_as_float(0xff800000); }
 
-// Philox4x32 with 7 rounds (Salmon et al. 2011): 16 random bytes of a 64-bit key and a 128-bit counter.
+// The rounds of Philox4x32 (Salmon et al. 2011) from kFirst on, before kLast: all seven make 16 random bytes of a 64-bit
+// key and a 128-bit counter.
+template <int kFirst, int kLast>
 __device__ __forceinline__ uint4 philox(uint2 key, uint4 counter) {
 #pragma unroll
-  for (int round = 0; round < 7; ++round) {
-    const unsigned high0 = __umulhi(0xD2511F53u, counter.x), low0 = 0xD2511F53u * counter.x;
-    const unsigned high1 = __umulhi(0xCD9E8D57u, counter.z), low1 = 0xCD9E8D57u * counter.z;
-    counter = make_uint4(high1 ^ counter.y ^ key.x, low1, high0 ^ counter.w ^ key.y, low0);
-    key = make_uint2(key.x + 0x9E3779B9u, key.y + 0xBB67AE85u);
+  for (int round = kFirst; round < kLast; ++round) {
+    const unsigned long long product0 = 0xD2511F53ull * counter.x, product1 = 0xCD9E8D57ull * counter.z;
+    const unsigned key0 = key.x + round * 0x9E3779B9u, key1 = key.y + round * 0xBB67AE85u;
+    counter = make_uint4((product1 >> 32) ^ counter.y ^ key0, product1, (product0 >> 32) ^ counter.w ^ key1, product0);
   }
   return counter;
 }
@@ -347,8 +362,7 @@ __device__ __forceinline__ void mask_scores(float (&scores)[kRowTiles][kKeyTiles
     for (int j = 0; j < kKeyTiles; ++j) {
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
-        const int q = position.query + i * 16 + e / 2 * 8;
-        const int k = first_key + position.key + j * 8 + e % 2;
+        const int q = position.query + i * 16 + e / 2 * 8, k = first_key + position.key + j * 8 + e % 2;
         scores[i][j][e] = may_attend(q, k, arguments) ? scores[i][j][e] : minus_infinity();
       }
     }
@@ -373,8 +387,7 @@ __device__ __forceinline__ void cut_scores(float (&scores)[kRowTiles][kKeyTiles]
 
 // A row's running state: the reference that its probabilities are relative to, and this lane's share of their sum.
 struct RowState {
-  float reference = minus_infinity();
-  float sum = 0.0f;
+  float reference = minus_infinity(), sum = 0.0f;
 };
 
 // Turns a tile of scores into probabilities relative to the row's reference, and adds them to the row's sum. Output
@@ -406,8 +419,7 @@ __device__ __forceinline__ void online_softmax(float (&scores)[kRowTiles][kKeyTi
         // A row that has seen no key yet has nothing to rescale; -inf - -inf would be NaN.
         const float shrink = reference == minus_infinity() ? 1.0f
                              : exp2_approx((rows[i][r].reference - reference) * kScoreToLog2);
-        rows[i][r].reference = reference;
-        rows[i][r].sum *= shrink;
+        rows[i][r] = {reference, rows[i][r].sum * shrink};
 #pragma unroll
         for (int j = 0; j < kValueTiles; ++j) {
           output[i][j][2 * r] *= shrink;
@@ -435,20 +447,16 @@ __device__ __forceinline__ void online_softmax(float (&scores)[kRowTiles][kKeyTi
 __device__ __forceinline__ void drop(float (&probabilities)[kRowTiles][kKeyTiles][4], const Position& position,
                                      int first_key, const ForwardArguments& arguments) {
   const uint2 key = make_uint2(arguments.seed_low, arguments.seed_high);
-  const unsigned lane = threadIdx.x % 32;
+  const unsigned head = position.batch << 16 | position.head;
 #pragma unroll
-  for (int i = 0; i < kRowTiles; ++i) {
-    const unsigned block_row = (position.query + i * 16) / 16;
+  for (int block = 0; block < kRowTiles * kKeyTiles / 4; ++block) {
+    const int i = block / (kKeyTiles / 4), j = block % (kKeyTiles / 4) * 4;
+    const unsigned row = (position.query + i * 16) / 16 * 32 + threadIdx.x % 32;
+    const uint4 bytes = philox<0, 7>(key, make_uint4(head, (first_key + j * 8) / 32, arguments.offset, row));
+    const unsigned dropped = bytes_at_least<kKeepThreshold>(bytes) >> 16;
 #pragma unroll
-    for (int j = 0; j < kKeyTiles; j += 4) {
-      const uint4 random = philox(key, make_uint4((first_key + j * 8) / 32, block_row * 32 + lane,
-                                                  position.batch << 16 | position.head, arguments.offset));
-      const unsigned words[4] = {random.x, random.y, random.z, random.w};
-#pragma unroll
-      for (int e = 0; e < 16; ++e) {
-        const unsigned byte = words[e / 4] >> e % 4 * 8 & 0xff;
-        if (byte >= kKeepThreshold) probabilities[i][j + e / 4][e % 4] = 0.0f;
-      }
+    for (int e = 0; e < 16; ++e) {
+      if (dropped >> e & 1) probabilities[i][j + e / 4][e % 4] = 0.0f;
     }
   }
 }
@@ -484,10 +492,8 @@ __device__ __forceinline__ void write_lse(const RowState (&rows)[kRowTiles][2], 
     for (int r = 0; r < 2; ++r) {
       const int query = position.query + i * 16 + r * 8;
       const float log2_sum = rows[i][r].reference * kScoreToLog2 + log2_approx(rows[i][r].sum);
-      if (query < arguments.len_q) {
-        arguments.lse[head * arguments.len_q + query] =
-            rows[i][r].sum == 0.0f ? minus_infinity() : log2_sum * 0.69314718f;
-      }
+      if (query >= arguments.len_q) continue;
+      arguments.lse[head * arguments.len_q + query] = rows[i][r].sum == 0.0f ? minus_infinity() : log2_sum * 0.69314718f;
     }
   }
 }

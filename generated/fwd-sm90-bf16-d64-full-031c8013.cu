@@ -330,8 +330,7 @@ __device__ __forceinline__ void cut_scores(float (&scores)[kRowTiles][kKeyTiles]
 
 // A row's running state: the reference that its probabilities are relative to, and this lane's share of their sum.
 struct RowState {
-  float reference = minus_infinity();
-  float sum = 0.0f;
+  float reference = minus_infinity(), sum = 0.0f;
 };
 
 // Turns a tile of scores into probabilities relative to the row's reference, and adds them to the row's sum. Output
@@ -361,8 +360,7 @@ __device__ __forceinline__ void online_softmax(float (&scores)[kRowTiles][kKeyTi
       for (int r = 0; r < 2; ++r) {
         const float reference = fmaxf(rows[i][r].reference, maximum[i][r]);
         const float shrink = exp2_approx((rows[i][r].reference - reference) * kScoreToLog2);
-        rows[i][r].reference = reference;
-        rows[i][r].sum *= shrink;
+        rows[i][r] = {reference, rows[i][r].sum * shrink};
 #pragma unroll
         for (int j = 0; j < kValueTiles; ++j) {
           output[i][j][2 * r] *= shrink;
@@ -417,10 +415,8 @@ __device__ __forceinline__ void write_lse(const RowState (&rows)[kRowTiles][2], 
     for (int r = 0; r < 2; ++r) {
       const int query = position.query + i * 16 + r * 8;
       const float log2_sum = rows[i][r].reference * kScoreToLog2 + log2_approx(rows[i][r].sum);
-      if (query < arguments.len_q) {
-        arguments.lse[head * arguments.len_q + query] =
-            rows[i][r].sum == 0.0f ? minus_infinity() : log2_sum * 0.69314718f;
-      }
+      if (query >= arguments.len_q) continue;
+      arguments.lse[head * arguments.len_q + query] = rows[i][r].sum == 0.0f ? minus_infinity() : log2_sum * 0.69314718f;
     }
   }
 }

@@ -48,7 +48,7 @@ constexpr int kTileK = 80;   // keys of a step
 constexpr int kStages = 2;   // tiles of K, and of V, that shared memory holds at once
 constexpr float kScale = 0.0883883461f;
 constexpr float kScoreToLog2 = 1.44269504f;   // log2(e): probabilities are powers of 2
-constexpr float kMostSum = 256.0f;   // of a lane's probabilities of a row, whose reference lags its maximum until then
+constexpr float kMostLag = 8.0f;   // in log2: of a row's reference behind its maximum
 
 // Shared memory, in bytes: by warpgroup Q, and the output; the stages of K, of V; the barriers. A tile is panels of
 // columns side by side, as wide as TMA swizzles them: 16-byte chunks of a row exchanged within a panel.
@@ -430,6 +430,15 @@ __device__ __forceinline__ void rescale(float (&output)[kValueDimPadded / 2], co
   for (int n = 0; n < kValueDimPadded / 2; ++n) output[n] *= factor[n / 2 % 2];
 }
 
+// Rounds probabilities to the input's type: the operand of P * V, 16 keys at a time.
+__device__ __forceinline__ void round_probabilities(unsigned (&operand)[kTileK / 16][4],
+                                                    const float (&probabilities)[kTileK / 2]) {
+#pragma unroll
+  for (int n = 0; n < kTileK / 2; n += 2) {
+    operand[n / 8][n / 2 % 4] = pack_bf16(probabilities[n], probabilities[n + 1]);
+  }
+}
+
 // ---- The variant ----------------------------------------------------------------------------------------------------
 
 // Where a score stands: batch, query head, this lane's first query and its first key within a tile.
@@ -566,61 +575,45 @@ struct RowState {
   __device__ __forceinline__ float offset() const { return reference == minus_infinity() ? 0.0f : -reference * kScoreToLog2; }
 };
 
-// Probabilities of a tile of scores, relative to the rows' references and rounded to the input's type: the operand of
-// P * V, 16 keys at a time. `sums` are this lane's shares of their sums. True where some row has outgrown its reference,
-// or has none.
-__device__ __forceinline__ bool exponentiate(unsigned (&probabilities)[kTileK / 16][4], float (&sums)[2],
-                                             const float (&scores)[kTileK / 2], const RowState (&rows)[2]) {
-  float even[2] = {}, odd[2] = {};   // two chains of additions a row, half as long
-#pragma unroll
-  for (int n = 0; n < kTileK / 2; n += 2) {
-    const int r = n / 2 % 2;
-    const float left = exp2_approx(fmaf(scores[n], kScoreToLog2, rows[r].offset()));
-    const float right = exp2_approx(fmaf(scores[n + 1], kScoreToLog2, rows[r].offset()));
-    even[r] += left;
-    odd[r] += right;
-    probabilities[n / 8][n / 2 % 4] = pack_bf16(left, right);
-  }
-  sums[0] = even[0] + odd[0];
-  sums[1] = even[1] + odd[1];
-  return fmaxf(sums[0], sums[1]) > kMostSum || fminf(rows[0].reference, rows[1].reference) == minus_infinity();
-}
-
-// Makes the rows' maxima their references, where these are lower: output and sums shrink by as much. Whether the warp's
-// old references, where it had any, were near the new ones.
-__device__ __forceinline__ bool raise_references(RowState (&rows)[2], float (&output)[kValueDimPadded / 2],
-                                                 const float (&scores)[kTileK / 2]) {
-  float shrink[2];
-  bool far = false;
+// Turns a tile of scores into probabilities relative to the rows' references, and adds them to the rows' sums. References
+// change only when some row of the warp has outgrown its own by 2^kMostLag: then the result is true, and the output must
+// shrink by these factors. It runs beside P * V, as score functions take long, and their scores may grow from tile to tile.
+__device__ __forceinline__ bool softmax(float (&scores)[kTileK / 2], RowState (&rows)[2], float (&shrink)[2]) {
+  float maximum[2];
+  bool outgrown = false;
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    float even = scores[2 * r], odd = scores[2 * r + 1];
+    float even = scores[2 * r], odd = scores[2 * r + 1];   // two chains of operations, half as long
 #pragma unroll
     for (int n = 2 * r + 4; n < kTileK / 2; n += 4) {
       even = fmaxf(even, scores[n]);
       odd = fmaxf(odd, scores[n + 1]);
     }
-    const float reference = fmaxf(rows[r].reference, quad_max(fmaxf(even, odd)));
-    // A row that has seen no key yet has nothing to rescale; -inf - -inf would be NaN.
-    shrink[r] = reference == minus_infinity() ? 1.0f : exp2_approx((rows[r].reference - reference) * kScoreToLog2);
-    far |= shrink[r] < 1.0f / kMostSum && rows[r].reference != minus_infinity();
-    rows[r] = {reference, rows[r].sum * shrink[r]};
+    maximum[r] = quad_max(fmaxf(even, odd));
+    outgrown |= (maximum[r] - rows[r].reference) * kScoreToLog2 > kMostLag;
   }
-  rescale(output, shrink);
-  return !__any_sync(0xffffffffu, far);
-}
-
-// Scores to probabilities. While references are `steady`, those of earlier tiles are tried first, which takes no maximum:
-// whether they will do shows in the sums, and nearly always they do. A tile's first step has none to try.
-__device__ __forceinline__ void softmax(unsigned (&probabilities)[kTileK / 16][4], float (&output)[kValueDimPadded / 2],
-                                        RowState (&rows)[2], bool& steady, const float (&scores)[kTileK / 2]) {
-  float sums[2];
-  if (!steady || __any_sync(0xffffffffu, exponentiate(probabilities, sums, scores, rows))) {
-    steady = raise_references(rows, output, scores);
-    exponentiate(probabilities, sums, scores, rows);
+  outgrown = __any_sync(0xffffffffu, outgrown);
+  if (outgrown) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const float reference = fmaxf(rows[r].reference, maximum[r]);
+      // A row that has seen no key yet has nothing to rescale; -inf - -inf would be NaN.
+      shrink[r] = reference == minus_infinity() ? 1.0f : exp2_approx((rows[r].reference - reference) * kScoreToLog2);
+      rows[r] = {reference, rows[r].sum * shrink[r]};
+    }
   }
-  rows[0].sum += sums[0];
-  rows[1].sum += sums[1];
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const float offset = rows[r].offset();
+    float even = 0.0f, odd = 0.0f;
+#pragma unroll
+    for (int n = 2 * r; n < kTileK / 2; n += 4) {
+      even += scores[n] = exp2_approx(fmaf(scores[n], kScoreToLog2, offset));
+      odd += scores[n + 1] = exp2_approx(fmaf(scores[n + 1], kScoreToLog2, offset));
+    }
+    rows[r].sum += even + odd;
+  }
+  return outgrown;
 }
 
 // Divides by the row sums and stores this warp's 16 rows; and the log-sum-exp of this lane's two, to the base e: -inf
@@ -681,7 +674,7 @@ __device__ __forceinline__ void attend(int warpgroup, unsigned shared, const Bar
     float output[kValueDimPadded / 2] = {}, scores[kTileK / 2];
     unsigned probabilities[kTileK / 16][4];
     RowState rows[2];
-    bool steady = false;
+    float shrink[2];
 
     for (int step = 0; step < steps.first; ++step) pass_by(use++, barriers);
     if (steps.first < steps.last) {
@@ -691,7 +684,8 @@ __device__ __forceinline__ void attend(int warpgroup, unsigned shared, const Bar
       release(barriers.keys_empty(use));
       if (steps.first + 1 == steps.last) release(barriers.queries_empty());
       finish_scores(scores, position, tiles, steps.first, arguments);
-      softmax(probabilities, output, rows, steady, scores);
+      softmax(scores, rows, shrink);
+      round_probabilities(probabilities, scores);
       for (int step = steps.first + 1; step < steps.last; ++step, ++use) {
         mbarrier_wait(barriers.keys_full(use + 1), barriers.parity(use + 1));
         start_scores(scores, queries, keys_at(shared, use + 1));
@@ -701,9 +695,11 @@ __device__ __forceinline__ void attend(int warpgroup, unsigned shared, const Bar
         release(barriers.keys_empty(use + 1));
         if (step + 1 == steps.last) release(barriers.queries_empty());
         finish_scores(scores, position, tiles, step, arguments);
+        const bool outgrown = softmax(scores, rows, shrink);
         await_product<0>(output);
         release(barriers.values_empty(use));
-        softmax(probabilities, output, rows, steady, scores);
+        if (outgrown) rescale(output, shrink);
+        round_probabilities(probabilities, scores);
       }
       mbarrier_wait(barriers.values_full(use), barriers.parity(use));
       start_output(output, probabilities, values_at(shared, use));

@@ -86,6 +86,7 @@ def render_hopper(spec: AttentionSpec, target: Target, plan: HopperPlan | None =
         "head_panel": panel_columns(spec.head_dim),
         "value_panel": panel_columns(spec.value_dim),
         "shared_bytes": plan.shared_bytes(spec),
+        "drawn_steps": plan.drawn_steps(spec),
         "output_apart": plan.output_apart(spec),
         "longest_first": longest_first,
         "packed": packed,

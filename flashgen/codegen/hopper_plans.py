@@ -20,6 +20,10 @@ _BARRIERS_PER_STAGE = 4
 _MOST_SHARED = 227 * 1024  # bytes of a block
 _ALIGNMENT = 1024  # bytes: the widest swizzle repeats after so many
 
+_DRAWN_BLOCKS = 32  # of keys, for which a warp's lanes prepare dropout's random numbers, one each
+_MOST_DRAWN = 2  # times as many blocks are drawn at once
+_BLOCK_BYTES = 16  # of what is prepared for a block
+
 _WIDE = 192  # columns, beyond which registers are short
 _LEAST_LISTED = 256  # scores of a tile, that a warp looks at before it votes
 
@@ -104,12 +108,35 @@ class HopperPlan:
         )
 
     def shared_bytes(self, spec: AttentionSpec) -> int:
-        """Dynamic shared memory of a block: Q and the output; the stages of K and V; the barriers."""
-        return self._shared_bytes(spec, self.output_apart(spec))
+        """Dynamic shared memory of a block: Q and the output; the stages of K and V; the barriers; what is dropped."""
+        return self._shared_bytes(spec, self.output_apart(spec)) + self._drawing_bytes(spec, self.drawn_steps(spec))
 
     def output_apart(self, spec: AttentionSpec) -> bool:
         """Whether the output has room of its own, so that the next tile's Q can be loaded early; else it takes Q's."""
-        return self._shared_bytes(spec, True) <= _MOST_SHARED
+        return self._shared_bytes(spec, True) + self._drawing_bytes(spec, self._prepared_steps) <= _MOST_SHARED
+
+    @property
+    def _prepared_steps(self) -> int:
+        """The steps that the blocks of keys which a warp prepares at once make."""
+        return _DRAWN_BLOCKS // (self.tile_k // DROPOUT_COLUMNS)
+
+    def drawn_steps(self, spec: AttentionSpec) -> int:
+        """Steps whose dropout is drawn at once: the more the better, as no products run meanwhile; what there is room
+        for, up to a bound beyond which little is gained."""
+        if not spec.dropout:
+            return 0
+        room = _MOST_SHARED - self._shared_bytes(spec, self.output_apart(spec))
+        most = _MOST_DRAWN * self._prepared_steps
+        fit = (steps for steps in range(most, 0, -self._prepared_steps) if self._drawing_bytes(spec, steps) <= room)
+        return next(fit, self._prepared_steps)
+
+    def _drawing_bytes(self, spec: AttentionSpec, steps: int) -> int:
+        """What is prepared for blocks of keys, by warp; a bit for each score of so many steps, in words of a thread."""
+        if not spec.dropout:
+            return 0
+        words = -(-self.tile_k // (2 * DROPOUT_COLUMNS))
+        scores = 4 * words * self.consumers * WARPGROUP * steps
+        return _BLOCK_BYTES * (1 + _DRAWN_BLOCKS * self.warps) + scores
 
     def _shared_bytes(self, spec: AttentionSpec, output_apart: bool) -> int:
         head, value = padded(spec.head_dim), padded(spec.value_dim)

@@ -28,13 +28,13 @@ _WINNERS: tuple[tuple[int, dict[Kind, HopperPlan]], ...] = (
     (
         64,
         {
-            "full": _Turn(3, 128),
+            "full": HopperPlan(3, 128),
             "ranges": _Turn(3, 128),
             "scores": _Turn(3, 128),
             "lists": _Turn(3, 128),
             "costly": _Turn(2, 128),
             "dropout": _Turn(3, 128),
-            "tables": _Turn(3, 96),  # not timed: 128 keys, the fastest before, would spill now
+            "tables": _Turn(3, 128),
             "ids": _Turn(2, 128),
             "batched": _Turn(2, 128),
             "arrays": _Turn(2, 64),
@@ -43,12 +43,12 @@ _WINNERS: tuple[tuple[int, dict[Kind, HopperPlan]], ...] = (
     (
         128,
         {
-            "full": HopperPlan(2, 128),
+            "full": _Turn(3, 64),
             "ranges": HopperPlan(3, 80),
             "scores": HopperPlan(3, 80),
             "lists": _Turn(2, 128),
             "costly": _Turn(2, 128),
-            "dropout": HopperPlan(2, 128),
+            "dropout": _Turn(3, 64),
             "tables": _Turn(2, 112),
             "ids": HopperPlan(2, 128),
             "batched": _Turn(2, 96),
@@ -63,7 +63,7 @@ _WINNERS: tuple[tuple[int, dict[Kind, HopperPlan]], ...] = (
             "scores": HopperPlan(2, 96),
             "lists": HopperPlan(2, 96),
             "costly": HopperPlan(2, 96),
-            "dropout": HopperPlan(2, 96),
+            "dropout": _Turn(2, 96),
             "tables": HopperPlan(2, 96),
             "ids": HopperPlan(2, 64),
             "batched": HopperPlan(2, 64),

@@ -6,8 +6,13 @@ j, j + 1 in four neighbouring groups of 8 columns, which is what one lane holds 
 matrix products. The 32 lanes of a warp thus serve a block of 16 queries x 32 keys.
 
     key = (seed mod 2**32, seed div 2**32)
-    counter = (j >> 5, (i >> 4) << 5 | lane, b << 16 | h, offset),  lane = (i & 7) * 4 + ((j & 7) >> 1)
-    byte = byte ((i >> 3) & 1) * 2 + (j & 1) of output word (j >> 3) & 3, counted from the lowest bits
+    counter = (b << 16 | h, j >> 5, offset, (i >> 4) << 5 | lane),  lane = (i & 7) * 4 + ((j & 7) >> 1)
+    bit n of the byte = bit (n >> 2) * 16 + e of output word n & 3
+    e = ((j >> 3) & 3) * 4 + ((i >> 3) & 1) * 2 + (j & 1)
+
+The counter's order lets three of Philox's seven rounds be shared: until then no word depends on both j and i but by an
+XOR. Bytes lie across the words, a bit of each of the 16 in half a word, so that few logical instructions compare all
+of them with a threshold at once.
 
 Philox: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011. Dropout on attention probabilities:
 Dao et al., "FlashAttention", 2022, appendix B.3 (there with a saved generator state instead of a mapping).
@@ -67,18 +72,24 @@ def keep_tile(
     blocks_k = np.arange(first_k, -(-keys.stop // _BLOCK_K), dtype=np.uint64)
     lanes = np.arange(32, dtype=np.uint64).reshape(8, 4)  # row in a group of 8, pair of columns in a group of 8
 
-    counter1 = (blocks_q[:, None, None] << np.uint64(5)) | lanes
+    of_rows = (blocks_q[:, None, None] << np.uint64(5)) | lanes
     words = philox4x32(
-        (blocks_k, counter1[..., None], (b << 16) | h, offset),
+        ((b << 16) | h, blocks_k, offset, of_rows[..., None]),
         (seed & 0xFFFFFFFF, seed >> 32),
     )  # (block of 16 queries, row of 8, pair of columns, block of 32 keys, word)
-    values = words.astype("<u4").view(np.uint8)
-    values = values.reshape(
+    values = _bytes(words).reshape(
         len(blocks_q), 8, 4, len(blocks_k), 4, 2, 2
     )  # ..., group of 8 keys, half of 16 rows, column
     values = values.transpose(0, 5, 1, 3, 4, 2, 6).reshape(len(blocks_q) * _BLOCK_Q, len(blocks_k) * _BLOCK_K)
     row, column = queries.start - first_q * _BLOCK_Q, keys.start - first_k * _BLOCK_K
     return np.asarray(values[row : row + len(queries), column : column + len(keys)] < limit)
+
+
+def _bytes(words: NDArray[np.uint32]) -> NDArray[np.uint8]:
+    """The 16 bytes of four words: bit n of byte e is bit (n >> 2) * 16 + e of word n & 3. (..., 4) -> (..., 16)."""
+    bits = np.unpackbits(words.astype("<u4").view(np.uint8), axis=-1, bitorder="little")
+    planes = bits.reshape(*words.shape, 2, 16).swapaxes(-3, -2)  # ..., half of the bits, word, byte
+    return np.packbits(planes.reshape(*words.shape[:-1], 8, 16), axis=-2, bitorder="little")[..., 0, :]
 
 
 def dropout_keep(

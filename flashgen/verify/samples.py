@@ -40,11 +40,13 @@ def samples_needed(case: Case, inputs: Inputs) -> int:
     The rule compares the largest error of a kernel with the largest of standard attention in the input dtype. Of an
     array of two numbers - of two slopes, each a sum over all scores of a head - the latter is small by luck now and
     then, and a kernel with a quarter of its mean error fails; of sixteen numbers it is not. The numbers in a row of dq
-    or dk share their row's D, so that rows are counted there.
+    or dk share their row's D, so that rows are counted there; of a learned array no more are counted than a batch has
+    scores, as batches may share what they read of it.
     """
     shape = case.shape
+    scores = shape.heads_q * shape.len_q * shape.len_k
     rows = (shape.batch * shape.heads_q * shape.len_q, shape.batch * shape.heads_kv * shape.len_k)
-    learned = (np.size(inputs.captures[capture.name]) for capture in case.spec.captures if capture.grad)
+    learned = (min(np.size(inputs.captures[capture.name]), scores) for capture in case.spec.captures if capture.grad)
     fewest = min(*rows, *learned)
     return -(-ENOUGH // fewest) if fewest else 1
 

@@ -93,6 +93,17 @@ def test_lengths(lengths: tuple[int, int]) -> None:
         assert_right(spec, Shape(*lengths, 2, 2, 1), plan=HopperPlan(2, 64))
 
 
+@pytest.mark.parametrize(
+    "plan", [HopperPlan(3, 64, takes_turns=True), HopperPlan(1, 96), HopperPlan(2, 256, 1)], ids=str
+)
+def test_dropout_over_more_keys_than_are_drawn_at_once(plan: HopperPlan) -> None:
+    spec = fg.AttentionSpec(16, mask=fg.sliding_window(1100) & fg.causal(), dropout=0.3)
+    keys = plan.drawn_steps(spec) * plan.tile_k
+    assert 1024 <= keys <= 2048
+    assert_right(spec, Shape(200, keys + 500, 1, 1, 1), plan=plan, schedule=Schedule("random", "random", seed=2))
+    assert_right(fg.AttentionSpec(16, dropout=0.3), Shape(70, 2 * keys + 1, 1, 1, 1), plan=plan)
+
+
 @pytest.mark.parametrize("layout", ["bhsd", "bshd"])
 def test_strides(layout: Any) -> None:
     """Views into a larger array, and rows that several heads share."""

@@ -128,5 +128,9 @@ def subjects() -> dict[str, Subject]:
         "hopper": Subject(
             fg.AttentionSpec(32, scale=4.0, mask=fg.causal()), Shape(150, 200, 1, 2, 2), stages=2, target="sm_90a"
         ),
+        # Two draws. A step is three blocks of keys, so that two of a warp's 32 lanes prepare none.
+        "hopper, dropout": Subject(
+            fg.AttentionSpec(16, dropout=0.3), Shape(70, 1990, 2, 1, 1), stages=2, tile_k=96, target="sm_90a"
+        ),
         "packed": Subject(causal, Shape(70, 100, 1, 8, 2), stages=2, target="sm_90a", packed_heads=4),
     }

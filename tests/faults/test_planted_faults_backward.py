@@ -200,20 +200,18 @@ WRONG = [
     Fault("a part's columns twice", "split in 4", r"q_rows, part \* kHeadTiles\)", "q_rows, 0)"),
     Fault("a part's queries twice", "split in 4", r"q_tile \+ part \* kQueriesPerWarp", "q_tile + 0 * kQueriesPerWarp"),
     # dropout
-    Fault("halves not exchanged", "dropout", r"__shfl_xor_sync\(0xffffffffu, (__byte_perm\([^)]*\)), 4\)", r"\1"),
-    Fault("wrong byte", "dropout", r"bytes\[e % 2\] >> \(e / 2 % 2 \* 2", "bytes[e % 2] >> (e / 2 % 2"),
-    Fault("wrong word", "dropout", r"random\.z : random\.x", "random.x : random.z"),
-    Fault("wrong word, split", "dropout, split in 2", r"random\.z : random\.x", "random.x : random.z"),
+    Fault("halves not exchanged", "dropout", r"__shfl_xor_sync\(0xffffffffu, mine, 4\)", "mine"),
+    Fault("wrong byte", "dropout", r"e / 2 % 2 \* 4 \+ e / 4 \* 2", "e / 2 % 2 * 2 + e / 4 * 4"),
+    Fault("wrong keys", "dropout", r"\(position\.key \+ i \* 16\) / 16 % 2", "(position.key + i * 16) / 32 % 2"),
+    Fault("wrong keys, split", "dropout, split in 2", r"\(position\.key \+ i \* 16\) / 16 % 2", "i % 2"),
     Fault(
         "wrong queries, split",
         "dropout, split in 2",
         r"\(first_query \+ position\.query \+ j \* 8\) / 16",
         "(first_query + j * 8) / 16",
     ),
-    Fault(
-        "wrong byte in queries", "dropout, queries", r"words\[e / 4\] >> e % 4 \* 8", "words[e / 4] >> (e ^ 1) % 4 * 8"
-    ),
-    Fault("a round of philox too few", "dropout", r"round < 7", "round < 6"),
+    Fault("wrong byte in queries", "dropout, queries", r">> 16 << j % 8 \* 4", ">> 15 << j % 8 * 4"),
+    Fault("a round of philox too few", "dropout", r"philox<0, 7>", "philox<0, 6>"),
     Fault("blind to the batch", "dropout", r"position\.batch << 16 \| position\.head", "position.head"),
     Fault(
         "blind to the batch in queries", "dropout, queries", r"position\.batch << 16 \| position\.head", "position.head"

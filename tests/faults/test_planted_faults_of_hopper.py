@@ -189,6 +189,23 @@ def test_a_row_of_another_query_or_head_is_caught_by_the_verdict(fault: Fault, l
     assert not launch(subject, fault.planted(subject.compiled.source), schedule=LATE).is_right
 
 
+DRAWN = [
+    Fault("a round of philox too few", r"philox<3, 7>", "philox<3, 6>"),
+    Fault("blind to the batch", r"position\.batch << 16 \| position\.head, offset", "position.head, offset"),
+    Fault("block 0's words left in", r"block\.x \^ origin\.x", "block.x"),
+    Fault("the step before's", r"drawn_at\(step - begin\)", "drawn_at(step - begin - (step > begin))"),
+    Fault("never drawn again", r"if \(begin > 0\) draw\(", "if (begin < 0) draw("),
+    Fault("calls exchanged", r"dropped\[i \+ 1\], 0x7632", "dropped[i + 1], 0x3276"),
+]
+
+
+@named(DRAWN)
+def test_what_is_drawn_amiss_is_caught_by_the_verdict(fault: Fault, launch: Any, subjects: Any) -> None:
+    subject = subjects["hopper, dropout"]
+    assert launch(subject, schedule=LATE).is_right
+    assert not launch(subject, fault.planted(subject.compiled.source), schedule=LATE).is_right
+
+
 RACES = [
     *UNGUARDED[:8],
     Fault("no barrier after initialising", r"__syncthreads\(\);(\s+const int warpgroup)", r"\1", "no mbarrier"),

@@ -15,14 +15,14 @@ WORD = 0xFFFFFFFF
 def scalar_byte(seed, offset, b, h, i, j):
     """One element's byte, in plain integers, written from the definition and not from the code."""
     lane = (i % 8) * 4 + (j % 8) // 2
-    c = [j // 32, (i // 16) * 32 + lane, b * 65536 + h, offset]
+    c = [b * 65536 + h, j // 32, offset, (i // 16) * 32 + lane]
     key = [seed % 2**32, seed // 2**32]
     for _ in range(7):
         first, second = 0xD2511F53 * c[0], 0xCD9E8D57 * c[2]
         c = [(second >> 32) ^ c[1] ^ key[0], second & WORD, (first >> 32) ^ c[3] ^ key[1], first & WORD]
         key = [(key[0] + 0x9E3779B9) & WORD, (key[1] + 0xBB67AE85) & WORD]
-    word, byte = c[(j // 8) % 4], ((i // 8) % 2) * 2 + j % 2
-    return (word >> (8 * byte)) & 0xFF
+    element = (j // 8) % 4 * 4 + (i // 8) % 2 * 2 + j % 2
+    return sum((c[n % 4] >> (n // 4 * 16 + element) & 1) << n for n in range(8))
 
 
 @settings(max_examples=60, deadline=None)
@@ -51,12 +51,18 @@ def test_every_element_of_a_block_agrees_with_the_scalar_twin():
 
 
 def test_first_elements_are_fixed_for_ever():
-    """Seed 0, offset 0, b = h = i = 0: the known answer of zeros gives bytes 0 and 1 of its words 5f6fb709 0d893f64."""
-    assert [scalar_byte(0, 0, 0, 0, 0, j) for j in (0, 1, 8, 9)] == [0x09, 0xB7, 0x64, 0x3F]
-    assert [scalar_byte(0, 0, 0, 0, 8, j) for j in (0, 1, 8, 9)] == [0x6F, 0x5F, 0x89, 0x0D]
-    kept = keep_tile(0, 0, 0, 0, range(16), range(32), 1 - 0x64 / 256)  # T = 0x64
-    assert kept[0, [0, 1, 8, 9]].tolist() == [True, False, False, True]
-    assert kept[8, [0, 1, 8, 9]].tolist() == [False, True, False, True]
+    """Seed 0, offset 0, b = h = i = 0: the known answer of zeros, whose halves of words have the bits below."""
+    words = [0x5F6FB709, 0x0D893F64, 0x4F121F81, 0x4F730A48]
+    low = [f"{word & 0xFFFF:016b}" for word in words]
+    assert low == ["1011011100001001", "0011111101100100", "0001111110000001", "0000101001001000"]
+    high = [f"{word >> 16:016b}" for word in words]
+    assert high == ["0101111101101111", "0000110110001001", "0100111100010010", "0100111101110011"]
+    # Element 0 takes the last bit of each, its lowest first: 1, 0, 1, 0 of the low halves, 1, 1, 0, 1 of the high ones.
+    assert [scalar_byte(0, 0, 0, 0, 0, j) for j in (0, 1, 8, 9)] == [0xB5, 0xD0, 0xC0, 0x92]
+    assert [scalar_byte(0, 0, 0, 0, 8, j) for j in (0, 1)] == [0x12, 0x39]
+    kept = keep_tile(0, 0, 0, 0, range(16), range(32), 1 - 0xB5 / 256)  # T = 0xb5
+    assert kept[0, [0, 1, 8, 9]].tolist() == [False, False, False, True]
+    assert kept[8, [0, 1]].tolist() == [True, True]
 
 
 def test_the_512_bytes_of_a_block_are_all_different_places():
