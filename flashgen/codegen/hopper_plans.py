@@ -118,11 +118,10 @@ class HopperPlan:
     @property
     def _prepared_steps(self) -> int:
         """The steps that the blocks of keys which a warp prepares at once make."""
-        return _DRAWN_BLOCKS // (self.tile_k // DROPOUT_COLUMNS)
+        return _DRAWN_BLOCKS // max(1, self.tile_k // DROPOUT_COLUMNS)
 
     def drawn_steps(self, spec: AttentionSpec) -> int:
-        """Steps whose dropout is drawn at once: the more the better, as no products run meanwhile; what there is room
-        for, up to a bound beyond which little is gained."""
+        """Steps whose dropout is drawn at once: as many as there is room for, until more would gain little."""
         if not spec.dropout:
             return 0
         room = _MOST_SHARED - self._shared_bytes(spec, self.output_apart(spec))
@@ -136,7 +135,8 @@ class HopperPlan:
             return 0
         words = -(-self.tile_k // (2 * DROPOUT_COLUMNS))
         scores = 4 * words * self.consumers * WARPGROUP * steps
-        return _BLOCK_BYTES * (1 + _DRAWN_BLOCKS * self.warps) + scores
+        prepared = _BLOCK_BYTES * _DRAWN_BLOCKS * self.warps
+        return _BLOCK_BYTES + prepared + scores  # the first: to align the second
 
     def _shared_bytes(self, spec: AttentionSpec, output_apart: bool) -> int:
         head, value = padded(spec.head_dim), padded(spec.value_dim)

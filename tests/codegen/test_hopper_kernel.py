@@ -153,6 +153,19 @@ def test_plans_that_cannot_be_are_refused_by_name(plan: HopperPlan, spec: Attent
         render_forward(spec, SM_90A, plan)
 
 
+def test_steps_drawn_at_once_fill_what_is_left_of_shared_memory() -> None:
+    dropped, kept = AttentionSpec(128, dropout=0.1), AttentionSpec(128)
+    # Blocks of 32 keys are prepared 32 at a time, once or twice.
+    drawn = {plan: plan.drawn_steps(dropped) for plan in (PLAN, HopperPlan(3, 64), HopperPlan(2, 96))}
+    assert drawn == {PLAN: 8, HopperPlan(3, 64): 32, HopperPlan(2, 96): 20}
+    for plan, steps in drawn.items():
+        words = -(-plan.tile_k // 64)
+        more = 16 + plan.warps * 32 * 16 + steps * plan.consumers * 128 * words * 4
+        assert plan.shared_bytes(dropped) - plan.shared_bytes(kept) == more and plan.drawn_steps(kept) == 0
+        assert plan.shared_bytes(dropped) <= SM_90A.shared_per_block
+    HopperPlan(2, 16).check(kept, SM_90A)  # fewer keys than a block that is drawn has
+
+
 def test_a_plan_is_of_one_family() -> None:
     spec = AttentionSpec(64)
     with pytest.raises(UnsupportedError, match="takes a HopperPlan"):

@@ -125,7 +125,7 @@ WRONG = [
     Fault("a tile of queries done twice", "one stage", r"gridDim\.x - 1 - blockIdx\.x;", "0;"),
     Fault("a score's head", "score", r"load_slopes\(arguments, h\)", "load_slopes(arguments, 0)"),
     Fault("old output not rescaled", "steep scores", r"output\[i\]\[j\]\[2 \* r \+ 1\] \*= shrink;", ""),
-    Fault("old sum not rescaled", "steep scores", r"rows\[i\]\[r\]\.sum \*= shrink;", ""),
+    Fault("old sum not rescaled", "steep scores", r"rows\[i\]\[r\]\.sum \* shrink\}", "rows[i][r].sum}"),
     Fault("never rescaled", "steep scores", r"\(0xffffffffu, outgrown\)", "(0xffffffffu, false)"),
     Fault("sum of half the lanes", "one stage", r"return x \+ __shfl_xor_sync\(0xffffffffu, x, 2\);", "return x;"),
     Fault("wrong byte of dropout", "dropout", r"dropped >> e & 1", "dropped >> (e ^ 1) & 1"),
@@ -147,7 +147,7 @@ def test_a_wrong_number_is_caught_by_the_verdict(fault: Fault, launch: Any, subj
 
 OVERFLOWS = [
     Fault("one row of output too many", "one stage", r"(first_row \+ row) < (row_count && chunk)", r"\1 <= \2"),
-    Fault("one number of LSE too many", "one stage", r"\(query < arguments\.len_q\)", "(query <= arguments.len_q)"),
+    Fault("one number of LSE too many", "one stage", r"\(query >= arguments\.len_q\)", "(query > arguments.len_q)"),
     Fault("one row of keys too many", "one stage", r"(first_row \+ row) < (row_count && \(chunk)", r"\1 <= \2"),
     Fault("one tile of keys too many", "score", r"(const bool valid = )first_row \+ row < row_count && ", r"\1"),
     Fault(

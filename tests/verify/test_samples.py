@@ -16,6 +16,7 @@ from flashgen.verify.problems import ENOUGH
 from flashgen.verify.samples import samples, together
 
 SLOPES = fg.AttentionSpec(8, mask=fg.causal(), score=learned(fg.alibi("slopes")), dropout=0.1)
+TABLE = fg.AttentionSpec(8, score=learned(fg.relative_bias(fg.Tensor("table", ndim=2, dtype="float32"), 12)))
 PLAIN = fg.AttentionSpec(8)
 
 
@@ -29,6 +30,8 @@ PLAIN = fg.AttentionSpec(8)
         (SLOPES, Shape(40, 60), 8),
         (SLOPES, Shape(40, 60, 1, 16, 2), 1),
         (SLOPES, Shape(40, 60, 1, 12, 2), 2),
+        (TABLE, Shape(40, 60, 1, 16, 2), 1),
+        (TABLE, Shape(1, 1, 8, 4, 2), 4),  # one number of each of four heads' rows is read
     ],
 )
 def test_as_many_problems_as_give_enough_numbers(spec: fg.AttentionSpec, shape: Shape, count: int) -> None:
