@@ -101,10 +101,11 @@ class HopperPlan:
         """One line for the kernel's header."""
         turns = " that take turns" if self.takes_turns else ""
         heads = f" of {self.packed_heads} heads" if self.packed_heads > 1 else ""
+        drawn = f", dropout drawn for {self.drawn_steps(spec)} steps at once" if spec.dropout else ""
         return (
             f"{self.tile_q} queries{heads} x {self.tile_k} keys, {self.consumers} warpgroup(s) of "
             f"{self.consumer_registers} registers{turns}, {self.stages} stage(s) of K and V, "
-            f"{self.shared_bytes(spec)} bytes of shared memory"
+            f"{self.shared_bytes(spec)} bytes of shared memory{drawn}"
         )
 
     def shared_bytes(self, spec: AttentionSpec) -> int:
