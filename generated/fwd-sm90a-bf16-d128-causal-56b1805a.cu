@@ -416,6 +416,17 @@ __device__ __forceinline__ void await_product(float (&product)[kCount]) {
   order_registers(product);
 }
 
+// The largest score of row r, 0 or 1, of this lane's two.
+__device__ __forceinline__ float row_maximum(const float (&scores)[kTileK / 2], int r) {
+  float even = scores[2 * r], odd = scores[2 * r + 1];   // two chains of operations, half as long
+#pragma unroll
+  for (int n = 2 * r + 4; n < kTileK / 2; n += 4) {
+    even = fmaxf(even, scores[n]);
+    odd = fmaxf(odd, scores[n + 1]);
+  }
+  return quad_max(fmaxf(even, odd));
+}
+
 // Multiplies the output's rows.
 __device__ __forceinline__ void rescale(float (&output)[kValueDimPadded / 2], const float (&factor)[2]) {
 #pragma unroll
@@ -576,13 +587,7 @@ __device__ __forceinline__ bool raise_references(RowState (&rows)[2], float (&ou
   bool far = false;
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    float even = scores[2 * r], odd = scores[2 * r + 1];
-#pragma unroll
-    for (int n = 2 * r + 4; n < kTileK / 2; n += 4) {
-      even = fmaxf(even, scores[n]);
-      odd = fmaxf(odd, scores[n + 1]);
-    }
-    const float reference = fmaxf(rows[r].reference, quad_max(fmaxf(even, odd)));
+    const float reference = fmaxf(rows[r].reference, row_maximum(scores, r));
     // A row that has seen no key yet has nothing to rescale; -inf - -inf would be NaN.
     shrink[r] = reference == minus_infinity() ? 1.0f : exp2_approx((rows[r].reference - reference) * kScoreToLog2);
     far |= shrink[r] < 1.0f / kMostSum && rows[r].reference != minus_infinity();

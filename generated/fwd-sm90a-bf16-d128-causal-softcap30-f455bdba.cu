@@ -424,6 +424,17 @@ __device__ __forceinline__ void await_product(float (&product)[kCount]) {
   order_registers(product);
 }
 
+// The largest score of row r, 0 or 1, of this lane's two.
+__device__ __forceinline__ float row_maximum(const float (&scores)[kTileK / 2], int r) {
+  float even = scores[2 * r], odd = scores[2 * r + 1];   // two chains of operations, half as long
+#pragma unroll
+  for (int n = 2 * r + 4; n < kTileK / 2; n += 4) {
+    even = fmaxf(even, scores[n]);
+    odd = fmaxf(odd, scores[n + 1]);
+  }
+  return quad_max(fmaxf(even, odd));
+}
+
 // Multiplies the output's rows.
 __device__ __forceinline__ void rescale(float (&output)[kValueDimPadded / 2], const float (&factor)[2]) {
 #pragma unroll
@@ -583,13 +594,7 @@ __device__ __forceinline__ bool softmax(float (&scores)[kTileK / 2], RowState (&
   bool outgrown = false;
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    float even = scores[2 * r], odd = scores[2 * r + 1];   // two chains of operations, half as long
-#pragma unroll
-    for (int n = 2 * r + 4; n < kTileK / 2; n += 4) {
-      even = fmaxf(even, scores[n]);
-      odd = fmaxf(odd, scores[n + 1]);
-    }
-    maximum[r] = quad_max(fmaxf(even, odd));
+    maximum[r] = row_maximum(scores, r);
     outgrown |= (maximum[r] - rows[r].reference) * kScoreToLog2 > kMostLag;
   }
   outgrown = __any_sync(0xffffffffu, outgrown);

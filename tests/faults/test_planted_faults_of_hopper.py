@@ -48,6 +48,11 @@ def is_caught(fault: Fault, launch: Any, subjects: Any, sanitize: Any, schedule:
     assert re.search(rf"kernel\.cu:\d+: .*({finding})", str(error.value), re.DOTALL), str(error.value)
 
 
+def is_judged_wrong(fault: Fault, launch: Any, subject: Any) -> None:
+    assert launch(subject, schedule=LATE).is_right
+    assert not launch(subject, fault.planted(subject.compiled.source), schedule=LATE).is_right
+
+
 UNREAD = "nothing has been written to|may still write|over-arrival|nobody has waited"
 OVERWRITES = "may still read|over-arrival"
 VALUES = "shared_address(shared_memory) + kValueOffset"
@@ -184,9 +189,7 @@ PACKED = [
 
 @named(PACKED)
 def test_a_row_of_another_query_or_head_is_caught_by_the_verdict(fault: Fault, launch: Any, subjects: Any) -> None:
-    subject = subjects["packed"]
-    assert launch(subject, schedule=LATE).is_right
-    assert not launch(subject, fault.planted(subject.compiled.source), schedule=LATE).is_right
+    is_judged_wrong(fault, launch, subjects["packed"])
 
 
 DRAWN = [
@@ -201,9 +204,7 @@ DRAWN = [
 
 @named(DRAWN)
 def test_what_is_drawn_amiss_is_caught_by_the_verdict(fault: Fault, launch: Any, subjects: Any) -> None:
-    subject = subjects["hopper, dropout"]
-    assert launch(subject, schedule=LATE).is_right
-    assert not launch(subject, fault.planted(subject.compiled.source), schedule=LATE).is_right
+    is_judged_wrong(fault, launch, subjects["hopper, dropout"])
 
 
 RACES = [
