@@ -39,7 +39,7 @@ class Located(dict[str, Any]):
 
 def located(arrays: Arrays) -> Located:
     """The addresses of arrays on a GPU, by the arrays' names. Whoever has them keeps the arrays alive."""
-    return Located((name, library_of(array, name).pointer(array)) for name, array in arrays.items())
+    return Located({name: library_of(array, name).pointer(array) for name, array in arrays.items()})
 
 
 class Runner(Protocol):
@@ -72,9 +72,10 @@ class GpuRunner:
         return gpu.GpuKernel(self.entry.cubin_path, self._kernel.entry, self._kernel.threads, self._kernel.shared_bytes)
 
     def launch(self, launch: Launch, arrays: Arrays, numbers: Numbers, place: Place) -> None:
-        read = {name: arrays[name] for name in launch.writer.pointer_names if name in arrays}
-        pointers = read if isinstance(arrays, Located) else located(read)
-        self._loaded.launch(launch.grid, launch.writer.write(pointers, numbers), place.stream, place.device)
+        writer = launch.writer
+        if not isinstance(arrays, Located):
+            arrays = located({name: arrays[name] for name in writer.pointer_names if name in arrays})
+        self._loaded.launch(launch.grid, writer.write(arrays, numbers), place.stream, place.device)
 
 
 class EmulatorRunner:
@@ -107,8 +108,7 @@ class Gpu:
     def runner(self, kernel: RenderedKernel, prebuild: str) -> GpuRunner:
         return GpuRunner(kernel, prebuild)
 
-    def library(self, array: Any, argument: str) -> Library:
-        return library_of(array, argument)
+    library = staticmethod(library_of)
 
     def located(self, arrays: Arrays) -> Arrays:
         """The arrays as several launches take them."""

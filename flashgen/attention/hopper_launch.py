@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from operator import itemgetter
 
 from flashgen.attention.launches import Launch, capture_values, list_shape, list_strides
 from flashgen.attention.marshal import ArgumentWriter, Value
@@ -16,6 +17,7 @@ from flashgen.runtime.tensor_maps import MAP_BYTES, MapMaker, MapShape, emulated
 
 _SECTION_BYTES = 32 * 2**20  # of K and V, which blocks that run side by side should find in the L2
 _MOST_TILES = 2**30 - 1  # so that a step past the last is a number, too
+_MOST_KEPT = 64  # sets of maps
 
 
 class MapWriter(ArgumentWriter):
@@ -37,21 +39,22 @@ class MapWriter(ArgumentWriter):
         self.counts_tiles = counts_tiles
         self.shapes = shapes
         self.offsets |= {name: layout.offset(f"{name}_map") for name in shapes}  # a map begins with the address
-        self._makers = [
-            ("o" if name in empty else name, slice(self.offsets[name], self.offsets[name] + MAP_BYTES), MapMaker(shape))
-            for name, shape in shapes.items()
-        ]
-
-    @property
-    def pointer_names(self) -> list[str]:
-        """The arrays that maps or pointers of the struct stand for."""
-        return [*self.shapes, *self._pointers]
+        self.pointer_names = [*shapes, *self.pointer_names]
+        self._sources = itemgetter(*("o" if name in empty else name for name in shapes))
+        self._makers = [MapMaker(shape) for shape in shapes.values()]
+        self._maps: dict[tuple[int, ...], bytes] = {}  # of the last sets of addresses
 
     def write(self, pointers: Mapping[str, int], numbers: Mapping[str, int | float]) -> bytearray:
         """The struct of one call on a GPU."""
         buffer = super().write(pointers, numbers)
-        for source, place, make in self._makers:
-            buffer[place] = make(pointers[source])
+        addresses = self._sources(pointers)
+        maps = self._maps.get(addresses)
+        if maps is None:
+            if len(self._maps) >= _MOST_KEPT:
+                self._maps = {}
+            maps = b"".join([make(address) for make, address in zip(self._makers, addresses, strict=True)])
+            self._maps[addresses] = maps
+        buffer[: len(maps)] = maps
         return buffer
 
     def write_emulated(self, numbers: Mapping[str, int | float]) -> bytearray:

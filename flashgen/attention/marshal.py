@@ -12,12 +12,17 @@ Value = int | float | Sequence[int]
 
 
 class ArgumentWriter:
-    """Writes the struct for calls that differ only in their pointers and a few numbers; all the rest is packed once."""
+    """Writes the struct for calls that differ only in their pointers and a few numbers; all the rest is packed once.
+
+    Attributes:
+        pointer_names: the arrays whose addresses the struct holds.
+        offsets: where it holds them, 8 bytes each.
+    """
 
     def __init__(self, layout: ArgumentLayout, values: Mapping[str, Value]) -> None:
         """`values`: every member but the pointers; those that change from call to call may be left out."""
         flat: list[int | float] = []
-        self._pointers = [field.name for field in layout.fields if field.type.endswith("*")]
+        self.pointer_names = self._pointers = [field.name for field in layout.fields if field.type.endswith("*")]
         for field in layout.fields:
             words = _MAP_WORDS if field.type == "TensorMap" else field.count
             value = values.get(field.name, [0] * words if words else 0)  # filled in by `write`
@@ -31,11 +36,6 @@ class ArgumentWriter:
             for field in layout.fields
             if field.name not in values and not field.count and not field.type.endswith(("*", "TensorMap"))
         }
-
-    @property
-    def pointer_names(self) -> list[str]:
-        """The pointers, in the order in which they stand in the struct, 8 bytes each; `offsets` says where."""
-        return self._pointers
 
     def write(self, pointers: Mapping[str, int], numbers: Mapping[str, int | float]) -> bytearray:
         """The struct of one call; pointers that are not given are null."""

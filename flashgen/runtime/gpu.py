@@ -12,6 +12,7 @@ import numpy as np
 from flashgen.errors import LaunchError
 
 
+@cache
 def cupy() -> Any:
     """CuPy; LaunchError, with the remedy, where it is missing."""
     try:
