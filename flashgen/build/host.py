@@ -40,7 +40,7 @@ _REMEDY = "install one (Debian, Ubuntu: `apt install g++`; Fedora: `dnf install 
 # are the same on x86-64 and aarch64.
 _COMMON = ("-std=c++17", "-fPIC", "-g1", "-ffp-contract=off", "-fno-strict-aliasing", "-fno-omit-frame-pointer")
 _KERNEL = (*_COMMON, "-w", "-fno-exceptions", "-fno-rtti", "-fno-math-errno", "-fvisibility=hidden")
-_RUNTIME_OPTIONS = (*_COMMON, "-O3", "-pthread")
+_RUNTIME_OPTIONS = (*_COMMON, "-O3", "-fno-semantic-interposition", "-pthread")
 _LIBRARY = ("-shared",)
 
 _KERNEL_MODE: Mapping[Mode, tuple[str, ...]] = {

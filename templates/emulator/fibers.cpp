@@ -118,7 +118,7 @@ void prepare(Fiber& fiber, void (*entry)()) {
 }
 
 // Who was left last by this worker: the one that runs next learns its stack's bounds from ASan.
-static thread_local Fiber* left_last;
+static __thread Fiber* left_last __attribute__((tls_model("initial-exec")));
 
 void fiber_entered(Fiber& fiber) {
 #ifdef FLASHGEN_ASAN

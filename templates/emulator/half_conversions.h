@@ -37,9 +37,10 @@ inline u16 f16_from_float(float value) {
 inline float float_from_f16(u16 bits) {
   u32 sign = u32(bits & 0x8000u) << 16;
   u32 shifted = u32(bits & 0x7fffu) << 13;
-  // Read as a float, the pattern is too small by 2**112, subnormals included; infinity and NaN need their own exponent.
+  // Read as a float, the pattern is too small by 2**112, subnormals included; infinity and NaN need their own exponent,
+  // of which they have some bits then. No branch: loops of it become vector instructions.
   u32 scaled = bit_cast<u32>(bit_cast<float>(shifted) * 0x1p112f);
-  return bit_cast<float>(sign | (shifted >= 0x0f800000u ? shifted | 0x7f800000u : scaled));
+  return bit_cast<float>(sign | scaled | (shifted >= 0x0f800000u ? 0x7f800000u : 0));
 }
 
 }  // namespace emulator

@@ -76,39 +76,48 @@ struct Operands {
   int depth;
 };
 
-template <Element element>
-static float to_float(u32 bits) {
-  return element == Element::kf16 ? float_from_f16(u16(bits)) : float_from_bf16(u16(bits));
+// A row of b or d. Its elements are multiplied and added one by one, in no other order than a loop's.
+typedef float Row __attribute__((vector_size(8 * sizeof(float))));
+
+template <Element element, int count>
+static void to_floats(float* values, const u16* bits) {
+  for (int i = 0; i < count; ++i)
+    values[i] = element == Element::kf16 ? float_from_f16(bits[i]) : float_from_bf16(bits[i]);
 }
 
 // d(16 x 8) += a(16 x 16) * b(16 x 8)
 template <Element element>
 static void multiply_action(void* const* lanes, u32) {
-  float a[16][16], b[16][8], d[16][8];
-  for (int lane = 0; lane < 32; ++lane) {
-    const Operands& in = *static_cast<Operands*>(lanes[lane]);
-    int g = lane / 4, t = lane % 4 * 2;
-    for (int part = 0; part < 8; ++part) {  // a: rows g, g + 8, then columns + 8
-      int word = part / 2, half = part % 2;
-      a[g + word % 2 * 8][t + word / 2 * 8 + half] = to_float<element>(in.a[word] >> (16 * half));
+  u16 a_bits[16][16], b_bits[16][8];
+  float a[16][16];
+  Row b[16], d[16];
+  for (int g = 0; g < 8; ++g) {
+    for (int t = 0; t < 8; t += 2) {
+      const Operands& in = *static_cast<Operands*>(lanes[4 * g + t / 2]);
+      for (int word = 0; word < 4; ++word)  // a: rows g, g + 8, then columns + 8
+        __builtin_memcpy(&a_bits[g + word % 2 * 8][t + word / 2 * 8], &in.a[word], sizeof(u32));
+      for (int word = 0; word < 2; ++word) {
+        b_bits[t + word * 8][g] = u16(in.b[word]);
+        b_bits[t + word * 8 + 1][g] = u16(in.b[word] >> 16);
+      }
+      for (int part = 0; part < 4; ++part) d[g + part / 2 * 8][t + part % 2] = in.d[part];
     }
-    for (int part = 0; part < 4; ++part)
-      b[t + part / 2 * 8 + part % 2][g] = to_float<element>(in.b[part / 2] >> (part % 2 * 16));
-    for (int part = 0; part < 4; ++part) d[g + part / 2 * 8][t + part % 2] = in.d[part];
   }
+  to_floats<element, 16 * 16>(&a[0][0], &a_bits[0][0]);
+  to_floats<element, 16 * 8>(reinterpret_cast<float*>(b), &b_bits[0][0]);
   int depth = static_cast<Operands*>(lanes[0])->depth;
   for (int row = 0; row < 16; ++row) {
     for (int begin = 0; begin < 16; begin += depth) {
-      float sum[8] = {};
-      for (int k = begin; k < begin + depth; ++k)
-        for (int column = 0; column < 8; ++column) sum[column] += a[row][k] * b[k][column];
-      for (int column = 0; column < 8; ++column) d[row][column] += sum[column];
+      Row sum = {};
+      for (int k = begin; k < begin + depth; ++k) sum += a[row][k] * b[k];
+      d[row] += sum;
     }
   }
-  for (int lane = 0; lane < 32; ++lane) {
-    float* out = static_cast<Operands*>(lanes[lane])->d;
-    int g = lane / 4, t = lane % 4 * 2;
-    for (int part = 0; part < 4; ++part) out[part] = d[g + part / 2 * 8][t + part % 2];
+  for (int g = 0; g < 8; ++g) {
+    for (int t = 0; t < 8; t += 2) {
+      float* out = static_cast<Operands*>(lanes[4 * g + t / 2])->d;
+      for (int part = 0; part < 4; ++part) out[part] = d[g + part / 2 * 8][t + part % 2];
+    }
   }
 }
 

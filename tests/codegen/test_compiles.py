@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import re
-from itertools import cycle, islice
+from itertools import product
 
 import pytest
 
@@ -15,11 +14,9 @@ from flashgen.codegen.lists import render_lists
 from flashgen.codegen.targets import TARGETS, Target
 from flashgen.language import AttentionSpec
 from flashgen.verify import variants
-from flashgen.verify.variants import Variant, spec_of
+from flashgen.verify.variants import DTYPES, Variant, spec_of
 
 ISSUE_TARGETS = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_120")
-DIMS = (128, 64, 96, 8, 32, 80, 40, 112)
-VARIANTS = variants()
 
 pytestmark = pytest.mark.skipif(not nvrtc.is_available(), reason="needs CuPy and NVRTC: pip install 'flashgen[cuda13]'")
 
@@ -46,20 +43,6 @@ def dtype_of(target: str, number: int) -> str:
     return "float16" if target == "sm_75" or number % 2 else "bfloat16"
 
 
-# Each variant once with each neighbour of targets and dims that a walk of coprime steps meets.
-COVERING = [
-    (variant, target, dim, dtype_of(target, number))
-    for number, (variant, target, dim) in enumerate(
-        zip(VARIANTS * 2, cycle(ISSUE_TARGETS), islice(cycle(DIMS), 3, None), strict=False)
-    )
-]
-
-
-@pytest.mark.parametrize(("variant", "target", "dim", "dtype"), COVERING)
-def test_every_variant_compiles_without_spills(variant: Variant, target: str, dim: int, dtype: str) -> None:
-    assert_no_spills(spec_of(variant, dim, dtype), target)
-
-
 @pytest.mark.parametrize("target", ISSUE_TARGETS)
 @pytest.mark.parametrize("mask", [fg.full(), fg.causal()], ids=str)
 def test_the_common_ones_compile_without_spills_everywhere(mask: fg.Mask, target: str) -> None:
@@ -72,35 +55,41 @@ def test_the_largest_head_dims_compile(target: str) -> None:
         nvrtc.compile(kernel.source, target, kernel.name)
 
 
-# Each dim meets three of the six targets, to keep the suite short; a variant whose captures are learned is no other
-# kernel in the forward. Where targets get the same text, as many do whose memory is alike, it is compiled for one of
-# them, each in turn.
-GIVEN = [variant for variant in VARIANTS if not any(c.grad for c in spec_of(variant, 64, "float16").captures)]
-EVERY_DIM = (8, 16, 32, 40, 64, 72, 80, 96, 112, 128)
+# Every variant meets every dim, every target and both dtypes; every dim meets every target in each dtype. A variant
+# whose captures are learned is no other kernel in the forward.
+GIVEN = [variant for variant in variants() if not any(c.grad for c in spec_of(variant, 64, "float16").captures)]
+DIMS = (8, 16, 32, 40, 64, 72, 80, 96, 112, 128)
 
 
 def name_of(variant: Variant) -> str:
     return f"{variant.mask}-{variant.score}-{variant.dropout}"
 
 
-def text_without_names(kernel: RenderedKernel) -> str:
-    return re.sub(r"//[^\n]*", "", kernel.source).replace(kernel.entry, "")
+def met_by(number: int) -> list[tuple[int, str, str]]:
+    """The dims, targets and dtypes that a variant is compiled with."""
+    places = range(number, number + len(DIMS))
+    targets = [ISSUE_TARGETS[place % len(ISSUE_TARGETS)] for place in places]
+    return [
+        (dim, target, dtype_of(target, number // 6 + turn // 6))
+        for turn, (dim, target) in enumerate(zip(DIMS, targets, strict=True))
+    ]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("half", [0, 1])
 @pytest.mark.parametrize("number", range(len(GIVEN)), ids=lambda number: name_of(GIVEN[number]))
-def test_every_variant_compiles_without_spills_everywhere(number: int, half: int) -> None:
-    variant, targets, seen = GIVEN[number], ISSUE_TARGETS[half::2], set()
-    for turn, dim in enumerate(EVERY_DIM[half::2], number):
-        for target in targets[turn % 3 :] + targets[: turn % 3]:
-            dtype = dtype_of(target, half)
-            spec = AttentionSpec(dim, dtype, dropout=variant.dropout, score=variant.score, mask=variant.mask)
-            for kernel in kernels_of(spec, TARGETS[target]):
-                text = text_without_names(kernel)
-                if text not in seen:
-                    seen.add(text)
-                    assert_kernel_does_not_spill(kernel)
+def test_every_variant_compiles_without_spills(number: int) -> None:
+    variant = GIVEN[number]
+    for dim, target, dtype in met_by(number):
+        spec = AttentionSpec(dim, dtype, dropout=variant.dropout, score=variant.score, mask=variant.mask)
+        assert_no_spills(spec, target)
+
+
+def test_variants_dims_targets_and_dtypes_meet() -> None:
+    each = [met_by(number) for number in range(len(GIVEN))]
+    for met in each:
+        assert [set(options) for options in zip(*met, strict=True)] == [set(DIMS), set(ISSUE_TARGETS), set(DTYPES)]
+    possible = {choice for choice in product(DIMS, ISSUE_TARGETS, DTYPES) if choice[1:] != ("sm_75", "bfloat16")}
+    assert {options for met in each for options in met} == possible
 
 
 @pytest.mark.slow
