@@ -54,7 +54,7 @@ class MapWriter(ArgumentWriter):
                 self._maps = {}
             maps = b"".join([make(address) for make, address in zip(self._makers, addresses, strict=True)])
             self._maps[addresses] = maps
-        buffer[: len(maps)] = maps
+        buffer[: len(maps)] = maps  # the struct begins with them
         return buffer
 
     def write_emulated(self, numbers: Mapping[str, int | float]) -> bytearray:
