@@ -12,6 +12,7 @@ from flashgen.verify.variants import (
     learned_variants,
     named_cases,
     spec_of,
+    stepping_cases,
     variants,
 )
 
@@ -33,6 +34,7 @@ __all__ = [
     "random_gradients",
     "random_inputs",
     "spec_of",
+    "stepping_cases",
     "variants",
     "verify",
 ]

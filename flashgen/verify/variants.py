@@ -21,6 +21,9 @@ SMALL_LENGTHS = ((113, 203), (64, 128), (1, 1), (128, 217), (3, 3), (239, 1), (6
 LARGE_LENGTHS = ((799, 3), (255, 256), (1023, 1024), (512, 512), (1024, 1024), (2048, 2048))
 SHORT_LENGTHS = ((64, 32), (65, 65), (3, 3))  # in the small sweep, of gradients of few numbers: many calls each
 EQUAL_LENGTHS = ((65, 65), (203, 203), (1, 1), (128, 128))
+# Several tiles of queries and steps of keys, the last of them cut off; less of what takes many calls.
+STEPPING_LENGTHS = ((113, 203), (150, 139), (97, 230))
+STEPPING_SHORT_LENGTHS, STEPPING_EQUAL_LENGTHS = ((65, 97), (97, 65)), ((150, 150), (203, 203))
 LARGE_EQUAL_LENGTHS = ((1000, 1000), (2048, 2048))
 
 
@@ -143,13 +146,26 @@ def variants() -> tuple[Variant, ...]:
 
 def named_cases(shapes_each: int = 3) -> tuple[Case, ...]:
     """The small sweep, for the emulator and CI: every variant once, head dims, dtypes, heads and lengths in turn."""
-    lengths, short, equal = map(cycle, (SMALL_LENGTHS, SHORT_LENGTHS, EQUAL_LENGTHS))
+    return _small_sweep(shapes_each, SMALL_LENGTHS, SHORT_LENGTHS, EQUAL_LENGTHS)
+
+
+def stepping_cases() -> tuple[Case, ...]:
+    """The specs of `named_cases`, for orders of threads and for sanitizers that look for races: one batch each, at
+    lengths where loops go round several times, and memory that was read is written again.
+    """
+    cases = _small_sweep(1, STEPPING_LENGTHS, STEPPING_SHORT_LENGTHS, STEPPING_EQUAL_LENGTHS)
+    return tuple(replace(case, shape=replace(case.shape, batch=1)) for case in cases)
+
+
+def _small_sweep(shapes_each: int, *lengths: tuple[tuple[int, int], ...]) -> tuple[Case, ...]:
+    """`lengths`: of most variants, of those with gradients of few numbers, of those that need equal ones."""
+    most, short, equal = map(cycle, lengths)
     dims = cycle(HEAD_DIMS)
     cases = []
     for number, variant in enumerate(variants()):
         dtype, layout = DTYPES[number % 2], ("bhsd", "bshd")[number // 2 % 2]
         spec = spec_of(variant, next(dims), dtype, layout)
-        kind = equal if variant.equal else short if _has_few_gradients(spec) else lengths
+        kind = equal if variant.equal else short if _has_few_gradients(spec) else most
         pairs = [next(kind) for _ in range(shapes_each)]
         cases += [_case(variant, spec, pair, number + i) for i, pair in enumerate(pairs)]
     return tuple(cases)

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from flashgen.verify import Case, all_cases, named_cases, verify
+from flashgen.verify import Case, all_cases, named_cases, stepping_cases, verify
 from flashgen.verify.variants import DTYPES, HEAD_DIMS, variants
 
 BACKWARD = ("backward",)
@@ -45,7 +45,7 @@ def test_on_the_emulator(cases: tuple[Case, ...]) -> None:
     assert_agrees(cases, emulate=True, schedule_count=2)
 
 
-@pytest.mark.parametrize("cases", grouped(named_cases(1)), ids=name_of)
+@pytest.mark.parametrize("cases", grouped(stepping_cases()), ids=name_of)
 def test_with_every_schedule(cases: tuple[Case, ...]) -> None:
     assert_agrees(cases, emulate=True, schedule_count=8)
 
@@ -57,7 +57,7 @@ def test_address_and_undefined_behaviour_sanitizers_find_nothing(cases: tuple[Ca
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("cases", grouped(named_cases(1)), ids=name_of)
+@pytest.mark.parametrize("cases", grouped(stepping_cases()), ids=name_of)
 def test_thread_sanitizer_finds_nothing(cases: tuple[Case, ...]) -> None:
     assert_agrees(cases, emulate=True, sanitize="thread")
 
@@ -67,12 +67,12 @@ def test_gradients_on_the_emulator(cases: tuple[Case, ...]) -> None:
     assert_agrees(cases, passes=BACKWARD, emulate=True)
 
 
-@pytest.mark.parametrize("cases", grouped(named_cases(1)), ids=name_of)
+@pytest.mark.parametrize("cases", grouped(stepping_cases()), ids=name_of)
 def test_gradients_with_every_order_of_threads(cases: tuple[Case, ...]) -> None:
     assert_agrees(cases, passes=BACKWARD, emulate=True, schedule_count=4)
 
 
-@pytest.mark.parametrize("cases", grouped(named_cases(1)), ids=name_of)
+@pytest.mark.parametrize("cases", grouped(stepping_cases()), ids=name_of)
 def test_deterministic_gradients_have_the_same_bits_in_every_order_of_threads(cases: tuple[Case, ...]) -> None:
     assert_agrees(cases, passes=BACKWARD, deterministic=True, emulate=True, schedule_count=4)
 
@@ -86,7 +86,7 @@ def test_address_and_undefined_behaviour_sanitizers_find_nothing_in_the_backward
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("cases", "deterministic"), in_turn(named_cases(1)), ids=name_in_turn)
+@pytest.mark.parametrize(("cases", "deterministic"), in_turn(stepping_cases()), ids=name_in_turn)
 def test_thread_sanitizer_finds_nothing_in_the_backward(cases: tuple[Case, ...], deterministic: bool) -> None:
     assert_agrees(cases, passes=BACKWARD, deterministic=deterministic, emulate=True, sanitize="thread")
 
