@@ -109,6 +109,8 @@ _WARPS_TO_HIDE_LATENCY = 8  # on a multiprocessor
 # test that compiles every kind of spec for every target. sm_90's assembler needs fewer registers for all else.
 _ACCUMULATORS = {"none": 160, "plain": 160, "busy": 160, "loading": 160, "moderate": 160, "costly": 160, "heavy": 96}
 _ACCUMULATORS_SM_90 = _ACCUMULATORS | {"none": 192, "plain": 176, "busy": 176, "loading": 176}
+# Dropout takes more beside many scores, or beside a score function or a mask that is not plain.
+_ACCUMULATORS_WITH_DROPOUT, _SCORES_WITH_DROPOUT = 128, 32
 _SCORES = {"none": 128, "plain": 128, "busy": 64, "loading": 48, "moderate": 64, "costly": 32, "heavy": 32}
 _PLAIN_MASK, _BUSY_SCORE = 8, 8  # operations
 _KEPT_HEAD_DIM = 32
@@ -185,10 +187,25 @@ def _candidates(spec: AttentionSpec, target: Target) -> list[ForwardPlan]:
 
 def choose_forward_plan(spec: AttentionSpec, target: Target) -> ForwardPlan:
     """The default plan of a spec on a target: the first preferred one whose accumulators leave registers to spare."""
-    heaviness, candidates = weight(spec), _candidates(spec, target)
-    allowance = (_ACCUMULATORS_SM_90 if target.compute_capability == 90 else _ACCUMULATORS)[heaviness]
+    candidates = _candidates(spec, target)
     for plan in candidates:
-        scores, accumulators = _accumulators(plan, spec)
-        if accumulators <= allowance and scores <= _SCORES[heaviness]:
+        if _leaves_registers(plan, spec, target):
             return plan
     return min(candidates, key=lambda plan: _accumulators(plan, spec)[1])
+
+
+def _leaves_registers(plan: ForwardPlan, spec: AttentionSpec, target: Target) -> bool:
+    """Whether a thread has registers to spare for what the variant needs."""
+    heaviness, (scores, accumulators) = weight(spec), _accumulators(plan, spec)
+    allowance = (_ACCUMULATORS_SM_90 if target.compute_capability == 90 else _ACCUMULATORS)[heaviness]
+    most_scores = _SCORES[heaviness]
+    if spec.dropout and not _drops_alone(spec):
+        most_scores = min(most_scores, _SCORES_WITH_DROPOUT)
+    if spec.dropout and (scores > _SCORES_WITH_DROPOUT or not _drops_alone(spec)):
+        allowance = min(allowance, _ACCUMULATORS_WITH_DROPOUT)
+    return accumulators <= allowance and scores <= most_scores
+
+
+def _drops_alone(spec: AttentionSpec) -> bool:
+    """Whether dropout is all that a spec has, but for a plain mask."""
+    return spec.score is None and weight(replace(spec, dropout=0.0)) in ("none", "plain")
