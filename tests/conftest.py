@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import os
 import shutil
 import tempfile
@@ -16,6 +17,7 @@ _owned_cache: str | None = None
 def pytest_configure(config: pytest.Config) -> None:
     """Give the run one cache. The workers of pytest-xdist inherit the variable, so each kernel is compiled once."""
     global _owned_cache
+    gc.set_threshold(20_000, 20, 20)  # SymPy's expressions are many and live on: looking through them takes time
     for name in ("FLASHGEN_JIT", "FLASHGEN_RELEASE"):
         os.environ.pop(name, None)
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # else JAX takes most of a GPU's memory for itself
