@@ -111,6 +111,7 @@ _ACCUMULATORS = {"none": 160, "plain": 160, "busy": 160, "loading": 160, "modera
 _ACCUMULATORS_SM_90 = _ACCUMULATORS | {"none": 192, "plain": 176, "busy": 176, "loading": 176}
 # Dropout takes more beside many scores, or beside a score function or a mask that is not plain.
 _ACCUMULATORS_WITH_DROPOUT, _SCORES_WITH_DROPOUT = 128, 32
+_NEEDS_MORE = 100  # whose assembler takes more registers for the same text, and GPUs after it
 _SCORES = {"none": 128, "plain": 128, "busy": 64, "loading": 48, "moderate": 64, "costly": 32, "heavy": 32}
 _PLAIN_MASK, _BUSY_SCORE = 8, 8  # operations
 _KEPT_HEAD_DIM = 32
@@ -199,7 +200,7 @@ def _leaves_registers(plan: ForwardPlan, spec: AttentionSpec, target: Target) ->
     heaviness, (scores, accumulators) = weight(spec), _accumulators(plan, spec)
     allowance = (_ACCUMULATORS_SM_90 if target.compute_capability == 90 else _ACCUMULATORS)[heaviness]
     most_scores = _SCORES[heaviness]
-    if spec.dropout and not _drops_alone(spec):
+    if spec.dropout and not _drops_alone(spec) and target.compute_capability >= _NEEDS_MORE:
         most_scores = min(most_scores, _SCORES_WITH_DROPOUT)
     if spec.dropout and (scores > _SCORES_WITH_DROPOUT or not _drops_alone(spec)):
         allowance = min(allowance, _ACCUMULATORS_WITH_DROPOUT)
