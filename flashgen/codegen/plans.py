@@ -200,9 +200,10 @@ def _leaves_registers(plan: ForwardPlan, spec: AttentionSpec, target: Target) ->
     heaviness, (scores, accumulators) = weight(spec), _accumulators(plan, spec)
     allowance = (_ACCUMULATORS_SM_90 if target.compute_capability == 90 else _ACCUMULATORS)[heaviness]
     most_scores = _SCORES[heaviness]
-    if spec.dropout and not _drops_alone(spec) and target.compute_capability >= _NEEDS_MORE:
+    crowded = spec.dropout and not _drops_alone(spec)
+    if crowded and target.compute_capability >= _NEEDS_MORE:
         most_scores = min(most_scores, _SCORES_WITH_DROPOUT)
-    if spec.dropout and (scores > _SCORES_WITH_DROPOUT or not _drops_alone(spec)):
+    if crowded or (spec.dropout and scores > _SCORES_WITH_DROPOUT):
         allowance = min(allowance, _ACCUMULATORS_WITH_DROPOUT)
     return accumulators <= allowance and scores <= most_scores
 
