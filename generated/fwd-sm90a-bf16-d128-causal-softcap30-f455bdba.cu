@@ -24,7 +24,7 @@ struct ForwardArguments {
   TensorMap v_map;
   TensorMap o_map;
   float* lse;   // (batch, heads_q, len_q), or null
-  int* next_tile;   // 0; counts tiles taken beside each block's first; null: there are none
+  unsigned* next_tile;   // 0, before and after; null: no tiles beside each block's first
   int tiles;   // of queries, of all heads and batches
   int tiles_q;   // of each head
   int heads;   // of queries, of all batches
@@ -540,7 +540,9 @@ __device__ __forceinline__ void load_tiles(unsigned shared, const Barriers& barr
       load_values(step);
     }
     used += tiles.count;
-    index = arguments.next_tile == nullptr ? arguments.tiles : gridDim.x + atomicAdd(arguments.next_tile, 1);
+    // A launch increments once after each tile: the last increment wraps the counter to the 0 that it began with.
+    index = arguments.next_tile == nullptr ? arguments.tiles
+                                           : gridDim.x + atomicInc(arguments.next_tile, arguments.tiles - 1);
   }
   mbarrier_wait(barriers.queries_empty(), queries_used);
   barriers.tile_index() = index;   // no tile: those that compute are done

@@ -131,13 +131,9 @@ class Gpu:
         """What kind of GPU the device is."""
         return gpu.card(device)
 
-    def prepare_counters(self, device: int) -> None:
-        """Takes the memory of counters, which no call that is being captured may do."""
-        counters(device)
-
     def counter(self, place: Place) -> Any:
-        """An int32 that the next launch counts by; 0 when it begins."""
-        return counters(place.device).cleared(place.stream)
+        """A uint32 that the next launch counts by: 0, and 0 again when it has ended."""
+        return counters(place.device).of_launch(place.stream)
 
     def clear(self, array: Any, place: Place) -> None:
         """Zeros an array on the stream."""
@@ -180,11 +176,8 @@ class Emulator:
     def card(self, device: int) -> gpu.Card:
         return _EMULATED
 
-    def prepare_counters(self, device: int) -> None:
-        pass
-
     def counter(self, place: Place) -> Any:
-        return np.zeros(1, np.int32)
+        return np.zeros(1, np.uint32)
 
     def clear(self, array: Any, place: Place) -> None:
         array[...] = 0

@@ -150,7 +150,6 @@ class ForwardPass(Pass[_Prepared]):
             check_array(self.spec, capture, captured[capture.name], problem)
         built = self.built_for(problem, device)
         if isinstance(built.kernel, HopperKernel):
-            self.engine.prepare_counters(device)
             forward = hopper_launch(self.spec, built.kernel, problem, captured, self.engine.multiprocessors(device))
         else:
             forward = forward_launch(self.spec, built.kernel, problem, captured)

@@ -56,7 +56,7 @@ def hopper_layout(spec: AttentionSpec, lists: bool, packed: bool = False) -> Arg
     fields = [Field("TensorMap", f"{name}_map") for name in "qkvo"]
     fields.append(Field("float*", "lse", comment="(batch, heads_q, len_q), or null"))
     fields.append(
-        Field("int*", "next_tile", comment="0; counts tiles taken beside each block's first; null: there are none")
+        Field("unsigned*", "next_tile", comment="0, before and after; null: no tiles beside each block's first")
     )
     fields.append(Field("int", "tiles", comment="of queries, of all heads and batches"))
     fields.append(Field("int", "tiles_q", comment=f"of each {heads[:-1]}"))

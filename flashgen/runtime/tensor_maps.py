@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cached_property
 from typing import Any
 
 from flashgen.errors import ArgumentError, LaunchError
+from flashgen.runtime.driver import driver
 from flashgen.runtime.emulated_maps import encode_map
 
 MAP_BYTES = 128
@@ -120,7 +121,7 @@ def tensor_map(address: int, shape: MapShape) -> bytes:
     memory = ctypes.create_string_buffer(MAP_BYTES + _ALIGNMENT)
     at = -(-ctypes.addressof(memory) // _ALIGNMENT) * _ALIGNMENT
     before, after = shape._driver_arguments
-    status = _driver().cuTensorMapEncodeTiled(ctypes.c_void_p(at), *before, ctypes.c_void_p(address), *after)
+    status = driver().cuTensorMapEncodeTiled(ctypes.c_void_p(at), *before, ctypes.c_void_p(address), *after)
     if status:
         raise LaunchError(
             f"the driver does not take the tensor map of an array at {address:#x}: CUDA error {status} for {shape}; "
@@ -132,13 +133,3 @@ def tensor_map(address: int, shape: MapShape) -> bytes:
 def emulated_map(shape: MapShape) -> bytes:
     """The 128 bytes of the emulator's map; its first 8 are for the array's address."""
     return encode_map(shape.dtype, shape.sizes, shape.strides, shape.whole_box, shape.swizzle_bytes)
-
-
-@cache
-def _driver() -> ctypes.CDLL:
-    for name in ("libcuda.so.1", "libcuda.so", "nvcuda.dll"):
-        try:
-            return ctypes.CDLL(name)
-        except OSError:
-            continue
-    raise LaunchError("tensor maps are made by NVIDIA's driver, and there is none; emulate=True runs on the CPU")

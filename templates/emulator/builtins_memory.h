@@ -56,6 +56,10 @@ template <class T>
 inline T atomicSub(T* pointer, typename ::emulator::Same<T>::Type value) {
   return ::emulator::atomic_update(pointer, [value](T old) { return T(old - value); });
 }
+// Counts up to the limit and then from 0 again.
+inline unsigned atomicInc(unsigned* pointer, unsigned limit) {
+  return ::emulator::atomic_update(pointer, [limit](unsigned old) { return old >= limit ? 0u : old + 1u; });
+}
 template <class T>
 inline T atomicMax(T* pointer, typename ::emulator::Same<T>::Type value) {
   return ::emulator::atomic_update(pointer, [value](T old) { return old < value ? value : old; });

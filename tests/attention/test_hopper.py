@@ -9,6 +9,7 @@ import pytest
 
 import flashgen as fg
 from flashgen import attention
+from flashgen.attention.engines import Emulator
 from flashgen.attention.hopper_launch import MapWriter, hopper_launch, section_heads
 from flashgen.attention.problem import Problem
 from flashgen.codegen.hopper import render_hopper
@@ -148,6 +149,17 @@ def test_blocks_take_tiles_by_a_counter_where_there_are_more_tiles_than_blocks()
     assert few.writer.offsets["k"] == 128 and few.writer.offsets["lse"] == 512
     struct = few.writer.write_emulated({})
     assert len(struct) % 64 == 0 and struct[512:528] == bytes(16)
+
+
+@pytest.mark.parametrize("mask", [fg.full(), fg.causal(), fg.document("ids")], ids=str)
+@pytest.mark.parametrize("order", ORDERS)
+def test_a_launch_leaves_its_counter_as_it_found_it(mask: Any, order: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that launches of several threads on one stream need nothing between them that others might come between."""
+    counter = np.zeros(1, np.uint32)
+    monkeypatch.setattr(Emulator, "counter", lambda engine, place: counter)
+    for shape in (Shape(500, 500, 2, 3, 3), Shape(130, 70, 1, 4, 2)):
+        assert_right(fg.AttentionSpec(64, mask=mask), shape, plan=PLANS[0], schedule=Schedule(order, "random", seed=2))
+        assert counter == 0
 
 
 def test_more_tiles_than_can_be_counted_are_refused() -> None:

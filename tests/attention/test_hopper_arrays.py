@@ -136,6 +136,6 @@ def test_a_map_that_the_driver_refuses_is_an_error_with_a_remedy(monkeypatch: py
             assert len(given) == 12
             return 1
 
-    monkeypatch.setattr(tensor_maps, "_driver", Driver)
+    monkeypatch.setattr(tensor_maps, "driver", Driver)
     with pytest.raises(LaunchError, match=r"at 0x1000: CUDA error 1 .*contiguous array, or compile"):
         tensor_maps.tensor_map(0x1000, map_shape("q", "bfloat16", (64, 70, 3, 2), (64, 4480, 0), (64, 64)))

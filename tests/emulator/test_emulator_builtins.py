@@ -75,10 +75,10 @@ def test_integer_functions(run: Any) -> None:
 @pytest.mark.parametrize(("sanitize", "workers"), [(None, 1), (None, 4), ("thread", 1)])
 def test_atomics_lose_nothing(run: Any, sanitize: Any, workers: int) -> None:
     total, highest, following = np.zeros(1, np.float32), np.zeros(1, np.uint32), np.zeros(1, np.uint32)
-    counted, tickets = np.zeros(1, np.int32), np.zeros(32 * 20, np.uint32)
+    counted, tickets, wrapping = np.zeros(1, np.int32), np.zeros(32 * 20, np.uint32), np.full(1, 99, np.uint32)
     how = {"grid": (20, 1, 1), "sanitize": sanitize, "schedule": Schedule("random", workers=workers)}
-    run(SOURCE, "atomics", counted, total, highest, tickets, following, **how)
-    assert (counted[0], total[0], highest[0]) == (-2 * 640, 320, 639)
+    run(SOURCE, "atomics", counted, total, highest, tickets, following, wrapping, **how)
+    assert (counted[0], total[0], highest[0], wrapping[0]) == (-2 * 640, 320, 639, 39)
     np.testing.assert_array_equal(np.sort(tickets), np.arange(640))
 
 

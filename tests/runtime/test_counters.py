@@ -1,9 +1,10 @@
-"""Counters on a GPU that is made up: one for a stream, one of its own for whatever is captured, cleared each time."""
+"""Counters on a GPU that is made up: one for each stream that ever was, one of its own for whatever is captured."""
 
 from __future__ import annotations
 
 import threading
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,26 +17,37 @@ EACH_THREADS = 2
 
 
 class Card:
-    """What of CuPy the counters use; memory is NumPy's."""
+    """What of CuPy and of the driver the counters use; memory is NumPy's. `numbers` are the streams', by handle."""
 
     def __init__(self) -> None:
         self.capturing: set[int] = set()
         self.cleared: list[tuple[int, int, int, int]] = []
-        self.allocated = 0
+        self.numbers: dict[int, int] = {}
+        self.allocated, self.beside = 0, False
         runtime = SimpleNamespace(
             streamIsCapturing=self.capturing.__contains__, memsetAsync=lambda *given: self.cleared.append(given)
         )
         self.cuda = SimpleNamespace(
-            runtime=runtime, Device=nullcontext, Memory=self.allocate, MemoryPointer=lambda memory, at: memory
-        )
+            runtime=runtime, Device=nullcontext, Memory=self.allocate, MemoryPointer=lambda memory, at: memory,
+            Stream=lambda non_blocking: SimpleNamespace(ptr=99, synchronize=lambda: None),
+        )  # fmt: skip
+
+    def stream_id(self, stream: int) -> int:
+        return self.numbers.get(stream, stream)
+
+    @contextmanager
+    def beside_captures(self) -> Iterator[None]:
+        self.beside = True
+        yield
+        self.beside = False
 
     def allocate(self, size: int) -> int:
-        assert not self.capturing, "memory is taken during a capture"
+        assert self.beside, "memory is taken as a capture forbids it"
         self.allocated += 1
         return self.allocated << 32
 
     def ndarray(self, shape: tuple[int], dtype: str, pointer: int) -> Any:
-        assert dtype == "int32"
+        assert dtype == "uint32"
         return Slices(pointer, shape[0])
 
 
@@ -52,38 +64,70 @@ class Slices:
 def card(monkeypatch: pytest.MonkeyPatch) -> Card:
     made = Card()
     monkeypatch.setattr(gpu, "cupy", lambda: made)
+    monkeypatch.setattr(counters, "stream_id", made.stream_id)
+    monkeypatch.setattr(counters, "beside_captures", made.beside_captures)
     return made
 
 
-def test_launches_of_a_stream_share_a_counter_and_each_clears_it(card: Card) -> None:
+def address(these: counters.Counters, stream: int) -> int:
+    return int(these.of_launch(stream).data.ptr)
+
+
+def test_launches_of_a_stream_share_a_counter_and_nothing_else_is_launched(card: Card) -> None:
     these = counters.Counters(0)
-    taken = [these.cleared(stream).data.ptr for stream in (7, 8, 7)]
+    taken = [address(these, stream) for stream in (7, 8, 7)]
     assert taken[0] == taken[2] != taken[1]
-    assert card.cleared == [(address, 0, 4, stream) for address, stream in zip(taken, (7, 8, 7), strict=True)]
-    assert card.allocated == 1
+    assert card.allocated == 1 and card.cleared == [(1 << 32, 0, 4 * 16384, 99)]  # when they were made
 
 
 def test_what_is_captured_has_a_counter_for_ever(card: Card) -> None:
-    these = counters.Counters(0)
-    before = these.cleared(7).data.ptr
     card.capturing.add(7)
-    captured = [these.cleared(7).data.ptr for _ in range(3)]
+    these = counters.Counters(0)
+    captured = [address(these, 7) for _ in range(3)]
     card.capturing.clear()
-    assert len({before, *captured}) == 4 and these.cleared(7).data.ptr == before
-    assert these.cleared(8).data.ptr not in captured
+    assert len({*captured, address(these, 7), address(these, 8)}) == 5
 
 
 def test_the_stream_of_each_thread_is_as_many_streams(card: Card) -> None:
     these, found = counters.Counters(0), []
-    own = these.cleared(EACH_THREADS).data.ptr
-    thread = threading.Thread(target=lambda: found.append(these.cleared(EACH_THREADS).data.ptr))
+    own = address(these, EACH_THREADS)
+    thread = threading.Thread(target=lambda: found.append(address(these, EACH_THREADS)))
     thread.start()
     thread.join()
-    assert found != [own] and these.cleared(EACH_THREADS).data.ptr == own
+    assert found != [own] and address(these, EACH_THREADS) == own
+
+
+def test_a_new_stream_at_the_handle_of_an_old_one_shares_nothing_with_it(
+    card: Card, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The old one's last launches may be running still; once many have come after it, its counter is used again."""
+    monkeypatch.setattr(counters, "_MOST_RETIRED", 3)
+    these, seen = counters.Counters(0), []
+    for number in range(100, 110):
+        card.numbers[7] = number
+        seen.append(address(these, 7))
+        assert address(these, 7) == seen[-1]
+    assert len(set(seen[:4])) == 4 and seen[4:8] == seen[:4]
+
+
+def test_threads_that_meet_a_stream_at_once_share_its_counter(card: Card, monkeypatch: pytest.MonkeyPatch) -> None:
+    these, found, both = counters.Counters(0), [], threading.Barrier(2)
+
+    def number(stream: int) -> int:
+        both.wait(10)  # neither looks for the counter before the other
+        return stream
+
+    monkeypatch.setattr(counters, "stream_id", number)
+    threads = [threading.Thread(target=lambda: found.append(address(these, 7))) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 2 and len(set(found)) == 1
 
 
 def test_more_memory_is_taken_where_it_is_used_up(card: Card, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(counters, "_OF_AN_ALLOCATION", 3)
     these = counters.Counters(0)
-    assert len({these.cleared(stream).data.ptr for stream in range(10, 17)}) == 7 and card.allocated == 3
-    assert np.diff(sorted(these.cleared(stream).data.ptr for stream in range(10, 13))).tolist() == [4, 4]
+    assert len({address(these, stream) for stream in range(10, 17)}) == 7 and card.allocated == 3
+    assert np.diff(sorted(address(these, stream) for stream in range(10, 13))).tolist() == [4, 4]

@@ -77,6 +77,7 @@ struct Counters {
   unsigned* highest;
   unsigned* tickets;   // one for each thread of the grid
   unsigned* next;
+  unsigned* wrapping;
 };
 
 extern "C" __global__ void atomics(const __grid_constant__ Counters arguments) {
@@ -85,6 +86,7 @@ extern "C" __global__ void atomics(const __grid_constant__ Counters arguments) {
   atomicAdd(arguments.total, 0.5f);
   atomicMax(arguments.highest, thread);
   arguments.tickets[thread] = atomicAdd(arguments.next, 1);
+  atomicInc(arguments.wrapping, 99);
 }
 
 struct Vectors {

@@ -1,0 +1,78 @@
+"""On a GPU: what launches share where a stream takes the place of another, and where memory is needed in a capture."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+import flashgen.language as fg
+from flashgen import attention
+from flashgen.runtime import counters
+from flashgen.runtime.streams import stream_id
+from flashgen.verify import Shape, random_inputs
+
+pytestmark = pytest.mark.gpu
+
+CAUSAL = fg.AttentionSpec(64, mask=fg.causal())
+MANY_TILES = Shape(700, 700, 4, 48, 12)  # more than any GPU has multiprocessors
+
+
+@pytest.fixture(scope="module")
+def cupy() -> Any:
+    return pytest.importorskip("cupy")
+
+
+@pytest.fixture
+def called(cupy: Any) -> Any:
+    """A compiled spec, its arrays, and the output of a call that nothing ran beside."""
+    inputs, compiled = random_inputs(CAUSAL, MANY_TILES), attention.compile(CAUSAL)
+    rows = [cupy.asarray(array) for array in (inputs.q, inputs.k, inputs.v)]
+    out = compiled(*rows)
+    cupy.cuda.Device().synchronize()
+    return compiled, rows, cupy.asnumpy(out)
+
+
+def test_a_stream_at_the_handle_of_another_whose_work_still_runs(cupy: Any, called: Any) -> None:
+    """A stream may be destroyed while it works; the next one gets its handle, but not its counter."""
+    compiled, rows, expected = called
+    outs = [cupy.full(expected.shape, np.nan, rows[0].dtype) for _ in range(400)]
+    cupy.cuda.Device().synchronize()
+    handles, numbers = set(), set()
+    for out in outs:
+        stream = cupy.cuda.Stream(non_blocking=True)
+        handles.add(stream.ptr)
+        numbers.add(stream_id(stream.ptr))
+        with stream:
+            compiled(*rows, out=out)
+        del stream
+    cupy.cuda.Device().synchronize()
+    assert len(numbers) == len(outs) > len(handles), "no handle came back: nothing was tried"
+    wrong = sum(not np.array_equal(cupy.asnumpy(out), expected) for out in outs)
+    assert wrong == 0, f"{wrong} of {len(outs)}"
+
+
+def test_counters_are_made_while_a_stream_is_captured(cupy: Any, called: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first call of a process may be captured, and a graph may have more launches than one allocation counters."""
+    compiled, rows, expected = called
+    monkeypatch.setattr(counters, "_OF_AN_ALLOCATION", 2)
+    counters.counters.cache_clear()
+    outs = [cupy.empty(expected.shape, rows[0].dtype) for _ in range(5)]
+    cupy.cuda.Device().synchronize()
+    try:
+        with cupy.cuda.Stream(non_blocking=True) as stream:
+            stream.begin_capture()
+            for out in outs:
+                compiled(*rows, out=out)
+            graph = stream.end_capture()
+        for _ in range(3):
+            for out in outs:
+                out[...] = cupy.nan
+            cupy.cuda.Device().synchronize()
+            graph.launch(stream)
+            stream.synchronize()
+            for out in outs:
+                np.testing.assert_array_equal(cupy.asnumpy(out), expected)
+    finally:
+        counters.counters.cache_clear()
