@@ -6,7 +6,12 @@ import functools
 import gc
 import os
 import shutil
+import sys
 import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 
@@ -55,6 +60,32 @@ def other_target() -> str:
     if not target_of_capability(major, minor).is_of_one_generation:
         pytest.skip(f"kernels of one family run on this GPU, sm_{major}{minor}")
     return f"sm_{major}{minor}"
+
+
+@pytest.fixture(scope="session")
+def at_once() -> Callable[..., list[Any]]:
+    """`at_once(work, threads=8)`: the results of `work(number)` of each thread; all begin together."""
+
+    def run_all(work: Callable[[int], Any], threads: int = 8) -> list[Any]:
+        start = threading.Barrier(threads)
+
+        def run(number: int) -> Any:
+            start.wait(60)
+            return work(number)
+
+        with ThreadPoolExecutor(threads) as pool:
+            return [future.result() for future in [pool.submit(run, number) for number in range(threads)]]
+
+    return run_all
+
+
+@pytest.fixture
+def hurried() -> Iterator[None]:
+    """Threads take turns as often as Python lets them."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(before)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

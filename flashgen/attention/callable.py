@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Callable
-from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from flashgen.attention.engines import Engine, Gpu, build
@@ -20,6 +19,7 @@ from flashgen.codegen.kernel import RenderedKernel
 from flashgen.codegen.targets import Target
 from flashgen.errors import ArgumentError
 from flashgen.language.spec import AttentionSpec
+from flashgen.runtime.remembered import made_once
 
 if TYPE_CHECKING:
     from flashgen.analysis.tiles import TileMap
@@ -113,12 +113,12 @@ class Attention:
             return self._forward.default
         return self._forward.built_for(sizes, self.engine.here())
 
-    @cached_property
+    @made_once
     def resources(self) -> Resources:
         """Registers, spills and shared memory of the kernel, by the GPU's assembler; needs NVRTC, but no GPU."""
         return build(self._kernel, self._prebuild("forward")).resources
 
-    @cached_property
+    @made_once
     def backward_kernels(self) -> BackwardKernels:
         """The kernels of the backward pass; UnsupportedError where the target cannot run them."""
         from flashgen.codegen.backward import render_backward
@@ -135,13 +135,13 @@ class Attention:
         """The emitted CUDA of every kernel that a backward call launches, by readable name, in their order."""
         return {kernel.name: kernel.source for kernel in self._backward.kernels}
 
-    @cached_property
+    @made_once
     def backward_resources(self) -> dict[str, Resources]:
         """Registers, spills and shared memory of each kernel that a backward call launches, by readable name."""
         prebuild = self._prebuild("backward")
         return {kernel.name: build(kernel, prebuild).resources for kernel in self._backward.kernels}
 
-    @cached_property
+    @made_once
     def _backward(self) -> BackwardPass:
         """Compiled when it is first asked for."""
         from flashgen.attention.backward import BackwardPass

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -17,7 +16,9 @@ from flashgen.errors import ArgumentError, LaunchError
 from flashgen.runtime import gpu
 from flashgen.runtime.arrays import NUMPY, Library, library_of, numpy_dtype
 from flashgen.runtime.counters import counters
+from flashgen.runtime.remembered import made_once
 from flashgen.runtime.schedule import Schedule
+from flashgen.runtime.streams import identity
 
 _EMULATED = gpu.Card("emulator", multiprocessors=3)  # few and odd, so that a block meets tiles of several heads
 
@@ -60,7 +61,7 @@ class GpuRunner:
         self._kernel = kernel
         self.entry = build(kernel, prebuild)
 
-    @cached_property
+    @made_once
     def _loaded(self) -> gpu.GpuKernel:
         target = self._kernel.target
         major, minor = gpu.compute_capability()
@@ -135,6 +136,10 @@ class Gpu:
         """A uint32 that the next launch counts by: 0, and 0 again when it has ended."""
         return counters(place.device).of_launch(place.stream)
 
+    def stream(self, place: Place) -> Hashable:
+        """What only launches on the stream of a place have: they follow each other."""
+        return identity(place.stream)
+
     def clear(self, array: Any, place: Place) -> None:
         """Zeros an array on the stream."""
         view = library_of(array, "an array").view(array, "an array")
@@ -178,6 +183,9 @@ class Emulator:
 
     def counter(self, place: Place) -> Any:
         return np.zeros(1, np.uint32)
+
+    def stream(self, place: Place) -> Hashable:
+        return place.stream
 
     def clear(self, array: Any, place: Place) -> None:
         array[...] = 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -41,6 +42,7 @@ class _Prepared:
 
 
 _WITH_WINNERS: WeakSet[ForwardPass] = WeakSet()
+_WITH_WINNERS_LOCK = threading.Lock()  # a set that grows cannot be gone through
 
 
 class ForwardPass(Pass[_Prepared]):
@@ -65,13 +67,14 @@ class ForwardPass(Pass[_Prepared]):
         self.winners = Winners(spec, self.default, engine, tuned) if tuned else None
         self.packing = Packing(spec, engine) if packs and isinstance(kernel, HopperKernel) else None
         if self.winners:
-            _WITH_WINNERS.add(self)
+            with _WITH_WINNERS_LOCK:
+                _WITH_WINNERS.add(self)
 
     def forget(self) -> None:
         """Calls to come look for winners again."""
         if self.winners:
             self.winners.forget()
-        self._prepared.clear()
+        self._prepared.forget()
 
     def __call__(
         self,
@@ -189,5 +192,7 @@ class ForwardPass(Pass[_Prepared]):
 
 def forget_winners() -> None:
     """Every callable of this process looks for winners of tuning again."""
-    for forward in list(_WITH_WINNERS):
+    with _WITH_WINNERS_LOCK:
+        passes = list(_WITH_WINNERS)
+    for forward in passes:
         forward.forget()

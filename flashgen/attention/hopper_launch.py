@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from functools import partial
 from operator import itemgetter
 
 from flashgen.attention.launches import Launch, capture_values, list_shape, list_strides
@@ -13,6 +14,7 @@ from flashgen.codegen.hopper import HopperKernel
 from flashgen.errors import ArgumentError
 from flashgen.language.spec import AttentionSpec
 from flashgen.runtime.arrays import View
+from flashgen.runtime.remembered import Remembered
 from flashgen.runtime.tensor_maps import MAP_BYTES, MapMaker, MapShape, emulated_map, map_shape
 
 _SECTION_BYTES = 32 * 2**20  # of K and V, which blocks that run side by side should find in the L2
@@ -42,7 +44,7 @@ class MapWriter(ArgumentWriter):
         self.pointer_names = [*shapes, *self.pointer_names]
         self._sources = itemgetter(*("o" if name in empty else name for name in shapes))
         self._makers = [MapMaker(shape) for shape in shapes.values()]
-        self._maps: dict[tuple[int, ...], bytes] = {}  # of the last sets of addresses
+        self._maps: Remembered[tuple[int, ...], bytes] = Remembered(_MOST_KEPT)  # of the last sets of addresses
 
     def write(self, pointers: Mapping[str, int], numbers: Mapping[str, int | float]) -> bytearray:
         """The struct of one call on a GPU."""
@@ -50,12 +52,12 @@ class MapWriter(ArgumentWriter):
         addresses = self._sources(pointers)
         maps = self._maps.get(addresses)
         if maps is None:
-            if len(self._maps) >= _MOST_KEPT:
-                self._maps = {}
-            maps = b"".join([make(address) for make, address in zip(self._makers, addresses, strict=True)])
-            self._maps[addresses] = maps
+            maps = self._maps.get_or_make(addresses, partial(self._made, addresses))
         buffer[: len(maps)] = maps  # the struct begins with them
         return buffer
+
+    def _made(self, addresses: tuple[int, ...]) -> bytes:
+        return b"".join([make(address) for make, address in zip(self._makers, addresses, strict=True)])
 
     def write_emulated(self, numbers: Mapping[str, int | float]) -> bytearray:
         """The struct of one call on the emulator, with maps as it has them."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -23,6 +22,7 @@ from flashgen.language.operations import KEY, QUERY, FloorDiv, Load
 from flashgen.language.spec import AttentionSpec
 from flashgen.runtime import gpu
 from flashgen.runtime.arrays import Library, View, library_of
+from flashgen.runtime.remembered import Remembered
 
 if TYPE_CHECKING:
     from flashgen.analysis.tiles import TileMap
@@ -103,7 +103,7 @@ class TileLister:
         self._captures = spec.mask.captures
         self._members = [member_name(capture) for capture in self._captures if capture.ndim]
         self._blocks = _blocks_of(spec)
-        self._remembered: OrderedDict[Hashable, TileLists] = OrderedDict()
+        self._remembered: Remembered[Hashable, TileLists] = Remembered(_REMEMBERED)
 
     def prepare(self, problem: Problem, captured: Mapping[str, View]) -> ListsLaunch:
         """The launch for calls of these sizes and captured arrays."""
@@ -191,15 +191,14 @@ class TileLister:
         return arguments
 
     def _recall(self, problem: Problem, place: Place, make: Callable[[], TileLists]) -> TileLists:
-        """Lists by lengths. Those of another stream might not be ready, so each stream has its own."""
+        """Lists by lengths.
+
+        Each stream has its own. Those of another might not be ready yet; and when they are forgotten while a launch
+        reads them, their memory is free for what follows on their own stream only.
+        """
         shape = list_shape(self.spec, problem, self.tile, self.direction)
-        key = (problem.len_q, problem.len_k, shape.batch, shape.heads, place)
-        if key not in self._remembered:
-            self._remembered[key] = make()
-            if len(self._remembered) > _REMEMBERED:
-                self._remembered.popitem(last=False)
-        self._remembered.move_to_end(key)
-        return self._remembered[key]
+        key = (problem.len_q, problem.len_k, shape.batch, shape.heads, place.device, self.engine.stream(place))
+        return self._remembered.get_or_make(key, make)
 
     def _is_captured(self, place: Place) -> bool:
         """Whether the stream is being captured into a CUDA graph."""

@@ -15,6 +15,7 @@ from flashgen.codegen.hopper_plans import HopperPlan
 from flashgen.codegen.packing import Sharing, packed_plan
 from flashgen.errors import BuildError, FlashgenWarning
 from flashgen.language.spec import AttentionSpec
+from flashgen.runtime.remembered import Remembered
 
 _log = logging.getLogger(__name__)
 
@@ -28,7 +29,7 @@ class Packing:
 
     def __init__(self, spec: AttentionSpec, engine: Engine) -> None:
         self._spec, self._engine = spec, engine
-        self._built: dict[HopperPlan, BuiltForward | None] = {}
+        self._built: Remembered[HopperPlan, BuiltForward | None] = Remembered()
 
     def of(self, unpacked: BuiltForward, problem: Problem, device: int) -> BuiltForward:
         """The kernel of calls of these sizes, which have scores: the packed form of `unpacked`, or itself."""
@@ -39,9 +40,7 @@ class Packing:
         plan = packed_plan(kernel.plan, self._spec, kernel.target, sharing)
         if plan is None:
             return unpacked
-        if plan not in self._built:
-            self._built[plan] = self._build(plan, unpacked)
-        return self._built[plan] or unpacked
+        return self._built.get_or_make(plan, lambda: self._build(plan, unpacked)) or unpacked
 
     def _build(self, plan: HopperPlan, unpacked: BuiltForward) -> BuiltForward | None:
         target, name = unpacked.kernel.target, unpacked.kernel.name

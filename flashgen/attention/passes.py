@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 from flashgen.attention.captures import check_seed, number
@@ -11,10 +12,11 @@ from flashgen.codegen.arguments import member_name
 from flashgen.errors import ArgumentError
 from flashgen.language.spec import AttentionSpec
 from flashgen.runtime.arrays import View
+from flashgen.runtime.remembered import Remembered
 
 Prepared = TypeVar("Prepared")
 
-_MOST_PREPARED = 1024
+_MOST_PREPARED = 1024  # lengths grow with every call in decoding
 _ROW_ALIGNMENT, _LARGEST_ELEMENT = 16, 8  # bytes
 _ARGUMENTS = {"o": "out", "d_o": "d_out"}  # what the user calls a member of a struct, where it is called differently
 _NO_NUMBERS: dict[str, int | float] = {}
@@ -31,7 +33,7 @@ class Pass(Generic[Prepared]):
         self._arrays = [(capture, member_name(capture)) for capture in spec.captures if capture.ndim]
         self._numbers = [(capture, member_name(capture)) for capture in spec.captures if not capture.ndim]
         self._takes_numbers = bool(self._numbers or spec.dropout)
-        self._prepared: dict[Any, Prepared] = {}
+        self._prepared: Remembered[Any, Prepared] = Remembered(_MOST_PREPARED)
 
     def _work_out(self, views: dict[str, View]) -> Prepared:
         """Checks the arrays of a call, and prepares what calls like it share."""
@@ -60,12 +62,11 @@ class Pass(Generic[Prepared]):
                 misaligned |= own.pointer(array)
             else:
                 key.append(own.pointer(array) % _LARGEST_ELEMENT)
-        prepared = self._prepared.get((misaligned % _ROW_ALIGNMENT, *key))
+        known = (misaligned % _ROW_ALIGNMENT, *key)
+        prepared = self._prepared.get(known)
         if prepared is None:
             views = {name: library(array, name).view(array, _argument(name)) for name, array in arrays.items()}
-            if len(self._prepared) >= _MOST_PREPARED:  # lengths that grow with every call, as in decoding
-                self._prepared.pop(next(iter(self._prepared)))
-            prepared = self._prepared[misaligned % _ROW_ALIGNMENT, *key] = self._work_out(views)
+            prepared = self._prepared.get_or_make(known, partial(self._work_out, views))
         return prepared
 
 

@@ -16,6 +16,7 @@ from flashgen.codegen.families import AnyForwardKernel, AnyForwardPlan, render_f
 from flashgen.errors import BuildError, FlashgenWarning, UnsupportedError
 from flashgen.language.spec import AttentionSpec
 from flashgen.runtime.gpu import Card
+from flashgen.runtime.remembered import Remembered
 
 _log = logging.getLogger(__name__)
 
@@ -45,12 +46,12 @@ class Winners:
     def __init__(self, spec: AttentionSpec, default: BuiltForward, engine: Engine, tuned: TunedPlans) -> None:
         self.tuned = tuned
         self._spec, self._default, self._engine = spec, default, engine
-        self._built: dict[AnyForwardPlan, BuiltForward] = {default.kernel.plan: default}
-        self._chosen: dict[tuple[Card, LengthClass], BuiltForward] = {}
+        self._built: Remembered[AnyForwardPlan, BuiltForward] = Remembered()
+        self._chosen: Remembered[tuple[Card, LengthClass], BuiltForward] = Remembered()
 
     def forget(self) -> None:
         """Look on disk again."""
-        self._chosen.clear()
+        self._chosen.forget()
 
     def key(self, problem: Problem, device: int) -> tuple[Card, LengthClass]:
         """What a winner is of: the kind of GPU, and the class of a call's lengths."""
@@ -60,9 +61,7 @@ class Winners:
     def of(self, problem: Problem, device: int) -> BuiltForward:
         """The kernel of calls of these sizes, which have scores, on a device."""
         key = self.key(problem, device)
-        if key not in self._chosen:
-            self._chosen[key] = self._found(*key)
-        return self._chosen[key]
+        return self._chosen.get_or_make(key, lambda: self._found(*key))
 
     def _found(self, card: Card, lengths: LengthClass) -> BuiltForward:
         winner = None
@@ -77,8 +76,11 @@ class Winners:
             return self._default
 
     def _build(self, winner: TunedPlan) -> BuiltForward:
-        if winner.plan in self._built:
-            return self._built[winner.plan]
+        if winner.plan == self._default.kernel.plan:
+            return self._default
+        return self._built.get(winner.plan) or self._built_now(winner)
+
+    def _built_now(self, winner: TunedPlan) -> BuiltForward:
         target = self._default.kernel.target
         try:
             kernel = render_forward(self._spec, target, winner.plan)
@@ -89,8 +91,7 @@ class Winners:
             _log.info("a tuned plan of an older version: %s is another kernel now", winner.plan)
             return self._default
         prebuild = f"flashgen tune --target {target.name} {shlex.quote(self._spec.to_json())}"
-        built = self._built[winner.plan] = BuiltForward.of(self._spec, kernel, self._engine, prebuild)
-        return built
+        return self._built.get_or_make(winner.plan, lambda: BuiltForward.of(self._spec, kernel, self._engine, prebuild))
 
 
 def workload_of(problem: Problem, card: Card) -> Workload:

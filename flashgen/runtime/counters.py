@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import threading
 from collections import deque
+from collections.abc import Hashable
 from functools import cache
 from typing import Any
 
 from flashgen.runtime import gpu
-from flashgen.runtime.streams import beside_captures, stream_id
+from flashgen.runtime.streams import OF_EACH_THREAD, beside_captures, identity
 
 _BYTES = 4
 _OF_AN_ALLOCATION = 16384
 _MOST_RETIRED = 1024  # counters of streams that are no more, whose last launches may still be running
-_STREAM_OF_EACH_THREAD = 2  # cudaStreamPerThread: one handle, as many streams as threads
 
 
 class Counters:
@@ -27,9 +27,10 @@ class Counters:
 
     def __init__(self, device: int) -> None:
         self._device, self._lock = device, threading.Lock()
-        self._of_streams: dict[tuple[int, int], tuple[int, Any]] = {}  # by handle and thread: the stream, its counter
+        # By handle, and thread where it has its own: which stream it is now, and its counter.
+        self._of_streams: dict[tuple[int, int], tuple[Hashable, Any]] = {}
         self._retired: deque[Any] = deque()
-        self._memory: Any = None
+        self._allocations: list[Any] = []  # kept, as graphs that use them keep nothing
         self._unused = 0
 
     def of_launch(self, stream: int) -> Any:
@@ -37,27 +38,28 @@ class Counters:
         if gpu.cupy().cuda.runtime.streamIsCapturing(stream):
             with self._lock:
                 return self._new()
-        key = (stream, threading.get_ident() if stream == _STREAM_OF_EACH_THREAD else 0)
-        number = stream_id(stream)
+        key = (stream, threading.get_ident() if stream == OF_EACH_THREAD else 0)
+        who = identity(stream)
         found = self._of_streams.get(key)
-        return found[1] if found is not None and found[0] == number else self._of_new_stream(key, number)
+        return found[1] if found is not None and found[0] == who else self._of_new_stream(key, who)
 
-    def _of_new_stream(self, key: tuple[int, int], number: int) -> Any:
+    def _of_new_stream(self, key: tuple[int, int], who: Hashable) -> Any:
         with self._lock:
             found = self._of_streams.get(key)
-            if found is not None and found[0] == number:  # another thread has been here
+            if found is not None and found[0] == who:  # another thread has been here
                 return found[1]
             if found is not None:
                 self._retired.append(found[1])
             counter = self._retired.popleft() if len(self._retired) > _MOST_RETIRED else self._new()
-            self._of_streams[key] = number, counter
+            self._of_streams[key] = who, counter
             return counter
 
     def _new(self) -> Any:
         if not self._unused:
-            self._memory, self._unused = self._allocated(), _OF_AN_ALLOCATION
+            self._allocations.append(self._allocated())
+            self._unused = _OF_AN_ALLOCATION
         self._unused -= 1
-        return self._memory[self._unused : self._unused + 1]
+        return self._allocations[-1][self._unused : self._unused + 1]
 
     def _allocated(self) -> Any:
         """Zeros in memory of no pool: others use and count what pools hold, and graphs own what they captured."""

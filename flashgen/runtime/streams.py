@@ -3,21 +3,33 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
+import threading
+from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 
 from flashgen.errors import LaunchError
 from flashgen.runtime.driver import driver
 
+OF_EACH_THREAD = 2  # cudaStreamPerThread: one handle, as many streams as threads
 _RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED: this thread may allocate whatever is being captured
+_own = threading.local()
 
 
-def stream_id(stream: int) -> int:
-    """The number of a stream, which no other has in the life of the program.
+def identity(stream: int) -> Hashable:
+    """A value that only launches on one and the same stream have: they follow each other.
 
-    A handle is given to a new stream once its first owner has been destroyed, whose work may still be running then.
-    Of the default stream of each thread there is a number for each thread.
+    That is the driver's number of the stream. Its handle is given to a new stream once it has been destroyed, when its
+    work may still be running. Of cudaStreamPerThread it is an object of the thread's own, as
+    numbers of threads come again, too.
     """
+    if stream != OF_EACH_THREAD:
+        return _number(stream)
+    if not hasattr(_own, "identity"):
+        _own.identity = object()
+    return _own.identity
+
+
+def _number(stream: int) -> int:
     number = ctypes.c_uint64()
     _check(driver().cuStreamGetId(ctypes.c_void_p(stream), ctypes.byref(number)), "number of a stream")
     return number.value

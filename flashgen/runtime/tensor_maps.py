@@ -10,6 +10,7 @@ from typing import Any
 from flashgen.errors import ArgumentError, LaunchError
 from flashgen.runtime.driver import driver
 from flashgen.runtime.emulated_maps import encode_map
+from flashgen.runtime.remembered import Remembered
 
 MAP_BYTES = 128
 _ALIGNMENT = 64  # bytes, of a map that is being encoded
@@ -100,16 +101,11 @@ class MapMaker:
 
     def __init__(self, shape: MapShape) -> None:
         self.shape = shape
-        self._made: dict[int, bytes] = {}
+        self._made: Remembered[int, bytes] = Remembered(_MOST_KEPT)
 
     def __call__(self, address: int) -> bytes:
         """The 128 bytes of the map of the array at an address of the GPU's memory; raises what `tensor_map` raises."""
-        made = self._made.get(address)
-        if made is None:
-            if len(self._made) >= _MOST_KEPT:
-                self._made = {}
-            made = self._made[address] = tensor_map(address, self.shape)
-        return made
+        return self._made.get_or_make(address, lambda: tensor_map(address, self.shape))
 
 
 def tensor_map(address: int, shape: MapShape) -> bytes:

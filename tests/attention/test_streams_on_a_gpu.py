@@ -10,7 +10,7 @@ import pytest
 import flashgen.language as fg
 from flashgen import attention
 from flashgen.runtime import counters
-from flashgen.runtime.streams import stream_id
+from flashgen.runtime.streams import identity
 from flashgen.verify import Shape, random_inputs
 
 pytestmark = pytest.mark.gpu
@@ -43,7 +43,7 @@ def test_a_stream_at_the_handle_of_another_whose_work_still_runs(cupy: Any, call
     for out in outs:
         stream = cupy.cuda.Stream(non_blocking=True)
         handles.add(stream.ptr)
-        numbers.add(stream_id(stream.ptr))
+        numbers.add(identity(stream.ptr))
         with stream:
             compiled(*rows, out=out)
         del stream

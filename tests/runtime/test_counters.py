@@ -32,7 +32,7 @@ class Card:
             Stream=lambda non_blocking: SimpleNamespace(ptr=99, synchronize=lambda: None),
         )  # fmt: skip
 
-    def stream_id(self, stream: int) -> int:
+    def identity(self, stream: int) -> int:
         return self.numbers.get(stream, stream)
 
     @contextmanager
@@ -64,7 +64,7 @@ class Slices:
 def card(monkeypatch: pytest.MonkeyPatch) -> Card:
     made = Card()
     monkeypatch.setattr(gpu, "cupy", lambda: made)
-    monkeypatch.setattr(counters, "stream_id", made.stream_id)
+    monkeypatch.setattr(counters, "identity", made.identity)
     monkeypatch.setattr(counters, "beside_captures", made.beside_captures)
     return made
 
@@ -117,7 +117,7 @@ def test_threads_that_meet_a_stream_at_once_share_its_counter(card: Card, monkey
         both.wait(10)  # neither looks for the counter before the other
         return stream
 
-    monkeypatch.setattr(counters, "stream_id", number)
+    monkeypatch.setattr(counters, "identity", number)
     threads = [threading.Thread(target=lambda: found.append(address(these, 7))) for _ in range(2)]
     for thread in threads:
         thread.start()

@@ -1,0 +1,171 @@
+"""One compiled attention, called by many threads on the emulator: what calls share is right for each of them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import flashgen.language as fg
+from flashgen.attention import backward, forward, lists, packing, passes, winners
+from flashgen.attention.callable import Attention
+from flashgen.attention.engines import Emulator
+from flashgen.attention.forward import forget_winners
+from flashgen.attention.tuned_plans import TunedPlans
+from flashgen.build.cache import KernelCache
+from flashgen.codegen.targets import target_named
+from flashgen.verify import Shape, random_gradients, random_inputs
+
+AtOnce = Callable[..., list[Any]]
+
+NEAR = fg.trace_mask(lambda b, h, q, k: (abs(q - k) < 20) | (k < 4) | (k >= fg.len_k - 4))  # needs lists
+LENGTHS = tuple((length, length + 7) for length in (33, 40, 70, 41, 90))
+
+
+@pytest.fixture
+def few_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Less than the calls of a test want, so that each call makes room for another."""
+    monkeypatch.setattr(passes, "_MOST_PREPARED", 2)
+    monkeypatch.setattr(lists, "_REMEMBERED", 1)
+
+
+@pytest.mark.parametrize("target", ["sm_80", "sm_90a"])
+def test_calls_of_many_lengths_in_many_threads(
+    target: str, at_once: AtOnce, hurried: None, few_are_remembered: None
+) -> None:
+    """More lengths than are remembered; every output and LSE is bitwise that of one thread."""
+    spec = fg.AttentionSpec(16, mask=NEAR)
+    compiled = Attention(spec, target_named(target), Emulator())
+    inputs = [random_inputs(spec, Shape(*pair, 1, 2, 1), seed) for seed, pair in enumerate(LENGTHS)]
+
+    def call(number: int) -> tuple[Any, Any]:
+        given = inputs[number % len(inputs)]
+        return compiled(given.q, given.k, given.v, return_lse=True)
+
+    expected = [call(number) for number in range(len(inputs))]
+
+    def check(thread: int) -> None:
+        for step in range(25):
+            for found, right in zip(call(thread + step), expected[(thread + step) % len(inputs)], strict=True):
+                np.testing.assert_array_equal(found, right)
+
+    at_once(check)
+    assert len(compiled.forward._prepared) <= 2
+
+
+def test_gradients_of_many_lengths_in_many_threads(at_once: AtOnce, hurried: None, few_are_remembered: None) -> None:
+    spec = fg.AttentionSpec(16, mask=NEAR)
+    compiled = Attention(spec, target_named("sm_80"), Emulator(), deterministic=True)
+    calls = []
+    for seed, pair in enumerate(LENGTHS):
+        shape = Shape(*pair, 1, 2, 1)
+        given = random_inputs(spec, shape, seed)
+        rows = (given.q, given.k, given.v)
+        calls.append((random_gradients(spec, shape, seed)[0], *rows, *compiled(*rows, return_lse=True)))
+    expected = [compiled.backward(*call) for call in calls]
+
+    def check(thread: int) -> None:
+        for step in range(6):
+            number = (thread + step) % len(calls)
+            for found, right in zip(compiled.backward(*calls[number]), expected[number], strict=True):
+                np.testing.assert_array_equal(found, right)
+
+    at_once(check)
+
+
+def test_the_backward_is_compiled_once(at_once: AtOnce, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Any] = []
+
+    class Counted(backward.BackwardPass):
+        def __init__(self, *given: Any) -> None:
+            made.append(self)
+            super().__init__(*given)
+
+    monkeypatch.setattr(backward, "BackwardPass", Counted)
+    compiled = Attention(fg.AttentionSpec(16), target_named("sm_80"), Emulator())
+    assert len({tuple(each) for each in at_once(lambda number: compiled.backward_sources)}) == 1 and len(made) == 1
+
+
+def test_one_attention_does_not_wait_for_anothers_kernels(at_once: AtOnce, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of two finishes compiling its backward only when the other has begun."""
+    both = threading.Barrier(2)
+
+    class Met(backward.BackwardPass):
+        def __init__(self, *given: Any) -> None:
+            both.wait(30)
+            super().__init__(*given)
+
+    monkeypatch.setattr(backward, "BackwardPass", Met)
+    each = [Attention(fg.AttentionSpec(16), target_named("sm_80"), Emulator()) for _ in range(2)]
+    at_once(lambda number: each[number].backward_sources, 2)
+
+
+def test_a_packed_kernel_is_built_once(at_once: AtOnce, monkeypatch: pytest.MonkeyPatch) -> None:
+    """16 queries of 8 heads that share a head of k and v, in 16 batches: packed, by a kernel of its own."""
+    compiled = Attention(fg.AttentionSpec(16), target_named("sm_90a"), Emulator())
+    built: list[Any] = []
+    build = packing.Packing._build
+
+    def counted(*given: Any) -> Any:
+        built.append(given)
+        return build(*given)
+
+    monkeypatch.setattr(packing.Packing, "_build", counted)
+    plans = at_once(lambda number: compiled.plan_for(16, 64, batch=16, heads=8, heads_kv=1))
+    assert plans[0].packed_heads == 8 and len(set(plans)) == 1 and len(built) == 1
+
+
+def test_winners_are_forgotten_beside_calls(tmp_path: Path, at_once: AtOnce, hurried: None) -> None:
+    """`tune` in one thread has the calls of the others look for plans again."""
+    compiled = Attention(fg.AttentionSpec(16), target_named("sm_80"), Emulator(), tuned=KernelCache(tmp_path))
+
+    def work(thread: int) -> None:
+        for step in range(150):
+            if thread < 2:
+                compiled.forward.forget()
+            else:
+                assert compiled.plan_for(2 ** (step % 3 + 5)) == compiled.plan
+
+    at_once(work)
+
+
+def test_a_winner_that_was_looked_for_before_another_was_kept_is_looked_for_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A call looks for a winner, and before it has remembered that there is none, another thread has tuned."""
+    spec = fg.AttentionSpec(16)
+    compiled = Attention(spec, target_named("sm_80"), Emulator(), tuned=KernelCache(tmp_path))
+    asked: list[Any] = []
+
+    def find(*given: Any) -> None:
+        asked.append(given)
+        if len(asked) == 1:
+            forget_winners()
+
+    monkeypatch.setattr(TunedPlans, "find", find)
+    given = random_inputs(spec, Shape(40, 40, 1, 1, 1))
+    for _ in range(3):
+        compiled(given.q, given.k, given.v)
+    assert len(asked) == 2
+
+
+def test_attentions_are_compiled_while_winners_are_forgotten(
+    tmp_path: Path, at_once: AtOnce, hurried: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiled = Attention(fg.AttentionSpec(16), target_named("sm_80"), Emulator(), tuned=KernelCache(tmp_path))
+    default, kernel = compiled.forward.default, compiled.forward.kernel
+    monkeypatch.setattr(winners.BuiltForward, "of", lambda *given: default)
+    tuned = compiled.forward.winners.tuned if compiled.forward.winners else None
+
+    def work(thread: int) -> list[Any]:
+        if thread < 2:
+            for _ in range(100):
+                forget_winners()
+            return []
+        return [forward.ForwardPass(compiled.spec, kernel, Emulator(), "", tuned) for _ in range(100)]
+
+    at_once(work)
