@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from functools import cache
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from flashgen.attention.callable import Attention
-from flashgen.attention.engines import Emulator, Engine, Gpu
+from flashgen.attention.engines import Emulator, Gpu
 from flashgen.codegen.families import AnyForwardPlan, emulated_target, target_of_gpu
 from flashgen.codegen.targets import Target, target_named
 from flashgen.errors import SpecError
 from flashgen.language.spec import AttentionSpec
 from flashgen.runtime import gpu
+from flashgen.runtime.remembered import Remembered
 from flashgen.runtime.schedule import Schedule
 
 if TYPE_CHECKING:
     from flashgen.codegen.backward import BackwardPlan
+
+_COMPILED: Remembered[Any, Attention] = Remembered()
 
 
 def compile(
@@ -56,7 +59,8 @@ def compile(
     if not emulate and (sanitize or schedule):
         raise SpecError(f"sanitize={sanitize!r} and schedule={schedule!r} are the emulator's: add emulate=True")
     engine = Emulator(sanitize, schedule or Schedule()) if emulate else Gpu()
-    return _compiled(spec, _target(target, emulate, plan), engine, plan, bool(deterministic), backward_plan)
+    made_of = (spec, _target(target, emulate, plan), engine, plan, bool(deterministic), backward_plan)
+    return _COMPILED.get_or_make(made_of, partial(Attention, *made_of))
 
 
 def _target(name: str | None, emulate: bool, plan: AnyForwardPlan | None) -> Target:
@@ -65,18 +69,6 @@ def _target(name: str | None, emulate: bool, plan: AnyForwardPlan | None) -> Tar
     return emulated_target(plan) if emulate else target_of_gpu(*gpu.compute_capability(), plan)
 
 
-@cache
-def _compiled(
-    spec: AttentionSpec,
-    target: Target,
-    engine: Engine,
-    plan: AnyForwardPlan | None,
-    deterministic: bool,
-    backward_plan: BackwardPlan | None,
-) -> Attention:
-    return Attention(spec, target, engine, plan, deterministic, backward_plan)
-
-
 def clear() -> Any:
     """Forgets the callables of this process; what is on disk stays."""
-    _compiled.cache_clear()
+    _COMPILED.forget()

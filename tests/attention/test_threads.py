@@ -11,12 +11,14 @@ import numpy as np
 import pytest
 
 import flashgen.language as fg
+from flashgen import attention
 from flashgen.attention import backward, forward, lists, packing, passes, winners
 from flashgen.attention.callable import Attention
 from flashgen.attention.engines import Emulator
 from flashgen.attention.forward import forget_winners
 from flashgen.attention.tuned_plans import TunedPlans
 from flashgen.build.cache import KernelCache
+from flashgen.codegen.plans import ForwardPlan
 from flashgen.codegen.targets import target_named
 from flashgen.verify import Shape, random_gradients, random_inputs
 
@@ -169,3 +171,9 @@ def test_attentions_are_compiled_while_winners_are_forgotten(
         return [forward.ForwardPass(compiled.spec, kernel, Emulator(), "", tuned) for _ in range(100)]
 
     at_once(work)
+
+
+def test_threads_that_compile_one_spec_get_one_callable(at_once: AtOnce) -> None:
+    spec = fg.AttentionSpec(16, scale=0.71875)  # of this test's own
+    plan = ForwardPlan(32, 32, 2)
+    assert len({id(each) for each in at_once(lambda number: attention.compile(spec, emulate=True, plan=plan))}) == 1
