@@ -29,6 +29,7 @@ from flashgen.attention.lists import ListsLaunch
 from flashgen.attention.outputs import check_lse, output_strides
 from flashgen.attention.passes import Pass, common_device
 from flashgen.attention.problem import Problem, problem_of
+from flashgen.attention.sharing import Sharing
 from flashgen.attention.through_gpu import to_gpu, to_host
 from flashgen.codegen.arguments import member_name
 from flashgen.codegen.kernel import RenderedKernel
@@ -56,6 +57,7 @@ class _Prepared:
     workspaces: Mapping[str, Memory]
     launches: BackwardLaunches | None
     lists: Mapping[str, ListsLaunch]
+    sharing: Sharing
 
 
 class BackwardPass(Pass[_Prepared]):
@@ -104,7 +106,10 @@ class BackwardPass(Pass[_Prepared]):
         arrays = dict(inputs)
         for capture, member in self._arrays:
             arrays[member] = captures[capture.name]
-        prepared = self._prepare(arrays | {gradient_argument(name): array for name, array in given.items()})
+        everything = arrays | {gradient_argument(name): array for name, array in given.items()}
+        prepared = self._prepare(everything)
+        if given:
+            self._check_sharing(prepared.sharing, everything)
         if self.engine.current(prepared.device):
             return self._run(prepared, library, arrays, numbers, tile_lists, given)
         with gpu.cupy().cuda.Device(prepared.device):
@@ -193,11 +198,13 @@ class BackwardPass(Pass[_Prepared]):
         given = {name: views[gradient_argument(name)] for name in names if gradient_argument(name) in views}
         check_gradients(spec, given, captured, problem)
         gradients = gradient_memory(spec, self._kernels, problem, captured)
+        sharing = self._sharing(views, [gradient_argument(name) for name in given])
         if not problem.has_scores:
-            return _Prepared(problem, device, gradients, {}, None, {})
+            return _Prepared(problem, device, gradients, {}, None, {}, sharing)
         launches = backward_launches(spec, self._kernels, problem, captured)
         memory = workspaces(spec, self._kernels, problem, captured)
-        return _Prepared(problem, device, gradients, memory, launches, self.listers.prepare(problem, captured))
+        lists = self.listers.prepare(problem, captured)
+        return _Prepared(problem, device, gradients, memory, launches, lists, sharing)
 
     def _through_gpu(
         self,
@@ -212,6 +219,8 @@ class BackwardPass(Pass[_Prepared]):
         gpu.compute_capability()  # says so where there is no GPU
         there = {name: to_gpu(array) for name, array in inputs.items()}
         moved = {name: to_gpu(array) for name, array in captures.items()}
+        results = {gradient_argument(name): array for name, array in given.items()}
+        self._check_sharing_on_host({**inputs, **results}, captures, results)
         into = tuple(to_gpu(array) for array in given.values()) or None
         result = self(there, moved, seed, offset, tile_lists, into)
         home = {}

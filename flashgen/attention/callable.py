@@ -218,7 +218,9 @@ class Attention:
             seed: of the dropout, 0 <= seed < 2**64; required if the spec has dropout.
             offset: of the dropout's counter, 0 <= offset < 2**32.
             return_lse: give the log-sum-exp of the scores too.
-            out: an array to write the output to, and with return_lse a pair of arrays; None makes new ones.
+            out: an array to write the output to, and with return_lse a pair of arrays; None makes new ones. No element
+                may share memory with one of another array of the call, also not with the same one of q; slices of one
+                packed buffer may be given.
             tile_lists: what `tile_lists(...)` made for the sizes and captures of this call; None makes them.
             captures: the arrays and numbers that the spec declares, by name; a layout may be a BlockLayout.
 
@@ -291,8 +293,8 @@ class Attention:
             d_lse: the gradient of the LSE, float32 (batch, heads_q, len_q), C-contiguous; None is none.
             seed, offset: of the dropout, those of the call.
             tile_lists: what `backward_tile_lists(...)` made for the sizes and captures of this call; None makes them.
-            into: a tuple of arrays to write the gradients to, in the order of the result, and apart from the memory of
-                all others; None makes new ones.
+            into: a tuple of arrays to write the gradients to, in the order of the result; None makes new ones. No
+                element may share memory with one of another array of the call, as with `out` of a call.
             captures: those of the call.
 
         Returns:

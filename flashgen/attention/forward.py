@@ -17,6 +17,7 @@ from flashgen.attention.outputs import check_outputs, given_outputs
 from flashgen.attention.packing import Packing
 from flashgen.attention.passes import Pass, common_device
 from flashgen.attention.problem import Problem, problem_of
+from flashgen.attention.sharing import Sharing
 from flashgen.attention.through_gpu import to_gpu, to_host
 from flashgen.attention.tuned_plans import TunedPlans
 from flashgen.attention.winners import BuiltForward, Winners
@@ -39,8 +40,10 @@ class _Prepared:
     built: BuiltForward
     forward: Launch
     lists: ListsLaunch | None
+    sharing: Sharing
 
 
+_RESULTS = ("o", "lse")
 _WITH_WINNERS: WeakSet[ForwardPass] = WeakSet()
 _WITH_WINNERS_LOCK = threading.Lock()  # a set that grows cannot be gone through
 
@@ -105,6 +108,8 @@ class ForwardPass(Pass[_Prepared]):
         if out is not None:
             arrays |= given_outputs(out, return_lse)
         prepared = self._prepare(arrays)
+        if out is not None:
+            self._check_sharing(prepared.sharing, arrays)
         if self.engine.current(prepared.device):
             self._run(prepared, library, arrays, numbers, return_lse, tile_lists)
         else:
@@ -157,7 +162,8 @@ class ForwardPass(Pass[_Prepared]):
         else:
             forward = forward_launch(self.spec, built.kernel, problem, captured)
         lists = built.lister.prepare(problem, captured) if built.lister else None
-        return _Prepared(problem, problem.output_shape(self.spec), device, built, forward, lists)
+        sharing = self._sharing(views, _RESULTS)
+        return _Prepared(problem, problem.output_shape(self.spec), device, built, forward, lists, sharing)
 
     def built_for(self, problem: Problem, device: int) -> BuiltForward:
         """The kernel that calls of these sizes run on a device."""
@@ -181,7 +187,9 @@ class ForwardPass(Pass[_Prepared]):
         """NumPy arrays: copied to the GPU, and the results back."""
         gpu.compute_capability()  # says so where there is no GPU
         moved = {name: to_gpu(value) for name, value in captures.items()}
-        given = tuple(given_outputs(out, return_lse).values()) if out is not None else ()
+        outputs = given_outputs(out, return_lse) if out is not None else {}
+        self._check_sharing_on_host({"q": q, "k": k, "v": v, **outputs}, captures, outputs)
+        given = tuple(outputs.values())
         there = tuple(to_gpu(array) for array in given)  # copies, so that what is not written is kept
         into = (there if return_lse else there[0]) if there else None
         result = self(to_gpu(q), to_gpu(k), to_gpu(v), moved, seed, offset, return_lse, into, tile_lists)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from functools import partial
 from typing import Any, Generic, TypeVar
 
 from flashgen.attention.captures import check_seed, number
 from flashgen.attention.engines import Engine
+from flashgen.attention.sharing import Sharing, check_on_host
 from flashgen.codegen.arguments import member_name
 from flashgen.errors import ArgumentError
 from flashgen.language.spec import AttentionSpec
@@ -32,6 +33,7 @@ class Pass(Generic[Prepared]):
         self.spec, self.engine, self._in_rows = spec, engine, in_rows
         self._arrays = [(capture, member_name(capture)) for capture in spec.captures if capture.ndim]
         self._numbers = [(capture, member_name(capture)) for capture in spec.captures if not capture.ndim]
+        self._called = _ARGUMENTS | {member: f"capture {capture.name!r}" for capture, member in self._arrays}
         self._takes_numbers = bool(self._numbers or spec.dropout)
         self._prepared: Remembered[Any, Prepared] = Remembered(_MOST_PREPARED)
 
@@ -68,6 +70,24 @@ class Pass(Generic[Prepared]):
             views = {name: library(array, name).view(array, _argument(name)) for name, array in arrays.items()}
             prepared = self._prepared.get_or_make(known, partial(self._work_out, views))
         return prepared
+
+    def _sharing(self, views: Mapping[str, View], written: Collection[str]) -> Sharing:
+        return Sharing(views, written, self._named)
+
+    def _check_sharing(self, sharing: Sharing, arrays: Mapping[str, Any]) -> None:
+        """ArgumentError where arrays of a call share memory that it writes to. For calls that are given such arrays."""
+        library = self.engine.library
+        sharing.check({name: library(array, name).pointer(array) for name, array in arrays.items()})
+
+    def _check_sharing_on_host(
+        self, arrays: Mapping[str, Any], captures: Mapping[str, Any], written: Collection[str]
+    ) -> None:
+        """The same for NumPy arrays that are copied to a GPU: no call takes what another refuses."""
+        captured = {member: captures[capture.name] for capture, member in self._arrays}
+        check_on_host({**arrays, **captured}, written, self._named)
+
+    def _named(self, name: str) -> str:
+        return self._called.get(name, name)
 
 
 def common_device(views: Mapping[str, View]) -> int:
