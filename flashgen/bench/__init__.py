@@ -4,15 +4,21 @@ from flashgen.bench import summary
 from flashgen.bench.beside_flex import VariantRow, variant_rows
 from flashgen.bench.cases import Timed
 from flashgen.bench.grouped import GroupedRow, grouped_rows
+from flashgen.bench.host import LIBRARIES, PASSES, HostRow, host_cases, host_rows, installed_libraries
 from flashgen.bench.measure import Row, environment, speed_rows
 from flashgen.bench.paper import PaperRow, paper_rows
 from flashgen.bench.peers import PEERS
 from flashgen.bench.plans import plan_rows
+from flashgen.bench.start import STARTS, start_rows
 from flashgen.bench.variants import chosen_variants
 
 __all__ = [
+    "LIBRARIES",
+    "PASSES",
     "PEERS",
+    "STARTS",
     "GroupedRow",
+    "HostRow",
     "PaperRow",
     "Row",
     "Timed",
@@ -20,9 +26,13 @@ __all__ = [
     "chosen_variants",
     "environment",
     "grouped_rows",
+    "host_cases",
+    "host_rows",
+    "installed_libraries",
     "paper_rows",
     "plan_rows",
     "speed_rows",
+    "start_rows",
     "summary",
     "variant_rows",
 ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json as json_module
 from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -39,6 +40,8 @@ flashgen bench --variants --pass backward --only "window 1024,relative table"
 flashgen bench gqa
 
 flashgen bench paper
+
+flashgen bench host
 """
 
 
@@ -98,10 +101,10 @@ def speed(
     require_gpu()
     from flashgen import bench
 
-    chosen = chosen_peers(peers)
+    beside = chosen(peers, "--peers", PEERS)
     if variants:
         named = bench.chosen_variants(passes.value, listed(only))
-        dtype, beside_flex = options.dtype or "bfloat16", "Flex" in chosen
+        dtype, beside_flex = options.dtype or "bfloat16", "Flex" in beside
         rows = bench.variant_rows(named, passes.value, dtype, beside_flex, mask_times, target)
         report(rows, len(named), bench_tables.variants, output, json, bench.summary.variants)
         return
@@ -110,7 +113,7 @@ def speed(
     dims = [options.head_dim] if options.head_dim else numbers(head_dims, "--head-dims")
     declared = [declare(text, options, dim) for text in specs or PLAIN for dim in dims]
     sizes = numbers(lengths, "--lengths")
-    measured = bench.speed_rows(declared, sizes, chosen, passes.value, deterministic, target)
+    measured = bench.speed_rows(declared, sizes, beside, passes.value, deterministic, target)
     report(measured, len(declared) * len(sizes), bench_tables.speed, output, json, bench.summary.speed)
 
 
@@ -142,7 +145,7 @@ def gqa(
     if uneven:
         raise ArgumentError(f"--heads-kv {heads_kv!r}: {uneven[0]} does not divide --heads {heads}")
     declared = [declare(text, options, 128) for text in specs or PLAIN]
-    rows = bench.grouped_rows(declared, sizes, shared, heads, chosen_peers(peers), passes.value, target)
+    rows = bench.grouped_rows(declared, sizes, shared, heads, chosen(peers, "--peers", PEERS), passes.value, target)
     total = len(declared) * len(sizes) * len(shared)
     report(rows, total, bench_tables.grouped, output, json, bench.summary.grouped)
 
@@ -163,14 +166,43 @@ def paper(
     require_gpu()
     from flashgen import bench
 
-    names = chosen_peers(peers, ("FA2", "cuDNN"))
+    names = chosen(peers, "--peers", ("FA2", "cuDNN"))
     rows = bench.paper_rows(names, target)
     report(rows, len(names) + 2, bench_tables.paper, output, json, bench_tables.paper_summary)
+
+
+def host(
+    passes: Timed = Passes.both,
+    libraries: Annotated[
+        str, typer.Option("--libraries", help="Whose arrays, by commas: cupy, torch. Default: those installed.")
+    ] = "",
+    target: Target = None,
+    groups: Annotated[int, typer.Option("--groups", min=1, help="Groups of 50 calls for each number.")] = 40,
+    output: Output = Path("flashgen-host.json"),
+    json: Json = False,
+) -> None:
+    """What a call costs its host thread, in microseconds: whole, and by part; and what it costs to begin.
+
+    Warm calls of one tile and of many: plain, with arrays for the results given, with dropout, with lists of tiles. The
+    median and the least of the medians of groups of calls; measure with nothing else on the machine. Parts are looked
+    at in groups of their own, each without what it calls of another: the checks of arguments, the numbers of a call,
+    memory for results and workspaces, lists of tiles, counters, clearing, addresses, the struct of arguments, the
+    launches, and the rest. An older checkout is measured by `PYTHONPATH=CHECKOUT python -P flashgen/bench/host.py`.
+    """
+    require_gpu()
+    from flashgen import bench
+
+    named = chosen(libraries, "--libraries", bench.LIBRARIES) or bench.installed_libraries()
+    timed = bench.PASSES if passes is Passes.both else [name for name in bench.PASSES if name == passes.value]
+    rows = chain(bench.host_rows(named, timed, target, groups), bench.start_rows(target))
+    total = len(bench.host_cases()) * len(named) * len(timed) + bench.STARTS
+    report(rows, total, bench_tables.host, output, json, lambda rows: [])
 
 
 app.command(DEFAULT, help=paragraphs(speed.__doc__), epilog=SPEED_EXAMPLES)(speed)
 app.command("gqa", help=paragraphs(gqa.__doc__))(gqa)
 app.command("paper", help=paragraphs(paper.__doc__))(paper)
+app.command("host", help=paragraphs(host.__doc__))(host)
 
 
 def declare(text: str, options: SpecOptions, head_dim: int) -> AttentionSpec:
@@ -229,10 +261,10 @@ def listed(text: str) -> list[str]:
     return [name.strip() for name in text.split(",") if name.strip()]
 
 
-def chosen_peers(peers: str, offered: Sequence[str] = PEERS) -> list[str]:
+def chosen(text: str, option: str, offered: Sequence[str]) -> list[str]:
     """ "FA2,Flex" -> ["FA2", "Flex"]; "" is none."""
-    names = listed(peers)
+    names = listed(text)
     unknown = [name for name in names if name not in offered]
     if unknown:
-        raise ArgumentError(f"--peers {peers!r}: {unknown[0]!r} is not one of {', '.join(offered)}")
+        raise ArgumentError(f"{option} {text!r}: {unknown[0]!r} is not one of {', '.join(offered)}")
     return names

@@ -81,6 +81,22 @@ def paper(rows: list[Any]) -> Table:
     return heading, cells
 
 
+def host(rows: list[Any]) -> Table:
+    """Microseconds by case, and of each part."""
+    parts = list(dict.fromkeys(part for row in rows for part in row.parts))
+    columns = {
+        "call": [row.name for row in rows],
+        "target": [row.target for row in rows],
+        "arrays": [row.library for row in rows],
+        "pass": [row.timed for row in rows],
+        "batch x heads x length": ["x".join(map(str, row.sizes)) for row in rows],
+        "us": [number(row.median, 1) for row in rows],
+        "least us": [number(row.minimum, 1) for row in rows],
+        **{part: [number(row.parts.get(part), 1) for row in rows] for part in parts},
+    }
+    return told(columns)
+
+
 def paper_summary(rows: Sequence[Any]) -> list[str]:
     """How flashgen compares with standard attention."""
     found = {row.name: row for row in rows}

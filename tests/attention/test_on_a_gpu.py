@@ -1,9 +1,7 @@
-"""On a GPU: every kind of array in and out, streams, graphs, and how little a call costs."""
+"""On a GPU: every kind of array in and out, streams, and graphs."""
 
 from __future__ import annotations
 
-import statistics
-import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -14,7 +12,6 @@ import pytest
 
 import flashgen.language as fg
 from flashgen import attention
-from flashgen.attention import compiling
 from flashgen.build import nvrtc
 from flashgen.codegen.targets import TARGETS
 from flashgen.errors import ArgumentError, LaunchError
@@ -23,7 +20,6 @@ from flashgen.verify import Inputs, Shape, random_inputs
 pytestmark = pytest.mark.gpu
 
 SHAPE = Shape(70, 150, 2, 4, 2)
-MANY_TILES = Shape(64, 64, 16, 32, 32)  # more than any GPU has multiprocessors
 CAUSAL = fg.AttentionSpec(64, mask=fg.causal())
 DOCUMENT = fg.AttentionSpec(64, mask=fg.document("ids"))
 DTYPES = ("float16", "bfloat16")
@@ -268,39 +264,6 @@ def test_strides(cupy: Any, here: Any) -> None:
     same(*odd)
     nothing = cupy.zeros(9, q.dtype)[1:][:0].reshape(2, 4, 0, 64)
     assert (compiled(q, nothing, nothing) == 0).all() and compiled(nothing, k, v).shape == nothing.shape
-
-
-@pytest.mark.parametrize("shape", [Shape(64, 64, 1, 1, 1), MANY_TILES], ids=["one tile", "many tiles"])
-def test_a_warm_call_costs_less_than_25_microseconds_of_host_time(shape: Shape, cupy: Any, here: Any) -> None:
-    compiled = here(CAUSAL)
-    q, k, v = on_gpu(cupy, random_inputs(CAUSAL, shape))
-    medians = []
-    for _ in range(40):
-        times = []
-        for _ in range(50):
-            begin = time.perf_counter()
-            compiled(q, k, v)
-            times.append(time.perf_counter() - begin)
-        cupy.cuda.Device().synchronize()  # the queue of launches never fills up
-        medians.append(statistics.median(times))
-    cost = min(medians[4:])  # of 50 calls, while other processes leave this one alone
-    assert cost < 25e-6, f"{cost * 1e6:.1f} us"
-
-
-def test_a_spec_is_ready_within_2_seconds_and_from_disk_within_50_milliseconds(cupy: Any) -> None:
-    attention.compile(fg.AttentionSpec(32))  # imports, NVRTC, templates
-    spec = fg.AttentionSpec(64, scale=0.1015625 + time.time_ns() % 1000 * 2**-20, mask=fg.causal())  # not in any cache
-    begin = time.perf_counter()
-    attention.compile(spec)
-    cold = time.perf_counter() - begin
-    assert cold < 2, f"{cold:.2f} s"
-    warm = []
-    for _ in range(5):
-        compiling.clear()
-        begin = time.perf_counter()
-        attention.compile(spec)
-        warm.append(time.perf_counter() - begin)
-    assert statistics.median(warm) < 0.05, f"{statistics.median(warm) * 1e3:.1f} ms"
 
 
 def test_sizes_compile_nothing(cupy: Any, monkeypatch: pytest.MonkeyPatch, right: Any, here: Any) -> None:

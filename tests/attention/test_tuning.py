@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 import warnings
 from collections.abc import Mapping
 from dataclasses import replace
@@ -327,9 +326,7 @@ def test_tuning_on_a_gpu(mask: fg.Mask, tmp_path: Path, monkeypatch: pytest.Monk
     q, k, v = (cupy.asarray(array) for array in (given.q, given.k, given.v))
     captures = {name: cupy.asarray(array) for name, array in given.captures.items()}
     it = attention.compile(spec)
-    begin = time.perf_counter()
     result = it.tune(q, k, v, **captures)
-    assert time.perf_counter() - begin < 120
     print(result)
     assert len(result.milliseconds) >= 2 and result.gain >= 1 and result.kept.is_dir()
     assert all(0 < milliseconds < 1000 for milliseconds in result.milliseconds.values())

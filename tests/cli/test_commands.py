@@ -379,7 +379,7 @@ def test_doctor_knows_which_targets_run_here(
 
 @pytest.mark.skipif(bool(gpus()), reason="there is a GPU")
 def test_bench_needs_a_gpu() -> None:
-    for arguments in ((), ("causal()",), ("--variants",), ("speed",), ("gqa",), ("paper",)):
+    for arguments in ((), ("causal()",), ("--variants",), ("speed",), ("gqa",), ("paper",), ("host",)):
         assert "no GPU" in invoke("bench", *arguments, expect=2).stderr
 
 
@@ -401,7 +401,14 @@ def test_bench_hands_its_choices_on_and_saves_what_the_rows_come_to(
         asked["gqa"] = [[(spec.dtype, spec.head_dim) for spec in specs], *choices]
         yield bench.GroupedRow("full", "sm_90a", "forward", 4096, 4, 32, 8, {"flashgen": 1}, {"flashgen": 9}, {})
 
-    for stub in (speed_rows, variant_rows, grouped_rows):
+    def host_rows(*choices: Any) -> Iterator[bench.HostRow]:
+        asked["host"] = [*choices]
+        yield bench.HostRow("causal", "sm_90a", "cupy", "forward", (1, 1, 64), 20.25, 19.5, {"checks": 4.0})
+
+    def start_rows(*choices: Any) -> Iterator[bench.HostRow]:
+        yield bench.HostRow("compile, from disk", "sm_90a", "-", "start", (), 7000.0, 6900.0, {})
+
+    for stub in (speed_rows, variant_rows, grouped_rows, host_rows, start_rows):
         monkeypatch.setattr(bench, stub.__name__, stub)
     monkeypatch.setattr(bench, "environment", lambda: {"gpu": "none"})
     monkeypatch.setattr("flashgen.cli.bench.require_gpu", lambda: None)
@@ -418,6 +425,12 @@ def test_bench_hands_its_choices_on_and_saves_what_the_rows_come_to(
     assert "dropout 0.1: +10.0%" in result.stderr
     assert "GQA 32:8" in invoke("bench", "gqa", "--lengths", 4096, "--target", "sm_90a", *output).stdout
     assert asked["gqa"] == [2 * [("bfloat16", 128)], [4096], [32, 8, 1], 32, [], "forward", "sm_90a"]
+    result = invoke("bench", "host", "--libraries", "cupy", "--pass", "forward", "--target", "sm_90a", *output)
+    assert asked["host"] == [["cupy"], ["forward"], "sm_90a", 40] and "20.2\t19.5\t4.0" in result.stdout
+    assert (
+        "compile, from disk" in result.stdout
+        and "jax" in invoke("bench", "host", "--libraries", "jax", expect=2).stderr
+    )
     assert "5 does not divide --heads 32" in invoke("bench", "gqa", "--heads-kv", "32,5", expect=2).stderr
     assert "not one of FA2, cuDNN, Flex, FA4" in invoke("bench", "--peers", "FA5", expect=2).stderr
 

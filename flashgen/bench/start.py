@@ -1,0 +1,62 @@
+"""What it costs to begin: importing flashgen, and a spec's first compilation, from nothing and from disk."""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+
+from flashgen.bench.host import HostRow
+
+REPEATS = 5
+STARTS = 3  # rows
+# Imports are timed in CPU time, which other work on the machine sways less; NVRTC takes threads of its own.
+_PROGRAM = """
+import json, sys, time
+begin = time.process_time()
+import numpy, sympy
+there = time.process_time()
+import flashgen
+flashgen.AttentionSpec
+imported = time.process_time()
+scale, target = float(sys.argv[1]), sys.argv[2] or None
+flashgen.compile(flashgen.AttentionSpec(32), target=target)  # loads NVRTC and the templates
+start = time.perf_counter()
+attention = flashgen.compile(flashgen.AttentionSpec(64, scale=scale, mask=flashgen.causal()), target=target)
+print(json.dumps([imported - there, time.perf_counter() - start, attention.target.name]))
+"""
+
+
+def start_rows(target: str | None = None, repeats: int = REPEATS) -> Iterator[HostRow]:
+    """Measures new processes, with a cache of their own; `target` as of `flashgen.compile`."""
+    name = ""
+    imports: list[float] = []
+    compiled: list[float] = []
+    loaded: list[float] = []
+    with tempfile.TemporaryDirectory(prefix="flashgen-bench-") as cache:
+        for number in range(repeats):
+            for times in (compiled, loaded):
+                imported, ready, name = _start(cache, 0.1015625 + number / 1024, target)
+                imports.append(imported)
+                times.append(ready)
+    measured = {
+        "import, beyond NumPy and SymPy": imports,
+        "compile, from nothing": compiled,
+        "compile, from disk": loaded,
+    }
+    for what, times in measured.items():
+        micros = [seconds * 1e6 for seconds in times]
+        yield HostRow(what, name, "-", "start", (), statistics.median(micros), min(micros), {})
+
+
+def _start(cache: str, scale: float, target: str | None) -> tuple[float, float, str]:
+    """Seconds of an import and of a compilation in a new process, and the target that it compiled for."""
+    command = [sys.executable, "-c", _PROGRAM, str(scale), target or ""]
+    environment = os.environ | {"FLASHGEN_CACHE_DIR": cache}
+    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
+    imported, ready, name = json.loads(done.stdout)
+    return imported, ready, name

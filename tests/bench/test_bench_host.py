@@ -1,0 +1,175 @@
+"""What `flashgen bench host` measures: the arithmetic by a clock of the test's own, and which parts of a call run."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import flashgen
+from flashgen.bench import host, start
+from flashgen.bench.host import ONE_TILE, PARTS, REST, HostCase, Meter, cost_of, host_rows, owner_of, run_of
+from flashgen.cli import bench_tables
+
+SMALL = (2, 2, 64)
+
+
+class Clock:
+    """A clock that moves when it is told, and by `look` nanoseconds whenever somebody looks."""
+
+    def __init__(self, look: int = 0) -> None:
+        self.now, self.look = 0, look
+
+    def __call__(self) -> int:
+        self.now += self.look
+        return self.now
+
+    def working(self, nanoseconds: int, *inner: Callable[[], Any]) -> Callable[[], None]:
+        """A function that takes so long, without what it calls."""
+
+        def work() -> None:
+            self.now += nanoseconds
+            for function in inner:
+                function()
+
+        return work
+
+
+def test_a_part_s_time_is_its_own() -> None:
+    clock = Clock()
+    meter = Meter(clock)
+    inner = meter.of("launch", clock.working(5_000))
+    outer = meter.of("lists", clock.working(700, inner, clock.working(10), inner))
+    outer()
+    inner()
+    assert meter.nanoseconds() == {"launch": 15_000, "lists": 710} and meter.calls == {"launch": 3, "lists": 1}
+    meter.clear()
+    assert meter.nanoseconds() == {} == meter.calls
+
+
+def test_looking_at_the_clock_is_left_out() -> None:
+    clock = Clock(look=40)
+    meter = Meter(clock)
+    inner = meter.of("launch", clock.working(5_000))
+    outer = meter.of("lists", clock.working(700, *[inner] * 100))
+    outer()
+    found = meter.nanoseconds()
+    assert found["launch"] == pytest.approx(100 * 5_000, rel=1e-3)
+    assert found["lists"] == pytest.approx(700, abs=0.2 * 100)  # of 40 for each of 100 calls
+
+
+def test_an_error_of_a_call_is_its_own() -> None:
+    meter = Meter()
+
+    def fails() -> None:
+        raise ValueError("of the call")
+
+    for _ in range(2):
+        with pytest.raises(ValueError, match="of the call"):
+            meter.of("outer", meter.of("inner", fails))()
+    assert meter.calls == {"outer": 2, "inner": 2} and not meter._inner
+
+
+def test_groups_give_medians_and_the_least_and_are_warm() -> None:
+    """Calls of a group get dearer, and so do groups; the first groups, which warm up, cost most."""
+    clock, waited = Clock(), []
+    durations = [
+        *[9_000_000] * 5 * host.WARM_GROUPS,
+        *[1000 * (10 * group + call) for group in range(3) for call in range(5)],
+    ]
+    left = iter([*durations, *durations])
+    cost = cost_of(lambda: clock.working(next(left))(), lambda: waited.append(clock.now), 3, 5, clock)
+    assert (cost.median, cost.minimum) == (12.0, 2.0)
+    assert cost.parts[REST] == pytest.approx(12.0) and len(waited) == 2 * (host.WARM_GROUPS + 3)
+    assert {part: cost.parts[part] for part in PARTS} == dict.fromkeys(PARTS, 0.0)
+
+
+def functions() -> dict[str, Any]:
+    """What stands in the places of PARTS now."""
+    owners = {place: owner_of(place) for places in PARTS.values() for place in places}
+    return {place: getattr(owner, name, None) for place, (owner, name) in owners.items()}
+
+
+def test_every_part_is_somewhere_in_flashgen_and_is_put_back() -> None:
+    before, meter = functions(), Meter()
+    with meter.installed() as found:
+        assert found == tuple(PARTS), "a part of PARTS has moved: say in flashgen/bench/host.py where it stands now"
+        assert functions() != before
+    assert functions() == before
+
+
+def test_a_checkout_without_a_part_is_measured_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    places = {"checks": ("flashgen.nowhere:Pass.f", "flashgen.attention.passes:Pass.nothing", "json:Nothing.loads")}
+    monkeypatch.setattr(host, "PARTS", places | {"numbers": ("json:loads",)})
+    meter = Meter()
+    with meter.installed() as found:
+        assert found == ("numbers",) and json.loads("[1]") == [1]
+    assert meter.calls == {"numbers": 1}
+
+
+CASES = {case.name: case for case in host.host_cases()}
+
+
+@pytest.mark.parametrize("name", ["causal, out given", "lists of each call"])
+def test_which_parts_a_call_has(name: str) -> None:
+    """On the emulator, where no address is looked up."""
+    case = replace(CASES[name], sizes=SMALL)
+    attention = flashgen.compile(flashgen.AttentionSpec(64, **case.options), target="sm_90a", emulate=True)
+    listed = name == "lists of each call"
+    for timed, launches in (("forward", 1), ("backward", 3)):
+        run, meter = run_of(attention, case, timed, "numpy"), Meter()  # type: ignore[arg-type]
+        with meter.installed():
+            run()
+        assert meter.calls["numbers"] == 1 and meter.calls["checks"] == 1 + listed
+        assert meter.calls["launch"] == launches + listed and meter.calls.get("lists", 0) == listed
+        assert ("counter" in meter.calls) is (timed == "forward")  # Hopper's forward counts many tiles
+        assert ("allocation" in meter.calls) is not (case.given and timed == "forward")
+
+
+def test_rows_of_the_emulator(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host, "host_cases", lambda: [HostCase("causal", {"mask": flashgen.causal()}, ONE_TILE)])
+    rows = list(host_rows(["numpy"], target="sm_90a", groups=1, calls=1, emulate=True))
+    assert [(row.name, row.library, row.timed, row.target) for row in rows] == [
+        ("causal", "numpy", "forward", "sm_90a"),
+        ("causal", "numpy", "backward", "sm_90a"),
+    ]
+    for row in rows:
+        assert row.median >= row.minimum > 0 and set(row.parts) == {*PARTS, REST} and row.to_dict()["sizes"] == ONE_TILE
+    heading, cells = bench_tables.host(rows)
+    assert heading[:5] == ("call", "target", "arrays", "pass", "batch x heads x length")
+    assert heading[5:] == ("us", "least us", *PARTS, REST) and cells[0][4] == "1x1x64"
+
+
+def test_a_start_is_measured_in_new_processes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    imported, ready, name = start._start(str(tmp_path), 0.1, "sm_80")
+    assert imported > 0 and ready > 0 and name == "sm_80"
+    assert sum(folder.name.startswith("fwd-") for folder in tmp_path.iterdir()) == 2
+    started: list[tuple[str, float]] = []
+
+    def process(cache: str, scale: float, target: str | None) -> tuple[float, float, str]:
+        known = (cache, scale) in started
+        started.append((cache, scale))
+        return 0.25, 0.01 if known else 1.0, "sm_80"
+
+    monkeypatch.setattr(start, "_start", process)
+    rows = list(start.start_rows(repeats=3))
+    assert [(row.name.split(", ")[1], row.median) for row in rows] == [
+        ("beyond NumPy and SymPy", 250_000),
+        ("from nothing", 1_000_000),
+        ("from disk", 10_000),
+    ]
+    assert len(rows) == start.STARTS and len(set(started)) == 3
+
+
+def test_the_file_runs_beside_another_checkout() -> None:
+    """It takes of flashgen only what users import, and of the folder that it stands in nothing."""
+    path = Path(host.__file__)
+    program = f"import runpy, sys; runpy.run_path({str(path)!r}); print(sorted(sys.modules))"
+    done = subprocess.run([sys.executable, "-P", "-c", program], capture_output=True, text=True, check=True)
+    assert "flashgen.bench" not in done.stdout and "'flashgen'" in done.stdout
