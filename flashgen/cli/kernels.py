@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import re
+import secrets
 from collections.abc import Mapping
 from enum import StrEnum
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import typer
 
 from flashgen.cli.console import note, print_code, print_json, print_table
 from flashgen.errors import ArgumentError
@@ -14,6 +18,9 @@ if TYPE_CHECKING:
     from flashgen.build.cache import Entry
     from flashgen.codegen.kernel import RenderedKernel
     from flashgen.language import AttentionSpec
+
+
+_SUFFIXES = (".cu", ".ptx", ".sass", ".svg", ".png")  # of files, which --output DIR/ is none of
 
 
 class Pass(StrEnum):
@@ -50,26 +57,43 @@ def tile_of(spec: AttentionSpec, target: str, of: Pass, deterministic: bool, pac
 
 
 def rendered(
-    spec: AttentionSpec, target: str, of: Pass, name: str | None, deterministic: bool, packed_heads: int = 1
+    spec: AttentionSpec,
+    target: str,
+    of: Pass,
+    name: str | None,
+    deterministic: bool,
+    packed_heads: int = 1,
+    apart: bool = False,
 ) -> dict[str, RenderedKernel]:
-    """The kernels to show, by the part that each plays, in the order of their launches."""
+    """The kernels of a pass, or the one that is named, by the part that each plays, in the order of their launches.
+
+    apart: under the names that they have in a release, in place of those that launches know.
+    """
     from flashgen.codegen.kernels import kernels_of
     from flashgen.codegen.targets import target_named
 
-    options: dict[str, Any] = {"deterministic": deterministic, "packed_heads": packed_heads}
+    options: dict[str, Any] = {"deterministic": deterministic, "packed_heads": packed_heads, "apart": apart}
     kernels = dict(kernels_of(spec, target_named(target), (of.value,), **options))
-    if name is None and of is Pass.forward:
-        if "lists" in kernels:
-            note("a second kernel lists the tiles that this one visits: --kernel lists shows it")
-        return {"forward": kernels["forward"]}
     if name is None:
-        note(f"{len(kernels)} kernels, in the order of their launches: {', '.join(kernels)}; --kernel NAME shows one")
         return kernels
     if name not in kernels:
         closed = f"{spec.mask.name} needs none, closed forms say which tiles to visit"
         why = closed if name.endswith("lists") else f"there is none in this {of.value} pass"
         raise ArgumentError(f"--kernel {name}: {why}; its kernels are {', '.join(kernels)}")
     return {name: kernels[name]}
+
+
+def to_print(kernels: dict[str, RenderedKernel], of: Pass) -> dict[str, RenderedKernel]:
+    """Those of a pass's kernels that are printed where none is named, saying which there are."""
+    if of is Pass.backward:
+        note(
+            f"{len(kernels)} kernels, in the order of their launches: {', '.join(kernels)}. Each is a file of its own, "
+            "together they do not compile: --output DIR/ writes the files, --kernel NAME shows one"
+        )
+        return kernels
+    if "lists" in kernels:
+        note("a second kernel lists the tiles that this one visits: --kernel lists shows it, --output DIR/ writes both")
+    return {"forward": kernels["forward"]}
 
 
 def compiled(kernel: RenderedKernel) -> Entry:
@@ -82,11 +106,49 @@ def compiled(kernel: RenderedKernel) -> Entry:
 def show_texts(kernels: Mapping[str, RenderedKernel], what: What) -> None:
     """The text of one kernel as it is; of several each under a line with its part and its name."""
     texts = []
-    for part, kernel in kernels.items():
-        title = f"// ==== {part}: {kernel.name} ====\n\n" if len(kernels) > 1 else ""
-        text = kernel.source if what is What.cuda else machine_code(kernel, what)
-        texts.append(f"{title}{text}" if text.endswith("\n") else f"{title}{text}\n")
+    for number, (part, kernel) in enumerate(kernels.items(), start=1):
+        title = f"// ==== {part}: file {number} of {len(kernels)}, {kernel.name} "
+        texts.append((f"{title:=<120}\n\n" if len(kernels) > 1 else "") + text_of(kernel, what))
     print_code("\n".join(texts), "cuda" if what is What.cuda else "nasm")
+
+
+def write_texts(kernels: Mapping[str, RenderedKernel], what: What, folder: Path) -> None:
+    """The text of each kernel in a file of its own, named as in a release, if they have such names; a line for each.
+
+    Every text is made before one is written, and a file is replaced whole or not at all.
+    """
+    if folder.suffix in _SUFFIXES and not folder.is_dir():
+        raise ArgumentError(
+            f"--output {folder} must be a folder, in which each kernel gets a file of its own; "
+            "--kernel NAME > FILE keeps one kernel"
+        )
+    texts = {folder / file_name(kernel, what): text_of(kernel, what) for kernel in kernels.values()}
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for path, text in texts.items():
+            staged = path.with_name(f".{secrets.token_hex(6)}")
+            try:
+                staged.write_text(text, encoding="utf-8")
+                staged.replace(path)
+            finally:
+                staged.unlink(missing_ok=True)
+    except OSError as error:
+        raise ArgumentError(f"--output {folder} cannot be written: {error.strerror or error}") from error
+    for part, path in zip(kernels, texts, strict=True):
+        typer.echo(f"{part}\t{path}")
+
+
+def file_name(kernel: RenderedKernel, what: What) -> str:
+    """As a release names a file of the kernel."""
+    from flashgen.build.keys import readable_name
+
+    return f"{readable_name(kernel.name)}{'.cu' if what is What.cuda else f'.{what.value}'}"
+
+
+def text_of(kernel: RenderedKernel, what: What) -> str:
+    """The kernel as CUDA, PTX or SASS, the last line ended."""
+    text = kernel.source if what is What.cuda else machine_code(kernel, what)
+    return text if text.endswith("\n") else f"{text}\n"
 
 
 def machine_code(kernel: RenderedKernel, what: What) -> str:

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from flashgen.cli.console import note, print_code
-from flashgen.cli.kernels import Pass, What, rendered, show_resources, show_texts, tile_of
+from flashgen.cli.kernels import Pass, What, rendered, show_resources, show_texts, tile_of, to_print, write_texts
 from flashgen.cli.options import Deterministic, Json, Spec, SpecOptions, Target, with_spec_options
 from flashgen.cli.pictures import drawing_of, print_drawing, print_numbers, print_svg, write_drawing
 from flashgen.cli.specs import load_spec
@@ -23,6 +23,8 @@ flashgen show "causal()" --what sass --target sm_90 | less
 flashgen show "causal()" --pass backward --what resources
 
 flashgen show "causal()" --pass backward --kernel keys
+
+flashgen show "causal()" --pass backward --output kernels/
 
 flashgen show "causal()" --target sm_90a --packed-heads 8
 
@@ -72,17 +74,23 @@ def show(
         typer.Option("--captures", "--input", "-i", help="A file with the mask's captures by name, for the tile map."),
     ] = None,
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Write the tile map to this .svg or .png file.")
+        Path | None,
+        typer.Option(
+            "--output",
+            "-o",
+            help="Write each kernel to a file of its own in this folder, or the tile map to a .svg or .png file.",
+        ),
     ] = None,
     json: Json = False,
 ) -> None:
     """Show the CUDA of a spec, its PTX or SASS, its resources, its tile map (drawn, or as SVG), or the spec as JSON.
 
-    The backward has several kernels, all shown in the order of their launches unless --kernel names one. Nothing is
-    run, so no GPU is needed; without one and without --target, [cyan]sm_80[/] is shown.
+    The backward has several kernels, all shown in the order of their launches unless --kernel names one. Each is a
+    file of its own: --output DIR/ writes them, named as in a release, and the forward's with the kernel that lists its
+    tiles. Nothing is run, so no GPU is needed; without one and without --target, [cyan]sm_80[/] is shown.
     """
     declared = load_spec(spec, options)
-    refuse_elsewhere(what, {"--zoom": zoom, "--captures": captures, "--output": output})
+    refuse_elsewhere(what, {"--zoom": zoom, "--captures": captures}, output)
     if what is What.spec:
         print_code(declared.to_json(), "json")
         return
@@ -99,18 +107,24 @@ def show(
         else:
             (print_numbers if json else print_drawing)(drawing)
         return
-    chosen = rendered(declared, architecture, of, kernel, deterministic, packed_heads)
+    chosen = rendered(declared, architecture, of, kernel, deterministic, packed_heads, apart=output is not None)
+    if output is not None:
+        write_texts(chosen, what, output)
+        return
+    printed = chosen if kernel else to_print(chosen, of)
     if what is What.resources:
-        show_resources(chosen, declared, of, deterministic, json)
+        show_resources(printed, declared, of, deterministic, json)
     else:
-        show_texts(chosen, what)
+        show_texts(printed, what)
 
 
-def refuse_elsewhere(what: What, given: dict[str, Any]) -> None:
-    """ArgumentError for an option of pictures where no picture is made."""
-    names = [name for name, value in given.items() if value is not None]
+def refuse_elsewhere(what: What, of_pictures: dict[str, Any], output: Path | None) -> None:
+    """ArgumentError for an option where it means nothing."""
+    names = [name for name, value in of_pictures.items() if value is not None]
     if names and what not in (What.tiles, What.svg):
         raise ArgumentError(f"{', '.join(names)}: only a tile map takes this, add --what tiles")
+    if output is not None and what in (What.resources, What.spec):
+        raise ArgumentError(f"--output {output}: --what {what.value} prints; write it by > FILE")
 
 
 def target_here() -> str:

@@ -15,7 +15,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 import flashgen.language as fg
-from flashgen import bench, reference
+from flashgen import bench, reference, release
 from flashgen.attention import compile
 from flashgen.build import nvrtc
 from flashgen.cli import doctor
@@ -80,15 +80,50 @@ def test_show_the_backward_s_kernels() -> None:
     spec = fg.AttentionSpec(64, mask=fg.causal() & fg.document("ids"))
     arguments = ("show", "causal() & document('ids')", "--target", "sm_80", "--pass", "backward")
     every = invoke(*arguments)
-    assert "4 kernels, in the order of their launches: query_lists, prepare, keys, finish;" in every.stderr
-    assert re.findall(r"^// ==== (\w+): \S+ ====$", every.stdout, re.MULTILINE) == [
-        "query_lists", "prepare", "keys", "finish"
-    ]  # fmt: skip
-    sources = list(compile(spec, target="sm_80", emulate=True).backward_sources.values())
+    assert "4 kernels, in the order of their launches: query_lists, prepare, keys, finish. Each is a" in every.stderr
+    assert "--output DIR/" in every.stderr
+    sources = compile(spec, target="sm_80", emulate=True).backward_sources
+    titles = re.findall(r"^// ==== (\w+): file (\d) of 4, (\S+) =+$", every.stdout, re.MULTILINE)
+    parts = ("query_lists", "prepare", "keys", "finish")
+    assert titles == [(part, str(n), name) for n, (part, name) in enumerate(zip(parts, sources, strict=True), start=1)]
+    sources = list(sources.values())
     assert invoke(*arguments, "--kernel", "keys").stdout == sources[2]
     deterministic = invoke(*arguments, "--deterministic", "--kernel", "queries")
     assert "attention_backward_queries" in deterministic.stdout and deterministic.stderr == ""
     assert "its kernels are query_lists, prepare" in invoke(*arguments, "--kernel", "forward", expect=2).stderr
+
+
+def test_show_writes_each_kernel_to_a_file_of_its_own(tmp_path: Path) -> None:
+    """Named and filled as in a release; the forward with the kernel that lists its tiles."""
+    text = "[[kernels]]\nmask = \"causal() & document('ids')\"\nhead_dim = 64\ntarget = 'sm_80'\n"
+    (tmp_path / "release.toml").write_text(f"{text}passes = ['forward', 'backward']\ndeterministic = [false, true]\n")
+    release.build(tmp_path / "release.toml", tmp_path / "released", sources_only=True)
+    released = {path.name: path.read_bytes() for path in (tmp_path / "released").glob("*.cu")}
+    arguments = ("show", "causal() & document('ids')", "--target", "sm_80", "--output", tmp_path / "out" / "kernels")
+    written = [invoke(*arguments)]
+    written += [invoke(*arguments, "--pass", "backward", *more) for more in ((), ("--deterministic",))]
+    assert {path.name: path.read_bytes() for path in (tmp_path / "out" / "kernels").iterdir()} == released
+    assert sum(len(result.stdout.splitlines()) for result in written) == len(released)
+    assert re.fullmatch(r"lists\t\S+/lists-\S+\.cu\nforward\t\S+/fwd-\S+\.cu\n", written[0].stdout)
+
+
+@needs_nvrtc
+def test_show_writes_one_kernel_or_what_it_compiles_to(tmp_path: Path) -> None:
+    arguments = ("show", "causal()", "--target", "sm_80", "--pass", "backward", "--kernel", "finish")
+    invoke(*arguments, "--what", "ptx", "--output", tmp_path)
+    (path,) = tmp_path.iterdir()
+    assert path.name.startswith("bwd-finish-") and path.suffix == ".ptx" and ".target sm_80" in path.read_text()
+
+
+def test_show_writes_into_a_folder_or_says_why_not(tmp_path: Path) -> None:
+    arguments = ("show", "causal()", "--target", "sm_80", "--output")
+    assert "must be a folder" in invoke(*arguments, tmp_path / "causal.cu", expect=2).stderr
+    (tmp_path / "file").write_text("mine")
+    assert "cannot be written: " in invoke(*arguments, tmp_path / "file", expect=2).stderr
+    assert (tmp_path / "file").read_text() == "mine"
+    refused = invoke("show", "causal()", "--what", "spec", "--output", tmp_path / "out", expect=2)
+    assert "--what spec prints" in refused.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
 def test_show_the_tiles_of_the_backward() -> None:
@@ -211,7 +246,8 @@ def test_show_names_the_missing_capture(tmp_path: Path) -> None:
 
 
 def test_show_refuses_options_of_pictures_elsewhere(tmp_path: Path) -> None:
-    assert "--zoom, --output: only" in invoke("show", "causal()", "--zoom", "0,0", "--output", "a.svg", expect=2).stderr
+    assert "--zoom, --captures: only" in invoke("show", "causal()", "--zoom", "0,0", "-i", "a.npz", expect=2).stderr
+    assert "must be a folder" in invoke("show", "causal()", "--output", "a.svg", expect=2).stderr
 
 
 # ---- run
