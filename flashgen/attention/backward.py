@@ -16,6 +16,7 @@ from flashgen.attention.backward_launches import (
 )
 from flashgen.attention.backward_lists import BackwardListers, BackwardTileLists
 from flashgen.attention.captures import check_array, check_captures
+from flashgen.attention.edits import NO_EDITS, Edits
 from flashgen.attention.engines import Arrays, Engine, Gpu, Numbers, Place
 from flashgen.attention.gradients import (
     ROWS,
@@ -64,8 +65,15 @@ class BackwardPass(Pass[_Prepared]):
     """The backward kernels of a spec, and the listers of their tiles where they read lists."""
 
     def __init__(
-        self, spec: AttentionSpec, target: Target, kernels: BackwardKernels, engine: Engine, prebuild: str
+        self,
+        spec: AttentionSpec,
+        target: Target,
+        kernels: BackwardKernels,
+        engine: Engine,
+        prebuild: str,
+        edits: Edits = NO_EDITS,
     ) -> None:
+        """edits: of the listers' kernels; `kernels` are edited already where they are."""
         super().__init__(spec, engine, _IN_ROWS)
         self._kernels = kernels
         self._prepare_rows = engine.runner(kernels.prepare, prebuild)
@@ -74,7 +82,7 @@ class BackwardPass(Pass[_Prepared]):
         self._finish = engine.runner(kernels.finish, prebuild) if kernels.finish else None
         self._captures = {name: engine.runner(kernel, prebuild) for name, kernel in kernels.captures.items()}
         self._members = {capture.name: member_name(capture) for capture in differentiated(spec)}
-        self.listers = BackwardListers(spec, target, kernels, engine, prebuild)
+        self.listers = BackwardListers(spec, target, kernels, engine, prebuild, edits)
 
     @property
     def kernels(self) -> tuple[RenderedKernel, ...]:

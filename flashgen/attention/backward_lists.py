@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from flashgen.attention.edits import NO_EDITS, Edits
 from flashgen.attention.engines import Engine, Numbers, Place
 from flashgen.attention.lists import ListsLaunch, TileLister, TileLists
 from flashgen.attention.problem import Problem
@@ -42,14 +43,23 @@ class BackwardListers:
     """Makes the lists of a backward call, each kernel's for the tiles of its own plan."""
 
     def __init__(
-        self, spec: AttentionSpec, target: Target, kernels: BackwardKernels, engine: Engine, prebuild: str
+        self,
+        spec: AttentionSpec,
+        target: Target,
+        kernels: BackwardKernels,
+        engine: Engine,
+        prebuild: str,
+        edits: Edits = NO_EDITS,
     ) -> None:
         self.spec = spec
         self.listers: dict[str, TileLister] = {}
+        how = (engine, prebuild)
         if kernels.uses_lists:
-            self.listers["keys"] = TileLister(spec, target, kernels.plan, engine, prebuild, "queries")
+            self.listers["keys"] = TileLister(spec, target, kernels.plan, *how, "queries", edits, "query_lists")
         if kernels.uses_key_lists and kernels.queries_plan:
-            self.listers["queries"] = TileLister(spec, target, kernels.queries_plan, engine, prebuild)
+            self.listers["queries"] = TileLister(
+                spec, target, kernels.queries_plan, *how, edits=edits, part="backward_lists"
+            )
 
     def __bool__(self) -> bool:
         return bool(self.listers)

@@ -6,6 +6,7 @@ import shlex
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from flashgen.attention.edits import NO_EDITS, Edits
 from flashgen.attention.engines import Engine, Gpu, build
 from flashgen.attention.forward import ForwardPass
 from flashgen.attention.gradients import Gradients
@@ -32,7 +33,8 @@ if TYPE_CHECKING:
 class Attention:
     """A spec compiled for a target: call it with q, k and v; `backward` and `vjp` give gradients.
 
-    Attributes: `spec`, `target`, `engine` (where it runs), `source` (the CUDA), `plan`, `resources`, `deterministic`
+    Attributes: `spec`, `target`, `engine` (where it runs), `source` (the CUDA), `plan`, `resources`, `edited`,
+    `deterministic`
     (whether gradients are bitwise equal from run to run), and of the backward pass, rendered when it is first asked
     for, `backward_kernels` and `backward_plan`.
     """
@@ -46,21 +48,29 @@ class Attention:
         deterministic: bool = False,
         backward_plan: BackwardPlan | None = None,
         tuned: KernelCache | None = None,
+        edits: Edits = NO_EDITS,
     ) -> None:
         """`compile` makes them.
 
         tuned: where winners of tuning are kept; None is the cache of the environment on a GPU, and on the emulator
-            nowhere. A plan that is given wins over them.
+            nowhere. A plan that is given, or an edited kernel, wins over them.
         """
         self.spec, self.target, self.engine, self.deterministic = spec, target, engine, deterministic
-        self._given_backward_plan = backward_plan
-        self._kernel = render_forward(spec, target, plan)
-        follows = plan is None and (isinstance(engine, Gpu) or tuned is not None)
+        self._given_backward_plan, self._edits = backward_plan, edits
+        self._kernel = edits.of("forward", render_forward(spec, target, plan))
+        own_plan = plan is None and not edits.of_the_forward
+        follows = own_plan and (isinstance(engine, Gpu) or tuned is not None)
         winners = TunedPlans(self._kernel, tuned) if follows else None
-        self._forward = ForwardPass(spec, self._kernel, engine, self._prebuild("forward"), winners, packs=plan is None)
+        with edits.told():
+            self._forward = ForwardPass(
+                spec, self._kernel, engine, self._prebuild("forward"), winners, packs=own_plan, edits=edits
+            )
 
     def _prebuild(self, which: str) -> str:
         """The command that builds the kernels of a pass."""
+        if self._edits.texts:
+            built = "backward_resources" if which == "backward" else "resources"
+            return f"flashgen.compile(spec, target={self.target.name!r}, source=...).{built}"
         shown = f"--what resources --target {self.target.name} {shlex.quote(self.spec.to_json())}"
         if which == "backward":
             return f"flashgen show --pass backward {'--deterministic ' if self.deterministic else ''}{shown}"
@@ -68,12 +78,18 @@ class Attention:
         return f"{command} && flashgen show --kernel lists {shown}" if self._kernel.uses_lists else command
 
     def __repr__(self) -> str:
-        return f"<flashgen.Attention {self._kernel.name} on {self.engine.name}>"
+        edited = f", edited: {', '.join(self.edited)}" if self.edited else ""
+        return f"<flashgen.Attention {self._kernel.name} on {self.engine.name}{edited}>"
 
     @property
     def name(self) -> str:
-        """The kernel's readable name."""
+        """The kernel's readable name; that of an edited one ends in `-edited-` and the begin of its text's hash."""
         return self._kernel.name
+
+    @property
+    def edited(self) -> tuple[str, ...]:
+        """The kernels whose text is that of `compile(..., source=...)`: "forward", "lists", "keys", ..."""
+        return tuple(self._edits.texts)
 
     @property
     def source(self) -> str:
@@ -116,14 +132,16 @@ class Attention:
     @made_once
     def resources(self) -> Resources:
         """Registers, spills and shared memory of the kernel, by the GPU's assembler; needs NVRTC, but no GPU."""
-        return build(self._kernel, self._prebuild("forward")).resources
+        with self._edits.told():
+            return build(self._kernel, self._prebuild("forward")).resources
 
     @made_once
     def backward_kernels(self) -> BackwardKernels:
         """The kernels of the backward pass; UnsupportedError where the target cannot run them."""
         from flashgen.codegen.backward import render_backward
 
-        return render_backward(self.spec, self.target, self._given_backward_plan, self.deterministic)
+        kernels = render_backward(self.spec, self.target, self._given_backward_plan, self.deterministic)
+        return kernels.edited(self._edits.of)
 
     @property
     def backward_plan(self) -> BackwardPlan:
@@ -139,14 +157,17 @@ class Attention:
     def backward_resources(self) -> dict[str, Resources]:
         """Registers, spills and shared memory of each kernel that a backward call launches, by readable name."""
         prebuild = self._prebuild("backward")
-        return {kernel.name: build(kernel, prebuild).resources for kernel in self._backward.kernels}
+        with self._edits.told():
+            return {kernel.name: build(kernel, prebuild).resources for kernel in self._backward.kernels}
 
     @made_once
     def _backward(self) -> BackwardPass:
         """Compiled when it is first asked for."""
         from flashgen.attention.backward import BackwardPass
 
-        return BackwardPass(self.spec, self.target, self.backward_kernels, self.engine, self._prebuild("backward"))
+        kernels, prebuild = self.backward_kernels, self._prebuild("backward")
+        with self._edits.told():
+            return BackwardPass(self.spec, self.target, kernels, self.engine, prebuild, self._edits)
 
     def tiles(self, len_q: int, len_k: int | None = None, batch: int = 1, heads: int = 1, **captures: Any) -> TileMap:
         """Which tiles a call of these lengths visits, and which of them need their mask; computed on the CPU.
@@ -254,7 +275,7 @@ class Attention:
             What was found: the winner, the default plan, the milliseconds of each, what was gained. Print it.
 
         Raises:
-            ArgumentError: as a call; or this attention was compiled with plan=....
+            ArgumentError: as a call; or this attention was compiled with plan=... or source=....
             BuildError: FLASHGEN_JIT=0, or the cache cannot be written.
             LaunchError: there is no GPU, or this attention is the emulator's.
         """

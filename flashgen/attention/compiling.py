@@ -6,7 +6,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from flashgen.attention.callable import Attention
-from flashgen.attention.engines import Emulator, Gpu
+from flashgen.attention.edits import NO_EDITS, Edits
+from flashgen.attention.engines import Emulator, Engine, Gpu
+from flashgen.attention.given_sources import GivenText, Source, texts_of
 from flashgen.codegen.families import AnyForwardPlan, emulated_target, target_of_gpu
 from flashgen.codegen.targets import Target, target_named
 from flashgen.errors import SpecError
@@ -29,6 +31,7 @@ def compile(
     plan: AnyForwardPlan | None = None,
     deterministic: bool = False,
     backward_plan: BackwardPlan | None = None,
+    source: Source | None = None,
     sanitize: Literal["address", "thread"] | None = None,
     schedule: Schedule | None = None,
 ) -> Attention:
@@ -45,13 +48,21 @@ def compile(
         deterministic: whether gradients are bitwise equal from run to run, also those of captures. It costs another
             pass over the scores for dq; without it dq and gradients of captures are sums in an order that differs.
         backward_plan: the same of the backward's kernel that walks tiles of keys.
+        source: an edited kernel, to run in place of the emitted one: the text of the forward kernel, or of any other
+            that this spec launches, found by its entry point; a pathlib.Path of such a text, or of a folder as
+            `flashgen show --output DIR/` writes it; or a mapping from kernels' names, those of `attention.sources` and
+            `attention.backward_sources`, or "forward", "lists", "prepare", "keys", "finish", ..., to texts or paths.
+            Plans, grids and arguments stay as they are, so that calls do not take other plans: not tuned ones, nor
+            those that pack heads. Files are read now.
         sanitize: on the emulator, check every access ("address") or every pair of accesses ("thread").
         schedule: on the emulator, the order in which threads run and copies land.
 
     Raises:
         SpecError: `spec` is no AttentionSpec, or emulator options are given without emulate=True.
+        ArgumentError: `source` cannot be read, is of no kernel of the spec, or is seen to need another launch than that
+            of the plan: its entry point, its struct or a constant such as kTileQ is another.
         UnsupportedError: the target, or the plan, cannot run the spec, or the plan is of another family.
-        BuildError: the kernel does not compile, or a compiler is missing.
+        BuildError: the kernel does not compile (at which file and line is said), or a compiler is missing.
         LaunchError: target is None and there is no GPU.
     """
     if not isinstance(spec, AttentionSpec):
@@ -59,14 +70,34 @@ def compile(
     if not emulate and (sanitize or schedule):
         raise SpecError(f"sanitize={sanitize!r} and schedule={schedule!r} are the emulator's: add emulate=True")
     engine = Emulator(sanitize, schedule or Schedule()) if emulate else Gpu()
-    made_of = (spec, _target(target, emulate, plan), engine, plan, bool(deterministic), backward_plan)
-    return _COMPILED.get_or_make(made_of, partial(Attention, *made_of))
+    chosen = _target(target, emulate, plan)
+    made_of = (spec, chosen, engine, plan, bool(deterministic), backward_plan, texts_of(source))
+    return _COMPILED.get_or_make(made_of, partial(_made, *made_of))
 
 
 def _target(name: str | None, emulate: bool, plan: AnyForwardPlan | None) -> Target:
     if name is not None:
         return target_named(name)
     return emulated_target(plan) if emulate else target_of_gpu(*gpu.compute_capability(), plan)
+
+
+def _made(
+    spec: AttentionSpec,
+    target: Target,
+    engine: Engine,
+    plan: AnyForwardPlan | None,
+    deterministic: bool,
+    backward_plan: BackwardPlan | None,
+    texts: tuple[GivenText, ...],
+) -> Attention:
+    edits = _edits(texts, spec, target, plan, deterministic, backward_plan) if texts else NO_EDITS
+    return Attention(spec, target, engine, plan, deterministic, backward_plan, edits=edits)
+
+
+def _edits(texts: tuple[GivenText, ...], *what: Any) -> Edits:
+    from flashgen.attention.edit_matching import Emitted, edits_of
+
+    return edits_of(texts, Emitted(*what))
 
 
 def clear() -> Any:

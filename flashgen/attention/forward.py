@@ -9,6 +9,7 @@ from typing import Any
 from weakref import WeakSet
 
 from flashgen.attention.captures import check_array, check_captures
+from flashgen.attention.edits import NO_EDITS, Edits
 from flashgen.attention.engines import Engine, Gpu, Place
 from flashgen.attention.hopper_launch import MapWriter, hopper_launch
 from flashgen.attention.launches import Launch, forward_launch
@@ -53,6 +54,7 @@ class ForwardPass(Pass[_Prepared]):
 
     tuned: where plans are found that calls of some lengths take instead of the kernel's; None is the kernel's for all.
     packs: whether calls whose tiles that fills better take the packed form of a plan (codegen/packing.py).
+    edits: of the lister's kernel; `kernel` is edited already where it is.
     """
 
     def __init__(
@@ -63,9 +65,10 @@ class ForwardPass(Pass[_Prepared]):
         prebuild: str,
         tuned: TunedPlans | None = None,
         packs: bool = False,
+        edits: Edits = NO_EDITS,
     ) -> None:
         super().__init__(spec, engine, in_rows=frozenset(("q", "k", "v", "o")))
-        self.default = BuiltForward.of(spec, kernel, engine, prebuild)
+        self.default = BuiltForward.of(spec, kernel, engine, prebuild, edits)
         self.kernel, self.lister = kernel, self.default.lister
         self.winners = Winners(spec, self.default, engine, tuned) if tuned else None
         self.packing = Packing(spec, engine) if packs and isinstance(kernel, HopperKernel) else None

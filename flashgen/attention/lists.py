@@ -10,6 +10,7 @@ import numpy as np
 import sympy
 
 from flashgen.attention.captures import check_array, number
+from flashgen.attention.edits import NO_EDITS, Edits
 from flashgen.attention.engines import Engine, Gpu, Numbers, Place
 from flashgen.attention.launches import Launch, ListShape, list_shape, lists_launch
 from flashgen.attention.problem import Problem
@@ -95,10 +96,13 @@ class TileLister:
         engine: Engine,
         prebuild: str,
         direction: Direction = "keys",
+        edits: Edits = NO_EDITS,
+        part: str = "lists",
     ) -> None:
+        """part: what the kernel is called in `edits`."""
         self.spec, self.engine, self.direction = spec, engine, direction
         self.tile = (plan.tile_q, plan.tile_k)
-        self.kernel = render_lists(spec, target, plan, direction)
+        self.kernel = edits.of(part, render_lists(spec, target, plan, direction))
         self._runner = engine.runner(self.kernel, prebuild)
         self._captures = spec.mask.captures
         self._members = [member_name(capture) for capture in self._captures if capture.ndim]

@@ -124,7 +124,9 @@ def tune(
     emulator one must be given, as times there say nothing.
     """
     if forward.winners is None:
-        raise ArgumentError("this attention was compiled with plan=..., which wins over tuned ones: compile without it")
+        raise ArgumentError(
+            "this attention was compiled with plan=... or source=..., which win over tuned plans: compile without them"
+        )
     if not isinstance(forward.engine, Gpu) and timer is medians_ms:
         raise LaunchError("the emulator's times say nothing of a GPU: tune what was compiled for one, on it")
     return _Tuner(forward, forward.winners, inputs, captures, seed, timer, progress).tune(plans)

@@ -7,6 +7,7 @@ import shlex
 import warnings
 from dataclasses import dataclass
 
+from flashgen.attention.edits import NO_EDITS, Edits
 from flashgen.attention.engines import Engine, Runner
 from flashgen.attention.lists import TileLister
 from flashgen.attention.problem import Problem
@@ -30,9 +31,16 @@ class BuiltForward:
     lister: TileLister | None
 
     @classmethod
-    def of(cls, spec: AttentionSpec, kernel: AnyForwardKernel, engine: Engine, prebuild: str) -> BuiltForward:
-        """BuildError where the kernel, or that which lists its tiles, can be neither found nor built."""
-        lister = TileLister(spec, kernel.target, kernel.plan, engine, prebuild) if kernel.uses_lists else None
+    def of(
+        cls, spec: AttentionSpec, kernel: AnyForwardKernel, engine: Engine, prebuild: str, edits: Edits = NO_EDITS
+    ) -> BuiltForward:
+        """BuildError where the kernel, or that which lists its tiles, can be neither found nor built.
+
+        edits: of the lister's kernel; `kernel` is edited already where it is.
+        """
+        lister = None
+        if kernel.uses_lists:
+            lister = TileLister(spec, kernel.target, kernel.plan, engine, prebuild, edits=edits)
         return cls(kernel, engine.runner(kernel, prebuild), lister)
 
 

@@ -13,8 +13,8 @@ in the order of FlashAttention-2 (Dao 2023, algorithm 2). With dS = P * (dP - D)
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import sympy
@@ -85,6 +85,17 @@ class BackwardKernels:
         """Every kernel, in the order of the launches."""
         kernels = (self.prepare, self.keys, self.queries, self.finish, *self.captures.values())
         return tuple(kernel for kernel in kernels if kernel)
+
+    def edited(self, edit: Callable[[str, RenderedKernel], RenderedKernel]) -> BackwardKernels:
+        """Each kernel as `edit` gives it by its part; that of a capture's gradient is "d_" and the capture's name."""
+        return replace(
+            self,
+            prepare=edit("prepare", self.prepare),
+            keys=edit("keys", self.keys),
+            queries=self.queries and edit("queries", self.queries),
+            finish=self.finish and edit("finish", self.finish),
+            captures={name: edit(f"d_{name}", kernel) for name, kernel in self.captures.items()},
+        )
 
 
 def render_backward(

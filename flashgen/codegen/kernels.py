@@ -7,7 +7,8 @@ from dataclasses import replace
 from typing import Literal, get_args
 
 from flashgen.codegen.backward import render_backward
-from flashgen.codegen.families import plan_packing, render_forward
+from flashgen.codegen.backward_plans import BackwardPlan
+from flashgen.codegen.families import AnyForwardPlan, plan_packing, render_forward
 from flashgen.codegen.kernel import RenderedKernel
 from flashgen.codegen.lists import render_lists
 from flashgen.codegen.targets import Target
@@ -55,30 +56,41 @@ def kernels_of(
     return kernels
 
 
-def forward_kernels(spec: AttentionSpec, target: Target, packed_heads: int = 1) -> Kernels:
-    """The kernels of a forward call, with so many query heads of a head of K and V as rows of a tile."""
-    forward = render_forward(spec, target, plan_packing(spec, target, packed_heads))
+def forward_kernels(
+    spec: AttentionSpec, target: Target, packed_heads: int = 1, plan: AnyForwardPlan | None = None
+) -> Kernels:
+    """The kernels of a forward call, of a plan, or with so many query heads of a head of K and V as rows of a tile."""
+    forward = render_forward(spec, target, plan or plan_packing(spec, target, packed_heads))
     lists = {"lists": render_lists(spec, target, forward.plan)} if forward.uses_lists else {}
     return {**lists, "forward": forward}
 
 
-def backward_kernels(spec: AttentionSpec, target: Target, deterministic: bool = False, apart: bool = False) -> Kernels:
-    """The kernels of a backward call; `apart` as above."""
-    backward = render_backward(spec, target, deterministic=deterministic)
+def backward_kernels(
+    spec: AttentionSpec,
+    target: Target,
+    deterministic: bool = False,
+    apart: bool = False,
+    plan: BackwardPlan | None = None,
+) -> Kernels:
+    """The kernels of a backward call; `apart` as above; `plan` of the kernel of keys."""
+    backward = render_backward(spec, target, plan, deterministic)
     kernels: dict[str, RenderedKernel | None] = {}
     if backward.uses_lists:
         kernels["query_lists"] = render_lists(spec, target, backward.plan, "queries")
     if backward.uses_key_lists:
         assert backward.queries_plan is not None, "the kernel of queries has a plan"
-        lists = render_lists(spec, target, backward.queries_plan)
-        kernels["lists"] = _named("backward", lists) if apart else lists
+        kernels["lists"] = render_lists(spec, target, backward.queries_plan)
     kernels |= {"prepare": backward.prepare, "keys": backward.keys}
     kernels |= {"queries": backward.queries, "finish": backward.finish}
     kernels |= {f"d_{name}": kernel for name, kernel in backward.captures.items()}
     present = {part: kernel for part, kernel in kernels.items() if kernel is not None}
-    if not (deterministic and apart):
-        return present
-    return {part: _named("deterministic", kernel) for part, kernel in present.items()}
+    return set_apart(present, deterministic) if apart else present
+
+
+def set_apart(backward: Kernels, deterministic: bool) -> Kernels:
+    """The kernels of a backward call under names of which no two kernels of a spec and target are alike."""
+    apart = {part: _named("backward", kernel) if part == "lists" else kernel for part, kernel in backward.items()}
+    return {part: _named("deterministic", kernel) for part, kernel in apart.items()} if deterministic else apart
 
 
 def _named(prefix: str, kernel: RenderedKernel) -> RenderedKernel:

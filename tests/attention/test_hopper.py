@@ -134,7 +134,9 @@ def test_under_sanitizers(sanitize: Any) -> None:
 
 def test_memory_that_the_emulator_takes_beside_running_threads_is_no_race() -> None:
     """So many products are in flight at wide heads that a warpgroup maps memory for them, which others then compare."""
-    assert_right(fg.AttentionSpec(208), Shape(1, 339, 1, 1, 1), sanitize="thread", schedule=Schedule("in_order", "late"))
+    assert_right(
+        fg.AttentionSpec(208), Shape(1, 339, 1, 1, 1), sanitize="thread", schedule=Schedule("in_order", "late")
+    )
 
 
 def problem(batch: int, heads: int, heads_kv: int, length: int) -> Problem:

@@ -1,0 +1,145 @@
+"""Which kernel a given text is of, and whether the launch of that kernel fits it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from itertools import zip_longest
+
+from flashgen.attention.edits import Edits, unmarked
+from flashgen.attention.given_sources import GivenText
+from flashgen.codegen.backward_plans import BackwardPlan
+from flashgen.codegen.families import AnyForwardPlan
+from flashgen.codegen.kernel import RenderedKernel
+from flashgen.codegen.kernels import Kernels, backward_kernels, forward_kernels, set_apart
+from flashgen.codegen.source_text import constants, entry_points, struct_members, without_comments
+from flashgen.codegen.targets import Target
+from flashgen.errors import ArgumentError
+from flashgen.language.spec import AttentionSpec
+
+# The constants that grids, threads, lists and the shapes of arrays follow from.
+_FIXED = ("kHeadDim", "kValueDim", "kPackedHeads", "kConsumers", "kWarps", "kTileQ", "kTileK", "kRows", "kThreads")
+
+
+class Emitted:
+    """The kernels whose place texts may take, by part; those of the backward are rendered when they are asked for."""
+
+    def __init__(
+        self,
+        spec: AttentionSpec,
+        target: Target,
+        plan: AnyForwardPlan | None,
+        deterministic: bool,
+        backward_plan: BackwardPlan | None,
+    ) -> None:
+        self.described = f"{spec.name} for {target.name}"
+        self._what, self._plan = (spec, target), plan
+        self._deterministic, self._backward_plan = deterministic, backward_plan
+
+    @cached_property
+    def forward(self) -> Kernels:
+        return forward_kernels(*self._what, plan=self._plan)
+
+    @cached_property
+    def backward(self) -> Kernels:
+        kernels = backward_kernels(*self._what, self._deterministic, plan=self._backward_plan)
+        return {"backward_lists" if part == "lists" else part: kernel for part, kernel in kernels.items()}
+
+    @cached_property
+    def released(self) -> Mapping[str, str]:
+        """The names that the backward's kernels have in a release, by part."""
+        plain = {part.removeprefix("backward_"): kernel for part, kernel in self.backward.items()}
+        apart = set_apart(plain, self._deterministic).values()
+        return {part: kernel.name for part, kernel in zip(self.backward, apart, strict=True)}
+
+    def part_of(self, given: GivenText) -> str | None:
+        """The part that a text is of; None where it is of none. ArgumentError where it may be of two."""
+        parts = self._parts(given, self.forward, {}) or self._parts(given, self.backward, self.released)
+        if parts == ["lists"] and self._deterministic and given.called != "lists" and not given.of_folder:
+            parts.append("backward_lists")  # a kernel of the same name and entry point
+        if len(parts) > 1:
+            raise ArgumentError(f"{given.origin} may be of {' or of '.join(parts)}: say source={{{parts[0]!r}: ...}}")
+        return parts[0] if parts else None
+
+    def _parts(self, given: GivenText, kernels: Kernels, released: Mapping[str, str]) -> list[str]:
+        called = unmarked(given.called)
+        if given.of_folder:
+            return [part for part, kernel in kernels.items() if called == released.get(part, kernel.name)]
+        if called:
+            return [part for part, kernel in kernels.items() if called in (part, kernel.name, released.get(part))]
+        entries = entry_points(without_comments(given.text))
+        return [part for part, kernel in kernels.items() if kernel.entry in entries]
+
+    def kernel(self, part: str) -> RenderedKernel:
+        return self.forward[part] if part in self.forward else self.backward[part]
+
+    def refusal(self, given: GivenText) -> ArgumentError:
+        """Of a text that is of no kernel."""
+        if given.called:
+            names = ", ".join((*self.forward, *self.backward))
+            return ArgumentError(f"source[{given.called!r}] is no kernel of {self.described}; its kernels are {names}")
+        entries = ", ".join(entry_points(without_comments(given.text)))
+        what = f"the entry points {entries}" if entries else 'no entry point (extern "C" __global__ ...)'
+        if "\n" not in given.text:
+            what += ", and one line, so that it may be a file's name: give a pathlib.Path"
+        known = [f"{part} {self.kernel(part).entry}" for part in (*self.forward, *self.backward)]
+        return ArgumentError(
+            f"{given.origin} is no kernel of {self.described}: it has {what}. These are: {', '.join(known)}"
+        )
+
+
+def edits_of(texts: Sequence[GivenText], emitted: Emitted) -> Edits:
+    """The edits that texts make; a text that is the emitted one makes none.
+
+    Raises:
+        ArgumentError: a text is of no kernel, or of which of two is not said, or two are of one kernel, or its launch
+            does not fit it.
+    """
+    found: dict[str, GivenText] = {}
+    for given in texts:
+        part = emitted.part_of(given)
+        if part is None:
+            if given.of_folder:
+                continue
+            raise emitted.refusal(given)
+        if part in found:
+            raise ArgumentError(f"{found[part].origin} and {given.origin} are both of the kernel {part}: give one")
+        _check_fits(given, part, emitted.kernel(part))
+        found[part] = given
+    if texts and not found:
+        names = [kernel.name for kernel in (*emitted.forward.values(), *emitted.backward.values())]
+        raise ArgumentError(
+            f"source: no file is of {emitted.described}; those are {', '.join(f'{n}.cu' for n in names)}"
+        )
+    return Edits({part: given for part, given in found.items() if given.text != emitted.kernel(part).source})
+
+
+def _check_fits(given: GivenText, part: str, kernel: RenderedKernel) -> None:
+    """ArgumentError where a text is seen to want another launch than its kernel's."""
+    if "\0" in given.text:
+        raise ArgumentError(f"{given.origin} of the kernel {part} holds a NUL, which no source may")
+    code = without_comments(given.text)
+    entries = entry_points(code)
+    if kernel.entry not in entries or 'extern "C"' not in code:
+        has = ", ".join(entries) or "none"
+        raise ArgumentError(
+            f'{given.origin} lacks the entry point of the kernel {part}, extern "C" __global__ {kernel.entry}(...); '
+            f"its entry points are {has}"
+        )
+    declared = [" ".join(each.declaration.removesuffix(";").split()) for each in kernel.layout.fields]
+    struct = entries[kernel.entry]
+    members = struct_members(code, struct) if struct else None
+    if members is not None and list(members) != declared:
+        pairs = zip_longest(members, declared, fillvalue="nothing")
+        own, filled = next(pair for pair in pairs if pair[0] != pair[1])
+        raise ArgumentError(
+            f"{given.origin}: {struct} of the kernel {part} has `{own}` where its launch fills `{filled}`; keep the "
+            "struct as it was emitted"
+        )
+    ours, theirs = constants(without_comments(kernel.source)), constants(code)
+    for name in _FIXED:
+        if name in ours and name in theirs and ours[name] != theirs[name]:
+            raise ArgumentError(
+                f"{given.origin}: {name} = {theirs[name]} of the kernel {part} contradicts the plan, which launches it "
+                f"with {ours[name]}; compile with another plan=... and edit what that emits"
+            )

@@ -1,0 +1,62 @@
+"""What `compile(spec, source=...)` is given -> the texts of kernels, and which kernel each is said to be."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from flashgen.errors import ArgumentError
+
+Source = str | Path | Mapping[str, str | Path]
+
+
+@dataclass(frozen=True)
+class GivenText:
+    """A text in place of a kernel's.
+
+    called: the kernel that it is of, by its part or name; "" where the text's entry point tells. origin: for messages.
+    of_folder: it is a file of a folder, which may hold kernels of other specs, too.
+    """
+
+    called: str
+    text: str
+    origin: str
+    of_folder: bool = False
+
+
+def texts_of(source: Source | None) -> tuple[GivenText, ...]:
+    """The texts, files read. ArgumentError where `source` is of another kind, or a file cannot be read."""
+    if source is None:
+        return ()
+    if not isinstance(source, Mapping):
+        return _texts("", source, "source")
+    return tuple(text for called, given in source.items() for text in _texts(called, given, f"source[{called!r}]"))
+
+
+def _texts(called: Any, given: Any, argument: str) -> tuple[GivenText, ...]:
+    if not isinstance(called, str) or not isinstance(given, (str, Path)):
+        raise ArgumentError(
+            f"{argument} of type {type(given).__name__}: give the text of a kernel or a pathlib.Path of it; of several "
+            "a mapping from their names, those of attention.sources and attention.backward_sources, to texts or paths"
+        )
+    if isinstance(given, str):
+        return (GivenText(called, given, argument),)
+    if called or not given.is_dir():
+        return (GivenText(called, _read(given, argument), str(given)),)
+    files = sorted(given.glob("*.cu"))
+    if not files:
+        raise ArgumentError(
+            f"{argument}: the folder {given} holds no .cu file; `flashgen show --output DIR/` writes some"
+        )
+    return tuple(GivenText(path.stem, _read(path, argument), str(path), of_folder=True) for path in files)
+
+
+def _read(path: Path, argument: str) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ArgumentError(f"{argument}: {path} cannot be read: {error.strerror or error}") from error
+    except UnicodeDecodeError as error:
+        raise ArgumentError(f"{argument}: {path} cannot be read: byte {error.start} is not UTF-8") from error
