@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from flashgen.cli.console import note, print_json, print_table, track
+from flashgen.cli.edited import check_source
 from flashgen.cli.options import (
     Deterministic,
     Emulate,
@@ -34,6 +36,8 @@ flashgen verify tests/gym/suite.py:block_diffusion --emulate
 flashgen verify "causal()" --emulate --sanitize thread --schedules 4
 
 flashgen verify --pass backward --deterministic --schedules 100
+
+flashgen verify "causal()" --source edited.cu --emulate
 """
 
 HEADING = ("spec", "shape", "engine", "pass", "worst", "error", "bound", "LSE error", "verdict")
@@ -61,6 +65,12 @@ def verify(
         bool, typer.Option("--all", help="The whole sweep with large lengths: on a GPU, minutes.")
     ] = False,
     seed: Seed = 0,
+    source: Annotated[
+        Path | None,
+        typer.Option(
+            "--source", help="Edited kernels of SPEC to run in place of the emitted: a .cu file, or a folder."
+        ),
+    ] = None,
     json: Json = False,
 ) -> None:
     """Compare kernels with the NumPy oracle on random inputs; exit 1 where any is further off than the rule allows.
@@ -71,7 +81,7 @@ def verify(
     table shows the worst of them, and a gradient of few numbers is judged together with those of the seeds that follow.
     With --deterministic each run must also give the bits of the first. A name in your file may be a
     [cyan]flashgen.verify.Variant[/], which makes its own captures. It runs on this machine's GPU, or, saying so, on the
-    emulator where there is none.
+    emulator where there is none. --source runs what [cyan]flashgen show SPEC --output DIR/[/] wrote and you edited.
     """
     from flashgen.cli.machine import gpus
     from flashgen.verify import verify as verify_cases
@@ -81,6 +91,9 @@ def verify(
         emulate = True
     emulate = emulate or sanitize is not None
     cases = chosen_cases(specs, options, every)
+    if source is not None:
+        how = {"target": target, "emulate": emulate, "sanitize": sanitize, "deterministic": deterministic}
+        check_source(source, specs, options, passes.chosen, **how)
     running = verify_cases(
         cases,
         passes=passes.chosen,
@@ -90,6 +103,7 @@ def verify(
         sanitize=sanitize,
         schedule_count=schedules,
         seed=seed,
+        source=source,
     )
     results = list(track(running, "verifying", len(cases) * schedules * len(passes.chosen)))
     failures = sum(not result.ok for result in results)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from flashgen import attention, reference
+from flashgen.attention.given_sources import Source
 from flashgen.codegen.kernels import Pass
 from flashgen.errors import FlashgenError
 from flashgen.reference import Verdict, judge
@@ -99,16 +100,18 @@ def verify(
     sanitize: Sanitizer | None = None,
     schedule_count: int = 1,
     seed: int = 0,
+    source: Source | None = None,
 ) -> Iterator[Result]:
     """A result for each case and pass, and on the emulator for each of `schedule_count` orders of threads and copies.
 
     A case that does not compile or launch gives a failed result, and the rest goes on. Without emulate=True the GPU
     runs them, `schedule_count` times each, and sanitize may not be given. Inputs follow from `seed`.
     deterministic: take the backward that is, and hold the gradients of each run to the bits of the first.
+    source: edited kernels of the one spec of all cases, as `flashgen.compile` takes them.
     """
     orders: list[Schedule | None] = list(schedules(schedule_count)) if emulate else [None] * schedule_count
     for case in cases:
-        runs = _Runs(case, seed, passes, deterministic)
+        runs = _Runs(case, seed, passes, deterministic, source)
         for schedule in orders:
             yield from runs.under(target=target, emulate=emulate, sanitize=sanitize, schedule=schedule)
 
@@ -116,8 +119,10 @@ def verify(
 class _Runs:
     """The runs of one case, on the same problems each time. What several problems give is judged as one array."""
 
-    def __init__(self, case: Case, seed: int, passes: Sequence[Pass], deterministic: bool) -> None:
-        self.case, self.passes, self.deterministic = case, passes, deterministic
+    def __init__(
+        self, case: Case, seed: int, passes: Sequence[Pass], deterministic: bool, source: Source | None
+    ) -> None:
+        self.case, self.passes, self.deterministic, self.source = case, passes, deterministic, source
         self.samples = samples(case, seed, "backward" in passes)
         self.first: dict[Pass, tuple[Mapping[str, Any], Mapping[str, Verdict]]] = {}
 
@@ -133,7 +138,8 @@ class _Runs:
     def _forward(self, **engine: Any) -> tuple[Result, list[_Outputs] | None]:
         begin, where, spec = time.perf_counter(), _described(**engine), self.case.spec
         try:
-            compiled = attention.compile(spec, **engine)
+            compiled = attention.compile(spec, source=self.source, **engine)
+            where = _described(**engine, edited=compiled.edited)
             outputs = [_called(compiled, spec, sample) for sample in self.samples]
         except FlashgenError as error:
             return Result(self.case, where, time.perf_counter() - begin, problem=_message(error)), None
@@ -145,7 +151,8 @@ class _Runs:
     def _backward(self, outputs: list[_Outputs], **engine: Any) -> Result:
         begin, where, spec = time.perf_counter(), _described(**engine), self.case.spec
         try:
-            compiled = attention.compile(spec, deterministic=self.deterministic, **engine)
+            compiled = attention.compile(spec, deterministic=self.deterministic, source=self.source, **engine)
+            where = _described(**engine, edited=compiled.edited)
             each = [_called_back(compiled, spec, *pair) for pair in zip(self.samples, outputs, strict=True)]
         except FlashgenError as error:
             return Result(self.case, where, time.perf_counter() - begin, problem=_message(error), pass_="backward")
@@ -203,6 +210,13 @@ def _message(error: FlashgenError) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-def _described(target: str | None, emulate: bool, sanitize: Sanitizer | None, schedule: Schedule | None) -> str:
+def _described(
+    target: str | None,
+    emulate: bool,
+    sanitize: Sanitizer | None,
+    schedule: Schedule | None,
+    edited: Sequence[str] = (),
+) -> str:
     parts = ["emulator" if emulate else "gpu", target, sanitize, str(schedule) if schedule else None]
+    parts += [f"edited {part}" for part in edited]
     return ", ".join(part for part in parts if part)
