@@ -14,8 +14,8 @@ import pytest
 
 PACKAGE = Path(__file__).parents[1] / "flashgen"
 
-# The ground, for everybody: the errors, and where the templates stand.
-GROUND = {"errors", "templates_path"}
+# The ground, for everybody: the errors, files and JSON as strangers leave them, and where the templates stand.
+GROUND = {"errors", "files", "strict_json", "templates_path"}
 # Each part, and the parts that it may see besides itself and the ground.
 BELOW_ATTENTION = {"language", "build", "analysis", "reference", "codegen", "runtime"}
 MAY_SEE: dict[str, set[str]] = {

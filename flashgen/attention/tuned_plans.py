@@ -14,7 +14,6 @@ The entry holds the hash of the winner's own text, too: a template that changed 
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -31,6 +30,7 @@ from flashgen.codegen.hopper_plans import HopperPlan
 from flashgen.codegen.plans import ForwardPlan
 from flashgen.codegen.targets import Target
 from flashgen.runtime.gpu import Card
+from flashgen.strict_json import parse_json
 
 _PLAN = "plan.json"
 _FULL_ROUNDS = 8  # of tiles on each multiprocessor: from so many on, more heads change nothing
@@ -147,7 +147,7 @@ def _parsed(data: bytes, target: Target) -> TunedPlan | None:
     """The winner of an entry's file; None where it is not as this version writes it, which its key should rule out."""
     kind = HopperPlan if target.family == "hopper" else ForwardPlan
     try:
-        fields = json.loads(data)
+        fields = parse_json(data)
         return TunedPlan(kind(**fields["plan"]), str(fields["source"]))
     except (ValueError, KeyError, TypeError):
         return None

@@ -98,6 +98,8 @@ def _read(path: str) -> str:
         return Path(path).read_text(encoding="utf-8")
     except OSError as error:
         raise SpecError(f"SPEC {path!r} cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise SpecError(f"SPEC {path!r} is no text in UTF-8 ({error}); save it as UTF-8") from error
 
 
 def _from_file_or_parsed(text: str, what: str) -> Any:

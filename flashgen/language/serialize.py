@@ -18,6 +18,7 @@ from flashgen.language.operations import OPERATIONS, Capture, Operation
 from flashgen.language.rules import MAX_DEPTH, MAX_NODES, SYMBOLS, build, literal
 from flashgen.language.spec import AttentionSpec
 from flashgen.language.variants import Mask, Score
+from flashgen.strict_json import parse_json
 
 VERSION = 1
 MAX_TEXT = 1_000_000
@@ -165,20 +166,9 @@ def _parsed(text: Any) -> dict[str, Any]:
     if not isinstance(text, str) or len(text) > MAX_TEXT:
         raise SpecError(f"spec JSON must be a text of at most {MAX_TEXT} characters, got {type(text).__name__}")
     try:
-        data = json.loads(text, object_pairs_hook=_unique)
-    except RecursionError:
-        raise SpecError(f"spec JSON is nested too deep: more than {MAX_DEPTH} levels") from None
-    except SpecError:
-        raise
+        data = parse_json(text)
     except ValueError as error:
         raise SpecError(f"spec JSON cannot be read: {error}") from None
     if not isinstance(data, dict):
         raise SpecError(f"spec JSON must be an object, got {type(data).__name__}")
-    return data
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    data = dict(pairs)
-    if len(data) != len(pairs):
-        raise SpecError("JSON object with a key given twice")
     return data

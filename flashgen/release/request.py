@@ -30,6 +30,7 @@ from flashgen.codegen.kernels import PASSES, Pass
 from flashgen.codegen.targets import Target, target_named
 from flashgen.errors import FlashgenError, SpecError
 from flashgen.language import AttentionSpec, full, parse_mask, parse_score
+from flashgen.strict_json import parse_json
 
 _PARSERS = {
     "mask": lambda text: full() if text == "" else parse_mask(text),
@@ -68,7 +69,9 @@ def read_requests(path: Path | str) -> tuple[Request, ...]:
 def _groups(path: Path) -> list[Any]:
     try:
         text = path.read_text(encoding="utf-8")
-        manifest = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
+        manifest = parse_json(text) if path.suffix == ".json" else tomllib.loads(text)
+    except RecursionError:
+        raise SpecError(f"the release manifest {path} cannot be read: it is nested too deep") from None
     except (OSError, ValueError) as error:
         raise SpecError(f"the release manifest {path} cannot be read: {error}") from error
     groups = manifest.get("kernels") if isinstance(manifest, dict) else None

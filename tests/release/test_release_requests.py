@@ -117,3 +117,20 @@ def test_what_is_wrong_is_named(tmp_path: Path, text: str, message: str) -> None
 def test_a_missing_manifest(tmp_path: Path) -> None:
     with pytest.raises(SpecError, match=r"nothing\.toml cannot be read"):
         read_requests(tmp_path / "nothing.toml")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.json", b'{"kernels": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "nested too deep"),
+        ("a.toml", b"kernels = " + b"[" * 100_000 + b"]" * 100_000, "nested too deep"),
+        ("a.json", b'{"kernels": [{"head_dim": NaN, "target": "sm_80"}]}', "head_dim is nan"),
+        ("a.toml", b'[[kernels]]\nhead_dim = nan\ntarget = "sm_80"', "group 1 .*head_dim"),
+        ("a.toml", b"kernels = '\xff'", "codec can't decode"),
+    ],
+    ids=["deep JSON", "deep TOML", "NaN in JSON", "NaN in TOML", "not UTF-8"],
+)
+def test_hostile_manifests_are_refused(tmp_path: Path, name: str, content: bytes, message: str) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(SpecError, match=message):
+        read_requests(tmp_path / name)
