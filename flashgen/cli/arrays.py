@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import json
 import math
-import zipfile
-import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -18,7 +16,10 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from flashgen.cli.npz import load_npz
+from flashgen.cli.output import output_file
 from flashgen.errors import ArgumentError
+from flashgen.strict_json import parse_json
 
 Arrays = dict[str, np.ndarray[Any, Any]]
 
@@ -47,28 +48,31 @@ def load_arrays(path: Path, option: str = "--input") -> Arrays:
 
     Raises ArgumentError for another kind of file, a file that cannot be read, or one that is damaged.
     """
-    _check_kind(path, option)
+    check_kind(path, option)
     try:
-        return _load_npz(path) if path.suffix == ".npz" else _load_safetensors(path.read_bytes())
+        return load_npz(path) if path.suffix == ".npz" else _load_safetensors(path.read_bytes())
     except OSError as error:
         raise ArgumentError(f"{option} {path} cannot be read: {error.strerror or error}") from error
-    except (ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile, zlib.error) as error:
+    except MemoryError as error:
+        raise ArgumentError(f"{option} {path} does not fit into memory: {error}") from error
+    except (ValueError, KeyError, TypeError, OverflowError) as error:
         raise ArgumentError(f"{option} {path} is not a sound {path.suffix} file: {error}") from error
 
 
 def save_arrays(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
-    """Write arrays to an .npz or .safetensors file. Raises ArgumentError for another kind or an unwritable path."""
-    _check_kind(path, "--output")
-    try:
+    """Write arrays to an .npz or .safetensors file, whole or not at all.
+
+    Raises ArgumentError for another kind, a dtype that the kind has not, or a path that cannot be written.
+    """
+    check_kind(path, "--output")
+    with output_file(path) as file:
         if path.suffix == ".npz":
             plain = {
                 name: array.view(np.uint16) if array.dtype == BFLOAT16 else array for name, array in arrays.items()
             }
-            np.savez(path, allow_pickle=False, **plain)
+            np.savez(file, allow_pickle=False, **plain)
         else:
-            path.write_bytes(_safetensors_bytes(arrays))
-    except OSError as error:
-        raise ArgumentError(f"--output {path} cannot be written: {error.strerror or error}") from error
+            file.write(_safetensors_bytes(arrays))
 
 
 def as_bfloat16(array: np.ndarray) -> np.ndarray:
@@ -77,21 +81,17 @@ def as_bfloat16(array: np.ndarray) -> np.ndarray:
     return array.view(BFLOAT16) if is_word else array
 
 
-def _check_kind(path: Path, option: str) -> None:
+def check_kind(path: Path, option: str) -> None:
+    """ArgumentError where a file's name does not say that it holds arrays."""
     if path.suffix not in {".npz", ".safetensors"}:
         raise ArgumentError(f"{option} {path} has the suffix {path.suffix!r}; .npz and .safetensors are known")
-
-
-def _load_npz(path: Path) -> Arrays:
-    with np.load(path, allow_pickle=False) as file:
-        return {name: file[name] for name in file.files}
 
 
 def _load_safetensors(content: bytes) -> Arrays:
     header_size = int.from_bytes(content[:8], "little")
     if len(content) < 8 or header_size > min(_LARGEST_HEADER, len(content) - 8):
         raise ValueError("its header is cut short")
-    header = json.loads(content[8 : 8 + header_size])
+    header = parse_json(content[8 : 8 + header_size])
     if not isinstance(header, dict):
         raise ValueError("its header is no JSON object")
     data = memoryview(content)[8 + header_size :]
@@ -99,6 +99,8 @@ def _load_safetensors(content: bytes) -> Arrays:
 
 
 def _tensor(name: str, entry: Mapping[str, Any], data: memoryview) -> np.ndarray:
+    if not isinstance(entry, dict) or not {"dtype", "shape", "data_offsets"} <= entry.keys():
+        raise ValueError(f"{name!r} lacks a dtype, a shape or data_offsets")
     if entry["dtype"] not in _SAFETENSORS_DTYPES:
         raise ValueError(f"{name!r} has the type {entry['dtype']}, which is not read here")
     dtype = _SAFETENSORS_DTYPES[str(entry["dtype"])]

@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import io
 import json
+import os
+import warnings
+import zipfile
 from pathlib import Path
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -14,6 +21,19 @@ from flashgen.cli.arrays import BFLOAT16, as_bfloat16, load_arrays, save_arrays
 from flashgen.errors import ArgumentError
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "minilm_qkv.npz"
+
+
+def safetensors(header: str | bytes) -> bytes:
+    """A file with a header and no more."""
+    text = header.encode() if isinstance(header, str) else header
+    return len(text).to_bytes(8, "little") + text
+
+
+def npy(shape: tuple[int, ...]) -> bytes:
+    """A member of an .npz that claims a shape of float16 and holds four of them."""
+    file = io.BytesIO()
+    np.lib.format.write_array_header_1_0(file, {"descr": "<f2", "fortran_order": False, "shape": shape})
+    return file.getvalue() + bytes(8)
 
 
 @pytest.fixture
@@ -36,6 +56,16 @@ def test_what_is_written_is_read(tmp_path: Path, arrays: dict[str, np.ndarray], 
     assert found.keys() == arrays.keys()
     for name, array in arrays.items():
         assert found[name].dtype == array.dtype and np.array_equal(found[name], array)
+
+
+@pytest.mark.parametrize("save", [np.savez, np.savez_compressed])
+def test_what_numpy_writes_is_read(tmp_path: Path, arrays: dict[str, np.ndarray], save: Any) -> None:
+    arrays |= {"columns": np.asfortranarray(np.arange(12.0).reshape(3, 4)), "tokens": np.array(["a", "été"])}
+    save(tmp_path / "a.npz", **arrays)
+    found = load_arrays(tmp_path / "a.npz")
+    assert found.keys() == arrays.keys()
+    for name, array in arrays.items():
+        assert found[name].dtype == array.dtype and np.array_equal(found[name], array) and found[name].flags.writeable
 
 
 def test_safetensors_agrees_with_the_package(tmp_path: Path, arrays: dict[str, np.ndarray]) -> None:
@@ -76,7 +106,7 @@ def test_other_arrays_are_no_words() -> None:
 
 def test_pickles_are_refused(tmp_path: Path) -> None:
     np.savez(tmp_path / "a.npz", q=np.array([{"a": 1}], dtype=object))
-    with pytest.raises(ArgumentError, match="not a sound"):
+    with pytest.raises(ArgumentError, match="'q' holds Python objects, which are pickled and so never read"):
         load_arrays(tmp_path / "a.npz")
 
 
@@ -89,8 +119,18 @@ def test_pickles_are_refused(tmp_path: Path) -> None:
         (2).to_bytes(8, "little") + b"[]",
         b'%c\0\0\0\0\0\0\0{"q":{"dtype":"F16","shape":[4],"data_offsets":[0,8]}}' % 54,
         b'%c\0\0\0\0\0\0\0{"q":{"dtype":"F8_E4M3","shape":[],"data_offsets":[0,0]}}' % 57,
+        safetensors("[" * 100_000 + "]" * 100_000),
+        safetensors('{"q":' * 100_000 + "1" + "}" * 100_000),
+        safetensors('{"q": 3, "k": {}}'),
+        safetensors('{"q":{"dtype":["F16"],"shape":[],"data_offsets":[0,0]}}'),
+        safetensors('{"q":{"dtype":"F16","shape":3,"data_offsets":[0,0]}}'),
+        safetensors('{"q":{"dtype":"F16","shape":[0,1267650600228229401496703205376],"data_offsets":[0,0]}}'),
+        safetensors('{"q":{"dtype":"F16","shape":[0],"data_offsets":[0]}}'),
+        safetensors('{"q":{"dtype":"F16","shape":[1e999],"data_offsets":[0,0]}}'),
+        safetensors('{"q":{"dtype":"F16","shape":[],"data_offsets":["a","b"]}}'),
+        safetensors("{'\udcff'}".encode(errors="surrogateescape")),
     ],
-    ids=["empty", "huge header", "cut header", "a list", "cut data", "unknown type"],
+    ids=lambda content: str(content[:60]),
 )
 def test_damaged_safetensors_are_refused(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "a.safetensors").write_bytes(content)
@@ -98,11 +138,89 @@ def test_damaged_safetensors_are_refused(tmp_path: Path, content: bytes) -> None
         load_arrays(tmp_path / "a.safetensors")
 
 
-@pytest.mark.parametrize("content", [b"", b"PK\x03\x04 and no more"])
-def test_damaged_npz_are_refused(tmp_path: Path, content: bytes) -> None:
+@pytest.mark.parametrize("content", [b"", b"PK\x03\x04 and no more", b"\x80\x05]q\x00."])
+def test_what_is_no_zip_is_told_so(tmp_path: Path, content: bytes) -> None:
+    """And not advised to be read as a pickle, which is NumPy's word for everything that it does not know."""
     (tmp_path / "a.npz").write_bytes(content)
-    with pytest.raises(ArgumentError, match=r"a\.npz is not a sound"):
+    with pytest.raises(ArgumentError, match=r"a\.npz is not a sound \.npz file: it is no zip archive") as caught:
         load_arrays(tmp_path / "a.npz")
+    assert "pickle" not in str(caught.value)
+
+
+def test_one_array_is_told_from_several(tmp_path: Path) -> None:
+    with (tmp_path / "a.npz").open("wb") as file:
+        np.save(file, np.zeros(3))
+    with pytest.raises(ArgumentError, match="it is one array"):
+        load_arrays(tmp_path / "a.npz")
+
+
+@pytest.mark.parametrize("compression", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED])
+@pytest.mark.parametrize(
+    ("member", "message"),
+    [
+        (npy((1600, 1000, 1000, 1000)), "'q' claims 3200000000000 bytes of float16 in the shape .* and holds 8"),
+        (npy((3,)), "claims 6 bytes .* and holds 8"),
+        (npy((-2, -2)), "shape"),
+        (npy((4,)).replace(b"<f2", b"|O8"), "Python objects"),
+        (b"", "no array as NumPy writes them"),
+        (b"PK" * 20, "no array as NumPy writes them"),
+        (npy((4,)).replace(b"(4,)", b"(" * 50 + b")" * 50), "no array as NumPy writes them"),
+        (npy((4,)).replace(b"<f2", b"V0 "), "'q' "),
+    ],
+    ids=["tebibytes", "fewer", "negative", "objects", "empty", "no magic", "nested", "no size"],
+)
+def test_arrays_are_believed_as_far_as_their_bytes_go(
+    tmp_path: Path, member: bytes, message: str, compression: int
+) -> None:
+    with zipfile.ZipFile(tmp_path / "a.npz", "w", compression) as archive:
+        archive.writestr("q.npy", member)
+    with pytest.raises(ArgumentError, match=message):
+        load_arrays(tmp_path / "a.npz")
+
+
+def test_an_npz_that_lies_about_its_size_is_refused(tmp_path: Path) -> None:
+    """The archive's own directory claims 2.9 TiB, too: no more memory is touched than there are bytes."""
+    path = tmp_path / "a.npz"
+    claimed = 1600 * 10**9 * 2
+    member = npy((1600, 1000, 1000, 1000))
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr(zipfile.ZipInfo("q.npy"), member)
+        archive.getinfo("q.npy").file_size = claimed + len(member) - 8
+    with pytest.raises(ArgumentError, match=r"does not fit into memory|ends after|is damaged"):
+        load_arrays(path)
+
+
+def test_every_cut_of_a_file_is_refused_or_read(tmp_path: Path, arrays: dict[str, np.ndarray]) -> None:
+    """A file that is cut or altered anywhere gives arrays or an error of ours, and nothing else."""
+    chance = np.random.default_rng(1)
+    for suffix in (".npz", ".safetensors"):
+        save_arrays(tmp_path / f"whole{suffix}", arrays)
+        whole = (tmp_path / f"whole{suffix}").read_bytes()
+        for _ in range(200):
+            harmed = bytearray(whole[: chance.integers(len(whole))] if chance.random() < 0.3 else whole)
+            for at in chance.integers(len(harmed), size=3) if harmed else ():
+                harmed[at] = chance.integers(256)
+            (tmp_path / f"harmed{suffix}").write_bytes(harmed)
+            with contextlib.suppress(ArgumentError), warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                load_arrays(tmp_path / f"harmed{suffix}")
+
+
+@pytest.mark.parametrize("name", ["a.npz", "a.safetensors"])
+def test_a_full_disk_leaves_the_file_that_was_there(
+    tmp_path: Path, arrays: dict[str, np.ndarray], monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    path = tmp_path / name
+    save_arrays(path, arrays)
+    before = path.read_bytes()
+
+    def refuse(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", refuse)
+    with pytest.raises(ArgumentError, match=rf"--output .*{name} cannot be written: No space left"):
+        save_arrays(path, {"out": np.zeros(3)})
+    assert path.read_bytes() == before and [entry.name for entry in tmp_path.iterdir()] == [name]
 
 
 def test_other_files_and_places_are_refused(tmp_path: Path, arrays: dict[str, np.ndarray]) -> None:

@@ -1,0 +1,81 @@
+"""Arrays of an .npz file: each is believed only as far as its bytes go, and none is a pickle."""
+
+from __future__ import annotations
+
+import lzma
+import math
+import zipfile
+import zlib
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+from numpy.lib import format as npy
+
+_HEADERS = {(1, 0): npy.read_array_header_1_0, (2, 0): npy.read_array_header_2_0}
+_SUFFIX, _MAGIC = ".npy", b"\x93NUMPY"
+
+
+def load_npz(path: Path) -> dict[str, np.ndarray[Any, Any]]:
+    """The arrays of a file that `numpy.savez` or `numpy.savez_compressed` wrote, by name.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: it is no such file, is damaged, or claims more than it holds; the message says which array.
+        MemoryError: an array does not fit.
+    """
+    if not zipfile.is_zipfile(path):
+        raise ValueError(_why_no_zip(path))
+    try:
+        with zipfile.ZipFile(path) as archive:
+            members = [info for info in archive.infolist() if info.filename.endswith(_SUFFIX)]
+            return {info.filename.removesuffix(_SUFFIX): _member(archive, info) for info in members}
+    except (zipfile.BadZipFile, EOFError, zlib.error, lzma.LZMAError, RuntimeError) as error:
+        raise ValueError(f"it is damaged, or packed in a way that is not read here: {error}") from error
+
+
+def _member(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> np.ndarray[Any, Any]:
+    name = info.filename.removesuffix(_SUFFIX)
+    with archive.open(info) as file:
+        shape, fortran, dtype = _header(file, name)
+        held = info.file_size - file.tell()
+        claimed = math.prod(shape) * dtype.itemsize
+        if claimed != held:
+            raise ValueError(f"{name!r} claims {claimed} bytes of {dtype} in the shape {shape}, and holds {held}")
+        array = np.empty(math.prod(shape), dtype)
+        if array.size:
+            _fill(array.view(np.uint8).data, file, name)
+    return array.reshape(shape, order="F" if fortran else "C")
+
+
+def _header(file: IO[bytes], name: str) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
+    try:
+        version = npy.read_magic(file)
+        if version not in _HEADERS:
+            raise ValueError(f"the version {version} of NumPy's format is not read here")
+        shape, fortran, dtype = _HEADERS[version](file)
+    except Exception as error:  # a header is a Python literal, and what NumPy raises for other text is of many kinds
+        raise ValueError(f"{name!r} is no array as NumPy writes them ({str(error)[:200]})") from error
+    if dtype.hasobject:
+        raise ValueError(f"{name!r} holds Python objects, which are pickled and so never read: save plain arrays")
+    if dtype.itemsize == 0 or min(shape, default=0) < 0:
+        raise ValueError(f"{name!r} has elements of {dtype.itemsize} bytes in the shape {shape}")
+    return shape, fortran, dtype
+
+
+def _fill(memory: memoryview, file: IO[bytes], name: str) -> None:
+    """Reads straight into an array's bytes, so that a large one is in memory once."""
+    at = 0
+    while at < len(memory):
+        count = file.readinto(memory[at:])  # type: ignore[attr-defined]
+        if not count:
+            raise ValueError(f"{name!r} ends after {at} of {len(memory)} bytes")
+        at += count
+
+
+def _why_no_zip(path: Path) -> str:
+    with path.open("rb") as file:
+        begin = file.read(len(_MAGIC))
+    if begin == _MAGIC:
+        return "it is one array (.npy); numpy.savez writes several by name"
+    return "it is no zip archive, or not all of one, which numpy.savez writes"
