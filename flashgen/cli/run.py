@@ -52,14 +52,13 @@ def run(
     are left alone. NumPy's .npz has no bfloat16: with [cyan]--dtype bfloat16[/], q, k, v and out are the 16-bit words,
     as uint16. A .safetensors file has it.
     """
+    check_output(output, input)
     if not emulate and not gpus():
         raise LaunchError("there is no GPU here; --emulate runs the same CUDA on this CPU")
     given = arrays.load_arrays(input)
     declared = spec_for(spec, options, given, input)
     query, key, value = (in_dtype(given[name], declared.dtype) for name in INPUTS)
-    captures: dict[str, Any] = {
-        capture.name: given[capture.name] for capture in declared.captures if capture.name in given
-    }
+    captures = captures_of(declared, given)
 
     from flashgen import attention as engine
 
@@ -96,6 +95,27 @@ def run(
         (note if verdict.ok else fail)(f"against NumPy in float64: {verdict}")
     if verdict is not None and not verdict.ok:
         raise typer.Exit(1)
+
+
+def check_output(output: Path, input: Path) -> None:
+    """ArgumentError, before anything is computed, for an output that cannot be meant."""
+    arrays.check_kind(output, "--output")
+    if output.exists() and input.exists() and output.samefile(input):
+        raise ArgumentError(
+            f"--output {output} is the file of --input, whose q, k and v it would replace; name another"
+        )
+    if not output.parent.is_dir():
+        raise ArgumentError(f"--output {output} cannot be written: there is no folder {output.parent}")
+
+
+def captures_of(spec: AttentionSpec, given: arrays.Arrays) -> dict[str, Any]:
+    """What the spec captures, of the file's arrays: a Scalar's number is an array of no dimension there."""
+    captures: dict[str, Any] = {}
+    for capture in spec.captures:
+        if capture.name in given:
+            array = given[capture.name]
+            captures[capture.name] = array.item() if capture.ndim == array.ndim == 0 else array
+    return captures
 
 
 def spec_for(text: str, options: SpecOptions, given: arrays.Arrays, path: Path) -> AttentionSpec:

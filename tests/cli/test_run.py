@@ -1,0 +1,99 @@
+"""`flashgen run` and the files that it reads and writes."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner, Result
+
+import flashgen as fg
+from flashgen import reference
+from flashgen.cli.app import app
+from flashgen.cli.arrays import load_arrays, save_arrays
+
+
+def run(*arguments: object, expect: int = 0) -> Result:
+    result = CliRunner().invoke(app, ["run", *map(str, arguments), "--emulate"])
+    assert result.exit_code == expect, result.stderr
+    return result
+
+
+def qkv(**more: np.ndarray) -> dict[str, np.ndarray]:
+    random = np.random.default_rng(0)
+    return {**{name: random.standard_normal((1, 2, 40, 16)).astype(np.float16) for name in "qkv"}, **more}
+
+
+@pytest.mark.parametrize("suffix", [".npz", ".safetensors"])
+def test_numbers_are_arrays_of_no_dimension(tmp_path: Path, suffix: str) -> None:
+    """Of any type that holds the number, as `numpy.savez(path, window=5)` makes them."""
+    variants = tmp_path / "variants.py"
+    variants.write_text(
+        "import flashgen as fg\n"
+        "window, slope = fg.Scalar('window'), fg.Scalar('slope', 'float32')\n"
+        "spec = fg.AttentionSpec(16, mask=fg.causal() & fg.sliding_window(window),\n"
+        "                        score=lambda s, b, h, q, k: s + slope * (k - q))\n"
+    )
+    given = qkv(window=np.array(5), slope=np.array(0.25))
+    save_arrays(tmp_path / f"in{suffix}", given)
+    run(f"{variants}:spec", "-i", tmp_path / f"in{suffix}", "-o", tmp_path / f"out{suffix}", "--check")
+    window, slope = fg.Scalar("window"), fg.Scalar("slope", "float32")
+    spec = fg.AttentionSpec(
+        16, mask=fg.causal() & fg.sliding_window(window), score=lambda s, b, h, q, k: s + slope * (k - q)
+    )
+    expected = reference.attention(spec, *(given[name] for name in "qkv"), window=5, slope=0.25)
+    assert np.abs(load_arrays(tmp_path / f"out{suffix}")["out"] - expected).max() < 5e-3
+
+
+def test_a_number_with_dimensions_is_refused_by_name(tmp_path: Path) -> None:
+    (tmp_path / "near.py").write_text("import flashgen as fg\nnear = fg.sliding_window(fg.Scalar('window'))\n")
+    np.savez(tmp_path / "in.npz", **qkv(window=np.array([5])))
+    result = run(f"{tmp_path}/near.py:near", "-i", tmp_path / "in.npz", "-o", tmp_path / "out.npz", expect=2)
+    assert "capture 'window'" in result.stderr
+
+
+@pytest.mark.parametrize("another", ["itself", "symbolic link", "hard link", "other way"])
+def test_the_input_is_not_overwritten(tmp_path: Path, another: str) -> None:
+    path = tmp_path / "x.npz"
+    np.savez(path, **qkv())
+    before = path.read_bytes()
+    output = {"itself": path, "other way": tmp_path / "." / ".." / tmp_path.name / "x.npz"}.get(
+        another, tmp_path / "y.npz"
+    )
+    if another == "symbolic link":
+        output.symlink_to(path)
+    if another == "hard link":
+        os.link(path, output)
+    result = run("causal()", "-i", path, "-o", output, expect=2)
+    assert "is the file of --input, whose q, k and v it would replace; name another" in result.stderr
+    assert path.read_bytes() == before
+
+
+def test_another_file_is_replaced(tmp_path: Path) -> None:
+    np.savez(tmp_path / "x.npz", **qkv())
+    for _ in range(2):
+        run("causal()", "-i", tmp_path / "x.npz", "-o", tmp_path / "y.npz")
+    assert load_arrays(tmp_path / "y.npz").keys() == {"out"}
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["x.npz", "y.npz"]
+
+
+def test_what_cannot_be_written_is_said_before_anything_is_computed(tmp_path: Path) -> None:
+    assert "suffix '.pt'" in run("causal()", "-i", "nowhere.npz", "-o", tmp_path / "y.pt", expect=2).stderr
+    result = run("causal()", "-i", "nowhere.npz", "-o", tmp_path / "no" / "y.npz", expect=2)
+    assert f"there is no folder {tmp_path / 'no'}" in " ".join(result.stderr.split())
+
+
+def test_a_spec_that_is_no_text_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "spec.json").write_bytes(b'{"head_dim": 64, "mask": "\xff"}')
+    result = run(tmp_path / "spec.json", "-i", "nowhere.npz", "-o", tmp_path / "y.npz", expect=2)
+    assert "nowhere.npz cannot be read" in result.stderr
+    np.savez(tmp_path / "x.npz", **qkv())
+    result = run(tmp_path / "spec.json", "-i", tmp_path / "x.npz", "-o", tmp_path / "y.npz", expect=2)
+    assert "spec.json' is no text in UTF-8" in result.stderr
+    deep = json.dumps({"head_dim": 64})[:-1] + ', "mask": ' + "[" * 100_000 + "]" * 100_000 + "}"
+    (tmp_path / "spec.json").write_text(deep)
+    result = run(tmp_path / "spec.json", "-i", tmp_path / "x.npz", "-o", tmp_path / "y.npz", expect=2)
+    assert "nested too deep" in result.stderr
