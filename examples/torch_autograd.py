@@ -2,17 +2,22 @@
 
     python examples/torch_autograd.py
 
-trains the slopes of a linear bias for a few steps. Needs a GPU and torch.
+trains the slopes of a linear bias for a few steps. Needs a GPU, CuPy and torch.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-import torch
-from torch.autograd.function import once_differentiable
-
 import flashgen as fg
+
+try:
+    import torch
+    from torch.autograd.function import once_differentiable
+except ModuleNotFoundError as error:
+    if __name__ != "__main__":
+        raise
+    raise SystemExit(f"error: this example needs torch, which is not installed ({error}): pip install torch") from None
 
 
 class _Attention(torch.autograd.Function):
@@ -55,6 +60,8 @@ def attend(
 
 def main() -> None:
     """Slopes that are learned from the output of others."""
+    if not torch.cuda.is_available():
+        raise SystemExit("error: this example needs a GPU that torch can use: torch.cuda.is_available() is False")
     slopes = fg.Tensor("slopes", dtype="float32", ndim=1, grad=True)
     spec = fg.AttentionSpec(64, mask=fg.causal(), score=lambda s, b, h, q, k: s + slopes[h] * (k - q))
     attention = fg.compile(spec)
@@ -73,4 +80,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except fg.errors.FlashgenError as error:  # such as: there is no GPU
+        raise SystemExit(f"error: {error}") from None

@@ -42,8 +42,33 @@ def test_the_blocks_run_as_they_stand() -> None:
     run_python("-c", "".join(python_blocks()) + check)
 
 
-def test_the_example_runs() -> None:
-    assert "of the tiles visited" in run_python(str(FIRST_SPEC))
+def test_the_example_runs_and_judges_all_that_it_computes() -> None:
+    shown = run_python(str(FIRST_SPEC))
+    assert "of the tiles visited" in shown
+    judged = re.findall(r"^(\w+) +ok: error \S+ <= \S+", shown, flags=re.MULTILINE)
+    assert judged == ["out", "dq", "dk", "dv", "d_slopes"]
+
+
+WITHOUT_TORCH = "import runpy, sys; sys.modules['torch'] = None; runpy.run_path(sys.argv[1], run_name='__main__')"
+
+
+def failed_example(name: str, *program: str, **environment: str) -> str:
+    """What an example that cannot run here says: one line, and exit status 1."""
+    command = [sys.executable, *program, str(ROOT / "examples" / name)]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)} | environment
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 1 and done.stderr.count("\n") == 1, done.stderr
+    return done.stderr
+
+
+def test_the_torch_example_says_what_it_lacks() -> None:
+    assert "pip install torch" in failed_example("torch_autograd.py", "-c", WITHOUT_TORCH)
+    pytest.importorskip("torch")
+    assert "needs a GPU" in failed_example("torch_autograd.py", CUDA_VISIBLE_DEVICES="")
+
+
+def test_the_first_example_says_that_there_is_no_compiler() -> None:
+    assert "C++17 compiler" in failed_example("first_spec.py", PATH="/nowhere", CXX="")
 
 
 @pytest.mark.parametrize(

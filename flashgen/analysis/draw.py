@@ -20,8 +20,8 @@ _MOST_CELLS = 256  # of a side of a picture; beyond it, a cell stands for severa
 _QUADRANTS = np.array(list(" ▘▝▀▖▌▞▛▗▚▐▜▄▙▟█"))
 
 
-def to_text(drawn: Drawable, width: int = 80, batch: int = 0, head: int = 0) -> str:
-    """In characters, queries downwards and keys to the right, with a legend.
+def to_text(drawn: Drawable, width: int = 80, batch: int = 0, head: int = 0, legend: bool = True) -> str:
+    """In characters, queries downwards and keys to the right, with a legend (a map's may be left out).
 
     Of a map, one batch and head. A tile is as many characters wide as keeps its shape, where a character is twice as
     tall as wide. A map wider than `width` is scaled down: a cell of several tiles is PARTIAL unless all of them are
@@ -35,7 +35,7 @@ def to_text(drawn: Drawable, width: int = 80, batch: int = 0, head: int = 0) -> 
     characters = max(1, round(2 * columns / rows))
     group = max(1, -(-classes.shape[1] * characters // max(width, characters)))
     lines = ["".join(_GLYPHS[kind] * characters for kind in line) for line in _grouped(classes, group)]
-    return "\n".join([*lines, *_legend(drawn, classes, group)])
+    return "\n".join([*lines, *(_legend(drawn, classes, group) if legend else ())])
 
 
 def to_svg(drawn: Drawable, title: str = "", width: int = 480, batch: int = 0, head: int = 0) -> str:

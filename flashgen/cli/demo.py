@@ -16,6 +16,7 @@ from flashgen.cli.arrays import Arrays, load_arrays
 from flashgen.cli.console import note, print_json, progress, stdout
 from flashgen.cli.machine import engine_text, gpus
 from flashgen.cli.options import Emulate, Json, Target
+from flashgen.cli.writing import make_folder, writing
 from flashgen.errors import FlashgenError
 
 if TYPE_CHECKING:
@@ -33,14 +34,17 @@ flashgen demo --emulate --output /tmp/demo
 
 EXAMPLE = "minilm_qkv.npz"
 SEED = 7
-DRAWN_LENGTH = 1024  # tokens of the tile maps that are drawn, where the mask needs no array
-DRAWN_WIDTH = 32  # characters
+BLOCK = 16  # queries and keys that a cell of a drawn mask stands for
+LEGEND = f"Masks are drawn in blocks of {BLOCK} queries (down) × {BLOCK} keys (right): · masked, ▒ partly, █ kept"
 ASKED = "rabbit"  # the token whose attention is read out
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """A variant that ran: what came of it and where its files are. Times are in seconds."""
+    """A variant that ran: what came of it and where its files are. Times are in seconds.
+
+    visited: the tiles of the kernel at the lengths of the run; blocks: the mask there, drawn finer than tiles are.
+    """
 
     attention: Attention
     verdict: Verdict
@@ -48,6 +52,7 @@ class Outcome:
     ready: float
     ran: float
     visited: TileMap
+    blocks: TileMap
 
     def to_dict(self) -> dict[str, Any]:
         """For a program to read."""
@@ -61,6 +66,8 @@ class Outcome:
             "lse_error": self.verdict.lse_error,
             "seconds_until_ready": self.ready,
             "seconds_of_a_run": self.ran,
+            "tokens": self.visited.len_q,
+            "tile": list(self.visited.tile),
             "share_of_tiles_visited": self.visited.share,
         }
 
@@ -78,10 +85,13 @@ def demo(
     saying so, on the emulator, which runs the same CUDA on the CPU.
     """
     emulate = emulate or not gpus()
+    make_folder(output)
     example = load_arrays(example_path())
     specs = variants(example)
     note(f"engine: {engine_text(emulate)}")
     note(f"input:  {len(example['tokens'])} tokens, {example['q'].shape[1]} heads of {example['q'].shape[3]}, float16")
+    if not json:
+        stdout().print(LEGEND, markup=False)
     outcomes = []
     with progress("first kernel", len(specs)) as bar:
         for number, spec in enumerate(specs, start=1):
@@ -94,7 +104,8 @@ def demo(
     looked_at = list(read_attention(example, target, emulate))
     failures = sum(not outcome.verdict.ok for outcome in outcomes)
     summary = {"engine": engine_text(emulate), "variants": [outcome.to_dict() for outcome in outcomes]}
-    (output / "summary.json").write_text(json_module.dumps(summary, indent=2) + "\n", encoding="utf-8")
+    with writing(output):
+        (output / "summary.json").write_text(json_module.dumps(summary, indent=2) + "\n", encoding="utf-8")
     if json:
         print_json(summary)
     else:
@@ -139,6 +150,7 @@ def near_or_first(b: Any, h: Any, q: Any, k: Any) -> Any:
 
 def run_variant(spec: AttentionSpec, example: Arrays, output: Path, target: str | None, emulate: bool) -> Outcome:
     from flashgen import attention as engine
+    from flashgen.analysis.tiles import tile_map
     from flashgen.verify import judged
 
     begin = time.perf_counter()
@@ -150,10 +162,13 @@ def run_variant(spec: AttentionSpec, example: Arrays, output: Path, target: str 
     out, lse = attention(q, k, v, return_lse=True, **captures, **options)
     ran = seconds_of_a_run(attention, (q, k, v), captures | options, emulate)
     verdict = judged(spec, q, k, v, out, lse, captures, **options)
-    tiles = attention.tiles(q.shape[2], k.shape[2], **captures)
+    length, of_mask = q.shape[2], {capture.name: captures[capture.name] for capture in spec.mask.captures}
+    tiles = attention.tiles(length, **of_mask)
+    blocks = tile_map(spec.mask.expression, (BLOCK, BLOCK), length, length, captures=of_mask)
     folder = output / spec.name
-    keep_files(folder, attention, tiles)
-    return Outcome(attention, verdict, folder, ready, ran, tiles)
+    with writing(output):
+        keep_files(folder, attention, tiles)
+    return Outcome(attention, verdict, folder, ready, ran, tiles, blocks)
 
 
 def seconds_of_a_run(attention: Attention, inputs: tuple[Any, ...], options: dict[str, Any], emulate: bool) -> float:
@@ -186,14 +201,16 @@ def keep_files(folder: Path, attention: Attention, tiles: TileMap) -> None:
 def print_outcome(number: int, outcome: Outcome) -> None:
     from flashgen.analysis.draw import to_text
 
-    attention, verdict = outcome.attention, outcome.verdict
+    attention, verdict, tiles = outcome.attention, outcome.verdict, outcome.visited
     spec, console = attention.spec, stdout()
     console.print()
     console.print(f"{number}. {variant_text(spec)}", style="bold", markup=False)
-    if not spec.mask.captures:
-        console.print(to_text(attention.tiles(DRAWN_LENGTH), width=DRAWN_WIDTH), style="cyan", markup=False)
-    else:
-        console.print(to_text(outcome.visited, width=DRAWN_WIDTH), style="cyan", markup=False)
+    console.print(to_text(outcome.blocks, legend=False), style="cyan", markup=False)
+    console.print(
+        f"   tiles   {tiles.share:.1%} visited: {tiles.len_q} × {tiles.len_k} scores in tiles of "
+        f"{tiles.tile[0]} × {tiles.tile[1]}",
+        markup=False,
+    )
     console.print(
         f"   kernel  {outcome.folder / 'kernel.cu'}, {len(attention.source.splitlines())} lines", markup=False
     )

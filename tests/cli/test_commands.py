@@ -389,6 +389,14 @@ def test_demo(tmp_path: Path) -> None:
 
 def test_demo_shows_maps_and_what_the_layer_looks_at(tmp_path: Path) -> None:
     shown = invoke("demo", "--output", tmp_path, "--emulate").stdout
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    told = re.findall(r"^ +tiles +(\S+)% visited: 176 × 176 scores in tiles of (\d+) × (\d+)$", shown, re.MULTILINE)
+    assert told == [
+        (f"{100 * ran['share_of_tiles_visited']:.1f}", *map(str, ran["tile"])) for ran in summary["variants"]
+    ]
+    assert "1024" not in shown and all(ran["tokens"] == 176 for ran in summary["variants"])
+    causal = shown.split("2. causal()\n")[1].splitlines()[:11]  # 176 tokens in blocks of 16
+    assert causal == [("██" * row + "▒▒").ljust(22, "·") for row in range(11)]
     assert "causal() & sliding_window(100)" in shown and "█" in shown and "FAILED" not in shown
     assert re.search(r'What "rabbit" attends to.*\n( +head +\d+: .*\n){3}', shown)
 
