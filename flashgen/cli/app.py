@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import sys
 import warnings
 from collections.abc import Callable
 from typing import Annotated, Any
@@ -11,24 +13,54 @@ from typer.core import TyperGroup
 
 from flashgen.cli import bench, cache, demo, doctor, release, run, show, tune, verify
 from flashgen.cli.console import fail, note, paragraphs
+from flashgen.cli.user_files import told
+from flashgen.cli.writing import stdout_problem
 from flashgen.errors import FlashgenError
 
 EXIT_ERROR = 2  # a wrong input; 1 is a check that failed
 
 
 class ErrorsWithoutTraceback(TyperGroup):
-    """One clear message and exit status 2 for an error that flashgen raised on purpose; --debug shows its traceback."""
+    """One clear message and exit status 2 for an error that has nothing to do with flashgen's own code.
+
+    That is what flashgen raises on purpose, what a user's file raises (with the user's lines), a file that cannot be
+    read or written, and a standard output that takes no more. --debug shows the tracebacks of all but the last.
+    """
 
     def invoke(self, ctx: Any) -> Any:
         with warnings.catch_warnings():
             warnings.showwarning = lambda message, *_where: note(f"warning: {message}")
             try:
                 return super().invoke(ctx)
-            except FlashgenError as error:
-                if ctx.params.get("debug"):
+            except Exception as error:
+                message = None if ctx.params.get("debug") else without_traceback(error)
+                if message is None:
                     raise
-                fail(str(error))
+                fail(message)
                 raise typer.Exit(EXIT_ERROR) from None
+
+    def main(self, *arguments: Any, **options: Any) -> Any:
+        try:
+            return super().main(*arguments, **options)
+        except (OSError, SystemExit) as error:
+            unwritten = stdout_problem()
+            # Without a buffer the error comes from the writing itself. What is written to files names the file.
+            problem = unwritten or (error if isinstance(error, OSError) else None)
+            if problem is None or problem.filename is not None:
+                raise
+            if problem.errno != errno.EPIPE:  # a reader that went away has seen enough
+                fail(f"the output cannot be written: {problem.strerror or problem}")
+            sys.exit(EXIT_ERROR)
+
+
+def without_traceback(error: Exception) -> str | None:
+    """What to say of an error in place of its traceback; None for what must not happen, which needs it."""
+    if isinstance(error, FlashgenError):
+        return str(error)
+    of_the_user = told(error)
+    if of_the_user is None and isinstance(error, OSError) and error.filename is not None:
+        return f"{error.filename}: {error.strerror or error}"
+    return of_the_user
 
 
 app = typer.Typer(

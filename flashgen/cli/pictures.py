@@ -12,6 +12,7 @@ import typer
 
 from flashgen.cli.arrays import load_arrays
 from flashgen.cli.console import note, print_code, print_json
+from flashgen.cli.writing import writing
 from flashgen.errors import ArgumentError
 
 if TYPE_CHECKING:
@@ -80,10 +81,8 @@ def write_drawing(drawing: Drawing, path: Path) -> None:
         content = to_png(drawing.shown, title=drawing.title)
     else:
         content = to_svg(drawing.shown, title=drawing.title).encode()
-    try:
+    with writing(path):
         path.write_bytes(content)
-    except OSError as error:
-        raise ArgumentError(f"--output {path} cannot be written: {error.strerror or error}") from error
     typer.echo(summary(drawing.tiles))
     if drawing.zoomed is not None:
         typer.echo(f"{summary(drawing.zoomed)}: {drawing.zoomed.share:.1%} kept")

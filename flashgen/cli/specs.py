@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flashgen.cli.options import SpecOptions
+from flashgen.cli.user_files import name_in_file
 from flashgen.errors import SpecError
 
 if TYPE_CHECKING:
@@ -111,30 +110,3 @@ def _from_file_or_parsed(text: str, what: str) -> Any:
     if _REFUSED.fullmatch(text.strip()):
         raise SpecError(f"SPEC {text!r} names a file; say which name in it, as {text}:name")
     return parse_mask(text) if what == "mask" else parse_score(text)
-
-
-def name_in_file(path: Path, name: str) -> Any:
-    """What `name` is in a Python file, which this imports (and so runs), once per process."""
-    module = _import(path.resolve())
-    if not hasattr(module, name):
-        public = sorted(key for key in dir(module) if not key.startswith("_"))
-        raise SpecError(f"{path} has no {name!r}; it has {', '.join(public) or 'no names'}")
-    return getattr(module, name)
-
-
-def _import(path: Path) -> Any:
-    key = f"flashgen_user_file:{path}"
-    if key in sys.modules:
-        return sys.modules[key]
-    if not path.is_file():
-        raise SpecError(f"SPEC names {path}, which is no file")
-    specification = importlib.util.spec_from_file_location(key, path)
-    assert specification is not None and specification.loader is not None  # a .py file always has both
-    module = importlib.util.module_from_spec(specification)
-    sys.modules[key] = module
-    try:
-        specification.loader.exec_module(module)
-    except BaseException:
-        del sys.modules[key]
-        raise
-    return module

@@ -1,0 +1,85 @@
+"""Python files of the user's, named as `file.py:name`: importing them, and errors in them told by their own lines."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import site
+import sys
+import sysconfig
+import traceback
+from pathlib import Path
+from typing import Any
+
+from flashgen.errors import FlashgenError, SpecError
+
+_PREFIX = "flashgen_user_file:"
+_PACKAGE = str(Path(__file__).resolve().parents[1])
+_asked_for: set[str] = set()  # the files, those that could not be imported too
+
+
+def name_in_file(path: Path, name: str) -> Any:
+    """What `name` is in a Python file, which this imports (and so runs), once per process.
+
+    Raises SpecError where the file or the name is missing, and where flashgen refuses what stands in it. What else the
+    file raises goes on as it is, and `told` puts it into words.
+    """
+    module = _import(path.resolve())
+    if not hasattr(module, name):
+        public = sorted(key for key in dir(module) if not key.startswith("_"))
+        raise SpecError(f"{path} has no {name!r}; it has {', '.join(public) or 'no names'}")
+    return getattr(module, name)
+
+
+def told(error: Exception) -> str | None:
+    """An error of a user's file in words: what it is, then the lines of the user's code that led to it.
+
+    None for an error that no user's file had a part in: that is flashgen's own.
+    """
+    steps = traceback.extract_tb(error.__traceback__)
+    first = next((number for number, step in enumerate(steps) if step.filename in _asked_for), len(steps))
+    unreadable = isinstance(error, SyntaxError) and error.filename in _asked_for
+    if first == len(steps) and not unreadable:
+        return None
+    where = traceback.format_list([step for step in steps[first:] if _is_users(step.filename)])
+    if unreadable:
+        where += traceback.format_exception_only(error)[:-1]  # the line itself, and a mark below it
+    lines = [f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ()), *where]
+    return "\n".join(line.rstrip("\n") for line in lines)
+
+
+def _is_users(filename: str) -> bool:
+    """Whether a line is of the user's own code: not flashgen's, not an installed package's, not Python's."""
+    others = (_PACKAGE, *site.getsitepackages(), *sysconfig.get_paths().values())
+    return not filename.startswith(("<frozen ", *(folder + os.sep for folder in others)))
+
+
+def _import(path: Path) -> Any:
+    key = f"{_PREFIX}{path}"
+    if key in sys.modules:
+        return sys.modules[key]
+    if not path.is_file():
+        raise SpecError(f"SPEC names {path}, which is no file")
+    specification = importlib.util.spec_from_file_location(key, path)
+    assert specification is not None and specification.loader is not None  # a .py file always has both
+    module = importlib.util.module_from_spec(specification)
+    sys.modules[key] = module
+    _asked_for.add(str(path))
+    try:
+        specification.loader.exec_module(module)
+    except FlashgenError as error:
+        del sys.modules[key]
+        raise SpecError(f"{_line_of(error, path)}: {error}") from error
+    except SystemExit:
+        del sys.modules[key]
+        raise SpecError(f'{path} exits when it is imported: put that under `if __name__ == "__main__":`') from None
+    except BaseException:
+        del sys.modules[key]
+        raise
+    return module
+
+
+def _line_of(error: BaseException, path: Path) -> str:
+    """The innermost line of the file that led to the error, as file.py:12."""
+    lines = [step.lineno for step in traceback.extract_tb(error.__traceback__) if step.filename == str(path)]
+    return f"{path}:{lines[-1]}"
