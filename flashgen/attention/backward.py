@@ -116,6 +116,8 @@ class BackwardPass(Pass[_Prepared]):
             arrays[member] = captures[capture.name]
         everything = arrays | {gradient_argument(name): array for name, array in given.items()}
         prepared = self._prepare(everything)
+        if self._distances:
+            self._check_distances(captures)
         if given:
             self._check_sharing(prepared.sharing, everything)
         if self.engine.current(prepared.device):

@@ -7,11 +7,13 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+import sympy
 
 from flashgen.attention.problem import INT32_MAX, Problem, check_aligned
 from flashgen.errors import ArgumentError
 from flashgen.language.operations import BATCH, HEAD, KEY, QUERY, Capture, Load
 from flashgen.language.rules import FLOAT32_MAX
+from flashgen.language.sizes import distance_of, position_of
 from flashgen.language.spec import AttentionSpec
 from flashgen.runtime.arrays import View, numpy_dtype
 
@@ -46,15 +48,53 @@ def check_array(spec: AttentionSpec, capture: Capture, view: View, problem: Prob
             f"capture {capture.name!r} has strides {view.strides} (elements); the last one must be below 2**31 bytes: "
             "copy it to a contiguous array"
         )
-    extents = {BATCH: problem.batch, HEAD: problem.heads_q, QUERY: problem.len_q, KEY: problem.len_k}
     for load in _loads(spec, capture):
         for axis, index in enumerate(load.indices):
-            size, needed = view.shape[axis], extents.get(index, 0)
-            if size != 1 and size < needed:
-                raise ArgumentError(
-                    f"capture {capture.name!r} has shape {view.shape}; axis {axis} is indexed by {index}, which goes "
-                    f"up to {needed - 1}: give {needed} elements there, or 1 for all"
-                )
+            _check_positions(capture, view, axis, index, problem)
+            farthest = distance_of(index)
+            if isinstance(farthest, int):
+                check_distances(capture, view.shape, axis, farthest)
+
+
+def _check_positions(capture: Capture, view: View, axis: int, index: sympy.Basic, problem: Problem) -> None:
+    """ArgumentError where a dimension that is indexed by b, h, q or k, or by blocks of them, is too short."""
+    position = position_of(index)
+    if position is None:
+        return
+    symbol, block = position
+    extents = {BATCH: problem.batch, HEAD: problem.heads_q, QUERY: problem.len_q, KEY: problem.len_k}
+    size, needed = view.shape[axis], -(-extents[symbol] // block)
+    if size != 1 and size < needed:
+        shown = f"{symbol}" if block == 1 else f"{symbol} // {block}"
+        raise ArgumentError(
+            f"capture {capture.name!r} has shape {view.shape}; axis {axis} is indexed by {shown}, which goes "
+            f"up to {needed - 1}: give {needed} elements there, or 1 for all"
+        )
+
+
+def check_distances(capture: Capture, shape: tuple[int, ...], axis: int, farthest: int) -> None:
+    """ArgumentError where a dimension has not an entry for each distance from -farthest to farthest.
+
+    More of them are refused as fewer are: entry `farthest` is that of distance 0.
+    """
+    wanted = 2 * farthest + 1
+    if shape[axis] not in (1, wanted):
+        raise ArgumentError(
+            f"capture {capture.name!r} has shape {tuple(shape)}; axis {axis} is indexed by a distance from "
+            f"{-farthest} to {farthest}: give {wanted} elements there, or 1 for all"
+        )
+
+
+def captured_distances(spec: AttentionSpec) -> tuple[tuple[Capture, int, Capture], ...]:
+    """(array, axis, number): the dimensions that are indexed by a distance up to a captured number."""
+    found = [
+        (load.capture, axis, farthest)
+        for capture in spec.captures
+        for load in _loads(spec, capture)
+        for axis, index in enumerate(load.indices)
+        if isinstance(farthest := distance_of(index), Capture)
+    ]
+    return tuple(dict.fromkeys(found))
 
 
 def byte_strides(view: View) -> tuple[int, ...]:

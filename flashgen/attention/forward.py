@@ -111,6 +111,8 @@ class ForwardPass(Pass[_Prepared]):
         if out is not None:
             arrays |= given_outputs(out, return_lse)
         prepared = self._prepare(arrays)
+        if self._distances:
+            self._check_distances(captures)
         if out is not None:
             self._check_sharing(prepared.sharing, arrays)
         if self.engine.current(prepared.device):

@@ -20,6 +20,7 @@ from flashgen.codegen.targets import Target
 from flashgen.errors import ArgumentError
 from flashgen.language.layouts import BlockLayout
 from flashgen.language.operations import KEY, QUERY, FloorDiv, Load
+from flashgen.language.sizes import position_of
 from flashgen.language.spec import AttentionSpec
 from flashgen.runtime import gpu
 from flashgen.runtime.arrays import Library, View, library_of
@@ -320,10 +321,10 @@ def _plain(value: Any, device: int | None) -> Any:
 def _blocks_of(spec: AttentionSpec) -> list[tuple[str, int, sympy.Symbol, int]]:
     """(capture, axis, q or k, block) of each capture that the mask indexes by q or k divided by a constant."""
     return [
-        (load.capture.name, axis, index.args[0], int(index.args[1]))
+        (load.capture.name, axis, *position)
         for load in spec.mask.expression.atoms(Load)
         for axis, index in enumerate(load.indices)
-        if isinstance(index, FloorDiv) and index.args[0] in (QUERY, KEY) and isinstance(index.args[1], sympy.Integer)
+        if isinstance(index, FloorDiv) and (position := position_of(index)) and position[0] in (QUERY, KEY)
     ]
 
 

@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 from functools import partial
 from typing import Any, Generic, TypeVar
 
-from flashgen.attention.captures import check_seed, number
+from flashgen.attention.captures import captured_distances, check_distances, check_seed, number
 from flashgen.attention.engines import Engine
 from flashgen.attention.sharing import Sharing, check_on_host
 from flashgen.codegen.arguments import member_name
@@ -34,6 +34,7 @@ class Pass(Generic[Prepared]):
         self._arrays = [(capture, member_name(capture)) for capture in spec.captures if capture.ndim]
         self._numbers = [(capture, member_name(capture)) for capture in spec.captures if not capture.ndim]
         self._called = _ARGUMENTS | {member: f"capture {capture.name!r}" for capture, member in self._arrays}
+        self._distances = captured_distances(spec)
         self._takes_numbers = bool(self._numbers or spec.dropout)
         self._prepared: Remembered[Any, Prepared] = Remembered(_MOST_PREPARED)
 
@@ -50,6 +51,13 @@ class Pass(Generic[Prepared]):
             seed, offset = check_seed(self.spec, seed, offset)
             numbers |= {"seed_low": seed & 0xFFFFFFFF, "seed_high": seed >> 32, "offset": offset}
         return numbers
+
+    def _check_distances(self, captures: Mapping[str, Any]) -> None:
+        """ArgumentError where a table has not the entries that a captured number says; the rest is checked."""
+        for capture, axis, farthest in self._distances:
+            array = captures[capture.name]
+            view = self.engine.library(array, capture.name).view(array, capture.name)
+            check_distances(capture, view.shape, axis, int(captures[farthest.name]))
 
     def _prepare(self, arrays: dict[str, Any]) -> Prepared:
         """What calls like this one share; worked out, and the arrays checked, the first time."""

@@ -98,9 +98,9 @@ def block_sparse(layout: Tensor | str, block_q: int, block_k: int) -> Mask:
 
     layout: a Tensor of bool (or of integers, not 0 is true), of shape (blocks_q, blocks_k), (heads, blocks_q,
     blocks_k) or (batch, heads, blocks_q, blocks_k), leading dimensions of size 1 broadcast; or its name for
-    Tensor(name, "bool", ndim=2). Block (i, j) covers queries i·block_q... and keys j·block_k...; positions beyond the
-    last block use the last block. At the call, a `BlockLayout` may be given instead of the array: it is made from a
-    dense array, from CSR/BSR or from lists, and must have exactly the blocks of the lengths.
+    Tensor(name, "bool", ndim=2). Block (i, j) covers queries i·block_q... and keys j·block_k...; there must be one for
+    every position of a call, or 1 for all. At the call, a `BlockLayout` may be given instead of the array: it is made
+    from a dense array, from CSR/BSR or from lists, and must have exactly the blocks of the lengths.
     """
     layout = _tensor(layout, "block_sparse: layout", "bool", 2)
     if not 2 <= layout.ndim <= 4 or layout.capture.kind == "float":

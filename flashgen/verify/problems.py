@@ -11,6 +11,7 @@ import sympy
 
 from flashgen.language.evaluate import evaluate
 from flashgen.language.operations import BATCH, HEAD, KEY, LEN_K, LEN_Q, QUERY, Capture, Load
+from flashgen.language.sizes import distance_of
 from flashgen.runtime.arrays import numpy_dtype
 
 if TYPE_CHECKING:
@@ -137,6 +138,11 @@ def _sizes(capture: Capture, loads: list[Load], shape: Shape, captures: dict[str
         if load.capture != capture:
             continue
         for axis, index in enumerate(load.indices):
+            farthest = distance_of(index)
+            if farthest is not None:
+                distance = farthest if isinstance(farthest, int) else int(captures[farthest.name])
+                sizes[axis] = max(sizes[axis], 2 * distance + 1)  # as documented, however short the call
+                continue
             if all(leaf.name in captures for leaf in index.atoms(Capture)):
                 largest = int(evaluate(index, values, captures).max(initial=0)) + 1
             else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 
 import flashgen.language as fg
 from flashgen import attention
+from flashgen.errors import ArgumentError
 from flashgen.language.dtypes import CAPTURES
 from flashgen.runtime.arrays import numpy_dtype
 from flashgen.verify import Inputs, Shape, random_inputs
@@ -122,3 +124,58 @@ def test_a_number_may_be_infinite(right: Any) -> None:
     spec = fg.AttentionSpec(16, score=lambda s, b, h, q, k: fg.minimum(s, most))
     check(spec, right, most=float("inf"))
     check(spec, right, most=0.25)
+
+
+NEAREST = fg.AttentionSpec(16, score=fg.relative_bias("table", 5))
+FAR = fg.AttentionSpec(16, score=fg.relative_bias(fg.Tensor("table", "float32", 1), fg.Scalar("far")))
+LAYOUT = fg.AttentionSpec(16, mask=fg.block_sparse("layout", 16, 32))
+
+
+@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
+@pytest.mark.parametrize(
+    ("spec", "captures", "message"),
+    [
+        (NEAREST, {"table": (1, 7)}, r"'table' has shape \(1, 7\); axis 1 .* distance from -5 to 5: give 11 elements"),
+        (NEAREST, {"table": (4, 10)}, "give 11 elements there, or 1 for all"),
+        (NEAREST, {"table": (4, 12)}, "give 11 elements there, or 1 for all"),
+        (NEAREST, {"table": (3, 11)}, r"'table' has shape \(3, 11\); axis 0 is indexed by h"),
+        (NEAREST, {"table": (4, 11)}, None),
+        (NEAREST, {"table": (1, 1)}, None),
+        (FAR, {"table": (11,), "far": 4}, r"'table' has shape \(11,\); axis 0 .* distance from -4 to 4: give 9"),
+        (FAR, {"table": (11,), "far": 6}, "give 13 elements there"),
+        (FAR, {"table": (11,), "far": 2**31 - 1}, "give 4294967295 elements there"),
+        (FAR, {"table": (11, 1), "far": 5}, r"'table' has shape \(11, 1\); it was declared with ndim=1"),
+        (FAR, {"table": (11,), "far": 5}, None),
+        (LAYOUT, {"layout": (2, 3)}, r"'layout' has shape \(2, 3\); axis 0 is indexed by q // 16, .* up to 2: give 3"),
+        (LAYOUT, {"layout": (3, 2)}, "axis 1 is indexed by k // 32, which goes up to 2: give 3"),
+        (LAYOUT, {"layout": (3, 3)}, None),
+        (LAYOUT, {"layout": (1, 9)}, None),
+    ],
+)  # fmt: skip
+def test_sizes_that_the_named_variants_document(
+    spec: fg.AttentionSpec, captures: dict[str, Any], message: str | None, backward: bool
+) -> None:
+    """Of too few entries the last one served for the rest; of too many another than the middle one is distance 0."""
+    dtype = bool if spec is LAYOUT else np.float32
+    given = {name: np.ones(value, dtype) if isinstance(value, tuple) else value for name, value in captures.items()}
+    inputs, compiled = random_inputs(fg.AttentionSpec(16), SHAPE), attention.compile(spec, emulate=True)
+    rows = (inputs.q, inputs.k, inputs.v)
+    out, lse = np.zeros_like(inputs.q), np.zeros(inputs.q.shape[:3], np.float32)
+    with nullcontext() if message is None else pytest.raises(ArgumentError, match=message):
+        compiled.backward(out, *rows, out, lse, **given) if backward else compiled(*rows, **given)
+
+
+def test_a_number_that_a_table_does_not_fit_is_refused_after_one_that_it_fits() -> None:
+    """What is remembered of a call knows shapes, not numbers."""
+    inputs, compiled = random_inputs(fg.AttentionSpec(16), SHAPE), attention.compile(FAR, emulate=True)
+    table = np.ones(11, np.float32)
+    compiled(inputs.q, inputs.k, inputs.v, table=table, far=5)
+    with pytest.raises(ArgumentError, match="distance from -3 to 3: give 7"):
+        compiled(inputs.q, inputs.k, inputs.v, table=table, far=3)
+    compiled(inputs.q, inputs.k, inputs.v, table=np.ones(7, np.float32), far=3)
+
+
+def test_tile_lists_look_at_the_blocks_of_an_array() -> None:
+    compiled = attention.compile(LAYOUT, emulate=True)
+    with pytest.raises(ArgumentError, match="axis 1 is indexed by k // 32, which goes up to 3"):
+        compiled.tile_lists(40, 100, layout=np.ones((3, 3), bool))

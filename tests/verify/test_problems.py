@@ -44,6 +44,15 @@ def test_sizes_follow_the_indices() -> None:
     assert captures_of(score=fg.relative_bias("table", 3))["table"].shape == (4, 7)
 
 
+def test_a_table_of_distances_has_them_all_however_short_the_call() -> None:
+    shape, far = Shape(1, 1, 1, 1, 1), fg.Scalar("far")
+    score = fg.relative_bias(fg.Tensor("table", "float32", 1), far)
+    short = random_inputs(fg.AttentionSpec(8, score=fg.relative_bias("table", 300)), shape).captures
+    assert short["table"].shape == (1, 601)
+    found = random_inputs(fg.AttentionSpec(8, score=score), shape).captures
+    assert found["table"].shape == (2 * found["far"] + 1,)
+
+
 def test_numbers_are_numbers() -> None:
     found = captures_of(fg.sliding_window(fg.Scalar("window", "int32")), fg.softcap(fg.Scalar("cap", "float32")))
     assert isinstance(found["window"], int) and isinstance(found["cap"], float) and found["cap"] > 0
