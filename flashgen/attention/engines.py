@@ -70,7 +70,7 @@ class GpuRunner:
                 f"the kernel was compiled for {target.name} and cannot run on this GPU, sm_{major}{minor}; "
                 "compile it without target=... here"
             )
-        return gpu.GpuKernel(self.entry.cubin_path, self._kernel.entry, self._kernel.threads, self._kernel.shared_bytes)
+        return gpu.GpuKernel(self.entry.cubin, self._kernel.entry, self._kernel.threads, self._kernel.shared_bytes)
 
     def launch(self, launch: Launch, arrays: Arrays, numbers: Numbers, place: Place) -> None:
         writer = launch.writer

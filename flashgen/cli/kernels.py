@@ -156,7 +156,7 @@ def machine_code(kernel: RenderedKernel, what: What) -> str:
 
     if what is What.ptx:
         return inspect.ptx(kernel.source, kernel.target.architecture, kernel.name)
-    return inspect.sass(compiled(kernel).cubin_path)
+    return inspect.sass(compiled(kernel).cubin)
 
 
 def show_resources(

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -70,20 +70,33 @@ def card(device: int) -> Card:
 class GpuKernel:
     """A compiled kernel on the GPU. Takes one struct by value; `shared_bytes` of dynamic shared memory per block."""
 
-    def __init__(self, cubin: Path, entry: str, threads: int, shared_bytes: int) -> None:
-        self._raw = cupy().RawModule(path=str(cubin)).get_function(entry)
-        self._functions: dict[int, Any] = {}  # by device: CuPy loads the binary anew for each
+    def __init__(self, cubin: bytes, entry: str, threads: int, shared_bytes: int) -> None:
+        self._cubin, self._entry = cubin, entry
+        self._functions: dict[int, Any] = {}  # by device: a binary is loaded anew for each
+        self._loading = threading.Lock()
         self._block, self._shared_bytes = (threads, 1, 1), shared_bytes
 
     def launch(self, grid: tuple[int, int, int], arguments: bytearray, stream: int, device: int) -> None:
-        """Starts a grid of blocks on a stream of a device. The struct is copied before this returns."""
+        """Starts a grid of blocks on a stream of the current device. The struct is copied before this returns."""
         function = self._functions.get(device)
         if function is None:
-            if self._shared_bytes > _SHARED_BY_DEFAULT:
-                self._raw.max_dynamic_shared_size_bytes = self._shared_bytes  # of the function on the current device
-            function = self._functions[device] = self._raw.kernel
+            with (
+                self._loading
+            ):  # once for all threads: a second one, when dropped, would unload code that may still run
+                function = self._functions.get(device) or self._functions.setdefault(device, self._load())
         struct = np.frombuffer(arguments, dtype=_struct_type(len(arguments)))
         function(grid, self._block, (struct,), self._shared_bytes, stream_object(stream))
+
+    def _load(self) -> Any:
+        """The kernel on the current device, of the bytes that were checked: a file may have changed since."""
+        cuda = cupy().cuda
+        module = cuda.function.Module()
+        module.load(self._cubin)
+        function = module.get_function(self._entry)
+        if self._shared_bytes > _SHARED_BY_DEFAULT:
+            attribute = cuda.driver.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+            cuda.driver.funcSetAttribute(function.ptr, attribute, self._shared_bytes)
+        return function
 
 
 @cache
