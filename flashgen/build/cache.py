@@ -1,16 +1,18 @@
 """Compiled kernels on disk: found by what they were made from, built once, checked whenever they are used.
 
-FLASHGEN_CACHE_DIR   where entries stand; else `flashgen` in the platform's folder for caches
-FLASHGEN_JIT=0       compile nothing: a kernel that is not there is an error that says which
-FLASHGEN_RELEASE     a folder of `flashgen release build`, looked up before anything else
+FLASHGEN_CACHE_DIR      where entries stand; else `flashgen` in the platform's folder for caches
+FLASHGEN_CACHE_SHARED=1 trust that folder's owner and group, too (`flashgen.build.trust`)
+FLASHGEN_JIT=0          compile nothing: a kernel that is not there is an error that says which
+FLASHGEN_RELEASE        a folder of `flashgen release build`, looked up before anything else
+
+A folder that cannot be used (it is full, read-only, somebody else's) stops nobody: that is said once, and what is built
+is kept in this process's memory alone.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-import sys
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -18,11 +20,13 @@ from pathlib import Path
 from typing import Any
 
 from flashgen.build import nvrtc
+from flashgen.build.cache_folder import UnusableCache, accessible, default_root, make, say, say_once, trusted
 from flashgen.build.entries import (
     Artifacts,
     DamagedEntry,
     StoredEntry,
     discard,
+    is_entry,
     leftover_keys,
     lock_path,
     read_entry,
@@ -31,9 +35,10 @@ from flashgen.build.entries import (
 )
 from flashgen.build.keys import SHORT_KEY, folder_name, kernel_key
 from flashgen.build.locks import exclusive
+from flashgen.build.memory import MEMORY
 from flashgen.build.prebuilt import PrebuiltFolder
 from flashgen.build.resources import Resources
-from flashgen.errors import BuildError, FlashgenWarning
+from flashgen.errors import BuildError
 
 SOURCE, CUBIN = "kernel.cu", "kernel.cubin"
 
@@ -44,11 +49,15 @@ Build = Callable[[], Mapping[str, bytes] | Artifacts]
 
 @dataclass(frozen=True)
 class Entry:
-    """A compiled kernel. `cubin` is the very bytes that were checked; `hit` says that nothing was compiled for it."""
+    """A compiled kernel.
 
-    path: Path
+    `cubin` is the very bytes that were checked: what is loaded. `path` and `cubin_path` say where they stand, and are
+    None for a kernel that no cache folder took. `hit` says that nothing was compiled for it.
+    """
+
+    path: Path | None
     source: str
-    cubin_path: Path
+    cubin_path: Path | None
     cubin: bytes
     resources: Resources
     meta: Mapping[str, Any]
@@ -99,8 +108,7 @@ class KernelCache:
             prebuild: the command that would put it into the cache, for the message of FLASHGEN_JIT=0.
 
         Raises:
-            BuildError: it does not compile, NVRTC is missing, the cache folder cannot be used, or FLASHGEN_JIT=0 and
-                the kernel is in neither place.
+            BuildError: it does not compile, NVRTC is missing, or FLASHGEN_JIT=0 and the kernel is in neither place.
         """
         found = self._from_release(name, source, architecture)
         if found is not None:
@@ -121,8 +129,11 @@ class KernelCache:
             return Artifacts({SOURCE: source.encode(), CUBIN: compiled.cubin}, facts)
 
         stored, hit = self._get_or_build(name, key, build, self._refusal(f"{name} for {architecture}", prebuild))
-        resources = Resources.from_dict(stored.meta["resources"])
-        return Entry(stored.path, source, stored.path / CUBIN, stored.files[CUBIN], resources, stored.meta, hit)
+        if isinstance(stored, Artifacts):
+            path, cubin_path, facts = None, None, stored.facts
+        else:
+            path, cubin_path, facts = stored.path, stored.path / CUBIN, stored.meta
+        return Entry(path, source, cubin_path, stored.files[CUBIN], Resources.from_dict(facts["resources"]), facts, hit)
 
     def get_or_build(self, name: str, key: str, build: Build) -> Path:
         """The folder of the entry of any kind of binary, made by `build` when it is not there.
@@ -132,41 +143,54 @@ class KernelCache:
             key: of `keys.content_key`: everything that the files are made from.
             build: makes the files, by plain name, or `Artifacts` of them; called once however many processes ask.
 
+        Where the cache folder cannot be used, it is a temporary folder of this process.
+
         Raises:
-            BuildError: the cache folder cannot be used, or FLASHGEN_JIT=0 and the entry is not there.
+            BuildError: FLASHGEN_JIT=0 and the entry is not there, or there is no room for temporary files either.
         """
         refusal = (
             f"{name} is not in the cache {self.root}, and FLASHGEN_JIT=0 forbids building it now; "
             "run once without FLASHGEN_JIT=0, which puts it there"
         )
-        return self._get_or_build(name, key, build, refusal)[0].path
+        stored, _ = self._get_or_build(name, key, build, refusal)
+        if isinstance(stored, StoredEntry):
+            return stored.path
+        try:
+            return MEMORY.on_disk(self._place(name, key), stored)
+        except OSError as error:
+            raise BuildError(f"{name} needs a folder for temporary files ({error}); set TMPDIR to one") from error
 
     def find(self, name: str, key: str) -> StoredEntry | None:
         """The entry of that name and key, every byte checked; None where there is none.
 
-        A damaged entry is none either, and is said. BuildError: the cache folder cannot be used.
+        A damaged entry is none either, and is said; so is a cache folder that cannot be used.
         """
-        return self._read(self.root / folder_name(name, key), key, remedy="it is not used")
+        try:
+            return self._read(*self._place(name, key), remedy="it is not used")
+        except UnusableCache as problem:
+            say_once(problem, "what is kept there is not used")
+            return None
 
     def put(self, name: str, key: str, artifacts: Artifacts) -> StoredEntry:
         """Writes an entry, in place of one that may be there. BuildError: the cache folder cannot be used."""
-        with self._locked(key):
-            remove_leftovers(self.root, key[:SHORT_KEY])
-            with self._usable():
-                return write_entry(self.root / folder_name(name, key), key, artifacts)
+        with self._locked(key), trusted(self.root):
+            return write_entry(*self._place(name, key), artifacts)
 
     def path(self) -> Path:
         """The folder of the entries, which may not exist yet."""
         return self.root
 
     def list(self) -> tuple[Listed, ...]:
-        """The entries by name. Nothing of them is checked."""
-        with self._usable():
+        """The entries by name. Of their files nothing is checked. BuildError: the cache folder cannot be read."""
+        with accessible(self.root):
             return tuple(_listed(folder) for folder in sorted(self._entry_folders()))
 
     def clear(self) -> int:
-        """Remove every entry, and what killed builders left; returns how many entries. Builders may run beside it."""
-        with self._usable():
+        """Remove every entry, and what killed builders left; returns how many entries. Builders may run beside it.
+
+        What else stands in the folder stays, whatever it is called. BuildError: the cache folder cannot be written.
+        """
+        with accessible(self.root):
             removed = sum(discard(folder, folder.name.rpartition(".")[2]) for folder in self._entry_folders())
             for short_key in leftover_keys(self.root):
                 with exclusive(lock_path(self.root, short_key), wait=False) as held:
@@ -174,43 +198,68 @@ class KernelCache:
                         remove_leftovers(self.root, short_key)
         return removed
 
-    def _get_or_build(self, name: str, key: str, build: Build, refusal: str) -> tuple[StoredEntry, bool]:
-        """(the entry, whether it was there already); `refusal` is what to say where building is forbidden."""
-        folder = self.root / folder_name(name, key)
-        found = self._read(folder, key)
+    def _get_or_build(self, name: str, key: str, build: Build, refusal: str) -> tuple[StoredEntry | Artifacts, bool]:
+        """(the entry, or what this process alone keeps of it, whether it was there already).
+
+        refusal: what to say where building is forbidden.
+        """
+        kept = MEMORY.find(self._place(name, key))
+
+        def build_once() -> Artifacts:
+            """The disk may turn out to be full only after the kernel was built."""
+            nonlocal kept
+            if kept is None:
+                built = build()
+                kept = built if isinstance(built, Artifacts) else Artifacts(built)
+            return kept
+
+        try:
+            return self._get_or_store(name, key, build_once, refusal)
+        except UnusableCache as problem:
+            if not self.jit:
+                raise BuildError(f"{refusal} ({problem})") from problem
+            say_once(problem, "until then what is built is kept in memory, by each process for itself")
+            return MEMORY.get_or_build(self._place(name, key), build_once)
+
+    def _get_or_store(
+        self, name: str, key: str, build: Callable[[], Artifacts], refusal: str
+    ) -> tuple[StoredEntry, bool]:
+        found = self._read(*self._place(name, key))
         if found is not None:
             return found, True
         if not self.jit:
             raise BuildError(refusal)
         with self._locked(key):
             # Another process may have built it while this one waited.
-            found = self._read(folder, key, warn=False)
+            found = self._read(*self._place(name, key), warn=False)
             if found is not None:
                 return found, True
-            remove_leftovers(self.root, key[:SHORT_KEY])
-            _log.info("building %s", folder.name)
-            built = build()
-            artifacts = built if isinstance(built, Artifacts) else Artifacts(built)
-            with self._usable():
-                return write_entry(folder, key, artifacts), False
+            _log.info("building %s", folder_name(name, key))
+            artifacts = build()
+            with trusted(self.root):
+                return write_entry(*self._place(name, key), artifacts), False
+
+    def _place(self, name: str, key: str) -> tuple[Path, str]:
+        return self.root / folder_name(name, key), key
 
     @contextmanager
     def _locked(self, key: str) -> Iterator[None]:
-        """Holds the key's lock. An error of the body is the body's own, not the cache folder's."""
+        """Holds the key's lock, over a tidy folder. An error of the body is the body's own, not the cache folder's."""
         with ExitStack() as stack:
-            with self._usable():
-                self.root.mkdir(parents=True, exist_ok=True)
+            with trusted(self.root):
+                make(self.root)
                 stack.enter_context(exclusive(lock_path(self.root, key)))
+                remove_leftovers(self.root, key[:SHORT_KEY])
             yield
 
     def _read(self, folder: Path, key: str, *, warn: bool = True, remedy: str | None = None) -> StoredEntry | None:
         try:
-            with self._usable():
+            with trusted(self.root):
                 return read_entry(folder, key)
         except DamagedEntry as damage:
             if warn:
                 remedy = remedy or ("it is built again" if self.jit else "it is not used")
-                _say(f"the cache entry {folder} is damaged: {damage}; {remedy}")
+                say(f"the cache entry {folder} is damaged: {damage}; {remedy}")
             return None
 
     def _from_release(self, name: str, source: str, architecture: str) -> Entry | None:
@@ -221,7 +270,7 @@ class KernelCache:
         try:
             found = self._prebuilt.find(source, architecture)
         except DamagedEntry as damage:
-            _say(f"the kernel {name} of the release folder {self.release} is damaged: {damage}; it is not used")
+            say(f"the kernel {name} of the release folder {self.release} is damaged: {damage}; it is not used")
             return None
         if found is None:
             return None
@@ -239,41 +288,12 @@ class KernelCache:
         )
 
     def _entry_folders(self) -> Iterator[Path]:
-        for path in self.root.iterdir() if self.root.is_dir() else ():
-            name, _, key = path.name.rpartition(".")
-            if name and not path.name.startswith(".") and len(key) == SHORT_KEY and path.is_dir():
-                yield path
-
-    @contextmanager
-    def _usable(self) -> Iterator[None]:
-        """Says which setting to change when the operating system refuses the cache folder."""
-        try:
-            yield
-        except OSError as error:
-            raise BuildError(
-                f"the kernel cache {self.root} cannot be used ({error.strerror}: {error.filename or self.root}); "
-                "set FLASHGEN_CACHE_DIR to a folder that can be written"
-            ) from error
+        return filter(is_entry, self.root.iterdir() if self.root.is_dir() else ())
 
 
 def default_cache() -> KernelCache:
     """The cache that the environment describes at this moment."""
     return KernelCache.from_environment()
-
-
-def default_root() -> Path:
-    """FLASHGEN_CACHE_DIR, else `flashgen` in XDG_CACHE_HOME, ~/.cache, or on macOS ~/Library/Caches."""
-    chosen = os.environ.get("FLASHGEN_CACHE_DIR")
-    if chosen:
-        return Path(chosen)
-    base = os.environ.get("XDG_CACHE_HOME")
-    if base:
-        return Path(base) / "flashgen"
-    try:
-        home = Path.home()
-    except RuntimeError as error:
-        raise BuildError(f"there is no home folder for the kernel cache ({error}); set FLASHGEN_CACHE_DIR") from error
-    return home / ("Library/Caches" if sys.platform == "darwin" else ".cache") / "flashgen"
 
 
 def _listed(folder: Path) -> Listed:
@@ -283,8 +303,3 @@ def _listed(folder: Path) -> Listed:
     except FileNotFoundError:  # cleared at this moment
         size = 0
     return Listed(name, key, folder, size)
-
-
-def _say(message: str) -> None:
-    _log.warning("%s", message)
-    warnings.warn(message, FlashgenWarning, stacklevel=5)

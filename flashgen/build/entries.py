@@ -9,19 +9,28 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
+import re
 import secrets
 import shutil
-from collections.abc import Mapping
+import stat
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from flashgen.build.keys import KEY_FORMAT, SHORT_KEY
+from flashgen.build.trust import opened_to_others
+from flashgen.files import flush_folder, is_plain_name, read_file, write_new
+from flashgen.strict_json import parse_json
 
 META = "meta.json"
 _SEAL = "seal"
 _STAGING, _TRASH, _LOCK = ".staging-", ".trash-", ".lock-"
+_DIGITS = f"([0-9a-f]{{{SHORT_KEY}}})"
+_ENTRY = re.compile(rf"[A-Za-z0-9_-][A-Za-z0-9._-]*\.{_DIGITS}")
+_LEFTOVER = re.compile(rf"\.(?:staging|trash)-{_DIGITS}-[0-9a-f]{{12}}")
+_LOCK_FILE = re.compile(rf"\.lock-{_DIGITS}")
+_LARGEST_META = 16 * 2**20  # bytes; it holds a compiler's log
 
 
 @dataclass(frozen=True)
@@ -50,7 +59,8 @@ def read_entry(folder: Path, key: str) -> StoredEntry | None:
     """The entry, every byte checked against `meta.json`; None when there is none.
 
     Raises:
-        DamagedEntry: a file is missing, cut or altered, or the entry is another key's.
+        DamagedEntry: a file is missing, cut, altered or no file, somebody may write to the entry who may not write to
+            the cache folder, or it is another key's.
         PermissionError: it may not be read.
     """
     while True:
@@ -69,22 +79,23 @@ def write_entry(folder: Path, key: str, artifacts: Artifacts) -> StoredEntry:
     """Put an entry into its place, which a damaged one may hold. The caller holds the key's lock."""
     files = dict(sorted(artifacts.files.items()))
     for name in files:
-        if name == META or Path(name).name != name:
+        if name == META or not is_plain_name(name):
             raise ValueError(f"an entry's file must have a plain name other than {META}, got {name!r}")
     described = {name: describe(data) for name, data in files.items()}
     meta = _sealed({**artifacts.facts, "format": KEY_FORMAT, "key": key, "files": described})
     staging = _sibling(folder, _STAGING, key)
-    staging.mkdir(parents=True)
+    allowed = folder.parent.stat().st_mode & 0o075 | 0o700  # to those who may read and write the cache, and no others
+    staging.mkdir(allowed)
     try:
         for name, data in {**files, META: canonical_json(meta)}.items():
-            _write_durably(staging / name, data, 0o777 if name in artifacts.executables else 0o666)
-        _flush_folder(staging)
+            write_new(staging / name, data, allowed if name in artifacts.executables else allowed & 0o666)
+        flush_folder(staging)
         discard(folder, key)
         staging.rename(folder)
     except BaseException:
         _remove(staging)
         raise
-    _flush_folder(folder.parent)
+    flush_folder(folder.parent)
     return StoredEntry(folder, files, meta)
 
 
@@ -101,9 +112,9 @@ def discard(folder: Path, key: str) -> bool:
 
 def remove_leftovers(root: Path, short_key: str) -> None:
     """Remove what dead builders of a key left behind. The caller holds the key's lock, so none of them lives."""
-    for prefix in (_STAGING, _TRASH):
-        for folder in root.glob(f"{prefix}{short_key}-*"):
-            _remove(folder)
+    for path in _leftovers(root):
+        if _short_key(path) == short_key and not path.name.startswith(_LOCK):
+            _remove(path)
 
 
 def lock_path(root: Path, key: str) -> Path:
@@ -113,11 +124,21 @@ def lock_path(root: Path, key: str) -> Path:
 
 def leftover_keys(root: Path) -> set[str]:
     """The short keys of the staging folders, trash folders and lock files in a cache, of the living and of the dead."""
-    return {
-        path.name[len(prefix) : len(prefix) + SHORT_KEY]
-        for prefix in (_STAGING, _TRASH, _LOCK)
-        for path in root.glob(f"{prefix}*")
-    }
+    return {_short_key(path) for path in _leftovers(root)}
+
+
+def is_entry(folder: Path) -> bool:
+    """Whether a folder is an entry, perhaps a damaged one: named as entries are, with a `meta.json` of its own key."""
+    name = _ENTRY.fullmatch(folder.name)
+    if name is None or folder.is_symlink() or not folder.is_dir():
+        return False
+    try:
+        meta = parse_json(read_file(folder / META, _LARGEST_META))
+    except (OSError, ValueError):
+        return False
+    return (
+        isinstance(meta, dict) and isinstance(meta.get("files"), dict) and str(meta.get("key"))[:SHORT_KEY] == name[1]
+    )
 
 
 def describe(data: bytes) -> dict[str, Any]:
@@ -131,12 +152,17 @@ def canonical_json(value: Any) -> bytes:
 
 
 def _read_checked(folder: Path, key: str) -> StoredEntry:
-    meta = _parse_meta(_read(folder / META), key)
+    if opened_to_others(folder.stat(), folder.parent.stat()):
+        raise DamagedEntry("others may write to it than to the cache folder")
+    meta = _parse_meta(_read(folder / META, _LARGEST_META), key)
     files = {}
     for name, expected in meta["files"].items():
-        if Path(name).name != name:
+        if not is_plain_name(name):
             raise DamagedEntry(f"{META} names a file outside of the entry, {name!r}")
-        files[name] = _read(folder / name)
+        size = expected.get("bytes") if isinstance(expected, dict) else None
+        if not isinstance(size, int):
+            raise DamagedEntry(f"{META} does not describe {name}")
+        files[name] = _read(folder / name, size)
         if describe(files[name]) != expected:
             raise DamagedEntry(f"{name} is not what was written ({len(files[name])} bytes)")
     return StoredEntry(folder, files, meta)
@@ -144,7 +170,7 @@ def _read_checked(folder: Path, key: str) -> StoredEntry:
 
 def _parse_meta(data: bytes, key: str) -> dict[str, Any]:
     try:
-        meta = json.loads(data)
+        meta = parse_json(data)
     except ValueError as error:
         raise DamagedEntry(f"{META} is not JSON ({error})") from error
     if not isinstance(meta, dict) or not isinstance(meta.get("files"), dict):
@@ -162,9 +188,9 @@ def _sealed(meta: Mapping[str, Any]) -> dict[str, Any]:
     return {**rest, _SEAL: hashlib.sha256(canonical_json(rest)).hexdigest()}
 
 
-def _read(path: Path) -> bytes:
+def _read(path: Path, most: int) -> bytes:
     try:
-        return path.read_bytes()
+        return read_file(path, most)
     except (FileNotFoundError, PermissionError):
         raise
     except OSError as error:
@@ -190,17 +216,17 @@ def _sibling(folder: Path, prefix: str, key: str) -> Path:
     return folder.parent / f"{prefix}{key[:SHORT_KEY]}-{secrets.token_hex(6)}"
 
 
-def _write_durably(path: Path, data: bytes, mode: int) -> None:
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
-    with os.fdopen(descriptor, "wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
+def _leftovers(root: Path) -> Iterator[Path]:
+    """What builders make beside entries: folders of their names, and their lock files, which are empty."""
+    for path in root.iterdir() if root.is_dir() else ():
+        try:
+            status = path.lstat()
+        except FileNotFoundError:  # its builder is done
+            continue
+        empty_file = stat.S_ISREG(status.st_mode) and status.st_size == 0
+        if _LEFTOVER.fullmatch(path.name) or (_LOCK_FILE.fullmatch(path.name) and empty_file):
+            yield path
 
 
-def _flush_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+def _short_key(path: Path) -> str:
+    return path.name.split("-")[1]

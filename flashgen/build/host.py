@@ -14,7 +14,8 @@ import shlex
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -67,12 +68,18 @@ class HostKernel:
         mode: "plain", "address" (AddressSanitizer and UBSan) or "thread" (ThreadSanitizer).
         name: the kernel's name in the source.
         source_path: the emitted source beside it, which findings name as `kernel.cu`.
+        runtime: the emulator's own library, which it needs. It says itself where that stands in a cache; who loads it
+            says so, too, as one of them may stand in a temporary folder.
+
+    A loader takes files, not bytes, so what is run is what stands at these paths: that nobody else writes there is for
+    `flashgen.build.trust` to see to.
     """
 
     path: Path
     mode: Mode
     name: str
     source_path: Path
+    runtime: Path
 
 
 @dataclass(frozen=True)
@@ -112,7 +119,7 @@ def compile_host(source: str, kernel_name: str, sanitize: Literal["address", "th
         key,
         lambda: _build_kernel(source, kernel_name, mode, compiler, runtime, output),
     )
-    return HostKernel(entry / output, mode, kernel_name, entry / SOURCE)
+    return HostKernel(entry / output, mode, kernel_name, entry / SOURCE, runtime / _library_name(runtime.name))
 
 
 def find_compiler() -> Compiler:
@@ -177,8 +184,7 @@ def _library_name(folder: str) -> str:
 def _build_runtime(mode: Mode, compiler: Compiler, key: str) -> Artifacts:
     library = _library_name(folder_name(f"emulator-{mode}", key))
     sources = _emulator_sources()
-    with tempfile.TemporaryDirectory(prefix="flashgen-build-") as text:
-        folder = Path(text)
+    with _workshop() as folder:
         for name, content in sources.items():
             (folder / name).write_text(content, encoding="utf-8")
         options = [*_runtime_options(mode), f"-Wl,-soname,{library}", f"-ffile-prefix-map={folder}=emulator"]
@@ -190,8 +196,7 @@ def _build_runtime(mode: Mode, compiler: Compiler, key: str) -> Artifacts:
 def _build_kernel(
     source: str, kernel_name: str, mode: Mode, compiler: Compiler, runtime: Path, output: str
 ) -> Artifacts:
-    with tempfile.TemporaryDirectory(prefix="flashgen-build-") as text:
-        folder = Path(text)
+    with _workshop() as folder:
         (folder / SOURCE).write_text(source, encoding="utf-8")
         (folder / _UNIT).write_text(_render_unit(kernel_name, mode), encoding="utf-8")
         command = [
@@ -213,6 +218,18 @@ def _build_kernel(
         files = {SOURCE: source.encode(), output: (folder / output).read_bytes()}
         programs = frozenset() if mode == "plain" else frozenset({output})
         return Artifacts(files, {"name": kernel_name, **_facts(mode, compiler)}, programs)
+
+
+@contextmanager
+def _workshop() -> Iterator[Path]:
+    """A temporary folder to compile in. BuildError where there is no room for one."""
+    try:
+        with tempfile.TemporaryDirectory(prefix="flashgen-build-") as folder:
+            yield Path(folder)
+    except OSError as error:
+        raise BuildError(
+            f"the emulator compiles in a temporary folder ({error}); set TMPDIR to one with room"
+        ) from error
 
 
 def _facts(mode: Mode, compiler: Compiler) -> dict[str, Any]:

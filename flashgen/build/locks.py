@@ -6,7 +6,7 @@ import errno
 import logging
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from flashgen.errors import BuildError
@@ -24,8 +24,8 @@ def exclusive(path: Path, *, wait: bool = True) -> Iterator[bool]:
     as processes do. The file is removed on release: whoever waited for a removed file notices and starts over.
 
     Raises:
-        BuildError: the platform or the file system has no such locks.
-        OSError: the file cannot be made.
+        BuildError: the platform has no such locks.
+        OSError: the file cannot be made, or its file system has no such locks.
     """
     descriptor = _acquire(path, wait)
     if descriptor is None:
@@ -38,7 +38,8 @@ def exclusive(path: Path, *, wait: bool = True) -> Iterator[bool]:
     finally:
         if os.getpid() == owner:  # a forked child leaves its parent's lock alone
             _held.discard(descriptor)
-            path.unlink(missing_ok=True)
+            with suppress(OSError):  # a disk that can no longer be written keeps an empty file
+                path.unlink()
             os.close(descriptor)
 
 
@@ -82,10 +83,8 @@ def _flock(descriptor: int, path: Path, wait: bool) -> bool:
     return True
 
 
-def _no_locks(path: Path, error: OSError) -> BuildError:
-    return BuildError(
-        f"cannot lock {path} ({error.strerror}); set FLASHGEN_CACHE_DIR to a folder on a file system with file locks"
-    )
+def _no_locks(path: Path, error: OSError) -> OSError:
+    return OSError(error.errno, f"its file system cannot lock files: {error.strerror}", str(path))
 
 
 def _is_still(descriptor: int, path: Path) -> bool:

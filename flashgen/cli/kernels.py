@@ -191,7 +191,7 @@ def resources_of(kernel: RenderedKernel, cost: tuple[str, str]) -> dict[str, Any
         "flops": cost[0],
         "hbm_bytes": cost[1],
         "nvrtc": ".".join(str(part) for part in entry.meta["nvrtc_version"]),
-        "cubin": str(entry.cubin_path),
+        "cubin": str(entry.cubin_path or "in memory"),
     }
 
 

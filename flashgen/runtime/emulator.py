@@ -111,7 +111,8 @@ class _Request(ctypes.Structure):
 
 
 @functools.cache
-def _entry_point(path: Path) -> Any:
+def _entry_point(path: Path, runtime: Path) -> Any:
+    ctypes.CDLL(str(runtime))  # so that the kernel finds it by its name, wherever it stands
     function = ctypes.CDLL(str(path)).flashgen_emulator_launch
     function.argtypes = (ctypes.POINTER(_Request),)
     function.restype = ctypes.c_int
@@ -153,7 +154,7 @@ def _launch_in_process(
         workers=schedule.workers,
         seed=schedule.seed,
     )
-    failed = _entry_point(kernel.path)(ctypes.byref(request))
+    failed = _entry_point(kernel.path, kernel.runtime)(ctypes.byref(request))
     del memory
     if failed:
         raise LaunchError(failure_text(kernel, request.message.decode(errors="replace"), schedule))

@@ -80,9 +80,7 @@ class GpuKernel:
         """Starts a grid of blocks on a stream of the current device. The struct is copied before this returns."""
         function = self._functions.get(device)
         if function is None:
-            with (
-                self._loading
-            ):  # once for all threads: a second one, when dropped, would unload code that may still run
+            with self._loading:  # a second copy, when dropped, would unload code that may still run
                 function = self._functions.get(device) or self._functions.setdefault(device, self._load())
         struct = np.frombuffer(arguments, dtype=_struct_type(len(arguments)))
         function(grid, self._block, (struct,), self._shared_bytes, stream_object(stream))

@@ -73,7 +73,7 @@ def launch_program(
                 file.write(span.memory())
             for offset, array in pointers:
                 file.write(_POINTER.pack(offset, *_place(array, spans)))
-        done = _run(kernel.path, request, result)
+        done = _run(kernel, request, result)
         answer = result.read_bytes() if result.exists() else b""
     if done.returncode != 0 or not answer:
         raise LaunchError(failure_text(kernel, _finding(done), schedule))
@@ -134,14 +134,20 @@ def _copy_back(data: memoryview, spans: Sequence[_Span]) -> None:
         data = data[span.bytes :]
 
 
-def _run(program: Path, request: Path, result: Path) -> subprocess.CompletedProcess[str]:
-    environment = dict(os.environ)
+def _run(kernel: HostKernel, request: Path, result: Path) -> subprocess.CompletedProcess[str]:
+    searched = (str(kernel.runtime.parent), os.environ.get("LD_LIBRARY_PATH", ""))
+    environment = os.environ | {"LD_LIBRARY_PATH": os.pathsep.join(filter(None, searched))}
     for name, options in _OPTIONS.items():
         given = environment.get(name)
         environment[name] = f"{options}:{given}" if given else options
     with _fixed_addresses():
         return subprocess.run(
-            [program, request, result], env=environment, capture_output=True, text=True, errors="replace", check=False
+            [kernel.path, request, result],
+            env=environment,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            check=False,
         )
 
 

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
-import tempfile
+import socket
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from flashgen.build import Artifacts, KernelCache, content_key, default_cache, nvrtc
 from flashgen.build.cache import default_root
-from flashgen.build.entries import META
+from flashgen.build.entries import META, _sealed, canonical_json, describe
 from flashgen.build.resources import Resources
 from flashgen.errors import BuildError, FlashgenWarning
 
@@ -116,10 +115,80 @@ def test_a_fact_changed_in_meta_is_damage(tmp_path: Path, compiler: Compiler) ->
         assert KernelCache(tmp_path).load_or_compile("k", "source", "sm_80").resources == RESOURCES
 
 
-def test_meta_cannot_name_a_file_elsewhere(tmp_path: Path) -> None:
+def seal(folder: Path, **changes: object) -> None:
+    """Changes an entry's facts as somebody would who knows how they are sealed."""
+    meta = json.loads((folder / META).read_text()) | changes
+    (folder / META).write_bytes(canonical_json(_sealed(meta)))
+
+
+@pytest.mark.parametrize("name", ["../escape", "/etc/hostname", "a\0b", "..", ".", "", "a\nb"])
+def test_meta_cannot_name_a_file_elsewhere(tmp_path: Path, name: str) -> None:
     with pytest.raises(ValueError, match="plain name"):
-        KernelCache(tmp_path).get_or_build("k", KEY, lambda: {"../escape": b""})
+        KernelCache(tmp_path).get_or_build("k", KEY, lambda: {name: b""})
     assert KernelCache(tmp_path).list() == ()
+    folder = KernelCache(tmp_path).get_or_build("k", KEY, lambda: {"a": b"1"})
+    seal(folder, files={name: describe(b"")})
+    with pytest.warns(FlashgenWarning, match="names a file outside of the entry"):
+        assert KernelCache(tmp_path).get_or_build("k", KEY, lambda: {"a": b"2"}) == folder
+    assert (folder / "a").read_bytes() == b"2"
+
+
+@pytest.mark.parametrize(
+    "meta",
+    [
+        b"[" * 100_000 + b"]" * 100_000,
+        b'{"a":' * 100_000 + b"1" + b"}" * 100_000,
+        b'{"files": {}, "key": "%s", "format": 1, "a": NaN}' % KEY.encode(),
+        b'{"files": {}, "key": "%s", "format": 1, "a": 1e999}' % KEY.encode(),
+        b'{"files": {}, "key": "%s", "format": 1, "a": "\\ud800"}' % KEY.encode(),
+        b'{"files": {"a": 3}, "key": "%s", "format": 1}' % KEY.encode(),
+        b"\xff\xfe",
+        b"[]",
+        b"null",
+    ],
+    ids=lambda meta: str(meta[-30:]),
+)
+def test_a_hostile_meta_is_damage(tmp_path: Path, meta: bytes) -> None:
+    folder = KernelCache(tmp_path).get_or_build("k", KEY, lambda: {"a": b"1"})
+    (folder / META).write_bytes(meta)
+    with pytest.warns(FlashgenWarning, match=r"is damaged: meta\.json"):
+        KernelCache(tmp_path).get_or_build("k", KEY, lambda: {"a": b"2"})
+    assert (folder / "a").read_bytes() == b"2"
+
+
+@pytest.mark.parametrize("files", [{"a": 3}, {"a": {}}, {"a": {"bytes": "1", "sha256": ""}}, {"a": {"bytes": -1}}])
+def test_a_meta_that_describes_no_file_is_damage(tmp_path: Path, files: dict[str, object]) -> None:
+    folder = KernelCache(tmp_path).get_or_build("k", KEY, lambda: {"a": b"1"})
+    seal(folder, files=files)
+    with pytest.warns(FlashgenWarning, match="is damaged: "):
+        KernelCache(tmp_path).get_or_build("k", KEY, lambda: {"a": b"2"})
+
+
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize("name", [META, "a"])
+@pytest.mark.parametrize("what", ["pipe", "device", "socket"])
+def test_what_is_no_file_is_damage_and_waited_for_by_nobody(tmp_path: Path, name: str, what: str) -> None:
+    folder = KernelCache(tmp_path).get_or_build("k", KEY, lambda: {"a": b"1"})
+    (folder / name).unlink()
+    if what == "pipe":
+        os.mkfifo(folder / name)
+    elif what == "device":
+        (folder / name).symlink_to("/dev/zero")
+    else:
+        with socket.socket(socket.AF_UNIX) as unix, contextlib.chdir(folder):
+            unix.bind(name)
+    with pytest.warns(FlashgenWarning, match=rf"is damaged: {name} cannot be read"):
+        KernelCache(tmp_path).get_or_build("k", KEY, lambda: {"a": b"2"})
+    assert (folder / "a").read_bytes() == b"2"
+
+
+def test_a_file_that_grew_is_not_read(tmp_path: Path) -> None:
+    folder = KernelCache(tmp_path).get_or_build("k", KEY, lambda: {"a": b"1"})
+    os.truncate(folder / "a", 2**40)
+    with pytest.warns(
+        FlashgenWarning, match=r"is damaged: a cannot be read \(it has 1099511627776 bytes, more than 1\)"
+    ):
+        KernelCache(tmp_path).get_or_build("k", KEY, lambda: {"a": b"2"})
 
 
 def test_a_file_in_the_place_of_an_entry(tmp_path: Path) -> None:
@@ -196,58 +265,57 @@ def test_list_and_clear(tmp_path: Path, compiler: Compiler) -> None:
     assert (cache.list(), cache.clear()) == ((), 0)
     for name in ("b.c", "a"):
         cache.load_or_compile(name, "source", "sm_80")
-    (tmp_path / "cache" / "somebody's file").touch()
     assert [(entry.name, len(entry.key), entry.bytes > 100) for entry in cache.list()] == [
         ("a", 16, True),
         ("b.c", 16, True),
     ]
     assert cache.clear() == 2
-    assert [path.name for path in (tmp_path / "cache").iterdir()] == ["somebody's file"]
+    assert list((tmp_path / "cache").iterdir()) == []
 
 
-def test_a_cache_under_a_file_is_an_error(tmp_path: Path, compiler: Compiler) -> None:
-    (tmp_path / "file").touch()
-    with pytest.raises(BuildError, match=r"cannot be used .*set FLASHGEN_CACHE_DIR"):
-        KernelCache(tmp_path / "file" / "cache").load_or_compile("k", "source", "sm_80")
+def test_only_entries_are_listed_and_cleared(tmp_path: Path) -> None:
+    """Whatever else stands in the folder stays, also where its name looks like an entry's or a lock's."""
+    cache = KernelCache(tmp_path / "cache")
+    entry = cache.get_or_build("k", KEY, lambda: {"a": b"1"})
+    (entry / "a").write_bytes(b"damaged")  # which is an entry still
+    short = KEY[:16]
+    foreign = cache.root / f"thesis.{short}"
+    foreign.mkdir()
+    (foreign / "chapter.tex").write_text("years of work")
+    backups = {f"photos.{'0' * 16}": "{}", f"mail.{'1' * 16}": json.dumps({"key": KEY, "files": {}}), "x.y": "{}"}
+    for name, text in backups.items():
+        (cache.root / name).mkdir()
+        (cache.root / name / META).write_text(text)
+    (cache.root / f"link.{short}").symlink_to(entry)
+    for name in (".lock-my-own-program", ".lock-", f".staging-{short}-notes", ".trash-can"):
+        (cache.root / name).write_text("somebody's")
+    (cache.root / f".lock-{'2' * 16}").write_text("somebody's process id")
+    left = sorted(path.name for path in cache.root.iterdir() if path != entry)
+    for name in (f".lock-{short}", f".staging-{short}-{'a' * 12}", f".trash-{short}-{'b' * 12}"):  # of killed builders
+        (cache.root / name).touch() if "lock" in name else (cache.root / name).mkdir()
+    assert [listed.path for listed in cache.list()] == [entry]
+    assert cache.clear() == 1
+    assert sorted(path.name for path in cache.root.iterdir()) == left
+    assert (foreign / "chapter.tex").read_text() == "years of work"
 
 
-@contextmanager
-def without_root() -> Iterator[None]:
-    """As an ordinary user, whom the modes of folders bind."""
-    if os.geteuid() != 0:
-        yield
-        return
-    os.seteuid(65534)
-    try:
-        yield
-    finally:
-        os.seteuid(0)
+def test_an_entry_is_on_the_disk_before_it_is_in_its_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each file, then their folder; the rename; the folder around it. Else a crash of the machine may leave half."""
+    events: list[str] = []
+    fsync, rename = os.fsync, Path.rename
 
+    def recorded(descriptor: int) -> None:
+        name = Path(os.readlink(f"/proc/self/fd/{descriptor}")).name
+        size = os.fstat(descriptor).st_size
+        events.append("staging" if name.startswith(".staging") else name if name == "cache" else f"{name}: {size}")
+        fsync(descriptor)
 
-@pytest.fixture
-def open_folder() -> Iterator[Path]:
-    """A folder that an ordinary user can reach, which pytest's own need not be."""
-    with tempfile.TemporaryDirectory(prefix="flashgen-test-") as folder:
-        os.chmod(folder, 0o755)
-        yield Path(folder)
-        for path in (Path(folder), *Path(folder).rglob("*")):
-            path.chmod(0o755)
+    def renamed(path: Path, target: Path) -> Path:
+        events.append("rename")
+        return rename(path, target)
 
-
-def test_a_folder_that_cannot_be_written(open_folder: Path, compiler: Compiler) -> None:
-    root = open_folder / "cache"
-    KernelCache(root).load_or_compile("k", "source", "sm_80")
-    root.chmod(0o555)
-    with without_root():
-        assert KernelCache(root).load_or_compile("k", "source", "sm_80").hit
-        with pytest.raises(BuildError, match=r"Permission denied.*set FLASHGEN_CACHE_DIR"):
-            KernelCache(root).load_or_compile("other", "source 2", "sm_80")
-        with pytest.raises(BuildError, match="set FLASHGEN_CACHE_DIR"):
-            KernelCache(root / "deeper").load_or_compile("k", "source", "sm_80")
-
-
-def test_an_entry_that_cannot_be_read(open_folder: Path, compiler: Compiler) -> None:
-    entry = KernelCache(open_folder / "cache").load_or_compile("k", "source", "sm_80")
-    entry.cubin_path.chmod(0)
-    with without_root(), pytest.raises(BuildError, match=r"Permission denied.*kernel\.cubin.*FLASHGEN_CACHE_DIR"):
-        KernelCache(open_folder / "cache").load_or_compile("k", "source", "sm_80")
+    monkeypatch.setattr(os, "fsync", recorded)
+    monkeypatch.setattr(Path, "rename", renamed)
+    folder = KernelCache(tmp_path / "cache").get_or_build("k", KEY, lambda: {"a": b"1", "b": b"22"})
+    assert sorted(events[:3]) == ["a: 1", "b: 2", f"meta.json: {(folder / META).stat().st_size}"]
+    assert events[3:] == ["staging", "rename", "rename", "cache"]  # the first looks for an entry that is to be replaced

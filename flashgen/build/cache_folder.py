@@ -1,0 +1,97 @@
+"""The folder of the kernel cache: where it is, whether it can be used, and saying so once where it cannot."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import tempfile
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from flashgen.build.trust import why_not_trusted
+from flashgen.errors import BuildError, FlashgenWarning
+from flashgen.files import flush
+
+_log = logging.getLogger(__name__)
+_said: set[object] = set()  # by this process
+
+
+class UnusableCache(BuildError):
+    """The cache folder cannot be used. Its text says why, and what to do; `kind` is the same for the same cause."""
+
+    def __init__(self, message: str, kind: object) -> None:
+        super().__init__(message)
+        self.kind = kind
+
+
+def default_root() -> Path:
+    """FLASHGEN_CACHE_DIR, else `flashgen` in XDG_CACHE_HOME, ~/.cache, or on macOS ~/Library/Caches."""
+    chosen = os.environ.get("FLASHGEN_CACHE_DIR")
+    if chosen:
+        return Path(chosen)
+    base = os.environ.get("XDG_CACHE_HOME")
+    if base:
+        return Path(base) / "flashgen"
+    try:
+        home = Path.home()
+    except RuntimeError as error:
+        raise BuildError(f"there is no home folder for the kernel cache ({error}); set FLASHGEN_CACHE_DIR") from error
+    return home / ("Library/Caches" if sys.platform == "darwin" else ".cache") / "flashgen"
+
+
+def make(root: Path) -> None:
+    """Make the folder, for its user alone: whoever shares one makes it so on purpose. Raises OSError."""
+    root.parent.mkdir(parents=True, exist_ok=True)
+    root.mkdir(mode=0o700, exist_ok=True)
+
+
+@contextmanager
+def trusted(root: Path) -> Iterator[None]:
+    """UnusableCache where others may write to the folder, or the operating system refuses what the body does there."""
+    with accessible(root):
+        problem = why_not_trusted(root)
+        if problem is not None:
+            raise UnusableCache(f"the kernel cache {root} cannot be trusted: {problem}", root)
+        yield
+
+
+@contextmanager
+def accessible(root: Path) -> Iterator[None]:
+    """UnusableCache where the operating system refuses what the body does in the folder."""
+    try:
+        yield
+    except OSError as error:
+        raise UnusableCache(
+            f"the kernel cache {root} cannot be used ({error.strerror}: {error.filename or root}); "
+            "set FLASHGEN_CACHE_DIR to a folder that you can read and write",
+            (root, error.errno),
+        ) from error
+
+
+def why_unusable(root: Path) -> str | None:
+    """Why the folder cannot be used, and what to do; None where it can. Makes it, and tries a file in it."""
+    try:
+        with trusted(root):
+            make(root)
+            with tempfile.TemporaryFile(dir=root) as file:
+                file.write(bytes(4096))
+                flush(file)
+    except UnusableCache as problem:
+        return str(problem)
+    return None
+
+
+def say(message: str) -> None:
+    """Tell the user, by a warning and in the log, of something that was put right."""
+    _log.warning("%s", message)
+    warnings.warn(message, FlashgenWarning, stacklevel=5)
+
+
+def say_once(problem: UnusableCache, remedy: str) -> None:
+    """Tell the user of a cache that cannot be used, once in a process for each cause."""
+    if problem.kind not in _said:
+        _said.add(problem.kind)
+        say(f"{problem}; {remedy}")
