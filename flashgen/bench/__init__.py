@@ -4,7 +4,7 @@ from flashgen.bench import summary
 from flashgen.bench.beside_flex import VariantRow, variant_rows
 from flashgen.bench.cases import Timed
 from flashgen.bench.grouped import GroupedRow, grouped_rows
-from flashgen.bench.host import LIBRARIES, PASSES, HostRow, host_cases, host_rows, installed_libraries
+from flashgen.bench.host import LIBRARIES, PARTS, PASSES, REST, HostRow, host_cases, host_rows, installed_libraries
 from flashgen.bench.measure import Row, environment, speed_rows
 from flashgen.bench.paper import PaperRow, paper_rows
 from flashgen.bench.peers import PEERS
@@ -14,8 +14,10 @@ from flashgen.bench.variants import chosen_variants
 
 __all__ = [
     "LIBRARIES",
+    "PARTS",
     "PASSES",
     "PEERS",
+    "REST",
     "STARTS",
     "GroupedRow",
     "HostRow",

@@ -12,9 +12,10 @@ import typer
 from typer.core import TyperGroup
 
 from flashgen.cli import bench_tables
-from flashgen.cli.console import note, paragraphs, print_json, print_table, track
+from flashgen.cli.console import INTERRUPTED, Rows, note, paragraphs, print_json, progress
 from flashgen.cli.options import Json, Passes, SpecOptions, Specs, Target, with_spec_options
 from flashgen.cli.specs import load_spec
+from flashgen.cli.writing import writing
 from flashgen.errors import ArgumentError, LaunchError
 
 if TYPE_CHECKING:
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 PEERS = ("FA2", "cuDNN", "Flex", "FA4")
 PLAIN = ("full()", "causal()")
 DEFAULT = "speed"
+WIDEST_NAME = 48  # of a row's first cell on a terminal, in characters
 SPEED_EXAMPLES = """[bold]Examples[/]
 
 flashgen bench
@@ -106,7 +108,8 @@ def speed(
         named = bench.chosen_variants(passes.value, listed(only))
         dtype, beside_flex = options.dtype or "bfloat16", "Flex" in beside
         rows = bench.variant_rows(named, passes.value, dtype, beside_flex, mask_times, target)
-        report(rows, len(named), bench_tables.variants, output, json, bench.summary.variants)
+        columns = bench_tables.variants(passes != "forward", beside_flex, mask_times and passes == "forward")
+        report(rows, [variant.name for variant in named], columns, output, json, bench.summary.variants)
         return
     if only:
         raise ArgumentError(f"--only {only!r} chooses among variants: add --variants")
@@ -114,7 +117,9 @@ def speed(
     declared = [declare(text, options, dim) for text in specs or PLAIN for dim in dims]
     sizes = numbers(lengths, "--lengths")
     measured = bench.speed_rows(declared, sizes, beside, passes.value, deterministic, target)
-    report(measured, len(declared) * len(sizes), bench_tables.speed, output, json, bench.summary.speed)
+    ours = bench_tables.OURS if deterministic and passes != "forward" else bench_tables.OURS[:1]
+    cells = [f"{spec.name} {length}" for spec in declared for length in sizes]
+    report(measured, cells, bench_tables.speed([*ours, *beside]), output, json, bench.summary.speed)
 
 
 @with_spec_options
@@ -144,10 +149,10 @@ def gqa(
     uneven = [number for number in shared if heads % number]
     if uneven:
         raise ArgumentError(f"--heads-kv {heads_kv!r}: {uneven[0]} does not divide --heads {heads}")
-    declared = [declare(text, options, 128) for text in specs or PLAIN]
-    rows = bench.grouped_rows(declared, sizes, shared, heads, chosen(peers, "--peers", PEERS), passes.value, target)
-    total = len(declared) * len(sizes) * len(shared)
-    report(rows, total, bench_tables.grouped, output, json, bench.summary.grouped)
+    declared, beside = [declare(text, options, 128) for text in specs or PLAIN], chosen(peers, "--peers", PEERS)
+    rows = bench.grouped_rows(declared, sizes, shared, heads, beside, passes.value, target)
+    cells = [f"{spec.name} {length}" for spec in declared for length in sizes for _ in shared]
+    report(rows, cells, bench_tables.grouped(["flashgen", *beside]), output, json, bench.summary.grouped)
 
 
 def paper(
@@ -168,7 +173,7 @@ def paper(
 
     names = chosen(peers, "--peers", ("FA2", "cuDNN"))
     rows = bench.paper_rows(names, target)
-    report(rows, len(names) + 2, bench_tables.paper, output, json, bench_tables.paper_summary)
+    report(rows, ["standard", *names, "flashgen"], bench_tables.paper(), output, json, bench_tables.paper_summary)
 
 
 def host(
@@ -195,8 +200,8 @@ def host(
     named = chosen(libraries, "--libraries", bench.LIBRARIES) or bench.installed_libraries()
     timed = bench.PASSES if passes is Passes.both else [name for name in bench.PASSES if name == passes.value]
     rows = chain(bench.host_rows(named, timed, target, groups), bench.start_rows(target))
-    total = len(bench.host_cases()) * len(named) * len(timed) + bench.STARTS
-    report(rows, total, bench_tables.host, output, json, lambda rows: [])
+    names = [case.name for _ in named for case in bench.host_cases() for _ in timed] + ["start"] * bench.STARTS
+    report(rows, names, bench_tables.host([*bench.PARTS, bench.REST]), output, json, lambda rows: [])
 
 
 app.command(DEFAULT, help=paragraphs(speed.__doc__), epilog=SPEED_EXAMPLES)(speed)
@@ -220,29 +225,49 @@ def require_gpu() -> None:
 
 def report(
     measured: Iterator[Any],
-    total: int,
-    table: Callable[[list[Any]], bench_tables.Table],
+    names: Sequence[str],
+    columns: bench_tables.Columns,
     output: Path,
     json: bool,
     summary: Callable[[list[Any]], list[str]],
 ) -> None:
-    """Measure, saving row by row with what the rows come to; then print."""
+    """Measure, printing and saving row by row; then print what the rows come to, also of those before a Ctrl-C.
+
+    names: of what is measured, in order, for whoever waits.
+    """
     from flashgen.bench import environment
 
+    saved: dict[str, Any] = {"environment": environment(), "rows": [], "interrupted": False}
     rows: list[Any] = []
-    saved: dict[str, Any] = {"environment": environment(), "rows": []}
-    for row in track(measured, "measuring", total):
-        rows.append(row)
-        saved["rows"].append(row.to_dict())
-        saved["summary"] = summary(rows)
-        output.write_text(json_module.dumps(saved, indent=2) + "\n", encoding="utf-8")  # what is measured is kept
+    shown = Rows(tuple(columns), {next(iter(columns)): min(WIDEST_NAME, max(map(len, names), default=0))})
+    with progress(names[0] if names else "", len(names)) as bar:
+        try:
+            for row in measured:
+                rows.append(row)
+                saved["rows"].append(row.to_dict())
+                if not json:
+                    shown.add(bench_tables.cells(columns, row))
+                save(saved | {"summary": summary(rows)}, output)  # what is measured is kept
+                bar.update(bar.task_ids[0], advance=1, description=names[min(len(rows), len(names) - 1)])
+        except KeyboardInterrupt:
+            saved["interrupted"] = True
+    saved["summary"] = summary(rows)
+    if rows:
+        save(saved, output)
     if json:
         print_json(saved)
-        return
-    print_table(*table(rows))
-    for line in summary(rows):
-        note(line)
-    note(f"saved to {output}")
+    else:
+        said = [f"interrupted after {len(rows)} of {len(names)} rows"] if saved["interrupted"] else []
+        said += [*saved["summary"], f"saved to {output}"] if rows else []
+        for line in said:
+            note(line)
+    if saved["interrupted"]:
+        raise typer.Exit(INTERRUPTED)
+
+
+def save(measured: dict[str, Any], output: Path) -> None:
+    with writing(output):
+        output.write_text(json_module.dumps(measured, indent=2) + "\n", encoding="utf-8")
 
 
 def numbers(text: str, option: str) -> list[int]:

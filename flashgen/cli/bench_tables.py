@@ -1,100 +1,101 @@
-"""The tables that `flashgen bench` prints: measured rows -> a heading and cells."""
+"""The tables that `flashgen bench` prints: each column with its heading and the cell of a measured row.
+
+They are known before anything is measured, from what is asked for, so that rows can be printed one by one.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-Table = tuple[tuple[str, ...], list[list[str]]]
+Columns = Mapping[str, Callable[[Any], str]]
+OURS = ("flashgen", "deterministic")  # contenders that are no peers
 
 
-def speed(rows: list[Any]) -> Table:
+def speed(contenders: Sequence[str]) -> Columns:
     """TFLOP/s by case and contender, and flashgen's speed over cuDNN's and over the best peer's."""
-    contenders = list(dict.fromkeys(name for row in rows for name in row.tflops))
-    columns = {
-        "spec": [row.spec for row in rows],
-        "target": [row.target for row in rows],
-        "pass": [row.timed for row in rows],
-        "length": [str(row.length) for row in rows],
-        **{f"{name} TFLOP/s": [number(row.tflops.get(name)) for row in rows] for name in contenders},
-        "times cuDNN": [number(row.ratio("cuDNN"), 2) for row in rows],
-        "times the best peer": [number(row.best_ratio, 2) for row in rows],
-    }
-    return told(columns)
+    peers = [name for name in contenders if name not in OURS]
+    columns = _case() | _tflops(contenders)
+    if "cuDNN" in peers:
+        columns["times cuDNN"] = lambda row: number(row.ratio("cuDNN"), 2)
+    if peers:
+        columns["times the best peer"] = lambda row: number(row.best_ratio, 2)
+    return columns
 
 
-def grouped(rows: list[Any]) -> Table:
+def grouped(contenders: Sequence[str]) -> Columns:
     """TFLOP/s by heads of k and v and by contender, and each contender's speed over its own with the first number."""
-    contenders = list(dict.fromkeys(name for row in rows for name in row.tflops))
-    columns = {
-        "spec": [row.spec for row in rows],
-        "target": [row.target for row in rows],
-        "pass": [row.timed for row in rows],
-        "length": [str(row.length) for row in rows],
-        "heads": [row.name for row in rows],
-        **{f"{name} TFLOP/s": [number(row.tflops.get(name)) for row in rows] for name in contenders},
-        **{f"{name} of the first": [number(row.of_first.get(name), 3) for row in rows] for name in contenders},
+    of_first = {f"{name} of the first": _of(name, "of_first", 3) for name in contenders}
+    return _case() | {"heads": lambda row: row.name} | _tflops(contenders) | of_first
+
+
+def variants(backward: bool, beside_flex: bool, mask_times: bool) -> Columns:
+    """Milliseconds by variant, beside FlexAttention's. backward: it is timed, and the deterministic one too."""
+    chosen: dict[str, tuple[bool, Callable[[Any], str]]] = {
+        "variant": (True, lambda row: row.name),
+        "target": (True, lambda row: row.target),
+        "ms": (True, lambda row: number(row.milliseconds, 3)),
+        "Flex ms": (beside_flex, lambda row: number(row.flex_ms, 3)),
+        "times Flex": (beside_flex, lambda row: number(row.ratio, 2)),
+        "deterministic ms": (backward, lambda row: number(row.deterministic_ms, 3)),
+        "of the default's speed": (backward, lambda row: number(row.deterministic_ratio, 2)),
+        "lists ms": (True, lambda row: number(row.lists_ms, 3)),
+        "Flex mask ms": (beside_flex and mask_times, lambda row: number(row.flex_mask_ms, 3)),
+        "of full's time": (True, lambda row: number(row.of_full, 2)),
+        "tiles left": (True, lambda row: f"{100 * row.share:.1f}%"),
+        "ms per tile / full's": (True, lambda row: number(row.per_tile, 2)),
     }
-    return told(columns)
+    return {heading: cell for heading, (asked, cell) in chosen.items() if asked}
 
 
-def variants(rows: list[Any]) -> Table:
-    """Milliseconds by variant, beside FlexAttention's; columns that hold nothing are left out."""
-    columns = {
-        "variant": [row.name for row in rows],
-        "target": [row.target for row in rows],
-        "ms": [number(row.milliseconds, 3) for row in rows],
-        "Flex ms": [number(row.flex_ms, 3) for row in rows],
-        "times Flex": [number(row.ratio, 2) for row in rows],
-        "deterministic ms": [number(row.deterministic_ms, 3) for row in rows],
-        "of the default's speed": [number(row.deterministic_ratio, 2) for row in rows],
-        "lists ms": [number(row.lists_ms, 3) for row in rows],
-        "Flex mask ms": [number(row.flex_mask_ms, 3) for row in rows],
-        "of full's time": [number(row.of_full, 2) for row in rows],
-        "tiles left": [f"{100 * row.share:.1f}%" for row in rows],
-        "ms per tile / full's": [number(row.per_tile, 2) for row in rows],
-    }
-    return told(columns)
-
-
-def told(columns: Mapping[str, list[str]]) -> Table:
-    """The columns that hold something."""
-    kept = {name: cells for name, cells in columns.items() if any(cell != "-" for cell in cells)}
-    return tuple(kept), [list(cells) for cells in zip(*kept.values(), strict=True)]
-
-
-def paper(rows: list[Any]) -> Table:
+def paper() -> Columns:
     """What each contender takes, measured and counted."""
-    heading = ("attention", "forward ms", "backward ms", "both ms", "memory GB", "HBM GB, counted", "GFLOP, counted")
-    cells = [
-        [
-            row.name,
-            number(row.forward_ms, 2),
-            number(row.backward_ms, 2),
-            number(row.both_ms, 2),
-            number(row.peak_bytes / 1e9, 2),
-            number(row.hbm_bytes and row.hbm_bytes / 1e9, 1),
-            number(row.gflops, 1),
-        ]
-        for row in rows
-    ]
-    return heading, cells
-
-
-def host(rows: list[Any]) -> Table:
-    """Microseconds by case, and of each part."""
-    parts = list(dict.fromkeys(part for row in rows for part in row.parts))
-    columns = {
-        "call": [row.name for row in rows],
-        "target": [row.target for row in rows],
-        "arrays": [row.library for row in rows],
-        "pass": [row.timed for row in rows],
-        "batch x heads x length": ["x".join(map(str, row.sizes)) for row in rows],
-        "us": [number(row.median, 1) for row in rows],
-        "least us": [number(row.minimum, 1) for row in rows],
-        **{part: [number(row.parts.get(part), 1) for row in rows] for part in parts},
+    return {
+        "attention": lambda row: row.name,
+        "forward ms": lambda row: number(row.forward_ms, 2),
+        "backward ms": lambda row: number(row.backward_ms, 2),
+        "both ms": lambda row: number(row.both_ms, 2),
+        "memory GB": lambda row: number(row.peak_bytes / 1e9, 2),
+        "HBM GB, counted": lambda row: number(row.hbm_bytes and row.hbm_bytes / 1e9, 1),
+        "GFLOP, counted": lambda row: number(row.gflops, 1),
     }
-    return told(columns)
+
+
+def cells(columns: Columns, row: Any) -> list[str]:
+    """A row's cells; "-" for what could not be measured."""
+    return [cell(row) for cell in columns.values()]
+
+
+def _case() -> dict[str, Callable[[Any], str]]:
+    return {
+        "spec": lambda row: row.spec,
+        "target": lambda row: row.target,
+        "pass": lambda row: row.timed,
+        "length": lambda row: str(row.length),
+    }
+
+
+def _tflops(contenders: Sequence[str]) -> dict[str, Callable[[Any], str]]:
+    return {f"{name} TFLOP/s": _of(name, "tflops") for name in contenders}
+
+
+def _of(contender: str, what: str, digits: int = 0) -> Callable[[Any], str]:
+    """The cell of a contender's number among those of a row."""
+    return lambda row: number(getattr(row, what).get(contender), digits)
+
+
+def host(parts: Iterable[str]) -> Columns:
+    """Microseconds by case, and of each part."""
+    columns: dict[str, Callable[[Any], str]] = {
+        "call": lambda row: row.name,
+        "target": lambda row: row.target,
+        "arrays": lambda row: row.library,
+        "pass": lambda row: row.timed,
+        "batch x heads x length": lambda row: "x".join(map(str, row.sizes)),
+        "us": lambda row: number(row.median, 1),
+        "least us": lambda row: number(row.minimum, 1),
+    }
+    return columns | {part: _of(part, "parts", 1) for part in parts}
 
 
 def paper_summary(rows: Sequence[Any]) -> list[str]:

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
-Item = TypeVar("Item")
+INTERRUPTED = 130  # the exit status of what Ctrl-C ended
+
+
+_above_bar: list[Console] = []  # where a terminal gets its lines while a progress bar is drawn below them
 
 
 def stdout() -> Console:
     """A console on today's sys.stdout (tests and pipes replace it), that wraps and shortens nothing."""
-    return Console(file=sys.stdout, soft_wrap=True, highlight=False)
+    return _above_bar[-1] if _above_bar else Console(file=sys.stdout, soft_wrap=True, highlight=False)
 
 
 def stderr() -> Console:
@@ -76,20 +79,50 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]], title: st
             sys.stdout.write("\t".join(Text.from_markup(cell).plain for cell in row) + "\n")
 
 
+class Rows:
+    """A table on stdout whose rows are printed as they come; in a pipe a line per row, its cells parted by tabs.
+
+    widths: of the columns on a terminal, in characters, where a heading is narrower than what will stand below it.
+    """
+
+    def __init__(self, columns: Sequence[str], widths: Mapping[str, int] | None = None) -> None:
+        self.columns = tuple(columns)
+        self._widths = [max(len(column), (widths or {}).get(column, 0)) for column in columns]
+        self._begun = False
+
+    def add(self, cells: Sequence[str]) -> None:
+        """Print a row, and before the first one the heading. Cells may hold rich's markup."""
+        if not self._begun:
+            self._print([f"[bold]{column}[/]" for column in self.columns])
+        self._begun = True
+        self._print(cells)
+
+    def _print(self, cells: Sequence[str]) -> None:
+        from rich.text import Text
+
+        texts = [Text.from_markup(cell) for cell in cells]
+        if sys.stdout.isatty():
+            for text, width in zip(texts[:-1], self._widths, strict=False):
+                text.pad_right(max(width - text.cell_len, 0))
+            stdout().print(Text("  ").join(texts))
+        else:
+            sys.stdout.write("\t".join(text.plain for text in texts) + "\n")
+            sys.stdout.flush()  # a reader of the pipe sees each row when it is there
+
+
 @contextmanager
 def progress(description: str, total: int | None) -> Iterator[Progress]:
     """A progress bar on stderr with one task, number 0; nothing is drawn where stderr is no terminal."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    # While a bar is drawn, rich sends what is printed through its own console: right for a terminal, wrong for a file.
-    options: dict[str, Any] = {"transient": True, "redirect_stdout": sys.stdout.isatty()}
-    with Progress(*columns, console=stderr(), disable=not sys.stderr.isatty(), **options) as bar:
+    left = (TextColumn("left"), TimeRemainingColumn())
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), *left)
+    # On one terminal, lines go above the bar through the bar's own console. A file gets its lines as they are.
+    shared, drawn = sys.stdout.isatty(), sys.stderr.isatty()
+    console = stderr()
+    with Progress(*columns, console=console, disable=not drawn, transient=True, redirect_stdout=shared) as bar:
         bar.add_task(description, total=total)
-        yield bar
-
-
-def track(items: Iterable[Item], description: str, total: int | None) -> Iterator[Item]:
-    """The items, with a progress bar on stderr that moves on after each."""
-    with progress(description, total) as bar:
-        for item in items:
-            yield item
-            bar.advance(bar.task_ids[0])
+        if shared and drawn:
+            _above_bar.append(console)
+        try:
+            yield bar
+        finally:
+            _above_bar.clear()

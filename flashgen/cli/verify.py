@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from flashgen.cli.console import note, print_json, print_table, track
+from flashgen.cli.console import INTERRUPTED, note, print_json, progress
 from flashgen.cli.edited import check_source
 from flashgen.cli.options import (
     Deterministic,
@@ -21,9 +21,10 @@ from flashgen.cli.options import (
     with_spec_options,
 )
 from flashgen.cli.specs import load_spec, load_variant
+from flashgen.cli.verify_rows import Sweep
 
 if TYPE_CHECKING:
-    from flashgen.verify import Case, Result
+    from flashgen.verify import Case
 
 EXAMPLES = """[bold]Examples[/]
 
@@ -39,8 +40,6 @@ flashgen verify --pass backward --deterministic --schedules 100
 
 flashgen verify "causal()" --source edited.cu --emulate
 """
-
-HEADING = ("spec", "shape", "engine", "pass", "worst", "error", "bound", "LSE error", "verdict")
 
 
 @with_spec_options
@@ -83,13 +82,15 @@ def verify(
     [cyan]flashgen.verify.Variant[/], which makes its own captures. It runs on this machine's GPU, or, saying so, on the
     emulator where there is none. --source runs what [cyan]flashgen show SPEC --output DIR/[/] wrote and you edited.
     """
-    from flashgen.cli.machine import gpus
+    from flashgen.cli.machine import engine_text, gpus
     from flashgen.verify import verify as verify_cases
 
     if not emulate and sanitize is None and not gpus():
         note("no GPU here: the emulator runs the emitted CUDA on this CPU")
         emulate = True
     emulate = emulate or sanitize is not None
+    where = ("emulator" if emulate else engine_text(emulate), target, sanitize)
+    note(f"engine: {', '.join(part for part in where if part)}")
     cases = chosen_cases(specs, options, every)
     if source is not None:
         how = {"target": target, "emulate": emulate, "sanitize": sanitize, "deterministic": deterministic}
@@ -105,15 +106,22 @@ def verify(
         seed=seed,
         source=source,
     )
-    results = list(track(running, "verifying", len(cases) * schedules * len(passes.chosen)))
-    failures = sum(not result.ok for result in results)
+    sweep = Sweep(cases, schedules * len(passes.chosen), shown=not json)
+    interrupted = False
+    with progress(sweep.running, sweep.planned) as bar:
+        try:
+            for result in running:
+                sweep.add(result)
+                bar.update(bar.task_ids[0], completed=len(sweep.results), description=sweep.running)
+        except KeyboardInterrupt:
+            interrupted = True
+        sweep.end()
     if json:
-        print_json({"ok": failures == 0, "failures": failures, "results": [described(result) for result in results]})
+        print_json(sweep.to_dict() | {"interrupted": interrupted})
     else:
-        print_table(HEADING, [row(result) for result in results])
-        note(f"{len(results) - failures} passed, {failures} failed")
-    if failures:
-        raise typer.Exit(1)
+        note(f"{'interrupted: ' if interrupted else ''}{sweep.summary}")
+    if interrupted or sweep.failures:
+        raise typer.Exit(INTERRUPTED if interrupted else 1)
 
 
 def chosen_cases(specs: list[str] | None, options: SpecOptions, every: bool) -> tuple[Case, ...]:
@@ -131,40 +139,3 @@ def cases_of_spec(text: str, options: SpecOptions, every: bool) -> tuple[Case, .
     from flashgen.verify import cases_of
 
     return cases_of(load_spec(text, options), large=every, variant=load_variant(text))
-
-
-def described(result: Result) -> dict[str, Any]:
-    verdict = result.verdict
-    return {
-        "spec": result.case.spec.name,
-        "shape": str(result.case.shape),
-        "engine": result.engine,
-        "pass": result.pass_,
-        "ok": result.ok,
-        "seconds": result.seconds,
-        "worst": result.worst,
-        "error": verdict and verdict.error,
-        "bound": verdict and verdict.bound,
-        "lse_error": verdict and verdict.lse_error,
-        "outputs": {
-            name: {"ok": each.ok, "error": each.error, "bound": each.bound} for name, each in result.verdicts.items()
-        },
-        "problem": result.problem,
-    }
-
-
-def row(result: Result) -> tuple[str, ...]:
-    verdict, lse_error = result.verdict, ""
-    numbers = (f"{verdict.error:.1e}", f"{verdict.bound:.1e}") if verdict else ("", "")
-    if verdict and verdict.lse_error is not None:
-        lse_error = f"{verdict.lse_error:.1e}"
-    failing = ", ".join(name for name, each in result.verdicts.items() if not each.ok)
-    outcome = "[green]ok[/]" if result.ok else f"[bold red]FAILED[/] {escaped(result.problem or failing)}"
-    spec, shape = result.case.spec.name, str(result.case.shape)
-    return (spec, shape, result.engine, result.pass_, result.worst or "", *numbers, lse_error, outcome)
-
-
-def escaped(text: str) -> str:
-    from rich.markup import escape
-
-    return escape(text)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -321,19 +322,55 @@ def test_verify_a_spec() -> None:
 def test_verify_the_backward_alone() -> None:
     arguments = ("verify", "full()", "--head-dim", 8, "--emulate", "--pass", "backward", "--deterministic")
     result = invoke(*arguments, "--schedules", 2)
-    assert "20 passed, 0 failed" in result.stderr and "\tforward\t" not in result.stdout
+    assert result.stderr.endswith("\n20 of 20 passed\n") and "forward" not in result.stdout
+    (heading, row) = (line.split("\t") for line in result.stdout.splitlines())
+    assert heading == ["spec", "passed", "worst", "error", "bound", "LSE error", "verdict"]
+    assert row[0].startswith("fp16-d8-full-") and row[1] == "20 of 20" and row[2] in ("dq", "dk", "dv")
+    assert 0 < float(row[3]) < float(row[4]) and row[5:] == ["", "ok"]
 
 
 def test_verify_under_a_sanitizer() -> None:
     result = invoke("verify", "full()", "--head-dim", 8, "--sanitize", "address")
-    assert "emulator, address" in result.stdout and "FAILED" not in result.stdout
+    assert "engine: emulator, address" in result.stderr and "FAILED" not in result.stdout
 
 
 def test_verify_exits_1_on_a_failure() -> None:
     refused = invoke("verify", "full()", "--dtype", "bfloat16", "--target", "sm_75", "--emulate", expect=1)
-    assert "UnsupportedError" in refused.stdout and "0 passed, 20 failed" in refused.stderr
+    assert "0 of 20 passed, 20 failed" in refused.stderr
+    row, why = refused.stdout.splitlines()[1:]  # all for one reason
+    assert row.endswith("\tFAILED") and why.startswith("  2x2x113x203 forward and 19 more\t")
+    assert "UnsupportedError" in why and "use float16 there (emulator, sm_75, in_order, " in why
     overflowing = invoke("verify", "full()", "--head-dim", 8, "--scale", 1e5, "--emulate", expect=1)
-    assert "FAILED" in overflowing.stdout
+    row, forward, backward = overflowing.stdout.splitlines()[1:]
+    assert "\t0 of 20\t" in row and "forward and 9 more\t\tout" in forward and "dq, dk, dv beyond" in backward
+
+
+def test_verify_says_what_of_it_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One run of six, in the second of two specs; and the row shows that run's numbers, not a passing one's."""
+    from flashgen import verify
+    from flashgen.reference import Verdict
+
+    def results(cases: Any, **_options: Any) -> Iterator[verify.Result]:
+        for number, case in enumerate(cases):
+            wrong = number == 13
+            verdict = Verdict(0.5 if wrong else 0.1, 0.2, 1e-7 * number, ok=not wrong)
+            yield verify.Result(case, "emulator", 1.0, {"out": verdict})
+
+    monkeypatch.setattr(verify, "verify", results)
+    found = invoke("verify", "full()", "causal()", "--pass", "forward", "--emulate", expect=1)
+    full, causal, failed = (line.split("\t") for line in found.stdout.splitlines()[1:])
+    assert full[1:] == ["10 of 10", "out", "1.0e-01", "2.0e-01", "9.0e-07", "ok"]
+    assert causal[1:] == ["9 of 10", "out", "5.0e-01", "2.0e-01", "1.9e-06", "FAILED"]
+    assert failed == [
+        "  2x2x128x217 forward",
+        "",
+        "out",
+        "5.0e-01",
+        "2.0e-01",
+        "1.3e-06",
+        "out beyond the bound (emulator)",
+    ]
+    assert found.stderr.endswith("\n19 of 20 passed, 1 failed\n")
 
 
 VARIANTS_FILE = """
@@ -354,8 +391,8 @@ late = Variant(mask, fg.alibi(2), equal=True, captures=ordered, scale=0.5)
 def test_verify_a_variant_of_a_file_with_its_own_captures(tmp_path: Path) -> None:
     (tmp_path / "variants.py").write_text(VARIANTS_FILE)
     result = invoke("verify", f"{tmp_path}/variants.py:late", "--head-dim", 16, "--emulate")
-    rows = [line for line in result.stdout.splitlines() if "\tok" in line]
-    assert "made for 2x2x65x65" in result.stdout and len(rows) == 8 and "8 passed, 0 failed" in result.stderr
+    assert "made for 2x2x65x65" in result.stdout and "\t8 of 8\t" in result.stdout
+    assert "8 of 8 passed" in result.stderr and "failed" not in result.stderr
     refused = invoke("verify", f"{tmp_path}/variants.py:late", "--scale", 1, "--dropout", 0.5, expect=2).stderr
     assert "is a Variant, so --dropout, --scale cannot change it" in refused
 
@@ -477,6 +514,34 @@ def test_bench_hands_its_choices_on_and_saves_what_the_rows_come_to(
     )
     assert "5 does not divide --heads 32" in invoke("bench", "gqa", "--heads-kv", "32,5", expect=2).stderr
     assert "not one of FA2, cuDNN, Flex, FA4" in invoke("bench", "--peers", "FA5", expect=2).stderr
+
+
+def test_bench_prints_rows_as_they_come_and_what_there_is_at_a_ctrl_c(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    row = bench.Row("full", "sm_90", "forward", 4096, 4, 16, {"flashgen": 1, "FA4": 2}, {"flashgen": 9, "FA4": 4})
+    measured, printed = [row], []
+
+    def speed_rows(*_choices: Any) -> Iterator[bench.Row]:
+        yield from measured
+        sys.stdout.flush()
+        printed.append(sys.stdout.buffer.getvalue().decode())  # type: ignore[attr-defined]
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(bench, "speed_rows", speed_rows)
+    monkeypatch.setattr(bench, "environment", lambda: {"gpu": "none"})
+    monkeypatch.setattr("flashgen.cli.bench.require_gpu", lambda: None)
+    output = tmp_path / "bench.json"
+    result = invoke("bench", "--peers", "cuDNN,FA4", "--output", output, expect=130)
+    heading, cells = (line.split("\t") for line in result.stdout.splitlines())
+    assert dict(zip(heading, cells, strict=True))["FA4 TFLOP/s"] == "4" and "cuDNN TFLOP/s" in heading
+    assert printed == [result.stdout] and "interrupted after 1 of 18 rows\n" in result.stderr
+    saved = json.loads(output.read_text())
+    assert saved["interrupted"] and len(saved["rows"]) == 1 and saved["summary"]
+    before = output.read_text()
+    measured.clear()
+    assert "after 0 of 18 rows" in invoke("bench", "--output", output, expect=130).stderr
+    assert output.read_text() == before  # nothing was measured that could take its place
 
 
 @pytest.mark.gpu

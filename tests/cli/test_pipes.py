@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import os
 import pty
+import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parents[2]
 SHOW = [sys.executable, "-m", "flashgen", "show", "causal()", "--target", "sm_80"]
@@ -49,12 +52,53 @@ def test_errors_go_to_stderr_and_the_status_says_so() -> None:
     assert done.returncode == 2 and done.stdout == "" and done.stderr.startswith("error: ")
 
 
-def test_a_progress_bar_on_the_terminal_leaves_a_file_its_output() -> None:
+VERIFY = [sys.executable, "-m", "flashgen", "verify", "full()", "causal()", "--head-dim", "8", "--emulate"]
+BYTES_OF_COLOUR = re.compile(rb"\x1b\[[0-9;?]*[A-Za-z]")
+
+
+def seen_on_a_terminal(command: list[str], *, stdout_too: bool) -> tuple[bytes, bytes]:
+    """What a terminal gets on stderr, and on stdout or else what a file gets there."""
     ours, theirs = pty.openpty()
-    command = [sys.executable, "-m", "flashgen", "verify", "full()", "--head-dim", "8", "--emulate"]
-    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=theirs, env=os.environ | {"TERM": "xterm"})
+    where: Any = theirs if stdout_too else subprocess.PIPE
+    environment = os.environ | {"TERM": "xterm", "COLUMNS": "160"}
+    process = subprocess.Popen(command, cwd=ROOT, stdout=where, stderr=theirs, env=environment)
     os.close(theirs)
-    seen = os.read(ours, 65536)
+    chunks = []
+    try:
+        while chunk := os.read(ours, 65536):
+            chunks.append(chunk)
+    except OSError:  # Linux says so when the other end is closed
+        pass
     os.close(ours)
-    assert done.returncode == 0 and done.stdout.startswith(b"spec\tshape\t")
-    assert b"verifying" in seen and b"spec\tshape" not in seen
+    file = process.stdout.read() if process.stdout else b""
+    assert process.wait() == 0
+    return b"".join(chunks), file
+
+
+def test_a_progress_bar_on_the_terminal_leaves_a_file_its_output() -> None:
+    seen, file = seen_on_a_terminal(VERIFY, stdout_too=False)
+    assert file.startswith(b"spec\tpassed\t") and file.count(b"\tok\n") == 2 and b"\x1b" not in file
+    assert b"fp16-d8-full-" in seen and b"fp16-d8-causal-" in seen and b" left " in seen and b"passed\t" not in seen
+
+
+def test_rows_stand_above_the_progress_bar_on_a_terminal() -> None:
+    seen, _ = seen_on_a_terminal(VERIFY, stdout_too=True)
+    lines = re.split(rb"[\r\n]+", BYTES_OF_COLOUR.sub(b"", seen))
+    for name in (b"fp16-d8-full-", b"fp16-d8-causal-"):
+        (row,) = [line for line in lines if line.startswith(name) and line.rstrip().endswith(b"ok")]
+        assert b" 20 of 20 " in row
+    assert any(re.search(rb"fp16-d8-\S+ .* \d+/40 .* left \d", line) for line in lines)
+
+
+def test_rows_of_verify_come_as_its_runs_end_and_outlive_a_ctrl_c() -> None:
+    command = [*VERIFY, "--schedules", "3"]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    heading, row = process.stdout.readline(), process.stdout.readline()
+    assert process.poll() is None, "the second spec's runs are still to come"
+    process.send_signal(signal.SIGINT)
+    rest, errors = process.communicate()
+    assert heading.startswith("spec\tpassed\t") and "\t60 of 60\t" in row and process.returncode == 130
+    told = re.search(r"^interrupted: (\d+) of 120 passed, (\d+) not run$", errors, re.MULTILINE)
+    assert told and int(told[1]) + int(told[2]) == 120 and "Traceback" not in errors
+    assert int(told[1]) == 60 or f"\t{int(told[1]) - 60} of {int(told[1]) - 60}\t" in rest

@@ -1,0 +1,135 @@
+"""What `flashgen verify` prints of its runs: a row for each spec as soon as its last run has ended."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from rich.markup import escape
+
+from flashgen.cli.console import Rows
+
+if TYPE_CHECKING:
+    from flashgen.verify import Case, Result
+
+HEADING = ("spec", "passed", "worst", "error", "bound", "LSE error", "verdict")
+WIDEST_NAME = 48  # of a spec, in characters; a longer one moves its row's cells to the right
+WIDTHS = {"passed": 8, "worst": 8, "error": 7, "bound": 7}
+
+
+class Sweep:
+    """The results of cases as they come, `runs_each` of each case, in order."""
+
+    def __init__(self, cases: Sequence[Case], runs_each: int, shown: bool = True) -> None:
+        self.results: list[Result] = []
+        self._cases, self._runs_each, self._shown = cases, runs_each, shown
+        self._told = 0  # results that stand in rows
+        names = max((len(case.spec.name) for case in cases), default=0)
+        self._rows = Rows(HEADING, WIDTHS | {"spec": min(names, WIDEST_NAME)})
+
+    @property
+    def planned(self) -> int:
+        """How many runs there will be."""
+        return len(self._cases) * self._runs_each
+
+    @property
+    def running(self) -> str:
+        """The name of the spec whose turn it is; at the end, that of the last one."""
+        number = min(len(self.results) // self._runs_each, len(self._cases) - 1)
+        return self._cases[number].spec.name if self._cases else "nothing to verify"
+
+    @property
+    def failures(self) -> int:
+        return sum(not result.ok for result in self.results)
+
+    @property
+    def summary(self) -> str:
+        """ "130 of 198 passed, 68 failed"; runs that were not made are said."""
+        done = len(self.results)
+        missing = f", {self.planned - done} not run" if done < self.planned else ""
+        failed = f", {self.failures} failed" if self.failures else ""
+        return f"{done - self.failures} of {self.planned} passed{failed}{missing}"
+
+    def add(self, result: Result) -> None:
+        self.results.append(result)
+        if self.running != result.case.spec.name:
+            self.end()
+
+    def end(self) -> None:
+        """Print what stands in no row yet."""
+        results, self._told = self.results[self._told :], len(self.results)
+        if results and self._shown:
+            for cells in rows_of(results):
+                self._rows.add(cells)
+
+    def to_dict(self) -> dict[str, Any]:
+        """For a program to read."""
+        return {
+            "ok": not self.failures and len(self.results) == self.planned,
+            "planned": self.planned,
+            "failures": self.failures,
+            "results": [described(result) for result in self.results],
+        }
+
+
+def rows_of(results: Sequence[Result]) -> list[tuple[str, ...]]:
+    """A row of a spec's runs, by their worst one; below it, one for each way in which runs failed."""
+    failed = [result for result in results if not result.ok]
+    worst = max(results, key=_rank)
+    passed = f"{len(results) - len(failed)} of {len(results)}"
+    outcome = "[bold red]FAILED[/]" if failed else "[green]ok[/]"
+    rows: list[tuple[str, ...]] = [(worst.case.spec.name, passed, *numbers(worst, _lse_error(results)), outcome)]
+    alike: dict[str, list[Result]] = {}
+    for result in failed:
+        alike.setdefault(_reason(result), []).append(result)
+    for reason, same in alike.items():
+        more = f" and {len(same) - 1} more" if len(same) > 1 else ""
+        first = same[0]
+        where = f"  {first.case.shape} {first.pass_}{more}"
+        rows.append((where, "", *numbers(first, _lse_error([first])), f"{reason} ({escape(first.engine)})"))
+    return rows
+
+
+def numbers(result: Result, lse_error: float | None) -> tuple[str, str, str, str]:
+    """The output that was worst, its error and what that may be, and the LSE's error; "" for what there is not."""
+    verdict = result.verdict
+    compared = (f"{verdict.error:.1e}", f"{verdict.bound:.1e}") if verdict else ("", "")
+    return (result.worst or "", *compared, "" if lse_error is None else f"{lse_error:.1e}")
+
+
+def _rank(result: Result) -> tuple[bool, bool, float]:
+    """Greater for worse: what failed, above all with numbers to show, and what comes nearest to its bound."""
+    verdict = result.verdict
+    return not result.ok, verdict is not None, verdict.error / verdict.bound if verdict and verdict.bound else 0.0
+
+
+def _lse_error(results: Sequence[Result]) -> float | None:
+    found = [result.verdict.lse_error for result in results if result.verdict]
+    return max((error for error in found if error is not None), default=None)
+
+
+def _reason(result: Result) -> str:
+    """Why a run failed, as markup."""
+    failing = ", ".join(name for name, each in result.verdicts.items() if not each.ok)
+    return escape(result.problem or f"{failing} beyond the bound")
+
+
+def described(result: Result) -> dict[str, Any]:
+    """A run for a program to read."""
+    verdict = result.verdict
+    return {
+        "spec": result.case.spec.name,
+        "shape": str(result.case.shape),
+        "engine": result.engine,
+        "pass": result.pass_,
+        "ok": result.ok,
+        "seconds": result.seconds,
+        "worst": result.worst,
+        "error": verdict and verdict.error,
+        "bound": verdict and verdict.bound,
+        "lse_error": verdict and verdict.lse_error,
+        "outputs": {
+            name: {"ok": each.ok, "error": each.error, "bound": each.bound} for name, each in result.verdicts.items()
+        },
+        "problem": result.problem,
+    }
