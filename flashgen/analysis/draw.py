@@ -35,7 +35,7 @@ def to_text(drawn: Drawable, width: int = 80, batch: int = 0, head: int = 0, leg
     characters = max(1, round(2 * columns / rows))
     group = max(1, -(-classes.shape[1] * characters // max(width, characters)))
     lines = ["".join(_GLYPHS[kind] * characters for kind in line) for line in _grouped(classes, group)]
-    return "\n".join([*lines, *(_legend(drawn, classes, group) if legend else ())])
+    return "\n".join([*lines, *(_legend(drawn, classes, group, _place(drawn, batch, head)) if legend else ())])
 
 
 def to_svg(drawn: Drawable, title: str = "", width: int = 480, batch: int = 0, head: int = 0) -> str:
@@ -58,7 +58,7 @@ def summary(drawn: Drawable, batch: int = 0, head: int = 0) -> str:
     """A line of numbers: of a map the share of work that is left, of a tile the share of elements that are kept."""
     if isinstance(drawn, TileElements):
         return _elements_summary(drawn)
-    return _summary(drawn, drawn.of(batch, head))
+    return _summary(drawn, drawn.of(batch, head), _place(drawn, batch, head))
 
 
 def _picture(drawn: Drawable, title: str, batch: int, head: int) -> Picture:
@@ -74,7 +74,7 @@ def _picture(drawn: Drawable, title: str, batch: int, head: int) -> Picture:
         extent=(drawn.len_q, drawn.len_k),
         kinds={kind: Kind(_NAMES[kind], _COLOURS[kind], shares[kind]) for kind in (FULL, PARTIAL, EMPTY)},
         title=title,
-        summary=_summary(drawn, classes),
+        summary=_summary(drawn, classes, _place(drawn, batch, head)),
         short=f"{_visited(classes):.1%} of the work",
     )
 
@@ -100,20 +100,28 @@ def _visited(classes: Any) -> float:
     return float((classes != EMPTY).mean()) if classes.size else 0.0
 
 
-def _legend(tile_map: TileMap, classes: Any, group: int) -> list[str]:
+def _place(tile_map: TileMap, batch: int, head: int) -> str:
+    """Which one of the batch and of the heads is meant, where the map tells them apart."""
+    of_batch, of_heads = tile_map.classes.shape[:2]
+    said = [f"batch {batch} of {of_batch}"] if of_batch > 1 else []
+    said += [f"head {head} of {of_heads}"] if of_heads > 1 else []
+    return f"; {', '.join(said)} ({_visited(tile_map.classes):.1%} over all)" if said else ""
+
+
+def _legend(tile_map: TileMap, classes: Any, group: int, place: str) -> list[str]:
     shares = _shares(classes)
     kinds = "   ".join(f"{glyph} {_NAMES[kind]} {shares[kind]:.1%}" for kind, glyph in _GLYPHS.items())
-    lines = [kinds, _summary(tile_map, classes)]
+    lines = [kinds, _summary(tile_map, classes, place)]
     if group > 1:
         lines.append(f"a cell stands for {group} × {group} tiles")
     return lines
 
 
-def _summary(tile_map: TileMap, classes: Any) -> str:
+def _summary(tile_map: TileMap, classes: Any, place: str) -> str:
     rows, columns = tile_map.tile
     return (
         f"{_visited(classes):.1%} of the work: {tile_map.len_q} queries (down) × {tile_map.len_k} keys (right), "
-        f"tiles of {rows} × {columns}"
+        f"tiles of {rows} × {columns}{place}"
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -56,6 +56,16 @@ class TileMap:
                 raise ArgumentError(f"{name}={index} is not in this map: give 0 to {size - 1}")
             place.append(index if size > 1 else 0)
         return self.classes[tuple(place)]
+
+    def at(self, batch: int | None = None, head: int | None = None) -> TileMap:
+        """The map of one sequence, of one head, or of one of each; None is all. Raises what `of` raises."""
+        self.of(batch or 0, head or 0)
+        classes = self.classes
+        if batch is not None and classes.shape[0] > 1:
+            classes = classes[batch : batch + 1]
+        if head is not None and classes.shape[1] > 1:
+            classes = classes[:, head : head + 1]
+        return replace(self, classes=classes)
 
     def count(self, kind: int) -> int:
         """How many tiles are of a class, over the batch and heads of the map."""

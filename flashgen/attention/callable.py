@@ -19,6 +19,7 @@ from flashgen.codegen.families import AnyForwardPlan, render_forward
 from flashgen.codegen.kernel import RenderedKernel
 from flashgen.codegen.targets import Target
 from flashgen.errors import ArgumentError
+from flashgen.language.operations import BATCH, HEAD
 from flashgen.language.spec import AttentionSpec
 from flashgen.runtime.remembered import made_once
 
@@ -169,20 +170,34 @@ class Attention:
         with self._edits.told():
             return BackwardPass(self.spec, self.target, kernels, self.engine, prebuild, self._edits)
 
-    def tiles(self, len_q: int, len_k: int | None = None, batch: int = 1, heads: int = 1, **captures: Any) -> TileMap:
+    def tiles(
+        self, len_q: int, len_k: int | None = None, batch: int | None = None, heads: int | None = None, **captures: Any
+    ) -> TileMap:
         """Which tiles a call of these lengths visits, and which of them need their mask; computed on the CPU.
 
         The tiles are those of `plan`.
 
-        Captures are NumPy arrays and numbers, needed only if the mask reads them.
+        Args:
+            len_q: queries. len_k: keys; None for as many.
+            batch: sequences; None for as many as the captures have values for, or one where they do not say. The map
+                has an entry for each only where the mask differs between them.
+            heads: query heads; None likewise.
+            captures: NumPy arrays and numbers, needed only if the mask reads them.
+
+        Raises ArgumentError for a size that cannot be, and for captures that are missing or say different sizes.
         """
+        from flashgen.analysis.extents import captured_extent
         from flashgen.analysis.tiles import tile_map
 
+        mask = self.spec.mask
         length_k = len_q if len_k is None else len_k
-        needed = {capture.name for capture in self.spec.mask.captures}
-        given = {name: value for name, value in captures.items() if name in needed}
+        given = {capture.name: captures[capture.name] for capture in mask.captures if capture.name in captures}
+        of_batch, of_heads = (
+            captured_extent(mask.expression, index, given) or 1 if size is None else size
+            for index, size in ((BATCH, batch), (HEAD, heads))
+        )
         tile = (self.plan.tile_q, self.plan.tile_k)
-        return tile_map(self.spec.mask.expression, tile, len_q, length_k, batch, heads, given)
+        return tile_map(mask.expression, tile, len_q, length_k, of_batch, of_heads, given)
 
     def tile_lists(
         self, len_q: int, len_k: int | None = None, batch: int = 1, heads: int = 1, **captures: Any

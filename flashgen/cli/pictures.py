@@ -21,14 +21,28 @@ if TYPE_CHECKING:
     from flashgen.language import AttentionSpec
 
 SUFFIXES = (".svg", ".png")
+WIDTH = 480  # pixels of a picture's longer side
+
+
+@dataclass(frozen=True)
+class Place:
+    """Which sequence of the batch, and which head; None is the first."""
+
+    batch: int | None = None
+    head: int | None = None
+
+    @property
+    def numbers(self) -> tuple[int, int]:
+        return self.batch or 0, self.head or 0
 
 
 @dataclass(frozen=True)
 class Drawing:
-    """A tile map, and one tile of it where that is asked for."""
+    """A tile map, which sequence and head of it to draw, and one tile of that where it is asked for."""
 
     title: str
     tiles: TileMap
+    place: Place = Place()
     zoomed: TileElements | None = None
 
     @property
@@ -37,19 +51,34 @@ class Drawing:
 
 
 def drawing_of(
-    spec: AttentionSpec, tile: tuple[int, int], len_q: int, len_k: int, zoom: str | None, captures: Path | None
+    spec: AttentionSpec,
+    tile: tuple[int, int],
+    len_q: int,
+    len_k: int,
+    zoom: str | None,
+    captures: Path | None,
+    place: Place = Place(),
 ) -> Drawing:
-    """The map of batch 0 and head 0 in tiles of (queries, keys), and the tile of `zoom`, "ROW,COLUMN"."""
-    from flashgen.analysis.elements import tile_elements
-    from flashgen.analysis.tiles import tile_map
+    """The map in tiles of (queries, keys), and the tile of `zoom`, "ROW,COLUMN".
 
-    arrays = captures_for(spec, captures)
-    tiles = tile_map(spec.mask.expression, tile, len_q, len_k, captures=arrays)
+    Its batch and heads are those of the captures; where they do not say, as many as `place` needs.
+    """
+    from flashgen.analysis.elements import tile_elements
+    from flashgen.analysis.extents import captured_extent
+    from flashgen.analysis.tiles import tile_map
+    from flashgen.language.operations import BATCH, HEAD
+
+    arrays, mask = captures_for(spec, captures), spec.mask.expression
+    number, head = place.numbers
+    batch = captured_extent(mask, BATCH, arrays) or number + 1
+    heads = captured_extent(mask, HEAD, arrays) or head + 1
+    tiles = tile_map(mask, tile, len_q, len_k, batch, heads, arrays)
+    tiles.of(number, head)  # says so where the map has no such sequence or head
     if zoom is None:
-        return Drawing(spec.mask.name, tiles)
+        return Drawing(spec.mask.name, tiles, place)
     row, column = place_of(zoom)
-    zoomed = tile_elements(spec.mask.expression, tiles, row, column, captures=arrays)
-    return Drawing(spec.mask.name, tiles, zoomed)
+    zoomed = tile_elements(mask, tiles, row, column, number, head, arrays)
+    return Drawing(spec.mask.name, tiles, place, zoomed)
 
 
 def captures_for(spec: AttentionSpec, path: Path | None) -> Mapping[str, Any]:
@@ -73,17 +102,17 @@ def place_of(zoom: str) -> tuple[int, int]:
 
 def write_drawing(drawing: Drawing, path: Path) -> None:
     """An .svg or .png file, and the share of the work on stdout."""
-    from flashgen.analysis.draw import summary, to_png, to_svg
+    from flashgen.analysis.draw import summary, to_png
 
     if path.suffix not in SUFFIXES:
         raise ArgumentError(f"--output {path} has the suffix {path.suffix!r}; {' and '.join(SUFFIXES)} are known")
     if path.suffix == ".png":
-        content = to_png(drawing.shown, title=drawing.title)
+        content = to_png(drawing.shown, drawing.title, WIDTH, *drawing.place.numbers)
     else:
-        content = to_svg(drawing.shown, title=drawing.title).encode()
+        content = svg(drawing).encode()
     with writing(path):
         path.write_bytes(content)
-    typer.echo(summary(drawing.tiles))
+    typer.echo(summary(drawing.tiles, *drawing.place.numbers))
     if drawing.zoomed is not None:
         typer.echo(f"{summary(drawing.zoomed)}: {drawing.zoomed.share:.1%} kept")
     note(f"{drawing.title} -> {path}")
@@ -95,21 +124,28 @@ def print_drawing(drawing: Drawing) -> None:
 
     width = shutil.get_terminal_size().columns
     if drawing.zoomed is None:
-        typer.echo(to_text(drawing.tiles, width))
+        typer.echo(to_text(drawing.tiles, width, *drawing.place.numbers))
     else:
         typer.echo(to_text(drawing.zoomed, width - 2))  # beside it stands its frame
-        typer.echo(summary(drawing.tiles))
+        typer.echo(summary(drawing.tiles, *drawing.place.numbers))
 
 
 def print_svg(drawing: Drawing) -> None:
+    print_code(svg(drawing), "xml")
+
+
+def svg(drawing: Drawing) -> str:
     from flashgen.analysis.draw import to_svg
 
-    print_code(to_svg(drawing.shown, title=drawing.title), "xml")
+    return to_svg(drawing.shown, drawing.title, WIDTH, *drawing.place.numbers)
 
 
 def print_numbers(drawing: Drawing) -> None:
-    """As JSON: the class of every tile, the share of the work, and the elements of the zoomed tile."""
-    tiles, zoomed = drawing.tiles, drawing.zoomed
+    """As JSON: the class of every tile, the share of the work, and the elements of the zoomed tile.
+
+    Of a place that was chosen only; of every sequence and head otherwise.
+    """
+    tiles, zoomed = drawing.tiles.at(drawing.place.batch, drawing.place.head), drawing.zoomed
     numbers: dict[str, Any] = {
         "tile": list(tiles.tile),
         "len_q": tiles.len_q,

@@ -10,7 +10,7 @@ import typer
 from flashgen.cli.console import note, print_code
 from flashgen.cli.kernels import Pass, What, rendered, show_resources, show_texts, tile_of, to_print, write_texts
 from flashgen.cli.options import Deterministic, Json, Spec, SpecOptions, Target, with_spec_options
-from flashgen.cli.pictures import drawing_of, print_drawing, print_numbers, print_svg, write_drawing
+from flashgen.cli.pictures import Place, drawing_of, print_drawing, print_numbers, print_svg, write_drawing
 from flashgen.cli.specs import load_spec
 from flashgen.errors import ArgumentError
 
@@ -31,6 +31,8 @@ flashgen show "causal()" --target sm_90a --packed-heads 8
 flashgen show "causal() & sliding_window(300)" --what tiles --len-q 1024
 
 flashgen show "document('ids')" --captures packed.npz --what tiles --len-q 4096 --output tiles.png
+
+flashgen show "prefix_lm(Tensor('lengths', 'int32', 1))" --what tiles --captures packed.npz --batch 2
 
 flashgen show "causal()" --what tiles --len-q 1024 --zoom 1,0
 """
@@ -66,6 +68,12 @@ def show(
     ] = 1,
     len_q: Annotated[int, typer.Option("--len-q", min=0, help="Queries, for the tile map.")] = 1024,
     len_k: Annotated[int | None, typer.Option("--len-k", min=0, help="Keys. Default: as many as queries.")] = None,
+    batch: Annotated[
+        int | None, typer.Option("--batch", min=0, max=65535, help="Which sequence of the captures, for the tile map.")
+    ] = None,
+    head: Annotated[
+        int | None, typer.Option("--head", min=0, max=65535, help="Which query head, for the tile map.")
+    ] = None,
     zoom: Annotated[
         str | None, typer.Option("--zoom", metavar="ROW,COLUMN", help="Show the elements of this tile of the map.")
     ] = None,
@@ -90,7 +98,8 @@ def show(
     tiles. Nothing is run, so no GPU is needed; without one and without --target, [cyan]sm_80[/] is shown.
     """
     declared = load_spec(spec, options)
-    refuse_elsewhere(what, {"--zoom": zoom, "--captures": captures}, output)
+    pictured = {"--batch": batch, "--head": head, "--zoom": zoom, "--captures": captures}
+    refuse_elsewhere(what, pictured, output)
     if what is What.spec:
         print_code(declared.to_json(), "json")
         return
@@ -99,7 +108,8 @@ def show(
     architecture = target or target_here()
     if what in (What.tiles, What.svg):
         tile = tile_of(declared, architecture, of, deterministic, packed_heads)
-        drawing = drawing_of(declared, tile, len_q, len_q if len_k is None else len_k, zoom, captures)
+        length_k = len_q if len_k is None else len_k
+        drawing = drawing_of(declared, tile, len_q, length_k, zoom, captures, Place(batch, head))
         if output is not None:
             write_drawing(drawing, output)
         elif what is What.svg:

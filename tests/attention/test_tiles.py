@@ -18,6 +18,7 @@ from flashgen.attention.engines import Emulator
 from flashgen.codegen.forward import ForwardKernel, render_forward
 from flashgen.codegen.plans import ForwardPlan
 from flashgen.codegen.targets import TARGETS
+from flashgen.errors import ArgumentError
 from flashgen.verify import Shape, random_inputs
 
 PLAN = ForwardPlan(32, 32, 2)
@@ -135,3 +136,40 @@ def test_tiles_need_the_captures_that_the_mask_reads_and_no_others() -> None:
     assert (
         compiled.tiles(100, window=10, slopes=np.ones(2)).classes == compiled.tiles(100, 100, window=10).classes
     ).all()
+
+
+LENGTHS = np.array([10, 130, 190, 200], np.int32)
+
+
+def test_the_map_is_of_as_many_sequences_as_the_captures_have() -> None:
+    compiled = attention.compile(
+        fg.AttentionSpec(64, mask=fg.prefix_lm(fg.Tensor("lengths", "int32", 1))), emulate=True
+    )
+    tiles = compiled.tiles(200, lengths=LENGTHS)
+    assert tiles.classes.shape[:2] == (4, 1)
+    for number, length in enumerate(LENGTHS):
+        alone = compiled.tiles(200, lengths=np.array([length], np.int32))
+        np.testing.assert_array_equal(tiles.of(number), alone.of())
+    np.testing.assert_array_equal(compiled.tiles(200, batch=2, lengths=LENGTHS).classes, tiles.classes[:2])
+    np.testing.assert_array_equal(tiles.at(2).classes, tiles.classes[2:3])
+    with pytest.raises(ArgumentError, match="batch=4 is not in this map"):
+        tiles.at(4)
+
+
+def test_the_map_is_of_as_many_heads_as_the_captures_have() -> None:
+    layout = np.random.default_rng(1).random((1, 3, 4, 4)) < 0.5
+    mask = fg.block_sparse(fg.Tensor("layout", "bool", 4), 64, 64)
+    compiled = attention.compile(fg.AttentionSpec(64, mask=mask), emulate=True)
+    assert compiled.tiles(256, layout=layout).classes.shape[:2] == (1, 3)
+    both = compiled.tiles(256, layout=np.repeat(layout, 2, axis=0))
+    assert both.classes.shape[:2] == (2, 3) and both.at(head=1).classes.shape[:2] == (2, 1)
+    assert compiled.tiles(256, heads=6, layout=layout[:, :1]).classes.shape[:2] == (1, 6)  # one layout for all
+
+
+def test_captures_of_different_batches_are_refused() -> None:
+    ids, lengths = fg.Tensor("ids", "int32", 2), fg.Tensor("lengths", "int32", 1)
+    compiled = attention.compile(fg.AttentionSpec(64, mask=fg.document(ids) & fg.prefix_lm(lengths)), emulate=True)
+    given = {"ids": np.zeros((3, 200), np.int32), "lengths": LENGTHS}
+    with pytest.raises(ArgumentError, match="different numbers of batch: 'ids' 3, 'lengths' 4"):
+        compiled.tiles(200, **given)
+    assert compiled.tiles(200, batch=3, **given).classes.shape[0] == 3

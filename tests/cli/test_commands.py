@@ -212,6 +212,28 @@ def test_show_tiles_of_a_mask_with_captures() -> None:
     assert "sentence" in invoke(*arguments, expect=2).stderr
 
 
+def test_show_the_tiles_of_a_sequence(tmp_path: Path) -> None:
+    np.savez(tmp_path / "packed.npz", lengths=np.array([64, 512, 512], np.int32))
+    mask = "prefix_lm(Tensor('lengths', 'int32', 1))"
+    arguments = ("show", mask, "--target", "sm_80", "--what", "tiles", "--len-q", 512, "--captures")
+    packed = tmp_path / "packed.npz"
+    first, second = (invoke(*arguments, packed, *more).stdout for more in ((), ("--batch", 1)))
+    assert "; batch 0 of 3 (" in first and "·" in first.splitlines()[0]
+    assert "100.0% of the work" in second and "; batch 1 of 3 (" in second and first != second
+    every, one = (
+        json.loads(invoke(*arguments, packed, *more, "--json").stdout)["classes"] for more in ((), ("--batch", 1))
+    )
+    assert len(every) == 3 and one == every[1:2]
+    for suffix in ("svg", "png"):
+        invoke(*arguments, packed, "--batch", 1, "--output", tmp_path / f"second.{suffix}")
+        invoke(*arguments, packed, "--output", tmp_path / f"first.{suffix}")
+        assert (tmp_path / f"second.{suffix}").read_bytes() != (tmp_path / f"first.{suffix}").read_bytes()
+    zoom = (*arguments, packed, "--zoom", "0,7")
+    assert "full: queries" in invoke(*zoom, "--batch", 2).stdout and "empty: queries" in invoke(*zoom).stdout
+    assert "batch=3 is not in this map: give 0 to 2" in invoke(*arguments, packed, "--batch", 3, expect=2).stderr
+    assert "--batch, --head: only" in invoke("show", mask, "--batch", 0, "--head", 1, expect=2).stderr
+
+
 def test_show_writes_pictures(tmp_path: Path) -> None:
     arguments = ("show", "causal()", "--target", "sm_80", "--what", "tiles", "--len-q", 512, "--output")
     svg, png = tmp_path / "map.svg", tmp_path / "map.png"
