@@ -117,6 +117,19 @@ def test_a_map_is_made_when_an_address_is_new(encoded: list[int]) -> None:
     assert other[it.offsets["next_tile"] :][:8] == (0x7000).to_bytes(8, "little")
 
 
+@pytest.mark.parametrize("name", "qkvo")
+def test_each_address_has_its_own_map(name: str, encoded: list[int]) -> None:
+    """After a call that differs in one address; and where two have changed places."""
+    it = writer()
+    it.write(ADDRESSES, {})
+    other = "q" if name == "k" else "k"
+    for changed in ({name: 0x8000}, {name: ADDRESSES[other], other: ADDRESSES[name]}):
+        addresses = ADDRESSES | changed
+        written = it.write(addresses, {})
+        for number, array in enumerate("qkvo"):
+            assert written[MAP_BYTES * number :][:8] == addresses[array].to_bytes(8, "little")
+
+
 def test_maps_that_are_remembered_are_few(encoded: list[int]) -> None:
     it = writer()
     for number in range(1000):

@@ -211,6 +211,17 @@ def test_what_is_found_is_what_is_shared() -> None:
     assert min(found.values()) > 100
 
 
+@pytest.mark.parametrize("backwards", [False, True])
+def test_one_byte_is_enough(backwards: bool) -> None:
+    """Arrays of 4 and 6 bytes, from apart through each other to apart."""
+    memory = np.zeros(40, np.uint8)
+    for at in range(30):
+        one, other = memory[at : at + 4], memory[15:21]
+        shared = 11 < at < 21
+        with pytest.raises(ArgumentError, match="out shares") if shared else nullcontext():
+            check_by_addresses({"out": one[::-1] if backwards else one, "k": other}, ["out"], str)
+
+
 def test_arrays_that_cannot_be_told_apart_in_time_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sharing, "_MOST_WORK", 1)
     memory, strided = np.zeros(2**20, np.uint8), np.lib.stride_tricks.as_strided
