@@ -11,7 +11,10 @@ from flashgen.cli.options import Json
 
 app = typer.Typer(
     no_args_is_help=True,
-    help="The compiled kernels on disk. [cyan]FLASHGEN_CACHE_DIR[/] says where; any entry may be removed at any time.",
+    help=(
+        "The compiled kernels on disk. [cyan]FLASHGEN_CACHE_DIR[/] says where; any entry may be removed at any time. "
+        "A folder that others can write to is not used; [cyan]FLASHGEN_CACHE_SHARED=1[/] trusts its owner and its group."
+    ),
 )
 
 
@@ -40,7 +43,7 @@ def list_entries(json: Json = False) -> None:
 def clear(
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
 ) -> None:
-    """Remove every entry. Kernels are compiled again when they are next called."""
+    """Remove every entry, and nothing else. Kernels are compiled again when they are next called."""
     from flashgen.build.cache import KernelCache
 
     cache = KernelCache.from_environment()

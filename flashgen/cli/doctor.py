@@ -61,9 +61,29 @@ def examine() -> Iterator[Finding]:
     """Everything that `flashgen doctor` reports, in the order of the table."""
     yield Finding("python", "python", platform.python_version())
     yield from (Finding("python", name, package_version(name), "pip install flashgen") for name in PACKAGES)
+    yield examine_cache()
     yield from examine_cuda()
     yield from examine_targets()
     yield from examine_emulator()
+
+
+def examine_cache() -> Finding:
+    """Where compiled kernels are kept, how much, whose the folder is, and whether it can be used, which is tried."""
+    from flashgen.build.cache import KernelCache
+    from flashgen.build.cache_folder import why_unusable
+    from flashgen.build.trust import mode_text, owner_name
+
+    try:
+        cache = KernelCache.from_environment()
+        problem = why_unusable(cache.path())
+        if problem is None:
+            entries, status = cache.list(), cache.path().stat()
+            size = sum(entry.bytes for entry in entries) / 2**20
+            whose = f"of {owner_name(status)}, mode {mode_text(status)}, writable"
+            return Finding("cache", "folder", f"{cache.path()}: {len(entries)} entries, {size:.1f} MiB, {whose}")
+    except FlashgenError as error:
+        problem = str(error)
+    return Finding("cache", "folder", None, problem)
 
 
 def examine_cuda() -> Iterator[Finding]:

@@ -1,0 +1,88 @@
+"""What the commands say of the cache's folder: doctor's row, and kernels where it cannot be used."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+import flashgen
+from flashgen.build import cache_folder, nvrtc
+from flashgen.cli import doctor
+from flashgen.cli.app import app
+
+EXAMPLE = Path(flashgen.__file__).parents[1] / "examples" / "minilm_qkv.npz"
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("FLASHGEN_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(cache_folder, "_said", set())
+    return tmp_path / "cache"
+
+
+def invoke(*arguments: object) -> Result:
+    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
+    assert result.exit_code == 0, result.stderr
+    return result
+
+
+def test_doctor_describes_the_folder(folder: Path) -> None:
+    assert (found := doctor.examine_cache().found) and found.startswith(f"{folder}: 0 entries, 0.0 MiB, of ")
+    invoke("run", "full()", "-i", EXAMPLE, "-o", folder.with_name("o.npz"), "--emulate")
+    row = doctor.examine_cache()
+    assert (row.area, row.name, row.ok) == ("cache", "folder", True)
+    size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()) / 2**20
+    owner = subprocess.run(["id", "-un"], capture_output=True, text=True, check=True).stdout.strip()
+    assert row.found == f"{folder}: 2 entries, {size:.1f} MiB, of {owner}, mode 0700, writable"
+
+
+def test_doctor_names_what_is_wrong_with_the_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder.mkdir()
+    folder.chmod(0o777)
+    row = doctor.examine_cache()
+    assert row.found is None and "everybody may write to it (mode 0777); `chmod -R go-w" in row.remedy
+    folder.rmdir()
+    folder.touch()
+    assert "File exists" in doctor.examine_cache().remedy
+    monkeypatch.setenv("FLASHGEN_CACHE_SHARED", "maybe")
+    assert "FLASHGEN_CACHE_SHARED must be 1" in doctor.examine_cache().remedy
+
+
+@pytest.mark.skipif(not nvrtc.is_available(), reason="needs CuPy and NVRTC: pip install 'flashgen[cuda13]'")
+def test_show_without_a_cache(folder: Path) -> None:
+    folder.touch()
+    result = invoke("show", "causal()", "--target", "sm_80", "--what", "resources", "--json")
+    assert json.loads(result.stdout)["cubin"] == "in memory"
+    assert "kept in memory" in result.stderr
+
+
+@pytest.mark.skipif(
+    not sys.platform.startswith("linux") or os.geteuid() != 0, reason="only root can mount a small disk"
+)
+def test_a_really_full_disk(tmp_path: Path) -> None:
+    """A disk of 128 KiB: the emulator is kept in memory, an output that does not fit leaves the one before."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=128k,mode=0700", "none", str(disk)], check=False)
+    if mounted.returncode != 0:
+        pytest.skip("nothing can be mounted here")
+    try:
+        (disk / "out.npz").write_bytes(b"before")
+        root = Path(flashgen.__file__).parents[1]
+        environment = os.environ | {"PYTHONPATH": str(root), "FLASHGEN_CACHE_DIR": str(disk / "cache")}
+        command = [sys.executable, "-m", "flashgen", "run", "full()", "-i", str(EXAMPLE), "--emulate", "-o"]
+        done = subprocess.run([*command, str(disk / "out.npz")], env=environment, capture_output=True, text=True)
+        assert done.returncode == 2 and "Traceback" not in done.stderr
+        assert "No space left on device" in done.stderr and "kept in memory" in done.stderr
+        assert f"error: --output {disk / 'out.npz'} cannot be written: No space left" in done.stderr
+        assert (disk / "out.npz").read_bytes() == b"before"
+        assert sorted(path.name for path in disk.iterdir()) == ["cache", "out.npz"]
+        assert not [path for path in (disk / "cache").iterdir() if path.name.startswith(".")]
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
