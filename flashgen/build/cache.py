@@ -266,7 +266,10 @@ class KernelCache:
         if self.release is None:
             return None
         if self._prebuilt is None:
-            self._prebuilt = PrebuiltFolder.open(self.release)
+            try:
+                self._prebuilt = PrebuiltFolder.open(self.release)
+            except BuildError as error:
+                raise BuildError(f"FLASHGEN_RELEASE cannot be used: {error}") from error
         try:
             found = self._prebuilt.find(source, architecture)
         except DamagedEntry as damage:

@@ -9,7 +9,6 @@ Its keys are computed with the NVRTC version that the manifest records, so a mac
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +17,10 @@ from typing import Any
 from flashgen.build.entries import DamagedEntry, describe
 from flashgen.build.keys import kernel_key
 from flashgen.build.nvrtc import options
+from flashgen.build.resources import Resources
 from flashgen.errors import BuildError
+from flashgen.files import is_plain_name, read_file
+from flashgen.strict_json import parse_json
 
 MANIFEST = "manifest.json"
 MANIFEST_FORMAT = 1
@@ -44,12 +46,16 @@ class PrebuiltFolder:
     def open(cls, root: Path) -> PrebuiltFolder:
         """Read a folder's manifest. Raises BuildError when there is none, or when it is not one of ours."""
         path = root / MANIFEST
+        if not root.is_dir():
+            raise BuildError(f"there is no folder {root}; name one that `flashgen release build` wrote")
         try:
-            manifest = json.loads(path.read_bytes())
+            manifest = parse_json(read_file(path))
+        except FileNotFoundError as error:
+            raise BuildError(f"{path} is missing; name a folder that `flashgen release build` wrote") from error
         except (OSError, ValueError) as error:
             raise BuildError(
                 f"{path} cannot be read as a release manifest ({error}); "
-                "FLASHGEN_RELEASE must name a folder that `flashgen release build` wrote"
+                "name a folder that `flashgen release build` wrote"
             ) from error
         if (
             not isinstance(manifest, dict)
@@ -60,6 +66,9 @@ class PrebuiltFolder:
                 f"{path} is not a release manifest of format {MANIFEST_FORMAT}; write the folder again with "
                 "this version's `flashgen release build`"
             )
+        flaw = _flaw(manifest)
+        if flaw is not None:
+            raise BuildError(f"{path} is not as `flashgen release build` writes it: {flaw}; write the folder again")
         return cls(root, manifest)
 
     @property
@@ -85,13 +94,42 @@ class PrebuiltFolder:
 
     def read(self, file: Mapping[str, Any]) -> bytes:
         """The bytes of a file that the manifest describes. Raises DamagedEntry when they are not what was written."""
-        path = self.root / str(file["path"])
-        if path.parent != self.root:
-            raise DamagedEntry(f"{MANIFEST} names a file outside of the folder, {file['path']!r}")
+        path = self.root / file["path"]
         try:
-            data = path.read_bytes()
+            data = read_file(path)
         except OSError as error:
             raise DamagedEntry(f"{path.name} cannot be read ({error.strerror})") from error
         if describe(data) != {name: file.get(name) for name in ("bytes", "sha256")}:
             raise DamagedEntry(f"{path.name} is not what was written ({len(data)} bytes)")
         return data
+
+
+def _flaw(manifest: Mapping[str, Any]) -> str | None:
+    """What is wrong with a manifest that somebody else may have written; None where it can be relied on."""
+    version = manifest.get("nvrtc_version")
+    if version is not None and not (isinstance(version, list) and [type(part) for part in version] == [int, int]):
+        return f"nvrtc_version={version!r} is no version"
+    for number, kernel in enumerate(manifest["kernels"]):
+        flaw = _flaw_of_kernel(kernel) if isinstance(kernel, dict) else "it is no object"
+        if flaw is not None:
+            return f"kernel {number}: {flaw}"
+    return None
+
+
+def _flaw_of_kernel(kernel: Mapping[str, Any]) -> str | None:
+    files = kernel.get("files")
+    if not isinstance(files, dict) or "source" not in files:
+        return "its `files` name no source"
+    for file in files.values():
+        if not isinstance(file, dict) or type(file.get("bytes")) is not int or not isinstance(file.get("sha256"), str):
+            return "a file of it has no size or hash"
+        if not is_plain_name(file.get("path")) or file["path"] == MANIFEST:
+            return f"it names a file outside of the folder, {file.get('path')!r}"
+    if not isinstance(kernel.get("name"), str) or not isinstance(kernel.get("architecture"), str):
+        return "it has no name or architecture"
+    if "cubin" in files:
+        try:
+            Resources.from_dict(kernel["resources"])
+        except (KeyError, TypeError, ValueError, AttributeError):
+            return "its `resources` are not what a compiler reports"
+    return None

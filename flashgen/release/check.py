@@ -24,17 +24,20 @@ class Finding:
 
 
 def check(folder: Path | str) -> list[Finding]:
-    """Verify a release folder: every file there, unaltered and nothing beside them. An empty list is a good folder."""
+    """Verify a release folder: every file there, unaltered and nothing beside them. An empty list is a good folder.
+
+    Raises BuildError where there is no such folder.
+    """
     folder = Path(folder)
+    if not folder.is_dir():
+        raise BuildError(f"there is no folder {folder}; name one that `flashgen release build` wrote")
     try:
         release = PrebuiltFolder.open(folder)
     except BuildError as error:
-        return [Finding(MANIFEST, str(error))]
-    try:
-        findings = [finding for kernel in release.manifest["kernels"] for finding in _wrong_with(release, kernel)]
-        named = {file["path"] for kernel in release.manifest["kernels"] for file in kernel["files"].values()}
-    except (KeyError, TypeError, AttributeError) as error:
-        return [Finding(MANIFEST, f"lacks what a release manifest holds ({type(error).__name__}: {error})")]
+        return [Finding(MANIFEST, str(error).removeprefix(f"{folder / MANIFEST} "))]
+    kernels = release.manifest["kernels"]
+    findings = [finding for kernel in kernels for finding in _wrong_with(release, kernel)]
+    named = {file["path"] for kernel in kernels for file in kernel["files"].values()}
     extra = sorted({path.name for path in folder.iterdir()} - named - {MANIFEST})
     return findings + [Finding(name, f"is not named in {MANIFEST}") for name in extra]
 
@@ -68,7 +71,7 @@ def _wrong_with(release: PrebuiltFolder, kernel: Mapping[str, Any]) -> Iterator[
             yield Finding(name, str(damage).removeprefix(f"{name} "))
     if damaged or release.nvrtc_version is None:
         return
-    source = release.read(kernel["files"]["source"]).decode()
+    source = release.read(kernel["files"]["source"]).decode(errors="replace")
     architecture = kernel["architecture"]
     if "cubin" not in kernel["files"]:
         yield Finding(kernel["name"], "has no cubin, though the folder records the NVRTC that made them")

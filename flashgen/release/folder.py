@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -16,11 +15,12 @@ from flashgen.build import Entry, KernelCache, kernel_key, nvrtc
 from flashgen.build.cache import default_root
 from flashgen.build.entries import describe
 from flashgen.build.keys import readable_name
-from flashgen.build.prebuilt import MANIFEST, MANIFEST_FORMAT, PrebuiltFolder
+from flashgen.build.prebuilt import MANIFEST_FORMAT
 from flashgen.codegen.kernel import RenderedKernel
 from flashgen.codegen.kernels import kernels_of
 from flashgen.errors import BuildError, UnsupportedError
 from flashgen.release.request import Request, read_requests
+from flashgen.release.writing import earlier_files, write_folder
 
 Progress = Callable[[int, int, str], None]
 """Called after each kernel with how many are done, how many there are, and the kernel's name."""
@@ -44,7 +44,8 @@ def build(
 ) -> Mapping[str, Any]:
     """Build everything that a release manifest asks for; returns the content of the `manifest.json` written.
 
-    A folder of an earlier release is brought up to date: files of kernels that are no longer asked for are removed.
+    A folder of an earlier release is brought up to date: files of kernels that are no longer asked for are removed,
+    unless somebody changed them since. Where it cannot be written, it stays as it was.
 
     Args:
         manifest_path: TOML or JSON as `flashgen.release.request` describes it.
@@ -58,14 +59,14 @@ def build(
         BuildError: a kernel does not compile, NVRTC is missing, or the folder cannot be written.
     """
     out = Path(out)
-    earlier = _files_of_earlier(out)
+    earlier = earlier_files(out)
     emitted = emit(read_requests(manifest_path))
     entries = _without_cubins(emitted, progress) if sources_only else _compiled(emitted, progress)
     version = None if sources_only else nvrtc.version()
     files: dict[str, bytes] = {}
     kernels = [_described(kernel, entry, version, files) for kernel, entry in zip(emitted, entries, strict=True)]
     manifest = {"format": MANIFEST_FORMAT, "nvrtc_version": list(version) if version else None, "kernels": kernels}
-    _write(out, files, manifest, remove=earlier - set(files))
+    write_folder(out, files, manifest_text(manifest).encode(), earlier)
     return manifest
 
 
@@ -152,40 +153,6 @@ def _described(
 def _file(name: str, data: bytes, files: dict[str, bytes]) -> dict[str, Any]:
     files[name] = data
     return {"path": name, **describe(data)}
-
-
-def _files_of_earlier(out: Path) -> set[str]:
-    """The files of the release that a folder holds. Raises BuildError when it holds something else."""
-    try:
-        present = {path.name for path in out.iterdir()} if out.exists() else set()
-    except OSError as error:
-        raise BuildError(f"out={str(out)!r} must be a folder ({error.strerror})") from error
-    if not present:
-        return set()
-    if MANIFEST not in present:
-        raise BuildError(
-            f"out={str(out)!r} holds {sorted(present)[0]!r} and no {MANIFEST}, so it is not a release folder; "
-            "name an empty or a new folder"
-        )
-    kernels = PrebuiltFolder.open(out).manifest["kernels"]
-    named = {str(file["path"]) for kernel in kernels for file in kernel["files"].values()}
-    return {name for name in named if Path(name).name == name}
-
-
-def _write(out: Path, files: Mapping[str, bytes], manifest: Mapping[str, Any], remove: set[str]) -> None:
-    """Files first, the manifest last, each put into place by a rename: a reader never sees half a file."""
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        for name, data in {**files, MANIFEST: manifest_text(manifest).encode()}.items():
-            if (out / name).is_file() and (out / name).read_bytes() == data:
-                continue
-            staged = out / f".{secrets.token_hex(6)}"
-            staged.write_bytes(data)
-            staged.replace(out / name)
-        for name in remove:
-            (out / name).unlink(missing_ok=True)
-    except OSError as error:
-        raise BuildError(f"out={str(out)!r} cannot be written ({error.strerror}: {error.filename})") from error
 
 
 def manifest_text(manifest: Mapping[str, Any]) -> str:
