@@ -6,6 +6,7 @@ from functools import cache
 from pathlib import Path
 
 from flashgen.errors import BuildError
+from flashgen.remedies import install
 
 
 @cache
@@ -24,5 +25,5 @@ def template_root() -> Path:
             return candidate
     raise BuildError(
         f"flashgen's templates are missing: neither {candidates[0]} nor {candidates[1]} is a folder; "
-        "install flashgen again (`pip install --force-reinstall flashgen`)"
+        f"install flashgen again: {install()} --force-reinstall"
     )

@@ -14,8 +14,9 @@ import pytest
 
 PACKAGE = Path(__file__).parents[1] / "flashgen"
 
-# The ground, for everybody: the errors, files and JSON as strangers leave them, and where the templates stand.
-GROUND = {"errors", "files", "strict_json", "templates_path"}
+# The ground, for everybody: the errors, files and JSON as strangers leave them, what to type where a part is missing,
+# and where the templates stand.
+GROUND = {"errors", "files", "remedies", "strict_json", "templates_path"}
 # Each part, and the parts that it may see besides itself and the ground.
 BELOW_ATTENTION = {"language", "build", "analysis", "reference", "codegen", "runtime"}
 MAY_SEE: dict[str, set[str]] = {

@@ -20,8 +20,7 @@ from flashgen.build.elf import complete_image
 from flashgen.build.resources import Resources, combined, parse_resources, without_timings
 from flashgen.build.tools import cuda_roots, wheel_roots
 from flashgen.errors import BuildError
-
-INSTALL_HINT = "`pip install 'flashgen[cuda13]'` installs both (or 'flashgen[cuda12]' for a driver older than 580)"
+from flashgen.remedies import install_cuda
 
 # Line numbers cost no instructions. The source's folder must be given, as NVRTC else writes the current one into the
 # image, and then the same source makes different bytes on every machine.
@@ -150,7 +149,7 @@ def _load() -> tuple[Any, tuple[int, int]]:
         from cupy.cuda import nvrtc
     except ImportError as error:
         raise BuildError(
-            f"compiling a kernel needs CuPy and NVRTC, and CuPy is missing ({error}); {INSTALL_HINT}"
+            f"compiling a kernel needs CuPy and NVRTC, and CuPy is missing ({error}); both come with {install_cuda()}"
         ) from error
     first = _version_or_error(nvrtc)
     if isinstance(first, tuple):
@@ -164,7 +163,9 @@ def _load() -> tuple[Any, tuple[int, int]]:
         found = _version_or_error(nvrtc)
         if isinstance(found, tuple):
             return nvrtc, found
-    raise BuildError(f"compiling a kernel needs NVRTC, and CuPy cannot load it ({first}); {INSTALL_HINT}")
+    raise BuildError(
+        f"compiling a kernel needs NVRTC, and CuPy cannot load it ({first}); both come with {install_cuda()}"
+    )
 
 
 def _version_or_error(nvrtc: Any) -> tuple[int, int] | Exception:

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from flashgen.errors import BuildError
+from flashgen.remedies import install
 
 
 def wheel_roots() -> Iterator[Path]:
@@ -44,6 +45,5 @@ def require_tool(*names: str) -> Path:
         if found:
             return found
     raise BuildError(
-        f"{' or '.join(names)} is not installed; install it with `pip install 'flashgen[inspect]'`, "
-        "or set CUDA_HOME to a CUDA toolkit"
+        f"{' or '.join(names)} is not installed; {install('inspect')} installs it, or set CUDA_HOME to a CUDA toolkit"
     )

@@ -18,6 +18,7 @@ from flashgen.cli.machine import engine_text, gpus
 from flashgen.cli.options import Emulate, Json, Target
 from flashgen.cli.writing import make_folder, writing
 from flashgen.errors import FlashgenError
+from flashgen.remedies import install
 
 if TYPE_CHECKING:
     from flashgen.analysis.tiles import TileMap
@@ -124,7 +125,8 @@ def example_path() -> Path:
         if path.is_file():
             return path
     raise FlashgenError(
-        f"the example's data is missing: neither {candidates[0]} nor {candidates[1]}; install flashgen again"
+        f"the example's data is missing: neither {candidates[0]} nor {candidates[1]}; "
+        f"install flashgen again: {install()} --force-reinstall"
     )
 
 

@@ -11,9 +11,8 @@ from flashgen.cli.console import note, print_json, print_table
 from flashgen.cli.machine import driver_version, gpus, package_version
 from flashgen.cli.options import Json
 from flashgen.errors import FlashgenError
+from flashgen.remedies import install, install_cuda
 
-INSTALL_CUDA = "pip install 'flashgen[cuda13]' (driver 580 or newer), or 'flashgen[cuda12]'"
-INSTALL_INSPECT = "pip install 'flashgen[inspect]'"
 PACKAGES = ("numpy", "sympy", "jinja2", "ml_dtypes", "typer", "rich")
 
 
@@ -60,7 +59,7 @@ def described(finding: Finding) -> dict[str, Any]:
 def examine() -> Iterator[Finding]:
     """Everything that `flashgen doctor` reports, in the order of the table."""
     yield Finding("python", "python", platform.python_version())
-    yield from (Finding("python", name, package_version(name), "pip install flashgen") for name in PACKAGES)
+    yield from (Finding("python", name, package_version(name), install()) for name in PACKAGES)
     yield examine_cache()
     yield from examine_cuda()
     yield from examine_targets()
@@ -90,10 +89,10 @@ def examine_cuda() -> Iterator[Finding]:
     from flashgen.build import nvrtc
     from flashgen.build.tools import find_tool
 
-    yield Finding("cuda", "CuPy", package_version("cupy-cuda13x", "cupy-cuda12x", "cupy"), INSTALL_CUDA)
-    yield Finding("cuda", "cuda-bindings", package_version("cuda-bindings"), INSTALL_CUDA)
+    yield Finding("cuda", "CuPy", package_version("cupy-cuda13x", "cupy-cuda12x", "cupy"), install_cuda())
+    yield Finding("cuda", "cuda-bindings", package_version("cuda-bindings"), install_cuda())
     version = ".".join(str(part) for part in nvrtc.version()) if nvrtc.is_available() else None
-    yield Finding("cuda", "NVRTC", version, INSTALL_CUDA)
+    yield Finding("cuda", "NVRTC", version, install_cuda())
     yield Finding(
         "cuda", "driver", driver_version(), "install NVIDIA's driver; without one, kernels run on the emulator"
     )
@@ -103,7 +102,7 @@ def examine_cuda() -> Iterator[Finding]:
     )
     for tool in ("nvdisasm", "cuobjdump"):
         path = find_tool(tool)
-        yield Finding("cuda", tool, str(path) if path else None, INSTALL_INSPECT)
+        yield Finding("cuda", tool, str(path) if path else None, install("inspect"))
 
 
 def examine_targets() -> Iterator[Finding]:
@@ -116,7 +115,7 @@ def examine_targets() -> Iterator[Finding]:
         runs = any(target.runs_on(*gpu.compute_capability) for gpu in gpus())
         known = name.removesuffix("a") in supported  # NVRTC lists architectures without suffixes
         found = None if not known else "compiles and runs" if runs else "compiles"
-        remedy = f"an NVRTC that knows it: {INSTALL_CUDA}" if supported else INSTALL_CUDA
+        remedy = f"an NVRTC that knows it: {install_cuda()}" if supported else install_cuda()
         yield Finding("target", name, found, remedy)
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from flashgen.errors import LaunchError
+from flashgen.remedies import install_cuda
 
 
 @cache
@@ -19,8 +20,7 @@ def cupy() -> Any:
         import cupy
     except ImportError as error:
         raise LaunchError(
-            "CuPy is needed to run on a GPU: pip install 'flashgen[cuda13]' (or [cuda12]); "
-            "emulate=True runs the same kernel on the CPU"
+            f"CuPy is needed to run on a GPU: {install_cuda()}; emulate=True runs the same kernel on the CPU"
         ) from error
     return cupy
 
