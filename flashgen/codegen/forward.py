@@ -15,7 +15,7 @@ from flashgen.codegen.variant import captures_read, variant_of
 from flashgen.language.spec import AttentionSpec
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class ForwardKernel(RenderedKernel):
     """The forward kernel: its plan, and what its launches depend on.
 

@@ -35,7 +35,7 @@ _WARPGROUP_ROWS, _WARP_ROWS, _LANE_ROWS = 64, 16, 8  # the last: from a row of a
 _GRID = "one block per multiprocessor; each takes tiles of queries until none is left"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class HopperKernel(RenderedKernel):
     """Hopper's forward kernel: its plan, and what its launches depend on.
 

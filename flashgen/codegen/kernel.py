@@ -10,9 +10,12 @@ from flashgen.codegen.targets import Target
 from flashgen.language.spec import AttentionSpec
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class RenderedKernel:
-    """A kernel's text and launch facts. `name` is for folders and reports, `entry` that of the extern "C" function."""
+    """A kernel's text and launch facts. `name` is for folders and reports, `entry` that of the extern "C" function.
+
+    Prints as one line without its text; print `source` for that.
+    """
 
     name: str
     entry: str
@@ -21,6 +24,12 @@ class RenderedKernel:
     layout: ArgumentLayout
     threads: int
     shared_bytes: int
+
+    def __repr__(self) -> str:
+        facts = (
+            f"{self.threads} threads, {self.shared_bytes} bytes of shared memory, {self.source.count(chr(10))} lines"
+        )
+        return f"<{type(self).__name__} {self.name}: {self.target.name}, {facts}>"
 
 
 def kernel_name(kind: str, target: Target, spec: AttentionSpec) -> str:

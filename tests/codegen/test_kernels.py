@@ -70,3 +70,13 @@ def test_no_name_stands_for_two_kernels(spec: fg.AttentionSpec) -> None:
     ]
     sources: dict[str, str] = {}
     assert all(sources.setdefault(kernel.name, kernel.source) == kernel.source for kernel in kernels)
+
+
+@pytest.mark.parametrize("target", ["sm_80", "sm_90a"])
+def test_a_kernel_prints_as_a_line(target: str) -> None:
+    compiled = compile(LISTED, target=target, emulate=True)
+    for kernel in compiled.kernels:
+        shown = repr(kernel)
+        assert kernel.name in shown and target in shown and f"{kernel.threads} threads" in shown
+        assert f"{len(kernel.source.splitlines())} lines" in shown and len(shown) < 200
+    assert len(repr(compiled.kernels)) < 400 and "#include" not in repr(compiled.backward_kernels)
