@@ -28,7 +28,11 @@ def full() -> Mask:
 
 
 def causal(align: str = "bottom_right") -> Mask:
-    """Keeps k <= q, after alignment."""
+    """Keeps k <= q, after alignment: by default the last query stands on the last key, as in flash-attn.
+
+    torch's `scaled_dot_product_attention(is_causal=True)` lays the first query on the first key, which is another mask
+    where len_q != len_k: causal(align="top_left").
+    """
     return trace_mask(lambda b, h, q, k: k <= _aligned(q, align), f"causal({_align_shown(align)})")
 
 
