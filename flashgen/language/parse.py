@@ -54,7 +54,7 @@ def _tree(text: Any, what: str) -> ast.expr:
     try:
         tree = ast.parse(text.strip(), mode="eval").body
     except SyntaxError as error:
-        raise _error(text.strip(), what, error.msg, (error.offset or 1) - 1) from None
+        raise _syntax_error(text.strip(), what, error) from None
     except (RecursionError, MemoryError, ValueError):
         raise SpecError(f"the {what} expression is nested too deep") from None
     level, nodes = 0, [tree]
@@ -63,6 +63,14 @@ def _tree(text: Any, what: str) -> ast.expr:
         if level > MAX_LEVELS:
             raise SpecError(f"the {what} expression is nested more than {MAX_LEVELS} levels deep")
     return tree
+
+
+def _syntax_error(text: str, what: str, error: SyntaxError) -> SpecError:
+    """Where Python stumbles behind the last character, it tells line 0 or the next one: there something is missing."""
+    offset = error.offset or 0
+    if error.lineno == 1 and 1 <= offset <= len(text):
+        return _error(text, what, error.msg, offset - 1)
+    return _error(text, what, f"the expression ends where a {what} should follow", len(text))
 
 
 def _error(text: str, what: str, problem: str, column: int) -> SpecError:
@@ -108,8 +116,14 @@ class _Parser:
     def factory(self, node: ast.Name) -> Callable[..., Any]:
         if node.id in self.known:
             return self.known[node.id]
-        if node.id in MASKS or node.id in SCORES:
-            raise self.error(node, f"{node.id} is not a {self.what}; known: {self.listed()}")
+        if node.id in SCORES:
+            raise self.error(
+                node, f"{node.id} is a score function, no mask: give it as score=, on the command line as --score"
+            )
+        if node.id in MASKS:
+            raise self.error(
+                node, f"{node.id} is a mask, no score function: give it as mask=, on the command line as SPEC"
+            )
         close = difflib.get_close_matches(node.id, self.known, n=1)
         guess = f", did you mean {close[0]}?" if close else ";"
         raise self.error(node, f"unknown {self.what} {node.id!r}{guess} known: {self.listed()}")

@@ -139,9 +139,21 @@ class AttentionSpec:
 
 
 def _dimension(value: Any, argument: str) -> int:
-    if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value % 8 or not 8 <= value <= 256:
-        raise SpecError(f"{argument}={value!r} must be a multiple of 8 from 8 to 256: pad the vectors with zeros")
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
+        raise SpecError(f"{argument}={value!r} must be an integer, a multiple of 8 from 8 to 256")
+    if not 1 <= value <= 256:
+        raise SpecError(f"{argument}={value} must be from 8 to 256: no kernel here is made for others")
+    if value % 8:
+        raise SpecError(f"{argument}={value} must be a multiple of 8: {_padded(int(value), argument)}")
     return int(value)
+
+
+def _padded(value: int, argument: str) -> str:
+    """How vectors of another length are taken all the same: zeros add nothing to q·k."""
+    larger = -(-value // 8) * 8
+    if argument == "value_dim":
+        return f"pad v with zeros to {larger}, and cut the output"
+    return f"pad q and k with zeros to {larger}, and give scale={value}**-0.5, as that of {value} elements"
 
 
 def _number(value: Any, argument: str) -> float:

@@ -175,7 +175,7 @@ def as_mask(value: Any, argument: str = "mask") -> Mask:
     if isinstance(value, Mask):
         return value
     if isinstance(value, Score):
-        raise SpecError(f"{argument}={value!r} is a score function: give it as score=")
+        raise SpecError(f"{argument}={value!r} is a score function: give it as score=, on the command line as --score")
     if isinstance(value, Traced) or not callable(value):
         raise SpecError(f"{argument}={value!r} must be a mask such as causal(), or a function f(b, h, q, k)")
     return trace_mask(value)

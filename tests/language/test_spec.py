@@ -74,8 +74,13 @@ def test_dtypes_by_every_name():
 
 @pytest.mark.parametrize(("arguments", "message"), [
     ({"head_dim": 60}, "head_dim=60 must be a multiple of 8"), ({"head_dim": 0}, "head_dim"),
-    ({"head_dim": 264}, "head_dim"),
-    ({"head_dim": 64.0}, "head_dim=64.0"), ({"head_dim": True}, "head_dim"), ({"head_dim": "64"}, "head_dim='64'"),
+    ({"head_dim": 60}, r"pad q and k with zeros to 64, and give scale=60\*\*-0.5"),
+    ({"value_dim": 20}, "pad v with zeros to 24, and cut the output"),
+    ({"head_dim": 264}, "head_dim=264 must be from 8 to 256: no kernel"),
+    ({"head_dim": -8}, "head_dim=-8 must be from 8"),
+    ({"value_dim": "64"}, "value_dim='64' must be an integer"),
+    ({"head_dim": 64.0}, "head_dim=64.0"), ({"head_dim": True}, "head_dim"),
+    ({"head_dim": "64"}, "head_dim='64' must be an integer"),
     ({"value_dim": 12}, "value_dim=12"),
     ({"dtype": "float32"}, "dtype='float32' is not supported: .*float16, bfloat16"),
     ({"dtype": None}, "dtype=None"), ({"scale": math.nan}, "scale=nan"), ({"scale": 0}, "scale=0"),
@@ -113,3 +118,22 @@ def test_constants_of_one_value_and_two_kinds_are_two_specs():
     one = fg.AttentionSpec(64, score=lambda s, b, h, q, k: s + 1)
     other = fg.AttentionSpec(64, score=lambda s, b, h, q, k: s + 1.0)
     assert one != other and one.digest != other.digest
+
+
+@pytest.mark.parametrize(("given", "told"), [("64", "integer"), (264, "256"), (0, "256")])
+def test_zeros_are_advised_only_where_they_help(given, told):
+    with pytest.raises(SpecError, match=told) as caught:
+        fg.AttentionSpec(given)
+    assert "zeros" not in str(caught.value)
+
+
+def test_padding_is_as_advised():
+    """Scores of 60 elements, from a spec of 64 with the scale that its message names."""
+    random = np.random.default_rng(0)
+    q, k, v = (random.standard_normal((1, 1, 5, 60)) for _ in range(3))
+    padded = [np.pad(array, [(0, 0)] * 3 + [(0, 4)]) for array in (q, k, v)]
+    spec = fg.AttentionSpec(64, scale=60**-0.5)
+    scores = q[0, 0] @ k[0, 0].T / 60**0.5
+    weights = np.exp(scores) / np.exp(scores).sum(1, keepdims=True)
+    found = fg.reference.attention(spec, *padded)[..., :60]
+    np.testing.assert_allclose(found[0, 0], weights @ v[0, 0], atol=1e-12)
