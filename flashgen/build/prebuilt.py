@@ -1,8 +1,9 @@
 """A folder of prebuilt kernels: what `flashgen release build` wrote, and what FLASHGEN_RELEASE names.
 
-    manifest.json         what each kernel is, its key, and the hash of each of its files
+    manifest.json         what each kernel is and how it is launched, its key, and the hash of each of its files
     <name>.cu             the emitted source
-    <name>.cubin          the machine code; absent from a release of sources alone
+    <name>.cubin          the machine code; absent from a release of sources alone, as is
+    <name>.h              its launch for C++: entry point, threads, grid, the struct of its arguments
 
 Its keys are computed with the NVRTC version that the manifest records, so a machine without NVRTC can use it.
 """
@@ -23,7 +24,8 @@ from flashgen.files import is_plain_name, read_file
 from flashgen.strict_json import parse_json
 
 MANIFEST = "manifest.json"
-MANIFEST_FORMAT = 1
+MANIFEST_FORMAT = 2  # 2 says of each kernel how it is launched; 1 is read as well
+_READ_FORMATS = (1, MANIFEST_FORMAT)
 
 
 @dataclass(frozen=True)
@@ -59,7 +61,7 @@ class PrebuiltFolder:
             ) from error
         if (
             not isinstance(manifest, dict)
-            or manifest.get("format") != MANIFEST_FORMAT
+            or manifest.get("format") not in _READ_FORMATS
             or not isinstance(manifest.get("kernels"), list)
         ):
             raise BuildError(

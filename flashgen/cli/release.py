@@ -41,8 +41,9 @@ def build(
 ) -> None:
     """Emit and compile everything that MANIFEST asks for, for any architectures, with no GPU.
 
-    The folder holds the sources, the cubins and manifest.json: the sha256 of each, its spec, target, NVRTC version and
-    resources. Name it in [cyan]FLASHGEN_RELEASE[/], and kernels are looked up there before anything is compiled.
+    The folder holds the sources, the cubins, a C++ header beside each cubin, and manifest.json: the sha256 of each, its
+    spec, target, NVRTC version, resources, and how it is launched. Name the folder in [cyan]FLASHGEN_RELEASE[/], and
+    kernels are looked up there before anything is compiled; or launch them from C++, as examples/launch_from_cpp/ does.
     """
     from flashgen import release
 

@@ -39,7 +39,7 @@ from flashgen.codegen.variant import Variant, captures_read, variant_of
 from flashgen.language.operations import Capture
 from flashgen.language.spec import AttentionSpec
 
-_PREPARE_THREADS, _PREPARE_ROWS = 256, 64
+_PREPARE_THREADS, PREPARE_ROWS = 256, 64
 _FINISH_THREADS = 256
 _CAPTURE_THREADS = 256
 
@@ -73,7 +73,7 @@ class BackwardKernels:
     @property
     def prepare_rows(self) -> int:
         """Rows that a block of `prepare` takes."""
-        return _PREPARE_ROWS
+        return PREPARE_ROWS
 
     @property
     def finish_rows(self) -> int:
@@ -109,7 +109,7 @@ def render_backward(
     queries = _queries(spec, target, queries_plan) if queries_plan else None
     finish = None if deterministic else _finish(spec, target, plan)
     return BackwardKernels(
-        _prepare(spec, target, sums=not deterministic),
+        replace(_prepare(spec, target, sums=not deterministic), plan=plan),
         _keys(spec, target, plan, deterministic),
         queries,
         finish,
@@ -144,8 +144,8 @@ def _prepare(spec: AttentionSpec, target: Target, sums: bool) -> RenderedKernel:
     fields += [Field("const float*", "d_lse", comment="or null"), Field("float*", "statistics")]
     fields += [_DQ_SUMS] if sums else []
     layout = ordered([*fields, *_strides("o", "d_o"), *_numbers("heads_q", "len_q"), _ROWS])
-    lanes = max(1 << (spec.value_dim // 8 - 1).bit_length(), _PREPARE_THREADS // _PREPARE_ROWS)
-    context = {"threads": _PREPARE_THREADS, "rows": _PREPARE_ROWS, "lanes": lanes, "deterministic": not sums}
+    lanes = max(1 << (spec.value_dim // 8 - 1).bit_length(), _PREPARE_THREADS // PREPARE_ROWS)
+    context = {"threads": _PREPARE_THREADS, "rows": PREPARE_ROWS, "lanes": lanes, "deterministic": not sums}
     return _kernel("prepare", spec, target, layout, context, _PREPARE_THREADS, 0, plain=True)
 
 
@@ -239,4 +239,4 @@ def _kernel(
     header = backward_header(shown, spec, target, context.get("plan"), shared_bytes, context["deterministic"])
     source = assemble(f"backward/{part}.cu.jinja", told | context | {"entry": entry, "header": header}, target)
     name = kernel_name(f"bwd-{part}{of and f'-{of}'}", target, spec)
-    return RenderedKernel(name, entry, source, target, layout, threads, shared_bytes)
+    return RenderedKernel(name, entry, source, target, layout, threads, shared_bytes, plan=context.get("plan"))

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 from flashgen.codegen.arguments import ArgumentLayout
 from flashgen.codegen.targets import Target
@@ -13,6 +14,8 @@ from flashgen.language.spec import AttentionSpec
 @dataclass(frozen=True, repr=False)
 class RenderedKernel:
     """A kernel's text and launch facts. `name` is for folders and reports, `entry` that of the extern "C" function.
+
+    plan: whose tiles the kernel is for, a dataclass; None where it knows of no tiles.
 
     Prints as one line without its text; print `source` for that.
     """
@@ -24,6 +27,7 @@ class RenderedKernel:
     layout: ArgumentLayout
     threads: int
     shared_bytes: int
+    plan: Any = field(kw_only=True)
 
     def __repr__(self) -> str:
         facts = (

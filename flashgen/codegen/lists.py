@@ -91,7 +91,7 @@ def render_lists(spec: AttentionSpec, target: Target, plan: Tiles, direction: Di
     context |= _names(spec, direction) | _mask(variant) | _within(spec, variant, plan)
     source = assemble("tiles/list_key_tiles.cu.jinja", context, target)
     name, threads = kernel_name(kind, target, spec), WARPS * WARP
-    return RenderedKernel(name, context["entry"], source, target, layout, threads, WARPS * 4)
+    return RenderedKernel(name, context["entry"], source, target, layout, threads, WARPS * 4, plan=plan)
 
 
 def _names(spec: AttentionSpec, direction: Direction) -> dict[str, Any]:

@@ -1,7 +1,8 @@
 """Kernels built beforehand: a release manifest -> a folder of sources, cubins and `manifest.json`; and its check.
 
 `build` needs NVRTC and no GPU, or nothing at all with `sources_only`. A folder that it wrote is used by naming it in
-FLASHGEN_RELEASE: kernels are then looked up there first, on machines without NVRTC too.
+FLASHGEN_RELEASE: kernels are then looked up there first, on machines without NVRTC too. Programs that are not Python
+find in its manifest how each kernel is launched, and beside each cubin a C++ header that says the same.
 """
 
 from flashgen.release.check import Finding, check, stale

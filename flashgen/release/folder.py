@@ -1,8 +1,7 @@
-"""Requests -> a folder of sources, cubins and `manifest.json`: the same bytes for the same requests, on any machine."""
+"""Requests -> a folder of sources, cubins, headers and `manifest.json`: the same bytes for a request anywhere."""
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -19,6 +18,8 @@ from flashgen.build.prebuilt import MANIFEST_FORMAT
 from flashgen.codegen.kernel import RenderedKernel
 from flashgen.codegen.kernels import kernels_of
 from flashgen.errors import BuildError, UnsupportedError
+from flashgen.release.launch_facts import FORMULAS, launch_facts
+from flashgen.release.launch_header import launch_header
 from flashgen.release.request import Request, read_requests
 from flashgen.release.writing import earlier_files, write_folder
 
@@ -28,10 +29,11 @@ Progress = Callable[[int, int, str], None]
 
 @dataclass(frozen=True)
 class EmittedKernel:
-    """A kernel of a release before it is compiled, with the request that it answers."""
+    """A kernel of a release before it is compiled, with the request that it answers and what is known of its launch."""
 
     request: Request
     rendered: RenderedKernel
+    launch: Mapping[str, Any]
 
     @property
     def stem(self) -> str:
@@ -65,7 +67,12 @@ def build(
     version = None if sources_only else nvrtc.version()
     files: dict[str, bytes] = {}
     kernels = [_described(kernel, entry, version, files) for kernel, entry in zip(emitted, entries, strict=True)]
-    manifest = {"format": MANIFEST_FORMAT, "nvrtc_version": list(version) if version else None, "kernels": kernels}
+    manifest = {
+        "format": MANIFEST_FORMAT,
+        "formulas": FORMULAS,
+        "nvrtc_version": list(version) if version else None,
+        "kernels": kernels,
+    }
     write_folder(out, files, manifest_text(manifest).encode(), earlier)
     return manifest
 
@@ -81,12 +88,14 @@ def emit(requests: Iterable[Request]) -> tuple[EmittedKernel, ...]:
     return tuple(kernels[stem] for stem in sorted(kernels))
 
 
-def _kernels_of(request: Request) -> tuple[EmittedKernel, ...]:
+def _kernels_of(request: Request) -> Iterator[EmittedKernel]:
     """Every kernel that calls of the spec launch, as `flashgen.attention` renders them."""
     spec, target = request.spec, request.target
     try:
-        rendered = kernels_of(spec, target, request.passes, deterministic=request.deterministic, apart=True)
-        return tuple(EmittedKernel(request, kernel) for kernel in rendered.values())
+        for name in request.passes:
+            kernels = kernels_of(spec, target, (name,), deterministic=request.deterministic, apart=True)
+            facts = launch_facts(kernels, spec)
+            yield from (EmittedKernel(request, kernel, facts[part]) for part, kernel in kernels.items())
     except UnsupportedError as error:
         raise UnsupportedError(
             f"{spec.name} for {target.name}: {error}; take it out of the release manifest, "
@@ -139,14 +148,13 @@ def _described(
         "shared_bytes": rendered.shared_bytes,
         "files": {"source": _file(f"{kernel.stem}.cu", rendered.source.encode(), files)},
     }
-    plan = getattr(rendered, "plan", None)  # kernels of tiles have one
-    if plan is not None:
-        described["plan"] = dataclasses.asdict(plan)
+    described |= kernel.launch
     if entry is not None and version is not None:
         described["key"] = kernel_key(rendered.source, architecture, nvrtc.options(architecture, version), version)
         described["nvrtc_version"] = list(version)
         described["resources"] = entry.resources.to_dict()
         described["files"]["cubin"] = _file(f"{kernel.stem}.cubin", entry.cubin, files)
+        described["files"]["header"] = _file(f"{kernel.stem}.h", launch_header(described).encode(), files)
     return described
 
 
@@ -156,13 +164,21 @@ def _file(name: str, data: bytes, files: dict[str, bytes]) -> dict[str, Any]:
 
 
 def manifest_text(manifest: Mapping[str, Any]) -> str:
-    """Canonical JSON in which every fact of a kernel stands on a line of its own, for people and for diffs."""
+    """Canonical JSON in which every fact of a kernel stands on a line of its own, for people and for diffs.
+
+    Of a list of objects, such as the members of an argument struct, each does.
+    """
 
     def compact(value: Any) -> str:
         return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
 
+    def fact(value: Any) -> str:
+        if isinstance(value, list) and value and isinstance(value[0], Mapping):
+            return "[\n" + ",\n".join(f"   {compact(each)}" for each in value) + "\n  ]"
+        return compact(value)
+
     kernels = [
-        " {\n" + ",\n".join(f"  {compact(name)}: {compact(kernel[name])}" for name in sorted(kernel)) + "\n }"
+        " {\n" + ",\n".join(f"  {compact(name)}: {fact(kernel[name])}" for name in sorted(kernel)) + "\n }"
         for kernel in manifest["kernels"]
     ]
     rest = [f"{compact(name)}: {compact(manifest[name])}" for name in sorted(manifest) if name != "kernels"]

@@ -13,6 +13,7 @@ import pytest
 import flashgen
 from flashgen import release
 from flashgen.build import KernelCache, nvrtc
+from flashgen.build.prebuilt import PrebuiltFolder
 from flashgen.build.resources import Resources
 from flashgen.codegen.forward import render_forward
 from flashgen.codegen.targets import target_named
@@ -102,8 +103,25 @@ def test_a_build_goes_on_where_it_stopped(tmp_path: Path, compiled: list[str]) -
 def test_a_folder_is_brought_up_to_date(tmp_path: Path, compiled: list[str]) -> None:
     release.build(manifest(tmp_path, TWO), tmp_path / "out")
     release.build(manifest(tmp_path, ONE), tmp_path / "out")
-    assert len(content(tmp_path / "out")) == 3
+    assert sorted(Path(name).suffix for name in content(tmp_path / "out")) == [".cu", ".cubin", ".h", ".json"]
     assert release.check(tmp_path / "out") == []
+
+
+def test_a_folder_of_the_first_format_is_read_and_brought_up_to_date(tmp_path: Path, compiled: list[str]) -> None:
+    """It said nothing of launches."""
+    out = tmp_path / "out"
+    written = json.loads(json.dumps(release.build(manifest(tmp_path, ONE), out)))
+    (out / f"{written['kernels'][0]['name']}.h").unlink()
+    for kernel in written["kernels"]:
+        for name in ("part", "grid", "arguments", "argument_bytes"):
+            del kernel[name]
+        del kernel["files"]["header"]
+    del written["formulas"]
+    (out / "manifest.json").write_text(json.dumps(written | {"format": 1}))
+    assert release.check(out) == []
+    assert PrebuiltFolder.open(out).find(render_forward(CAUSAL, target_named("sm_80")).source, "sm_80") is not None
+    assert release.build(manifest(tmp_path, ONE), out)["format"] == 2
+    assert release.check(out) == [] and (out / f"{written['kernels'][0]['name']}.h").exists()
 
 
 def test_somebody_elses_folder_is_refused(tmp_path: Path) -> None:

@@ -1,0 +1,45 @@
+"""A kernel's part of a release manifest -> a C++ header with all that a program needs to launch its cubin."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from flashgen.codegen.environment import environment
+from flashgen.release.launch_facts import SIZES
+
+_IDENTIFIER = re.compile(r"[A-Za-z_]\w*")
+
+
+def launch_header(kernel: Mapping[str, Any]) -> str:
+    """The text of the header of a kernel with a cubin, as the manifest describes it. It includes nothing of CUDA."""
+    members = kernel["arguments"]
+    formulas = " ".join([*kernel["grid"].values(), *(" ".join(_formulas(member)) for member in members)])
+    used = set(_IDENTIFIER.findall(formulas))
+    sizes = ("count",) if "count" in used else SIZES
+    return (
+        environment()
+        .get_template("release/launch.h.jinja")
+        .render(
+            kernel=kernel,
+            name=struct_name(kernel["name"]),
+            cubin=kernel["files"]["cubin"]["path"],
+            dtype=kernel["spec"]["dtype"],
+            types={member["type"].removeprefix("const ").rstrip("*") for member in members},
+            sizes=[*sizes, *(["multiprocessors"] if "multiprocessors" in used else [])],
+            members=[{"array": f"[{member['count']}]" if "count" in member else "", **member} for member in members],
+            assigned=[(member["name"], member["type"], _formulas(member)) for member in members if "value" in member],
+            alignment=64 if kernel.get("maps") else 8,
+        )
+    )
+
+
+def struct_name(name: str) -> str:
+    """The C++ name of a kernel: `fwd_sm80_bf16_d64_causal_1a2b3c4d`."""
+    return re.sub(r"\W", "_", name)
+
+
+def _formulas(member: Mapping[str, Any]) -> list[str]:
+    value = member.get("value", [])
+    return [value] if isinstance(value, str) else list(value)
