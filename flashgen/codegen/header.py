@@ -15,7 +15,7 @@ class Plan(Protocol):
     def summary(self, spec: AttentionSpec) -> str: ...
 
 
-_BLOCK_PER_TILE = "one block per (tile of queries, head, batch), in one dimension"
+_BLOCK_PER_TILE = "one block per (tile of queries, head, batch), along x, y and z"
 
 
 def header(
