@@ -9,7 +9,7 @@
 // FLOPs    512 * batch * heads_q * len_q * len_k * (share of tiles visited)
 // HBM      2 * batch * (heads_q * len_q * 256 + heads_kv * len_k * 256) bytes, at least; + 4 * batch * heads_q * len_q for the LSE
 //
-// Grid: one block per (tile of queries, head, batch), in one dimension. Made by
+// Grid: one block per (tile of queries, head, batch), along x, y and z. Made by
 //   flashgen show --target sm_80 '{"dropout":0.0,"dtype":"bfloat16","head_dim":128,"layout":"bhsd","mask":{"expression":["LessEqual","k",["Add","q",["Sub","len_k","len_q"]]],"name":"causal()"},"scale":0.08838834764831843,"score":null,"value_dim":128,"version":1}'
 
 using Element = unsigned short;   // the bits of a bfloat16

@@ -9,7 +9,7 @@
 // FLOPs    256 * batch * heads_q * len_q * len_k * (share of tiles visited)
 // HBM      2 * batch * (heads_q * len_q * 128 + heads_kv * len_k * 128) bytes, at least; + 4 * batch * heads_q * len_q for the LSE
 //
-// Grid: one block per (tile of queries, head, batch), in one dimension. Made by
+// Grid: one block per (tile of queries, head, batch), along x, y and z. Made by
 //   flashgen show --target sm_80 '{"dropout":0.0,"dtype":"float16","head_dim":64,"layout":"bhsd","mask":{"expression":["And",["LessEqual","k",["Add","q",["Sub","len_k","len_q"]]],["Equal",["Load",{"capture":"ids","dtype":"int32","grad":false,"ndim":1},"q"],["Load",{"capture":"ids","dtype":"int32","grad":false,"ndim":1},"k"]]],"name":"causal() & document('"'"'ids'"'"')"},"scale":0.125,"score":null,"value_dim":64,"version":1}'
 
 using Element = unsigned short;   // the bits of a float16

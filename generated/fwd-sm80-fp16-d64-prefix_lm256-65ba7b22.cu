@@ -9,7 +9,7 @@
 // FLOPs    256 * batch * heads_q * len_q * len_k * (share of tiles visited)
 // HBM      2 * batch * (heads_q * len_q * 128 + heads_kv * len_k * 128) bytes, at least; + 4 * batch * heads_q * len_q for the LSE
 //
-// Grid: one block per (tile of queries, head, batch), in one dimension. Made by
+// Grid: one block per (tile of queries, head, batch), along x, y and z. Made by
 //   flashgen show --target sm_80 '{"dropout":0.0,"dtype":"float16","head_dim":64,"layout":"bhsd","mask":{"expression":["Or",["Less","k",256],["LessEqual","k",["Add","q",["Sub","len_k","len_q"]]]],"name":"prefix_lm(256)"},"scale":0.125,"score":null,"value_dim":64,"version":1}'
 
 using Element = unsigned short;   // the bits of a float16
