@@ -94,6 +94,12 @@ def _empty_cupy(shape: tuple[int, ...], dtype: str, _like: Any) -> Any:
     return _cupy().empty(shape, numpy_dtype(dtype))
 
 
+def _empty_on_legacy_stream(shape: tuple[int, ...], dtype: str, like: Any) -> Any:
+    """Memory that is given back is CuPy's to reuse in the order of the stream that was current when it was taken."""
+    with _cupy().cuda.Stream.null:
+        return _empty_cupy(shape, dtype, like)
+
+
 @cache
 def _torch_dtype(name: str) -> Any:
     import torch
@@ -148,20 +154,21 @@ TORCH = Library(
 )
 
 
-def _through_cupy(name: str, stream: Callable[[Any], int]) -> Library:
+def _through_cupy(name: str, stream: Callable[[Any], int], empty: Callable[..., Any]) -> Library:
     """A library whose arrays are looked at through CuPy, and that gets its outputs from there."""
 
     def signature(array: Any) -> Any:
         view = _view_interface(array, "an array")
         return view.shape, view.strides, view.dtype, view.device
 
-    return Library(
-        name, lambda array: _view_interface(array, "an array").pointer, signature, _view_interface, _empty_cupy, stream
-    )
+    def pointer(array: Any) -> int:
+        return _view_interface(array, "an array").pointer
+
+    return Library(name, pointer, signature, _view_interface, empty, stream)
 
 
-JAX = _through_cupy("jax", lambda _like: 0)  # JAX's arrays are ready on the legacy stream
-OTHER = _through_cupy("other", _stream_cupy)
+JAX = _through_cupy("jax", lambda _like: 0, _empty_on_legacy_stream)  # where JAX's arrays are ready
+OTHER = _through_cupy("other", _stream_cupy, _empty_cupy)
 
 _BY_MODULE = {"numpy": NUMPY, "cupy": CUPY, "torch": TORCH, "jaxlib": JAX, "jax": JAX}
 _BY_TYPE: dict[type, Library] = {}
