@@ -34,10 +34,11 @@ if TYPE_CHECKING:
 class Attention:
     """A spec compiled for a target: call it with q, k and v; `backward` and `vjp` give gradients.
 
+    Many threads may call one at once, on one stream or several; Python without a global lock is not promised.
+
     Attributes: `spec`, `target`, `engine` (where it runs), `source` (the CUDA), `plan`, `resources`, `edited`,
-    `deterministic`
-    (whether gradients are bitwise equal from run to run), and of the backward pass, rendered when it is first asked
-    for, `backward_kernels` and `backward_plan`.
+    `deterministic` (whether gradients are bitwise equal from run to run), and of the backward pass, rendered when it is
+    first asked for, `backward_kernels` and `backward_plan`.
     """
 
     def __init__(
@@ -205,7 +206,8 @@ class Attention:
         """The tiles that calls of these lengths visit, listed once: `attention(q, k, v, tile_lists=lists, ...)`.
 
         Of use where several calls, or the layers of a model, share a mask: by itself a call makes its lists anew, or,
-        if the mask reads no capture, remembers them by lengths. Not for a stream that is being captured.
+        if the mask reads no capture, remembers them by lengths. Not for a stream that is being captured. Where calls on
+        another stream than the current one use them, keep them until those are done, as any array.
 
         Args:
             len_q: queries. len_k: keys; None for as many.
