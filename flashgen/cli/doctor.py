@@ -97,12 +97,21 @@ def examine_cuda() -> Iterator[Finding]:
         "cuda", "driver", driver_version(), "install NVIDIA's driver; without one, kernels run on the emulator"
     )
     described = [f"{gpu.name} ({gpu.architecture}, {gpu.memory / 2**30:.0f} GiB)" for gpu in gpus()]
-    yield Finding(
-        "cuda", "GPU", ", ".join(described) or None, "none is needed: kernels compile and run on the emulator"
-    )
+    yield Finding("cuda", "GPU", ", ".join(described) or None, gpu_remedy())
     for tool in ("nvdisasm", "cuobjdump"):
         path = find_tool(tool)
         yield Finding("cuda", tool, str(path) if path else None, install("inspect"))
+
+
+def gpu_remedy() -> str:
+    """Why no GPU is seen, as far as that can be told: CuPy of CUDA 13 sees none with a driver of CUDA 12."""
+    driver = driver_version()
+    if driver and package_version("cupy-cuda13x") and int(driver.partition(".")[0]) < 13:
+        return (
+            f"the driver runs CUDA {driver} and CuPy is of CUDA 13: update it to 580 or newer, or "
+            f"pip uninstall cupy-cuda13x && {install('cuda12')}"
+        )
+    return "none is needed: kernels compile and run on the emulator"
 
 
 def examine_targets() -> Iterator[Finding]:

@@ -480,6 +480,26 @@ def test_doctor_knows_which_targets_run_here(
     assert found["sm_90a"] is not None
 
 
+@pytest.mark.parametrize(
+    ("driver", "cupy", "said"),
+    [
+        ("12.8", "cupy-cuda13x", "the driver runs CUDA 12.8 and CuPy is of CUDA 13"),
+        ("13.0", "cupy-cuda13x", "none is needed"),
+        ("12.8", "cupy-cuda12x", "none is needed"),
+        (None, "cupy-cuda13x", "none is needed"),
+    ],
+)
+def test_doctor_sees_a_driver_that_is_too_old(
+    driver: str | None, cupy: str, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor, "gpus", tuple)
+    monkeypatch.setattr(doctor, "driver_version", lambda: driver)
+    monkeypatch.setattr(doctor, "package_version", lambda *names: "14.0" if cupy in names else None)
+    found = {finding.name: finding for finding in doctor.examine_cuda()}
+    assert not found["GPU"].ok and found["GPU"].remedy.startswith(said)
+    assert ("[cuda12]'" in found["GPU"].remedy) == said.startswith("the driver")
+
+
 @pytest.mark.skipif(bool(gpus()), reason="there is a GPU")
 def test_bench_needs_a_gpu() -> None:
     for arguments in ((), ("causal()",), ("--variants",), ("speed",), ("gqa",), ("paper",), ("host",)):
