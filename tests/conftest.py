@@ -43,7 +43,7 @@ def why_no_gpu() -> str | None:
     try:
         import cupy
     except ImportError as error:
-        return f"CuPy is not installed ({error}); pip install 'flashgen[cuda13]'"
+        return f"CuPy is not installed ({error}); pip install '.[cuda13]'"
     try:
         return None if cupy.cuda.runtime.getDeviceCount() > 0 else "no CUDA GPU is visible"
     except cupy.cuda.runtime.CUDARuntimeError as error:

@@ -26,9 +26,7 @@ from flashgen.errors import BuildError, LaunchError, UnsupportedError
 from flashgen.runtime import gpu
 from flashgen.verify import Case, Shape, learned, verify
 
-needs_nvrtc = pytest.mark.skipif(
-    not nvrtc.is_available(), reason="needs CuPy and NVRTC: pip install 'flashgen[cuda13]'"
-)
+needs_nvrtc = pytest.mark.skipif(not nvrtc.is_available(), reason="needs CuPy and NVRTC: pip install '.[cuda13]'")
 SPEC = fg.AttentionSpec(64, mask=fg.causal())
 LISTED = fg.AttentionSpec(40, "bfloat16", value_dim=72, mask=fg.causal() & fg.document("ids"))
 LEARNED = fg.AttentionSpec(64, mask=fg.causal(), score=learned(fg.alibi("slopes")), dropout=0.1)

@@ -46,7 +46,7 @@ def test_killed_builders_leave_whole_entries_or_none(tmp_path: Path) -> None:
     assert list(root.iterdir()) == []
 
 
-@pytest.mark.skipif(not nvrtc.is_available(), reason="needs CuPy and NVRTC: pip install 'flashgen[cuda13]'")
+@pytest.mark.skipif(not nvrtc.is_available(), reason="needs CuPy and NVRTC: pip install '.[cuda13]'")
 def test_killed_compilers_leave_whole_kernels_or_none(tmp_path: Path) -> None:
     out, errors = start("kill_compilers", tmp_path / "cache", 20).communicate(timeout=120)
     assert errors == ""

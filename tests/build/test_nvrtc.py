@@ -22,12 +22,10 @@ SOURCE = """extern "C" __global__ void shift(float* values, int count) {
 """
 ARCHITECTURES = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_90a", "sm_120")
 
-needs_nvrtc = pytest.mark.skipif(
-    not nvrtc.is_available(), reason="needs CuPy and NVRTC: pip install 'flashgen[cuda13]'"
-)
+needs_nvrtc = pytest.mark.skipif(not nvrtc.is_available(), reason="needs CuPy and NVRTC: pip install '.[cuda13]'")
 needs_disassembler = pytest.mark.skipif(
     not (tools.find_tool("nvdisasm") or tools.find_tool("cuobjdump")),
-    reason="needs nvdisasm or cuobjdump: pip install 'flashgen[inspect]'",
+    reason="needs nvdisasm or cuobjdump: pip install '.[inspect]'",
 )
 
 

@@ -27,7 +27,7 @@ from flashgen.errors import SpecError
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "minilm_qkv.npz"
 COMMANDS = ("demo", "run", "show", "verify", "bench", "doctor")
-needs_nvrtc = pytest.mark.skipif(not nvrtc.is_available(), reason="needs NVRTC: pip install 'flashgen[cuda13]'")
+needs_nvrtc = pytest.mark.skipif(not nvrtc.is_available(), reason="needs NVRTC: pip install '.[cuda13]'")
 
 
 def invoke(*arguments: object, expect: int = 0, input: str | None = None) -> Result:
@@ -192,7 +192,7 @@ def test_show_what_the_backward_compiles_to_and_costs() -> None:
 
 @needs_nvrtc
 def test_show_machine_instructions() -> None:
-    pytest.importorskip("nvidia", reason="needs nvdisasm: pip install 'flashgen[inspect]'")
+    pytest.importorskip("nvidia", reason="needs nvdisasm: pip install '.[inspect]'")
     assert "HMMA" in invoke("show", "causal()", "--target", "sm_80", "--what", "sass").stdout
 
 

@@ -20,7 +20,7 @@ MODES = (False, True)
 MOST_SPILLED = 96  # bytes of a thread, of head dims up to 128: once a step, to memory that is near
 MOST_SPILLED_OF_LARGE = 192
 
-pytestmark = pytest.mark.skipif(not nvrtc.is_available(), reason="needs CuPy and NVRTC: pip install 'flashgen[cuda13]'")
+pytestmark = pytest.mark.skipif(not nvrtc.is_available(), reason="needs CuPy and NVRTC: pip install '.[cuda13]'")
 
 
 def parts(spec: AttentionSpec, target: str, deterministic: bool) -> dict[str, RenderedKernel]:

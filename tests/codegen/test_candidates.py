@@ -95,7 +95,7 @@ def test_what_a_target_cannot_run_is_refused() -> None:
         candidates(AttentionSpec(64, "bfloat16"), TARGETS["sm_75"], LONG)
 
 
-@pytest.mark.skipif(not nvrtc.is_available(), reason="needs CuPy and NVRTC: pip install 'flashgen[cuda13]'")
+@pytest.mark.skipif(not nvrtc.is_available(), reason="needs CuPy and NVRTC: pip install '.[cuda13]'")
 def test_the_first_candidates_do_not_spill() -> None:
     """The estimate of registers, where it matters: most of a list must not be thrown away."""
     spec = AttentionSpec(64, "bfloat16")

@@ -18,7 +18,7 @@ from flashgen.verify.variants import DTYPES, Variant, near_or_global, spec_of
 
 ISSUE_TARGETS = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_120")
 
-pytestmark = pytest.mark.skipif(not nvrtc.is_available(), reason="needs CuPy and NVRTC: pip install 'flashgen[cuda13]'")
+pytestmark = pytest.mark.skipif(not nvrtc.is_available(), reason="needs CuPy and NVRTC: pip install '.[cuda13]'")
 
 
 def kernels_of(spec: AttentionSpec, target: Target) -> list[RenderedKernel]:

@@ -258,7 +258,7 @@ def test_they_compute_what_numpy_says(name: str) -> None:
         np.testing.assert_allclose(found[key], reference, rtol=2e-5, atol=2e-5, err_msg=key)
 
 
-@pytest.mark.skipif(not nvrtc.is_available(), reason="needs CuPy and NVRTC: pip install 'flashgen[cuda13]'")
+@pytest.mark.skipif(not nvrtc.is_available(), reason="needs CuPy and NVRTC: pip install '.[cuda13]'")
 @pytest.mark.parametrize("name", SCORES)
 def test_they_compile(name: str) -> None:
     source, _ = source_of(fg.AttentionSpec(64, scale=SCALE, score=SCORES[name]))

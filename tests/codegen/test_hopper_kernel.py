@@ -23,9 +23,7 @@ from flashgen.verify import variants
 from flashgen.verify.variants import Variant, spec_of
 
 SM_90A = target_named("sm_90a")
-needs_nvrtc = pytest.mark.skipif(
-    not nvrtc.is_available(), reason="needs CuPy and NVRTC: pip install 'flashgen[cuda13]'"
-)
+needs_nvrtc = pytest.mark.skipif(not nvrtc.is_available(), reason="needs CuPy and NVRTC: pip install '.[cuda13]'")
 
 DIMS = (128, 64, 256, 40, 96, 192, 8, 160, 72, 80, 224)
 MOST_LINES = 400  # with all comments, the header and what is the variant's; without the primitives

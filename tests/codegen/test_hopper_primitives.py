@@ -13,7 +13,7 @@ from flashgen.codegen.environment import environment, primitives_for, tidy
 from flashgen.codegen.targets import target_named
 from flashgen.errors import BuildError
 
-pytestmark = pytest.mark.skipif(not nvrtc.is_available(), reason="needs CuPy and NVRTC: pip install 'flashgen[cuda13]'")
+pytestmark = pytest.mark.skipif(not nvrtc.is_available(), reason="needs CuPy and NVRTC: pip install '.[cuda13]'")
 
 MAP = "struct alignas(64) TensorMap { unsigned long long words[16]; };"
 STRUCT = "struct Arguments { TensorMap map; float* out; unsigned barrier, bytes; };"

@@ -28,9 +28,7 @@ DROPPED = replace(CAUSAL, dropout=0.1)
 BY_HEAD = replace(CAUSAL, mask=fg.block_sparse(fg.Tensor("layout", "bool", 4), 64, 64))
 DOCUMENT = replace(CAUSAL, mask=fg.document("ids"))
 PLAN = HopperPlan(2, 128)
-needs_nvrtc = pytest.mark.skipif(
-    not nvrtc.is_available(), reason="needs CuPy and NVRTC: pip install 'flashgen[cuda13]'"
-)
+needs_nvrtc = pytest.mark.skipif(not nvrtc.is_available(), reason="needs CuPy and NVRTC: pip install '.[cuda13]'")
 
 
 def chosen(spec: AttentionSpec, batch: int, heads: int, heads_kv: int, len_q: int, len_k: int) -> int:

@@ -51,7 +51,7 @@ def test_the_hardware_does_what_the_emulator_does(kind: str, case: str) -> None:
     assert done.returncode == 0, done.stdout[-6000:]
 
 
-@pytest.mark.skipif(not nvrtc.is_available(), reason="needs CuPy and NVRTC: pip install 'flashgen[cuda13]'")
+@pytest.mark.skipif(not nvrtc.is_available(), reason="needs CuPy and NVRTC: pip install '.[cuda13]'")
 def test_the_kernels_compile_for_a_gpu() -> None:
     texts = {"load_box": kernel_source("boxes.cu", {"kBoxBytes": 1024}), "exchange": kernel_source("exchanges.cu", {})}
     texts |= {kernel.name: kernel.source for kernel in (Pipeline(), WrittenOperands())}

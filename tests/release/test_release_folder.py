@@ -24,9 +24,7 @@ TWO = "[[kernels]]\nmask = ['causal()', 'full()']\nhead_dim = 64\ntarget = 'sm_8
 ONE = "[[kernels]]\nmask = 'causal()'\nhead_dim = 64\ntarget = 'sm_80'\n"
 CAUSAL = AttentionSpec(head_dim=64, mask=causal())
 
-needs_nvrtc = pytest.mark.skipif(
-    not nvrtc.is_available(), reason="needs CuPy and NVRTC: pip install 'flashgen[cuda13]'"
-)
+needs_nvrtc = pytest.mark.skipif(not nvrtc.is_available(), reason="needs CuPy and NVRTC: pip install '.[cuda13]'")
 
 
 @pytest.fixture
