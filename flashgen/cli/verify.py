@@ -76,11 +76,12 @@ def verify(
 
     Without SPEC: every named mask and score, at several head dims and lengths, in both dtypes. A kernel passes where
     its largest error is at most twice that of standard attention computed in the input dtype, plus 1e-5, and its LSE
-    is within 1e-3. The backward by the same rule, for dq, dk, dv and the gradient of each capture that has one; the
-    table shows the worst of them, and a gradient of few numbers is judged together with those of the seeds that follow.
-    With --deterministic each run must also give the bits of the first. A name in your file may be a
-    [cyan]flashgen.verify.Variant[/], which makes its own captures. It runs on this machine's GPU, or, saying so, on the
-    emulator where there is none. --source runs what [cyan]flashgen show SPEC --output DIR/[/] wrote and you edited.
+    is within 1e-3, or 2^-20 of its magnitude. The backward by the same rule, for dq, dk, dv and the gradient of each
+    capture that has one; the table shows the worst of them, and a gradient of few numbers is judged together with
+    those of the seeds that follow. With --deterministic each run must also give the bits of the first. A name in your
+    file may be a [cyan]flashgen.verify.Variant[/], which makes its own captures. It runs on this machine's GPU, or,
+    saying so, on the emulator where there is none. --source runs what [cyan]flashgen show SPEC --output DIR/[/] wrote
+    and you edited.
     """
     from flashgen.cli.machine import engine_text, gpus
     from flashgen.verify import verify as verify_cases

@@ -22,6 +22,7 @@ from flashgen.language.rules import FLOAT32_MAX
 from flashgen.language.spec import AttentionSpec
 
 LOG2_E = math.log2(math.e)
+_MOST_OFFSET = 2.0**24  # which float32 rounds by less than 1
 _SUFFIXES = {"float16": "f16", "bfloat16": "bf16"}
 
 
@@ -73,6 +74,7 @@ def common_context(
         "head_padded": padded(spec.head_dim),
         "value_padded": padded(spec.value_dim),
         "scale_log2": spec.scale * LOG2_E,
+        "most_reference": min(_MOST_OFFSET / (LOG2_E if spec.score else spec.scale * LOG2_E), FLOAT32_MAX),
         "keep_threshold": spec.keep_threshold,
         "keep_scale": 256 / spec.keep_threshold,
         "masked": variant.mask is not None,

@@ -13,7 +13,6 @@ import pytest
 import flashgen as fg
 from flashgen import attention, reference
 from flashgen.attention.callable import Attention
-from flashgen.attention.compiling import _compiled
 from flashgen.attention.edit_matching import Emitted, edits_of
 from flashgen.attention.engines import Emulator
 from flashgen.attention.given_sources import texts_of
@@ -143,7 +142,6 @@ def test_each_text_is_a_callable_of_its_own() -> None:
     edited = emulated(source=text)
     assert emulated(source=text) is edited and emulated(source=text + "\n") is not edited
     assert emulated() is not edited and emulated().source != text
-    assert _compiled.cache_info().hits > 0
 
 
 @pytest.mark.parametrize("spec", [CAUSAL, LISTED, fg.AttentionSpec(64, score=fg.alibi("slopes"), dropout=0.1)])

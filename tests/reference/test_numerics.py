@@ -64,13 +64,23 @@ def test_lse(lse, ok, error):
     assert verdict.lse_error == pytest.approx(error, nan_ok=True)
 
 
+@pytest.mark.parametrize(("lse", "ok"), [([1e6 + 0.9, 3.0], True), ([1e6 + 1.1, 3.0], False), ([1e6, 3.0011], False)])
+def test_a_large_lse_may_be_off_by_what_float32_rounds(lse, ok):
+    """2^-20 of 1e6 is 0.95, of which a small one beside it gets nothing."""
+    verdict = judge(REF, REF, LOW, lse, [1e6, 3.0])
+    assert verdict.ok is ok
+    assert verdict.lse_bound == pytest.approx(1e-3 if lse[1] > 3 else 1e6 / 2**20)
+
+
 def test_a_bad_output_fails_with_a_good_lse():
     assert not judge(REF + 1, REF, LOW, LSE, LSE).ok
 
 
 def test_empty_arrays_pass():
     empty = np.empty((2, 0, 8))
-    assert judge(empty, empty, empty, np.empty((2, 0)), np.empty((2, 0))) == Verdict(0.0, 1e-5, 0.0, True)
+    assert judge(empty, empty, empty, np.empty((2, 0)), np.empty((2, 0))) == Verdict(
+        0.0, 1e-5, 0.0, True, lse_bound=1e-3
+    )
 
 
 def test_sixteen_bit_outputs_are_compared_in_float64():
