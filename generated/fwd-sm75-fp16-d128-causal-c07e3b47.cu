@@ -50,6 +50,7 @@ constexpr int kKeyTiles = kTileK / 8;          // 8-column mma tiles of scores
 constexpr int kValueTiles = kValueDimPadded / 8;
 constexpr float kScoreToLog2 = 0.127517432f;   // scale * log2(e): probabilities are powers of 2
 constexpr float kRescaleThreshold = 8.0f;      // in log2: the reference of a row may lag its maximum by this much
+constexpr float kMostReference = 131568024.0f;   // whose product with kScoreToLog2 is less than 2^24
 
 // Shared memory, in bytes: Q, then one tile of K and V. The output takes it over at the end.
 constexpr int kQueryBytes = kTileQ * kHeadDimPadded * 2;
@@ -351,7 +352,51 @@ __device__ __forceinline__ void cut_scores(float (&scores)[kRowTiles][kKeyTiles]
 // A row's running state: the reference that its probabilities are relative to, and this lane's share of their sum.
 struct RowState {
   float reference = minus_infinity(), sum = 0.0f;
+
+  // Whether the product with kScoreToLog2 will do as an offset of powers of 2: rounded by less than 1, and not infinite
+  // as in a row that has seen no key yet.
+  __device__ __forceinline__ bool has_offset() const { return fabsf(reference) < kMostReference; }
+
+  // Raises the reference: by what factor sum and output shrink. A row that has seen no key yet has nothing to rescale;
+  // -inf - -inf would be NaN.
+  __device__ __forceinline__ float raise_to(float maximum) {
+    const float old = reference;
+    reference = fmaxf(old, maximum);
+    const float shrink = reference == minus_infinity() ? 1.0f : exp2_approx((old - reference) * kScoreToLog2);
+    sum *= shrink;
+    return shrink;
+  }
 };
+
+__device__ __forceinline__ bool all_have_offsets(const RowState (&rows)[kRowTiles][2]) {
+  bool all = true;
+#pragma unroll
+  for (int i = 0; i < kRowTiles; ++i) all = all && rows[i][0].has_offset() && rows[i][1].has_offset();
+  return all;
+}
+
+// Powers of 2 of the scores, relative to the rows' references, which they are added to the sums of. By offsets that takes
+// one operation before each; where a row has none, its reference is taken from the scores themselves, which is exact.
+template <bool kByOffsets>
+__device__ __forceinline__ void exponentiate(float (&scores)[kRowTiles][kKeyTiles][4], RowState (&rows)[kRowTiles][2]) {
+#pragma unroll
+  for (int i = 0; i < kRowTiles; ++i) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const float reference = kByOffsets || rows[i][r].reference > minus_infinity() ? rows[i][r].reference : 0.0f;
+      const float offset = -reference * kScoreToLog2;
+#pragma unroll
+      for (int j = 0; j < kKeyTiles; ++j) {
+#pragma unroll
+        for (int e = 2 * r; e < 2 * r + 2; ++e) {
+          const float score = scores[i][j][e];
+          scores[i][j][e] = exp2_approx(kByOffsets ? fmaf(score, kScoreToLog2, offset) : (score - reference) * kScoreToLog2);
+        }
+        rows[i][r].sum += scores[i][j][2 * r] + scores[i][j][2 * r + 1];
+      }
+    }
+  }
+}
 
 // Turns a tile of scores into probabilities relative to the row's reference, and adds them to the row's sum. Output
 // and sum are rescaled only when some row of the warp has outgrown its reference by 2^kRescaleThreshold.
@@ -378,11 +423,7 @@ __device__ __forceinline__ void online_softmax(float (&scores)[kRowTiles][kKeyTi
     for (int i = 0; i < kRowTiles; ++i) {
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        const float reference = fmaxf(rows[i][r].reference, maximum[i][r]);
-        // A row that has seen no key yet has nothing to rescale; -inf - -inf would be NaN.
-        const float shrink = reference == minus_infinity() ? 1.0f
-                             : exp2_approx((rows[i][r].reference - reference) * kScoreToLog2);
-        rows[i][r] = {reference, rows[i][r].sum * shrink};
+        const float shrink = rows[i][r].raise_to(maximum[i][r]);
 #pragma unroll
         for (int j = 0; j < kValueTiles; ++j) {
           output[i][j][2 * r] *= shrink;
@@ -391,22 +432,12 @@ __device__ __forceinline__ void online_softmax(float (&scores)[kRowTiles][kKeyTi
       }
     }
   }
-#pragma unroll
-  for (int i = 0; i < kRowTiles; ++i) {
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const float offset = rows[i][r].reference == minus_infinity() ? 0.0f : rows[i][r].reference * kScoreToLog2;
-#pragma unroll
-      for (int j = 0; j < kKeyTiles; ++j) {
-        scores[i][j][2 * r] = exp2_approx(scores[i][j][2 * r] * kScoreToLog2 - offset);
-        scores[i][j][2 * r + 1] = exp2_approx(scores[i][j][2 * r + 1] * kScoreToLog2 - offset);
-        rows[i][r].sum += scores[i][j][2 * r] + scores[i][j][2 * r + 1];
-      }
-    }
-  }
+  if (__all_sync(0xffffffffu, all_have_offsets(rows))) exponentiate<true>(scores, rows);
+  else exponentiate<false>(scores, rows);
 }
 
-// Divides by the row sums, rounds, and lays this warp's rows of the output into shared memory.
+// Divides by the row sums, rounds, and lays this warp's rows of the output into shared memory. Rows with nothing to
+// attend to are 0 whatever V holds.
 __device__ __forceinline__ void stage_output(const float (&output)[kRowTiles][kValueTiles][4],
                                              RowState (&rows)[kRowTiles][2], int warp_row) {
   const int lane = threadIdx.x % 32;
@@ -415,12 +446,13 @@ __device__ __forceinline__ void stage_output(const float (&output)[kRowTiles][kV
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       rows[i][r].sum = quad_sum(rows[i][r].sum);
-      const float normalise = rows[i][r].sum == 0.0f ? 0.0f : 1.0f / rows[i][r].sum;
+      const float normalise = 1.0f / rows[i][r].sum;
 #pragma unroll
       for (int j = 0; j < kValueTiles; ++j) {
         const int row = warp_row + i * 16 + r * 8 + lane / 4;
+        const unsigned pair = pack_f16(output[i][j][2 * r] * normalise, output[i][j][2 * r + 1] * normalise);
         *reinterpret_cast<unsigned*>(shared_memory + tile_offset<kValueDimPadded / 8>(row, j) + lane % 4 * 4) =
-            pack_f16(output[i][j][2 * r] * normalise, output[i][j][2 * r + 1] * normalise);
+            rows[i][r].sum == 0.0f ? 0 : pair;
       }
     }
   }

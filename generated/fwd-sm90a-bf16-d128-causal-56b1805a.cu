@@ -48,6 +48,7 @@ constexpr int kTileK = 80;   // keys of a step
 constexpr int kStages = 2;   // tiles of K, and of V, that shared memory holds at once
 constexpr float kScoreToLog2 = 0.127517432f;   // scale * log2(e): probabilities are powers of 2
 constexpr float kMostSum = 256.0f;   // of a lane's probabilities of a row, whose reference lags its maximum until then
+constexpr float kMostReference = 131568024.0f;   // whose product with kScoreToLog2 is less than 2^24
 
 // Shared memory, in bytes: by warpgroup Q, and the output; the stages of K, of V; the barriers. A tile is panels of
 // columns side by side, as wide as TMA swizzles them: 16-byte chunks of a row exchanged within a panel.
@@ -557,69 +558,93 @@ __device__ __forceinline__ void finish_scores(float (&scores)[kTileK / 2], const
 struct RowState {
   float reference = minus_infinity(), sum = 0.0f;
 
-  // Of a score's power of 2.
-  __device__ __forceinline__ float offset() const { return reference == minus_infinity() ? 0.0f : -reference * kScoreToLog2; }
+  // Of a score's power of 2: of use where it is rounded by less than 1, and not infinite as in a row that has seen no
+  // key yet.
+  __device__ __forceinline__ float offset() const { return -reference * kScoreToLog2; }
+  __device__ __forceinline__ bool has_offset() const { return fabsf(reference) < kMostReference; }
+
+  // Raises the reference: by what factor sum and output shrink. A row that has seen no key yet has nothing to rescale;
+  // -inf - -inf would be NaN.
+  __device__ __forceinline__ float raise_to(float maximum) {
+    const float old = reference;
+    reference = fmaxf(old, maximum);
+    const float shrink = reference == minus_infinity() ? 1.0f : exp2_approx((old - reference) * kScoreToLog2);
+    sum *= shrink;
+    return shrink;
+  }
 };
 
+// Takes the references from the scores themselves, where rows have no offsets: exact, but one operation more for each.
+__device__ __forceinline__ void subtract_references(float (&scores)[kTileK / 2], const RowState (&rows)[2]) {
+#pragma unroll
+  for (int n = 0; n < kTileK / 2; ++n) {
+    const float reference = rows[n / 2 % 2].reference;
+    scores[n] -= reference == minus_infinity() ? 0.0f : reference;
+  }
+}
+
 // Probabilities of a tile of scores, relative to the rows' references and rounded to the input's type: the operand of
-// P * V, 16 keys at a time. `sums` are this lane's shares of their sums. True where some row has outgrown its reference,
-// or has none.
+// P * V, 16 keys at a time. `sums` are this lane's shares of their sums. True where some row has outgrown its reference.
 __device__ __forceinline__ bool exponentiate(unsigned (&probabilities)[kTileK / 16][4], float (&sums)[2],
-                                             const float (&scores)[kTileK / 2], const RowState (&rows)[2]) {
+                                             const float (&scores)[kTileK / 2], const float (&offsets)[2]) {
   float even[2] = {}, odd[2] = {};   // two chains of additions a row, half as long
 #pragma unroll
   for (int n = 0; n < kTileK / 2; n += 2) {
     const int r = n / 2 % 2;
-    const float left = exp2_approx(fmaf(scores[n], kScoreToLog2, rows[r].offset()));
-    const float right = exp2_approx(fmaf(scores[n + 1], kScoreToLog2, rows[r].offset()));
+    const float left = exp2_approx(fmaf(scores[n], kScoreToLog2, offsets[r]));
+    const float right = exp2_approx(fmaf(scores[n + 1], kScoreToLog2, offsets[r]));
     even[r] += left;
     odd[r] += right;
     probabilities[n / 8][n / 2 % 4] = pack_bf16(left, right);
   }
   sums[0] = even[0] + odd[0];
   sums[1] = even[1] + odd[1];
-  return fmaxf(sums[0], sums[1]) > kMostSum || fminf(rows[0].reference, rows[1].reference) == minus_infinity();
+  return fmaxf(sums[0], sums[1]) > kMostSum;
 }
 
-// Makes the rows' maxima their references, where these are lower: output and sums shrink by as much. Whether the warp's
-// old references, where it had any, were near the new ones.
+// Makes the rows' maxima their references, where these are lower: output and sums shrink by as much. Whether the next
+// tile may try them: the warp's rows have offsets, and where they had references before, the new ones are near those.
 __device__ __forceinline__ bool raise_references(RowState (&rows)[2], float (&output)[kValueDimPadded / 2],
                                                  const float (&scores)[kTileK / 2]) {
   float shrink[2];
-  bool far = false;
+  bool steady = true;
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    const float reference = fmaxf(rows[r].reference, row_maximum(scores, r));
-    // A row that has seen no key yet has nothing to rescale; -inf - -inf would be NaN.
-    shrink[r] = reference == minus_infinity() ? 1.0f : exp2_approx((rows[r].reference - reference) * kScoreToLog2);
-    far |= shrink[r] < 1.0f / kMostSum && rows[r].reference != minus_infinity();
-    rows[r] = {reference, rows[r].sum * shrink[r]};
+    const bool had_one = rows[r].reference != minus_infinity();
+    shrink[r] = rows[r].raise_to(row_maximum(scores, r));
+    steady &= rows[r].has_offset() && !(had_one && shrink[r] < 1.0f / kMostSum);
   }
   rescale(output, shrink);
-  return !__any_sync(0xffffffffu, far);
+  return __all_sync(0xffffffffu, steady);
 }
 
 // Scores to probabilities. While references are `steady`, those of earlier tiles are tried first, which takes no maximum:
 // whether they will do shows in the sums, and nearly always they do. A tile's first step has none to try.
 __device__ __forceinline__ void softmax(unsigned (&probabilities)[kTileK / 16][4], float (&output)[kValueDimPadded / 2],
-                                        RowState (&rows)[2], bool& steady, const float (&scores)[kTileK / 2]) {
-  float sums[2];
-  if (!steady || __any_sync(0xffffffffu, exponentiate(probabilities, sums, scores, rows))) {
+                                        RowState (&rows)[2], bool& steady, float (&scores)[kTileK / 2]) {
+  float sums[2], offsets[2] = {rows[0].offset(), rows[1].offset()};
+  if (!steady || __any_sync(0xffffffffu, exponentiate(probabilities, sums, scores, offsets))) {
     steady = raise_references(rows, output, scores);
-    exponentiate(probabilities, sums, scores, rows);
+    if (!steady) subtract_references(scores, rows);
+    for (int r = 0; r < 2; ++r) offsets[r] = steady ? rows[r].offset() : 0.0f;
+    exponentiate(probabilities, sums, scores, offsets);
   }
   rows[0].sum += sums[0];
   rows[1].sum += sums[1];
 }
 
-// Divides by the row sums and stores this warp's 16 rows; and the log-sum-exp of this lane's two, to the base e: -inf
-// where there was nothing to attend to.
+// Divides by the row sums and stores this warp's 16 rows; and the log-sum-exp of this lane's two, to the base e. A row
+// with nothing to attend to is 0, whatever V holds, and its log-sum-exp -inf.
 __device__ __forceinline__ void write_rows(float (&output)[kValueDimPadded / 2], RowState (&rows)[2], unsigned tile,
                                            const Position& position, const ForwardArguments& arguments) {
   float normalise[2];
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     rows[r].sum = quad_sum(rows[r].sum);
+    if (rows[r].sum == 0.0f) {
+#pragma unroll
+      for (int n = 2 * r; n < kValueDimPadded / 2; n += 4) output[n] = output[n + 1] = 0.0f;
+    }
     normalise[r] = rows[r].sum == 0.0f ? 0.0f : 1.0f / rows[r].sum;
   }
   rescale(output, normalise);

@@ -49,6 +49,7 @@ constexpr int kStages = 2;   // tiles of K, and of V, that shared memory holds a
 constexpr float kScale = 0.0883883461f;
 constexpr float kScoreToLog2 = 1.44269504f;   // log2(e): probabilities are powers of 2
 constexpr float kMostLag = 8.0f;   // in log2: of a row's reference behind its maximum
+constexpr float kMostReference = 11629080.0f;   // whose product with kScoreToLog2 is less than 2^24
 
 // Shared memory, in bytes: by warpgroup Q, and the output; the stages of K, of V; the barriers. A tile is panels of
 // columns side by side, as wide as TMA swizzles them: 16-byte chunks of a row exchanged within a panel.
@@ -584,14 +585,37 @@ __device__ __forceinline__ void finish_scores(float (&scores)[kTileK / 2], const
 struct RowState {
   float reference = minus_infinity(), sum = 0.0f;
 
-  // Of a score's power of 2.
-  __device__ __forceinline__ float offset() const { return reference == minus_infinity() ? 0.0f : -reference * kScoreToLog2; }
+  // Of a score's power of 2: of use where it is rounded by less than 1, and not infinite as in a row that has seen no
+  // key yet.
+  __device__ __forceinline__ float offset() const { return -reference * kScoreToLog2; }
+  __device__ __forceinline__ bool has_offset() const { return fabsf(reference) < kMostReference; }
+
+  // Raises the reference: by what factor sum and output shrink. A row that has seen no key yet has nothing to rescale;
+  // -inf - -inf would be NaN.
+  __device__ __forceinline__ float raise_to(float maximum) {
+    const float old = reference;
+    reference = fmaxf(old, maximum);
+    const float shrink = reference == minus_infinity() ? 1.0f : exp2_approx((old - reference) * kScoreToLog2);
+    sum *= shrink;
+    return shrink;
+  }
 };
+
+// Takes the references from the scores themselves, where rows have no offsets: exact, but one operation more for each.
+__device__ __forceinline__ void subtract_references(float (&scores)[kTileK / 2], const RowState (&rows)[2]) {
+#pragma unroll
+  for (int n = 0; n < kTileK / 2; ++n) {
+    const float reference = rows[n / 2 % 2].reference;
+    scores[n] -= reference == minus_infinity() ? 0.0f : reference;
+  }
+}
 
 // Turns a tile of scores into probabilities relative to the rows' references, and adds them to the rows' sums. References
 // change only when some row of the warp has outgrown its own by 2^kMostLag: then the result is true, and the output must
 // shrink by these factors. It runs beside P * V, as score functions take long, and their scores may grow from tile to tile.
-__device__ __forceinline__ bool softmax(float (&scores)[kTileK / 2], RowState (&rows)[2], float (&shrink)[2]) {
+// `steady`: the warp's rows have offsets.
+__device__ __forceinline__ bool softmax(float (&scores)[kTileK / 2], RowState (&rows)[2], float (&shrink)[2],
+                                        bool& steady) {
   float maximum[2];
   bool outgrown = false;
 #pragma unroll
@@ -602,16 +626,13 @@ __device__ __forceinline__ bool softmax(float (&scores)[kTileK / 2], RowState (&
   outgrown = __any_sync(0xffffffffu, outgrown);
   if (outgrown) {
 #pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const float reference = fmaxf(rows[r].reference, maximum[r]);
-      // A row that has seen no key yet has nothing to rescale; -inf - -inf would be NaN.
-      shrink[r] = reference == minus_infinity() ? 1.0f : exp2_approx((rows[r].reference - reference) * kScoreToLog2);
-      rows[r] = {reference, rows[r].sum * shrink[r]};
-    }
+    for (int r = 0; r < 2; ++r) shrink[r] = rows[r].raise_to(maximum[r]);
+    steady = __all_sync(0xffffffffu, rows[0].has_offset() && rows[1].has_offset());
   }
+  if (!steady) subtract_references(scores, rows);
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    const float offset = rows[r].offset();
+    const float offset = steady ? rows[r].offset() : 0.0f;
     float even = 0.0f, odd = 0.0f;
 #pragma unroll
     for (int n = 2 * r; n < kTileK / 2; n += 4) {
@@ -623,14 +644,18 @@ __device__ __forceinline__ bool softmax(float (&scores)[kTileK / 2], RowState (&
   return outgrown;
 }
 
-// Divides by the row sums and stores this warp's 16 rows; and the log-sum-exp of this lane's two, to the base e: -inf
-// where there was nothing to attend to.
+// Divides by the row sums and stores this warp's 16 rows; and the log-sum-exp of this lane's two, to the base e. A row
+// with nothing to attend to is 0, whatever V holds, and its log-sum-exp -inf.
 __device__ __forceinline__ void write_rows(float (&output)[kValueDimPadded / 2], RowState (&rows)[2], unsigned tile,
                                            const Position& position, const ForwardArguments& arguments) {
   float normalise[2];
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     rows[r].sum = quad_sum(rows[r].sum);
+    if (rows[r].sum == 0.0f) {
+#pragma unroll
+      for (int n = 2 * r; n < kValueDimPadded / 2; n += 4) output[n] = output[n + 1] = 0.0f;
+    }
     normalise[r] = rows[r].sum == 0.0f ? 0.0f : 1.0f / rows[r].sum;
   }
   rescale(output, normalise);
@@ -682,6 +707,7 @@ __device__ __forceinline__ void attend(int warpgroup, unsigned shared, const Bar
     unsigned probabilities[kTileK / 16][4];
     RowState rows[2];
     float shrink[2];
+    bool steady = false;
 
     for (int step = 0; step < steps.first; ++step) pass_by(use++, barriers);
     if (steps.first < steps.last) {
@@ -691,7 +717,7 @@ __device__ __forceinline__ void attend(int warpgroup, unsigned shared, const Bar
       release(barriers.keys_empty(use));
       if (steps.first + 1 == steps.last) release(barriers.queries_empty());
       finish_scores(scores, position, tiles, steps.first, arguments);
-      softmax(scores, rows, shrink);
+      softmax(scores, rows, shrink, steady);
       round_probabilities(probabilities, scores);
       for (int step = steps.first + 1; step < steps.last; ++step, ++use) {
         mbarrier_wait(barriers.keys_full(use + 1), barriers.parity(use + 1));
@@ -702,7 +728,7 @@ __device__ __forceinline__ void attend(int warpgroup, unsigned shared, const Bar
         release(barriers.keys_empty(use + 1));
         if (step + 1 == steps.last) release(barriers.queries_empty());
         finish_scores(scores, position, tiles, step, arguments);
-        const bool outgrown = softmax(scores, rows, shrink);
+        const bool outgrown = softmax(scores, rows, shrink, steady);
         await_product<0>(output);
         release(barriers.values_empty(use));
         if (outgrown) rescale(output, shrink);
