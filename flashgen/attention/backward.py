@@ -115,21 +115,22 @@ class BackwardPass(Pass[_Prepared]):
         for capture, member in self._arrays:
             arrays[member] = captures[capture.name]
         everything = arrays | {gradient_argument(name): array for name, array in given.items()}
-        prepared = self._prepare(everything)
+        prepared, addresses = self._prepare(everything)
         if self._distances:
             self._check_distances(captures)
         if given:
-            self._check_sharing(prepared.sharing, everything)
+            prepared.sharing.check(addresses)
         if self.engine.current(prepared.device):
-            return self._run(prepared, library, arrays, numbers, tile_lists, given)
+            return self._run(prepared, library, arrays, addresses, numbers, tile_lists, given)
         with gpu.cupy().cuda.Device(prepared.device):
-            return self._run(prepared, library, arrays, numbers, tile_lists, given)
+            return self._run(prepared, library, arrays, addresses, numbers, tile_lists, given)
 
     def _run(
         self,
         prepared: _Prepared,
         library: Library,
         arrays: _Arrays,
+        addresses: Mapping[str, int],
         numbers: Numbers,
         tile_lists: BackwardTileLists | None,
         given: Mapping[str, Any],
@@ -143,7 +144,7 @@ class BackwardPass(Pass[_Prepared]):
             if memory.zeroed:
                 self.engine.clear(made[name], place)
         if prepared.launches:
-            self._launch(prepared, prepared.launches, library, arrays, numbers, tile_lists, made, place)
+            self._launch(prepared, prepared.launches, library, arrays, addresses, numbers, tile_lists, made, place)
         if given:
             return _gradients(given)
         owners = {name: self.engine.library(arrays[self._members.get(name, "q")], name) for name in made}
@@ -159,6 +160,7 @@ class BackwardPass(Pass[_Prepared]):
         launches: BackwardLaunches,
         library: Library,
         arrays: _Arrays,
+        addresses: Mapping[str, int],
         numbers: Numbers,
         tile_lists: BackwardTileLists | None,
         gradients: Mapping[str, Any],
@@ -177,7 +179,8 @@ class BackwardPass(Pass[_Prepared]):
             else self.listers.check(tile_lists, prepared.problem, place)
         )
         direct = {sums_name(member): gradients[name] for name, member in self._members.items()}  # where no sums are
-        everything = self.engine.located({**arrays, **direct, **work, **{name: gradients[name] for name in ROWS}})
+        rows = {name: gradients[name] for name in ROWS}
+        everything = self.engine.located({**arrays, **direct, **work, **rows}, addresses)
         self._prepare_rows.launch(launches.prepare, everything, numbers, place)
         self._keys.launch(launches.keys, self._with_lists(everything, lists.get("keys")), numbers, place)
         if self._queries and launches.queries:

@@ -24,6 +24,7 @@ _EMULATED = gpu.Card("emulator", multiprocessors=3)  # few and odd, so that a bl
 
 Arrays = Mapping[str, Any]
 Numbers = Mapping[str, int | float]
+_NONE: Mapping[str, int] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,13 +35,17 @@ class Place:
     device: int = 0
 
 
-class Located(dict[str, Any]):
-    """Arrays of which several launches want the addresses: looked up once."""
+class Located(dict[str, int]):
+    """The addresses of a call's arrays on a GPU, by name, looked up once. Whoever has them keeps the arrays alive."""
 
 
-def located(arrays: Arrays) -> Located:
-    """The addresses of arrays on a GPU, by the arrays' names. Whoever has them keeps the arrays alive."""
-    return Located({name: library_of(array, name).pointer(array) for name, array in arrays.items()})
+def located(arrays: Arrays, known: Mapping[str, int] = _NONE) -> Located:
+    """The addresses of arrays on a GPU, of which some are `known`."""
+    addresses = Located(known)
+    for name, array in arrays.items():
+        if name not in addresses:
+            addresses[name] = library_of(array, name).pointer(array)
+    return addresses
 
 
 class Runner(Protocol):
@@ -111,9 +116,9 @@ class Gpu:
 
     library = staticmethod(library_of)
 
-    def located(self, arrays: Arrays) -> Arrays:
-        """The arrays as several launches take them."""
-        return located(arrays)
+    def located(self, arrays: Arrays, known: Mapping[str, int] = _NONE) -> Arrays:
+        """The arrays of a call as its launches take them; the addresses of some are `known`."""
+        return located(arrays, known)
 
     def current(self, device: int) -> bool:
         """Whether memory is made and kernels are launched on that device now."""
@@ -166,7 +171,7 @@ class Emulator:
             )
         return NUMPY
 
-    def located(self, arrays: Arrays) -> Arrays:
+    def located(self, arrays: Arrays, known: Mapping[str, int] = _NONE) -> Arrays:
         return arrays
 
     def current(self, device: int) -> bool:

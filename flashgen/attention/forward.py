@@ -110,16 +110,16 @@ class ForwardPass(Pass[_Prepared]):
             arrays[member] = captures[capture.name]
         if out is not None:
             arrays |= given_outputs(out, return_lse)
-        prepared = self._prepare(arrays)
+        prepared, addresses = self._prepare(arrays)
         if self._distances:
             self._check_distances(captures)
         if out is not None:
-            self._check_sharing(prepared.sharing, arrays)
+            prepared.sharing.check(addresses)
         if self.engine.current(prepared.device):
-            self._run(prepared, library, arrays, numbers, return_lse, tile_lists)
+            self._run(prepared, library, arrays, addresses, numbers, return_lse, tile_lists)
         else:
             with gpu.cupy().cuda.Device(prepared.device):
-                self._run(prepared, library, arrays, numbers, return_lse, tile_lists)
+                self._run(prepared, library, arrays, addresses, numbers, return_lse, tile_lists)
         if out is not None:
             return out
         result = give_back(library, arrays["o"])
@@ -130,6 +130,7 @@ class ForwardPass(Pass[_Prepared]):
         prepared: _Prepared,
         library: Library,
         arrays: dict[str, Any],
+        addresses: Mapping[str, int],
         numbers: dict[str, int | float],
         return_lse: bool,
         tile_lists: TileLists | None,
@@ -152,7 +153,7 @@ class ForwardPass(Pass[_Prepared]):
             )
         if isinstance(prepared.forward.writer, MapWriter) and prepared.forward.writer.counts_tiles:
             arrays["next_tile"] = self.engine.counter(place)
-        prepared.built.runner.launch(prepared.forward, arrays, numbers, place)
+        prepared.built.runner.launch(prepared.forward, self.engine.located(arrays, addresses), numbers, place)
 
     def _work_out(self, views: dict[str, View]) -> _Prepared:
         device = common_device(views)

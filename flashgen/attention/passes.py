@@ -59,33 +59,30 @@ class Pass(Generic[Prepared]):
             view = self.engine.library(array, capture.name).view(array, capture.name)
             check_distances(capture, view.shape, axis, int(captures[farthest.name]))
 
-    def _prepare(self, arrays: dict[str, Any]) -> Prepared:
-        """What calls like this one share; worked out, and the arrays checked, the first time."""
+    def _prepare(self, arrays: dict[str, Any]) -> tuple[Prepared, dict[str, int]]:
+        """What calls like this one share, worked out, and the arrays checked, the first time; the arrays' addresses."""
         library = self.engine.library
         key: list[Any] = []
+        addresses: dict[str, int] = {}
         misaligned = 0
         arguments = _ARGUMENTS.get
         for name, array in arrays.items():
             own = library(array, arguments(name, name))
             key.append(own.signature(array))
+            address = addresses[name] = own.pointer(array)
             if name in self._in_rows:
-                misaligned |= own.pointer(array)
+                misaligned |= address
             else:
-                key.append(own.pointer(array) % _LARGEST_ELEMENT)
+                key.append(address % _LARGEST_ELEMENT)
         known = (misaligned % _ROW_ALIGNMENT, *key)
         prepared = self._prepared.get(known)
         if prepared is None:
             views = {name: library(array, name).view(array, _argument(name)) for name, array in arrays.items()}
             prepared = self._prepared.get_or_make(known, partial(self._work_out, views))
-        return prepared
+        return prepared, addresses
 
     def _sharing(self, views: Mapping[str, View], written: Collection[str]) -> Sharing:
         return Sharing(views, written, self._named)
-
-    def _check_sharing(self, sharing: Sharing, arrays: Mapping[str, Any]) -> None:
-        """ArgumentError where arrays of a call share memory that it writes to. For calls that are given such arrays."""
-        library = self.engine.library
-        sharing.check({name: library(array, name).pointer(array) for name, array in arrays.items()})
 
     def _check_sharing_on_host(
         self, arrays: Mapping[str, Any], captures: Mapping[str, Any], written: Collection[str]
