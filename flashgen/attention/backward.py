@@ -39,7 +39,7 @@ from flashgen.errors import ArgumentError
 from flashgen.language.layouts import BlockLayout
 from flashgen.language.spec import AttentionSpec
 from flashgen.runtime import gpu
-from flashgen.runtime.arrays import NUMPY, Library, View, give_back
+from flashgen.runtime.arrays import NUMPY, Library, View, give_back, of_graph
 
 if TYPE_CHECKING:
     from flashgen.codegen.backward import BackwardKernels
@@ -167,8 +167,9 @@ class BackwardPass(Pass[_Prepared]):
         place: Place,
     ) -> None:
         """Everything on the call's stream. The workspaces go back to where they came from when this returns."""
+        own = of_graph(library, place.stream) if self.engine.is_captured(place) else library
         work = {
-            name: library.empty(memory.shape, memory.dtype, arrays["q"]) for name, memory in prepared.workspaces.items()
+            name: own.empty(memory.shape, memory.dtype, arrays["q"]) for name, memory in prepared.workspaces.items()
         }
         for name, memory in prepared.workspaces.items():
             if memory.zeroed:
@@ -184,13 +185,12 @@ class BackwardPass(Pass[_Prepared]):
         self._prepare_rows.launch(launches.prepare, everything, numbers, place)
         self._keys.launch(launches.keys, self._with_lists(everything, lists.get("keys")), numbers, place)
         if self._queries and launches.queries:
-            own = self._with_lists(everything, lists.get("queries"))
-            self._queries.launch(launches.queries, own, numbers, place)
+            self._queries.launch(launches.queries, self._with_lists(everything, lists.get("queries")), numbers, place)
         if self._finish and launches.finish:
             self._finish.launch(launches.finish, everything, numbers, place)
         for name, launch in launches.captures.items():
-            own = {"sums": work[sums_name(self._members[name])], "gradient": gradients[name]}
-            self._captures[name].launch(launch, own, numbers, place)
+            sums = {"sums": work[sums_name(self._members[name])], "gradient": gradients[name]}
+            self._captures[name].launch(launch, sums, numbers, place)
 
     def _with_lists(self, arrays: Arrays, lists: _Arrays | None) -> Arrays:
         """What a launch takes, `arrays` as located, and the lists that its kernel reads."""

@@ -145,6 +145,10 @@ class Gpu:
         """What only launches on the stream of a place have: they follow each other."""
         return identity(place.stream)
 
+    def is_captured(self, place: Place) -> bool:
+        """Whether the stream is being captured into a CUDA graph."""
+        return bool(gpu.cupy().cuda.runtime.streamIsCapturing(place.stream))
+
     def clear(self, array: Any, place: Place) -> None:
         """Zeros an array on the stream."""
         view = library_of(array, "an array").view(array, "an array")
@@ -191,6 +195,9 @@ class Emulator:
 
     def stream(self, place: Place) -> Hashable:
         return place.stream
+
+    def is_captured(self, place: Place) -> bool:
+        return False
 
     def clear(self, array: Any, place: Place) -> None:
         array[...] = 0

@@ -23,7 +23,7 @@ from flashgen.language.operations import KEY, QUERY, FloorDiv, Load
 from flashgen.language.sizes import position_of
 from flashgen.language.spec import AttentionSpec
 from flashgen.runtime import gpu
-from flashgen.runtime.arrays import Library, View, library_of
+from flashgen.runtime.arrays import Library, View, library_of, of_graph
 from flashgen.runtime.remembered import Remembered
 
 if TYPE_CHECKING:
@@ -122,16 +122,16 @@ class TileLister:
     ) -> _Arrays:
         """The lists of a call, launched on its stream; without captures those of an earlier call of its lengths.
 
-        Nothing is remembered, or taken from memory, in a stream that is being captured: a graph's lists are its own.
+        Nothing is remembered in a stream that is being captured: a graph's lists are its own, and so is their memory.
         """
 
-        def make() -> TileLists:
+        def make(memory: Library = library) -> TileLists:
             own = {member: arrays[member] for member in self._members}
-            return self._make_spaced(prepared, problem, own, library, arrays["q"], numbers, place)
+            return self._make_spaced(prepared, problem, own, memory, arrays["q"], numbers, place)
 
-        if self._captures or self._is_captured(place):
-            return make().arguments()
-        return self._recall(problem, place, make).arguments()
+        if self.engine.is_captured(place):
+            return make(of_graph(library, place.stream)).arguments()
+        return (make() if self._captures else self._recall(problem, place, make)).arguments()
 
     def make(self, len_q: int, len_k: int, batch: int, heads: int, captures: Mapping[str, Any]) -> TileLists:
         """Lists for calls to come. Waits for the device.
@@ -204,12 +204,6 @@ class TileLister:
         shape = list_shape(self.spec, problem, self.tile, self.direction)
         key = (problem.len_q, problem.len_k, shape.batch, shape.heads, place.device, self.engine.stream(place))
         return self._remembered.get_or_make(key, make)
-
-    def _is_captured(self, place: Place) -> bool:
-        """Whether the stream is being captured into a CUDA graph."""
-        if not isinstance(self.engine, Gpu):
-            return False
-        return bool(gpu.cupy().cuda.runtime.streamIsCapturing(place.stream))
 
     def _lists(self, problem: Problem, shape: ListShape, library: Library, like: Any, entries: Any) -> TileLists:
         size = (shape.batch, shape.heads, shape.tiles)

@@ -6,9 +6,10 @@ interface. Strides are in elements. Nothing is copied, and no library is importe
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import cache
+from dataclasses import dataclass, replace
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -100,6 +101,24 @@ def _empty_on_legacy_stream(shape: tuple[int, ...], dtype: str, like: Any) -> An
         return _empty_cupy(shape, dtype, like)
 
 
+class _MemoryOfGraph:
+    """Memory that a graph takes and gives back whenever it runs; made, and dropped, while its stream is captured."""
+
+    def __init__(self, size: int, stream: int) -> None:
+        self._free, self._stream = _cupy().cuda.runtime.freeAsync, stream
+        self.pointer = int(_cupy().cuda.runtime.mallocAsync(size, stream))
+
+    def __del__(self) -> None:
+        self._free(self.pointer, self._stream)
+
+
+def _empty_of_graph(stream: int, shape: tuple[int, ...], dtype: str, _like: Any) -> Any:
+    cuda, size = _cupy().cuda, max(math.prod(shape), 1) * numpy_dtype(dtype).itemsize
+    owner = _MemoryOfGraph(size, stream)
+    memory = cuda.UnownedMemory(owner.pointer, size, owner, cuda.runtime.getDevice())
+    return _cupy().ndarray(shape, numpy_dtype(dtype), cuda.MemoryPointer(memory, 0))
+
+
 @cache
 def _torch_dtype(name: str) -> Any:
     import torch
@@ -169,6 +188,16 @@ def _through_cupy(name: str, stream: Callable[[Any], int], empty: Callable[..., 
 
 JAX = _through_cupy("jax", lambda _like: 0, _empty_on_legacy_stream)  # where JAX's arrays are ready
 OTHER = _through_cupy("other", _stream_cupy, _empty_cupy)
+
+
+def of_graph(library: Library, stream: int) -> Library:
+    """The library, for arrays that only the launches of one call use, on a stream that is being captured.
+
+    CuPy's pool gives such memory to others as soon as the call has returned, and every replay of the graph would write
+    to it: the graph takes memory of its own. torch has a pool for each graph.
+    """
+    return library if library in (NUMPY, TORCH) else replace(library, empty=partial(_empty_of_graph, stream))
+
 
 _BY_MODULE = {"numpy": NUMPY, "cupy": CUPY, "torch": TORCH, "jaxlib": JAX, "jax": JAX}
 _BY_TYPE: dict[type, Library] = {}

@@ -11,7 +11,7 @@ import flashgen.language as fg
 from flashgen import attention
 from flashgen.runtime import counters
 from flashgen.runtime.streams import identity
-from flashgen.verify import Shape, random_inputs
+from flashgen.verify import Shape, random_gradients, random_inputs
 
 pytestmark = pytest.mark.gpu
 
@@ -76,3 +76,37 @@ def test_counters_are_made_while_a_stream_is_captured(cupy: Any, called: Any, mo
                 np.testing.assert_array_equal(cupy.asnumpy(out), expected)
     finally:
         counters.counters.cache_clear()
+
+
+@pytest.mark.parametrize("deterministic", [False, True], ids=["default", "deterministic"])
+def test_a_replay_writes_to_no_memory_of_others(deterministic: bool, cupy: Any) -> None:
+    """What a captured call takes for lists and sums is the graph's: replays leave what is allocated later alone."""
+    slopes = fg.Tensor("slopes", "float32", 1, grad=True)
+    spec = fg.AttentionSpec(64, mask=fg.document("ids"), score=fg.alibi(slopes))
+    shape = Shape(300, 300, 2, 4, 2)
+    inputs, compiled = random_inputs(spec, shape), attention.compile(spec, deterministic=deterministic)
+    rows = [cupy.asarray(array) for array in (inputs.q, inputs.k, inputs.v)]
+    captures = {name: cupy.asarray(array) for name, array in inputs.captures.items()}
+    d_out = cupy.asarray(random_gradients(spec, shape)[0])
+    with cupy.cuda.Stream(non_blocking=True) as stream:
+        out, lse = compiled(*rows, return_lse=True, **captures)
+        into = tuple(compiled.backward(d_out, *rows, out, lse, **captures))
+        expected = [cupy.asnumpy(array) for array in (out, *into)]
+        stream.synchronize()
+        stream.begin_capture()
+        compiled(*rows, return_lse=True, out=(out, lse), **captures)
+        compiled.backward(d_out, *rows, out, lse, into=into, **captures)
+        graph = stream.end_capture()
+        sizes = (64, 512, 1024, 2048, 4096, 16384, 65536, 2**18, 2**20)
+        held = [cupy.full(size, 0x7F, cupy.int8) for size in sizes for _ in range(20)]
+        for _ in range(3):
+            for array in (out, lse, *into):
+                array[...] = cupy.nan
+            graph.launch(stream)
+        stream.synchronize()
+        assert all((array == 0x7F).all() for array in held)
+    for array, wanted in zip((out, *into), expected, strict=True):
+        if deterministic:
+            np.testing.assert_array_equal(cupy.asnumpy(array), wanted)
+        else:
+            np.testing.assert_allclose(cupy.asnumpy(array), wanted, rtol=0, atol=1e-2 * float(abs(wanted).max()))

@@ -12,11 +12,12 @@ import pytest
 
 import flashgen.language as fg
 from flashgen import attention
-from flashgen.attention.engines import Place
+from flashgen.attention.engines import Emulator, Place
 from flashgen.attention.lists import sizes_of
 from flashgen.codegen.plans import ForwardPlan
 from flashgen.errors import ArgumentError
 from flashgen.runtime.arrays import CUPY, NUMPY, TORCH, Library
+from flashgen.runtime.streams import identity
 from flashgen.verify import Shape, random_inputs
 
 PLAN = ForwardPlan(32, 32, 2)
@@ -77,8 +78,9 @@ def test_lists_of_other_streams_and_devices(rimmed: attention.Attention) -> None
     assert len(made) == 6 and [lister._recall(problem, place, make) for place in places] == first == made
 
 
-def test_lists_of_the_stream_of_each_thread(at_once: Callable[..., list[Any]]) -> None:
+def test_lists_of_the_stream_of_each_thread(at_once: Callable[..., list[Any]], monkeypatch: pytest.MonkeyPatch) -> None:
     """cudaStreamPerThread is one handle of many streams, none of which waits for another."""
+    monkeypatch.setattr(Emulator, "stream", lambda engine, place: identity(place.stream))
     lister = attention.compile(fg.AttentionSpec(16, mask=rim), emulate=True, plan=PLAN).forward.lister
     assert lister is not None
     found = at_once(lambda number: lister._recall(sizes_of(50, 60, 1, 1), Place(2, 0), object))
@@ -95,7 +97,7 @@ def test_a_stream_that_is_captured_remembers_nothing(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(lister, "_make_spaced", lambda *given: made.append(given) or make(*given))
     lister._remembered.forget()
     for captured, count in ((True, 1), (True, 2), (False, 3), (True, 4), (False, 4)):
-        monkeypatch.setattr(lister, "_is_captured", lambda place, captured=captured: captured)
+        monkeypatch.setattr(Emulator, "is_captured", lambda engine, place, captured=captured: captured)
         compiled(inputs.q, inputs.k, inputs.v)
         assert len(made) == count and len(lister._remembered) == (count > 2)
 

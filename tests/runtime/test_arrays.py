@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from flashgen.runtime import arrays
-from flashgen.runtime.arrays import CUPY, JAX, OTHER, Library
+from flashgen.runtime.arrays import CUPY, JAX, OTHER, TORCH, Library
 
 
 class MadeUpCuPy:
@@ -40,3 +40,23 @@ def test_memory_is_taken_on_the_stream_of_the_launch(library: Library, monkeypat
     monkeypatch.setattr(arrays, "_cupy", lambda: made)
     assert library.empty((3,), "float16", None) == library.stream(None)
     assert made.current == 0x5560
+
+
+def test_memory_of_a_graph_is_taken_and_given_back_on_its_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both while the stream is captured, so that the graph does it whenever it runs; torch does so by itself."""
+    done: list[tuple[str, int, int]] = []
+    runtime = SimpleNamespace(
+        mallocAsync=lambda size, stream: done.append(("take", size, stream)) or 0x1000,
+        freeAsync=lambda pointer, stream: done.append(("give back", pointer, stream)),
+        getDevice=lambda: 0,
+    )
+    cuda = SimpleNamespace(
+        runtime=runtime, UnownedMemory=lambda *given: given, MemoryPointer=lambda memory, offset: memory
+    )
+    made = SimpleNamespace(cuda=cuda, ndarray=lambda *given: given)
+    monkeypatch.setattr(arrays, "_cupy", lambda: made)
+    array = arrays.of_graph(CUPY, 7).empty((3, 5), "float32", None)
+    assert done == [("take", 60, 7)] and array[2][:2] == (0x1000, 60)
+    del array
+    assert done == [("take", 60, 7), ("give back", 0x1000, 7)]
+    assert arrays.of_graph(TORCH, 7) is TORCH
