@@ -47,8 +47,9 @@ struct Warpgroup {
   Vector<MatrixProduct*> products;  // issued and not waited for, oldest first
   u64 first_product = 0;            // number of the oldest
   Vector<Accumulator*> accumulators;
-  Engine operand_engines[kEngines], register_engines[kEngines];
-  char group_order[kOrders];  // by group, in turn
+  // A warp's wait says nothing of what its product reads and writes for the other warps.
+  Engine operand_engines[kEngines], register_engines[kWarpgroupWarps][kEngines];
+  char group_order[kWarpgroupWarps][kOrders];  // by group, in turn
   u32 registers = 0;          // of each thread
   u32 changing = 0;           // threads that have come to a setmaxnreg which is not complete
   u32 wanted = 0;

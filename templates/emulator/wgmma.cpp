@@ -105,12 +105,13 @@ static MatrixProduct& joined_product(Thread& self, Warpgroup& group, const Warpg
 // What the thread did to its registers before its last wgmma_fence is ordered before the product, the rest is not.
 static void note_registers(Thread& self, Warpgroup& group, const MatrixProduct& product, float* d, const u32* a) {
   if (!kThreadSanitizer) return;
-  Engine& of_group = group.register_engines[product.group % Warpgroup::kEngines];
+  u32 warp = rank_of(self) / 32;
+  Engine& of_group = group.register_engines[warp][product.group % Warpgroup::kEngines];
   AsEngine engine(created(*self.block, of_group, "wgmma (registers)"));
   acquire(&self.matrix.fence_order);
   if (a) note_read(a, 4 * sizeof(u32), product.caller);
   note_write(d, product.what.columns / 2 * sizeof(float), product.caller);
-  release(&group.group_order[product.group % Warpgroup::kOrders]);
+  release(&group.group_order[warp][product.group % Warpgroup::kOrders]);
 }
 
 void wgmma_fence() {
@@ -174,7 +175,7 @@ void wgmma_wait(int pending, Site site) {
   end_claims(block, group, complete);
   release_accumulators(block, group, rank_of(self), complete);
   for (; member.ordered_groups < complete; ++member.ordered_groups)
-    acquire(&group.group_order[member.ordered_groups % Warpgroup::kOrders]);
+    acquire(&group.group_order[rank_of(self) / 32][member.ordered_groups % Warpgroup::kOrders]);
 }
 
 int describe_product_wait(const Thread& thread, char* text, size_t room) {

@@ -26,7 +26,7 @@ static void read_tile(const MatrixDescriptor& descriptor, bool transposed, u32 b
   });
 }
 
-// From now on the product may read these rows.
+// From now on the product may read these rows, for this thread's warp: those of b for others are not noted beside.
 static void begin_operand(Thread& self, Warpgroup& group, MatrixProduct& product, Claim& claim, u64 bits,
                           bool transposed, u32 begin, u32 end, u16* tile, const char* operand) {
   Block& block = *self.block;
@@ -50,7 +50,7 @@ static void begin_operand(Thread& self, Warpgroup& group, MatrixProduct& product
   for_each_chunk(descriptor, transposed, begin, end, [&](u32 address, u32, u32) {
     note_read(self.shared + (address - kWindowBase), kChunkBytes, product.caller);
   });
-  release(&group.group_order[product.group % Warpgroup::kOrders]);
+  release(&group.group_order[rank_of(self) / 32][product.group % Warpgroup::kOrders]);
 }
 
 static void check_unchanged(const MatrixProduct& product, u64 bits, bool transposed, u32 rows, const u16* tile,

@@ -132,5 +132,9 @@ def subjects() -> dict[str, Subject]:
         "hopper, dropout": Subject(
             fg.AttentionSpec(16, dropout=0.3), Shape(70, 1990, 2, 1, 1), stages=2, tile_k=96, target="sm_90a"
         ),
+        # The output takes the place of Q, where its panels are narrower: a warp's rows lie over those of others.
+        "hopper, no room": Subject(
+            fg.AttentionSpec(256, value_dim=240), Shape(100, 100, 1, 1, 1), stages=2, tile_k=80, target="sm_90a"
+        ),
         "packed": Subject(causal, Shape(70, 100, 1, 8, 2), stages=2, target="sm_90a", packed_heads=4),
     }
