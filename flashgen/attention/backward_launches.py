@@ -12,6 +12,7 @@ from flashgen.attention.launches import Launch, capture_values, list_shape, list
 from flashgen.attention.marshal import ArgumentWriter, Value
 from flashgen.attention.problem import Problem, contiguous_strides, in_layout
 from flashgen.codegen.arguments import member_name
+from flashgen.codegen.backward import EXACT_LIMBS
 from flashgen.codegen.kernel import RenderedKernel
 from flashgen.codegen.plans import padded
 from flashgen.language.spec import AttentionSpec
@@ -19,8 +20,6 @@ from flashgen.runtime.arrays import View
 
 if TYPE_CHECKING:
     from flashgen.codegen.backward import BackwardKernels
-
-_LIMBS = 8  # of the exact sum of a capture's gradient in the deterministic mode, int64 each
 
 
 @dataclass(frozen=True)
@@ -69,7 +68,7 @@ def workspaces(
     for capture in differentiated(spec):
         if capture.name in kernels.captures:
             shape = captured[capture.name].shape
-            sums = ((*shape, _LIMBS), "int64") if kernels.deterministic else (shape, "float32")
+            sums = ((*shape, EXACT_LIMBS), "int64") if kernels.deterministic else (shape, "float32")
             memory[sums_name(member_name(capture))] = Memory(*sums, zeroed=True)
     return memory
 

@@ -42,6 +42,8 @@ from flashgen.language.spec import AttentionSpec
 _PREPARE_THREADS, PREPARE_ROWS = 256, 64
 _FINISH_THREADS = 256
 _CAPTURE_THREADS = 256
+EXACT_LIMBS = 10
+"""int64 each: the exact sum of a captured element's gradient in the deterministic mode, as `add_exactly` makes it."""
 
 
 @dataclass(frozen=True)
@@ -174,6 +176,7 @@ def _keys(spec: AttentionSpec, target: Target, plan: BackwardPlan, deterministic
         "shared_bytes": shared,
         "gradient": gradient,
         "gathers": gathers,
+        "limbs": EXACT_LIMBS,
         "query_tiles": visited_tiles(tiles, "BackwardKeysArguments", _is_masked(spec), queries=True),
     }
     return _kernel("keys", spec, target, layout, context, plan.threads, shared)
@@ -206,6 +209,7 @@ def _capture(spec: AttentionSpec, target: Target, capture: Capture, deterministi
     gradient = Field(f"{ELEMENT_TYPES[capture.dtype]}*", "gradient", comment=f"of {capture.name}, {capture.dtype}")
     rounds = {"float16": "pack_f16", "bfloat16": "pack_bf16"}
     context = {"deterministic": deterministic, "threads": _CAPTURE_THREADS, "round": rounds.get(capture.dtype)}
+    context["limbs"] = EXACT_LIMBS
     layout = ordered([sums, gradient, Field("long long", "count")])
     return _kernel("capture", spec, target, layout, context, _CAPTURE_THREADS, 0, plain=True, of=capture.name)
 

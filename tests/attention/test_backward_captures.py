@@ -133,6 +133,20 @@ def test_deterministic_gradients_are_the_same_bits_whatever_the_order() -> None:
     assert len(seen) == 1
 
 
+@pytest.mark.parametrize("shift", [100, 80, -100, -115])
+def test_deterministic_gradients_of_any_size(shift: int) -> None:
+    """They grow as d_out does, by a power of 2, from 1e-35 to 1e30: fixed point held 2^-112 to 2^80."""
+    table = fg.Tensor("table", "float32", 1, grad=True)
+    spec = fg.AttentionSpec(16, "bfloat16", score=lambda s, b, h, q, k: s + table[(q - k + 70) % 7])
+    inputs, (d_out, _) = random_inputs(spec, SHAPE), random_gradients(spec, SHAPE)
+    compiled = attention.compile(spec, emulate=True, deterministic=True)
+    _, pullback = compiled.vjp(inputs.q, inputs.k, inputs.v, table=values(7))
+    gradient, shifted = (
+        pullback(d_out * d_out.dtype.type(2.0**power)).captures["table"].astype(np.float64) for power in (0, shift)
+    )
+    np.testing.assert_allclose(shifted * 2.0**-shift, gradient, rtol=0, atol=1e-4 * np.abs(gradient).max())
+
+
 def test_given_gradients_are_written_over() -> None:
     spec = fg.AttentionSpec(16, score=bias(1, "bfloat16"))
     inputs, (d_out, _) = random_inputs(spec, SHAPE), random_gradients(spec, SHAPE)
@@ -161,7 +175,7 @@ def test_memory(deterministic: bool) -> None:
     sums = {name: each for name, each in memory.items() if name.startswith("d_")}
     gradients = gradient_memory(spec, kernels, problem, views)
     if deterministic:
-        exact = {"d_half": Memory((4, 100, 8), "int64", True), "d_single": Memory((4, 8), "int64", True)}
+        exact = {"d_half": Memory((4, 100, 10), "int64", True), "d_single": Memory((4, 10), "int64", True)}
         assert sums == exact and not gradients["half"].zeroed and not gradients["single"].zeroed
     else:
         assert sums.pop("d_half") == Memory((4, 100), "float32", True) and not gradients["half"].zeroed

@@ -144,8 +144,8 @@ ATOMICS = [
     Fault(
         "exact sums added without atomics",
         "exact bias",
-        r"atomicAdd\(sums \+ limb, ([^;]*)\);",
-        r"sums[limb] += \1;",
+        r"atomicAdd\(sums, ([^;]*)\);",
+        r"*sums += \1;",
     ),
 ]
 
