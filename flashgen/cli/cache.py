@@ -13,7 +13,7 @@ app = typer.Typer(
     no_args_is_help=True,
     help=(
         "The compiled kernels on disk. [cyan]FLASHGEN_CACHE_DIR[/] says where; any entry may be removed at any time. "
-        "A folder that others can write to is not used; [cyan]FLASHGEN_CACHE_SHARED=1[/] trusts its owner and group."
+        "One that others can write to is not used; [cyan]FLASHGEN_CACHE_SHARED=1[/] trusts its owner and its group."
     ),
 )
 
