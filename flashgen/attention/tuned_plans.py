@@ -98,7 +98,7 @@ class TunedPlans:
     def find(self, card: Card, lengths: LengthClass) -> TunedPlan | None:
         """The winner for a GPU and lengths, or None.
 
-        A damaged one is none, and is said. BuildError: the cache folder cannot be used.
+        A damaged one is none, and is said; so is a cache folder that cannot be used.
         """
         stored = self._store().find(self._name(lengths), self._key(card, lengths))
         return None if stored is None else _parsed(stored.files.get(_PLAN, b""), self._default.target)

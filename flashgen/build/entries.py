@@ -84,7 +84,7 @@ def write_entry(folder: Path, key: str, artifacts: Artifacts) -> StoredEntry:
     described = {name: describe(data) for name, data in files.items()}
     meta = _sealed({**artifacts.facts, "format": KEY_FORMAT, "key": key, "files": described})
     staging = _sibling(folder, _STAGING, key)
-    allowed = folder.parent.stat().st_mode & 0o075 | 0o700  # to those who may read and write the cache, and no others
+    allowed = folder.parent.stat().st_mode & 0o077 | 0o700  # to those who may read and write the cache, and no others
     staging.mkdir(allowed)
     try:
         for name, data in {**files, META: canonical_json(meta)}.items():
@@ -219,13 +219,16 @@ def _sibling(folder: Path, prefix: str, key: str) -> Path:
 def _leftovers(root: Path) -> Iterator[Path]:
     """What builders make beside entries: folders of their names, and their lock files, which are empty."""
     for path in root.iterdir() if root.is_dir() else ():
-        try:
-            status = path.lstat()
-        except FileNotFoundError:  # its builder is done
-            continue
-        empty_file = stat.S_ISREG(status.st_mode) and status.st_size == 0
-        if _LEFTOVER.fullmatch(path.name) or (_LOCK_FILE.fullmatch(path.name) and empty_file):
+        if _LEFTOVER.fullmatch(path.name) or (_LOCK_FILE.fullmatch(path.name) and _is_empty_file(path)):
             yield path
+
+
+def _is_empty_file(path: Path) -> bool:
+    try:
+        status = path.lstat()
+    except FileNotFoundError:  # its builder is done
+        return False
+    return stat.S_ISREG(status.st_mode) and status.st_size == 0
 
 
 def _short_key(path: Path) -> str:

@@ -17,8 +17,9 @@ import pytest
 
 import flashgen
 from flashgen.build import Artifacts, KernelCache, cache_folder, content_key, nvrtc
-from flashgen.build.cache_folder import why_unusable
+from flashgen.build.cache_folder import default_root, why_unusable
 from flashgen.build.host import compile_host
+from flashgen.build.locks import exclusive
 from flashgen.build.memory import ProcessMemory
 from flashgen.build.resources import Resources
 from flashgen.errors import BuildError, FlashgenWarning
@@ -26,6 +27,7 @@ from flashgen.errors import BuildError, FlashgenWarning
 KEY = content_key("test", {"source": "one"})
 RESOURCES = Resources(registers=64)
 NOBODY = 65534
+PROJECT = Path(flashgen.__file__).parents[1]
 
 needs_root = pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="only root can give files away")
 
@@ -144,6 +146,17 @@ def test_a_file_system_without_locks(tmp_path: Path, compiled: list[str], monkey
     serves_from_memory(tmp_path / "cache", compiled, "its file system cannot lock files")
 
 
+def test_a_lock_that_cannot_be_removed_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: Path, missing_ok: bool = False) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
+
+    monkeypatch.setattr(Path, "unlink", refuse)
+    with exclusive(tmp_path / "lock") as held:
+        assert held
+    with exclusive(tmp_path / "lock", wait=False) as held:  # and holds nobody up
+        assert held
+
+
 def test_where_nothing_may_be_compiled_the_folder_is_the_reason(tmp_path: Path, compiled: list[str]) -> None:
     (tmp_path / "file").touch()
     cache = KernelCache(tmp_path / "file" / "cache", jit=False)
@@ -179,26 +192,24 @@ for sanitize in (None, "address"):
 """
 
 
-@pytest.mark.parametrize("runtime_is_there", [True, False])
-def test_the_emulator_without_a_cache(tmp_path: Path, runtime_is_there: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its libraries stand in a temporary folder of the process, wherever its own one stands, and go with it."""
-    cache, temporary = tmp_path / "cache", tmp_path / "temporary"
+def test_the_emulator_without_a_cache(tmp_path: Path) -> None:
+    """Kernels stand in a temporary folder of the process, wherever the emulator's libraries stand, and go with it."""
+    temporary, cache = tmp_path / "temporary", default_root()
     temporary.mkdir()
-    monkeypatch.setenv("FLASHGEN_CACHE_DIR", str(cache))
-    if runtime_is_there:
-        for sanitize in (None, "address"):
-            compile_host(EMULATED.replace("7", "8"), "store", sanitize)
+    for sanitize in (None, "address"):  # another kernel's, whose libraries the cache keeps
+        compile_host(EMULATED.replace("7", "8"), "store", sanitize)
     refuse = (
         "import os\ndef refuse(path, *more, real=os.mkdir, **named):\n"
         f"    if str(path).startswith({str(cache)!r}): raise OSError(28, 'No space left on device', str(path))\n"
         "    real(path, *more, **named)\nos.mkdir = refuse\n"
     )
-    environment = os.environ | {"PYTHONPATH": str(Path(flashgen.__file__).parents[1]), "TMPDIR": str(temporary)}
+    settings = {"FLASHGEN_CACHE_DIR": str(cache), "PYTHONPATH": str(PROJECT), "TMPDIR": str(temporary)}
     command = [sys.executable, "-c", refuse + LAUNCH, EMULATED]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    done = subprocess.run(command, env=os.environ | settings, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     lines = [line.split(" ", 2) for line in done.stdout.splitlines()]
-    assert [line[:2] for line in lines] == [["7", "True"]] * 2 and all(str(temporary) in line[2] for line in lines)
+    assert [line[:2] for line in lines] == [["7", "True"]] * 2
+    assert all(str(temporary) in line[2] for line in lines)
     assert done.stderr.count("kept in memory") == 1
     assert list(temporary.iterdir()) == []
 
@@ -345,6 +356,6 @@ def test_a_forked_child_leaves_its_parents_files(tmp_path: Path, monkeypatch: py
         "    assert MEMORY.on_disk(place, Artifacts({'a': b'1'})) != folder\n    sys.exit()\n"
         "assert os.wait()[1] == 0 and (folder / 'a').read_bytes() == b'1'\n"
     )
-    environment = os.environ | {"PYTHONPATH": str(Path(flashgen.__file__).parents[1]), "TMPDIR": str(tmp_path)}
+    environment = os.environ | {"PYTHONPATH": str(PROJECT), "TMPDIR": str(tmp_path)}
     subprocess.run([sys.executable, "-W", "ignore", "-c", script], env=environment, check=True)
     assert list(tmp_path.iterdir()) == []
