@@ -20,6 +20,7 @@ from flashgen.cli.options import (
     Target,
     with_spec_options,
 )
+from flashgen.cli.random_cases import Count, Jobs, Minutes, Random, check_beside, options_of, verify_random
 from flashgen.cli.specs import load_spec, load_variant
 from flashgen.cli.verify_rows import Sweep
 
@@ -39,6 +40,8 @@ flashgen verify "causal()" --emulate --sanitize thread --schedules 4
 flashgen verify --pass backward --deterministic --schedules 100
 
 flashgen verify "causal()" --source edited.cu --emulate
+
+flashgen verify --random --minutes 60 --jobs 2 --emulate
 """
 
 
@@ -70,6 +73,10 @@ def verify(
             "--source", help="Edited kernels of SPEC to run in place of the emitted: a .cu file, or a folder."
         ),
     ] = None,
+    random: Random = False,
+    count: Count = None,
+    minutes: Minutes = None,
+    jobs: Jobs = 1,
     json: Json = False,
 ) -> None:
     """Compare kernels with the NumPy oracle on random inputs; exit 1 where any is further off than the rule allows.
@@ -82,6 +89,10 @@ def verify(
     file may be a [cyan]flashgen.verify.Variant[/], which makes its own captures. It runs on this machine's GPU, or,
     saying so, on the emulator where there is none. --source runs what [cyan]flashgen show SPEC --output DIR/[/] wrote
     and you edited.
+
+    With --random, in place of SPEC: variants drawn from a grammar of the whole language, against a reference that
+    shares nothing with the oracle. Each case follows from one number; what fails is made small, and printed with the
+    command that runs it again.
     """
     from flashgen.cli.machine import engine_text, gpus
     from flashgen.verify import verify as verify_cases
@@ -92,6 +103,13 @@ def verify(
     emulate = emulate or sanitize is not None
     where = ("emulator" if emulate else engine_text(emulate), target, sanitize)
     note(f"engine: {', '.join(part for part in where if part)}")
+    given = {"SPEC": bool(specs or options.given()), "--all": every, "--schedules": schedules > 1}
+    given |= {"--deterministic": deterministic, "--source": source is not None}
+    check_beside(random, given, {"--cases": bool(count), "--minutes": bool(minutes), "--jobs": jobs > 1})
+    if random:
+        narrowed = options_of(target, passes.chosen, sanitize, emulate)
+        verify_random(seed, narrowed, count, minutes, jobs, json)
+        return
     cases = chosen_cases(specs, options, every)
     if source is not None:
         how = {"target": target, "emulate": emulate, "sanitize": sanitize, "deterministic": deterministic}

@@ -1,0 +1,72 @@
+"""`flashgen verify --random`: its options, and what it prints while it runs and at the end."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+from flashgen.cli.console import INTERRUPTED, note, print_json, progress, stdout
+
+if TYPE_CHECKING:
+    from flashgen.codegen.kernels import Pass
+    from flashgen.verify.random import Options
+
+Random = Annotated[bool, typer.Option("--random", help="Random variants, captures, calls and targets.")]
+Count = Annotated[int | None, typer.Option("--cases", min=1, help="Of --random: how many cases.", show_default="100")]
+Minutes = Annotated[float | None, typer.Option("--minutes", min=0.0, help="Of --random: for how long.")]
+Jobs = Annotated[int, typer.Option("--jobs", min=1, help="Of --random: cases at a time, each in its own process.")]
+
+
+def check_beside(random: bool, of_specs: Mapping[str, bool], of_random: Mapping[str, bool]) -> None:
+    """Refuses what says nothing with --random, or nothing without it. Options by name, and whether they were given."""
+    wrong = [name for name, given in (of_specs if random else of_random).items() if given]
+    if wrong and random:
+        raise typer.BadParameter(f"--random draws its own: leave out {', '.join(wrong)}")
+    if wrong:
+        raise typer.BadParameter(f"{', '.join(wrong)} is of --random: add that, or leave it out")
+
+
+def options_of(
+    target: str | None, passes: tuple[Pass, ...], sanitize: Literal["address", "thread"] | None, emulate: bool
+) -> Options:
+    """What the options of the command narrow random cases to."""
+    from flashgen.cli.machine import gpus
+    from flashgen.codegen.targets import target_named
+    from flashgen.verify.random import Options, targets_of_gpu
+
+    if target is not None:
+        targets: tuple[str, ...] = (target_named(target).name,)
+    else:
+        targets = () if emulate else targets_of_gpu(*gpus()[0].compute_capability)
+    return Options(targets, passes, sanitize, emulate)
+
+
+def verify_random(seed: int, options: Options, cases: int | None, minutes: float | None, jobs: int, json: bool) -> None:
+    """Runs random cases and says what they came to; exit 1 where there are findings. Ctrl-C ends it so, too."""
+    from flashgen.verify.random import Summary, finding_text, run
+
+    cases = 100 if cases is None and minutes is None else cases
+    summary = Summary(options)
+    running = run(seed, options, cases=cases, seconds=None if minutes is None else minutes * 60, jobs=jobs)
+    interrupted = False
+    with contextlib.closing(running), progress("random cases", cases) as bar:
+        try:
+            for result in running:
+                summary.add(result)
+                if result.outcome.status == "found":
+                    bar.console.print(finding_text(result, options) + "\n", markup=False, highlight=False)
+                bar.update(bar.task_ids[0], advance=1, description=f"random cases, {len(summary.findings)} found")
+        except KeyboardInterrupt:
+            interrupted = True
+    if json:
+        print_json(summary.to_data())
+    else:
+        for line in summary.lines():
+            stdout().print(line, markup=False)
+    if interrupted or summary.cases == 0:
+        note("interrupted" if interrupted else "no case ran: give it more --minutes")
+    if interrupted or not summary.ok or not summary.cases:
+        raise typer.Exit(INTERRUPTED if interrupted else 1)

@@ -1,0 +1,42 @@
+"""Numbers that break things: the ends of int32, borders of tiles, floats whose rounding float32 shows."""
+
+from __future__ import annotations
+
+import random
+
+INT32_LEAST, INT32_MOST = -(2**31), 2**31 - 1
+
+SMALL = (0, 1, 2, 3, 4, 5, 7, 8, 12, 15, 16, 17, 31, 32, 33, 63, 64, 65, 100, 127, 128, 129, 255, 256)
+# fmt: off
+EXTREMES = (
+    INT32_MOST, INT32_LEAST, INT32_MOST - 1, INT32_LEAST + 1, INT32_MOST - 127, INT32_LEAST + 128, 2**30, -(2**30),
+    2**24 + 1, -(2**24) - 1, 65536, -65536, 3_000_000, 1_000_003,
+)
+# n * (1 / n) is not 1 in float32 for most of these; the rest are its neighbours.
+AWKWARD = (41, 47, 55, 61, 82, 83, 94, 97, 107, 3, 7, 10, 49)
+FLOATS = (
+    *map(float, AWKWARD), 0.1, 1 / 3, 0.7, -0.1, 0.5, -1.5, 0.0, -0.0, 1.0, 16777217.0, 16777215.0, 1e-45, -1e-45,
+    1.1754942e-38, 1e-30, 1e30, -1e30, 3.4028234663852886e38, 2147483648.0, -2147483648.0, 1e9,
+    float("inf"), float("-inf"),
+)
+# fmt: on
+SHIFTS = (0, 1, 2, 3, 4, 5, 7, 15, 16, 30, 31)
+DIVISORS = (1, 2, 3, 4, 5, 7, 8, 12, 16, 32, 41, 64, 100, 128, -1, -2, -3, -7, -64, 65536, INT32_MOST, INT32_LEAST)
+BITMASKS = (1, 3, 7, 5, 15, 31, 63, 64, -4, -64, -1, 0x55555555, INT32_MOST, INT32_LEAST)
+
+
+def literal_int(rng: random.Random) -> int:
+    """Mostly a small number of either sign, now and then an extreme one."""
+    if rng.random() < 0.12:
+        return rng.choice(EXTREMES)
+    value = rng.choice(SMALL) if rng.random() < 0.8 else rng.choice(AWKWARD)
+    return -value if rng.random() < 0.2 else value
+
+
+def literal_float(rng: random.Random) -> float:
+    return rng.choice(FLOATS)
+
+
+def scalar_int(rng: random.Random) -> int:
+    """As often an end of int32 as not: what closed forms add to it overflows."""
+    return rng.choice(EXTREMES) if rng.random() < 0.45 else literal_int(rng)

@@ -1,0 +1,175 @@
+"""A whole case from one integer. Each aspect draws from a stream of its own, so that options change nothing else."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from dataclasses import dataclass
+from typing import Literal
+
+from flashgen.codegen.kernels import Pass
+from flashgen.codegen.targets import TARGETS
+from flashgen.runtime.schedule import COPIES, ORDERS, Schedule
+from flashgen.verify.problems import Shape
+from flashgen.verify.random import score_grammar
+from flashgen.verify.random.grammar import Grammar
+from flashgen.verify.random.recipe import Inputs, Problem, Recipe
+from flashgen.verify.random.terms import Term
+from flashgen.verify.random.values import draw_values
+
+_DIMS = (8, 16, 16, 24, 32, 32, 32, 40, 64, 64, 72, 96, 128)
+_LARGE_DIMS = (160, 192, 208, 256)
+# Around the borders of tiles of 16 to 192.
+_LENGTHS = (
+    1,
+    2,
+    3,
+    8,
+    15,
+    16,
+    17,
+    31,
+    33,
+    47,
+    63,
+    64,
+    65,
+    80,
+    96,
+    97,
+    127,
+    128,
+    129,
+    150,
+    176,
+    191,
+    193,
+    200,
+    256,
+    257,
+)
+_LONG = ((32_769, 64), (64, 33_000), (40_000, 16), (2_049, 300))
+_INPUTS: tuple[Inputs, ...] = ("normal", "normal", "normal", "normal", "large", "tiny", "huge", "ones", "zeros")
+_COMMON_TARGETS = ("sm_75", "sm_80", "sm_90", "sm_90a", "sm_90a", "sm_90a", "sm_100", "sm_120")
+
+PREDICATES_EACH = 6  # calls of a case that compiles no kernel
+CALLS_EACH = 3  # calls of one that does: compiling takes most of its time
+_SANITIZED = 0.06  # the share of cases on the emulator that run under a sanitizer
+_NVRTC = 0.2
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a user narrows cases to. targets of () are all that kernels are generated for; on a GPU, those it runs."""
+
+    targets: tuple[str, ...] = ()
+    passes: tuple[Pass, ...] = ("forward", "backward")
+    sanitize: Literal["address", "thread"] | None = None
+    emulate: bool = True
+    nvrtc: bool = True
+
+
+def recipe_of(seed: int, options: Options, drawn: Counter[str] | None = None) -> Recipe:
+    """The case of a seed. `drawn`, if given, counts the productions that it is made of."""
+    grammar = Grammar(_stream(seed, "grammar"))
+    mask = grammar.mask()
+    score = score_grammar.score(grammar) if grammar.rng.random() < 0.5 else None
+    if drawn is not None:
+        drawn.update(grammar.drawn)
+    passes = _passes(seed, options)
+    sanitize = _sanitizer(seed, options) if passes else None
+    plain = _stream(seed, "plain")
+    count = 1 if sanitize else CALLS_EACH if passes else PREDICATES_EACH
+    target = _target(seed, options)
+    dtype = plain.choice(("float16", "bfloat16") if plain.random() < 0.05 else _dtypes(target))
+    problems = tuple(
+        _problem(_stream(seed, f"call {number}"), grammar, mask, score, dtype, long=sanitize is None)
+        for number in range(count)
+    )
+    head_dim = plain.choice(_LARGE_DIMS if plain.random() < 0.06 else _DIMS)
+    return Recipe(
+        mask=mask,
+        score=score,
+        declared=grammar.declared,
+        problems=problems,
+        head_dim=head_dim,
+        value_dim=plain.choice(_DIMS) if plain.random() < 0.3 else head_dim,
+        dtype=dtype,
+        scale=plain.choice((None, None, None, None, 1.0, 0.01, 1.5)),
+        layout=plain.choice(("bhsd", "bhsd", "bshd")),
+        dropout=plain.choice((0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.17, 0.5, 0.9)),
+        target=target,
+        passes=passes,
+        deterministic=plain.random() < 0.3,
+        emulate=options.emulate,
+        sanitize=sanitize,
+        schedule=_schedule(seed) if options.emulate else None,
+        nvrtc=options.nvrtc and options.emulate and bool(passes) and _stream(seed, "nvrtc").random() < _NVRTC,
+    ).tidied()
+
+
+def _stream(seed: int, aspect: str) -> random.Random:
+    return random.Random(f"{seed} {aspect}")
+
+
+def _passes(seed: int, options: Options) -> tuple[Pass, ...]:
+    """Of four cases three check predicates alone, which takes a hundredth of the time; half of the rest goes back."""
+    rng = _stream(seed, "passes")
+    if options.sanitize is None and rng.random() < 0.75:
+        return ()
+    both = "backward" in options.passes and ("forward" not in options.passes or rng.random() < 0.5)
+    return ("forward", "backward") if both else ("forward",)
+
+
+def _target(seed: int, options: Options) -> str:
+    rng = _stream(seed, "target")
+    if options.targets:
+        return rng.choice(options.targets)
+    return rng.choice(_COMMON_TARGETS) if rng.random() < 0.8 else rng.choice(tuple(TARGETS))
+
+
+def _dtypes(target: str) -> tuple[str, ...]:
+    """What the target multiplies; another is refused, which is worth a look only now and then."""
+    return TARGETS[target].dtypes if target in TARGETS else ("float16", "bfloat16")
+
+
+def _sanitizer(seed: int, options: Options) -> Literal["address", "thread"] | None:
+    if options.sanitize or not options.emulate:
+        return options.sanitize
+    rng = _stream(seed, "sanitizer")
+    return rng.choice(("address", "thread")) if rng.random() < _SANITIZED else None
+
+
+def _schedule(seed: int) -> Schedule:
+    rng = _stream(seed, "schedule")
+    return Schedule(rng.choice(ORDERS), rng.choice(COPIES), rng.randrange(2**16))
+
+
+def _problem(
+    rng: random.Random, grammar: Grammar, mask: Term, score: Term | None, dtype: str, *, long: bool
+) -> Problem:
+    shape = _shape(rng, long)
+    values = draw_values(mask, score, grammar.declared, grammar.roles, shape, rng)
+    inputs = rng.choice(_INPUTS)
+    if inputs == "huge" and dtype == "float16":
+        inputs = "large"  # float16 ends at 65504
+    return Problem(shape, values, inputs, rng.randrange(2**16), rng.random() < 0.4)
+
+
+def _shape(rng: random.Random, long: bool) -> Shape:
+    """Mostly a few hundred tokens. `long`: now and then one length of tens of thousands, for one head."""
+    if long and rng.random() < 0.05:
+        return Shape(*rng.choice(_LONG), 1, 1, 1)
+    lengths = (*_LENGTHS, *range(1, 300, 13))
+    len_q, len_k = rng.choice(lengths), rng.choice(lengths)
+    if rng.random() < 0.35:
+        len_k = len_q
+    if rng.random() < 0.04:
+        len_q, len_k = rng.choice(((0, len_k), (len_q, 0), (0, 0)))
+    heads_q, heads_kv = rng.choice(((1, 1), (2, 2), (2, 1), (4, 2), (3, 1), (6, 2)))
+    return Shape(len_q, len_k, rng.choice((1, 1, 2, 3)), heads_q, heads_kv)
+
+
+def targets_of_gpu(major: int, minor: int) -> tuple[str, ...]:
+    """The targets whose kernels a GPU of this compute capability runs."""
+    return tuple(name for name, target in TARGETS.items() if target.runs_on(major, minor))

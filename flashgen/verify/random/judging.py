@@ -1,0 +1,88 @@
+"""Whether what a kernel gave is right: by the rule of `flashgen.reference.numerics`, and beyond its reach by bounds.
+
+The rule compares with standard attention in the input dtype. Where scores are so large that one float32 rounding of
+them changes a probability, or float16 cannot hold them, it says nothing. There the scores are only known to within
+`slack`, and what can be said is said: LSE within it, outputs between the values that are averaged, gradients finite.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from flashgen.reference import judge
+from flashgen.reference.numerics import ALLOWANCE, FACTOR, LSE_BOUND, LSE_FACTOR
+
+Array = np.ndarray[Any, Any]
+
+_EPS32 = 2.0**-24
+_ROUNDINGS = 8  # of float32, on the way to a score
+_FAST_TANH = 2.0**-11  # the relative error that its documentation allows
+_TRUSTED = LSE_BOUND / 4  # slack up to which the rule as it is takes in float32's own rounding
+_EPS = {"float16": 2.0**-11, "bfloat16": 2.0**-8}
+
+
+class Judged(NamedTuple):
+    """One draw of q, k and v: what came out, what should have, and what the input dtype would give; by name."""
+
+    found: Mapping[str, Array]
+    expected: Mapping[str, Array]
+    low: Mapping[str, Array]
+    largest: float  # magnitude on the way to a score
+    values: float  # the largest magnitude of v, times dropout's factor
+    fast_tanh: bool = False
+
+    @property
+    def slack(self) -> float:
+        """How far float32's scores may be from the exact ones."""
+        return self.largest * (_ROUNDINGS * _EPS32 + (_FAST_TANH if self.fast_tanh else 0))
+
+
+def complaint(draws: Sequence[Judged], dtype: str) -> str | None:
+    """What is wrong with the draws together, or None. They are judged as one array: see `verify.samples`."""
+    slack = max(draw.slack for draw in draws)
+    for name in draws[0].found:
+        found, expected, low = (
+            np.concatenate([np.ravel(np.asarray(part[name]).astype(np.float64)) for part in parts])
+            for parts in zip(*(draw[:3] for draw in draws), strict=True)
+        )
+        wrong = _wrong(name, found, expected, low, slack, max(draw.values for draw in draws), dtype)
+        if wrong:
+            return f"{name}: {wrong}"
+    return None
+
+
+def _wrong(name: str, found: Array, expected: Array, low: Array, slack: float, values: float, dtype: str) -> str | None:
+    if not found.size:
+        return None
+    if np.isnan(found).any():
+        return f"{int(np.isnan(found).sum())} of {found.size} are NaN"
+    if name == "lse":
+        magnitude = np.abs(np.where(np.isfinite(expected), expected, 0.0))
+        return _beyond(found, expected, np.maximum(LSE_BOUND, LSE_FACTOR * magnitude) + (slack > _TRUSTED) * slack)
+    if slack <= _TRUSTED:
+        verdict = judge(found, expected, low)
+        return None if verdict.ok else str(verdict)
+    if name == "out":
+        with np.errstate(invalid="ignore"):
+            own = FACTOR * float(np.abs(low - expected).max())
+        if not math.isfinite(own):
+            own = 4 * _EPS[dtype] * values
+        return _beyond(found, expected, own + ALLOWANCE + min(2.0, math.expm1(min(2 * slack, 1.0))) * values)
+    infinite = np.isinf(found) & (np.abs(expected) < 1e4)
+    return f"{int(infinite.sum())} of {found.size} are infinite" if infinite.any() else None
+
+
+def _beyond(found: Array, expected: Array, bound: float | Array) -> str | None:
+    with np.errstate(invalid="ignore"):
+        difference = np.where(found == expected, 0.0, np.abs(found - expected))
+    bounds = np.broadcast_to(bound, found.shape)
+    worst = int(np.argmax(difference / bounds))
+    if difference[worst] <= bounds[worst]:
+        return None
+    return (
+        f"{found[worst]:g} where {expected[worst]:g} is right, beyond {bounds[worst]:.2e}, at {worst} of {found.size}"
+    )

@@ -1,0 +1,323 @@
+"""What a term means, written from the language's documentation and sharing nothing with the oracle's evaluation.
+
+Integers are those of int32: each result is exact, and one beyond int32 has no meaning (`Overflow`). Floats of a mask
+are float32's, one rounding an operation; those of a score are exact up to float64's rounding, or complex numbers whose
+imaginary part carries a derivative (a complex step). Named masks and scores mean what their docstrings say, in integers
+of any size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from flashgen.verify.random.terms import (
+    ARITHMETIC,
+    BITS,
+    COMPARISONS,
+    INDICES,
+    LITERALS,
+    LOGIC,
+    MASKS,
+    SCORES,
+    SYMBOLS,
+    Kind,
+    Term,
+)
+
+Array = np.ndarray[Any, Any]
+
+_LEAST, _MOST = -(2**31), 2**31 - 1
+_STEP = 1e-30  # of the complex step: its square is lost in any sum, so that the derivative has no error of its own
+
+
+class Overflow(Exception):
+    """An integer on the way is beyond int32: the language gives such an expression no meaning."""
+
+
+class Value(NamedTuple):
+    """Elements of one kind: bool, int64 or the floats of the evaluation, broadcast to (batch, heads, len_q, len_k)."""
+
+    kind: Kind
+    data: Array
+
+
+class Sizes(NamedTuple):
+    """What a call is evaluated over."""
+
+    batch: int
+    heads: int
+    len_q: int
+    len_k: int
+
+
+class Meaning:
+    """Evaluates terms over all elements of a call.
+
+    Args:
+        sizes: of the call; heads are query heads.
+        captures: a number or array for each capture, by name.
+        real: np.float32 for masks, np.float64 for scores.
+        score: scores (batch, heads, len_q, len_k), for the terms that read them.
+    """
+
+    def __init__(
+        self, sizes: Sizes, captures: Mapping[str, Any], real: Any = np.float32, score: Array | None = None
+    ) -> None:
+        self.sizes, self.captures, self.real, self.score = sizes, captures, real, score
+        self.largest = 0.0  # the largest finite magnitude among what depends on the score
+        self.seed: Term | None = None
+        self._known: dict[Term, Value] = {}
+
+    def of(self, term: Term) -> Array:
+        """The elements, not broadcast further than they depend on the indices. Raises Overflow."""
+        with np.errstate(all="ignore"):
+            return self._value(term).data
+
+    def derivative(self, term: Term, seed: Term) -> Array:
+        """The derivative of a float term by a seed: Term("score"), or a load taken for a variable of its own."""
+        tangent = Meaning(self.sizes, self.captures, np.complex128, self.score)
+        tangent.seed = seed
+        return np.asarray(tangent.of(term)).imag / _STEP
+
+    def _value(self, term: Term) -> Value:
+        if term not in self._known:
+            value = self._operation(term)
+            if term == self.seed:
+                value = Value("float", value.data + 1j * _STEP)
+            self._known[term] = value
+            self._watch(term, value)
+        return self._known[term]
+
+    def _watch(self, term: Term, value: Value) -> None:
+        if value.kind == "float" and value.data.size and any(part.op == "score" for part in term.walk()):
+            finite = np.abs(value.data[np.isfinite(value.data)])
+            self.largest = max(self.largest, float(finite.max(initial=0)))
+
+    def _operation(self, term: Term) -> Value:
+        op = term.op
+        if op in LITERALS:
+            return self._literal(term)
+        if op in SYMBOLS:
+            return self._symbol(op)
+        if op == "scalar":
+            return self._captured(self.captures[term.args[0]])
+        if op == "load":
+            return self._loaded(term.args[0], *(self._value(index).data for index in term.args[1:]))
+        if op in MASKS:
+            return Value("bool", np.asarray(_MASKS[op](self, *term.args)))
+        if op in SCORES:
+            return Value("float", np.asarray(_SCORES[op](self, *term.args)))
+        return self._computed(op, [self._value(operand) for operand in term.terms])
+
+    def _literal(self, term: Term) -> Value:
+        kind, value = term.op, term.args[0]
+        if kind == "float":
+            return self._float(np.float64(value))
+        return Value(kind, np.asarray(value, np.bool_ if kind == "bool" else np.int64))  # type: ignore[arg-type]
+
+    def _symbol(self, name: str) -> Value:
+        if name == "score":
+            assert self.score is not None, "a mask reads no score"
+            return Value("float", self.score.astype(self.real))
+        if name not in INDICES:
+            return Value("int", np.asarray(getattr(self.sizes, name), np.int64))
+        axis = INDICES.index(name)
+        shape = [-1 if own == axis else 1 for own in range(4)]
+        return Value("int", np.arange(self.sizes[axis], dtype=np.int64).reshape(shape))
+
+    def _float(self, data: Any) -> Value:
+        """Rounded to float32 first where that is what the evaluation computes in."""
+        return Value("float", np.asarray(data).astype(self.real))
+
+    def _captured(self, value: Any) -> Value:
+        data = np.asarray(value)
+        if data.dtype == np.bool_:
+            return Value("bool", data)
+        if data.dtype.kind in "iu":
+            return Value("int", data.astype(np.int64))
+        return self._float(data.astype(np.float32))
+
+    def _loaded(self, name: str, *indices: Array) -> Value:
+        """Each index is clamped to its dimension."""
+        array = np.asarray(self.captures[name])
+        places = tuple(
+            np.minimum(np.maximum(index, 0), size - 1) for index, size in zip(indices, array.shape, strict=True)
+        )
+        return self._captured(array[places])
+
+    def _computed(self, op: str, operands: list[Value]) -> Value:
+        if op == "where":
+            return self._where(*operands)
+        if op in LOGIC or op == "not":
+            return Value("bool", _LOGIC[op](*(operand.data for operand in operands)))
+        kind: Kind = "float" if any(operand.kind == "float" for operand in operands) else "int"
+        if op in COMPARISONS:
+            left, right = (self._as(kind, operand) for operand in operands)
+            return Value("bool", _COMPARE[op](np.real(left), np.real(right)))
+        if op == "to_int":
+            return self._to_int(operands[0])
+        if op in BITS or (kind == "int" and op in (*ARITHMETIC, "neg", "abs")):
+            # What was loaded may be beyond int32: it may be compared, but has no arithmetic.
+            whole = [self._whole(self._as("int", operand)).data for operand in operands]
+            return self._whole(_INTEGERS[op](*whole))
+        return Value("float", _FLOATS[op](*(self._as("float", operand) for operand in operands)))
+
+    def _where(self, condition: Value, then: Value, otherwise: Value) -> Value:
+        kinds = {then.kind, otherwise.kind}
+        kind: Kind = "float" if "float" in kinds else "int" if "int" in kinds else "bool"
+        return Value(kind, np.where(condition.data, self._as(kind, then), self._as(kind, otherwise)))
+
+    def _as(self, kind: Kind, value: Value) -> Array:
+        """A value as one of another kind: a boolean counts as 0 or 1, an integer becomes the nearest float."""
+        return value.data if kind == value.kind else value.data.astype(np.int64 if kind == "int" else self.real)
+
+    def _whole(self, data: Array) -> Value:
+        if data.size and (data.min() < _LEAST or data.max() > _MOST):
+            raise Overflow
+        return Value("int", data)
+
+    def _to_int(self, value: Value) -> Value:
+        """Towards zero; the nearest int32 beyond its ends; 0 of NaN."""
+        if value.kind != "float":
+            return Value("int", value.data.astype(np.int64))
+        number = np.where(np.isnan(np.real(value.data)), 0, np.real(value.data)).astype(np.float64)
+        return Value("int", np.trunc(np.clip(number, _LEAST, _MOST)).astype(np.int64))
+
+    # The named masks and scores, by their docstrings ------------------------------------------------------------------
+
+    def aligned_query(self, align: str) -> Array:
+        shift = self.sizes.len_k - self.sizes.len_q if align == "bottom_right" else 0
+        return self.of(Term("q")) + shift
+
+    def number(self, value: Any) -> Array:
+        """A parameter that counts positions: a literal, a Scalar, or a Tensor of one number for each batch."""
+        if isinstance(value, str):
+            return self._loaded(value, self.of(Term("b"))).data
+        return self._value(value).data
+
+
+def _sliding_window(meaning: Meaning, left: Term, right: Term, align: str) -> Array:
+    position, k = meaning.aligned_query(align), meaning.of(Term("k"))
+    return (position - meaning.number(left) <= k) & (k <= position + meaning.number(right))
+
+
+def _dilated_window(meaning: Meaning, window: Term, dilation: Term, align: str) -> Array:
+    distance = meaning.aligned_query(align) - meaning.of(Term("k"))
+    return (abs(distance) <= meaning.number(window)) & (distance % meaning.number(dilation) == 0)
+
+
+def _prefix_lm(meaning: Meaning, prefix: Any, align: str) -> Array:
+    k = meaning.of(Term("k"))
+    return (k < meaning.number(prefix)) | (k <= meaning.aligned_query(align))
+
+
+def _document(meaning: Meaning, ids: str) -> Array:
+    q, k, batch = (meaning.of(Term(index)) for index in "qkb")
+    before = (batch,) if np.ndim(meaning.captures[ids]) == 2 else ()
+    return meaning._loaded(ids, *before, q).data == meaning._loaded(ids, *before, k).data
+
+
+def _block_sparse(meaning: Meaning, layout: str, block_q: Term, block_k: Term) -> Array:
+    b, h, q, k = (meaning.of(Term(index)) for index in INDICES)
+    before = (b, h)[4 - np.ndim(meaning.captures[layout]) :]
+    return meaning._loaded(layout, *before, q // meaning.number(block_q), k // meaning.number(block_k)).data != 0
+
+
+def _alibi(meaning: Meaning, inner: Term, heads: Term) -> Array:
+    slopes = 2.0 ** (-8.0 * (meaning.of(Term("h")) + 1) / heads.args[0])
+    return meaning.of(inner) + slopes * (meaning.of(Term("k")) - meaning.of(Term("q")))
+
+
+def _alibi_table(meaning: Meaning, slopes: str, inner: Term) -> Array:
+    own = ("h",) if np.ndim(meaning.captures[slopes]) == 1 else ("b", "h")
+    slope = meaning.of(Term("load", (slopes, *map(Term, own))))
+    return meaning.of(inner) + slope * (meaning.of(Term("k")) - meaning.of(Term("q")))
+
+
+def _softcap(meaning: Meaning, inner: Term, cap: Term, _precision: str) -> Array:
+    limit = meaning.of(cap)
+    return limit * np.tanh(meaning.of(inner) / limit)
+
+
+def _relative_bias(meaning: Meaning, inner: Term, table: str, distance: Term) -> Array:
+    return meaning.of(inner) + meaning.of(bias_entry(table, np.ndim(meaning.captures[table]), distance))
+
+
+def bias_entry(table: str, ndim: int, distance: Term) -> Term:
+    """The load that relative_bias is documented to add: entry clamp(k - q, -D, D) + D."""
+    offset = Term("-", (Term("k"), Term("q")))
+    clamped = Term("min", (Term("max", (offset, Term("neg", (distance,)))), distance))
+    return Term("load", (table, *([Term("h")] if ndim == 2 else []), Term("+", (clamped, distance))))
+
+
+_MASKS: dict[str, Callable[..., Any]] = {
+    "full": lambda meaning: np.ones((1, 1, 1, 1), np.bool_),
+    "causal": lambda meaning, align: meaning.of(Term("k")) <= meaning.aligned_query(align),
+    "sliding_window": _sliding_window, "dilated_window": _dilated_window, "prefix_lm": _prefix_lm,
+    "document": _document, "block_sparse": _block_sparse,
+}  # fmt: skip
+_SCORES: dict[str, Callable[..., Any]] = {
+    "alibi": _alibi, "alibi_table": _alibi_table, "softcap": _softcap, "relative_bias": _relative_bias,
+}  # fmt: skip
+
+
+# The operations, by their docstrings ---------------------------------------------------------------------------------
+
+
+def _integer_division(a: Array, b: Array) -> Array:
+    """Floored, and 0 where the divisor is 0."""
+    return np.where(b == 0, 0, a // np.where(b == 0, 1, b))
+
+
+def _chosen(condition: Array, a: Array, b: Array) -> Array:
+    return np.where(condition, a, b)
+
+
+def _smaller(a: Any, b: Any) -> Array:
+    """The first where both are equal; the other where one is NaN."""
+    first = (np.real(a) <= np.real(b)) | np.isnan(np.real(b))
+    return np.where(first & ~np.isnan(np.real(a)) | np.isnan(np.real(b)), a, b)
+
+
+def _larger(a: Array, b: Array) -> Array:
+    return -_smaller(-a, -b)
+
+
+def _magnitude(a: Array) -> Array:
+    return np.where(np.real(a) < 0, -a, np.where(np.real(a) == 0, np.abs(np.real(a)), a)).astype(a.dtype)
+
+
+def _floored(a: Array) -> Array:
+    return np.floor(np.real(a)).astype(a.dtype)
+
+
+def _shifted_by(amount: Array) -> Array:
+    return np.minimum(np.maximum(amount, 0), 31)
+
+
+_LN2 = float(np.log(2))
+_LOGIC: dict[str, Callable[..., Array]] = {
+    "and": np.logical_and, "or": np.logical_or, "xor": np.logical_xor, "not": np.logical_not,
+}  # fmt: skip
+_COMPARE: dict[str, Callable[..., Array]] = {
+    "==": np.equal, "!=": np.not_equal, "<": np.less, "<=": np.less_equal, ">": np.greater, ">=": np.greater_equal,
+}  # fmt: skip
+_INTEGERS: dict[str, Callable[..., Array]] = {
+    "+": lambda a, b: a + b, "-": lambda a, b: a - b, "*": lambda a, b: a * b, "neg": lambda a: -a,
+    "abs": lambda a: np.where(a < 0, -a, a), "min": lambda a, b: _chosen(a <= b, a, b),
+    "max": lambda a, b: _chosen(a >= b, a, b), "//": _integer_division,
+    "%": lambda a, b: np.where(b == 0, 0, a - b * _integer_division(a, b)),
+    "<<": lambda a, amount: a * 2 ** _shifted_by(amount), ">>": lambda a, amount: a // 2 ** _shifted_by(amount),
+    "&": lambda a, b: a & b, "|": lambda a, b: a | b, "^": lambda a, b: a ^ b,
+}  # fmt: skip
+_FLOATS: dict[str, Callable[..., Array]] = {
+    "+": lambda a, b: a + b, "-": lambda a, b: a - b, "*": lambda a, b: a * b, "/": lambda a, b: a / b,
+    "neg": lambda a: -a, "abs": _magnitude, "min": _smaller, "max": _larger, "//": lambda a, b: _floored(a / b),
+    "%": lambda a, b: a - b * _floored(a / b), "floor": _floored, "to_float": lambda a: a, "sqrt": np.sqrt,
+    "exp": np.exp, "exp2": lambda a: np.exp(a * _LN2), "log": np.log, "log2": lambda a: np.log(a) / _LN2,
+    "tanh": np.tanh, "fast_tanh": np.tanh, "sigmoid": lambda a: 0.5 + 0.5 * np.tanh(0.5 * a),
+    "sin": np.sin, "cos": np.cos,
+}  # fmt: skip

@@ -1,0 +1,189 @@
+"""Standard attention and its gradients, written once more: the reference of random cases, in float64.
+
+    S = score(scale Q K^T), -inf where forbidden;  P = softmax(S);  O = (P ∘ Z) V;  LSE = log sum exp S
+
+with dropout's Z, whose bits are computed here from the mapping's documentation, one element at a time in NumPy. Score
+functions are differentiated by a complex step. Nothing of `flashgen.reference` has a part in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from flashgen.verify.random.meaning import Meaning, Sizes, bias_entry
+from flashgen.verify.random.terms import Declared, Term
+
+Array = np.ndarray[Any, Any]
+SCORE = Term("score")
+
+
+class Unjudged(Exception):
+    """The scores hold NaN or +infinity: attention has no value there."""
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """One call in float64, heads before lengths: q (batch, heads_q, len_q, head_dim), k and v with heads_kv.
+
+    allowed: which elements count, broadcastable to (batch, heads_q, len_q, len_k).
+    dropout: (probability of dropping, seed, offset).
+    """
+
+    q: Array
+    k: Array
+    v: Array
+    scale: float
+    allowed: Array
+    score: Term | None
+    captures: Mapping[str, Any]
+    declared: Mapping[str, Declared]
+    dropout: tuple[float, int, int] = (0.0, 0, 0)
+    _group: int = field(init=False, default=1)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_group", self.q.shape[1] // self.k.shape[1])
+
+    @property
+    def sizes(self) -> Sizes:
+        return Sizes(self.q.shape[0], self.q.shape[1], self.q.shape[2], self.k.shape[2])
+
+    def _for_queries(self, array: Array) -> Array:
+        """An array of heads of k and v, each as often as query heads share it."""
+        return np.repeat(array, self._group, axis=1)
+
+    def _for_keys(self, array: Array) -> Array:
+        """Summed over the query heads that share a head."""
+        batch, heads, *rest = array.shape
+        return array.reshape(batch, heads // self._group, self._group, *rest).sum(axis=2)
+
+    @cached_property
+    def _raw(self) -> Array:
+        return self.scale * (self.q @ self._for_queries(self.k).swapaxes(-1, -2))
+
+    @cached_property
+    def _meaning(self) -> Meaning:
+        return Meaning(self.sizes, self.captures, np.float64, self._raw)
+
+    @cached_property
+    def scores(self) -> Array:
+        """Modified and masked. Raises Unjudged, and Overflow where an integer of the score function has no meaning."""
+        modified = self._meaning.of(self.score) if self.score else self._raw
+        scores = np.where(self.allowed, modified, -np.inf)
+        scores = np.broadcast_to(scores, self._raw.shape)
+        if np.isnan(scores).any() or (scores == np.inf).any():
+            raise Unjudged
+        return scores
+
+    @cached_property
+    def largest(self) -> float:
+        """The largest magnitude on the way to the scores: what float32 rounds is a share of it."""
+        products = np.abs(self.q) @ np.abs(self._for_queries(self.k)).swapaxes(-1, -2)
+        _ = self.scores
+        return max(float(self.scale * products.max(initial=0)), self._meaning.largest)
+
+    @cached_property
+    def lse(self) -> Array:
+        highest = self.scores.max(axis=-1, initial=-np.inf)
+        shift = np.where(highest == -np.inf, 0, highest)
+        with np.errstate(divide="ignore"):
+            return shift + np.log(np.exp(self.scores - shift[..., None]).sum(axis=-1))
+
+    @cached_property
+    def _probabilities(self) -> Array:
+        return np.exp(self.scores - np.where(self.lse == -np.inf, 0, self.lse)[..., None])
+
+    @cached_property
+    def _kept(self) -> Array:
+        """Z: 0 where dropped, 256 / T where kept."""
+        probability, seed, offset = self.dropout
+        if not probability:
+            return np.ones((1, 1, 1, 1))
+        threshold = round(256 * (1 - probability))
+        return (random_bytes(seed, offset, self.sizes) < threshold) * (256 / threshold)
+
+    @cached_property
+    def out(self) -> Array:
+        return (self._probabilities * self._kept) @ self._for_queries(self.v)
+
+    def gradients(self, d_out: Array, d_lse: Array | None) -> dict[str, Array]:
+        """dq, dk, dv and d_<name> of each capture with a gradient, of sum(out · d_out) + sum(lse · d_lse)."""
+        k, v = self._for_queries(self.k), self._for_queries(self.v)
+        d_p = (d_out @ v.swapaxes(-1, -2)) * self._kept
+        of_lse = 0.0 if d_lse is None else d_lse[..., None]
+        mean = (self._probabilities * d_p).sum(axis=-1, keepdims=True)
+        d_s = self._probabilities * (d_p - mean + of_lse)
+        d_x = d_s * self._derivative(SCORE) if self.score else d_s
+        dropped = self._probabilities * self._kept
+        found = {
+            "dq": self.scale * (d_x @ k),
+            "dk": self._for_keys(self.scale * (d_x.swapaxes(-1, -2) @ self.q)),
+            "dv": self._for_keys(dropped.swapaxes(-1, -2) @ d_out),
+        }
+        for name, each in self.declared.items():
+            if each.grad:
+                found[f"d_{name}"] = self._gathered(name, d_s)
+        return found
+
+    def _derivative(self, seed: Term) -> Array:
+        """By a seed; 0 where the score is -inf, whatever the derivative is there."""
+        assert self.score is not None
+        derivative = self._meaning.derivative(self.score, seed)
+        return np.where(self.scores == -np.inf, 0.0, derivative)
+
+    def _gathered(self, name: str, d_s: Array) -> Array:
+        """The gradient of a capture: what each load of it was part of, added up where it loaded."""
+        gradient = np.zeros(np.shape(self.captures[name]))
+        for load in loads_of(name, self.score, np.ndim(self.captures[name])):
+            part = np.broadcast_to(d_s * self._derivative(load), self._raw.shape)
+            places = [
+                np.broadcast_to(np.clip(self._meaning.of(index), 0, size - 1), self._raw.shape)
+                for index, size in zip(load.terms, gradient.shape, strict=True)
+            ]
+            np.add.at(gradient, tuple(places), part)
+        return gradient
+
+
+def loads_of(name: str, score: Term | None, ndim: int) -> Iterator[Term]:
+    """The distinct loads of a capture in a score function, those of named scores as they are documented."""
+    found: dict[Term, None] = {}
+    for part in score.walk() if score else ():
+        if part.op == "load" and part.args[0] == name:
+            found[part] = None
+        elif part.op == "alibi_table" and part.args[0] == name:
+            found[Term("load", (name, *(Term(index) for index in ("b", "h")[-ndim:])))] = None
+        elif part.op == "relative_bias" and part.args[1] == name:
+            found[bias_entry(name, ndim, part.args[2])] = None
+    yield from found
+
+
+def random_bytes(seed: int, offset: int, sizes: Sizes) -> Array:
+    """Dropout's byte of each element (batch, heads, len_q, len_k): Philox4x32-7, by the mapping's documentation."""
+    b, h, i, j = np.ogrid[: sizes.batch, : sizes.heads, : sizes.len_q, : sizes.len_k]
+    lane = (i & 7) * 4 + ((j & 7) >> 1)
+    words = _philox((b << 16 | h, j >> 5, offset, (i >> 4) << 5 | lane), (seed % 2**32, seed // 2**32))
+    e = ((j >> 3) & 3) * 4 + ((i >> 3) & 1) * 2 + (j & 1)
+    result = np.zeros((1, 1, 1, 1), np.uint64)
+    for n in range(8):
+        bit = (words[n & 3] >> ((n >> 2) * 16 + e).astype(np.uint64)) & np.uint64(1)
+        result = result | bit << np.uint64(n)
+    return result
+
+
+def _philox(counter: tuple[Any, ...], key: tuple[int, int]) -> list[Array]:
+    """Seven rounds on 32-bit words held in 64 (Salmon et al., SC 2011)."""
+    low = np.uint64(2**32 - 1)
+    c0, c1, c2, c3 = (np.asarray(word).astype(np.uint64) & low for word in counter)
+    k0, k1 = key
+    for _ in range(7):
+        first, second = c0 * np.uint64(0xD2511F53), c2 * np.uint64(0xCD9E8D57)
+        c0, c1, c2, c3 = (
+            (second >> np.uint64(32)) ^ c1 ^ np.uint64(k0), second & low,
+            (first >> np.uint64(32)) ^ c3 ^ np.uint64(k1), first & low,
+        )  # fmt: skip
+        k0, k1 = (k0 + 0x9E3779B9) % 2**32, (k1 + 0xBB67AE85) % 2**32
+    return [c0, c1, c2, c3]
