@@ -1,0 +1,67 @@
+"""Cases follow from one number, and everything that the grammar can say is said."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+from flashgen.codegen.targets import TARGETS
+from flashgen.language.dtypes import CAPTURES, SCALARS
+from flashgen.language.operations import OPERATIONS
+from flashgen.verify.random import Options, grammar, recipe_of, score_grammar, targets_of_gpu
+from flashgen.verify.random.terms import EVERYTHING, LITERALS, MASKS, SCORES, SYMBOLS
+from flashgen.verify.random.values import VIEWS, WAYS, Fill
+
+CASES = 3000
+
+
+def test_every_production_is_drawn() -> None:
+    drawn: Counter[str] = Counter()
+    operations: Counter[str] = Counter()
+    others: Counter[object] = Counter()
+    for seed in range(CASES):
+        recipe = recipe_of(seed, Options(), drawn)
+        operations.update(part.op for term in (recipe.mask, recipe.score) if term for part in term.walk())
+        others.update((recipe.target, recipe.dtype, recipe.layout, recipe.sanitize, recipe.passes, recipe.nvrtc))
+        others.update(("declared", each.dtype, each.ndim > 0) for each in recipe.declared.values())
+        fills = [v for problem in recipe.problems for v in problem.values.values() if isinstance(v, Fill)]
+        others.update(fill.way for fill in fills)
+        others.update(fill.view for fill in fills)
+        others.update(problem.inputs for problem in recipe.problems)
+    assert not (grammar.production_names() | score_grammar.production_names()) - set(drawn)
+    # `score` stands in score functions only, everything else of the language somewhere.
+    assert not set(EVERYTHING) - set(operations) - {"bool"}
+    assert not set(TARGETS) - set(others)
+    assert not {("declared", dtype, True) for dtype in CAPTURES} - set(others)
+    assert not {("declared", dtype, False) for dtype in SCALARS} - set(others)
+    assert not {"float16", "bfloat16", "bhsd", "bshd", "address", "thread", "beyond", "huge", *VIEWS} - set(others)
+    assert not {way for ways in WAYS.values() for way in ways} - set(others)
+    assert {(), ("forward",), ("forward", "backward")} <= set(others)
+
+
+def test_the_grammar_has_every_operation_of_the_language() -> None:
+    """An operation that is new in the language is new here, too."""
+    own = set(EVERYTHING) - set(SYMBOLS) - set(LITERALS) - set(MASKS) - set(SCORES) - {"scalar"}
+    assert len(own) == len(OPERATIONS)
+
+
+def test_the_same_number_is_the_same_case() -> None:
+    for seed in range(50):
+        assert recipe_of(seed, Options()) == recipe_of(seed, Options())
+
+
+def test_options_narrow_a_case_and_change_nothing_else() -> None:
+    for seed in range(100):
+        free = recipe_of(seed, Options())
+        narrow = recipe_of(seed, Options(targets=("sm_90",), passes=("forward",)))
+        if free.passes:
+            assert narrow.target == "sm_90" and narrow.passes == ("forward",)
+            assert replace(narrow, target=free.target, passes=free.passes, dtype=free.dtype).mask == free.mask
+        assert narrow.passes == () or free.passes != ()
+    sanitized = recipe_of(3, Options(sanitize="address"))
+    assert sanitized.sanitize == "address" and sanitized.passes
+
+
+def test_targets_of_a_gpu() -> None:
+    assert targets_of_gpu(9, 0) == ("sm_90", "sm_90a")
+    assert targets_of_gpu(8, 9) == ("sm_80", "sm_86", "sm_87", "sm_89")

@@ -1,0 +1,190 @@
+"""Defects planted in each part are found by the first cases that can meet them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import sympy
+
+from flashgen.analysis import derivatives, intervals, ranges
+from flashgen.attention import compiling
+from flashgen.build import host
+from flashgen.codegen import printer
+from flashgen.errors import LaunchError, UnsupportedError
+from flashgen.language import evaluate as oracle
+from flashgen.language import operations as ops
+from flashgen.verify.problems import Shape
+from flashgen.verify.random import Options, Outcome, Recipe, check, recipe_of
+from flashgen.verify.random.recipe import Problem
+from flashgen.verify.random.terms import Declared, Term
+from flashgen.verify.random.values import Fill
+
+PREDICATES = 150  # cases that a defect of oracle or analysis may take to be met
+
+
+@pytest.fixture(autouse=True)
+def compiled_anew() -> Iterator[None]:
+    """What was compiled without the defect is forgotten, and what was with it."""
+    compiling.clear()
+    yield
+    compiling.clear()
+
+
+def first_finding(wanted: Callable[[Recipe], bool] = lambda recipe: True) -> Outcome:
+    """Of cases that compile no kernel."""
+    recipes = (replace(recipe_of(seed, Options()), passes=()) for seed in range(10_000))
+    chosen = (recipe for recipe, _ in zip(filter(wanted, recipes), range(PREDICATES), strict=False))
+    return next((outcome for outcome in map(check, chosen) if outcome.status == "found"), Outcome("passed"))
+
+
+def holds(*ops_: str) -> Callable[[Recipe], bool]:
+    return lambda recipe: any(part.op in ops_ for part in recipe.mask.walk())
+
+
+# The oracle and the analysis -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("operation", "meaning", "named"),
+    [
+        (ops.FloorMod, np.fmod, "%"),
+        (ops.FloorDiv, lambda a, b: np.trunc(a / np.where(b == 0, 1, b)).astype(np.asarray(a).dtype), "//"),
+        (ops.LessEqual, np.less, "<="),
+        (ops.Minimum, np.fmax, "min"),
+    ],
+    ids=["modulo", "division", "comparison", "minimum"],
+)
+def test_an_operation_of_the_oracle(
+    operation: type[ops.Operation], meaning: Any, named: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(oracle.MEANINGS, operation, meaning)
+    assert first_finding(holds(named)).kind in ("oracle", "tiles")
+
+
+def test_an_interval_that_is_too_narrow(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = intervals.classify
+
+    def hopeful(*given: Any) -> Any:
+        found = plain(*given)
+        return np.where(found == intervals.PARTIAL, intervals.FULL, found)
+
+    monkeypatch.setattr("flashgen.analysis.tiles.classify", hopeful)
+    assert first_finding().kind == "tiles"
+
+
+def test_a_range_that_ends_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = ranges.evaluate_range
+
+    def early(*given: Any) -> Any:
+        begin, end, *full = plain(*given)
+        return begin, np.maximum(end - 1, 0), *full
+
+    monkeypatch.setattr("flashgen.verify.random.covers.evaluate_range", early)
+    assert first_finding().kind == "tiles"
+
+
+# Kernels -------------------------------------------------------------------------------------------------------------
+
+
+def one_call(mask: Term, score: Term | None = None, *, declared: Any = None, **given: Any) -> Recipe:
+    """A small case of one call, on the emulator."""
+    values = given.pop("values", {})
+    problem = Problem(Shape(60, 90, 1, 2, 1), values, d_lse=True)
+    return Recipe(mask, score, declared or {}, (problem,), head_dim=16, value_dim=16, target="sm_80", **given)
+
+
+def integer(value: int) -> Term:
+    return Term("int", (value,))
+
+
+CAUSAL = Term("causal", ("bottom_right",))
+DIVIDED = Term(">=", (Term("floor", (Term("/", (Term("k"), integer(41))),)), integer(1)))
+LOADED = Term("==", (Term("load", ("ids", Term("-", (Term("k"), integer(20))))), integer(1)))
+IDS = {"ids": Declared("int8", 1)}
+
+
+def test_the_cases_themselves_pass() -> None:
+    """All but the division, which a kernel may print as it likes as long as it is one."""
+    loaded = one_call(LOADED, declared=IDS, values={"ids": Fill("few", (60,), 1)})
+    for recipe in (one_call(CAUSAL, passes=("forward", "backward")), loaded):
+        outcome = check(recipe)
+        assert outcome.status == "passed", outcome.message
+    assert outcome.counts["forward calls"] == 1 and outcome.counts["maps and lists"] == 2
+
+
+def test_division_by_a_reciprocal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """41 · (1 / 41) is less than 1 in float32."""
+
+    def reciprocal(self: Any, node: sympy.Basic) -> tuple[str, int]:
+        left, right = (self.as_float(operand, 12) for operand in node.args)
+        return f"({left}) * (1.0f / ({right}))", 12
+
+    monkeypatch.setitem(printer._SPECIAL, ops.Divide, reciprocal)
+    outcome = check(one_call(DIVIDED))
+    assert outcome.status == "found" and outcome.kind in ("wrong", "tiles"), outcome
+
+
+def test_an_index_that_is_not_clamped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(printer, "from_zero", lambda index: index)
+    outcome = check(one_call(LOADED, declared=IDS, values={"ids": Fill("few", (60,), 1)}))
+    assert outcome.kind == "wrong", outcome
+
+
+def test_a_read_outside(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a wrong value would be luck, the sanitizer of the case says so."""
+    far = Term("load", ("ids", Term("+", (Term("k"), integer(100_000)))))
+    clamp = "min(static_cast<unsigned>(i0), arguments.ids_size[0] - 1u)"
+    plain = host.compile_host
+
+    def unclamped(source: str, *given: Any) -> Any:
+        assert clamp in source
+        return plain(source.replace(clamp, "i0"), *given)
+
+    monkeypatch.setattr(host, "compile_host", unclamped)
+    mask = Term("!=", (far, integer(77)))
+    outcome = check(one_call(mask, declared=IDS, values={"ids": Fill("few", (60,), 1)}, sanitize="address"))
+    assert outcome.kind == "sanitizer" and "kernel.cu" in outcome.message, outcome
+
+
+def test_a_derivative_of_another_function(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The oracle's derivatives are not asked."""
+    monkeypatch.setitem(derivatives.RULES, ops.Tanh, derivatives.RULES[ops.Sin])
+    outcome = check(one_call(CAUSAL, Term("tanh", (Term("score"),)), passes=("forward", "backward")))
+    assert outcome.kind == "wrong" and outcome.message.startswith("backward"), outcome
+
+
+def test_text_that_does_not_compile(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(printer._SPECIAL, ops.Divide, lambda self, node: ("divided(", 12))
+    assert check(one_call(DIVIDED)).kind == "compile"
+
+
+def test_a_launch_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_given: object) -> None:
+        raise LaunchError("deadlock at kernel.cu:7")
+
+    monkeypatch.setattr("flashgen.runtime.emulator.launch", fails)
+    assert check(one_call(CAUSAL)).kind == "emulator"
+
+
+def test_an_exception_that_nobody_foresaw(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_given: object) -> None:
+        raise KeyError("tile")
+
+    monkeypatch.setattr("flashgen.verify.random.kernels._check_lists", fails)
+    outcome = check(one_call(CAUSAL))
+    assert outcome.kind == "raised" and "KeyError" in outcome.message
+
+
+def test_a_refusal_by_name_is_no_finding() -> None:
+    outcome = check(replace(one_call(CAUSAL), target="sm_75", dtype="bfloat16"))
+    assert outcome.status == "refused" and UnsupportedError.__name__ in outcome.message
+
+
+def test_arguments_that_are_refused_are_a_finding() -> None:
+    """The generator gives what the documentation allows."""
+    outcome = check(one_call(LOADED, declared=IDS, values={"ids": 3}))
+    assert outcome.status == "found"
