@@ -1,13 +1,15 @@
 """The meaning of every operation in NumPy: what an expression is on arrays of indices, scores and captures.
 
-Integers are int64 and floats float64, so that this is the oracle that float32 and int32 kernels are judged by. Shapes
-broadcast lazily: a mask of q and k alone stays (len_q, len_k) whatever the batch.
+Integers are int64 and wrap, as a kernel's do. Floats are float64, so that this is the oracle that float32 kernels are
+judged by; but those that decide (language/decisive.py: all of a mask's) are float32 like the kernel's, bit by bit as
+far as they are made of + - * /, sqrt, floor and conversions. Shapes broadcast lazily: a mask of q and k alone stays
+(len_q, len_k) whatever the batch.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,12 +17,15 @@ import sympy
 
 from flashgen.errors import ArgumentError
 from flashgen.language import operations as ops
+from flashgen.language.decisive import deciding_steps
 from flashgen.language.operations import Capture, Operation, kind_of
 
 Array = np.ndarray[Any, Any]
 
 _WIDE = {"bool": np.bool_, "int": np.int64, "float": np.float64}
 _INT32 = np.iinfo(np.int32)
+# Functions of which float32 has the one right value.
+_ROUNDED = (ops.Divide, ops.ToFloat, ops.Floor, ops.Sqrt)
 
 
 def evaluate(node: sympy.Basic, values: Mapping[sympy.Basic, Any], captures: Mapping[str, Any] | None = None) -> Array:
@@ -35,9 +40,41 @@ def evaluate(node: sympy.Basic, values: Mapping[sympy.Basic, Any], captures: Map
     Returns a bool, int64 or float64 array of the broadcast shape of what the expression reads; () for a constant.
     Raises ArgumentError for a missing capture or value, or a capture of the wrong dimensions.
     """
-    evaluation = _Evaluation(values, captures or {}, _shared(node))
+    evaluation = _Evaluation(values, captures or {}, _shared(node), deciding_steps(node))
     with np.errstate(all="ignore"):  # both sides of a Where are computed, also where they are not wanted
-        return np.asarray(evaluation.of(node))
+        value = np.asarray(evaluation.of(node))
+    return value.astype(np.float64) if value.dtype == np.float32 else value
+
+
+def computed(
+    node: Operation, single: bool, of: Callable[[sympy.Basic, bool], Any], steps: Container[sympy.Basic]
+) -> Any:
+    """The value of an operation, in float32 if `single`, given what its operands are and which steps decide."""
+    if node in steps and not single and isinstance(node, ops.FloorMod):
+        # What steps is the floor; the rest is an arithmetic like any other.
+        a, b = (np.asarray(of(operand, False)).astype(np.float64) for operand in node.args)
+        return a - b * np.float64(_in_single(ops.FloorDiv(*node.args), [of(operand, True) for operand in node.args]))
+    single = single or node in steps
+    operands = [of(operand, single) for operand in node.args]
+    if single:
+        return _in_single(node, operands)
+    if isinstance(node, (ops.Arithmetic, ops.Transcendental)):
+        # Booleans count as 0 and 1, and NumPy's own rules for them (True + True is True) do not apply.
+        wide = np.float64 if "float" in map(kind_of, node.args) else np.int64
+        operands = [np.asarray(operand).astype(wide, copy=False) for operand in operands]
+    return MEANINGS[type(node)](*operands)
+
+
+def _in_single(node: Operation, operands: Sequence[Any]) -> Any:
+    if isinstance(node, ops.Load):
+        return MEANINGS[ops.Load](*operands)  # which float32 holds, whatever its dtype
+    singles = [np.asarray(operand).astype(np.float32, copy=False) for operand in operands]
+    if isinstance(node, ops.Where):
+        return np.where(operands[0], *singles[1:])
+    if isinstance(node, ops.Transcendental) and not isinstance(node, _ROUNDED):
+        # NumPy's own float32 functions differ from machine to machine in the last bits.
+        return np.float32(MEANINGS[type(node)](*map(np.float64, singles)))
+    return MEANINGS[type(node)](*singles)
 
 
 def _shared(node: sympy.Basic) -> frozenset[sympy.Basic]:
@@ -54,26 +91,24 @@ def _shared(node: sympy.Basic) -> frozenset[sympy.Basic]:
 
 class _Evaluation:
     def __init__(
-        self, values: Mapping[sympy.Basic, Any], captures: Mapping[str, Any], shared: frozenset[sympy.Basic]
+        self,
+        values: Mapping[sympy.Basic, Any],
+        captures: Mapping[str, Any],
+        shared: frozenset[sympy.Basic],
+        steps: frozenset[sympy.Basic],
     ) -> None:
-        self.values, self.captures, self.shared = values, captures, shared
-        self.known: dict[sympy.Basic, Any] = {}
+        self.values, self.captures, self.shared, self.steps = values, captures, shared, steps
+        self.known: dict[tuple[sympy.Basic, bool], Any] = {}
 
-    def of(self, node: sympy.Basic) -> Any:
-        if node in self.known:
-            return self.known[node]
-        result = self._operation(node) if isinstance(node, Operation) else self._leaf(node)
+    def of(self, node: sympy.Basic, single: bool = False) -> Any:
+        """The value of a node; of a float that a step reads, float32's."""
+        place = node, single and kind_of(node) == "float"
+        if place in self.known:
+            return self.known[place]
+        result = computed(*place, self.of, self.steps) if isinstance(node, Operation) else self._leaf(node)
         if node in self.shared:
-            self.known[node] = result
+            self.known[place] = result
         return result
-
-    def _operation(self, node: Operation) -> Any:
-        operands = [self.of(operand) for operand in node.args]
-        if isinstance(node, (ops.Arithmetic, ops.Transcendental)):
-            # Booleans count as 0 and 1, and NumPy's own rules for them (True + True is True) do not apply.
-            wide = np.float64 if "float" in map(kind_of, node.args) else np.int64
-            operands = [np.asarray(operand).astype(wide, copy=False) for operand in operands]
-        return MEANINGS[type(node)](*operands)
 
     def _leaf(self, node: sympy.Basic) -> Any:
         if isinstance(node, Capture):
@@ -137,10 +172,16 @@ def _shift(shift: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
 
 def _to_int(a: Any) -> Any:
     """Towards zero, saturating to int32; NaN is 0: what a GPU's conversion gives."""
-    if np.asarray(a).dtype != np.float64:
-        return np.asarray(a).astype(np.int64)
+    a = np.asarray(a)
+    if a.dtype.kind != "f":
+        return a.astype(np.int64)
+    a = a.astype(np.float64)  # which, unlike float32, holds the ends of int32
     whole = np.trunc(np.clip(np.nan_to_num(a, nan=0.0, posinf=np.inf, neginf=-np.inf), _INT32.min, _INT32.max))
     return whole.astype(np.int64)
+
+
+def _to_float(a: Any) -> Any:
+    return a if np.asarray(a).dtype.kind == "f" else np.float64(a)
 
 
 def _comparison(compare: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
@@ -159,7 +200,7 @@ MEANINGS: dict[type[Operation], Callable[..., Any]] = {
     ops.Minimum: np.fmin, ops.Maximum: np.fmax, ops.FloorDiv: _floor_divide, ops.FloorMod: _floor_modulo,
     ops.ShiftLeft: _shift(np.left_shift), ops.ShiftRight: _shift(np.right_shift),
     ops.BitAnd: np.bitwise_and, ops.BitOr: np.bitwise_or, ops.BitXor: np.bitwise_xor,
-    ops.Divide: np.divide, ops.ToFloat: np.float64, ops.ToInt: _to_int, ops.Floor: np.floor,
+    ops.Divide: np.divide, ops.ToFloat: _to_float, ops.ToInt: _to_int, ops.Floor: np.floor,
     ops.Exp: np.exp, ops.Exp2: np.exp2, ops.Log: np.log, ops.Log2: np.log2, ops.Tanh: np.tanh,
     ops.FastTanh: np.tanh,
     ops.Sigmoid: lambda a: 1 / (1 + np.exp(-a)), ops.Sqrt: np.sqrt, ops.Sin: np.sin, ops.Cos: np.cos,

@@ -23,7 +23,8 @@ import sympy
 from numpy.typing import NDArray
 
 from flashgen.language import operations as ops
-from flashgen.language.evaluate import MEANINGS, evaluate
+from flashgen.language.decisive import deciding_steps
+from flashgen.language.evaluate import computed, evaluate
 from flashgen.language.operations import SCORE, Load, Operation, kind_of
 
 Array = NDArray[Any]
@@ -50,10 +51,12 @@ class Duals:
         self, values: Mapping[sympy.Basic, Any], captures: Mapping[str, Any], rounding: Rounding | None = None
     ) -> None:
         self._values, self._captures, self._rounding = values, captures, rounding
-        self._known: dict[sympy.Basic, Array] = {}
+        self._known: dict[tuple[sympy.Basic, bool], Array] = {}
+        self._steps: frozenset[sympy.Basic] = frozenset()
 
     def value(self, node: sympy.Basic) -> Array:
         """The value of a node; only broadcast as far as it depends on the indices."""
+        self._steps |= deciding_steps(node)
         with np.errstate(all="ignore"):  # both sides of a Where are computed, also where they are not wanted
             return self._value(node)
 
@@ -62,13 +65,14 @@ class Duals:
         with np.errstate(all="ignore"):
             return self._tangent(node, seed, {})
 
-    def _value(self, node: sympy.Basic) -> Array:
-        if node not in self._known:
+    def _value(self, node: sympy.Basic, single: bool = False) -> Array:
+        place = node, single and kind_of(node) == "float"
+        if place not in self._known:
             if isinstance(node, Operation):
-                self._known[node] = self._rounded(node, MEANINGS[type(node)](*self._operands(node)))
+                self._known[place] = self._rounded(node, computed(*place, self._value, self._steps))
             else:
-                self._known[node] = evaluate(node, self._values, self._captures)
-        return self._known[node]
+                self._known[place] = evaluate(node, self._values, self._captures)
+        return self._known[place]
 
     def _operands(self, node: Operation) -> list[Array]:
         operands = [self._value(operand) for operand in node.args]

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 import flashgen as fg
 from flashgen.errors import ArgumentError, SpecError
 from flashgen.language import operations as ops
+from flashgen.language.decisive import decisive, tolerant
 from flashgen.language.evaluate import MEANINGS, evaluate
 from flashgen.language.operations import KEY, OPERATIONS, QUERY, SCORE
 from flashgen.language.rules import MAX_DEPTH
@@ -142,3 +143,69 @@ def test_the_deepest_tree_allowed_runs_through_everything():
     assert evaluate(spec.score.expression, {SCORE: 0.0, QUERY: 1000}).item() == MAX_DEPTH // 2
     with pytest.raises(SpecError, match="too large"):
         fg.softcap(30)(spec.score)
+
+
+def tenths(index):
+    return ops.Mul(index, sympy.Float(0.1))
+
+
+SINGLE = np.float32
+INDICES = np.arange(500)
+AT = {QUERY: INDICES, KEY: INDICES[::-1], SCORE: 0.0}
+
+
+def test_what_decides_is_float32_operation_by_operation():
+    q, k = (SINGLE(AT[symbol]) for symbol in (QUERY, KEY))
+    tenth, third = SINGLE(0.1), SINGLE(1 / 3)
+    by_operation = {
+        ops.Less(tenths(QUERY), ops.Add(tenths(KEY), sympy.Float(1 / 3))): q * tenth < k * tenth + third,
+        ops.Equal(ops.Floor(ops.Divide(QUERY, 41)), ops.Divide(KEY, 41)): np.floor(q / SINGLE(41)) == k / SINGLE(41),
+        ops.ToInt(ops.Divide(tenths(QUERY), sympy.Float(0.3))): (q * tenth / SINGLE(0.3)).astype(int),
+        ops.Less(ops.FloorMod(tenths(QUERY), sympy.Float(0.7)), tenths(KEY)): (
+            q * tenth - SINGLE(0.7) * np.floor(q * tenth / SINGLE(0.7)) < k * tenth
+        ),
+        ops.Greater(ops.Sqrt(QUERY), ops.Where(ops.Less(QUERY, KEY), tenths(KEY), 3)): (
+            np.sqrt(q) > np.where(AT[QUERY] < AT[KEY], k * tenth, SINGLE(3))
+        ),
+        ops.Less(ops.Exp(tenths(QUERY)), 3e20): SINGLE(np.exp(np.float64(q * tenth))) < SINGLE(3e20),
+        ops.LessEqual(ops.Mul(QUERY, 123_456_789), sympy.Float(1e10)): SINGLE(INDICES * 123_456_789) <= SINGLE(1e10),
+    }
+    for node, expected in by_operation.items():
+        assert (evaluate(node, AT) == expected).all(), node
+
+
+def test_a_product_and_a_sum_of_tenths_decide_as_the_product_does():
+    """On its own diagonal q / 10 - k / 10 is 0, and fused it would not be."""
+    assert evaluate(ops.GreaterEqual(ops.Sub(tenths(QUERY), tenths(KEY)), 0), {QUERY: INDICES, KEY: INDICES}).all()
+
+
+def test_a_score_is_float64_beside_a_condition_that_is_not():
+    condition = ops.Less(tenths(QUERY), sympy.Float(4.1))  # in float32 41 * 0.1 is 4.1000004
+    node = ops.Where(condition, ops.Add(SCORE, tenths(QUERY)), tenths(QUERY))
+    found = evaluate(node, AT)
+    np.testing.assert_array_equal(found, INDICES * 0.1)
+    assert found.dtype == np.float64
+    of_score = ops.Less(tenths(QUERY), ops.Add(SCORE, sympy.Float(4.1)))
+    assert evaluate(of_score, AT).sum() == (INDICES * 0.1 < 4.1).sum()
+    assert decisive(of_score, node) == {condition, condition.args[0]}
+
+
+def test_what_a_tolerance_judges():
+    capped = ops.Divide(ops.Add(SCORE, tenths(QUERY)), 20)
+    stepping = ops.Floor(ops.Divide(SCORE, 41))
+    assert tolerant(ops.Add(capped, stepping)) == {capped, capped.args[0], ops.Add(capped, stepping)}
+
+
+def test_a_remainder_is_continuous_but_for_its_floor():
+    """Its floor is float32's, on which side of a jump it is; the rest is as exact as the arithmetic around it."""
+    remainder = ops.FloorMod(tenths(QUERY), sympy.Float(0.7))
+    floors = np.floor(SINGLE(INDICES) * SINGLE(0.1) / SINGLE(0.7))
+    np.testing.assert_array_equal(evaluate(remainder, AT), INDICES * 0.1 - 0.7 * np.float64(floors))
+
+
+def test_integers_wrap_as_int64():
+    high = ops.Mul(ops.Mul(QUERY, 2**31 - 1), 2**31 - 1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert evaluate(ops.Mul(high, 4), {QUERY: 1}).item() == (4 * (2**31 - 1) ** 2 + 2**63) % 2**64 - 2**63
+        assert evaluate(ops.Add(ops.Mul(high, 2), ops.Mul(high, 2)), {QUERY: 1}).item() < 0
