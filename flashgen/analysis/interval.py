@@ -9,8 +9,8 @@ import numpy as np
 
 Array = Any  # an ndarray or a NumPy scalar
 
-# Integers beyond this are unknown: sums and differences of two bounds still fit in int64.
-LIMIT = 2**61
+# What int64 holds. Integers whose arithmetic may go beyond LIMIT may have wrapped, and are any of these.
+SMALLEST, LARGEST, LIMIT = -(2**63), 2**63 - 1, 2**62
 _FLOAT32_MAX = float(np.finfo(np.float32).max)
 _FLOAT32_TINY = float(np.finfo(np.float32).tiny)
 # A float32 operation, approximate division included, is within this of the float64 one.
@@ -58,10 +58,14 @@ def truth(always: Array, never: Array) -> Interval:
     return Interval(np.asarray(always).astype(np.int64), 1 - np.asarray(never).astype(np.int64))
 
 
-def integers(low: Array, high: Array) -> Interval:
-    """The integers between two int64 arrays; unknown where they leave the limit."""
-    outside = (low <= -LIMIT) | (high >= LIMIT)
-    return Interval(np.where(outside, -LIMIT, low), np.where(outside, LIMIT, high))
+def integers(low: Array, high: Array, fits: Array = np.True_) -> Interval:
+    """The integers between two int64 arrays; where they do not fit, any integer: the arithmetic may wrap."""
+    return Interval(np.where(fits, low, SMALLEST), np.where(fits, high, LARGEST))
+
+
+def fit(*values: Array) -> Array:
+    """Whether integers, computed roughly as floats, are so far from the ends of int64 that they do not wrap."""
+    return np.logical_and.reduce(np.broadcast_arrays(*(np.abs(np.float64(value)) < LIMIT for value in values)))
 
 
 def floats(low: Array, high: Array, nan: Array = np.False_, absolute: float = 0.0) -> Interval:

@@ -1,9 +1,9 @@
 """Three-valued interval evaluation: what is certain of an expression over boxes of indices.
 
 Conservative: a truth value is called true or false only if it is so for every element of the box; everything else is
-unknown. Integers are exact (overflow of the kernel's int32 is not modelled); floats are widened, so that a verdict
-holds for the float64 reference and for a kernel's float32 alike. Boxes are arrays of lows and highs, so that all tiles
-of a map are evaluated at once, lazily broadcast: an index of queries need not be held for every key.
+unknown. Integers are int64's, and what may have wrapped is any of them; floats are widened, so that a verdict holds for
+the float64 reference and for a kernel's float32 alike. Boxes are arrays of lows and highs, so that all tiles of a map
+are evaluated at once, lazily broadcast: an index of queries need not be held for every key.
 """
 
 from __future__ import annotations
@@ -15,7 +15,21 @@ import numpy as np
 import sympy
 
 from flashgen.analysis.affine import Affine, affine
-from flashgen.analysis.interval import LIMIT, Array, Interval, as_float, floats, hull, integers, meet, point, truth
+from flashgen.analysis.interval import (
+    LARGEST,
+    LIMIT,
+    SMALLEST,
+    Array,
+    Interval,
+    as_float,
+    fit,
+    floats,
+    hull,
+    integers,
+    meet,
+    point,
+    truth,
+)
 from flashgen.analysis.range_table import RangeTable
 from flashgen.language import operations as ops
 from flashgen.language.evaluate import evaluate
@@ -47,16 +61,20 @@ def interval_of(
 
     Raises ArgumentError for a missing capture or one of the wrong dimensions, KeyError for a missing symbol.
     """
-    return _Evaluation(boxes, captures or {}).of(node)
+    return Evaluation(boxes, captures or {}).of(node)
 
 
-class _Evaluation:
+class Evaluation:
+    """Intervals of nodes over boxes, each computed once; `wrapping` are those in which some integer may wrap."""
+
     def __init__(self, boxes: Mapping[sympy.Basic, tuple[Any, Any]], captures: Mapping[str, Any]) -> None:
         self.boxes, self.captures = boxes, captures
         self.known: dict[sympy.Basic, Interval] = {}
+        self.wrapping: set[sympy.Basic] = set()
         self.tables: dict[ops.Capture, RangeTable] = {}
 
     def of(self, node: sympy.Basic) -> Interval:
+        """The interval of a node."""
         if node not in self.known:
             with np.errstate(all="ignore"):
                 self.known[node] = self._operation(node) if isinstance(node, ops.Operation) else self._leaf(node)
@@ -65,6 +83,9 @@ class _Evaluation:
     def _leaf(self, node: sympy.Basic) -> Interval:
         if isinstance(node, ops.Capture):
             return point(evaluate(node, {}, self.captures))
+        if isinstance(node, sympy.Integer) and not -LIMIT < int(node) < LIMIT:  # of an affine form, by large factors
+            self.wrapping.add(node)
+            return Interval(np.int64(SMALLEST), np.int64(LARGEST))
         if isinstance(node, sympy.Symbol):
             low, high = self.boxes[node]
             kind = np.float64 if ops.kind_of(node) == "float" else np.int64
@@ -74,7 +95,10 @@ class _Evaluation:
 
     def _operation(self, node: ops.Operation) -> Interval:
         value = self._by_operands(node)
-        if not _repeats_a_symbol(node):
+        if may_wrap(node, value) or any(operand in self.wrapping for operand in node.args):
+            self.wrapping.add(node)
+            return value
+        if not self._moves_together(node):
             return value
         # Where a symbol occurs twice its occurrences move together, which the affine form knows: q - k + 1 - q.
         if node.kind == "int":
@@ -85,6 +109,10 @@ class _Evaluation:
             return meet(value, MEANINGS[type(node)](difference, point(0)))
         return value
 
+    def _moves_together(self, node: ops.Operation) -> bool:
+        """Whether the affine form of the node may say more than its operands do."""
+        return _repeats_a_symbol(node)
+
     def _by_operands(self, node: ops.Operation) -> Interval:
         if isinstance(node, ops.Load):
             return MEANINGS[ops.Load](self._table(node.capture), *(self.of(index) for index in node.indices))
@@ -94,9 +122,14 @@ class _Evaluation:
         return MEANINGS[type(node)](*operands)
 
     def _affine(self, form: Affine) -> Interval:
+        anything = Interval(np.int64(SMALLEST), np.int64(LARGEST))
+        if not all(-LIMIT < number < LIMIT for number in (form.constant, *form.terms.values())):
+            return anything
         total = point(form.constant)
         for atom, factor in form.terms.items():
             value = self._by_operands(atom) if isinstance(atom, ops.Operation) else self.of(atom)
+            if any(operand in self.wrapping for operand in atom.args):
+                return anything
             total = _add(total, _multiply(value, point(factor)))
         return total
 
@@ -104,6 +137,16 @@ class _Evaluation:
         if capture not in self.tables:
             self.tables[capture] = RangeTable(evaluate(capture, {}, self.captures))
         return self.tables[capture]
+
+
+_MAY_WRAP = (ops.Add, ops.Sub, ops.Mul, ops.Neg, ops.Abs, ops.FloorDiv, ops.ShiftLeft)
+
+
+def may_wrap(node: ops.Operation, value: Interval) -> bool:
+    """Whether an integer operation of this interval may itself leave int64, for any of the boxes."""
+    if node.kind != "int" or not isinstance(node, _MAY_WRAP):
+        return False
+    return bool(np.any((value.low == SMALLEST) & (value.high == LARGEST)))
 
 
 def _repeats_a_symbol(node: sympy.Basic) -> bool:
@@ -122,7 +165,8 @@ def _repeats_a_symbol(node: sympy.Basic) -> bool:
 def _add(a: Interval, b: Interval) -> Interval:
     if a.is_float or b.is_float:
         return floats(a.low + b.low, a.high + b.high, a.nan | b.nan | _opposite_infinities(a, b))
-    return integers(a.low + b.low, a.high + b.high)
+    fits = fit(np.float64(a.low) + np.float64(b.low), np.float64(a.high) + np.float64(b.high))
+    return integers(a.low + b.low, a.high + b.high, fits)
 
 
 def _opposite_infinities(a: Interval, b: Interval) -> Array:
@@ -130,11 +174,16 @@ def _opposite_infinities(a: Interval, b: Interval) -> Array:
 
 
 def _negate(a: Interval) -> Interval:
-    return Interval(-a.high, -a.low, a.nan)
+    if a.is_float:
+        return Interval(-a.high, -a.low, a.nan)
+    return integers(-a.high, -a.low, fit(a.low, a.high))
 
 
 def _subtract(a: Interval, b: Interval) -> Interval:
-    return _add(a, _negate(b))
+    if a.is_float or b.is_float:
+        return _add(a, _negate(b))
+    fits = fit(np.float64(a.low) - np.float64(b.high), np.float64(a.high) - np.float64(b.low))
+    return integers(a.low - b.high, a.high - b.low, fits)
 
 
 def _multiply(a: Interval, b: Interval) -> Interval:
@@ -145,10 +194,9 @@ def _multiply(a: Interval, b: Interval) -> Interval:
         corners = [np.float64(x) * np.float64(y) for x, y in pairs]
         zero = (a.low <= 0) & (a.high >= 0) | (b.low <= 0) & (b.high >= 0)
         return floats(_least(corners), _greatest(corners), a.nan | b.nan | (infinite & zero))
-    rough = [np.float64(x) * np.float64(y) for x, y in pairs]
-    fits = _greatest([np.abs(product) for product in rough]) < LIMIT / 2
+    fits = fit(*(np.float64(x) * np.float64(y) for x, y in pairs))
     exact = [np.int64(x) * np.int64(y) for x, y in pairs]
-    return Interval(np.where(fits, _least(exact), -LIMIT), np.where(fits, _greatest(exact), LIMIT))
+    return integers(_least(exact), _greatest(exact), fits)
 
 
 def _least(values: list[Array]) -> Array:
@@ -167,8 +215,10 @@ def _greatest(values: list[Array]) -> Array:
 
 def _absolute(a: Interval) -> Interval:
     low = np.where((a.low <= 0) & (a.high >= 0), a.low * 0, np.minimum(np.abs(a.low), np.abs(a.high)))
-    low = np.where(np.isnan(low), 0.0, low) if a.is_float else low
-    return Interval(low, np.maximum(np.abs(a.low), np.abs(a.high)), a.nan)
+    high = np.maximum(np.abs(a.low), np.abs(a.high))
+    if a.is_float:
+        return Interval(np.where(np.isnan(low), 0.0, low), high, a.nan)
+    return integers(low, high, fit(a.low, a.high))
 
 
 def _extreme(pick: Callable[[Array, Array], Array]) -> Rule:
@@ -191,7 +241,10 @@ def _floor_divide(a: Interval, b: Interval) -> Interval:
     low, high = _least(corners), _greatest(corners)
     crosses = (b.low <= 0) & (b.high >= 0)
     largest = np.maximum(np.abs(a.low), np.abs(a.high))
-    return integers(np.where(crosses, -largest, low), np.where(crosses, largest, high))
+    low = np.where(crosses, np.where(b.low < 0, -largest, np.minimum(a.low, 0)), low)
+    high = np.where(crosses, np.where(b.low < 0, largest, np.maximum(a.high, 0)), high)
+    by_minus_one = (b.low <= -1) & (b.high >= -1)  # of the smallest integer that wraps
+    return integers(low, high, ~by_minus_one | fit(a.low, a.high))
 
 
 def _quotient(x: Array, y: Array) -> Array:

@@ -1,7 +1,8 @@
 """What is provably at most what, and the shortest min and max that this allows.
 
-The facts: indices, lengths and the first rows of tiles are >= 0; the last row of a tile is not before its first. A
-scalar capture may be anything. A proof that is not found says nothing; a proof that is found holds for all values.
+The facts: indices, lengths and the first rows of tiles are >= 0 and at most the longest length that a call accepts (an
+index, and the rest of its tile); the last row of a tile is not before its first. A scalar capture may be anything: it
+is negative as well. A proof that is not found says nothing; a proof that is found holds for all values.
 """
 
 from __future__ import annotations
@@ -17,6 +18,10 @@ from flashgen.language import operations as ops
 Q_FIRST, Q_LAST, K_FIRST, K_LAST = sympy.symbols("q_first q_last k_first k_last", integer=True)
 
 _NEVER_NEGATIVE = {*ops.INDICES, ops.LEN_Q, ops.LEN_K, Q_FIRST, K_FIRST}
+_LARGEST = {
+    **dict.fromkeys((ops.LEN_Q, ops.LEN_K), ops.LONGEST),
+    **dict.fromkeys((ops.QUERY, ops.KEY, Q_FIRST, Q_LAST, K_FIRST, K_LAST), ops.LONGEST + ops.OVERHANG - 1),
+}
 _LAST_OF = {Q_LAST: Q_FIRST, K_LAST: K_FIRST}
 _PROOF_DEPTH = 8
 
@@ -73,9 +78,13 @@ def _symbols_nonnegative(form: Affine) -> bool:
     for last, first in _LAST_OF.items():
         if form.terms.get(last, 0) > 0:  # last = first + (something >= 0)
             form = form.replace(last, atom(first))
-    return form.constant >= 0 and all(
-        factor > 0 and (node in _NEVER_NEGATIVE or isinstance(node, ops.Abs)) for node, factor in form.terms.items()
-    )
+    least = form.constant
+    for node, factor in form.terms.items():
+        if factor < 0 and node in _LARGEST:
+            least += factor * _LARGEST[node]
+        elif factor < 0 or not (node in _NEVER_NEGATIVE or isinstance(node, ops.Abs)):
+            return False
+    return least >= 0
 
 
 def minimum_of(nodes: Iterable[Node]) -> Node:

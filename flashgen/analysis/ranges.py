@@ -1,10 +1,12 @@
 """Closed forms over a tile: which keys its queries may attend to, and which keys all of them attend to.
 
-`key_range` answers for a tile of queries, `query_range` for a tile of keys. Both are sound for every length and for
-every value of the scalar captures; None means that the predicate is not of that kind and wants lists. The policy:
+`key_range` answers for a tile of queries, `query_range` for a tile of keys. Both are sound for every length that a call
+accepts and for every value of the scalar captures; None means that the predicate is not of that kind and wants lists.
+The policy:
 
-- None where a captured array is read; where a comparison is not understood; where the rows' runs are not provably one
-  run (global tokens beside a window) or leap from row to row; where batch or head matter, unless `per_head` is given;
+- None where a captured array is read; where an integer may wrap; where a comparison is not understood; where the rows'
+  runs are not provably one run (global tokens beside a window) or leap from row to row; where batch or head matter,
+  unless `per_head` is given;
 - a comparison with a period of at most 16 in q and k (dilation) leaves the bounds alone and empties the FULL stretch;
 - a condition on whole rows or on scalars chooses between the bounds and nothing.
 """
@@ -20,6 +22,7 @@ import numpy as np
 import sympy
 
 from flashgen.analysis.affine import Affine, Node, affine, contains
+from flashgen.analysis.bounds import Bounds
 from flashgen.analysis.order import (
     K_FIRST,
     K_LAST,
@@ -48,6 +51,7 @@ from flashgen.language import operations as ops
 __all__ = ["K_FIRST", "K_LAST", "Q_FIRST", "Q_LAST", "TileRange", "evaluate_range", "key_range", "query_range"]
 
 _ZERO = sympy.Integer(0)
+_LARGEST = 2**31 - 1 - ops.OVERHANG  # of a bound that is rounded up to a tile
 
 
 @dataclass(frozen=True)
@@ -57,6 +61,7 @@ class TileRange:
     Nothing outside [begin, end) is attended by any row of the tile; everything in [full_begin, full_end) by every row.
     0 <= begin and end <= length, and so for the FULL stretch, which lies within [begin, end) unless it is empty. A
     stretch is empty where its end is at or before its begin: the end may then be negative, the begin beyond the length.
+    All four are int32's, with room to round them up to a tile; what they are made of may need int64.
 
     The nodes are over Q_FIRST and Q_LAST (inclusive rows; K_FIRST and K_LAST for `query_range`), the lengths and scalar
     captures. They hold for every tile with first <= last, whether or not the last row lies within the length.
@@ -130,7 +135,7 @@ def evaluate_range(
 
 @lru_cache(maxsize=1024)
 def _tile_range(mask: Node, direction: Direction, per_head: bool) -> TileRange | None:
-    if mask.atoms(ops.Load):
+    if mask.atoms(ops.Load) or Bounds().wraps_within(mask):
         return None
     try:
         runs = solve(alternatives(mask, direction.solved), direction)
@@ -140,7 +145,23 @@ def _tile_range(mask: Node, direction: Direction, per_head: bool) -> TileRange |
     for_heads = (ops.BATCH, ops.HEAD)
     if not per_head and any(contains(getattr(found, field.name), *for_heads) for field in fields(found)):
         return None
-    return found
+    return _held(found, direction)
+
+
+def _held(found: TileRange, direction: Direction) -> TileRange | None:
+    """The range with bounds that int32 holds; None where a bound may wrap on the way."""
+    everywhere = Bounds()
+    bounds = [getattr(found, field.name) for field in fields(found)]
+    if any(everywhere.wraps_within(bound) for bound in bounds):
+        return None
+    # A begin past the length, and an end before 0, are as empty there as at the length and at 0.
+    within = [ops.Minimum(direction.length, bound) for bound in bounds[::2]]
+    within += [ops.Maximum(_ZERO, bound) for bound in bounds[1::2]]
+    begin, full_begin, end, full_end = (
+        bound if max(map(abs, everywhere.of(bound))) <= _LARGEST else cut
+        for bound, cut in zip(bounds[::2] + bounds[1::2], within, strict=True)
+    )
+    return TileRange(begin, end, full_begin, full_end)
 
 
 def _over_tile(runs: Sequence[Run], direction: Direction) -> TileRange:

@@ -99,8 +99,8 @@ def tile_map(
     tile where they do not, in memory for a fixed number of elements. A tile that overhangs len_k is never FULL, since
     its last keys do not exist; one that overhangs len_q may be, since its last rows are never written.
 
-    Raises ArgumentError for a size that is not positive, a negative length, and a capture that is missing or of the
-    wrong dimensions.
+    Raises ArgumentError for a size that is not positive, a length that no call accepts, and a capture that is missing
+    or of the wrong dimensions.
     """
     rows, columns = _checked(tile, len_q, len_k, batch, heads)
     span = _Span(rows, columns, len_q, len_k)
@@ -123,6 +123,8 @@ def _checked(tile: tuple[int, int], len_q: int, len_k: int, batch: int, heads: i
     ):  # fmt: skip
         if value < least:
             raise ArgumentError(f"{name}={value} must be at least {least}")
+        if value > ops.LONGEST:
+            raise ArgumentError(f"{name}={value} must be at most {ops.LONGEST}")
     return int(rows), int(columns)
 
 

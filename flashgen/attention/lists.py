@@ -19,7 +19,7 @@ from flashgen.codegen.lists import Direction, Tiles, render_lists
 from flashgen.codegen.targets import Target
 from flashgen.errors import ArgumentError
 from flashgen.language.layouts import BlockLayout
-from flashgen.language.operations import KEY, QUERY, FloorDiv, Load
+from flashgen.language.operations import KEY, LONGEST, MOST_HEADS, QUERY, FloorDiv, Load
 from flashgen.language.sizes import position_of
 from flashgen.language.spec import AttentionSpec
 from flashgen.runtime import gpu
@@ -326,15 +326,15 @@ def sizes_of(len_q: int, len_k: int, batch: int, heads: int, heads_kv: int | Non
     """The sizes that lists and plans depend on; ArgumentError where one is no size. heads_kv: None is as many."""
     heads_kv = heads if heads_kv is None else heads_kv
     sizes = {
-        "len_q": (len_q, 0),
-        "len_k": (len_k, 0),
-        "batch": (batch, 1),
-        "heads": (heads, 1),
-        "heads_kv": (heads_kv, 1),
+        "len_q": (len_q, 0, LONGEST),
+        "len_k": (len_k, 0, LONGEST),
+        "batch": (batch, 1, MOST_HEADS),
+        "heads": (heads, 1, MOST_HEADS),
+        "heads_kv": (heads_kv, 1, MOST_HEADS),
     }
-    for name, (size, least) in sizes.items():
-        if isinstance(size, bool) or not isinstance(size, (int, np.integer)) or not least <= size < 2**31:
-            raise ArgumentError(f"{name}={size!r} must be an integer from {least} to 2**31 - 1")
+    for name, (size, least, most) in sizes.items():
+        if isinstance(size, bool) or not isinstance(size, (int, np.integer)) or not least <= size <= most:
+            raise ArgumentError(f"{name}={size!r} must be an integer from {least} to {most}")
     if heads % heads_kv:
         raise ArgumentError(f"heads_kv={heads_kv} must divide heads={heads}")
     return Problem(int(batch), int(heads), int(heads_kv), int(len_q), int(len_k), {})

@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from flashgen.errors import ArgumentError
+from flashgen.language.operations import LONGEST, MOST_HEADS
 from flashgen.language.spec import AttentionSpec
 from flashgen.runtime.arrays import View, numpy_dtype
 
 INT32_MAX = 2**31 - 1
-_MOST_BLOCKS = 65535  # of a grid along y and z
 _MOST_HEADS_PER_KV = 8192  # up to which the kernel's division by a reciprocal is exact
 _ROW_ALIGNMENT = 16  # bytes: what one copy instruction moves
 
@@ -79,13 +79,13 @@ def problem_of(spec: AttentionSpec, views: Mapping[str, View]) -> Problem:
         )
     if heads_q and (not heads_kv or heads_q % heads_kv):
         raise ArgumentError(f"q has {heads_q} heads, no multiple of the {heads_kv} heads of k and v (GQA, MQA)")
-    if max(batch, heads_q) > _MOST_BLOCKS or heads_q > _MOST_HEADS_PER_KV * max(heads_kv, 1):
+    if max(batch, heads_q) > MOST_HEADS or heads_q > _MOST_HEADS_PER_KV * max(heads_kv, 1):
         raise ArgumentError(
-            f"batch {batch} and heads {heads_q} must be at most {_MOST_BLOCKS}, and for each head of k "
+            f"batch {batch} and heads {heads_q} must be at most {MOST_HEADS}, and for each head of k "
             f"at most {_MOST_HEADS_PER_KV} of q; call it on parts of the batch"
         )
-    if max(len_q, len_k) > INT32_MAX:
-        raise ArgumentError(f"len_q {len_q} and len_k {len_k} must be at most 2**31 - 1")
+    if max(len_q, len_k) > LONGEST:
+        raise ArgumentError(f"len_q {len_q} and len_k {len_k} must be at most {LONGEST}")
     strides = {name: row_strides(spec, name, views[name]) for name in "qkv"}
     return Problem(batch, heads_q, heads_kv, len_q, len_k, strides)
 

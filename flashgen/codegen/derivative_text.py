@@ -21,7 +21,8 @@ from flashgen.codegen.function_text import (
     scaled,
     symbols_in,
 )
-from flashgen.codegen.printer import from_zero, statements
+from flashgen.codegen.operation_text import index_of
+from flashgen.codegen.printer import statements
 from flashgen.language.operations import KEY, QUERY, SCORE, Load, Mul
 from flashgen.language.spec import AttentionSpec
 
@@ -143,7 +144,7 @@ def _gather(number: int, gather: Load, base: Base, factor: Node, products: dict[
         member_name(gather.capture),
         to_text(gather),
         _shared(gather),
-        _part(tuple(map(from_zero, gather.indices)), products),
+        _part(tuple(map(index_of, gather.indices)), products),
         base,
         _part((_float(factor),), products) if factor is not ONE else None,
     )

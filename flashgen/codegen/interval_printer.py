@@ -3,7 +3,8 @@
 The text is the predicate's own, over `Range` and `Truth` (templates/tiles/ranges.cuh.jinja) instead of int and bool:
 `k <= q` becomes a comparison of two ranges. What cannot be bounded (floats, shifts by a variable amount, arrays of
 floats) is `unknown()`, and an expression in which nothing is certain has no text. The meaning of each operation over a
-range is that of flashgen/analysis/intervals.py.
+range is that of flashgen/analysis/intervals.py. Ends of ranges are int where int holds every integer of the predicate,
+else long long; an operation that may outgrow that is `unknown()`, too.
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ from dataclasses import dataclass
 import sympy
 
 from flashgen.analysis.affine import contains
-from flashgen.codegen.printer import C_TYPES, Printer, references, worth_sharing
+from flashgen.analysis.bounds import Bounds
+from flashgen.codegen.precedence import ATOM, CONDITIONAL
+from flashgen.codegen.printer import Printer, references, worth_sharing
 from flashgen.language import operations as op
 from flashgen.language.operations import KEY, QUERY, Capture, Load, kind_of
 
@@ -28,18 +31,23 @@ _WHOLE = (
 _CALLS = {op.Abs: "abs", op.Minimum: "min", op.Maximum: "max", op.FloorDiv: "floor_divide", op.FloorMod: "floor_modulo"}
 _BY_CONSTANT = {op.FloorDiv: "quotient", op.FloorMod: "remainder"}
 _ON_TRUTHS = (op.And, op.Or, op.Xor, op.Equal, op.NotEqual)
-_WEAKEST, _ATOM = 0, 12  # strengths of printer.py
+_WIDEST = 2**48  # of the ends of a range: whatever is made of a few of them fits in 64 bits
+_MAY_GROW = (op.Add, op.Sub, op.Mul, op.Neg, op.Abs, op.FloorDiv, op.ShiftLeft)
 
 
 @dataclass(frozen=True)
 class IntervalText:
-    """A predicate over a tile: declarations and value; the operations on ranges, arrays and indices that it uses."""
+    """A predicate over a tile: declarations and value; the operations on ranges, arrays and indices that it uses.
+
+    `wide`: whether the ends of its ranges are long long.
+    """
 
     declarations: tuple[str, ...]
     text: str
     operations: frozenset[str]
     scanned: frozenset[Capture]
     symbols: frozenset[sympy.Symbol]
+    wide: bool
 
 
 def over_tile(node: sympy.Basic) -> bool:
@@ -49,7 +57,7 @@ def over_tile(node: sympy.Basic) -> bool:
 
 def interval_text(predicate: sympy.Basic) -> IntervalText | None:
     """The predicate over a tile whose queries and keys are the ranges `q` and `k`; None where nothing is certain."""
-    node = _boundable(predicate)
+    node = _Boundable().of(predicate)
     if node is None or not over_tile(node):
         return None
     printer = _IntervalPrinter()
@@ -57,74 +65,83 @@ def interval_text(predicate: sympy.Basic) -> IntervalText | None:
     for shared, uses in references((node,)).items():
         if uses > 1 and worth_sharing(shared):
             name = f"x{len(declarations)}"
-            types = _RANGE_TYPES if over_tile(shared) else C_TYPES
-            declarations.append(f"const {types[kind_of(shared)]} {name} = {printer.text(shared)};")
+            of_type = _RANGE_TYPES[kind_of(shared)] if over_tile(shared) else printer.c_type(shared)
+            declarations.append(f"const {of_type} {name} = {printer.text(shared)};")
             printer.names[shared] = name
     text = printer.text(node)
     operations, scanned = frozenset(printer.operations), frozenset(printer.scanned)
-    return IntervalText(tuple(declarations), text, operations, scanned, frozenset(node.free_symbols))
+    wide = not all(map(printer.fits_int, (part for part in references((node,)) if kind_of(part) == "int")))
+    return IntervalText(tuple(declarations), text, operations, scanned, frozenset(node.free_symbols), wide)
 
 
-def _boundable(node: sympy.Basic) -> sympy.Basic | None:
-    """The node with each part of it that has no bounds replaced by `unknown()`; None where that leaves nothing."""
-    if not over_tile(node) or node in (QUERY, KEY):
-        return node
-    if kind_of(node) == "float" or any(kind_of(operand) == "float" for operand in node.args):
-        return None
-    operands = [operand if isinstance(operand, Capture) else _boundable(operand) for operand in node.args]
-    if isinstance(node, _MAY_BE_PARTLY_UNKNOWN):
-        if all(operand is None for operand in operands):
+class _Boundable:
+    """A node with each part of it that has no bounds replaced by `unknown()`; None where that leaves nothing."""
+
+    def __init__(self) -> None:
+        self._bounds = Bounds(related=False)
+
+    def of(self, node: sympy.Basic) -> sympy.Basic | None:
+        if not over_tile(node) or node in (QUERY, KEY):
+            return node
+        if kind_of(node) == "float" or any(kind_of(operand) == "float" for operand in node.args):
             return None
-        return type(node)(*(_UNKNOWN if operand is None else operand for operand in operands))
-    if isinstance(node, op.Where):
-        condition, then, otherwise = operands
-        if then is None or otherwise is None:
+        if isinstance(node, _MAY_GROW) and max(map(abs, self._bounds.of(node))) > _WIDEST:
             return None
-        return op.Where(_UNKNOWN if condition is None else condition, then, otherwise)
-    if isinstance(node, (op.ShiftLeft, op.ShiftRight)):
-        amount = node.args[1]
-        constant = isinstance(amount, sympy.Integer) and 0 <= int(amount) <= 31
-        return None if operands[0] is None or not constant else type(node)(*operands)
-    if any(operand is None for operand in operands) or not isinstance(node, (*_WHOLE, Load)):
-        return None
-    return type(node)(*operands)
+        operands = [operand if isinstance(operand, Capture) else self.of(operand) for operand in node.args]
+        if isinstance(node, _MAY_BE_PARTLY_UNKNOWN):
+            if all(operand is None for operand in operands):
+                return None
+            return type(node)(*(_UNKNOWN if operand is None else operand for operand in operands))
+        if isinstance(node, op.Where):
+            condition, then, otherwise = operands
+            if then is None or otherwise is None:
+                return None
+            return op.Where(_UNKNOWN if condition is None else condition, then, otherwise)
+        if isinstance(node, (op.ShiftLeft, op.ShiftRight)):
+            amount = node.args[1]
+            constant = isinstance(amount, sympy.Integer) and 0 <= int(amount) <= 31
+            return None if operands[0] is None or not constant else type(node)(*operands)
+        if any(operand is None for operand in operands) or not isinstance(node, (*_WHOLE, Load)):
+            return None
+        return type(node)(*operands)
 
 
 class _IntervalPrinter(Printer):
     """Prints what differs within a tile as ranges, all else as the numbers it is; notes what it used."""
-
-    on_numbers = False
 
     def __init__(self) -> None:
         super().__init__()
         self.operations: set[str] = set()
         self.scanned: set[Capture] = set()
 
-    def _print(self, node: sympy.Basic) -> tuple[str, int]:
+    def in_cpp(self, node: sympy.Basic) -> bool:
+        return not over_tile(node)
+
+    def printed(self, node: sympy.Basic) -> tuple[str, int]:
         if node == _UNKNOWN:
             self.operations.add("Unknown")
         if node in self.names or not isinstance(node, op.Operation) or not over_tile(node):
-            return super()._print(node)
+            return super().printed(node)
         name, operands = _name(node), node.args
         self.operations.add(name)
         if isinstance(node, Load):
             self.scanned.add(node.capture)
-            return f"load_{node.capture.name}(arguments, {', '.join(map(self.text, node.indices))})", _ATOM
+            return f"load_{node.capture.name}(arguments, {', '.join(map(self.text, node.indices))})", ATOM
         if isinstance(node, op.Where):
-            branches = (self._as(kind_of(node), operand) for operand in operands[1:])
-            return f"choose({self.text(operands[0])}, {', '.join(branches)})", _ATOM
+            branches = (self._branch(kind_of(node), operand) for operand in operands[1:])
+            return f"choose({self.text(operands[0])}, {', '.join(branches)})", ATOM
         if name in ("Quotient", "Remainder"):
-            return f"{_BY_CONSTANT[type(node)]}({self._as('int', operands[0])}, {operands[1]})", _ATOM
+            return f"{_BY_CONSTANT[type(node)]}({self._as('int', operands[0])}, {operands[1]})", ATOM
         if isinstance(node, tuple(_CALLS)):
-            return f"{_CALLS[type(node)]}({', '.join(self._as('int', operand) for operand in operands)})", _ATOM
+            return f"{_CALLS[type(node)]}({', '.join(self._as('int', operand) for operand in operands)})", ATOM
         if isinstance(node, op.ToInt):
-            return self._as("int", operands[0]), _WEAKEST
+            return self._as("int", operands[0]), CONDITIONAL
         if isinstance(node, op.Neg):
-            return f"-({self._as('int', operands[0])})", _ATOM
+            return f"-({self._as('int', operands[0])})", ATOM
         if isinstance(node, (op.ShiftLeft, op.ShiftRight)):
             symbol = "<<" if isinstance(node, op.ShiftLeft) else ">>"
-            return f"({self._as('int', operands[0])}) {symbol} {operands[1]}", _WEAKEST
-        return super()._print(node)
+            return f"({self._as('int', operands[0])}) {symbol} {operands[1]}", CONDITIONAL
+        return super().printed(node)
 
     def _infix(self, node: sympy.Basic, symbol: str, strength: int) -> tuple[str, int]:
         kinds = {kind_of(operand) for operand in node.args}
@@ -133,6 +150,11 @@ class _IntervalPrinter(Printer):
             return super()._infix(node, symbol, strength)
         left, right = (f"({self._as('int', operand)})" for operand in node.args)
         return f"{left} {symbol} {right}", strength
+
+    def _branch(self, kind: str, node: sympy.Basic) -> str:
+        """What a choice chooses; a number says its type, for both of a choice may be numbers."""
+        text = self._as(kind, node)
+        return text if over_tile(node) else f"{_RANGE_TYPES[kind]}({text})"
 
     def _as(self, kind: str, node: sympy.Basic) -> str:
         """The operand's text; a truth that is counted with is a range from 0 to 1."""

@@ -126,7 +126,7 @@ def _within(spec: AttentionSpec, variant: Variant, plan: Tiles) -> dict[str, Any
     assert variant.mask is not None
     within = interval_text(spec.mask.expression)
     if within is None:
-        return {"within": None, "operations": (), "scanned": ()}
+        return {"within": None, "operations": (), "scanned": (), "wide": False}
     used = [symbol for symbol in variant.mask.used if symbol in within.symbols]
     types = {BATCH: "int", HEAD: "int", QUERY: "Range", KEY: "Range"}
     names = {capture.name for capture in within.scanned}
@@ -137,6 +137,7 @@ def _within(spec: AttentionSpec, variant: Variant, plan: Tiles) -> dict[str, Any
         "within_reads_q": QUERY in used,
         "within_reads_k": KEY in used,
         "operations": within.operations,
+        "wide": within.wide,
         "scanned": [array for array in variant.arrays if array.name in names],
         "most_scanned": 2 * max(plan.tile_q, plan.tile_k),
     }

@@ -1,49 +1,38 @@
-"""Expression -> CUDA text: ordered tables, precedence-aware, so that the text is what a person would write."""
+"""Expression -> CUDA text: ordered tables, precedence-aware, so that the text is what a person would write.
+
+Integers are int where that is proven to hold them for every call, else long long; where even that may overflow they
+wrap, as NumPy's do. Floats that decide (language/decisive.py) are multiplied and divided by intrinsics, which no
+compiler and no option contracts or approximates; where a tolerance judges, a constant is divided by as a product.
+"""
 
 from __future__ import annotations
 
 import math
 import struct
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Container, Mapping
 
-import numpy as np
 import sympy
 
-from flashgen.analysis.intervals import interval_of
+from flashgen.analysis.bounds import INT32_MIN, Bounds
 from flashgen.codegen.arguments import member_name
+from flashgen.codegen.operation_text import SPECIAL, integers_of, shift_amount
+from flashgen.codegen.precedence import (
+    ATOM,
+    BIT_AND,
+    BIT_OR,
+    CLARIFIED,
+    CONDITIONAL,
+    INFIX,
+    PRODUCT,
+    SUM,
+    UNARY,
+)
 from flashgen.language import operations as op
+from flashgen.language.decisive import decisive, tolerant
 from flashgen.language.operations import Capture, Load, kind_of
 
 C_TYPES = {"bool": "bool", "int": "int", "float": "float"}
-
-# Binding strength of C++ operators, weakest first.
-_CONDITIONAL, _OR, _AND, _BIT_OR, _BIT_XOR, _BIT_AND, _EQUALITY, _RELATION, _SHIFT, _SUM, _PRODUCT, _UNARY, _ATOM = (
-    range(13)
-)
-
-_INFIX: dict[type, tuple[str, int]] = {
-    op.Add: ("+", _SUM),
-    op.Sub: ("-", _SUM),
-    op.Mul: ("*", _PRODUCT),
-    op.BitAnd: ("&", _BIT_AND),
-    op.BitOr: ("|", _BIT_OR),
-    op.BitXor: ("^", _BIT_XOR),
-    op.Equal: ("==", _EQUALITY),
-    op.NotEqual: ("!=", _EQUALITY),
-    op.Xor: ("!=", _EQUALITY),
-    op.Less: ("<", _RELATION),
-    op.LessEqual: ("<=", _RELATION),
-    op.Greater: (">", _RELATION),
-    op.GreaterEqual: (">=", _RELATION),
-    # Not && and ||: a mask is evaluated for every score of a tile, and their branches cost more than they save.
-    op.And: ("&", _BIT_AND),
-    op.Or: ("|", _BIT_OR),
-}
-
-# Operators whose operands read better in parentheses though precedence does not ask for them; gcc warns likewise.
-_COMPARED = {_EQUALITY, _RELATION, _SHIFT, _SUM}
-_CLARIFIED = {_BIT_OR: {_BIT_AND, *_COMPARED}, _BIT_AND: _COMPARED, _SHIFT: {_SUM}}
 
 _CALLS: dict[type, dict[str, str]] = {
     op.Abs: {"int": "abs", "float": "fabsf"},
@@ -59,6 +48,17 @@ _CALLS: dict[type, dict[str, str]] = {
     op.Sin: {"float": "sinf"},
     op.Cos: {"float": "cosf"},
 }
+# What floats that decide are computed by (divisions are in operation_text.py), and integers that may leave int64.
+_EXACT = {op.Mul: "__fmul_rn", op.Sqrt: "__fsqrt_rn"}
+_WRAPPING: dict[type, str] = {
+    op.Add: "wrapping_sum",
+    op.Sub: "wrapping_difference",
+    op.Neg: "wrapping_difference",
+    op.Mul: "wrapping_product",
+    op.ShiftLeft: "wrapping_product",
+    op.Abs: "wrapping_magnitude",
+    op.FloorDiv: "floor_divide_long",
+}
 
 
 def float_literal(value: float) -> str:
@@ -70,102 +70,152 @@ def float_literal(value: float) -> str:
     return f"{text}f" if any(mark in text for mark in ".e") else f"{text}.0f"
 
 
-def _divides_plainly(left: sympy.Basic, right: sympy.Basic) -> bool:
-    """Whether C's own / and % are the floored ones, and never divide by zero."""
-    return is_nonnegative(left) and isinstance(right, sympy.Integer) and int(right) > 0
-
-
 def _is_distance(left: sympy.Basic, right: sympy.Basic) -> bool:
     """Whether `left <= right` (or <) says that an integer is at most so far from 0."""
     limited = isinstance(right, sympy.Integer) and 1 <= int(right) < 2**30
     return limited and isinstance(left, op.Abs) and kind_of(left) == "int"
 
 
-def _is_power_of_two(divisor: sympy.Integer) -> bool:
-    """Whether dividing by it is a shift: C's signed / would correct for dividends below 0, which there are none of."""
-    return int(divisor).bit_count() == 1
-
-
-def is_shift_or_mask(division: sympy.Basic) -> bool:
-    """Whether a floored division or modulo is one instruction."""
-    left, right = division.args
-    return _divides_plainly(left, right) and _is_power_of_two(right)
-
-
-def is_nonnegative(node: sympy.Basic) -> bool:
-    """Whether an integer node is known to be >= 0 (indices and lengths are), so that C's division is a floored one."""
-    if isinstance(node, sympy.Integer):
-        return int(node) >= 0
-    if isinstance(node, sympy.Symbol):
-        return True
-    if isinstance(node, (op.Add, op.Mul, op.FloorDiv, op.Minimum, op.ShiftRight)):
-        return all(is_nonnegative(operand) for operand in node.args)
-    if isinstance(node, (op.Maximum, op.BitAnd)):
-        return any(is_nonnegative(operand) for operand in node.args)
-    if isinstance(node, op.FloorMod):
-        return isinstance(node.args[1], sympy.Integer) and int(node.args[1]) > 0
-    return isinstance(node, op.Abs)
-
-
 class Printer:
     """Prints nodes as CUDA expressions.
 
     `names` maps nodes that already stand in a variable to its name; `products` maps nodes to the text of a product
-    that stands for them.
+    that stands for them; `exact` are the operations of floats that decide, `loose` those that a tolerance judges.
     """
 
-    on_numbers = True  # operands are C++'s own numbers, for which there are shorter forms
-
     def __init__(
-        self, names: Mapping[sympy.Basic, str] | None = None, products: Mapping[sympy.Basic, str] | None = None
+        self,
+        names: Mapping[sympy.Basic, str] | None = None,
+        products: Mapping[sympy.Basic, str] | None = None,
+        exact: Container[sympy.Basic] = (),
+        loose: Container[sympy.Basic] = (),
     ) -> None:
         self.names, self.products = dict(names or {}), dict(products or {})
+        self.exact, self.loose = exact, loose
+        self.bounds = Bounds()
 
-    def text(self, node: sympy.Basic, around: int = _CONDITIONAL) -> str:
+    def text(self, node: sympy.Basic, around: int = CONDITIONAL) -> str:
         """The expression, in parentheses where an operator of strength `around` binds tighter than its own."""
-        text, strength = self._print(node)
+        text, strength = self.printed(node)
         return f"({text})" if strength < around else text
 
-    def as_float(self, node: sympy.Basic, around: int = _CONDITIONAL) -> str:
+    def as_float(self, node: sympy.Basic, around: int = CONDITIONAL) -> str:
         """The expression as a float: integers and booleans are cast."""
         if isinstance(node, sympy.Integer):
             return self.text(sympy.Float(int(node)), around)
         return self.text(node, around) if kind_of(node) == "float" else f"static_cast<float>({self.text(node)})"
 
-    def _print(self, node: sympy.Basic) -> tuple[str, int]:
+    def as_long(self, node: sympy.Basic, around: int = CONDITIONAL) -> str:
+        """The integer as a long long."""
+        if self._is_narrowed(node):
+            text, strength = self._operation(node)
+            return f"({text})" if strength < around else text
+        if isinstance(node, sympy.Integer):
+            return f"({int(node)}ll)" if int(node) < 0 and around > UNARY else f"{int(node)}ll"
+        return f"static_cast<long long>({self.text(node)})" if self.fits_int(node) else self.text(node, around)
+
+    def fits_int(self, node: sympy.Basic) -> bool:
+        """Whether the integer (or boolean) is an int of C++; else it is a long long."""
+        return self.bounds.fit_int32(node)
+
+    def c_type(self, node: sympy.Basic) -> str:
+        """The type of a variable that holds the value."""
+        kind = kind_of(node)
+        return C_TYPES[kind] if kind != "int" or self.fits_int(node) else "long long"
+
+    def in_cpp(self, _node: sympy.Basic) -> bool:
+        """Whether an operation is one of C++'s own numbers."""
+        return True
+
+    def printed(self, node: sympy.Basic) -> tuple[str, int]:
+        """The expression, and how strongly its outermost operator binds."""
         if node in self.names:
-            return self.names[node], _ATOM
+            return self.names[node], ATOM
         if node in self.products:
-            return self.products[node], _PRODUCT
-        if self.on_numbers and isinstance(node, (op.LessEqual, op.Less)) and _is_distance(*node.args):
+            return self.products[node], PRODUCT
+        if isinstance(node, op.Operation) and node.kind == "int" and self.in_cpp(node):
+            if self.bounds.wraps(node):
+                return self._wrapping(node), ATOM
+            if self._is_narrowed(node):
+                return f"static_cast<int>({self._operation(node)[0]})", ATOM
+        return self._operation(node)
+
+    def _is_narrowed(self, node: sympy.Basic) -> bool:
+        """Whether the value is an int, and C++ gives a long long because an operand is one."""
+        if node in self.names or not isinstance(node, (op.Arithmetic, op.Bitwise, op.Where)) or node.kind != "int":
+            return False
+        return self.fits_int(node) and not all(map(self.fits_int, integers_of(node)))
+
+    def _operation(self, node: sympy.Basic) -> tuple[str, int]:
+        if self._is_short_distance(node):
             limit = int(node.args[1]) - isinstance(node, op.Less)
-            return f"magnitude_within({self.text(node.args[0].args[0])}, {limit})", _ATOM
-        if isinstance(node, tuple(_INFIX)):
-            return self._infix(node, *_INFIX[type(node)])
+            return f"magnitude_within({self.text(node.args[0].args[0])}, {limit})", ATOM
+        if node in self.exact and type(node) in _EXACT:
+            return self.exactly(_EXACT[type(node)], *node.args), ATOM
+        if isinstance(node, tuple(INFIX)):
+            return self._infix(node, *INFIX[type(node)])
         if isinstance(node, tuple(_CALLS)):
-            return self._call(node), _ATOM
-        handler = _SPECIAL.get(type(node))
+            return self._call(node), ATOM
+        handler = SPECIAL.get(type(node))
         if handler:
             return handler(self, node)
         leaf = self._leaf(node)
-        return leaf, _UNARY if leaf.startswith("-") else _ATOM
+        return leaf, UNARY if leaf.startswith("-") else ATOM
+
+    def _is_short_distance(self, node: sympy.Basic) -> bool:
+        found = isinstance(node, (op.LessEqual, op.Less)) and self.in_cpp(node) and _is_distance(*node.args)
+        return found and self.fits_int(node.args[0].args[0])
+
+    def exactly(self, intrinsic: str, *operands: sympy.Basic) -> str:
+        """A call of an intrinsic of floats."""
+        return f"{intrinsic}({', '.join(map(self.as_float, operands))})"
+
+    def _wrapping(self, node: op.Operation) -> str:
+        """An operation that may leave int64: what is left of it is what NumPy leaves."""
+        operands = [self.as_long(operand) for operand in node.args]
+        if isinstance(node, op.ShiftLeft):
+            operands[1] = f"1ll << {self.text(shift_amount(node.args[1]), SUM)}"
+        if isinstance(node, op.Neg):
+            operands.insert(0, "0ll")
+        return f"{_WRAPPING[type(node)]}({', '.join(operands)})"
 
     def _infix(self, node: sympy.Basic, symbol: str, strength: int) -> tuple[str, int]:
-        left, right = node.args
-        clarified = _CLARIFIED.get(strength, set())
+        clarified = CLARIFIED.get(strength, set())
+        widened = self._widened(node)
         parts = []
-        for operand, minimum in ((left, strength), (right, strength + 1)):
-            text, own = self._print(operand)
-            regrouped = own == strength and strength in (_BIT_AND, _BIT_OR)  # they associate: no parentheses needed
+        for operand, minimum in zip(node.args, (strength, strength + 1), strict=True):
+            text, own = self.printed(operand)
+            regrouped = own == strength and strength in (BIT_AND, BIT_OR)  # they associate: no parentheses needed
             needs = (own < minimum and not regrouped) or own in clarified
             if kind_of(operand) == "bool" and kind_of(node) != "bool":
                 text, needs = f"static_cast<int>({text})", False
+            if operand is widened:
+                text, needs = self._widening(operand, text, strength, minimum), False
+                widened = None
             parts.append(f"({text})" if needs else text)
         return f"{parts[0]} {symbol} {parts[1]}", strength
+
+    def _widened(self, node: sympy.Basic) -> sympy.Basic | None:
+        """Which operand of a sum or product has to become a long long, so that the result is one."""
+        if kind_of(node) != "int" or not self.in_cpp(node) or self.fits_int(node):
+            return None
+        left, right = node.args
+        if not (self.fits_int(left) and self.fits_int(right)):
+            return None
+        return right if isinstance(right, sympy.Integer) else left
+
+    def _widening(self, operand: sympy.Basic, text: str, strength: int, around: int) -> str:
+        """The operand of a sum or product as a long long: a literal of one, or what a neutral one is put before."""
+        if isinstance(operand, sympy.Integer) or self._is_narrowed(operand):
+            return self.as_long(operand, around)
+        own = self.printed(operand)[1]
+        return f"{'1ll *' if strength == PRODUCT else '0ll +'} {f'({text})' if own < around else text}"
 
     def _call(self, node: sympy.Basic) -> str:
         kind = kind_of(node)
         operand = self.as_float if kind == "float" else self.text
+        if kind == "int" and self.in_cpp(node) and not all(map(self.fits_int, (node, *node.args))):
+            operand = self.as_long
         return f"{_CALLS[type(node)][kind]}({', '.join(operand(argument) for argument in node.args)})"
 
     def _leaf(self, node: sympy.Basic) -> str:
@@ -175,103 +225,14 @@ class Printer:
             return float_literal(float(node))
         if node in (sympy.true, sympy.false):
             return "true" if node == sympy.true else "false"
-        if node == -(2**31):  # C++ reads -2147483648 as minus a long
+        if node == INT32_MIN:  # C++ reads -2147483648 as minus a long
             return "(-2147483647 - 1)"
         if node in (op.LEN_Q, op.LEN_K):
             return f"arguments.{node}"
-        return str(node)
+        return f"{node}ll" if isinstance(node, sympy.Integer) and not self.fits_int(node) else str(node)
 
 
-def _floor_divide(printer: Printer, node: sympy.Basic) -> tuple[str, int]:
-    left, right = node.args
-    if kind_of(node) == "float":
-        return f"floorf({printer.as_float(left, _PRODUCT)} / {printer.as_float(right, _UNARY)})", _ATOM
-    if _divides_plainly(left, right):
-        if _is_power_of_two(right):
-            return f"{printer.text(left, _SHIFT)} >> {int(right).bit_length() - 1}", _SHIFT
-        return f"{printer.text(left, _PRODUCT)} / {printer.text(right, _UNARY)}", _PRODUCT
-    return f"floor_divide({printer.text(left)}, {printer.text(right)})", _ATOM
-
-
-def _floor_modulo(printer: Printer, node: sympy.Basic) -> tuple[str, int]:
-    left, right = node.args
-    if kind_of(node) == "float":
-        quotient = printer._print(op.FloorDiv(left, right))[0]
-        return f"{printer.as_float(left, _PRODUCT)} - {printer.as_float(right, _PRODUCT)} * {quotient}", _SUM
-    if _divides_plainly(left, right):
-        if _is_power_of_two(right):
-            return f"{printer.text(left, _SHIFT)} & {int(right) - 1}", _BIT_AND
-        return f"{printer.text(left, _PRODUCT)} % {printer.text(right, _UNARY)}", _PRODUCT
-    return f"floor_modulo({printer.text(left)}, {printer.text(right)})", _ATOM
-
-
-def _divide(printer: Printer, node: sympy.Basic) -> tuple[str, int]:
-    left, right = node.args
-    numbers = (sympy.Integer, sympy.Float)
-    if (
-        isinstance(right, numbers) and right != 0 and not isinstance(left, numbers)
-    ):  # a product with a constant is much cheaper
-        return f"{printer.as_float(left, _PRODUCT)} * (1.0f / {printer.as_float(right)})", _PRODUCT
-    return f"{printer.as_float(left, _PRODUCT)} / {printer.as_float(right, _UNARY)}", _PRODUCT
-
-
-def _shift(printer: Printer, node: sympy.Basic) -> tuple[str, int]:
-    value, amount = node.args
-    symbol = "<<" if isinstance(node, op.ShiftLeft) else ">>"
-    text, own = printer._print(value)
-    shifted = f"({text})" if own < _SHIFT or own in _CLARIFIED[_SHIFT] else text
-    if isinstance(amount, sympy.Integer):
-        return f"{shifted} {symbol} {min(max(int(amount), 0), 31)}", _SHIFT
-    return f"{shifted} {symbol} min(max({printer.text(amount)}, 0), 31)", _SHIFT
-
-
-def _where(printer: Printer, node: sympy.Basic) -> tuple[str, int]:
-    condition, then, otherwise = node.args
-    branch = printer.as_float if kind_of(node) == "float" else printer.text
-    return f"{printer.text(condition, _OR)} ? {branch(then, _OR)} : {branch(otherwise, _CONDITIONAL)}", _CONDITIONAL
-
-
-def from_zero(index: sympy.Basic) -> sympy.Basic:
-    """An index that is not below 0; what reads by it clamps it from above, to the size that only the call knows."""
-    known = is_nonnegative(index) or _never_below_zero(index)
-    return index if known else op.Maximum(index, sympy.Integer(0))
-
-
-def _never_below_zero(index: sympy.Basic) -> bool:
-    """Whether the bounds of the index, over all positions, prove it >= 0."""
-    if index.atoms(Capture):
-        return False
-    everywhere = (np.int64(0), np.int64(2**31 - 1))
-    return bool(interval_of(index, dict.fromkeys(index.free_symbols, everywhere)).low >= 0)
-
-
-def _load(printer: Printer, node: sympy.Basic) -> tuple[str, int]:
-    indices = ", ".join(printer.text(from_zero(index)) for index in node.indices)
-    return f"load_{node.capture.name}(arguments, {indices})", _ATOM
-
-
-_SPECIAL: dict[type, Callable[[Printer, sympy.Basic], tuple[str, int]]] = {
-    op.Neg: lambda p, n: (f"-{p.text(n.args[0], _ATOM)}", _UNARY),
-    op.Not: lambda p, n: (f"!{p.text(n.args[0], _UNARY)}", _UNARY),
-    op.FloorDiv: _floor_divide,
-    op.FloorMod: _floor_modulo,
-    op.Divide: _divide,
-    op.ToFloat: lambda p, n: (p.as_float(n.args[0], _UNARY), _UNARY),
-    op.ToInt: lambda p, n: (
-        f"to_int({p.as_float(n.args[0])})"
-        if kind_of(n.args[0]) == "float"
-        else f"static_cast<int>({p.text(n.args[0])})",
-        _ATOM,
-    ),
-    op.ShiftLeft: _shift,
-    op.ShiftRight: _shift,
-    op.Exp: lambda p, n: (f"exp2_approx({p.as_float(n.args[0], _PRODUCT)} * 1.44269504f)", _ATOM),
-    op.Log: lambda p, n: (f"log2_approx({p.as_float(n.args[0])}) * 0.693147181f", _PRODUCT),
-    op.Where: _where,
-    Load: _load,
-}
-
-PRINTED: frozenset[type] = frozenset(_INFIX) | frozenset(_CALLS) | frozenset(_SPECIAL)
+PRINTED: frozenset[type] = frozenset(INFIX) | frozenset(_CALLS) | frozenset(SPECIAL)
 
 
 def references(results: tuple[sympy.Basic, ...]) -> Counter[sympy.Basic]:
@@ -305,11 +266,11 @@ def statements(*results: sympy.Basic, products: Mapping[sympy.Basic, str] | None
 
     products: the text of a product for each node that shall be printed as that (see `folding`).
     """
-    printer = Printer(products=products)
+    printer = Printer(products=products, exact=decisive(*results), loose=tolerant(*results))
     declarations: list[str] = []
     for node, uses in references(results).items():
         if uses > 1 and worth_sharing(node):
             name = f"x{len(declarations)}"
-            declarations.append(f"const {C_TYPES[kind_of(node)]} {name} = {printer.text(node)};")
+            declarations.append(f"const {printer.c_type(node)} {name} = {printer.text(node)};")
             printer.names[node] = name
     return declarations, [printer.text(result) for result in results]

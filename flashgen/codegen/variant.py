@@ -10,7 +10,7 @@ from flashgen.codegen.arguments import ELEMENT_TYPES, member_name
 from flashgen.codegen.derivative_text import ScoreGradient, score_gradient
 from flashgen.codegen.folding import folded_products
 from flashgen.codegen.function_text import FunctionText, indices_in
-from flashgen.codegen.printer import statements
+from flashgen.codegen.printer import C_TYPES, statements
 from flashgen.language.operations import Capture
 from flashgen.language.spec import AttentionSpec
 
@@ -51,7 +51,7 @@ def _score(name: str, expression: sympy.Basic, scale: float) -> FunctionText:
 
 def _array(capture: Capture) -> ArrayText:
     converts = {"float16": "unpack_f16", "bfloat16": "unpack_bf16"}
-    result = {"bool": "bool", "int": "int", "float": "float"}[capture.kind]
+    result = "long long" if capture.dtype == "int64" else C_TYPES[capture.kind]
     indices = tuple(f"i{axis}" for axis in range(capture.ndim))
     convert = converts.get(capture.dtype, f"static_cast<{result}>")
     return ArrayText(capture.name, member_name(capture), indices, ELEMENT_TYPES[capture.dtype], result, convert)

@@ -42,8 +42,11 @@ def sliding_window(left: Any, right: Any = 0, align: str = "bottom_right") -> Ma
 
     def window(b: Any, h: Any, q: Any, k: Any) -> Traced:
         position = _aligned(q, align)
-        last = position if _is_zero(right) else position + right
-        return (position - left <= k) & (k <= last)
+        # A Scalar may be any int32. Distances fit in 32 bits beside it; position - left might not.
+        looks_back = position - k <= left if isinstance(left, Scalar) else position - left <= k
+        if isinstance(right, Scalar):
+            return looks_back & (k - position <= right)
+        return looks_back & (k <= (position if _is_zero(right) else position + right))
 
     shown = [_shown(left), *([] if _is_zero(right) else [_shown(right)]), _align_shown(align)]
     return trace_mask(window, f"sliding_window({_listed(shown)})")

@@ -186,6 +186,10 @@ LEN_Q, LEN_K = sympy.symbols("len_q len_k", integer=True)
 SCORE = sympy.Symbol("score", real=True)
 INDICES = (BATCH, HEAD, QUERY, KEY)
 
+# The longest length that a call accepts, so that int32 holds sums and differences of two positions, and the most heads
+# and batches: a grid has no more along y and z. An index may be past its length by the rest of a tile.
+LONGEST, MOST_HEADS, OVERHANG = 10**9, 65535, 4096
+
 # Name in JSON -> class. The order is the order in which tables over the operations are written.
 OPERATIONS: dict[str, type[Operation]] = {
     cls.__name__: cls

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
 Array = NDArray[np.float64]
 
-_INT32 = np.iinfo(np.int32)
 _AXES = {"bhsd": ("batch", "heads", "length", "dim"), "bshd": ("batch", "length", "heads", "dim")}
 
 
@@ -162,10 +161,6 @@ def _check_capture(capture: Capture, given: Any) -> NDArray[Any]:
         array = _number(capture, dtype, array)
     elif array.dtype != dtype:
         raise ArgumentError(f"capture {capture.name!r} has dtype {array.dtype}; it was declared as {dtype}, convert it")
-    if capture.kind == "int" and not ((array >= _INT32.min) & (array <= _INT32.max)).all():
-        raise ArgumentError(
-            f"capture {capture.name!r} has values beyond 32 bits, which kernels compute in; give smaller"
-        )
     return array
 
 

@@ -130,13 +130,21 @@ def test_every_empty_tile_is_proven(name: str, transposed: bool) -> None:
         ),
         (
             fg.sliding_window(window, align="top_left"),
-            "begin = max(0, q_first - window), end = min(len_k, q_last + 1), "
-            "full_begin = max(0, q_last - window), full_end = min(len_k, q_first + 1)",
+            "begin = min(len_k, max(0, q_first - window)), end = min(len_k, q_last + 1), "
+            "full_begin = min(len_k, max(0, q_last - window)), full_end = min(len_k, q_first + 1)",
         ),
         (
             fg.prefix_lm(100, align="top_left"),
             "begin = 0, end = min(len_k, max(100, q_last + 1)), "
             "full_begin = 0, full_end = min(len_k, max(100, q_first + 1))",
+        ),
+        (
+            trace_mask(lambda b, h, q, k: k // 65536 < q, "slow keys"),
+            "begin = 0, end = min(len_k, 65536 * q_last), full_begin = 0, full_end = min(len_k, 65536 * q_first)",
+        ),
+        (
+            fg.sliding_window(3, 2**31 - 1, align="top_left"),
+            "begin = max(0, q_first - 3), end = len_k, full_begin = max(0, q_last - 3), full_end = len_k",
         ),
         (
             trace_mask(batchify(plain_causal, 100), "batched"),
@@ -180,6 +188,8 @@ def test_the_transposed_direction_reads_the_same_way() -> None:
         lambda b, h, q, k: q - k <= 64 * (h + 1),
         lambda b, h, q, k: fg.to_float(q - k) * 0.5 < 10.0,
         lambda b, h, q, k: abs(q * k) < 100,
+        lambda b, h, q, k: k <= q * q * q,  # which may wrap
+        lambda b, h, q, k: (k // 2**30) // 2**30 >= q * 2**30,  # a bound of which may
     ],
 )
 def test_what_no_range_describes_wants_lists(mask: Any) -> None:

@@ -173,6 +173,48 @@ def test_ranges(transposed: bool, predicate: sympy.Basic, len_q: int, len_k: int
             assert tile[:, full_begin:full_end].all()
 
 
+# Numbers at both ends of int32, in whatever place a predicate has one; lengths up to the longest.
+extreme = st.one_of(
+    st.sampled_from([-(2**31), 1 - 2**31, -(2**30), -65536, 65536, 3_000_000, 2**30, 2**31 - 2, 2**31 - 1]),
+    st.integers(-(2**31), 2**31 - 1),
+)
+long_lengths = st.one_of(st.integers(1, 70), st.integers(1, ops.LONGEST), st.just(ops.LONGEST))
+
+
+@pytest.mark.parametrize("transposed", [False, True], ids=["keys", "queries"])
+@thorough
+@given(
+    predicate=predicates, numbers=st.lists(extreme, min_size=3, max_size=3), window=extreme, len_q=long_lengths,
+    len_k=long_lengths, seed=st.integers(0, 2**32 - 1),
+)  # fmt: skip
+def test_ranges_of_extreme_numbers(
+    transposed: bool, predicate: sympy.Basic, numbers: list[int], window: int, len_q: int, len_k: int, seed: int
+) -> None:
+    """Elements at random, and where the bounds are: none is called what it is not, and no bound leaves int32."""
+    constants = sorted(predicate.atoms(sympy.Integer), key=int)[:3]
+    predicate = predicate.xreplace(dict(zip(constants, map(sympy.Integer, numbers), strict=False)))
+    tile_range = (query_range if transposed else key_range)(predicate)
+    if tile_range is None:
+        return
+    note(f"{to_text(predicate)}: {tile_range}")
+    random, length = np.random.default_rng(seed), len_q if transposed else len_k
+    row_length = len_k if transposed else len_q
+    first = random.integers(0, row_length, 40) // 64 * 64
+    last = np.minimum(first + 63, row_length - 1)
+    bounds = evaluate_range(tile_range, first, last, len_q, len_k, {"window": np.int32(window)})
+    assert all((abs(bound) < 2**31 - 4096).all() for bound in bounds)
+    begin, end, full_begin, full_end = (bound[:, None] for bound in bounds)
+    near = [bound[:, None] + np.arange(-2, 3) for bound in bounds]
+    columns = np.concatenate([*near, random.integers(0, length, (40, 20))], axis=1).clip(0, length - 1)
+    rows = first[:, None] + random.integers(0, 64, columns.shape) % (last - first + 1)[:, None]
+    values = dict(zip((ops.QUERY, ops.KEY), (columns, rows) if transposed else (rows, columns), strict=True))
+    values |= {ops.LEN_Q: len_q, ops.LEN_K: len_k, ops.BATCH: 0, ops.HEAD: 0}
+    holds = np.broadcast_to(evaluate(predicate, values, {"window": np.int32(window)}), columns.shape)
+    visited = (begin <= columns) & (columns < end)
+    full = (full_begin <= columns) & (columns < full_end)
+    assert not (holds & ~visited).any() and not (full & ~holds).any()
+
+
 @thorough
 @given(predicate=any_predicates, len_q=lengths, len_k=lengths, rows=st.integers(1, 20), columns=st.integers(1, 20))
 def test_intervals(predicate: sympy.Basic, len_q: int, len_k: int, rows: int, columns: int) -> None:

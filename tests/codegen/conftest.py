@@ -16,7 +16,7 @@ from flashgen.attention.marshal import ArgumentWriter
 from flashgen.build.host import compile_host
 from flashgen.codegen.arguments import Field, capture_fields, member_name, ordered
 from flashgen.codegen.environment import environment, primitives_for, tidy
-from flashgen.codegen.printer import C_TYPES, statements
+from flashgen.codegen.printer import Printer, statements
 from flashgen.codegen.targets import TARGETS
 from flashgen.codegen.variant import Variant, _array
 from flashgen.language.operations import (
@@ -52,11 +52,11 @@ def run_expressions(nodes: Sequence[sympy.Basic], captures: Arrays) -> list[np.n
     values, used = sample_values(), captures_of(*nodes)
     names = {BATCH: "b_at", HEAD: "h_at", QUERY: "q_at", KEY: "k_at"}
     fields = [Field("const int*", name) for name in names.values()]
-    fields += [Field("const float*", "score_at"), Field("int*", "integers"), Field("float*", "floats")]
+    fields += [Field("const float*", "score_at"), Field("long long*", "integers"), Field("float*", "floats")]
     layout = ordered([*fields, Field("int", "len_q"), Field("int", "len_k"), *capture_fields(used)])
     arrays = [capture for capture in used if capture.ndim]
     numbers = {member_name(capture): captures[capture.name] for capture in used if not capture.ndim}
-    integers = np.full((len(nodes), ROWS), -99, np.int32)
+    integers = np.full((len(nodes), ROWS), -99, np.int64)
     floats = np.full((len(nodes), ROWS), np.nan, np.float32)
     pointers: Arrays = {name: values[symbol] for symbol, name in names.items()}
     pointers |= {"score_at": values[SCORE], "integers": integers, "floats": floats}
@@ -82,7 +82,7 @@ def _kernel_text(nodes: Sequence[sympy.Basic], layout: Any, arrays: Sequence[Any
     for number, node in enumerate(nodes):
         declarations, (text,) = statements(node)
         body = "".join(f"  {line}\n" for line in [*declarations, f"return {text};"])
-        functions.append(f"__device__ {C_TYPES[kind_of(node)]} value{number}({parameters}) {{\n{body}}}\n")
+        functions.append(f"__device__ {Printer().c_type(node)} value{number}({parameters}) {{\n{body}}}\n")
         into = "floats" if kind_of(node) == "float" else "integers"
         calls.append(f"  arguments.{into}[{number * ROWS} + i] = value{number}(b, h, q, k, score, arguments);\n")
     kernel = (
@@ -115,7 +115,7 @@ def captures() -> Arrays:
     random = np.random.default_rng(6)
     return {
         "ids": random.integers(-9, 9, 40).astype(np.int32),
-        "wide": random.integers(-9, 9, (5, 7)).astype(np.int64)[:, ::2],
+        "wide": random.choice([-(2**63), -(2**32) - 1, -9, 0, 5, 2**31, 2**32 + 1, 2**63 - 1], (5, 7))[:, ::2],
         "bytes": random.integers(0, 255, 20).astype(np.uint8),
         "table": (random.integers(-40, 40, (3, 9)) / 8).astype(np.float32),
         "half": (random.integers(-40, 40, 12) / 8).astype(np.float16),

@@ -11,14 +11,14 @@ import sympy
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flashgen.codegen.printer import PRINTED, Printer, float_literal, is_nonnegative, statements
+from flashgen.codegen.printer import PRINTED, Printer, float_literal, statements
 from flashgen.language import operations as op
 from flashgen.language.evaluate import evaluate
 from flashgen.language.operations import BATCH, HEAD, KEY, LEN_K, LEN_Q, QUERY, SCORE, Capture, Load
 
 WINDOW = Capture("window", "int32", 0)
 CAP = Capture("cap", "float32", 0)
-IDS = Capture("ids", "int32", 1)
+IDS, WIDE = Capture("ids", "int32", 1), Capture("wide", "int64", 1)
 TABLE = Capture("table", "float32", 2)
 Int, Real = sympy.Integer, sympy.Float
 LESS = op.Less(QUERY, KEY)
@@ -35,8 +35,8 @@ def test_every_operation_is_printed() -> None:
 @pytest.mark.parametrize(
     ("node", "expected"),
     [
-        (op.Add(op.Mul(QUERY, Int(2)), KEY), "q * 2 + k"),
-        (op.Mul(op.Add(QUERY, Int(2)), KEY), "(q + 2) * k"),
+        (op.Add(op.Mul(HEAD, Int(2)), KEY), "h * 2 + k"),
+        (op.Mul(op.Add(HEAD, Int(2)), Int(3)), "(h + 2) * 3"),
         (op.Sub(QUERY, op.Sub(KEY, Int(1))), "q - (k - 1)"),
         (op.Sub(op.Sub(QUERY, KEY), Int(1)), "q - k - 1"),
         (op.Sub(QUERY, op.Add(KEY, Int(1))), "q - (k + 1)"),
@@ -53,7 +53,7 @@ def test_every_operation_is_printed() -> None:
         (op.BitAnd(op.Add(QUERY, Int(1)), Int(7)), "(q + 1) & 7"),
         (op.BitOr(op.BitAnd(QUERY, Int(1)), KEY), "(q & 1) | k"),
         (op.Equal(op.BitAnd(QUERY, Int(1)), Int(0)), "(q & 1) == 0"),
-        (op.ShiftLeft(op.Add(QUERY, Int(1)), Int(2)), "(q + 1) << 2"),
+        (op.ShiftLeft(op.Add(HEAD, Int(1)), Int(2)), "(h + 1) << 2"),
         (op.ShiftRight(QUERY, KEY), "q >> min(max(k, 0), 31)"),
         (op.ShiftRight(QUERY, Int(40)), "q >> 31"),
         (op.ShiftLeft(QUERY, Int(-1)), "q << 0"),
@@ -103,7 +103,7 @@ def test_text(node: sympy.Basic, expected: str) -> None:
         (op.FloorDiv(QUERY, WINDOW), "floor_divide(q, arguments.window)"),
         (op.FloorDiv(WINDOW, Int(4)), "floor_divide(arguments.window, 4)"),
         (op.FloorMod(LEN_K, Int(4)), "arguments.len_k & 3"),
-        (op.FloorDiv(SCORE, Int(2)), "floorf(score / 2.0f)"),
+        (op.FloorDiv(SCORE, Int(2)), "floorf(score * (1.0f / 2.0f))"),
         (op.FloorMod(SCORE, Real(1.5)), "score - 1.5f * floorf(score / 1.5f)"),
         (op.Sub(SCORE, op.FloorMod(SCORE, Real(1.5))), "score - (score - 1.5f * floorf(score / 1.5f))"),
     ],
@@ -112,12 +112,88 @@ def test_floored_division(node: sympy.Basic, expected: str) -> None:
     assert text(node) == expected
 
 
-def test_what_is_taken_for_nonnegative_is() -> None:
-    assert is_nonnegative(op.Add(QUERY, op.Mul(LEN_Q, Int(3))))
-    assert is_nonnegative(op.Maximum(op.Sub(QUERY, KEY), Int(0)))
-    assert is_nonnegative(op.FloorMod(op.Sub(QUERY, KEY), Int(5)))
-    for node in (op.Sub(QUERY, KEY), WINDOW, Int(-1), op.Neg(QUERY), op.FloorMod(QUERY, Int(-5)), Load(IDS, QUERY)):
-        assert not is_nonnegative(node), node
+def test_c_divides_what_is_not_below_zero() -> None:
+    for node in (op.Add(QUERY, LEN_Q), op.Maximum(op.Sub(QUERY, KEY), Int(0)), op.FloorMod(op.Sub(QUERY, KEY), Int(5))):
+        assert text(op.FloorMod(node, Int(3))).endswith(" % 3"), node
+    for node in (op.Sub(QUERY, KEY), WINDOW, op.Neg(QUERY), op.FloorMod(QUERY, Int(-5)), Load(IDS, QUERY)):
+        assert text(op.FloorMod(node, Int(3))).startswith("floor_modulo("), node
+    cube = op.Mul(op.Mul(QUERY, QUERY), QUERY)  # wraps, and may then be below 0
+    assert text(op.FloorMod(cube, Int(3))).startswith("static_cast<int>(floor_modulo_long(wrapping_product(")
+
+
+@pytest.mark.parametrize(
+    ("node", "expected"),
+    [
+        (op.Add(QUERY, WINDOW), "0ll + q + arguments.window"),
+        (op.Add(op.Sub(QUERY, KEY), WINDOW), "0ll + q - k + arguments.window"),
+        (op.Sub(WINDOW, Int(5)), "arguments.window - 5ll"),
+        (op.Sub(Int(-(2**31)), QUERY), "-2147483648ll - q"),
+        (op.Mul(Int(65536), QUERY), "65536ll * q"),
+        (op.Mul(op.Add(QUERY, Int(2)), KEY), "1ll * (q + 2) * k"),
+        (op.Neg(WINDOW), "-static_cast<long long>(arguments.window)"),
+        (op.Abs(WINDOW), "abs(static_cast<long long>(arguments.window))"),
+        (op.ShiftLeft(QUERY, Int(4)), "static_cast<long long>(q) << 4"),
+        (op.ShiftLeft(Int(3), op.Load(WIDE, QUERY)),
+         "3ll << static_cast<int>(min(max(load_wide(arguments, q), 0ll), 31ll))"),
+        (op.FloorDiv(WINDOW, QUERY), "floor_divide(arguments.window, q)"),
+        (op.FloorDiv(WINDOW, WINDOW), "floor_divide_long(arguments.window, arguments.window)"),
+        (op.FloorMod(op.Mul(QUERY, Int(8)), Int(7)), "static_cast<int>(q * 8ll % 7)"),
+        (
+            op.Minimum(QUERY, op.Add(KEY, WINDOW)),
+            "static_cast<int>(min(static_cast<long long>(q), 0ll + k + arguments.window))",
+        ),
+        (op.LessEqual(op.Abs(op.Sub(WINDOW, KEY)), Int(6)), "abs(0ll + arguments.window - k) <= 6"),
+        (
+            op.Where(LESS, WINDOW, op.Neg(WINDOW)),
+            "q < k ? arguments.window : -static_cast<long long>(arguments.window)",
+        ),
+        (op.ToFloat(op.Mul(QUERY, KEY)), "static_cast<float>(1ll * q * k)"),
+        (op.ToInt(op.Mul(QUERY, KEY)), "1ll * q * k"),
+        (op.Load(IDS, op.Mul(QUERY, KEY)), "load_ids(arguments, static_cast<int>(min(1ll * q * k, 2147483647ll)))"),
+        (op.Equal(Load(WIDE, QUERY), Load(WIDE, KEY)), "load_wide(arguments, q) == load_wide(arguments, k)"),
+        (op.Sub(op.BitAnd(Load(WIDE, QUERY), Int(7)), WINDOW), "(load_wide(arguments, q) & 7) - arguments.window"),
+        (op.Add(Load(WIDE, QUERY), Int(1)), "wrapping_sum(load_wide(arguments, q), 1ll)"),
+        (op.Neg(Load(WIDE, QUERY)), "wrapping_difference(0ll, load_wide(arguments, q))"),
+        (op.ShiftLeft(Load(WIDE, QUERY), Int(2)), "wrapping_product(load_wide(arguments, q), 1ll << 2)"),
+    ],
+)  # fmt: skip
+def test_integers_that_int_does_not_hold(node: sympy.Basic, expected: str) -> None:
+    assert text(node) == expected
+
+
+def test_a_variable_of_a_wide_integer_is_a_long_long() -> None:
+    wide = op.Add(op.Mul(QUERY, KEY), WINDOW)
+    declarations, (result,) = statements(op.And(op.Less(wide, KEY), op.Greater(wide, Int(2))))
+    assert declarations == ["const long long x0 = 1ll * q * k + arguments.window;"]
+    assert result == "(x0 < k) & (x0 > 2)"
+
+
+TENTH = Real(0.1)
+
+
+@pytest.mark.parametrize(
+    ("node", "expected"),
+    [
+        (
+            op.GreaterEqual(op.Sub(op.Mul(QUERY, TENTH), op.Mul(KEY, TENTH)), Int(0)),
+            "__fmul_rn(static_cast<float>(q), 0.100000001f) - __fmul_rn(static_cast<float>(k), 0.100000001f) >= 0",
+        ),
+        (op.Floor(op.Divide(QUERY, Int(41))), "floorf(__fdiv_rn(static_cast<float>(q), 41.0f))"),
+        (op.Floor(op.Divide(QUERY, Int(4))), "floorf(__fmul_rn(static_cast<float>(q), 1.0f / 4.0f))"),
+        (op.ToInt(op.Divide(KEY, CAP)), "to_int(__fdiv_rn(static_cast<float>(k), arguments.cap))"),
+        (op.Less(op.Sqrt(QUERY), CAP), "__fsqrt_rn(static_cast<float>(q)) < arguments.cap"),
+        (op.Less(op.Log(QUERY), CAP), "__fmul_rn(log2_approx(static_cast<float>(q)), 0.693147181f) < arguments.cap"),
+        (op.Divide(op.Sub(KEY, QUERY), Int(41)), "static_cast<float>(k - q) / 41.0f"),
+        (op.Floor(op.Divide(SCORE, Int(41))), "floorf(score / 41.0f)"),
+        (op.Divide(op.Add(SCORE, CAP), Int(41)), "(score + arguments.cap) * (1.0f / 41.0f)"),
+        (op.Divide(op.Add(SCORE, CAP), CAP), "(score + arguments.cap) / arguments.cap"),
+        (op.Mul(op.Mul(KEY, TENTH), SCORE), "k * 0.100000001f * score"),
+    ],
+    ids=str,
+)
+def test_what_decides_is_exact(node: sympy.Basic, expected: str) -> None:
+    """Products that no compiler contracts and divisions that no option approximates; a tolerance judges the rest."""
+    assert statements(node)[1] == [expected]
 
 
 def test_a_where_and_a_logical_not_bind_as_in_numpy() -> None:
@@ -162,8 +238,8 @@ def test_variables_come_before_what_uses_them_and_are_shared_between_results() -
     loaded = Load(IDS, QUERY)
     scaled = op.Mul(op.Add(loaded, Int(1)), KEY)
     declarations, results = statements(op.Less(scaled, loaded), op.Add(scaled, Int(1)))
-    assert [line.split(" = ")[0] for line in declarations] == ["const int x0", "const int x1"]
-    assert "load_ids(arguments, q)" in declarations[0] and declarations[1] == "const int x1 = (x0 + 1) * k;"
+    assert [line.split(" = ")[0] for line in declarations] == ["const int x0", "const long long x1"]
+    assert "load_ids(arguments, q)" in declarations[0] and declarations[1] == "const long long x1 = (x0 + 1ll) * k;"
     assert results == ["x1 < x0", "x1 + 1"]
 
 
@@ -193,10 +269,14 @@ def test_special_values(run: Any, values: Any, captures: Any) -> None:
 
 
 def test_the_smallest_integer_by_minus_one_does_not_trap(run: Any, captures: Any) -> None:
-    minus_one = op.FloorDiv(WINDOW, Int(7))
-    smallest = op.ShiftLeft(op.Add(op.Mul(QUERY, Int(0)), Int(1)), Int(31))
-    divided, modulo = run([op.FloorDiv(smallest, minus_one), op.FloorMod(smallest, minus_one)], captures)
-    assert (divided == -(2**31)).all() and (modulo == 0).all()
+    minus_one, nothing = op.FloorDiv(WINDOW, Int(7)), op.Mul(QUERY, Int(0))
+    int32s, int64s = op.Add(nothing, Int(-(2**31))), op.Add(nothing, Int(-(2**31)))
+    for amount in (31, 1):
+        int64s = op.ShiftLeft(int64s, Int(amount))
+    quotients = [op.FloorDiv(smallest, minus_one) for smallest in (int32s, int64s)]
+    moduli = [op.FloorMod(smallest, minus_one) for smallest in (int32s, int64s)]
+    found = run([*quotients, *moduli], captures)
+    assert [set(values) for values in found] == [{2**31}, {-(2**63)}, {0}, {0}]
 
 
 def test_a_distance_is_one_comparison() -> None:

@@ -255,6 +255,44 @@ CASES: dict[str, Listed] = {
             | (fg.where(q < 20, k % -9, q | 3) == 2)
         ), 140, 90,
     ),
+    "by negative constants": Listed(
+        fg.trace_mask(lambda b, h, q, k: ((q ^ k) % -64 > -20) | ((q - 3 * k) // -17 == (k - q) % -3)), 140, 190,
+    ),
+    "a choice of numbers": Listed(
+        fg.trace_mask(
+            lambda b, h, q, k: fg.where(k % 3 == 0, abs(q - k) < fg.where(q < 100, 8, 32), k == q)
+            & fg.where(k < 90, True, q > 20)
+        ), 150, 150,
+    ),
+    "64-bit ids": Listed(
+        fg.document(fg.Tensor("ids", "int64", 1)), 130, 130, {"ids": np.sort(_random.integers(0, 4, 130)) << 33}
+    ),
+    "64-bit ids at the ends": Listed(
+        fg.trace_mask(lambda b, h, q, k: fg.Tensor("ids", "int64", 1)[q] <= fg.Tensor("ids", "int64", 1)[k]), 90, 130,
+        {"ids": np.sort(_random.integers(-(2**63), 2**63 - 1, 130))},
+    ),
+    "64-bit arithmetic": Listed(
+        fg.trace_mask(
+            lambda b, h, q, k: ((q * 70_000_000 - k * 90_000_000) // -70_000_001 + abs(q - 3 * k)
+             > fg.minimum(k * 65536, 40) + ((q << 20) ^ k)) | ((q * 3_000_000) % -900_001 < (k | (q << 16)) % 70_000)
+        ), 140, 90,
+    ),
+    "differences of captured numbers": Listed(
+        fg.trace_mask(lambda b, h, q, k: abs(fg.Tensor("at", "int32", 1)[q] - fg.Tensor("at", "int32", 1)[k]) < 2**30),
+        130, 130, {"at": np.sort(_random.integers(-(2**31), 2**31 - 1, 130)).astype(np.int32)},
+    ),
+    "bits of 64": Listed(
+        fg.trace_mask(
+            lambda b, h, q, k: (((q - 60) << 25) ^ ((k - 40) << 25)) + 5 <= ((k - 70) << 26) & ((q - 9) << 26)
+        ), 140, 150,
+    ),
+    "what may wrap": Listed(
+        fg.trace_mask(lambda b, h, q, k: ((q * q * q * 1_000_000_000 * q > k) | (k > q)) & (k > 20)), 300, 300
+    ),
+    "small numbers of a large array": Listed(
+        fg.trace_mask(lambda b, h, q, k: fg.Tensor("bytes", "int8", 2)[q, k % 90] * 40_000_000 <= k * 1000), 90, 120,
+        {"bytes": _random.integers(-128, 127, (90, 90)).astype(np.int8)},
+    ),
     "nothing": Listed(
         fg.document("ids") & fg.trace_mask(lambda b, h, q, k: q > 5000), 70, 70, {"ids": _sorted_ids(70, 2)}
     ),
@@ -289,6 +327,14 @@ def test_every_schedule_makes_the_same_lists(schedule: Any, check: Callable[...,
 @pytest.mark.parametrize("name", ["documents, causal", "layout coarser than tiles", "windows by token"])
 def test_nothing_outside_of_the_arrays(name: str, sanitize: str, check: Callable[..., Any]) -> None:
     check(CASES[name], (32, 32), sanitize=sanitize)
+
+
+@pytest.mark.parametrize(
+    "name", ["64-bit arithmetic", "bits of 64", "64-bit ids at the ends", "what may wrap", "by negative constants"]
+)
+def test_no_integer_overflows(name: str, check: Callable[..., Any]) -> None:
+    """UBSan stops at one that does."""
+    check(CASES[name], (32, 16), sanitize="address")
 
 
 def test_what_the_mask_does_not_read_is_shared(check: Callable[..., Any]) -> None:
