@@ -1,4 +1,4 @@
-"""Sums that no order of additions changes: exact, of any floats, as `add_exactly` and the captures' kernel make them."""
+"""Sums that no order of additions changes: exact, of any floats, by `add_exactly` and the kernel of captures."""
 
 from __future__ import annotations
 
