@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import signal
+import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -12,7 +14,9 @@ from flashgen.cli.console import INTERRUPTED, note, print_json, progress, stdout
 
 if TYPE_CHECKING:
     from flashgen.codegen.kernels import Pass
-    from flashgen.verify.random import Options
+    from flashgen.verify.random import Options, Summary
+
+_SECONDS_BETWEEN_NOTES = 60.0
 
 Random = Annotated[bool, typer.Option("--random", help="Random variants, captures, calls and targets.")]
 Count = Annotated[int | None, typer.Option("--cases", min=1, help="Of --random: how many cases.", show_default="100")]
@@ -44,23 +48,38 @@ def options_of(
     return Options(targets, passes, sanitize, emulate)
 
 
+def _tell(summary: Summary, told: float, no_bar: bool) -> float:
+    """How far it is, now and then, where no bar shows it. `told`, and what it gives: when it was said last."""
+    now = time.monotonic()
+    if not no_bar or now < told + _SECONDS_BETWEEN_NOTES:
+        return told
+    note(f"{summary.cases} cases, {len(summary.findings)} found")
+    return now
+
+
 def verify_random(seed: int, options: Options, cases: int | None, minutes: float | None, jobs: int, json: bool) -> None:
-    """Runs random cases and says what they came to; exit 1 where there are findings. Ctrl-C ends it so, too."""
+    """Runs random cases and says what they came to; exit 1 where there are findings.
+
+    Ctrl-C, or SIGTERM as `timeout` sends it, ends it with what it has.
+    """
     from flashgen.verify.random import Summary, finding_text, run
 
     cases = 100 if cases is None and minutes is None else cases
     summary = Summary(options)
     running = run(seed, options, cases=cases, seconds=None if minutes is None else minutes * 60, jobs=jobs)
-    interrupted = False
+    told = time.monotonic()
+    before, interrupted = signal.signal(signal.SIGTERM, signal.default_int_handler), False
     with contextlib.closing(running), progress("random cases", cases) as bar:
         try:
             for result in running:
                 summary.add(result)
                 if result.outcome.status == "found":
                     bar.console.print(finding_text(result, options) + "\n", markup=False, highlight=False)
+                told = _tell(summary, told, bar.disable)
                 bar.update(bar.task_ids[0], advance=1, description=f"random cases, {len(summary.findings)} found")
         except KeyboardInterrupt:
             interrupted = True
+    signal.signal(signal.SIGTERM, before)
     if json:
         print_json(summary.to_data())
     else:

@@ -49,7 +49,8 @@ _LENGTHS = (
     257,
 )
 _LONG = ((32_769, 64), (64, 33_000), (40_000, 16), (2_049, 300))
-_INPUTS: tuple[Inputs, ...] = ("normal", "normal", "normal", "normal", "large", "tiny", "huge", "ones", "zeros")
+_INPUTS: tuple[Inputs, ...] = ("normal", "large", "tiny", "huge", "ones", "zeros", "garbage")
+_INPUT_WEIGHTS = (8, 2, 2, 1, 1, 1, 1)
 _COMMON_TARGETS = ("sm_75", "sm_80", "sm_90", "sm_90a", "sm_90a", "sm_90a", "sm_100", "sm_120")
 
 PREDICATES_EACH = 6  # calls of a case that compiles no kernel
@@ -150,7 +151,7 @@ def _problem(
 ) -> Problem:
     shape = _shape(rng, long)
     values = draw_values(mask, score, grammar.declared, grammar.roles, shape, rng)
-    inputs = rng.choice(_INPUTS)
+    inputs = rng.choices(_INPUTS, _INPUT_WEIGHTS)[0]
     if inputs == "huge" and dtype == "float16":
         inputs = "large"  # float16 ends at 65504
     return Problem(shape, values, inputs, rng.randrange(2**16), rng.random() < 0.4)

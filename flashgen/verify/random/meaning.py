@@ -1,14 +1,15 @@
 """What a term means, written from the language's documentation and sharing nothing with the oracle's evaluation.
 
-Integers are those of int32: each result is exact, and one beyond int32 has no meaning (`Overflow`). Floats of a mask
-are float32's, one rounding an operation; those of a score are exact up to float64's rounding, or complex numbers whose
-imaginary part carries a derivative (a complex step). Named masks and scores mean what their docstrings say, in integers
-of any size.
+Integers are exact to 64 bits, and wrap beyond. Floats that decide, all of a mask's and those that a comparison, a floor
+or a conversion of a score function reads, are float32's, one rounding an operation; the others are exact up to
+float64's rounding, or complex numbers whose imaginary part carries a derivative (a complex step). Named masks and
+scores mean what their docstrings say.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -29,12 +30,9 @@ from flashgen.verify.random.terms import (
 
 Array = np.ndarray[Any, Any]
 
-_LEAST, _MOST = -(2**31), 2**31 - 1
+_LEAST, _MOST = -(2**31), 2**31 - 1  # of a conversion to int
+_STEPS = (*COMPARISONS, "floor", "//", "to_int")
 _STEP = 1e-30  # of the complex step: its square is lost in any sum, so that the derivative has no error of its own
-
-
-class Overflow(Exception):
-    """An integer on the way is beyond int32: the language gives such an expression no meaning."""
 
 
 class Value(NamedTuple):
@@ -72,7 +70,7 @@ class Meaning:
         self._known: dict[Term, Value] = {}
 
     def of(self, term: Term) -> Array:
-        """The elements, not broadcast further than they depend on the indices. Raises Overflow."""
+        """The elements, not broadcast further than they depend on the indices."""
         with np.errstate(all="ignore"):
             return self._value(term).data
 
@@ -110,7 +108,25 @@ class Meaning:
             return Value("bool", np.asarray(_MASKS[op](self, *term.args)))
         if op in SCORES:
             return Value("float", np.asarray(_SCORES[op](self, *term.args)))
-        return self._computed(op, [self._value(operand) for operand in term.terms])
+        if self._decides(term):
+            decided = self._deciding._value(term)
+            return Value(decided.kind, self._as("float", decided) if decided.kind == "float" else decided.data)
+        operands = [self._value(operand) for operand in term.terms]
+        if op == "%" and "float" in (operand.kind for operand in operands):
+            a, b = (self._as("float", operand) for operand in operands)
+            return Value("float", a - b * self._as("float", self._value(Term("//", term.args))))
+        return self._computed(op, operands)
+
+    def _decides(self, term: Term) -> bool:
+        """Whether it is a step that reads floats, and they not the score."""
+        if self.real == np.float32 or term.op not in _STEPS or any(part.op == "score" for part in term.walk()):
+            return False
+        return "float" in (self._value(operand).kind for operand in term.terms)
+
+    @cached_property
+    def _deciding(self) -> Meaning:
+        """What floats that decide are computed by."""
+        return Meaning(self.sizes, self.captures, np.float32)
 
     def _literal(self, term: Term) -> Value:
         kind, value = term.op, term.args[0]
@@ -160,9 +176,7 @@ class Meaning:
         if op == "to_int":
             return self._to_int(operands[0])
         if op in BITS or (kind == "int" and op in (*ARITHMETIC, "neg", "abs")):
-            # What was loaded may be beyond int32: it may be compared, but has no arithmetic.
-            whole = [self._whole(self._as("int", operand)).data for operand in operands]
-            return self._whole(_INTEGERS[op](*whole))
+            return Value("int", _INTEGERS[op](*(self._as("int", operand) for operand in operands)))
         return Value("float", _FLOATS[op](*(self._as("float", operand) for operand in operands)))
 
     def _where(self, condition: Value, then: Value, otherwise: Value) -> Value:
@@ -172,12 +186,8 @@ class Meaning:
 
     def _as(self, kind: Kind, value: Value) -> Array:
         """A value as one of another kind: a boolean counts as 0 or 1, an integer becomes the nearest float."""
-        return value.data if kind == value.kind else value.data.astype(np.int64 if kind == "int" else self.real)
-
-    def _whole(self, data: Array) -> Value:
-        if data.size and (data.min() < _LEAST or data.max() > _MOST):
-            raise Overflow
-        return Value("int", data)
+        kinds = {"bool": np.bool_, "int": np.int64, "float": self.real}
+        return value.data.astype(kinds[kind], copy=False)
 
     def _to_int(self, value: Value) -> Value:
         """Towards zero; the nearest int32 beyond its ends; 0 of NaN."""
@@ -316,7 +326,7 @@ _INTEGERS: dict[str, Callable[..., Array]] = {
 _FLOATS: dict[str, Callable[..., Array]] = {
     "+": lambda a, b: a + b, "-": lambda a, b: a - b, "*": lambda a, b: a * b, "/": lambda a, b: a / b,
     "neg": lambda a: -a, "abs": _magnitude, "min": _smaller, "max": _larger, "//": lambda a, b: _floored(a / b),
-    "%": lambda a, b: a - b * _floored(a / b), "floor": _floored, "to_float": lambda a: a, "sqrt": np.sqrt,
+    "floor": _floored, "to_float": lambda a: a, "sqrt": np.sqrt,
     "exp": np.exp, "exp2": lambda a: np.exp(a * _LN2), "log": np.log, "log2": lambda a: np.log(a) / _LN2,
     "tanh": np.tanh, "fast_tanh": np.tanh, "sigmoid": lambda a: 0.5 + 0.5 * np.tanh(0.5 * a),
     "sin": np.sin, "cos": np.cos,

@@ -1,6 +1,6 @@
 """Draws score functions: continuous in the score, as what jumps with it cannot be judged in lower precision.
 
-What depends on the indices alone may jump, by integers and by single divisions, whose place does not hang on rounding.
+What depends on the indices alone may jump: what decides it is float32, bit by bit.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ def _chosen(grammar: Grammar, inner: Term) -> Term:
     )
     other = grammar.rng.choices(others, (3, 3, 3, 1))[0]
     pair = (inner, other) if grammar.rng.random() < 0.5 else (other, inner)
-    return Term("where", (grammar.draw("bool", 0), *pair))
+    return Term("where", (grammar.draw("bool", grammar.pick((0, 0, 1))), *pair))
 
 
 def _clamped(grammar: Grammar, inner: Term) -> Term:

@@ -71,7 +71,7 @@ class Call:
 
     @cached_property
     def scores(self) -> Array:
-        """Modified and masked. Raises Unjudged, and Overflow where an integer of the score function has no meaning."""
+        """Modified and masked. Raises Unjudged."""
         modified = self._meaning.of(self.score) if self.score else self._raw
         scores = np.where(self.allowed, modified, -np.inf)
         scores = np.broadcast_to(scores, self._raw.shape)

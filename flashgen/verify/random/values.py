@@ -29,7 +29,7 @@ WAYS = {
 }
 VIEWS = ("plain", "plain", "plain", "spread", "reversed")
 _MOST_ELEMENTS = 2**17
-_BEYOND = (0, 1, 1 + 2**32, 2**31, -(2**31) - 1, 2**33 + 5, 5)
+_BEYOND = (0, 1, 1 + 2**32, 2**31, -(2**31) - 1, 2**33 + 5, 5, 2**63 - 1, -(2**63), 2**62)
 
 
 @dataclass(frozen=True)

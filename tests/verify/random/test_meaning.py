@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from flashgen import reference
-from flashgen.verify.random.meaning import Meaning, Overflow, Sizes
+from flashgen.verify.random.meaning import Meaning, Sizes
 from flashgen.verify.random.standard import Call, Unjudged, random_bytes
 from flashgen.verify.random.terms import Declared, Term
 
@@ -51,18 +51,25 @@ def test_integers_are_pythons(op: str, shift: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "term",
+    ("term", "value"),
     [
-        Term("+", (K, integer(2**31 - 5))),
-        Term("neg", (integer(-(2**31)),)),
-        Term("abs", (integer(-(2**31)),)),
-        Term("<<", (K, integer(30))),
-        Term("//", (integer(-(2**31)), integer(-1))),
+        (Term("+", (K, integer(2**31 - 5))), 2**31 + 5),
+        (Term("neg", (integer(-(2**31)),)), 2**31),
+        (Term("<<", (Term("*", (K, integer(2**31 - 1))), integer(3))), 80 * (2**31 - 1)),
+        (Term("*", (Term("*", (integer(2**30), integer(2**30))), K)), (10 * 2**60 + 2**63) % 2**64 - 2**63),
+        (Term("+", (Term("scalar", ("ids",)), K)), -(2**63) + 9),
     ],
 )
-def test_what_int32_does_not_hold_has_no_meaning(term: Term) -> None:
-    with pytest.raises(Overflow):
-        of(term)
+def test_integers_are_exact_to_64_bits_and_wrap(term: Term, value: int) -> None:
+    assert int(of(term, ids=np.int64(2**63 - 1))[0, 0, 0, 10]) == value
+
+
+def test_floats_that_decide_in_a_score_are_float32s() -> None:
+    third = Term("*", (Q, number(1 / 3)))
+    meaning = Meaning(SIZES, {}, np.float64)
+    assert meaning.of(Term("floor", (Term("*", (Q, number(0.1 / 0.3))),))).dtype == np.float64
+    assert (meaning.of(Term("==", (third, number(1.0))))[0, 0, 3] == (np.float32(3) * np.float32(1 / 3) == 1)).all()
+    assert meaning.of(third)[0, 0, 1, 0] == 1 / 3
 
 
 def test_named_masks_count_in_integers_of_any_size() -> None:
