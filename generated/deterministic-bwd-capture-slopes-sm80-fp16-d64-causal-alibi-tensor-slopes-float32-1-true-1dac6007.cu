@@ -30,12 +30,12 @@ extern __shared__ __align__(1024) unsigned char shared_memory[];
 
 // ---- The kernel -----------------------------------------------------------------------------------------------------
 
-// A fixed-point number of 8 limbs of 24 bits, the lowest bit 2^-112; what is marked as beyond the range is no number.
+// A fixed-point number of 10 limbs of 28 bits, the lowest bit 2^-149; a marked one is no number.
 __device__ __forceinline__ float sum_of(const long long* limbs) {
-  double sum = 0.0, weight = 1.92592994438723585e-34;   // 2^-112
+  double sum = 0.0, weight = 1.40129846432481707e-45;   // 2^-149
 #pragma unroll
-  for (int limb = 0; limb < 8; ++limb, weight *= 16777216.0) sum += static_cast<double>(limbs[limb]) * weight;
-  return limbs[7] >> 56 != 0 && limbs[7] >> 56 != -1 ? __int_as_float(0x7fffffff) : static_cast<float>(sum);
+  for (int limb = 0; limb < 10; ++limb, weight *= 268435456.0) sum += static_cast<double>(limbs[limb]) * weight;
+  return limbs[9] >> 61 > 0 ? __int_as_float(0x7fffffff) : static_cast<float>(sum);
 }
 
 // Rounds each sum to the captured array's type.
@@ -43,6 +43,6 @@ extern "C" __global__ void __launch_bounds__(256)
 attention_backward_capture_slopes_fp16_d64_causal_alibi_tensor_slopes_float32_1_true_1dac6007(const __grid_constant__ BackwardCaptureArguments arguments) {
   const long long i = static_cast<long long>(blockIdx.x) * 256 + threadIdx.x;
   if (i >= arguments.count) return;
-  const float sum = sum_of(arguments.sums + i * 8);
+  const float sum = sum_of(arguments.sums + i * 10);
   arguments.gradient[i] = sum;
 }

@@ -145,24 +145,22 @@ __device__ __forceinline__ unsigned shared_address(const void* pointer) {
 
 #endif
 
-// Adds a float to a fixed-point number of 8 limbs of 24 bits, the lowest bit 2^-112, with no rounding above that: the sum
-// does not depend on the order. A limb of 64 bits takes 2^39 additions. What is beyond 2^80, or no number, marks the sum.
+// Adds a float to a fixed-point number of 10 limbs of 28 bits, the lowest bit 2^-149, the least float's: nothing is ever
+// rounded, and the sum does not depend on the order. A limb of 64 bits takes 2^35 additions. Infinity and NaN mark it.
 __device__ __forceinline__ void add_exactly(long long* limbs, float value) {
   const unsigned bits = __float_as_uint(value);
-  const int exponent = bits >> 23 & 0xff, place = exponent - 150 + 112;   // of the lowest bit of the 24
-  if (place < -23) return;
-  unsigned long long* sums = reinterpret_cast<unsigned long long*>(limbs);
-  if (place > 168) {
-    atomicAdd(sums + 7, 1ull << 58);
+  const int exponent = bits >> 23 & 0xff;
+  if (exponent == 0xff) {
+    atomicMax(limbs + 9, 1ll << 62);   // beyond what additions can make of it, or take from it
     return;
   }
-  const long long magnitude = (bits & 0x7fffff) | 0x800000;
-  const long long aligned = place < 0 ? magnitude >> -place : magnitude << place % 24;
-  const int limb = place < 0 ? 0 : place / 24;
-  const long long low = aligned & 0xffffff, high = aligned >> 24;
+  const int place = max(exponent - 1, 0);   // of the lowest of the 24 bits
+  const long long magnitude = (bits & 0x7fffff) | (exponent > 0 ? 0x800000 : 0);
+  const long long aligned = magnitude << place % 28, low = aligned & 0xfffffff, high = aligned >> 28;
   const bool negative = bits >> 31;
-  if (low) atomicAdd(sums + limb, static_cast<unsigned long long>(negative ? -low : low));
-  if (high) atomicAdd(sums + limb + 1, static_cast<unsigned long long>(negative ? -high : high));
+  unsigned long long* sums = reinterpret_cast<unsigned long long*>(limbs) + place / 28;
+  if (low) atomicAdd(sums, static_cast<unsigned long long>(negative ? -low : low));
+  if (high) atomicAdd(sums + 1, static_cast<unsigned long long>(negative ? -high : high));
 }
 
 // The sum over the lanes of a warp, in every lane.
@@ -179,7 +177,7 @@ struct Position {
   int batch, head, query, key;
 };
 
-// slopes[i0], each index clamped to the array from above, as is one that has wrapped; strides are in bytes.
+// slopes[i0], each index, 0 or more, clamped to the array; strides are in bytes.
 __device__ __forceinline__ float load_slopes(const BackwardKeysArguments& arguments, int i0) {
   i0 = min(static_cast<unsigned>(i0), arguments.slopes_size[0] - 1u);
   const char* element = reinterpret_cast<const char*>(arguments.slopes);
@@ -431,7 +429,7 @@ struct Gathered {
 
 // Adds to an element of a captured array's gradient.
 __device__ __forceinline__ void add_to_gradient(long long* sums, long long place, float value) {
-  add_exactly(sums + place * 8, value);
+  add_exactly(sums + place * 10, value);
 }
 
 // Turns the products of q and k into probabilities and dP into dS = P * (dP - D), D being rowsum(dO * O).

@@ -163,7 +163,7 @@ struct Position {
   int batch, head, query, key;
 };
 
-// layout[i0][i1], each index clamped to the array from above, as is one that has wrapped; strides are in bytes.
+// layout[i0][i1], each index, 0 or more, clamped to the array; strides are in bytes.
 __device__ __forceinline__ bool load_layout(const ForwardArguments& arguments, int i0, int i1) {
   i0 = min(static_cast<unsigned>(i0), arguments.layout_size[0] - 1u);
   i1 = min(static_cast<unsigned>(i1), arguments.layout_size[1] - 1u);

@@ -160,7 +160,7 @@ struct Position {
   int batch, head, query, key;
 };
 
-// slopes[i0], each index clamped to the array from above, as is one that has wrapped; strides are in bytes.
+// slopes[i0], each index, 0 or more, clamped to the array; strides are in bytes.
 __device__ __forceinline__ float load_slopes(const ForwardArguments& arguments, int i0) {
   i0 = min(static_cast<unsigned>(i0), arguments.slopes_size[0] - 1u);
   const char* element = reinterpret_cast<const char*>(arguments.slopes);

@@ -163,7 +163,7 @@ struct Position {
   int batch, head, query, key;
 };
 
-// ids[i0], each index clamped to the array from above, as is one that has wrapped; strides are in bytes.
+// ids[i0], each index, 0 or more, clamped to the array; strides are in bytes.
 __device__ __forceinline__ int load_ids(const ForwardArguments& arguments, int i0) {
   i0 = min(static_cast<unsigned>(i0), arguments.ids_size[0] - 1u);
   const char* element = reinterpret_cast<const char*>(arguments.ids);

@@ -41,7 +41,7 @@ __device__ __forceinline__ int floor_divide(int a, int b) {
   return quotient - (a % b != 0 && (a < 0) != (b < 0));
 }
 
-// layout[i0][i1], each index clamped to the array from above, as is one that has wrapped; strides are in bytes.
+// layout[i0][i1], each index, 0 or more, clamped to the array; strides are in bytes.
 __device__ __forceinline__ bool load_layout(const ListArguments& arguments, int i0, int i1) {
   i0 = min(static_cast<unsigned>(i0), arguments.layout_size[0] - 1u);
   i1 = min(static_cast<unsigned>(i1), arguments.layout_size[1] - 1u);
@@ -62,7 +62,7 @@ struct Range {
 
   __device__ __forceinline__ Range(int value) : low(value), high(value) {}
   __device__ __forceinline__ Range(int low, int high) : low(low), high(high) {}
-  // The kernel's integers are 32 bits wide, so nothing is lost by clamping to them.
+  // All that the mask computes is proven to fit in 32 bits, so nothing is lost by clamping to them.
   __device__ __forceinline__ Range(long long low, long long high)
       : low(static_cast<int>(min(max(low, -2147483648ll), 2147483647ll))),
         high(static_cast<int>(min(max(high, -2147483648ll), 2147483647ll))) {}

@@ -33,7 +33,7 @@ extern __shared__ __align__(1024) unsigned char shared_memory[];
 
 #endif
 
-// ids[i0], each index clamped to the array from above, as is one that has wrapped; strides are in bytes.
+// ids[i0], each index, 0 or more, clamped to the array; strides are in bytes.
 __device__ __forceinline__ int load_ids(const ListArguments& arguments, int i0) {
   i0 = min(static_cast<unsigned>(i0), arguments.ids_size[0] - 1u);
   const char* element = reinterpret_cast<const char*>(arguments.ids);
@@ -52,7 +52,7 @@ struct Range {
 
   __device__ __forceinline__ Range(int value) : low(value), high(value) {}
   __device__ __forceinline__ Range(int low, int high) : low(low), high(high) {}
-  // The kernel's integers are 32 bits wide, so nothing is lost by clamping to them.
+  // All that the mask computes is proven to fit in 32 bits, so nothing is lost by clamping to them.
   __device__ __forceinline__ Range(long long low, long long high)
       : low(static_cast<int>(min(max(low, -2147483648ll), 2147483647ll))),
         high(static_cast<int>(min(max(high, -2147483648ll), 2147483647ll))) {}
@@ -78,7 +78,7 @@ __device__ __forceinline__ Range load_ids(const ListArguments& arguments, Range 
   const int low0 = max(min(i0.low, arguments.ids_size[0] - 1), 0);
   const int high0 = max(min(i0.high, arguments.ids_size[0] - 1), 0);
   const float elements = (high0 - low0 + 1.0f);
-  if (elements > kMostScanned) return {-2147483648ll, 2147483647ll};
+  if (elements > kMostScanned) return {-2147483647 - 1, 2147483647};
   int least = 2147483647, greatest = -least - 1;
   for (int e0 = low0; e0 <= high0; ++e0) {
     const int value = load_ids(arguments, e0);
