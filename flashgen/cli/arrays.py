@@ -17,8 +17,9 @@ import ml_dtypes
 import numpy as np
 
 from flashgen.cli.npz import load_npz
-from flashgen.cli.output import output_file
+from flashgen.cli.writing import writing
 from flashgen.errors import ArgumentError
+from flashgen.files import replacing
 from flashgen.strict_json import parse_json
 
 Arrays = dict[str, np.ndarray[Any, Any]]
@@ -65,7 +66,7 @@ def save_arrays(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
     Raises ArgumentError for another kind, a dtype that the kind has not, or a path that cannot be written.
     """
     check_kind(path, "--output")
-    with output_file(path) as file:
+    with writing(path), replacing(path) as file:
         if path.suffix == ".npz":
             plain = {
                 name: array.view(np.uint16) if array.dtype == BFLOAT16 else array for name, array in arrays.items()

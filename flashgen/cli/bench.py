@@ -17,6 +17,7 @@ from flashgen.cli.options import Json, Passes, SpecOptions, Specs, Target, with_
 from flashgen.cli.specs import load_spec
 from flashgen.cli.writing import writing
 from flashgen.errors import ArgumentError, LaunchError
+from flashgen.files import write_file
 
 if TYPE_CHECKING:
     from flashgen.language.spec import AttentionSpec
@@ -267,7 +268,7 @@ def report(
 
 def save(measured: dict[str, Any], output: Path) -> None:
     with writing(output):
-        output.write_text(json_module.dumps(measured, indent=2) + "\n", encoding="utf-8")
+        write_file(output, json_module.dumps(measured, indent=2) + "\n")
 
 
 def numbers(text: str, option: str) -> list[int]:

@@ -18,6 +18,7 @@ from flashgen.cli.machine import engine_text, gpus
 from flashgen.cli.options import Emulate, Json, Target
 from flashgen.cli.writing import make_folder, writing
 from flashgen.errors import FlashgenError
+from flashgen.files import write_file
 from flashgen.remedies import install
 
 if TYPE_CHECKING:
@@ -106,7 +107,7 @@ def demo(
     failures = sum(not outcome.verdict.ok for outcome in outcomes)
     summary = {"engine": engine_text(emulate), "variants": [outcome.to_dict() for outcome in outcomes]}
     with writing(output):
-        (output / "summary.json").write_text(json_module.dumps(summary, indent=2) + "\n", encoding="utf-8")
+        write_file(output / "summary.json", json_module.dumps(summary, indent=2) + "\n")
     if json:
         print_json(summary)
     else:
@@ -195,9 +196,9 @@ def keep_files(folder: Path, attention: Attention, tiles: TileMap) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for kernel in attention.kernels:
         name = "kernel.cu" if kernel.source == attention.source else "tile_lists.cu"
-        (folder / name).write_text(kernel.source, encoding="utf-8")
-    (folder / "spec.json").write_text(attention.spec.to_json() + "\n", encoding="utf-8")
-    (folder / "tiles.svg").write_text(to_svg(tiles, title=attention.spec.mask.name), encoding="utf-8")
+        write_file(folder / name, kernel.source)
+    write_file(folder / "spec.json", attention.spec.to_json() + "\n")
+    write_file(folder / "tiles.svg", to_svg(tiles, title=attention.spec.mask.name))
 
 
 def print_outcome(number: int, outcome: Outcome) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import secrets
 from collections.abc import Mapping
 from enum import StrEnum
 from pathlib import Path
@@ -12,7 +11,9 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from flashgen.cli.console import note, print_code, print_json, print_table
+from flashgen.cli.writing import writing
 from flashgen.errors import ArgumentError
+from flashgen.files import write_file
 
 if TYPE_CHECKING:
     from flashgen.build.cache import Entry
@@ -123,17 +124,10 @@ def write_texts(kernels: Mapping[str, RenderedKernel], what: What, folder: Path)
             "--kernel NAME > FILE keeps one kernel"
         )
     texts = {folder / file_name(kernel, what): text_of(kernel, what) for kernel in kernels.values()}
-    try:
+    with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
         for path, text in texts.items():
-            staged = path.with_name(f".{secrets.token_hex(6)}")
-            try:
-                staged.write_text(text, encoding="utf-8")
-                staged.replace(path)
-            finally:
-                staged.unlink(missing_ok=True)
-    except OSError as error:
-        raise ArgumentError(f"--output {folder} cannot be written: {error.strerror or error}") from error
+            write_file(path, text)
     for part, path in zip(kernels, texts, strict=True):
         typer.echo(f"{part}\t{path}")
 

@@ -14,6 +14,7 @@ from flashgen.cli.arrays import load_arrays
 from flashgen.cli.console import note, print_code, print_json
 from flashgen.cli.writing import writing
 from flashgen.errors import ArgumentError
+from flashgen.files import write_file
 
 if TYPE_CHECKING:
     from flashgen.analysis.elements import TileElements
@@ -111,7 +112,7 @@ def write_drawing(drawing: Drawing, path: Path) -> None:
     else:
         content = svg(drawing).encode()
     with writing(path):
-        path.write_bytes(content)
+        write_file(path, content)
     typer.echo(summary(drawing.tiles, *drawing.place.numbers))
     if drawing.zoomed is not None:
         typer.echo(f"{summary(drawing.zoomed)}: {drawing.zoomed.share:.1%} kept")

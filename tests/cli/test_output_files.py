@@ -1,0 +1,48 @@
+"""What commands write where their user says is whole, or what was there before."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from flashgen.cli import bench
+from flashgen.cli.app import app
+from flashgen.errors import ArgumentError
+
+
+@pytest.fixture
+def full_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A disk that takes names and no bytes."""
+
+    def refuse(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", refuse)
+
+
+@pytest.mark.parametrize("name", ["tiles.svg", "tiles.png"])
+def test_a_picture(tmp_path: Path, full_disk: None, name: str) -> None:
+    path = tmp_path / name
+    path.write_text("before")
+    result = CliRunner().invoke(app, ["show", "causal()", "--target", "sm_80", "--what", "tiles", "-o", str(path)])
+    assert result.exit_code == 2
+    assert f"error: --output {path} cannot be written: No space left" in result.stderr
+    assert path.read_text() == "before" and list(tmp_path.iterdir()) == [path]
+
+
+def test_kernels(tmp_path: Path, full_disk: None) -> None:
+    result = CliRunner().invoke(app, ["show", "causal()", "--target", "sm_80", "--output", str(tmp_path / "out")])
+    assert result.exit_code == 2 and "cannot be written" in result.stderr and "No space left" in result.stderr
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+def test_measurements(tmp_path: Path, full_disk: None) -> None:
+    path = tmp_path / "bench.json"
+    path.write_text("before")
+    with pytest.raises(ArgumentError, match="cannot be written: No space left"):
+        bench.save({"rows": []}, path)
+    assert path.read_text() == "before" and list(tmp_path.iterdir()) == [path]
