@@ -1,4 +1,4 @@
-"""What every test shares: a kernel cache of its own for the run, and GPU tests that skip where there is no GPU."""
+"""What every test shares: a kernel cache of its own for the run, which tests it takes, and why GPU tests skip."""
 
 from __future__ import annotations
 
@@ -9,19 +9,31 @@ import shutil
 import sys
 import tempfile
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+import rotation  # beside this file, which importlib does not put on the path
 
 _CACHE = "FLASHGEN_CACHE_DIR"
 _owned_cache: str | None = None
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--all", action="store_true", help="every case of the long sweeps, not only this commit's part")
+
+
 def pytest_configure(config: pytest.Config) -> None:
-    """Give the run one cache. The workers of pytest-xdist inherit the variable, so each kernel is compiled once."""
+    """Give the run one cache and one part of the sweeps. The workers of pytest-xdist inherit the variables: each kernel
+    is compiled once, and all collect the same tests."""
     global _owned_cache
+    if not hasattr(config, "workerinput"):
+        os.environ[rotation.VARIABLE] = rotation.seed_of_run(config)
     gc.set_threshold(20_000, 20, 20)  # SymPy's expressions are many and live on: looking through them takes time
     for name in ("FLASHGEN_JIT", "FLASHGEN_RELEASE"):
         os.environ.pop(name, None)
@@ -32,9 +44,25 @@ def pytest_configure(config: pytest.Config) -> None:
         _owned_cache = os.environ[_CACHE] = tempfile.mkdtemp(prefix="flashgen-test-cache-")
 
 
+def pytest_report_header() -> str:
+    seed = os.environ[rotation.VARIABLE]
+    part = "all cases" if seed == rotation.ALL else f"the part of {seed}; --all runs all cases"
+    return f"sweeps: {part} ({rotation.VARIABLE})"
+
+
 def pytest_unconfigure(config: pytest.Config) -> None:
     if _owned_cache is not None:
         shutil.rmtree(_owned_cache, ignore_errors=True)
+
+
+def mark_quick(items: list[pytest.Item]) -> None:
+    """Each n-th case of the tests marked quick_every(n) is marked quick."""
+    numbers: Counter[str] = Counter()
+    for item in items:
+        mark, function = item.get_closest_marker("quick_every"), item.nodeid.partition("[")[0]
+        if mark and numbers[function] % mark.args[0] == 0:
+            item.add_marker(pytest.mark.quick)
+        numbers[function] += 1
 
 
 @functools.cache
@@ -88,7 +116,12 @@ def hurried() -> Iterator[None]:
     sys.setswitchinterval(before)
 
 
+@pytest.hookimpl(tryfirst=True)  # before -m selects
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    items[:], left = rotation.divided(items, os.environ[rotation.VARIABLE])
+    if left:
+        config.hook.pytest_deselected(items=left)
+    mark_quick(items)
     marked = [item for item in items if item.get_closest_marker("gpu")]
     reason = why_no_gpu() if marked else None
     if reason is not None:

@@ -57,6 +57,7 @@ def at_home(gradients: Gradients, move: Any) -> Gradients:
 
 @MODES
 @DTYPES
+@pytest.mark.quick
 def test_cupy(dtype: str, deterministic: bool, cupy: Any, gradients_right: Any) -> None:
     spec = learned(dtype)
     compiled, inputs = attention.compile(spec, deterministic=deterministic), random_inputs(spec, SHAPE)
@@ -74,6 +75,7 @@ def test_cupy(dtype: str, deterministic: bool, cupy: Any, gradients_right: Any) 
 
 
 @DTYPES
+@pytest.mark.quick
 def test_numpy(dtype: str, cupy: Any, gradients_right: Any) -> None:
     spec = learned(dtype)
     compiled, inputs = attention.compile(spec), random_inputs(spec, SHAPE)
@@ -94,6 +96,7 @@ def test_numpy(dtype: str, cupy: Any, gradients_right: Any) -> None:
 
 @MODES
 @DTYPES
+@pytest.mark.quick
 def test_torch(dtype: str, deterministic: bool, gradients_right: Any) -> None:
     torch = pytest.importorskip("torch")
     spec = learned(dtype)
@@ -128,6 +131,7 @@ def test_torch(dtype: str, deterministic: bool, gradients_right: Any) -> None:
 
 
 @DTYPES
+@pytest.mark.quick
 def test_jax(dtype: str, gradients_right: Any) -> None:
     jax = pytest.importorskip("jax")
     if jax.default_backend() != "gpu":
@@ -145,6 +149,7 @@ def test_jax(dtype: str, gradients_right: Any) -> None:
         pullback(jax.numpy.asarray(d_out), into=gradients)
 
 
+@pytest.mark.quick
 def test_arrays_of_different_places_are_refused(cupy: Any) -> None:
     inputs, compiled = random_inputs(CAUSAL, SHAPE), attention.compile(CAUSAL)
     d_out, _ = random_gradients(CAUSAL, SHAPE)
@@ -161,6 +166,7 @@ def test_arrays_of_different_places_are_refused(cupy: Any) -> None:
 
 @MODES
 @MASKS
+@pytest.mark.quick
 def test_the_callers_stream(spec: fg.AttentionSpec, deterministic: bool, cupy: Any, gradients_right: Any) -> None:
     """The inputs are made on a stream of the caller's, late, and the call waits for them because it is on it, too."""
     compiled, inputs = attention.compile(spec, deterministic=deterministic), random_inputs(spec, SQUARE)
@@ -182,6 +188,7 @@ def test_the_callers_stream(spec: fg.AttentionSpec, deterministic: bool, cupy: A
 
 @MODES
 @pytest.mark.parametrize("spec", [CAUSAL, DOCUMENT, learned("float16")], ids=["ranges", "lists", "captures"])
+@pytest.mark.quick
 def test_a_call_in_a_graph(spec: fg.AttentionSpec, deterministic: bool, cupy: Any, gradients_right: Any) -> None:
     """Both passes captured once and replayed on new inputs, after other calls have used memory free in between."""
     compiled, inputs = attention.compile(spec, deterministic=deterministic), random_inputs(spec, SQUARE)
@@ -264,6 +271,7 @@ def test_memory_of_torch_at_length_65536() -> None:
     assert torch.cuda.memory_allocated() - before <= results + 4096
 
 
+@pytest.mark.quick
 def test_sizes_compile_nothing(cupy: Any, monkeypatch: pytest.MonkeyPatch, gradients_right: Any) -> None:
     compiled = attention.compile(CAUSAL)
     assert compiled._backward.kernels
@@ -279,6 +287,7 @@ def test_sizes_compile_nothing(cupy: Any, monkeypatch: pytest.MonkeyPatch, gradi
 
 
 @MODES
+@pytest.mark.quick
 def test_lengths_of_0(deterministic: bool, cupy: Any) -> None:
     compiled = attention.compile(CAUSAL, deterministic=deterministic)
     for shape in (Shape(0, 5, 1, 2, 2), Shape(5, 0, 1, 2, 2), Shape(5, 5, 0, 2, 2), Shape(5, 5, 1, 0, 0)):
@@ -292,6 +301,7 @@ def test_lengths_of_0(deterministic: bool, cupy: Any) -> None:
 
 
 @MODES
+@pytest.mark.quick
 def test_given_lists(deterministic: bool, cupy: Any, gradients_right: Any) -> None:
     compiled, inputs = attention.compile(DOCUMENT, deterministic=deterministic), random_inputs(DOCUMENT, SQUARE)
     d_out, _ = random_gradients(DOCUMENT, SQUARE)
@@ -302,6 +312,7 @@ def test_given_lists(deterministic: bool, cupy: Any, gradients_right: Any) -> No
     gradients_right(DOCUMENT, inputs, d_out, at_home(gradients, cupy.asnumpy))
 
 
+@pytest.mark.quick
 def test_the_second_gpu(cupy: Any, gradients_right: Any) -> None:
     if cupy.cuda.runtime.getDeviceCount() < 2:
         pytest.skip("one GPU is visible, two are needed")

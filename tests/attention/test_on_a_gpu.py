@@ -17,7 +17,7 @@ from flashgen.codegen.targets import TARGETS
 from flashgen.errors import ArgumentError, LaunchError
 from flashgen.verify import Inputs, Shape, random_inputs
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.quick]
 
 SHAPE = Shape(70, 150, 2, 4, 2)
 CAUSAL = fg.AttentionSpec(64, mask=fg.causal())

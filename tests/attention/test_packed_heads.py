@@ -190,6 +190,7 @@ def test_a_winner_of_tuning_is_packed_too(tmp_path: Path) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("packed", [2, 4, 8, 16, 32, 64])
+@pytest.mark.quick_every(3)
 def test_packed_and_not_on_a_gpu(packed: int) -> None:
     cupy = pytest.importorskip("cupy")
     if cupy.cuda.Device().compute_capability != "90":

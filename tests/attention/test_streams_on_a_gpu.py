@@ -13,7 +13,7 @@ from flashgen.runtime import counters
 from flashgen.runtime.streams import identity
 from flashgen.verify import Shape, random_gradients, random_inputs
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.quick]
 
 CAUSAL = fg.AttentionSpec(64, mask=fg.causal())
 MANY_TILES = Shape(700, 700, 4, 48, 12)  # more than any GPU has multiprocessors

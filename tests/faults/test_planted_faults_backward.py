@@ -110,6 +110,7 @@ def test_every_barrier_is_missed_by_thread_sanitizer(fault: Removed) -> None:
 
 @pytest.mark.slow
 @named(removals(BARRIER, THE_REST))
+@pytest.mark.rotated(3)
 def test_every_barrier_of_other_plans_is_missed_by_thread_sanitizer(fault: Removed) -> None:
     assert_races(fault)
 

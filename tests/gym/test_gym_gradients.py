@@ -33,11 +33,13 @@ def assert_agrees(entry: Entry, shapes: tuple[Shape, ...], head_dim: int, dtype:
 
 
 @pytest.mark.parametrize("number", range(len(SMALL)), ids=lambda number: SMALL[number].name)
+@pytest.mark.rotated(2)
 def test_on_the_emulator(number: int) -> None:
     assert_agrees(SMALL[number], EMULATED_SHAPES[1:], 16, DTYPES[number % 2], emulate=True)
 
 
 @pytest.mark.parametrize("number", COVERED, ids=lambda number: SMALL[number].name)
+@pytest.mark.rotated(3)
 def test_the_deterministic_backward_on_the_emulator(number: int) -> None:
     options: dict[str, Any] = {"emulate": True, "deterministic": True, "schedule_count": 2}
     assert_agrees(SMALL[number], EMULATED_SHAPES[:1], 16, DTYPES[(number + 1) % 2], **options)
@@ -45,6 +47,7 @@ def test_the_deterministic_backward_on_the_emulator(number: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("entry", [SMALL[number] for number in COVERED], ids=named)
+@pytest.mark.rotated(3)
 def test_address_and_undefined_behaviour_sanitizers_find_nothing(entry: Entry) -> None:
     """In one mode of the backward and the other, at a shape each."""
     for deterministic, shape in enumerate(EMULATED_SHAPES[1:]):
@@ -56,6 +59,7 @@ def test_address_and_undefined_behaviour_sanitizers_find_nothing(entry: Entry) -
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("number", range(len(LARGE)), ids=lambda number: LARGE[number].name)
+@pytest.mark.quick_every(13)
 def test_on_a_gpu(number: int, head_dim: int, deterministic: bool) -> None:
     assert_agrees(LARGE[number], LARGE_SHAPES, head_dim, DTYPES[number % 2], deterministic=deterministic)
 

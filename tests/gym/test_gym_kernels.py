@@ -30,12 +30,14 @@ def assert_agrees(entry: Entry, shapes: tuple[Shape, ...], head_dim: int, dtype:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("entry", SMALL, ids=named)
+@pytest.mark.rotated(2)
 def test_on_the_emulator(entry: Entry, dtype: str) -> None:
     assert_agrees(entry, EMULATED_SHAPES, 16, dtype, emulate=True)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("entry", [entry for entry in SMALL if entry.name in COVERING], ids=named)
+@pytest.mark.rotated(3)
 def test_address_and_undefined_behaviour_sanitizers_find_nothing(entry: Entry) -> None:
     assert_agrees(entry, EMULATED_SHAPES[1:], 40, "float16", emulate=True, sanitize="address")
 
@@ -44,6 +46,7 @@ def test_address_and_undefined_behaviour_sanitizers_find_nothing(entry: Entry) -
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("entry", LARGE, ids=named)
+@pytest.mark.quick_every(13)
 def test_on_a_gpu(entry: Entry, dtype: str, head_dim: int) -> None:
     assert_agrees(entry, LARGE_SHAPES, head_dim, dtype)
 
@@ -52,6 +55,7 @@ def test_on_a_gpu(entry: Entry, dtype: str, head_dim: int) -> None:
 @pytest.mark.parametrize(
     "number", [n for n, entry in enumerate(LARGE) if entry.name in COVERING], ids=lambda n: LARGE[n].name
 )
+@pytest.mark.quick_every(5)
 def test_the_other_family_on_a_gpu(number: int, other_target: str) -> None:
     assert_agrees(LARGE[number], LARGE_SHAPES, (64, 128)[number // 2 % 2], DTYPES[number % 2], target=other_target)
 

@@ -49,6 +49,7 @@ def test_lists_of_queries_are_exact(entry: Entry) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("entry", [entry for entry in entries(LARGE_LENGTH) if wants_lists(entry)], ids=named)
+@pytest.mark.quick_every(4)
 def test_lists_on_a_gpu_are_exact(entry: Entry) -> None:
     compiled = attention.compile(spec_of(entry.variant, 128, "bfloat16"))
     for shape in LARGE_SHAPES:

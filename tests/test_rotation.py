@@ -1,0 +1,90 @@
+"""The long sweeps' parts: every case is in one of them, and which one runs is decided by the commit alone."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+import rotation
+
+CASES = 90
+
+
+class Case:
+    """Of a collected test what the rotation looks at."""
+
+    def __init__(self, nodeid: str, parts: int | None) -> None:
+        self.nodeid, self.parts = nodeid, parts
+
+    def get_closest_marker(self, name: str) -> Any:
+        return SimpleNamespace(args=(self.parts,)) if name == "rotated" and self.parts else None
+
+
+CASES_OF_TESTS: Any = [
+    *(Case(f"a.py::test_one[{number}-{number % 6}]", 3) for number in range(CASES)),
+    *(Case(f"a.py::test_other[{number}]", 4) for number in range(CASES)),
+    Case("a.py::test_always", None),
+]
+
+
+def taken(seed: str) -> set[str]:
+    here, left = rotation.divided(CASES_OF_TESTS, seed)
+    assert sorted(map(id, [*here, *left])) == sorted(map(id, CASES_OF_TESTS))
+    return {case.nodeid for case in here}
+
+
+def test_parts_are_equal_and_together_everything() -> None:
+    everything = taken(rotation.ALL)
+    assert len(everything) == len(CASES_OF_TESTS)
+    for name, parts in (("one", 3), ("other", 4)):
+        own = [{case for case in taken(str(turn)) if f"test_{name}[" in case} for turn in range(parts)]
+        assert set().union(*own) == {case for case in everything if f"test_{name}[" in case}
+        assert sum(map(len, own)) == CASES and {len(part) for part in own} <= {CASES // parts, CASES // parts + 1}
+    assert all("a.py::test_always" in taken(seed) for seed in ("0", "1", "abc"))
+
+
+def test_a_part_has_of_everything() -> None:
+    """Of a parameter that takes turns along the cases, too."""
+    for turn in range(3):
+        assert {case[-2] for case in taken(str(turn)) if "test_one" in case} == set("012345")
+
+
+def test_commits_choose_and_every_case_is_met_within_a_few() -> None:
+    commits = [f"{number:040x}" for number in range(10**39, 10**39 + 24)]
+    assert taken(commits[0]) == taken(commits[0])
+    assert len({frozenset(taken(commit)) for commit in commits}) > 6
+    assert set().union(*map(taken, commits)) == taken(rotation.ALL)
+
+
+def config(*, everything: bool = False, named: bool = False, keyword: str = "") -> Any:
+    sources = pytest.Config.ArgsSource
+    return SimpleNamespace(
+        getoption=lambda name: everything,
+        args_source=sources.ARGS if named else sources.TESTPATHS,
+        option=SimpleNamespace(keyword=keyword),
+    )
+
+
+def test_what_decides(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rotation, "commit", lambda: "f00")
+    monkeypatch.delenv(rotation.VARIABLE)
+    assert rotation.seed_of_run(config()) == "f00"
+    for asked in (config(everything=True), config(named=True), config(keyword="lists")):
+        assert rotation.seed_of_run(asked) == rotation.ALL
+    monkeypatch.setenv(rotation.VARIABLE, "2")
+    assert rotation.seed_of_run(config()) == "2" and rotation.seed_of_run(config(everything=True)) == rotation.ALL
+    monkeypatch.delenv(rotation.VARIABLE)
+    monkeypatch.setattr(rotation, "commit", lambda: "")
+    assert rotation.seed_of_run(config()) == rotation.ALL
+
+
+def test_the_commit_is_git_s(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = rotation.commit()
+    assert not found or (len(found) >= 40 and set(found) <= set("0123456789abcdef"))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert rotation.commit() == ""
