@@ -13,6 +13,7 @@ import flashgen as fg
 from flashgen.analysis.intervals import EMPTY, FULL, MEANINGS, PARTIAL, classify, interval_of
 from flashgen.errors import ArgumentError
 from flashgen.language import operations as ops
+from flashgen.language.evaluate import evaluate
 from flashgen.language.variants import trace_mask
 
 Q, K = ops.QUERY, ops.KEY
@@ -102,6 +103,16 @@ def test_classes(mask: Any, expected: list[int]) -> None:
     first = np.array([0, 64, 128])
     found = classify(trace_mask(mask, "mask").expression, {Q: (64, 127), K: (first, first + 63)})
     assert np.broadcast_to(found, 3).tolist() == expected
+
+
+def test_floats_are_as_wide_as_float32_is_coarse() -> None:
+    """Of one element nothing is said that float32 does not say: 41 * 0.1 is 4.1000004 there, and not below 4.1."""
+    tenths = ops.Mul(Q, sympy.Float(0.1))
+    for query in range(300):
+        for limit in (query / 10, np.nextafter(query / 10, 1e9), np.nextafter(query / 10, -1e9)):
+            node = ops.LessEqual(tenths, sympy.Float(limit))
+            found, right = classify(node, {Q: (query, query)}), evaluate(node, {Q: query})
+            assert found == PARTIAL or (found == FULL) == right, (query, limit)
 
 
 def test_captured_arrays_are_read_by_ranges_and_clamped() -> None:

@@ -189,6 +189,7 @@ def test_the_transposed_direction_reads_the_same_way() -> None:
         lambda b, h, q, k: fg.to_float(q - k) * 0.5 < 10.0,
         lambda b, h, q, k: abs(q * k) < 100,
         lambda b, h, q, k: k <= q * q * q,  # which may wrap
+        lambda b, h, q, k: (k * 2**30 * 2**30 * 16) // 2**30 >= q,  # which may, though its affine form does not
         lambda b, h, q, k: (k // 2**30) // 2**30 >= q * 2**30,  # a bound of which may
     ],
 )

@@ -104,6 +104,7 @@ def test_an_index_beyond_32_bits_is_clamped(right: Any) -> None:
     for index in (
         lambda q, k: q * 60_000_000 + k * 60_000_000,
         lambda q, k: (q + 1) * (q + 1) * 1_500_000,
+        lambda q, k: q * 65536 * 65536 + k,  # of which 32 bits are k
         lambda q, k: (q - k) * 2_000_000_000 + 3,
         lambda q, k: (q - k) * (k * 2_000_000_000) * 2_000_000_000,  # which wraps
     ):

@@ -195,6 +195,17 @@ def test_more_batches_than_a_grid_and_the_counter_of_dropout_hold(batch: int, sp
         call(spec, q=one, k=one, v=one, **({"seed": 1} if spec.dropout else {}))
 
 
+@pytest.mark.parametrize("name", ["q", "k"])
+def test_lengths_beyond_what_int32_sums_hold(name: str) -> None:
+    """Nothing is read: the arrays are one row, as often as is asked for."""
+    long = np.lib.stride_tricks.as_strided(ones(1, 1, 1, 16), (1, 2, 10**9 + 1, 16), (0, 0, 0, 2))
+    given = {"q": long} if name == "q" else {"k": long, "v": long}
+    with pytest.raises(ArgumentError, match=rf"len_{name} {10**9 + 1} .*must be at most {10**9}"):
+        call(SPEC, **given)
+    with pytest.raises(ArgumentError, match=f"len_q={10**9 + 1} must be at most {10**9}"):
+        attention.compile(SPEC, emulate=True).tiles(10**9 + 1, 1)
+
+
 @pytest.mark.parametrize("scale", [float("nan"), float("inf"), 0.0, -1.0, "1", None])
 def test_scales(scale: Any) -> None:
     if scale is None:

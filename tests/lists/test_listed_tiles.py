@@ -214,6 +214,7 @@ def _morton(side: int) -> Listed:
     return Listed(mask, side * side, side * side)
 
 
+WIDE_IDS = fg.Tensor("ids", "int64", 1)
 CASES: dict[str, Listed] = {
     "documents": Listed(fg.document("ids"), 203, 203, {"ids": _sorted_ids(203, 4)}),
     "documents, causal": Listed(fg.document("ids") & fg.causal(), 256, 256, {"ids": _sorted_ids(256, 3)}),
@@ -268,7 +269,11 @@ CASES: dict[str, Listed] = {
         fg.document(fg.Tensor("ids", "int64", 1)), 130, 130, {"ids": np.sort(_random.integers(0, 4, 130)) << 33}
     ),
     "64-bit ids at the ends": Listed(
-        fg.trace_mask(lambda b, h, q, k: fg.Tensor("ids", "int64", 1)[q] <= fg.Tensor("ids", "int64", 1)[k]), 90, 130,
+        fg.trace_mask(lambda b, h, q, k: WIDE_IDS[q] <= WIDE_IDS[k]), 90, 130,
+        {"ids": np.sort(_random.integers(-(2**63), 2**63 - 1, 130))},
+    ),
+    "64-bit differences": Listed(
+        fg.trace_mask(lambda b, h, q, k: abs(WIDE_IDS[q] - WIDE_IDS[k]) > 2**30), 90, 130,
         {"ids": np.sort(_random.integers(-(2**63), 2**63 - 1, 130))},
     ),
     "64-bit arithmetic": Listed(
@@ -287,7 +292,7 @@ CASES: dict[str, Listed] = {
         ), 140, 150,
     ),
     "what may wrap": Listed(
-        fg.trace_mask(lambda b, h, q, k: ((q * q * q * 1_000_000_000 * q > k) | (k > q)) & (k > 20)), 300, 300
+        fg.trace_mask(lambda b, h, q, k: ((q * q * q * 1_000_000_000 * q * q > k) | (k > q)) & (k > 20)), 300, 300
     ),
     "small numbers of a large array": Listed(
         fg.trace_mask(lambda b, h, q, k: fg.Tensor("bytes", "int8", 2)[q, k % 90] * 40_000_000 <= k * 1000), 90, 120,
@@ -330,7 +335,7 @@ def test_nothing_outside_of_the_arrays(name: str, sanitize: str, check: Callable
 
 
 @pytest.mark.parametrize(
-    "name", ["64-bit arithmetic", "bits of 64", "64-bit ids at the ends", "what may wrap", "by negative constants"]
+    "name", ["64-bit arithmetic", "bits of 64", "64-bit differences", "what may wrap", "by negative constants"]
 )
 def test_no_integer_overflows(name: str, check: Callable[..., Any]) -> None:
     """UBSan stops at one that does."""
