@@ -22,6 +22,13 @@ def _divides_plainly(left: sympy.Basic, right: sympy.Basic, bounds: Bounds) -> b
     return isinstance(right, sympy.Integer) and int(right) > 0 and bounds.of(left)[0] >= 0
 
 
+def is_of_longs(division: sympy.Basic) -> bool:
+    """Whether a floored division or modulo is one of 64-bit integers: a hundred instructions where it is no shift."""
+    bounds = Bounds()
+    integers = all(kind_of(node) == "int" for node in division.args)
+    return integers and not all(map(bounds.fit_int32, (division, *division.args)))
+
+
 def _is_power_of_two(divisor: sympy.Integer) -> bool:
     """Whether dividing by it is a shift: C's signed / would correct for dividends below 0, which there are none of."""
     return int(divisor).bit_count() == 1

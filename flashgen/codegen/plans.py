@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import sympy
 
 from flashgen.analysis.ranges import key_range
-from flashgen.codegen.operation_text import is_shift_or_mask
+from flashgen.codegen.operation_text import is_of_longs, is_shift_or_mask
 from flashgen.codegen.targets import Target
 from flashgen.errors import UnsupportedError
 from flashgen.language.operations import KEY, QUERY, FloorDiv, FloorMod, Load, Operation, Sub
@@ -133,7 +133,7 @@ def weight(spec: AttentionSpec) -> str:
         return "heavy"
     divisions = mask.atoms(FloorDiv, FloorMod)
     if not all(is_shift_or_mask(node) for node in divisions):
-        return "costly"
+        return "heavy" if any(is_of_longs(node) for node in divisions) else "costly"
     if spec.dropout or _operations(score) > _BUSY_SCORE:
         return "moderate"
     if mask_loads or any(load.has(QUERY, KEY) for load in score.atoms(Load)):

@@ -97,6 +97,22 @@ def test_variants_dims_targets_and_dtypes_meet() -> None:
     assert {options for met in each for options in met} == possible
 
 
+_WINDOW = fg.Scalar("window")
+OF_64_BITS = (
+    fg.document(fg.Tensor("ids", "int64", 1)) & fg.causal(),
+    fg.trace_mask(lambda b, h, q, k: (q - _WINDOW <= k) & (k <= q + _WINDOW)),
+    fg.trace_mask(lambda b, h, q, k: (q * 7919 + k * 104729) % 97 < 50),
+)
+
+
+@pytest.mark.parametrize("target", ISSUE_TARGETS)
+def test_integers_of_64_bits_compile_without_spills(target: str) -> None:
+    """In kernels that attend and in those that list; each mask meets each target at one of two head dims."""
+    for number, mask in enumerate(OF_64_BITS):
+        dim = (64, 96)[(number + ISSUE_TARGETS.index(target)) % 2]
+        assert_no_spills(AttentionSpec(dim, dtype_of(target, number), mask=mask), target)
+
+
 BESIDE_DROPOUT = (
     {"mask": fg.causal()},
     {"mask": fg.sliding_window(30, 20)},
