@@ -130,6 +130,12 @@ def _ceil(x: Any) -> Traced:
     return -f.floor(-Traced(lift(x)))
 
 
+def _trunc(x: Any) -> Traced:
+    """Towards zero, a float; not by way of an integer, which holds less."""
+    x = f.to_float(x)
+    return f.where(x < 0.0, -f.floor(-x), f.floor(x))
+
+
 # Every name under which torch or NumPy know a function that the language has.
 # fmt: off
 FUNCTIONS: dict[str, Callable[..., Any]] = {
@@ -158,7 +164,7 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "log10": lambda x: f.log2(x) * literal_float(0.3010299956639812),
     "tanh": f.tanh, "sigmoid": f.sigmoid, "expit": f.sigmoid, "sqrt": f.sqrt, "rsqrt": lambda x: 1.0 / f.sqrt(x),
     "reciprocal": lambda x: 1.0 / x, "sin": f.sin, "cos": f.cos, "floor": f.floor, "ceil": _ceil,
-    "trunc": lambda x: f.to_float(f.to_int(x)), "fix": lambda x: f.to_float(f.to_int(x)),
+    "trunc": _trunc, "fix": _trunc,
     "ones_like": _filled(1), "zeros_like": _filled(0), "full_like": _full_like,
 }
 # fmt: on

@@ -313,6 +313,8 @@ def _literal_power(base: Traced, exponent: float) -> Traced:
         raise SpecError(
             f"x ** {exponent}: give ±0.5, an integer from -{MAX_POWER} to {MAX_POWER}, or write exp2(y * log2(x))"
         )
+    if base.kind != "float" and (exponent < 0 or isinstance(exponent, float)):
+        base = apply(ops.ToFloat, base)  # before it is multiplied: floats hold powers that integers wrap at
     if exponent < 0:
         return 1.0 / _literal_power(base, -exponent)
     if exponent == 0:
@@ -324,7 +326,7 @@ def _literal_power(base: Traced, exponent: float) -> Traced:
         remaining >>= 1
         if not remaining:
             assert result is not None
-            return apply(ops.ToFloat, result) if isinstance(exponent, float) and result.kind != "float" else result
+            return result
         square = square * square
 
 

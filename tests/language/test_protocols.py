@@ -41,6 +41,14 @@ def test_numpy_functions(function):
         assert value_of(function(S, Q, K), q, k, s) == pytest.approx(float(expected), rel=1e-12, nan_ok=True)
 
 
+def test_floats_do_not_go_by_way_of_integers():
+    """Which saturate beyond int32, or wrap beyond int64."""
+    for value in (1e10, -1e10, 3e38, -0.75, 2.5, -7.0):
+        assert value_of(np.trunc(S), 7, 3, value) == math.trunc(value)
+    assert value_of(Q**4.0, 10**6) == pytest.approx(1e24)
+    assert value_of(Q**-4, 10**6) == pytest.approx(1e-24)
+
+
 def test_numpy_that_needs_arrays_is_refused():
     for function, message in [
         (lambda: np.add.reduce(Q), "reduce"), (lambda: np.sum(Q), "numpy.sum cannot be traced; known"),
