@@ -191,6 +191,7 @@ _ACCUMULATORS = 200  # registers of a thread that may hold sums
 _REGISTERS = 65536  # of a multiprocessor
 # Registers of a thread beside its sums, by how much the variant itself needs.
 _BESIDE_SUMS = {"none": 40, "plain": 40, "busy": 40, "loading": 60, "moderate": 60, "costly": 60, "heavy": 60}
+_HEAVY_WITH_DROPOUT = 76
 
 
 def _accumulators(plan: BackwardPlan | QueriesPlan, spec: AttentionSpec) -> int:
@@ -204,7 +205,9 @@ def _accumulators(plan: BackwardPlan | QueriesPlan, spec: AttentionSpec) -> int:
 
 def _with_blocks(plan: AnyPlan, shared_bytes: int, spec: AttentionSpec, target: Target) -> AnyPlan:
     """The plan with as many blocks as a multiprocessor has shared memory and registers for."""
-    registers = _accumulators(plan, spec) + _BESIDE_SUMS[weight(spec)]
+    heaviness = weight(spec)
+    beside = _HEAVY_WITH_DROPOUT if heaviness == "heavy" and spec.dropout else _BESIDE_SUMS[heaviness]
+    registers = _accumulators(plan, spec) + beside
     by_memory = target.shared_per_multiprocessor // (shared_bytes + RESERVED_SHARED)
     return replace(plan, blocks=max(min(by_memory, _REGISTERS // (plan.threads * registers)), 1))
 
