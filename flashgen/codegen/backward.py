@@ -37,8 +37,10 @@ from flashgen.codegen.kernel import RenderedKernel, entry_name, kernel_name
 from flashgen.codegen.targets import Target
 from flashgen.codegen.variant import Variant, captures_read, variant_of
 from flashgen.language.operations import Capture
+from flashgen.language.rules import FLOAT32_MAX
 from flashgen.language.spec import AttentionSpec
 
+_NO_LSE = FLOAT32_MAX  # that of a row without probabilities, in the statistics
 _PREPARE_THREADS, PREPARE_ROWS = 256, 64
 _FINISH_THREADS = 256
 _CAPTURE_THREADS = 256
@@ -152,7 +154,8 @@ def _prepare(spec: AttentionSpec, target: Target, sums: bool) -> RenderedKernel:
 
 
 def _finish(spec: AttentionSpec, target: Target, plan: BackwardPlan) -> RenderedKernel:
-    fields = [Field("const float*", "dq_sums"), Field("Element*", "dq"), *_strides("dq"), *_numbers("heads_q", "len_q")]
+    fields = [Field("const float*", "dq_sums"), _STATISTICS, Field("Element*", "dq"), *_strides("dq")]
+    fields += _numbers("heads_q", "len_q")
     context = {"plan": plan, "threads": _FINISH_THREADS, "deterministic": False}
     context["vector_reductions"] = target.vector_reductions
     return _kernel("finish", spec, target, ordered([*fields, _ROWS]), context, _FINISH_THREADS, 0, plain=True)
@@ -238,7 +241,7 @@ def _kernel(
     """One of the kernels; a `plain` one has nothing of the mask and the score in it. of: the capture that it is for."""
     struct, entry = f"Backward{part.title()}Arguments", entry_name(f"attention_backward_{part}{of and f'_{of}'}", spec)
     variant = Variant(None, None, ()) if plain else variant_of(spec)
-    told = common_context(spec, target, variant, struct, layout, context.get("gradient"))
+    told = common_context(spec, target, variant, struct, layout, context.get("gradient")) | {"no_lse": _NO_LSE}
     shown = f"d_{of}" if of else part
     header = backward_header(shown, spec, target, context.get("plan"), shared_bytes, context["deterministic"])
     source = assemble(f"backward/{part}.cu.jinja", told | context | {"entry": entry, "header": header}, target)

@@ -133,9 +133,10 @@ def _subjects() -> dict[str, BackwardSubject]:
     by_query = fg.Tensor("by_query", "float32", 1, grad=True)
     bias = fg.trace_score(lambda s, b, h, q, k: s + table[h, (q - k) % 7] + by_key[k] + by_query[q] * (k % 3), "bias")
     slopes = learned(fg.alibi("slopes"))
-    # Beyond the last key a score is far above all others.
-    low = fg.trace_score(lambda s, b, h, q, k: fg.where(k < fg.len_k, s - 300, s), "low")
-    ends = fg.trace_score(lambda s, b, h, q, k: fg.where(q < fg.len_q, s, fg.exp(s + 1000)), "ends")
+    # Beyond the last key a score and its slope are infinite; beyond the last query it is no number.
+    low = fg.trace_score(lambda s, b, h, q, k: fg.where(k < fg.len_k, s - 300, fg.exp(s + 1000)), "low")
+    ends = fg.trace_score(lambda s, b, h, q, k: fg.where(q < fg.len_q, s, fg.log(s - 1000)), "ends")
+    hidden = fg.trace_score(lambda s, b, h, q, k: fg.where(q % 3 == 0, -float("inf"), s), "hidden")
     return {
         # `keys`, by the warps that share keys, and by stages of Q and dO
         "one stage": BackwardSubject(causal(16), BackwardPlan(32, 32, 2, 1, 1)),
@@ -163,6 +164,7 @@ def _subjects() -> dict[str, BackwardSubject]:
         ),
         "of the LSE": BackwardSubject(causal(16), part="prepare", of_lse=True),
         "rows": BackwardSubject(causal(16), part="prepare", shape=Shape(70, 50, 1, 2, 1)),
+        "rows of nothing but -inf": BackwardSubject(fg.AttentionSpec(16, score=hidden), part="prepare"),
         "sums": BackwardSubject(causal(16), part="finish"),
         "dropout": BackwardSubject(fg.AttentionSpec(16, dropout=0.3), shape=Shape(70, 100, 2, 2, 2)),
         "dropout, split in 2": BackwardSubject(fg.AttentionSpec(32, dropout=0.3), BackwardPlan(32, 32, 4, 2, 2)),

@@ -160,6 +160,12 @@ WRONG = [
     # what the kernels of rows and of sums do
     Fault("LSE to another base", "rows", r" \* kLog2E;", ";"),
     Fault("gradient of the LSE forgotten", "of the LSE", r"if \(arguments\.d_lse\) d -= [^;]*;", ""),
+    Fault(
+        "LSE of -inf left",
+        "rows of nothing but -inf",
+        r"if \(lse == minus_infinity\(\)\) \{",
+        "if (row >= arguments.len_q) {",
+    ),
     Fault("D of half a row", "rows", r"d \+= __shfl_xor_sync\(0xffffffffu, d, distance\);", ""),
     Fault("dQ without the scale", "sums", r"low \* kScale, high \* kScale", "low, high"),
     Fault("sums taken from elsewhere", "sums", r"row / 8 % 2 \* 2 \+ column % 2", "row / 8 % 2 + column % 2 * 2"),
@@ -186,6 +192,7 @@ WRONG = [
     Fault("ragged keys not cut", "low scores", r"work\.first_key \+ kTileK > arguments\.len_k \|\|", ""),
     Fault("ragged keys not cut by queries", "low scores, queries", r"first_key \+ kTileK > arguments\.len_k", "false"),
     Fault("queries beyond the last count", "bias of ends", r" & \(q < arguments\.len_q\)", ""),
+    Fault("ragged queries not cut", "bias of ends", r" \|\| first_query \+ kTileQ > arguments\.len_q", ""),
     Fault("slope forgotten", "softcap", r"d_score \* slope;", "d_score;"),
     Fault("slope forgotten by queries", "softcap, queries", r"d_score \* slope;", "d_score;"),
     # sums over steps, heads and warps

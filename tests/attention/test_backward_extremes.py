@@ -1,0 +1,147 @@
+"""Gradients of numbers at the ends of their range, and beside garbage where nobody attends."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+import flashgen as fg
+from flashgen import attention, reference
+from flashgen.verify import Shape, gradients_by_name, judged_gradients, random_gradients, random_inputs
+from flashgen.verify.gradients import poisoned_gradients
+from flashgen.verify.problems import Inputs
+
+MODES = pytest.mark.parametrize("deterministic", [False, True], ids=["default", "deterministic"])
+SHAPE = Shape(70, 300, 1, 2, 1)  # several tiles either way, and a group of two query heads
+MASKS = {"full": fg.full(), "causal": fg.causal()}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "full": {"mask": fg.full()},
+    "causal with alibi": {"mask": fg.causal(), "score": fg.alibi(8)},
+}
+
+
+def changed_inputs(spec: fg.AttentionSpec, change: Any = None) -> Inputs:
+    """Random inputs, changed in float32."""
+    random = random_inputs(spec, SHAPE)
+    if change is None:
+        return random
+    with np.errstate(over="ignore"):
+        arrays = change(*(x.astype(np.float32) for x in (random.q, random.k, random.v)))
+    return Inputs(*(x.astype(random.q.dtype) for x in arrays), random.captures)
+
+
+def gradients_of(
+    spec: fg.AttentionSpec, inputs: Inputs, deterministic: bool, of_oracle: bool = False
+) -> tuple[Any, dict[str, Any]]:
+    """A random d_out, and the gradients that a backward makes of it and of the forward's output, or the oracle's."""
+    compiled = attention.compile(spec, target="sm_80", emulate=True, deterministic=deterministic)
+    forward = reference.attention if of_oracle else compiled
+    given = (spec, inputs.q, inputs.k, inputs.v) if of_oracle else (inputs.q, inputs.k, inputs.v)
+    out, lse = forward(*given, return_lse=True, **inputs.captures)
+    out, lse = out.astype(inputs.q.dtype), lse.astype(np.float32)
+    d_out, _ = random_gradients(spec, SHAPE)
+    into = poisoned_gradients(spec, inputs)
+    gradients = compiled.backward(d_out, inputs.q, inputs.k, inputs.v, out, lse, into=into, **inputs.captures)
+    return d_out, gradients_by_name(gradients)
+
+
+def assert_right(spec: fg.AttentionSpec, inputs: Inputs, d_out: Any, found: dict[str, Any]) -> None:
+    verdicts = judged_gradients(spec, inputs.q, inputs.k, inputs.v, d_out, found, **inputs.captures)
+    assert all(verdict.ok for verdict in verdicts.values()), f"{spec.name}: {verdicts}"
+
+
+@MODES
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("size", [1e2, 1e4, 1e15])
+def test_an_lse_whose_rounding_would_show_in_every_probability(size: float, variant: str, deterministic: bool) -> None:
+    """Scores add up here in another order than there, and differ by as much: at 1e30 by 1e23.
+
+    One key has all the probability of such a row, and is given dO.
+    """
+    spec = fg.AttentionSpec(64, "bfloat16", **VARIANTS[variant])
+    inputs = changed_inputs(spec, lambda q, k, v: (q * size, k * size, v))
+    d_out, found = gradients_of(spec, inputs, deterministic, of_oracle=True)
+    assert_right(spec, inputs, d_out, found)
+    exact = reference.backward(spec, inputs.q, inputs.k, inputs.v, d_out, **inputs.captures).dv
+    np.testing.assert_allclose(found["dv"].astype(np.float64), exact, rtol=2.0**-7, atol=2.0**-7)
+
+
+@MODES
+def test_a_scale_whose_lse_is_beyond_what_float32_resolves(deterministic: bool) -> None:
+    spec = fg.AttentionSpec(64, "bfloat16", scale=1e30)
+    inputs = changed_inputs(spec)
+    assert_right(spec, inputs, *gradients_of(spec, inputs, deterministic))
+
+
+@MODES
+def test_rows_of_a_large_lse_beside_others(deterministic: bool) -> None:
+    spec = fg.AttentionSpec(64, "bfloat16")
+    inputs = changed_inputs(spec, lambda q, k, v: (q * np.where(np.arange(70) % 3 == 0, 1e4, 1.0)[:, None], k, v))
+    d_out, found = gradients_of(spec, inputs, deterministic)
+    assert_right(spec, inputs, d_out, found)
+    inputs.q[:, :, ::3] = 0  # and others are what they are without them
+    d_out[:, :, ::3] = 0
+    _, alone = gradients_of(spec, inputs, deterministic)
+    np.testing.assert_allclose(found["dq"][:, :, 1::3].astype(float), alone["dq"][:, :, 1::3].astype(float), atol=1e-2)
+
+
+def hides_first(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+    return fg.where(k < 150, -float("inf"), s)
+
+
+def hides_rows(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+    return fg.where(q % 3 == 0, -float("inf"), s)
+
+
+@MODES
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("score", [hides_first, hides_rows])
+def test_scores_of_minus_infinity(score: Any, mask: str, deterministic: bool) -> None:
+    spec = fg.AttentionSpec(64, mask=MASKS[mask], score=fg.trace_score(score, score.__name__))
+    inputs = changed_inputs(spec)
+    d_out, found = gradients_of(spec, inputs, deterministic)
+    assert_right(spec, inputs, d_out, found)
+    if score is hides_rows:
+        assert not found["dq"][:, :, ::3].any()
+
+
+@MODES
+def test_keys_whose_products_are_beyond_float32(deterministic: bool) -> None:
+    def change(q: Any, k: Any, v: Any) -> tuple[Any, Any, Any]:
+        k[:, :, :150] = -1e38
+        return (np.abs(q) + 1) * 10, k, v
+
+    spec = fg.AttentionSpec(64, "bfloat16")
+    inputs = changed_inputs(spec, change)
+    assert_right(spec, inputs, *gradients_of(spec, inputs, deterministic))
+
+
+def padded(b: Any, h: Any, q: Any, k: Any) -> Any:
+    return (q % 3 != 0) & (k < 140)
+
+
+@MODES
+@pytest.mark.parametrize("garbage", [np.nan, np.inf])
+def test_garbage_that_the_mask_forbids(garbage: float, deterministic: bool) -> None:
+    """Rows with nothing to attend to have no gradient, whatever K holds."""
+
+    def change(q: Any, k: Any, v: Any) -> tuple[Any, Any, Any]:
+        k[:, :, 140:] = garbage
+        return q, k, v
+
+    spec = fg.AttentionSpec(64, mask=fg.trace_mask(padded, "padded"))
+    _, found = gradients_of(spec, changed_inputs(spec, change), deterministic)
+    assert not found["dq"][:, :, ::3].any()
+    assert not found["dk"][:, :, 140:].any() and not found["dv"][:, :, 140:].any()
+
+
+@MODES
+def test_what_lies_behind_the_last_key_and_query_is_not_seen(deterministic: bool) -> None:
+    spec = fg.AttentionSpec(64, mask=fg.causal())
+    random = random_inputs(spec, SHAPE)
+    rows = ((0, 0), (0, 0), (0, 80), (0, 0))
+    q, k, v = (np.pad(x, rows, constant_values=np.nan) for x in (random.q, random.k, random.v))
+    inputs = Inputs(q[:, :, :70], k[:, :, :300], v[:, :, :300], {})
+    assert_right(spec, inputs, *gradients_of(spec, inputs, deterministic))
