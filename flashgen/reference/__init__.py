@@ -1,7 +1,7 @@
 """The NumPy reference: what every kernel is judged by, and the papers' algorithms with their HBM traffic."""
 
 from flashgen.reference import numerics
-from flashgen.reference.backward import backward, low_precision_backward
+from flashgen.reference.backward import backward, backward_of_rounded_output, low_precision_backward
 from flashgen.reference.dropout import dropout_keep, threshold
 from flashgen.reference.gradients import Gradients
 from flashgen.reference.numerics import Verdict, judge
@@ -28,6 +28,7 @@ __all__ = [
     "Verdict",
     "attention",
     "backward",
+    "backward_of_rounded_output",
     "dropout_keep",
     "flash1",
     "flash1_blocks",

@@ -9,7 +9,8 @@ Backward, of the gradients dO and dLSE of both outputs:
     dV = (P ∘ Z)^T dO;  dP = (dO V^T) ∘ Z;  D = rowsum(dO ∘ O) - dLSE;  dS = P ∘ (dP - D);  dX = dS ∘ dscore/dX
     dQ = scale dX K;    dK = scale dX^T Q;  each gather of a capture adds dS ∘ dscore/dgather where it gathered
 
-D is rowsum(P ∘ dP) too, in exact arithmetic; rounded, O's rounding is in every gradient of its row.
+D is rowsum(P ∘ dP) too, in exact arithmetic; a backward that is given O rounded has that rounding in all gradients of
+its rows, times P: `backward_of_rounded_output` says how much it is.
 dscore comes from flashgen.reference.tangents. Source: Dao et al., "FlashAttention", 2022, appendix B.2.
 """
 
@@ -56,6 +57,27 @@ def backward(
     return _run(problem, prepare_cotangents(problem, d_out, d_lse), Arithmetic(np.float64)).gradients()
 
 
+def backward_of_rounded_output(
+    spec: AttentionSpec,
+    q: ArrayLike,
+    k: ArrayLike,
+    v: ArrayLike,
+    d_out: ArrayLike,
+    *,
+    d_lse: ArrayLike | None = None,
+    seed: int | None = None,
+    offset: int = 0,
+    **captures: Any,
+) -> Gradients:
+    """The gradients in float64 with D from O rounded to spec.dtype: the `given` of flashgen.reference.numerics.
+
+    Arguments, results and errors are those of `backward`, which it equals but for that rounding.
+    """
+    problem = prepare(spec, q, k, v, seed, offset, captures)
+    arithmetic = Arithmetic(np.float64, of_output=lambda array: round_to(spec.dtype, array))
+    return _run(problem, prepare_cotangents(problem, d_out, d_lse), arithmetic).gradients()
+
+
 def low_precision_backward(
     spec: AttentionSpec,
     q: ArrayLike,
@@ -94,13 +116,17 @@ def low_precision_backward(
 
 @dataclass(frozen=True)
 class Arithmetic:
-    """How the steps are computed: each in `wide`, its result rounded by `rounding` (None: not at all)."""
+    """How steps are computed: each in `wide`, its result rounded by `rounding`, O by `of_output` (None: not at all)."""
 
     wide: type[np.floating[Any]]
     rounding: Callable[[Any], Array] | None = None
+    of_output: Callable[[Any], Array] | None = None
 
     def rounded(self, array: Any) -> Array:
         return np.asarray(array, np.float64) if self.rounding is None else self.rounding(array)
+
+    def rounded_output(self, array: Any) -> Array:
+        return self.rounded(array) if self.of_output is None else self.of_output(array)
 
     def product(self, a: Array, b: Array) -> Any:
         return a.astype(self.wide) @ b.astype(self.wide)
@@ -119,7 +145,7 @@ def _run(problem: Problem, cotangents: Cotangents, arithmetic: Arithmetic) -> Gr
         p = rounded(softmax(modified.scores.astype(arithmetic.wide))[0])
         z = tiles.drop(np.ones_like(p), queries, keys)
         dropped = rounded(p * z)
-        out = rounded(product(dropped, v))
+        out = arithmetic.rounded_output(product(dropped, v))
         d_p = rounded(rounded(product(d_out, v.T)) * z)
         d = rounded(rounded(d_out * out).sum(axis=-1) - d_lse)
         d_s = rounded(p * rounded(d_p - d[:, None]))

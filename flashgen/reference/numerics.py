@@ -2,8 +2,14 @@
 
 An output X passes iff max|X - ref| <= 2 max|low - ref| + 1e-5, where `ref` is standard attention in float64 and `low`
 the same attention rounded to the input dtype at every step: a fused kernel may be at most twice as wrong as the plain
-implementation it replaces. Source: the tests of flash-attention (Dao et al.), with a float64 reference. LSE is float32
-and has no low-precision twin: it must be within 1e-3 of the reference or, where that is less than float32 holds of a
+implementation it replaces. Source: the tests of flash-attention (Dao et al.), with a float64 reference.
+
+A gradient passes, too, iff max|X - ref| <= 2 max|given - ref| + 1e-5, where `given` is float64's backward of an output
+rounded to the input dtype, since that is all that a backward is given of it: D = rowsum(dO * O) has O's rounding, which
+standard attention, that rounds P alike before it takes O, happens to cancel where P is all but one-hot. Nothing but
+another pass over the scores would give a better D.
+
+LSE is float32 and has no low-precision twin: it must be within 1e-3 of the reference or, where float32 holds less of a
 sum, within 2^-20 of its magnitude, and infinite exactly where the reference is.
 """
 
@@ -55,9 +61,11 @@ def judge(
     low: ArrayLike,
     lse: ArrayLike | None = None,
     ref_lse: ArrayLike | None = None,
+    given: ArrayLike | None = None,
 ) -> Verdict:
     """Judge an output `out` against `ref` (float64) and `low` (rounded at each step), and `lse` against `ref_lse`.
 
+    given: of a gradient, that of a rounded output in float64; the bound is the larger of what it and `low` allow.
     All of one shape, in any layout; lse and ref_lse of one shape, natural logarithm. NaN in out or lse fails, and so
     does a bound that is not finite, since it would let anything pass.
     Raises ArgumentError for shapes that differ, for NaN in a reference, and for lse without ref_lse or the reverse.
@@ -66,7 +74,8 @@ def judge(
         missing = "ref_lse" if ref_lse is None else "lse"
         raise ArgumentError(f"{missing} is missing: give both lse and ref_lse, or neither")
     error, worst = _largest_difference("out", out, ref)
-    bound = FACTOR * _largest_difference("low", low, ref)[0] + ALLOWANCE
+    allowed = [_largest_difference(name, x, ref)[0] for name, x in (("low", low), ("given", given)) if x is not None]
+    bound = FACTOR * max(allowed) + ALLOWANCE
     ok = math.isfinite(bound) and error <= bound  # comparisons with NaN are false
     if lse is None or ref_lse is None:
         return Verdict(error, bound, None, ok, worst)

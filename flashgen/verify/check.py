@@ -16,6 +16,7 @@ from flashgen.runtime.schedule import Schedule, schedules
 from flashgen.verify.gradients import (
     expected_gradients,
     gradients_by_name,
+    gradients_of_rounded_output,
     judged_by_name,
     poisoned_gradients,
     same_bits,
@@ -167,14 +168,16 @@ class _Runs:
         return {"out": judge(found["out"], expected["out"], expected["low"], found["lse"], expected["lse"])}
 
     def _judged_gradients(self, found: Mapping[str, Any]) -> dict[str, Verdict]:
-        expected, low = zip(
-            *(
-                expected_gradients(self.case.spec, *sample.qkv, sample.d_out, d_lse=sample.d_lse, **sample.options)
+        def of_each(reference: Callable[..., Any]) -> list[Any]:
+            return [
+                reference(self.case.spec, *sample.qkv, sample.d_out, d_lse=sample.d_lse, **sample.options)
                 for sample in self.samples
-            ),
-            strict=True,
+            ]
+
+        expected, low = zip(*of_each(expected_gradients), strict=True)
+        return judged_by_name(
+            found, together(expected), together(low), lambda: together(of_each(gradients_of_rounded_output))
         )
-        return judged_by_name(found, together(expected), together(low))
 
     def _compared(
         self, pass_: Pass, found: Mapping[str, Any], judge_anew: Callable[[], Mapping[str, Verdict]]

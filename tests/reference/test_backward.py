@@ -8,7 +8,16 @@ import pytest
 
 import flashgen.language as fl
 import flashgen.reference.oracle as oracle
-from flashgen.reference import Gradients, attention, backward, dropout_keep, judge, low_precision_backward, threshold
+from flashgen.reference import (
+    Gradients,
+    attention,
+    backward,
+    backward_of_rounded_output,
+    dropout_keep,
+    judge,
+    low_precision_backward,
+    threshold,
+)
 
 pytestmark = pytest.mark.filterwarnings("error")  # a reference that warns of its own NaN is hiding something
 
@@ -381,3 +390,17 @@ def test_a_float16_overflow_is_no_tolerance():
     ref = backward(spec, q, k, v, d_out * 1e6)
     low = low_precision_backward(spec, q, k, v, d_out * 1e6)
     assert np.isfinite(ref.dv).all() and not judge(ref.dv, ref.dv, low.dv).ok
+
+
+def test_of_a_rounded_output_the_rounding_is_all_that_differs():
+    """dS differs by P times dO . (O - O rounded), in every element of a row."""
+    spec = fl.AttentionSpec(16)
+    q, k, v, d_out = (np.random.default_rng(n).standard_normal((1, 2, 9, 16)) for n in range(4))
+    out, lse = attention(spec, q, k, v, return_lse=True)
+    p = np.exp(spec.scale * q @ k.swapaxes(-1, -2) - lse[..., None])
+    shift = (d_out * (out - out.astype(np.float16))).sum(-1, keepdims=True)
+    exact, given = backward(spec, q, k, v, d_out), backward_of_rounded_output(spec, q, k, v, d_out)
+    np.testing.assert_allclose(given.dq - exact.dq, spec.scale * (p * shift) @ k, atol=1e-12)
+    np.testing.assert_allclose(given.dk - exact.dk, spec.scale * (p * shift).swapaxes(-1, -2) @ q, atol=1e-12)
+    np.testing.assert_array_equal(given.dv, exact.dv)
+    assert np.abs(given.dq - exact.dq).max() > 1e-6

@@ -26,6 +26,14 @@ def test_twice_the_low_precision_error_and_a_little(difference, ok):
     assert verdict.lse_error is None
 
 
+def test_a_gradient_may_be_twice_as_wrong_as_that_of_a_rounded_output():
+    given = REF + np.array([0.03, 0, 0])
+    assert judge(REF + 0.06, REF, LOW, given=given).ok and not judge(REF + 0.06, REF, LOW).ok
+    assert not judge(REF + 0.0601, REF, LOW, given=given).ok
+    assert judge(REF + 0.04, REF, LOW, given=REF).ok  # the larger bound holds
+    assert not judge(REF, REF, LOW, given=np.array([np.inf, 0, 0])).ok
+
+
 def test_an_exact_low_precision_run_leaves_the_allowance():
     assert judge(REF + 9e-6, REF, REF).ok
     assert not judge(REF + 1.1e-5, REF, REF).ok
