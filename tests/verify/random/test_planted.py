@@ -13,7 +13,7 @@ import sympy
 from flashgen.analysis import derivatives, intervals, ranges
 from flashgen.attention import compiling
 from flashgen.build import host
-from flashgen.codegen import printer
+from flashgen.codegen import operation_text
 from flashgen.errors import LaunchError, UnsupportedError
 from flashgen.language import evaluate as oracle
 from flashgen.language import operations as ops
@@ -108,9 +108,8 @@ IDS = {"ids": Declared("int8", 1)}
 
 
 def test_the_cases_themselves_pass() -> None:
-    """All but the division, which a kernel may print as it likes as long as it is one."""
     loaded = one_call(LOADED, declared=IDS, values={"ids": Fill("few", (60,), 1)})
-    for recipe in (one_call(CAUSAL, passes=("forward", "backward")), loaded):
+    for recipe in (one_call(CAUSAL, passes=("forward", "backward")), one_call(DIVIDED), loaded):
         outcome = check(recipe)
         assert outcome.status == "passed", outcome.message
     assert outcome.counts["forward calls"] == 1 and outcome.counts["maps and lists"] == 2
@@ -123,13 +122,13 @@ def test_division_by_a_reciprocal(monkeypatch: pytest.MonkeyPatch) -> None:
         left, right = (self.as_float(operand, 12) for operand in node.args)
         return f"({left}) * (1.0f / ({right}))", 12
 
-    monkeypatch.setitem(printer._SPECIAL, ops.Divide, reciprocal)
+    monkeypatch.setitem(operation_text.SPECIAL, ops.Divide, reciprocal)
     outcome = check(one_call(DIVIDED))
     assert outcome.status == "found" and outcome.kind in ("wrong", "tiles"), outcome
 
 
 def test_an_index_that_is_not_clamped(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(printer, "from_zero", lambda index: index)
+    monkeypatch.setattr(operation_text, "index_of", lambda index: index)
     outcome = check(one_call(LOADED, declared=IDS, values={"ids": Fill("few", (60,), 1)}))
     assert outcome.kind == "wrong", outcome
 
@@ -158,7 +157,7 @@ def test_a_derivative_of_another_function(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_text_that_does_not_compile(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(printer._SPECIAL, ops.Divide, lambda self, node: ("divided(", 12))
+    monkeypatch.setitem(operation_text.SPECIAL, ops.Divide, lambda self, node: ("divided(", 12))
     assert check(one_call(DIVIDED)).kind == "compile"
 
 
