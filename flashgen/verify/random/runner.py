@@ -125,8 +125,6 @@ class _Shared:
                     if self._stopped:
                         return False
                     self.results.put(result)
-                    if result.outcome.status == "found" and not self.options.emulate:
-                        break  # what a GPU reports may stay with the process
                 return True
             finally:
                 with self._lock:
@@ -185,7 +183,10 @@ class Worker:
                 return Outcome("found", "hang", f"no answer after {self.seconds:.0f} s\n{self._said()}")
         line = process.stdout.readline()
         if line:
-            return Outcome.from_json(line)
+            outcome = Outcome.from_json(line)
+            if outcome.status == "found" and not recipe.emulate:
+                self.kill()  # a fault of a GPU stays with the process, and would be every later case's
+            return outcome
         status = process.wait()
         died = signal.Signals(-status).name if status < 0 else f"status {status}"
         self.kill()

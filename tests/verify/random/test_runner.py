@@ -31,12 +31,13 @@ from flashgen.verify.random.runner import Worker
 # What a case does to the process is planted in the process, before its first case.
 PLANTED = """
 import os, sys, time
-from flashgen.verify.random import check
+from flashgen.verify.random import Outcome, check
 import flashgen.verify.random.worker as worker
 def planted(recipe):
     if recipe.head_dim == 40: os.abort()
     if recipe.head_dim == 48: time.sleep(1000)
     if recipe.head_dim == 56: sys.exit(3)
+    if recipe.head_dim == 64: return Outcome("found", "raised", str(os.getpid()))
     return check(recipe)
 worker.check = planted
 worker.main()
@@ -75,6 +76,13 @@ def test_a_case_that_hangs_is_a_finding(faulty: Worker) -> None:
     assert faulty.run(replace(predicates(), head_dim=48)).kind == "hang"
     faulty.seconds = 30.0
     assert faulty.run(predicates()).status == "passed"
+
+
+def test_no_case_meets_what_a_fault_of_the_gpu_left(faulty: Worker) -> None:
+    failing = replace(predicates(), head_dim=64, emulate=False)
+    assert faulty.run(failing).message != faulty.run(failing).message, "the process"
+    emulated = replace(failing, emulate=True)
+    assert faulty.run(emulated).message == faulty.run(emulated).message
 
 
 def test_several_at_a_time_are_the_cases_of_one() -> None:
