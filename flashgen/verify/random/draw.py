@@ -7,6 +7,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Literal
 
+from flashgen.codegen.candidates import MOST
 from flashgen.codegen.kernels import Pass
 from flashgen.codegen.targets import TARGETS
 from flashgen.runtime.schedule import COPIES, ORDERS, Schedule
@@ -50,6 +51,7 @@ _LENGTHS = (
 )
 _LONG = ((32_769, 64), (64, 33_000), (40_000, 16), (2_049, 300))
 _INPUTS: tuple[Inputs, ...] = ("normal", "large", "tiny", "huge", "ones", "zeros", "garbage")
+_GRADIENTS = {"float16": (1e-3, 100.0), "bfloat16": (1e-30, 1e30)}  # scales that leave room for sums of products
 _INPUT_WEIGHTS = (8, 2, 2, 1, 1, 1, 1)
 _COMMON_TARGETS = ("sm_75", "sm_80", "sm_90", "sm_90a", "sm_90a", "sm_90a", "sm_100", "sm_120")
 
@@ -105,6 +107,7 @@ def recipe_of(seed: int, options: Options, drawn: Counter[str] | None = None) ->
         emulate=options.emulate,
         sanitize=sanitize,
         schedule=_schedule(seed) if options.emulate else None,
+        plan=_stream(seed, "plan").choice((0, 0, 0, *range(1, MOST))),
         nvrtc=options.nvrtc and options.emulate and bool(passes) and _stream(seed, "nvrtc").random() < _NVRTC,
     ).tidied()
 
@@ -154,7 +157,8 @@ def _problem(
     inputs = rng.choices(_INPUTS, _INPUT_WEIGHTS)[0]
     if inputs == "huge" and dtype == "float16":
         inputs = "large"  # float16 ends at 65504
-    return Problem(shape, values, inputs, rng.randrange(2**16), rng.random() < 0.4)
+    gradients = (1.0, 1.0, 1.0, *_GRADIENTS[dtype]) if inputs not in ("huge", "large") else (1.0,)
+    return Problem(shape, values, inputs, rng.randrange(2**16), rng.random() < 0.4, rng.choice(gradients))
 
 
 def _shape(rng: random.Random, long: bool) -> Shape:

@@ -12,6 +12,8 @@ import numpy as np
 import flashgen.language as fg
 from flashgen import attention, reference
 from flashgen.build import nvrtc
+from flashgen.codegen.candidates import Workload, candidates
+from flashgen.codegen.targets import target_named
 from flashgen.errors import ArgumentError
 from flashgen.language import AttentionSpec, Mask
 from flashgen.runtime.arrays import numpy_dtype
@@ -27,11 +29,13 @@ from flashgen.verify.random.standard import Call, Unjudged
 
 if TYPE_CHECKING:
     from flashgen.attention import Attention
+    from flashgen.codegen.families import AnyForwardPlan
 
 DRAWS = 6  # of q, k and v, judged together, before a failure of the rule is believed: it may fail by luck
 _LONG = 2**20  # scores of a head from which on a call is forward only
 _MAGNITUDES = {"normal": 1.0, "garbage": 1.0, "large": 8.0, "tiny": 1e-3, "huge": 1e15, "ones": 0.0, "zeros": 0.0}
 _FIELDS = ("head_dim", "dtype", "value_dim", "scale", "layout", "dropout")
+_MULTIPROCESSORS = 132
 _DROPOUT = ("seed", "offset")
 _ORACLE_ROUNDING = 1e-13  # of float64, relative to the largest score on the way
 
@@ -42,6 +46,7 @@ def check_kernels(recipe: Recipe, spec: AttentionSpec, checked: list[Checked], c
         spec,
         target=recipe.target,
         emulate=recipe.emulate,
+        plan=_plan(recipe, spec, checked),
         deterministic=recipe.deterministic,
         sanitize=recipe.sanitize,
         schedule=recipe.schedule,
@@ -56,6 +61,16 @@ def check_kernels(recipe: Recipe, spec: AttentionSpec, checked: list[Checked], c
             _check_call(recipe, compiled, each, counts)
         except Unjudged:
             counts["calls whose scores have no value"] += 1
+
+
+def _plan(recipe: Recipe, spec: AttentionSpec, checked: list[Checked]) -> AnyForwardPlan | None:
+    """The plan of the case, of those that tuning would time; None for the default, which may pack heads."""
+    if recipe.plan == 0 or not checked:
+        return None
+    shape = checked[0].problem.shape
+    workload = Workload(shape.len_q, shape.len_k, shape.batch * shape.heads_q, _MULTIPROCESSORS)
+    plans = candidates(spec, target_named(str(recipe.target)), workload)
+    return plans[recipe.plan % len(plans)]
 
 
 def _check_call(recipe: Recipe, compiled: Attention, checked: Checked, counts: Counts) -> None:
@@ -147,13 +162,17 @@ class _Draw:
 
     @cached_property
     def d_outs(self) -> tuple[Array, Array | None]:
-        return random_gradients(self.spec, self.checked.problem.shape, self.seed, self.checked.problem.d_lse)
+        problem = self.checked.problem
+        d_out, d_lse = random_gradients(self.spec, problem.shape, self.seed, problem.d_lse)
+        scaled = (d_out.astype(np.float32) * np.float32(problem.gradient)).astype(d_out.dtype)
+        return scaled, None if d_lse is None else d_lse * np.float32(problem.gradient)
 
     @property
     def options(self) -> dict[str, Any]:
         """What a call takes by keyword."""
         dropout: dict[str, Any] = {"seed": self.seed, "offset": self.seed % 7} if self.spec.dropout else {}
-        return {**dropout, **self.checked.captures}
+        read = {capture.name for capture in self.spec.captures}  # tracing drops what `full() | other` would read
+        return dropout | {name: value for name, value in self.checked.captures.items() if name in read}
 
     @cached_property
     def expected(self) -> Call:
@@ -205,7 +224,8 @@ class _Draw:
         d_out, d_lse = self.d_outs
         inputs = self.inputs
         low = reference.low_precision_backward(spec, inputs.q, inputs.k, inputs.v, d_out, d_lse=d_lse, **given)
-        expected = self.expected.gradients(self._heads_first(d_out), d_lse)
+        gradients = self.expected.gradients(self._heads_first(d_out), d_lse)
+        expected = {name: array / self.checked.problem.gradient for name, array in gradients.items()}
         return self._judged(self._by_name(self._gradients(compiled)), expected, self._by_name(gradients_by_name(low)))
 
     def _gradients(self, compiled: Attention) -> dict[str, Array]:
@@ -218,11 +238,12 @@ class _Draw:
         return gradients_by_name(compiled.backward(d_out, inputs.q, inputs.k, inputs.v, out, lse, **given))
 
     def _by_name(self, gradients: Mapping[str, Array]) -> dict[str, Array]:
-        """Gradients by name, those of q, k and v with heads before lengths."""
-        return {
+        """Gradients by name, those of q, k and v with heads before lengths, as they would be of gradients around 1."""
+        wide = {
             name: self._heads_first(array) if name in ("dq", "dk", "dv") else np.asarray(array).astype(np.float64)
             for name, array in gradients.items()
         }
+        return {name: array / self.checked.problem.gradient for name, array in wide.items()}
 
     def _judged(self, found: Any, expected: Any, low: Any) -> Judged:
         score, factor = self.recipe.score, 256 / self.spec.keep_threshold

@@ -21,18 +21,23 @@ Inputs = Literal["normal", "large", "tiny", "huge", "ones", "zeros", "garbage"]
 
 @dataclass(frozen=True)
 class Problem:
-    """One call: sizes, values of captures, how q, k and v are drawn, and whether the LSE has a gradient too."""
+    """One call: sizes, values of captures, how q, k and v are drawn, whether the LSE has a gradient too, and what the
+    gradients of both are multiplied by."""
 
     shape: Shape
     values: Mapping[str, int | float | Fill]
     inputs: Inputs = "normal"
     seed: int = 0
     d_lse: bool = False
+    gradient: float = 1.0
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """A case. `passes` of () checks predicates alone. `nvrtc`: the GPU's compiler sees the kernels' text, too."""
+    """A case. `passes` of () checks predicates alone. `nvrtc`: the GPU's compiler sees the kernels' text, too.
+
+    plan: the place of the forward's plan among those that tuning would time, the default being at 0.
+    """
 
     mask: Term
     score: Term | None
@@ -51,6 +56,7 @@ class Recipe:
     sanitize: Literal["address", "thread"] | None = None
     schedule: Schedule | None = None
     nvrtc: bool = False
+    plan: int = 0
 
     def spec(self) -> AttentionSpec:
         """The spec, traced. Raises SpecError where the language refuses it."""
@@ -116,6 +122,7 @@ def _shown(problem: Problem) -> str:
         f"{name}={value.way} {'x'.join(map(str, value.shape))}" if isinstance(value, Fill) else f"{name}={value!r}"
         for name, value in problem.values.items()
     ]
+    values += [f"gradients times {problem.gradient:g}"] if problem.gradient != 1 else []
     return f"call: {problem.shape}, {problem.inputs} inputs{''.join(f', {each}' for each in values)}"
 
 
@@ -130,6 +137,7 @@ def _problem_to_data(problem: Problem) -> dict[str, Any]:
         "inputs": problem.inputs,
         "seed": problem.seed,
         "d_lse": problem.d_lse,
+        "gradient": problem.gradient,
     }
 
 
@@ -138,4 +146,4 @@ def _problem_from_data(data: dict[str, Any]) -> Problem:
         name: Fill(value[0], tuple(value[1]), *value[2:]) if isinstance(value, list) else value
         for name, value in data["values"].items()
     }
-    return Problem(Shape(**data["shape"]), values, data["inputs"], data["seed"], data["d_lse"])
+    return Problem(Shape(**data["shape"]), values, data["inputs"], data["seed"], data["d_lse"], data["gradient"])

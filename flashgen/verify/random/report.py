@@ -100,6 +100,7 @@ def _where(result: Result) -> str:
     if not recipe.passes:
         return "predicates alone, no kernel"
     words = [str(recipe.target), " and ".join(recipe.passes), "emulated" if recipe.emulate else "on the GPU"]
+    words += [f"plan {recipe.plan}"] if recipe.plan else []
     words += ["deterministic"] if recipe.deterministic else []
     words += [f"under {recipe.sanitize}"] if recipe.sanitize else []
     words += [f"schedule {recipe.schedule}"] if recipe.schedule else []

@@ -69,13 +69,13 @@ def _weight_of_call(problem: Problem) -> int:
         else min(1000, int(abs(value)).bit_length() if abs(value) < float("inf") else 1000)
         for value in problem.values.values()
     )
-    return elements + values + 10 * (problem.inputs != "normal") + problem.d_lse
+    return elements + values + 10 * (problem.inputs != "normal") + problem.d_lse + (problem.gradient != 1)
 
 
 _PLAIN_TARGET = "sm_80"
 _OPTIONS = (
     *("head_dim", "value_dim", "dtype", "scale", "layout", "dropout", "target", "deterministic", "sanitize"),
-    *("schedule", "nvrtc"),
+    *("schedule", "nvrtc", "plan"),
 )
 
 
@@ -154,6 +154,7 @@ def _simpler_calls(problem: Problem, bound: set[str]) -> Iterator[Problem]:
         yield replace(problem, shape=smaller)
     yield replace(problem, inputs="normal")
     yield replace(problem, d_lse=False)
+    yield replace(problem, gradient=1.0)
     for name, value in problem.values.items():
         if name in bound:
             continue

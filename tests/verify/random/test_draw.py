@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import replace
 
+from flashgen.codegen.candidates import MOST
 from flashgen.codegen.targets import TARGETS
 from flashgen.language.dtypes import CAPTURES, SCALARS
 from flashgen.language.operations import OPERATIONS
@@ -28,14 +29,20 @@ def test_every_production_is_drawn() -> None:
         others.update(fill.way for fill in fills)
         others.update(fill.view for fill in fills)
         others.update(problem.inputs for problem in recipe.problems)
+        others.update(("gradient", problem.gradient) for problem in recipe.problems)
+        others.update([("plan", recipe.plan)])
     assert not (grammar.production_names() | score_grammar.production_names()) - set(drawn)
     # `score` stands in score functions only, everything else of the language somewhere.
     assert not set(EVERYTHING) - set(operations) - {"bool"}
     assert not set(TARGETS) - set(others)
     assert not {("declared", dtype, True) for dtype in CAPTURES} - set(others)
     assert not {("declared", dtype, False) for dtype in SCALARS} - set(others)
-    assert not {"float16", "bfloat16", "bhsd", "bshd", "address", "thread", "beyond", "huge", *VIEWS} - set(others)
+    assert not {"float16", "bfloat16", "bhsd", "bshd", "address", "thread", "beyond", "huge", "garbage", *VIEWS} - set(
+        others
+    )
     assert not {way for ways in WAYS.values() for way in ways} - set(others)
+    assert {("gradient", scale) for scale in (1.0, 1e-30, 1e30, 1e-3, 100.0)} <= set(others)
+    assert {("plan", place) for place in range(MOST)} <= set(others)
     assert {(), ("forward",), ("forward", "backward")} <= set(others)
 
 
