@@ -60,6 +60,25 @@ def test_bounds_of_integers(node: sympy.Basic, low: int, high: int) -> None:
     assert (int(found.low), int(found.high)) == (low, high)
 
 
+ELEMENTWISE = {
+    "product": (ops.Mul(ops.ToFloat(Q), sympy.Float(0.1)), lambda q: q * np.float32(0.1)),
+    "quotient": (ops.Divide(Q, integer(41)), lambda q: q / np.float32(41)),
+    "sum": (ops.Add(ops.ToFloat(Q), sympy.Float(0.3)), lambda q: q + np.float32(0.3)),
+    "difference": (ops.Sub(ops.ToFloat(Q), sympy.Float(20.1)), lambda q: q - np.float32(20.1)),
+    "root": (ops.Sqrt(ops.ToFloat(Q)), np.sqrt),
+    "exponential": (ops.Exp(ops.Neg(ops.Divide(Q, integer(7)))), lambda q: np.exp(-(q / np.float32(7)))),
+}
+
+
+@pytest.mark.parametrize("name", ELEMENTWISE)
+def test_bounds_of_one_element_hold_what_float32_makes_of_it(name: str) -> None:
+    """Float32 rounds each operation, either way, so that the value in float64 lies beside its own."""
+    (node, in_float32), q = ELEMENTWISE[name], np.arange(1, 300)
+    found, exact = interval_of(node, {Q: (q, q)}), in_float32(q.astype(np.float32))
+    assert exact.dtype == np.float32
+    assert (found.low <= exact).all() and (exact <= found.high).all()
+
+
 @pytest.mark.parametrize(("cls", "low", "high"), [(ops.BitAnd, 16, 17), (ops.BitOr, 117, 119), (ops.BitXor, 100, 103)])
 def test_bits_above_those_that_differ_are_known(cls: type[ops.Operation], low: int, high: int) -> None:
     """Of 0b0110001 and 0b0110011 the bits but the last two are."""

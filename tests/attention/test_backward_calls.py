@@ -181,3 +181,16 @@ def test_deterministic_is_another_callable() -> None:
     assert plain.backward_kernels.queries is None and exact.backward_kernels.queries is not None
     assert plain.backward_plan == plain.backward_kernels.plan
     assert set(plain.backward_sources.values()) == {kernel.source for kernel in plain.backward_kernels.all}
+
+
+def hides_some_rows(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+    return fg.where(q % 5 == 0, -float("inf"), s)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_rows_whose_scores_are_all_minus_infinity_have_gradients_of_0(
+    deterministic: bool, gradients_agree: Any
+) -> None:
+    """By a score function, so that no mask keeps their LSE of -inf away from the probabilities."""
+    spec = fg.AttentionSpec(16, score=fg.trace_score(hides_some_rows, "hides_some_rows"))
+    gradients_agree(spec, Shape(70, 100, 1, 2, 1), of_lse=True, deterministic=deterministic)

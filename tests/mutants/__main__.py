@@ -1,0 +1,95 @@
+"""Plants each mutant of the table in a copy of the tree, and looks whether its tests fail: `python tests/mutants`."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from table import MUTANTS, Mutant
+
+ROOT = Path(__file__).parents[2]
+COPIED = (
+    "flashgen",
+    "templates",
+    "tests",
+    "examples",
+    "generated",
+    "docs",
+    "pyproject.toml",
+    "README.md",
+    "CONTRIBUTING.md",
+)
+_TESTS_FAILED = 1  # pytest's exit status
+KILLED, SURVIVED, NOT_RUN = "killed", "survived", "no test ran"
+
+
+def copied_tree(into: Path) -> Path:
+    """A copy of the tree as it is on disk."""
+    for name in COPIED:
+        source = ROOT / name
+        if source.is_dir():
+            shutil.copytree(source, into / name, ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            shutil.copy(source, into / name)
+    return into
+
+
+def planted(mutant: Mutant, root: Path) -> str:
+    """The file's text with the mistake; ValueError where the table fits it no more."""
+    text = (root / mutant.file).read_text(encoding="utf-8")
+    if text.count(mutant.before) != 1:
+        raise ValueError(f"{mutant.name}: {mutant.before!r} stands {text.count(mutant.before)} times in {mutant.file}")
+    return text.replace(mutant.before, mutant.after)
+
+
+def verdict(tree: Path, tests: tuple[str, ...]) -> tuple[str, str]:
+    """(what became of a mutant in that tree, what pytest says in its last lines)."""
+    environment = os.environ | {"PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"}
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "--no-header", "--all", *tests]
+    done = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True, check=False)
+    said = "\n".join(done.stdout.strip().splitlines()[-4:]) or done.stderr.strip()
+    if done.returncode == _TESTS_FAILED:
+        return KILLED, said
+    return (SURVIVED if done.returncode == 0 and " passed" in said else NOT_RUN), said
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python tests/mutants", description=__doc__)
+    parser.add_argument("words", nargs="*", help="only mutants whose name or file holds one of these")
+    words = parser.parse_args().words
+    chosen = [m for m in MUTANTS if not words or any(word in f"{m.name} {m.file}" for word in words)]
+    with tempfile.TemporaryDirectory(prefix="flashgen-mutants-") as folder:
+        os.environ.setdefault("FLASHGEN_CACHE_DIR", f"{folder}/cache")  # what no mutant changes is compiled once
+        (tree := Path(folder) / "tree").mkdir()
+        copied_tree(tree)
+        found = [examined(mutant, tree) for mutant in chosen]
+    print(f"{found.count(KILLED)} of {len(found)} mutants killed")
+    return 0 if found == [KILLED] * len(found) else 1
+
+
+def examined(mutant: Mutant, tree: Path) -> str:
+    """Prints and gives what becomes of a mutant, whose tests must pass without it."""
+    sound, said = verdict(tree, mutant.tests)
+    if sound != SURVIVED:
+        found, said = NOT_RUN, f"without the mutant: {said}"
+    else:
+        file = tree / mutant.file
+        text = file.read_text(encoding="utf-8")
+        file.write_text(planted(mutant, tree), encoding="utf-8")
+        try:
+            found, said = verdict(tree, mutant.tests)
+        finally:
+            file.write_text(text, encoding="utf-8")
+    print(f"{found:12} {mutant.name} ({mutant.file})", flush=True)
+    if found != KILLED:
+        print(said, flush=True)
+    return found
+
+
+if __name__ == "__main__":
+    sys.exit(main())

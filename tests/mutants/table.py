@@ -1,0 +1,124 @@
+"""Changes to flashgen that a test must notice: one small mistake each, and the tests that fail where it is made."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """A mistake: `before`, which stands once in `file`, becomes `after`.
+
+    name: what is wrong then. tests: of pytest, at least one of which fails then; `path` or `path::test`.
+    """
+
+    name: str
+    file: str
+    before: str
+    after: str
+    tests: tuple[str, ...]
+
+
+MUTANTS = (
+    # language, analysis
+    Mutant(
+        "causal without the diagonal",
+        "flashgen/language/masks.py",
+        "lambda b, h, q, k: k <= _aligned(q, align)",
+        "lambda b, h, q, k: k < _aligned(q, align)",
+        ("tests/language/test_masks_and_scores.py",),
+    ),
+    Mutant(
+        "scalars taken for non-negative in the inequalities",
+        "flashgen/analysis/order.py",
+        "(node in _NEVER_NEGATIVE or isinstance(node, ops.Abs))",
+        "(node in _NEVER_NEGATIVE or isinstance(node, (ops.Abs, ops.Capture)))",
+        ("tests/analysis/test_bounds.py::test_a_scalar_is_not_taken_for_positive",),
+    ),
+    Mutant(
+        "float intervals not widened",
+        "flashgen/analysis/interval.py",
+        "_RELATIVE = 2.0**-20",
+        "_RELATIVE = 0.0",
+        ("tests/analysis/test_intervals.py::test_bounds_of_one_element_hold_what_float32_makes_of_it",),
+    ),
+    Mutant(
+        "// and % by negative constants in device ranges",
+        "flashgen/codegen/interval_printer.py",
+        "isinstance(node.args[1], sympy.Integer) and int(node.args[1]) > 0:",
+        "isinstance(node.args[1], sympy.Integer):",
+        ("tests/lists/test_listed_tiles.py::test_lists_are_the_classes_of_the_elements",),
+    ),
+    # reference
+    Mutant(
+        "dropout's threshold rounded down",
+        "flashgen/reference/dropout.py",
+        "(rounded := round(kept))",
+        "(rounded := int(kept))",
+        ("tests/reference/test_dropout.py",),
+    ),
+    # kernels
+    Mutant(
+        "LSE of -inf not cleared in the backward's preprocess",
+        "templates/backward/prepare.cu.jinja",
+        "      if (lse == minus_infinity()) lse = d = 0.0f;\n",
+        "",
+        ("tests/attention/test_backward_calls.py::test_rows_whose_scores_are_all_minus_infinity_have_gradients_of_0",),
+    ),
+    Mutant(
+        "the output takes Q's place without a barrier",
+        "templates/forward/hopper_steps.cuh.jinja",
+        "    named_barrier_sync(1 + kConsumers + warpgroup, 128);\n",
+        "",
+        (
+            "tests/faults/test_planted_faults_of_hopper.py"
+            "::test_an_output_over_queries_that_other_warps_may_still_read_is_caught_by_thread_sanitizer",
+        ),
+    ),
+    # build, release
+    Mutant(
+        "the architecture is not in a kernel's key",
+        "flashgen/build/keys.py",
+        '            "architecture": architecture,\n',
+        "",
+        ("tests/build/test_keys.py",),
+    ),
+    Mutant(
+        "files are not flushed to the disk",
+        "flashgen/files.py",
+        "    os.fsync(file.fileno())\n",
+        "",
+        (
+            "tests/test_files.py::test_bytes_are_on_the_disk_before_the_name_and_the_name_before_the_end",
+            "tests/build/test_cache.py::test_an_entry_is_on_the_disk_before_it_is_in_its_place",
+        ),
+    ),
+    Mutant(
+        "folders are not flushed to the disk",
+        "flashgen/files.py",
+        "        os.fsync(descriptor)\n",
+        "        pass\n",
+        (
+            "tests/test_files.py::test_bytes_are_on_the_disk_before_the_name_and_the_name_before_the_end",
+            "tests/build/test_cache.py::test_an_entry_is_on_the_disk_before_it_is_in_its_place",
+        ),
+    ),
+    Mutant(
+        "a release's manifest names files anywhere",
+        "flashgen/build/prebuilt.py",
+        'if not is_plain_name(file.get("path")) or file["path"] == MANIFEST:',
+        'if file.get("path") == MANIFEST:',
+        ("tests/release/test_release_writing.py::test_a_manifest_names_files_of_its_folder_alone",),
+    ),
+    # attention
+    Mutant(
+        "remembered lists whatever len_k",
+        "flashgen/attention/lists.py",
+        "key = (problem.len_q, problem.len_k, shape.batch,",
+        "key = (problem.len_q, shape.batch,",
+        (
+            "tests/attention/test_what_calls_remember.py::test_lists_of_other_sizes",
+            "tests/attention/test_what_calls_remember.py::test_calls_of_other_lengths",
+        ),
+    ),
+)
