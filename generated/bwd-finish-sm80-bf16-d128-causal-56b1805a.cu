@@ -21,6 +21,7 @@ struct Strides {   // in elements
 
 struct BackwardFinishArguments {
   const float* dq_sums;
+  const float* statistics;   // (batch, heads_q, rows, 2): LSE to the base 2, and D
   Element* dq;
   Strides dq_strides;
   int heads_q;
@@ -35,6 +36,7 @@ constexpr int kHeadDimPadded = 128;
 constexpr int kTileQ = 64;       // queries of a tile of the main kernel
 constexpr int kThreads = 256;
 constexpr float kScale = 0.0883883461f;
+constexpr float kNoLse = 3.40282347e+38f;   // of a row with nothing to attend to
 // The warps divide a tile of dQ: so many of them along its rows, and along its columns; and the mma tiles of each.
 constexpr int kGradientRowWarps = 2;
 constexpr int kGradientColumnWarps = 4;
@@ -69,7 +71,7 @@ __device__ __forceinline__ int sum_index(int row, int column) {
   return ((warp * kGradientRowTiles + i) * kGradientColumnTiles + j) * 128 + sum_place(lane, element);
 }
 
-// dQ of a tile of queries: the sums times the scale, rounded.
+// dQ of a tile of queries: the sums times the scale, rounded. Rows with nothing to attend to are 0, whatever K holds.
 extern "C" __global__ void __launch_bounds__(kThreads)
 attention_backward_finish_bf16_d128_causal_56b1805a(const __grid_constant__ BackwardFinishArguments arguments) {
   constexpr int kChunks = kHeadDim / 8;
@@ -82,9 +84,10 @@ attention_backward_finish_bf16_d128_causal_56b1805a(const __grid_constant__ Back
     // 16 threads take 16 rows of a chunk of 8 columns: those of one mma tile, whose sums lie together.
     const int query = i / (16 * kChunks) * 16 + i % 16, column = i / 16 % kChunks * 8;
     if (first_query + query >= arguments.len_q) continue;
-    unsigned pairs[4];
+    unsigned pairs[4] = {};
+    const bool empty = arguments.statistics[(row + query) * 2] == kNoLse;
 #pragma unroll
-    for (int j = 0; j < 4; ++j) {
+    for (int j = 0; j < 4 && !empty; ++j) {
       const float low = sums[sum_index(query, column + 2 * j)], high = sums[sum_index(query, column + 2 * j + 1)];
       pairs[j] = pack_bf16(low * kScale, high * kScale);
     }

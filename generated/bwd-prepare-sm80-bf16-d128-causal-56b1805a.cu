@@ -41,6 +41,7 @@ constexpr int kRows = 64;            // of a block
 constexpr int kLanes = 16;           // of a row, 8 elements each
 constexpr int kRowsAtOnce = kThreads / kLanes;
 constexpr float kLog2E = 1.44269504f;
+constexpr float kNoLse = 3.40282347e+38f;   // of a row without probabilities: of any score they are 0
 static_assert(kLanes * 8 >= kValueDim && kRows % kRowsAtOnce == 0, "every element of every row");
 
 // ---- Primitives -----------------------------------------------------------------------------------------------------
@@ -55,8 +56,6 @@ __device__ __forceinline__ float unpack_bf16(unsigned short bits) {
 }
 
 #endif
-
-__device__ __forceinline__ float infinity() { return __int_as_float(0x7f800000); }
 
 __device__ __forceinline__ float minus_infinity() { return __int_as_float(0xff800000); }
 
@@ -75,7 +74,7 @@ __device__ __forceinline__ float dot(const uint4& x, const uint4& y) {
 }
 
 // Writes, of each row, its log-sum-exp to the base 2 and D = sum of dO * O: what a probability and its derivative need.
-// Rows beyond the last get an infinite LSE, and so no probability; a row with nothing to attend to has no finite score.
+// Rows beyond the last, and those with nothing to attend to, have no probabilities.
 // Zeroes the sums of dQ.
 extern "C" __global__ void __launch_bounds__(kThreads)
 attention_backward_prepare_bf16_d128_causal_56b1805a(const __grid_constant__ BackwardPrepareArguments arguments) {
@@ -101,11 +100,14 @@ attention_backward_prepare_bf16_d128_causal_56b1805a(const __grid_constant__ Bac
 #pragma unroll
     for (int distance = kLanes / 2; distance > 0; distance /= 2) d += __shfl_xor_sync(0xffffffffu, d, distance);
     if (lane != 0) continue;
-    float lse = infinity();
+    float lse = minus_infinity();
     if (row < arguments.len_q) {
       if (arguments.d_lse) d -= arguments.d_lse[first_row + row];
       lse = arguments.lse[first_row + row] * kLog2E;
-      if (lse == minus_infinity()) lse = d = 0.0f;
+    }
+    if (lse == minus_infinity()) {
+      lse = kNoLse;
+      d = 0.0f;
     }
     *reinterpret_cast<float2*>(arguments.statistics + (first_statistic + row) * 2) = make_float2(lse, d);
   }

@@ -63,6 +63,9 @@ constexpr int kHeadTiles = kHeadDimPadded / 8 / kSplit;     // of dK,
 constexpr int kValueTiles = kValueDimPadded / 8 / kSplit;   // of dV
 constexpr float kScale = 0.125f;
 constexpr float kScoreToLog2 = 1.44269504f;   // log2(e): probabilities are powers of 2
+constexpr float kNoLse = 3.40282347e+38f;     // of a row without probabilities
+constexpr float kMostLse = 4096.0f;     // to the base 2: beyond, its rounding shows in probabilities
+constexpr float kLseRounding = 2.38418579e-07f;   // 2^-22: of an LSE's magnitude, with that of the products it is of
 
 // Shared memory, in bytes: K and V, two stages of Q, dO and the rows' statistics, dS, P. dK and dV take over K and V.
 constexpr int kKeyBytes = kTileK * kHeadDimPadded * 2;
@@ -338,6 +341,16 @@ __device__ __forceinline__ void copy_statistics(unsigned tile, const float* sour
   }
 }
 
+// Whether some row of a tile has a large LSE.
+__device__ __forceinline__ bool has_large_lse(const unsigned char* statistics) {
+  float largest = 0.0f;
+  for (int row = threadIdx.x % 32; row < kTileQ; row += 32) {
+    const float lse = fabsf(*reinterpret_cast<const float*>(statistics + row * 8));
+    if (lse < kNoLse) largest = fmaxf(largest, lse);
+  }
+  return __any_sync(0xffffffffu, largest > kMostLse);
+}
+
 // (LSE, D) of the two queries of which this lane has the scores in column tile j.
 __device__ __forceinline__ float4 statistics_of(const unsigned char* statistics, int j) {
   const int part = threadIdx.x / 32 % kSplit;
@@ -433,8 +446,9 @@ __device__ __forceinline__ void add_to_gradient(long long* sums, long long place
 }
 
 // Turns the products of q and k into probabilities and dP into dS = P * (dP - D), D being rowsum(dO * O).
-// Of a partial tile only the scores that count have either.
-template <bool kPartial>
+// `kAll`: every score of the tile counts, and no LSE is large. Of other tiles only the scores that count have either, and
+// a probability is 1 where it differs from that by no more than the LSE is rounded.
+template <bool kAll>
 __device__ __forceinline__ void differentiate_scores(float (&probabilities)[kRowTiles][kQueryTiles][4],
                                                      float (&d_scores)[kRowTiles][kQueryTiles][4],
                                                      const unsigned char* statistics, const Position& position, int first_query,
@@ -450,10 +464,13 @@ __device__ __forceinline__ void differentiate_scores(float (&probabilities)[kRow
         const int q = first_query + position.query + j * 8 + e % 2, k = position.key + i * 16 + e / 2 * 8;
         const float product = probabilities[i][j][e];
         const float score = modify_score(product * kScale, position.head, q, k, arguments);
-        const float probability = exp2_approx(score * kScoreToLog2 - (e % 2 ? rows.z : rows.x));
+        const float lse = e % 2 ? rows.z : rows.x;
+        float exponent = fmaf(score, kScoreToLog2, -lse);
+        if (!kAll && exponent > fabsf(lse) * -kLseRounding) exponent = 0.0f;
+        const float probability = exp2_approx(exponent);
         float d_score = probability * (d_scores[i][j][e] - (e % 2 ? rows.w : rows.y));
         bool counts = true;
-        if (kPartial) {
+        if (!kAll) {
           const bool attended = (k < arguments.len_k) & (q < arguments.len_q) & may_attend(q, k, arguments);
           d_score = attended ? d_score : 0.0f;
           counts = attended;
@@ -551,10 +568,10 @@ attention_backward_keys_fp16_d64_causal_alibi_tensor_slopes_float32_1_true_1dac6
       copy_async_commit();
       multiply_by_transpose<kHeadDimPadded>(probabilities, k_rows, q_rows);
       multiply_by_transpose<kValueDimPadded>(d_scores, v_rows, d_o_rows);
-      if (!tiles.full(step) || work.first_key + kTileK > arguments.len_k || first_query + kTileQ > arguments.len_q) {
-        differentiate_scores<true>(probabilities, d_scores, statistics, position, first_query, gathered, arguments);
-      } else {
+      if (!tiles.full(step) || work.first_key + kTileK > arguments.len_k || first_query + kTileQ > arguments.len_q || has_large_lse(statistics)) {
         differentiate_scores<false>(probabilities, d_scores, statistics, position, first_query, gathered, arguments);
+      } else {
+        differentiate_scores<true>(probabilities, d_scores, statistics, position, first_query, gathered, arguments);
       }
       store_rounded<kTileQ / 8>(probabilities, 1.0f, shared_memory + kProbabilityOffset, warp_row, part * kQueryTiles);
       store_rounded<kTileQ / 8>(d_scores, 1.0f, shared_memory + kScoreOffset, warp_row, part * kQueryTiles);

@@ -57,6 +57,9 @@ constexpr int kKeyTiles = kTileK / 8;          // 8-column mma tiles of scores,
 constexpr int kHeadTiles = kHeadDimPadded / 8;   // of dQ
 constexpr float kScale = 0.125f;
 constexpr float kScoreToLog2 = 1.44269504f;   // log2(e): probabilities are powers of 2
+constexpr float kNoLse = 3.40282347e+38f;     // of a row without probabilities
+constexpr float kMostLse = 4096.0f;     // to the base 2: beyond, its rounding shows in probabilities
+constexpr float kLseRounding = 2.38418579e-07f;   // 2^-22: of an LSE's magnitude, with that of the products it is of
 
 // Shared memory, in bytes: Q and dO, then two tiles each of K and V. dQ takes over Q.
 constexpr int kQueryBytes = kTileQ * kHeadDimPadded * 2;
@@ -356,9 +359,35 @@ __device__ __forceinline__ void load_statistics(float2 (&rows)[kRowTiles][2], co
   }
 }
 
+// Whether some row of the warp has a large LSE.
+__device__ __forceinline__ bool has_large_lse(const float2 (&rows)[kRowTiles][2]) {
+  bool large = false;
+#pragma unroll
+  for (int i = 0; i < kRowTiles; ++i) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) large |= fabsf(rows[i][r].x) > kMostLse && fabsf(rows[i][r].x) < kNoLse;
+  }
+  return __any_sync(0xffffffffu, large);
+}
+
+// Rows with nothing to attend to are 0, whatever K holds.
+__device__ __forceinline__ void clear_empty_rows(float (&d_queries)[kRowTiles][kHeadTiles][4],
+                                                 const float2 (&rows)[kRowTiles][2]) {
+#pragma unroll
+  for (int i = 0; i < kRowTiles; ++i) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      if (rows[i][r].x != kNoLse) continue;
+#pragma unroll
+      for (int j = 0; j < kHeadTiles; ++j) d_queries[i][j][2 * r] = d_queries[i][j][2 * r + 1] = 0.0f;
+    }
+  }
+}
+
 // Turns the products of q and k into probabilities and dP into dS = P * (dP - D), D being rowsum(dO * O).
-// Of a partial tile only the scores that count have either.
-template <bool kPartial>
+// `kAll`: every score of the tile counts, and no LSE is large. Of other tiles only the scores that count have either, and
+// a probability is 1 where it differs from that by no more than the LSE is rounded.
+template <bool kAll>
 __device__ __forceinline__ void differentiate_scores(float (&probabilities)[kRowTiles][kKeyTiles][4],
                                                      float (&d_scores)[kRowTiles][kKeyTiles][4],
                                                      const float2 (&rows)[kRowTiles][2], const Position& position, int first_key,
@@ -372,10 +401,13 @@ __device__ __forceinline__ void differentiate_scores(float (&probabilities)[kRow
         const int q = position.query + i * 16 + e / 2 * 8, k = first_key + position.key + j * 8 + e % 2;
         const float product = probabilities[i][j][e];
         const float score = modify_score(product * kScale, position.head, q, k, arguments);
-        const float probability = exp2_approx(score * kScoreToLog2 - (rows[i][e / 2].x));
+        const float lse = rows[i][e / 2].x;
+        float exponent = fmaf(score, kScoreToLog2, -lse);
+        if (!kAll && exponent > fabsf(lse) * -kLseRounding) exponent = 0.0f;
+        const float probability = exp2_approx(exponent);
         float d_score = probability * (d_scores[i][j][e] - (rows[i][e / 2].y));
         bool counts = true;
-        if (kPartial) {
+        if (!kAll) {
           const bool attended = (k < arguments.len_k) & may_attend(q, k, arguments);
           d_score = attended ? d_score : 0.0f;
           counts = attended;
@@ -409,6 +441,7 @@ attention_backward_queries_fp16_d64_causal_alibi_tensor_slopes_float32_1_true_1d
   float d_queries[kRowTiles][kHeadTiles][4] = {};
   float2 rows[kRowTiles][2];
   load_statistics(rows, position, arguments);
+  const bool large_lse = has_large_lse(rows);
   const KeyTiles tiles = key_tiles_of(work, arguments);
   const auto copy_keys = [&](int step) {
     const unsigned tile = q_tile + kKeyOffset + step % 2 * kKeyBytes;
@@ -442,14 +475,15 @@ attention_backward_queries_fp16_d64_causal_alibi_tensor_slopes_float32_1_true_1d
     copy_async_commit();
     multiply_by_transpose<kHeadDimPadded>(probabilities, q_rows, keys);
     multiply_by_transpose<kValueDimPadded>(d_scores, d_o_rows, values);
-    if (!tiles.full(step) || first_key + kTileK > arguments.len_k) {
-      differentiate_scores<true>(probabilities, d_scores, rows, position, first_key, arguments);
-    } else {
+    if (!tiles.full(step) || first_key + kTileK > arguments.len_k || large_lse) {
       differentiate_scores<false>(probabilities, d_scores, rows, position, first_key, arguments);
+    } else {
+      differentiate_scores<true>(probabilities, d_scores, rows, position, first_key, arguments);
     }
     multiply_registers<kHeadDimPadded / 8>(d_queries, d_scores, keys);
   }
 
+  clear_empty_rows(d_queries, rows);
   // dQ takes the place of Q; each warp's rows that of its own.
   store_rounded<kHeadDimPadded / 8>(d_queries, kScale, shared_memory, warp_row, 0);
   __syncwarp();

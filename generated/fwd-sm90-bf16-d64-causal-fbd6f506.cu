@@ -50,7 +50,8 @@ constexpr int kKeyTiles = kTileK / 8;          // 8-column mma tiles of scores
 constexpr int kValueTiles = kValueDimPadded / 8;
 constexpr float kScoreToLog2 = 0.180336878f;   // scale * log2(e): probabilities are powers of 2
 constexpr float kRescaleThreshold = 8.0f;      // in log2: the reference of a row may lag its maximum by this much
-constexpr float kMostReference = 93032640.0f;   // whose product with kScoreToLog2 is less than 2^24
+constexpr float kMostOffset = 16777216.0f;     // 2^24: of a row's offset that is rounded by less than 1
+constexpr float kNoOffset = 3.4028235e38f;     // of a row that has seen no key yet
 
 // Shared memory, in bytes: Q, then two tiles each of K and V. The output takes it over at the end.
 constexpr int kQueryBytes = kTileQ * kHeadDimPadded * 2;
@@ -355,51 +356,35 @@ __device__ __forceinline__ void cut_scores(float (&scores)[kRowTiles][kKeyTiles]
   }
 }
 
-// A row's running state: the reference that its probabilities are relative to, and this lane's share of their sum.
+// A row's running state: the reference m that its probabilities are relative to, as the offset -m * log2(e) of powers of
+// 2, and this lane's share of their sum. A row that has seen no key yet has an offset that no power of 2 survives.
 struct RowState {
-  float reference = minus_infinity(), sum = 0.0f;
+  float offset = kNoOffset, sum = 0.0f;
 
-  // Whether the product with kScoreToLog2 will do as an offset of powers of 2: rounded by less than 1, and not infinite
-  // as in a row that has seen no key yet.
-  __device__ __forceinline__ bool has_offset() const { return fabsf(reference) < kMostReference; }
+  // Whether a power of 2 may take a product and the offset in one operation: the offset is rounded by less than 1.
+  __device__ __forceinline__ bool is_near() const { return fabsf(offset) < kMostOffset; }
 
-  // Raises the reference: by what factor sum and output shrink. A row that has seen no key yet has nothing to rescale;
-  // -inf - -inf would be NaN.
+  // Raises the reference: by what factor sum and output shrink.
   __device__ __forceinline__ float raise_to(float maximum) {
-    const float old = reference;
-    reference = fmaxf(old, maximum);
-    const float shrink = reference == minus_infinity() ? 1.0f : exp2_approx((old - reference) * kScoreToLog2);
+    const float old = offset;
+    offset = fmaxf(fminf(old, __fmul_rn(-maximum, kScoreToLog2)), -kNoOffset);
+    const float shrink = exp2_approx(offset - old);
     sum *= shrink;
     return shrink;
   }
 };
 
-__device__ __forceinline__ bool all_have_offsets(const RowState (&rows)[kRowTiles][2]) {
-  bool all = true;
-#pragma unroll
-  for (int i = 0; i < kRowTiles; ++i) all = all && rows[i][0].has_offset() && rows[i][1].has_offset();
-  return all;
-}
-
-// Powers of 2 of the scores, relative to the rows' references, which they are added to the sums of. By offsets that takes
-// one operation before each; where a row has none, its reference is taken from the scores themselves, which is exact.
-template <bool kByOffsets>
-__device__ __forceinline__ void exponentiate(float (&scores)[kRowTiles][kKeyTiles][4], RowState (&rows)[kRowTiles][2]) {
+// Adds the offsets that are far from 0 to the scores themselves, product and sum each rounded: the largest becomes 0.
+__device__ __forceinline__ void add_far_offsets(float (&scores)[kRowTiles][kKeyTiles][4],
+                                                const RowState (&rows)[kRowTiles][2]) {
 #pragma unroll
   for (int i = 0; i < kRowTiles; ++i) {
 #pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const float reference = kByOffsets || rows[i][r].reference > minus_infinity() ? rows[i][r].reference : 0.0f;
-      const float offset = -reference * kScoreToLog2;
-#pragma unroll
-      for (int j = 0; j < kKeyTiles; ++j) {
-#pragma unroll
-        for (int e = 2 * r; e < 2 * r + 2; ++e) {
-          const float score = scores[i][j][e];
-          scores[i][j][e] = exp2_approx(kByOffsets ? fmaf(score, kScoreToLog2, offset) : (score - reference) * kScoreToLog2);
-        }
-        rows[i][r].sum += scores[i][j][2 * r] + scores[i][j][2 * r + 1];
-      }
+    for (int e = 0; e < kKeyTiles * 4; ++e) {
+      const RowState& row = rows[i][e / 2 % 2];
+      float& score = scores[i][e / 4][e % 4];
+      const float product = fminf(fmaxf(__fmul_rn(score, kScoreToLog2), -kNoOffset), kNoOffset);
+      if (!row.is_near() && score != minus_infinity()) score = __fadd_rn(product, row.offset) / kScoreToLog2;
     }
   }
 }
@@ -410,7 +395,7 @@ __device__ __forceinline__ void online_softmax(float (&scores)[kRowTiles][kKeyTi
                                                float (&output)[kRowTiles][kValueTiles][4],
                                                RowState (&rows)[kRowTiles][2]) {
   float maximum[kRowTiles][2];
-  bool outgrown = false;
+  bool settled = true;
 #pragma unroll
   for (int i = 0; i < kRowTiles; ++i) {
 #pragma unroll
@@ -421,10 +406,11 @@ __device__ __forceinline__ void online_softmax(float (&scores)[kRowTiles][kKeyTi
         maximum[i][r] = fmaxf(maximum[i][r], fmaxf(scores[i][j][2 * r], scores[i][j][2 * r + 1]));
       }
       maximum[i][r] = quad_max(maximum[i][r]);
-      outgrown |= (maximum[i][r] - rows[i][r].reference) * kScoreToLog2 > kRescaleThreshold;
+      const float lag = fmaf(maximum[i][r], kScoreToLog2, rows[i][r].offset);
+      settled = settled && lag <= kRescaleThreshold && rows[i][r].is_near();
     }
   }
-  if (__any_sync(0xffffffffu, outgrown)) {
+  if (!__all_sync(0xffffffffu, settled)) {
 #pragma unroll
     for (int i = 0; i < kRowTiles; ++i) {
 #pragma unroll
@@ -437,9 +423,21 @@ __device__ __forceinline__ void online_softmax(float (&scores)[kRowTiles][kKeyTi
         }
       }
     }
+    add_far_offsets(scores, rows);
   }
-  if (__all_sync(0xffffffffu, all_have_offsets(rows))) exponentiate<true>(scores, rows);
-  else exponentiate<false>(scores, rows);
+#pragma unroll
+  for (int i = 0; i < kRowTiles; ++i) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const float offset = rows[i][r].is_near() ? rows[i][r].offset : 0.0f;
+#pragma unroll
+      for (int j = 0; j < kKeyTiles; ++j) {
+        scores[i][j][2 * r] = exp2_approx(fmaf(scores[i][j][2 * r], kScoreToLog2, offset));
+        scores[i][j][2 * r + 1] = exp2_approx(fmaf(scores[i][j][2 * r + 1], kScoreToLog2, offset));
+        rows[i][r].sum += scores[i][j][2 * r] + scores[i][j][2 * r + 1];
+      }
+    }
+  }
 }
 
 // Divides by the row sums, rounds, and lays this warp's rows of the output into shared memory. Rows with nothing to
@@ -474,7 +472,7 @@ __device__ __forceinline__ void write_lse(const RowState (&rows)[kRowTiles][2], 
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const int query = position.query + i * 16 + r * 8;
-      const float log2_sum = rows[i][r].reference * kScoreToLog2 + log2_approx(rows[i][r].sum);
+      const float log2_sum = log2_approx(rows[i][r].sum) - rows[i][r].offset;
       if (query >= arguments.len_q) continue;
       arguments.lse[head * arguments.len_q + query] = rows[i][r].sum == 0.0f ? minus_infinity() : log2_sum * 0.69314718f;
     }

@@ -626,6 +626,7 @@ __device__ __forceinline__ void softmax(unsigned (&probabilities)[kTileK / 16][4
   if (!steady || __any_sync(0xffffffffu, exponentiate(probabilities, sums, scores, offsets))) {
     steady = raise_references(rows, output, scores);
     if (!steady) subtract_references(scores, rows);
+#pragma unroll
     for (int r = 0; r < 2; ++r) offsets[r] = steady ? rows[r].offset() : 0.0f;
     exponentiate(probabilities, sums, scores, offsets);
   }
