@@ -50,8 +50,7 @@ constexpr int kKeyTiles = kTileK / 8;          // 8-column mma tiles of scores
 constexpr int kValueTiles = kValueDimPadded / 8;
 constexpr float kScoreToLog2 = 0.180336878f;   // scale * log2(e): probabilities are powers of 2
 constexpr float kRescaleThreshold = 8.0f;      // in log2: the reference of a row may lag its maximum by this much
-constexpr float kMostOffset = 16777216.0f;     // 2^24: of a row's offset that is rounded by less than 1
-constexpr float kNoOffset = 3.4028235e38f;     // of a row that has seen no key yet
+constexpr float kMostReference = 93032640.0f;   // whose product with kScoreToLog2 is less than 2^24
 
 // Shared memory, in bytes: Q, then two tiles each of K and V. The output takes it over at the end.
 constexpr int kQueryBytes = kTileQ * kHeadDimPadded * 2;
@@ -330,46 +329,50 @@ __device__ __forceinline__ void cut_scores(float (&scores)[kRowTiles][kKeyTiles]
   }
 }
 
-// A row's running state: the reference m that its probabilities are relative to, as the offset -m * log2(e) of powers of
-// 2, and this lane's share of their sum. A row that has seen no key yet has an offset that no power of 2 survives.
+// A row's running state: the reference that its probabilities are relative to, and this lane's share of their sum.
 struct RowState {
-  float offset = kNoOffset, sum = 0.0f;
+  float reference = minus_infinity(), sum = 0.0f;
 
-  // Whether a power of 2 may take a product and the offset in one operation: the offset is rounded by less than 1.
-  __device__ __forceinline__ bool is_near() const { return fabsf(offset) < kMostOffset; }
+  // Whether the product with kScoreToLog2 will do as an offset of powers of 2: rounded by less than 1, and not infinite
+  // as in a row that has seen no key yet.
+  __device__ __forceinline__ bool has_offset() const { return fabsf(reference) < kMostReference; }
 
-  // Raises the reference: by what factor sum and output shrink.
+  // Raises the reference: by what factor sum and output shrink. A row that has seen no key yet has nothing to rescale;
+  // -inf - -inf would be NaN.
   __device__ __forceinline__ float raise_to(float maximum) {
-    const float old = offset;
-    offset = fmaxf(fminf(old, __fmul_rn(-maximum, kScoreToLog2)), -kNoOffset);
-    const float shrink = exp2_approx(offset - old);
+    const float old = reference;
+    reference = fmaxf(old, maximum);
+    const float shrink = reference == minus_infinity() ? 1.0f : exp2_approx((old - reference) * kScoreToLog2);
     sum *= shrink;
     return shrink;
   }
 };
 
-// Adds the offsets that are far from 0 to the scores themselves, product and sum each rounded: the largest becomes 0.
-__device__ __forceinline__ void add_far_offsets(float (&scores)[kRowTiles][kKeyTiles][4],
-                                                const RowState (&rows)[kRowTiles][2]) {
+// Takes the references from the scores themselves, where rows have no offsets: exact, but one operation more for each.
+__device__ __forceinline__ void subtract_references(float (&scores)[kRowTiles][kKeyTiles][4],
+                                                    const RowState (&rows)[kRowTiles][2]) {
 #pragma unroll
   for (int i = 0; i < kRowTiles; ++i) {
 #pragma unroll
-    for (int e = 0; e < kKeyTiles * 4; ++e) {
-      const RowState& row = rows[i][e / 2 % 2];
-      float& score = scores[i][e / 4][e % 4];
-      const float product = fminf(fmaxf(__fmul_rn(score, kScoreToLog2), -kNoOffset), kNoOffset);
-      if (!row.is_near() && score != minus_infinity()) score = __fadd_rn(product, row.offset) / kScoreToLog2;
+    for (int r = 0; r < 2; ++r) {
+      const float reference = rows[i][r].reference == minus_infinity() ? 0.0f : rows[i][r].reference;
+#pragma unroll
+      for (int j = 0; j < kKeyTiles; ++j) {
+        scores[i][j][2 * r] -= reference;
+        scores[i][j][2 * r + 1] -= reference;
+      }
     }
   }
 }
 
 // Turns a tile of scores into probabilities relative to the row's reference, and adds them to the row's sum. Output
-// and sum are rescaled only when some row of the warp has outgrown its reference by 2^kRescaleThreshold.
+// and sum are rescaled only when some row of the warp has outgrown its reference by 2^kRescaleThreshold, or while some
+// row has no offset and the warp is not `steady`.
 __device__ __forceinline__ void online_softmax(float (&scores)[kRowTiles][kKeyTiles][4],
                                                float (&output)[kRowTiles][kValueTiles][4],
-                                               RowState (&rows)[kRowTiles][2]) {
+                                               RowState (&rows)[kRowTiles][2], bool& steady) {
   float maximum[kRowTiles][2];
-  bool settled = true;
+  bool outgrown = false;
 #pragma unroll
   for (int i = 0; i < kRowTiles; ++i) {
 #pragma unroll
@@ -380,16 +383,17 @@ __device__ __forceinline__ void online_softmax(float (&scores)[kRowTiles][kKeyTi
         maximum[i][r] = fmaxf(maximum[i][r], fmaxf(scores[i][j][2 * r], scores[i][j][2 * r + 1]));
       }
       maximum[i][r] = quad_max(maximum[i][r]);
-      const float lag = fmaf(maximum[i][r], kScoreToLog2, rows[i][r].offset);
-      settled = settled && lag <= kRescaleThreshold && rows[i][r].is_near();
+      outgrown |= (maximum[i][r] - rows[i][r].reference) * kScoreToLog2 > kRescaleThreshold;
     }
   }
-  if (!__all_sync(0xffffffffu, settled)) {
+  if (!steady || __any_sync(0xffffffffu, outgrown)) {
+    bool all = true;
 #pragma unroll
     for (int i = 0; i < kRowTiles; ++i) {
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         const float shrink = rows[i][r].raise_to(maximum[i][r]);
+        all = all && rows[i][r].has_offset();
 #pragma unroll
         for (int j = 0; j < kValueTiles; ++j) {
           output[i][j][2 * r] *= shrink;
@@ -397,13 +401,14 @@ __device__ __forceinline__ void online_softmax(float (&scores)[kRowTiles][kKeyTi
         }
       }
     }
-    add_far_offsets(scores, rows);
+    steady = __all_sync(0xffffffffu, all);
+    if (!steady) subtract_references(scores, rows);
   }
 #pragma unroll
   for (int i = 0; i < kRowTiles; ++i) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const float offset = rows[i][r].is_near() ? rows[i][r].offset : 0.0f;
+      const float offset = steady ? -rows[i][r].reference * kScoreToLog2 : 0.0f;
 #pragma unroll
       for (int j = 0; j < kKeyTiles; ++j) {
         scores[i][j][2 * r] = exp2_approx(fmaf(scores[i][j][2 * r], kScoreToLog2, offset));
@@ -446,7 +451,7 @@ __device__ __forceinline__ void write_lse(const RowState (&rows)[kRowTiles][2], 
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const int query = position.query + i * 16 + r * 8;
-      const float log2_sum = log2_approx(rows[i][r].sum) - rows[i][r].offset;
+      const float log2_sum = rows[i][r].reference * kScoreToLog2 + log2_approx(rows[i][r].sum);
       if (query >= arguments.len_q) continue;
       arguments.lse[head * arguments.len_q + query] = rows[i][r].sum == 0.0f ? minus_infinity() : log2_sum * 0.69314718f;
     }
@@ -473,6 +478,7 @@ attention_forward_bf16_d64_full_031c8013(const __grid_constant__ ForwardArgument
 
   float output[kRowTiles][kValueTiles][4] = {};
   RowState rows[kRowTiles][2];
+  bool steady = false;   // whether the references of the warp's rows will do as offsets
   const KeyTiles tiles = key_tiles_of(work, arguments);
   const auto copy_queries = [&] {
     copy_tile<kTileQ, kHeadDim, kHeadDimPadded>(q_tile, q, arguments.q_strides.row, work.first_query, arguments.len_q);
@@ -506,7 +512,7 @@ attention_forward_bf16_d64_full_031c8013(const __grid_constant__ ForwardArgument
     float scores[kRowTiles][kKeyTiles][4] = {};
     multiply_by_transpose<kHeadDimPadded>(scores, q_rows, k_tile + step % 2 * kKeyBytes);
     if (first_key + kTileK > arguments.len_k) cut_scores(scores, position, first_key, arguments);
-    online_softmax(scores, output, rows);
+    online_softmax(scores, output, rows, steady);
 
     multiply_registers<kValueDimPadded / 8>(output, scores, v_tile + step % 2 * kValueBytes);
   }
