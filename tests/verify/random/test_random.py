@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from flashgen.verify.random import Options, Summary, finding_text, run
+from flashgen.verify.random import Options, Summary, finding_text, run, targets_of_gpu
 
 SECONDS = float(os.environ.get("FLASHGEN_RANDOM_SECONDS", "24"))
 FIXED = 7_000_000
@@ -27,7 +27,17 @@ def seed_of_this_commit() -> int:
 
 @pytest.mark.parametrize("which", ["fixed", "of the commit"])
 def test_random_variants(which: str) -> None:
-    seed, options = FIXED if which == "fixed" else seed_of_this_commit(), Options()
+    nothing_is_found(FIXED if which == "fixed" else seed_of_this_commit(), Options())
+
+
+@pytest.mark.gpu
+def test_random_variants_on_a_gpu() -> None:
+    from flashgen.runtime.gpu import compute_capability
+
+    nothing_is_found(seed_of_this_commit(), Options(targets_of_gpu(*compute_capability()), emulate=False))
+
+
+def nothing_is_found(seed: int, options: Options) -> None:
     summary = Summary(options)
     for result in run(seed, options, seconds=SECONDS / 2, own_cache=False, shrink_seconds=SECONDS):
         summary.add(result)
