@@ -50,9 +50,9 @@ _LENGTHS = (
     257,
 )
 _LONG = ((32_769, 64), (64, 33_000), (40_000, 16), (2_049, 300))
-_INPUTS: tuple[Inputs, ...] = ("normal", "large", "tiny", "huge", "ones", "zeros", "garbage")
+_INPUTS: tuple[Inputs, ...] = ("normal", "large", "tiny", "huge", "ones", "zeros", "garbage", "padding")
 _GRADIENTS = {"float16": (1e-3, 100.0), "bfloat16": (1e-30, 1e30)}  # scales that leave room for sums of products
-_INPUT_WEIGHTS = (8, 2, 2, 1, 1, 1, 1)
+_INPUT_WEIGHTS = (8, 2, 2, 1, 1, 1, 1, 1)
 _COMMON_TARGETS = ("sm_75", "sm_80", "sm_90", "sm_90a", "sm_90a", "sm_90a", "sm_100", "sm_120")
 
 PREDICATES_EACH = 6  # calls of a case that compiles no kernel

@@ -2,14 +2,13 @@
 
 The rule compares with standard attention in the input dtype. Where scores are so large that one float32 rounding of
 them changes a probability, or float16 cannot hold them, it says nothing. There the scores are only known to within
-`slack`, and what can be said is said: LSE within it, outputs between the values that are averaged, gradients finite as
-long as probabilities are known to a factor.
+`slack`, and what can be said is said: LSE within it, outputs between the values that are averaged, gradients finite.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,7 +22,6 @@ _EPS32 = 2.0**-24
 _ROUNDINGS = 8  # of float32, on the way to a score
 _FAST_TANH = 2.0**-11  # the relative error that its documentation allows
 _TRUSTED = LSE_BOUND / 4  # slack up to which the rule as it is takes in float32's own rounding
-_LOST = 1.0  # slack beyond which gradients say nothing
 _EPS = {"float16": 2.0**-11, "bfloat16": 2.0**-8}
 
 
@@ -36,6 +34,7 @@ class Judged(NamedTuple):
     largest: float  # magnitude on the way to a score
     values: float  # the largest magnitude of v, times dropout's factor
     fast_tanh: bool = False
+    given: Callable[[], Mapping[str, Array]] | None = None  # of gradients: those of a rounded output
 
     @property
     def slack(self) -> float:
@@ -45,39 +44,50 @@ class Judged(NamedTuple):
 
 def complaint(draws: Sequence[Judged], dtype: str) -> str | None:
     """What is wrong with the draws together, or None. They are judged as one array: see `verify.samples`."""
-    slack = max(draw.slack for draw in draws)
+    slack, values = max(draw.slack for draw in draws), max(draw.values for draw in draws)
+    given = [draw.given for draw in draws if draw.given is not None]
     for name in draws[0].found:
-        found, expected, low = (
-            np.concatenate([np.ravel(np.asarray(part[name]).astype(np.float64)) for part in parts])
-            for parts in zip(*(draw[:3] for draw in draws), strict=True)
-        )
-        wrong = _wrong(name, found, expected, low, slack, max(draw.values for draw in draws), dtype)
+        found, expected, low = (_together(name, parts) for parts in zip(*(draw[:3] for draw in draws), strict=True))
+        if not found.size or (name != "lse" and not np.isfinite(expected).all()):
+            continue  # what is beyond float64 for the reference cannot be judged
+        if np.isnan(found).any():
+            return f"{name}: {int(np.isnan(found).sum())} of {found.size} are NaN"
+        if name != "lse" and slack <= _TRUSTED:
+            wrong = _by_the_rule(name, found, expected, low, given)
+        else:
+            wrong = _by_bounds(name, found, expected, low, slack, values, dtype)
         if wrong:
             return f"{name}: {wrong}"
     return None
 
 
-def _wrong(name: str, found: Array, expected: Array, low: Array, slack: float, values: float, dtype: str) -> str | None:
-    if not found.size or (name != "lse" and not np.isfinite(expected).all()):
-        return None  # what is beyond float64 for the reference cannot be judged
-    if np.isnan(found).any() and (slack <= _LOST or name in ("out", "lse")):
-        return f"{int(np.isnan(found).sum())} of {found.size} are NaN"
+def _together(name: str, parts: Sequence[Mapping[str, Array]]) -> Array:
+    return np.concatenate([np.ravel(np.asarray(part[name]).astype(np.float64)) for part in parts])
+
+
+def _by_the_rule(
+    name: str, found: Array, expected: Array, low: Array, given: Sequence[Callable[[], Mapping[str, Array]]]
+) -> str | None:
+    if name != "out" and not np.isfinite(low).all():
+        return None  # a gradient beyond its array's dtype, as a capture's in float16 may be
+    verdict = judge(found, expected, low)
+    if not verdict.ok and given:
+        verdict = judge(found, expected, low, given=_together(name, [each() for each in given]))
+    return None if verdict.ok else str(verdict)
+
+
+def _by_bounds(
+    name: str, found: Array, expected: Array, low: Array, slack: float, values: float, dtype: str
+) -> str | None:
     if name == "lse":
         magnitude = np.abs(np.where(np.isfinite(expected), expected, 0.0))
         return _beyond(found, expected, np.maximum(LSE_BOUND, LSE_FACTOR * magnitude) + (slack > _TRUSTED) * slack)
-    if slack <= _TRUSTED:
-        if name != "out" and not np.isfinite(low).all():
-            return None  # a gradient beyond its array's dtype, as a capture's in float16 may be
-        verdict = judge(found, expected, low)
-        return None if verdict.ok else str(verdict)
     if name == "out":
         with np.errstate(invalid="ignore"):
             own = FACTOR * float(np.abs(low - expected).max())
         if not math.isfinite(own):
             own = 4 * _EPS[dtype] * values
         return _beyond(found, expected, own + ALLOWANCE + min(2.0, math.expm1(min(2 * slack, 1.0))) * values)
-    if slack > _LOST:
-        return None  # P = exp(S - LSE) of the backward is of another LSE than that of the scores it computes
     infinite = np.isinf(found) & (np.abs(expected) < 1e4)
     return f"{int(infinite.sum())} of {found.size} are infinite" if infinite.any() else None
 

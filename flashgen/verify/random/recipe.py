@@ -16,7 +16,7 @@ from flashgen.verify.random.terms import Declared, Term, captures_of, from_data,
 from flashgen.verify.random.tracing import mask_of, score_of
 from flashgen.verify.random.values import Fill
 
-Inputs = Literal["normal", "large", "tiny", "huge", "ones", "zeros", "garbage"]
+Inputs = Literal["normal", "large", "tiny", "huge", "ones", "zeros", "garbage", "padding"]
 
 
 @dataclass(frozen=True)
