@@ -613,9 +613,7 @@ __device__ __forceinline__ void subtract_references(float (&scores)[kTileK / 2],
 // Turns a tile of scores into probabilities relative to the rows' references, and adds them to the rows' sums. References
 // change only when some row of the warp has outgrown its own by 2^kMostLag: then the result is true, and the output must
 // shrink by these factors. It runs beside P * V, as score functions take long, and their scores may grow from tile to tile.
-// `steady`: the warp's rows have offsets.
-__device__ __forceinline__ bool softmax(float (&scores)[kTileK / 2], RowState (&rows)[2], float (&shrink)[2],
-                                        bool& steady) {
+__device__ __forceinline__ bool softmax(float (&scores)[kTileK / 2], RowState (&rows)[2], float (&shrink)[2]) {
   float maximum[2];
   bool outgrown = false;
 #pragma unroll
@@ -627,12 +625,12 @@ __device__ __forceinline__ bool softmax(float (&scores)[kTileK / 2], RowState (&
   if (outgrown) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) shrink[r] = rows[r].raise_to(maximum[r]);
-    steady = __all_sync(0xffffffffu, rows[0].has_offset() && rows[1].has_offset());
   }
-  if (!steady) subtract_references(scores, rows);
+  const bool by_offsets = __all_sync(0xffffffffu, rows[0].has_offset() && rows[1].has_offset());
+  if (!by_offsets) subtract_references(scores, rows);
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    const float offset = steady ? rows[r].offset() : 0.0f;
+    const float offset = by_offsets ? rows[r].offset() : 0.0f;
     float even = 0.0f, odd = 0.0f;
 #pragma unroll
     for (int n = 2 * r; n < kTileK / 2; n += 4) {
@@ -707,7 +705,6 @@ __device__ __forceinline__ void attend(int warpgroup, unsigned shared, const Bar
     unsigned probabilities[kTileK / 16][4];
     RowState rows[2];
     float shrink[2];
-    bool steady = false;
 
     for (int step = 0; step < steps.first; ++step) pass_by(use++, barriers);
     if (steps.first < steps.last) {
@@ -717,7 +714,7 @@ __device__ __forceinline__ void attend(int warpgroup, unsigned shared, const Bar
       release(barriers.keys_empty(use));
       if (steps.first + 1 == steps.last) release(barriers.queries_empty());
       finish_scores(scores, position, tiles, steps.first, arguments);
-      softmax(scores, rows, shrink, steady);
+      softmax(scores, rows, shrink);
       round_probabilities(probabilities, scores);
       for (int step = steps.first + 1; step < steps.last; ++step, ++use) {
         mbarrier_wait(barriers.keys_full(use + 1), barriers.parity(use + 1));
@@ -728,7 +725,7 @@ __device__ __forceinline__ void attend(int warpgroup, unsigned shared, const Bar
         release(barriers.keys_empty(use + 1));
         if (step + 1 == steps.last) release(barriers.queries_empty());
         finish_scores(scores, position, tiles, step, arguments);
-        const bool outgrown = softmax(scores, rows, shrink, steady);
+        const bool outgrown = softmax(scores, rows, shrink);
         await_product<0>(output);
         release(barriers.values_empty(use));
         if (outgrown) rescale(output, shrink);
