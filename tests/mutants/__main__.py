@@ -74,21 +74,28 @@ def main() -> int:
 
 def examined(mutant: Mutant, tree: Path) -> str:
     """Prints and gives what becomes of a mutant, whose tests must pass without it."""
-    sound, said = verdict(tree, mutant.tests)
-    if sound != SURVIVED:
-        found, said = NOT_RUN, f"without the mutant: {said}"
+    found, said = verdict(tree, mutant.tests)
+    if found == SURVIVED:
+        found, said = with_mistake(mutant, tree)
     else:
-        file = tree / mutant.file
-        text = file.read_text(encoding="utf-8")
-        file.write_text(planted(mutant, tree), encoding="utf-8")
-        try:
-            found, said = verdict(tree, mutant.tests)
-        finally:
-            file.write_text(text, encoding="utf-8")
+        found, said = NOT_RUN, f"without the mutant: {said}"
     print(f"{found:12} {mutant.name} ({mutant.file})", flush=True)
     if found != KILLED:
         print(said, flush=True)
     return found
+
+
+def with_mistake(mutant: Mutant, tree: Path) -> tuple[str, str]:
+    """The verdict with the mistake in the tree, which is as it was afterwards."""
+    file = tree / mutant.file
+    text = file.read_text(encoding="utf-8")
+    try:
+        file.write_text(planted(mutant, tree), encoding="utf-8")
+        return verdict(tree, mutant.tests)
+    except ValueError as error:
+        return NOT_RUN, str(error)
+    finally:
+        file.write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -61,7 +61,7 @@ MUTANTS = (
     Mutant(
         "LSE of -inf not cleared in the backward's preprocess",
         "templates/backward/prepare.cu.jinja",
-        "      if (lse == minus_infinity()) lse = d = 0.0f;\n",
+        "      lse = kNoLse;\n",
         "",
         ("tests/attention/test_backward_calls.py::test_rows_whose_scores_are_all_minus_infinity_have_gradients_of_0",),
     ),
