@@ -329,12 +329,10 @@ __device__ __forceinline__ void mask_scores(float (&scores)[kRowTiles][kKeyTiles
 #pragma unroll
   for (int i = 0; i < kRowTiles; ++i) {
 #pragma unroll
-    for (int j = 0; j < kKeyTiles; ++j) {
-#pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        const int q = position.query + i * 16 + e / 2 * 8, k = first_key + position.key + j * 8 + e % 2;
-        scores[i][j][e] = may_attend(q, k, arguments) ? scores[i][j][e] : minus_infinity();
-      }
+    for (int n = 0; n < kKeyTiles * 4; ++n) {
+      const int j = n / 4, e = n % 4;
+      const int q = position.query + i * 16 + e / 2 * 8, k = first_key + position.key + j * 8 + e % 2;
+      scores[i][j][e] = may_attend(q, k, arguments) ? scores[i][j][e] : minus_infinity();
     }
   }
 }
@@ -346,11 +344,8 @@ __device__ __forceinline__ void cut_scores(float (&scores)[kRowTiles][kKeyTiles]
 #pragma unroll
   for (int i = 0; i < kRowTiles; ++i) {
 #pragma unroll
-    for (int j = 0; j < kKeyTiles; ++j) {
-#pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        if (j * 8 + e % 2 >= left) scores[i][j][e] = minus_infinity();
-      }
+    for (int n = 0; n < kKeyTiles * 4; ++n) {
+      if (n / 4 * 8 + n % 2 >= left) scores[i][n / 4][n % 4] = minus_infinity();
     }
   }
 }
@@ -380,13 +375,9 @@ __device__ __forceinline__ void subtract_references(float (&scores)[kRowTiles][k
 #pragma unroll
   for (int i = 0; i < kRowTiles; ++i) {
 #pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const float reference = rows[i][r].reference == minus_infinity() ? 0.0f : rows[i][r].reference;
-#pragma unroll
-      for (int j = 0; j < kKeyTiles; ++j) {
-        scores[i][j][2 * r] -= reference;
-        scores[i][j][2 * r + 1] -= reference;
-      }
+    for (int n = 0; n < kKeyTiles * 4; ++n) {
+      const float reference = rows[i][n / 2 % 2].reference;
+      scores[i][n / 4][n % 4] -= reference == minus_infinity() ? 0.0f : reference;
     }
   }
 }

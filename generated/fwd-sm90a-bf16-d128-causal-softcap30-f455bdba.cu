@@ -442,6 +442,35 @@ __device__ __forceinline__ void rescale(float (&output)[kValueDimPadded / 2], co
   for (int n = 0; n < kValueDimPadded / 2; ++n) output[n] *= factor[n / 2 % 2];
 }
 
+// A row's running state: the reference that its probabilities are relative to, and this lane's share of their sum.
+struct RowState {
+  float reference = minus_infinity(), sum = 0.0f;
+
+  // Of a score's power of 2: of use where it is rounded by less than 1, and not infinite as in a row that has seen no
+  // key yet.
+  __device__ __forceinline__ float offset() const { return -reference * kScoreToLog2; }
+  __device__ __forceinline__ bool has_offset() const { return fabsf(reference) < kMostReference; }
+
+  // Raises the reference: by what factor sum and output shrink. A row that has seen no key yet has nothing to rescale;
+  // -inf - -inf would be NaN.
+  __device__ __forceinline__ float raise_to(float maximum) {
+    const float old = reference;
+    reference = fmaxf(old, maximum);
+    const float shrink = reference == minus_infinity() ? 1.0f : exp2_approx((old - reference) * kScoreToLog2);
+    sum *= shrink;
+    return shrink;
+  }
+};
+
+// Takes the references from the scores themselves, where rows have no offsets: exact, but one operation more for each.
+__device__ __forceinline__ void subtract_references(float (&scores)[kTileK / 2], const RowState (&rows)[2]) {
+#pragma unroll
+  for (int n = 0; n < kTileK / 2; ++n) {
+    const float reference = rows[n / 2 % 2].reference;
+    scores[n] -= reference == minus_infinity() ? 0.0f : reference;
+  }
+}
+
 // Rounds probabilities to the input's type: the operand of P * V, 16 keys at a time.
 __device__ __forceinline__ void round_probabilities(unsigned (&operand)[kTileK / 16][4],
                                                     const float (&probabilities)[kTileK / 2]) {
@@ -578,35 +607,6 @@ __device__ __forceinline__ void finish_scores(float (&scores)[kTileK / 2], const
     for (int n = 0; n < kTileK / 2; ++n) {
       if (n / 4 * 8 + n % 2 >= left - position.key) scores[n] = minus_infinity();
     }
-  }
-}
-
-// A row's running state: the reference that its probabilities are relative to, and this lane's share of their sum.
-struct RowState {
-  float reference = minus_infinity(), sum = 0.0f;
-
-  // Of a score's power of 2: of use where it is rounded by less than 1, and not infinite as in a row that has seen no
-  // key yet.
-  __device__ __forceinline__ float offset() const { return -reference * kScoreToLog2; }
-  __device__ __forceinline__ bool has_offset() const { return fabsf(reference) < kMostReference; }
-
-  // Raises the reference: by what factor sum and output shrink. A row that has seen no key yet has nothing to rescale;
-  // -inf - -inf would be NaN.
-  __device__ __forceinline__ float raise_to(float maximum) {
-    const float old = reference;
-    reference = fmaxf(old, maximum);
-    const float shrink = reference == minus_infinity() ? 1.0f : exp2_approx((old - reference) * kScoreToLog2);
-    sum *= shrink;
-    return shrink;
-  }
-};
-
-// Takes the references from the scores themselves, where rows have no offsets: exact, but one operation more for each.
-__device__ __forceinline__ void subtract_references(float (&scores)[kTileK / 2], const RowState (&rows)[2]) {
-#pragma unroll
-  for (int n = 0; n < kTileK / 2; ++n) {
-    const float reference = rows[n / 2 % 2].reference;
-    scores[n] -= reference == minus_infinity() ? 0.0f : reference;
   }
 }
 

@@ -7,7 +7,7 @@ import re
 from flashgen.codegen.environment import _primitive_templates
 from flashgen.codegen.kernel import RenderedKernel
 
-LONGEST_FUNCTION, LONGEST_KERNEL, LONGEST_FILE = 62, 90, 380  # lines; of a file, lines of code beside primitives
+LONGEST_FUNCTION, LONGEST_KERNEL, LONGEST_FILE = 62, 90, 395  # lines; of a file, lines of code beside primitives
 _NAME = re.compile(r"(operator\W+|\w+)\(")
 
 

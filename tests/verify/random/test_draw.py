@@ -37,9 +37,19 @@ def test_every_production_is_drawn() -> None:
     assert not set(TARGETS) - set(others)
     assert not {("declared", dtype, True) for dtype in CAPTURES} - set(others)
     assert not {("declared", dtype, False) for dtype in SCALARS} - set(others)
-    assert not {"float16", "bfloat16", "bhsd", "bshd", "address", "thread", "beyond", "huge", "garbage", "padding", *VIEWS} - set(
-        others
-    )
+    assert not {
+        "float16",
+        "bfloat16",
+        "bhsd",
+        "bshd",
+        "address",
+        "thread",
+        "beyond",
+        "huge",
+        "garbage",
+        "padding",
+        *VIEWS,
+    } - set(others)
     assert not {way for ways in WAYS.values() for way in ways} - set(others)
     assert {("gradient", scale) for scale in (1.0, 1e-30, 1e30, 1e-3, 100.0)} <= set(others)
     assert {("plan", place) for place in range(MOST)} <= set(others)
