@@ -251,12 +251,17 @@ def _quotient(x: Array, y: Array) -> Array:
     return np.where(y == 0, 0, np.floor_divide(x, np.where(y == 0, 1, y)))
 
 
+_MOST_QUOTIENT = 2.0**126  # beyond, a / b may overflow float32, and the remainder is infinite or NaN
+
+
 def _floor_modulo(a: Interval, b: Interval) -> Interval:
     if a.is_float or b.is_float:
-        magnitude = np.maximum(np.abs(b.low), np.abs(b.high))
-        infinite = np.isinf(a.low) | np.isinf(a.high) | np.isinf(magnitude) | ((b.low <= 0) & (b.high >= 0))
+        least, magnitude = (pick(np.abs(b.low), np.abs(b.high)) for pick in (np.minimum, np.maximum))
+        largest = np.maximum(np.abs(a.low), np.abs(a.high))
+        infinite = np.isinf(largest) | np.isinf(magnitude) | ((b.low <= 0) & (b.high >= 0))
+        infinite |= largest >= least * _MOST_QUOTIENT
         # a - b * floor(a / b) in float32 may leave [0, b) by its rounding, which grows with a.
-        slack = (np.maximum(np.abs(a.low), np.abs(a.high)) + magnitude) * 2.0**-18
+        slack = (largest + magnitude) * 2.0**-18
         unknown = np.where(infinite, np.inf, magnitude * 2 + slack)
         low, high = np.where(b.low > 0, -slack, -unknown), np.where(b.high < 0, slack, unknown)
         return floats(np.where(infinite, -np.inf, low), np.where(infinite, np.inf, high), a.nan | b.nan | infinite)

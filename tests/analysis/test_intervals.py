@@ -134,6 +134,18 @@ def test_floats_are_as_wide_as_float32_is_coarse() -> None:
             assert found == PARTIAL or (found == FULL) == right, (query, limit)
 
 
+@pytest.mark.parametrize("divisor", [-1e-45, 1e-45, 1e-39, -1e-39])
+def test_a_remainder_whose_quotient_overflows_is_unknown(divisor: float) -> None:
+    """1 / 1e-45 is infinite in float32, and so is what is left of 1."""
+    remainder = ops.FloorMod(ops.ToFloat(Q), ops.Capture("real", "float32", 0))
+    for value in (1, 3):
+        with np.errstate(all="ignore"):
+            a, b = np.float32(value), np.float32(divisor)
+            found, left = interval_of(remainder, {Q: (value, value)}, {"real": b}), a - b * np.floor(a / b)
+        assert found.nan or found.low <= left <= found.high, left
+        assert found.nan or not np.isnan(left)
+
+
 def test_captured_arrays_are_read_by_ranges_and_clamped() -> None:
     ids = np.array([0, 0, 1, 1, 1, 2, 2, 5], np.int32)
     node = ops.Load(ops.Capture("ids", "int32", 1), Q)
