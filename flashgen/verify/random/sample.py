@@ -30,7 +30,6 @@ _FIELDS = ("head_dim", "dtype", "value_dim", "scale", "layout", "dropout")
 _DROPOUT = ("seed", "offset")
 _MAGNITUDES = {"large": 8.0, "tiny": 1e-3, "huge": 1e15}
 _ROUNDING = 1e-11  # of float64, relative to the largest number, and to the largest score on the way
-_FLOOR = 1e-3  # sums that cancel are compared with numbers of that size, at least
 
 
 @dataclass(frozen=True, eq=False)
@@ -217,9 +216,10 @@ class Sample:
         relative = _ROUNDING + _ROUNDING * self.expected.largest
         if relative > 1e-3:
             return  # the scores are too large for float64 to say
+        # What cancels has the rounding of what it was before: of gradients, of the largest of them.
+        largest = max(float(np.abs(mine[np.isfinite(mine)]).max(initial=0)) for mine in ours.values())
         for name, mine in ours.items():
-            finite = np.abs(mine[np.isfinite(mine)])
             with np.errstate(invalid="ignore"):
                 error = np.where(theirs[name] == mine, 0.0, np.abs(theirs[name] - mine))
-            if not (error <= relative * max(_FLOOR, float(finite.max(initial=0)))).all():
+            if not (error <= relative * max(self.checked.problem.gradient, largest)).all():
                 raise Found("oracle", f"{name} at {self.checked.problem.shape} differs by {np.nanmax(error):.2e}")
