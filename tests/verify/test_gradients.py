@@ -89,6 +89,8 @@ class Stub:
     A run is of eight problems: two slopes each.
     """
 
+    edited = ()
+
     def __init__(self) -> None:
         self.calls = 0
 

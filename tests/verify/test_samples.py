@@ -69,7 +69,7 @@ def test_every_problem_s_gradients_are_judged(monkeypatch: pytest.MonkeyPatch) -
             found.captures["slopes"][1] += 1000
         return found
 
-    monkeypatch.setattr(attention, "compile", lambda *_, **__: SimpleNamespace(backward=backward))
+    monkeypatch.setattr(attention, "compile", lambda *_, **__: SimpleNamespace(backward=backward, edited=()))
     for wrong in (0, 1, 8):
         calls = 0
         (result,) = verify([Case(SLOPES, Shape(9, 17))], passes=("backward",), emulate=True)
