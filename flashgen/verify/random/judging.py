@@ -88,7 +88,7 @@ def _by_bounds(
         if not math.isfinite(own):
             own = 4 * _EPS[dtype] * values
         return _beyond(found, expected, own + ALLOWANCE + min(2.0, math.expm1(min(2 * slack, 1.0))) * values)
-    infinite = np.isinf(found) & (np.abs(expected) < 1e4)
+    infinite = np.isinf(found) & (np.abs(expected) < 1e4) & np.isfinite(low)
     return f"{int(infinite.sum())} of {found.size} are infinite" if infinite.any() else None
 
 

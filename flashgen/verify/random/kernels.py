@@ -9,7 +9,7 @@ from flashgen import attention
 from flashgen.build import nvrtc
 from flashgen.codegen.candidates import Workload, candidates
 from flashgen.codegen.targets import target_named
-from flashgen.errors import ArgumentError
+from flashgen.errors import ArgumentError, BuildError
 from flashgen.verify.random.covers import lie_of_map
 from flashgen.verify.random.judging import Judged, complaint
 from flashgen.verify.random.outcome import Counts, Found
@@ -26,29 +26,41 @@ if TYPE_CHECKING:
 DRAWS = 6  # of q, k and v, judged together, before a failure of the rule is believed: it may fail by luck
 _LONG = 2**20  # scores of a head from which on a call is forward only
 _MULTIPROCESSORS = 132
+_REGISTERS = "Insufficient registers"  # ptxas's words for a cap that no allocation meets
 
 
 def check_kernels(recipe: Recipe, spec: AttentionSpec, checked: list[Checked], counts: Counts) -> None:
     """Compiles and calls. Raises Found, and whatever compiling and calling raise."""
-    compiled = attention.compile(
-        spec,
-        target=recipe.target,
-        emulate=recipe.emulate,
-        plan=_plan(recipe, spec, checked),
-        deterministic=recipe.deterministic,
-        sanitize=recipe.sanitize,
-        schedule=recipe.schedule,
-    )
-    if recipe.nvrtc and nvrtc.is_available():
-        sources = compiled.sources | (compiled.backward_sources if "backward" in recipe.passes else {})
-        for name, source in sources.items():
-            nvrtc.compile(source, compiled.target.architecture, name)
-            counts["kernels compiled by NVRTC"] += 1
+    plan = _plan(recipe, spec, checked)
+    try:
+        compiled = attention.compile(
+            spec,
+            target=recipe.target,
+            emulate=recipe.emulate,
+            plan=plan,
+            deterministic=recipe.deterministic,
+            sanitize=recipe.sanitize,
+            schedule=recipe.schedule,
+        )
+        if recipe.nvrtc and nvrtc.is_available():
+            _compile_for_gpu(recipe, compiled, counts)
+    except BuildError as error:
+        if plan is None or _REGISTERS not in str(error):
+            raise
+        counts["plans that the assembler refuses"] += 1  # whose registers are estimated: tuning leaves these out
+        return
     for each in checked:
         try:
             _check_call(recipe, compiled, each, counts)
         except Unjudged:
             counts["calls whose scores have no value"] += 1
+
+
+def _compile_for_gpu(recipe: Recipe, compiled: Attention, counts: Counts) -> None:
+    sources = compiled.sources | (compiled.backward_sources if "backward" in recipe.passes else {})
+    for name, source in sources.items():
+        nvrtc.compile(source, compiled.target.architecture, name)
+        counts["kernels compiled by NVRTC"] += 1
 
 
 def _plan(recipe: Recipe, spec: AttentionSpec, checked: list[Checked]) -> AnyForwardPlan | None:

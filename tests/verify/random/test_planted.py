@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -18,8 +19,10 @@ from flashgen.errors import LaunchError, UnsupportedError
 from flashgen.language import evaluate as oracle
 from flashgen.language import operations as ops
 from flashgen.verify.problems import Shape
-from flashgen.verify.random import Options, Outcome, Recipe, check, recipe_of
+from flashgen.verify.random import Options, Outcome, Recipe, check, recipe_of, tracing
+from flashgen.verify.random.predicates import check_predicates
 from flashgen.verify.random.recipe import Problem
+from flashgen.verify.random.sample import Sample
 from flashgen.verify.random.terms import Declared, Term
 from flashgen.verify.random.values import Fill
 
@@ -187,3 +190,27 @@ def test_arguments_that_are_refused_are_a_finding() -> None:
     """The generator gives what the documentation allows."""
     outcome = check(one_call(LOADED, declared=IDS, values={"ids": 3}))
     assert outcome.status == "found"
+
+
+@pytest.mark.parametrize("inputs", ["garbage", "padding"])
+def test_garbage_that_must_not_be_seen(inputs: Any) -> None:
+    """Rows from 50 on attend to nothing, nobody to keys from 30 on; and there are calls without any."""
+    mask = Term("and", (Term("<", (Term("k"), integer(30))), Term("<", (Term("q"), integer(50)))))
+    shapes = (Shape(60, 90, 1, 4, 2), Shape(0, 90, 1, 2, 1), Shape(60, 0, 1, 2, 1))
+    recipe = replace(one_call(mask), problems=tuple(Problem(shape, {}, inputs) for shape in shapes))
+    assert check(recipe).status == "passed"
+    sample = Sample(recipe, recipe.spec(), check_predicates(recipe, recipe.spec(), Counter())[0], 0)
+    forbidden = np.isnan(sample.given.k.astype(np.float32)).all(axis=(0, 1, 3))
+    assert forbidden.sum() == (90 if inputs == "garbage" else 60) and forbidden[30:].all()
+
+
+def test_garbage_that_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mask that lets one key of the padding pass gives NaN."""
+    mask = Term("<", (Term("k"), integer(30)))
+    recipe = replace(one_call(mask), problems=(Problem(Shape(60, 90, 1, 1, 1), {}, "padding"),))
+    monkeypatch.setitem(tracing._OPERATORS, "<", lambda a, b: a <= b)
+    monkeypatch.setattr("flashgen.verify.random.predicates._check_oracle", lambda *_given: None)
+    monkeypatch.setattr("flashgen.verify.random.predicates.lie_of_analysis", lambda *_given, **_turn: None)
+    monkeypatch.setattr("flashgen.verify.random.kernels._check_lists", lambda *_given: None)
+    outcome = check(recipe)
+    assert outcome.kind == "wrong" and "NaN" in outcome.message
