@@ -119,7 +119,7 @@ WRONG = [
     Fault(
         "window's edge taken for full", "window", r"\(full_begin \+ kTileK - 1\) / kTileK, ", "full_begin / kTileK, "
     ),
-    Fault("ragged keys not masked", "grouped heads", r"e % 2 >= left\)", "e % 2 > left)"),
+    Fault("ragged keys not masked", "grouped heads", r"n % 2 >= left\)", "n % 2 > left)"),
     Fault("another head's keys", "grouped heads", r"kv_head_of\(work\.head, arguments\);", "work.head % 2;"),
     Fault("a tile of queries done twice", "one stage", r"gridDim\.x - 1 - blockIdx\.x;", "0;"),
     Fault("a score's head", "score", r"load_slopes\(arguments, h\)", "load_slopes(arguments, 0)"),
