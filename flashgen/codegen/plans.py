@@ -108,7 +108,7 @@ _WARPS_TO_HIDE_LATENCY = 8  # on a multiprocessor
 # output, and the scores among them (an array element loaded per score takes several registers of its own). Held by a
 # test that compiles every kind of spec for every target. sm_90's assembler needs fewer registers for all else.
 _ACCUMULATORS = {"none": 160, "plain": 160, "busy": 160, "loading": 160, "moderate": 160, "costly": 160, "heavy": 96}
-_ACCUMULATORS_SM_90 = _ACCUMULATORS | {"none": 192, "plain": 176, "busy": 176, "loading": 176}
+_ACCUMULATORS_SM_90 = _ACCUMULATORS | {"none": 192, "plain": 176, "busy": 176}
 # Dropout takes more beside many scores, or beside a score function or a mask that is not plain.
 _ACCUMULATORS_WITH_DROPOUT, _SCORES_WITH_DROPOUT = 128, 32
 _NEEDS_MORE = 100  # whose assembler takes more registers for the same text, and GPUs after it
