@@ -106,7 +106,8 @@ _WARPS_TO_HIDE_LATENCY = 8  # on a multiprocessor
 
 # What a thread can hold without spilling, by how much the variant itself needs: registers that accumulate scores and
 # output, and the scores among them (an array element loaded per score takes several registers of its own). Held by a
-# test that compiles every kind of spec for every target. sm_90's assembler needs fewer registers for all else.
+# test that compiles every kind of spec for every target. sm_90's assembler needs fewer registers for all else, but where
+# K's and V's rows differ in length: each has its own offsets then.
 _ACCUMULATORS = {"none": 160, "plain": 160, "busy": 160, "loading": 160, "moderate": 160, "costly": 160, "heavy": 96}
 _ACCUMULATORS_SM_90 = _ACCUMULATORS | {"none": 192, "plain": 176, "busy": 176}
 # Dropout takes more beside many scores, or beside a score function or a mask that is not plain.
@@ -198,7 +199,8 @@ def choose_forward_plan(spec: AttentionSpec, target: Target) -> ForwardPlan:
 def _leaves_registers(plan: ForwardPlan, spec: AttentionSpec, target: Target) -> bool:
     """Whether a thread has registers to spare for what the variant needs."""
     heaviness, (scores, accumulators) = weight(spec), _accumulators(plan, spec)
-    allowance = (_ACCUMULATORS_SM_90 if target.compute_capability == 90 else _ACCUMULATORS)[heaviness]
+    lean = target.compute_capability == 90 and padded(spec.head_dim) == padded(spec.value_dim)
+    allowance = (_ACCUMULATORS_SM_90 if lean else _ACCUMULATORS)[heaviness]
     most_scores = _SCORES[heaviness]
     crowded = spec.dropout and not _drops_alone(spec)
     if crowded and target.compute_capability >= _NEEDS_MORE:
