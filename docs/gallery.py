@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 
 import flashgen as fg
-from flashgen.analysis.draw import to_svg
-from flashgen.analysis.tiles import tile_map
+from flashgen.analysis.drawing.tile_maps import to_svg
+from flashgen.analysis.tile_classes import tile_map
 
 LENGTH = 2048
 TILE = (64, 64)

@@ -1,17 +1,13 @@
-"""What can be proven of a mask: key and query ranges, tile classes, and pictures of them; derivatives of scores.
+"""What can be proven of a mask, and the derivatives of scores.
 
-affine       canonical affine forms of integer nodes
-order        provable comparisons of nodes, and the shortest min and max that they allow
-predicate    a predicate as a disjunction of conjunctions of affine comparisons
-runs         one run of positions per row, solved from a conjunction
-ranges       closed forms over a tile: key_range, query_range
-intervals    three-valued evaluation of any node over boxes
-tiles        the class of every tile: tile_map
-elements     which scores of one tile a mask keeps: tile_elements
-draw         a tile map, or one tile, as text, SVG and PNG
-picture      a grid of coloured cells as SVG and PNG
-png          pixels as the bytes of a PNG file
-derivatives  of score functions: derivative, gathers
-algebra      nodes of real arithmetic, cleaned up as they are built
-text         a node as a person would write it
+closed_forms/        which keys a tile of queries may attend to, as formulas of the tile's ends, and the reverse
+intervals/           what is certain of any expression over boxes of indices
+tile_classes         the class of every tile: tile_map
+tile_elements        which scores of one tile a mask keeps: tile_elements
+captured_extents     how many sequences and heads the captured arrays of a mask are for
+integer_bounds       what an integer of an expression may be in any call, whether int32 holds it
+drawing/             a tile map, or one tile, as text, SVG and PNG
+derivatives          of score functions: derivative, gathers
+derivative_algebra   nodes of real arithmetic, cleaned up as derivatives build them
+expression_text      a node as a person would write it
 """

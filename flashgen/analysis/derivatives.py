@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 
-from flashgen.analysis.algebra import ONE, ZERO, Algebra, Node, constant, real
+from flashgen.analysis.derivative_algebra import ONE, ZERO, Algebra, Node, constant, real
 from flashgen.language import operations as ops
 from flashgen.language.operations import Load, Operation, kind_of
 from flashgen.language.spec import AttentionSpec

@@ -24,7 +24,7 @@ from flashgen.language.spec import AttentionSpec
 from flashgen.runtime.remembered import made_once
 
 if TYPE_CHECKING:
-    from flashgen.analysis.tiles import TileMap
+    from flashgen.analysis.tile_classes import TileMap
     from flashgen.attention.backward import BackwardPass
     from flashgen.attention.backward_lists import BackwardTileLists
     from flashgen.attention.tuning import Tuning
@@ -187,8 +187,8 @@ class Attention:
 
         Raises ArgumentError for a size that cannot be, and for captures that are missing or say different sizes.
         """
-        from flashgen.analysis.extents import captured_extent
-        from flashgen.analysis.tiles import tile_map
+        from flashgen.analysis.captured_extents import captured_extent
+        from flashgen.analysis.tile_classes import tile_map
 
         mask = self.spec.mask
         length_k = len_q if len_k is None else len_k

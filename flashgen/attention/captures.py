@@ -11,10 +11,10 @@ import sympy
 
 from flashgen.attention.problem import INT32_MAX, Problem, check_aligned
 from flashgen.errors import ArgumentError
+from flashgen.language.indexed_sizes import distance_of, position_of
 from flashgen.language.operations import BATCH, HEAD, KEY, QUERY, Capture, Load
-from flashgen.language.rules import FLOAT32_MAX
-from flashgen.language.sizes import distance_of, position_of
 from flashgen.language.spec import AttentionSpec
+from flashgen.language.well_formed import FLOAT32_MAX
 from flashgen.runtime.arrays import View, numpy_dtype
 
 

@@ -18,16 +18,16 @@ from flashgen.codegen.arguments import member_name
 from flashgen.codegen.lists import Direction, Tiles, render_lists
 from flashgen.codegen.targets import Target
 from flashgen.errors import ArgumentError
+from flashgen.language.indexed_sizes import position_of
 from flashgen.language.layouts import BlockLayout
 from flashgen.language.operations import KEY, LONGEST, MOST_HEADS, QUERY, FloorDiv, Load
-from flashgen.language.sizes import position_of
 from flashgen.language.spec import AttentionSpec
 from flashgen.runtime import gpu
 from flashgen.runtime.arrays import Library, View, library_of, of_graph
 from flashgen.runtime.remembered import Remembered
 
 if TYPE_CHECKING:
-    from flashgen.analysis.tiles import TileMap
+    from flashgen.analysis.tile_classes import TileMap
 
 _REMEMBERED = 8  # lists of masks without captures, by lengths
 _FEW_ENTRIES = 2**18  # of all lists together, at most: 1 MiB, for which counting first is not worth its time
@@ -60,7 +60,7 @@ class TileLists:
 
     def tile_map(self) -> TileMap:
         """The classes of all tiles, on the CPU: what `attention.tiles(...)` works out without a device."""
-        from flashgen.analysis.tiles import FULL, PARTIAL, TileMap
+        from flashgen.analysis.tile_classes import FULL, PARTIAL, TileMap
 
         counts, offsets, entries = (_on_host(array) for array in (self.counts, self.offsets, self.entries))
         tiles_q, tiles_k = -(-self.len_q // self.tile[0]), -(-self.len_k // self.tile[1])

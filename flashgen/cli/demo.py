@@ -22,7 +22,7 @@ from flashgen.files import write_file
 from flashgen.remedies import install
 
 if TYPE_CHECKING:
-    from flashgen.analysis.tiles import TileMap
+    from flashgen.analysis.tile_classes import TileMap
     from flashgen.attention import Attention
     from flashgen.language import AttentionSpec
     from flashgen.reference import Verdict
@@ -153,7 +153,7 @@ def near_or_first(b: Any, h: Any, q: Any, k: Any) -> Any:
 
 def run_variant(spec: AttentionSpec, example: Arrays, output: Path, target: str | None, emulate: bool) -> Outcome:
     from flashgen import attention as engine
-    from flashgen.analysis.tiles import tile_map
+    from flashgen.analysis.tile_classes import tile_map
     from flashgen.verify import judged
 
     begin = time.perf_counter()
@@ -191,7 +191,7 @@ def seconds_of_a_run(attention: Attention, inputs: tuple[Any, ...], options: dic
 
 def keep_files(folder: Path, attention: Attention, tiles: TileMap) -> None:
     """The CUDA of the kernel (and of the one that lists its tiles, if any), the spec and the tile map."""
-    from flashgen.analysis.draw import to_svg
+    from flashgen.analysis.drawing.tile_maps import to_svg
 
     folder.mkdir(parents=True, exist_ok=True)
     for kernel in attention.kernels:
@@ -202,7 +202,7 @@ def keep_files(folder: Path, attention: Attention, tiles: TileMap) -> None:
 
 
 def print_outcome(number: int, outcome: Outcome) -> None:
-    from flashgen.analysis.draw import to_text
+    from flashgen.analysis.drawing.tile_maps import to_text
 
     attention, verdict, tiles = outcome.attention, outcome.verdict, outcome.visited
     spec, console = attention.spec, stdout()

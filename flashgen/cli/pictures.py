@@ -17,8 +17,8 @@ from flashgen.errors import ArgumentError
 from flashgen.files import write_file
 
 if TYPE_CHECKING:
-    from flashgen.analysis.elements import TileElements
-    from flashgen.analysis.tiles import TileMap
+    from flashgen.analysis.tile_classes import TileMap
+    from flashgen.analysis.tile_elements import TileElements
     from flashgen.language import AttentionSpec
 
 SUFFIXES = (".svg", ".png")
@@ -64,9 +64,9 @@ def drawing_of(
 
     Its batch and heads are those of the captures; where they do not say, as many as `place` needs.
     """
-    from flashgen.analysis.elements import tile_elements
-    from flashgen.analysis.extents import captured_extent
-    from flashgen.analysis.tiles import tile_map
+    from flashgen.analysis.captured_extents import captured_extent
+    from flashgen.analysis.tile_classes import tile_map
+    from flashgen.analysis.tile_elements import tile_elements
     from flashgen.language.operations import BATCH, HEAD
 
     arrays, mask = captures_for(spec, captures), spec.mask.expression
@@ -103,7 +103,7 @@ def place_of(zoom: str) -> tuple[int, int]:
 
 def write_drawing(drawing: Drawing, path: Path) -> None:
     """An .svg or .png file, and the share of the work on stdout."""
-    from flashgen.analysis.draw import summary, to_png
+    from flashgen.analysis.drawing.tile_maps import summary, to_png
 
     if path.suffix not in SUFFIXES:
         raise ArgumentError(f"--output {path} has the suffix {path.suffix!r}; {' and '.join(SUFFIXES)} are known")
@@ -121,7 +121,7 @@ def write_drawing(drawing: Drawing, path: Path) -> None:
 
 def print_drawing(drawing: Drawing) -> None:
     """Characters, as wide as the terminal has them, and the share of the work."""
-    from flashgen.analysis.draw import summary, to_text
+    from flashgen.analysis.drawing.tile_maps import summary, to_text
 
     width = shutil.get_terminal_size().columns
     if drawing.zoomed is None:
@@ -136,7 +136,7 @@ def print_svg(drawing: Drawing) -> None:
 
 
 def svg(drawing: Drawing) -> str:
-    from flashgen.analysis.draw import to_svg
+    from flashgen.analysis.drawing.tile_maps import to_svg
 
     return to_svg(drawing.shown, drawing.title, WIDTH, *drawing.place.numbers)
 

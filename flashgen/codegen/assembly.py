@@ -8,8 +8,8 @@ from typing import Any
 
 import sympy
 
-from flashgen.analysis.order import K_FIRST, K_LAST, Q_FIRST, Q_LAST
-from flashgen.analysis.ranges import TileRange
+from flashgen.analysis.closed_forms.inequalities import K_FIRST, K_LAST, Q_FIRST, Q_LAST
+from flashgen.analysis.closed_forms.tile_ranges import TileRange
 from flashgen.codegen.arguments import ArgumentLayout
 from flashgen.codegen.derivative_text import ScoreGradient
 from flashgen.codegen.environment import environment, primitives_for, tidy
@@ -18,8 +18,8 @@ from flashgen.codegen.printer import statements
 from flashgen.codegen.targets import Target
 from flashgen.codegen.variant import Variant
 from flashgen.errors import UnsupportedError
-from flashgen.language.rules import FLOAT32_MAX
 from flashgen.language.spec import AttentionSpec
+from flashgen.language.well_formed import FLOAT32_MAX
 
 LOG2_E = math.log2(math.e)
 _MOST_OFFSET = 2.0**24  # which float32 rounds by less than 1

@@ -19,7 +19,7 @@ from typing import Any
 
 import sympy
 
-from flashgen.analysis.ranges import key_range, query_range
+from flashgen.analysis.closed_forms.tile_ranges import key_range, query_range
 from flashgen.codegen.arguments import (
     DROPOUT_FIELDS,
     ELEMENT_TYPES,
@@ -37,8 +37,8 @@ from flashgen.codegen.kernel import RenderedKernel, entry_name, kernel_name
 from flashgen.codegen.targets import Target
 from flashgen.codegen.variant import Variant, captures_read, variant_of
 from flashgen.language.operations import Capture
-from flashgen.language.rules import FLOAT32_MAX
 from flashgen.language.spec import AttentionSpec
+from flashgen.language.well_formed import FLOAT32_MAX
 
 _NO_LSE = FLOAT32_MAX  # that of a row without probabilities, in the statistics
 _PREPARE_THREADS, PREPARE_ROWS = 256, 64

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from flashgen.analysis.order import K_FIRST, K_LAST
-from flashgen.analysis.ranges import query_range
+from flashgen.analysis.closed_forms.inequalities import K_FIRST, K_LAST
+from flashgen.analysis.closed_forms.tile_ranges import query_range
 from flashgen.codegen.plans import (
     DROPOUT_COLUMNS,
     MMA_DEPTH,

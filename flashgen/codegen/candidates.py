@@ -34,7 +34,7 @@ from itertools import product
 
 import numpy as np
 
-from flashgen.analysis.ranges import evaluate_range, key_range
+from flashgen.analysis.closed_forms.tile_ranges import evaluate_range, key_range
 from flashgen.codegen.assembly import check_spec
 from flashgen.codegen.families import AnyForwardPlan, default_plan
 from flashgen.codegen.hopper_plans import HopperPlan

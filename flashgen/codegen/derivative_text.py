@@ -7,9 +7,9 @@ from typing import Literal
 
 import sympy
 
-from flashgen.analysis.algebra import ONE, ZERO, Algebra, Node
+from flashgen.analysis.derivative_algebra import ONE, ZERO, Algebra, Node
 from flashgen.analysis.derivatives import derivative, gathers
-from flashgen.analysis.text import to_text
+from flashgen.analysis.expression_text import to_text
 from flashgen.codegen.arguments import member_name
 from flashgen.codegen.folding import folded_products
 from flashgen.codegen.function_text import (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from flashgen.analysis.ranges import key_range
+from flashgen.analysis.closed_forms.tile_ranges import key_range
 from flashgen.codegen.arguments import DROPOUT_FIELDS, LIST_FIELDS, ArgumentLayout, Field, capture_fields, ordered
 from flashgen.codegen.assembly import assemble, check_spec, common_context, longest_last, visited_tiles
 from flashgen.codegen.header import header

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import sympy
 
-from flashgen.analysis.order import Q_FIRST, Q_LAST
-from flashgen.analysis.ranges import key_range
+from flashgen.analysis.closed_forms.inequalities import Q_FIRST, Q_LAST
+from flashgen.analysis.closed_forms.tile_ranges import key_range
 from flashgen.codegen.arguments import DROPOUT_FIELDS, LIST_FIELDS, ArgumentLayout, Field, capture_fields, ordered
 from flashgen.codegen.assembly import (
     ENDS_OF_TILES,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from flashgen.analysis.ranges import key_range
+from flashgen.analysis.closed_forms.tile_ranges import key_range
 from flashgen.codegen.plans import DROPOUT_COLUMNS, padded
 from flashgen.codegen.targets import Target
 from flashgen.errors import UnsupportedError

@@ -7,7 +7,7 @@ from typing import Literal
 
 import sympy
 
-from flashgen.analysis.ranges import key_range
+from flashgen.analysis.closed_forms.tile_ranges import key_range
 from flashgen.codegen.hopper_plans import HopperPlan
 from flashgen.codegen.plans import padded, reads_blocks
 from flashgen.codegen.plans import weight as variant_weight

@@ -3,8 +3,8 @@
 The text is the predicate's own, over `Range` and `Truth` (templates/tiles/ranges.cuh.jinja) instead of int and bool:
 `k <= q` becomes a comparison of two ranges. What cannot be bounded (floats, shifts by a variable amount, arrays of
 floats) is `unknown()`, and an expression in which nothing is certain has no text. The meaning of each operation over a
-range is that of flashgen/analysis/intervals.py. Ends of ranges are int where int holds every integer of the predicate,
-else long long; an operation that may outgrow that is `unknown()`, too.
+range is that of flashgen/analysis/intervals/evaluation.py. Ends of ranges are int where int holds every integer of the
+predicate, else long long; an operation that may outgrow that is `unknown()`, too.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 import sympy
 
-from flashgen.analysis.affine import contains
-from flashgen.analysis.bounds import Bounds
+from flashgen.analysis.closed_forms.affine import contains
+from flashgen.analysis.integer_bounds import Bounds
 from flashgen.codegen.precedence import ATOM, CONDITIONAL
 from flashgen.codegen.printer import Printer, references, worth_sharing
 from flashgen.language import operations as op

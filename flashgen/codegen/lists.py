@@ -7,8 +7,8 @@ from typing import Any, Literal, Protocol
 
 import sympy
 
-from flashgen.analysis.order import K_FIRST, K_LAST, Q_FIRST, Q_LAST
-from flashgen.analysis.ranges import TileRange, key_range, query_range
+from flashgen.analysis.closed_forms.inequalities import K_FIRST, K_LAST, Q_FIRST, Q_LAST
+from flashgen.analysis.closed_forms.tile_ranges import TileRange, key_range, query_range
 from flashgen.codegen.arguments import ArgumentLayout, Field, capture_fields, ordered
 from flashgen.codegen.assembly import assemble
 from flashgen.codegen.environment import environment

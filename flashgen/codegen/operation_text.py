@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import sympy
 
-from flashgen.analysis.bounds import INT32_MAX, Bounds
+from flashgen.analysis.integer_bounds import INT32_MAX, Bounds
 from flashgen.codegen.precedence import ATOM, BIT_AND, CLARIFIED, CONDITIONAL, OR, PRODUCT, SHIFT, SUM, UNARY
 from flashgen.language import operations as op
 from flashgen.language.operations import Load, kind_of

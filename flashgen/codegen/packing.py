@@ -19,7 +19,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
-from flashgen.analysis.ranges import key_range
+from flashgen.analysis.closed_forms.tile_ranges import key_range
 from flashgen.codegen.candidates import Workload, steps_of
 from flashgen.codegen.hopper_plans import PACKS, HopperPlan
 from flashgen.codegen.targets import Target

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 import sympy
 
-from flashgen.analysis.ranges import key_range
+from flashgen.analysis.closed_forms.tile_ranges import key_range
 from flashgen.codegen.operation_text import is_of_longs, is_shift_or_mask
 from flashgen.codegen.targets import Target
 from flashgen.errors import UnsupportedError
@@ -106,8 +106,8 @@ _WARPS_TO_HIDE_LATENCY = 8  # on a multiprocessor
 
 # What a thread can hold without spilling, by how much the variant itself needs: registers that accumulate scores and
 # output, and the scores among them (an array element loaded per score takes several registers of its own). Held by a
-# test that compiles every kind of spec for every target. sm_90's assembler needs fewer registers for all else, but where
-# K's and V's rows differ in length: each has its own offsets then.
+# test that compiles every kind of spec for every target. sm_90's assembler needs fewer registers for all else, but not
+# where K's and V's rows differ in length: each has its own offsets then.
 _ACCUMULATORS = {"none": 160, "plain": 160, "busy": 160, "loading": 160, "moderate": 160, "costly": 160, "heavy": 96}
 _ACCUMULATORS_SM_90 = _ACCUMULATORS | {"none": 192, "plain": 176, "busy": 176}
 # Dropout takes more beside many scores, or beside a score function or a mask that is not plain.

@@ -14,7 +14,7 @@ from collections.abc import Container, Mapping
 
 import sympy
 
-from flashgen.analysis.bounds import INT32_MIN, Bounds
+from flashgen.analysis.integer_bounds import INT32_MIN, Bounds
 from flashgen.codegen.arguments import member_name
 from flashgen.codegen.operation_text import SPECIAL, integers_of, shift_amount
 from flashgen.codegen.precedence import (

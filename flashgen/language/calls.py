@@ -10,8 +10,8 @@ from typing import Any
 import sympy
 
 from flashgen.errors import SpecError
-from flashgen.language.rules import check_expression
 from flashgen.language.trace import Traced, lift
+from flashgen.language.well_formed import check_expression
 
 _OWN_FILES = str(Path(__file__).parent)
 

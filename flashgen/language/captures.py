@@ -8,8 +8,8 @@ from typing import Any
 from flashgen.errors import SpecError
 from flashgen.language import operations as ops
 from flashgen.language.dtypes import CAPTURES, SCALARS, dtype_name
-from flashgen.language.rules import build, declared
 from flashgen.language.trace import Traced, lift
+from flashgen.language.well_formed import build, declared
 
 MAX_NDIM = 8
 

@@ -15,9 +15,9 @@ import sympy
 from flashgen.errors import SpecError
 from flashgen.language.captures import Scalar, Tensor
 from flashgen.language.operations import OPERATIONS, Capture, Operation
-from flashgen.language.rules import MAX_DEPTH, MAX_NODES, SYMBOLS, build, literal
 from flashgen.language.spec import AttentionSpec
 from flashgen.language.variants import Mask, Score
+from flashgen.language.well_formed import MAX_DEPTH, MAX_NODES, SYMBOLS, build, literal
 from flashgen.strict_json import parse_json
 
 VERSION = 1

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from flashgen.errors import SpecError
-from flashgen.language import rules
+from flashgen.language import well_formed
 from flashgen.language.dtypes import ELEMENTS, dtype_name
 from flashgen.language.masks import full
 from flashgen.language.operations import Capture, captures_of
@@ -76,7 +76,7 @@ class AttentionSpec:
     def _check_captures(self) -> None:
         seen: dict[str, Capture] = {}
         for capture in self.captures:
-            rules.check_same_capture(seen.setdefault(capture.name, capture), capture)
+            well_formed.check_same_capture(seen.setdefault(capture.name, capture), capture)
 
     @cached_property
     def captures(self) -> tuple[Capture, ...]:
@@ -164,7 +164,7 @@ def _number(value: Any, argument: str) -> float:
 
 def _scale(value: Any) -> float:
     scale = _number(value, "scale")
-    if not math.isfinite(scale) or not 2.0**-126 <= scale <= rules.FLOAT32_MAX:
+    if not math.isfinite(scale) or not 2.0**-126 <= scale <= well_formed.FLOAT32_MAX:
         raise SpecError(f"scale={value!r} must be finite, > 0 and a normal float32; None is 1/sqrt(head_dim)")
     return scale
 

@@ -15,7 +15,7 @@ import sympy
 from flashgen.errors import SpecError
 from flashgen.language import operations as ops
 from flashgen.language.operations import Kind, Operation, kind_of
-from flashgen.language.rules import build, is_literal, literal
+from flashgen.language.well_formed import build, is_literal, literal
 
 MAX_POWER = 16
 

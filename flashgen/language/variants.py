@@ -15,8 +15,8 @@ from flashgen.errors import SpecError
 from flashgen.language import operations as ops
 from flashgen.language.calls import checked_result, run_traced
 from flashgen.language.operations import Capture, captures_of, kind_of
-from flashgen.language.rules import build, check_expression
 from flashgen.language.trace import Traced, lift, logic, negate
+from flashgen.language.well_formed import build, check_expression
 
 MaskFunction = Callable[[Any, Any, Any, Any], Any]
 ScoreFunction = Callable[[Any, Any, Any, Any, Any], Any]

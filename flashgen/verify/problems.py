@@ -10,8 +10,8 @@ import numpy as np
 import sympy
 
 from flashgen.language.evaluate import evaluate
+from flashgen.language.indexed_sizes import distance_of
 from flashgen.language.operations import BATCH, HEAD, KEY, LEN_K, LEN_Q, QUERY, Capture, Load
-from flashgen.language.sizes import distance_of
 from flashgen.runtime.arrays import numpy_dtype
 
 if TYPE_CHECKING:

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import sympy
 
-from flashgen.analysis.bounds import Bounds
-from flashgen.analysis.order import Q_LAST, at_most
+from flashgen.analysis.closed_forms.inequalities import Q_LAST, at_most
+from flashgen.analysis.integer_bounds import Bounds
 from flashgen.language import operations as ops
 from flashgen.language.evaluate import evaluate
 from flashgen.language.operations import HEAD, KEY, LEN_K, LEN_Q, LONGEST, QUERY, Capture, Load

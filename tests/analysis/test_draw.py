@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 import flashgen as fg
-from flashgen.analysis.draw import summary, to_png, to_svg, to_text
-from flashgen.analysis.tiles import tile_map
+from flashgen.analysis.drawing.tile_maps import summary, to_png, to_svg, to_text
+from flashgen.analysis.tile_classes import tile_map
 from flashgen.errors import ArgumentError
 
 CAUSAL = tile_map(fg.causal().expression, (64, 64), 256, 256)

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 import flashgen as fg
-from flashgen.analysis.draw import summary, to_png, to_svg, to_text
-from flashgen.analysis.elements import tile_elements
-from flashgen.analysis.tiles import PARTIAL, tile_map
+from flashgen.analysis.drawing.tile_maps import summary, to_png, to_svg, to_text
+from flashgen.analysis.tile_classes import PARTIAL, tile_map
+from flashgen.analysis.tile_elements import tile_elements
 from flashgen.errors import ArgumentError
 
 CAUSAL = fg.causal().expression

@@ -10,7 +10,7 @@ import pytest
 import sympy
 
 import flashgen as fg
-from flashgen.analysis.intervals import EMPTY, FULL, MEANINGS, PARTIAL, classify, interval_of
+from flashgen.analysis.intervals.evaluation import EMPTY, FULL, MEANINGS, PARTIAL, classify, interval_of
 from flashgen.errors import ArgumentError
 from flashgen.language import operations as ops
 from flashgen.language.evaluate import evaluate

@@ -8,7 +8,7 @@ import zlib
 import numpy as np
 import pytest
 
-from flashgen.analysis.png import encode
+from flashgen.analysis.drawing.png import encode
 from flashgen.errors import ArgumentError
 
 

@@ -10,8 +10,8 @@ import pytest
 import sympy
 
 import flashgen as fg
-from flashgen.analysis.ranges import TileRange, evaluate_range, key_range, query_range
-from flashgen.analysis.text import to_text
+from flashgen.analysis.closed_forms.tile_ranges import TileRange, evaluate_range, key_range, query_range
+from flashgen.analysis.expression_text import to_text
 from flashgen.language import operations as ops
 from flashgen.language.evaluate import evaluate
 from flashgen.language.variants import trace_mask

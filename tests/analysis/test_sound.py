@@ -13,11 +13,11 @@ import sympy
 from hypothesis import HealthCheck, given, note, settings
 from hypothesis import strategies as st
 
-from flashgen.analysis.affine import affine
-from flashgen.analysis.intervals import EMPTY, FULL, PARTIAL, classify, interval_of
-from flashgen.analysis.ranges import evaluate_range, key_range, query_range
-from flashgen.analysis.text import to_text
-from flashgen.analysis.tiles import tile_map
+from flashgen.analysis.closed_forms.affine import affine
+from flashgen.analysis.closed_forms.tile_ranges import evaluate_range, key_range, query_range
+from flashgen.analysis.expression_text import to_text
+from flashgen.analysis.intervals.evaluation import EMPTY, FULL, PARTIAL, classify, interval_of
+from flashgen.analysis.tile_classes import tile_map
 from flashgen.language import operations as ops
 from flashgen.language.evaluate import evaluate
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import flashgen as fg
-from flashgen.analysis.tiles import EMPTY, FULL, PARTIAL, depends_on, tile_map
+from flashgen.analysis.tile_classes import EMPTY, FULL, PARTIAL, depends_on, tile_map
 from flashgen.errors import ArgumentError
 from flashgen.language import operations as ops
 from flashgen.language.variants import trace_mask

@@ -15,7 +15,7 @@ import pytest
 
 import flashgen.language as fg
 from flashgen import attention
-from flashgen.analysis.tiles import EMPTY, FULL
+from flashgen.analysis.tile_classes import EMPTY, FULL
 from flashgen.language.evaluate import evaluate
 from flashgen.language.operations import KEY, LEN_K, LEN_Q, QUERY
 

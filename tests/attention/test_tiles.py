@@ -11,7 +11,7 @@ import pytest
 
 import flashgen.language as fg
 from flashgen import attention
-from flashgen.analysis.tiles import EMPTY, FULL, PARTIAL
+from flashgen.analysis.tile_classes import EMPTY, FULL, PARTIAL
 from flashgen.attention import Attention
 from flashgen.attention import callable as callable_module
 from flashgen.attention.engines import Emulator

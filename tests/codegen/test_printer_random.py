@@ -14,7 +14,7 @@ from flashgen.errors import SpecError
 from flashgen.language import operations as op
 from flashgen.language.evaluate import evaluate
 from flashgen.language.operations import Capture, Load, kind_of
-from flashgen.language.rules import build
+from flashgen.language.well_formed import build
 
 BATCH_OF = 40
 CAPTURES = {

@@ -10,7 +10,7 @@ from gym_shapes import LARGE_LENGTH, LARGE_SHAPES, LENGTH, SHAPES, named
 from tile_proofs import truth_of, whole
 
 from flashgen import attention
-from flashgen.analysis.ranges import key_range
+from flashgen.analysis.closed_forms.tile_ranges import key_range
 from flashgen.attention.engines import Emulator
 from flashgen.attention.lists import TileLister
 from flashgen.codegen.plans import ForwardPlan

@@ -9,7 +9,7 @@ from families.entry import Entry
 from gym_shapes import LENGTH, SHAPES, named
 from tile_proofs import Tiles, by_intervals, mapped, transposed
 
-from flashgen.analysis.intervals import EMPTY
+from flashgen.analysis.intervals.evaluation import EMPTY
 from flashgen.verify import Shape
 
 MASKED = [entry for entry in entries(LENGTH) if entry.mask is not None and "+" not in entry.name]

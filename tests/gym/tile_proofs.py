@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 from families.entry import Array, Captures, Entry
 
-from flashgen.analysis.intervals import EMPTY, FULL, PARTIAL, classify
-from flashgen.analysis.ranges import TileRange, evaluate_range, key_range, query_range
-from flashgen.analysis.tiles import tile_map
+from flashgen.analysis.closed_forms.tile_ranges import TileRange, evaluate_range, key_range, query_range
+from flashgen.analysis.intervals.evaluation import EMPTY, FULL, PARTIAL, classify
+from flashgen.analysis.tile_classes import tile_map
 from flashgen.language import operations as ops
 from flashgen.verify import Shape
 

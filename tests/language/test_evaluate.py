@@ -15,7 +15,7 @@ from flashgen.language import operations as ops
 from flashgen.language.decisive import decisive, tolerant
 from flashgen.language.evaluate import MEANINGS, evaluate
 from flashgen.language.operations import KEY, OPERATIONS, QUERY, SCORE
-from flashgen.language.rules import MAX_DEPTH
+from flashgen.language.well_formed import MAX_DEPTH
 
 INT32 = st.integers(-(2**31), 2**31 - 1)
 FLOAT = st.floats(-1e6, 1e6)

@@ -14,8 +14,8 @@ import flashgen as fg
 from flashgen.errors import SpecError
 from flashgen.language import operations as ops
 from flashgen.language.operations import OPERATIONS, Capture, Load, kind_of
-from flashgen.language.rules import SYMBOLS, build, check_expression, literal
 from flashgen.language.serialize import canonical, node_from_data, node_to_data
+from flashgen.language.well_formed import SYMBOLS, build, check_expression, literal
 
 SPEC = """
 import flashgen as fg

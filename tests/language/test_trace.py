@@ -13,8 +13,8 @@ from flashgen.language import operations as ops
 from flashgen.language.captures import CPLUSPLUS_KEYWORDS, RESERVED
 from flashgen.language.evaluate import evaluate
 from flashgen.language.operations import BATCH, HEAD, KEY, LEN_K, LEN_Q, QUERY, SCORE
-from flashgen.language.rules import MAX_DEPTH
 from flashgen.language.trace import Traced
+from flashgen.language.well_formed import MAX_DEPTH
 
 Q, K = Traced(QUERY), Traced(KEY)
 S = Traced(SCORE)

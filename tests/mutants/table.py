@@ -30,14 +30,14 @@ MUTANTS = (
     ),
     Mutant(
         "scalars taken for non-negative in the inequalities",
-        "flashgen/analysis/order.py",
+        "flashgen/analysis/closed_forms/inequalities.py",
         "(node in _NEVER_NEGATIVE or isinstance(node, ops.Abs))",
         "(node in _NEVER_NEGATIVE or isinstance(node, (ops.Abs, ops.Capture)))",
         ("tests/analysis/test_bounds.py::test_a_scalar_is_not_taken_for_positive",),
     ),
     Mutant(
         "float intervals not widened",
-        "flashgen/analysis/interval.py",
+        "flashgen/analysis/intervals/interval.py",
         "_RELATIVE = 2.0**-20",
         "_RELATIVE = 0.0",
         ("tests/analysis/test_intervals.py::test_bounds_of_one_element_hold_what_float32_makes_of_it",),

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import sympy
 
-from flashgen.analysis.ranges import TileRange, evaluate_range, key_range, query_range
-from flashgen.analysis.tiles import EMPTY, FULL, TileMap, tile_map
+from flashgen.analysis.closed_forms.tile_ranges import TileRange, evaluate_range, key_range, query_range
+from flashgen.analysis.tile_classes import EMPTY, FULL, TileMap, tile_map
 from flashgen.verify.random.meaning import Sizes
 
 Array = np.ndarray[Any, Any]

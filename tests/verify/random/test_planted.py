@@ -11,7 +11,9 @@ import numpy as np
 import pytest
 import sympy
 
-from flashgen.analysis import derivatives, intervals, ranges
+from flashgen.analysis import derivatives
+from flashgen.analysis.closed_forms import tile_ranges
+from flashgen.analysis.intervals import evaluation
 from flashgen.attention import compiling
 from flashgen.build import host
 from flashgen.codegen import operation_text
@@ -69,18 +71,18 @@ def test_an_operation_of_the_oracle(
 
 
 def test_an_interval_that_is_too_narrow(monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = intervals.classify
+    plain = evaluation.classify
 
     def hopeful(*given: Any) -> Any:
         found = plain(*given)
-        return np.where(found == intervals.PARTIAL, intervals.FULL, found)
+        return np.where(found == evaluation.PARTIAL, evaluation.FULL, found)
 
-    monkeypatch.setattr("flashgen.analysis.tiles.classify", hopeful)
+    monkeypatch.setattr("flashgen.analysis.tile_classes.classify", hopeful)
     assert first_finding().kind == "tiles"
 
 
 def test_a_range_that_ends_early(monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = ranges.evaluate_range
+    plain = tile_ranges.evaluate_range
 
     def early(*given: Any) -> Any:
         begin, end, *full = plain(*given)

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import sympy
 
-from flashgen.analysis.affine import contains
-from flashgen.analysis.intervals import EMPTY, FULL, PARTIAL, classify
-from flashgen.analysis.ranges import TileRange, evaluate_range, key_range
+from flashgen.analysis.closed_forms.affine import contains
+from flashgen.analysis.closed_forms.tile_ranges import TileRange, evaluate_range, key_range
+from flashgen.analysis.intervals.evaluation import EMPTY, FULL, PARTIAL, classify
 from flashgen.errors import ArgumentError
 from flashgen.language import operations as ops
 from flashgen.language.evaluate import evaluate

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 
 import sympy
 
-from flashgen.analysis.affine import Affine, Node, affine, atom
+from flashgen.analysis.closed_forms.affine import Affine, Node, affine, atom
 from flashgen.language import operations as ops
 
 # The inclusive rows of a query tile, and the inclusive keys of a key tile.

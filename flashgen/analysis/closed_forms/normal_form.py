@@ -11,7 +11,7 @@ from itertools import product
 
 import sympy
 
-from flashgen.analysis.affine import Affine, Node, affine, contains
+from flashgen.analysis.closed_forms.affine import Affine, Node, affine, contains
 from flashgen.language import operations as ops
 
 MOST_ALTERNATIVES = 64

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from flashgen.analysis.interval import Array, Interval, floats
+from flashgen.analysis.intervals.interval import Array, Interval, floats
 from flashgen.errors import ArgumentError
 
 # Above this many elements, ranges along all but points take the least and greatest of the whole array.

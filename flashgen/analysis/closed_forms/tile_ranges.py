@@ -21,9 +21,8 @@ from typing import Any
 import numpy as np
 import sympy
 
-from flashgen.analysis.affine import Affine, Node, affine, contains
-from flashgen.analysis.bounds import Bounds
-from flashgen.analysis.order import (
+from flashgen.analysis.closed_forms.affine import Affine, Node, affine, contains
+from flashgen.analysis.closed_forms.inequalities import (
     K_FIRST,
     K_LAST,
     Q_FIRST,
@@ -33,8 +32,8 @@ from flashgen.analysis.order import (
     minimum_of,
     nonnegative,
 )
-from flashgen.analysis.predicate import TooManyAlternatives, alternatives
-from flashgen.analysis.runs import (
+from flashgen.analysis.closed_forms.normal_form import TooManyAlternatives, alternatives
+from flashgen.analysis.closed_forms.row_runs import (
     KEYS,
     QUERIES,
     Condition,
@@ -45,7 +44,8 @@ from flashgen.analysis.runs import (
     limits_by_conditions,
     solve,
 )
-from flashgen.analysis.text import to_text
+from flashgen.analysis.expression_text import to_text
+from flashgen.analysis.integer_bounds import Bounds
 from flashgen.language import operations as ops
 
 __all__ = ["K_FIRST", "K_LAST", "Q_FIRST", "Q_LAST", "TileRange", "evaluate_range", "key_range", "query_range"]

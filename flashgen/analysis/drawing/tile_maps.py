@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from flashgen.analysis.elements import TileElements
-from flashgen.analysis.picture import GROUND, Kind, Picture
-from flashgen.analysis.tiles import EMPTY, FULL, PARTIAL, TileMap
+from flashgen.analysis.drawing.cell_grid import GROUND, Kind, Picture
+from flashgen.analysis.tile_classes import EMPTY, FULL, PARTIAL, TileMap
+from flashgen.analysis.tile_elements import TileElements
 
 Drawable = TileMap | TileElements
 

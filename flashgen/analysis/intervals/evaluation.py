@@ -14,8 +14,9 @@ from typing import Any
 import numpy as np
 import sympy
 
-from flashgen.analysis.affine import Affine, affine
-from flashgen.analysis.interval import (
+from flashgen.analysis.closed_forms.affine import Affine, affine
+from flashgen.analysis.intervals.array_extrema import RangeTable
+from flashgen.analysis.intervals.interval import (
     LARGEST,
     LIMIT,
     SMALLEST,
@@ -30,7 +31,6 @@ from flashgen.analysis.interval import (
     point,
     truth,
 )
-from flashgen.analysis.range_table import RangeTable
 from flashgen.language import operations as ops
 from flashgen.language.evaluate import evaluate
 

@@ -12,9 +12,17 @@ from math import lcm
 
 import sympy
 
-from flashgen.analysis.affine import Affine, Node, affine, contains
-from flashgen.analysis.order import K_FIRST, K_LAST, Q_FIRST, Q_LAST, at_most, maximum_of, minimum_of
-from flashgen.analysis.predicate import Alternatives, Conjunction, Literal
+from flashgen.analysis.closed_forms.affine import Affine, Node, affine, contains
+from flashgen.analysis.closed_forms.inequalities import (
+    K_FIRST,
+    K_LAST,
+    Q_FIRST,
+    Q_LAST,
+    at_most,
+    maximum_of,
+    minimum_of,
+)
+from flashgen.analysis.closed_forms.normal_form import Alternatives, Conjunction, Literal
 from flashgen.language import operations as ops
 
 # A hole narrower than the narrowest tile of any kernel never empties a tile: bounds may ignore it.

@@ -9,10 +9,10 @@ from __future__ import annotations
 import numpy as np
 import sympy
 
-from flashgen.analysis.affine import Affine
-from flashgen.analysis.interval import LARGEST, SMALLEST, Interval, integers
-from flashgen.analysis.intervals import Evaluation, may_wrap
-from flashgen.analysis.order import K_FIRST, K_LAST, Q_FIRST, Q_LAST
+from flashgen.analysis.closed_forms.affine import Affine
+from flashgen.analysis.closed_forms.inequalities import K_FIRST, K_LAST, Q_FIRST, Q_LAST
+from flashgen.analysis.intervals.evaluation import Evaluation, may_wrap
+from flashgen.analysis.intervals.interval import LARGEST, SMALLEST, Interval, integers
 from flashgen.language import operations as ops
 
 INT32_MIN, INT32_MAX = -(2**31), 2**31 - 1

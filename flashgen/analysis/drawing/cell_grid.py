@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from flashgen.analysis import png
+from flashgen.analysis.drawing import png
 
 GROUND, INK, PAPER = "#f3f4f6", "#1f2937", "#ffffff"
 _MARGIN = 8  # pixels, as all lengths below

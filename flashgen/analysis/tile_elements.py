@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import sympy
 
-from flashgen.analysis.tiles import TileMap
+from flashgen.analysis.tile_classes import TileMap
 from flashgen.errors import ArgumentError
 from flashgen.language import operations as ops
 from flashgen.language.evaluate import evaluate
