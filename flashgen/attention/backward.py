@@ -14,7 +14,7 @@ from flashgen.attention.backward_launches import (
     sums_name,
     workspaces,
 )
-from flashgen.attention.backward_lists import BackwardListers, BackwardTileLists
+from flashgen.attention.backward_tile_lists import BackwardListers, BackwardTileLists
 from flashgen.attention.captures import check_array, check_captures
 from flashgen.attention.edits import NO_EDITS, Edits
 from flashgen.attention.engines import Arrays, Engine, Gpu, Numbers, Place
@@ -26,14 +26,14 @@ from flashgen.attention.gradients import (
     given_gradients,
     gradient_argument,
 )
-from flashgen.attention.lists import ListsLaunch
 from flashgen.attention.outputs import check_lse, output_strides
 from flashgen.attention.passes import Pass, common_device
 from flashgen.attention.problem import Problem, problem_of
 from flashgen.attention.sharing import Sharing
 from flashgen.attention.through_gpu import to_gpu, to_host
+from flashgen.attention.tile_lists import ListsLaunch
 from flashgen.codegen.arguments import member_name
-from flashgen.codegen.kernel import RenderedKernel
+from flashgen.codegen.rendered_kernel import RenderedKernel
 from flashgen.codegen.targets import Target
 from flashgen.errors import ArgumentError
 from flashgen.language.layouts import BlockLayout
@@ -42,7 +42,7 @@ from flashgen.runtime import gpu
 from flashgen.runtime.arrays import NUMPY, Library, View, give_back, of_graph
 
 if TYPE_CHECKING:
-    from flashgen.codegen.backward import BackwardKernels
+    from flashgen.codegen.mma_sync.backward import BackwardKernels
 
 _IN_ROWS = frozenset(("q", "k", "v", "o", "d_o", "dq", "dk", "dv"))
 _Arrays = dict[str, Any]

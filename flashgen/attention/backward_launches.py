@@ -12,14 +12,14 @@ from flashgen.attention.launches import Launch, capture_values, list_shape, list
 from flashgen.attention.marshal import ArgumentWriter, Value
 from flashgen.attention.problem import Problem, contiguous_strides, in_layout
 from flashgen.codegen.arguments import member_name
-from flashgen.codegen.backward import EXACT_LIMBS
-from flashgen.codegen.kernel import RenderedKernel
+from flashgen.codegen.mma_sync.backward import EXACT_LIMBS
 from flashgen.codegen.plans import padded
+from flashgen.codegen.rendered_kernel import RenderedKernel
 from flashgen.language.spec import AttentionSpec
 from flashgen.runtime.arrays import View
 
 if TYPE_CHECKING:
-    from flashgen.codegen.backward import BackwardKernels
+    from flashgen.codegen.mma_sync.backward import BackwardKernels
 
 
 @dataclass(frozen=True)

@@ -10,13 +10,13 @@ from flashgen.attention.edits import NO_EDITS, Edits
 from flashgen.attention.engines import Engine, Gpu, build
 from flashgen.attention.forward import ForwardPass
 from flashgen.attention.gradients import Gradients
-from flashgen.attention.lists import TileLister, TileLists, sizes_of
+from flashgen.attention.tile_lists import TileLister, TileLists, sizes_of
+from flashgen.attention.tuned_kernels import BuiltForward
 from flashgen.attention.tuned_plans import TunedPlans
-from flashgen.attention.winners import BuiltForward
 from flashgen.build.cache import KernelCache
 from flashgen.build.resources import Resources
 from flashgen.codegen.families import AnyForwardPlan, render_forward
-from flashgen.codegen.kernel import RenderedKernel
+from flashgen.codegen.rendered_kernel import RenderedKernel
 from flashgen.codegen.targets import Target
 from flashgen.errors import ArgumentError
 from flashgen.language.operations import BATCH, HEAD
@@ -26,9 +26,9 @@ from flashgen.runtime.remembered import made_once
 if TYPE_CHECKING:
     from flashgen.analysis.tile_classes import TileMap
     from flashgen.attention.backward import BackwardPass
-    from flashgen.attention.backward_lists import BackwardTileLists
+    from flashgen.attention.backward_tile_lists import BackwardTileLists
     from flashgen.attention.tuning import Tuning
-    from flashgen.codegen.backward import BackwardKernels, BackwardPlan
+    from flashgen.codegen.mma_sync.backward import BackwardKernels, BackwardPlan
 
 
 class Attention:
@@ -140,7 +140,7 @@ class Attention:
     @made_once
     def backward_kernels(self) -> BackwardKernels:
         """The kernels of the backward pass; UnsupportedError where the target cannot run them."""
-        from flashgen.codegen.backward import render_backward
+        from flashgen.codegen.mma_sync.backward import render_backward
 
         kernels = render_backward(self.spec, self.target, self._given_backward_plan, self.deterministic)
         return kernels.edited(self._edits.of)

@@ -18,7 +18,7 @@ from flashgen.runtime.remembered import Remembered
 from flashgen.runtime.schedule import Schedule
 
 if TYPE_CHECKING:
-    from flashgen.codegen.backward import BackwardPlan
+    from flashgen.codegen.mma_sync.backward import BackwardPlan
 
 _COMPILED: Remembered[Any, Attention] = Remembered()
 

@@ -8,10 +8,10 @@ from itertools import zip_longest
 
 from flashgen.attention.edits import Edits, unmarked
 from flashgen.attention.given_sources import GivenText
-from flashgen.codegen.backward_plans import BackwardPlan
 from flashgen.codegen.families import AnyForwardPlan
-from flashgen.codegen.kernel import RenderedKernel
 from flashgen.codegen.kernels import Kernels, backward_kernels, forward_kernels, set_apart
+from flashgen.codegen.mma_sync.backward_plans import BackwardPlan
+from flashgen.codegen.rendered_kernel import RenderedKernel
 from flashgen.codegen.source_text import constants, entry_points, struct_members, without_comments
 from flashgen.codegen.targets import Target
 from flashgen.errors import ArgumentError

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from flashgen.attention.given_sources import GivenText
-from flashgen.codegen.kernel import RenderedKernel
+from flashgen.codegen.rendered_kernel import RenderedKernel
 from flashgen.errors import BuildError
 
 Kernel = TypeVar("Kernel", bound=RenderedKernel)

@@ -11,7 +11,7 @@ import numpy as np
 from flashgen.attention.captures import byte_strides
 from flashgen.attention.launches import Launch
 from flashgen.build.cache import Entry, default_cache
-from flashgen.codegen.kernel import RenderedKernel
+from flashgen.codegen.rendered_kernel import RenderedKernel
 from flashgen.errors import ArgumentError, LaunchError
 from flashgen.runtime import gpu
 from flashgen.runtime.arrays import NUMPY, Library, library_of, numpy_dtype

@@ -13,17 +13,17 @@ from flashgen.attention.edits import NO_EDITS, Edits
 from flashgen.attention.engines import Engine, Gpu, Place
 from flashgen.attention.hopper_launch import MapWriter, hopper_launch
 from flashgen.attention.launches import Launch, forward_launch
-from flashgen.attention.lists import ListsLaunch, TileLists
 from flashgen.attention.outputs import check_outputs, given_outputs
-from flashgen.attention.packing import Packing
+from flashgen.attention.packed_kernels import Packing
 from flashgen.attention.passes import Pass, common_device
 from flashgen.attention.problem import Problem, problem_of
 from flashgen.attention.sharing import Sharing
 from flashgen.attention.through_gpu import to_gpu, to_host
+from flashgen.attention.tile_lists import ListsLaunch, TileLists
+from flashgen.attention.tuned_kernels import BuiltForward, Winners
 from flashgen.attention.tuned_plans import TunedPlans
-from flashgen.attention.winners import BuiltForward, Winners
 from flashgen.codegen.families import AnyForwardKernel
-from flashgen.codegen.hopper import HopperKernel
+from flashgen.codegen.hopper.forward import HopperKernel
 from flashgen.errors import ArgumentError
 from flashgen.language.layouts import BlockLayout
 from flashgen.language.spec import AttentionSpec
@@ -53,7 +53,7 @@ class ForwardPass(Pass[_Prepared]):
     """The forward kernel of a spec, and the lister of its tiles where it reads lists.
 
     tuned: where plans are found that calls of some lengths take instead of the kernel's; None is the kernel's for all.
-    packs: whether calls whose tiles that fills better take the packed form of a plan (codegen/packing.py).
+    packs: whether calls whose tiles that fills better take the packed form of a plan (codegen/hopper/head_packing.py).
     edits: of the lister's kernel; `kernel` is edited already where it is.
     """
 

@@ -10,7 +10,7 @@ from flashgen.attention.launches import Launch, capture_values, list_shape, list
 from flashgen.attention.marshal import ArgumentWriter, Value
 from flashgen.attention.problem import Problem, contiguous_strides, in_layout, reciprocal
 from flashgen.codegen.arguments import ArgumentLayout
-from flashgen.codegen.hopper import HopperKernel
+from flashgen.codegen.hopper.forward import HopperKernel
 from flashgen.errors import ArgumentError
 from flashgen.language.spec import AttentionSpec
 from flashgen.runtime.arrays import View

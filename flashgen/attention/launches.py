@@ -9,8 +9,8 @@ from flashgen.attention.captures import byte_strides
 from flashgen.attention.marshal import ArgumentWriter, Value
 from flashgen.attention.problem import Problem, contiguous_strides, in_layout
 from flashgen.codegen.arguments import ArgumentLayout, member_name
-from flashgen.codegen.forward import ForwardKernel
-from flashgen.codegen.lists import Direction, depends_on_batch, depends_on_head
+from flashgen.codegen.mma_sync.forward import ForwardKernel
+from flashgen.codegen.tile_list_kernel import Direction, depends_on_batch, depends_on_head
 from flashgen.language.spec import AttentionSpec
 from flashgen.runtime.arrays import View
 

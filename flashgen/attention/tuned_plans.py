@@ -26,7 +26,7 @@ from flashgen.build.entries import Artifacts, canonical_json
 from flashgen.build.keys import content_key
 from flashgen.codegen.candidates import Workload
 from flashgen.codegen.families import AnyForwardKernel, AnyForwardPlan
-from flashgen.codegen.hopper_plans import HopperPlan
+from flashgen.codegen.hopper.plans import HopperPlan
 from flashgen.codegen.plans import ForwardPlan
 from flashgen.codegen.targets import Target
 from flashgen.runtime.gpu import Card

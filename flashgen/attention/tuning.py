@@ -17,8 +17,8 @@ from flashgen.attention.engines import Gpu, build
 from flashgen.attention.forward import ForwardPass, forget_winners
 from flashgen.attention.problem import Problem, problem_of
 from flashgen.attention.through_gpu import to_gpu
+from flashgen.attention.tuned_kernels import Winners, workload_of
 from flashgen.attention.tuned_plans import LengthClass, TunedPlan
-from flashgen.attention.winners import Winners, workload_of
 from flashgen.build.cache import default_cache
 from flashgen.codegen.candidates import Workload, candidates
 from flashgen.codegen.families import AnyForwardKernel, AnyForwardPlan, render_forward

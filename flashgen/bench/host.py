@@ -36,7 +36,7 @@ PARTS: Mapping[str, tuple[str, ...]] = {
     ),
     "numbers": ("flashgen.attention.passes:Pass._call_numbers",),
     "allocation": tuple(f"flashgen.runtime.arrays:{library}.empty" for library in ("NUMPY", "CUPY", "TORCH")),
-    "lists": ("flashgen.attention.lists:TileLister.of_call",),
+    "lists": ("flashgen.attention.tile_lists:TileLister.of_call",),
     "counter": ("flashgen.attention.engines:Gpu.counter", "flashgen.attention.engines:Emulator.counter"),
     "clears": ("flashgen.attention.engines:Gpu.clear", "flashgen.attention.engines:Emulator.clear"),
     "addresses": ("flashgen.attention.engines:located",),

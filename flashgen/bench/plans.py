@@ -11,7 +11,7 @@ from flashgen.bench.cases import Timed, case, inputs
 from flashgen.bench.ours import ours
 from flashgen.bench.timing import median_ms
 from flashgen.build.resources import Resources
-from flashgen.codegen.backward import BackwardPlan
+from flashgen.codegen.mma_sync.backward import BackwardPlan
 from flashgen.codegen.plans import ForwardPlan
 from flashgen.errors import UnsupportedError
 from flashgen.language.spec import AttentionSpec

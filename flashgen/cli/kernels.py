@@ -17,7 +17,7 @@ from flashgen.files import write_file
 
 if TYPE_CHECKING:
     from flashgen.build.cache import Entry
-    from flashgen.codegen.kernel import RenderedKernel
+    from flashgen.codegen.rendered_kernel import RenderedKernel
     from flashgen.language import AttentionSpec
 
 
@@ -45,8 +45,8 @@ class What(StrEnum):
 
 def tile_of(spec: AttentionSpec, target: str, of: Pass, deterministic: bool, packed_heads: int = 1) -> tuple[int, int]:
     """(queries, keys) of a tile of a pass."""
-    from flashgen.codegen.backward import render_backward
     from flashgen.codegen.families import plan_packing, render_forward
+    from flashgen.codegen.mma_sync.backward import render_backward
     from flashgen.codegen.targets import target_named
 
     if of is Pass.forward:

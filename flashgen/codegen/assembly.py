@@ -11,10 +11,10 @@ import sympy
 from flashgen.analysis.closed_forms.inequalities import K_FIRST, K_LAST, Q_FIRST, Q_LAST
 from flashgen.analysis.closed_forms.tile_ranges import TileRange
 from flashgen.codegen.arguments import ArgumentLayout
-from flashgen.codegen.derivative_text import ScoreGradient
 from flashgen.codegen.environment import environment, primitives_for, tidy
+from flashgen.codegen.expressions.derivative_text import ScoreGradient
+from flashgen.codegen.expressions.printer import statements
 from flashgen.codegen.plans import padded
-from flashgen.codegen.printer import statements
 from flashgen.codegen.targets import Target
 from flashgen.codegen.variant import Variant
 from flashgen.errors import UnsupportedError

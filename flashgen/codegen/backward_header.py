@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 
 from flashgen.codegen.backward_costs import backward_cost
-from flashgen.codegen.backward_plans import BackwardPlan, QueriesPlan
+from flashgen.codegen.mma_sync.backward_plans import BackwardPlan, QueriesPlan
 from flashgen.codegen.targets import Target
 from flashgen.language.spec import AttentionSpec
 

@@ -37,7 +37,7 @@ import numpy as np
 from flashgen.analysis.closed_forms.tile_ranges import evaluate_range, key_range
 from flashgen.codegen.assembly import check_spec
 from flashgen.codegen.families import AnyForwardPlan, default_plan
-from flashgen.codegen.hopper_plans import HopperPlan
+from flashgen.codegen.hopper.plans import HopperPlan
 from flashgen.codegen.plans import RESERVED_SHARED, ForwardPlan, padded, reads_blocks
 from flashgen.codegen.plans import weight as variant_weight
 from flashgen.codegen.targets import Target

@@ -9,7 +9,7 @@ from typing import Any
 
 import jinja2
 
-from flashgen.codegen.printer import float_literal
+from flashgen.codegen.expressions.printer import float_literal
 from flashgen.codegen.targets import Target
 from flashgen.templates_path import template_root
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from flashgen.codegen import forward
-from flashgen.codegen.forward import ForwardKernel
-from flashgen.codegen.hopper import HopperKernel, render_hopper
-from flashgen.codegen.hopper_plans import HopperPlan
-from flashgen.codegen.hopper_winners import choose_hopper_plan
+from flashgen.codegen.hopper.forward import HopperKernel, render_hopper
+from flashgen.codegen.hopper.measured_plans import choose_hopper_plan
+from flashgen.codegen.hopper.plans import HopperPlan
+from flashgen.codegen.mma_sync.forward import ForwardKernel
 from flashgen.codegen.plans import ForwardPlan, choose_forward_plan
 from flashgen.codegen.targets import Target, target_named, target_of_capability
 from flashgen.errors import UnsupportedError

@@ -6,12 +6,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Literal, get_args
 
-from flashgen.codegen.backward import render_backward
-from flashgen.codegen.backward_plans import BackwardPlan
 from flashgen.codegen.families import AnyForwardPlan, plan_packing, render_forward
-from flashgen.codegen.kernel import RenderedKernel
-from flashgen.codegen.lists import render_lists
+from flashgen.codegen.mma_sync.backward import render_backward
+from flashgen.codegen.mma_sync.backward_plans import BackwardPlan
+from flashgen.codegen.rendered_kernel import RenderedKernel
 from flashgen.codegen.targets import Target
+from flashgen.codegen.tile_list_kernel import render_lists
 from flashgen.errors import SpecError
 from flashgen.language.spec import AttentionSpec
 

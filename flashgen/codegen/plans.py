@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import sympy
 
 from flashgen.analysis.closed_forms.tile_ranges import key_range
-from flashgen.codegen.operation_text import is_of_longs, is_shift_or_mask
+from flashgen.codegen.expressions.operation_text import is_of_longs, is_shift_or_mask
 from flashgen.codegen.targets import Target
 from flashgen.errors import UnsupportedError
 from flashgen.language.operations import KEY, QUERY, FloorDiv, FloorMod, Load, Operation, Sub

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 import sympy
 
 from flashgen.codegen.arguments import ELEMENT_TYPES, member_name
-from flashgen.codegen.derivative_text import ScoreGradient, score_gradient
-from flashgen.codegen.folding import folded_products
-from flashgen.codegen.function_text import FunctionText, indices_in
-from flashgen.codegen.printer import C_TYPES, statements
+from flashgen.codegen.expressions.derivative_text import ScoreGradient, score_gradient
+from flashgen.codegen.expressions.function_text import FunctionText, indices_in
+from flashgen.codegen.expressions.printer import C_TYPES, statements
+from flashgen.codegen.expressions.scale_folding import folded_products
 from flashgen.language.operations import Capture
 from flashgen.language.spec import AttentionSpec
 

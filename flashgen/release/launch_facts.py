@@ -14,11 +14,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from flashgen.codegen.arguments import ArgumentLayout, member_name
-from flashgen.codegen.backward import PREPARE_ROWS
-from flashgen.codegen.hopper import HopperKernel
-from flashgen.codegen.hopper_plans import HopperPlan
-from flashgen.codegen.kernel import RenderedKernel
-from flashgen.codegen.lists import depends_on_batch, depends_on_head
+from flashgen.codegen.hopper.forward import HopperKernel
+from flashgen.codegen.hopper.plans import HopperPlan
+from flashgen.codegen.mma_sync.backward import PREPARE_ROWS
+from flashgen.codegen.rendered_kernel import RenderedKernel
+from flashgen.codegen.tile_list_kernel import depends_on_batch, depends_on_head
 from flashgen.language.operations import Capture
 from flashgen.language.spec import AttentionSpec
 

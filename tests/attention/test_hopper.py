@@ -12,8 +12,8 @@ from flashgen import attention
 from flashgen.attention.engines import Emulator
 from flashgen.attention.hopper_launch import MapWriter, hopper_launch, section_heads
 from flashgen.attention.problem import Problem
-from flashgen.codegen.hopper import render_hopper
-from flashgen.codegen.hopper_plans import HopperPlan
+from flashgen.codegen.hopper.forward import render_hopper
+from flashgen.codegen.hopper.plans import HopperPlan
 from flashgen.codegen.targets import target_named
 from flashgen.errors import ArgumentError
 from flashgen.runtime.schedule import COPIES, ORDERS, Schedule

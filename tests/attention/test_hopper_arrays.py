@@ -11,7 +11,7 @@ import flashgen.language as fg
 from flashgen import attention
 from flashgen.attention.hopper_launch import MapWriter, hopper_launch
 from flashgen.attention.problem import Problem
-from flashgen.codegen.hopper import render_hopper
+from flashgen.codegen.hopper.forward import render_hopper
 from flashgen.codegen.targets import target_named
 from flashgen.errors import ArgumentError, LaunchError
 from flashgen.runtime import tensor_maps

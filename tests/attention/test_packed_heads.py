@@ -15,12 +15,12 @@ from flashgen import attention
 from flashgen.attention import packing
 from flashgen.attention.callable import Attention
 from flashgen.attention.engines import Emulator
+from flashgen.attention.tuned_kernels import BuiltForward
 from flashgen.attention.tuned_plans import LengthClass, TunedPlan, TunedPlans
-from flashgen.attention.winners import BuiltForward
 from flashgen.build.cache import KernelCache
 from flashgen.codegen.candidates import Workload
 from flashgen.codegen.families import render_forward
-from flashgen.codegen.hopper_plans import HopperPlan
+from flashgen.codegen.hopper.plans import HopperPlan
 from flashgen.codegen.targets import target_named
 from flashgen.errors import ArgumentError, BuildError, FlashgenWarning
 from flashgen.runtime.schedule import Schedule

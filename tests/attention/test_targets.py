@@ -17,9 +17,9 @@ from flashgen import attention, release
 from flashgen.attention import engines
 from flashgen.build import nvrtc
 from flashgen.cli.app import app
-from flashgen.codegen.backward_plans import BackwardPlan
-from flashgen.codegen.hopper_plans import HopperPlan
+from flashgen.codegen.hopper.plans import HopperPlan
 from flashgen.codegen.kernels import kernels_of
+from flashgen.codegen.mma_sync.backward_plans import BackwardPlan
 from flashgen.codegen.plans import ForwardPlan
 from flashgen.codegen.targets import TARGETS, target_of_capability
 from flashgen.errors import BuildError, LaunchError, UnsupportedError

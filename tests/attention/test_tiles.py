@@ -15,7 +15,7 @@ from flashgen.analysis.tile_classes import EMPTY, FULL, PARTIAL
 from flashgen.attention import Attention
 from flashgen.attention import callable as callable_module
 from flashgen.attention.engines import Emulator
-from flashgen.codegen.forward import ForwardKernel, render_forward
+from flashgen.codegen.mma_sync.forward import ForwardKernel, render_forward
 from flashgen.codegen.plans import ForwardPlan
 from flashgen.codegen.targets import TARGETS
 from flashgen.errors import ArgumentError

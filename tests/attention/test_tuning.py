@@ -21,7 +21,7 @@ from flashgen.attention.tuned_plans import LengthClass, TunedPlan, TunedPlans, n
 from flashgen.build.cache import KernelCache
 from flashgen.codegen.candidates import Workload
 from flashgen.codegen.families import AnyForwardPlan, render_forward
-from flashgen.codegen.hopper_plans import HopperPlan
+from flashgen.codegen.hopper.plans import HopperPlan
 from flashgen.codegen.plans import ForwardPlan
 from flashgen.codegen.targets import target_named
 from flashgen.errors import ArgumentError, BuildError, FlashgenWarning, LaunchError

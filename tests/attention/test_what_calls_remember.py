@@ -13,7 +13,7 @@ import pytest
 import flashgen.language as fg
 from flashgen import attention
 from flashgen.attention.engines import Emulator, Place
-from flashgen.attention.lists import sizes_of
+from flashgen.attention.tile_lists import sizes_of
 from flashgen.codegen.plans import ForwardPlan
 from flashgen.errors import ArgumentError
 from flashgen.runtime.arrays import CUPY, NUMPY, TORCH, Library

@@ -17,7 +17,7 @@ from flashgen.cli import tune
 from flashgen.cli.app import app
 from flashgen.cli.machine import gpus
 from flashgen.codegen.candidates import Workload
-from flashgen.codegen.hopper_plans import HopperPlan
+from flashgen.codegen.hopper.plans import HopperPlan
 from flashgen.codegen.plans import ForwardPlan
 from flashgen.errors import ArgumentError
 from flashgen.runtime.gpu import Card

@@ -16,7 +16,7 @@ from flashgen.attention.marshal import ArgumentWriter
 from flashgen.build.host import compile_host
 from flashgen.codegen.arguments import Field, capture_fields, member_name, ordered
 from flashgen.codegen.environment import environment, primitives_for, tidy
-from flashgen.codegen.printer import Printer, statements
+from flashgen.codegen.expressions.printer import Printer, statements
 from flashgen.codegen.targets import TARGETS
 from flashgen.codegen.variant import Variant, _array
 from flashgen.language.operations import (

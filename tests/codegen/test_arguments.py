@@ -11,9 +11,9 @@ import flashgen.language as fg
 from flashgen.attention.marshal import ArgumentWriter
 from flashgen.build.host import compile_host
 from flashgen.codegen.arguments import ArgumentLayout, Field, ordered
-from flashgen.codegen.forward import forward_layout, render_forward
-from flashgen.codegen.lists import list_layout, render_lists
+from flashgen.codegen.mma_sync.forward import forward_layout, render_forward
 from flashgen.codegen.targets import TARGETS
+from flashgen.codegen.tile_list_kernel import list_layout, render_lists
 from flashgen.language.captures import Scalar, Tensor
 
 SM_80 = TARGETS["sm_80"]

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 import flashgen.language as fg
-from flashgen.codegen.backward import render_backward
-from flashgen.codegen.backward_plans import (
+from flashgen.codegen.mma_sync.backward import render_backward
+from flashgen.codegen.mma_sync.backward_plans import (
     BackwardPlan,
     QueriesPlan,
     choose_backward_plan,

@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 
 import flashgen.language as fg
-from flashgen.codegen.backward import render_backward
-from flashgen.codegen.backward_plans import BackwardPlan
-from flashgen.codegen.kernel import RenderedKernel
 from flashgen.codegen.kernels import kernels_of
+from flashgen.codegen.mma_sync.backward import render_backward
+from flashgen.codegen.mma_sync.backward_plans import BackwardPlan
+from flashgen.codegen.rendered_kernel import RenderedKernel
 from flashgen.codegen.targets import TARGETS
 from flashgen.errors import UnsupportedError
 from flashgen.verify import learned, spec_of, variants

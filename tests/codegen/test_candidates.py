@@ -11,7 +11,7 @@ import flashgen.language as fg
 from flashgen.build import nvrtc
 from flashgen.codegen.candidates import MOST, Workload, budget, candidates, cost, registers
 from flashgen.codegen.families import default_plan, render_forward
-from flashgen.codegen.hopper_plans import HopperPlan
+from flashgen.codegen.hopper.plans import HopperPlan
 from flashgen.codegen.plans import ForwardPlan
 from flashgen.codegen.targets import TARGETS
 from flashgen.errors import UnsupportedError

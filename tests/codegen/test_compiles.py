@@ -8,10 +8,10 @@ import pytest
 
 import flashgen.language as fg
 from flashgen.build import nvrtc
-from flashgen.codegen.forward import render_forward
-from flashgen.codegen.kernel import RenderedKernel
-from flashgen.codegen.lists import render_lists
+from flashgen.codegen.mma_sync.forward import render_forward
+from flashgen.codegen.rendered_kernel import RenderedKernel
 from flashgen.codegen.targets import TARGETS, Target
+from flashgen.codegen.tile_list_kernel import render_lists
 from flashgen.language import AttentionSpec
 from flashgen.verify import variants
 from flashgen.verify.variants import DTYPES, Variant, near_or_global, spec_of

@@ -15,8 +15,8 @@ from flashgen.analysis.derivatives import derivative, gathers
 from flashgen.build import nvrtc
 from flashgen.build.host import compile_host
 from flashgen.codegen.arguments import ArgumentLayout, Field, capture_fields, ordered
-from flashgen.codegen.derivative_text import ScoreGradient, score_gradient
 from flashgen.codegen.environment import environment, primitives_for, tidy
+from flashgen.codegen.expressions.derivative_text import ScoreGradient, score_gradient
 from flashgen.codegen.targets import TARGETS
 from flashgen.codegen.variant import backward_variant_of, captures_read
 from flashgen.language.evaluate import evaluate

@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 
 import flashgen.language as fg
-from flashgen.codegen.forward import render_forward
-from flashgen.codegen.kernel import RenderedKernel
-from flashgen.codegen.lists import render_lists
+from flashgen.codegen.mma_sync.forward import render_forward
+from flashgen.codegen.rendered_kernel import RenderedKernel
 from flashgen.codegen.targets import TARGETS
+from flashgen.codegen.tile_list_kernel import render_lists
 from flashgen.errors import UnsupportedError
 from flashgen.verify import variants
 from flashgen.verify.variants import spec_of
@@ -111,8 +111,8 @@ def test_a_full_mask_needs_no_mask() -> None:
 def test_rendering_is_deterministic_across_processes() -> None:
     program = (
         "import hashlib, json, sys\n"
-        "from flashgen.codegen.forward import render_forward\n"
-        "from flashgen.codegen.lists import render_lists\n"
+        "from flashgen.codegen.mma_sync.forward import render_forward\n"
+        "from flashgen.codegen.tile_list_kernel import render_lists\n"
         "from flashgen.codegen.targets import TARGETS\n"
         "from flashgen.language import AttentionSpec\n"
         "out = []\n"

@@ -9,9 +9,9 @@ import pytest
 
 import flashgen.language as fg
 from flashgen.build import inspect, nvrtc, tools
-from flashgen.codegen.lists import render_lists
 from flashgen.codegen.plans import choose_forward_plan
 from flashgen.codegen.targets import TARGETS
+from flashgen.codegen.tile_list_kernel import render_lists
 
 pytestmark = [
     pytest.mark.skipif(not nvrtc.is_available(), reason="needs CuPy and NVRTC: pip install 'flashgen[cuda13]'"),

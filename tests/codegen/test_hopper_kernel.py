@@ -12,9 +12,9 @@ import flashgen.language as fg
 from flashgen.build import nvrtc
 from flashgen.build.inspect import sass
 from flashgen.codegen.families import render_forward
-from flashgen.codegen.hopper import HopperKernel, render_hopper
-from flashgen.codegen.hopper_plans import HopperPlan, panel_columns
-from flashgen.codegen.hopper_winners import choose_hopper_plan
+from flashgen.codegen.hopper.forward import HopperKernel, render_hopper
+from flashgen.codegen.hopper.measured_plans import choose_hopper_plan
+from flashgen.codegen.hopper.plans import HopperPlan, panel_columns
 from flashgen.codegen.plans import ForwardPlan
 from flashgen.codegen.targets import target_named
 from flashgen.errors import BuildError, UnsupportedError

@@ -12,11 +12,11 @@ import flashgen.language as fg
 from flashgen.build import nvrtc
 from flashgen.codegen.candidates import Workload
 from flashgen.codegen.families import render_forward
-from flashgen.codegen.hopper import render_hopper
-from flashgen.codegen.hopper_plans import HopperPlan
-from flashgen.codegen.hopper_winners import choose_hopper_plan
+from flashgen.codegen.hopper.forward import render_hopper
+from flashgen.codegen.hopper.head_packing import Sharing, packed_plan
+from flashgen.codegen.hopper.measured_plans import choose_hopper_plan
+from flashgen.codegen.hopper.plans import HopperPlan
 from flashgen.codegen.kernels import kernels_of
-from flashgen.codegen.packing import Sharing, packed_plan
 from flashgen.codegen.targets import target_named
 from flashgen.errors import UnsupportedError
 from flashgen.language import AttentionSpec

@@ -11,7 +11,7 @@ import sympy
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flashgen.codegen.printer import PRINTED, Printer, float_literal, statements
+from flashgen.codegen.expressions.printer import PRINTED, Printer, float_literal, statements
 from flashgen.language import operations as op
 from flashgen.language.evaluate import evaluate
 from flashgen.language.operations import BATCH, HEAD, KEY, LEN_K, LEN_Q, QUERY, SCORE, Capture, Load

@@ -14,7 +14,7 @@ import pytest
 
 import flashgen.language as fg
 from flashgen import attention, reference
-from flashgen.codegen.backward_plans import BackwardPlan
+from flashgen.codegen.mma_sync.backward_plans import BackwardPlan
 from flashgen.runtime.schedule import Schedule, schedules
 from flashgen.verify import Shape, gradients_by_name, judged_gradients, learned, random_gradients, random_inputs
 from flashgen.verify.gradients import poisoned_gradients, same_bits

@@ -10,14 +10,14 @@ from unittest import mock
 
 import numpy as np
 
-import flashgen.codegen.backward as backward_module
+import flashgen.codegen.mma_sync.backward as backward_module
 import flashgen.language as fg
 from flashgen import reference
 from flashgen.attention import Attention
 from flashgen.attention.engines import Emulator, EmulatorRunner
-from flashgen.codegen.backward import BackwardKernels, render_backward
-from flashgen.codegen.backward_plans import BackwardPlan, QueriesPlan
-from flashgen.codegen.kernel import RenderedKernel
+from flashgen.codegen.mma_sync.backward import BackwardKernels, render_backward
+from flashgen.codegen.mma_sync.backward_plans import BackwardPlan, QueriesPlan
+from flashgen.codegen.rendered_kernel import RenderedKernel
 from flashgen.codegen.targets import TARGETS
 from flashgen.runtime.schedule import Schedule
 from flashgen.verify import Shape, gradients_by_name, judged_gradients, learned, random_gradients, random_inputs

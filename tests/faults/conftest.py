@@ -16,7 +16,7 @@ from flashgen.attention import Attention
 from flashgen.attention import callable as callable_module
 from flashgen.attention.engines import Emulator
 from flashgen.codegen.families import AnyForwardKernel, AnyForwardPlan, render_forward
-from flashgen.codegen.hopper_plans import HopperPlan
+from flashgen.codegen.hopper.plans import HopperPlan
 from flashgen.codegen.plans import ForwardPlan
 from flashgen.codegen.targets import target_named
 from flashgen.runtime.schedule import Schedule

@@ -12,7 +12,7 @@ from tile_proofs import truth_of, whole
 from flashgen import attention
 from flashgen.analysis.closed_forms.tile_ranges import key_range
 from flashgen.attention.engines import Emulator
-from flashgen.attention.lists import TileLister
+from flashgen.attention.tile_lists import TileLister
 from flashgen.codegen.plans import ForwardPlan
 from flashgen.codegen.targets import target_named
 from flashgen.runtime.schedule import Schedule

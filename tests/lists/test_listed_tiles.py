@@ -11,10 +11,10 @@ import pytest
 
 import flashgen as fg
 from flashgen.attention.engines import Emulator
-from flashgen.attention.lists import TileLister, TileLists
-from flashgen.codegen.lists import Direction
+from flashgen.attention.tile_lists import TileLister, TileLists
 from flashgen.codegen.plans import ForwardPlan
 from flashgen.codegen.targets import target_named
+from flashgen.codegen.tile_list_kernel import Direction
 from flashgen.language.evaluate import evaluate
 from flashgen.language.operations import BATCH, HEAD, KEY, LEN_K, LEN_Q, QUERY
 from flashgen.runtime.schedule import Schedule, schedules
@@ -76,7 +76,7 @@ def list_tiles(
 @pytest.fixture(autouse=True)
 def _compact(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also small lists are counted first, and have no gaps."""
-    monkeypatch.setattr("flashgen.attention.lists._FEW_ENTRIES", 0)
+    monkeypatch.setattr("flashgen.attention.tile_lists._FEW_ENTRIES", 0)
 
 
 @pytest.fixture

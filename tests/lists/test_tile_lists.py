@@ -64,7 +64,7 @@ def test_small_lists_are_equally_spaced() -> None:
 
 
 def test_larger_lists_of_sparse_masks_take_less_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("flashgen.attention.lists._FEW_ENTRIES", 0)
+    monkeypatch.setattr("flashgen.attention.tile_lists._FEW_ENTRIES", 0)
     attention = fg.compile(fg.AttentionSpec(head_dim=32, mask=fg.document("ids")), emulate=True)
     tile_q, tile_k = attention.plan.tile_q, attention.plan.tile_k
     document = math.lcm(tile_q, tile_k)  # so that documents end where tiles do, whatever the plan

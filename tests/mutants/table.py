@@ -44,7 +44,7 @@ MUTANTS = (
     ),
     Mutant(
         "// and % by negative constants in device ranges",
-        "flashgen/codegen/interval_printer.py",
+        "flashgen/codegen/expressions/interval_text.py",
         "isinstance(node.args[1], sympy.Integer) and int(node.args[1]) > 0:",
         "isinstance(node.args[1], sympy.Integer):",
         ("tests/lists/test_listed_tiles.py::test_lists_are_the_classes_of_the_elements",),
@@ -67,7 +67,7 @@ MUTANTS = (
     ),
     Mutant(
         "the output takes Q's place without a barrier",
-        "templates/forward/hopper_steps.cuh.jinja",
+        "templates/hopper/steps.cuh.jinja",
         "    named_barrier_sync(1 + kConsumers + warpgroup, 128);\n",
         "",
         (
@@ -113,7 +113,7 @@ MUTANTS = (
     # attention
     Mutant(
         "remembered lists whatever len_k",
-        "flashgen/attention/lists.py",
+        "flashgen/attention/tile_lists.py",
         "key = (problem.len_q, problem.len_k, shape.batch,",
         "key = (problem.len_q, shape.batch,",
         (

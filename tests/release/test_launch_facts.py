@@ -23,8 +23,8 @@ from flashgen.attention.launches import Launch
 from flashgen.build import nvrtc
 from flashgen.build.host import find_compiler
 from flashgen.build.resources import Resources
-from flashgen.codegen.hopper_plans import HopperPlan
-from flashgen.codegen.kernel import RenderedKernel
+from flashgen.codegen.hopper.plans import HopperPlan
+from flashgen.codegen.rendered_kernel import RenderedKernel
 from flashgen.codegen.targets import target_named
 from flashgen.release.launch_facts import FORMULAS, launch_facts
 from flashgen.release.launch_header import struct_name

@@ -1,0 +1,110 @@
+"""The tile lists of the backward pass: those of each tile of keys, and in the deterministic mode of queries too."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from flashgen.attention.edits import NO_EDITS, Edits
+from flashgen.attention.engines import Engine, Numbers, Place
+from flashgen.attention.problem import Problem
+from flashgen.attention.tile_lists import ListsLaunch, TileLister, TileLists
+from flashgen.codegen.targets import Target
+from flashgen.errors import ArgumentError
+from flashgen.language.spec import AttentionSpec
+from flashgen.runtime.arrays import Library, View
+
+if TYPE_CHECKING:
+    from flashgen.codegen.mma_sync.backward import BackwardKernels
+
+_PARTS = ("keys", "queries")
+_Lists = Mapping[str, dict[str, Any]]
+
+
+@dataclass(frozen=True, eq=False)
+class BackwardTileLists:
+    """The lists that a backward call reads, by the kernels that read them.
+
+    keys: of each tile of keys, the tiles of queries. queries: of each tile of queries, the tiles of keys. None where
+    a closed form says the tiles, or there is no such kernel.
+    """
+
+    keys: TileLists | None
+    queries: TileLists | None
+
+    @property
+    def bytes(self) -> int:
+        """Memory of the lists."""
+        return sum(lists.bytes for lists in (self.keys, self.queries) if lists)
+
+
+class BackwardListers:
+    """Makes the lists of a backward call, each kernel's for the tiles of its own plan."""
+
+    def __init__(
+        self,
+        spec: AttentionSpec,
+        target: Target,
+        kernels: BackwardKernels,
+        engine: Engine,
+        prebuild: str,
+        edits: Edits = NO_EDITS,
+    ) -> None:
+        self.spec = spec
+        self.listers: dict[str, TileLister] = {}
+        how = (engine, prebuild)
+        if kernels.uses_lists:
+            self.listers["keys"] = TileLister(spec, target, kernels.plan, *how, "queries", edits, "query_lists")
+        if kernels.uses_key_lists and kernels.queries_plan:
+            self.listers["queries"] = TileLister(
+                spec, target, kernels.queries_plan, *how, edits=edits, part="backward_lists"
+            )
+
+    def __bool__(self) -> bool:
+        return bool(self.listers)
+
+    def prepare(self, problem: Problem, captured: Mapping[str, View]) -> dict[str, ListsLaunch]:
+        """The launches for calls of these sizes and captured arrays."""
+        return {part: lister.prepare(problem, captured) for part, lister in self.listers.items()}
+
+    def of_call(
+        self,
+        prepared: Mapping[str, ListsLaunch],
+        problem: Problem,
+        library: Library,
+        arrays: dict[str, Any],
+        numbers: Numbers,
+        place: Place,
+    ) -> _Lists:
+        """The arrays of the lists by the kernels that read them, made on the call's stream."""
+        return {
+            part: lister.of_call(prepared[part], problem, library, arrays, numbers, place)
+            for part, lister in self.listers.items()
+        }
+
+    def check(self, lists: Any, problem: Problem, place: Place) -> _Lists:
+        """The arrays of lists that a call was given; ArgumentError where they are not this mask's at these sizes."""
+        if not isinstance(lists, BackwardTileLists):
+            raise ArgumentError(
+                f"tile_lists of type {type(lists).__name__}: give what attention.backward_tile_lists(...) made; "
+                "attention.tile_lists(...) makes those of the forward"
+            )
+        given = {part: getattr(lists, part) for part in _PARTS if getattr(lists, part) is not None}
+        if given.keys() != self.listers.keys():
+            raise ArgumentError(
+                f"tile_lists are for the kernels of {sorted(given)}, and this backward reads them in those of "
+                f"{sorted(self.listers)}: make them by this attention's backward_tile_lists(...)"
+            )
+        return {part: lister.check(given[part], problem, place) for part, lister in self.listers.items()}
+
+    def make(self, len_q: int, len_k: int, batch: int, heads: int, captures: Mapping[str, Any]) -> BackwardTileLists:
+        """Lists without gaps between them. Waits for the device."""
+        if not self.listers:
+            raise ArgumentError(f"{self.spec.mask.name} needs no lists: its tiles are known in closed form")
+        made = {part: lister.make(len_q, len_k, batch, heads, captures) for part, lister in self.listers.items()}
+        return BackwardTileLists(made.get("keys"), made.get("queries"))
+
+    def without_layouts(self, captures: Mapping[str, Any], q: View, k: View) -> Mapping[str, Any]:
+        """The captures of a call, a BlockLayout replaced by its array where q is."""
+        return next(iter(self.listers.values())).without_layouts(captures, q, k)

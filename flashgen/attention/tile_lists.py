@@ -1,0 +1,374 @@
+"""Lists of tiles: made on the device by a kernel of their own, for one call, or to be used by many."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import sympy
+
+from flashgen.attention.captures import check_array, number
+from flashgen.attention.edits import NO_EDITS, Edits
+from flashgen.attention.engines import Engine, Gpu, Numbers, Place
+from flashgen.attention.launches import Launch, ListShape, list_shape, lists_launch
+from flashgen.attention.problem import Problem
+from flashgen.codegen.arguments import member_name
+from flashgen.codegen.targets import Target
+from flashgen.codegen.tile_list_kernel import Direction, Tiles, render_lists
+from flashgen.errors import ArgumentError
+from flashgen.language.indexed_sizes import position_of
+from flashgen.language.layouts import BlockLayout
+from flashgen.language.operations import KEY, LONGEST, MOST_HEADS, QUERY, FloorDiv, Load
+from flashgen.language.spec import AttentionSpec
+from flashgen.runtime import gpu
+from flashgen.runtime.arrays import Library, View, library_of, of_graph
+from flashgen.runtime.remembered import Remembered
+
+if TYPE_CHECKING:
+    from flashgen.analysis.tile_classes import TileMap
+
+_REMEMBERED = 8  # lists of masks without captures, by lengths
+_FEW_ENTRIES = 2**18  # of all lists together, at most: 1 MiB, for which counting first is not worth its time
+_Arrays = dict[str, Any]
+
+
+@dataclass(frozen=True, eq=False)
+class TileLists:
+    """The tiles that each tile of queries (or of keys) visits, in arrays on the device.
+
+    counts: int32 (batch or 1, heads or 1, tiles): how many tiles each list holds; 1 where the mask is the same for all.
+    offsets: int64, of the shape of `counts`: where each list begins in `entries`.
+    entries: int32: tile << 1 | (1 where every element of the tile counts), ascending within a list.
+    tile: (queries, keys) of a tile. direction: "keys" where lists hold tiles of keys, "queries" for the transpose.
+    """
+
+    mask: sympy.Basic
+    tile: tuple[int, int]
+    len_q: int
+    len_k: int
+    counts: Any
+    offsets: Any
+    entries: Any
+    direction: Direction = "keys"
+
+    @property
+    def bytes(self) -> int:
+        """Memory of the lists."""
+        return sum(int(array.nbytes) for array in (self.counts, self.offsets, self.entries))
+
+    def tile_map(self) -> TileMap:
+        """The classes of all tiles, on the CPU: what `attention.tiles(...)` works out without a device."""
+        from flashgen.analysis.tile_classes import FULL, PARTIAL, TileMap
+
+        counts, offsets, entries = (_on_host(array) for array in (self.counts, self.offsets, self.entries))
+        tiles_q, tiles_k = -(-self.len_q // self.tile[0]), -(-self.len_k // self.tile[1])
+        listed = tiles_k if self.direction == "keys" else tiles_q
+        classes = np.zeros((*counts.shape, listed), np.int8)
+        for place in np.ndindex(counts.shape):
+            entry = entries[offsets[place] : offsets[place] + counts[place]]
+            classes[place][entry >> 1] = np.where(entry & 1, FULL, PARTIAL)
+        if self.direction == "queries":
+            classes = classes.swapaxes(-1, -2)
+        return TileMap(self.tile, classes, self.len_q, self.len_k)
+
+    def arguments(self) -> _Arrays:
+        """The arrays by the names that the attention kernel has for them."""
+        return {"tile_counts": self.counts, "tile_offsets": self.offsets, "tile_entries": self.entries}
+
+
+@dataclass(frozen=True)
+class ListsLaunch:
+    """The launch that makes the lists of a call, equally spaced, and how many they are."""
+
+    shape: ListShape
+    launch: Launch
+
+
+class TileLister:
+    """Makes the tile lists of a spec whose mask has no closed form, for tiles of a plan."""
+
+    def __init__(
+        self,
+        spec: AttentionSpec,
+        target: Target,
+        plan: Tiles,
+        engine: Engine,
+        prebuild: str,
+        direction: Direction = "keys",
+        edits: Edits = NO_EDITS,
+        part: str = "lists",
+    ) -> None:
+        """part: what the kernel is called in `edits`."""
+        self.spec, self.engine, self.direction = spec, engine, direction
+        self.tile = (plan.tile_q, plan.tile_k)
+        self.kernel = edits.of(part, render_lists(spec, target, plan, direction))
+        self._runner = engine.runner(self.kernel, prebuild)
+        self._captures = spec.mask.captures
+        self._members = [member_name(capture) for capture in self._captures if capture.ndim]
+        self._blocks = _blocks_of(spec)
+        self._remembered: Remembered[Hashable, TileLists] = Remembered(_REMEMBERED)
+
+    def prepare(self, problem: Problem, captured: Mapping[str, View]) -> ListsLaunch:
+        """The launch for calls of these sizes and captured arrays."""
+        shape = list_shape(self.spec, problem, self.tile, self.direction)
+        spacing = max(shape.listed, 1)  # worst case: a list of every tile
+        launch = lists_launch(self.spec, self.kernel.layout, shape, problem, captured, spacing)
+        return ListsLaunch(shape, launch)
+
+    def of_call(
+        self, prepared: ListsLaunch, problem: Problem, library: Library, arrays: _Arrays, numbers: Numbers, place: Place
+    ) -> _Arrays:
+        """The lists of a call, launched on its stream; without captures those of an earlier call of its lengths.
+
+        Nothing is remembered in a stream that is being captured: a graph's lists are its own, and so is their memory.
+        """
+
+        def make(memory: Library = library) -> TileLists:
+            own = {member: arrays[member] for member in self._members}
+            return self._make_spaced(prepared, problem, own, memory, arrays["q"], numbers, place)
+
+        if self.engine.is_captured(place):
+            return make(of_graph(library, place.stream)).arguments()
+        return (make() if self._captures else self._recall(problem, place, make)).arguments()
+
+    def make(self, len_q: int, len_k: int, batch: int, heads: int, captures: Mapping[str, Any]) -> TileLists:
+        """Lists for calls to come. Waits for the device.
+
+        Small ones are equally spaced, of one launch; larger ones have no gaps, counted first and then filled in.
+        """
+        problem = sizes_of(len_q, len_k, batch, heads)
+        captures = self._mask_captures(captures)
+        self._check_layouts(captures, len_q, len_k)
+        arrays = self._own_arrays(captures)
+        views = {name: library_of(array, name).view(array, name) for name, array in arrays.items()}
+        device = _one_device(views)
+        if device is not None and not self.engine.current(device):
+            with gpu.cupy().cuda.Device(device):
+                return self.make(len_q, len_k, batch, heads, captures)
+        for capture in self._captures:
+            if capture.ndim:
+                check_array(self.spec, capture, views[capture.name], problem)
+        on_gpu = isinstance(self.engine, Gpu)
+        like = next(iter(arrays.values()), gpu.cupy().empty(0) if on_gpu else np.empty(0))
+        library = library_of(like, "captures")
+        place = Place(library.stream(like), gpu.current_device() if on_gpu else 0)
+        numbers = {member_name(c): number(c, captures[c.name]) for c in self._captures if not c.ndim}
+        members = {member_name(c): arrays[c.name] for c in self._captures if c.ndim}
+
+        def fill() -> TileLists:
+            shape = list_shape(self.spec, problem, self.tile, self.direction)
+            if shape.rows * shape.listed <= _FEW_ENTRIES:
+                prepared = self.prepare(problem, views)
+                lists = self._make_spaced(prepared, problem, members, library, like, numbers, place)
+            else:
+                lists = self._make_compact(problem, views, members, library, like, numbers, place)
+            if on_gpu:
+                gpu.stream_object(place.stream).synchronize()  # ready for whichever stream uses them
+            return lists
+
+        return fill() if self._captures else self._recall(problem, place, fill)
+
+    def check(self, lists: Any, problem: Problem, place: Place) -> _Arrays:
+        """The arrays of lists that a call was given; ArgumentError where they are not this mask's at these sizes."""
+        if not isinstance(lists, TileLists):
+            raise ArgumentError(f"tile_lists of type {type(lists).__name__}: give what attention.tile_lists(...) made")
+        shape = list_shape(self.spec, problem, self.tile, self.direction)
+        expected: dict[str, tuple[Any, Any]] = {
+            "mask": (lists.mask, self.spec.mask.expression),
+            "direction": (lists.direction, self.direction),
+            "(len_q, len_k)": ((lists.len_q, lists.len_k), (problem.len_q, problem.len_k)),
+            "tile": (lists.tile, self.tile),
+            "(batch, heads)": (tuple(lists.counts.shape[:2]), (shape.batch, shape.heads)),
+        }
+        for what, (given, wanted) in expected.items():
+            if given != wanted:
+                raise ArgumentError(
+                    f"tile_lists were made for {what} {given}, and this call has {wanted}: make them by this "
+                    "attention's tile_lists(...) for the sizes of the call"
+                )
+        arguments = lists.arguments()
+        for name, array in arguments.items():
+            view = self.engine.library(array, "tile_lists").view(array, f"tile_lists ({name})")
+            if (view.device or 0) != place.device:
+                raise ArgumentError(f"tile_lists are on GPU {view.device} and q on {place.device}: make them there")
+        return arguments
+
+    def _recall(self, problem: Problem, place: Place, make: Callable[[], TileLists]) -> TileLists:
+        """Lists by lengths.
+
+        Each stream has its own. Those of another might not be ready yet; and when they are forgotten while a launch
+        reads them, their memory is free for what follows on their own stream only.
+        """
+        shape = list_shape(self.spec, problem, self.tile, self.direction)
+        key = (problem.len_q, problem.len_k, shape.batch, shape.heads, place.device, self.engine.stream(place))
+        return self._remembered.get_or_make(key, make)
+
+    def _lists(self, problem: Problem, shape: ListShape, library: Library, like: Any, entries: Any) -> TileLists:
+        size = (shape.batch, shape.heads, shape.tiles)
+        counts, offsets = library.empty(size, "int32", like), library.empty(size, "int64", like)
+        mask = self.spec.mask.expression
+        return TileLists(mask, self.tile, problem.len_q, problem.len_k, counts, offsets, entries, self.direction)
+
+    def _launch(self, launch: Launch, lists: TileLists, arrays: _Arrays, numbers: Numbers, place: Place) -> None:
+        if all(launch.grid):
+            outputs = {"counts": lists.counts, "offsets": lists.offsets}
+            self._runner.launch(launch, outputs | arrays, numbers, place)
+
+    def without_layouts(self, captures: Mapping[str, Any], q: View, k: View) -> dict[str, Any]:
+        """The captures of a call, a BlockLayout replaced by its array where q is."""
+        axis = 2 if self.spec.layout == "bhsd" else 1
+        if len(q.shape) == len(k.shape) == 4:  # else the call is refused
+            self._check_layouts(captures, q.shape[axis], k.shape[axis])
+        return {name: _plain(value, q.device) for name, value in captures.items()}
+
+    def _mask_captures(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """What the mask captures; ArgumentError where that is missing, or something is given that the spec has not."""
+        for name in sorted(given.keys() - {capture.name for capture in self.spec.captures}):
+            raise ArgumentError(f"unknown argument {name!r}; the mask captures {[c.name for c in self._captures]}")
+        for capture in self._captures:
+            if capture.name not in given:
+                raise ArgumentError(f"capture {capture.name!r} is missing: {self.spec.mask.name} reads it")
+        return {capture.name: given[capture.name] for capture in self._captures}
+
+    def _check_layouts(self, captures: Mapping[str, Any], len_q: int, len_k: int) -> None:
+        """ArgumentError where a BlockLayout has not the blocks of the lengths, as the mask divides them."""
+        for name, axis, index, block in self._blocks:
+            layout = captures.get(name)
+            if not isinstance(layout, BlockLayout) or axis >= len(layout.shape):
+                continue
+            length, needed = (len_q, -(-len_q // block)) if index == QUERY else (len_k, -(-len_k // block))
+            if length and layout.shape[axis] != needed:
+                raise ArgumentError(
+                    f"capture {name!r} has {layout.shape[axis]} blocks along axis {axis}; "
+                    f"len_{index}={length} in blocks of {block} has {needed}"
+                )
+
+    def _own_arrays(self, captures: Mapping[str, Any]) -> dict[str, Any]:
+        """The captured arrays where the engine runs."""
+        arrays = {c.name: captures[c.name] for c in self._captures if c.ndim}
+        if isinstance(self.engine, Gpu):
+            gpu.compute_capability()  # says so where there is no GPU
+            asarray, device = gpu.cupy().asarray, gpu.current_device()
+            arrays = {name: _plain(array, device) for name, array in arrays.items()}
+            return {name: asarray(array) if isinstance(array, np.ndarray) else array for name, array in arrays.items()}
+        arrays = {name: _plain(array, None) for name, array in arrays.items()}
+        for name, array in arrays.items():
+            self.engine.library(array, name)  # says so where the emulator cannot read it
+        return arrays
+
+    def _make_spaced(
+        self,
+        prepared: ListsLaunch,
+        problem: Problem,
+        members: _Arrays,
+        library: Library,
+        like: Any,
+        numbers: Numbers,
+        place: Place,
+    ) -> TileLists:
+        entries = library.empty((max(prepared.shape.rows * prepared.shape.listed, 1),), "int32", like)
+        lists = self._lists(problem, prepared.shape, library, like, entries)
+        self._launch(prepared.launch, lists, members | {"entries": entries}, numbers, place)
+        return lists
+
+    def _make_compact(
+        self,
+        problem: Problem,
+        views: Mapping[str, View],
+        members: _Arrays,
+        library: Library,
+        like: Any,
+        numbers: Numbers,
+        place: Place,
+    ) -> TileLists:
+        shape = list_shape(self.spec, problem, self.tile, self.direction)
+        nothing = library.empty((1,), "int32", like)
+        counted = self._lists(problem, shape, library, like, nothing)
+        layout = self.kernel.layout
+        count, fill = (lists_launch(self.spec, layout, shape, problem, views, spacing) for spacing in (1, 0))
+        self._launch(count, counted, members, numbers, place)
+        total = _write_offsets(counted, place)
+        entries = library.empty((max(total, 1),), "int32", like)
+        self._launch(fill, counted, members | {"entries": entries}, numbers, place)
+        return replace(counted, entries=entries)
+
+
+def _plain(value: Any, device: int | None) -> Any:
+    """A captured value; of a BlockLayout its array, on a GPU copied there once."""
+    if not isinstance(value, BlockLayout):
+        return value
+    if device is None:
+        return value.to_dense()
+
+    def copy(array: np.ndarray[Any, Any]) -> Any:
+        cupy = gpu.cupy()
+        with cupy.cuda.Device(device):
+            there = cupy.asarray(array)
+            cupy.cuda.get_current_stream().synchronize()  # ready for whichever stream uses it
+        return there
+
+    return value.moved(device, copy)
+
+
+def _blocks_of(spec: AttentionSpec) -> list[tuple[str, int, sympy.Symbol, int]]:
+    """(capture, axis, q or k, block) of each capture that the mask indexes by q or k divided by a constant."""
+    return [
+        (load.capture.name, axis, *position)
+        for load in spec.mask.expression.atoms(Load)
+        for axis, index in enumerate(load.indices)
+        if isinstance(index, FloorDiv) and (position := position_of(index)) and position[0] in (QUERY, KEY)
+    ]
+
+
+def sizes_of(len_q: int, len_k: int, batch: int, heads: int, heads_kv: int | None = None) -> Problem:
+    """The sizes that lists and plans depend on; ArgumentError where one is no size. heads_kv: None is as many."""
+    heads_kv = heads if heads_kv is None else heads_kv
+    sizes = {
+        "len_q": (len_q, 0, LONGEST),
+        "len_k": (len_k, 0, LONGEST),
+        "batch": (batch, 1, MOST_HEADS),
+        "heads": (heads, 1, MOST_HEADS),
+        "heads_kv": (heads_kv, 1, MOST_HEADS),
+    }
+    for name, (size, least, most) in sizes.items():
+        if isinstance(size, bool) or not isinstance(size, (int, np.integer)) or not least <= size <= most:
+            raise ArgumentError(f"{name}={size!r} must be an integer from {least} to {most}")
+    if heads % heads_kv:
+        raise ArgumentError(f"heads_kv={heads_kv} must divide heads={heads}")
+    return Problem(int(batch), int(heads), int(heads_kv), int(len_q), int(len_k), {})
+
+
+def _write_offsets(lists: TileLists, place: Place) -> int:
+    """Where each list begins if they stand side by side, written to `lists.offsets`; the number of all entries."""
+    if isinstance(lists.counts, np.ndarray):
+        return _exclusive_sum(lists.counts, lists.offsets)
+    cupy = gpu.cupy()
+    with gpu.stream_object(place.stream):
+        counts = cupy.asnumpy(cupy.asarray(lists.counts))
+        offsets = np.empty(counts.shape, np.int64)
+        total = _exclusive_sum(counts, offsets)
+        cupy.asarray(lists.offsets).set(offsets)
+    return total
+
+
+def _exclusive_sum(counts: np.ndarray[Any, Any], offsets: np.ndarray[Any, Any]) -> int:
+    ends = np.cumsum(counts.ravel(), dtype=np.int64)
+    offsets[...] = (ends - counts.ravel()).reshape(counts.shape)
+    return int(ends[-1]) if ends.size else 0
+
+
+def _one_device(views: Mapping[str, View]) -> int | None:
+    """The GPU that the captured arrays are on; None on the CPU, and where there are none."""
+    devices = {view.device for view in views.values()}
+    if len(devices) > 1:
+        raise ArgumentError(f"captures are on different devices, {sorted(map(str, devices))}; move them to one")
+    return next(iter(devices), None)
+
+
+def _on_host(array: Any) -> np.ndarray[Any, Any]:
+    if isinstance(array, np.ndarray):
+        return array
+    cupy = gpu.cupy()
+    return np.asarray(cupy.asnumpy(cupy.asarray(array)))

@@ -1,0 +1,167 @@
+"""A score function with its derivatives, as device functions for the kernels of the backward pass."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import sympy
+
+from flashgen.analysis.derivative_algebra import ONE, ZERO, Algebra, Node
+from flashgen.analysis.derivatives import derivative, gathers
+from flashgen.analysis.expression_text import to_text
+from flashgen.codegen.arguments import member_name
+from flashgen.codegen.expressions.function_text import (
+    DEVICE_NAMES,
+    FunctionText,
+    Names,
+    indices_in,
+    parameters_of,
+    scaled,
+    symbols_in,
+)
+from flashgen.codegen.expressions.operation_text import index_of
+from flashgen.codegen.expressions.printer import statements
+from flashgen.codegen.expressions.scale_folding import folded_products
+from flashgen.language.operations import KEY, QUERY, SCORE, Load, Mul
+from flashgen.language.spec import AttentionSpec
+
+# For which scores of a block (one head of one batch) an element is the same one: all, all of a query, all of a key.
+Shared = Literal["block", "query", "key", "element"]
+Base = Literal["ds", "dx"]
+
+
+@dataclass(frozen=True)
+class PartText:
+    """A device function of a gather: the declarations, the values, and what it takes."""
+
+    declarations: tuple[str, ...]
+    texts: tuple[str, ...]
+    used: tuple[sympy.Symbol, ...]
+    takes: str  # "score", "product" or ""
+
+    @property
+    def parameters(self) -> str:
+        """Declarations of what it takes, a comma after each."""
+        return (f"float {self.takes}, " if self.takes else "") + parameters_of(self.used)
+
+    def arguments(self, product: str, names: Names) -> str:
+        """Arguments of a call, given the text of the product q·k and the names of the indices."""
+        operand = [scaled(self.takes, product)] if self.takes else []
+        return ", ".join([*operand, *(names[symbol] for symbol in self.used), "arguments"])
+
+
+@dataclass(frozen=True)
+class GatherText:
+    """An element that the score function gathers from a captured array with grad=True.
+
+    The gradient of a loss by the element is a sum, over the scores that read it, of `base` times the factor.
+
+    Attributes:
+        number: of the gather, which its functions are named by: `gather0_place` and `gather0_factor`.
+        capture, member: the array's name, and that of its member in the argument struct.
+        shown: the element as a person would write it.
+        shared: which scores of a block read the same element.
+        place: the function that gives the element's place, row-major, in an array of the capture's shape.
+        base: the gradient by the modified score ("ds") or by the score before, scale · q·k ("dx").
+        factor: the function that gives the factor; None if that is 1.
+    """
+
+    number: int
+    capture: str
+    member: str
+    shown: str
+    shared: Shared
+    place: PartText
+    base: Base
+    factor: PartText | None
+
+    def place_call(self, product: str, names: Names = DEVICE_NAMES) -> str:
+        """A call that gives the place, a long long, given the text of the product q·k."""
+        return f"gather{self.number}_place({self.place.arguments(product, names)})"
+
+    def addend(self, ds: str, dx: str, product: str, names: Names = DEVICE_NAMES) -> str:
+        """What one score adds to the element's gradient, given the texts of its own gradients and of q·k."""
+        base = ds if self.base == "ds" else dx
+        return f"{base} * gather{self.number}_factor({self.factor.arguments(product, names)})" if self.factor else base
+
+
+@dataclass(frozen=True)
+class ScoreGradient:
+    """A score function and its derivatives.
+
+    Attributes:
+        function: modify_score, which also computes the slope.
+        slope: text of the derivative by the score, in terms of the function's declarations; None if that is 1.
+        gathers: the elements that gradients are asked of, without those that the score does not depend on.
+    """
+
+    function: FunctionText
+    slope: str | None
+    gathers: tuple[GatherText, ...]
+
+    def call(self, product: str, slope: str, names: Names = DEVICE_NAMES) -> str:
+        """A call that gives the modified score and, unless that is 1, sets the variable `slope`."""
+        into = f", {slope}" if self.slope else ""
+        return f"modify_score({self.function.of(product)}, {self.function.call(names)}{into})"
+
+
+def score_gradient(spec: AttentionSpec, with_gathers: bool = True) -> ScoreGradient | None:
+    """The texts of a spec's score function and its derivatives; None without a score function."""
+    if spec.score is None:
+        return None
+    value, algebra = spec.score.expression, Algebra()
+    slope = derivative(value, SCORE, algebra)
+    by_gather = {gather: derivative(value, gather, algebra) for gather in gathers(spec)} if with_gathers else {}
+    factors = {gather: _factor(change, slope) for gather, change in by_gather.items() if change is not ZERO}
+    indices = [index for gather in factors for index in gather.indices]
+    products = folded_products(spec.scale, value, slope, *(factor for _, factor in factors.values()), *indices)
+    computed = (value,) if slope is ONE else (value, _float(slope))
+    declarations, texts = statements(*computed, products=products)
+    operand = "product" if products else "score"
+    return ScoreGradient(
+        FunctionText(spec.score.name, tuple(declarations), texts[0], indices_in(*computed), operand),
+        texts[1] if slope is not ONE else None,
+        tuple(_gather(i, gather, *factors[gather], products) for i, gather in enumerate(factors)),
+    )
+
+
+def _factor(change: Node, slope: Node) -> tuple[Base, Node]:
+    """The derivative by an element as a multiple of that by the score, if it is one, or of 1."""
+    if change is slope:
+        return ("ds" if slope is ONE else "dx"), ONE
+    if isinstance(change, Mul):
+        for one, other in (change.args, change.args[::-1]):
+            if one is slope:
+                return "dx", other
+    return "ds", change
+
+
+def _gather(number: int, gather: Load, base: Base, factor: Node, products: dict[Node, str]) -> GatherText:
+    return GatherText(
+        number,
+        gather.capture.name,
+        member_name(gather.capture),
+        to_text(gather),
+        _shared(gather),
+        _part(tuple(map(index_of, gather.indices)), products),
+        base,
+        _part((_float(factor),), products) if factor is not ONE else None,
+    )
+
+
+def _part(results: tuple[Node, ...], products: dict[Node, str]) -> PartText:
+    declarations, texts = statements(*results, products=products)
+    takes = ("product" if products else "score") if SCORE in symbols_in(*results) else ""
+    return PartText(tuple(declarations), tuple(texts), indices_in(*results), takes)
+
+
+def _shared(gather: Load) -> Shared:
+    read = symbols_in(*gather.indices)
+    if SCORE in read or {QUERY, KEY} <= read:
+        return "element"
+    return "query" if QUERY in read else "key" if KEY in read else "block"
+
+
+def _float(node: Node) -> Node:
+    return sympy.Float(0.0) if node is ZERO else node

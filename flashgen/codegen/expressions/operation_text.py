@@ -1,0 +1,188 @@
+"""Operations that are more than an operator or a call: divisions, shifts, choices, conversions, loads."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import sympy
+
+from flashgen.analysis.integer_bounds import INT32_MAX, Bounds
+from flashgen.codegen.expressions.precedence import (
+    ATOM,
+    BIT_AND,
+    CLARIFIED,
+    CONDITIONAL,
+    OR,
+    PRODUCT,
+    SHIFT,
+    SUM,
+    UNARY,
+)
+from flashgen.language import operations as op
+from flashgen.language.operations import Load, kind_of
+
+if TYPE_CHECKING:
+    from flashgen.codegen.expressions.printer import Printer
+
+
+def _divides_plainly(left: sympy.Basic, right: sympy.Basic, bounds: Bounds) -> bool:
+    """Whether C's own / and % are the floored ones, and never divide by zero."""
+    return isinstance(right, sympy.Integer) and int(right) > 0 and bounds.of(left)[0] >= 0
+
+
+def is_of_longs(division: sympy.Basic) -> bool:
+    """Whether a floored division or modulo is one of 64-bit integers: a hundred instructions where it is no shift."""
+    bounds = Bounds()
+    integers = all(kind_of(node) == "int" for node in division.args)
+    return integers and not all(map(bounds.fit_int32, (division, *division.args)))
+
+
+def _is_power_of_two(divisor: sympy.Integer) -> bool:
+    """Whether dividing by it is a shift: C's signed / would correct for dividends below 0, which there are none of."""
+    return int(divisor).bit_count() == 1
+
+
+def is_shift_or_mask(division: sympy.Basic) -> bool:
+    """Whether a floored division or modulo is one instruction."""
+    left, right = division.args
+    return _divides_plainly(left, right, Bounds()) and _is_power_of_two(right)
+
+
+def integers_of(node: op.Operation) -> tuple[sympy.Basic, ...]:
+    """The operands that C++ takes for the type of an integer operation."""
+    if isinstance(node, op.Where):
+        return node.args[1:]
+    if isinstance(node, (op.ShiftLeft, op.ShiftRight)):
+        return node.args[:1]
+    return () if isinstance(node, op.ToInt) and kind_of(node.args[0]) != "int" else node.args
+
+
+def _negate(printer: Printer, node: sympy.Basic) -> tuple[str, int]:
+    (value,) = node.args
+    widened = printer.in_cpp(node) and kind_of(node) == "int" and not printer.fits_int(node)
+    return f"-{(printer.as_long if widened else printer.text)(value, ATOM)}", UNARY
+
+
+def _floored(printer: Printer, node: sympy.Basic, primitive: str) -> str:
+    """A call of floor_divide or floor_modulo, of ints or of long longs."""
+    wide = not all(map(printer.fits_int, (node, *node.args)))
+    return f"{primitive}{'_long' if wide else ''}({', '.join(map(printer.text, node.args))})"
+
+
+def _floor_divide(printer: Printer, node: sympy.Basic) -> tuple[str, int]:
+    left, right = node.args
+    if kind_of(node) == "float":
+        return f"floorf({_quotient(printer, node)[0]})", ATOM
+    if _divides_plainly(left, right, printer.bounds):
+        if _is_power_of_two(right):
+            return f"{printer.text(left, SHIFT)} >> {int(right).bit_length() - 1}", SHIFT
+        return f"{printer.text(left, PRODUCT)} / {printer.text(right, UNARY)}", PRODUCT
+    return _floored(printer, node, "floor_divide"), ATOM
+
+
+def _floor_modulo(printer: Printer, node: sympy.Basic) -> tuple[str, int]:
+    left, right = node.args
+    if kind_of(node) == "float":
+        floored = f"floorf({_quotient(printer, node)[0]})"
+        if node in printer.exact:
+            return f"{printer.as_float(left, SUM)} - __fmul_rn({printer.as_float(right)}, {floored})", SUM
+        return f"{printer.as_float(left, PRODUCT)} - {printer.as_float(right, PRODUCT)} * {floored}", SUM
+    if _divides_plainly(left, right, printer.bounds):
+        if _is_power_of_two(right):
+            return f"{printer.text(left, SHIFT)} & {int(right) - 1}", BIT_AND
+        return f"{printer.text(left, PRODUCT)} % {printer.text(right, UNARY)}", PRODUCT
+    return _floored(printer, node, "floor_modulo"), ATOM
+
+
+def _quotient(printer: Printer, node: sympy.Basic) -> tuple[str, int]:
+    """The float left / right of a division, floored or not."""
+    left, right = node.args
+    exact = node in printer.exact
+    if not _is_constant(left) and (_has_exact_reciprocal(right) or (node in printer.loose and _is_constant(right))):
+        if exact:
+            return f"__fmul_rn({printer.as_float(left)}, 1.0f / {printer.as_float(right)})", ATOM
+        return f"{printer.as_float(left, PRODUCT)} * (1.0f / {printer.as_float(right)})", PRODUCT
+    if exact:
+        return printer.exactly("__fdiv_rn", left, right), ATOM
+    return f"{printer.as_float(left, PRODUCT)} / {printer.as_float(right, UNARY)}", PRODUCT
+
+
+def _is_constant(node: sympy.Basic) -> bool:
+    return isinstance(node, (sympy.Integer, sympy.Float)) and float(node) != 0
+
+
+def _has_exact_reciprocal(divisor: sympy.Basic) -> bool:
+    """Whether a product with 1 / divisor is the quotient to its last bit: of powers of two alone."""
+    if not _is_constant(divisor):
+        return False
+    mantissa, exponent = math.frexp(abs(float(divisor)))
+    return mantissa == 0.5 and -125 <= exponent <= 126
+
+
+def _shift(printer: Printer, node: sympy.Basic) -> tuple[str, int]:
+    value, amount = node.args
+    symbol = "<<" if isinstance(node, op.ShiftLeft) else ">>"
+    text, own = printer.printed(value)
+    if printer.in_cpp(node) and printer.fits_int(value) and not printer.fits_int(node):
+        text, own = printer.as_long(value, PRODUCT), ATOM
+    shifted = f"({text})" if own < SHIFT or own in CLARIFIED[SHIFT] else text
+    return f"{shifted} {symbol} {printer.text(shift_amount(amount), SUM)}", SHIFT
+
+
+def shift_amount(amount: sympy.Basic) -> sympy.Basic:
+    """The amount, from 0 to 31."""
+    if isinstance(amount, sympy.Integer):
+        return sympy.Integer(min(max(int(amount), 0), 31))
+    return op.Minimum(op.Maximum(amount, sympy.Integer(0)), sympy.Integer(31))
+
+
+def _where(printer: Printer, node: sympy.Basic) -> tuple[str, int]:
+    condition, then, otherwise = node.args
+    branch = printer.as_float if kind_of(node) == "float" else printer.text
+    return f"{printer.text(condition, OR)} ? {branch(then, OR)} : {branch(otherwise, CONDITIONAL)}", CONDITIONAL
+
+
+def _to_int(printer: Printer, node: sympy.Basic) -> tuple[str, int]:
+    (value,) = node.args
+    if kind_of(value) == "int":
+        return printer.printed(value)
+    return f"{'to_int' if kind_of(value) == 'float' else 'static_cast<int>'}({printer.text(value)})", ATOM
+
+
+def _log(printer: Printer, node: sympy.Basic) -> tuple[str, int]:
+    logarithm = f"log2_approx({printer.as_float(node.args[0])})"
+    if node in printer.exact:
+        return f"__fmul_rn({logarithm}, 0.693147181f)", ATOM
+    return f"{logarithm} * 0.693147181f", PRODUCT
+
+
+def index_of(index: sympy.Basic) -> sympy.Basic:
+    """An index of a captured array as an int that is not below 0; what reads by it clamps it to the array's size."""
+    low, high = Bounds().of(index)
+    if low < 0:
+        index = op.Maximum(index, sympy.Integer(0))
+    return index if high <= INT32_MAX else op.Minimum(index, sympy.Integer(INT32_MAX))
+
+
+def _load(printer: Printer, node: sympy.Basic) -> tuple[str, int]:
+    indices = ", ".join(printer.text(index_of(index)) for index in node.indices)
+    return f"load_{node.capture.name}(arguments, {indices})", ATOM
+
+
+SPECIAL: dict[type, Callable[[Printer, sympy.Basic], tuple[str, int]]] = {
+    op.Neg: _negate,
+    op.Not: lambda p, n: (f"!{p.text(n.args[0], UNARY)}", UNARY),
+    op.FloorDiv: _floor_divide,
+    op.FloorMod: _floor_modulo,
+    op.Divide: _quotient,
+    op.ToFloat: lambda p, n: (p.as_float(n.args[0], UNARY), UNARY),
+    op.ToInt: _to_int,
+    op.ShiftLeft: _shift,
+    op.ShiftRight: _shift,
+    op.Exp: lambda p, n: (f"exp2_approx({p.as_float(n.args[0], PRODUCT)} * 1.44269504f)", ATOM),
+    op.Log: _log,
+    op.Where: _where,
+    Load: _load,
+}

@@ -1,0 +1,1 @@
+"""The family of Hopper's own instructions: TMA, wgmma, mbarriers, setmaxnreg."""

@@ -1,0 +1,138 @@
+"""Spec and plan -> the text of Hopper's forward kernel. The same bytes on every machine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import sympy
+
+from flashgen.analysis.closed_forms.inequalities import Q_FIRST, Q_LAST
+from flashgen.analysis.closed_forms.tile_ranges import key_range
+from flashgen.codegen.arguments import DROPOUT_FIELDS, LIST_FIELDS, ArgumentLayout, Field, capture_fields, ordered
+from flashgen.codegen.assembly import (
+    ENDS_OF_TILES,
+    assemble,
+    check_spec,
+    common_context,
+    longest_last,
+    suffix_of,
+    visited_tiles,
+)
+from flashgen.codegen.expressions.function_text import DEVICE_NAMES, Names
+from flashgen.codegen.header import header
+from flashgen.codegen.hopper.measured_plans import choose_hopper_plan
+from flashgen.codegen.hopper.plans import HopperPlan, panel_columns
+from flashgen.codegen.plans import divides_tiles, padded
+from flashgen.codegen.rendered_kernel import RenderedKernel, entry_name, kernel_name
+from flashgen.codegen.targets import Target
+from flashgen.codegen.variant import captures_read, variant_of
+from flashgen.language.operations import HEAD
+from flashgen.language.spec import AttentionSpec
+
+_WARPGROUP_ROWS, _WARP_ROWS, _LANE_ROWS = 64, 16, 8  # the last: from a row of a lane to its next
+
+
+_GRID = "one block per multiprocessor; each takes tiles of queries until none is left"
+
+
+@dataclass(frozen=True, repr=False)
+class HopperKernel(RenderedKernel):
+    """Hopper's forward kernel: its plan, and what its launches depend on.
+
+    uses_lists: tiles of keys come from lists, not from closed forms. longest_first: later queries see more keys, so
+    that blocks run in reverse. boxes: for each of q, k, v, o the (columns, rows) that one copy of its map moves; of q
+    and o, where the plan packs heads, (columns, heads, rows).
+    """
+
+    plan: HopperPlan
+    uses_lists: bool
+    longest_first: bool
+    boxes: dict[str, tuple[int, ...]]
+
+
+def hopper_layout(spec: AttentionSpec, lists: bool, packed: bool = False) -> ArgumentLayout:
+    """The argument struct: maps of the arrays first. packed: tiles are of packs of heads."""
+    heads = "packs" if packed else "heads"
+    fields = [Field("TensorMap", f"{name}_map") for name in "qkvo"]
+    fields.append(Field("float*", "lse", comment="(batch, heads_q, len_q), or null"))
+    fields.append(
+        Field("unsigned*", "next_tile", comment="0, before and after; null: no tiles beside each block's first")
+    )
+    fields.append(Field("int", "tiles", comment="of queries, of all heads and batches"))
+    fields.append(Field("int", "tiles_q", comment=f"of each {heads[:-1]}"))
+    fields.append(Field("int", "heads", comment=f"{heads if packed else 'of queries'}, of all batches"))
+    fields.append(Field("int", "section", comment=f"{heads} that take turns with their tiles"))
+    fields += [Field("int", name) for name in ("heads_q", "len_q", "len_k")]
+    fields.append(Field("unsigned", "kv_reciprocal", comment=f"2^31 / {heads} per head of K and V, rounded up"))
+    fields += [*(LIST_FIELDS if lists else ()), *(DROPOUT_FIELDS if spec.dropout else ())]
+    return ordered(fields + capture_fields(captures_read(spec)))
+
+
+def render_hopper(spec: AttentionSpec, target: Target, plan: HopperPlan | None = None) -> HopperKernel:
+    """The forward kernel of a spec on Hopper; UnsupportedError where the target or the plan cannot do it."""
+    check_spec(spec, target)
+    plan = plan or choose_hopper_plan(spec, target)
+    plan.check(spec, target)
+    tiles, variant, struct = key_range(spec.mask.expression), variant_of(spec), "ForwardArguments"
+    entry, packed = entry_name("attention_forward", spec), plan.packed_heads > 1
+    layout = hopper_layout(spec, tiles is None, packed)
+    longest_first = longest_last(tiles)
+    context = common_context(spec, target, variant, struct, layout) | {
+        "plan": plan,
+        "entry": entry,
+        "header": header(spec, target, plan, _GRID, show_command(plan)),
+        "key_tiles": visited_tiles(tiles, struct, variant.mask is not None, ends=_ends_of_tiles(longest_first)),
+        "own_tiles": tiles is not None and variant.mask is not None,
+        "head_panel": panel_columns(spec.head_dim),
+        "value_panel": panel_columns(spec.value_dim),
+        "shared_bytes": plan.shared_bytes(spec),
+        "drawn_steps": plan.drawn_steps(spec),
+        "output_apart": plan.output_apart(spec),
+        "longest_first": longest_first,
+        "packed": packed,
+        "score_operand": variant.score.of("scores[n]") if variant.score else "",
+        "score_call": variant.score.call(_names(plan)) if variant.score else "",
+        "divides_tiles": divides_tiles(spec, plan.tile_k),
+        "may_be_empty": variant.mask is not None or variant.score is not None,
+        "suffix": suffix_of(spec),
+    }
+    sizes = {"shared_widths": [plan.tile_k], "shared_transposed": "false"}
+    sizes |= {"register_widths": [padded(spec.value_dim)], "register_transposed": "true"}
+    source, name = assemble("hopper/forward.cu.jinja", context, target, sizes), kernel_name("fwd", target, spec)
+    name += f"-packed{plan.packed_heads}" if packed else ""
+    threads, shared = plan.threads, plan.shared_bytes(spec)
+    return HopperKernel(
+        name, entry, source, target, layout, threads, shared, plan, tiles is None, longest_first, _boxes(spec, plan)
+    )
+
+
+def show_command(plan: HopperPlan) -> str:
+    """What shows, or builds, the kernel of a default plan, or of one that packs; a target and a spec follow it."""
+    return "flashgen show" + (f" --packed-heads {plan.packed_heads}" if plan.packed_heads > 1 else "")
+
+
+def _boxes(spec: AttentionSpec, plan: HopperPlan) -> dict[str, tuple[int, ...]]:
+    """What one copy moves of q (rows of a warpgroup), k, v (keys of a step) and o (rows of a warp)."""
+    head, value = panel_columns(spec.head_dim), panel_columns(spec.value_dim)
+    rows = {"q": _box_rows(_WARPGROUP_ROWS, plan), "k": (plan.tile_k,), "v": (plan.tile_k,)}
+    rows["o"] = _box_rows(_WARP_ROWS, plan)
+    return {name: ((head if name in "qk" else value), *rows[name]) for name in "qkvo"}
+
+
+def _box_rows(rows: int, plan: HopperPlan) -> tuple[int, ...]:
+    """So many rows of a tile as a box has them: queries, or heads and queries."""
+    heads = min(plan.packed_heads, rows)
+    return (rows,) if plan.packed_heads == 1 else (heads, rows // heads)
+
+
+def _names(plan: HopperPlan) -> Names:
+    """What a score function is called with: of packed heads, the one of each row."""
+    if plan.packed_heads <= _LANE_ROWS:  # a lane's rows, 8 apart, are of one head
+        return DEVICE_NAMES
+    return {**DEVICE_NAMES, HEAD: "position.head + n / 2 % 2 * 8"}
+
+
+def _ends_of_tiles(longest_first: bool) -> dict[sympy.Symbol, str]:
+    """The ends of the queries that work is of: those of a block, or of a warpgroup. A first tile may begin before 0."""
+    ends = ENDS_OF_TILES | {Q_LAST: "const int q_last = min(work.first_query + work.queries, arguments.len_q) - 1;"}
+    return ends | ({Q_FIRST: "const int q_first = max(work.first_query, 0);"} if longest_first else {})

@@ -1,0 +1,256 @@
+"""Spec and plan -> the texts of the kernels of a backward pass. The same bytes on every machine.
+
+P is computed anew from Q, K and the LSE, tile by tile: FlashAttention's algorithm 4 (Dao et al. 2022), with the loops
+in the order of FlashAttention-2 (Dao 2023, algorithm 2). With dS = P * (dP - D), D = rowsum(dO * O):
+
+    prepare   a row's LSE to the base 2, and D; zeroes the sums of dQ
+    keys      a block walks the queries of a tile of keys: dV = P^T dO, dK = dS^T Q, and shares of dQ = dS K
+    finish    dQ from its shares, added up in float32
+    queries   in place of shares and finish where gradients must not depend on an order of additions: a block walks the
+              keys of a tile of queries, and computes S and dP once more for dQ alone
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import sympy
+
+from flashgen.analysis.closed_forms.tile_ranges import key_range, query_range
+from flashgen.codegen.arguments import (
+    DROPOUT_FIELDS,
+    ELEMENT_TYPES,
+    LIST_FIELDS,
+    ArgumentLayout,
+    Field,
+    capture_fields,
+    ordered,
+)
+from flashgen.codegen.assembly import assemble, check_spec, common_context, longest_last, visited_tiles
+from flashgen.codegen.backward_header import backward_header
+from flashgen.codegen.expressions.derivative_text import score_gradient
+from flashgen.codegen.mma_sync.backward_plans import (
+    BackwardPlan,
+    QueriesPlan,
+    choose_backward_plan,
+    choose_queries_plan,
+)
+from flashgen.codegen.rendered_kernel import RenderedKernel, entry_name, kernel_name
+from flashgen.codegen.targets import Target
+from flashgen.codegen.variant import Variant, captures_read, variant_of
+from flashgen.language.operations import Capture
+from flashgen.language.spec import AttentionSpec
+from flashgen.language.well_formed import FLOAT32_MAX
+
+_NO_LSE = FLOAT32_MAX  # that of a row without probabilities, in the statistics
+_TEMPLATES = {part: f"backward/{part}.cu.jinja" for part in ("prepare", "capture")}
+_TEMPLATES |= {part: f"mma_sync/backward/{part}.cu.jinja" for part in ("keys", "queries", "finish")}
+_PREPARE_THREADS, PREPARE_ROWS = 256, 64
+_FINISH_THREADS = 256
+_CAPTURE_THREADS = 256
+EXACT_LIMBS = 10
+"""int64 each: the exact sum of a captured element's gradient in the deterministic mode, as `add_exactly` makes it."""
+
+
+@dataclass(frozen=True)
+class BackwardKernels:
+    """The kernels of a backward pass.
+
+    prepare, keys, queries, finish: as in the module's docstring. captures: the kernels that turn the sums of a captured
+    array's gradient into the gradient, where they are not it: float32 sums of a float32 array are. plan: that of
+    `keys`; queries_plan: that of `queries`. uses_lists: `keys` takes its tiles of queries from lists; uses_key_lists:
+    `queries` its tiles of keys.
+    """
+
+    prepare: RenderedKernel
+    keys: RenderedKernel
+    queries: RenderedKernel | None
+    finish: RenderedKernel | None
+    plan: BackwardPlan
+    queries_plan: QueriesPlan | None
+    uses_lists: bool
+    uses_key_lists: bool
+    deterministic: bool
+    captures: Mapping[str, RenderedKernel] = field(default_factory=dict)
+
+    @property
+    def row_multiple(self) -> int:
+        """Rows that statistics are kept for are a multiple of this."""
+        return math.lcm(self.plan.tile_q, self.prepare_rows)
+
+    @property
+    def prepare_rows(self) -> int:
+        """Rows that a block of `prepare` takes."""
+        return PREPARE_ROWS
+
+    @property
+    def finish_rows(self) -> int:
+        """Rows that a block of `finish` takes."""
+        return self.plan.tile_q
+
+    @property
+    def all(self) -> tuple[RenderedKernel, ...]:
+        """Every kernel, in the order of the launches."""
+        kernels = (self.prepare, self.keys, self.queries, self.finish, *self.captures.values())
+        return tuple(kernel for kernel in kernels if kernel)
+
+    def edited(self, edit: Callable[[str, RenderedKernel], RenderedKernel]) -> BackwardKernels:
+        """Each kernel as `edit` gives it by its part; that of a capture's gradient is "d_" and the capture's name."""
+        return replace(
+            self,
+            prepare=edit("prepare", self.prepare),
+            keys=edit("keys", self.keys),
+            queries=self.queries and edit("queries", self.queries),
+            finish=self.finish and edit("finish", self.finish),
+            captures={name: edit(f"d_{name}", kernel) for name, kernel in self.captures.items()},
+        )
+
+
+def render_backward(
+    spec: AttentionSpec, target: Target, plan: BackwardPlan | None = None, deterministic: bool = False
+) -> BackwardKernels:
+    """The backward kernels of a spec on a target; UnsupportedError where the target or the plan cannot do it."""
+    check_spec(spec, target)
+    plan = plan or choose_backward_plan(spec, target, deterministic)
+    plan.check(spec, target, deterministic)
+    queries_plan = choose_queries_plan(spec, target) if deterministic else None
+    queries = _queries(spec, target, queries_plan) if queries_plan else None
+    finish = None if deterministic else _finish(spec, target, plan)
+    return BackwardKernels(
+        replace(_prepare(spec, target, sums=not deterministic), plan=plan),
+        _keys(spec, target, plan, deterministic),
+        queries,
+        finish,
+        plan,
+        queries_plan,
+        captures={
+            capture.name: _capture(spec, target, capture, deterministic)
+            for capture in spec.captures
+            if capture.grad and (deterministic or capture.dtype != "float32")
+        },
+        uses_lists=query_range(spec.mask.expression) is None,
+        uses_key_lists=deterministic and key_range(spec.mask.expression) is None,
+        deterministic=deterministic,
+    )
+
+
+def _strides(*names: str) -> list[Field]:
+    return [Field("Strides", f"{name}_strides") for name in names]
+
+
+def _numbers(*names: str) -> list[Field]:
+    return [Field("int", name) for name in names]
+
+
+_STATISTICS = Field("const float*", "statistics", comment="(batch, heads_q, rows, 2): LSE to the base 2, and D")
+_DQ_SUMS = Field("float*", "dq_sums", comment="(batch, heads_q, rows, padded head_dim), in an order of its own")
+_ROWS = Field("int", "rows", comment="len_q, rounded up")
+
+
+def _prepare(spec: AttentionSpec, target: Target, sums: bool) -> RenderedKernel:
+    fields = [Field("const Element*", "o"), Field("const Element*", "d_o"), Field("const float*", "lse")]
+    fields += [Field("const float*", "d_lse", comment="or null"), Field("float*", "statistics")]
+    fields += [_DQ_SUMS] if sums else []
+    layout = ordered([*fields, *_strides("o", "d_o"), *_numbers("heads_q", "len_q"), _ROWS])
+    lanes = max(1 << (spec.value_dim // 8 - 1).bit_length(), _PREPARE_THREADS // PREPARE_ROWS)
+    context = {"threads": _PREPARE_THREADS, "rows": PREPARE_ROWS, "lanes": lanes, "deterministic": not sums}
+    return _kernel("prepare", spec, target, layout, context, _PREPARE_THREADS, 0, plain=True)
+
+
+def _finish(spec: AttentionSpec, target: Target, plan: BackwardPlan) -> RenderedKernel:
+    fields = [Field("const float*", "dq_sums"), _STATISTICS, Field("Element*", "dq"), *_strides("dq")]
+    fields += _numbers("heads_q", "len_q")
+    context = {"plan": plan, "threads": _FINISH_THREADS, "deterministic": False}
+    context["vector_reductions"] = target.vector_reductions
+    return _kernel("finish", spec, target, ordered([*fields, _ROWS]), context, _FINISH_THREADS, 0, plain=True)
+
+
+def _keys(spec: AttentionSpec, target: Target, plan: BackwardPlan, deterministic: bool) -> RenderedKernel:
+    tiles, shared = query_range(spec.mask.expression), plan.shared_bytes(spec, deterministic)
+    fields = [*(Field("const Element*", name) for name in ("q", "k", "v", "d_o")), _STATISTICS]
+    fields += [] if deterministic else [_DQ_SUMS]
+    fields += [Field("Element*", "dk"), Field("Element*", "dv"), *_strides("q", "k", "v", "d_o", "dk", "dv")]
+    gradient = score_gradient(spec)
+    gathers = gradient.gathers if gradient else ()
+    sums = "long long*" if deterministic else "float*"
+    fields += [Field(sums, f"d_{member}") for member in dict.fromkeys(gather.member for gather in gathers)]
+    fields += [*_numbers("heads_q", "heads_per_kv", "len_q", "len_k"), _ROWS]
+    layout = _with_variant(spec, fields, lists=tiles is None)
+    context = {
+        "plan": plan,
+        "deterministic": deterministic,
+        "vector_reductions": target.vector_reductions,
+        "shared_bytes": shared,
+        "gradient": gradient,
+        "gathers": gathers,
+        "limbs": EXACT_LIMBS,
+        "query_tiles": visited_tiles(tiles, "BackwardKeysArguments", _is_masked(spec), queries=True),
+    }
+    return _kernel("keys", spec, target, layout, context, plan.threads, shared)
+
+
+def _queries(spec: AttentionSpec, target: Target, plan: QueriesPlan) -> RenderedKernel:
+    tiles, shared = key_range(spec.mask.expression), plan.shared_bytes(spec)
+    fields = [*(Field("const Element*", name) for name in ("q", "k", "v", "d_o")), _STATISTICS]
+    fields += [
+        Field("Element*", "dq"),
+        *_strides("q", "k", "v", "d_o", "dq"),
+        *_numbers("heads_q", "len_q", "len_k"),
+        _ROWS,
+    ]
+    fields.append(Field("unsigned", "kv_reciprocal", comment="2^31 / heads per head of K and V, rounded up"))
+    context = {
+        "plan": plan,
+        "shared_bytes": shared,
+        "deterministic": True,
+        "gradient": score_gradient(spec, with_gathers=False),
+        "gathers": (),
+        "key_tiles": visited_tiles(tiles, "BackwardQueriesArguments", _is_masked(spec)),
+        "longest_first": longest_last(tiles),
+    }
+    return _kernel("queries", spec, target, _with_variant(spec, fields, tiles is None), context, plan.threads, shared)
+
+
+def _capture(spec: AttentionSpec, target: Target, capture: Capture, deterministic: bool) -> RenderedKernel:
+    sums = Field("const long long*" if deterministic else "const float*", "sums")
+    gradient = Field(f"{ELEMENT_TYPES[capture.dtype]}*", "gradient", comment=f"of {capture.name}, {capture.dtype}")
+    rounds = {"float16": "pack_f16", "bfloat16": "pack_bf16"}
+    context = {"deterministic": deterministic, "threads": _CAPTURE_THREADS, "round": rounds.get(capture.dtype)}
+    context["limbs"] = EXACT_LIMBS
+    layout = ordered([sums, gradient, Field("long long", "count")])
+    return _kernel("capture", spec, target, layout, context, _CAPTURE_THREADS, 0, plain=True, of=capture.name)
+
+
+def _is_masked(spec: AttentionSpec) -> bool:
+    return bool(spec.mask.expression != sympy.true)
+
+
+def _with_variant(spec: AttentionSpec, fields: list[Field], lists: bool) -> ArgumentLayout:
+    """The fields, and those that lists, dropout and captures need."""
+    fields = [*fields, *(LIST_FIELDS if lists else ()), *(DROPOUT_FIELDS if spec.dropout else ())]
+    return ordered(fields + capture_fields(captures_read(spec)))
+
+
+def _kernel(
+    part: str,
+    spec: AttentionSpec,
+    target: Target,
+    layout: ArgumentLayout,
+    context: dict[str, Any],
+    threads: int,
+    shared_bytes: int,
+    plain: bool = False,
+    of: str = "",
+) -> RenderedKernel:
+    """One of the kernels; a `plain` one has nothing of the mask and the score in it. of: the capture that it is for."""
+    struct, entry = f"Backward{part.title()}Arguments", entry_name(f"attention_backward_{part}{of and f'_{of}'}", spec)
+    variant = Variant(None, None, ()) if plain else variant_of(spec)
+    told = common_context(spec, target, variant, struct, layout, context.get("gradient")) | {"no_lse": _NO_LSE}
+    shown = f"d_{of}" if of else part
+    header = backward_header(shown, spec, target, context.get("plan"), shared_bytes, context["deterministic"])
+    source = assemble(_TEMPLATES[part], told | context | {"entry": entry, "header": header}, target)
+    name = kernel_name(f"bwd-{part}{of and f'-{of}'}", target, spec)
+    return RenderedKernel(name, entry, source, target, layout, threads, shared_bytes, plan=context.get("plan"))
