@@ -1,10 +1,10 @@
 """Predicate -> CUDA text of what is certain of it over a tile, without looking at an element.
 
 The text is the predicate's own, over `Range` and `Truth` (templates/tile_lists/ranges.cuh.jinja) instead of int and
-bool: `k <= q` becomes a comparison of two ranges. What cannot be bounded (floats, shifts by a variable amount, arrays of
-floats) is `unknown()`, and an expression in which nothing is certain has no text. The meaning of each operation over a
-range is that of flashgen/analysis/intervals/evaluation.py. Ends of ranges are int where int holds every integer of the
-predicate, else long long; an operation that may outgrow that is `unknown()`, too.
+bool: `k <= q` becomes a comparison of two ranges. What cannot be bounded (floats, shifts by a variable amount, arrays
+of floats) is `unknown()`, and an expression in which nothing is certain has no text. The meaning of each operation over
+a range is that of flashgen/analysis/intervals/evaluation.py. Ends of ranges are int where int holds every integer of
+the predicate, else long long; an operation that may outgrow that is `unknown()`, too.
 """
 
 from __future__ import annotations
