@@ -2,21 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from flashgen.attention.backward_launches import (
-    BackwardLaunches,
-    Memory,
-    backward_launches,
-    gradient_memory,
-    sums_name,
-    workspaces,
-)
 from flashgen.attention.backward_tile_lists import BackwardListers, BackwardTileLists
 from flashgen.attention.captures import check_array, check_captures
-from flashgen.attention.edits import NO_EDITS, Edits
 from flashgen.attention.engines import Arrays, Engine, Gpu, Numbers, Place
 from flashgen.attention.gradients import (
     ROWS,
@@ -25,24 +17,23 @@ from flashgen.attention.gradients import (
     differentiated,
     given_gradients,
     gradient_argument,
+    gradient_shape,
 )
+from flashgen.attention.launches import Launch, Memory, captured_launch, launch_of, workspaces
 from flashgen.attention.outputs import check_lse, output_strides
 from flashgen.attention.passes import Pass, common_device
 from flashgen.attention.problem import Problem, problem_of
 from flashgen.attention.sharing import Sharing
 from flashgen.attention.through_gpu import to_gpu, to_host
 from flashgen.attention.tile_lists import ListsLaunch
-from flashgen.codegen.arguments import member_name
+from flashgen.codegen.arguments import capture_gradient, member_name, summed_gradient
 from flashgen.codegen.rendered_kernel import RenderedKernel
-from flashgen.codegen.targets import Target
+from flashgen.codegen.stages import Kernels
 from flashgen.errors import ArgumentError
 from flashgen.language.layouts import BlockLayout
 from flashgen.language.spec import AttentionSpec
 from flashgen.runtime import gpu
 from flashgen.runtime.arrays import NUMPY, Library, View, give_back, of_graph
-
-if TYPE_CHECKING:
-    from flashgen.codegen.mma_sync.backward import BackwardKernels
 
 _IN_ROWS = frozenset(("q", "k", "v", "o", "d_o", "dq", "dk", "dv"))
 _Arrays = dict[str, Any]
@@ -50,13 +41,16 @@ _Arrays = dict[str, Any]
 
 @dataclass(frozen=True)
 class _Prepared:
-    """Everything of a call that its shapes, strides, dtypes and device decide. launches: None for no scores."""
+    """Everything of a call that its shapes, strides, dtypes and device decide.
+
+    launches: by the roles of the kernels; none where there are no scores.
+    """
 
     problem: Problem
     device: int
     gradients: Mapping[str, Memory]
     workspaces: Mapping[str, Memory]
-    launches: BackwardLaunches | None
+    launches: Mapping[str, Launch]
     lists: Mapping[str, ListsLaunch]
     sharing: Sharing
 
@@ -64,30 +58,18 @@ class _Prepared:
 class BackwardPass(Pass[_Prepared]):
     """The backward kernels of a spec, and the listers of their tiles where they read lists."""
 
-    def __init__(
-        self,
-        spec: AttentionSpec,
-        target: Target,
-        kernels: BackwardKernels,
-        engine: Engine,
-        prebuild: str,
-        edits: Edits = NO_EDITS,
-    ) -> None:
-        """edits: of the listers' kernels; `kernels` are edited already where they are."""
+    def __init__(self, spec: AttentionSpec, stages: Kernels, engine: Engine, prebuild: str) -> None:
         super().__init__(spec, engine, _IN_ROWS)
-        self._kernels = kernels
-        self._prepare_rows = engine.runner(kernels.prepare, prebuild)
-        self._keys = engine.runner(kernels.keys, prebuild)
-        self._queries = engine.runner(kernels.queries, prebuild) if kernels.queries else None
-        self._finish = engine.runner(kernels.finish, prebuild) if kernels.finish else None
-        self._captures = {name: engine.runner(kernel, prebuild) for name, kernel in kernels.captures.items()}
+        self._stages = stages
+        self._main = {role: kernel for role, kernel in stages.items() if not kernel.lists}
+        self._runners = {role: engine.runner(kernel, prebuild) for role, kernel in self._main.items()}
         self._members = {capture.name: member_name(capture) for capture in differentiated(spec)}
-        self.listers = BackwardListers(spec, target, kernels, engine, prebuild, edits)
+        self.listers = BackwardListers(spec, stages, engine, prebuild)
 
     @property
     def kernels(self) -> tuple[RenderedKernel, ...]:
         """The kernels that a call launches, in order."""
-        return (*(lister.kernel for lister in self.listers.listers.values()), *self._kernels.all)
+        return tuple(self._stages.values())
 
     def __call__(
         self,
@@ -144,7 +126,7 @@ class BackwardPass(Pass[_Prepared]):
             if memory.zeroed:
                 self.engine.clear(made[name], place)
         if prepared.launches:
-            self._launch(prepared, prepared.launches, library, arrays, addresses, numbers, tile_lists, made, place)
+            self._launch(prepared, library, arrays, addresses, numbers, tile_lists, made, place)
         if given:
             return _gradients(given)
         owners = {name: self.engine.library(arrays[self._members.get(name, "q")], name) for name in made}
@@ -157,7 +139,6 @@ class BackwardPass(Pass[_Prepared]):
     def _launch(
         self,
         prepared: _Prepared,
-        launches: BackwardLaunches,
         library: Library,
         arrays: _Arrays,
         addresses: Mapping[str, int],
@@ -179,22 +160,22 @@ class BackwardPass(Pass[_Prepared]):
             if tile_lists is None
             else self.listers.check(tile_lists, prepared.problem, place)
         )
-        direct = {sums_name(member): gradients[name] for name, member in self._members.items()}  # where no sums are
-        rows = {name: gradients[name] for name in ROWS}
-        everything = self.engine.located({**arrays, **direct, **work, **rows}, addresses)
-        self._prepare_rows.launch(launches.prepare, everything, numbers, place)
-        self._keys.launch(launches.keys, self._with_lists(everything, lists.get("keys")), numbers, place)
-        if self._queries and launches.queries:
-            self._queries.launch(launches.queries, self._with_lists(everything, lists.get("queries")), numbers, place)
-        if self._finish and launches.finish:
-            self._finish.launch(launches.finish, everything, numbers, place)
-        for name, launch in launches.captures.items():
-            sums = {"sums": work[sums_name(self._members[name])], "gradient": gradients[name]}
-            self._captures[name].launch(launch, sums, numbers, place)
+        everything = self.engine.located({**arrays, **self._pointers(gradients), **work}, addresses)
+        for role, runner in self._runners.items():
+            called = self._main[role].pointers
+            taken = _alike(everything, {name: everything[here] for name, here in called.items()} or everything)
+            runner.launch(prepared.launches[role], self._with_lists(taken, lists.get(role)), numbers, place)
+
+    def _pointers(self, gradients: Mapping[str, Any]) -> _Arrays:
+        """The gradients as the structs call them: a captured array's is where it is summed, if no kernel rounds it."""
+        pointers = {name: gradients[name] for name in ROWS}
+        for capture in differentiated(self.spec):
+            pointers[summed_gradient(capture)] = pointers[capture_gradient(capture)] = gradients[capture.name]
+        return pointers
 
     def _with_lists(self, arrays: Arrays, lists: _Arrays | None) -> Arrays:
         """What a launch takes, `arrays` as located, and the lists that its kernel reads."""
-        return type(arrays)({**arrays, **self.engine.located(lists)}) if lists else arrays  # type: ignore[call-arg]
+        return _alike(arrays, {**arrays, **self.engine.located(lists)}) if lists else arrays
 
     def _work_out(self, views: dict[str, View]) -> _Prepared:
         spec, device = self.spec, common_device(views)
@@ -210,14 +191,35 @@ class BackwardPass(Pass[_Prepared]):
         names = (*ROWS, *self._members)
         given = {name: views[gradient_argument(name)] for name in names if gradient_argument(name) in views}
         check_gradients(spec, given, captured, problem)
-        gradients = gradient_memory(spec, self._kernels, problem, captured)
+        gradients = self._gradient_memory(problem, captured)
         sharing = self._sharing(views, [gradient_argument(name) for name in given])
         if not problem.has_scores:
-            return _Prepared(problem, device, gradients, {}, None, {}, sharing)
-        launches = backward_launches(spec, self._kernels, problem, captured)
-        memory = workspaces(spec, self._kernels, problem, captured)
+            return _Prepared(problem, device, gradients, {}, {}, {}, sharing)
+        launches = {role: self._launch_of(kernel, problem, captured) for role, kernel in self._main.items()}
+        memory = workspaces(self._main, problem, captured)
         lists = self.listers.prepare(problem, captured)
         return _Prepared(problem, device, gradients, memory, launches, lists, sharing)
+
+    def _launch_of(self, kernel: RenderedKernel, problem: Problem, captured: Mapping[str, View]) -> Launch:
+        for space in kernel.workspaces:
+            if space.of_capture:
+                return captured_launch(kernel, self.spec, problem, math.prod(captured[space.of_capture].shape))
+        return launch_of(kernel, self.spec, problem, captured)
+
+    def _gradient_memory(self, problem: Problem, captured: Mapping[str, View]) -> dict[str, Memory]:
+        """The gradients, by the names of `Gradients`. Zeroed where they are added to, or where nothing is written."""
+        launched = problem.has_scores
+        memory = {
+            name: Memory(gradient_shape(self.spec, problem, name), self.spec.dtype, zeroed=not launched)
+            for name in ROWS
+        }
+        written = (
+            {called for kernel in self._main.values() for called in kernel.pointers.values()} if launched else set()
+        )
+        for capture in differentiated(self.spec):
+            zeroed = capture_gradient(capture) not in written
+            memory[capture.name] = Memory(captured[capture.name].shape, capture.dtype, zeroed)
+        return memory
 
     def _through_gpu(
         self,
@@ -241,6 +243,11 @@ class BackwardPass(Pass[_Prepared]):
             stays = name in moved and moved[name] is captures[name] and not given
             home[name] = array if stays else to_host(array, given.get(name))
         return _gradients(home)
+
+
+def _alike(located: Arrays, entries: Arrays) -> Arrays:
+    """Entries of the kind of `located`: addresses on a GPU, arrays on the emulator."""
+    return entries if entries is located else type(located)(entries)  # type: ignore[call-arg]
 
 
 def _gradients(arrays: Mapping[str, Any]) -> Gradients:

@@ -4,19 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from flashgen.attention.edits import NO_EDITS, Edits
 from flashgen.attention.engines import Engine, Numbers, Place
 from flashgen.attention.problem import Problem
 from flashgen.attention.tile_lists import ListsLaunch, TileLister, TileLists
-from flashgen.codegen.targets import Target
+from flashgen.codegen.stages import Kernels
 from flashgen.errors import ArgumentError
 from flashgen.language.spec import AttentionSpec
 from flashgen.runtime.arrays import Library, View
-
-if TYPE_CHECKING:
-    from flashgen.codegen.mma_sync.backward import BackwardKernels
 
 _PARTS = ("keys", "queries")
 _Lists = Mapping[str, dict[str, Any]]
@@ -45,21 +41,17 @@ class BackwardListers:
     def __init__(
         self,
         spec: AttentionSpec,
-        target: Target,
-        kernels: BackwardKernels,
+        stages: Kernels,
         engine: Engine,
         prebuild: str,
-        edits: Edits = NO_EDITS,
     ) -> None:
         self.spec = spec
-        self.listers: dict[str, TileLister] = {}
-        how = (engine, prebuild)
-        if kernels.uses_lists:
-            self.listers["keys"] = TileLister(spec, target, kernels.plan, *how, "queries", edits, "query_lists")
-        if kernels.uses_key_lists and kernels.queries_plan:
-            self.listers["queries"] = TileLister(
-                spec, target, kernels.queries_plan, *how, edits=edits, part="backward_lists"
-            )
+        makers = {kernel.lists: kernel for kernel in stages.values() if kernel.lists}
+        self.listers = {
+            role: TileLister(spec, makers[kernel.reads], engine, prebuild)
+            for role, kernel in stages.items()
+            if kernel.reads
+        }
 
     def __bool__(self) -> bool:
         return bool(self.listers)

@@ -10,13 +10,15 @@ from flashgen.attention.edits import NO_EDITS, Edits
 from flashgen.attention.engines import Engine, Gpu, build
 from flashgen.attention.forward import ForwardPass
 from flashgen.attention.gradients import Gradients
+from flashgen.attention.kernel_choice import BuiltForward
 from flashgen.attention.tile_lists import TileLister, TileLists, sizes_of
-from flashgen.attention.tuned_kernels import BuiltForward
 from flashgen.attention.tuned_plans import TunedPlans
 from flashgen.build.cache import KernelCache
 from flashgen.build.resources import Resources
-from flashgen.codegen.families import AnyForwardPlan, render_forward
+from flashgen.codegen.families import render_forward
+from flashgen.codegen.plan import Plan
 from flashgen.codegen.rendered_kernel import RenderedKernel
+from flashgen.codegen.stages import Kernels, backward_kernels
 from flashgen.codegen.targets import Target
 from flashgen.errors import ArgumentError
 from flashgen.language.operations import BATCH, HEAD
@@ -28,7 +30,6 @@ if TYPE_CHECKING:
     from flashgen.attention.backward import BackwardPass
     from flashgen.attention.backward_tile_lists import BackwardTileLists
     from flashgen.attention.tuning import Tuning
-    from flashgen.codegen.mma_sync.backward import BackwardKernels, BackwardPlan
 
 
 class Attention:
@@ -46,15 +47,15 @@ class Attention:
         spec: AttentionSpec,
         target: Target,
         engine: Engine,
-        plan: AnyForwardPlan | None = None,
+        plan: Plan | None = None,
         deterministic: bool = False,
-        backward_plan: BackwardPlan | None = None,
+        backward_plan: Any | None = None,
         tuned: KernelCache | None = None,
         edits: Edits = NO_EDITS,
     ) -> None:
         """`compile` makes them.
 
-        tuned: where winners of tuning are kept; None is the cache of the environment on a GPU, and on the emulator
+        tuned: where tuned plans are kept; None is the cache of the environment on a GPU, and on the emulator
             nowhere. A plan that is given, or an edited kernel, wins over them.
         """
         self.spec, self.target, self.engine, self.deterministic = spec, target, engine, deterministic
@@ -62,10 +63,10 @@ class Attention:
         self._kernel = edits.of("forward", render_forward(spec, target, plan))
         own_plan = plan is None and not edits.of_the_forward
         follows = own_plan and (isinstance(engine, Gpu) or tuned is not None)
-        winners = TunedPlans(self._kernel, tuned) if follows else None
+        tuned_plans = TunedPlans(self._kernel, tuned) if follows else None
         with edits.told():
             self._forward = ForwardPass(
-                spec, self._kernel, engine, self._prebuild("forward"), winners, packs=own_plan, edits=edits
+                spec, self._kernel, engine, self._prebuild("forward"), tuned_plans, packs=own_plan, edits=edits
             )
 
     def _prebuild(self, which: str) -> str:
@@ -77,7 +78,7 @@ class Attention:
         if which == "backward":
             return f"flashgen show --pass backward {'--deterministic ' if self.deterministic else ''}{shown}"
         command = f"flashgen show {shown}"
-        return f"{command} && flashgen show --kernel lists {shown}" if self._kernel.uses_lists else command
+        return f"{command} && flashgen show --kernel lists {shown}" if self._kernel.reads else command
 
     def __repr__(self) -> str:
         edited = f", edited: {', '.join(self.edited)}" if self.edited else ""
@@ -109,17 +110,17 @@ class Attention:
         return (self._lister.kernel, self._kernel) if self._lister else (self._kernel,)
 
     @property
-    def plan(self) -> AnyForwardPlan:
+    def plan(self) -> Plan:
         """Tile sizes, warps and stages: those of the default, or what `compile` was given."""
         return self._kernel.plan
 
     def plan_for(
         self, len_q: int, len_k: int | None = None, batch: int = 1, heads: int = 1, heads_kv: int | None = None
-    ) -> AnyForwardPlan:
+    ) -> Plan:
         """The plan of calls of these sizes on the current GPU.
 
-        That is `plan`, or what `tune` found for such lengths; on Hopper either with the query heads of a head of k and
-        v packed into tiles, where that fills them better.
+        That is `plan`, or what `tune` found for such lengths; where the target packs heads, either with the query heads
+        of a head of k and v packed into tiles, where that fills them better.
 
         Args: as of `tile_lists`; heads_kv: heads of k and v, None for as many. Raises LaunchError without a GPU.
         """
@@ -127,8 +128,8 @@ class Attention:
 
     def _built_for(self, len_q: int, len_k: int, batch: int, heads: int, heads_kv: int | None = None) -> BuiltForward:
         sizes = sizes_of(len_q, len_k, batch, heads, heads_kv)
-        if self._forward.winners is None and (self._forward.packing is None or sizes.heads_per_kv == 1):
-            return self._forward.default
+        if not self._forward.choice.depends_on(sizes):
+            return self._forward.choice.default
         return self._forward.built_for(sizes, self.engine.here())
 
     @made_once
@@ -138,29 +139,29 @@ class Attention:
             return build(self._kernel, self._prebuild("forward")).resources
 
     @made_once
-    def backward_kernels(self) -> BackwardKernels:
-        """The kernels of the backward pass; UnsupportedError where the target cannot run them."""
-        from flashgen.codegen.mma_sync.backward import render_backward
-
-        kernels = render_backward(self.spec, self.target, self._given_backward_plan, self.deterministic)
-        return kernels.edited(self._edits.of)
+    def backward_kernels(self) -> Kernels:
+        """The kernels that a backward call launches, by their roles, in order; UnsupportedError where none can run."""
+        given = self._given_backward_plan
+        kernels = backward_kernels(self.spec, self.target, self.deterministic, plan=given)
+        parts = {role: "backward_lists" if role == "lists" else role for role in kernels}
+        return {role: self._edits.of(parts[role], kernel) for role, kernel in kernels.items()}
 
     @property
-    def backward_plan(self) -> BackwardPlan:
+    def backward_plan(self) -> Any:
         """The plan of the kernel that walks tiles of keys."""
-        return self.backward_kernels.plan
+        return self.backward_kernels["keys"].plan
 
     @property
     def backward_sources(self) -> dict[str, str]:
         """The emitted CUDA of every kernel that a backward call launches, by readable name, in their order."""
-        return {kernel.name: kernel.source for kernel in self._backward.kernels}
+        return {kernel.name: kernel.source for kernel in self.backward_kernels.values()}
 
     @made_once
     def backward_resources(self) -> dict[str, Resources]:
         """Registers, spills and shared memory of each kernel that a backward call launches, by readable name."""
         prebuild = self._prebuild("backward")
         with self._edits.told():
-            return {kernel.name: build(kernel, prebuild).resources for kernel in self._backward.kernels}
+            return {kernel.name: build(kernel, prebuild).resources for kernel in self.backward_kernels.values()}
 
     @made_once
     def _backward(self) -> BackwardPass:
@@ -169,7 +170,7 @@ class Attention:
 
         kernels, prebuild = self.backward_kernels, self._prebuild("backward")
         with self._edits.told():
-            return BackwardPass(self.spec, self.target, kernels, self.engine, prebuild, self._edits)
+            return BackwardPass(self.spec, kernels, self.engine, prebuild)
 
     def tiles(
         self, len_q: int, len_k: int | None = None, batch: int | None = None, heads: int | None = None, **captures: Any

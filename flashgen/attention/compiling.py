@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from flashgen.attention.callable import Attention
 from flashgen.attention.edits import NO_EDITS, Edits
 from flashgen.attention.engines import Emulator, Engine, Gpu
 from flashgen.attention.given_sources import GivenText, Source, texts_of
-from flashgen.codegen.families import AnyForwardPlan, emulated_target, target_of_gpu
+from flashgen.codegen.families import emulated_target, target_of_gpu
+from flashgen.codegen.plan import Plan
 from flashgen.codegen.targets import Target, target_named
 from flashgen.errors import SpecError
 from flashgen.language.spec import AttentionSpec
 from flashgen.runtime import gpu
 from flashgen.runtime.remembered import Remembered
 from flashgen.runtime.schedule import Schedule
-
-if TYPE_CHECKING:
-    from flashgen.codegen.mma_sync.backward import BackwardPlan
 
 _COMPILED: Remembered[Any, Attention] = Remembered()
 
@@ -28,9 +26,9 @@ def compile(
     target: str | None = None,
     emulate: bool = False,
     *,
-    plan: AnyForwardPlan | None = None,
+    plan: Plan | None = None,
     deterministic: bool = False,
-    backward_plan: BackwardPlan | None = None,
+    backward_plan: Any | None = None,
     source: Source | None = None,
     sanitize: Literal["address", "thread"] | None = None,
     schedule: Schedule | None = None,
@@ -39,12 +37,12 @@ def compile(
 
     Args:
         spec: the variant.
-        target: an architecture such as "sm_80". None is that of the current GPU, on the emulator sm_80: on an H100 or
-            H200 "sm_90a", whose forward kernels are of Hopper's own instructions and whose backward kernels are of the
-            family `ampere`; "sm_90" has that family's forward kernels there, too.
+        target: an architecture such as "sm_80". None is that of the current GPU, on the emulator sm_80. On an H100 or
+            H200 it is "sm_90a", whose forward kernels are of that generation's own instructions; "sm_90" has those that
+            all GPUs from sm_80 on run.
         emulate: run the emitted kernel on the CPU.
         plan: tile sizes and warps of the forward to use instead of the default ones. Where target is None the plan's
-            kind chooses: a HopperPlan sm_90a, a ForwardPlan what runs it on the current GPU, on an H200 sm_90.
+            kind chooses the target that takes it.
         deterministic: whether gradients are bitwise equal from run to run, also those of captures. It costs another
             pass over the scores for dq; without it dq and gradients of captures are sums in an order that differs.
         backward_plan: the same of the backward's kernel that walks tiles of keys.
@@ -75,7 +73,7 @@ def compile(
     return _COMPILED.get_or_make(made_of, partial(_made, *made_of))
 
 
-def _target(name: str | None, emulate: bool, plan: AnyForwardPlan | None) -> Target:
+def _target(name: str | None, emulate: bool, plan: Plan | None) -> Target:
     if name is not None:
         return target_named(name)
     return emulated_target(plan) if emulate else target_of_gpu(*gpu.compute_capability(), plan)
@@ -85,9 +83,9 @@ def _made(
     spec: AttentionSpec,
     target: Target,
     engine: Engine,
-    plan: AnyForwardPlan | None,
+    plan: Plan | None,
     deterministic: bool,
-    backward_plan: BackwardPlan | None,
+    backward_plan: Any | None,
     texts: tuple[GivenText, ...],
 ) -> Attention:
     edits = _edits(texts, spec, target, plan, deterministic, backward_plan) if texts else NO_EDITS

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from itertools import zip_longest
+from typing import Any
 
 from flashgen.attention.edits import Edits, unmarked
 from flashgen.attention.given_sources import GivenText
-from flashgen.codegen.families import AnyForwardPlan
-from flashgen.codegen.kernels import Kernels, backward_kernels, forward_kernels, set_apart
-from flashgen.codegen.mma_sync.backward_plans import BackwardPlan
+from flashgen.codegen.plan import Plan
 from flashgen.codegen.rendered_kernel import RenderedKernel
 from flashgen.codegen.source_text import constants, entry_points, struct_members, without_comments
+from flashgen.codegen.stages import Kernels, backward_kernels, forward_kernels, set_apart
 from flashgen.codegen.targets import Target
 from flashgen.errors import ArgumentError
 from flashgen.language.spec import AttentionSpec
@@ -28,9 +28,9 @@ class Emitted:
         self,
         spec: AttentionSpec,
         target: Target,
-        plan: AnyForwardPlan | None,
+        plan: Plan | None,
         deterministic: bool,
-        backward_plan: BackwardPlan | None,
+        backward_plan: Any | None,
     ) -> None:
         self.described = f"{spec.name} for {target.name}"
         self._what, self._plan = (spec, target), plan

@@ -25,7 +25,7 @@ _DIGITS = 8  # of the hash of its text, which an edited kernel's name ends in
 
 @dataclass(frozen=True)
 class Edits:
-    """Texts by the parts of the kernels whose place they take; parts are those of `flashgen.codegen.kernels`."""
+    """Texts by the parts of the kernels whose place they take; parts are those of `flashgen.codegen.stages`."""
 
     texts: Mapping[str, GivenText] = field(default_factory=dict)
 

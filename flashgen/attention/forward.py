@@ -11,19 +11,17 @@ from weakref import WeakSet
 from flashgen.attention.captures import check_array, check_captures
 from flashgen.attention.edits import NO_EDITS, Edits
 from flashgen.attention.engines import Engine, Gpu, Place
-from flashgen.attention.hopper_launch import MapWriter, hopper_launch
-from flashgen.attention.launches import Launch, forward_launch
+from flashgen.attention.kernel_choice import BuiltForward, KernelChoice
+from flashgen.attention.launches import Launch, launch_of
 from flashgen.attention.outputs import check_outputs, given_outputs
-from flashgen.attention.packed_kernels import Packing
 from flashgen.attention.passes import Pass, common_device
 from flashgen.attention.problem import Problem, problem_of
 from flashgen.attention.sharing import Sharing
 from flashgen.attention.through_gpu import to_gpu, to_host
 from flashgen.attention.tile_lists import ListsLaunch, TileLists
-from flashgen.attention.tuned_kernels import BuiltForward, Winners
 from flashgen.attention.tuned_plans import TunedPlans
-from flashgen.codegen.families import AnyForwardKernel
-from flashgen.codegen.hopper.forward import HopperKernel
+from flashgen.codegen.families import forward_family
+from flashgen.codegen.rendered_kernel import RenderedKernel
 from flashgen.errors import ArgumentError
 from flashgen.language.layouts import BlockLayout
 from flashgen.language.spec import AttentionSpec
@@ -45,22 +43,22 @@ class _Prepared:
 
 
 _RESULTS = ("o", "lse")
-_WITH_WINNERS: WeakSet[ForwardPass] = WeakSet()
-_WITH_WINNERS_LOCK = threading.Lock()  # a set that grows cannot be gone through
+_TUNED: WeakSet[ForwardPass] = WeakSet()
+_TUNED_LOCK = threading.Lock()  # a set that grows cannot be gone through
 
 
 class ForwardPass(Pass[_Prepared]):
     """The forward kernel of a spec, and the lister of its tiles where it reads lists.
 
     tuned: where plans are found that calls of some lengths take instead of the kernel's; None is the kernel's for all.
-    packs: whether calls whose tiles that fills better take the packed form of a plan (codegen/hopper/head_packing.py).
+    packs: whether calls whose tiles that fills better take the packed form of a plan, where the family has one.
     edits: of the lister's kernel; `kernel` is edited already where it is.
     """
 
     def __init__(
         self,
         spec: AttentionSpec,
-        kernel: AnyForwardKernel,
+        kernel: RenderedKernel,
         engine: Engine,
         prebuild: str,
         tuned: TunedPlans | None = None,
@@ -68,18 +66,18 @@ class ForwardPass(Pass[_Prepared]):
         edits: Edits = NO_EDITS,
     ) -> None:
         super().__init__(spec, engine, in_rows=frozenset(("q", "k", "v", "o")))
-        self.default = BuiltForward.of(spec, kernel, engine, prebuild, edits)
-        self.kernel, self.lister = kernel, self.default.lister
-        self.winners = Winners(spec, self.default, engine, tuned) if tuned else None
-        self.packing = Packing(spec, engine) if packs and isinstance(kernel, HopperKernel) else None
-        if self.winners:
-            with _WITH_WINNERS_LOCK:
-                _WITH_WINNERS.add(self)
+        default = BuiltForward.of(spec, kernel, engine, prebuild, edits)
+        self.kernel, self.lister = kernel, default.lister
+        self.choice = KernelChoice(
+            spec, default, engine, tuned, forward_family(kernel.target).packing if packs else None
+        )
+        if tuned:
+            with _TUNED_LOCK:
+                _TUNED.add(self)
 
     def forget(self) -> None:
-        """Calls to come look for winners again."""
-        if self.winners:
-            self.winners.forget()
+        """Calls to come look for tuned plans again."""
+        self.choice.forget()
         self._prepared.forget()
 
     def __call__(
@@ -151,22 +149,19 @@ class ForwardPass(Pass[_Prepared]):
                 if tile_lists is None
                 else lister.check(tile_lists, problem, place)
             )
-        if isinstance(prepared.forward.writer, MapWriter) and prepared.forward.writer.counts_tiles:
+        if prepared.forward.counts:
             arrays["next_tile"] = self.engine.counter(place)
         prepared.built.runner.launch(prepared.forward, self.engine.located(arrays, addresses), numbers, place)
 
     def _work_out(self, views: dict[str, View]) -> _Prepared:
         device = common_device(views)
-        problem = problem_of(self.spec, views)
+        problem = problem_of(self.spec, views, self.engine.multiprocessors(device))
         check_outputs(self.spec, views, problem)
         captured = {capture.name: views[member] for capture, member in self._arrays}
         for capture, _ in self._arrays:
             check_array(self.spec, capture, captured[capture.name], problem)
         built = self.built_for(problem, device)
-        if isinstance(built.kernel, HopperKernel):
-            forward = hopper_launch(self.spec, built.kernel, problem, captured, self.engine.multiprocessors(device))
-        else:
-            forward = forward_launch(self.spec, built.kernel, problem, captured)
+        forward = launch_of(built.kernel, self.spec, problem, captured)
         lists = built.lister.prepare(problem, captured) if built.lister else None
         sharing = self._sharing(views, _RESULTS)
         return _Prepared(problem, problem.output_shape(self.spec), device, built, forward, lists, sharing)
@@ -174,9 +169,8 @@ class ForwardPass(Pass[_Prepared]):
     def built_for(self, problem: Problem, device: int) -> BuiltForward:
         """The kernel that calls of these sizes run on a device."""
         if not problem.has_scores:
-            return self.default
-        built = self.winners.of(problem, device) if self.winners else self.default
-        return self.packing.of(built, problem, device) if self.packing else built
+            return self.choice.default
+        return self.choice.of(problem, device)
 
     def _through_gpu(
         self,
@@ -204,9 +198,9 @@ class ForwardPass(Pass[_Prepared]):
         return out if out is not None else home if return_lse else home[0]
 
 
-def forget_winners() -> None:
-    """Every callable of this process looks for winners of tuning again."""
-    with _WITH_WINNERS_LOCK:
-        passes = list(_WITH_WINNERS)
+def forget_tuned_plans() -> None:
+    """Every callable of this process looks for tuned plans again."""
+    with _TUNED_LOCK:
+        passes = list(_TUNED)
     for forward in passes:
         forward.forget()

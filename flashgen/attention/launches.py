@@ -1,61 +1,87 @@
-"""What a call launches: grids and argument structs of the forward kernel and of the kernel that lists its tiles."""
+"""What a call launches: the grids of a pass's kernels and the writers of their arguments, and the memory they need."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from flashgen.attention.captures import byte_strides
+from flashgen.attention.gradients import ROWS, gradient_shape
 from flashgen.attention.marshal import ArgumentWriter, Value
 from flashgen.attention.problem import Problem, contiguous_strides, in_layout
+from flashgen.attention.tensor_map_writer import TensorMapWriter, map_shapes
 from flashgen.codegen.arguments import ArgumentLayout, member_name
-from flashgen.codegen.mma_sync.forward import ForwardKernel
-from flashgen.codegen.tile_list_kernel import Direction, depends_on_batch, depends_on_head
+from flashgen.codegen.rendered_kernel import RenderedKernel
+from flashgen.codegen.stages import Kernels, struct_values
+from flashgen.errors import ArgumentError
 from flashgen.language.spec import AttentionSpec
 from flashgen.runtime.arrays import View
+
+_MOST_TILES = 2**30 - 1  # so that a step past the last is a number, too
 
 
 @dataclass(frozen=True)
 class Launch:
-    """A kernel's grid and the writer of its arguments."""
+    """A kernel's grid and the writer of its arguments; `counts`: its blocks take tiles by a counter."""
 
     grid: tuple[int, int, int]
     writer: ArgumentWriter
+    counts: bool = False
 
 
 @dataclass(frozen=True)
-class ListShape:
-    """How many lists there are, `tiles` for each batch and head, and of how many tiles each may be at most.
+class Memory:
+    """An array that a call makes: shape, dtype, and whether it begins as zeros."""
 
-    batch, heads: 1 where the mask does not depend on them.
+    shape: tuple[int, ...]
+    dtype: str
+    zeroed: bool = False
+
+
+def launch_of(
+    kernel: RenderedKernel, spec: AttentionSpec, problem: Problem, captured: Mapping[str, View], **own: Value
+) -> Launch:
+    """The launch of a kernel for calls of these sizes and strides; `own` are members that nothing else says.
+
+    Raises:
+        ArgumentError: TMA cannot walk along a stride, or heads are to be packed that share no head of k and v.
     """
-
-    batch: int
-    heads: int
-    tiles: int
-    listed: int
-
-    @property
-    def rows(self) -> int:
-        return self.batch * self.heads * self.tiles
-
-
-def list_shape(
-    spec: AttentionSpec, problem: Problem, tile: tuple[int, int], direction: Direction = "keys"
-) -> ListShape:
-    """The lists of a call, for tiles of (queries, keys)."""
-    tiles_q, tiles_k = -(-problem.len_q // tile[0]), -(-problem.len_k // tile[1])
-    return ListShape(
-        problem.batch if depends_on_batch(spec) else 1,
-        problem.heads_q if depends_on_head(spec) else 1,
-        *((tiles_q, tiles_k) if direction == "keys" else (tiles_k, tiles_q)),
-    )
+    _check_packing(kernel, problem)
+    sizes = {**struct_values(kernel, spec, problem), **own}
+    tiles = sizes.get("tiles", 0)
+    if tiles > _MOST_TILES:
+        heads = problem.batch * problem.heads_q
+        raise ArgumentError(f"{heads} heads in all of {problem.len_q} queries are too many tiles; split the batch")
+    strides = _strides(spec, problem)
+    values = {f"{name}_strides": each for name, each in strides.items()} | sizes
+    values |= capture_values(kernel.layout, spec, captured)
+    counts = kernel.counts is not None and kernel.counts(problem)
+    if not kernel.boxes:
+        return Launch(kernel.grid(problem), ArgumentWriter(kernel.layout, values), counts)
+    empty = () if problem.len_k else ("k", "v")
+    shapes = map_shapes(spec, kernel, problem, strides)
+    return Launch(kernel.grid(problem), TensorMapWriter(kernel.layout, values, shapes, empty), counts)
 
 
-def list_strides(lists: ListShape) -> tuple[int, int, int]:
-    """From list to list along (batch, head, tile); 0 where the lists are the same for all."""
-    head = lists.tiles if lists.heads > 1 else 0
-    return (lists.heads * lists.tiles if lists.batch > 1 else 0, head, 1)
+def captured_launch(kernel: RenderedKernel, spec: AttentionSpec, problem: Problem, count: int) -> Launch:
+    """The launch of a kernel that is for a captured array of so many elements."""
+    return launch_of(kernel, spec, replace(problem, count=count), {})
+
+
+def _check_packing(kernel: RenderedKernel, problem: Problem) -> None:
+    packed = getattr(kernel.plan, "packed_heads", 1)
+    if problem.heads_per_kv % packed and problem.heads_q:
+        raise ArgumentError(
+            f"q has {problem.heads_per_kv} heads for each head of k and v, no multiple of the {packed} that the plan "
+            f"packs: {kernel.plan}; compile without a plan, or with another packed_heads"
+        )
+
+
+def _strides(spec: AttentionSpec, problem: Problem) -> dict[str, tuple[int, int, int]]:
+    """Of all arrays of rows: those that a call makes are contiguous."""
+    made = {"o": problem.output_shape(spec)} | {name: gradient_shape(spec, problem, name) for name in ROWS}
+    contiguous = {name: in_layout(contiguous_strides(shape), spec.layout)[:3] for name, shape in made.items()}
+    return contiguous | problem.strides
 
 
 def capture_values(layout: ArgumentLayout, spec: AttentionSpec, arrays: Mapping[str, View]) -> dict[str, Value]:
@@ -71,39 +97,14 @@ def capture_values(layout: ArgumentLayout, spec: AttentionSpec, arrays: Mapping[
     return values
 
 
-def forward_launch(spec: AttentionSpec, kernel: ForwardKernel, problem: Problem, arrays: Mapping[str, View]) -> Launch:
-    """The forward kernel's launch for calls of these sizes and strides."""
-    tile_q, tile_k = kernel.plan.tile_q, kernel.plan.tile_k
-    tiles_q = -(-problem.len_q // tile_q)
-    output = contiguous_strides(problem.output_shape(spec))
-    strides = {"o": in_layout(output, spec.layout)[:3], **problem.strides}
-    values: dict[str, Value] = {f"{name}_strides": strides[name] for name in "qkvo"}
-    values |= {
-        "heads_q": problem.heads_q,
-        "kv_reciprocal": problem.kv_reciprocal,
-        "len_q": problem.len_q,
-        "len_k": problem.len_k,
+def workspaces(kernels: Kernels, problem: Problem, captured: Mapping[str, View]) -> dict[str, Memory]:
+    """Memory for a call's own use, by the names in the structs: linear in the lengths, and in the captures' sizes."""
+    return {
+        space.name: Memory(
+            (*(captured[space.of_capture].shape if space.of_capture else ()), *space.shape(problem)),
+            space.dtype,
+            space.zeroed,
+        )
+        for kernel in kernels.values()
+        for space in kernel.workspaces
     }
-    if kernel.uses_lists:
-        lists = list_shape(spec, problem, (tile_q, tile_k))
-        values["list_strides"] = list_strides(lists)
-    values |= capture_values(kernel.layout, spec, arrays)
-    return Launch((tiles_q, problem.heads_q, problem.batch), ArgumentWriter(kernel.layout, values))
-
-
-def lists_launch(
-    spec: AttentionSpec,
-    layout: ArgumentLayout,
-    lists: ListShape,
-    problem: Problem,
-    arrays: Mapping[str, View],
-    spacing: int,
-) -> Launch:
-    """The list kernel's launch; `spacing` entries from list to list, 0 where the offsets are given."""
-    values: dict[str, Value] = {
-        "len_q": problem.len_q,
-        "len_k": problem.len_k,
-        "spacing": spacing,
-    }
-    grid = (lists.tiles, lists.heads, lists.batch)
-    return Launch(grid, ArgumentWriter(layout, values | capture_values(layout, spec, arrays)))

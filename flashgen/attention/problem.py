@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from flashgen.codegen.sizes import Sizes
 from flashgen.errors import ArgumentError
 from flashgen.language.operations import LONGEST, MOST_HEADS
 from flashgen.language.spec import AttentionSpec
@@ -17,25 +18,10 @@ _ROW_ALIGNMENT = 16  # bytes: what one copy instruction moves
 
 
 @dataclass(frozen=True)
-class Problem:
+class Problem(Sizes):
     """Sizes of a call, and strides in elements as (batch, head, row) whatever the layout."""
 
-    batch: int
-    heads_q: int
-    heads_kv: int
-    len_q: int
-    len_k: int
     strides: dict[str, tuple[int, int, int]]
-
-    @property
-    def heads_per_kv(self) -> int:
-        """Query heads that share a head of k and v."""
-        return max(self.heads_q // max(self.heads_kv, 1), 1)
-
-    @property
-    def kv_reciprocal(self) -> int:
-        """2^31 / heads_per_kv, rounded up: by which kernels divide."""
-        return reciprocal(self.heads_per_kv)
 
     def output_shape(self, spec: AttentionSpec) -> tuple[int, int, int, int]:
         return in_layout((self.batch, self.heads_q, self.len_q, spec.value_dim), spec.layout)
@@ -55,19 +41,17 @@ class Problem:
         return bool(self.len_k) and not self.is_empty
 
 
-def reciprocal(divisor: int) -> int:
-    """2^31 / divisor, rounded up: by which kernels divide a head's number."""
-    return -(-(2**31) // divisor)
-
-
 def in_layout(shape: tuple[int, ...], layout: str) -> tuple[int, int, int, int]:
     """(batch, heads, length, dim), or what belongs to each, in the order of the layout; its own inverse."""
     first, second, third, last = shape
     return (first, second, third, last) if layout == "bhsd" else (first, third, second, last)
 
 
-def problem_of(spec: AttentionSpec, views: Mapping[str, View]) -> Problem:
-    """The sizes of a call with arrays q, k and v; ArgumentError where they are not what the spec takes."""
+def problem_of(spec: AttentionSpec, views: Mapping[str, View], multiprocessors: int = 1) -> Problem:
+    """The sizes of a call with arrays q, k and v, on a GPU of so many multiprocessors.
+
+    ArgumentError where they are not what the spec takes.
+    """
     shapes = {name: _shape(spec, name, views[name]) for name in "qkv"}
     (batch, heads_q, len_q, _), (_, heads_kv, len_k, _) = shapes["q"], shapes["k"]
     for name in "kv":
@@ -87,7 +71,7 @@ def problem_of(spec: AttentionSpec, views: Mapping[str, View]) -> Problem:
     if max(len_q, len_k) > LONGEST:
         raise ArgumentError(f"len_q {len_q} and len_k {len_k} must be at most {LONGEST}")
     strides = {name: row_strides(spec, name, views[name]) for name in "qkv"}
-    return Problem(batch, heads_q, heads_kv, len_q, len_k, strides)
+    return Problem(batch, heads_q, heads_kv, len_q, len_k, strides, multiprocessors=multiprocessors)
 
 
 def _shape(spec: AttentionSpec, name: str, view: View) -> tuple[int, int, int, int]:

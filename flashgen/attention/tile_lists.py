@@ -10,13 +10,12 @@ import numpy as np
 import sympy
 
 from flashgen.attention.captures import check_array, number
-from flashgen.attention.edits import NO_EDITS, Edits
 from flashgen.attention.engines import Engine, Gpu, Numbers, Place
-from flashgen.attention.launches import Launch, ListShape, list_shape, lists_launch
+from flashgen.attention.launches import Launch, launch_of
 from flashgen.attention.problem import Problem
 from flashgen.codegen.arguments import member_name
-from flashgen.codegen.targets import Target
-from flashgen.codegen.tile_list_kernel import Direction, Tiles, render_lists
+from flashgen.codegen.rendered_kernel import Direction, RenderedKernel
+from flashgen.codegen.tile_list_kernel import ListShape, list_shape
 from flashgen.errors import ArgumentError
 from flashgen.language.indexed_sizes import position_of
 from flashgen.language.layouts import BlockLayout
@@ -87,24 +86,13 @@ class ListsLaunch:
 
 
 class TileLister:
-    """Makes the tile lists of a spec whose mask has no closed form, for tiles of a plan."""
+    """Makes the tile lists of a spec whose mask has no closed form, by a kernel that lists the tiles of a plan."""
 
-    def __init__(
-        self,
-        spec: AttentionSpec,
-        target: Target,
-        plan: Tiles,
-        engine: Engine,
-        prebuild: str,
-        direction: Direction = "keys",
-        edits: Edits = NO_EDITS,
-        part: str = "lists",
-    ) -> None:
-        """part: what the kernel is called in `edits`."""
-        self.spec, self.engine, self.direction = spec, engine, direction
-        self.tile = (plan.tile_q, plan.tile_k)
-        self.kernel = edits.of(part, render_lists(spec, target, plan, direction))
-        self._runner = engine.runner(self.kernel, prebuild)
+    def __init__(self, spec: AttentionSpec, kernel: RenderedKernel, engine: Engine, prebuild: str) -> None:
+        assert kernel.lists is not None, f"{kernel.name} makes no lists"
+        self.spec, self.kernel, self.engine, self.direction = spec, kernel, engine, kernel.lists
+        self.tile = (kernel.plan.tile_q, kernel.plan.tile_k)
+        self._runner = engine.runner(kernel, prebuild)
         self._captures = spec.mask.captures
         self._members = [member_name(capture) for capture in self._captures if capture.ndim]
         self._blocks = _blocks_of(spec)
@@ -112,10 +100,10 @@ class TileLister:
 
     def prepare(self, problem: Problem, captured: Mapping[str, View]) -> ListsLaunch:
         """The launch for calls of these sizes and captured arrays."""
-        shape = list_shape(self.spec, problem, self.tile, self.direction)
-        spacing = max(shape.listed, 1)  # worst case: a list of every tile
-        launch = lists_launch(self.spec, self.kernel.layout, shape, problem, captured, spacing)
-        return ListsLaunch(shape, launch)
+        return ListsLaunch(self._shape(problem), launch_of(self.kernel, self.spec, problem, captured))
+
+    def _shape(self, problem: Problem) -> ListShape:
+        return list_shape(self.spec, self.kernel.plan, self.direction, problem)
 
     def of_call(
         self, prepared: ListsLaunch, problem: Problem, library: Library, arrays: _Arrays, numbers: Numbers, place: Place
@@ -158,7 +146,7 @@ class TileLister:
         members = {member_name(c): arrays[c.name] for c in self._captures if c.ndim}
 
         def fill() -> TileLists:
-            shape = list_shape(self.spec, problem, self.tile, self.direction)
+            shape = self._shape(problem)
             if shape.rows * shape.listed <= _FEW_ENTRIES:
                 prepared = self.prepare(problem, views)
                 lists = self._make_spaced(prepared, problem, members, library, like, numbers, place)
@@ -174,7 +162,7 @@ class TileLister:
         """The arrays of lists that a call was given; ArgumentError where they are not this mask's at these sizes."""
         if not isinstance(lists, TileLists):
             raise ArgumentError(f"tile_lists of type {type(lists).__name__}: give what attention.tile_lists(...) made")
-        shape = list_shape(self.spec, problem, self.tile, self.direction)
+        shape = self._shape(problem)
         expected: dict[str, tuple[Any, Any]] = {
             "mask": (lists.mask, self.spec.mask.expression),
             "direction": (lists.direction, self.direction),
@@ -201,7 +189,7 @@ class TileLister:
         Each stream has its own. Those of another might not be ready yet; and when they are forgotten while a launch
         reads them, their memory is free for what follows on their own stream only.
         """
-        shape = list_shape(self.spec, problem, self.tile, self.direction)
+        shape = self._shape(problem)
         key = (problem.len_q, problem.len_k, shape.batch, shape.heads, place.device, self.engine.stream(place))
         return self._remembered.get_or_make(key, make)
 
@@ -283,11 +271,10 @@ class TileLister:
         numbers: Numbers,
         place: Place,
     ) -> TileLists:
-        shape = list_shape(self.spec, problem, self.tile, self.direction)
+        shape = self._shape(problem)
         nothing = library.empty((1,), "int32", like)
         counted = self._lists(problem, shape, library, like, nothing)
-        layout = self.kernel.layout
-        count, fill = (lists_launch(self.spec, layout, shape, problem, views, spacing) for spacing in (1, 0))
+        count, fill = (launch_of(self.kernel, self.spec, problem, views, spacing=spacing) for spacing in (1, 0))
         self._launch(count, counted, members, numbers, place)
         total = _write_offsets(counted, place)
         entries = library.empty((max(total, 1),), "int32", like)

@@ -1,4 +1,4 @@
-"""Winners of tuning: which plan calls of some lengths take, found on disk.
+"""Tuned plans: which plan calls of some lengths take, the winner of a tuning, found on disk.
 
 A winner is an entry of the kernel cache, beside the kernels: written whole or not at all, checked whenever it is read,
 listed by `flashgen cache list`, removed by `flashgen cache clear`. Its key is made of what the measurement holds for:
@@ -24,11 +24,11 @@ from flashgen.build import nvrtc
 from flashgen.build.cache import KernelCache, default_cache
 from flashgen.build.entries import Artifacts, canonical_json
 from flashgen.build.keys import content_key
-from flashgen.codegen.candidates import Workload
-from flashgen.codegen.families import AnyForwardKernel, AnyForwardPlan
-from flashgen.codegen.hopper.plans import HopperPlan
-from flashgen.codegen.plans import ForwardPlan
+from flashgen.codegen.families import forward_family
+from flashgen.codegen.plan import Plan
+from flashgen.codegen.rendered_kernel import RenderedKernel
 from flashgen.codegen.targets import Target
+from flashgen.codegen.workload import Workload
 from flashgen.runtime.gpu import Card
 from flashgen.strict_json import parse_json
 
@@ -72,26 +72,26 @@ def nearest_power(number: int) -> int:
 class TunedPlan:
     """A winner: the plan, and the hash of the text that was measured."""
 
-    plan: AnyForwardPlan
+    plan: Plan
     source_hash: str
 
     @classmethod
-    def of(cls, kernel: AnyForwardKernel) -> TunedPlan:
+    def of(cls, kernel: RenderedKernel) -> TunedPlan:
         return cls(kernel.plan, source_hash(kernel))
 
-    def describes(self, kernel: AnyForwardKernel) -> bool:
+    def describes(self, kernel: RenderedKernel) -> bool:
         """Whether the kernel is the one that was measured."""
         return source_hash(kernel) == self.source_hash
 
 
-def source_hash(kernel: AnyForwardKernel) -> str:
+def source_hash(kernel: RenderedKernel) -> str:
     return hashlib.sha256(kernel.source.encode()).hexdigest()
 
 
 class TunedPlans:
     """The winners of one default kernel, on any GPU."""
 
-    def __init__(self, default: AnyForwardKernel, cache: KernelCache | None = None) -> None:
+    def __init__(self, default: RenderedKernel, cache: KernelCache | None = None) -> None:
         """cache: where they are kept; None is the one that the environment describes at the moment."""
         self._default, self._cache = default, cache
 
@@ -145,7 +145,7 @@ def _nvrtc_version() -> str:
 
 def _parsed(data: bytes, target: Target) -> TunedPlan | None:
     """The winner of an entry's file; None where it is not as this version writes it, which its key should rule out."""
-    kind = HopperPlan if target.family == "hopper" else ForwardPlan
+    kind = forward_family(target).plan
     try:
         fields = parse_json(data)
         return TunedPlan(kind(**fields["plan"]), str(fields["source"]))

@@ -14,14 +14,17 @@ from typing import Any, Protocol
 import numpy as np
 
 from flashgen.attention.engines import Gpu, build
-from flashgen.attention.forward import ForwardPass, forget_winners
+from flashgen.attention.forward import ForwardPass, forget_tuned_plans
+from flashgen.attention.kernel_choice import workload_of
 from flashgen.attention.problem import Problem, problem_of
 from flashgen.attention.through_gpu import to_gpu
-from flashgen.attention.tuned_kernels import Winners, workload_of
-from flashgen.attention.tuned_plans import LengthClass, TunedPlan
+from flashgen.attention.tuned_plans import LengthClass, TunedPlan, TunedPlans
 from flashgen.build.cache import default_cache
-from flashgen.codegen.candidates import Workload, candidates
-from flashgen.codegen.families import AnyForwardKernel, AnyForwardPlan, render_forward
+from flashgen.codegen.candidates import candidates
+from flashgen.codegen.families import render_forward
+from flashgen.codegen.plan import Plan
+from flashgen.codegen.rendered_kernel import RenderedKernel
+from flashgen.codegen.workload import Workload
 from flashgen.errors import ArgumentError, BuildError, LaunchError
 from flashgen.runtime import gpu
 from flashgen.runtime.arrays import CUPY, NUMPY, library_of
@@ -54,7 +57,7 @@ Progress = Callable[[str, int, int], None]
 class Timing:
     """A plan's outcome: its median milliseconds, or None and why it was left out; registers where it was compiled."""
 
-    plan: AnyForwardPlan
+    plan: Plan
     milliseconds: float | None
     registers: int | None
     left_out: str = ""
@@ -76,13 +79,13 @@ class Tuning:
     gpu: Card
     workload: Workload
     lengths: LengthClass
-    default: AnyForwardPlan
-    winner: AnyForwardPlan
+    default: Plan
+    winner: Plan
     timings: tuple[Timing, ...]
     kept: Path
 
     @property
-    def milliseconds(self) -> dict[AnyForwardPlan, float]:
+    def milliseconds(self) -> dict[Plan, float]:
         """Median times by plan, fastest first, of those that were timed."""
         timed = {row.plan: row.milliseconds for row in self.timings if row.milliseconds is not None}
         return dict(sorted(timed.items(), key=lambda item: item[1]))
@@ -114,7 +117,7 @@ def tune(
     captures: Mapping[str, Any],
     seed: int | None = None,
     *,
-    plans: Sequence[AnyForwardPlan] | None = None,
+    plans: Sequence[Plan] | None = None,
     timer: Timer = medians_ms,
     progress: Progress = lambda what, done, total: None,
 ) -> Tuning:
@@ -123,13 +126,13 @@ def tune(
     plans: to try, beside the default one; None is `candidates` for the sizes. timer: what takes the times; on the
     emulator one must be given, as times there say nothing.
     """
-    if forward.winners is None:
+    if forward.choice.tuned is None:
         raise ArgumentError(
             "this attention was compiled with plan=... or source=..., which win over tuned plans: compile without them"
         )
     if not isinstance(forward.engine, Gpu) and timer is medians_ms:
         raise LaunchError("the emulator's times say nothing of a GPU: tune what was compiled for one, on it")
-    return _Tuner(forward, forward.winners, inputs, captures, seed, timer, progress).tune(plans)
+    return _Tuner(forward, forward.choice.tuned, inputs, captures, seed, timer, progress).tune(plans)
 
 
 class _Tuner:
@@ -138,7 +141,7 @@ class _Tuner:
     def __init__(
         self,
         forward: ForwardPass,
-        winners: Winners,
+        tuned: TunedPlans,
         inputs: tuple[Any, Any, Any],
         captures: Mapping[str, Any],
         seed: int | None,
@@ -146,7 +149,7 @@ class _Tuner:
         progress: Progress,
     ) -> None:
         self.forward, self.spec, self.engine = forward, forward.spec, forward.engine
-        self.winners, self.timer, self.progress = winners, timer, progress
+        self.tuned, self.timer, self.progress = tuned, timer, progress
         self.on_gpu = isinstance(self.engine, Gpu)
         if self.on_gpu:
             gpu.compute_capability()  # says so where there is no GPU
@@ -156,14 +159,14 @@ class _Tuner:
         self.q, self.k, self.v = moved[:3]
         self.captures, self.seed = dict(zip(captures, moved[3:], strict=True)), seed
 
-    def tune(self, plans: Sequence[AnyForwardPlan] | None) -> Tuning:
+    def tune(self, plans: Sequence[Plan] | None) -> Tuning:
         with self._on_the_inputs_stream():
             default = self._pass(self.forward.kernel)
             self._call(default)  # refuses wrong arguments before anything is compiled
             problem, device = self._problem(), self._device()
             if not problem.has_scores:
                 raise ArgumentError(f"q and k have {problem.len_q} and {problem.len_k} rows: there is nothing to time")
-            card, lengths = self.winners.key(problem, device)
+            card, lengths = self.forward.choice.key(problem, device)
             workload = workload_of(problem, card)
             target = self.forward.kernel.target
             others = candidates(self.spec, target, workload) if plans is None else tuple(plans)
@@ -171,15 +174,15 @@ class _Tuner:
             timings, winner = self._timings(default, kernels, problem)
         kernel = next(kernel for kernel in [default.kernel, *kernels] if kernel.plan == winner)
         measured = {"sizes": asdict(workload), "milliseconds": {str(t.plan): t.milliseconds for t in timings}}
-        kept = self.winners.tuned.keep(card, lengths, TunedPlan.of(kernel), measured)
-        forget_winners()
+        kept = self.tuned.keep(card, lengths, TunedPlan.of(kernel), measured)
+        forget_tuned_plans()
         return Tuning(
             self.forward.kernel.name, card, workload, lengths, default.kernel.plan, winner, tuple(timings), kept
         )
 
     def _timings(
-        self, default: ForwardPass, kernels: list[AnyForwardKernel], problem: Problem
-    ) -> tuple[list[Timing], AnyForwardPlan]:
+        self, default: ForwardPass, kernels: list[RenderedKernel], problem: Problem
+    ) -> tuple[list[Timing], Plan]:
         """Compiles the plans, leaves out those that cannot win or are wrong, times the others; the winner of these."""
         every = [default.kernel, *kernels]
         compiled = self._compiled(every)
@@ -200,9 +203,7 @@ class _Tuner:
         ]
         return timings, winner
 
-    def _times(
-        self, runs: Mapping[AnyForwardPlan, Run], default: AnyForwardPlan
-    ) -> tuple[dict[AnyForwardPlan, float], AnyForwardPlan]:
+    def _times(self, runs: Mapping[Plan, Run], default: Plan) -> tuple[dict[Plan, float], Plan]:
         """Milliseconds by plan, and the winner.
 
         Those of the best and of the default one are of a second round among themselves, which decides.
@@ -217,11 +218,11 @@ class _Tuner:
         gained = again[str(default)] >= _LEAST_GAIN * again[str(fastest)]
         return {plan: float({**first, **again}[str(plan)]) for plan in runs}, fastest if gained else default
 
-    def _pass(self, kernel: AnyForwardKernel) -> ForwardPass:
+    def _pass(self, kernel: RenderedKernel) -> ForwardPass:
         """Calls of this kernel, or, as calls to come have it, of its packed form."""
-        return ForwardPass(self.spec, kernel, self.engine, "", packs=self.forward.packing is not None)
+        return ForwardPass(self.spec, kernel, self.engine, "", packs=self.forward.choice.packing is not None)
 
-    def _compiled(self, kernels: list[AnyForwardKernel]) -> list[tuple[int | None, str]]:
+    def _compiled(self, kernels: list[RenderedKernel]) -> list[tuple[int | None, str]]:
         """Registers of each kernel, and why it is left out or ""; compiled side by side, as NVRTC lets go of Python."""
         if not self.on_gpu:
             return [(None, "") for _ in kernels]
@@ -269,7 +270,7 @@ def _run(tuner: _Tuner, forward: ForwardPass) -> Run:
     return lambda: tuner._call(forward)
 
 
-def _examined(kernel: AnyForwardKernel) -> tuple[int | None, str]:
+def _examined(kernel: RenderedKernel) -> tuple[int | None, str]:
     """Registers of a kernel, compiled now or found, and why it cannot be the best one, or ""."""
     try:
         entry = build(kernel, "flashgen tune")

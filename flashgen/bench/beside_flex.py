@@ -12,7 +12,7 @@ from flashgen.bench.ours import ours
 from flashgen.bench.peers import flex
 from flashgen.bench.timing import median_ms, medians_ms
 from flashgen.bench.variants import HEAD_DIM, HEADS, LENGTH, Variant
-from flashgen.codegen.kernels import PASSES
+from flashgen.codegen.stages import PASSES
 from flashgen.language.spec import AttentionSpec
 
 
@@ -124,7 +124,7 @@ def _lists(
     makers: dict[str, Callable[[], Any]] = {}
     if len(attention.kernels) > 1:  # one that lists tiles goes before
         makers["forward"] = lambda: attention.tile_lists(LENGTH, LENGTH, 1, HEADS, **read)
-    if timed != "forward" and (attention.backward_kernels.uses_lists or attention.backward_kernels.uses_key_lists):
+    if timed != "forward" and any(kernel.lists for kernel in attention.backward_kernels.values()):
         makers["backward"] = lambda: attention.backward_tile_lists(LENGTH, LENGTH, 1, HEADS, **read)
     timed_passes = PASSES if timed == "both" else (timed,)
     times = [median_ms(make) for name, make in makers.items() if name in timed_passes]

@@ -42,8 +42,8 @@ PARTS: Mapping[str, tuple[str, ...]] = {
     "addresses": ("flashgen.attention.engines:located",),
     "struct": (
         "flashgen.attention.marshal:ArgumentWriter.write",
-        "flashgen.attention.hopper_launch:MapWriter.write",
-        "flashgen.attention.hopper_launch:MapWriter.write_emulated",
+        "flashgen.attention.tensor_map_writer:TensorMapWriter.write",
+        "flashgen.attention.tensor_map_writer:TensorMapWriter.write_emulated",
     ),
     "launch": ("flashgen.runtime.gpu:GpuKernel.launch", "flashgen.runtime.emulator:launch"),
 }

@@ -11,8 +11,8 @@ from flashgen.bench.cases import Timed, case, inputs
 from flashgen.bench.ours import ours
 from flashgen.bench.timing import median_ms
 from flashgen.build.resources import Resources
-from flashgen.codegen.mma_sync.backward import BackwardPlan
-from flashgen.codegen.plans import ForwardPlan
+from flashgen.codegen.mma_sync.backward_plans import BackwardPlan
+from flashgen.codegen.mma_sync.forward_plans import ForwardPlan
 from flashgen.errors import UnsupportedError
 from flashgen.language.spec import AttentionSpec
 from flashgen.runtime import gpu
@@ -48,7 +48,7 @@ def backward_plan_rows(
     for plan in plans:
         attention = compile(spec, _target(), backward_plan=plan, deterministic=deterministic)
         try:
-            resources = attention.backward_resources[attention.backward_kernels.keys.name]
+            resources = attention.backward_resources[attention.backward_kernels["keys"].name]
         except UnsupportedError:
             continue
         yield _row(attention, plan, resources, lengths, "backward")

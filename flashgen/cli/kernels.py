@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from enum import StrEnum
 from pathlib import Path
@@ -45,16 +44,15 @@ class What(StrEnum):
 
 def tile_of(spec: AttentionSpec, target: str, of: Pass, deterministic: bool, packed_heads: int = 1) -> tuple[int, int]:
     """(queries, keys) of a tile of a pass."""
-    from flashgen.codegen.families import plan_packing, render_forward
-    from flashgen.codegen.mma_sync.backward import render_backward
+    from flashgen.codegen.stages import backward_kernels, forward_kernels
     from flashgen.codegen.targets import target_named
 
+    architecture = target_named(target)
     if of is Pass.forward:
-        architecture = target_named(target)
-        forward = render_forward(spec, architecture, plan_packing(spec, architecture, packed_heads)).plan
-        return forward.tile_q, forward.tile_k
-    backward = render_backward(spec, target_named(target), deterministic=deterministic).plan
-    return backward.tile_q, backward.tile_k
+        plan = forward_kernels(spec, architecture, packed_heads)["forward"].plan
+    else:
+        plan = backward_kernels(spec, architecture, deterministic)["keys"].plan
+    return plan.tile_q, plan.tile_k
 
 
 def rendered(
@@ -70,7 +68,7 @@ def rendered(
 
     apart: under the names that they have in a release, in place of those that launches know.
     """
-    from flashgen.codegen.kernels import kernels_of
+    from flashgen.codegen.stages import kernels_of
     from flashgen.codegen.targets import target_named
 
     options: dict[str, Any] = {"deterministic": deterministic, "packed_heads": packed_heads, "apart": apart}
@@ -153,13 +151,9 @@ def machine_code(kernel: RenderedKernel, what: What) -> str:
     return inspect.sass(compiled(kernel).cubin)
 
 
-def show_resources(
-    kernels: Mapping[str, RenderedKernel], spec: AttentionSpec, of: Pass, deterministic: bool, json: bool
-) -> None:
+def show_resources(kernels: Mapping[str, RenderedKernel], json: bool) -> None:
     """What the compiler reports of each kernel and what its launch takes and costs."""
-    facts = {
-        part: resources_of(kernel, cost_of(part, kernel, spec, of, deterministic)) for part, kernel in kernels.items()
-    }
+    facts = {part: resources_of(kernel) for part, kernel in kernels.items()}
     if len(facts) == 1:
         (only,) = facts.values()
         if json:
@@ -174,7 +168,7 @@ def show_resources(
         print_table(heading, [(part, *(str(known[name]) for name in names)) for part, known in facts.items()])
 
 
-def resources_of(kernel: RenderedKernel, cost: tuple[str, str]) -> dict[str, Any]:
+def resources_of(kernel: RenderedKernel) -> dict[str, Any]:
     entry = compiled(kernel)
     return {
         "kernel": kernel.name,
@@ -182,20 +176,8 @@ def resources_of(kernel: RenderedKernel, cost: tuple[str, str]) -> dict[str, Any
         **entry.resources.to_dict(),
         "dynamic_shared": kernel.shared_bytes,
         "threads": kernel.threads,
-        "flops": cost[0],
-        "hbm_bytes": cost[1],
+        "flops": kernel.cost.flops if kernel.cost else "",
+        "hbm_bytes": kernel.cost.hbm if kernel.cost else "",
         "nvrtc": ".".join(str(part) for part in entry.meta["nvrtc_version"]),
         "cubin": str(entry.cubin_path or "in memory"),
     }
-
-
-def cost_of(part: str, kernel: RenderedKernel, spec: AttentionSpec, of: Pass, deterministic: bool) -> tuple[str, str]:
-    """FLOPs and bytes of HBM, formulas of a call's sizes; a forward kernel's are those that its own header states."""
-    from flashgen.codegen.backward_costs import backward_cost
-
-    if of is Pass.backward and not part.endswith("lists"):
-        cost = backward_cost(part, spec, deterministic)
-        return cost.flops, cost.hbm
-    stated = [re.search(rf"^// {what} +(.+)$", kernel.source, re.MULTILINE) for what in ("FLOPs", "HBM")]
-    flops, hbm = (found[1] if found else "" for found in stated)
-    return flops, hbm

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
-    from flashgen.codegen.kernels import Pass
+    from flashgen.codegen.stages import Pass
 
 SPEC_HELP = (
     'An expression such as "causal() & sliding_window(1024)", a name in your file such as variants.py:near, or JSON.'

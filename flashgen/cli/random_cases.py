@@ -13,7 +13,7 @@ import typer
 from flashgen.cli.console import INTERRUPTED, note, print_json, progress, stdout
 
 if TYPE_CHECKING:
-    from flashgen.codegen.kernels import Pass
+    from flashgen.codegen.stages import Pass
     from flashgen.verify.random import Options, Summary
 
 _SECONDS_BETWEEN_NOTES = 60.0

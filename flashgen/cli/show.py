@@ -123,7 +123,7 @@ def show(
         return
     printed = chosen if kernel else to_print(chosen, of)
     if what is What.resources:
-        show_resources(printed, declared, of, deterministic, json)
+        show_resources(printed, json)
     else:
         show_texts(printed, what)
 

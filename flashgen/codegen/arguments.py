@@ -131,6 +131,16 @@ def member_name(capture: Capture) -> str:
     return f"{name}_capture" if taken else name
 
 
+def summed_gradient(capture: Capture) -> str:
+    """The pointer that the gradient of a captured array is summed at."""
+    return f"{_GRADIENT}{member_name(capture)}"
+
+
+def capture_gradient(capture: Capture) -> str:
+    """What a backward pass calls the gradient of a captured array, where that is not what is summed."""
+    return f"gradient of {capture.name}"
+
+
 def capture_fields(captures: tuple[Capture, ...]) -> list[Field]:
     """Members that hold the captures: pointer, strides and sizes of an array; the value of a number."""
     fields: list[Field] = []

@@ -14,8 +14,8 @@ from flashgen.codegen.arguments import ArgumentLayout
 from flashgen.codegen.environment import environment, primitives_for, tidy
 from flashgen.codegen.expressions.derivative_text import ScoreGradient
 from flashgen.codegen.expressions.printer import statements
-from flashgen.codegen.plans import padded
 from flashgen.codegen.targets import Target
+from flashgen.codegen.tiling import padded
 from flashgen.codegen.variant import Variant
 from flashgen.errors import UnsupportedError
 from flashgen.language.spec import AttentionSpec

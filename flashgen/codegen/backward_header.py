@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import shlex
+from typing import Protocol
 
-from flashgen.codegen.backward_costs import backward_cost
-from flashgen.codegen.mma_sync.backward_plans import BackwardPlan, QueriesPlan
+from flashgen.codegen.rendered_kernel import Cost
 from flashgen.codegen.targets import Target
 from flashgen.language.spec import AttentionSpec
 
@@ -25,26 +25,23 @@ _GRIDS = {
 }
 
 
-def _plan_text(plan: BackwardPlan | QueriesPlan, shared_bytes: int) -> str:
-    held = "Q and dO" if isinstance(plan, BackwardPlan) else "K and V"
-    shared = f", {plan.split} of which share rows" if plan.split > 1 else ""
-    return (
-        f"plan     {plan.tile_q} queries x {plan.tile_k} keys, {plan.warps} warps{shared}, "
-        f"{plan.stages} stage(s) of {held}, {plan.blocks} block(s) per multiprocessor, "
-        f"{shared_bytes} bytes of shared memory"
-    )
+class BackwardPlan(Protocol):
+    """A plan of the backward pass that says in a line what it is."""
+
+    def summary(self, shared_bytes: int) -> str: ...
 
 
 def backward_header(
     part: str,
     spec: AttentionSpec,
     target: Target,
-    plan: BackwardPlan | QueriesPlan | None,
+    plan: BackwardPlan | None,
     shared_bytes: int,
+    cost: Cost,
     deterministic: bool,
 ) -> str:
     """The header comment of the kernel of that part: "prepare", "keys", "queries", "finish" or "d_" and a capture."""
-    cost, kind = backward_cost(part, spec, deterministic), "d_" if part.startswith("d_") else part
+    kind = "d_" if part.startswith("d_") else part
     which = f"--kernel {part}{' --deterministic' if deterministic else ''}"
     lines = [
         f"flashgen: attention backward, {part}, {spec.name}",
@@ -55,7 +52,7 @@ def backward_header(
         f"dropout  {spec.dropout:g}",
         f"dims     head {spec.head_dim}, value {spec.value_dim}; {spec.dtype}, accumulated in float32",
         f"target   {target.name}, family {target.backward_family}",
-        *([_plan_text(plan, shared_bytes)] if plan else []),
+        *([f"plan     {plan.summary(shared_bytes)}"] if plan else []),
         f"FLOPs    {cost.flops}",
         f"HBM      {cost.hbm} bytes, at least",
         "",

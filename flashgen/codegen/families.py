@@ -1,56 +1,94 @@
-"""The forward kernel of a spec, by the family of its target."""
+"""The families of kernels, and which of them a target takes for a pass: one registration for all who render or launch.
+
+A new family is a target, or several (targets.py), a folder here and one in templates/, and an entry below.
+"""
 
 from __future__ import annotations
 
-from flashgen.codegen import forward
-from flashgen.codegen.hopper.forward import HopperKernel, render_hopper
+from typing import Any
+
+from flashgen.codegen.family import BackwardFamily, ForwardFamily, HeadPacking
+from flashgen.codegen.hopper.forward import render_hopper
+from flashgen.codegen.hopper.head_packing import packed_plan
 from flashgen.codegen.hopper.measured_plans import choose_hopper_plan
-from flashgen.codegen.hopper.plans import HopperPlan
-from flashgen.codegen.mma_sync.forward import ForwardKernel
-from flashgen.codegen.plans import ForwardPlan, choose_forward_plan
-from flashgen.codegen.targets import Target, target_named, target_of_capability
+from flashgen.codegen.hopper.plans import HopperPlan, every_hopper_plan
+from flashgen.codegen.mma_sync.backward import render_mma_sync_backward
+from flashgen.codegen.mma_sync.backward_plans import BackwardPlan
+from flashgen.codegen.mma_sync.forward import render_mma_sync
+from flashgen.codegen.mma_sync.forward_plans import ForwardPlan, choose_forward_plan, every_forward_plan
+from flashgen.codegen.plan import Plan
+from flashgen.codegen.rendered_kernel import RenderedKernel
+from flashgen.codegen.targets import TARGETS, Target, target_of_capability
 from flashgen.errors import UnsupportedError
 from flashgen.language.spec import AttentionSpec
 
-AnyForwardKernel = ForwardKernel | HopperKernel
-AnyForwardPlan = ForwardPlan | HopperPlan
+_MMA_SYNC = ForwardFamily(ForwardPlan, choose_forward_plan, every_forward_plan, render_mma_sync)
+_HOPPER_PACKING = HeadPacking(HopperPlan.packing, packed_plan)
+_HOPPER = ForwardFamily(HopperPlan, choose_hopper_plan, every_hopper_plan, render_hopper, _HOPPER_PACKING)
 
-
+_FORWARD = {"turing": _MMA_SYNC, "ampere": _MMA_SYNC, "hopper": _HOPPER}
+_BACKWARD = dict.fromkeys(("turing", "ampere"), BackwardFamily(BackwardPlan, render_mma_sync_backward))
 _EMULATED_TARGET = "sm_80"
 
 
-def target_of_gpu(major: int, minor: int, plan: AnyForwardPlan | None = None) -> Target:
+def forward_family(target: Target) -> ForwardFamily:
+    """How a target does the forward pass."""
+    return _FORWARD[target.family]
+
+
+def backward_family(target: Target) -> BackwardFamily:
+    """How a target does the backward pass."""
+    return _BACKWARD[target.backward_family]
+
+
+def target_of_gpu(major: int, minor: int, plan: Plan | None = None) -> Target:
     """The target that a GPU takes by itself: of the newest family that it runs, or of the one that a plan is of."""
     target = target_of_capability(major, minor)
-    return target_named(f"sm_{major}{minor}") if isinstance(plan, ForwardPlan) else target
+    own = (other for other in _takers(plan) if other.compute_capability == target.compute_capability)
+    return target if plan is None else next(own, target)
 
 
-def emulated_target(plan: AnyForwardPlan | None = None) -> Target:
+def emulated_target(plan: Plan | None = None) -> Target:
     """The target that the emulator takes by itself."""
-    return target_named("sm_90a" if isinstance(plan, HopperPlan) else _EMULATED_TARGET)
+    target, takers = TARGETS[_EMULATED_TARGET], _takers(plan)
+    return takers[0] if takers and target not in takers else target
 
 
-def default_plan(spec: AttentionSpec, target: Target) -> AnyForwardPlan:
+def _takers(plan: Plan | None) -> list[Target]:
+    """The targets whose forward family a plan is of."""
+    return [target for target in TARGETS.values() if isinstance(plan, forward_family(target).plan)]
+
+
+def default_plan(spec: AttentionSpec, target: Target) -> Plan:
     """The plan that a spec's forward kernel has on a target where nobody says another."""
-    return choose_hopper_plan(spec, target) if target.family == "hopper" else choose_forward_plan(spec, target)
+    return forward_family(target).default_plan(spec, target)
 
 
-def plan_packing(spec: AttentionSpec, target: Target, packed_heads: int) -> AnyForwardPlan:
+def plan_packing(spec: AttentionSpec, target: Target, packed_heads: int) -> Plan:
     """The default plan with so many heads packed; UnsupportedError where the target's plans cannot pack any."""
-    plan = default_plan(spec, target)
+    plan, packing = default_plan(spec, target), forward_family(target).packing
     if packed_heads == 1:
         return plan
-    if not isinstance(plan, HopperPlan):
-        raise UnsupportedError(f"packed_heads={packed_heads}: {target.name} packs no heads; target='sm_90a' does")
-    return plan.packing(packed_heads, spec)
+    if packing is None:
+        packers = [name for name, other in TARGETS.items() if forward_family(other).packing]
+        raise UnsupportedError(
+            f"packed_heads={packed_heads}: {target.name} packs no heads; target={' or '.join(map(repr, packers))} does"
+        )
+    return packing.of(plan, packed_heads, spec)
 
 
-def render_forward(spec: AttentionSpec, target: Target, plan: AnyForwardPlan | None = None) -> AnyForwardKernel:
+def render_forward(spec: AttentionSpec, target: Target, plan: Plan | None = None) -> RenderedKernel:
     """The forward kernel of a spec on a target; UnsupportedError where the target or the plan cannot do it."""
-    if target.family == "hopper":
-        if isinstance(plan, ForwardPlan):
-            raise UnsupportedError(f"{plan}: {target.name} takes a HopperPlan; target='sm_90' takes this one")
-        return render_hopper(spec, target, plan)
-    if isinstance(plan, HopperPlan):
-        raise UnsupportedError(f"{plan}: {target.name} takes a ForwardPlan; target='sm_90a' takes this one")
-    return forward.render_forward(spec, target, plan)
+    family = forward_family(target)
+    if plan is not None and not isinstance(plan, family.plan):
+        takers = {taker.name: taker.compute_capability for taker in _takers(plan)}
+        other = min(takers, key=lambda name: takers[name] != target.compute_capability, default="none")
+        raise UnsupportedError(f"{plan}: {target.name} takes a {family.plan.__name__}; target={other!r} takes this one")
+    return family.render(spec, target, plan)
+
+
+def render_backward(
+    spec: AttentionSpec, target: Target, plan: Any = None, deterministic: bool = False
+) -> tuple[RenderedKernel, ...]:
+    """The backward kernels of a spec on a target, in the order of their launches, but for those that list tiles."""
+    return backward_family(target).render(spec, target, plan, deterministic)

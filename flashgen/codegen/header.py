@@ -3,27 +3,23 @@
 from __future__ import annotations
 
 import shlex
-from typing import Protocol
 
+from flashgen.codegen.costs import forward_cost
+from flashgen.codegen.plan import Plan
 from flashgen.codegen.targets import Target
 from flashgen.language.spec import AttentionSpec
-
-
-class Plan(Protocol):
-    """A plan that says in a line what it is."""
-
-    def summary(self, spec: AttentionSpec) -> str: ...
-
 
 _BLOCK_PER_TILE = "one block per (tile of queries, head, batch), along x, y and z"
 
 
-def header(
-    spec: AttentionSpec, target: Target, plan: Plan, grid: str = _BLOCK_PER_TILE, shown_by: str = "flashgen show"
-) -> str:
-    """The forward kernel's header comment; `grid` says how many blocks a launch has, `shown_by` how it is shown."""
-    depth, width = spec.head_dim, spec.value_dim
-    element = 2
+def show_command(plan: Plan) -> str:
+    """What shows, or builds, the kernel of a default plan, or of one that packs; a target and a spec follow it."""
+    return "flashgen show" + (f" --packed-heads {plan.packed_heads}" if plan.packed_heads > 1 else "")
+
+
+def header(spec: AttentionSpec, target: Target, plan: Plan, grid: str = _BLOCK_PER_TILE) -> str:
+    """The forward kernel's header comment; `grid` says how many blocks a launch has."""
+    depth, width, cost = spec.head_dim, spec.value_dim, forward_cost(spec)
     lines = [
         f"flashgen: attention forward, {spec.name}",
         "",
@@ -33,11 +29,10 @@ def header(
         f"dims     head {depth}, value {width}; {spec.dtype}, accumulated in float32; heads_q a multiple of heads_kv",
         f"target   {target.name}, family {target.family}",
         f"plan     {plan.summary(spec)}",
-        f"FLOPs    {2 * (depth + width)} * batch * heads_q * len_q * len_k * (share of tiles visited)",
-        f"HBM      {element} * batch * (heads_q * len_q * {depth + width} + heads_kv * len_k * {depth + width}) bytes, "
-        "at least; + 4 * batch * heads_q * len_q for the LSE",
+        f"FLOPs    {cost.flops}",
+        f"HBM      {cost.hbm}",
         "",
         f"Grid: {grid}. Made by",
-        f"  {shown_by} --target {target.name} {shlex.quote(spec.to_json())}",
+        f"  {show_command(plan)} --target {target.name} {shlex.quote(spec.to_json())}",
     ]
     return "\n".join(f"// {line}".rstrip() for line in lines)

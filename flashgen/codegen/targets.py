@@ -9,13 +9,18 @@ from flashgen.errors import UnsupportedError
 
 @dataclass(frozen=True)
 class Target:
-    """An architecture. Sizes are in bytes; `shared_per_block` is the most dynamic shared memory a block may ask for."""
+    """An architecture.
+
+    family, backward_family: of the kernels that it takes for the forward and for the backward pass (families.py).
+    shared_per_block: bytes, the most dynamic shared memory that a block may ask for.
+    """
 
     name: str
     compute_capability: int
     family: str
     shared_per_block: int
     shared_per_multiprocessor: int
+    backward_family: str
 
     @property
     def architecture(self) -> str:
@@ -26,11 +31,6 @@ class Target:
     def is_of_one_generation(self) -> bool:
         """Whether it has instructions that no later GPU has: the suffix `a`."""
         return self.name.endswith("a")
-
-    @property
-    def backward_family(self) -> str:
-        """The family of its backward kernels: of Hopper's own instructions there are none yet."""
-        return "ampere" if self.family == "hopper" else self.family
 
     def runs_on(self, major: int, minor: int) -> bool:
         """Whether a GPU of that compute capability runs what was compiled for this target."""
@@ -59,7 +59,8 @@ class Target:
 
 
 def _target(compute_capability: int, family: str, block_kib: int, multiprocessor_kib: int) -> Target:
-    return Target(f"sm_{compute_capability}", compute_capability, family, block_kib * 1024, multiprocessor_kib * 1024)
+    shared = (block_kib * 1024, multiprocessor_kib * 1024)
+    return Target(f"sm_{compute_capability}", compute_capability, family, *shared, backward_family=family)
 
 
 # sm_90a is sm_90 with the instructions that only it has: wgmma, setmaxnreg.
@@ -73,7 +74,7 @@ TARGETS: dict[str, Target] = {
         _target(87, "ampere", 163, 164),
         _target(89, "ampere", 99, 100),
         _target(90, "ampere", 227, 228),
-        Target("sm_90a", 90, "hopper", 227 * 1024, 228 * 1024),
+        Target("sm_90a", 90, "hopper", 227 * 1024, 228 * 1024, backward_family="ampere"),
         _target(100, "ampere", 227, 228),
         _target(103, "ampere", 227, 228),
         _target(120, "ampere", 99, 100),

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Literal, Protocol
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
 
 import sympy
 
@@ -14,15 +16,13 @@ from flashgen.codegen.assembly import assemble
 from flashgen.codegen.environment import environment
 from flashgen.codegen.expressions.interval_text import interval_text
 from flashgen.codegen.expressions.printer import statements
-from flashgen.codegen.plans import WARP
-from flashgen.codegen.rendered_kernel import RenderedKernel, entry_name, kernel_name
+from flashgen.codegen.rendered_kernel import Direction, Grid, RenderedKernel, entry_name, kernel_name
+from flashgen.codegen.sizes import Sizes, ceil_div, most
 from flashgen.codegen.targets import Target
+from flashgen.codegen.tiling import WARP
 from flashgen.codegen.variant import Variant, captures_read, variant_of
 from flashgen.language.operations import BATCH, HEAD, KEY, QUERY, And, Load
 from flashgen.language.spec import AttentionSpec
-
-# The tiles of keys of each tile of queries, for the forward; the tiles of queries of each tile of keys.
-Direction = Literal["keys", "queries"]
 
 
 class Tiles(Protocol):
@@ -55,6 +55,41 @@ def depends_on_head(spec: AttentionSpec) -> bool:
 def depends_on_batch(spec: AttentionSpec) -> bool:
     """Whether the mask differs between batches."""
     return bool(spec.mask.expression.has(BATCH))
+
+
+@dataclass(frozen=True)
+class ListShape:
+    """How many lists there are, `tiles` for each batch and head, and of how many tiles each may be at most.
+
+    batch, heads: 1 where the mask does not depend on them. strides: from list to list along (batch, head, tile); 0
+    where the lists are the same for all.
+    """
+
+    batch: Any
+    heads: Any
+    tiles: Any
+    listed: Any
+    strides: tuple[Any, Any, Any]
+
+    @property
+    def rows(self) -> Any:
+        """All lists."""
+        return self.batch * self.heads * self.tiles
+
+    @property
+    def grid(self) -> Grid:
+        """Blocks of the kernel that makes them: one for each list."""
+        return self.tiles, self.heads, self.batch
+
+
+def list_shape(spec: AttentionSpec, plan: Tiles, direction: Direction, sizes: Sizes) -> ListShape:
+    """The lists of a call, for tiles of a plan."""
+    tiles = ceil_div(sizes.len_q, plan.tile_q), ceil_div(sizes.len_k, plan.tile_k)
+    rows, listed = tiles if direction == "keys" else tiles[::-1]
+    of_head, of_batch = depends_on_head(spec), depends_on_batch(spec)
+    of_sequence = sizes.heads_q * rows if of_head else rows
+    strides = (of_sequence if of_batch else 0, rows if of_head else 0, 1)
+    return ListShape(sizes.batch if of_batch else 1, sizes.heads_q if of_head else 1, rows, listed, strides)
 
 
 def list_layout(spec: AttentionSpec) -> ArgumentLayout:
@@ -91,7 +126,21 @@ def render_lists(spec: AttentionSpec, target: Target, plan: Tiles, direction: Di
     context |= _names(spec, direction) | _mask(variant) | _within(spec, variant, plan)
     source = assemble("tile_lists/list_tiles.cu.jinja", context, target)
     name, threads = kernel_name(kind, target, spec), WARPS * WARP
-    return RenderedKernel(name, context["entry"], source, target, layout, threads, WARPS * 4, plan=plan)
+    shape = partial(list_shape, spec, plan, direction)
+    return RenderedKernel(
+        name,
+        context["entry"],
+        source,
+        target,
+        layout,
+        threads,
+        WARPS * 4,
+        plan=plan,
+        role="lists" if direction == "keys" else "query_lists",
+        lists=direction,
+        grid=lambda sizes: shape(sizes).grid,
+        values=lambda sizes: {"spacing": most(shape(sizes).listed, 1)},
+    )
 
 
 def _names(spec: AttentionSpec, direction: Direction) -> dict[str, Any]:

@@ -15,8 +15,8 @@ from flashgen.build.cache import default_root
 from flashgen.build.entries import describe
 from flashgen.build.keys import readable_name
 from flashgen.build.prebuilt import MANIFEST_FORMAT
-from flashgen.codegen.kernels import kernels_of
 from flashgen.codegen.rendered_kernel import RenderedKernel
+from flashgen.codegen.stages import kernels_of
 from flashgen.errors import BuildError, UnsupportedError
 from flashgen.release.launch_facts import FORMULAS, launch_facts
 from flashgen.release.launch_header import launch_header

@@ -1,150 +1,56 @@
 """How a kernel of a release is launched: its grid and its arguments, for programs that do it by CUDA's driver API.
 
 Numbers that follow from the sizes of a call are formulas of them, in C++: of integers, `* /`, `min`, `max`, and
-`ceil_div(a, b)`, which is a / b rounded up. What calls compute is the same (flashgen/attention/: launches.py,
-hopper_launch.py, backward_launches.py), which a test sees to.
+`ceil_div(a, b)`, which is a / b rounded up. They are what calls launch by, with names in place of numbers.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import math
 import struct
 from collections.abc import Mapping
 from typing import Any
 
 from flashgen.codegen.arguments import ArgumentLayout, member_name
-from flashgen.codegen.hopper.forward import HopperKernel
-from flashgen.codegen.hopper.plans import HopperPlan
-from flashgen.codegen.mma_sync.backward import PREPARE_ROWS
 from flashgen.codegen.rendered_kernel import RenderedKernel
-from flashgen.codegen.tile_list_kernel import depends_on_batch, depends_on_head
+from flashgen.codegen.sizes import NAMED_SIZES
+from flashgen.codegen.stages import struct_values
+from flashgen.codegen.tiling import ELEMENT_BYTES
 from flashgen.language.operations import Capture
 from flashgen.language.spec import AttentionSpec
 
-SIZES = ("batch", "heads_q", "heads_kv", "len_q", "len_k")
 FORMULAS = (
     "grid and value in C++'s integers, of a call's batch, heads_q, heads_kv, len_q, len_k, of the GPU's "
     "multiprocessors, and of count, the elements of a captured array; ceil_div(a, b) is a / b rounded up"
 )
-_SECTION_BYTES = 32 * 2**20  # of K and V, which blocks that run side by side should find in the L2
-_ELEMENT_BYTES = 2  # of what maps are of
-_RECIPROCAL = "ceil_div(2147483648, {})"  # by which kernels divide a head's number
 
 
 def launch_facts(kernels: Mapping[str, RenderedKernel], spec: AttentionSpec) -> dict[str, dict[str, Any]]:
     """What a manifest says of the launches of a pass, beside threads and shared memory, by part; as JSON has it.
 
-    kernels: all of the pass, as `flashgen.codegen.kernels.kernels_of` gives them.
+    kernels: all of the pass, as `flashgen.codegen.stages.kernels_of` gives them.
     """
-    rows = _rows(kernels["prepare"].plan) if "prepare" in kernels else ""
-    return {part: _facts(part, kernel, spec, rows) for part, kernel in kernels.items()}
+    backward = "prepare" in kernels
+    return {part: _facts(part, kernel, spec, backward) for part, kernel in kernels.items()}
 
 
-def _facts(part: str, kernel: RenderedKernel, spec: AttentionSpec, rows: str) -> dict[str, Any]:
-    """rows: the formula of the rows that all kernels of a backward agree on."""
+def _facts(part: str, kernel: RenderedKernel, spec: AttentionSpec, backward: bool) -> dict[str, Any]:
+    values = {name: _texts(value) for name, value in struct_values(kernel, spec, NAMED_SIZES).items()}
     facts: dict[str, Any] = {
-        "part": "backward_lists" if rows and part == "lists" else part,
-        "grid": dict(zip("xyz", _grid(part, kernel, spec, rows), strict=True)),
+        "part": "backward_lists" if backward and part == "lists" else part,
+        "grid": dict(zip("xyz", map(str, kernel.grid(NAMED_SIZES)), strict=True)),
         "argument_bytes": struct.calcsize(kernel.layout.format),
-        "arguments": _arguments(kernel.layout, _values(part, kernel, spec, rows), spec),
+        "arguments": _arguments(kernel.layout, values, spec),
     }
     if kernel.plan is not None:
         facts["plan"] = dataclasses.asdict(kernel.plan)
-    if isinstance(kernel, HopperKernel):
-        facts["maps"] = [_map(name, kernel, spec) for name in "qkvo"]
+    if kernel.boxes:
+        facts["maps"] = [_map(name, kernel, spec) for name in kernel.boxes]
     return facts
 
 
-# ---- grids
-
-
-def _grid(part: str, kernel: RenderedKernel, spec: AttentionSpec, rows: str) -> tuple[str, str, str]:
-    """Blocks along x, y and z."""
-    plan = kernel.plan
-    if part.startswith("d_"):
-        return f"ceil_div(count, {kernel.threads})", "1", "1"
-    if isinstance(kernel, HopperKernel):
-        return f"max(min({_hopper_tiles(kernel.plan)}, multiprocessors), 1)", "1", "1"
-    if part == "prepare":
-        return f"{rows} / {PREPARE_ROWS}", "heads_q", "batch"
-    if part == "keys":
-        return _tiles("len_k", plan.tile_k), "heads_kv", "batch"
-    if part.endswith("lists"):
-        heads, batch = "heads_q" if depends_on_head(spec) else "1", "batch" if depends_on_batch(spec) else "1"
-        return _listed_rows(part, plan), heads, batch
-    if part == "finish":
-        return f"{rows} / {plan.tile_q}", "heads_q", "batch"
-    return _tiles("len_q", plan.tile_q), "heads_q", "batch"
-
-
-def _tiles(length: str, tile: int) -> str:
-    return f"ceil_div({length}, {tile})"
-
-
-def _rows(plan: Any) -> str:
-    """Queries of a backward, rounded up so that kernels need not look where they end; plan: of the kernel of keys."""
-    multiple = math.lcm(plan.tile_q, PREPARE_ROWS)
-    return f"ceil_div(len_q, {multiple}) * {multiple}"
-
-
-def _listed_rows(part: str, plan: Any) -> str:
-    """Lists of a batch and head: one for each tile of queries, or of keys."""
-    return _tiles("len_k", plan.tile_k) if part == "query_lists" else _tiles("len_q", plan.tile_q)
-
-
-def _listed_columns(part: str, plan: Any) -> str:
-    """Tiles of the longest list."""
-    return _tiles("len_q", plan.tile_q) if part == "query_lists" else _tiles("len_k", plan.tile_k)
-
-
-def _packs(plan: HopperPlan) -> str:
-    """Query heads, or packs of them, of all batches."""
-    return "batch * heads_q" + (f" / {plan.packed_heads}" if plan.packed_heads > 1 else "")
-
-
-def _hopper_tiles(plan: HopperPlan) -> str:
-    return f"{_packs(plan)} * {_tiles('len_q', plan.tile_q)}"
-
-
-# ---- arguments
-
-
-def _values(part: str, kernel: RenderedKernel, spec: AttentionSpec, rows: str) -> dict[str, str | list[str]]:
-    """Formulas of the members that follow from sizes; of `Strides` one for batch, head and row each."""
-    plan = kernel.plan
-    values: dict[str, str | list[str]] = {name: name for name in (*SIZES, "count")}
-    values |= {"kv_reciprocal": _RECIPROCAL.format("heads_q / heads_kv"), "heads_per_kv": "heads_q / heads_kv"}
-    if isinstance(kernel, HopperKernel):
-        values |= _hopper_values(kernel, spec)
-    elif part.endswith("lists"):
-        values["spacing"] = f"max({_listed_columns(part, plan)}, 1)"
-    elif part in ("prepare", "keys", "finish", "queries"):
-        values["rows"] = rows
-    if not part.endswith("lists") and plan is not None:
-        values["list_strides"] = _list_strides("query_lists" if part == "keys" else "lists", plan, spec)
-    return values
-
-
-def _list_strides(part: str, plan: Any, spec: AttentionSpec) -> list[str]:
-    """From list to list along batch, head and tile; 0 where lists are the same for all."""
-    rows = _listed_rows(part, plan)
-    heads = f"heads_q * {rows}" if depends_on_head(spec) else rows
-    return [heads if depends_on_batch(spec) else "0", rows if depends_on_head(spec) else "0", "1"]
-
-
-def _hopper_values(kernel: HopperKernel, spec: AttentionSpec) -> dict[str, str]:
-    plan, packed = kernel.plan, kernel.plan.packed_heads
-    per_kv = "heads_q / heads_kv" + (f" / {packed}" if packed > 1 else "")
-    head_bytes = 2 * (spec.head_dim + spec.value_dim)
-    fitting = f"max({_SECTION_BYTES} / ({head_bytes} * max(len_k, 1)), 1) * ({per_kv})"
-    return {
-        "tiles": _hopper_tiles(plan),
-        "tiles_q": _tiles("len_q", plan.tile_q),
-        "heads": _packs(plan),
-        "section": f"max(min({fitting}, {_packs(plan)}), 1)" if kernel.longest_first else "1",
-        "kv_reciprocal": _RECIPROCAL.format(f"max({per_kv}, 1)"),
-    }
+def _texts(value: Any) -> str | list[str]:
+    return [str(each) for each in value] if isinstance(value, tuple) else str(value)
 
 
 def _arguments(
@@ -207,7 +113,7 @@ def _capture_meanings(capture: Capture) -> dict[str, str]:
 # ---- tensor maps
 
 
-def _map(name: str, kernel: HopperKernel, spec: AttentionSpec) -> dict[str, Any]:
+def _map(name: str, kernel: RenderedKernel, spec: AttentionSpec) -> dict[str, Any]:
     """What cuTensorMapEncodeTiled is told of an array; in every map steps of 1, no interleaving, zeros outside."""
     columns = spec.value_dim if name in "vo" else spec.head_dim
     rows, heads = ("len_q", "heads_q") if name in "qo" else ("len_k", "heads_kv")
@@ -220,6 +126,6 @@ def _map(name: str, kernel: HopperKernel, spec: AttentionSpec) -> dict[str, Any]
         "sizes": [str(columns), heads, rows, "batch"] if packed else [str(columns), rows, heads, "batch"],
         "strides": ["head", "row", "batch"] if packed else ["row", "head", "batch"],
         "box": list(box),
-        "swizzle_bytes": box[0] * _ELEMENT_BYTES,
+        "swizzle_bytes": box[0] * ELEMENT_BYTES,
         "l2_promotion_bytes": 256,
     }

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from flashgen.codegen.environment import environment
-from flashgen.release.launch_facts import SIZES
+from flashgen.codegen.sizes import SIZE_NAMES
 
 _IDENTIFIER = re.compile(r"[A-Za-z_]\w*")
 
@@ -17,7 +17,7 @@ def launch_header(kernel: Mapping[str, Any]) -> str:
     members = kernel["arguments"]
     formulas = " ".join([*kernel["grid"].values(), *(" ".join(_formulas(member)) for member in members)])
     used = set(_IDENTIFIER.findall(formulas))
-    sizes = ("count",) if "count" in used else SIZES
+    sizes = ("count",) if "count" in used else SIZE_NAMES
     return (
         environment()
         .get_template("release/launch.h.jinja")

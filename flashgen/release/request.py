@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from flashgen.codegen.kernels import PASSES, Pass
+from flashgen.codegen.stages import PASSES, Pass
 from flashgen.codegen.targets import Target, target_named
 from flashgen.errors import FlashgenError, SpecError
 from flashgen.language import AttentionSpec, full, parse_mask, parse_score

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from flashgen import attention, reference
 from flashgen.attention.given_sources import Source
-from flashgen.codegen.kernels import Pass
+from flashgen.codegen.stages import Pass
 from flashgen.errors import FlashgenError
 from flashgen.reference import Verdict, judge
 from flashgen.runtime.schedule import Schedule, schedules

@@ -10,7 +10,7 @@ import pytest
 
 import flashgen.language as fg
 from flashgen import attention
-from flashgen.attention.backward_launches import Memory, gradient_memory, workspaces
+from flashgen.attention.launches import Memory, workspaces
 from flashgen.attention.problem import Problem
 from flashgen.runtime.arrays import View, numpy_dtype
 from flashgen.runtime.schedule import schedules
@@ -168,15 +168,16 @@ def test_memory(deterministic: bool) -> None:
     """Only what is not added up in the gradient itself takes memory of its own."""
     half, single = fg.Tensor("half", "float16", 2, grad=True), fg.Tensor("single", "float32", 1, grad=True)
     spec = fg.AttentionSpec(16, score=lambda s, b, h, q, k: s + half[h, k] * single[h])
-    kernels = attention.compile(spec, emulate=True, deterministic=deterministic).backward_kernels
+    compiled = attention.compile(spec, emulate=True, deterministic=deterministic)
+    kernels = compiled.backward_kernels
     problem = Problem(1, 4, 4, 100, 100, {})
     views = {"half": View(0, (4, 100), (), "float16", None, None), "single": View(0, (4,), (), "float32", None, None)}
-    memory = workspaces(spec, kernels, problem, views)
+    memory = workspaces(kernels, problem, views)
     sums = {name: each for name, each in memory.items() if name.startswith("d_")}
-    gradients = gradient_memory(spec, kernels, problem, views)
+    gradients = compiled._backward._gradient_memory(problem, views)
     if deterministic:
         exact = {"d_half": Memory((4, 100, 10), "int64", True), "d_single": Memory((4, 10), "int64", True)}
         assert sums == exact and not gradients["half"].zeroed and not gradients["single"].zeroed
     else:
         assert sums.pop("d_half") == Memory((4, 100), "float32", True) and not gradients["half"].zeroed
-        assert ("d_single" in sums) == ("single" in kernels.captures) == (not gradients["single"].zeroed)
+        assert ("d_single" in sums) == ("d_single" in kernels) == (not gradients["single"].zeroed)

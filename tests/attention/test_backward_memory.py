@@ -13,10 +13,11 @@ import pytest
 import flashgen.language as fg
 from flashgen import attention
 from flashgen.attention import Attention
-from flashgen.attention.backward_launches import workspaces
 from flashgen.attention.engines import EmulatorRunner
+from flashgen.attention.launches import workspaces
 from flashgen.attention.problem import Problem
 from flashgen.build import host
+from flashgen.codegen.mma_sync.backward import PREPARE_ROWS
 from flashgen.runtime.arrays import numpy_dtype
 from flashgen.verify import Shape, random_gradients, random_inputs
 
@@ -65,18 +66,18 @@ def test_the_launches_of_a_call(deterministic: bool, launched: list[Launched]) -
     gradients = run(compiled, Shape(37, 170, 2, 4, 2))
     kernels, (_, prepare, keys, last) = compiled.backward_kernels, launched
     assert [each.part for each in launched[1:]] == ["bwd-prepare", "bwd-keys", last.part]
-    rows = -(-37 // kernels.row_multiple) * kernels.row_multiple
-    assert prepare.grid == (rows // kernels.prepare_rows, 4, 2)
-    assert keys.grid == (-(-170 // kernels.plan.tile_k), 2, 2)
+    rows = prepare.grid[0] * PREPARE_ROWS
+    assert rows % kernels["keys"].plan.tile_q == 0 and rows >= 37 and prepare.grid[1:] == (4, 2)
+    assert keys.grid == (-(-170 // kernels["keys"].plan.tile_k), 2, 2)
     assert keys.arrays["dk"] is gradients.dk and keys.arrays["dv"] is gradients.dv
     assert prepare.arrays["statistics"].shape == (2, 4, rows, 2)
     assert prepare.arrays["statistics"] is keys.arrays["statistics"] and "d_lse" not in prepare.arrays
     assert last.arrays["dq"] is gradients.dq
     if deterministic:
-        assert kernels.queries_plan is not None and last.part == "bwd-queries"
-        assert last.grid == (-(-37 // kernels.queries_plan.tile_q), 4, 2) and "dq_sums" not in keys.arrays
+        assert last.part == "bwd-queries"
+        assert last.grid == (-(-37 // kernels["queries"].plan.tile_q), 4, 2) and "dq_sums" not in keys.arrays
     else:
-        assert last.part == "bwd-finish" and last.grid == (rows // kernels.finish_rows, 4, 2)
+        assert last.part == "bwd-finish" and last.grid == (rows // kernels["finish"].plan.tile_q, 4, 2)
         assert keys.arrays["dq_sums"].shape == (2, 4, rows, 32) and "dq_sums" in keys.zeros - last.zeros
         assert last.arrays["dq_sums"] is keys.arrays["dq_sums"]
 
@@ -129,7 +130,7 @@ def test_memory_is_given_back(deterministic: bool, launched: list[Launched]) -> 
 
 def taken(compiled: Attention, problem: Problem) -> int:
     """Bytes of a call's workspaces."""
-    memory = workspaces(compiled.spec, compiled.backward_kernels, problem, {}).values()
+    memory = workspaces(compiled.backward_kernels, problem, {}).values()
     return sum(int(np.prod(each.shape)) * numpy_dtype(each.dtype).itemsize for each in memory)
 
 
@@ -165,7 +166,7 @@ def test_the_backward_is_compiled_when_it_is_called_first_and_never_again(monkey
     forward = len(built)
     assert forward == 1
     run(compiled, Shape(5, 5))
-    assert len(built) == forward + len(compiled.backward_kernels.all)
+    assert len(built) == forward + len(compiled.backward_kernels)
     for shape in (Shape(1, 1), Shape(90, 3, 1, 4, 2), Shape(0, 3)):
         run(compiled, shape)
-    assert len(built) == forward + len(compiled.backward_kernels.all)
+    assert len(built) == forward + len(compiled.backward_kernels)

@@ -12,8 +12,8 @@ from flashgen import attention
 from flashgen.attention import callable as callable_module
 from flashgen.attention import compiling
 from flashgen.build import host
-from flashgen.codegen.mma_sync.forward import render_forward
-from flashgen.codegen.plans import ForwardPlan
+from flashgen.codegen.families import render_forward
+from flashgen.codegen.mma_sync.forward_plans import ForwardPlan
 from flashgen.codegen.targets import TARGETS
 from flashgen.verify import Shape, random_inputs
 

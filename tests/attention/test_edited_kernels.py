@@ -18,7 +18,7 @@ from flashgen.attention.engines import Emulator
 from flashgen.attention.given_sources import texts_of
 from flashgen.build import nvrtc
 from flashgen.build.cache import KernelCache
-from flashgen.codegen.plans import ForwardPlan
+from flashgen.codegen.mma_sync.forward_plans import ForwardPlan
 from flashgen.codegen.targets import target_named
 from flashgen.errors import ArgumentError, BuildError
 from flashgen.verify.check import judged
@@ -165,11 +165,11 @@ def test_a_packed_or_tuned_kernel_does_not_take_its_place(tmp_path: Path) -> Non
     sizes = {"len_q": 30, "len_k": 90, "batch": 2, "heads": 8, "heads_kv": 2}
     assert emitted.plan_for(**sizes) == replace(emitted.plan, packed_heads=4)
     assert edited.plan_for(**sizes) == edited.plan == emitted.plan
-    assert edited.forward.packing is None and edited.forward.winners is None
+    assert edited.forward.choice.packing is None and edited.forward.choice.tuned is None
     texts = texts_of(emitted.source + "\n// read\n")
     edits = edits_of(texts, Emitted(spec, SM_90A, None, False, None))
     told_where = Attention(spec, SM_90A, Emulator(), tuned=KernelCache(tmp_path), edits=edits)
-    assert told_where.forward.winners is None
+    assert told_where.forward.choice.tuned is None
     with pytest.raises(ArgumentError, match=r"compiled with plan=\.\.\. or source=\.\.\."):
         edited.tune(None, None, None)
     keys = emitted.backward_sources

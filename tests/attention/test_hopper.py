@@ -10,10 +10,12 @@ import pytest
 import flashgen as fg
 from flashgen import attention
 from flashgen.attention.engines import Emulator
-from flashgen.attention.hopper_launch import MapWriter, hopper_launch, section_heads
+from flashgen.attention.launches import launch_of
 from flashgen.attention.problem import Problem
+from flashgen.attention.tensor_map_writer import TensorMapWriter
 from flashgen.codegen.hopper.forward import render_hopper
 from flashgen.codegen.hopper.plans import HopperPlan
+from flashgen.codegen.rendered_kernel import RenderedKernel
 from flashgen.codegen.targets import target_named
 from flashgen.errors import ArgumentError
 from flashgen.runtime.schedule import COPIES, ORDERS, Schedule
@@ -147,11 +149,12 @@ def test_blocks_take_tiles_by_a_counter_where_there_are_more_tiles_than_blocks()
     spec = fg.AttentionSpec(64, mask=fg.causal())
     kernel = render_hopper(spec, target_named("sm_90a"))
     strides = dict.fromkeys("qkv", (4 * 1000 * 64, 1000 * 64, 64))
-    few, many = (hopper_launch(spec, kernel, Problem(batch, 4, 4, 1000, 1000, strides), {}, 132) for batch in (2, 8))
+    problems = (Problem(batch, 4, 4, 1000, 1000, strides, multiprocessors=132) for batch in (2, 8))
+    few, many = (launch_of(kernel, spec, problem, {}) for problem in problems)
     tiles = -(-1000 // kernel.plan.tile_q)
     assert few.grid == (8 * tiles, 1, 1) and many.grid == (132, 1, 1)
-    assert isinstance(few.writer, MapWriter) and isinstance(many.writer, MapWriter)
-    assert not few.writer.counts_tiles and many.writer.counts_tiles
+    assert isinstance(few.writer, TensorMapWriter) and isinstance(many.writer, TensorMapWriter)
+    assert not few.counts and many.counts
     assert few.writer.pointer_names == ["q", "k", "v", "o", "lse", "next_tile"]
     assert few.writer.offsets["k"] == 128 and few.writer.offsets["lse"] == 512
     struct = few.writer.write_emulated({})
@@ -174,16 +177,19 @@ def test_more_tiles_than_can_be_counted_are_refused() -> None:
     kernel = render_hopper(spec, target_named("sm_90a"))
     strides = dict.fromkeys("qkv", (0, 0, 64))
     with pytest.raises(ArgumentError, match="split the batch"):
-        hopper_launch(spec, kernel, Problem(60000, 60000, 60000, 1000, 1000, strides), {}, 132)
+        launch_of(kernel, spec, Problem(60000, 60000, 60000, 1000, 1000, strides), {})
+
+
+def section(kernel: RenderedKernel, sizes: Problem) -> Any:
+    return kernel.values(sizes)["section"]
 
 
 def test_heads_of_a_section_share_the_l2() -> None:
     kernel, full = (
         render_hopper(fg.AttentionSpec(128, mask=mask), target_named("sm_90a")) for mask in (fg.causal(), fg.full())
     )
-    spec = fg.AttentionSpec(128, mask=fg.causal())
-    assert section_heads(spec, full, problem(1, 16, 16, 16384)) == 1
-    assert section_heads(spec, kernel, problem(1, 16, 16, 16384)) == 4  # 8 MiB of K and V each
-    assert section_heads(spec, kernel, problem(1, 16, 4, 16384)) == 16
-    assert section_heads(spec, kernel, problem(1, 16, 16, 2**20)) == 1
-    assert section_heads(spec, kernel, problem(2, 2, 2, 100)) == 4
+    assert section(full, problem(1, 16, 16, 16384)) == 1
+    assert section(kernel, problem(1, 16, 16, 16384)) == 4  # 8 MiB of K and V each
+    assert section(kernel, problem(1, 16, 4, 16384)) == 16
+    assert section(kernel, problem(1, 16, 16, 2**20)) == 1
+    assert section(kernel, problem(2, 2, 2, 100)) == 4

@@ -9,8 +9,9 @@ import pytest
 
 import flashgen.language as fg
 from flashgen import attention
-from flashgen.attention.hopper_launch import MapWriter, hopper_launch
+from flashgen.attention.launches import launch_of
 from flashgen.attention.problem import Problem
+from flashgen.attention.tensor_map_writer import TensorMapWriter
 from flashgen.codegen.hopper.forward import render_hopper
 from flashgen.codegen.targets import target_named
 from flashgen.errors import ArgumentError, LaunchError
@@ -85,10 +86,10 @@ def test_what_the_copy_engine_cannot_walk_is_refused_by_the_name_that_the_user_k
         map_shape("k", "float16", (64, 70, 3, 2), (64, 2**39, 2**40), (64, 64))
 
 
-def writer(len_k: int = 1000, batch: int = 8) -> MapWriter:
+def writer(len_k: int = 1000, batch: int = 8) -> TensorMapWriter:
     problem = Problem(batch, 4, 4, 1000, len_k, dict.fromkeys("qkv", (4 * 1000 * 64, 1000 * 64, 64)))
-    made = hopper_launch(CAUSAL, render_hopper(CAUSAL, target_named("sm_90a")), problem, {}, 132).writer
-    assert isinstance(made, MapWriter)
+    made = launch_of(render_hopper(CAUSAL, target_named("sm_90a")), CAUSAL, problem, {}).writer
+    assert isinstance(made, TensorMapWriter)
     return made
 
 

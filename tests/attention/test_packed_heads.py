@@ -12,16 +12,16 @@ import pytest
 
 import flashgen as fg
 from flashgen import attention
-from flashgen.attention import packing
+from flashgen.attention import kernel_choice
 from flashgen.attention.callable import Attention
 from flashgen.attention.engines import Emulator
-from flashgen.attention.tuned_kernels import BuiltForward
+from flashgen.attention.kernel_choice import BuiltForward
 from flashgen.attention.tuned_plans import LengthClass, TunedPlan, TunedPlans
 from flashgen.build.cache import KernelCache
-from flashgen.codegen.candidates import Workload
 from flashgen.codegen.families import render_forward
 from flashgen.codegen.hopper.plans import HopperPlan
 from flashgen.codegen.targets import target_named
+from flashgen.codegen.workload import Workload
 from flashgen.errors import ArgumentError, BuildError, FlashgenWarning
 from flashgen.runtime.schedule import Schedule
 from flashgen.verify.check import judged
@@ -130,7 +130,7 @@ def test_calls_are_packed_where_that_is_less_work() -> None:
     with pytest.raises(ArgumentError, match="heads_kv=3 must divide heads=8"):
         compiled.plan_for(30, heads=8, heads_kv=3)
     inputs = random_inputs(CAUSAL, Shape(30, 90, 2, 8, 2))
-    runner = compiled.forward.packing._built.get(packed).runner  # type: ignore[union-attr]
+    runner = compiled.forward.choice._built.get(packed).runner  # type: ignore[union-attr]
     launches: list[Any] = []
     with pytest.MonkeyPatch.context() as patch:
         launch = runner.launch
@@ -165,7 +165,7 @@ def test_a_packed_kernel_that_cannot_be_had_is_said_once(monkeypatch: pytest.Mon
     def refuse(*how: Any) -> None:
         raise BuildError(f"`{how[-1]}` would build it")
 
-    monkeypatch.setattr(packing, "BuiltForward", type("Refused", (BuiltForward,), {"of": staticmethod(refuse)}))
+    monkeypatch.setattr(kernel_choice, "BuiltForward", type("Refused", (BuiltForward,), {"of": staticmethod(refuse)}))
     said = r"packed4 would fill its tiles .*`flashgen show --packed-heads 4 --what resources --target sm_90a '"
     with pytest.warns(FlashgenWarning, match=said):
         assert compiled.plan_for(30, 90, 2, 8, 2) == compiled.plan

@@ -18,9 +18,9 @@ from flashgen.attention import engines
 from flashgen.build import nvrtc
 from flashgen.cli.app import app
 from flashgen.codegen.hopper.plans import HopperPlan
-from flashgen.codegen.kernels import kernels_of
 from flashgen.codegen.mma_sync.backward_plans import BackwardPlan
-from flashgen.codegen.plans import ForwardPlan
+from flashgen.codegen.mma_sync.forward_plans import ForwardPlan
+from flashgen.codegen.stages import kernels_of
 from flashgen.codegen.targets import TARGETS, target_of_capability
 from flashgen.errors import BuildError, LaunchError, UnsupportedError
 from flashgen.runtime import gpu
@@ -63,7 +63,7 @@ def test_a_gpu_takes_the_target_of_its_own_generation(
     compiled = attention.compile(SPEC)
     assert compiled.target.name == name == target_of_capability(*capability).name
     assert isinstance(compiled.plan, HopperPlan) == (name == "sm_90a")
-    assert compiled.backward_kernels.keys.target.name == name
+    assert compiled.backward_kernels["keys"].target.name == name
 
 
 def test_the_other_family_is_taken_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,7 +135,7 @@ def test_hopper_s_backward_is_the_other_family_s_under_its_own_name(
         text = kernel.source.replace("sm_90a", "sm_90").replace("family hopper", "family ampere")
         assert text == other[part].source
         assert part.endswith("lists") or "target   sm_90a, family ampere" in kernel.source
-    assert compiled._backward._keys.prebuild == compiled._prebuild("backward")  # type: ignore[attr-defined]
+    assert compiled._backward._runners["keys"].prebuild == compiled._prebuild("backward")  # type: ignore[attr-defined]
     assert "--target sm_90a" in compiled._prebuild("backward")
 
 

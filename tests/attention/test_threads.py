@@ -12,13 +12,13 @@ import pytest
 
 import flashgen.language as fg
 from flashgen import attention
-from flashgen.attention import backward, forward, lists, packing, passes, winners
+from flashgen.attention import backward, forward, kernel_choice, passes, tile_lists
 from flashgen.attention.callable import Attention
 from flashgen.attention.engines import Emulator
-from flashgen.attention.forward import forget_winners
+from flashgen.attention.forward import forget_tuned_plans
 from flashgen.attention.tuned_plans import TunedPlans
 from flashgen.build.cache import KernelCache
-from flashgen.codegen.plans import ForwardPlan
+from flashgen.codegen.mma_sync.forward_plans import ForwardPlan
 from flashgen.codegen.targets import target_named
 from flashgen.verify import Shape, random_gradients, random_inputs
 
@@ -32,7 +32,7 @@ LENGTHS = tuple((length, length + 7) for length in (33, 40, 70, 41, 90))
 def few_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     """Less than the calls of a test want, so that each call makes room for another."""
     monkeypatch.setattr(passes, "_MOST_PREPARED", 2)
-    monkeypatch.setattr(lists, "_REMEMBERED", 1)
+    monkeypatch.setattr(tile_lists, "_REMEMBERED", 1)
 
 
 @pytest.mark.parametrize("target", ["sm_80", "sm_90a"])
@@ -89,7 +89,7 @@ def test_the_backward_is_compiled_once(at_once: AtOnce, monkeypatch: pytest.Monk
 
     monkeypatch.setattr(backward, "BackwardPass", Counted)
     compiled = Attention(fg.AttentionSpec(16), target_named("sm_80"), Emulator())
-    assert len({tuple(each) for each in at_once(lambda number: compiled.backward_sources)}) == 1 and len(made) == 1
+    assert len(set(map(id, at_once(lambda number: compiled._backward)))) == 1 and len(made) == 1
 
 
 def test_one_attention_does_not_wait_for_anothers_kernels(at_once: AtOnce, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,20 +103,20 @@ def test_one_attention_does_not_wait_for_anothers_kernels(at_once: AtOnce, monke
 
     monkeypatch.setattr(backward, "BackwardPass", Met)
     each = [Attention(fg.AttentionSpec(16), target_named("sm_80"), Emulator()) for _ in range(2)]
-    at_once(lambda number: each[number].backward_sources, 2)
+    at_once(lambda number: each[number]._backward, 2)
 
 
 def test_a_packed_kernel_is_built_once(at_once: AtOnce, monkeypatch: pytest.MonkeyPatch) -> None:
     """16 queries of 8 heads that share a head of k and v, in 16 batches: packed, by a kernel of its own."""
     compiled = Attention(fg.AttentionSpec(16), target_named("sm_90a"), Emulator())
     built: list[Any] = []
-    build = packing.Packing._build
+    build = kernel_choice.KernelChoice._packed
 
     def counted(*given: Any) -> Any:
         built.append(given)
         return build(*given)
 
-    monkeypatch.setattr(packing.Packing, "_build", counted)
+    monkeypatch.setattr(kernel_choice.KernelChoice, "_packed", counted)
     plans = at_once(lambda number: compiled.plan_for(16, 64, batch=16, heads=8, heads_kv=1))
     assert plans[0].packed_heads == 8 and len(set(plans)) == 1 and len(built) == 1
 
@@ -146,7 +146,7 @@ def test_a_winner_that_was_looked_for_before_another_was_kept_is_looked_for_agai
     def find(*given: Any) -> None:
         asked.append(given)
         if len(asked) == 1:
-            forget_winners()
+            forget_tuned_plans()
 
     monkeypatch.setattr(TunedPlans, "find", find)
     given = random_inputs(spec, Shape(40, 40, 1, 1, 1))
@@ -159,14 +159,14 @@ def test_attentions_are_compiled_while_winners_are_forgotten(
     tmp_path: Path, at_once: AtOnce, hurried: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     compiled = Attention(fg.AttentionSpec(16), target_named("sm_80"), Emulator(), tuned=KernelCache(tmp_path))
-    default, kernel = compiled.forward.default, compiled.forward.kernel
-    monkeypatch.setattr(winners.BuiltForward, "of", lambda *given: default)
-    tuned = compiled.forward.winners.tuned if compiled.forward.winners else None
+    default, kernel = compiled.forward.choice.default, compiled.forward.kernel
+    monkeypatch.setattr(kernel_choice.BuiltForward, "of", lambda *given: default)
+    tuned = compiled.forward.choice.tuned
 
     def work(thread: int) -> list[Any]:
         if thread < 2:
             for _ in range(100):
-                forget_winners()
+                forget_tuned_plans()
             return []
         return [forward.ForwardPass(compiled.spec, kernel, Emulator(), "", tuned) for _ in range(100)]
 

@@ -15,8 +15,9 @@ from flashgen.analysis.tile_classes import EMPTY, FULL, PARTIAL
 from flashgen.attention import Attention
 from flashgen.attention import callable as callable_module
 from flashgen.attention.engines import Emulator
-from flashgen.codegen.mma_sync.forward import ForwardKernel, render_forward
-from flashgen.codegen.plans import ForwardPlan
+from flashgen.codegen.families import render_forward
+from flashgen.codegen.mma_sync.forward_plans import ForwardPlan
+from flashgen.codegen.rendered_kernel import RenderedKernel
 from flashgen.codegen.targets import TARGETS
 from flashgen.errors import ArgumentError
 from flashgen.verify import Shape, random_inputs
@@ -103,7 +104,7 @@ def visited_classes(
     note = f"const_cast<float*>(arguments.notes)[{place}] += {whole} ? {FULL} : {PARTIAL};"
     mark = "const int first_key = tiles.first_key(step);\n"
 
-    def render(*how: Any) -> ForwardKernel:
+    def render(*how: Any) -> RenderedKernel:
         kernel = render_forward(*how)
         assert kernel.source.count(mark) == 1
         return replace(kernel, source=kernel.source.replace(mark, f"{mark}    if (threadIdx.x == 0) {note}\n"))

@@ -19,11 +19,12 @@ from flashgen.attention.callable import Attention
 from flashgen.attention.engines import Emulator
 from flashgen.attention.tuned_plans import LengthClass, TunedPlan, TunedPlans, nearest_power
 from flashgen.build.cache import KernelCache
-from flashgen.codegen.candidates import Workload
-from flashgen.codegen.families import AnyForwardPlan, render_forward
+from flashgen.codegen.families import render_forward
 from flashgen.codegen.hopper.plans import HopperPlan
-from flashgen.codegen.plans import ForwardPlan
+from flashgen.codegen.mma_sync.forward_plans import ForwardPlan
+from flashgen.codegen.plan import Plan
 from flashgen.codegen.targets import target_named
+from flashgen.codegen.workload import Workload
 from flashgen.errors import ArgumentError, BuildError, FlashgenWarning, LaunchError
 from flashgen.runtime.gpu import Card
 from flashgen.runtime.timing import Run
@@ -48,7 +49,7 @@ def inputs(length: int = 90, heads: int = 2, dim: int = 16) -> tuple[np.ndarray[
 class MadeUpTimes:
     """A timer that runs nothing: the plans' milliseconds by name, 5 for the others."""
 
-    def __init__(self, *fast: AnyForwardPlan, milliseconds: float = 2.0) -> None:
+    def __init__(self, *fast: Plan, milliseconds: float = 2.0) -> None:
         self.times = {str(plan): milliseconds for plan in fast}
         self.rounds: list[list[str]] = []
 
@@ -152,7 +153,7 @@ def test_calls_of_tuned_lengths_run_the_winner_here_and_in_later_processes(tmp_p
 
 def test_who_compiles_takes_no_winner_on_the_emulator_or_with_a_plan(tmp_path: Path) -> None:
     tuned(compiled(tmp_path))
-    assert attention.compile(SPEC, emulate=True).forward.winners is None
+    assert attention.compile(SPEC, emulate=True).forward.choice.tuned is None
     given = Attention(SPEC, SM_80, Emulator(), plan=OTHER, tuned=KernelCache(tmp_path))
     assert given.plan_for(90, heads=2) == given.plan == OTHER
     with pytest.raises(ArgumentError, match="compiled with plan="):

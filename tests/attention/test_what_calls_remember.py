@@ -14,7 +14,7 @@ import flashgen.language as fg
 from flashgen import attention
 from flashgen.attention.engines import Emulator, Place
 from flashgen.attention.tile_lists import sizes_of
-from flashgen.codegen.plans import ForwardPlan
+from flashgen.codegen.mma_sync.forward_plans import ForwardPlan
 from flashgen.errors import ArgumentError
 from flashgen.runtime.arrays import CUPY, NUMPY, TORCH, Library
 from flashgen.runtime.streams import identity

@@ -11,7 +11,7 @@ import pytest
 
 import flashgen.language as fg
 from flashgen import attention
-from flashgen.codegen.plans import ForwardPlan
+from flashgen.codegen.mma_sync.forward_plans import ForwardPlan
 from flashgen.errors import ArgumentError, LaunchError, SpecError, UnsupportedError
 
 SPEC = fg.AttentionSpec(16)

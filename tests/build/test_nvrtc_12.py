@@ -10,8 +10,8 @@ import pytest
 
 import flashgen.language as fg
 from flashgen.build import nvrtc
-from flashgen.codegen.kernels import kernels_of
 from flashgen.codegen.rendered_kernel import RenderedKernel
+from flashgen.codegen.stages import kernels_of
 from flashgen.codegen.targets import TARGETS
 from flashgen.errors import BuildError
 from flashgen.language import AttentionSpec

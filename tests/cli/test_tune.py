@@ -16,9 +16,9 @@ from flashgen.attention.tuning import Timing, Tuning
 from flashgen.cli import tune
 from flashgen.cli.app import app
 from flashgen.cli.machine import gpus
-from flashgen.codegen.candidates import Workload
 from flashgen.codegen.hopper.plans import HopperPlan
-from flashgen.codegen.plans import ForwardPlan
+from flashgen.codegen.mma_sync.forward_plans import ForwardPlan
+from flashgen.codegen.workload import Workload
 from flashgen.errors import ArgumentError
 from flashgen.runtime.gpu import Card
 from flashgen.verify import Shape

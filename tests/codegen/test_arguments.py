@@ -11,7 +11,8 @@ import flashgen.language as fg
 from flashgen.attention.marshal import ArgumentWriter
 from flashgen.build.host import compile_host
 from flashgen.codegen.arguments import ArgumentLayout, Field, ordered
-from flashgen.codegen.mma_sync.forward import forward_layout, render_forward
+from flashgen.codegen.families import render_forward
+from flashgen.codegen.mma_sync.forward import forward_layout
 from flashgen.codegen.targets import TARGETS
 from flashgen.codegen.tile_list_kernel import list_layout, render_lists
 from flashgen.language.captures import Scalar, Tensor
@@ -60,9 +61,9 @@ def offsets_checked(source: str, struct_name: str, layout: ArgumentLayout) -> st
 def test_offsets_are_those_of_the_struct(name: str) -> None:
     spec = SPECS[name]
     kernel = render_forward(spec, SM_80)
-    assert kernel.layout == forward_layout(spec, kernel.uses_lists)
+    assert kernel.layout == forward_layout(spec, kernel.reads is not None)
     compile_host(offsets_checked(kernel.source, "ForwardArguments", kernel.layout), kernel.entry)
-    if kernel.uses_lists:
+    if kernel.reads:
         lists = render_lists(spec, SM_80, kernel.plan)
         assert lists.layout == list_layout(spec)
         compile_host(offsets_checked(lists.source, "ListArguments", lists.layout), lists.entry)

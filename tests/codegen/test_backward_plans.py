@@ -9,15 +9,17 @@ from typing import Any
 import pytest
 
 import flashgen.language as fg
-from flashgen.codegen.mma_sync.backward import render_backward
+from flashgen.codegen.families import render_backward
+from flashgen.codegen.mma_sync.backward import PREPARE_ROWS
 from flashgen.codegen.mma_sync.backward_plans import (
     BackwardPlan,
     QueriesPlan,
     choose_backward_plan,
     choose_queries_plan,
 )
-from flashgen.codegen.plans import padded
+from flashgen.codegen.sizes import Sizes
 from flashgen.codegen.targets import TARGETS, Target
+from flashgen.codegen.tiling import padded
 from flashgen.errors import UnsupportedError
 from flashgen.language import AttentionSpec
 from flashgen.verify import spec_of, variants
@@ -154,6 +156,7 @@ def test_a_plan_follows_from_the_spec_alone() -> None:
 def test_a_given_plan_is_kept() -> None:
     plan = replace(choose_backward_plan(SPEC, TARGETS["sm_80"]), stages=1, blocks=1)
     rendered = render_backward(SPEC, TARGETS["sm_80"], plan)
-    assert rendered.plan == plan and rendered.keys.threads == plan.threads
-    assert rendered.keys.shared_bytes == plan.shared_bytes(SPEC)
-    assert rendered.row_multiple % plan.tile_q == 0 and rendered.row_multiple % rendered.prepare_rows == 0
+    keys = next(kernel for kernel in rendered if kernel.role == "keys")
+    assert keys.plan == plan and keys.threads == plan.threads and keys.shared_bytes == plan.shared_bytes(SPEC)
+    rows = keys.values(Sizes(1, 1, 1, 1, 1))["rows"]
+    assert rows % plan.tile_q == 0 and rows % PREPARE_ROWS == 0

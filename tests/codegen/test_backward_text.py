@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 
 import flashgen.language as fg
-from flashgen.codegen.kernels import kernels_of
-from flashgen.codegen.mma_sync.backward import render_backward
+from flashgen.codegen.families import render_backward
 from flashgen.codegen.mma_sync.backward_plans import BackwardPlan
 from flashgen.codegen.rendered_kernel import RenderedKernel
+from flashgen.codegen.stages import backward_kernels, kernels_of
 from flashgen.codegen.targets import TARGETS
 from flashgen.errors import UnsupportedError
 from flashgen.verify import learned, spec_of, variants
@@ -112,16 +112,16 @@ def test_a_kernel_names_its_spec_and_its_maker() -> None:
     mask = fg.causal() & fg.sliding_window(128)
     spec = fg.AttentionSpec(64, mask=mask, score=fg.softcap(30), dropout=0.1)
     for deterministic in MODES:
-        rendered = render_backward(spec, TARGETS["sm_86"], deterministic=deterministic)
-        for kernel in rendered.all:
+        rendered = backward_kernels(spec, TARGETS["sm_86"], deterministic)
+        for kernel in rendered.values():
             head = kernel.source.split("\n\n", 1)[0]
             told = ("causal() & sliding_window(128)", "softcap(30)", "0.1", "sm_86", spec.to_json(), "--pass backward")
             assert all(text in head for text in told), head
             assert kernel.entry in kernel.source and re.fullmatch(r"[A-Za-z_]\w*", kernel.entry)
             assert spec.name in kernel.name and "sm86" in kernel.name
-        for kernel, plan in ((rendered.keys, rendered.plan), (rendered.queries, rendered.queries_plan)):
-            division = plan and f"{plan.tile_q} queries x {plan.tile_k} keys, {plan.warps} warps"
-            assert kernel is None or division in kernel.source
+        for kernel in (rendered[role] for role in ("keys", "queries") if role in rendered):
+            plan = kernel.plan
+            assert f"{plan.tile_q} queries x {plan.tile_k} keys, {plan.warps} warps" in kernel.source
 
 
 @modes
@@ -200,7 +200,7 @@ def test_gradients_of_captures_are_where_the_sums_are() -> None:
 def test_every_kind_of_plan_renders_a_tidy_text(split: int, stages: int, deterministic: bool) -> None:
     spec = fg.AttentionSpec(64, mask=fg.causal(), score=learned(fg.alibi("slopes")), dropout=0.1)
     plan = BackwardPlan(64, 64, 4, split, stages)
-    kernel = render_backward(spec, SM_80, plan, deterministic).keys
+    kernel = backward_kernels(spec, SM_80, deterministic, plan=plan)["keys"]
     tidy(kernel.source)
     functions_fit(kernel, LONGEST_KEYS, LONGEST_KEYS_FILE)
     unconditional(kernel.source)
@@ -214,7 +214,7 @@ def test_every_kind_of_plan_renders_a_tidy_text(split: int, stages: int, determi
 def test_rendering_is_deterministic_across_processes() -> None:
     program = (
         "import hashlib, json, sys\n"
-        "from flashgen.codegen.kernels import kernels_of\n"
+        "from flashgen.codegen.stages import kernels_of\n"
         "from flashgen.codegen.targets import TARGETS\n"
         "from flashgen.language import AttentionSpec\n"
         "out = []\n"

@@ -9,11 +9,12 @@ import pytest
 
 import flashgen.language as fg
 from flashgen.build import nvrtc
-from flashgen.codegen.candidates import MOST, Workload, budget, candidates, cost, registers
+from flashgen.codegen.candidates import MOST, candidates, cost
 from flashgen.codegen.families import default_plan, render_forward
 from flashgen.codegen.hopper.plans import HopperPlan
-from flashgen.codegen.plans import ForwardPlan
+from flashgen.codegen.mma_sync.forward_plans import ForwardPlan
 from flashgen.codegen.targets import TARGETS
+from flashgen.codegen.workload import Workload
 from flashgen.errors import UnsupportedError
 from flashgen.language import AttentionSpec
 from flashgen.verify import variants
@@ -33,7 +34,7 @@ def test_every_candidate_is_feasible_and_the_default_one_is_first(name: str) -> 
         assert len(set(plans)) == len(plans)
         for plan in plans:
             assert plan.problem(spec, target) is None
-            assert plan == plans[0] or registers(plan, spec) <= budget(plan)
+            assert plan == plans[0] or plan.registers(spec) <= plan.register_budget
 
 
 @pytest.mark.parametrize("workload", [LONG, DECODING, Workload(1000, 3, 1, 1), Workload(5, 0, 2, 132)], ids=str)
@@ -84,10 +85,10 @@ def test_blocks_of_a_layout_are_not_cut() -> None:
 def test_registers_are_those_of_scores_probabilities_and_output() -> None:
     spec = AttentionSpec(128)
 
-    assert registers(HopperPlan(2, 128), spec) - registers(HopperPlan(2, 64), spec) == (64 + 32) - (32 + 16)
-    assert registers(ForwardPlan(128, 64, 4), spec) - registers(ForwardPlan(128, 32, 4), spec) == 64 - 32
-    assert budget(HopperPlan(3, 64)) == 160 and budget(ForwardPlan(128, 64, 8, blocks=2)) == 128
-    assert budget(ForwardPlan(64, 64, 4)) == 255
+    assert HopperPlan(2, 128).registers(spec) - HopperPlan(2, 64).registers(spec) == (64 + 32) - (32 + 16)
+    assert ForwardPlan(128, 64, 4).registers(spec) - ForwardPlan(128, 32, 4).registers(spec) == 64 - 32
+    assert HopperPlan(3, 64).register_budget == 160 and ForwardPlan(128, 64, 8, blocks=2).register_budget == 128
+    assert ForwardPlan(64, 64, 4).register_budget == 255
 
 
 def test_what_a_target_cannot_run_is_refused() -> None:

@@ -8,7 +8,7 @@ import pytest
 
 import flashgen.language as fg
 from flashgen.build import nvrtc
-from flashgen.codegen.mma_sync.forward import render_forward
+from flashgen.codegen.families import render_forward
 from flashgen.codegen.rendered_kernel import RenderedKernel
 from flashgen.codegen.targets import TARGETS, Target
 from flashgen.codegen.tile_list_kernel import render_lists
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.skipif(not nvrtc.is_available(), reason="needs CuPy and
 
 def kernels_of(spec: AttentionSpec, target: Target) -> list[RenderedKernel]:
     forward = render_forward(spec, target)
-    return [forward, *([render_lists(spec, target, forward.plan)] if forward.uses_lists else [])]
+    return [forward, *([render_lists(spec, target, forward.plan)] if forward.reads else [])]
 
 
 def assert_no_spills(spec: AttentionSpec, name: str) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import flashgen.language as fg
-from flashgen.codegen.mma_sync.forward import render_forward
+from flashgen.codegen.families import render_forward
 from flashgen.codegen.rendered_kernel import RenderedKernel
 from flashgen.codegen.targets import TARGETS
 from flashgen.codegen.tile_list_kernel import render_lists
@@ -33,7 +33,7 @@ def kernels() -> list[RenderedKernel]:
             dim = (64, 128, 40)[number % 3]
             spec = spec_of(variant, dim, "float16", ("bhsd", "bshd")[number % 2])
             forward = render_forward(spec, target)
-            rendered += [forward, *([render_lists(spec, target, forward.plan)] if forward.uses_lists else [])]
+            rendered += [forward, *([render_lists(spec, target, forward.plan)] if forward.reads else [])]
     return rendered
 
 
@@ -111,7 +111,7 @@ def test_a_full_mask_needs_no_mask() -> None:
 def test_rendering_is_deterministic_across_processes() -> None:
     program = (
         "import hashlib, json, sys\n"
-        "from flashgen.codegen.mma_sync.forward import render_forward\n"
+        "from flashgen.codegen.families import render_forward\n"
         "from flashgen.codegen.tile_list_kernel import render_lists\n"
         "from flashgen.codegen.targets import TARGETS\n"
         "from flashgen.language import AttentionSpec\n"
@@ -119,7 +119,7 @@ def test_rendering_is_deterministic_across_processes() -> None:
         "for text in json.loads(sys.stdin.read()):\n"
         "    spec = AttentionSpec.from_json(text)\n"
         "    kernel = render_forward(spec, TARGETS['sm_80'])\n"
-        "    lists = [render_lists(spec, TARGETS['sm_80'], kernel.plan)] if kernel.uses_lists else []\n"
+        "    lists = [render_lists(spec, TARGETS['sm_80'], kernel.plan)] if kernel.reads else []\n"
         "    out += [[k.name, k.entry, hashlib.sha256(k.source.encode()).hexdigest()] for k in [kernel, *lists]]\n"
         "print(json.dumps(out))\n"
     )

@@ -9,7 +9,7 @@ import pytest
 
 import flashgen.language as fg
 from flashgen.build import inspect, nvrtc, tools
-from flashgen.codegen.plans import choose_forward_plan
+from flashgen.codegen.mma_sync.forward_plans import choose_forward_plan
 from flashgen.codegen.targets import TARGETS
 from flashgen.codegen.tile_list_kernel import render_lists
 

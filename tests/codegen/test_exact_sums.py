@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 import flashgen.language as fg
 from flashgen.build.host import HostKernel, compile_host
 from flashgen.codegen.environment import primitives_for
-from flashgen.codegen.mma_sync.backward import EXACT_LIMBS, render_backward
+from flashgen.codegen.mma_sync.backward import EXACT_LIMBS
+from flashgen.codegen.stages import backward_kernels
 from flashgen.codegen.targets import TARGETS
 from flashgen.runtime import emulator
 
@@ -40,7 +41,7 @@ def kernel() -> HostKernel:
     """One that adds floats, one a thread, by the primitive and the function that the emitted kernels have."""
     table = fg.Tensor("table", "float32", 1, grad=True)
     spec = fg.AttentionSpec(16, score=fg.trace_score(lambda s, b, h, q, k: s + table[h], "table"))
-    source = render_backward(spec, TARGETS["sm_80"], deterministic=True).captures["table"].source
+    source = backward_kernels(spec, TARGETS["sm_80"], deterministic=True)["d_table"].source
     function = re.search(r"__device__ __forceinline__ float sum_of.*?^}", source, re.DOTALL | re.MULTILINE)
     assert function
     _, shared = primitives_for("add_exactly(", TARGETS["sm_80"])

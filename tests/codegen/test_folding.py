@@ -9,7 +9,7 @@ import pytest
 
 import flashgen.language as fg
 from flashgen.codegen.expressions.scale_folding import folded_products
-from flashgen.codegen.mma_sync.forward import render_forward
+from flashgen.codegen.families import render_forward
 from flashgen.codegen.targets import TARGETS
 from flashgen.codegen.variant import variant_of
 

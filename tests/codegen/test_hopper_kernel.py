@@ -12,10 +12,11 @@ import flashgen.language as fg
 from flashgen.build import nvrtc
 from flashgen.build.inspect import sass
 from flashgen.codegen.families import render_forward
-from flashgen.codegen.hopper.forward import HopperKernel, render_hopper
+from flashgen.codegen.hopper.forward import render_hopper
 from flashgen.codegen.hopper.measured_plans import choose_hopper_plan
 from flashgen.codegen.hopper.plans import HopperPlan, panel_columns
-from flashgen.codegen.plans import ForwardPlan
+from flashgen.codegen.mma_sync.forward_plans import ForwardPlan
+from flashgen.codegen.rendered_kernel import RenderedKernel
 from flashgen.codegen.targets import target_named
 from flashgen.errors import BuildError, UnsupportedError
 from flashgen.language import AttentionSpec
@@ -31,7 +32,7 @@ MOST_CODE = 480  # lines of code alone, with the variant's and with what is done
 LONGEST_FUNCTION = 75
 
 
-def compiled(kernel: HopperKernel) -> nvrtc.Compiled:
+def compiled(kernel: RenderedKernel) -> nvrtc.Compiled:
     result = nvrtc.compile(kernel.source, "sm_90a", kernel.name)
     used = result.resources
     assert used.spill_stores == used.spill_loads == 0, f"{kernel.name}, {kernel.plan}: {used}"

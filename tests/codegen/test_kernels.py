@@ -6,8 +6,8 @@ import pytest
 
 import flashgen.language as fg
 from flashgen.attention import compile
-from flashgen.codegen.backward_costs import backward_cost
-from flashgen.codegen.kernels import kernels_of
+from flashgen.codegen.costs import backward_cost
+from flashgen.codegen.stages import kernels_of
 from flashgen.codegen.targets import TARGETS
 from flashgen.errors import SpecError
 

@@ -10,14 +10,14 @@ import pytest
 
 import flashgen.language as fg
 from flashgen.build import nvrtc
-from flashgen.codegen.candidates import Workload
 from flashgen.codegen.families import render_forward
 from flashgen.codegen.hopper.forward import render_hopper
-from flashgen.codegen.hopper.head_packing import Sharing, packed_plan
+from flashgen.codegen.hopper.head_packing import most_packed_heads, packed_plan
 from flashgen.codegen.hopper.measured_plans import choose_hopper_plan
 from flashgen.codegen.hopper.plans import HopperPlan
-from flashgen.codegen.kernels import kernels_of
+from flashgen.codegen.stages import kernels_of
 from flashgen.codegen.targets import target_named
+from flashgen.codegen.workload import Workload
 from flashgen.errors import UnsupportedError
 from flashgen.language import AttentionSpec
 
@@ -33,8 +33,8 @@ needs_nvrtc = pytest.mark.skipif(not nvrtc.is_available(), reason="needs CuPy an
 
 def chosen(spec: AttentionSpec, batch: int, heads: int, heads_kv: int, len_q: int, len_k: int) -> int:
     """Heads that are packed on a GPU of 132 multiprocessors."""
-    sharing = Sharing(Workload(len_q, len_k, batch * heads, 132), heads // heads_kv)
-    packed = packed_plan(PLAN, spec, SM_90A, sharing)
+    workload = Workload(len_q, len_k, batch * heads, 132, heads // heads_kv)
+    packed = packed_plan(PLAN, spec, SM_90A, workload)
     assert packed is None or replace(packed, packed_heads=1) == PLAN
     return packed.packed_heads if packed else 1
 
@@ -64,7 +64,7 @@ def test_what_is_not_packed_by_itself(spec: AttentionSpec) -> None:
 
 @pytest.mark.parametrize(("sharing", "packed"), [(1, 1), (2, 2), (3, 1), (6, 2), (8, 8), (12, 4), (64, 64), (128, 64)])
 def test_the_most_heads_that_divide_those_of_a_head_of_keys(sharing: int, packed: int) -> None:
-    assert Sharing(Workload(1, 1, 128, 132), sharing).packed_heads() == packed
+    assert most_packed_heads(sharing) == packed
 
 
 def test_scores_that_read_much_by_head_have_the_rows_of_a_lane_in_one() -> None:

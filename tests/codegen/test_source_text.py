@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 import flashgen.language as fg
-from flashgen.codegen.kernels import kernels_of
 from flashgen.codegen.source_text import constants, entry_points, struct_members, without_comments
+from flashgen.codegen.stages import kernels_of
 from flashgen.codegen.targets import target_named
 
 SLOPES = fg.Tensor("slopes", "float16", 1, grad=True)

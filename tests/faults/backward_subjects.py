@@ -15,9 +15,9 @@ import flashgen.language as fg
 from flashgen import reference
 from flashgen.attention import Attention
 from flashgen.attention.engines import Emulator, EmulatorRunner
-from flashgen.codegen.mma_sync.backward import BackwardKernels, render_backward
 from flashgen.codegen.mma_sync.backward_plans import BackwardPlan, QueriesPlan
 from flashgen.codegen.rendered_kernel import RenderedKernel
+from flashgen.codegen.stages import Kernels, backward_kernels
 from flashgen.codegen.targets import TARGETS
 from flashgen.runtime.schedule import Schedule
 from flashgen.verify import Shape, gradients_by_name, judged_gradients, learned, random_gradients, random_inputs
@@ -47,13 +47,13 @@ class BackwardSubject:
         return self.queries_plan is not None
 
     @property
-    def kernels(self) -> BackwardKernels:
+    def kernels(self) -> Kernels:
         return _rendered(self)
 
     @property
     def source(self) -> str:
         """The text that faults are planted in."""
-        return str(getattr(self.kernels, self.part).source)
+        return self.kernels[self.part].source
 
 
 @dataclass(frozen=True)
@@ -84,10 +84,10 @@ class SanitizesOne(Emulator):
 
 
 @cache
-def _rendered(subject: BackwardSubject) -> BackwardKernels:
+def _rendered(subject: BackwardSubject) -> Kernels:
     chosen: Callable[..., Any] = lambda *_: subject.queries_plan
     with mock.patch.object(backward_module, "choose_queries_plan", chosen):
-        return render_backward(subject.spec, TARGETS["sm_80"], subject.plan, subject.deterministic)
+        return backward_kernels(subject.spec, TARGETS["sm_80"], subject.deterministic, plan=subject.plan)
 
 
 @cache
@@ -109,12 +109,12 @@ def launch_backward(
 ) -> Gradients:
     """A call of the subject, one kernel of which has `source` for its text, and `short_by` bytes too little memory."""
     kernels = subject.kernels
-    kernel = getattr(kernels, subject.part)
+    kernel = kernels[subject.part]
     changed = replace(kernel, source=source or kernel.source, shared_bytes=kernel.shared_bytes - short_by)
     how: tuple[Any, Schedule] = sanitize, schedule or Schedule()
     engine = SanitizesOne(*how, entry=kernel.entry) if source else Emulator(*how)
     attention = Attention(subject.spec, TARGETS["sm_80"], engine, deterministic=subject.deterministic)
-    attention.__dict__["backward_kernels"] = replace(kernels, **{subject.part: changed})
+    attention.__dict__["backward_kernels"] = {**kernels, subject.part: changed}
     inputs, d_out, out, lse, given = _problem(subject.spec, subject.shape, subject.of_lse)
     into = poisoned_gradients(subject.spec, inputs)
     gradients = attention.backward(d_out, inputs.q, inputs.k, inputs.v, out, lse, into=into, **given)

@@ -15,9 +15,11 @@ from flashgen import attention
 from flashgen.attention import Attention
 from flashgen.attention import callable as callable_module
 from flashgen.attention.engines import Emulator
-from flashgen.codegen.families import AnyForwardKernel, AnyForwardPlan, render_forward
+from flashgen.codegen.families import render_forward
 from flashgen.codegen.hopper.plans import HopperPlan
-from flashgen.codegen.plans import ForwardPlan
+from flashgen.codegen.mma_sync.forward_plans import ForwardPlan
+from flashgen.codegen.plan import Plan
+from flashgen.codegen.rendered_kernel import RenderedKernel
 from flashgen.codegen.targets import target_named
 from flashgen.runtime.schedule import Schedule
 from flashgen.verify import Shape, judged, random_inputs
@@ -38,7 +40,7 @@ class Subject:
     packed_heads: int = 1
 
     @property
-    def plan(self) -> AnyForwardPlan:
+    def plan(self) -> Plan:
         if self.target == "sm_90a":
             return HopperPlan(2, self.tile_k, self.stages, takes_turns=True, packed_heads=self.packed_heads)
         return ForwardPlan(32, self.tile_k, 2, self.stages)
@@ -89,7 +91,7 @@ def _launch(
     inputs = random_inputs(spec, subject.shape, seed=1)
     out, lse = poisoned_outputs(spec, inputs.q, inputs.v)
 
-    def render(*how: Any) -> AnyForwardKernel:
+    def render(*how: Any) -> RenderedKernel:
         kernel = render_forward(*how)
         shared = kernel.shared_bytes if shared_bytes is None else shared_bytes
         return replace(kernel, source=source or kernel.source, shared_bytes=shared)

@@ -13,8 +13,9 @@ from flashgen import attention
 from flashgen.analysis.closed_forms.tile_ranges import key_range
 from flashgen.attention.engines import Emulator
 from flashgen.attention.tile_lists import TileLister
-from flashgen.codegen.plans import ForwardPlan
+from flashgen.codegen.mma_sync.forward_plans import ForwardPlan
 from flashgen.codegen.targets import target_named
+from flashgen.codegen.tile_list_kernel import render_lists
 from flashgen.runtime.schedule import Schedule
 from flashgen.verify import Shape, spec_of
 
@@ -40,7 +41,9 @@ def test_lists_of_keys_are_exact(entry: Entry) -> None:
 @pytest.mark.parametrize("entry", LISTED, ids=named)
 def test_lists_of_queries_are_exact(entry: Entry) -> None:
     spec = spec_of(entry.variant, 16, "float16")
-    lister = TileLister(spec, target_named("sm_80"), PLAN, Emulator(None, Schedule()), "", "queries")
+    lister = TileLister(
+        spec, render_lists(spec, target_named("sm_80"), PLAN, "queries"), Emulator(None, Schedule()), ""
+    )
     for shape in SHAPES[:2]:
         captures = mask_captures(entry, shape)
         lists = lister.make(shape.len_q, shape.len_k, shape.batch, shape.heads_q, captures)

@@ -10,7 +10,7 @@ import pytest
 import scipy.sparse
 
 import flashgen as fg
-from flashgen.codegen.plans import ForwardPlan
+from flashgen.codegen.mma_sync.forward_plans import ForwardPlan
 from flashgen.errors import ArgumentError
 from flashgen.reference import numerics
 

@@ -12,9 +12,9 @@ import pytest
 import flashgen as fg
 from flashgen.attention.engines import Emulator
 from flashgen.attention.tile_lists import TileLister, TileLists
-from flashgen.codegen.plans import ForwardPlan
+from flashgen.codegen.mma_sync.forward_plans import ForwardPlan
 from flashgen.codegen.targets import target_named
-from flashgen.codegen.tile_list_kernel import Direction
+from flashgen.codegen.tile_list_kernel import Direction, render_lists
 from flashgen.language.evaluate import evaluate
 from flashgen.language.operations import BATCH, HEAD, KEY, LEN_K, LEN_Q, QUERY
 from flashgen.runtime.schedule import Schedule, schedules
@@ -69,7 +69,7 @@ def list_tiles(
     plan = ForwardPlan(*tile, 1)
     engine = Emulator(sanitize, schedule or Schedule())
     spec = fg.AttentionSpec(head_dim=32, mask=case.mask)
-    lister = TileLister(spec, target_named("sm_80"), plan, engine, "", direction)
+    lister = TileLister(spec, render_lists(spec, target_named("sm_80"), plan, direction), engine, "")
     return lister.make(case.len_q, case.len_k, case.batch, case.heads, case.captures)
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import flashgen as fg
-from flashgen.codegen.plans import ForwardPlan
+from flashgen.codegen.mma_sync.forward_plans import ForwardPlan
 from flashgen.errors import ArgumentError
 
 PLAN = ForwardPlan(32, 32, 2)

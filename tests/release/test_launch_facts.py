@@ -18,8 +18,8 @@ import flashgen.language as fg
 from flashgen import release
 from flashgen.attention.callable import Attention
 from flashgen.attention.engines import Emulator, EmulatorRunner
-from flashgen.attention.hopper_launch import MapWriter
 from flashgen.attention.launches import Launch
+from flashgen.attention.tensor_map_writer import TensorMapWriter
 from flashgen.build import nvrtc
 from flashgen.build.host import find_compiler
 from flashgen.build.resources import Resources
@@ -128,7 +128,7 @@ def check(made: list[Launched], spec: fg.AttentionSpec, shape: Shape = SHAPE) ->
         assert facts["argument_bytes"] == len(launched.arguments)
         assert ("plan" in facts) == (not launched.part.startswith("d_"))
         check_members(facts["arguments"], launched, sizes)
-        if isinstance(launched.launch.writer, MapWriter):
+        if isinstance(launched.launch.writer, TensorMapWriter):
             check_maps(facts["maps"], launched.launch.writer, sizes, spec, shape)
 
 
@@ -158,7 +158,7 @@ def is_the_callers(name: str, type: str) -> bool:
 
 
 def check_maps(
-    maps: list[dict[str, Any]], writer: MapWriter, sizes: Mapping[str, int], spec: fg.AttentionSpec, shape: Shape
+    maps: list[dict[str, Any]], writer: TensorMapWriter, sizes: Mapping[str, int], spec: fg.AttentionSpec, shape: Shape
 ) -> None:
     assert [described["array"] for described in maps] == list(writer.shapes)
     for described in maps:

@@ -15,7 +15,7 @@ from flashgen import release
 from flashgen.build import KernelCache, nvrtc
 from flashgen.build.prebuilt import PrebuiltFolder
 from flashgen.build.resources import Resources
-from flashgen.codegen.mma_sync.forward import render_forward
+from flashgen.codegen.families import render_forward
 from flashgen.codegen.targets import target_named
 from flashgen.errors import BuildError, FlashgenWarning, UnsupportedError
 from flashgen.language import AttentionSpec, causal, document
@@ -141,7 +141,7 @@ def test_what_a_target_cannot_do_is_refused_before_anything_is_written(tmp_path:
 
 def test_a_mask_with_lists_brings_its_list_kernel(tmp_path: Path) -> None:
     spec = AttentionSpec(head_dim=64, mask=lambda b, h, q, k: (q // 16 + k // 16) % 2 == 0)
-    if not render_forward(spec, target_named("sm_80")).uses_lists:
+    if not render_forward(spec, target_named("sm_80")).reads:
         pytest.fail("this mask was to have no closed form")
     path = tmp_path / "release.json"
     path.write_text(json.dumps({"kernels": [{"spec": spec.to_json(), "target": "sm_80"}]}))

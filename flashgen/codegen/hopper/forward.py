@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import sympy
 
@@ -18,13 +19,16 @@ from flashgen.codegen.assembly import (
     suffix_of,
     visited_tiles,
 )
+from flashgen.codegen.costs import forward_cost
+from flashgen.codegen.demand import divides_tiles
 from flashgen.codegen.expressions.function_text import DEVICE_NAMES, Names
 from flashgen.codegen.header import header
 from flashgen.codegen.hopper.measured_plans import choose_hopper_plan
 from flashgen.codegen.hopper.plans import HopperPlan, panel_columns
-from flashgen.codegen.plans import divides_tiles, padded
-from flashgen.codegen.rendered_kernel import RenderedKernel, entry_name, kernel_name
+from flashgen.codegen.rendered_kernel import Direction, RenderedKernel, entry_name, kernel_name
+from flashgen.codegen.sizes import Sizes, ceil_div, least, most, reciprocal
 from flashgen.codegen.targets import Target
+from flashgen.codegen.tiling import ELEMENT_BYTES, padded
 from flashgen.codegen.variant import captures_read, variant_of
 from flashgen.language.operations import HEAD
 from flashgen.language.spec import AttentionSpec
@@ -32,22 +36,9 @@ from flashgen.language.spec import AttentionSpec
 _WARPGROUP_ROWS, _WARP_ROWS, _LANE_ROWS = 64, 16, 8  # the last: from a row of a lane to its next
 
 
+_SECTION_BYTES = 32 * 2**20  # of K and V, which blocks that run side by side should find in the L2
+
 _GRID = "one block per multiprocessor; each takes tiles of queries until none is left"
-
-
-@dataclass(frozen=True, repr=False)
-class HopperKernel(RenderedKernel):
-    """Hopper's forward kernel: its plan, and what its launches depend on.
-
-    uses_lists: tiles of keys come from lists, not from closed forms. longest_first: later queries see more keys, so
-    that blocks run in reverse. boxes: for each of q, k, v, o the (columns, rows) that one copy of its map moves; of q
-    and o, where the plan packs heads, (columns, heads, rows).
-    """
-
-    plan: HopperPlan
-    uses_lists: bool
-    longest_first: bool
-    boxes: dict[str, tuple[int, ...]]
 
 
 def hopper_layout(spec: AttentionSpec, lists: bool, packed: bool = False) -> ArgumentLayout:
@@ -68,7 +59,7 @@ def hopper_layout(spec: AttentionSpec, lists: bool, packed: bool = False) -> Arg
     return ordered(fields + capture_fields(captures_read(spec)))
 
 
-def render_hopper(spec: AttentionSpec, target: Target, plan: HopperPlan | None = None) -> HopperKernel:
+def render_hopper(spec: AttentionSpec, target: Target, plan: HopperPlan | None = None) -> RenderedKernel:
     """The forward kernel of a spec on Hopper; UnsupportedError where the target or the plan cannot do it."""
     check_spec(spec, target)
     plan = plan or choose_hopper_plan(spec, target)
@@ -80,7 +71,7 @@ def render_hopper(spec: AttentionSpec, target: Target, plan: HopperPlan | None =
     context = common_context(spec, target, variant, struct, layout) | {
         "plan": plan,
         "entry": entry,
-        "header": header(spec, target, plan, _GRID, show_command(plan)),
+        "header": header(spec, target, plan, _GRID),
         "key_tiles": visited_tiles(tiles, struct, variant.mask is not None, ends=_ends_of_tiles(longest_first)),
         "own_tiles": tiles is not None and variant.mask is not None,
         "head_panel": panel_columns(spec.head_dim),
@@ -100,15 +91,56 @@ def render_hopper(spec: AttentionSpec, target: Target, plan: HopperPlan | None =
     sizes |= {"register_widths": [padded(spec.value_dim)], "register_transposed": "true"}
     source, name = assemble("hopper/forward.cu.jinja", context, target, sizes), kernel_name("fwd", target, spec)
     name += f"-packed{plan.packed_heads}" if packed else ""
-    threads, shared = plan.threads, plan.shared_bytes(spec)
-    return HopperKernel(
-        name, entry, source, target, layout, threads, shared, plan, tiles is None, longest_first, _boxes(spec, plan)
+    lists: Direction | None = "keys" if tiles is None else None
+    return RenderedKernel(
+        name,
+        entry,
+        source,
+        target,
+        layout,
+        plan.threads,
+        plan.shared_bytes(spec),
+        plan=plan,
+        role="forward",
+        cost=forward_cost(spec),
+        reads=lists,
+        boxes=_boxes(spec, plan),
+        grid=lambda sizes: (most(least(_tiles(plan, sizes), sizes.multiprocessors), 1), 1, 1),
+        values=partial(_values, spec, plan, longest_first),
+        counts=lambda sizes: sizes.multiprocessors < _tiles(plan, sizes),
     )
 
 
-def show_command(plan: HopperPlan) -> str:
-    """What shows, or builds, the kernel of a default plan, or of one that packs; a target and a spec follow it."""
-    return "flashgen show" + (f" --packed-heads {plan.packed_heads}" if plan.packed_heads > 1 else "")
+def _packs(plan: HopperPlan, sizes: Sizes) -> Any:
+    """Query heads, or packs of them, of all batches."""
+    return sizes.batch * (sizes.heads_q // plan.packed_heads) if plan.packed_heads > 1 else sizes.batch * sizes.heads_q
+
+
+def _tiles(plan: HopperPlan, sizes: Sizes) -> Any:
+    return _packs(plan, sizes) * ceil_div(sizes.len_q, plan.tile_q)
+
+
+def _values(spec: AttentionSpec, plan: HopperPlan, longest_first: bool, sizes: Sizes) -> dict[str, Any]:
+    """What the struct holds beside the sizes themselves."""
+    packed, heads = plan.packed_heads, _packs(plan, sizes)
+    per_kv = sizes.heads_per_kv // packed if packed > 1 else sizes.heads_per_kv
+    return {
+        "tiles": _tiles(plan, sizes),
+        "tiles_q": ceil_div(sizes.len_q, plan.tile_q),
+        "heads": heads,
+        "section": _section(spec, sizes, heads, per_kv) if longest_first else 1,
+        "kv_reciprocal": reciprocal(most(per_kv, 1)),
+    }
+
+
+def _section(spec: AttentionSpec, sizes: Sizes, heads: Any, per_kv: Any) -> Any:
+    """Query heads, or packs, whose longest tiles run first together: as many as share the L2 with K and V of theirs.
+
+    Where all tiles are alike a head's tiles run after another's.
+    """
+    head_bytes = ELEMENT_BYTES * (spec.head_dim + spec.value_dim) * most(sizes.len_k, 1)
+    fitting = most(_SECTION_BYTES // head_bytes, 1) * per_kv
+    return most(least(fitting, heads), 1)
 
 
 def _boxes(spec: AttentionSpec, plan: HopperPlan) -> dict[str, tuple[int, ...]]:

@@ -16,66 +16,49 @@ without a query in some warpgroups are done sooner. Nor is it for a tenth or les
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import lru_cache
-
-from flashgen.analysis.closed_forms.tile_ranges import key_range
-from flashgen.codegen.candidates import Workload, steps_of
+from flashgen.codegen.demand import demand_of
 from flashgen.codegen.hopper.plans import PACKS, HopperPlan
 from flashgen.codegen.targets import Target
-from flashgen.language.operations import HEAD, KEY, QUERY, Load
+from flashgen.codegen.workload import Workload, steps_of
 from flashgen.language.spec import AttentionSpec
 
 _OF_A_LANE = 8
 _MOST_OF_UNPACKED = 0.9  # of the steps, that packed tiles may take to be worth another kernel
 
 
-@dataclass(frozen=True)
-class Sharing:
-    """The sizes that packing depends on: `workload` of the call, and query heads for each head of K and V."""
-
-    workload: Workload
-    heads_per_kv: int
-
-    def packed_heads(self, most: int = PACKS[-1]) -> int:
-        """The most heads that can be packed: the largest power of 2 that divides them, up to a warpgroup's rows."""
-        return max(pack for pack in PACKS if self.heads_per_kv % pack == 0 and pack <= most)
+def most_packed_heads(heads_per_kv: int, most: int = PACKS[-1]) -> int:
+    """The most heads that can be packed: the largest power of 2 that divides them, up to a warpgroup's rows."""
+    return max(pack for pack in PACKS if heads_per_kv % pack == 0 and pack <= most)
 
 
-def packed_plan(plan: HopperPlan, spec: AttentionSpec, target: Target, sharing: Sharing) -> HopperPlan | None:
+def packed_plan(plan: HopperPlan, spec: AttentionSpec, target: Target, workload: Workload) -> HopperPlan | None:
     """The plan with heads packed where that is at least a tenth less work for calls of these sizes; else None.
 
-    At most 8 are packed where a score function reads an array by head and by query or key: more need more registers.
-    None also where tiles of keys are read from lists: those are made ahead, for the plan's tiles, by whoever knows no
-    heads of K and V, and would be as many times more as heads are packed. A plan that packs can be given all the same.
+    At most 8 are packed where a score function reads an array by head and by query or key: up to 8 a lane's two rows
+    are of one head; beyond, what each score reads takes twice the registers. None also where tiles of keys are read
+    from lists: those are made ahead, for the plan's tiles, by whoever knows no heads of K and V, and would be as many
+    times more as heads are packed. A plan that packs can be given all the same.
     """
-    heads = sharing.packed_heads(_most_heads(spec))
+    demand = demand_of(spec)
+    heads = most_packed_heads(workload.heads_per_kv, _OF_A_LANE if demand.reads_by_head_and_position else PACKS[-1])
     packed = plan.packing(heads, spec)
-    if heads == 1 or not _takes_less(packed, plan, spec, sharing):
+    if heads == 1 or demand.listed or not _takes_less(packed, plan, spec, workload):
         return None
-    listed = key_range(spec.mask.expression) is None
-    return None if listed or packed.problem(spec, target) else packed
+    return None if packed.problem(spec, target) else packed
 
 
-def _rounds(plan: HopperPlan, sharing: Sharing) -> float:
+def _rounds(plan: HopperPlan, workload: Workload) -> int:
     """Tiles of rows of the busiest multiprocessor."""
-    workload = sharing.workload
     tiles = workload.heads // plan.packed_heads * -(-workload.len_q // plan.tile_q)
     return -(-tiles // workload.multiprocessors)
 
 
-@lru_cache(maxsize=128)
-def _most_heads(spec: AttentionSpec) -> int:
-    """Up to 8 a lane's two rows are of one head; beyond, what each score reads by head takes twice the registers."""
-    loads = spec.score.expression.atoms(Load) if spec.score else ()
-    return _OF_A_LANE if any(load.has(HEAD) and load.has(QUERY, KEY) for load in loads) else PACKS[-1]
-
-
-def _takes_less(packed: HopperPlan, plan: HopperPlan, spec: AttentionSpec, sharing: Sharing) -> bool:
-    workload, (rounds, before) = sharing.workload, (_rounds(it, sharing) for it in (packed, plan))
+def _takes_less(packed: HopperPlan, plan: HopperPlan, spec: AttentionSpec, workload: Workload) -> bool:
+    work, before = (float(_rounds(it, workload)) for it in (packed, plan))
     if before == 1:
         return False
     if workload.len_q > packed.tile_q:  # else both walk along the same keys
-        rounds *= steps_of(spec, workload, packed.tile_q, packed.tile_k) * packed.tile_k
-        before *= steps_of(spec, workload, plan.tile_q, plan.tile_k) * plan.tile_k
-    return rounds <= _MOST_OF_UNPACKED * before
+        lengths = (workload.len_q, workload.len_k)
+        work *= steps_of(spec, *lengths, packed.tile_q, packed.tile_k) * packed.tile_k
+        before *= steps_of(spec, *lengths, plan.tile_q, plan.tile_k) * plan.tile_k
+    return work <= _MOST_OF_UNPACKED * before

@@ -5,14 +5,10 @@ from __future__ import annotations
 from functools import partial
 from typing import Literal
 
-import sympy
-
-from flashgen.analysis.closed_forms.tile_ranges import key_range
+from flashgen.codegen.demand import Demand, Weight, demand_of
 from flashgen.codegen.hopper.plans import HopperPlan
-from flashgen.codegen.plans import padded, reads_blocks
-from flashgen.codegen.plans import weight as variant_weight
 from flashgen.codegen.targets import Target
-from flashgen.language.operations import Capture, Load, Tanh
+from flashgen.codegen.tiling import padded
 from flashgen.language.spec import AttentionSpec
 
 Kind = Literal["full", "ranges", "scores", "lists", "costly", "dropout", "tables", "ids", "batched", "arrays"]
@@ -24,7 +20,7 @@ _Turn = partial(HopperPlan, takes_turns=True)
 
 # By the wider of the padded dims, up to which a row holds. Of 16384 tokens, bfloat16, in turn with each other; none of
 # them spills.
-_WINNERS: tuple[tuple[int, dict[Kind, HopperPlan]], ...] = (
+_MEASURED: tuple[tuple[int, dict[Kind, HopperPlan]], ...] = (
     (
         64,
         {
@@ -88,30 +84,24 @@ _WINNERS: tuple[tuple[int, dict[Kind, HopperPlan]], ...] = (
 )
 
 
-def kind_of(spec: AttentionSpec) -> Kind:
+def kind_of(demand: Demand) -> Kind:
     """The kind of a variant, by what costs it the most registers."""
-    weight, mask = variant_weight(spec), spec.mask.expression
-    if weight == "heavy":
+    if demand.weight == Weight.HEAVY:
         return "arrays"
-    if weight == "loading":
-        loads = mask.atoms(Load)
-        of_blocks, of_batches = reads_blocks(spec), any(len(load.indices) > 1 for load in loads)
-        return "tables" if not loads else "arrays" if of_blocks else "batched" if of_batches else "ids"
-    if spec.dropout:
+    if demand.weight == Weight.LOADING and demand.mask_axes:
+        return "arrays" if demand.reads_blocks else "batched" if demand.mask_axes > 1 else "ids"
+    if demand.weight == Weight.LOADING:
+        return "tables"
+    if demand.drops:
         return "dropout"
-    if weight in ("moderate", "costly") or (spec.score and _is_long(spec.score.expression)):
+    if demand.weight in (Weight.MODERATE, Weight.COSTLY) or demand.long_score:
         return "costly"
-    if weight == "busy":
-        return "lists" if key_range(mask) is None else "scores"
-    return "ranges" if weight == "plain" else "full"
-
-
-def _is_long(score: sympy.Basic) -> bool:
-    """Whether a score function has operations of many instructions, or numbers known only at a launch."""
-    return score.has(Tanh) or any(capture.ndim == 0 for capture in score.atoms(Capture))
+    if demand.weight == Weight.BUSY:
+        return "lists" if demand.listed else "scores"
+    return "ranges" if demand.weight == Weight.PLAIN else "full"
 
 
 def choose_hopper_plan(spec: AttentionSpec, target: Target) -> HopperPlan:
     """The default plan of a spec."""
     widest = max(padded(spec.value_dim), padded(spec.head_dim))
-    return next(plans for width, plans in _WINNERS if widest <= width)[kind_of(spec)]
+    return next(plans for width, plans in _MEASURED if widest <= width)[kind_of(demand_of(spec))]

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import product
+from typing import ClassVar
 
-from flashgen.analysis.closed_forms.tile_ranges import key_range
-from flashgen.codegen.plans import DROPOUT_COLUMNS, padded
+from flashgen.codegen.demand import Weight, demand_of
 from flashgen.codegen.targets import Target
+from flashgen.codegen.tiling import DROPOUT_COLUMNS, WARP, padded
 from flashgen.errors import UnsupportedError
-from flashgen.language.operations import HEAD, KEY, QUERY, Load
+from flashgen.language.operations import HEAD
 from flashgen.language.spec import AttentionSpec
 
 WARPGROUP = 128
@@ -29,6 +32,17 @@ _LEAST_LISTED = 256  # scores of a tile, that a warp looks at before it votes
 
 PACKS = (1, 2, 4, 8, 16, 32, 64)  # heads whose rows fill those of a wgmma without a rest
 
+# Registers beside scores, probabilities and output: addresses, row states, what scores and masks are computed with. Of
+# the kernels that compile without spills the one with the most of the latter tells them.
+_BESIDE = {
+    Weight.NONE: 30,
+    Weight.PLAIN: 32,
+    Weight.BUSY: 40,
+    Weight.LOADING: 64,
+    Weight.MODERATE: 56,
+    Weight.COSTLY: 64,
+    Weight.HEAVY: 96,
+}
 # Registers a thread of the warpgroup that loads keeps, and one of those that compute gets, by how many compute.
 _REGISTERS = {1: (56, 256), 2: (24, 240), 3: (32, 160)}
 
@@ -56,6 +70,7 @@ class HopperPlan:
     stages: int = 2
     takes_turns: bool = False
     packed_heads: int = 1
+    blocks: ClassVar[int] = 1  # its registers leave room for no other
 
     @property
     def rows(self) -> int:
@@ -73,11 +88,9 @@ class HopperPlan:
         What a score function reads by head, lanes then read each for itself. Beside the widest rows that leaves
         registers for fewer keys, and for fewer still where it is read anew for each score.
         """
-        loads = spec.score.expression.atoms(Load) if spec.score and heads > 1 else ()
-        by_head = [load for load in loads if load.has(HEAD)]
-        most = self.tile_k
-        if by_head and max(padded(spec.head_dim), padded(spec.value_dim)) > _WIDE:
-            most = 32 if any(load.has(QUERY, KEY) for load in by_head) else 64
+        demand, most = demand_of(spec), self.tile_k
+        if heads > 1 and demand.reads_by_head and max(padded(spec.head_dim), padded(spec.value_dim)) > _WIDE:
+            most = 32 if demand.reads_by_head_and_position else 64
         return replace(self, packed_heads=heads, tile_k=min(self.tile_k, most))
 
     @property
@@ -96,6 +109,26 @@ class HopperPlan:
     @property
     def consumer_registers(self) -> int:
         return _REGISTERS[self.consumers][1]
+
+    @property
+    def register_budget(self) -> int:
+        return self.consumer_registers
+
+    def registers(self, spec: AttentionSpec) -> int:
+        """The float32 scores and output of a warp's rows over 32 lanes, and what the variant needs.
+
+        The 16-bit probabilities of one step stand beside the scores of the next.
+        """
+        rows = self.tile_q // self.warps
+        scores, output = rows * self.tile_k // WARP, rows * padded(spec.value_dim) // WARP
+        return scores + scores // 2 + output + _BESIDE[demand_of(spec).weight]
+
+    def matrix_cycles(self, spec: AttentionSpec) -> float:
+        """By the tensor cores' rate, an H100's."""
+        return self.tile_q * self.tile_k * (padded(spec.head_dim) + padded(spec.value_dim)) / 2048
+
+    def exposed(self, blocks: int) -> float:
+        return 0.5 if self.consumers == 1 else 0.1 if self.takes_turns else 0.12
 
     def summary(self, spec: AttentionSpec) -> str:
         """One line for the kernel's header."""
@@ -172,7 +205,7 @@ class HopperPlan:
             return "must be 1, as dropout is drawn for rows of one head"
         if spec.mask.expression.has(HEAD):
             return f"must be 1, as {spec.mask.name} differs between heads"
-        if self.tile_q * self.tile_k % _LEAST_LISTED and key_range(spec.mask.expression) is None:
+        if self.tile_q * self.tile_k % _LEAST_LISTED and demand_of(spec).listed:
             return (
                 f"leaves tiles of {self.tile_q} x {self.tile_k}, too small to be listed: pack fewer, or take more keys"
             )
@@ -183,3 +216,10 @@ class HopperPlan:
         problem = self.problem(spec, target)
         if problem:
             raise UnsupportedError(f"{self}: {problem}")
+
+
+def every_hopper_plan(spec: AttentionSpec, target: Target) -> Iterator[HopperPlan]:
+    """The plans that tuning may choose from, whether or not they fit."""
+    for consumers, tile_k, stages in product((1, 2, 3), range(32, 257, 16), (1, 2, 3)):
+        for takes_turns in (False, True) if consumers > 1 else (False,):
+            yield HopperPlan(consumers, tile_k, stages=stages, takes_turns=takes_turns)

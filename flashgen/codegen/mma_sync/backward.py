@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import sympy
@@ -27,10 +28,13 @@ from flashgen.codegen.arguments import (
     ArgumentLayout,
     Field,
     capture_fields,
+    capture_gradient,
     ordered,
+    summed_gradient,
 )
 from flashgen.codegen.assembly import assemble, check_spec, common_context, longest_last, visited_tiles
 from flashgen.codegen.backward_header import backward_header
+from flashgen.codegen.costs import backward_cost
 from flashgen.codegen.expressions.derivative_text import score_gradient
 from flashgen.codegen.mma_sync.backward_plans import (
     BackwardPlan,
@@ -38,8 +42,10 @@ from flashgen.codegen.mma_sync.backward_plans import (
     choose_backward_plan,
     choose_queries_plan,
 )
-from flashgen.codegen.rendered_kernel import RenderedKernel, entry_name, kernel_name
+from flashgen.codegen.rendered_kernel import Grid, RenderedKernel, Workspace, entry_name, kernel_name
+from flashgen.codegen.sizes import Sizes, ceil_div
 from flashgen.codegen.targets import Target
+from flashgen.codegen.tiling import padded
 from flashgen.codegen.variant import Variant, captures_read, variant_of
 from flashgen.language.operations import Capture
 from flashgen.language.spec import AttentionSpec
@@ -55,86 +61,33 @@ EXACT_LIMBS = 10
 """int64 each: the exact sum of a captured element's gradient in the deterministic mode, as `add_exactly` makes it."""
 
 
-@dataclass(frozen=True)
-class BackwardKernels:
-    """The kernels of a backward pass.
-
-    prepare, keys, queries, finish: as in the module's docstring. captures: the kernels that turn the sums of a captured
-    array's gradient into the gradient, where they are not it: float32 sums of a float32 array are. plan: that of
-    `keys`; queries_plan: that of `queries`. uses_lists: `keys` takes its tiles of queries from lists; uses_key_lists:
-    `queries` its tiles of keys.
-    """
-
-    prepare: RenderedKernel
-    keys: RenderedKernel
-    queries: RenderedKernel | None
-    finish: RenderedKernel | None
-    plan: BackwardPlan
-    queries_plan: QueriesPlan | None
-    uses_lists: bool
-    uses_key_lists: bool
-    deterministic: bool
-    captures: Mapping[str, RenderedKernel] = field(default_factory=dict)
-
-    @property
-    def row_multiple(self) -> int:
-        """Rows that statistics are kept for are a multiple of this."""
-        return math.lcm(self.plan.tile_q, self.prepare_rows)
-
-    @property
-    def prepare_rows(self) -> int:
-        """Rows that a block of `prepare` takes."""
-        return PREPARE_ROWS
-
-    @property
-    def finish_rows(self) -> int:
-        """Rows that a block of `finish` takes."""
-        return self.plan.tile_q
-
-    @property
-    def all(self) -> tuple[RenderedKernel, ...]:
-        """Every kernel, in the order of the launches."""
-        kernels = (self.prepare, self.keys, self.queries, self.finish, *self.captures.values())
-        return tuple(kernel for kernel in kernels if kernel)
-
-    def edited(self, edit: Callable[[str, RenderedKernel], RenderedKernel]) -> BackwardKernels:
-        """Each kernel as `edit` gives it by its part; that of a capture's gradient is "d_" and the capture's name."""
-        return replace(
-            self,
-            prepare=edit("prepare", self.prepare),
-            keys=edit("keys", self.keys),
-            queries=self.queries and edit("queries", self.queries),
-            finish=self.finish and edit("finish", self.finish),
-            captures={name: edit(f"d_{name}", kernel) for name, kernel in self.captures.items()},
-        )
-
-
-def render_backward(
+def render_mma_sync_backward(
     spec: AttentionSpec, target: Target, plan: BackwardPlan | None = None, deterministic: bool = False
-) -> BackwardKernels:
-    """The backward kernels of a spec on a target; UnsupportedError where the target or the plan cannot do it."""
+) -> tuple[RenderedKernel, ...]:
+    """The backward kernels of a spec on a target, in the order of their launches; `plan` is that of `keys`.
+
+    Beside those above, "d_" and its name for each captured array whose gradient is not what is summed: float32 sums of
+    a float32 array are. UnsupportedError where the target or the plan cannot do it.
+    """
     check_spec(spec, target)
     plan = plan or choose_backward_plan(spec, target, deterministic)
     plan.check(spec, target, deterministic)
-    queries_plan = choose_queries_plan(spec, target) if deterministic else None
-    queries = _queries(spec, target, queries_plan) if queries_plan else None
-    finish = None if deterministic else _finish(spec, target, plan)
-    return BackwardKernels(
-        replace(_prepare(spec, target, sums=not deterministic), plan=plan),
-        _keys(spec, target, plan, deterministic),
-        queries,
-        finish,
-        plan,
-        queries_plan,
-        captures={
-            capture.name: _capture(spec, target, capture, deterministic)
-            for capture in spec.captures
-            if capture.grad and (deterministic or capture.dtype != "float32")
-        },
-        uses_lists=query_range(spec.mask.expression) is None,
-        uses_key_lists=deterministic and key_range(spec.mask.expression) is None,
-        deterministic=deterministic,
-    )
+    rows = partial(_rows, math.lcm(plan.tile_q, PREPARE_ROWS))
+    kernels = [_prepare(spec, target, plan, rows, deterministic), _keys(spec, target, plan, rows, deterministic)]
+    if deterministic:
+        kernels.append(_queries(spec, target, choose_queries_plan(spec, target), rows))
+    else:
+        kernels.append(_finish(spec, target, plan, rows))
+    summed = [capture for capture in spec.captures if capture.grad and (deterministic or capture.dtype != "float32")]
+    return (*kernels, *(_capture(spec, target, capture, deterministic) for capture in summed))
+
+
+_Rows = Callable[[Sizes], Any]
+"""Queries, rounded up so that the kernels of rows need not look where they end."""
+
+
+def _rows(multiple: int, sizes: Sizes) -> Any:
+    return ceil_div(sizes.len_q, multiple) * multiple
 
 
 def _strides(*names: str) -> list[Field]:
@@ -150,25 +103,42 @@ _DQ_SUMS = Field("float*", "dq_sums", comment="(batch, heads_q, rows, padded hea
 _ROWS = Field("int", "rows", comment="len_q, rounded up")
 
 
-def _prepare(spec: AttentionSpec, target: Target, sums: bool) -> RenderedKernel:
+def _prepare(
+    spec: AttentionSpec, target: Target, plan: BackwardPlan, rows: _Rows, deterministic: bool
+) -> RenderedKernel:
     fields = [Field("const Element*", "o"), Field("const Element*", "d_o"), Field("const float*", "lse")]
     fields += [Field("const float*", "d_lse", comment="or null"), Field("float*", "statistics")]
-    fields += [_DQ_SUMS] if sums else []
+    fields += [] if deterministic else [_DQ_SUMS]
     layout = ordered([*fields, *_strides("o", "d_o"), *_numbers("heads_q", "len_q"), _ROWS])
     lanes = max(1 << (spec.value_dim // 8 - 1).bit_length(), _PREPARE_THREADS // PREPARE_ROWS)
-    context = {"threads": _PREPARE_THREADS, "rows": PREPARE_ROWS, "lanes": lanes, "deterministic": not sums}
-    return _kernel("prepare", spec, target, layout, context, _PREPARE_THREADS, 0, plain=True)
+    context = {"threads": _PREPARE_THREADS, "rows": PREPARE_ROWS, "lanes": lanes, "deterministic": deterministic}
+    memory = [Workspace("statistics", lambda sizes: (sizes.batch, sizes.heads_q, rows(sizes), 2), "float32")]
+    if not deterministic:  # the kernel zeroes them
+        head = padded(spec.head_dim)
+        memory.append(Workspace("dq_sums", lambda sizes: (sizes.batch, sizes.heads_q, rows(sizes), head), "float32"))
+    launch = {"grid": partial(_blocks_of_rows, rows, PREPARE_ROWS), "values": partial(_values, rows)}
+    kernel = _kernel("prepare", spec, target, layout, context, _PREPARE_THREADS, 0, launch, plain=True)
+    return replace(kernel, plan=plan, workspaces=tuple(memory))
 
 
-def _finish(spec: AttentionSpec, target: Target, plan: BackwardPlan) -> RenderedKernel:
+def _blocks_of_rows(rows: _Rows, of_a_block: int, sizes: Sizes) -> Grid:
+    return rows(sizes) // of_a_block, sizes.heads_q, sizes.batch
+
+
+def _values(rows: _Rows, sizes: Sizes) -> dict[str, Any]:
+    return {"rows": rows(sizes)}
+
+
+def _finish(spec: AttentionSpec, target: Target, plan: BackwardPlan, rows: _Rows) -> RenderedKernel:
     fields = [Field("const float*", "dq_sums"), _STATISTICS, Field("Element*", "dq"), *_strides("dq")]
     fields += _numbers("heads_q", "len_q")
     context = {"plan": plan, "threads": _FINISH_THREADS, "deterministic": False}
     context["vector_reductions"] = target.vector_reductions
-    return _kernel("finish", spec, target, ordered([*fields, _ROWS]), context, _FINISH_THREADS, 0, plain=True)
+    launch = {"grid": partial(_blocks_of_rows, rows, plan.tile_q), "values": partial(_values, rows)}
+    return _kernel("finish", spec, target, ordered([*fields, _ROWS]), context, _FINISH_THREADS, 0, launch, plain=True)
 
 
-def _keys(spec: AttentionSpec, target: Target, plan: BackwardPlan, deterministic: bool) -> RenderedKernel:
+def _keys(spec: AttentionSpec, target: Target, plan: BackwardPlan, rows: _Rows, deterministic: bool) -> RenderedKernel:
     tiles, shared = query_range(spec.mask.expression), plan.shared_bytes(spec, deterministic)
     fields = [*(Field("const Element*", name) for name in ("q", "k", "v", "d_o")), _STATISTICS]
     fields += [] if deterministic else [_DQ_SUMS]
@@ -189,10 +159,12 @@ def _keys(spec: AttentionSpec, target: Target, plan: BackwardPlan, deterministic
         "limbs": EXACT_LIMBS,
         "query_tiles": visited_tiles(tiles, "BackwardKeysArguments", _is_masked(spec), queries=True),
     }
-    return _kernel("keys", spec, target, layout, context, plan.threads, shared)
+    launch: dict[str, Any] = {"values": partial(_values, rows), "reads": "queries" if tiles is None else None}
+    launch["grid"] = lambda sizes: (ceil_div(sizes.len_k, plan.tile_k), sizes.heads_kv, sizes.batch)
+    return _kernel("keys", spec, target, layout, context, plan.threads, shared, launch)
 
 
-def _queries(spec: AttentionSpec, target: Target, plan: QueriesPlan) -> RenderedKernel:
+def _queries(spec: AttentionSpec, target: Target, plan: QueriesPlan, rows: _Rows) -> RenderedKernel:
     tiles, shared = key_range(spec.mask.expression), plan.shared_bytes(spec)
     fields = [*(Field("const Element*", name) for name in ("q", "k", "v", "d_o")), _STATISTICS]
     fields += [
@@ -211,17 +183,27 @@ def _queries(spec: AttentionSpec, target: Target, plan: QueriesPlan) -> Rendered
         "key_tiles": visited_tiles(tiles, "BackwardQueriesArguments", _is_masked(spec)),
         "longest_first": longest_last(tiles),
     }
-    return _kernel("queries", spec, target, _with_variant(spec, fields, tiles is None), context, plan.threads, shared)
+    launch: dict[str, Any] = {"values": partial(_values, rows), "reads": "keys" if tiles is None else None}
+    launch["grid"] = lambda sizes: (ceil_div(sizes.len_q, plan.tile_q), sizes.heads_q, sizes.batch)
+    layout = _with_variant(spec, fields, tiles is None)
+    return _kernel("queries", spec, target, layout, context, plan.threads, shared, launch)
 
 
 def _capture(spec: AttentionSpec, target: Target, capture: Capture, deterministic: bool) -> RenderedKernel:
-    sums = Field("const long long*" if deterministic else "const float*", "sums")
+    summed = Field("const long long*" if deterministic else "const float*", "sums")
     gradient = Field(f"{ELEMENT_TYPES[capture.dtype]}*", "gradient", comment=f"of {capture.name}, {capture.dtype}")
     rounds = {"float16": "pack_f16", "bfloat16": "pack_bf16"}
     context = {"deterministic": deterministic, "threads": _CAPTURE_THREADS, "round": rounds.get(capture.dtype)}
     context["limbs"] = EXACT_LIMBS
-    layout = ordered([sums, gradient, Field("long long", "count")])
-    return _kernel("capture", spec, target, layout, context, _CAPTURE_THREADS, 0, plain=True, of=capture.name)
+    layout = ordered([summed, gradient, Field("long long", "count")])
+    sums = summed_gradient(capture)
+    dtype, limbs = ("int64", (EXACT_LIMBS,)) if deterministic else ("float32", ())
+    launch: dict[str, Any] = {
+        "grid": lambda sizes: (ceil_div(sizes.count, _CAPTURE_THREADS), 1, 1),
+        "workspaces": (Workspace(sums, lambda sizes: limbs, dtype, zeroed=True, of_capture=capture.name),),
+        "pointers": {"sums": sums, "gradient": capture_gradient(capture)},
+    }
+    return _kernel("capture", spec, target, layout, context, _CAPTURE_THREADS, 0, launch, plain=True, of=capture.name)
 
 
 def _is_masked(spec: AttentionSpec) -> bool:
@@ -242,15 +224,22 @@ def _kernel(
     context: dict[str, Any],
     threads: int,
     shared_bytes: int,
+    launch: Mapping[str, Any],
     plain: bool = False,
     of: str = "",
 ) -> RenderedKernel:
-    """One of the kernels; a `plain` one has nothing of the mask and the score in it. of: the capture that it is for."""
+    """One of the kernels; a `plain` one has nothing of the mask and the score in it.
+
+    launch: what its record says of that. of: the capture that it is for.
+    """
     struct, entry = f"Backward{part.title()}Arguments", entry_name(f"attention_backward_{part}{of and f'_{of}'}", spec)
     variant = Variant(None, None, ()) if plain else variant_of(spec)
     told = common_context(spec, target, variant, struct, layout, context.get("gradient")) | {"no_lse": _NO_LSE}
     shown = f"d_{of}" if of else part
-    header = backward_header(shown, spec, target, context.get("plan"), shared_bytes, context["deterministic"])
+    cost, plan = backward_cost(shown, spec, context["deterministic"]), context.get("plan")
+    header = backward_header(shown, spec, target, plan, shared_bytes, cost, context["deterministic"])
     source = assemble(_TEMPLATES[part], told | context | {"entry": entry, "header": header}, target)
     name = kernel_name(f"bwd-{part}{of and f'-{of}'}", target, spec)
-    return RenderedKernel(name, entry, source, target, layout, threads, shared_bytes, plan=context.get("plan"))
+    return RenderedKernel(
+        name, entry, source, target, layout, threads, shared_bytes, plan=plan, role=shown, cost=cost, **launch
+    )

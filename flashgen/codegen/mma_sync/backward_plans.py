@@ -7,17 +7,10 @@ from typing import TypeVar
 
 from flashgen.analysis.closed_forms.inequalities import K_FIRST, K_LAST
 from flashgen.analysis.closed_forms.tile_ranges import query_range
-from flashgen.codegen.plans import (
-    DROPOUT_COLUMNS,
-    MMA_DEPTH,
-    MMA_ROWS,
-    MOST_THREADS,
-    RESERVED_SHARED,
-    WARP,
-    padded,
-    weight,
-)
+from flashgen.codegen.demand import Weight, demand_of
+from flashgen.codegen.mma_sync.forward_plans import MMA_ROWS
 from flashgen.codegen.targets import Target
+from flashgen.codegen.tiling import DROPOUT_COLUMNS, MMA_DEPTH, MOST_THREADS, RESERVED_SHARED, WARP, padded
 from flashgen.errors import UnsupportedError
 from flashgen.language.spec import AttentionSpec
 
@@ -49,6 +42,10 @@ class BackwardPlan:
     @property
     def threads(self) -> int:
         return self.warps * WARP
+
+    def summary(self, shared_bytes: int) -> str:
+        """What the kernel's header says of it."""
+        return _summary(self, "Q and dO", shared_bytes)
 
     def gradient_warps(self, spec: AttentionSpec) -> tuple[int, int]:
         """How many warps divide a tile of dQ along its rows, and along its columns: as many as find whole mma tiles.
@@ -107,6 +104,10 @@ class QueriesPlan:
     def threads(self) -> int:
         return self.warps * WARP
 
+    def summary(self, shared_bytes: int) -> str:
+        """What the kernel's header says of it."""
+        return _summary(self, "K and V", shared_bytes)
+
     def shared_bytes(self, spec: AttentionSpec) -> int:
         """Dynamic shared memory of a block: Q and dO, the stages of K and V, dS if shared; dQ reuses Q's at the end."""
         head, value = padded(spec.head_dim), padded(spec.value_dim)
@@ -120,6 +121,14 @@ class QueriesPlan:
         if self.split > 1 and spec.dropout and self.tile_k // self.split % DROPOUT_COLUMNS:
             return f"tile_k={self.tile_k} must be a multiple of 32 x split={self.split} with dropout"
         return _problem(self, ("tile_q", self.tile_q), ("tile_k", self.tile_k), self.shared_bytes(spec), spec, target)
+
+
+def _summary(plan: BackwardPlan | QueriesPlan, held: str, shared_bytes: int) -> str:
+    shared = f", {plan.split} of which share rows" if plan.split > 1 else ""
+    return (
+        f"{plan.tile_q} queries x {plan.tile_k} keys, {plan.warps} warps{shared}, {plan.stages} stage(s) of {held}, "
+        f"{plan.blocks} block(s) per multiprocessor, {shared_bytes} bytes of shared memory"
+    )
 
 
 def _problem(
@@ -189,8 +198,7 @@ _QUERIES_PREFERENCE = (
 )
 _ACCUMULATORS = 200  # registers of a thread that may hold sums
 _REGISTERS = 65536  # of a multiprocessor
-# Registers of a thread beside its sums, by how much the variant itself needs.
-_BESIDE_SUMS = {"none": 40, "plain": 40, "busy": 40, "loading": 60, "moderate": 60, "costly": 60, "heavy": 60}
+_BESIDE_SUMS, _BESIDE_SUMS_OF_MORE = 40, 60  # registers of a thread: of variants that load nothing, and of others
 _HEAVY_WITH_DROPOUT = 76
 
 
@@ -205,8 +213,10 @@ def _accumulators(plan: BackwardPlan | QueriesPlan, spec: AttentionSpec) -> int:
 
 def _with_blocks(plan: AnyPlan, shared_bytes: int, spec: AttentionSpec, target: Target) -> AnyPlan:
     """The plan with as many blocks as a multiprocessor has shared memory and registers for."""
-    heaviness = weight(spec)
-    beside = _HEAVY_WITH_DROPOUT if heaviness == "heavy" and spec.dropout else _BESIDE_SUMS[heaviness]
+    demand = demand_of(spec)
+    beside = _BESIDE_SUMS if demand.weight < Weight.LOADING else _BESIDE_SUMS_OF_MORE
+    if demand.weight == Weight.HEAVY and demand.drops:
+        beside = _HEAVY_WITH_DROPOUT
     registers = _accumulators(plan, spec) + beside
     by_memory = target.shared_per_multiprocessor // (shared_bytes + RESERVED_SHARED)
     return replace(plan, blocks=max(min(by_memory, _REGISTERS // (plan.threads * registers)), 1))

@@ -2,30 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from flashgen.analysis.closed_forms.tile_ranges import key_range
 from flashgen.codegen.arguments import DROPOUT_FIELDS, LIST_FIELDS, ArgumentLayout, Field, capture_fields, ordered
 from flashgen.codegen.assembly import assemble, check_spec, common_context, longest_last, visited_tiles
+from flashgen.codegen.costs import forward_cost
+from flashgen.codegen.demand import divides_tiles
 from flashgen.codegen.header import header
-from flashgen.codegen.plans import ForwardPlan, choose_forward_plan, divides_tiles
-from flashgen.codegen.rendered_kernel import RenderedKernel, entry_name, kernel_name
+from flashgen.codegen.mma_sync.forward_plans import ForwardPlan, choose_forward_plan
+from flashgen.codegen.rendered_kernel import Direction, RenderedKernel, entry_name, kernel_name
+from flashgen.codegen.sizes import ceil_div
 from flashgen.codegen.targets import Target
 from flashgen.codegen.variant import captures_read, variant_of
 from flashgen.language.spec import AttentionSpec
-
-
-@dataclass(frozen=True, repr=False)
-class ForwardKernel(RenderedKernel):
-    """The forward kernel: its plan, and what its launches depend on.
-
-    uses_lists: tiles of keys come from lists, not from closed forms. longest_first: later queries see more keys, so
-    that blocks run in reverse.
-    """
-
-    plan: ForwardPlan
-    uses_lists: bool
-    longest_first: bool
 
 
 def forward_layout(spec: AttentionSpec, lists: bool) -> ArgumentLayout:
@@ -39,7 +27,7 @@ def forward_layout(spec: AttentionSpec, lists: bool) -> ArgumentLayout:
     return ordered(fields + capture_fields(captures_read(spec)))
 
 
-def render_forward(spec: AttentionSpec, target: Target, plan: ForwardPlan | None = None) -> ForwardKernel:
+def render_mma_sync(spec: AttentionSpec, target: Target, plan: ForwardPlan | None = None) -> RenderedKernel:
     """The forward kernel of a spec on a target; UnsupportedError where the target or the plan cannot do it."""
     check_spec(spec, target)
     plan = plan or choose_forward_plan(spec, target)
@@ -59,6 +47,18 @@ def render_forward(spec: AttentionSpec, target: Target, plan: ForwardPlan | None
         "may_be_empty": variant.mask is not None or variant.score is not None,
     }
     source = assemble("mma_sync/forward.cu.jinja", context, target)
-    name, lists, longest_first = kernel_name("fwd", target, spec), tiles is None, longest_last(tiles)
-    shared_bytes = plan.shared_bytes(spec)
-    return ForwardKernel(name, entry, source, target, layout, plan.threads, shared_bytes, plan, lists, longest_first)
+    lists: Direction | None = "keys" if tiles is None else None
+    return RenderedKernel(
+        kernel_name("fwd", target, spec),
+        entry,
+        source,
+        target,
+        layout,
+        plan.threads,
+        plan.shared_bytes(spec),
+        plan=plan,
+        role="forward",
+        cost=forward_cost(spec),
+        reads=lists,
+        grid=lambda sizes: (ceil_div(sizes.len_q, plan.tile_q), sizes.heads_q, sizes.batch),
+    )

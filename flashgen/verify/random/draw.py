@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from flashgen.codegen.candidates import MOST
-from flashgen.codegen.kernels import Pass
+from flashgen.codegen.stages import Pass
 from flashgen.codegen.targets import TARGETS
 from flashgen.runtime.schedule import COPIES, ORDERS, Schedule
 from flashgen.verify.problems import Shape

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING
 
 from flashgen import attention
 from flashgen.build import nvrtc
-from flashgen.codegen.candidates import Workload, candidates
+from flashgen.codegen.candidates import candidates
 from flashgen.codegen.targets import target_named
+from flashgen.codegen.workload import Workload
 from flashgen.errors import ArgumentError, BuildError
 from flashgen.verify.random.covers import lie_of_map
 from flashgen.verify.random.judging import Judged, complaint
@@ -20,7 +21,7 @@ from flashgen.verify.random.standard import Unjudged
 
 if TYPE_CHECKING:
     from flashgen.attention import Attention
-    from flashgen.codegen.families import AnyForwardPlan
+    from flashgen.codegen.plan import Plan
     from flashgen.language import AttentionSpec
 
 DRAWS = 6  # of q, k and v, judged together, before a failure of the rule is believed: it may fail by luck
@@ -63,7 +64,7 @@ def _compile_for_gpu(recipe: Recipe, compiled: Attention, counts: Counts) -> Non
         counts["kernels compiled by NVRTC"] += 1
 
 
-def _plan(recipe: Recipe, spec: AttentionSpec, checked: list[Checked]) -> AnyForwardPlan | None:
+def _plan(recipe: Recipe, spec: AttentionSpec, checked: list[Checked]) -> Plan | None:
     """The plan of the case, of those that tuning would time; None for the default, which may pack heads."""
     if recipe.plan == 0 or not checked:
         return None

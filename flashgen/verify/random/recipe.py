@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
-from flashgen.codegen.kernels import Pass
+from flashgen.codegen.stages import Pass
 from flashgen.errors import SpecError
 from flashgen.language import AttentionSpec
 from flashgen.runtime.schedule import Schedule

@@ -1,29 +1,31 @@
-"""How a kernel divides its work: tile sizes, warps, stages. A plan is chosen by spec and target, never by lengths."""
+"""How the forward kernel of mma.sync divides its work. A plan is chosen by spec and target, never by lengths."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import product
+from typing import ClassVar, NamedTuple
 
-import sympy
-
-from flashgen.analysis.closed_forms.tile_ranges import key_range
-from flashgen.codegen.expressions.operation_text import is_of_longs, is_shift_or_mask
+from flashgen.codegen.demand import Weight, demand_of, divides_tiles, is_power_of_2
 from flashgen.codegen.targets import Target
+from flashgen.codegen.tiling import (
+    DROPOUT_COLUMNS,
+    ELEMENT_BYTES,
+    MMA_DEPTH,
+    MOST_THREADS,
+    RESERVED_SHARED,
+    WARP,
+    padded,
+)
 from flashgen.errors import UnsupportedError
-from flashgen.language.operations import KEY, QUERY, FloorDiv, FloorMod, Load, Operation, Sub
 from flashgen.language.spec import AttentionSpec
 
-WARP = 32
 MMA_ROWS = 16
-MOST_THREADS = 1024  # of a block
-MMA_DEPTH = 16
-DROPOUT_COLUMNS = 32  # that one call of the generator serves
-RESERVED_SHARED = 1024  # bytes of each block's shared memory that the system takes
-
-
-def padded(width: int) -> int:
-    """A head dimension rounded up to the depth of an mma: what a row takes in shared memory, in elements."""
-    return -(-width // MMA_DEPTH) * MMA_DEPTH
+_THREAD_REGISTERS = 255  # the most that an instruction can name
+_MULTIPROCESSOR_REGISTERS = 65536
+_REGISTER_STEP = 8  # the assembler's caps are multiples of it
+_WARPS_TO_HIDE_LATENCY = 8  # on a multiprocessor
 
 
 @dataclass(frozen=True)
@@ -43,10 +45,30 @@ class ForwardPlan:
     warps: int
     stages: int = 1
     blocks: int = 1
+    packed_heads: ClassVar[int] = 1
 
     @property
     def threads(self) -> int:
         return self.warps * WARP
+
+    @property
+    def register_budget(self) -> int:
+        share = _MULTIPROCESSOR_REGISTERS // (self.threads * self.blocks)
+        return min(share // _REGISTER_STEP * _REGISTER_STEP, _THREAD_REGISTERS)
+
+    def registers(self, spec: AttentionSpec) -> int:
+        """The float32 scores and output of a warp's rows over 32 lanes, and what the variant needs."""
+        rows = self.tile_q // self.warps
+        return rows * (self.tile_k + padded(spec.value_dim)) // WARP + _ROOM[demand_of(spec).weight].beside
+
+    def matrix_cycles(self, spec: AttentionSpec) -> float:
+        """By the tensor cores' rate, an A100's, or by that at which warps read K and V."""
+        width = padded(spec.head_dim) + padded(spec.value_dim)
+        shared_reads = self.warps * self.tile_k * width * ELEMENT_BYTES / 128
+        return max(self.tile_q * self.tile_k * width / 1024, shared_reads)
+
+    def exposed(self, blocks: int) -> float:
+        return 0.3 if self.warps * blocks >= _WARPS_TO_HIDE_LATENCY else 0.6
 
     def summary(self, spec: AttentionSpec) -> str:
         """One line for the kernel's header."""
@@ -59,7 +81,7 @@ class ForwardPlan:
         """Dynamic shared memory of a block: Q, the stages of K and V; the output reuses it at the end."""
         head, value = padded(spec.head_dim), padded(spec.value_dim)
         tiles = self.tile_q * head + self.stages * self.tile_k * (head + value)
-        return 2 * max(tiles, self.tile_q * value)
+        return ELEMENT_BYTES * max(tiles, self.tile_q * value)
 
     def problem(self, spec: AttentionSpec, target: Target) -> str | None:
         """Why the plan contradicts itself, or does not fit the spec or the target; None where it does."""
@@ -102,66 +124,38 @@ _PREFERENCE = (
     (64, 32, 4, 1),
 )
 _MOST_BLOCKS = 2
-_WARPS_TO_HIDE_LATENCY = 8  # on a multiprocessor
 
-# What a thread can hold without spilling, by how much the variant itself needs: registers that accumulate scores and
-# output, and the scores among them (an array element loaded per score takes several registers of its own). Held by a
-# test that compiles every kind of spec for every target. sm_90's assembler needs fewer registers for all else, but not
-# where K's and V's rows differ in length: each has its own offsets then.
-_ACCUMULATORS = {"none": 160, "plain": 160, "busy": 160, "loading": 160, "moderate": 160, "costly": 160, "heavy": 96}
-_ACCUMULATORS_SM_90 = _ACCUMULATORS | {"none": 192, "plain": 176, "busy": 176}
+
+class _Room(NamedTuple):
+    """What a thread can hold beside what a variant needs, and what that is.
+
+    accumulators: registers that may accumulate scores and output without spilling; `lean` on sm_90, whose assembler
+    needs fewer for all else. scores: those of scores among them, as an array element loaded for each takes several of
+    its own. beside: registers beside scores and output; of the kernels that do not spill the one with the most of the
+    latter tells it. A test compiles every kind of spec for every target.
+    """
+
+    accumulators: int
+    lean: int
+    scores: int
+    beside: int
+
+
+_ROOM = {
+    Weight.NONE: _Room(160, 192, 128, 63),
+    Weight.PLAIN: _Room(160, 176, 128, 72),
+    Weight.BUSY: _Room(160, 176, 64, 80),
+    Weight.LOADING: _Room(160, 160, 48, 80),
+    Weight.MODERATE: _Room(160, 160, 64, 95),
+    Weight.COSTLY: _Room(160, 160, 32, 95),
+    Weight.HEAVY: _Room(96, 96, 32, 140),
+}
+_LEAN = 90  # compute capability
 # Dropout takes more beside many scores, or beside a score function or a mask that is not plain.
 _ACCUMULATORS_WITH_DROPOUT, _SCORES_WITH_DROPOUT = 128, 32
 _NEEDS_MORE = 100  # whose assembler takes more registers for the same text, and GPUs after it
-_SCORES = {"none": 128, "plain": 128, "busy": 64, "loading": 48, "moderate": 64, "costly": 32, "heavy": 32}
-_PLAIN_MASK, _BUSY_SCORE = 8, 8  # operations
 _KEPT_HEAD_DIM = 32
 _WIDE_TILE = 64  # keys: a mask that divides k by multiples of so many is cheaper in tiles that fit them
-
-
-def _loads_per_score(expression: sympy.Basic) -> bool:
-    """Whether an array is read at indices that differ between the scores of a tile, and not just by its diagonals."""
-    distance = sympy.Symbol("distance", integer=True)
-    straight = {Sub(KEY, QUERY): distance, Sub(QUERY, KEY): distance}
-    return any(load.xreplace(straight).has(QUERY, KEY) for load in expression.atoms(Load))
-
-
-def weight(spec: AttentionSpec) -> str:
-    """How many registers the variant needs beside the accumulators."""
-    mask, score = spec.mask.expression, spec.score.expression if spec.score else sympy.S.Zero
-    mask_loads, operations = _loads_per_score(mask), _operations(mask)
-    if _loads_per_score(score) or (mask_loads and (spec.score or spec.dropout)):
-        return "heavy"
-    divisions = mask.atoms(FloorDiv, FloorMod)
-    if not all(is_shift_or_mask(node) for node in divisions):
-        return "heavy" if any(is_of_longs(node) for node in divisions) else "costly"
-    if spec.dropout or _operations(score) > _BUSY_SCORE:
-        return "moderate"
-    if mask_loads or any(load.has(QUERY, KEY) for load in score.atoms(Load)):
-        return "loading"
-    listed = key_range(mask) is None  # lists take registers of their own
-    if spec.score or listed or divisions or operations > _PLAIN_MASK:
-        return "busy"
-    return "plain" if operations else "none"
-
-
-def _operations(expression: sympy.Basic) -> int:
-    return sum(isinstance(node, Operation) for node in sympy.preorder_traversal(expression))
-
-
-def reads_blocks(spec: AttentionSpec) -> bool:
-    """Whether the mask reads a table of blocks, which tiles of a width that is no power of 2 would cut across."""
-    return any(load.has(FloorDiv) for load in spec.mask.expression.atoms(Load))
-
-
-def _is_power_of_2(number: int) -> bool:
-    return number & (number - 1) == 0
-
-
-def divides_tiles(spec: AttentionSpec, tile_k: int) -> bool:
-    """Whether the mask divides k by multiples of a tile's width, a power of 2: a tile has one quotient."""
-    divisors = [node.args[1] for node in spec.mask.expression.atoms(FloorDiv, FloorMod) if node.args[0] == KEY]
-    return _is_power_of_2(tile_k) and any(isinstance(by, sympy.Integer) and by % tile_k == 0 for by in divisors)
 
 
 def _accumulators(plan: ForwardPlan, spec: AttentionSpec) -> tuple[int, int]:
@@ -179,7 +173,7 @@ def _candidates(spec: AttentionSpec, target: Target) -> list[ForwardPlan]:
     fitting = []
     for tile_q, tile_k, warps, stages in _PREFERENCE:
         plan = ForwardPlan(tile_q, tile_k, warps, stages)
-        cuts_across = not _is_power_of_2(tile_k) and (reads_blocks(spec) or divides_tiles(spec, _WIDE_TILE))
+        cuts_across = not is_power_of_2(tile_k) and (demand_of(spec).reads_blocks or divides_tiles(spec, _WIDE_TILE))
         if plan.problem(spec, target) is None and not cuts_across:
             per_block = plan.shared_bytes(spec) + RESERVED_SHARED
             blocks = min(target.shared_per_multiprocessor // per_block, _WARPS_TO_HIDE_LATENCY // warps, _MOST_BLOCKS)
@@ -198,18 +192,26 @@ def choose_forward_plan(spec: AttentionSpec, target: Target) -> ForwardPlan:
 
 def _leaves_registers(plan: ForwardPlan, spec: AttentionSpec, target: Target) -> bool:
     """Whether a thread has registers to spare for what the variant needs."""
-    heaviness, (scores, accumulators) = weight(spec), _accumulators(plan, spec)
-    lean = target.compute_capability == 90 and padded(spec.head_dim) == padded(spec.value_dim)
-    allowance = (_ACCUMULATORS_SM_90 if lean else _ACCUMULATORS)[heaviness]
-    most_scores = _SCORES[heaviness]
-    crowded = spec.dropout and not _drops_alone(spec)
+    demand, (scores, accumulators) = demand_of(spec), _accumulators(plan, spec)
+    room = _ROOM[demand.weight]
+    same_rows = padded(spec.head_dim) == padded(spec.value_dim)  # else K's and V's have offsets of their own each
+    allowance = room.lean if target.compute_capability == _LEAN and same_rows else room.accumulators
+    most_scores = room.scores
+    crowded = demand.drops and not demand.drops_alone
     if crowded and target.compute_capability >= _NEEDS_MORE:
         most_scores = min(most_scores, _SCORES_WITH_DROPOUT)
-    if crowded or (spec.dropout and scores > _SCORES_WITH_DROPOUT):
+    if crowded or (demand.drops and scores > _SCORES_WITH_DROPOUT):
         allowance = min(allowance, _ACCUMULATORS_WITH_DROPOUT)
     return accumulators <= allowance and scores <= most_scores
 
 
-def _drops_alone(spec: AttentionSpec) -> bool:
-    """Whether dropout is all that a spec has, but for a plain mask."""
-    return spec.score is None and weight(replace(spec, dropout=0.0)) in ("none", "plain")
+_TUNED_TILES = tuple(product((64, 128, 256), (32, 48, 64, 80, 96, 112, 128), (4, 8), (1, 2)))
+_TUNED_BLOCKS = (1, 2, 3)
+
+
+def every_forward_plan(spec: AttentionSpec, target: Target) -> Iterator[ForwardPlan]:
+    """The plans that tuning may choose from, whether or not they fit."""
+    for (tile_q, tile_k, warps, stages), blocks in product(_TUNED_TILES, _TUNED_BLOCKS):
+        plan = ForwardPlan(tile_q, tile_k, warps, stages, blocks)
+        if blocks * (plan.shared_bytes(spec) + RESERVED_SHARED) <= target.shared_per_multiprocessor:
+            yield plan

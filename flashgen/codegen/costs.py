@@ -1,43 +1,41 @@
-"""What each kernel of a backward pass costs, as formulas of a call's sizes: FLOPs, and the bytes that it must move."""
+"""What each kernel costs, as formulas of a call's sizes: FLOPs, and the bytes that it must move."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-from flashgen.codegen.plans import padded
+from flashgen.codegen.rendered_kernel import Cost
+from flashgen.codegen.tiling import ELEMENT_BYTES, padded
 from flashgen.language.spec import AttentionSpec
 
 _SCORES = "batch * heads_q * len_q * len_k * (share of tiles visited)"
 _QUERIES, _KEYS = "batch * heads_q * len_q", "batch * heads_kv * len_k"
-_ELEMENT, _SUM, _STATISTICS = 2, 4, 8  # bytes of an element, of a float32, of a row's LSE and D
+_SUM, _STATISTICS = 4, 8  # bytes of a float32, of a row's LSE and D
 _FIXED_POINT = 64  # bytes of a sum of a capture's gradient where the order of additions must not matter
 
 
-@dataclass(frozen=True)
-class Cost:
-    """flops: of products, and of what is done once a row. hbm: bytes read and written, each array once."""
-
-    flops: str
-    hbm: str
+def forward_cost(spec: AttentionSpec) -> Cost:
+    """The cost of the kernel that attends, without lists and captures."""
+    width = spec.head_dim + spec.value_dim
+    rows = f"{ELEMENT_BYTES} * batch * (heads_q * len_q * {width} + heads_kv * len_k * {width}) bytes"
+    return Cost(f"{2 * width} * {_SCORES}", f"{rows}, at least; + {_SUM} * {_QUERIES} for the LSE")
 
 
 def backward_cost(part: str, spec: AttentionSpec, deterministic: bool = False) -> Cost:
     """The cost of a kernel by its part in the pass: prepare, keys, queries, finish, or d_<name> of a capture."""
     head, value = spec.head_dim, spec.value_dim
-    read = _ELEMENT * (head + value)  # of a row of Q and dO, or of K and V
+    read = ELEMENT_BYTES * (head + value)  # of a row of Q and dO, or of K and V
     sums = 0 if deterministic else 2 * _SUM * padded(head)  # of a row of dQ, read and written
     if part == "prepare":  # which zeroes the sums
-        hbm = f"{2 * _ELEMENT * value + _SUM + _STATISTICS + sums // 2} * {_QUERIES}"
+        hbm = f"{2 * ELEMENT_BYTES * value + _SUM + _STATISTICS + sums // 2} * {_QUERIES}"
         return Cost(f"{2 * value} * {_QUERIES}", hbm)
     if part == "keys":  # QK, dV, dP, dK, and dQ where it is not a kernel of its own
         products = (2 if deterministic else 3) * head + 2 * value
         hbm = f"{read + _STATISTICS + sums} * {_QUERIES} + {2 * read} * {_KEYS}"
         return Cost(f"{2 * products} * {_SCORES}", hbm)
     if part == "queries":  # QK, dP, dQ
-        hbm = f"{read + _STATISTICS + _ELEMENT * head} * {_QUERIES} + {read} * {_KEYS}"
+        hbm = f"{read + _STATISTICS + ELEMENT_BYTES * head} * {_QUERIES} + {read} * {_KEYS}"
         return Cost(f"{2 * (2 * head + value)} * {_SCORES}", hbm)
     if part == "finish":
-        return Cost(f"{head} * {_QUERIES}", f"{_SUM * padded(head) + _ELEMENT * head} * {_QUERIES}")
+        return Cost(f"{head} * {_QUERIES}", f"{_SUM * padded(head) + ELEMENT_BYTES * head} * {_QUERIES}")
     (capture,) = (capture for capture in spec.captures if part == f"d_{capture.name}")
-    each = (_FIXED_POINT if deterministic else _SUM) + (_SUM if capture.dtype == "float32" else _ELEMENT)
+    each = (_FIXED_POINT if deterministic else _SUM) + (_SUM if capture.dtype == "float32" else ELEMENT_BYTES)
     return Cost("none", f"{each} * elements of {capture.name}")

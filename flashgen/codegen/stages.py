@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
-from flashgen.codegen.families import AnyForwardPlan, plan_packing, render_forward
-from flashgen.codegen.mma_sync.backward import render_backward
-from flashgen.codegen.mma_sync.backward_plans import BackwardPlan
+from flashgen.codegen.families import plan_packing, render_backward, render_forward
+from flashgen.codegen.plan import Plan
 from flashgen.codegen.rendered_kernel import RenderedKernel
+from flashgen.codegen.sizes import Sizes, size_values
 from flashgen.codegen.targets import Target
-from flashgen.codegen.tile_list_kernel import render_lists
+from flashgen.codegen.tile_list_kernel import list_shape, render_lists
 from flashgen.errors import SpecError
 from flashgen.language.spec import AttentionSpec
 
@@ -19,7 +19,7 @@ Pass = Literal["forward", "backward"]
 PASSES: tuple[Pass, ...] = get_args(Pass)
 
 Kernels = Mapping[str, RenderedKernel]
-"""Kernels by the part that each plays, in the order of their launches."""
+"""The stages of a pass: kernels by the role that each plays, in the order of their launches."""
 
 
 def kernels_of(
@@ -56,13 +56,10 @@ def kernels_of(
     return kernels
 
 
-def forward_kernels(
-    spec: AttentionSpec, target: Target, packed_heads: int = 1, plan: AnyForwardPlan | None = None
-) -> Kernels:
+def forward_kernels(spec: AttentionSpec, target: Target, packed_heads: int = 1, plan: Plan | None = None) -> Kernels:
     """The kernels of a forward call, of a plan, or with so many query heads of a head of K and V as rows of a tile."""
     forward = render_forward(spec, target, plan or plan_packing(spec, target, packed_heads))
-    lists = {"lists": render_lists(spec, target, forward.plan)} if forward.uses_lists else {}
-    return {**lists, "forward": forward}
+    return with_lists(spec, (forward,))
 
 
 def backward_kernels(
@@ -70,21 +67,27 @@ def backward_kernels(
     target: Target,
     deterministic: bool = False,
     apart: bool = False,
-    plan: BackwardPlan | None = None,
+    plan: Any = None,
 ) -> Kernels:
-    """The kernels of a backward call; `apart` as above; `plan` of the kernel of keys."""
-    backward = render_backward(spec, target, plan, deterministic)
-    kernels: dict[str, RenderedKernel | None] = {}
-    if backward.uses_lists:
-        kernels["query_lists"] = render_lists(spec, target, backward.plan, "queries")
-    if backward.uses_key_lists:
-        assert backward.queries_plan is not None, "the kernel of queries has a plan"
-        kernels["lists"] = render_lists(spec, target, backward.queries_plan)
-    kernels |= {"prepare": backward.prepare, "keys": backward.keys}
-    kernels |= {"queries": backward.queries, "finish": backward.finish}
-    kernels |= {f"d_{name}": kernel for name, kernel in backward.captures.items()}
-    present = {part: kernel for part, kernel in kernels.items() if kernel is not None}
-    return set_apart(present, deterministic) if apart else present
+    """The kernels of a backward call; `apart` as above; `plan` of its main kernel."""
+    kernels = with_lists(spec, render_backward(spec, target, plan, deterministic))
+    return set_apart(kernels, deterministic) if apart else kernels
+
+
+def with_lists(spec: AttentionSpec, kernels: Iterable[RenderedKernel]) -> Kernels:
+    """The kernels of a pass by their roles, and before them those that list the tiles which they read."""
+    stages = {kernel.role: kernel for kernel in kernels}
+    readers = [kernel for kernel in stages.values() if kernel.reads]
+    lists = [render_lists(spec, kernel.target, kernel.plan, kernel.reads) for kernel in readers if kernel.reads]
+    return {kernel.role: kernel for kernel in lists} | stages
+
+
+def struct_values(kernel: RenderedKernel, spec: AttentionSpec, sizes: Sizes) -> dict[str, Any]:
+    """The members of a kernel's struct that follow from sizes: numbers, or formulas of named ones."""
+    values = size_values(sizes) | dict(kernel.values(sizes))
+    if kernel.reads:
+        values["list_strides"] = list_shape(spec, kernel.plan, kernel.reads, sizes).strides
+    return values
 
 
 def set_apart(backward: Kernels, deterministic: bool) -> Kernels:

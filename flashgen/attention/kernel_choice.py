@@ -1,0 +1,152 @@
+"""Which kernel a call runs: that of the default plan, of a plan that tuning found, or the packed form of either."""
+
+from __future__ import annotations
+
+import logging
+import shlex
+import warnings
+from dataclasses import dataclass
+
+from flashgen.attention.edits import NO_EDITS, Edits
+from flashgen.attention.engines import Engine, Runner
+from flashgen.attention.problem import Problem
+from flashgen.attention.tile_lists import TileLister
+from flashgen.attention.tuned_plans import LengthClass, TunedPlan, TunedPlans
+from flashgen.codegen.families import default_plan, render_forward
+from flashgen.codegen.family import HeadPacking
+from flashgen.codegen.header import show_command
+from flashgen.codegen.plan import Plan
+from flashgen.codegen.rendered_kernel import RenderedKernel
+from flashgen.codegen.tile_list_kernel import render_lists
+from flashgen.codegen.workload import Workload
+from flashgen.errors import BuildError, FlashgenWarning, UnsupportedError
+from flashgen.language.spec import AttentionSpec
+from flashgen.runtime.gpu import Card
+from flashgen.runtime.remembered import Remembered
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class BuiltForward:
+    """A forward kernel that is ready to run, and the lister of its tiles where it reads lists."""
+
+    kernel: RenderedKernel
+    runner: Runner
+    lister: TileLister | None
+
+    @classmethod
+    def of(
+        cls, spec: AttentionSpec, kernel: RenderedKernel, engine: Engine, prebuild: str, edits: Edits = NO_EDITS
+    ) -> BuiltForward:
+        """BuildError where the kernel, or that which lists its tiles, can be neither found nor built.
+
+        edits: of the lister's kernel; `kernel` is edited already where it is.
+        """
+        lister = None
+        if kernel.reads:
+            lists = edits.of("lists", render_lists(spec, kernel.target, kernel.plan, kernel.reads))
+            lister = TileLister(spec, lists, engine, prebuild)
+        return cls(kernel, engine.runner(kernel, prebuild), lister)
+
+
+class KernelChoice:
+    """The kernels of a spec by their plans, each built when a call first wants it.
+
+    One that cannot be had (`FLASHGEN_JIT=0` and it is neither in the cache nor in the release set; the cache cannot be
+    read) is said once, in a warning with the remedy, and the kernel in whose place it would run does. A tuned plan
+    whose text is another than was measured is none.
+
+    default: of the plan that holds where nothing else does. tuned: the plans that tuning found, or None where they are
+    not looked for. packing: the family's rule, or None where heads are not to be packed.
+    """
+
+    def __init__(
+        self,
+        spec: AttentionSpec,
+        default: BuiltForward,
+        engine: Engine,
+        tuned: TunedPlans | None,
+        packing: HeadPacking | None,
+    ) -> None:
+        self.default, self.tuned, self.packing = default, tuned, packing
+        self._spec, self._engine = spec, engine
+        self._built: Remembered[Plan, BuiltForward | None] = Remembered()
+        self._found: Remembered[tuple[Card, LengthClass], BuiltForward] = Remembered()
+
+    def forget(self) -> None:
+        """Look for tuned plans on disk again."""
+        self._found.forget()
+
+    def key(self, problem: Problem, device: int) -> tuple[Card, LengthClass]:
+        """What a tuned plan is of: the kind of GPU, and the class of a call's lengths."""
+        card = self._engine.card(device)
+        return card, LengthClass.of(workload_of(problem, card), lists=self.default.lister is not None)
+
+    def depends_on(self, problem: Problem) -> bool:
+        """Whether calls of these sizes may run another kernel than the default."""
+        return self.tuned is not None or (self.packing is not None and problem.heads_per_kv > 1)
+
+    def of(self, problem: Problem, device: int) -> BuiltForward:
+        """The kernel of calls of these sizes, which have scores, on a device."""
+        built = self.default
+        if self.tuned:
+            tuned, key = self.tuned, self.key(problem, device)
+            built = self._found.get_or_make(key, lambda: self._tuned(tuned, *key))
+        if self.packing is None or problem.heads_per_kv == 1:
+            return built
+        kernel, workload = built.kernel, workload_of(problem, self._engine.card(device))
+        plan = self.packing.chosen(kernel.plan, self._spec, kernel.target, workload)
+        if plan is None:
+            return built
+        return self._built.get_or_make(plan, lambda: self._packed(plan, built)) or built
+
+    def _tuned(self, tuned: TunedPlans, card: Card, lengths: LengthClass) -> BuiltForward:
+        """The kernel of the plan that tuning found, or the default one."""
+        name, found = self.default.kernel.name, None
+        try:
+            found = tuned.find(card, lengths)
+            if found is None or found.plan == self.default.kernel.plan:
+                return self.default
+            return self._built.get(found.plan) or self._of_tuned(found)
+        except BuildError as error:
+            what = f"the tuned plan {found.plan}" if found else "a tuned plan, if there is one,"
+            _warn(f"{what} of {name} is not used, the default one is: {error}")
+            return self.default
+
+    def _of_tuned(self, tuned: TunedPlan) -> BuiltForward:
+        target, plan = self.default.kernel.target, tuned.plan
+        try:
+            kernel = render_forward(self._spec, target, plan)
+        except UnsupportedError as error:
+            _log.info("a tuned plan of an older version: %s", error)
+            return self.default
+        if not tuned.describes(kernel):
+            _log.info("a tuned plan of an older version: %s is another kernel now", plan)
+            return self.default
+        prebuild = f"flashgen tune --target {target.name} {shlex.quote(self._spec.to_json())}"
+        made = self._built.get_or_make(plan, lambda: BuiltForward.of(self._spec, kernel, self._engine, prebuild))
+        return made or self.default
+
+    def _packed(self, plan: Plan, unpacked: BuiltForward) -> BuiltForward | None:
+        target, name = unpacked.kernel.target, unpacked.kernel.name
+        kernel = render_forward(self._spec, target, plan)
+        of_default = unpacked.kernel.plan == default_plan(self._spec, target)
+        command = f"{show_command(plan)} --what resources" if of_default else "flashgen tune"
+        prebuild = f"{command} --target {target.name} {shlex.quote(self._spec.to_json())}"
+        try:
+            return BuiltForward.of(self._spec, kernel, self._engine, prebuild)
+        except BuildError as error:
+            _warn(f"{kernel.name} would fill its tiles better and is not used, {name} is: {error}")
+            return None
+
+
+def _warn(message: str) -> None:
+    _log.warning("%s", message)
+    warnings.warn(message, FlashgenWarning, stacklevel=3)
+
+
+def workload_of(problem: Problem, card: Card) -> Workload:
+    """The sizes of a call, as plans are ranked for them."""
+    heads = problem.batch * problem.heads_q
+    return Workload(problem.len_q, problem.len_k, heads, card.multiprocessors, problem.heads_per_kv)

@@ -1,0 +1,73 @@
+"""Argument structs in which tensor maps stand for q, k, v and o."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from functools import partial
+from operator import itemgetter
+
+from flashgen.attention.marshal import ArgumentWriter, Value
+from flashgen.attention.problem import Problem
+from flashgen.codegen.arguments import ArgumentLayout
+from flashgen.codegen.rendered_kernel import RenderedKernel
+from flashgen.language.spec import AttentionSpec
+from flashgen.runtime.remembered import Remembered
+from flashgen.runtime.tensor_maps import MAP_BYTES, MapMaker, MapShape, emulated_map, map_shape
+
+_MOST_KEPT = 64  # sets of maps
+
+
+class TensorMapWriter(ArgumentWriter):
+    """Writes a struct whose first members are tensor maps of arrays."""
+
+    def __init__(
+        self,
+        layout: ArgumentLayout,
+        values: Mapping[str, Value],
+        shapes: Mapping[str, MapShape],
+        empty: Collection[str] = (),
+    ) -> None:
+        """`shapes`: of the maps by their arrays' names. empty: those of them that have no element, nor an address."""
+        super().__init__(layout, values)
+        self.shapes = shapes
+        self.offsets |= {name: layout.offset(f"{name}_map") for name in shapes}  # a map begins with the address
+        self.pointer_names = [*shapes, *self.pointer_names]
+        self._sources = itemgetter(*("o" if name in empty else name for name in shapes))
+        self._makers = [MapMaker(shape) for shape in shapes.values()]
+        self._maps: Remembered[tuple[int, ...], bytes] = Remembered(_MOST_KEPT)  # of the last sets of addresses
+
+    def write(self, pointers: Mapping[str, int], numbers: Mapping[str, int | float]) -> bytearray:
+        """The struct of one call on a GPU."""
+        buffer = super().write(pointers, numbers)
+        addresses = self._sources(pointers)
+        maps = self._maps.get(addresses)
+        if maps is None:
+            maps = self._maps.get_or_make(addresses, partial(self._made, addresses))
+        buffer[: len(maps)] = maps  # the struct begins with them
+        return buffer
+
+    def _made(self, addresses: tuple[int, ...]) -> bytes:
+        return b"".join([make(address) for make, address in zip(self._makers, addresses, strict=True)])
+
+    def write_emulated(self, numbers: Mapping[str, int | float]) -> bytearray:
+        """The struct of one call on the emulator, with maps as it has them."""
+        buffer = super().write({}, numbers)
+        for name, shape in self.shapes.items():
+            at = self.offsets[name]
+            buffer[at : at + MAP_BYTES] = emulated_map(shape)
+        return buffer
+
+
+def map_shapes(
+    spec: AttentionSpec, kernel: RenderedKernel, problem: Problem, strides: Mapping[str, tuple[int, int, int]]
+) -> dict[str, MapShape]:
+    """What the maps of a kernel's arrays are made of; ArgumentError where TMA cannot walk along a stride."""
+    packed, shapes = kernel.plan.packed_heads > 1, {}
+    for name, box in kernel.boxes.items():
+        columns = spec.value_dim if name in "vo" else spec.head_dim
+        rows, heads = (problem.len_q, problem.heads_q) if name in "qo" else (problem.len_k, problem.heads_kv)
+        batch, head, row = strides[name] if rows else (columns,) * 3  # of nothing, they may be any
+        sizes, steps = (columns, rows, heads, problem.batch), (row, head, batch)
+        called = "out" if name == "o" else name
+        shapes[name] = map_shape(called, spec.dtype, sizes, steps, box, packed and name in "qo")
+    return shapes

@@ -1,0 +1,55 @@
+"""What a family of kernels is to the rest: a record for each pass that it does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from flashgen.codegen.plan import Plan
+from flashgen.codegen.rendered_kernel import RenderedKernel
+from flashgen.codegen.targets import Target
+from flashgen.codegen.workload import Workload
+from flashgen.language.spec import AttentionSpec
+
+
+@dataclass(frozen=True)
+class HeadPacking:
+    """How the query heads that share a head of K and V become rows of one tile.
+
+    of: the plan with so many heads packed. chosen: that with as many as make a call of these sizes cheaper, or None.
+    """
+
+    of: Callable[[Any, int, AttentionSpec], Plan]
+    chosen: Callable[[Any, AttentionSpec, Target, Workload], Plan | None]
+
+
+@dataclass(frozen=True)
+class ForwardFamily:
+    """How a family does the forward pass.
+
+    Attributes:
+        plan: the class of its plans.
+        default_plan: what a spec gets on a target where nobody says another.
+        every_plan: those that tuning may choose from, whether or not they fit.
+        render: the kernel that attends; a plan that does not fit is an UnsupportedError.
+        packing: None where it packs no heads.
+    """
+
+    plan: type[Plan]
+    default_plan: Callable[[AttentionSpec, Target], Plan]
+    every_plan: Callable[[AttentionSpec, Target], Iterator[Plan]]
+    render: Callable[[AttentionSpec, Target, Any], RenderedKernel]
+    packing: HeadPacking | None = None
+
+
+@dataclass(frozen=True)
+class BackwardFamily:
+    """How a family does the backward pass.
+
+    plan: the class of the plan of its main kernel. render: its kernels, in the order of their launches, of a plan or of
+    the default one; the last argument says whether gradients are to be bitwise equal from run to run.
+    """
+
+    plan: type[Any]
+    render: Callable[[AttentionSpec, Target, Any, bool], tuple[RenderedKernel, ...]]

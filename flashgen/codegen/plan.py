@@ -1,0 +1,65 @@
+"""What every forward plan says of itself, whatever its family: how it is checked, ranked and shown."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Protocol
+
+from flashgen.codegen.targets import Target
+from flashgen.language.spec import AttentionSpec
+
+
+class Plan(Protocol):
+    """How a forward kernel divides its work: a frozen dataclass of each family, chosen by spec and target."""
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+
+    def __hash__(self) -> int: ...
+
+    @property
+    def tile_q(self) -> int:
+        """Queries of a tile."""
+
+    @property
+    def tile_k(self) -> int:
+        """Keys of a step."""
+
+    @property
+    def stages(self) -> int:
+        """Tiles of K, and of V, that shared memory holds at once."""
+
+    @property
+    def blocks(self) -> int:
+        """Thread blocks that should fit on a multiprocessor."""
+
+    @property
+    def packed_heads(self) -> int:
+        """Query heads that are rows of one tile."""
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block."""
+
+    @property
+    def register_budget(self) -> int:
+        """Registers that a thread which computes may have."""
+
+    def registers(self, spec: AttentionSpec) -> int:
+        """Registers of a thread that computes, by estimate."""
+
+    def matrix_cycles(self, spec: AttentionSpec) -> float:
+        """Cycles of a step's products on a multiprocessor."""
+
+    def exposed(self, blocks: int) -> float:
+        """The share of the shorter of products and softmax that the other does not hide, with so many blocks."""
+
+    def summary(self, spec: AttentionSpec) -> str:
+        """One line for the kernel's header."""
+
+    def shared_bytes(self, spec: AttentionSpec) -> int:
+        """Dynamic shared memory of a block."""
+
+    def problem(self, spec: AttentionSpec, target: Target) -> str | None:
+        """Why the plan contradicts itself, or does not fit the spec or the target; None where it does."""
+
+    def check(self, spec: AttentionSpec, target: Target) -> None:
+        """UnsupportedError where there is a problem."""

@@ -1,0 +1,107 @@
+"""Sizes of a call, as numbers or as names; what follows from them is one text for both.
+
+A grid such as `ceil_div(sizes.len_q, 128)` is a number where a call is launched, and the formula "ceil_div(len_q, 128)"
+where a release says how a kernel is launched.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+_PRODUCT, _ATOM = 1, 2  # how strongly a formula's outermost operation binds
+_RECIPROCAL_OF_ONE = 2**31
+
+
+@dataclass(frozen=True)
+class Formula:
+    """An integer of sizes that are not known yet, in C++."""
+
+    text: str
+    binds: int = _ATOM
+
+    def __mul__(self, other: Any) -> Formula:
+        return Formula(f"{_factor(self)} * {_factor(other, right=True)}", _PRODUCT)
+
+    def __rmul__(self, other: int) -> Formula:
+        return Formula(f"{other} * {_factor(self, right=True)}", _PRODUCT)
+
+    def __floordiv__(self, other: Any) -> Formula:
+        return Formula(f"{_factor(self)} / {_factor(other, right=True)}", _PRODUCT)
+
+    def __rfloordiv__(self, other: int) -> Formula:
+        return Formula(f"{other} / {_factor(self, right=True)}", _PRODUCT)
+
+    def __str__(self) -> str:
+        return self.text
+
+
+def _factor(value: Any, right: bool = False) -> str:
+    """A factor; one that is itself a product needs parentheses on the right, where division rounds."""
+    return f"({value})" if right and isinstance(value, Formula) and value.binds == _PRODUCT else str(value)
+
+
+def ceil_div(dividend: Any, divisor: Any) -> Any:
+    """dividend / divisor, rounded up."""
+    if isinstance(dividend, Formula) or isinstance(divisor, Formula):
+        return Formula(f"ceil_div({dividend}, {divisor})")
+    return -(-dividend // divisor)
+
+
+def least(first: Any, second: Any) -> Any:
+    """The smaller of two."""
+    known = not isinstance(first, Formula) and not isinstance(second, Formula)
+    return min(first, second) if known else Formula(f"min({first}, {second})")
+
+
+def most(first: Any, second: Any) -> Any:
+    """The larger of two."""
+    known = not isinstance(first, Formula) and not isinstance(second, Formula)
+    return max(first, second) if known else Formula(f"max({first}, {second})")
+
+
+def reciprocal(divisor: Any) -> Any:
+    """2^31 / divisor, rounded up: by which kernels divide a head's number."""
+    return ceil_div(_RECIPROCAL_OF_ONE, divisor)
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What a launch depends on beside the arrays.
+
+    batch: sequences. heads_q, heads_kv: of q; of k and v. len_q, len_k: queries and keys of a sequence.
+    multiprocessors: of the GPU. count: elements of the captured array that a kernel is for.
+    """
+
+    batch: Any
+    heads_q: Any
+    heads_kv: Any
+    len_q: Any
+    len_k: Any
+    multiprocessors: Any = field(default=1, kw_only=True)
+    count: Any = field(default=0, kw_only=True)
+
+    @property
+    def heads_per_kv(self) -> Any:
+        """Query heads that share a head of k and v."""
+        return max(self.heads_q // max(self.heads_kv, 1), 1)
+
+
+@dataclass(frozen=True)
+class _NamedSizes(Sizes):
+    @property
+    def heads_per_kv(self) -> Any:
+        return self.heads_q // self.heads_kv
+
+
+SIZE_NAMES = ("batch", "heads_q", "heads_kv", "len_q", "len_k")
+NAMED_SIZES: Sizes = _NamedSizes(
+    *map(Formula, SIZE_NAMES), multiprocessors=Formula("multiprocessors"), count=Formula("count")
+)
+"""The sizes of any call, by name."""
+
+
+def size_values(sizes: Sizes) -> dict[str, Any]:
+    """The members of kernels' structs that bear the names of sizes, or follow from them in every kernel alike."""
+    values = {name: getattr(sizes, name) for name in (*SIZE_NAMES, "count")}
+    return values | {"heads_per_kv": sizes.heads_per_kv, "kv_reciprocal": reciprocal(sizes.heads_per_kv)}

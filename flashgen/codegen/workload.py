@@ -1,0 +1,34 @@
+"""What plans are compared for: the sizes of a call on a card, and the steps that a mask leaves of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+
+from flashgen.analysis.closed_forms.tile_ranges import evaluate_range, key_range
+from flashgen.language.spec import AttentionSpec
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Lengths, query heads of all batches, and the multiprocessors that share them; query heads of each head of k."""
+
+    len_q: int
+    len_k: int
+    heads: int
+    multiprocessors: int
+    heads_per_kv: int = 1
+
+
+@lru_cache(maxsize=1024)
+def steps_of(spec: AttentionSpec, len_q: int, len_k: int, tile_q: int, tile_k: int) -> float:
+    """Tiles of keys that a tile of queries visits, on average: all where only a call knows the mask's captures."""
+    ranges = key_range(spec.mask.expression)
+    if ranges is None or ranges.captures or not len_q:
+        return -(-len_k // tile_k)
+    first = np.arange(0, len_q, tile_q)
+    last = np.minimum(first + tile_q, len_q) - 1
+    begin, end, _, _ = evaluate_range(ranges, first, last, len_q, len_k)
+    return float(np.where(end > begin, -(-end // tile_k) - begin // tile_k, 0).mean())
