@@ -8,7 +8,6 @@ from __future__ import annotations
 import ctypes
 import functools
 import logging
-import os
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -181,16 +180,3 @@ def _library_candidates() -> Iterator[Path]:
     for root in (*wheel_roots(), *cuda_roots()):
         for folder in ("lib", "lib64"):
             yield from sorted((root / folder).glob("libnvrtc.so.*"), reverse=True)
-
-
-def nvrtc_location() -> str | None:
-    """The path of the libnvrtc in use, where the system tells it, for `flashgen doctor`; None when unknown."""
-    version()
-    maps = Path("/proc/self/maps")
-    if not maps.exists():
-        return None
-    for line in maps.read_text().splitlines():
-        path = line.rpartition(" ")[2]
-        if os.path.basename(path).startswith("libnvrtc.so"):
-            return path
-    return None

@@ -77,16 +77,6 @@ class TileRange:
         """The scalar captures that the bounds read."""
         return ops.captures_of(self.begin, self.end, self.full_begin, self.full_end)
 
-    @property
-    def never_full(self) -> bool:
-        """Whether no tile has a FULL stretch, so that no code for one is needed."""
-        return at_most(self.full_end, self.full_begin)
-
-    @property
-    def always_full(self) -> bool:
-        """Whether [begin, end) is all FULL, so that no element needs its mask."""
-        return (self.begin, self.end) == (self.full_begin, self.full_end)
-
     def __str__(self) -> str:
         return ", ".join(f"{field.name} = {to_text(getattr(self, field.name))}" for field in fields(self))
 
