@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -44,9 +45,13 @@ def part_of(path: Path) -> str:
     return relative.parts[0] if len(relative.parts) > 1 else relative.stem
 
 
+def module_of(path: Path) -> str:
+    return ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts)
+
+
 def imported_modules(path: Path) -> Iterator[tuple[int, str]]:
     """(line, dotted name) of each import in a file, wherever it stands; `from a import b` gives a.b."""
-    module = ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts)
+    module = module_of(path)
     package = module.removesuffix(".__init__") if path.name == "__init__.py" else module.rpartition(".")[0]
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"), str(path))):
         if isinstance(node, ast.Import):
@@ -82,6 +87,23 @@ def test_the_layers_are_an_order() -> None:
         ready = {part for part in remaining if MAY_SEE[part] <= settled}
         assert ready, f"a circle among {sorted(remaining)}"
         settled |= ready
+
+
+# What one of a pair still imports of the other, for its types.
+MAY_MEET = {"flashgen.codegen.expressions.operation_text": {"flashgen.codegen.expressions.printer"}}
+
+
+def test_no_modules_import_each_other() -> None:
+    """Not even through others, inside of functions, or for types alone."""
+    paths = {module_of(path).removesuffix(".__init__"): path for path in PACKAGE.rglob("*.py")}
+    imports = {
+        module: {name if name in paths else name.rpartition(".")[0] for _, name in imported_modules(path)}
+        for module, path in paths.items()
+    }
+    try:
+        TopologicalSorter({module: imports[module] - MAY_MEET.get(module, set()) for module in paths}).prepare()
+    except CycleError as error:
+        pytest.fail(" imports ".join(reversed(error.args[1])))
 
 
 def run_python(program: str) -> str:
@@ -124,4 +146,4 @@ def test_import_costs_little_beyond_numpy_and_sympy() -> None:
     others = {name.split(".")[0] for name in modules} - sys.stdlib_module_names
     assert others == {"flashgen"}
     parts = {name.split(".")[1] for name in modules if name.startswith("flashgen.")}
-    assert parts == {"errors", "language"}
+    assert parts == {"errors", "language", "strict_json"}

@@ -8,7 +8,6 @@ from flashgen.bench.host import LIBRARIES, PARTS, PASSES, REST, HostRow, host_ca
 from flashgen.bench.measure import Row, environment, speed_rows
 from flashgen.bench.paper import PaperRow, paper_rows
 from flashgen.bench.peers import PEERS
-from flashgen.bench.plans import plan_rows
 from flashgen.bench.start import STARTS, start_rows
 from flashgen.bench.variants import chosen_variants
 
@@ -32,7 +31,6 @@ __all__ = [
     "host_rows",
     "installed_libraries",
     "paper_rows",
-    "plan_rows",
     "speed_rows",
     "start_rows",
     "summary",

@@ -11,8 +11,8 @@ from typing import Any
 import sympy
 
 from flashgen.bench.cases import Arrays, Timed
-from flashgen.bench.peers import differentiated, is_causal, say_refusal
 from flashgen.bench.timing import Run
+from flashgen.bench.torch_runs import differentiated, say_refusal
 from flashgen.language.masks import causal, sliding_window
 from flashgen.language.spec import AttentionSpec
 
@@ -51,7 +51,7 @@ def mask_options(spec: AttentionSpec, square: bool) -> dict[str, Any] | None:
     expression = spec.mask.expression
     if expression == sympy.true:
         return {}
-    if expression == causal().expression or (square and is_causal(spec, square)):
+    if expression == causal().expression or (square and expression == causal("top_left").expression):
         return {"causal": True}
     window = re.fullmatch(r"sliding_window\((\d+)(?:, (\d+))?\)", spec.mask.name)
     if window is None:

@@ -15,8 +15,9 @@ from typing import Any
 from flashgen.attention import Attention, compile
 from flashgen.bench.cases import Arrays, Case, Timed, inputs, products
 from flashgen.bench.ours import ours
-from flashgen.bench.peers import SDPA_BACKENDS, differentiated, sdpa
+from flashgen.bench.peers import SDPA_BACKENDS, sdpa
 from flashgen.bench.timing import Run, median_ms, peak_bytes
+from flashgen.bench.torch_runs import differentiated
 from flashgen.errors import LaunchError
 from flashgen.language.masks import causal
 from flashgen.language.spec import AttentionSpec

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import sympy
 
 from flashgen.bench.cases import Arrays, Timed
+from flashgen.bench.flash_attention4 import flash_attention4
 from flashgen.bench.timing import Run
 from flashgen.bench.torch_expressions import mask_function, score_function
+from flashgen.bench.torch_runs import differentiated
 from flashgen.language.masks import causal
 from flashgen.language.operations import BATCH, HEAD
 from flashgen.language.spec import AttentionSpec
-
-_REFUSALS = (RuntimeError, ValueError, AssertionError)  # of a peer that cannot do a case
 
 SDPA_BACKENDS = {"FA2": "FLASH_ATTENTION", "cuDNN": "CUDNN_ATTENTION"}
 PEERS = (*SDPA_BACKENDS, "Flex", "FA4")
@@ -25,8 +24,6 @@ PEERS = (*SDPA_BACKENDS, "Flex", "FA4")
 def peer(name: str, spec: AttentionSpec, timed: Timed, arrays: Arrays) -> Run | None:
     """A run of the peer of that name, one of PEERS, or None where it cannot do the spec or is missing."""
     if name == "FA4":
-        from flashgen.bench.flash_attention4 import flash_attention4
-
         return flash_attention4(spec, timed, arrays)
     if name != "Flex":
         return sdpa(spec, SDPA_BACKENDS[name], timed, arrays)
@@ -110,26 +107,6 @@ def flex(
     return Flex(run, make if time_mask else None) if run else None
 
 
-def differentiated(forward: Callable[..., Any], timed: Timed, arrays: Sequence[Any], d_out: Any) -> Run | None:
-    """What is timed of a torch function of these arrays, itself or its gradients by autograd; None where it fails.
-
-    "backward" goes through one graph again and again, made before anything is timed.
-    """
-    import torch
-
-    if timed == "forward":
-        return _runs(lambda: forward(*arrays))
-    leaves = [array.detach().requires_grad_() for array in arrays]
-    if timed == "both":
-        return _runs(lambda: torch.autograd.grad(forward(*leaves), leaves, d_out))
-    try:
-        out = forward(*leaves)
-    except _REFUSALS as error:
-        say_refusal(error)
-        return None
-    return _runs(lambda: torch.autograd.grad(out, leaves, d_out, retain_graph=True))
-
-
 def _block_mask(spec: AttentionSpec, q: Any, k: Any, captures: Mapping[str, Any], compiled: bool = True) -> Run | None:
     if spec.mask.expression == sympy.true:
         return None
@@ -141,18 +118,3 @@ def _block_mask(spec: AttentionSpec, q: Any, k: Any, captures: Mapping[str, Any]
     heads = q.shape[1] if spec.mask.expression.has(HEAD) else None
     make = torch.compile(create_block_mask) if compiled else create_block_mask
     return lambda: make(mask, batch, heads, q.shape[2], k.shape[2], device="cuda")
-
-
-def _runs(run: Run) -> Run | None:
-    """The run, if the peer can do it at all here."""
-    try:
-        run()
-    except _REFUSALS as error:
-        say_refusal(error)
-        return None
-    return run
-
-
-def say_refusal(error: Exception) -> None:
-    """Warn of why a peer is not measured, so that a figure that is missing can be told from one that cannot be."""
-    warnings.warn(f"a peer is not measured: {type(error).__name__}: {error}", stacklevel=3)

@@ -36,6 +36,7 @@ from flashgen.language.functions import (
 from flashgen.language.layouts import BlockLayout
 from flashgen.language.masks import block_sparse, causal, dilated_window, document, full, prefix_lm, sliding_window
 from flashgen.language.parse import parse_mask, parse_score
+from flashgen.language.protocols import answer_libraries
 from flashgen.language.scores import alibi, relative_bias, softcap
 from flashgen.language.spec import AttentionSpec
 from flashgen.language.variants import Mask, Score, trace_mask, trace_score
@@ -81,3 +82,5 @@ __all__ = [
     "trace_score",
     "where",
 ]
+
+answer_libraries()

@@ -11,7 +11,8 @@ from typing import Any
 
 from flashgen.errors import SpecError
 from flashgen.language import functions as f
-from flashgen.language.trace import Traced, lift, literal_float, negate
+from flashgen.language.dtypes import written_name
+from flashgen.language.trace import ANSWERS, Traced, lift, literal_float, negate
 
 _FLOATS = ("float", "float32", "float64", "double")
 _INTEGERS = ("int", "int32", "int64", "long")
@@ -97,8 +98,6 @@ def _full_like(x: Traced, fill_value: Any, **keywords: Any) -> Traced:
 
 def _to(x: Traced, *arguments: Any, dtype: Any = None, **_placement: Any) -> Traced:
     """x.to(dtype): float32, int32 or bool. Placement is ignored; narrower types, which round, are refused."""
-    from flashgen.language.dtypes import written_name
-
     for item in (*arguments, dtype):
         if isinstance(item, Traced):
             return _to(x, item.kind)
@@ -180,6 +179,11 @@ _METHODS: dict[str, Callable[..., Any]] = {
 _METHODS = {**FUNCTIONS, **_METHODS}
 # Attributes that helpers read before they make constants.
 _ATTRIBUTES: dict[str, Any] = {"ndim": 0, "shape": (), "device": None}
+
+
+def answer_libraries() -> None:
+    """Has traced values answer NumPy, torch and tensors' methods by the tables of this module."""
+    ANSWERS.update(method=method, numpy=call_numpy, torch=call_torch)
 
 
 def method(value: Traced, name: str) -> Any:

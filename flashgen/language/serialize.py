@@ -1,4 +1,4 @@
-"""Canonical JSON of expressions, masks, scores and specs, and back. The same text in every process and machine.
+"""Canonical JSON of expressions, masks, scores and specs' fields, and back. The same text in every process and machine.
 
 A node is a list, ["Add", a, b]; leaves are integers, {"float": "0x1.8p+1"}, true, false, the names of the symbols, and
 {"capture": "slopes", "dtype": "float32", "grad": false, "ndim": 1}. Loading checks everything: unknown operations,
@@ -8,6 +8,7 @@ arity, kinds, names and sizes raise SpecError.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from typing import Any
 
 import sympy
@@ -15,7 +16,7 @@ import sympy
 from flashgen.errors import SpecError
 from flashgen.language.captures import Scalar, Tensor
 from flashgen.language.operations import OPERATIONS, Capture, Operation
-from flashgen.language.spec import AttentionSpec
+from flashgen.language.parse import parse_mask, parse_score
 from flashgen.language.variants import Mask, Score
 from flashgen.language.well_formed import MAX_DEPTH, MAX_NODES, SYMBOLS, build, literal
 from flashgen.strict_json import parse_json
@@ -113,8 +114,6 @@ def variant_to_data(variant: Mask | Score) -> dict[str, Any]:
 def mask_from_data(data: Any) -> Mask:
     """A mask from its data, or from an expression of named masks."""
     if isinstance(data, str):
-        from flashgen.language.parse import parse_mask
-
         return parse_mask(data)
     return Mask(*_named(data, "mask"))
 
@@ -122,8 +121,6 @@ def mask_from_data(data: Any) -> Mask:
 def score_from_data(data: Any) -> Score:
     """A score from its data, or from an expression of named scores."""
     if isinstance(data, str):
-        from flashgen.language.parse import parse_score
-
         return parse_score(data)
     return Score(*_named(data, "score"))
 
@@ -134,16 +131,16 @@ def _named(data: Any, what: str) -> tuple[Any, sympy.Basic]:
     return data["name"], node_from_data(data["expression"])
 
 
-def spec_to_json(spec: AttentionSpec) -> str:
-    """The canonical JSON of a spec."""
-    data: dict[str, Any] = {name: getattr(spec, name) for name in _FIELDS}
-    data["mask"] = variant_to_data(spec.mask)
-    data["score"] = variant_to_data(spec.score) if spec.score else None
+def fields_to_json(fields: Mapping[str, Any]) -> str:
+    """The canonical JSON of a spec, from its fields by name."""
+    data = dict(fields)
+    data["mask"] = variant_to_data(data["mask"])
+    data["score"] = variant_to_data(data["score"]) if data["score"] else None
     return canonical({**data, "version": VERSION})
 
 
-def spec_from_json(text: str) -> AttentionSpec:
-    """The spec of a JSON text; see `AttentionSpec.from_json`."""
+def fields_from_json(text: str) -> dict[str, Any]:
+    """The arguments that make a JSON text's `AttentionSpec`; see its `from_json`."""
     data = _parsed(text)
     version = data.pop("version", VERSION)
     if version != VERSION or isinstance(version, bool):
@@ -159,7 +156,7 @@ def spec_from_json(text: str) -> AttentionSpec:
         data["score"] = score_from_data(data["score"])
     if not isinstance(data.get("dtype", ""), str):
         raise SpecError(f"spec JSON: dtype={data['dtype']!r} must be a text such as 'float16'")
-    return AttentionSpec(**data)
+    return data
 
 
 def _parsed(text: Any) -> dict[str, Any]:

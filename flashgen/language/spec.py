@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any
 
@@ -16,6 +16,7 @@ from flashgen.language import well_formed
 from flashgen.language.dtypes import ELEMENTS, dtype_name
 from flashgen.language.masks import full
 from flashgen.language.operations import Capture, captures_of
+from flashgen.language.serialize import fields_from_json, fields_to_json
 from flashgen.language.variants import Mask, MaskFunction, Score, ScoreFunction, as_mask, as_score
 
 LAYOUTS = ("bhsd", "bshd")
@@ -59,7 +60,7 @@ class AttentionSpec:
         score: Score | ScoreFunction | None = None,
         mask: Mask | MaskFunction | None = None,
     ) -> None:
-        fields = {
+        values = {
             "head_dim": _dimension(head_dim, "head_dim"),
             "dtype": dtype_name(dtype, ELEMENTS, "dtype"),
             "value_dim": _dimension(head_dim if value_dim is None else value_dim, "value_dim"),
@@ -69,7 +70,7 @@ class AttentionSpec:
             "score": None if score is None else as_score(score),
             "mask": full() if mask is None else as_mask(mask),
         }
-        for name, value in fields.items():
+        for name, value in values.items():
             object.__setattr__(self, name, value)
         self._check_captures()
 
@@ -105,9 +106,7 @@ class AttentionSpec:
 
     @cached_property
     def _json(self) -> str:
-        from flashgen.language.serialize import spec_to_json
-
-        return spec_to_json(self)
+        return fields_to_json({field.name: getattr(self, field.name) for field in fields(self)})
 
     def to_json(self) -> str:
         """Canonical JSON: sorted keys, no spaces; the same text in every process."""
@@ -118,9 +117,7 @@ class AttentionSpec:
         """The spec of `to_json`'s text, or of JSON written by hand: fields may be left out, and a mask or score may be
         an expression such as "causal() & sliding_window(1024)". SpecError for anything that is not a spec.
         """
-        from flashgen.language.serialize import spec_from_json
-
-        return spec_from_json(text)
+        return AttentionSpec(**fields_from_json(text))
 
     def __eq__(self, other: object) -> bool:
         return self._json == other._json if isinstance(other, AttentionSpec) else NotImplemented

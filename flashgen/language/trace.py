@@ -7,6 +7,7 @@ A `Traced` wraps a node (see `operations`). Python's operators on it build furth
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 import numpy as np
@@ -18,6 +19,8 @@ from flashgen.language.operations import Kind, Operation, kind_of
 from flashgen.language.well_formed import build, is_literal, literal
 
 MAX_POWER = 16
+ANSWERS: dict[str, Callable[..., Any]] = {}
+"""What traced values answer NumPy, torch and callers of tensors' methods; `protocols`, a layer above, fills it in."""
 
 
 class Traced:
@@ -202,25 +205,17 @@ class Traced:
     # What tensors can do, so that FlexAttention's functions run unchanged ---------------------------------------------
 
     def __getattr__(self, name: str) -> Any:
-        from flashgen.language.protocols import method
-
-        return method(self, name)
+        return ANSWERS["method"](self, name)
 
     def __array_ufunc__(self, ufunc: Any, how: str, *inputs: Any, **keywords: Any) -> Any:
-        from flashgen.language.protocols import call_numpy
-
-        return call_numpy(ufunc, how, inputs, keywords)
+        return ANSWERS["numpy"](ufunc, how, inputs, keywords)
 
     def __array_function__(self, function: Any, _types: Any, arguments: Any, keywords: Any) -> Any:
-        from flashgen.language.protocols import call_numpy
-
-        return call_numpy(function, "__call__", arguments, keywords)
+        return ANSWERS["numpy"](function, "__call__", arguments, keywords)
 
     @classmethod
     def __torch_function__(cls, function: Any, _types: Any, arguments: Any = (), keywords: Any = None) -> Any:
-        from flashgen.language.protocols import call_torch
-
-        return call_torch(function, arguments, keywords or {})
+        return ANSWERS["torch"](function, arguments, keywords or {})
 
 
 def lift(value: Any) -> sympy.Basic:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import functools
 import time
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,10 +13,9 @@ import numpy as np
 
 from flashgen.build.host import HostKernel
 from flashgen.errors import LaunchError
+from flashgen.runtime.findings import failure_text
+from flashgen.runtime.sanitized import Pointers, Size, launch_program
 from flashgen.runtime.schedule import Schedule
-
-Pointers = Sequence[tuple[int, np.ndarray[Any, Any]]]
-Size = tuple[int, int, int]
 
 _POINTER_BYTES = 8
 _DEFAULT = Schedule()
@@ -25,7 +23,7 @@ _DEFAULT = Schedule()
 
 @dataclass(frozen=True)
 class EmulatorReport:
-    """What a launch did: blocks run, switches between CUDA threads, collectives met in, copies issued, and how long."""
+    """What a launch did: blocks run, switches between CUDA threads, collectives, copies issued, and seconds taken."""
 
     blocks: int
     switches: int
@@ -54,8 +52,8 @@ def launch(
         block: threads along x, y and z.
         shared_bytes: dynamic shared memory of each block.
         arguments: the bytes of the kernel's argument struct.
-        pointers: (byte offset in the struct, array): the array's data address is put there. Any NumPy array with any
-            strides, the kernel's arguments say which; it may touch what lies between the array's first and last byte.
+        pointers: (byte offset in the struct, array): the address of the array's data is put there. The array may have
+            any strides, which the arguments name; the kernel may touch what lies between its first and last byte.
         schedule: the order of threads and copies.
 
     Raises:
@@ -67,8 +65,6 @@ def launch(
     if kernel.mode == "plain":
         counts = _launch_in_process(kernel, grid, block, shared_bytes, arguments, pointers, schedule)
     else:
-        from flashgen.runtime.sanitized import launch_program
-
         counts = launch_program(kernel, grid, block, shared_bytes, arguments, pointers, schedule)
     return EmulatorReport(*counts, seconds=time.perf_counter() - start)
 
@@ -112,7 +108,7 @@ class _Request(ctypes.Structure):
 
 @functools.cache
 def _entry_point(path: Path, runtime: Path) -> Any:
-    ctypes.CDLL(str(runtime))  # so that the kernel finds it by its name, wherever it stands
+    ctypes.CDLL(str(runtime))  # the kernel then finds it by name, wherever it stands
     function = ctypes.CDLL(str(path)).flashgen_emulator_launch
     function.argtypes = (ctypes.POINTER(_Request),)
     function.restype = ctypes.c_int
@@ -159,19 +155,3 @@ def _launch_in_process(
     if failed:
         raise LaunchError(failure_text(kernel, request.message.decode(errors="replace"), schedule))
     return request.blocks, request.switches, request.collectives, request.async_copies
-
-
-def failure_text(kernel: HostKernel, finding: str, schedule: Schedule) -> str:
-    """The message of a LaunchError: what was found, the source line it names, the schedule, and where the source is."""
-    first, *rest = finding.splitlines() or ["no reason given"]
-    lines = [f"{kernel.name}: {first}", *_quoted_line(kernel, first), *rest]
-    return "\n".join([*lines, f"  schedule: {schedule}; source: {kernel.source_path}"])
-
-
-def _quoted_line(kernel: HostKernel, finding: str) -> Iterator[str]:
-    from flashgen.runtime.findings import first_line_number
-
-    number = first_line_number(finding)
-    lines = kernel.source_path.read_text(encoding="utf-8").splitlines() if number else []
-    if number and number <= len(lines):
-        yield f"  {number} | {lines[number - 1]}"

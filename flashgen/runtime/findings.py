@@ -1,11 +1,12 @@
-"""What a sanitizer wrote, as a few lines that name the emitted source."""
+"""The message of a launch that failed on the emulator, from its own finding or from a sanitizer's report."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
 
-from flashgen.build.host import SOURCE
+from flashgen.build.host import SOURCE, HostKernel
+from flashgen.runtime.schedule import Schedule
 
 _PLACE = re.compile(rf"{re.escape(SOURCE)}:(\d+)")
 _KIND = re.compile(
@@ -18,9 +19,23 @@ _BY = re.compile(r" by (main thread|thread (T\d+))")
 _NAME = re.compile(r"\s*Thread (T\d+) '([^'(]+?) *(?:\(|')")  # the runtime names its threads in launch.cpp
 _FRAME = re.compile(r"\s*#\d+ ")
 _MEMORY = re.compile(r"\s*(?:0x)?[0-9a-f]+ (is located .*)|\s*Location (is .*)")
-# From here on a report tells how threads were made and what stands around an address.
+# After these lines a report tells how threads were made and what stands around an address.
 _REST = re.compile(r"\s*Thread T\d+ .*created|\s*Mutex |SUMMARY: |Shadow bytes around|\s*Shadow byte legend")
 _LONGEST = 40  # lines of a report in a message
+
+
+def failure_text(kernel: HostKernel, finding: str, schedule: Schedule) -> str:
+    """The message of a LaunchError: what was found, the source line it names, the schedule, and where the source is."""
+    first, *rest = finding.splitlines() or ["no reason given"]
+    lines = [f"{kernel.name}: {first}", *_quoted_line(kernel, first), *rest]
+    return "\n".join([*lines, f"  schedule: {schedule}; source: {kernel.source_path}"])
+
+
+def _quoted_line(kernel: HostKernel, finding: str) -> Iterator[str]:
+    number = first_line_number(finding)
+    lines = kernel.source_path.read_text(encoding="utf-8").splitlines() if number else []
+    if number and number <= len(lines):
+        yield f"  {number} | {lines[number - 1]}"
 
 
 def first_line_number(text: str) -> int | None:
@@ -69,7 +84,7 @@ def _parties(lines: Sequence[str], names: Mapping[str, str]) -> Iterator[str]:
 
 
 def _owner(lines: Sequence[str]) -> str:
-    """What a piece of memory is to the kernel, by the function of the emulator's runtime that allocated it."""
+    """What a piece of memory is to the kernel: the function of the emulator's runtime that allocated it tells."""
     text = "\n".join(lines)
     if "allocate_shared" in text:
         return "shared memory:"

@@ -20,24 +20,26 @@ import numpy as np
 
 from flashgen.build.host import HostKernel
 from flashgen.errors import LaunchError
-from flashgen.runtime.emulator import Pointers, Size, failure_text
-from flashgen.runtime.findings import summarise
+from flashgen.runtime.findings import failure_text, summarise
 from flashgen.runtime.schedule import Schedule
+
+Pointers = Sequence[tuple[int, np.ndarray[Any, Any]]]
+Size = tuple[int, int, int]
 
 _MAGIC = b"FGEMU001"
 _HEADER = struct.Struct("<8s 3I 3I I I I I I I Q")
 _BUFFER = struct.Struct("<QQ")
 _POINTER = struct.Struct("<IIQ")
 _RESULT = struct.Struct("<II4Q")
-_ALIGNMENT = 16  # of the program's allocations
+_ALIGNMENT = 16  # bytes; the program's allocations have it
 
-# The first finding ends the program. Leaks are the process's end; fake stacks do not go with fibers.
+# The first finding ends the program. Leaks end with the process, and fake stacks do not work with fibers.
 _OPTIONS = {
     "ASAN_OPTIONS": "detect_leaks=0:detect_stack_use_after_return=0:halt_on_error=1:color=never",
     "UBSAN_OPTIONS": "print_stacktrace=1:halt_on_error=1:color=never",
     "TSAN_OPTIONS": "halt_on_error=1:report_thread_leaks=0:history_size=4:atexit_sleep_ms=0:color=never",
 }
-_LONGEST_REPORT = 40  # lines of what is no sanitizer's
+_LONGEST_REPORT = 40  # lines of an output that no sanitizer wrote
 _ADDR_NO_RANDOMIZE = 0x0040000
 
 
@@ -155,9 +157,9 @@ def _run(kernel: HostKernel, request: Path, result: Path) -> subprocess.Complete
 def _fixed_addresses() -> Iterator[None]:
     """Programs started inside get no random address layout.
 
-    Sanitizers keep a shadow of fixed parts of the address space. Where the kernel places mappings at random over more
-    bits than they were made for (vm.mmap_rnd_bits above 28), they end before main, so the program cannot help itself as
-    `setarch -R` would; but it inherits this thread's personality. Where a container forbids that, it starts as it is.
+    Sanitizers keep a shadow of fixed parts of the address space. Where the operating system places mappings at random
+    over more bits than they expect (vm.mmap_rnd_bits above 28), they end before main, so a program cannot help itself.
+    It inherits this thread's personality, as under `setarch -R`. Where a container forbids that, it starts as it is.
     """
     try:
         personality = ctypes.CDLL(None).personality

@@ -1,0 +1,47 @@
+"""Runs of torch's functions, or of their gradients, for timing; a peer that refuses a case is warned of."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from flashgen.bench.cases import Timed
+from flashgen.bench.timing import Run
+
+_REFUSALS = (RuntimeError, ValueError, AssertionError)  # of a peer that cannot do a case
+
+
+def differentiated(forward: Callable[..., Any], timed: Timed, arrays: Sequence[Any], d_out: Any) -> Run | None:
+    """What is timed of a torch function of these arrays, itself or its gradients by autograd; None where it fails.
+
+    "backward" goes through one graph again and again, made before anything is timed.
+    """
+    import torch
+
+    if timed == "forward":
+        return _runs(lambda: forward(*arrays))
+    leaves = [array.detach().requires_grad_() for array in arrays]
+    if timed == "both":
+        return _runs(lambda: torch.autograd.grad(forward(*leaves), leaves, d_out))
+    try:
+        out = forward(*leaves)
+    except _REFUSALS as error:
+        say_refusal(error)
+        return None
+    return _runs(lambda: torch.autograd.grad(out, leaves, d_out, retain_graph=True))
+
+
+def _runs(run: Run) -> Run | None:
+    """The run, if the peer can do it at all here."""
+    try:
+        run()
+    except _REFUSALS as error:
+        say_refusal(error)
+        return None
+    return run
+
+
+def say_refusal(error: Exception) -> None:
+    """Warn of why a peer is not measured, so that a figure that is missing can be told from one that cannot be."""
+    warnings.warn(f"a peer is not measured: {type(error).__name__}: {error}", stacklevel=3)
