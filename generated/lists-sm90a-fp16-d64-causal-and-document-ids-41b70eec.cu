@@ -1,7 +1,7 @@
 // flashgen: key tiles of each query tile, fp16-d64-causal-and-document-ids-41b70eec
 //
 // mask     causal() & document('ids')
-// tiles    128 queries x 48 keys
+// tiles    128 queries x 128 keys
 //
 // Grid: (query tiles, 1, 1); a block makes one list. Each warp takes 8 key tiles at a time.
 // What the mask is over a whole tile is worked out from the ranges of its indices; where these leave it open, the warp
@@ -20,7 +20,7 @@ struct ListArguments {
 };
 
 constexpr int kTileQ = 128;
-constexpr int kTileK = 48;
+constexpr int kTileK = 128;
 constexpr int kWarps = 16;
 constexpr int kTilesPerWarp = 8;   // at a time
 constexpr int kStepsPerVote = 8;    // elements that a lane looks at before the warp asks whether it has seen enough
