@@ -14,5 +14,5 @@ from flashgen.build.resources import Resources
 
 __all__ = ["Artifacts", "Compiled", "Entry", "KernelCache", "Resources", "content_key", "default_cache", "kernel_key"]
 
-# A library is silent in the log until its user asks: warnings are said by the `warnings` module already.
+# A library logs nothing until its user asks for it; users are warned by the `warnings` module.
 logging.getLogger("flashgen").addHandler(logging.NullHandler())

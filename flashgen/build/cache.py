@@ -1,12 +1,12 @@
 """Compiled kernels on disk: found by what they were made from, built once, checked whenever they are used.
 
 FLASHGEN_CACHE_DIR      where entries stand; else `flashgen` in the platform's folder for caches
-FLASHGEN_CACHE_SHARED=1 trust that folder's owner and group, too (`flashgen.build.trust`)
+FLASHGEN_CACHE_SHARED=1 trust that folder's owner and group too (`flashgen.build.trust`)
 FLASHGEN_JIT=0          compile nothing: a kernel that is not there is an error that says which
 FLASHGEN_RELEASE        a folder of `flashgen release build`, looked up before anything else
 
-A folder that cannot be used (it is full, read-only, somebody else's) stops nobody: that is said once, and what is built
-is kept in this process's memory alone.
+A folder that cannot be used (it is full, read-only, somebody else's) stops nobody: the user is told once, and this
+process keeps what it builds in memory.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ Build = Callable[[], Mapping[str, bytes] | Artifacts]
 class Entry:
     """A compiled kernel.
 
-    `cubin` is the very bytes that were checked: what is loaded. `path` and `cubin_path` say where they stand, and are
-    None for a kernel that no cache folder took. `hit` says that nothing was compiled for it.
+    `cubin` holds the very bytes that were checked, and these are loaded. `path` and `cubin_path` say where they stand,
+    and are None for a kernel that no cache folder took. `hit` says that nothing was compiled for it.
     """
 
     path: Path | None
@@ -78,7 +78,7 @@ class KernelCache:
     """A folder of entries `<readable-name>.<16 hex>`. Any number of threads and processes may share one."""
 
     def __init__(self, root: Path | str, *, jit: bool = True, release: Path | str | None = None) -> None:
-        """Nothing is read or made yet.
+        """Reads and makes nothing yet.
 
         Args:
             root: the folder of the entries; made when the first one is written.
@@ -136,14 +136,14 @@ class KernelCache:
         return Entry(path, source, cubin_path, stored.files[CUBIN], Resources.from_dict(facts["resources"]), facts, hit)
 
     def get_or_build(self, name: str, key: str, build: Build) -> Path:
-        """The folder of the entry of any kind of binary, made by `build` when it is not there.
+        """The folder of an entry of any kind, which `build` makes when it is not there.
 
         Args:
             name: a readable name.
-            key: of `keys.content_key`: everything that the files are made from.
+            key: what `keys.content_key` makes of everything that the files are made from.
             build: makes the files, by plain name, or `Artifacts` of them; called once however many processes ask.
 
-        Where the cache folder cannot be used, it is a temporary folder of this process.
+        Where the cache folder cannot be used, the entry stands in a temporary folder of this process.
 
         Raises:
             BuildError: FLASHGEN_JIT=0 and the entry is not there, or there is no room for temporary files either.
@@ -163,7 +163,7 @@ class KernelCache:
     def find(self, name: str, key: str) -> StoredEntry | None:
         """The entry of that name and key, every byte checked; None where there is none.
 
-        A damaged entry is none either, and is said; so is a cache folder that cannot be used.
+        A damaged entry and a cache folder that cannot be used count as none, and the user is told.
         """
         try:
             return self._read(*self._place(name, key), remedy="it is not used")
@@ -181,14 +181,14 @@ class KernelCache:
         return self.root
 
     def list(self) -> tuple[Listed, ...]:
-        """The entries by name. Of their files nothing is checked. BuildError: the cache folder cannot be read."""
+        """The entries by name, their files not checked. BuildError: the cache folder cannot be read."""
         with accessible(self.root):
             return tuple(_listed(folder) for folder in sorted(self._entry_folders()))
 
     def clear(self) -> int:
         """Remove every entry, and what killed builders left; returns how many entries. Builders may run beside it.
 
-        What else stands in the folder stays, whatever it is called. BuildError: the cache folder cannot be written.
+        Everything else in the folder stays, whatever it is called. BuildError: the cache folder cannot be written.
         """
         with accessible(self.root):
             removed = sum(discard(folder, folder.name.rpartition(".")[2]) for folder in self._entry_folders())
@@ -201,7 +201,7 @@ class KernelCache:
     def _get_or_build(self, name: str, key: str, build: Build, refusal: str) -> tuple[StoredEntry | Artifacts, bool]:
         """(the entry, or what this process alone keeps of it, whether it was there already).
 
-        refusal: what to say where building is forbidden.
+        refusal: the error message where building is forbidden.
         """
         kept = MEMORY.find(self._place(name, key))
 
@@ -244,7 +244,7 @@ class KernelCache:
 
     @contextmanager
     def _locked(self, key: str) -> Iterator[None]:
-        """Holds the key's lock, over a tidy folder. An error of the body is the body's own, not the cache folder's."""
+        """Holds the key's lock, over a tidy folder. Errors that the body raises pass through as they are."""
         with ExitStack() as stack:
             with trusted(self.root):
                 make(self.root)
@@ -303,6 +303,6 @@ def _listed(folder: Path) -> Listed:
     name, _, key = folder.name.rpartition(".")
     try:
         size = sum(file.stat().st_size for file in folder.iterdir())
-    except FileNotFoundError:  # cleared at this moment
+    except FileNotFoundError:  # somebody cleared it meanwhile
         size = 0
     return Listed(name, key, folder, size)

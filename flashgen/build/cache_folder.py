@@ -1,4 +1,4 @@
-"""The folder of the kernel cache: where it is, whether it can be used, and saying so once where it cannot."""
+"""The folder of the kernel cache: where it is, whether it can be used, and the one warning where it cannot."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from flashgen.errors import BuildError, FlashgenWarning
 from flashgen.files import flush
 
 _log = logging.getLogger(__name__)
-_said: set[object] = set()  # by this process
+_said: set[object] = set()  # what this process has warned of
 
 
 class UnusableCache(BuildError):
-    """The cache folder cannot be used. Its text says why, and what to do; `kind` is the same for the same cause."""
+    """The cache folder cannot be used. The text says why, and what to do; `kind` is equal for equal causes."""
 
     def __init__(self, message: str, kind: object) -> None:
         super().__init__(message)
@@ -43,14 +43,14 @@ def default_root() -> Path:
 
 
 def make(root: Path) -> None:
-    """Make the folder, for its user alone: whoever shares one makes it so on purpose. Raises OSError."""
+    """Makes the folder readable by its user alone, as sharing must be on purpose. Raises OSError."""
     root.parent.mkdir(parents=True, exist_ok=True)
     root.mkdir(mode=0o700, exist_ok=True)
 
 
 @contextmanager
 def trusted(root: Path) -> Iterator[None]:
-    """UnusableCache where others may write to the folder, or the operating system refuses what the body does there."""
+    """Raises UnusableCache where others may write to the folder, or the operating system refuses the body."""
     with accessible(root):
         problem = why_not_trusted(root)
         if problem is not None:
@@ -60,7 +60,7 @@ def trusted(root: Path) -> Iterator[None]:
 
 @contextmanager
 def accessible(root: Path) -> Iterator[None]:
-    """UnusableCache where the operating system refuses what the body does in the folder."""
+    """Raises UnusableCache where the operating system refuses what the body does in the folder."""
     try:
         yield
     except OSError as error:
@@ -72,7 +72,7 @@ def accessible(root: Path) -> Iterator[None]:
 
 
 def why_unusable(root: Path) -> str | None:
-    """Why the folder cannot be used, and what to do; None where it can. Makes it, and tries a file in it."""
+    """Why the folder cannot be used, and what to do; None where it can. It is made, and a file is tried in it."""
     try:
         with trusted(root):
             make(root)
@@ -85,13 +85,13 @@ def why_unusable(root: Path) -> str | None:
 
 
 def say(message: str) -> None:
-    """Tell the user, by a warning and in the log, of something that was put right."""
+    """Warns the user of something that was put right, and logs it."""
     _log.warning("%s", message)
     warnings.warn(message, FlashgenWarning, stacklevel=5)
 
 
 def say_once(problem: UnusableCache, remedy: str) -> None:
-    """Tell the user of a cache that cannot be used, once in a process for each cause."""
+    """Warns the user of a cache that cannot be used, once in a process for each cause."""
     if problem.kind not in _said:
         _said.add(problem.kind)
         say(f"{problem}; {remedy}")

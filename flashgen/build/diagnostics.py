@@ -1,4 +1,4 @@
-"""Compiler errors beside the source lines they speak of."""
+"""Compiler errors, with the source lines that they name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A cache entry on disk: a folder of files, with their hashes in `meta.json`, that is whole or is not there.
+"""A cache entry on disk: a folder of files, with their hashes in `meta.json`, that is whole or absent.
 
 An entry is written in a staging folder beside its place, flushed to the disk, and renamed into place. A process that
 dies at any moment leaves the old entry, no entry or the new entry, and perhaps a staging folder that the next builder
@@ -52,15 +52,15 @@ class StoredEntry:
 
 
 class DamagedEntry(Exception):
-    """An entry that is there and is not what was written. Its text says what is wrong."""
+    """An entry differs from what was written. The text says how."""
 
 
 def read_entry(folder: Path, key: str) -> StoredEntry | None:
     """The entry, every byte checked against `meta.json`; None when there is none.
 
     Raises:
-        DamagedEntry: a file is missing, cut, altered or no file, somebody may write to the entry who may not write to
-            the cache folder, or it is another key's.
+        DamagedEntry: a file is missing, cut, altered or no file, the entry is another key's, or somebody may write to
+            it who may not write to the cache folder.
         PermissionError: it may not be read.
     """
     while True:
@@ -70,13 +70,13 @@ def read_entry(folder: Path, key: str) -> StoredEntry | None:
         try:
             return _read_checked(folder, key)
         except FileNotFoundError as error:
-            # Gone between two reads: somebody cleared or replaced it, and it is looked up again.
+            # Somebody cleared or replaced it between two reads: it is looked up again.
             if _identity(folder) == before:
                 raise DamagedEntry(f"{Path(str(error.filename)).name} is missing") from error
 
 
 def write_entry(folder: Path, key: str, artifacts: Artifacts) -> StoredEntry:
-    """Put an entry into its place, which a damaged one may hold. The caller holds the key's lock."""
+    """Puts an entry into its place, over a damaged one if need be. The caller holds the key's lock."""
     files = dict(sorted(artifacts.files.items()))
     for name in files:
         if name == META or not is_plain_name(name):
@@ -84,7 +84,7 @@ def write_entry(folder: Path, key: str, artifacts: Artifacts) -> StoredEntry:
     described = {name: describe(data) for name, data in files.items()}
     meta = _sealed({**artifacts.facts, "format": KEY_FORMAT, "key": key, "files": described})
     staging = _sibling(folder, _STAGING, key)
-    allowed = folder.parent.stat().st_mode & 0o077 | 0o700  # to those who may read and write the cache, and no others
+    allowed = folder.parent.stat().st_mode & 0o077 | 0o700  # whoever may use the cache may use the entry
     staging.mkdir(allowed)
     try:
         for name, data in {**files, META: canonical_json(meta)}.items():
@@ -100,7 +100,7 @@ def write_entry(folder: Path, key: str, artifacts: Artifacts) -> StoredEntry:
 
 
 def discard(folder: Path, key: str) -> bool:
-    """Remove an entry at once for everybody (a rename), then its files. Returns whether there was one."""
+    """Renames an entry, so that it is gone for everybody at once, then removes it. Returns whether there was one."""
     trash = _sibling(folder, _TRASH, key)
     try:
         folder.rename(trash)
@@ -111,7 +111,7 @@ def discard(folder: Path, key: str) -> bool:
 
 
 def remove_leftovers(root: Path, short_key: str) -> None:
-    """Remove what dead builders of a key left behind. The caller holds the key's lock, so none of them lives."""
+    """Removes what dead builders of a key left behind. The caller holds the key's lock, so no builder lives."""
     for path in _leftovers(root):
         if _short_key(path) == short_key and not path.name.startswith(_LOCK):
             _remove(path)
@@ -123,12 +123,12 @@ def lock_path(root: Path, key: str) -> Path:
 
 
 def leftover_keys(root: Path) -> set[str]:
-    """The short keys of the staging folders, trash folders and lock files in a cache, of the living and of the dead."""
+    """The short keys of the staging folders, trash folders and lock files in a cache, of living owners too."""
     return {_short_key(path) for path in _leftovers(root)}
 
 
 def is_entry(folder: Path) -> bool:
-    """Whether a folder is an entry, perhaps a damaged one: named as entries are, with a `meta.json` of its own key."""
+    """Whether a folder is an entry, perhaps damaged: it is named as one, and its `meta.json` has the same key."""
     name = _ENTRY.fullmatch(folder.name)
     if name is None or folder.is_symlink() or not folder.is_dir():
         return False
@@ -142,7 +142,7 @@ def is_entry(folder: Path) -> bool:
 
 
 def describe(data: bytes) -> dict[str, Any]:
-    """The hash and the size by which a file is checked."""
+    """A file's hash and size, which later checks compare."""
     return {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
 
 
@@ -183,7 +183,7 @@ def _parse_meta(data: bytes, key: str) -> dict[str, Any]:
 
 
 def _sealed(meta: Mapping[str, Any]) -> dict[str, Any]:
-    """The facts with a hash of themselves, so that `meta.json` is checked like every other file."""
+    """The facts and their hash, so that `meta.json` is checked like every other file."""
     rest = json.loads(canonical_json({name: value for name, value in meta.items() if name != _SEAL}))
     return {**rest, _SEAL: hashlib.sha256(canonical_json(rest)).hexdigest()}
 
@@ -217,7 +217,7 @@ def _sibling(folder: Path, prefix: str, key: str) -> Path:
 
 
 def _leftovers(root: Path) -> Iterator[Path]:
-    """What builders make beside entries: folders of their names, and their lock files, which are empty."""
+    """What builders make beside entries: folders with reserved names, and lock files, which are empty."""
     for path in root.iterdir() if root.is_dir() else ():
         if _LEFTOVER.fullmatch(path.name) or (_LOCK_FILE.fullmatch(path.name) and _is_empty_file(path)):
             yield path
@@ -226,7 +226,7 @@ def _leftovers(root: Path) -> Iterator[Path]:
 def _is_empty_file(path: Path) -> bool:
     try:
         status = path.lstat()
-    except FileNotFoundError:  # its builder is done
+    except FileNotFoundError:  # its builder has finished
         return False
     return stat.S_ISREG(status.st_mode) and status.st_size == 0
 

@@ -1,4 +1,4 @@
-"""Emitted source to a program for the CPU: the emulator's half of `build`.
+"""Compiles emitted source for the CPU: the emulator's half of `build`.
 
 A kernel becomes a small compile unit (`templates/emulator/unit.cpp.jinja`) with the emulator's header force-included.
 The heavy runtime is compiled once per mode into an entry of its own, which also holds the headers; kernels find it by a
@@ -44,7 +44,7 @@ _KERNEL = (*_COMMON, "-w", "-fno-exceptions", "-fno-rtti", "-fno-math-errno", "-
 _RUNTIME_OPTIONS = (*_COMMON, "-O3", "-fno-semantic-interposition", "-pthread")
 _LIBRARY = ("-shared",)
 
-# A launch is mostly the runtime's work, so that what optimising a kernel saves it hardly pays for the compiler's time:
+# Most of a launch is the runtime's work, so optimising the kernel hardly pays for the compiler's time:
 # -Og takes 60% of that of -O1, and its kernels as long; under sanitizers -O0 takes 45%.
 _KERNEL_MODE: Mapping[Mode, tuple[str, ...]] = {
     "plain": ("-Og", *_LIBRARY),
@@ -69,11 +69,11 @@ class HostKernel:
         mode: "plain", "address" (AddressSanitizer and UBSan) or "thread" (ThreadSanitizer).
         name: the kernel's name in the source.
         source_path: the emitted source beside it, which findings name as `kernel.cu`.
-        runtime: the emulator's own library, which it needs. It says itself where that stands in a cache; who loads it
-            says so, too, as one of them may stand in a temporary folder.
+        runtime: the emulator's own library, which it needs. It holds that library's place in a cache; whoever loads it
+            gives the place too, as one of the two may stand in a temporary folder.
 
-    A loader takes files, not bytes, so what is run is what stands at these paths: that nobody else writes there is for
-    `flashgen.build.trust` to see to.
+    A loader takes files, not bytes, so whatever stands at these paths is run: `flashgen.build.trust` checks that nobody
+    else may write there.
     """
 
     path: Path
@@ -85,7 +85,7 @@ class HostKernel:
 
 @dataclass(frozen=True)
 class Compiler:
-    """A C++ compiler: how it is called, and what it says of itself (its version and target machine)."""
+    """A C++ compiler: its command, its version and its target machine."""
 
     command: tuple[str, ...]
     identity: str
@@ -97,7 +97,7 @@ def compile_host(source: str, kernel_name: str, sanitize: Literal["address", "th
     Args:
         source: the emitted CUDA text; its kernel takes exactly one struct by value.
         kernel_name: the `extern "C" __global__` function in it.
-        sanitize: None for a library that runs in this process; "address" or "thread" for a program that checks itself.
+        sanitize: None for a library that runs in this process, "address" or "thread" for a program that checks itself.
 
     Raises:
         BuildError: there is no C++ compiler, or it refused the source; the message holds its first complaints.
@@ -223,7 +223,7 @@ def _build_kernel(
 
 @contextmanager
 def _workshop() -> Iterator[Path]:
-    """A temporary folder to compile in. BuildError where there is no room for one."""
+    """A temporary folder for a compilation. BuildError where there is no room."""
     try:
         with tempfile.TemporaryDirectory(prefix="flashgen-build-") as folder:
             yield Path(folder)
@@ -281,7 +281,7 @@ def _environment() -> Any:
 
 
 def _render_primitives() -> str:
-    """The host meaning of every primitive: the `host` macros of templates/device, for each element type they have."""
+    """Every primitive as C++ for the host: the `host` macros of templates/device, for each of their element types."""
     texts = ["// Generated from the host() macros of templates/device.", "#pragma once"]
     for path in sorted((template_root() / "device").glob("*.cuh.jinja")):
         module = _environment().get_template(f"device/{path.name}").make_module({"target": None})

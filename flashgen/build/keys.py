@@ -1,4 +1,4 @@
-"""What names a binary: a hash of everything it was made from, and of nothing else.
+"""Names of binaries: a hash of everything that one was made from, and of nothing else.
 
 No time, no PATH, no absolute path and no run-time object goes into a key, so that two machines agree on it.
 """
@@ -39,7 +39,7 @@ def kernel_key(source: str, architecture: str, options: Iterable[str], nvrtc_ver
 
 
 def portable_options(options: Iterable[str]) -> tuple[str, ...]:
-    """The options without those that hold an absolute path: where a file stands does not change what is compiled."""
+    """The options that hold no absolute path: where a file stands does not change what is compiled."""
     return tuple(option for option in options if not _ABSOLUTE_PATH.search(option))
 
 

@@ -18,7 +18,7 @@ _held: set[int] = set()  # descriptors of locks that this process holds
 
 @contextmanager
 def exclusive(path: Path, *, wait: bool = True) -> Iterator[bool]:
-    """Hold the lock file `path`; gives whether it is held, which is False only with `wait=False`.
+    """Holds the lock file `path`. Gives whether it is held, which is False only with `wait=False`.
 
     The lock is the system's own (`flock`), so a killed owner never leaves it behind, and threads exclude each other
     as processes do. The file is removed on release: whoever waited for a removed file notices and starts over.
@@ -44,7 +44,7 @@ def exclusive(path: Path, *, wait: bool = True) -> Iterator[bool]:
 
 
 def _acquire(path: Path, wait: bool) -> int | None:
-    """A descriptor of the locked file that `path` names at this moment, or None when it is taken and we do not wait."""
+    """A descriptor of the locked file that `path` names now, or None when it is taken and we do not wait."""
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         try:

@@ -1,4 +1,4 @@
-"""Entries that no cache folder took: kept by this process alone, each built once however many threads ask."""
+"""Entries that no cache folder took. This process keeps them, and builds each once however many threads ask."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class ProcessMemory:
         self._folder: Path | None = None
 
     def find(self, place: Place) -> Artifacts | None:
-        """The entry's files and facts where they are kept here already."""
+        """The entry's files and facts, or None where they are not kept here."""
         future = self._entries.get(place)
         return future.result() if future and future.done() and not future.exception() else None
 
@@ -65,7 +65,7 @@ class ProcessMemory:
         return written
 
     def in_child(self) -> None:
-        """After a fork: what the parent's other threads were building is built anew, and the folder is the parent's."""
+        """Runs after a fork: what the parent was building is built anew, and the folder stays the parent's."""
         self._lock, self._folder = threading.Lock(), None
         self._entries = {place: future for place, future in self._entries.items() if future.done()}
 

@@ -1,4 +1,4 @@
-"""CUDA C++ to a cubin or to PTX, by NVRTC. Needs no GPU and no driver: the architecture is always given.
+"""Compiles CUDA C++ to a cubin or to PTX, by NVRTC. Needs no GPU and no driver: the architecture is always given.
 
 CuPy's `RawModule(code=...)` is not used: it picks an architecture by itself and asks the driver for it.
 """
@@ -75,11 +75,11 @@ def compile_ptx(source: str, architecture: str, name: str) -> str:
 
 
 def options(architecture: str, of_version: tuple[int, int] | None = None) -> tuple[str, ...]:
-    """The options that `compile` passes: they are part of a kernel's key. No fast-math: the source says where it is.
+    """The options that `compile` passes, which are part of a kernel's key. Fast math is left to the source.
 
-    of_version: that of the NVRTC that compiles; None is the one here.
+    of_version: the version of the NVRTC that compiles; None is the one here.
 
-    NVRTC's own cache, which it has where there is a driver, is left out: what comes from there comes without a report.
+    NVRTC's own cache, which it has where there is a driver, is turned off, as what comes from it has no report.
     """
     own_cache = (_NO_CACHE,) if (of_version or version()) >= _CACHES_SINCE else ()
     return (*_BASE_OPTIONS, f"--gpu-architecture={architecture}", _VERBOSE, *own_cache)
@@ -170,13 +170,13 @@ def _load() -> tuple[Any, tuple[int, int]]:
 def _version_or_error(nvrtc: Any) -> tuple[int, int] | Exception:
     try:
         major, minor = nvrtc.getVersion()
-    except Exception as error:  # for a missing library, CuPy's versions raise RuntimeError, ImportError or NVRTCError
+    except Exception as error:  # CuPy's versions raise RuntimeError, ImportError or NVRTCError for a missing library
         return error
     return int(major), int(minor)
 
 
 def _library_candidates() -> Iterator[Path]:
-    """Where a libnvrtc may stand that CuPy did not find: other wheels' folders, CUDA_PATH, CUDA_HOME, /usr/local."""
+    """Places of a libnvrtc that CuPy did not find: other wheels' folders, CUDA_PATH, CUDA_HOME, /usr/local."""
     for root in (*wheel_roots(), *cuda_roots()):
         for folder in ("lib", "lib64"):
             yield from sorted((root / folder).glob("libnvrtc.so.*"), reverse=True)

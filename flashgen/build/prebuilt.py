@@ -2,8 +2,10 @@
 
     manifest.json         what each kernel is and how it is launched, its key, and the hash of each of its files
     <name>.cu             the emitted source
-    <name>.cubin          the machine code; absent from a release of sources alone, as is
+    <name>.cubin          the machine code
     <name>.h              its launch for C++: entry point, threads, grid, the struct of its arguments
+
+A release of sources alone has neither of the last two.
 
 Its keys are computed with the NVRTC version that the manifest records, so a machine without NVRTC can use it.
 """
@@ -24,7 +26,7 @@ from flashgen.files import is_plain_name, read_file
 from flashgen.strict_json import parse_json
 
 MANIFEST = "manifest.json"
-MANIFEST_FORMAT = 2  # 2 says of each kernel how it is launched; 1 is read as well
+MANIFEST_FORMAT = 2  # 2 says how each kernel is launched; 1 is still read
 _READ_FORMATS = (1, MANIFEST_FORMAT)
 
 
@@ -39,7 +41,7 @@ class PrebuiltKernel:
 
 @dataclass(frozen=True)
 class PrebuiltFolder:
-    """A folder of prebuilt kernels with its manifest's content. Open one with `PrebuiltFolder.open`."""
+    """A folder of prebuilt kernels and its manifest's content. `PrebuiltFolder.open` reads one."""
 
     root: Path
     manifest: Mapping[str, Any]
@@ -107,7 +109,7 @@ class PrebuiltFolder:
 
 
 def _flaw(manifest: Mapping[str, Any]) -> str | None:
-    """What is wrong with a manifest that somebody else may have written; None where it can be relied on."""
+    """What is wrong with a manifest, which anybody may have written; None where nothing is."""
     version = manifest.get("nvrtc_version")
     if version is not None and not (isinstance(version, list) and [type(part) for part in version] == [int, int]):
         return f"nvrtc_version={version!r} is no version"

@@ -43,7 +43,7 @@ class Resources:
 def parse_resources(log: str) -> dict[str, Resources]:
     """The resources of each `__global__` function that a log of `ptxas -v` reports, by its name.
 
-    A called function that was not inlined has a stack frame and spills of its own: they count for the entry above it.
+    A function that was not inlined has a stack frame and spills of its own, which count for the kernel above it.
     """
     found: dict[str, Resources] = {}
     for name, report in _reports(log):
@@ -62,7 +62,7 @@ def parse_resources(log: str) -> dict[str, Resources]:
 
 
 def combined(resources: Mapping[str, Resources]) -> Resources:
-    """The most that any one kernel of a source uses, field by field: the one figure for a source of several kernels."""
+    """The most that any kernel of a source uses, field by field."""
     if not resources:
         return Resources(registers=0)
     fields = [kernel.to_dict() for kernel in resources.values()]

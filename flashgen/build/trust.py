@@ -1,8 +1,8 @@
-"""Whose kernels are run: a cache folder that others can write to holds programs of theirs.
+"""Whose kernels are run: a cache folder that others can write to may hold programs of theirs.
 
-As ssh does with its files: a cache folder is used where it belongs to this user or to root and nobody else may write to
-it. FLASHGEN_CACHE_SHARED=1 says that its owner and its group are trusted, too, which a folder that a team shares needs.
-One that everybody may write to is never used. The folders above it are its user's own affair.
+A cache folder is used, as ssh uses its files, where it belongs to this user or to root and nobody else may write to it.
+FLASHGEN_CACHE_SHARED=1 trusts its owner and its group too, which a folder that a team shares needs. A folder that
+everybody may write to is never used. The folders above it are the user's to guard.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ ROOT_USER = 0
 
 
 def why_not_trusted(folder: Path) -> str | None:
-    """Who else may put programs into a cache folder, and what to do; None where nobody may, or it is not there.
+    """Who else may put programs into a cache folder, and what to do; None where nobody may, or there is no folder.
 
     Raises:
         OSError: the folder cannot be looked at.

@@ -1,4 +1,4 @@
-"""Kernels built beforehand: a release manifest -> a folder of sources, cubins and `manifest.json`; and its check.
+"""Kernels built beforehand: makes a folder of sources, cubins and `manifest.json` from a request, and checks it.
 
 `build` needs NVRTC and no GPU, or nothing at all with `sources_only`. A folder that it wrote is used by naming it in
 FLASHGEN_RELEASE: kernels are then looked up there first, on machines without NVRTC too. Programs that are not Python

@@ -1,4 +1,4 @@
-"""Is a release folder what was built, and is it what this version of flashgen would build?"""
+"""Checks whether a release folder is what was built, and what this version of flashgen would build."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Finding:
 
 
 def check(folder: Path | str) -> list[Finding]:
-    """Verify a release folder: every file there, unaltered and nothing beside them. An empty list is a good folder.
+    """Findings where a file is missing or altered, or something else stands in the folder; none for a good one.
 
     Raises BuildError where there is no such folder.
     """
@@ -43,7 +43,7 @@ def check(folder: Path | str) -> list[Finding]:
 
 
 def stale(manifest_path: Path | str, folder: Path | str) -> list[Finding]:
-    """Which sources of a folder differ from what a release manifest and this version of flashgen give.
+    """Which sources of a folder differ from those that this version of flashgen makes of a release manifest.
 
     Cubins are not compared: they depend on the compiler. Raises what `build` raises for a manifest that is wrong.
     """

@@ -1,4 +1,4 @@
-"""Requests -> a folder of sources, cubins, headers and `manifest.json`: the same bytes for a request anywhere."""
+"""Builds a folder of sources, cubins, headers and `manifest.json`: the same bytes for a request anywhere."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Progress = Callable[[int, int, str], None]
 
 @dataclass(frozen=True)
 class EmittedKernel:
-    """A kernel of a release before it is compiled, with the request that it answers and what is known of its launch."""
+    """A kernel of a release before it is compiled, the request that it answers, and the facts of its launch."""
 
     request: Request
     rendered: RenderedKernel
@@ -111,7 +111,7 @@ def _without_cubins(emitted: Sequence[EmittedKernel], progress: Progress | None)
 
 
 def _compiled(emitted: Sequence[EmittedKernel], progress: Progress | None) -> list[Entry | None]:
-    """Compiled into the ordinary cache, so that a build that was broken off goes on where it stopped."""
+    """The kernels, compiled into the ordinary cache, so that a broken build goes on where it stopped."""
     cache = KernelCache(default_root())
     nvrtc.version()  # loaded once, before threads ask for it
 
@@ -164,9 +164,9 @@ def _file(name: str, data: bytes, files: dict[str, bytes]) -> dict[str, Any]:
 
 
 def manifest_text(manifest: Mapping[str, Any]) -> str:
-    """Canonical JSON in which every fact of a kernel stands on a line of its own, for people and for diffs.
+    """Canonical JSON with a line for every fact of a kernel, for people and for diffs.
 
-    Of a list of objects, such as the members of an argument struct, each does.
+    Objects in a list, such as the members of an argument struct, have a line each.
     """
 
     def compact(value: Any) -> str:

@@ -1,4 +1,4 @@
-"""How a kernel of a release is launched: its grid and its arguments, for programs that do it by CUDA's driver API.
+"""How a kernel of a release is launched: its grid and its arguments, for programs that use CUDA's driver API.
 
 Numbers that follow from the sizes of a call are formulas of them, in C++: of integers, `* /`, `min`, `max`, and
 `ceil_div(a, b)`, which is a / b rounded up. They are what calls launch by, with names in place of numbers.
@@ -26,7 +26,7 @@ FORMULAS = (
 
 
 def launch_facts(kernels: Mapping[str, RenderedKernel], spec: AttentionSpec) -> dict[str, dict[str, Any]]:
-    """What a manifest says of the launches of a pass, beside threads and shared memory, by part; as JSON has it.
+    """What a manifest says about the launches of a pass, by part, as JSON; threads and shared memory stand elsewhere.
 
     kernels: all of the pass, as `flashgen.codegen.stages.kernels_of` gives them.
     """
@@ -71,7 +71,7 @@ def _arguments(
 
 
 def _meanings(spec: AttentionSpec) -> dict[str, str]:
-    """What members are, but for those whose declaration has a comment that says it."""
+    """What members are, unless a comment at their declaration says it."""
     head, value = spec.head_dim, spec.value_dim
     rows = {"q": "queries", "k": "keys", "v": "values", "o": "output"}
     rows |= {f"d{name}": f"gradient of {name}" for name in "qkv"} | {"d_o": "gradient of the output"}

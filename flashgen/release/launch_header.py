@@ -1,4 +1,4 @@
-"""A kernel's part of a release manifest -> a C++ header with all that a program needs to launch its cubin."""
+"""Makes a C++ header of a kernel's part of a release manifest: all that a program needs to launch its cubin."""
 
 from __future__ import annotations
 

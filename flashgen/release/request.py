@@ -1,4 +1,4 @@
-"""A release manifest as a person writes it (TOML or JSON) -> the specs and targets that it asks for.
+"""Reads a release manifest as a person writes it (TOML or JSON): the specs and targets that it asks for.
 
     [[kernels]]                                   # any number of groups; each is the product of its lists
     mask = ["causal()", "causal() & sliding_window(1024)"]
@@ -11,9 +11,9 @@
     spec = '{...}'                                # a spec's own JSON, in place of all that describes one
     target = "sm_80"
     passes = ["forward", "backward"]              # all of these; "forward" where nothing is said
-    deterministic = [false, true]                 # of the backward: which kernels; false where nothing is said
+    deterministic = [false, true]                 # which kernels of the backward; false where nothing is said
 
-Every value may be one or a list. Beside these: `value_dim`, `scale`, `layout`, `dropout`, as `AttentionSpec` has them.
+Every value may be one or a list. `value_dim`, `scale`, `layout` and `dropout` may be given too, as for `AttentionSpec`.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _KEYS = ("spec", "target", "passes", "deterministic", *_ARGUMENTS)
 
 @dataclass(frozen=True)
 class Request:
-    """A spec to be built for a target: the kernels of these passes, the backward's deterministic or not."""
+    """A spec to be built for a target: the kernels of these passes, and whether the backward is deterministic."""
 
     spec: AttentionSpec
     target: Target

@@ -1,4 +1,4 @@
-"""Putting a release into its folder: all of it, or nothing; and removing of an earlier one only what it made."""
+"""Puts a release into its folder, all of it or nothing, and removes of an earlier one only what that one made."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from flashgen.build.prebuilt import MANIFEST, PrebuiltFolder
 from flashgen.errors import BuildError, FlashgenWarning
 from flashgen.files import flush_folder, read_file, write_new
 
-SUFFIXES = (".cu", ".cubin", ".h")  # of what a release writes beside its manifest
+SUFFIXES = (".cu", ".cubin", ".h")  # of the files that a release writes beside its manifest
 _STAGING = re.compile(r"\.staging-[0-9a-f]{12}")
 
 Files = Mapping[str, Mapping[str, Any]]
@@ -54,11 +54,11 @@ def earlier_files(out: Path) -> Files:
 
 
 def write_folder(out: Path, files: Mapping[str, bytes], manifest: bytes, earlier: Files) -> None:
-    """Bring a folder up to date. A reader never sees half a file, and finds the manifest when all files are there.
+    """Brings a folder up to date. A reader never sees half a file, and finds the manifest when all files are there.
 
-    Everything is on the disk, in a folder of its own, before anything is put into its place: a full disk leaves the
-    folder as it was. Of the `earlier` files those that are no longer among `files` are removed, unless somebody changed
-    them since: what is not the release's own is left, which is said.
+    Everything is written to a folder of its own before anything is put into its place, so that a full disk leaves the
+    folder as it was. `earlier` files that are no longer among `files` are removed; one that somebody changed since is
+    left, and the user is told.
 
     Raises BuildError where it cannot be written.
     """
@@ -71,7 +71,7 @@ def write_folder(out: Path, files: Mapping[str, bytes], manifest: bytes, earlier
             flush_folder(out)
         except BaseException:
             if is_new:
-                with suppress(OSError):  # what was put there before the error stays with it
+                with suppress(OSError):  # the folder stays if something is in it
                     out.rmdir()
             raise
     except OSError as error:
@@ -81,7 +81,7 @@ def write_folder(out: Path, files: Mapping[str, bytes], manifest: bytes, earlier
 def _put(out: Path, files: Mapping[str, bytes]) -> None:
     for path in out.iterdir():
         if _STAGING.fullmatch(path.name):
-            shutil.rmtree(path, ignore_errors=True)  # of a build that was killed
+            shutil.rmtree(path, ignore_errors=True)  # a killed build left it
     staging = out / f".staging-{secrets.token_hex(6)}"
     staging.mkdir()
     try:

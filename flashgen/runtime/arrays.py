@@ -1,4 +1,4 @@
-"""Arrays in and out: what a kernel needs to know of an array, whichever library made it.
+"""Arrays in and out: what a kernel needs to know about an array, whichever library made it.
 
 NumPy, CuPy and PyTorch arrays are read by their own attributes, JAX's and all others through DLPack or the CUDA array
 interface. Strides are in elements. Nothing is copied, and no library is imported that the caller has not imported.
@@ -31,7 +31,7 @@ class View:
 
 @dataclass(frozen=True, slots=True)
 class Library:
-    """An array library: how to look at its arrays, make one like another, and find the stream they are used on.
+    """An array library: how to look at its arrays, make one like another, and find the stream that uses them.
 
     `pointer` and `signature` are the quick looks of every call: the address, and a hashable value that two arrays share
     only if they agree in shape, strides, dtype and device. `view` is the thorough one, with errors that name the array.
@@ -96,13 +96,13 @@ def _empty_cupy(shape: tuple[int, ...], dtype: str, _like: Any) -> Any:
 
 
 def _empty_on_legacy_stream(shape: tuple[int, ...], dtype: str, like: Any) -> Any:
-    """Memory that is given back is CuPy's to reuse in the order of the stream that was current when it was taken."""
+    """CuPy reuses memory in the order of the stream that was current when it was taken."""
     with _cupy().cuda.Stream.null:
         return _empty_cupy(shape, dtype, like)
 
 
 class _MemoryOfGraph:
-    """Memory that a graph takes and gives back whenever it runs; made, and dropped, while its stream is captured."""
+    """Memory that a graph takes and frees whenever it runs. Made and dropped while its stream is captured."""
 
     def __init__(self, size: int, stream: int) -> None:
         self._free, self._stream = _cupy().cuda.runtime.freeAsync, stream
@@ -174,7 +174,7 @@ TORCH = Library(
 
 
 def _through_cupy(name: str, stream: Callable[[Any], int], empty: Callable[..., Any]) -> Library:
-    """A library whose arrays are looked at through CuPy, and that gets its outputs from there."""
+    """A library whose arrays CuPy looks at, and whose outputs CuPy makes."""
 
     def signature(array: Any) -> Any:
         view = _view_interface(array, "an array")
@@ -186,7 +186,7 @@ def _through_cupy(name: str, stream: Callable[[Any], int], empty: Callable[..., 
     return Library(name, pointer, signature, _view_interface, empty, stream)
 
 
-JAX = _through_cupy("jax", lambda _like: 0, _empty_on_legacy_stream)  # where JAX's arrays are ready
+JAX = _through_cupy("jax", lambda _like: 0, _empty_on_legacy_stream)  # on which JAX's arrays are ready
 OTHER = _through_cupy("other", _stream_cupy, _empty_cupy)
 
 

@@ -1,4 +1,4 @@
-"""Numbers in a GPU's memory that the blocks of a launch count by: 0 when it begins, and 0 again when it has ended."""
+"""Numbers in a GPU's memory with which the blocks of a launch count: 0 when it begins, and 0 again when it ends."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from flashgen.runtime.streams import OF_EACH_THREAD, beside_captures, identity
 
 _BYTES = 4
 _OF_AN_ALLOCATION = 16384
-_MOST_RETIRED = 1024  # counters of streams that are no more, whose last launches may still be running
+_MOST_RETIRED = 1024  # counters of destroyed streams, whose last launches may still be running
 
 
 class Counters:
     """The counters of one GPU. Their memory is flashgen's own, and is never given back.
 
-    Every launch leaves its counter as it found it, so that nothing but the launch itself goes to the stream: several
-    threads may launch on one. Launches on a stream follow each other and share a counter. A launch that is captured
-    into a graph has one of its own for ever: graphs run beside each other and beside launches on the stream that they
-    were captured from. A graph that is instantiated twice must not run beside itself.
+    Every launch leaves its counter as it found it, so that a stream gets nothing but launches, and several threads may
+    launch on one. Launches on a stream follow each other and share a counter. A launch that is captured into a
+    graph keeps a counter of its own for ever, as graphs run beside each other and beside launches on their stream. A
+    graph that is instantiated twice must not run beside itself.
     """
 
     def __init__(self, device: int) -> None:
         self._device, self._lock = device, threading.Lock()
-        # By handle, and thread where it has its own: which stream it is now, and its counter.
+        # By a stream's handle, and the thread where the handle has one stream for each: its identity and its counter.
         self._of_streams: dict[tuple[int, int], tuple[Hashable, Any]] = {}
         self._retired: deque[Any] = deque()
-        self._allocations: list[Any] = []  # kept, as graphs that use them keep nothing
+        self._allocations: list[Any] = []  # kept for the graphs that use them, which keep nothing
         self._unused = 0
 
     def of_launch(self, stream: int) -> Any:
@@ -46,7 +46,7 @@ class Counters:
     def _of_new_stream(self, key: tuple[int, int], who: Hashable) -> Any:
         with self._lock:
             found = self._of_streams.get(key)
-            if found is not None and found[0] == who:  # another thread has been here
+            if found is not None and found[0] == who:  # another thread was faster
                 return found[1]
             if found is not None:
                 self._retired.append(found[1])
@@ -62,7 +62,7 @@ class Counters:
         return self._allocations[-1][self._unused : self._unused + 1]
 
     def _allocated(self) -> Any:
-        """Zeros in memory of no pool: others use and count what pools hold, and graphs own what they captured."""
+        """Zeros outside of all pools: others use and count what pools hold, and graphs own what they captured."""
         module = gpu.cupy()
         with module.cuda.Device(self._device), beside_captures():
             memory = module.cuda.Memory(_BYTES * _OF_AN_ALLOCATION)
@@ -75,5 +75,5 @@ class Counters:
 
 @cache
 def counters(device: int) -> Counters:
-    """The counters of a GPU. Should two threads be the first at once, each has counters of its own, once."""
+    """The counters of a GPU. Two threads that ask first at the same time may each get counters of their own, once."""
     return Counters(device)

@@ -1,4 +1,4 @@
-"""NVIDIA's driver as a C library, for what CuPy does not pass on."""
+"""NVIDIA's driver as a C library, for functions that CuPy does not pass on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tensor maps for the emulator: what its TMA is told of an array, in as many bytes as a GPU's map has."""
+"""Tensor maps for the emulator: they describe an array to its TMA, in as many bytes as a GPU's map has."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ def encode_map(
 
     Args:
         dtype: "float16", "bfloat16" or "float32".
-        sizes: of each dimension in elements, the contiguous one first; 1 to 5 dimensions.
-        byte_strides: of every dimension but the first.
-        box: what one copy takes, in elements of each dimension.
+        sizes: elements of each dimension, the contiguous one first; 1 to 5 dimensions.
+        byte_strides: the stride of every dimension but the first.
+        box: how many elements of each dimension one copy takes.
         swizzle: bytes of the pattern in shared memory: 0 (none), 32, 64 or 128.
 
     Raises:
-        LaunchError: no GPU could do that; the message says what and which values are possible.
+        LaunchError: no GPU could do that; the message says why, and which values are possible.
     """
     if dtype not in _ELEMENTS:
         raise LaunchError(f"tensor map: the dtype must be one of {', '.join(_ELEMENTS)}, got {dtype!r}")

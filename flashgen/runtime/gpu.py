@@ -54,7 +54,7 @@ def multiprocessors(device: int) -> int:
 
 @dataclass(frozen=True)
 class Card:
-    """What measurements hold for: a kind of GPU, by its name and how many multiprocessors it has here."""
+    """A kind of GPU, for which measurements hold: its name, and how many multiprocessors it has here."""
 
     name: str
     multiprocessors: int
@@ -68,7 +68,7 @@ def card(device: int) -> Card:
 
 
 class GpuKernel:
-    """A compiled kernel on the GPU. Takes one struct by value; `shared_bytes` of dynamic shared memory per block."""
+    """A compiled kernel on the GPU. It takes one struct by value, and `shared_bytes` of dynamic memory per block."""
 
     def __init__(self, cubin: bytes, entry: str, threads: int, shared_bytes: int) -> None:
         self._cubin, self._entry = cubin, entry
@@ -80,13 +80,13 @@ class GpuKernel:
         """Starts a grid of blocks on a stream of the current device. The struct is copied before this returns."""
         function = self._functions.get(device)
         if function is None:
-            with self._loading:  # a second copy, when dropped, would unload code that may still run
+            with self._loading:  # a second copy would unload, when dropped, code that may still run
                 function = self._functions.get(device) or self._functions.setdefault(device, self._load())
         struct = np.frombuffer(arguments, dtype=_struct_type(len(arguments)))
         function(grid, self._block, (struct,), self._shared_bytes, stream_object(stream))
 
     def _load(self) -> Any:
-        """The kernel on the current device, of the bytes that were checked: a file may have changed since."""
+        """The kernel on the current device, from the bytes that were checked: a file may have changed since."""
         cuda = cupy().cuda
         module = cuda.function.Module()
         module.load(self._cubin)
@@ -124,7 +124,7 @@ def stream_object(pointer: int) -> Any:
 def clear(
     pointer: int, shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int, stream: int, device: int
 ) -> None:
-    """Zeros an array, strides in bytes, on a stream of a device, the current one; nothing is allocated."""
+    """Sets an array to 0 on a stream of the current device, without allocating. Strides are in bytes."""
     if not all(shape):
         return
     module = cupy()

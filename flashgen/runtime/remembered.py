@@ -23,11 +23,11 @@ class Remembered(Generic[Key, Value]):
     """
 
     def __init__(self, limit: int | None = None) -> None:
-        """limit: how many are kept, of which the oldest makes room; None keeps all."""
+        """limit: how many are kept; the oldest makes room. None keeps all."""
         self._limit = limit
         self._lock = threading.Lock()
-        self._kept: dict[Key, Value] = {}  # whoever changes it holds the lock
-        self._turns: dict[Key, threading.RLock] = {}  # of what is being made at the moment
+        self._kept: dict[Key, Value] = {}  # changed with the lock held
+        self._turns: dict[Key, threading.RLock] = {}  # for the values that are being made
         self._forgotten = 0
         self.get: Callable[[Key], Value | None] = self._kept.get
 
@@ -48,7 +48,7 @@ class Remembered(Generic[Key, Value]):
                     del self._turns[key]
 
     def forget(self) -> None:
-        """Everything, also what is being made at the moment: its maker has it, and nobody after."""
+        """Forgets everything, also what is being made: its maker gets it, and nobody afterwards."""
         with self._lock:
             self._forgotten += 1
             self._kept.clear()
@@ -73,10 +73,10 @@ class Remembered(Generic[Key, Value]):
 
 
 class made_once(Generic[Value]):
-    """As `functools.cached_property`, but made by one thread while the others wait, with a lock for each instance.
+    """A `functools.cached_property` that one thread makes while the others wait, with a lock for each instance.
 
-    Python's own has no lock from 3.12 on, and before that one for all instances: kernels would be loaded twice, or one
-    attention would wait until another's are compiled.
+    Python's own has no lock from 3.12 on, and one for all instances before: kernels would be loaded twice, or one
+    attention would wait while another's are compiled.
     """
 
     def __init__(self, make: Callable[[Any], Value]) -> None:
@@ -92,7 +92,7 @@ class made_once(Generic[Value]):
     def __get__(self, instance: object, owner: type) -> Value: ...
 
     def __get__(self, instance: object | None, owner: type) -> made_once[Value] | Value:
-        """Only until the value stands in the instance, which Python looks into first."""
+        """Is called until the value stands in the instance, where Python looks first."""
         if instance is None:
             return self
         attributes = instance.__dict__

@@ -1,4 +1,4 @@
-"""What CuPy does not pass on of streams: which one a handle stands for, and leave to take memory beside captures."""
+"""What CuPy does not tell about streams: which one a handle stands for, and how to allocate during captures."""
 
 from __future__ import annotations
 
@@ -16,11 +16,10 @@ _own = threading.local()
 
 
 def identity(stream: int) -> Hashable:
-    """A value that only launches on one and the same stream have: they follow each other.
+    """A value that launches share only if they are on the same stream, and so follow each other.
 
-    That is the driver's number of the stream. Its handle is given to a new stream once it has been destroyed, when its
-    work may still be running. Of cudaStreamPerThread it is an object of the thread's own, as
-    numbers of threads come again, too.
+    It is the driver's number of the stream: a destroyed stream's handle is given to a new one while its work may still
+    be running. For cudaStreamPerThread it is an object of the thread's own, as numbers of threads come again too.
     """
     if stream != OF_EACH_THREAD:
         return _number(stream)
@@ -37,7 +36,7 @@ def _number(stream: int) -> int:
 
 @contextmanager
 def beside_captures() -> Iterator[None]:
-    """In here this thread may take memory and wait, even while streams are being captured into graphs."""
+    """Lets this thread take memory and wait inside, even while streams are being captured into graphs."""
     mode = ctypes.c_int(_RELAXED)
     exchange = driver().cuThreadExchangeStreamCaptureMode
     _check(exchange(ctypes.byref(mode)), "mode of captures")

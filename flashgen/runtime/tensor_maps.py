@@ -1,4 +1,4 @@
-"""Tensor maps: what TMA knows of an array of rows, (batch, head, row, column), and of the box that one copy moves."""
+"""Tensor maps: they describe an array (batch, head, row, column), and the box that one copy moves, to TMA."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from flashgen.runtime.emulated_maps import encode_map
 from flashgen.runtime.remembered import Remembered
 
 MAP_BYTES = 128
-_ALIGNMENT = 64  # bytes, of a map that is being encoded
+_ALIGNMENT = 64  # bytes, where a map is encoded
 _ELEMENT_BYTES = 2
 _ROW_ALIGNMENT = 16  # bytes
 _STRIDE_LIMIT = 2**40  # bytes
@@ -28,14 +28,14 @@ _NO_INTERLEAVE, _PROMOTE_256_BYTES, _FILL_WITH_ZEROS = 0, 3, 0
 
 @dataclass(frozen=True)
 class MapShape:
-    """All that a map says but the address.
+    """All that a map says except the address.
 
     Attributes:
         dtype: "float16" or "bfloat16".
         sizes: columns, rows, heads, batch; or columns, heads, rows, batch.
         strides: bytes from row to row, head to head, batch to batch, in the order of the sizes.
-        box: what one copy moves: of the first sizes so many, of the others 1. A row of it is swizzled, 32, 64 or 128
-            bytes.
+        box: how much of the first sizes one copy moves; it moves 1 of the others. Its rows, of 32, 64 or 128 bytes, are
+            swizzled.
     """
 
     dtype: str
@@ -45,7 +45,7 @@ class MapShape:
 
     @property
     def whole_box(self) -> tuple[int, int, int, int]:
-        """Of each size, how many one copy moves."""
+        """How much of each size one copy moves."""
         columns, second, third, fourth = (*self.box, 1, 1, 1)[:4]
         return columns, second, third, fourth
 
@@ -55,7 +55,7 @@ class MapShape:
 
     @cached_property
     def _driver_arguments(self) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-        """What the driver is told before and after the address."""
+        """The driver's arguments before and after the address."""
         after = (
             (ctypes.c_uint64 * 4)(*self.sizes),
             (ctypes.c_uint64 * 3)(*self.strides),
@@ -83,7 +83,7 @@ def map_shape(
     """
     tight, whole = -(-sizes[0] * _ELEMENT_BYTES // _ROW_ALIGNMENT) * _ROW_ALIGNMENT, []
     for stride, size in zip(strides, sizes[1:], strict=True):
-        in_bytes = stride * _ELEMENT_BYTES if size > 1 else tight  # where nothing is strided over, TMA still checks
+        in_bytes = stride * _ELEMENT_BYTES if size > 1 else tight  # TMA checks the stride of a size of 1 too
         if not 0 <= in_bytes < _STRIDE_LIMIT:
             raise ArgumentError(
                 f"{name} has strides (row, head, batch) of {strides} elements; Hopper's copy engine takes those from 0 "

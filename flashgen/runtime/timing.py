@@ -12,7 +12,7 @@ from flashgen.runtime import gpu
 Run = Callable[[], Any]
 
 _FLUSH_BYTES = 256 * 2**20  # several times the largest L2
-_FLUSHES = 4  # one takes less time than a host does to start some of what is timed, which would then be timed too
+_FLUSHES = 4  # a single one is over before a host has started the run, whose start would then be timed too
 
 
 @cache
@@ -37,10 +37,10 @@ def median_ms(run: Run, repeats: int = 20, warmup: int = 3, budget_ms: float = 4
 def medians_ms(
     runs: Mapping[str, Run], repeats: int = 20, warmup: int = 3, budget_ms: float = 400.0
 ) -> dict[str, float]:
-    """The same of several runs, by name, one of each in turn, so that a clock that drifts is the same for all.
+    """Median times of several runs, by name, which take turns, so that a clock that drifts is the same for all.
 
-    Every other round goes backwards, so that none always follows the same other. The budget is of each run: one that
-    spent it drops out.
+    Every other round goes backwards, so that no run always follows the same other. A run drops out once it has spent
+    the budget, which each has for itself.
     """
     for _ in range(warmup):
         for run in runs.values():
