@@ -18,11 +18,11 @@ from flashgen.language.spec import AttentionSpec
 
 @dataclass(frozen=True)
 class VariantRow:
-    """A measured variant: milliseconds of flashgen and of FlexAttention, and of making tile lists and block masks.
+    """A measured variant: milliseconds of flashgen, of FlexAttention, of its tile lists and of Flex's block masks.
 
-    target: the architecture that flashgen's kernels were emitted for. full_ms: of full attention, in turn with this.
-    deterministic_ms: of the deterministic backward. share: of all tiles, those visited. None stands for what was not
-    asked for or cannot be done.
+    target: the architecture that flashgen's kernels were emitted for. full_ms: full attention's time, measured in turn.
+    deterministic_ms: the deterministic backward's time. share: the share of tiles that are visited. None stands where
+    nothing was asked for or nothing can be done.
     """
 
     name: str
@@ -39,12 +39,12 @@ class VariantRow:
 
     @property
     def ratio(self) -> float | None:
-        """How many times as fast as FlexAttention."""
+        """How many times as fast as FlexAttention flashgen is."""
         return self.flex_ms / self.milliseconds if self.flex_ms else None
 
     @property
     def deterministic_ratio(self) -> float | None:
-        """How fast the deterministic backward is, of the default one."""
+        """The deterministic backward's speed over the default one's."""
         return self.milliseconds / self.deterministic_ms if self.deterministic_ms else None
 
     @property
@@ -55,7 +55,7 @@ class VariantRow:
     @property
     def per_tile(self) -> float:
         """Time per visited tile over full attention's."""
-        return self.of_full / self.share  # shares are of scores, so that tile sizes do not matter
+        return self.of_full / self.share  # a share counts scores, so that tile sizes do not matter
 
     def to_dict(self) -> dict[str, Any]:
         derived = ("ratio", "deterministic_ratio", "of_full", "per_tile")
@@ -70,10 +70,10 @@ def variant_rows(
     mask_times: bool = True,
     target: str | None = None,
 ) -> Iterator[VariantRow]:
-    """Measures the variants one after the other; lists and block masks are made outside the timing, and timed apart.
+    """Measures the variants one after the other. Lists and block masks are made outside the timing, and timed apart.
 
     Full attention is measured in turn with each variant, since a GPU's clock drifts over minutes. Block masks are timed
-    with the forward only, and if mask_times: torch takes minutes to compile what makes them. target: as of
+    with the forward only, and if mask_times, as torch takes minutes to compile their making. target is that of
     `flashgen.compile`.
     """
     for variant in chosen:
@@ -118,11 +118,11 @@ def _measure(
 def _lists(
     attention: Attention, timed: Timed, captures: Mapping[str, Any]
 ) -> tuple[float | None, dict[str, dict[str, Any]]]:
-    """Milliseconds of making the tile lists of what is timed, None where there are none; and the lists, by pass."""
+    """Milliseconds to make the tile lists of the timed passes (None without lists), and the lists, by pass."""
     of_mask = {capture.name for capture in attention.spec.mask.captures}
     read = {name: value for name, value in captures.items() if name in of_mask}
     makers: dict[str, Callable[[], Any]] = {}
-    if len(attention.kernels) > 1:  # one that lists tiles goes before
+    if len(attention.kernels) > 1:  # a kernel that lists tiles goes before
         makers["forward"] = lambda: attention.tile_lists(LENGTH, LENGTH, 1, HEADS, **read)
     if timed != "forward" and any(kernel.lists for kernel in attention.backward_kernels.values()):
         makers["backward"] = lambda: attention.backward_tile_lists(LENGTH, LENGTH, 1, HEADS, **read)

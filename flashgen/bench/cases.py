@@ -14,7 +14,7 @@ Timed = Literal["forward", "backward", "both"]
 Arrays = tuple[Any, Any, Any, Any]
 """q, k, v and the gradient of the output."""
 
-TOKENS = 16384  # of a case, over all batches
+TOKENS = 16384  # in a case, over all batches
 WIDTH = 2048  # heads x head_dim
 
 
@@ -32,12 +32,12 @@ class Case:
     heads_kv: int | None = None
 
     def flops(self, timed: Timed = "forward") -> float:
-        """Of the two products of the forward, the five of the backward, or all; half of them for a causal spec."""
+        """FLOPs of the forward's two products, the backward's five, or all; a causal spec has half of them."""
         return 2.0 * self.batch * self.heads * self.length**2 * products(self.spec, timed) * self.share
 
     @property
     def share(self) -> float:
-        """Share of the scores that count: by the usual convention, half for a mask that is exactly causal."""
+        """The share of scores that count: half for a mask that is exactly causal, by the usual convention."""
         return 0.5 if self.spec.mask.name.startswith("causal(") else 1.0
 
     def __str__(self) -> str:
@@ -45,7 +45,7 @@ class Case:
 
 
 def products(spec: AttentionSpec, timed: Timed) -> int:
-    """Multiply-adds for each score: of QK and PV, and in the backward of QK again, dV, dP, dQ and dK."""
+    """Multiply-adds for each score: QK and PV in the forward, and QK again, dV, dP, dQ and dK in the backward."""
     head, value = spec.head_dim, spec.value_dim
     forward, backward = head + value, 3 * head + 2 * value
     return {"forward": forward, "backward": backward, "both": forward + backward}[timed]

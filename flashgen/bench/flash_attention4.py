@@ -46,7 +46,7 @@ def flash_attention4(spec: AttentionSpec, timed: Timed, arrays: Arrays) -> Run |
 def mask_options(spec: AttentionSpec, square: bool) -> dict[str, Any] | None:
     """flash_attn_func's arguments for the mask of a spec; None for one that it does not know by name.
 
-    Its masks align to the bottom right, as flashgen's do by default; of square scores the top left is the same.
+    Its masks align to the bottom right, as flashgen's do by default; for square scores the top left is the same.
     """
     expression = spec.mask.expression
     if expression == sympy.true:
@@ -62,11 +62,11 @@ def mask_options(spec: AttentionSpec, square: bool) -> dict[str, Any] | None:
 
 
 def _attention() -> Callable[..., Any] | None:
-    """The package's function; None where it is missing, or, which is said, where something that it needs is."""
+    """The package's function. None where the package is missing, or, with a warning, something that it needs."""
     try:
         if importlib.util.find_spec("flash_attn.cute") is None:
             return None
-    except ModuleNotFoundError:  # nor is flash_attn there
+    except ModuleNotFoundError:  # flash_attn is missing too
         return None
     try:
         attention: Callable[..., Any] = importlib.import_module("flash_attn.cute.interface").flash_attn_func

@@ -22,7 +22,7 @@ class GroupedRow:
     """A measured number of heads of k and v: median milliseconds and TFLOP/s by contender.
 
     target: the architecture that flashgen's kernels were emitted for. of_first: each contender's speed over its own
-    with the first number of heads of k and v, as many as of q unless others were asked for.
+    speed with the first number of heads of k and v, which is q's unless another was asked for.
     """
 
     spec: str
@@ -55,9 +55,9 @@ def grouped_rows(
     timed: Timed = "forward",
     target: str | None = None,
 ) -> Iterator[GroupedRow]:
-    """Measures the specs at the lengths, of 16384 tokens in all; every number of heads of k and v in turn.
+    """Measures the specs at the lengths, with 16384 tokens in all; the numbers of heads of k and v take turns.
 
-    heads_kv: numbers that divide `heads`, those of q. target: as of `flashgen.compile`.
+    heads_kv: numbers that divide `heads`, q's number. target is that of `flashgen.compile`.
     """
     for spec in specs:
         for length in lengths:
@@ -90,7 +90,7 @@ def _key(contender: str, case: Case) -> str:
 def row(
     case: Case, timed: Timed, target: str, milliseconds: Mapping[str, float], first: Mapping[str, float]
 ) -> GroupedRow:
-    """The row of a case; `first` is milliseconds too, of the same contenders with the first number of heads."""
+    """The row of a case; `first` holds the same contenders' milliseconds with the first number of heads."""
     heads_kv = case.heads_kv or case.heads
     tflops = {name: case.flops(timed) / time / 1e9 for name, time in milliseconds.items()}
     of_first = {name: first[name] / time for name, time in milliseconds.items() if name in first}

@@ -1,11 +1,11 @@
 """What a call costs its host thread, whole and by part: `flashgen bench host`.
 
-All that this file needs of flashgen is what users call, so that it also measures an older checkout, beside a newer one:
+This file calls what users of flashgen call, and no more, so that it measures an older checkout too, beside a newer one:
 
     PYTHONPATH=CHECKOUT python -P flashgen/bench/host.py [TARGET] > OLD.json
 
 Parts are functions inside flashgen, looked up by name. A checkout that has none of a part's functions is measured
-without that part, whose time is then in what is left, `rest`.
+without that part, whose time then counts as `rest`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Clock = Callable[[], int]  # nanoseconds
 Run = Callable[[], Any]
 Timed = Literal["start", "forward", "backward"]
 
-# Where each part of a call stands. What one of these functions spends in another is the other's.
+# The functions of each part of a call. Time that one of them spends in another counts as the other's.
 PARTS: Mapping[str, tuple[str, ...]] = {
     "checks": (
         "flashgen.attention.passes:Pass._prepare",
@@ -51,38 +51,38 @@ REST = "rest"
 
 PASSES: tuple[Timed, ...] = ("forward", "backward")
 LIBRARIES = ("cupy", "torch")
-CALLS = 50  # of a group
+CALLS = 50  # in a group
 GROUPS = 40
-WARM_GROUPS = 4  # that are not counted
+WARM_GROUPS = 4  # groups before those that count
 
 
 class Meter:
-    """Time spent in functions by part, of each its own: what it calls that is of a part, too, counts there.
+    """Each part's own time: a function of a part that calls one of another part hands the time over to that.
 
-    Looking at the clock takes time itself, which is measured first and left out. `calls` counts the calls of each part.
+    Looking at the clock takes time, which is measured first and left out. `calls` counts the calls of each part.
     """
 
     def __init__(self, clock: Clock = time.perf_counter_ns) -> None:
         self._clock = clock
-        self._inner: list[list[int]] = []  # of each function that runs: time in metered ones, and how many
+        self._inner: list[list[int]] = []  # for each running function: time in metered ones, and how many
         self.clear()
         self._cost_inside, self._cost = self._calibrate()
 
     def clear(self) -> None:
-        """Forget what was measured."""
+        """Forgets what was measured."""
         self._spent: dict[str, int] = {}
         self.calls: dict[str, int] = {}
         self._inner_calls: dict[str, int] = {}
 
     def nanoseconds(self) -> dict[str, float]:
-        """The time of each part that ran since `clear`, of all its calls together."""
+        """The total time of each part that ran since `clear`."""
         return {
             part: max(spent - self.calls[part] * self._cost_inside - self._inner_calls[part] * self._cost, 0.0)
             for part, spent in self._spent.items()
         }
 
     def of(self, part: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """The function, metered."""
+        """The function with a meter around it."""
 
         def metered(*given: Any, **named: Any) -> Any:
             begin = self._clock()
@@ -103,7 +103,7 @@ class Meter:
 
     @contextmanager
     def installed(self) -> Iterator[tuple[str, ...]]:
-        """Meters flashgen's own functions meanwhile; gives the parts that this checkout has."""
+        """Meters flashgen's own functions inside. Gives the parts that this checkout has."""
         with ExitStack() as undo:
             found = []
             for part, places in PARTS.items():
@@ -117,7 +117,7 @@ class Meter:
             yield tuple(dict.fromkeys(found))
 
     def _calibrate(self, repeats: int = 2000) -> tuple[float, float]:
-        """What metering adds to a call: to the part's own time, and beside it to the time of its caller."""
+        """What metering adds to a call: to the part's own time, and to its caller's."""
 
         def nothing() -> None:
             pass
@@ -143,7 +143,7 @@ def owner_of(place: str) -> tuple[Any, str]:
 
 
 def _names(owner: Any) -> set[str]:
-    """What an owner holds itself: a method that a class inherits is metered where it is written."""
+    """The names that an owner defines itself: an inherited method is metered where it is written."""
     slots = getattr(type(owner), "__slots__", ())
     return {*getattr(owner, "__dict__", ()), *slots}
 
@@ -152,7 +152,7 @@ def _put(owner: Any, name: str, value: Any) -> None:
     if isinstance(owner, type) or not hasattr(type(owner), "__slots__"):
         setattr(owner, name, value)
     else:
-        object.__setattr__(owner, name, value)  # of a frozen dataclass
+        object.__setattr__(owner, name, value)  # works for frozen dataclasses too
 
 
 def _loop(clock: Clock, run: Run, calls: int) -> int:
@@ -164,9 +164,9 @@ def _loop(clock: Clock, run: Run, calls: int) -> int:
 
 @dataclass(frozen=True)
 class Cost:
-    """Microseconds of host time of a call: the median of the groups' medians, the least of them, and its parts.
+    """Microseconds of host time for a call: the median of the groups' medians, the least of them, and the parts.
 
-    parts: means over calls, the median of the groups; what is in none of them is `rest`.
+    parts: means over calls, the median of the groups; `rest` is what no part has.
     """
 
     median: float
@@ -202,8 +202,8 @@ def _group_parts(meter: Meter, run: Run, wait: Run, calls: int) -> dict[str, flo
 
 @dataclass(frozen=True)
 class HostCase:
-    """A call to measure. sizes: (batch, heads, length). given: whether the results are written to arrays of the
-    caller's. ids: whether its mask reads an array of documents."""
+    """A call to measure. sizes: (batch, heads, length). given: whether the caller gives the arrays for the results.
+    ids: whether its mask reads an array of documents."""
 
     name: str
     options: Mapping[str, Any]
@@ -214,8 +214,8 @@ class HostCase:
 
 @dataclass(frozen=True)
 class HostRow:
-    """A measured case of one pass, with one library's arrays, in microseconds. Of a start there are neither arrays,
-    sizes nor parts."""
+    """A measured case of one pass, with one library's arrays, in microseconds. A start has no arrays, sizes or
+    parts."""
 
     name: str
     target: str
@@ -231,11 +231,11 @@ class HostRow:
 
 
 ONE_TILE = (1, 1, 64)
-MANY_TILES = (16, 32, 64)  # more than any GPU has multiprocessors
+MANY_TILES = (16, 32, 64)  # more tiles than any GPU has multiprocessors
 
 
 def host_cases() -> list[HostCase]:
-    """Plain calls, with arrays given or not, of one tile and of many; and what masks and dropout add."""
+    """Plain calls of one tile and of many, with arrays given or not, and calls with masks and dropout."""
     near = fg.trace_mask(lambda b, h, q, k: (abs(q - k) <= 128) | (k < 4), "near_or_global")
     causal = {"mask": fg.causal()}
     return [
@@ -260,10 +260,10 @@ def host_rows(
     """Measures the cases on the current GPU, one after the other.
 
     Args:
-        libraries: of LIBRARIES, whose arrays to call with; none is those that are installed.
-        passes: which to measure. target: as of `flashgen.compile`, and so is what `engine` holds; with emulate=True the
-            library is "numpy".
-        groups, calls: how many groups of how many calls each measurement is made of.
+        libraries: names from LIBRARIES, whose arrays are given; those that are installed where there are none.
+        passes: which to measure. target and `engine` are arguments of `flashgen.compile`; with emulate=True the library
+            is "numpy".
+        groups, calls: each measurement has so many groups of so many calls.
     """
     for library in libraries or installed_libraries():
         for case in host_cases():
@@ -277,7 +277,7 @@ def host_rows(
 
 
 def installed_libraries() -> list[str]:
-    """The libraries whose arrays a GPU's calls can be given here: CuPy, and torch where it can use the GPU."""
+    """The libraries whose arrays calls on this GPU take: CuPy, and torch where it can use the GPU."""
     try:
         import torch
     except ImportError:

@@ -19,7 +19,7 @@ from flashgen.language.spec import AttentionSpec
 class Row:
     """A measured case: median milliseconds and TFLOP/s by contender.
 
-    They are "flashgen", the peers "FA2", "cuDNN", "Flex", "FA4", and "deterministic", which is flashgen's own such
+    Contenders are "flashgen", the peers "FA2", "cuDNN", "Flex", "FA4", and "deterministic", flashgen's deterministic
     backward. target: the architecture that flashgen's kernels were emitted for.
     """
 
@@ -63,7 +63,7 @@ def speed_rows(
 ) -> Iterator[Row]:
     """Measures the specs at the lengths, each beside the peers that can do it, one case after the other.
 
-    deterministic: measure the deterministic backward too, beside the default one. target: as of `flashgen.compile`.
+    deterministic: measure the deterministic backward beside the default one. target is that of `flashgen.compile`.
     """
     for spec in specs:
         for length in lengths:
@@ -77,7 +77,7 @@ def measure(
     deterministic: bool = False,
     target: str | None = None,
 ) -> Row:
-    """Times one case, all contenders in turn."""
+    """Times one case; its contenders take turns."""
     spec, arrays = case.spec, inputs(case)
     attention = compile(spec, target)
     runs = {"flashgen": ours(attention, timed, arrays)}

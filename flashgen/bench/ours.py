@@ -1,4 +1,4 @@
-"""flashgen's own side of a measurement: a run of the forward, the backward, or both, of a spec."""
+"""flashgen's own side of a measurement: a run of a spec's forward, its backward, or both."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ def ours(
     forward: Options | None = None,
     backward: Options | None = None,
 ) -> Run:
-    """A run of an attention, with dropout of a fixed seed; `forward` and `backward` are options of one pass alone.
+    """A run of an attention, with a fixed seed for dropout; `forward` and `backward` are options of one pass alone.
 
-    "backward" goes through what the forward gave once, before anything is timed.
+    "backward" uses the results of one forward, which runs before anything is timed.
     """
     q, k, v, d_out = arrays
     given = (captures or {}) | ({"seed": 1} if attention.spec.dropout else {})

@@ -1,8 +1,8 @@
 """The FlashAttention paper's own table: one attention, forward and backward, standard beside flash: `bench paper`.
 
 Batch 64, 16 heads, length 1024, head dim 64, dropout 0.1, causal, float16 (Dao et al., "FlashAttention", 2022, figure
-2, left): GFLOPs, HBM traffic and time. Memory is added here. Traffic is counted, by the closed forms of
-`flashgen.reference`, which know no mask; FLOPs are counted over the tiles that are visited.
+2, left): GFLOPs, HBM traffic and time. Memory is added here. The closed forms of `flashgen.reference`, which know no
+mask, count the traffic; FLOPs are counted over the tiles that are visited.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from flashgen.reference import traffic_flash2, traffic_flash_backward, traffic_s
 
 BATCH, HEADS, LENGTH, HEAD_DIM, DROPOUT = 64, 16, 1024, 64, 0.1
 _ELEMENT = 2  # bytes
-_RECOMPUTED = HEAD_DIM  # multiply-adds of QK for each score, which standard attention's backward does not do again
+_RECOMPUTED = HEAD_DIM  # multiply-adds of QK for each score, which standard attention's backward does not repeat
 
 _Contender = tuple[Callable[[Timed], Run | None], tuple[float | None, int | None]]  # its runs; GFLOPs and HBM bytes
 
 
 @dataclass(frozen=True)
 class PaperRow:
-    """A contender: median milliseconds of each pass and of both, the most memory of both in bytes with the inputs.
+    """A contender: median milliseconds of each pass and of both, and the most memory in bytes, inputs included.
 
-    gflops and hbm_bytes are counted, for both passes; None where there is no closed form.
+    gflops and hbm_bytes are counted for both passes; None where there is no closed form.
     """
 
     name: str
@@ -57,7 +57,7 @@ def paper_case() -> Case:
 def paper_rows(peers: Sequence[str] = ("FA2",), target: str | None = None) -> Iterator[PaperRow]:
     """Standard attention in plain torch, torch's backends among `peers` that can do it, flashgen. Needs torch.
 
-    target: as of `flashgen.compile`.
+    target is that of `flashgen.compile`.
     """
     try:
         import torch  # noqa: F401
@@ -83,26 +83,26 @@ def paper_rows(peers: Sequence[str] = ("FA2",), target: str | None = None) -> It
 
 
 def standard_gflops(case: Case) -> float:
-    """Of both passes, every score computed and kept: two products forward, four backward."""
+    """GFLOPs of both passes that compute and keep every score: two products forward, four backward."""
     each = products(case.spec, "both") - _RECOMPUTED
     return 2.0 * case.batch * case.heads * case.length**2 * each / 1e9
 
 
 def flash_gflops(case: Case, attention: Attention) -> float:
-    """Of both passes, over the tiles that are visited: two products forward, five backward."""
+    """GFLOPs of both passes over the tiles that are visited: two products forward, five backward."""
     share = attention.tiles(case.length).share
     return 2.0 * case.batch * case.heads * case.length**2 * products(case.spec, "both") * share / 1e9
 
 
 def standard_bytes(case: Case) -> int:
-    """HBM traffic of both passes, of a standard attention that fuses its mask and dropout."""
+    """HBM traffic in bytes of both passes of a standard attention that fuses its mask and dropout."""
     sizes = (case.length, case.length, case.spec.head_dim, case.spec.value_dim)
     total = traffic_standard(*sizes) + traffic_standard_backward(*sizes)
     return _ELEMENT * case.batch * case.heads * total.total
 
 
 def flash_bytes(case: Case, attention: Attention) -> int:
-    """HBM traffic of both passes, of the papers' algorithms with flashgen's tiles; nothing is counted as cached."""
+    """HBM traffic in bytes of both passes by the papers' algorithms with flashgen's tiles; nothing counts as cached."""
     head, value = case.spec.head_dim, case.spec.value_dim
     sizes, row = (case.length, case.length, head, value), 2 * (head + value)  # on-chip elements per row of a tile
     forward = traffic_flash2(*sizes, on_chip=row * attention.plan.tile_q)
@@ -119,7 +119,7 @@ def _sdpa(case: Case, backend: str, arrays: Arrays, timed: Timed) -> Run | None:
 
 
 def _standard(case: Case, timed: Timed, arrays: Arrays) -> Run | None:
-    """Attention as it is written without a library for it: whole matrices of scores and probabilities."""
+    """Attention as one writes it without a library: whole matrices of scores and probabilities."""
     import torch
 
     hidden = torch.ones(case.length, case.length, dtype=torch.bool, device=arrays[0].device).triu(1)

@@ -1,4 +1,4 @@
-"""What flashgen is measured beside, where it is installed: torch's SDPA backends, FlexAttention, FlashAttention-4."""
+"""The peers that flashgen is measured beside: torch's SDPA backends, FlexAttention, FlashAttention-4."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ def peer(name: str, spec: AttentionSpec, timed: Timed, arrays: Arrays) -> Run | 
         return flash_attention4(spec, timed, arrays)
     if name != "Flex":
         return sdpa(spec, SDPA_BACKENDS[name], timed, arrays)
-    reads_place = spec.mask.expression.has(BATCH, HEAD)  # too many positions to hold at once
+    reads_place = spec.mask.expression.has(BATCH, HEAD)  # plain torch would hold too many positions at once
     found = flex(spec, timed, arrays, time_mask=reads_place)
     return found.run if found else None
 
 
 def is_causal(spec: AttentionSpec, square: bool) -> bool:
-    """Whether the mask is torch's is_causal, which aligns to the top left; of square scores both alignments are."""
+    """Whether the mask is torch's is_causal, which aligns to the top left; for square scores both alignments do."""
     names = {causal().expression, causal("top_left").expression} if square else {causal("top_left").expression}
     return spec.mask.expression in names
 
@@ -41,7 +41,7 @@ def is_causal(spec: AttentionSpec, square: bool) -> bool:
 def sdpa(spec: AttentionSpec, backend: str, timed: Timed, arrays: Arrays, dropout: float = 0.0) -> Run | None:
     """A run of one of torch's backends, or None where it cannot do the spec (or torch is missing).
 
-    dropout: torch's own, whose bits are not flashgen's, for a spec that has it.
+    dropout: the probability of torch's own dropout, whose bits are not flashgen's; it must be the spec's.
     """
     q, k, v, d_out = arrays
     plain = spec.mask.expression == sympy.true
@@ -80,8 +80,8 @@ def flex(
 ) -> Flex | None:
     """FlexAttention, compiled for these shapes; None where torch is missing or fails.
 
-    time_mask: compile the making of the block mask, so that it can be timed; that takes torch minutes. Else the mask is
-    made by plain torch operations, which hold every score's position at once.
+    time_mask: compile the making of the block mask, so that it can be timed; that takes torch minutes. Otherwise plain
+    torch operations make it, which hold every score's position at once.
     """
     if spec.dropout or spec.layout != "bhsd":
         return None

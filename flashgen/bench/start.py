@@ -14,7 +14,7 @@ from flashgen.bench.host import HostRow
 
 REPEATS = 5
 STARTS = 3  # rows
-# Imports are timed in CPU time, which other work on the machine sways less; NVRTC takes threads of its own.
+# Imports are timed in CPU time, which other work on the machine sways less. NVRTC has threads of its own.
 _PROGRAM = """
 import json, sys, time
 begin = time.process_time()
@@ -32,7 +32,7 @@ print(json.dumps([imported - there, time.perf_counter() - start, attention.targe
 
 
 def start_rows(target: str | None = None, repeats: int = REPEATS) -> Iterator[HostRow]:
-    """Measures new processes, with a cache of their own; `target` as of `flashgen.compile`."""
+    """Measures new processes, with a cache of their own; `target` is that of `flashgen.compile`."""
     name = ""
     imports: list[float] = []
     compiled: list[float] = []

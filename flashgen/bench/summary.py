@@ -9,12 +9,12 @@ from flashgen.bench.beside_flex import VariantRow
 from flashgen.bench.grouped import GroupedRow
 from flashgen.bench.measure import Row
 
-LONG = 4096  # tokens of a sequence, from which on a cell is compared with the best peer
+LONG = 4096  # cells with sequences of so many tokens or more are compared with the best peer
 OF_CUDNN, OF_BEST, OF_FLEX, OF_FIRST = 1.0, 0.97, 1.4, 0.95
 
 
 def speed(rows: Sequence[Row]) -> list[str]:
-    """How cells compare with cuDNN, the long ones with the best peer of each, and flashgen's mean speed."""
+    """How cells compare with cuDNN, how long ones compare with their best peers, and flashgen's mean speed."""
     said = [
         _compared("cuDNN", "cells", {_cell(row): row.ratio("cuDNN") for row in rows}, OF_CUDNN),
         _compared(

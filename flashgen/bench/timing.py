@@ -1,4 +1,4 @@
-"""What a measurement on a GPU is made of: time, by `flashgen.runtime.timing`, and memory."""
+"""Measures time on a GPU, by `flashgen.runtime.timing`, and memory."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ __all__ = ["Run", "median_ms", "medians_ms", "peak_bytes"]
 
 
 def peak_bytes(run: Callable[[], Any]) -> int:
-    """The most device memory that is in use at once during a run, with what was in use before it.
+    """The most device memory, in bytes, that is in use at once during a run, including what was in use before.
 
-    Memory of torch's and of CuPy's allocators, which is where arrays and workspaces come from.
+    It counts torch's and CuPy's allocators, which arrays and workspaces come from.
     """
     import cupy
     import torch

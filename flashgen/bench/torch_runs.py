@@ -13,9 +13,9 @@ _REFUSALS = (RuntimeError, ValueError, AssertionError)  # of a peer that cannot 
 
 
 def differentiated(forward: Callable[..., Any], timed: Timed, arrays: Sequence[Any], d_out: Any) -> Run | None:
-    """What is timed of a torch function of these arrays, itself or its gradients by autograd; None where it fails.
+    """A run of a torch function of these arrays, or of its gradients by autograd; None where it fails.
 
-    "backward" goes through one graph again and again, made before anything is timed.
+    "backward" goes again and again through one graph, which is made before anything is timed.
     """
     import torch
 
@@ -43,5 +43,5 @@ def _runs(run: Run) -> Run | None:
 
 
 def say_refusal(error: Exception) -> None:
-    """Warn of why a peer is not measured, so that a figure that is missing can be told from one that cannot be."""
+    """Warns why a peer is not measured: its figure is not merely missing."""
     warnings.warn(f"a peer is not measured: {type(error).__name__}: {error}", stacklevel=3)

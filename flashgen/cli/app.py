@@ -17,13 +17,13 @@ from flashgen.cli.user_files import told
 from flashgen.cli.writing import stdout_problem
 from flashgen.errors import FlashgenError
 
-EXIT_ERROR = 2  # a wrong input; 1 is a check that failed
+EXIT_ERROR = 2  # for a wrong input; 1 is for a check that failed
 
 
 class ErrorsWithoutTraceback(TyperGroup):
-    """One clear message and exit status 2 for an error that has nothing to do with flashgen's own code.
+    """Gives one clear message and exit status 2 for an error that flashgen's own code is not to blame for.
 
-    That is what flashgen raises on purpose, what a user's file raises (with the user's lines), a file that cannot be
+    Such errors are flashgen's own refusals, those of a user's file (shown with the user's lines), a file that cannot be
     read or written, and a standard output that takes no more. --debug shows the tracebacks of all but the last.
     """
 
@@ -44,7 +44,7 @@ class ErrorsWithoutTraceback(TyperGroup):
             return super().main(*arguments, **options)
         except (OSError, SystemExit) as error:
             unwritten = stdout_problem()
-            # Without a buffer the error comes from the writing itself. What is written to files names the file.
+            # Unbuffered output raises when it is written. An error in writing a file names that file.
             problem = unwritten or (error if isinstance(error, OSError) else None)
             if problem is None or problem.filename is not None:
                 raise
@@ -54,7 +54,7 @@ class ErrorsWithoutTraceback(TyperGroup):
 
 
 def without_traceback(error: Exception) -> str | None:
-    """What to say of an error in place of its traceback; None for what must not happen, which needs it."""
+    """The message in place of a traceback; None for an error that must not happen, which needs its traceback."""
     if isinstance(error, FlashgenError):
         return str(error)
     of_the_user = told(error)

@@ -1,8 +1,8 @@
 """Named arrays in .npz and .safetensors files, both ways, without pickle.
 
-bfloat16: safetensors has it. NumPy's own file format has not, so in an .npz its elements are 16-bit words: `uint16`
-(what is written here), or the 2-byte void that `numpy.savez` makes of an `ml_dtypes.bfloat16` array. Which arrays of a
-file are meant as bfloat16 the reader must know: `as_bfloat16` views such words.
+safetensors has bfloat16. NumPy's own file format has not, so its elements are 16-bit words in an .npz: `uint16`, which
+is written here, or the 2-byte void that `numpy.savez` makes of an `ml_dtypes.bfloat16` array. The reader must know
+which arrays of a file are bfloat16: `as_bfloat16` views such words.
 """
 
 from __future__ import annotations
@@ -61,9 +61,9 @@ def load_arrays(path: Path, option: str = "--input") -> Arrays:
 
 
 def save_arrays(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
-    """Write arrays to an .npz or .safetensors file, whole or not at all.
+    """Writes arrays to an .npz or .safetensors file, whole or not at all.
 
-    Raises ArgumentError for another kind, a dtype that the kind has not, or a path that cannot be written.
+    Raises ArgumentError for another kind, a dtype that the kind lacks, or a path that cannot be written.
     """
     check_kind(path, "--output")
     with writing(path), replacing(path) as file:
@@ -77,13 +77,13 @@ def save_arrays(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
 
 
 def as_bfloat16(array: np.ndarray) -> np.ndarray:
-    """16-bit words, as an .npz keeps them, seen as the bfloat16 that they are. Other arrays come back unchanged."""
+    """Views an .npz file's 16-bit words as bfloat16. Other arrays come back unchanged."""
     is_word = array.dtype == np.uint16 or array.dtype == np.dtype("V2")
     return array.view(BFLOAT16) if is_word else array
 
 
 def check_kind(path: Path, option: str) -> None:
-    """ArgumentError where a file's name does not say that it holds arrays."""
+    """Raises ArgumentError where a file's name does not say that it holds arrays."""
     if path.suffix not in {".npz", ".safetensors"}:
         raise ArgumentError(f"{option} {path} has the suffix {path.suffix!r}; .npz and .safetensors are known")
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 PEERS = ("FA2", "cuDNN", "Flex", "FA4")
 PLAIN = ("full()", "causal()")
 DEFAULT = "speed"
-WIDEST_NAME = 48  # of a row's first cell on a terminal, in characters
+WIDEST_NAME = 48  # characters of a row's first cell on a terminal
 SPEED_EXAMPLES = """[bold]Examples[/]
 
 flashgen bench
@@ -95,11 +95,11 @@ def speed(
 ) -> None:
     """Measure TFLOP/s over lengths and head dims, beside torch's SDPA backends, FlexAttention and FlashAttention-4.
 
-    Without SPEC: full() and causal(). Of 16384 tokens and heads·dim 2048, as the FlashAttention papers measure; in
-    bfloat16 unless --dtype says otherwise. All in one run on this machine's GPU, each cell's contenders in turn, the L2
-    flushed before each launch, the median of many. A peer that is not installed, or cannot do a cell, is left out of
-    it; its backward goes through a graph made before. The backward counts 2.5 times the forward's FLOPs. Prints a table
-    and what it comes to, and saves both as JSON, row by row.
+    Without SPEC: full() and causal(). There are 16384 tokens, and heads x dim is 2048, as in the FlashAttention papers;
+    the dtype is bfloat16 unless --dtype says otherwise. All is measured in one run on this machine's GPU: each cell's
+    contenders take turns, the L2 is flushed before each launch, and medians are shown. A peer that is not installed, or
+    cannot do a cell, is left out of it; its backward uses a graph made before. The backward counts 2.5 times the
+    forward's FLOPs. Prints a table and what it comes to, and saves both as JSON, row by row.
     """
     require_gpu()
     from flashgen import bench
@@ -138,10 +138,10 @@ def gqa(
     output: Output = Path("flashgen-gqa.json"),
     json: Json = False,
 ) -> None:
-    """Measure query heads that share heads of keys and values (GQA, MQA) beside ones that don't, of the same FLOPs.
+    """Measure query heads that share heads of keys and values (GQA, MQA) beside ones that don't, at equal FLOPs.
 
-    Without SPEC: full() and causal(). Of 16384 tokens and head dim 128, in bfloat16, unless options say otherwise. All
-    numbers of heads of keys and values are measured in turn.
+    Without SPEC: full() and causal(). There are 16384 tokens, with head dim 128 and bfloat16 unless options say
+    otherwise. The numbers of heads of keys and values take turns.
     """
     require_gpu()
     from flashgen import bench
@@ -212,12 +212,12 @@ app.command("host", help=paragraphs(host.__doc__))(host)
 
 
 def declare(text: str, options: SpecOptions, head_dim: int) -> AttentionSpec:
-    """The spec of a SPEC and its options, in bfloat16 and of that head dim unless they say otherwise."""
+    """The spec that a SPEC and its options declare, in bfloat16 and with that head dim unless they say otherwise."""
     return load_spec(text, options.with_defaults(dtype="bfloat16", head_dim=head_dim))
 
 
 def require_gpu() -> None:
-    """LaunchError where there is nothing to measure on."""
+    """Raises LaunchError where there is no GPU to measure on."""
     from flashgen.cli.machine import gpus
 
     if not gpus():
@@ -232,9 +232,9 @@ def report(
     json: bool,
     summary: Callable[[list[Any]], list[str]],
 ) -> None:
-    """Measure, printing and saving row by row; then print what the rows come to, also of those before a Ctrl-C.
+    """Measures, printing and saving row by row, then prints what the rows come to, also after a Ctrl-C.
 
-    names: of what is measured, in order, for whoever waits.
+    names: what is measured, in order, for whoever waits.
     """
     from flashgen.bench import environment
 
@@ -248,7 +248,7 @@ def report(
                 saved["rows"].append(row.to_dict())
                 if not json:
                     shown.add(bench_tables.cells(columns, row))
-                save(saved | {"summary": summary(rows)}, output)  # what is measured is kept
+                save(saved | {"summary": summary(rows)}, output)  # rows that are measured are kept
                 bar.update(bar.task_ids[0], advance=1, description=names[min(len(rows), len(names) - 1)])
         except KeyboardInterrupt:
             saved["interrupted"] = True

@@ -1,6 +1,6 @@
-"""The tables that `flashgen bench` prints: each column with its heading and the cell of a measured row.
+"""The tables that `flashgen bench` prints: each column has a heading, and gives the cell of a measured row.
 
-They are known before anything is measured, from what is asked for, so that rows can be printed one by one.
+The request alone decides the columns, so that rows can be printed as they are measured.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 Columns = Mapping[str, Callable[[Any], str]]
-OURS = ("flashgen", "deterministic")  # contenders that are no peers
+OURS = ("flashgen", "deterministic")  # flashgen's own contenders
 
 
 def speed(contenders: Sequence[str]) -> Columns:
@@ -24,13 +24,13 @@ def speed(contenders: Sequence[str]) -> Columns:
 
 
 def grouped(contenders: Sequence[str]) -> Columns:
-    """TFLOP/s by heads of k and v and by contender, and each contender's speed over its own with the first number."""
+    """TFLOP/s by heads of k and v and by contender, and each contender's speed over its first number's."""
     of_first = {f"{name} of the first": _of(name, "of_first", 3) for name in contenders}
     return _case() | {"heads": lambda row: row.name} | _tflops(contenders) | of_first
 
 
 def variants(backward: bool, beside_flex: bool, mask_times: bool) -> Columns:
-    """Milliseconds by variant, beside FlexAttention's. backward: it is timed, and the deterministic one too."""
+    """Milliseconds by variant, beside FlexAttention's. backward: whether the backward is timed, deterministic too."""
     chosen: dict[str, tuple[bool, Callable[[Any], str]]] = {
         "variant": (True, lambda row: row.name),
         "target": (True, lambda row: row.target),
@@ -85,7 +85,7 @@ def _of(contender: str, what: str, digits: int = 0) -> Callable[[Any], str]:
 
 
 def host(parts: Iterable[str]) -> Columns:
-    """Microseconds by case, and of each part."""
+    """Microseconds by case and part."""
     columns: dict[str, Callable[[Any], str]] = {
         "call": lambda row: row.name,
         "target": lambda row: row.target,

@@ -1,4 +1,4 @@
-"""Where output goes: results to stdout, words about the work to stderr; colours on a terminal, plain text in a pipe."""
+"""Where output goes: results to stdout, notes on the work to stderr; in colour on a terminal, plain in a pipe."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
-INTERRUPTED = 130  # the exit status of what Ctrl-C ended
+INTERRUPTED = 130  # the exit status after a Ctrl-C
 
 
-_above_bar: list[Console] = []  # where a terminal gets its lines while a progress bar is drawn below them
+_above_bar: list[Console] = []  # takes a terminal's lines while a progress bar stands below them
 
 
 def stdout() -> Console:
-    """A console on today's sys.stdout (tests and pipes replace it), that wraps and shortens nothing."""
+    """A console that wraps and shortens nothing, on the present sys.stdout, which tests and pipes replace."""
     return _above_bar[-1] if _above_bar else Console(file=sys.stdout, soft_wrap=True, highlight=False)
 
 
@@ -64,7 +64,7 @@ def print_code(text: str, lexer: str) -> None:
 
 
 def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]], title: str | None = None) -> None:
-    """A table on stdout; in a pipe a header and a line per row, parted by tabs. Cells may hold rich's markup."""
+    """A table on stdout; in a pipe a header and a line per row, cells parted by tabs. Cells may hold rich's markup."""
     if sys.stdout.isatty():
         table = Table(title=title, title_justify="left", header_style="bold")
         for column in columns:
@@ -82,7 +82,7 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]], title: st
 class Rows:
     """A table on stdout whose rows are printed as they come; in a pipe a line per row, its cells parted by tabs.
 
-    widths: of the columns on a terminal, in characters, where a heading is narrower than what will stand below it.
+    widths: a column's least characters on a terminal, where its heading is narrower than the cells to come.
     """
 
     def __init__(self, columns: Sequence[str], widths: Mapping[str, int] | None = None) -> None:

@@ -1,4 +1,4 @@
-"""`flashgen demo`: the main job, at once, on real input."""
+"""`flashgen demo`: does flashgen's main job at once, on real input."""
 
 from __future__ import annotations
 
@@ -36,16 +36,16 @@ flashgen demo --emulate --output /tmp/demo
 
 EXAMPLE = "minilm_qkv.npz"
 SEED = 7
-BLOCK = 16  # queries and keys that a cell of a drawn mask stands for
+BLOCK = 16  # a cell of a drawn mask stands for so many queries and keys
 LEGEND = f"Masks are drawn in blocks of {BLOCK} queries (down) × {BLOCK} keys (right): · masked, ▒ partly, █ kept"
-ASKED = "rabbit"  # the token whose attention is read out
+ASKED = "rabbit"  # the token whose attention is shown
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """A variant that ran: what came of it and where its files are. Times are in seconds.
+    """A variant that ran: its results and its files. Times are in seconds.
 
-    visited: the tiles of the kernel at the lengths of the run; blocks: the mask there, drawn finer than tiles are.
+    visited: the kernel's tiles at the lengths of the run; blocks: the mask there, drawn finer than in tiles.
     """
 
     attention: Attention
@@ -175,7 +175,7 @@ def run_variant(spec: AttentionSpec, example: Arrays, output: Path, target: str 
 
 
 def seconds_of_a_run(attention: Attention, inputs: tuple[Any, ...], options: dict[str, Any], emulate: bool) -> float:
-    """The median of several runs on a GPU, arrays already there; one run on the emulator."""
+    """The median of several runs on a GPU that has the arrays; one run on the emulator."""
     if not emulate:
         import cupy
 
@@ -231,8 +231,8 @@ def variant_text(spec: AttentionSpec) -> str:
 
 
 def read_attention(example: Arrays, target: str | None, emulate: bool) -> Iterator[str]:
-    """What the layer's heads look at, read from a kernel: values that are the rows of the identity give back the
-    attention weights themselves, since out = P·I."""
+    """What the layer's heads look at: with the identity's rows for values, a kernel's output is the attention weights,
+    as out = P·I."""
     import flashgen as fg
     from flashgen import attention as engine
 

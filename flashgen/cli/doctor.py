@@ -18,7 +18,7 @@ PACKAGES = ("numpy", "sympy", "jinja2", "ml_dtypes", "typer", "rich")
 
 @dataclass(frozen=True)
 class Finding:
-    """One line: a part of the house, what was found of it (None: nothing, or it does not work), and what to do."""
+    """One line: a part of the house, what was found (None: nothing, or it does not work), and what to do."""
 
     area: str
     name: str
@@ -67,7 +67,7 @@ def examine() -> Iterator[Finding]:
 
 
 def examine_cache() -> Finding:
-    """Where compiled kernels are kept, how much, whose the folder is, and whether it can be used, which is tried."""
+    """Where compiled kernels are kept, how many bytes, whose folder it is, and whether it can be used: it is tried."""
     from flashgen.build.cache import KernelCache
     from flashgen.build.cache_folder import why_unusable
     from flashgen.build.trust import mode_text, owner_name
@@ -104,7 +104,7 @@ def examine_cuda() -> Iterator[Finding]:
 
 
 def gpu_remedy() -> str:
-    """Why no GPU is seen, as far as that can be told: CuPy of CUDA 13 sees none with a driver of CUDA 12."""
+    """Why no GPU is seen, as far as one can tell: CuPy for CUDA 13 sees none with a driver of CUDA 12."""
     driver = driver_version()
     if driver and package_version("cupy-cuda13x") and int(driver.partition(".")[0]) < 13:
         return (

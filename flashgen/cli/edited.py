@@ -1,4 +1,4 @@
-"""`--source` of `flashgen verify`: edited kernels, looked at and compiled before anything runs."""
+"""`flashgen verify --source`: looks at edited kernels and compiles them before anything runs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def check_source(
     """Compiles the source, and says which kernels of the one SPEC are edited in it.
 
     Raises:
-        ArgumentError: there is not one SPEC, an edited kernel is of a pass that is not to run, or `flashgen.compile`
+        ArgumentError: there is not one SPEC, an edited kernel is for a pass that is not to run, or `flashgen.compile`
             refuses the source.
         BuildError: it does not compile.
     """

@@ -1,4 +1,4 @@
-"""What `flashgen show` prints of a pass's kernels: their texts, what the compiler says of them, what they cost."""
+"""What `flashgen show` prints of a pass's kernels: their texts, the compiler's report, and their costs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from flashgen.language import AttentionSpec
 
 
-_SUFFIXES = (".cu", ".ptx", ".sass", ".svg", ".png")  # of files, which --output DIR/ is none of
+_SUFFIXES = (".cu", ".ptx", ".sass", ".svg", ".png")  # endings of files; --output DIR/ has none of them
 
 
 class Pass(StrEnum):
@@ -64,9 +64,9 @@ def rendered(
     packed_heads: int = 1,
     apart: bool = False,
 ) -> dict[str, RenderedKernel]:
-    """The kernels of a pass, or the one that is named, by the part that each plays, in the order of their launches.
+    """A pass's kernels, or the named one alone, by the part that each plays, in the order of their launches.
 
-    apart: under the names that they have in a release, in place of those that launches know.
+    apart: give them the names of a release in place of those that launches know.
     """
     from flashgen.codegen.stages import kernels_of
     from flashgen.codegen.targets import target_named
@@ -83,7 +83,7 @@ def rendered(
 
 
 def to_print(kernels: dict[str, RenderedKernel], of: Pass) -> dict[str, RenderedKernel]:
-    """Those of a pass's kernels that are printed where none is named, saying which there are."""
+    """The kernels of a pass that are printed where none is named; a note says which there are."""
     if of is Pass.backward:
         note(
             f"{len(kernels)} kernels, in the order of their launches: {', '.join(kernels)}. Each is a file of its own, "
@@ -96,14 +96,14 @@ def to_print(kernels: dict[str, RenderedKernel], of: Pass) -> dict[str, Rendered
 
 
 def compiled(kernel: RenderedKernel) -> Entry:
-    """The kernel from the cache, compiled into it where it was not there."""
+    """The kernel from the cache, which gets it where it was missing."""
     from flashgen.build.cache import default_cache
 
     return default_cache().load_or_compile(kernel.name, kernel.source, kernel.target.architecture)
 
 
 def show_texts(kernels: Mapping[str, RenderedKernel], what: What) -> None:
-    """The text of one kernel as it is; of several each under a line with its part and its name."""
+    """Prints one kernel's text as it is, or several, each below a line with its part and name."""
     texts = []
     for number, (part, kernel) in enumerate(kernels.items(), start=1):
         title = f"// ==== {part}: file {number} of {len(kernels)}, {kernel.name} "
@@ -112,9 +112,9 @@ def show_texts(kernels: Mapping[str, RenderedKernel], what: What) -> None:
 
 
 def write_texts(kernels: Mapping[str, RenderedKernel], what: What, folder: Path) -> None:
-    """The text of each kernel in a file of its own, named as in a release, if they have such names; a line for each.
+    """Writes each kernel to a file of its own, named as in a release if it has such a name, and prints a line for each.
 
-    Every text is made before one is written, and a file is replaced whole or not at all.
+    All texts are made before the first is written, and a file is replaced whole or not at all.
     """
     if folder.suffix in _SUFFIXES and not folder.is_dir():
         raise ArgumentError(
@@ -131,14 +131,14 @@ def write_texts(kernels: Mapping[str, RenderedKernel], what: What, folder: Path)
 
 
 def file_name(kernel: RenderedKernel, what: What) -> str:
-    """As a release names a file of the kernel."""
+    """The name that a release gives to the kernel's file."""
     from flashgen.build.keys import readable_name
 
     return f"{readable_name(kernel.name)}{'.cu' if what is What.cuda else f'.{what.value}'}"
 
 
 def text_of(kernel: RenderedKernel, what: What) -> str:
-    """The kernel as CUDA, PTX or SASS, the last line ended."""
+    """The kernel as CUDA, PTX or SASS, ending in a newline."""
     text = kernel.source if what is What.cuda else machine_code(kernel, what)
     return text if text.endswith("\n") else f"{text}\n"
 

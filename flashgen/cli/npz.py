@@ -1,4 +1,4 @@
-"""Arrays of an .npz file: each is believed only as far as its bytes go, and none is a pickle."""
+"""Reads the arrays of an .npz file. No size is believed beyond the bytes that are there, and nothing is unpickled."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def _header(file: IO[bytes], name: str) -> tuple[tuple[int, ...], bool, np.dtype
         if version not in _HEADERS:
             raise ValueError(f"the version {version} of NumPy's format is not read here")
         shape, fortran, dtype = _HEADERS[version](file)
-    except Exception as error:  # a header is a Python literal, and what NumPy raises for other text is of many kinds
+    except Exception as error:  # a header is a Python literal, and NumPy raises errors of many kinds for other text
         raise ValueError(f"{name!r} is no array as NumPy writes them ({str(error)[:200]})") from error
     if dtype.hasobject:
         raise ValueError(f"{name!r} holds Python objects, which are pickled and so never read: save plain arrays")

@@ -53,7 +53,7 @@ Seed = Annotated[int, typer.Option("--seed", min=0, help="Seed of the dropout bi
 
 @dataclass(frozen=True)
 class SpecOptions:
-    """What the options say of a spec; None is what nobody said, and leaves AttentionSpec's default."""
+    """What the options say of a spec. None was not given, and leaves AttentionSpec's default."""
 
     score: Annotated[
         str | None,
@@ -88,7 +88,7 @@ class SpecOptions:
 
 
 def with_spec_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Give a command the options of SpecOptions; it receives them as one keyword argument, `options`."""
+    """Gives a command the options of SpecOptions, which it receives as one keyword argument, `options`."""
     signature = inspect.signature(command, eval_str=True)
     hints = typing.get_type_hints(SpecOptions, include_extras=True)
     added = [

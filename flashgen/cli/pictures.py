@@ -39,7 +39,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Drawing:
-    """A tile map, which sequence and head of it to draw, and one tile of that where it is asked for."""
+    """A tile map, the sequence and head to draw, and one tile of these if asked for."""
 
     title: str
     tiles: TileMap
@@ -60,9 +60,9 @@ def drawing_of(
     captures: Path | None,
     place: Place = Place(),
 ) -> Drawing:
-    """The map in tiles of (queries, keys), and the tile of `zoom`, "ROW,COLUMN".
+    """The map in tiles of (queries, keys), and the tile that `zoom` names, "ROW,COLUMN".
 
-    Its batch and heads are those of the captures; where they do not say, as many as `place` needs.
+    The captures give its batch and heads; where they do not, there are as many as `place` needs.
     """
     from flashgen.analysis.captured_extents import captured_extent
     from flashgen.analysis.tile_classes import tile_map
@@ -74,7 +74,7 @@ def drawing_of(
     batch = captured_extent(mask, BATCH, arrays) or number + 1
     heads = captured_extent(mask, HEAD, arrays) or head + 1
     tiles = tile_map(mask, tile, len_q, len_k, batch, heads, arrays)
-    tiles.of(number, head)  # says so where the map has no such sequence or head
+    tiles.of(number, head)  # raises where the map has no such sequence or head
     if zoom is None:
         return Drawing(spec.mask.name, tiles, place)
     row, column = place_of(zoom)
@@ -83,7 +83,7 @@ def drawing_of(
 
 
 def captures_for(spec: AttentionSpec, path: Path | None) -> Mapping[str, Any]:
-    """What the mask captures, from the file; ArgumentError naming what is missing."""
+    """The mask's captures, from the file. Raises ArgumentError, naming what is missing."""
     given = load_arrays(path, "--captures") if path else {}
     missing = [capture for capture in spec.mask.captures if capture.name not in given]
     if missing:
@@ -102,7 +102,7 @@ def place_of(zoom: str) -> tuple[int, int]:
 
 
 def write_drawing(drawing: Drawing, path: Path) -> None:
-    """An .svg or .png file, and the share of the work on stdout."""
+    """Writes an .svg or .png file, and prints the share of the work."""
     from flashgen.analysis.drawing.tile_maps import summary, to_png
 
     if path.suffix not in SUFFIXES:
@@ -120,14 +120,14 @@ def write_drawing(drawing: Drawing, path: Path) -> None:
 
 
 def print_drawing(drawing: Drawing) -> None:
-    """Characters, as wide as the terminal has them, and the share of the work."""
+    """Prints characters, as many as the terminal is wide, and the share of the work."""
     from flashgen.analysis.drawing.tile_maps import summary, to_text
 
     width = shutil.get_terminal_size().columns
     if drawing.zoomed is None:
         typer.echo(to_text(drawing.tiles, width, *drawing.place.numbers))
     else:
-        typer.echo(to_text(drawing.zoomed, width - 2))  # beside it stands its frame
+        typer.echo(to_text(drawing.zoomed, width - 2))  # the frame takes 2
         typer.echo(summary(drawing.tiles, *drawing.place.numbers))
 
 
@@ -142,9 +142,9 @@ def svg(drawing: Drawing) -> str:
 
 
 def print_numbers(drawing: Drawing) -> None:
-    """As JSON: the class of every tile, the share of the work, and the elements of the zoomed tile.
+    """Prints JSON: the class of every tile, the share of the work, and the elements of the zoomed tile.
 
-    Of a place that was chosen only; of every sequence and head otherwise.
+    It is about the chosen place, or about every sequence and head where none was chosen.
     """
     tiles, zoomed = drawing.tiles.at(drawing.place.batch, drawing.place.head), drawing.zoomed
     numbers: dict[str, Any] = {

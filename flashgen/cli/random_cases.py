@@ -19,13 +19,13 @@ if TYPE_CHECKING:
 _SECONDS_BETWEEN_NOTES = 60.0
 
 Random = Annotated[bool, typer.Option("--random", help="Random variants, captures, calls and targets.")]
-Count = Annotated[int | None, typer.Option("--cases", min=1, help="Of --random: how many cases.", show_default="100")]
-Minutes = Annotated[float | None, typer.Option("--minutes", min=0.0, help="Of --random: for how long.")]
-Jobs = Annotated[int, typer.Option("--jobs", min=1, help="Of --random: cases at a time, each in its own process.")]
+Count = Annotated[int | None, typer.Option("--cases", min=1, help="With --random: how many cases.", show_default="100")]
+Minutes = Annotated[float | None, typer.Option("--minutes", min=0.0, help="With --random: for how long.")]
+Jobs = Annotated[int, typer.Option("--jobs", min=1, help="With --random: cases at a time, each in its own process.")]
 
 
 def check_beside(random: bool, of_specs: Mapping[str, bool], of_random: Mapping[str, bool]) -> None:
-    """Refuses what says nothing with --random, or nothing without it. Options by name, and whether they were given."""
+    """Refuses options that mean nothing with --random, or nothing without it. The mappings say which were given."""
     wrong = [name for name, given in (of_specs if random else of_random).items() if given]
     if wrong and random:
         raise typer.BadParameter(f"--random draws its own: leave out {', '.join(wrong)}")
@@ -36,7 +36,7 @@ def check_beside(random: bool, of_specs: Mapping[str, bool], of_random: Mapping[
 def options_of(
     target: str | None, passes: tuple[Pass, ...], sanitize: Literal["address", "thread"] | None, emulate: bool
 ) -> Options:
-    """What the options of the command narrow random cases to."""
+    """The command's options as those that narrow random cases."""
     from flashgen.cli.machine import gpus
     from flashgen.codegen.targets import target_named
     from flashgen.verify.random import Options, targets_of_gpu
@@ -49,7 +49,7 @@ def options_of(
 
 
 def _tell(summary: Summary, told: float, no_bar: bool) -> float:
-    """How far it is, now and then, where no bar shows it. `told`, and what it gives: when it was said last."""
+    """Tells the progress now and then, where no bar shows it. `told` and the result: the time of the last telling."""
     now = time.monotonic()
     if not no_bar or now < told + _SECONDS_BETWEEN_NOTES:
         return told
@@ -58,9 +58,9 @@ def _tell(summary: Summary, told: float, no_bar: bool) -> float:
 
 
 def verify_random(seed: int, options: Options, cases: int | None, minutes: float | None, jobs: int, json: bool) -> None:
-    """Runs random cases and says what they came to; exit 1 where there are findings.
+    """Runs random cases and prints a summary; exits with 1 where there are findings.
 
-    Ctrl-C, or SIGTERM as `timeout` sends it, ends it with what it has.
+    Ctrl-C, or SIGTERM as `timeout` sends it, ends it with the results so far.
     """
     from flashgen.verify.random import Summary, finding_text, run
 

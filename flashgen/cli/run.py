@@ -48,7 +48,7 @@ def run(
     """Run an attention variant on q, k, v from a file and write the output to another.
 
     Head dim, value dim and dtype are those of the arrays, unless SPEC is a complete spec or an option says otherwise.
-    The captures of the variant are arrays (or numbers: arrays of no dimension) of the same file, by name; other arrays
+    The variant's captures are arrays of the same file, by name (a number is an array of no dimension); other arrays
     are left alone. NumPy's .npz has no bfloat16: with [cyan]--dtype bfloat16[/], q, k, v and out are the 16-bit words,
     as uint16. A .safetensors file has it.
     """
@@ -98,7 +98,7 @@ def run(
 
 
 def check_output(output: Path, input: Path) -> None:
-    """ArgumentError, before anything is computed, for an output that cannot be meant."""
+    """Raises ArgumentError, before anything is computed, for an output that nobody can mean."""
     arrays.check_kind(output, "--output")
     if output.exists() and input.exists() and output.samefile(input):
         raise ArgumentError(
@@ -109,7 +109,7 @@ def check_output(output: Path, input: Path) -> None:
 
 
 def captures_of(spec: AttentionSpec, given: arrays.Arrays) -> dict[str, Any]:
-    """What the spec captures, of the file's arrays: a Scalar's number is an array of no dimension there."""
+    """The spec's captures among the file's arrays, where a Scalar's number is an array of no dimension."""
     captures: dict[str, Any] = {}
     for capture in spec.captures:
         if capture.name in given:
@@ -119,7 +119,7 @@ def captures_of(spec: AttentionSpec, given: arrays.Arrays) -> dict[str, Any]:
 
 
 def spec_for(text: str, options: SpecOptions, given: arrays.Arrays, path: Path) -> AttentionSpec:
-    """SPEC with what the arrays say of themselves, where SPEC and the options say nothing."""
+    """The spec of SPEC and the options; the arrays give head dim, value dim and dtype where these do not."""
     missing = [name for name in INPUTS if name not in given]
     if missing:
         raise ArgumentError(

@@ -129,7 +129,7 @@ def show(
 
 
 def refuse_elsewhere(what: What, of_pictures: dict[str, Any], output: Path | None) -> None:
-    """ArgumentError for an option where it means nothing."""
+    """Raises ArgumentError for an option that means nothing here."""
     names = [name for name, value in of_pictures.items() if value is not None]
     if names and what not in (What.tiles, What.svg):
         raise ArgumentError(f"{', '.join(names)}: only a tile map takes this, add --what tiles")
@@ -138,7 +138,7 @@ def refuse_elsewhere(what: What, of_pictures: dict[str, Any], output: Path | Non
 
 
 def target_here() -> str:
-    """What `flashgen.compile` takes on this machine's GPU, or the default, saying so."""
+    """The target that `flashgen.compile` takes on this machine's GPU, or, with a note, the default."""
     from flashgen.cli.machine import gpus
     from flashgen.codegen.targets import target_of_capability
 

@@ -1,4 +1,4 @@
-"""SPEC on the command line -> AttentionSpec. Expressions and JSON are parsed; only `file.py:name` runs Python."""
+"""Makes an AttentionSpec of SPEC. Expressions and JSON are parsed; only `file.py:name` runs Python."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ flashgen tune "document('ids')" --captures packed.npz --lengths 16384 --json
 flashgen tune "full()" --lengths 1 --len-k 8192 --batch 8 --heads 32
 """
 
-TOKENS, WIDTH = 16384, 2048  # of a call that nobody says more of: as `flashgen bench` measures
+TOKENS, WIDTH = 16384, 2048  # a call's sizes unless options say more, as in `flashgen bench`
 
 
 @with_spec_options
@@ -87,7 +87,7 @@ def tune(
 def shape_of(
     spec: AttentionSpec, len_q: int, len_k: int, batch: int | None, heads: int | None, heads_kv: int | None
 ) -> Shape:
-    """The sizes of a call; ArgumentError where the heads do not fit together."""
+    """The sizes of a call. Raises ArgumentError where the heads do not fit together."""
     from flashgen.verify import Shape
 
     heads = heads or max(WIDTH // spec.head_dim, 1)
@@ -98,7 +98,7 @@ def shape_of(
 
 
 def inputs_of(text: str, spec: AttentionSpec, shape: Shape, seed: int, given: dict[str, Any]) -> Inputs:
-    """Random inputs; captures from the file where it has one of the name, numbers as arrays of no dimension."""
+    """Random inputs, with the file's captures where it has them; its numbers are arrays of no dimension."""
     from flashgen.verify import random_inputs
 
     variant = load_variant(text)
@@ -150,7 +150,7 @@ def described(result: Tuning, spec: AttentionSpec, shape: Shape) -> dict[str, An
 
 
 def flops(spec: AttentionSpec, shape: Shape) -> float:
-    """Of the two products; half of them for a causal spec, as `flashgen bench` counts."""
+    """FLOPs of the two products; a causal spec has half of them, as `flashgen bench` counts."""
     from flashgen.bench.cases import Case, products
 
     share = Case(spec, shape.len_q, shape.batch, shape.heads_q).share

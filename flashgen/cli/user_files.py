@@ -1,4 +1,4 @@
-"""Python files of the user's, named as `file.py:name`: importing them, and errors in them told by their own lines."""
+"""Imports a user's Python files, named as `file.py:name`, and tells errors in them by the user's own lines."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from flashgen.errors import FlashgenError, SpecError
 
 _PREFIX = "flashgen_user_file:"
 _PACKAGE = str(Path(__file__).resolve().parents[1])
-_asked_for: set[str] = set()  # the files, those that could not be imported too
+_asked_for: set[str] = set()  # files, also those that could not be imported
 
 
 def name_in_file(path: Path, name: str) -> Any:
     """What `name` is in a Python file, which this imports (and so runs), once per process.
 
-    Raises SpecError where the file or the name is missing, and where flashgen refuses what stands in it. What else the
-    file raises goes on as it is, and `told` puts it into words.
+    Raises SpecError where the file or the name is missing, and where flashgen refuses something in it. The file's other
+    errors pass through, and `told` puts them into words.
     """
     module = _import(path.resolve())
     if not hasattr(module, name):
@@ -34,7 +34,7 @@ def name_in_file(path: Path, name: str) -> Any:
 def told(error: Exception) -> str | None:
     """An error of a user's file in words: what it is, then the lines of the user's code that led to it.
 
-    None for an error that no user's file had a part in: that is flashgen's own.
+    None for an error in which no user's file had a part: it is flashgen's own.
     """
     steps = traceback.extract_tb(error.__traceback__)
     first = next((number for number, step in enumerate(steps) if step.filename in _asked_for), len(steps))
@@ -49,7 +49,7 @@ def told(error: Exception) -> str | None:
 
 
 def _is_users(filename: str) -> bool:
-    """Whether a line is of the user's own code: not flashgen's, not an installed package's, not Python's."""
+    """Whether a line belongs to the user's own code, not to flashgen, an installed package or Python."""
     others = (_PACKAGE, *site.getsitepackages(), *sysconfig.get_paths().values())
     return not filename.startswith(("<frozen ", *(folder + os.sep for folder in others)))
 

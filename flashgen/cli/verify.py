@@ -154,7 +154,7 @@ def chosen_cases(specs: list[str] | None, options: SpecOptions, every: bool) -> 
 
 
 def cases_of_spec(text: str, options: SpecOptions, every: bool) -> tuple[Case, ...]:
-    """SPEC at every length; a Variant of a file at its own lengths, with its own captures."""
+    """SPEC at every length; a file's Variant at its own lengths, with its own captures."""
     from flashgen.verify import cases_of
 
     return cases_of(load_spec(text, options), large=every, variant=load_variant(text))

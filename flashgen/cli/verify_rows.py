@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from flashgen.verify import Case, Result
 
 HEADING = ("spec", "passed", "worst", "error", "bound", "LSE error", "verdict")
-WIDEST_NAME = 48  # of a spec, in characters; a longer one moves its row's cells to the right
+WIDEST_NAME = 48  # characters of a spec's name; a longer one moves its row's cells to the right
 WIDTHS = {"passed": 8, "worst": 8, "error": 7, "bound": 7}
 
 
@@ -23,7 +23,7 @@ class Sweep:
     def __init__(self, cases: Sequence[Case], runs_each: int, shown: bool = True) -> None:
         self.results: list[Result] = []
         self._cases, self._runs_each, self._shown = cases, runs_each, shown
-        self._told = 0  # results that stand in rows
+        self._told = 0  # results that were printed in rows
         names = max((len(case.spec.name) for case in cases), default=0)
         self._rows = Rows(HEADING, WIDTHS | {"spec": min(names, WIDEST_NAME)})
 
@@ -34,7 +34,7 @@ class Sweep:
 
     @property
     def running(self) -> str:
-        """The name of the spec whose turn it is; at the end, that of the last one."""
+        """The name of the spec that runs now; at the end, of the last one that ran."""
         number = min(len(self.results) // self._runs_each, len(self._cases) - 1)
         return self._cases[number].spec.name if self._cases else "nothing to verify"
 
@@ -56,7 +56,7 @@ class Sweep:
             self.end()
 
     def end(self) -> None:
-        """Print what stands in no row yet."""
+        """Prints the results that stand in no row yet."""
         results, self._told = self.results[self._told :], len(self.results)
         if results and self._shown:
             for cells in rows_of(results):
@@ -73,7 +73,7 @@ class Sweep:
 
 
 def rows_of(results: Sequence[Result]) -> list[tuple[str, ...]]:
-    """A row of a spec's runs, by their worst one; below it, one for each way in which runs failed."""
+    """A row for a spec's runs, which shows the worst one, and below it a row for each way in which runs failed."""
     failed = [result for result in results if not result.ok]
     worst = max(results, key=_rank)
     passed = f"{len(results) - len(failed)} of {len(results)}"
@@ -91,14 +91,14 @@ def rows_of(results: Sequence[Result]) -> list[tuple[str, ...]]:
 
 
 def numbers(result: Result, lse_error: float | None) -> tuple[str, str, str, str]:
-    """The output that was worst, its error and what that may be, and the LSE's error; "" for what there is not."""
+    """The worst output, its error and its bound, and the LSE's error; "" for what is missing."""
     verdict = result.verdict
     compared = (f"{verdict.error:.1e}", f"{verdict.bound:.1e}") if verdict else ("", "")
     return (result.worst or "", *compared, "" if lse_error is None else f"{lse_error:.1e}")
 
 
 def _rank(result: Result) -> tuple[bool, bool, float]:
-    """Greater for worse: what failed, above all with numbers to show, and what comes nearest to its bound."""
+    """A sort key, greater for worse: failures first, then runs with numbers, then those nearest to their bound."""
     verdict = result.verdict
     return not result.ok, verdict is not None, verdict.error / verdict.bound if verdict and verdict.bound else 0.0
 

@@ -1,4 +1,4 @@
-"""What happens where output cannot be written: a read-only folder, a full disk, a closed or full standard output."""
+"""Errors in writing output: a read-only folder, a full disk, a closed or full standard output."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from flashgen.errors import ArgumentError
 
 @contextmanager
 def writing(path: Path, option: str = "--output") -> Iterator[None]:
-    """ArgumentError, naming the option, where what is written to the path within cannot be."""
+    """Raises ArgumentError, naming the option, where the body cannot write to the path."""
     try:
         yield
     except OSError as error:
@@ -22,7 +22,7 @@ def writing(path: Path, option: str = "--output") -> Iterator[None]:
 
 
 def make_folder(path: Path, option: str = "--output") -> None:
-    """The folder and those above it, if they are not there; ArgumentError where they cannot be made."""
+    """Makes the folder and those above it, if they are missing. Raises ArgumentError where it cannot."""
     if path.exists() and not path.is_dir():
         raise ArgumentError(f"{option} {path} is a file: give a folder, which is made if it is not there")
     with writing(path, option):
@@ -32,7 +32,7 @@ def make_folder(path: Path, option: str = "--output") -> None:
 def stdout_problem() -> OSError | None:
     """Why standard output takes no more, such as a full disk; None where it does.
 
-    What was written is flushed, so that the answer holds for it. Where it cannot be, it is dropped: the interpreter
+    It flushes what was written, so that the answer holds for that, and drops what it cannot flush: the interpreter
     would try once more at its end and print a traceback.
     """
     try:

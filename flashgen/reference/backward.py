@@ -9,8 +9,8 @@ Backward, of the gradients dO and dLSE of both outputs:
     dV = (P ∘ Z)^T dO;  dP = (dO V^T) ∘ Z;  D = rowsum(dO ∘ O) - dLSE;  dS = P ∘ (dP - D);  dX = dS ∘ dscore/dX
     dQ = scale dX K;    dK = scale dX^T Q;  each gather of a capture adds dS ∘ dscore/dgather where it gathered
 
-D is rowsum(P ∘ dP) too, in exact arithmetic; a backward that is given O rounded has that rounding in all gradients of
-its rows, times P: `backward_of_rounded_output` says how much it is.
+In exact arithmetic D is rowsum(P ∘ dP) too. A backward that is given O rounded has that rounding, times P, in all
+gradients of its rows: `backward_of_rounded_output` says how much it is.
 dscore comes from flashgen.reference.tangents. Source: Dao et al., "FlashAttention", 2022, appendix B.2.
 """
 
@@ -46,11 +46,11 @@ def backward(
 ) -> Gradients:
     """The gradients of sum(out * d_out) + sum(lse * d_lse) in float64, on the values given.
 
-    q, k, v, seed, offset and captures as those of `attention`; d_out of the shape and layout of out; d_lse
-    (batch, heads_q, len_q), None for 0. Returns (dq, dk, dv, captures), float64, in the layout and shapes of what they
-    are gradients of; dk and dv are summed over the query heads that share a key head. captures holds those declared
-    with grad=True, by name. What is masked contributes exactly 0 whatever the score's derivative there; a row with
-    nothing to attend to has zero gradients. A score of -inf counts as masked.
+    q, k, v, seed, offset and captures are those of `attention`; d_out has the shape and layout of out; d_lse is
+    (batch, heads_q, len_q), None for 0. Returns (dq, dk, dv, captures), float64, each in the layout and shape of its
+    input; dk and dv are summed over the query heads that share a key head. captures holds, by name, those declared
+    with grad=True. A masked score contributes exactly 0 whatever its derivative; a row with nothing to attend to has
+    zero gradients. A score of -inf counts as masked.
     Raises ArgumentError for arguments that do not fit the spec or each other.
     """
     problem = prepare(spec, q, k, v, seed, offset, captures)
@@ -71,7 +71,7 @@ def backward_of_rounded_output(
 ) -> Gradients:
     """The gradients in float64 with D from O rounded to spec.dtype: the `given` of flashgen.reference.numerics.
 
-    Arguments, results and errors are those of `backward`, which it equals but for that rounding.
+    Arguments, results and errors are those of `backward`; only that rounding differs.
     """
     problem = prepare(spec, q, k, v, seed, offset, captures)
     arithmetic = Arithmetic(np.float64, of_output=lambda array: round_to(spec.dtype, array))
@@ -92,13 +92,13 @@ def low_precision_backward(
 ) -> Gradients:
     """The gradients as a plain library computes them on arrays of spec.dtype: `low` of flashgen.reference.numerics.
 
-    The forward is that of `low_precision`, and O what it gives. Each step of the backward is rounded to spec.dtype:
+    The forward is `low_precision`, which gives O. Each step of the backward is rounded to spec.dtype:
     d_out, dO V^T, its dropout, dO ∘ O, D, dP - D, dS, each operation of the score's derivative, dX, dX K and that times
     scale, dK and dV of each query head and their sum over a group, each element's part in the gradient of a capture and
     their sum.
     Within a step, products accumulate in float32 and other sums in float64; d_lse is not rounded. A capture's gradient
-    is rounded once more, to the capture's dtype. Arguments, results and errors are those of `backward`. What overflows
-    float16 gives what it gives there, infinity or NaN.
+    is rounded once more, to the capture's dtype. Arguments, results and errors are those of `backward`. Numbers that
+    overflow float16 become infinity or NaN, as they do there.
     """
     problem = prepare(spec, q, k, v, seed, offset, captures)
 
@@ -116,7 +116,7 @@ def low_precision_backward(
 
 @dataclass(frozen=True)
 class Arithmetic:
-    """How steps are computed: each in `wide`, its result rounded by `rounding`, O by `of_output` (None: not at all)."""
+    """Computes each step in `wide`, and rounds its result by `rounding`, O by `of_output` (None: not at all)."""
 
     wide: type[np.floating[Any]]
     rounding: Callable[[Any], Array] | None = None
@@ -133,7 +133,7 @@ class Arithmetic:
 
 
 def _run(problem: Problem, cotangents: Cotangents, arithmetic: Arithmetic) -> GradientSums:
-    """All gradients, in blocks of rows: dk, dv and those of captures are sums over them, not rounded here."""
+    """All gradients, in blocks of rows. dk, dv and captures' gradients are sums over blocks, not rounded here."""
     rounded, product, scale = arithmetic.rounded, arithmetic.product, problem.spec.scale
     sums, keys = GradientSums(problem), range(problem.len_k)
     for b, h, queries in row_blocks(problem):

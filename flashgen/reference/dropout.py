@@ -1,18 +1,18 @@
-"""Which probabilities dropout keeps: one byte of Philox4x32-7 for each (batch, head, query, key), for ever the same.
+"""Which probabilities dropout keeps: a byte of Philox4x32-7 for each (batch, head, query, key), which never changes.
 
 An element's byte depends on (seed, offset, b, h, i, j) alone, so no tile size, kernel family, batch layout or grid
 changes it, and forward and backward agree. One Philox call serves 16 elements: rows i and i + 8 and the column pair
-j, j + 1 in four neighbouring groups of 8 columns, which is what one lane holds of the accumulators of four m16n8
-matrix products. The 32 lanes of a warp thus serve a block of 16 queries x 32 keys.
+j, j + 1 in four neighbouring groups of 8 columns, which one lane holds as accumulators of four m16n8 matrix products.
+The 32 lanes of a warp thus serve a block of 16 queries x 32 keys.
 
     key = (seed mod 2**32, seed div 2**32)
     counter = (b << 16 | h, j >> 5, offset, (i >> 4) << 5 | lane),  lane = (i & 7) * 4 + ((j & 7) >> 1)
     bit n of the byte = bit (n >> 2) * 16 + e of output word n & 3
     e = ((j >> 3) & 3) * 4 + ((i >> 3) & 1) * 2 + (j & 1)
 
-The counter's order lets three of Philox's seven rounds be shared: until then no word depends on both j and i but by an
-XOR. Bytes lie across the words, a bit of each of the 16 in half a word, so that few logical instructions compare all
-of them with a threshold at once.
+The counter's order lets three of Philox's seven rounds be shared: until then only an XOR brings j and i into one word.
+Bytes lie across the words, a bit of each of the 16 in half a word, so that few logical instructions compare all of them
+with a threshold at once.
 
 Philox: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011. Dropout on attention probabilities:
 Dao et al., "FlashAttention", 2022, appendix B.3 (there with a saved generator state instead of a mapping).
@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from flashgen.errors import ArgumentError, SpecError
 from flashgen.reference.philox import philox4x32
 
-_BLOCK_Q, _BLOCK_K = 16, 32  # what the 32 lanes of a warp serve with one call each
+_BLOCK_Q, _BLOCK_K = 16, 32  # a warp's 32 lanes serve them with one call each
 _LIMITS = {"seed": 2**64, "offset": 2**32, "batch": 2**16 + 1, "heads": 2**16 + 1}
 
 
@@ -63,7 +63,7 @@ def check_counter(seed: int, offset: int, batch: int, heads: int) -> tuple[int, 
 def keep_tile(
     seed: int, offset: int, b: int, h: int, queries: range, keys: range, probability: float
 ) -> NDArray[np.bool_]:
-    """What is kept of one head's tile: bool (len(queries), len(keys)). Both ranges have step 1; h is the query head."""
+    """Which elements of a head's tile are kept: bool (len(queries), len(keys)). Ranges step by 1; h is a query head."""
     limit = threshold(probability)
     if not queries or not keys:
         return np.zeros((len(queries), len(keys)), dtype=bool)
@@ -95,7 +95,7 @@ def _bytes(words: NDArray[np.uint32]) -> NDArray[np.uint8]:
 def dropout_keep(
     seed: int, offset: int, batch: int, heads: int, len_q: int, len_k: int, probability: float
 ) -> NDArray[np.bool_]:
-    """What dropout keeps: bool (batch, heads, len_q, len_k), heads being query heads.
+    """Which elements dropout keeps: bool (batch, heads, len_q, len_k) with query heads.
 
     Kept probabilities are to be scaled by 256 / threshold(probability), so that the expectation is exact.
     Raises ArgumentError for a seed outside [0, 2**64), an offset outside [0, 2**32), more than 65536 batches or heads,

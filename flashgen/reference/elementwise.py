@@ -1,4 +1,4 @@
-"""What a spec does to the scores and probabilities of a tile: score function, mask and dropout; and back."""
+"""What a spec does to a tile's scores and probabilities (score function, mask, dropout), and their gradients."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from flashgen.reference.tangents import Duals, Rounding, gathers
 
 @dataclass(frozen=True, eq=False)
 class HeadTiles:
-    """The elementwise steps of one head; tiles are named by a range of queries and a range of keys."""
+    """The elementwise steps of one head. A range of queries and a range of keys name a tile."""
 
     problem: Problem
     b: int
@@ -32,12 +32,12 @@ class HeadTiles:
         """
         if rounding is not None or self.problem.spec.score is None or 0 in scores.shape:
             return self.modified(scores, queries, keys, rounding).scores
-        values = {**self._indices(queries, keys), SCORE: scores}  # `evaluate` keeps no values that it is done with
+        values = {**self._indices(queries, keys), SCORE: scores}  # `evaluate` drops values once they are used
         scores = evaluate(self.problem.spec.score.expression, values, self.problem.captures)
         return self._masked(scores, queries, keys)
 
     def modified(self, scores: Array, queries: range, keys: range, rounding: Rounding | None = None) -> ModifiedScores:
-        """What `modify` gives, with the way back to its gradients."""
+        """The scores of `modify`, and the way back to their gradients."""
         spec, captures, shape = self.problem.spec, self.problem.captures, scores.shape
         if spec.score is None or 0 in shape:
             return ModifiedScores(self._masked(scores, queries, keys), None, None, rounding)
@@ -73,7 +73,7 @@ class HeadTiles:
 
 @dataclass(frozen=True, eq=False)
 class ModifiedScores:
-    """Scores of a tile after score function and mask, (queries, keys). The score function is None or as traced."""
+    """Scores of a tile (queries, keys) after score function and mask. The score function is as traced, or None."""
 
     scores: Array
     expression: sympy.Basic | None
@@ -81,10 +81,10 @@ class ModifiedScores:
     rounding: Rounding | None
 
     def pull_back(self, d_scores: Array, captures: Mapping[str, Array]) -> Array:
-        """The gradient of the scores given, of that of the modified ones; those of captures are added to `captures`.
+        """The scores' gradient, from that of the modified ones; captures' gradients are added to `captures`.
 
-        What is -inf, by the mask or by the score function, contributes exactly 0 to all of them, whatever the
-        derivative is there.
+        A score that the mask or the score function made -inf contributes exactly 0 to all of them, whatever its
+        derivative.
         """
         live = self.scores != -np.inf
         d_scores = np.where(live, d_scores, 0.0)
@@ -96,7 +96,7 @@ class ModifiedScores:
         return self._through(SCORE, d_scores, live)
 
     def _through(self, seed: Load | sympy.Symbol, d_scores: Array, live: NDArray[np.bool_]) -> Array:
-        """d_scores times the derivative by the seed."""
+        """d_scores times the score function's derivative by the seed."""
         assert self.duals is not None
         tangent = self.duals.tangent(self.expression, seed)
         if tangent is None:
@@ -110,5 +110,5 @@ def _scatter_add(gradient: Array, indices: list[NDArray[np.int64]], added: Array
     clamped = [np.clip(index, 0, size - 1) for index, size in zip(indices, gradient.shape, strict=True)]
     shape = np.broadcast_shapes((1,) * added.ndim, *(index.shape for index in clamped))
     shared = tuple(axis for axis, size in enumerate(shape) if size == 1)
-    added = added.sum(axis=shared, keepdims=True)  # first what goes to one place
+    added = added.sum(axis=shared, keepdims=True)  # first the sums that go to one place
     np.add.at(gradient, tuple(np.broadcast_to(index, added.shape) for index in clamped), added)

@@ -1,4 +1,4 @@
-"""Gradients of attention: what flows in, checked, and what flows out, summed."""
+"""Gradients of attention: checks those that flow in, and sums those that flow out."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from flashgen.reference.inputs import Array, Problem, floats, heads_first
 
 
 class Gradients(NamedTuple):
-    """Gradients in float64: dq, dk and dv in the spec's layout, and one of each capture declared with grad=True."""
+    """Gradients in float64: dq, dk and dv in the spec's layout, and one for each capture declared with grad=True."""
 
     dq: Array
     dk: Array
@@ -27,14 +27,14 @@ class Cotangents(NamedTuple):
 
 
 def prepare_cotangents(problem: Problem, d_out: Any, d_lse: Any = None) -> Cotangents:
-    """Check the gradients of the outputs against the problem; d_lse of None is 0. Raises ArgumentError."""
+    """Checks the gradients of the outputs against the problem; a d_lse of None is 0. Raises ArgumentError."""
     rows = (problem.batch, problem.heads, problem.len_q)
     lse = np.zeros(rows) if d_lse is None else row_values("d_lse", d_lse, rows)
     return Cotangents(output_like(problem, "d_out", d_out), lse)
 
 
 def output_like(problem: Problem, name: str, given: Any) -> Array:
-    """An argument of the shape and layout of O, heads before lengths. Raises ArgumentError."""
+    """An argument with O's shape and layout, brought to heads before lengths. Raises ArgumentError."""
     array = heads_first(problem.spec, name, given)
     expected = (*problem.q.shape[:3], problem.spec.value_dim)
     if array.shape != expected:
@@ -44,7 +44,7 @@ def output_like(problem: Problem, name: str, given: Any) -> Array:
 
 
 def row_values(name: str, given: Any, rows: tuple[int, int, int]) -> Array:
-    """An argument of one number a row (batch, heads_q, len_q), in either layout. Raises ArgumentError."""
+    """An argument with a number for each row (batch, heads_q, len_q), in either layout. Raises ArgumentError."""
     array = floats(name, given, "float32")
     if array.shape != rows:
         raise ArgumentError(f"{name} has shape {array.shape}; give (batch, heads_q, len_q) = {rows}, as the LSE has")
@@ -52,7 +52,7 @@ def row_values(name: str, given: Any, rows: tuple[int, int, int]) -> Array:
 
 
 class GradientSums:
-    """Gradients of one problem, being summed. dk and dv stand for each query head until the group is summed."""
+    """Sums of one problem's gradients. Each query head has its dk and dv until `gradients` sums the groups."""
 
     def __init__(self, problem: Problem) -> None:
         self._problem = problem
@@ -67,7 +67,7 @@ class GradientSums:
         }
 
     def gradients(self) -> Gradients:
-        """The sums, dk and dv over each group of query heads too, in the spec's layout."""
+        """The sums in the spec's layout, dk and dv summed over each group of query heads."""
         group, layout = self._over_group, self._problem.in_layout
         return Gradients(layout(self.dq), layout(group(self.dk)), layout(group(self.dv)), self.captures)
 

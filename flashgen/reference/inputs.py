@@ -1,4 +1,4 @@
-"""The arguments of a reference call, checked and brought to one form: float64, heads before lengths."""
+"""Checks the arguments of a reference call, and brings them to one form: float64, heads before lengths."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class Problem:
 def prepare(
     spec: AttentionSpec, q: Any, k: Any, v: Any, seed: int | None, offset: int, captures: Mapping[str, Any]
 ) -> Problem:
-    """Check the arguments of a call against the spec and each other. Raises ArgumentError, naming the argument."""
+    """Checks the arguments of a call against the spec and each other. Raises ArgumentError, naming the argument."""
     q, k, v = (heads_first(spec, name, array) for name, array in (("q", q), ("k", k), ("v", v)))
     _check_shapes(spec, q, k, v)
     seed, offset = _check_dropout(spec, seed, offset, q.shape)
@@ -85,7 +85,7 @@ def prepare(
 
 
 def heads_first(spec: AttentionSpec, name: str, given: Any) -> Array:
-    """An array of 4 dimensions in the spec's layout, in float64 with heads before lengths. Raises ArgumentError."""
+    """An array of 4 dimensions in the spec's layout, as float64 with heads before lengths. Raises ArgumentError."""
     array = floats(name, given, spec.dtype)
     if array.ndim != 4:
         axes = ", ".join(_AXES[spec.layout])
@@ -94,10 +94,10 @@ def heads_first(spec: AttentionSpec, name: str, given: Any) -> Array:
 
 
 def floats(name: str, given: Any, best: str) -> Array:
-    """An array of floating point numbers in float64; `best` is the dtype to advise. Raises ArgumentError."""
+    """An array of floating point numbers as float64; errors advise the dtype `best`. Raises ArgumentError."""
     try:
         array = np.asarray(given)
-    except TypeError as error:  # as CuPy's, for an array on a GPU
+    except TypeError as error:  # CuPy raises it for an array on a GPU
         raise ArgumentError(f"{name} is not a NumPy array and does not become one ({error}); copy it first") from None
     if array.dtype.kind != "f" and array.dtype != ml_dtypes.bfloat16:
         raise ArgumentError(f"{name} has dtype {array.dtype}; give floating point numbers, best {best}")
@@ -105,7 +105,7 @@ def floats(name: str, given: Any, best: str) -> Array:
 
 
 def _check_shapes(spec: AttentionSpec, q: Array, k: Array, v: Array) -> None:
-    """Of arrays with heads before lengths."""
+    """The arrays have heads before lengths."""
     for name, array, dim in (("q", q, spec.head_dim), ("k", k, spec.head_dim), ("v", v, spec.value_dim)):
         if array.shape[3] != dim:
             which = "value_dim" if name == "v" else "head_dim"

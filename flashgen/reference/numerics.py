@@ -1,13 +1,13 @@
-"""The rule by which an output of a kernel is judged, one rule for outputs, gradients and LSE.
+"""The rule that judges a kernel: one rule for outputs, gradients and LSE.
 
 An output X passes iff max|X - ref| <= 2 max|low - ref| + 1e-5, where `ref` is standard attention in float64 and `low`
 the same attention rounded to the input dtype at every step: a fused kernel may be at most twice as wrong as the plain
-implementation it replaces. Source: the tests of flash-attention (Dao et al.), with a float64 reference.
+implementation that it replaces. Source: the tests of flash-attention (Dao et al.), with a float64 reference.
 
-A gradient passes, too, iff max|X - ref| <= 2 max|given - ref| + 1e-5, where `given` is float64's backward of an output
-rounded to the input dtype, since that is all that a backward is given of it: D = rowsum(dO * O) has O's rounding, which
-standard attention, that rounds P alike before it takes O, happens to cancel where P is all but one-hot. Nothing but
-another pass over the scores would give a better D.
+A gradient passes too if max|X - ref| <= 2 max|given - ref| + 1e-5, where `given` is float64's backward of an output
+rounded to the input dtype. A backward gets no better output, so its D = rowsum(dO * O) has O's rounding; only another
+pass over the scores would give a better D. Standard attention happens to cancel that rounding where P is all but
+one-hot, as it rounds P alike before it takes O.
 
 LSE is float32 and has no low-precision twin: it must be within 1e-3 of the reference or, where float32 holds less of a
 sum, within 2^-20 of its magnitude, and infinite exactly where the reference is.
@@ -26,13 +26,13 @@ from flashgen.errors import ArgumentError
 FACTOR = 2.0
 ALLOWANCE = 1e-5
 LSE_BOUND = 1e-3
-LSE_FACTOR = 2.0**-20  # of its magnitude: more than LSE_BOUND beyond 1049
+LSE_FACTOR = 2.0**-20  # relative to its magnitude; more than LSE_BOUND beyond 1049
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """error = max|X - ref|, bound what it may be, lse_error = |LSE - ref LSE| where it is nearest to what it may be
-    there, lse_bound (both None where no LSE was given).
+    """error = max|X - ref|, and its bound; lse_error = |LSE - ref LSE| where it comes nearest to its bound, and that
+    bound (both None where no LSE was given).
 
     NaN or infinity in an error says that the output holds NaN, or infinity where the reference is finite.
     `worst` is the index of the error in the output, `lse_worst` of that in LSE; None for empty arrays.
@@ -65,9 +65,9 @@ def judge(
 ) -> Verdict:
     """Judge an output `out` against `ref` (float64) and `low` (rounded at each step), and `lse` against `ref_lse`.
 
-    given: of a gradient, that of a rounded output in float64; the bound is the larger of what it and `low` allow.
-    All of one shape, in any layout; lse and ref_lse of one shape, natural logarithm. NaN in out or lse fails, and so
-    does a bound that is not finite, since it would let anything pass.
+    given: for a gradient, the float64 gradient of a rounded output; it or `low` gives the bound, whichever is larger.
+    All have one shape, in any layout; lse and ref_lse, natural logarithms, have one shape. NaN in out or lse fails, and
+    so does a bound that is not finite, since anything would pass.
     Raises ArgumentError for shapes that differ, for NaN in a reference, and for lse without ref_lse or the reverse.
     """
     if (lse is None) != (ref_lse is None):
@@ -84,7 +84,7 @@ def judge(
 
 
 def _judged_lse(lse: ArrayLike, reference: ArrayLike) -> tuple[float, float, tuple[int, ...] | None]:
-    """The difference that is the largest part of what it may be, that, and its index."""
+    """The difference that is largest relative to its bound, that bound, and its index."""
     difference = _differences("lse", lse, reference)
     if difference.size == 0:
         return 0.0, LSE_BOUND, None

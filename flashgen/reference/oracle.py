@@ -34,9 +34,9 @@ def attention(
 ) -> Any:
     """Standard attention in float64 on the values given, or (out, lse) with return_lse.
 
-    q (batch, heads_q, len_q, head_dim), k (batch, heads_kv, len_k, head_dim), v (batch, heads_kv, len_k, value_dim)
-    of any floating dtype, heads_q a multiple of heads_kv; layout "bshd" swaps heads and length. Captures by name, of
-    the dtype declared. seed and offset choose the dropout, as flashgen.reference.dropout says.
+    q (batch, heads_q, len_q, head_dim), k (batch, heads_kv, len_k, head_dim) and v (batch, heads_kv, len_k, value_dim)
+    have any floating dtype; heads_q is a multiple of heads_kv; layout "bshd" swaps heads and length. Captures are given
+    by name, in the dtype declared. seed and offset choose the dropout, as flashgen.reference.dropout says.
     out is float64 in the spec's layout, lse float64 (batch, heads_q, len_q), the natural log of the sum over modified
     and masked scores, before dropout. A row with nothing to attend to gives out = 0, lse = -inf.
     Raises ArgumentError for arguments that do not fit the spec or each other.
@@ -68,8 +68,8 @@ def low_precision(
 
     Each step's result is rounded to spec.dtype: q, k, v, scale·q, scores, each operation on them in the score function,
     probabilities, dropped probabilities, out. Within a step, products accumulate in float32 and so does the softmax.
-    Arguments, results and errors are those of `attention`; the values of out are exact in spec.dtype. lse is float32's,
-    of the rounded scores. A score that overflows float16 gives what it gives there, infinity or NaN.
+    Arguments, results and errors are those of `attention`; out is exact in spec.dtype. lse is the rounded scores', in
+    float32. A score that overflows float16 becomes infinity or NaN, as it does there.
     Source: attention_ref(upcast=False) of flash-attention's tests.
     """
     problem = prepare(spec, q, k, v, seed, offset, captures)
@@ -87,7 +87,7 @@ def low_precision(
 
 
 def softmax(scores: Any) -> tuple[Any, Any]:
-    """Rows of softmax and their log-sum-exp, in the dtype of scores; 0 and -inf for a row of nothing but -inf."""
+    """Rows of softmax and their log-sum-exp, in the dtype of scores; 0 and -inf for a row of -inf alone."""
     maximum = scores.max(axis=-1, initial=-np.inf)
     shift = np.where(maximum == -np.inf, 0, maximum).astype(scores.dtype)  # exp(-inf - -inf) is NaN
     with np.errstate(invalid="ignore", divide="ignore"):
@@ -98,7 +98,7 @@ def softmax(scores: Any) -> tuple[Any, Any]:
 
 
 def round_to(dtype: str, array: Any) -> Array:
-    """The values of an array rounded to nearest even in float16 or bfloat16, as float64."""
+    """An array rounded to the nearest (or even) float16 or bfloat16, as float64."""
     with np.errstate(over="ignore", invalid="ignore"):
         rounded = np.asarray(array).astype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
     return rounded.astype(np.float64)
@@ -110,7 +110,7 @@ def _product(dtype: str, a: Array, b: Array) -> Array:
 
 
 def row_blocks(problem: Problem) -> Iterator[tuple[int, int, range]]:
-    """(b, h, queries), so that the scores of one at a time are few enough for memory."""
+    """(b, h, queries) in blocks whose scores are few enough for memory."""
     step = max(1, _TILE_ELEMENTS // max(1, problem.len_k))
     for b, h in np.ndindex(problem.batch, problem.heads):
         for start in range(0, problem.len_q, step):

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)  # of counter words 0 and 2
-WEYL = (0x9E3779B9, 0xBB67AE85)  # what each key word grows by between rounds: golden ratio, sqrt(3) - 1
+WEYL = (0x9E3779B9, 0xBB67AE85)  # added to the key's words between rounds: golden ratio, sqrt(3) - 1
 ROUNDS = 7
 
 _WORD = 0xFFFFFFFF

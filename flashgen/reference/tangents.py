@@ -1,11 +1,11 @@
-"""Derivatives of a score function by dual numbers: beside each value runs its tangent, the derivative by one seed.
+"""Derivatives of a score function by dual numbers: each value has a tangent, its derivative by one seed.
 
 A seed is SCORE, or a gather (a Load node) taken as a variable of its own. No symbolic derivative has a part in this, so
-that the kernels' symbolic ones are judged by something else. Conventions where a function has no derivative:
+that something else judges the kernels' symbolic ones. Conventions where a function has no derivative:
 
-    max, min    that of the first operand where the two are equal; clamp is both
+    max, min    the first operand's where the two are equal; clamp is both
     abs         0 at 0
-    where       that of the branch taken; the condition has none
+    where       the derivative of the branch taken; the condition has none
     floor, //, comparisons, integers    0
     a % b       1 by a, -floor(a / b) by b
     sqrt        infinite at 0, as 1 / (2 sqrt(a)) gives
@@ -28,13 +28,13 @@ from flashgen.language.evaluate import computed, evaluate
 from flashgen.language.operations import SCORE, Load, Operation, kind_of
 
 Array = NDArray[Any]
-Tangent = Array | None  # None: does not depend on the seed
-Rule = Callable[[Array, list[Array], list[Tangent]], Tangent]  # of the result, the operands and their tangents
+Tangent = Array | None  # None where it does not depend on the seed
+Rule = Callable[[Array, list[Array], list[Tangent]], Tangent]  # takes the result, the operands and their tangents
 Rounding = Callable[[Any], Any]
 
 
 def gathers(expression: sympy.Basic) -> tuple[Load, ...]:
-    """The distinct gathers from captures declared with grad=True, in the order in which they stand."""
+    """The distinct gathers from captures declared with grad=True, in the expression's order."""
     nodes = sympy.preorder_traversal(expression)
     return tuple(dict.fromkeys(node for node in nodes if isinstance(node, Load) and node.capture.grad))
 
@@ -42,9 +42,9 @@ def gathers(expression: sympy.Basic) -> tuple[Load, ...]:
 class Duals:
     """A score function on a tile: the value and the tangents of each of its nodes, computed once.
 
-    values: an array or number for each symbol, captures for each capture by name, as `evaluate` takes them. `rounding`,
-    if given, rounds the result of every float operation on the score, and the tangent of it; what depends on indices
-    and captures alone is exact, since a plain implementation may well hold it in float32 or integers.
+    values: an array or number for each symbol; captures: one for each capture by name, as `evaluate` takes them.
+    `rounding`, if given, rounds every float operation on the score, and its tangent; what depends on indices and
+    captures alone is exact, since a plain implementation may well hold it in float32 or integers.
     """
 
     def __init__(
@@ -55,13 +55,13 @@ class Duals:
         self._steps: frozenset[sympy.Basic] = frozenset()
 
     def value(self, node: sympy.Basic) -> Array:
-        """The value of a node; only broadcast as far as it depends on the indices."""
+        """The value of a node, broadcast only as far as it depends on the indices."""
         self._steps |= deciding_steps(node)
-        with np.errstate(all="ignore"):  # both sides of a Where are computed, also where they are not wanted
+        with np.errstate(all="ignore"):  # a Where computes both sides everywhere
             return self._value(node)
 
     def tangent(self, node: sympy.Basic, seed: sympy.Basic) -> Tangent:
-        """The derivative of a node by the seed, broadcast no further than it needs be; None if it does not depend."""
+        """The derivative of a node by the seed, broadcast no further than it must be; None if it is constant."""
         with np.errstate(all="ignore"):
             return self._tangent(node, seed, {})
 
@@ -103,12 +103,12 @@ class Duals:
 
 
 def _flat(_result: Array, _operands: list[Array], _tangents: list[Tangent]) -> Tangent:
-    """Of a step function, an integer or a boolean."""
+    """The rule of step functions, integers and booleans."""
     return None
 
 
 def _smooth(partials: Callable[..., tuple[Any, ...]]) -> Rule:
-    """The chain rule. `partials` gives, of the result and the operands, the derivative by each operand."""
+    """The chain rule. `partials` takes the result and the operands, and gives the derivative by each operand."""
 
     def rule(result: Array, operands: list[Array], tangents: list[Tangent]) -> Tangent:
         pairs = zip(partials(result, *operands), tangents, strict=True)
@@ -118,7 +118,7 @@ def _smooth(partials: Callable[..., tuple[Any, ...]]) -> Rule:
 
 
 def _chosen(first: Callable[..., Any]) -> Rule:
-    """One of the last two operands' tangents: the first's where `first` of the operands says so."""
+    """One of the last two operands' tangents: the first's where `first`, given the operands, holds."""
 
     def rule(_result: Array, operands: list[Array], tangents: list[Tangent]) -> Tangent:
         one, other = (0.0 if tangent is None else tangent for tangent in tangents[-2:])
@@ -148,6 +148,6 @@ TANGENTS: dict[type[Operation], Rule] = {
     ops.Equal: _flat, ops.NotEqual: _flat, ops.Less: _flat, ops.LessEqual: _flat, ops.Greater: _flat,
     ops.GreaterEqual: _flat, ops.And: _flat, ops.Or: _flat, ops.Xor: _flat, ops.Not: _flat,
     ops.Where: _chosen(lambda condition, a, b: condition),
-    ops.Load: _flat,  # its indices are integers; as a seed it does not come here
+    ops.Load: _flat,  # its indices are integers; a seed does not come here
 }
 # fmt: on

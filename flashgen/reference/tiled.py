@@ -1,11 +1,11 @@
-"""Attention as the papers compute it, with every load from and store to HBM counted.
+"""Attention as the papers compute it. Every load from HBM and every store to it is counted.
 
 `standard`: algorithm 0 of Dao, Fu, Ermon, Rudra, Ré, "FlashAttention", 2022. `flash1`: its algorithm 1 (2 with mask
 and dropout): key blocks outside, query blocks inside, O rescaled and written each time. `flash2`: algorithm 1 of Dao,
 "FlashAttention-2", 2023: query blocks outside, O unnormalised until one division at the end, LSE instead of l and m.
 
-They run in float64, so that they equal `attention` but for the order of sums. Every (batch, query head) is run by
-itself, as on a GPU: with GQA or MQA, heads that share K and V load them again. No tile is skipped, whatever the mask.
+They run in float64, and equal `attention` except for the order of sums. Every (batch, query head) is run by itself, as
+on a GPU: with GQA or MQA, heads that share K and V load them again. No tile is skipped, whatever the mask.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ def standard(
     offset: int = 0,
     **captures: Any,
 ) -> Result:
-    """Standard attention with S and P in HBM: (out, lse, traffic). Arguments and errors as those of `attention`.
+    """Standard attention with S and P in HBM: (out, lse, traffic). Arguments and errors are those of `attention`.
 
-    The score function and mask are applied as S is made, dropout as P is; LSE is no part of it and not counted.
+    The score function and mask are applied as S is made, dropout as P is made; LSE is no part of it and not counted.
     """
     return _each_head(prepare(spec, q, k, v, seed, offset, captures), _standard_head)
 
@@ -58,7 +58,7 @@ def flash1(
 ) -> Result:
     """FlashAttention 1 with blocks for an on-chip memory of `on_chip` elements: (out, lse, traffic).
 
-    Other arguments and errors as those of `attention`; ArgumentError too for an on_chip that holds no row. The
+    Other arguments and errors are those of `attention`; ArgumentError too for an on_chip that holds no row. The
     algorithm leaves l and m in HBM; lse = m + log l is added for comparison and not counted.
     """
     blocks = flash1_blocks(on_chip, spec.head_dim, spec.value_dim)
@@ -82,7 +82,7 @@ def flash2(
 ) -> Result:
     """FlashAttention 2 with blocks for an on-chip memory of `on_chip` elements: (out, lse, traffic).
 
-    Other arguments and errors as those of `attention`; ArgumentError too for an on_chip that holds no row.
+    Other arguments and errors are those of `attention`; ArgumentError too for an on_chip that holds no row.
     """
     blocks = flash2_blocks(on_chip, spec.head_dim, spec.value_dim)
 

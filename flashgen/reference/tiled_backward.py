@@ -1,11 +1,11 @@
-"""The backward pass as the FlashAttention paper computes it, with every load from and store to HBM counted.
+"""The backward as the FlashAttention paper computes it. Every load from HBM and every store to it is counted.
 
 `standard_backward`: algorithm 3 of Dao, Fu, Ermon, Rudra, Ré, "FlashAttention", 2022. `flash_backward`: its algorithm
 4: key blocks outside, query blocks inside, P computed again from Q, K and the LSE, dQ read and written each time.
 
-They run in float64, so that they equal `backward` but for the order of sums. As in `tiled`, every (batch, query head)
-is run by itself and no tile is skipped. The sum of dK and dV over the query heads of a group is made afterwards and not
-counted. Neither algorithm has a gradient of the LSE or of captures: take those of `backward`.
+They run in float64, and equal `backward` except for the order of sums. As in `tiled`, every (batch, query head) is run
+by itself and no tile is skipped. The sum of dK and dV over the query heads of a group is made afterwards and not
+counted. Neither algorithm takes a gradient of the LSE or gives those of captures: `backward` does.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from flashgen.language import AttentionSpec
 
 Result = tuple[Array, Array, Array, HbmTraffic]
-Head = Callable[[Hbm, int, int], None]  # of (b, h), into the sums
+Head = Callable[[Hbm, int, int], None]  # adds the gradients of (b, h) to the sums
 
 
 def standard_backward(
@@ -43,8 +43,8 @@ def standard_backward(
 ) -> Result:
     """Standard attention's backward with P, dP and dS in HBM: (dq, dk, dv, traffic).
 
-    Arguments and errors as those of `backward`. P is in HBM when it begins; the scores that the derivative of a score
-    function is taken at are not counted, as if they were at hand.
+    Arguments and errors are those of `backward`. P is in HBM when it begins; loads of the scores, which the derivative
+    of a score function needs, are not counted.
     """
     problem = prepare(spec, q, k, v, seed, offset, captures)
     sums, d_output = GradientSums(problem), output_like(problem, "d_out", d_out)
@@ -71,9 +71,9 @@ def flash_backward(
 ) -> Result:
     """FlashAttention's backward with blocks for an on-chip memory of `on_chip` elements: (dq, dk, dv, traffic).
 
-    out and lse as the forward gave them, with the same seed and offset; lse (batch, heads_q, len_q), natural logarithm,
-    stands for the paper's l and m. Other arguments and errors as those of `backward`; ArgumentError too for an on_chip
-    that holds no row.
+    out and lse are the forward's, with the same seed and offset; lse (batch, heads_q, len_q), natural logarithm, stands
+    for the paper's l and m. Other arguments and errors are those of `backward`; ArgumentError too for an on_chip that
+    holds no row.
     """
     blocks = flash1_blocks(on_chip, spec.head_dim, spec.value_dim)
     problem = prepare(spec, q, k, v, seed, offset, captures)

@@ -1,6 +1,6 @@
-"""HBM traffic of standard attention, FlashAttention 1 and 2: a counter for running them, closed forms for any size.
+"""HBM traffic of standard attention, FlashAttention 1 and 2: a counter for runs, and closed forms for any size.
 
-All counts are elements, whatever their width, of one head; multiply by batch x heads, and by bytes for a time. The
+Counts are elements of one head, whatever their width: multiply by batch x heads, and by the bytes of an element. The
 closed forms equal what the runs of `tiled` and `tiled_backward` count. For N = len_q = len_k, d = head_dim = value_dim:
 
     standard attention    4 N^2 + 4 N d                                             Theta(N d + N^2)
@@ -43,7 +43,7 @@ class HbmTraffic:
 
 
 class Hbm:
-    """The door between HBM and the chip: every load and store of a run goes through it and is counted."""
+    """The door between HBM and the chip: it counts every load and store of a run."""
 
     def __init__(self) -> None:
         self.reads = 0
@@ -76,7 +76,7 @@ class Blocks:
 def flash1_blocks(on_chip: int, head_dim: int, value_dim: int | None = None) -> Blocks:
     """B_c = ceil(M / 4d), B_r = min(B_c, d), of FlashAttention's algorithm 1, line 1; M = on_chip in elements.
 
-    The four blocks that share M are of Q, K, V and O, so that 4d reads 2 (head_dim + value_dim) where the two differ.
+    Blocks of Q, K, V and O share M, so that 4d becomes 2 (head_dim + value_dim) where the two differ.
     Raises ArgumentError for M below a row of Q or O (the paper assumes d <= M).
     """
     value_dim = head_dim if value_dim is None else value_dim
@@ -87,9 +87,9 @@ def flash1_blocks(on_chip: int, head_dim: int, value_dim: int | None = None) -> 
 
 
 def flash2_blocks(on_chip: int, head_dim: int, value_dim: int | None = None) -> Blocks:
-    """Those of FlashAttention 1 with rows and columns changing places: B_r = ceil(M / 4d), B_c = min(B_r, d).
+    """FlashAttention 1's with rows and columns changing places: B_r = ceil(M / 4d), B_c = min(B_r, d).
 
-    FlashAttention-2 leaves the sizes open. Its traffic is set by how often K and V are read, N / B_r, so the side that
+    FlashAttention-2 leaves the sizes open. K and V are read N / B_r times, which sets its traffic, so the side that
     stays on chip gets the large size; the other's cap keeps the tile of scores within O(M), as in FlashAttention 1.
     """
     swapped = flash1_blocks(on_chip, head_dim, value_dim)
@@ -99,8 +99,8 @@ def flash2_blocks(on_chip: int, head_dim: int, value_dim: int | None = None) -> 
 def traffic_standard(len_q: int, len_k: int, head_dim: int, value_dim: int | None = None) -> HbmTraffic:
     """Standard attention (algorithm 0 of FlashAttention): S written and read, P written and read, all else once.
 
-    The best that standard attention can do: the score function and mask are counted as fused into the making of S,
-    dropout into that of P; a plain library makes more passes over N^2.
+    Standard attention can do no better: the score function and mask count as fused into the making of S, dropout into
+    that of P. A plain library makes more passes over N^2.
     """
     value_dim = head_dim if value_dim is None else value_dim
     square = len_q * len_k
@@ -137,8 +137,8 @@ def traffic_flash2(len_q: int, len_k: int, head_dim: int, value_dim: int | None 
 def traffic_standard_backward(len_q: int, len_k: int, head_dim: int, value_dim: int | None = None) -> HbmTraffic:
     """Standard attention's backward (algorithm 3 of FlashAttention): P read twice, dP and dS written and read.
 
-    P is in HBM already. Dropout and the derivative of the score function are counted as fused into the making of dP and
-    dS and as reading nothing, as in `traffic_standard`; a plain library makes more passes over N^2.
+    P is in HBM already. Dropout and the derivative of the score function count as fused into the making of dP and dS,
+    and read nothing, as in `traffic_standard`. A plain library makes more passes over N^2.
     """
     value_dim = head_dim if value_dim is None else value_dim
     square = len_q * len_k
@@ -153,7 +153,7 @@ def traffic_flash_backward(
 ) -> HbmTraffic:
     """FlashAttention's backward (algorithm 4): K and V once; Q, O, dO, dQ and LSE read, dQ written, for each key block.
 
-    Writes include the initial dQ, dK and dV of line 5. LSE stands for the paper's l and m: an element a row less.
+    Writes include the initial dQ, dK and dV of line 5. LSE, in place of the paper's l and m, is an element a row less.
     """
     value_dim = head_dim if value_dim is None else value_dim
     passes = _ceil_div(len_k, flash1_blocks(on_chip, head_dim, value_dim).columns)

@@ -37,8 +37,8 @@ class Result:
     """One run of one pass of a case.
 
     `verdicts` by output: "out", or "dq", "dk", "dv" and "d_<name>" for each capture with a gradient. They are empty,
-    and `problem` is set, where it could not be compiled or launched; `problem` is also set where gradients that were to
-    be deterministic are not.
+    and `problem` is set, where the case could not be compiled or launched; `problem` is also set where gradients are
+    not deterministic that were to be.
     """
 
     case: Case
@@ -60,7 +60,7 @@ class Result:
 
     @property
     def verdict(self) -> Verdict | None:
-        """That of the worst output."""
+        """The worst output's verdict."""
         return self.verdicts[self.worst] if self.worst else None
 
     def _rank(self, name: str) -> tuple[bool, float]:
@@ -80,7 +80,7 @@ def judged(
     seed: int = 0,
     offset: int = 0,
 ) -> Verdict:
-    """An output and its LSE, NumPy arrays, against standard attention in float64 and in the spec's dtype."""
+    """Judges an output and its LSE, NumPy arrays, by standard attention in float64 and in the spec's dtype."""
     expected = _expected_outputs(spec, q, k, v, seed=seed, offset=offset, **captures)
     return judge(out, expected["out"], expected["low"], lse, expected["lse"])
 
@@ -107,8 +107,8 @@ def verify(
 
     A case that does not compile or launch gives a failed result, and the rest goes on. Without emulate=True the GPU
     runs them, `schedule_count` times each, and sanitize may not be given. Inputs follow from `seed`.
-    deterministic: take the backward that is, and hold the gradients of each run to the bits of the first.
-    source: edited kernels of the one spec of all cases, as `flashgen.compile` takes them.
+    deterministic: take the deterministic backward, and compare each run's gradients bit by bit with the first run's.
+    source: edited kernels of the one spec that all cases have, as `flashgen.compile` takes them.
     """
     orders: list[Schedule | None] = list(schedules(schedule_count)) if emulate else [None] * schedule_count
     for case in cases:
@@ -118,7 +118,7 @@ def verify(
 
 
 class _Runs:
-    """The runs of one case, on the same problems each time. What several problems give is judged as one array."""
+    """The runs of one case, on the same problems each time. Results of several problems are judged as one array."""
 
     def __init__(
         self, case: Case, seed: int, passes: Sequence[Pass], deterministic: bool, source: Source | None
@@ -128,7 +128,7 @@ class _Runs:
         self.first: dict[Pass, tuple[Mapping[str, Any], Mapping[str, Verdict]]] = {}
 
     def under(self, **engine: Any) -> Iterator[Result]:
-        """A result for each pass. The backward is given what the forward made, or, run alone, what the oracle says."""
+        """A result for each pass. The backward gets the forward's output, or, if it runs alone, the oracle's."""
         outputs = None
         if "forward" in self.passes:
             result, outputs = self._forward(**engine)
@@ -182,7 +182,7 @@ class _Runs:
     def _compared(
         self, pass_: Pass, found: Mapping[str, Any], judge_anew: Callable[[], Mapping[str, Verdict]]
     ) -> tuple[Mapping[str, Verdict], list[str]]:
-        """Verdicts, and what differs from the first run; nothing is judged twice, as the oracle takes its time."""
+        """Verdicts, and what differs from the first run. Equal results are not judged again, as the oracle is slow."""
         if pass_ not in self.first:
             self.first[pass_] = (found, judge_anew())
         first, verdicts = self.first[pass_]
@@ -190,20 +190,20 @@ class _Runs:
         return (judge_anew() if differing else verdicts), differing
 
     def _oracles(self, sample: Sample) -> _Outputs:
-        """The oracle's output and LSE, in the dtypes of a kernel's."""
+        """The oracle's output and LSE, in the dtypes that a kernel gives."""
         out, lse = reference.attention(self.case.spec, *sample.qkv, return_lse=True, **sample.options)
         return out.astype(sample.inputs.q.dtype), lse.astype("float32")
 
 
 def _called(compiled: Any, spec: AttentionSpec, sample: Sample) -> _Outputs:
-    """The output and LSE of a call into arrays full of NaN."""
+    """The output and LSE of a call that writes over NaN."""
     into = poisoned_outputs(spec, sample.inputs.q, sample.inputs.v)
     out, lse = compiled(*sample.qkv, return_lse=True, out=into, **sample.options)
     return out, lse
 
 
 def _called_back(compiled: Any, spec: AttentionSpec, sample: Sample, outputs: _Outputs) -> dict[str, Any]:
-    """The gradients by name of a call into arrays full of NaN."""
+    """The gradients by name of a call that writes over NaN."""
     into = poisoned_gradients(spec, sample.inputs)
     given = {"d_lse": sample.d_lse, **sample.options}
     return gradients_by_name(compiled.backward(sample.d_out, *sample.qkv, *outputs, into=into, **given))

@@ -1,4 +1,4 @@
-"""What goes into a backward pass and what comes out of it, judged."""
+"""Makes what goes into a backward pass, and judges what comes out of it."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from flashgen.verify.problems import Array, Inputs, Shape
 if TYPE_CHECKING:
     from flashgen.language import AttentionSpec
 
-_STREAM = 1  # of random numbers, so that gradients do not repeat the inputs of the same seed
+_STREAM = 1  # of random numbers: gradients do not repeat the inputs of the same seed
 
 
 def random_gradients(
     spec: AttentionSpec, shape: Shape, seed: int = 0, of_lse: bool = False
 ) -> tuple[Array, Array | None]:
-    """Standard normal dO, in the spec's dtype and layout, and with `of_lse` dLSE, float32; the same for the same seed.
+    """Standard normal dO in the spec's dtype and layout, and dLSE in float32 with `of_lse`; equal for equal seeds.
 
     A row with nothing to attend to gets a dLSE too, which must not reach anything.
     """
@@ -39,7 +39,7 @@ def poisoned_gradients(spec: AttentionSpec, inputs: Inputs) -> tuple[Array, ...]
 
 
 def gradients_by_name(gradients: Any) -> dict[str, Any]:
-    """dq, dk, dv, and d_<name> for each capture, of a kernel's gradients or the oracle's."""
+    """The gradients of a kernel or of the oracle by name: dq, dk, dv, and d_<name> for each capture."""
     captures = {f"d_{name}": gradient for name, gradient in gradients.captures.items()}
     return {"dq": gradients.dq, "dk": gradients.dk, "dv": gradients.dv, **captures}
 
@@ -53,9 +53,9 @@ def judged_gradients(
     found: Mapping[str, Any],
     **given: Any,
 ) -> dict[str, Verdict]:
-    """Each gradient, NumPy arrays by `gradients_by_name`, against the backward in float64 and in the spec's dtype.
+    """Judges each gradient, NumPy arrays by `gradients_by_name`, by the backward in float64 and in the spec's dtype.
 
-    given: d_lse, seed and offset, and the captures, as of `flashgen.reference.backward`.
+    given: d_lse, seed and offset, and the captures, as `flashgen.reference.backward` takes them.
     """
     expected, low = expected_gradients(spec, q, k, v, d_out, **given)
     return judged_by_name(found, expected, low, lambda: gradients_of_rounded_output(spec, q, k, v, d_out, **given))
@@ -73,7 +73,7 @@ def expected_gradients(
 def gradients_of_rounded_output(
     spec: AttentionSpec, q: Any, k: Any, v: Any, d_out: Any, **given: Any
 ) -> dict[str, Any]:
-    """Gradients by name in float64, of an output that was rounded to the spec's dtype."""
+    """Gradients by name in float64, from an output that was rounded to the spec's dtype."""
     return gradients_by_name(reference.backward_of_rounded_output(spec, q, k, v, d_out, **given))
 
 
@@ -83,7 +83,7 @@ def judged_by_name(
     low: Mapping[str, Any],
     of_rounded_output: Callable[[], Mapping[str, Any]] | None = None,
 ) -> dict[str, Verdict]:
-    """Each array by the rule of `flashgen.reference.numerics`; the last is asked for only where `low` does not do."""
+    """Judges each array by the rule of `flashgen.reference.numerics`, by `of_rounded_output` too where one fails."""
     verdicts = {name: judge(found[name], expected[name], low[name]) for name in expected}
     if of_rounded_output is None or all(verdict.ok for verdict in verdicts.values()):
         return verdicts

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 Array = np.ndarray[Any, Any]
 
-ENOUGH = 16  # numbers, at least, that the largest error of a gradient is taken of: see `samples_needed`
+ENOUGH = 16  # the largest error of a gradient is taken over at least so many numbers: see `samples_needed`
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Inputs:
     captures: dict[str, Any] = field(default_factory=dict)
 
 
-# Captures by name that mean something together: offsets of documents beside their ids.
+# Captures by name that have a meaning together: documents' offsets beside their ids.
 CaptureMaker = Callable[[Shape, np.random.Generator], dict[str, Any]]
 
 
@@ -77,7 +77,7 @@ def poisoned_outputs(spec: AttentionSpec, q: Array, v: Array) -> tuple[Array, Ar
 
 
 def random_captures(spec: AttentionSpec, shape: Shape, random: np.random.Generator) -> dict[str, Any]:
-    """A value for each capture of a spec. Those that index others come after them."""
+    """A value for each capture of a spec. A capture that indexes others is made after them."""
     captures: dict[str, Any] = {}
     loads = list(_loads(spec))
     waiting = list(spec.captures)
@@ -93,7 +93,7 @@ def random_capture(capture: Capture, sizes: tuple[int, ...], shape: Shape, rando
     """One capture.
 
     Floats are small and positive, so that biases leave the scores exact enough. Integers step up through multiples of
-    a quarter of the keys, so that they serve as ids of documents and as positions alike. Booleans are mostly true.
+    a quarter of the keys, so that they serve as documents' ids and as positions. Booleans are mostly true.
     """
     dtype = numpy_dtype(capture.dtype)
     if capture.kind == "float":
@@ -124,7 +124,7 @@ def _known(capture: Capture, loads: list[Load], captures: dict[str, Any]) -> boo
 
 
 def _sizes(capture: Capture, loads: list[Load], shape: Shape, captures: dict[str, Any]) -> tuple[int, ...]:
-    """One more than the largest index of each dimension that any element of the call would load."""
+    """For each dimension, one more than the largest index that any element of the call loads."""
     values = {
         BATCH: np.arange(shape.batch).reshape(-1, 1, 1, 1),
         HEAD: np.arange(shape.heads_q).reshape(-1, 1, 1),

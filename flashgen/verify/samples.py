@@ -1,4 +1,4 @@
-"""The random problems that a case is run on: as many as it takes to judge each of its gradients fairly."""
+"""The random problems of a case: as many as it takes to judge each of its gradients fairly."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Sample:
 
 
 def samples(case: Case, seed: int, backward: bool) -> tuple[Sample, ...]:
-    """One problem for a forward, `samples_needed` for a backward: of seed, seed + 1 and so on."""
+    """One problem for a forward, `samples_needed` for a backward, from seed, seed + 1 and so on."""
     first = _sample(case, seed)
     count = samples_needed(case, first.inputs) if backward else 1
     return (first, *(_sample(case, (seed + number) % 2**64) for number in range(1, count)))
@@ -37,11 +37,11 @@ def samples(case: Case, seed: int, backward: bool) -> tuple[Sample, ...]:
 def samples_needed(case: Case, inputs: Inputs) -> int:
     """How many problems together give at least ENOUGH numbers of each gradient, to be judged as one array.
 
-    The rule compares the largest error of a kernel with the largest of standard attention in the input dtype. Of an
-    array of two numbers - of two slopes, each a sum over all scores of a head - the latter is small by luck now and
-    then, and a kernel with a quarter of its mean error fails; of sixteen numbers it is not. The numbers in a row of dq
-    or dk share their row's D, so that rows are counted there; of a learned array no more are counted than a batch has
-    scores, as batches may share what they read of it.
+    The rule compares a kernel's largest error with that of standard attention in the input dtype. In an array of two
+    numbers, such as two slopes, each a sum over all scores of a head, the latter is small by luck now and then, and a
+    kernel with a quarter of its mean error fails; in one of sixteen it is not. The numbers in a row of dq or dk share
+    their row's D, so that rows are counted there; a learned array counts for no more than a batch's scores, as batches
+    may share what they read of it.
     """
     shape = case.shape
     scores = shape.heads_q * shape.len_q * shape.len_k
@@ -52,7 +52,7 @@ def samples_needed(case: Case, inputs: Inputs) -> int:
 
 
 def together(each: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Arrays of several problems by name, one behind the other; those of one as they are."""
+    """Arrays of several problems by name, put one behind the other; those of one problem as they are."""
     if len(each) == 1:
         return dict(each[0])
     return {name: np.concatenate([np.ravel(arrays[name]) for arrays in each]) for name in each[0]}

@@ -1,4 +1,4 @@
-"""Runs one case and says what became of it."""
+"""Runs one case and gives its outcome."""
 
 from __future__ import annotations
 

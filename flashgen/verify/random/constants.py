@@ -12,7 +12,7 @@ EXTREMES = (
     INT32_MOST, INT32_LEAST, INT32_MOST - 1, INT32_LEAST + 1, INT32_MOST - 127, INT32_LEAST + 128, 2**30, -(2**30),
     2**24 + 1, -(2**24) - 1, 65536, -65536, 3_000_000, 1_000_003,
 )
-# n * (1 / n) is not 1 in float32 for most of these; the rest are its neighbours.
+# n * (1 / n) is not 1 in float32 for most of these; the rest are their neighbours.
 AWKWARD = (41, 47, 55, 61, 82, 83, 94, 97, 107, 3, 7, 10, 49)
 FLOATS = (
     *map(float, AWKWARD), 0.1, 1 / 3, 0.7, -0.1, 0.5, -1.5, 0.0, -0.0, 1.0, 16777217.0, 16777215.0, 1e-45, -1e-45,
@@ -38,5 +38,5 @@ def literal_float(rng: random.Random) -> float:
 
 
 def scalar_int(rng: random.Random) -> int:
-    """As often an end of int32 as not: what closed forms add to it overflows."""
+    """Half of the time an end of int32, at which closed forms that add to it overflow."""
     return rng.choice(EXTREMES) if rng.random() < 0.45 else literal_int(rng)

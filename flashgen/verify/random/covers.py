@@ -1,4 +1,4 @@
-"""Tile maps, ranges and lists against brute force: a tile called EMPTY holds no element, one called FULL holds all."""
+"""Compares tile maps, ranges and lists with brute force: an EMPTY tile holds no element, a FULL one holds all."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ _MOST_TILES = 2**13
 
 
 def lie_of_map(tiles: TileMap, allowed: Array, sizes: Sizes, of_keys: bool = True) -> str | None:
-    """The first tile whose class is not so, in words; None where all are.
+    """The first tile whose class is wrong, in words; None where none is.
 
-    of_keys: whether the tiles of keys are walked, so that one which overhangs the keys may not be FULL.
+    of_keys: whether the tiles of keys are walked, so that one that overhangs the keys may not be FULL.
     """
     (rows, columns), classes = tiles.tile, tiles.classes
     if not classes.size:
@@ -51,7 +51,7 @@ def _by_tiles(allowed: Array, rows: int, columns: int, beyond: bool) -> Array:
 def lie_of_analysis(
     mask: sympy.Basic, allowed: Array, sizes: Sizes, captures: Mapping[str, Any], turn: int = 0
 ) -> str | None:
-    """What the analysis says of a mask that is not so, for tiles of two sizes and for both directions.
+    """What the analysis says wrongly of a mask, for tiles of two sizes and for both directions.
 
     turn: chooses the sizes, among those that do not cut the call into too many tiles.
     """
@@ -77,7 +77,7 @@ def lie_of_analysis(
 
 
 def _lie_of_range(made: TileRange, some: Array, every: Array, sizes: Sizes, captures: Mapping[str, Any]) -> str | None:
-    """Rows are what the tile is of, columns what the range is of."""
+    """Tiles are of rows and ranges of columns, whichever of them are queries."""
     for rows in (64, 17):
         first = np.arange(0, len(some), rows)
         last = np.minimum(first + rows, len(some)) - 1

@@ -1,4 +1,4 @@
-"""A whole case from one integer. Each aspect draws from a stream of its own, so that options change nothing else."""
+"""Draws a whole case from one integer. Each aspect has a random stream of its own, so options change nothing else."""
 
 from __future__ import annotations
 
@@ -56,14 +56,14 @@ _INPUT_WEIGHTS = (8, 2, 2, 1, 1, 1, 1, 1)
 _COMMON_TARGETS = ("sm_75", "sm_80", "sm_90", "sm_90a", "sm_90a", "sm_90a", "sm_100", "sm_120")
 
 PREDICATES_EACH = 6  # calls of a case that compiles no kernel
-CALLS_EACH = 3  # calls of one that does: compiling takes most of its time
+CALLS_EACH = 3  # calls of a case that does: compiling takes most of its time
 _SANITIZED = 0.06  # the share of cases on the emulator that run under a sanitizer
 _NVRTC = 0.2
 
 
 @dataclass(frozen=True)
 class Options:
-    """What a user narrows cases to. targets of () are all that kernels are generated for; on a GPU, those it runs."""
+    """What a user narrows cases to. No targets are all that kernels are generated for; on a GPU, those that it runs."""
 
     targets: tuple[str, ...] = ()
     passes: tuple[Pass, ...] = ("forward", "backward")
@@ -73,7 +73,7 @@ class Options:
 
 
 def recipe_of(seed: int, options: Options, drawn: Counter[str] | None = None) -> Recipe:
-    """The case of a seed. `drawn`, if given, counts the productions that it is made of."""
+    """The case of a seed. `drawn`, if given, counts the productions that make it up."""
     grammar = Grammar(_stream(seed, "grammar"))
     mask = grammar.mask()
     score = score_grammar.score(grammar) if grammar.rng.random() < 0.5 else None
@@ -117,7 +117,7 @@ def _stream(seed: int, aspect: str) -> random.Random:
 
 
 def _passes(seed: int, options: Options) -> tuple[Pass, ...]:
-    """Of four cases three check predicates alone, which takes a hundredth of the time; half of the rest goes back."""
+    """Three of four cases check predicates alone, in a hundredth of the time; half of the rest run the backward."""
     rng = _stream(seed, "passes")
     if options.sanitize is None and rng.random() < 0.75:
         return ()
@@ -133,7 +133,7 @@ def _target(seed: int, options: Options) -> str:
 
 
 def _dtypes(target: str) -> tuple[str, ...]:
-    """What the target multiplies; another is refused, which is worth a look only now and then."""
+    """Dtypes that the target multiplies. It refuses others, which is worth a look only now and then."""
     return TARGETS[target].dtypes if target in TARGETS else ("float16", "bfloat16")
 
 
@@ -162,7 +162,7 @@ def _problem(
 
 
 def _shape(rng: random.Random, long: bool) -> Shape:
-    """Mostly a few hundred tokens. `long`: now and then one length of tens of thousands, for one head."""
+    """Mostly a few hundred tokens; with `long`, now and then tens of thousands for one head."""
     if long and rng.random() < 0.05:
         return Shape(*rng.choice(_LONG), 1, 1, 1)
     lengths = (*_LENGTHS, *range(1, 300, 13))

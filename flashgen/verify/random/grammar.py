@@ -17,7 +17,7 @@ INTEGER_DTYPES = ("int8", "uint8", "int16", "int32", "int64")
 FLOAT_DTYPES = ("float16", "bfloat16", "float32")
 MOST_CAPTURES = 4
 
-# What the values of a capture have to be.
+# The roles that captures' values may have.
 ANY, POSITIVE, IDS, BLOCKS, CAP, BIAS, DISTANCE = "any", "positive", "ids", "blocks", "cap", "bias", "distance"
 
 Draw = Callable[["Grammar", int], Term]
@@ -43,7 +43,7 @@ class Grammar:
         return self.draw("bool", self.rng.choice((1, 1, 2, 2, 3)))
 
     def draw(self, kind: Kind, depth: int) -> Term:
-        """A term of a kind, with at most `depth` further levels; not a number of Python's alone."""
+        """A term of a kind, with at most `depth` further levels; never just a Python number."""
         table = _LEAVES[kind] if depth <= 0 else _PRODUCTIONS[kind]
         name, _, production = self.rng.choices(table, [weight for _, weight, _ in table])[0]
         term = production(self, depth - 1)
@@ -62,9 +62,9 @@ class Grammar:
         return self.rng.choice(values)
 
     def capture(self, dtypes: Sequence[str], ndims: Sequence[int], prefix: str, role: str = ANY) -> str:
-        """The name of a capture of one of these types: one that is declared, or another.
+        """The name of a capture of one of these types, declared before or now.
 
-        role: what its values have to be (`values.FILLS`); one of a role stands in one place.
+        role: what its values must be (`values.FILLS`); a capture with a role is read in one place alone.
         """
         fits = [name for name, each in self.declared.items() if each.dtype in dtypes and each.ndim in ndims]
         fits = [name for name in fits if self.roles[name] == ANY]
@@ -76,7 +76,7 @@ class Grammar:
         return name
 
     def loaded(self, dtypes: Sequence[str], depth: int, prefix: str) -> Term:
-        """A load by indices: plain ones, or integers that may lie anywhere."""
+        """A load whose indices are plain ones, or integers that may lie anywhere."""
         name = self.capture(dtypes, (1, 1, 2, 3, 4), prefix)
         indices = []
         for axis in range(self.declared[name].ndim):
@@ -116,7 +116,7 @@ def _position(grammar: Grammar) -> Term:
 
 
 def _limit(grammar: Grammar) -> Term:
-    """A number that is compared with: given at the call as often as not."""
+    """A number to compare with, which the call gives half of the time."""
     if grammar.rng.random() < 0.5:
         return grammar.scalar("int32", "limit")
     return integer(constants.scalar_int(grammar.rng))
@@ -150,7 +150,7 @@ def _blocks(grammar: Grammar, _depth: int) -> Term:
 
 
 def _periodic(grammar: Grammar, _depth: int) -> Term:
-    """Something modulo a number against a small one."""
+    """A comparison of something modulo a number with a small number."""
     inner = grammar.pick((Term("-", (Term("q"), Term("k"))), Term("^", (Term("q"), Term("k"))), Term("k"), Term("q")))
     period = Term("%", (inner, integer(grammar.pick(constants.DIVISORS))))
     return Term(grammar.pick(COMPARISONS), (period, integer(grammar.pick((0, 0, 1, 3, 8, -20)))))
@@ -195,7 +195,7 @@ def _count(grammar: Grammar) -> Term:
 
 
 def _dilation(grammar: Grammar) -> Term:
-    """At least 1: what is a multiple of 0 is not said."""
+    """A dilation of at least 1: the language does not say what is a multiple of 0."""
     if grammar.rng.random() < 0.25:
         return grammar.scalar("int32", "positive", POSITIVE)
     return integer(grammar.pick((1, 2, 3, 4, 7, 64, constants.INT32_MOST)))

@@ -1,8 +1,8 @@
-"""Whether what a kernel gave is right: by the rule of `flashgen.reference.numerics`, and beyond its reach by bounds.
+"""Judges a kernel's results by the rule of `flashgen.reference.numerics`, and by bounds where that does not reach.
 
-The rule compares with standard attention in the input dtype. Where scores are so large that one float32 rounding of
-them changes a probability, or float16 cannot hold them, it says nothing. There the scores are only known to within
-`slack`, and what can be said is said: LSE within it, outputs between the values that are averaged, gradients finite.
+The rule compares with standard attention in the input dtype. It says nothing where scores are so large that one float32
+rounding of them changes a probability, or that float16 cannot hold them. There the scores are known to within `slack`:
+LSE must be within it, outputs between the values that are averaged, gradients finite.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from flashgen.reference.numerics import ALLOWANCE, FACTOR, LSE_BOUND, LSE_FACTOR
 Array = np.ndarray[Any, Any]
 
 _EPS32 = 2.0**-24
-_ROUNDINGS = 8  # of float32, on the way to a score
+_ROUNDINGS = 8  # float32 roundings on the way to a score
 _FAST_TANH = 2.0**-11  # the relative error that its documentation allows
-_TRUSTED = LSE_BOUND / 4  # slack up to which the rule as it is takes in float32's own rounding
+_TRUSTED = LSE_BOUND / 4  # up to this slack the rule covers float32's own rounding
 _EPS = {"float16": 2.0**-11, "bfloat16": 2.0**-8}
 
 
 class Judged(NamedTuple):
-    """One draw of q, k and v: what came out, what should have, and what the input dtype would give; by name."""
+    """One draw of q, k and v: by name, what came out, what should have, and what the input dtype would give."""
 
     found: Mapping[str, Array]
     expected: Mapping[str, Array]
     low: Mapping[str, Array]
-    largest: float  # magnitude on the way to a score
+    largest: float  # largest magnitude on the way to a score
     values: float  # the largest magnitude of v, times dropout's factor
     fast_tanh: bool = False
-    given: Callable[[], Mapping[str, Array]] | None = None  # of gradients: those of a rounded output
+    given: Callable[[], Mapping[str, Array]] | None = None  # the gradients of a rounded output
 
     @property
     def slack(self) -> float:
@@ -49,7 +49,7 @@ def complaint(draws: Sequence[Judged], dtype: str) -> str | None:
     for name in draws[0].found:
         found, expected, low = (_together(name, parts) for parts in zip(*(draw[:3] for draw in draws), strict=True))
         if not found.size or (name != "lse" and not np.isfinite(expected).all()):
-            continue  # what is beyond float64 for the reference cannot be judged
+            continue  # the reference overflows float64, so nothing can be judged
         if np.isnan(found).any():
             return f"{name}: {int(np.isnan(found).sum())} of {found.size} are NaN"
         if name != "lse" and slack <= _TRUSTED:
@@ -69,7 +69,7 @@ def _by_the_rule(
     name: str, found: Array, expected: Array, low: Array, given: Sequence[Callable[[], Mapping[str, Array]]]
 ) -> str | None:
     if name != "out" and not np.isfinite(low).all():
-        return None  # a gradient beyond its array's dtype, as a capture's in float16 may be
+        return None  # the gradient overflows its array's dtype, as one of a float16 capture may
     verdict = judge(found, expected, low)
     if not verdict.ok and given:
         verdict = judge(found, expected, low, given=_together(name, [each() for each in given]))

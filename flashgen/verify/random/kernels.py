@@ -1,4 +1,4 @@
-"""The kernels of a case on its calls: outputs and gradients against the reference, lists against brute force."""
+"""Runs a case's kernels on its calls: compares outputs and gradients with the reference, lists with brute force."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ if TYPE_CHECKING:
     from flashgen.codegen.plan import Plan
     from flashgen.language import AttentionSpec
 
-DRAWS = 6  # of q, k and v, judged together, before a failure of the rule is believed: it may fail by luck
-_LONG = 2**20  # scores of a head from which on a call is forward only
+DRAWS = 6  # of q, k and v are judged together before a failure is believed: the rule may fail by luck
+_LONG = 2**20  # calls with so many scores a head or more are forward only
 _MULTIPROCESSORS = 132
-_REGISTERS = "Insufficient registers"  # ptxas's words for a cap that no allocation meets
+_REGISTERS = "Insufficient registers"  # ptxas's words where no allocation keeps to the cap
 
 
 def check_kernels(recipe: Recipe, spec: AttentionSpec, checked: list[Checked], counts: Counts) -> None:
@@ -48,7 +48,7 @@ def check_kernels(recipe: Recipe, spec: AttentionSpec, checked: list[Checked], c
     except BuildError as error:
         if plan is None or _REGISTERS not in str(error):
             raise
-        counts["plans that the assembler refuses"] += 1  # whose registers are estimated: tuning leaves these out
+        counts["plans that the assembler refuses"] += 1  # plans estimate their registers: tuning leaves these out
         return
     for each in checked:
         try:
@@ -77,7 +77,7 @@ def _plan(recipe: Recipe, spec: AttentionSpec, checked: list[Checked]) -> Plan |
 def _check_call(recipe: Recipe, compiled: Attention, checked: Checked, counts: Counts) -> None:
     _check_lists(compiled, checked, counts, "backward" in recipe.passes)
     first = Sample(recipe, compiled.spec, checked, checked.problem.seed)
-    _ = first.expected.scores  # what has no value is not called for
+    _ = first.expected.scores  # raises where attention has no value, before any call
     others = [Sample(recipe, compiled.spec, checked, checked.problem.seed + 1 + n) for n in range(DRAWS - 1)]
     _convinced("forward", [first, *others], lambda draw: draw.forward(compiled), recipe)
     counts[f"forward calls{' under ' + recipe.sanitize if recipe.sanitize else ''}"] += 1
@@ -92,7 +92,7 @@ def _check_call(recipe: Recipe, compiled: Attention, checked: Checked, counts: C
 
 
 def _convinced(pass_: str, draws: list[Sample], run: Callable[[Sample], Judged], recipe: Recipe) -> None:
-    """Raises Found where the first draw fails, and fails together with the others, too."""
+    """Raises Found where the first draw fails, alone and together with the others."""
     judged = [run(draws[0])]
     if complaint(judged, recipe.dtype) is None:
         return
@@ -117,7 +117,7 @@ def _check_lists(compiled: Attention, checked: Checked, counts: Counts, backward
         try:
             lists = compiled.backward_tile_lists(*places, **captures)
         except ArgumentError:
-            lists = None  # closed forms
+            lists = None  # the ranges are closed forms
         for name in ("keys", "queries"):
             made = getattr(lists, name, None)
             if made is not None:

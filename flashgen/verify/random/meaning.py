@@ -1,9 +1,9 @@
 """What a term means, written from the language's documentation and sharing nothing with the oracle's evaluation.
 
-Integers are exact to 64 bits, and wrap beyond. Floats that decide, all of a mask's and those that a comparison, a floor
-or a conversion of a score function reads, are float32's, one rounding an operation; the others are exact up to
-float64's rounding, or complex numbers whose imaginary part carries a derivative (a complex step). Named masks and
-scores mean what their docstrings say.
+Integers are exact to 64 bits, and wrap beyond. Floats decide in masks, and where a comparison, a floor or a conversion
+of a score function reads them: those are float32's, one rounding an operation. The others are exact up to float64's
+rounding, or complex numbers whose imaginary part carries a derivative (a complex step). Named masks and scores mean
+what their docstrings say.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from flashgen.verify.random.terms import (
 
 Array = np.ndarray[Any, Any]
 
-_LEAST, _MOST = -(2**31), 2**31 - 1  # of a conversion to int
+_LEAST, _MOST = -(2**31), 2**31 - 1  # the ends of a conversion to int
 _STEPS = (*COMPARISONS, "floor", "//", "to_int")
-_STEP = 1e-30  # of the complex step: its square is lost in any sum, so that the derivative has no error of its own
+_STEP = 1e-30  # the complex step: its square is lost in any sum, so that the derivative has no error of its own
 
 
 class Value(NamedTuple):
@@ -55,7 +55,7 @@ class Meaning:
     """Evaluates terms over all elements of a call.
 
     Args:
-        sizes: of the call; heads are query heads.
+        sizes: the call's; heads are query heads.
         captures: a number or array for each capture, by name.
         real: np.float32 for masks, np.float64 for scores.
         score: scores (batch, heads, len_q, len_k), for the terms that read them.
@@ -118,14 +118,14 @@ class Meaning:
         return self._computed(op, operands)
 
     def _decides(self, term: Term) -> bool:
-        """Whether it is a step that reads floats, and they not the score."""
+        """Whether the term is a step that reads floats which do not depend on the score."""
         if self.real == np.float32 or term.op not in _STEPS or any(part.op == "score" for part in term.walk()):
             return False
         return "float" in (self._value(operand).kind for operand in term.terms)
 
     @cached_property
     def _deciding(self) -> Meaning:
-        """What floats that decide are computed by."""
+        """The evaluation that computes deciding floats."""
         return Meaning(self.sizes, self.captures, np.float32)
 
     def _literal(self, term: Term) -> Value:
@@ -145,7 +145,7 @@ class Meaning:
         return Value("int", np.arange(self.sizes[axis], dtype=np.int64).reshape(shape))
 
     def _float(self, data: Any) -> Value:
-        """Rounded to float32 first where that is what the evaluation computes in."""
+        """A float, rounded to float32 first where the evaluation computes in that."""
         return Value("float", np.asarray(data).astype(self.real))
 
     def _captured(self, value: Any) -> Value:
@@ -157,7 +157,7 @@ class Meaning:
         return self._float(data.astype(np.float32))
 
     def _loaded(self, name: str, *indices: Array) -> Value:
-        """Each index is clamped to its dimension."""
+        """A load, with each index clamped to its dimension."""
         array = np.asarray(self.captures[name])
         places = tuple(
             np.minimum(np.maximum(index, 0), size - 1) for index, size in zip(indices, array.shape, strict=True)
@@ -185,12 +185,12 @@ class Meaning:
         return Value(kind, np.where(condition.data, self._as(kind, then), self._as(kind, otherwise)))
 
     def _as(self, kind: Kind, value: Value) -> Array:
-        """A value as one of another kind: a boolean counts as 0 or 1, an integer becomes the nearest float."""
+        """A value converted to another kind: a boolean becomes 0 or 1, an integer the nearest float."""
         kinds = {"bool": np.bool_, "int": np.int64, "float": self.real}
         return value.data.astype(kinds[kind], copy=False)
 
     def _to_int(self, value: Value) -> Value:
-        """Towards zero; the nearest int32 beyond its ends; 0 of NaN."""
+        """Rounds towards zero, saturates beyond int32, and makes 0 of NaN."""
         if value.kind != "float":
             return Value("int", value.data.astype(np.int64))
         number = np.where(np.isnan(np.real(value.data)), 0, np.real(value.data)).astype(np.float64)
@@ -278,7 +278,7 @@ _SCORES: dict[str, Callable[..., Any]] = {
 
 
 def _integer_division(a: Array, b: Array) -> Array:
-    """Floored, and 0 where the divisor is 0."""
+    """A floored division that gives 0 where the divisor is 0."""
     return np.where(b == 0, 0, a // np.where(b == 0, 1, b))
 
 
@@ -287,7 +287,7 @@ def _chosen(condition: Array, a: Array, b: Array) -> Array:
 
 
 def _smaller(a: Any, b: Any) -> Array:
-    """The first where both are equal; the other where one is NaN."""
+    """The smaller: the first where both are equal, the other where one is NaN."""
     first = (np.real(a) <= np.real(b)) | np.isnan(np.real(b))
     return np.where(first & ~np.isnan(np.real(a)) | np.isnan(np.real(b)), a, b)
 

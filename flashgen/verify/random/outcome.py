@@ -26,7 +26,7 @@ KINDS = {
 
 @dataclass(frozen=True)
 class Outcome:
-    """Of one case. kind: of a finding, one of KINDS. counts: how much was checked, by name."""
+    """One case's outcome. kind: one of KINDS for a finding. counts: how much was checked, by name."""
 
     status: Status
     kind: str = ""

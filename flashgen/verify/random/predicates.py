@@ -1,4 +1,4 @@
-"""The mask of a case by brute force, and what the oracle and the analysis say of it."""
+"""Compares a case's mask by brute force with what the oracle and the analysis say of it."""
 
 from __future__ import annotations
 

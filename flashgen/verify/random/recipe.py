@@ -1,4 +1,4 @@
-"""A random case, whole: the variant, where it is compiled for, and the calls that it is checked on. JSON and back."""
+"""A whole random case: the variant, its target, and the calls that check it; as JSON too."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ Inputs = Literal["normal", "large", "tiny", "huge", "ones", "zeros", "garbage", 
 
 @dataclass(frozen=True)
 class Problem:
-    """One call: sizes, values of captures, how q, k and v are drawn, whether the LSE has a gradient too, and what the
-    gradients of both are multiplied by."""
+    """One call: sizes, values of captures, how q, k and v are drawn, whether the LSE has a gradient too, and a factor
+    of the gradients of both."""
 
     shape: Shape
     values: Mapping[str, int | float | Fill]
@@ -34,9 +34,9 @@ class Problem:
 
 @dataclass(frozen=True)
 class Recipe:
-    """A case. `passes` of () checks predicates alone. `nvrtc`: the GPU's compiler sees the kernels' text, too.
+    """A case. Without `passes` it checks predicates alone. `nvrtc`: the GPU's compiler sees the kernels' text too.
 
-    plan: the place of the forward's plan among those that tuning would time, the default being at 0.
+    plan: the place of the forward's plan among those that tuning would time; the default's is 0.
     """
 
     mask: Term
@@ -72,7 +72,7 @@ class Recipe:
         )
 
     def tidied(self) -> Recipe:
-        """Without the captures that nothing reads any more."""
+        """The case without the captures that nothing reads any more."""
         read = captures_of(self.mask, self.score)
         kept = {name: each for name, each in self.declared.items() if name in read}
         problems = tuple(

@@ -11,13 +11,13 @@ from flashgen.verify.random.draw import Options
 from flashgen.verify.random.outcome import KINDS
 from flashgen.verify.random.runner import Result
 
-# What names a refusal: its numbers and names are the case's.
+# A refusal's kind: its numbers and names are left out, as they are the case's.
 _OWN = re.compile(r"-?\d[\w.+]*|'[^']*'|\([\w.]+:\d+\)")
 
 
 @dataclass
 class Summary:
-    """Counts over results. `refused` by message, with what is the case's own left out."""
+    """Counts over results; `refused` by message, without the case's own names and numbers."""
 
     options: Options
     cases: int = 0
@@ -51,7 +51,7 @@ class Summary:
         }
 
     def lines(self) -> list[str]:
-        """A few lines: how many cases, what was checked, what was refused by name and how often."""
+        """A few lines: how many cases ran, what was checked, and what was refused how often."""
         kinds = ", ".join(f"{self.outcomes.get(kind, 0)} {kind}" for kind in ("passed", "refused", *KINDS))
         checked = ", ".join(f"{count} {what}" for what, count in sorted(self.checked.items()))
         lines = [f"{self.cases} cases: {kinds}", f"checked: {checked or 'nothing'}"]

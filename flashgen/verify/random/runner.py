@@ -25,17 +25,17 @@ from flashgen.verify.random.outcome import Outcome
 from flashgen.verify.random.recipe import Recipe
 from flashgen.verify.random.shrink import shrunk
 
-CASE_SECONDS = 240.0  # of one case; compiling under a sanitizer on a busy machine takes a minute
+CASE_SECONDS = 240.0  # for one case; compiling under a sanitizer on a busy machine takes a minute
 SHRINK_SECONDS = 90.0
-OWN_CACHE = "FLASHGEN_RANDOM_CACHE"  # names the folder of kernels that is a process's alone
-RUNTIME = "emulator-*"  # entries of the cache that every case needs
+OWN_CACHE = "FLASHGEN_RANDOM_CACHE"  # names a process's own folder of kernels
+RUNTIME = "emulator-*"  # cache entries that every case needs
 _LIFETIME = 100  # cases that one process runs: libraries of kernels are never unloaded
-_STDERR = 3000  # characters, from the end, of what a process that died had said
+_STDERR = 3000  # the last characters that a dead process wrote
 
 
 @dataclass(frozen=True)
 class Result:
-    """A case that has run. For a finding, `recipe` and `outcome` are the smallest that still fail alike."""
+    """A case that has run. For a finding, `recipe` and `outcome` are those of the smallest case that fails alike."""
 
     seed: int
     recipe: Recipe
@@ -53,9 +53,9 @@ def run(
     own_cache: bool = True,
     shrink_seconds: float = SHRINK_SECONDS,
 ) -> Generator[Result, None, None]:
-    """Results of the cases `seed`, `seed` + 1 and so on, as they come, until there were `cases` or `seconds` are over.
+    """Results of the cases `seed`, `seed` + 1 and so on, as they come, until `cases` have run or `seconds` are over.
 
-    own_cache: kernels go to a folder that is removed again; else to that of the environment.
+    own_cache: kernels go to a folder that is removed again, otherwise to the environment's.
     Closing the iterator ends the processes.
     """
     seeds = iter(range(seed, seed + cases)) if cases is not None else itertools.count(seed)
@@ -112,7 +112,7 @@ class _Shared:
             return next(self.seeds, None)
 
     def _cases_of_one_process(self) -> bool:
-        """Whether more are wanted than one process runs."""
+        """Runs cases in one process; gives whether more are wanted."""
         with Worker(self.own_cache) as worker:
             with self._lock:
                 self._workers.add(worker)
@@ -140,7 +140,7 @@ class _Shared:
 
 
 class Worker:
-    """A process that runs cases, started when one is to run, and anew after one that it did not survive."""
+    """A process that runs cases. It starts with the first, and anew after a case that it did not survive."""
 
     def __init__(self, own_cache: bool = True, seconds: float = CASE_SECONDS) -> None:
         self.seconds = seconds
@@ -153,7 +153,7 @@ class Worker:
         self._stderr: Any = None
 
     def _cache(self) -> Path:
-        """A folder of kernels, with what every case needs if the user's own has it already."""
+        """A folder of kernels. It starts with what every case needs, if the user's own cache has that."""
         folder = self._folder / "cache"
         if not folder.exists():
             folder.mkdir()
@@ -185,7 +185,7 @@ class Worker:
         if line:
             outcome = Outcome.from_json(line)
             if outcome.status == "found" and not recipe.emulate:
-                self.kill()  # a fault of a GPU stays with the process, and would be every later case's
+                self.kill()  # a GPU's fault stays with the process, and would fail every later case
             return outcome
         status = process.wait()
         died = signal.Signals(-status).name if status < 0 else f"status {status}"
@@ -202,7 +202,7 @@ class Worker:
                 stderr=self._stderr,
                 text=True,
                 env=self._environment,
-                start_new_session=True,  # an interrupt from the keyboard is the parent's, and compilers end with it
+                start_new_session=True,  # the parent alone gets keyboard interrupts, and ends compilers with the group
             )
         return self._process
 
@@ -211,7 +211,7 @@ class Worker:
         return str(self._stderr.read())[-_STDERR:]
 
     def kill(self) -> None:
-        """Ends the process and what it has started."""
+        """Ends the process and all that it started."""
         process, self._process = self._process, None
         if process is None:
             return

@@ -1,4 +1,4 @@
-"""One draw of the arrays of a call: what the kernel gives for them, and what it should."""
+"""One draw of a call's arrays: what the kernel gives for them, and what it should give."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 _FIELDS = ("head_dim", "dtype", "value_dim", "scale", "layout", "dropout")
 _DROPOUT = ("seed", "offset")
 _MAGNITUDES = {"large": 8.0, "tiny": 1e-3, "huge": 1e15}
-_ROUNDING = 1e-11  # of float64, relative to the largest number, and to the largest score on the way
+_ROUNDING = 1e-11  # float64's, relative to the largest number, and to the largest score on the way
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,8 +64,8 @@ class Sample:
     def given(self) -> Inputs:
         """What the kernel gets: `inputs`, with garbage where calls promise that it does not matter.
 
-        "garbage": k and v are NaN, which rows that attend to nothing must not see. "padding": where the mask forbids a
-        key to every row, k is NaN and v as large as its dtype allows.
+        "garbage": k and v are NaN, which rows that attend to nothing must not read. "padding": for keys that the mask
+        forbids to every row, k is NaN and v as large as its dtype allows.
         """
         way, inputs = self.checked.problem.inputs, self.inputs
         if way not in ("garbage", "padding"):
@@ -88,7 +88,7 @@ class Sample:
 
     @property
     def has_gradients(self) -> bool:
-        """Whether the backward promises all of them: of garbage it does not."""
+        """Whether the backward promises all gradients, which it does not where k and v are garbage."""
         return self.checked.problem.inputs not in ("garbage", "padding")
 
     @cached_property
@@ -102,7 +102,7 @@ class Sample:
     def options(self) -> dict[str, Any]:
         """What a call takes by keyword."""
         dropout: dict[str, Any] = {"seed": self.seed, "offset": self.seed % 7} if self.spec.dropout else {}
-        read = {capture.name for capture in self.spec.captures}  # tracing drops what `full() | other` would read
+        read = {capture.name for capture in self.spec.captures}  # tracing drops those that `full() | other` would read
         return dropout | {name: value for name, value in self.checked.captures.items() if name in read}
 
     @cached_property
@@ -126,8 +126,8 @@ class Sample:
 
     @cached_property
     def _low(self) -> tuple[AttentionSpec, dict[str, Any]]:
-        """The spec with its mask given as an array, and its captures: for the rule's low precision, which then has
-        this reference's mask and nobody else's."""
+        """The spec with its mask given as an array, and its captures: the rule's low precision then has this
+        reference's mask and no other."""
         truth = fg.Tensor("truth_of_mask", "bool", 4)
         mask: Mask = fg.trace_mask(lambda b, h, q, k: truth[b, h, q, k], "truth")
         spec = AttentionSpec(**{name: getattr(self.spec, name) for name in _FIELDS}, score=self.spec.score, mask=mask)
@@ -137,7 +137,7 @@ class Sample:
         return spec, {**given, **dropout, "truth_of_mask": allowed if allowed.size else np.zeros((1,) * 4, np.bool_)}
 
     def forward(self, compiled: Attention) -> Judged:
-        """The output and its LSE, of a call into arrays full of NaN."""
+        """The output and its LSE of a call that writes over NaN."""
         inputs, expected = self.inputs, self.expected
         into = poisoned_outputs(self.spec, inputs.q, inputs.v)
         kernel = self.given
@@ -145,13 +145,13 @@ class Sample:
         spec, given = self._low
         low = self._heads_first(reference.low_precision(spec, inputs.q, inputs.k, inputs.v, **given))
         found = {"out": self._heads_first(out), "lse": lse}
-        if self.checked.problem.inputs == "garbage":  # only rows that attend to nothing are promised something
+        if self.checked.problem.inputs == "garbage":  # calls promise something for rows that attend to nothing alone
             found["out"] = np.where(expected.lse[..., None] == -np.inf, found["out"], expected.out)
             found["lse"] = np.where(expected.lse == -np.inf, found["lse"], expected.lse)
         return self._judged(found, {"out": expected.out, "lse": expected.lse}, {"out": low, "lse": expected.lse})
 
     def backward(self, compiled: Attention) -> Judged:
-        """The gradients of a call into arrays full of NaN, given the reference's output and LSE."""
+        """The gradients of a call that writes over NaN, given the reference's output and LSE."""
         spec, given = self._low
         d_out, d_lse = self.d_outs
         inputs = self.inputs
@@ -178,7 +178,7 @@ class Sample:
         return gradients_by_name(compiled.backward(d_out, inputs.q, inputs.k, inputs.v, out, lse, **given))
 
     def _by_name(self, gradients: Mapping[str, Array]) -> dict[str, Array]:
-        """Gradients by name, those of q, k and v with heads before lengths, as they would be of gradients around 1."""
+        """Gradients by name, those of q, k and v with heads before lengths, scaled back as if d_out were around 1."""
         wide = {
             name: self._heads_first(array) if name in ("dq", "dk", "dv") else np.asarray(array).astype(np.float64)
             for name, array in gradients.items()
@@ -205,7 +205,7 @@ class Sample:
         self._compare({"out": self.expected.out, "lse": self.expected.lse}, {"out": self._heads_first(out), "lse": lse})
 
     def check_oracles_gradients(self) -> None:
-        """As `check_oracle`, of the backward."""
+        """Does for the backward what `check_oracle` does."""
         inputs, (d_out, d_lse) = self.inputs, self.d_outs
         theirs = reference.backward(self.spec, inputs.q, inputs.k, inputs.v, d_out, d_lse=d_lse, **self.options)
         ours = self.expected.gradients(self._heads_first(d_out), d_lse)
@@ -217,11 +217,11 @@ class Sample:
         relative = _ROUNDING + _ROUNDING * self.expected.largest
         if relative > 1e-3:
             return  # the scores are too large for float64 to say
-        # What cancels has the rounding of what it was before: of gradients, of the largest of them.
+        # Sums that cancel keep the rounding of their terms: for gradients, that of the largest of them.
         largest = max(float(np.abs(mine[np.isfinite(mine)]).max(initial=0)) for mine in ours.values())
         for name, mine in ours.items():
             if name != "lse" and not np.isfinite(mine).all():
-                continue  # beyond float64, or of an infinite d_out
+                continue  # they overflow float64, or d_out is infinite
             with np.errstate(invalid="ignore"):
                 error = np.where(theirs[name] == mine, 0.0, np.abs(theirs[name] - mine))
             if not (error <= relative * max(self.checked.problem.gradient, largest)).all():

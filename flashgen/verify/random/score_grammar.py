@@ -1,6 +1,6 @@
-"""Draws score functions: continuous in the score, as what jumps with it cannot be judged in lower precision.
+"""Draws score functions: continuous in the score, as a jump in it cannot be judged in lower precision.
 
-What depends on the indices alone may jump: what decides it is float32, bit by bit.
+They may jump where indices alone decide, which float32 does bit by bit.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def score(grammar: Grammar) -> Term:
 
 
 def _learned(grammar: Grammar, ndims: Sequence[int], prefix: str, dtypes: Sequence[str] = FLOAT_DTYPES) -> str:
-    """A capture of small floats of its own, as often as not with a gradient."""
+    """A new capture of small floats, half of the time with a gradient."""
     name = grammar.capture(dtypes, ndims, prefix, BIAS)
     grammar.declared[name] = replace(grammar.declared[name], grad=grammar.rng.random() < 0.6)
     return name

@@ -1,4 +1,4 @@
-"""Makes a failing case small: of ever simpler ones, the last that still fails in the same way."""
+"""Makes a failing case small: tries ever simpler ones, and gives the last that still fails in the same way."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ Attempt = Callable[[Recipe], Outcome]
 
 
 def shrunk(recipe: Recipe, outcome: Outcome, attempt: Attempt, seconds: float) -> tuple[Recipe, Outcome]:
-    """The smallest case found in the time, and its outcome, which is of the kind of the one given.
+    """The smallest case found in the time, and its outcome, of the same kind as the given one.
 
-    Greedy: the first simpler case that fails alike is taken, and simplified further. It ends, as each is smaller by
+    It is greedy: the first simpler case that fails alike is simplified further. It ends, as each case is smaller by
     `weight` than the one before.
     """
     deadline = time.monotonic() + seconds
@@ -41,7 +41,7 @@ def shrunk(recipe: Recipe, outcome: Outcome, attempt: Attempt, seconds: float) -
 
 
 def _signature(outcome: Outcome) -> tuple[str, str]:
-    """What must not change: the kind; the pass of wrong results, the class of an exception."""
+    """What must not change: the kind, and the pass of a wrong result or the class of an exception."""
     if outcome.kind == "wrong":
         return outcome.kind, outcome.message.partition(" ")[0]
     if outcome.kind in ("raised", "refused call"):
@@ -135,7 +135,7 @@ _PLAIN = {
 
 
 def _bound(recipe: Recipe) -> Iterator[str]:
-    """Captures whose values a named mask or score is documented for: not every number would be."""
+    """Captures that a named mask or score reads, whose documentation allows certain values alone."""
     for term in (recipe.mask, recipe.score):
         for part in term.walk() if term is not None else ():
             if part.op in ("dilated_window", "softcap", "relative_bias"):
@@ -143,7 +143,7 @@ def _bound(recipe: Recipe) -> Iterator[str]:
 
 
 def _simpler_calls(problem: Problem, bound: set[str]) -> Iterator[Problem]:
-    """With smaller sizes and plainer values, but for the captures in `bound`."""
+    """Calls with smaller sizes and plainer values; captures in `bound` keep theirs."""
     shape = problem.shape
     for smaller in (
         replace(shape, batch=1),

@@ -2,8 +2,8 @@
 
     S = score(scale Q K^T), -inf where forbidden;  P = softmax(S);  O = (P ∘ Z) V;  LSE = log sum exp S
 
-with dropout's Z, whose bits are computed here from the mapping's documentation, one element at a time in NumPy. Score
-functions are differentiated by a complex step. Nothing of `flashgen.reference` has a part in it.
+Dropout's Z is computed here from the mapping's documentation, element by element in NumPy. A complex step
+differentiates score functions. Nothing of `flashgen.reference` has a part in it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ SCORE = Term("score")
 
 
 class Unjudged(Exception):
-    """The scores hold NaN or +infinity: attention has no value there."""
+    """The scores hold NaN or +infinity, where attention has no value."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,11 +53,11 @@ class Call:
         return Sizes(self.q.shape[0], self.q.shape[1], self.q.shape[2], self.k.shape[2])
 
     def _for_queries(self, array: Array) -> Array:
-        """An array of heads of k and v, each as often as query heads share it."""
+        """Heads of k and v, each repeated for the query heads that share it."""
         return np.repeat(array, self._group, axis=1)
 
     def _for_keys(self, array: Array) -> Array:
-        """Summed over the query heads that share a head."""
+        """An array of query heads, summed over those that share a head of k and v."""
         batch, heads, *rest = array.shape
         return array.reshape(batch, heads // self._group, self._group, *rest).sum(axis=2)
 
@@ -71,7 +71,7 @@ class Call:
 
     @cached_property
     def scores(self) -> Array:
-        """Modified and masked. Raises Unjudged."""
+        """The modified and masked scores. Raises Unjudged."""
         modified = self._meaning.of(self.score) if self.score else self._raw
         scores = np.where(self.allowed, modified, -np.inf)
         scores = np.broadcast_to(scores, self._raw.shape)
@@ -81,7 +81,7 @@ class Call:
 
     @cached_property
     def largest(self) -> float:
-        """The largest magnitude on the way to the scores: what float32 rounds is a share of it."""
+        """The largest magnitude on the way to the scores, of which float32's rounding is a share."""
         products = np.abs(self.q) @ np.abs(self._for_queries(self.k)).swapaxes(-1, -2)
         _ = self.scores
         return max(float(self.scale * products.max(initial=0)), self._meaning.largest)
@@ -111,7 +111,7 @@ class Call:
         return (self._probabilities * self._kept) @ self._for_queries(self.v)
 
     def gradients(self, d_out: Array, d_lse: Array | None) -> dict[str, Array]:
-        """dq, dk, dv and d_<name> of each capture with a gradient, of sum(out · d_out) + sum(lse · d_lse)."""
+        """The gradients of sum(out · d_out) + sum(lse · d_lse): dq, dk, dv, and d_<name> of captures that have one."""
         k, v = self._for_queries(self.k), self._for_queries(self.v)
         d_p = (d_out @ v.swapaxes(-1, -2)) * self._kept
         of_lse = 0.0 if d_lse is None else d_lse[..., None]
@@ -130,13 +130,13 @@ class Call:
         return found
 
     def _derivative(self, seed: Term) -> Array:
-        """By a seed; 0 where the score is -inf, whatever the derivative is there."""
+        """The score's derivative by a seed; 0 where the score is -inf, whatever the derivative is there."""
         assert self.score is not None
         derivative = self._meaning.derivative(self.score, seed)
         return np.where(self.scores == -np.inf, 0.0, derivative)
 
     def _gathered(self, name: str, d_s: Array) -> Array:
-        """The gradient of a capture: what each load of it was part of, added up where it loaded."""
+        """The gradient of a capture: each of its loads adds its part where it loaded."""
         gradient = np.zeros(np.shape(self.captures[name]))
         for load in loads_of(name, self.score, np.ndim(self.captures[name])):
             part = np.broadcast_to(d_s * self._derivative(load), self._raw.shape)
@@ -149,7 +149,7 @@ class Call:
 
 
 def loads_of(name: str, score: Term | None, ndim: int) -> Iterator[Term]:
-    """The distinct loads of a capture in a score function, those of named scores as they are documented."""
+    """The distinct loads of a capture in a score function; a named score's are those that it documents."""
     found: dict[Term, None] = {}
     for part in score.walk() if score else ():
         if part.op == "load" and part.args[0] == name:
@@ -175,7 +175,7 @@ def random_bytes(seed: int, offset: int, sizes: Sizes) -> Array:
 
 
 def _philox(counter: tuple[Any, ...], key: tuple[int, int]) -> list[Array]:
-    """Seven rounds on 32-bit words held in 64 (Salmon et al., SC 2011)."""
+    """Seven rounds on 32-bit words, held in 64 bits (Salmon et al., SC 2011)."""
     low = np.uint64(2**32 - 1)
     c0, c1, c2, c3 = (np.asarray(word).astype(np.uint64) & low for word in counter)
     k0, k1 = key

@@ -1,7 +1,7 @@
-"""Masks and scores of random cases as small trees: printable as the Python that a user writes, and as JSON.
+"""Masks and scores of random cases as small trees, which print as the Python that a user writes, and as JSON.
 
-They are not the language's own expressions: a tree is traced through the language's front door (`tracing`) and given a
-meaning of its own (`meaning`), so that neither is judged by itself.
+They are not the language's own expressions: `tracing` takes a tree through the language's front door, `meaning` gives
+it a meaning of its own, and neither judges itself.
 
 A term is an operation's name and its operands. Operands of most operations are terms; the rest are plain values: the
 number of a literal, the name of a capture, the words of a named mask.
@@ -25,7 +25,7 @@ Operand = Any  # a Term, or a plain value
 
 @dataclass(frozen=True)
 class Declared:
-    """A capture as a case declares it: `ndim` 0 is a Scalar."""
+    """A capture as a case declares it; a Scalar has `ndim` 0."""
 
     dtype: str
     ndim: int
@@ -36,7 +36,7 @@ class Declared:
         return "float" if "float" in self.dtype else "bool" if self.dtype == "bool" else "int"
 
     def declaration(self, name: str) -> str:
-        """The Python that declares it."""
+        """The Python that declares the capture."""
         if self.ndim == 0:
             return f"fg.Scalar({name!r}, {self.dtype!r})"
         return f"fg.Tensor({name!r}, {self.dtype!r}, {self.ndim}{', grad=True' if self.grad else ''})"
@@ -129,7 +129,7 @@ def captures_of(*terms: Term | None) -> set[str]:
 
 
 def text_of(term: Term) -> str:
-    """The Python that a user writes for it, with `fg` for the module and captures by their names."""
+    """The Python that a user writes for a term; `fg` is the module, and captures stand by their names."""
     op, args = term.op, term.args
     if op in LITERALS:
         return _literal(args[0])

@@ -1,4 +1,4 @@
-"""Terms to the language's masks and scores, through the door that users take: operators on traced values."""
+"""Makes the language's masks and scores of terms, as users do: by operators on traced values."""
 
 from __future__ import annotations
 

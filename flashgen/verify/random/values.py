@@ -1,6 +1,6 @@
-"""What captures hold in a call: sizes that fit how they are read, and contents by a named way to fill them.
+"""What captures hold in a call: sizes that fit how they are read, and contents that a named fill makes.
 
-A fill is a few words, not numbers, so that a case stays short when it is printed: the same fill is the same array.
+A fill is a few words, not numbers, so that a printed case stays short: the same fill is the same array.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from flashgen.verify.random.terms import INDICES, Declared, Term
 
 Array = np.ndarray[Any, Any]
 
-# Ways to fill an array, by the kind of its numbers; "beyond" holds what int32 does not, and is for int64.
+# Ways to fill an array, by the kind of its numbers; "beyond", for int64, holds numbers that int32 cannot.
 WAYS = {
     "int": ("steps", "few", "positions", "ends", "mixed"),
     "float": ("small", "normal", "positions", "ends"),
@@ -34,7 +34,7 @@ _BEYOND = (0, 1, 1 + 2**32, 2**31, -(2**31) - 1, 2**33 + 5, 5, 2**63 - 1, -(2**6
 
 @dataclass(frozen=True)
 class Fill:
-    """An array: its shape, how it is filled, the seed of that, and as which kind of view it is given."""
+    """An array: its shape, how it is filled and from which seed, and which kind of view the call gets."""
 
     way: str
     shape: tuple[int, ...]
@@ -42,7 +42,7 @@ class Fill:
     view: str = "plain"
 
     def array(self, declared: Declared) -> Array:
-        """The array, of the dtype declared."""
+        """The array in the dtype declared."""
         rng = np.random.default_rng(self.seed)
         return _viewed(_FILLERS[declared.kind](self.way, self.shape, rng, declared.dtype), self.view)
 
@@ -120,7 +120,7 @@ def _shape(
     values: Mapping[str, Any],
     rng: random.Random,
 ) -> tuple[int, ...]:
-    """Where an axis is read by an index as it is, that index's extent, or 1 for all; elsewhere any size."""
+    """An axis that a plain index reads has that index's extent, or 1 for all; any other axis has any size."""
     extents = dict(zip(INDICES, (shape.batch, shape.heads_q, shape.len_q, shape.len_k), strict=True))
     longest = max(shape.len_q, shape.len_k)
     sizes = [0] * declared.ndim
@@ -132,19 +132,19 @@ def _shape(
                 needed = -(-extents[needed[0]] // needed[1])
             sizes[axis] = max(sizes[axis], needed)
     if any(part.op == "relative_bias" and part.args[1] == name for term in terms for part in term.walk()):
-        return tuple(sizes)  # documented, to the element
-    # An axis of 1 is read at 0 whatever the index: that is how arrays broadcast.
+        return tuple(sizes)  # these sizes are documented to the element
+    # An axis of size 1 broadcasts: it is read at 0 whatever the index.
     sizes = [1 if rng.random() < 0.15 else max(1, size) for size in sizes]
     while math.prod(sizes) > _MOST_ELEMENTS:
         sizes[sizes.index(max(sizes))] = 1
     return tuple(sizes)
 
 
-Needed = str | int | tuple[str, int]  # an index or "any"; a number of elements; an index in blocks
+Needed = str | int | tuple[str, int]  # an index or "any", a number of elements, or an index in blocks
 
 
 def _needed(index: Term) -> Needed:
-    """What `language.sizes` asks of a dimension that an index reads: an element for each position, or each block."""
+    """What calls ask of a dimension that an index reads: an element for each position, or for each block."""
     if index.op in INDICES:
         return index.op
     if index.op == "//" and index.args[0].op in INDICES and index.args[1].op == "int" and index.args[1].args[0] > 0:
@@ -177,7 +177,7 @@ def _reads(name: str, declared: Declared, terms: list[Term], values: Mapping[str
 
 def _integers(way: str, shape: tuple[int, ...], rng: np.random.Generator, dtype: str) -> Array:
     kind = numpy_dtype(dtype)
-    narrow = np.dtype(np.int32) if dtype == "int64" else kind  # int64 holds int32's numbers, but for "beyond"
+    narrow = np.dtype(np.int32) if dtype == "int64" else kind  # int64 holds int32's numbers unless filled "beyond"
     least, most = np.iinfo(narrow).min, np.iinfo(narrow).max
     if way == "beyond":
         return rng.choice(np.array(_BEYOND, np.int64), shape).astype(kind)

@@ -1,6 +1,6 @@
-"""The process that cases run in: reads one case a line, writes its outcome. `python -m flashgen.verify.random.worker`.
+"""The process that runs cases: reads one case a line, writes its outcome. `python -m flashgen.verify.random.worker`.
 
-Whatever a case does to it, a trap, a hang, memory that it loses, is seen by `runner` and ends nothing else.
+`runner` sees whatever a case does to it, a trap, a hang or a leak, and nothing else ends.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from flashgen.verify.random.runner import OWN_CACHE, RUNTIME
 
 
 def main() -> None:
-    faulthandler.enable()  # says on stderr where a trap was
+    faulthandler.enable()  # stderr then says where a trap was
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8")
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # nothing else is an answer
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # nothing but answers goes to the real stdout
     for line in sys.stdin:
         outcome = check(Recipe.from_json(line))
         _forget()
@@ -29,7 +29,7 @@ def main() -> None:
 
 
 def _forget() -> None:
-    """No case meets another's kernels, neither in memory nor on disk: of thousands the disk would be full."""
+    """Drops the kernels, in memory and on disk: no case meets another's, and thousands would fill the disk."""
     compiling.clear()
     folder = os.environ.get(OWN_CACHE)
     if folder is None:
