@@ -9,7 +9,7 @@ from typing import Any
 from flashgen.bench.cases import Timed
 from flashgen.errors import ArgumentError
 from flashgen.language import captures, functions, masks, scores
-from flashgen.language.variants import Mask, trace_mask
+from flashgen.language.modifiers import Mask, trace_mask
 
 LENGTH, HEADS, HEAD_DIM = 16384, 16, 128
 CANVAS, RADIUS = 128, 6  # of the neighbourhood: 128 x 128 positions, 13 x 13 around each

@@ -35,11 +35,11 @@ from flashgen.language.functions import (
 )
 from flashgen.language.layouts import BlockLayout
 from flashgen.language.masks import block_sparse, causal, dilated_window, document, full, prefix_lm, sliding_window
+from flashgen.language.modifiers import Mask, Score, trace_mask, trace_score
 from flashgen.language.parse import parse_mask, parse_score
 from flashgen.language.protocols import answer_libraries
 from flashgen.language.scores import alibi, relative_bias, softcap
 from flashgen.language.spec import AttentionSpec
-from flashgen.language.variants import Mask, Score, trace_mask, trace_score
 
 __all__ = [
     "AttentionSpec",

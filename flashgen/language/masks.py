@@ -16,8 +16,8 @@ import sympy
 from flashgen.errors import SpecError
 from flashgen.language import functions as f
 from flashgen.language.captures import Scalar, Tensor
+from flashgen.language.modifiers import Mask, trace_mask
 from flashgen.language.trace import Traced
-from flashgen.language.variants import Mask, trace_mask
 
 ALIGNMENTS = ("bottom_right", "top_left")
 

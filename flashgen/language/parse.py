@@ -12,7 +12,7 @@ from typing import Any
 
 from flashgen.errors import SpecError
 from flashgen.language import captures, masks, scores
-from flashgen.language.variants import Mask, Score
+from flashgen.language.modifiers import Mask, Score
 
 MAX_LENGTH = 2000
 MAX_LEVELS = 100

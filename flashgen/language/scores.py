@@ -8,8 +8,8 @@ from typing import Any
 from flashgen.errors import SpecError
 from flashgen.language import functions as f
 from flashgen.language.captures import Scalar, Tensor
+from flashgen.language.modifiers import Score, trace_score
 from flashgen.language.trace import Traced
-from flashgen.language.variants import Score, trace_score
 
 
 def alibi(slopes: int | Tensor | str) -> Score:

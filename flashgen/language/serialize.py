@@ -15,9 +15,9 @@ import sympy
 
 from flashgen.errors import SpecError
 from flashgen.language.captures import Scalar, Tensor
+from flashgen.language.modifiers import Mask, Score
 from flashgen.language.operations import OPERATIONS, Capture, Operation
 from flashgen.language.parse import parse_mask, parse_score
-from flashgen.language.variants import Mask, Score
 from flashgen.language.well_formed import MAX_DEPTH, MAX_NODES, SYMBOLS, build, literal
 from flashgen.strict_json import parse_json
 
@@ -106,9 +106,9 @@ def _capture(data: dict[str, Any]) -> Capture:
 # Masks, scores, specs ------------------------------------------------------------------------------------------------
 
 
-def variant_to_data(variant: Mask | Score) -> dict[str, Any]:
+def modifier_to_data(modifier: Mask | Score) -> dict[str, Any]:
     """A mask or score as {"name": ..., "expression": ...}."""
-    return {"name": variant.name, "expression": node_to_data(variant.expression)}
+    return {"name": modifier.name, "expression": node_to_data(modifier.expression)}
 
 
 def mask_from_data(data: Any) -> Mask:
@@ -134,8 +134,8 @@ def _named(data: Any, what: str) -> tuple[Any, sympy.Basic]:
 def fields_to_json(fields: Mapping[str, Any]) -> str:
     """The canonical JSON of a spec, from its fields by name."""
     data = dict(fields)
-    data["mask"] = variant_to_data(data["mask"])
-    data["score"] = variant_to_data(data["score"]) if data["score"] else None
+    data["mask"] = modifier_to_data(data["mask"])
+    data["score"] = modifier_to_data(data["score"]) if data["score"] else None
     return canonical({**data, "version": VERSION})
 
 

@@ -15,9 +15,9 @@ from flashgen.errors import SpecError
 from flashgen.language import well_formed
 from flashgen.language.dtypes import ELEMENTS, dtype_name
 from flashgen.language.masks import full
+from flashgen.language.modifiers import Mask, MaskFunction, Score, ScoreFunction, as_mask, as_score
 from flashgen.language.operations import Capture, captures_of
 from flashgen.language.serialize import fields_from_json, fields_to_json
-from flashgen.language.variants import Mask, MaskFunction, Score, ScoreFunction, as_mask, as_score
 
 LAYOUTS = ("bhsd", "bshd")
 MAX_NAME = 96

@@ -14,7 +14,7 @@ from flashgen.analysis.intervals.evaluation import EMPTY, FULL, MEANINGS, PARTIA
 from flashgen.errors import ArgumentError
 from flashgen.language import operations as ops
 from flashgen.language.evaluate import evaluate
-from flashgen.language.variants import trace_mask
+from flashgen.language.modifiers import trace_mask
 
 Q, K = ops.QUERY, ops.KEY
 BITS = {ops.BitAnd: np.bitwise_and, ops.BitOr: np.bitwise_or, ops.BitXor: np.bitwise_xor}

@@ -14,7 +14,7 @@ from flashgen.analysis.closed_forms.tile_ranges import TileRange, evaluate_range
 from flashgen.analysis.expression_text import to_text
 from flashgen.language import operations as ops
 from flashgen.language.evaluate import evaluate
-from flashgen.language.variants import trace_mask
+from flashgen.language.modifiers import trace_mask
 
 SCALARS = {"window": 50, "prefix": 70}
 window, prefix = fg.Scalar("window", "int32"), fg.Scalar("prefix", "int32")

@@ -11,7 +11,7 @@ import flashgen as fg
 from flashgen.analysis.tile_classes import EMPTY, FULL, PARTIAL, depends_on, tile_map
 from flashgen.errors import ArgumentError
 from flashgen.language import operations as ops
-from flashgen.language.variants import trace_mask
+from flashgen.language.modifiers import trace_mask
 
 
 def test_causal_by_its_range() -> None:

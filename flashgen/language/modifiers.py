@@ -1,4 +1,7 @@
-"""`Mask` and `Score`: a traced function with the name it prints as; how masks combine and scores compose."""
+"""`Mask` and `Score`, FlexAttention's mask_mod and score_mod: a traced function with the name it prints as.
+
+Masks combine with `& | ^ ~`, and scores compose by calling.
+"""
 
 from __future__ import annotations
 
