@@ -17,7 +17,7 @@ _ARGUMENTS = {BATCH: "batch", HEAD: "heads"}
 def captured_extent(mask: sympy.Basic, index: sympy.Symbol, captures: Mapping[str, Any]) -> int | None:
     """The batch (index BATCH) or the number of heads (HEAD) that the captures of a mask have values for.
 
-    None where no captured array says: none is indexed by it, or all have one value for all.
+    None where no captured array tells: none is indexed by it, or all have size 1 there.
     Raises ArgumentError where two arrays say different numbers.
     """
     found: dict[str, int] = {}

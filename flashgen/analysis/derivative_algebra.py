@@ -18,7 +18,7 @@ Node: TypeAlias = sympy.Basic
 # The two constants that vanish are SymPy's own; every other one is a Float.
 ZERO, ONE = sympy.S.Zero, sympy.S.One
 
-_SMALLEST, _LARGEST = 2.0**-126, 2.0**127  # what float32 holds, normally: no folding leaves it
+_SMALLEST, _LARGEST = 2.0**-126, 2.0**127  # the normal numbers of float32: no folding leaves them
 
 
 def constant(value: float) -> Node:
@@ -38,7 +38,7 @@ class Algebra:
 
     def __init__(self) -> None:
         self._made: dict[tuple[Any, ...], Operation] = {}
-        # Quotients, and products with a constant, made here: what the user wrote is kept, for it is computed anyway.
+        # Quotients, and products with a constant, made here. The user's own are kept: they are computed anyway.
         self._loose: set[Node] = set()
 
     def node(self, cls: type[Operation], *operands: Node) -> Operation:

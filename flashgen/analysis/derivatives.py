@@ -1,9 +1,9 @@
 """Derivatives of score functions, by the score or by an element that they gather from a captured array.
 
-Symbolic, over the language's own nodes, and in terms of the nodes that are differentiated: that of tanh is 1 - t·t with
-t the very tanh of the function, so that a kernel which computes both computes tanh once. Where a function has a kink,
-the derivative is defined nevertheless: min and max take that of their first operand where both are equal, |x| has 0 at
-0, `where` has that of the branch taken, and what steps (floor, //, comparisons, conversions to int) has 0. The
+They are symbolic, over the language's own nodes and those that are differentiated: the derivative of tanh is 1 - t·t,
+where t is the very tanh of the function, so that a kernel which computes both computes tanh once. Where a function has
+a kink, the derivative is defined nevertheless: min and max take that of their first operand where both are equal, |x|
+has 0 at 0, `where` has that of the branch taken, and what steps (floor, //, comparisons, conversions to int) has 0. The
 derivative of a % b by b is -floor(a / b); sqrt has +inf at 0, as its formula gives.
 """
 

@@ -1,4 +1,4 @@
-"""What an integer of an expression may be in any call: whether int32 holds it, and whether it may wrap.
+"""Which values an integer of an expression may have in any call: whether int32 holds it, and whether it may wrap.
 
 The integers of the language are int64's. A kernel computes in int32 where that is proven to be the same for every
 length that a call accepts, every index and every value of the captures.
@@ -32,7 +32,7 @@ _TO_ITS_LENGTH = Interval(np.int64(-ops.LONGEST), np.int64(ops.OVERHANG - 1))
 
 
 class Bounds:
-    """Bounds of the integers of expressions; asked several times, it computes what is shared once.
+    """Bounds of the integers of expressions. What several of them share is computed once.
 
     With `related`, what is known of indices and lengths together counts: q + len_k - len_q is a position, and q - q is
     0. Without it the bounds are those of each operation by itself, as code that evaluates intervals finds them.

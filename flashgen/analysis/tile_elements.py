@@ -49,7 +49,7 @@ def tile_elements(
 ) -> TileElements:
     """The elements of tile (row, column) of a map of this mask, for one batch and head.
 
-    Raises ArgumentError for a tile that the map has not, and for a capture that is missing or of wrong dimensions.
+    Raises ArgumentError for a tile that is not in the map, and for a capture that is missing or of wrong dimensions.
     """
     tiles_q, tiles_k = tile_map.classes.shape[2:]
     if not (0 <= row < tiles_q and 0 <= column < tiles_k):

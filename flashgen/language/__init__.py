@@ -1,14 +1,14 @@
-"""The language: what a user writes. Traced masks and scores, named variants, captures, `AttentionSpec`.
+"""The language: what a user writes. Named and traced masks and scores, captures, `AttentionSpec`.
 
 Integers are int64's, as NumPy's and torch's are, and wrap beyond them: the kernel, the oracle, `tiles()` and the lists
 of tiles agree on each, for lengths up to 10**9. A kernel computes in int32 what is proven to fit there for every
-length and every value of what is captured, which positions, their sums and distances are, and in 64 bits the rest:
-`q * 65536 <= k` or `q - window` of a Scalar. Literals and integer Scalars are int32's.
+length and every captured value, such as positions, their sums and distances. It computes the rest in 64 bits, such as
+`q * 65536`, or `q - window` with a Scalar. Literals and integer Scalars are int32's.
 
 Floats are float32's. Those that a mask or a condition is made of are computed without contraction, operation by
-operation as NumPy's float32 does it, so that one bit more or less does not let a key in or out; of exp, log, sin and
-their like a GPU gives approximations. A division is a division. What depends on the score is rounded as a score is: its
-products and sums may be contracted, and a constant that it is divided by becomes part of a product.
+operation as NumPy's float32 does it, so that no rounding lets another key in or out; only exp, log, sin and their like
+are approximations on a GPU. A division is a division. What depends on the score is rounded as a score is: its products
+and sums may be contracted, and a division by a constant may become a product.
 """
 
 from flashgen.language.captures import Scalar, Tensor

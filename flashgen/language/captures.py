@@ -59,8 +59,8 @@ class Tensor:
         grad: whether the backward pass returns its gradient (floating dtypes only).
 
     Index it inside a traced function: `slopes[h]`, `table[h, q - k]` or `table[h][q - k]`. Each index is clamped to
-    its dimension, so a leading dimension of size 1 broadcasts, and nothing counts from the end. Of int64 all 64 bits
-    count: ids 1 and 1 + 2**32 differ. What needs them costs a kernel more than int32 does.
+    its dimension, so a leading dimension of size 1 broadcasts, and nothing counts from the end. All 64 bits of an
+    int64 count: ids 1 and 1 + 2**32 differ. Arithmetic that needs them costs a kernel more than int32's.
     """
 
     def __init__(self, name: str, dtype: Any = "float32", ndim: int = 1, grad: bool = False) -> None:

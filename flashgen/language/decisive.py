@@ -1,9 +1,9 @@
 """Which floats decide, and which are judged by a tolerance.
 
 A mask is true or false, and so are the conditions of a score function: one rounding more or less is a whole element
-more or less. The floats that a comparison, a floor or a conversion to an integer is made of, without the score, decide:
-they are float32, operation by operation, wherever they are computed. On a GPU no product of theirs is fused with a sum,
-and NumPy rounds as often as the kernel does.
+more or less. A float decides if it does not depend on the score, and a comparison, a floor or a conversion to an
+integer is made of it: it is float32, operation by operation, wherever it is computed. On a GPU no such product is fused
+with a sum, and NumPy rounds as often as the kernel does.
 
 What depends on the score carries the roundings of q·k, and a result is judged by a tolerance. Where no step reads it, a
 kernel may round it once more or once less: contract a product and a sum, or divide by a constant with a product.

@@ -20,7 +20,7 @@ SCALARS = ("int32", "float32")
 
 
 def dtype_name(value: Any, allowed: tuple[str, ...], argument: str) -> str:
-    """NumPy's name of a dtype given by name ("bf16", "torch.float16"), as a NumPy dtype or type, or a torch dtype.
+    """NumPy's name of a dtype: `value` is a name ("bf16", "torch.float16"), a NumPy dtype or type, or a torch dtype.
 
     Raises SpecError, naming `argument` and what is accepted, for anything not in `allowed`.
     """

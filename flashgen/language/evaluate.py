@@ -24,7 +24,7 @@ Array = np.ndarray[Any, Any]
 
 _WIDE = {"bool": np.bool_, "int": np.int64, "float": np.float64}
 _INT32 = np.iinfo(np.int32)
-# Functions of which float32 has the one right value.
+# Functions that IEEE 754 rounds correctly: they have the same float32 value on every machine.
 _ROUNDED = (ops.Divide, ops.ToFloat, ops.Floor, ops.Sqrt)
 
 
@@ -51,7 +51,7 @@ def computed(
 ) -> Any:
     """The value of an operation, in float32 if `single`, given what its operands are and which steps decide."""
     if node in steps and not single and isinstance(node, ops.FloorMod):
-        # What steps is the floor; the rest is an arithmetic like any other.
+        # The floor alone steps; the rest is ordinary arithmetic.
         a, b = (np.asarray(of(operand, False)).astype(np.float64) for operand in node.args)
         return a - b * np.float64(_in_single(ops.FloorDiv(*node.args), [of(operand, True) for operand in node.args]))
     single = single or node in steps
@@ -67,7 +67,7 @@ def computed(
 
 def _in_single(node: Operation, operands: Sequence[Any]) -> Any:
     if isinstance(node, ops.Load):
-        return MEANINGS[ops.Load](*operands)  # which float32 holds, whatever its dtype
+        return MEANINGS[ops.Load](*operands)  # float32 holds any float that a capture may hold
     singles = [np.asarray(operand).astype(np.float32, copy=False) for operand in operands]
     if isinstance(node, ops.Where):
         return np.where(operands[0], *singles[1:])
@@ -78,7 +78,7 @@ def _in_single(node: Operation, operands: Sequence[Any]) -> Any:
 
 
 def _shared(node: sympy.Basic) -> frozenset[sympy.Basic]:
-    """Operations that occur more than once: worth keeping; the rest is freed as soon as it is used."""
+    """Operations that occur more than once: their values are kept, all others freed as soon as they are used."""
     counts: Counter[sympy.Basic] = Counter()
     stack = [node]
     while stack:
@@ -101,7 +101,7 @@ class _Evaluation:
         self.known: dict[tuple[sympy.Basic, bool], Any] = {}
 
     def of(self, node: sympy.Basic, single: bool = False) -> Any:
-        """The value of a node; of a float that a step reads, float32's."""
+        """The value of a node; `single`: a step reads it, so that a float is computed in float32."""
         place = node, single and kind_of(node) == "float"
         if place in self.known:
             return self.known[place]

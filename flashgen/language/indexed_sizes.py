@@ -8,7 +8,7 @@ from flashgen.language.operations import INDICES, Add, Capture, FloorDiv, Maximu
 
 
 def position_of(index: sympy.Basic) -> tuple[sympy.Symbol, int] | None:
-    """(symbol, block) of an index that is b, h, q or k, or the number of a block of so many of them; else None.
+    """(symbol, block) of an index `symbol // block`, or (symbol, 1) of b, h, q or k itself; else None.
 
     A dimension indexed so has an element for each position, or block, of the call, or one for all.
     """

@@ -16,9 +16,9 @@ _MOST_DIMENSIONS = 4  # (batch, heads, blocks_q, blocks_k)
 class BlockLayout:
     """Which blocks of queries × keys are attended to: the value of a layout that `fg.block_sparse` captures.
 
-    `attention(q, k, v, layout=BlockLayout.from_bsr(indptr, indices, shape))`. Of shape (blocks_q, blocks_k), (heads,
-    blocks_q, blocks_k) or (batch, heads, blocks_q, blocks_k), with as many dimensions as the mask's Tensor has. Made by
-    `from_dense`, `from_bsr` or `from_lists`; it copies what it is given, and does not change afterwards.
+    `attention(q, k, v, layout=BlockLayout.from_bsr(indptr, indices, shape))`. Its shape is (blocks_q, blocks_k),
+    (heads, blocks_q, blocks_k) or (batch, heads, blocks_q, blocks_k), with as many dimensions as the mask's Tensor has.
+    `from_dense`, `from_bsr` and `from_lists` make it; it copies what it is given, and does not change afterwards.
     """
 
     def __init__(self, dense: _Array) -> None:

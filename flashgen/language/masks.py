@@ -55,8 +55,8 @@ def sliding_window(left: Any, right: Any = 0, align: str = "bottom_right") -> Ma
 def dilated_window(window: Any, dilation: Any, align: str = "bottom_right") -> Mask:
     """Keeps |q - k| <= window where q - k is a multiple of dilation, after alignment.
 
-    Both sides, as in attention-gym; `causal() & dilated_window(256, 4)` looks back only. `window` counts positions, so
-    it reaches window // dilation keys on each side.
+    It looks both ways, as attention-gym's does; `causal() & dilated_window(256, 4)` looks back only. `window` counts
+    positions, so it reaches window // dilation keys on each side.
     """
     window, dilation = _count(window, "dilated_window: window"), _count(dilation, "dilated_window: dilation", least=1)
 
@@ -85,7 +85,7 @@ def prefix_lm(prefix: Any, align: str = "bottom_right") -> Mask:
 
 
 def document(ids: Tensor | str) -> Mask:
-    """Packed documents: a query attends to the keys with its own document id. For len_q == len_k.
+    """Packed documents: a query attends to the keys with its own document id. It needs len_q == len_k.
 
     ids: an integer Tensor, of ndim 1 (one id a position) or ndim 2 (batch, position), or its name for
     Tensor(name, "int32", ndim=1). Any order of ids is right.
@@ -103,7 +103,7 @@ def document(ids: Tensor | str) -> Mask:
 def block_sparse(layout: Tensor | str, block_q: int, block_k: int) -> Mask:
     """Keeps the blocks of block_q queries × block_k keys whose entry of the layout is true.
 
-    layout: a Tensor of bool (or of integers, not 0 is true), of shape (blocks_q, blocks_k), (heads, blocks_q,
+    layout: a Tensor of bool (or of integers: all but 0 are true), of shape (blocks_q, blocks_k), (heads, blocks_q,
     blocks_k) or (batch, heads, blocks_q, blocks_k), leading dimensions of size 1 broadcast; or its name for
     Tensor(name, "bool", ndim=2). Block (i, j) covers queries i·block_q... and keys j·block_k...; there must be one for
     every position of a call, or 1 for all. At the call, a `BlockLayout` may be given instead of the array: it is made

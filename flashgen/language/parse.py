@@ -66,7 +66,7 @@ def _tree(text: Any, what: str) -> ast.expr:
 
 
 def _syntax_error(text: str, what: str, error: SyntaxError) -> SpecError:
-    """Where Python stumbles behind the last character, it tells line 0 or the next one: there something is missing."""
+    """The error at Python's column; where Python tells line 0 or the next line, something is missing at the end."""
     offset = error.offset or 0
     if error.lineno == 1 and 1 <= offset <= len(text):
         return _error(text, what, error.msg, offset - 1)

@@ -61,8 +61,8 @@ def relative_bias(table: Tensor | str, max_distance: int | Scalar) -> Score:
     """score + table[h, clamp(k - q, -D, D) + D] with D = max_distance: a learned bias of each relative position.
 
     table: a floating Tensor of shape (heads, 2·D + 1), or (2·D + 1) shared by all heads, or its name for
-    Tensor(name, "float32", ndim=2). Entry D is k == q, entry 0 is k <= q - D, entry 2·D is k >= q + D. Positions are
-    each in its own sequence.
+    Tensor(name, "float32", ndim=2). Entry D is k == q, entry 0 is k <= q - D, entry 2·D is k >= q + D. Each
+    position counts in its own sequence.
     """
     if isinstance(table, str):
         table = Tensor(table, "float32", 2)

@@ -55,7 +55,7 @@ def _by_positive_constant(node: Node) -> bool:
 
 
 def _without_quotient(form: Affine, quotients: list[Node]) -> Iterable[Affine]:
-    """Forms that are nonnegative only if `form` is, each with one floor division less."""
+    """Forms with one floor division less: where one of them is nonnegative, so is `form`."""
     for up in quotients:
         for down in quotients:
             if up.args[1] == down.args[1] and form.terms[up] > 0 > form.terms[down] and at_most(*_numerators(down, up)):

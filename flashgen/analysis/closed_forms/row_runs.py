@@ -51,7 +51,7 @@ QUERIES = Direction(ops.QUERY, ops.KEY, ops.LEN_Q, K_FIRST, K_LAST)
 
 @dataclass(frozen=True)
 class Run:
-    """A row that meets all `conditions` holds nothing outside low <= index < high; another row holds nothing.
+    """A row that meets all `conditions` holds nothing outside low <= index < high; any other row holds nothing.
 
     `full` are runs (low, high) in which such a row holds every index. Bounds are nodes over the row.
     """
@@ -109,7 +109,7 @@ def _conjunction_run(conjunction: Conjunction, direction: Direction) -> Run:
 
 
 def _substitute_equal_quotients(conjunction: Conjunction, solved: Node) -> list[Literal]:
-    """Where k // B == q // B is required, k // B becomes q // B in the others: q % B >= k % B is then q >= k."""
+    """Where a literal says k // B == q // B, the others get q // B for k // B: q % B >= k % B becomes q >= k."""
     literals = list(conjunction)
     for place, literal in enumerate(literals):
         known = _known_quotient(literal, solved)
@@ -123,7 +123,7 @@ def _substitute_equal_quotients(conjunction: Conjunction, solved: Node) -> list[
 
 
 def _known_quotient(literal: Literal, solved: Node) -> tuple[Node, Affine] | None:
-    """A floor division of the solved index, and the value free of that index to which the literal equates it."""
+    """(k // B, value) of a literal k // B == value, where k is the solved index and stands in no other atom."""
     if literal.form is None or not literal.equality:
         return None
     for node, factor in literal.form.terms.items():
@@ -207,12 +207,12 @@ def _common_trend(trends: list[int]) -> int:
 
 
 def _refuse_turning(bounds: list[Node], row: Node) -> None:
-    """max(q, 200 - q) turns: a tile's rows on both sides of the turn are not described by its first and last."""
+    """A tile's first and last row do not tell the extremes of a bound that turns between them: max(q, 200 - q)."""
     _common_trend([_trend(bound, row) for bound in bounds])
 
 
 def limits_by_conditions(run: Run, row: Node) -> tuple[list[Node], list[Node]]:
-    """Bounds free of the row that the conditions add: where only rows up to 99 count, k <= q also says k <= 99."""
+    """Bounds without the row that follow from conditions: where only rows up to 99 count, k <= q means k <= 99."""
     first: list[Node] = []
     last: list[Node] = []
     for condition in run.conditions:

@@ -51,7 +51,7 @@ from flashgen.language import operations as ops
 __all__ = ["K_FIRST", "K_LAST", "Q_FIRST", "Q_LAST", "TileRange", "evaluate_range", "key_range", "query_range"]
 
 _ZERO = sympy.Integer(0)
-_LARGEST = 2**31 - 1 - ops.OVERHANG  # of a bound that is rounded up to a tile
+_LARGEST = 2**31 - 1 - ops.OVERHANG  # int32 must hold a bound that is rounded up to a tile
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class TileRange:
     """Half-open stretches of keys for a tile of queries (or of queries for a tile of keys), as nodes of the language.
 
     Nothing outside [begin, end) is attended by any row of the tile; everything in [full_begin, full_end) by every row.
-    0 <= begin and end <= length, and so for the FULL stretch, which lies within [begin, end) unless it is empty. A
+    0 <= begin and end <= length; the same holds for the FULL stretch, which lies within [begin, end) unless empty. A
     stretch is empty where its end is at or before its begin: the end may then be negative, the begin beyond the length.
     All four are int32's, with room to round them up to a tile; what they are made of may need int64.
 
@@ -144,7 +144,7 @@ def _held(found: TileRange, direction: Direction) -> TileRange | None:
     bounds = [getattr(found, field.name) for field in fields(found)]
     if any(everywhere.wraps_within(bound) for bound in bounds):
         return None
-    # A begin past the length, and an end before 0, are as empty there as at the length and at 0.
+    # A stretch from past the length is as empty as one from the length; one that ends before 0, as one that ends at 0.
     within = [ops.Minimum(direction.length, bound) for bound in bounds[::2]]
     within += [ops.Maximum(_ZERO, bound) for bound in bounds[1::2]]
     begin, full_begin, end, full_end = (
@@ -196,7 +196,7 @@ def _full_stretch(run: Run, direction: Direction) -> tuple[Node, Node]:
     stretches = [(begin, end) for begin, end in stretches if not at_most(end, begin)]
     if not stretches:
         return _ZERO, _ZERO
-    # Of several (keys beside a hole) any is sound: the last is the longest under a causal mask.
+    # Any of several (keys beside a hole) is sound: the longest saves most.
     return stretches[0] if len(stretches) == 1 else max(stretches, key=_typical_length)
 
 
@@ -213,7 +213,7 @@ def _typical_length(stretch: tuple[Node, Node]) -> int:
 
 
 def _bounds(low: Node, high: Node, direction: Direction, widest: bool) -> tuple[Node, Node]:
-    """The hull of the rows' runs where `widest`, else what is common to all."""
+    """The hull of the rows' runs where `widest`, else their intersection."""
     return (
         maximum_of([_ZERO, _extreme(low, direction, largest=not widest).node()]),
         minimum_of([direction.length, _extreme(high, direction, largest=widest).node()]),
@@ -294,7 +294,7 @@ def _extreme_of_atom(node: Node, direction: Direction, largest: bool) -> Affine:
 
 
 def _extreme_of_scaled(node: ops.Operation, direction: Direction, largest: bool) -> Affine:
-    """x // y or x * y: monotone in x where y does not depend on the row, in the direction that the sign of y says."""
+    """x // y or x * y, which is monotone in x where y does not depend on the row: rising if y is positive."""
     x, y = node.args
     if isinstance(node, ops.Mul) and contains(y, direction.row):
         x, y = y, x

@@ -17,13 +17,13 @@ import numpy as np
 from flashgen.analysis.drawing import png
 
 GROUND, INK, PAPER = "#f3f4f6", "#1f2937", "#ffffff"
-_MARGIN = 8  # pixels, as all lengths below
-_THINNEST = 12.0  # of a map with few queries and many keys, or the reverse
+_MARGIN = 8  # in pixels, like all lengths below
+_THINNEST = 12.0  # the shorter side, where there are few queries and many keys or the reverse
 _LEAST_GRIDDED = 5.0  # smaller cells have no lines between them
 _LEAST_WITH_LEGEND = 320  # smaller pictures have one line of text
 _LEGEND_STEP = 120
 _BAR, _BAR_GAP = 10, 8
-_NARROWEST = 160  # of a PNG, whose bar of shares needs some room
+_NARROWEST = 160  # a PNG's bar of shares needs some room
 
 Array = np.ndarray[Any, Any]
 
@@ -149,7 +149,7 @@ def _pixels(picture: Picture, axis: int, size: int) -> Array:
 
 
 def _numbered(sizes: Array) -> Array:
-    """Of each pixel, the number of its cell."""
+    """The number of each pixel's cell."""
     return np.repeat(np.arange(len(sizes)), sizes)
 
 

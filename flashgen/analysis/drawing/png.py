@@ -40,7 +40,7 @@ def encode(pixels: np.ndarray[Any, Any], texts: Mapping[str, str] | None = None)
 
 
 def _palette(pixels: np.ndarray[Any, Any]) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-    """The colours, uint8 (n, 3), and the index of each pixel's."""
+    """The colours, uint8 (n, 3), and for each pixel the index of its colour."""
     packed = pixels.astype(np.uint32) @ np.array([1 << 16, 1 << 8, 1], np.uint32)
     colours, indices = np.unique(packed, return_inverse=True)
     if len(colours) > _MOST_COLOURS:

@@ -15,7 +15,7 @@ Drawable = TileMap | TileElements
 _GLYPHS = {EMPTY: "·", PARTIAL: "▒", FULL: "█"}
 _NAMES = {EMPTY: "empty", PARTIAL: "partial", FULL: "full"}
 _COLOURS = {EMPTY: GROUND, PARTIAL: "#f2a541", FULL: "#2b6cb0"}
-_MOST_CELLS = 256  # of a side of a picture; beyond it, a cell stands for several tiles
+_MOST_CELLS = 256  # along a side; in a longer map a cell stands for several tiles
 # Two by two elements in a character: upper left counts 1, upper right 2, lower left 4, lower right 8.
 _QUADRANTS = np.array(list(" ▘▝▀▖▌▞▛▗▚▐▜▄▙▟█"))
 
@@ -23,10 +23,10 @@ _QUADRANTS = np.array(list(" ▘▝▀▖▌▞▛▗▚▐▜▄▙▟█"))
 def to_text(drawn: Drawable, width: int = 80, batch: int = 0, head: int = 0, legend: bool = True) -> str:
     """In characters, queries downwards and keys to the right, with a legend (a map's may be left out).
 
-    Of a map, one batch and head. A tile is as many characters wide as keeps its shape, where a character is twice as
-    tall as wide. A map wider than `width` is scaled down: a cell of several tiles is PARTIAL unless all of them are
-    alike. Of a tile, every element: a character is two of them, one above the other, or four where it would be wider
-    than `width`; blank is masked.
+    A map is drawn for one batch and head. A tile is as many characters wide as keeps its shape, where a character is
+    twice as tall as wide. A map wider than `width` is scaled down: a cell of several tiles is PARTIAL unless all of
+    them are alike. A tile is drawn with every element: a character is two of them, one above the other, or four where
+    two would make the text wider than `width`; blank is masked.
     """
     if isinstance(drawn, TileElements):
         return _elements_text(drawn, width)
@@ -55,7 +55,7 @@ def to_png(drawn: Drawable, title: str = "", width: int = 480, batch: int = 0, h
 
 
 def summary(drawn: Drawable, batch: int = 0, head: int = 0) -> str:
-    """A line of numbers: of a map the share of work that is left, of a tile the share of elements that are kept."""
+    """A line of numbers: a map's share of work that is left, or a tile's share of elements that are kept."""
     if isinstance(drawn, TileElements):
         return _elements_summary(drawn)
     return _summary(drawn, drawn.of(batch, head), _place(drawn, batch, head))
@@ -101,7 +101,7 @@ def _visited(classes: Any) -> float:
 
 
 def _place(tile_map: TileMap, batch: int, head: int) -> str:
-    """Which one of the batch and of the heads is meant, where the map tells them apart."""
+    """Which batch and which head is meant, where the map tells them apart."""
     of_batch, of_heads = tile_map.classes.shape[:2]
     said = [f"batch {batch} of {of_batch}"] if of_batch > 1 else []
     said += [f"head {head} of {of_heads}"] if of_heads > 1 else []

@@ -83,7 +83,7 @@ class Evaluation:
     def _leaf(self, node: sympy.Basic) -> Interval:
         if isinstance(node, ops.Capture):
             return point(evaluate(node, {}, self.captures))
-        if isinstance(node, sympy.Integer) and not -LIMIT < int(node) < LIMIT:  # of an affine form, by large factors
+        if isinstance(node, sympy.Integer) and not -LIMIT < int(node) < LIMIT:  # an affine form with large factors
             self.wrapping.add(node)
             return Interval(np.int64(SMALLEST), np.int64(LARGEST))
         if isinstance(node, sympy.Symbol):
@@ -100,7 +100,7 @@ class Evaluation:
             return value
         if not self._moves_together(node):
             return value
-        # Where a symbol occurs twice its occurrences move together, which the affine form knows: q - k + 1 - q.
+        # The occurrences of a symbol move together, which the affine form knows: q - k + 1 - q.
         if node.kind == "int":
             form = affine(node)
             return value if node in form.terms else meet(value, self._affine(form))
@@ -143,7 +143,7 @@ _MAY_WRAP = (ops.Add, ops.Sub, ops.Mul, ops.Neg, ops.Abs, ops.FloorDiv, ops.Shif
 
 
 def may_wrap(node: ops.Operation, value: Interval) -> bool:
-    """Whether an integer operation of this interval may itself leave int64, for any of the boxes."""
+    """Whether an integer operation with this result may itself leave int64, for any of the boxes."""
     if node.kind != "int" or not isinstance(node, _MAY_WRAP):
         return False
     return bool(np.any((value.low == SMALLEST) & (value.high == LARGEST)))
@@ -236,14 +236,14 @@ def _floor_divide(a: Interval, b: Interval) -> Interval:
     if a.is_float or b.is_float:
         quotient = _divide(a, b)
         return Interval(np.floor(quotient.low), np.floor(quotient.high), quotient.nan)
-    # By a divisor of each sign the quotient is extreme at a corner; of 0 it is 0.
+    # For divisors of one sign the quotient is extreme at a corner; a quotient by 0 is 0.
     corners = [_quotient(x, y) for x in (a.low, a.high) for y in (b.low, b.high)]
     low, high = _least(corners), _greatest(corners)
     crosses = (b.low <= 0) & (b.high >= 0)
     largest = np.maximum(np.abs(a.low), np.abs(a.high))
     low = np.where(crosses, np.where(b.low < 0, -largest, np.minimum(a.low, 0)), low)
     high = np.where(crosses, np.where(b.low < 0, largest, np.maximum(a.high, 0)), high)
-    by_minus_one = (b.low <= -1) & (b.high >= -1)  # of the smallest integer that wraps
+    by_minus_one = (b.low <= -1) & (b.high >= -1)  # which wraps the smallest integer
     return integers(low, high, ~by_minus_one | fit(a.low, a.high))
 
 
@@ -265,13 +265,13 @@ def _floor_modulo(a: Interval, b: Interval) -> Interval:
         unknown = np.where(infinite, np.inf, magnitude * 2 + slack)
         low, high = np.where(b.low > 0, -slack, -unknown), np.where(b.high < 0, slack, unknown)
         return floats(np.where(infinite, -np.inf, low), np.where(infinite, np.inf, high), a.nan | b.nan | infinite)
-    # Within one period of a fixed divisor the remainder is an interval too; else it is from 0 to the divisor, not
-    # included, and never further from 0 than that. By 0 it is 0.
+    # Within one period of a fixed divisor the remainder is an interval too; else it lies between 0 and the divisor,
+    # which it does not reach. By 0 it is 0.
     steady = (b.low == b.high) & (_quotient(a.low, b.low) == _quotient(a.high, b.low)) & (b.low != 0)
     shift = np.where(steady, _quotient(a.low, b.low) * b.low, 0)
     low = np.where(steady, a.low - shift, np.minimum(b.low + 1, 0))
     high = np.where(steady, a.high - shift, np.maximum(b.high - 1, 0))
-    # A dividend that is not negative never grows by a positive divisor.
+    # The remainder of a dividend that is not negative, by a positive divisor, is at most the dividend.
     small = ~steady & (a.low >= 0) & (b.low > 0)
     return integers(low, np.where(small, np.minimum(high, a.high), high))
 
@@ -290,7 +290,7 @@ def _shift_right(a: Interval, b: Interval) -> Interval:
     return _floor_divide(a, Interval(np.int64(1) << low, np.int64(1) << high))
 
 
-_Bits = tuple[Array, Array]  # those that are surely set, those that may be
+_Bits = tuple[Array, Array]  # the bits that are surely set, and those that may be
 
 
 def _bitwise(
@@ -298,8 +298,8 @@ def _bitwise(
     keeps: Callable[[Interval, Interval, Array], Any],
     by_bits: Callable[[_Bits, _Bits], _Bits],
 ) -> Rule:
-    """Bit operations: exact on points, else bounded by `keeps` given all bits up to the highest that may be set, and
-    by the bits that are known of both operands."""
+    """Bit operations: exact on points; else bounded by `keeps`, which gets all bits up to the highest that may be set,
+    and by what is known of both operands' bits."""
 
     def rule(a: Interval, b: Interval) -> Interval:
         points = (a.low == a.high) & (b.low == b.high)

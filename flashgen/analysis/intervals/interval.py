@@ -34,12 +34,12 @@ class Interval:
 
     @property
     def always(self) -> Array:
-        """Of a truth value: it is true."""
+        """Whether a truth value is surely true."""
         return self.low == 1
 
     @property
     def never(self) -> Array:
-        """Of a truth value: it is false."""
+        """Whether a truth value is surely false."""
         return self.high == 0
 
 
@@ -94,13 +94,13 @@ def as_float(value: Interval) -> Interval:
 
 
 def meet(a: Interval, b: Interval) -> Interval:
-    """What both say of one value."""
+    """The intersection: both hold for one value."""
     low, high = np.maximum(a.low, b.low), np.minimum(a.high, b.high)
     return Interval(low, high, a.nan & b.nan)
 
 
 def hull(a: Interval, b: Interval) -> Interval:
-    """Either value: a float if either is one."""
+    """The hull of both, of floats if either is."""
     if a.is_float or b.is_float:
         a, b = as_float(a), as_float(b)
     return Interval(np.minimum(a.low, b.low), np.maximum(a.high, b.high), a.nan | b.nan)
