@@ -15,111 +15,39 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from flashgen import errors, reference, verify
-    from flashgen.attention import compile
-    from flashgen.language import (
-        AttentionSpec,
-        BlockLayout,
-        Mask,
-        Scalar,
-        Score,
-        Tensor,
-        abs,
-        alibi,
-        block_sparse,
-        causal,
-        clamp,
-        cos,
-        dilated_window,
-        document,
-        exp,
-        exp2,
-        floor,
-        full,
-        len_k,
-        len_q,
-        log,
-        log2,
-        maximum,
-        minimum,
-        parse_mask,
-        parse_score,
-        prefix_lm,
-        relative_bias,
-        sigmoid,
-        sin,
-        sliding_window,
-        softcap,
-        sqrt,
-        tanh,
-        to_float,
-        to_int,
-        trace_mask,
-        trace_score,
-        where,
-    )
+    from flashgen import errors as errors
+    from flashgen import reference as reference
+    from flashgen import verify as verify
+    from flashgen.attention import compile as compile
+    from flashgen.language import *  # noqa: F403
+    from flashgen.language.functions import *  # noqa: F403
+    from flashgen.language.masks import *  # noqa: F403
+    from flashgen.language.scores import *  # noqa: F403
 
 __version__ = "0.1.0"
 
 _MODULES = ("errors", "reference", "verify")
 
-__all__ = [
-    "AttentionSpec",
-    "BlockLayout",
-    "Mask",
-    "Scalar",
-    "Score",
-    "Tensor",
-    "abs",
-    "alibi",
-    "block_sparse",
-    "causal",
-    "clamp",
-    "compile",
-    "cos",
-    "dilated_window",
-    "document",
-    "errors",
-    "exp",
-    "exp2",
-    "floor",
-    "full",
-    "len_k",
-    "len_q",
-    "log",
-    "log2",
-    "maximum",
-    "minimum",
-    "parse_mask",
-    "parse_score",
-    "prefix_lm",
-    "reference",
-    "relative_bias",
-    "sigmoid",
-    "sin",
-    "sliding_window",
-    "softcap",
-    "sqrt",
-    "tanh",
-    "to_float",
-    "to_int",
-    "trace_mask",
-    "trace_score",
-    "verify",
-    "where",
-]
-
 
 def __getattr__(name: str) -> Any:
+    """One of _MODULES, `compile`, a name of `flashgen.language`, or `__all__`, which lists them."""
     if name in _MODULES:
         return importlib.import_module(f"flashgen.{name}")
-    if name in __all__:
-        home = "flashgen.attention" if name == "compile" else "flashgen.language"
-        value = getattr(importlib.import_module(home), name)
-        globals()[name] = value
-        return value
-    raise AttributeError(f"module 'flashgen' has no attribute {name!r}")
+    if name == "compile":
+        value = importlib.import_module("flashgen.attention").compile
+    elif name == "__all__":
+        value = sorted(("compile", *_MODULES, *_language().__all__))
+    elif not name.startswith("_") and name in _language().__all__:
+        value = getattr(_language(), name)
+    else:
+        raise AttributeError(f"module 'flashgen' has no attribute {name!r}")
+    globals()[name] = value
+    return value
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted({*globals(), *__getattr__("__all__")})
+
+
+def _language() -> Any:
+    return importlib.import_module("flashgen.language")

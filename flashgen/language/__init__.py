@@ -11,76 +11,21 @@ are approximations on a GPU. A division is a division. What depends on the score
 and sums may be contracted, and a division by a constant may become a product.
 """
 
+from flashgen.language import functions, masks, scores
 from flashgen.language.captures import Scalar, Tensor
-from flashgen.language.functions import (
-    abs,
-    clamp,
-    cos,
-    exp,
-    exp2,
-    floor,
-    len_k,
-    len_q,
-    log,
-    log2,
-    maximum,
-    minimum,
-    sigmoid,
-    sin,
-    sqrt,
-    tanh,
-    to_float,
-    to_int,
-    where,
-)
+from flashgen.language.functions import *  # noqa: F403
 from flashgen.language.layouts import BlockLayout
-from flashgen.language.masks import block_sparse, causal, dilated_window, document, full, prefix_lm, sliding_window
+from flashgen.language.masks import *  # noqa: F403
 from flashgen.language.modifiers import Mask, Score, trace_mask, trace_score
 from flashgen.language.parse import parse_mask, parse_score
 from flashgen.language.protocols import answer_libraries
-from flashgen.language.scores import alibi, relative_bias, softcap
+from flashgen.language.scores import *  # noqa: F403
 from flashgen.language.spec import AttentionSpec
 
-__all__ = [
-    "AttentionSpec",
-    "BlockLayout",
-    "Mask",
-    "Scalar",
-    "Score",
-    "Tensor",
-    "abs",
-    "alibi",
-    "block_sparse",
-    "causal",
-    "clamp",
-    "cos",
-    "dilated_window",
-    "document",
-    "exp",
-    "exp2",
-    "floor",
-    "full",
-    "len_k",
-    "len_q",
-    "log",
-    "log2",
-    "maximum",
-    "minimum",
-    "parse_mask",
-    "parse_score",
-    "prefix_lm",
-    "relative_bias",
-    "sigmoid",
-    "sin",
-    "sliding_window",
-    "softcap",
-    "sqrt",
-    "tanh",
-    "to_float",
-    "to_int",
-    "trace_mask",
-    "trace_score",
-    "where",
-]
+__all__ = ["AttentionSpec", "BlockLayout", "Mask", "Scalar", "Score", "Tensor"]
+__all__ += ["parse_mask", "parse_score", "trace_mask", "trace_score"]
+__all__ += functions.__all__
+__all__ += masks.__all__
+__all__ += scores.__all__
 
 answer_libraries()

@@ -8,6 +8,9 @@ from flashgen.errors import SpecError
 from flashgen.language import operations as ops
 from flashgen.language.trace import Traced, apply, lift
 
+__all__ = ["abs", "clamp", "cos", "exp", "exp2", "floor", "len_k", "len_q", "log", "log2", "maximum", "minimum"]
+__all__ += ["sigmoid", "sin", "sqrt", "tanh", "to_float", "to_int", "where"]
+
 len_q = Traced(ops.LEN_Q)
 len_k = Traced(ops.LEN_K)
 

@@ -19,6 +19,20 @@ from flashgen.language.captures import Scalar, Tensor
 from flashgen.language.modifiers import Mask, trace_mask
 from flashgen.language.trace import Traced
 
+# The parser, `flashgen.language` and `flashgen` take the named masks from here.
+__all__ = ["block_sparse", "causal", "dilated_window", "document", "full", "prefix_lm", "sliding_window"]
+
+# A call of each, as messages show it. `flashgen verify` also meets those that none of its variants has.
+EXAMPLES = (
+    "full()",
+    "causal()",
+    "sliding_window(1024)",
+    "dilated_window(256, 4)",
+    "prefix_lm(512)",
+    "document('ids')",
+    "block_sparse('layout', 64, 64)",
+)
+
 ALIGNMENTS = ("bottom_right", "top_left")
 
 

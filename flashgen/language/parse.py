@@ -17,18 +17,8 @@ from flashgen.language.modifiers import Mask, Score
 MAX_LENGTH = 2000
 MAX_LEVELS = 100
 
-# fmt: off
-MASKS: dict[str, Callable[..., Mask]] = {
-    "full": masks.full, "causal": masks.causal, "sliding_window": masks.sliding_window,
-    "dilated_window": masks.dilated_window, "prefix_lm": masks.prefix_lm, "document": masks.document,
-    "block_sparse": masks.block_sparse,
-}
-# fmt: on
-# fmt: off
-SCORES: dict[str, Callable[..., Score]] = {
-    "alibi": scores.alibi, "softcap": scores.softcap, "relative_bias": scores.relative_bias,
-}
-# fmt: on
+MASKS: dict[str, Callable[..., Mask]] = {name: getattr(masks, name) for name in masks.__all__}
+SCORES: dict[str, Callable[..., Score]] = {name: getattr(scores, name) for name in scores.__all__}
 CAPTURES: dict[str, Callable[..., Any]] = {"Tensor": captures.Tensor, "Scalar": captures.Scalar}
 
 _OPERATORS = {ast.BitAnd: "&", ast.BitOr: "|", ast.BitXor: "^"}
@@ -37,13 +27,13 @@ _OPERATORS = {ast.BitAnd: "&", ast.BitOr: "|", ast.BitXor: "^"}
 def parse_mask(text: str) -> Mask:
     """The mask of an expression of named masks, `& | ^ ~` and brackets. SpecError shows the column that is wrong."""
     tree = _tree(text, "mask")
-    return _Parser(text, "mask", MASKS).mask(tree)
+    return _Parser(text, "mask", MASKS, masks.EXAMPLES).mask(tree)
 
 
 def parse_score(text: str) -> Score:
     """The score of an expression such as "softcap(30)(alibi(8))". SpecError shows the column that is wrong."""
     tree = _tree(text, "score")
-    return _Parser(text, "score", SCORES).score(tree)
+    return _Parser(text, "score", SCORES, scores.EXAMPLES).score(tree)
 
 
 def _tree(text: Any, what: str) -> ast.expr:
@@ -78,8 +68,10 @@ def _error(text: str, what: str, problem: str, column: int) -> SpecError:
 
 
 class _Parser:
-    def __init__(self, text: str, what: str, known: Mapping[str, Callable[..., Any]]) -> None:
-        self.text, self.what, self.known = text.strip(), what, known
+    def __init__(
+        self, text: str, what: str, known: Mapping[str, Callable[..., Any]], examples: tuple[str, ...]
+    ) -> None:
+        self.text, self.what, self.known, self.listed = text.strip(), what, known, ", ".join(examples)
 
     def error(self, node: ast.AST, problem: str) -> SpecError:
         return _error(self.text, self.what, problem, getattr(node, "col_offset", 0))
@@ -110,7 +102,7 @@ class _Parser:
             self.factory(node)
             raise self.error(node, f"{node.id} needs brackets: {node.id}(...)")
         if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name):
-            raise self.error(node, f"expected a {self.what}: {self.listed()}")
+            raise self.error(node, f"expected a {self.what}: {self.listed}")
         return self.made(node, self.factory(node.func))
 
     def factory(self, node: ast.Name) -> Callable[..., Any]:
@@ -126,10 +118,7 @@ class _Parser:
             )
         close = difflib.get_close_matches(node.id, self.known, n=1)
         guess = f", did you mean {close[0]}?" if close else ";"
-        raise self.error(node, f"unknown {self.what} {node.id!r}{guess} known: {self.listed()}")
-
-    def listed(self) -> str:
-        return ", ".join(f"{name}()" for name in self.known)
+        raise self.error(node, f"unknown {self.what} {node.id!r}{guess} known: {self.listed}")
 
     def made(self, node: ast.Call, factory: Callable[..., Any]) -> Any:
         arguments = [self.argument(item) for item in node.args]

@@ -11,6 +11,12 @@ from flashgen.language.captures import Scalar, Tensor
 from flashgen.language.modifiers import Score, trace_score
 from flashgen.language.trace import Traced
 
+# The parser, `flashgen.language` and `flashgen` take the named scores from here.
+__all__ = ["alibi", "relative_bias", "softcap"]
+
+# A call of each, as messages show it. `flashgen verify` also meets those that none of its variants has.
+EXAMPLES = ("alibi(8)", "softcap(30)", "relative_bias('table', 128)")
+
 
 def alibi(slopes: int | Tensor | str) -> Score:
     """score + slope(h) · (k - q): attention with linear biases (Press et al., arXiv:2108.12409).

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import cycle
 from typing import Any
 
 import flashgen.language as fg
-from flashgen.language import AttentionSpec, Mask, Score
+from flashgen.language import AttentionSpec, Mask, Score, masks, scores
 from flashgen.language.operations import Capture
 from flashgen.verify.problems import ENOUGH, CaptureMaker, Shape
 
@@ -111,6 +112,20 @@ def learned_variants() -> tuple[Variant, ...]:
 
 def variants() -> tuple[Variant, ...]:
     """Every named mask, every named score, dropout, and mixtures of them."""
+    chosen = _chosen_variants()
+    called = set(re.findall(r"\w+(?=\()", " ".join(f"{variant.mask} {variant.score}" for variant in chosen)))
+    examples = [example for example in (*masks.EXAMPLES, *scores.EXAMPLES) if example.partition("(")[0] not in called]
+    return (*chosen, *map(_variant_of, examples))
+
+
+def _variant_of(example: str) -> Variant:
+    """A named mask, or a causal mask with a named score, as one of their modules' EXAMPLES calls it."""
+    if example in masks.EXAMPLES:
+        return Variant(fg.parse_mask(example))
+    return Variant(fg.causal(), fg.parse_score(example))
+
+
+def _chosen_variants() -> tuple[Variant, ...]:
     near = fg.trace_mask(near_or_global)
     return (
         Variant(fg.full()),

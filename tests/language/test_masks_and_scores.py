@@ -9,6 +9,7 @@ import sympy
 
 import flashgen as fg
 from flashgen.errors import SpecError
+from flashgen.language import masks, scores
 from flashgen.language import operations as ops
 from flashgen.language.evaluate import evaluate
 from flashgen.language.operations import BATCH, HEAD, KEY, LEN_K, LEN_Q, QUERY, SCORE
@@ -151,10 +152,16 @@ SCORES = [
 @pytest.mark.parametrize(("name", "score", "expected", "captures"), SCORES, ids=[row[0] for row in SCORES])
 def test_named_scores(name, score, expected, captures):
     assert score.name == str(score) == name
-    scores = rng.standard_normal((2, 3, 6, 9)) * 20
-    got = grid(score.expression, score=scores, **captures)
-    assert got == pytest.approx(loops(lambda b, h, q, k: expected(scores[b, h, q, k], b, h, q, k)), rel=1e-7)
+    given = rng.standard_normal((2, 3, 6, 9)) * 20
+    got = grid(score.expression, score=given, **captures)
+    assert got == pytest.approx(loops(lambda b, h, q, k: expected(given[b, h, q, k], b, h, q, k)), rel=1e-7)
     assert fg.parse_score(name) == score
+
+
+@pytest.mark.parametrize(("table", "module"), [(MASKS, masks), (SCORES, scores)], ids=["masks", "scores"])
+def test_every_named_one_stands_in_the_tables_above(table, module):
+    missing = set(module.__all__) - {row[0].partition("(")[0] for row in table}
+    assert not missing, "add a row: how it prints, how it is called, what it is by plain loops, its captures"
 
 
 def near(b, h, q, k):

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 import flashgen as fg
 from flashgen.errors import SpecError
-from flashgen.language.parse import MASKS, SCORES
+from flashgen.language import masks, scores
 
 
 def test_expressions():
@@ -22,9 +22,17 @@ def test_expressions():
     assert fg.parse_score("alibi(slopes='s')") == fg.alibi("s")
 
 
-def test_every_named_variant_is_known():
-    for name in [*MASKS, *SCORES]:
-        assert getattr(fg, name) is {**MASKS, **SCORES}[name]
+@pytest.mark.parametrize(("module", "parse"), [(masks, fg.parse_mask), (scores, fg.parse_score)])
+def test_every_named_mask_and_score_has_an_example(module, parse):
+    assert sorted(example.partition("(")[0] for example in module.EXAMPLES) == module.__all__
+    assert [parse(example).name for example in module.EXAMPLES] == list(module.EXAMPLES)
+
+
+@pytest.mark.parametrize(("module", "kind"), [(masks, fg.Mask), (scores, fg.Score)])
+def test_every_function_that_makes_one_is_named(module, kind):
+    found = [name for name, value in vars(module).items() if getattr(value, "__module__", "") == module.__name__]
+    returns = {name: vars(module)[name].__annotations__["return"] for name in found if not name.startswith("_")}
+    assert sorted(name for name, made in returns.items() if made == kind.__name__) == module.__all__
 
 
 @pytest.mark.parametrize(("parse", "text", "column", "message"), [

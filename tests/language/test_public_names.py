@@ -1,7 +1,10 @@
 """`import flashgen` is lazy, and offers what it lists."""
 
+import ast
 import subprocess
 import sys
+from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 
@@ -17,6 +20,37 @@ def test_names_of_the_language_are_reexported():
     assert flashgen.errors.SpecError is not None
     assert set(flashgen.__all__) <= set(dir(flashgen))
     assert flashgen.__all__ == sorted(flashgen.__all__)
+
+
+def literal_names(module):
+    """The names that a module's `__all__` holds as literals, which is all that mypy reads of it."""
+    changes = [node for node in syntax_of(module).body if isinstance(node, ast.Assign | ast.AugAssign)]
+    return {
+        item.value
+        for node in changes
+        if "__all__" in ast.unparse(node).partition("=")[0]
+        for item in ast.walk(node.value)
+        if isinstance(item, ast.Constant)
+    }
+
+
+def syntax_of(module):
+    return ast.parse(Path(find_spec(module).origin).read_text(encoding="utf-8"))
+
+
+def test_type_checkers_see_what_is_there():
+    imports = next(node.body for node in syntax_of("flashgen").body if isinstance(node, ast.If))
+    seen = set()
+    for line in imports:
+        for alias in line.names:
+            seen |= literal_names(line.module) if alias.name == "*" else {alias.asname}
+    assert sorted(seen) == flashgen.__all__
+
+
+def test_a_star_imports_what_is_listed():
+    found = {}
+    exec("from flashgen import *", found)
+    assert sorted(found.keys() - {"__builtins__"}) == flashgen.__all__
 
 
 def test_unknown_names():

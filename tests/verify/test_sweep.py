@@ -6,6 +6,8 @@ import itertools
 
 import pytest
 
+import flashgen.language as fg
+from flashgen.language import masks, parse, scores
 from flashgen.verify import Case, all_cases, named_cases, stepping_cases, verify
 from flashgen.verify.variants import DTYPES, HEAD_DIMS, variants
 
@@ -131,3 +133,16 @@ def test_the_small_sweep_covers_head_dims_dtypes_and_layouts() -> None:
 def test_the_whole_sweep_covers_every_pair() -> None:
     specs = {case.spec for case in all_cases()}
     assert len(specs) == len(variants()) * len(HEAD_DIMS) * len(DTYPES)
+
+
+def test_a_named_mask_or_score_that_no_variant_has_joins_the_end_of_the_sweep(monkeypatch: pytest.MonkeyPatch) -> None:
+    every = lambda n: fg.trace_mask(lambda b, h, q, k: (q - k) % n == 0, f"every({n})")
+    cooled = lambda t: fg.trace_score(lambda score, b, h, q, k: score / t, f"cooled({t})")
+    monkeypatch.setitem(parse.MASKS, "every", every)
+    monkeypatch.setitem(parse.SCORES, "cooled", cooled)
+    monkeypatch.setattr(masks, "EXAMPLES", ("causal()", "every(4)"))
+    monkeypatch.setattr(scores, "EXAMPLES", ("softcap(30)", "cooled(2)"))
+    *chosen, new_mask, new_score = variants()
+    assert (str(new_mask.mask), new_mask.score) == ("every(4)", None)
+    assert (str(new_score.mask), str(new_score.score)) == ("causal()", "cooled(2)")
+    assert not any("every" in str(variant.mask) or "cooled" in str(variant.score) for variant in chosen)
