@@ -16,7 +16,7 @@ from flashgen.analysis.closed_forms import tile_ranges
 from flashgen.analysis.intervals import evaluation
 from flashgen.attention import compiling
 from flashgen.build import host
-from flashgen.codegen import operation_text
+from flashgen.codegen.expressions import operation_text
 from flashgen.errors import LaunchError, UnsupportedError
 from flashgen.language import evaluate as oracle
 from flashgen.language import operations as ops
