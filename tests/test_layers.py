@@ -19,7 +19,7 @@ PACKAGE = Path(__file__).parents[1] / "flashgen"
 # and where the templates stand.
 GROUND = {"errors", "files", "remedies", "strict_json", "templates_path"}
 # Each part, and the parts that it may see besides itself and the ground.
-BELOW_ATTENTION = {"language", "build", "analysis", "reference", "codegen", "runtime"}
+BELOW_ATTENTION = {"language", "build", "analysis", "reference", "codegen", "runtime", "launch"}
 MAY_SEE: dict[str, set[str]] = {
     **{part: set() for part in GROUND},
     "language": set(),
@@ -28,7 +28,8 @@ MAY_SEE: dict[str, set[str]] = {
     "reference": {"language"},
     "codegen": {"language", "analysis"},
     "runtime": {"build"},
-    "attention": {"language", "analysis", "build", "codegen", "runtime"},
+    "launch": {"language", "build", "codegen", "runtime"},
+    "attention": {"language", "analysis", "build", "codegen", "runtime", "launch"},
     "verify": BELOW_ATTENTION | {"attention"},
     "release": BELOW_ATTENTION | {"attention", "verify"},
     "bench": BELOW_ATTENTION | {"attention", "verify"},

@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from flashgen.attention.engines import Engine, Numbers, Place
 from flashgen.attention.problem import Problem
 from flashgen.attention.tile_lists import ListsLaunch, TileLister, TileLists
 from flashgen.codegen.stages import Kernels
 from flashgen.errors import ArgumentError
 from flashgen.language.spec import AttentionSpec
+from flashgen.launch.engines import Engine, Numbers, Place
 from flashgen.runtime.arrays import Library, View
 
 _PARTS = ("keys", "queries")
@@ -38,23 +38,20 @@ class BackwardTileLists:
 class BackwardListers:
     """Makes the lists of a backward call, each kernel's for the tiles of its own plan."""
 
-    def __init__(
-        self,
-        spec: AttentionSpec,
-        stages: Kernels,
-        engine: Engine,
-        prebuild: str,
-    ) -> None:
-        self.spec = spec
+    def __init__(self, spec: AttentionSpec, listers: Mapping[str, TileLister]) -> None:
+        """`listers`: by the roles of the kernels that read their lists."""
+        self.spec, self.listers = spec, listers
+
+    @classmethod
+    def of(cls, spec: AttentionSpec, stages: Kernels, engine: Engine, prebuild: str) -> BackwardListers | None:
+        """Those of a pass; None where closed forms say what each of its kernels visits."""
         makers = {kernel.lists: kernel for kernel in stages.values() if kernel.lists}
-        self.listers = {
+        listers = {
             role: TileLister(spec, makers[kernel.reads], engine, prebuild)
             for role, kernel in stages.items()
             if kernel.reads
         }
-
-    def __bool__(self) -> bool:
-        return bool(self.listers)
+        return cls(spec, listers) if listers else None
 
     def prepare(self, problem: Problem, captured: Mapping[str, View]) -> dict[str, ListsLaunch]:
         """The launches for calls of these sizes and captured arrays."""
@@ -92,8 +89,6 @@ class BackwardListers:
 
     def make(self, len_q: int, len_k: int, batch: int, heads: int, captures: Mapping[str, Any]) -> BackwardTileLists:
         """Lists without gaps between them. Waits for the device."""
-        if not self.listers:
-            raise ArgumentError(f"{self.spec.mask.name} needs no lists: its tiles are known in closed form")
         made = {part: lister.make(len_q, len_k, batch, heads, captures) for part, lister in self.listers.items()}
         return BackwardTileLists(made.get("keys"), made.get("queries"))
 

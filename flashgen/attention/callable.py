@@ -6,11 +6,12 @@ import shlex
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from flashgen.attention.call import Call
 from flashgen.attention.edits import NO_EDITS, Edits
-from flashgen.attention.engines import Engine, Gpu, build
 from flashgen.attention.forward import ForwardPass
-from flashgen.attention.gradients import Gradients
+from flashgen.attention.gradients import ROWS, Gradients, differentiated, given_gradients
 from flashgen.attention.kernel_choice import BuiltForward
+from flashgen.attention.outputs import given_outputs
 from flashgen.attention.tile_lists import TileLister, TileLists, sizes_of
 from flashgen.attention.tuned_plans import TunedPlans
 from flashgen.build.cache import KernelCache
@@ -23,6 +24,7 @@ from flashgen.codegen.targets import Target
 from flashgen.errors import ArgumentError
 from flashgen.language.operations import BATCH, HEAD
 from flashgen.language.spec import AttentionSpec
+from flashgen.launch.engines import Engine, build
 from flashgen.runtime.remembered import made_once
 
 if TYPE_CHECKING:
@@ -30,6 +32,9 @@ if TYPE_CHECKING:
     from flashgen.attention.backward import BackwardPass
     from flashgen.attention.backward_tile_lists import BackwardTileLists
     from flashgen.attention.tuning import Tuning
+
+
+_OUTPUT, _BOTH = ("o",), ("o", "lse")
 
 
 class Attention:
@@ -62,7 +67,7 @@ class Attention:
         self._given_backward_plan, self._edits = backward_plan, edits
         self._kernel = edits.of("forward", render_forward(spec, target, plan))
         own_plan = plan is None and not edits.of_the_forward
-        follows = own_plan and (isinstance(engine, Gpu) or tuned is not None)
+        follows = own_plan and (engine.measures or tuned is not None)
         tuned_plans = TunedPlans(self._kernel, tuned) if follows else None
         with edits.told():
             self._forward = ForwardPass(
@@ -145,6 +150,10 @@ class Attention:
         kernels = backward_kernels(self.spec, self.target, self.deterministic, plan=given)
         parts = {role: "backward_lists" if role == "lists" else role for role in kernels}
         return {role: self._edits.of(parts[role], kernel) for role, kernel in kernels.items()}
+
+    def build_backward(self) -> None:
+        """Builds the backward's kernels now, and not when it is called first; BuildError where one does not compile."""
+        _ = self._backward
 
     @property
     def backward_plan(self) -> Any:
@@ -231,7 +240,10 @@ class Attention:
 
         As `tile_lists`, of which it has the arguments and errors; by tiles of keys, and of the backward's own sizes.
         """
-        return self._backward.listers.make(len_q, len_q if len_k is None else len_k, batch, heads, captures)
+        listers = self._backward.listers
+        if listers is None:
+            raise ArgumentError(f"{self.spec.mask.name} needs no lists: its tiles are known in closed form")
+        return listers.make(len_q, len_q if len_k is None else len_k, batch, heads, captures)
 
     def __call__(
         self,
@@ -274,7 +286,13 @@ class Attention:
             ArgumentError: an argument does not fit the spec; the message says what to give.
             LaunchError: the kernel could not be launched, or the emulator found a fault.
         """
-        return self._forward(q, k, v, captures, seed, offset, return_lse, out, tile_lists)
+        wanted = _BOTH if return_lse else _OUTPUT
+        given = given_outputs(out, return_lse) if out is not None else {}
+        inputs = {"q": q, "k": k, "v": v}
+        results = self._forward(Call(inputs, captures, seed, offset, wanted, given, tile_lists))
+        if out is not None:
+            return out
+        return (results["o"], results["lse"]) if return_lse else results["o"]
 
     def tune(self, q: Any, k: Any, v: Any, *, seed: int | None = None, **captures: Any) -> Tuning:
         """Times the plans that may be the best for calls like this one on this GPU, and keeps the winner on disk.
@@ -354,7 +372,9 @@ class Attention:
         inputs = {"q": q, "k": k, "v": v, "o": out, "d_o": d_out, "lse": lse}
         if d_lse is not None:
             inputs["d_lse"] = d_lse
-        return self._backward(inputs, captures, seed, offset, tile_lists, into)
+        wanted = (*ROWS, *(capture.name for capture in differentiated(self.spec)))
+        given = given_gradients(self.spec, into) if into is not None else {}
+        return Gradients.of(self._backward(Call(inputs, captures, seed, offset, wanted, given, tile_lists)))
 
     def vjp(
         self,

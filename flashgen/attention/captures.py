@@ -15,7 +15,7 @@ from flashgen.language.indexed_sizes import distance_of, position_of
 from flashgen.language.operations import BATCH, HEAD, KEY, QUERY, Capture, Load
 from flashgen.language.spec import AttentionSpec
 from flashgen.language.well_formed import FLOAT32_MAX
-from flashgen.runtime.arrays import View, numpy_dtype
+from flashgen.runtime.arrays import View, byte_strides
 
 
 def check_captures(spec: AttentionSpec, given: Mapping[str, Any]) -> None:
@@ -95,12 +95,6 @@ def captured_distances(spec: AttentionSpec) -> tuple[tuple[Capture, int, Capture
         if isinstance(farthest := distance_of(index), Capture)
     ]
     return tuple(dict.fromkeys(found))
-
-
-def byte_strides(view: View) -> tuple[int, ...]:
-    """Strides in bytes; 0 for an axis of one element, which is read at index 0 only."""
-    itemsize = numpy_dtype(view.dtype).itemsize
-    return tuple(0 if size == 1 else stride * itemsize for size, stride in zip(view.shape, view.strides, strict=True))
 
 
 def _loads(spec: AttentionSpec, capture: Capture) -> list[Load]:

@@ -7,13 +7,13 @@ from typing import Any, Literal
 
 from flashgen.attention.callable import Attention
 from flashgen.attention.edits import NO_EDITS, Edits
-from flashgen.attention.engines import Emulator, Engine, Gpu
 from flashgen.attention.given_sources import GivenText, Source, texts_of
 from flashgen.codegen.families import emulated_target, target_of_gpu
 from flashgen.codegen.plan import Plan
 from flashgen.codegen.targets import Target, target_named
 from flashgen.errors import SpecError
 from flashgen.language.spec import AttentionSpec
+from flashgen.launch.engines import Emulator, Engine, Gpu
 from flashgen.runtime import gpu
 from flashgen.runtime.remembered import Remembered
 from flashgen.runtime.schedule import Schedule

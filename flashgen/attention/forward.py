@@ -8,25 +8,21 @@ from dataclasses import dataclass
 from typing import Any
 from weakref import WeakSet
 
-from flashgen.attention.captures import check_array, check_captures
+from flashgen.attention.call_pass import Given, Pass, common_device
+from flashgen.attention.captures import check_array
 from flashgen.attention.edits import NO_EDITS, Edits
-from flashgen.attention.engines import Engine, Gpu, Place
 from flashgen.attention.kernel_choice import BuiltForward, KernelChoice
 from flashgen.attention.launches import Launch, launch_of
-from flashgen.attention.outputs import check_outputs, given_outputs
-from flashgen.attention.passes import Pass, common_device
+from flashgen.attention.outputs import check_outputs
 from flashgen.attention.problem import Problem, problem_of
 from flashgen.attention.sharing import Sharing
-from flashgen.attention.through_gpu import to_gpu, to_host
-from flashgen.attention.tile_lists import ListsLaunch, TileLists
+from flashgen.attention.tile_lists import ListsLaunch
 from flashgen.attention.tuned_plans import TunedPlans
 from flashgen.codegen.families import forward_family
 from flashgen.codegen.rendered_kernel import RenderedKernel
-from flashgen.errors import ArgumentError
-from flashgen.language.layouts import BlockLayout
 from flashgen.language.spec import AttentionSpec
-from flashgen.runtime import gpu
-from flashgen.runtime.arrays import NUMPY, Library, View, give_back
+from flashgen.launch.engines import Engine, Place
+from flashgen.runtime.arrays import View, give_back
 
 
 @dataclass(frozen=True)
@@ -67,7 +63,7 @@ class ForwardPass(Pass[_Prepared]):
     ) -> None:
         super().__init__(spec, engine, in_rows=frozenset(("q", "k", "v", "o")))
         default = BuiltForward.of(spec, kernel, engine, prebuild, edits)
-        self.kernel, self.lister = kernel, default.lister
+        self.kernel, self.lister, self.listers = kernel, default.lister, default.lister
         self.choice = KernelChoice(
             spec, default, engine, tuned, forward_family(kernel.target).packing if packs else None
         )
@@ -80,78 +76,31 @@ class ForwardPass(Pass[_Prepared]):
         self.choice.forget()
         self._prepared.forget()
 
-    def __call__(
-        self,
-        q: Any,
-        k: Any,
-        v: Any,
-        captures: Mapping[str, Any],
-        seed: Any,
-        offset: Any,
-        return_lse: bool,
-        out: Any,
-        tile_lists: TileLists | None,
-    ) -> Any:
-        """`Attention.__call__`, the captures in one mapping."""
-        if captures or self.spec.captures:
-            check_captures(self.spec, captures)
-        if tile_lists is not None and self.lister is None:
-            raise ArgumentError(f"tile_lists: the kernel of {self.spec.mask.name} reads none; leave them out")
-        library = self.engine.library(q, "q")
-        if library is NUMPY and isinstance(self.engine, Gpu):
-            return self._through_gpu(q, k, v, captures, seed, offset, return_lse, out, tile_lists)
-        if self.lister and any(isinstance(value, BlockLayout) for value in captures.values()):
-            captures = self.lister.without_layouts(captures, library.view(q, "q"), library.view(k, "k"))
-        numbers = self._call_numbers(captures, seed, offset)
-        arrays = {"q": q, "k": k, "v": v}
-        for capture, member in self._arrays:
-            arrays[member] = captures[capture.name]
-        if out is not None:
-            arrays |= given_outputs(out, return_lse)
-        prepared, addresses = self._prepare(arrays)
-        if self._distances:
-            self._check_distances(captures)
-        if out is not None:
-            prepared.sharing.check(addresses)
-        if self.engine.current(prepared.device):
-            self._run(prepared, library, arrays, addresses, numbers, return_lse, tile_lists)
-        else:
-            with gpu.cupy().cuda.Device(prepared.device):
-                self._run(prepared, library, arrays, addresses, numbers, return_lse, tile_lists)
-        if out is not None:
-            return out
-        result = give_back(library, arrays["o"])
-        return (result, give_back(library, arrays["lse"])) if return_lse else result
+    def _run(self, prepared: _Prepared, given: Given) -> Mapping[str, Any]:
+        arrays, problem, q = given.arrays, prepared.problem, given.arrays["q"]
+        results = dict(given.call.results) or {
+            "o": given.library.empty(prepared.output_shape, self.spec.dtype, q),
+            **({"lse": given.library.empty(problem.lse_shape, "float32", q)} if "lse" in given.call.wanted else {}),
+        }
+        if not problem.is_empty:
+            self._launch(prepared, given, arrays | results)
+        if given.call.results:
+            return given.call.results
+        return {name: give_back(given.library, array) for name, array in results.items()}
 
-    def _run(
-        self,
-        prepared: _Prepared,
-        library: Library,
-        arrays: dict[str, Any],
-        addresses: Mapping[str, int],
-        numbers: dict[str, int | float],
-        return_lse: bool,
-        tile_lists: TileLists | None,
-    ) -> None:
-        """Makes the outputs that were not given, into `arrays`, and launches."""
-        q, problem = arrays["q"], prepared.problem
-        if "o" not in arrays:
-            arrays["o"] = library.empty(prepared.output_shape, self.spec.dtype, q)
-            if return_lse:
-                arrays["lse"] = library.empty(problem.lse_shape, "float32", q)
-        if problem.is_empty:
-            return
-        place = Place(library.stream(q), prepared.device)
-        lister = prepared.built.lister
+    def _launch(self, prepared: _Prepared, given: Given, arrays: dict[str, Any]) -> None:
+        place = Place(given.library.stream(arrays["q"]), prepared.device)
+        lister, lists = prepared.built.lister, given.call.tile_lists
         if lister and prepared.lists:
             arrays |= (
-                lister.of_call(prepared.lists, problem, library, arrays, numbers, place)
-                if tile_lists is None
-                else lister.check(tile_lists, problem, place)
+                lister.of_call(prepared.lists, prepared.problem, given.library, arrays, given.numbers, place)
+                if lists is None
+                else lister.check(lists, prepared.problem, place)
             )
         if prepared.forward.counts:
             arrays["next_tile"] = self.engine.counter(place)
-        prepared.built.runner.launch(prepared.forward, self.engine.located(arrays, addresses), numbers, place)
+        located = self.engine.located(arrays, given.addresses)
+        prepared.built.runner.launch(prepared.forward, located, given.numbers, place)
 
     def _work_out(self, views: dict[str, View]) -> _Prepared:
         device = common_device(views)
@@ -171,31 +120,6 @@ class ForwardPass(Pass[_Prepared]):
         if not problem.has_scores:
             return self.choice.default
         return self.choice.of(problem, device)
-
-    def _through_gpu(
-        self,
-        q: Any,
-        k: Any,
-        v: Any,
-        captures: Mapping[str, Any],
-        seed: Any,
-        offset: Any,
-        return_lse: bool,
-        out: Any,
-        tile_lists: TileLists | None,
-    ) -> Any:
-        """NumPy arrays: copied to the GPU, and the results back."""
-        gpu.compute_capability()  # says so where there is no GPU
-        moved = {name: to_gpu(value) for name, value in captures.items()}
-        outputs = given_outputs(out, return_lse) if out is not None else {}
-        self._check_sharing_on_host({"q": q, "k": k, "v": v, **outputs}, captures, outputs)
-        given = tuple(outputs.values())
-        there = tuple(to_gpu(array) for array in given)  # copies, so that what is not written is kept
-        into = (there if return_lse else there[0]) if there else None
-        result = self(to_gpu(q), to_gpu(k), to_gpu(v), moved, seed, offset, return_lse, into, tile_lists)
-        results = result if isinstance(result, tuple) else (result,)
-        home = tuple(to_host(array, target) for array, target in zip(results, given or (None, None), strict=False))
-        return out if out is not None else home if return_lse else home[0]
 
 
 def forget_tuned_plans() -> None:

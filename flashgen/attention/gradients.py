@@ -30,6 +30,12 @@ class Gradients(tuple[Any, ...]):
         self.captures = captures
         return self
 
+    @classmethod
+    def of(cls, arrays: Mapping[str, Any]) -> Gradients:
+        """From arrays by name: dq, dk, dv, and those of captures."""
+        captures = {name: array for name, array in arrays.items() if name not in ROWS}
+        return cls(arrays["dq"], arrays["dk"], arrays["dv"], captures)
+
     @property
     def dq(self) -> Any:
         return self[0]

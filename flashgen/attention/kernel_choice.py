@@ -8,7 +8,6 @@ import warnings
 from dataclasses import dataclass
 
 from flashgen.attention.edits import NO_EDITS, Edits
-from flashgen.attention.engines import Engine, Runner
 from flashgen.attention.problem import Problem
 from flashgen.attention.tile_lists import TileLister
 from flashgen.attention.tuned_plans import LengthClass, TunedPlan, TunedPlans
@@ -21,6 +20,7 @@ from flashgen.codegen.tile_list_kernel import render_lists
 from flashgen.codegen.workload import Workload
 from flashgen.errors import BuildError, FlashgenWarning, UnsupportedError
 from flashgen.language.spec import AttentionSpec
+from flashgen.launch.engines import Engine, Runner
 from flashgen.runtime.gpu import Card
 from flashgen.runtime.remembered import Remembered
 

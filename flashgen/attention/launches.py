@@ -5,28 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from flashgen.attention.captures import byte_strides
 from flashgen.attention.gradients import ROWS, gradient_shape
-from flashgen.attention.marshal import ArgumentWriter, Value
 from flashgen.attention.problem import Problem, contiguous_strides, in_layout
-from flashgen.attention.tensor_map_writer import TensorMapWriter, map_shapes
 from flashgen.codegen.arguments import ArgumentLayout, member_name
 from flashgen.codegen.rendered_kernel import RenderedKernel
 from flashgen.codegen.stages import Kernels, struct_values
 from flashgen.errors import ArgumentError
 from flashgen.language.spec import AttentionSpec
-from flashgen.runtime.arrays import View
+from flashgen.launch.argument_writer import ArgumentWriter, Value
+from flashgen.launch.launch import Launch
+from flashgen.launch.tensor_map_writer import TensorMapWriter, map_shapes
+from flashgen.runtime.arrays import View, byte_strides
 
 _MOST_TILES = 2**30 - 1  # so that a step past the last is a number, too
-
-
-@dataclass(frozen=True)
-class Launch:
-    """A kernel's grid and the writer of its arguments; `counts`: its blocks take tiles by a counter."""
-
-    grid: tuple[int, int, int]
-    writer: ArgumentWriter
-    counts: bool = False
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
 from flashgen.codegen.sizes import Sizes
 from flashgen.errors import ArgumentError
@@ -47,12 +48,30 @@ def in_layout(shape: tuple[int, ...], layout: str) -> tuple[int, int, int, int]:
     return (first, second, third, last) if layout == "bhsd" else (first, third, second, last)
 
 
+class Shaped(Protocol):
+    """What is checked of an array without looking at its data: a fake tensor has it, too."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    @property
+    def dtype(self) -> str: ...
+
+
 def problem_of(spec: AttentionSpec, views: Mapping[str, View], multiprocessors: int = 1) -> Problem:
-    """The sizes of a call with arrays q, k and v, on a GPU of so many multiprocessors.
+    """The sizes of a call with arrays q, k and v, on a GPU of so many multiprocessors, and the arrays' strides.
 
     ArgumentError where they are not what the spec takes.
     """
-    shapes = {name: _shape(spec, name, views[name]) for name in "qkv"}
+    sizes = checked_sizes(spec, views)
+    strides = {name: row_strides(spec, name, views[name]) for name in "qkv"}
+    lengths = (sizes.len_q, sizes.len_k)
+    return Problem(sizes.batch, sizes.heads_q, sizes.heads_kv, *lengths, strides, multiprocessors=multiprocessors)
+
+
+def checked_sizes(spec: AttentionSpec, arrays: Mapping[str, Shaped]) -> Sizes:
+    """The sizes of a call by the shapes and dtypes of q, k and v; ArgumentError where the spec does not take them."""
+    shapes = {name: _shape(spec, name, arrays[name]) for name in "qkv"}
     (batch, heads_q, len_q, _), (_, heads_kv, len_k, _) = shapes["q"], shapes["k"]
     for name in "kv":
         if shapes[name][0] != batch:
@@ -70,11 +89,10 @@ def problem_of(spec: AttentionSpec, views: Mapping[str, View], multiprocessors: 
         )
     if max(len_q, len_k) > LONGEST:
         raise ArgumentError(f"len_q {len_q} and len_k {len_k} must be at most {LONGEST}")
-    strides = {name: row_strides(spec, name, views[name]) for name in "qkv"}
-    return Problem(batch, heads_q, heads_kv, len_q, len_k, strides, multiprocessors=multiprocessors)
+    return Sizes(batch, heads_q, heads_kv, len_q, len_k)
 
 
-def _shape(spec: AttentionSpec, name: str, view: View) -> tuple[int, int, int, int]:
+def _shape(spec: AttentionSpec, name: str, view: Shaped) -> tuple[int, int, int, int]:
     """(batch, heads, length, dim) of q, k or v."""
     axes = "(batch, heads, length, dim)" if spec.layout == "bhsd" else "(batch, length, heads, dim)"
     dim = spec.value_dim if name == "v" else spec.head_dim

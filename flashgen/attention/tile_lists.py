@@ -10,8 +10,7 @@ import numpy as np
 import sympy
 
 from flashgen.attention.captures import check_array, number
-from flashgen.attention.engines import Engine, Gpu, Numbers, Place
-from flashgen.attention.launches import Launch, launch_of
+from flashgen.attention.launches import launch_of
 from flashgen.attention.problem import Problem
 from flashgen.codegen.arguments import member_name
 from flashgen.codegen.rendered_kernel import Direction, RenderedKernel
@@ -21,6 +20,8 @@ from flashgen.language.indexed_sizes import position_of
 from flashgen.language.layouts import BlockLayout
 from flashgen.language.operations import KEY, LONGEST, MOST_HEADS, QUERY, FloorDiv, Load
 from flashgen.language.spec import AttentionSpec
+from flashgen.launch.engines import Engine, Numbers, Place
+from flashgen.launch.launch import Launch
 from flashgen.runtime import gpu
 from flashgen.runtime.arrays import Library, View, library_of, of_graph
 from flashgen.runtime.remembered import Remembered
@@ -133,15 +134,15 @@ class TileLister:
         views = {name: library_of(array, name).view(array, name) for name, array in arrays.items()}
         device = _one_device(views)
         if device is not None and not self.engine.current(device):
-            with gpu.cupy().cuda.Device(device):
+            with self.engine.on(device):
                 return self.make(len_q, len_k, batch, heads, captures)
         for capture in self._captures:
             if capture.ndim:
                 check_array(self.spec, capture, views[capture.name], problem)
-        on_gpu = isinstance(self.engine, Gpu)
-        like = next(iter(arrays.values()), gpu.cupy().empty(0) if on_gpu else np.empty(0))
+        like = next(iter(arrays.values()), None)
+        like = self.engine.empty() if like is None else like
         library = library_of(like, "captures")
-        place = Place(library.stream(like), gpu.current_device() if on_gpu else 0)
+        place = Place(library.stream(like), self.engine.here())
         numbers = {member_name(c): number(c, captures[c.name]) for c in self._captures if not c.ndim}
         members = {member_name(c): arrays[c.name] for c in self._captures if c.ndim}
 
@@ -152,8 +153,7 @@ class TileLister:
                 lists = self._make_spaced(prepared, problem, members, library, like, numbers, place)
             else:
                 lists = self._make_compact(problem, views, members, library, like, numbers, place)
-            if on_gpu:
-                gpu.stream_object(place.stream).synchronize()  # ready for whichever stream uses them
+            self.engine.wait(place)
             return lists
 
         return fill() if self._captures else self._recall(problem, place, fill)
@@ -235,16 +235,9 @@ class TileLister:
 
     def _own_arrays(self, captures: Mapping[str, Any]) -> dict[str, Any]:
         """The captured arrays where the engine runs."""
-        arrays = {c.name: captures[c.name] for c in self._captures if c.ndim}
-        if isinstance(self.engine, Gpu):
-            gpu.compute_capability()  # says so where there is no GPU
-            asarray, device = gpu.cupy().asarray, gpu.current_device()
-            arrays = {name: _plain(array, device) for name, array in arrays.items()}
-            return {name: asarray(array) if isinstance(array, np.ndarray) else array for name, array in arrays.items()}
-        arrays = {name: _plain(array, None) for name, array in arrays.items()}
-        for name, array in arrays.items():
-            self.engine.library(array, name)  # says so where the emulator cannot read it
-        return arrays
+        device = self.engine.home()  # says so where there is no GPU
+        arrays = {c.name: _plain(captures[c.name], device) for c in self._captures if c.ndim}
+        return {name: self.engine.bring(array, name) for name, array in arrays.items()}
 
     def _make_spaced(
         self,

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from flashgen.attention.engines import Gpu, build
+from flashgen.attention.call import Call
 from flashgen.attention.forward import ForwardPass, forget_tuned_plans
 from flashgen.attention.kernel_choice import workload_of
 from flashgen.attention.problem import Problem, problem_of
@@ -26,6 +26,7 @@ from flashgen.codegen.plan import Plan
 from flashgen.codegen.rendered_kernel import RenderedKernel
 from flashgen.codegen.workload import Workload
 from flashgen.errors import ArgumentError, BuildError, LaunchError
+from flashgen.launch.engines import build
 from flashgen.runtime import gpu
 from flashgen.runtime.arrays import CUPY, NUMPY, library_of
 from flashgen.runtime.gpu import Card
@@ -130,7 +131,7 @@ def tune(
         raise ArgumentError(
             "this attention was compiled with plan=... or source=..., which win over tuned plans: compile without them"
         )
-    if not isinstance(forward.engine, Gpu) and timer is medians_ms:
+    if not forward.engine.measures and timer is medians_ms:
         raise LaunchError("the emulator's times say nothing of a GPU: tune what was compiled for one, on it")
     return _Tuner(forward, forward.choice.tuned, inputs, captures, seed, timer, progress).tune(plans)
 
@@ -150,7 +151,7 @@ class _Tuner:
     ) -> None:
         self.forward, self.spec, self.engine = forward, forward.spec, forward.engine
         self.tuned, self.timer, self.progress = tuned, timer, progress
-        self.on_gpu = isinstance(self.engine, Gpu)
+        self.on_gpu = self.engine.measures
         if self.on_gpu:
             gpu.compute_capability()  # says so where there is no GPU
             if not default_cache().jit:
@@ -234,7 +235,9 @@ class _Tuner:
         return found
 
     def _call(self, forward: ForwardPass, out: Any = None) -> Any:
-        return forward(self.q, self.k, self.v, self.captures, self.seed, 0, False, out, None)
+        results = {} if out is None else {"o": out}
+        inputs = {"q": self.q, "k": self.k, "v": self.v}
+        return forward(Call(inputs, self.captures, self.seed, 0, ("o",), results))["o"]
 
     def _output(self, forward: ForwardPass, problem: Problem) -> Any:
         """The output of a call as float32, of what held NaN before."""

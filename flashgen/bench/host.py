@@ -30,20 +30,19 @@ Timed = Literal["start", "forward", "backward"]
 # The functions of each part of a call. Time that one of them spends in another counts as the other's.
 PARTS: Mapping[str, tuple[str, ...]] = {
     "checks": (
-        "flashgen.attention.passes:Pass._prepare",
-        "flashgen.attention.forward:check_captures",
-        "flashgen.attention.backward:check_captures",
+        "flashgen.attention.call_pass:Pass._prepare",
+        "flashgen.attention.call_pass:check_captures",
     ),
-    "numbers": ("flashgen.attention.passes:Pass._call_numbers",),
+    "numbers": ("flashgen.attention.call_pass:Pass._call_numbers",),
     "allocation": tuple(f"flashgen.runtime.arrays:{library}.empty" for library in ("NUMPY", "CUPY", "TORCH")),
     "lists": ("flashgen.attention.tile_lists:TileLister.of_call",),
-    "counter": ("flashgen.attention.engines:Gpu.counter", "flashgen.attention.engines:Emulator.counter"),
-    "clears": ("flashgen.attention.engines:Gpu.clear", "flashgen.attention.engines:Emulator.clear"),
-    "addresses": ("flashgen.attention.engines:located",),
+    "counter": ("flashgen.launch.engines:Gpu.counter", "flashgen.launch.engines:Emulator.counter"),
+    "clears": ("flashgen.launch.engines:Gpu.clear", "flashgen.launch.engines:Emulator.clear"),
+    "addresses": ("flashgen.launch.engines:located",),
     "struct": (
-        "flashgen.attention.marshal:ArgumentWriter.write",
-        "flashgen.attention.tensor_map_writer:TensorMapWriter.write",
-        "flashgen.attention.tensor_map_writer:TensorMapWriter.write_emulated",
+        "flashgen.launch.argument_writer:ArgumentWriter.write",
+        "flashgen.launch.tensor_map_writer:TensorMapWriter.write",
+        "flashgen.launch.tensor_map_writer:TensorMapWriter.write_emulated",
     ),
     "launch": ("flashgen.runtime.gpu:GpuKernel.launch", "flashgen.runtime.emulator:launch"),
 }

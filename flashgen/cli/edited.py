@@ -37,5 +37,8 @@ def check_source(
         of = "forward" if part in FORWARD_PARTS else "backward"
         if of not in passes:
             raise ArgumentError(f"--source {source} edits {part}, which is of the {of} pass: add --pass {of}")
-    names = compiled.backward_sources if "backward" in passes else {}  # compiles them
-    note(f"edited: {', '.join(name for name in (*compiled.sources, *names) if unmarked(name) != name)}")
+    names = list(compiled.sources)
+    if "backward" in passes:
+        compiled.build_backward()
+        names += compiled.backward_sources
+    note(f"edited: {', '.join(name for name in names if unmarked(name) != name)}")

@@ -91,6 +91,12 @@ def numpy_dtype(name: str) -> np.dtype[Any]:
     return np.dtype(name)
 
 
+def byte_strides(view: View) -> tuple[int, ...]:
+    """Strides in bytes; 0 for an axis of one element, which is read at index 0 only."""
+    itemsize = numpy_dtype(view.dtype).itemsize
+    return tuple(0 if size == 1 else stride * itemsize for size, stride in zip(view.shape, view.strides, strict=True))
+
+
 def _empty_cupy(shape: tuple[int, ...], dtype: str, _like: Any) -> Any:
     return _cupy().empty(shape, numpy_dtype(dtype))
 

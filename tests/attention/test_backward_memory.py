@@ -13,11 +13,11 @@ import pytest
 import flashgen.language as fg
 from flashgen import attention
 from flashgen.attention import Attention
-from flashgen.attention.engines import EmulatorRunner
 from flashgen.attention.launches import workspaces
 from flashgen.attention.problem import Problem
 from flashgen.build import host
 from flashgen.codegen.mma_sync.backward import PREPARE_ROWS
+from flashgen.launch.engines import EmulatorRunner
 from flashgen.runtime.arrays import numpy_dtype
 from flashgen.verify import Shape, random_gradients, random_inputs
 

@@ -14,13 +14,13 @@ import flashgen as fg
 from flashgen import attention, reference
 from flashgen.attention.callable import Attention
 from flashgen.attention.edit_matching import Emitted, edits_of
-from flashgen.attention.engines import Emulator
 from flashgen.attention.given_sources import texts_of
 from flashgen.build import nvrtc
 from flashgen.build.cache import KernelCache
 from flashgen.codegen.mma_sync.forward_plans import ForwardPlan
 from flashgen.codegen.targets import target_named
 from flashgen.errors import ArgumentError, BuildError
+from flashgen.launch.engines import Emulator
 from flashgen.verify.check import judged
 from flashgen.verify.problems import Shape, random_inputs
 

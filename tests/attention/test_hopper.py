@@ -9,15 +9,15 @@ import pytest
 
 import flashgen as fg
 from flashgen import attention
-from flashgen.attention.engines import Emulator
 from flashgen.attention.launches import launch_of
 from flashgen.attention.problem import Problem
-from flashgen.attention.tensor_map_writer import TensorMapWriter
 from flashgen.codegen.hopper.forward import render_hopper
 from flashgen.codegen.hopper.plans import HopperPlan
 from flashgen.codegen.rendered_kernel import RenderedKernel
 from flashgen.codegen.targets import target_named
 from flashgen.errors import ArgumentError
+from flashgen.launch.engines import Emulator
+from flashgen.launch.tensor_map_writer import TensorMapWriter
 from flashgen.runtime.schedule import COPIES, ORDERS, Schedule
 from flashgen.verify.check import judged
 from flashgen.verify.problems import Shape, poisoned_outputs, random_inputs

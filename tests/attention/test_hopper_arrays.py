@@ -11,10 +11,10 @@ import flashgen.language as fg
 from flashgen import attention
 from flashgen.attention.launches import launch_of
 from flashgen.attention.problem import Problem
-from flashgen.attention.tensor_map_writer import TensorMapWriter
 from flashgen.codegen.hopper.forward import render_hopper
 from flashgen.codegen.targets import target_named
 from flashgen.errors import ArgumentError, LaunchError
+from flashgen.launch.tensor_map_writer import TensorMapWriter
 from flashgen.runtime import tensor_maps
 from flashgen.runtime.tensor_maps import MAP_BYTES, MapShape, map_shape
 

@@ -14,7 +14,6 @@ import flashgen as fg
 from flashgen import attention
 from flashgen.attention import kernel_choice
 from flashgen.attention.callable import Attention
-from flashgen.attention.engines import Emulator
 from flashgen.attention.kernel_choice import BuiltForward
 from flashgen.attention.tuned_plans import LengthClass, TunedPlan, TunedPlans
 from flashgen.build.cache import KernelCache
@@ -23,6 +22,7 @@ from flashgen.codegen.hopper.plans import HopperPlan
 from flashgen.codegen.targets import target_named
 from flashgen.codegen.workload import Workload
 from flashgen.errors import ArgumentError, BuildError, FlashgenWarning
+from flashgen.launch.engines import Emulator
 from flashgen.runtime.schedule import Schedule
 from flashgen.verify.check import judged
 from flashgen.verify.problems import Inputs, Shape, poisoned_outputs, random_inputs

@@ -14,7 +14,6 @@ from typer.testing import CliRunner
 
 import flashgen.language as fg
 from flashgen import attention, release
-from flashgen.attention import engines
 from flashgen.build import nvrtc
 from flashgen.cli.app import app
 from flashgen.codegen.hopper.plans import HopperPlan
@@ -23,6 +22,7 @@ from flashgen.codegen.mma_sync.forward_plans import ForwardPlan
 from flashgen.codegen.stages import kernels_of
 from flashgen.codegen.targets import TARGETS, target_of_capability
 from flashgen.errors import BuildError, LaunchError, UnsupportedError
+from flashgen.launch import engines
 from flashgen.runtime import gpu
 from flashgen.verify import Case, Shape, learned, verify
 

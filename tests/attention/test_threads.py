@@ -12,14 +12,14 @@ import pytest
 
 import flashgen.language as fg
 from flashgen import attention
-from flashgen.attention import backward, forward, kernel_choice, passes, tile_lists
+from flashgen.attention import backward, call_pass, forward, kernel_choice, tile_lists
 from flashgen.attention.callable import Attention
-from flashgen.attention.engines import Emulator
 from flashgen.attention.forward import forget_tuned_plans
 from flashgen.attention.tuned_plans import TunedPlans
 from flashgen.build.cache import KernelCache
 from flashgen.codegen.mma_sync.forward_plans import ForwardPlan
 from flashgen.codegen.targets import target_named
+from flashgen.launch.engines import Emulator
 from flashgen.verify import Shape, random_gradients, random_inputs
 
 AtOnce = Callable[..., list[Any]]
@@ -31,7 +31,7 @@ LENGTHS = tuple((length, length + 7) for length in (33, 40, 70, 41, 90))
 @pytest.fixture
 def few_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     """Less than the calls of a test want, so that each call makes room for another."""
-    monkeypatch.setattr(passes, "_MOST_PREPARED", 2)
+    monkeypatch.setattr(call_pass, "_MOST_PREPARED", 2)
     monkeypatch.setattr(tile_lists, "_REMEMBERED", 1)
 
 

@@ -14,12 +14,12 @@ from flashgen import attention
 from flashgen.analysis.tile_classes import EMPTY, FULL, PARTIAL
 from flashgen.attention import Attention
 from flashgen.attention import callable as callable_module
-from flashgen.attention.engines import Emulator
 from flashgen.codegen.families import render_forward
 from flashgen.codegen.mma_sync.forward_plans import ForwardPlan
 from flashgen.codegen.rendered_kernel import RenderedKernel
 from flashgen.codegen.targets import TARGETS
 from flashgen.errors import ArgumentError
+from flashgen.launch.engines import Emulator
 from flashgen.verify import Shape, random_inputs
 
 PLAN = ForwardPlan(32, 32, 2)

@@ -16,7 +16,6 @@ import flashgen as fg
 from flashgen import attention
 from flashgen.attention import tuned_plans, tuning
 from flashgen.attention.callable import Attention
-from flashgen.attention.engines import Emulator
 from flashgen.attention.tuned_plans import LengthClass, TunedPlan, TunedPlans, nearest_power
 from flashgen.build.cache import KernelCache
 from flashgen.codegen.families import render_forward
@@ -26,6 +25,7 @@ from flashgen.codegen.plan import Plan
 from flashgen.codegen.targets import target_named
 from flashgen.codegen.workload import Workload
 from flashgen.errors import ArgumentError, BuildError, FlashgenWarning, LaunchError
+from flashgen.launch.engines import Emulator
 from flashgen.runtime.gpu import Card
 from flashgen.runtime.timing import Run
 from flashgen.verify import Shape, random_inputs

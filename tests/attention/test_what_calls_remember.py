@@ -12,10 +12,10 @@ import pytest
 
 import flashgen.language as fg
 from flashgen import attention
-from flashgen.attention.engines import Emulator, Place
 from flashgen.attention.tile_lists import sizes_of
 from flashgen.codegen.mma_sync.forward_plans import ForwardPlan
 from flashgen.errors import ArgumentError
+from flashgen.launch.engines import Emulator, Place
 from flashgen.runtime.arrays import CUPY, NUMPY, TORCH, Library
 from flashgen.runtime.streams import identity
 from flashgen.verify import Shape, random_inputs

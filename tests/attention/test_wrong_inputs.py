@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 from typing import Any
 
 import ml_dtypes
@@ -11,7 +12,9 @@ import pytest
 
 import flashgen.language as fg
 from flashgen import attention
+from flashgen.attention.problem import checked_sizes
 from flashgen.codegen.mma_sync.forward_plans import ForwardPlan
+from flashgen.codegen.sizes import Sizes
 from flashgen.errors import ArgumentError, LaunchError, SpecError, UnsupportedError
 
 SPEC = fg.AttentionSpec(16)
@@ -255,3 +258,21 @@ def test_without_a_gpu_a_call_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     compiled = attention.compile(SPEC, target="sm_80")
     with pytest.raises(LaunchError, match="no usable GPU"):
         compiled(ones(*SHORT), ones(*LONG), ones(*LONG))
+
+
+@dataclass(frozen=True)
+class Fake:
+    """An array without data, as compilers trace with."""
+
+    shape: tuple[int, ...]
+    dtype: str = "float16"
+
+
+def test_shapes_are_checked_without_data() -> None:
+    spec = fg.AttentionSpec(64, value_dim=32)
+    arrays = {"q": Fake((2, 4, 10, 64)), "k": Fake((2, 2, 20, 64)), "v": Fake((2, 2, 20, 32))}
+    assert checked_sizes(spec, arrays) == Sizes(2, 4, 2, 10, 20)
+    with pytest.raises(ArgumentError, match="v has batch 3 and q has 2"):
+        checked_sizes(spec, arrays | {"v": Fake((3, 2, 20, 32))})
+    with pytest.raises(ArgumentError, match="k has dtype bfloat16"):
+        checked_sizes(spec, arrays | {"k": Fake((2, 2, 20, 64), "bfloat16")})

@@ -105,7 +105,7 @@ def test_every_part_is_somewhere_in_flashgen_and_is_put_back() -> None:
 
 
 def test_a_checkout_without_a_part_is_measured_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    places = {"checks": ("flashgen.nowhere:Pass.f", "flashgen.attention.passes:Pass.nothing", "json:Nothing.loads")}
+    places = {"checks": ("flashgen.nowhere:Pass.f", "flashgen.attention.call_pass:Pass.nothing", "json:Nothing.loads")}
     monkeypatch.setattr(host, "PARTS", places | {"numbers": ("json:loads",)})
     meter = Meter()
     with meter.installed() as found:

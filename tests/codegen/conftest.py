@@ -12,7 +12,6 @@ import pytest
 import sympy
 
 from flashgen.attention.launches import capture_values
-from flashgen.attention.marshal import ArgumentWriter
 from flashgen.build.host import compile_host
 from flashgen.codegen.arguments import Field, capture_fields, member_name, ordered
 from flashgen.codegen.environment import environment, primitives_for, tidy
@@ -31,6 +30,7 @@ from flashgen.language.operations import (
     captures_of,
     kind_of,
 )
+from flashgen.launch.argument_writer import ArgumentWriter
 from flashgen.runtime import emulator
 from flashgen.runtime.arrays import view_numpy
 

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 import flashgen.language as fg
-from flashgen.attention.marshal import ArgumentWriter
 from flashgen.build.host import compile_host
 from flashgen.codegen.arguments import ArgumentLayout, Field, ordered
 from flashgen.codegen.families import render_forward
@@ -16,6 +15,7 @@ from flashgen.codegen.mma_sync.forward import forward_layout
 from flashgen.codegen.targets import TARGETS
 from flashgen.codegen.tile_list_kernel import list_layout, render_lists
 from flashgen.language.captures import Scalar, Tensor
+from flashgen.launch.argument_writer import ArgumentWriter
 
 SM_80 = TARGETS["sm_80"]
 

@@ -14,11 +14,11 @@ import flashgen.codegen.mma_sync.backward as backward_module
 import flashgen.language as fg
 from flashgen import reference
 from flashgen.attention import Attention
-from flashgen.attention.engines import Emulator, EmulatorRunner
 from flashgen.codegen.mma_sync.backward_plans import BackwardPlan, QueriesPlan
 from flashgen.codegen.rendered_kernel import RenderedKernel
 from flashgen.codegen.stages import Kernels, backward_kernels
 from flashgen.codegen.targets import TARGETS
+from flashgen.launch.engines import Emulator, EmulatorRunner
 from flashgen.runtime.schedule import Schedule
 from flashgen.verify import Shape, gradients_by_name, judged_gradients, learned, random_gradients, random_inputs
 from flashgen.verify.gradients import poisoned_gradients

@@ -14,13 +14,13 @@ import flashgen.language as fg
 from flashgen import attention
 from flashgen.attention import Attention
 from flashgen.attention import callable as callable_module
-from flashgen.attention.engines import Emulator
 from flashgen.codegen.families import render_forward
 from flashgen.codegen.hopper.plans import HopperPlan
 from flashgen.codegen.mma_sync.forward_plans import ForwardPlan
 from flashgen.codegen.plan import Plan
 from flashgen.codegen.rendered_kernel import RenderedKernel
 from flashgen.codegen.targets import target_named
+from flashgen.launch.engines import Emulator
 from flashgen.runtime.schedule import Schedule
 from flashgen.verify import Shape, judged, random_inputs
 from flashgen.verify.problems import poisoned_outputs

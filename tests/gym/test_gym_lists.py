@@ -11,11 +11,11 @@ from tile_proofs import truth_of, whole
 
 from flashgen import attention
 from flashgen.analysis.closed_forms.tile_ranges import key_range
-from flashgen.attention.engines import Emulator
 from flashgen.attention.tile_lists import TileLister
 from flashgen.codegen.mma_sync.forward_plans import ForwardPlan
 from flashgen.codegen.targets import target_named
 from flashgen.codegen.tile_list_kernel import render_lists
+from flashgen.launch.engines import Emulator
 from flashgen.runtime.schedule import Schedule
 from flashgen.verify import Shape, spec_of
 

@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 
 import flashgen as fg
-from flashgen.attention.engines import Emulator
 from flashgen.attention.tile_lists import TileLister, TileLists
 from flashgen.codegen.mma_sync.forward_plans import ForwardPlan
 from flashgen.codegen.targets import target_named
 from flashgen.codegen.tile_list_kernel import Direction, render_lists
 from flashgen.language.evaluate import evaluate
 from flashgen.language.operations import BATCH, HEAD, KEY, LEN_K, LEN_Q, QUERY
+from flashgen.launch.engines import Emulator
 from flashgen.runtime.schedule import Schedule, schedules
 
 EMPTY, PARTIAL, FULL = 0, 1, 2

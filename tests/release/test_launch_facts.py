@@ -17,15 +17,15 @@ import pytest
 import flashgen.language as fg
 from flashgen import release
 from flashgen.attention.callable import Attention
-from flashgen.attention.engines import Emulator, EmulatorRunner
 from flashgen.attention.launches import Launch
-from flashgen.attention.tensor_map_writer import TensorMapWriter
 from flashgen.build import nvrtc
 from flashgen.build.host import find_compiler
 from flashgen.build.resources import Resources
 from flashgen.codegen.hopper.plans import HopperPlan
 from flashgen.codegen.rendered_kernel import RenderedKernel
 from flashgen.codegen.targets import target_named
+from flashgen.launch.engines import Emulator, EmulatorRunner
+from flashgen.launch.tensor_map_writer import TensorMapWriter
 from flashgen.release.launch_facts import FORMULAS, launch_facts
 from flashgen.release.launch_header import struct_name
 from flashgen.verify.problems import Inputs, Shape, random_inputs

@@ -6,11 +6,11 @@ from collections.abc import Collection, Mapping
 from functools import partial
 from operator import itemgetter
 
-from flashgen.attention.marshal import ArgumentWriter, Value
-from flashgen.attention.problem import Problem
 from flashgen.codegen.arguments import ArgumentLayout
 from flashgen.codegen.rendered_kernel import RenderedKernel
+from flashgen.codegen.sizes import Sizes
 from flashgen.language.spec import AttentionSpec
+from flashgen.launch.argument_writer import ArgumentWriter, Value
 from flashgen.runtime.remembered import Remembered
 from flashgen.runtime.tensor_maps import MAP_BYTES, MapMaker, MapShape, emulated_map, map_shape
 
@@ -59,15 +59,15 @@ class TensorMapWriter(ArgumentWriter):
 
 
 def map_shapes(
-    spec: AttentionSpec, kernel: RenderedKernel, problem: Problem, strides: Mapping[str, tuple[int, int, int]]
+    spec: AttentionSpec, kernel: RenderedKernel, sizes: Sizes, strides: Mapping[str, tuple[int, int, int]]
 ) -> dict[str, MapShape]:
     """What the maps of a kernel's arrays are made of; ArgumentError where TMA cannot walk along a stride."""
     packed, shapes = kernel.plan.packed_heads > 1, {}
     for name, box in kernel.boxes.items():
         columns = spec.value_dim if name in "vo" else spec.head_dim
-        rows, heads = (problem.len_q, problem.heads_q) if name in "qo" else (problem.len_k, problem.heads_kv)
+        rows, heads = (sizes.len_q, sizes.heads_q) if name in "qo" else (sizes.len_k, sizes.heads_kv)
         batch, head, row = strides[name] if rows else (columns,) * 3  # of nothing, they may be any
-        sizes, steps = (columns, rows, heads, problem.batch), (row, head, batch)
+        extents, steps = (columns, rows, heads, sizes.batch), (row, head, batch)
         called = "out" if name == "o" else name
-        shapes[name] = map_shape(called, spec.dtype, sizes, steps, box, packed and name in "qo")
+        shapes[name] = map_shape(called, spec.dtype, extents, steps, box, packed and name in "qo")
     return shapes

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, ClassVar, Literal, Protocol
 
 import numpy as np
 
-from flashgen.attention.captures import byte_strides
-from flashgen.attention.launches import Launch
 from flashgen.build.cache import Entry, default_cache
 from flashgen.codegen.rendered_kernel import RenderedKernel
 from flashgen.errors import ArgumentError, LaunchError
+from flashgen.launch.launch import Launch
 from flashgen.runtime import gpu
-from flashgen.runtime.arrays import NUMPY, Library, library_of, numpy_dtype
+from flashgen.runtime.arrays import NUMPY, Library, byte_strides, library_of, numpy_dtype
 from flashgen.runtime.counters import counters
 from flashgen.runtime.remembered import made_once
 from flashgen.runtime.schedule import Schedule
@@ -120,9 +120,32 @@ class Gpu:
         """The arrays of a call as its launches take them; the addresses of some are `known`."""
         return located(arrays, known)
 
+    measures: ClassVar[bool] = True
+    """Whether the times of its launches are a GPU's."""
+
+    def copies(self, library: Library) -> bool:
+        """Whether a library's arrays are copied to where kernels run, and results back."""
+        return library is NUMPY
+
+    def empty(self) -> Any:
+        """An array without elements, of the library that makes memory where no array of a call says which."""
+        return gpu.cupy().empty(0)
+
+    def bring(self, array: Any, argument: str) -> Any:
+        """An array where kernels run: one of NumPy is copied there."""
+        return gpu.cupy().asarray(array) if isinstance(array, np.ndarray) else array
+
     def current(self, device: int) -> bool:
         """Whether memory is made and kernels are launched on that device now."""
         return gpu.current_device() == device
+
+    def on(self, device: int) -> AbstractContextManager[Any]:
+        """Makes a device the current one."""
+        return gpu.cupy().cuda.Device(device)
+
+    def wait(self, place: Place) -> None:
+        """Until what was launched there has ended, so that any stream may use it."""
+        gpu.stream_object(place.stream).synchronize()
 
     def multiprocessors(self, device: int) -> int:
         """How many multiprocessors the device has."""
@@ -132,6 +155,10 @@ class Gpu:
         """The device of calls whose arrays do not say; LaunchError where there is no GPU."""
         gpu.compute_capability()
         return gpu.current_device()
+
+    def home(self) -> int | None:
+        """The GPU that arrays are brought to, None where they stay on the CPU; LaunchError where there is no GPU."""
+        return self.here()
 
     def card(self, device: int) -> gpu.Card:
         """What kind of GPU the device is."""
@@ -178,14 +205,35 @@ class Emulator:
     def located(self, arrays: Arrays, known: Mapping[str, int] = _NONE) -> Arrays:
         return arrays
 
+    measures: ClassVar[bool] = False
+
+    def copies(self, library: Library) -> bool:
+        return False
+
+    def empty(self) -> Any:
+        return np.empty(0)
+
+    def bring(self, array: Any, argument: str) -> Any:
+        self.library(array, argument)  # says so where the emulator cannot read it
+        return array
+
     def current(self, device: int) -> bool:
         return True
+
+    def on(self, device: int) -> AbstractContextManager[Any]:
+        return nullcontext()
+
+    def wait(self, place: Place) -> None:
+        """Every launch has ended when it returns."""
 
     def multiprocessors(self, device: int) -> int:
         return _EMULATED.multiprocessors
 
     def here(self) -> int:
         return 0
+
+    def home(self) -> int | None:
+        return None
 
     def card(self, device: int) -> gpu.Card:
         return _EMULATED

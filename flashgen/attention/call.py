@@ -1,0 +1,29 @@
+"""What a user gives to a pass, as one record."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+_NONE: Mapping[str, Any] = {}
+
+
+class Call(NamedTuple):
+    """One call of a pass.
+
+    Attributes:
+        inputs: its arrays, by their names in the kernels' structs.
+        captures: what the spec captures, by name.
+        seed, offset: of the dropout.
+        wanted: the results that are given back, by name.
+        results: arrays to write them to, all of them, by name; none where new ones are made.
+        tile_lists: what the attention made of the mask; None makes them.
+    """
+
+    inputs: Mapping[str, Any]
+    captures: Mapping[str, Any]
+    seed: Any
+    offset: Any
+    wanted: tuple[str, ...]
+    results: Mapping[str, Any] = _NONE
+    tile_lists: Any = None

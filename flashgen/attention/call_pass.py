@@ -1,0 +1,206 @@
+"""What the forward and the backward pass do alike: check a call, remember what its shapes decide, launch its stages."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Generic, Protocol, TypeVar
+
+from flashgen.attention.call import Call
+from flashgen.attention.captures import captured_distances, check_captures, check_distances, check_seed, number
+from flashgen.attention.sharing import Sharing, check_on_host
+from flashgen.attention.through_gpu import to_gpu, to_host
+from flashgen.codegen.arguments import member_name
+from flashgen.errors import ArgumentError
+from flashgen.language.layouts import BlockLayout
+from flashgen.language.spec import AttentionSpec
+from flashgen.launch.engines import Engine
+from flashgen.runtime import gpu
+from flashgen.runtime.arrays import Library, View
+from flashgen.runtime.remembered import Remembered
+
+_MOST_PREPARED = 1024  # lengths grow with every call in decoding
+_ROW_ALIGNMENT, _LARGEST_ELEMENT = 16, 8  # bytes
+_ARGUMENTS = {"o": "out", "d_o": "d_out"}  # what the user calls a member of a struct, where it is called differently
+_NO_NUMBERS: dict[str, int | float] = {}
+
+
+class Prepared(Protocol):
+    """What the shapes, strides, dtypes and device of a call decide."""
+
+    @property
+    def device(self) -> int: ...
+
+    @property
+    def sharing(self) -> Sharing: ...
+
+
+AnyPrepared = TypeVar("AnyPrepared", bound=Prepared)
+
+
+class Listers(Protocol):
+    """What makes the tile lists of a pass."""
+
+    def without_layouts(self, captures: Mapping[str, Any], q: View, k: View) -> Mapping[str, Any]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """A call whose arguments were checked.
+
+    arrays: those that it reads, by their names in the structs, captures too. addresses: of these and of the results
+    that it writes to. numbers: what changes from call to call. library: of q, which results and workspaces are of.
+    """
+
+    call: Call
+    library: Library
+    arrays: dict[str, Any]
+    addresses: Mapping[str, int]
+    numbers: Mapping[str, int | float]
+
+
+class Pass(Generic[AnyPrepared]):
+    """One pass of a spec on an engine.
+
+    in_rows: the arrays that are copied 16 bytes at a time; all others are read and written element by element.
+    listers: what makes its tile lists, or None where closed forms say what to visit.
+    """
+
+    listers: Listers | None = None
+
+    def __init__(self, spec: AttentionSpec, engine: Engine, in_rows: frozenset[str]) -> None:
+        self.spec, self.engine, self._in_rows = spec, engine, in_rows
+        self._arrays = [(capture, member_name(capture)) for capture in spec.captures if capture.ndim]
+        self._numbers = [(capture, member_name(capture)) for capture in spec.captures if not capture.ndim]
+        self._called = _ARGUMENTS | {member: f"capture {capture.name!r}" for capture, member in self._arrays}
+        self._distances = captured_distances(spec)
+        self._takes_numbers = bool(self._numbers or spec.dropout)
+        self._prepared: Remembered[Any, AnyPrepared] = Remembered(_MOST_PREPARED)
+
+    def __call__(self, call: Call) -> Mapping[str, Any]:
+        """The results of a call by name; ArgumentError where an argument does not fit the spec."""
+        captures = call.captures
+        if captures or self.spec.captures:
+            check_captures(self.spec, captures)
+        if call.tile_lists is not None and self.listers is None:
+            raise ArgumentError(f"tile_lists: the kernels of {self.spec.mask.name} read none; leave them out")
+        q = call.inputs["q"]
+        library = self.engine.library(q, "q")
+        if self.engine.copies(library):
+            return self._through_gpu(call)
+        if self.listers and any(isinstance(value, BlockLayout) for value in captures.values()):
+            views = (library.view(q, "q"), library.view(call.inputs["k"], "k"))
+            captures = self.listers.without_layouts(captures, *views)
+        numbers = self._call_numbers(captures, call.seed, call.offset)
+        arrays = dict(call.inputs)
+        for capture, member in self._arrays:
+            arrays[member] = captures[capture.name]
+        results = {self._result_argument(name): array for name, array in call.results.items()}
+        prepared, addresses = self._prepare(arrays | results if results else arrays)
+        if self._distances:
+            self._check_distances(captures)
+        if results:
+            prepared.sharing.check(addresses)
+        given = Given(call, library, arrays, addresses, numbers)
+        if self.engine.current(prepared.device):
+            return self._run(prepared, given)
+        with self.engine.on(prepared.device):
+            return self._run(prepared, given)
+
+    def _run(self, prepared: AnyPrepared, given: Given) -> Mapping[str, Any]:
+        """Makes the results that were not given, and launches."""
+        raise NotImplementedError
+
+    def _work_out(self, views: dict[str, View]) -> AnyPrepared:
+        """Checks the arrays of a call, and prepares what calls like it share."""
+        raise NotImplementedError
+
+    def _result_argument(self, name: str) -> str:
+        """What errors and kernels call a result that was given."""
+        return name
+
+    def _through_gpu(self, call: Call) -> Mapping[str, Any]:
+        """NumPy arrays: copied to the GPU, and the results back; those of captures that are there stay there."""
+        gpu.compute_capability()  # says so where there is no GPU
+        results = {self._result_argument(name): array for name, array in call.results.items()}
+        self._check_sharing_on_host({**call.inputs, **results}, call.captures, results)
+        there = call._replace(
+            inputs={name: to_gpu(array) for name, array in call.inputs.items()},
+            captures={name: to_gpu(array) for name, array in call.captures.items()},
+            results={name: to_gpu(array) for name, array in call.results.items()},  # what is not written is kept
+        )
+        home = {}
+        for name, array in self(there).items():
+            stays = name in call.captures and there.captures[name] is call.captures[name] and not call.results
+            home[name] = array if stays else to_host(array, call.results.get(name))
+        return home
+
+    def _call_numbers(self, captures: Mapping[str, Any], seed: Any, offset: Any) -> dict[str, int | float]:
+        """The numbers that change from call to call, by their names in the structs."""
+        if not self._takes_numbers:
+            return _NO_NUMBERS
+        numbers = {member: number(capture, captures[capture.name]) for capture, member in self._numbers}
+        if self.spec.dropout:
+            seed, offset = check_seed(self.spec, seed, offset)
+            numbers |= {"seed_low": seed & 0xFFFFFFFF, "seed_high": seed >> 32, "offset": offset}
+        return numbers
+
+    def _check_distances(self, captures: Mapping[str, Any]) -> None:
+        """ArgumentError where a table has not the entries that a captured number says; the rest is checked."""
+        for capture, axis, farthest in self._distances:
+            array = captures[capture.name]
+            view = self.engine.library(array, capture.name).view(array, capture.name)
+            check_distances(capture, view.shape, axis, int(captures[farthest.name]))
+
+    def _prepare(self, arrays: dict[str, Any]) -> tuple[AnyPrepared, dict[str, int]]:
+        """What calls like this one share, worked out, and the arrays checked, the first time; the arrays' addresses."""
+        library = self.engine.library
+        key: list[Any] = []
+        addresses: dict[str, int] = {}
+        misaligned = 0
+        arguments = _ARGUMENTS.get
+        for name, array in arrays.items():
+            own = library(array, arguments(name, name))
+            key.append(own.signature(array))
+            address = addresses[name] = own.pointer(array)
+            if name in self._in_rows:
+                misaligned |= address
+            else:
+                key.append(address % _LARGEST_ELEMENT)
+        known = (misaligned % _ROW_ALIGNMENT, *key)
+        prepared = self._prepared.get(known)
+        if prepared is None:
+            views = {name: library(array, name).view(array, _argument(name)) for name, array in arrays.items()}
+            prepared = self._prepared.get_or_make(known, partial(self._work_out, views))
+        return prepared, addresses
+
+    def _sharing(self, views: Mapping[str, View], written: Collection[str]) -> Sharing:
+        return Sharing(views, written, self._named)
+
+    def _check_sharing_on_host(
+        self, arrays: Mapping[str, Any], captures: Mapping[str, Any], written: Collection[str]
+    ) -> None:
+        """The same for NumPy arrays that are copied to a GPU: no call takes what another refuses."""
+        captured = {member: captures[capture.name] for capture, member in self._arrays}
+        check_on_host({**arrays, **captured}, written, self._named)
+
+    def _named(self, name: str) -> str:
+        return self._called.get(name, name)
+
+
+def common_device(views: Mapping[str, View]) -> int:
+    """The GPU that all arrays are on, 0 for the CPU; ArgumentError where one is not where q is."""
+    device = views["q"].device
+    for name, view in views.items():
+        if view.device != device:
+            raise ArgumentError(f"{_argument(name)} is on {_place(view)} and q on {_place(views['q'])}; move it there")
+    return device or 0
+
+
+def _argument(name: str) -> str:
+    return _ARGUMENTS.get(name, name)
+
+
+def _place(view: View) -> str:
+    return "the CPU" if view.device is None else f"GPU {view.device}"
