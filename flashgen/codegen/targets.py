@@ -54,8 +54,8 @@ class Target:
 
     @property
     def dtypes(self) -> tuple[str, ...]:
-        """The element types that the tensor cores of the family multiply."""
-        return ("float16",) if self.family == "turing" else ("float16", "bfloat16")
+        """The element types that its tensor cores multiply."""
+        return ("float16", "bfloat16") if self.compute_capability >= 80 else ("float16",)
 
 
 def _target(compute_capability: int, family: str, block_kib: int, multiprocessor_kib: int) -> Target:

@@ -86,8 +86,8 @@ def map_shape(
         in_bytes = stride * _ELEMENT_BYTES if size > 1 else tight  # TMA checks the stride of a size of 1 too
         if not 0 <= in_bytes < _STRIDE_LIMIT:
             raise ArgumentError(
-                f"{name} has strides (row, head, batch) of {strides} elements; Hopper's copy engine takes those from 0 "
-                f"to 2**39: {_REMEDY}"
+                f"{name} has strides (row, head, batch) of {strides} elements; TMA takes those from 0 to 2**39: "
+                f"{_REMEDY}"
             )
         whole.append(in_bytes)
     columns, rows, heads, batch = (max(size, 1) for size in sizes)

@@ -97,7 +97,7 @@ struct Block {
   Fiber worker;      // the stack that started the block and goes on when it ends
   char start_order;  // what happened before the launch happens before every thread
 
-  // Hopper's part
+  // TMA, wgmma, mbarriers and register budgets
   AsyncProxy async_proxy;
   Pool<MBarrier> mbarrier_pool;
   Vector<MBarrier*> mbarriers;

@@ -56,7 +56,7 @@ class Worker {
 
  private:
   bool add_carriers(u32 count);
-  void reset_hopper();
+  void reset_engines();
   void place_thread(u32 linear, u64 block_number);
   void end_abandoned_threads();
 
@@ -126,7 +126,7 @@ void Worker::place_thread(u32 linear, u64 block_number) {
   thread.matrix = WarpgroupMember{};
 }
 
-void Worker::reset_hopper() {
+void Worker::reset_engines() {
   block_.async_proxy.reset(block_.shared, block_.request->shared_bytes);
   block_.mbarriers.clear();
   block_.mbarrier_pool.give_all_back();
@@ -160,7 +160,7 @@ void Worker::run(u64 number) {
     barrier.waiting.clear();
     barrier.warps.assign(block_.warps.size(), WarpArrival{});
   }
-  reset_hopper();
+  reset_engines();
   block_.ready.reset(Order(request.order), block_.alive, u32(block_.warps.size()));
   for (u32 i = 0; i < block_.alive; ++i) place_thread(i, number);
   run_block(block_);

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Container
+from typing import Protocol
 
 import sympy
 
@@ -23,8 +23,21 @@ from flashgen.codegen.expressions.precedence import (
 from flashgen.language import operations as op
 from flashgen.language.operations import Load, kind_of
 
-if TYPE_CHECKING:
-    from flashgen.codegen.expressions.printer import Printer
+
+class Printer(Protocol):
+    """What prints the operands of an operation: printer.py's, and those that build on it."""
+
+    bounds: Bounds
+    exact: Container[sympy.Basic]
+    loose: Container[sympy.Basic]
+
+    def text(self, node: sympy.Basic, around: int = CONDITIONAL) -> str: ...
+    def as_float(self, node: sympy.Basic, around: int = CONDITIONAL) -> str: ...
+    def as_long(self, node: sympy.Basic, around: int = CONDITIONAL) -> str: ...
+    def printed(self, node: sympy.Basic) -> tuple[str, int]: ...
+    def exactly(self, intrinsic: str, *operands: sympy.Basic) -> str: ...
+    def fits_int(self, node: sympy.Basic) -> bool: ...
+    def in_cpp(self, _node: sympy.Basic) -> bool: ...
 
 
 def _divides_plainly(left: sympy.Basic, right: sympy.Basic, bounds: Bounds) -> bool:
