@@ -32,9 +32,9 @@ def environment() -> jinja2.Environment:
     return made
 
 
-def _mentions(text: str, name: str) -> bool:
-    """Whether an identifier stands in a text."""
-    return name in _IDENTIFIER.findall(text)
+def _mentions(text: str, *names: str) -> bool:
+    """Whether one of some identifiers stands in a text."""
+    return not set(names).isdisjoint(_IDENTIFIER.findall(text))
 
 
 @cache

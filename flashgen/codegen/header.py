@@ -9,6 +9,10 @@ from flashgen.codegen.plan import Plan
 from flashgen.codegen.targets import Target
 from flashgen.language.spec import AttentionSpec
 
+# Of a row, as the kernel names them and as the papers do.
+_ONLINE_SOFTMAX = (
+    "online softmax (Milakov and Gimelshein 2018; Dao 2023, algorithm 1): reference is its m, which may lag; sum its l"
+)
 _BLOCK_PER_TILE = "one block per (tile of queries, head, batch), along x, y and z"
 
 
@@ -17,8 +21,11 @@ def show_command(plan: Plan) -> str:
     return "flashgen show" + (f" --packed-heads {plan.packed_heads}" if plan.packed_heads > 1 else "")
 
 
-def header(spec: AttentionSpec, target: Target, plan: Plan, grid: str = _BLOCK_PER_TILE) -> str:
-    """The forward kernel's header comment; `grid` says how many blocks a launch has."""
+def header(spec: AttentionSpec, target: Target, plan: Plan, grid: str = _BLOCK_PER_TILE, beside: str = "") -> str:
+    """The forward kernel's header comment.
+
+    grid: how many blocks a launch has. beside: its algorithm, beside the softmax.
+    """
     depth, width, cost = spec.head_dim, spec.value_dim, forward_cost(spec)
     lines = [
         f"flashgen: attention forward, {spec.name}",
@@ -29,6 +36,8 @@ def header(spec: AttentionSpec, target: Target, plan: Plan, grid: str = _BLOCK_P
         f"dims     head {depth}, value {width}; {spec.dtype}, accumulated in float32; heads_q a multiple of heads_kv",
         f"target   {target.name}, family {target.family}",
         f"plan     {plan.summary(spec)}",
+        f"method   {_ONLINE_SOFTMAX}",
+        *([f"         {beside}"] if beside else []),
         f"FLOPs    {cost.flops}",
         f"HBM      {cost.hbm}",
         "",

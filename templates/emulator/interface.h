@@ -68,7 +68,6 @@ void tensor_load(u32 destination, const void* map, u32 barrier, int rank, const 
 void tensor_store(const void* map, u32 source, int rank, const int* start, bool add, Site site);
 void bulk_commit();
 void bulk_wait_read(int pending);
-void prefetch_tensor_map(const void* map, Site site);
 void fence_async_shared();  // async_proxy.cpp
 
 // ---- matrices (matrix.cpp) ----

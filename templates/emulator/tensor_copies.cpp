@@ -133,8 +133,6 @@ void tensor_load(u32 destination, const void* map, u32 barrier, int rank, const 
   if (lands_at_once(block)) land(block, copy);
 }
 
-void prefetch_tensor_map(const void* map, Site site) { checked_map(map, site); }
-
 // ---- what the scheduler calls ----
 
 void perform_tensor_copy(Block& block, size_t place) {

@@ -52,7 +52,6 @@ USES = {
     f"tma_load_4d(arguments.bytes, {BOX});": "UTMALDG.4D",
     "tma_store_4d(arguments.map, arguments.bytes, 0, 1, 2, 3); bulk_commit(); bulk_wait_read<0>();": "UTMASTG.4D",
     "tma_reduce_add_4d(arguments.map, arguments.bytes, 0, 1, 2, 3); bulk_commit();": "UTMAREDG.4D.ADD",
-    "tma_prefetch_map(arguments.map);": "prefetch.tensormap",
     "fence_async_shared();": "FENCE.VIEW.ASYNC",
     "wgmma_fence();": "WARPGROUP.ARRIVE",
     "named_barrier_sync(1, 256);": "BAR.SYNC",

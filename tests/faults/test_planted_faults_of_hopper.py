@@ -180,7 +180,7 @@ def test_a_wrong_number_is_caught_by_the_verdict(fault: Fault, launch: Any, subj
 PACKED = [
     Fault("rows of one head", r"kPackedHeads \+ row % kPackedHeads", "kPackedHeads"),
     Fault("rows of a query each", r"first_query \+ row / kPackedHeads", "first_query + row"),
-    Fault("a lane's second row like its first", r"n / 2 % 2 \* 8 / kPackedHeads;", "0;"),
+    Fault("a lane's second row like its first", r"n / 2 % 2 \* 8 / kPackedHeads(, k)", r"0\1"),
     Fault("as many queries as rows", r"first_query \+ group \* kPartQ", "first_query + group * 64"),
     Fault("queries of another pack", r"work\.head \* kPackedHeads, work\.first", "work.head, work.first"),
     Fault("keys of another pack", r"2 \* work\.head \+ 1, ", "8 * work.head + 1, "),

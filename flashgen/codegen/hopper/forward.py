@@ -38,6 +38,7 @@ _WARPGROUP_ROWS, _WARP_ROWS, _LANE_ROWS = 64, 16, 8  # the last: from a row of a
 
 _SECTION_BYTES = 32 * 2**20  # of K and V, which blocks that run side by side should find in the L2
 
+_METHOD = "a warpgroup loads; the others overlap products with softmax (Shah et al. 2024, algorithm 2)"
 _GRID = "one block per multiprocessor; each takes tiles of queries until none is left"
 
 
@@ -71,7 +72,7 @@ def render_hopper(spec: AttentionSpec, target: Target, plan: HopperPlan | None =
     context = common_context(spec, target, variant, struct, layout) | {
         "plan": plan,
         "entry": entry,
-        "header": header(spec, target, plan, _GRID),
+        "header": header(spec, target, plan, _GRID, _METHOD),
         "key_tiles": visited_tiles(tiles, struct, variant.mask is not None, ends=_ends_of_tiles(longest_first)),
         "own_tiles": tiles is not None and variant.mask is not None,
         "head_panel": panel_columns(spec.head_dim),
