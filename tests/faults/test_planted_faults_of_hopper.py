@@ -126,8 +126,8 @@ def test_what_is_not_waited_for_is_caught_at_random(fault: Fault, launch: Any, s
 
 
 PROTOCOL = [
-    Fault("too many bytes of a stage", r"(full, kTileK \* kColumns \* 2)\)", r"\1 + 16)", "deadlock"),
-    Fault("too few bytes of a stage", r"(full, kTileK \* kColumns) \* 2\)", r"\1)", "byte count"),
+    Fault("too many bytes of a stage", r"(full, kTileK \* kColumns \* kElementBytes)\)", r"\1 + 16)", "deadlock"),
+    Fault("too few bytes of a stage", r"(full, kTileK \* kColumns) \* kElementBytes\)", r"\1)", "byte count"),
     Fault("parity that never changes", r"return use / kStages & 1;", "return 0;", "parity slip"),
     Fault("stages of another number", r"return use / kStages & 1;", "return use / (kStages + 1) & 1;", "parity|dead"),
     Fault("parity of queries", r";; queries_use \^= 1\)", ";;)", "parity slip|deadlock"),
@@ -199,7 +199,7 @@ DRAWN = [
     Fault("blind to the batch", r"position\.batch << 16 \| position\.head, offset", "position.head, offset"),
     Fault("block 0's words left in", r"block\.x \^ origin\.x", "block.x"),
     Fault("the step before's", r"drawn_at\(step - begin\)", "drawn_at(step - begin - (step > begin))"),
-    Fault("never drawn again", r"if \(begin > 0\) draw\(", "if (begin < 0) draw("),
+    Fault("never drawn again", r"if \(begin > first\) draw\(", "if (begin < first) draw("),
     Fault("calls exchanged", r"dropped\[i \+ 1\], 0x7632", "dropped[i + 1], 0x3276"),
 ]
 
