@@ -9,7 +9,7 @@ from typing import ClassVar
 
 from flashgen.codegen.demand import Weight, demand_of
 from flashgen.codegen.targets import Target
-from flashgen.codegen.tiling import DROPOUT_COLUMNS, WARP, padded
+from flashgen.codegen.tiling import DROPOUT_COLUMNS, ELEMENT_BYTES, WARP, padded
 from flashgen.errors import UnsupportedError
 from flashgen.language.operations import HEAD
 from flashgen.language.spec import AttentionSpec
@@ -175,8 +175,9 @@ class HopperPlan:
     def _shared_bytes(self, spec: AttentionSpec, output_apart: bool) -> int:
         head, value = padded(spec.head_dim), padded(spec.value_dim)
         columns = head + value if output_apart else max(head, value)
-        before_values = 2 * (self.rows * columns + self.stages * self.tile_k * head)
-        values = -(-before_values // _ALIGNMENT) * _ALIGNMENT + 2 * self.stages * self.tile_k * value
+        before_values = ELEMENT_BYTES * (self.rows * columns + self.stages * self.tile_k * head)
+        values = -(-before_values // _ALIGNMENT) * _ALIGNMENT
+        values += ELEMENT_BYTES * self.stages * self.tile_k * value
         return values + _BARRIER_BYTES * (3 + _BARRIERS_PER_STAGE * self.stages)
 
     def problem(self, spec: AttentionSpec, target: Target) -> str | None:

@@ -10,7 +10,15 @@ from flashgen.analysis.closed_forms.tile_ranges import query_range
 from flashgen.codegen.demand import Weight, demand_of
 from flashgen.codegen.mma_sync.forward_plans import MMA_ROWS
 from flashgen.codegen.targets import Target
-from flashgen.codegen.tiling import DROPOUT_COLUMNS, MMA_DEPTH, MOST_THREADS, RESERVED_SHARED, WARP, padded
+from flashgen.codegen.tiling import (
+    DROPOUT_COLUMNS,
+    ELEMENT_BYTES,
+    MMA_DEPTH,
+    MOST_THREADS,
+    RESERVED_SHARED,
+    WARP,
+    padded,
+)
 from flashgen.errors import UnsupportedError
 from flashgen.language.spec import AttentionSpec
 
@@ -64,9 +72,10 @@ class BackwardPlan:
     def shared_bytes(self, spec: AttentionSpec, deterministic: bool = False) -> int:
         """Dynamic shared memory of a block: K and V, the stages of Q, dO and statistics, what is shared of P and dS."""
         head, value = padded(spec.head_dim), padded(spec.value_dim)
-        stage = 2 * self.tile_q * (head + value) + _STATISTICS_BYTES * self.tile_q
+        stage = self.tile_q * (ELEMENT_BYTES * (head + value) + _STATISTICS_BYTES)
         shared_scores = (self.split > 1) + (self.split > 1 or not deterministic)
-        return 2 * self.tile_k * (head + value) + self.stages * stage + shared_scores * 2 * self.tile_q * self.tile_k
+        keys_and_scores = self.tile_k * (head + value) + shared_scores * self.tile_q * self.tile_k
+        return ELEMENT_BYTES * keys_and_scores + self.stages * stage
 
     def problem(self, spec: AttentionSpec, target: Target, deterministic: bool = False) -> str | None:
         """Why the plan contradicts itself, or does not fit the spec or the target; None where it does."""
@@ -112,7 +121,7 @@ class QueriesPlan:
         """Dynamic shared memory of a block: Q and dO, the stages of K and V, dS if shared; dQ reuses Q's at the end."""
         head, value = padded(spec.head_dim), padded(spec.value_dim)
         shared_scores = self.tile_q * self.tile_k if self.split > 1 else 0
-        return 2 * ((self.tile_q + self.stages * self.tile_k) * (head + value) + shared_scores)
+        return ELEMENT_BYTES * ((self.tile_q + self.stages * self.tile_k) * (head + value) + shared_scores)
 
     def problem(self, spec: AttentionSpec, target: Target) -> str | None:
         """Why the plan contradicts itself, or does not fit the spec or the target; None where it does."""
