@@ -9,9 +9,9 @@ from flashgen.codegen.plan import Plan
 from flashgen.codegen.targets import Target
 from flashgen.language.spec import AttentionSpec
 
-# Of a row, as the kernel names them and as the papers do.
-_ONLINE_SOFTMAX = (
-    "online softmax (Milakov and Gimelshein 2018; Dao 2023, algorithm 1): reference is its m, which may lag; sum its l"
+_ONLINE_SOFTMAX = (  # what the kernel and the paper call a row's state
+    "online softmax (Milakov and Gimelshein 2018; Dao 2023, algorithm 1): "
+    "reference is the paper's m, which may lag; sum is its l"
 )
 _BLOCK_PER_TILE = "one block per (tile of queries, head, batch), along x, y and z"
 
