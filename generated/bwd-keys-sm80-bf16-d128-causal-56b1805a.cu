@@ -49,10 +49,11 @@ constexpr int kHeadDimPadded = 128;   // a multiple of the depth of an mma; zero
 constexpr int kValueDimPadded = 128;
 constexpr int kTileK = 128;          // keys of a block
 constexpr int kTileQ = 64;           // queries of a step
+constexpr int kStages = 2;           // tiles of Q, and of dO, that shared memory holds at once
 constexpr int kWarps = 8;
 constexpr int kThreads = kWarps * 32;
-constexpr int kSplit = 2;              // warps of the same keys, each with its part of queries and columns
-constexpr int kRowsPerWarp = kTileK / (kWarps / kSplit);   // a row of scores is a key, a column a query
+constexpr int kSplit = 2;            // warps of the same keys, each with its part of queries and columns
+constexpr int kRowsPerWarp = kTileK / (kWarps / kSplit);   // scores are held transposed: a row is a key, a column a query
 constexpr int kRowTiles = kRowsPerWarp / 16;   // a warp's 16-row mma tiles
 constexpr int kQueriesPerWarp = kTileQ / kSplit;
 constexpr int kQueryTiles = kQueriesPerWarp / 8;   // a warp's 8-column mma tiles of scores,
@@ -70,19 +71,21 @@ constexpr int kGradientColumnWarps = 4;
 constexpr int kGradientRowTiles = kTileQ / 16 / kGradientRowWarps;
 constexpr int kGradientColumnTiles = kHeadDimPadded / 8 / kGradientColumnWarps;
 
-// Shared memory, in bytes: K and V, two stages of Q, dO and the rows' statistics, dS, P. dK and dV take over K and V.
-constexpr int kKeyBytes = kTileK * kHeadDimPadded * 2;
-constexpr int kValueBytes = kTileK * kValueDimPadded * 2;
-constexpr int kQueryBytes = kTileQ * kHeadDimPadded * 2;
-constexpr int kOutputBytes = kTileQ * kValueDimPadded * 2;   // of dO
-constexpr int kStatisticsBytes = kTileQ * 8;
+// Shared memory, in bytes: K and V; the stages of Q, of dO and of the rows' statistics; dS, P. dK and dV take over K and V.
+constexpr int kElementBytes = sizeof(Element);
+constexpr int kKeyBytes = kTileK * kHeadDimPadded * kElementBytes;
+constexpr int kValueBytes = kTileK * kValueDimPadded * kElementBytes;
+constexpr int kQueryBytes = kTileQ * kHeadDimPadded * kElementBytes;
+constexpr int kOutputBytes = kTileQ * kValueDimPadded * kElementBytes;   // of dO
+constexpr int kStatisticsBytes = kTileQ * sizeof(float2);
 constexpr int kValueOffset = kKeyBytes;
 constexpr int kQueryOffset = kValueOffset + kValueBytes;
-constexpr int kOutputOffset = kQueryOffset + 2 * kQueryBytes;
-constexpr int kStatisticsOffset = kOutputOffset + 2 * kOutputBytes;
-constexpr int kScoreOffset = kStatisticsOffset + 2 * kStatisticsBytes;
-constexpr int kProbabilityOffset = kScoreOffset + kTileK * kTileQ * 2;
-static_assert(kProbabilityOffset + kTileK * kTileQ * 2 <= 164864, "the plan's shared memory");
+constexpr int kOutputOffset = kQueryOffset + kStages * kQueryBytes;
+constexpr int kStatisticsOffset = kOutputOffset + kStages * kOutputBytes;
+constexpr int kScoreBytes = kTileK * kTileQ * kElementBytes;
+constexpr int kScoreOffset = kStatisticsOffset + kStages * kStatisticsBytes;
+constexpr int kProbabilityOffset = kScoreOffset + kScoreBytes;
+static_assert(kProbabilityOffset + kScoreBytes <= 164864, "the plan's shared memory");
 static_assert(kRowTiles * 16 * kWarps == kTileK * kSplit && kQueryTiles % 2 == 0, "whole mma tiles");
 
 // ---- Primitives -----------------------------------------------------------------------------------------------------
@@ -308,8 +311,8 @@ __device__ __forceinline__ bool has_large_lse(const unsigned char* statistics) {
 
 // (LSE, D) of the two queries of which this lane has the scores in column tile j.
 __device__ __forceinline__ float4 statistics_of(const unsigned char* statistics, int j) {
-  const int part = threadIdx.x / 32 % kSplit;
-  return *reinterpret_cast<const float4*>(statistics + (part * kQueriesPerWarp + j * 8 + threadIdx.x % 4 * 2) * 8);
+  const int query = threadIdx.x / 32 % kSplit * kQueriesPerWarp + j * 8 + threadIdx.x % 4 * 2;
+  return *reinterpret_cast<const float4*>(statistics + query * 8);
 }
 
 // product += A * B^T: A the warp's rows of one tile in shared memory, from `rows` on; B the rows of another.
@@ -396,7 +399,8 @@ __device__ __forceinline__ void multiply_shared(float (&product)[kRowTiles][kWid
 template <bool kAll>
 __device__ __forceinline__ void differentiate_scores(float (&probabilities)[kRowTiles][kQueryTiles][4],
                                                      float (&d_scores)[kRowTiles][kQueryTiles][4],
-                                                     const unsigned char* statistics, const Position& position, int first_query,
+                                                     const unsigned char* statistics,
+                                                     const Position& position, int first_query,
                                                      const BackwardKeysArguments& arguments) {
 #pragma unroll
   for (int j = 0; j < kQueryTiles; ++j) {
@@ -421,7 +425,7 @@ __device__ __forceinline__ void differentiate_scores(float (&probabilities)[kRow
         d_scores[i][j][e] = d_score;
       }
     }
-}
+  }
 }
 
 // Sums lie in an order of their own, each mma tile's 128 together, so that a warp adds to neighbouring addresses.
@@ -486,11 +490,11 @@ attention_backward_keys_bf16_d128_causal_56b1805a(const __grid_constant__ Backwa
   const int lane = threadIdx.x % 32;
   const unsigned k_tile = shared_address(shared_memory);
   const unsigned v_tile = k_tile + kValueOffset;
-  const unsigned k_rows = k_tile + warp_row * kHeadDimPadded * 2;
-  const unsigned v_rows = v_tile + warp_row * kValueDimPadded * 2;
+  const unsigned k_rows = k_tile + warp_row * kHeadDimPadded * kElementBytes;
+  const unsigned v_rows = v_tile + warp_row * kValueDimPadded * kElementBytes;
   const unsigned d_scores_tile = k_tile + kScoreOffset;
-  const unsigned d_scores_rows = d_scores_tile + warp_row * kTileQ * 2;
-  const unsigned probability_rows = k_tile + kProbabilityOffset + warp_row * kTileQ * 2;
+  const unsigned d_scores_rows = d_scores_tile + warp_row * kTileQ * kElementBytes;
+  const unsigned probability_rows = k_tile + kProbabilityOffset + warp_row * kTileQ * kElementBytes;
 
   float d_keys[kRowTiles][kHeadTiles][4] = {};
   float d_values[kRowTiles][kValueTiles][4] = {};
@@ -506,14 +510,14 @@ attention_backward_keys_bf16_d128_causal_56b1805a(const __grid_constant__ Backwa
     const long long first_row = (static_cast<long long>(work.batch) * arguments.heads_q + head) * arguments.rows;
     const auto copy_queries = [&](int step) {   // and their statistics
       const int first_query = tiles.first_query(step);
-      copy_tile<kTileQ, kHeadDim, kHeadDimPadded>(k_tile + kQueryOffset + step % 2 * kQueryBytes, q,
+      copy_tile<kTileQ, kHeadDim, kHeadDimPadded>(k_tile + kQueryOffset + step % kStages * kQueryBytes, q,
                                                   arguments.q_strides.row, first_query, arguments.len_q);
-      copy_statistics(k_tile + kStatisticsOffset + step % 2 * kStatisticsBytes,
+      copy_statistics(k_tile + kStatisticsOffset + step % kStages * kStatisticsBytes,
                       arguments.statistics + (first_row + first_query) * 2);
     };
     const auto copy_output_gradients = [&](int step) {
       const int first_query = tiles.first_query(step);
-      copy_tile<kTileQ, kValueDim, kValueDimPadded>(k_tile + kOutputOffset + step % 2 * kOutputBytes, d_o,
+      copy_tile<kTileQ, kValueDim, kValueDimPadded>(k_tile + kOutputOffset + step % kStages * kOutputBytes, d_o,
                                                     arguments.d_o_strides.row, first_query, arguments.len_q);
     };
 
@@ -522,11 +526,11 @@ attention_backward_keys_bf16_d128_causal_56b1805a(const __grid_constant__ Backwa
     copy_async_commit();
     for (int step = 0; step < tiles.count; ++step) {
       const int first_query = tiles.first_query(step);
-      const unsigned q_tile = k_tile + kQueryOffset + step % 2 * kQueryBytes;
-      const unsigned d_o_tile = k_tile + kOutputOffset + step % 2 * kOutputBytes;
-      const unsigned q_rows = q_tile + part * kQueriesPerWarp * kHeadDimPadded * 2;
-      const unsigned d_o_rows = d_o_tile + part * kQueriesPerWarp * kValueDimPadded * 2;
-      const unsigned char* statistics = shared_memory + kStatisticsOffset + step % 2 * kStatisticsBytes;
+      const unsigned q_tile = k_tile + kQueryOffset + step % kStages * kQueryBytes;
+      const unsigned d_o_tile = k_tile + kOutputOffset + step % kStages * kOutputBytes;
+      const unsigned q_rows = q_tile + part * kQueriesPerWarp * kHeadDimPadded * kElementBytes;
+      const unsigned d_o_rows = d_o_tile + part * kQueriesPerWarp * kValueDimPadded * kElementBytes;
+      const unsigned char* statistics = shared_memory + kStatisticsOffset + step % kStages * kStatisticsBytes;
       float probabilities[kRowTiles][kQueryTiles][4] = {}, d_scores[kRowTiles][kQueryTiles][4] = {};
       // This step's Q and dO have landed; every warp is done with the step before.
       copy_async_wait<0>();

@@ -52,10 +52,11 @@ constexpr int kHeadDimPadded = 64;   // a multiple of the depth of an mma; zeros
 constexpr int kValueDimPadded = 64;
 constexpr int kTileK = 64;          // keys of a block
 constexpr int kTileQ = 64;           // queries of a step
+constexpr int kStages = 2;           // tiles of Q, and of dO, that shared memory holds at once
 constexpr int kWarps = 4;
 constexpr int kThreads = kWarps * 32;
-constexpr int kSplit = 2;              // warps of the same keys, each with its part of queries and columns
-constexpr int kRowsPerWarp = kTileK / (kWarps / kSplit);   // a row of scores is a key, a column a query
+constexpr int kSplit = 2;            // warps of the same keys, each with its part of queries and columns
+constexpr int kRowsPerWarp = kTileK / (kWarps / kSplit);   // scores are held transposed: a row is a key, a column a query
 constexpr int kRowTiles = kRowsPerWarp / 16;   // a warp's 16-row mma tiles
 constexpr int kQueriesPerWarp = kTileQ / kSplit;
 constexpr int kQueryTiles = kQueriesPerWarp / 8;   // a warp's 8-column mma tiles of scores,
@@ -67,19 +68,21 @@ constexpr float kNoLse = 3.40282347e+38f;     // of a row without probabilities
 constexpr float kMostLse = 4096.0f;     // to the base 2: beyond, its rounding shows in probabilities
 constexpr float kLseRounding = 2.38418579e-07f;   // 2^-22: of an LSE's magnitude, with that of the products it is of
 
-// Shared memory, in bytes: K and V, two stages of Q, dO and the rows' statistics, dS, P. dK and dV take over K and V.
-constexpr int kKeyBytes = kTileK * kHeadDimPadded * 2;
-constexpr int kValueBytes = kTileK * kValueDimPadded * 2;
-constexpr int kQueryBytes = kTileQ * kHeadDimPadded * 2;
-constexpr int kOutputBytes = kTileQ * kValueDimPadded * 2;   // of dO
-constexpr int kStatisticsBytes = kTileQ * 8;
+// Shared memory, in bytes: K and V; the stages of Q, of dO and of the rows' statistics; dS, P. dK and dV take over K and V.
+constexpr int kElementBytes = sizeof(Element);
+constexpr int kKeyBytes = kTileK * kHeadDimPadded * kElementBytes;
+constexpr int kValueBytes = kTileK * kValueDimPadded * kElementBytes;
+constexpr int kQueryBytes = kTileQ * kHeadDimPadded * kElementBytes;
+constexpr int kOutputBytes = kTileQ * kValueDimPadded * kElementBytes;   // of dO
+constexpr int kStatisticsBytes = kTileQ * sizeof(float2);
 constexpr int kValueOffset = kKeyBytes;
 constexpr int kQueryOffset = kValueOffset + kValueBytes;
-constexpr int kOutputOffset = kQueryOffset + 2 * kQueryBytes;
-constexpr int kStatisticsOffset = kOutputOffset + 2 * kOutputBytes;
-constexpr int kScoreOffset = kStatisticsOffset + 2 * kStatisticsBytes;
-constexpr int kProbabilityOffset = kScoreOffset + kTileK * kTileQ * 2;
-static_assert(kProbabilityOffset + kTileK * kTileQ * 2 <= 66560, "the plan's shared memory");
+constexpr int kOutputOffset = kQueryOffset + kStages * kQueryBytes;
+constexpr int kStatisticsOffset = kOutputOffset + kStages * kOutputBytes;
+constexpr int kScoreBytes = kTileK * kTileQ * kElementBytes;
+constexpr int kScoreOffset = kStatisticsOffset + kStages * kStatisticsBytes;
+constexpr int kProbabilityOffset = kScoreOffset + kScoreBytes;
+static_assert(kProbabilityOffset + kScoreBytes <= 66560, "the plan's shared memory");
 static_assert(kRowTiles * 16 * kWarps == kTileK * kSplit && kQueryTiles % 2 == 0, "whole mma tiles");
 
 // ---- Primitives -----------------------------------------------------------------------------------------------------
@@ -353,8 +356,8 @@ __device__ __forceinline__ bool has_large_lse(const unsigned char* statistics) {
 
 // (LSE, D) of the two queries of which this lane has the scores in column tile j.
 __device__ __forceinline__ float4 statistics_of(const unsigned char* statistics, int j) {
-  const int part = threadIdx.x / 32 % kSplit;
-  return *reinterpret_cast<const float4*>(statistics + (part * kQueriesPerWarp + j * 8 + threadIdx.x % 4 * 2) * 8);
+  const int query = threadIdx.x / 32 % kSplit * kQueriesPerWarp + j * 8 + threadIdx.x % 4 * 2;
+  return *reinterpret_cast<const float4*>(statistics + query * 8);
 }
 
 // product += A * B^T: A the warp's rows of one tile in shared memory, from `rows` on; B the rows of another.
@@ -451,7 +454,8 @@ __device__ __forceinline__ void add_to_gradient(long long* sums, long long place
 template <bool kAll>
 __device__ __forceinline__ void differentiate_scores(float (&probabilities)[kRowTiles][kQueryTiles][4],
                                                      float (&d_scores)[kRowTiles][kQueryTiles][4],
-                                                     const unsigned char* statistics, const Position& position, int first_query,
+                                                     const unsigned char* statistics,
+                                                     const Position& position, int first_query,
                                                      Gathered& gathered,
                                                      const BackwardKeysArguments& arguments) {
 #pragma unroll
@@ -477,11 +481,10 @@ __device__ __forceinline__ void differentiate_scores(float (&probabilities)[kRow
         }
         probabilities[i][j][e] = counts ? probability : 0.0f;
         d_scores[i][j][e] = d_score;
-
         gathered.sum0 += d_score == 0.0f ? 0.0f : d_score * gather0_factor(q, k, arguments);
       }
     }
-}
+  }
 }
 
 // Adds the sums of a head to the gradients.
@@ -515,11 +518,11 @@ attention_backward_keys_fp16_d64_causal_alibi_tensor_slopes_float32_1_true_1dac6
   const int lane = threadIdx.x % 32;
   const unsigned k_tile = shared_address(shared_memory);
   const unsigned v_tile = k_tile + kValueOffset;
-  const unsigned k_rows = k_tile + warp_row * kHeadDimPadded * 2;
-  const unsigned v_rows = v_tile + warp_row * kValueDimPadded * 2;
+  const unsigned k_rows = k_tile + warp_row * kHeadDimPadded * kElementBytes;
+  const unsigned v_rows = v_tile + warp_row * kValueDimPadded * kElementBytes;
   const unsigned d_scores_tile = k_tile + kScoreOffset;
-  const unsigned d_scores_rows = d_scores_tile + warp_row * kTileQ * 2;
-  const unsigned probability_rows = k_tile + kProbabilityOffset + warp_row * kTileQ * 2;
+  const unsigned d_scores_rows = d_scores_tile + warp_row * kTileQ * kElementBytes;
+  const unsigned probability_rows = k_tile + kProbabilityOffset + warp_row * kTileQ * kElementBytes;
 
   float d_keys[kRowTiles][kHeadTiles][4] = {};
   float d_values[kRowTiles][kValueTiles][4] = {};
@@ -535,14 +538,14 @@ attention_backward_keys_fp16_d64_causal_alibi_tensor_slopes_float32_1_true_1dac6
     const long long first_row = (static_cast<long long>(work.batch) * arguments.heads_q + head) * arguments.rows;
     const auto copy_queries = [&](int step) {   // and their statistics
       const int first_query = tiles.first_query(step);
-      copy_tile<kTileQ, kHeadDim, kHeadDimPadded>(k_tile + kQueryOffset + step % 2 * kQueryBytes, q,
+      copy_tile<kTileQ, kHeadDim, kHeadDimPadded>(k_tile + kQueryOffset + step % kStages * kQueryBytes, q,
                                                   arguments.q_strides.row, first_query, arguments.len_q);
-      copy_statistics(k_tile + kStatisticsOffset + step % 2 * kStatisticsBytes,
+      copy_statistics(k_tile + kStatisticsOffset + step % kStages * kStatisticsBytes,
                       arguments.statistics + (first_row + first_query) * 2);
     };
     const auto copy_output_gradients = [&](int step) {
       const int first_query = tiles.first_query(step);
-      copy_tile<kTileQ, kValueDim, kValueDimPadded>(k_tile + kOutputOffset + step % 2 * kOutputBytes, d_o,
+      copy_tile<kTileQ, kValueDim, kValueDimPadded>(k_tile + kOutputOffset + step % kStages * kOutputBytes, d_o,
                                                     arguments.d_o_strides.row, first_query, arguments.len_q);
     };
 
@@ -552,11 +555,11 @@ attention_backward_keys_fp16_d64_causal_alibi_tensor_slopes_float32_1_true_1dac6
     copy_async_commit();
     for (int step = 0; step < tiles.count; ++step) {
       const int first_query = tiles.first_query(step);
-      const unsigned q_tile = k_tile + kQueryOffset + step % 2 * kQueryBytes;
-      const unsigned d_o_tile = k_tile + kOutputOffset + step % 2 * kOutputBytes;
-      const unsigned q_rows = q_tile + part * kQueriesPerWarp * kHeadDimPadded * 2;
-      const unsigned d_o_rows = d_o_tile + part * kQueriesPerWarp * kValueDimPadded * 2;
-      const unsigned char* statistics = shared_memory + kStatisticsOffset + step % 2 * kStatisticsBytes;
+      const unsigned q_tile = k_tile + kQueryOffset + step % kStages * kQueryBytes;
+      const unsigned d_o_tile = k_tile + kOutputOffset + step % kStages * kOutputBytes;
+      const unsigned q_rows = q_tile + part * kQueriesPerWarp * kHeadDimPadded * kElementBytes;
+      const unsigned d_o_rows = d_o_tile + part * kQueriesPerWarp * kValueDimPadded * kElementBytes;
+      const unsigned char* statistics = shared_memory + kStatisticsOffset + step % kStages * kStatisticsBytes;
       float probabilities[kRowTiles][kQueryTiles][4] = {}, d_scores[kRowTiles][kQueryTiles][4] = {};
       // This step's Q and dO have landed; every warp is done with the step before.
       copy_async_wait<0>();

@@ -49,29 +49,32 @@ constexpr int kHeadDimPadded = 64;   // a multiple of the depth of an mma; zeros
 constexpr int kValueDimPadded = 64;
 constexpr int kTileQ = 128;          // queries of a block
 constexpr int kTileK = 64;           // keys of a step
+constexpr int kStages = 2;           // tiles of K, and of V, that shared memory holds at once
 constexpr int kWarps = 4;
 constexpr int kThreads = kWarps * 32;
-constexpr int kRowsPerWarp = kTileQ / kWarps;
+constexpr int kSplit = 1;            // warps of the same queries, each with its part of keys and columns
+constexpr int kRowsPerWarp = kTileQ / (kWarps / kSplit);
 constexpr int kRowTiles = kRowsPerWarp / 16;   // a warp's 16-row mma tiles
-constexpr int kKeyTiles = kTileK / 8;          // 8-column mma tiles of scores,
-constexpr int kHeadTiles = kHeadDimPadded / 8;   // of dQ
+constexpr int kKeysPerWarp = kTileK / kSplit;
+constexpr int kKeyTiles = kKeysPerWarp / 8;    // a warp's 8-column mma tiles of scores,
+constexpr int kHeadTiles = kHeadDimPadded / 8 / kSplit;   // of dQ
 constexpr float kScale = 0.125f;
 constexpr float kScoreToLog2 = 1.44269504f;   // log2(e): probabilities are powers of 2
 constexpr float kNoLse = 3.40282347e+38f;     // of a row without probabilities
 constexpr float kMostLse = 4096.0f;     // to the base 2: beyond, its rounding shows in probabilities
 constexpr float kLseRounding = 2.38418579e-07f;   // 2^-22: of an LSE's magnitude, with that of the products it is of
 
-// Shared memory, in bytes: Q and dO, then two tiles each of K and V. dQ takes over Q.
-constexpr int kQueryBytes = kTileQ * kHeadDimPadded * 2;
-constexpr int kOutputBytes = kTileQ * kValueDimPadded * 2;   // of dO
-constexpr int kKeyBytes = kTileK * kHeadDimPadded * 2;
-constexpr int kValueBytes = kTileK * kValueDimPadded * 2;
+// Shared memory, in bytes: Q and dO; the stages of K, and of V. dQ takes over Q.
+constexpr int kElementBytes = sizeof(Element);
+constexpr int kQueryBytes = kTileQ * kHeadDimPadded * kElementBytes;
+constexpr int kOutputBytes = kTileQ * kValueDimPadded * kElementBytes;   // of dO
+constexpr int kKeyBytes = kTileK * kHeadDimPadded * kElementBytes;
+constexpr int kValueBytes = kTileK * kValueDimPadded * kElementBytes;
 constexpr int kOutputOffset = kQueryBytes;
 constexpr int kKeyOffset = kOutputOffset + kOutputBytes;
-constexpr int kValueOffset = kKeyOffset + 2 * kKeyBytes;
-constexpr int kScoreOffset = kValueOffset + 2 * kValueBytes;
-static_assert(kScoreOffset <= 65536, "the plan's shared memory");
-static_assert(kRowTiles * 16 * kWarps == kTileQ && kKeyTiles % 2 == 0, "whole mma tiles");
+constexpr int kValueOffset = kKeyOffset + kStages * kKeyBytes;
+static_assert(kValueOffset + kStages * kValueBytes <= 65536, "the plan's shared memory");
+static_assert(kRowTiles * 16 * kWarps == kTileQ * kSplit && kKeyTiles % 2 == 0, "whole mma tiles");
 
 // ---- Primitives -----------------------------------------------------------------------------------------------------
 
@@ -390,7 +393,8 @@ __device__ __forceinline__ void clear_empty_rows(float (&d_queries)[kRowTiles][k
 template <bool kAll>
 __device__ __forceinline__ void differentiate_scores(float (&probabilities)[kRowTiles][kKeyTiles][4],
                                                      float (&d_scores)[kRowTiles][kKeyTiles][4],
-                                                     const float2 (&rows)[kRowTiles][2], const Position& position, int first_key,
+                                                     const float2 (&rows)[kRowTiles][2],
+                                                     const Position& position, int first_key,
                                                      const BackwardQueriesArguments& arguments) {
 #pragma unroll
   for (int i = 0; i < kRowTiles; ++i) {
@@ -424,10 +428,10 @@ __device__ __forceinline__ void differentiate_scores(float (&probabilities)[kRow
 extern "C" __global__ void __launch_bounds__(kThreads, 2)
 attention_backward_queries_fp16_d64_causal_alibi_tensor_slopes_float32_1_true_1dac6007(const __grid_constant__ BackwardQueriesArguments arguments) {
   const Work work = work_of_block();
-  const int warp_row = (threadIdx.x / 32) * kRowsPerWarp;
+  const int warp_row = threadIdx.x / 32 / kSplit * kRowsPerWarp, part = threadIdx.x / 32 % kSplit;
   const int lane = threadIdx.x % 32;
   const Position position = {work.batch, work.head, work.first_query + warp_row + lane / 4,
-                             lane % 4 * 2};
+                             part * kKeysPerWarp + lane % 4 * 2};
   const Element* q = arguments.q + work.batch * arguments.q_strides.batch + work.head * arguments.q_strides.head;
   const Element* d_o = arguments.d_o + work.batch * arguments.d_o_strides.batch + work.head * arguments.d_o_strides.head;
   const int head_kv = kv_head_of(work.head, arguments);
@@ -435,8 +439,8 @@ attention_backward_queries_fp16_d64_causal_alibi_tensor_slopes_float32_1_true_1d
   const Element* v = arguments.v + work.batch * arguments.v_strides.batch + head_kv * arguments.v_strides.head;
 
   const unsigned q_tile = shared_address(shared_memory);
-  const unsigned q_rows = q_tile + warp_row * kHeadDimPadded * 2;
-  const unsigned d_o_rows = q_tile + kOutputOffset + warp_row * kValueDimPadded * 2;
+  const unsigned q_rows = q_tile + warp_row * kHeadDimPadded * kElementBytes;
+  const unsigned d_o_rows = q_tile + kOutputOffset + warp_row * kValueDimPadded * kElementBytes;
 
   float d_queries[kRowTiles][kHeadTiles][4] = {};
   float2 rows[kRowTiles][2];
@@ -444,11 +448,11 @@ attention_backward_queries_fp16_d64_causal_alibi_tensor_slopes_float32_1_true_1d
   const bool large_lse = has_large_lse(rows);
   const KeyTiles tiles = key_tiles_of(work, arguments);
   const auto copy_keys = [&](int step) {
-    const unsigned tile = q_tile + kKeyOffset + step % 2 * kKeyBytes;
+    const unsigned tile = q_tile + kKeyOffset + step % kStages * kKeyBytes;
     copy_tile<kTileK, kHeadDim, kHeadDimPadded>(tile, k, arguments.k_strides.row, tiles.first_key(step), arguments.len_k);
   };
   const auto copy_values = [&](int step) {
-    const unsigned tile = q_tile + kValueOffset + step % 2 * kValueBytes;
+    const unsigned tile = q_tile + kValueOffset + step % kStages * kValueBytes;
     copy_tile<kTileK, kValueDim, kValueDimPadded>(tile, v, arguments.v_strides.row, tiles.first_key(step), arguments.len_k);
   };
 
@@ -462,8 +466,10 @@ attention_backward_queries_fp16_d64_causal_alibi_tensor_slopes_float32_1_true_1d
   copy_async_commit();
   for (int step = 0; step < tiles.count; ++step) {
     const int first_key = tiles.first_key(step);
-    const unsigned keys = q_tile + kKeyOffset + step % 2 * kKeyBytes;
-    const unsigned values = q_tile + kValueOffset + step % 2 * kValueBytes;
+    const unsigned keys = q_tile + kKeyOffset + step % kStages * kKeyBytes;
+    const unsigned values = q_tile + kValueOffset + step % kStages * kValueBytes;
+    const unsigned key_rows = keys + part * kKeysPerWarp * kHeadDimPadded * kElementBytes;
+    const unsigned value_rows = values + part * kKeysPerWarp * kValueDimPadded * kElementBytes;
     float probabilities[kRowTiles][kKeyTiles][4] = {}, d_scores[kRowTiles][kKeyTiles][4] = {};
     // This step's K and V have landed; every warp is done with the step before.
     copy_async_wait<0>();
@@ -473,8 +479,8 @@ attention_backward_queries_fp16_d64_causal_alibi_tensor_slopes_float32_1_true_1d
       copy_values(step + 1);
     }
     copy_async_commit();
-    multiply_by_transpose<kHeadDimPadded>(probabilities, q_rows, keys);
-    multiply_by_transpose<kValueDimPadded>(d_scores, d_o_rows, values);
+    multiply_by_transpose<kHeadDimPadded>(probabilities, q_rows, key_rows);
+    multiply_by_transpose<kValueDimPadded>(d_scores, d_o_rows, value_rows);
     if (!tiles.full(step) || first_key + kTileK > arguments.len_k || large_lse) {
       differentiate_scores<false>(probabilities, d_scores, rows, position, first_key, arguments);
     } else {
@@ -485,9 +491,10 @@ attention_backward_queries_fp16_d64_causal_alibi_tensor_slopes_float32_1_true_1d
 
   clear_empty_rows(d_queries, rows);
   // dQ takes the place of Q; each warp's rows that of its own.
-  store_rounded<kHeadDimPadded / 8>(d_queries, kScale, shared_memory, warp_row, 0);
+  store_rounded<kHeadDimPadded / 8>(d_queries, kScale, shared_memory, warp_row, part * kHeadTiles);
   __syncwarp();
   Element* dq = arguments.dq + work.batch * arguments.dq_strides.batch + work.head * arguments.dq_strides.head;
-  write_rows<kRowsPerWarp, kHeadDim, kHeadDimPadded>(dq, arguments.dq_strides.row, work.first_query, arguments.len_q,
-                                                     shared_memory, warp_row);
+  constexpr int kRows = kRowsPerWarp / kSplit;
+  write_rows<kRows, kHeadDim, kHeadDimPadded>(dq, arguments.dq_strides.row, work.first_query, arguments.len_q,
+                                              shared_memory, warp_row + part * kRows);
 }

@@ -6,6 +6,7 @@
 // dims     head 128, value 128; float16, accumulated in float32; heads_q a multiple of heads_kv
 // target   sm_75, family turing
 // plan     128 queries x 64 keys, 8 warps, 1 stage(s) of K and V, 1 block(s) per multiprocessor, 65536 bytes of shared memory
+// method   online softmax (Milakov and Gimelshein 2018; Dao 2023, algorithm 1): reference is the paper's m, which may lag; sum is its l
 // FLOPs    512 * batch * heads_q * len_q * len_k * (share of tiles visited)
 // HBM      2 * batch * (heads_q * len_q * 256 + heads_kv * len_k * 256) bytes, at least; + 4 * batch * heads_q * len_q for the LSE
 //
@@ -42,6 +43,7 @@ constexpr int kHeadDimPadded = 128;   // a multiple of the depth of an mma; zero
 constexpr int kValueDimPadded = 128;
 constexpr int kTileQ = 128;          // queries of a block
 constexpr int kTileK = 64;           // keys of a step
+constexpr int kStages = 1;           // tiles of K, and of V, that shared memory holds at once
 constexpr int kWarps = 8;
 constexpr int kThreads = kWarps * 32;
 constexpr int kRowsPerWarp = kTileQ / kWarps;
@@ -52,14 +54,15 @@ constexpr float kScoreToLog2 = 0.127517432f;   // scale * log2(e): probabilities
 constexpr float kRescaleThreshold = 8.0f;      // in log2: the reference of a row may lag its maximum by this much
 constexpr float kMostReference = 131568024.0f;   // whose product with kScoreToLog2 is less than 2^24
 
-// Shared memory, in bytes: Q, then one tile of K and V. The output takes it over at the end.
-constexpr int kQueryBytes = kTileQ * kHeadDimPadded * 2;
-constexpr int kKeyBytes = kTileK * kHeadDimPadded * 2;
-constexpr int kValueBytes = kTileK * kValueDimPadded * 2;
+// Shared memory, in bytes: Q, then the stages of K, and of V. The output takes it over at the end.
+constexpr int kElementBytes = sizeof(Element);
+constexpr int kQueryBytes = kTileQ * kHeadDimPadded * kElementBytes;
+constexpr int kKeyBytes = kTileK * kHeadDimPadded * kElementBytes;
+constexpr int kValueBytes = kTileK * kValueDimPadded * kElementBytes;
 constexpr int kKeyOffset = kQueryBytes;
-constexpr int kValueOffset = kKeyOffset + 1 * kKeyBytes;
-static_assert(kValueOffset + 1 * kValueBytes <= 65536, "the plan's shared memory");
-static_assert(kTileQ * kValueDimPadded * 2 <= 65536, "the output fits where the tiles were");
+constexpr int kValueOffset = kKeyOffset + kStages * kKeyBytes;
+static_assert(kValueOffset + kStages * kValueBytes <= 65536, "the plan's shared memory");
+static_assert(kTileQ * kValueDimPadded * kElementBytes <= 65536, "the output fits where the tiles were");
 static_assert(kRowTiles * 16 * kWarps == kTileQ && kTileK % 16 == 0, "whole mma tiles");
 
 // ---- Primitives -----------------------------------------------------------------------------------------------------
@@ -67,6 +70,13 @@ static_assert(kRowTiles * 16 * kWarps == kTileQ && kTileK % 16 == 0, "whole mma 
 #ifndef FLASHGEN_EMULATOR   // the emulator brings its own
 
 extern __shared__ __align__(1024) unsigned char shared_memory[];
+
+// Closes a group of copies where they are asynchronous; here each is done at once.
+__device__ __forceinline__ void copy_async_commit() {}
+
+// Waits for groups of copies where they are asynchronous; here each is done at once.
+template <int kPending>
+__device__ __forceinline__ void copy_async_wait() {}
 
 // Copies 16 bytes from global to shared memory through registers; writes zeros, and reads nothing, where not valid.
 __device__ __forceinline__ void copy_sync_16(unsigned shared_destination, const void* global_source, bool valid) {
@@ -474,9 +484,9 @@ __device__ __forceinline__ void write_lse(const RowState (&rows)[kRowTiles][2], 
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
 attention_forward_fp16_d128_causal_c07e3b47(const __grid_constant__ ForwardArguments arguments) {
   const Work work = work_of_block();
-  const int warp_row = (threadIdx.x / 32) * kRowsPerWarp;
+  const int warp_row = threadIdx.x / 32 * kRowsPerWarp;
   const int lane = threadIdx.x % 32;
-  const Position position = {work.batch, work.head, work.first_query + warp_row + lane / 4, (lane % 4) * 2};
+  const Position position = {work.batch, work.head, work.first_query + warp_row + lane / 4, lane % 4 * 2};
   const Element* q = arguments.q + work.batch * arguments.q_strides.batch + work.head * arguments.q_strides.head;
   const int head_kv = kv_head_of(work.head, arguments);
   const Element* k = arguments.k + work.batch * arguments.k_strides.batch + head_kv * arguments.k_strides.head;
@@ -485,33 +495,33 @@ attention_forward_fp16_d128_causal_c07e3b47(const __grid_constant__ ForwardArgum
   const unsigned q_tile = shared_address(shared_memory);
   const unsigned k_tile = q_tile + kKeyOffset;
   const unsigned v_tile = q_tile + kValueOffset;
-  const unsigned q_rows = q_tile + warp_row * kHeadDimPadded * 2;
+  const unsigned q_rows = q_tile + warp_row * kHeadDimPadded * kElementBytes;
 
   float output[kRowTiles][kValueTiles][4] = {};
   RowState rows[kRowTiles][2];
   bool steady = false;   // whether the references of the warp's rows will do as offsets
   const KeyTiles tiles = key_tiles_of(work, arguments);
-  const auto copy_queries = [&] {
-    copy_tile<kTileQ, kHeadDim, kHeadDimPadded>(q_tile, q, arguments.q_strides.row, work.first_query, arguments.len_q);
-  };
   const auto copy_keys = [&](int step) {
-    const unsigned tile = k_tile;
+    const unsigned tile = k_tile + step % kStages * kKeyBytes;
     copy_tile<kTileK, kHeadDim, kHeadDimPadded>(tile, k, arguments.k_strides.row, tiles.first_key(step), arguments.len_k);
   };
   const auto copy_values = [&](int step) {
-    const unsigned tile = v_tile;
+    const unsigned tile = v_tile + step % kStages * kValueBytes;
     copy_tile<kTileK, kValueDim, kValueDimPadded>(tile, v, arguments.v_strides.row, tiles.first_key(step), arguments.len_k);
   };
 
   if (tiles.count > 0) {
-    copy_queries();
+    copy_tile<kTileQ, kHeadDim, kHeadDimPadded>(q_tile, q, arguments.q_strides.row, work.first_query, arguments.len_q);
     copy_keys(0);
   }
+  copy_async_commit();
   for (int step = 0; step < tiles.count; ++step) {
     const int first_key = tiles.first_key(step);
     // K has landed; every warp is done with V.
+    copy_async_wait<0>();
     __syncthreads();
     copy_values(step);
+    copy_async_commit();
 
     float scores[kRowTiles][kKeyTiles][4] = {};
     multiply_by_transpose<kHeadDimPadded>(scores, q_rows, k_tile);
@@ -520,8 +530,10 @@ attention_forward_fp16_d128_causal_c07e3b47(const __grid_constant__ ForwardArgum
     online_softmax(scores, output, rows, steady);
 
     // V has landed; every warp is done with K.
+    copy_async_wait<0>();
     __syncthreads();
     if (step + 1 < tiles.count) copy_keys(step + 1);
+    copy_async_commit();
     multiply_registers<kValueDimPadded / 8>(output, scores, v_tile);
   }
 

@@ -6,6 +6,7 @@
 // dims     head 64, value 64; float16, accumulated in float32; heads_q a multiple of heads_kv
 // target   sm_80, family ampere
 // plan     128 queries x 64 keys, 4 warps, 2 stage(s) of K and V, 2 block(s) per multiprocessor, 49152 bytes of shared memory
+// method   online softmax (Milakov and Gimelshein 2018; Dao 2023, algorithm 1): reference is the paper's m, which may lag; sum is its l
 // FLOPs    256 * batch * heads_q * len_q * len_k * (share of tiles visited)
 // HBM      2 * batch * (heads_q * len_q * 128 + heads_kv * len_k * 128) bytes, at least; + 4 * batch * heads_q * len_q for the LSE
 //
@@ -42,6 +43,7 @@ constexpr int kHeadDimPadded = 64;   // a multiple of the depth of an mma; zeros
 constexpr int kValueDimPadded = 64;
 constexpr int kTileQ = 128;          // queries of a block
 constexpr int kTileK = 64;           // keys of a step
+constexpr int kStages = 2;           // tiles of K, and of V, that shared memory holds at once
 constexpr int kWarps = 4;
 constexpr int kThreads = kWarps * 32;
 constexpr int kRowsPerWarp = kTileQ / kWarps;
@@ -53,14 +55,15 @@ constexpr float kScoreToLog2 = 1.44269504f;   // log2(e): probabilities are powe
 constexpr float kRescaleThreshold = 8.0f;      // in log2: the reference of a row may lag its maximum by this much
 constexpr float kMostReference = 11629080.0f;   // whose product with kScoreToLog2 is less than 2^24
 
-// Shared memory, in bytes: Q, then two tiles each of K and V. The output takes it over at the end.
-constexpr int kQueryBytes = kTileQ * kHeadDimPadded * 2;
-constexpr int kKeyBytes = kTileK * kHeadDimPadded * 2;
-constexpr int kValueBytes = kTileK * kValueDimPadded * 2;
+// Shared memory, in bytes: Q, then the stages of K, and of V. The output takes it over at the end.
+constexpr int kElementBytes = sizeof(Element);
+constexpr int kQueryBytes = kTileQ * kHeadDimPadded * kElementBytes;
+constexpr int kKeyBytes = kTileK * kHeadDimPadded * kElementBytes;
+constexpr int kValueBytes = kTileK * kValueDimPadded * kElementBytes;
 constexpr int kKeyOffset = kQueryBytes;
-constexpr int kValueOffset = kKeyOffset + 2 * kKeyBytes;
-static_assert(kValueOffset + 2 * kValueBytes <= 49152, "the plan's shared memory");
-static_assert(kTileQ * kValueDimPadded * 2 <= 49152, "the output fits where the tiles were");
+constexpr int kValueOffset = kKeyOffset + kStages * kKeyBytes;
+static_assert(kValueOffset + kStages * kValueBytes <= 49152, "the plan's shared memory");
+static_assert(kTileQ * kValueDimPadded * kElementBytes <= 49152, "the output fits where the tiles were");
 static_assert(kRowTiles * 16 * kWarps == kTileQ && kTileK % 16 == 0, "whole mma tiles");
 
 // ---- Primitives -----------------------------------------------------------------------------------------------------
@@ -344,7 +347,6 @@ __device__ __forceinline__ void modify_scores(float (&scores)[kRowTiles][kKeyTil
 #pragma unroll
     for (int n = 0; n < kKeyTiles * 4; ++n) {
       const int j = n / 4, e = n % 4;
-      const int q = position.query + i * 16 + e / 2 * 8, k = first_key + position.key + j * 8 + e % 2;
       scores[i][j][e] = modify_score(scores[i][j][e], arguments);
     }
   }
@@ -507,9 +509,9 @@ __device__ __forceinline__ void write_lse(const RowState (&rows)[kRowTiles][2], 
 extern "C" __global__ void __launch_bounds__(kThreads, 2)
 attention_forward_fp16_d64_causal_softcap30_09645fdf(const __grid_constant__ ForwardArguments arguments) {
   const Work work = work_of_block();
-  const int warp_row = (threadIdx.x / 32) * kRowsPerWarp;
+  const int warp_row = threadIdx.x / 32 * kRowsPerWarp;
   const int lane = threadIdx.x % 32;
-  const Position position = {work.batch, work.head, work.first_query + warp_row + lane / 4, (lane % 4) * 2};
+  const Position position = {work.batch, work.head, work.first_query + warp_row + lane / 4, lane % 4 * 2};
   const Element* q = arguments.q + work.batch * arguments.q_strides.batch + work.head * arguments.q_strides.head;
   const int head_kv = kv_head_of(work.head, arguments);
   const Element* k = arguments.k + work.batch * arguments.k_strides.batch + head_kv * arguments.k_strides.head;
@@ -518,26 +520,23 @@ attention_forward_fp16_d64_causal_softcap30_09645fdf(const __grid_constant__ For
   const unsigned q_tile = shared_address(shared_memory);
   const unsigned k_tile = q_tile + kKeyOffset;
   const unsigned v_tile = q_tile + kValueOffset;
-  const unsigned q_rows = q_tile + warp_row * kHeadDimPadded * 2;
+  const unsigned q_rows = q_tile + warp_row * kHeadDimPadded * kElementBytes;
 
   float output[kRowTiles][kValueTiles][4] = {};
   RowState rows[kRowTiles][2];
   bool steady = false;   // whether the references of the warp's rows will do as offsets
   const KeyTiles tiles = key_tiles_of(work, arguments);
-  const auto copy_queries = [&] {
-    copy_tile<kTileQ, kHeadDim, kHeadDimPadded>(q_tile, q, arguments.q_strides.row, work.first_query, arguments.len_q);
-  };
   const auto copy_keys = [&](int step) {
-    const unsigned tile = k_tile + step % 2 * kKeyBytes;
+    const unsigned tile = k_tile + step % kStages * kKeyBytes;
     copy_tile<kTileK, kHeadDim, kHeadDimPadded>(tile, k, arguments.k_strides.row, tiles.first_key(step), arguments.len_k);
   };
   const auto copy_values = [&](int step) {
-    const unsigned tile = v_tile + step % 2 * kValueBytes;
+    const unsigned tile = v_tile + step % kStages * kValueBytes;
     copy_tile<kTileK, kValueDim, kValueDimPadded>(tile, v, arguments.v_strides.row, tiles.first_key(step), arguments.len_k);
   };
 
   if (tiles.count > 0) {
-    copy_queries();
+    copy_tile<kTileQ, kHeadDim, kHeadDimPadded>(q_tile, q, arguments.q_strides.row, work.first_query, arguments.len_q);
     copy_keys(0);
     copy_values(0);
   }
@@ -554,13 +553,13 @@ attention_forward_fp16_d64_causal_softcap30_09645fdf(const __grid_constant__ For
     copy_async_commit();
 
     float scores[kRowTiles][kKeyTiles][4] = {};
-    multiply_by_transpose<kHeadDimPadded>(scores, q_rows, k_tile + step % 2 * kKeyBytes);
+    multiply_by_transpose<kHeadDimPadded>(scores, q_rows, k_tile + step % kStages * kKeyBytes);
     modify_scores(scores, position, first_key, arguments);
     if (!tiles.full(step)) mask_scores(scores, position, first_key, arguments);
     if (first_key + kTileK > arguments.len_k) cut_scores(scores, position, first_key, arguments);
     online_softmax(scores, output, rows, steady);
 
-    multiply_registers<kValueDimPadded / 8>(output, scores, v_tile + step % 2 * kValueBytes);
+    multiply_registers<kValueDimPadded / 8>(output, scores, v_tile + step % kStages * kValueBytes);
   }
 
   // The output takes the place of Q; each warp's rows that of its own.

@@ -6,6 +6,8 @@
 // dims     head 128, value 128; bfloat16, accumulated in float32; heads_q a multiple of heads_kv
 // target   sm_90a, family hopper
 // plan     192 queries x 80 keys, 3 warpgroup(s) of 160 registers, 2 stage(s) of K and V, 180312 bytes of shared memory
+// method   online softmax (Milakov and Gimelshein 2018; Dao 2023, algorithm 1): reference is the paper's m, which may lag; sum is its l
+//          a warpgroup loads; the others overlap products with softmax (Shah et al. 2024, algorithm 2)
 // FLOPs    512 * batch * heads_q * len_q * len_k * (share of tiles visited)
 // HBM      2 * batch * (heads_q * len_q * 256 + heads_kv * len_k * 256) bytes, at least; + 4 * batch * heads_q * len_q for the LSE
 //
@@ -41,9 +43,10 @@ constexpr int kHeadDim = 128;
 constexpr int kValueDim = 128;
 constexpr int kHeadDimPadded = 128;   // a multiple of the depth of a wgmma; zeros beyond kHeadDim
 constexpr int kValueDimPadded = 128;
-constexpr int kConsumers = 3;   // warpgroups that compute, 64 queries each; one more loads
+constexpr int kConsumers = 3;   // warpgroups that compute, 64 rows each; one more loads
 constexpr int kThreads = (kConsumers + 1) * 128;
-constexpr int kTileQ = kConsumers * 64;
+constexpr int kPartQ = 64;   // queries of a warpgroup, each a row
+constexpr int kTileQ = kConsumers * kPartQ;
 constexpr int kTileK = 80;   // keys of a step
 constexpr int kStages = 2;   // tiles of K, and of V, that shared memory holds at once
 constexpr float kScoreToLog2 = 0.127517432f;   // scale * log2(e): probabilities are powers of 2
@@ -54,10 +57,11 @@ constexpr float kMostReference = 131568024.0f;   // whose product with kScoreToL
 // columns side by side, as wide as TMA swizzles them: 16-byte chunks of a row exchanged within a panel.
 constexpr int kHeadPanel = 64;    // columns of Q and K
 constexpr int kValuePanel = 64;   // columns of V and the output
-constexpr int kQueryBytes = 64 * kHeadDimPadded * 2;   // of a warpgroup
-constexpr int kOutputBytes = 64 * kValueDimPadded * 2;
-constexpr int kKeyBytes = kTileK * kHeadDimPadded * 2;
-constexpr int kValueBytes = kTileK * kValueDimPadded * 2;
+constexpr int kElementBytes = sizeof(Element);
+constexpr int kQueryBytes = 64 * kHeadDimPadded * kElementBytes;   // of a warpgroup
+constexpr int kOutputBytes = 64 * kValueDimPadded * kElementBytes;
+constexpr int kKeyBytes = kTileK * kHeadDimPadded * kElementBytes;
+constexpr int kValueBytes = kTileK * kValueDimPadded * kElementBytes;
 constexpr int kRowsBytes = kQueryBytes + kOutputBytes;
 constexpr int kKeyOffset = kConsumers * kRowsBytes;
 constexpr int kValueOffset = (kKeyOffset + kStages * kKeyBytes + 1023) / 1024 * 1024;   // where a swizzle begins
@@ -342,7 +346,7 @@ __device__ __forceinline__ void load_rows(unsigned tile, const TensorMap& map, u
                                           int batch) {
 #pragma unroll 1   // this thread has few registers
   for (int column = 0; column < kColumns; column += kPanel) {
-    tma_load_4d(tile + column * kRows * 2, map, barrier, column, first_row, head, batch);
+    tma_load_4d(tile + column * kRows * kElementBytes, map, barrier, column, first_row, head, batch);
   }
 }
 
@@ -351,7 +355,7 @@ template <int kColumns, int kPanel>
 __device__ __forceinline__ void load_stage(unsigned tile, const TensorMap& map, unsigned empty, unsigned full, int use,
                                            int first_key, int head, int batch) {
   mbarrier_wait(empty, Barriers::parity(use) ^ 1);
-  mbarrier_expect_bytes(full, kTileK * kColumns * 2);
+  mbarrier_expect_bytes(full, kTileK * kColumns * kElementBytes);
   load_rows<kTileK, kColumns, kPanel>(tile, map, full, first_key, head, batch);
 }
 
@@ -374,7 +378,8 @@ __device__ __forceinline__ void store_rows(const float (&output)[kValueDimPadded
   if (lane == 0 && exist) {
 #pragma unroll
     for (int column = 0; column < kValueDimPadded; column += kValuePanel) {
-      tma_store_4d(map, tile + (column * 64 + warp_row * kValuePanel) * 2, column, query, head, batch);
+      const unsigned source = tile + (column * 64 + warp_row * kValuePanel) * kElementBytes;
+      tma_store_4d(map, source, column, query, head, batch);
     }
     bulk_commit();
   }
@@ -382,7 +387,7 @@ __device__ __forceinline__ void store_rows(const float (&output)[kValueDimPadded
 
 // Starts scores = Q * K^T of a warpgroup's rows: `queries` and `keys` are where they begin in shared memory.
 __device__ __forceinline__ void start_scores(float (&scores)[kTileK / 2], unsigned queries, unsigned keys) {
-  constexpr int kSwizzle = kHeadPanel * 2;
+  constexpr int kSwizzle = kHeadPanel * kElementBytes;
   order_registers(scores);
   wgmma_fence();
   const unsigned long long a = matrix_descriptor<kSwizzle>(queries, 16, 8 * kSwizzle);
@@ -390,8 +395,8 @@ __device__ __forceinline__ void start_scores(float (&scores)[kTileK / 2], unsign
 #pragma unroll
   for (int depth = 0; depth < kHeadDimPadded; depth += 16) {
     const int panel = depth / kHeadPanel, column = depth % kHeadPanel;   // descriptors count in 16 bytes
-    wgmma_shared_bf16<kTileK, false>(scores, a + (panel * 64 * kSwizzle + column * 2) / 16,
-                                    b + (panel * kTileK * kSwizzle + column * 2) / 16, depth > 0);
+    wgmma_shared_bf16<kTileK, false>(scores, a + (panel * 64 * kSwizzle + column * kElementBytes) / 16,
+                                    b + (panel * kTileK * kSwizzle + column * kElementBytes) / 16, depth > 0);
   }
   wgmma_commit();
 }
@@ -399,7 +404,7 @@ __device__ __forceinline__ void start_scores(float (&scores)[kTileK / 2], unsign
 // Starts output += P * V; the rows of V, which begin at `values` in shared memory, run along the depth.
 __device__ __forceinline__ void start_output(float (&output)[kValueDimPadded / 2],
                                              const unsigned (&probabilities)[kTileK / 16][4], unsigned values) {
-  constexpr int kSwizzle = kValuePanel * 2;
+  constexpr int kSwizzle = kValuePanel * kElementBytes;
   order_registers(output);
   wgmma_fence();
   const unsigned long long b = matrix_descriptor<kSwizzle>(values, kTileK * kSwizzle, 8 * kSwizzle);
@@ -417,6 +422,12 @@ __device__ __forceinline__ void await_product(float (&product)[kCount]) {
   order_registers(product);
 }
 
+// Multiplies the output's rows.
+__device__ __forceinline__ void rescale(float (&output)[kValueDimPadded / 2], const float (&factor)[2]) {
+#pragma unroll
+  for (int n = 0; n < kValueDimPadded / 2; ++n) output[n] *= factor[n / 2 % 2];
+}
+
 // The largest score of row r, 0 or 1, of this lane's two.
 __device__ __forceinline__ float row_maximum(const float (&scores)[kTileK / 2], int r) {
   float even = scores[2 * r], odd = scores[2 * r + 1];   // two chains of operations, half as long
@@ -426,12 +437,6 @@ __device__ __forceinline__ float row_maximum(const float (&scores)[kTileK / 2], 
     odd = fmaxf(odd, scores[n + 1]);
   }
   return quad_max(fmaxf(even, odd));
-}
-
-// Multiplies the output's rows.
-__device__ __forceinline__ void rescale(float (&output)[kValueDimPadded / 2], const float (&factor)[2]) {
-#pragma unroll
-  for (int n = 0; n < kValueDimPadded / 2; ++n) output[n] *= factor[n / 2 % 2];
 }
 
 // A row's running state: the reference that its probabilities are relative to, and this lane's share of their sum.
@@ -486,7 +491,7 @@ __device__ __forceinline__ Work work_of(int index, const ForwardArguments& argum
   const int first_head = index / section_tiles * arguments.section, rest = index % section_tiles;
   const int heads = min(arguments.section, arguments.heads - first_head);
   const int tile = arguments.tiles_q - 1 - rest / heads;
-  const int first_query = tile * kTileQ - (arguments.tiles_q * kTileQ - arguments.len_q) / 64 * 64;
+  const int first_query = tile * kTileQ - (arguments.tiles_q * kTileQ - arguments.len_q) / kPartQ * kPartQ;
   const int head = first_head + rest % heads;   // of all batches
   return {first_query, head % arguments.heads_q, head / arguments.heads_q, kTileQ};
 }
@@ -541,7 +546,7 @@ __device__ __forceinline__ void load_tiles(unsigned shared, const Barriers& barr
     mbarrier_expect_bytes(barriers.queries_full(), tiles.count > 0 ? kConsumers * kQueryBytes : 0);
     for (int group = 0; group < kConsumers && tiles.count > 0; ++group) {
       load_rows<64, kHeadDimPadded, kHeadPanel>(shared + group * kRowsBytes, arguments.q_map, barriers.queries_full(),
-                                                work.first_query + group * 64, work.head, work.batch);
+                                                work.first_query + group * kPartQ, work.head, work.batch);
     }
     for (int step = 0; step < tiles.count; ++step) {
       if (step + 1 < tiles.count) load_keys(step + 1);
@@ -569,8 +574,7 @@ __device__ __forceinline__ void finish_scores(float (&scores)[kTileK / 2], const
   if (!tiles.full(step)) {
 #pragma unroll
     for (int n = 0; n < kTileK / 2; ++n) {
-      const int q = position.query + n / 2 % 2 * 8;
-      const int k = first_key + position.key + n / 4 * 8 + n % 2;
+      const int q = position.query + n / 2 % 2 * 8, k = first_key + position.key + n / 4 * 8 + n % 2;
       scores[n] = may_attend(q, k, arguments) ? scores[n] : minus_infinity();
     }
   }
@@ -669,7 +673,7 @@ struct Steps { int first, last; };
 
 __device__ __forceinline__ Steps own_steps(KeyTiles& tiles, const Work& work, int warpgroup,
                                            const ForwardArguments& arguments) {
-  const Work part = {work.first_query + warpgroup * 64, work.head, work.batch, 64};
+  const Work part = {work.first_query + warpgroup * kPartQ, work.head, work.batch, kPartQ};
   const KeyTiles own = key_tiles_of(part, arguments);
   tiles.full_begin = own.full_begin;
   tiles.full_end = own.full_end;
@@ -678,8 +682,8 @@ __device__ __forceinline__ Steps own_steps(KeyTiles& tiles, const Work& work, in
   return {max(own.begin - tiles.begin, 0), min(own.begin - tiles.begin + own.count, tiles.count)};
 }
 
-// What a computing warpgroup does for its 64 queries of each tile. The scores of the next step and P * V of this one run
-// on the tensor cores one after the other, beside the softmax of another warpgroup.
+// What a computing warpgroup does for its 64 rows of each tile. The scores of the next step and P * V of this one run on
+// the tensor cores one after the other, beside the softmax of another warpgroup.
 __device__ __forceinline__ void attend(int warpgroup, unsigned shared, const Barriers& barriers,
                                        const ForwardArguments& arguments) {
   const int lane = threadIdx.x % 32, warp_row = warpgroup * 64 + threadIdx.x / 32 % 4 * 16;
@@ -691,30 +695,30 @@ __device__ __forceinline__ void attend(int warpgroup, unsigned shared, const Bar
     if (index >= arguments.tiles) break;
     const Work work = work_of(index, arguments);
     KeyTiles tiles = key_tiles_of(work, arguments);
-    const Steps steps = own_steps(tiles, work, warpgroup, arguments);
+    const auto [first, last] = own_steps(tiles, work, warpgroup, arguments);
     const Position position = {work.batch, work.head, work.first_query + warp_row + lane / 4, lane % 4 * 2};
     float output[kValueDimPadded / 2] = {}, scores[kTileK / 2];
     unsigned probabilities[kTileK / 16][4];
     RowState rows[2];
     bool steady = false;
 
-    for (int step = 0; step < steps.first; ++step) pass_by(use++, barriers);
-    if (steps.first < steps.last) {
+    for (int step = 0; step < first; ++step) pass_by(use++, barriers);
+    if (first < last) {
       mbarrier_wait(barriers.keys_full(use), barriers.parity(use));
       start_scores(scores, queries, keys_at(shared, use));
       await_product<0>(scores);
       release(barriers.keys_empty(use));
-      if (steps.first + 1 == steps.last) release(barriers.queries_empty());
-      finish_scores(scores, position, tiles, steps.first, arguments);
+      if (first + 1 == last) release(barriers.queries_empty());
+      finish_scores(scores, position, tiles, first, arguments);
       softmax(probabilities, output, rows, steady, scores);
-      for (int step = steps.first + 1; step < steps.last; ++step, ++use) {
+      for (int step = first + 1; step < last; ++step, ++use) {
         mbarrier_wait(barriers.keys_full(use + 1), barriers.parity(use + 1));
         start_scores(scores, queries, keys_at(shared, use + 1));
         mbarrier_wait(barriers.values_full(use), barriers.parity(use));
         start_output(output, probabilities, values_at(shared, use));
         await_product<1>(scores);
         release(barriers.keys_empty(use + 1));
-        if (step + 1 == steps.last) release(barriers.queries_empty());
+        if (step + 1 == last) release(barriers.queries_empty());
         finish_scores(scores, position, tiles, step, arguments);
         await_product<0>(output);
         release(barriers.values_empty(use));
@@ -728,7 +732,7 @@ __device__ __forceinline__ void attend(int warpgroup, unsigned shared, const Bar
       __syncwarp();   // the whole warp has seen this use of Q
       release(barriers.queries_empty());
     }
-    for (int step = steps.last; step < tiles.count; ++step) pass_by(use++, barriers);
+    for (int step = last; step < tiles.count; ++step) pass_by(use++, barriers);
     write_rows(output, rows, queries + kQueryBytes, position, arguments);
   }
   if (lane == 0) bulk_wait_read<0>();   // shared memory goes with the block

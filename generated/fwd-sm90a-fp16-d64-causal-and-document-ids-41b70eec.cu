@@ -6,6 +6,8 @@
 // dims     head 64, value 64; float16, accumulated in float32; heads_q a multiple of heads_kv
 // target   sm_90a, family hopper
 // plan     128 queries x 128 keys, 2 warpgroup(s) of 240 registers that take turns, 2 stage(s) of K and V, 98392 bytes of shared memory
+// method   online softmax (Milakov and Gimelshein 2018; Dao 2023, algorithm 1): reference is the paper's m, which may lag; sum is its l
+//          a warpgroup loads; the others overlap products with softmax (Shah et al. 2024, algorithm 2)
 // FLOPs    256 * batch * heads_q * len_q * len_k * (share of tiles visited)
 // HBM      2 * batch * (heads_q * len_q * 128 + heads_kv * len_k * 128) bytes, at least; + 4 * batch * heads_q * len_q for the LSE
 //
@@ -52,9 +54,10 @@ constexpr int kHeadDim = 64;
 constexpr int kValueDim = 64;
 constexpr int kHeadDimPadded = 64;   // a multiple of the depth of a wgmma; zeros beyond kHeadDim
 constexpr int kValueDimPadded = 64;
-constexpr int kConsumers = 2;   // warpgroups that compute, 64 queries each; one more loads
+constexpr int kConsumers = 2;   // warpgroups that compute, 64 rows each; one more loads
 constexpr int kThreads = (kConsumers + 1) * 128;
-constexpr int kTileQ = kConsumers * 64;
+constexpr int kPartQ = 64;   // queries of a warpgroup, each a row
+constexpr int kTileQ = kConsumers * kPartQ;
 constexpr int kTileK = 128;   // keys of a step
 constexpr int kStages = 2;   // tiles of K, and of V, that shared memory holds at once
 constexpr float kScoreToLog2 = 0.180336878f;   // scale * log2(e): probabilities are powers of 2
@@ -65,10 +68,11 @@ constexpr float kMostReference = 93032640.0f;   // whose product with kScoreToLo
 // columns side by side, as wide as TMA swizzles them: 16-byte chunks of a row exchanged within a panel.
 constexpr int kHeadPanel = 64;    // columns of Q and K
 constexpr int kValuePanel = 64;   // columns of V and the output
-constexpr int kQueryBytes = 64 * kHeadDimPadded * 2;   // of a warpgroup
-constexpr int kOutputBytes = 64 * kValueDimPadded * 2;
-constexpr int kKeyBytes = kTileK * kHeadDimPadded * 2;
-constexpr int kValueBytes = kTileK * kValueDimPadded * 2;
+constexpr int kElementBytes = sizeof(Element);
+constexpr int kQueryBytes = 64 * kHeadDimPadded * kElementBytes;   // of a warpgroup
+constexpr int kOutputBytes = 64 * kValueDimPadded * kElementBytes;
+constexpr int kKeyBytes = kTileK * kHeadDimPadded * kElementBytes;
+constexpr int kValueBytes = kTileK * kValueDimPadded * kElementBytes;
 constexpr int kRowsBytes = kQueryBytes + kOutputBytes;
 constexpr int kKeyOffset = kConsumers * kRowsBytes;
 constexpr int kValueOffset = (kKeyOffset + kStages * kKeyBytes + 1023) / 1024 * 1024;   // where a swizzle begins
@@ -360,7 +364,7 @@ __device__ __forceinline__ void load_rows(unsigned tile, const TensorMap& map, u
                                           int batch) {
 #pragma unroll 1   // this thread has few registers
   for (int column = 0; column < kColumns; column += kPanel) {
-    tma_load_4d(tile + column * kRows * 2, map, barrier, column, first_row, head, batch);
+    tma_load_4d(tile + column * kRows * kElementBytes, map, barrier, column, first_row, head, batch);
   }
 }
 
@@ -369,7 +373,7 @@ template <int kColumns, int kPanel>
 __device__ __forceinline__ void load_stage(unsigned tile, const TensorMap& map, unsigned empty, unsigned full, int use,
                                            int first_key, int head, int batch) {
   mbarrier_wait(empty, Barriers::parity(use) ^ 1);
-  mbarrier_expect_bytes(full, kTileK * kColumns * 2);
+  mbarrier_expect_bytes(full, kTileK * kColumns * kElementBytes);
   load_rows<kTileK, kColumns, kPanel>(tile, map, full, first_key, head, batch);
 }
 
@@ -392,7 +396,8 @@ __device__ __forceinline__ void store_rows(const float (&output)[kValueDimPadded
   if (lane == 0 && exist) {
 #pragma unroll
     for (int column = 0; column < kValueDimPadded; column += kValuePanel) {
-      tma_store_4d(map, tile + (column * 64 + warp_row * kValuePanel) * 2, column, query, head, batch);
+      const unsigned source = tile + (column * 64 + warp_row * kValuePanel) * kElementBytes;
+      tma_store_4d(map, source, column, query, head, batch);
     }
     bulk_commit();
   }
@@ -400,7 +405,7 @@ __device__ __forceinline__ void store_rows(const float (&output)[kValueDimPadded
 
 // Starts scores = Q * K^T of a warpgroup's rows: `queries` and `keys` are where they begin in shared memory.
 __device__ __forceinline__ void start_scores(float (&scores)[kTileK / 2], unsigned queries, unsigned keys) {
-  constexpr int kSwizzle = kHeadPanel * 2;
+  constexpr int kSwizzle = kHeadPanel * kElementBytes;
   order_registers(scores);
   wgmma_fence();
   const unsigned long long a = matrix_descriptor<kSwizzle>(queries, 16, 8 * kSwizzle);
@@ -408,8 +413,8 @@ __device__ __forceinline__ void start_scores(float (&scores)[kTileK / 2], unsign
 #pragma unroll
   for (int depth = 0; depth < kHeadDimPadded; depth += 16) {
     const int panel = depth / kHeadPanel, column = depth % kHeadPanel;   // descriptors count in 16 bytes
-    wgmma_shared_f16<kTileK, false>(scores, a + (panel * 64 * kSwizzle + column * 2) / 16,
-                                    b + (panel * kTileK * kSwizzle + column * 2) / 16, depth > 0);
+    wgmma_shared_f16<kTileK, false>(scores, a + (panel * 64 * kSwizzle + column * kElementBytes) / 16,
+                                    b + (panel * kTileK * kSwizzle + column * kElementBytes) / 16, depth > 0);
   }
   wgmma_commit();
 }
@@ -417,7 +422,7 @@ __device__ __forceinline__ void start_scores(float (&scores)[kTileK / 2], unsign
 // Starts output += P * V; the rows of V, which begin at `values` in shared memory, run along the depth.
 __device__ __forceinline__ void start_output(float (&output)[kValueDimPadded / 2],
                                              const unsigned (&probabilities)[kTileK / 16][4], unsigned values) {
-  constexpr int kSwizzle = kValuePanel * 2;
+  constexpr int kSwizzle = kValuePanel * kElementBytes;
   order_registers(output);
   wgmma_fence();
   const unsigned long long b = matrix_descriptor<kSwizzle>(values, kTileK * kSwizzle, 8 * kSwizzle);
@@ -435,6 +440,12 @@ __device__ __forceinline__ void await_product(float (&product)[kCount]) {
   order_registers(product);
 }
 
+// Multiplies the output's rows.
+__device__ __forceinline__ void rescale(float (&output)[kValueDimPadded / 2], const float (&factor)[2]) {
+#pragma unroll
+  for (int n = 0; n < kValueDimPadded / 2; ++n) output[n] *= factor[n / 2 % 2];
+}
+
 // The largest score of row r, 0 or 1, of this lane's two.
 __device__ __forceinline__ float row_maximum(const float (&scores)[kTileK / 2], int r) {
   float even = scores[2 * r], odd = scores[2 * r + 1];   // two chains of operations, half as long
@@ -444,12 +455,6 @@ __device__ __forceinline__ float row_maximum(const float (&scores)[kTileK / 2], 
     odd = fmaxf(odd, scores[n + 1]);
   }
   return quad_max(fmaxf(even, odd));
-}
-
-// Multiplies the output's rows.
-__device__ __forceinline__ void rescale(float (&output)[kValueDimPadded / 2], const float (&factor)[2]) {
-#pragma unroll
-  for (int n = 0; n < kValueDimPadded / 2; ++n) output[n] *= factor[n / 2 % 2];
 }
 
 // A row's running state: the reference that its probabilities are relative to, and this lane's share of their sum.
@@ -559,7 +564,7 @@ __device__ __forceinline__ void load_tiles(unsigned shared, const Barriers& barr
     mbarrier_expect_bytes(barriers.queries_full(), tiles.count > 0 ? kConsumers * kQueryBytes : 0);
     for (int group = 0; group < kConsumers && tiles.count > 0; ++group) {
       load_rows<64, kHeadDimPadded, kHeadPanel>(shared + group * kRowsBytes, arguments.q_map, barriers.queries_full(),
-                                                work.first_query + group * 64, work.head, work.batch);
+                                                work.first_query + group * kPartQ, work.head, work.batch);
     }
     for (int step = 0; step < tiles.count; ++step) {
       if (step + 1 < tiles.count) load_keys(step + 1);
@@ -587,8 +592,7 @@ __device__ __forceinline__ void finish_scores(float (&scores)[kTileK / 2], const
   if (!tiles.full(step)) {
 #pragma unroll
     for (int n = 0; n < kTileK / 2; ++n) {
-      const int q = position.query + n / 2 % 2 * 8;
-      const int k = first_key + position.key + n / 4 * 8 + n % 2;
+      const int q = position.query + n / 2 % 2 * 8, k = first_key + position.key + n / 4 * 8 + n % 2;
       scores[n] = may_attend(q, k, arguments) ? scores[n] : minus_infinity();
     }
   }
@@ -681,8 +685,8 @@ __device__ __forceinline__ void write_rows(float (&output)[kValueDimPadded / 2],
   }
 }
 
-// What a computing warpgroup does for its 64 queries of each tile. The scores of the next step and P * V of this one run
-// on the tensor cores one after the other, beside the softmax of another warpgroup; they take turns in starting them.
+// What a computing warpgroup does for its 64 rows of each tile. The scores of the next step and P * V of this one run on
+// the tensor cores one after the other, beside the softmax of another warpgroup; they take turns in starting them.
 __device__ __forceinline__ void attend(int warpgroup, unsigned shared, const Barriers& barriers,
                                        const ForwardArguments& arguments) {
   const int lane = threadIdx.x % 32, warp_row = warpgroup * 64 + threadIdx.x / 32 % 4 * 16;
@@ -694,6 +698,7 @@ __device__ __forceinline__ void attend(int warpgroup, unsigned shared, const Bar
     if (index >= arguments.tiles) break;
     const Work work = work_of(index, arguments);
     const KeyTiles tiles = key_tiles_of(work, arguments);
+    const int first = 0, last = tiles.count;   // steps
     const Position position = {work.batch, work.head, work.first_query + warp_row + lane / 4, lane % 4 * 2};
     float output[kValueDimPadded / 2] = {}, scores[kTileK / 2];
     unsigned probabilities[kTileK / 16][4];
@@ -701,15 +706,15 @@ __device__ __forceinline__ void attend(int warpgroup, unsigned shared, const Bar
     bool steady = false;
 
     if (warpgroup == kConsumers - 1) pass_turn(warpgroup, tiles.count <= 1);   // the first turn is warpgroup 0's
-    if (tiles.count > 0) {
+    if (first < last) {
       mbarrier_wait(barriers.keys_full(use), barriers.parity(use));
       start_scores(scores, queries, keys_at(shared, use));
       await_product<0>(scores);
       release(barriers.keys_empty(use));
-      if (tiles.count == 1) release(barriers.queries_empty());
-      finish_scores(scores, position, tiles, 0, arguments);
+      if (first + 1 == last) release(barriers.queries_empty());
+      finish_scores(scores, position, tiles, first, arguments);
       softmax(probabilities, output, rows, steady, scores);
-      for (int step = 1; step < tiles.count; ++step, ++use) {
+      for (int step = first + 1; step < last; ++step, ++use) {
         mbarrier_wait(barriers.keys_full(use + 1), barriers.parity(use + 1));
         take_turn(warpgroup);
         start_scores(scores, queries, keys_at(shared, use + 1));
@@ -718,7 +723,7 @@ __device__ __forceinline__ void attend(int warpgroup, unsigned shared, const Bar
         pass_turn(warpgroup, step + 1 == tiles.count);
         await_product<1>(scores);
         release(barriers.keys_empty(use + 1));
-        if (step + 1 == tiles.count) release(barriers.queries_empty());
+        if (step + 1 == last) release(barriers.queries_empty());
         finish_scores(scores, position, tiles, step, arguments);
         await_product<0>(output);
         release(barriers.values_empty(use));
