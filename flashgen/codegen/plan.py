@@ -9,39 +9,32 @@ from flashgen.language.spec import AttentionSpec
 
 
 class Plan(Protocol):
-    """How a forward kernel divides its work: a frozen dataclass of each family, chosen by spec and target."""
+    """How a forward kernel divides its work: a frozen dataclass of each family, chosen by spec and target.
+
+    Attributes:
+        tile_q, tile_k: queries of a tile, keys of a step. stages: tiles of K, and of V, that shared memory holds.
+        blocks: thread blocks that should fit on a multiprocessor. threads: of a block.
+        packed_heads: query heads that are rows of one tile.
+        register_budget: registers that a thread which computes may have.
+    """
 
     __dataclass_fields__: ClassVar[dict[str, Any]]
 
+    @property
+    def tile_q(self) -> int: ...
+    @property
+    def tile_k(self) -> int: ...
+    @property
+    def stages(self) -> int: ...
+    @property
+    def blocks(self) -> int: ...
+    @property
+    def threads(self) -> int: ...
+    @property
+    def packed_heads(self) -> int: ...
+    @property
+    def register_budget(self) -> int: ...
     def __hash__(self) -> int: ...
-
-    @property
-    def tile_q(self) -> int:
-        """Queries of a tile."""
-
-    @property
-    def tile_k(self) -> int:
-        """Keys of a step."""
-
-    @property
-    def stages(self) -> int:
-        """Tiles of K, and of V, that shared memory holds at once."""
-
-    @property
-    def blocks(self) -> int:
-        """Thread blocks that should fit on a multiprocessor."""
-
-    @property
-    def packed_heads(self) -> int:
-        """Query heads that are rows of one tile."""
-
-    @property
-    def threads(self) -> int:
-        """Threads of a block."""
-
-    @property
-    def register_budget(self) -> int:
-        """Registers that a thread which computes may have."""
 
     def registers(self, spec: AttentionSpec) -> int:
         """Registers of a thread that computes, by estimate."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import sympy
 
 from flashgen.codegen.arguments import ELEMENT_TYPES, member_name
-from flashgen.codegen.expressions.derivative_text import ScoreGradient, score_gradient
+from flashgen.codegen.expressions.derivative_text import ScoreGradient
 from flashgen.codegen.expressions.function_text import FunctionText, indices_in
 from flashgen.codegen.expressions.printer import C_TYPES, statements
 from flashgen.codegen.expressions.scale_folding import folded_products
@@ -64,12 +64,6 @@ def variant_of(spec: AttentionSpec, score: bool = True) -> Variant:
     return Variant(
         score_text, mask_text, tuple(_array(capture) for capture in captures_read(spec, score) if capture.ndim)
     )
-
-
-def backward_variant_of(spec: AttentionSpec, with_gathers: bool = True) -> Variant:
-    """The texts of a spec for a kernel of the backward pass; `with_gathers` if it adds up gradients of captures."""
-    forward = variant_of(spec)
-    return Variant(None, forward.mask, forward.arrays, score_gradient(spec, with_gathers))
 
 
 def captures_read(spec: AttentionSpec, score: bool = True) -> tuple[Capture, ...]:

@@ -18,7 +18,7 @@ from flashgen.codegen.arguments import ArgumentLayout, Field, capture_fields, or
 from flashgen.codegen.environment import environment, primitives_for, tidy
 from flashgen.codegen.expressions.derivative_text import ScoreGradient, score_gradient
 from flashgen.codegen.targets import TARGETS
-from flashgen.codegen.variant import backward_variant_of, captures_read
+from flashgen.codegen.variant import Variant, captures_read, variant_of
 from flashgen.language.evaluate import evaluate
 from flashgen.language.operations import BATCH, HEAD, INDICES, KEY, LEN_K, LEN_Q, QUERY, SCORE, Load
 from flashgen.runtime import emulator
@@ -28,6 +28,12 @@ SLOPES = fg.Tensor("slopes", "float32", 1, grad=True)
 TABLE = fg.Tensor("table", "float16", 2, grad=True)
 IDS = fg.Tensor("ids", "int32", 1)
 CAP = fg.Scalar("cap", "float32")
+
+
+def backward_variant(spec: fg.AttentionSpec, with_gathers: bool = True) -> Variant:
+    """The spec's text with the derivatives in place of the score function."""
+    forward = variant_of(spec)
+    return Variant(None, forward.mask, forward.arrays, score_gradient(spec, with_gathers))
 
 
 def everything(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
@@ -60,7 +66,7 @@ def gradient_of(name: str) -> ScoreGradient:
 def rendered(name: str, **options: Any) -> str:
     spec = fg.AttentionSpec(64, scale=SCALE, score=SCORES[name])
     template = environment().get_template("variant.cuh.jinja")
-    return tidy(template.render(struct=STRUCT, variant=backward_variant_of(spec, **options), position=False))
+    return tidy(template.render(struct=STRUCT, variant=backward_variant(spec, **options), position=False))
 
 
 def test_softcap_computes_tanh_once_and_has_the_scale_in_its_constant() -> None:
@@ -188,7 +194,7 @@ def layout_of(spec: fg.AttentionSpec, gradient: ScoreGradient) -> ArgumentLayout
 
 def source_of(spec: fg.AttentionSpec) -> tuple[str, ArgumentLayout]:
     """A kernel of one thread a row, which writes all that the functions give."""
-    variant, templates = backward_variant_of(spec), environment()
+    variant, templates = backward_variant(spec), environment()
     gradient = variant.gradient
     assert gradient is not None
     layout = layout_of(spec, gradient)

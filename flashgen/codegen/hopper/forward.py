@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -9,27 +10,23 @@ import sympy
 
 from flashgen.analysis.closed_forms.inequalities import Q_FIRST, Q_LAST
 from flashgen.analysis.closed_forms.tile_ranges import key_range
-from flashgen.codegen.arguments import DROPOUT_FIELDS, LIST_FIELDS, ArgumentLayout, Field, capture_fields, ordered
+from flashgen.codegen.arguments import ArgumentLayout, Field
 from flashgen.codegen.assembly import (
     ENDS_OF_TILES,
     assemble,
     check_spec,
-    common_context,
     longest_last,
     suffix_of,
-    visited_tiles,
 )
-from flashgen.codegen.costs import forward_cost
-from flashgen.codegen.demand import divides_tiles
 from flashgen.codegen.expressions.function_text import DEVICE_NAMES, Names
+from flashgen.codegen.forward_kernel import forward_context, forward_kernel, forward_layout_of
 from flashgen.codegen.header import header
 from flashgen.codegen.hopper.measured_plans import choose_hopper_plan
 from flashgen.codegen.hopper.plans import HopperPlan, panel_columns
-from flashgen.codegen.rendered_kernel import Direction, RenderedKernel, entry_name, kernel_name
+from flashgen.codegen.rendered_kernel import RenderedKernel
 from flashgen.codegen.sizes import Sizes, ceil_div, least, most, reciprocal
 from flashgen.codegen.targets import Target
 from flashgen.codegen.tiling import ELEMENT_BYTES, padded
-from flashgen.codegen.variant import captures_read, variant_of
 from flashgen.language.operations import HEAD
 from flashgen.language.spec import AttentionSpec
 
@@ -56,8 +53,7 @@ def hopper_layout(spec: AttentionSpec, lists: bool, packed: bool = False) -> Arg
     fields.append(Field("int", "section", comment=f"{heads} that take turns with their tiles"))
     fields += [Field("int", name) for name in ("heads_q", "len_q", "len_k")]
     fields.append(Field("unsigned", "kv_reciprocal", comment=f"2^31 / {heads} per head of K and V, rounded up"))
-    fields += [*(LIST_FIELDS if lists else ()), *(DROPOUT_FIELDS if spec.dropout else ())]
-    return ordered(fields + capture_fields(captures_read(spec)))
+    return forward_layout_of(spec, fields, lists)
 
 
 def render_hopper(spec: AttentionSpec, target: Target, plan: HopperPlan | None = None) -> RenderedKernel:
@@ -65,51 +61,33 @@ def render_hopper(spec: AttentionSpec, target: Target, plan: HopperPlan | None =
     check_spec(spec, target)
     plan = plan or choose_hopper_plan(spec, target)
     plan.check(spec, target)
-    tiles, variant, struct = key_range(spec.mask.expression), variant_of(spec), "ForwardArguments"
-    entry, packed = entry_name("attention_forward", spec), plan.packed_heads > 1
-    layout = hopper_layout(spec, tiles is None, packed)
-    longest_first = longest_last(tiles)
-    context = common_context(spec, target, variant, struct, layout) | {
-        "plan": plan,
-        "entry": entry,
+    tiles, packed = key_range(spec.mask.expression), plan.packed_heads > 1
+    layout, longest_first = hopper_layout(spec, tiles is None, packed), longest_last(tiles)
+    ends = _ends_of_tiles(longest_first)
+    context = forward_context(spec, target, plan, layout, "scores[n]", _names(plan), ends) | {
         "header": header(spec, target, plan, _GRID, _METHOD),
-        "key_tiles": visited_tiles(tiles, struct, variant.mask is not None, ends=_ends_of_tiles(longest_first)),
-        "own_tiles": tiles is not None and variant.mask is not None,
+        "own_tiles": tiles is not None and spec.mask.expression != sympy.true,
         "head_panel": panel_columns(spec.head_dim),
         "value_panel": panel_columns(spec.value_dim),
-        "shared_bytes": plan.shared_bytes(spec),
         "drawn_steps": plan.drawn_steps(spec),
         "output_apart": plan.output_apart(spec),
-        "longest_first": longest_first,
         "packed": packed,
-        "score_operand": variant.score.of("scores[n]") if variant.score else "",
-        "score_call": variant.score.call(_names(plan)) if variant.score else "",
-        "divides_tiles": divides_tiles(spec, plan.tile_k),
-        "may_be_empty": variant.mask is not None or variant.score is not None,
         "suffix": suffix_of(spec),
     }
     sizes = {"shared_widths": [plan.tile_k], "shared_transposed": "false"}
     sizes |= {"register_widths": [padded(spec.value_dim)], "register_transposed": "true"}
-    source, name = assemble("hopper/forward.cu.jinja", context, target, sizes), kernel_name("fwd", target, spec)
-    name += f"-packed{plan.packed_heads}" if packed else ""
-    lists: Direction | None = "keys" if tiles is None else None
-    return RenderedKernel(
-        name,
-        entry,
-        source,
+    kernel = forward_kernel(
+        spec,
         target,
+        plan,
         layout,
-        plan.threads,
-        plan.shared_bytes(spec),
-        plan=plan,
-        role="forward",
-        cost=forward_cost(spec),
-        reads=lists,
+        assemble("hopper/forward.cu.jinja", context, target, sizes),
         boxes=_boxes(spec, plan),
         grid=lambda sizes: (most(least(_tiles(plan, sizes), sizes.multiprocessors), 1), 1, 1),
         values=partial(_values, spec, plan, longest_first),
         counts=lambda sizes: sizes.multiprocessors < _tiles(plan, sizes),
     )
+    return replace(kernel, name=f"{kernel.name}-packed{plan.packed_heads}") if packed else kernel
 
 
 def _packs(plan: HopperPlan, sizes: Sizes) -> Any:

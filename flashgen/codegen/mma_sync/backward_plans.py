@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import ClassVar, TypeVar
 
 from flashgen.analysis.closed_forms.inequalities import K_FIRST, K_LAST
 from flashgen.analysis.closed_forms.tile_ranges import query_range
@@ -28,15 +28,14 @@ AnyPlan = TypeVar("AnyPlan", "BackwardPlan", "QueriesPlan")
 
 
 @dataclass(frozen=True)
-class BackwardPlan:
-    """The plan of the kernel whose blocks walk the queries of a tile of keys.
+class _WalkPlan:
+    """How a block that owns a tile of one side walks along the other.
 
     Attributes:
-        tile_q: queries of a step.
-        tile_k: keys of a block.
+        tile_q, tile_k: queries and keys: of the block on the side that it owns, of a step on the other.
         warps: warps of a block.
-        split: warps that share the same keys, each with its part of the queries and of the columns of dK and dV.
-        stages: tiles of Q, and of dO, that shared memory holds at once.
+        split: warps that share the same rows, each with its part of the columns, and of those of the gradients.
+        stages: tiles of each array that is walked along, that shared memory holds at once.
         blocks: thread blocks that should fit on a multiprocessor, which caps their registers.
     """
 
@@ -46,6 +45,7 @@ class BackwardPlan:
     split: int = 1
     stages: int = 2
     blocks: int = 1
+    walked: ClassVar[str]
 
     @property
     def threads(self) -> int:
@@ -53,7 +53,18 @@ class BackwardPlan:
 
     def summary(self, shared_bytes: int) -> str:
         """What the kernel's header says of it."""
-        return _summary(self, "Q and dO", shared_bytes)
+        shared = f", {self.split} of which share rows" if self.split > 1 else ""
+        return (
+            f"{self.tile_q} queries x {self.tile_k} keys, {self.warps} warps{shared}, {self.stages} stage(s) of "
+            f"{self.walked}, {self.blocks} block(s) per multiprocessor, {shared_bytes} bytes of shared memory"
+        )
+
+
+@dataclass(frozen=True)
+class BackwardPlan(_WalkPlan):
+    """The plan of the kernel whose blocks walk the queries of a tile of keys; warps that share keys split dK and dV."""
+
+    walked = "Q and dO"
 
     def gradient_warps(self, spec: AttentionSpec) -> tuple[int, int]:
         """How many warps divide a tile of dQ along its rows, and along its columns: as many as find whole mma tiles.
@@ -90,32 +101,10 @@ class BackwardPlan:
 
 
 @dataclass(frozen=True)
-class QueriesPlan:
-    """The plan of the kernel whose blocks walk the keys of a tile of queries.
+class QueriesPlan(_WalkPlan):
+    """The plan of the kernel whose blocks walk the keys of a tile of queries; warps that share queries split dQ."""
 
-    Attributes:
-        tile_q: queries of a block.
-        tile_k: keys of a step.
-        warps: warps of a block.
-        split: warps that share the same queries, each with its part of the keys and of the columns of dQ.
-        stages: tiles of K, and of V, that shared memory holds at once.
-        blocks: thread blocks that should fit on a multiprocessor, which caps their registers.
-    """
-
-    tile_q: int
-    tile_k: int
-    warps: int
-    split: int = 1
-    stages: int = 2
-    blocks: int = 1
-
-    @property
-    def threads(self) -> int:
-        return self.warps * WARP
-
-    def summary(self, shared_bytes: int) -> str:
-        """What the kernel's header says of it."""
-        return _summary(self, "K and V", shared_bytes)
+    walked = "K and V"
 
     def shared_bytes(self, spec: AttentionSpec) -> int:
         """Dynamic shared memory of a block: Q and dO, the stages of K and V, dS if shared; dQ reuses Q's at the end."""
@@ -132,16 +121,8 @@ class QueriesPlan:
         return _problem(self, ("tile_q", self.tile_q), ("tile_k", self.tile_k), self.shared_bytes(spec), spec, target)
 
 
-def _summary(plan: BackwardPlan | QueriesPlan, held: str, shared_bytes: int) -> str:
-    shared = f", {plan.split} of which share rows" if plan.split > 1 else ""
-    return (
-        f"{plan.tile_q} queries x {plan.tile_k} keys, {plan.warps} warps{shared}, {plan.stages} stage(s) of {held}, "
-        f"{plan.blocks} block(s) per multiprocessor, {shared_bytes} bytes of shared memory"
-    )
-
-
 def _problem(
-    plan: BackwardPlan | QueriesPlan,
+    plan: _WalkPlan,
     rows: tuple[str, int],
     columns: tuple[str, int],
     shared_bytes: int,

@@ -1,0 +1,76 @@
+"""What the forward kernels of every family have alike: what their templates are told, and what their records say."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import sympy
+
+from flashgen.analysis.closed_forms.tile_ranges import key_range
+from flashgen.codegen.arguments import DROPOUT_FIELDS, LIST_FIELDS, ArgumentLayout, Field, capture_fields, ordered
+from flashgen.codegen.assembly import ENDS_OF_TILES, common_context, longest_last, visited_tiles
+from flashgen.codegen.costs import forward_cost
+from flashgen.codegen.demand import divides_tiles
+from flashgen.codegen.expressions.function_text import DEVICE_NAMES, Names
+from flashgen.codegen.plan import Plan
+from flashgen.codegen.rendered_kernel import RenderedKernel, entry_name, kernel_name
+from flashgen.codegen.targets import Target
+from flashgen.codegen.variant import captures_read, variant_of
+from flashgen.language.spec import AttentionSpec
+
+_STRUCT = "ForwardArguments"
+
+
+def forward_layout_of(spec: AttentionSpec, fields: list[Field], lists: bool) -> ArgumentLayout:
+    """The argument struct: a family's own fields, and those that lists, dropout and captures need."""
+    fields = [*fields, *(LIST_FIELDS if lists else ()), *(DROPOUT_FIELDS if spec.dropout else ())]
+    return ordered(fields + capture_fields(captures_read(spec)))
+
+
+def forward_context(
+    spec: AttentionSpec,
+    target: Target,
+    plan: Plan,
+    layout: ArgumentLayout,
+    score: str,
+    names: Names = DEVICE_NAMES,
+    ends: Mapping[sympy.Symbol, str] = ENDS_OF_TILES,
+) -> dict[str, Any]:
+    """What the template of a forward kernel is told, but for its header.
+
+    score: the text of a score where the score function is called, with `names` for its indices. ends: declarations of
+    the ends of a tile.
+    """
+    tiles, variant = key_range(spec.mask.expression), variant_of(spec)
+    return common_context(spec, target, variant, _STRUCT, layout) | {
+        "plan": plan,
+        "entry": entry_name("attention_forward", spec),
+        "key_tiles": visited_tiles(tiles, _STRUCT, variant.mask is not None, ends=ends),
+        "shared_bytes": plan.shared_bytes(spec),
+        "longest_first": longest_last(tiles),
+        "score_operand": variant.score.of(score) if variant.score else "",
+        "score_call": variant.score.call(names) if variant.score else "",
+        "divides_tiles": divides_tiles(spec, plan.tile_k),
+        "may_be_empty": variant.mask is not None or variant.score is not None,
+    }
+
+
+def forward_kernel(
+    spec: AttentionSpec, target: Target, plan: Plan, layout: ArgumentLayout, source: str, **launch: Any
+) -> RenderedKernel:
+    """The record of a forward kernel; `launch` is what it says of that."""
+    return RenderedKernel(
+        kernel_name("fwd", target, spec),
+        entry_name("attention_forward", spec),
+        source,
+        target,
+        layout,
+        plan.threads,
+        plan.shared_bytes(spec),
+        plan=plan,
+        role="forward",
+        cost=forward_cost(spec),
+        reads="keys" if key_range(spec.mask.expression) is None else None,
+        **launch,
+    )
