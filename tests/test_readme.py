@@ -16,6 +16,7 @@ from flashgen.cli.app import app
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+PAGES = ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md")
 FIRST_SPEC = ROOT / "examples" / "first_spec.py"
 LARGEST_PICTURE = 20_000  # bytes of a picture in the gallery
 
@@ -91,10 +92,15 @@ def test_the_gallery_is_drawn_from_its_script() -> None:
         assert len(svg) < LARGEST_PICTURE and f'"docs/{name}"' in README, name
 
 
-def test_links_and_pictures_exist() -> None:
-    for target in re.findall(r"\]\(([^)#:]+)\)|src=\"([^\"]+)\"", README):
+@pytest.mark.parametrize("page", PAGES)
+def test_links_pictures_and_paths_exist(page: str) -> None:
+    text = (ROOT / page).read_text(encoding="utf-8")
+    for target in re.findall(r"\]\(([^)#:]+)\)|src=\"([^\"]+)\"", text):
         path = next(part for part in target if part)
         assert (ROOT / path).exists(), path
+    for path in re.findall(r"`(\w+/[\w./]*)(?:::\w+)?`", text):
+        folders = [folder for folder in (ROOT, ROOT / "flashgen") if (folder / path.partition("/")[0]).is_dir()]
+        assert not folders or any((folder / path).exists() for folder in folders), path
 
 
 def test_every_command_of_the_readme_exists() -> None:
