@@ -21,6 +21,7 @@ COPIED = (
     "generated",
     "docs",
     "pyproject.toml",
+    "ARCHITECTURE.md",
     "README.md",
     "CONTRIBUTING.md",
 )
