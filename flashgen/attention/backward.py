@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -17,17 +16,17 @@ from flashgen.attention.gradients import (
     gradient_argument,
     gradient_shape,
 )
-from flashgen.attention.launches import Launch, Memory, captured_launch, launch_of, workspaces
+from flashgen.attention.launches import Memory
 from flashgen.attention.outputs import check_lse, output_strides
 from flashgen.attention.problem import Problem, problem_of
 from flashgen.attention.sharing import Sharing
+from flashgen.attention.stages import BuiltStages, PreparedStages
 from flashgen.attention.tile_lists import ListsLaunch
 from flashgen.codegen.arguments import capture_gradient, member_name, summed_gradient
-from flashgen.codegen.rendered_kernel import RenderedKernel
 from flashgen.codegen.stages import Kernels
 from flashgen.language.spec import AttentionSpec
-from flashgen.launch.engines import Arrays, Engine, Place
-from flashgen.runtime.arrays import View, give_back, of_graph
+from flashgen.launch.engines import Engine, Place
+from flashgen.runtime.arrays import View, give_back
 
 _IN_ROWS = frozenset(("q", "k", "v", "o", "d_o", "dq", "dk", "dv"))
 _Arrays = dict[str, Any]
@@ -37,14 +36,13 @@ _Arrays = dict[str, Any]
 class _Prepared:
     """Everything of a call that its shapes, strides, dtypes and device decide.
 
-    launches: by the roles of the kernels; none where there are no scores.
+    stages: None where there are no scores.
     """
 
     problem: Problem
     device: int
     gradients: Mapping[str, Memory]
-    workspaces: Mapping[str, Memory]
-    launches: Mapping[str, Launch]
+    stages: PreparedStages | None
     lists: Mapping[str, ListsLaunch]
     sharing: Sharing
 
@@ -56,16 +54,9 @@ class BackwardPass(Pass[_Prepared]):
 
     def __init__(self, spec: AttentionSpec, stages: Kernels, engine: Engine, prebuild: str) -> None:
         super().__init__(spec, engine, _IN_ROWS)
-        self._stages = stages
-        self._main = {role: kernel for role, kernel in stages.items() if not kernel.lists}
-        self._runners = {role: engine.runner(kernel, prebuild) for role, kernel in self._main.items()}
+        self.stages = BuiltStages(spec, stages, engine, prebuild)
         self._members = {capture.name: member_name(capture) for capture in differentiated(spec)}
         self.listers = BackwardListers.of(spec, stages, engine, prebuild)
-
-    @property
-    def kernels(self) -> tuple[RenderedKernel, ...]:
-        """The kernels that a call launches, in order."""
-        return tuple(self._stages.values())
 
     def _result_argument(self, name: str) -> str:
         return gradient_argument(name)
@@ -78,8 +69,8 @@ class BackwardPass(Pass[_Prepared]):
         for name, memory in prepared.gradients.items():
             if memory.zeroed:
                 self.engine.clear(made[name], place)
-        if prepared.launches:
-            self._launch(prepared, given, made, place)
+        if prepared.stages:
+            self._launch(prepared, prepared.stages, given, made, place)
         if results:
             return results
         return {name: give_back(self.engine.library(owners[name], name), array) for name, array in made.items()}
@@ -88,26 +79,22 @@ class BackwardPass(Pass[_Prepared]):
         """An array of the kind of `like`."""
         return self.engine.library(like, "an array").empty(memory.shape, memory.dtype, like)
 
-    def _launch(self, prepared: _Prepared, given: Given, gradients: Mapping[str, Any], place: Place) -> None:
-        """Everything on the call's stream. The workspaces go back to where they came from when this returns."""
+    def _launch(
+        self,
+        prepared: _Prepared,
+        stages: PreparedStages,
+        given: Given,
+        gradients: Mapping[str, Any],
+        place: Place,
+    ) -> None:
         arrays, library, numbers = given.arrays, given.library, given.numbers
-        own = of_graph(library, place.stream) if self.engine.is_captured(place) else library
-        work = {
-            name: own.empty(memory.shape, memory.dtype, arrays["q"]) for name, memory in prepared.workspaces.items()
-        }
-        for name, memory in prepared.workspaces.items():
-            if memory.zeroed:
-                self.engine.clear(work[name], place)
-        lists: Mapping[str, _Arrays] = {}
+        lists: Mapping[str, Mapping[str, Any]] = {}
         if self.listers and given.call.tile_lists is None:
             lists = self.listers.of_call(prepared.lists, prepared.problem, library, arrays, numbers, place)
         elif self.listers:
             lists = self.listers.check(given.call.tile_lists, prepared.problem, place)
-        everything = self.engine.located({**arrays, **self._pointers(gradients), **work}, given.addresses)
-        for role, runner in self._runners.items():
-            called = self._main[role].pointers
-            taken = _alike(everything, {name: everything[here] for name, here in called.items()} or everything)
-            runner.launch(prepared.launches[role], self._with_lists(taken, lists.get(role)), numbers, place)
+        everything = {**arrays, **self._pointers(gradients)}
+        self.stages.launch(stages, library, everything, given.addresses, numbers, place, lists)
 
     def _pointers(self, gradients: Mapping[str, Any]) -> _Arrays:
         """The gradients as the structs call them: a captured array's is where it is summed, if no kernel rounds it."""
@@ -115,10 +102,6 @@ class BackwardPass(Pass[_Prepared]):
         for capture in differentiated(self.spec):
             pointers[summed_gradient(capture)] = pointers[capture_gradient(capture)] = gradients[capture.name]
         return pointers
-
-    def _with_lists(self, arrays: Arrays, lists: _Arrays | None) -> Arrays:
-        """What a launch takes, `arrays` as located, and the lists that its kernel reads."""
-        return _alike(arrays, {**arrays, **self.engine.located(lists)}) if lists else arrays
 
     def _work_out(self, views: dict[str, View]) -> _Prepared:
         spec, device = self.spec, common_device(views)
@@ -137,17 +120,9 @@ class BackwardPass(Pass[_Prepared]):
         gradients = self._gradient_memory(problem, captured)
         sharing = self._sharing(views, [gradient_argument(name) for name in given])
         if not problem.has_scores:
-            return _Prepared(problem, device, gradients, {}, {}, {}, sharing)
-        launches = {role: self._launch_of(kernel, problem, captured) for role, kernel in self._main.items()}
-        memory = workspaces(self._main, problem, captured)
+            return _Prepared(problem, device, gradients, None, {}, sharing)
         lists = self.listers.prepare(problem, captured) if self.listers else {}
-        return _Prepared(problem, device, gradients, memory, launches, lists, sharing)
-
-    def _launch_of(self, kernel: RenderedKernel, problem: Problem, captured: Mapping[str, View]) -> Launch:
-        for space in kernel.workspaces:
-            if space.of_capture:
-                return captured_launch(kernel, self.spec, problem, math.prod(captured[space.of_capture].shape))
-        return launch_of(kernel, self.spec, problem, captured)
+        return _Prepared(problem, device, gradients, self.stages.prepare(problem, captured), lists, sharing)
 
     def _gradient_memory(self, problem: Problem, captured: Mapping[str, View]) -> dict[str, Memory]:
         """The gradients, by the names of `Gradients`. Zeroed where they are added to, or where nothing is written."""
@@ -156,15 +131,8 @@ class BackwardPass(Pass[_Prepared]):
             name: Memory(gradient_shape(self.spec, problem, name), self.spec.dtype, zeroed=not launched)
             for name in ROWS
         }
-        written = (
-            {called for kernel in self._main.values() for called in kernel.pointers.values()} if launched else set()
-        )
+        written = {called for kernel in self.stages.kernels.values() for called in kernel.pointers.values()}
         for capture in differentiated(self.spec):
-            zeroed = capture_gradient(capture) not in written
+            zeroed = not launched or capture_gradient(capture) not in written
             memory[capture.name] = Memory(captured[capture.name].shape, capture.dtype, zeroed)
         return memory
-
-
-def _alike(located: Arrays, entries: Arrays) -> Arrays:
-    """Entries of the kind of `located`: addresses on a GPU, arrays on the emulator."""
-    return entries if entries is located else type(located)(entries)  # type: ignore[call-arg]

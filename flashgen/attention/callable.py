@@ -16,10 +16,9 @@ from flashgen.attention.tile_lists import TileLister, TileLists, sizes_of
 from flashgen.attention.tuned_plans import TunedPlans
 from flashgen.build.cache import KernelCache
 from flashgen.build.resources import Resources
-from flashgen.codegen.families import render_forward
 from flashgen.codegen.plan import Plan
 from flashgen.codegen.rendered_kernel import RenderedKernel
-from flashgen.codegen.stages import Kernels, backward_kernels
+from flashgen.codegen.stages import Kernels, backward_kernels, forward_kernels
 from flashgen.codegen.targets import Target
 from flashgen.errors import ArgumentError
 from flashgen.language.operations import BATCH, HEAD
@@ -65,13 +64,15 @@ class Attention:
         """
         self.spec, self.target, self.engine, self.deterministic = spec, target, engine, deterministic
         self._given_backward_plan, self._edits = backward_plan, edits
-        self._kernel = edits.of("forward", render_forward(spec, target, plan))
+        kernels = forward_kernels(spec, target, plan=plan)
+        self._kernels = {role: edits.of(role, kernel) for role, kernel in kernels.items()}
+        self._kernel = self._kernels["forward"]
         own_plan = plan is None and not edits.of_the_forward
         follows = own_plan and (engine.measures or tuned is not None)
         tuned_plans = TunedPlans(self._kernel, tuned) if follows else None
         with edits.told():
             self._forward = ForwardPass(
-                spec, self._kernel, engine, self._prebuild("forward"), tuned_plans, packs=own_plan, edits=edits
+                spec, self._kernels, engine, self._prebuild("forward"), tuned_plans, packs=own_plan
             )
 
     def _prebuild(self, which: str) -> str:
@@ -112,7 +113,7 @@ class Attention:
     @property
     def kernels(self) -> tuple[RenderedKernel, ...]:
         """The kernels a call launches, in order."""
-        return (self._lister.kernel, self._kernel) if self._lister else (self._kernel,)
+        return tuple(self._kernels.values())
 
     @property
     def plan(self) -> Plan:

@@ -10,16 +10,15 @@ from weakref import WeakSet
 
 from flashgen.attention.call_pass import Given, Pass, common_device
 from flashgen.attention.captures import check_array
-from flashgen.attention.edits import NO_EDITS, Edits
 from flashgen.attention.kernel_choice import BuiltForward, KernelChoice
-from flashgen.attention.launches import Launch, launch_of
 from flashgen.attention.outputs import check_outputs
 from flashgen.attention.problem import Problem, problem_of
 from flashgen.attention.sharing import Sharing
+from flashgen.attention.stages import PreparedStages
 from flashgen.attention.tile_lists import ListsLaunch
 from flashgen.attention.tuned_plans import TunedPlans
 from flashgen.codegen.families import forward_family
-from flashgen.codegen.rendered_kernel import RenderedKernel
+from flashgen.codegen.stages import Kernels
 from flashgen.language.spec import AttentionSpec
 from flashgen.launch.engines import Engine, Place
 from flashgen.runtime.arrays import View, give_back
@@ -33,7 +32,7 @@ class _Prepared:
     output_shape: tuple[int, ...]
     device: int
     built: BuiltForward
-    forward: Launch
+    stages: PreparedStages
     lists: ListsLaunch | None
     sharing: Sharing
 
@@ -44,28 +43,27 @@ _TUNED_LOCK = threading.Lock()  # a set that grows cannot be gone through
 
 
 class ForwardPass(Pass[_Prepared]):
-    """The forward kernel of a spec, and the lister of its tiles where it reads lists.
+    """The forward kernels of a spec, and the lister of their tiles where they read lists.
 
     tuned: where plans are found that calls of some lengths take instead of the kernel's; None is the kernel's for all.
     packs: whether calls whose tiles that fills better take the packed form of a plan, where the family has one.
-    edits: of the lister's kernel; `kernel` is edited already where it is.
     """
 
     def __init__(
         self,
         spec: AttentionSpec,
-        kernel: RenderedKernel,
+        kernels: Kernels,
         engine: Engine,
         prebuild: str,
         tuned: TunedPlans | None = None,
         packs: bool = False,
-        edits: Edits = NO_EDITS,
     ) -> None:
         super().__init__(spec, engine, in_rows=frozenset(("q", "k", "v", "o")))
-        default = BuiltForward.of(spec, kernel, engine, prebuild, edits)
-        self.kernel, self.lister, self.listers = kernel, default.lister, default.lister
+        default = BuiltForward.of(spec, kernels, engine, prebuild)
+        self.kernels = kernels
+        self.kernel, self.lister, self.listers = default.kernel, default.lister, default.lister
         self.choice = KernelChoice(
-            spec, default, engine, tuned, forward_family(kernel.target).packing if packs else None
+            spec, default, engine, tuned, forward_family(self.kernel.target).packing if packs else None
         )
         if tuned:
             with _TUNED_LOCK:
@@ -90,17 +88,15 @@ class ForwardPass(Pass[_Prepared]):
 
     def _launch(self, prepared: _Prepared, given: Given, arrays: dict[str, Any]) -> None:
         place = Place(given.library.stream(arrays["q"]), prepared.device)
-        lister, lists = prepared.built.lister, given.call.tile_lists
+        lister, given_lists, lists = prepared.built.lister, given.call.tile_lists, {}
         if lister and prepared.lists:
-            arrays |= (
+            lists["forward"] = (
                 lister.of_call(prepared.lists, prepared.problem, given.library, arrays, given.numbers, place)
-                if lists is None
-                else lister.check(lists, prepared.problem, place)
+                if given_lists is None
+                else lister.check(given_lists, prepared.problem, place)
             )
-        if prepared.forward.counts:
-            arrays["next_tile"] = self.engine.counter(place)
-        located = self.engine.located(arrays, given.addresses)
-        prepared.built.runner.launch(prepared.forward, located, given.numbers, place)
+        stages = prepared.built.stages
+        stages.launch(prepared.stages, given.library, arrays, given.addresses, given.numbers, place, lists)
 
     def _work_out(self, views: dict[str, View]) -> _Prepared:
         device = common_device(views)
@@ -110,10 +106,10 @@ class ForwardPass(Pass[_Prepared]):
         for capture, _ in self._arrays:
             check_array(self.spec, capture, captured[capture.name], problem)
         built = self.built_for(problem, device)
-        forward = launch_of(built.kernel, self.spec, problem, captured)
+        stages = built.stages.prepare(problem, captured)
         lists = built.lister.prepare(problem, captured) if built.lister else None
         sharing = self._sharing(views, _RESULTS)
-        return _Prepared(problem, problem.output_shape(self.spec), device, built, forward, lists, sharing)
+        return _Prepared(problem, problem.output_shape(self.spec), device, built, stages, lists, sharing)
 
     def built_for(self, problem: Problem, device: int) -> BuiltForward:
         """The kernel that calls of these sizes run on a device."""

@@ -7,20 +7,20 @@ import shlex
 import warnings
 from dataclasses import dataclass
 
-from flashgen.attention.edits import NO_EDITS, Edits
 from flashgen.attention.problem import Problem
+from flashgen.attention.stages import BuiltStages
 from flashgen.attention.tile_lists import TileLister
 from flashgen.attention.tuned_plans import LengthClass, TunedPlan, TunedPlans
-from flashgen.codegen.families import default_plan, render_forward
+from flashgen.codegen.families import default_plan
 from flashgen.codegen.family import HeadPacking
 from flashgen.codegen.header import show_command
 from flashgen.codegen.plan import Plan
 from flashgen.codegen.rendered_kernel import RenderedKernel
-from flashgen.codegen.tile_list_kernel import render_lists
+from flashgen.codegen.stages import Kernels, forward_kernels
 from flashgen.codegen.workload import Workload
 from flashgen.errors import BuildError, FlashgenWarning, UnsupportedError
 from flashgen.language.spec import AttentionSpec
-from flashgen.launch.engines import Engine, Runner
+from flashgen.launch.engines import Engine
 from flashgen.runtime.gpu import Card
 from flashgen.runtime.remembered import Remembered
 
@@ -29,25 +29,21 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class BuiltForward:
-    """A forward kernel that is ready to run, and the lister of its tiles where it reads lists."""
+    """The stages of a forward pass, ready to run, and the lister of their tiles where they read lists."""
 
-    kernel: RenderedKernel
-    runner: Runner
+    stages: BuiltStages
     lister: TileLister | None
 
     @classmethod
-    def of(
-        cls, spec: AttentionSpec, kernel: RenderedKernel, engine: Engine, prebuild: str, edits: Edits = NO_EDITS
-    ) -> BuiltForward:
-        """BuildError where the kernel, or that which lists its tiles, can be neither found nor built.
+    def of(cls, spec: AttentionSpec, kernels: Kernels, engine: Engine, prebuild: str) -> BuiltForward:
+        """BuildError where a kernel can be neither found nor built."""
+        lister = TileLister(spec, kernels["lists"], engine, prebuild) if "lists" in kernels else None
+        return cls(BuiltStages(spec, kernels, engine, prebuild), lister)
 
-        edits: of the lister's kernel; `kernel` is edited already where it is.
-        """
-        lister = None
-        if kernel.reads:
-            lists = edits.of("lists", render_lists(spec, kernel.target, kernel.plan, kernel.reads))
-            lister = TileLister(spec, lists, engine, prebuild)
-        return cls(kernel, engine.runner(kernel, prebuild), lister)
+    @property
+    def kernel(self) -> RenderedKernel:
+        """The kernel that attends."""
+        return self.stages.kernels["forward"]
 
 
 class KernelChoice:
@@ -117,27 +113,27 @@ class KernelChoice:
     def _of_tuned(self, tuned: TunedPlan) -> BuiltForward:
         target, plan = self.default.kernel.target, tuned.plan
         try:
-            kernel = render_forward(self._spec, target, plan)
+            kernels = forward_kernels(self._spec, target, plan=plan)
         except UnsupportedError as error:
             _log.info("a tuned plan of an older version: %s", error)
             return self.default
-        if not tuned.describes(kernel):
+        if not tuned.describes(kernels["forward"]):
             _log.info("a tuned plan of an older version: %s is another kernel now", plan)
             return self.default
         prebuild = f"flashgen tune --target {target.name} {shlex.quote(self._spec.to_json())}"
-        made = self._built.get_or_make(plan, lambda: BuiltForward.of(self._spec, kernel, self._engine, prebuild))
+        made = self._built.get_or_make(plan, lambda: BuiltForward.of(self._spec, kernels, self._engine, prebuild))
         return made or self.default
 
     def _packed(self, plan: Plan, unpacked: BuiltForward) -> BuiltForward | None:
         target, name = unpacked.kernel.target, unpacked.kernel.name
-        kernel = render_forward(self._spec, target, plan)
+        kernels = forward_kernels(self._spec, target, plan=plan)
         of_default = unpacked.kernel.plan == default_plan(self._spec, target)
         command = f"{show_command(plan)} --what resources" if of_default else "flashgen tune"
         prebuild = f"{command} --target {target.name} {shlex.quote(self._spec.to_json())}"
         try:
-            return BuiltForward.of(self._spec, kernel, self._engine, prebuild)
+            return BuiltForward.of(self._spec, kernels, self._engine, prebuild)
         except BuildError as error:
-            _warn(f"{kernel.name} would fill its tiles better and is not used, {name} is: {error}")
+            _warn(f"{kernels['forward'].name} would fill its tiles better and is not used, {name} is: {error}")
             return None
 
 

@@ -21,9 +21,9 @@ from flashgen.attention.through_gpu import to_gpu
 from flashgen.attention.tuned_plans import LengthClass, TunedPlan, TunedPlans
 from flashgen.build.cache import default_cache
 from flashgen.codegen.candidates import candidates
-from flashgen.codegen.families import render_forward
 from flashgen.codegen.plan import Plan
 from flashgen.codegen.rendered_kernel import RenderedKernel
+from flashgen.codegen.stages import Kernels, forward_kernels
 from flashgen.codegen.workload import Workload
 from flashgen.errors import ArgumentError, BuildError, LaunchError
 from flashgen.launch.engines import build
@@ -162,7 +162,7 @@ class _Tuner:
 
     def tune(self, plans: Sequence[Plan] | None) -> Tuning:
         with self._on_the_inputs_stream():
-            default = self._pass(self.forward.kernel)
+            default = self._pass(self.forward.kernels)
             self._call(default)  # refuses wrong arguments before anything is compiled
             problem, device = self._problem(), self._device()
             if not problem.has_scores:
@@ -171,9 +171,11 @@ class _Tuner:
             workload = workload_of(problem, card)
             target = self.forward.kernel.target
             others = candidates(self.spec, target, workload) if plans is None else tuple(plans)
-            kernels = [render_forward(self.spec, target, plan) for plan in others if plan != default.kernel.plan]
+            own = default.kernel.plan
+            kernels = [forward_kernels(self.spec, target, plan=plan) for plan in others if plan != own]
             timings, winner = self._timings(default, kernels, problem)
-        kernel = next(kernel for kernel in [default.kernel, *kernels] if kernel.plan == winner)
+        every = [default.kernel, *(stages["forward"] for stages in kernels)]
+        kernel = next(kernel for kernel in every if kernel.plan == winner)
         measured = {"sizes": asdict(workload), "milliseconds": {str(t.plan): t.milliseconds for t in timings}}
         kept = self.tuned.keep(card, lengths, TunedPlan.of(kernel), measured)
         forget_tuned_plans()
@@ -181,21 +183,19 @@ class _Tuner:
             self.forward.kernel.name, card, workload, lengths, default.kernel.plan, winner, tuple(timings), kept
         )
 
-    def _timings(
-        self, default: ForwardPass, kernels: list[RenderedKernel], problem: Problem
-    ) -> tuple[list[Timing], Plan]:
+    def _timings(self, default: ForwardPass, others: list[Kernels], problem: Problem) -> tuple[list[Timing], Plan]:
         """Compiles the plans, leaves out those that cannot win or are wrong, times the others; the winner of these."""
-        every = [default.kernel, *kernels]
+        every = [default.kernel, *(stages["forward"] for stages in others)]
         compiled = self._compiled(every)
         reasons = {kernel.plan: reason for kernel, (_, reason) in zip(every, compiled, strict=True)}
         reasons[default.kernel.plan] = ""  # nothing is compared with nothing
         ready = {default.kernel.plan: default}
         expected = self._output(default, problem)
-        for number, kernel in enumerate(kernels):
+        for number, (kernel, stages) in enumerate(zip(every[1:], others, strict=True)):
             if not reasons[kernel.plan]:
-                ready[kernel.plan] = self._pass(kernel)
+                ready[kernel.plan] = self._pass(stages)
                 reasons[kernel.plan] = _difference(expected, self._output(ready[kernel.plan], problem), self.spec.dtype)
-            self.progress("comparing outputs", number + 1, len(kernels))
+            self.progress("comparing outputs", number + 1, len(others))
         runs = {plan: _run(self, forward) for plan, forward in ready.items() if not reasons[plan]}
         times, winner = self._times(runs, default.kernel.plan)
         timings = [
@@ -219,9 +219,9 @@ class _Tuner:
         gained = again[str(default)] >= _LEAST_GAIN * again[str(fastest)]
         return {plan: float({**first, **again}[str(plan)]) for plan in runs}, fastest if gained else default
 
-    def _pass(self, kernel: RenderedKernel) -> ForwardPass:
-        """Calls of this kernel, or, as calls to come have it, of its packed form."""
-        return ForwardPass(self.spec, kernel, self.engine, "", packs=self.forward.choice.packing is not None)
+    def _pass(self, kernels: Kernels) -> ForwardPass:
+        """Calls of these kernels, or, as calls to come have it, of their packed form."""
+        return ForwardPass(self.spec, kernels, self.engine, "", packs=self.forward.choice.packing is not None)
 
     def _compiled(self, kernels: list[RenderedKernel]) -> list[tuple[int | None, str]]:
         """Registers of each kernel, and why it is left out or ""; compiled side by side, as NVRTC lets go of Python."""

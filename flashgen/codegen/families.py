@@ -77,8 +77,11 @@ def plan_packing(spec: AttentionSpec, target: Target, packed_heads: int) -> Plan
     return packing.of(plan, packed_heads, spec)
 
 
-def render_forward(spec: AttentionSpec, target: Target, plan: Plan | None = None) -> RenderedKernel:
-    """The forward kernel of a spec on a target; UnsupportedError where the target or the plan cannot do it."""
+def forward_stages(spec: AttentionSpec, target: Target, plan: Plan | None = None) -> tuple[RenderedKernel, ...]:
+    """The forward kernels of a spec on a target, in the order of their launches, but for those that list tiles.
+
+    UnsupportedError where the target or the plan cannot do it.
+    """
     family = forward_family(target)
     if plan is not None and not isinstance(plan, family.plan):
         takers = {taker.name: taker.compute_capability for taker in _takers(plan)}
@@ -87,7 +90,12 @@ def render_forward(spec: AttentionSpec, target: Target, plan: Plan | None = None
     return family.render(spec, target, plan)
 
 
-def render_backward(
+def render_forward(spec: AttentionSpec, target: Target, plan: Plan | None = None) -> RenderedKernel:
+    """The kernel of `forward_stages` that attends."""
+    return next(kernel for kernel in forward_stages(spec, target, plan) if kernel.role == "forward")
+
+
+def backward_stages(
     spec: AttentionSpec, target: Target, plan: Any = None, deterministic: bool = False
 ) -> tuple[RenderedKernel, ...]:
     """The backward kernels of a spec on a target, in the order of their launches, but for those that list tiles."""

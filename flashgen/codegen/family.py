@@ -32,14 +32,15 @@ class ForwardFamily:
         plan: the class of its plans.
         default_plan: what a spec gets on a target where nobody says another.
         every_plan: those that tuning may choose from, whether or not they fit.
-        render: the kernel that attends; a plan that does not fit is an UnsupportedError.
+        render: its kernels in the order of their launches, of a plan or of the default one; that which attends has the
+            role "forward". A plan that does not fit is an UnsupportedError.
         packing: None where it packs no heads.
     """
 
     plan: type[Plan]
     default_plan: Callable[[AttentionSpec, Target], Plan]
     every_plan: Callable[[AttentionSpec, Target], Iterator[Plan]]
-    render: Callable[[AttentionSpec, Target, Any], RenderedKernel]
+    render: Callable[[AttentionSpec, Target, Any], tuple[RenderedKernel, ...]]
     packing: HeadPacking | None = None
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any, Literal, get_args
 
-from flashgen.codegen.families import plan_packing, render_backward, render_forward
+from flashgen.codegen.families import backward_stages, forward_stages, plan_packing
 from flashgen.codegen.plan import Plan
 from flashgen.codegen.rendered_kernel import RenderedKernel
 from flashgen.codegen.sizes import Sizes, size_values
@@ -58,8 +58,7 @@ def kernels_of(
 
 def forward_kernels(spec: AttentionSpec, target: Target, packed_heads: int = 1, plan: Plan | None = None) -> Kernels:
     """The kernels of a forward call, of a plan, or with so many query heads of a head of K and V as rows of a tile."""
-    forward = render_forward(spec, target, plan or plan_packing(spec, target, packed_heads))
-    return with_lists(spec, (forward,))
+    return with_lists(spec, forward_stages(spec, target, plan or plan_packing(spec, target, packed_heads)))
 
 
 def backward_kernels(
@@ -70,7 +69,7 @@ def backward_kernels(
     plan: Any = None,
 ) -> Kernels:
     """The kernels of a backward call; `apart` as above; `plan` of its main kernel."""
-    kernels = with_lists(spec, render_backward(spec, target, plan, deterministic))
+    kernels = with_lists(spec, backward_stages(spec, target, plan, deterministic))
     return set_apart(kernels, deterministic) if apart else kernels
 
 

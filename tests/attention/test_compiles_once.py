@@ -14,6 +14,7 @@ from flashgen.attention import compiling
 from flashgen.build import host
 from flashgen.codegen.families import render_forward
 from flashgen.codegen.mma_sync.forward_plans import ForwardPlan
+from flashgen.codegen.stages import forward_kernels
 from flashgen.codegen.targets import TARGETS
 from flashgen.verify import Shape, random_inputs
 
@@ -50,8 +51,8 @@ def builds(monkeypatch: pytest.MonkeyPatch) -> Counter:
 
 @pytest.fixture
 def renders(monkeypatch: pytest.MonkeyPatch) -> Counter:
-    counter = Counter(render_forward)
-    monkeypatch.setattr(callable_module, "render_forward", counter)
+    counter = Counter(forward_kernels)
+    monkeypatch.setattr(callable_module, "forward_kernels", counter)
     return counter
 
 

@@ -11,7 +11,7 @@ import flashgen as fg
 from flashgen import attention
 from flashgen.attention.launches import launch_of
 from flashgen.attention.problem import Problem
-from flashgen.codegen.hopper.forward import render_hopper
+from flashgen.codegen.families import render_forward
 from flashgen.codegen.hopper.plans import HopperPlan
 from flashgen.codegen.rendered_kernel import RenderedKernel
 from flashgen.codegen.targets import target_named
@@ -147,7 +147,7 @@ def problem(batch: int, heads: int, heads_kv: int, length: int) -> Problem:
 
 def test_blocks_take_tiles_by_a_counter_where_there_are_more_tiles_than_blocks() -> None:
     spec = fg.AttentionSpec(64, mask=fg.causal())
-    kernel = render_hopper(spec, target_named("sm_90a"))
+    kernel = render_forward(spec, target_named("sm_90a"))
     strides = dict.fromkeys("qkv", (4 * 1000 * 64, 1000 * 64, 64))
     problems = (Problem(batch, 4, 4, 1000, 1000, strides, multiprocessors=132) for batch in (2, 8))
     few, many = (launch_of(kernel, spec, problem, {}) for problem in problems)
@@ -174,7 +174,7 @@ def test_a_launch_leaves_its_counter_as_it_found_it(mask: Any, order: Any, monke
 
 def test_more_tiles_than_can_be_counted_are_refused() -> None:
     spec = fg.AttentionSpec(64)
-    kernel = render_hopper(spec, target_named("sm_90a"))
+    kernel = render_forward(spec, target_named("sm_90a"))
     strides = dict.fromkeys("qkv", (0, 0, 64))
     with pytest.raises(ArgumentError, match="split the batch"):
         launch_of(kernel, spec, Problem(60000, 60000, 60000, 1000, 1000, strides), {})
@@ -186,7 +186,7 @@ def section(kernel: RenderedKernel, sizes: Problem) -> Any:
 
 def test_heads_of_a_section_share_the_l2() -> None:
     kernel, full = (
-        render_hopper(fg.AttentionSpec(128, mask=mask), target_named("sm_90a")) for mask in (fg.causal(), fg.full())
+        render_forward(fg.AttentionSpec(128, mask=mask), target_named("sm_90a")) for mask in (fg.causal(), fg.full())
     )
     assert section(full, problem(1, 16, 16, 16384)) == 1
     assert section(kernel, problem(1, 16, 16, 16384)) == 4  # 8 MiB of K and V each

@@ -11,7 +11,7 @@ import flashgen.language as fg
 from flashgen import attention
 from flashgen.attention.launches import launch_of
 from flashgen.attention.problem import Problem
-from flashgen.codegen.hopper.forward import render_hopper
+from flashgen.codegen.families import render_forward
 from flashgen.codegen.targets import target_named
 from flashgen.errors import ArgumentError, LaunchError
 from flashgen.launch.tensor_map_writer import TensorMapWriter
@@ -88,7 +88,7 @@ def test_what_the_copy_engine_cannot_walk_is_refused_by_the_name_that_the_user_k
 
 def writer(len_k: int = 1000, batch: int = 8) -> TensorMapWriter:
     problem = Problem(batch, 4, 4, 1000, len_k, dict.fromkeys("qkv", (4 * 1000 * 64, 1000 * 64, 64)))
-    made = launch_of(render_hopper(CAUSAL, target_named("sm_90a")), CAUSAL, problem, {}).writer
+    made = launch_of(render_forward(CAUSAL, target_named("sm_90a")), CAUSAL, problem, {}).writer
     assert isinstance(made, TensorMapWriter)
     return made
 

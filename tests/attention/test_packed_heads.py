@@ -130,7 +130,7 @@ def test_calls_are_packed_where_that_is_less_work() -> None:
     with pytest.raises(ArgumentError, match="heads_kv=3 must divide heads=8"):
         compiled.plan_for(30, heads=8, heads_kv=3)
     inputs = random_inputs(CAUSAL, Shape(30, 90, 2, 8, 2))
-    runner = compiled.forward.choice._built.get(packed).runner  # type: ignore[union-attr]
+    runner = compiled.forward.choice._built.get(packed).stages.runners["forward"]  # type: ignore[union-attr]
     launches: list[Any] = []
     with pytest.MonkeyPatch.context() as patch:
         launch = runner.launch

@@ -135,7 +135,7 @@ def test_hopper_s_backward_is_the_other_family_s_under_its_own_name(
         text = kernel.source.replace("sm_90a", "sm_90").replace("family hopper", "family ampere")
         assert text == other[part].source
         assert part.endswith("lists") or "target   sm_90a, family ampere" in kernel.source
-    assert compiled._backward._runners["keys"].prebuild == compiled._prebuild("backward")  # type: ignore[attr-defined]
+    assert compiled._backward.stages.runners["keys"].prebuild == compiled._prebuild("backward")  # type: ignore[attr-defined]
     assert "--target sm_90a" in compiled._prebuild("backward")
 
 

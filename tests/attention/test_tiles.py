@@ -14,9 +14,8 @@ from flashgen import attention
 from flashgen.analysis.tile_classes import EMPTY, FULL, PARTIAL
 from flashgen.attention import Attention
 from flashgen.attention import callable as callable_module
-from flashgen.codegen.families import render_forward
 from flashgen.codegen.mma_sync.forward_plans import ForwardPlan
-from flashgen.codegen.rendered_kernel import RenderedKernel
+from flashgen.codegen.stages import Kernels, forward_kernels
 from flashgen.codegen.targets import TARGETS
 from flashgen.errors import ArgumentError
 from flashgen.launch.engines import Emulator
@@ -104,12 +103,14 @@ def visited_classes(
     note = f"const_cast<float*>(arguments.notes)[{place}] += {whole} ? {FULL} : {PARTIAL};"
     mark = "const int first_key = tiles.first_key(step);\n"
 
-    def render(*how: Any) -> RenderedKernel:
-        kernel = render_forward(*how)
-        assert kernel.source.count(mark) == 1
-        return replace(kernel, source=kernel.source.replace(mark, f"{mark}    if (threadIdx.x == 0) {note}\n"))
+    def render(*how: Any, plan: Any) -> Kernels:
+        kernels = forward_kernels(*how, plan=plan)
+        source = kernels["forward"].source
+        assert source.count(mark) == 1
+        noted = source.replace(mark, f"{mark}    if (threadIdx.x == 0) {note}\n")
+        return {**kernels, "forward": replace(kernels["forward"], source=noted)}
 
-    with mock.patch.object(callable_module, "render_forward", render):
+    with mock.patch.object(callable_module, "forward_kernels", render):
         compiled = Attention(spec, TARGETS["sm_80"], Emulator(), PLAN)
     notes = np.zeros(np.prod(shape), np.float32)
     compiled(inputs.q, inputs.k, inputs.v, notes=notes, **numbers)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import flashgen.language as fg
-from flashgen.codegen.families import render_backward
+from flashgen.codegen.families import backward_stages
 from flashgen.codegen.mma_sync.backward import PREPARE_ROWS
 from flashgen.codegen.mma_sync.backward_plans import (
     BackwardPlan,
@@ -64,7 +64,7 @@ def test_an_impossible_plan_is_refused(plan: BackwardPlan, target: str, message:
     problem = plan.problem(SPEC, TARGETS[target])
     assert problem is not None and message in problem
     with pytest.raises(UnsupportedError) as error:
-        render_backward(SPEC, TARGETS[target], plan)
+        backward_stages(SPEC, TARGETS[target], plan)
     assert str(error.value) == f"{plan}: {problem}"
 
 
@@ -155,7 +155,7 @@ def test_a_plan_follows_from_the_spec_alone() -> None:
 
 def test_a_given_plan_is_kept() -> None:
     plan = replace(choose_backward_plan(SPEC, TARGETS["sm_80"]), stages=1, blocks=1)
-    rendered = render_backward(SPEC, TARGETS["sm_80"], plan)
+    rendered = backward_stages(SPEC, TARGETS["sm_80"], plan)
     keys = next(kernel for kernel in rendered if kernel.role == "keys")
     assert keys.plan == plan and keys.threads == plan.threads and keys.shared_bytes == plan.shared_bytes(SPEC)
     rows = keys.values(Sizes(1, 1, 1, 1, 1))["rows"]

@@ -12,7 +12,6 @@ import flashgen.language as fg
 from flashgen.build import nvrtc
 from flashgen.build.inspect import sass
 from flashgen.codegen.families import render_forward
-from flashgen.codegen.hopper.forward import render_hopper
 from flashgen.codegen.hopper.measured_plans import choose_hopper_plan
 from flashgen.codegen.hopper.plans import HopperPlan, panel_columns
 from flashgen.codegen.mma_sync.forward_plans import ForwardPlan
@@ -50,7 +49,7 @@ CASES = list(zip(variants(), cycle(DIMS), cycle(("float16", "bfloat16"))))
 @pytest.mark.parametrize(("variant", "dim", "dtype"), CASES)
 @pytest.mark.rotated(3)
 def test_every_variant_compiles_without_spills_or_serialized_products(variant: Variant, dim: int, dtype: str) -> None:
-    compiled(render_hopper(spec_of(variant, dim, dtype), SM_90A))
+    compiled(render_forward(spec_of(variant, dim, dtype), SM_90A))
 
 
 @needs_nvrtc
@@ -59,7 +58,7 @@ def test_every_variant_compiles_without_spills_or_serialized_products(variant: V
 @pytest.mark.rotated(3)
 def test_every_dim_compiles_without_spills_with_one_variant_or_another(dim: int) -> None:
     every = variants()
-    compiled(render_hopper(spec_of(every[dim // 16 * 7 % len(every)], dim, "bfloat16"), SM_90A))
+    compiled(render_forward(spec_of(every[dim // 16 * 7 % len(every)], dim, "bfloat16"), SM_90A))
 
 
 @needs_nvrtc
@@ -67,12 +66,12 @@ def test_every_dim_compiles_without_spills_with_one_variant_or_another(dim: int)
 @pytest.mark.rotated(3)
 def test_unequal_value_dims_compile(dims: tuple[int, int]) -> None:
     for mask in (fg.full(), fg.causal()):
-        compiled(render_hopper(AttentionSpec(dims[0], "bfloat16", value_dim=dims[1], mask=mask), SM_90A))
+        compiled(render_forward(AttentionSpec(dims[0], "bfloat16", value_dim=dims[1], mask=mask), SM_90A))
 
 
 @needs_nvrtc
 def test_machine_code_has_what_only_hopper_has() -> None:
-    cubin = compiled(render_hopper(AttentionSpec(128, mask=fg.causal()), SM_90A)).cubin
+    cubin = compiled(render_forward(AttentionSpec(128, mask=fg.causal()), SM_90A)).cubin
     try:
         text = sass(cubin)
     except BuildError:
@@ -92,7 +91,7 @@ def test_machine_code_has_what_only_hopper_has() -> None:
 
 @pytest.mark.parametrize("variant", variants(), ids=lambda v: f"{v.mask}-{v.score}-{v.dropout}")
 def test_the_text_is_short_and_tidy(variant: Variant) -> None:
-    kernel = render_hopper(spec_of(variant, 64, "float16"), SM_90A)
+    kernel = render_forward(spec_of(variant, 64, "float16"), SM_90A)
     source = kernel.source
     assert not re.search(r"[ \t]\n|\n\n\n|\{\n\n|\t", source) and source.endswith("}\n")
     head, primitives, rest = re.fullmatch(
@@ -107,7 +106,7 @@ def test_the_text_is_short_and_tidy(variant: Variant) -> None:
 
 
 def test_maps_come_first_and_are_aligned() -> None:
-    kernel = render_hopper(AttentionSpec(64, mask=fg.document("ids")), SM_90A)
+    kernel = render_forward(AttentionSpec(64, mask=fg.document("ids")), SM_90A)
     layout = kernel.layout
     assert [layout.offset(f"{name}_map") for name in "qkvo"] == [0, 128, 256, 384]
     assert layout.offset("lse") == 512 and layout.has_maps
@@ -120,7 +119,7 @@ def test_boxes_are_what_one_swizzle_spans() -> None:
     assert [panel_columns(dim) for dim in (8, 16, 32, 40, 64, 80, 96, 128, 160, 192, 256)] == [
         16, 16, 32, 16, 64, 16, 32, 64, 32, 64, 64,
     ]  # fmt: skip
-    kernel = render_hopper(AttentionSpec(96, value_dim=128), SM_90A, HopperPlan(2, 112))
+    kernel = render_forward(AttentionSpec(96, value_dim=128), SM_90A, HopperPlan(2, 112))
     assert kernel.boxes == {"q": (32, 64), "k": (32, 112), "v": (64, 112), "o": (64, 16)}
     assert (kernel.threads, kernel.plan.tile_q) == (384, 128)
 
@@ -178,4 +177,4 @@ def test_a_plan_is_of_one_family() -> None:
 
 def test_rendering_is_deterministic() -> None:
     spec = AttentionSpec(128, mask=fg.sliding_window(100), score=fg.softcap(20))
-    assert render_hopper(spec, SM_90A).source == render_hopper(AttentionSpec.from_json(spec.to_json()), SM_90A).source
+    assert render_forward(spec, SM_90A).source == render_forward(AttentionSpec.from_json(spec.to_json()), SM_90A).source

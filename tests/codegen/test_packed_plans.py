@@ -11,7 +11,6 @@ import pytest
 import flashgen.language as fg
 from flashgen.build import nvrtc
 from flashgen.codegen.families import render_forward
-from flashgen.codegen.hopper.forward import render_hopper
 from flashgen.codegen.hopper.head_packing import most_packed_heads, packed_plan
 from flashgen.codegen.hopper.measured_plans import choose_hopper_plan
 from flashgen.codegen.hopper.plans import HopperPlan
@@ -94,7 +93,7 @@ def test_plans_that_cannot_pack_are_refused_by_name(plan: HopperPlan, spec: Atte
                                                       (64, (64, 1), (16, 1))])  # fmt: skip
 def test_boxes_of_heads_and_queries(packed: int, of_q: tuple[int, int], of_o: tuple[int, int]) -> None:
     plan = replace(PLAN, packed_heads=packed)
-    kernel = render_hopper(AttentionSpec(96, value_dim=128), SM_90A, plan)
+    kernel = render_forward(AttentionSpec(96, value_dim=128), SM_90A, plan)
     assert kernel.boxes == {"q": (32, *of_q), "k": (32, 128), "v": (64, 128), "o": (64, *of_o)}
     assert plan.rows == 128 and plan.tile_q == 128 // packed
     assert kernel.name.endswith(f"-packed{packed}")
@@ -104,12 +103,12 @@ def test_boxes_of_heads_and_queries(packed: int, of_q: tuple[int, int], of_o: tu
 
 def test_what_packs_nothing_knows_nothing_of_it() -> None:
     for spec in (CAUSAL, FULL, ALIBI, DOCUMENT):
-        assert not re.search(r"kPack|packed_heads|packed-heads|\bpacks?\b", render_hopper(spec, SM_90A).source)
+        assert not re.search(r"kPack|packed_heads|packed-heads|\bpacks?\b", render_forward(spec, SM_90A).source)
 
 
 def test_the_kernel_of_a_default_plan_that_packs() -> None:
     (kernel,) = kernels_of(ALIBI, SM_90A, packed_heads=8).values()
-    assert kernel == render_hopper(ALIBI, SM_90A, replace(choose_hopper_plan(ALIBI, SM_90A), packed_heads=8))
+    assert kernel == render_forward(ALIBI, SM_90A, replace(choose_hopper_plan(ALIBI, SM_90A), packed_heads=8))
     with pytest.raises(UnsupportedError, match="packed_heads=8: sm_80 packs no heads; target='sm_90a' does"):
         kernels_of(ALIBI, target_named("sm_80"), packed_heads=8)
 

@@ -14,11 +14,10 @@ import flashgen.language as fg
 from flashgen import attention
 from flashgen.attention import Attention
 from flashgen.attention import callable as callable_module
-from flashgen.codegen.families import render_forward
 from flashgen.codegen.hopper.plans import HopperPlan
 from flashgen.codegen.mma_sync.forward_plans import ForwardPlan
 from flashgen.codegen.plan import Plan
-from flashgen.codegen.rendered_kernel import RenderedKernel
+from flashgen.codegen.stages import Kernels, forward_kernels
 from flashgen.codegen.targets import target_named
 from flashgen.launch.engines import Emulator
 from flashgen.runtime.schedule import Schedule
@@ -91,12 +90,14 @@ def _launch(
     inputs = random_inputs(spec, subject.shape, seed=1)
     out, lse = poisoned_outputs(spec, inputs.q, inputs.v)
 
-    def render(*how: Any) -> RenderedKernel:
-        kernel = render_forward(*how)
+    def render(*how: Any, plan: Any) -> Kernels:
+        kernels = forward_kernels(*how, plan=plan)
+        kernel = kernels["forward"]
         shared = kernel.shared_bytes if shared_bytes is None else shared_bytes
-        return replace(kernel, source=source or kernel.source, shared_bytes=shared)
+        changed = replace(kernel, source=source or kernel.source, shared_bytes=shared)
+        return {**kernels, "forward": changed}
 
-    with mock.patch.object(callable_module, "render_forward", render):
+    with mock.patch.object(callable_module, "forward_kernels", render):
         changed = Attention(
             spec, target_named(subject.target), Emulator(sanitize, schedule or Schedule()), subject.plan
         )

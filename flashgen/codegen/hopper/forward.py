@@ -56,7 +56,7 @@ def hopper_layout(spec: AttentionSpec, lists: bool, packed: bool = False) -> Arg
     return forward_layout_of(spec, fields, lists)
 
 
-def render_hopper(spec: AttentionSpec, target: Target, plan: HopperPlan | None = None) -> RenderedKernel:
+def render_hopper(spec: AttentionSpec, target: Target, plan: HopperPlan | None = None) -> tuple[RenderedKernel, ...]:
     """The forward kernel of a spec on Hopper; UnsupportedError where the target or the plan cannot do it."""
     check_spec(spec, target)
     plan = plan or choose_hopper_plan(spec, target)
@@ -87,7 +87,7 @@ def render_hopper(spec: AttentionSpec, target: Target, plan: HopperPlan | None =
         values=partial(_values, spec, plan, longest_first),
         counts=lambda sizes: sizes.multiprocessors < _tiles(plan, sizes),
     )
-    return replace(kernel, name=f"{kernel.name}-packed{plan.packed_heads}") if packed else kernel
+    return (replace(kernel, name=f"{kernel.name}-packed{plan.packed_heads}") if packed else kernel,)
 
 
 def _packs(plan: HopperPlan, sizes: Sizes) -> Any:

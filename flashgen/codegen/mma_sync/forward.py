@@ -24,7 +24,7 @@ def forward_layout(spec: AttentionSpec, lists: bool) -> ArgumentLayout:
     return forward_layout_of(spec, fields, lists)
 
 
-def render_mma_sync(spec: AttentionSpec, target: Target, plan: ForwardPlan | None = None) -> RenderedKernel:
+def render_mma_sync(spec: AttentionSpec, target: Target, plan: ForwardPlan | None = None) -> tuple[RenderedKernel, ...]:
     """The forward kernel of a spec on a target; UnsupportedError where the target or the plan cannot do it."""
     check_spec(spec, target)
     plan = plan or choose_forward_plan(spec, target)
@@ -33,7 +33,7 @@ def render_mma_sync(spec: AttentionSpec, target: Target, plan: ForwardPlan | Non
     context = forward_context(spec, target, plan, layout, "scores[i][j][e]")
     source = assemble("mma_sync/forward.cu.jinja", context | {"header": header(spec, target, plan)}, target)
     tile_q = plan.tile_q
-    return forward_kernel(
+    kernel = forward_kernel(
         spec,
         target,
         plan,
@@ -41,3 +41,4 @@ def render_mma_sync(spec: AttentionSpec, target: Target, plan: ForwardPlan | Non
         source,
         grid=lambda sizes: (ceil_div(sizes.len_q, tile_q), sizes.heads_q, sizes.batch),
     )
+    return (kernel,)
