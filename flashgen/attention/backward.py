@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from flashgen.attention.backward_tile_lists import BackwardListers
-from flashgen.attention.call_pass import Given, Pass, common_device
+from flashgen.attention.call import Call
+from flashgen.attention.call_pass import Addresses, Pass, common_device
 from flashgen.attention.captures import check_array
 from flashgen.attention.gradients import (
     ROWS,
@@ -20,13 +21,13 @@ from flashgen.attention.launches import Memory
 from flashgen.attention.outputs import check_lse, output_strides
 from flashgen.attention.problem import Problem, problem_of
 from flashgen.attention.sharing import Sharing
-from flashgen.attention.stages import BuiltStages, PreparedStages
+from flashgen.attention.stages import NO_LISTS, BuiltStages, PreparedStages
 from flashgen.attention.tile_lists import ListsLaunch
 from flashgen.codegen.arguments import capture_gradient, member_name, summed_gradient
 from flashgen.codegen.stages import Kernels
 from flashgen.language.spec import AttentionSpec
-from flashgen.launch.engines import Engine, Place
-from flashgen.runtime.arrays import View, give_back
+from flashgen.launch.engines import Engine, Numbers, Place
+from flashgen.runtime.arrays import Library, View, give_back
 
 _IN_ROWS = frozenset(("q", "k", "v", "o", "d_o", "dq", "dk", "dv"))
 _Arrays = dict[str, Any]
@@ -61,40 +62,42 @@ class BackwardPass(Pass[_Prepared]):
     def _result_argument(self, name: str) -> str:
         return gradient_argument(name)
 
-    def _run(self, prepared: _Prepared, given: Given) -> Mapping[str, Any]:
-        arrays, results = given.arrays, given.call.results
-        place = Place(given.library.stream(arrays["q"]), prepared.device)
-        owners = {name: arrays[self._members.get(name, "q")] for name in prepared.gradients}
-        made = results or {name: self._make(memory, owners[name]) for name, memory in prepared.gradients.items()}
+    def _run(
+        self, prepared: _Prepared, call: Call, library: Library, addresses: Addresses, numbers: Numbers
+    ) -> Mapping[str, Any]:
+        arrays, made = call.inputs, call.results
+        place = Place(library.stream(arrays["q"]), prepared.device)
+        if not made:
+            made = {name: self._make(memory, self._like(name, arrays)) for name, memory in prepared.gradients.items()}
         for name, memory in prepared.gradients.items():
             if memory.zeroed:
                 self.engine.clear(made[name], place)
         if prepared.stages:
-            self._launch(prepared, prepared.stages, given, made, place)
-        if results:
-            return results
-        return {name: give_back(self.engine.library(owners[name], name), array) for name, array in made.items()}
+            lists = self._lists(prepared, call, library, numbers, place) if self.listers else NO_LISTS
+            arrays.update(self._pointers(made))
+            self.stages.launch(prepared.stages, library, arrays, addresses, numbers, place, lists)
+        if call.results:
+            return made
+        return {
+            name: give_back(self.engine.library(self._like(name, arrays), name), array) for name, array in made.items()
+        }
+
+    def _like(self, name: str, arrays: Mapping[str, Any]) -> Any:
+        """The array that a gradient is like."""
+        return arrays[self._members.get(name, "q")]
 
     def _make(self, memory: Memory, like: Any) -> Any:
         """An array of the kind of `like`."""
         return self.engine.library(like, "an array").empty(memory.shape, memory.dtype, like)
 
-    def _launch(
-        self,
-        prepared: _Prepared,
-        stages: PreparedStages,
-        given: Given,
-        gradients: Mapping[str, Any],
-        place: Place,
-    ) -> None:
-        arrays, library, numbers = given.arrays, given.library, given.numbers
-        lists: Mapping[str, Mapping[str, Any]] = {}
-        if self.listers and given.call.tile_lists is None:
-            lists = self.listers.of_call(prepared.lists, prepared.problem, library, arrays, numbers, place)
-        elif self.listers:
-            lists = self.listers.check(given.call.tile_lists, prepared.problem, place)
-        everything = {**arrays, **self._pointers(gradients)}
-        self.stages.launch(stages, library, everything, given.addresses, numbers, place, lists)
+    def _lists(
+        self, prepared: _Prepared, call: Call, library: Library, numbers: Numbers, place: Place
+    ) -> Mapping[str, Mapping[str, Any]]:
+        """The lists that the call was given, or those of its mask."""
+        assert self.listers, "only a pass that reads lists has any"
+        if call.tile_lists is not None:
+            return self.listers.check(call.tile_lists, prepared.problem, place)
+        return self.listers.of_call(prepared.lists, prepared.problem, library, call.inputs, numbers, place)
 
     def _pointers(self, gradients: Mapping[str, Any]) -> _Arrays:
         """The gradients as the structs call them: a captured array's is where it is summed, if no kernel rounds it."""

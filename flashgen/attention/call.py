@@ -12,7 +12,7 @@ class Call(NamedTuple):
     """One call of a pass.
 
     Attributes:
-        inputs: its arrays, by their names in the kernels' structs.
+        inputs: its arrays, by their names in the kernels' structs; the call's own, which what it makes is added to.
         captures: what the spec captures, by name.
         seed, offset: of the dropout.
         wanted: the results that are given back, by name.
@@ -20,7 +20,7 @@ class Call(NamedTuple):
         tile_lists: what the attention made of the mask; None makes them.
     """
 
-    inputs: Mapping[str, Any]
+    inputs: dict[str, Any]
     captures: Mapping[str, Any]
     seed: Any
     offset: Any

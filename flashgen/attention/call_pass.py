@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -15,7 +14,7 @@ from flashgen.codegen.arguments import member_name
 from flashgen.errors import ArgumentError
 from flashgen.language.layouts import BlockLayout
 from flashgen.language.spec import AttentionSpec
-from flashgen.launch.engines import Engine
+from flashgen.launch.engines import Engine, Numbers
 from flashgen.runtime import gpu
 from flashgen.runtime.arrays import Library, View
 from flashgen.runtime.remembered import Remembered
@@ -24,6 +23,9 @@ _MOST_PREPARED = 1024  # lengths grow with every call in decoding
 _ROW_ALIGNMENT, _LARGEST_ELEMENT = 16, 8  # bytes
 _ARGUMENTS = {"o": "out", "d_o": "d_out"}  # what the user calls a member of a struct, where it is called differently
 _NO_NUMBERS: dict[str, int | float] = {}
+
+
+Addresses = Mapping[str, int]
 
 
 class Prepared(Protocol):
@@ -43,21 +45,6 @@ class Listers(Protocol):
     """What makes the tile lists of a pass."""
 
     def without_layouts(self, captures: Mapping[str, Any], q: View, k: View) -> Mapping[str, Any]: ...
-
-
-@dataclass(frozen=True, slots=True)
-class Given:
-    """A call whose arguments were checked.
-
-    arrays: those that it reads, by their names in the structs, captures too. addresses: of these and of the results
-    that it writes to. numbers: what changes from call to call. library: of q, which results and workspaces are of.
-    """
-
-    call: Call
-    library: Library
-    arrays: dict[str, Any]
-    addresses: Mapping[str, int]
-    numbers: Mapping[str, int | float]
 
 
 class Pass(Generic[AnyPrepared]):
@@ -87,29 +74,37 @@ class Pass(Generic[AnyPrepared]):
             raise ArgumentError(f"tile_lists: the kernels of {self.spec.mask.name} read none; leave them out")
         q = call.inputs["q"]
         library = self.engine.library(q, "q")
-        if self.engine.copies(library):
+        if library is self.engine.copied:
             return self._through_gpu(call)
         if self.listers and any(isinstance(value, BlockLayout) for value in captures.values()):
             views = (library.view(q, "q"), library.view(call.inputs["k"], "k"))
             captures = self.listers.without_layouts(captures, *views)
         numbers = self._call_numbers(captures, call.seed, call.offset)
-        arrays = dict(call.inputs)
+        arrays = call.inputs
         for capture, member in self._arrays:
             arrays[member] = captures[capture.name]
-        results = {self._result_argument(name): array for name, array in call.results.items()}
-        prepared, addresses = self._prepare(arrays | results if results else arrays)
+        if call.results:
+            results = {self._result_argument(name): array for name, array in call.results.items()}
+            prepared, addresses = self._prepare(arrays | results)
+            prepared.sharing.check(addresses)
+        else:
+            prepared, addresses = self._prepare(arrays)
         if self._distances:
             self._check_distances(captures)
-        if results:
-            prepared.sharing.check(addresses)
-        given = Given(call, library, arrays, addresses, numbers)
         if self.engine.current(prepared.device):
-            return self._run(prepared, given)
+            return self._run(prepared, call, library, addresses, numbers)
         with self.engine.on(prepared.device):
-            return self._run(prepared, given)
+            return self._run(prepared, call, library, addresses, numbers)
 
-    def _run(self, prepared: AnyPrepared, given: Given) -> Mapping[str, Any]:
-        """Makes the results that were not given, and launches."""
+    def _run(
+        self, prepared: AnyPrepared, call: Call, library: Library, addresses: Addresses, numbers: Numbers
+    ) -> Mapping[str, Any]:
+        """Makes the results that were not given, and launches.
+
+        call: its inputs with the captures among them, by their names in the structs. library: of q, which results and
+        workspaces are of. addresses: of the inputs, and of results that were given. numbers: what changes from call to
+        call.
+        """
         raise NotImplementedError
 
     def _work_out(self, views: dict[str, View]) -> AnyPrepared:
@@ -159,16 +154,17 @@ class Pass(Generic[AnyPrepared]):
         key: list[Any] = []
         addresses: dict[str, int] = {}
         misaligned = 0
-        arguments = _ARGUMENTS.get
+        arguments, in_rows = _ARGUMENTS.get, self._in_rows
         for name, array in arrays.items():
             own = library(array, arguments(name, name))
             key.append(own.signature(array))
             address = addresses[name] = own.pointer(array)
-            if name in self._in_rows:
+            if name in in_rows:
                 misaligned |= address
             else:
                 key.append(address % _LARGEST_ELEMENT)
-        known = (misaligned % _ROW_ALIGNMENT, *key)
+        key.append(misaligned % _ROW_ALIGNMENT)
+        known = tuple(key)
         prepared = self._prepared.get(known)
         if prepared is None:
             views = {name: library(array, name).view(array, _argument(name)) for name, array in arrays.items()}

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
 
 _OUTPUT, _BOTH = ("o",), ("o", "lse")
+_NOTHING: dict[str, Any] = {}
 
 
 class Attention:
@@ -288,7 +289,7 @@ class Attention:
             LaunchError: the kernel could not be launched, or the emulator found a fault.
         """
         wanted = _BOTH if return_lse else _OUTPUT
-        given = given_outputs(out, return_lse) if out is not None else {}
+        given = _NOTHING if out is None else given_outputs(out, return_lse)
         inputs = {"q": q, "k": k, "v": v}
         results = self._forward(Call(inputs, captures, seed, offset, wanted, given, tile_lists))
         if out is not None:
@@ -374,7 +375,7 @@ class Attention:
         if d_lse is not None:
             inputs["d_lse"] = d_lse
         wanted = (*ROWS, *(capture.name for capture in differentiated(self.spec)))
-        given = given_gradients(self.spec, into) if into is not None else {}
+        given = _NOTHING if into is None else given_gradients(self.spec, into)
         return Gradients.of(self._backward(Call(inputs, captures, seed, offset, wanted, given, tile_lists)))
 
     def vjp(

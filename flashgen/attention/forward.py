@@ -8,31 +8,32 @@ from dataclasses import dataclass
 from typing import Any
 from weakref import WeakSet
 
-from flashgen.attention.call_pass import Given, Pass, common_device
+from flashgen.attention.call import Call
+from flashgen.attention.call_pass import Addresses, Pass, common_device
 from flashgen.attention.captures import check_array
 from flashgen.attention.kernel_choice import BuiltForward, KernelChoice
 from flashgen.attention.outputs import check_outputs
 from flashgen.attention.problem import Problem, problem_of
 from flashgen.attention.sharing import Sharing
-from flashgen.attention.stages import PreparedStages
+from flashgen.attention.stages import NO_LISTS, PreparedStages
 from flashgen.attention.tile_lists import ListsLaunch
 from flashgen.attention.tuned_plans import TunedPlans
 from flashgen.codegen.families import forward_family
 from flashgen.codegen.stages import Kernels
 from flashgen.language.spec import AttentionSpec
-from flashgen.launch.engines import Engine, Place
-from flashgen.runtime.arrays import View, give_back
+from flashgen.launch.engines import Engine, Numbers, Place
+from flashgen.runtime.arrays import JAX, Library, View, give_back
 
 
 @dataclass(frozen=True)
 class _Prepared:
-    """Everything of a call that its shapes, strides, dtypes and device decide."""
+    """Everything of a call that its shapes, strides, dtypes and device decide. stages: None for an empty output."""
 
     problem: Problem
     output_shape: tuple[int, ...]
     device: int
     built: BuiltForward
-    stages: PreparedStages
+    stages: PreparedStages | None
     lists: ListsLaunch | None
     sharing: Sharing
 
@@ -74,29 +75,32 @@ class ForwardPass(Pass[_Prepared]):
         self.choice.forget()
         self._prepared.forget()
 
-    def _run(self, prepared: _Prepared, given: Given) -> Mapping[str, Any]:
-        arrays, problem, q = given.arrays, prepared.problem, given.arrays["q"]
-        results = dict(given.call.results) or {
-            "o": given.library.empty(prepared.output_shape, self.spec.dtype, q),
-            **({"lse": given.library.empty(problem.lse_shape, "float32", q)} if "lse" in given.call.wanted else {}),
-        }
-        if not problem.is_empty:
-            self._launch(prepared, given, arrays | results)
-        if given.call.results:
-            return given.call.results
-        return {name: give_back(given.library, array) for name, array in results.items()}
+    def _run(
+        self, prepared: _Prepared, call: Call, library: Library, addresses: Addresses, numbers: Numbers
+    ) -> Mapping[str, Any]:
+        arrays, results = call.inputs, call.results
+        if not results:
+            results = {"o": library.empty(prepared.output_shape, self.spec.dtype, arrays["q"])}
+            if "lse" in call.wanted:
+                results["lse"] = library.empty(prepared.problem.lse_shape, "float32", arrays["q"])
+        if prepared.stages:
+            arrays.update(results)
+            place = Place(library.stream(arrays["q"]), prepared.device)
+            lists = self._lists(prepared, call, library, numbers, place) if prepared.lists else NO_LISTS
+            prepared.built.stages.launch(prepared.stages, library, arrays, addresses, numbers, place, lists)
+        if call.results or library is not JAX:
+            return results
+        return {name: give_back(library, array) for name, array in results.items()}
 
-    def _launch(self, prepared: _Prepared, given: Given, arrays: dict[str, Any]) -> None:
-        place = Place(given.library.stream(arrays["q"]), prepared.device)
-        lister, given_lists, lists = prepared.built.lister, given.call.tile_lists, {}
-        if lister and prepared.lists:
-            lists["forward"] = (
-                lister.of_call(prepared.lists, prepared.problem, given.library, arrays, given.numbers, place)
-                if given_lists is None
-                else lister.check(given_lists, prepared.problem, place)
-            )
-        stages = prepared.built.stages
-        stages.launch(prepared.stages, given.library, arrays, given.addresses, given.numbers, place, lists)
+    def _lists(
+        self, prepared: _Prepared, call: Call, library: Library, numbers: Numbers, place: Place
+    ) -> Mapping[str, Mapping[str, Any]]:
+        """The lists that the call was given, or those of its mask."""
+        lister, lists = prepared.built.lister, prepared.lists
+        assert lister and lists, "only a pass that reads lists has any"
+        if call.tile_lists is not None:
+            return {"forward": lister.check(call.tile_lists, prepared.problem, place)}
+        return {"forward": lister.of_call(lists, prepared.problem, library, call.inputs, numbers, place)}
 
     def _work_out(self, views: dict[str, View]) -> _Prepared:
         device = common_device(views)
@@ -106,7 +110,7 @@ class ForwardPass(Pass[_Prepared]):
         for capture, _ in self._arrays:
             check_array(self.spec, capture, captured[capture.name], problem)
         built = self.built_for(problem, device)
-        stages = built.stages.prepare(problem, captured)
+        stages = None if problem.is_empty else built.stages.prepare(problem, captured)
         lists = built.lister.prepare(problem, captured) if built.lister else None
         sharing = self._sharing(views, _RESULTS)
         return _Prepared(problem, problem.output_shape(self.spec), device, built, stages, lists, sharing)

@@ -5,26 +5,39 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from flashgen.attention.launches import Memory, captured_launch, launch_of, workspaces
 from flashgen.attention.problem import Problem
 from flashgen.codegen.rendered_kernel import RenderedKernel
 from flashgen.codegen.stages import Kernels
 from flashgen.language.spec import AttentionSpec
-from flashgen.launch.engines import Arrays, Engine, Numbers, Place
+from flashgen.launch.engines import Arrays, Engine, Numbers, Place, Runner
 from flashgen.launch.launch import Launch
 from flashgen.runtime.arrays import Library, View, of_graph
 
-_NO_LISTS: Mapping[str, Mapping[str, Any]] = {}
+NO_LISTS: Mapping[str, Mapping[str, Any]] = {}
+
+
+class PreparedStage(NamedTuple):
+    """One kernel of a pass, and its launch for calls of one shape; `pointers` as of its record."""
+
+    role: str
+    runner: Runner
+    launch: Launch
+    pointers: Mapping[str, str]
 
 
 @dataclass(frozen=True)
 class PreparedStages:
-    """What calls of one shape share: a launch for each stage, by role, and the memory that they need."""
+    """What calls of one shape share: the stages in their order, and the memory that they need.
 
-    launches: Mapping[str, Launch]
+    counts: whether a stage takes tiles by a counter; those of a call follow each other and share one.
+    """
+
+    stages: tuple[PreparedStage, ...]
     memory: Mapping[str, Memory]
+    counts: bool
 
 
 class BuiltStages:
@@ -37,8 +50,12 @@ class BuiltStages:
 
     def prepare(self, problem: Problem, captured: Mapping[str, View]) -> PreparedStages:
         """For calls of these sizes, strides and captured arrays."""
-        launches = {role: self._launch_of(kernel, problem, captured) for role, kernel in self.kernels.items()}
-        return PreparedStages(launches, workspaces(self.kernels, problem, captured))
+        stages = tuple(
+            PreparedStage(role, self.runners[role], self._launch_of(kernel, problem, captured), kernel.pointers)
+            for role, kernel in self.kernels.items()
+        )
+        counts = any(stage.launch.counts for stage in stages)
+        return PreparedStages(stages, workspaces(self.kernels, problem, captured), counts)
 
     def _launch_of(self, kernel: RenderedKernel, problem: Problem, captured: Mapping[str, View]) -> Launch:
         for space in kernel.workspaces:
@@ -50,25 +67,29 @@ class BuiltStages:
         self,
         prepared: PreparedStages,
         library: Library,
-        arrays: Mapping[str, Any],
+        arrays: dict[str, Any],
         addresses: Mapping[str, int],
         numbers: Numbers,
         place: Place,
-        lists: Mapping[str, Mapping[str, Any]] = _NO_LISTS,
+        lists: Mapping[str, Mapping[str, Any]] = NO_LISTS,
     ) -> None:
         """Everything on the call's stream. Workspaces go back to where they came from when this returns.
 
-        arrays: of the call, q among them. addresses: of those that are known. lists: arrays of tile lists, by the roles
-        of the stages that read them.
+        arrays: those of the call and its results, a dictionary that is written to. addresses: of those that are known.
+        lists: arrays of tile lists, by the roles of the stages that read them.
         """
-        work = self._made(prepared.memory, library, arrays["q"], place) if prepared.memory else {}
-        everything: Any = self.engine.located({**arrays, **work}, addresses)  # a dictionary of this call's own
-        for role, runner in self.runners.items():
-            launch, called = prepared.launches[role], self.kernels[role].pointers
+        engine = self.engine
+        if prepared.memory:
+            arrays.update(self._made(prepared.memory, library, arrays["q"], place))
+        if prepared.counts:
+            arrays["next_tile"] = engine.counter(place)
+        if len(lists) == 1:  # one look at all arrays is less than two
+            arrays.update(*lists.values())
+            lists = NO_LISTS
+        everything: Any = engine.located(arrays, addresses)
+        for role, runner, launch, called in prepared.stages:
             if role in lists:
-                everything.update(self.engine.located(lists[role]))
-            if launch.counts:
-                everything.update(self.engine.located({"next_tile": self.engine.counter(place)}))
+                everything.update(engine.located(lists[role]))
             taken: Arrays = everything
             if called:  # as addresses on a GPU, as arrays on the emulator
                 taken = type(everything)({name: everything[here] for name, here in called.items()})

@@ -123,9 +123,8 @@ class Gpu:
     measures: ClassVar[bool] = True
     """Whether the times of its launches are a GPU's."""
 
-    def copies(self, library: Library) -> bool:
-        """Whether a library's arrays are copied to where kernels run, and results back."""
-        return library is NUMPY
+    copied: ClassVar[Library | None] = NUMPY
+    """The library whose arrays are copied to where kernels run, and results back."""
 
     def empty(self) -> Any:
         """An array without elements, of the library that makes memory where no array of a call says which."""
@@ -207,8 +206,7 @@ class Emulator:
 
     measures: ClassVar[bool] = False
 
-    def copies(self, library: Library) -> bool:
-        return False
+    copied: ClassVar[Library | None] = None
 
     def empty(self) -> Any:
         return np.empty(0)

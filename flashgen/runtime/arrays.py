@@ -211,10 +211,10 @@ _BY_TYPE: dict[type, Library] = {}
 
 def library_of(array: Any, argument: str) -> Library:
     """The library of an array; ArgumentError for what no kernel can read."""
-    kind = type(array)
-    if kind not in _BY_TYPE:
-        _BY_TYPE[kind] = _library_of_type(array, argument)
-    return _BY_TYPE[kind]
+    found = _BY_TYPE.get(type(array))
+    if found is None:
+        found = _BY_TYPE[type(array)] = _library_of_type(array, argument)
+    return found
 
 
 def _library_of_type(array: Any, argument: str) -> Library:
