@@ -9,13 +9,11 @@ from typing import Any, Generic, Protocol, TypeVar
 from flashgen.attention.call import Call
 from flashgen.attention.captures import captured_distances, check_captures, check_distances, check_seed, number
 from flashgen.attention.sharing import Sharing, check_on_host
-from flashgen.attention.through_gpu import to_gpu, to_host
 from flashgen.codegen.arguments import member_name
 from flashgen.errors import ArgumentError
 from flashgen.language.layouts import BlockLayout
 from flashgen.language.spec import AttentionSpec
 from flashgen.launch.engines import Engine, Numbers
-from flashgen.runtime import gpu
 from flashgen.runtime.arrays import Library, View
 from flashgen.runtime.remembered import Remembered
 
@@ -117,18 +115,16 @@ class Pass(Generic[AnyPrepared]):
 
     def _through_gpu(self, call: Call) -> Mapping[str, Any]:
         """NumPy arrays: copied to the GPU, and the results back; those of captures that are there stay there."""
-        gpu.compute_capability()  # says so where there is no GPU
+        self.engine.here()  # says so where there is no GPU
         results = {self._result_argument(name): array for name, array in call.results.items()}
         self._check_sharing_on_host({**call.inputs, **results}, call.captures, results)
-        there = call._replace(
-            inputs={name: to_gpu(array) for name, array in call.inputs.items()},
-            captures={name: to_gpu(array) for name, array in call.captures.items()},
-            results={name: to_gpu(array) for name, array in call.results.items()},  # what is not written is kept
-        )
+        given = (call.inputs, call.captures, call.results)  # results too, so that what is not written is kept
+        moved = [{name: self.engine.bring(array) for name, array in arrays.items()} for arrays in given]
+        there = call._replace(inputs=moved[0], captures=moved[1], results=moved[2])
         home = {}
         for name, array in self(there).items():
             stays = name in call.captures and there.captures[name] is call.captures[name] and not call.results
-            home[name] = array if stays else to_host(array, call.results.get(name))
+            home[name] = array if stays else self.engine.fetch(array, call.results.get(name))
         return home
 
     def _call_numbers(self, captures: Mapping[str, Any], seed: Any, offset: Any) -> dict[str, int | float]:

@@ -117,9 +117,7 @@ class ForwardPass(Pass[_Prepared]):
 
     def built_for(self, problem: Problem, device: int) -> BuiltForward:
         """The kernel that calls of these sizes run on a device."""
-        if not problem.has_scores:
-            return self.choice.default
-        return self.choice.of(problem, device)
+        return self.choice.of(problem, device) if problem.has_scores else self.choice.default
 
 
 def forget_tuned_plans() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from flashgen.attention.gradients import ROWS, gradient_shape
 from flashgen.attention.problem import Problem, contiguous_strides, in_layout
@@ -13,7 +13,7 @@ from flashgen.codegen.stages import Kernels, struct_values
 from flashgen.errors import ArgumentError
 from flashgen.language.spec import AttentionSpec
 from flashgen.launch.argument_writer import ArgumentWriter, Value
-from flashgen.launch.launch import Launch
+from flashgen.launch.engines import Launch
 from flashgen.launch.tensor_map_writer import TensorMapWriter, map_shapes
 from flashgen.runtime.arrays import View, byte_strides
 
@@ -52,11 +52,6 @@ def launch_of(
     empty = () if problem.len_k else ("k", "v")
     shapes = map_shapes(spec, kernel, problem, strides)
     return Launch(kernel.grid(problem), TensorMapWriter(kernel.layout, values, shapes, empty), counts)
-
-
-def captured_launch(kernel: RenderedKernel, spec: AttentionSpec, problem: Problem, count: int) -> Launch:
-    """The launch of a kernel that is for a captured array of so many elements."""
-    return launch_of(kernel, spec, replace(problem, count=count), {})
 
 
 def _check_packing(kernel: RenderedKernel, problem: Problem) -> None:

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from flashgen.attention.launches import Memory, captured_launch, launch_of, workspaces
+from flashgen.attention.launches import Memory, launch_of, workspaces
 from flashgen.attention.problem import Problem
 from flashgen.codegen.rendered_kernel import RenderedKernel
 from flashgen.codegen.stages import Kernels
 from flashgen.language.spec import AttentionSpec
-from flashgen.launch.engines import Arrays, Engine, Numbers, Place, Runner
-from flashgen.launch.launch import Launch
+from flashgen.launch.engines import Arrays, Engine, Launch, Numbers, Place, Runner
 from flashgen.runtime.arrays import Library, View, of_graph
 
 NO_LISTS: Mapping[str, Mapping[str, Any]] = {}
@@ -54,13 +53,13 @@ class BuiltStages:
             PreparedStage(role, self.runners[role], self._launch_of(kernel, problem, captured), kernel.pointers)
             for role, kernel in self.kernels.items()
         )
-        counts = any(stage.launch.counts for stage in stages)
-        return PreparedStages(stages, workspaces(self.kernels, problem, captured), counts)
+        memory, counts = workspaces(self.kernels, problem, captured), any(stage.launch.counts for stage in stages)
+        return PreparedStages(stages, memory, counts)
 
     def _launch_of(self, kernel: RenderedKernel, problem: Problem, captured: Mapping[str, View]) -> Launch:
         for space in kernel.workspaces:
             if space.of_capture:
-                return captured_launch(kernel, self.spec, problem, math.prod(captured[space.of_capture].shape))
+                problem = replace(problem, count=math.prod(captured[space.of_capture].shape))
         return launch_of(kernel, self.spec, problem, captured)
 
     def launch(

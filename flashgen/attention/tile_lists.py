@@ -20,8 +20,7 @@ from flashgen.language.indexed_sizes import position_of
 from flashgen.language.layouts import BlockLayout
 from flashgen.language.operations import KEY, LONGEST, MOST_HEADS, QUERY, FloorDiv, Load
 from flashgen.language.spec import AttentionSpec
-from flashgen.launch.engines import Engine, Numbers, Place
-from flashgen.launch.launch import Launch
+from flashgen.launch.engines import Engine, Launch, Numbers, Place
 from flashgen.runtime import gpu
 from flashgen.runtime.arrays import Library, View, library_of, of_graph
 from flashgen.runtime.remembered import Remembered

@@ -17,7 +17,6 @@ from flashgen.attention.call import Call
 from flashgen.attention.forward import ForwardPass, forget_tuned_plans
 from flashgen.attention.kernel_choice import workload_of
 from flashgen.attention.problem import Problem, problem_of
-from flashgen.attention.through_gpu import to_gpu
 from flashgen.attention.tuned_plans import LengthClass, TunedPlan, TunedPlans
 from flashgen.build.cache import default_cache
 from flashgen.codegen.candidates import candidates
@@ -156,7 +155,7 @@ class _Tuner:
             gpu.compute_capability()  # says so where there is no GPU
             if not default_cache().jit:
                 raise BuildError("tuning compiles kernels, which FLASHGEN_JIT=0 forbids: unset it, or set it to 1")
-        moved = [to_gpu(value) if self.on_gpu else value for value in (*inputs, *captures.values())]
+        moved = [self.engine.bring(value) if self.on_gpu else value for value in (*inputs, *captures.values())]
         self.q, self.k, self.v = moved[:3]
         self.captures, self.seed = dict(zip(captures, moved[3:], strict=True)), seed
 

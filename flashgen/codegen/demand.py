@@ -26,15 +26,7 @@ class Weight(IntEnum):
     HEAVY = 6  # an element for each score beside more, or divisions of 64 bits
 
 
-_INSTRUCTIONS = {
-    Weight.NONE: 5,
-    Weight.PLAIN: 5,
-    Weight.BUSY: 7,
-    Weight.LOADING: 9,
-    Weight.MODERATE: 10,
-    Weight.COSTLY: 14,
-    Weight.HEAVY: 14,
-}
+_INSTRUCTIONS = (5, 5, 7, 9, 10, 14, 14)  # for each score, by weight
 _PLAIN_MASK, _BUSY_SCORE = 8, 8  # operations
 
 

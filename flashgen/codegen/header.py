@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import shlex
+from typing import Protocol
 
 from flashgen.codegen.costs import forward_cost
 from flashgen.codegen.plan import Plan
+from flashgen.codegen.rendered_kernel import Cost
 from flashgen.codegen.targets import Target
 from flashgen.language.spec import AttentionSpec
 
@@ -14,6 +16,26 @@ _ONLINE_SOFTMAX = (  # what the kernel and the paper call a row's state
     "reference is the paper's m, which may lag; sum is its l"
 )
 _BLOCK_PER_TILE = "one block per (tile of queries, head, batch), along x, y and z"
+_DOES = {
+    "prepare": "of each row, its LSE to the base 2 and D = rowsum(dO * O) - dLSE",
+    "keys": "dK and dV{}; a block walks the queries of a tile of keys",
+    "finish": "dQ from the sums of its shares",
+    "queries": "dQ; a block walks the keys of a tile of queries",
+    "d_": "the gradient of a captured array from its sums",
+}
+_GRIDS = {
+    "prepare": "(rows, head, batch)",
+    "keys": "(tile of keys, head of K and V, batch)",
+    "finish": "(tile of queries, head, batch)",
+    "queries": "(tile of queries, head, batch)",
+    "d_": "256 elements",
+}
+
+
+class BackwardPlan(Protocol):
+    """A plan of the backward pass that says in a line what it is."""
+
+    def summary(self, shared_bytes: int) -> str: ...
 
 
 def show_command(plan: Plan) -> str:
@@ -26,22 +48,50 @@ def header(spec: AttentionSpec, target: Target, plan: Plan, grid: str = _BLOCK_P
 
     grid: how many blocks a launch has. beside: its algorithm, beside the softmax.
     """
-    depth, width, cost = spec.head_dim, spec.value_dim, forward_cost(spec)
-    lines = [
-        f"flashgen: attention forward, {spec.name}",
-        "",
+    cost = forward_cost(spec)
+    method = [f"method   {_ONLINE_SOFTMAX}", *([f"         {beside}"] if beside else [])]
+    return _comment(
+        [f"flashgen: attention forward, {spec.name}"],
+        [*_facts(spec, target, target.family, "; heads_q a multiple of heads_kv"), f"plan     {plan.summary(spec)}"],
+        [*method, f"FLOPs    {cost.flops}", f"HBM      {cost.hbm}"],
+        grid,
+        f"{show_command(plan)} --target {target.name} {shlex.quote(spec.to_json())}",
+    )
+
+
+def backward_header(
+    part: str,
+    spec: AttentionSpec,
+    target: Target,
+    plan: BackwardPlan | None,
+    shared_bytes: int,
+    cost: Cost,
+    deterministic: bool,
+) -> str:
+    """The header comment of the kernel of that part: "prepare", "keys", "queries", "finish" or "d_" and a capture."""
+    kind = "d_" if part.startswith("d_") else part
+    which = f"--kernel {part}{' --deterministic' if deterministic else ''}"
+    does = _DOES[kind].format("" if deterministic else ", and shares of dQ")
+    divided = [f"plan     {plan.summary(shared_bytes)}"] if plan else []
+    return _comment(
+        [f"flashgen: attention backward, {part}, {spec.name}", does],
+        [*_facts(spec, target, target.backward_family), *divided],
+        [f"FLOPs    {cost.flops}", f"HBM      {cost.hbm} bytes, at least"],
+        f"one block per {_GRIDS[kind]}",
+        f"flashgen show --pass backward {which} --target {target.name} {shlex.quote(spec.to_json())}",
+    )
+
+
+def _facts(spec: AttentionSpec, target: Target, family: str, heads: str = "") -> list[str]:
+    return [
         f"mask     {spec.mask.name}",
         f"score    {spec.score.name if spec.score else 'none'}; scale {spec.scale:.9g}",
         f"dropout  {spec.dropout:g}",
-        f"dims     head {depth}, value {width}; {spec.dtype}, accumulated in float32; heads_q a multiple of heads_kv",
-        f"target   {target.name}, family {target.family}",
-        f"plan     {plan.summary(spec)}",
-        f"method   {_ONLINE_SOFTMAX}",
-        *([f"         {beside}"] if beside else []),
-        f"FLOPs    {cost.flops}",
-        f"HBM      {cost.hbm}",
-        "",
-        f"Grid: {grid}. Made by",
-        f"  {show_command(plan)} --target {target.name} {shlex.quote(spec.to_json())}",
+        f"dims     head {spec.head_dim}, value {spec.value_dim}; {spec.dtype}, accumulated in float32{heads}",
+        f"target   {target.name}, family {family}",
     ]
+
+
+def _comment(title: list[str], facts: list[str], costs: list[str], grid: str, command: str) -> str:
+    lines = [*title, "", *facts, *costs, "", f"Grid: {grid}. Made by", f"  {command}"]
     return "\n".join(f"// {line}".rstrip() for line in lines)

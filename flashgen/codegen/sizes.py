@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 _PRODUCT, _ATOM = 1, 2  # how strongly a formula's outermost operation binds
-_RECIPROCAL_OF_ONE = 2**31
 
 
 @dataclass(frozen=True)
@@ -50,19 +49,19 @@ def ceil_div(dividend: Any, divisor: Any) -> Any:
 
 def least(first: Any, second: Any) -> Any:
     """The smaller of two."""
-    known = not isinstance(first, Formula) and not isinstance(second, Formula)
-    return min(first, second) if known else Formula(f"min({first}, {second})")
+    named = isinstance(first, Formula) or isinstance(second, Formula)
+    return Formula(f"min({first}, {second})") if named else min(first, second)
 
 
 def most(first: Any, second: Any) -> Any:
     """The larger of two."""
-    known = not isinstance(first, Formula) and not isinstance(second, Formula)
-    return max(first, second) if known else Formula(f"max({first}, {second})")
+    named = isinstance(first, Formula) or isinstance(second, Formula)
+    return Formula(f"max({first}, {second})") if named else max(first, second)
 
 
 def reciprocal(divisor: Any) -> Any:
     """2^31 / divisor, rounded up: by which kernels divide a head's number."""
-    return ceil_div(_RECIPROCAL_OF_ONE, divisor)
+    return ceil_div(2**31, divisor)
 
 
 @dataclass(frozen=True)

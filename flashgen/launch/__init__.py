@@ -1,7 +1,6 @@
 """A rendered kernel on an engine: where it runs, and the bytes of its arguments.
 
 engines              the GPU through CuPy, or the emulator: memory, runners, streams
-launch               a kernel's grid and the writer of its arguments
 argument_writer      values to the bytes of an argument struct
 tensor_map_writer    structs in which tensor maps stand for arrays
 """

@@ -12,7 +12,7 @@ import numpy as np
 from flashgen.build.cache import Entry, default_cache
 from flashgen.codegen.rendered_kernel import RenderedKernel
 from flashgen.errors import ArgumentError, LaunchError
-from flashgen.launch.launch import Launch
+from flashgen.launch.argument_writer import ArgumentWriter
 from flashgen.runtime import gpu
 from flashgen.runtime.arrays import NUMPY, Library, byte_strides, library_of, numpy_dtype
 from flashgen.runtime.counters import counters
@@ -46,6 +46,15 @@ def located(arrays: Arrays, known: Mapping[str, int] = _NONE) -> Located:
         if name not in addresses:
             addresses[name] = library_of(array, name).pointer(array)
     return addresses
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A kernel's grid and the writer of its arguments; `counts`: its blocks take tiles by a counter."""
+
+    grid: tuple[int, int, int]
+    writer: ArgumentWriter
+    counts: bool = False
 
 
 class Runner(Protocol):
@@ -130,9 +139,17 @@ class Gpu:
         """An array without elements, of the library that makes memory where no array of a call says which."""
         return gpu.cupy().empty(0)
 
-    def bring(self, array: Any, argument: str) -> Any:
-        """An array where kernels run: one of NumPy is copied there."""
+    def bring(self, array: Any, argument: str = "") -> Any:
+        """An array where kernels run: one of NumPy is copied there, anything else stays as it is."""
         return gpu.cupy().asarray(array) if isinstance(array, np.ndarray) else array
+
+    def fetch(self, array: Any, into: Any = None) -> Any:
+        """An array of CuPy as one of NumPy: a new one, or `into`, written over; one on the GPU was written to there."""
+        if into is None:
+            return gpu.cupy().asnumpy(array)
+        if isinstance(into, np.ndarray):
+            into[...] = gpu.cupy().asnumpy(array)
+        return into
 
     def current(self, device: int) -> bool:
         """Whether memory is made and kernels are launched on that device now."""
@@ -211,8 +228,11 @@ class Emulator:
     def empty(self) -> Any:
         return np.empty(0)
 
-    def bring(self, array: Any, argument: str) -> Any:
+    def bring(self, array: Any, argument: str = "") -> Any:
         self.library(array, argument)  # says so where the emulator cannot read it
+        return array
+
+    def fetch(self, array: Any, into: Any = None) -> Any:
         return array
 
     def current(self, device: int) -> bool:
@@ -250,5 +270,3 @@ class Emulator:
 
 
 Engine = Gpu | Emulator
-
-__all__ = ["Emulator", "Engine", "Gpu", "Place", "Runner", "build"]

@@ -17,8 +17,7 @@ import flashgen.language as fg
 from flashgen.attention import Attention
 from flashgen.codegen.rendered_kernel import RenderedKernel
 from flashgen.codegen.targets import target_named
-from flashgen.launch.engines import Arrays, Emulator, EmulatorRunner, Located, Numbers, Place, located
-from flashgen.launch.launch import Launch
+from flashgen.launch.engines import Arrays, Emulator, EmulatorRunner, Launch, Located, Numbers, Place, located
 from flashgen.verify import Shape, random_gradients, random_inputs
 
 SLOPES = fg.Tensor("slopes", "bfloat16", 1, grad=True)

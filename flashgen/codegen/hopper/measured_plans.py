@@ -16,72 +16,25 @@ Kind = Literal["full", "ranges", "scores", "lists", "costly", "dropout", "tables
 operations; a score function of few; a mask whose tiles are listed; many operations; dropout; an array that a score
 reads by q - k; one that a mask reads, of one axis or of more; arrays read anew for each score, or by blocks."""
 
-_Turn = partial(HopperPlan, takes_turns=True)
+_Plan, _Turn = HopperPlan, partial(HopperPlan, takes_turns=True)
 
-# By the wider of the padded dims, up to which a row holds. Of 16384 tokens, bfloat16, in turn with each other; none of
-# them spills.
-_MEASURED: tuple[tuple[int, dict[Kind, HopperPlan]], ...] = (
-    (
-        64,
-        {
-            "full": HopperPlan(3, 128),
-            "ranges": _Turn(3, 128),
-            "scores": _Turn(3, 128),
-            "lists": _Turn(3, 128),
-            "costly": _Turn(2, 128),
-            "dropout": _Turn(3, 128),
-            "tables": _Turn(3, 128),
-            "ids": _Turn(2, 128),
-            "batched": _Turn(2, 128),
-            "arrays": _Turn(2, 64),
-        },
-    ),
-    (
-        128,
-        {
-            "full": _Turn(3, 64),
-            "ranges": HopperPlan(3, 80),
-            "scores": HopperPlan(3, 80),
-            "lists": _Turn(2, 128),
-            "costly": _Turn(2, 128),
-            "dropout": _Turn(3, 64),
-            "tables": _Turn(2, 112),
-            "ids": HopperPlan(2, 128),
-            "batched": _Turn(2, 96),
-            "arrays": HopperPlan(2, 64),
-        },
-    ),
-    (
-        192,
-        {
-            "full": HopperPlan(2, 112),
-            "ranges": HopperPlan(2, 112),
-            "scores": HopperPlan(2, 96),
-            "lists": HopperPlan(2, 96),
-            "costly": HopperPlan(2, 96),
-            "dropout": _Turn(2, 96),
-            "tables": HopperPlan(2, 96),
-            "ids": HopperPlan(2, 64),
-            "batched": HopperPlan(2, 64),
-            "arrays": HopperPlan(2, 64),
-        },
-    ),
-    (
-        256,
-        {
-            "full": _Turn(2, 64),
-            "ranges": _Turn(2, 64),
-            "scores": _Turn(2, 80),
-            "lists": HopperPlan(2, 64),
-            "costly": HopperPlan(2, 64),
-            "dropout": HopperPlan(2, 64),
-            "tables": HopperPlan(2, 64),
-            "ids": HopperPlan(2, 32),
-            "batched": HopperPlan(2, 32),
-            "arrays": HopperPlan(2, 32),
-        },
-    ),
-)
+# By the wider of the padded dims, up to which a column holds. Of 16384 tokens, bfloat16, in turn with each other; none
+# of them spills.
+_WIDTHS = (64, 128, 192, 256)
+# fmt: off
+_MEASURED: dict[Kind, tuple[HopperPlan, ...]] = {
+    "full":    (_Plan(3, 128), _Turn(3, 64),  _Plan(2, 112), _Turn(2, 64)),
+    "ranges":  (_Turn(3, 128), _Plan(3, 80),  _Plan(2, 112), _Turn(2, 64)),
+    "scores":  (_Turn(3, 128), _Plan(3, 80),  _Plan(2, 96),  _Turn(2, 80)),
+    "lists":   (_Turn(3, 128), _Turn(2, 128), _Plan(2, 96),  _Plan(2, 64)),
+    "costly":  (_Turn(2, 128), _Turn(2, 128), _Plan(2, 96),  _Plan(2, 64)),
+    "dropout": (_Turn(3, 128), _Turn(3, 64),  _Turn(2, 96),  _Plan(2, 64)),
+    "tables":  (_Turn(3, 128), _Turn(2, 112), _Plan(2, 96),  _Plan(2, 64)),
+    "ids":     (_Turn(2, 128), _Plan(2, 128), _Plan(2, 64),  _Plan(2, 32)),
+    "batched": (_Turn(2, 128), _Turn(2, 96),  _Plan(2, 64),  _Plan(2, 32)),
+    "arrays":  (_Turn(2, 64),  _Plan(2, 64),  _Plan(2, 64),  _Plan(2, 32)),
+}
+# fmt: on
 
 
 def kind_of(demand: Demand) -> Kind:
@@ -104,4 +57,5 @@ def kind_of(demand: Demand) -> Kind:
 def choose_hopper_plan(spec: AttentionSpec, target: Target) -> HopperPlan:
     """The default plan of a spec."""
     widest = max(padded(spec.value_dim), padded(spec.head_dim))
-    return next(plans for width, plans in _MEASURED if widest <= width)[kind_of(demand_of(spec))]
+    column = next(number for number, width in enumerate(_WIDTHS) if widest <= width)
+    return _MEASURED[kind_of(demand_of(spec))][column]

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import ClassVar
 
-from flashgen.codegen.demand import Weight, demand_of
+from flashgen.codegen.demand import demand_of
 from flashgen.codegen.targets import Target
 from flashgen.codegen.tiling import DROPOUT_COLUMNS, ELEMENT_BYTES, WARP, padded
 from flashgen.errors import UnsupportedError
@@ -32,17 +32,9 @@ _LEAST_LISTED = 256  # scores of a tile, that a warp looks at before it votes
 
 PACKS = (1, 2, 4, 8, 16, 32, 64)  # heads whose rows fill those of a wgmma without a rest
 
-# Registers beside scores, probabilities and output: addresses, row states, what scores and masks are computed with. Of
-# the kernels that compile without spills the one with the most of the latter tells them.
-_BESIDE = {
-    Weight.NONE: 30,
-    Weight.PLAIN: 32,
-    Weight.BUSY: 40,
-    Weight.LOADING: 64,
-    Weight.MODERATE: 56,
-    Weight.COSTLY: 64,
-    Weight.HEAVY: 96,
-}
+# Registers beside scores, probabilities and output, by weight: addresses, row states, what scores and masks are made
+# with. Of the kernels that compile without spills the one with the most of the latter tells them.
+_BESIDE = (30, 32, 40, 64, 56, 64, 96)
 # Registers a thread of the warpgroup that loads keeps, and one of those that compute gets, by how many compute.
 _REGISTERS = {1: (56, 256), 2: (24, 240), 3: (32, 160)}
 

@@ -33,9 +33,9 @@ from flashgen.codegen.arguments import (
     summed_gradient,
 )
 from flashgen.codegen.assembly import assemble, check_spec, common_context, longest_last, visited_tiles
-from flashgen.codegen.backward_header import backward_header
 from flashgen.codegen.costs import backward_cost
 from flashgen.codegen.expressions.derivative_text import score_gradient
+from flashgen.codegen.header import backward_header
 from flashgen.codegen.mma_sync.backward_plans import (
     BackwardPlan,
     QueriesPlan,
