@@ -536,8 +536,8 @@ attention_backward_keys_bf16_d128_causal_56b1805a(const __grid_constant__ Backwa
       copy_async_wait<0>();
       __syncthreads();
       if (step + 1 < tiles.count) {
-        copy_output_gradients(step + 1);
         copy_queries(step + 1);
+        copy_output_gradients(step + 1);
       }
       copy_async_commit();
       multiply_by_transpose<kHeadDimPadded>(probabilities, k_rows, q_rows);

@@ -565,8 +565,8 @@ attention_backward_keys_fp16_d64_causal_alibi_tensor_slopes_float32_1_true_1dac6
       copy_async_wait<0>();
       __syncthreads();
       if (step + 1 < tiles.count) {
-        copy_output_gradients(step + 1);
         copy_queries(step + 1);
+        copy_output_gradients(step + 1);
       }
       copy_async_commit();
       multiply_by_transpose<kHeadDimPadded>(probabilities, k_rows, q_rows);

@@ -68,13 +68,13 @@ def test_the_common_ones_compile_everywhere(mask: fg.Mask, target: str) -> None:
             assert_fits(kernel)
 
 
-# Three blocks of small heads share a multiprocessor's registers, 168 for a thread: one or two are spilled before the
-# steps, and loaded once in each.
+# Three blocks of small heads share a multiprocessor's registers, 168 for a thread. In the deterministic mode one or two
+# are spilled before the steps, and loaded once in each.
 @pytest.mark.parametrize("mask", [fg.full(), fg.causal()], ids=str)
 def test_small_heads_of_the_targets_that_are_tuned_spill_next_to_nothing(mask: fg.Mask) -> None:
     for deterministic in MODES:
         for kernel in parts(AttentionSpec(64, "bfloat16", mask=mask), "sm_90a", deterministic).values():
-            assert_fits(kernel, 16)
+            assert_fits(kernel, 16 if deterministic else 0)
 
 
 @pytest.mark.parametrize(("dim", "target"), list(zip((256, 192, 160, 256, 160, 256, 192), ISSUE_TARGETS, strict=True)))
