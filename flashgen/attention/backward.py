@@ -56,7 +56,7 @@ class BackwardPass(Pass[_Prepared]):
     def __init__(self, spec: AttentionSpec, stages: Kernels, engine: Engine, prebuild: str) -> None:
         super().__init__(spec, engine, _IN_ROWS)
         self.stages = BuiltStages(spec, stages, engine, prebuild)
-        self._members = {capture.name: member_name(capture) for capture in differentiated(spec)}
+        self._owners = {capture.name: member_name(capture) for capture in differentiated(spec)}  # others are like q
         self.listers = BackwardListers.of(spec, stages, engine, prebuild)
 
     def _result_argument(self, name: str) -> str:
@@ -65,10 +65,10 @@ class BackwardPass(Pass[_Prepared]):
     def _run(
         self, prepared: _Prepared, call: Call, library: Library, addresses: Addresses, numbers: Numbers
     ) -> Mapping[str, Any]:
-        arrays, made = call.inputs, call.results
+        arrays, made, owner = call.inputs, call.results, self._owners.get
         place = Place(library.stream(arrays["q"]), prepared.device)
         if not made:
-            made = {name: self._make(memory, self._like(name, arrays)) for name, memory in prepared.gradients.items()}
+            made = {name: self._make(memory, arrays[owner(name, "q")]) for name, memory in prepared.gradients.items()}
         for name, memory in prepared.gradients.items():
             if memory.zeroed:
                 self.engine.clear(made[name], place)
@@ -78,13 +78,8 @@ class BackwardPass(Pass[_Prepared]):
             self.stages.launch(prepared.stages, library, arrays, addresses, numbers, place, lists)
         if call.results:
             return made
-        return {
-            name: give_back(self.engine.library(self._like(name, arrays), name), array) for name, array in made.items()
-        }
-
-    def _like(self, name: str, arrays: Mapping[str, Any]) -> Any:
-        """The array that a gradient is like."""
-        return arrays[self._members.get(name, "q")]
+        libraries = self.engine.library
+        return {name: give_back(libraries(arrays[owner(name, "q")], name), array) for name, array in made.items()}
 
     def _make(self, memory: Memory, like: Any) -> Any:
         """An array of the kind of `like`."""
@@ -117,7 +112,7 @@ class BackwardPass(Pass[_Prepared]):
         captured = {capture.name: views[member] for capture, member in self._arrays}
         for capture, _ in self._arrays:
             check_array(spec, capture, captured[capture.name], problem)
-        names = (*ROWS, *self._members)
+        names = (*ROWS, *self._owners)
         given = {name: views[gradient_argument(name)] for name in names if gradient_argument(name) in views}
         check_gradients(spec, given, captured, problem)
         gradients = self._gradient_memory(problem, captured)
