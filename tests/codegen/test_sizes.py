@@ -1,0 +1,41 @@
+"""What follows from sizes is one text for numbers and for names: both mean the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flashgen.codegen.sizes import NAMED_SIZES, SIZE_NAMES, Sizes, ceil_div, least, most, reciprocal, size_values
+
+POSITIVE = st.integers(1, 10**4)
+FOLLOWING: dict[str, Callable[[Sizes], Any]] = {
+    "a quotient of a product": lambda s: s.batch * s.heads_q // 3,
+    "a product of a quotient": lambda s: s.batch * (s.heads_q // 3),
+    "a quotient by a product": lambda s: 10**9 // (2 * s.len_k * s.batch),
+    "a quotient by a quotient": lambda s: s.len_q // (s.len_k // s.len_k),
+    "rounded rows": lambda s: ceil_div(s.len_q, 64) * 64 // 16,
+    "bounds": lambda s: most(least(s.batch * s.heads_q, s.multiprocessors), 1),
+    "a reciprocal": lambda s: reciprocal(most(s.heads_per_kv // 2, 1)),
+}
+
+
+@pytest.mark.parametrize("following", FOLLOWING.values(), ids=FOLLOWING)
+@given(numbers=st.tuples(POSITIVE, POSITIVE, POSITIVE, POSITIVE, POSITIVE), multiprocessors=POSITIVE)
+def test_a_formula_is_what_the_numbers_are(
+    following: Callable[[Sizes], Any], numbers: tuple[int, ...], multiprocessors: int
+) -> None:
+    batch, heads_kv, heads_per_kv, len_q, len_k = numbers
+    sizes = Sizes(batch, heads_kv * heads_per_kv, heads_kv, len_q, len_k, multiprocessors=multiprocessors)
+    names = {name: getattr(sizes, name) for name in (*SIZE_NAMES, "multiprocessors")}
+    functions = {"ceil_div": lambda a, b: -(-a // b), "min": min, "max": max}
+    text = str(following(NAMED_SIZES)).replace("/", "//")
+    assert eval(text, {"__builtins__": {}}, names | functions) == following(sizes)
+
+
+def test_sizes_without_heads_divide_by_nothing() -> None:
+    values = size_values(Sizes(0, 0, 0, 5, 5))
+    assert values["heads_per_kv"] == 1 and values["kv_reciprocal"] == 2**31
