@@ -8,7 +8,7 @@ from typing import Any
 import sympy
 
 from flashgen.analysis.closed_forms.tile_ranges import key_range
-from flashgen.codegen.arguments import DROPOUT_FIELDS, LIST_FIELDS, ArgumentLayout, Field, capture_fields, ordered
+from flashgen.codegen.arguments import ArgumentLayout
 from flashgen.codegen.assembly import ENDS_OF_TILES, common_context, longest_last, visited_tiles
 from flashgen.codegen.costs import forward_cost
 from flashgen.codegen.demand import divides_tiles
@@ -16,16 +16,10 @@ from flashgen.codegen.expressions.function_text import DEVICE_NAMES, Names
 from flashgen.codegen.plan import Plan
 from flashgen.codegen.rendered_kernel import RenderedKernel, entry_name, kernel_name
 from flashgen.codegen.targets import Target
-from flashgen.codegen.variant import captures_read, variant_of
+from flashgen.codegen.variant import variant_of
 from flashgen.language.spec import AttentionSpec
 
 _STRUCT = "ForwardArguments"
-
-
-def forward_layout_of(spec: AttentionSpec, fields: list[Field], lists: bool) -> ArgumentLayout:
-    """The argument struct: a family's own fields, and those that lists, dropout and captures need."""
-    fields = [*fields, *(LIST_FIELDS if lists else ()), *(DROPOUT_FIELDS if spec.dropout else ())]
-    return ordered(fields + capture_fields(captures_read(spec)))
 
 
 def forward_context(

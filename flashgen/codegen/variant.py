@@ -6,7 +6,16 @@ from dataclasses import dataclass
 
 import sympy
 
-from flashgen.codegen.arguments import ELEMENT_TYPES, member_name
+from flashgen.codegen.arguments import (
+    DROPOUT_FIELDS,
+    ELEMENT_TYPES,
+    LIST_FIELDS,
+    ArgumentLayout,
+    Field,
+    capture_fields,
+    member_name,
+    ordered,
+)
 from flashgen.codegen.expressions.derivative_text import ScoreGradient
 from flashgen.codegen.expressions.function_text import FunctionText, indices_in
 from flashgen.codegen.expressions.printer import C_TYPES, statements
@@ -72,3 +81,9 @@ def captures_read(spec: AttentionSpec, score: bool = True) -> tuple[Capture, ...
     if score and spec.score:
         read |= spec.score.expression.atoms(Capture)
     return tuple(capture for capture in spec.captures if capture in read)
+
+
+def layout_of(spec: AttentionSpec, fields: list[Field], lists: bool) -> ArgumentLayout:
+    """The argument struct of a kernel of the spec: its own fields, and those that lists, dropout and captures need."""
+    fields = [*fields, *(LIST_FIELDS if lists else ()), *(DROPOUT_FIELDS if spec.dropout else ())]
+    return ordered(fields + capture_fields(captures_read(spec)))

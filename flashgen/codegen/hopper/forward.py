@@ -19,7 +19,7 @@ from flashgen.codegen.assembly import (
     suffix_of,
 )
 from flashgen.codegen.expressions.function_text import DEVICE_NAMES, Names
-from flashgen.codegen.forward_kernel import forward_context, forward_kernel, forward_layout_of
+from flashgen.codegen.forward_kernel import forward_context, forward_kernel
 from flashgen.codegen.header import header
 from flashgen.codegen.hopper.measured_plans import choose_hopper_plan
 from flashgen.codegen.hopper.plans import HopperPlan, panel_columns
@@ -27,6 +27,7 @@ from flashgen.codegen.rendered_kernel import RenderedKernel
 from flashgen.codegen.sizes import Sizes, ceil_div, least, most, reciprocal
 from flashgen.codegen.targets import Target
 from flashgen.codegen.tiling import ELEMENT_BYTES, padded
+from flashgen.codegen.variant import layout_of
 from flashgen.language.operations import HEAD
 from flashgen.language.spec import AttentionSpec
 
@@ -53,7 +54,7 @@ def hopper_layout(spec: AttentionSpec, lists: bool, packed: bool = False) -> Arg
     fields.append(Field("int", "section", comment=f"{heads} that take turns with their tiles"))
     fields += [Field("int", name) for name in ("heads_q", "len_q", "len_k")]
     fields.append(Field("unsigned", "kv_reciprocal", comment=f"2^31 / {heads} per head of K and V, rounded up"))
-    return forward_layout_of(spec, fields, lists)
+    return layout_of(spec, fields, lists)
 
 
 def render_hopper(spec: AttentionSpec, target: Target, plan: HopperPlan | None = None) -> tuple[RenderedKernel, ...]:

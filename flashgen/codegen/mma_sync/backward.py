@@ -22,12 +22,9 @@ import sympy
 
 from flashgen.analysis.closed_forms.tile_ranges import key_range, query_range
 from flashgen.codegen.arguments import (
-    DROPOUT_FIELDS,
     ELEMENT_TYPES,
-    LIST_FIELDS,
     ArgumentLayout,
     Field,
-    capture_fields,
     capture_gradient,
     ordered,
     summed_gradient,
@@ -46,7 +43,7 @@ from flashgen.codegen.rendered_kernel import Grid, RenderedKernel, Workspace, en
 from flashgen.codegen.sizes import Sizes, ceil_div
 from flashgen.codegen.targets import Target
 from flashgen.codegen.tiling import padded
-from flashgen.codegen.variant import Variant, captures_read, variant_of
+from flashgen.codegen.variant import Variant, layout_of, variant_of
 from flashgen.language.operations import Capture
 from flashgen.language.spec import AttentionSpec
 from flashgen.language.well_formed import FLOAT32_MAX
@@ -148,7 +145,7 @@ def _keys(spec: AttentionSpec, target: Target, plan: BackwardPlan, rows: _Rows, 
     sums = "long long*" if deterministic else "float*"
     fields += [Field(sums, f"d_{member}") for member in dict.fromkeys(gather.member for gather in gathers)]
     fields += [*_numbers("heads_q", "heads_per_kv", "len_q", "len_k"), _ROWS]
-    layout = _with_variant(spec, fields, lists=tiles is None)
+    layout = layout_of(spec, fields, lists=tiles is None)
     context = {
         "plan": plan,
         "deterministic": deterministic,
@@ -185,7 +182,7 @@ def _queries(spec: AttentionSpec, target: Target, plan: QueriesPlan, rows: _Rows
     }
     launch: dict[str, Any] = {"values": partial(_values, rows), "reads": "keys" if tiles is None else None}
     launch["grid"] = lambda sizes: (ceil_div(sizes.len_q, plan.tile_q), sizes.heads_q, sizes.batch)
-    layout = _with_variant(spec, fields, tiles is None)
+    layout = layout_of(spec, fields, tiles is None)
     return _kernel("queries", spec, target, layout, context, plan.threads, shared, launch)
 
 
@@ -208,12 +205,6 @@ def _capture(spec: AttentionSpec, target: Target, capture: Capture, deterministi
 
 def _is_masked(spec: AttentionSpec) -> bool:
     return bool(spec.mask.expression != sympy.true)
-
-
-def _with_variant(spec: AttentionSpec, fields: list[Field], lists: bool) -> ArgumentLayout:
-    """The fields, and those that lists, dropout and captures need."""
-    fields = [*fields, *(LIST_FIELDS if lists else ()), *(DROPOUT_FIELDS if spec.dropout else ())]
-    return ordered(fields + capture_fields(captures_read(spec)))
 
 
 def _kernel(

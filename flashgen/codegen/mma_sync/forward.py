@@ -5,12 +5,13 @@ from __future__ import annotations
 from flashgen.codegen.arguments import ArgumentLayout, Field
 from flashgen.codegen.assembly import assemble, check_spec
 from flashgen.codegen.demand import demand_of
-from flashgen.codegen.forward_kernel import forward_context, forward_kernel, forward_layout_of
+from flashgen.codegen.forward_kernel import forward_context, forward_kernel
 from flashgen.codegen.header import header
 from flashgen.codegen.mma_sync.forward_plans import ForwardPlan, choose_forward_plan
 from flashgen.codegen.rendered_kernel import RenderedKernel
 from flashgen.codegen.sizes import ceil_div
 from flashgen.codegen.targets import Target
+from flashgen.codegen.variant import layout_of
 from flashgen.language.spec import AttentionSpec
 
 
@@ -21,7 +22,7 @@ def forward_layout(spec: AttentionSpec, lists: bool) -> ArgumentLayout:
     fields += [Field("Strides", f"{name}_strides") for name in "qkvo"]
     fields += [Field("int", name) for name in ("heads_q", "len_q", "len_k")]
     fields.append(Field("unsigned", "kv_reciprocal", comment="2^31 / heads per head of K and V, rounded up"))
-    return forward_layout_of(spec, fields, lists)
+    return layout_of(spec, fields, lists)
 
 
 def render_mma_sync(spec: AttentionSpec, target: Target, plan: ForwardPlan | None = None) -> tuple[RenderedKernel, ...]:
