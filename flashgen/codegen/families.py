@@ -8,6 +8,8 @@ from __future__ import annotations
 from typing import Any
 
 from flashgen.codegen.family import BackwardFamily, ForwardFamily, HeadPacking
+from flashgen.codegen.hopper.backward import render_hopper_backward
+from flashgen.codegen.hopper.backward_plans import HopperBackwardPlan
 from flashgen.codegen.hopper.forward import render_hopper
 from flashgen.codegen.hopper.head_packing import packed_plan
 from flashgen.codegen.hopper.measured_plans import choose_hopper_plan
@@ -27,7 +29,9 @@ _HOPPER_PACKING = HeadPacking(HopperPlan.packing, packed_plan)
 _HOPPER = ForwardFamily(HopperPlan, choose_hopper_plan, every_hopper_plan, render_hopper, _HOPPER_PACKING)
 
 _FORWARD = {"turing": _MMA_SYNC, "ampere": _MMA_SYNC, "hopper": _HOPPER}
-_BACKWARD = dict.fromkeys(("turing", "ampere"), BackwardFamily(BackwardPlan, render_mma_sync_backward))
+_MMA_SYNC_BACKWARD = BackwardFamily(BackwardPlan, render_mma_sync_backward)
+_HOPPER_BACKWARD = BackwardFamily(HopperBackwardPlan, render_hopper_backward)
+_BACKWARD = {"turing": _MMA_SYNC_BACKWARD, "ampere": _MMA_SYNC_BACKWARD, "hopper": _HOPPER_BACKWARD}
 _EMULATED_TARGET = "sm_80"
 
 

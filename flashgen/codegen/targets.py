@@ -74,7 +74,7 @@ TARGETS: dict[str, Target] = {
         _target(87, "ampere", 163, 164),
         _target(89, "ampere", 99, 100),
         _target(90, "ampere", 227, 228),
-        Target("sm_90a", 90, "hopper", 227 * 1024, 228 * 1024, backward_family="ampere"),
+        Target("sm_90a", 90, "hopper", 227 * 1024, 228 * 1024, backward_family="hopper"),
         _target(100, "ampere", 227, 228),
         _target(103, "ampere", 227, 228),
         _target(120, "ampere", 99, 100),

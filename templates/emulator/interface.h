@@ -65,6 +65,7 @@ void mbarrier_wait(u32 barrier, u32 parity, Site site);
 
 // ---- TMA (tensor_copies.cpp); `map` is a tensor map of flashgen/runtime/tensor_maps.py, `start` its coordinates ----
 void tensor_load(u32 destination, const void* map, u32 barrier, int rank, const int* start, Site site);
+void bulk_load(u32 destination, const void* source, u32 bytes, u32 barrier, Site site);
 void tensor_store(const void* map, u32 source, int rank, const int* start, bool add, Site site);
 void bulk_commit();
 void bulk_wait_read(int pending);
@@ -73,7 +74,7 @@ void fence_async_shared();  // async_proxy.cpp
 // ---- matrices (matrix.cpp) ----
 enum class Element : int { kf16, kbf16 };  // spelled as PTX does, which the primitives' names follow
 void load_matrix(u32* fragment, int count, bool transposed, u32 shared_source, Site site);
-void store_matrix(u32 shared_destination, const u32* fragment, int count, Site site);
+void store_matrix(u32 shared_destination, const u32* fragment, int count, bool transposed, Site site);
 // d += a * b on fragments of m16n8k16; partial sums are rounded to float after every `depth` steps of k.
 void multiply_accumulate(float* d, const u32* a, u32 b0, u32 b1, Element element, int depth, Site site);
 

@@ -42,23 +42,26 @@ struct StoredRow {
   const u32* fragment;
   u16* row;
   int count;
+  bool transposed;
 };
 
 static void store_matrix_action(void* const* lanes, u32) {
-  int count = static_cast<StoredRow*>(lanes[0])->count;
-  for (int matrix = 0; matrix < count; ++matrix) {
-    for (int lane = 0; lane < 32; ++lane) {  // lane 8 * matrix + i brought the address of row i
-      u16* row = static_cast<StoredRow*>(lanes[8 * matrix + lane / 4])->row;
+  const StoredRow& any = *static_cast<StoredRow*>(lanes[0]);
+  for (int matrix = 0; matrix < any.count; ++matrix) {
+    u16* rows[8];  // lane 8 * matrix + i brought the address of row i
+    for (int i = 0; i < 8; ++i) rows[i] = static_cast<StoredRow*>(lanes[8 * matrix + i])->row;
+    for (int lane = 0; lane < 32; ++lane) {
+      int g = lane / 4, t = lane % 4 * 2;
       u32 pair = static_cast<StoredRow*>(lanes[lane])->fragment[matrix];
-      row[lane % 4 * 2] = u16(pair);
-      row[lane % 4 * 2 + 1] = u16(pair >> 16);
+      (any.transposed ? rows[t][g] : rows[g][t]) = u16(pair);
+      (any.transposed ? rows[t + 1][g] : rows[g][t + 1]) = u16(pair >> 16);
     }
   }
 }
 
-void store_matrix(u32 shared_destination, const u32* fragment, int count, Site site) {
+void store_matrix(u32 shared_destination, const u32* fragment, int count, bool transposed, Site site) {
   Thread& self = running_thread();
-  StoredRow row{fragment, nullptr, count};
+  StoredRow row{fragment, nullptr, count, transposed};
   if (self.lane < u32(8 * count)) {
     row.row = static_cast<u16*>(shared_pointer(shared_destination, 16, 16, site));
     note_write(row.row, 16, __builtin_return_address(0));

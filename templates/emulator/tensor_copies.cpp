@@ -35,21 +35,20 @@ static Engine next_engine(Block& block) {
   return created(block, copies.engines[copies.next_engine++ % TensorCopies::kEngines], "TMA");
 }
 
-TensorCopy& new_copy(TensorOperation operation, const void* map, u32 shared, int rank, const int* start,
-                            Site site, void* caller) {
-  constexpr u32 kAlignment = 128;
+TensorCopy& new_copy(TensorOperation operation, const TensorBox& box, u32 shared, u32 alignment, Site site,
+                     void* caller) {
   Thread& self = running_thread();
   Block& block = *self.block;
   TensorCopy& copy = block.tensor_copies.pool.take();
   copy.operation = operation;
-  copy.box = tensor_box(map, rank, start, site);
+  copy.box = box;
   copy.shared = shared;
   copy.issuer = &self;
   copy.site = site;
   copy.caller = caller;
   copy.done = false;
   copy.engine = next_engine(block);
-  shared_pointer(shared, copy.box.bytes(), kAlignment, site);
+  shared_pointer(shared, copy.box.bytes(), alignment, site);
   copy.claim.what = name_of(operation);
   copy.claim.site = site;
   copy.claim.writes = operation == TensorOperation::kLoad;
@@ -111,15 +110,14 @@ void note_tensor(const TensorCopy& copy) {
   }
 }
 
-void tensor_load(u32 destination, const void* map, u32 barrier, int rank, const int* start, Site site) {
+static void start_load(const TensorBox& box, u32 destination, u32 alignment, u32 barrier, Site site, void* caller) {
   Thread& self = running_thread();
   Block& block = *self.block;
-  void* caller = __builtin_return_address(0);
   MBarrier& target = mbarrier_at(self, barrier, site, caller);
   if (!target.fenced)
     fail(site, "the mbarrier of this load was initialised at %s:%d without a mbarrier_fence_init() after it",
          target.site.file, target.site.line);
-  TensorCopy& copy = new_copy(TensorOperation::kLoad, map, destination, rank, start, site, caller);
+  TensorCopy& copy = new_copy(TensorOperation::kLoad, box, destination, alignment, site, caller);
   copy.barrier = &target;
   copy.phase = target.phase;
   release(&copy.issue_order);
@@ -131,6 +129,15 @@ void tensor_load(u32 destination, const void* map, u32 barrier, int rank, const 
   }
   block.async_proxy.poison(destination - kWindowBase, copy.box.bytes());
   if (lands_at_once(block)) land(block, copy);
+}
+
+void tensor_load(u32 destination, const void* map, u32 barrier, int rank, const int* start, Site site) {
+  start_load(tensor_box(map, rank, start, site), destination, kBoxAlignment, barrier, site,
+             __builtin_return_address(0));
+}
+
+void bulk_load(u32 destination, const void* source, u32 bytes, u32 barrier, Site site) {
+  start_load(run_box(source, bytes, site), destination, kRunAlignment, barrier, site, __builtin_return_address(0));
 }
 
 // ---- what the scheduler calls ----

@@ -47,7 +47,8 @@ struct BulkCopies {
 // ---- tensor_copies.cpp ----
 const char* name_of(TensorOperation operation);
 u32 chunk_offset(const TensorCopy& copy, u32 row, u32 byte);  // in shared memory
-TensorCopy& new_copy(TensorOperation operation, const void* map, u32 shared, int rank, const int* start, Site site,
+constexpr u32 kBoxAlignment = 128, kRunAlignment = 16;  // of shared memory, in bytes
+TensorCopy& new_copy(TensorOperation operation, const TensorBox& box, u32 shared, u32 alignment, Site site,
                      void* caller);
 void forget(Block& block, TensorCopy& copy);  // it is in flight no more
 bool lands_at_once(Block& block);

@@ -31,6 +31,18 @@ TensorBox tensor_box(const void* map, int rank, const int* start, Site site) {
   return box;
 }
 
+TensorBox run_box(const void* begin, u32 bytes, Site site) {
+  constexpr u32 kRow = 16;
+  if (u64(begin) % kRow || bytes % kRow || !bytes || bytes / kRow > 0xffff)
+    fail(site, "a bulk copy of %u bytes from %p: both must be multiples of 16", bytes, begin);
+  TensorBox box{};
+  box.map.base = static_cast<char*>(const_cast<void*>(begin));
+  box.map.rank = 2;
+  box.rows = box.map.size[1] = box.map.box[1] = u16(bytes / kRow);
+  box.map.stride[0] = box.row_bytes = box.past_bytes = kRow;
+  return box;
+}
+
 char* TensorBox::row_address(u32 row) const {
   if (first_byte == past_bytes) return nullptr;
   char* address = map.base + (long long)start[0] * element_bytes(map.element) + first_byte;

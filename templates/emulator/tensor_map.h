@@ -37,6 +37,8 @@ struct TensorBox {
 
 // Checked as TMA does: a map of that rank, and boxes that fit shared memory.
 TensorBox tensor_box(const void* map, int rank, const int* start, Site site);
+// A run of bytes as a box: rows of 16, one after the other.
+TensorBox run_box(const void* begin, u32 bytes, Site site);
 const TensorMapLayout& checked_map(const void* map, Site site);
 
 inline u32 element_bytes(TensorElement element) { return element == TensorElement::kF32 ? 4 : 2; }

@@ -70,7 +70,8 @@ void tensor_store(const void* map, u32 source, int rank, const int* start, bool 
   Block& block = *self.block;
   void* caller = __builtin_return_address(0);
   TensorCopy& copy =
-      new_copy(add ? TensorOperation::kAdd : TensorOperation::kStore, map, source, rank, start, site, caller);
+      new_copy(add ? TensorOperation::kAdd : TensorOperation::kStore, tensor_box(map, rank, start, site), source,
+               kBoxAlignment, site, caller);
   for (int axis = 0; axis < rank; ++axis)  // the CUDA C++ programming guide, on the tensor memory accelerator
     if (start[axis] < 0)
       fail(site, "a %s may not begin before the tensor, and coordinate %d is %d: only its end is clipped",

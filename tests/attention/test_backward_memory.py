@@ -16,7 +16,7 @@ from flashgen.attention import Attention
 from flashgen.attention.launches import workspaces
 from flashgen.attention.problem import Problem
 from flashgen.build import host
-from flashgen.codegen.mma_sync.backward import PREPARE_ROWS
+from flashgen.codegen.backward_kernels import PREPARE_ROWS
 from flashgen.launch.engines import EmulatorRunner
 from flashgen.runtime.arrays import numpy_dtype
 from flashgen.verify import Shape, random_gradients, random_inputs

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 import flashgen.language as fg
+from flashgen.codegen.backward_kernels import PREPARE_ROWS
 from flashgen.codegen.families import backward_stages
-from flashgen.codegen.mma_sync.backward import PREPARE_ROWS
 from flashgen.codegen.mma_sync.backward_plans import (
     BackwardPlan,
     QueriesPlan,

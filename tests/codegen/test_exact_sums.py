@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 import flashgen.language as fg
 from flashgen.build.host import HostKernel, compile_host
+from flashgen.codegen.backward_kernels import EXACT_LIMBS
 from flashgen.codegen.environment import primitives_for
-from flashgen.codegen.mma_sync.backward import EXACT_LIMBS
 from flashgen.codegen.stages import backward_kernels
 from flashgen.codegen.targets import TARGETS
 from flashgen.runtime import emulator

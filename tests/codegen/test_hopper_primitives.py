@@ -21,10 +21,8 @@ BOX = "arguments.map, arguments.barrier, 0, 1, 2, 3"
 PRODUCT = "float d[{half}] = {{}}; {a}{name}<{width}, {transposed}>(d, {operand}, {b}, threadIdx.x == 0); {end}"
 END = "wgmma_commit(); wgmma_wait<0>(); order_registers(d); for (float x : d) *arguments.out += x;"
 SIZES: dict[str, Any] = {
-    "shared_widths": [16, 128],
-    "shared_transposed": "false",
-    "register_widths": [64, 256],
-    "register_transposed": "true",
+    "shared_forms": [(16, "false"), (128, "false")],
+    "register_forms": [(64, "true"), (256, "true")],
 }
 
 
@@ -59,6 +57,8 @@ USES = {
     "registers_increase<240>();": "USETMAXREG",
     "registers_decrease<24>();": "USETMAXREG",
     "store_matrix_x4(arguments.barrier, 1, 2, 3, threadIdx.x);": "STSM.16.M88.4",
+    "store_matrix_x4_transposed(arguments.barrier, 1, 2, 3, threadIdx.x);": "STSM.16.MT88.4",
+    "bulk_load(arguments.bytes, arguments.out, 128, arguments.barrier);": "UBLKCP",
     "if (elect_one()) *arguments.out = 1;": "ELECT",
     shared("f16", 16): "HGMMA.64x16x16.F32",
     shared("bf16", 128): "HGMMA.64x128x16.F32.BF16",

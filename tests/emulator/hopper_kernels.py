@@ -73,7 +73,7 @@ class ProductCase:
         call = f"wgmma_{kind}_{self.dtype}<kColumns, kTransposed>(d, {operand}, b_tile, accumulate);"
         constants = {"kColumns": self.columns, "kDepth": self.depth, "kSwizzle": self.swizzle}
         kind = kind.removesuffix("s")
-        sizes = {f"{kind}_widths": [self.columns], f"{kind}_transposed": flag}
+        sizes = {f"{kind}_forms": [(self.columns, flag)]}
         return kernel_source("product.cu", constants | {"kTransposed": int(self.transposed)}, sizes, MULTIPLY=call)
 
     @property
@@ -203,9 +203,7 @@ class Pipeline:
 
     @property
     def source(self) -> str:
-        return kernel_source(
-            "pipeline.cu", {"kStages": self.stages}, {"shared_widths": [64], "shared_transposed": "false"}
-        )
+        return kernel_source("pipeline.cu", {"kStages": self.stages}, {"shared_forms": [(64, "false")]})
 
     @property
     def shared_bytes(self) -> int:
@@ -235,7 +233,7 @@ class WrittenOperands:
 
     @property
     def source(self) -> str:
-        return kernel_source("written_operands.cu", {}, {"shared_widths": [32], "shared_transposed": "false"})
+        return kernel_source("written_operands.cu", {}, {"shared_forms": [(32, "false")]})
 
     def arguments(self) -> tuple[tuple[Any, ...], np.ndarray[Any, Any], np.ndarray[Any, Any]]:
         """(the kernel's arguments, d as it will be written, d as it should be)."""

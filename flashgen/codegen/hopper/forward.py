@@ -75,8 +75,7 @@ def render_hopper(spec: AttentionSpec, target: Target, plan: HopperPlan | None =
         "packed": packed,
         "suffix": suffix_of(spec),
     }
-    sizes = {"shared_widths": [plan.tile_k], "shared_transposed": "false"}
-    sizes |= {"register_widths": [padded(spec.value_dim)], "register_transposed": "true"}
+    sizes = {"shared_forms": [(plan.tile_k, "false")], "register_forms": [(padded(spec.value_dim), "true")]}
     kernel = forward_kernel(
         spec,
         target,

@@ -1,0 +1,187 @@
+"""Kernels of the backward pass that every family has: before and after those that walk along tiles, and their records.
+
+P is computed anew from Q, K and the LSE, tile by tile: FlashAttention's algorithm 4 (Dao et al. 2022), with the loops
+in the order of FlashAttention-2 (Dao 2023, algorithm 2). With dS = P * (dP - D), D = rowsum(dO * O):
+
+    prepare   a row's LSE to the base 2, and D; zeroes the sums of dQ
+    keys      a block walks the queries of a tile of keys: dV = P^T dO, dK = dS^T Q, and shares of dQ = dS K
+    finish    dQ from its shares, added up in float32
+    queries   in place of shares and finish where gradients must not depend on an order of additions: a block walks the
+              keys of a tile of queries, and computes S and dP once more for dQ alone
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any, Protocol
+
+import sympy
+
+from flashgen.codegen.arguments import (
+    ELEMENT_TYPES,
+    ArgumentLayout,
+    Field,
+    capture_gradient,
+    ordered,
+    summed_gradient,
+)
+from flashgen.codegen.assembly import assemble, common_context
+from flashgen.codegen.costs import backward_cost
+from flashgen.codegen.header import backward_header
+from flashgen.codegen.rendered_kernel import Grid, RenderedKernel, Workspace, entry_name, kernel_name
+from flashgen.codegen.sizes import Sizes, ceil_div
+from flashgen.codegen.targets import Target
+from flashgen.codegen.tiling import padded
+from flashgen.codegen.variant import Variant, variant_of
+from flashgen.language.operations import Capture
+from flashgen.language.spec import AttentionSpec
+from flashgen.language.well_formed import FLOAT32_MAX
+
+_NO_LSE = FLOAT32_MAX  # that of a row without probabilities, in the statistics
+_PREPARE_THREADS, PREPARE_ROWS = 256, 64
+_FINISH_THREADS = 256
+_CAPTURE_THREADS = 256
+EXACT_LIMBS = 10
+"""int64 each: the exact sum of a captured element's gradient in the deterministic mode, as `add_exactly` makes it."""
+
+
+class KeysPlan(Protocol):
+    """What the kernels before and after it depend on of the plan of the kernel that walks queries."""
+
+    @property
+    def tile_q(self) -> int: ...
+
+    def summary(self, shared_bytes: int) -> str: ...
+
+    def gradient_warps(self, spec: AttentionSpec) -> tuple[int, int]:
+        """How many warps divide a tile of dQ along its rows, and along its columns."""
+
+
+Rows = Callable[[Sizes], Any]
+"""Queries, rounded up so that the kernels of rows need not look where they end."""
+
+
+def _rows(multiple: int, sizes: Sizes) -> Any:
+    return ceil_div(sizes.len_q, multiple) * multiple
+
+
+def rows_of(multiple: int) -> Rows:
+    """Queries, rounded up to a multiple of that and of what every kernel of rows takes at once."""
+    return partial(_rows, math.lcm(multiple, PREPARE_ROWS))
+
+
+def strides(*names: str) -> list[Field]:
+    return [Field("Strides", f"{name}_strides") for name in names]
+
+
+def numbers(*names: str) -> list[Field]:
+    return [Field("int", name) for name in names]
+
+
+STATISTICS = Field("const float*", "statistics", comment="(batch, heads_q, rows, 2): LSE to the base 2, and D")
+DQ_SUMS = Field("float*", "dq_sums", comment="(batch, heads_q, rows, padded head_dim), in an order of its own")
+ROWS = Field("int", "rows", comment="len_q, rounded up")
+
+
+def prepare(spec: AttentionSpec, target: Target, plan: KeysPlan, rows: Rows, deterministic: bool) -> RenderedKernel:
+    """The kernel before the others: statistics of rows, and zeros where dQ is summed."""
+    fields = [Field("const Element*", "o"), Field("const Element*", "d_o"), Field("const float*", "lse")]
+    fields += [Field("const float*", "d_lse", comment="or null"), Field("float*", "statistics")]
+    fields += [] if deterministic else [DQ_SUMS]
+    layout = ordered([*fields, *strides("o", "d_o"), *numbers("heads_q", "len_q"), ROWS])
+    lanes = max(1 << (spec.value_dim // 8 - 1).bit_length(), _PREPARE_THREADS // PREPARE_ROWS)
+    context = {"threads": _PREPARE_THREADS, "rows": PREPARE_ROWS, "lanes": lanes, "deterministic": deterministic}
+    memory = [Workspace("statistics", lambda sizes: (sizes.batch, sizes.heads_q, rows(sizes), 2), "float32")]
+    if not deterministic:  # the kernel zeroes them
+        head = padded(spec.head_dim)
+        memory.append(Workspace("dq_sums", lambda sizes: (sizes.batch, sizes.heads_q, rows(sizes), head), "float32"))
+    launch = {"grid": partial(_blocks_of_rows, rows, PREPARE_ROWS), "values": partial(row_values, rows)}
+    kernel = backward_kernel("prepare", spec, target, layout, context, _PREPARE_THREADS, 0, launch, plain=True)
+    return replace(kernel, plan=plan, workspaces=tuple(memory))
+
+
+def _blocks_of_rows(rows: Rows, of_a_block: int, sizes: Sizes) -> Grid:
+    return rows(sizes) // of_a_block, sizes.heads_q, sizes.batch
+
+
+def row_values(rows: Rows, sizes: Sizes) -> dict[str, Any]:
+    return {"rows": rows(sizes)}
+
+
+def finish(spec: AttentionSpec, target: Target, plan: KeysPlan, rows: Rows) -> RenderedKernel:
+    """The kernel after the others: dQ from its sums."""
+    fields = [Field("const float*", "dq_sums"), STATISTICS, Field("Element*", "dq"), *strides("dq")]
+    fields += numbers("heads_q", "len_q")
+    context = {"plan": plan, "threads": _FINISH_THREADS, "deterministic": False}
+    context["vector_reductions"] = target.vector_reductions
+    launch = {"grid": partial(_blocks_of_rows, rows, plan.tile_q), "values": partial(row_values, rows)}
+    return backward_kernel(
+        "finish", spec, target, ordered([*fields, ROWS]), context, _FINISH_THREADS, 0, launch, plain=True
+    )
+
+
+def capture_sums(spec: AttentionSpec, target: Target, deterministic: bool) -> tuple[RenderedKernel, ...]:
+    """A kernel for each captured array whose gradient is not what is summed: float32 sums of a float32 array are."""
+    summed = [capture for capture in spec.captures if capture.grad and (deterministic or capture.dtype != "float32")]
+    return tuple(_capture(spec, target, capture, deterministic) for capture in summed)
+
+
+def _capture(spec: AttentionSpec, target: Target, capture: Capture, deterministic: bool) -> RenderedKernel:
+    summed = Field("const long long*" if deterministic else "const float*", "sums")
+    gradient = Field(f"{ELEMENT_TYPES[capture.dtype]}*", "gradient", comment=f"of {capture.name}, {capture.dtype}")
+    rounds = {"float16": "pack_f16", "bfloat16": "pack_bf16"}
+    context = {"deterministic": deterministic, "threads": _CAPTURE_THREADS, "round": rounds.get(capture.dtype)}
+    context["limbs"] = EXACT_LIMBS
+    layout = ordered([summed, gradient, Field("long long", "count")])
+    sums = summed_gradient(capture)
+    dtype, limbs = ("int64", (EXACT_LIMBS,)) if deterministic else ("float32", ())
+    launch: dict[str, Any] = {
+        "grid": lambda sizes: (ceil_div(sizes.count, _CAPTURE_THREADS), 1, 1),
+        "workspaces": (Workspace(sums, lambda sizes: limbs, dtype, zeroed=True, of_capture=capture.name),),
+        "pointers": {"sums": sums, "gradient": capture_gradient(capture)},
+    }
+    return backward_kernel(
+        "capture", spec, target, layout, context, _CAPTURE_THREADS, 0, launch, plain=True, of=capture.name
+    )
+
+
+def is_masked(spec: AttentionSpec) -> bool:
+    """Whether a spec forbids any score."""
+    return bool(spec.mask.expression != sympy.true)
+
+
+def backward_kernel(
+    part: str,
+    spec: AttentionSpec,
+    target: Target,
+    layout: ArgumentLayout,
+    context: dict[str, Any],
+    threads: int,
+    shared_bytes: int,
+    launch: Mapping[str, Any],
+    plain: bool = False,
+    of: str = "",
+    template: str = "",
+    primitives: Mapping[str, Any] | None = None,
+) -> RenderedKernel:
+    """One of the kernels; a `plain` one has nothing of the mask and the score in it.
+
+    launch: what its record says of that. of: the capture that it is for. template: where it is a family's own.
+    primitives: sizes of those that are written out for some only.
+    """
+    struct, entry = f"Backward{part.title()}Arguments", entry_name(f"attention_backward_{part}{of and f'_{of}'}", spec)
+    variant = Variant(None, None, ()) if plain else variant_of(spec)
+    told = common_context(spec, target, variant, struct, layout, context.get("gradient")) | {"no_lse": _NO_LSE}
+    shown = f"d_{of}" if of else part
+    cost, plan = backward_cost(shown, spec, context["deterministic"]), context.get("plan")
+    header = backward_header(shown, spec, target, plan, shared_bytes, cost, context["deterministic"])
+    source = assemble(
+        template or f"backward/{part}.cu.jinja", told | context | {"entry": entry, "header": header}, target, primitives
+    )
+    name = kernel_name(f"bwd-{part}{of and f'-{of}'}", target, spec)
+    return RenderedKernel(
+        name, entry, source, target, layout, threads, shared_bytes, plan=plan, role=shown, cost=cost, **launch
+    )

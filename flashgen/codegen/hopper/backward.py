@@ -1,0 +1,99 @@
+"""Spec and plan -> the texts of the backward's kernels on Hopper. The same bytes on every machine."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from flashgen.analysis.closed_forms.tile_ranges import query_range
+from flashgen.codegen.arguments import Field
+from flashgen.codegen.assembly import check_spec, suffix_of, visited_tiles
+from flashgen.codegen.backward_kernels import (
+    DQ_SUMS,
+    EXACT_LIMBS,
+    ROWS,
+    STATISTICS,
+    Rows,
+    backward_kernel,
+    capture_sums,
+    finish,
+    is_masked,
+    numbers,
+    prepare,
+    row_values,
+    rows_of,
+)
+from flashgen.codegen.expressions.derivative_text import score_gradient
+from flashgen.codegen.hopper.backward_plans import HopperBackwardPlan, choose_hopper_backward_plan
+from flashgen.codegen.hopper.plans import panel_columns
+from flashgen.codegen.mma_sync.backward import render_mma_sync_backward
+from flashgen.codegen.rendered_kernel import RenderedKernel
+from flashgen.codegen.sizes import ceil_div
+from flashgen.codegen.targets import Target
+from flashgen.codegen.tiling import padded
+from flashgen.codegen.variant import layout_of
+from flashgen.language.spec import AttentionSpec
+
+_KEYS = "hopper/backward/keys.cu.jinja"
+_WARP_ROWS = 16
+
+
+def render_hopper_backward(
+    spec: AttentionSpec, target: Target, plan: HopperBackwardPlan | None = None, deterministic: bool = False
+) -> tuple[RenderedKernel, ...]:
+    """The backward kernels of a spec on Hopper, in the order of their launches; `plan` is that of `keys`.
+
+    UnsupportedError where the target or the plan cannot do it.
+    """
+    check_spec(spec, target)
+    plan = plan or choose_hopper_backward_plan(spec, target)
+    if plan is None or deterministic:
+        return render_mma_sync_backward(spec, target, None, deterministic)
+    plan.check(spec, target)
+    rows = rows_of(plan.tile_q)
+    kernels = prepare(spec, target, plan, rows, deterministic), _keys(spec, target, plan, rows)
+    return (*kernels, finish(spec, target, plan, rows), *capture_sums(spec, target, deterministic))
+
+
+def _keys(spec: AttentionSpec, target: Target, plan: HopperBackwardPlan, rows: Rows) -> RenderedKernel:
+    tiles, shared = query_range(spec.mask.expression), plan.shared_bytes(spec)
+    fields = [Field("TensorMap", f"{name}_map") for name in ("q", "k", "v", "d_o", "dk", "dv")]
+    fields += [STATISTICS, DQ_SUMS]
+    gradient = score_gradient(spec)
+    gathers = gradient.gathers if gradient else ()
+    fields += [Field("float*", f"d_{member}") for member in dict.fromkeys(gather.member for gather in gathers)]
+    fields += [*numbers("heads_q", "heads_per_kv", "len_q", "len_k"), ROWS]
+    layout = layout_of(spec, fields, lists=tiles is None)
+    context = {
+        "plan": plan,
+        "by_wgmma": True,
+        "deterministic": False,
+        "vector_reductions": True,
+        "shared_bytes": shared,
+        "gradient": gradient,
+        "gathers": gathers,
+        "limbs": EXACT_LIMBS,
+        "head_panel": panel_columns(spec.head_dim),
+        "value_panel": panel_columns(spec.value_dim),
+        "gradient_columns": plan.gradient_columns(spec),
+        "suffix": suffix_of(spec),
+        "query_tiles": visited_tiles(tiles, "BackwardKeysArguments", is_masked(spec), queries=True),
+    }
+    launch: dict[str, Any] = {"values": partial(row_values, rows), "reads": "queries" if tiles is None else None}
+    launch["grid"] = lambda sizes: (ceil_div(sizes.len_k, plan.tile_k), sizes.heads_kv, sizes.batch)
+    launch["boxes"] = _boxes(spec, plan)
+    widths = dict.fromkeys((padded(spec.head_dim), padded(spec.value_dim)))
+    primitives = {
+        "shared_forms": list(dict.fromkeys([(plan.tile_q, "false"), (plan.gradient_columns(spec), "true")])),
+        "register_forms": [(width, "true") for width in widths],
+    }
+    return backward_kernel(
+        "keys", spec, target, layout, context, plan.threads, shared, launch, template=_KEYS, primitives=primitives
+    )
+
+
+def _boxes(spec: AttentionSpec, plan: HopperBackwardPlan) -> dict[str, tuple[int, ...]]:
+    """What one copy moves of q and d_o (queries of a step), k and v (keys of a block), dk and dv (rows of a warp)."""
+    head, value = panel_columns(spec.head_dim), panel_columns(spec.value_dim)
+    rows = {"q": plan.tile_q, "k": plan.tile_k, "v": plan.tile_k, "d_o": plan.tile_q, "dk": _WARP_ROWS, "dv": _WARP_ROWS}
+    return {name: (value if name in ("v", "d_o", "dv") else head, count) for name, count in rows.items()}

@@ -1,0 +1,105 @@
+"""How Hopper's backward kernels divide their work. A plan is chosen by spec and target, never by lengths."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from flashgen.codegen.hopper.plans import WARPGROUP, panel_columns
+from flashgen.codegen.targets import Target
+from flashgen.codegen.tiling import ELEMENT_BYTES, padded
+from flashgen.errors import UnsupportedError
+from flashgen.language.spec import AttentionSpec
+
+_ROWS = 64  # of a wgmma
+_STATISTICS_BYTES = 8  # of a row: its LSE and D
+_SCORE_STAGES = 2  # tiles of dS: one is written while dQ is made of the other
+_BARRIER_BYTES = 8
+_ACCUMULATORS = 192  # registers of a thread that sums and products in flight may take
+_WARPS = 4  # of a warpgroup
+
+
+@dataclass(frozen=True)
+class HopperBackwardPlan:
+    """The plan of the kernel whose blocks walk the queries of a tile of keys, 64 keys for each of two warpgroups.
+
+    Attributes:
+        tile_q: queries of a step, 64 or 128.
+        stages: tiles of Q, and of dO, that shared memory holds at once.
+    """
+
+    tile_q: int
+    stages: int = 2
+    consumers: ClassVar[int] = 2
+    blocks: ClassVar[int] = 1
+    packed_heads: ClassVar[int] = 1
+    tile_k: ClassVar[int] = 2 * _ROWS
+    producer_registers: ClassVar[int] = 24
+    consumer_registers: ClassVar[int] = 240
+
+    @property
+    def threads(self) -> int:
+        return (self.consumers + 1) * WARPGROUP
+
+    @property
+    def gradient_row_parts(self) -> int:
+        """Parts along its rows in which the warpgroups divide a tile of dQ; along its columns they divide the rest."""
+        return self.tile_q // _ROWS
+
+    def gradient_columns(self, spec: AttentionSpec) -> int:
+        """Columns of a warpgroup's part of a tile of dQ."""
+        return padded(spec.head_dim) * self.gradient_row_parts // self.consumers
+
+    def gradient_warps(self, spec: AttentionSpec) -> tuple[int, int]:
+        """How many warps divide a tile of dQ along its rows, and along its columns."""
+        return _WARPS * self.gradient_row_parts, self.consumers // self.gradient_row_parts
+
+    def registers(self, spec: AttentionSpec) -> int:
+        """What a thread holds at once: the sums of dK and dV; products in flight."""
+        sums = (padded(spec.head_dim) + padded(spec.value_dim)) // 2
+        return sums + self.tile_q // 2 + max(self.tile_q, self.gradient_columns(spec)) // 2
+
+    def shared_bytes(self, spec: AttentionSpec) -> int:
+        """Dynamic shared memory of a block: K, V; the stages of Q, dO, dS and of statistics; the barriers."""
+        head, value = padded(spec.head_dim), padded(spec.value_dim)
+        tiles = (self.tile_k + self.stages * self.tile_q) * (head + value) + _SCORE_STAGES * self.tile_q * self.tile_k
+        barriers = 4 * self.stages + 2 * _SCORE_STAGES
+        return ELEMENT_BYTES * tiles + self.stages * self.tile_q * _STATISTICS_BYTES + _BARRIER_BYTES * barriers
+
+    def summary(self, shared_bytes: int) -> str:
+        """What the kernel's header says of it."""
+        return (
+            f"{self.tile_q} queries x {self.tile_k} keys, {self.consumers} warpgroups of {self.consumer_registers} "
+            f"registers, {self.stages} stages of Q and dO, {shared_bytes} bytes of shared memory"
+        )
+
+    def problem(self, spec: AttentionSpec, target: Target) -> str | None:
+        """Why the plan contradicts itself, or does not fit the spec or the target; None where it does."""
+        if target.backward_family != "hopper":
+            return f"it is a plan of the family hopper, and {target.name} takes {target.backward_family} for the backward"
+        if self.tile_q not in (_ROWS, 2 * _ROWS) or self.stages < 1:
+            return f"tile_q={self.tile_q} must be 64 or 128, and stages={self.stages} positive"
+        if self.gradient_columns(spec) % panel_columns(spec.head_dim):
+            return f"tile_q={self.tile_q} leaves each warpgroup {self.gradient_columns(spec)} columns of dQ, no whole panels"
+        if self.registers(spec) > _ACCUMULATORS:
+            return f"it takes {self.registers(spec)} registers of a thread for sums and products: take fewer queries"
+        if self.shared_bytes(spec) > target.shared_per_block:
+            return (
+                f"it takes {self.shared_bytes(spec)} bytes of shared memory and a block of {target.name} has "
+                f"{target.shared_per_block}: take fewer queries or stages"
+            )
+        return None
+
+    def check(self, spec: AttentionSpec, target: Target) -> None:
+        """UnsupportedError where there is a problem."""
+        problem = self.problem(spec, target)
+        if problem:
+            raise UnsupportedError(f"{self}: {problem}")
+
+
+_PREFERENCE = (HopperBackwardPlan(128), HopperBackwardPlan(64))
+
+
+def choose_hopper_backward_plan(spec: AttentionSpec, target: Target) -> HopperBackwardPlan | None:
+    """The default plan of a spec; None where none of the family fits it."""
+    return next((plan for plan in _PREFERENCE if plan.problem(spec, target) is None), None)
