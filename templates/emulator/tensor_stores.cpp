@@ -65,17 +65,11 @@ void perform_store(Block& block, TensorCopy& copy) {
       write_row(copy, target, data.data() + row * box.row_bytes + box.first_byte, box.past_bytes - box.first_byte);
 }
 
-void tensor_store(const void* map, u32 source, int rank, const int* start, bool add, Site site) {
+static void start_store(TensorOperation operation, const TensorBox& box, u32 source, u32 alignment, Site site,
+                        void* caller) {
   Thread& self = running_thread();
   Block& block = *self.block;
-  void* caller = __builtin_return_address(0);
-  TensorCopy& copy =
-      new_copy(add ? TensorOperation::kAdd : TensorOperation::kStore, tensor_box(map, rank, start, site), source,
-               kBoxAlignment, site, caller);
-  for (int axis = 0; axis < rank; ++axis)  // the CUDA C++ programming guide, on the tensor memory accelerator
-    if (start[axis] < 0)
-      fail(site, "a %s may not begin before the tensor, and coordinate %d is %d: only its end is clipped",
-           name_of(copy.operation), axis, start[axis]);
+  TensorCopy& copy = new_copy(operation, box, source, alignment, site, caller);
   copy.group = self.bulk.open_group;
   block.async_proxy.check_visible(copy.claim);
   copy.copy.resize(copy.box.bytes());
@@ -91,6 +85,21 @@ void tensor_store(const void* map, u32 source, int rank, const int* start, bool 
   }
   self.bulk.stores.push_back(&copy);
   if (lands_at_once(block)) perform_store(block, copy);
+}
+
+void tensor_store(const void* map, u32 source, int rank, const int* start, bool add, Site site) {
+  TensorOperation operation = add ? TensorOperation::kAdd : TensorOperation::kStore;
+  for (int axis = 0; axis < rank; ++axis)  // the CUDA C++ programming guide, on the tensor memory accelerator
+    if (start[axis] < 0)
+      fail(site, "a %s may not begin before the tensor, and coordinate %d is %d: only its end is clipped",
+           name_of(operation), axis, start[axis]);
+  start_store(operation, tensor_box(map, rank, start, site), source, kBoxAlignment, site, __builtin_return_address(0));
+}
+
+void bulk_reduce_add(float* sums, u32 source, u32 bytes, Site site) {
+  TensorBox box = run_box(sums, bytes, site);
+  box.map.element = TensorElement::kF32;
+  start_store(TensorOperation::kAdd, box, source, kRunAlignment, site, __builtin_return_address(0));
 }
 
 void bulk_commit() { ++running_thread().bulk.open_group; }

@@ -73,7 +73,8 @@ def _keys(spec: AttentionSpec, target: Target, plan: HopperBackwardPlan, rows: R
         "gradient": gradient,
         "gathers": gathers,
         "limbs": EXACT_LIMBS,
-        "head_panel": panel_columns(spec.head_dim),
+        "in_two": not spec.dropout and not (gradient and (gradient.slope or gathers)),
+        "head_panel": plan.head_panel(spec),
         "value_panel": panel_columns(spec.value_dim),
         "gradient_columns": plan.gradient_columns(spec),
         "suffix": suffix_of(spec),
@@ -94,6 +95,6 @@ def _keys(spec: AttentionSpec, target: Target, plan: HopperBackwardPlan, rows: R
 
 def _boxes(spec: AttentionSpec, plan: HopperBackwardPlan) -> dict[str, tuple[int, ...]]:
     """What one copy moves of q and d_o (queries of a step), k and v (keys of a block), dk and dv (rows of a warp)."""
-    head, value = panel_columns(spec.head_dim), panel_columns(spec.value_dim)
+    head, value = plan.head_panel(spec), panel_columns(spec.value_dim)
     rows = {"q": plan.tile_q, "k": plan.tile_k, "v": plan.tile_k, "d_o": plan.tile_q, "dk": _WARP_ROWS, "dv": _WARP_ROWS}
     return {name: (value if name in ("v", "d_o", "dv") else head, count) for name, count in rows.items()}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from flashgen.codegen.hopper.plans import WARPGROUP, panel_columns
+from flashgen.codegen.hopper.plans import WARPGROUP
 from flashgen.codegen.targets import Target
 from flashgen.codegen.tiling import ELEMENT_BYTES, padded
 from flashgen.errors import UnsupportedError
@@ -15,8 +15,10 @@ _ROWS = 64  # of a wgmma
 _STATISTICS_BYTES = 8  # of a row: its LSE and D
 _SCORE_STAGES = 2  # tiles of dS: one is written while dQ is made of the other
 _BARRIER_BYTES = 8
+_SUM_BYTES = 4  # of an element of dQ
 _ACCUMULATORS = 192  # registers of a thread that sums and products in flight may take
 _WARPS = 4  # of a warpgroup
+_PANELS = (64, 32, 16)  # columns that TMA swizzles
 
 
 @dataclass(frozen=True)
@@ -54,17 +56,23 @@ class HopperBackwardPlan:
         """How many warps divide a tile of dQ along its rows, and along its columns."""
         return _WARPS * self.gradient_row_parts, self.consumers // self.gradient_row_parts
 
+    def head_panel(self, spec: AttentionSpec) -> int:
+        """Columns of a panel of Q and K: the widest of which each part of dQ has whole ones."""
+        columns = self.gradient_columns(spec)
+        return next((panel for panel in _PANELS if columns % panel == 0), 0)
+
     def registers(self, spec: AttentionSpec) -> int:
         """What a thread holds at once: the sums of dK and dV; products in flight."""
         sums = (padded(spec.head_dim) + padded(spec.value_dim)) // 2
-        return sums + self.tile_q // 2 + max(self.tile_q, self.gradient_columns(spec)) // 2
+        return sums + self.tile_q
 
     def shared_bytes(self, spec: AttentionSpec) -> int:
-        """Dynamic shared memory of a block: K, V; the stages of Q, dO, dS and of statistics; the barriers."""
+        """Dynamic shared memory of a block: K, V; the stages of Q, dO, dS and of statistics; dQ; the barriers."""
         head, value = padded(spec.head_dim), padded(spec.value_dim)
         tiles = (self.tile_k + self.stages * self.tile_q) * (head + value) + _SCORE_STAGES * self.tile_q * self.tile_k
         barriers = 4 * self.stages + 2 * _SCORE_STAGES
-        return ELEMENT_BYTES * tiles + self.stages * self.tile_q * _STATISTICS_BYTES + _BARRIER_BYTES * barriers
+        gradients = _SUM_BYTES * self.tile_q * head
+        return gradients + ELEMENT_BYTES * tiles + self.stages * self.tile_q * _STATISTICS_BYTES + _BARRIER_BYTES * barriers
 
     def summary(self, shared_bytes: int) -> str:
         """What the kernel's header says of it."""
@@ -79,8 +87,10 @@ class HopperBackwardPlan:
             return f"it is a plan of the family hopper, and {target.name} takes {target.backward_family} for the backward"
         if self.tile_q not in (_ROWS, 2 * _ROWS) or self.stages < 1:
             return f"tile_q={self.tile_q} must be 64 or 128, and stages={self.stages} positive"
-        if self.gradient_columns(spec) % panel_columns(spec.head_dim):
-            return f"tile_q={self.tile_q} leaves each warpgroup {self.gradient_columns(spec)} columns of dQ, no whole panels"
+        if not self.head_panel(spec):
+            return f"tile_q={self.tile_q} leaves each warpgroup {self.gradient_columns(spec)} columns of dQ, no multiple of 16"
+        if self.gradient_columns(spec) > self.tile_q:
+            return f"tile_q={self.tile_q} has no registers for {self.gradient_columns(spec)} columns of dQ: take more queries"
         if self.registers(spec) > _ACCUMULATORS:
             return f"it takes {self.registers(spec)} registers of a thread for sums and products: take fewer queries"
         if self.shared_bytes(spec) > target.shared_per_block:
