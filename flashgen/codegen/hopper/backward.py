@@ -24,7 +24,7 @@ from flashgen.codegen.backward_kernels import (
     rows_of,
 )
 from flashgen.codegen.expressions.derivative_text import score_gradient
-from flashgen.codegen.hopper.backward_plans import HopperBackwardPlan, choose_hopper_backward_plan
+from flashgen.codegen.hopper.backward_plans import HopperBackwardPlan, choose_hopper_backward_plan, takes_two_steps
 from flashgen.codegen.hopper.plans import panel_columns
 from flashgen.codegen.mma_sync.backward import render_mma_sync_backward
 from flashgen.codegen.rendered_kernel import RenderedKernel
@@ -73,7 +73,8 @@ def _keys(spec: AttentionSpec, target: Target, plan: HopperBackwardPlan, rows: R
         "gradient": gradient,
         "gathers": gathers,
         "limbs": EXACT_LIMBS,
-        "in_two": not spec.dropout and not (gradient and (gradient.slope or gathers)),
+        "in_two": takes_two_steps(spec),
+        "shares_registers": plan.shares_registers(spec),
         "head_panel": plan.head_panel(spec),
         "value_panel": panel_columns(spec.value_dim),
         "gradient_columns": plan.gradient_columns(spec),
@@ -96,5 +97,12 @@ def _keys(spec: AttentionSpec, target: Target, plan: HopperBackwardPlan, rows: R
 def _boxes(spec: AttentionSpec, plan: HopperBackwardPlan) -> dict[str, tuple[int, ...]]:
     """What one copy moves of q and d_o (queries of a step), k and v (keys of a block), dk and dv (rows of a warp)."""
     head, value = plan.head_panel(spec), panel_columns(spec.value_dim)
-    rows = {"q": plan.tile_q, "k": plan.tile_k, "v": plan.tile_k, "d_o": plan.tile_q, "dk": _WARP_ROWS, "dv": _WARP_ROWS}
+    rows = {
+        "q": plan.tile_q,
+        "k": plan.tile_k,
+        "v": plan.tile_k,
+        "d_o": plan.tile_q,
+        "dk": _WARP_ROWS,
+        "dv": _WARP_ROWS,
+    }
     return {name: (value if name in ("v", "d_o", "dv") else head, count) for name, count in rows.items()}
