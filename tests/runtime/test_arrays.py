@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -40,6 +41,21 @@ def test_memory_is_taken_on_the_stream_of_the_launch(library: Library, monkeypat
     monkeypatch.setattr(arrays, "_cupy", lambda: made)
     assert library.empty((3,), "float16", None) == library.stream(None)
     assert made.current == 0x5560
+
+
+@pytest.mark.parametrize("quick", [True, False], ids=["quick", "long"])
+def test_the_stream_of_torch_is_that_of_the_tensors_device(quick: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whichever way this torch tells it."""
+    streams = {0: 0x10, 1: 0x20}
+    objects = SimpleNamespace(current_stream=lambda device: SimpleNamespace(cuda_stream=streams[device]))
+    inside = SimpleNamespace(_cuda_getCurrentRawStream=streams.__getitem__) if quick else SimpleNamespace()
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cuda=objects, _C=inside))
+    arrays._raw_stream_of_torch.cache_clear()
+    try:
+        found = [TORCH.stream(SimpleNamespace(get_device=lambda device=device: device)) for device in (0, 1)]
+    finally:
+        arrays._raw_stream_of_torch.cache_clear()
+    assert found == [0x10, 0x20]
 
 
 def test_memory_of_a_graph_is_taken_and_given_back_on_its_stream(monkeypatch: pytest.MonkeyPatch) -> None:
