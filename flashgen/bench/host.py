@@ -40,8 +40,8 @@ PARTS: Mapping[str, tuple[str, ...]] = {
     "clears": ("flashgen.launch.engines:Gpu.clear", "flashgen.launch.engines:Emulator.clear"),
     "addresses": ("flashgen.launch.engines:located",),
     "struct": (
-        "flashgen.launch.argument_writer:ArgumentWriter.write",
-        "flashgen.launch.tensor_map_writer:TensorMapWriter.write",
+        "flashgen.launch.argument_writer:ArgumentWriter.write_into",
+        "flashgen.launch.tensor_map_writer:TensorMapWriter.write_into",
         "flashgen.launch.tensor_map_writer:TensorMapWriter.write_emulated",
     ),
     "launch": ("flashgen.runtime.gpu:GpuKernel.launch", "flashgen.runtime.emulator:launch"),

@@ -17,6 +17,7 @@ class ArgumentWriter:
     Attributes:
         pointer_names: the arrays whose addresses the struct holds.
         offsets: where it holds them, 8 bytes each.
+        template: the struct without what changes from call to call.
     """
 
     def __init__(self, layout: ArgumentLayout, values: Mapping[str, Value]) -> None:
@@ -27,7 +28,7 @@ class ArgumentWriter:
             words = _MAP_WORDS if field.type == "TensorMap" else field.count
             value = values.get(field.name, [0] * words if words else 0)  # filled in by `write`
             flat += list(value) if isinstance(value, Sequence) else [value]
-        self._template = bytearray(struct.pack(layout.format, *flat))
+        self.template = bytearray(struct.pack(layout.format, *flat))
         self._pointer_format = struct.Struct(f"<{len(self._pointers)}Q")  # pointers stand side by side
         self.offsets = {name: layout.offset(name) for name in self._pointers}
         self._first_pointer = min(self.offsets.values(), default=0)
@@ -39,11 +40,17 @@ class ArgumentWriter:
 
     def write(self, pointers: Mapping[str, int], numbers: Mapping[str, int | float]) -> bytearray:
         """The struct of one call; pointers that are not given are null."""
-        buffer = self._template.copy()
-        self._pointer_format.pack_into(buffer, self._first_pointer, *[pointers.get(name, 0) for name in self._pointers])
+        struct = self.template.copy()
+        self.write_into(struct, pointers, numbers)
+        return struct
+
+    def write_into(
+        self, struct: bytearray | memoryview, pointers: Mapping[str, int], numbers: Mapping[str, int | float]
+    ) -> None:
+        """Writes all that changes from call to call over that of an earlier call, or into a copy of the template."""
+        self._pointer_format.pack_into(struct, self._first_pointer, *[pointers.get(name, 0) for name in self._pointers])
         for name, (packer, offset) in self._numbers.items():
-            packer.pack_into(buffer, offset, numbers[name])
-        return buffer
+            packer.pack_into(struct, offset, numbers[name])
 
     def write_emulated(self, numbers: Mapping[str, int | float]) -> bytearray:
         """The struct of one call on the emulator, which puts the arrays' addresses at their `offsets`."""

@@ -50,11 +50,22 @@ def located(arrays: Arrays, known: Mapping[str, int] = _NONE) -> Located:
 
 @dataclass(frozen=True)
 class Launch:
-    """A kernel's grid and the writer of its arguments; `counts`: its blocks take tiles by a counter."""
+    """A kernel's grid and the writer of its arguments; `counts`: its blocks take tiles by a counter.
+
+    idle: parameters of earlier launches on a GPU, which no launch uses now; as many as threads ever were in it at once.
+    """
 
     grid: tuple[int, int, int]
     writer: ArgumentWriter
     counts: bool = False
+    idle: list[gpu.Parameters] = field(default_factory=list, compare=False, repr=False)
+
+    def parameters(self) -> gpu.Parameters:
+        """Parameters for one launch, which gives them back to `idle`."""
+        try:
+            return self.idle.pop()
+        except IndexError:  # asked first, another thread might take the last between the question and this
+            return gpu.Parameters(self.writer.template)
 
 
 class Runner(Protocol):
@@ -90,7 +101,10 @@ class GpuRunner:
         writer = launch.writer
         if not isinstance(arrays, Located):
             arrays = located({name: arrays[name] for name in writer.pointer_names if name in arrays})
-        self._loaded.launch(launch.grid, writer.write(arrays, numbers), place.stream, place.device)
+        parameters = launch.parameters()
+        writer.write_into(parameters.struct, arrays, numbers)
+        self._loaded.launch(launch.grid, parameters, place.stream, place.device)
+        launch.idle.append(parameters)
 
 
 class EmulatorRunner:

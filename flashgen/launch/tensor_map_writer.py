@@ -38,26 +38,28 @@ class TensorMapWriter(ArgumentWriter):
         self._makers = [MapMaker(shape) for shape in shapes.values()]
         self._maps: Remembered[tuple[int, ...], bytes] = Remembered(_MOST_KEPT)  # of the last sets of addresses
 
-    def write(self, pointers: Mapping[str, int], numbers: Mapping[str, int | float]) -> bytearray:
-        """The struct of one call on a GPU."""
-        buffer = super().write(pointers, numbers)
+    def write_into(
+        self, struct: bytearray | memoryview, pointers: Mapping[str, int], numbers: Mapping[str, int | float]
+    ) -> None:
+        """As of any struct, and the maps of the arrays at these addresses."""
+        super().write_into(struct, pointers, numbers)
         addresses = self._sources(pointers)
         maps = self._maps.get(addresses)
         if maps is None:
             maps = self._maps.get_or_make(addresses, partial(self._made, addresses))
-        buffer[: len(maps)] = maps  # the struct begins with them
-        return buffer
+        struct[: len(maps)] = maps  # the struct begins with them
 
     def _made(self, addresses: tuple[int, ...]) -> bytes:
         return b"".join([make(address) for make, address in zip(self._makers, addresses, strict=True)])
 
     def write_emulated(self, numbers: Mapping[str, int | float]) -> bytearray:
         """The struct of one call on the emulator, with maps as it has them."""
-        buffer = super().write({}, numbers)
+        struct = self.template.copy()
+        super().write_into(struct, {}, numbers)
         for name, shape in self.shapes.items():
             at = self.offsets[name]
-            buffer[at : at + MAP_BYTES] = emulated_map(shape)
-        return buffer
+            struct[at : at + MAP_BYTES] = emulated_map(shape)
+        return struct
 
 
 def map_shapes(

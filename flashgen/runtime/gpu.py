@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import threading
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
-
-import numpy as np
 
 from flashgen.errors import LaunchError
 from flashgen.remedies import install_cuda
@@ -67,23 +66,61 @@ def card(device: int) -> Card:
     return Card(properties["name"].decode(), multiprocessors(device))
 
 
+class Parameters:
+    """The parameters of a launch, one struct, where the driver reads them. One launch at a time may use them.
+
+    Attributes:
+        struct: its bytes, to be written to.
+        address: of the array of pointers to parameters that the driver takes.
+    """
+
+    __slots__ = ("_pointers", "address", "struct")
+
+    def __init__(self, struct: bytes | bytearray) -> None:
+        memory = ctypes.create_string_buffer(bytes(struct), len(struct))
+        self.struct = memoryview(memory).cast("B")
+        self._pointers = (ctypes.c_void_p * 1)(ctypes.addressof(memory))
+        self.address = ctypes.addressof(self._pointers)
+
+
+class _Contexts(threading.local):
+    """The devices whose context this thread has made current at least once: the driver makes none by itself."""
+
+    def __init__(self) -> None:
+        self.made: set[int] = set()
+
+
+_contexts = _Contexts()
+
+
 class GpuKernel:
     """A compiled kernel on the GPU. It takes one struct by value, and `shared_bytes` of dynamic memory per block."""
 
     def __init__(self, cubin: bytes, entry: str, threads: int, shared_bytes: int) -> None:
         self._cubin, self._entry = cubin, entry
-        self._functions: dict[int, Any] = {}  # by device: a binary is loaded anew for each
+        self._functions: dict[int, Any] = {}  # by device: a binary is loaded anew for each, and unloaded when dropped
+        self._handles: dict[int, int] = {}  # of the functions
         self._loading = threading.Lock()
-        self._block, self._shared_bytes = (threads, 1, 1), shared_bytes
+        self._threads, self._shared_bytes = threads, shared_bytes
+        self._start = cupy().cuda.driver.launchKernel
 
-    def launch(self, grid: tuple[int, int, int], arguments: bytearray, stream: int, device: int) -> None:
-        """Starts a grid of blocks on a stream of the current device. The struct is copied before this returns."""
-        function = self._functions.get(device)
-        if function is None:
-            with self._loading:  # a second copy would unload, when dropped, code that may still run
-                function = self._functions.get(device) or self._functions.setdefault(device, self._load())
-        struct = np.frombuffer(arguments, dtype=_struct_type(len(arguments)))
-        function(grid, self._block, (struct,), self._shared_bytes, stream_object(stream))
+    def launch(self, grid: tuple[int, int, int], parameters: Parameters, stream: int, device: int) -> None:
+        """Starts a grid of blocks on a stream of the current device. The struct is copied before this returns.
+
+        CuPy's functions make objects of each launch's arguments; its wrapper of the driver takes them as they are.
+        """
+        handle = self._handles.get(device) or self._handle(device)
+        if device not in _contexts.made:
+            cupy().cuda.runtime.memGetInfo()  # a call of the runtime, which makes the context current
+            _contexts.made.add(device)
+        self._start(handle, *grid, self._threads, 1, 1, self._shared_bytes, stream, parameters.address, 0)
+
+    def _handle(self, device: int) -> int:
+        with self._loading:  # a second copy would unload, when dropped, code that may still run
+            if device not in self._handles:
+                function = self._functions[device] = self._load()
+                self._handles[device] = int(function.ptr)
+            return self._handles[device]
 
     def _load(self) -> Any:
         """The kernel on the current device, from the bytes that were checked: a file may have changed since."""
@@ -95,11 +132,6 @@ class GpuKernel:
             attribute = cuda.driver.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
             cuda.driver.funcSetAttribute(function.ptr, attribute, self._shared_bytes)
         return function
-
-
-@cache
-def _struct_type(size: int) -> np.dtype[Any]:
-    return np.dtype(f"V{size}")
 
 
 @dataclass(frozen=True)

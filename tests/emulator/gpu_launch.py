@@ -10,7 +10,7 @@ from hopper_kernels import TensorMap
 from kernel_arguments import pack_arguments
 
 from flashgen.build.cache import default_cache
-from flashgen.runtime.gpu import GpuKernel, current_device
+from flashgen.runtime.gpu import GpuKernel, Parameters, current_device
 from flashgen.runtime.tensor_maps import MAP_BYTES
 
 # Values of the driver's enumerations (cuda.h).
@@ -60,7 +60,7 @@ def run_on_gpu(source: str, name: str, *values: Any, block: tuple[int, int, int]
             struct[offset : offset + 8] = pointer.to_bytes(8, "little")
     entry = default_cache().load_or_compile(name, source, "sm_90a")
     assert entry.resources.spill_stores == 0
-    GpuKernel(entry.cubin, name, block[0], shared).launch((1, 1, 1), struct, 0, current_device())
+    GpuKernel(entry.cubin, name, block[0], shared).launch((1, 1, 1), Parameters(struct), 0, current_device())
     cupy.cuda.runtime.deviceSynchronize()
     for data, copy in copies.values():
         data[:] = cupy.asnumpy(copy)

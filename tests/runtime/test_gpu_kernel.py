@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import ctypes
 import threading
 import time
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from flashgen.codegen.arguments import Field, ordered
+from flashgen.launch.argument_writer import ArgumentWriter
+from flashgen.launch.engines import Launch
 from flashgen.runtime import gpu
 
 
@@ -20,6 +25,7 @@ class FakeCupy:
         self.loaded: list[tuple[int, bytes]] = []
         self.shared: list[tuple[int, int, int]] = []
         self.launched: list[tuple[Any, ...]] = []
+        self.contexts: list[tuple[int, int]] = []
         fake = self
 
         class Module:
@@ -29,23 +35,28 @@ class FakeCupy:
 
             def get_function(self, name: str) -> Any:
                 device = fake.device
-
-                def function(*arguments: Any) -> None:
-                    fake.launched.append((device, name, *arguments[:2]))
-
-                function.ptr = 100 + device  # type: ignore[attr-defined]
-                return function
+                return SimpleNamespace(ptr=100 + device, name=name)
 
         attribute = "CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES"
-        driver = SimpleNamespace(**{attribute: 8}, funcSetAttribute=lambda *given: self.shared.append(given))
-        self.cuda = SimpleNamespace(function=SimpleNamespace(Module=Module), driver=driver)
+        driver = SimpleNamespace(
+            **{attribute: 8}, funcSetAttribute=lambda *given: self.shared.append(given), launchKernel=self.launch
+        )
+        runtime = SimpleNamespace(memGetInfo=lambda: self.contexts.append((threading.get_ident(), self.device)))
+        self.cuda = SimpleNamespace(function=SimpleNamespace(Module=Module), driver=driver, runtime=runtime)
+
+    def launch(self, function: int, *numbers: int) -> None:
+        """What the driver does: it wants a context, and copies the parameters, here of 16 bytes."""
+        *sizes, stream, parameters, extra = numbers
+        assert (threading.get_ident(), self.device) in self.contexts and not extra
+        struct = ctypes.string_at(ctypes.c_void_p.from_address(parameters).value or 0, 16)
+        self.launched.append((function, tuple(sizes), stream, struct))
 
 
 @pytest.fixture
 def cupy(monkeypatch: pytest.MonkeyPatch) -> FakeCupy:
     fake = FakeCupy()
     monkeypatch.setattr(gpu, "cupy", lambda: fake)
-    monkeypatch.setattr(gpu, "stream_object", lambda pointer: pointer)
+    monkeypatch.setattr(gpu, "_contexts", gpu._Contexts())
     return fake
 
 
@@ -54,22 +65,44 @@ def test_the_bytes_are_loaded_once_for_each_device(cupy: FakeCupy) -> None:
     assert cupy.loaded == []
     for device in (0, 1, 0, 1):
         cupy.device = device
-        kernel.launch((3, 2, 1), bytearray(16), stream=0, device=device)
+        kernel.launch((3, 2, 1), gpu.Parameters(bytes([device] * 16)), stream=7 + device, device=device)
     assert cupy.loaded == [(0, b"the cubin"), (1, b"the cubin")]
     assert cupy.shared == [(100, 8, 100_000), (101, 8, 100_000)]
-    assert cupy.launched == [(device, "attention", (3, 2, 1), (128, 1, 1)) for device in (0, 1, 0, 1)]
+    sizes = (3, 2, 1, 128, 1, 1, 100_000)
+    assert cupy.launched == [(100 + device, sizes, 7 + device, bytes([device] * 16)) for device in (0, 1, 0, 1)]
+    assert [device for _, device in cupy.contexts] == [0, 1], "a context is made once"
 
 
 def test_little_shared_memory_is_not_asked_for(cupy: FakeCupy) -> None:
-    gpu.GpuKernel(b"", "attention", 128, 48 * 1024).launch((1, 1, 1), bytearray(16), 0, 0)
+    gpu.GpuKernel(b"", "attention", 128, 48 * 1024).launch((1, 1, 1), gpu.Parameters(bytes(16)), 0, 0)
     assert cupy.shared == []
 
 
 def test_threads_load_once(cupy: FakeCupy) -> None:
     kernel = gpu.GpuKernel(b"the cubin", "attention", 128, 0)
-    threads = [threading.Thread(target=kernel.launch, args=((1, 1, 1), bytearray(16), 0, 0)) for _ in range(8)]
+    threads = [
+        threading.Thread(target=kernel.launch, args=((1, 1, 1), gpu.Parameters(bytes(16)), 0, 0)) for _ in range(8)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
     assert cupy.loaded == [(0, b"the cubin")] and len(cupy.launched) == 8
+    assert len(cupy.contexts) == 8, "each thread makes the context its own"
+
+
+def test_threads_never_write_to_the_parameters_of_a_launch_of_another(at_once: Callable[..., list[Any]]) -> None:
+    """Each has its own from when it writes them until the driver has copied them; then others may have them."""
+    launch = Launch((1, 1, 1), ArgumentWriter(ordered([Field("int*", "p")]), {}))
+
+    def work(number: int) -> bool:
+        right = True
+        for turn in range(200):
+            parameters = launch.parameters()
+            launch.writer.write_into(parameters.struct, {"p": 1000 * number + turn}, {})
+            time.sleep(0)  # others write now
+            right &= int.from_bytes(parameters.struct, "little") == 1000 * number + turn
+            launch.idle.append(parameters)
+        return right
+
+    assert all(at_once(work)) and 1 <= len(launch.idle) <= 8
