@@ -152,9 +152,9 @@ class Pass(Generic[AnyPrepared]):
         misaligned = 0
         arguments, in_rows = _ARGUMENTS.get, self._in_rows
         for name, array in arrays.items():
-            own = library(array, arguments(name, name))
-            key.append(own.signature(array))
-            address = addresses[name] = own.pointer(array)
+            seen, address = library(array, arguments(name, name)).look(array)
+            key.append(seen)
+            addresses[name] = address
             if name in in_rows:
                 misaligned |= address
             else:

@@ -33,13 +33,14 @@ class View:
 class Library:
     """An array library: how to look at its arrays, make one like another, and find the stream that uses them.
 
-    `pointer` and `signature` are the quick looks of every call: the address, and a hashable value that two arrays share
-    only if they agree in shape, strides, dtype and device. `view` is the thorough one, with errors that name the array.
+    `look` is the quick look at each array of every call: (a hashable value that two arrays share only if they agree in
+    library, shape, strides, dtype and device; the address). `view` is the thorough one, with errors that name the
+    array.
     """
 
     name: str
     pointer: Callable[[Any], int]
-    signature: Callable[[Any], Any]
+    look: Callable[[Any], tuple[Any, int]]
     view: Callable[[Any, str], View]
     empty: Callable[[tuple[int, ...], str, Any], Any]
     stream: Callable[[Any], int]
@@ -56,6 +57,11 @@ def view_numpy(array: Any, argument: str) -> View:
     strides = _element_strides(array.strides, array.itemsize, argument)
     dtype = array.dtype.name if array.dtype.isnative else f"byte-swapped {array.dtype.name}"
     return View(array.ctypes.data, array.shape, strides, dtype, None, array)
+
+
+def _look_cupy(array: Any) -> tuple[Any, int]:
+    memory = array.data
+    return (array.shape, array.strides, array.dtype, memory.device_id), memory.ptr
 
 
 def _view_cupy(array: Any, argument: str) -> View:
@@ -168,23 +174,23 @@ def _cupy() -> Any:
 NUMPY = Library(
     "numpy",
     lambda array: int(array.ctypes.data),
-    lambda array: (array.shape, array.strides, array.dtype),
+    lambda array: ((array.shape, array.strides, array.dtype), int(array.ctypes.data)),
     view_numpy,
     lambda shape, dtype, _like: np.empty(shape, numpy_dtype(dtype)),
     lambda _like: 0,
 )
 CUPY = Library(
     "cupy",
-    lambda array: int(array.data.ptr),
-    lambda array: (array.shape, array.strides, array.dtype, array.data.device_id),
+    lambda array: array.data.ptr,
+    _look_cupy,
     _view_cupy,
     _empty_cupy,
     _stream_cupy,
 )
 TORCH = Library(
     "torch",
-    lambda tensor: int(tensor.data_ptr()),
-    lambda tensor: (tensor.shape, tensor.stride(), tensor.dtype, tensor.device),
+    lambda tensor: tensor.data_ptr(),
+    lambda tensor: ((tensor.shape, tensor.stride(), tensor.dtype, tensor.device), tensor.data_ptr()),
     _view_torch,
     _empty_torch,
     _stream_torch,
@@ -194,14 +200,14 @@ TORCH = Library(
 def _through_cupy(name: str, stream: Callable[[Any], int], empty: Callable[..., Any]) -> Library:
     """A library whose arrays CuPy looks at, and whose outputs CuPy makes."""
 
-    def signature(array: Any) -> Any:
+    def look(array: Any) -> tuple[Any, int]:
         view = _view_interface(array, "an array")
-        return view.shape, view.strides, view.dtype, view.device
+        return (name, view.shape, view.strides, view.dtype, view.device), view.pointer
 
     def pointer(array: Any) -> int:
         return _view_interface(array, "an array").pointer
 
-    return Library(name, pointer, signature, _view_interface, empty, stream)
+    return Library(name, pointer, look, _view_interface, empty, stream)
 
 
 JAX = _through_cupy("jax", lambda _like: 0, _empty_on_legacy_stream)  # on which JAX's arrays are ready

@@ -187,10 +187,13 @@ class Made(SimpleNamespace):
     def stride(self) -> tuple[int, ...]:
         return tuple(self.strides)
 
+    def data_ptr(self) -> int:
+        return 64
+
 
 LOOKS: dict[str, tuple[Library, dict[str, Any], dict[str, Any]]] = {
-    "numpy": (NUMPY, {}, {}),
-    "cupy": (CUPY, {"data": SimpleNamespace(device_id=0)}, {"data": SimpleNamespace(device_id=1)}),
+    "numpy": (NUMPY, {"ctypes": SimpleNamespace(data=64)}, {}),
+    "cupy": (CUPY, {"data": SimpleNamespace(device_id=0, ptr=64)}, {"data": SimpleNamespace(device_id=1, ptr=64)}),
     "torch": (TORCH, {"device": "cuda:0"}, {"device": "cuda:1"}),
 }
 
@@ -200,8 +203,8 @@ def test_a_quick_look_sees_shape_strides_dtype_and_device(name: str) -> None:
     """A second GPU is not at hand everywhere, so that the arrays here are made up."""
     library, device, other_device = LOOKS[name]
     alike: dict[str, Any] = {"shape": (2, 3), "strides": (6, 2), "dtype": "float16", **device}
-    seen = library.signature(Made(**alike))
-    assert seen == library.signature(Made(**alike)) and hash(seen) == hash(library.signature(Made(**alike)))
+    (seen, address), (again, _) = library.look(Made(**alike)), library.look(Made(**alike))
+    assert seen == again and hash(seen) == hash(again) and address == library.pointer(Made(**alike)) == 64
     changes = [{"shape": (3, 2)}, {"strides": (2, 4)}, {"dtype": "bfloat16"}]
     for change in (*changes, *([other_device] if other_device else [])):
-        assert library.signature(Made(**alike | change)) != seen, change
+        assert library.look(Made(**alike | change))[0] != seen, change
