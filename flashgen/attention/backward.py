@@ -8,7 +8,7 @@ from typing import Any
 
 from flashgen.attention.backward_tile_lists import BackwardListers
 from flashgen.attention.call import Call
-from flashgen.attention.call_pass import Addresses, Pass, common_device
+from flashgen.attention.call_pass import Makers, Pass, common_device
 from flashgen.attention.captures import check_array
 from flashgen.attention.gradients import (
     ROWS,
@@ -17,7 +17,6 @@ from flashgen.attention.gradients import (
     gradient_argument,
     gradient_shape,
 )
-from flashgen.attention.launches import Memory
 from flashgen.attention.outputs import check_lse, output_strides
 from flashgen.attention.problem import Problem, problem_of
 from flashgen.attention.sharing import Sharing
@@ -26,23 +25,26 @@ from flashgen.attention.tile_lists import ListsLaunch
 from flashgen.codegen.arguments import capture_gradient, member_name, summed_gradient
 from flashgen.codegen.stages import Kernels
 from flashgen.language.spec import AttentionSpec
-from flashgen.launch.engines import Engine, Numbers, Place
-from flashgen.runtime.arrays import Library, View, give_back
+from flashgen.launch.engines import Engine, Numbers, Place, Taken
+from flashgen.launch.memory import Memory
+from flashgen.runtime.arrays import JAX, Library, View, give_back
 
 _IN_ROWS = frozenset(("q", "k", "v", "o", "d_o", "dq", "dk", "dv"))
-_Arrays = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class _Prepared:
     """Everything of a call that its shapes, strides, dtypes and device decide.
 
-    stages: None where there are no scores.
+    zeroed: the gradients that begin as zeros. of_jax: those that are given back as JAX's. stages: None where there are
+    no scores.
     """
 
     problem: Problem
     device: int
-    gradients: Mapping[str, Memory]
+    makers: Makers
+    zeroed: tuple[str, ...]
+    of_jax: tuple[str, ...]
     stages: PreparedStages | None
     lists: Mapping[str, ListsLaunch]
     sharing: Sharing
@@ -56,52 +58,44 @@ class BackwardPass(Pass[_Prepared]):
     def __init__(self, spec: AttentionSpec, stages: Kernels, engine: Engine, prebuild: str) -> None:
         super().__init__(spec, engine, _IN_ROWS)
         self.stages = BuiltStages(spec, stages, engine, prebuild)
-        self._owners = {capture.name: member_name(capture) for capture in differentiated(spec)}  # others are like q
+        self._differentiated = differentiated(spec)
+        self._owners = {capture.name: member_name(capture) for capture in self._differentiated}  # others are like q
         self.listers = BackwardListers.of(spec, stages, engine, prebuild)
 
     def _result_argument(self, name: str) -> str:
         return gradient_argument(name)
 
-    def _run(
-        self, prepared: _Prepared, call: Call, library: Library, addresses: Addresses, numbers: Numbers
-    ) -> Mapping[str, Any]:
-        arrays, made, owner = call.inputs, call.results, self._owners.get
-        place = Place(library.stream(arrays["q"]), prepared.device)
-        if not made:
-            made = {name: self._make(memory, arrays[owner(name, "q")]) for name, memory in prepared.gradients.items()}
-        for name, memory in prepared.gradients.items():
-            if memory.zeroed:
-                self.engine.clear(made[name], place)
+    def _run(self, prepared: _Prepared, call: Call, stream: int, taken: Taken, numbers: Numbers) -> Mapping[str, Any]:
+        made, place = call.results or self._make(prepared.makers, call.wanted), Place(stream, prepared.device)
+        for name in prepared.zeroed:
+            self.engine.clear(made[name], place)
         if prepared.stages:
-            lists = self._lists(prepared, call, library, numbers, place) if self.listers else NO_LISTS
-            arrays.update(self._pointers(made))
-            self.stages.launch(prepared.stages, library, arrays, addresses, numbers, place, lists)
-        if call.results:
+            lists = self._lists(prepared, call, taken, numbers, place) if self.listers else NO_LISTS
+            self.engine.add(self._pointers(made), taken)
+            self.stages.launch(prepared.stages, taken, numbers, place, lists)
+        if call.results or not prepared.of_jax:
             return made
-        libraries = self.engine.library
-        return {name: give_back(libraries(arrays[owner(name, "q")], name), array) for name, array in made.items()}
-
-    def _make(self, memory: Memory, like: Any) -> Any:
-        """An array of the kind of `like`."""
-        return self.engine.library(like, "an array").empty(memory.shape, memory.dtype, like)
+        return {**made, **give_back(JAX, {name: made[name] for name in prepared.of_jax})}
 
     def _lists(
-        self, prepared: _Prepared, call: Call, library: Library, numbers: Numbers, place: Place
-    ) -> Mapping[str, Mapping[str, Any]]:
+        self, prepared: _Prepared, call: Call, taken: Taken, numbers: Numbers, place: Place
+    ) -> Mapping[str, Taken]:
         """The lists that the call was given, or those of its mask."""
         assert self.listers, "only a pass that reads lists has any"
         if call.tile_lists is not None:
             return self.listers.check(call.tile_lists, prepared.problem, place)
-        return self.listers.of_call(prepared.lists, prepared.problem, library, call.inputs, numbers, place)
+        return self.listers.of_call(prepared.lists, prepared.problem, taken, numbers, place)
 
-    def _pointers(self, gradients: Mapping[str, Any]) -> _Arrays:
+    def _pointers(self, gradients: Mapping[str, Any]) -> Mapping[str, Any]:
         """The gradients as the structs call them: a captured array's is where it is summed, if no kernel rounds it."""
+        if not self._differentiated:
+            return gradients
         pointers = {name: gradients[name] for name in ROWS}
-        for capture in differentiated(self.spec):
+        for capture in self._differentiated:
             pointers[summed_gradient(capture)] = pointers[capture_gradient(capture)] = gradients[capture.name]
         return pointers
 
-    def _work_out(self, views: dict[str, View]) -> _Prepared:
+    def _work_out(self, views: dict[str, View], libraries: Mapping[str, Library]) -> _Prepared:
         spec, device = self.spec, common_device(views)
         problem = problem_of(spec, views)
         for name, argument in (("o", "out"), ("d_o", "d_out")):
@@ -115,12 +109,17 @@ class BackwardPass(Pass[_Prepared]):
         names = (*ROWS, *self._owners)
         given = {name: views[gradient_argument(name)] for name in names if gradient_argument(name) in views}
         check_gradients(spec, given, captured, problem)
-        gradients = self._gradient_memory(problem, captured)
+        memory = self._gradient_memory(problem, captured)
+        kinds = {name: libraries[self._owners.get(name, "q")] for name in memory}
+        makers = {name: kinds[name].maker(each.shape, each.dtype, device) for name, each in memory.items()}
+        zeroed = tuple(name for name, each in memory.items() if each.zeroed)
+        of_jax = tuple(name for name, kind in kinds.items() if kind is JAX)
         sharing = self._sharing(views, [gradient_argument(name) for name in given])
         if not problem.has_scores:
-            return _Prepared(problem, device, gradients, None, {}, sharing)
-        lists = self.listers.prepare(problem, captured) if self.listers else {}
-        return _Prepared(problem, device, gradients, self.stages.prepare(problem, captured), lists, sharing)
+            return _Prepared(problem, device, makers, zeroed, of_jax, None, {}, sharing)
+        own = captured, libraries["q"], device
+        lists = self.listers.prepare(problem, *own) if self.listers else {}
+        return _Prepared(problem, device, makers, zeroed, of_jax, self.stages.prepare(problem, *own), lists, sharing)
 
     def _gradient_memory(self, problem: Problem, captured: Mapping[str, View]) -> dict[str, Memory]:
         """The gradients, by the names of `Gradients`. Zeroed where they are added to, or where nothing is written."""
@@ -130,7 +129,7 @@ class BackwardPass(Pass[_Prepared]):
             for name in ROWS
         }
         written = {called for kernel in self.stages.kernels.values() for called in kernel.pointers.values()}
-        for capture in differentiated(self.spec):
+        for capture in self._differentiated:
             zeroed = not launched or capture_gradient(capture) not in written
             memory[capture.name] = Memory(captured[capture.name].shape, capture.dtype, zeroed)
         return memory

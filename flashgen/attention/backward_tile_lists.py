@@ -11,11 +11,10 @@ from flashgen.attention.tile_lists import ListsLaunch, TileLister, TileLists
 from flashgen.codegen.stages import Kernels
 from flashgen.errors import ArgumentError
 from flashgen.language.spec import AttentionSpec
-from flashgen.launch.engines import Engine, Numbers, Place
+from flashgen.launch.engines import Engine, Numbers, Place, Taken
 from flashgen.runtime.arrays import Library, View
 
 _PARTS = ("keys", "queries")
-_Lists = Mapping[str, dict[str, Any]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,27 +52,28 @@ class BackwardListers:
         }
         return cls(spec, listers) if listers else None
 
-    def prepare(self, problem: Problem, captured: Mapping[str, View]) -> dict[str, ListsLaunch]:
-        """The launches for calls of these sizes and captured arrays."""
-        return {part: lister.prepare(problem, captured) for part, lister in self.listers.items()}
+    def prepare(
+        self, problem: Problem, captured: Mapping[str, View], library: Library, device: int
+    ) -> dict[str, ListsLaunch]:
+        """The launches for calls of these sizes and captured arrays on a device, whose q is of a library."""
+        return {part: lister.prepare(problem, captured, library, device) for part, lister in self.listers.items()}
 
     def of_call(
         self,
         prepared: Mapping[str, ListsLaunch],
         problem: Problem,
-        library: Library,
-        arrays: dict[str, Any],
+        taken: Taken,
         numbers: Numbers,
         place: Place,
-    ) -> _Lists:
-        """The arrays of the lists by the kernels that read them, made on the call's stream."""
+    ) -> Mapping[str, Taken]:
+        """The lists by the kernels that read them, made on the call's stream."""
         return {
-            part: lister.of_call(prepared[part], problem, library, arrays, numbers, place)
+            part: lister.of_call(prepared[part], problem, taken, numbers, place)
             for part, lister in self.listers.items()
         }
 
-    def check(self, lists: Any, problem: Problem, place: Place) -> _Lists:
-        """The arrays of lists that a call was given; ArgumentError where they are not this mask's at these sizes."""
+    def check(self, lists: Any, problem: Problem, place: Place) -> Mapping[str, Taken]:
+        """The lists that a call was given; ArgumentError where they are not this mask's at these sizes."""
         if not isinstance(lists, BackwardTileLists):
             raise ArgumentError(
                 f"tile_lists of type {type(lists).__name__}: give what attention.backward_tile_lists(...) made; "

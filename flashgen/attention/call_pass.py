@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -13,7 +13,8 @@ from flashgen.codegen.arguments import member_name
 from flashgen.errors import ArgumentError
 from flashgen.language.layouts import BlockLayout
 from flashgen.language.spec import AttentionSpec
-from flashgen.launch.engines import Engine, Numbers
+from flashgen.launch.argument_writer import Addresses
+from flashgen.launch.engines import Engine, Numbers, Taken
 from flashgen.runtime.arrays import Library, View
 from flashgen.runtime.remembered import Remembered
 
@@ -22,8 +23,8 @@ _ROW_ALIGNMENT, _LARGEST_ELEMENT = 16, 8  # bytes
 _ARGUMENTS = {"o": "out", "d_o": "d_out"}  # what the user calls a member of a struct, where it is called differently
 _NO_NUMBERS: dict[str, int | float] = {}
 
-
-Addresses = Mapping[str, int]
+Makers = Mapping[str, Callable[[], Any]]
+"""What makes the results of a call, by name."""
 
 
 class Prepared(Protocol):
@@ -74,7 +75,7 @@ class Pass(Generic[AnyPrepared]):
         library = self.engine.library(q, "q")
         if library is self.engine.copied:
             return self._through_gpu(call)
-        if self.listers and any(isinstance(value, BlockLayout) for value in captures.values()):
+        if self.listers and captures and any(isinstance(value, BlockLayout) for value in captures.values()):
             views = (library.view(q, "q"), library.view(call.inputs["k"], "k"))
             captures = self.listers.without_layouts(captures, *views)
         numbers = self._call_numbers(captures, call.seed, call.offset)
@@ -89,24 +90,26 @@ class Pass(Generic[AnyPrepared]):
             prepared, addresses = self._prepare(arrays)
         if self._distances:
             self._check_distances(captures)
+        taken = self.engine.taken(arrays, addresses)
         if self.engine.current(prepared.device):
-            return self._run(prepared, call, library, addresses, numbers)
+            return self._run(prepared, call, library.stream(q), taken, numbers)
         with self.engine.on(prepared.device):
-            return self._run(prepared, call, library, addresses, numbers)
+            return self._run(prepared, call, library.stream(q), taken, numbers)
 
-    def _run(
-        self, prepared: AnyPrepared, call: Call, library: Library, addresses: Addresses, numbers: Numbers
-    ) -> Mapping[str, Any]:
+    def _run(self, prepared: AnyPrepared, call: Call, stream: int, taken: Taken, numbers: Numbers) -> Mapping[str, Any]:
         """Makes the results that were not given, and launches.
 
-        call: its inputs with the captures among them, by their names in the structs. library: of q, which results and
-        workspaces are of. addresses: of the inputs, and of results that were given. numbers: what changes from call to
-        call.
+        stream: that of q's library. taken: what launches take of the inputs with the captures among them, by their
+        names in the structs, to be added to. numbers: what changes from call to call.
         """
         raise NotImplementedError
 
-    def _work_out(self, views: dict[str, View]) -> AnyPrepared:
-        """Checks the arrays of a call, and prepares what calls like it share."""
+    def _make(self, makers: Makers, wanted: Iterable[str]) -> dict[str, Any]:
+        """The results of a call that was given none."""
+        return {name: makers[name]() for name in wanted}
+
+    def _work_out(self, views: dict[str, View], libraries: Mapping[str, Library]) -> AnyPrepared:
+        """Checks the arrays of a call, and prepares what calls like it share. libraries: of the arrays."""
         raise NotImplementedError
 
     def _result_argument(self, name: str) -> str:
@@ -144,11 +147,11 @@ class Pass(Generic[AnyPrepared]):
             view = self.engine.library(array, capture.name).view(array, capture.name)
             check_distances(capture, view.shape, axis, int(captures[farthest.name]))
 
-    def _prepare(self, arrays: dict[str, Any]) -> tuple[AnyPrepared, dict[str, int]]:
+    def _prepare(self, arrays: dict[str, Any]) -> tuple[AnyPrepared, Addresses]:
         """What calls like this one share, worked out, and the arrays checked, the first time; the arrays' addresses."""
         library = self.engine.library
         key: list[Any] = []
-        addresses: dict[str, int] = {}
+        addresses = Addresses()
         misaligned = 0
         arguments, in_rows = _ARGUMENTS.get, self._in_rows
         for name, array in arrays.items():
@@ -163,8 +166,9 @@ class Pass(Generic[AnyPrepared]):
         known = tuple(key)
         prepared = self._prepared.get(known)
         if prepared is None:
-            views = {name: library(array, name).view(array, _argument(name)) for name, array in arrays.items()}
-            prepared = self._prepared.get_or_make(known, partial(self._work_out, views))
+            libraries = {name: library(array, name) for name, array in arrays.items()}
+            views = {name: libraries[name].view(array, _argument(name)) for name, array in arrays.items()}
+            prepared = self._prepared.get_or_make(known, partial(self._work_out, views, libraries))
         return prepared, addresses
 
     def _sharing(self, views: Mapping[str, View], written: Collection[str]) -> Sharing:

@@ -65,6 +65,7 @@ class Attention:
         """
         self.spec, self.target, self.engine, self.deterministic = spec, target, engine, deterministic
         self._given_backward_plan, self._edits = backward_plan, edits
+        self._gradients = (*ROWS, *(capture.name for capture in differentiated(spec)))
         kernels = forward_kernels(spec, target, plan=plan)
         self._kernels = {role: edits.of(role, kernel) for role, kernel in kernels.items()}
         self._kernel = self._kernels["forward"]
@@ -374,9 +375,8 @@ class Attention:
         inputs = {"q": q, "k": k, "v": v, "o": out, "d_o": d_out, "lse": lse}
         if d_lse is not None:
             inputs["d_lse"] = d_lse
-        wanted = (*ROWS, *(capture.name for capture in differentiated(self.spec)))
         given = _NOTHING if into is None else given_gradients(self.spec, into)
-        return Gradients.of(self._backward(Call(inputs, captures, seed, offset, wanted, given, tile_lists)))
+        return Gradients.of(self._backward(Call(inputs, captures, seed, offset, self._gradients, given, tile_lists)))
 
     def vjp(
         self,

@@ -9,7 +9,7 @@ from typing import Any
 from weakref import WeakSet
 
 from flashgen.attention.call import Call
-from flashgen.attention.call_pass import Addresses, Pass, common_device
+from flashgen.attention.call_pass import Makers, Pass, common_device
 from flashgen.attention.captures import check_array
 from flashgen.attention.kernel_choice import BuiltForward, KernelChoice
 from flashgen.attention.outputs import check_outputs
@@ -21,8 +21,8 @@ from flashgen.attention.tuned_plans import TunedPlans
 from flashgen.codegen.families import forward_family
 from flashgen.codegen.stages import Kernels
 from flashgen.language.spec import AttentionSpec
-from flashgen.launch.engines import Engine, Numbers, Place
-from flashgen.runtime.arrays import JAX, Library, View, give_back
+from flashgen.launch.engines import Engine, Numbers, Place, Taken
+from flashgen.runtime.arrays import Library, View, give_back
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,8 @@ class _Prepared:
     """Everything of a call that its shapes, strides, dtypes and device decide. stages: None for an empty output."""
 
     problem: Problem
-    output_shape: tuple[int, ...]
+    library: Library
+    makers: Makers
     device: int
     built: BuiltForward
     stages: PreparedStages | None
@@ -75,45 +76,40 @@ class ForwardPass(Pass[_Prepared]):
         self.choice.forget()
         self._prepared.forget()
 
-    def _run(
-        self, prepared: _Prepared, call: Call, library: Library, addresses: Addresses, numbers: Numbers
-    ) -> Mapping[str, Any]:
-        arrays, results = call.inputs, call.results
-        if not results:
-            results = {"o": library.empty(prepared.output_shape, self.spec.dtype, arrays["q"])}
-            if "lse" in call.wanted:
-                results["lse"] = library.empty(prepared.problem.lse_shape, "float32", arrays["q"])
+    def _run(self, prepared: _Prepared, call: Call, stream: int, taken: Taken, numbers: Numbers) -> Mapping[str, Any]:
+        results = call.results or self._make(prepared.makers, call.wanted)
         if prepared.stages:
-            arrays.update(results)
-            place = Place(library.stream(arrays["q"]), prepared.device)
-            lists = self._lists(prepared, call, library, numbers, place) if prepared.lists else NO_LISTS
-            prepared.built.stages.launch(prepared.stages, library, arrays, addresses, numbers, place, lists)
-        if call.results or library is not JAX:
-            return results
-        return {name: give_back(library, array) for name, array in results.items()}
+            self.engine.add(results, taken)
+            place = Place(stream, prepared.device)
+            lists = self._lists(prepared, call, taken, numbers, place) if prepared.lists else NO_LISTS
+            prepared.built.stages.launch(prepared.stages, taken, numbers, place, lists)
+        return call.results or give_back(prepared.library, results)
 
     def _lists(
-        self, prepared: _Prepared, call: Call, library: Library, numbers: Numbers, place: Place
-    ) -> Mapping[str, Mapping[str, Any]]:
+        self, prepared: _Prepared, call: Call, taken: Taken, numbers: Numbers, place: Place
+    ) -> Mapping[str, Taken]:
         """The lists that the call was given, or those of its mask."""
         lister, lists = prepared.built.lister, prepared.lists
         assert lister and lists, "only a pass that reads lists has any"
         if call.tile_lists is not None:
             return {"forward": lister.check(call.tile_lists, prepared.problem, place)}
-        return {"forward": lister.of_call(lists, prepared.problem, library, call.inputs, numbers, place)}
+        return {"forward": lister.of_call(lists, prepared.problem, taken, numbers, place)}
 
-    def _work_out(self, views: dict[str, View]) -> _Prepared:
-        device = common_device(views)
+    def _work_out(self, views: dict[str, View], libraries: Mapping[str, Library]) -> _Prepared:
+        device, library = common_device(views), libraries["q"]
         problem = problem_of(self.spec, views, self.engine.multiprocessors(device))
         check_outputs(self.spec, views, problem)
         captured = {capture.name: views[member] for capture, member in self._arrays}
         for capture, _ in self._arrays:
             check_array(self.spec, capture, captured[capture.name], problem)
         built = self.built_for(problem, device)
-        stages = None if problem.is_empty else built.stages.prepare(problem, captured)
-        lists = built.lister.prepare(problem, captured) if built.lister else None
-        sharing = self._sharing(views, _RESULTS)
-        return _Prepared(problem, problem.output_shape(self.spec), device, built, stages, lists, sharing)
+        stages = None if problem.is_empty else built.stages.prepare(problem, captured, library, device)
+        lists = built.lister.prepare(problem, captured, library, device) if built.lister else None
+        makers = {
+            "o": library.maker(problem.output_shape(self.spec), self.spec.dtype, device),
+            "lse": library.maker(problem.lse_shape, "float32", device),
+        }
+        return _Prepared(problem, library, makers, device, built, stages, lists, self._sharing(views, _RESULTS))
 
     def built_for(self, problem: Problem, device: int) -> BuiltForward:
         """The kernel that calls of these sizes run on a device."""

@@ -33,8 +33,8 @@ class Gradients(tuple[Any, ...]):
     @classmethod
     def of(cls, arrays: Mapping[str, Any]) -> Gradients:
         """From arrays by name: dq, dk, dv, and those of captures."""
-        captures = {name: array for name, array in arrays.items() if name not in ROWS}
-        return cls(arrays["dq"], arrays["dk"], arrays["dv"], captures)
+        captures = dict(arrays)
+        return cls(captures.pop("dq"), captures.pop("dk"), captures.pop("dv"), captures)
 
     @property
     def dq(self) -> Any:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from flashgen.attention.gradients import ROWS, gradient_shape
-from flashgen.attention.problem import Problem, contiguous_strides, in_layout
+from flashgen.attention.problem import Problem, in_layout
 from flashgen.codegen.arguments import ArgumentLayout, member_name
 from flashgen.codegen.rendered_kernel import RenderedKernel
 from flashgen.codegen.stages import Kernels, struct_values
@@ -14,19 +13,11 @@ from flashgen.errors import ArgumentError
 from flashgen.language.spec import AttentionSpec
 from flashgen.launch.argument_writer import ArgumentWriter, Value
 from flashgen.launch.engines import Launch
+from flashgen.launch.memory import Memory
 from flashgen.launch.tensor_map_writer import TensorMapWriter, map_shapes
-from flashgen.runtime.arrays import View, byte_strides
+from flashgen.runtime.arrays import View, byte_strides, contiguous_strides
 
 _MOST_TILES = 2**30 - 1  # so that a step past the last is a number, too
-
-
-@dataclass(frozen=True)
-class Memory:
-    """An array that a call makes: shape, dtype, and whether it begins as zeros."""
-
-    shape: tuple[int, ...]
-    dtype: str
-    zeroed: bool = False
 
 
 def launch_of(

@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from flashgen.attention.problem import Problem, check_aligned, contiguous_strides, row_strides
+from flashgen.attention.problem import Problem, check_aligned, row_strides
 from flashgen.errors import ArgumentError
 from flashgen.language.spec import AttentionSpec
-from flashgen.runtime.arrays import JAX, View, library_of
+from flashgen.runtime.arrays import JAX, View, contiguous_strides, library_of
 
 
 def given_outputs(out: Any, return_lse: bool) -> dict[str, Any]:

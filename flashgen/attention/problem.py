@@ -124,14 +124,6 @@ def row_strides(spec: AttentionSpec, name: str, view: View) -> tuple[int, int, i
     return batch, head, row
 
 
-def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Strides in elements of a C-contiguous array."""
-    strides = [1]
-    for size in reversed(shape[1:]):
-        strides.append(strides[-1] * max(size, 1))
-    return tuple(reversed(strides))
-
-
 def check_aligned(what: str, view: View) -> None:
     """ArgumentError where an array's elements do not start at multiples of their size."""
     size = numpy_dtype(view.dtype).itemsize

@@ -5,17 +5,18 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from flashgen.attention.launches import Memory, launch_of, workspaces
+from flashgen.attention.launches import launch_of, workspaces
 from flashgen.attention.problem import Problem
 from flashgen.codegen.rendered_kernel import RenderedKernel
 from flashgen.codegen.stages import Kernels
 from flashgen.language.spec import AttentionSpec
-from flashgen.launch.engines import Arrays, Engine, Launch, Numbers, Place, Runner
-from flashgen.runtime.arrays import Library, View, of_graph
+from flashgen.launch.engines import Engine, Launch, Numbers, Place, Runner, Taken
+from flashgen.launch.memory import Workspace
+from flashgen.runtime.arrays import Library, View
 
-NO_LISTS: Mapping[str, Mapping[str, Any]] = {}
+NO_LISTS: Mapping[str, Taken] = {}
 
 
 class PreparedStage(NamedTuple):
@@ -35,7 +36,7 @@ class PreparedStages:
     """
 
     stages: tuple[PreparedStage, ...]
-    memory: Mapping[str, Memory]
+    workspace: Workspace | None
     counts: bool
 
 
@@ -47,14 +48,15 @@ class BuiltStages:
         self.kernels = {role: kernel for role, kernel in stages.items() if not kernel.lists}
         self.runners = {role: engine.runner(kernel, prebuild) for role, kernel in self.kernels.items()}
 
-    def prepare(self, problem: Problem, captured: Mapping[str, View]) -> PreparedStages:
-        """For calls of these sizes, strides and captured arrays."""
+    def prepare(self, problem: Problem, captured: Mapping[str, View], library: Library, device: int) -> PreparedStages:
+        """For calls of these sizes, strides and captured arrays on a device, whose q is of a library."""
         stages = tuple(
             PreparedStage(role, self.runners[role], self._launch_of(kernel, problem, captured), kernel.pointers)
             for role, kernel in self.kernels.items()
         )
-        memory, counts = workspaces(self.kernels, problem, captured), any(stage.launch.counts for stage in stages)
-        return PreparedStages(stages, memory, counts)
+        memory = workspaces(self.kernels, problem, captured)
+        workspace = self.engine.workspace(memory, library, device) if memory else None
+        return PreparedStages(stages, workspace, any(stage.launch.counts for stage in stages))
 
     def _launch_of(self, kernel: RenderedKernel, problem: Problem, captured: Mapping[str, View]) -> Launch:
         for space in kernel.workspaces:
@@ -65,39 +67,22 @@ class BuiltStages:
     def launch(
         self,
         prepared: PreparedStages,
-        library: Library,
-        arrays: dict[str, Any],
-        addresses: Mapping[str, int],
+        taken: Taken,
         numbers: Numbers,
         place: Place,
-        lists: Mapping[str, Mapping[str, Any]] = NO_LISTS,
+        lists: Mapping[str, Taken] = NO_LISTS,
     ) -> None:
-        """Everything on the call's stream. Workspaces go back to where they came from when this returns.
+        """Everything on the call's stream. Workspaces go back to where they came from when `taken` is gone.
 
-        arrays: those of the call and its results, a dictionary that is written to. addresses: of those that are known.
-        lists: arrays of tile lists, by the roles of the stages that read them.
+        taken: the arrays of the call and its results, which workspaces are added to. lists: tile lists, by the roles of
+        the stages that read them.
         """
-        engine = self.engine
-        if prepared.memory:
-            arrays.update(self._made(prepared.memory, library, arrays["q"], place))
+        if prepared.workspace:
+            prepared.workspace.take(taken, place.stream)
         if prepared.counts:
-            arrays["next_tile"] = engine.counter(place)
-        if len(lists) == 1:  # one look at all arrays is less than two
-            arrays.update(*lists.values())
-            lists = NO_LISTS
-        everything: Any = engine.located(arrays, addresses)
+            taken["next_tile"] = self.engine.counter(place)
         for role, runner, launch, called in prepared.stages:
             if role in lists:
-                everything.update(engine.located(lists[role]))
-            taken: Arrays = everything
-            if called:  # as addresses on a GPU, as arrays on the emulator
-                taken = type(everything)({name: everything[here] for name, here in called.items()})
-            runner.launch(launch, taken, numbers, place)
-
-    def _made(self, memory: Mapping[str, Memory], library: Library, like: Any, place: Place) -> dict[str, Any]:
-        own = of_graph(library, place.stream) if self.engine.is_captured(place) else library
-        made = {name: own.empty(each.shape, each.dtype, like) for name, each in memory.items()}
-        for name, each in memory.items():
-            if each.zeroed:
-                self.engine.clear(made[name], place)
-        return made
+                taken.update(lists[role])
+            own = type(taken)({name: taken[here] for name, here in called.items()}) if called else taken
+            runner.launch(launch, own, numbers, place)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,9 +21,10 @@ from flashgen.language.indexed_sizes import position_of
 from flashgen.language.layouts import BlockLayout
 from flashgen.language.operations import KEY, LONGEST, MOST_HEADS, QUERY, FloorDiv, Load
 from flashgen.language.spec import AttentionSpec
-from flashgen.launch.engines import Engine, Launch, Numbers, Place
+from flashgen.launch.engines import Engine, Launch, Numbers, Place, Taken
+from flashgen.launch.memory import Memory, Workspace
 from flashgen.runtime import gpu
-from flashgen.runtime.arrays import Library, View, library_of, of_graph
+from flashgen.runtime.arrays import Library, View, library_of
 from flashgen.runtime.remembered import Remembered
 
 if TYPE_CHECKING:
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
 
 _REMEMBERED = 8  # lists of masks without captures, by lengths
 _FEW_ENTRIES = 2**18  # of all lists together, at most: 1 MiB, for which counting first is not worth its time
+_READ_AS = {"counts": "tile_counts", "offsets": "tile_offsets", "entries": "tile_entries"}  # by whoever reads lists
 _Arrays = dict[str, Any]
 
 
@@ -74,15 +77,17 @@ class TileLists:
 
     def arguments(self) -> _Arrays:
         """The arrays by the names that the attention kernel has for them."""
-        return {"tile_counts": self.counts, "tile_offsets": self.offsets, "tile_entries": self.entries}
+        return {reads: getattr(self, name) for name, reads in _READ_AS.items()}
 
 
 @dataclass(frozen=True)
 class ListsLaunch:
-    """The launch that makes the lists of a call, equally spaced, and how many they are."""
+    """The launch that makes the lists of a call, equally spaced, how many they are, and the memory of one call's."""
 
     shape: ListShape
     launch: Launch
+    library: Library
+    workspace: Workspace
 
 
 class TileLister:
@@ -94,32 +99,30 @@ class TileLister:
         self.tile = (kernel.plan.tile_q, kernel.plan.tile_k)
         self._runner = engine.runner(kernel, prebuild)
         self._captures = spec.mask.captures
-        self._members = [member_name(capture) for capture in self._captures if capture.ndim]
         self._blocks = _blocks_of(spec)
         self._remembered: Remembered[Hashable, TileLists] = Remembered(_REMEMBERED)
 
-    def prepare(self, problem: Problem, captured: Mapping[str, View]) -> ListsLaunch:
-        """The launch for calls of these sizes and captured arrays."""
-        return ListsLaunch(self._shape(problem), launch_of(self.kernel, self.spec, problem, captured))
+    def prepare(self, problem: Problem, captured: Mapping[str, View], library: Library, device: int) -> ListsLaunch:
+        """The launch for calls of these sizes and captured arrays on a device, whose q is of a library."""
+        shape, launch = self._shape(problem), launch_of(self.kernel, self.spec, problem, captured)
+        workspace = self.engine.workspace(_memory(shape), library, device)
+        return ListsLaunch(shape, launch, library, workspace)
 
     def _shape(self, problem: Problem) -> ListShape:
         return list_shape(self.spec, self.kernel.plan, self.direction, problem)
 
-    def of_call(
-        self, prepared: ListsLaunch, problem: Problem, library: Library, arrays: _Arrays, numbers: Numbers, place: Place
-    ) -> _Arrays:
+    def of_call(self, prepared: ListsLaunch, problem: Problem, taken: Taken, numbers: Numbers, place: Place) -> Taken:
         """The lists of a call, launched on its stream; without captures those of an earlier call of its lengths.
 
         Nothing is remembered in a stream that is being captured: a graph's lists are its own, and so is their memory.
+        taken: the arrays of the call, which those of its own lists are added to.
         """
-
-        def make(memory: Library = library) -> TileLists:
-            own = {member: arrays[member] for member in self._members}
-            return self._make_spaced(prepared, problem, own, memory, arrays["q"], numbers, place)
-
-        if self.engine.is_captured(place):
-            return make(of_graph(library, place.stream)).arguments()
-        return (make() if self._captures else self._recall(problem, place, make)).arguments()
+        if self._captures or self.engine.is_captured(place):
+            prepared.workspace.take(taken, place.stream)
+            self._launch(prepared.launch, taken, numbers, place)
+            return {reads: taken[name] for name, reads in _READ_AS.items()}
+        make = partial(self._make_spaced, prepared, problem, {}, numbers, place)
+        return self.engine.add(self._recall(problem, prepared.shape, place, make).arguments())
 
     def make(self, len_q: int, len_k: int, batch: int, heads: int, captures: Mapping[str, Any]) -> TileLists:
         """Lists for calls to come. Waits for the device.
@@ -140,25 +143,26 @@ class TileLister:
                 check_array(self.spec, capture, views[capture.name], problem)
         like = next(iter(arrays.values()), None)
         like = self.engine.empty() if like is None else like
-        library = library_of(like, "captures")
+        library = library_of(like, "captures")  # of what is made
         place = Place(library.stream(like), self.engine.here())
         numbers = {member_name(c): number(c, captures[c.name]) for c in self._captures if not c.ndim}
         members = {member_name(c): arrays[c.name] for c in self._captures if c.ndim}
 
+        shape = self._shape(problem)
+
         def fill() -> TileLists:
-            shape = self._shape(problem)
             if shape.rows * shape.listed <= _FEW_ENTRIES:
-                prepared = self.prepare(problem, views)
-                lists = self._make_spaced(prepared, problem, members, library, like, numbers, place)
+                prepared = self.prepare(problem, views, library, place.device)
+                lists = self._make_spaced(prepared, problem, members, numbers, place)
             else:
-                lists = self._make_compact(problem, views, members, library, like, numbers, place)
+                lists = self._make_compact(problem, views, members, library, numbers, place)
             self.engine.wait(place)
             return lists
 
-        return fill() if self._captures else self._recall(problem, place, fill)
+        return fill() if self._captures else self._recall(problem, shape, place, fill)
 
-    def check(self, lists: Any, problem: Problem, place: Place) -> _Arrays:
-        """The arrays of lists that a call was given; ArgumentError where they are not this mask's at these sizes."""
+    def check(self, lists: Any, problem: Problem, place: Place) -> Taken:
+        """The lists that a call was given; ArgumentError where they are not this mask's at these sizes."""
         if not isinstance(lists, TileLists):
             raise ArgumentError(f"tile_lists of type {type(lists).__name__}: give what attention.tile_lists(...) made")
         shape = self._shape(problem)
@@ -180,28 +184,24 @@ class TileLister:
             view = self.engine.library(array, "tile_lists").view(array, f"tile_lists ({name})")
             if (view.device or 0) != place.device:
                 raise ArgumentError(f"tile_lists are on GPU {view.device} and q on {place.device}: make them there")
-        return arguments
+        return self.engine.add(arguments)
 
-    def _recall(self, problem: Problem, place: Place, make: Callable[[], TileLists]) -> TileLists:
+    def _recall(self, problem: Problem, shape: ListShape, place: Place, make: Callable[[], TileLists]) -> TileLists:
         """Lists by lengths.
 
         Each stream has its own. Those of another might not be ready yet; and when they are forgotten while a launch
         reads them, their memory is free for what follows on their own stream only.
         """
-        shape = self._shape(problem)
         key = (problem.len_q, problem.len_k, shape.batch, shape.heads, place.device, self.engine.stream(place))
         return self._remembered.get_or_make(key, make)
 
-    def _lists(self, problem: Problem, shape: ListShape, library: Library, like: Any, entries: Any) -> TileLists:
-        size = (shape.batch, shape.heads, shape.tiles)
-        counts, offsets = library.empty(size, "int32", like), library.empty(size, "int64", like)
-        mask = self.spec.mask.expression
-        return TileLists(mask, self.tile, problem.len_q, problem.len_k, counts, offsets, entries, self.direction)
+    def _lists(self, problem: Problem, arrays: Mapping[str, Any]) -> TileLists:
+        mask, made = self.spec.mask.expression, (arrays["counts"], arrays["offsets"], arrays["entries"])
+        return TileLists(mask, self.tile, problem.len_q, problem.len_k, *made, self.direction)
 
-    def _launch(self, launch: Launch, lists: TileLists, arrays: _Arrays, numbers: Numbers, place: Place) -> None:
+    def _launch(self, launch: Launch, taken: Taken, numbers: Numbers, place: Place) -> None:
         if all(launch.grid):
-            outputs = {"counts": lists.counts, "offsets": lists.offsets}
-            self._runner.launch(launch, outputs | arrays, numbers, place)
+            self._runner.launch(launch, taken, numbers, place)
 
     def without_layouts(self, captures: Mapping[str, Any], q: View, k: View) -> dict[str, Any]:
         """The captures of a call, a BlockLayout replaced by its array where q is."""
@@ -239,19 +239,11 @@ class TileLister:
         return {name: self.engine.bring(array, name) for name, array in arrays.items()}
 
     def _make_spaced(
-        self,
-        prepared: ListsLaunch,
-        problem: Problem,
-        members: _Arrays,
-        library: Library,
-        like: Any,
-        numbers: Numbers,
-        place: Place,
+        self, prepared: ListsLaunch, problem: Problem, members: _Arrays, numbers: Numbers, place: Place
     ) -> TileLists:
-        entries = library.empty((max(prepared.shape.rows * prepared.shape.listed, 1),), "int32", like)
-        lists = self._lists(problem, prepared.shape, library, like, entries)
-        self._launch(prepared.launch, lists, members | {"entries": entries}, numbers, place)
-        return lists
+        arrays = _empty(_memory(prepared.shape), prepared.library, place)
+        self._launch(prepared.launch, self.engine.add(arrays | members), numbers, place)
+        return self._lists(problem, arrays)
 
     def _make_compact(
         self,
@@ -259,19 +251,34 @@ class TileLister:
         views: Mapping[str, View],
         members: _Arrays,
         library: Library,
-        like: Any,
         numbers: Numbers,
         place: Place,
     ) -> TileLists:
-        shape = self._shape(problem)
-        nothing = library.empty((1,), "int32", like)
-        counted = self._lists(problem, shape, library, like, nothing)
         count, fill = (launch_of(self.kernel, self.spec, problem, views, spacing=spacing) for spacing in (1, 0))
-        self._launch(count, counted, members, numbers, place)
-        total = _write_offsets(counted, place)
-        entries = library.empty((max(total, 1),), "int32", like)
-        self._launch(fill, counted, members | {"entries": entries}, numbers, place)
-        return replace(counted, entries=entries)
+        arrays = _empty(_counts(self._shape(problem)), library, place)
+        self._launch(count, self.engine.add(arrays | members), numbers, place)
+        total = _write_offsets(arrays["counts"], arrays["offsets"], place)
+        arrays |= _empty({"entries": _entries(total)}, library, place)
+        self._launch(fill, self.engine.add(arrays | members), numbers, place)
+        return self._lists(problem, arrays)
+
+
+def _memory(shape: ListShape) -> dict[str, Memory]:
+    """The arrays of lists that are equally spaced, by the names of the struct of what makes them."""
+    return {**_counts(shape), "entries": _entries(shape.rows * shape.listed)}
+
+
+def _counts(shape: ListShape) -> dict[str, Memory]:
+    size = (shape.batch, shape.heads, shape.tiles)
+    return {"counts": Memory(size, "int32"), "offsets": Memory(size, "int64")}
+
+
+def _entries(many: int) -> Memory:
+    return Memory((max(many, 1),), "int32")
+
+
+def _empty(memory: Mapping[str, Memory], library: Library, place: Place) -> _Arrays:
+    return {name: library.empty(each.shape, each.dtype, place.device) for name, each in memory.items()}
 
 
 def _plain(value: Any, device: int | None) -> Any:
@@ -319,16 +326,16 @@ def sizes_of(len_q: int, len_k: int, batch: int, heads: int, heads_kv: int | Non
     return Problem(int(batch), int(heads), int(heads_kv), int(len_q), int(len_k), {})
 
 
-def _write_offsets(lists: TileLists, place: Place) -> int:
-    """Where each list begins if they stand side by side, written to `lists.offsets`; the number of all entries."""
-    if isinstance(lists.counts, np.ndarray):
-        return _exclusive_sum(lists.counts, lists.offsets)
+def _write_offsets(counts: Any, offsets: Any, place: Place) -> int:
+    """Where each list begins if they stand side by side, written to `offsets`; the number of all entries."""
+    if isinstance(counts, np.ndarray):
+        return _exclusive_sum(counts, offsets)
     cupy = gpu.cupy()
     with gpu.stream_object(place.stream):
-        counts = cupy.asnumpy(cupy.asarray(lists.counts))
-        offsets = np.empty(counts.shape, np.int64)
-        total = _exclusive_sum(counts, offsets)
-        cupy.asarray(lists.offsets).set(offsets)
+        on_host = cupy.asnumpy(cupy.asarray(counts))
+        begins = np.empty(on_host.shape, np.int64)
+        total = _exclusive_sum(on_host, begins)
+        cupy.asarray(offsets).set(begins)
     return total
 
 

@@ -241,7 +241,7 @@ class _Tuner:
     def _output(self, forward: ForwardPass, problem: Problem) -> Any:
         """The output of a call as float32, of what held NaN before."""
         library = CUPY if self.on_gpu else NUMPY
-        out = library.empty(problem.output_shape(self.spec), self.spec.dtype, None)
+        out = library.empty(problem.output_shape(self.spec), self.spec.dtype, self._device())
         out.view(np.uint16)[...] = _NAN
         if self.on_gpu:
             gpu.cupy().cuda.Device().synchronize()  # the inputs may be another library's, on another stream

@@ -34,11 +34,15 @@ PARTS: Mapping[str, tuple[str, ...]] = {
         "flashgen.attention.call_pass:check_captures",
     ),
     "numbers": ("flashgen.attention.call_pass:Pass._call_numbers",),
-    "allocation": tuple(f"flashgen.runtime.arrays:{library}.empty" for library in ("NUMPY", "CUPY", "TORCH")),
+    "allocation": (
+        "flashgen.attention.call_pass:Pass._make",
+        "flashgen.launch.memory:Block.take",
+        "flashgen.launch.memory:SeparateArrays.take",
+    ),
     "lists": ("flashgen.attention.tile_lists:TileLister.of_call",),
     "counter": ("flashgen.launch.engines:Gpu.counter", "flashgen.launch.engines:Emulator.counter"),
     "clears": ("flashgen.launch.engines:Gpu.clear", "flashgen.launch.engines:Emulator.clear"),
-    "addresses": ("flashgen.launch.engines:located",),
+    "addresses": ("flashgen.launch.engines:Gpu.add", "flashgen.launch.engines:Emulator.add"),
     "struct": (
         "flashgen.launch.argument_writer:ArgumentWriter.write_into",
         "flashgen.launch.tensor_map_writer:TensorMapWriter.write_into",

@@ -3,12 +3,27 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from operator import itemgetter
+from typing import Any
 
 from flashgen.codegen.arguments import ArgumentLayout
 
 _MAP_WORDS = 16
 Value = int | float | Sequence[int]
+
+
+class Addresses(dict[str, int]):
+    """The addresses of a call's arrays on a GPU, by name; of an array that is not there, null.
+
+    Attributes:
+        kept: arrays that nobody else keeps alive until the call is launched.
+    """
+
+    kept: tuple[Any, ...] = ()
+
+    def __missing__(self, name: str) -> int:
+        return 0
 
 
 class ArgumentWriter:
@@ -23,17 +38,18 @@ class ArgumentWriter:
     def __init__(self, layout: ArgumentLayout, values: Mapping[str, Value]) -> None:
         """`values`: every member but the pointers; those that change from call to call may be left out."""
         flat: list[int | float] = []
-        self.pointer_names = self._pointers = [field.name for field in layout.fields if field.type.endswith("*")]
+        self.pointer_names = pointers = [field.name for field in layout.fields if field.type.endswith("*")]
         for field in layout.fields:
             words = _MAP_WORDS if field.type == "TensorMap" else field.count
             value = values.get(field.name, [0] * words if words else 0)  # filled in by `write`
             flat += list(value) if isinstance(value, Sequence) else [value]
         self.template = bytearray(struct.pack(layout.format, *flat))
-        self._pointer_format = struct.Struct(f"<{len(self._pointers)}Q")  # pointers stand side by side
-        self.offsets = {name: layout.offset(name) for name in self._pointers}
+        self._pointers = _all_of(pointers)
+        self._pack_pointers = struct.Struct(f"<{len(pointers)}Q").pack_into  # they stand side by side
+        self.offsets = {name: layout.offset(name) for name in pointers}
         self._first_pointer = min(self.offsets.values(), default=0)
         self._numbers = {
-            field.name: (struct.Struct(f"<{field.format[0]}"), layout.offset(field.name))
+            field.name: (struct.Struct(f"<{field.format[0]}").pack_into, layout.offset(field.name))
             for field in layout.fields
             if field.name not in values and not field.count and not field.type.endswith(("*", "TensorMap"))
         }
@@ -41,17 +57,22 @@ class ArgumentWriter:
     def write(self, pointers: Mapping[str, int], numbers: Mapping[str, int | float]) -> bytearray:
         """The struct of one call; pointers that are not given are null."""
         struct = self.template.copy()
-        self.write_into(struct, pointers, numbers)
+        self.write_into(struct, Addresses(pointers), numbers)
         return struct
 
     def write_into(
-        self, struct: bytearray | memoryview, pointers: Mapping[str, int], numbers: Mapping[str, int | float]
+        self, struct: bytearray | memoryview, pointers: Addresses, numbers: Mapping[str, int | float]
     ) -> None:
         """Writes all that changes from call to call over that of an earlier call, or into a copy of the template."""
-        self._pointer_format.pack_into(struct, self._first_pointer, *[pointers.get(name, 0) for name in self._pointers])
-        for name, (packer, offset) in self._numbers.items():
-            packer.pack_into(struct, offset, numbers[name])
+        self._pack_pointers(struct, self._first_pointer, *self._pointers(pointers))
+        for name, (pack, offset) in self._numbers.items():
+            pack(struct, offset, numbers[name])
 
     def write_emulated(self, numbers: Mapping[str, int | float]) -> bytearray:
         """The struct of one call on the emulator, which puts the arrays' addresses at their `offsets`."""
         return self.write({}, numbers)
+
+
+def _all_of(names: Sequence[str]) -> Callable[[Addresses], tuple[int, ...]]:
+    """What gives the addresses of these names, whose number may be any: `itemgetter` gives a tuple from two on."""
+    return itemgetter(*names) if len(names) > 1 else lambda addresses: tuple(addresses[name] for name in names)

@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, Protocol
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol
 
 import numpy as np
 
 from flashgen.build.cache import Entry, default_cache
 from flashgen.codegen.rendered_kernel import RenderedKernel
 from flashgen.errors import ArgumentError, LaunchError
-from flashgen.launch.argument_writer import ArgumentWriter
+from flashgen.launch.argument_writer import Addresses, ArgumentWriter
+from flashgen.launch.memory import Block, Memory, SeparateArrays, Workspace
 from flashgen.runtime import gpu
 from flashgen.runtime.arrays import NUMPY, Library, byte_strides, library_of, numpy_dtype
 from flashgen.runtime.counters import counters
@@ -23,29 +24,16 @@ from flashgen.runtime.streams import identity
 _EMULATED = gpu.Card("emulator", multiprocessors=3)  # few and odd, so that a block meets tiles of several heads
 
 Arrays = Mapping[str, Any]
+Taken = Any
+"""What launches take by the names of their structs' pointers: addresses on a GPU, arrays on the emulator."""
 Numbers = Mapping[str, int | float]
-_NONE: Mapping[str, int] = {}
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
+class Place(NamedTuple):
     """Where a launch happens: a stream of a device. The emulator has neither."""
 
     stream: int = 0
     device: int = 0
-
-
-class Located(dict[str, int]):
-    """The addresses of a call's arrays on a GPU, by name, looked up once. Whoever has them keeps the arrays alive."""
-
-
-def located(arrays: Arrays, known: Mapping[str, int] = _NONE) -> Located:
-    """The addresses of arrays on a GPU, of which some are `known`."""
-    addresses = Located(known)
-    for name, array in arrays.items():
-        if name not in addresses:
-            addresses[name] = library_of(array, name).pointer(array)
-    return addresses
 
 
 @dataclass(frozen=True)
@@ -69,9 +57,9 @@ class Launch:
 
 
 class Runner(Protocol):
-    """A built kernel, ready to be launched on arrays by the names of the struct's pointers."""
+    """A built kernel, ready to be launched."""
 
-    def launch(self, launch: Launch, arrays: Arrays, numbers: Numbers, place: Place) -> None: ...
+    def launch(self, launch: Launch, taken: Taken, numbers: Numbers, place: Place) -> None: ...
 
 
 def build(kernel: RenderedKernel, prebuild: str) -> Entry:
@@ -97,12 +85,9 @@ class GpuRunner:
             )
         return gpu.GpuKernel(self.entry.cubin, self._kernel.entry, self._kernel.threads, self._kernel.shared_bytes)
 
-    def launch(self, launch: Launch, arrays: Arrays, numbers: Numbers, place: Place) -> None:
-        writer = launch.writer
-        if not isinstance(arrays, Located):
-            arrays = located({name: arrays[name] for name in writer.pointer_names if name in arrays})
+    def launch(self, launch: Launch, taken: Addresses, numbers: Numbers, place: Place) -> None:
         parameters = launch.parameters()
-        writer.write_into(parameters.struct, arrays, numbers)
+        launch.writer.write_into(parameters.struct, taken, numbers)
         self._loaded.launch(launch.grid, parameters, place.stream, place.device)
         launch.idle.append(parameters)
 
@@ -118,11 +103,11 @@ class EmulatorRunner:
         self._kernel, self._schedule = kernel, schedule
         self._compiled = compile_host(kernel.source, kernel.entry, sanitize)
 
-    def launch(self, launch: Launch, arrays: Arrays, numbers: Numbers, place: Place) -> None:
+    def launch(self, launch: Launch, taken: Arrays, numbers: Numbers, place: Place) -> None:
         from flashgen.runtime import emulator
 
         writer = launch.writer
-        pointers = [(writer.offsets[name], arrays[name]) for name in writer.pointer_names if name in arrays]
+        pointers = [(writer.offsets[name], taken[name]) for name in writer.pointer_names if name in taken]
         threads, shared = self._kernel.threads, self._kernel.shared_bytes
         struct = bytes(writer.write_emulated(numbers))
         emulator.launch(self._compiled, launch.grid, (threads, 1, 1), shared, struct, pointers, self._schedule)
@@ -139,9 +124,21 @@ class Gpu:
 
     library = staticmethod(library_of)
 
-    def located(self, arrays: Arrays, known: Mapping[str, int] = _NONE) -> Arrays:
-        """The arrays of a call as its launches take them; the addresses of some are `known`."""
-        return located(arrays, known)
+    def taken(self, arrays: dict[str, Any], addresses: Addresses) -> Taken:
+        """What launches take of a call's arrays and their addresses, to be added to."""
+        return addresses
+
+    def add(self, arrays: Arrays, taken: Taken = None) -> Taken:
+        """Adds those that are not there yet; None is nothing. Whoever gives them keeps them alive until the launch."""
+        addresses = Addresses() if taken is None else taken
+        for name, array in arrays.items():
+            if name not in addresses:
+                addresses[name] = library_of(array, name).pointer(array)
+        return addresses
+
+    def workspace(self, memory: Mapping[str, Memory], library: Library, device: int) -> Workspace:
+        """Memory for calls on the device whose arrays are the library's."""
+        return Block(memory, library, device)
 
     measures: ClassVar[bool] = True
     """Whether the times of its launches are a GPU's."""
@@ -195,8 +192,8 @@ class Gpu:
         return gpu.card(device)
 
     def counter(self, place: Place) -> Any:
-        """A uint32 that the next launch counts by: 0, and 0 again when it has ended."""
-        return counters(place.device).of_launch(place.stream)
+        """A uint32 that the next launch counts by, as launches take it: 0, and 0 again when it has ended."""
+        return counters(place.device).of_launch(place.stream).data.ptr
 
     def stream(self, place: Place) -> Hashable:
         """What only launches on the stream of a place have: they follow each other."""
@@ -204,7 +201,7 @@ class Gpu:
 
     def is_captured(self, place: Place) -> bool:
         """Whether the stream is being captured into a CUDA graph."""
-        return bool(gpu.cupy().cuda.runtime.streamIsCapturing(place.stream))
+        return gpu.is_capturing(place.stream)
 
     def clear(self, array: Any, place: Place) -> None:
         """Zeros an array on the stream."""
@@ -232,8 +229,16 @@ class Emulator:
             )
         return NUMPY
 
-    def located(self, arrays: Arrays, known: Mapping[str, int] = _NONE) -> Arrays:
+    def taken(self, arrays: dict[str, Any], addresses: Addresses) -> Taken:
         return arrays
+
+    def add(self, arrays: Arrays, taken: Taken = None) -> Taken:
+        arrays_taken: dict[str, Any] = {} if taken is None else taken
+        arrays_taken.update(arrays)
+        return arrays_taken
+
+    def workspace(self, memory: Mapping[str, Memory], library: Library, device: int) -> Workspace:
+        return SeparateArrays(memory)
 
     measures: ClassVar[bool] = False
 

@@ -10,7 +10,7 @@ from flashgen.codegen.arguments import ArgumentLayout
 from flashgen.codegen.rendered_kernel import RenderedKernel
 from flashgen.codegen.sizes import Sizes
 from flashgen.language.spec import AttentionSpec
-from flashgen.launch.argument_writer import ArgumentWriter, Value
+from flashgen.launch.argument_writer import Addresses, ArgumentWriter, Value
 from flashgen.runtime.remembered import Remembered
 from flashgen.runtime.tensor_maps import MAP_BYTES, MapMaker, MapShape, emulated_map, map_shape
 
@@ -39,7 +39,7 @@ class TensorMapWriter(ArgumentWriter):
         self._maps: Remembered[tuple[int, ...], bytes] = Remembered(_MOST_KEPT)  # of the last sets of addresses
 
     def write_into(
-        self, struct: bytearray | memoryview, pointers: Mapping[str, int], numbers: Mapping[str, int | float]
+        self, struct: bytearray | memoryview, pointers: Addresses, numbers: Mapping[str, int | float]
     ) -> None:
         """As of any struct, and the maps of the arrays at these addresses."""
         super().write_into(struct, pointers, numbers)
@@ -55,7 +55,7 @@ class TensorMapWriter(ArgumentWriter):
     def write_emulated(self, numbers: Mapping[str, int | float]) -> bytearray:
         """The struct of one call on the emulator, with maps as it has them."""
         struct = self.template.copy()
-        super().write_into(struct, {}, numbers)
+        super().write_into(struct, Addresses(), numbers)
         for name, shape in self.shapes.items():
             at = self.offsets[name]
             struct[at : at + MAP_BYTES] = emulated_map(shape)

@@ -7,7 +7,7 @@ interface. Strides are in elements. Nothing is copied, and no library is importe
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any
@@ -35,15 +35,21 @@ class Library:
 
     `look` is the quick look at each array of every call: (a hashable value that two arrays share only if they agree in
     library, shape, strides, dtype and device; the address). `view` is the thorough one, with errors that name the
-    array.
+    array. `maker` is of (shape, dtype, device): what makes such an array, C-contiguous, whenever it is called.
+    `pools_for_graphs` says whether what is made while a stream is captured is the graph's as long as that lives.
     """
 
     name: str
     pointer: Callable[[Any], int]
     look: Callable[[Any], tuple[Any, int]]
     view: Callable[[Any, str], View]
-    empty: Callable[[tuple[int, ...], str, Any], Any]
+    maker: Callable[[tuple[int, ...], str, int], Callable[[], Any]]
     stream: Callable[[Any], int]
+    pools_for_graphs: bool
+
+    def empty(self, shape: tuple[int, ...], dtype: str, device: int) -> Any:
+        """One such array."""
+        return self.maker(shape, dtype, device)()
 
 
 def _element_strides(byte_strides: tuple[int, ...], itemsize: int, argument: str) -> tuple[int, ...]:
@@ -97,20 +103,37 @@ def numpy_dtype(name: str) -> np.dtype[Any]:
     return np.dtype(name)
 
 
+def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Strides in elements of a C-contiguous array."""
+    strides = [1]
+    for size in reversed(shape[1:]):
+        strides.append(strides[-1] * max(size, 1))
+    return tuple(reversed(strides))
+
+
 def byte_strides(view: View) -> tuple[int, ...]:
     """Strides in bytes; 0 for an axis of one element, which is read at index 0 only."""
     itemsize = numpy_dtype(view.dtype).itemsize
     return tuple(0 if size == 1 else stride * itemsize for size, stride in zip(view.shape, view.strides, strict=True))
 
 
-def _empty_cupy(shape: tuple[int, ...], dtype: str, _like: Any) -> Any:
-    return _cupy().empty(shape, numpy_dtype(dtype))
+def _maker_of_numpy(shape: tuple[int, ...], dtype: str, _device: int) -> Callable[[], Any]:
+    return lambda: np.empty(shape, numpy_dtype(dtype))
 
 
-def _empty_on_legacy_stream(shape: tuple[int, ...], dtype: str, like: Any) -> Any:
+def _maker_of_cupy(shape: tuple[int, ...], dtype: str, _device: int) -> Callable[[], Any]:
+    return partial(_cupy().empty, shape, numpy_dtype(dtype))  # on the current device, which is the call's
+
+
+def _maker_on_legacy_stream(shape: tuple[int, ...], dtype: str, device: int) -> Callable[[], Any]:
     """CuPy reuses memory in the order of the stream that was current when it was taken."""
-    with _cupy().cuda.Stream.null:
-        return _empty_cupy(shape, dtype, like)
+    make = _maker_of_cupy(shape, dtype, device)
+
+    def make_there() -> Any:
+        with _cupy().cuda.Stream.null:
+            return make()
+
+    return make_there
 
 
 class _MemoryOfGraph:
@@ -124,22 +147,23 @@ class _MemoryOfGraph:
         self._free(self.pointer, self._stream)
 
 
-def _empty_of_graph(stream: int, shape: tuple[int, ...], dtype: str, _like: Any) -> Any:
+def _maker_of_graph(stream: int, shape: tuple[int, ...], dtype: str, device: int) -> Callable[[], Any]:
     cuda, size = _cupy().cuda, max(math.prod(shape), 1) * numpy_dtype(dtype).itemsize
-    owner = _MemoryOfGraph(size, stream)
-    memory = cuda.UnownedMemory(owner.pointer, size, owner, cuda.runtime.getDevice())
-    return _cupy().ndarray(shape, numpy_dtype(dtype), cuda.MemoryPointer(memory, 0))
+
+    def make() -> Any:
+        owner = _MemoryOfGraph(size, stream)
+        memory = cuda.UnownedMemory(owner.pointer, size, owner, device)
+        return _cupy().ndarray(shape, numpy_dtype(dtype), cuda.MemoryPointer(memory, 0))
+
+    return make
 
 
-@cache
-def _torch_dtype(name: str) -> Any:
+def _maker_of_torch(shape: tuple[int, ...], dtype: str, device: int) -> Callable[[], Any]:
+    """By `empty_strided`, which torch is quicker with than with `empty`."""
     import torch
 
-    return getattr(torch, name)
-
-
-def _empty_torch(shape: tuple[int, ...], dtype: str, like: Any) -> Any:
-    return like.new_empty(shape, dtype=_torch_dtype(dtype))
+    there = torch.device("cuda", device)
+    return partial(torch.empty_strided, shape, contiguous_strides(shape), dtype=getattr(torch, dtype), device=there)
 
 
 def _stream_cupy(_like: Any) -> int:
@@ -176,28 +200,31 @@ NUMPY = Library(
     lambda array: int(array.ctypes.data),
     lambda array: ((array.shape, array.strides, array.dtype), int(array.ctypes.data)),
     view_numpy,
-    lambda shape, dtype, _like: np.empty(shape, numpy_dtype(dtype)),
+    _maker_of_numpy,
     lambda _like: 0,
+    pools_for_graphs=True,  # which there are none of
 )
 CUPY = Library(
     "cupy",
     lambda array: array.data.ptr,
     _look_cupy,
     _view_cupy,
-    _empty_cupy,
+    _maker_of_cupy,
     _stream_cupy,
+    pools_for_graphs=False,
 )
 TORCH = Library(
     "torch",
     lambda tensor: tensor.data_ptr(),
     lambda tensor: ((tensor.shape, tensor.stride(), tensor.dtype, tensor.device), tensor.data_ptr()),
     _view_torch,
-    _empty_torch,
+    _maker_of_torch,
     _stream_torch,
+    pools_for_graphs=True,
 )
 
 
-def _through_cupy(name: str, stream: Callable[[Any], int], empty: Callable[..., Any]) -> Library:
+def _through_cupy(name: str, stream: Callable[[Any], int], maker: Callable[..., Any]) -> Library:
     """A library whose arrays CuPy looks at, and whose outputs CuPy makes."""
 
     def look(array: Any) -> tuple[Any, int]:
@@ -207,11 +234,11 @@ def _through_cupy(name: str, stream: Callable[[Any], int], empty: Callable[..., 
     def pointer(array: Any) -> int:
         return _view_interface(array, "an array").pointer
 
-    return Library(name, pointer, look, _view_interface, empty, stream)
+    return Library(name, pointer, look, _view_interface, maker, stream, pools_for_graphs=False)
 
 
-JAX = _through_cupy("jax", lambda _like: 0, _empty_on_legacy_stream)  # on which JAX's arrays are ready
-OTHER = _through_cupy("other", _stream_cupy, _empty_cupy)
+JAX = _through_cupy("jax", lambda _like: 0, _maker_on_legacy_stream)  # on which JAX's arrays are ready
+OTHER = _through_cupy("other", _stream_cupy, _maker_of_cupy)
 
 
 def of_graph(library: Library, stream: int) -> Library:
@@ -220,7 +247,7 @@ def of_graph(library: Library, stream: int) -> Library:
     CuPy's pool gives such memory to others as soon as the call has returned, and every replay of the graph would write
     to it: the graph takes memory of its own. torch has a pool for each graph.
     """
-    return library if library in (NUMPY, TORCH) else replace(library, empty=partial(_empty_of_graph, stream))
+    return library if library.pools_for_graphs else replace(library, maker=partial(_maker_of_graph, stream))
 
 
 _BY_MODULE = {"numpy": NUMPY, "cupy": CUPY, "torch": TORCH, "jaxlib": JAX, "jax": JAX}
@@ -248,10 +275,10 @@ def _library_of_type(array: Any, argument: str) -> Library:
     )
 
 
-def give_back(library: Library, array: Any) -> Any:
-    """An output made by `library.empty`, as the caller's kind of array."""
-    if library is JAX:
-        import jax
+def give_back(library: Library, made: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Outputs that were made by the library, as the caller's kind of arrays."""
+    if library is not JAX:
+        return made
+    import jax
 
-        return jax.dlpack.from_dlpack(array)
-    return array
+    return {name: jax.dlpack.from_dlpack(array) for name, array in made.items()}

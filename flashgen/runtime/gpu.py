@@ -45,6 +45,11 @@ def current_device() -> int:
     return int(cupy().cuda.runtime.getDevice())
 
 
+def is_capturing(stream: int) -> bool:
+    """Whether a stream is being captured into a CUDA graph."""
+    return bool(cupy().cuda.runtime.streamIsCapturing(stream))
+
+
 @cache
 def multiprocessors(device: int) -> int:
     """How many multiprocessors a GPU has."""

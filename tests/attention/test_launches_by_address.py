@@ -17,7 +17,10 @@ import flashgen.language as fg
 from flashgen.attention import Attention
 from flashgen.codegen.rendered_kernel import RenderedKernel
 from flashgen.codegen.targets import target_named
-from flashgen.launch.engines import Arrays, Emulator, EmulatorRunner, Launch, Located, Numbers, Place, located
+from flashgen.launch.argument_writer import Addresses
+from flashgen.launch.engines import Emulator, EmulatorRunner, Gpu, Launch, Numbers, Place
+from flashgen.launch.memory import Block, Memory
+from flashgen.runtime.arrays import NUMPY, Library, numpy_dtype
 from flashgen.verify import Shape, random_gradients, random_inputs
 
 SLOPES = fg.Tensor("slopes", "bfloat16", 1, grad=True)
@@ -32,16 +35,35 @@ SHAPE = Shape(150, 150, 2, 4, 2)
 
 
 class AddressRunner:
-    """Takes addresses, or arrays of which none was looked at yet, and never some of each."""
+    """Takes addresses, and finds the arrays that are there."""
 
     def __init__(self, runner: EmulatorRunner, known: dict[int, Any]) -> None:
         self._runner, self._known = runner, known
 
-    def launch(self, launch: Launch, arrays: Arrays, numbers: Numbers, place: Place) -> None:
-        if isinstance(arrays, Located):
-            arrays = {name: self._known[at] for name, at in arrays.items()}
-        assert all(isinstance(array, np.ndarray) for array in arrays.values())
+    def launch(self, launch: Launch, taken: Addresses, numbers: Numbers, place: Place) -> None:
+        assert isinstance(taken, Addresses)
+        arrays = {name: self._known[taken[name]] for name in launch.writer.pointer_names if name in taken}
         self._runner.launch(launch, arrays, numbers, place)
+
+
+class HostBlock(Block):
+    """A GPU's block, in host memory, begun as other memory is not: `known` has the arrays in it by address."""
+
+    def __init__(self, memory: Mapping[str, Memory], known: dict[int, Any]) -> None:
+        super().__init__(memory, NUMPY, 0)
+        self._memory, self._known = memory, known
+
+    def take(self, taken: Addresses, stream: int) -> None:
+        super().take(taken, stream)
+        for name, each in self._memory.items():
+            at = self.offsets[name]
+            assert taken[name] % 16 == 0 and at + each.bytes <= taken.kept[-1].size
+            part = taken.kept[-1][at : at + each.bytes].view(numpy_dtype(each.dtype)).reshape(each.shape)
+            part[...] = 0 if each.zeroed else part
+            self._known[taken[name]] = part
+
+    def _clear(self, address: int, memory: Memory, stream: int) -> None:
+        """The array is not known yet."""
 
 
 @dataclass(frozen=True)
@@ -53,10 +75,22 @@ class ByAddress(Emulator):
     def runner(self, kernel: RenderedKernel, prebuild: str) -> Any:
         return AddressRunner(super().runner(kernel, prebuild), self.known)
 
-    def located(self, arrays: Arrays, known: Mapping[str, int] = {}) -> Arrays:
-        found = located(arrays, known)
-        self.known.update({found[name]: array for name, array in arrays.items() if not isinstance(array, int)})
-        return found
+    def taken(self, arrays: dict[str, Any], addresses: Addresses) -> Any:
+        self.known.update({addresses[name]: array for name, array in arrays.items()})
+        return Gpu().taken(arrays, addresses)
+
+    def add(self, arrays: Mapping[str, Any], taken: Any = None) -> Any:
+        added = Gpu().add(arrays, taken)
+        self.known.update({added[name]: array for name, array in arrays.items()})
+        return added
+
+    def workspace(self, memory: Mapping[str, Memory], library: Library, device: int) -> Block:
+        return HostBlock(memory, self.known)
+
+    def counter(self, place: Place) -> Any:
+        counter = super().counter(place)
+        self.known[counter.ctypes.data] = counter
+        return counter.ctypes.data
 
 
 @pytest.mark.parametrize("given", [False, True], ids=["made", "given"])

@@ -72,10 +72,11 @@ def test_lists_of_other_streams_and_devices(rimmed: attention.Attention) -> None
         made.append(object())
         return made[-1]
 
-    places = [Place(stream, device) for stream in (0, 0x5560, 0x5570) for device in (0, 1)]
     assert lister is not None
-    first = [lister._recall(problem, place, make) for place in places]
-    assert len(made) == 6 and [lister._recall(problem, place, make) for place in places] == first == made
+    shape = lister._shape(problem)
+    places = [Place(stream, device) for stream in (0, 0x5560, 0x5570) for device in (0, 1)]
+    first = [lister._recall(problem, shape, place, make) for place in places]
+    assert len(made) == 6 and [lister._recall(problem, shape, place, make) for place in places] == first == made
 
 
 def test_lists_of_the_stream_of_each_thread(at_once: Callable[..., list[Any]], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,7 +84,9 @@ def test_lists_of_the_stream_of_each_thread(at_once: Callable[..., list[Any]], m
     monkeypatch.setattr(Emulator, "stream", lambda engine, place: identity(place.stream))
     lister = attention.compile(fg.AttentionSpec(16, mask=rim), emulate=True, plan=PLAN).forward.lister
     assert lister is not None
-    found = at_once(lambda number: lister._recall(sizes_of(50, 60, 1, 1), Place(2, 0), object))
+    problem = sizes_of(50, 60, 1, 1)
+    shape = lister._shape(problem)
+    found = at_once(lambda number: lister._recall(problem, shape, Place(2, 0), object))
     assert len(set(map(id, found))) == 8
 
 
@@ -93,8 +96,8 @@ def test_a_stream_that_is_captured_remembers_nothing(monkeypatch: pytest.MonkeyP
     lister, inputs = compiled.forward.lister, random_inputs(compiled.spec, Shape(50, 60, 1, 1, 1))
     assert lister is not None
     made: list[Any] = []
-    make = lister._make_spaced
-    monkeypatch.setattr(lister, "_make_spaced", lambda *given: made.append(given) or make(*given))
+    launch = lister._launch
+    monkeypatch.setattr(lister, "_launch", lambda *given: made.append(given) or launch(*given))
     lister._remembered.forget()
     for captured, count in ((True, 1), (True, 2), (False, 3), (True, 4), (False, 4)):
         monkeypatch.setattr(Emulator, "is_captured", lambda engine, place, captured=captured: captured)

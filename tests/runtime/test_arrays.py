@@ -39,7 +39,7 @@ def test_memory_is_taken_on_the_stream_of_the_launch(library: Library, monkeypat
     """CuPy gives it to others in the order of that stream: another would not wait for the launch that uses it."""
     made = MadeUpCuPy()
     monkeypatch.setattr(arrays, "_cupy", lambda: made)
-    assert library.empty((3,), "float16", None) == library.stream(None)
+    assert library.empty((3,), "float16", 0) == library.stream(None)
     assert made.current == 0x5560
 
 
@@ -64,14 +64,13 @@ def test_memory_of_a_graph_is_taken_and_given_back_on_its_stream(monkeypatch: py
     runtime = SimpleNamespace(
         mallocAsync=lambda size, stream: done.append(("take", size, stream)) or 0x1000,
         freeAsync=lambda pointer, stream: done.append(("give back", pointer, stream)),
-        getDevice=lambda: 0,
     )
     cuda = SimpleNamespace(
         runtime=runtime, UnownedMemory=lambda *given: given, MemoryPointer=lambda memory, offset: memory
     )
     made = SimpleNamespace(cuda=cuda, ndarray=lambda *given: given)
     monkeypatch.setattr(arrays, "_cupy", lambda: made)
-    array = arrays.of_graph(CUPY, 7).empty((3, 5), "float32", None)
+    array = arrays.of_graph(CUPY, 7).empty((3, 5), "float32", 0)
     assert done == [("take", 60, 7)] and array[2][:2] == (0x1000, 60)
     del array
     assert done == [("take", 60, 7), ("give back", 0x1000, 7)]

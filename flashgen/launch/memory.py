@@ -1,0 +1,79 @@
+"""Memory that a call takes for its own use: on a GPU one block for all of its arrays, on the emulator an array each."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from flashgen.launch.argument_writer import Addresses
+from flashgen.runtime import gpu
+from flashgen.runtime.arrays import Library, numpy_dtype, of_graph
+
+_ALIGNMENT = 256  # bytes: that of every allocation of the driver, and more than any copy asks
+
+
+@dataclass(frozen=True)
+class Memory:
+    """An array that a call makes: shape, dtype, and whether it begins as zeros."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    zeroed: bool = False
+
+    @property
+    def bytes(self) -> int:
+        """Its size."""
+        return math.prod(self.shape) * numpy_dtype(self.dtype).itemsize
+
+
+class Workspace(Protocol):
+    """Arrays for the launches of a call, prepared for calls of one shape."""
+
+    def take(self, taken: Any, stream: int) -> None:
+        """Adds them to what the launches of a call on that stream take, by name. They live as long as that does."""
+
+
+class Block:
+    """The arrays of a workspace on a GPU, one behind the other in one allocation of the caller's library."""
+
+    def __init__(self, memory: Mapping[str, Memory], library: Library, device: int) -> None:
+        self._library, self._device = library, device
+        self.offsets, size = {}, 0
+        for name, each in memory.items():
+            self.offsets[name] = size
+            size += -(-each.bytes // _ALIGNMENT) * _ALIGNMENT
+        self._block = ((max(size, 1),), "uint8", device)
+        self._make = library.maker(*self._block)
+        self._zeroed = {name: each for name, each in memory.items() if each.zeroed}
+
+    def take(self, taken: Addresses, stream: int) -> None:
+        """As of any workspace; on the current device, which is the arrays'."""
+        graph = not self._library.pools_for_graphs and gpu.is_capturing(stream)
+        block = of_graph(self._library, stream).empty(*self._block) if graph else self._make()
+        taken.kept += (block,)
+        address = self._library.pointer(block)
+        for name, offset in self.offsets.items():
+            taken[name] = address + offset
+        for name, each in self._zeroed.items():
+            self._clear(taken[name], each, stream)
+
+    def _clear(self, address: int, memory: Memory, stream: int) -> None:
+        itemsize = numpy_dtype(memory.dtype).itemsize
+        gpu.clear(address, (math.prod(memory.shape),), (itemsize,), itemsize, stream, self._device)
+
+
+class SeparateArrays:
+    """The arrays of a workspace on the emulator, which sees where each of them ends."""
+
+    def __init__(self, memory: Mapping[str, Memory]) -> None:
+        self._memory = memory
+
+    def take(self, taken: dict[str, Any], stream: int) -> None:
+        """As of any workspace."""
+        for name, each in self._memory.items():
+            make = np.zeros if each.zeroed else np.empty
+            taken[name] = make(each.shape, numpy_dtype(each.dtype))
