@@ -84,10 +84,10 @@ class Pass(Generic[AnyPrepared]):
             arrays[member] = captures[capture.name]
         if call.results:
             results = {self._result_argument(name): array for name, array in call.results.items()}
-            prepared, addresses = self._prepare(arrays | results)
+            prepared, addresses = self._prepare(arrays | results, library)
             prepared.sharing.check(addresses)
         else:
-            prepared, addresses = self._prepare(arrays)
+            prepared, addresses = self._prepare(arrays, library)
         if self._distances:
             self._check_distances(captures)
         taken = self.engine.taken(arrays, addresses)
@@ -147,15 +147,18 @@ class Pass(Generic[AnyPrepared]):
             view = self.engine.library(array, capture.name).view(array, capture.name)
             check_distances(capture, view.shape, axis, int(captures[farthest.name]))
 
-    def _prepare(self, arrays: dict[str, Any]) -> tuple[AnyPrepared, Addresses]:
-        """What calls like this one share, worked out, and the arrays checked, the first time; the arrays' addresses."""
-        library = self.engine.library
+    def _prepare(self, arrays: dict[str, Any], library: Library) -> tuple[AnyPrepared, Addresses]:
+        """What calls like this one share, worked out, and the arrays checked, the first time; the arrays' addresses.
+
+        library: of q, and so of all arrays of its type.
+        """
+        kind, look = type(arrays["q"]), library.look
         key: list[Any] = []
         addresses = Addresses()
         misaligned = 0
-        arguments, in_rows = _ARGUMENTS.get, self._in_rows
+        in_rows = self._in_rows
         for name, array in arrays.items():
-            seen, address = library(array, arguments(name, name)).look(array)
+            seen, address = (look if type(array) is kind else self._library(name, array).look)(array)
             key.append(seen)
             addresses[name] = address
             if name in in_rows:
@@ -166,10 +169,14 @@ class Pass(Generic[AnyPrepared]):
         known = tuple(key)
         prepared = self._prepared.get(known)
         if prepared is None:
-            libraries = {name: library(array, name) for name, array in arrays.items()}
+            libraries = {name: self._library(name, array) for name, array in arrays.items()}
             views = {name: libraries[name].view(array, _argument(name)) for name, array in arrays.items()}
             prepared = self._prepared.get_or_make(known, partial(self._work_out, views, libraries))
         return prepared, addresses
+
+    def _library(self, name: str, array: Any) -> Library:
+        """ArgumentError where the engine takes no such array."""
+        return self.engine.library(array, _argument(name))
 
     def _sharing(self, views: Mapping[str, View], written: Collection[str]) -> Sharing:
         return Sharing(views, written, self._named)

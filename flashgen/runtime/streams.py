@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from flashgen.errors import LaunchError
 from flashgen.runtime.driver import driver
 
+_LEGACY = (0, 1)  # cudaStreamLegacy, and what is so called where a program has no stream for each thread
 OF_EACH_THREAD = 2  # cudaStreamPerThread: one handle, as many streams as threads
 _RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED: this thread may allocate whatever is being captured
 _own = threading.local()
@@ -19,8 +20,11 @@ def identity(stream: int) -> Hashable:
     """A value that launches share only if they are on the same stream, and so follow each other.
 
     It is the driver's number of the stream: a destroyed stream's handle is given to a new one while its work may still
-    be running. For cudaStreamPerThread it is an object of the thread's own, as numbers of threads come again too.
+    be running. The legacy stream has two handles that are never another's. For cudaStreamPerThread it is an object of
+    the thread's own, as numbers of threads come again too.
     """
+    if stream in _LEGACY:
+        return _LEGACY
     if stream != OF_EACH_THREAD:
         return _number(stream)
     if not hasattr(_own, "identity"):

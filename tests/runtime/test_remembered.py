@@ -6,6 +6,8 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+import pytest
+
 from flashgen.runtime import streams
 from flashgen.runtime.remembered import Remembered, made_once
 
@@ -135,3 +137,10 @@ def test_the_stream_of_each_thread_is_as_many_streams(at_once: AtOnce) -> None:
     """One handle, 2; other handles are one stream each, whoever launches there."""
     assert len(set(at_once(lambda number: streams.identity(2)))) == 8
     assert streams.identity(2) is streams.identity(2)
+
+
+def test_the_legacy_stream_is_one_whoever_asks(at_once: AtOnce, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By both of its handles; others are what the driver says."""
+    monkeypatch.setattr(streams, "_number", lambda stream: 100 + stream)
+    found = {at_once(lambda number, stream=stream: streams.identity(stream), 2)[1] for stream in (0, 1)}
+    assert len(found) == 1 and found.isdisjoint({streams.identity(3), streams.identity(2)})
