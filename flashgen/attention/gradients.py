@@ -25,16 +25,15 @@ class Gradients(tuple[Any, ...]):
     captures: dict[str, Any]
 
     def __new__(cls, dq: Any, dk: Any, dv: Any, captures: Mapping[str, Any] | None = None) -> Gradients:
-        captures = dict(captures or {})
-        self = super().__new__(cls, (dq, dk, dv, *captures.values()))
-        self.captures = captures
+        self = super().__new__(cls, (dq, dk, dv, *captures.values()) if captures else (dq, dk, dv))
+        self.captures = dict(captures) if captures else {}
         return self
 
     @classmethod
     def of(cls, arrays: Mapping[str, Any]) -> Gradients:
         """From arrays by name: dq, dk, dv, and those of captures."""
-        captures = dict(arrays)
-        return cls(captures.pop("dq"), captures.pop("dk"), captures.pop("dv"), captures)
+        captures = {name: array for name, array in arrays.items() if name not in ROWS} if len(arrays) > 3 else None
+        return cls(arrays["dq"], arrays["dk"], arrays["dv"], captures)
 
     @property
     def dq(self) -> Any:
@@ -64,11 +63,10 @@ def differentiated(spec: AttentionSpec) -> tuple[Capture, ...]:
 def given_gradients(spec: AttentionSpec, into: Any) -> dict[str, Any]:
     """The arrays of the argument `into`, by the names of `Gradients`; ArgumentError where they cannot be written to."""
     names = [*ROWS, *(capture.name for capture in differentiated(spec))]
-    wanted = f"give a tuple of {len(names)} arrays, {', '.join(map(gradient_argument, names))}"
-    if not isinstance(into, (tuple, list)):
-        raise ArgumentError(f"into of type {type(into).__name__}: {wanted}")
-    if len(into) != len(names):
-        raise ArgumentError(f"into has {len(into)} arrays: {wanted}")
+    if not isinstance(into, (tuple, list)) or len(into) != len(names):
+        found = f"has {len(into)} arrays" if isinstance(into, (tuple, list)) else f"of type {type(into).__name__}"
+        wanted = ", ".join(map(gradient_argument, names))
+        raise ArgumentError(f"into {found}: give a tuple of {len(names)} arrays, {wanted}")
     given = dict(zip(names, into, strict=True))
     for name, array in given.items():
         check_writable(gradient_argument(name), array)

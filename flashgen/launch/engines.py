@@ -48,13 +48,6 @@ class Launch:
     counts: bool = False
     idle: list[gpu.Parameters] = field(default_factory=list, compare=False, repr=False)
 
-    def parameters(self) -> gpu.Parameters:
-        """Parameters for one launch, which gives them back to `idle`."""
-        try:
-            return self.idle.pop()
-        except IndexError:  # asked first, another thread might take the last between the question and this
-            return gpu.Parameters(self.writer.template)
-
 
 class Runner(Protocol):
     """A built kernel, ready to be launched."""
@@ -86,7 +79,10 @@ class GpuRunner:
         return gpu.GpuKernel(self.entry.cubin, self._kernel.entry, self._kernel.threads, self._kernel.shared_bytes)
 
     def launch(self, launch: Launch, taken: Addresses, numbers: Numbers, place: Place) -> None:
-        parameters = launch.parameters()
+        try:
+            parameters = launch.idle.pop()
+        except IndexError:  # if it were asked first, another thread might take the last one in between
+            parameters = gpu.Parameters(launch.writer.template)
         launch.writer.write_into(parameters.struct, taken, numbers)
         self._loaded.launch(launch.grid, parameters, place.stream, place.device)
         launch.idle.append(parameters)

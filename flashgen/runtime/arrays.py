@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache, partial
+from operator import attrgetter, methodcaller
 from typing import Any
 
 import numpy as np
@@ -206,7 +207,7 @@ NUMPY = Library(
 )
 CUPY = Library(
     "cupy",
-    lambda array: array.data.ptr,
+    attrgetter("data.ptr"),
     _look_cupy,
     _view_cupy,
     _maker_of_cupy,
@@ -215,7 +216,7 @@ CUPY = Library(
 )
 TORCH = Library(
     "torch",
-    lambda tensor: tensor.data_ptr(),
+    methodcaller("data_ptr"),
     lambda tensor: ((tensor.shape, tensor.stride(), tensor.dtype, tensor.device), tensor.data_ptr()),
     _view_torch,
     _maker_of_torch,

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from flashgen.codegen.arguments import Field, ordered
-from flashgen.launch.argument_writer import ArgumentWriter
-from flashgen.launch.engines import Launch
+from flashgen.launch.argument_writer import Addresses, ArgumentWriter
+from flashgen.launch.engines import GpuRunner, Launch, Place
 from flashgen.runtime import gpu
 
 
@@ -91,18 +91,24 @@ def test_threads_load_once(cupy: FakeCupy) -> None:
     assert len(cupy.contexts) == 8, "each thread makes the context its own"
 
 
-def test_threads_never_write_to_the_parameters_of_a_launch_of_another(at_once: Callable[..., list[Any]]) -> None:
+def test_threads_never_write_to_the_parameters_of_a_launch_of_another(
+    at_once: Callable[..., list[Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Each has its own from when it writes them until the driver has copied them; then others may have them."""
-    launch = Launch((1, 1, 1), ArgumentWriter(ordered([Field("int*", "p")]), {}))
+    launch, runner = Launch((1, 1, 1), ArgumentWriter(ordered([Field("int*", "p")]), {})), GpuRunner.__new__(GpuRunner)
+    wrong = []
 
-    def work(number: int) -> bool:
-        right = True
-        for turn in range(200):
-            parameters = launch.parameters()
-            launch.writer.write_into(parameters.struct, {"p": 1000 * number + turn}, {})
+    class Driver:
+        def launch(self, grid: Any, parameters: gpu.Parameters, stream: int, device: int) -> None:
             time.sleep(0)  # others write now
-            right &= int.from_bytes(parameters.struct, "little") == 1000 * number + turn
-            launch.idle.append(parameters)
-        return right
+            if int.from_bytes(parameters.struct, "little") != stream:
+                wrong.append(stream)
 
-    assert all(at_once(work)) and 1 <= len(launch.idle) <= 8
+    monkeypatch.setitem(runner.__dict__, "_loaded", Driver())
+
+    def work(number: int) -> None:
+        for value in range(1000 * number, 1000 * number + 200):
+            runner.launch(launch, Addresses(p=value), {}, Place(stream=value))
+
+    at_once(work)
+    assert not wrong and 1 <= len(launch.idle) <= 8
