@@ -58,6 +58,24 @@ def test_the_stream_of_torch_is_that_of_the_tensors_device(quick: bool, monkeypa
     assert found == [0x10, 0x20]
 
 
+@pytest.mark.parametrize("quick", [True, False], ids=["quick", "long"])
+def test_memory_of_torch_is_contiguous_and_on_the_device(quick: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whichever way this torch makes it; nothing is made before it is asked for."""
+    made: list[tuple[Any, ...]] = []
+
+    def empty_strided(shape: Any, strides: Any, dtype: Any, device: Any = "the current one") -> None:
+        made.append((shape, strides, dtype, device))
+
+    guards = SimpleNamespace(_empty_strided_cuda=empty_strided) if quick else SimpleNamespace()
+    inside = SimpleNamespace(_dynamo=SimpleNamespace(guards=guards))
+    torch = SimpleNamespace(_C=inside, float16="half", device=lambda *of: of, empty_strided=empty_strided)
+    monkeypatch.setitem(sys.modules, "torch", torch)
+    make = TORCH.maker((2, 0, 3), "float16", 1)
+    assert not made
+    make()
+    assert made == [((2, 0, 3), (3, 3, 1), "half", "the current one" if quick else ("cuda", 1))]
+
+
 def test_memory_of_a_graph_is_taken_and_given_back_on_its_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     """Both while the stream is captured, so that the graph does it whenever it runs; torch does so by itself."""
     done: list[tuple[str, int, int]] = []
