@@ -122,7 +122,7 @@ class TileLister:
             self._launch(prepared.launch, taken, numbers, place)
             return {reads: taken[name] for name, reads in _READ_AS.items()}
         make = partial(self._make_spaced, prepared, problem, {}, numbers, place)
-        return self.engine.add(self._recall(problem, prepared.shape, place, make).arguments())
+        return self.engine.alone(self._recall(problem, prepared.shape, place, make).arguments())
 
     def make(self, len_q: int, len_k: int, batch: int, heads: int, captures: Mapping[str, Any]) -> TileLists:
         """Lists for calls to come. Waits for the device.
@@ -143,11 +143,10 @@ class TileLister:
                 check_array(self.spec, capture, views[capture.name], problem)
         like = next(iter(arrays.values()), None)
         like = self.engine.empty() if like is None else like
-        library = library_of(like, "captures")  # of what is made
+        library = library_of(like, "captures")
         place = Place(library.stream(like), self.engine.here())
         numbers = {member_name(c): number(c, captures[c.name]) for c in self._captures if not c.ndim}
         members = {member_name(c): arrays[c.name] for c in self._captures if c.ndim}
-
         shape = self._shape(problem)
 
         def fill() -> TileLists:
@@ -184,7 +183,7 @@ class TileLister:
             view = self.engine.library(array, "tile_lists").view(array, f"tile_lists ({name})")
             if (view.device or 0) != place.device:
                 raise ArgumentError(f"tile_lists are on GPU {view.device} and q on {place.device}: make them there")
-        return self.engine.add(arguments)
+        return self.engine.alone(arguments)
 
     def _recall(self, problem: Problem, shape: ListShape, place: Place, make: Callable[[], TileLists]) -> TileLists:
         """Lists by lengths.
@@ -242,7 +241,7 @@ class TileLister:
         self, prepared: ListsLaunch, problem: Problem, members: _Arrays, numbers: Numbers, place: Place
     ) -> TileLists:
         arrays = _empty(_memory(prepared.shape), prepared.library, place)
-        self._launch(prepared.launch, self.engine.add(arrays | members), numbers, place)
+        self._launch(prepared.launch, self.engine.alone(arrays | members), numbers, place)
         return self._lists(problem, arrays)
 
     def _make_compact(
@@ -256,10 +255,10 @@ class TileLister:
     ) -> TileLists:
         count, fill = (launch_of(self.kernel, self.spec, problem, views, spacing=spacing) for spacing in (1, 0))
         arrays = _empty(_counts(self._shape(problem)), library, place)
-        self._launch(count, self.engine.add(arrays | members), numbers, place)
+        self._launch(count, self.engine.alone(arrays | members), numbers, place)
         total = _write_offsets(arrays["counts"], arrays["offsets"], place)
         arrays |= _empty({"entries": _entries(total)}, library, place)
-        self._launch(fill, self.engine.add(arrays | members), numbers, place)
+        self._launch(fill, self.engine.alone(arrays | members), numbers, place)
         return self._lists(problem, arrays)
 
 

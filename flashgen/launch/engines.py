@@ -124,13 +124,18 @@ class Gpu:
         """What launches take of a call's arrays and their addresses, to be added to."""
         return addresses
 
-    def add(self, arrays: Arrays, taken: Taken = None) -> Taken:
-        """Adds those that are not there yet; None is nothing. Whoever gives them keeps them alive until the launch."""
-        addresses = Addresses() if taken is None else taken
+    def add(self, arrays: Arrays, taken: Taken) -> None:
+        """Adds those that are not there yet. Whoever gives them keeps them alive until they are launched on."""
         for name, array in arrays.items():
-            if name not in addresses:
-                addresses[name] = library_of(array, name).pointer(array)
-        return addresses
+            if name not in taken:
+                taken[name] = library_of(array, name).pointer(array)
+
+    def alone(self, arrays: Arrays) -> Taken:
+        """What launches take of these arrays, which it keeps alive, and of nothing else."""
+        taken = Addresses()
+        self.add(arrays, taken)
+        taken.kept = tuple(arrays.values())
+        return taken
 
     def workspace(self, memory: Mapping[str, Memory], library: Library, device: int) -> Workspace:
         """Memory for calls on the device whose arrays are the library's."""
@@ -228,10 +233,11 @@ class Emulator:
     def taken(self, arrays: dict[str, Any], addresses: Addresses) -> Taken:
         return arrays
 
-    def add(self, arrays: Arrays, taken: Taken = None) -> Taken:
-        arrays_taken: dict[str, Any] = {} if taken is None else taken
-        arrays_taken.update(arrays)
-        return arrays_taken
+    def add(self, arrays: Arrays, taken: Taken) -> None:
+        taken.update(arrays)
+
+    def alone(self, arrays: Arrays) -> Taken:
+        return dict(arrays)
 
     def workspace(self, memory: Mapping[str, Memory], library: Library, device: int) -> Workspace:
         return SeparateArrays(memory)

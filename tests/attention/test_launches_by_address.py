@@ -6,6 +6,7 @@ a GPU's calls do to a call's arrays is seen without one.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,6 +16,7 @@ import pytest
 
 import flashgen.language as fg
 from flashgen.attention import Attention
+from flashgen.attention.tile_lists import sizes_of
 from flashgen.codegen.rendered_kernel import RenderedKernel
 from flashgen.codegen.targets import target_named
 from flashgen.launch.argument_writer import Addresses
@@ -79,10 +81,14 @@ class ByAddress(Emulator):
         self.known.update({addresses[name]: array for name, array in arrays.items()})
         return Gpu().taken(arrays, addresses)
 
-    def add(self, arrays: Mapping[str, Any], taken: Any = None) -> Any:
-        added = Gpu().add(arrays, taken)
-        self.known.update({added[name]: array for name, array in arrays.items()})
-        return added
+    def add(self, arrays: Mapping[str, Any], taken: Any) -> None:
+        Gpu().add(arrays, taken)
+        self.known.update({taken[name]: array for name, array in arrays.items()})
+
+    def alone(self, arrays: Mapping[str, Any]) -> Any:
+        taken = Gpu().alone(arrays)
+        self.known.update({taken[name]: array for name, array in arrays.items()})
+        return taken
 
     def workspace(self, memory: Mapping[str, Memory], library: Library, device: int) -> Block:
         return HostBlock(memory, self.known)
@@ -113,3 +119,25 @@ def test_addresses_give_what_arrays_give(spec: fg.AttentionSpec, target: str, de
     for one, other in zip(*results, strict=True):
         np.testing.assert_allclose(one.astype(np.float32), other.astype(np.float32), rtol=2e-2, atol=2e-2)
         assert not np.isnan(other.astype(np.float32)).any()
+
+
+def test_lists_that_are_forgotten_are_there_until_the_launch() -> None:
+    """Another thread's calls may push them out of memory between the look at them and the launch that reads them."""
+    engine = ByAddress()
+    compiled = Attention(fg.AttentionSpec(32, mask=fg.trace_mask(near_or_first, "near")), target_named("sm_80"), engine)
+    lister, problem = compiled.forward.lister, sizes_of(150, 150, 1, 2)
+    assert lister is not None
+    taken = lister.of_call(lister.prepare(problem, {}, NUMPY, 0), problem, Addresses(), {}, Place())
+    (lists,) = lister._remembered.values()
+    assert {taken[name] for name in taken} == {array.ctypes.data for array in lists.arguments().values()}
+    arrays = [weakref.ref(array) for array in lists.arguments().values()]
+    engine.known.clear()
+    lister._remembered.forget()
+    del lists
+    assert all(array() is not None for array in arrays)
+    del taken
+    assert all(array() is None for array in arrays)
+
+
+def near_or_first(b: Any, h: Any, q: Any, k: Any) -> Any:
+    return (abs(q - k) <= 20) | (k < 4)
