@@ -10,8 +10,9 @@ import pytest
 
 import flashgen.language as fg
 from flashgen import attention
-from flashgen.attention.launches import Memory, workspaces
+from flashgen.attention.launches import workspaces
 from flashgen.attention.problem import Problem
+from flashgen.launch.memory import Memory
 from flashgen.runtime.arrays import View, numpy_dtype
 from flashgen.runtime.schedule import schedules
 from flashgen.verify import Shape, gradients_by_name, random_gradients, random_inputs
