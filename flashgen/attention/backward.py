@@ -83,7 +83,7 @@ class BackwardPass(Pass[_Prepared]):
         """The lists that the call was given, or those of its mask."""
         assert self.listers, "only a pass that reads lists has any"
         if call.tile_lists is not None:
-            return self.listers.check(call.tile_lists, prepared.problem, place)
+            return self.listers.check(call.tile_lists, prepared.lists, prepared.problem, place)
         return self.listers.of_call(prepared.lists, prepared.problem, taken, numbers, place)
 
     def _pointers(self, gradients: Mapping[str, Any]) -> Mapping[str, Any]:

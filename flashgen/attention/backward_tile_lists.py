@@ -72,7 +72,9 @@ class BackwardListers:
             for part, lister in self.listers.items()
         }
 
-    def check(self, lists: Any, problem: Problem, place: Place) -> Mapping[str, Taken]:
+    def check(
+        self, lists: Any, prepared: Mapping[str, ListsLaunch], problem: Problem, place: Place
+    ) -> Mapping[str, Taken]:
         """The lists that a call was given; ArgumentError where they are not this mask's at these sizes."""
         if not isinstance(lists, BackwardTileLists):
             raise ArgumentError(
@@ -85,7 +87,9 @@ class BackwardListers:
                 f"tile_lists are for the kernels of {sorted(given)}, and this backward reads them in those of "
                 f"{sorted(self.listers)}: make them by this attention's backward_tile_lists(...)"
             )
-        return {part: lister.check(given[part], problem, place) for part, lister in self.listers.items()}
+        return {
+            part: lister.check(given[part], prepared[part], problem, place) for part, lister in self.listers.items()
+        }
 
     def make(self, len_q: int, len_k: int, batch: int, heads: int, captures: Mapping[str, Any]) -> BackwardTileLists:
         """Lists without gaps between them. Waits for the device."""

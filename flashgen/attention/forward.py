@@ -92,7 +92,7 @@ class ForwardPass(Pass[_Prepared]):
         lister, lists = prepared.built.lister, prepared.lists
         assert lister and lists, "only a pass that reads lists has any"
         if call.tile_lists is not None:
-            return {"forward": lister.check(call.tile_lists, prepared.problem, place)}
+            return {"forward": lister.check(call.tile_lists, lists, prepared.problem, place)}
         return {"forward": lister.of_call(lists, prepared.problem, taken, numbers, place)}
 
     def _work_out(self, views: dict[str, View], libraries: Mapping[str, Library]) -> _Prepared:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
 
 import numpy as np
 import sympy
@@ -82,12 +83,16 @@ class TileLists:
 
 @dataclass(frozen=True)
 class ListsLaunch:
-    """The launch that makes the lists of a call, equally spaced, how many they are, and the memory of one call's."""
+    """The launch that makes the lists of a call, equally spaced, how many they are, and the memory of one call's.
+
+    accepted: lists that such calls were given and that fitted.
+    """
 
     shape: ListShape
     launch: Launch
     library: Library
     workspace: Workspace
+    accepted: WeakSet[TileLists] = field(default_factory=WeakSet)
 
 
 class TileLister:
@@ -160,11 +165,16 @@ class TileLister:
 
         return fill() if self._captures else self._recall(problem, shape, place, fill)
 
-    def check(self, lists: Any, problem: Problem, place: Place) -> Taken:
+    def check(self, lists: Any, prepared: ListsLaunch, problem: Problem, place: Place) -> Taken:
         """The lists that a call was given; ArgumentError where they are not this mask's at these sizes."""
         if not isinstance(lists, TileLists):
             raise ArgumentError(f"tile_lists of type {type(lists).__name__}: give what attention.tile_lists(...) made")
-        shape = self._shape(problem)
+        if lists not in prepared.accepted:
+            self._check(lists, prepared.shape, problem, place)
+            prepared.accepted.add(lists)
+        return self.engine.alone(lists.arguments())
+
+    def _check(self, lists: TileLists, shape: ListShape, problem: Problem, place: Place) -> None:
         expected: dict[str, tuple[Any, Any]] = {
             "mask": (lists.mask, self.spec.mask.expression),
             "direction": (lists.direction, self.direction),
@@ -178,12 +188,10 @@ class TileLister:
                     f"tile_lists were made for {what} {given}, and this call has {wanted}: make them by this "
                     "attention's tile_lists(...) for the sizes of the call"
                 )
-        arguments = lists.arguments()
-        for name, array in arguments.items():
+        for name, array in lists.arguments().items():
             view = self.engine.library(array, "tile_lists").view(array, f"tile_lists ({name})")
             if (view.device or 0) != place.device:
                 raise ArgumentError(f"tile_lists are on GPU {view.device} and q on {place.device}: make them there")
-        return self.engine.alone(arguments)
 
     def _recall(self, problem: Problem, shape: ListShape, place: Place, make: Callable[[], TileLists]) -> TileLists:
         """Lists by lengths.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from dataclasses import replace
 from typing import Any
 
@@ -93,6 +94,26 @@ def test_lists_of_something_else_are_refused(change: dict[str, Any], message: st
     lists = replace(attention.tile_lists(100, ids=ids), **change)
     with pytest.raises(ArgumentError, match=message):
         attention(*_inputs(100), ids=ids, tile_lists=lists)
+
+
+def test_lists_are_checked_once_for_calls_of_a_shape_and_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that fitted are refused where they do not fit, however often, and other lists are checked themselves."""
+    attention, checked = _compiled(fg.document("ids")), []
+    check = attention._lister._check
+    monkeypatch.setattr(
+        attention._lister, "_check", lambda lists, *given: checked.append(lists) or check(lists, *given)
+    )
+    first, second = (attention.tile_lists(100, ids=_ids(100)) for _ in range(2))
+    for lists in (first, second, first):
+        attention(*_inputs(100), ids=_ids(100), tile_lists=lists)
+    assert checked == [first, second]
+    for _ in range(2):
+        with pytest.raises(ArgumentError, match="len_q, len_k"):
+            attention(*_inputs(90), ids=_ids(90), tile_lists=first)
+    gone = weakref.ref(second)
+    checked.clear()
+    del second, lists
+    assert gone() is None
 
 
 def test_other_misuse() -> None:
