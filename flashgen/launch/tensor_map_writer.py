@@ -16,7 +16,7 @@ from flashgen.runtime.tensor_maps import MAP_BYTES, MapMaker, MapShape, emulated
 
 _MOST_KEPT = 64  # sets of maps
 _VALUES = frozenset(("v", "o", "d_o", "dv"))  # whose rows are value_dim wide
-_OF_QUERIES = frozenset(("q", "o", "d_o"))
+_OF_QUERIES = frozenset(("q", "o", "d_o", "dq"))
 
 
 class TensorMapWriter(ArgumentWriter):

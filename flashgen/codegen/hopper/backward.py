@@ -5,9 +5,9 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from flashgen.analysis.closed_forms.tile_ranges import query_range
+from flashgen.analysis.closed_forms.tile_ranges import key_range, query_range
 from flashgen.codegen.arguments import Field
-from flashgen.codegen.assembly import check_spec, suffix_of, visited_tiles
+from flashgen.codegen.assembly import check_spec, longest_last, suffix_of, visited_tiles
 from flashgen.codegen.backward_kernels import (
     DQ_SUMS,
     EXACT_LIMBS,
@@ -24,8 +24,14 @@ from flashgen.codegen.backward_kernels import (
     rows_of,
 )
 from flashgen.codegen.expressions.derivative_text import score_gradient
-from flashgen.codegen.hopper.backward_plans import HopperBackwardPlan, choose_hopper_backward_plan, takes_two_steps
+from flashgen.codegen.hopper.backward_plans import (
+    HopperBackwardPlan,
+    choose_hopper_backward_plan,
+    has_slope,
+    takes_two_steps,
+)
 from flashgen.codegen.hopper.plans import panel_columns
+from flashgen.codegen.hopper.queries_plans import HopperQueriesPlan, choose_hopper_queries_plan
 from flashgen.codegen.mma_sync.backward import render_mma_sync_backward
 from flashgen.codegen.rendered_kernel import RenderedKernel
 from flashgen.codegen.sizes import ceil_div
@@ -34,8 +40,8 @@ from flashgen.codegen.tiling import padded
 from flashgen.codegen.variant import layout_of
 from flashgen.language.spec import AttentionSpec
 
-_KEYS = "hopper/backward/keys.cu.jinja"
-_WARP_ROWS = 16
+_KEYS, _QUERIES = (f"hopper/backward/{part}.cu.jinja" for part in ("keys", "queries"))
+_WARP_ROWS, _PART_ROWS = 16, 64
 
 
 def render_hopper_backward(
@@ -47,28 +53,34 @@ def render_hopper_backward(
     """
     check_spec(spec, target)
     plan = plan or choose_hopper_backward_plan(spec, target)
-    if plan is None or deterministic:
+    if plan is None:
         return render_mma_sync_backward(spec, target, None, deterministic)
     plan.check(spec, target)
     rows = rows_of(plan.tile_q)
-    kernels = prepare(spec, target, plan, rows, deterministic), _keys(spec, target, plan, rows)
-    return (*kernels, finish(spec, target, plan, rows), *capture_sums(spec, target, deterministic))
+    kernels = [prepare(spec, target, plan, rows, deterministic), _keys(spec, target, plan, rows, deterministic)]
+    if deterministic:
+        kernels.append(_queries(spec, target, choose_hopper_queries_plan(spec, target), rows))
+    else:
+        kernels.append(finish(spec, target, plan, rows))
+    return (*kernels, *capture_sums(spec, target, deterministic))
 
 
-def _keys(spec: AttentionSpec, target: Target, plan: HopperBackwardPlan, rows: Rows) -> RenderedKernel:
-    tiles, shared = query_range(spec.mask.expression), plan.shared_bytes(spec)
+def _keys(
+    spec: AttentionSpec, target: Target, plan: HopperBackwardPlan, rows: Rows, deterministic: bool
+) -> RenderedKernel:
+    tiles, shared = query_range(spec.mask.expression), plan.shared_bytes(spec, deterministic)
     fields = [Field("TensorMap", f"{name}_map") for name in ("q", "k", "v", "d_o", "dk", "dv")]
-    fields += [STATISTICS, DQ_SUMS]
+    fields += [STATISTICS] if deterministic else [STATISTICS, DQ_SUMS]
     gradient = score_gradient(spec)
     gathers = gradient.gathers if gradient else ()
-    fields += [Field("float*", f"d_{member}") for member in dict.fromkeys(gather.member for gather in gathers)]
+    sums = "long long*" if deterministic else "float*"
+    fields += [Field(sums, f"d_{member}") for member in dict.fromkeys(gather.member for gather in gathers)]
     fields += [*numbers("heads_q", "heads_per_kv", "len_q", "len_k"), ROWS]
     layout = layout_of(spec, fields, lists=tiles is None)
     context = {
         "plan": plan,
         "by_wgmma": True,
-        "deterministic": False,
-        "vector_reductions": True,
+        "deterministic": deterministic,
         "shared_bytes": shared,
         "gradient": gradient,
         "gathers": gathers,
@@ -85,12 +97,44 @@ def _keys(spec: AttentionSpec, target: Target, plan: HopperBackwardPlan, rows: R
     launch["grid"] = lambda sizes: (ceil_div(sizes.len_k, plan.tile_k), sizes.heads_kv, sizes.batch)
     launch["boxes"] = _boxes(spec, plan)
     widths = dict.fromkeys((padded(spec.head_dim), padded(spec.value_dim)))
+    gradients = [] if deterministic else [(plan.gradient_columns(spec), "true")]
     primitives = {
-        "shared_forms": list(dict.fromkeys([(plan.tile_q, "false"), (plan.gradient_columns(spec), "true")])),
+        "shared_forms": list(dict.fromkeys([(plan.tile_q, "false"), *gradients])),
         "register_forms": [(width, "true") for width in widths],
     }
     return backward_kernel(
         "keys", spec, target, layout, context, plan.threads, shared, launch, template=_KEYS, primitives=primitives
+    )
+
+
+def _queries(spec: AttentionSpec, target: Target, plan: HopperQueriesPlan, rows: Rows) -> RenderedKernel:
+    tiles, shared = key_range(spec.mask.expression), plan.shared_bytes(spec)
+    fields = [Field("TensorMap", f"{name}_map") for name in ("q", "k", "v", "d_o", "dq")]
+    fields += [STATISTICS, *numbers("heads_q", "len_q", "len_k"), ROWS]
+    fields.append(Field("unsigned", "kv_reciprocal", comment="2^31 / heads per head of K and V, rounded up"))
+    head, value = plan.head_panel(spec), panel_columns(spec.value_dim)
+    context = {
+        "plan": plan,
+        "by_wgmma": True,
+        "deterministic": True,
+        "shared_bytes": shared,
+        "gradient": score_gradient(spec, with_gathers=False),
+        "gathers": (),
+        "in_two": not spec.dropout and not has_slope(spec),
+        "head_panel": head,
+        "value_panel": value,
+        "suffix": suffix_of(spec),
+        "key_tiles": visited_tiles(tiles, "BackwardQueriesArguments", is_masked(spec)),
+        "longest_first": longest_last(tiles),
+    }
+    launch: dict[str, Any] = {"values": partial(row_values, rows), "reads": "keys" if tiles is None else None}
+    launch["grid"] = lambda sizes: (ceil_div(sizes.len_q, plan.tile_q), sizes.heads_q, sizes.batch)
+    boxes = {"q": (head, _PART_ROWS), "k": (head, plan.tile_k), "v": (value, plan.tile_k)}
+    launch["boxes"] = boxes | {"d_o": (value, _PART_ROWS), "dq": (head, _WARP_ROWS)}
+    layout = layout_of(spec, fields, lists=tiles is None)
+    primitives = {"shared_forms": [(plan.tile_k, "false")], "register_forms": [(padded(spec.head_dim), "true")]}
+    return backward_kernel(
+        "queries", spec, target, layout, context, plan.threads, shared, launch, template=_QUERIES, primitives=primitives
     )
 
 

@@ -24,6 +24,12 @@ _WARPS = 4  # of a warpgroup
 _PANELS = (64, 32, 16)  # columns that TMA swizzles
 
 
+def has_slope(spec: AttentionSpec) -> bool:
+    """Whether dS is multiplied by a derivative of the score function."""
+    gradient = score_gradient(spec, with_gathers=False)
+    return bool(gradient and gradient.slope)
+
+
 def takes_two_steps(spec: AttentionSpec) -> bool:
     """Whether P is computed alone, and then dS from it: dS needs nothing else of the score, and nothing is dropped."""
     gradient = score_gradient(spec)
@@ -82,18 +88,15 @@ class HopperBackwardPlan:
         fragments = self.tile_q // 2  # P and dS as operands
         return sums + self.tile_q + fragments * self.early_scores
 
-    def shared_bytes(self, spec: AttentionSpec) -> int:
-        """Dynamic shared memory of a block: K, V; the stages of Q, dO, dS and of statistics; dQ; the barriers."""
+    def shared_bytes(self, spec: AttentionSpec, deterministic: bool = False) -> int:
+        """Dynamic shared memory of a block: K, V; the stages of Q, dO and of statistics; of dS, dQ; the barriers."""
         head, value = padded(spec.head_dim), padded(spec.value_dim)
-        tiles = (self.tile_k + self.stages * self.tile_q) * (head + value) + _SCORE_STAGES * self.tile_q * self.tile_k
-        barriers = 4 * self.stages + 2 * _SCORE_STAGES
-        gradients = _SUM_BYTES * self.tile_q * head
-        return (
-            gradients
-            + ELEMENT_BYTES * tiles
-            + self.stages * self.tile_q * _STATISTICS_BYTES
-            + _BARRIER_BYTES * barriers
-        )
+        tiles = ELEMENT_BYTES * (self.tile_k + self.stages * self.tile_q) * (head + value)
+        statistics, barriers = self.stages * self.tile_q * _STATISTICS_BYTES, 4 * self.stages
+        if deterministic:  # another kernel makes dQ
+            return tiles + statistics + _BARRIER_BYTES * barriers
+        shared = _SCORE_STAGES * ELEMENT_BYTES * self.tile_q * self.tile_k + _SUM_BYTES * self.tile_q * head
+        return tiles + shared + statistics + _BARRIER_BYTES * (barriers + 2 * _SCORE_STAGES)
 
     def summary(self, shared_bytes: int) -> str:
         """What the kernel's header says of it."""

@@ -1,0 +1,95 @@
+"""How Hopper's backward kernel that walks keys divides its work. A plan is chosen by spec, never by lengths."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from flashgen.codegen.hopper.plans import WARPGROUP, panel_columns
+from flashgen.codegen.targets import Target
+from flashgen.codegen.tiling import DROPOUT_COLUMNS, ELEMENT_BYTES, padded
+from flashgen.errors import UnsupportedError
+from flashgen.language.spec import AttentionSpec
+
+_ROWS = 64  # of a wgmma
+_BARRIER_BYTES = 8
+_ACCUMULATORS = 216  # registers of a thread that sums, products in flight and operands may take
+
+
+@dataclass(frozen=True)
+class HopperQueriesPlan:
+    """The plan of the kernel whose blocks walk the keys of a tile of queries, 64 queries for each of two warpgroups.
+
+    Attributes:
+        tile_k: keys of a step.
+        key_stages, value_stages: tiles of K, and of V, that shared memory holds at once.
+    """
+
+    tile_k: int
+    key_stages: int = 2
+    value_stages: int = 2
+    consumers: ClassVar[int] = 2
+    blocks: ClassVar[int] = 1
+    packed_heads: ClassVar[int] = 1
+    tile_q: ClassVar[int] = 2 * _ROWS
+    producer_registers: ClassVar[int] = 24
+    consumer_registers: ClassVar[int] = 240
+
+    @property
+    def threads(self) -> int:
+        return (self.consumers + 1) * WARPGROUP
+
+    def head_panel(self, spec: AttentionSpec) -> int:
+        """Columns of a panel of Q, K and dQ."""
+        return panel_columns(spec.head_dim)
+
+    def registers(self, spec: AttentionSpec) -> int:
+        """What a thread holds at once: the sum of dQ, products in flight, dS as an operand."""
+        return padded(spec.head_dim) // 2 + self.tile_k + self.tile_k // 4
+
+    def shared_bytes(self, spec: AttentionSpec) -> int:
+        """Dynamic shared memory of a block: Q, dO; the stages of K and of V; the barriers."""
+        head, value = padded(spec.head_dim), padded(spec.value_dim)
+        keys, values = self.tile_q + self.key_stages * self.tile_k, self.tile_q + self.value_stages * self.tile_k
+        barriers = 1 + 2 * (self.key_stages + self.value_stages)
+        return ELEMENT_BYTES * (keys * head + values * value) + _BARRIER_BYTES * barriers
+
+    def summary(self, shared_bytes: int) -> str:
+        """What the kernel's header says of it."""
+        return (
+            f"{self.tile_q} queries x {self.tile_k} keys, {self.consumers} warpgroups of {self.consumer_registers} "
+            f"registers, {self.key_stages} stages of K, {self.value_stages} of V, {shared_bytes} bytes of shared memory"
+        )
+
+    def problem(self, spec: AttentionSpec, target: Target) -> str | None:
+        """Why the plan contradicts itself, or does not fit the spec or the target; None where it does."""
+        if target.backward_family != "hopper":
+            return (
+                f"it is a plan of the family hopper, and {target.name} takes {target.backward_family} for the backward"
+            )
+        if self.tile_k % (DROPOUT_COLUMNS if spec.dropout else 16) or not 16 <= self.tile_k <= 256:
+            return f"tile_k={self.tile_k} must be a multiple of 16, of 32 with dropout, up to 256"
+        if min(self.key_stages, self.value_stages) < 1:
+            return f"key_stages={self.key_stages} and value_stages={self.value_stages} must be positive"
+        if self.registers(spec) > _ACCUMULATORS:
+            return f"it takes {self.registers(spec)} registers of a thread for sums and products: take fewer keys"
+        if self.shared_bytes(spec) > target.shared_per_block:
+            return (
+                f"it takes {self.shared_bytes(spec)} bytes of shared memory and a block of {target.name} has "
+                f"{target.shared_per_block}: take fewer keys or stages"
+            )
+        return None
+
+    def check(self, spec: AttentionSpec, target: Target) -> None:
+        """UnsupportedError where there is a problem."""
+        problem = self.problem(spec, target)
+        if problem:
+            raise UnsupportedError(f"{self}: {problem}")
+
+
+_PREFERENCE = (HopperQueriesPlan(128), HopperQueriesPlan(64), HopperQueriesPlan(64, 2, 1))
+
+
+def choose_hopper_queries_plan(spec: AttentionSpec, target: Target) -> HopperQueriesPlan:
+    """The default plan of a spec."""
+    return next(plan for plan in _PREFERENCE if plan.problem(spec, target) is None)
