@@ -56,6 +56,9 @@ class KeysPlan(Protocol):
 
     def summary(self, shared_bytes: int) -> str: ...
 
+    def head_columns(self, spec: AttentionSpec) -> int:
+        """Columns of a row of dQ while it is summed: head_dim, rounded up."""
+
     def gradient_warps(self, spec: AttentionSpec) -> tuple[int, int]:
         """How many warps divide a tile of dQ along its rows, and along its columns."""
 
@@ -93,11 +96,16 @@ def prepare(spec: AttentionSpec, target: Target, plan: KeysPlan, rows: Rows, det
     fields += [] if deterministic else [DQ_SUMS]
     layout = ordered([*fields, *strides("o", "d_o"), *numbers("heads_q", "len_q"), ROWS])
     lanes = max(1 << (spec.value_dim // 8 - 1).bit_length(), _PREPARE_THREADS // PREPARE_ROWS)
-    context = {"threads": _PREPARE_THREADS, "rows": PREPARE_ROWS, "lanes": lanes, "deterministic": deterministic}
+    context: dict[str, Any] = {
+        "threads": _PREPARE_THREADS,
+        "rows": PREPARE_ROWS,
+        "lanes": lanes,
+        "deterministic": deterministic,
+    }
     memory = [Workspace("statistics", lambda sizes: (sizes.batch, sizes.heads_q, rows(sizes), 2), "float32")]
     if not deterministic:  # the kernel zeroes them
-        head = padded(spec.head_dim)
-        memory.append(Workspace("dq_sums", lambda sizes: (sizes.batch, sizes.heads_q, rows(sizes), head), "float32"))
+        columns = context["head_padded"] = plan.head_columns(spec)
+        memory.append(Workspace("dq_sums", lambda sizes: (sizes.batch, sizes.heads_q, rows(sizes), columns), "float32"))
     launch = {"grid": partial(_blocks_of_rows, rows, PREPARE_ROWS), "values": partial(row_values, rows)}
     kernel = backward_kernel("prepare", spec, target, layout, context, _PREPARE_THREADS, 0, launch, plain=True)
     return replace(kernel, plan=plan, workspaces=tuple(memory))
@@ -115,7 +123,8 @@ def finish(spec: AttentionSpec, target: Target, plan: KeysPlan, rows: Rows) -> R
     """The kernel after the others: dQ from its sums."""
     fields = [Field("const float*", "dq_sums"), STATISTICS, Field("Element*", "dq"), *strides("dq")]
     fields += numbers("heads_q", "len_q")
-    context = {"plan": plan, "threads": _FINISH_THREADS, "deterministic": False}
+    context: dict[str, Any] = {"plan": plan, "threads": _FINISH_THREADS, "deterministic": False}
+    context["head_padded"] = plan.head_columns(spec)
     context["vector_reductions"] = target.vector_reductions
     launch = {"grid": partial(_blocks_of_rows, rows, plan.tile_q), "values": partial(row_values, rows)}
     return backward_kernel(
@@ -176,7 +185,10 @@ def backward_kernel(
     variant = Variant(None, None, ()) if plain else variant_of(spec)
     told = common_context(spec, target, variant, struct, layout, context.get("gradient")) | {"no_lse": _NO_LSE}
     shown = f"d_{of}" if of else part
-    cost, plan = backward_cost(shown, spec, context["deterministic"]), context.get("plan")
+    cost, plan = (
+        backward_cost(shown, spec, context["deterministic"], context.get("head_padded", 0)),
+        context.get("plan"),
+    )
     header = backward_header(shown, spec, target, plan, shared_bytes, cost, context["deterministic"])
     source = assemble(
         template or f"backward/{part}.cu.jinja", told | context | {"entry": entry, "header": header}, target, primitives

@@ -19,11 +19,14 @@ def forward_cost(spec: AttentionSpec) -> Cost:
     return Cost(f"{2 * width} * {_SCORES}", f"{rows}, at least; + {_SUM} * {_QUERIES} for the LSE")
 
 
-def backward_cost(part: str, spec: AttentionSpec, deterministic: bool = False) -> Cost:
-    """The cost of a kernel by its part in the pass: prepare, keys, queries, finish, or d_<name> of a capture."""
+def backward_cost(part: str, spec: AttentionSpec, deterministic: bool = False, columns: int = 0) -> Cost:
+    """The cost of a kernel by its part in the pass: prepare, keys, queries, finish, or d_<name> of a capture.
+
+    columns: of a row of the sums of dQ, where a plan takes others than all do.
+    """
     head, value = spec.head_dim, spec.value_dim
     read = ELEMENT_BYTES * (head + value)  # of a row of Q and dO, or of K and V
-    sums = 0 if deterministic else 2 * _SUM * padded(head)  # of a row of dQ, read and written
+    sums = 0 if deterministic else 2 * _SUM * (columns or padded(head))  # of a row of dQ, read and written
     if part == "prepare":  # which zeroes the sums
         hbm = f"{2 * ELEMENT_BYTES * value + _SUM + _STATISTICS + sums // 2} * {_QUERIES}"
         return Cost(f"{2 * value} * {_QUERIES}", hbm)
@@ -35,7 +38,7 @@ def backward_cost(part: str, spec: AttentionSpec, deterministic: bool = False) -
         hbm = f"{read + _STATISTICS + ELEMENT_BYTES * head} * {_QUERIES} + {read} * {_KEYS}"
         return Cost(f"{2 * (2 * head + value)} * {_SCORES}", hbm)
     if part == "finish":
-        return Cost(f"{head} * {_QUERIES}", f"{_SUM * padded(head) + ELEMENT_BYTES * head} * {_QUERIES}")
+        return Cost(f"{head} * {_QUERIES}", f"{_SUM * (columns or padded(head)) + ELEMENT_BYTES * head} * {_QUERIES}")
     (capture,) = (capture for capture in spec.captures if part == f"d_{capture.name}")
     each = (_FIXED_POINT if deterministic else _SUM) + (_SUM if capture.dtype == "float32" else ELEMENT_BYTES)
     return Cost("none", f"{each} * elements of {capture.name}")

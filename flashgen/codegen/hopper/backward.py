@@ -87,6 +87,7 @@ def _keys(
         "limbs": EXACT_LIMBS,
         "in_two": takes_two_steps(spec),
         "shares_registers": plan.shares_registers(spec),
+        "head_padded": plan.head_columns(spec),
         "head_panel": plan.head_panel(spec),
         "value_panel": panel_columns(spec.value_dim),
         "gradient_columns": plan.gradient_columns(spec),
@@ -96,7 +97,7 @@ def _keys(
     launch: dict[str, Any] = {"values": partial(row_values, rows), "reads": "queries" if tiles is None else None}
     launch["grid"] = lambda sizes: (ceil_div(sizes.len_k, plan.tile_k), sizes.heads_kv, sizes.batch)
     launch["boxes"] = _boxes(spec, plan)
-    widths = dict.fromkeys((padded(spec.head_dim), padded(spec.value_dim)))
+    widths = dict.fromkeys((plan.head_columns(spec), padded(spec.value_dim)))
     gradients = [] if deterministic else [(plan.gradient_columns(spec), "true")]
     primitives = {
         "shared_forms": list(dict.fromkeys([(plan.tile_q, "false"), *gradients])),

@@ -21,6 +21,7 @@ _BARRIER_BYTES = 8
 _SUM_BYTES = 4  # of an element of dQ
 _ACCUMULATORS = 224  # registers of a thread that sums and products in flight may take
 _WARPS = 4  # of a warpgroup
+_COLUMNS = 32  # twice the narrowest panel
 _PANELS = (64, 32, 16)  # columns that TMA swizzles
 
 
@@ -65,9 +66,13 @@ class HopperBackwardPlan:
         """Parts along its rows in which the warpgroups divide a tile of dQ; along its columns they divide the rest."""
         return self.tile_q // _ROWS
 
+    def head_columns(self, spec: AttentionSpec) -> int:
+        """Columns of a row of Q, K and dQ: so many that both halves are panels."""
+        return -(-spec.head_dim // _COLUMNS) * _COLUMNS
+
     def gradient_columns(self, spec: AttentionSpec) -> int:
         """Columns of a warpgroup's part of a tile of dQ."""
-        return padded(spec.head_dim) * self.gradient_row_parts // self.consumers
+        return self.head_columns(spec) * self.gradient_row_parts // self.consumers
 
     def gradient_warps(self, spec: AttentionSpec) -> tuple[int, int]:
         """How many warps divide a tile of dQ along its rows, and along its columns."""
@@ -79,18 +84,17 @@ class HopperBackwardPlan:
 
     def head_panel(self, spec: AttentionSpec) -> int:
         """Columns of a panel of Q and K: the widest of which each part of dQ has whole ones."""
-        columns = self.gradient_columns(spec)
-        return next((panel for panel in _PANELS if columns % panel == 0), 0)
+        return next(panel for panel in _PANELS if self.gradient_columns(spec) % panel == 0)
 
     def registers(self, spec: AttentionSpec) -> int:
         """What a thread holds at once: the sums of dK and dV; products in flight."""
-        sums = (padded(spec.head_dim) + padded(spec.value_dim)) // 2
+        sums = (self.head_columns(spec) + padded(spec.value_dim)) // 2
         fragments = self.tile_q // 2  # P and dS as operands
         return sums + self.tile_q + fragments * self.early_scores
 
     def shared_bytes(self, spec: AttentionSpec, deterministic: bool = False) -> int:
         """Dynamic shared memory of a block: K, V; the stages of Q, dO and of statistics; of dS, dQ; the barriers."""
-        head, value = padded(spec.head_dim), padded(spec.value_dim)
+        head, value = self.head_columns(spec), padded(spec.value_dim)
         tiles = ELEMENT_BYTES * (self.tile_k + self.stages * self.tile_q) * (head + value)
         statistics, barriers = self.stages * self.tile_q * _STATISTICS_BYTES, 4 * self.stages
         if deterministic:  # another kernel makes dQ
@@ -114,9 +118,7 @@ class HopperBackwardPlan:
             )
         if self.tile_q not in (_ROWS, 2 * _ROWS) or self.stages < 1:
             return f"tile_q={self.tile_q} must be 64 or 128, and stages={self.stages} positive"
-        if not self.head_panel(spec):
-            return f"tile_q={self.tile_q} leaves each warpgroup {self.gradient_columns(spec)} columns of dQ, no multiple of 16"
-        if self.gradient_columns(spec) > self.tile_q:
+        if self.gradient_columns(spec) > self.tile_q:  # they share registers with scores
             return f"tile_q={self.tile_q} has no registers for {self.gradient_columns(spec)} columns of dQ: take more queries"
         if self.registers(spec) > _ACCUMULATORS:
             return f"it takes {self.registers(spec)} registers of a thread for sums and products: take fewer queries"

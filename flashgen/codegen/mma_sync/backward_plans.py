@@ -66,6 +66,10 @@ class BackwardPlan(_WalkPlan):
 
     walked = "Q and dO"
 
+    def head_columns(self, spec: AttentionSpec) -> int:
+        """Columns of a row of dQ while it is summed."""
+        return padded(spec.head_dim)
+
     def gradient_warps(self, spec: AttentionSpec) -> tuple[int, int]:
         """How many warps divide a tile of dQ along its rows, and along its columns: as many as find whole mma tiles.
 
