@@ -32,6 +32,7 @@ from flashgen.codegen.hopper.backward_plans import (
 )
 from flashgen.codegen.hopper.plans import panel_columns
 from flashgen.codegen.hopper.queries_plans import HopperQueriesPlan, choose_hopper_queries_plan
+from flashgen.codegen.hopper.wide_plans import HopperWidePlan, choose_hopper_wide_plan
 from flashgen.codegen.mma_sync.backward import render_mma_sync_backward
 from flashgen.codegen.rendered_kernel import RenderedKernel
 from flashgen.codegen.sizes import ceil_div
@@ -40,25 +41,29 @@ from flashgen.codegen.tiling import padded
 from flashgen.codegen.variant import layout_of
 from flashgen.language.spec import AttentionSpec
 
-_KEYS, _QUERIES = (f"hopper/backward/{part}.cu.jinja" for part in ("keys", "queries"))
+HopperPlans = HopperBackwardPlan | HopperWidePlan
+_KEYS, _WIDE_KEYS, _QUERIES = (f"hopper/backward/{part}.cu.jinja" for part in ("keys", "wide_keys", "queries"))
 _WARP_ROWS, _PART_ROWS = 16, 64
 
 
 def render_hopper_backward(
-    spec: AttentionSpec, target: Target, plan: HopperBackwardPlan | None = None, deterministic: bool = False
+    spec: AttentionSpec, target: Target, plan: HopperPlans | None = None, deterministic: bool = False
 ) -> tuple[RenderedKernel, ...]:
     """The backward kernels of a spec on Hopper, in the order of their launches; `plan` is that of `keys`.
 
+    Where rows are too wide for one kernel of all gradients, and in the deterministic mode, another kernel makes dQ.
     UnsupportedError where the target or the plan cannot do it.
     """
     check_spec(spec, target)
-    plan = plan or choose_hopper_backward_plan(spec, target)
-    if plan is None:
+    plan = plan or choose_hopper_backward_plan(spec, target) or choose_hopper_wide_plan(spec, target)
+    if plan is None:  # wide rows of variants that need more than P for dS
         return render_mma_sync_backward(spec, target, None, deterministic)
     plan.check(spec, target)
-    rows = rows_of(plan.tile_q)
-    kernels = [prepare(spec, target, plan, rows, deterministic), _keys(spec, target, plan, rows, deterministic)]
-    if deterministic:
+    wide, rows = isinstance(plan, HopperWidePlan), rows_of(plan.tile_q)
+    apart = deterministic or wide
+    keys = _wide_keys(spec, target, plan, rows) if wide else _keys(spec, target, plan, rows, deterministic)
+    kernels = [prepare(spec, target, plan, rows, apart), keys]
+    if apart:
         kernels.append(_queries(spec, target, choose_hopper_queries_plan(spec, target), rows))
     else:
         kernels.append(finish(spec, target, plan, rows))
@@ -108,6 +113,33 @@ def _keys(
     )
 
 
+def _wide_keys(spec: AttentionSpec, target: Target, plan: HopperWidePlan, rows: Rows) -> RenderedKernel:
+    tiles, shared = query_range(spec.mask.expression), plan.shared_bytes(spec)
+    fields = [Field("TensorMap", f"{name}_map") for name in ("q", "k", "v", "d_o", "dk", "dv")]
+    fields += [STATISTICS, *numbers("heads_q", "heads_per_kv", "len_q", "len_k"), ROWS]
+    context = {
+        "plan": plan,
+        "by_wgmma": True,
+        "deterministic": True,
+        "shared_bytes": shared,
+        "gradient": score_gradient(spec),
+        "gathers": (),
+        "head_panel": plan.head_panel(spec),
+        "value_panel": panel_columns(spec.value_dim),
+        "suffix": suffix_of(spec),
+        "query_tiles": visited_tiles(tiles, "BackwardKeysArguments", is_masked(spec), queries=True),
+    }
+    launch: dict[str, Any] = {"values": partial(row_values, rows), "reads": "queries" if tiles is None else None}
+    launch["grid"] = lambda sizes: (ceil_div(sizes.len_k, plan.tile_k), sizes.heads_kv, sizes.batch)
+    launch["boxes"] = _boxes(spec, plan)
+    layout = layout_of(spec, fields, lists=tiles is None)
+    widths = dict.fromkeys((padded(spec.head_dim), padded(spec.value_dim)))
+    primitives = {"shared_forms": [(plan.tile_q, "false")], "register_forms": [(width, "true") for width in widths]}
+    return backward_kernel(
+        "keys", spec, target, layout, context, plan.threads, shared, launch, template=_WIDE_KEYS, primitives=primitives
+    )
+
+
 def _queries(spec: AttentionSpec, target: Target, plan: HopperQueriesPlan, rows: Rows) -> RenderedKernel:
     tiles, shared = key_range(spec.mask.expression), plan.shared_bytes(spec)
     fields = [Field("TensorMap", f"{name}_map") for name in ("q", "k", "v", "d_o", "dq")]
@@ -139,7 +171,7 @@ def _queries(spec: AttentionSpec, target: Target, plan: HopperQueriesPlan, rows:
     )
 
 
-def _boxes(spec: AttentionSpec, plan: HopperBackwardPlan) -> dict[str, tuple[int, ...]]:
+def _boxes(spec: AttentionSpec, plan: HopperPlans) -> dict[str, tuple[int, ...]]:
     """What one copy moves of q and d_o (queries of a step), k and v (keys of a block), dk and dv (rows of a warp)."""
     head, value = plan.head_panel(spec), panel_columns(spec.value_dim)
     rows = {

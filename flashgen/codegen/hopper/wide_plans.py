@@ -1,0 +1,102 @@
+"""How Hopper's backward kernel of dK and dV divides its work where rows are too wide for one warpgroup's registers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from flashgen.codegen.hopper.backward_plans import takes_two_steps
+from flashgen.codegen.hopper.plans import WARPGROUP, panel_columns
+from flashgen.codegen.targets import Target
+from flashgen.codegen.tiling import ELEMENT_BYTES, padded
+from flashgen.errors import UnsupportedError
+from flashgen.language.spec import AttentionSpec
+
+_STATISTICS_BYTES = 8  # of a row: its LSE and D
+_SCORE_STAGES = 2  # tiles of P on their way from one warpgroup to the other
+_BARRIER_BYTES = 8
+_ACCUMULATORS = 216  # registers of a thread that sums, products in flight and operands may take
+
+
+@dataclass(frozen=True)
+class HopperWidePlan:
+    """The plan of the kernel whose blocks walk the queries of 64 keys: one warpgroup for P and dV, one for dS and dK.
+
+    Attributes:
+        tile_q: queries of a step.
+        stages: tiles of Q, and of dO, that shared memory holds at once.
+    """
+
+    tile_q: int = 64
+    stages: int = 2
+    consumers: ClassVar[int] = 2
+    blocks: ClassVar[int] = 1
+    packed_heads: ClassVar[int] = 1
+    tile_k: ClassVar[int] = 64
+    producer_registers: ClassVar[int] = 24
+    consumer_registers: ClassVar[int] = 240
+
+    @property
+    def threads(self) -> int:
+        return (self.consumers + 1) * WARPGROUP
+
+    def head_columns(self, spec: AttentionSpec) -> int:
+        """Columns of a row of Q, K and dK."""
+        return padded(spec.head_dim)
+
+    def gradient_warps(self, spec: AttentionSpec) -> tuple[int, int]:
+        """None divide a tile of dQ, which another kernel makes."""
+        return 0, 0
+
+    def head_panel(self, spec: AttentionSpec) -> int:
+        """Columns of a panel of Q, K and dK."""
+        return panel_columns(spec.head_dim)
+
+    def registers(self, spec: AttentionSpec) -> int:
+        """What a thread holds at once: a sum, a step's scores and what they are multiplied by, an operand."""
+        return max(padded(spec.head_dim), padded(spec.value_dim)) // 2 + self.tile_q + self.tile_q // 4
+
+    def shared_bytes(self, spec: AttentionSpec) -> int:
+        """Dynamic shared memory of a block: K, V; the stages of Q, dO, P and of statistics; the barriers."""
+        head, value = padded(spec.head_dim), padded(spec.value_dim)
+        tiles = (self.tile_k + self.stages * self.tile_q) * (head + value) + _SCORE_STAGES * self.tile_q * self.tile_k
+        barriers = 4 * self.stages + 2 * _SCORE_STAGES
+        return ELEMENT_BYTES * tiles + self.stages * self.tile_q * _STATISTICS_BYTES + _BARRIER_BYTES * barriers
+
+    def summary(self, shared_bytes: int) -> str:
+        """What the kernel's header says of it."""
+        return (
+            f"{self.tile_q} queries x {self.tile_k} keys, a warpgroup for dV and one for dK, of "
+            f"{self.consumer_registers} registers, {self.stages} stages of Q and dO, {shared_bytes} bytes of shared memory"
+        )
+
+    def problem(self, spec: AttentionSpec, target: Target) -> str | None:
+        """Why the plan contradicts itself, or does not fit the spec or the target; None where it does."""
+        if target.backward_family != "hopper":
+            return (
+                f"it is a plan of the family hopper, and {target.name} takes {target.backward_family} for the backward"
+            )
+        if not takes_two_steps(spec):
+            return "dS must follow from P and dP alone: no dropout, no slope of the score, no gradients of captures"
+        if self.tile_q % 16 or not 16 <= self.tile_q <= 256 or self.stages < 1:
+            return f"tile_q={self.tile_q} must be a multiple of 16 up to 256, and stages={self.stages} positive"
+        if self.registers(spec) > _ACCUMULATORS:
+            return f"it takes {self.registers(spec)} registers of a thread for sums and products: take fewer queries"
+        if self.shared_bytes(spec) > target.shared_per_block:
+            return (
+                f"it takes {self.shared_bytes(spec)} bytes of shared memory and a block of {target.name} has "
+                f"{target.shared_per_block}: take fewer queries or stages"
+            )
+        return None
+
+    def check(self, spec: AttentionSpec, target: Target) -> None:
+        """UnsupportedError where there is a problem."""
+        problem = self.problem(spec, target)
+        if problem:
+            raise UnsupportedError(f"{self}: {problem}")
+
+
+def choose_hopper_wide_plan(spec: AttentionSpec, target: Target) -> HopperWidePlan | None:
+    """The default plan of a spec; None where it does not fit."""
+    plan = HopperWidePlan()
+    return plan if plan.problem(spec, target) is None else None
