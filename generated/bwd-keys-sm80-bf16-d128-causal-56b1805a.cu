@@ -299,6 +299,12 @@ __device__ __forceinline__ void copy_statistics(unsigned tile, const float* sour
   }
 }
 
+// (LSE, D) of the two queries of which this lane has the scores in column tile j.
+__device__ __forceinline__ float4 statistics_of(const unsigned char* statistics, int j) {
+  const int query = threadIdx.x / 32 % kSplit * kQueriesPerWarp + j * 8 + threadIdx.x % 4 * 2;
+  return *reinterpret_cast<const float4*>(statistics + query * 8);
+}
+
 // Whether some row of a tile has a large LSE.
 __device__ __forceinline__ bool has_large_lse(const unsigned char* statistics) {
   float largest = 0.0f;
@@ -307,12 +313,6 @@ __device__ __forceinline__ bool has_large_lse(const unsigned char* statistics) {
     if (lse < kNoLse) largest = fmaxf(largest, lse);
   }
   return __any_sync(0xffffffffu, largest > kMostLse);
-}
-
-// (LSE, D) of the two queries of which this lane has the scores in column tile j.
-__device__ __forceinline__ float4 statistics_of(const unsigned char* statistics, int j) {
-  const int query = threadIdx.x / 32 % kSplit * kQueriesPerWarp + j * 8 + threadIdx.x % 4 * 2;
-  return *reinterpret_cast<const float4*>(statistics + query * 8);
 }
 
 // product += A * B^T: A the warp's rows of one tile in shared memory, from `rows` on; B the rows of another.

@@ -33,6 +33,11 @@ ELEMENT_TYPES = {
 }
 
 
+# Arrays that kernels have maps of, beside those of keys whose rows are head_dim wide.
+VALUE_WIDE = frozenset(("v", "o", "d_o", "dv"))
+OF_QUERIES = frozenset(("q", "o", "d_o", "dq"))
+
+
 @dataclass(frozen=True)
 class Field:
     """A member of the struct: C type, name, number of elements of an array (0 for a plain member), and a comment."""

@@ -175,24 +175,29 @@ def backward_kernel(
     of: str = "",
     template: str = "",
     primitives: Mapping[str, Any] | None = None,
+    optional: tuple[str, ...] = (),
 ) -> RenderedKernel:
     """One of the kernels; a `plain` one has nothing of the mask and the score in it.
 
     launch: what its record says of that. of: the capture that it is for. template: where it is a family's own.
-    primitives: sizes of those that are written out for some only.
+    primitives: sizes of those that are written out for some only. optional: members that not every variant reads.
     """
     struct, entry = f"Backward{part.title()}Arguments", entry_name(f"attention_backward_{part}{of and f'_{of}'}", spec)
+    shown, plan, deterministic = f"d_{of}" if of else part, context.get("plan"), context["deterministic"]
+    cost = backward_cost(shown, spec, deterministic, context.get("head_padded", 0))
+    header = backward_header(shown, spec, target, plan, shared_bytes, cost, deterministic)
     variant = Variant(None, None, ()) if plain else variant_of(spec)
-    told = common_context(spec, target, variant, struct, layout, context.get("gradient")) | {"no_lse": _NO_LSE}
-    shown = f"d_{of}" if of else part
-    cost, plan = (
-        backward_cost(shown, spec, context["deterministic"], context.get("head_padded", 0)),
-        context.get("plan"),
-    )
-    header = backward_header(shown, spec, target, plan, shared_bytes, cost, context["deterministic"])
-    source = assemble(
-        template or f"backward/{part}.cu.jinja", told | context | {"entry": entry, "header": header}, target, primitives
-    )
+
+    def source_of(layout: ArgumentLayout) -> str:
+        told = common_context(spec, target, variant, struct, layout, context.get("gradient")) | {"no_lse": _NO_LSE}
+        told |= context | {"entry": entry, "header": header}
+        return assemble(template or f"backward/{part}.cu.jinja", told, target, primitives)
+
+    source = source_of(layout)
+    unread = [name for name in optional if f"arguments.{name}" not in source]
+    if unread:
+        layout = ArgumentLayout(tuple(field for field in layout.fields if field.name not in unread))
+        source = source_of(layout)
     name = kernel_name(f"bwd-{part}{of and f'-{of}'}", target, spec)
     return RenderedKernel(
         name, entry, source, target, layout, threads, shared_bytes, plan=plan, role=shown, cost=cost, **launch

@@ -14,6 +14,7 @@ from flashgen.codegen.hopper.forward import render_hopper
 from flashgen.codegen.hopper.head_packing import packed_plan
 from flashgen.codegen.hopper.measured_plans import choose_hopper_plan
 from flashgen.codegen.hopper.plans import HopperPlan, every_hopper_plan
+from flashgen.codegen.hopper.wide_plans import HopperWidePlan
 from flashgen.codegen.mma_sync.backward import render_mma_sync_backward
 from flashgen.codegen.mma_sync.backward_plans import BackwardPlan
 from flashgen.codegen.mma_sync.forward import render_mma_sync
@@ -29,8 +30,8 @@ _HOPPER_PACKING = HeadPacking(HopperPlan.packing, packed_plan)
 _HOPPER = ForwardFamily(HopperPlan, choose_hopper_plan, every_hopper_plan, render_hopper, _HOPPER_PACKING)
 
 _FORWARD = {"turing": _MMA_SYNC, "ampere": _MMA_SYNC, "hopper": _HOPPER}
-_MMA_SYNC_BACKWARD = BackwardFamily(BackwardPlan, render_mma_sync_backward)
-_HOPPER_BACKWARD = BackwardFamily(HopperBackwardPlan, render_hopper_backward)
+_MMA_SYNC_BACKWARD = BackwardFamily((BackwardPlan,), render_mma_sync_backward)
+_HOPPER_BACKWARD = BackwardFamily((HopperBackwardPlan, HopperWidePlan), render_hopper_backward)
 _BACKWARD = {"turing": _MMA_SYNC_BACKWARD, "ampere": _MMA_SYNC_BACKWARD, "hopper": _HOPPER_BACKWARD}
 _EMULATED_TARGET = "sm_80"
 
@@ -102,5 +103,16 @@ def render_forward(spec: AttentionSpec, target: Target, plan: Plan | None = None
 def backward_stages(
     spec: AttentionSpec, target: Target, plan: Any = None, deterministic: bool = False
 ) -> tuple[RenderedKernel, ...]:
-    """The backward kernels of a spec on a target, in the order of their launches, but for those that list tiles."""
-    return backward_family(target).render(spec, target, plan, deterministic)
+    """The backward kernels of a spec on a target, in the order of their launches, but for those that list tiles.
+
+    UnsupportedError where the target or the plan cannot do it.
+    """
+    family = backward_family(target)
+    if plan is not None and not isinstance(plan, family.plans):
+        takers = [name for name, other in TARGETS.items() if isinstance(plan, backward_family(other).plans)]
+        own = min(
+            takers, key=lambda name: TARGETS[name].compute_capability != target.compute_capability, default="none"
+        )
+        classes = " or a ".join(each.__name__ for each in family.plans)
+        raise UnsupportedError(f"{plan}: {target.name} takes a {classes}; target={own!r} takes this one")
+    return family.render(spec, target, plan, deterministic)

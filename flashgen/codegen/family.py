@@ -48,9 +48,9 @@ class ForwardFamily:
 class BackwardFamily:
     """How a family does the backward pass.
 
-    plan: the class of the plan of its main kernel. render: its kernels, in the order of their launches, of a plan or of
+    plans: the classes of plans of its main kernel. render: its kernels, in the order of their launches, of a plan or of
     the default one; the last argument says whether gradients are to be bitwise equal from run to run.
     """
 
-    plan: type[Any]
+    plans: tuple[type[Any], ...]
     render: Callable[[AttentionSpec, Target, Any, bool], tuple[RenderedKernel, ...]]

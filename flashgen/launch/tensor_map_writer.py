@@ -1,4 +1,4 @@
-"""Argument structs in which tensor maps stand for q, k, v and o."""
+"""Argument structs in which tensor maps stand for arrays of rows."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 from functools import partial
 from operator import itemgetter
 
-from flashgen.codegen.arguments import ArgumentLayout
+from flashgen.codegen.arguments import OF_QUERIES, VALUE_WIDE, ArgumentLayout
 from flashgen.codegen.rendered_kernel import RenderedKernel
 from flashgen.codegen.sizes import Sizes
 from flashgen.language.spec import AttentionSpec
@@ -15,8 +15,6 @@ from flashgen.runtime.remembered import Remembered
 from flashgen.runtime.tensor_maps import MAP_BYTES, MapMaker, MapShape, emulated_map, map_shape
 
 _MOST_KEPT = 64  # sets of maps
-_VALUES = frozenset(("v", "o", "d_o", "dv"))  # whose rows are value_dim wide
-_OF_QUERIES = frozenset(("q", "o", "d_o", "dq"))
 
 
 class TensorMapWriter(ArgumentWriter):
@@ -68,10 +66,10 @@ def map_shapes(
     """What the maps of a kernel's arrays are made of; ArgumentError where TMA cannot walk along a stride."""
     packed, shapes = kernel.plan.packed_heads > 1, {}
     for name, box in kernel.boxes.items():
-        columns = spec.value_dim if name in _VALUES else spec.head_dim
-        rows, heads = (sizes.len_q, sizes.heads_q) if name in _OF_QUERIES else (sizes.len_k, sizes.heads_kv)
+        columns = spec.value_dim if name in VALUE_WIDE else spec.head_dim
+        rows, heads = (sizes.len_q, sizes.heads_q) if name in OF_QUERIES else (sizes.len_k, sizes.heads_kv)
         batch, head, row = strides[name] if rows else (columns,) * 3  # of nothing, they may be any
         extents, steps = (columns, rows, heads, sizes.batch), (row, head, batch)
         called = "out" if name == "o" else name
-        shapes[name] = map_shape(called, spec.dtype, extents, steps, box, packed and name in _OF_QUERIES)
+        shapes[name] = map_shape(called, spec.dtype, extents, steps, box, packed and name in OF_QUERIES)
     return shapes

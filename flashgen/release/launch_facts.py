@@ -11,7 +11,7 @@ import struct
 from collections.abc import Mapping
 from typing import Any
 
-from flashgen.codegen.arguments import ArgumentLayout, member_name
+from flashgen.codegen.arguments import OF_QUERIES, VALUE_WIDE, ArgumentLayout, member_name
 from flashgen.codegen.rendered_kernel import RenderedKernel
 from flashgen.codegen.sizes import NAMED_SIZES
 from flashgen.codegen.stages import struct_values
@@ -115,10 +115,10 @@ def _capture_meanings(capture: Capture) -> dict[str, str]:
 
 def _map(name: str, kernel: RenderedKernel, spec: AttentionSpec) -> dict[str, Any]:
     """What cuTensorMapEncodeTiled is told of an array; in every map steps of 1, no interleaving, zeros outside."""
-    columns = spec.value_dim if name in "vo" else spec.head_dim
-    rows, heads = ("len_q", "heads_q") if name in "qo" else ("len_k", "heads_kv")
+    columns = spec.value_dim if name in VALUE_WIDE else spec.head_dim
+    rows, heads = ("len_q", "heads_q") if name in OF_QUERIES else ("len_k", "heads_kv")
     box = (*kernel.boxes[name], 1, 1, 1)[:4]
-    packed = kernel.plan.packed_heads > 1 and name in "qo"
+    packed = kernel.plan.packed_heads > 1 and name in OF_QUERIES
     return {
         "member": f"{name}_map",
         "array": name,

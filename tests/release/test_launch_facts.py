@@ -173,8 +173,9 @@ def check_maps(
 
 def bytes_from(array: str, spec: fg.AttentionSpec, shape: Shape) -> dict[str, int]:
     """Strides of a contiguous array, in bytes."""
-    row = 2 * (spec.value_dim if array in "vo" else spec.head_dim)
-    length, heads = (shape.len_q, shape.heads_q) if array in "qo" else (shape.len_k, shape.heads_kv)
+    row = 2 * (spec.value_dim if array in ("v", "o", "d_o", "dv") else spec.head_dim)
+    of_queries = array in ("q", "o", "d_o", "dq")
+    length, heads = (shape.len_q, shape.heads_q) if of_queries else (shape.len_k, shape.heads_kv)
     by_layout = {"row": row, "head": length * row} if spec.layout == "bhsd" else {"row": heads * row, "head": row}
     return by_layout | {"batch": length * heads * row}
 
@@ -214,7 +215,8 @@ def test_a_manifest_says_how_each_kernel_is_launched(tmp_path: Path, monkeypatch
     for kernel in manifest["kernels"]:
         assert kernel["threads"] > 0 and kernel["shared_bytes"] >= 0 and set(kernel["grid"]) == set("xyz")
         assert kernel["entry"] in (folder / kernel["files"]["source"]["path"]).read_text()
-        assert ("maps" in kernel) == kernel["name"].startswith("fwd-sm90a")
+        by_maps = "-sm90a-" in kernel["name"] and kernel["part"] in ("forward", "keys", "queries")
+        assert ("maps" in kernel) == by_maps
     assert sum(kernel["part"] == "backward_lists" for kernel in manifest["kernels"]) == 2
     assert release.check(folder) == []
 

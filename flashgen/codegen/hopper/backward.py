@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -44,6 +45,7 @@ from flashgen.language.spec import AttentionSpec
 HopperPlans = HopperBackwardPlan | HopperWidePlan
 _KEYS, _WIDE_KEYS, _QUERIES = (f"hopper/backward/{part}.cu.jinja" for part in ("keys", "wide_keys", "queries"))
 _WARP_ROWS, _PART_ROWS = 16, 64
+_OPTIONAL = ("len_q",)  # TMA clips rows beyond the last
 
 
 def render_hopper_backward(
@@ -57,7 +59,8 @@ def render_hopper_backward(
     check_spec(spec, target)
     plan = plan or choose_hopper_backward_plan(spec, target) or choose_hopper_wide_plan(spec, target)
     if plan is None:  # wide rows of variants that need more than P for dS
-        return render_mma_sync_backward(spec, target, None, deterministic)
+        others = render_mma_sync_backward(spec, replace(target, backward_family="ampere"), None, deterministic)
+        return tuple(replace(kernel, target=target) for kernel in others)
     plan.check(spec, target)
     wide, rows = isinstance(plan, HopperWidePlan), rows_of(plan.tile_q)
     apart = deterministic or wide
@@ -109,7 +112,17 @@ def _keys(
         "register_forms": [(width, "true") for width in widths],
     }
     return backward_kernel(
-        "keys", spec, target, layout, context, plan.threads, shared, launch, template=_KEYS, primitives=primitives
+        "keys",
+        spec,
+        target,
+        layout,
+        context,
+        plan.threads,
+        shared,
+        launch,
+        template=_KEYS,
+        primitives=primitives,
+        optional=_OPTIONAL,
     )
 
 
@@ -136,7 +149,17 @@ def _wide_keys(spec: AttentionSpec, target: Target, plan: HopperWidePlan, rows: 
     widths = dict.fromkeys((padded(spec.head_dim), padded(spec.value_dim)))
     primitives = {"shared_forms": [(plan.tile_q, "false")], "register_forms": [(width, "true") for width in widths]}
     return backward_kernel(
-        "keys", spec, target, layout, context, plan.threads, shared, launch, template=_WIDE_KEYS, primitives=primitives
+        "keys",
+        spec,
+        target,
+        layout,
+        context,
+        plan.threads,
+        shared,
+        launch,
+        template=_WIDE_KEYS,
+        primitives=primitives,
+        optional=_OPTIONAL,
     )
 
 
@@ -167,7 +190,17 @@ def _queries(spec: AttentionSpec, target: Target, plan: HopperQueriesPlan, rows:
     layout = layout_of(spec, fields, lists=tiles is None)
     primitives = {"shared_forms": [(plan.tile_k, "false")], "register_forms": [(padded(spec.head_dim), "true")]}
     return backward_kernel(
-        "queries", spec, target, layout, context, plan.threads, shared, launch, template=_QUERIES, primitives=primitives
+        "queries",
+        spec,
+        target,
+        layout,
+        context,
+        plan.threads,
+        shared,
+        launch,
+        template=_QUERIES,
+        primitives=primitives,
+        optional=_OPTIONAL,
     )
 
 

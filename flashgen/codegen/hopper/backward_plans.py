@@ -7,6 +7,7 @@ from typing import ClassVar
 
 import sympy
 
+from flashgen.codegen.demand import Weight, demand_of
 from flashgen.codegen.expressions.derivative_text import score_gradient
 from flashgen.codegen.hopper.plans import WARPGROUP
 from flashgen.codegen.targets import Target
@@ -136,13 +137,16 @@ class HopperBackwardPlan:
             raise UnsupportedError(f"{self}: {problem}")
 
 
+_NARROW_DIM = 64
 # The fastest of those measured on an H200, of 16384 tokens, bfloat16; none of them spills.
-_NARROW = HopperBackwardPlan(128, early_scores=False)
+_NARROW, _HEAVY = HopperBackwardPlan(128, early_scores=False), HopperBackwardPlan(64, early_scores=False)
 _FULL, _MASKED = HopperBackwardPlan(64), HopperBackwardPlan(64, stages=3)
 
 
 def choose_hopper_backward_plan(spec: AttentionSpec, target: Target) -> HopperBackwardPlan | None:
     """The default plan of a spec; None where none of the family fits it."""
-    plain = _FULL if spec.mask.expression == sympy.true else _MASKED
-    preferred = (_NARROW, plain, _FULL) if takes_two_steps(spec) else (plain, _FULL, _NARROW)
+    demand, plain = demand_of(spec), _FULL if spec.mask.expression == sympy.true else _MASKED
+    narrow = spec.head_dim <= _NARROW_DIM and takes_two_steps(spec) and demand.weight < Weight.HEAVY
+    loads = demand.weight == Weight.HEAVY or (demand.weight == Weight.LOADING and not demand.mask_axes)
+    preferred = (_HEAVY,) if loads else (_NARROW, plain, _FULL) if narrow else (plain, _FULL)
     return next((plan for plan in preferred if plan.problem(spec, target) is None), None)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from flashgen.codegen.demand import Weight, demand_of
 from flashgen.codegen.hopper.plans import WARPGROUP, panel_columns
 from flashgen.codegen.targets import Target
 from flashgen.codegen.tiling import DROPOUT_COLUMNS, ELEMENT_BYTES, padded
@@ -87,9 +88,11 @@ class HopperQueriesPlan:
             raise UnsupportedError(f"{self}: {problem}")
 
 
-_PREFERENCE = (HopperQueriesPlan(128), HopperQueriesPlan(64), HopperQueriesPlan(64, 2, 1))
+_LIGHT = (HopperQueriesPlan(128),)
+_PREFERENCE = (HopperQueriesPlan(64), HopperQueriesPlan(64, 2, 1))
 
 
 def choose_hopper_queries_plan(spec: AttentionSpec, target: Target) -> HopperQueriesPlan:
     """The default plan of a spec."""
-    return next(plan for plan in _PREFERENCE if plan.problem(spec, target) is None)
+    light = _LIGHT if demand_of(spec).weight < Weight.LOADING else ()
+    return next(plan for plan in (*light, *_PREFERENCE) if plan.problem(spec, target) is None)

@@ -1,0 +1,181 @@
+"""Hopper's backward kernels, as far as can be seen without a GPU: what is emitted, and what the assembler makes of it."""
+
+from __future__ import annotations
+
+import re
+import sys
+from itertools import cycle
+from pathlib import Path
+
+import pytest
+
+import flashgen.language as fg
+from flashgen.build import nvrtc
+from flashgen.build.inspect import sass
+from flashgen.codegen.demand import Weight, demand_of
+from flashgen.codegen.families import backward_stages
+from flashgen.codegen.hopper.backward_plans import HopperBackwardPlan, takes_two_steps
+from flashgen.codegen.hopper.queries_plans import HopperQueriesPlan
+from flashgen.codegen.hopper.wide_plans import HopperWidePlan
+from flashgen.codegen.mma_sync.backward_plans import BackwardPlan
+from flashgen.codegen.rendered_kernel import RenderedKernel
+from flashgen.codegen.stages import backward_kernels
+from flashgen.codegen.targets import target_named
+from flashgen.errors import BuildError, UnsupportedError
+from flashgen.language import AttentionSpec
+from flashgen.verify import spec_of, variants
+from flashgen.verify.variants import Variant
+
+sys.path.insert(0, str(Path(__file__).parent))
+from emitted_text import all_called, all_used, functions, members_read, tidy, unconditional, without_comments
+
+SM_90A = target_named("sm_90a")
+OWN = (HopperBackwardPlan, HopperWidePlan, HopperQueriesPlan)
+DIMS = (128, 64, 256, 40, 96, 192, 8, 112, 72, 80, 144, 32, 16, 224)
+# Lines; of a file, lines of code beside the device's primitives: 450 but for variants that sum gradients of captures, too.
+LONGEST_FUNCTION, MOST_CODE, MOST_CODE_OF_SUMS = 75, 450, 530
+MOST_SPILLED_OF_LOADS = (
+    64  # bytes of a thread: elements for each score are loaded as early as registers allow, and beyond
+)
+needs_nvrtc = pytest.mark.skipif(not nvrtc.is_available(), reason="needs CuPy and NVRTC: pip install '.[cuda13]'")
+modes = pytest.mark.parametrize("deterministic", [False, True], ids=["default", "deterministic"])
+
+# Each variant once, with each head dim in turn.
+CASES = list(zip(variants(), cycle(DIMS), cycle(("float16", "bfloat16"))))
+
+
+def own_kernels(spec: AttentionSpec, deterministic: bool) -> dict[str, RenderedKernel]:
+    """The kernels of Hopper's own instructions."""
+    found = backward_kernels(spec, SM_90A, deterministic)
+    return {
+        role: kernel for role, kernel in found.items() if role in ("keys", "queries") and isinstance(kernel.plan, OWN)
+    }
+
+
+def compiled(kernel: RenderedKernel, most_spilled: int = 0) -> nvrtc.Compiled:
+    result = nvrtc.compile(kernel.source, "sm_90a", kernel.name)
+    used = result.resources
+    assert max(used.spill_stores, used.spill_loads) <= most_spilled, f"{kernel.name}, {kernel.plan}: {used}"
+    # C7510 and its like: products that wait for each other; C7508: setmaxnreg without effect.
+    assert not re.search(r"\(C75\d\d\)", result.log), f"{kernel.name}, {kernel.plan}: {result.log}"
+    assert used.registers * kernel.threads <= 65536
+    return result
+
+
+@needs_nvrtc
+@modes
+@pytest.mark.parametrize(("variant", "dim", "dtype"), CASES)
+@pytest.mark.rotated(3)
+def test_every_variant_compiles_without_spills_or_serialized_products(
+    variant: Variant, dim: int, dtype: str, deterministic: bool
+) -> None:
+    spec = spec_of(variant, dim, dtype)
+    for kernel in own_kernels(spec, deterministic).values():
+        compiled(kernel, MOST_SPILLED_OF_LOADS if demand_of(spec).weight in (Weight.LOADING, Weight.HEAVY) else 0)
+
+
+@needs_nvrtc
+@modes
+@pytest.mark.parametrize("dim", range(8, 257, 8))
+@pytest.mark.rotated(4)
+def test_every_dim_compiles_without_spills_or_serialized_products(dim: int, deterministic: bool) -> None:
+    for mask in (fg.full(), fg.causal()):
+        kernels = own_kernels(AttentionSpec(dim, "bfloat16", mask=mask), deterministic)
+        assert list(kernels) == (["keys", "queries"] if deterministic or dim > 128 else ["keys"])
+        for kernel in kernels.values():
+            compiled(kernel)
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("dims", [(8, 128), (128, 8), (64, 128), (192, 128), (96, 40), (40, 256), (256, 16)], ids=str)
+def test_unequal_value_dims_compile(dims: tuple[int, int]) -> None:
+    for kernel in own_kernels(AttentionSpec(dims[0], value_dim=dims[1], mask=fg.causal()), False).values():
+        compiled(kernel)
+
+
+@needs_nvrtc
+def test_machine_code_has_what_only_hopper_has() -> None:
+    spec = AttentionSpec(128, "bfloat16", mask=fg.causal())
+    try:
+        text = sass(compiled(own_kernels(spec, False)["keys"]).cubin)
+    except BuildError:
+        pytest.skip("no disassembler here")
+    for instruction in ("HGMMA.64x64x16", "HGMMA.64x128x16.*tnspB", "UTMALDG.4D", "UBLKCP", "UBLKRED", "STSM.*MT88"):
+        assert re.search(instruction, text), instruction
+    assert "HMMA" not in text.replace("HGMMA", "") and "STL" not in text
+
+
+TEXTS = [
+    kernel
+    for number, variant in enumerate(variants())
+    for deterministic in (False, True)
+    for kernel in own_kernels(spec_of(variant, DIMS[number % len(DIMS)], "float16"), deterministic).values()
+]
+
+
+@pytest.mark.parametrize("kernel", TEXTS, ids=lambda kernel: kernel.name)
+@pytest.mark.rotated(2)
+def test_the_text_is_tidy_small_and_all_used(kernel: RenderedKernel) -> None:
+    tidy(kernel.source)
+    unconditional(kernel.source)
+    all_used(kernel)
+    all_called(kernel)
+    members_read(kernel)
+    for name, text in functions(kernel.source).items():
+        assert text.count("\n") < LONGEST_FUNCTION, f"{name} has {text.count(chr(10)) + 1} lines"
+    body = without_comments(kernel.source).split("#endif\n", 1)[1]
+    lines = sum(bool(line.strip()) for line in body.splitlines())
+    assert lines <= (MOST_CODE_OF_SUMS if "d_score ==" in body or "philox" in body else MOST_CODE), (
+        f"{lines} lines of code"
+    )
+
+
+def test_which_kernels_a_spec_takes() -> None:
+    """One kernel where a warpgroup's registers hold both gradients of 64 keys; two more where they do not."""
+
+    def plans(dim: int, deterministic: bool = False, **more: object) -> list[type]:
+        found = backward_kernels(AttentionSpec(dim, mask=fg.causal(), **more), SM_90A, deterministic)  # type: ignore[arg-type]
+        return [type(kernel.plan) for role, kernel in found.items() if role in ("keys", "queries")]
+
+    assert (
+        plans(64) == plans(128) == plans(128, score=fg.softcap(30.0)) == plans(128, dropout=0.1) == [HopperBackwardPlan]
+    )
+    assert plans(128, True) == [HopperBackwardPlan, HopperQueriesPlan]
+    assert plans(256) == plans(256, True) == plans(256, score=fg.alibi(8)) == [HopperWidePlan, HopperQueriesPlan]
+    assert plans(256, score=fg.softcap(30.0)) == plans(256, dropout=0.1) == [BackwardPlan]
+
+
+@pytest.mark.parametrize(
+    ("spec", "plan", "why"),
+    [
+        (AttentionSpec(128), HopperBackwardPlan(128), "takes 320 registers of a thread"),
+        (AttentionSpec(64), HopperBackwardPlan(96), "tile_q=96 must be 64 or 128"),
+        (AttentionSpec(64), HopperBackwardPlan(64, stages=0), "stages=0 positive"),
+        (AttentionSpec(128), HopperBackwardPlan(64, stages=4), "bytes of shared memory"),
+        (AttentionSpec(192, value_dim=16), HopperBackwardPlan(64), "no registers for 96 columns of dQ"),
+        (AttentionSpec(256, dropout=0.1), HopperWidePlan(), "dS must follow from P and dP alone"),
+        (AttentionSpec(256), HopperWidePlan(80), "registers of a thread|bytes of shared memory"),
+        (
+            AttentionSpec(64),
+            BackwardPlan(64, 64, 4),
+            "sm_90a takes a HopperBackwardPlan or a HopperWidePlan; target='sm_90'",
+        ),
+    ],
+    ids=str,
+)
+def test_a_plan_that_does_not_fit_is_refused(spec: AttentionSpec, plan: object, why: str) -> None:
+    with pytest.raises(UnsupportedError, match=why):
+        backward_stages(spec, SM_90A, plan)
+
+
+def test_a_plan_of_hopper_s_is_refused_elsewhere() -> None:
+    with pytest.raises(UnsupportedError, match="sm_90 takes a BackwardPlan; target='sm_90a' takes this one"):
+        backward_stages(AttentionSpec(64), target_named("sm_90"), HopperBackwardPlan(64))
+
+
+def test_two_steps_are_for_those_whose_ds_follows_from_p() -> None:
+    assert takes_two_steps(AttentionSpec(64, mask=fg.causal())) and takes_two_steps(
+        AttentionSpec(64, score=fg.alibi(8))
+    )
+    for more in ({"dropout": 0.1}, {"score": fg.softcap(30.0)}):
+        assert not takes_two_steps(AttentionSpec(64, **more))  # type: ignore[arg-type]
