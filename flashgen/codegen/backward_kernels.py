@@ -34,7 +34,6 @@ from flashgen.codegen.header import backward_header
 from flashgen.codegen.rendered_kernel import Grid, RenderedKernel, Workspace, entry_name, kernel_name
 from flashgen.codegen.sizes import Sizes, ceil_div
 from flashgen.codegen.targets import Target
-from flashgen.codegen.tiling import padded
 from flashgen.codegen.variant import Variant, variant_of
 from flashgen.language.operations import Capture
 from flashgen.language.spec import AttentionSpec

@@ -1,4 +1,4 @@
-"""Hopper's backward kernels, as far as can be seen without a GPU: what is emitted, and what the assembler makes of it."""
+"""Hopper's backward kernels, as far as can be seen without a GPU: their text, and what the assembler makes of it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from emitted_text import all_called, all_used, functions, members_read, tidy, un
 SM_90A = target_named("sm_90a")
 OWN = (HopperBackwardPlan, HopperWidePlan, HopperQueriesPlan)
 DIMS = (128, 64, 256, 40, 96, 192, 8, 112, 72, 80, 144, 32, 16, 224)
-# Lines; of a file, lines of code beside the device's primitives: 450 but for variants that sum gradients of captures, too.
+# Lines; of a file, lines of code beside the primitives: more where gradients of captures are summed, or bits drawn.
 LONGEST_FUNCTION, MOST_CODE, MOST_CODE_OF_SUMS = 75, 450, 530
 MOST_SPILLED_OF_LOADS = (
     64  # bytes of a thread: elements for each score are loaded as early as registers allow, and beyond

@@ -62,9 +62,11 @@ def render_hopper_backward(
         others = render_mma_sync_backward(spec, replace(target, backward_family="ampere"), None, deterministic)
         return tuple(replace(kernel, target=target) for kernel in others)
     plan.check(spec, target)
-    wide, rows = isinstance(plan, HopperWidePlan), rows_of(plan.tile_q)
-    apart = deterministic or wide
-    keys = _wide_keys(spec, target, plan, rows) if wide else _keys(spec, target, plan, rows, deterministic)
+    rows = rows_of(plan.tile_q)
+    if isinstance(plan, HopperWidePlan):
+        apart, keys = True, _wide_keys(spec, target, plan, rows)
+    else:
+        apart, keys = deterministic, _keys(spec, target, plan, rows, deterministic)
     kernels = [prepare(spec, target, plan, rows, apart), keys]
     if apart:
         kernels.append(_queries(spec, target, choose_hopper_queries_plan(spec, target), rows))

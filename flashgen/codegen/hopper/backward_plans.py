@@ -120,7 +120,8 @@ class HopperBackwardPlan:
         if self.tile_q not in (_ROWS, 2 * _ROWS) or self.stages < 1:
             return f"tile_q={self.tile_q} must be 64 or 128, and stages={self.stages} positive"
         if self.gradient_columns(spec) > self.tile_q:  # they share registers with scores
-            return f"tile_q={self.tile_q} has no registers for {self.gradient_columns(spec)} columns of dQ: take more queries"
+            columns = self.gradient_columns(spec)
+            return f"tile_q={self.tile_q} has no registers for {columns} columns of dQ: take more queries"
         if self.registers(spec) > _ACCUMULATORS:
             return f"it takes {self.registers(spec)} registers of a thread for sums and products: take fewer queries"
         if self.shared_bytes(spec) > target.shared_per_block:

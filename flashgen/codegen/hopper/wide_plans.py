@@ -67,7 +67,8 @@ class HopperWidePlan:
         """What the kernel's header says of it."""
         return (
             f"{self.tile_q} queries x {self.tile_k} keys, a warpgroup for dV and one for dK, of "
-            f"{self.consumer_registers} registers, {self.stages} stages of Q and dO, {shared_bytes} bytes of shared memory"
+            f"{self.consumer_registers} registers, {self.stages} stages of Q and dO, {shared_bytes} bytes of shared "
+            "memory"
         )
 
     def problem(self, spec: AttentionSpec, target: Target) -> str | None:

@@ -1,0 +1,220 @@
+"""Mistakes planted in the emitted backward kernels of Hopper: each is caught, by the check that the table names."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any, Literal
+
+import pytest
+
+import flashgen.language as fg
+from flashgen import attention
+from flashgen.codegen.hopper.backward_plans import HopperBackwardPlan
+from flashgen.errors import LaunchError
+from flashgen.runtime.schedule import Schedule
+from flashgen.verify import Shape, gradients_by_name, judged_gradients, random_gradients, random_inputs
+from flashgen.verify.gradients import poisoned_gradients
+
+LATE, EARLY, RANDOM = Schedule("in_order", "late"), Schedule("greedy_warp", "early"), Schedule("random", "random", 5)
+SHAPE = Shape(330, 600, 1, 2, 1)  # several tiles either way, the last ones ragged, and a group of two query heads
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A backward pass, and the kernel of it that faults are planted in."""
+
+    spec: fg.AttentionSpec
+    part: str = "keys"
+    options: dict[str, Any] = field(default_factory=dict, hash=False)
+
+    def compiled(self, **how: Any) -> attention.Attention:
+        return attention.compile(self.spec, target="sm_90a", emulate=True, **self.options, **how)
+
+    @property
+    def source(self) -> str:
+        return next(text for name, text in self.compiled().backward_sources.items() if f"-{self.part}-" in name)
+
+
+SUBJECTS = {
+    "keys": Subject(fg.AttentionSpec(64, mask=fg.causal()), options={"backward_plan": HopperBackwardPlan(64)}),
+    "late": Subject(fg.AttentionSpec(64, mask=fg.causal())),
+    "wide": Subject(fg.AttentionSpec(144, value_dim=136, mask=fg.causal())),
+    "queries": Subject(fg.AttentionSpec(64, mask=fg.causal()), "queries", {"deterministic": True}),
+}
+
+
+@cache
+def call(name: str) -> tuple[Any, ...]:
+    """The inputs of a subject's call, its output and LSE, and the gradients that it begins with."""
+    spec = SUBJECTS[name].spec
+    inputs = random_inputs(spec, SHAPE, seed=11)
+    out, lse = SUBJECTS[name].compiled()(inputs.q, inputs.k, inputs.v, return_lse=True)
+    return inputs, out, lse, random_gradients(spec, SHAPE, 11)[0]
+
+
+def is_right(name: str, source: str | None = None, **engine: Any) -> bool:
+    subject = SUBJECTS[name]
+    inputs, out, lse, d_out = call(name)
+    given = {} if source is None else {"source": {subject.part: source}}
+    into = poisoned_gradients(subject.spec, inputs)
+    compiled = subject.compiled(**given, **engine)
+    found = compiled.backward(d_out, inputs.q, inputs.k, inputs.v, out, lse, into=into)
+    verdicts = judged_gradients(subject.spec, inputs.q, inputs.k, inputs.v, d_out, gradients_by_name(found))
+    return all(verdict.ok for verdict in verdicts.values())
+
+
+@dataclass(frozen=True)
+class Fault:
+    """`pattern`, found once in the kernel as a regular expression, becomes `replacement`; `finding` is said of it."""
+
+    name: str
+    pattern: str
+    replacement: str
+    finding: str
+    subject: Literal["keys", "late", "wide", "queries"] = "keys"
+
+    def planted(self) -> str:
+        text, count = re.subn(self.pattern, self.replacement, SUBJECTS[self.subject].source, flags=re.DOTALL)
+        assert count == 1, f"{self.name}: {self.pattern!r} stands {count} times in the source; the fault fits no more"
+        return text
+
+
+UNREAD = "nothing has been written to|may still write|over-arrival|nobody has waited"
+OVERWRITES = "may still read|over-arrival|was overwritten"
+UNFENCED = r"fence_async_shared\(\) is missing"
+
+UNGUARDED = [
+    Fault("Q not waited for", r"if \(!again\) mbarrier_wait\(barriers\.queries_full\(use\), [^;]*;", "", UNREAD),
+    Fault("dO not waited for", r"if \(!again\) mbarrier_wait\(barriers\.outputs_full\(use\), [^;]*;", "", UNREAD),
+    Fault("place of Q not waited for", r"mbarrier_wait\(barriers\.queries_empty\(use\), [^;]*;", "", OVERWRITES),
+    Fault("place of dO not waited for", r"mbarrier_wait\(barriers\.outputs_empty\(use\), [^;]*;", "", OVERWRITES),
+    Fault(
+        "Q released early",
+        r"(    start_sum<kHeadDimPadded, .*?)(    release\(barriers\.queries_empty\(use\)\);\n)",
+        r"\2\1",
+        OVERWRITES,
+        "late",
+    ),
+    Fault(
+        "the other's dS not waited for",
+        r"mbarrier_wait\(barriers\.scores_full\(use\), [^;]*;",
+        "",
+        f"{UNREAD}|{UNFENCED}",
+    ),
+    Fault("place of dS not waited for", r"mbarrier_wait\(barriers\.scores_empty\(use\), [^;]*;", "", OVERWRITES),
+    Fault(
+        "dS shown to nobody",
+        r"fence_async_shared\(\);(\s+__syncwarp\(\);\s+release\(barriers\.scores)",
+        r"\1",
+        UNFENCED,
+    ),
+    Fault(
+        "dQ shown to nobody",
+        r"fence_async_shared\(\);(\s+__syncwarp\(\);\s+if \(threadIdx.x % 32 == 0\) \{\s+const)",
+        r"\1",
+        UNFENCED,
+    ),
+    Fault("place of dQ not waited for", r"if \(lane == 0\) bulk_wait_read<0>\(\);(   // of)", r"\1", OVERWRITES),
+    Fault("dQ not committed", r"(bulk_reduce_add\([^;]*;\s+)bulk_commit\(\);", r"\1", f"bulk_commit|{OVERWRITES}"),
+    Fault("no wait for products", r"wgmma_wait<kPending>\(\);(\s+order)", r"\1", f"{OVERWRITES}|wgmma_wait"),
+    Fault("K in use", r"named_barrier_sync\(1, kConsumers \* 128\);", "", "data race"),
+    Fault("P not waited for", r"mbarrier_wait\(barriers\.scores_full\(use\), [^;]*;", "", "data race", "wide"),
+    Fault(
+        "Q released early",
+        r"(      start_sum<kHeadDimPadded, .*?)(      release\(barriers\.queries_empty\(use\)\);\n)",
+        r"\2\1",
+        OVERWRITES,
+        "wide",
+    ),
+    Fault(
+        "keys released early",
+        r"(    start_sum<kHeadDimPadded, .*?)(    release\(barriers\.keys_empty\(step\)\);\n)",
+        r"\2\1",
+        OVERWRITES,
+        "queries",
+    ),
+]
+RACES = [fault for fault in UNGUARDED if fault.finding == "data race"]
+
+
+def named(faults: list[Fault]) -> Any:
+    return pytest.mark.parametrize("fault", faults, ids=lambda fault: f"{fault.subject}: {fault.name}")
+
+
+@pytest.mark.parametrize("name", SUBJECTS)
+def test_what_has_no_fault_is_right(name: str) -> None:
+    for schedule in (LATE, EARLY, RANDOM):
+        assert is_right(name, schedule=schedule)
+
+
+@named([fault for fault in UNGUARDED if fault not in RACES])
+def test_what_is_not_waited_for_is_caught_by_name(fault: Fault) -> None:
+    """By engines that are late, or at random."""
+    for schedule in (LATE, RANDOM):
+        try:
+            assert is_right(fault.subject, fault.planted(), schedule=schedule), "wrong numbers, and nothing is said"
+        except LaunchError as error:
+            assert re.search(rf"kernel\.cu:\d+: .*({fault.finding})", str(error), re.DOTALL), str(error)
+            return
+    pytest.fail("nothing found it")
+
+
+@named(RACES)
+def test_a_race_is_caught_by_thread_sanitizer(fault: Fault) -> None:
+    with pytest.raises(LaunchError, match="data race"):
+        is_right(fault.subject, fault.planted(), sanitize="thread", schedule=EARLY)
+
+
+PROTOCOL = [
+    Fault(
+        "Q's parity slips",
+        r"(queries_full\(use\), barriers\.)parity\(use\)",
+        r"\g<1>parity(use + kStages)",
+        f"parity|deadlock|{UNREAD}",
+    ),
+    Fault("dS's parity slips", r"score_parity\(use\) \^ 1", "score_parity(use)", "parity slip|deadlock"),
+    Fault("too few bytes", r"kQueryBytes \+ kStatisticsBytes \+", "kQueryBytes +", "wrong byte count"),
+    Fault(
+        "too few arrivals",
+        r"mbarrier_init\(scores_full\(stage\), kConsumers \* 4\)",
+        "mbarrier_init(scores_full(stage), 4)",
+        f"over-arrival|{UNREAD}",
+    ),
+    Fault("no P handed over", r"release\(barriers\.scores_full\(use\)\);", "", "deadlock", "wide"),
+    Fault(
+        "V's parity slips",
+        r"(values_full\(step\), barriers\.)value_parity\(step\)",
+        r"\g<1>value_parity(step + kValueStages)",
+        f"parity|deadlock|{UNREAD}",
+        "queries",
+    ),
+]
+
+
+@named(PROTOCOL)
+def test_a_broken_protocol_is_caught_by_name(fault: Fault) -> None:
+    with pytest.raises(LaunchError) as error:
+        is_right(fault.subject, fault.planted(), schedule=LATE)
+    assert re.search(fault.finding, str(error.value)), str(error.value)
+
+
+WRONG = [
+    Fault(
+        "the other's half of dQ",
+        r"column_part = warpgroup % kGradientColumnParts;(\s+order)",
+        r"column_part = 0;\1",
+        "",
+    ),
+    Fault("dS in the wrong chunk", r"chunk \^ lane % 8", "chunk ^ lane % 4", ""),
+    Fault("dQ of the step before lost", r"if \(use > 0\) add_query_gradients", "if (use > 1) add_query_gradients", ""),
+    Fault("D forgotten", r" - \(e % 2 \? rows\.w : rows\.y\)", "", "", "wide"),
+    Fault("dQ not scaled", r"\(d_queries, kScale,", "(d_queries, 1.0f,", "", "queries"),
+    Fault("no tile has a mask", r"!tiles\.full\(step\) \|\| ", "", "", "queries"),
+]
+
+
+@named(WRONG)
+def test_a_wrong_place_is_caught_by_the_numbers(fault: Fault) -> None:
+    assert not is_right(fault.subject, fault.planted(), schedule=LATE)
