@@ -106,7 +106,8 @@ def tile_map(
     span = _Span(rows, columns, len_q, len_k)
     tile_range = key_range(mask_expression)
     if tile_range is not None:
-        classes = _by_range(tile_range, span, captures or {})[None, None]
+        batch = batch if tile_range.depends_on(ops.BATCH) else 1
+        classes = _by_range(tile_range, span, captures or {}, batch)[:, None]
     else:
         batch = batch if depends_on(mask_expression, ops.BATCH) else 1
         heads = heads if depends_on(mask_expression, ops.HEAD) else 1
@@ -157,10 +158,12 @@ class _Span:
         return {ops.LEN_Q: np.int64(self.len_q), ops.LEN_K: np.int64(self.len_k)}
 
 
-def _by_range(tile_range: TileRange, span: _Span, captures: Mapping[str, Any]) -> Array:
+def _by_range(tile_range: TileRange, span: _Span, captures: Mapping[str, Any], batch: int) -> Array:
+    """The classes, (batch, tiles_q, tiles_k)."""
     first, last = span.queries(np.arange(span.tiles_q))
-    bounds = evaluate_range(tile_range, first, last, span.len_q, span.len_k, captures)
-    begin, end, full_begin, full_end = (bound[:, None] for bound in bounds)
+    sequences = np.arange(batch)[:, None]
+    bounds = evaluate_range(tile_range, first, last, span.len_q, span.len_k, captures, sequences)
+    begin, end, full_begin, full_end = (bound[..., None] for bound in bounds)
     low = np.arange(span.tiles_k) * span.columns
     high = low + span.columns
     visited = (low < end) & (high > begin) & (begin < end)

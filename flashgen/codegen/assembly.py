@@ -18,6 +18,7 @@ from flashgen.codegen.targets import Target
 from flashgen.codegen.tiling import padded
 from flashgen.codegen.variant import Variant
 from flashgen.errors import UnsupportedError
+from flashgen.language.operations import BATCH
 from flashgen.language.spec import AttentionSpec
 from flashgen.language.well_formed import FLOAT32_MAX
 
@@ -93,6 +94,7 @@ ENDS_OF_TILES = {
     K_LAST: "const int k_last = min(work.first_key + kTileK, arguments.len_k) - 1;",
 }
 """What a range calls the ends of the tile that it is of -> their declarations in a kernel."""
+_SEQUENCE = "const int b = work.batch;"
 
 
 def range_texts(tiles: TileRange, ends: Mapping[sympy.Symbol, str] = ENDS_OF_TILES) -> dict[str, Any]:
@@ -114,7 +116,9 @@ def visited_tiles(
     """The text of which tiles a block visits, keys or `queries`: by a range, or by lists where there is none."""
     module: Any = environment().get_template("key_tiles.cuh.jinja").module
     side = module.QUERIES if queries else module.KEYS
-    return str(module.ranges(range_texts(tiles, ends), struct, masked, side) if tiles else module.lists(struct, side))
+    if tiles is None:
+        return str(module.lists(struct, side))
+    return str(module.ranges(range_texts(tiles, {BATCH: _SEQUENCE, **ends}), struct, masked, side))
 
 
 def longest_last(tiles: TileRange | None) -> bool:

@@ -212,8 +212,8 @@ def _analysable(mask: sympy.Basic, direction: Direction) -> TileRange | None:
     range_of = key_range if direction == "keys" else query_range
     taken, found = None, None
     for conjunct in _conjuncts(mask):
-        if conjunct.atoms(Load):
-            continue
+        if conjunct.atoms(Load) or conjunct.has(BATCH):
+            continue  # the kernel that lists has no names for them where it bounds a list
         joined = conjunct if taken is None else And(taken, conjunct)
         tile_range = range_of(joined)
         if tile_range is not None:

@@ -8,6 +8,7 @@ from functools import lru_cache
 import numpy as np
 
 from flashgen.analysis.closed_forms.tile_ranges import evaluate_range, key_range
+from flashgen.language.operations import BATCH
 from flashgen.language.spec import AttentionSpec
 
 
@@ -26,7 +27,7 @@ class Workload:
 def steps_of(spec: AttentionSpec, len_q: int, len_k: int, tile_q: int, tile_k: int) -> float:
     """Tiles of keys that a tile of queries visits, on average: all where only a call knows the mask's captures."""
     ranges = key_range(spec.mask.expression)
-    if ranges is None or ranges.captures or not len_q:
+    if ranges is None or ranges.captures or ranges.depends_on(BATCH) or not len_q:
         return -(-len_k // tile_k)
     first = np.arange(0, len_q, tile_q)
     last = np.minimum(first + tile_q, len_q) - 1

@@ -20,7 +20,7 @@ from flashgen.language.modifiers import Mask, trace_mask
 from flashgen.language.trace import Traced
 
 # The parser, `flashgen.language` and `flashgen` take the named masks from here.
-__all__ = ["block_sparse", "causal", "dilated_window", "document", "full", "prefix_lm", "sliding_window"]
+__all__ = ["block_sparse", "causal", "dilated_window", "document", "full", "padding", "prefix_lm", "sliding_window"]
 
 # A call of each, as messages show it. `flashgen verify` also meets those that none of its variants has.
 EXAMPLES = (
@@ -31,9 +31,11 @@ EXAMPLES = (
     "prefix_lm(512)",
     "document('ids')",
     "block_sparse('layout', 64, 64)",
+    "padding('lengths')",
 )
 
 ALIGNMENTS = ("bottom_right", "top_left")
+SIDES = ("right", "left")
 
 
 def full() -> Mask:
@@ -112,6 +114,28 @@ def document(ids: Tensor | str) -> Mask:
         return (ids[q] == ids[k]) if ids.ndim == 1 else (ids[b, q] == ids[b, k])
 
     return trace_mask(same_document, f"document({_tensor_shown(ids, 'int32', 1)})")
+
+
+def padding(lengths: Tensor | str, side: str = "right") -> Mask:
+    """Keeps the keys that a sequence of a padded batch has: its first `lengths[b]`, or with side="left" its last.
+
+    lengths: an integer Tensor of ndim 1, a length for each sequence, or its name for Tensor(name, "int32", ndim=1). A
+    length of 0 or less leaves no key, one beyond len_k all. Queries are not masked: what a query of the padding attends
+    to is computed, and nobody's. Its tiles are known in closed form, but for int64 lengths with side="left".
+    """
+    lengths = _tensor(lengths, "padding: lengths", "int32", 1)
+    if lengths.ndim != 1 or lengths.capture.kind != "int":
+        raise SpecError(
+            f"padding: lengths={lengths!r} must be an integer Tensor of ndim 1, one length for each sequence"
+        )
+    if side not in SIDES:
+        raise SpecError(f"padding: side={side!r}: give 'right', where the padding is behind the keys, or 'left'")
+
+    def kept(b: Any, h: Any, q: Any, k: Any) -> Traced:
+        return k < lengths[b] if side == "right" else f.len_k - k <= lengths[b]
+
+    shown = [_tensor_shown(lengths, "int32", 1), *(["side='left'"] if side == "left" else [])]
+    return trace_mask(kept, f"padding({_listed(shown)})")
 
 
 def block_sparse(layout: Tensor | str, block_q: int, block_k: int) -> Mask:

@@ -69,21 +69,32 @@ def expression_of(mask: Any) -> sympy.Basic:
     return mask.expression if isinstance(mask, fg.Mask) else trace_mask(mask, "mask").expression
 
 
-def holds_by_brute_force(expression: sympy.Basic, len_q: int, len_k: int) -> np.ndarray:
+def holds_by_brute_force(
+    expression: sympy.Basic, len_q: int, len_k: int, captures: dict[str, Any] = SCALARS, batch: int = 0
+) -> np.ndarray:
     values = {
         ops.QUERY: np.arange(len_q)[:, None], ops.KEY: np.arange(len_k), ops.LEN_Q: len_q, ops.LEN_K: len_k,
-        ops.HEAD: 0, ops.BATCH: 0,
+        ops.HEAD: 0, ops.BATCH: batch,
     }  # fmt: skip
-    return np.broadcast_to(evaluate(expression, values, SCALARS), (len_q, len_k))
+    return np.broadcast_to(evaluate(expression, values, captures), (len_q, len_k))
 
 
-def check(tile_range: TileRange, holds: np.ndarray, len_q: int, len_k: int, rows: int, columns: int) -> int:
+def check(
+    tile_range: TileRange,
+    holds: np.ndarray,
+    len_q: int,
+    len_k: int,
+    rows: int,
+    columns: int,
+    captures: dict[str, Any] = SCALARS,
+    batch: int = 0,
+) -> int:
     """Sound for every tile of rows, and no empty tile of columns within the range. Returns the FULL tiles missed."""
     first = np.arange(0, len(holds), rows)
     last = np.minimum(first + rows, len(holds)) - 1
     missed = 0
     for start, begin, end, full_begin, full_end in zip(
-        first, *evaluate_range(tile_range, first, last, len_q, len_k, SCALARS), strict=True
+        first, *evaluate_range(tile_range, first, last, len_q, len_k, captures, batch), strict=True
     ):
         tile = holds[start : start + rows]
         attended = np.flatnonzero(tile.any(axis=0))
@@ -211,6 +222,39 @@ def test_bounds_by_head_where_they_are_asked_for() -> None:
     assert to_text(tile_range.begin) == "max(0, q_first - 16 * h - 16)"
     begin = evaluate_range(tile_range, 100, 163, 500, 500, head=np.arange(3))[0]
     assert begin.tolist() == [84, 68, 52]
+
+
+OF_SEQUENCES: dict[str, Any] = {
+    "padding": fg.padding("lengths"),
+    "padding on the left": fg.padding("lengths", side="left"),
+    "padding, int64": fg.padding(fg.Tensor("lengths", "int64", 1)),
+    "causal padding": fg.causal() & fg.padding("lengths"),
+    "a window of padded keys": fg.sliding_window(40) & fg.padding("lengths", side="left"),
+    "a prefix of each": fg.prefix_lm(fg.Tensor("lengths", "int32", 1)),
+    "what the next has not": lambda b, h, q, k: (k >= LENGTHS_OF[b + 1]) & (k < 200),
+    "queries, too": lambda b, h, q, k: (q < LENGTHS_OF[b]) & (k < LENGTHS_OF[b]),
+    "one sequence of all": lambda b, h, q, k: (q >= k) & (b == 1),
+}
+LENGTHS_OF = fg.Tensor("lengths", "int32", 1)
+
+
+@pytest.mark.parametrize("name", OF_SEQUENCES)
+@pytest.mark.parametrize("made", [key_range, query_range])
+def test_every_empty_tile_of_each_sequence_is_proven(name: str, made: Any) -> None:
+    """Bounds by an element of an array for each sequence: below 0 and past the lengths, too."""
+    expression = expression_of(OF_SEQUENCES[name])
+    tile_range = made(expression)
+    assert tile_range is not None and tile_range.depends_on(ops.BATCH)
+    captures = {"lengths": np.array([37, 0, -5, 400, 129])}
+    for len_q, len_k in ((257, 257), (300, 170), (60, 400)):
+        for batch in range(5):
+            holds = holds_by_brute_force(expression, len_q, len_k, captures, batch)
+            check(tile_range, holds.T if made is query_range else holds, len_q, len_k, 64, 32, captures, batch)
+
+
+def test_an_element_of_a_position_wants_lists() -> None:
+    starts = fg.Tensor("starts", "int32", 2)
+    assert key_range(expression_of(lambda b, h, q, k: k >= starts[b, q])) is None
 
 
 def test_the_captures_of_a_range() -> None:

@@ -78,6 +78,18 @@ MASKS = [
         {"ids": IDS},
     ),
     (
+        "padding('lengths')",
+        fg.padding("lengths"),
+        lambda b, h, q, k: k < (5, 0)[b],
+        {"lengths": np.array([5, 0], np.int32)},
+    ),
+    (
+        "padding(Tensor('lengths', 'int64', ndim=1), side='left')",
+        fg.padding(fg.Tensor("lengths", "int64", 1), side="left"),
+        lambda b, h, q, k: k >= 9 - (5, 0)[b],
+        {"lengths": np.array([5, -(2**63)])},
+    ),
+    (
         "block_sparse('layout', 2, 3)",
         fg.block_sparse("layout", 2, 3),
         lambda b, h, q, k: LAYOUT[0, 0, q // 2, k // 3],
@@ -234,6 +246,7 @@ def test_scores_compose_with_functions():
     (lambda: fg.document(np.arange(3)), "must be a Tensor"),
     (lambda: fg.document(fg.Tensor("i", "int32", 3)), "ndim 1"), (lambda: fg.document("q"), "capture name 'q'"),
     (lambda: fg.block_sparse("layout", 0, 8), "block_q=0"), (lambda: fg.block_sparse("layout", 8, 1.0), "block_k=1.0"),
+    (lambda: fg.padding(fg.Tensor("l", "int32", 2)), "ndim 1"), (lambda: fg.padding("l", "middle"), "side='middle'"),
     (lambda: fg.block_sparse(fg.Tensor("l", "bool", 1), 8, 8), "ndim 2, 3 or 4"),
     (lambda: fg.block_sparse("l", fg.Scalar("s"), 8), "must be an integer"), (lambda: fg.alibi(0), "number of heads"),
     (lambda: fg.alibi(2.5), "number of heads"), (lambda: fg.alibi(fg.Tensor("s", "int32", 1)), "floating Tensor"),

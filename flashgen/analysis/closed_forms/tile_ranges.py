@@ -1,11 +1,12 @@
 """Closed forms over a tile: which keys its queries may attend to, and which keys all of them attend to.
 
 `key_range` answers for a tile of queries, `query_range` for a tile of keys. Both are sound for every length that a call
-accepts and for every value of the scalar captures; None means that the predicate is not of that kind and wants lists.
-The policy:
+accepts and for every value of the captures; None means that the predicate is not of that kind and wants lists. The
+policy:
 
-- None where a captured array is read; where an integer may wrap; where a comparison is not understood; where the rows'
-  runs are not provably one run (global tokens beside a window) or leap from row to row; where batch or head matter,
+- an element that a captured array has for a sequence, lengths[b], is a number as a scalar capture is;
+- None where an array is read at q, k or h; where an integer may wrap; where a comparison is not understood; where the
+  rows' runs are not provably one run (global tokens beside a window) or leap from row to row; where the head matters,
   unless `per_head` is given;
 - a comparison with a period of at most 16 in q and k (dilation) leaves the bounds alone and empties the FULL stretch;
 - a condition on whole rows or on scalars chooses between the bounds and nothing.
@@ -63,7 +64,7 @@ class TileRange:
     stretch is empty where its end is at or before its begin: the end may then be negative, the begin beyond the length.
     All four are int32's, with room to round them up to a tile; what they are made of may need int64.
 
-    The nodes are over Q_FIRST and Q_LAST (inclusive rows; K_FIRST and K_LAST for `query_range`), the lengths and scalar
+    The nodes are over Q_FIRST and Q_LAST (inclusive rows; K_FIRST and K_LAST for `query_range`), the lengths, BATCH and
     captures. They hold for every tile with first <= last, whether or not the last row lies within the length.
     """
 
@@ -74,8 +75,12 @@ class TileRange:
 
     @property
     def captures(self) -> tuple[ops.Capture, ...]:
-        """The scalar captures that the bounds read."""
+        """The captures that the bounds read: numbers, and arrays with an element for each sequence."""
         return ops.captures_of(self.begin, self.end, self.full_begin, self.full_end)
+
+    def depends_on(self, symbol: Node) -> bool:
+        """Whether a bound reads an index, a length or the end of a tile."""
+        return any(contains(getattr(self, field.name), symbol) for field in fields(self))
 
     def __str__(self) -> str:
         return ", ".join(f"{field.name} = {to_text(getattr(self, field.name))}" for field in fields(self))
@@ -84,7 +89,7 @@ class TileRange:
 def key_range(mask: Node, per_head: bool = False) -> TileRange | None:
     """The keys of a tile of queries Q_FIRST..Q_LAST, or None where the mask wants lists.
 
-    `mask` is a boolean node over indices, lengths and captures. With `per_head`, bounds may read BATCH and HEAD.
+    `mask` is a boolean node over indices, lengths and captures. With `per_head`, bounds may read HEAD.
     """
     return _tile_range(mask, KEYS, per_head)
 
@@ -100,7 +105,7 @@ def evaluate_range(
     last: Any,
     len_q: int,
     len_k: int,
-    scalars: Mapping[str, Any] | None = None,
+    captures: Mapping[str, Any] | None = None,
     batch: Any = 0,
     head: Any = 0,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
@@ -117,7 +122,7 @@ def evaluate_range(
     }  # fmt: skip
     shape = np.broadcast_shapes(first.shape, last.shape, np.shape(batch), np.shape(head))
     begin, end, full_begin, full_end = (
-        np.broadcast_to(np.asarray(evaluate(getattr(tile_range, field.name), values, scalars or {}), np.int64), shape)
+        np.broadcast_to(np.asarray(evaluate(getattr(tile_range, field.name), values, captures or {}), np.int64), shape)
         for field in fields(tile_range)
     )
     return begin, end, full_begin, full_end
@@ -125,17 +130,21 @@ def evaluate_range(
 
 @lru_cache(maxsize=1024)
 def _tile_range(mask: Node, direction: Direction, per_head: bool) -> TileRange | None:
-    if mask.atoms(ops.Load) or Bounds().wraps_within(mask):
+    if not all(_of_sequence(load, per_head) for load in mask.atoms(ops.Load)) or Bounds().wraps_within(mask):
         return None
     try:
         runs = solve(alternatives(mask, direction.solved), direction)
         found = _over_tile(runs, direction)
     except (NotOneRun, TooManyAlternatives):
         return None
-    for_heads = (ops.BATCH, ops.HEAD)
-    if not per_head and any(contains(getattr(found, field.name), *for_heads) for field in fields(found)):
+    if found.depends_on(ops.HEAD) and not per_head:
         return None
     return _held(found, direction)
+
+
+def _of_sequence(load: ops.Load, per_head: bool) -> bool:
+    """Whether an array is read at one element for a sequence (or for a head of it), whichever the row and the key."""
+    return not contains(load, ops.QUERY, ops.KEY, *(() if per_head else (ops.HEAD,)))
 
 
 def _held(found: TileRange, direction: Direction) -> TileRange | None:
@@ -207,8 +216,8 @@ def _typical_length(stretch: tuple[Node, Node]) -> int:
     first = np.arange(0, 4096, 128)
     values = {Q_FIRST: first, Q_LAST: first + 127, K_FIRST: first, K_LAST: first + 127}
     values |= {ops.LEN_Q: 4096, ops.LEN_K: 4096, ops.BATCH: 0, ops.HEAD: 0}
-    scalars = {capture.name: 128 for capture in ops.captures_of(*stretch)}
-    begin, end = (np.asarray(evaluate(bound, values, scalars)) for bound in stretch)
+    captures = {capture.name: np.full((1,) * capture.ndim, 128) for capture in ops.captures_of(*stretch)}
+    begin, end = (np.asarray(evaluate(bound, values, captures)) for bound in stretch)
     return int(np.maximum(end - begin, 0).sum())
 
 

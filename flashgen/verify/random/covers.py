@@ -11,6 +11,7 @@ import sympy
 
 from flashgen.analysis.closed_forms.tile_ranges import TileRange, evaluate_range, key_range, query_range
 from flashgen.analysis.tile_classes import EMPTY, FULL, TileMap, tile_map
+from flashgen.language.operations import BATCH
 from flashgen.verify.random.meaning import Sizes
 
 Array = np.ndarray[Any, Any]
@@ -64,24 +65,38 @@ def lie_of_analysis(
         lie = lie_of_map(tiles, allowed, sizes)
         if lie:
             return lie
-    anywhere, everywhere = allowed.any(axis=(0, 1)), allowed.all(axis=(0, 1))
-    anywhere, everywhere = (np.broadcast_to(each, (sizes.len_q, sizes.len_k)) for each in (anywhere, everywhere))
-    for name, made, some, every in (
-        ("keys", key_range(mask), anywhere, everywhere),
-        ("queries", query_range(mask), anywhere.T, everywhere.T),
-    ):
-        lie = _lie_of_range(made, some, every, sizes, captures) if made else None
+    for name, made in (("keys", key_range(mask)), ("queries", query_range(mask))):
+        lie = _lie_of_ranges(made, allowed, sizes, captures, transposed=name == "queries") if made else None
         if lie:
             return f"the range of {name} {lie}"
     return None
 
 
-def _lie_of_range(made: TileRange, some: Array, every: Array, sizes: Sizes, captures: Mapping[str, Any]) -> str | None:
+def _lie_of_ranges(
+    made: TileRange, allowed: Array, sizes: Sizes, captures: Mapping[str, Any], transposed: bool
+) -> str | None:
+    """A range that differs between sequences is that of each; one that does not, of all together."""
+    shape = (sizes.batch, allowed.shape[1], sizes.len_q, sizes.len_k)
+    sequences = np.broadcast_to(allowed, shape) if made.depends_on(BATCH) else [allowed.reshape(-1, *allowed.shape[2:])]
+    for batch, of_heads in enumerate(sequences):
+        some, every = (
+            np.broadcast_to(each, (sizes.len_q, sizes.len_k)) for each in (of_heads.any(axis=0), of_heads.all(axis=0))
+        )
+        some, every = (some.T, every.T) if transposed else (some, every)
+        lie = _lie_of_range(made, some, every, sizes, captures, batch)
+        if lie:
+            return f"of sequence {batch} {lie}" if made.depends_on(BATCH) else lie
+    return None
+
+
+def _lie_of_range(
+    made: TileRange, some: Array, every: Array, sizes: Sizes, captures: Mapping[str, Any], batch: int
+) -> str | None:
     """Tiles are of rows and ranges of columns, whichever of them are queries."""
     for rows in (64, 17):
         first = np.arange(0, len(some), rows)
         last = np.minimum(first + rows, len(some)) - 1
-        bounds = evaluate_range(made, first, last, sizes.len_q, sizes.len_k, captures)
+        bounds = evaluate_range(made, first, last, sizes.len_q, sizes.len_k, captures, batch)
         for start, begin, end, full_begin, full_end in zip(first, *bounds, strict=True):
             columns = np.flatnonzero(some[start : start + rows].any(axis=0))
             if columns.size and not (begin <= columns[0] and columns[-1] < end):
