@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any, Literal
 
+from flashgen.attention.bound import BoundAttention
 from flashgen.attention.callable import Attention
 from flashgen.attention.edits import NO_EDITS, Edits
 from flashgen.attention.given_sources import GivenText, Source, texts_of
@@ -70,7 +71,8 @@ def compile(
     engine = Emulator(sanitize, schedule or Schedule()) if emulate else Gpu()
     chosen = _target(target, emulate, plan)
     made_of = (spec, chosen, engine, plan, bool(deterministic), backward_plan, texts_of(source))
-    return _COMPILED.get_or_make(made_of, partial(_made, *made_of))
+    attention = _COMPILED.get_or_make(made_of, partial(_made, *made_of))
+    return BoundAttention(attention, spec.bound) if spec.bound else attention
 
 
 def _target(name: str | None, emulate: bool, plan: Plan | None) -> Target:

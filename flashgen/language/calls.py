@@ -10,6 +10,7 @@ from typing import Any
 import sympy
 
 from flashgen.errors import SpecError
+from flashgen.language.closures import standing_in
 from flashgen.language.trace import Traced, lift
 from flashgen.language.well_formed import check_expression
 
@@ -20,14 +21,14 @@ def run_traced(function: Callable[..., Any], symbols: tuple[sympy.Symbol, ...], 
     """Call `function` once with proxies of the symbols. Errors say which function, and at which line of it."""
     _check_signature(function, symbols, what)
     try:
-        return function(*(Traced(symbol) for symbol in symbols))
+        return standing_in(function)(*(Traced(symbol) for symbol in symbols))
     except SpecError as error:
         raise SpecError(f"{what}{_line_of(error)}: {error}") from error
     except Exception as error:
         # NumPy and torch hide the error of __index__ behind their own.
         error.add_note(
-            f"while flashgen traced {what}: an array or tensor from outside is declared as flashgen.Tensor(name, "
-            "dtype, ndim), and given at the call"
+            f"while flashgen traced {what}: of arrays from outside only elements are traced, array[index]; or declare "
+            "flashgen.Tensor(name, dtype, ndim), and give the array at the call"
         )
         raise
 

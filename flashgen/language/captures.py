@@ -94,6 +94,11 @@ class Tensor:
         return declared(self.capture)
 
 
+def index_capture(capture: ops.Capture, index: Any) -> Any:
+    """`capture[index]`: a traced value, or what waits for the rest of the indices."""
+    return _index(capture, (), index)
+
+
 class _PartlyIndexed:
     """`table[h]` of a table with more dimensions, waiting for the rest: `table[h][d]`."""
 

@@ -15,7 +15,9 @@ import sympy
 
 from flashgen.errors import SpecError
 from flashgen.language import functions as f
+from flashgen.language.bound import is_array
 from flashgen.language.captures import Scalar, Tensor
+from flashgen.language.closures import BoundTensor
 from flashgen.language.modifiers import Mask, trace_mask
 from flashgen.language.trace import Traced
 
@@ -86,8 +88,10 @@ def dilated_window(window: Any, dilation: Any, align: str = "bottom_right") -> M
 def prefix_lm(prefix: Any, align: str = "bottom_right") -> Mask:
     """Causal, and every query also attends to the first `prefix` keys.
 
-    prefix: an integer, a Scalar, or an integer Tensor of ndim 1 with one length for each batch.
+    prefix: an integer, a Scalar, or one length for each batch: an array of integers, or a Tensor of ndim 1.
     """
+    if is_array(prefix) and prefix.ndim:
+        prefix = BoundTensor(prefix, "prefix")
     if not isinstance(prefix, Tensor):
         prefix = _count(prefix, "prefix_lm: prefix")
     elif prefix.ndim != 1 or prefix.capture.kind != "int":
@@ -100,11 +104,11 @@ def prefix_lm(prefix: Any, align: str = "bottom_right") -> Mask:
     return trace_mask(prefixed, f"prefix_lm({_listed([_shown(prefix), _align_shown(align)])})")
 
 
-def document(ids: Tensor | str) -> Mask:
+def document(ids: Any) -> Mask:
     """Packed documents: a query attends to the keys with its own document id. It needs len_q == len_k.
 
-    ids: an integer Tensor, of ndim 1 (one id a position) or ndim 2 (batch, position), or its name for
-    Tensor(name, "int32", ndim=1). Any order of ids is right.
+    ids: an array of integers, of shape (positions,) or (batch, positions), which need not be given at the call; or a
+    Tensor of ndim 1 or 2, or the name of Tensor(name, "int32", ndim=1). Any order of ids is right.
     """
     ids = _tensor(ids, "document: ids", "int32", 1)
     if ids.ndim > 2 or ids.capture.kind != "int":
@@ -116,10 +120,11 @@ def document(ids: Tensor | str) -> Mask:
     return trace_mask(same_document, f"document({_tensor_shown(ids, 'int32', 1)})")
 
 
-def padding(lengths: Tensor | str, side: str = "right") -> Mask:
+def padding(lengths: Any, side: str = "right") -> Mask:
     """Keeps the keys that a sequence of a padded batch has: its first `lengths[b]`, or with side="left" its last.
 
-    lengths: an integer Tensor of ndim 1, a length for each sequence, or its name for Tensor(name, "int32", ndim=1). A
+    lengths: an array of integers, a length for each sequence, which need not be given at the call; or a Tensor of ndim
+    1, or the name of Tensor(name, "int32", ndim=1). A
     length of 0 or less leaves no key, one beyond len_k all. Queries are not masked: what a query of the padding attends
     to is computed, and nobody's. Its tiles are known in closed form, but for int64 lengths with side="left".
     """
@@ -138,7 +143,7 @@ def padding(lengths: Tensor | str, side: str = "right") -> Mask:
     return trace_mask(kept, f"padding({_listed(shown)})")
 
 
-def block_sparse(layout: Tensor | str, block_q: int, block_k: int) -> Mask:
+def block_sparse(layout: Any, block_q: int, block_k: int) -> Mask:
     """Keeps the blocks of block_q queries × block_k keys whose entry of the layout is true.
 
     layout: a Tensor of bool (or of integers: all but 0 are true), of shape (blocks_q, blocks_k), (heads, blocks_q,
@@ -190,10 +195,12 @@ def _block(value: Any, argument: str) -> int:
 def _tensor(value: Any, argument: str, dtype: str, ndim: int) -> Tensor:
     if isinstance(value, str):
         return Tensor(value, dtype, ndim)
+    if is_array(value):
+        return BoundTensor(value, argument.rpartition(" ")[2])
     if not isinstance(value, Tensor):
         raise SpecError(
-            f"{argument}={type(value).__name__} must be a Tensor or the name of one: declare it, and give the array at "
-            "the call"
+            f"{argument}={type(value).__name__} must be an array, or a Tensor or the name of one, whose array is given "
+            "at the call"
         )
     return value
 
@@ -207,6 +214,8 @@ def _shown(value: Any) -> str:
 
 
 def _tensor_shown(value: Tensor, dtype: str, ndim: int) -> str:
+    if isinstance(value, BoundTensor):
+        return repr(value.name)
     plain = repr(value) == repr(Tensor(value.name, dtype, ndim))
     return repr(value.name) if plain else repr(value)
 

@@ -9,14 +9,16 @@ import functools
 import inspect
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import sympy
 
 from flashgen.errors import SpecError
 from flashgen.language import operations as ops
+from flashgen.language.bound import Bound, joined
 from flashgen.language.calls import checked_result, run_traced
+from flashgen.language.closures import bind_where_traced, finding
 from flashgen.language.operations import Capture, captures_of, kind_of
 from flashgen.language.trace import Traced, lift, logic, negate
 from flashgen.language.well_formed import build, check_expression
@@ -40,12 +42,15 @@ _ATOM = 4
 class Mask:
     """A mask: which keys each query attends to. `name` is what it prints as, `expression` a boolean node.
 
+    `bound` are the arrays that its function closed over, by the names of their captures: they need not be given.
+
     Masks combine with `& | ^ ~`, also with plain functions `f(b, h, q, k)`, and can be called inside other traced
     functions: `causal()(b, h, q, k)`.
     """
 
     name: str
     expression: sympy.Basic
+    bound: Bound = field(default_factory=dict, compare=False)
 
     def __post_init__(self) -> None:
         _check_name(self.name, "mask")
@@ -66,7 +71,7 @@ class Mask:
 
     def __call__(self, b: Any, h: Any, q: Any, k: Any) -> Traced:
         """The mask at these (traced or literal) indices, inside a traced function."""
-        return Traced(_substituted(self.expression, MASK_SYMBOLS, (b, h, q, k)))
+        return Traced(_substituted(_own(self), MASK_SYMBOLS, (b, h, q, k)))
 
     def __and__(self, other: Any) -> Mask:
         return _combine("&", self, other)
@@ -87,7 +92,7 @@ class Mask:
         return _combine("^", other, self)
 
     def __invert__(self) -> Mask:
-        return Mask(f"~{_bracketed(self.name, _PRECEDENCE['~'])}", negate(Traced(self.expression)).node)
+        return Mask(f"~{_bracketed(self.name, _PRECEDENCE['~'])}", negate(Traced(self.expression)).node, self.bound)
 
     def __bool__(self) -> bool:
         raise SpecError(f"mask {self.name!r} is neither true nor false: combine masks with & | ~, not and, or, not")
@@ -103,12 +108,15 @@ class Mask:
 class Score:
     """A score function: what becomes of scale·q·k before the mask. `expression` is a float node over the score.
 
+    `bound` are the arrays that its function closed over, by the names of their captures.
+
     Scores compose by calling: `softcap(30)(alibi(8))` applies alibi first. Inside a traced function,
     `softcap(30)(score, b, h, q, k)` is the value at these operands.
     """
 
     name: str
     expression: sympy.Basic
+    bound: Bound = field(default_factory=dict, compare=False)
 
     def __post_init__(self) -> None:
         _check_name(self.name, "score")
@@ -129,11 +137,11 @@ class Score:
                 f"score {self.name!r} is called with another score, as in softcap(30)(alibi(8)), or with "
                 f"(score, b, h, q, k) in a traced function; got {len(operands)} arguments"
             )
-        return Traced(_substituted(self.expression, SCORE_SYMBOLS, operands))
+        return Traced(_substituted(_own(self), SCORE_SYMBOLS, operands))
 
     def _after(self, first: Score) -> Score:
-        expression = _substituted(self.expression, (ops.SCORE,), (Traced(first.expression),))
-        return Score(f"{self.name}({first.name})", expression)
+        own, inner, bound = joined(self.expression, self.bound, first.expression, first.bound)
+        return Score(f"{self.name}({first.name})", _substituted(own, (ops.SCORE,), (Traced(inner),)), bound)
 
     def __str__(self) -> str:
         return self.name
@@ -146,31 +154,33 @@ def trace_mask(function: MaskFunction, name: str | None = None) -> Mask:
     """The mask of `function(b, h, q, k)`, called once with traced indices. SpecError says what it cannot record."""
     name = name or _name_of(function, "mask")
     what = f"mask {name!r}"
-    result = run_traced(function, MASK_SYMBOLS, what)
-    if isinstance(result, Mask):
-        return Mask(name, result.expression)
-    node = checked_result(result, what)
+    with finding() as found:
+        result = run_traced(function, MASK_SYMBOLS, what)
+        if isinstance(result, Mask):
+            return Mask(name, result.expression, result.bound)
+        node, bound = found.named(checked_result(result, what))
     if kind_of(node) != "bool":
         raise SpecError(f"{what} must return a boolean, got {kind_of(node)}: compare it, e.g. return x != 0")
-    return Mask(name, node)
+    return Mask(name, node, bound)
 
 
 def trace_score(function: ScoreFunction, name: str | None = None) -> Score:
     """The score function `function(score, b, h, q, k)`, called once with traced values."""
     name = name or _name_of(function, "score")
     what = f"score {name!r}"
-    result = run_traced(function, SCORE_SYMBOLS, what)
+    with finding() as found:
+        result = run_traced(function, SCORE_SYMBOLS, what)
+        node, bound = (None, {}) if isinstance(result, (Mask, Score)) else found.named(checked_result(result, what))
     if isinstance(result, Score):
-        return Score(name, result.expression)
+        return Score(name, result.expression, result.bound)
     if isinstance(result, Mask):
         raise SpecError(
             f"{what} returned a mask: return where(mask(b, h, q, k), score, float('-inf')), or pass it as mask="
         )
-    node = checked_result(result, what)
     kind = kind_of(node)
     if kind == "bool":
         raise SpecError(f"{what} must return a number, got bool: a condition belongs in the mask, or in where(c, a, b)")
-    return Score(name, node if kind == "float" else build(ops.ToFloat, node))
+    return Score(name, node if kind == "float" else build(ops.ToFloat, node), bound)
 
 
 def as_mask(value: Any, argument: str = "mask") -> Mask:
@@ -204,7 +214,16 @@ def _combine(operator: str, left: Any, right: Any) -> Mask:
     # & | ^ associate to the left, so the right side needs brackets already at the same precedence.
     level = _PRECEDENCE[operator]
     name = f"{_bracketed(left.name, level)} {operator} {_bracketed(right.name, level + 1)}"
-    return Mask(name, logic(*classes, Traced(left.expression), Traced(right.expression)).node)
+    one, other, bound = joined(left.expression, left.bound, right.expression, right.bound)
+    return Mask(name, logic(*classes, Traced(one), Traced(other)).node, bound)
+
+
+def _own(modifier: Mask | Score) -> sympy.Basic:
+    """The expression of a mask or score inside a traced function, to which its arrays belong from then on."""
+    captures = {capture.name: capture for capture in modifier.captures}
+    return modifier.expression.xreplace(
+        {captures[name]: bind_where_traced(array, name) for name, array in modifier.bound.items() if name in captures}
+    )
 
 
 def _bracketed(name: str, level: int) -> str:

@@ -11,6 +11,7 @@ from typing import Any
 
 from flashgen.errors import SpecError
 from flashgen.language import functions as f
+from flashgen.language.closures import indexed
 from flashgen.language.dtypes import written_name
 from flashgen.language.trace import ANSWERS, Traced, lift, literal_float, negate
 
@@ -218,6 +219,9 @@ def call_torch(function: Any, arguments: tuple[Any, ...], keywords: dict[str, An
 
 def _call(library: str, name: str, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
     if name == "getitem":
+        element = indexed(*arguments)
+        if element is not None:
+            return element
         raise SpecError(
             f"a {library} array cannot be indexed by a traced value: declare flashgen.Tensor(name, dtype, ndim), index "
             "that, and give the array at the call"

@@ -13,6 +13,7 @@ import numpy as np
 
 from flashgen.errors import SpecError
 from flashgen.language import well_formed
+from flashgen.language.bound import Bound, joined
 from flashgen.language.dtypes import ELEMENTS, dtype_name
 from flashgen.language.masks import full
 from flashgen.language.modifiers import Mask, MaskFunction, Score, ScoreFunction, as_mask, as_score
@@ -70,8 +71,10 @@ class AttentionSpec:
             "score": None if score is None else as_score(score),
             "mask": full() if mask is None else as_mask(mask),
         }
+        bound = _join_arrays(values)
         for name, value in values.items():
             object.__setattr__(self, name, value)
+        object.__setattr__(self, "_bound", bound)
         self._check_captures()
 
     def _check_captures(self) -> None:
@@ -83,6 +86,14 @@ class AttentionSpec:
     def captures(self) -> tuple[Capture, ...]:
         """What the call supplies by name, sorted by name."""
         return captures_of(self.mask.expression, *([self.score.expression] if self.score else []))
+
+    @property
+    def bound(self) -> Bound:
+        """The arrays that the mask and the score function closed over, by the names of the captures that they are.
+
+        They are no part of the spec's JSON, nor of what specs are equal by.
+        """
+        return self._bound  # type: ignore[attr-defined]
 
     @property
     def keep_threshold(self) -> int:
@@ -133,6 +144,21 @@ class AttentionSpec:
         parts += [f"dropout={self.dropout!r}"] if self.dropout else []
         parts += [f"score={self.score}"] if self.score else []
         return f"AttentionSpec({', '.join([*parts, f'mask={self.mask}'])})"
+
+
+def _join_arrays(values: dict[str, Any]) -> Bound:
+    """The arrays of mask and score function; where two have one name, one gets another."""
+    mask, score = values["mask"], values["score"]
+    if score is None or not (mask.bound or score.bound):
+        return mask.bound
+    of_mask, of_score, bound = joined(mask.expression, mask.bound, score.expression, score.bound)
+    values["mask"] = Mask(mask.name, of_mask, {name: bound[name] for name in _named(of_mask, bound)})
+    values["score"] = Score(score.name, of_score, {name: bound[name] for name in _named(of_score, bound)})
+    return bound
+
+
+def _named(expression: Any, bound: Bound) -> list[str]:
+    return [capture.name for capture in captures_of(expression) if capture.name in bound]
 
 
 def _dimension(value: Any, argument: str) -> int:

@@ -81,6 +81,7 @@ def prepare(
     _check_shapes(spec, q, k, v)
     seed, offset = _check_dropout(spec, seed, offset, q.shape)
     nothing_read = 0 in (*q.shape[:3], k.shape[2])
+    captures = {name: array.on_host() for name, array in spec.bound.items()} | dict(captures)
     return Problem(spec, q, k, v, seed, offset, _check_captures(spec, captures, nothing_read))
 
 

@@ -1,0 +1,95 @@
+"""An attention whose spec closed over arrays: they are given to each call, and need not be by its caller."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from flashgen.attention.callable import Attention
+from flashgen.language.bound import Bound, BoundArray
+from flashgen.runtime import gpu
+from flashgen.runtime.arrays import CUPY, library_of
+
+
+class BoundAttention(Attention):
+    """An attention that adds arrays of its own to the captures of each call; a capture that is given wins.
+
+    Kernels, plans and what calls remember are those of the attention that all specs like this one share: both have one
+    dictionary of attributes, and this one its arrays beside it.
+
+    Arrays on the GPU of a call are read where they stand; those of the host are copied there once, when a call on that
+    GPU is first made.
+    """
+
+    __slots__ = ("bound",)
+
+    def __init__(self, attention: Attention, bound: Bound) -> None:
+        self.__dict__ = attention.__dict__
+        self.bound = bound
+
+    def __call__(self, q: Any, k: Any, v: Any, **given: Any) -> Any:
+        return super().__call__(q, k, v, **self._with_bound(q, given))
+
+    def backward(self, d_out: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, **given: Any) -> Any:
+        return super().backward(d_out, q, k, v, out, lse, **self._with_bound(q, given))
+
+    def vjp(self, q: Any, k: Any, v: Any, **given: Any) -> tuple[Any, Callable[..., Any]]:
+        return super().vjp(q, k, v, **self._with_bound(q, given))
+
+    def tune(self, q: Any, k: Any, v: Any, **given: Any) -> Any:
+        return super().tune(q, k, v, **self._with_bound(q, given))
+
+    def tiles(self, *sizes: Any, **given: Any) -> Any:
+        return super().tiles(*sizes, **{name: array.on_host() for name, array in self.bound.items()} | given)
+
+    def tile_lists(self, *sizes: Any, **given: Any) -> Any:
+        return super().tile_lists(*sizes, **self._where_kernels_run(given))
+
+    def backward_tile_lists(self, *sizes: Any, **given: Any) -> Any:
+        return super().backward_tile_lists(*sizes, **self._where_kernels_run(given))
+
+    def _with_bound(self, q: Any, given: dict[str, Any]) -> dict[str, Any]:
+        if isinstance(q, np.ndarray):
+            return {name: array.on_host() for name, array in self.bound.items()} | given
+        device = library_of(q, "q").view(q, "q").device
+        return {name: on_gpu(array, device) for name, array in self.bound.items() if name not in given} | given
+
+    def _where_kernels_run(self, given: dict[str, Any]) -> dict[str, Any]:
+        device = self.engine.home()
+        placed = {
+            name: array.on_host() if device is None else on_gpu(array, device) for name, array in self.bound.items()
+        }
+        return {name: array for name, array in placed.items() if name in self._mask_names()} | given
+
+    def _mask_names(self) -> set[str]:
+        return {capture.name for capture in self.spec.mask.captures}
+
+
+def on_gpu(bound: BoundArray, device: int | None) -> Any:
+    """The array on a GPU: itself, or a copy that is made once."""
+    array = bound.current()
+    if device is None or (
+        not _on_host(array) and library_of(array, "an array").view(array, "an array").device == device
+    ):
+        return array
+
+    def copy(_array: Any) -> Any:
+        cupy = gpu.cupy()
+        with cupy.cuda.Device(device):
+            there = CUPY.empty(bound.on_host().shape, bound.dtype, None)
+            there.set(bound.on_host())
+            cupy.cuda.get_current_stream().synchronize()  # ready for whichever stream uses it
+        return there
+
+    return bound.moved(device, copy)
+
+
+def _on_host(array: Any) -> bool:
+    """Whether an array is in the host's memory: NumPy's, or one of torch or JAX on the CPU."""
+    if isinstance(array, np.ndarray):
+        return True
+    if hasattr(array, "is_cuda"):
+        return not array.is_cuda
+    return hasattr(array, "devices") and all(device.platform == "cpu" for device in array.devices())

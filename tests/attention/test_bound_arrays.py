@@ -1,0 +1,108 @@
+"""Calls of attentions whose functions closed over arrays: given by nobody, and what each call reads."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+import flashgen as fg
+from flashgen.errors import ArgumentError
+
+LENGTH = 70
+IDS = np.repeat([0, 1], LENGTH // 2)
+
+
+@pytest.fixture(scope="module")
+def qkv() -> tuple[Any, ...]:
+    random = np.random.default_rng(1)
+    return tuple(random.standard_normal((2, 2, LENGTH, 64)).astype(np.float16) for _ in range(3))
+
+
+def spec_of(ids: Any, slopes: Any) -> fg.AttentionSpec:
+    def score(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+        return s + slopes[h] * (q - k)
+
+    return fg.AttentionSpec(64, mask=lambda b, h, q, k: ids[q] == ids[k], score=score)
+
+
+def test_arrays_need_not_be_given(qkv: Any) -> None:
+    slopes = np.array([0.5, 0.25], np.float32)
+    spec = spec_of(IDS, slopes)
+    declared = fg.AttentionSpec.from_json(spec.to_json())
+    attention, plain = fg.compile(spec, emulate=True), fg.compile(declared, emulate=True)
+    given = {"ids": IDS.astype(np.int32), "slopes": slopes}
+    out, lse = attention(*qkv, return_lse=True)
+    assert np.array_equal(out, plain(*qkv, **given))
+    expected = fg.reference.attention(spec, *qkv)
+    assert np.array_equal(expected, fg.reference.attention(declared, *qkv, **given))
+    assert np.abs(out - expected).max() < 5e-3
+    gradients = attention.backward(out, *qkv, out, lse)
+    for ours, theirs in zip(gradients, plain.backward(out, *qkv, out, lse, **given), strict=True):
+        assert np.abs(ours.astype(np.float32) - theirs).max() <= 1e-2  # dq is a sum in an order that differs
+    assert np.array_equal(attention.vjp(*qkv)[0], out)
+    assert attention.tiles(LENGTH).classes.tolist() == plain.tiles(LENGTH, ids=given["ids"]).classes.tolist()
+    lists = attention.tile_lists(LENGTH)
+    assert np.array_equal(attention(*qkv, tile_lists=lists), out)
+    backward_lists = attention.backward_tile_lists(LENGTH)
+    assert attention.backward(out, *qkv, out, lse, tile_lists=backward_lists).dv.any()
+
+
+def test_attentions_that_share_kernels_have_arrays_of_their_own(qkv: Any) -> None:
+    one, other = (fg.compile(spec_of(ids, np.zeros(2, np.float32)), emulate=True) for ids in (IDS, IDS * 0))
+    assert one.kernels is not None and one.source == other.source
+    assert not np.array_equal(one(*qkv), other(*qkv))
+    assert one.backward_kernels is other.backward_kernels, "rendered once for both"
+
+
+def test_what_is_written_to_an_array_later_is_read(qkv: Any) -> None:
+    slopes = np.zeros(2, np.float32)
+    attention = fg.compile(spec_of(IDS, slopes), emulate=True)
+    before = attention(*qkv)
+    slopes[:] = 1
+    assert not np.array_equal(attention(*qkv), before)
+
+
+def test_a_capture_that_is_given_wins(qkv: Any) -> None:
+    attention = fg.compile(spec_of(IDS, np.zeros(2, np.float32)), emulate=True)
+    assert np.array_equal(
+        attention(*qkv, ids=np.zeros(LENGTH, np.int32)),
+        fg.compile(spec_of(IDS * 0, np.zeros(2, np.float32)), emulate=True)(*qkv),
+    )
+
+
+def test_an_array_that_is_too_short_is_refused(qkv: Any) -> None:
+    attention = fg.compile(spec_of(IDS[:9], np.zeros(2, np.float32)), emulate=True)
+    with pytest.raises(ArgumentError, match="capture 'ids' has shape"):
+        attention(*qkv)
+
+
+def test_documents_and_padding_take_arrays_as_they_come(qkv: Any) -> None:
+    ids, lengths = np.stack([IDS, IDS // 2]), np.array([70, 33])
+    mask = fg.document(ids) & fg.padding(lengths)
+    spec = fg.AttentionSpec(64, mask=mask)
+    assert np.abs(fg.compile(spec, emulate=True)(*qkv) - fg.reference.attention(spec, *qkv)).max() < 5e-3
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("where", ["host", "cupy", "torch"])
+def test_on_a_gpu(qkv: Any, where: str) -> None:
+    """Arrays of the host are copied there once; those of the GPU are read where they stand."""
+    cupy = pytest.importorskip("cupy")
+    slopes = np.array([0.5, 0.25], np.float32)
+    if where == "host":
+        arrays: Any = (IDS, slopes)
+    elif where == "cupy":
+        arrays = (cupy.asarray(IDS), cupy.asarray(slopes))
+    else:
+        torch = pytest.importorskip("torch")
+        arrays = tuple(torch.from_numpy(array).cuda() for array in (IDS, slopes))
+    attention = fg.compile(spec_of(*arrays))
+    expected = fg.reference.attention(spec_of(IDS, slopes), *qkv)
+    on_gpu = [cupy.asarray(array) for array in qkv]
+    assert np.abs(cupy.asnumpy(attention(*on_gpu)) - expected).max() < 5e-3
+    assert np.abs(attention(*qkv) - expected).max() < 5e-3
+    out, pullback = attention.vjp(*on_gpu)
+    assert cupy.isfinite(pullback(out).dq).all()
+    assert attention.tile_lists(LENGTH).bytes > 0
