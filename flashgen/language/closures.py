@@ -117,6 +117,75 @@ def standing_in(function: Callable[..., Any]) -> Callable[..., Any]:
     return _StandIns().of(function, "array", _DEEPEST)
 
 
+def what_it_reads(function: Any) -> tuple[Any, ...]:
+    """What a function, and those that it calls, would be traced with: its code, and the values it holds or reads.
+
+    Two looks at a function are equal if nothing that tracing saw is another object; who keeps one keeps the objects, so
+    that none is made where another was.
+    """
+    seen: list[Any] = []
+    _look(function, seen, _DEEPEST)
+    return tuple(seen)
+
+
+class SameObject:
+    """A value that equals itself alone, and is kept alive."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, SameObject) and self.value is other.value
+
+    def __hash__(self) -> int:
+        return id(self.value)
+
+
+def _look(value: Any, seen: list[Any], depth: int) -> None:
+    if isinstance(value, (str, int, float, bool, type(None))):
+        seen.append((type(value), value))
+        return
+    seen.append(SameObject(value.__code__ if isinstance(value, types.FunctionType) else value))
+    if depth == 0 or is_array(value) or isinstance(value, (type, types.ModuleType, Tensor, Traced)):
+        return
+    inner: list[Any] = []
+    if isinstance(value, types.FunctionType):
+        if (value.__module__ or "").partition(".")[0] in _LIBRARIES and not value.__closure__:
+            return
+        inner = [_contents(cell) for cell in value.__closure__ or ()]
+        inner += [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
+        inner += [value.__globals__[name] for name in sorted(_names_of(value.__code__)) if name in value.__globals__]
+    elif isinstance(value, types.MethodType):
+        inner = [value.__func__, value.__self__]
+    elif isinstance(value, functools.partial):
+        inner = [value.func, *value.args, *value.keywords.values()]
+    elif isinstance(value, (tuple, list)):
+        inner = list(value)
+    elif isinstance(value, dict):
+        inner = list(value.values())
+    elif type(value).__module__.partition(".")[0] not in _LIBRARIES:
+        inner = [*getattr(value, "__dict__", {}).values(), *_call_of(type(value))]
+    known = {
+        item.value for item in seen[:-1] if isinstance(item, SameObject) and isinstance(item.value, types.CodeType)
+    }
+    for item in inner:
+        if not (isinstance(item, types.FunctionType) and item.__code__ in known and not item.__closure__):
+            _look(item, seen, depth - 1)
+
+
+def _contents(cell: Any) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # nothing was assigned yet
+        return None
+
+
+def _call_of(cls: type) -> list[Any]:
+    return [vars(each)["__call__"] for each in cls.__mro__ if "__call__" in vars(each)][:1]
+
+
 class _StandIns:
     """Values as a traced function sees them."""
 
@@ -162,7 +231,7 @@ class _StandIns:
         if type(value).__module__.partition(".")[0] in _LIBRARIES or not hasattr(value, "__dict__"):
             return value
         held = {name: self.of(item, name, depth) for name, item in vars(value).items()}
-        call = next((vars(cls)["__call__"] for cls in type(value).__mro__ if "__call__" in vars(cls)), None)
+        call = next(iter(_call_of(type(value))), None)
         if not any(item is not vars(value)[name] for name, item in held.items()) and not callable(value):
             return value
         return _Attributes(value, held, self.of(call, type(value).__name__, depth))
@@ -192,10 +261,7 @@ class _StandIns:
         return made
 
     def _cell(self, cell: Any, name: str, depth: int) -> Any:
-        try:
-            value = cell.cell_contents
-        except ValueError:  # nothing was assigned yet
-            return cell
+        value = _contents(cell)
         new = self.of(value, name, depth)
         return cell if new is value else types.CellType(new)
 

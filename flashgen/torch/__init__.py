@@ -1,0 +1,35 @@
+"""flashgen in torch: attention that autograd, torch.compile, checkpointing and torch.func know.
+
+    import flashgen as fg
+    from flashgen.torch import attention, flex_attention, scaled_dot_product_attention
+
+    out = attention(fg.AttentionSpec(64, "bfloat16", mask=fg.causal()), q, k, v)
+    out = scaled_dot_product_attention(q, k, v, is_causal=True)         # torch's own signature
+    out = flex_attention(q, k, v, score_mod, create_block_mask(mask_mod, None, None, 1024, 1024))
+
+Tensors are on a GPU; those of the CPU run on the emulator where `emulate=True` says so, or inside `emulated()`.
+`import flashgen` imports nothing of this, and needs no torch.
+"""
+
+from flashgen.torch.block_mask import BlockMask, and_masks, create_block_mask, noop_mask, or_masks
+from flashgen.torch.flex import flex_attention
+from flashgen.torch.functional import attention
+from flashgen.torch.module import Attention
+from flashgen.torch.sdpa import scaled_dot_product_attention
+from flashgen.torch.table import emulated, register
+from flashgen.torch.varlen import varlen_attention
+
+__all__ = [
+    "Attention",
+    "BlockMask",
+    "and_masks",
+    "attention",
+    "create_block_mask",
+    "emulated",
+    "flex_attention",
+    "noop_mask",
+    "or_masks",
+    "register",
+    "scaled_dot_product_attention",
+    "varlen_attention",
+]

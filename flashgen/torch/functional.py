@@ -1,0 +1,134 @@
+"""`attention`: a spec or a compiled attention, called on tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from flashgen.attention import Attention
+from flashgen.attention.bound import BoundAttention
+from flashgen.errors import ArgumentError
+from flashgen.torch import autocast, operators, vmap  # noqa: F401  # what they register
+from flashgen.torch.table import Registered, constant, registered
+from flashgen.torch.tensors import Tensor, all_captures, bound_tensor
+
+_SEEDS = 2**62
+
+
+def attention(
+    spec: Any,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    seed: int | Tensor | None = None,
+    return_lse: bool = False,
+    emulate: bool | None = None,
+    deterministic: bool | None = None,
+    **captures: Any,
+) -> Any:
+    """Attention of q over k and v, differentiable in these and in captures that were declared with grad=True.
+
+    Args:
+        spec: an AttentionSpec, compiled when it is first met and remembered; or what `flashgen.compile` gave.
+        q, k, v: tensors as the spec says, (batch, heads, length, dim) or "bshd", on a GPU. Under autocast they are
+            converted to the spec's dtype. Where rows are not contiguous, or not at multiples of 16 bytes, a copy is
+            made.
+        seed: of the dropout, 0 <= seed < 2**63, or such an int64 tensor on the CPU; None draws one from torch's default
+            generator, so that torch.manual_seed repeats it and checkpointing computes the same anew.
+        return_lse: give the LSE, float32 (batch, heads, queries), too; it is differentiable.
+        emulate: run CPU tensors on the emulator; None is what `flashgen.torch.emulated()` says.
+        deterministic: gradients that are bitwise equal from run to run; None is what
+            torch.use_deterministic_algorithms says.
+        captures: the tensors and numbers that the spec declares. Arrays that its functions closed over need not be
+            given. int64 is taken where int32 was declared, if values fit.
+
+    Returns the output, of q's kind, or a pair with the LSE. Raises ArgumentError where something does not fit.
+    """
+    entry, closed_over = entry_of(spec, emulate, is_deterministic(deterministic))
+    bound = bound_tensors(spec, q.device) if closed_over else {}
+    return call(entry, bound, q, k, v, captures, seed, return_lse)
+
+
+def call(
+    entry: Registered,
+    bound: Mapping[str, Tensor],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    captures: Mapping[str, Any],
+    seed: int | Tensor | None = None,
+    return_lse: bool = False,
+) -> Any:
+    """A call of what is registered; `bound` are captures that need not be given."""
+    arrays, integers, floats = all_captures(entry, captures, bound)
+    if torch.is_autocast_enabled(q.device.type):
+        q, k, v = autocast.cast(q, k, v, entry.dtype)
+    return run(entry, q, k, v, arrays, integers, floats, _seed(entry, seed), return_lse)
+
+
+def is_deterministic(deterministic: bool | None) -> bool:
+    """Whether gradients are to be bitwise equal from run to run; None is what torch was told."""
+    return torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic
+
+
+def run(
+    entry: Registered,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    arrays: list[Tensor],
+    integers: list[int],
+    floats: list[float],
+    seed: Tensor | None,
+    return_lse: bool,
+) -> Any:
+    """The call of the operator; of what it does by itself where nobody looks at operators and no gradient is wanted."""
+    if not return_lse and _nobody_looks(q, k, v, arrays):
+        return operators.run_forward(entry, q, k, v, arrays, integers, floats, seed, with_lse=False)
+    out, lse = torch.ops.flashgen.forward(q, k, v, arrays, entry.key, integers, floats, seed)
+    return (out, lse) if return_lse else out
+
+
+def _nobody_looks(*tensors: Any) -> bool:
+    """Whether tensors are plain, nothing is traced or transformed, and none wants a gradient."""
+    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
+        return False
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        return False
+    q, k, v, arrays = tensors
+    everything = (q, k, v, *arrays)
+    wants = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in everything)
+    return not wants and all(type(tensor) in (Tensor, torch.nn.Parameter) for tensor in everything)
+
+
+@constant
+def entry_of(spec: Any, emulate: bool | None, deterministic: bool) -> tuple[Registered, bool]:
+    """What is registered of a spec, and whether its functions closed over arrays."""
+    if isinstance(spec, Attention):
+        return registered(spec), isinstance(spec, BoundAttention)
+    return registered(spec, emulate=emulate, deterministic=deterministic), bool(getattr(spec, "bound", None))
+
+
+@constant
+def bound_tensors(spec: Any, device: torch.device) -> dict[str, Tensor]:
+    """The arrays that the functions of a spec closed over, as tensors on a device."""
+    return {name: bound_tensor(array, device) for name, array in spec.bound.items()}
+
+
+def _seed(entry: Registered, seed: Any) -> Tensor | None:
+    if not entry.dropout:
+        if seed is not None:
+            raise ArgumentError(f"seed={seed!r} is given, and the spec has no dropout: leave it out")
+        return None
+    if seed is None:
+        if not torch.compiler.is_compiling() and _is_captured():
+            raise ArgumentError("dropout in a stream that is captured would drop alike in each replay: give a seed")
+        return torch.randint(_SEEDS, (), dtype=torch.int64)
+    return seed if isinstance(seed, Tensor) else torch.tensor(seed, dtype=torch.int64)
+
+
+def _is_captured() -> bool:
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()

@@ -1,0 +1,53 @@
+"""A module that holds a spec, and what of its captures is learned."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from flashgen.errors import ArgumentError
+from flashgen.torch.functional import attention
+from flashgen.torch.tensors import Tensor
+
+
+class Attention(torch.nn.Module):
+    """`attention(spec, q, k, v, ...)` as a module, with captured arrays of its own.
+
+        layer = Attention(spec, slopes=torch.full((8,), 0.1))
+        out = layer(q, k, v)
+
+    Args:
+        spec: an AttentionSpec, or what `flashgen.compile` gave.
+        emulate, deterministic: as of `attention`.
+        captures: tensors that calls need not give: parameters where the spec declares them with grad=True, buffers
+            otherwise, so that they move, and are saved, with the module.
+    """
+
+    def __init__(
+        self, spec: Any, *, emulate: bool | None = None, deterministic: bool | None = None, **captures: Tensor
+    ) -> None:
+        super().__init__()
+        self.spec, self.emulate, self.deterministic = spec, emulate, deterministic
+        declared = {capture.name: capture for capture in spec.captures} if hasattr(spec, "captures") else {}
+        declared |= {} if declared else {capture.name: capture for capture in spec.spec.captures}
+        self._own = tuple(captures)
+        for name, tensor in captures.items():
+            if name not in declared:
+                raise ArgumentError(
+                    f"unknown argument {name!r}; the spec captures {', '.join(sorted(declared)) or 'none'}"
+                )
+            if declared[name].grad:
+                self.register_parameter(name, torch.nn.Parameter(tensor))
+            else:
+                self.register_buffer(name, tensor)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, **given: Any) -> Any:
+        """As `attention`: seed, return_lse, and the captures that the module does not hold."""
+        own: Mapping[str, Any] = {name: getattr(self, name) for name in self._own}
+        options = {"emulate": self.emulate, "deterministic": self.deterministic}
+        return attention(self.spec, q, k, v, **options, **{**own, **given})
+
+    def extra_repr(self) -> str:
+        return repr(self.spec)

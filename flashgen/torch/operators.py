@@ -1,0 +1,153 @@
+"""The operators: `flashgen::forward` and `flashgen::backward`, as torch's dispatcher, autograd and compiler know them.
+
+Both return tensors of their own, alias nothing and are traced without a look at data. The spec goes in as a key
+(table.py). The LSE is an output, so that checkpointing policies that save outputs of operators save all that the
+backward needs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Optional
+
+import torch
+
+from flashgen.errors import ArgumentError
+from flashgen.torch.table import Registered, of_key
+from flashgen.torch.tensors import (
+    Tensor,
+    check_call,
+    in_rows,
+    named_captures,
+    output_shapes,
+    to_array,
+    to_tensor,
+)
+
+
+# The schema is inferred from these annotations, which torch 2.6 reads as types alone: no strings, no `|`.
+@torch.library.custom_op("flashgen::forward", mutates_args=())
+def forward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    captures: Sequence[torch.Tensor],
+    key: str,
+    integers: Sequence[int],
+    floats: Sequence[float],
+    seed: Optional[torch.Tensor],  # noqa: UP045
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The output and the LSE, float32 (batch, heads, queries). seed: an int64 without dimensions, on the CPU."""
+    entry = of_key(key)
+    return run_forward(entry, q, k, v, captures, integers, floats, seed)
+
+
+def run_forward(
+    entry: Registered,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    captures: Sequence[Tensor],
+    integers: Sequence[int],
+    floats: Sequence[float],
+    seed: Tensor | None,
+    with_lse: bool = True,
+) -> Any:
+    """What the operator does, for tensors that hold data; the output alone without `with_lse`."""
+    if entry.emulate or q.device.type != "cuda":
+        check_call(entry, q, k, v, captures)
+    numbers = {} if seed is None else {"seed": seed_of(seed)}
+    rows = [in_rows(tensor) for tensor in (q, k, v)]
+    if not entry.emulate:
+        named = named_captures(entry, captures, integers, floats)
+        return _checked(entry, q, k, v, captures, lambda it: it(*rows, return_lse=with_lse, **numbers, **named))
+    named = named_captures(entry, [to_array(each) for each in captures], integers, floats)
+    made = entry.on(None)(*map(to_array, rows), return_lse=with_lse, **numbers, **named)
+    return tuple(map(to_tensor, made)) if with_lse else to_tensor(made)
+
+
+def _checked(entry: Registered, q: Tensor, k: Tensor, v: Tensor, captures: Sequence[Tensor], call: Any) -> Any:
+    """The result of a call on a GPU; what it refuses is said as of tensors, where that says more."""
+    try:
+        return call(entry.on(q.device.index))
+    except ArgumentError:
+        check_call(entry, q, k, v, captures)
+        raise
+
+
+def seed_of(seed: Tensor) -> int:
+    """The dropout's seed; ArgumentError where it is not on the CPU, as a GPU's would stop the host to be read."""
+    if seed.device.type != "cpu":
+        raise ArgumentError(f"seed is on {seed.device}: give a number, or a tensor on the CPU")
+    return int(seed) & (2**64 - 1)
+
+
+@forward.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, captures: Any, key: str, integers: Any, floats: Any, seed: Any) -> Any:
+    entry = of_key(key)
+    check_call(entry, q, k, v, captures)
+    out, lse = output_shapes(entry.spec, q)
+    return q.new_empty(out), q.new_empty(lse, dtype=torch.float32)
+
+
+@torch.library.custom_op("flashgen::backward", mutates_args=())
+def backward(
+    d_out: torch.Tensor,
+    d_lse: Optional[torch.Tensor],  # noqa: UP045
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    captures: Sequence[torch.Tensor],
+    key: str,
+    integers: Sequence[int],
+    floats: Sequence[float],
+    seed: Optional[torch.Tensor],  # noqa: UP045
+) -> list[torch.Tensor]:
+    """The gradients of q, k, v, and of each captured array that was declared with grad=True."""
+    entry = of_key(key)
+    numbers: dict[str, Any] = {} if seed is None else {"seed": seed_of(seed)}
+    rows = [in_rows(tensor) for tensor in (d_out, q, k, v, out)]
+    if not entry.emulate:
+        if d_lse is not None:
+            numbers["d_lse"] = d_lse.contiguous()
+        numbers |= named_captures(entry, captures, integers, floats)
+        return list(entry.on(q.device.index).backward(*rows, lse.contiguous(), **numbers))
+    if d_lse is not None:
+        numbers["d_lse"] = to_array(d_lse.contiguous())
+    numbers |= named_captures(entry, [to_array(each) for each in captures], integers, floats)
+    made = entry.on(None).backward(*map(to_array, rows), to_array(lse.contiguous()), **numbers)
+    return [to_tensor(gradient) for gradient in made]
+
+
+@backward.register_fake
+def _(
+    d_out: Tensor, d_lse: Any, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, captures: Any, key: str,
+    integers: Any, floats: Any, seed: Any,
+) -> list[Tensor]:  # fmt: skip
+    entry = of_key(key)
+    learned = [tensor for capture, tensor in zip(entry.arrays, captures, strict=True) if capture.grad]
+    return [tensor.new_empty(tensor.shape) for tensor in (q, k, v, *learned)]
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    q, k, v, captures, ctx.key, ctx.integers, ctx.floats, seed = inputs
+    ctx.set_materialize_grads(False)
+    ctx.captured, ctx.seeded = len(captures), seed is not None
+    ctx.save_for_backward(q, k, v, *captures, *output, *([seed] if ctx.seeded else []))
+
+
+def _gradients(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None) -> tuple[Any, ...]:
+    q, k, v, *rest = ctx.saved_tensors
+    captures, (out, lse, *seed) = rest[: ctx.captured], rest[ctx.captured :]
+    d_out = torch.zeros_like(out) if d_out is None else d_out.to(out.dtype)
+    numbers = (ctx.key, ctx.integers, ctx.floats, seed[0] if seed else None)
+    made = list(torch.ops.flashgen.backward(d_out, d_lse, q, k, v, out, lse, captures, *numbers))
+    learned = iter(made[3:])
+    of_captures = [next(learned) if capture.grad else None for capture in of_key(ctx.key).arrays]
+    no_numbers = [None] * len(ctx.integers), [None] * len(ctx.floats)
+    return (*made[:3], of_captures, None, *no_numbers, None)
+
+
+forward.register_autograd(_gradients, setup_context=_save)

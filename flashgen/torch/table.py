@@ -1,0 +1,161 @@
+"""Specs by key: torch's operators take numbers, texts and tensors, and find the attention of a call by its key."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import cached_property
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+
+from flashgen.attention import Attention, compile
+from flashgen.errors import ArgumentError
+from flashgen.language.operations import BATCH
+from flashgen.language.spec import AttentionSpec
+
+Function = TypeVar("Function")
+
+
+def constant(function: Function) -> Function:
+    """Has torch.compile call a function when it traces, and take what it gives for a constant.
+
+    As torch.compiler.assume_constant_result, which imports the whole compiler for it. Its arguments are guarded.
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
+_EMULATED: ContextVar[bool] = ContextVar("whether CPU tensors run on the emulator", default=False)
+
+
+@contextmanager
+def emulated(on: bool = True) -> Iterator[None]:
+    """Inside, CPU tensors run on the emulator, as with emulate=True in each call. For tests, and to learn."""
+    token = _EMULATED.set(on)
+    try:
+        yield
+    finally:
+        _EMULATED.reset(token)
+
+
+def is_emulated(emulate: bool | None) -> bool:
+    """Whether a call runs on the emulator; None is what `emulated()` says."""
+    return _EMULATED.get() if emulate is None else bool(emulate)
+
+
+class CaptureInfo(NamedTuple):
+    """A capture as the compiler of torch can look at it: plain values."""
+
+    name: str
+    dtype: str
+    ndim: int
+    grad: bool
+    kind: str
+
+
+class Registered:
+    """A spec, and how it is compiled: what a key stands for. Compiled for each GPU that a call is on, once.
+
+    Attributes: `key`; `spec`, without arrays that its functions closed over, which calls give; `arrays`, `integers` and
+    `floats`, its captures by kind, in the order in which operators take them; `reads_batch`, whether sequences of a
+    batch differ.
+    """
+
+    def __init__(self, key: str, spec: AttentionSpec, compiled: Attention | None, **options: Any) -> None:
+        self.key, self.spec, self._compiled, self._options = key, spec, compiled, options
+        self.emulate = compiled.engine.name == "emulator" if compiled else bool(options.get("emulate"))
+        told = [CaptureInfo(each.name, each.dtype, each.ndim, each.grad, each.kind) for each in spec.captures]
+        self.arrays = tuple(each for each in told if each.ndim)
+        self.integers = tuple(each for each in told if not each.ndim and each.kind == "int")
+        self.floats = tuple(each for each in told if not each.ndim and each.kind == "float")
+        self.dtype, self.dropout = getattr(torch, spec.dtype), bool(spec.dropout)
+        self._by_device: dict[int | None, Attention] = {}
+
+    @cached_property
+    def reads_batch(self) -> bool:
+        expressions = [self.spec.mask.expression, *([self.spec.score.expression] if self.spec.score else [])]
+        return any(expression.has(BATCH) for expression in expressions)
+
+    @cached_property
+    def learned(self) -> tuple[CaptureInfo, ...]:
+        """The captures that have a gradient, in the order of the operators' arrays."""
+        return tuple(capture for capture in self.arrays if capture.grad)
+
+    def on(self, device: int | None) -> Attention:
+        """The attention of a call on a GPU, by its number, or on the emulator."""
+        found = self._by_device.get(device)
+        if found is None:
+            found = self._compiled or compile(self.spec, **self._options)
+            self._by_device[device] = found
+        return found
+
+
+_TABLE: dict[str, Registered] = {}
+_BY_SPEC: dict[Any, Registered] = {}
+_LOCK = threading.Lock()
+
+
+def register(
+    spec: AttentionSpec | Attention,
+    *,
+    target: str | None = None,
+    emulate: bool | None = None,
+    deterministic: bool = False,
+) -> str:
+    """The key by which torch's operators know a spec in this process.
+
+    Calls register specs by themselves. A program that torch.export saved names keys: register its specs in the process
+    that loads it. A compiled attention's key is of this process alone.
+    """
+    return registered(spec, target=target, emulate=emulate, deterministic=deterministic).key
+
+
+def registered(
+    spec: AttentionSpec | Attention,
+    target: str | None = None,
+    emulate: bool | None = None,
+    deterministic: bool = False,
+) -> Registered:
+    """What `register` puts into the table."""
+    if isinstance(spec, Attention):
+        known: Any = spec
+    elif isinstance(spec, AttentionSpec):
+        known = (spec, target, is_emulated(emulate), bool(deterministic))
+    else:
+        raise ArgumentError(f"spec={spec!r}: give a flashgen.AttentionSpec, or what flashgen.compile made of one")
+    found = _BY_SPEC.get(known)
+    if found is None:
+        with _LOCK:
+            found = _BY_SPEC.get(known) or _added(known)
+    return found
+
+
+def _added(known: Any) -> Registered:
+    if isinstance(known, Attention):
+        made = Registered(f"{known.spec.name}#{len(_TABLE)}", known.spec, known)
+    else:
+        spec, target, emulate, deterministic = known
+        bare = AttentionSpec.from_json(spec.to_json())  # without the arrays of its functions, which would stay for ever
+        options = {"target": target, "emulate": emulate, "deterministic": deterministic}
+        key = "+".join([spec.name, *(name for name in ("emulate", "deterministic") if options[name])])
+        key += f"+{target}" if target else ""
+        if key in _TABLE:  # another spec with the same begin of its hash
+            key += f"+{hashlib.sha256(spec.to_json().encode()).hexdigest()}"
+        made, known = Registered(key, bare, None, **options), (bare, *known[1:])
+    _TABLE[made.key] = _BY_SPEC[known] = made
+    return made
+
+
+def of_key(key: str) -> Registered:
+    """What a key stands for; ArgumentError for one that this process has not registered."""
+    try:
+        return _TABLE[key]
+    except KeyError:
+        raise ArgumentError(
+            f"no spec is registered as {key!r} in this process: call flashgen.torch.register(spec) with the spec of "
+            "the program before it runs"
+        ) from None

@@ -1,0 +1,77 @@
+"""torch.func.vmap over the operators: the mapped dimension joins the batch where that changes nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from flashgen.errors import ArgumentError
+from flashgen.torch import operators
+from flashgen.torch.table import of_key
+from flashgen.torch.tensors import Tensor
+
+
+def _of_forward(info: Any, in_dims: Any, *arguments: Any) -> Any:
+    return _mapped(torch.ops.flashgen.forward, info, in_dims, arguments, rows=3, key=4, captures=3)
+
+
+def _of_backward(info: Any, in_dims: Any, *arguments: Any) -> Any:
+    return _mapped(torch.ops.flashgen.backward, info, in_dims, arguments, rows=7, key=8, captures=7)
+
+
+def _mapped(
+    operator: Callable[..., Any],
+    info: Any,
+    in_dims: Any,
+    arguments: tuple[Any, ...],
+    rows: int,
+    key: int,
+    captures: int,
+) -> Any:
+    """One call of a larger batch; one for each of the mapped, where these differ in captures, or sequences do."""
+    entry = of_key(arguments[key])
+    if entry.spec.dropout and info.randomness == "error":
+        raise ArgumentError("vmap of attention with dropout: say randomness='same' or 'different'")
+    mapped_captures = any(dim is not None for dim in in_dims[captures])
+    together = not (mapped_captures or entry.reads_batch or entry.learned or entry.spec.dropout)
+    return (_by_batch if together else _one_by_one)(operator, info, in_dims, arguments, rows)
+
+
+def _by_batch(operator: Callable[..., Any], info: Any, in_dims: Any, arguments: tuple[Any, ...], rows: int) -> Any:
+    size = info.batch_size
+    joined = [
+        None if tensor is None else _first(tensor, dim, size).flatten(0, 1)
+        for tensor, dim in zip(arguments[:rows], in_dims, strict=False)
+    ]
+    made = operator(*joined, *arguments[rows:])
+    apart = [tensor.unflatten(0, (size, tensor.shape[0] // size)) for tensor in made]
+    return _like(made, apart), _like(made, [0] * len(apart))
+
+
+def _one_by_one(operator: Callable[..., Any], info: Any, in_dims: Any, arguments: tuple[Any, ...], rows: int) -> Any:
+    def at(value: Any, dim: Any, index: int) -> Any:
+        if isinstance(value, (list, tuple)):
+            dims = dim if isinstance(dim, (list, tuple)) else [dim] * len(value)
+            return [at(each, own, index) for each, own in zip(value, dims, strict=True)]
+        return value.select(dim, index) if isinstance(value, Tensor) and dim is not None else value
+
+    made = [
+        operator(*(at(value, dim, index) for value, dim in zip(arguments, in_dims, strict=True)))
+        for index in range(info.batch_size)
+    ]
+    stacked = [torch.stack(each) for each in zip(*made, strict=True)]
+    return _like(made[0], stacked), _like(made[0], [0] * len(stacked))
+
+
+def _first(tensor: Tensor, dim: int | None, size: int) -> Tensor:
+    return tensor.expand(size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
+
+
+def _like(made: Any, values: list[Any]) -> Any:
+    return values if isinstance(made, list) else tuple(values)
+
+
+operators.forward.register_vmap(_of_forward)
+operators.backward.register_vmap(_of_backward)
