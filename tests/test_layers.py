@@ -32,7 +32,10 @@ MAY_SEE: dict[str, set[str]] = {
     "attention": {"language", "analysis", "build", "codegen", "runtime", "launch"},
     "verify": BELOW_ATTENTION | {"attention"},
     "release": BELOW_ATTENTION | {"attention", "verify"},
-    "bench": BELOW_ATTENTION | {"attention", "verify"},
+    "torch": BELOW_ATTENTION | {"attention", "verify"},
+    "transformers": BELOW_ATTENTION | {"attention", "verify", "torch"},
+    "jax": BELOW_ATTENTION | {"attention", "verify"},
+    "bench": BELOW_ATTENTION | {"attention", "verify", "torch"},
     "cli": BELOW_ATTENTION | {"attention", "verify", "release", "bench"},
     "__main__": {"cli"},
 }

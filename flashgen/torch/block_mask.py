@@ -44,7 +44,7 @@ class BlockMask:
         return batch * heads * len_q * len_k
 
     def to_dense(self) -> Tensor:
-        """int32 (batch or 1, heads or 1, blocks of queries, blocks of keys), on the CPU: 1 where a block is visited."""
+        """int32 (batch or 1, heads or 1, blocks of queries, blocks of keys) on the CPU: 1 where one is visited."""
         return torch.from_numpy((self._tiles().classes != EMPTY).astype("int32"))
 
     def sparsity(self) -> float:
@@ -64,8 +64,8 @@ class BlockMask:
         if name.startswith("_"):
             raise AttributeError(name)
         raise AttributeError(
-            f"flashgen.torch.BlockMask has no {name!r}: it holds the mask itself, of which kernels find the tiles; there "
-            "are mask_mod, shape, seq_lengths, sparsity() and to_dense()"
+            f"flashgen.torch.BlockMask has no {name!r}: it holds the mask itself, of which kernels find the tiles; "
+            "there are mask_mod, shape, seq_lengths, sparsity() and to_dense()"
         )
 
     def __repr__(self) -> str:
@@ -91,7 +91,7 @@ def create_block_mask(
         device, _compile: as they are given to FlexAttention; nothing is computed on a device here.
         BLOCK_SIZE: of the blocks that `to_dense` and `sparsity` speak of; kernels have tiles of their own.
     """
-    block = (BLOCK_SIZE, BLOCK_SIZE) if isinstance(BLOCK_SIZE, int) else tuple(BLOCK_SIZE)
+    block = (BLOCK_SIZE, BLOCK_SIZE) if isinstance(BLOCK_SIZE, int) else BLOCK_SIZE
     for name, size in (("Q_LEN", Q_LEN), ("KV_LEN", KV_LEN)):
         if not isinstance(size, int) or isinstance(size, bool) or size < 0:
             raise ArgumentError(f"{name}={size!r} must be an integer of at least 0")

@@ -10,9 +10,10 @@ import torch
 from flashgen.attention import Attention
 from flashgen.attention.bound import BoundAttention
 from flashgen.errors import ArgumentError
-from flashgen.torch import autocast, operators, vmap  # noqa: F401  # what they register
+from flashgen.torch import autocast, operators
 from flashgen.torch.table import Registered, constant, registered
 from flashgen.torch.tensors import Tensor, all_captures, bound_tensor
+from flashgen.torch.transforms import is_transforming, transformed
 
 _SEEDS = 2**62
 
@@ -88,15 +89,14 @@ def run(
     """The call of the operator; of what it does by itself where nobody looks at operators and no gradient is wanted."""
     if not return_lse and _nobody_looks(q, k, v, arrays):
         return operators.run_forward(entry, q, k, v, arrays, integers, floats, seed, with_lse=False)
-    out, lse = torch.ops.flashgen.forward(q, k, v, arrays, entry.key, integers, floats, seed)
+    operator = transformed if not torch.compiler.is_compiling() and is_transforming() else torch.ops.flashgen.forward
+    out, lse = operator(q, k, v, arrays, entry.key, integers, floats, seed)
     return (out, lse) if return_lse else out
 
 
 def _nobody_looks(*tensors: Any) -> bool:
     """Whether tensors are plain, nothing is traced or transformed, and none wants a gradient."""
-    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
-        return False
-    if torch._C._functorch.peek_interpreter_stack() is not None:
+    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() or is_transforming():
         return False
     q, k, v, arrays = tensors
     everything = (q, k, v, *arrays)

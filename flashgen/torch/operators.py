@@ -7,7 +7,8 @@ backward needs.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Optional
 
 import torch
@@ -56,14 +57,20 @@ def run_forward(
     """What the operator does, for tensors that hold data; the output alone without `with_lse`."""
     if entry.emulate or q.device.type != "cuda":
         check_call(entry, q, k, v, captures)
-    numbers = {} if seed is None else {"seed": seed_of(seed)}
-    rows = [in_rows(tensor) for tensor in (q, k, v)]
+    numbers: dict[str, Any] = {} if seed is None else {"seed": seed_of(seed)}
+    rows: Any = [in_rows(tensor) for tensor in (q, k, v)]
     if not entry.emulate:
         named = named_captures(entry, captures, integers, floats)
-        return _checked(entry, q, k, v, captures, lambda it: it(*rows, return_lse=with_lse, **numbers, **named))
+        call: Any = partial(_called, rows, {"return_lse": with_lse, **numbers, **named})
+        return _checked(entry, q, k, v, captures, call)
     named = named_captures(entry, [to_array(each) for each in captures], integers, floats)
-    made = entry.on(None)(*map(to_array, rows), return_lse=with_lse, **numbers, **named)
+    options = {"return_lse": with_lse, **numbers, **named}
+    made = _called([to_array(tensor) for tensor in rows], options, entry.on(None))
     return tuple(map(to_tensor, made)) if with_lse else to_tensor(made)
+
+
+def _called(rows: Any, options: Any, attention: Any) -> Any:
+    return attention(*rows, **options)
 
 
 def _checked(entry: Registered, q: Tensor, k: Tensor, v: Tensor, captures: Sequence[Tensor], call: Any) -> Any:
@@ -108,16 +115,17 @@ def backward(
     """The gradients of q, k, v, and of each captured array that was declared with grad=True."""
     entry = of_key(key)
     numbers: dict[str, Any] = {} if seed is None else {"seed": seed_of(seed)}
-    rows = [in_rows(tensor) for tensor in (d_out, q, k, v, out)]
+    d_out, q, k, v, out = (in_rows(tensor) for tensor in (d_out, q, k, v, out))
     if not entry.emulate:
         if d_lse is not None:
             numbers["d_lse"] = d_lse.contiguous()
         numbers |= named_captures(entry, captures, integers, floats)
-        return list(entry.on(q.device.index).backward(*rows, lse.contiguous(), **numbers))
+        return list(entry.on(q.device.index).backward(d_out, q, k, v, out, lse.contiguous(), **numbers))
     if d_lse is not None:
         numbers["d_lse"] = to_array(d_lse.contiguous())
     numbers |= named_captures(entry, [to_array(each) for each in captures], integers, floats)
-    made = entry.on(None).backward(*map(to_array, rows), to_array(lse.contiguous()), **numbers)
+    rows: Any = map(to_array, (d_out, q, k, v, out, lse.contiguous()))
+    made = entry.on(None).backward(*rows, **numbers)
     return [to_tensor(gradient) for gradient in made]
 
 
@@ -131,23 +139,28 @@ def _(
     return [tensor.new_empty(tensor.shape) for tensor in (q, k, v, *learned)]
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    """Keeps what the backward operator takes: tensors as autograd's, numbers as they are."""
     q, k, v, captures, ctx.key, ctx.integers, ctx.floats, seed = inputs
     ctx.set_materialize_grads(False)
     ctx.captured, ctx.seeded = len(captures), seed is not None
     ctx.save_for_backward(q, k, v, *captures, *output, *([seed] if ctx.seeded else []))
 
 
-def _gradients(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None) -> tuple[Any, ...]:
+def gradients(
+    ctx: Any, d_out: Tensor | None, d_lse: Tensor | None, operator: Callable[..., Any] | None = None
+) -> tuple[Any, ...]:
+    """The gradient of each argument of the forward operator, lists as lists; `operator` in place of the backward's."""
     q, k, v, *rest = ctx.saved_tensors
     captures, (out, lse, *seed) = rest[: ctx.captured], rest[ctx.captured :]
     d_out = torch.zeros_like(out) if d_out is None else d_out.to(out.dtype)
     numbers = (ctx.key, ctx.integers, ctx.floats, seed[0] if seed else None)
-    made = list(torch.ops.flashgen.backward(d_out, d_lse, q, k, v, out, lse, captures, *numbers))
+    made = list((operator or torch.ops.flashgen.backward)(d_out, d_lse, q, k, v, out, lse, captures, *numbers))
     learned = iter(made[3:])
     of_captures = [next(learned) if capture.grad else None for capture in of_key(ctx.key).arrays]
-    no_numbers = [None] * len(ctx.integers), [None] * len(ctx.floats)
+    # torch takes an empty list for one of tensors, and one of numbers for a single argument.
+    no_numbers: Any = (None if ctx.integers else [], None if ctx.floats else [])
     return (*made[:3], of_captures, None, *no_numbers, None)
 
 
-forward.register_autograd(_gradients, setup_context=_save)
+forward.register_autograd(gradients, setup_context=save)

@@ -123,5 +123,4 @@ def _made(
             mask = lambda b, h, q, k: bias[b, h, q, k]
         else:
             score = lambda s, b, h, q, k: s + bias[b, h, q, k]
-    options = {"value_dim": value_dim, "scale": scale, "dropout": dropout, "mask": mask, "score": score}
-    return AttentionSpec(head_dim, dtype, **options)
+    return AttentionSpec(head_dim, dtype, value_dim, scale, dropout=dropout, score=score, mask=mask)

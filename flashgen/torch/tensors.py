@@ -62,7 +62,7 @@ def check_device(entry: Registered, name: str, tensor: Tensor, q: Tensor) -> Non
         )
     if not entry.emulate and tensor.device.type == "cpu":
         raise ArgumentError(
-            f"{name} is on the CPU: move it to a GPU with .cuda(), or say emulate=True to run the kernels on the emulator"
+            f"{name} is on the CPU: move it to a GPU with .cuda(), or say emulate=True to run it on the emulator"
         )
     if tensor.device.type not in ("cpu", "cuda", "meta"):
         raise ArgumentError(f"{name} is on {tensor.device}; kernels run on NVIDIA GPUs: move it to one with .cuda()")
@@ -147,8 +147,8 @@ def _array(capture: CaptureInfo, given: Mapping[str, Any], bound: Mapping[str, T
         raise ArgumentError(f"capture {capture.name!r} {what}: give {capture.name}=<{capture.dtype} tensor>")
     if value.requires_grad and not capture.grad and torch.is_grad_enabled():
         raise ArgumentError(
-            f"capture {capture.name!r} requires a gradient and was declared without: declare it with grad=True, or give "
-            f"{capture.name}.detach()"
+            f"capture {capture.name!r} requires a gradient and was declared without: declare it with grad=True, or "
+            f"give {capture.name}.detach()"
         )
     if capture.dtype == "int32" and value.dtype == torch.int64:
         return _narrowed(value)

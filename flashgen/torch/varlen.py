@@ -104,5 +104,4 @@ def _made(
         cap_first = score or (lambda s, b, h, q, k: s)
         score = lambda s, b, h, q, k: cap_first(s, b, h, q, k) - slope[h] * absolute(k - place[q])
     mask = lambda b, h, q, k: (first[q] <= k) & (k <= last[q])
-    options = {"value_dim": value_dim, "scale": scale, "dropout": dropout, "layout": "bshd"}
-    return AttentionSpec(head_dim, dtype, score=score, mask=mask, **options)
+    return AttentionSpec(head_dim, dtype, value_dim, scale, "bshd", dropout, score, mask)

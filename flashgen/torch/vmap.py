@@ -13,11 +13,13 @@ from flashgen.torch.table import of_key
 from flashgen.torch.tensors import Tensor
 
 
-def _of_forward(info: Any, in_dims: Any, *arguments: Any) -> Any:
+def of_forward(info: Any, in_dims: Any, *arguments: Any) -> Any:
+    """The forward over a mapped dimension, as torch.library.register_vmap wants it."""
     return _mapped(torch.ops.flashgen.forward, info, in_dims, arguments, rows=3, key=4, captures=3)
 
 
-def _of_backward(info: Any, in_dims: Any, *arguments: Any) -> Any:
+def of_backward(info: Any, in_dims: Any, *arguments: Any) -> Any:
+    """The backward likewise."""
     return _mapped(torch.ops.flashgen.backward, info, in_dims, arguments, rows=7, key=8, captures=7)
 
 
@@ -34,7 +36,7 @@ def _mapped(
     entry = of_key(arguments[key])
     if entry.spec.dropout and info.randomness == "error":
         raise ArgumentError("vmap of attention with dropout: say randomness='same' or 'different'")
-    mapped_captures = any(dim is not None for dim in in_dims[captures])
+    mapped_captures = any(dim is not None for dim in in_dims[captures] or ())
     together = not (mapped_captures or entry.reads_batch or entry.learned or entry.spec.dropout)
     return (_by_batch if together else _one_by_one)(operator, info, in_dims, arguments, rows)
 
@@ -73,5 +75,5 @@ def _like(made: Any, values: list[Any]) -> Any:
     return values if isinstance(made, list) else tuple(values)
 
 
-operators.forward.register_vmap(_of_forward)
-operators.backward.register_vmap(_of_backward)
+operators.forward.register_vmap(of_forward)
+operators.backward.register_vmap(of_backward)

@@ -1,0 +1,88 @@
+"""torch.func's transforms. What custom operators that take lists of tensors do not give them, a Function does.
+
+Under torch.func.grad, vjp, vmap of these and their mixtures a call goes through it; each level of a transform meets the
+operators as it unwraps.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from flashgen.errors import UnsupportedError
+from flashgen.torch import operators
+from flashgen.torch.tensors import Tensor
+from flashgen.torch.vmap import of_backward, of_forward
+
+
+class Transformed(torch.autograd.Function):
+    """The forward operator, with captures one by one behind its other arguments."""
+
+    @staticmethod
+    def forward(q: Tensor, k: Tensor, v: Tensor, seed: Any, key: str, numbers: Any, *captures: Tensor) -> Any:
+        with torch._C._AutoDispatchBelowAutograd():  # the operator's own autograd knows no transforms
+            out, lse = torch.ops.flashgen.forward(q, k, v, list(captures), key, *map(list, numbers), seed)
+        return out, lse
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        q, k, v, seed, key, numbers, *captures = inputs
+        operators.save(ctx, (q, k, v, captures, key, *map(list, numbers), seed), output)
+
+    @staticmethod
+    def backward(ctx: Any, d_out: Any, d_lse: Any) -> Any:
+        dq, dk, dv, of_captures, *_ = operators.gradients(ctx, d_out, d_lse, _backward)
+        return dq, dk, dv, None, None, None, *of_captures
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, *arguments: Any) -> Any:
+        q, k, v, seed, key, numbers, *captures = arguments
+        given = (q, k, v, captures, key, *map(list, numbers), seed)
+        return of_forward(info, (*in_dims[:3], list(in_dims[6:]), None, None, None, in_dims[3]), *given)
+
+
+class _TransformedBackward(torch.autograd.Function):
+    """The backward operator likewise, which has no gradient of its own."""
+
+    @staticmethod
+    def forward(d_lse: Any, seed: Any, key: str, numbers: Any, *tensors: Tensor) -> Any:
+        d_out, q, k, v, out, lse, *captures = tensors
+        rest = (captures, key, *map(list, numbers), seed)
+        with torch._C._AutoDispatchBelowAutograd():
+            return tuple(torch.ops.flashgen.backward(d_out, d_lse, q, k, v, out, lse, *rest))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, *_gradients: Any) -> Any:
+        raise UnsupportedError("flashgen's attention has no second derivative: take gradients of it once")
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, *arguments: Any) -> Any:
+        d_lse, seed, key, numbers, d_out, *rows_and_captures = arguments
+        rows, captures = rows_and_captures[:5], rows_and_captures[5:]
+        given = (d_out, d_lse, *rows, captures, key, *map(list, numbers), seed)
+        dims = (in_dims[4], in_dims[0], *in_dims[5:10], list(in_dims[10:]), None, None, None, in_dims[1])
+        made, out_dims = of_backward(info, dims, *given)
+        return tuple(made), tuple(out_dims)
+
+
+def _backward(d_out: Any, d_lse: Any, *arguments: Any) -> Any:
+    q, k, v, out, lse, captures, key, integers, floats, seed = arguments
+    numbers = (tuple(integers), tuple(floats))
+    return _TransformedBackward.apply(d_lse, seed, key, numbers, d_out, q, k, v, out, lse, *captures)
+
+
+def transformed(
+    q: Tensor, k: Tensor, v: Tensor, captures: Any, key: str, integers: Any, floats: Any, seed: Tensor | None
+) -> Any:
+    """Output and LSE, as the operator gives them."""
+    return Transformed.apply(q, k, v, seed, key, (tuple(integers), tuple(floats)), *captures)
+
+
+def is_transforming() -> bool:
+    """Whether one of torch.func's transforms is at work."""
+    return torch._C._functorch.peek_interpreter_stack() is not None

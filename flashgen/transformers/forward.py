@@ -1,0 +1,160 @@
+"""The attention of a layer, as transformers' models call it."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from flashgen.errors import ArgumentError, UnsupportedError
+from flashgen.language.captures import Tensor as Captured
+from flashgen.language.masks import causal, sliding_window
+from flashgen.language.modifiers import Mask
+from flashgen.language.spec import AttentionSpec
+from flashgen.torch import varlen_attention
+from flashgen.torch.functional import call, is_deterministic
+from flashgen.torch.table import Registered, constant, registered
+from flashgen.torch.tensors import Tensor, dtype_of
+from flashgen.transformers.mask import ModelMask, model_score
+
+_REFUSED = {
+    "cache": "continuous batching (a paged cache)",
+    "head_mask": "head_mask",
+    "layer_head_mask": "layer_head_mask",
+    "block_table": "paged keys (block_table)",
+}
+
+
+def attention_forward(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Any,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    is_causal: bool | None = None,
+    s_aux: Tensor | None = None,
+    position_bias: Tensor | None = None,
+    emulate: bool | None = None,
+    deterministic: bool | None = None,
+    **rest: Any,
+) -> tuple[Tensor, None]:
+    """Output (batch, queries, heads, dim) of a layer's query, key and value (batch, heads, length, dim); no weights.
+
+    attention_mask: what `attention_mask` of mask.py made; booleans or numbers of 4 dimensions; or None, where
+    `is_causal`, or the module's, says what it is. s_aux: sinks, (heads,). Raises UnsupportedError, by name, for what
+    flashgen cannot do.
+    """
+    _refuse(rest)
+    if torch.is_autocast_enabled(query.device.type):
+        dtype = torch.get_autocast_dtype(query.device.type)
+        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+    if is_causal is None:
+        is_causal = bool(getattr(module, "is_causal", True))
+    if rest.get("cu_seq_lens_q") is not None:
+        packed = _packed(query, key, value, rest, is_causal, sliding_window, softcap, scaling, dropout, emulate, s_aux)
+        return packed, None
+    captures: dict[str, Any] = {}
+    bias = None if position_bias is None else _four(position_bias, "position_bias", captures)
+    added, mask = None, None
+    if isinstance(attention_mask, ModelMask):
+        if attention_mask.lengths != (query.shape[2], key.shape[2]):
+            raise ArgumentError(f"the mask is for {attention_mask.lengths} queries and keys, the layer has others")
+        mask = attention_mask.mask
+        captures |= attention_mask.captures
+    elif attention_mask is not None:
+        attention_mask = attention_mask[..., : key.shape[2]]
+        added = _four(attention_mask, "attn_mask", captures)
+    window = None if attention_mask is not None else sliding_window
+    causal = is_causal and attention_mask is None
+    options = (emulate, is_deterministic(deterministic))
+    sizes = (query.shape[-1], value.shape[-1], dtype_of(query), scaling, dropout)
+    entry = _entry(options, mask, causal, window, softcap, added, bias, *sizes)
+    q, k, v = (tensor.transpose(1, 2) for tensor in (query, key, value))
+    if s_aux is None:
+        return call(entry, {}, q, k, v, captures), None
+    out, lse = call(entry, {}, q, k, v, captures, return_lse=True)
+    return _with_sinks(out, lse, s_aux), None
+
+
+def _refuse(rest: dict[str, Any]) -> None:
+    for name, what in _REFUSED.items():
+        if rest.get(name) is not None:
+            raise UnsupportedError(f"{what} is not supported by attn_implementation='flashgen': use another for it")
+    if rest.get("output_attentions"):
+        raise UnsupportedError(
+            "output_attentions=True: weights are never held by attn_implementation='flashgen'; use 'eager' for them"
+        )
+
+
+def _four(tensor: Any, name: str, captures: dict[str, Any]) -> tuple[str, bool]:
+    """Makes a tensor of 4 dimensions a capture; its dtype, and whether it wants a gradient."""
+    if not isinstance(tensor, Tensor) or tensor.ndim != 4:
+        raise UnsupportedError(
+            f"{name} of {tuple(getattr(tensor, 'shape', ()))}: attn_implementation='flashgen' takes (batch, heads, "
+            "queries, keys), or makes its own mask of the model's mask function"
+        )
+    captures[name] = tensor
+    return dtype_of(tensor), tensor.requires_grad
+
+
+def _with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
+    """A logit for each head beside the scores, which takes its share of the weights and gives nothing."""
+    kept = torch.sigmoid(lse - sinks.float()[:, None]).transpose(1, 2)[..., None]
+    return (out * kept).to(out.dtype)
+
+
+def _packed(
+    query: Tensor, key: Tensor, value: Tensor, rest: dict[str, Any], is_causal: bool, window: int | None,
+    softcap: float | None, scaling: float | None, dropout: float, emulate: bool | None, s_aux: Tensor | None,
+) -> Tensor:  # fmt: skip
+    """Sequences of one row behind each other, whose begins the model was given."""
+    if query.shape[0] != 1:
+        raise UnsupportedError(f"cu_seq_lens with a batch of {query.shape[0]}: packed sequences are one row")
+    left = -1 if window is None else window - 1
+    right = 0 if is_causal else left
+    q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+    options: Any = {"dropout_p": dropout, "softmax_scale": scaling, "softcap": softcap or 0.0, "emulate": emulate}
+    starts_q, starts_k = rest["cu_seq_lens_q"], rest["cu_seq_lens_k"]
+    out, lse = varlen_attention(q, k, v, starts_q, starts_k, window_size=(left, right), return_lse=True, **options)
+    out = out[None]
+    return out if s_aux is None else _with_sinks(out, lse[None], s_aux)
+
+
+@constant
+def _entry(options: tuple[bool | None, bool], *key: Any) -> Registered:
+    return registered(_spec(*key), emulate=options[0], deterministic=options[1])
+
+
+@lru_cache(maxsize=1024)
+def _spec(
+    mask: Mask | None,
+    is_causal: bool,
+    window: int | None,
+    softcap: float | None,
+    added: tuple[str, bool] | None,
+    bias: tuple[str, bool] | None,
+    head_dim: int,
+    value_dim: int,
+    dtype: str,
+    scaling: float | None,
+    dropout: float,
+) -> AttentionSpec:
+    if dtype not in ("float16", "bfloat16"):
+        raise ArgumentError(
+            f"the model is of {dtype}; attn_implementation='flashgen' computes in float16 and bfloat16: load it with "
+            "dtype='bfloat16', or run it under torch.autocast"
+        )
+    made: Any = mask
+    if made is None and is_causal:
+        made = causal() if window is None else sliding_window(window - 1)
+    elif made is None and window is not None:
+        made = sliding_window(window, window)
+    if added is not None and added[0] == "bool":
+        booleans = Captured("attn_mask", "bool", 4)
+        made, added = (lambda b, h, q, k: booleans[b, h, q, k]), None
+    return AttentionSpec(head_dim, dtype, value_dim, scaling, "bshd", dropout, model_score(softcap, added, bias), made)

@@ -1,0 +1,208 @@
+"""The mask of a model's forward pass: the function that transformers makes it of, traced."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers.masking_utils import causal_mask_function, sdpa_mask
+
+from flashgen.errors import UnsupportedError
+from flashgen.language import functions as f
+from flashgen.language.bound import BoundArray
+from flashgen.language.captures import Scalar
+from flashgen.language.captures import Tensor as Captured
+from flashgen.language.closures import SameObject, what_it_reads
+from flashgen.language.masks import padding
+from flashgen.language.modifiers import Mask, trace_mask
+from flashgen.runtime.remembered import Remembered
+from flashgen.torch.tensors import Tensor, bound_tensor
+
+_MOST_TRACED = 256
+
+
+@dataclass(frozen=True, eq=False)
+class ModelMask:
+    """A mask of (batch, queries, keys), and the tensors and numbers that it reads.
+
+    `mask` is one object for all forward passes whose mask functions are alike but for what their arrays hold.
+    """
+
+    mask: Mask
+    captures: Mapping[str, Any]
+    lengths: tuple[int, int]
+
+    ndim = 4
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """That of a mask for any batch and heads: models look at it where `generate` gives them a mask made before."""
+        return (1, 1, *self.lengths)
+
+    def contiguous(self) -> ModelMask:
+        """Itself: `generate` asks masks for it."""
+        return self
+
+
+def attention_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | Tensor = 0,
+    kv_offset: int = 0,
+    mask_function: Callable[..., Any] = causal_mask_function,
+    attention_mask: Any = None,
+    allow_is_causal_skip: bool = True,
+    device: Any = "cpu",
+    **rest: Any,
+) -> Any:
+    """What transformers' models call for their mask; the result comes back to `attention_forward`.
+
+    Under torch.compile, where functions cannot be traced by another, None for what is plainly causal, and else the
+    booleans that scaled_dot_product_attention would take.
+    """
+    if isinstance(attention_mask, ModelMask):  # which `generate` made before
+        return attention_mask
+    if torch.compiler.is_compiling():
+        plain = mask_function is causal_mask_function and attention_mask is None and allow_is_causal_skip
+        if plain and (q_length == kv_length or (q_length == 1 and not isinstance(q_offset, Tensor))):
+            return None
+        sizes: Any = (batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask)
+        made: Any = sdpa_mask
+        return made(*sizes, allow_is_causal_skip=False, device=device, **rest)
+    captures: dict[str, Any] = {}
+    shift = _shift(q_length, kv_length, q_offset, kv_offset, captures)
+    kept = None if attention_mask is None else _padding(attention_mask, kv_length, kv_offset, captures)
+    mask, bound = _traced(mask_function, shift, kept)
+    captures |= {name: bound_tensor(array, torch.device(device)) for name, array in bound.items()}
+    return ModelMask(mask, captures, (q_length, kv_length))
+
+
+@dataclass(frozen=True)
+class _Shift:
+    """How indices of a call become the positions that a mask function knows: hashable, and the same for all lengths."""
+
+    ends_meet: bool  # the last query stands on the last key
+    q_dtype: str | None  # of the offset of queries, where that is a tensor
+    keys_begin_later: bool
+
+    def positions(self, q: Any, k: Any) -> tuple[Any, Any]:
+        if self.keys_begin_later:
+            k = k + Scalar("kv_offset")
+        if self.q_dtype:
+            return q + Captured("q_offset", self.q_dtype, 1)[0], k
+        if self.ends_meet:
+            q = q + (f.len_k - f.len_q)
+            return (q + Scalar("kv_offset") if self.keys_begin_later else q), k
+        return q + Scalar("q_offset"), k
+
+
+def _shift(q_length: int, kv_length: int, q_offset: Any, kv_offset: Any, captures: dict[str, Any]) -> _Shift:
+    if isinstance(kv_offset, Tensor):
+        raise UnsupportedError("a cache whose keys begin at an offset that is a tensor: use another cache, or sdpa")
+    if kv_offset:
+        captures["kv_offset"] = int(kv_offset)
+    if isinstance(q_offset, Tensor):
+        captures["q_offset"] = q_offset.reshape(1)
+        return _Shift(False, str(q_offset.dtype).removeprefix("torch."), bool(kv_offset))
+    ends_meet = q_offset - kv_offset == kv_length - q_length
+    if not ends_meet:
+        captures["q_offset"] = int(q_offset)
+    return _Shift(ends_meet, None, bool(kv_offset))
+
+
+def _padding(given: Tensor, kv_length: int, kv_offset: int, captures: dict[str, Any]) -> str | None:
+    """Which kind of padding there is: "right", "left", "any" or None. One look at the device for a forward pass."""
+    if given.ndim != 2:
+        raise UnsupportedError(f"an attention_mask of shape {tuple(given.shape)}: give (batch, keys), or 4 dimensions")
+    seen = given[:, kv_offset : kv_offset + kv_length].bool()
+    if seen.shape[1] < kv_length:
+        seen = torch.nn.functional.pad(seen, (0, kv_length - seen.shape[1]))
+    counts = seen.sum(-1, dtype=torch.int32)
+    ahead = torch.arange(kv_length, device=seen.device) < counts[:, None]
+    found = torch.stack([seen.all(), (seen == ahead).all(), (seen == ahead.flip(-1)).all()]).tolist()
+    kind = next((name for name, holds in zip((None, "right", "left"), found, strict=True) if holds), "any")
+    if kind is not None:
+        captures["kept_keys"] = seen if kind == "any" else counts
+    return kind
+
+
+_TRACED: Remembered[Any, tuple[Mask, dict[str, int]]] = Remembered(_MOST_TRACED)
+
+
+def _traced(function: Callable[..., Any], shift: _Shift, kept: str | None) -> tuple[Mask, dict[str, BoundArray]]:
+    """The mask, and the arrays that it reads; traced once for functions that differ in what their arrays hold alone."""
+    key, arrays = _structure(what_it_reads(function))
+
+    def make() -> tuple[Mask, dict[str, int]]:
+        traced = trace_mask(_shifted(function, shift))
+        if kept is not None:
+            traced = traced & _kept_keys(kept)
+        place = {id(array): number for number, array in enumerate(arrays)}
+        if any(id(array.original) not in place for array in traced.bound.values()):
+            raise UnsupportedError(f"the mask function {traced.name!r} makes arrays while it runs: make them before")
+        return traced, {name: place[id(array.original)] for name, array in traced.bound.items()}
+
+    mask, places = _TRACED.get_or_make((key, shift, kept), make)
+    bound = {name: BoundArray(arrays[number], name) for name, number in places.items()}
+    if any(array.dtype != mask.bound[name].dtype for name, array in bound.items()):  # values of another range
+        mask, places = make()
+        bound = {name: BoundArray(arrays[number], name) for name, number in places.items()}
+    return mask, bound
+
+
+def _structure(read: tuple[Any, ...]) -> tuple[tuple[Any, ...], list[Tensor]]:
+    """What was read, with shapes and dtypes in the place of arrays, and these in their order."""
+    key: list[Any] = []
+    arrays: list[Tensor] = []
+    for item in read:
+        value = item.value if isinstance(item, SameObject) else None
+        if isinstance(value, Tensor):
+            arrays.append(value)
+            key.append((tuple(value.shape), value.dtype))
+        elif isinstance(value, (tuple, list, dict)) or (callable(value) and hasattr(value, "__code__")):
+            key.append(type(value))  # its items follow
+        else:
+            key.append(item)
+    return tuple(key), arrays
+
+
+def _shifted(function: Callable[..., Any], shift: _Shift) -> Callable[..., Any]:
+    def model_mask(b: Any, h: Any, q: Any, k: Any) -> Any:
+        return function(b, h, *shift.positions(q, k))
+
+    return model_mask
+
+
+def _kept_keys(kind: str) -> Mask:
+    if kind != "any":
+        return padding("kept_keys", side=kind)
+    kept = Captured("kept_keys", "bool", 2)
+    return trace_mask(lambda b, h, q, k: kept[b, k], "padding('kept_keys')")
+
+
+def model_score(
+    softcap: float | None, added: tuple[str, bool] | None, bias: tuple[str, bool] | None
+) -> Callable[..., Any] | None:
+    """The score function of a model: capped, then a mask of numbers added, then a bias; None where it has none of it.
+
+    added, bias: dtype and whether a gradient is wanted, of "attn_mask" and "position_bias", of 4 dimensions.
+    """
+    arrays = [
+        Captured(name, told[0], 4, grad=told[1])
+        for name, told in (("attn_mask", added), ("position_bias", bias))
+        if told is not None
+    ]
+    if softcap is None and not arrays:
+        return None
+
+    def capped_and_biased(score: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+        if softcap is not None:
+            score = f.tanh(score / softcap) * softcap
+        for array in arrays:
+            score = score + array[b, h, q, k]
+        return score
+
+    return capped_and_biased

@@ -1,0 +1,236 @@
+"""`flashgen.torch.attention`: results and gradients, what torch's own machinery makes of it, and what it refuses."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+import flashgen as fg
+from flashgen.errors import ArgumentError, UnsupportedError
+from flashgen.torch import Attention, attention, emulated, register
+
+PLAIN = importlib.util.spec_from_file_location("plain", Path(__file__).with_name("plain.py"))
+assert PLAIN and PLAIN.loader
+plain: Any = importlib.util.module_from_spec(PLAIN)
+PLAIN.loader.exec_module(plain)
+
+slopes = fg.Tensor("slopes", "float32", 1, grad=True)
+width = fg.Scalar("width")
+CAUSAL = fg.AttentionSpec(32, "bfloat16", mask=fg.causal())
+LEARNED = fg.AttentionSpec(32, "bfloat16", mask=fg.causal(), score=lambda s, b, h, q, k: s + slopes[h] * (q - k))
+DROPPED = fg.AttentionSpec(32, "bfloat16", dropout=0.25)
+
+
+def below(b: Any, h: Any, q: Any, k: Any) -> Any:
+    return k <= q
+
+
+def test_results_and_gradients(qkv: Any) -> None:
+    out, lse = attention(CAUSAL, *qkv, return_lse=True)
+    expected, expected_lse = plain.attention(*qkv, mask=below)
+    plain.assert_close(out, expected)
+    plain.assert_close(lse, expected_lse)
+    plain.assert_gradients(out, expected, qkv)
+    plain.assert_gradients(lse, expected_lse, qkv[:2])
+    assert torch.equal(attention(CAUSAL, *(x.detach() for x in qkv)), out), "without the operator, as with it"
+
+
+def test_captures_are_learned(qkv: Any) -> None:
+    values = torch.tensor([-0.1, 0.05], requires_grad=True)
+    out = attention(LEARNED, *qkv, slopes=values)
+    expected, _ = plain.attention(*qkv, mask=below, score=lambda s, b, h, q, k: s + values[h] * (q - k))
+    plain.assert_close(out, expected)
+    plain.assert_gradients(out, expected, [*qkv, values])
+
+
+def test_numbers_and_integers_of_64_bits(qkv: Any) -> None:
+    ids = fg.Tensor("ids", "int32", 1)
+    spec = fg.AttentionSpec(32, "bfloat16", mask=lambda b, h, q, k: (ids[q] == ids[k]) & (abs(q - k) <= width))
+    given = torch.arange(40) // 13
+    out = attention(spec, *qkv, ids=given, width=4)
+    expected, _ = plain.attention(*qkv, mask=lambda b, h, q, k: (given[q] == given[k]) & ((q - k).abs() <= 4))
+    plain.assert_close(out, expected)
+    with pytest.raises(RuntimeError, match="do not fit"):
+        attention(spec, *qkv, ids=given + 2**32, width=4)
+
+
+def test_arrays_that_functions_close_over(qkv: Any) -> None:
+    ids, bias = torch.arange(40) // 13, torch.zeros(2, requires_grad=True)
+    spec = fg.AttentionSpec(
+        32, "bfloat16", mask=lambda b, h, q, k: ids[q] == ids[k], score=lambda s, b, h, q, k: s + bias[h] * (q - k)
+    )
+    expected, _ = plain.attention(
+        *qkv, mask=lambda b, h, q, k: ids[q] == ids[k], score=lambda s, b, h, q, k: s + bias[h] * (q - k)
+    )
+    for made in (spec, fg.compile(spec, emulate=True)):
+        out = attention(made, *qkv)
+        plain.assert_close(out, expected)
+        plain.assert_gradients(out, expected, [*qkv, bias])
+
+
+def test_any_strides(qkv: Any) -> None:
+    turned = [x.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_() for x in qkv]
+    packed = torch.stack([x.detach() for x in qkv], -1)  # rows that are not contiguous
+    expected = attention(CAUSAL, *qkv)
+    assert torch.equal(attention(CAUSAL, *turned), expected)
+    assert torch.equal(attention(CAUSAL, *packed.unbind(-1)), expected)
+    out = attention(CAUSAL, *turned)
+    out.sum().backward()  # its gradient is one number, broadcast
+    assert all(x.grad is not None and x.grad.shape == x.shape for x in turned)
+
+
+def test_dropout_follows_torchs_generator(qkv: Any) -> None:
+    torch.manual_seed(3)
+    first, second = (attention(DROPPED, *qkv) for _ in range(2))
+    torch.manual_seed(3)
+    assert torch.equal(attention(DROPPED, *qkv), first) and not torch.equal(first, second)
+    assert torch.equal(attention(DROPPED, *qkv, seed=5), attention(DROPPED, *qkv, seed=torch.tensor(5)))
+
+
+def test_checkpoints_compute_the_same_anew(qkv: Any) -> None:
+    torch.manual_seed(3)
+    plainly = attention(DROPPED, *qkv)
+    expected = torch.autograd.grad(plainly.sum(), qkv)
+    torch.manual_seed(3)
+    again = checkpoint(lambda *x: attention(DROPPED, *x), *qkv, use_reentrant=False)
+    assert torch.equal(again, plainly)
+    for one, other in zip(torch.autograd.grad(again.sum(), qkv), expected, strict=True):
+        torch.testing.assert_close(one, other, atol=2e-2, rtol=2e-2)
+
+
+def test_a_checkpoint_that_saves_attention_computes_it_once(qkv: Any) -> None:
+    seen = []
+
+    def policy(_context: Any, operator: Any, *_rest: Any, **_more: Any) -> CheckpointPolicy:
+        mine = operator == torch.ops.flashgen.forward.default
+        seen.append(mine)
+        return CheckpointPolicy.MUST_SAVE if mine else CheckpointPolicy.PREFER_RECOMPUTE
+
+    contexts = lambda: create_selective_checkpoint_contexts(policy)
+    out = checkpoint(lambda *x: attention(CAUSAL, *x).sin(), *qkv, use_reentrant=False, context_fn=contexts)
+    out.sum().backward()
+    assert any(seen) and qkv[0].grad is not None
+
+
+def test_autocast_converts_rows_and_not_captures(qkv: Any) -> None:
+    values = torch.tensor([0.1, 0.2], requires_grad=True)
+    wide = [x.detach().float().requires_grad_() for x in qkv]
+    with torch.autocast("cpu", torch.bfloat16):
+        out = attention(LEARNED, *wide, slopes=values)
+        direct, _ = torch.ops.flashgen.forward(*wide, [values], register(LEARNED), [], [], None)
+    assert out.dtype == torch.bfloat16 and torch.equal(out, direct)
+    assert torch.equal(out, attention(LEARNED, *qkv, slopes=values))
+    out.sum().backward()
+    assert wide[0].grad is not None and wide[0].grad.dtype == torch.float32
+
+
+def test_vmap_and_grad(qkv: Any) -> None:
+    q, k, v = (x.detach() for x in qkv)
+    many = torch.stack([q, q * 2, q * 3])
+    mapped = torch.func.vmap(lambda x: attention(CAUSAL, x, k, v))(many)
+    assert torch.equal(mapped, torch.stack([attention(CAUSAL, x, k, v) for x in many]))
+    tables = torch.tensor([[0.1, 0.2], [0.3, 0.4]])
+    mapped = torch.func.vmap(lambda table: attention(LEARNED, q, k, v, slopes=table))(tables)
+    assert torch.equal(mapped, torch.stack([attention(LEARNED, q, k, v, slopes=table) for table in tables]))
+    by_function = torch.func.grad(lambda x: attention(CAUSAL, x, k, v).float().sum())(q)
+    (by_tape,) = torch.autograd.grad(attention(CAUSAL, *qkv).float().sum(), qkv[:1])
+    torch.testing.assert_close(by_function, by_tape, atol=1e-2, rtol=1e-2)
+    each = torch.func.vmap(torch.func.grad(lambda x: attention(CAUSAL, x, k, v).float().sum()))(many)
+    torch.testing.assert_close(each[0], by_tape, atol=1e-2, rtol=1e-2)
+    with pytest.raises(UnsupportedError, match="no second derivative"):
+        torch.func.grad(lambda x: torch.func.grad(lambda y: attention(CAUSAL, y, k, v).float().sum())(x).sum())(q)
+    with pytest.raises(ArgumentError, match="randomness"):
+        torch.func.vmap(lambda x: attention(DROPPED, x, k, v, seed=1))(many)
+
+
+def test_a_module_holds_what_it_learns(qkv: Any) -> None:
+    layer = Attention(LEARNED, slopes=torch.tensor([0.1, 0.2]))
+    assert [name for name, _ in layer.named_parameters()] == ["slopes"]
+    layer(*qkv).sum().backward()
+    assert layer.slopes.grad is not None and layer.slopes.grad.any()
+    with pytest.raises(ArgumentError, match="unknown argument 'tables'"):
+        Attention(LEARNED, tables=torch.zeros(2))
+
+
+def test_gradients_that_are_the_same_bits(qkv: Any) -> None:
+    first, second = (
+        torch.autograd.grad(attention(CAUSAL, *qkv, deterministic=True).float().square().sum(), qkv) for _ in range(2)
+    )
+    assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
+    assert register(CAUSAL, deterministic=True) != register(CAUSAL)
+
+
+def test_a_gradient_of_a_gradient_is_refused(qkv: Any) -> None:
+    (dq,) = torch.autograd.grad(attention(CAUSAL, *qkv).sum(), qkv[:1], create_graph=True)
+    with pytest.raises(RuntimeError, match=r"flashgen\.backward|flashgen::backward"):
+        dq.sum().backward()
+
+
+WRONG: Any = [
+    (lambda q, k, v: attention(CAUSAL, q, k, v, emulate=False), "on the CPU: move it to a GPU"),
+    (lambda q, k, v: attention(CAUSAL, q.float(), k, v), r"q is float32; the spec is of bfloat16.*autocast"),
+    (lambda q, k, v: attention(CAUSAL, q[0], k, v), "give 4 dimensions"),
+    (lambda q, k, v: attention(CAUSAL, q[..., :16], k, v), "head_dim=32"),
+    (lambda q, k, v: attention(CAUSAL, q, k.to("meta"), v), "k is on meta and q on cpu"),
+    (lambda q, k, v: attention(CAUSAL, q, k, v, slopes=q), "unknown argument 'slopes'"),
+    (lambda q, k, v: attention(CAUSAL, q, k, v, seed=3), "no dropout"),
+    (lambda q, k, v: attention(LEARNED, q, k, v), "capture 'slopes' is missing"),
+    (lambda q, k, v: attention(LEARNED, q, k, v, slopes=0.5), "of type float is no tensor"),
+    (lambda q, k, v: attention(LEARNED, q, k, v, slopes=torch.zeros(2, 2)), "declared float32 of 1 dimension"),
+    (lambda q, k, v: attention(GIVEN, q, k, v, bias=torch.zeros(2, requires_grad=True)), "declare it with grad=True"),
+]
+bias = fg.Tensor("bias", "float32", 1)
+GIVEN = fg.AttentionSpec(32, "bfloat16", score=lambda s, b, h, q, k: s + bias[h])
+
+
+@pytest.mark.parametrize(("call", "message"), WRONG)
+def test_what_is_refused(qkv: Any, call: Any, message: str) -> None:
+    with pytest.raises(ArgumentError, match=message):
+        call(*(x.detach() for x in qkv))
+
+
+@pytest.mark.parametrize(("call", "message"), WRONG)
+def test_what_is_refused_under_torch_compile(qkv: Any, call: Any, message: str) -> None:
+    torch._dynamo.reset()
+    with pytest.raises(Exception, match=message):
+        torch.compile(call, fullgraph=True, backend="eager")(*(x.detach() for x in qkv))
+
+
+def test_specs_that_are_none(qkv: Any) -> None:
+    with pytest.raises(ArgumentError, match=r"give a flashgen\.AttentionSpec"):
+        attention(fg.causal(), *qkv)
+    with pytest.raises(ArgumentError, match="no spec is registered as 'nothing'"):
+        torch.ops.flashgen.forward(*qkv, [], "nothing", [], [], None)
+
+
+def test_the_cpu_is_the_emulators_where_somebody_says_so(qkv: Any) -> None:
+    with emulated(False), pytest.raises(ArgumentError, match="emulate=True"):
+        attention(CAUSAL, *qkv)
+
+
+def test_importing_flashgen_imports_no_torch() -> None:
+    program = "import flashgen, sys; flashgen.AttentionSpec(64); assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
+@pytest.mark.gpu
+def test_on_a_gpu() -> None:
+    q, k, v = (torch.randn(2, 4, 300, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+    spec = fg.AttentionSpec(64, "bfloat16", mask=fg.causal())
+    with emulated(False):
+        out = attention(spec, q, k, v)
+        expected = torch.nn.functional.scaled_dot_product_attention(q.double(), k.double(), v.double(), is_causal=True)
+        plain.assert_close(out, expected)
+        d_out = torch.randn_like(out)
+        ours = torch.autograd.grad(out, (q, k, v), d_out)
+        for one, other in zip(ours, torch.autograd.grad(expected, (q, k, v), d_out.double()), strict=True):
+            plain.assert_close(one, other.double())
+        with pytest.raises(ArgumentError, match="on the CPU"):
+            attention(spec, *(x.cpu() for x in (q, k, v)))

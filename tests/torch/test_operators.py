@@ -1,0 +1,148 @@
+"""The operators as torch checks them, and as its compiler takes them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounterWithBackend
+
+import flashgen as fg
+from flashgen.torch import attention, flex_attention, register, scaled_dot_product_attention, varlen_attention
+
+slopes = fg.Tensor("slopes", "float32", 1, grad=True)
+ids = fg.Tensor("ids", "int32", 2)
+width = fg.Scalar("width")
+SPECS: dict[str, Any] = {
+    "causal": (fg.AttentionSpec(32, "bfloat16", mask=fg.causal()), [], [], None),
+    "dropout": (fg.AttentionSpec(32, "bfloat16", dropout=0.5), [], [], torch.tensor(7)),
+    "learned": (
+        fg.AttentionSpec(
+            32, "bfloat16", mask=fg.document(ids), score=lambda s, b, h, q, k: fg.where(q - k < width, s + slopes[h], s)
+        ),
+        [torch.zeros(2, 40, dtype=torch.int32), torch.zeros(2, requires_grad=True)],
+        [9],
+        None,
+    ),
+    "other layout": (fg.AttentionSpec(32, "bfloat16", value_dim=16, layout="bshd"), [], [], None),
+}
+
+
+def arguments(name: str, qkv: Any) -> Any:
+    spec, captures, integers, seed = SPECS[name]
+    q, k, v = qkv if spec.layout == "bhsd" else (x.detach().transpose(1, 2).requires_grad_() for x in qkv)
+    v = v if spec.value_dim == 32 else v.detach()[..., :16].requires_grad_()
+    return q, k, v, captures, register(spec), integers, [], seed
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_torchs_own_checks_of_the_forward(qkv: Any, name: str) -> None:
+    """Of its schema, its autograd, its fake kernel, and of all of it under AOTAutograd with symbolic sizes."""
+    tolerances = {"atol": 3e-2, "rtol": 3e-2}  # dq is a sum in an order that differs
+    results = torch.library.opcheck(torch.ops.flashgen.forward.default, arguments(name, qkv), **tolerances)
+    assert set(results.values()) == {"SUCCESS"} and len(results) == 4
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_torchs_own_checks_of_the_backward(qkv: Any, name: str) -> None:
+    q, k, v, captures, *numbers = arguments(name, [x.detach() for x in qkv])
+    captures = [each.detach() for each in captures]
+    out, lse = torch.ops.flashgen.forward(q, k, v, captures, *numbers)
+    given = (torch.ones_like(out), torch.ones_like(lse), q, k, v, out, lse, captures, *numbers)
+    utilities = ("test_schema", "test_faketensor", "test_autograd_registration")
+    results = torch.library.opcheck(torch.ops.flashgen.backward.default, given, test_utils=utilities)
+    assert set(results.values()) == {"SUCCESS"}
+
+
+def fresh(length: int) -> list[Any]:
+    return [torch.randn(2, 2, length, 32, dtype=torch.bfloat16, requires_grad=True) for _ in range(3)]
+
+
+def test_one_graph_for_all_lengths() -> None:
+    """fullgraph=True refuses breaks; the counter counts compilations."""
+    spec, counter = SPECS["causal"][0], CompileCounterWithBackend("aot_eager")
+
+    def model(q: Any, k: Any, v: Any) -> Any:
+        return attention(spec, q * 2, k, v).sin()
+
+    compiled = torch.compile(model, fullgraph=True, dynamic=True, backend=counter)
+    for length in (24, 40, 33, 64):
+        qkv = fresh(length)
+        out = compiled(*qkv)
+        torch.testing.assert_close(out, model(*qkv))
+        out.sum().backward()
+        assert all(x.grad is not None for x in qkv)
+    assert counter.frame_count == 1
+
+
+def test_functions_of_every_signature_compile_without_breaks() -> None:
+    cu, table = torch.tensor([0, 13, 40], dtype=torch.int32), torch.zeros(2, requires_grad=True)
+
+    def score(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+        return s + table[h] * (q - k)
+
+    def model(q: Any, k: Any, v: Any) -> Any:
+        first = scaled_dot_product_attention(q, k, v, is_causal=True)
+        second = scaled_dot_product_attention(q, k, v, attn_mask=q[0, 0, :, :1] > 0)
+        packed = [x[0].transpose(0, 1) for x in (q, k, v)]
+        third = varlen_attention(*packed, cu, cu, causal=True)
+        return first + second + third.transpose(0, 1) + flex_attention(q, k, v, score)
+
+    qkv = fresh(40)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(*qkv), model(*qkv))
+    compiled(*qkv).sum().backward()
+    assert table.grad is not None and table.grad.any()
+
+
+def test_specs_of_layers_are_told_apart() -> None:
+    specs = [fg.AttentionSpec(32, "bfloat16", mask=mask) for mask in (fg.causal(), fg.full(), fg.sliding_window(3))]
+    qkv = fresh(40)
+    compiled = torch.compile(lambda spec, *x: attention(spec, *x), fullgraph=True, backend="aot_eager")
+    for spec in specs:
+        assert torch.equal(compiled(spec, *qkv), attention(spec, *qkv))
+
+
+@pytest.mark.slow
+def test_inductors_code() -> None:
+    spec = SPECS["dropout"][0]
+
+    def model(q: Any, k: Any, v: Any) -> Any:
+        return attention(spec, q.relu(), k, v, seed=3) + 1
+
+    qkv = fresh(40)
+    torch.testing.assert_close(torch.compile(model, fullgraph=True)(*qkv), model(*qkv))
+
+
+def test_exported_programs_name_their_specs() -> None:
+    spec = SPECS["causal"][0]
+
+    class Model(torch.nn.Module):
+        def forward(self, q: Any, k: Any, v: Any) -> Any:
+            return attention(spec, q, k, v)
+
+    qkv = [x.detach() for x in fresh(40)]
+    program = torch.export.export(Model(), tuple(qkv))
+    assert "flashgen.forward" in program.graph_module.code and register(spec) in program.graph_module.code
+    assert torch.equal(program.module()(*qkv), attention(spec, *qkv))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
+def test_on_a_gpu(mode: str) -> None:
+    """With CUDA graphs, too."""
+    spec = fg.AttentionSpec(64, "bfloat16", mask=fg.causal())
+    from flashgen.torch import emulated
+
+    with emulated(False):
+        compiled = torch.compile(lambda q, k, v: attention(spec, q * 2, k, v).sin(), fullgraph=True, mode=mode)
+        for _ in range(4):
+            qkv = [
+                torch.randn(2, 4, 256, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3)
+            ]
+            torch.compiler.cudagraph_mark_step_begin()
+            out = compiled(*qkv)
+            torch.testing.assert_close(out, attention(spec, qkv[0] * 2, *qkv[1:]).sin(), atol=2e-2, rtol=2e-2)
+            out.sum().backward()
+            assert all(x.grad.isfinite().all() for x in qkv)

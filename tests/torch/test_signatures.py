@@ -1,0 +1,226 @@
+"""torch's, FlexAttention's and flash-attn's signatures: the same numbers as theirs."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional
+from torch.nn.attention import flex_attention as torchs
+
+import flashgen.torch as ours
+from flashgen.errors import ArgumentError
+
+PLAIN = importlib.util.spec_from_file_location("plain", Path(__file__).with_name("plain.py"))
+assert PLAIN and PLAIN.loader
+plain: Any = importlib.util.module_from_spec(PLAIN)
+PLAIN.loader.exec_module(plain)
+
+SDPA: dict[str, Any] = {
+    "nothing": {},
+    "is_causal": {"is_causal": True},
+    "scale": {"scale": 0.3},
+    "booleans": {"attn_mask": torch.arange(40)[:, None] >= torch.arange(56) - 8},
+    "booleans of a batch": {"attn_mask": (torch.arange(56) < torch.tensor([[30], [56]]))[:, None, None]},
+    "numbers": {"attn_mask": torch.linspace(-2, 2, 40 * 56).view(40, 56)},
+    "numbers of heads": {"attn_mask": torch.linspace(-2, 2, 4 * 40).view(4, 40, 1).to(torch.bfloat16)},
+}
+
+
+@pytest.mark.parametrize("name", SDPA)
+def test_scaled_dot_product_attention(name: str) -> None:
+    q, k, v = (torch.randn(2, 4, length, 32, dtype=torch.bfloat16, requires_grad=True) for length in (40, 56, 56))
+    given = dict(SDPA[name])
+    wanted = {
+        key: x.double() if isinstance(x, torch.Tensor) and x.is_floating_point() else x for key, x in given.items()
+    }
+    out = ours.scaled_dot_product_attention(q, k, v, **given)
+    expected = functional.scaled_dot_product_attention(q.double(), k.double(), v.double(), **wanted)
+    plain.assert_close(out, expected)
+    plain.assert_gradients(out, expected, [q, k, v])
+
+
+@pytest.mark.parametrize("leading", [(), (3,), (2, 3), (2, 1, 3)])
+def test_any_dimensions_before(leading: Any) -> None:
+    q, k, v = (torch.randn(*leading, 24, 32, dtype=torch.bfloat16) for _ in range(3))
+    mask = torch.rand(*leading, 24, 24) > 0.3
+    mask[..., 0] = True
+    out = ours.scaled_dot_product_attention(q, k, v, mask)
+    assert out.shape == q.shape
+    plain.assert_close(out, functional.scaled_dot_product_attention(q.double(), k.double(), v.double(), mask))
+
+
+def test_groups_of_heads_and_a_learned_mask() -> None:
+    q, k, v = (torch.randn(2, heads, 24, 32, dtype=torch.bfloat16, requires_grad=True) for heads in (4, 2, 2))
+    mask = torch.zeros(24, 24, requires_grad=True)
+    out = ours.scaled_dot_product_attention(q, k, v, mask, enable_gqa=True)
+    expected, _ = plain.attention(q, k, v, score=lambda s, b, h, i, j: s + mask[i, j])
+    plain.assert_gradients(out, expected, [q, k, v, mask])
+    torch.manual_seed(1)
+    dropped = ours.scaled_dot_product_attention(q, k, v, dropout_p=0.5, enable_gqa=True)
+    assert not torch.equal(dropped, ours.scaled_dot_product_attention(q, k, v, enable_gqa=True))
+
+
+def test_what_sdpa_refuses() -> None:
+    q, k = torch.zeros(2, 4, 24, 32, dtype=torch.bfloat16), torch.zeros(2, 2, 24, 32, dtype=torch.bfloat16)
+    with pytest.raises(ArgumentError, match="enable_gqa=True"):
+        ours.scaled_dot_product_attention(q, k, k)
+    with pytest.raises(ArgumentError, match="both given"):
+        ours.scaled_dot_product_attention(q, q, q, torch.ones(24, 24, dtype=torch.bool), is_causal=True)
+    with pytest.raises(ArgumentError, match=r"attn_mask has shape \(5, 24\), which does not broadcast"):
+        ours.scaled_dot_product_attention(q, q, q, torch.ones(5, 24, dtype=torch.bool))
+    with pytest.raises(ArgumentError, match="query is float32"):
+        ours.scaled_dot_product_attention(q.float(), q.float(), q.float())
+
+
+# attention-gym's and FlexAttention's own, as their documentation has them ---------------------------------------------
+
+document_id = torch.tensor([0] * 11 + [1] * 20 + [2] * 9)
+alibi_bias = torch.tensor([0.5, 0.25])
+relative_table = torch.linspace(-1, 1, 79)
+lengths = torch.tensor([40, 17])
+offset = torch.tensor(3)
+
+
+def causal_mask(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    return q_idx >= kv_idx
+
+
+def sliding_window_causal(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    return (q_idx >= kv_idx) & (q_idx - kv_idx <= 7)
+
+
+def document_causal(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    return causal_mask(b, h, q_idx, kv_idx) & (document_id[q_idx] == document_id[kv_idx])
+
+
+def padding(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    return kv_idx < lengths[b]
+
+
+def with_offset(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    return q_idx + offset >= kv_idx
+
+
+def prefix_lm(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    return (kv_idx < 12) | (q_idx >= kv_idx)
+
+
+def alibi(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    return score + alibi_bias[h] * (kv_idx - q_idx)
+
+
+def relative(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    return score + relative_table[q_idx - kv_idx + 39]
+
+
+def tanh_softcap(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    return torch.tanh(score / 20) * 20
+
+
+def causal_score(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    return torch.where(q_idx >= kv_idx, score, -float("inf"))
+
+
+FLEX: list[tuple[Any, Any]] = [
+    (None, causal_mask), (None, sliding_window_causal), (None, document_causal), (None, padding), (None, with_offset),
+    (None, prefix_lm), (alibi, causal_mask), (relative, None), (tanh_softcap, causal_mask), (causal_score, None),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("score_mod", "mask_mod"), FLEX)
+def test_flex_attention(score_mod: Any, mask_mod: Any) -> None:
+    """Beside FlexAttention itself, of which only the import changes."""
+    q, k, v = (torch.randn(2, 2, 40, 32, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+    results = []
+    for module, inputs in ((ours, (q, k, v)), (torchs, tuple(x.detach().double() for x in (q, k, v)))):
+        block_mask = (
+            module.create_block_mask(mask_mod, None if mask_mod is not padding else 2, None, 40, 40, "cpu")
+            if mask_mod
+            else None
+        )
+        results.append(module.flex_attention(*inputs, score_mod=score_mod, block_mask=block_mask, return_lse=True))
+    (out, lse), (expected, expected_lse) = results
+    plain.assert_close(out, expected)
+    plain.assert_close(lse, expected_lse)
+    expected, _ = plain.attention(q, k, v, mask=mask_mod, score=score_mod)
+    plain.assert_gradients(out, expected, [q, k, v])
+
+
+def test_masks_are_combined_and_asked() -> None:
+    both = ours.and_masks(causal_mask, lambda b, h, q, k: q - k < 9)
+    block_mask = ours.create_block_mask(ours.or_masks(both, padding), 2, None, 256, 256, BLOCK_SIZE=64)
+    assert block_mask.shape == (2, 1, 256, 256) and block_mask.seq_lengths == (256, 256)
+    assert block_mask.to_dense().shape == (2, 1, 4, 4) and 0 < block_mask.sparsity() < 100
+    with pytest.raises(AttributeError, match="kv_num_blocks"):
+        _ = block_mask.kv_num_blocks
+
+
+def test_a_function_that_changed_is_traced_anew() -> None:
+    q = torch.randn(1, 1, 16, 32, dtype=torch.bfloat16)
+    add, table = 1.0, torch.zeros(16)
+
+    def score(s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+        return s + add * j + table[j]
+
+    first = ours.flex_attention(q, q, q, score)
+    assert torch.equal(ours.flex_attention(q, q, q, score), first)
+    add = 0.0
+    second = ours.flex_attention(q, q, q, score)
+    table[3] = 5
+    third = ours.flex_attention(q, q, q, score)
+    table = torch.ones(16).cumsum(0)
+    assert not torch.equal(first, second) and not torch.equal(second, third)
+    assert not torch.equal(ours.flex_attention(q, q, q, score), third)
+
+
+def test_what_flex_attention_refuses() -> None:
+    q = torch.zeros(1, 2, 24, 32, dtype=torch.bfloat16)
+    with pytest.raises(ArgumentError, match=r"make it by flashgen\.torch\.create_block_mask"):
+        ours.flex_attention(q, q, q, block_mask=torchs.create_block_mask(causal_mask, 1, 1, 24, 24, "cpu"))
+    with pytest.raises(ArgumentError, match="block_mask is for 16 queries"):
+        ours.flex_attention(q, q, q, block_mask=ours.create_block_mask(causal_mask, 1, 1, 16, 24))
+    with pytest.raises(ArgumentError, match="created for H=3"):
+        ours.flex_attention(q, q, q, block_mask=ours.create_block_mask(causal_mask, 1, 3, 24, 24))
+    with pytest.raises(ArgumentError, match="enable_gqa"):
+        ours.flex_attention(q, q[:, :1], q[:, :1])
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("window", [(-1, -1), (5, 0), (3, 4)])
+@pytest.mark.parametrize("alike", [True, False])
+def test_varlen_attention(causal: bool, window: Any, alike: bool) -> None:
+    """Each sequence beside itself alone; sequences of no tokens, and tokens behind the last, among them."""
+    ends_q, ends_k = torch.tensor([0, 13, 13, 40]), torch.tensor([0, 13, 13, 40] if alike else [0, 20, 26, 50])
+    q, k, v = (torch.randn(size, 2, 32, dtype=torch.bfloat16, requires_grad=True) for size in (44, 54, 54))
+    slopes = torch.tensor([0.1, 0.2], requires_grad=True)
+    out, lse = ours.varlen_attention(
+        q, k, v, ends_q.int(), ends_k.int(), causal=causal, window_size=window, softcap=9.0, alibi_slopes=slopes,
+        return_lse=True,
+    )  # fmt: skip
+    left, right = (math.inf if side < 0 else side for side in window)
+    right = 0 if causal else right
+    expected = torch.zeros(44, 2, 32, dtype=torch.float64)
+    for a, b, c, d in zip(ends_q, ends_q[1:], ends_k, ends_k[1:], strict=False):
+        shift = (d - c) - (b - a)
+        rows, _ = plain.attention(
+            *(x.transpose(0, 1)[None] for x in (q[a:b], k[c:d], v[c:d])),
+            mask=lambda _b, _h, i, j, shift=shift: (j <= i + shift + right) & (j >= i + shift - left),
+            score=lambda s, _b, h, i, j, shift=shift: torch.tanh(s / 9) * 9 - slopes[h] * (j - i - shift).abs(),
+        )
+        expected[a:b] = rows[0].transpose(0, 1)
+    plain.assert_close(out, expected)
+    assert lse.shape == (2, 44) and lse[:, 40:].isinf().all()
+    plain.assert_gradients(out, expected, [q, k, v, slopes])
+
+
+def test_what_varlen_attention_refuses() -> None:
+    q, cu = torch.zeros(24, 2, 32, dtype=torch.bfloat16), torch.tensor([0, 24])
+    with pytest.raises(ArgumentError, match="packed tokens are"):
+        ours.varlen_attention(q[None], q, q, cu, cu)
+    with pytest.raises(ArgumentError, match="cu_seqlens_q has shape"):
+        ours.varlen_attention(q, q, q, cu, torch.tensor([0, 12, 24]))
