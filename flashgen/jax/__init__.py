@@ -1,0 +1,14 @@
+"""flashgen in JAX: attention under jit, grad, vmap and shard_map.
+
+    import flashgen as fg
+    from flashgen.jax import attention
+
+    out = jax.jit(lambda q, k, v: attention(spec, q, k, v))(q, k, v)
+
+Kernels are launched on XLA's stream and write to XLA's memory, by jax.experimental.buffer_callback. Arrays of the CPU
+run on the emulator where `emulate=True` says so. `import flashgen` imports nothing of this, and needs no JAX.
+"""
+
+from flashgen.jax.functional import attention
+
+__all__ = ["attention"]
