@@ -16,6 +16,7 @@ from flashgen.errors import ArgumentError
 from flashgen.jax.compiled import Compiled
 
 Numbers = tuple[tuple[str, int | float], ...]
+_DLPACK_CPU = 1
 _WORDS = {"bfloat16": jnp.uint16}  # what has no name in the interfaces that buffers speak
 
 
@@ -100,7 +101,7 @@ def _as_words(array: Any) -> Any:
 
 
 def _on_host(run: Any, results: Sequence[str], inputs: Sequence[str], _context: Any, out: Any, *given: Any) -> None:
-    if hasattr(given[0], "__cuda_array_interface__"):
+    if given[0].__dlpack_device__()[0] != _DLPACK_CPU:
         raise ArgumentError("emulate=True runs on the CPU: put arrays there, or run under jax.default_device(cpu)")
 
     def array(buffer: Any, name: str) -> Any:
