@@ -36,7 +36,7 @@ MAY_SEE: dict[str, set[str]] = {
     "transformers": BELOW_ATTENTION | {"attention", "verify", "torch"},
     "jax": BELOW_ATTENTION | {"attention", "verify"},
     "bench": BELOW_ATTENTION | {"attention", "verify", "torch"},
-    "cli": BELOW_ATTENTION | {"attention", "verify", "release", "bench"},
+    "cli": BELOW_ATTENTION | {"attention", "verify", "release", "bench"},  # doctor imports rooms above by their names
     "__main__": {"cli"},
 }
 

@@ -9,10 +9,13 @@ from flashgen.bench.measure import Row, environment, speed_rows
 from flashgen.bench.paper import PaperRow, paper_rows
 from flashgen.bench.peers import PEERS
 from flashgen.bench.start import STARTS, start_rows
+from flashgen.bench.train import ATTENTIONS, MODES, TrainRow, train_rows, train_summary
 from flashgen.bench.variants import chosen_variants
 
 __all__ = [
+    "ATTENTIONS",
     "LIBRARIES",
+    "MODES",
     "PARTS",
     "PASSES",
     "PEERS",
@@ -23,6 +26,7 @@ __all__ = [
     "PaperRow",
     "Row",
     "Timed",
+    "TrainRow",
     "VariantRow",
     "chosen_variants",
     "environment",
@@ -34,5 +38,7 @@ __all__ = [
     "speed_rows",
     "start_rows",
     "summary",
+    "train_rows",
+    "train_summary",
     "variant_rows",
 ]

@@ -45,6 +45,8 @@ flashgen bench gqa
 flashgen bench paper
 
 flashgen bench host
+
+flashgen bench train --loss-steps 300
 """
 
 
@@ -205,10 +207,50 @@ def host(
     report(rows, names, bench_tables.host([*bench.PARTS, bench.REST]), output, json, lambda rows: [])
 
 
+def train(
+    attentions: Annotated[
+        str, typer.Option("--attentions", help="Whose attention, by commas: standard, FA2, cuDNN, Flex, flashgen.")
+    ] = "standard,FA2,cuDNN,Flex,flashgen",
+    modes: Annotated[str, typer.Option("--modes", help="By commas: eager, compile.")] = "eager,compile",
+    shapes: Annotated[str, typer.Option("--shapes", help="Batch x tokens, by commas.")] = "32x1024,4x8192",
+    loss_steps: Annotated[
+        int, typer.Option("--loss-steps", min=0, help="Compare the losses of so many steps, at the first shape.")
+    ] = 0,
+    long: Annotated[
+        bool, typer.Option("--long", help="1 x 65536 with a window of 1024 in 16 documents instead, beside Flex.")
+    ] = False,
+    output: Output = Path("flashgen-train.json"),
+    json: Json = False,
+) -> None:
+    """Train GPT-2 124M by each attention: milliseconds a step, tokens a second, the most memory.
+
+    bfloat16 autocast, fused AdamW, eager and under torch.compile, on the text that ships with Python. One model after
+    another, each with the memory for itself; medians of 20 steps. Needs torch.
+    """
+    require_gpu()
+    from flashgen import bench
+
+    names = chosen(attentions, "--attentions", bench.ATTENTIONS)
+    named = chosen(modes, "--modes", bench.MODES)
+    sizes = [shape_of(text) for text in listed(shapes)]
+    rows = bench.train_rows(names, named, sizes, loss_steps, long)
+    labels = [f"{name} {mode} {batch}x{length}" for batch, length in sizes for mode in named for name in names]
+    report(rows, labels, bench_tables.train(), output, json, bench.train_summary)
+
+
+def shape_of(text: str) -> tuple[int, int]:
+    """ "32x1024" -> (32, 1024)."""
+    batch, _, length = text.partition("x")
+    if not (batch.isdecimal() and length.isdecimal() and int(batch) and int(length)):
+        raise ArgumentError(f"--shapes {text!r} must be batch x tokens, such as 32x1024")
+    return int(batch), int(length)
+
+
 app.command(DEFAULT, help=paragraphs(speed.__doc__), epilog=SPEED_EXAMPLES)(speed)
 app.command("gqa", help=paragraphs(gqa.__doc__))(gqa)
 app.command("paper", help=paragraphs(paper.__doc__))(paper)
 app.command("host", help=paragraphs(host.__doc__))(host)
+app.command("train", help=paragraphs(train.__doc__))(train)
 
 
 def declare(text: str, options: SpecOptions, head_dim: int) -> AttentionSpec:

@@ -61,6 +61,20 @@ def paper() -> Columns:
     }
 
 
+def train() -> Columns:
+    """A step of training by each attention."""
+    return {
+        "attention": lambda row: row.name,
+        "mode": lambda row: row.mode,
+        "batch x tokens": lambda row: f"{row.batch} x {row.length}",
+        "ms a step": lambda row: number(row.ms, 1),
+        "tokens/s": lambda row: number(row.tokens_per_second),
+        "memory GB": lambda row: number(row.peak_bytes and row.peak_bytes / 1e9, 2),
+        "last loss": lambda row: number(row.losses[-1] if row.losses else None, 3),
+        "problem": lambda row: row.problem or "",
+    }
+
+
 def cells(columns: Columns, row: Any) -> list[str]:
     """A row's cells; "-" for what could not be measured."""
     return [cell(row) for cell in columns.values()]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import platform
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -64,6 +65,7 @@ def examine() -> Iterator[Finding]:
     yield from examine_cuda()
     yield from examine_targets()
     yield from examine_emulator()
+    yield from examine_frameworks()
 
 
 def examine_cache() -> Finding:
@@ -140,6 +142,30 @@ def examine_emulator() -> Iterator[Finding]:
     for mode in MODES:
         problem = emulator_problem(mode) if compiler else remedy
         yield Finding("emulator", mode, None if problem else "works", problem or "")
+
+
+FRAMEWORKS = {"flashgen.torch": "torch", "flashgen.transformers": "transformers", "flashgen.jax": "jax"}
+
+
+def examine_frameworks() -> Iterator[Finding]:
+    """What flashgen is used from: each is imported, as a version that is too old shows itself so."""
+    for module, package in FRAMEWORKS.items():
+        version = package_version(package)
+        if version is None:
+            yield Finding("framework", module, None, install(package))
+            continue
+        problem = framework_problem(module)
+        found = None if problem else f"{package} {version}"
+        yield Finding("framework", module, found, f"{package} {version}: {problem}" if problem else "")
+
+
+def framework_problem(module: str) -> str | None:
+    """What is wrong with a module that is for a framework; None where it can be imported."""
+    try:
+        importlib.import_module(module)
+    except Exception as error:  # whatever a framework's import raises is what there is to say
+        return f"{type(error).__name__}: {error}"
+    return None
 
 
 def emulator_problem(mode: str) -> str | None:

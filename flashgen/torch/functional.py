@@ -127,7 +127,7 @@ def _seed(entry: Registered, seed: Any) -> Tensor | None:
         if not torch.compiler.is_compiling() and _is_captured():
             raise ArgumentError("dropout in a stream that is captured would drop alike in each replay: give a seed")
         return torch.randint(_SEEDS, (), dtype=torch.int64)
-    return seed if isinstance(seed, Tensor) else torch.tensor(seed, dtype=torch.int64)
+    return seed if isinstance(seed, torch.Tensor) else torch.tensor(seed, dtype=torch.int64)
 
 
 def _is_captured() -> bool:

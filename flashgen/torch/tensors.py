@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -15,7 +15,7 @@ from flashgen.language.spec import AttentionSpec
 from flashgen.torch.table import CaptureInfo, Registered
 
 _ROW_BYTES = 16
-Tensor = torch.Tensor
+Tensor: TypeAlias = torch.Tensor
 
 
 class _Shaped(NamedTuple):
@@ -120,7 +120,7 @@ def bound_tensor(bound: BoundArray, device: torch.device) -> Tensor:
     One that wants a gradient is moved by each call, so that its gradient finds back.
     """
     array = bound.current()
-    if isinstance(array, Tensor):
+    if isinstance(array, torch.Tensor):
         if array.device == device:
             return array
         return array.to(device) if bound.grad else bound.moved(device, lambda it: it.to(device))
@@ -142,7 +142,7 @@ def _array(capture: CaptureInfo, given: Mapping[str, Any], bound: Mapping[str, T
     value = given.get(capture.name)
     if value is None and capture.name in bound:
         return bound[capture.name]
-    if not isinstance(value, Tensor):
+    if not isinstance(value, torch.Tensor):
         what = "is missing" if value is None else f"of type {type(value).__name__} is no tensor"
         raise ArgumentError(f"capture {capture.name!r} {what}: give {capture.name}=<{capture.dtype} tensor>")
     if value.requires_grad and not capture.grad and torch.is_grad_enabled():
@@ -166,6 +166,6 @@ def _number(capture: CaptureInfo, given: Mapping[str, Any]) -> Any:
     if capture.name not in given:
         raise ArgumentError(f"capture {capture.name!r} is missing: give {capture.name}=<{capture.dtype} number>")
     value = given[capture.name]
-    if isinstance(value, Tensor) or (capture.kind == "int" and isinstance(value, float) and value != int(value)):
+    if isinstance(value, torch.Tensor) or (capture.kind == "int" and isinstance(value, float) and value != int(value)):
         raise ArgumentError(f"capture {capture.name!r} is {value!r}; it was declared {capture.dtype}: give a number")
     return value

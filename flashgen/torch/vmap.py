@@ -57,7 +57,7 @@ def _one_by_one(operator: Callable[..., Any], info: Any, in_dims: Any, arguments
         if isinstance(value, (list, tuple)):
             dims = dim if isinstance(dim, (list, tuple)) else [dim] * len(value)
             return [at(each, own, index) for each, own in zip(value, dims, strict=True)]
-        return value.select(dim, index) if isinstance(value, Tensor) and dim is not None else value
+        return value.select(dim, index) if isinstance(value, torch.Tensor) and dim is not None else value
 
     made = [
         operator(*(at(value, dim, index) for value, dim in zip(arguments, in_dims, strict=True)))

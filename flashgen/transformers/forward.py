@@ -93,7 +93,7 @@ def _refuse(rest: dict[str, Any]) -> None:
 
 def _four(tensor: Any, name: str, captures: dict[str, Any]) -> tuple[str, bool]:
     """Makes a tensor of 4 dimensions a capture; its dtype, and whether it wants a gradient."""
-    if not isinstance(tensor, Tensor) or tensor.ndim != 4:
+    if not isinstance(tensor, torch.Tensor) or tensor.ndim != 4:
         raise UnsupportedError(
             f"{name} of {tuple(getattr(tensor, 'shape', ()))}: attn_implementation='flashgen' takes (batch, heads, "
             "queries, keys), or makes its own mask of the model's mask function"

@@ -67,7 +67,7 @@ def attention_mask(
         return attention_mask
     if torch.compiler.is_compiling():
         plain = mask_function is causal_mask_function and attention_mask is None and allow_is_causal_skip
-        if plain and (q_length == kv_length or (q_length == 1 and not isinstance(q_offset, Tensor))):
+        if plain and (q_length == kv_length or (q_length == 1 and not isinstance(q_offset, torch.Tensor))):
             return None
         sizes: Any = (batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask)
         made: Any = sdpa_mask
@@ -100,11 +100,11 @@ class _Shift:
 
 
 def _shift(q_length: int, kv_length: int, q_offset: Any, kv_offset: Any, captures: dict[str, Any]) -> _Shift:
-    if isinstance(kv_offset, Tensor):
+    if isinstance(kv_offset, torch.Tensor):
         raise UnsupportedError("a cache whose keys begin at an offset that is a tensor: use another cache, or sdpa")
     if kv_offset:
         captures["kv_offset"] = int(kv_offset)
-    if isinstance(q_offset, Tensor):
+    if isinstance(q_offset, torch.Tensor):
         captures["q_offset"] = q_offset.reshape(1)
         return _Shift(False, str(q_offset.dtype).removeprefix("torch."), bool(kv_offset))
     ends_meet = q_offset - kv_offset == kv_length - q_length
@@ -159,7 +159,7 @@ def _structure(read: tuple[Any, ...]) -> tuple[tuple[Any, ...], list[Tensor]]:
     arrays: list[Tensor] = []
     for item in read:
         value = item.value if isinstance(item, SameObject) else None
-        if isinstance(value, Tensor):
+        if isinstance(value, torch.Tensor):
             arrays.append(value)
             key.append((tuple(value.shape), value.dtype))
         elif isinstance(value, (tuple, list, dict)) or (callable(value) and hasattr(value, "__code__")):

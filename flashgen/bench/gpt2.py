@@ -1,0 +1,93 @@
+"""GPT-2 in plain torch, its attention an argument: what `flashgen bench train` and examples/train_gpt2.py train."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+Attend = Callable[[Any, Any, Any], Any]
+"""Causal attention of q, k, v (batch, heads, length, dim)."""
+
+
+@dataclass(frozen=True)
+class Config:
+    """GPT-2 124M; `length` is the longest sequence."""
+
+    length: int = 1024
+    vocabulary: int = 50304  # 50257, padded to a multiple of 128 as everybody does
+    layers: int = 12
+    heads: int = 12
+    width: int = 768
+
+
+class Block(nn.Module):
+    """Attention, then two linear layers, each with its norm before and a residual around."""
+
+    def __init__(self, config: Config, attend: Attend) -> None:
+        super().__init__()
+        self.heads, self.attend = config.heads, attend
+        self.norm_1, self.norm_2 = nn.LayerNorm(config.width), nn.LayerNorm(config.width)
+        self.qkv, self.out = nn.Linear(config.width, 3 * config.width), nn.Linear(config.width, config.width)
+        self.up, self.down = nn.Linear(config.width, 4 * config.width), nn.Linear(4 * config.width, config.width)
+
+    def forward(self, x: Any) -> Any:
+        batch, length, width = x.shape
+        rows = self.qkv(self.norm_1(x)).view(batch, length, 3, self.heads, width // self.heads)
+        q, k, v = rows.permute(2, 0, 3, 1, 4)  # views: nothing is copied
+        x = x + self.out(self.attend(q, k, v).transpose(1, 2).reshape(batch, length, width))
+        return x + self.down(functional.gelu(self.up(self.norm_2(x)), approximate="tanh"))
+
+
+class GPT2(nn.Module):
+    """The model, whose call gives the mean loss of the next tokens."""
+
+    def __init__(self, config: Config, attend: Attend) -> None:
+        super().__init__()
+        self.config = config
+        self.tokens = nn.Embedding(config.vocabulary, config.width)
+        self.positions = nn.Embedding(config.length, config.width)
+        self.blocks = nn.ModuleList(Block(config, attend) for _ in range(config.layers))
+        self.norm = nn.LayerNorm(config.width)
+        for name, parameter in self.named_parameters():
+            if parameter.dim() > 1:
+                scale = 0.02 / (2 * config.layers) ** 0.5 if name.endswith(("out.weight", "down.weight")) else 0.02
+                nn.init.normal_(parameter, std=scale)
+
+    def forward(self, tokens: Any, targets: Any) -> Any:
+        x = self.tokens(tokens) + self.positions(torch.arange(tokens.shape[1], device=tokens.device))
+        for block in self.blocks:
+            x = block(x)
+        scores = functional.linear(self.norm(x), self.tokens.weight)
+        return functional.cross_entropy(scores.view(-1, self.config.vocabulary), targets.view(-1))
+
+
+def optimizer_of(model: nn.Module, rate: float = 6e-4) -> torch.optim.Optimizer:
+    """AdamW as GPT-2's reproductions have it, fused on a GPU."""
+    fused = next(model.parameters()).is_cuda
+    return torch.optim.AdamW(model.parameters(), lr=rate, betas=(0.9, 0.95), weight_decay=0.1, fused=fused)
+
+
+def text_tokens() -> Any:
+    """A text that ships with Python, the reference of the language, as bytes: some 700,000 tokens."""
+    from pydoc_data import topics
+
+    text = "\n\n".join(topics.topics[name] for name in sorted(topics.topics))
+    return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8).long()
+
+
+def batches(batch: int, length: int, seed: int, device: str) -> Callable[[int], tuple[Any, Any]]:
+    """Tokens and the ones that follow them, (batch, length) each, of step i: the same for whoever asks."""
+    text = text_tokens()
+
+    def of_step(step: int) -> tuple[Any, Any]:
+        generator = torch.Generator().manual_seed(seed * 1_000_003 + step)
+        starts = torch.randint(len(text) - length - 1, (batch,), generator=generator)
+        rows = torch.stack([text[start : start + length + 1] for start in starts]).to(device)
+        return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
+
+    return of_step
