@@ -16,6 +16,7 @@ from flashgen.torch.tensors import Tensor, all_captures, bound_tensor
 from flashgen.torch.transforms import is_transforming, transformed
 
 _SEEDS = 2**62
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 def attention(
@@ -86,22 +87,29 @@ def run(
     seed: Tensor | None,
     return_lse: bool,
 ) -> Any:
-    """The call of the operator; of what it does by itself where nobody looks at operators and no gradient is wanted."""
-    if not return_lse and _nobody_looks(q, k, v, arrays):
+    """The call of the operator; what it does by itself, where nobody looks at operators."""
+    if torch.compiler.is_compiling():
+        operator: Any = torch.ops.flashgen.forward
+    elif is_transforming():
+        operator = transformed
+    elif torch._C._len_torch_dispatch_stack() or not _all_plain(q, k, v, *arrays):
+        operator = torch.ops.flashgen.forward
+    elif return_lse or (torch.is_grad_enabled() and _any_wants_gradients(q, k, v, *arrays)):
+        out, lse = operators.Plain.apply(entry, integers, floats, seed, q, k, v, *arrays)
+        return (out, lse) if return_lse else out
+    else:
         return operators.run_forward(entry, q, k, v, arrays, integers, floats, seed, with_lse=False)
-    operator = transformed if not torch.compiler.is_compiling() and is_transforming() else torch.ops.flashgen.forward
     out, lse = operator(q, k, v, arrays, entry.key, integers, floats, seed)
     return (out, lse) if return_lse else out
 
 
-def _nobody_looks(*tensors: Any) -> bool:
-    """Whether tensors are plain, nothing is traced or transformed, and none wants a gradient."""
-    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() or is_transforming():
-        return False
-    q, k, v, arrays = tensors
-    everything = (q, k, v, *arrays)
-    wants = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in everything)
-    return not wants and all(type(tensor) in (Tensor, torch.nn.Parameter) for tensor in everything)
+def _all_plain(*tensors: Tensor) -> bool:
+    """Whether none is of a class that looks at what is done to it, such as a fake or a distributed tensor."""
+    return all(type(tensor) in _PLAIN for tensor in tensors)
+
+
+def _any_wants_gradients(*tensors: Tensor) -> bool:
+    return any(tensor.requires_grad for tensor in tensors)
 
 
 @constant

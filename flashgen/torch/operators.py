@@ -8,7 +8,6 @@ backward needs.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, Optional
 
 import torch
@@ -55,31 +54,37 @@ def run_forward(
     with_lse: bool = True,
 ) -> Any:
     """What the operator does, for tensors that hold data; the output alone without `with_lse`."""
-    if entry.emulate or q.device.type != "cuda":
+    if entry.emulate or not q.is_cuda:
         check_call(entry, q, k, v, captures)
-    numbers: dict[str, Any] = {} if seed is None else {"seed": seed_of(seed)}
-    rows: Any = [in_rows(tensor) for tensor in (q, k, v)]
+    options: dict[str, Any] = {"return_lse": with_lse}
+    if seed is not None:
+        options["seed"] = seed_of(seed)
+    rows = (q, k, v)
     if not entry.emulate:
-        named = named_captures(entry, captures, integers, floats)
-        call: Any = partial(_called, rows, {"return_lse": with_lse, **numbers, **named})
-        return _checked(entry, q, k, v, captures, call)
-    named = named_captures(entry, [to_array(each) for each in captures], integers, floats)
-    options = {"return_lse": with_lse, **numbers, **named}
-    made = _called([to_array(tensor) for tensor in rows], options, entry.on(None))
+        options |= named_captures(entry, captures, integers, floats)
+        return _on_gpu(entry, rows, captures, lambda it, rows: it(*rows, **options))
+    options |= named_captures(entry, [to_array(each) for each in captures], integers, floats)
+    made = entry.on(None)(*(to_array(in_rows(tensor)) for tensor in rows), **options)
     return tuple(map(to_tensor, made)) if with_lse else to_tensor(made)
 
 
-def _called(rows: Any, options: Any, attention: Any) -> Any:
-    return attention(*rows, **options)
+def _on_gpu(entry: Registered, rows: Sequence[Tensor], captures: Sequence[Tensor], call: Any) -> Any:
+    """The result of `call(attention, rows)`, the rows of tensors copied where kernels cannot read them.
 
-
-def _checked(entry: Registered, q: Tensor, k: Tensor, v: Tensor, captures: Sequence[Tensor], call: Any) -> Any:
-    """The result of a call on a GPU; what it refuses is said as of tensors, where that says more."""
+    To look at a tensor's strides costs a call as much as its launch: most are as they should be, and are given as they
+    stand. What is refused all the same is said as of tensors, where that says more.
+    """
+    rows = [tensor if tensor.stride(-1) == 1 else in_rows(tensor) for tensor in rows]
+    attention = entry.on(rows[0].get_device())
     try:
-        return call(entry.on(q.device.index))
+        return call(attention, rows)
     except ArgumentError:
-        check_call(entry, q, k, v, captures)
-        raise
+        aligned = [in_rows(tensor) for tensor in rows]
+        if all(new is old for new, old in zip(aligned, rows, strict=True)):
+            if len(rows) == 3:
+                check_call(entry, rows[0], rows[1], rows[2], captures)
+            raise
+    return call(attention, aligned)
 
 
 def seed_of(seed: Tensor) -> int:
@@ -113,19 +118,37 @@ def backward(
     seed: Optional[torch.Tensor],  # noqa: UP045
 ) -> list[torch.Tensor]:
     """The gradients of q, k, v, and of each captured array that was declared with grad=True."""
-    entry = of_key(key)
-    numbers: dict[str, Any] = {} if seed is None else {"seed": seed_of(seed)}
-    d_out, q, k, v, out = (in_rows(tensor) for tensor in (d_out, q, k, v, out))
+    return run_backward(of_key(key), d_out, d_lse, q, k, v, out, lse, captures, integers, floats, seed)
+
+
+def run_backward(
+    entry: Registered,
+    d_out: Tensor,
+    d_lse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    captures: Sequence[Tensor],
+    integers: Sequence[int],
+    floats: Sequence[float],
+    seed: Tensor | None,
+) -> list[Tensor]:
+    """What the operator does."""
+    options: dict[str, Any] = {} if seed is None else {"seed": seed_of(seed)}
+    lse = lse.contiguous()
     if not entry.emulate:
         if d_lse is not None:
-            numbers["d_lse"] = d_lse.contiguous()
-        numbers |= named_captures(entry, captures, integers, floats)
-        return list(entry.on(q.device.index).backward(d_out, q, k, v, out, lse.contiguous(), **numbers))
+            options["d_lse"] = d_lse.contiguous()
+        options |= named_captures(entry, captures, integers, floats)
+        given = (d_out, q, k, v, out)
+        return list(_on_gpu(entry, given, captures, lambda it, rows: it.backward(*rows, lse, **options)))
     if d_lse is not None:
-        numbers["d_lse"] = to_array(d_lse.contiguous())
-    numbers |= named_captures(entry, [to_array(each) for each in captures], integers, floats)
-    rows: Any = map(to_array, (d_out, q, k, v, out, lse.contiguous()))
-    made = entry.on(None).backward(*rows, **numbers)
+        options["d_lse"] = to_array(d_lse.contiguous())
+    options |= named_captures(entry, [to_array(each) for each in captures], integers, floats)
+    d_out, q, k, v, out = (to_array(in_rows(tensor)) for tensor in (d_out, q, k, v, out))
+    made = entry.on(None).backward(d_out, q, k, v, out, to_array(lse), **options)
     return [to_tensor(gradient) for gradient in made]
 
 
@@ -164,3 +187,32 @@ def gradients(
 
 
 forward.register_autograd(gradients, setup_context=save)
+
+
+class Plain(torch.autograd.Function):
+    """The two operators by themselves, for calls that nobody looks at: a tenth of what the dispatcher takes."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, entry: Registered, integers: Any, floats: Any, seed: Any, q: Any, k: Any, v: Any, *captures: Any
+    ) -> Any:
+        out, lse = run_forward(entry, q, k, v, captures, integers, floats, seed)
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(q, k, v, out, lse, *captures)
+        ctx.entry, ctx.numbers = entry, (integers, floats, seed)
+        return out, lse
+
+    @staticmethod
+    def backward(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None) -> Any:
+        q, k, v, out, lse, *captures = ctx.saved_tensors
+        d_out = torch.zeros_like(out) if d_out is None else d_out
+        entry = ctx.entry
+        if torch.is_grad_enabled():  # under create_graph=True the operator says that it has no gradient itself
+            given = (d_out, d_lse, q, k, v, out, lse, captures, entry.key, *ctx.numbers)
+            made = torch.ops.flashgen.backward(*given)
+        else:
+            made = run_backward(entry, d_out, d_lse, q, k, v, out, lse, captures, *ctx.numbers)
+        if not captures:
+            return (None, None, None, None, *made)
+        learned = iter(made[3:])
+        return (None, None, None, None, *made[:3], *(next(learned) if each.grad else None for each in entry.arrays))
