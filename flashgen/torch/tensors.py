@@ -1,4 +1,4 @@
-"""Tensors as attentions take them: on a GPU as they stand, on the CPU as arrays of NumPy for the emulator."""
+"""Tensors as attentions take them: on a GPU as they stand, on the CPU copied to NumPy for the emulator."""
 
 from __future__ import annotations
 
@@ -84,8 +84,8 @@ def in_rows(tensor: Tensor) -> Tensor:
 
 
 def to_array(tensor: Tensor) -> Any:
-    """A CPU tensor as an array of NumPy that shares its memory."""
-    tensor = tensor.detach()
+    """A CPU tensor as an array of NumPy: a copy, as memory that NumPy shares can no longer be freed by FSDP."""
+    tensor = tensor.detach().clone(memory_format=torch.preserve_format)
     if tensor.dtype == torch.bfloat16:
         import ml_dtypes
 
