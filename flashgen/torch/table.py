@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from functools import cached_property
 from typing import Any, NamedTuple, TypeVar
@@ -89,7 +89,8 @@ class Registered:
         """The attention of a call on a GPU, by its number, or on the emulator."""
         found = self._by_device.get(device)
         if found is None:
-            found = self._compiled or compile(self.spec, **self._options)
+            with nullcontext() if device is None else torch.cuda.device(device):  # whose target it is compiled for
+                found = self._compiled or compile(self.spec, **self._options)
             self._by_device[device] = found
         return found
 

@@ -502,7 +502,7 @@ def test_doctor_sees_a_driver_that_is_too_old(
 
 @pytest.mark.skipif(bool(gpus()), reason="there is a GPU")
 def test_bench_needs_a_gpu() -> None:
-    for arguments in ((), ("causal()",), ("--variants",), ("speed",), ("gqa",), ("paper",), ("host",)):
+    for arguments in ((), ("causal()",), ("--variants",), ("speed",), ("gqa",), ("paper",), ("host",), ("train",)):
         assert "no GPU" in invoke("bench", *arguments, expect=2).stderr
 
 
@@ -556,6 +556,42 @@ def test_bench_hands_its_choices_on_and_saves_what_the_rows_come_to(
     )
     assert "5 does not divide --heads 32" in invoke("bench", "gqa", "--heads-kv", "32,5", expect=2).stderr
     assert "not one of FA2, cuDNN, Flex, FA4" in invoke("bench", "--peers", "FA5", expect=2).stderr
+
+
+def test_bench_train_hands_its_choices_on_and_compares(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With measurements that somebody made up."""
+    asked: list[Any] = []
+
+    def train_rows(*choices: Any) -> Iterator[bench.TrainRow]:
+        asked.extend(choices)
+        yield bench.TrainRow("standard", "compile", 4, 8192, 200.0, 1e5, 2 * 10**9, (4.0, 3.0))
+        yield bench.TrainRow("cuDNN", "compile", 4, 8192, 100.0, 2e5, 10**9)
+        yield bench.TrainRow("FA2", "compile", 4, 8192, None, None, None, (), "RuntimeError: none")
+        yield bench.TrainRow("flashgen", "compile", 4, 8192, 80.0, 2.5e5, 10**9, (4.0, 3.03))
+
+    monkeypatch.setattr(bench, "train_rows", train_rows)
+    monkeypatch.setattr(bench, "environment", lambda: {"gpu": "none"})
+    monkeypatch.setattr("flashgen.cli.bench.require_gpu", lambda: None)
+    output = ("--output", tmp_path / "train.json")
+    chosen = ("--modes", "compile", "--shapes", "4x8192", "--loss-steps", 2)
+    result = invoke("bench", "train", *chosen, *output)
+    assert asked == [["standard", "FA2", "cuDNN", "Flex", "flashgen"], ["compile"], [(4, 8192)], 2, False]
+    assert "4 x 8192, compile: 1.250 times as fast as the best other, cuDNN" in result.stderr
+    assert "the losses of 2 steps are at most 1.00% apart" in result.stderr and "RuntimeError: none" in result.stdout
+    assert "such as 32x1024" in invoke("bench", "train", "--shapes", "32", expect=2).stderr
+
+
+@pytest.mark.parametrize(("broken", "said"), [(None, "[torch]"), ("torch", "Error")])
+def test_doctor_says_what_frameworks_find(broken: str | None, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With frameworks that are not there, and with one that does not import."""
+    monkeypatch.setattr(doctor, "package_version", lambda *names: "9.9" if broken in names else None)
+    if broken:
+        monkeypatch.setitem(sys.modules, broken, None)
+        monkeypatch.delitem(sys.modules, "flashgen.torch", raising=False)
+    found = {finding.name: finding for finding in doctor.examine_frameworks()}
+    assert found.keys() == {"flashgen.torch", "flashgen.transformers", "flashgen.jax"}
+    assert not any(finding.ok for finding in found.values()) and "[jax]" in found["flashgen.jax"].remedy
+    assert said in found["flashgen.torch"].remedy
 
 
 def test_bench_prints_rows_as_they_come_and_what_there_is_at_a_ctrl_c(
