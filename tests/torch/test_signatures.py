@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,17 @@ from torch.nn.attention import flex_attention as torchs
 import flashgen.torch as ours
 from flashgen.errors import ArgumentError
 
-PLAIN = importlib.util.spec_from_file_location("plain", Path(__file__).with_name("plain.py"))
-assert PLAIN and PLAIN.loader
-plain: Any = importlib.util.module_from_spec(PLAIN)
-PLAIN.loader.exec_module(plain)
+
+def beside(name: str) -> Any:
+    """A module that stands beside this one."""
+    found = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
+    assert found and found.loader
+    module = sys.modules[name] = importlib.util.module_from_spec(found)  # where torch's compiler looks for it
+    found.loader.exec_module(module)
+    return module
+
+
+plain, functions = beside("plain"), beside("flex_functions")
 
 SDPA: dict[str, Any] = {
     "nothing": {},
@@ -77,83 +85,56 @@ def test_what_sdpa_refuses() -> None:
         ours.scaled_dot_product_attention(q.float(), q.float(), q.float())
 
 
-# attention-gym's and FlexAttention's own, as their documentation has them ---------------------------------------------
+@pytest.mark.rotated(3)
+@pytest.mark.parametrize("name", functions.every_function("cpu"))
+def test_flex_attention(name: str) -> None:
+    """Beside FlexAttention itself, of which only the import changes."""
+    score_mod, mask_mod = functions.every_function("cpu")[name]
+    shape = (functions.BATCH, functions.HEADS, functions.LENGTH, 32)
+    q, k, v = (torch.randn(shape, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+    results = []
+    for module, inputs in ((ours, (q, k, v)), (torchs, tuple(x.detach().double() for x in (q, k, v)))):
+        sizes = (functions.BATCH, functions.HEADS, functions.LENGTH, functions.LENGTH, "cpu")
+        block_mask = module.create_block_mask(mask_mod, *sizes) if mask_mod else None
+        results.append(module.flex_attention(*inputs, score_mod=score_mod, block_mask=block_mask))
+    plain.assert_close(*results)
+    out, lse = ours.flex_attention(
+        q, k, v, score_mod, mask_mod and ours.create_block_mask(mask_mod, None, None, *shape[2:3] * 2), return_lse=True
+    )
+    expected, expected_lse = plain.attention(q, k, v, mask=mask_mod, score=score_mod)
+    plain.assert_close(lse, expected_lse)
+    plain.assert_gradients(out, expected, [q, k, v])
 
-document_id = torch.tensor([0] * 11 + [1] * 20 + [2] * 9)
-alibi_bias = torch.tensor([0.5, 0.25])
-relative_table = torch.linspace(-1, 1, 79)
-lengths = torch.tensor([40, 17])
-offset = torch.tensor(3)
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", functions.every_function("cpu"))
+def test_flex_attention_on_a_gpu(name: str) -> None:
+    """Beside FlexAttention as it is used there, compiled: outputs, and gradients."""
+    score_mod, mask_mod = functions.every_function("cuda")[name]
+    shape = (functions.BATCH, functions.HEADS, functions.LENGTH, 64)
+    qkv = [torch.randn(shape, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3)]
+    d_out, results = torch.randn(shape, device="cuda", dtype=torch.bfloat16), []
+    torch.compiler.reset()
+    with ours.emulated(False):
+        for module, call in ((ours, ours.flex_attention), (torchs, torch.compile(torchs.flex_attention))):
+            sizes = (functions.BATCH, functions.HEADS, functions.LENGTH, functions.LENGTH, "cuda")
+            block_mask = module.create_block_mask(mask_mod, *sizes) if mask_mod else None
+            out = call(*qkv, score_mod=score_mod, block_mask=block_mask)
+            results.append((out, *torch.autograd.grad(out, qkv, d_out)))
+    for got, wanted in zip(*results, strict=True):
+        plain.assert_close(got, wanted.double())
 
 
 def causal_mask(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
     return q_idx >= kv_idx
 
 
-def sliding_window_causal(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
-    return (q_idx >= kv_idx) & (q_idx - kv_idx <= 7)
-
-
-def document_causal(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
-    return causal_mask(b, h, q_idx, kv_idx) & (document_id[q_idx] == document_id[kv_idx])
-
-
-def padding(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
-    return kv_idx < lengths[b]
-
-
-def with_offset(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
-    return q_idx + offset >= kv_idx
-
-
-def prefix_lm(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
-    return (kv_idx < 12) | (q_idx >= kv_idx)
-
-
-def alibi(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
-    return score + alibi_bias[h] * (kv_idx - q_idx)
-
-
-def relative(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
-    return score + relative_table[q_idx - kv_idx + 39]
-
-
-def tanh_softcap(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
-    return torch.tanh(score / 20) * 20
-
-
-def causal_score(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
-    return torch.where(q_idx >= kv_idx, score, -float("inf"))
-
-
-FLEX: list[tuple[Any, Any]] = [
-    (None, causal_mask), (None, sliding_window_causal), (None, document_causal), (None, padding), (None, with_offset),
-    (None, prefix_lm), (alibi, causal_mask), (relative, None), (tanh_softcap, causal_mask), (causal_score, None),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("score_mod", "mask_mod"), FLEX)
-def test_flex_attention(score_mod: Any, mask_mod: Any) -> None:
-    """Beside FlexAttention itself, of which only the import changes."""
-    q, k, v = (torch.randn(2, 2, 40, 32, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
-    results = []
-    for module, inputs in ((ours, (q, k, v)), (torchs, tuple(x.detach().double() for x in (q, k, v)))):
-        block_mask = (
-            module.create_block_mask(mask_mod, None if mask_mod is not padding else 2, None, 40, 40, "cpu")
-            if mask_mod
-            else None
-        )
-        results.append(module.flex_attention(*inputs, score_mod=score_mod, block_mask=block_mask, return_lse=True))
-    (out, lse), (expected, expected_lse) = results
-    plain.assert_close(out, expected)
-    plain.assert_close(lse, expected_lse)
-    expected, _ = plain.attention(q, k, v, mask=mask_mod, score=score_mod)
-    plain.assert_gradients(out, expected, [q, k, v])
-
-
 def test_masks_are_combined_and_asked() -> None:
+    lengths = torch.tensor([40, 17])
     both = ours.and_masks(causal_mask, lambda b, h, q, k: q - k < 9)
-    block_mask = ours.create_block_mask(ours.or_masks(both, padding), 2, None, 256, 256, BLOCK_SIZE=64)
+    block_mask = ours.create_block_mask(
+        ours.or_masks(both, lambda b, h, q, k: k < lengths[b]), 2, None, 256, 256, BLOCK_SIZE=64
+    )
     assert block_mask.shape == (2, 1, 256, 256) and block_mask.seq_lengths == (256, 256)
     assert block_mask.to_dense().shape == (2, 1, 4, 4) and 0 < block_mask.sparsity() < 100
     with pytest.raises(AttributeError, match="kv_num_blocks"):
@@ -190,6 +171,7 @@ def test_what_flex_attention_refuses() -> None:
         ours.flex_attention(q, q[:, :1], q[:, :1])
 
 
+@pytest.mark.rotated(3)
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("window", [(-1, -1), (5, 0), (3, 4)])
 @pytest.mark.parametrize("alike", [True, False])

@@ -1,0 +1,113 @@
+"""Mask and score functions as FlexAttention's documentation and its users write them, over arrays of a device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+LENGTH, HEADS, BATCH = 72, 2, 2
+
+
+def every_function(device: str) -> dict[str, tuple[Any, Any]]:
+    """(score_mod or None, mask_mod or None) by name, for LENGTH queries and keys, HEADS heads, a batch of BATCH."""
+    return masks(device) | scores(device)
+
+
+def masks(device: str) -> dict[str, tuple[Any, Any]]:
+    document_id = torch.repeat_interleave(torch.arange(3), torch.tensor([11, 20, LENGTH - 31])).to(device)
+    of_batch = torch.stack([document_id, document_id.flip(0).neg() + 5])
+    lengths, offset = torch.tensor([LENGTH, 17], device=device), torch.tensor(3, device=device)
+    prefixes = torch.tensor([12, 40], device=device)
+    blocks = torch.rand(LENGTH // 8, LENGTH // 8, generator=torch.Generator().manual_seed(0)).lt(0.6).to(device)
+    modality = (torch.arange(LENGTH) // 9 % 2 == 0).to(device)
+
+    def causal(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return q_idx >= kv_idx
+
+    def sliding_window(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return causal(b, h, q_idx, kv_idx) & (q_idx - kv_idx <= 7)
+
+    def prefix_lm(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return (kv_idx < prefixes[b]) | (q_idx >= kv_idx)
+
+    def documents(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return causal(b, h, q_idx, kv_idx) & (document_id[q_idx] == document_id[kv_idx])
+
+    def documents_of_a_batch(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return of_batch[b, q_idx] == of_batch[b, kv_idx]
+
+    def padding(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return kv_idx < lengths[b]
+
+    def with_offset(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return q_idx + offset >= kv_idx
+
+    def dilated(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        distance = torch.abs(q_idx - kv_idx)
+        return (distance <= 24) & (distance % 3 == 0)
+
+    def neighbours(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        q_x, q_y, kv_x, kv_y = q_idx // 9, q_idx % 9, kv_idx // 9, kv_idx % 9
+        return ((q_x - kv_x).abs() <= 1) & ((q_y - kv_y).abs() <= 2)
+
+    def global_tokens(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return (q_idx < 3) | (kv_idx < 3) | (torch.abs(q_idx - kv_idx) <= 4)
+
+    def block_causal(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return q_idx // 8 >= kv_idx // 8
+
+    def table_of_blocks(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return blocks[q_idx // 8, kv_idx // 8] | (q_idx == kv_idx)
+
+    def transfusion(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        same_picture = modality[q_idx] & modality[kv_idx] & (q_idx // 9 == kv_idx // 9)
+        return (q_idx >= kv_idx) | same_picture
+
+    def heads_differ(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return (q_idx >= kv_idx) & (q_idx - kv_idx <= 5 * (h + 1))
+
+    def documents_and_windows(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        inner = torch.where(document_id[q_idx] == 1, q_idx - kv_idx <= 4, q_idx - kv_idx <= 9)
+        return documents(b, h, q_idx, kv_idx) & inner
+
+    return {name: (None, mask) for name, mask in locals().items() if getattr(mask, "__code__", None) is not None}
+
+
+def scores(device: str) -> dict[str, tuple[Any, Any]]:
+    slopes = torch.exp2(-torch.arange(1, HEADS + 1, dtype=torch.float32, device=device))
+    table = torch.linspace(-1, 1, 2 * LENGTH - 1, device=device)
+    bias = torch.linspace(-2, 2, HEADS * LENGTH * LENGTH, device=device).view(HEADS, LENGTH, LENGTH)
+    temperature = torch.tensor([[1.0, 0.5], [2.0, 1.5]], device=device)
+    kept = (torch.arange(LENGTH) % 5 != 2).to(device)
+
+    def causal(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return q_idx >= kv_idx
+
+    def alibi(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return score + (kv_idx - q_idx) * slopes[h]
+
+    def softcap(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return torch.tanh(score / 20) * 20
+
+    def relative(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return score + (q_idx - kv_idx)
+
+    def relative_table(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return score + table[q_idx - kv_idx + LENGTH - 1]
+
+    def dense_bias(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return score + bias[h, q_idx, kv_idx]
+
+    def temperatures(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return score * temperature[b, h]
+
+    def mask_in_the_score(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return torch.where(kept[kv_idx] & (q_idx >= kv_idx), score, -float("inf"))
+
+    def squared(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return score * score * 0.1 + torch.sigmoid(score)
+
+    found = {name: each for name, each in locals().items() if getattr(each, "__code__", None) is not None}
+    del found["causal"]
+    return {name: (score, causal if name in ("alibi", "softcap") else None) for name, score in found.items()}
