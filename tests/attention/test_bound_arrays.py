@@ -85,6 +85,29 @@ def test_documents_and_padding_take_arrays_as_they_come(qkv: Any) -> None:
     assert np.abs(fg.compile(spec, emulate=True)(*qkv) - fg.reference.attention(spec, *qkv)).max() < 5e-3
 
 
+@pytest.mark.parametrize("side", ["right", "left"])
+@pytest.mark.parametrize("target", ["sm_80", "sm_90a"])
+def test_padding_by_closed_forms(side: str, target: str) -> None:
+    """No lists; keys of the padding that hold NaN are never read, however many tiles they fill."""
+    random, lengths = np.random.default_rng(2), np.array([40, 300, 0])
+    q, k, v = (random.standard_normal((3, 2, length, 64)).astype(np.float16) for length in (70, 300, 300))
+    spec = fg.AttentionSpec(64, mask=fg.padding(lengths, side=side))
+    attention = fg.compile(spec, target, emulate=True)
+    assert [kernel.role for kernel in attention.kernels] == ["forward"]
+    expected = fg.reference.attention(spec, q, k, v)
+    hidden = k.copy()
+    hidden[0, :, 192:] = np.nan if side == "right" else hidden[0, :, 192:]
+    hidden[0, :, :128] = np.nan if side == "left" else hidden[0, :, :128]
+    hidden[2] = np.nan
+    out, lse = attention(q, hidden, v, return_lse=True)
+    assert np.abs(out - expected).max() < 5e-3 and not out[2].any()
+    d_out = random.standard_normal(out.shape).astype(np.float16)
+    ours = attention.backward(d_out, q, k, v, out, lse)
+    theirs = fg.reference.backward(spec, q, k, v, d_out)
+    for got, wanted in zip(ours[:3], theirs[:3], strict=True):
+        assert np.abs(got - wanted).max() <= 2e-2 * np.abs(wanted).max()
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("where", ["host", "cupy", "torch"])
 def test_on_a_gpu(qkv: Any, where: str) -> None:

@@ -31,7 +31,7 @@ LISTED = {
     "small blocks": (fg.block_sparse("layout", 16, 8), RAGGED),
     "blocks of each batch and head": (fg.block_sparse(fg.Tensor("layout", "bool", 4), 64, 16), RAGGED),
     "by head": (fg.trace_mask(lambda b, h, q, k: (q + k) % (h + 2) == 0), RAGGED),
-    "by batch": (fg.trace_mask(lambda b, h, q, k: abs(q - k) <= 20 * (b + 1)), RAGGED),
+    "by batch": (fg.trace_mask(lambda b, h, q, k: (q + k) % (b + 17) == 0), RAGGED),
     "two windows": (fg.trace_mask(lambda b, h, q, k: (abs(q - k) <= 8) | (abs(q - k + 90) < 8)), RAGGED),
     "nothing": (fg.document("ids") & fg.trace_mask(lambda b, h, q, k: k < 0), EQUAL),
 }
@@ -44,6 +44,7 @@ RANGED = {
     "window at the call": fg.sliding_window(fg.Scalar("window")),
     "dilated": fg.causal() & fg.dilated_window(64, 4),
     "prefix": fg.prefix_lm(50),
+    "window of each sequence": fg.trace_mask(lambda b, h, q, k: abs(q - k) <= 20 * (b + 1)),
 }
 
 

@@ -49,6 +49,27 @@ MUTANTS = (
         "isinstance(node.args[1], sympy.Integer):",
         ("tests/lists/test_listed_tiles.py::test_lists_are_the_classes_of_the_elements",),
     ),
+    Mutant(
+        "tiles of each sequence by the length of the first",
+        "flashgen/codegen/assembly.py",
+        '_SEQUENCE = "const int b = work.batch;"',
+        '_SEQUENCE = "const int b = 0;"',
+        ("tests/attention/test_bound_arrays.py::test_padding_by_closed_forms",),
+    ),
+    Mutant(
+        "arrays of one name that are not one array",
+        "flashgen/language/bound.py",
+        "if name in of_left and of_left[name].original is of_right[name].original:",
+        "if name in of_left:",
+        ("tests/language/test_closures.py::test_other_arrays_of_one_name_get_names_of_their_own",),
+    ),
+    Mutant(
+        "a tensor that was written to is not converted anew",
+        "flashgen/language/bound.py",
+        "(version := _version(self.original)) != self._version",
+        "(version := _version(self.original)) < self._version",
+        ("tests/language/test_closures.py::test_torch_tensors",),
+    ),
     # reference
     Mutant(
         "dropout's threshold rounded down",

@@ -5,6 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+
+pytest.importorskip("torch", reason="flashgen.torch needs torch: pip install 'flashgen[torch]'")
+
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 

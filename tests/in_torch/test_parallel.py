@@ -7,6 +7,8 @@ import sys
 
 import pytest
 
+pytest.importorskip("torch", reason="flashgen.torch needs torch: pip install 'flashgen[torch]'")
+
 PROGRAM = """
 import sys, tempfile
 import torch

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-torch = pytest.importorskip("torch", reason="flashgen.torch needs torch: pip install 'flashgen[torch]'")
-
 LENGTH, HEADS, DIM = 40, 2, 32
 
 
 @pytest.fixture(autouse=True)
 def on_the_emulator() -> Iterator[None]:
+    import torch
+
     from flashgen.torch import emulated
 
     torch.manual_seed(0)
@@ -23,4 +23,6 @@ def on_the_emulator() -> Iterator[None]:
 
 @pytest.fixture
 def qkv() -> list[Any]:
+    import torch
+
     return [torch.randn(2, HEADS, LENGTH, DIM, dtype=torch.bfloat16, requires_grad=True) for _ in range(3)]

@@ -16,7 +16,7 @@ from flashgen.errors import ArgumentError
 
 jax = pytest.importorskip("jax", reason="flashgen.jax needs JAX: pip install 'flashgen[jax]'")
 jnp = jax.numpy
-from flashgen.jax import attention  # noqa: E402
+from flashgen.jax import attention
 
 LENGTH = 40
 CPU = jax.devices("cpu")[0]

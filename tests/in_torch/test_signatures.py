@@ -9,6 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+pytest.importorskip("torch", reason="flashgen.torch needs torch: pip install 'flashgen[torch]'")
+
 import torch
 from torch.nn import functional
 from torch.nn.attention import flex_attention as torchs
