@@ -10,7 +10,7 @@ import numpy as np
 from flashgen.attention.callable import Attention
 from flashgen.language.bound import Bound, BoundArray
 from flashgen.runtime import gpu
-from flashgen.runtime.arrays import CUPY, library_of
+from flashgen.runtime.arrays import library_of
 
 
 class BoundAttention(Attention):
@@ -78,8 +78,9 @@ def on_gpu(bound: BoundArray, device: int | None) -> Any:
     def copy(_array: Any) -> Any:
         cupy = gpu.cupy()
         with cupy.cuda.Device(device):
-            there = CUPY.empty(bound.on_host().shape, bound.dtype, None)
-            there.set(bound.on_host())
+            here = bound.on_host()
+            there = cupy.empty(here.shape, here.dtype)
+            there.set(np.ascontiguousarray(here))
             cupy.cuda.get_current_stream().synchronize()  # ready for whichever stream uses it
         return there
 
