@@ -14,6 +14,7 @@ from jax.experimental.buffer_callback import buffer_callback
 from flashgen.attention.problem import in_layout
 from flashgen.errors import ArgumentError
 from flashgen.jax.compiled import Compiled
+from flashgen.runtime.arrays import numpy_dtype
 
 Numbers = tuple[tuple[str, int | float], ...]
 _DLPACK_CPU = 1
@@ -103,20 +104,20 @@ def _as_words(array: Any) -> Any:
 def _on_host(run: Any, results: Sequence[str], inputs: Sequence[str], _context: Any, out: Any, *given: Any) -> None:
     if given[0].__dlpack_device__()[0] != _DLPACK_CPU:
         raise ArgumentError("emulate=True runs on the CPU: put arrays there, or run under jax.default_device(cpu)")
-
-    def array(buffer: Any, name: str) -> Any:
-        seen = np.asarray(buffer)
-        return seen.view(jnp.bfloat16) if name == "bfloat16" else seen
-
-    run(*([array(*each) for each in zip(*pair, strict=True)] for pair in ((out, results), (given, inputs))))
+    run(_arrays(np.asarray, out, results), _arrays(np.asarray, given, inputs))
 
 
 def _on_gpu(run: Any, results: Sequence[str], inputs: Sequence[str], context: Any, out: Any, *given: Any) -> None:
+    if given[0].__dlpack_device__()[0] == _DLPACK_CPU:
+        raise ArgumentError("arrays are on the CPU: put them on a GPU, or say emulate=True to run on the emulator")
     import cupy
 
-    def array(buffer: Any, name: str) -> Any:
-        seen = cupy.asarray(buffer)
-        return seen.view(jnp.bfloat16) if name == "bfloat16" else seen
+    written, read = _arrays(cupy.asarray, out, results), _arrays(cupy.asarray, given, inputs)
+    with read[0].device, cupy.cuda.ExternalStream(context.stream):
+        run(written, read)
 
-    with cupy.cuda.ExternalStream(context.stream):
-        run(*([array(*each) for each in zip(*pair, strict=True)] for pair in ((out, results), (given, inputs))))
+
+def _arrays(look: Callable[[Any], Any], buffers: Sequence[Any], names: Sequence[str]) -> list[Any]:
+    """XLA's buffers as arrays of NumPy or CuPy, words as what they stand for."""
+    seen = [look(buffer) for buffer in buffers]
+    return [array.view(numpy_dtype(name)) if name in _WORDS else array for array, name in zip(seen, names, strict=True)]

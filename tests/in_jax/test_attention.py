@@ -194,6 +194,12 @@ def test_what_is_refused(call: Any, message: str, wrap: Any) -> None:
         wrap(call)(*rows())
 
 
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
+def test_arrays_of_the_cpu_are_the_emulators_where_somebody_says_so(wrap: Any) -> None:
+    with pytest.raises(Exception, match="arrays are on the CPU"):
+        jax.block_until_ready(wrap(lambda *x: attention(CAUSAL, *x))(*rows()))
+
+
 def test_importing_flashgen_imports_no_jax() -> None:
     program = "import flashgen, sys; flashgen.AttentionSpec(64); assert 'jax' not in sys.modules"
     subprocess.run([sys.executable, "-c", program], check=True)
