@@ -83,8 +83,12 @@ def drawing_of(
 
 
 def captures_for(spec: AttentionSpec, path: Path | None) -> Mapping[str, Any]:
-    """The mask's captures, from the file. Raises ArgumentError, naming what is missing."""
-    given = load_arrays(path, "--captures") if path else {}
+    """The mask's captures: arrays that its function closed over, and those of the file, which win.
+
+    Raises ArgumentError, naming what is missing.
+    """
+    given: Mapping[str, Any] = {name: array.on_host() for name, array in spec.bound.items()}
+    given = {**given, **(load_arrays(path, "--captures") if path else {})}
     missing = [capture for capture in spec.mask.captures if capture.name not in given]
     if missing:
         wanted = ", ".join(f"{capture.name!r} ({capture.dtype}, ndim {capture.ndim})" for capture in missing)

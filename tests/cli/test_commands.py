@@ -587,7 +587,8 @@ def test_doctor_says_what_frameworks_find(broken: str | None, said: str, monkeyp
     monkeypatch.setattr(doctor, "package_version", lambda *names: "9.9" if broken in names else None)
     if broken:
         monkeypatch.setitem(sys.modules, broken, None)
-        monkeypatch.delitem(sys.modules, "flashgen.torch", raising=False)
+        for module in [name for name in sys.modules if name.startswith("flashgen.torch")]:
+            monkeypatch.delitem(sys.modules, module)
     found = {finding.name: finding for finding in doctor.examine_frameworks()}
     assert found.keys() == {"flashgen.torch", "flashgen.transformers", "flashgen.jax"}
     assert not any(finding.ok for finding in found.values()) and "[jax]" in found["flashgen.jax"].remedy
@@ -725,3 +726,10 @@ def test_a_release_serves_a_machine_that_compiles_nothing(tmp_path: Path, monkey
     assert str(folder) in json.loads(invoke(*arguments).stdout)["cubin"]
     backward = json.loads(invoke(*arguments, "--pass", "backward").stdout)
     assert len(backward) == 3 and all(str(folder) in kernel["cubin"] for kernel in backward)
+
+
+def test_a_mask_that_closes_over_an_array_needs_no_file(tmp_path: Path) -> None:
+    program = "import numpy as np\nids = np.arange(512) // 256\ndef mask(b, h, q, k):\n    return ids[q] == ids[k]\n"
+    (tmp_path / "closed.py").write_text(program)
+    drawn = invoke("show", f"{tmp_path / 'closed.py'}:mask", "--what", "tiles", "--len-q", 512, "--target", "sm_80")
+    assert "100.0% of the work" not in drawn.stdout and "512 queries" in drawn.stdout
