@@ -39,8 +39,8 @@ def compile(
     Args:
         spec: the variant.
         target: an architecture such as "sm_80". None is that of the current GPU, on the emulator sm_80. On an H100 or
-            H200 it is "sm_90a", whose kernels are of that generation's own instructions; "sm_90" has those that all GPUs
-            from sm_80 on run.
+            H200 it is "sm_90a", whose kernels are of that generation's own instructions; "sm_90" has those that all
+            GPUs from sm_80 on run.
         emulate: run the emitted kernel on the CPU.
         plan: tile sizes and warps of the forward to use instead of the default ones. Where target is None the plan's
             kind chooses the target that takes it.
