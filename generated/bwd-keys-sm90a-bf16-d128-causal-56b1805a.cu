@@ -1,0 +1,813 @@
+// flashgen: attention backward, keys, bf16-d128-causal-56b1805a
+// dK and dV, and shares of dQ; a block walks the queries of a tile of keys
+//
+// mask     causal()
+// score    none; scale 0.0883883476
+// dropout  0
+// dims     head 128, value 128; bfloat16, accumulated in float32
+// target   sm_90a, family hopper
+// plan     64 queries x 128 keys, 2 warpgroups of 240 registers, the next scores early, 3 stages of Q and dO, 231040 bytes of shared memory
+// FLOPs    1280 * batch * heads_q * len_q * len_k * (share of tiles visited)
+// HBM      1544 * batch * heads_q * len_q + 1024 * batch * heads_kv * len_k bytes, at least
+//
+// Grid: one block per (tile of keys, head of K and V, batch). Made by
+//   flashgen show --pass backward --kernel keys --target sm_90a '{"dropout":0.0,"dtype":"bfloat16","head_dim":128,"layout":"bhsd","mask":{"expression":["LessEqual","k",["Add","q",["Sub","len_k","len_q"]]],"name":"causal()"},"scale":0.08838834764831843,"score":null,"value_dim":128,"version":1}'
+
+using Element = unsigned short;   // the bits of a bfloat16
+
+struct alignas(64) TensorMap {   // a CUtensorMap: what the copy engine knows of an array
+  unsigned long long words[16];
+};
+
+struct BackwardKeysArguments {
+  TensorMap q_map;
+  TensorMap k_map;
+  TensorMap v_map;
+  TensorMap d_o_map;
+  TensorMap dk_map;
+  TensorMap dv_map;
+  const float* statistics;   // (batch, heads_q, rows, 2): LSE to the base 2, and D
+  float* dq_sums;   // (batch, heads_q, rows, padded head_dim), in an order of its own
+  int heads_q;
+  int heads_per_kv;
+  int len_q;
+  int len_k;
+  int rows;   // len_q, rounded up
+};
+
+// ---- The plan -------------------------------------------------------------------------------------------------------
+
+constexpr int kHeadDimPadded = 128;   // a multiple of the depth of a wgmma; zeros beyond head_dim
+constexpr int kValueDimPadded = 128;
+constexpr int kConsumers = 2;   // warpgroups that compute; one more loads
+constexpr int kThreads = (kConsumers + 1) * 128;
+constexpr int kPartK = 64;   // keys of a warpgroup. Scores are held transposed: a row is a key, a column a query
+constexpr int kRowTiles = kPartK / 64;
+constexpr int kTileK = kConsumers * kPartK;   // keys of a block
+constexpr int kTileQ = 64;   // queries of a step
+constexpr int kQueryTiles = kTileQ / 8;   // groups of a lane's columns
+constexpr int kStages = 3;   // tiles of Q, and of dO, that shared memory holds at once
+constexpr int kScoreStages = 2;   // tiles of dS: one is written while dQ is made of the other
+constexpr float kScale = 0.0883883461f;
+constexpr float kScoreToLog2 = 0.127517432f;   // scale * log2(e): probabilities are powers of 2
+constexpr float kNoLse = 3.40282347e+38f;     // of a row without probabilities
+constexpr float kMostLse = 4096.0f;     // to the base 2: beyond, its rounding shows in probabilities
+constexpr float kLseRounding = 2.38418579e-07f;   // 2^-22: of an LSE's magnitude, with that of the products it is of
+
+// The warpgroups divide a tile of dQ: into so many parts of 64 rows, and the rest into parts of its columns.
+constexpr int kGradientRowParts = kTileQ / 64;
+constexpr int kGradientColumnParts = kConsumers / kGradientRowParts;
+constexpr int kGradientColumns = kHeadDimPadded / kGradientColumnParts;
+
+// Shared memory, in bytes: K and V; the stages of Q, of dO and of the rows' statistics; the stages of dS; dQ; the barriers. dK
+// and dV take over K and V. A tile is panels of columns side by side, as wide as TMA swizzles them: 16-byte chunks of a row
+// exchanged within a panel.
+constexpr int kHeadPanel = 64;    // columns of Q, K and dK
+constexpr int kValuePanel = 64;   // columns of dO, V and dV
+constexpr int kElementBytes = sizeof(Element);
+constexpr int kKeyBytes = kTileK * kHeadDimPadded * kElementBytes;
+constexpr int kValueBytes = kTileK * kValueDimPadded * kElementBytes;
+constexpr int kQueryBytes = kTileQ * kHeadDimPadded * kElementBytes;
+constexpr int kOutputBytes = kTileQ * kValueDimPadded * kElementBytes;   // of dO
+constexpr int kStatisticsBytes = kTileQ * sizeof(float2);
+constexpr int kScoreBytes = kTileQ * kTileK * kElementBytes;   // of dS: a panel of 64 keys by warpgroup
+constexpr int kGradientBytes = kTileQ * kHeadDimPadded * sizeof(float);   // of dQ: each warp's part, side by side
+constexpr int kValueOffset = kKeyBytes;
+constexpr int kQueryOffset = kValueOffset + kValueBytes;
+constexpr int kOutputOffset = kQueryOffset + kStages * kQueryBytes;
+constexpr int kScoreOffset = kOutputOffset + kStages * kOutputBytes;
+constexpr int kStatisticsOffset = kScoreOffset + kScoreStages * kScoreBytes;
+constexpr int kGradientOffset = kStatisticsOffset + kStages * kStatisticsBytes;
+constexpr int kBarrierOffset = kGradientOffset + kGradientBytes;
+static_assert(kBarrierOffset + (4 * kStages + 2 * kScoreStages) * 8 <= 231040, "the plan's shared memory");
+static_assert(kGradientColumns % kHeadPanel == 0, "whole panels of dQ's columns");
+
+// ---- Primitives -----------------------------------------------------------------------------------------------------
+
+#ifndef FLASHGEN_EMULATOR   // the emulator brings its own
+
+extern __shared__ __align__(1024) unsigned char shared_memory[];
+
+// Closes the group of stores from shared memory that this thread has started since the last commit.
+__device__ __forceinline__ void bulk_commit() {
+  asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+}
+
+// Starts copying a run of bytes, a multiple of 16, to shared memory; they arrive at the barrier.
+__device__ __forceinline__ void bulk_load(unsigned destination, const void* source, unsigned bytes, unsigned barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
+               :: "r"(destination), "l"(source), "r"(bytes), "r"(barrier) : "memory");
+}
+
+// Starts adding a run of floats in shared memory, a multiple of 16 bytes, to those in global memory.
+__device__ __forceinline__ void bulk_reduce_add(float* sums, unsigned source, unsigned bytes) {
+  asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;"
+               :: "l"(sums), "r"(source), "r"(bytes) : "memory");
+}
+
+// Waits until at most kPending of this thread's groups of stores have still to read shared memory.
+template <int kPending>
+__device__ __forceinline__ void bulk_wait_read() {
+  asm volatile("cp.async.bulk.wait_group.read %0;" :: "n"(kPending) : "memory");
+}
+
+// True in one lane of the warp.
+__device__ __forceinline__ bool elect_one() {
+  unsigned elected;
+  asm volatile("{\n\t.reg .pred p;\n\telect.sync _|p, 0xffffffff;\n\tselp.u32 %0, 1, 0, p;\n\t}" : "=r"(elected));
+  return elected;
+}
+
+// 2 to the power of x, by the special-function unit.
+__device__ __forceinline__ float exp2_approx(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// Shows what this thread has written to shared memory to the copy engine and the tensor cores.
+__device__ __forceinline__ void fence_async_shared() {
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+__device__ __forceinline__ void mbarrier_arrive(unsigned barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" :: "r"(barrier) : "memory");
+}
+
+// Announces bytes that copies will bring to the barrier's current phase, and arrives.
+__device__ __forceinline__ void mbarrier_expect_bytes(unsigned barrier, unsigned bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" :: "r"(barrier), "r"(bytes) : "memory");
+}
+
+// Makes the 8 bytes at `barrier` a barrier whose phases end after this many arrivals, and the bytes announced to it.
+__device__ __forceinline__ void mbarrier_init(unsigned barrier, unsigned arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" :: "r"(barrier), "r"(arrivals) : "memory");
+}
+
+// Shows initialised barriers to the copy engine; other threads see them after a __syncthreads.
+__device__ __forceinline__ void mbarrier_fence_init() {
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+
+// Waits until the barrier's phase of this parity has ended: 0 for its first, third, ...; a new barrier counts as past
+// a phase of parity 1.
+__device__ __forceinline__ void mbarrier_wait(unsigned barrier, unsigned parity) {
+  asm volatile("{\n\t.reg .pred done;\n"
+               "again:\n\tmbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n\t"
+               "@!done bra again;\n\t}" :: "r"(barrier), "r"(parity) : "memory");
+}
+
+// Waits until this many threads, the caller's among them, have come to barrier `id`; 0 is that of __syncthreads.
+__device__ __forceinline__ void named_barrier_sync(unsigned id, unsigned threads) {
+  asm volatile("barrier.sync.aligned %0, %1;" :: "r"(id), "r"(threads) : "memory");
+}
+
+// Keeps the compiler from moving uses of these registers, which wgmmas work on unseen, across this point.
+template <int kCount>
+__device__ __forceinline__ void order_registers(float (&registers)[kCount]) {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(registers[i]) :: "memory");
+}
+
+// Two floats, rounded to nearest even, as one register: `low` in the lower half.
+__device__ __forceinline__ unsigned pack_bf16(float low, float high) {
+  unsigned packed;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+  return packed;
+}
+
+// Gives up this warpgroup's registers beyond kRegisters a thread.
+template <int kRegisters>
+__device__ __forceinline__ void registers_decrease() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" :: "n"(kRegisters));
+}
+
+// Takes registers for each thread of this warpgroup, up to kRegisters, as soon as others have given them up.
+template <int kRegisters>
+__device__ __forceinline__ void registers_increase() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" :: "n"(kRegisters));
+}
+
+// The 32-bit address of `pointer` in the shared-memory window.
+__device__ __forceinline__ unsigned shared_address(const void* pointer) {
+  return static_cast<unsigned>(__cvta_generic_to_shared(pointer));
+}
+
+// stmatrix: four 8x8 matrices of 16-bit elements to shared memory; lane l gives the address of row l % 8 of matrix l / 8.
+__device__ __forceinline__ void store_matrix_x4(unsigned destination, unsigned r0, unsigned r1, unsigned r2, unsigned r3) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], { %1, %2, %3, %4};"
+               :: "r"(destination), "r"(r0), "r"(r1), "r"(r2), "r"(r3) : "memory");
+}
+
+// stmatrix as above, each 8x8 matrix transposed on the way.
+__device__ __forceinline__ void store_matrix_x4_transposed(unsigned destination, unsigned r0, unsigned r1, unsigned r2,
+                                                           unsigned r3) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], { %1, %2, %3, %4};"
+               :: "r"(destination), "r"(r0), "r"(r1), "r"(r2), "r"(r3) : "memory");
+}
+
+// Starts copying the box of the map at coordinates (c0, ...) to shared memory, zeros where it leaves the tensor; its
+// bytes arrive at the barrier.
+__device__ __forceinline__ void tma_load_4d(unsigned destination, const TensorMap& map, unsigned barrier, int c0, int c1,
+                                            int c2, int c3) {
+  asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
+               "[%0], [%1, { %3, %4, %5, %6}], [%2];"
+               :: "r"(destination), "l"(&map), "r"(barrier), "r"(c0), "r"(c1), "r"(c2), "r"(c3) : "memory");
+}
+
+// Starts copying a box from shared memory to coordinates (c0, ...) of the map's tensor, clipped at its ends.
+__device__ __forceinline__ void tma_store_4d(const TensorMap& map, unsigned source, int c0, int c1, int c2, int c3) {
+  asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.tile.bulk_group [%0, { %2, %3, %4, %5}], [%1];"
+               :: "l"(&map), "r"(source), "r"(c0), "r"(c1), "r"(c2), "r"(c3) : "memory");
+}
+
+// Closes the group of wgmmas started since the last commit.
+__device__ __forceinline__ void wgmma_commit() {
+  asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+}
+
+// Orders this warpgroup's uses of registers before the wgmmas that follow, which read or accumulate in them.
+__device__ __forceinline__ void wgmma_fence() {
+  asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+}
+
+// d (64 x kN, fp32) = a (64 x 16) * b (16 x kN), plus d where `accumulate`; a in registers, as of mma.m16n8k16, b a
+// described tile of shared memory, its rows along the depth where kTransposedB. Asynchronous.
+template <int kN, bool kTransposedB>
+__device__ __forceinline__ void wgmma_registers_bf16(float (&d)[kN / 2], const unsigned (&a)[4], unsigned long long b,
+                                                     bool accumulate);
+template <>
+__device__ __forceinline__ void wgmma_registers_bf16<128, true>(
+    float (&d)[64], const unsigned (&a)[4], unsigned long long b, bool accumulate) {
+  asm volatile("{\n\t.reg .pred p;\n\tsetp.ne.b32 p, %69, 0;\n\t"
+               "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {"
+               " %0, %1, %2, %3, %4, %5, %6, %7, "
+               " %8, %9, %10, %11, %12, %13, %14, %15, "
+               " %16, %17, %18, %19, %20, %21, %22, %23, "
+               " %24, %25, %26, %27, %28, %29, %30, %31, "
+               " %32, %33, %34, %35, %36, %37, %38, %39, "
+               " %40, %41, %42, %43, %44, %45, %46, %47, "
+               " %48, %49, %50, %51, %52, %53, %54, %55, "
+               " %56, %57, %58, %59, %60, %61, %62, %63"
+               "}, { %64, %65, %66, %67}, %68, p, 1, 1, 1;\n\t}"
+               : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
+                 "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
+                 "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]),
+                 "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]),
+                 "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]),
+                 "+f"(d[40]), "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]),
+                 "+f"(d[48]), "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]),
+                 "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63])
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(accumulate)));
+}
+
+// Waits until at most kPending of this warpgroup's groups of wgmmas are still in flight.
+template <int kPending>
+__device__ __forceinline__ void wgmma_wait() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" :: "n"(kPending) : "memory");
+}
+
+// d (64 x kN, fp32) = a (64 x 16) * b (16 x kN), plus d where `accumulate`; a and b are described tiles of shared memory,
+// b's rows along the depth where kTransposedB. Asynchronous: d is whole after wgmma_wait.
+template <int kN, bool kTransposedB>
+__device__ __forceinline__ void wgmma_shared_bf16(float (&d)[kN / 2], unsigned long long a, unsigned long long b,
+                                                  bool accumulate);
+template <>
+__device__ __forceinline__ void wgmma_shared_bf16<64, false>(
+    float (&d)[32], unsigned long long a, unsigned long long b, bool accumulate) {
+  asm volatile("{\n\t.reg .pred p;\n\tsetp.ne.b32 p, %34, 0;\n\t"
+               "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {"
+               " %0, %1, %2, %3, %4, %5, %6, %7, "
+               " %8, %9, %10, %11, %12, %13, %14, %15, "
+               " %16, %17, %18, %19, %20, %21, %22, %23, "
+               " %24, %25, %26, %27, %28, %29, %30, %31"
+               "}, %32, %33, p, 1, 1, 0, 0;\n\t}"
+               : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
+                 "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
+                 "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]),
+                 "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
+               : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)));
+}
+template <>
+__device__ __forceinline__ void wgmma_shared_bf16<64, true>(
+    float (&d)[32], unsigned long long a, unsigned long long b, bool accumulate) {
+  asm volatile("{\n\t.reg .pred p;\n\tsetp.ne.b32 p, %34, 0;\n\t"
+               "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {"
+               " %0, %1, %2, %3, %4, %5, %6, %7, "
+               " %8, %9, %10, %11, %12, %13, %14, %15, "
+               " %16, %17, %18, %19, %20, %21, %22, %23, "
+               " %24, %25, %26, %27, %28, %29, %30, %31"
+               "}, %32, %33, p, 1, 1, 0, 1;\n\t}"
+               : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
+                 "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
+                 "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]),
+                 "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
+               : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)));
+}
+
+#endif
+
+// What wgmma is told of a tile in shared memory (PTX ISA, "matrix descriptor"): where it begins, how far apart are its
+// panels (leading; unused where rows run along the depth) and its groups of 8 rows (stride), and how its 16-byte chunks are swizzled.
+template <int kSwizzleBytes>
+__device__ __forceinline__ unsigned long long matrix_descriptor(unsigned address, unsigned leading_bytes,
+                                                                unsigned stride_bytes) {
+  constexpr unsigned long long kMode = kSwizzleBytes == 128 ? 1 : kSwizzleBytes == 64 ? 2 : kSwizzleBytes == 32 ? 3 : 0;
+  return (address & 0x3ffff) >> 4 | static_cast<unsigned long long>(leading_bytes >> 4) << 16 |
+         static_cast<unsigned long long>(stride_bytes >> 4) << 32 | kMode << 62;
+}
+
+// Barriers in shared memory: Q has landed in a stage, every warp is done with it; the same for dO; and for dS, which the
+// warps write. The uses of the stages are numbered, a step each.
+struct Barriers {
+  unsigned first;
+
+  __device__ __forceinline__ unsigned queries_full(int use) const { return first + use % kStages * 32; }
+  __device__ __forceinline__ unsigned queries_empty(int use) const { return first + 8 + use % kStages * 32; }
+  __device__ __forceinline__ unsigned outputs_full(int use) const { return first + 16 + use % kStages * 32; }
+  __device__ __forceinline__ unsigned outputs_empty(int use) const { return first + 24 + use % kStages * 32; }
+  __device__ __forceinline__ unsigned scores_full(int use) const {
+    return first + kStages * 32 + use % kScoreStages * 16;
+  }
+  __device__ __forceinline__ unsigned scores_empty(int use) const { return scores_full(use) + 8; }
+  static __device__ __forceinline__ unsigned parity(int use) { return use / kStages & 1; }
+  static __device__ __forceinline__ unsigned score_parity(int use) { return use / kScoreStages & 1; }
+
+  __device__ __forceinline__ void init() const {
+    for (int stage = 0; stage < kStages; ++stage) {
+      mbarrier_init(queries_full(stage), 1);
+      mbarrier_init(queries_empty(stage), kConsumers * 4);
+      mbarrier_init(outputs_full(stage), 1);
+      mbarrier_init(outputs_empty(stage), kConsumers * 4);
+    }
+    for (int stage = 0; stage < kScoreStages; ++stage) {
+      mbarrier_init(scores_full(stage), kConsumers * 4);
+      mbarrier_init(scores_empty(stage), kConsumers * 4);
+    }
+    mbarrier_fence_init();
+  }
+};
+
+// One lane of each warp says that the warp is done with something.
+__device__ __forceinline__ void release(unsigned barrier) {
+  if (threadIdx.x % 32 == 0) mbarrier_arrive(barrier);
+}
+
+// Starts copying kRows rows, from first_row on, panel by panel; they arrive at the barrier.
+template <int kRows, int kColumns, int kPanel>
+__device__ __forceinline__ void load_rows(unsigned tile, const TensorMap& map, unsigned barrier, int first_row, int head,
+                                          int batch) {
+#pragma unroll 1   // this thread has few registers
+  for (int column = 0; column < kColumns; column += kPanel) {
+    tma_load_4d(tile + column * kRows * kElementBytes, map, barrier, column, first_row, head, batch);
+  }
+}
+
+// Rounds a warp's 16 rows of a warpgroup's 64 and stores them, by way of shared memory, where a panel of columns holds
+// the 64 rows, swizzled as TMA does it. Rows beyond the last are clipped.
+template <int kColumns, int kPanel>
+__device__ __forceinline__ void store_rows(const float (&values)[kColumns / 2], float factor, unsigned tile,
+                                           const TensorMap& map, int first_row, int head, int batch) {
+  constexpr int kChunks = kPanel / 8;   // 16-byte chunks of a panel's row
+  const int lane = threadIdx.x % 32, warp_row = threadIdx.x / 32 % 4 * 16;   // of the warpgroup's
+  const int row = warp_row + lane % 16, swizzle = row / (8 / kChunks) % kChunks;
+#pragma unroll
+  for (int n = 0; n < kColumns / 2; n += 8) {
+    const int panel = n / 4 / kChunks, chunk = (n / 4 % kChunks + lane / 16) ^ swizzle;
+    unsigned pairs[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) pairs[i] = pack_bf16(values[n + 2 * i] * factor, values[n + 2 * i + 1] * factor);
+    store_matrix_x4(tile + ((panel * 64 + row) * kChunks + chunk) * 16, pairs[0], pairs[1], pairs[2], pairs[3]);
+  }
+  fence_async_shared();
+  __syncwarp();
+  if (lane == 0) {
+#pragma unroll
+    for (int column = 0; column < kColumns; column += kPanel) {
+      tma_store_4d(map, tile + (column * 64 + warp_row * kPanel) * kElementBytes, column, first_row, head, batch);
+    }
+    bulk_commit();
+  }
+}
+
+// Starts product = A * B^T, the rows of both along the depth: 64 rows of a panel of kRowsA, kRowsB rows.
+template <int kDepth, int kPanel, int kRowsA, int kRowsB>
+__device__ __forceinline__ void start_product(float (&product)[kRowsB / 2], unsigned a_tile, unsigned b_tile) {
+  constexpr int kSwizzle = kPanel * kElementBytes;
+  order_registers(product);
+  wgmma_fence();
+  const unsigned long long a = matrix_descriptor<kSwizzle>(a_tile, 16, 8 * kSwizzle);
+  const unsigned long long b = matrix_descriptor<kSwizzle>(b_tile, 16, 8 * kSwizzle);
+#pragma unroll
+  for (int depth = 0; depth < kDepth; depth += 16) {
+    const int panel = depth / kPanel, column = depth % kPanel;   // descriptors count in 16 bytes
+    wgmma_shared_bf16<kRowsB, false>(product, a + (panel * kRowsA * kSwizzle + column * kElementBytes) / 16,
+                                    b + (panel * kRowsB * kSwizzle + column * kElementBytes) / 16, depth > 0);
+  }
+  wgmma_commit();
+}
+
+// Starts product += A * B, A in registers; the rows of B, kDepth in all, run along the depth.
+template <int kColumns, int kPanel, int kDepth>
+__device__ __forceinline__ void start_sum(float (&product)[kColumns / 2], const unsigned (&a)[kDepth / 16][4],
+                                          unsigned b_tile) {
+  constexpr int kSwizzle = kPanel * kElementBytes;
+  order_registers(product);
+  wgmma_fence();
+  const unsigned long long b = matrix_descriptor<kSwizzle>(b_tile, kDepth * kSwizzle, 8 * kSwizzle);
+#pragma unroll
+  for (int depth = 0; depth < kDepth; depth += 16) {
+    wgmma_registers_bf16<kColumns, true>(product, a[depth / 16], b + depth * kSwizzle / 16, true);
+  }
+  wgmma_commit();
+}
+
+// Waits until the product has been computed, with at most kPending younger groups of wgmmas still running.
+template <int kPending, int kCount>
+__device__ __forceinline__ void await_product(float (&product)[kCount]) {
+  wgmma_wait<kPending>();
+  order_registers(product);
+}
+
+// ---- The variant ----------------------------------------------------------------------------------------------------
+
+// Where a score stands: batch, query head, this lane's first query and its first key within a tile.
+struct Position {
+  int batch, head, query, key;
+};
+
+// Mask: causal()
+__device__ __forceinline__ bool may_attend(int q, int k, const BackwardKeysArguments& arguments) {
+  return k <= q + (arguments.len_k - arguments.len_q);
+}
+
+// What a block works on: a tile of keys of one head of K and V of one batch, for all query heads of its group.
+struct Work {
+  int first_key, head_kv, batch;
+};
+
+// The tiles of queries that a tile of keys is attended by: one run, and a stretch of it in which every score counts.
+struct QueryTiles {
+  int begin, count, full_begin, full_end;
+
+  __device__ __forceinline__ int first_query(int step) const { return (begin + step) * kTileQ; }
+  __device__ __forceinline__ bool full(int step) const { return begin + step >= full_begin && begin + step < full_end; }
+};
+
+__device__ __forceinline__ QueryTiles query_tiles_of(const Work& work, int head, const BackwardKeysArguments& arguments) {
+  const int k_first = work.first_key;
+  const int k_last = min(work.first_key + kTileK, arguments.len_k) - 1;
+  // In queries, the ends not included.
+  const int begin = max(0, k_first + arguments.len_q - arguments.len_k);
+  const int end = arguments.len_q;
+  const int full_begin = max(0, k_last + arguments.len_q - arguments.len_k);
+  const int full_end = arguments.len_q;
+  const int first_tile = begin / kTileQ;
+  const int count = end > begin ? (end + kTileQ - 1) / kTileQ - first_tile : 0;
+  return {first_tile, count, (full_begin + kTileQ - 1) / kTileQ, full_end / kTileQ};
+}
+
+// A walk along the tiles of queries that attend to a block's keys, head by head of the group. Each is a step.
+struct Walk {
+  QueryTiles tiles;
+  int member, step;
+
+  __device__ __forceinline__ Walk(const Work& work, const BackwardKeysArguments& arguments)
+      : tiles(query_tiles_of(work, work.head_kv * arguments.heads_per_kv, arguments)), member(0), step(0) {
+    skip_empty(work, arguments);
+  }
+
+  __device__ __forceinline__ bool ended(const BackwardKeysArguments& arguments) const {
+    return member == arguments.heads_per_kv;
+  }
+  __device__ __forceinline__ int head(const Work& work, const BackwardKeysArguments& arguments) const {
+    return work.head_kv * arguments.heads_per_kv + member;
+  }
+  __device__ __forceinline__ int first_query() const { return tiles.first_query(step); }
+
+  __device__ __forceinline__ void advance(const Work& work, const BackwardKeysArguments& arguments) {
+    ++step;
+    skip_empty(work, arguments);
+  }
+
+  // Goes on to the next head that has a step left.
+  __device__ __forceinline__ void skip_empty(const Work& work, const BackwardKeysArguments& arguments) {
+    while (step >= tiles.count && ++member < arguments.heads_per_kv) {
+      tiles = query_tiles_of(work, head(work, arguments), arguments);
+      step = 0;
+    }
+  }
+};
+
+// Where the tiles of a step begin in shared memory.
+__device__ __forceinline__ unsigned queries_at(unsigned shared, int use) {
+  return shared + kQueryOffset + use % kStages * kQueryBytes;
+}
+
+__device__ __forceinline__ unsigned outputs_at(unsigned shared, int use) {
+  return shared + kOutputOffset + use % kStages * kOutputBytes;
+}
+
+__device__ __forceinline__ unsigned scores_at(unsigned shared, int use) {
+  return shared + kScoreOffset + use % kScoreStages * kScoreBytes;
+}
+
+// The row of the statistics, and of the sums of dQ, at which a step begins.
+__device__ __forceinline__ long long first_row(const Walk& walk, const Work& work, const BackwardKeysArguments& arguments) {
+  const long long head = static_cast<long long>(work.batch) * arguments.heads_q + walk.head(work, arguments);
+  return head * arguments.rows + walk.first_query();
+}
+
+// ---- The warpgroup that loads ---------------------------------------------------------------------------------------
+
+// What the loading thread does: K and V with the first step; of each step Q and its rows' statistics, and dO, as soon as
+// there is room.
+__device__ __forceinline__ void load_tiles(const Work& work, unsigned shared, const Barriers& barriers,
+                                           const BackwardKeysArguments& arguments) {
+  int use = 0;
+  for (Walk walk(work, arguments); !walk.ended(arguments); walk.advance(work, arguments), ++use) {
+    const int head = walk.head(work, arguments), stage = use % kStages;
+    mbarrier_wait(barriers.queries_empty(use), barriers.parity(use) ^ 1);
+    mbarrier_expect_bytes(barriers.queries_full(use), kQueryBytes + kStatisticsBytes + (use == 0 ? kKeyBytes : 0));
+    if (use == 0) {
+      load_rows<kTileK, kHeadDimPadded, kHeadPanel>(shared, arguments.k_map, barriers.queries_full(use), work.first_key,
+                                                    work.head_kv, work.batch);
+    }
+    load_rows<kTileQ, kHeadDimPadded, kHeadPanel>(queries_at(shared, use), arguments.q_map,
+                                                  barriers.queries_full(use), walk.first_query(), head, work.batch);
+    bulk_load(shared + kStatisticsOffset + stage * kStatisticsBytes,
+              arguments.statistics + first_row(walk, work, arguments) * 2, kStatisticsBytes, barriers.queries_full(use));
+    mbarrier_wait(barriers.outputs_empty(use), barriers.parity(use) ^ 1);
+    mbarrier_expect_bytes(barriers.outputs_full(use), kOutputBytes + (use == 0 ? kValueBytes : 0));
+    if (use == 0) {
+      load_rows<kTileK, kValueDimPadded, kValuePanel>(shared + kValueOffset, arguments.v_map, barriers.outputs_full(use),
+                                                      work.first_key, work.head_kv, work.batch);
+    }
+    load_rows<kTileQ, kValueDimPadded, kValuePanel>(outputs_at(shared, use), arguments.d_o_map,
+                                                    barriers.outputs_full(use), walk.first_query(), head, work.batch);
+  }
+}
+
+// ---- The steps of those that compute --------------------------------------------------------------------------------
+
+// (LSE, D) of the two queries of which this lane has the scores in column group j.
+__device__ __forceinline__ float4 statistics_of(const unsigned char* statistics, int j) {
+  return *reinterpret_cast<const float4*>(statistics + (j * 8 + threadIdx.x % 4 * 2) * 8);
+}
+
+// Whether some row of a tile has a large LSE.
+__device__ __forceinline__ bool has_large_lse(const unsigned char* statistics) {
+  float largest = 0.0f;
+  for (int row = threadIdx.x % 32; row < kTileQ; row += 32) {
+    const float lse = fabsf(*reinterpret_cast<const float*>(statistics + row * 8));
+    if (lse < kNoLse) largest = fmaxf(largest, lse);
+  }
+  return __any_sync(0xffffffffu, largest > kMostLse);
+}
+
+// Turns the products of q and k into probabilities. `kAll`: every score of the tile counts, and no LSE is large. Of other
+// tiles only the scores that count have any, which is 1 where it differs from that by no more than the LSE is rounded.
+template <bool kAll>
+__device__ __forceinline__ void exponentiate(float (&scores)[kRowTiles][kQueryTiles * 4],
+                                             const unsigned char* statistics, const Position& position,
+                                             int first_query, const BackwardKeysArguments& arguments) {
+#pragma unroll
+  for (int j = 0; j < kQueryTiles; ++j) {
+    const float4 rows = statistics_of(statistics, j);
+#pragma unroll
+    for (int i = 0; i < kRowTiles; ++i) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        const int q = first_query + position.query + j * 8 + e % 2, k = position.key + i * 64 + e / 2 * 8;
+        const float lse = e % 2 ? rows.z : rows.x;
+        float exponent = fmaf(scores[i][j * 4 + e], kScoreToLog2, -lse);
+        if (!kAll && exponent > fabsf(lse) * -kLseRounding) exponent = 0.0f;
+        const float probability = exp2_approx(exponent);
+        bool counts = true;
+        if (!kAll) counts = (k < arguments.len_k) & may_attend(q, k, arguments);
+        scores[i][j * 4 + e] = counts ? probability : 0.0f;
+      }
+    }
+  }
+}
+
+// Turns dP into dS = P * (dP - D), D being rowsum(dO * O).
+__device__ __forceinline__ void multiply_by_probabilities(float (&d_scores)[kRowTiles][kQueryTiles * 4],
+                                                          const float (&probabilities)[kRowTiles][kQueryTiles * 4],
+                                                          const unsigned char* statistics) {
+#pragma unroll
+  for (int j = 0; j < kQueryTiles; ++j) {
+    const float4 rows = statistics_of(statistics, j);
+#pragma unroll
+    for (int i = 0; i < kRowTiles; ++i) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        d_scores[i][j * 4 + e] = probabilities[i][j * 4 + e] * (d_scores[i][j * 4 + e] - (e % 2 ? rows.w : rows.y));
+      }
+    }
+  }
+}
+
+// Scores rounded to what a product takes from registers: 16 columns of them are a fragment.
+__device__ __forceinline__ void pack_scores(unsigned (&fragments)[kTileQ / 16][4], const float (&scores)[kTileQ / 2]) {
+#pragma unroll
+  for (int n = 0; n < kTileQ / 2; n += 2) {
+    fragments[n / 8][n / 2 % 4] = pack_bf16(scores[n], scores[n + 1]);
+  }
+}
+
+// Writes dS of this warp's 16 keys to a step's stage, for dQ: a row for each query; a warpgroup's keys are a panel's columns.
+__device__ __forceinline__ void share_scores(const unsigned (&fragments)[kTileQ / 16][4], int warpgroup, unsigned shared,
+                                             const Barriers& barriers, int use) {
+  const int lane = threadIdx.x % 32, chunk = threadIdx.x / 32 % 4 * 2 + lane / 8 % 2;
+  const unsigned row = lane / 16 * 8 + lane % 8, panel = scores_at(shared, use) + warpgroup * kTileQ * 128;
+  const unsigned place = panel + row * 128 + (chunk ^ lane % 8) * 16;
+  mbarrier_wait(barriers.scores_empty(use), barriers.score_parity(use) ^ 1);
+#pragma unroll
+  for (int i = 0; i < kTileQ / 16; ++i) {
+    store_matrix_x4_transposed(place + i * 16 * 128, fragments[i][0], fragments[i][1], fragments[i][2], fragments[i][3]);
+  }
+  fence_async_shared();
+  __syncwarp();
+  release(barriers.scores_full(use));
+}
+
+// Starts a warpgroup's part of a tile of dQ = dS * K.
+__device__ __forceinline__ void start_query_gradients(float (&d_queries)[kGradientColumns / 2], int warpgroup,
+                                                      unsigned d_scores, unsigned keys) {
+  constexpr int kSwizzle = kHeadPanel * kElementBytes;
+  const int row_part = warpgroup / kGradientColumnParts, column_part = warpgroup % kGradientColumnParts;
+  order_registers(d_queries);
+  wgmma_fence();
+  const unsigned long long a = matrix_descriptor<128>(d_scores + row_part * 64 * 128, 16, 8 * 128);
+  const unsigned long long b = matrix_descriptor<kSwizzle>(
+      keys + column_part * (kGradientColumns / kHeadPanel) * kTileK * kSwizzle, kTileK * kSwizzle, 8 * kSwizzle);
+#pragma unroll
+  for (int depth = 0; depth < kTileK; depth += 16) {
+    wgmma_shared_bf16<kGradientColumns, true>(
+        d_queries, a + (depth / 64 * kTileQ * 128 + depth % 64 * kElementBytes) / 16, b + depth * kSwizzle / 16, depth > 0);
+  }
+  wgmma_commit();
+}
+
+// A warp's part of a tile of dQ, by number: where it lies in the tile's sums, and in shared memory.
+__device__ __forceinline__ int gradient_part(int warpgroup) {
+  const int row_part = warpgroup / kGradientColumnParts, column_part = warpgroup % kGradientColumnParts;
+  return (row_part * 4 + threadIdx.x / 32 % 4) * kGradientColumnParts + column_part;
+}
+
+constexpr int kPartBytes = 16 * kGradientColumns * sizeof(float);
+
+// Lays this warp's part into shared memory, 8 columns after 8, as lanes hold them.
+__device__ __forceinline__ void stage_query_gradients(const float (&d_queries)[kGradientColumns / 2], int warpgroup) {
+  const int lane = threadIdx.x % 32;
+  if (lane == 0) bulk_wait_read<0>();   // of the step before
+  __syncwarp();
+  unsigned char* const part = shared_memory + kGradientOffset + gradient_part(warpgroup) * kPartBytes;
+#pragma unroll
+  for (int n = 0; n < kGradientColumns / 2; n += 4) {
+    *reinterpret_cast<float4*>(part + (n * 8 + lane) * 16) =
+        make_float4(d_queries[n], d_queries[n + 1], d_queries[n + 2], d_queries[n + 3]);
+  }
+}
+
+// Adds what is staged to the sums of the tile.
+__device__ __forceinline__ void add_query_gradients(float* sums, unsigned shared, int warpgroup) {
+  fence_async_shared();
+  __syncwarp();
+  if (threadIdx.x % 32 == 0) {
+    const int offset = gradient_part(warpgroup) * kPartBytes;
+    bulk_reduce_add(sums + offset / 4, shared + kGradientOffset + offset, kPartBytes);
+    bulk_commit();
+  }
+}
+
+// Starts a step's scores of a warpgroup's keys, transposed: K * Q^T. `again`: they were computed before.
+__device__ __forceinline__ void start_scores(float (&scores)[kTileQ / 2], int warpgroup, unsigned shared,
+                                             const Barriers& barriers, int use, bool again) {
+  if (!again) mbarrier_wait(barriers.queries_full(use), barriers.parity(use));
+  const unsigned keys = shared + warpgroup * kPartK * kHeadPanel * kElementBytes;   // of each panel this warpgroup's
+  start_product<kHeadDimPadded, kHeadPanel, kTileK, kTileQ>(scores, keys, queries_at(shared, use));
+}
+
+// Starts dP, transposed: V * dO^T.
+__device__ __forceinline__ void start_probability_gradients(float (&d_scores)[kTileQ / 2], int warpgroup, unsigned shared,
+                                                            const Barriers& barriers, int use, bool again) {
+  if (!again) mbarrier_wait(barriers.outputs_full(use), barriers.parity(use));
+  const unsigned values = shared + kValueOffset + warpgroup * kPartK * kValuePanel * kElementBytes;
+  start_product<kValueDimPadded, kValuePanel, kTileK, kTileQ>(d_scores, values, outputs_at(shared, use));
+}
+
+// Scores become P, while dP is computed; and that becomes dS.
+__device__ __forceinline__ void find_score_gradients(float (&scores)[kRowTiles][kTileQ / 2],
+                                                     float (&d_scores)[kRowTiles][kTileQ / 2], const Walk& walk, int use,
+                                                     const Work& work, const Position& position,
+                                                     const BackwardKeysArguments& arguments) {
+  const int first_query = walk.first_query();
+  const unsigned char* statistics = shared_memory + kStatisticsOffset + use % kStages * kStatisticsBytes;
+  if (!walk.tiles.full(walk.step) || work.first_key + kTileK > arguments.len_k || has_large_lse(statistics)) {
+    exponentiate<false>(scores, statistics, position, first_query, arguments);
+  } else {
+    exponentiate<true>(scores, statistics, position, first_query, arguments);
+  }
+  await_product<0>(d_scores[0]);
+  multiply_by_probabilities(d_scores, scores, statistics);
+}
+
+// Writes dK and dV, which take the places of K and V.
+__device__ __forceinline__ void write_gradients(const float (&d_keys)[kHeadDimPadded / 2],
+                                                const float (&d_values)[kValueDimPadded / 2], const Work& work,
+                                                int warpgroup, unsigned shared, const BackwardKeysArguments& arguments) {
+  named_barrier_sync(1, kConsumers * 128);   // every warp is done with K and V
+  const int first_key = work.first_key + warpgroup * kPartK + threadIdx.x / 32 % 4 * 16;
+  store_rows<kHeadDimPadded, kHeadPanel>(d_keys, kScale, shared + warpgroup * kPartK * kHeadDimPadded * kElementBytes,
+                                         arguments.dk_map, first_key, work.head_kv, work.batch);
+  store_rows<kValueDimPadded, kValuePanel>(d_values, 1.0f,
+                                           shared + kValueOffset + warpgroup * kPartK * kValueDimPadded * kElementBytes,
+                                           arguments.dv_map, first_key, work.head_kv, work.batch);
+  if (threadIdx.x % 32 == 0) bulk_wait_read<0>();   // shared memory goes with the block
+}
+
+// What a warpgroup that computes does: dK and dV of its keys; and its part of each step's dQ, a step later, when the
+// other's dS is there too. While it works on scores, products of the other warpgroup run.
+__device__ __forceinline__ void differentiate(const Work& work, int warpgroup, unsigned shared, const Barriers& barriers,
+                                              const BackwardKeysArguments& arguments) {
+  const int lane = threadIdx.x % 32, key = work.first_key + warpgroup * kPartK + threadIdx.x / 32 % 4 * 16 + lane / 4;
+  float d_keys[kHeadDimPadded / 2] = {}, d_values[kValueDimPadded / 2] = {};
+  float scores[kRowTiles][kTileQ / 2], d_scores[kRowTiles][kTileQ / 2];
+  float(&d_queries)[kGradientColumns / 2] = scores[0];   // in registers of scores, which are done with when it starts
+  float* sums_before = nullptr;   // of dQ, of the step before
+  Walk walk(work, arguments);
+  bool ended = walk.ended(arguments);
+  if (!ended) {
+    start_scores(scores[0], warpgroup, shared, barriers, 0, false);
+    start_probability_gradients(d_scores[0], warpgroup, shared, barriers, 0, false);
+    await_product<1>(scores[0]);
+  }
+  int use = 0;
+  for (; !ended; ++use) {
+    const Position position = {work.batch, walk.head(work, arguments), lane % 4 * 2, key};
+    float* const sums = arguments.dq_sums + first_row(walk, work, arguments) * kHeadDimPadded;
+    find_score_gradients(scores, d_scores, walk, use, work, position, arguments);
+    unsigned probability_fragments[kTileQ / 16][4], d_score_fragments[kTileQ / 16][4];
+    pack_scores(probability_fragments, scores[0]);
+    pack_scores(d_score_fragments, d_scores[0]);
+    share_scores(d_score_fragments, warpgroup, shared, barriers, use);
+    walk.advance(work, arguments);
+    ended = walk.ended(arguments);
+
+    const auto start_sums = [&] {
+      start_sum<kValueDimPadded, kValuePanel, kTileQ>(d_values, probability_fragments, outputs_at(shared, use));
+      start_sum<kHeadDimPadded, kHeadPanel, kTileQ>(d_keys, d_score_fragments, queries_at(shared, use));
+    };
+    if (use > 0) {
+      start_query_gradients(d_queries, warpgroup, scores_at(shared, use - 1), shared);
+      start_sums();
+      await_product<2>(d_queries);
+      release(barriers.scores_empty(use - 1));
+      stage_query_gradients(d_queries, warpgroup);
+    } else {
+      start_sums();
+    }
+    // The last step's scores and dP are computed once more, for nobody: with these products in a branch none would overlap.
+    const int next = ended ? use : use + 1;
+    start_scores(scores[0], warpgroup, shared, barriers, next, ended);
+    if (use > 0) add_query_gradients(sums_before, shared, warpgroup);
+    sums_before = sums;
+    await_product<2>(d_values);
+    await_product<1>(d_keys);
+    start_probability_gradients(d_scores[0], warpgroup, shared, barriers, next, ended);
+    release(barriers.outputs_empty(use));
+    release(barriers.queries_empty(use));
+    await_product<1>(scores[0]);
+    mbarrier_wait(barriers.scores_full(use), barriers.score_parity(use));
+  }
+  await_product<0>(d_scores[0]);
+  if (use > 0) {
+    start_query_gradients(d_queries, warpgroup, scores_at(shared, use - 1), shared);
+    await_product<0>(d_queries);
+    stage_query_gradients(d_queries, warpgroup);
+    add_query_gradients(sums_before, shared, warpgroup);
+  }
+  write_gradients(d_keys, d_values, work, warpgroup, shared, arguments);
+}
+
+// ---- The kernel -----------------------------------------------------------------------------------------------------
+
+extern "C" __global__ void __launch_bounds__(kThreads, 1)
+attention_backward_keys_bf16_d128_causal_56b1805a(const __grid_constant__ BackwardKeysArguments arguments) {
+  const Work work = {static_cast<int>(blockIdx.x) * kTileK, static_cast<int>(blockIdx.y), static_cast<int>(blockIdx.z)};
+  const unsigned shared = shared_address(shared_memory);
+  const Barriers barriers = {shared + kBarrierOffset};
+  if (threadIdx.x == 0) barriers.init();
+  __syncthreads();
+
+  const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);   // the same in a warp, as the compiler can see
+  if (warpgroup == kConsumers) {
+    registers_decrease<24>();
+    if (threadIdx.x / 32 % 4 == 0 && elect_one()) load_tiles(work, shared, barriers, arguments);
+  } else {
+    registers_increase<240>();
+    differentiate(work, warpgroup, shared, barriers, arguments);
+  }
+}

@@ -1,0 +1,755 @@
+// flashgen: attention backward, keys, bf16-d256-causal-85c4309b
+// dK and dV; a block walks the queries of a tile of keys
+//
+// mask     causal()
+// score    none; scale 0.0625
+// dropout  0
+// dims     head 256, value 256; bfloat16, accumulated in float32
+// target   sm_90a, family hopper
+// plan     64 queries x 64 keys, a warpgroup for dV and one for dK, of 240 registers, 2 stages of Q and dO, 214112 bytes of shared memory
+// FLOPs    2048 * batch * heads_q * len_q * len_k * (share of tiles visited)
+// HBM      1032 * batch * heads_q * len_q + 2048 * batch * heads_kv * len_k bytes, at least
+//
+// Grid: one block per (tile of keys, head of K and V, batch). Made by
+//   flashgen show --pass backward --kernel keys --deterministic --target sm_90a '{"dropout":0.0,"dtype":"bfloat16","head_dim":256,"layout":"bhsd","mask":{"expression":["LessEqual","k",["Add","q",["Sub","len_k","len_q"]]],"name":"causal()"},"scale":0.0625,"score":null,"value_dim":256,"version":1}'
+
+using Element = unsigned short;   // the bits of a bfloat16
+
+struct alignas(64) TensorMap {   // a CUtensorMap: what the copy engine knows of an array
+  unsigned long long words[16];
+};
+
+struct BackwardKeysArguments {
+  TensorMap q_map;
+  TensorMap k_map;
+  TensorMap v_map;
+  TensorMap d_o_map;
+  TensorMap dk_map;
+  TensorMap dv_map;
+  const float* statistics;   // (batch, heads_q, rows, 2): LSE to the base 2, and D
+  int heads_q;
+  int heads_per_kv;
+  int len_q;
+  int len_k;
+  int rows;   // len_q, rounded up
+};
+
+// ---- The plan -------------------------------------------------------------------------------------------------------
+
+constexpr int kHeadDimPadded = 256;   // a multiple of the depth of a wgmma; zeros beyond head_dim
+constexpr int kValueDimPadded = 256;
+constexpr int kConsumers = 2;   // warpgroups that compute: P and dV, and dS and dK; one more loads
+constexpr int kThreads = (kConsumers + 1) * 128;
+constexpr int kTileK = 64;   // keys of a block. Scores are held transposed: a row is a key, a column a query
+constexpr int kRowTiles = kTileK / 64;
+constexpr int kTileQ = 64;   // queries of a step
+constexpr int kQueryTiles = kTileQ / 8;   // groups of a lane's columns
+constexpr int kStages = 2;   // tiles of Q, and of dO, that shared memory holds at once
+constexpr int kScoreStages = 2;   // tiles of P on their way from one warpgroup to the other
+constexpr float kScale = 0.0625f;
+constexpr float kScoreToLog2 = 0.0901684389f;   // scale * log2(e): probabilities are powers of 2
+constexpr float kNoLse = 3.40282347e+38f;     // of a row without probabilities
+constexpr float kMostLse = 4096.0f;     // to the base 2: beyond, its rounding shows in probabilities
+constexpr float kLseRounding = 2.38418579e-07f;   // 2^-22: of an LSE's magnitude, with that of the products it is of
+
+// Shared memory, in bytes: K and V; the stages of Q, of dO, of P and of the rows' statistics; the barriers. dK and dV take
+// over K and V. A tile is panels of columns side by side, as wide as TMA swizzles them: 16-byte chunks of a row exchanged
+// within a panel.
+constexpr int kHeadPanel = 64;    // columns of Q, K and dK
+constexpr int kValuePanel = 64;   // columns of dO, V and dV
+constexpr int kElementBytes = sizeof(Element);
+constexpr int kKeyBytes = kTileK * kHeadDimPadded * kElementBytes;
+constexpr int kValueBytes = kTileK * kValueDimPadded * kElementBytes;
+constexpr int kQueryBytes = kTileQ * kHeadDimPadded * kElementBytes;
+constexpr int kOutputBytes = kTileQ * kValueDimPadded * kElementBytes;   // of dO
+constexpr int kScoreBytes = kTileQ * kTileK * kElementBytes;   // of P, as lanes hold it
+constexpr int kStatisticsBytes = kTileQ * sizeof(float2);
+constexpr int kValueOffset = kKeyBytes;
+constexpr int kQueryOffset = kValueOffset + kValueBytes;
+constexpr int kOutputOffset = kQueryOffset + kStages * kQueryBytes;
+constexpr int kScoreOffset = kOutputOffset + kStages * kOutputBytes;
+constexpr int kStatisticsOffset = kScoreOffset + kScoreStages * kScoreBytes;
+constexpr int kBarrierOffset = kStatisticsOffset + kStages * kStatisticsBytes;
+static_assert(kBarrierOffset + (4 * kStages + 2 * kScoreStages) * 8 <= 214112, "the plan's shared memory");
+
+// ---- Primitives -----------------------------------------------------------------------------------------------------
+
+#ifndef FLASHGEN_EMULATOR   // the emulator brings its own
+
+extern __shared__ __align__(1024) unsigned char shared_memory[];
+
+// Closes the group of stores from shared memory that this thread has started since the last commit.
+__device__ __forceinline__ void bulk_commit() {
+  asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+}
+
+// Starts copying a run of bytes, a multiple of 16, to shared memory; they arrive at the barrier.
+__device__ __forceinline__ void bulk_load(unsigned destination, const void* source, unsigned bytes, unsigned barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
+               :: "r"(destination), "l"(source), "r"(bytes), "r"(barrier) : "memory");
+}
+
+// Waits until at most kPending of this thread's groups of stores have still to read shared memory.
+template <int kPending>
+__device__ __forceinline__ void bulk_wait_read() {
+  asm volatile("cp.async.bulk.wait_group.read %0;" :: "n"(kPending) : "memory");
+}
+
+// True in one lane of the warp.
+__device__ __forceinline__ bool elect_one() {
+  unsigned elected;
+  asm volatile("{\n\t.reg .pred p;\n\telect.sync _|p, 0xffffffff;\n\tselp.u32 %0, 1, 0, p;\n\t}" : "=r"(elected));
+  return elected;
+}
+
+// 2 to the power of x, by the special-function unit.
+__device__ __forceinline__ float exp2_approx(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// Shows what this thread has written to shared memory to the copy engine and the tensor cores.
+__device__ __forceinline__ void fence_async_shared() {
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+__device__ __forceinline__ void mbarrier_arrive(unsigned barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" :: "r"(barrier) : "memory");
+}
+
+// Announces bytes that copies will bring to the barrier's current phase, and arrives.
+__device__ __forceinline__ void mbarrier_expect_bytes(unsigned barrier, unsigned bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" :: "r"(barrier), "r"(bytes) : "memory");
+}
+
+// Makes the 8 bytes at `barrier` a barrier whose phases end after this many arrivals, and the bytes announced to it.
+__device__ __forceinline__ void mbarrier_init(unsigned barrier, unsigned arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" :: "r"(barrier), "r"(arrivals) : "memory");
+}
+
+// Shows initialised barriers to the copy engine; other threads see them after a __syncthreads.
+__device__ __forceinline__ void mbarrier_fence_init() {
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+
+// Waits until the barrier's phase of this parity has ended: 0 for its first, third, ...; a new barrier counts as past
+// a phase of parity 1.
+__device__ __forceinline__ void mbarrier_wait(unsigned barrier, unsigned parity) {
+  asm volatile("{\n\t.reg .pred done;\n"
+               "again:\n\tmbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n\t"
+               "@!done bra again;\n\t}" :: "r"(barrier), "r"(parity) : "memory");
+}
+
+// Comes to barrier `id` without waiting for the others.
+__device__ __forceinline__ void named_barrier_arrive(unsigned id, unsigned threads) {
+  asm volatile("barrier.arrive.aligned %0, %1;" :: "r"(id), "r"(threads) : "memory");
+}
+
+// Waits until this many threads, the caller's among them, have come to barrier `id`; 0 is that of __syncthreads.
+__device__ __forceinline__ void named_barrier_sync(unsigned id, unsigned threads) {
+  asm volatile("barrier.sync.aligned %0, %1;" :: "r"(id), "r"(threads) : "memory");
+}
+
+// Keeps the compiler from moving uses of these registers, which wgmmas work on unseen, across this point.
+template <int kCount>
+__device__ __forceinline__ void order_registers(float (&registers)[kCount]) {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(registers[i]) :: "memory");
+}
+
+// Two floats, rounded to nearest even, as one register: `low` in the lower half.
+__device__ __forceinline__ unsigned pack_bf16(float low, float high) {
+  unsigned packed;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+  return packed;
+}
+
+// Gives up this warpgroup's registers beyond kRegisters a thread.
+template <int kRegisters>
+__device__ __forceinline__ void registers_decrease() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" :: "n"(kRegisters));
+}
+
+// Takes registers for each thread of this warpgroup, up to kRegisters, as soon as others have given them up.
+template <int kRegisters>
+__device__ __forceinline__ void registers_increase() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" :: "n"(kRegisters));
+}
+
+// The 32-bit address of `pointer` in the shared-memory window.
+__device__ __forceinline__ unsigned shared_address(const void* pointer) {
+  return static_cast<unsigned>(__cvta_generic_to_shared(pointer));
+}
+
+// stmatrix: four 8x8 matrices of 16-bit elements to shared memory; lane l gives the address of row l % 8 of matrix l / 8.
+__device__ __forceinline__ void store_matrix_x4(unsigned destination, unsigned r0, unsigned r1, unsigned r2, unsigned r3) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], { %1, %2, %3, %4};"
+               :: "r"(destination), "r"(r0), "r"(r1), "r"(r2), "r"(r3) : "memory");
+}
+
+// Starts copying the box of the map at coordinates (c0, ...) to shared memory, zeros where it leaves the tensor; its
+// bytes arrive at the barrier.
+__device__ __forceinline__ void tma_load_4d(unsigned destination, const TensorMap& map, unsigned barrier, int c0, int c1,
+                                            int c2, int c3) {
+  asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
+               "[%0], [%1, { %3, %4, %5, %6}], [%2];"
+               :: "r"(destination), "l"(&map), "r"(barrier), "r"(c0), "r"(c1), "r"(c2), "r"(c3) : "memory");
+}
+
+// Starts copying a box from shared memory to coordinates (c0, ...) of the map's tensor, clipped at its ends.
+__device__ __forceinline__ void tma_store_4d(const TensorMap& map, unsigned source, int c0, int c1, int c2, int c3) {
+  asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.tile.bulk_group [%0, { %2, %3, %4, %5}], [%1];"
+               :: "l"(&map), "r"(source), "r"(c0), "r"(c1), "r"(c2), "r"(c3) : "memory");
+}
+
+// The float that 16 bits stand for.
+__device__ __forceinline__ float unpack_bf16(unsigned short bits) {
+  return __uint_as_float(static_cast<unsigned>(bits) << 16);
+}
+
+// Closes the group of wgmmas started since the last commit.
+__device__ __forceinline__ void wgmma_commit() {
+  asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+}
+
+// Orders this warpgroup's uses of registers before the wgmmas that follow, which read or accumulate in them.
+__device__ __forceinline__ void wgmma_fence() {
+  asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+}
+
+// d (64 x kN, fp32) = a (64 x 16) * b (16 x kN), plus d where `accumulate`; a in registers, as of mma.m16n8k16, b a
+// described tile of shared memory, its rows along the depth where kTransposedB. Asynchronous.
+template <int kN, bool kTransposedB>
+__device__ __forceinline__ void wgmma_registers_bf16(float (&d)[kN / 2], const unsigned (&a)[4], unsigned long long b,
+                                                     bool accumulate);
+template <>
+__device__ __forceinline__ void wgmma_registers_bf16<256, true>(
+    float (&d)[128], const unsigned (&a)[4], unsigned long long b, bool accumulate) {
+  asm volatile("{\n\t.reg .pred p;\n\tsetp.ne.b32 p, %133, 0;\n\t"
+               "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 {"
+               " %0, %1, %2, %3, %4, %5, %6, %7, "
+               " %8, %9, %10, %11, %12, %13, %14, %15, "
+               " %16, %17, %18, %19, %20, %21, %22, %23, "
+               " %24, %25, %26, %27, %28, %29, %30, %31, "
+               " %32, %33, %34, %35, %36, %37, %38, %39, "
+               " %40, %41, %42, %43, %44, %45, %46, %47, "
+               " %48, %49, %50, %51, %52, %53, %54, %55, "
+               " %56, %57, %58, %59, %60, %61, %62, %63, "
+               " %64, %65, %66, %67, %68, %69, %70, %71, "
+               " %72, %73, %74, %75, %76, %77, %78, %79, "
+               " %80, %81, %82, %83, %84, %85, %86, %87, "
+               " %88, %89, %90, %91, %92, %93, %94, %95, "
+               " %96, %97, %98, %99, %100, %101, %102, %103, "
+               " %104, %105, %106, %107, %108, %109, %110, %111, "
+               " %112, %113, %114, %115, %116, %117, %118, %119, "
+               " %120, %121, %122, %123, %124, %125, %126, %127"
+               "}, { %128, %129, %130, %131}, %132, p, 1, 1, 1;\n\t}"
+               : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
+                 "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
+                 "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]),
+                 "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]),
+                 "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]),
+                 "+f"(d[40]), "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]),
+                 "+f"(d[48]), "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]),
+                 "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63]),
+                 "+f"(d[64]), "+f"(d[65]), "+f"(d[66]), "+f"(d[67]), "+f"(d[68]), "+f"(d[69]), "+f"(d[70]), "+f"(d[71]),
+                 "+f"(d[72]), "+f"(d[73]), "+f"(d[74]), "+f"(d[75]), "+f"(d[76]), "+f"(d[77]), "+f"(d[78]), "+f"(d[79]),
+                 "+f"(d[80]), "+f"(d[81]), "+f"(d[82]), "+f"(d[83]), "+f"(d[84]), "+f"(d[85]), "+f"(d[86]), "+f"(d[87]),
+                 "+f"(d[88]), "+f"(d[89]), "+f"(d[90]), "+f"(d[91]), "+f"(d[92]), "+f"(d[93]), "+f"(d[94]), "+f"(d[95]),
+                 "+f"(d[96]), "+f"(d[97]), "+f"(d[98]), "+f"(d[99]), "+f"(d[100]), "+f"(d[101]), "+f"(d[102]), "+f"(d[103]),
+                 "+f"(d[104]), "+f"(d[105]), "+f"(d[106]), "+f"(d[107]), "+f"(d[108]), "+f"(d[109]), "+f"(d[110]), "+f"(d[111]),
+                 "+f"(d[112]), "+f"(d[113]), "+f"(d[114]), "+f"(d[115]), "+f"(d[116]), "+f"(d[117]), "+f"(d[118]), "+f"(d[119]),
+                 "+f"(d[120]), "+f"(d[121]), "+f"(d[122]), "+f"(d[123]), "+f"(d[124]), "+f"(d[125]), "+f"(d[126]), "+f"(d[127])
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(accumulate)));
+}
+
+// Waits until at most kPending of this warpgroup's groups of wgmmas are still in flight.
+template <int kPending>
+__device__ __forceinline__ void wgmma_wait() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" :: "n"(kPending) : "memory");
+}
+
+// d (64 x kN, fp32) = a (64 x 16) * b (16 x kN), plus d where `accumulate`; a and b are described tiles of shared memory,
+// b's rows along the depth where kTransposedB. Asynchronous: d is whole after wgmma_wait.
+template <int kN, bool kTransposedB>
+__device__ __forceinline__ void wgmma_shared_bf16(float (&d)[kN / 2], unsigned long long a, unsigned long long b,
+                                                  bool accumulate);
+template <>
+__device__ __forceinline__ void wgmma_shared_bf16<64, false>(
+    float (&d)[32], unsigned long long a, unsigned long long b, bool accumulate) {
+  asm volatile("{\n\t.reg .pred p;\n\tsetp.ne.b32 p, %34, 0;\n\t"
+               "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {"
+               " %0, %1, %2, %3, %4, %5, %6, %7, "
+               " %8, %9, %10, %11, %12, %13, %14, %15, "
+               " %16, %17, %18, %19, %20, %21, %22, %23, "
+               " %24, %25, %26, %27, %28, %29, %30, %31"
+               "}, %32, %33, p, 1, 1, 0, 0;\n\t}"
+               : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
+                 "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
+                 "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]),
+                 "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
+               : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)));
+}
+
+#endif
+
+// What wgmma is told of a tile in shared memory (PTX ISA, "matrix descriptor"): where it begins, how far apart are its
+// panels (leading; unused where rows run along the depth) and its groups of 8 rows (stride), and how its 16-byte chunks are swizzled.
+template <int kSwizzleBytes>
+__device__ __forceinline__ unsigned long long matrix_descriptor(unsigned address, unsigned leading_bytes,
+                                                                unsigned stride_bytes) {
+  constexpr unsigned long long kMode = kSwizzleBytes == 128 ? 1 : kSwizzleBytes == 64 ? 2 : kSwizzleBytes == 32 ? 3 : 0;
+  return (address & 0x3ffff) >> 4 | static_cast<unsigned long long>(leading_bytes >> 4) << 16 |
+         static_cast<unsigned long long>(stride_bytes >> 4) << 32 | kMode << 62;
+}
+
+// Barriers in shared memory: Q has landed in a stage, every warp is done with it; the same for dO; and for P, which one
+// warpgroup writes and the other reads. The uses of the stages are numbered, a step each.
+struct Barriers {
+  unsigned first;
+
+  __device__ __forceinline__ unsigned queries_full(int use) const { return first + use % kStages * 32; }
+  __device__ __forceinline__ unsigned queries_empty(int use) const { return first + 8 + use % kStages * 32; }
+  __device__ __forceinline__ unsigned outputs_full(int use) const { return first + 16 + use % kStages * 32; }
+  __device__ __forceinline__ unsigned outputs_empty(int use) const { return first + 24 + use % kStages * 32; }
+  __device__ __forceinline__ unsigned scores_full(int use) const {
+    return first + kStages * 32 + use % kScoreStages * 16;
+  }
+  __device__ __forceinline__ unsigned scores_empty(int use) const { return scores_full(use) + 8; }
+  static __device__ __forceinline__ unsigned parity(int use) { return use / kStages & 1; }
+  static __device__ __forceinline__ unsigned score_parity(int use) { return use / kScoreStages & 1; }
+
+  __device__ __forceinline__ void init() const {
+    for (int stage = 0; stage < kStages; ++stage) {
+      mbarrier_init(queries_full(stage), 1);
+      mbarrier_init(queries_empty(stage), kConsumers * 4);
+      mbarrier_init(outputs_full(stage), 1);
+      mbarrier_init(outputs_empty(stage), kConsumers * 4);
+    }
+    for (int stage = 0; stage < kScoreStages; ++stage) {
+      mbarrier_init(scores_full(stage), 4);
+      mbarrier_init(scores_empty(stage), 4);
+    }
+    mbarrier_fence_init();
+  }
+};
+
+// One lane of each warp says that the warp is done with something.
+__device__ __forceinline__ void release(unsigned barrier) {
+  if (threadIdx.x % 32 == 0) mbarrier_arrive(barrier);
+}
+
+// Starts copying kRows rows, from first_row on, panel by panel; they arrive at the barrier.
+template <int kRows, int kColumns, int kPanel>
+__device__ __forceinline__ void load_rows(unsigned tile, const TensorMap& map, unsigned barrier, int first_row, int head,
+                                          int batch) {
+#pragma unroll 1   // this thread has few registers
+  for (int column = 0; column < kColumns; column += kPanel) {
+    tma_load_4d(tile + column * kRows * kElementBytes, map, barrier, column, first_row, head, batch);
+  }
+}
+
+// Rounds a warp's 16 rows of a warpgroup's 64 and stores them, by way of shared memory, where a panel of columns holds
+// the 64 rows, swizzled as TMA does it. Rows beyond the last are clipped.
+template <int kColumns, int kPanel>
+__device__ __forceinline__ void store_rows(const float (&values)[kColumns / 2], float factor, unsigned tile,
+                                           const TensorMap& map, int first_row, int head, int batch) {
+  constexpr int kChunks = kPanel / 8;   // 16-byte chunks of a panel's row
+  const int lane = threadIdx.x % 32, warp_row = threadIdx.x / 32 % 4 * 16;   // of the warpgroup's
+  const int row = warp_row + lane % 16, swizzle = row / (8 / kChunks) % kChunks;
+#pragma unroll
+  for (int n = 0; n < kColumns / 2; n += 8) {
+    const int panel = n / 4 / kChunks, chunk = (n / 4 % kChunks + lane / 16) ^ swizzle;
+    unsigned pairs[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) pairs[i] = pack_bf16(values[n + 2 * i] * factor, values[n + 2 * i + 1] * factor);
+    store_matrix_x4(tile + ((panel * 64 + row) * kChunks + chunk) * 16, pairs[0], pairs[1], pairs[2], pairs[3]);
+  }
+  fence_async_shared();
+  __syncwarp();
+  if (lane == 0) {
+#pragma unroll
+    for (int column = 0; column < kColumns; column += kPanel) {
+      tma_store_4d(map, tile + (column * 64 + warp_row * kPanel) * kElementBytes, column, first_row, head, batch);
+    }
+    bulk_commit();
+  }
+}
+
+// Starts product = A * B^T, the rows of both along the depth: 64 rows of a panel of kRowsA, kRowsB rows.
+template <int kDepth, int kPanel, int kRowsA, int kRowsB>
+__device__ __forceinline__ void start_product(float (&product)[kRowsB / 2], unsigned a_tile, unsigned b_tile) {
+  constexpr int kSwizzle = kPanel * kElementBytes;
+  order_registers(product);
+  wgmma_fence();
+  const unsigned long long a = matrix_descriptor<kSwizzle>(a_tile, 16, 8 * kSwizzle);
+  const unsigned long long b = matrix_descriptor<kSwizzle>(b_tile, 16, 8 * kSwizzle);
+#pragma unroll
+  for (int depth = 0; depth < kDepth; depth += 16) {
+    const int panel = depth / kPanel, column = depth % kPanel;   // descriptors count in 16 bytes
+    wgmma_shared_bf16<kRowsB, false>(product, a + (panel * kRowsA * kSwizzle + column * kElementBytes) / 16,
+                                    b + (panel * kRowsB * kSwizzle + column * kElementBytes) / 16, depth > 0);
+  }
+  wgmma_commit();
+}
+
+// Starts product += A * B, A in registers; the rows of B, kDepth in all, run along the depth.
+template <int kColumns, int kPanel, int kDepth>
+__device__ __forceinline__ void start_sum(float (&product)[kColumns / 2], const unsigned (&a)[kDepth / 16][4],
+                                          unsigned b_tile) {
+  constexpr int kSwizzle = kPanel * kElementBytes;
+  order_registers(product);
+  wgmma_fence();
+  const unsigned long long b = matrix_descriptor<kSwizzle>(b_tile, kDepth * kSwizzle, 8 * kSwizzle);
+#pragma unroll
+  for (int depth = 0; depth < kDepth; depth += 16) {
+    wgmma_registers_bf16<kColumns, true>(product, a[depth / 16], b + depth * kSwizzle / 16, true);
+  }
+  wgmma_commit();
+}
+
+// Waits until the product has been computed, with at most kPending younger groups of wgmmas still running.
+template <int kPending, int kCount>
+__device__ __forceinline__ void await_product(float (&product)[kCount]) {
+  wgmma_wait<kPending>();
+  order_registers(product);
+}
+
+// ---- The variant ----------------------------------------------------------------------------------------------------
+
+// Where a score stands: batch, query head, this lane's first query and its first key within a tile.
+struct Position {
+  int batch, head, query, key;
+};
+
+// Mask: causal()
+__device__ __forceinline__ bool may_attend(int q, int k, const BackwardKeysArguments& arguments) {
+  return k <= q + (arguments.len_k - arguments.len_q);
+}
+
+// What a block works on: a tile of keys of one head of K and V of one batch, for all query heads of its group.
+struct Work {
+  int first_key, head_kv, batch;
+};
+
+// The tiles of queries that a tile of keys is attended by: one run, and a stretch of it in which every score counts.
+struct QueryTiles {
+  int begin, count, full_begin, full_end;
+
+  __device__ __forceinline__ int first_query(int step) const { return (begin + step) * kTileQ; }
+  __device__ __forceinline__ bool full(int step) const { return begin + step >= full_begin && begin + step < full_end; }
+};
+
+__device__ __forceinline__ QueryTiles query_tiles_of(const Work& work, int head, const BackwardKeysArguments& arguments) {
+  const int k_first = work.first_key;
+  const int k_last = min(work.first_key + kTileK, arguments.len_k) - 1;
+  // In queries, the ends not included.
+  const int begin = max(0, k_first + arguments.len_q - arguments.len_k);
+  const int end = arguments.len_q;
+  const int full_begin = max(0, k_last + arguments.len_q - arguments.len_k);
+  const int full_end = arguments.len_q;
+  const int first_tile = begin / kTileQ;
+  const int count = end > begin ? (end + kTileQ - 1) / kTileQ - first_tile : 0;
+  return {first_tile, count, (full_begin + kTileQ - 1) / kTileQ, full_end / kTileQ};
+}
+
+// A walk along the tiles of queries that attend to a block's keys, head by head of the group. Each is a step.
+struct Walk {
+  QueryTiles tiles;
+  int member, step;
+
+  __device__ __forceinline__ Walk(const Work& work, const BackwardKeysArguments& arguments)
+      : tiles(query_tiles_of(work, work.head_kv * arguments.heads_per_kv, arguments)), member(0), step(0) {
+    skip_empty(work, arguments);
+  }
+
+  __device__ __forceinline__ bool ended(const BackwardKeysArguments& arguments) const {
+    return member == arguments.heads_per_kv;
+  }
+  __device__ __forceinline__ int head(const Work& work, const BackwardKeysArguments& arguments) const {
+    return work.head_kv * arguments.heads_per_kv + member;
+  }
+  __device__ __forceinline__ int first_query() const { return tiles.first_query(step); }
+
+  __device__ __forceinline__ void advance(const Work& work, const BackwardKeysArguments& arguments) {
+    ++step;
+    skip_empty(work, arguments);
+  }
+
+  // Goes on to the next head that has a step left.
+  __device__ __forceinline__ void skip_empty(const Work& work, const BackwardKeysArguments& arguments) {
+    while (step >= tiles.count && ++member < arguments.heads_per_kv) {
+      tiles = query_tiles_of(work, head(work, arguments), arguments);
+      step = 0;
+    }
+  }
+};
+
+// Where the tiles of a step begin in shared memory.
+__device__ __forceinline__ unsigned queries_at(unsigned shared, int use) {
+  return shared + kQueryOffset + use % kStages * kQueryBytes;
+}
+
+__device__ __forceinline__ unsigned outputs_at(unsigned shared, int use) {
+  return shared + kOutputOffset + use % kStages * kOutputBytes;
+}
+
+// The row of the statistics at which a step begins.
+__device__ __forceinline__ long long first_row(const Walk& walk, const Work& work, const BackwardKeysArguments& arguments) {
+  const long long head = static_cast<long long>(work.batch) * arguments.heads_q + walk.head(work, arguments);
+  return head * arguments.rows + walk.first_query();
+}
+
+// ---- The warpgroup that loads ---------------------------------------------------------------------------------------
+
+// What the loading thread does: K and V with the first step; of each step Q and its rows' statistics, and dO, as soon as
+// there is room.
+__device__ __forceinline__ void load_tiles(const Work& work, unsigned shared, const Barriers& barriers,
+                                           const BackwardKeysArguments& arguments) {
+  int use = 0;
+  for (Walk walk(work, arguments); !walk.ended(arguments); walk.advance(work, arguments), ++use) {
+    const int head = walk.head(work, arguments), stage = use % kStages;
+    mbarrier_wait(barriers.queries_empty(use), barriers.parity(use) ^ 1);
+    mbarrier_expect_bytes(barriers.queries_full(use), kQueryBytes + kStatisticsBytes + (use == 0 ? kKeyBytes : 0));
+    if (use == 0) {
+      load_rows<kTileK, kHeadDimPadded, kHeadPanel>(shared, arguments.k_map, barriers.queries_full(use), work.first_key,
+                                                    work.head_kv, work.batch);
+    }
+    load_rows<kTileQ, kHeadDimPadded, kHeadPanel>(queries_at(shared, use), arguments.q_map,
+                                                  barriers.queries_full(use), walk.first_query(), head, work.batch);
+    bulk_load(shared + kStatisticsOffset + stage * kStatisticsBytes,
+              arguments.statistics + first_row(walk, work, arguments) * 2, kStatisticsBytes, barriers.queries_full(use));
+    mbarrier_wait(barriers.outputs_empty(use), barriers.parity(use) ^ 1);
+    mbarrier_expect_bytes(barriers.outputs_full(use), kOutputBytes + (use == 0 ? kValueBytes : 0));
+    if (use == 0) {
+      load_rows<kTileK, kValueDimPadded, kValuePanel>(shared + kValueOffset, arguments.v_map, barriers.outputs_full(use),
+                                                      work.first_key, work.head_kv, work.batch);
+    }
+    load_rows<kTileQ, kValueDimPadded, kValuePanel>(outputs_at(shared, use), arguments.d_o_map,
+                                                    barriers.outputs_full(use), walk.first_query(), head, work.batch);
+  }
+}
+
+// ---- The steps of those that compute --------------------------------------------------------------------------------
+
+// (LSE, D) of the two queries of which this lane has the scores in column group j.
+__device__ __forceinline__ float4 statistics_of(const unsigned char* statistics, int j) {
+  return *reinterpret_cast<const float4*>(statistics + (j * 8 + threadIdx.x % 4 * 2) * 8);
+}
+
+// Whether some row of a tile has a large LSE.
+__device__ __forceinline__ bool has_large_lse(const unsigned char* statistics) {
+  float largest = 0.0f;
+  for (int row = threadIdx.x % 32; row < kTileQ; row += 32) {
+    const float lse = fabsf(*reinterpret_cast<const float*>(statistics + row * 8));
+    if (lse < kNoLse) largest = fmaxf(largest, lse);
+  }
+  return __any_sync(0xffffffffu, largest > kMostLse);
+}
+
+// Turns the products of q and k into probabilities. `kAll`: every score of the tile counts, and no LSE is large. Of other
+// tiles only the scores that count have any, which is 1 where it differs from that by no more than the LSE is rounded.
+template <bool kAll>
+__device__ __forceinline__ void exponentiate(float (&scores)[kRowTiles][kQueryTiles * 4],
+                                             const unsigned char* statistics, const Position& position,
+                                             int first_query, const BackwardKeysArguments& arguments) {
+#pragma unroll
+  for (int j = 0; j < kQueryTiles; ++j) {
+    const float4 rows = statistics_of(statistics, j);
+#pragma unroll
+    for (int i = 0; i < kRowTiles; ++i) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        const int q = first_query + position.query + j * 8 + e % 2, k = position.key + i * 64 + e / 2 * 8;
+        const float lse = e % 2 ? rows.z : rows.x;
+        float exponent = fmaf(scores[i][j * 4 + e], kScoreToLog2, -lse);
+        if (!kAll && exponent > fabsf(lse) * -kLseRounding) exponent = 0.0f;
+        const float probability = exp2_approx(exponent);
+        bool counts = true;
+        if (!kAll) counts = (k < arguments.len_k) & may_attend(q, k, arguments);
+        scores[i][j * 4 + e] = counts ? probability : 0.0f;
+      }
+    }
+  }
+}
+
+// Turns dP into dS = P * (dP - D), D being rowsum(dO * O).
+__device__ __forceinline__ void multiply_by_probabilities(float (&d_scores)[kRowTiles][kQueryTiles * 4],
+                                                          const float (&probabilities)[kRowTiles][kQueryTiles * 4],
+                                                          const unsigned char* statistics) {
+#pragma unroll
+  for (int j = 0; j < kQueryTiles; ++j) {
+    const float4 rows = statistics_of(statistics, j);
+#pragma unroll
+    for (int i = 0; i < kRowTiles; ++i) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        d_scores[i][j * 4 + e] = probabilities[i][j * 4 + e] * (d_scores[i][j * 4 + e] - (e % 2 ? rows.w : rows.y));
+      }
+    }
+  }
+}
+
+// Scores rounded to what a product takes from registers: 16 columns of them are a fragment.
+__device__ __forceinline__ void pack_scores(unsigned (&fragments)[kTileQ / 16][4], const float (&scores)[kTileQ / 2]) {
+#pragma unroll
+  for (int n = 0; n < kTileQ / 2; n += 2) {
+    fragments[n / 8][n / 2 % 4] = pack_bf16(scores[n], scores[n + 1]);
+  }
+}
+
+// Where a thread's fragments of P stand on their way to the thread of the other warpgroup that has the same scores.
+__device__ __forceinline__ uint4* handed_over(int use) {
+  return reinterpret_cast<uint4*>(shared_memory + kScoreOffset + use % kScoreStages * kScoreBytes) + threadIdx.x % 128;
+}
+
+__device__ __forceinline__ void hand_over(const unsigned (&fragments)[kTileQ / 16][4], int use) {
+#pragma unroll
+  for (int i = 0; i < kTileQ / 16; ++i) {
+    handed_over(use)[i * 128] = make_uint4(fragments[i][0], fragments[i][1], fragments[i][2], fragments[i][3]);
+  }
+}
+
+__device__ __forceinline__ void take_over(float (&probabilities)[kTileQ / 2], int use) {
+#pragma unroll
+  for (int i = 0; i < kTileQ / 16; ++i) {
+    const uint4 fragment = handed_over(use)[i * 128];
+    const unsigned pairs[4] = {fragment.x, fragment.y, fragment.z, fragment.w};
+#pragma unroll
+    for (int e = 0; e < 8; ++e) probabilities[i * 8 + e] = unpack_bf16(pairs[e / 2] >> e % 2 * 16 & 0xffff);
+  }
+}
+
+// What the first warpgroup does: P of each step, for both; dV = P^T * dO. A step's exponentials run beside the product of
+// the one before.
+__device__ __forceinline__ void differentiate_values(const Work& work, unsigned shared, const Barriers& barriers,
+                                                     const BackwardKeysArguments& arguments) {
+  const int lane = threadIdx.x % 32, warp_row = threadIdx.x / 32 % 4 * 16;
+  Position position = {work.batch, 0, lane % 4 * 2, work.first_key + warp_row + lane / 4};
+  float d_values[kValueDimPadded / 2] = {};
+  float scores[kRowTiles][kTileQ / 2];
+  unsigned fragments[kTileQ / 16][4];
+  const auto start_scores = [&](int use) {
+    mbarrier_wait(barriers.queries_full(use), barriers.parity(use));
+    start_product<kHeadDimPadded, kHeadPanel, kTileK, kTileQ>(scores[0], shared, queries_at(shared, use));
+  };
+  Walk walk(work, arguments);
+  const auto find_probabilities = [&](int use) {
+    const int first_query = walk.first_query();
+    const unsigned char* statistics = shared_memory + kStatisticsOffset + use % kStages * kStatisticsBytes;
+    position.head = walk.head(work, arguments);
+    if (!walk.tiles.full(walk.step) || work.first_key + kTileK > arguments.len_k || has_large_lse(statistics)) {
+      exponentiate<false>(scores, statistics, position, first_query, arguments);
+    } else {
+      exponentiate<true>(scores, statistics, position, first_query, arguments);
+    }
+    __syncwarp();   // the whole warp has read the statistics
+    release(barriers.queries_empty(use));
+  };
+  const auto pass_on = [&](int use) {
+    pack_scores(fragments, scores[0]);
+    mbarrier_wait(barriers.scores_empty(use), barriers.score_parity(use) ^ 1);
+    hand_over(fragments, use);
+    __syncwarp();
+    release(barriers.scores_full(use));
+  };
+
+  int use = 0;
+  if (!walk.ended(arguments)) {
+    start_scores(0);
+    await_product<0>(scores[0]);
+    find_probabilities(0);
+    pass_on(0);
+    for (walk.advance(work, arguments); !walk.ended(arguments); walk.advance(work, arguments), ++use) {
+      start_scores(use + 1);
+      mbarrier_wait(barriers.outputs_full(use), barriers.parity(use));
+      start_sum<kValueDimPadded, kValuePanel, kTileQ>(d_values, fragments, outputs_at(shared, use));
+      await_product<1>(scores[0]);
+      find_probabilities(use + 1);
+      await_product<0>(d_values);
+      release(barriers.outputs_empty(use));
+      pass_on(use + 1);
+    }
+    mbarrier_wait(barriers.outputs_full(use), barriers.parity(use));
+    start_sum<kValueDimPadded, kValuePanel, kTileQ>(d_values, fragments, outputs_at(shared, use));
+    await_product<0>(d_values);
+  }
+  // dV takes the place of V, as soon as the other warpgroup is done with that; this one is with K.
+  named_barrier_arrive(1, kConsumers * 128);
+  named_barrier_sync(2, kConsumers * 128);
+  store_rows<kValueDimPadded, kValuePanel>(d_values, 1.0f, shared + kValueOffset, arguments.dv_map,
+                                           work.first_key + warp_row, work.head_kv, work.batch);
+  if (lane == 0) bulk_wait_read<0>();   // shared memory goes with the block
+}
+
+// What the second warpgroup does: dP = V * dO^T of each step, dS of it and P; dK = dS^T * Q.
+__device__ __forceinline__ void differentiate_keys(const Work& work, unsigned shared, const Barriers& barriers,
+                                                   const BackwardKeysArguments& arguments) {
+  const int lane = threadIdx.x % 32, warp_row = threadIdx.x / 32 % 4 * 16;
+  float d_keys[kHeadDimPadded / 2] = {};
+  float d_scores[kRowTiles][kTileQ / 2];
+  unsigned fragments[kTileQ / 16][4];
+  const auto start_probability_gradients = [&](int use) {
+    mbarrier_wait(barriers.outputs_full(use), barriers.parity(use));
+    start_product<kValueDimPadded, kValuePanel, kTileK, kTileQ>(d_scores[0], shared + kValueOffset,
+                                                                outputs_at(shared, use));
+  };
+  const auto find_score_gradients = [&](int use) {
+    float probabilities[kRowTiles][kTileQ / 2];
+    release(barriers.outputs_empty(use));
+    mbarrier_wait(barriers.scores_full(use), barriers.score_parity(use));
+    take_over(probabilities[0], use);
+    __syncwarp();
+    release(barriers.scores_empty(use));
+    mbarrier_wait(barriers.queries_full(use), barriers.parity(use));   // and the statistics
+    multiply_by_probabilities(d_scores, probabilities, shared_memory + kStatisticsOffset + use % kStages * kStatisticsBytes);
+  };
+
+  int use = 0;
+  Walk walk(work, arguments);
+  if (!walk.ended(arguments)) {
+    start_probability_gradients(0);
+    await_product<0>(d_scores[0]);
+    find_score_gradients(0);
+    pack_scores(fragments, d_scores[0]);
+    for (walk.advance(work, arguments); !walk.ended(arguments); walk.advance(work, arguments), ++use) {
+      start_probability_gradients(use + 1);
+      start_sum<kHeadDimPadded, kHeadPanel, kTileQ>(d_keys, fragments, queries_at(shared, use));
+      await_product<1>(d_scores[0]);
+      find_score_gradients(use + 1);
+      await_product<0>(d_keys);
+      release(barriers.queries_empty(use));
+      pack_scores(fragments, d_scores[0]);
+    }
+    start_sum<kHeadDimPadded, kHeadPanel, kTileQ>(d_keys, fragments, queries_at(shared, use));
+    await_product<0>(d_keys);
+  }
+  // dK takes the place of K, as soon as the other warpgroup is done with that; this one is with V.
+  named_barrier_arrive(2, kConsumers * 128);
+  named_barrier_sync(1, kConsumers * 128);
+  store_rows<kHeadDimPadded, kHeadPanel>(d_keys, kScale, shared, arguments.dk_map, work.first_key + warp_row, work.head_kv,
+                                         work.batch);
+  if (lane == 0) bulk_wait_read<0>();   // shared memory goes with the block
+}
+
+// ---- The kernel -----------------------------------------------------------------------------------------------------
+
+extern "C" __global__ void __launch_bounds__(kThreads, 1)
+attention_backward_keys_bf16_d256_causal_85c4309b(const __grid_constant__ BackwardKeysArguments arguments) {
+  const Work work = {static_cast<int>(blockIdx.x) * kTileK, static_cast<int>(blockIdx.y), static_cast<int>(blockIdx.z)};
+  const unsigned shared = shared_address(shared_memory);
+  const Barriers barriers = {shared + kBarrierOffset};
+  if (threadIdx.x == 0) barriers.init();
+  __syncthreads();
+
+  const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);   // the same in a warp, as the compiler can see
+  if (warpgroup == 2) {
+    registers_decrease<24>();
+    if (threadIdx.x / 32 % 4 == 0 && elect_one()) load_tiles(work, shared, barriers, arguments);
+  } else {
+    registers_increase<240>();
+    if (warpgroup == 0) differentiate_values(work, shared, barriers, arguments);
+    else differentiate_keys(work, shared, barriers, arguments);
+  }
+}

@@ -1,0 +1,114 @@
+// flashgen: attention backward, prepare, bf16-d128-causal-56b1805a
+// of each row, its LSE to the base 2 and D = rowsum(dO * O) - dLSE
+//
+// mask     causal()
+// score    none; scale 0.0883883476
+// dropout  0
+// dims     head 128, value 128; bfloat16, accumulated in float32
+// target   sm_90a, family hopper
+// FLOPs    256 * batch * heads_q * len_q
+// HBM      1036 * batch * heads_q * len_q bytes, at least
+//
+// Grid: one block per (rows, head, batch). Made by
+//   flashgen show --pass backward --kernel prepare --target sm_90a '{"dropout":0.0,"dtype":"bfloat16","head_dim":128,"layout":"bhsd","mask":{"expression":["LessEqual","k",["Add","q",["Sub","len_k","len_q"]]],"name":"causal()"},"scale":0.08838834764831843,"score":null,"value_dim":128,"version":1}'
+
+using Element = unsigned short;   // the bits of a bfloat16
+
+struct Strides {   // in elements
+  long long batch, head, row;
+};
+
+struct BackwardPrepareArguments {
+  const Element* o;
+  const Element* d_o;
+  const float* lse;
+  const float* d_lse;   // or null
+  float* statistics;
+  float* dq_sums;   // (batch, heads_q, rows, padded head_dim), in an order of its own
+  Strides o_strides;
+  Strides d_o_strides;
+  int heads_q;
+  int len_q;
+  int rows;   // len_q, rounded up
+};
+
+// ---- The plan -------------------------------------------------------------------------------------------------------
+
+constexpr int kValueDim = 128;
+constexpr int kHeadDimPadded = 128;
+constexpr int kThreads = 256;
+constexpr int kRows = 64;            // of a block
+constexpr int kLanes = 16;           // of a row, 8 elements each
+constexpr int kRowsAtOnce = kThreads / kLanes;
+constexpr float kLog2E = 1.44269504f;
+constexpr float kNoLse = 3.40282347e+38f;   // of a row without probabilities: of any score they are 0
+static_assert(kLanes * 8 >= kValueDim && kRows % kRowsAtOnce == 0, "every element of every row");
+
+// ---- Primitives -----------------------------------------------------------------------------------------------------
+
+#ifndef FLASHGEN_EMULATOR   // the emulator brings its own
+
+extern __shared__ __align__(1024) unsigned char shared_memory[];
+
+// The float that 16 bits stand for.
+__device__ __forceinline__ float unpack_bf16(unsigned short bits) {
+  return __uint_as_float(static_cast<unsigned>(bits) << 16);
+}
+
+#endif
+
+__device__ __forceinline__ float minus_infinity() { return __int_as_float(0xff800000); }
+
+// ---- The kernel -----------------------------------------------------------------------------------------------------
+
+// The dot product of 8 elements each.
+__device__ __forceinline__ float dot(const uint4& x, const uint4& y) {
+  const unsigned pairs_x[4] = {x.x, x.y, x.z, x.w}, pairs_y[4] = {y.x, y.y, y.z, y.w};
+  float sum = 0.0f;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    sum += unpack_bf16(pairs_x[i] & 0xffff) * unpack_bf16(pairs_y[i] & 0xffff);
+    sum += unpack_bf16(pairs_x[i] >> 16) * unpack_bf16(pairs_y[i] >> 16);
+  }
+  return sum;
+}
+
+// Writes, of each row, its log-sum-exp to the base 2 and D = sum of dO * O: what a probability and its derivative need.
+// Rows beyond the last, and those with nothing to attend to, have no probabilities.
+// Zeroes the sums of dQ.
+extern "C" __global__ void __launch_bounds__(kThreads)
+attention_backward_prepare_bf16_d128_causal_56b1805a(const __grid_constant__ BackwardPrepareArguments arguments) {
+  const int head = blockIdx.y, batch = blockIdx.z;
+  const long long first_row = (static_cast<long long>(batch) * arguments.heads_q + head) * arguments.len_q;
+  const long long first_statistic = (static_cast<long long>(batch) * arguments.heads_q + head) * arguments.rows;
+  const Element* o = arguments.o + batch * arguments.o_strides.batch + head * arguments.o_strides.head;
+  const Element* d_o = arguments.d_o + batch * arguments.d_o_strides.batch + head * arguments.d_o_strides.head;
+  const int first = blockIdx.x * kRows;
+  uint4* sums = reinterpret_cast<uint4*>(arguments.dq_sums + (first_statistic + first) * kHeadDimPadded);
+#pragma unroll
+  for (int i = threadIdx.x; i < kRows * kHeadDimPadded / 4; i += kThreads) sums[i] = make_uint4(0, 0, 0, 0);
+
+  const int lane = threadIdx.x % kLanes;
+#pragma unroll
+  for (int i = 0; i < kRows / kRowsAtOnce; ++i) {
+    const int row = first + i * kRowsAtOnce + threadIdx.x / kLanes;
+    float d = 0.0f;
+    if (row < arguments.len_q && lane * 8 < kValueDim) {
+      d = dot(*reinterpret_cast<const uint4*>(o + row * arguments.o_strides.row + lane * 8),
+              *reinterpret_cast<const uint4*>(d_o + row * arguments.d_o_strides.row + lane * 8));
+    }
+#pragma unroll
+    for (int distance = kLanes / 2; distance > 0; distance /= 2) d += __shfl_xor_sync(0xffffffffu, d, distance);
+    if (lane != 0) continue;
+    float lse = minus_infinity();
+    if (row < arguments.len_q) {
+      if (arguments.d_lse) d -= arguments.d_lse[first_row + row];
+      lse = arguments.lse[first_row + row] * kLog2E;
+    }
+    if (lse == minus_infinity()) {
+      lse = kNoLse;
+      d = 0.0f;
+    }
+    *reinterpret_cast<float2*>(arguments.statistics + (first_statistic + row) * 2) = make_float2(lse, d);
+  }
+}

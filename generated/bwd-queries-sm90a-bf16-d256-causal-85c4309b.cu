@@ -1,0 +1,640 @@
+// flashgen: attention backward, queries, bf16-d256-causal-85c4309b
+// dQ; a block walks the keys of a tile of queries
+//
+// mask     causal()
+// score    none; scale 0.0625
+// dropout  0
+// dims     head 256, value 256; bfloat16, accumulated in float32
+// target   sm_90a, family hopper
+// plan     128 queries x 64 keys, 2 warpgroups of 240 registers, 2 stages of K, 1 of V, 229432 bytes of shared memory
+// FLOPs    1536 * batch * heads_q * len_q * len_k * (share of tiles visited)
+// HBM      1544 * batch * heads_q * len_q + 1024 * batch * heads_kv * len_k bytes, at least
+//
+// Grid: one block per (tile of queries, head, batch). Made by
+//   flashgen show --pass backward --kernel queries --deterministic --target sm_90a '{"dropout":0.0,"dtype":"bfloat16","head_dim":256,"layout":"bhsd","mask":{"expression":["LessEqual","k",["Add","q",["Sub","len_k","len_q"]]],"name":"causal()"},"scale":0.0625,"score":null,"value_dim":256,"version":1}'
+
+using Element = unsigned short;   // the bits of a bfloat16
+
+struct alignas(64) TensorMap {   // a CUtensorMap: what the copy engine knows of an array
+  unsigned long long words[16];
+};
+
+struct BackwardQueriesArguments {
+  TensorMap q_map;
+  TensorMap k_map;
+  TensorMap v_map;
+  TensorMap d_o_map;
+  TensorMap dq_map;
+  const float* statistics;   // (batch, heads_q, rows, 2): LSE to the base 2, and D
+  int heads_q;
+  int len_q;
+  int len_k;
+  int rows;   // len_q, rounded up
+  unsigned kv_reciprocal;   // 2^31 / heads per head of K and V, rounded up
+};
+
+// ---- The plan -------------------------------------------------------------------------------------------------------
+
+constexpr int kHeadDimPadded = 256;   // a multiple of the depth of a wgmma; zeros beyond head_dim
+constexpr int kValueDimPadded = 256;
+constexpr int kConsumers = 2;   // warpgroups that compute; one more loads
+constexpr int kThreads = (kConsumers + 1) * 128;
+constexpr int kPartQ = 64;   // queries of a warpgroup, each a row
+constexpr int kRowTiles = kPartQ / 64;
+constexpr int kTileQ = kConsumers * kPartQ;   // queries of a block
+constexpr int kTileK = 64;   // keys of a step
+constexpr int kKeyTiles = kTileK / 8;   // groups of a lane's columns
+constexpr int kKeyStages = 2;     // tiles of K that shared memory holds at once,
+constexpr int kValueStages = 1;   // of V
+constexpr float kScale = 0.0625f;
+constexpr float kScoreToLog2 = 0.0901684389f;   // scale * log2(e): probabilities are powers of 2
+constexpr float kNoLse = 3.40282347e+38f;     // of a row without probabilities
+constexpr float kMostLse = 4096.0f;     // to the base 2: beyond, its rounding shows in probabilities
+constexpr float kLseRounding = 2.38418579e-07f;   // 2^-22: of an LSE's magnitude, with that of the products it is of
+
+// Shared memory, in bytes: by warpgroup Q, which dQ takes over, and dO; the stages of K, of V; the barriers. A tile is
+// panels of columns side by side, as wide as TMA swizzles them: 16-byte chunks of a row exchanged within a panel.
+constexpr int kHeadPanel = 64;    // columns of Q, K and dQ
+constexpr int kValuePanel = 64;   // columns of dO and V
+constexpr int kElementBytes = sizeof(Element);
+constexpr int kQueryBytes = kPartQ * kHeadDimPadded * kElementBytes;   // of a warpgroup
+constexpr int kOutputBytes = kPartQ * kValueDimPadded * kElementBytes;   // of dO, of a warpgroup
+constexpr int kKeyBytes = kTileK * kHeadDimPadded * kElementBytes;
+constexpr int kValueBytes = kTileK * kValueDimPadded * kElementBytes;
+constexpr int kOutputOffset = kConsumers * kQueryBytes;
+constexpr int kKeyOffset = kOutputOffset + kConsumers * kOutputBytes;
+constexpr int kValueOffset = kKeyOffset + kKeyStages * kKeyBytes;
+constexpr int kBarrierOffset = kValueOffset + kValueStages * kValueBytes;
+static_assert(kBarrierOffset + 8 + (kKeyStages + kValueStages) * 16 <= 229432, "the plan's shared memory");
+
+// ---- Primitives -----------------------------------------------------------------------------------------------------
+
+#ifndef FLASHGEN_EMULATOR   // the emulator brings its own
+
+extern __shared__ __align__(1024) unsigned char shared_memory[];
+
+// Closes the group of stores from shared memory that this thread has started since the last commit.
+__device__ __forceinline__ void bulk_commit() {
+  asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+}
+
+// Waits until at most kPending of this thread's groups of stores have still to read shared memory.
+template <int kPending>
+__device__ __forceinline__ void bulk_wait_read() {
+  asm volatile("cp.async.bulk.wait_group.read %0;" :: "n"(kPending) : "memory");
+}
+
+// True in one lane of the warp.
+__device__ __forceinline__ bool elect_one() {
+  unsigned elected;
+  asm volatile("{\n\t.reg .pred p;\n\telect.sync _|p, 0xffffffff;\n\tselp.u32 %0, 1, 0, p;\n\t}" : "=r"(elected));
+  return elected;
+}
+
+// 2 to the power of x, by the special-function unit.
+__device__ __forceinline__ float exp2_approx(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// Shows what this thread has written to shared memory to the copy engine and the tensor cores.
+__device__ __forceinline__ void fence_async_shared() {
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+__device__ __forceinline__ void mbarrier_arrive(unsigned barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" :: "r"(barrier) : "memory");
+}
+
+// Announces bytes that copies will bring to the barrier's current phase, and arrives.
+__device__ __forceinline__ void mbarrier_expect_bytes(unsigned barrier, unsigned bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" :: "r"(barrier), "r"(bytes) : "memory");
+}
+
+// Makes the 8 bytes at `barrier` a barrier whose phases end after this many arrivals, and the bytes announced to it.
+__device__ __forceinline__ void mbarrier_init(unsigned barrier, unsigned arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" :: "r"(barrier), "r"(arrivals) : "memory");
+}
+
+// Shows initialised barriers to the copy engine; other threads see them after a __syncthreads.
+__device__ __forceinline__ void mbarrier_fence_init() {
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+
+// Waits until the barrier's phase of this parity has ended: 0 for its first, third, ...; a new barrier counts as past
+// a phase of parity 1.
+__device__ __forceinline__ void mbarrier_wait(unsigned barrier, unsigned parity) {
+  asm volatile("{\n\t.reg .pred done;\n"
+               "again:\n\tmbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n\t"
+               "@!done bra again;\n\t}" :: "r"(barrier), "r"(parity) : "memory");
+}
+
+// Waits until this many threads, the caller's among them, have come to barrier `id`; 0 is that of __syncthreads.
+__device__ __forceinline__ void named_barrier_sync(unsigned id, unsigned threads) {
+  asm volatile("barrier.sync.aligned %0, %1;" :: "r"(id), "r"(threads) : "memory");
+}
+
+// Keeps the compiler from moving uses of these registers, which wgmmas work on unseen, across this point.
+template <int kCount>
+__device__ __forceinline__ void order_registers(float (&registers)[kCount]) {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(registers[i]) :: "memory");
+}
+
+// Two floats, rounded to nearest even, as one register: `low` in the lower half.
+__device__ __forceinline__ unsigned pack_bf16(float low, float high) {
+  unsigned packed;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+  return packed;
+}
+
+// Gives up this warpgroup's registers beyond kRegisters a thread.
+template <int kRegisters>
+__device__ __forceinline__ void registers_decrease() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" :: "n"(kRegisters));
+}
+
+// Takes registers for each thread of this warpgroup, up to kRegisters, as soon as others have given them up.
+template <int kRegisters>
+__device__ __forceinline__ void registers_increase() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" :: "n"(kRegisters));
+}
+
+// The 32-bit address of `pointer` in the shared-memory window.
+__device__ __forceinline__ unsigned shared_address(const void* pointer) {
+  return static_cast<unsigned>(__cvta_generic_to_shared(pointer));
+}
+
+// stmatrix: four 8x8 matrices of 16-bit elements to shared memory; lane l gives the address of row l % 8 of matrix l / 8.
+__device__ __forceinline__ void store_matrix_x4(unsigned destination, unsigned r0, unsigned r1, unsigned r2, unsigned r3) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], { %1, %2, %3, %4};"
+               :: "r"(destination), "r"(r0), "r"(r1), "r"(r2), "r"(r3) : "memory");
+}
+
+// Starts copying the box of the map at coordinates (c0, ...) to shared memory, zeros where it leaves the tensor; its
+// bytes arrive at the barrier.
+__device__ __forceinline__ void tma_load_4d(unsigned destination, const TensorMap& map, unsigned barrier, int c0, int c1,
+                                            int c2, int c3) {
+  asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
+               "[%0], [%1, { %3, %4, %5, %6}], [%2];"
+               :: "r"(destination), "l"(&map), "r"(barrier), "r"(c0), "r"(c1), "r"(c2), "r"(c3) : "memory");
+}
+
+// Starts copying a box from shared memory to coordinates (c0, ...) of the map's tensor, clipped at its ends.
+__device__ __forceinline__ void tma_store_4d(const TensorMap& map, unsigned source, int c0, int c1, int c2, int c3) {
+  asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.tile.bulk_group [%0, { %2, %3, %4, %5}], [%1];"
+               :: "l"(&map), "r"(source), "r"(c0), "r"(c1), "r"(c2), "r"(c3) : "memory");
+}
+
+// Closes the group of wgmmas started since the last commit.
+__device__ __forceinline__ void wgmma_commit() {
+  asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+}
+
+// Orders this warpgroup's uses of registers before the wgmmas that follow, which read or accumulate in them.
+__device__ __forceinline__ void wgmma_fence() {
+  asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+}
+
+// d (64 x kN, fp32) = a (64 x 16) * b (16 x kN), plus d where `accumulate`; a in registers, as of mma.m16n8k16, b a
+// described tile of shared memory, its rows along the depth where kTransposedB. Asynchronous.
+template <int kN, bool kTransposedB>
+__device__ __forceinline__ void wgmma_registers_bf16(float (&d)[kN / 2], const unsigned (&a)[4], unsigned long long b,
+                                                     bool accumulate);
+template <>
+__device__ __forceinline__ void wgmma_registers_bf16<256, true>(
+    float (&d)[128], const unsigned (&a)[4], unsigned long long b, bool accumulate) {
+  asm volatile("{\n\t.reg .pred p;\n\tsetp.ne.b32 p, %133, 0;\n\t"
+               "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 {"
+               " %0, %1, %2, %3, %4, %5, %6, %7, "
+               " %8, %9, %10, %11, %12, %13, %14, %15, "
+               " %16, %17, %18, %19, %20, %21, %22, %23, "
+               " %24, %25, %26, %27, %28, %29, %30, %31, "
+               " %32, %33, %34, %35, %36, %37, %38, %39, "
+               " %40, %41, %42, %43, %44, %45, %46, %47, "
+               " %48, %49, %50, %51, %52, %53, %54, %55, "
+               " %56, %57, %58, %59, %60, %61, %62, %63, "
+               " %64, %65, %66, %67, %68, %69, %70, %71, "
+               " %72, %73, %74, %75, %76, %77, %78, %79, "
+               " %80, %81, %82, %83, %84, %85, %86, %87, "
+               " %88, %89, %90, %91, %92, %93, %94, %95, "
+               " %96, %97, %98, %99, %100, %101, %102, %103, "
+               " %104, %105, %106, %107, %108, %109, %110, %111, "
+               " %112, %113, %114, %115, %116, %117, %118, %119, "
+               " %120, %121, %122, %123, %124, %125, %126, %127"
+               "}, { %128, %129, %130, %131}, %132, p, 1, 1, 1;\n\t}"
+               : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
+                 "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
+                 "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]),
+                 "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]),
+                 "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]),
+                 "+f"(d[40]), "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]),
+                 "+f"(d[48]), "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]),
+                 "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63]),
+                 "+f"(d[64]), "+f"(d[65]), "+f"(d[66]), "+f"(d[67]), "+f"(d[68]), "+f"(d[69]), "+f"(d[70]), "+f"(d[71]),
+                 "+f"(d[72]), "+f"(d[73]), "+f"(d[74]), "+f"(d[75]), "+f"(d[76]), "+f"(d[77]), "+f"(d[78]), "+f"(d[79]),
+                 "+f"(d[80]), "+f"(d[81]), "+f"(d[82]), "+f"(d[83]), "+f"(d[84]), "+f"(d[85]), "+f"(d[86]), "+f"(d[87]),
+                 "+f"(d[88]), "+f"(d[89]), "+f"(d[90]), "+f"(d[91]), "+f"(d[92]), "+f"(d[93]), "+f"(d[94]), "+f"(d[95]),
+                 "+f"(d[96]), "+f"(d[97]), "+f"(d[98]), "+f"(d[99]), "+f"(d[100]), "+f"(d[101]), "+f"(d[102]), "+f"(d[103]),
+                 "+f"(d[104]), "+f"(d[105]), "+f"(d[106]), "+f"(d[107]), "+f"(d[108]), "+f"(d[109]), "+f"(d[110]), "+f"(d[111]),
+                 "+f"(d[112]), "+f"(d[113]), "+f"(d[114]), "+f"(d[115]), "+f"(d[116]), "+f"(d[117]), "+f"(d[118]), "+f"(d[119]),
+                 "+f"(d[120]), "+f"(d[121]), "+f"(d[122]), "+f"(d[123]), "+f"(d[124]), "+f"(d[125]), "+f"(d[126]), "+f"(d[127])
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(accumulate)));
+}
+
+// Waits until at most kPending of this warpgroup's groups of wgmmas are still in flight.
+template <int kPending>
+__device__ __forceinline__ void wgmma_wait() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" :: "n"(kPending) : "memory");
+}
+
+// d (64 x kN, fp32) = a (64 x 16) * b (16 x kN), plus d where `accumulate`; a and b are described tiles of shared memory,
+// b's rows along the depth where kTransposedB. Asynchronous: d is whole after wgmma_wait.
+template <int kN, bool kTransposedB>
+__device__ __forceinline__ void wgmma_shared_bf16(float (&d)[kN / 2], unsigned long long a, unsigned long long b,
+                                                  bool accumulate);
+template <>
+__device__ __forceinline__ void wgmma_shared_bf16<64, false>(
+    float (&d)[32], unsigned long long a, unsigned long long b, bool accumulate) {
+  asm volatile("{\n\t.reg .pred p;\n\tsetp.ne.b32 p, %34, 0;\n\t"
+               "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {"
+               " %0, %1, %2, %3, %4, %5, %6, %7, "
+               " %8, %9, %10, %11, %12, %13, %14, %15, "
+               " %16, %17, %18, %19, %20, %21, %22, %23, "
+               " %24, %25, %26, %27, %28, %29, %30, %31"
+               "}, %32, %33, p, 1, 1, 0, 0;\n\t}"
+               : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
+                 "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
+                 "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]),
+                 "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
+               : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)));
+}
+
+#endif
+
+// What wgmma is told of a tile in shared memory (PTX ISA, "matrix descriptor"): where it begins, how far apart are its
+// panels (leading; unused where rows run along the depth) and its groups of 8 rows (stride), and how its 16-byte chunks are swizzled.
+template <int kSwizzleBytes>
+__device__ __forceinline__ unsigned long long matrix_descriptor(unsigned address, unsigned leading_bytes,
+                                                                unsigned stride_bytes) {
+  constexpr unsigned long long kMode = kSwizzleBytes == 128 ? 1 : kSwizzleBytes == 64 ? 2 : kSwizzleBytes == 32 ? 3 : 0;
+  return (address & 0x3ffff) >> 4 | static_cast<unsigned long long>(leading_bytes >> 4) << 16 |
+         static_cast<unsigned long long>(stride_bytes >> 4) << 32 | kMode << 62;
+}
+
+// Barriers in shared memory: Q and dO have landed; K has landed in a stage, every warp is done with it; the same for V.
+// The uses of the stages are numbered, a step each.
+struct Barriers {
+  unsigned first;
+
+  __device__ __forceinline__ unsigned queries_full() const { return first; }
+  __device__ __forceinline__ unsigned keys_full(int use) const { return first + 8 + use % kKeyStages * 16; }
+  __device__ __forceinline__ unsigned keys_empty(int use) const { return keys_full(use) + 8; }
+  __device__ __forceinline__ unsigned values_full(int use) const {
+    return first + 8 + kKeyStages * 16 + use % kValueStages * 16;
+  }
+  __device__ __forceinline__ unsigned values_empty(int use) const { return values_full(use) + 8; }
+  static __device__ __forceinline__ unsigned key_parity(int use) { return use / kKeyStages & 1; }
+  static __device__ __forceinline__ unsigned value_parity(int use) { return use / kValueStages & 1; }
+
+  __device__ __forceinline__ void init() const {
+    mbarrier_init(queries_full(), 1);
+    for (int stage = 0; stage < kKeyStages; ++stage) {
+      mbarrier_init(keys_full(stage), 1);
+      mbarrier_init(keys_empty(stage), kConsumers * 4);
+    }
+    for (int stage = 0; stage < kValueStages; ++stage) {
+      mbarrier_init(values_full(stage), 1);
+      mbarrier_init(values_empty(stage), kConsumers * 4);
+    }
+    mbarrier_fence_init();
+  }
+};
+
+// One lane of each warp says that the warp is done with something.
+__device__ __forceinline__ void release(unsigned barrier) {
+  if (threadIdx.x % 32 == 0) mbarrier_arrive(barrier);
+}
+
+// Starts copying kRows rows, from first_row on, panel by panel; they arrive at the barrier.
+template <int kRows, int kColumns, int kPanel>
+__device__ __forceinline__ void load_rows(unsigned tile, const TensorMap& map, unsigned barrier, int first_row, int head,
+                                          int batch) {
+#pragma unroll 1   // this thread has few registers
+  for (int column = 0; column < kColumns; column += kPanel) {
+    tma_load_4d(tile + column * kRows * kElementBytes, map, barrier, column, first_row, head, batch);
+  }
+}
+
+// Rounds a warp's 16 rows of a warpgroup's 64 and stores them, by way of shared memory, where a panel of columns holds
+// the 64 rows, swizzled as TMA does it. Rows beyond the last are clipped.
+template <int kColumns, int kPanel>
+__device__ __forceinline__ void store_rows(const float (&values)[kColumns / 2], float factor, unsigned tile,
+                                           const TensorMap& map, int first_row, int head, int batch) {
+  constexpr int kChunks = kPanel / 8;   // 16-byte chunks of a panel's row
+  const int lane = threadIdx.x % 32, warp_row = threadIdx.x / 32 % 4 * 16;   // of the warpgroup's
+  const int row = warp_row + lane % 16, swizzle = row / (8 / kChunks) % kChunks;
+#pragma unroll
+  for (int n = 0; n < kColumns / 2; n += 8) {
+    const int panel = n / 4 / kChunks, chunk = (n / 4 % kChunks + lane / 16) ^ swizzle;
+    unsigned pairs[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) pairs[i] = pack_bf16(values[n + 2 * i] * factor, values[n + 2 * i + 1] * factor);
+    store_matrix_x4(tile + ((panel * 64 + row) * kChunks + chunk) * 16, pairs[0], pairs[1], pairs[2], pairs[3]);
+  }
+  fence_async_shared();
+  __syncwarp();
+  if (lane == 0) {
+#pragma unroll
+    for (int column = 0; column < kColumns; column += kPanel) {
+      tma_store_4d(map, tile + (column * 64 + warp_row * kPanel) * kElementBytes, column, first_row, head, batch);
+    }
+    bulk_commit();
+  }
+}
+
+// Starts product = A * B^T, the rows of both along the depth: 64 rows of a panel of kRowsA, kRowsB rows.
+template <int kDepth, int kPanel, int kRowsA, int kRowsB>
+__device__ __forceinline__ void start_product(float (&product)[kRowsB / 2], unsigned a_tile, unsigned b_tile) {
+  constexpr int kSwizzle = kPanel * kElementBytes;
+  order_registers(product);
+  wgmma_fence();
+  const unsigned long long a = matrix_descriptor<kSwizzle>(a_tile, 16, 8 * kSwizzle);
+  const unsigned long long b = matrix_descriptor<kSwizzle>(b_tile, 16, 8 * kSwizzle);
+#pragma unroll
+  for (int depth = 0; depth < kDepth; depth += 16) {
+    const int panel = depth / kPanel, column = depth % kPanel;   // descriptors count in 16 bytes
+    wgmma_shared_bf16<kRowsB, false>(product, a + (panel * kRowsA * kSwizzle + column * kElementBytes) / 16,
+                                    b + (panel * kRowsB * kSwizzle + column * kElementBytes) / 16, depth > 0);
+  }
+  wgmma_commit();
+}
+
+// Starts product += A * B, A in registers; the rows of B, kDepth in all, run along the depth.
+template <int kColumns, int kPanel, int kDepth>
+__device__ __forceinline__ void start_sum(float (&product)[kColumns / 2], const unsigned (&a)[kDepth / 16][4],
+                                          unsigned b_tile) {
+  constexpr int kSwizzle = kPanel * kElementBytes;
+  order_registers(product);
+  wgmma_fence();
+  const unsigned long long b = matrix_descriptor<kSwizzle>(b_tile, kDepth * kSwizzle, 8 * kSwizzle);
+#pragma unroll
+  for (int depth = 0; depth < kDepth; depth += 16) {
+    wgmma_registers_bf16<kColumns, true>(product, a[depth / 16], b + depth * kSwizzle / 16, true);
+  }
+  wgmma_commit();
+}
+
+// Waits until the product has been computed, with at most kPending younger groups of wgmmas still running.
+template <int kPending, int kCount>
+__device__ __forceinline__ void await_product(float (&product)[kCount]) {
+  wgmma_wait<kPending>();
+  order_registers(product);
+}
+
+// ---- The variant ----------------------------------------------------------------------------------------------------
+
+// Where a score stands: batch, query head, this lane's first query and its first key within a tile.
+struct Position {
+  int batch, head, query, key;
+};
+
+// Mask: causal()
+__device__ __forceinline__ bool may_attend(int q, int k, const BackwardQueriesArguments& arguments) {
+  return k <= q + (arguments.len_k - arguments.len_q);
+}
+
+// What a block works on: a tile of queries of one head of one batch.
+struct Work {
+  int first_query, head, batch;
+};
+
+__device__ __forceinline__ Work work_of_block() {
+  const int tile = gridDim.x - 1 - blockIdx.x;   // later queries see more keys: their tiles go first
+  return {tile * kTileQ, static_cast<int>(blockIdx.y), static_cast<int>(blockIdx.z)};
+}
+
+// Where the tiles of a step begin in shared memory.
+__device__ __forceinline__ unsigned keys_at(unsigned shared, int use) {
+  return shared + kKeyOffset + use % kKeyStages * kKeyBytes;
+}
+
+__device__ __forceinline__ unsigned values_at(unsigned shared, int use) {
+  return shared + kValueOffset + use % kValueStages * kValueBytes;
+}
+
+// The tiles of keys that a tile of queries attends to: one run, and a stretch of it in which every score counts.
+struct KeyTiles {
+  int begin, count, full_begin, full_end;
+
+  __device__ __forceinline__ int first_key(int step) const { return (begin + step) * kTileK; }
+  __device__ __forceinline__ bool full(int step) const { return begin + step >= full_begin && begin + step < full_end; }
+};
+
+__device__ __forceinline__ KeyTiles key_tiles_of(const Work& work, const BackwardQueriesArguments& arguments) {
+  const int q_first = work.first_query;
+  const int q_last = min(work.first_query + kTileQ, arguments.len_q) - 1;
+  // In keys, the ends not included.
+  const int begin = 0;
+  const int end = min(arguments.len_k, q_last + arguments.len_k - arguments.len_q + 1);
+  const int full_begin = 0;
+  const int full_end = min(arguments.len_k, q_first + arguments.len_k - arguments.len_q + 1);
+  const int first_tile = begin / kTileK;
+  const int count = end > begin ? (end + kTileK - 1) / kTileK - first_tile : 0;
+  return {first_tile, count, (full_begin + kTileK - 1) / kTileK, full_end / kTileK};
+}
+
+// ---- The warpgroup that loads ---------------------------------------------------------------------------------------
+
+// What the loading thread does: Q and dO; K and V of each step, as soon as there is room.
+__device__ __forceinline__ void load_tiles(const Work& work, unsigned shared, const Barriers& barriers,
+                                           const BackwardQueriesArguments& arguments) {
+  const KeyTiles tiles = key_tiles_of(work, arguments);
+  if (tiles.count == 0) return;
+  // The head of K and V, work.head / heads_per_kv, by a product with 2^31 / heads_per_kv, rounded up.
+  const int head_kv = __umulhi(2 * work.head + 1, arguments.kv_reciprocal);
+  mbarrier_expect_bytes(barriers.queries_full(), kConsumers * (kQueryBytes + kOutputBytes));
+  for (int group = 0; group < kConsumers; ++group) {
+    const int first_query = work.first_query + group * kPartQ;
+    load_rows<kPartQ, kHeadDimPadded, kHeadPanel>(shared + group * kQueryBytes, arguments.q_map, barriers.queries_full(),
+                                                  first_query, work.head, work.batch);
+    load_rows<kPartQ, kValueDimPadded, kValuePanel>(shared + kOutputOffset + group * kOutputBytes, arguments.d_o_map,
+                                                    barriers.queries_full(), first_query, work.head, work.batch);
+  }
+  for (int step = 0; step < tiles.count; ++step) {
+    const int first_key = tiles.first_key(step);
+    mbarrier_wait(barriers.keys_empty(step), barriers.key_parity(step) ^ 1);
+    mbarrier_expect_bytes(barriers.keys_full(step), kKeyBytes);
+    load_rows<kTileK, kHeadDimPadded, kHeadPanel>(keys_at(shared, step), arguments.k_map, barriers.keys_full(step),
+                                                  first_key, head_kv, work.batch);
+    mbarrier_wait(barriers.values_empty(step), barriers.value_parity(step) ^ 1);
+    mbarrier_expect_bytes(barriers.values_full(step), kValueBytes);
+    load_rows<kTileK, kValueDimPadded, kValuePanel>(values_at(shared, step), arguments.v_map, barriers.values_full(step),
+                                                    first_key, head_kv, work.batch);
+  }
+}
+
+// ---- The steps of those that compute --------------------------------------------------------------------------------
+
+// (LSE to the base 2, D) of this lane's rows.
+__device__ __forceinline__ void load_statistics(float2 (&rows)[kRowTiles][2], const Position& position,
+                                                const BackwardQueriesArguments& arguments) {
+  const long long head = static_cast<long long>(position.batch) * arguments.heads_q + position.head;
+#pragma unroll
+  for (int i = 0; i < kRowTiles; ++i) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int query = min(position.query + i * 64 + r * 8, arguments.rows - 1);
+      rows[i][r] = *reinterpret_cast<const float2*>(arguments.statistics + (head * arguments.rows + query) * 2);
+    }
+  }
+}
+
+// Whether some row of the warp has a large LSE.
+__device__ __forceinline__ bool has_large_lse(const float2 (&rows)[kRowTiles][2]) {
+  bool large = false;
+#pragma unroll
+  for (int i = 0; i < kRowTiles; ++i) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) large |= fabsf(rows[i][r].x) > kMostLse && fabsf(rows[i][r].x) < kNoLse;
+  }
+  return __any_sync(0xffffffffu, large);
+}
+
+// Turns the products of q and k into probabilities. `kAll`: every score of the tile counts, and no LSE is large. Of other
+// tiles only the scores that count have any, which is 1 where it differs from that by no more than the LSE is rounded.
+template <bool kAll>
+__device__ __forceinline__ void exponentiate(float (&scores)[kRowTiles][kKeyTiles * 4],
+                                             const float2 (&rows)[kRowTiles][2], const Position& position,
+                                             int first_key, const BackwardQueriesArguments& arguments) {
+#pragma unroll
+  for (int j = 0; j < kKeyTiles; ++j) {
+#pragma unroll
+    for (int i = 0; i < kRowTiles; ++i) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        const int q = position.query + i * 64 + e / 2 * 8, k = first_key + position.key + j * 8 + e % 2;
+        const float lse = rows[i][e / 2].x;
+        float exponent = fmaf(scores[i][j * 4 + e], kScoreToLog2, -lse);
+        if (!kAll && exponent > fabsf(lse) * -kLseRounding) exponent = 0.0f;
+        const float probability = exp2_approx(exponent);
+        bool counts = true;
+        if (!kAll) counts = (k < arguments.len_k) & may_attend(q, k, arguments);
+        scores[i][j * 4 + e] = counts ? probability : 0.0f;
+      }
+    }
+  }
+}
+
+// Turns dP into dS = P * (dP - D), D being rowsum(dO * O).
+__device__ __forceinline__ void multiply_by_probabilities(float (&d_scores)[kRowTiles][kKeyTiles * 4],
+                                                          const float (&probabilities)[kRowTiles][kKeyTiles * 4],
+                                                          const float2 (&rows)[kRowTiles][2]) {
+#pragma unroll
+  for (int j = 0; j < kKeyTiles; ++j) {
+#pragma unroll
+    for (int i = 0; i < kRowTiles; ++i) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        d_scores[i][j * 4 + e] = probabilities[i][j * 4 + e] * (d_scores[i][j * 4 + e] - (rows[i][e / 2].y));
+      }
+    }
+  }
+}
+
+// dS rounded to what a product takes from registers: 16 columns of it are a fragment.
+__device__ __forceinline__ void pack_scores(unsigned (&fragments)[kTileK / 16][4], const float (&scores)[kTileK / 2]) {
+#pragma unroll
+  for (int n = 0; n < kTileK / 2; n += 2) {
+    fragments[n / 8][n / 2 % 4] = pack_bf16(scores[n], scores[n + 1]);
+  }
+}
+
+// Rows with nothing to attend to are 0, whatever K holds.
+__device__ __forceinline__ void clear_empty_rows(float (&d_queries)[kHeadDimPadded / 2], const float2 (&rows)[2]) {
+#pragma unroll
+  for (int n = 0; n < kHeadDimPadded / 2; ++n) {
+    if (rows[n / 2 % 2].x == kNoLse) d_queries[n] = 0.0f;
+  }
+}
+
+// What a warpgroup that computes does: dQ of its queries. While it works on scores, products of the other's run.
+__device__ __forceinline__ void differentiate(const Work& work, int warpgroup, unsigned shared, const Barriers& barriers,
+                                              const BackwardQueriesArguments& arguments) {
+  const int lane = threadIdx.x % 32, warp_row = threadIdx.x / 32 % 4 * 16;
+  const unsigned queries = shared + warpgroup * kQueryBytes;
+  const unsigned d_outputs = shared + kOutputOffset + warpgroup * kOutputBytes;
+  const int first_query = work.first_query + warpgroup * kPartQ + warp_row;
+  const Position position = {work.batch, work.head, first_query + lane / 4, lane % 4 * 2};
+  float d_queries[kHeadDimPadded / 2] = {};
+  float scores[kRowTiles][kTileK / 2], d_scores[kRowTiles][kTileK / 2];
+  float2 rows[kRowTiles][2];
+  load_statistics(rows, position, arguments);
+  const bool large_lse = has_large_lse(rows);
+  const KeyTiles tiles = key_tiles_of(work, arguments);
+  const auto start_scores = [&](int step, bool again) {
+    if (!again) mbarrier_wait(barriers.keys_full(step), barriers.key_parity(step));
+    start_product<kHeadDimPadded, kHeadPanel, kPartQ, kTileK>(scores[0], queries, keys_at(shared, step));
+  };
+  const auto start_probability_gradients = [&](int step, bool again) {
+    if (!again) mbarrier_wait(barriers.values_full(step), barriers.value_parity(step));
+    start_product<kValueDimPadded, kValuePanel, kPartQ, kTileK>(d_scores[0], d_outputs, values_at(shared, step));
+  };
+
+  if (tiles.count > 0) {
+    mbarrier_wait(barriers.queries_full(), 0);
+    start_scores(0, false);
+    start_probability_gradients(0, false);
+    await_product<1>(scores[0]);
+  }
+  for (int step = 0; step < tiles.count; ++step) {
+    const int first_key = tiles.first_key(step);
+    if (!tiles.full(step) || first_key + kTileK > arguments.len_k || large_lse) {
+      exponentiate<false>(scores, rows, position, first_key, arguments);
+    } else {
+      exponentiate<true>(scores, rows, position, first_key, arguments);
+    }
+    await_product<0>(d_scores[0]);
+    release(barriers.values_empty(step));
+    multiply_by_probabilities(d_scores, scores, rows);
+    unsigned fragments[kTileK / 16][4];
+    pack_scores(fragments, d_scores[0]);
+    start_sum<kHeadDimPadded, kHeadPanel, kTileK>(d_queries, fragments, keys_at(shared, step));
+    // The last step's scores and dP are computed once more, for nobody: with these products in a branch none would overlap.
+    const bool last = step + 1 == tiles.count;
+    const int next = last ? step : step + 1;
+    start_scores(next, last);
+    await_product<1>(d_queries);
+    start_probability_gradients(next, last);
+    release(barriers.keys_empty(step));
+    await_product<1>(scores[0]);
+  }
+  await_product<0>(d_scores[0]);
+
+  // dQ takes the place of the warpgroup's queries, which none of its warps may still be reading.
+  named_barrier_sync(1 + warpgroup, 128);
+  clear_empty_rows(d_queries, rows[0]);
+  store_rows<kHeadDimPadded, kHeadPanel>(d_queries, kScale, queries, arguments.dq_map, first_query, work.head, work.batch);
+  if (lane == 0) bulk_wait_read<0>();   // shared memory goes with the block
+}
+
+// ---- The kernel -----------------------------------------------------------------------------------------------------
+
+extern "C" __global__ void __launch_bounds__(kThreads, 1)
+attention_backward_queries_bf16_d256_causal_85c4309b(const __grid_constant__ BackwardQueriesArguments arguments) {
+  const unsigned shared = shared_address(shared_memory);
+  const Barriers barriers = {shared + kBarrierOffset};
+  if (threadIdx.x == 0) barriers.init();
+  __syncthreads();
+
+  const Work work = work_of_block();
+  const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);   // the same in a warp, as the compiler can see
+  if (warpgroup == kConsumers) {
+    registers_decrease<24>();
+    if (threadIdx.x / 32 % 4 == 0 && elect_one()) load_tiles(work, shared, barriers, arguments);
+  } else {
+    registers_increase<240>();
+    differentiate(work, warpgroup, shared, barriers, arguments);
+  }
+}
