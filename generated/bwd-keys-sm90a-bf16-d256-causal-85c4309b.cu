@@ -304,8 +304,8 @@ __device__ __forceinline__ unsigned long long matrix_descriptor(unsigned address
          static_cast<unsigned long long>(stride_bytes >> 4) << 32 | kMode << 62;
 }
 
-// Barriers in shared memory: Q has landed in a stage, every warp is done with it; the same for dO; and for P, which one
-// warpgroup writes and the other reads. The uses of the stages are numbered, a step each.
+// Barriers in shared memory: Q has landed in a stage, every warp is done with it; the same for dO; and for P, which
+// one warpgroup writes and the other reads. The uses of the stages are numbered, a step each.
 struct Barriers {
   unsigned first;
 
