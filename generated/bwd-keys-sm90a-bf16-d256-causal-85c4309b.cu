@@ -11,7 +11,7 @@
 // HBM      1032 * batch * heads_q * len_q + 2048 * batch * heads_kv * len_k bytes, at least
 //
 // Grid: one block per (tile of keys, head of K and V, batch). Made by
-//   flashgen show --pass backward --kernel keys --deterministic --target sm_90a '{"dropout":0.0,"dtype":"bfloat16","head_dim":256,"layout":"bhsd","mask":{"expression":["LessEqual","k",["Add","q",["Sub","len_k","len_q"]]],"name":"causal()"},"scale":0.0625,"score":null,"value_dim":256,"version":1}'
+//   flashgen show --pass backward --kernel keys --target sm_90a '{"dropout":0.0,"dtype":"bfloat16","head_dim":256,"layout":"bhsd","mask":{"expression":["LessEqual","k",["Add","q",["Sub","len_k","len_q"]]],"name":"causal()"},"scale":0.0625,"score":null,"value_dim":256,"version":1}'
 
 using Element = unsigned short;   // the bits of a bfloat16
 

@@ -88,8 +88,13 @@ DQ_SUMS = Field("float*", "dq_sums", comment="(batch, heads_q, rows, padded head
 ROWS = Field("int", "rows", comment="len_q, rounded up")
 
 
-def prepare(spec: AttentionSpec, target: Target, plan: KeysPlan, rows: Rows, deterministic: bool) -> RenderedKernel:
-    """The kernel before the others: statistics of rows, and zeros where dQ is summed."""
+def prepare(
+    spec: AttentionSpec, target: Target, plan: KeysPlan, rows: Rows, deterministic: bool, in_any_mode: bool = False
+) -> RenderedKernel:
+    """The kernel before the others: statistics of rows, and zeros where dQ is summed.
+
+    in_any_mode: the kernels of the deterministic mode are those of the default one.
+    """
     fields = [Field("const Element*", "o"), Field("const Element*", "d_o"), Field("const float*", "lse")]
     fields += [Field("const float*", "d_lse", comment="or null"), Field("float*", "statistics")]
     fields += [] if deterministic else [DQ_SUMS]
@@ -100,6 +105,7 @@ def prepare(spec: AttentionSpec, target: Target, plan: KeysPlan, rows: Rows, det
         "rows": PREPARE_ROWS,
         "lanes": lanes,
         "deterministic": deterministic,
+        "in_any_mode": in_any_mode,
     }
     memory = [Workspace("statistics", lambda sizes: (sizes.batch, sizes.heads_q, rows(sizes), 2), "float32")]
     if not deterministic:  # the kernel zeroes them
@@ -184,7 +190,8 @@ def backward_kernel(
     struct, entry = f"Backward{part.title()}Arguments", entry_name(f"attention_backward_{part}{of and f'_{of}'}", spec)
     shown, plan, deterministic = f"d_{of}" if of else part, context.get("plan"), context["deterministic"]
     cost = backward_cost(shown, spec, deterministic, context.get("head_padded", 0))
-    header = backward_header(shown, spec, target, plan, shared_bytes, cost, deterministic)
+    in_any_mode = context.get("in_any_mode", False)
+    header = backward_header(shown, spec, target, plan, shared_bytes, cost, deterministic, in_any_mode)
     variant = Variant(None, None, ()) if plain else variant_of(spec)
 
     def source_of(layout: ArgumentLayout) -> str:

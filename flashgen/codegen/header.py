@@ -67,10 +67,14 @@ def backward_header(
     shared_bytes: int,
     cost: Cost,
     deterministic: bool,
+    in_any_mode: bool = False,
 ) -> str:
-    """The header comment of the kernel of that part: "prepare", "keys", "queries", "finish" or "d_" and a capture."""
+    """The header comment of the kernel of that part: "prepare", "keys", "queries", "finish" or "d_" and a capture.
+
+    in_any_mode: the command that shows it need not ask for the deterministic mode.
+    """
     kind = "d_" if part.startswith("d_") else part
-    which = f"--kernel {part}{' --deterministic' if deterministic else ''}"
+    which = f"--kernel {part}{' --deterministic' if deterministic and not in_any_mode else ''}"
     does = _DOES[kind].format("" if deterministic else ", and shares of dQ")
     divided = [f"plan     {plan.summary(shared_bytes)}"] if plan else []
     return _comment(

@@ -67,9 +67,10 @@ def render_hopper_backward(
         apart, keys = True, _wide_keys(spec, target, plan, rows)
     else:
         apart, keys = deterministic, _keys(spec, target, plan, rows, deterministic)
-    kernels = [prepare(spec, target, plan, rows, apart), keys]
+    wide = isinstance(plan, HopperWidePlan)
+    kernels = [prepare(spec, target, plan, rows, apart, wide), keys]
     if apart:
-        kernels.append(_queries(spec, target, choose_hopper_queries_plan(spec, target), rows))
+        kernels.append(_queries(spec, target, choose_hopper_queries_plan(spec, target), rows, wide))
     else:
         kernels.append(finish(spec, target, plan, rows))
     return (*kernels, *capture_sums(spec, target, deterministic))
@@ -136,6 +137,7 @@ def _wide_keys(spec: AttentionSpec, target: Target, plan: HopperWidePlan, rows: 
         "plan": plan,
         "by_wgmma": True,
         "deterministic": True,
+        "in_any_mode": True,
         "shared_bytes": shared,
         "gradient": score_gradient(spec),
         "gathers": (),
@@ -165,7 +167,9 @@ def _wide_keys(spec: AttentionSpec, target: Target, plan: HopperWidePlan, rows: 
     )
 
 
-def _queries(spec: AttentionSpec, target: Target, plan: HopperQueriesPlan, rows: Rows) -> RenderedKernel:
+def _queries(
+    spec: AttentionSpec, target: Target, plan: HopperQueriesPlan, rows: Rows, in_any_mode: bool
+) -> RenderedKernel:
     tiles, shared = key_range(spec.mask.expression), plan.shared_bytes(spec)
     fields = [Field("TensorMap", f"{name}_map") for name in ("q", "k", "v", "d_o", "dq")]
     fields += [STATISTICS, *numbers("heads_q", "len_q", "len_k"), ROWS]
@@ -175,6 +179,7 @@ def _queries(spec: AttentionSpec, target: Target, plan: HopperQueriesPlan, rows:
         "plan": plan,
         "by_wgmma": True,
         "deterministic": True,
+        "in_any_mode": in_any_mode,
         "shared_bytes": shared,
         "gradient": score_gradient(spec, with_gathers=False),
         "gathers": (),
