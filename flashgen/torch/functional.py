@@ -17,6 +17,10 @@ from flashgen.torch.transforms import is_transforming, transformed
 
 _SEEDS = 2**62
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
+_NOTHING: Any = ([], [], [])  # of a call without captures
+# Without what torch.autograd.Function.apply does first for transforms, of which there are none where these are called.
+_apply = super(torch.autograd.Function, operators.Plain).apply
+_apply_with_lse = super(torch.autograd.Function, operators.PlainWithLse).apply
 
 
 def attention(
@@ -65,8 +69,8 @@ def call(
     return_lse: bool = False,
 ) -> Any:
     """A call of what is registered; `bound` are captures that need not be given."""
-    arrays, integers, floats = all_captures(entry, captures, bound)
-    if torch.is_autocast_enabled(q.device.type):
+    arrays, integers, floats = all_captures(entry, captures, bound) if captures or entry.takes_captures else _NOTHING
+    if torch.is_autocast_enabled("cuda" if q.is_cuda else "cpu"):
         q, k, v = autocast.cast(q, k, v, entry.dtype)
     return run(entry, q, k, v, arrays, integers, floats, _seed(entry, seed), return_lse)
 
@@ -92,24 +96,28 @@ def run(
         operator: Any = torch.ops.flashgen.forward
     elif is_transforming():
         operator = transformed
-    elif torch._C._len_torch_dispatch_stack() or not _all_plain(q, k, v, *arrays):
+    elif torch._C._len_torch_dispatch_stack() or not _all_plain(q, k, v, arrays):
         operator = torch.ops.flashgen.forward
-    elif return_lse or (torch.is_grad_enabled() and _any_wants_gradients(q, k, v, *arrays)):
-        out, lse = operators.Plain.apply(entry, integers, floats, seed, q, k, v, *arrays)
-        return (out, lse) if return_lse else out
+    elif torch.is_grad_enabled() and _wants_gradients(q, k, v, arrays):
+        apply = _apply_with_lse if return_lse else _apply
+        return apply((entry, integers, floats, seed), q, k, v, *arrays)
     else:
-        return operators.run_forward(entry, q, k, v, arrays, integers, floats, seed, with_lse=False)
+        return operators.run_forward(entry, q, k, v, arrays, integers, floats, seed, return_lse)
     out, lse = operator(q, k, v, arrays, entry.key, integers, floats, seed)
     return (out, lse) if return_lse else out
 
 
-def _all_plain(*tensors: Tensor) -> bool:
+def _all_plain(q: Tensor, k: Tensor, v: Tensor, arrays: list[Tensor]) -> bool:
     """Whether none is of a class that looks at what is done to it, such as a fake or a distributed tensor."""
-    return all(type(tensor) in _PLAIN for tensor in tensors)
+    if type(q) not in _PLAIN or type(k) not in _PLAIN or type(v) not in _PLAIN:
+        return False
+    return not arrays or all(type(each) in _PLAIN for each in arrays)
 
 
-def _any_wants_gradients(*tensors: Tensor) -> bool:
-    return any(tensor.requires_grad for tensor in tensors)
+def _wants_gradients(q: Tensor, k: Tensor, v: Tensor, arrays: list[Tensor]) -> bool:
+    if q.requires_grad or k.requires_grad or v.requires_grad:
+        return True
+    return bool(arrays) and any(each.requires_grad for each in arrays)
 
 
 @constant

@@ -61,8 +61,8 @@ class Registered:
     """A spec, and how it is compiled: what a key stands for. Compiled for each GPU that a call is on, once.
 
     Attributes: `key`; `spec`, without arrays that its functions closed over, which calls give; `arrays`, `integers` and
-    `floats`, its captures by kind, in the order in which operators take them; `reads_batch`, whether sequences of a
-    batch differ.
+    `floats`, its captures by kind, in the order in which operators take them, and `takes_captures`, whether there are
+    any; `reads_batch`, whether sequences of a batch differ.
     """
 
     def __init__(self, key: str, spec: AttentionSpec, compiled: Attention | None, **options: Any) -> None:
@@ -72,6 +72,7 @@ class Registered:
         self.arrays = tuple(each for each in told if each.ndim)
         self.integers = tuple(each for each in told if not each.ndim and each.kind == "int")
         self.floats = tuple(each for each in told if not each.ndim and each.kind == "float")
+        self.takes_captures = bool(told)
         self.dtype, self.dropout = getattr(torch, spec.dtype), bool(spec.dropout)
         self._by_device: dict[int | None, Attention] = {}
 
