@@ -7,7 +7,15 @@ from functools import partial
 from typing import Any, Generic, Protocol, TypeVar
 
 from flashgen.attention.call import Call
-from flashgen.attention.captures import captured_distances, check_captures, check_distances, check_seed, number
+from flashgen.attention.captures import (
+    captured_distances,
+    check_captures,
+    check_distances,
+    check_seed,
+    check_seed_in_memory,
+    is_in_memory,
+    number,
+)
 from flashgen.attention.sharing import Sharing, check_on_host
 from flashgen.codegen.arguments import member_name
 from flashgen.errors import ArgumentError
@@ -80,6 +88,8 @@ class Pass(Generic[AnyPrepared]):
             captures = self.listers.without_layouts(captures, *views)
         numbers = self._call_numbers(captures, call.seed, call.offset)
         arrays = call.inputs
+        if self.spec.dropout and is_in_memory(call.seed):
+            arrays["seed"] = call.seed
         for capture, member in self._arrays:
             arrays[member] = captures[capture.name]
         if call.results:
@@ -123,7 +133,8 @@ class Pass(Generic[AnyPrepared]):
         self._check_sharing_on_host({**call.inputs, **results}, call.captures, results)
         given = (call.inputs, call.captures, call.results)  # results too, so that what is not written is kept
         moved = [{name: self.engine.bring(array) for name, array in arrays.items()} for arrays in given]
-        there = call._replace(inputs=moved[0], captures=moved[1], results=moved[2])
+        seed = self.engine.bring(call.seed)
+        there = call._replace(inputs=moved[0], captures=moved[1], results=moved[2], seed=seed)
         home = {}
         for name, array in self(there).items():
             stays = name in call.captures and there.captures[name] is call.captures[name] and not call.results
@@ -136,8 +147,7 @@ class Pass(Generic[AnyPrepared]):
             return _NO_NUMBERS
         numbers = {member: number(capture, captures[capture.name]) for capture, member in self._numbers}
         if self.spec.dropout:
-            seed, offset = check_seed(self.spec, seed, offset)
-            numbers |= {"seed_low": seed & 0xFFFFFFFF, "seed_high": seed >> 32, "offset": offset}
+            numbers |= check_seed(self.spec, seed, offset)
         return numbers
 
     def _check_distances(self, captures: Mapping[str, Any]) -> None:
@@ -171,6 +181,8 @@ class Pass(Generic[AnyPrepared]):
         if prepared is None:
             libraries = {name: self._library(name, array) for name, array in arrays.items()}
             views = {name: libraries[name].view(array, _argument(name)) for name, array in arrays.items()}
+            if "seed" in views:
+                check_seed_in_memory(views["seed"])
             prepared = self._prepared.get_or_make(known, partial(self._work_out, views, libraries))
         return prepared, addresses
 

@@ -254,7 +254,7 @@ class Attention:
         k: Any,
         v: Any,
         *,
-        seed: int | None = None,
+        seed: Any = None,
         offset: int = 0,
         return_lse: bool = False,
         out: Any = None,
@@ -269,7 +269,9 @@ class Attention:
                 JAX, DLPack or CUDA array interface.
             k: (batch, heads_kv, len_k, head_dim); heads_q is a multiple of heads_kv.
             v: (batch, heads_kv, len_k, value_dim).
-            seed: of the dropout, 0 <= seed < 2**64; required if the spec has dropout.
+            seed: of the dropout, 0 <= seed < 2**64; required if the spec has dropout. Or an array beside q that holds
+                it, one int64 or uint64, or two uint32, low half first: kernels read it when they run, so that a
+                captured graph drops anew with each replay for which another is written there.
             offset: of the dropout's counter, 0 <= offset < 2**32.
             return_lse: give the log-sum-exp of the scores too.
             out: an array to write the output to, and with return_lse a pair of arrays; None makes new ones. No element
@@ -297,7 +299,7 @@ class Attention:
             return out
         return (results["o"], results["lse"]) if return_lse else results["o"]
 
-    def tune(self, q: Any, k: Any, v: Any, *, seed: int | None = None, **captures: Any) -> Tuning:
+    def tune(self, q: Any, k: Any, v: Any, *, seed: Any = None, **captures: Any) -> Tuning:
         """Times the plans that may be the best for calls like this one on this GPU, and keeps the winner on disk.
 
         Calls of such lengths then run it, in this process and later ones: those whose lengths have the same nearest
@@ -335,7 +337,7 @@ class Attention:
         lse: Any,
         *,
         d_lse: Any = None,
-        seed: int | None = None,
+        seed: Any = None,
         offset: int = 0,
         tile_lists: BackwardTileLists | None = None,
         into: Any = None,
@@ -384,7 +386,7 @@ class Attention:
         k: Any,
         v: Any,
         *,
-        seed: int | None = None,
+        seed: Any = None,
         offset: int = 0,
         return_lse: bool = False,
         tile_lists: TileLists | None = None,

@@ -88,6 +88,7 @@ def _meanings(spec: AttentionSpec) -> dict[str, str]:
     meanings |= {"tile_entries": "tile << 1 | 1 where no element is masked", "list_strides": "from list to list"}
     meanings |= {"counts": "tiles of each list, written", "offsets": "where each list begins in entries"}
     meanings |= {"entries": "tile << 1 | 1 where no element is masked, written"}
+    meanings["seed"] = "the dropout's seed in the GPU's memory, 8 bytes, or null where the next two hold it"
     meanings |= {"seed_low": "of the dropout's seed the low half", "seed_high": "the high half"}
     meanings |= {"offset": "of the dropout's counter"}
     meanings |= {"heads_q": "query heads", "heads_kv": "heads of k and v", "heads_per_kv": "query heads of each of k"}
