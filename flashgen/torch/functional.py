@@ -42,8 +42,9 @@ def attention(
         q, k, v: tensors as the spec says, (batch, heads, length, dim) or "bshd", on a GPU. Under autocast they are
             converted to the spec's dtype. Where rows are not contiguous, or not at multiples of 16 bytes, a copy is
             made.
-        seed: of the dropout, 0 <= seed < 2**63, or such an int64 tensor on the CPU; None draws one from torch's default
-            generator, so that torch.manual_seed repeats it and checkpointing computes the same anew.
+        seed: of the dropout, 0 <= seed < 2**63, or one such int64 in a tensor beside q, which kernels read, or on the
+            CPU; None draws one from the default generator of q's device, so that torch.manual_seed repeats it,
+            checkpointing computes the same anew, and a CUDA graph drops anew with each replay.
         return_lse: give the LSE, float32 (batch, heads, queries), too; it is differentiable.
         emulate: run CPU tensors on the emulator; None is what `flashgen.torch.emulated()` says.
         deterministic: gradients that are bitwise equal from run to run; None is what
@@ -72,7 +73,7 @@ def call(
     arrays, integers, floats = all_captures(entry, captures, bound) if captures or entry.takes_captures else _NOTHING
     if torch.is_autocast_enabled("cuda" if q.is_cuda else "cpu"):
         q, k, v = autocast.cast(q, k, v, entry.dtype)
-    return run(entry, q, k, v, arrays, integers, floats, _seed(entry, seed), return_lse)
+    return run(entry, q, k, v, arrays, integers, floats, _seed(entry, seed, q.device), return_lse)
 
 
 def is_deterministic(deterministic: bool | None) -> bool:
@@ -134,17 +135,18 @@ def bound_tensors(spec: Any, device: torch.device) -> dict[str, Tensor]:
     return {name: bound_tensor(array, device) for name, array in spec.bound.items()}
 
 
-def _seed(entry: Registered, seed: Any) -> Tensor | None:
+def _seed(entry: Registered, seed: Any, device: torch.device) -> Tensor | None:
+    """A seed as the operators take it: drawn where q is, as a graph that is captured can draw one there alone."""
     if not entry.dropout:
         if seed is not None:
             raise ArgumentError(f"seed={seed!r} is given, and the spec has no dropout: leave it out")
         return None
     if seed is None:
-        if not torch.compiler.is_compiling() and _is_captured():
-            raise ArgumentError("dropout in a stream that is captured would drop alike in each replay: give a seed")
-        return torch.randint(_SEEDS, (), dtype=torch.int64)
-    return seed if isinstance(seed, torch.Tensor) else torch.tensor(seed, dtype=torch.int64)
-
-
-def _is_captured() -> bool:
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+        return torch.randint(_SEEDS, (), dtype=torch.int64, device=device)
+    if isinstance(seed, torch.Tensor):
+        return seed
+    if not isinstance(seed, int) or not 0 <= seed < 2**63:
+        raise ArgumentError(f"seed={seed!r} must be an integer from 0 to {2**63 - 1}, or a tensor that holds one")
+    if torch.compiler.is_compiling():  # which makes no CUDA graph of what has a tensor on the CPU
+        return torch.full((), seed, dtype=torch.int64, device=device)
+    return torch.tensor(seed, dtype=torch.int64)

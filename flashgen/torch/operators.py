@@ -38,7 +38,7 @@ def forward(
     floats: Sequence[float],
     seed: Optional[torch.Tensor],  # noqa: UP045
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The output and the LSE, float32 (batch, heads, queries). seed: an int64 without dimensions, on the CPU."""
+    """The output and the LSE, float32 (batch, heads, queries). seed: one int64, beside q or on the CPU."""
     entry = of_key(key)
     return run_forward(entry, q, k, v, captures, integers, floats, seed)
 
@@ -55,7 +55,7 @@ def run_forward(
     with_lse: bool = True,
 ) -> Any:
     """What the operator does, for tensors that hold data; the output alone without `with_lse`."""
-    options: dict[str, Any] = {} if seed is None else {"seed": seed_of(seed)}
+    options: dict[str, Any] = {} if seed is None else {"seed": seed_of(entry, seed)}
     if q.is_cuda and not entry.emulate:
         if captures or integers or floats:
             options |= named_captures(entry, captures, integers, floats)
@@ -64,9 +64,9 @@ def run_forward(
         try:
             return entry.on(q.get_device())(q, k, v, return_lse=with_lse, **options)
         except ArgumentError as error:
-            q, k, v = _put_right((q, k, v), error, partial(check_call, entry, q, k, v, captures))
+            q, k, v = _put_right((q, k, v), error, partial(check_call, entry, q, k, v, captures, seed))
         return entry.on(q.get_device())(q, k, v, return_lse=with_lse, **options)
-    check_call(entry, q, k, v, captures)
+    check_call(entry, q, k, v, captures, seed)
     options |= named_captures(entry, [to_array(each) for each in captures], integers, floats)
     made = entry.on(None)(*(to_array(in_rows(tensor)) for tensor in (q, k, v)), return_lse=with_lse, **options)
     return tuple(map(to_tensor, made)) if with_lse else to_tensor(made)
@@ -86,17 +86,17 @@ def _put_right(rows: Sequence[Tensor], error: ArgumentError, check: Callable[[],
     return aligned
 
 
-def seed_of(seed: Tensor) -> int:
-    """The dropout's seed; ArgumentError where it is not on the CPU, as a GPU's would stop the host to be read."""
-    if seed.device.type != "cpu":
-        raise ArgumentError(f"seed is on {seed.device}: give a number, or a tensor on the CPU")
-    return int(seed) & (2**64 - 1)
+def seed_of(entry: Registered, seed: Tensor) -> Any:
+    """The dropout's seed as attentions take it: one that is where kernels run they read, and nobody waits for it."""
+    if entry.emulate:
+        return to_array(seed)
+    return seed if seed.is_cuda else int(seed) & (2**64 - 1)
 
 
 @forward.register_fake
 def _(q: Tensor, k: Tensor, v: Tensor, captures: Any, key: str, integers: Any, floats: Any, seed: Any) -> Any:
     entry = of_key(key)
-    check_call(entry, q, k, v, captures)
+    check_call(entry, q, k, v, captures, seed)
     out, lse = output_shapes(entry.spec, q)
     return q.new_empty(out), q.new_empty(lse, dtype=torch.float32)
 
@@ -135,7 +135,7 @@ def run_backward(
     seed: Tensor | None,
 ) -> Sequence[Tensor]:
     """What the operator does."""
-    options: dict[str, Any] = {} if seed is None else {"seed": seed_of(seed)}
+    options: dict[str, Any] = {} if seed is None else {"seed": seed_of(entry, seed)}
     lse = lse.contiguous()
     if not entry.emulate:
         if d_lse is not None:
