@@ -145,11 +145,11 @@ def check_seed_in_memory(view: View) -> None:
     words = {"int64": 1, "uint64": 1, "uint32": 2}.get(view.dtype)
     if words is None or math.prod(view.shape) != words:
         raise ArgumentError(
-            f"seed is {view.dtype} of shape {view.shape}: give a number, or one int64 or uint64, or two uint32, the low "
-            "half first"
+            f"seed is {view.dtype} of shape {view.shape}: give a number, or one int64 or uint64, or two uint32, the "
+            "low half first"
         )
     if view.pointer % 8 or (words == 2 and 2 in view.shape and view.strides[view.shape.index(2)] != 1):
         raise ArgumentError(
-            f"seed at address {view.pointer:#x} with strides {view.strides} (elements): its 8 bytes must be contiguous "
-            "and start at a multiple of 8; copy it"
+            f"seed at address {view.pointer:#x} with strides {view.strides} (elements): its 8 bytes must be "
+            "contiguous and start at a multiple of 8; copy it"
         )

@@ -5,6 +5,7 @@ from flashgen.bench.beside_flex import VariantRow, variant_rows
 from flashgen.bench.cases import Timed
 from flashgen.bench.grouped import GroupedRow, grouped_rows
 from flashgen.bench.host import LIBRARIES, PARTS, PASSES, REST, HostRow, host_cases, host_rows, installed_libraries
+from flashgen.bench.host_torch import operator_names, operator_rows
 from flashgen.bench.measure import Row, environment, speed_rows
 from flashgen.bench.paper import PaperRow, paper_rows
 from flashgen.bench.peers import PEERS
@@ -34,6 +35,8 @@ __all__ = [
     "host_cases",
     "host_rows",
     "installed_libraries",
+    "operator_names",
+    "operator_rows",
     "paper_rows",
     "speed_rows",
     "start_rows",
