@@ -10,7 +10,7 @@ import torch
 
 from flashgen.errors import ArgumentError
 from flashgen.language.closures import SameObject, what_it_reads
-from flashgen.language.modifiers import Score
+from flashgen.language.modifiers import Mask, Score
 from flashgen.language.spec import AttentionSpec
 from flashgen.torch.block_mask import BlockMask
 from flashgen.torch.functional import call, is_deterministic
@@ -97,11 +97,12 @@ def _entry(
 def flex_spec(score_mod: Any, block_mask: Any, head_dim: int, value_dim: int, dtype: str, scale: Any) -> AttentionSpec:
     """The spec of a call, traced once for what the functions hold and read."""
     read = None if score_mod is None else (SameObject(type(score_mod)), what_it_reads(score_mod))
-    return _traced(read, _Unhashed(score_mod), _Unhashed(block_mask), head_dim, value_dim, dtype, scale)
+    mask = None if block_mask is None else block_mask.mask
+    return _traced(read, _Unhashed(score_mod), _Unhashed(mask), head_dim, value_dim, dtype, scale)
 
 
 class _Unhashed:
-    """A function beside what it reads, which is what calls are told apart by; a mask, by which object it is."""
+    """A function beside what it reads, which is what calls are told apart by; a traced mask, by which object it is."""
 
     __slots__ = ("value",)
 
@@ -111,19 +112,18 @@ class _Unhashed:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, _Unhashed):
             return False
-        return not isinstance(self.value, BlockMask) or self.value is other.value
+        return not isinstance(self.value, Mask) or self.value is other.value
 
     def __hash__(self) -> int:
-        return id(self.value) if isinstance(self.value, BlockMask) else 0
+        return id(self.value) if isinstance(self.value, Mask) else 0
 
 
 @lru_cache(maxsize=256)
 def _traced(
-    _read: Any, score_mod: _Unhashed, block_mask: _Unhashed, head_dim: int, value_dim: int, dtype: str, scale: Any
+    _read: Any, score_mod: _Unhashed, mask: _Unhashed, head_dim: int, value_dim: int, dtype: str, scale: Any
 ) -> AttentionSpec:
     if dtype not in ("float16", "bfloat16"):
         raise ArgumentError(
             f"query is {dtype}; flashgen computes in float16 and bfloat16: convert it, or call under torch.autocast"
         )
-    mask = block_mask.value.mask if block_mask.value is not None else None
-    return AttentionSpec(head_dim, dtype, value_dim, scale, score=score_mod.value, mask=mask)
+    return AttentionSpec(head_dim, dtype, value_dim, scale, score=score_mod.value, mask=mask.value)
