@@ -113,8 +113,8 @@ class _PartlyIndexed:
 
     def _refused(self, *_operands: Any, **_more: Any) -> Any:
         raise SpecError(
-            f"{self!r} is a whole row, and a function computes of single elements: index it fully. A product of rows, "
-            "as of rotary parts, is what q and k are for: append the rows to them, and leave v as it is (value_dim)"
+            f"{self!r} is a whole row, and functions compute of single elements: give one index a dimension. A product "
+            "of rows, as of rotary parts, is what q and k are for: append the rows to them, and leave v (value_dim)"
         )
 
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = __matmul__ = _refused
