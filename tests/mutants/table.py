@@ -133,6 +133,13 @@ MUTANTS = (
     ),
     # attention
     Mutant(
+        "the backward drops by the number of a seed that an array holds",
+        "templates/backward/by_keys.cuh.jinja",
+        "const uint2 key = arguments.seed ? __ldg(arguments.seed) : make_uint2(",
+        "const uint2 key = make_uint2(",
+        ("tests/attention/test_calls.py::test_a_seed_that_kernels_read",),
+    ),
+    Mutant(
         "remembered lists whatever len_k",
         "flashgen/attention/tile_lists.py",
         "key = (problem.len_q, problem.len_k, shape.batch,",
