@@ -12,6 +12,7 @@ from flashgen.analysis.tile_classes import FULL, PARTIAL, tile_map
 from flashgen.errors import ArgumentError, SpecError
 from flashgen.language.modifiers import Mask, as_mask
 from flashgen.torch.mask_functions import MaskFunction, noop_mask
+from flashgen.torch.table import outside_of_graphs
 from flashgen.torch.tensors import Tensor
 
 _BLOCK = 128
@@ -39,7 +40,7 @@ class BlockMask:
         device: Any = None,
         blocks: Blocks | None = None,
     ) -> None:
-        self._mask_mod, self._batch_and_heads, self.seq_lengths = mask_mod, shape[:2], (shape[2], shape[3])
+        self._mask_mod, self.batch_and_heads, self.seq_lengths = mask_mod, shape[:2], (shape[2], shape[3])
         self.BLOCK_SIZE, self.device, self._blocks = block_size, torch.device(device or "cpu"), blocks
 
     @classmethod
@@ -100,7 +101,7 @@ class BlockMask:
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
-        return (*self._batch_and_heads, *self.seq_lengths)
+        return (*self.batch_and_heads, *self.seq_lengths)
 
     def size(self, dim: int | None = None) -> Any:
         return self.shape if dim is None else self.shape[dim]
@@ -203,6 +204,7 @@ def _mask_of_other_indices(_b: Any, _h: Any, _q: Any, _k: Any) -> Any:
     )
 
 
+@outside_of_graphs("flashgen traces mask_mod itself: make block masks outside of what torch.compile compiles")
 def create_block_mask(
     mask_mod: Callable[..., Any] | Mask,
     B: int | None,
@@ -225,13 +227,13 @@ def create_block_mask(
         _compile, _of_triton: separate_full_blocks, compute_dq_write_order and dq_kv_order, which say nothing to kernels
             that hold no blocks.
     """
-    block = (BLOCK_SIZE, BLOCK_SIZE) if isinstance(BLOCK_SIZE, int) else BLOCK_SIZE
     for name, size in (("Q_LEN", Q_LEN), ("KV_LEN", KV_LEN)):
         if not isinstance(size, int) or isinstance(size, bool) or size < 0:
             raise ArgumentError(f"{name}={size!r} must be an integer of at least 0")
     unknown = set(_of_triton) - {"separate_full_blocks", "compute_dq_write_order", "dq_kv_order"}
     if unknown:
         raise ArgumentError(f"create_block_mask has no argument {', '.join(sorted(unknown))}")
+    block = (BLOCK_SIZE, BLOCK_SIZE) if isinstance(BLOCK_SIZE, int) else BLOCK_SIZE
     made = BlockMask(mask_mod, (B or 1, H or 1, Q_LEN, KV_LEN), block, device)
     _ = made.mask  # traced now, as a function that cannot be should be said here
     return made

@@ -14,7 +14,7 @@ from flashgen.language.modifiers import Mask, Score
 from flashgen.language.spec import AttentionSpec
 from flashgen.torch.block_mask import BlockMask
 from flashgen.torch.functional import call, is_deterministic
-from flashgen.torch.table import Registered, constant, registered
+from flashgen.torch.table import Registered, constant, outside_of_graphs, registered
 from flashgen.torch.tensors import Tensor, bound_tensor, dtype_of
 
 
@@ -37,7 +37,7 @@ def flex_attention(
     Args:
         query: (batch, heads, len_q, dim); key, value: (batch, heads of keys, len_k, dim).
         score_mod: f(score, b, h, q, k) -> score, or None. It may close over tensors; those that require a gradient get
-            one. Under torch.compile it is a function that was made outside.
+            one. Where torch.compile compiles what makes it, its graph breaks here.
         block_mask: what `flashgen.torch.create_block_mask` made, for these lengths.
         scale: None is 1/sqrt(dim). enable_gqa: each head of key and value is for a group of those of query.
         return_lse: give the natural logarithm of the sums, float32 (batch, heads, len_q), too.
@@ -45,6 +45,9 @@ def flex_attention(
         return_aux: an AuxRequest of torch's; of it lse is known.
         emulate: run CPU tensors on the emulator.
     """
+    if torch.compiler.is_compiling() and _is_made_inside(score_mod):
+        given = (query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse, kernel_options)
+        return _outside(*given, return_aux=return_aux, emulate=emulate)
     if block_mask is not None:
         _check_block_mask(block_mask, query, key)
     if query.ndim == 4 and query.shape[1] != key.shape[1] and not enable_gqa:
@@ -67,13 +70,29 @@ def flex_attention(
     return (made[0], AuxOutput(lse=made[1])) if wants_lse else (made, AuxOutput())
 
 
+@outside_of_graphs("flashgen traces score_mod, which torch.compile made itself: make it outside of what that compiles")
+def _outside(*given: Any, **named: Any) -> Any:
+    return flex_attention(*given, **named)
+
+
+def _is_made_inside(function: Any) -> bool:
+    """Whether a function is made by what torch.compile compiles, which knows no closure of it then."""
+    if not hasattr(function, "__code__"):
+        return False
+    try:
+        _ = function.__closure__
+    except AttributeError:
+        return True
+    return False
+
+
 def _check_block_mask(block_mask: Any, query: Tensor, key: Tensor) -> None:
     if not isinstance(block_mask, BlockMask):
         raise ArgumentError(
             f"block_mask of type {type(block_mask).__module__}.{type(block_mask).__name__}: make it by "
             "flashgen.torch.create_block_mask, which takes the same arguments"
         )
-    batch, heads, len_q, len_k = block_mask.shape
+    (batch, heads), (len_q, len_k) = block_mask.batch_and_heads, block_mask.seq_lengths
     if (len_q, len_k) != (query.shape[-2], key.shape[-2]):
         raise ArgumentError(
             f"block_mask is for {len_q} queries and {len_k} keys; query has {query.shape[-2]} and key {key.shape[-2]}: "

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
-from functools import cached_property
+from functools import cached_property, wraps
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -18,6 +18,7 @@ from flashgen.language.operations import BATCH
 from flashgen.language.spec import AttentionSpec
 
 Function = TypeVar("Function")
+_set_eval_frame: Any = torch._C._dynamo.eval_frame.set_eval_frame
 
 
 def constant(function: Function) -> Function:
@@ -27,6 +28,28 @@ def constant(function: Function) -> Function:
     """
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
+
+
+def outside_of_graphs(why: str) -> Callable[[Function], Function]:
+    """Has torch.compile break its graph before a function and run that as it stands; `why` is what fullgraph=True says.
+
+    As torch.compiler.disable, which imports the whole compiler for it.
+    """
+
+    def of(function: Any) -> Any:
+        @wraps(function)
+        def outside(*given: Any, **named: Any) -> Any:
+            before = _set_eval_frame(None)
+            try:
+                return function(*given, **named)
+            finally:
+                _set_eval_frame(before)
+
+        outside._torchdynamo_disable = True  # type: ignore[attr-defined]
+        outside._torchdynamo_disable_msg = why  # type: ignore[attr-defined]
+        return outside
+
+    return of
 
 
 _EMULATED: ContextVar[bool] = ContextVar("whether CPU tensors run on the emulator", default=False)

@@ -13,7 +13,14 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 
 import flashgen as fg
-from flashgen.torch import attention, flex_attention, register, scaled_dot_product_attention, varlen_attention
+from flashgen.torch import (
+    attention,
+    create_block_mask,
+    flex_attention,
+    register,
+    scaled_dot_product_attention,
+    varlen_attention,
+)
 
 slopes = fg.Tensor("slopes", "float32", 1, grad=True)
 ids = fg.Tensor("ids", "int32", 2)
@@ -98,6 +105,41 @@ def test_functions_of_every_signature_compile_without_breaks() -> None:
     torch.testing.assert_close(compiled(*qkv), model(*qkv))
     compiled(*qkv).sum().backward()
     assert table.grad is not None and table.grad.any()
+
+
+def test_functions_that_are_made_inside_break_the_graph() -> None:
+    """And are refused where there may be no break, with what to do."""
+    qkv, table = fresh(40), torch.tensor([0.1, -0.2], requires_grad=True)
+
+    def with_score(q: Any, k: Any, v: Any) -> Any:
+        def score(s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+            return s + table[h] * (i - j)
+
+        return flex_attention(q * 2, k, v, score) * 2
+
+    def with_mask(q: Any, k: Any, v: Any) -> Any:
+        mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, 40, 40)
+        return flex_attention(q * 2, k, v, block_mask=mask) * 2
+
+    for model in (with_score, with_mask):
+        expected = model(*qkv)
+        assert torch.equal(torch.compile(model, backend="aot_eager")(*qkv), expected)
+        torch.compiler.reset()  # which would run what it has made with the break
+        with pytest.raises(torch._dynamo.exc.Unsupported, match="outside of what"):
+            torch.compile(model, backend="aot_eager", fullgraph=True)(*qkv)
+    (learned,) = torch.autograd.grad(torch.compile(with_score, backend="aot_eager")(*qkv).float().sum(), [table])
+    assert learned.any()
+
+
+def test_what_is_compiled_by_itself() -> None:
+    """As programs for FlexAttention begin: its two functions through torch.compile."""
+    qkv, ids = fresh(40), torch.arange(40) // 13
+    mask = lambda b, h, i, j: ids[i] == ids[j]
+    made = torch.compile(create_block_mask, backend="aot_eager")(mask, None, None, 40, 40)
+    call = torch.compile(flex_attention, backend="aot_eager", dynamic=False)
+    score = lambda s, b, h, i, j: s * 2 + (i - j)
+    expected = flex_attention(*qkv, score, create_block_mask(mask, None, None, 40, 40))
+    assert torch.equal(call(*qkv, score_mod=score, block_mask=made), expected)
 
 
 def test_specs_of_layers_are_told_apart() -> None:
