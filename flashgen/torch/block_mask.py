@@ -146,6 +146,13 @@ class BlockMask:
         shape = (*partial.shape[:2], *self.seq_lengths)
         return BlockMask(_mask_of_other_indices, shape, self.BLOCK_SIZE, self.device, (partial, full))
 
+    def _adjust(self, new_q_len: int, new_kv_len: int) -> BlockMask:
+        """The same for other lengths, as FlexAttention's errors tell users to call it; of blocks, the first ones."""
+        rows, columns = (-(-new // block) for new, block in zip((new_q_len, new_kv_len), self.BLOCK_SIZE, strict=True))
+        blocks = self._blocks and (self._blocks[0][..., :rows, :columns], self._blocks[1][..., :rows, :columns])
+        shape = (*self.batch_and_heads, new_q_len, new_kv_len)
+        return BlockMask(self._mask_mod, shape, self.BLOCK_SIZE, self.device, blocks)
+
     def to_string(self, grid_size: int | tuple[int, int] = _MOST_SHOWN, limit: int = 4) -> str:
         """A picture of the first `limit` maps of blocks, of at most so many rows and columns; -1 is all of them.
 

@@ -104,6 +104,14 @@ def test_decoding_by_a_row_of_blocks() -> None:
         torch.testing.assert_close(out, expected[:, :, position : position + 1], atol=1e-2, rtol=1e-2)
 
 
+def test_other_lengths() -> None:
+    mine, torchs_own = both("documents")
+    shorter = mine._adjust(48, 64)
+    assert shorter.shape == (1, 2, 48, 64) and torch.equal(shorter.to_dense(), torchs_own.to_dense()[..., :3, :4])
+    of_blocks = mine[:, :]._adjust(48, 64)
+    assert of_blocks.shape == shorter.shape and torch.equal(of_blocks.to_dense(), shorter.to_dense())
+
+
 def test_a_mask_whose_function_is_set_is_another() -> None:
     q = torch.randn(1, 2, LENGTH, 32, dtype=torch.bfloat16)
     mask = ours.create_block_mask(causal, None, None, LENGTH, LENGTH)
