@@ -13,8 +13,8 @@ from typing import Any, Optional
 
 import torch
 
-from flashgen.errors import ArgumentError
-from flashgen.torch.table import Registered, of_key
+from flashgen.errors import ArgumentError, UnsupportedError
+from flashgen.torch.table import Registered, of_key, outside_of_graphs
 from flashgen.torch.tensors import (
     Tensor,
     check_call,
@@ -25,9 +25,23 @@ from flashgen.torch.tensors import (
     to_tensor,
 )
 
+LIBRARY = torch.library.Library("flashgen", "FRAGMENT")  # the registrations live as long as it does
+
+
+def _operator(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Registers a function as the kernel of the operator of its name, on every device.
+
+    As torch.library.custom_op, but for a look at every call whether outputs alias inputs, and layers of Python, which
+    take longer than all that the operator does: compiled graphs call it through the dispatcher.
+    """
+    schema = torch.library.infer_schema(function, mutates_args=())
+    LIBRARY.define(function.__name__ + schema, tags=(torch.Tag.pt2_compliant_tag,))
+    LIBRARY.impl(function.__name__, outside_of_graphs("a kernel")(function), "CompositeExplicitAutograd")
+    return function
+
 
 # The schema is inferred from these annotations, which torch 2.6 reads as types alone: no strings, no `|`.
-@torch.library.custom_op("flashgen::forward", mutates_args=())
+@_operator
 def forward(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -93,7 +107,7 @@ def seed_of(entry: Registered, seed: Tensor) -> Any:
     return seed if seed.is_cuda else int(seed) & (2**64 - 1)
 
 
-@forward.register_fake
+@torch.library.register_fake("flashgen::forward", lib=LIBRARY)
 def _(q: Tensor, k: Tensor, v: Tensor, captures: Any, key: str, integers: Any, floats: Any, seed: Any) -> Any:
     entry = of_key(key)
     check_call(entry, q, k, v, captures, seed)
@@ -101,7 +115,7 @@ def _(q: Tensor, k: Tensor, v: Tensor, captures: Any, key: str, integers: Any, f
     return q.new_empty(out), q.new_empty(lse, dtype=torch.float32)
 
 
-@torch.library.custom_op("flashgen::backward", mutates_args=())
+@_operator
 def backward(
     d_out: torch.Tensor,
     d_lse: Optional[torch.Tensor],  # noqa: UP045
@@ -157,7 +171,7 @@ def run_backward(
     return [to_tensor(gradient) for gradient in made]
 
 
-@backward.register_fake
+@torch.library.register_fake("flashgen::backward", lib=LIBRARY)
 def _(
     d_out: Tensor, d_lse: Any, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, captures: Any, key: str,
     integers: Any, floats: Any, seed: Any,
@@ -191,7 +205,13 @@ def gradients(
     return (*made[:3], of_captures, None, *no_numbers, None)
 
 
-forward.register_autograd(gradients, setup_context=save)
+def no_second_derivative(_ctx: Any, *_gradients: Any) -> Any:
+    """The gradient of a gradient, which there is none of."""
+    raise UnsupportedError("flashgen's attention has no second derivative: take gradients of it once")
+
+
+torch.library.register_autograd("flashgen::forward", gradients, setup_context=save, lib=LIBRARY)
+torch.library.register_autograd("flashgen::backward", no_second_derivative, lib=LIBRARY)
 
 
 class Plain(torch.autograd.Function):

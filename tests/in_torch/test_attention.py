@@ -181,7 +181,7 @@ def test_gradients_that_are_the_same_bits(qkv: Any) -> None:
 
 def test_a_gradient_of_a_gradient_is_refused(qkv: Any) -> None:
     (dq,) = torch.autograd.grad(attention(CAUSAL, *qkv).sum(), qkv[:1], create_graph=True)
-    with pytest.raises(RuntimeError, match=r"flashgen\.backward|flashgen::backward"):
+    with pytest.raises(UnsupportedError, match="no second derivative"):
         dq.sum().backward()
 
 
