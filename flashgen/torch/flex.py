@@ -14,7 +14,7 @@ from flashgen.language.modifiers import Mask, Score
 from flashgen.language.spec import AttentionSpec
 from flashgen.torch.block_mask import BlockMask
 from flashgen.torch.functional import call, is_deterministic
-from flashgen.torch.table import Registered, constant, outside_of_graphs, registered
+from flashgen.torch.table import Registered, constant, handle, held, outside_of_graphs, registered
 from flashgen.torch.tensors import Tensor, bound_tensor, dtype_of
 
 
@@ -60,7 +60,7 @@ def flex_attention(
         dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     sizes = (query.shape[-1], value.shape[-1], dtype_of(query), scale)
-    entry, bound = _entry(score_mod, block_mask, query.device, emulate, is_deterministic(None), *sizes)
+    entry, bound = _entry(score_mod, handle(block_mask), query.device, emulate, is_deterministic(None), *sizes)
     wants_lse = return_lse or bool(getattr(return_aux, "lse", False))
     made = call(entry, bound, query, key, value, {}, return_lse=wants_lse)
     if return_aux is None:
@@ -77,11 +77,13 @@ def _outside(*given: Any, **named: Any) -> Any:
 
 def _is_made_inside(function: Any) -> bool:
     """Whether a function is made by what torch.compile compiles, which knows no closure of it then."""
-    if not hasattr(function, "__code__"):
+    if not hasattr(function, "__code__") or not function.__code__.co_freevars:
         return False
+    if not hasattr(function, "__closure__"):
+        return True
     try:
         _ = function.__closure__
-    except AttributeError:
+    except AttributeError:  # of which some torch says that it is there
         return True
     return False
 
@@ -107,8 +109,8 @@ def _check_block_mask(block_mask: Any, query: Tensor, key: Tensor) -> None:
 def _entry(
     score_mod: Any, block_mask: Any, device: torch.device, emulate: bool | None, deterministic: bool, *sizes: Any
 ) -> tuple[Registered, dict[str, Tensor]]:
-    """What is registered of a call's spec, and the tensors that its functions close over."""
-    spec = flex_spec(score_mod, block_mask, *sizes)
+    """What is registered of a call's spec, and the tensors that its functions close over; of a block mask's handle."""
+    spec = flex_spec(score_mod, held(block_mask), *sizes)
     bound = {name: bound_tensor(array, device) for name, array in spec.bound.items()}
     return registered(spec, emulate=emulate, deterministic=deterministic), bound
 

@@ -11,7 +11,7 @@ from flashgen.attention import Attention
 from flashgen.attention.bound import BoundAttention
 from flashgen.errors import ArgumentError
 from flashgen.torch import autocast, operators
-from flashgen.torch.table import Registered, constant, registered
+from flashgen.torch.table import Registered, constant, handle, held, registered
 from flashgen.torch.tensors import Tensor, all_captures, bound_tensor
 from flashgen.torch.transforms import is_transforming, transformed
 
@@ -54,8 +54,9 @@ def attention(
 
     Returns the output, of q's kind, or a pair with the LSE. Raises ArgumentError where something does not fit.
     """
-    entry, closed_over = entry_of(spec, emulate, is_deterministic(deterministic))
-    bound = bound_tensors(spec, q.device) if closed_over else {}
+    given = handle(spec)
+    entry, closed_over = entry_of(given, emulate, is_deterministic(deterministic))
+    bound = bound_tensors(given, q.device) if closed_over else {}
     return call(entry, bound, q, k, v, captures, seed, return_lse)
 
 
@@ -123,7 +124,8 @@ def _wants_gradients(q: Tensor, k: Tensor, v: Tensor, arrays: list[Tensor]) -> b
 
 @constant
 def entry_of(spec: Any, emulate: bool | None, deterministic: bool) -> tuple[Registered, bool]:
-    """What is registered of a spec, and whether its functions closed over arrays."""
+    """What is registered of a spec, by its handle, and whether its functions closed over arrays."""
+    spec = held(spec)
     if isinstance(spec, Attention):
         return registered(spec), isinstance(spec, BoundAttention)
     return registered(spec, emulate=emulate, deterministic=deterministic), bool(getattr(spec, "bound", None))
@@ -131,8 +133,8 @@ def entry_of(spec: Any, emulate: bool | None, deterministic: bool) -> tuple[Regi
 
 @constant
 def bound_tensors(spec: Any, device: torch.device) -> dict[str, Tensor]:
-    """The arrays that the functions of a spec closed over, as tensors on a device."""
-    return {name: bound_tensor(array, device) for name, array in spec.bound.items()}
+    """The arrays that the functions of a spec, by its handle, closed over, as tensors on a device."""
+    return {name: bound_tensor(array, device) for name, array in held(spec).bound.items()}
 
 
 def _seed(entry: Registered, seed: Any, device: torch.device) -> Tensor | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import threading
 from collections.abc import Callable, Iterator
@@ -28,6 +29,19 @@ def constant(function: Function) -> Function:
     """
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
+
+
+def handle(value: Any) -> Any:
+    """What is given to a function marked `constant` for an object: where torch.compile traces, its address.
+
+    Not every torch takes objects for constants; all guard by an object's identity whatever asks for its address.
+    """
+    return id(value) if torch.compiler.is_compiling() and value is not None else value
+
+
+def held(value: Any) -> Any:
+    """The object of a handle. Whoever is traced holds it meanwhile."""
+    return ctypes.cast(value, ctypes.py_object).value if isinstance(value, int) else value
 
 
 def outside_of_graphs(why: str) -> Callable[[Function], Function]:
