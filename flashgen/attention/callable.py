@@ -16,6 +16,7 @@ from flashgen.attention.tile_lists import TileLister, TileLists, sizes_of
 from flashgen.attention.tuned_plans import TunedPlans
 from flashgen.build.cache import KernelCache
 from flashgen.build.resources import Resources
+from flashgen.codegen.families import backward_family
 from flashgen.codegen.plan import Plan
 from flashgen.codegen.rendered_kernel import RenderedKernel
 from flashgen.codegen.stages import Kernels, backward_kernels, forward_kernels
@@ -181,8 +182,10 @@ class Attention:
         from flashgen.attention.backward import BackwardPass
 
         kernels, prebuild = self.backward_kernels, self._prebuild("backward")
+        fixed = self.deterministic or self._given_backward_plan is not None or self._edits.of_the_backward
+        dividing = None if fixed else backward_family(self.target).dividing
         with self._edits.told():
-            return BackwardPass(self.spec, kernels, self.engine, prebuild)
+            return BackwardPass(self.spec, kernels, self.engine, prebuild, dividing)
 
     def tiles(
         self, len_q: int, len_k: int | None = None, batch: int | None = None, heads: int | None = None, **captures: Any

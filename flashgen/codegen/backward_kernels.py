@@ -5,7 +5,8 @@ in the order of FlashAttention-2 (Dao 2023, algorithm 2). With dS = P * (dP - D)
 
     prepare   a row's LSE to the base 2, and D; zeroes the sums of dQ
     keys      a block walks the queries of a tile of keys: dV = P^T dO, dK = dS^T Q, and shares of dQ = dS K
-    finish    dQ from its shares, added up in float32
+    finish    dQ from its shares, added up in float32; finish_dk and finish_dv likewise where query heads that share a
+              head of K and V are blocks of their own
     queries   in place of shares and finish where gradients must not depend on an order of additions: a block walks the
               keys of a tile of queries, and computes S and dP once more for dQ alone
 """
@@ -16,7 +17,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import sympy
 
@@ -86,6 +87,7 @@ def numbers(*names: str) -> list[Field]:
 STATISTICS = Field("const float*", "statistics", comment="(batch, heads_q, rows, 2): LSE to the base 2, and D")
 DQ_SUMS = Field("float*", "dq_sums", comment="(batch, heads_q, rows, padded head_dim), in an order of its own")
 ROWS = Field("int", "rows", comment="len_q, rounded up")
+KEYS = Field("int", "keys", comment="len_k, rounded up")
 
 
 def prepare(
@@ -126,14 +128,55 @@ def row_values(rows: Rows, sizes: Sizes) -> dict[str, Any]:
 
 def finish(spec: AttentionSpec, target: Target, plan: KeysPlan, rows: Rows) -> RenderedKernel:
     """The kernel after the others: dQ from its sums."""
-    fields = [Field("const float*", "dq_sums"), STATISTICS, Field("Element*", "dq"), *strides("dq")]
-    fields += numbers("heads_q", "len_q")
-    context: dict[str, Any] = {"plan": plan, "threads": _FINISH_THREADS, "deterministic": False}
-    context["head_padded"] = plan.head_columns(spec)
-    context["vector_reductions"] = target.vector_reductions
+    fields = [Field("const float*", "dq_sums"), STATISTICS, Field("Element*", "dq"), *strides("dq"), *numbers("len_q")]
+    context: dict[str, Any] = {
+        "plan": plan,
+        "gradient_of": "q",
+        "dim": spec.head_dim,
+        "padded_dim": plan.head_columns(spec),
+        "tile": plan.tile_q,
+        "warps": plan.gradient_warps(spec),
+        "factor": spec.scale,
+    }
     launch = {"grid": partial(_blocks_of_rows, rows, plan.tile_q), "values": partial(row_values, rows)}
+    return _finish("", spec, target, [*fields, ROWS], context, launch)
+
+
+def finish_keys(
+    spec: AttentionSpec, target: Target, plan: Any, of: Literal["k", "v"], columns: int, keys: Rows
+) -> RenderedKernel:
+    """dK or dV from the sums over the query heads that share a head of K and V, of 16 keys a warp.
+
+    columns: of a row of the sums. keys: how many rows they have.
+    """
+    fields = [Field("const float*", f"d{of}_sums"), Field("Element*", f"d{of}"), *strides(f"d{of}"), *numbers("len_k")]
+    context: dict[str, Any] = {
+        "plan": plan,
+        "gradient_of": of,
+        "dim": spec.head_dim if of == "k" else spec.value_dim,
+        "padded_dim": columns,
+        "tile": plan.tile_k,
+        "warps": (plan.tile_k // 16, 1),
+        "factor": spec.scale if of == "k" else 256 / spec.keep_threshold,
+    }
+    launch = {
+        "grid": lambda sizes: (keys(sizes) // plan.tile_k, sizes.heads_kv, sizes.batch),
+        "values": lambda sizes: {"keys": keys(sizes)},
+    }
+    return _finish(f"d{of}", spec, target, [*fields, KEYS], context, launch)
+
+
+def _finish(
+    of: str, spec: AttentionSpec, target: Target, fields: list[Field], context: dict[str, Any], launch: dict[str, Any]
+) -> RenderedKernel:
+    context |= {
+        "threads": _FINISH_THREADS,
+        "deterministic": False,
+        "head_padded": context["padded_dim"],
+        "vector_reductions": target.vector_reductions,
+    }
     return backward_kernel(
-        "finish", spec, target, ordered([*fields, ROWS]), context, _FINISH_THREADS, 0, launch, plain=True
+        "finish", spec, target, ordered(fields), context, _FINISH_THREADS, 0, launch, plain=True, of=of
     )
 
 
@@ -184,11 +227,13 @@ def backward_kernel(
 ) -> RenderedKernel:
     """One of the kernels; a `plain` one has nothing of the mask and the score in it.
 
-    launch: what its record says of that. of: the capture that it is for. template: where it is a family's own.
-    primitives: sizes of those that are written out for some only. optional: members that not every variant reads.
+    launch: what its record says of that. of: the capture, or the gradient, that it is for. template: where it is a
+    family's own. primitives: sizes of those that are written out for some only. optional: members that not every
+    variant reads.
     """
     struct, entry = f"Backward{part.title()}Arguments", entry_name(f"attention_backward_{part}{of and f'_{of}'}", spec)
-    shown, plan, deterministic = f"d_{of}" if of else part, context.get("plan"), context["deterministic"]
+    shown = (f"finish_{of}" if part == "finish" else f"d_{of}") if of else part
+    plan, deterministic = context.get("plan"), context["deterministic"]
     cost = backward_cost(shown, spec, deterministic, context.get("head_padded", 0))
     in_any_mode = context.get("in_any_mode", False)
     header = backward_header(shown, spec, target, plan, shared_bytes, cost, deterministic, in_any_mode)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 from flashgen.analysis.closed_forms.tile_ranges import key_range, query_range
 from flashgen.codegen.arguments import Field
@@ -12,12 +12,14 @@ from flashgen.codegen.assembly import check_spec, longest_last, suffix_of, visit
 from flashgen.codegen.backward_kernels import (
     DQ_SUMS,
     EXACT_LIMBS,
+    KEYS,
     ROWS,
     STATISTICS,
     Rows,
     backward_kernel,
     capture_sums,
     finish,
+    finish_keys,
     is_masked,
     numbers,
     prepare,
@@ -35,11 +37,12 @@ from flashgen.codegen.hopper.plans import panel_columns
 from flashgen.codegen.hopper.queries_plans import HopperQueriesPlan, choose_hopper_queries_plan
 from flashgen.codegen.hopper.wide_plans import HopperWidePlan, choose_hopper_wide_plan
 from flashgen.codegen.mma_sync.backward import render_mma_sync_backward
-from flashgen.codegen.rendered_kernel import RenderedKernel
+from flashgen.codegen.rendered_kernel import RenderedKernel, Workspace
 from flashgen.codegen.sizes import ceil_div
 from flashgen.codegen.targets import Target
 from flashgen.codegen.tiling import padded
 from flashgen.codegen.variant import layout_of
+from flashgen.errors import UnsupportedError
 from flashgen.language.spec import AttentionSpec
 
 HopperPlans = HopperBackwardPlan | HopperWidePlan
@@ -62,6 +65,8 @@ def render_hopper_backward(
         others = render_mma_sync_backward(spec, replace(target, backward_family="ampere"), None, deterministic)
         return tuple(replace(kernel, target=target) for kernel in others)
     plan.check(spec, target)
+    if plan.heads_apart and deterministic:
+        raise UnsupportedError(f"{plan}: the deterministic mode adds up no shares of dK and dV: leave out heads_apart")
     rows = rows_of(plan.tile_q)
     if isinstance(plan, HopperWidePlan):
         apart, keys = True, _wide_keys(spec, target, plan, rows)
@@ -73,6 +78,8 @@ def render_hopper_backward(
         kernels.append(_queries(spec, target, choose_hopper_queries_plan(spec, target), rows, wide))
     else:
         kernels.append(finish(spec, target, plan, rows))
+    if plan.heads_apart:
+        kernels += [finish_keys(spec, target, plan, of, width, _keys_of(plan)) for of, width in _widths(spec, plan)]
     return (*kernels, *capture_sums(spec, target, deterministic))
 
 
@@ -80,13 +87,15 @@ def _keys(
     spec: AttentionSpec, target: Target, plan: HopperBackwardPlan, rows: Rows, deterministic: bool
 ) -> RenderedKernel:
     tiles, shared = query_range(spec.mask.expression), plan.shared_bytes(spec, deterministic)
-    fields = [Field("TensorMap", f"{name}_map") for name in ("q", "k", "v", "d_o", "dk", "dv")]
+    written = () if plan.heads_apart else ("dk", "dv")
+    fields = [Field("TensorMap", f"{name}_map") for name in ("q", "k", "v", "d_o", *written)]
     fields += [STATISTICS] if deterministic else [STATISTICS, DQ_SUMS]
+    fields += [Field("float*", f"d{of}_sums") for of, _ in _widths(spec, plan) if plan.heads_apart]
     gradient = score_gradient(spec)
     gathers = gradient.gathers if gradient else ()
     sums = "long long*" if deterministic else "float*"
     fields += [Field(sums, f"d_{member}") for member in dict.fromkeys(gather.member for gather in gathers)]
-    fields += [*numbers("heads_q", "heads_per_kv", "len_q", "len_k"), ROWS]
+    fields += [*numbers("heads_q", "heads_per_kv", "len_q", "len_k"), ROWS, *([KEYS] if plan.heads_apart else [])]
     layout = layout_of(spec, fields, lists=tiles is None)
     context = {
         "plan": plan,
@@ -107,7 +116,9 @@ def _keys(
     }
     launch: dict[str, Any] = {"values": partial(row_values, rows), "reads": "queries" if tiles is None else None}
     launch["grid"] = lambda sizes: (ceil_div(sizes.len_k, plan.tile_k), sizes.heads_kv, sizes.batch)
-    launch["boxes"] = _boxes(spec, plan)
+    launch["boxes"] = {name: box for name, box in _boxes(spec, plan).items() if name not in ("dk", "dv") or written}
+    if plan.heads_apart:
+        launch |= _of_query_heads(spec, plan, rows)
     widths = dict.fromkeys((plan.head_columns(spec), padded(spec.value_dim)))
     gradients = [] if deterministic else [(plan.gradient_columns(spec), "true")]
     primitives = {
@@ -127,6 +138,32 @@ def _keys(
         primitives=primitives,
         optional=_OPTIONAL,
     )
+
+
+def _of_query_heads(spec: AttentionSpec, plan: HopperBackwardPlan, rows: Rows) -> dict[str, Any]:
+    """The launch where each query head has blocks of its own, and the sums that they share."""
+    keys = _keys_of(plan)
+
+    def sums(width: int) -> Any:
+        return lambda sizes: (sizes.batch, sizes.heads_kv, keys(sizes), width)
+
+    return {
+        "grid": lambda sizes: (ceil_div(sizes.len_k, plan.tile_k), sizes.heads_q, sizes.batch),
+        "values": lambda sizes: row_values(rows, sizes) | {"keys": keys(sizes)},
+        "workspaces": tuple(
+            Workspace(f"d{of}_sums", sums(width), "float32", zeroed=True) for of, width in _widths(spec, plan)
+        ),
+    }
+
+
+def _widths(spec: AttentionSpec, plan: HopperPlans) -> tuple[tuple[Literal["k", "v"], int], ...]:
+    """Columns of a row of K and of V, as they are held."""
+    return ("k", plan.head_columns(spec)), ("v", padded(spec.value_dim))
+
+
+def _keys_of(plan: HopperPlans) -> Rows:
+    """Keys, rounded up to whole tiles."""
+    return lambda sizes: ceil_div(sizes.len_k, plan.tile_k) * plan.tile_k
 
 
 def _wide_keys(spec: AttentionSpec, target: Target, plan: HopperWidePlan, rows: Rows) -> RenderedKernel:
