@@ -19,7 +19,7 @@ from flashgen.attention.gradients import (
     gradient_shape,
 )
 from flashgen.attention.outputs import check_lse, output_strides
-from flashgen.attention.problem import Problem, problem_of
+from flashgen.attention.problem import Bounds, Problem, problem_of
 from flashgen.attention.sharing import Sharing
 from flashgen.attention.stages import NO_LISTS, BuiltStages, PreparedStages
 from flashgen.attention.tile_lists import ListsLaunch
@@ -108,9 +108,9 @@ class BackwardPass(Pass[_Prepared]):
             pointers[summed_gradient(capture)] = pointers[capture_gradient(capture)] = gradients[capture.name]
         return pointers
 
-    def _work_out(self, views: dict[str, View], libraries: Mapping[str, Library]) -> _Prepared:
+    def _work_out(self, views: dict[str, View], libraries: Mapping[str, Library], bounds: Bounds) -> _Prepared:
         spec, device = self.spec, common_device(views)
-        problem = problem_of(spec, views)
+        problem = problem_of(spec, views, bounds=bounds)
         for name, argument in (("o", "out"), ("d_o", "d_out")):
             problem.strides[name] = output_strides(spec, argument, views[name], problem)
         for name in ("lse", "d_lse"):

@@ -12,6 +12,7 @@ from flashgen.attention.forward import ForwardPass
 from flashgen.attention.gradients import ROWS, Gradients, differentiated, given_gradients
 from flashgen.attention.kernel_choice import BuiltForward
 from flashgen.attention.outputs import given_outputs
+from flashgen.attention.ragged import refuse_ragged, taken_apart
 from flashgen.attention.tile_lists import TileLister, TileLists, sizes_of
 from flashgen.attention.tuned_plans import TunedPlans
 from flashgen.build.cache import KernelCache
@@ -70,7 +71,7 @@ class Attention:
         kernels = forward_kernels(spec, target, plan=plan)
         self._kernels = {role: edits.of(role, kernel) for role, kernel in kernels.items()}
         self._kernel = self._kernels["forward"]
-        own_plan = plan is None and not edits.of_the_forward
+        own_plan = plan is None and not edits.of_the_forward and not spec.is_ragged
         follows = own_plan and (engine.measures or tuned is not None)
         tuned_plans = TunedPlans(self._kernel, tuned) if follows else None
         with edits.told():
@@ -136,6 +137,7 @@ class Attention:
         return self._built_for(len_q, len_q if len_k is None else len_k, batch, heads, heads_kv).kernel.plan
 
     def _built_for(self, len_q: int, len_k: int, batch: int, heads: int, heads_kv: int | None = None) -> BuiltForward:
+        refuse_ragged(self.spec, "plan_for", "its plan is `plan`, whatever the lengths are")
         sizes = sizes_of(len_q, len_k, batch, heads, heads_kv)
         if not self._forward.choice.depends_on(sizes):
             return self._forward.choice.default
@@ -203,6 +205,7 @@ class Attention:
 
         Raises ArgumentError for a size that cannot be, and for captures that are missing or say different sizes.
         """
+        refuse_ragged(self.spec, "tiles", "ask the spec of layout 'bshd' about one sequence")
         from flashgen.analysis.captured_extents import captured_extent
         from flashgen.analysis.tile_classes import tile_map
 
@@ -232,6 +235,7 @@ class Attention:
 
         Raises ArgumentError where the mask has a closed form and needs no lists, or a capture does not fit.
         """
+        refuse_ragged(self.spec, "tile_lists", "each call makes its own")
         if self._lister is None:
             raise ArgumentError(f"{self.spec.mask.name} needs no lists: its tiles are known in closed form")
         length_k = len_q if len_k is None else len_k
@@ -246,6 +250,7 @@ class Attention:
 
         As `tile_lists`, of which it has the arguments and errors; by tiles of keys, and of the backward's own sizes.
         """
+        refuse_ragged(self.spec, "backward_tile_lists", "each call makes its own")
         listers = self._backward.listers
         if listers is None:
             raise ArgumentError(f"{self.spec.mask.name} needs no lists: its tiles are known in closed form")
@@ -294,8 +299,9 @@ class Attention:
         """
         wanted = _BOTH if return_lse else _OUTPUT
         given = _NOTHING if out is None else given_outputs(out, return_lse)
-        inputs = {"q": q, "k": k, "v": v}
-        results = self._forward(Call(inputs, captures, seed, offset, wanted, given, tile_lists))
+        ragged, bounds, captured = taken_apart(self.spec, captures)
+        inputs = {"q": q, "k": k, "v": v, **ragged}
+        results = self._forward(Call(inputs, captured, seed, offset, wanted, given, tile_lists, bounds))
         if out is not None:
             return out
         return (results["o"], results["lse"]) if return_lse else results["o"]
@@ -326,6 +332,7 @@ class Attention:
         """
         from flashgen.attention.tuning import tune
 
+        refuse_ragged(self.spec, "tune", "tune the spec of layout 'bshd', and give its plan to compile(..., plan=...)")
         return tune(self._forward, (q, k, v), captures, seed)
 
     def backward(
@@ -375,11 +382,13 @@ class Attention:
             UnsupportedError: the target cannot run the backward of the spec.
             LaunchError: a kernel could not be launched, or the emulator found a fault.
         """
-        inputs = {"q": q, "k": k, "v": v, "o": out, "d_o": d_out, "lse": lse}
+        ragged, bounds, captured = taken_apart(self.spec, captures)
+        inputs = {"q": q, "k": k, "v": v, "o": out, "d_o": d_out, "lse": lse, **ragged}
         if d_lse is not None:
             inputs["d_lse"] = d_lse
         given = _NOTHING if into is None else given_gradients(self.spec, into)
-        return Gradients.of(self._backward(Call(inputs, captures, seed, offset, self._gradients, given, tile_lists)))
+        call = Call(inputs, captured, seed, offset, self._gradients, given, tile_lists, bounds)
+        return Gradients.of(self._backward(call))
 
     def vjp(
         self,
