@@ -32,6 +32,7 @@ from flashgen.codegen.arguments import (
 from flashgen.codegen.assembly import assemble, common_context
 from flashgen.codegen.costs import backward_cost
 from flashgen.codegen.header import backward_header
+from flashgen.codegen.ragged import ragged_fields, sequences_text, slots
 from flashgen.codegen.rendered_kernel import Grid, RenderedKernel, Workspace, entry_name, kernel_name
 from flashgen.codegen.sizes import Sizes, ceil_div
 from flashgen.codegen.targets import Target
@@ -71,9 +72,34 @@ def _rows(multiple: int, sizes: Sizes) -> Any:
     return ceil_div(sizes.len_q, multiple) * multiple
 
 
-def rows_of(multiple: int) -> Rows:
-    """Queries, rounded up to a multiple of that and of what every kernel of rows takes at once."""
-    return partial(_rows, math.lcm(multiple, PREPARE_ROWS))
+def rows_of(multiple: int, ragged: bool = False) -> Rows:
+    """Queries, rounded up to a multiple of that and of what every kernel of rows takes at once.
+
+    ragged: those of all sequences together, each with room for its own rounding.
+    """
+    return partial(_ragged_rows if ragged else _rows, row_multiple(multiple))
+
+
+def row_multiple(multiple: int) -> int:
+    """What queries are rounded up to."""
+    return math.lcm(multiple, PREPARE_ROWS)
+
+
+def _ragged_rows(multiple: int, sizes: Sizes) -> Any:
+    return slots(sizes.total_q, sizes, multiple) * multiple
+
+
+def ragged_context(
+    spec: AttentionSpec, struct: str, layout: ArgumentLayout, multiple: int, slot: str, of_keys: bool = False
+) -> dict[str, Any]:
+    """What the template of a kernel is told of ragged batches; nothing where the spec is not of one.
+
+    multiple: of rows, as `rows_of` was told. slot: the constant of how many rows a slot of the kernel is for.
+    """
+    if not spec.is_ragged:
+        return {}
+    text = sequences_text(struct, layout, slot, of_keys, "kRowMultiple")
+    return {"row_multiple": row_multiple(multiple), "sequences": text}
 
 
 def strides(*names: str) -> list[Field]:
@@ -82,6 +108,13 @@ def strides(*names: str) -> list[Field]:
 
 def numbers(*names: str) -> list[Field]:
     return [Field("int", name) for name in names]
+
+
+def rows_shape(spec: AttentionSpec, rows: Rows, *columns: int) -> Callable[[Sizes], tuple[int, ...]]:
+    """The shape of an array of such rows of every head."""
+    if spec.is_ragged:
+        return lambda sizes: (sizes.heads_q, rows(sizes), *columns)
+    return lambda sizes: (sizes.batch, sizes.heads_q, rows(sizes), *columns)
 
 
 STATISTICS = Field("const float*", "statistics", comment="(batch, heads_q, rows, 2): LSE to the base 2, and D")
@@ -100,7 +133,8 @@ def prepare(
     fields = [Field("const Element*", "o"), Field("const Element*", "d_o"), Field("const float*", "lse")]
     fields += [Field("const float*", "d_lse", comment="or null"), Field("float*", "statistics")]
     fields += [] if deterministic else [DQ_SUMS]
-    layout = ordered([*fields, *strides("o", "d_o"), *numbers("heads_q", "len_q"), ROWS])
+    fields += [*strides("o", "d_o"), *(() if spec.is_ragged else numbers("heads_q")), *numbers("len_q"), ROWS]
+    layout = ordered([*fields, *(ragged_fields(keys=False) if spec.is_ragged else ())])
     lanes = max(1 << (spec.value_dim // 8 - 1).bit_length(), _PREPARE_THREADS // PREPARE_ROWS)
     context: dict[str, Any] = {
         "threads": _PREPARE_THREADS,
@@ -109,17 +143,18 @@ def prepare(
         "deterministic": deterministic,
         "in_any_mode": in_any_mode,
     }
-    memory = [Workspace("statistics", lambda sizes: (sizes.batch, sizes.heads_q, rows(sizes), 2), "float32")]
+    context |= ragged_context(spec, "BackwardPrepareArguments", layout, plan.tile_q, "kRowMultiple")
+    memory = [Workspace("statistics", rows_shape(spec, rows, 2), "float32")]
     if not deterministic:  # the kernel zeroes them
         columns = context["head_padded"] = plan.head_columns(spec)
-        memory.append(Workspace("dq_sums", lambda sizes: (sizes.batch, sizes.heads_q, rows(sizes), columns), "float32"))
-    launch = {"grid": partial(_blocks_of_rows, rows, PREPARE_ROWS), "values": partial(row_values, rows)}
+        memory.append(Workspace("dq_sums", rows_shape(spec, rows, columns), "float32"))
+    launch = {"grid": partial(_blocks_of_rows, spec, rows, PREPARE_ROWS), "values": partial(row_values, rows)}
     kernel = backward_kernel("prepare", spec, target, layout, context, _PREPARE_THREADS, 0, launch, plain=True)
     return replace(kernel, plan=plan, workspaces=tuple(memory))
 
 
-def _blocks_of_rows(rows: Rows, of_a_block: int, sizes: Sizes) -> Grid:
-    return rows(sizes) // of_a_block, sizes.heads_q, sizes.batch
+def _blocks_of_rows(spec: AttentionSpec, rows: Rows, of_a_block: int, sizes: Sizes) -> Grid:
+    return rows(sizes) // of_a_block, sizes.heads_q, 1 if spec.is_ragged else sizes.batch
 
 
 def row_values(rows: Rows, sizes: Sizes) -> dict[str, Any]:
@@ -129,6 +164,7 @@ def row_values(rows: Rows, sizes: Sizes) -> dict[str, Any]:
 def finish(spec: AttentionSpec, target: Target, plan: KeysPlan, rows: Rows) -> RenderedKernel:
     """The kernel after the others: dQ from its sums."""
     fields = [Field("const float*", "dq_sums"), STATISTICS, Field("Element*", "dq"), *strides("dq"), *numbers("len_q")]
+    layout = ordered([*fields, ROWS, *(ragged_fields(keys=False) if spec.is_ragged else ())])
     context: dict[str, Any] = {
         "plan": plan,
         "gradient_of": "q",
@@ -138,8 +174,9 @@ def finish(spec: AttentionSpec, target: Target, plan: KeysPlan, rows: Rows) -> R
         "warps": plan.gradient_warps(spec),
         "factor": spec.scale,
     }
-    launch = {"grid": partial(_blocks_of_rows, rows, plan.tile_q), "values": partial(row_values, rows)}
-    return _finish("", spec, target, [*fields, ROWS], context, launch)
+    context |= ragged_context(spec, "BackwardFinishArguments", layout, plan.tile_q, "kRowMultiple")
+    launch = {"grid": partial(_blocks_of_rows, spec, rows, plan.tile_q), "values": partial(row_values, rows)}
+    return _finish("", spec, target, layout, context, launch)
 
 
 def finish_keys(
@@ -163,11 +200,11 @@ def finish_keys(
         "grid": lambda sizes: (keys(sizes) // plan.tile_k, sizes.heads_kv, sizes.batch),
         "values": lambda sizes: {"keys": keys(sizes)},
     }
-    return _finish(f"d{of}", spec, target, [*fields, KEYS], context, launch)
+    return _finish(f"d{of}", spec, target, ordered([*fields, KEYS]), context, launch)
 
 
 def _finish(
-    of: str, spec: AttentionSpec, target: Target, fields: list[Field], context: dict[str, Any], launch: dict[str, Any]
+    of: str, spec: AttentionSpec, target: Target, layout: ArgumentLayout, context: dict[str, Any], launch: dict[str, Any]
 ) -> RenderedKernel:
     context |= {
         "threads": _FINISH_THREADS,
@@ -176,7 +213,7 @@ def _finish(
         "vector_reductions": target.vector_reductions,
     }
     return backward_kernel(
-        "finish", spec, target, ordered(fields), context, _FINISH_THREADS, 0, launch, plain=True, of=of
+        "finish", spec, target, layout, context, _FINISH_THREADS, 0, launch, plain=True, of=of
     )
 
 
