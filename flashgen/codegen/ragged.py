@@ -17,8 +17,8 @@ from flashgen.codegen.rendered_kernel import Grid
 from flashgen.codegen.sizes import Sizes, ceil_div
 from flashgen.language.spec import AttentionSpec
 
-BATCH_STRIDE = 0
-"""Elements from batch to batch of a packed array: what a kernel adds for one is in its sequence's first row."""
+MAP_ROWS = 256
+"""Rows along the second axis of a tensor map of a packed array: as many as a copy may move, or more."""
 _BESIDE = 2  # rows before the first sequence, and behind the last, are sequences of their own
 _OF_ROWS = frozenset(("lse", "d_lse"))
 _PADDED_ROWS = frozenset(("statistics", "dq_sums"))
