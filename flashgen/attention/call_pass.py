@@ -151,9 +151,7 @@ class Pass(Generic[AnyPrepared]):
             view = self.engine.library(array, capture.name).view(array, capture.name)
             check_distances(capture, view.shape, axis, int(captures[farthest.name]))
 
-    def _prepare(
-        self, arrays: dict[str, Any], library: Library, bounds: Bounds
-    ) -> tuple[AnyPrepared, Addresses]:
+    def _prepare(self, arrays: dict[str, Any], library: Library, bounds: Bounds) -> tuple[AnyPrepared, Addresses]:
         """What calls like this one share, worked out, and the arrays checked, the first time; the arrays' addresses.
 
         library: of q, and so of all arrays of its type.

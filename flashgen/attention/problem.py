@@ -113,20 +113,27 @@ def _ragged_problem(
     multiprocessors: int,
 ) -> Problem:
     """A ragged batch: how many sequences its offsets say, whose lengths only the device knows."""
-    for name, needed in (("cu_seqlens_q", None), ("cu_seqlens_k", 1), ("seqused_k", 0)):
-        if name in views:
-            batch = views["cu_seqlens_q"].shape[0] - 1 if len(views["cu_seqlens_q"].shape) == 1 else 0
-            _check_offsets(name, views[name], None if needed is None else batch + needed)
+    _check_offsets("cu_seqlens_q", views["cu_seqlens_q"])
     batch = views["cu_seqlens_q"].shape[0] - 1
     if not 0 <= batch <= MOST_HEADS:
         raise ArgumentError(f"cu_seqlens_q is of {batch} sequences; give from 1 to {MOST_HEADS + 1} elements")
-    lengths = [total if bound is None else min(bound, total) for bound, total in zip(bounds, (sizes.len_q, sizes.len_k), strict=True)]
-    heads = (sizes.heads_q, sizes.heads_kv)
-    totals = {"total_q": sizes.len_q, "total_k": sizes.len_k}
-    return Problem(batch, *heads, *lengths, strides, multiprocessors=multiprocessors, ragged=True, **totals)
+    _check_offsets("cu_seqlens_k", views["cu_seqlens_k"], batch + 1)
+    if "seqused_k" in views:
+        _check_offsets("seqused_k", views["seqused_k"], batch)
+    total_q, total_k = sizes.len_q, sizes.len_k
+    len_q, len_k = (
+        total if bound is None else min(bound, total) for bound, total in zip(bounds, (total_q, total_k), strict=True)
+    )
+    return Problem(
+        *(batch, sizes.heads_q, sizes.heads_kv, len_q, len_k, strides),
+        ragged=True,
+        multiprocessors=multiprocessors,
+        total_q=total_q,
+        total_k=total_k,
+    )
 
 
-def _check_offsets(name: str, view: View, elements: int | None) -> None:
+def _check_offsets(name: str, view: View, elements: int | None = None) -> None:
     """ArgumentError where an array of offsets or lengths is not as kernels read it."""
     if view.dtype != "int32" or len(view.shape) != 1 or (elements is not None and view.shape[0] != elements):
         wanted = "(sequences + 1,)" if elements is None else f"({elements},)"
@@ -181,7 +188,9 @@ def row_strides(spec: AttentionSpec, name: str, view: View) -> tuple[int, int, i
         raise ArgumentError(f"{name} has strides {view.strides} (elements); the last dimension must be contiguous")
     aligned = _ROW_ALIGNMENT // 2
     misaligned = [
-        s for s, n in zip((batch, head, row), of_layout(view.shape, spec.layout, batch=1), strict=False) if n > 1 and s % aligned
+        s
+        for s, n in zip((batch, head, row), of_layout(view.shape, spec.layout, batch=1), strict=False)
+        if n > 1 and s % aligned
     ]
     if elements and (misaligned or view.pointer % _ROW_ALIGNMENT):
         raise ArgumentError(

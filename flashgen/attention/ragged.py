@@ -1,4 +1,4 @@
-"""What a call of a ragged batch is given beside q, k and v: where its sequences begin, and how long they are at most."""
+"""What a call of a ragged batch is given beside q, k and v: where sequences begin, and how long they are at most."""
 
 from __future__ import annotations
 

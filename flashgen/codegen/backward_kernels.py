@@ -204,7 +204,12 @@ def finish_keys(
 
 
 def _finish(
-    of: str, spec: AttentionSpec, target: Target, layout: ArgumentLayout, context: dict[str, Any], launch: dict[str, Any]
+    of: str,
+    spec: AttentionSpec,
+    target: Target,
+    layout: ArgumentLayout,
+    context: dict[str, Any],
+    launch: dict[str, Any],
 ) -> RenderedKernel:
     context |= {
         "threads": _FINISH_THREADS,
@@ -212,9 +217,7 @@ def _finish(
         "head_padded": context["padded_dim"],
         "vector_reductions": target.vector_reductions,
     }
-    return backward_kernel(
-        "finish", spec, target, layout, context, _FINISH_THREADS, 0, launch, plain=True, of=of
-    )
+    return backward_kernel("finish", spec, target, layout, context, _FINISH_THREADS, 0, launch, plain=True, of=of)
 
 
 def capture_sums(spec: AttentionSpec, target: Target, deterministic: bool) -> tuple[RenderedKernel, ...]:

@@ -78,9 +78,13 @@ def sequences_text(
 def _moved(name: str, members: set[str]) -> str:
     """How far the pointer of that name is from where it begins for the sequence, as text; nothing if it stays."""
     if f"{name}_strides" in members:
-        return f"arguments.{name} += sequence.first_{'q' if name in OF_QUERIES else 'k'} * arguments.{name}_strides.row;"
+        return (
+            f"arguments.{name} += sequence.first_{'q' if name in OF_QUERIES else 'k'} * arguments.{name}_strides.row;"
+        )
     if name in _OF_ROWS:
         return f"if (arguments.{name}) arguments.{name} += sequence.first_q;"
     if name == "statistics":
         return "arguments.statistics += sequence.first_row * 2ll;"
-    return "arguments.dq_sums += static_cast<long long>(sequence.first_row) * kHeadDimPadded;" if name == "dq_sums" else ""
+    return (
+        "arguments.dq_sums += static_cast<long long>(sequence.first_row) * kHeadDimPadded;" if name == "dq_sums" else ""
+    )

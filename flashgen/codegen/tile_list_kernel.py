@@ -62,8 +62,8 @@ def depends_on_batch(spec: AttentionSpec) -> bool:
 class ListShape:
     """How many lists there are, `tiles` for each batch and head, and of how many tiles each may be at most.
 
-    batch, heads: 1 where the mask does not depend on them; in a ragged batch `tiles` are slots, of all its sequences. strides: from list to list along (batch, head, tile); 0
-    where the lists are the same for all.
+    batch, heads: 1 where the mask does not depend on them; in a ragged batch `tiles` are slots, of all its sequences.
+    strides: from list to list along (batch, head, tile); 0 where the lists are the same for all.
     """
 
     batch: Any

@@ -35,8 +35,8 @@ class AttentionSpec:
         dtype: "float16" or "bfloat16", of q, k, v and the output.
         value_dim: elements of a value vector, a multiple of 8 from 8 to 256; None is head_dim.
         scale: factor of q·k before the score function; None is 1/sqrt(head_dim).
-        layout: "bhsd" (batch, heads, length, dim), "bshd" (batch, length, heads, dim), or "thd" (tokens, heads, dim): a
-            ragged batch, whose sequences lie one behind the other; each call says where they begin.
+        layout: "bhsd" (batch, heads, length, dim), "bshd" (batch, length, heads, dim), or "thd" (tokens, heads, dim) of
+            ragged batches, whose sequences lie one behind the other: each call says where they begin.
         dropout: probability of dropping an attention weight, 0 <= dropout < 1, in steps of 1/256.
         score: a Score, a function f(score, b, h, q, k), or None.
         mask: a Mask or a function f(b, h, q, k); None is full().

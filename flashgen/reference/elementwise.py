@@ -57,7 +57,9 @@ class HeadTiles:
         problem = self.problem
         if problem.spec.dropout == 0:
             return probabilities
-        keep = keep_tile(problem.seed, problem.offset, problem.number + self.b, self.h, queries, keys, problem.spec.dropout)
+        keep = keep_tile(
+            problem.seed, problem.offset, problem.number + self.b, self.h, queries, keys, problem.spec.dropout
+        )
         return np.where(keep, probabilities * problem.keep_scale, 0.0)
 
     def _indices(self, queries: range, keys: range) -> dict[sympy.Basic, Any]:

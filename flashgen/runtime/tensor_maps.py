@@ -125,7 +125,9 @@ def tensor_map(address: int, shape: MapShape) -> bytes:
     memory = ctypes.create_string_buffer(MAP_BYTES + _ALIGNMENT)
     at = -(-ctypes.addressof(memory) // _ALIGNMENT) * _ALIGNMENT
     before, after = shape._driver_arguments
-    status = driver().cuTensorMapEncodeTiled(ctypes.c_void_p(at), *before, ctypes.c_void_p(address - shape.shift), *after)
+    status = driver().cuTensorMapEncodeTiled(
+        ctypes.c_void_p(at), *before, ctypes.c_void_p(address - shape.shift), *after
+    )
     if status:
         raise LaunchError(
             f"the driver does not take the tensor map of an array at {address:#x}: CUDA error {status} for {shape}; "

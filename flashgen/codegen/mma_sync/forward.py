@@ -22,7 +22,7 @@ def forward_layout(spec: AttentionSpec, lists: bool) -> ArgumentLayout:
     fields = [Field("const Element*", name) for name in "qkv"] + [Field("Element*", "o"), Field("float*", "lse")]
     fields[-1] = Field("float*", "lse", comment="(batch, heads_q, len_q), or null")
     fields += [Field("Strides", f"{name}_strides") for name in "qkvo"]
-    fields += [Field("int", name) for name in ("heads_q", "len_q", "len_k")]
+    fields += [Field("int", name) for name in (*(() if spec.is_ragged else ("heads_q",)), "len_q", "len_k")]
     if spec.is_ragged:
         fields[4] = Field("float*", "lse", comment="(heads_q, total_q), or null")
         fields += ragged_fields()
