@@ -286,6 +286,18 @@ class Attention:
             tile_lists: what `tile_lists(...)` made for the sizes and captures of this call; None makes them.
             captures: the arrays and numbers that the spec declares, by name; a layout may be a BlockLayout.
 
+        With layout "thd", a ragged batch, q, k and v are (tokens, heads, dim), and a call takes beside the captures:
+            cu_seqlens_q: int32 (sequences + 1,) on q's device, rising: sequence b is rows cu_seqlens_q[b] to
+                cu_seqlens_q[b + 1] of q. The host never reads it, and a launch is the same whatever it holds.
+            cu_seqlens_k: the same of k and v; None is cu_seqlens_q.
+            seqused_k: int32 (sequences,): how many of a sequence's keys there are, the first ones; None is all.
+            max_seqlen_q, max_seqlen_k: how many queries and keys a sequence has at most, for the memory of lists and
+                the sizes of captures; None is all tokens. What a sequence has beyond that is not attended to, and a
+                query beyond it not written.
+        In masks and scores b is a sequence's number, q, k, len_q and len_k are its own. The output is (tokens, heads_q,
+        value_dim), the LSE (heads_q, tokens). Rows of q before the first sequence and behind the last attend to
+        nothing; gradients of keys that are in no sequence, or not used, are 0.
+
         Returns:
             The output, (batch, heads_q, len_q, value_dim) in the spec's layout, of q's kind; with return_lse a pair
             with the LSE, float32 (batch, heads_q, len_q). Rows with nothing to attend to are 0, their LSE -inf,
