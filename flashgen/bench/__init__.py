@@ -8,6 +8,7 @@ from flashgen.bench.host import LIBRARIES, PARTS, PASSES, REST, HostRow, host_ca
 from flashgen.bench.measure import Row, environment, speed_rows
 from flashgen.bench.paper import PaperRow, paper_rows
 from flashgen.bench.peers import PEERS
+from flashgen.bench.ragged import RAGGED_PEERS, SHAPES, RaggedRow, ragged_rows
 from flashgen.bench.start import STARTS, start_rows
 from flashgen.bench.train import ATTENTIONS, MODES, TrainRow, train_rows, train_summary
 from flashgen.bench.variants import chosen_variants
@@ -19,11 +20,14 @@ __all__ = [
     "PARTS",
     "PASSES",
     "PEERS",
+    "RAGGED_PEERS",
     "REST",
+    "SHAPES",
     "STARTS",
     "GroupedRow",
     "HostRow",
     "PaperRow",
+    "RaggedRow",
     "Row",
     "Timed",
     "TrainRow",
@@ -35,6 +39,7 @@ __all__ = [
     "host_rows",
     "installed_libraries",
     "paper_rows",
+    "ragged_rows",
     "speed_rows",
     "start_rows",
     "summary",

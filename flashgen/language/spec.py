@@ -86,7 +86,8 @@ class AttentionSpec:
             well_formed.check_same_capture(seen.setdefault(capture.name, capture), capture)
             if self.is_ragged and capture.name in RAGGED_ARGUMENTS:
                 raise SpecError(
-                    f"capture {capture.name!r}: with layout='thd' that is an argument of each call; give it another name"
+                    f"capture {capture.name!r}: with layout='thd' that is an argument of each call; "
+                    "give it another name"
                 )
 
     @cached_property

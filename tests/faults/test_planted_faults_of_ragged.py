@@ -137,5 +137,5 @@ def test_offsets_that_are_not_clamped_are_found_by_address_sanitizer(case: str) 
         if source is None:
             compiled(call.q, call.k, call.v, **starts)
             continue
-        with pytest.raises(LaunchError, match="AddressSanitizer|outside|overflow"):
+        with pytest.raises(LaunchError, match=r"AddressSanitizer|outside|overflow"):
             compiled(call.q, call.k, call.v, **starts)
