@@ -90,15 +90,22 @@ def _ragged_rows(multiple: int, sizes: Sizes) -> Any:
 
 
 def ragged_context(
-    spec: AttentionSpec, struct: str, layout: ArgumentLayout, multiple: int, slot: str, of_keys: bool = False
+    spec: AttentionSpec,
+    struct: str,
+    layout: ArgumentLayout,
+    multiple: int,
+    slot: str,
+    of_keys: bool = False,
+    moves_rows: bool = True,
 ) -> dict[str, Any]:
     """What the template of a kernel is told of ragged batches; nothing where the spec is not of one.
 
     multiple: of rows, as `rows_of` was told. slot: the constant of how many rows a slot of the kernel is for.
+    moves_rows: see `sequences_text`.
     """
     if not spec.is_ragged:
         return {}
-    text = sequences_text(struct, layout, slot, of_keys, "kRowMultiple")
+    text = sequences_text(struct, layout, slot, of_keys, "kRowMultiple", moves_rows)
     return {"row_multiple": row_multiple(multiple), "sequences": text}
 
 

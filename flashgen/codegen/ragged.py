@@ -54,14 +54,22 @@ def tiles_of_keys(spec: AttentionSpec, tile: int, sizes: Sizes) -> Grid:
 
 
 def sequences_text(
-    struct: str, layout: ArgumentLayout, slot_rows: str, of_keys: bool = False, row_multiple: str = ""
+    struct: str,
+    layout: ArgumentLayout,
+    slot_rows: str,
+    of_keys: bool = False,
+    row_multiple: str = "",
+    moves_rows: bool = True,
 ) -> str:
     """The text by which a kernel finds the sequence of a slot, and makes the arguments those of the sequence.
 
     slot_rows: the constant that holds how many rows a slot is for. of_keys: slots are of tiles of keys, else of
-    queries. row_multiple: the constant of what rows of the backward's own arrays are rounded up to, where it has any.
+    queries. row_multiple: the constant of what rows of the backward's own arrays are rounded up to, where it has any;
+    moves_rows: whether those arrays begin with the sequence's first row, which the kernel adds otherwise.
     """
     names = {field.name for field in layout.fields}
+    stay = set() if moves_rows else _PADDED_ROWS
+    moved = [_moved(field.name, names) for field in layout.fields if field.name not in stay]
     told = {
         "struct": struct,
         "own": "k" if of_keys else "q",
@@ -69,7 +77,8 @@ def sequences_text(
         "both": "total_k" in names,
         "slot_rows": slot_rows,
         "row_multiple": row_multiple,
-        "moved": [_moved(field.name, names) for field in layout.fields if _moved(field.name, names)],
+        "moved": [line for line in moved if line],
+        "sums": "dq_sums" in names,
         "lengths": [name for name in ("len_q", "len_k") if name in names],
     }
     return environment().get_template("ragged.cuh.jinja").render(told).strip()

@@ -11,6 +11,7 @@ from flashgen.verify import variants
 from flashgen.verify.variants import spec_of
 
 MOST_BESIDE_DROPOUT = 64  # bytes: where lanes hold bits beside scores, registers for a sequence are not to be had
+MOST_LEARNED = 24  # beside sums of gradients of captures: what a sequence's lengths and first rows take
 HOPPER_DIMS, MMA_SYNC_DIMS = (64, 128, 192, 256), (64, 128, 96)
 
 pytestmark = pytest.mark.skipif(not nvrtc.is_available(), reason="needs CuPy and NVRTC: pip install '.[cuda13]'")
@@ -37,5 +38,6 @@ def test_hoppers_backward_compiles_without_spills(number: int) -> None:
     spec = spec_of(variants()[number], dim, "bfloat16", "thd")
     for kernel in kernels_of(spec, TARGETS["sm_90a"], ("backward",), deterministic=number % 4 == 0).values():
         used = nvrtc.compile(kernel.source, kernel.target.architecture, kernel.name).resources
-        if not any(capture.ndim > 1 for capture in spec.captures):  # elements for each score have a bound of their own
-            assert used.spills == 0, f"{kernel.name}: {used}"
+        learned = any(capture.grad for capture in spec.captures)
+        most = MOST_BESIDE_DROPOUT if any(capture.ndim > 1 for capture in spec.captures) else MOST_LEARNED * learned
+        assert max(used.spill_stores, used.spill_loads) <= most, f"{kernel.name}: {used}"

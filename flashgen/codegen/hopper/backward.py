@@ -120,7 +120,8 @@ def _keys(
         ),
         "map_rows": MAP_ROWS,
     }
-    context |= ragged_context(spec, "BackwardKeysArguments", layout, plan.tile_q, "kTileK", of_keys=True)
+    told = (spec, "BackwardKeysArguments", layout, plan.tile_q, "kTileK")
+    context |= ragged_context(*told, of_keys=True, moves_rows=False)
     launch: dict[str, Any] = {"values": partial(row_values, rows), "reads": "queries" if tiles is None else None}
     launch["grid"] = partial(tiles_of_keys, spec, plan.tile_k)
     launch["boxes"] = {name: box for name, box in _boxes(spec, plan).items() if name not in ("dk", "dv") or written}
@@ -196,7 +197,8 @@ def _wide_keys(spec: AttentionSpec, target: Target, plan: HopperWidePlan, rows: 
         ),
         "map_rows": MAP_ROWS,
     }
-    context |= ragged_context(spec, "BackwardKeysArguments", layout, plan.tile_q, "kTileK", of_keys=True)
+    told = (spec, "BackwardKeysArguments", layout, plan.tile_q, "kTileK")
+    context |= ragged_context(*told, of_keys=True, moves_rows=False)
     launch: dict[str, Any] = {"values": partial(row_values, rows), "reads": "queries" if tiles is None else None}
     launch["grid"] = partial(tiles_of_keys, spec, plan.tile_k)
     launch["boxes"] = _boxes(spec, plan)
