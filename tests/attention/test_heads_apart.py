@@ -121,6 +121,8 @@ def test_what_cannot_divide_is_refused() -> None:
             plan_dividing(spec, target_named(target))
     with pytest.raises(UnsupportedError, match="the deterministic mode adds up no shares"):
         backward_stages(CAUSAL, SM_90A, plan_dividing(CAUSAL, SM_90A), deterministic=True)
+    with pytest.raises(UnsupportedError, match="of ragged batches"):
+        backward_stages(fg.AttentionSpec(64, layout="thd"), SM_90A, plan_dividing(CAUSAL, SM_90A))
     with pytest.raises(UnsupportedError, match="have no room for dK and dV"):
         backward_stages(CAUSAL, SM_90A, HopperBackwardPlan(64, stages=1, heads_apart=True))
 

@@ -127,6 +127,8 @@ class HopperBackwardPlan:
             )
         if self.tile_q not in (_ROWS, 2 * _ROWS) or self.stages < 1:
             return f"tile_q={self.tile_q} must be 64 or 128, and stages={self.stages} positive"
+        if self.heads_apart and spec.is_ragged:
+            return "heads_apart=True: of ragged batches query heads that share a head of k and v share blocks"
         if self.heads_apart and not self._has_room_for_sums():
             return f"heads_apart=True: {self.stages} stages have no room for dK and dV: take more stages"
         if self.gradient_columns(spec) > self.tile_q:  # they share registers with scores
