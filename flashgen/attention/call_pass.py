@@ -16,6 +16,7 @@ from flashgen.attention.captures import (
     is_in_memory,
     number,
 )
+from flashgen.attention.problem import Bounds
 from flashgen.attention.sharing import Sharing, check_on_host
 from flashgen.codegen.arguments import member_name
 from flashgen.errors import ArgumentError
@@ -94,10 +95,10 @@ class Pass(Generic[AnyPrepared]):
             arrays[member] = captures[capture.name]
         if call.results:
             results = {self._result_argument(name): array for name, array in call.results.items()}
-            prepared, addresses = self._prepare(arrays | results, library)
+            prepared, addresses = self._prepare(arrays | results, library, call.bounds)
             prepared.sharing.check(addresses)
         else:
-            prepared, addresses = self._prepare(arrays, library)
+            prepared, addresses = self._prepare(arrays, library, call.bounds)
         if self._distances:
             self._check_distances(captures)
         taken = self.engine.taken(arrays, addresses)
@@ -118,8 +119,11 @@ class Pass(Generic[AnyPrepared]):
         """The results of a call that was given none."""
         return {name: makers[name]() for name in wanted}
 
-    def _work_out(self, views: dict[str, View], libraries: Mapping[str, Library]) -> AnyPrepared:
-        """Checks the arrays of a call, and prepares what calls like it share. libraries: of the arrays."""
+    def _work_out(self, views: dict[str, View], libraries: Mapping[str, Library], bounds: Bounds) -> AnyPrepared:
+        """Checks the arrays of a call, and prepares what calls like it share. libraries: of the arrays.
+
+        bounds: of the lengths of a ragged batch.
+        """
         raise NotImplementedError
 
     def _result_argument(self, name: str) -> str:
@@ -157,13 +161,13 @@ class Pass(Generic[AnyPrepared]):
             view = self.engine.library(array, capture.name).view(array, capture.name)
             check_distances(capture, view.shape, axis, int(captures[farthest.name]))
 
-    def _prepare(self, arrays: dict[str, Any], library: Library) -> tuple[AnyPrepared, Addresses]:
+    def _prepare(self, arrays: dict[str, Any], library: Library, bounds: Bounds) -> tuple[AnyPrepared, Addresses]:
         """What calls like this one share, worked out, and the arrays checked, the first time; the arrays' addresses.
 
         library: of q, and so of all arrays of its type.
         """
         kind, look = type(arrays["q"]), library.look
-        key: list[Any] = []
+        key: list[Any] = [bounds]
         addresses = Addresses()
         misaligned = 0
         in_rows = self._in_rows
@@ -183,7 +187,7 @@ class Pass(Generic[AnyPrepared]):
             views = {name: libraries[name].view(array, _argument(name)) for name, array in arrays.items()}
             if "seed" in views:
                 check_seed_in_memory(views["seed"])
-            prepared = self._prepared.get_or_make(known, partial(self._work_out, views, libraries))
+            prepared = self._prepared.get_or_make(known, partial(self._work_out, views, libraries, bounds))
         return prepared, addresses
 
     def _library(self, name: str, array: Any) -> Library:

@@ -13,7 +13,7 @@ from flashgen.attention.call_pass import Makers, Pass, common_device
 from flashgen.attention.captures import check_array
 from flashgen.attention.kernel_choice import BuiltForward, KernelChoice
 from flashgen.attention.outputs import check_outputs
-from flashgen.attention.problem import Problem, problem_of
+from flashgen.attention.problem import Bounds, Problem, problem_of
 from flashgen.attention.sharing import Sharing
 from flashgen.attention.stages import NO_LISTS, PreparedStages
 from flashgen.attention.tile_lists import ListsLaunch
@@ -95,9 +95,9 @@ class ForwardPass(Pass[_Prepared]):
             return {"forward": lister.check(call.tile_lists, lists, prepared.problem, place)}
         return {"forward": lister.of_call(lists, prepared.problem, taken, numbers, place)}
 
-    def _work_out(self, views: dict[str, View], libraries: Mapping[str, Library]) -> _Prepared:
+    def _work_out(self, views: dict[str, View], libraries: Mapping[str, Library], bounds: Bounds) -> _Prepared:
         device, library = common_device(views), libraries["q"]
-        problem = problem_of(self.spec, views, self.engine.multiprocessors(device))
+        problem = problem_of(self.spec, views, self.engine.multiprocessors(device), bounds)
         check_outputs(self.spec, views, problem)
         captured = {capture.name: views[member] for capture, member in self._arrays}
         for capture, _ in self._arrays:

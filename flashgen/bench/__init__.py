@@ -9,6 +9,7 @@ from flashgen.bench.host_torch import operator_names, operator_rows
 from flashgen.bench.measure import Row, environment, speed_rows
 from flashgen.bench.paper import PaperRow, paper_rows
 from flashgen.bench.peers import PEERS
+from flashgen.bench.ragged import RAGGED_PEERS, SHAPES, RaggedRow, ragged_rows
 from flashgen.bench.start import STARTS, start_rows
 from flashgen.bench.train import ATTENTIONS, MODES, TrainRow, train_rows, train_summary
 from flashgen.bench.variants import chosen_variants
@@ -20,11 +21,14 @@ __all__ = [
     "PARTS",
     "PASSES",
     "PEERS",
+    "RAGGED_PEERS",
     "REST",
+    "SHAPES",
     "STARTS",
     "GroupedRow",
     "HostRow",
     "PaperRow",
+    "RaggedRow",
     "Row",
     "Timed",
     "TrainRow",
@@ -38,6 +42,7 @@ __all__ = [
     "operator_names",
     "operator_rows",
     "paper_rows",
+    "ragged_rows",
     "speed_rows",
     "start_rows",
     "summary",

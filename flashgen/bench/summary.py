@@ -8,9 +8,10 @@ from statistics import geometric_mean
 from flashgen.bench.beside_flex import VariantRow
 from flashgen.bench.grouped import GroupedRow
 from flashgen.bench.measure import Row
+from flashgen.bench.ragged import RaggedRow
 
 LONG = 4096  # cells with sequences of so many tokens or more are compared with the best peer
-OF_CUDNN, OF_BEST, OF_FLEX, OF_FIRST = 1.0, 0.97, 1.4, 0.95
+OF_CUDNN, OF_BEST, OF_FLEX, OF_FIRST, OF_RAGGED = 1.0, 0.97, 1.4, 0.95, 1.05
 
 
 def speed(rows: Sequence[Row]) -> list[str]:
@@ -42,6 +43,12 @@ def grouped(rows: Sequence[GroupedRow]) -> list[str]:
     first = rows[0].heads_kv if rows else 0
     ratios = {f"{_cell(row)} {row.name}": row.of_first["flashgen"] for row in rows if row.heads_kv != first}
     line = _compared(f"{first} heads of k and v", "cells", ratios, OF_FIRST)
+    return [line] if line else []
+
+
+def ragged(rows: Sequence[RaggedRow]) -> list[str]:
+    """How flashgen compares with the best peer of each batch."""
+    line = _compared("the best peer", "batches", {f"{row.spec} {row.name}": row.ratio for row in rows}, OF_RAGGED)
     return [line] if line else []
 
 

@@ -42,6 +42,8 @@ flashgen bench --variants --pass backward --only "window 1024,relative table"
 
 flashgen bench gqa
 
+flashgen bench ragged --pass backward --uneven
+
 flashgen bench paper
 
 flashgen bench host
@@ -158,6 +160,47 @@ def gqa(
     report(rows, cells, bench_tables.grouped(["flashgen", *beside]), output, json, bench.summary.grouped)
 
 
+@with_spec_options
+def ragged(
+    options: SpecOptions,
+    specs: Specs = None,
+    passes: Timed = Passes.forward,
+    heads: Annotated[int, typer.Option("--heads", min=1, help="Heads of queries, keys and values.")] = 16,
+    documents: Annotated[
+        str, typer.Option("--documents", help="Batches by commas, DOCUMENTSxTOKENS each.")
+    ] = "16x16384,128x16384,64x65536",
+    uneven: Annotated[bool, typer.Option("--uneven", help="Lengths that are log-uniform, not equal.")] = False,
+    peers: Annotated[
+        str, typer.Option("--peers", help="Peers by commas, of FA4 and torch (varlen_attn).")
+    ] = "FA4,torch",
+    target: Target = None,
+    output: Output = Path("flashgen-ragged.json"),
+    json: Json = False,
+) -> None:
+    """Measure ragged batches, packed documents that attend within themselves, beside attention of variable lengths.
+
+    Without SPEC: causal(), with head dim 128 and bfloat16 unless options say otherwise. Peers that are not installed
+    are left out. Nothing is made outside of the calls.
+    """
+    require_gpu()
+    from flashgen import bench
+
+    shapes = [batch_of(text) for text in listed(documents)]
+    declared = [declare(text, options.with_defaults(layout="thd"), 128) for text in specs or ("causal()",)]
+    beside = chosen(peers, "--peers", bench.RAGGED_PEERS)
+    rows = bench.ragged_rows(declared, shapes, heads, beside, passes.value, uneven, target)
+    cells = [f"{spec.name} {count} in {tokens}" for spec in declared for count, tokens in shapes]
+    report(rows, cells, bench_tables.ragged(["flashgen", *beside]), output, json, bench.summary.ragged)
+
+
+def batch_of(text: str) -> tuple[int, int]:
+    """ "16x16384" -> (16, 16384): documents, and tokens in all."""
+    parts = text.split("x")
+    if len(parts) != 2 or not all(part.isdigit() and int(part) for part in parts):
+        raise ArgumentError(f"--documents {text!r} must be DOCUMENTSxTOKENS, such as 16x16384")
+    return int(parts[0]), int(parts[1])
+
+
 def paper(
     peers: Annotated[
         str, typer.Option("--peers", help='Backends of torch to measure beside, by commas; "" is none.')
@@ -252,6 +295,7 @@ def shape_of(text: str) -> tuple[int, int]:
 
 app.command(DEFAULT, help=paragraphs(speed.__doc__), epilog=SPEED_EXAMPLES)(speed)
 app.command("gqa", help=paragraphs(gqa.__doc__))(gqa)
+app.command("ragged", help=paragraphs(ragged.__doc__))(ragged)
 app.command("paper", help=paragraphs(paper.__doc__))(paper)
 app.command("host", help=paragraphs(host.__doc__))(host)
 app.command("train", help=paragraphs(train.__doc__))(train)

@@ -62,6 +62,7 @@ def rendered(
     name: str | None,
     deterministic: bool,
     packed_heads: int = 1,
+    heads_apart: bool = False,
     apart: bool = False,
 ) -> dict[str, RenderedKernel]:
     """A pass's kernels, or the named one alone, by the part that each plays, in the order of their launches.
@@ -71,7 +72,8 @@ def rendered(
     from flashgen.codegen.stages import kernels_of
     from flashgen.codegen.targets import target_named
 
-    options: dict[str, Any] = {"deterministic": deterministic, "packed_heads": packed_heads, "apart": apart}
+    options: dict[str, Any] = {"deterministic": deterministic, "packed_heads": packed_heads}
+    options |= {"heads_apart": heads_apart, "apart": apart}
     kernels = dict(kernels_of(spec, target_named(target), (of.value,), **options))
     if name is None:
         return kernels

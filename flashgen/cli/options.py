@@ -74,7 +74,9 @@ class SpecOptions:
     )
     layout: Annotated[
         str | None,
-        typer.Option("--layout", help="bhsd or bshd: the order of the axes of q, k, v.", show_default="bhsd"),
+        typer.Option(
+            "--layout", help="bhsd or bshd: the order of the axes of q, k, v; thd: ragged batches.", show_default="bhsd"
+        ),
     ] = None
 
     def given(self) -> dict[str, Any]:

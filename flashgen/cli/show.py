@@ -66,6 +66,13 @@ def show(
             help="The kernel that has N query heads of one head of k and v as rows of a tile (sm_90a).",
         ),
     ] = 1,
+    heads_apart: Annotated[
+        bool,
+        typer.Option(
+            "--heads-apart",
+            help="The backward in which query heads that share a head of k and v are blocks of their own (sm_90a).",
+        ),
+    ] = False,
     len_q: Annotated[int, typer.Option("--len-q", min=0, help="Queries, for the tile map.")] = 1024,
     len_k: Annotated[int | None, typer.Option("--len-k", min=0, help="Keys. Default: as many as queries.")] = None,
     batch: Annotated[
@@ -105,6 +112,8 @@ def show(
         return
     if packed_heads != 1 and of is not Pass.forward:
         raise ArgumentError(f"--packed-heads {packed_heads}: only the forward packs heads")
+    if heads_apart and (of is not Pass.backward or deterministic):
+        raise ArgumentError("--heads-apart: only the backward whose sums may be in any order, --pass backward, has it")
     architecture = target or target_here()
     if what in (What.tiles, What.svg):
         tile = tile_of(declared, architecture, of, deterministic, packed_heads)
@@ -117,7 +126,8 @@ def show(
         else:
             (print_numbers if json else print_drawing)(drawing)
         return
-    chosen = rendered(declared, architecture, of, kernel, deterministic, packed_heads, apart=output is not None)
+    to_files = output is not None
+    chosen = rendered(declared, architecture, of, kernel, deterministic, packed_heads, heads_apart, apart=to_files)
     if output is not None:
         write_texts(chosen, what, output)
         return

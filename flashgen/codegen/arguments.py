@@ -123,8 +123,8 @@ _RESERVED = frozenset({
     "q", "k", "v", "o", "lse", "batch", "heads", "heads_q", "kv_reciprocal", "len_q", "len_k", "tile_counts",
     "tile_entries", "tile_offsets", "counts", "entries", "offsets", "spacing", "seed", "seed_low", "seed_high",
     "offset", "section", "tiles", "tiles_q", "next_tile",
-    "d_o", "d_lse", "dq", "dk", "dv", "dq_sums", "statistics", "rows", "heads_kv", "heads_per_kv", "sums", "gradient",
-    "count", "shared_memory", "errno", "unix", "linux",
+    "d_o", "d_lse", "dq", "dk", "dv", "dq_sums", "dk_sums", "dv_sums", "statistics", "rows", "keys", "heads_kv",
+    "heads_per_kv", "sums", "gradient", "count", "shared_memory", "errno", "unix", "linux",
 })
 # fmt: on
 _GRADIENT = "d_"  # begins the member of a captured array's gradient

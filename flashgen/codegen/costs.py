@@ -20,7 +20,7 @@ def forward_cost(spec: AttentionSpec) -> Cost:
 
 
 def backward_cost(part: str, spec: AttentionSpec, deterministic: bool = False, columns: int = 0) -> Cost:
-    """The cost of a kernel by its part in the pass: prepare, keys, queries, finish, or d_<name> of a capture.
+    """The cost of a kernel by its part: prepare, keys, queries, finish, finish_dk or _dv, d_<name> of a capture.
 
     columns: of a row of the sums of dQ, where a plan takes others than all do.
     """
@@ -39,6 +39,9 @@ def backward_cost(part: str, spec: AttentionSpec, deterministic: bool = False, c
         return Cost(f"{2 * (2 * head + value)} * {_SCORES}", hbm)
     if part == "finish":
         return Cost(f"{head} * {_QUERIES}", f"{_SUM * (columns or padded(head)) + ELEMENT_BYTES * head} * {_QUERIES}")
+    if part in ("finish_dk", "finish_dv"):
+        dim = head if part == "finish_dk" else value
+        return Cost(f"{dim} * {_KEYS}", f"{_SUM * columns + ELEMENT_BYTES * dim} * {_KEYS}")
     (capture,) = (capture for capture in spec.captures if part == f"d_{capture.name}")
     each = (_FIXED_POINT if deterministic else _SUM) + (_SUM if capture.dtype == "float32" else ELEMENT_BYTES)
     return Cost("none", f"{each} * elements of {capture.name}")

@@ -40,7 +40,7 @@ def forward_context(
     return common_context(spec, target, variant, _STRUCT, layout) | {
         "plan": plan,
         "entry": entry_name("attention_forward", spec),
-        "key_tiles": visited_tiles(tiles, _STRUCT, variant.mask is not None, ends=ends),
+        "key_tiles": visited_tiles(tiles, _STRUCT, variant.mask is not None, ends=ends, ragged=spec.is_ragged),
         "shared_bytes": plan.shared_bytes(spec),
         "longest_first": longest_last(tiles),
         "score_operand": variant.score.of(score) if variant.score else "",

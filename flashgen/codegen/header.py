@@ -19,21 +19,30 @@ _BLOCK_PER_TILE = "one block per (tile of queries, head, batch), along x, y and 
 _DOES = {
     "prepare": "of each row, its LSE to the base 2 and D = rowsum(dO * O) - dLSE",
     "keys": "dK and dV{}; a block walks the queries of a tile of keys",
+    "keys of heads apart": "shares of dK, dV and dQ; a block walks the queries of a head and a tile of keys",
     "finish": "dQ from the sums of its shares",
+    "finish_dk": "dK from its sums over the query heads that share it",
+    "finish_dv": "dV from its sums over the query heads that share it",
     "queries": "dQ; a block walks the keys of a tile of queries",
     "d_": "the gradient of a captured array from its sums",
 }
 _GRIDS = {
     "prepare": "(rows, head, batch)",
     "keys": "(tile of keys, head of K and V, batch)",
+    "keys of heads apart": "(tile of keys, query head, batch)",
     "finish": "(tile of queries, head, batch)",
+    "finish_dk": "(tile of keys, head of K and V, batch)",
+    "finish_dv": "(tile of keys, head of K and V, batch)",
     "queries": "(tile of queries, head, batch)",
     "d_": "256 elements",
 }
 
 
 class BackwardPlan(Protocol):
-    """A plan of the backward pass that says in a line what it is."""
+    """A plan of the backward pass that says in a line what it is, and whether query heads have blocks of their own."""
+
+    @property
+    def heads_apart(self) -> bool: ...
 
     def summary(self, shared_bytes: int) -> str: ...
 
@@ -73,8 +82,10 @@ def backward_header(
 
     in_any_mode: the command that shows it need not ask for the deterministic mode.
     """
-    kind = "d_" if part.startswith("d_") else part
+    apart = plan is not None and plan.heads_apart
+    kind = "d_" if part.startswith("d_") else "keys of heads apart" if apart and part == "keys" else part
     which = f"--kernel {part}{' --deterministic' if deterministic and not in_any_mode else ''}"
+    which += " --heads-apart" if apart else ""
     does = _DOES[kind].format("" if deterministic else ", and shares of dQ")
     divided = [f"plan     {plan.summary(shared_bytes)}"] if plan else []
     return _comment(

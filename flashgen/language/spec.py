@@ -20,7 +20,9 @@ from flashgen.language.modifiers import Mask, MaskFunction, Score, ScoreFunction
 from flashgen.language.operations import Capture, captures_of
 from flashgen.language.serialize import fields_from_json, fields_to_json
 
-LAYOUTS = ("bhsd", "bshd")
+LAYOUTS = ("bhsd", "bshd", "thd")
+RAGGED_ARGUMENTS = ("cu_seqlens_q", "cu_seqlens_k", "seqused_k", "max_seqlen_q", "max_seqlen_k")
+"""What a call of layout "thd" is given beside q, k and v; no capture of such a spec has one of these names."""
 MAX_NAME = 96
 
 
@@ -33,7 +35,8 @@ class AttentionSpec:
         dtype: "float16" or "bfloat16", of q, k, v and the output.
         value_dim: elements of a value vector, a multiple of 8 from 8 to 256; None is head_dim.
         scale: factor of q·k before the score function; None is 1/sqrt(head_dim).
-        layout: "bhsd" (batch, heads, length, dim) or "bshd" (batch, length, heads, dim).
+        layout: "bhsd" (batch, heads, length, dim), "bshd" (batch, length, heads, dim), or "thd" (tokens, heads, dim) of
+            ragged batches, whose sequences lie one behind the other: each call says where they begin.
         dropout: probability of dropping an attention weight, 0 <= dropout < 1, in steps of 1/256.
         score: a Score, a function f(score, b, h, q, k), or None.
         mask: a Mask or a function f(b, h, q, k); None is full().
@@ -81,6 +84,11 @@ class AttentionSpec:
         seen: dict[str, Capture] = {}
         for capture in self.captures:
             well_formed.check_same_capture(seen.setdefault(capture.name, capture), capture)
+            if self.is_ragged and capture.name in RAGGED_ARGUMENTS:
+                raise SpecError(
+                    f"capture {capture.name!r}: with layout='thd' that is an argument of each call; "
+                    "give it another name"
+                )
 
     @cached_property
     def captures(self) -> tuple[Capture, ...]:
@@ -94,6 +102,11 @@ class AttentionSpec:
         They are no part of the spec's JSON, nor of what specs are equal by.
         """
         return self._bound  # type: ignore[attr-defined]
+
+    @property
+    def is_ragged(self) -> bool:
+        """Whether the sequences of a batch lie one behind the other in packed arrays: layout "thd"."""
+        return self.layout == "thd"
 
     @property
     def keep_threshold(self) -> int:
@@ -112,7 +125,7 @@ class AttentionSpec:
         parts = ["bf16" if self.dtype == "bfloat16" else "fp16", dim, _slug(self.mask.name)]
         parts += [_slug(self.score.name)] if self.score else []
         parts += [f"dropout{self.dropout:g}"] if self.dropout else []
-        parts += ["bshd"] if self.layout == "bshd" else []
+        parts += [self.layout] if self.layout != "bhsd" else []
         return f"{'-'.join(parts)[:MAX_NAME].rstrip('-._')}-{self.digest}"
 
     @cached_property
@@ -195,7 +208,8 @@ def _scale(value: Any) -> float:
 def _layout(value: Any) -> str:
     if value not in LAYOUTS:
         raise SpecError(
-            f"layout={value!r} must be 'bhsd' (batch, heads, length, dim) or 'bshd' (batch, length, heads, dim)"
+            f"layout={value!r} must be 'bhsd' (batch, heads, length, dim), 'bshd' (batch, length, heads, dim) or 'thd' "
+            "(tokens, heads, dim; a ragged batch)"
         )
     return str(value)
 

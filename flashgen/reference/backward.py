@@ -27,6 +27,7 @@ from flashgen.reference.elementwise import HeadTiles
 from flashgen.reference.gradients import Cotangents, Gradients, GradientSums, prepare_cotangents
 from flashgen.reference.inputs import Array, Problem, prepare
 from flashgen.reference.oracle import round_to, row_blocks, softmax
+from flashgen.reference.ragged import gradients_of, sequences
 
 if TYPE_CHECKING:
     from flashgen.language import AttentionSpec
@@ -53,8 +54,25 @@ def backward(
     zero gradients. A score of -inf counts as masked.
     Raises ArgumentError for arguments that do not fit the spec or each other.
     """
-    problem = prepare(spec, q, k, v, seed, offset, captures)
-    return _run(problem, prepare_cotangents(problem, d_out, d_lse), Arithmetic(np.float64)).gradients()
+
+    def exact(problem: Problem, cotangents: Cotangents) -> Gradients:
+        return _run(problem, cotangents, Arithmetic(np.float64)).gradients()
+
+    return _gradients(exact, spec, (q, k, v), (d_out, d_lse), seed, offset, captures)
+
+
+def _gradients(
+    of_problem: Callable[[Problem, Cotangents], Gradients],
+    spec: AttentionSpec,
+    qkv: tuple[Any, Any, Any],
+    cotangents: tuple[Any, Any],
+    *given: Any,
+) -> Gradients:
+    """The gradients of a call, from what gives those of a problem; given: seed, offset, captures."""
+    if spec.is_ragged:
+        return gradients_of(qkv, sequences(spec, *qkv, *given), *cotangents, of_problem)
+    problem = prepare(spec, *qkv, *given)
+    return of_problem(problem, prepare_cotangents(problem, *cotangents))
 
 
 def backward_of_rounded_output(
@@ -73,9 +91,12 @@ def backward_of_rounded_output(
 
     Arguments, results and errors are those of `backward`; only that rounding differs.
     """
-    problem = prepare(spec, q, k, v, seed, offset, captures)
     arithmetic = Arithmetic(np.float64, of_output=lambda array: round_to(spec.dtype, array))
-    return _run(problem, prepare_cotangents(problem, d_out, d_lse), arithmetic).gradients()
+
+    def of_rounded(problem: Problem, cotangents: Cotangents) -> Gradients:
+        return _run(problem, cotangents, arithmetic).gradients()
+
+    return _gradients(of_rounded, spec, (q, k, v), (d_out, d_lse), seed, offset, captures)
 
 
 def low_precision_backward(
@@ -100,18 +121,20 @@ def low_precision_backward(
     is rounded once more, to the capture's dtype. Arguments, results and errors are those of `backward`. Numbers that
     overflow float16 become infinity or NaN, as they do there.
     """
-    problem = prepare(spec, q, k, v, seed, offset, captures)
 
     def rounding(array: Any) -> Array:
         return round_to(spec.dtype, array)
 
-    with np.errstate(over="ignore", invalid="ignore"):
-        sums = _run(problem, prepare_cotangents(problem, d_out, d_lse), Arithmetic(np.float32, rounding))
+    def rounded(problem: Problem, cotangents: Cotangents) -> Gradients:
+        sums = _run(problem, cotangents, Arithmetic(np.float32, rounding))
         sums.dk, sums.dv = rounding(sums.dk), rounding(sums.dv)
         dq, dk, dv, gradients = sums.gradients()
         for name, array in gradients.items():
             gradients[name] = rounding(array).astype(problem.captures[name].dtype).astype(np.float64)
-    return Gradients(dq, rounding(dk), rounding(dv), gradients)
+        return Gradients(dq, rounding(dk), rounding(dv), gradients)
+
+    with np.errstate(over="ignore", invalid="ignore"):
+        return _gradients(rounded, spec, (q, k, v), (d_out, d_lse), seed, offset, captures)
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,8 @@ _AXES = {"bhsd": ("batch", "heads", "length", "dim"), "bshd": ("batch", "length"
 @dataclass(frozen=True, eq=False)
 class Problem:
     """One attention problem. q (batch, heads_q, len_q, head_dim), k (batch, heads_kv, len_k, head_dim) and
-    v (batch, heads_kv, len_k, value_dim) are float64; captures are arrays of the dtype declared, by name."""
+    v (batch, heads_kv, len_k, value_dim) are float64; captures are arrays of the dtype declared, by name. number: what
+    the first batch is called, which a sequence of a ragged batch has from there."""
 
     spec: AttentionSpec
     q: Array
@@ -35,6 +36,7 @@ class Problem:
     seed: int
     offset: int
     captures: Mapping[str, NDArray[Any]]
+    number: int = 0
 
     @property
     def batch(self) -> int:

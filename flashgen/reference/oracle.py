@@ -5,7 +5,7 @@ S = score(scale Q K^T), -inf where masked;  P = softmax(S);  O = dropout(P) V;  
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import ml_dtypes
@@ -14,6 +14,7 @@ from numpy.typing import ArrayLike
 
 from flashgen.reference.elementwise import HeadTiles
 from flashgen.reference.inputs import Array, Problem, prepare
+from flashgen.reference.ragged import outputs_of, sequences
 
 if TYPE_CHECKING:
     from flashgen.language import AttentionSpec
@@ -39,9 +40,33 @@ def attention(
     by name, in the dtype declared. seed and offset choose the dropout, as flashgen.reference.dropout says.
     out is float64 in the spec's layout, lse float64 (batch, heads_q, len_q), the natural log of the sum over modified
     and masked scores, before dropout. A row with nothing to attend to gives out = 0, lse = -inf.
+    A ragged batch, layout "thd", has arrays (tokens, heads, dim), also cu_seqlens_q, and may have cu_seqlens_k and
+    seqused_k; its out is (tokens, heads_q, value_dim), its lse (heads_q, tokens). Rows of no sequence are as such rows.
     Raises ArgumentError for arguments that do not fit the spec or each other.
     """
-    problem = prepare(spec, q, k, v, seed, offset, captures)
+    out, lse = _outputs(_exact, spec, q, k, v, seed, offset, captures)
+    return (out, lse) if return_lse else out
+
+
+def _outputs(
+    of_problem: Callable[[Problem], tuple[Array, Array]],
+    spec: AttentionSpec,
+    q: ArrayLike,
+    k: ArrayLike,
+    v: ArrayLike,
+    *given: Any,
+) -> tuple[Array, Array]:
+    """Output and LSE of a call, from what gives those of a problem; given: seed, offset, captures."""
+    if spec.is_ragged:
+        return outputs_of(spec, q, sequences(spec, q, k, v, *given), of_problem)
+    problem = prepare(spec, q, k, v, *given)
+    out, lse = of_problem(problem)
+    return problem.in_layout(out), lse
+
+
+def _exact(problem: Problem) -> tuple[Array, Array]:
+    """O and LSE in float64, heads before lengths."""
+    spec = problem.spec
     out, lse = problem.empty_outputs()
     for b, h, queries in row_blocks(problem):
         q_head, k_head, v_head = problem.head(b, h)
@@ -49,8 +74,7 @@ def attention(
         scores = tiles.modify(spec.scale * (q_head[rows] @ k_head.T), queries, keys)
         probabilities, lse[b, h, rows] = softmax(scores)
         out[b, h, rows] = tiles.drop(probabilities, queries, keys) @ v_head
-    out = problem.in_layout(out)
-    return (out, lse) if return_lse else out
+    return out, lse
 
 
 def low_precision(
@@ -72,7 +96,13 @@ def low_precision(
     float32. A score that overflows float16 becomes infinity or NaN, as it does there.
     Source: attention_ref(upcast=False) of flash-attention's tests.
     """
-    problem = prepare(spec, q, k, v, seed, offset, captures)
+    out, lse = _outputs(_rounded, spec, q, k, v, seed, offset, captures)
+    return (out, lse) if return_lse else out
+
+
+def _rounded(problem: Problem) -> tuple[Array, Array]:
+    """O and LSE where each step's result is rounded, heads before lengths."""
+    spec = problem.spec
     out, lse = problem.empty_outputs()
     for b, h, queries in row_blocks(problem):
         q_head, k_head, v_head = (round_to(spec.dtype, array) for array in problem.head(b, h))
@@ -82,8 +112,7 @@ def low_precision(
         probabilities, lse[b, h, rows] = softmax(scores.astype(np.float32))
         dropped = tiles.drop(round_to(spec.dtype, probabilities), queries, keys)
         out[b, h, rows] = _product(spec.dtype, round_to(spec.dtype, dropped), v_head)
-    out = problem.in_layout(out)
-    return (out, lse) if return_lse else out
+    return out, lse
 
 
 def softmax(scores: Any) -> tuple[Any, Any]:

@@ -11,6 +11,7 @@ import struct
 from collections.abc import Mapping
 from typing import Any
 
+from flashgen.attention.ragged import refuse_ragged
 from flashgen.codegen.arguments import OF_QUERIES, VALUE_WIDE, ArgumentLayout, member_name
 from flashgen.codegen.rendered_kernel import RenderedKernel
 from flashgen.codegen.sizes import NAMED_SIZES
@@ -30,6 +31,7 @@ def launch_facts(kernels: Mapping[str, RenderedKernel], spec: AttentionSpec) -> 
 
     kernels: all of the pass, as `flashgen.codegen.stages.kernels_of` gives them.
     """
+    refuse_ragged(spec, "a release", "programs that load one launch batches of one length; calls compile theirs")
     backward = "prepare" in kernels
     return {part: _facts(part, kernel, spec, backward) for part, kernel in kernels.items()}
 

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from flashgen.attention import Attention, compile
+from flashgen.attention.ragged import refuse_ragged
 from flashgen.errors import ArgumentError
 from flashgen.language.operations import BATCH
 from flashgen.language.spec import AttentionSpec
@@ -103,6 +104,7 @@ class Registered:
     """
 
     def __init__(self, key: str, spec: AttentionSpec, compiled: Attention | None, **options: Any) -> None:
+        refuse_ragged(spec, "flashgen.torch", "call what compile(...) gives with tensors, or varlen_attention(...)")
         self.key, self.spec, self._compiled, self._options = key, spec, compiled, options
         self.emulate = compiled.engine.name == "emulator" if compiled else bool(options.get("emulate"))
         told = [CaptureInfo(each.name, each.dtype, each.ndim, each.grad, each.kind) for each in spec.captures]

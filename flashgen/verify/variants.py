@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from itertools import cycle
 from typing import Any
 
@@ -170,6 +170,18 @@ def stepping_cases() -> tuple[Case, ...]:
     """
     cases = _small_sweep(1, STEPPING_LENGTHS, STEPPING_SHORT_LENGTHS, STEPPING_EQUAL_LENGTHS)
     return tuple(replace(case, shape=replace(case.shape, batch=1)) for case in cases)
+
+
+def ragged_cases() -> tuple[Case, ...]:
+    """Every variant once as a ragged batch, whose longest sequence has the case's lengths."""
+    cases = _small_sweep(1, STEPPING_LENGTHS, STEPPING_SHORT_LENGTHS, STEPPING_EQUAL_LENGTHS)
+    return tuple(replace(case, spec=in_layout(case.spec, "thd")) for case in cases)
+
+
+def in_layout(spec: AttentionSpec, layout: str) -> AttentionSpec:
+    """The spec in another layout."""
+    values = {each.name: getattr(spec, each.name) for each in fields(spec)}
+    return AttentionSpec(**{**values, "layout": layout})
 
 
 def _small_sweep(shapes_each: int, *lengths: tuple[tuple[int, int], ...]) -> tuple[Case, ...]:
