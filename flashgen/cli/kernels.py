@@ -15,6 +15,7 @@ from flashgen.errors import ArgumentError
 from flashgen.files import write_file
 
 if TYPE_CHECKING:
+    from flashgen.analysis.tile_classes import TileMap
     from flashgen.build.cache import Entry
     from flashgen.codegen.rendered_kernel import RenderedKernel
     from flashgen.language import AttentionSpec
@@ -39,6 +40,7 @@ class What(StrEnum):
     resources = "resources"
     tiles = "tiles"
     svg = "svg"
+    traffic = "traffic"
     spec = "spec"
 
 
@@ -183,3 +185,25 @@ def resources_of(kernel: RenderedKernel) -> dict[str, Any]:
         "nvrtc": ".".join(str(part) for part in entry.meta["nvrtc_version"]),
         "cubin": str(entry.cubin_path or "in memory"),
     }
+
+
+def show_traffic(
+    spec: AttentionSpec, target: str, of: Pass, deterministic: bool, tiles: TileMap, heads: int, json: bool
+) -> None:
+    """The HBM bytes of a pass beside standard attention's and the papers', counted for the map's lengths."""
+    from flashgen.codegen.stages import backward_kernels
+    from flashgen.codegen.targets import target_named
+    from flashgen.report.sizes import CallSizes
+    from flashgen.report.traffic import backward_traffic, forward_traffic
+
+    architecture = target_named(target)
+    sizes = CallSizes(tiles.len_q, tiles.len_k, tiles.classes.shape[0], heads, heads)
+    if of is Pass.forward:
+        rows = forward_traffic(spec, architecture, tiles, sizes)
+    else:
+        rows = backward_traffic(spec, architecture, backward_kernels(spec, architecture, deterministic), sizes)
+    if json:
+        print_json([row.to_dict() for row in rows])
+    else:
+        cells = [(row.name, f"{row.bytes / 1e6:.1f}", f"{row.times:.1f}", row.source) for row in rows]
+        print_table(("algorithm", "MB of HBM", "times fewer", "counted by"), cells)
