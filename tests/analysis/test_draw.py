@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import flashgen as fg
+from flashgen.analysis.drawing.axes import ticks
 from flashgen.analysis.drawing.tile_maps import summary, to_png, to_svg, to_text
 from flashgen.analysis.tile_classes import tile_map
 from flashgen.errors import ArgumentError
@@ -80,7 +81,7 @@ def test_which_batch_and_head() -> None:
 def test_any_lengths_give_images_of_bounded_size(lengths: tuple[int, int]) -> None:
     drawn = tile_map(fg.causal().expression, (64, 64), *lengths)
     root = ElementTree.fromstring(to_svg(drawn))
-    assert max(float(root.attrib["width"]), float(root.attrib["height"])) <= 480 + 60
+    assert max(float(root.attrib["width"]), float(root.attrib["height"])) <= 480 + 100
     width, height = struct.unpack(">II", to_png(drawn)[16:24])
     assert 10 <= width <= 800 and 10 <= height <= 800
 
@@ -96,4 +97,24 @@ def test_png_has_the_colours_of_the_svg() -> None:
 
 def test_a_small_svg_has_a_line_instead_of_a_legend() -> None:
     texts = [text.text for text in ElementTree.fromstring(to_svg(CAUSAL, "small", 200)).iter(f"{SVG}text")]
-    assert texts == ["small", "62.5% of the work"]
+    assert texts[0] == "small" and texts[-1] == "62.5% of the work"
+
+
+def test_axes_have_ticks_at_multiples_of_powers_of_two() -> None:
+    root = ElementTree.fromstring(to_svg(tile_map(fg.causal().expression, (64, 64), 300, 1000)))
+    marks = root.find(f"{SVG}g[@class='axes']")
+    assert marks is not None
+    words = [word.text for word in marks.iter(f"{SVG}text")]
+    assert words == ["0", "128", "256", "0", "128", "256", "384", "512", "640", "768", "896", "key →", "query ↓"]
+    assert (
+        ticks(0, 480) == [0]
+        and ticks(3, 480) == [0, 1, 2, 3]
+        and ticks(2**20, 200) == [0, 2**18, 2**19, 3 * 2**18, 2**20]
+    )
+
+
+@pytest.mark.parametrize(("length", "pixels"), [(1, 12), (37, 480), (1000, 100), (4096, 200)])
+def test_numbers_of_ticks_have_room(length: int, pixels: float) -> None:
+    found = ticks(length, pixels)
+    assert found[0] == 0 and found[-1] <= length
+    assert len(found) <= 2 or (found[1] - found[0]) * pixels / length >= 44

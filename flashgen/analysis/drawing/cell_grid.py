@@ -15,9 +15,11 @@ from typing import Any
 import numpy as np
 
 from flashgen.analysis.drawing import png
+from flashgen.analysis.drawing.axes import axes
+from flashgen.analysis.drawing.palette import GROUND, INK, PAPER
 
-GROUND, INK, PAPER = "#f3f4f6", "#1f2937", "#ffffff"
 _MARGIN = 8  # in pixels, like all lengths below
+_NUMBERS_LEFT, _NUMBERS_BELOW = 40, 16  # room for the numbers of the axes
 _THINNEST = 12.0  # the shorter side, where there are few queries and many keys or the reverse
 _LEAST_GRIDDED = 5.0  # smaller cells have no lines between them
 _LEAST_WITH_LEGEND = 320  # smaller pictures have one line of text
@@ -55,18 +57,22 @@ class Picture:
     def to_svg(self, size: int) -> str:
         """SVG, the longer side of the grid `size` pixels."""
         height, width = _scaled(self.extent, size)
-        top = 28 if self.title else _MARGIN
-        words = self._legend(top + height + 20) if size >= _LEAST_WITH_LEGEND else self._caption(top + height + 17)
-        bottom = top + height + (48 if size >= _LEAST_WITH_LEGEND else 26)
-        across = max(width, size) + 2 * _MARGIN
+        large = size >= _LEAST_WITH_LEGEND
+        top = (28 if self.title else _MARGIN) + (12 if large else 0)
+        foot = top + height + _NUMBERS_BELOW + (12 if large else 0)
+        words = self._legend(foot + 20) if large else self._caption(foot + 15)
+        bottom = foot + (48 if large else 24)
+        across = max(width, size) + _NUMBERS_LEFT + 2 * _MARGIN
         title = [f'<text x="8" y="19" font-weight="600">{escape(self.title)}</text>'] if self.title else []
         return "\n".join([
             f'<svg xmlns="http://www.w3.org/2000/svg" width="{_number(across)}" height="{_number(bottom)}" '
             f'font-family="system-ui, sans-serif" font-size="13" fill="{INK}">',
             f'<rect width="100%" height="100%" fill="{PAPER}"/>',
             *title,
-            f'<rect x="8" y="{top}" width="{_number(width)}" height="{_number(height)}" fill="{GROUND}"/>',
+            f'<rect x="{_NUMBERS_LEFT}" y="{top}" width="{_number(width)}" height="{_number(height)}" '
+            f'fill="{GROUND}"/>',
             *self._grid(top, height, width),
+            *axes(_NUMBERS_LEFT, top, width, height, self.extent, large),
             *words,
             "</svg>\n",
         ])  # fmt: skip
@@ -93,7 +99,9 @@ class Picture:
         if not self.cells.size:
             return
         down, across = height / queries, width / keys
-        yield (f'<g transform="translate(8 {top}) scale({across:.6g} {down:.6g})" shape-rendering="crispEdges">')
+        yield (
+            f'<g transform="translate({_NUMBERS_LEFT} {top}) scale({across:.6g} {down:.6g})" shape-rendering="crispEdges">'
+        )
         runs = list(_runs(self.cells))
         for kind, described in self.kinds.items():
             found = "".join(self._rectangle(*run) for is_of, *run in runs if is_of == kind)
