@@ -41,6 +41,7 @@ class What(StrEnum):
     tiles = "tiles"
     svg = "svg"
     traffic = "traffic"
+    timeline = "timeline"
     spec = "spec"
 
 
@@ -207,3 +208,31 @@ def show_traffic(
     else:
         cells = [(row.name, f"{row.bytes / 1e6:.1f}", f"{row.times:.1f}", row.source) for row in rows]
         print_table(("algorithm", "MB of HBM", "times fewer", "counted by"), cells)
+
+
+def write_timeline(
+    spec: AttentionSpec, target: str, of: Pass, name: str | None, deterministic: bool, path: Path | None
+) -> None:
+    """Runs a pass's main kernel, or the named one, once on the emulator, and draws what its first block did."""
+    from flashgen.codegen.targets import target_named
+    from flashgen.report.runs import run_once, short_shape
+    from flashgen.report.timeline import timeline_of, to_svg
+
+    kernels = rendered(spec, target, of, name, deterministic)
+    role = name or ("forward" if of is Pass.forward else "keys")
+    plan = kernels[role].plan
+    shape = short_shape(plan.tile_q, plan.tile_k, along_keys=of is Pass.forward)
+    run = run_once(spec, target, (of.value,), shape, deterministic=deterministic)
+    events = run.events[kernels[role].entry]
+    if not len(events):
+        raise ArgumentError(f"--kernel {role} neither copies nor multiplies nor waits: it has no timeline")
+    timeline = timeline_of(events, target_named(target).compute_capability)
+    drawn = to_svg(timeline, f"{spec.mask.name}, {role} on {target}, {shape.len_q} queries and keys")
+    if path is None:
+        print_code(drawn, "xml")
+        return
+    if path.suffix != ".svg":
+        raise ArgumentError(f"--output {path}: a timeline is written to a .svg file")
+    with writing(path):
+        write_file(path, drawn)
+    note(f"{kernels[role].name} -> {path}, {timeline.cycles:.0f} cycles of the model")

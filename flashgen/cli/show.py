@@ -18,6 +18,7 @@ from flashgen.cli.kernels import (
     tile_of,
     to_print,
     write_texts,
+    write_timeline,
 )
 from flashgen.cli.options import Deterministic, Json, Spec, SpecOptions, Target, with_spec_options
 from flashgen.cli.pictures import Place, drawing_of, print_drawing, print_numbers, print_svg, write_drawing
@@ -47,6 +48,8 @@ flashgen show "prefix_lm(Tensor('lengths', 'int32', 1))" --what tiles --captures
 flashgen show "causal()" --what tiles --len-q 1024 --zoom 1,0
 
 flashgen show "causal()" --what traffic --len-q 4096
+
+flashgen show "causal()" --what timeline --target sm_90a --output timeline.svg
 """
 
 DEFAULT_TARGET = "sm_80"
@@ -111,11 +114,12 @@ def show(
     json: Json = False,
 ) -> None:
     """Show the CUDA of a spec, its PTX or SASS, its resources, its tile map (drawn, or as SVG), the HBM bytes that it
-    moves beside standard attention's, or the spec as JSON.
+    moves beside standard attention's, a timeline of its warps (recorded by the emulator, as SVG), or the spec as JSON.
 
     The backward has several kernels, all shown in the order of their launches unless --kernel names one. Each is a
     file of its own: --output DIR/ writes them, named as in a release, and the forward's with the kernel that lists its
-    tiles. Nothing is run, so no GPU is needed; without one and without --target, [cyan]sm_80[/] is shown.
+    tiles. Nothing is run but, for a timeline, on the emulator, so no GPU is needed; without one and without --target,
+    [cyan]sm_80[/] is shown.
     """
     declared = load_spec(spec, options)
     pictured = {"--batch": batch, "--head": head, "--zoom": zoom, "--captures": captures}
@@ -141,6 +145,9 @@ def show(
             print_svg(drawing)
         else:
             (print_numbers if json else print_drawing)(drawing)
+        return
+    if what is What.timeline:
+        write_timeline(declared, architecture, of, kernel, deterministic, output)
         return
     to_files = output is not None
     chosen = rendered(declared, architecture, of, kernel, deterministic, packed_heads, heads_apart, apart=to_files)

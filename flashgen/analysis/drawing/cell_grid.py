@@ -93,25 +93,41 @@ class Picture:
         shares = ", ".join(f"{kind.name} {kind.share:.1%}" for kind in self.kinds.values())
         return png.encode(page, {"Title": self.title, "Description": f"{self.summary}; {shares}"})
 
+    def to_bare_svg(self) -> str:
+        """The cells alone, in queries and keys, for a page that has axes and a legend of its own and zooms.
+
+        Colours are the page's variables --full, --partial, ... by the names of the kinds, if it has such.
+        """
+        queries, keys = self.extent
+        paths = "".join(self._paths())
+        for kind in self.kinds.values():
+            paths = paths.replace(f'"{kind.colour}"', f'"var(--{kind.name}, {kind.colour})"')
+        return (
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {keys} {queries}" preserveAspectRatio="none" '
+            f'shape-rendering="crispEdges">{paths}</svg>'
+        )
+
     def _grid(self, top: float, height: float, width: float) -> Iterator[str]:
         """A path for each colour, in queries and keys, and the lines between the cells."""
         queries, keys = self.extent
         if not self.cells.size:
             return
         down, across = height / queries, width / keys
-        yield (
-            f'<g transform="translate({_NUMBERS_LEFT} {top}) scale({across:.6g} {down:.6g})" shape-rendering="crispEdges">'
-        )
-        runs = list(_runs(self.cells))
-        for kind, described in self.kinds.items():
-            found = "".join(self._rectangle(*run) for is_of, *run in runs if is_of == kind)
-            if found and described.colour != GROUND:
-                yield f'<path fill="{described.colour}" d="{found}"/>'
+        place = f"translate({_NUMBERS_LEFT} {top}) scale({across:.6g} {down:.6g})"
+        yield f'<g transform="{place}" shape-rendering="crispEdges">'
+        yield from self._paths()
         if min(down * self.cell[0], across * self.cell[1]) >= _LEAST_GRIDDED:
             lines = [f"M0 {at}h{keys}" for at in range(self.cell[0], queries, self.cell[0])]
             lines += [f"M{at} 0v{queries}" for at in range(self.cell[1], keys, self.cell[1])]
             yield f'<path stroke="{PAPER}" vector-effect="non-scaling-stroke" d="{"".join(lines)}"/>'
         yield "</g>"
+
+    def _paths(self) -> Iterator[str]:
+        runs = list(_runs(self.cells))
+        for kind, described in self.kinds.items():
+            found = "".join(self._rectangle(*run) for is_of, *run in runs if is_of == kind)
+            if found and described.colour != GROUND:
+                yield f'<path fill="{described.colour}" d="{found}"/>'
 
     def _rectangle(self, top: int, bottom: int, left: int, right: int) -> str:
         first_q, last_q = (min(row * self.cell[0], self.extent[0]) for row in (top, bottom))

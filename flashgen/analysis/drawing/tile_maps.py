@@ -56,6 +56,11 @@ def to_png(drawn: Drawable, title: str = "", width: int = 480, batch: int = 0, h
     return _picture(drawn, title, batch, head).to_png(width)
 
 
+def to_bare_svg(tiles: TileMap, batch: int = 0, head: int = 0) -> str:
+    """The tiles of one batch and head alone, in queries and keys, for a page with axes and a legend of its own."""
+    return _picture(tiles, "", batch, head).to_bare_svg()
+
+
 def summary(drawn: Drawable, batch: int = 0, head: int = 0) -> str:
     """A line of numbers: a map's share of work that is left, or a tile's share of elements that are kept."""
     if isinstance(drawn, TileElements):
