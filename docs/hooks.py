@@ -12,12 +12,16 @@ from typing import Any
 from latex2mathml.converter import convert
 
 _FORMULA = re.compile(r'<(span|div) class="arithmatex">\\([(\[])(.*?)\\[)\]]</\1>', re.DOTALL)
+_LINES = re.compile(r'^(```\w+ title="[^":]+): /.*"$', re.MULTILINE)
 _OUTSIDE = re.compile(r"\[([^\]]+)\]\(\.\./([^)]+)\)")
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """The page with the path of each file of the repository where a link would lead out of docs/."""
-    return _OUTSIDE.sub(r"`\2`", markdown)
+    """The page with the path of each file of the repository where a link would lead out of docs/.
+
+    An excerpt that docs/refresh.py finds by its first and last line has its file's name alone above it.
+    """
+    return _LINES.sub(r'\1"', _OUTSIDE.sub(r"`\2`", markdown))
 
 
 def on_page_content(html: str, **_: Any) -> str:

@@ -12,7 +12,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import click
 import pytest
 from typer.main import get_command
 
@@ -88,20 +87,20 @@ def test_commands_are_known_with_all_their_options(page: Path) -> None:
 
 
 def parse(words: list[str]) -> None:
-    """Raises click's error for a command, an option or a value of one that there is not."""
-    command: click.Command = get_command(app)
-    context: click.Context | None = None
-    while isinstance(command, click.Group):
-        name, command, words = resolved(command, context, words)
-        context = click.Context(command, parent=context, info_name=name)
+    """Raises for a command, an option or a value of one that there is not."""
+    command: Any = get_command(app)
+    context: Any = None
+    while hasattr(command, "commands"):
+        assert words and words[0] in command.commands, f"there is no command {words[:1]}"
+        context = command.context_class(command, parent=context, info_name=words[0])
+        command, words = command.commands[words[0]], words[1:]
     command.make_context("flashgen", list(words), parent=context)
 
 
-def resolved(group: Any, context: click.Context | None, words: list[str]) -> tuple[str, Any, list[str]]:
-    inside = context or click.Context(group)
-    command = group.get_command(inside, words[0]) if words else None
-    assert command is not None, f"there is no command {words[:1]}"
-    return words[0], command, words[1:]
+@pytest.mark.parametrize("words", ["shwo causal()", "show causal() --whta tiles", "show causal() --what tails", "show"])
+def test_a_command_that_there_is_not_is_noticed(words: str) -> None:
+    with pytest.raises(BaseException, match=r"there is no command|No such option|is not one of|Missing"):
+        parse(words.split())
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name)
