@@ -38,7 +38,7 @@ def _environment() -> Any:
 
 def page(report: Report, command: str) -> str:
     """The page. command: what made it, to be shown."""
-    return _rendered(
+    return rendered(
         "page.html.jinja",
         title=report.asked.spec.name,
         report=_shown(report, "a"),
@@ -49,7 +49,7 @@ def page(report: Report, command: str) -> str:
 
 def comparison(left: Report, right: Report, command: str) -> str:
     """Two reports side by side, and what differs between their numbers."""
-    return _rendered(
+    return rendered(
         "compare.html.jinja",
         title=f"{left.asked.spec.name} | {right.asked.spec.name}",
         sides=[_shown(left, "a"), _shown(right, "b")],
@@ -59,7 +59,8 @@ def comparison(left: Report, right: Report, command: str) -> str:
     )
 
 
-def _rendered(template: str, **context: Any) -> str:
+def rendered(template: str, **context: Any) -> str:
+    """A template of templates/report/, with the colours that all pages have."""
     styles = {"code_styles": source.styles(), "colours": _COLOURS}
     return str(_environment().get_template(template).render(**context, **styles))
 
