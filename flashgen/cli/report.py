@@ -57,6 +57,9 @@ def report(
     run: Annotated[
         bool, typer.Option("--run/--no-run", help="Run the kernels once on the emulator, for timelines and errors.")
     ] = True,
+    measure: Annotated[
+        bool, typer.Option("--measure/--no-measure", help="Time calls, where there is a GPU that runs the target.")
+    ] = True,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Write the page to this .html file.")] = None,
     json: Json = False,
 ) -> None:
@@ -80,7 +83,7 @@ def report(
     architectures = [target or target_here()]
     architectures.append(other_target or architectures[0])
     reports = [
-        report_of(asked(text, options, architecture, of, deterministic, sizes, captures, run))
+        report_of(asked(text, options, architecture, of, deterministic, sizes, captures, (run, measure)))
         for text, architecture in zip(specs, architectures, strict=False)
     ]
     if output is None:
@@ -101,8 +104,9 @@ def asked(
     deterministic: bool,
     sizes: tuple[int, ...],
     captures: Path | None,
-    run: bool,
+    executed: tuple[bool, bool],
 ) -> Asked:
+    """What the arguments ask for; executed: whether the emulator runs the kernels, and whether a GPU times them."""
     from flashgen.report.facts import Asked, check_asked
     from flashgen.report.sizes import CallSizes
 
@@ -117,7 +121,7 @@ def asked(
         deterministic,
         {name: array for name, array in given.items() if name in known},
         variant.captures if variant else None,
-        run,
+        *executed,
     )
     check_asked(question)
     return question

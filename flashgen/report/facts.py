@@ -19,7 +19,7 @@ from flashgen.codegen.targets import Target, target_named
 from flashgen.errors import ArgumentError, BuildError
 from flashgen.language.operations import BATCH, HEAD
 from flashgen.language.spec import AttentionSpec
-from flashgen.report import roofline
+from flashgen.report import measured, roofline
 from flashgen.report.machine_code import instructions_of
 from flashgen.report.occupancy import occupancy
 from flashgen.report.runs import Run, run_once, short_shape
@@ -38,7 +38,8 @@ class Asked:
     """What a report is asked for.
 
     captures: arrays of the mask by name, for the tile map; maker: what makes them for short runs; where neither is
-    given, random ones stand in. run: whether the emulator runs the kernels once.
+    given, random ones stand in. run: whether the emulator runs the kernels once. measure: whether calls of these sizes
+    are timed, where there is a GPU that runs the target.
     """
 
     spec: AttentionSpec
@@ -49,6 +50,7 @@ class Asked:
     captures: Mapping[str, Any] = field(default_factory=dict)
     maker: CaptureMaker | None = None
     run: bool = True
+    measure: bool = True
 
 
 @dataclass(frozen=True, eq=False)
@@ -109,8 +111,9 @@ def report_of(asked: Asked) -> Report:
     maps = [_map(asked, of, kernels) for of, kernels in passes.items()]
     run, refused = _run(asked, passes)
     card = roofline.card_of(target.compute_capability)
+    seconds = _seconds(asked, target)
     kernels = [
-        _facts(asked, of, kernel, map_.tiles.share, run, card)
+        _facts(asked, of, kernel, map_.tiles.share, run, card, seconds.get(of))
         for (of, each), map_ in zip(passes.items(), maps, strict=True)
         for kernel in each.values()
     ]
@@ -123,6 +126,7 @@ def report_of(asked: Asked) -> Report:
         "traffic": _traffic(asked, target, passes, maps),
         "card": card.to_dict() if card else None,
         "kernels": [facts.data for facts in kernels],
+        "seconds": seconds,
         "checked": _checked(run, refused),
     }
     return Report(asked, target, maps, kernels, card, points, data)
@@ -190,12 +194,29 @@ def _run(asked: Asked, passes: Mapping[Pass, Kernels]) -> tuple[Run | None, str]
         return None, str(error)
 
 
+def _seconds(asked: Asked, target: Target) -> dict[Pass, float]:
+    """Of a call of each pass on this GPU; nothing where it runs no such kernels, or nobody asked."""
+    if not asked.measure or not measured.runs_here(target):
+        return {}
+    sizes = asked.sizes
+    shape = Shape(sizes.len_q, sizes.len_k, sizes.batch, sizes.heads_q, sizes.heads_kv)
+    given = (asked.deterministic, asked.captures, asked.maker)
+    return measured.seconds_of_calls(asked.spec, target, asked.passes, shape, *given)
+
+
 def _facts(
-    asked: Asked, of: Pass, kernel: RenderedKernel, share: float, run: Run | None, card: roofline.Card | None
+    asked: Asked,
+    of: Pass,
+    kernel: RenderedKernel,
+    share: float,
+    run: Run | None,
+    card: roofline.Card | None,
+    seconds: float | None,
 ) -> KernelFacts:
     sizes = asked.sizes
     count, moved = flops(kernel, sizes, share), hbm_bytes(kernel, sizes)
-    on_roof = roofline.point(card, kernel.role, count, moved) if card and count and moved else None
+    timed = seconds if kernel.role in ("forward", "keys") else None  # a call's other kernels take little of its time
+    on_roof = roofline.point(card, kernel.role, count, moved, timed) if card and count and moved else None
     what, formula = OF_ROLE.get(kernel.role, ("Adds up the gradient of a captured array", ""))
     events = run.events.get(kernel.entry) if run else None
     timeline = timeline_of(events, kernel.target.compute_capability) if events is not None and len(events) else None

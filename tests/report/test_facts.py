@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+from functools import partial
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from flashgen.build.tools import find_tool
 from flashgen.cli.app import app
 from flashgen.codegen.stages import backward_kernels, forward_kernels
 from flashgen.codegen.targets import TARGETS, target_named
-from flashgen.report import machine_code
+from flashgen.report import machine_code, measured
 from flashgen.report.mathml import block, expression
 from flashgen.report.occupancy import occupancy
 from flashgen.report.page import si
@@ -317,3 +318,35 @@ def test_steps_lead_to_the_functions_that_do_them(target: str, dim: int) -> None
 @pytest.mark.parametrize(("value", "shown"), [(0, "0"), (999, "999"), (70_866_960_384, "70.9 G"), (2e15, "2e+03 T")])
 def test_numbers_with_prefixes(value: float, shown: str) -> None:
     assert si(value) == shown
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("words", ['"causal()" --head-dim 128 --dtype bfloat16', '"full()" --dropout 0.1'])
+def test_calls_are_measured_where_there_is_a_gpu(words: str) -> None:
+    data = json.loads(invoke(f"report {words} --no-run --len-q 4096 --json").stdout)
+    assert set(data["seconds"]) == {"forward", "backward"} and all(each > 0 for each in data["seconds"].values())
+    points = {kernel["role"]: kernel["roofline"] for kernel in data["kernels"] if kernel["roofline"]}
+    for role, of in (("forward", "forward"), ("keys", "backward")):
+        kernel = next(each for each in data["kernels"] if each["role"] == role)
+        assert points[role]["measured"] == pytest.approx(kernel["flops"] / data["seconds"][of] / 1e12)
+        assert 0 < points[role]["measured"] < 1.1 * data["card"]["tflops"]
+    unmeasured = json.loads(invoke(f"report {words} --no-run --no-measure --json").stdout)
+    assert unmeasured["seconds"] == {}
+
+
+def test_measured_calls_are_of_the_asked_sizes_and_stand_below_the_roof(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the emulator in the GPU's place, and a clock that always says 2 ms."""
+    seen: list[Any] = []
+    monkeypatch.setattr(measured, "runs_here", lambda target: target.name == "sm_80")
+    monkeypatch.setattr(measured, "_there", lambda value: value)
+    monkeypatch.setattr(measured.engine, "compile", partial(measured.engine.compile, emulate=True))
+    monkeypatch.setattr(measured, "median_ms", lambda run: seen.append(run()) or 2.0)
+    words = 'report "causal()" --len-q 100 --len-k 130 --heads 4 --heads-kv 2 --no-run --json'
+    data = json.loads(invoke(f"{words} --target sm_80").stdout)
+    out, (dq, dk, _) = seen
+    assert out.shape == dq.shape == (1, 4, 100, 64) and dk.shape == (1, 2, 130, 64)
+    assert data["seconds"] == {"forward": 0.002, "backward": 0.002}
+    points = {kernel["role"]: kernel["roofline"] for kernel in data["kernels"]}
+    flops = next(kernel["flops"] for kernel in data["kernels"] if kernel["role"] == "keys")
+    assert points["keys"]["measured"] == pytest.approx(flops / 0.002 / 1e12) and points["prepare"]["measured"] is None
+    assert json.loads(invoke(f"{words} --target sm_86").stdout)["seconds"] == {}
