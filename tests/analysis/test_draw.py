@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import flashgen as fg
+from flashgen.analysis.drawing import digits
 from flashgen.analysis.drawing.axes import ticks
 from flashgen.analysis.drawing.tile_maps import summary, to_png, to_svg, to_text
 from flashgen.analysis.tile_classes import tile_map
@@ -91,7 +92,8 @@ def test_png_has_the_colours_of_the_svg() -> None:
     size = int.from_bytes(png[33:37], "big")
     assert png[37:41] == b"PLTE"
     palette = {f"#{png[41 + at : 44 + at].hex()}" for at in range(0, size, 3)}
-    assert palette == {"#2b6cb0", "#f2a541", "#f3f4f6", "#ffffff"} and all(colour in svg for colour in palette)
+    assert palette == {"#2b6cb0", "#f2a541", "#f3f4f6", "#ffffff", "#1f2937", "#9ca3af"}
+    assert all(colour in svg for colour in palette)
     assert summary(CAUSAL).encode() in png and b"partial 25.0%" in png
 
 
@@ -118,3 +120,16 @@ def test_numbers_of_ticks_have_room(length: int, pixels: float) -> None:
     found = ticks(length, pixels)
     assert found[0] == 0 and found[-1] <= length
     assert len(found) <= 2 or (found[1] - found[0]) * pixels / length >= 44
+
+
+def test_digits_of_a_png() -> None:
+    """As a person reads them, and all ten different."""
+    assert ["".join(" #"[dot] for dot in row) for row in digits.drawn(147).astype(int)] == [
+        " #  # # ###",
+        "##  # #   #",
+        " #  ###   #",
+        " #    #   #",
+        "###   #   #",
+    ]
+    assert len({digits.drawn(digit).tobytes() for digit in range(10)}) == 10
+    assert digits.drawn(20, 3).shape == (15, 21)

@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from flashgen.analysis.drawing import png
-from flashgen.analysis.drawing.axes import axes
-from flashgen.analysis.drawing.palette import GROUND, INK, PAPER
+from flashgen.analysis.drawing import digits, png
+from flashgen.analysis.drawing.axes import axes, ticks
+from flashgen.analysis.drawing.palette import GROUND, INK, PAPER, RULE
 
 _MARGIN = 8  # in pixels, like all lengths below
 _NUMBERS_LEFT, _NUMBERS_BELOW = 40, 16  # room for the numbers of the axes
@@ -25,6 +25,7 @@ _LEAST_GRIDDED = 5.0  # smaller cells have no lines between them
 _LEAST_WITH_LEGEND = 320  # smaller pictures have one line of text
 _LEGEND_STEP = 120
 _BAR, _BAR_GAP = 10, 8
+_DIGIT, _TICK = 2, 4  # pixels of a dot of a PNG's digits, and of a tick
 _NARROWEST = 160  # a PNG's bar of shares needs some room
 
 Array = np.ndarray[Any, Any]
@@ -86,10 +87,13 @@ class Picture:
             if sizes.size and sizes[0] >= _LEAST_GRIDDED:
                 _rule(grid, axis, sizes)
         height, width = max(grid.shape[0], 1), max(grid.shape[1], min(_NARROWEST, size))
-        page = np.full((height + 2 * _MARGIN + _BAR_GAP + _BAR, width + 2 * _MARGIN, 3), _rgb(PAPER), np.uint8)
-        page[_MARGIN : _MARGIN + grid.shape[0], _MARGIN : _MARGIN + grid.shape[1]] = grid
-        bar_top = _MARGIN + height + _BAR_GAP
-        page[bar_top : bar_top + _BAR, _MARGIN:-_MARGIN] = self._bar(width)
+        foot = height + _MARGIN + _NUMBERS_BELOW
+        page = np.full(
+            (foot + _MARGIN + _BAR_GAP + _BAR, width + _NUMBERS_LEFT + 2 * _MARGIN, 3), _rgb(PAPER), np.uint8
+        )
+        page[_MARGIN : _MARGIN + grid.shape[0], _NUMBERS_LEFT : _NUMBERS_LEFT + grid.shape[1]] = grid
+        _number_axes(page, grid.shape[:2], self.extent)
+        page[foot + _BAR_GAP : foot + _BAR_GAP + _BAR, _NUMBERS_LEFT : _NUMBERS_LEFT + width] = self._bar(width)
         shares = ", ".join(f"{kind.name} {kind.share:.1%}" for kind in self.kinds.values())
         return png.encode(page, {"Title": self.title, "Description": f"{self.summary}; {shares}"})
 
@@ -181,6 +185,28 @@ def _rule(grid: Array, axis: int, sizes: Array) -> None:
     """Lines on the first pixel of every row (or column) of cells but the first."""
     starts = np.cumsum(sizes)[:-1]
     grid[(slice(None),) * axis + (starts,)] = _rgb(PAPER)
+
+
+def _number_axes(page: Array, size: tuple[int, int], extent: tuple[int, int]) -> None:
+    """Ticks and numbers at the left of and below a grid of `size` pixels whose corner is at the margins."""
+    for position in ticks(extent[0], size[0]):
+        at = _MARGIN + round(size[0] * position / max(extent[0], 1))
+        page[min(at, _MARGIN + size[0] - 1), _NUMBERS_LEFT - _TICK : _NUMBERS_LEFT] = _rgb(RULE)
+        word = digits.drawn(position, _DIGIT)
+        _ink(page, word, at - word.shape[0] // 2, _NUMBERS_LEFT - _TICK - 2 - word.shape[1])
+    below = _MARGIN + size[0]
+    for position in ticks(extent[1], size[1]):
+        at = _NUMBERS_LEFT + round(size[1] * position / max(extent[1], 1))
+        page[below : below + _TICK, min(at, _NUMBERS_LEFT + size[1] - 1)] = _rgb(RULE)
+        word = digits.drawn(position, _DIGIT)
+        _ink(page, word, below + _TICK + 2, at - word.shape[1] // 2)
+
+
+def _ink(page: Array, word: Array, top: int, left: int) -> None:
+    """Lays a word over the page, moved inwards where it would not fit."""
+    top = min(max(top, 0), page.shape[0] - word.shape[0])
+    left = min(max(left, 0), page.shape[1] - word.shape[1])
+    page[top : top + word.shape[0], left : left + word.shape[1]][word] = _rgb(INK)
 
 
 def _runs(cells: Array) -> Iterator[tuple[int, int, int, int, int]]:
