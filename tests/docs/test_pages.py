@@ -43,12 +43,23 @@ def test_blocks_of_python_run_as_they_stand(page: Path, tmp_path: Path) -> None:
     program = "\n".join(block.text for block in blocks(page, "python") if not block.title)
     if not program:
         pytest.skip("this page has no block of Python")
-    if "<!-- needs torch -->" in text_of(page) and importlib.util.find_spec("torch") is None:
-        pytest.skip("this page needs torch, which is not installed")
+    needed = re.search(r"<!-- needs (.+) -->", text_of(page))
+    missing = [name for name in (needed[1].split(", ") if needed else ()) if importlib.util.find_spec(name) is None]
+    if missing:
+        pytest.skip(f"this page needs {', '.join(missing)}, which is not installed")
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-c", program]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_code_is_in_fenced_blocks(page: Path) -> None:
+    """So that what is Python is known to be, and runs; indented blocks of the README are commands and outlines."""
+    outside = re.sub(r"^```.*?^```$", "", text_of(page), flags=re.DOTALL | re.MULTILINE)
+    indented = re.findall(r"^    (?![-*]|\d+\. )\S.*$", outside, flags=re.MULTILINE)
+    if page.name != "README.md":
+        assert not indented
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name)
