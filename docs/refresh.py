@@ -78,8 +78,17 @@ def transcript(block: Block) -> str:
 def printed(command: str) -> str:
     """What a command prints to stdout. `| head -N` keeps N lines."""
     command, _, kept = command.partition(" | head -")
-    lines = run(shlex.split(command)).stdout.splitlines()
+    lines = aligned(run(shlex.split(command)).stdout.splitlines())
     return "".join(f"{line.rstrip()}\n" for line in lines[: int(kept) if kept else None])
+
+
+def aligned(lines: list[str]) -> list[str]:
+    """Lines whose cells are parted by tabs, as a terminal shows them: in columns."""
+    rows = [line.split("\t") for line in lines]
+    if not any("\t" in line for line in lines) or len({len(row) for row in rows}) > 1:
+        return lines
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
 
 
 def run(words: list[str]) -> subprocess.CompletedProcess[str]:

@@ -30,6 +30,8 @@ flashgen report "causal()" --target sm_80 --json
 flashgen report --compare "causal()" "causal() & sliding_window(512)" --target sm_80 --output both.html
 
 flashgen report --compare "causal()" "causal()" --target sm_80 --other-target sm_90a --output targets.html
+
+flashgen report --compare "causal()" "causal()" --target sm_80 --other-plan tile_k=32,stages=1 --output plans.html
 """
 
 
@@ -39,10 +41,16 @@ def report(
     options: SpecOptions,
     target: Target = None,
     of: Annotated[Passes, typer.Option("--pass", help="Whose kernels.")] = Passes.both,
-    compare: Annotated[bool, typer.Option("--compare", help="Put two specs, or two targets, side by side.")] = False,
+    compare: Annotated[bool, typer.Option("--compare", help="Put two specs, targets or plans side by side.")] = False,
     other_target: Annotated[
         str | None, typer.Option("--other-target", metavar="ARCH", help="Of the second, with --compare.")
     ] = None,
+    plan: Annotated[
+        str, typer.Option("--plan", metavar="NAME=N,...", help="Numbers of the forward's plan, such as tile_k=64.")
+    ] = "",
+    other_plan: Annotated[
+        str, typer.Option("--other-plan", metavar="NAME=N,...", help="Of the second, with --compare.")
+    ] = "",
     deterministic: Deterministic = False,
     len_q: Annotated[int, typer.Option("--len-q", min=1, help="Queries that tiles, FLOPs and bytes are for.")] = 4096,
     len_k: Annotated[int | None, typer.Option("--len-k", min=1, help="Keys. Default: as many as queries.")] = None,
@@ -73,8 +81,9 @@ def report(
 
     if len(specs) != (2 if compare else 1):
         raise ArgumentError(f"{len(specs)} specs were given: {'--compare takes two' if compare else 'give one'}")
-    if other_target and not compare:
-        raise ArgumentError(f"--other-target {other_target}: only --compare takes this")
+    for option, given in (("--other-target", other_target), ("--other-plan", other_plan)):
+        if given and not compare:
+            raise ArgumentError(f"{option} {given}: only --compare takes this")
     if (output is None) is not json:
         raise ArgumentError("give --output FILE.html for a page, or --json for its data")
     if output is not None and output.suffix != ".html":
@@ -82,9 +91,10 @@ def report(
     sizes = (len_q, len_k or len_q, batch, heads, heads_kv or heads)
     architectures = [target or target_here()]
     architectures.append(other_target or architectures[0])
+    plans = [plan_numbers(plan), plan_numbers(other_plan or plan)]
     reports = [
-        report_of(asked(text, options, architecture, of, deterministic, sizes, captures, (run, measure)))
-        for text, architecture in zip(specs, architectures, strict=False)
+        report_of(asked(text, options, architecture, of, deterministic, sizes, captures, (run, measure), numbers))
+        for text, architecture, numbers in zip(specs, architectures, plans, strict=False)
     ]
     if output is None:
         print_json([each.data for each in reports] if compare else reports[0].data)
@@ -96,6 +106,17 @@ def report(
     note(f"{' | '.join(each.asked.spec.name for each in reports)} -> {output}, {len(made.encode()) / 1e6:.1f} MB")
 
 
+def plan_numbers(text: str) -> dict[str, int]:
+    """ "tile_k=64, stages=3" -> {"tile_k": 64, "stages": 3}."""
+    found: dict[str, int] = {}
+    for part in filter(None, (part.strip() for part in text.split(","))):
+        name, _, number = (word.strip() for word in part.partition("="))
+        if not name.isidentifier() or not number.isdecimal():
+            raise ArgumentError(f"a plan's {part!r} must be NAME=NUMBER, such as tile_k=64")
+        found[name] = int(number)
+    return found
+
+
 def asked(
     text: str,
     options: SpecOptions,
@@ -105,6 +126,7 @@ def asked(
     sizes: tuple[int, ...],
     captures: Path | None,
     executed: tuple[bool, bool],
+    plan: dict[str, int],
 ) -> Asked:
     """What the arguments ask for; executed: whether the emulator runs the kernels, and whether a GPU times them."""
     from flashgen.report.facts import Asked, check_asked
@@ -122,6 +144,7 @@ def asked(
         {name: array for name, array in given.items() if name in known},
         variant.captures if variant else None,
         *executed,
+        plan,
     )
     check_asked(question)
     return question

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, is_dataclass
+from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -13,6 +13,8 @@ from flashgen.analysis.expression_text import to_text
 from flashgen.analysis.tile_classes import EMPTY, FULL, PARTIAL, TileMap, tile_map
 from flashgen.build import nvrtc
 from flashgen.build.cache import Entry, default_cache
+from flashgen.codegen.families import default_plan
+from flashgen.codegen.plan import Plan
 from flashgen.codegen.rendered_kernel import RenderedKernel
 from flashgen.codegen.stages import Kernels, Pass, backward_kernels, forward_kernels
 from flashgen.codegen.targets import Target, target_named
@@ -39,7 +41,8 @@ class Asked:
 
     captures: arrays of the mask by name, for the tile map; maker: what makes them for short runs; where neither is
     given, random ones stand in. run: whether the emulator runs the kernels once. measure: whether calls of these sizes
-    are timed, where there is a GPU that runs the target.
+    are timed, where there is a GPU that runs the target. plan: numbers of the forward's plan that differ from the
+    default one's.
     """
 
     spec: AttentionSpec
@@ -51,6 +54,7 @@ class Asked:
     maker: CaptureMaker | None = None
     run: bool = True
     measure: bool = True
+    plan: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, eq=False)
@@ -107,11 +111,12 @@ class Report:
 def report_of(asked: Asked) -> Report:
     """Renders, compiles, runs and counts. Raises UnsupportedError for what the target cannot run."""
     target = target_named(asked.target)
-    passes = _kernels(asked, target)
+    plan = _plan(asked, target)
+    passes = _kernels(asked, target, plan)
     maps = [_map(asked, of, kernels) for of, kernels in passes.items()]
-    run, refused = _run(asked, passes)
+    run, refused = _run(asked, passes, plan)
     card = roofline.card_of(target.compute_capability)
-    seconds = _seconds(asked, target)
+    seconds = _seconds(asked, target, plan)
     kernels = [
         _facts(asked, of, kernel, map_.tiles.share, run, card, seconds.get(of))
         for (of, each), map_ in zip(passes.items(), maps, strict=True)
@@ -132,10 +137,27 @@ def report_of(asked: Asked) -> Report:
     return Report(asked, target, maps, kernels, card, points, data)
 
 
-def _kernels(asked: Asked, target: Target) -> dict[Pass, Kernels]:
+def _plan(asked: Asked, target: Target) -> Plan | None:
+    """The forward's plan with the numbers that were asked for; None for the default one.
+
+    Raises ArgumentError for numbers that the plan does not have, UnsupportedError for a plan that does not fit.
+    """
+    if not asked.plan:
+        return None
+    default: Any = default_plan(asked.spec, target)
+    names = [each.name for each in fields(default)]
+    unknown = [name for name in asked.plan if name not in names]
+    if unknown:
+        raise ArgumentError(f"plan: {unknown[0]!r} is no number of {default}; choose from {', '.join(names)}")
+    plan: Plan = replace(default, **asked.plan)
+    plan.check(asked.spec, target)
+    return plan
+
+
+def _kernels(asked: Asked, target: Target, plan: Plan | None) -> dict[Pass, Kernels]:
     of_passes: dict[Pass, Kernels] = {}
     if "forward" in asked.passes:
-        of_passes["forward"] = forward_kernels(asked.spec, target)
+        of_passes["forward"] = forward_kernels(asked.spec, target, plan=plan)
     if "backward" in asked.passes:
         of_passes["backward"] = backward_kernels(asked.spec, target, asked.deterministic)
     return of_passes
@@ -178,29 +200,29 @@ def _map(asked: Asked, of: Pass, kernels: Kernels) -> Map:
     return Map(of, tile_map(mask.expression, tile, sizes.len_q, sizes.len_k, batch, heads, arrays), bool(missing))
 
 
-def _run(asked: Asked, passes: Mapping[Pass, Kernels]) -> tuple[Run | None, str]:
+def _run(asked: Asked, passes: Mapping[Pass, Kernels], plan: Plan | None) -> tuple[Run | None, str]:
     """One short run of all passes; None, and why, where there is none."""
     if not asked.run:
         return None, "not asked for"
-    forward = passes.get("forward") or forward_kernels(asked.spec, target_named(asked.target))
+    forward = passes.get("forward") or forward_kernels(asked.spec, target_named(asked.target), plan=plan)
     plans = [(forward["forward"].plan, True)]
     if "backward" in passes:
         plans.append((passes["backward"]["keys"].plan, False))
     shapes = [short_shape(plan.tile_q, plan.tile_k, along_keys) for plan, along_keys in plans]
     longest = max(shapes, key=lambda shape: shape.len_q)
     try:
-        return run_once(asked.spec, asked.target, asked.passes, longest, asked.maker, asked.deterministic), ""
+        return run_once(asked.spec, asked.target, asked.passes, longest, asked.maker, asked.deterministic, plan), ""
     except BuildError as error:  # there is no C++ compiler
         return None, str(error)
 
 
-def _seconds(asked: Asked, target: Target) -> dict[Pass, float]:
+def _seconds(asked: Asked, target: Target, plan: Plan | None) -> dict[Pass, float]:
     """Of a call of each pass on this GPU; nothing where it runs no such kernels, or nobody asked."""
     if not asked.measure or not measured.runs_here(target):
         return {}
     sizes = asked.sizes
     shape = Shape(sizes.len_q, sizes.len_k, sizes.batch, sizes.heads_q, sizes.heads_kv)
-    given = (asked.deterministic, asked.captures, asked.maker)
+    given = (asked.deterministic, asked.captures, asked.maker, plan)
     return measured.seconds_of_calls(asked.spec, target, asked.passes, shape, *given)
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from flashgen import attention as engine
+from flashgen.codegen.plan import Plan
 from flashgen.codegen.stages import Pass
 from flashgen.codegen.targets import Target
 from flashgen.errors import LaunchError
@@ -35,12 +36,13 @@ def seconds_of_calls(
     deterministic: bool,
     captures: Mapping[str, Any],
     maker: CaptureMaker | None,
+    plan: Plan | None,
 ) -> dict[Pass, float]:
     """Median seconds of a call of each pass, with all its kernels, on random inputs that are on the GPU; a cold L2.
 
     captures: arrays that are given; random ones, or the maker's, stand in for others.
     """
-    compiled = engine.compile(spec, target=target.name, deterministic=deterministic)
+    compiled = engine.compile(spec, target=target.name, deterministic=deterministic, plan=plan)
     inputs = random_inputs(spec, shape, 0, maker)
     given = {**inputs.captures, **captures}
     q, k, v = (_there(array) for array in (inputs.q, inputs.k, inputs.v))

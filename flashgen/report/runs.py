@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from flashgen import attention as engine
+from flashgen.codegen.plan import Plan
 from flashgen.codegen.stages import Pass
 from flashgen.language.spec import AttentionSpec
 from flashgen.reference import Verdict
@@ -40,10 +41,11 @@ def run_once(
     shape: Shape,
     captures: CaptureMaker | None = None,
     deterministic: bool = False,
+    plan: Plan | None = None,
     seed: int = 0,
 ) -> Run:
     """Runs the passes on random inputs: their kernels' events, and what the oracle says of their results."""
-    compiled = engine.compile(spec, target=target, emulate=True, deterministic=deterministic)
+    compiled = engine.compile(spec, target=target, emulate=True, deterministic=deterministic, plan=plan)
     inputs = random_inputs(spec, shape, seed, captures)
     given: dict[str, Any] = {**inputs.captures, **({"seed": seed} if spec.dropout else {})}
     arrays = (inputs.q, inputs.k, inputs.v)

@@ -164,6 +164,10 @@ def test_two_side_by_side(tmp_path: Path) -> None:
         ('report "causal()" "full()" --json', "give one"),
         ('report --compare "causal()" --json', "--compare takes two"),
         ('report "causal()" --other-target sm_80 --json', "only --compare takes this"),
+        ('report "causal()" --other-plan tile_k=64 --json', "only --compare takes this"),
+        ('report "causal()" --plan tile_k --json', "a plan's 'tile_k' must be NAME=NUMBER"),
+        ('report "causal()" --plan tile=64 --target sm_80 --json', "'tile' is no number of ForwardPlan"),
+        ('report "causal()" --plan stages=40 --target sm_80 --json', "stages=40 must be 1 or 2"),
         ('report "causal()" --heads 3 --heads-kv 2 --json', "heads_q=3 must be a multiple of heads_kv=2"),
         ('report "causal()" --target sm_12 --json', "not supported"),
         ('show "causal()" --what timeline --output x.png --target sm_80', "written to a .svg file"),
@@ -350,3 +354,13 @@ def test_measured_calls_are_of_the_asked_sizes_and_stand_below_the_roof(monkeypa
     flops = next(kernel["flops"] for kernel in data["kernels"] if kernel["role"] == "keys")
     assert points["keys"]["measured"] == pytest.approx(flops / 0.002 / 1e12) and points["prepare"]["measured"] is None
     assert json.loads(invoke(f"{words} --target sm_86").stdout)["seconds"] == {}
+
+
+@needs_nvrtc
+def test_plans_side_by_side() -> None:
+    words = '"causal()" "causal()" --pass forward --target sm_80 --other-plan tile_k=32,stages=1'
+    left, right = json.loads(invoke(f"report --compare {words} --json").stdout)
+    assert (left["kernels"][0]["plan"]["tile_k"], left["kernels"][0]["plan"]["stages"]) == (64, 2)
+    assert (right["kernels"][0]["plan"]["tile_k"], right["kernels"][0]["plan"]["stages"]) == (32, 1)
+    assert right["maps"][0]["tile"] == [128, 32] and right["checked"]["verdicts"]["out"]["ok"]
+    assert right["kernels"][0]["timeline"] != left["kernels"][0]["timeline"]
