@@ -44,7 +44,7 @@ def seconds_of_calls(
     """
     compiled = engine.compile(spec, target=target.name, deterministic=deterministic, plan=plan)
     inputs = random_inputs(spec, shape, 0, maker)
-    given = {**inputs.captures, **captures}
+    given = {**inputs.captures, **inputs.ragged, **captures}
     q, k, v = (_there(array) for array in (inputs.q, inputs.k, inputs.v))
     options = {name: _there(value) for name, value in given.items()} | ({"seed": 0} if spec.dropout else {})
     d_out, _ = random_gradients(spec, shape, 0, False)

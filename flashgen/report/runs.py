@@ -47,7 +47,8 @@ def run_once(
     """Runs the passes on random inputs: their kernels' events, and what the oracle says of their results."""
     compiled = engine.compile(spec, target=target, emulate=True, deterministic=deterministic, plan=plan)
     inputs = random_inputs(spec, shape, seed, captures)
-    given: dict[str, Any] = {**inputs.captures, **({"seed": seed} if spec.dropout else {})}
+    of_call = {**inputs.captures, **inputs.ragged}
+    given: dict[str, Any] = {**of_call, **({"seed": seed} if spec.dropout else {})}
     arrays = (inputs.q, inputs.k, inputs.v)
     verdicts: dict[str, Verdict] = {}
     with recording() as recorder:
@@ -57,7 +58,7 @@ def run_once(
             d_out, _ = random_gradients(spec, shape, seed, False)
             gradients = compiled.backward(d_out, *arrays, out, lse, **given)
     if "forward" in passes:
-        verdicts["out"] = judged(spec, *arrays, out, lse, inputs.captures, seed=seed)
+        verdicts["out"] = judged(spec, *arrays, out, lse, of_call, seed=seed)
     if gradients is not None:
         names = ("dq", "dk", "dv", *(f"d_{capture.name}" for capture in spec.captures if capture.grad))
         found = dict(zip(names, gradients, strict=True))

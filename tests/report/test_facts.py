@@ -33,8 +33,8 @@ needs_nvrtc = pytest.mark.skipif(not nvrtc.is_available(), reason="needs NVRTC: 
 ROOT = Path(__file__).parents[2]
 LARGEST = 3_000_000  # bytes of a page
 
-# Ten kinds of variants, as a user would name them.
-TEN = (
+# Kinds of variants, as a user would name them.
+KINDS = (
     '"causal()" --target sm_80',
     '"causal() & sliding_window(600)" --target sm_86',
     "\"causal() & document('ids')\" --target sm_80",
@@ -45,6 +45,8 @@ TEN = (
     '"causal()" --head-dim 192 --value-dim 128 --dtype bfloat16 --target sm_90a --pass forward',
     '"causal()" --head-dim 128 --pass backward --target sm_80',
     '"full()" --head-dim 128 --pass backward --target sm_90a',
+    '"causal()" --layout thd --target sm_80 --pass forward',
+    '"causal()" --layout thd --head-dim 128 --target sm_90a --pass forward',
 )
 
 
@@ -56,8 +58,8 @@ def invoke(command: str, expect: int = 0) -> Result:
 
 @needs_nvrtc
 @pytest.mark.rotated(3)
-@pytest.mark.parametrize("words", TEN)
-def test_ten_reports_agree_with_what_else_is_said(words: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("words", KINDS)
+def test_reports_agree_with_what_else_is_said(words: str, tmp_path: Path) -> None:
     path = tmp_path / "report.html"
     invoke(f"report {words} --output {path}")
     text = path.read_text(encoding="utf-8")
@@ -186,9 +188,12 @@ def test_a_timeline_of_what_has_none_is_refused() -> None:
 
 
 @pytest.mark.parametrize("target", ["sm_75", "sm_80", "sm_86", "sm_90a"])
+@pytest.mark.parametrize("layout", ["bhsd", "thd"])
 @pytest.mark.parametrize("dims", [(64, 64), (128, 128), (192, 128), (256, 256), (40, 64)])
-def test_regions_fill_the_shared_memory_of_every_kernel_that_has_some(target: str, dims: tuple[int, int]) -> None:
-    spec = fg.AttentionSpec(dims[0], value_dim=dims[1], mask=fg.causal())
+def test_regions_fill_the_shared_memory_of_every_kernel_that_has_some(
+    target: str, layout: str, dims: tuple[int, int]
+) -> None:
+    spec = fg.AttentionSpec(dims[0], value_dim=dims[1], mask=fg.causal(), layout=layout)
     named = target_named(target)
     for kernel in (*forward_kernels(spec, named).values(), *backward_kernels(spec, named).values()):
         regions = regions_of(kernel)
