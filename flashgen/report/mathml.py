@@ -40,6 +40,10 @@ def number(value: object) -> str:
     return f"<mn>{escape(str(value))}</mn>"
 
 
+def words(text: str) -> str:
+    return f"<mtext>{escape(text)}</mtext>"
+
+
 def row(*parts: str) -> str:
     return f"<mrow>{''.join(parts)}</mrow>"
 

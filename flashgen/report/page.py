@@ -171,7 +171,7 @@ def formulas(spec: AttentionSpec) -> list[str]:
     indices = row(name("q"), name("k"))
     score, weight = sub(name("s"), indices), sub(name("P"), indices)
     product = row(sub(name("Q"), name("q")), sign("·"), sub(name("K"), name("k")))
-    shown = [block(score, sign("="), number(f"{spec.scale:.6g}"), product)]
+    shown = [block(score, sign("="), number(f"{spec.scale:.6g}"), sign("·"), product)]
     if spec.score:
         shown.append(block(power(name("s"), sign("′")), sign("="), expression(spec.score.expression)))
     if spec.mask.name != "full()":

@@ -6,12 +6,12 @@ import re
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from flashgen.report.mathml import block, call, name, number, over, power, row, sign, sub
+from flashgen.report.mathml import block, call, name, number, over, power, row, sign, sub, words
 
 _S, _P, _Q, _K, _V, _O, _D = (name(letter) for letter in "SPQKVOD")
 _M, _L, _TAU = name("m"), name("ℓ"), name("τ")
 _DO, _DP, _DS, _DQ, _DK, _DV = (f"<mrow><mi>d</mi><mi>{letter}</mi></mrow>" for letter in "OPSQKV")
-_EQUALS, _MINUS, _PLUS, _TIMES, _INTO = (sign(text) for text in "=−+∘←")
+_EQUALS, _MINUS, _PLUS, _TIMES, _INTO, _ADDS = (sign(text) for text in ("=", "−", "+", "∘", "←", "+="))
 _NEW = power(_M, sign("′"))
 _SHRINK = power(name("e"), row(_M, _MINUS, _NEW))
 
@@ -29,14 +29,15 @@ _SOFTMAX = (
 _OUTPUT = block(_O, _INTO, _SHRINK, _O, _PLUS, _P, _V)
 _DIVIDE = block(_O, _INTO, over(_O, _L))
 _LSE = block(name("L"), _EQUALS, _M, _PLUS, call("log", _L))
-_MASKED = block(_S, _EQUALS, row(sign("−"), sign("∞")), call("where", row(sign("¬"), name("M"))))
+_MASKED = block(_S, _EQUALS, row(sign("−"), name("∞")), words(" where "), row(sign("¬"), name("M")))
 _MODIFIED = block(_S, _INTO, call("f", _S))
 _ROWSUM = block(_D, _EQUALS, call("rowsum", row(_DO, _TIMES, _O)))
 _ANEW = block(_P, _EQUALS, power(name("e"), row(_S, _MINUS, name("L")))) + block(
     _DS, _EQUALS, _P, _TIMES, row(sign("("), _DP, _MINUS, _D, sign(")"))
 )
-_GRADIENTS = block(_DV, _PLUS, _EQUALS, _transposed(_P), _DO) + block(_DK, _PLUS, _EQUALS, _TAU, _transposed(_DS), _Q)
-_OF_QUERIES = block(_DQ, _PLUS, _EQUALS, _TAU, _DS, _K)
+_SLOPE = block(_DS, _INTO, _DS, _TIMES, call("f′", _S))
+_GRADIENTS = block(_DV, _ADDS, _transposed(_P), _DO) + block(_DK, _ADDS, _TAU, _transposed(_DS), _Q)
+_OF_QUERIES = block(_DQ, _ADDS, _TAU, _DS, _K)
 _SUM = block(_DQ, _EQUALS, _TAU, f"<munder>{sign('∑')}{name('j')}</munder>", sub(_DS, name("j")), sub(_K, name("j")))
 
 # Functions by what they do, in the order in which a reader would ask; the first that a text has is linked.
@@ -51,18 +52,20 @@ _FORWARD = (
     ("The output", _OUTPUT, ("start_output", "multiply_registers")),
     ("Divided by the sum, and stored", _DIVIDE, ("stage_output", "write_rows")),
     ("The log-sum-exp", _LSE, ("write_lse", "write_rows")),
+    ("All that a warpgroup does", "", ("attend",)),
 )
 _BACKWARD = (
     ("Which tiles of queries are visited", "", ("query_tiles_of",)),
     ("Which tiles of keys are visited", "", ("key_tiles_of",)),
     ("Tiles come in", "", ("load_tiles", "copy_tile", "load_stage")),
     ("D of each row", _ROWSUM, ("dot",)),
-    ("Scores, computed anew", _SCORES, ("start_scores", "multiply_by_transpose")),
-    ("The score function's derivative", block(_DS, _INTO, _DS, power(name("f"), sign("′"))), ("differentiate",)),
-    ("Weights and their gradients", _ANEW, ("differentiate_scores", "find_score_gradients")),
-    ("Gradients of K and V", _GRADIENTS, ("differentiate_keys", "multiply_by_probabilities", "multiply_registers")),
+    ("Scores, computed anew", _SCORES, ("start_scores", "multiply_by_transpose", "start_product")),
+    ("The score function, and its derivative", _SLOPE, ("modify_score",)),
+    ("Weights and their gradients", _ANEW, ("differentiate_scores", "multiply_by_probabilities")),
+    ("Gradients of K and V", _GRADIENTS, ("differentiate_keys", "start_sum", "multiply_registers")),
     ("Gradients of Q", _OF_QUERIES, ("start_query_gradients", "add_query_gradients")),
     ("Stored", "", ("write_gradients", "write_rows")),
+    ("All that a warpgroup does", "", ("differentiate",)),
 )
 OF_ROLE = {
     "prepare": ("D of each row of O and dO, and sums of dQ begin at 0", _ROWSUM),
