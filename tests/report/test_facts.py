@@ -45,8 +45,8 @@ KINDS = (
     '"causal()" --head-dim 192 --value-dim 128 --dtype bfloat16 --target sm_90a --pass forward',
     '"causal()" --head-dim 128 --pass backward --target sm_80',
     '"full()" --head-dim 128 --pass backward --target sm_90a',
-    '"causal()" --layout thd --target sm_80 --pass forward',
-    '"causal()" --layout thd --head-dim 128 --target sm_90a --pass forward',
+    '"causal()" --layout thd --target sm_80',
+    '"causal()" --layout thd --head-dim 128 --target sm_90a',
 )
 
 
