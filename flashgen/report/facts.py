@@ -59,11 +59,12 @@ class Asked:
 
 @dataclass(frozen=True, eq=False)
 class Map:
-    """Tiles of a pass that are visited, by sequence and head where they differ."""
+    """Tiles of a pass that are visited, by sequence and head where they differ, and the arrays that the mask read."""
 
     of: Pass
     tiles: TileMap
     random: bool
+    arrays: Mapping[str, Any]
 
     def to_dict(self) -> dict[str, Any]:
         kinds = {"full": FULL, "partial": PARTIAL, "empty": EMPTY}
@@ -197,7 +198,8 @@ def _map(asked: Asked, of: Pass, kernels: Kernels) -> Map:
     batch = captured_extent(mask.expression, BATCH, arrays) or sizes.batch
     heads = captured_extent(mask.expression, HEAD, arrays) or sizes.heads_q
     tile = (plan.tile_q, plan.tile_k)
-    return Map(of, tile_map(mask.expression, tile, sizes.len_q, sizes.len_k, batch, heads, arrays), bool(missing))
+    tiles = tile_map(mask.expression, tile, sizes.len_q, sizes.len_k, batch, heads, arrays)
+    return Map(of, tiles, bool(missing), arrays)
 
 
 def _run(asked: Asked, passes: Mapping[Pass, Kernels], plan: Plan | None) -> tuple[Run | None, str]:

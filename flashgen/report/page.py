@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import functools
 import json
+from dataclasses import asdict
 from typing import Any
 
 from flashgen.analysis.drawing import palette, tile_maps
 from flashgen.language.spec import AttentionSpec
 from flashgen.report import roofline, source, timeline
+from flashgen.report.elements import mixed_elements
 from flashgen.report.facts import Map, Report
 from flashgen.report.mathml import block, call, conjuncts, expression, name, number, power, row, sign, sub
 from flashgen.templates_path import template_root
@@ -98,13 +100,13 @@ def _shown(report: Report, side: str) -> dict[str, Any]:
         "kernels": kernels,
         "sentences": sentences(spec),
         "formulas": formulas(spec),
-        "drawn_maps": [_map(map_, f"{side}-{map_.of}") for map_ in report.maps],
+        "drawn_maps": [_map(map_, f"{side}-{map_.of}", spec) for map_ in report.maps],
         "drawn_roof": roofline.to_svg(report.card, report.points) if report.card and report.points else "",
     }
 
 
-def _map(map_: Map, identity: str) -> dict[str, Any]:
-    tiles = map_.tiles
+def _map(map_: Map, identity: str, spec: AttentionSpec) -> dict[str, Any]:
+    tiles, mask = map_.tiles, spec.mask.expression
     return {
         **map_.to_dict(),
         "id": identity,
@@ -116,6 +118,7 @@ def _map(map_: Map, identity: str) -> dict[str, Any]:
                 "svg": tile_maps.to_bare_svg(tiles, batch, head),
                 "summary": tile_maps.summary(tiles, batch, head),
                 "classes": _runs(tiles.of(batch, head)),
+                "elements": json.dumps(asdict(mixed_elements(mask, tiles, batch, head, map_.arrays))),
             }
             for batch, head in map_.places
         ],

@@ -84,6 +84,13 @@
         word.style.left = place(tick, box.k, width);
         return word;
       }), Object.assign(document.createElement("b"), { textContent: "key →" }));
+      // Lines between tiles, where these are large enough to tell them apart.
+      const each = { k: (frame.clientWidth * tileK) / width, q: (frame.clientHeight * tileQ) / height };
+      const lines = {
+        "--lines": Math.min(each.k, each.q) >= 6 ? 1 : 0, "--across": `${each.k}px`, "--down": `${each.q}px`,
+        "--left": `${(-box.k / tileK) * each.k}px`, "--top": `${(-box.q / tileQ) * each.q}px`,
+      };
+      for (const [name, value] of Object.entries(lines)) frame.style.setProperty(name, value);
       map.dataset.zoom = box.zoom;
     };
     const zoom = (factor, centre) => {
@@ -112,6 +119,34 @@
       said.textContent = `tile ${row},${column}, ${CLASSES[kind]}: queries ${row * tileQ} to ` +
         `${Math.min((row + 1) * tileQ, lenQ) - 1}, keys ${column * tileK} to ${Math.min((column + 1) * tileK, lenK) - 1}`;
     };
+    const elements = views.map((view) => JSON.parse(view.dataset.elements));
+    const canvas = map.querySelector("canvas.tile");
+    // The elements of a mixed tile; of another one there is nothing to see.
+    const open = (point) => {
+      const row = Math.floor(point.q / tileQ), column = Math.floor(point.k / tileK);
+      const { patterns, tiles } = elements[chosen], number = tiles[`${row},${column}`];
+      tell(point);
+      canvas.hidden = number === undefined;
+      if (canvas.hidden) return;
+      const bytes = Uint8Array.from(atob(patterns[number]), (character) => character.charCodeAt(0));
+      canvas.width = tileK;
+      canvas.height = tileQ;
+      canvas.style.width = `${Math.min(320, tileK * Math.max(1, Math.floor(320 / Math.max(tileQ, tileK))))}px`;
+      const context = canvas.getContext("2d"), image = context.createImageData(tileK, tileQ);
+      const colours = ["--empty", "--full"].map((name) => getComputedStyle(root).getPropertyValue(name).trim());
+      const parts = colours.map((hex) => [1, 3, 5].map((at) => parseInt(hex.slice(at, at + 2), 16)));
+      let kept = 0;
+      for (let at = 0; at < tileQ * tileK; ++at) {
+        const bit = (bytes[at >> 3] >> (7 - (at & 7))) & 1;
+        kept += bit;
+        image.data.set([...parts[bit], 255], 4 * at);
+      }
+      context.putImageData(image, 0, 0);
+      const words = `; the mask keeps ${((100 * kept) / (tileQ * tileK)).toFixed(1)}% of its elements`;
+      said.textContent += words;
+      canvas.setAttribute("aria-label", said.textContent);
+    };
+    frame.addEventListener("click", (event) => open(under(event)));
     frame.addEventListener("pointermove", (event) => {
       const point = under(event);
       if (at && event.buttons) {
@@ -132,6 +167,7 @@
       ArrowUp: () => move(-1, 0), ArrowDown: () => move(1, 0), ArrowLeft: () => move(0, -1), ArrowRight: () => move(0, 1),
     };
     frame.addEventListener("keydown", (event) => {
+      if (event.key === "Enter") open({ q: box.q + lenQ / box.zoom / 2, k: box.k + lenK / box.zoom / 2 });
       if (!keys[event.key]) return;
       event.preventDefault();
       keys[event.key]();
@@ -145,10 +181,12 @@
       select.addEventListener("change", () => {
         chosen = Number(select.value);
         said.textContent = views[chosen].dataset.summary;
+        canvas.hidden = true;
         draw();
       });
     }
     draw();
+    addEventListener("resize", draw);
   }
   reveal();
 })();

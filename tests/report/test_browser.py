@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from typer.testing import CliRunner
 
@@ -151,6 +152,27 @@ def test_the_map_tells_the_tile_under_the_pointer_and_changes_with_the_head(page
     assert "head 2 of 3" in tiles.locator(".said").inner_text()
     assert tiles.locator(".place:not([hidden])").count() == 1
     assert "head 2" in tiles.locator(".place:not([hidden])").get_attribute("data-summary")
+
+
+def test_a_mixed_tile_opens_to_its_elements(page: Any) -> None:
+    tiles = page.locator(".tiles").first
+    canvas = tiles.locator("canvas.tile")
+    bounds = tiles.locator(".frame").bounding_box()
+    page.mouse.click(bounds["x"] + 2, bounds["y"] + 2)
+    rows, columns = (int(tiles.get_attribute(f"data-tile-{axis}")) for axis in "qk")
+    distance = np.arange(rows)[:, None] - np.arange(columns)
+    kept = (distance >= 0) & (distance < 64)
+    assert f"keeps {100 * kept.mean():.1f}% of its elements" in tiles.locator(".said").inner_text()
+    blue = canvas.evaluate(
+        "each => [...each.getContext('2d').getImageData(0, 0, each.width, each.height).data]"
+        ".filter((_, at) => at % 4 == 0)"
+    )
+    assert (np.array(blue).reshape(rows, columns) == 0x2B).tolist() == kept.tolist()
+    page.mouse.click(bounds["x"] + bounds["width"] - 2, bounds["y"] + 2)
+    assert not canvas.is_visible()
+    tiles.locator(".frame").focus()
+    page.keyboard.press("Enter")
+    assert canvas.is_visible() is (", partial:" in tiles.locator(".said").inner_text())
 
 
 def test_ticks_follow_the_zoom(page: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import re
 import shlex
@@ -16,12 +17,14 @@ import pytest
 from typer.testing import CliRunner, Result
 
 import flashgen as fg
+from flashgen.analysis.tile_classes import PARTIAL, tile_map
 from flashgen.build import nvrtc
 from flashgen.build.tools import find_tool
 from flashgen.cli.app import app
 from flashgen.codegen.stages import backward_kernels, forward_kernels
 from flashgen.codegen.targets import TARGETS, target_named
 from flashgen.report import machine_code, measured
+from flashgen.report.elements import mixed_elements
 from flashgen.report.mathml import block, expression
 from flashgen.report.occupancy import occupancy
 from flashgen.report.page import si
@@ -374,3 +377,16 @@ def test_plans_side_by_side() -> None:
     assert (right["kernels"][0]["plan"]["tile_k"], right["kernels"][0]["plan"]["stages"]) == (32, 1)
     assert right["maps"][0]["tile"] == [128, 32] and right["checked"]["verdicts"]["out"]["ok"]
     assert right["kernels"][0]["timeline"] != left["kernels"][0]["timeline"]
+
+
+def test_elements_of_mixed_tiles_are_the_mask_s() -> None:
+    mask = (fg.causal() & fg.sliding_window(37)).expression
+    tiles = tile_map(mask, (24, 16), 100, 90)
+    found = mixed_elements(mask, tiles, 0, 0, {})
+    assert len(found.tiles) == tiles.count(PARTIAL) and len(found.patterns) < len(found.tiles)
+    for name, number in found.tiles.items():
+        row, column = map(int, name.split(","))
+        bits = np.unpackbits(np.frombuffer(base64.b64decode(found.patterns[number]), np.uint8)).reshape(24, 16)
+        q, k = row * 24 + np.arange(24)[:, None], column * 16 + np.arange(16)
+        distance = q + 90 - 100 - k
+        assert np.array_equal(bits, (distance >= 0) & (distance <= 37) & (q < 100) & (k < 90))
