@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from typer.main import get_command
 
+from flashgen.cli import bench
 from flashgen.cli.app import app
 
 ROOT = Path(__file__).parents[2]
@@ -102,6 +103,8 @@ def parse(words: list[str]) -> None:
     command: Any = get_command(app)
     context: Any = None
     while hasattr(command, "commands"):
+        if bench.DEFAULT in command.commands and not {*words[:1]} & command.commands.keys():
+            words = [bench.DEFAULT, *words]
         assert words and words[0] in command.commands, f"there is no command {words[:1]}"
         context = command.context_class(command, parent=context, info_name=words[0])
         command, words = command.commands[words[0]], words[1:]
