@@ -224,9 +224,9 @@ def write_timeline(
     shape = short_shape(plan.tile_q, plan.tile_k, along_keys=of is Pass.forward)
     run = run_once(spec, target, (of.value,), shape, deterministic=deterministic)
     events = run.events[kernels[role].entry]
-    if not len(events):
-        raise ArgumentError(f"--kernel {role} neither copies nor multiplies nor waits: it has no timeline")
     timeline = timeline_of(events, target_named(target).compute_capability)
+    if not timeline.spans:
+        raise ArgumentError(f"--kernel {role} neither copies nor multiplies nor waits: it has no timeline")
     drawn = to_svg(timeline, f"{spec.mask.name}, {role} on {target}, {shape.len_q} queries and keys")
     if path is None:
         print_code(drawn, "xml")

@@ -243,7 +243,8 @@ def _facts(
     on_roof = roofline.point(card, kernel.role, count, moved, timed) if card and count and moved else None
     what, formula = OF_ROLE.get(kernel.role, ("Adds up the gradient of a captured array", ""))
     events = run.events.get(kernel.entry) if run else None
-    timeline = timeline_of(events, kernel.target.compute_capability) if events is not None and len(events) else None
+    recorded = timeline_of(events, kernel.target.compute_capability) if events is not None else None
+    timeline = recorded if recorded and recorded.spans else None  # a kernel without tiles has nothing to show
     data = {
         "pass": of,
         "role": kernel.role,

@@ -182,8 +182,9 @@ def test_what_is_refused(words: str, said: str) -> None:
     assert said in " ".join(invoke(words, expect=2).stderr.split())
 
 
-def test_a_timeline_of_what_has_none_is_refused() -> None:
-    words = 'show "causal()" --what timeline --pass backward --kernel finish --target sm_80'
+@pytest.mark.parametrize("of", ['"causal()" --pass backward --kernel finish', "\"document('ids')\" --kernel lists"])
+def test_a_timeline_of_what_has_none_is_refused(of: str) -> None:
+    words = f"show {of} --what timeline --target sm_80"
     assert "has no timeline" in invoke(words, expect=2).stderr
 
 
