@@ -18,6 +18,7 @@ from flashgen.cli.specs import load_spec
 from flashgen.cli.writing import writing
 from flashgen.errors import ArgumentError, LaunchError
 from flashgen.files import write_file
+from flashgen.strict_json import parse_json
 
 if TYPE_CHECKING:
     from flashgen.language.spec import AttentionSpec
@@ -49,6 +50,8 @@ flashgen bench paper
 flashgen bench host
 
 flashgen bench train --loss-steps 300
+
+flashgen bench plot flashgen-bench.json --output bench.svg
 """
 
 
@@ -285,6 +288,31 @@ def train(
     report(rows, labels, bench_tables.train(), output, json, bench.train_summary)
 
 
+def plot(
+    measured: Annotated[Path, typer.Argument(metavar="FILE", help="JSON that another `flashgen bench` has saved.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="Where the picture goes: .svg or .png.")] = Path(
+        "flashgen-bench.svg"
+    ),
+) -> None:
+    """Draw what another command of this group has saved as bars, beside the peers. Needs matplotlib, and no GPU."""
+    from flashgen.bench.bars import FORMATS, draw
+
+    form = output.suffix.removeprefix(".")
+    if form not in FORMATS:
+        raise ArgumentError(f"--output {output} must end in {' or '.join(f'.{each}' for each in FORMATS)}")
+    try:
+        saved = parse_json(measured.read_bytes())
+    except (OSError, ValueError) as error:
+        raise ArgumentError(f"{measured} cannot be read as JSON: {error}") from None
+    try:
+        drawn = draw(saved, form)
+    except ArgumentError as error:
+        raise ArgumentError(f"{measured}: {error}") from None
+    with writing(output):
+        write_file(output, drawn)
+    note(f"{measured} -> {output}")
+
+
 def shape_of(text: str) -> tuple[int, int]:
     """ "32x1024" -> (32, 1024)."""
     batch, _, length = text.partition("x")
@@ -299,6 +327,7 @@ app.command("ragged", help=paragraphs(ragged.__doc__))(ragged)
 app.command("paper", help=paragraphs(paper.__doc__))(paper)
 app.command("host", help=paragraphs(host.__doc__))(host)
 app.command("train", help=paragraphs(train.__doc__))(train)
+app.command("plot", help=paragraphs(plot.__doc__))(plot)
 
 
 def declare(text: str, options: SpecOptions, head_dim: int) -> AttentionSpec:
