@@ -128,16 +128,20 @@ class BackwardPass(Pass[_Prepared]):
         zeroed = tuple(name for name, each in memory.items() if each.zeroed)
         of_jax = tuple(name for name, kind in kinds.items() if kind is JAX)
         sharing = self._sharing(views, [gradient_argument(name) for name in given])
-        if not problem.has_scores:
+        if not self._runs(problem):
             return _Prepared(problem, device, makers, zeroed, of_jax, None, {}, sharing)
         own = captured, libraries["q"], device
         lists = self.listers.prepare(problem, *own) if self.listers else {}
         stages = self.choice.of(problem, device).prepare(problem, *own)
         return _Prepared(problem, device, makers, zeroed, of_jax, stages, lists, sharing)
 
+    def _runs(self, problem: Problem) -> bool:
+        """Whether kernels have anything to do: rows without any key have gradients of their sinks."""
+        return problem.has_scores or (self.spec.sink is not None and not problem.is_empty)
+
     def _gradient_memory(self, problem: Problem, captured: Mapping[str, View]) -> dict[str, Memory]:
         """The gradients, by the names of `Gradients`. Zeroed where they are added to, or where nothing is written."""
-        launched = problem.has_scores
+        launched = self._runs(problem)
         memory = {
             name: Memory(gradient_shape(self.spec, problem, name), self.spec.dtype, zeroed=not launched)
             for name in ROWS

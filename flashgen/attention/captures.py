@@ -39,6 +39,10 @@ def check_array(spec: AttentionSpec, capture: Capture, view: View, problem: Prob
             f"capture {capture.name!r} has shape {view.shape}; it was declared with ndim={capture.ndim}"
         )
     check_aligned(f"capture {capture.name!r}", view)
+    if capture == spec.sink and view.shape != (problem.heads_q,):
+        raise ArgumentError(
+            f"capture {capture.name!r} has shape {view.shape}; a sink for each query head is ({problem.heads_q},)"
+        )
     if not problem.has_scores:
         return  # there is no score that would read it
     if not all(view.shape):

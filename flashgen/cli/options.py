@@ -79,6 +79,11 @@ class SpecOptions:
         ),
     ] = None
 
+    sink: Annotated[
+        str | None,
+        typer.Option("--sink", metavar="NAME", help="Learned sinks: a float32 array of a score for each query head."),
+    ] = None
+
     def given(self) -> dict[str, Any]:
         """The options that were given, by field name."""
         fields = dataclasses.asdict(self)

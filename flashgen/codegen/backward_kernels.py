@@ -7,6 +7,7 @@ in the order of FlashAttention-2 (Dao 2023, algorithm 2). With dS = P * (dP - D)
     keys      a block walks the queries of a tile of keys: dV = P^T dO, dK = dS^T Q, and shares of dQ = dS K
     finish    dQ from its shares, added up in float32; finish_dk and finish_dv likewise where query heads that share a
               head of K and V are blocks of their own
+    sink      the gradient of the sinks from the statistics, where the spec has sinks with one
     queries   in place of shares and finish where gradients must not depend on an order of additions: a block walks the
               keys of a tile of queries, and computes S and dP once more for dQ alone
 """
@@ -25,7 +26,9 @@ from flashgen.codegen.arguments import (
     ELEMENT_TYPES,
     ArgumentLayout,
     Field,
+    capture_fields,
     capture_gradient,
+    member_name,
     ordered,
     summed_gradient,
 )
@@ -41,10 +44,13 @@ from flashgen.language.operations import Capture
 from flashgen.language.spec import AttentionSpec
 from flashgen.language.well_formed import FLOAT32_MAX
 
+_NOTHING_READ = Variant(None, None, ())
 _NO_LSE = FLOAT32_MAX  # that of a row without probabilities, in the statistics
 _PREPARE_THREADS, PREPARE_ROWS = 256, 64
 _FINISH_THREADS = 256
 _CAPTURE_THREADS = 256
+_SINK_THREADS = 1024
+_ROUNDS = {"float16": "pack_f16", "bfloat16": "pack_bf16"}
 EXACT_LIMBS = 10
 """int64 each: the exact sum of a captured element's gradient in the deterministic mode, as `add_exactly` makes it."""
 
@@ -122,6 +128,18 @@ def rows_shape(spec: AttentionSpec, rows: Rows, *columns: int) -> Callable[[Size
     if spec.is_ragged:
         return lambda sizes: (sizes.heads_q, rows(sizes), *columns)
     return lambda sizes: (sizes.batch, sizes.heads_q, rows(sizes), *columns)
+
+
+def _as_ragged(layout: ArgumentLayout) -> ArgumentLayout:
+    """The same members, and comments as a ragged batch has them."""
+    comments = {
+        "statistics": "(heads_q, rows, 2): LSE to the base 2, and D",
+        "dq_sums": "(heads_q, rows, padded head_dim), in an order of its own",
+        "rows": "those of all sequences, each with room for its own rounding",
+    }
+    return ArgumentLayout(
+        tuple(replace(field, comment=comments.get(field.name, field.comment)) for field in layout.fields)
+    )
 
 
 STATISTICS = Field("const float*", "statistics", comment="(batch, heads_q, rows, 2): LSE to the base 2, and D")
@@ -229,15 +247,43 @@ def _finish(
 
 def capture_sums(spec: AttentionSpec, target: Target, deterministic: bool) -> tuple[RenderedKernel, ...]:
     """A kernel for each captured array whose gradient is not what is summed: float32 sums of a float32 array are."""
-    summed = [capture for capture in spec.captures if capture.grad and (deterministic or capture.dtype != "float32")]
+    learned = [capture for capture in spec.captures if capture.grad and capture != spec.sink]
+    summed = [capture for capture in learned if deterministic or capture.dtype != "float32"]
     return tuple(_capture(spec, target, capture, deterministic) for capture in summed)
+
+
+def sink_sums(spec: AttentionSpec, target: Target, rows: Rows, deterministic: bool) -> tuple[RenderedKernel, ...]:
+    """The kernel of the sinks' gradient, where the spec asks for that; the same in any mode."""
+    capture = spec.sink
+    if capture is None or not capture.grad:
+        return ()
+    gradient = Field(f"{ELEMENT_TYPES[capture.dtype]}*", "gradient", comment=f"of {capture.name}, {capture.dtype}")
+    sizes = [] if spec.is_ragged else numbers("batch", "heads_q")
+    layout = ordered([STATISTICS, gradient, *sizes, ROWS, *capture_fields((capture,))])
+    context: dict[str, Any] = {"deterministic": deterministic, "in_any_mode": True, "threads": _SINK_THREADS}
+    context |= {"sink": f"load_{capture.name}", "round": _ROUNDS.get(capture.dtype)}
+    launch: dict[str, Any] = {
+        "grid": lambda sizes: (sizes.heads_q, 1, 1),
+        "values": partial(row_values, rows),
+        "pointers": {
+            "statistics": "statistics",
+            "gradient": capture_gradient(capture),
+            member_name(capture): member_name(capture),
+        },
+    }
+    arrays = replace(variant_of(spec, score=False, sink=True), mask=None)
+    arrays = replace(arrays, arrays=tuple(each for each in arrays.arrays if each.name == capture.name))
+    return (
+        backward_kernel(
+            "sink", spec, target, layout, context, _SINK_THREADS, _SINK_THREADS // 8, launch, plain=True, reads=arrays
+        ),
+    )
 
 
 def _capture(spec: AttentionSpec, target: Target, capture: Capture, deterministic: bool) -> RenderedKernel:
     summed = Field("const long long*" if deterministic else "const float*", "sums")
     gradient = Field(f"{ELEMENT_TYPES[capture.dtype]}*", "gradient", comment=f"of {capture.name}, {capture.dtype}")
-    rounds = {"float16": "pack_f16", "bfloat16": "pack_bf16"}
-    context = {"deterministic": deterministic, "threads": _CAPTURE_THREADS, "round": rounds.get(capture.dtype)}
+    context = {"deterministic": deterministic, "threads": _CAPTURE_THREADS, "round": _ROUNDS.get(capture.dtype)}
     context["limbs"] = EXACT_LIMBS
     layout = ordered([summed, gradient, Field("long long", "count")])
     sums = summed_gradient(capture)
@@ -271,20 +317,22 @@ def backward_kernel(
     template: str = "",
     primitives: Mapping[str, Any] | None = None,
     optional: tuple[str, ...] = (),
+    reads: Variant = _NOTHING_READ,
 ) -> RenderedKernel:
     """One of the kernels; a `plain` one has nothing of the mask and the score in it.
 
     launch: what its record says of that. of: the capture, or the gradient, that it is for. template: where it is a
     family's own. primitives: sizes of those that are written out for some only. optional: members that not every
-    variant reads.
+    variant reads. reads: what a plain one has of the variant all the same.
     """
+    layout = _as_ragged(layout) if spec.is_ragged else layout
     struct, entry = f"Backward{part.title()}Arguments", entry_name(f"attention_backward_{part}{of and f'_{of}'}", spec)
     shown = (f"finish_{of}" if part == "finish" else f"d_{of}") if of else part
     plan, deterministic = context.get("plan"), context["deterministic"]
     cost = backward_cost(shown, spec, deterministic, context.get("head_padded", 0))
     in_any_mode = context.get("in_any_mode", False)
     header = backward_header(shown, spec, target, plan, shared_bytes, cost, deterministic, in_any_mode)
-    variant = Variant(None, None, ()) if plain else variant_of(spec)
+    variant = reads if plain else variant_of(spec)
 
     def source_of(layout: ArgumentLayout) -> str:
         told = common_context(spec, target, variant, struct, layout, context.get("gradient")) | {"no_lse": _NO_LSE}

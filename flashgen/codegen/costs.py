@@ -42,6 +42,8 @@ def backward_cost(part: str, spec: AttentionSpec, deterministic: bool = False, c
     if part in ("finish_dk", "finish_dv"):
         dim = head if part == "finish_dk" else value
         return Cost(f"{dim} * {_KEYS}", f"{_SUM * columns + ELEMENT_BYTES * dim} * {_KEYS}")
+    if part == "sink":
+        return Cost(f"2 * {_QUERIES}", f"{_STATISTICS} * {_QUERIES}")
     (capture,) = (capture for capture in spec.captures if part == f"d_{capture.name}")
     each = (_FIXED_POINT if deterministic else _SUM) + (_SUM if capture.dtype == "float32" else ELEMENT_BYTES)
     return Cost("none", f"{each} * elements of {capture.name}")

@@ -36,7 +36,7 @@ def forward_context(
     score: the text of a score where the score function is called, with `names` for its indices. ends: declarations of
     the ends of a tile.
     """
-    tiles, variant = key_range(spec.mask.expression), variant_of(spec)
+    tiles, variant = key_range(spec.mask.expression), variant_of(spec, sink=True)
     return common_context(spec, target, variant, _STRUCT, layout) | {
         "plan": plan,
         "entry": entry_name("attention_forward", spec),
@@ -46,6 +46,8 @@ def forward_context(
         "score_operand": variant.score.of(score) if variant.score else "",
         "score_call": variant.score.call(names) if variant.score else "",
         "divides_tiles": divides_tiles(spec, plan.tile_k),
+        "sink": f"load_{spec.sink.name}" if spec.sink else "",
+        "sink_to_score": 1.0 if spec.score else 1 / spec.scale,
         "may_be_empty": variant.mask is not None or variant.score is not None,
     }
 

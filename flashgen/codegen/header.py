@@ -24,6 +24,7 @@ _DOES = {
     "finish_dk": "dK from its sums over the query heads that share it",
     "finish_dv": "dV from its sums over the query heads that share it",
     "queries": "dQ; a block walks the keys of a tile of queries",
+    "sink": "the gradient of the sinks, from the rows' LSE and D",
     "d_": "the gradient of a captured array from its sums",
 }
 _GRIDS = {
@@ -34,6 +35,7 @@ _GRIDS = {
     "finish_dk": "(tile of keys, head of K and V, batch)",
     "finish_dv": "(tile of keys, head of K and V, batch)",
     "queries": "(tile of queries, head, batch)",
+    "sink": "head",
     "d_": "256 elements",
 }
 

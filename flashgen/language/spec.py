@@ -14,6 +14,7 @@ import numpy as np
 from flashgen.errors import SpecError
 from flashgen.language import well_formed
 from flashgen.language.bound import Bound, joined
+from flashgen.language.captures import Tensor
 from flashgen.language.dtypes import ELEMENTS, dtype_name
 from flashgen.language.masks import full
 from flashgen.language.modifiers import Mask, MaskFunction, Score, ScoreFunction, as_mask, as_score
@@ -40,6 +41,8 @@ class AttentionSpec:
         dropout: probability of dropping an attention weight, 0 <= dropout < 1, in steps of 1/256.
         score: a Score, a function f(score, b, h, q, k), or None.
         mask: a Mask or a function f(b, h, q, k); None is full().
+        sink: a Tensor of one dimension and floats, or None: a score of each query head that every row's softmax counts
+            beside its keys' and that has no value, not scaled, masked or modified. It is a capture: calls give it.
 
     Raises SpecError, naming the argument, for anything else. Specs are equal if their canonical JSON is.
     """
@@ -52,6 +55,7 @@ class AttentionSpec:
     dropout: float
     score: Score | None
     mask: Mask
+    sink: Capture | None
 
     def __init__(
         self,
@@ -63,6 +67,7 @@ class AttentionSpec:
         dropout: float = 0.0,
         score: Score | ScoreFunction | None = None,
         mask: Mask | MaskFunction | None = None,
+        sink: Tensor | None = None,
     ) -> None:
         values = {
             "head_dim": _dimension(head_dim, "head_dim"),
@@ -73,6 +78,7 @@ class AttentionSpec:
             "dropout": _dropout(dropout),
             "score": None if score is None else as_score(score),
             "mask": full() if mask is None else as_mask(mask),
+            "sink": None if sink is None else _sink(sink),
         }
         bound = _join_arrays(values)
         for name, value in values.items():
@@ -82,6 +88,8 @@ class AttentionSpec:
 
     def _check_captures(self) -> None:
         seen: dict[str, Capture] = {}
+        if self.sink and self.sink.name in {c.name for c in (*self.mask.captures, *(self.score or self.mask).captures)}:
+            raise SpecError(f"sink: the mask or the score function reads {self.sink.name!r} too; give one another name")
         for capture in self.captures:
             well_formed.check_same_capture(seen.setdefault(capture.name, capture), capture)
             if self.is_ragged and capture.name in RAGGED_ARGUMENTS:
@@ -93,7 +101,8 @@ class AttentionSpec:
     @cached_property
     def captures(self) -> tuple[Capture, ...]:
         """What the call supplies by name, sorted by name."""
-        return captures_of(self.mask.expression, *([self.score.expression] if self.score else []))
+        own = [self.sink] if self.sink else []
+        return captures_of(self.mask.expression, *([self.score.expression] if self.score else []), *own)
 
     @property
     def bound(self) -> Bound:
@@ -125,6 +134,7 @@ class AttentionSpec:
         parts = ["bf16" if self.dtype == "bfloat16" else "fp16", dim, _slug(self.mask.name)]
         parts += [_slug(self.score.name)] if self.score else []
         parts += [f"dropout{self.dropout:g}"] if self.dropout else []
+        parts += ["sink"] if self.sink else []
         parts += [self.layout] if self.layout != "bhsd" else []
         return f"{'-'.join(parts)[:MAX_NAME].rstrip('-._')}-{self.digest}"
 
@@ -156,6 +166,7 @@ class AttentionSpec:
         parts += [f"layout={self.layout!r}"] if self.layout != "bhsd" else []
         parts += [f"dropout={self.dropout!r}"] if self.dropout else []
         parts += [f"score={self.score}"] if self.score else []
+        parts += [f"sink={self.sink}"] if self.sink else []
         return f"AttentionSpec({', '.join([*parts, f'mask={self.mask}'])})"
 
 
@@ -203,6 +214,15 @@ def _scale(value: Any) -> float:
     if not math.isfinite(scale) or not 2.0**-126 <= scale <= well_formed.FLOAT32_MAX:
         raise SpecError(f"scale={value!r} must be finite, > 0 and a normal float32; None is 1/sqrt(head_dim)")
     return scale
+
+
+def _sink(value: Any) -> Capture:
+    capture = value.capture if isinstance(value, Tensor) else value
+    if not isinstance(capture, Capture) or capture.ndim != 1 or capture.kind != "float":
+        raise SpecError(
+            f"sink={value!r} must be a Tensor of one dimension and floats, such as Tensor('sinks', 'float32', 1)"
+        )
+    return capture
 
 
 def _layout(value: Any) -> str:

@@ -25,6 +25,12 @@ class HeadTiles:
     b: int
     h: int
 
+    @property
+    def sink(self) -> float | None:
+        """The head's score without a value, where the spec has one."""
+        sink = self.problem.spec.sink
+        return None if sink is None else float(self.problem.captures[sink.name][self.h])
+
     def modify(self, scores: Array, queries: range, keys: range, rounding: Rounding | None = None) -> Array:
         """Scores (queries, keys), already scaled, after the score function and with -inf where the mask forbids.
 

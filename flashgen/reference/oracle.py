@@ -1,6 +1,8 @@
 """Standard attention in NumPy, for every spec: in float64, the truth; rounded at every step, the tolerance.
 
 S = score(scale Q K^T), -inf where masked;  P = softmax(S);  O = dropout(P) V;  LSE = log sum exp S
+
+With a sink each row of S has one score more, the head's, whose probability multiplies no value.
 """
 
 from __future__ import annotations
@@ -72,7 +74,7 @@ def _exact(problem: Problem) -> tuple[Array, Array]:
         q_head, k_head, v_head = problem.head(b, h)
         rows, keys, tiles = slice(queries.start, queries.stop), range(problem.len_k), HeadTiles(problem, b, h)
         scores = tiles.modify(spec.scale * (q_head[rows] @ k_head.T), queries, keys)
-        probabilities, lse[b, h, rows] = softmax(scores)
+        probabilities, lse[b, h, rows] = softmax(scores, tiles.sink)
         out[b, h, rows] = tiles.drop(probabilities, queries, keys) @ v_head
     return out, lse
 
@@ -109,19 +111,24 @@ def _rounded(problem: Problem) -> tuple[Array, Array]:
         rows, keys, tiles = slice(queries.start, queries.stop), range(problem.len_k), HeadTiles(problem, b, h)
         scores = _product(spec.dtype, round_to(spec.dtype, spec.scale * q_head[rows]), k_head.T)
         scores = tiles.modify(scores, queries, keys, rounding=lambda array: round_to(spec.dtype, array))
-        probabilities, lse[b, h, rows] = softmax(scores.astype(np.float32))
+        probabilities, lse[b, h, rows] = softmax(scores.astype(np.float32), tiles.sink)
         dropped = tiles.drop(round_to(spec.dtype, probabilities), queries, keys)
         out[b, h, rows] = _product(spec.dtype, round_to(spec.dtype, dropped), v_head)
     return out, lse
 
 
-def softmax(scores: Any) -> tuple[Any, Any]:
-    """Rows of softmax and their log-sum-exp, in the dtype of scores; 0 and -inf for a row of -inf alone."""
-    maximum = scores.max(axis=-1, initial=-np.inf)
+def softmax(scores: Any, sink: float | None = None) -> tuple[Any, Any]:
+    """Rows of softmax and their log-sum-exp, in the dtype of scores; 0 and -inf for a row of -inf alone.
+
+    sink: a score more in every row, whose probability is nobody's.
+    """
+    maximum = scores.max(axis=-1, initial=-np.inf if sink is None else sink)
     shift = np.where(maximum == -np.inf, 0, maximum).astype(scores.dtype)  # exp(-inf - -inf) is NaN
     with np.errstate(invalid="ignore", divide="ignore"):
         exponentials = np.exp(scores - shift[:, None])
         total = exponentials.sum(axis=-1)
+        if sink is not None:
+            total = (total + np.exp(sink - shift)).astype(scores.dtype)
         lse = shift + np.log(total)
     return exponentials / np.where(total == 0, 1, total).astype(scores.dtype)[:, None], lse
 

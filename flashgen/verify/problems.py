@@ -126,7 +126,8 @@ def random_captures(spec: AttentionSpec, shape: Shape, random: np.random.Generat
     while waiting:
         ready = [capture for capture in waiting if _known(capture, loads, captures)]
         for capture in ready or waiting:  # captures that index each other in a circle are sized by the lengths
-            captures[capture.name] = random_capture(capture, _sizes(capture, loads, shape, captures), shape, random)
+            sizes = (shape.heads_q,) if capture == spec.sink else _sizes(capture, loads, shape, captures)
+            captures[capture.name] = random_capture(capture, sizes, shape, random)
         waiting = [capture for capture in waiting if capture.name not in captures]
     return captures
 

@@ -9,7 +9,7 @@ from itertools import cycle
 from typing import Any
 
 import flashgen.language as fg
-from flashgen.language import AttentionSpec, Mask, Score, masks, scores
+from flashgen.language import AttentionSpec, Mask, Score, Tensor, masks, scores
 from flashgen.language.operations import Capture
 from flashgen.verify.problems import ENOUGH, CaptureMaker, Shape
 
@@ -34,7 +34,7 @@ class Variant:
 
     `equal` needs len_q == len_k. `captures` makes what the variant captures, for a shape; None is random captures that
     fit how they are indexed. `scale` None is AttentionSpec's default. `lengths` are the (len_q, len_k) at which to
-    verify a variant that does not fit every pair; () is those of the sweeps.
+    verify a variant that does not fit every pair; () is those of the sweeps. `sink` is AttentionSpec's.
     """
 
     mask: Mask
@@ -44,6 +44,7 @@ class Variant:
     captures: CaptureMaker | None = None
     scale: float | None = None
     lengths: tuple[tuple[int, int], ...] = ()
+    sink: Tensor | None = None
 
     def lengths_of(self, large: bool) -> tuple[tuple[int, int], ...]:
         """Its own lengths, or those of the sweeps."""
@@ -178,6 +179,24 @@ def ragged_cases() -> tuple[Case, ...]:
     return tuple(replace(case, spec=in_layout(case.spec, "thd")) for case in cases)
 
 
+def sink_cases() -> tuple[Case, ...]:
+    """Sinks beside masks, scores, lists and dropout, in batches of one length and in ragged ones."""
+    sinks = fg.Tensor("sinks", "float32", 1, grad=True)
+    chosen = (
+        Variant(fg.full()),
+        Variant(fg.causal()),
+        Variant(fg.sliding_window(40), fg.softcap(30)),
+        Variant(fg.causal() & fg.trace_mask(near_or_global), dropout=0.1),
+        Variant(fg.causal(), learned(fg.alibi("slopes"))),
+    )
+    cases = []
+    for number, variant in enumerate(chosen):
+        dtype, layout = DTYPES[number % 2], ("bhsd", "thd", "bshd", "thd")[number % 4]
+        spec = spec_of(replace(variant, sink=sinks), HEAD_DIMS[number], dtype, layout)
+        cases += [_case(variant, spec, pair, number + turn) for turn, pair in enumerate(STEPPING_LENGTHS)]
+    return tuple(cases)
+
+
 def in_layout(spec: AttentionSpec, layout: str) -> AttentionSpec:
     """The spec in another layout."""
     values = {each.name: getattr(spec, each.name) for each in fields(spec)}
@@ -228,6 +247,7 @@ def spec_of(variant: Variant, head_dim: int, dtype: str, layout: str = "bhsd") -
         dropout=variant.dropout,
         score=variant.score,
         mask=variant.mask,
+        sink=variant.sink,
     )
 
 

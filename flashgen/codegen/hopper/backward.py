@@ -26,6 +26,7 @@ from flashgen.codegen.backward_kernels import (
     ragged_context,
     row_values,
     rows_of,
+    sink_sums,
 )
 from flashgen.codegen.expressions.derivative_text import score_gradient
 from flashgen.codegen.hopper.backward_plans import (
@@ -82,7 +83,7 @@ def render_hopper_backward(
         kernels.append(finish(spec, target, plan, rows))
     if plan.heads_apart:
         kernels += [finish_keys(spec, target, plan, of, width, _keys_of(plan)) for of, width in _widths(spec, plan)]
-    return (*kernels, *capture_sums(spec, target, deterministic))
+    return (*kernels, *sink_sums(spec, target, rows, deterministic), *capture_sums(spec, target, deterministic))
 
 
 def _keys(

@@ -59,7 +59,7 @@ def hopper_layout(spec: AttentionSpec, lists: bool, packed: bool = False) -> Arg
     fields.append(Field("int", "section", comment=f"{heads} that take turns with their tiles"))
     fields += [Field("int", name) for name in (*(() if ragged else ("heads_q",)), "len_q", "len_k")]
     fields.append(Field("unsigned", "kv_reciprocal", comment=f"2^31 / {heads} per head of K and V, rounded up"))
-    return layout_of(spec, fields, lists)
+    return layout_of(spec, fields, lists, sink=True)
 
 
 def render_hopper(spec: AttentionSpec, target: Target, plan: HopperPlan | None = None) -> tuple[RenderedKernel, ...]:

@@ -23,6 +23,7 @@ from flashgen.codegen.backward_kernels import (
     ragged_context,
     row_values,
     rows_of,
+    sink_sums,
     strides,
 )
 from flashgen.codegen.expressions.derivative_text import score_gradient
@@ -58,7 +59,7 @@ def render_mma_sync_backward(
         kernels.append(_queries(spec, target, choose_queries_plan(spec, target), rows, plan.tile_q))
     else:
         kernels.append(finish(spec, target, plan, rows))
-    return (*kernels, *capture_sums(spec, target, deterministic))
+    return (*kernels, *sink_sums(spec, target, rows, deterministic), *capture_sums(spec, target, deterministic))
 
 
 def _keys(spec: AttentionSpec, target: Target, plan: BackwardPlan, rows: Rows, deterministic: bool) -> RenderedKernel:

@@ -27,7 +27,7 @@ def forward_layout(spec: AttentionSpec, lists: bool) -> ArgumentLayout:
         fields[4] = Field("float*", "lse", comment="(heads_q, total_q), or null")
         fields += ragged_fields()
     fields.append(Field("unsigned", "kv_reciprocal", comment="2^31 / heads per head of K and V, rounded up"))
-    return layout_of(spec, fields, lists)
+    return layout_of(spec, fields, lists, sink=True)
 
 
 def render_mma_sync(spec: AttentionSpec, target: Target, plan: ForwardPlan | None = None) -> tuple[RenderedKernel, ...]:
