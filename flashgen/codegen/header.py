@@ -16,6 +16,7 @@ _ONLINE_SOFTMAX = (  # what the kernel and the paper call a row's state
     "reference is the paper's m, which may lag; sum is its l"
 )
 _BLOCK_PER_TILE = "one block per (tile of queries, head, batch), along x, y and z"
+_BLOCK_PER_SLOT = "one block per (slot of a tile of queries of some sequence, head), along x and y"
 _DOES = {
     "prepare": "of each row, its LSE to the base 2 and D = rowsum(dO * O) - dLSE",
     "keys": "dK and dV{}; a block walks the queries of a tile of keys",
@@ -40,6 +41,14 @@ _GRIDS = {
 }
 
 
+_RAGGED_GRIDS = {
+    "prepare": "(rows of all sequences, head)",
+    "keys": "(slot of a tile of keys of some sequence, head of K and V)",
+    "finish": "(tile of queries of all sequences, head)",
+    "queries": "(slot of a tile of queries of some sequence, head)",
+}
+
+
 class BackwardPlan(Protocol):
     """A plan of the backward pass that says in a line what it is, and whether query heads have blocks of their own."""
 
@@ -60,6 +69,7 @@ def header(spec: AttentionSpec, target: Target, plan: Plan, grid: str = _BLOCK_P
     grid: how many blocks a launch has. beside: its algorithm, beside the softmax.
     """
     cost = forward_cost(spec)
+    grid = _BLOCK_PER_SLOT if spec.is_ragged and grid == _BLOCK_PER_TILE else grid
     method = [f"method   {_ONLINE_SOFTMAX}", *([f"         {beside}"] if beside else [])]
     return _comment(
         [f"flashgen: attention forward, {spec.name}"],
@@ -94,7 +104,7 @@ def backward_header(
         [f"flashgen: attention backward, {part}, {spec.name}", does],
         [*_facts(spec, target, target.backward_family), *divided],
         [f"FLOPs    {cost.flops}", f"HBM      {cost.hbm} bytes, at least"],
-        f"one block per {_GRIDS[kind]}",
+        f"one block per {_RAGGED_GRIDS.get(kind, _GRIDS[kind]) if spec.is_ragged else _GRIDS[kind]}",
         f"flashgen show --pass backward {which} --target {target.name} {shlex.quote(spec.to_json())}",
     )
 

@@ -247,3 +247,49 @@ def test_a_spec_goes_through_json() -> None:
     spec = spec_of(mask=fg.causal())
     assert fg.AttentionSpec.from_json(spec.to_json()) == spec and "-thd-" in spec.name
     assert spec.is_ragged and not spec_of("bshd").is_ragged
+
+
+@pytest.mark.gpu
+@pytest.mark.quick
+@pytest.mark.parametrize("listed", [False, True], ids=["closed form", "lists"])
+@pytest.mark.parametrize("deterministic", [False, True], ids=["default", "deterministic"])
+def test_a_captured_graph_serves_any_lengths(listed: bool, deterministic: bool) -> None:
+    """Offsets are read on the device: a replay with others gives what a call with them gives."""
+    torch = pytest.importorskip("torch")
+    mask = fg.trace_mask(lambda b, h, q, k: (q // 64 + k // 64 + b) % 3 != 0) if listed else fg.causal()
+    attention = fg.compile(fg.AttentionSpec(128, "bfloat16", layout="thd", mask=mask), deterministic=deterministic)
+    torch.manual_seed(0)
+    q, k, v, d_out = (torch.randn((3000, 4, 128), device="cuda", dtype=torch.bfloat16) for _ in range(4))
+    starts = torch.tensor([0, 1000, 1001, 2500, 3000], dtype=torch.int32, device="cuda")
+    used = torch.diff(starts)
+
+    def run() -> Any:
+        out, lse = attention(q, k, v, cu_seqlens_q=starts, seqused_k=used, return_lse=True)
+        return out, lse, *attention.backward(d_out, q, k, v, out, lse, cu_seqlens_q=starts, seqused_k=used)
+
+    run()  # compiles
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    with torch.cuda.graph(graph, stream=stream):
+        captured = run()
+    for offsets_, keys in (
+        ([0, 1000, 1001, 2500, 3000], [1000, 1, 1499, 500]),
+        ([5, 5, 700, 2900, 2990], [0, 690, 100, 90]),
+        ([0, 3000, 3000, 3000, 3000], [3000, 0, 0, 0]),
+        ([1500, 1501, 1502, 1503, 1504], [1, 1, 0, 1]),
+    ):
+        starts.copy_(torch.tensor(offsets_, dtype=torch.int32))
+        used.copy_(torch.tensor(keys, dtype=torch.int32))
+        for array in captured:
+            array.fill_(float("nan"))
+        graph.replay()
+        torch.cuda.synchronize()
+        for found, wanted in zip(captured, run(), strict=True):
+            assert not found.isnan().any()
+            if deterministic:
+                assert torch.equal(found, wanted)
+            else:
+                assert torch.allclose(found.float(), wanted.float(), atol=0.02, rtol=0.02)
+        given = {"cu_seqlens_q": starts.cpu().numpy(), "seqused_k": used.cpu().numpy()}
+        arrays_ = [array.float().cpu().numpy() for array in (q, k, v)]
+        expected = fg.reference.attention(attention.spec, *arrays_, **given)
+        assert np.abs(captured[0].float().cpu().numpy() - expected).max() < 0.03
