@@ -243,6 +243,20 @@ def test_any_strides_and_both_dtypes() -> None:
         assert attention(q, k, v, cu_seqlens_q=offsets(60, 30)).tobytes() == apart.tobytes()
 
 
+def test_a_pullback_knows_where_sequences_begin_and_closures_are_captured() -> None:
+    table = np.random.default_rng(2).uniform(0.01, 0.1, 2).astype(np.float32)
+    score = fg.trace_score(lambda score, b, h, q, k: score + table[h] * (q - k))
+    attention = fg.compile(spec_of(score=score, mask=fg.causal()), "sm_80", emulate=True)
+    q, k, v = arrays(60, 60)
+    starts = offsets(20, 40)
+    out, pullback = attention.vjp(q, k, v, cu_seqlens_q=starts)
+    expected, lse = attention(q, k, v, cu_seqlens_q=starts, return_lse=True)
+    gradients = attention.backward(q, q, k, v, expected, lse, cu_seqlens_q=starts)
+    assert out.tobytes() == expected.tobytes()
+    for one, other in zip(pullback(q), gradients, strict=True):
+        np.testing.assert_allclose(one.astype(np.float32), other.astype(np.float32), atol=1e-3)
+
+
 def test_a_spec_goes_through_json() -> None:
     spec = spec_of(mask=fg.causal())
     assert fg.AttentionSpec.from_json(spec.to_json()) == spec and "-thd-" in spec.name

@@ -12,5 +12,5 @@ from flashgen.errors import UnsupportedError
 
 
 def test_ragged_batches_are_refused_by_name() -> None:
-    with pytest.raises(UnsupportedError, match="flashgen.torch is not supported for layout='thd'"):
+    with pytest.raises(UnsupportedError, match=r"flashgen\.torch is not supported for layout='thd'"):
         flashgen.torch.register(fg.AttentionSpec(64, layout="thd"), emulate=True)
