@@ -69,7 +69,7 @@ def render_hopper(spec: AttentionSpec, target: Target, plan: HopperPlan | None =
     plan.check(spec, target)
     tiles, packed = key_range(spec.mask.expression), plan.packed_heads > 1
     layout, longest_first = hopper_layout(spec, tiles is None, packed), longest_last(tiles)
-    ends = _ends_of_tiles(longest_first and not spec.is_ragged)
+    ends = _ends_of_tiles(longest_first)
     context = forward_context(spec, target, plan, layout, "scores[n]", _names(plan), ends) | {
         "header": header(spec, target, plan, _GRID, _METHOD),
         "own_tiles": tiles is not None and spec.mask.expression != sympy.true,
