@@ -17,6 +17,7 @@ from flashgen.attention.captures import (
     number,
 )
 from flashgen.attention.problem import Bounds
+from flashgen.attention.ragged import refuse_ragged
 from flashgen.attention.sharing import Sharing, check_on_host
 from flashgen.codegen.arguments import member_name
 from flashgen.errors import ArgumentError
@@ -80,6 +81,8 @@ class Pass(Generic[AnyPrepared]):
             check_captures(self.spec, captures)
         if call.tile_lists is not None and self.listers is None:
             raise ArgumentError(f"tile_lists: the kernels of {self.spec.mask.name} read none; leave them out")
+        if call.tile_lists is not None:
+            refuse_ragged(self.spec, "tile_lists", "leave them out, each call makes its own")
         q = call.inputs["q"]
         library = self.engine.library(q, "q")
         if library is self.engine.copied:

@@ -119,7 +119,7 @@ def _peer(
 ) -> Run | None:
     """A run of a peer; None where it is not installed, or cannot do the spec."""
     forward = (_flash_attention4 if name == "FA4" else _torch)(spec, starts, longest)
-    if forward is None or spec.score or spec.dropout:
+    if forward is None or spec.score or spec.dropout or spec.sink:
         return None
     try:
         return differentiated(forward, timed, arrays[:3], arrays[3])

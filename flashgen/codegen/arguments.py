@@ -125,6 +125,7 @@ _RESERVED = frozenset({
     "offset", "section", "tiles", "tiles_q", "next_tile",
     "d_o", "d_lse", "dq", "dk", "dv", "dq_sums", "dk_sums", "dv_sums", "statistics", "rows", "keys", "heads_kv",
     "heads_per_kv", "sums", "gradient", "count", "shared_memory", "errno", "unix", "linux",
+    "cu_seqlens_q", "cu_seqlens_k", "seqused_k", "total_q", "total_k",
 })
 # fmt: on
 _GRADIENT = "d_"  # begins the member of a captured array's gradient

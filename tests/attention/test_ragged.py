@@ -211,6 +211,29 @@ def test_what_is_not_done_for_ragged_batches_is_refused_by_name() -> None:
             ask()
 
 
+def test_lists_of_other_batches_are_refused() -> None:
+    """Whose sizes might be the same."""
+    mask = fg.trace_mask(lambda b, h, q, k: (q // 8 + k // 8) % 3 != 0)
+    lists = compiled("sm_80", layout="bshd", mask=mask).tile_lists(64, 64)
+    q, k, v = arrays(64, 64)
+    with pytest.raises(UnsupportedError, match="tile_lists is not supported for layout='thd': leave them out"):
+        compiled("sm_80", mask=mask)(q, k, v, cu_seqlens_q=offsets(30, 34), tile_lists=lists)
+
+
+def test_captures_may_be_called_as_members_of_the_struct_are() -> None:
+    names = ("total_q", "total_k", "rows", "slot", "sequence", "uniform", "launched")
+    tables = [fg.Tensor(name, "float32", 1, grad=True) for name in names]
+    score = fg.trace_score(lambda score, b, h, q, k: sum((table[h] for table in tables), score))
+    q, k, v = arrays(64, 64)
+    given: dict[str, Any] = {table.name: np.full(2, 0.01, np.float32) for table in tables}
+    given["cu_seqlens_q"] = offsets(30, 34)
+    for target in TARGETS:
+        attention = compiled(target, score=score)
+        out, lse = attention(q, k, v, return_lse=True, **given)
+        assert np.abs(out - fg.reference.attention(attention.spec, q, k, v, **given)).max() < 2e-3
+        attention.backward(out, q, k, v, out, lse, **given)
+
+
 def test_a_capture_may_not_have_the_name_of_an_argument() -> None:
     starts = fg.Tensor("cu_seqlens_q", "int32", 1)
     mask = fg.trace_mask(lambda b, h, q, k: k < starts[b])
