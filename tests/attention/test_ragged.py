@@ -158,6 +158,8 @@ def test_captures_are_of_sequences_and_checked_by_the_bounds() -> None:
     assert np.abs(out - expected).max() < 4e-3
     with pytest.raises(ArgumentError, match="axis 0 is indexed by b, which goes up to 2: give 3 elements"):
         attention(q, k, v, cu_seqlens_q=starts, bias=table[:2], max_seqlen_k=25)
+    with pytest.raises(ArgumentError, match="goes up to 59"):  # also after a call that was told better
+        attention(q, k, v, cu_seqlens_q=starts, bias=table)
 
 
 def test_calls_of_other_lengths_share_what_was_worked_out() -> None:
