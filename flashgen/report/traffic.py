@@ -25,6 +25,7 @@ from flashgen.report.sizes import CallSizes
 ELEMENT_BYTES = 2
 _LSE_BYTES = 4
 _SHARE = "(share of tiles visited)"
+_PAIRS = "(sum of len_q * len_k over the sequences)"  # of a ragged batch, whose sequences a report takes as equal
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,12 @@ def flops(kernel: RenderedKernel, sizes: CallSizes, share: float) -> int | None:
     """FLOPs of a kernel's products where that share of tiles is visited; None where it is too small to be counted."""
     if kernel.cost is None or kernel.cost.flops == "none":
         return None
-    return round(evaluate(kernel.cost.flops.replace(_SHARE, "share"), sizes.to_dict() | {"share": share}))
+    formula = kernel.cost.flops.replace(_SHARE, "share").replace(_PAIRS, "(batch * len_q * len_k)")
+    return round(evaluate(formula, sizes.to_dict() | _totals(sizes) | {"share": share}))
+
+
+def _totals(sizes: CallSizes) -> dict[str, int]:
+    return {"total_q": sizes.batch * sizes.len_q, "total_k": sizes.batch * sizes.len_k}
 
 
 def hbm_bytes(kernel: RenderedKernel, sizes: CallSizes) -> int | None:
@@ -86,7 +92,7 @@ def hbm_bytes(kernel: RenderedKernel, sizes: CallSizes) -> int | None:
         return None
     formula = kernel.cost.hbm.replace(" bytes, at least;", "").replace(" for the LSE", "")
     try:
-        return round(evaluate(formula, sizes.to_dict()))
+        return round(evaluate(formula, sizes.to_dict() | _totals(sizes)))
     except ArgumentError:  # elements of a capture, whose shape a call decides
         return None
 

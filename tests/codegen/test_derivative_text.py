@@ -112,7 +112,7 @@ def test_a_gather_that_is_added_has_a_place_alone() -> None:
     ):
         assert line in text.splitlines(), line
     (gather,) = gradient_of("relative bias").gathers
-    assert gather.shared == "element" and gather.addend("ds", "dx", "x") == "ds"
+    assert gather.shared == "some" and gather.addend("ds", "dx", "x") == "ds"
 
 
 def test_a_gather_beside_the_score_has_the_gradient_by_the_score() -> None:
@@ -138,7 +138,7 @@ def test_what_scores_share_an_element() -> None:
 
     found = score_gradient(fg.AttentionSpec(64, score=score))
     assert found is not None
-    assert [gather.shared for gather in found.gathers] == ["block", "query", "key", "element", "element", "block"]
+    assert [gather.shared for gather in found.gathers] == ["block", "query", "key", "some", "some", "block"]
     assert found.gathers[4].place_call("x") == "gather4_place(x * kScale, arguments)"
 
 
