@@ -18,6 +18,7 @@ class Call(NamedTuple):
         wanted: the results that are given back, by name.
         results: arrays to write them to, all of them, by name; none where new ones are made.
         tile_lists: what the attention made of the mask; None makes them.
+        num_splits: parts into which the keys are split; None is as many as make the call fast.
     """
 
     inputs: dict[str, Any]
@@ -27,3 +28,4 @@ class Call(NamedTuple):
     wanted: tuple[str, ...]
     results: Mapping[str, Any] = _NONE
     tile_lists: Any = None
+    num_splits: int | None = None

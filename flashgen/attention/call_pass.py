@@ -84,10 +84,10 @@ class Pass(Generic[AnyPrepared]):
             arrays[member] = captures[capture.name]
         if call.results:
             results = {self._result_argument(name): array for name, array in call.results.items()}
-            prepared, addresses = self._prepare(arrays | results, library)
+            prepared, addresses = self._prepare(arrays | results, library, call.num_splits)
             prepared.sharing.check(addresses)
         else:
-            prepared, addresses = self._prepare(arrays, library)
+            prepared, addresses = self._prepare(arrays, library, call.num_splits)
         if self._distances:
             self._check_distances(captures)
         taken = self.engine.taken(arrays, addresses)
@@ -108,7 +108,9 @@ class Pass(Generic[AnyPrepared]):
         """The results of a call that was given none."""
         return {name: makers[name]() for name in wanted}
 
-    def _work_out(self, views: dict[str, View], libraries: Mapping[str, Library]) -> AnyPrepared:
+    def _work_out(
+        self, views: dict[str, View], libraries: Mapping[str, Library], num_splits: int | None
+    ) -> AnyPrepared:
         """Checks the arrays of a call, and prepares what calls like it share. libraries: of the arrays."""
         raise NotImplementedError
 
@@ -147,13 +149,15 @@ class Pass(Generic[AnyPrepared]):
             view = self.engine.library(array, capture.name).view(array, capture.name)
             check_distances(capture, view.shape, axis, int(captures[farthest.name]))
 
-    def _prepare(self, arrays: dict[str, Any], library: Library) -> tuple[AnyPrepared, Addresses]:
+    def _prepare(
+        self, arrays: dict[str, Any], library: Library, num_splits: int | None
+    ) -> tuple[AnyPrepared, Addresses]:
         """What calls like this one share, worked out, and the arrays checked, the first time; the arrays' addresses.
 
         library: of q, and so of all arrays of its type.
         """
         kind, look = type(arrays["q"]), library.look
-        key: list[Any] = []
+        key: list[Any] = [num_splits]
         addresses = Addresses()
         misaligned = 0
         in_rows = self._in_rows
@@ -171,7 +175,7 @@ class Pass(Generic[AnyPrepared]):
         if prepared is None:
             libraries = {name: self._library(name, array) for name, array in arrays.items()}
             views = {name: libraries[name].view(array, _argument(name)) for name, array in arrays.items()}
-            prepared = self._prepared.get_or_make(known, partial(self._work_out, views, libraries))
+            prepared = self._prepared.get_or_make(known, partial(self._work_out, views, libraries, num_splits))
         return prepared, addresses
 
     def _library(self, name: str, array: Any) -> Library:

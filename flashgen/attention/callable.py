@@ -74,7 +74,7 @@ class Attention:
         tuned_plans = TunedPlans(self._kernel, tuned) if follows else None
         with edits.told():
             self._forward = ForwardPass(
-                spec, self._kernels, engine, self._prebuild("forward"), tuned_plans, packs=own_plan
+                spec, self._kernels, engine, self._prebuild("forward"), tuned_plans, packs=own_plan, decodes=own_plan
             )
 
     def _prebuild(self, which: str) -> str:
@@ -128,7 +128,8 @@ class Attention:
         """The plan of calls of these sizes on the current GPU.
 
         That is `plan`, or what `tune` found for such lengths; where the target packs heads, either with the query heads
-        of a head of k and v packed into tiles, where that fills them better.
+        of a head of k and v packed into tiles, where that fills them better. Few queries over many keys have the plan of
+        the decode kernel.
 
         Args: as of `tile_lists`; heads_kv: heads of k and v, None for as many. Raises LaunchError without a GPU.
         """
@@ -259,6 +260,7 @@ class Attention:
         return_lse: bool = False,
         out: Any = None,
         tile_lists: TileLists | None = None,
+        num_splits: int | None = None,
         **captures: Any,
     ) -> Any:
         """Attention of q over k and v.
@@ -276,6 +278,8 @@ class Attention:
                 may share memory with one of another array of the call, also not with the same one of q; slices of one
                 packed buffer may be given.
             tile_lists: what `tile_lists(...)` made for the sizes and captures of this call; None makes them.
+            num_splits: take the decode kernel, the keys split into so many parts, 1 to 1024: a sequence then has the
+                same bits whatever else is in the batch. None lets the sizes choose the kernel and the parts.
             captures: the arrays and numbers that the spec declares, by name; a layout may be a BlockLayout.
 
         Returns:
@@ -292,7 +296,7 @@ class Attention:
         wanted = _BOTH if return_lse else _OUTPUT
         given = _NOTHING if out is None else given_outputs(out, return_lse)
         inputs = {"q": q, "k": k, "v": v}
-        results = self._forward(Call(inputs, captures, seed, offset, wanted, given, tile_lists))
+        results = self._forward(Call(inputs, captures, seed, offset, wanted, given, tile_lists, num_splits))
         if out is not None:
             return out
         return (results["o"], results["lse"]) if return_lse else results["o"]

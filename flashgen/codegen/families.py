@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from flashgen.codegen.family import BackwardFamily, ForwardFamily, HeadPacking
+from flashgen.codegen.family import BackwardFamily, Decoding, ForwardFamily, HeadPacking
 from flashgen.codegen.hopper.backward import render_hopper_backward
 from flashgen.codegen.hopper.backward_plans import HopperBackwardPlan
 from flashgen.codegen.hopper.forward import render_hopper
@@ -17,17 +17,21 @@ from flashgen.codegen.hopper.plans import HopperPlan, every_hopper_plan
 from flashgen.codegen.hopper.wide_plans import HopperWidePlan
 from flashgen.codegen.mma_sync.backward import render_mma_sync_backward
 from flashgen.codegen.mma_sync.backward_plans import BackwardPlan
+from flashgen.codegen.mma_sync.decode import render_decode
+from flashgen.codegen.mma_sync.decode_plans import DecodePlan, decode_plan_for, decode_plans, plan_of_rows
 from flashgen.codegen.mma_sync.forward import render_mma_sync
 from flashgen.codegen.mma_sync.forward_plans import ForwardPlan, choose_forward_plan, every_forward_plan
+from flashgen.codegen.mma_sync.splits import choose_splits
 from flashgen.codegen.plan import Plan
 from flashgen.codegen.rendered_kernel import RenderedKernel
 from flashgen.codegen.targets import TARGETS, Target, target_of_capability
 from flashgen.errors import UnsupportedError
 from flashgen.language.spec import AttentionSpec
 
-_MMA_SYNC = ForwardFamily(ForwardPlan, choose_forward_plan, every_forward_plan, render_mma_sync)
+_DECODING = Decoding(DecodePlan, decode_plans, decode_plan_for, plan_of_rows, choose_splits, render_decode)
+_MMA_SYNC = ForwardFamily(ForwardPlan, choose_forward_plan, every_forward_plan, render_mma_sync, _DECODING)
 _HOPPER_PACKING = HeadPacking(HopperPlan.packing, packed_plan)
-_HOPPER = ForwardFamily(HopperPlan, choose_hopper_plan, every_hopper_plan, render_hopper, _HOPPER_PACKING)
+_HOPPER = ForwardFamily(HopperPlan, choose_hopper_plan, every_hopper_plan, render_hopper, _DECODING, _HOPPER_PACKING)
 
 _FORWARD = {"turing": _MMA_SYNC, "ampere": _MMA_SYNC, "hopper": _HOPPER}
 _MMA_SYNC_BACKWARD = BackwardFamily((BackwardPlan,), render_mma_sync_backward)
@@ -61,7 +65,11 @@ def emulated_target(plan: Plan | None = None) -> Target:
 
 def _takers(plan: Plan | None) -> list[Target]:
     """The targets whose forward family a plan is of."""
-    return [target for target in TARGETS.values() if isinstance(plan, forward_family(target).plan)]
+    return [target for target in TARGETS.values() if isinstance(plan, _plans_of(forward_family(target)))]
+
+
+def _plans_of(family: ForwardFamily) -> tuple[type[Plan], ...]:
+    return (family.plan, family.decoding.plan) if family.decoding else (family.plan,)
 
 
 def default_plan(spec: AttentionSpec, target: Target) -> Plan:
@@ -88,6 +96,8 @@ def forward_stages(spec: AttentionSpec, target: Target, plan: Plan | None = None
     UnsupportedError where the target or the plan cannot do it.
     """
     family = forward_family(target)
+    if family.decoding and isinstance(plan, family.decoding.plan):
+        return family.decoding.render(spec, target, plan)
     if plan is not None and not isinstance(plan, family.plan):
         takers = {taker.name: taker.compute_capability for taker in _takers(plan)}
         other = min(takers, key=lambda name: takers[name] != target.compute_capability, default="none")

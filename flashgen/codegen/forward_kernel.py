@@ -30,17 +30,20 @@ def forward_context(
     score: str,
     names: Names = DEVICE_NAMES,
     ends: Mapping[sympy.Symbol, str] = ENDS_OF_TILES,
+    struct: str = _STRUCT,
+    position: bool = True,
 ) -> dict[str, Any]:
     """What the template of a forward kernel is told, but for its header.
 
     score: the text of a score where the score function is called, with `names` for its indices. ends: declarations of
-    the ends of a tile.
+    the ends of a tile. struct: the name of the argument struct. position: whether a score stands where it does in every
+    kernel; else the template declares its own `Position`.
     """
     tiles, variant = key_range(spec.mask.expression), variant_of(spec)
-    return common_context(spec, target, variant, _STRUCT, layout) | {
+    return common_context(spec, target, variant, struct, layout, position=position) | {
         "plan": plan,
         "entry": entry_name("attention_forward", spec),
-        "key_tiles": visited_tiles(tiles, _STRUCT, variant.mask is not None, ends=ends),
+        "key_tiles": visited_tiles(tiles, struct, variant.mask is not None, ends=ends),
         "shared_bytes": plan.shared_bytes(spec),
         "longest_first": longest_last(tiles),
         "score_operand": variant.score.of(score) if variant.score else "",

@@ -39,8 +39,8 @@ class BackwardPlan(Protocol):
 
 
 def show_command(plan: Plan) -> str:
-    """What shows, or builds, the kernel of a default plan, or of one that packs; a target and a spec follow it."""
-    return "flashgen show" + (f" --packed-heads {plan.packed_heads}" if plan.packed_heads > 1 else "")
+    """What shows, or builds, the kernel of a default plan, or of one that packs or decodes; target and spec follow it."""
+    return f"flashgen show {plan.show_options}".rstrip()
 
 
 def header(spec: AttentionSpec, target: Target, plan: Plan, grid: str = _BLOCK_PER_TILE, beside: str = "") -> str:

@@ -69,7 +69,8 @@ class Sizes:
     """What a launch depends on beside the arrays.
 
     batch: sequences. heads_q, heads_kv: of q; of k and v. len_q, len_k: queries and keys of a sequence.
-    multiprocessors: of the GPU. count: elements of the captured array that a kernel is for.
+    multiprocessors: of the GPU. count: elements of the captured array that a kernel is for. splits: parts into which a
+    decode kernel splits the keys.
     """
 
     batch: Any
@@ -79,6 +80,7 @@ class Sizes:
     len_k: Any
     multiprocessors: Any = field(default=1, kw_only=True)
     count: Any = field(default=0, kw_only=True)
+    splits: Any = field(default=1, kw_only=True)
 
     @property
     def heads_per_kv(self) -> Any:
@@ -95,7 +97,10 @@ class _NamedSizes(Sizes):
 
 SIZE_NAMES = ("batch", "heads_q", "heads_kv", "len_q", "len_k")
 NAMED_SIZES: Sizes = _NamedSizes(
-    *map(Formula, SIZE_NAMES), multiprocessors=Formula("multiprocessors"), count=Formula("count")
+    *map(Formula, SIZE_NAMES),
+    multiprocessors=Formula("multiprocessors"),
+    count=Formula("count"),
+    splits=Formula("splits"),
 )
 """The sizes of any call, by name."""
 

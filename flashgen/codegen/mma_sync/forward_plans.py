@@ -46,6 +46,7 @@ class ForwardPlan:
     stages: int = 1
     blocks: int = 1
     packed_heads: ClassVar[int] = 1
+    show_options: ClassVar[str] = ""
 
     @property
     def threads(self) -> int:
