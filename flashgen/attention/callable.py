@@ -128,8 +128,8 @@ class Attention:
         """The plan of calls of these sizes on the current GPU.
 
         That is `plan`, or what `tune` found for such lengths; where the target packs heads, either with the query heads
-        of a head of k and v packed into tiles, where that fills them better. Few queries over many keys have the plan of
-        the decode kernel.
+        of a head of k and v packed into tiles, where that fills them better. Few queries over many keys have that of a
+        decode kernel.
 
         Args: as of `tile_lists`; heads_kv: heads of k and v, None for as many. Raises LaunchError without a GPU.
         """

@@ -98,9 +98,7 @@ class ForwardPass(Pass[_Prepared]):
             return {"forward": lister.check(call.tile_lists, lists, prepared.problem, place)}
         return {"forward": lister.of_call(lists, prepared.problem, taken, numbers, place)}
 
-    def _work_out(
-        self, views: dict[str, View], libraries: Mapping[str, Library], num_splits: int | None
-    ) -> _Prepared:
+    def _work_out(self, views: dict[str, View], libraries: Mapping[str, Library], num_splits: int | None) -> _Prepared:
         device, library = common_device(views), libraries["q"]
         problem = problem_of(self.spec, views, self.engine.multiprocessors(device))
         check_outputs(self.spec, views, problem)

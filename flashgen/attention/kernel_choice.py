@@ -1,4 +1,4 @@
-"""Which kernel a call runs: that of the default plan, of one that tuning found, its packed form, or the decode kernel."""
+"""Which kernel a call runs: the default plan's, one that tuning found, its packed form, or one that splits the keys."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ class KernelChoice:
     whose text is another than was measured is none.
 
     default: of the plan that holds where nothing else does. tuned: the plans that tuning found, or None where they are
-    not looked for. packing: the family's rule, or None where heads are not to be packed. decoding: likewise, of calls of
-    few queries over many keys.
+    not looked for. packing: the family's rule, or None where heads are not to be packed. decoding: likewise, of few
+    queries over many keys.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class KernelChoice:
         return self.decoding.chosen(self._spec, self.default.kernel.target, workload)
 
     def of_splits(self, problem: Problem, num_splits: int) -> BuiltForward:
-        """The decode kernel for calls that say into how many parts the keys are split: sizes of the batch choose nothing.
+        """The decode kernel for calls that say into how many parts the keys are split: the batch chooses nothing.
 
         ArgumentError where there is none to be had, BuildError where it can be neither found nor built.
         """

@@ -27,6 +27,7 @@ class Pass(StrEnum):
     """Whose kernels to show."""
 
     forward = "forward"
+    decode = "decode"
     backward = "backward"
 
 
@@ -44,12 +45,14 @@ class What(StrEnum):
 
 def tile_of(spec: AttentionSpec, target: str, of: Pass, deterministic: bool, packed_heads: int = 1) -> tuple[int, int]:
     """(queries, keys) of a tile of a pass."""
-    from flashgen.codegen.stages import backward_kernels, forward_kernels
+    from flashgen.codegen.stages import backward_kernels, decode_kernels, forward_kernels
     from flashgen.codegen.targets import target_named
 
     architecture = target_named(target)
     if of is Pass.forward:
         plan = forward_kernels(spec, architecture, packed_heads)["forward"].plan
+    elif of is Pass.decode:
+        plan = decode_kernels(spec, architecture)["decode"].plan
     else:
         plan = backward_kernels(spec, architecture, deterministic)["keys"].plan
     return plan.tile_q, plan.tile_k
@@ -90,6 +93,11 @@ def to_print(kernels: dict[str, RenderedKernel], of: Pass) -> dict[str, Rendered
             "together they do not compile: --output DIR/ writes the files, --kernel NAME shows one"
         )
         return kernels
+    if of is Pass.decode:
+        others = ", ".join(name for name in kernels if name != "decode")
+        if others:
+            note(f"beside this one: {others}; --kernel NAME shows one, --output DIR/ writes all")
+        return {"decode": kernels["decode"]}
     if "lists" in kernels:
         note("a second kernel lists the tiles that this one visits: --kernel lists shows it, --output DIR/ writes both")
     return {"forward": kernels["forward"]}

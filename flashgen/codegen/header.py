@@ -39,19 +39,28 @@ class BackwardPlan(Protocol):
 
 
 def show_command(plan: Plan) -> str:
-    """What shows, or builds, the kernel of a default plan, or of one that packs or decodes; target and spec follow it."""
+    """What shows, or builds, the kernel of a default plan, or one that packs or decodes; target and spec follow it."""
     return f"flashgen show {plan.show_options}".rstrip()
 
 
-def header(spec: AttentionSpec, target: Target, plan: Plan, grid: str = _BLOCK_PER_TILE, beside: str = "") -> str:
+def header(
+    spec: AttentionSpec,
+    target: Target,
+    plan: Plan,
+    grid: str = _BLOCK_PER_TILE,
+    beside: str = "",
+    title: str = "attention forward",
+    cost: Cost | None = None,
+) -> str:
     """The forward kernel's header comment.
 
-    grid: how many blocks a launch has. beside: its algorithm, beside the softmax.
+    grid: how many blocks a launch has. beside: its algorithm, beside the softmax. title: what it is. cost: None is that
+    of a kernel whose blocks each have a tile of queries.
     """
-    cost = forward_cost(spec)
+    cost = cost or forward_cost(spec)
     method = [f"method   {_ONLINE_SOFTMAX}", *([f"         {beside}"] if beside else [])]
     return _comment(
-        [f"flashgen: attention forward, {spec.name}"],
+        [f"flashgen: {title}, {spec.name}"],
         [*_facts(spec, target, target.family, "; heads_q a multiple of heads_kv"), f"plan     {plan.summary(spec)}"],
         [*method, f"FLOPs    {cost.flops}", f"HBM      {cost.hbm}"],
         grid,

@@ -37,8 +37,8 @@ def kernels_of(
 ) -> Kernels:
     """Every kernel that calls of these passes launch, with default plans; the forward's with so many heads packed.
 
-    Forward: "lists" where the mask has no closed form, then "forward". Decode: "decode_lists" likewise, "decode", and
-    "decode_rows32" for more rows, where tiles have as many; a call launches one of the two. Backward: "query_lists" and "lists" for its own
+    Forward: "lists" where the mask has no closed form, then "forward". Decode: "decode_lists" likewise, then "decode"
+    or, for more rows where tiles may have as many, "decode_rows32". Backward: "query_lists" and "lists" for its own
     tiles where they are read, "prepare", "keys", "queries" or "finish", and "d_<name>" for each capture that has a
     gradient. With both passes the backward's lists are "backward_lists".
 

@@ -21,7 +21,8 @@ from flashgen.language.spec import AttentionSpec
 
 FORMULAS = (
     "grid and value in C++'s integers, of a call's batch, heads_q, heads_kv, len_q, len_k, of the GPU's "
-    "multiprocessors, and of count, the elements of a captured array; ceil_div(a, b) is a / b rounded up"
+    "multiprocessors, of count, the elements of a captured array, and of splits, into how many parts the caller splits "
+    "the keys; ceil_div(a, b) is a / b rounded up"
 )
 
 

@@ -9,6 +9,7 @@ from typing import Any
 from flashgen.analysis.closed_forms.inequalities import Q_LAST
 from flashgen.codegen.arguments import ArgumentLayout, Field
 from flashgen.codegen.assembly import ENDS_OF_TILES, assemble, check_spec
+from flashgen.codegen.costs import decode_cost
 from flashgen.codegen.demand import demand_of
 from flashgen.codegen.expressions.function_text import DEVICE_NAMES, Names
 from flashgen.codegen.forward_kernel import forward_context, forward_kernel
@@ -23,7 +24,9 @@ from flashgen.language.operations import HEAD
 from flashgen.language.spec import AttentionSpec
 
 _STRUCT = "DecodeArguments"
-_METHOD = "keys split over warps and blocks; the last block to arrive merges their shares (Dao et al. 2023, Flash-Decoding)"
+_METHOD = (
+    "keys split over warps and blocks; the last block to arrive merges their shares (Dao et al. 2023, Flash-Decoding)"
+)
 _GRID = "one block per (tile of rows and split, heads that share rows, batch), along x, y and z"
 _NAMES: Names = {**DEVICE_NAMES, HEAD: "position.head[i][e / 2]"}
 _QUERY = "position.query[i][e / 2]"
@@ -57,11 +60,11 @@ def render_decode(spec: AttentionSpec, target: Target, plan: DecodePlan | None =
     common = forward_context(
         spec, target, plan, layout, "scores[i][j][e]", _NAMES, ends, struct=_STRUCT, position=False
     )
-    mask = variant_of(spec).mask
+    mask, cost = variant_of(spec).mask, decode_cost(spec, plan.tile_q)
     context = common | {
         "entry": entry,
         "mask_call": mask.call(_NAMES) if mask else "",
-        "header": header(spec, target, plan, _GRID, _METHOD),
+        "header": header(spec, target, plan, _GRID, _METHOD, "attention forward of few queries", cost),
         "score_query": _QUERY,
         "share_padding": SHARE_PADDING,
     }
@@ -77,7 +80,7 @@ def render_decode(spec: AttentionSpec, target: Target, plan: DecodePlan | None =
         workspaces=_workspaces(spec, plan),
     )
     rows = f"-rows{plan.tile_q}" if plan.tile_q != FEW_ROWS else ""
-    return (replace(kernel, name=f"{kernel_name('decode', target, spec)}{rows}", entry=entry),)
+    return (replace(kernel, name=f"{kernel_name('decode', target, spec)}{rows}", entry=entry, cost=cost),)
 
 
 def _grid(spec: AttentionSpec, plan: DecodePlan, sizes: Sizes) -> Grid:

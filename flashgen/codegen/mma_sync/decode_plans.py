@@ -10,11 +10,19 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from flashgen.codegen.demand import demand_of
+from flashgen.codegen.demand import Weight, demand_of
 from flashgen.codegen.mma_sync.forward_plans import MMA_ROWS, ForwardPlan
 from flashgen.codegen.targets import Target
 from flashgen.codegen.tile_list_kernel import depends_on_head
-from flashgen.codegen.tiling import DROPOUT_COLUMNS, ELEMENT_BYTES, MMA_DEPTH, MOST_THREADS, RESERVED_SHARED, WARP, padded
+from flashgen.codegen.tiling import (
+    DROPOUT_COLUMNS,
+    ELEMENT_BYTES,
+    MMA_DEPTH,
+    MOST_THREADS,
+    RESERVED_SHARED,
+    WARP,
+    padded,
+)
 from flashgen.codegen.workload import Workload
 from flashgen.errors import UnsupportedError
 from flashgen.language.spec import AttentionSpec
@@ -27,8 +35,16 @@ _MOST_KEYS = 64  # of a tile
 _MOST_BLOCKS = 2
 FEW_ROWS = 16  # of the default plan's tiles
 _MANY_ROWS = 32
-_NARROW = 128  # value dims whose output fits a thread's registers twice
-_RINGS = ((4, 4), (4, 3), (4, 2), (2, 4), (2, 3), (2, 2))  # (warps, stages), of as many tiles on their way the first
+_MOST_REGISTERS = 248  # of a thread, by estimate: some kernels take a few more
+_RINGS = (
+    (4, 4),
+    (4, 3),
+    (4, 2),
+    (2, 4),
+    (2, 3),
+    (2, 2),
+    (1, 2),
+)  # (warps, stages), of as many tiles on their way the first
 
 
 @dataclass(frozen=True)
@@ -118,7 +134,10 @@ class DecodePlan:
 
 def decode_rows(spec: AttentionSpec) -> tuple[int, ...]:
     """The rows that tiles of default plans may have, fewest first."""
-    return (FEW_ROWS, _MANY_ROWS) if spec.value_dim <= _NARROW and not demand_of(spec).listed else (FEW_ROWS,)
+    demand, many = demand_of(spec), DecodePlan(_MANY_ROWS, _tile_k(spec), 1, 2)
+    if demand.listed or demand.weight >= Weight.HEAVY or many.registers(spec) > _MOST_REGISTERS:
+        return (FEW_ROWS,)
+    return FEW_ROWS, _MANY_ROWS
 
 
 def decode_plans(spec: AttentionSpec, target: Target) -> tuple[DecodePlan, ...]:
@@ -131,17 +150,23 @@ def choose_decode_plan(spec: AttentionSpec, target: Target, rows: int = FEW_ROWS
 
     UnsupportedError where none fits the target.
     """
-    width = padded(spec.head_dim) + padded(spec.value_dim)
-    tile_k = min(max(_STAGE_BYTES // (ELEMENT_BYTES * width) // MMA_DEPTH * MMA_DEPTH, MMA_DEPTH), _MOST_KEYS)
-    while tile_k & (tile_k - 1):
-        tile_k -= MMA_DEPTH
-    if spec.dropout:
-        tile_k = max(tile_k, DROPOUT_COLUMNS)
-    plans = [_with_blocks(DecodePlan(rows, tile_k, *ring), spec, target) for ring in _RINGS]
+    plans = _rings(spec, target, rows)
     fitting = [plan for plan in plans if plan.problem(spec, target) is None]
     if not fitting:
         plans[-1].check(spec, target)
     return max(fitting, key=lambda plan: plan.blocks * plan.warps * (plan.stages - 1))
+
+
+def _rings(spec: AttentionSpec, target: Target, rows: int) -> list[DecodePlan]:
+    """Plans of so many rows, that which asks for the least shared memory last."""
+    return [_with_blocks(DecodePlan(rows, _tile_k(spec), *ring), spec, target) for ring in _RINGS]
+
+
+def _tile_k(spec: AttentionSpec) -> int:
+    """Keys of a tile: a power of 2, so that it lies within a block of those that masks read tables of."""
+    keys = _STAGE_BYTES // (ELEMENT_BYTES * (padded(spec.head_dim) + padded(spec.value_dim)))
+    fewest = DROPOUT_COLUMNS if spec.dropout else MMA_DEPTH
+    return min(max(1 << keys.bit_length() - 1, fewest), _MOST_KEYS)
 
 
 def _with_blocks(plan: DecodePlan, spec: AttentionSpec, target: Target) -> DecodePlan:
@@ -164,7 +189,7 @@ def decode_plan_for(spec: AttentionSpec, target: Target, workload: Workload) -> 
     One tile of rows reads K and V once, as fast as the memory gives it. Several read it as often, through the L2: that
     is worth it only while the forward's larger tiles, of which there are fewer, would leave the card idle.
     """
-    if workload.len_k < _FEWEST_KEYS:
+    if workload.len_k < _FEWEST_KEYS or _rings(spec, target, FEW_ROWS)[-1].problem(spec, target):
         return None
     if demand_of(spec).listed:  # lists are made for as many queries as a tile has rows, by who knows no heads of k
         return plan_of_rows(spec, target, workload.len_q) if workload.len_q <= FEW_ROWS else None
