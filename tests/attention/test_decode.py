@@ -193,14 +193,14 @@ def test_a_given_plan_is_taken_as_it_is() -> None:
     decode = attention.compile(CAUSAL, emulate=True, plan=PLAN)
     assert decode.plan_for(500, 20) == PLAN == decode.plan
     assert_right(CAUSAL, Shape(70, 40, 1, 2, 1), None, plan=PLAN)
-    with pytest.raises(ArgumentError, match="num_splits=2: fwd-sm80-.* splits no keys; compile without plan="):
+    with pytest.raises(ArgumentError, match=r"num_splits=2: fwd-sm80-.* splits no keys; compile without plan="):
         call(forward, random_inputs(CAUSAL, Shape(1, 300)), num_splits=2)
 
 
 @pytest.mark.parametrize("splits", [0, -1, 1025, 1.5, True, "2"])
 def test_numbers_of_splits_that_are_none(splits: Any) -> None:
     compiled = attention.compile(CAUSAL, emulate=True)
-    with pytest.raises(ArgumentError, match="num_splits=.* must be an integer from 1 to 1024, or None"):
+    with pytest.raises(ArgumentError, match=r"num_splits=.* must be an integer from 1 to 1024, or None"):
         call(compiled, random_inputs(CAUSAL, Shape(1, 300)), num_splits=splits)
 
 
@@ -208,7 +208,7 @@ def test_more_rows_than_int32_has_are_refused() -> None:
     compiled = attention.compile(CAUSAL, emulate=True, plan=PLAN)
     q = np.broadcast_to(np.zeros((1, 1, 1, 64), np.float16), (1, 8, 3 * 10**8, 64))
     k = np.zeros((1, 1, 3, 64), np.float16)
-    with pytest.raises(ArgumentError, match="8 heads of 300000000 queries .* are too many for DecodePlan"):
+    with pytest.raises(ArgumentError, match=r"8 heads of 300000000 queries .* are too many for DecodePlan"):
         compiled(q, k, k)
 
 

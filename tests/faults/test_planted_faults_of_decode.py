@@ -1,4 +1,4 @@
-"""Mistakes planted in the emitted decode kernel, in what it has beside the forward's: each is caught, as the table says."""
+"""Mistakes planted in what the emitted decode kernel has beside the forward's: each is caught, as the table says."""
 
 from __future__ import annotations
 
