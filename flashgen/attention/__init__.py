@@ -3,5 +3,6 @@
 from flashgen.attention.callable import Attention
 from flashgen.attention.compiling import compile
 from flashgen.attention.gradients import Gradients
+from flashgen.attention.merging import merge_states
 
-__all__ = ["Attention", "Gradients", "compile"]
+__all__ = ["Attention", "Gradients", "compile", "merge_states"]
