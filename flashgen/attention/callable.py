@@ -12,6 +12,7 @@ from flashgen.attention.forward import ForwardPass
 from flashgen.attention.gradients import ROWS, Gradients, differentiated, given_gradients
 from flashgen.attention.kernel_choice import BuiltForward
 from flashgen.attention.outputs import given_outputs
+from flashgen.attention.problem import given_pages
 from flashgen.attention.tile_lists import TileLister, TileLists, sizes_of
 from flashgen.attention.tuned_plans import TunedPlans
 from flashgen.build.cache import KernelCache
@@ -261,6 +262,8 @@ class Attention:
         out: Any = None,
         tile_lists: TileLists | None = None,
         num_splits: int | None = None,
+        page_table: Any = None,
+        seqused_k: Any = None,
         **captures: Any,
     ) -> Any:
         """Attention of q over k and v.
@@ -280,6 +283,11 @@ class Attention:
             tile_lists: what `tile_lists(...)` made for the sizes and captures of this call; None makes them.
             num_splits: take the decode kernel, the keys split into so many parts, 1 to 1024: a sequence then has the
                 same bits whatever else is in the batch. None lets the sizes choose the kernel and the parts.
+            page_table: of a spec with pages, int32 (batch, pages of a sequence): which page of k and v, (pages,
+                page_size, heads_kv, dim), has a sequence's keys 0 to page_size - 1, which the next ones, and so on.
+                Entries beyond a sequence's keys are not read; one that is no page is the last page.
+            seqused_k: likewise, int32 (batch): the keys that each sequence has, which masks and scores know as len_k;
+                bounded by 0 and what its part of the table holds. Both are read on the device alone.
             captures: the arrays and numbers that the spec declares, by name; a layout may be a BlockLayout.
 
         Returns:
@@ -296,6 +304,8 @@ class Attention:
         wanted = _BOTH if return_lse else _OUTPUT
         given = _NOTHING if out is None else given_outputs(out, return_lse)
         inputs = {"q": q, "k": k, "v": v}
+        if self.spec.page_size or page_table is not None or seqused_k is not None:
+            inputs |= given_pages(self.spec, page_table, seqused_k)
         results = self._forward(Call(inputs, captures, seed, offset, wanted, given, tile_lists, num_splits))
         if out is not None:
             return out

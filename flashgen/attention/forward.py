@@ -13,7 +13,7 @@ from flashgen.attention.call_pass import Makers, Pass, common_device
 from flashgen.attention.captures import check_array
 from flashgen.attention.kernel_choice import BuiltForward, KernelChoice, splits_of
 from flashgen.attention.outputs import check_outputs
-from flashgen.attention.problem import Problem, problem_of
+from flashgen.attention.problem import Problem, check_table, problem_of
 from flashgen.attention.sharing import Sharing
 from flashgen.attention.stages import NO_LISTS, PreparedStages
 from flashgen.attention.tile_lists import ListsLaunch
@@ -102,6 +102,8 @@ class ForwardPass(Pass[_Prepared]):
         device, library = common_device(views), libraries["q"]
         problem = problem_of(self.spec, views, self.engine.multiprocessors(device))
         check_outputs(self.spec, views, problem)
+        if self.spec.page_size:
+            check_table(views)
         captured = {capture.name: views[member] for capture, member in self._arrays}
         for capture, _ in self._arrays:
             check_array(self.spec, capture, captured[capture.name], problem)

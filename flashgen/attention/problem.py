@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 from flashgen.codegen.sizes import Sizes
 from flashgen.errors import ArgumentError
@@ -20,9 +20,15 @@ _ROW_ALIGNMENT = 16  # bytes: what one copy instruction moves
 
 @dataclass(frozen=True)
 class Problem(Sizes):
-    """Sizes of a call, and strides in elements as (batch, head, row) whatever the layout."""
+    """Sizes of a call, and strides in elements as (batch, head, row) whatever the layout.
+
+    Over pages len_k is the most that a sequence may have. pages: that k and v have. table_stride: from the pages of a
+    sequence to those of the next.
+    """
 
     strides: dict[str, tuple[int, int, int]]
+    pages: int = field(default=0, kw_only=True)
+    table_stride: int = field(default=0, kw_only=True)
 
     def output_shape(self, spec: AttentionSpec) -> tuple[int, int, int, int]:
         return in_layout((self.batch, self.heads_q, self.len_q, spec.value_dim), spec.layout)
@@ -66,16 +72,22 @@ def problem_of(spec: AttentionSpec, views: Mapping[str, View], multiprocessors: 
     sizes = checked_sizes(spec, views)
     strides = {name: row_strides(spec, name, views[name]) for name in "qkv"}
     lengths = (sizes.len_q, sizes.len_k)
-    return Problem(sizes.batch, sizes.heads_q, sizes.heads_kv, *lengths, strides, multiprocessors=multiprocessors)
+    pages = (views["k"].shape[0], views["page_table"].strides[0]) if spec.page_size else (0, 0)
+    how = {"multiprocessors": multiprocessors, "pages": pages[0], "table_stride": pages[1]}
+    return Problem(sizes.batch, sizes.heads_q, sizes.heads_kv, *lengths, strides, **how)
 
 
 def checked_sizes(spec: AttentionSpec, arrays: Mapping[str, Shaped]) -> Sizes:
     """The sizes of a call by the shapes and dtypes of q, k and v; ArgumentError where the spec does not take them."""
     shapes = {name: _shape(spec, name, arrays[name]) for name in "qkv"}
     (batch, heads_q, len_q, _), (_, heads_kv, len_k, _) = shapes["q"], shapes["k"]
-    for name in "kv":
+    if spec.page_size:
+        len_k = check_pages(spec, arrays, batch) * spec.page_size
+    for name in "" if spec.page_size else "kv":
         if shapes[name][0] != batch:
             raise ArgumentError(f"{name} has batch {shapes[name][0]} and q has {batch}; give arrays of one batch size")
+    if spec.page_size and shapes["v"][:3] != shapes["k"][:3]:
+        raise ArgumentError(f"v is {arrays['v'].shape} and k {arrays['k'].shape}; every key of every page needs one value")
     if shapes["v"][1:3] != shapes["k"][1:3]:
         raise ArgumentError(
             f"v has (heads, length) {shapes['v'][1:3]} and k has {shapes['k'][1:3]}; every key needs one value"
@@ -94,7 +106,9 @@ def checked_sizes(spec: AttentionSpec, arrays: Mapping[str, Shaped]) -> Sizes:
 
 def _shape(spec: AttentionSpec, name: str, view: Shaped) -> tuple[int, int, int, int]:
     """(batch, heads, length, dim) of q, k or v."""
+    paged = spec.page_size is not None and name in "kv"
     axes = "(batch, heads, length, dim)" if spec.layout == "bhsd" else "(batch, length, heads, dim)"
+    axes = "(pages, page_size, heads, dim)" if paged else axes
     dim = spec.value_dim if name == "v" else spec.head_dim
     if len(view.shape) != 4:
         raise ArgumentError(f"{name} has shape {view.shape}; give 4 dimensions {axes}")
@@ -103,18 +117,36 @@ def _shape(spec: AttentionSpec, name: str, view: Shaped) -> tuple[int, int, int,
         raise ArgumentError(f"{name} has shape {view.shape}; its last dimension must be the spec's {field}={dim}")
     if view.dtype != spec.dtype:
         raise ArgumentError(f"{name} has dtype {view.dtype}; the spec was compiled for {spec.dtype}: convert it")
-    return in_layout(view.shape, spec.layout)
+    if paged and view.shape[1] != spec.page_size:
+        raise ArgumentError(f"{name} has shape {view.shape}; the spec's page_size={spec.page_size} is its second dimension")
+    return in_layout(view.shape, layout_of_rows(spec, name))
+
+
+def layout_of_rows(spec: AttentionSpec, name: str) -> str:
+    """The order of an array's axes. A page stands where a sequence does, its keys before the heads."""
+    return "bshd" if spec.page_size and name in "kv" else spec.layout
+
+
+def check_pages(spec: AttentionSpec, arrays: Mapping[str, Shaped], batch: int) -> int:
+    """Pages that each sequence may have; ArgumentError where the table or the lengths are not as the batch has them."""
+    table, lengths = arrays["page_table"], arrays["seqused_k"]
+    for name, array, axes in (("page_table", table, 2), ("seqused_k", lengths, 1)):
+        if array.dtype != "int32" or len(array.shape) != axes or array.shape[0] != batch:
+            shape = f"({batch}, pages of a sequence)" if axes == 2 else f"({batch},)"
+            raise ArgumentError(f"{name} is {array.dtype} {tuple(array.shape)}; give int32 {shape}")
+    return int(table.shape[1])
 
 
 def row_strides(spec: AttentionSpec, name: str, view: View) -> tuple[int, int, int]:
     """Strides of an array of rows; ArgumentError where a row is not contiguous or not aligned."""
-    batch, head, row, last = in_layout(view.strides, spec.layout)
+    layout = layout_of_rows(spec, name)
+    batch, head, row, last = in_layout(view.strides, layout)
     elements = math.prod(view.shape)
     if elements and last != 1:
         raise ArgumentError(f"{name} has strides {view.strides} (elements); the last dimension must be contiguous")
     aligned = _ROW_ALIGNMENT // 2
     misaligned = [
-        s for s, n in zip((batch, head, row), in_layout(view.shape, spec.layout), strict=False) if n > 1 and s % aligned
+        s for s, n in zip((batch, head, row), in_layout(view.shape, layout), strict=False) if n > 1 and s % aligned
     ]
     if elements and (misaligned or view.pointer % _ROW_ALIGNMENT):
         raise ArgumentError(
@@ -131,3 +163,24 @@ def check_aligned(what: str, view: View) -> None:
         raise ArgumentError(
             f"{what} at address {view.pointer:#x}: its {view.dtype} must start at multiples of {size} bytes"
         )
+
+
+def check_table(views: Mapping[str, View]) -> None:
+    """ArgumentError where the pages of a sequence, or the lengths, do not stand side by side."""
+    for name in ("page_table", "seqused_k"):
+        check_aligned(name, views[name])
+        if views[name].shape[-1] > 1 and views[name].strides[-1] != 1:
+            raise ArgumentError(
+                f"{name} has strides {views[name].strides} (elements); its last dimension must be contiguous"
+            )
+
+
+def given_pages(spec: AttentionSpec, page_table: Any, seqused_k: Any) -> dict[str, Any]:
+    """The arrays that say where a sequence's keys are; ArgumentError where the spec wants others."""
+    given = {"page_table": page_table, "seqused_k": seqused_k}
+    for name, array in given.items():
+        if spec.page_size and array is None:
+            raise ArgumentError(f"{name} is missing: the spec has page_size={spec.page_size}")
+        if not spec.page_size and array is not None:
+            raise ArgumentError(f"{name}: the spec has no pages; leave it out, or declare page_size=...")
+    return given

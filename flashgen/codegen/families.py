@@ -73,8 +73,16 @@ def _plans_of(family: ForwardFamily) -> tuple[type[Plan], ...]:
 
 
 def default_plan(spec: AttentionSpec, target: Target) -> Plan:
-    """The plan that a spec's forward kernel has on a target where nobody says another."""
-    return forward_family(target).default_plan(spec, target)
+    """The plan that a spec's forward kernel has on a target where nobody says another; over pages, the decode kernel's.
+
+    UnsupportedError where pages are for kernels that the target has not.
+    """
+    family = forward_family(target)
+    if not spec.page_size:
+        return family.default_plan(spec, target)
+    if family.decoding is None:
+        raise UnsupportedError(f"page_size={spec.page_size}: {target.name} has no decode kernel, which reads pages")
+    return family.decoding.default_plans(spec, target)[0]
 
 
 def plan_packing(spec: AttentionSpec, target: Target, packed_heads: int) -> Plan:
@@ -96,6 +104,9 @@ def forward_stages(spec: AttentionSpec, target: Target, plan: Plan | None = None
     UnsupportedError where the target or the plan cannot do it.
     """
     family = forward_family(target)
+    plan = default_plan(spec, target) if plan is None and spec.page_size else plan
+    if spec.page_size and not isinstance(plan, _plans_of(family)[1:]):
+        raise UnsupportedError(f"{plan}: page_size={spec.page_size} is for the decode kernel; give a DecodePlan, or none")
     if family.decoding and isinstance(plan, family.decoding.plan):
         return family.decoding.render(spec, target, plan)
     if plan is not None and not isinstance(plan, family.plan):
@@ -118,6 +129,8 @@ def backward_stages(
     UnsupportedError where the target or the plan cannot do it.
     """
     family = backward_family(target)
+    if spec.page_size:
+        raise UnsupportedError(f"page_size={spec.page_size}: there is no backward over pages; gather k and v")
     if plan is not None and not isinstance(plan, family.plans):
         takers = [name for name, other in TARGETS.items() if isinstance(plan, backward_family(other).plans)]
         own = min(

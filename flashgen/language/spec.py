@@ -22,6 +22,7 @@ from flashgen.language.serialize import fields_from_json, fields_to_json
 
 LAYOUTS = ("bhsd", "bshd")
 MAX_NAME = 96
+MOST_PAGE_SIZE = 256
 
 
 @dataclass(frozen=True, init=False, eq=False, repr=False)
@@ -37,6 +38,8 @@ class AttentionSpec:
         dropout: probability of dropping an attention weight, 0 <= dropout < 1, in steps of 1/256.
         score: a Score, a function f(score, b, h, q, k), or None.
         mask: a Mask or a function f(b, h, q, k); None is full().
+        page_size: keys of a page, a power of 2 from 1 to 256, for k and v in pages: (pages, page_size, heads_kv, dim)
+            whatever the layout, and calls with page_table and seqused_k. None is k and v as the layout says.
 
     Raises SpecError, naming the argument, for anything else. Specs are equal if their canonical JSON is.
     """
@@ -49,6 +52,7 @@ class AttentionSpec:
     dropout: float
     score: Score | None
     mask: Mask
+    page_size: int | None
 
     def __init__(
         self,
@@ -60,6 +64,7 @@ class AttentionSpec:
         dropout: float = 0.0,
         score: Score | ScoreFunction | None = None,
         mask: Mask | MaskFunction | None = None,
+        page_size: int | None = None,
     ) -> None:
         values = {
             "head_dim": _dimension(head_dim, "head_dim"),
@@ -70,6 +75,7 @@ class AttentionSpec:
             "dropout": _dropout(dropout),
             "score": None if score is None else as_score(score),
             "mask": full() if mask is None else as_mask(mask),
+            "page_size": None if page_size is None else _page_size(page_size),
         }
         bound = _join_arrays(values)
         for name, value in values.items():
@@ -113,6 +119,7 @@ class AttentionSpec:
         parts += [_slug(self.score.name)] if self.score else []
         parts += [f"dropout{self.dropout:g}"] if self.dropout else []
         parts += ["bshd"] if self.layout == "bshd" else []
+        parts += [f"pages{self.page_size}"] if self.page_size else []
         return f"{'-'.join(parts)[:MAX_NAME].rstrip('-._')}-{self.digest}"
 
     @cached_property
@@ -143,7 +150,8 @@ class AttentionSpec:
         parts += [f"layout={self.layout!r}"] if self.layout != "bhsd" else []
         parts += [f"dropout={self.dropout!r}"] if self.dropout else []
         parts += [f"score={self.score}"] if self.score else []
-        return f"AttentionSpec({', '.join([*parts, f'mask={self.mask}'])})"
+        pages = [f"page_size={self.page_size}"] if self.page_size else []
+        return f"AttentionSpec({', '.join([*parts, f'mask={self.mask}', *pages])})"
 
 
 def _join_arrays(values: dict[str, Any]) -> Bound:
@@ -198,6 +206,13 @@ def _layout(value: Any) -> str:
             f"layout={value!r} must be 'bhsd' (batch, heads, length, dim) or 'bshd' (batch, length, heads, dim)"
         )
     return str(value)
+
+
+def _page_size(value: Any) -> int:
+    integer = isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+    if not integer or not 1 <= value <= MOST_PAGE_SIZE or value & (value - 1):
+        raise SpecError(f"page_size={value!r} must be a power of 2 from 1 to {MOST_PAGE_SIZE}, or None for no pages")
+    return int(value)
 
 
 def _dropout(value: Any) -> float:

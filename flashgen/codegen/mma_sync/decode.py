@@ -39,6 +39,11 @@ def decode_layout(spec: AttentionSpec, lists: bool) -> ArgumentLayout:
     fields.append(Field("float*", "partial_outputs", comment="of splits: (tiles of rows, splits, kTileQ, kValueDim)"))
     fields.append(Field("float*", "partial_states", comment="(tiles of rows, splits, kTileQ, 2): reference and sum"))
     fields.append(Field("unsigned*", "arrivals", comment="of each tile of rows: 0, before and after; null for 1 split"))
+    if spec.page_size:
+        fields.append(Field("const int*", "page_table", comment="(batch, len_k / kPageSize): pages, in the order of their keys"))
+        fields.append(Field("const int*", "seqused_k", comment="(batch): keys of each sequence"))
+        fields.append(Field("long long", "table_stride", comment="from a sequence's pages to the next one's"))
+        fields.append(Field("int", "pages", comment="that k and v have; k_strides.batch is from page to page"))
     fields += [Field("Strides", f"{name}_strides") for name in "qkvo"]
     fields += [Field("int", name) for name in ("heads_q", "len_q", "len_k")]
     fields.append(Field("int", "packed", comment="query heads that share tiles of rows"))
@@ -67,6 +72,7 @@ def render_decode(spec: AttentionSpec, target: Target, plan: DecodePlan | None =
         "header": header(spec, target, plan, _GRID, _METHOD, "attention forward of few queries", cost),
         "score_query": _QUERY,
         "share_padding": SHARE_PADDING,
+        "page_size": spec.page_size,
     }
     kernel = forward_kernel(
         spec,

@@ -189,6 +189,8 @@ def decode_plan_for(spec: AttentionSpec, target: Target, workload: Workload) -> 
     One tile of rows reads K and V once, as fast as the memory gives it. Several read it as often, through the L2: that
     is worth it only while the forward's larger tiles, of which there are fewer, would leave the card idle.
     """
+    if spec.page_size:
+        return plan_of_rows(spec, target, workload.heads_per_kv * workload.len_q)
     if workload.len_k < _FEWEST_KEYS or _rings(spec, target, FEW_ROWS)[-1].problem(spec, target):
         return None
     if demand_of(spec).listed:  # lists are made for as many queries as a tile has rows, by who knows no heads of k
