@@ -43,7 +43,7 @@ def launch_of(
     values = {f"{name}_strides": each for name, each in strides.items()} | sizes
     values |= capture_values(kernel.layout, spec, captured)
     if spec.page_size:
-        values |= {"pages": problem.pages, "table_stride": problem.table_stride}
+        values |= {"pages": problem.pages, "table_pitch": problem.table_pitch}
     counts = int(kernel.counts(problem)) if kernel.counts else 0
     if not kernel.boxes:
         return Launch(kernel.grid(problem), ArgumentWriter(kernel.layout, values), counts)

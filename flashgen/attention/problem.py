@@ -22,13 +22,13 @@ _ROW_ALIGNMENT = 16  # bytes: what one copy instruction moves
 class Problem(Sizes):
     """Sizes of a call, and strides in elements as (batch, head, row) whatever the layout.
 
-    Over pages len_k is the most that a sequence may have. pages: that k and v have. table_stride: from the pages of a
+    Over pages len_k is the most that a sequence may have. pages: that k and v have. table_pitch: from the pages of a
     sequence to those of the next.
     """
 
     strides: dict[str, tuple[int, int, int]]
     pages: int = field(default=0, kw_only=True)
-    table_stride: int = field(default=0, kw_only=True)
+    table_pitch: int = field(default=0, kw_only=True)
 
     def output_shape(self, spec: AttentionSpec) -> tuple[int, int, int, int]:
         return in_layout((self.batch, self.heads_q, self.len_q, spec.value_dim), spec.layout)
@@ -73,7 +73,7 @@ def problem_of(spec: AttentionSpec, views: Mapping[str, View], multiprocessors: 
     strides = {name: row_strides(spec, name, views[name]) for name in "qkv"}
     lengths = (sizes.len_q, sizes.len_k)
     pages = (views["k"].shape[0], views["page_table"].strides[0]) if spec.page_size else (0, 0)
-    how = {"multiprocessors": multiprocessors, "pages": pages[0], "table_stride": pages[1]}
+    how = {"multiprocessors": multiprocessors, "pages": pages[0], "table_pitch": pages[1]}
     return Problem(sizes.batch, sizes.heads_q, sizes.heads_kv, *lengths, strides, **how)
 
 
@@ -87,7 +87,7 @@ def checked_sizes(spec: AttentionSpec, arrays: Mapping[str, Shaped]) -> Sizes:
         if shapes[name][0] != batch:
             raise ArgumentError(f"{name} has batch {shapes[name][0]} and q has {batch}; give arrays of one batch size")
     if spec.page_size and shapes["v"][:3] != shapes["k"][:3]:
-        raise ArgumentError(f"v is {arrays['v'].shape} and k {arrays['k'].shape}; every key of every page needs one value")
+        raise ArgumentError(f"v is {arrays['v'].shape} and k {arrays['k'].shape}; every key of a page needs one value")
     if shapes["v"][1:3] != shapes["k"][1:3]:
         raise ArgumentError(
             f"v has (heads, length) {shapes['v'][1:3]} and k has {shapes['k'][1:3]}; every key needs one value"
@@ -118,7 +118,7 @@ def _shape(spec: AttentionSpec, name: str, view: Shaped) -> tuple[int, int, int,
     if view.dtype != spec.dtype:
         raise ArgumentError(f"{name} has dtype {view.dtype}; the spec was compiled for {spec.dtype}: convert it")
     if paged and view.shape[1] != spec.page_size:
-        raise ArgumentError(f"{name} has shape {view.shape}; the spec's page_size={spec.page_size} is its second dimension")
+        raise ArgumentError(f"{name} has shape {view.shape}; its second dimension must be page_size={spec.page_size}")
     return in_layout(view.shape, layout_of_rows(spec, name))
 
 
@@ -129,6 +129,8 @@ def layout_of_rows(spec: AttentionSpec, name: str) -> str:
 
 def check_pages(spec: AttentionSpec, arrays: Mapping[str, Shaped], batch: int) -> int:
     """Pages that each sequence may have; ArgumentError where the table or the lengths are not as the batch has them."""
+    if "page_table" not in arrays:
+        raise ArgumentError(f"page_size={spec.page_size}: pages are for calls of flashgen.compile(spec)")
     table, lengths = arrays["page_table"], arrays["seqused_k"]
     for name, array, axes in (("page_table", table, 2), ("seqused_k", lengths, 1)):
         if array.dtype != "int32" or len(array.shape) != axes or array.shape[0] != batch:

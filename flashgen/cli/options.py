@@ -77,6 +77,11 @@ class SpecOptions:
         typer.Option("--layout", help="bhsd or bshd: the order of the axes of q, k, v.", show_default="bhsd"),
     ] = None
 
+    page_size: Annotated[
+        int | None,
+        typer.Option("--page-size", help="Keys of a page, for k and v in pages: a power of 2 up to 256."),
+    ] = None
+
     def given(self) -> dict[str, Any]:
         """The options that were given, by field name."""
         fields = dataclasses.asdict(self)

@@ -106,7 +106,8 @@ def forward_stages(spec: AttentionSpec, target: Target, plan: Plan | None = None
     family = forward_family(target)
     plan = default_plan(spec, target) if plan is None and spec.page_size else plan
     if spec.page_size and not isinstance(plan, _plans_of(family)[1:]):
-        raise UnsupportedError(f"{plan}: page_size={spec.page_size} is for the decode kernel; give a DecodePlan, or none")
+        paged = f"page_size={spec.page_size}"
+        raise UnsupportedError(f"{plan}: {paged} is for the decode kernel: give a DecodePlan, or none")
     if family.decoding and isinstance(plan, family.decoding.plan):
         return family.decoding.render(spec, target, plan)
     if plan is not None and not isinstance(plan, family.plan):

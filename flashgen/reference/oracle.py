@@ -6,6 +6,7 @@ S = score(scale Q K^T), -inf where masked;  P = softmax(S);  O = dropout(P) V;  
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 import ml_dtypes
@@ -13,7 +14,8 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from flashgen.reference.elementwise import HeadTiles
-from flashgen.reference.inputs import Array, Problem, prepare
+from flashgen.reference.inputs import Array, Problem
+from flashgen.reference.pages import Sequences, sequences_of
 
 if TYPE_CHECKING:
     from flashgen.language import AttentionSpec
@@ -30,26 +32,29 @@ def attention(
     seed: int | None = None,
     offset: int = 0,
     return_lse: bool = False,
+    page_table: ArrayLike | None = None,
+    seqused_k: ArrayLike | None = None,
     **captures: Any,
 ) -> Any:
     """Standard attention in float64 on the values given, or (out, lse) with return_lse.
 
     q (batch, heads_q, len_q, head_dim), k (batch, heads_kv, len_k, head_dim) and v (batch, heads_kv, len_k, value_dim)
     have any floating dtype; heads_q is a multiple of heads_kv; layout "bshd" swaps heads and length. Captures are given
-    by name, in the dtype declared. seed and offset choose the dropout, as flashgen.reference.dropout says.
+    by name, in the dtype declared. seed and offset choose the dropout, as flashgen.reference.dropout says. With a
+    page_size k and v are (pages, page_size, heads_kv, dim); page_table and seqused_k say which rows are a sequence's.
     out is float64 in the spec's layout, lse float64 (batch, heads_q, len_q), the natural log of the sum over modified
     and masked scores, before dropout. A row with nothing to attend to gives out = 0, lse = -inf.
     Raises ArgumentError for arguments that do not fit the spec or each other.
     """
-    problem = prepare(spec, q, k, v, seed, offset, captures)
-    out, lse = problem.empty_outputs()
-    for b, h, queries in row_blocks(problem):
+    sequences = sequences_of(spec, (q, k, v), seed, offset, captures, page_table, seqused_k)
+    out, lse = empty_outputs(spec, q, sequences)
+    for problem, b, h, queries in blocks_of(sequences):
         q_head, k_head, v_head = problem.head(b, h)
         rows, keys, tiles = slice(queries.start, queries.stop), range(problem.len_k), HeadTiles(problem, b, h)
         scores = tiles.modify(spec.scale * (q_head[rows] @ k_head.T), queries, keys)
         probabilities, lse[b, h, rows] = softmax(scores)
         out[b, h, rows] = tiles.drop(probabilities, queries, keys) @ v_head
-    out = problem.in_layout(out)
+    out = out if spec.layout == "bhsd" else np.ascontiguousarray(out.swapaxes(1, 2))
     return (out, lse) if return_lse else out
 
 
@@ -62,6 +67,8 @@ def low_precision(
     seed: int | None = None,
     offset: int = 0,
     return_lse: bool = False,
+    page_table: ArrayLike | None = None,
+    seqused_k: ArrayLike | None = None,
     **captures: Any,
 ) -> Any:
     """Standard attention as a plain library runs it on arrays of spec.dtype: the `low` of flashgen.reference.numerics.
@@ -72,9 +79,9 @@ def low_precision(
     float32. A score that overflows float16 becomes infinity or NaN, as it does there.
     Source: attention_ref(upcast=False) of flash-attention's tests.
     """
-    problem = prepare(spec, q, k, v, seed, offset, captures)
-    out, lse = problem.empty_outputs()
-    for b, h, queries in row_blocks(problem):
+    sequences = sequences_of(spec, (q, k, v), seed, offset, captures, page_table, seqused_k)
+    out, lse = empty_outputs(spec, q, sequences)
+    for problem, b, h, queries in blocks_of(sequences):
         q_head, k_head, v_head = (round_to(spec.dtype, array) for array in problem.head(b, h))
         rows, keys, tiles = slice(queries.start, queries.stop), range(problem.len_k), HeadTiles(problem, b, h)
         scores = _product(spec.dtype, round_to(spec.dtype, spec.scale * q_head[rows]), k_head.T)
@@ -82,7 +89,7 @@ def low_precision(
         probabilities, lse[b, h, rows] = softmax(scores.astype(np.float32))
         dropped = tiles.drop(round_to(spec.dtype, probabilities), queries, keys)
         out[b, h, rows] = _product(spec.dtype, round_to(spec.dtype, dropped), v_head)
-    out = problem.in_layout(out)
+    out = out if spec.layout == "bhsd" else np.ascontiguousarray(out.swapaxes(1, 2))
     return (out, lse) if return_lse else out
 
 
@@ -109,9 +116,25 @@ def _product(dtype: str, a: Array, b: Array) -> Array:
         return round_to(dtype, a.astype(np.float32) @ b.astype(np.float32))
 
 
-def row_blocks(problem: Problem) -> Iterator[tuple[int, int, range]]:
-    """(b, h, queries) in blocks whose scores are few enough for memory."""
+def empty_outputs(spec: AttentionSpec, q: ArrayLike, sequences: Sequences) -> tuple[Array, Array]:
+    """Space for O and LSE, heads before lengths, poisoned with NaN."""
+    if sequences:
+        return sequences[0][0].empty_outputs()
+    shape = np.shape(q)  # of no sequence
+    heads, length = shape[1:3] if spec.layout == "bhsd" else shape[2:0:-1]
+    return np.empty((0, heads, length, spec.value_dim)), np.empty((0, heads, length))
+
+
+def blocks_of(sequences: Sequences) -> Iterator[tuple[Problem, int, int, range]]:
+    """(problem, b, h, queries) in blocks whose scores are few enough for memory."""
+    for problem, batches in sequences:
+        for b, h, queries in row_blocks(problem, batches):
+            yield problem, b, h, queries
+
+
+def row_blocks(problem: Problem, batches: range | None = None) -> Iterator[tuple[int, int, range]]:
+    """(b, h, queries) in blocks whose scores are few enough for memory; of all batches where none are named."""
     step = max(1, _TILE_ELEMENTS // max(1, problem.len_k))
-    for b, h in np.ndindex(problem.batch, problem.heads):
+    for b, h in product(range(problem.batch) if batches is None else batches, range(problem.heads)):
         for start in range(0, problem.len_q, step):
             yield b, h, range(start, min(start + step, problem.len_q))

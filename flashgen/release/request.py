@@ -14,7 +14,8 @@
                                                   # calls of few queries over many keys launch
     deterministic = [false, true]                 # which kernels of the backward; false where nothing is said
 
-Every value may be one or a list. `value_dim`, `scale`, `layout` and `dropout` may be given too, as for `AttentionSpec`.
+Every value may be one or a list. `value_dim`, `scale`, `layout`, `dropout` and `page_size` may be given too, as for
+`AttentionSpec`.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ _PARSERS = {
     "mask": lambda text: full() if text == "" else parse_mask(text),
     "score": lambda text: None if text == "" else parse_score(text),
 }
-_ARGUMENTS = ("mask", "score", "head_dim", "value_dim", "dtype", "scale", "layout", "dropout")
+_ARGUMENTS = ("mask", "score", "head_dim", "value_dim", "dtype", "scale", "layout", "dropout", "page_size")
 _KEYS = ("spec", "target", "passes", "deterministic", *_ARGUMENTS)
 
 

@@ -39,7 +39,7 @@ class Shape:
 
 @dataclass(frozen=True, eq=False)
 class Inputs:
-    """The arrays of a call, in the spec's dtype and layout; `captures` by name."""
+    """The arrays of a call, in the spec's dtype and layout; `captures` by name, among them where the pages are."""
 
     q: Array
     k: Array
@@ -64,9 +64,40 @@ def random_inputs(spec: AttentionSpec, shape: Shape, seed: int = 0, captures: Ca
         return random.standard_normal(axes, dtype=np.float32).astype(dtype)
 
     q = array(shape.heads_q, shape.len_q, spec.head_dim)
+    if spec.page_size:
+        given = captures(shape, random) if captures else random_captures(spec, shape, random)
+        k, v, where = random_pages(spec, shape, random)
+        return Inputs(q, k, v, given | where)
     k = array(shape.heads_kv, shape.len_k, spec.head_dim)
     v = array(shape.heads_kv, shape.len_k, spec.value_dim)
     return Inputs(q, k, v, captures(shape, random) if captures else random_captures(spec, shape, random))
+
+
+def random_pages(
+    spec: AttentionSpec, shape: Shape, random: np.random.Generator
+) -> tuple[Array, Array, dict[str, Array]]:
+    """k and v in pages of any order, with the table and the lengths: up to len_k, the first sequence's that many.
+
+    What belongs to no sequence is NaN, and so are the rows of a last page behind its keys. Entries of the table behind
+    a sequence's pages are no pages.
+    """
+    size, dtype = spec.page_size or 1, numpy_dtype(spec.dtype)
+    lengths = random.integers(0, shape.len_k + 1, shape.batch).astype(np.int32)
+    lengths[:1] = shape.len_k
+    used = -(-lengths // size)
+    table = np.full((shape.batch, -(-shape.len_k // size) + 1), -7, np.int32)
+    pages = random.permutation(int(used.sum()) + 2).astype(np.int32)
+    k, v = (np.full((len(pages), size, shape.heads_kv, dim), np.nan, dtype) for dim in (spec.head_dim, spec.value_dim))
+    first = 0
+    for b, (length, count) in enumerate(zip(lengths, used, strict=True)):
+        own = table[b, :count] = pages[first : first + count]
+        first += count
+        for array in (k, v):
+            rows = random.standard_normal((length, *array.shape[2:]), dtype=np.float32).astype(dtype)
+            for number, page in enumerate(own):
+                part = rows[number * size : (number + 1) * size]
+                array[page, : len(part)] = part
+    return k, v, {"page_table": table, "seqused_k": lengths}
 
 
 def poisoned_outputs(spec: AttentionSpec, q: Array, v: Array) -> tuple[Array, Array]:

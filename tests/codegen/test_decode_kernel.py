@@ -222,3 +222,33 @@ def test_every_variant_compiles_without_spills(number: int) -> None:
         target = COMPILED_FOR[(number + turn) % len(COMPILED_FOR)]
         dtype = "float16" if target == "sm_75" or number % 2 else "bfloat16"
         assert_no_spills(spec_of(VARIANTS[number], dim, dtype), target)
+
+
+# ---- pages
+
+
+@pytest.mark.parametrize("page_size", [1, 16, 64])
+def test_the_text_over_pages_is_as_that_of_all_kernels(page_size: int) -> None:
+    for spec in (
+        AttentionSpec(64, mask=fg.causal(), page_size=page_size),
+        AttentionSpec(40, value_dim=96, mask=fg.document("ids"), score=fg.alibi("slopes"), page_size=page_size),
+    ):
+        for kernel in kernels_of(spec, TARGETS["sm_80"], ("decode",)).values():
+            tidy(kernel.source)
+            functions_fit(kernel, longest_file=480)
+            unconditional(kernel.source)
+            all_used(kernel)
+            all_called(kernel)
+            read = kernel.source.replace("given.", "arguments.")
+            members_read(replace(kernel, source=read))
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("page_size", [1, 16, 256])
+def test_pages_take_no_memory_of_a_thread(page_size: int) -> None:
+    """The arguments with the sequence's own length are no copy in local memory."""
+    for name in ("sm_80", "sm_90a"):
+        spec = AttentionSpec(128, "bfloat16", mask=fg.causal(), score=fg.alibi("slopes"), page_size=page_size)
+        for kernel in kernels_of(spec, TARGETS[name], ("decode",)).values():
+            used = nvrtc.compile(kernel.source, kernel.target.architecture, kernel.name).resources
+            assert used.spill_stores == used.spill_loads == used.stack_frame == 0, f"{kernel.name} for {name}: {used}"

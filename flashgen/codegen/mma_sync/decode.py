@@ -40,9 +40,9 @@ def decode_layout(spec: AttentionSpec, lists: bool) -> ArgumentLayout:
     fields.append(Field("float*", "partial_states", comment="(tiles of rows, splits, kTileQ, 2): reference and sum"))
     fields.append(Field("unsigned*", "arrivals", comment="of each tile of rows: 0, before and after; null for 1 split"))
     if spec.page_size:
-        fields.append(Field("const int*", "page_table", comment="(batch, len_k / kPageSize): pages, in the order of their keys"))
+        fields.append(Field("const int*", "page_table", comment="(batch, len_k / kPageSize): pages by keys"))
         fields.append(Field("const int*", "seqused_k", comment="(batch): keys of each sequence"))
-        fields.append(Field("long long", "table_stride", comment="from a sequence's pages to the next one's"))
+        fields.append(Field("long long", "table_pitch", comment="from a sequence's pages to the next one's"))
         fields.append(Field("int", "pages", comment="that k and v have; k_strides.batch is from page to page"))
     fields += [Field("Strides", f"{name}_strides") for name in "qkvo"]
     fields += [Field("int", name) for name in ("heads_q", "len_q", "len_k")]
