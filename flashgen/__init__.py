@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from flashgen import errors as errors
     from flashgen import reference as reference
     from flashgen import verify as verify
+    from flashgen.attention import append_kv as append_kv
     from flashgen.attention import compile as compile
     from flashgen.attention import merge_states as merge_states
     from flashgen.language import *  # noqa: F403
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _MODULES = ("errors", "reference", "verify")
-_OF_ATTENTION = ("compile", "merge_states")
+_OF_ATTENTION = ("append_kv", "compile", "merge_states")
 
 
 def __getattr__(name: str) -> Any:
