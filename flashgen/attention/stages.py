@@ -80,7 +80,7 @@ class BuiltStages:
         if prepared.workspace:
             prepared.workspace.take(taken, place.stream)
         if prepared.counts:
-            taken["next_tile"] = taken["arrivals"] = self.engine.counters(place, prepared.counts)
+            taken["next_tile"] = taken["arrivals"] = self.engine.counter(place, prepared.counts)
         for role, runner, launch, called in prepared.stages:
             if role in lists:
                 taken.update(lists[role])

@@ -3,6 +3,9 @@
 from flashgen.bench import summary
 from flashgen.bench.beside_flex import VariantRow, variant_rows
 from flashgen.bench.cases import Timed
+from flashgen.bench.decode import PEERS as DECODE_PEERS
+from flashgen.bench.decode import SIZES as DECODE_SIZES
+from flashgen.bench.decode import DecodeRow, DecodeSize, decode_rows
 from flashgen.bench.grouped import GroupedRow, grouped_rows
 from flashgen.bench.host import LIBRARIES, PARTS, PASSES, REST, HostRow, host_cases, host_rows, installed_libraries
 from flashgen.bench.measure import Row, environment, speed_rows
@@ -14,6 +17,8 @@ from flashgen.bench.variants import chosen_variants
 
 __all__ = [
     "ATTENTIONS",
+    "DECODE_PEERS",
+    "DECODE_SIZES",
     "LIBRARIES",
     "MODES",
     "PARTS",
@@ -21,6 +26,8 @@ __all__ = [
     "PEERS",
     "REST",
     "STARTS",
+    "DecodeRow",
+    "DecodeSize",
     "GroupedRow",
     "HostRow",
     "PaperRow",
@@ -29,6 +36,7 @@ __all__ = [
     "TrainRow",
     "VariantRow",
     "chosen_variants",
+    "decode_rows",
     "environment",
     "grouped_rows",
     "host_cases",

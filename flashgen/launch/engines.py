@@ -192,7 +192,7 @@ class Gpu:
         """What kind of GPU the device is."""
         return gpu.card(device)
 
-    def counters(self, place: Place, count: int) -> Any:
+    def counter(self, place: Place, count: int) -> Any:
         """So many uint32 that the next launch counts by, as launches take them: 0, and 0 again when it has ended."""
         return counters(place.device).of_launch(place.stream, count).data.ptr
 
@@ -277,7 +277,7 @@ class Emulator:
     def card(self, device: int) -> gpu.Card:
         return _EMULATED
 
-    def counters(self, place: Place, count: int) -> Any:
+    def counter(self, place: Place, count: int) -> Any:
         return np.zeros(count, np.uint32)
 
     def stream(self, place: Place) -> Hashable:

@@ -152,11 +152,11 @@ def test_bits_do_not_depend_on_the_rest_of_the_batch_nor_on_who_comes_when(split
 def test_counters_end_as_they_began(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[np.ndarray[Any, Any]] = []
 
-    def counters(self: Emulator, place: Any, count: int) -> np.ndarray[Any, Any]:
+    def counter(self: Emulator, place: Any, count: int) -> np.ndarray[Any, Any]:
         made.append(np.zeros(count, np.uint32))
         return made[-1]
 
-    monkeypatch.setattr(Emulator, "counters", counters)
+    monkeypatch.setattr(Emulator, "counter", counter)
     compiled = attention.compile(CAUSAL, emulate=True)
     call(compiled, random_inputs(CAUSAL, Shape(9, 300, 2, 8, 2)), num_splits=5)
     (counters,) = made
