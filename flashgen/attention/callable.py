@@ -12,7 +12,7 @@ from flashgen.attention.forward import ForwardPass
 from flashgen.attention.gradients import ROWS, Gradients, differentiated, given_gradients
 from flashgen.attention.kernel_choice import BuiltForward
 from flashgen.attention.outputs import given_outputs
-from flashgen.attention.problem import given_pages
+from flashgen.attention.problem import given_cache
 from flashgen.attention.tile_lists import TileLister, TileLists, sizes_of
 from flashgen.attention.tuned_plans import TunedPlans
 from flashgen.build.cache import KernelCache
@@ -264,6 +264,8 @@ class Attention:
         num_splits: int | None = None,
         page_table: Any = None,
         seqused_k: Any = None,
+        k_scale: Any = None,
+        v_scale: Any = None,
         **captures: Any,
     ) -> Any:
         """Attention of q over k and v.
@@ -288,6 +290,7 @@ class Attention:
                 Entries beyond a sequence's keys are not read; one that is no page is the last page.
             seqused_k: likewise, int32 (batch): the keys that each sequence has, which masks and scores know as len_k;
                 bounded by 0 and what its part of the table holds. Both are read on the device alone.
+            k_scale, v_scale: of a spec with a kv_dtype, float32 (1,) or (heads_kv,): by what k and v are multiplied.
             captures: the arrays and numbers that the spec declares, by name; a layout may be a BlockLayout.
 
         Returns:
@@ -304,8 +307,9 @@ class Attention:
         wanted = _BOTH if return_lse else _OUTPUT
         given = _NOTHING if out is None else given_outputs(out, return_lse)
         inputs = {"q": q, "k": k, "v": v}
-        if self.spec.page_size or page_table is not None or seqused_k is not None:
-            inputs |= given_pages(self.spec, page_table, seqused_k)
+        if self.spec.of_cache or not page_table is seqused_k is k_scale is v_scale is None:
+            cache = {"page_table": page_table, "seqused_k": seqused_k, "k_scale": k_scale, "v_scale": v_scale}
+            inputs |= given_cache(self.spec, **cache)
         results = self._forward(Call(inputs, captures, seed, offset, wanted, given, tile_lists, num_splits))
         if out is not None:
             return out

@@ -42,6 +42,8 @@ def launch_of(
     strides = _strides(spec, problem)
     values = {f"{name}_strides": each for name, each in strides.items()} | sizes
     values |= capture_values(kernel.layout, spec, captured)
+    if spec.kv_dtype:
+        values |= dict(zip(("k_scales", "v_scales"), problem.scales, strict=True))
     if spec.page_size:
         values |= {"pages": problem.pages, "table_pitch": problem.table_pitch}
     counts = int(kernel.counts(problem)) if kernel.counts else 0

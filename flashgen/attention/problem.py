@@ -15,6 +15,7 @@ from flashgen.runtime.arrays import View, numpy_dtype
 
 INT32_MAX = 2**31 - 1
 _MOST_HEADS_PER_KV = 8192  # up to which the kernel's division by a reciprocal is exact
+_PAGES, _SCALES = ("page_table", "seqused_k"), ("k_scale", "v_scale")
 _ROW_ALIGNMENT = 16  # bytes: what one copy instruction moves
 
 
@@ -23,10 +24,11 @@ class Problem(Sizes):
     """Sizes of a call, and strides in elements as (batch, head, row) whatever the layout.
 
     Over pages len_k is the most that a sequence may have. pages: that k and v have. table_pitch: from the pages of a
-    sequence to those of the next.
+    sequence to those of the next. scales: of k and of v, 1 where each head has its own.
     """
 
     strides: dict[str, tuple[int, int, int]]
+    scales: tuple[int, int] = field(default=(0, 0), kw_only=True)
     pages: int = field(default=0, kw_only=True)
     table_pitch: int = field(default=0, kw_only=True)
 
@@ -73,8 +75,19 @@ def problem_of(spec: AttentionSpec, views: Mapping[str, View], multiprocessors: 
     strides = {name: row_strides(spec, name, views[name]) for name in "qkv"}
     lengths = (sizes.len_q, sizes.len_k)
     pages = (views["k"].shape[0], views["page_table"].strides[0]) if spec.page_size else (0, 0)
-    how = {"multiprocessors": multiprocessors, "pages": pages[0], "table_pitch": pages[1]}
+    scales = tuple(_scales(name, views[name], sizes) for name in _SCALES) if spec.kv_dtype else (0, 0)
+    how: Any = {"multiprocessors": multiprocessors, "pages": pages[0], "table_pitch": pages[1], "scales": scales}
     return Problem(sizes.batch, sizes.heads_q, sizes.heads_kv, *lengths, strides, **how)
+
+
+def _scales(name: str, view: View, sizes: Sizes) -> int:
+    """1 where each head has a scale, 0 where all share one; ArgumentError for anything else."""
+    if view.dtype != "float32" or view.shape not in ((1,), (sizes.heads_kv,)) or (view.strides != (1,) != view.shape):
+        raise ArgumentError(
+            f"{name} is {view.dtype} {view.shape}; give float32 (1,), or ({sizes.heads_kv},) for a scale of each head"
+        )
+    check_aligned(name, view)
+    return int(view.shape[0] > 1)
 
 
 def checked_sizes(spec: AttentionSpec, arrays: Mapping[str, Shaped]) -> Sizes:
@@ -115,8 +128,9 @@ def _shape(spec: AttentionSpec, name: str, view: Shaped) -> tuple[int, int, int,
     if view.shape[3] != dim:
         field = "value_dim" if name == "v" else "head_dim"
         raise ArgumentError(f"{name} has shape {view.shape}; its last dimension must be the spec's {field}={dim}")
-    if view.dtype != spec.dtype:
-        raise ArgumentError(f"{name} has dtype {view.dtype}; the spec was compiled for {spec.dtype}: convert it")
+    dtype = spec.kv_dtype if spec.kv_dtype and name in "kv" else spec.dtype
+    if view.dtype != dtype:
+        raise ArgumentError(f"{name} has dtype {view.dtype}; the spec was compiled for {dtype}: convert it")
     if paged and view.shape[1] != spec.page_size:
         raise ArgumentError(f"{name} has shape {view.shape}; its second dimension must be page_size={spec.page_size}")
     return in_layout(view.shape, layout_of_rows(spec, name))
@@ -140,13 +154,14 @@ def check_pages(spec: AttentionSpec, arrays: Mapping[str, Shaped], batch: int) -
 
 
 def row_strides(spec: AttentionSpec, name: str, view: View) -> tuple[int, int, int]:
-    """Strides of an array of rows; ArgumentError where a row is not contiguous or not aligned."""
+    """Strides of an array of rows, in 16-bit elements; ArgumentError where a row is not contiguous or not aligned."""
     layout = layout_of_rows(spec, name)
     batch, head, row, last = in_layout(view.strides, layout)
     elements = math.prod(view.shape)
     if elements and last != 1:
         raise ArgumentError(f"{name} has strides {view.strides} (elements); the last dimension must be contiguous")
-    aligned = _ROW_ALIGNMENT // 2
+    cached = spec.kv_dtype is not None and name in "kv"
+    aligned = _ROW_ALIGNMENT if cached else _ROW_ALIGNMENT // 2
     misaligned = [
         s for s, n in zip((batch, head, row), in_layout(view.shape, layout), strict=False) if n > 1 and s % aligned
     ]
@@ -155,7 +170,7 @@ def row_strides(spec: AttentionSpec, name: str, view: View) -> tuple[int, int, i
             f"{name} at address {view.pointer:#x} with strides {view.strides} (elements): every row must start at a "
             f"multiple of {_ROW_ALIGNMENT} bytes; copy it to a contiguous array"
         )
-    return batch, head, row
+    return (batch // 2, head // 2, row // 2) if cached else (batch, head, row)
 
 
 def check_aligned(what: str, view: View) -> None:
@@ -177,12 +192,17 @@ def check_table(views: Mapping[str, View]) -> None:
             )
 
 
-def given_pages(spec: AttentionSpec, page_table: Any, seqused_k: Any) -> dict[str, Any]:
-    """The arrays that say where a sequence's keys are; ArgumentError where the spec wants others."""
-    given = {"page_table": page_table, "seqused_k": seqused_k}
+def given_cache(spec: AttentionSpec, **given: Any) -> dict[str, Any]:
+    """The arrays that say where a sequence's keys are, and by what they are multiplied; ArgumentError for others.
+
+    given: page_table and seqused_k, k_scale and v_scale, None where a call has none.
+    """
+    wanted = (_PAGES if spec.page_size else ()) + (_SCALES if spec.kv_dtype else ())
     for name, array in given.items():
-        if spec.page_size and array is None:
-            raise ArgumentError(f"{name} is missing: the spec has page_size={spec.page_size}")
-        if not spec.page_size and array is not None:
-            raise ArgumentError(f"{name}: the spec has no pages; leave it out, or declare page_size=...")
-    return given
+        if name in wanted and array is None:
+            why = f"page_size={spec.page_size}" if name in _PAGES else f"kv_dtype={spec.kv_dtype!r}"
+            raise ArgumentError(f"{name} is missing: the spec has {why}")
+        if name not in wanted and array is not None:
+            what, field = ("pages", "page_size") if name in _PAGES else ("8-bit keys and values", "kv_dtype")
+            raise ArgumentError(f"{name}: the spec has no {what}; leave it out, or declare {field}=...")
+    return {name: given[name] for name in wanted}

@@ -82,6 +82,10 @@ class SpecOptions:
         typer.Option("--page-size", help="Keys of a page, for k and v in pages: a power of 2 up to 256."),
     ] = None
 
+    kv_dtype: Annotated[
+        str | None, typer.Option("--kv-dtype", help="float8_e4m3fn or int8, of k and v.", show_default="the dtype")
+    ] = None
+
     def given(self) -> dict[str, Any]:
         """The options that were given, by field name."""
         fields = dataclasses.asdict(self)

@@ -120,7 +120,7 @@ _RESERVED = frozenset({
     "q", "k", "v", "o", "lse", "batch", "heads", "heads_q", "kv_reciprocal", "len_q", "len_k", "tile_counts",
     "tile_entries", "tile_offsets", "counts", "entries", "offsets", "spacing", "seed_low", "seed_high", "offset",
     "section", "tiles", "tiles_q", "next_tile", "packed", "row_tiles", "splits", "arrivals", "partial_outputs",
-    "partial_states", "page_table", "seqused_k", "table_pitch", "pages",
+    "partial_states", "page_table", "seqused_k", "table_pitch", "pages", "k_scale", "v_scale",
     "d_o", "d_lse", "dq", "dk", "dv", "dq_sums", "statistics", "rows", "heads_kv", "heads_per_kv", "sums", "gradient",
     "count", "shared_memory", "errno", "unix", "linux",
 })

@@ -22,7 +22,8 @@ def forward_cost(spec: AttentionSpec) -> Cost:
 def decode_cost(spec: AttentionSpec, tile_q: int) -> Cost:
     """The cost of the kernel that decodes: K and V once for each tile of rows; its splits' shares, written and read."""
     width, rows = spec.head_dim + spec.value_dim, "batch * heads_q * len_q"
-    arrays = f"{ELEMENT_BYTES} * ({width} * {rows} + {width} * batch * heads_kv * len_k * (share of tiles visited))"
+    keys = f"{(1 if spec.kv_dtype else ELEMENT_BYTES) * width} * batch * heads_kv * len_k * (share of tiles visited)"
+    arrays = f"{ELEMENT_BYTES * width} * {rows} + {keys}"
     shares = f"{2 * _SUM * (spec.value_dim + 2)} * splits * {rows} for shares of splits > 1"
     once = f"K and V are read once for each {tile_q} rows"
     return Cost(f"{2 * width} * {_SCORES}", f"{arrays} bytes; + {_SUM} * {rows} for the LSE; + {shares}; {once}")

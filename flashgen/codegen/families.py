@@ -73,16 +73,21 @@ def _plans_of(family: ForwardFamily) -> tuple[type[Plan], ...]:
 
 
 def default_plan(spec: AttentionSpec, target: Target) -> Plan:
-    """The plan that a spec's forward kernel has on a target where nobody says another; over pages, the decode kernel's.
+    """The plan that a spec's forward kernel has on a target where nobody says another.
 
-    UnsupportedError where pages are for kernels that the target has not.
+    Over pages, or keys of 8 bits, it is the decode kernel's; UnsupportedError where the target has none.
     """
     family = forward_family(target)
-    if not spec.page_size:
+    if not spec.of_cache:
         return family.default_plan(spec, target)
     if family.decoding is None:
-        raise UnsupportedError(f"page_size={spec.page_size}: {target.name} has no decode kernel, which reads pages")
+        raise UnsupportedError(f"{_cache(spec)}: {target.name} has no decode kernel, which reads them")
     return family.decoding.default_plans(spec, target)[0]
+
+
+def _cache(spec: AttentionSpec) -> str:
+    """What is said of k and v that are in pages, or of 8 bits."""
+    return f"page_size={spec.page_size}" if spec.page_size else f"kv_dtype={spec.kv_dtype!r}"
 
 
 def plan_packing(spec: AttentionSpec, target: Target, packed_heads: int) -> Plan:
@@ -104,10 +109,9 @@ def forward_stages(spec: AttentionSpec, target: Target, plan: Plan | None = None
     UnsupportedError where the target or the plan cannot do it.
     """
     family = forward_family(target)
-    plan = default_plan(spec, target) if plan is None and spec.page_size else plan
-    if spec.page_size and not isinstance(plan, _plans_of(family)[1:]):
-        paged = f"page_size={spec.page_size}"
-        raise UnsupportedError(f"{plan}: {paged} is for the decode kernel: give a DecodePlan, or none")
+    plan = default_plan(spec, target) if plan is None and spec.of_cache else plan
+    if spec.of_cache and not isinstance(plan, _plans_of(family)[1:]):
+        raise UnsupportedError(f"{plan}: {_cache(spec)} is for the decode kernel: give a DecodePlan, or none")
     if family.decoding and isinstance(plan, family.decoding.plan):
         return family.decoding.render(spec, target, plan)
     if plan is not None and not isinstance(plan, family.plan):
@@ -130,8 +134,8 @@ def backward_stages(
     UnsupportedError where the target or the plan cannot do it.
     """
     family = backward_family(target)
-    if spec.page_size:
-        raise UnsupportedError(f"page_size={spec.page_size}: there is no backward over pages; gather k and v")
+    if spec.of_cache:
+        raise UnsupportedError(f"{_cache(spec)}: there is no backward of it; gather k and v, in {spec.dtype}")
     if plan is not None and not isinstance(plan, family.plans):
         takers = [name for name, other in TARGETS.items() if isinstance(plan, backward_family(other).plans)]
         own = min(

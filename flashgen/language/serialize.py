@@ -25,7 +25,7 @@ VERSION = 1
 MAX_TEXT = 1_000_000
 
 _SYMBOLS = {symbol.name: symbol for symbol in SYMBOLS}
-_FIELDS = ("head_dim", "dtype", "value_dim", "scale", "layout", "dropout", "score", "mask", "page_size")
+_FIELDS = ("head_dim", "dtype", "value_dim", "scale", "layout", "dropout", "score", "mask", "page_size", "kv_dtype")
 
 
 def canonical(value: Any) -> str:
@@ -136,8 +136,9 @@ def fields_to_json(fields: Mapping[str, Any]) -> str:
     data = dict(fields)
     data["mask"] = modifier_to_data(data["mask"])
     data["score"] = modifier_to_data(data["score"]) if data["score"] else None
-    if data.get("page_size") is None:
-        data.pop("page_size", None)  # so that specs without pages have the text that they always had
+    for name in ("page_size", "kv_dtype"):
+        if data.get(name) is None:
+            data.pop(name, None)  # so that specs without it have the text that they always had
     return canonical({**data, "version": VERSION})
 
 

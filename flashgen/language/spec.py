@@ -14,7 +14,7 @@ import numpy as np
 from flashgen.errors import SpecError
 from flashgen.language import well_formed
 from flashgen.language.bound import Bound, joined
-from flashgen.language.dtypes import ELEMENTS, dtype_name
+from flashgen.language.dtypes import CACHED, ELEMENTS, dtype_name
 from flashgen.language.masks import full
 from flashgen.language.modifiers import Mask, MaskFunction, Score, ScoreFunction, as_mask, as_score
 from flashgen.language.operations import Capture, captures_of
@@ -23,6 +23,7 @@ from flashgen.language.serialize import fields_from_json, fields_to_json
 LAYOUTS = ("bhsd", "bshd")
 MAX_NAME = 96
 MOST_PAGE_SIZE = 256
+CACHED_DIM = 32  # which dims of 8-bit keys and values are multiples of
 
 
 @dataclass(frozen=True, init=False, eq=False, repr=False)
@@ -40,6 +41,8 @@ class AttentionSpec:
         mask: a Mask or a function f(b, h, q, k); None is full().
         page_size: keys of a page, a power of 2 from 1 to 256, for k and v in pages: (pages, page_size, heads_kv, dim)
             whatever the layout, and calls with page_table and seqused_k. None is k and v as the layout says.
+        kv_dtype: "float8_e4m3fn" or "int8", of k and v, whose values are times k_scale and v_scale of the call; both
+            dims are multiples of 32 then. None is dtype, without scales.
 
     Raises SpecError, naming the argument, for anything else. Specs are equal if their canonical JSON is.
     """
@@ -53,6 +56,7 @@ class AttentionSpec:
     score: Score | None
     mask: Mask
     page_size: int | None
+    kv_dtype: str | None
 
     def __init__(
         self,
@@ -65,6 +69,7 @@ class AttentionSpec:
         score: Score | ScoreFunction | None = None,
         mask: Mask | MaskFunction | None = None,
         page_size: int | None = None,
+        kv_dtype: Any = None,
     ) -> None:
         values = {
             "head_dim": _dimension(head_dim, "head_dim"),
@@ -76,7 +81,10 @@ class AttentionSpec:
             "score": None if score is None else as_score(score),
             "mask": full() if mask is None else as_mask(mask),
             "page_size": None if page_size is None else _page_size(page_size),
+            "kv_dtype": None if kv_dtype is None else dtype_name(kv_dtype, CACHED, "kv_dtype"),
         }
+        if values["kv_dtype"]:
+            _check_cached(values)
         bound = _join_arrays(values)
         for name, value in values.items():
             object.__setattr__(self, name, value)
@@ -120,7 +128,13 @@ class AttentionSpec:
         parts += [f"dropout{self.dropout:g}"] if self.dropout else []
         parts += ["bshd"] if self.layout == "bshd" else []
         parts += [f"pages{self.page_size}"] if self.page_size else []
+        parts += [{"float8_e4m3fn": "fp8"}.get(self.kv_dtype, self.kv_dtype)] if self.kv_dtype else []
         return f"{'-'.join(parts)[:MAX_NAME].rstrip('-._')}-{self.digest}"
+
+    @property
+    def of_cache(self) -> bool:
+        """Whether k and v are in pages or of 8 bits, which only decode kernels read."""
+        return bool(self.page_size or self.kv_dtype)
 
     @cached_property
     def _json(self) -> str:
@@ -151,7 +165,8 @@ class AttentionSpec:
         parts += [f"dropout={self.dropout!r}"] if self.dropout else []
         parts += [f"score={self.score}"] if self.score else []
         pages = [f"page_size={self.page_size}"] if self.page_size else []
-        return f"AttentionSpec({', '.join([*parts, f'mask={self.mask}', *pages])})"
+        cached = [f"kv_dtype={self.kv_dtype!r}"] if self.kv_dtype else []
+        return f"AttentionSpec({', '.join([*parts, f'mask={self.mask}', *pages, *cached])})"
 
 
 def _join_arrays(values: dict[str, Any]) -> Bound:
@@ -206,6 +221,12 @@ def _layout(value: Any) -> str:
             f"layout={value!r} must be 'bhsd' (batch, heads, length, dim) or 'bshd' (batch, length, heads, dim)"
         )
     return str(value)
+
+
+def _check_cached(values: dict[str, Any]) -> None:
+    for name in ("head_dim", "value_dim"):
+        if values[name] % CACHED_DIM:
+            raise SpecError(f"{name}={values[name]} must be a multiple of {CACHED_DIM} with a kv_dtype")
 
 
 def _page_size(value: Any) -> int:

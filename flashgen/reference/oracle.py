@@ -34,6 +34,8 @@ def attention(
     return_lse: bool = False,
     page_table: ArrayLike | None = None,
     seqused_k: ArrayLike | None = None,
+    k_scale: ArrayLike | None = None,
+    v_scale: ArrayLike | None = None,
     **captures: Any,
 ) -> Any:
     """Standard attention in float64 on the values given, or (out, lse) with return_lse.
@@ -42,11 +44,12 @@ def attention(
     have any floating dtype; heads_q is a multiple of heads_kv; layout "bshd" swaps heads and length. Captures are given
     by name, in the dtype declared. seed and offset choose the dropout, as flashgen.reference.dropout says. With a
     page_size k and v are (pages, page_size, heads_kv, dim); page_table and seqused_k say which rows are a sequence's.
+    With a kv_dtype k and v are of it, times k_scale and v_scale.
     out is float64 in the spec's layout, lse float64 (batch, heads_q, len_q), the natural log of the sum over modified
     and masked scores, before dropout. A row with nothing to attend to gives out = 0, lse = -inf.
     Raises ArgumentError for arguments that do not fit the spec or each other.
     """
-    sequences = sequences_of(spec, (q, k, v), seed, offset, captures, page_table, seqused_k)
+    sequences = sequences_of(spec, (q, k, v), seed, offset, captures, page_table, seqused_k, k_scale, v_scale)
     out, lse = empty_outputs(spec, q, sequences)
     for problem, b, h, queries in blocks_of(sequences):
         q_head, k_head, v_head = problem.head(b, h)
@@ -69,6 +72,8 @@ def low_precision(
     return_lse: bool = False,
     page_table: ArrayLike | None = None,
     seqused_k: ArrayLike | None = None,
+    k_scale: ArrayLike | None = None,
+    v_scale: ArrayLike | None = None,
     **captures: Any,
 ) -> Any:
     """Standard attention as a plain library runs it on arrays of spec.dtype: the `low` of flashgen.reference.numerics.
@@ -79,7 +84,7 @@ def low_precision(
     float32. A score that overflows float16 becomes infinity or NaN, as it does there.
     Source: attention_ref(upcast=False) of flash-attention's tests.
     """
-    sequences = sequences_of(spec, (q, k, v), seed, offset, captures, page_table, seqused_k)
+    sequences = sequences_of(spec, (q, k, v), seed, offset, captures, page_table, seqused_k, k_scale, v_scale)
     out, lse = empty_outputs(spec, q, sequences)
     for problem, b, h, queries in blocks_of(sequences):
         q_head, k_head, v_head = (round_to(spec.dtype, array) for array in problem.head(b, h))

@@ -30,6 +30,19 @@ def gathered(pages: Any, page_table: Any, length: Any) -> Any:
     return pages[used].reshape(-1, *pages.shape[2:])[:count]
 
 
+def widened(spec: AttentionSpec, name: str, array: Any, scale: Any) -> Any:
+    """Keys or values of 8 bits as float64, times their scale: one, or one for each head of k and v."""
+    given, axis = np.asarray(array), 1 if spec.layout == "bhsd" and not spec.page_size else 2
+    if given.dtype.name != spec.kv_dtype:
+        raise ArgumentError(f"{name} has dtype {given.dtype}; the spec has kv_dtype={spec.kv_dtype!r}")
+    if scale is None:
+        raise ArgumentError(f"kv_dtype={spec.kv_dtype!r} needs {name}_scale")
+    factors = np.asarray(scale, np.float64)
+    if factors.shape not in ((1,), (given.shape[axis],)):
+        raise ArgumentError(f"{name}_scale has shape {factors.shape}; give (1,) or ({given.shape[axis]},)")
+    return given.astype(np.float64) * factors.reshape(-1, *(1,) * (3 - axis))
+
+
 def sequences_of(
     spec: AttentionSpec,
     arrays: tuple[Any, Any, Any],
@@ -38,9 +51,13 @@ def sequences_of(
     captures: Mapping[str, Any],
     page_table: Any,
     seqused_k: Any,
+    k_scale: Any = None,
+    v_scale: Any = None,
 ) -> Sequences:
     """The problems of a call: one for the batch, or over pages, where each sequence has a length, one for each."""
     q, k, v = arrays
+    if spec.kv_dtype:
+        k, v = widened(spec, "k", k, k_scale), widened(spec, "v", v, v_scale)
     if not spec.page_size:
         if page_table is not None or seqused_k is not None:
             raise ArgumentError("page_table and seqused_k are for specs with a page_size")

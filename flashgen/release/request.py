@@ -14,8 +14,8 @@
                                                   # calls of few queries over many keys launch
     deterministic = [false, true]                 # which kernels of the backward; false where nothing is said
 
-Every value may be one or a list. `value_dim`, `scale`, `layout`, `dropout` and `page_size` may be given too, as for
-`AttentionSpec`.
+Every value may be one or a list. `value_dim`, `scale`, `layout`, `dropout`, `page_size` and `kv_dtype` may be given
+too, as for `AttentionSpec`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _PARSERS = {
     "mask": lambda text: full() if text == "" else parse_mask(text),
     "score": lambda text: None if text == "" else parse_score(text),
 }
-_ARGUMENTS = ("mask", "score", "head_dim", "value_dim", "dtype", "scale", "layout", "dropout", "page_size")
+_ARGUMENTS = ("mask", "score", "head_dim", "value_dim", "dtype", "scale", "layout", "dropout", "page_size", "kv_dtype")
 _KEYS = ("spec", "target", "passes", "deterministic", *_ARGUMENTS)
 
 

@@ -64,6 +64,9 @@ def random_inputs(spec: AttentionSpec, shape: Shape, seed: int = 0, captures: Ca
         return random.standard_normal(axes, dtype=np.float32).astype(dtype)
 
     q = array(shape.heads_q, shape.len_q, spec.head_dim)
+    if spec.kv_dtype:
+        plain = random_inputs(replace_kv_dtype(spec), shape, seed, captures)
+        return narrowed(spec, shape, plain, random)
     if spec.page_size:
         given = captures(shape, random) if captures else random_captures(spec, shape, random)
         k, v, where = random_pages(spec, shape, random)
@@ -71,6 +74,38 @@ def random_inputs(spec: AttentionSpec, shape: Shape, seed: int = 0, captures: Ca
     k = array(shape.heads_kv, shape.len_k, spec.head_dim)
     v = array(shape.heads_kv, shape.len_k, spec.value_dim)
     return Inputs(q, k, v, captures(shape, random) if captures else random_captures(spec, shape, random))
+
+
+def replace_kv_dtype(spec: AttentionSpec) -> AttentionSpec:
+    """The spec with keys and values of its own dtype."""
+    from flashgen.language import AttentionSpec
+
+    names = ("head_dim", "dtype", "value_dim", "scale", "layout", "dropout", "score", "mask", "page_size")
+    return AttentionSpec(**{name: getattr(spec, name) for name in names})
+
+
+def narrowed(spec: AttentionSpec, shape: Shape, plain: Inputs, random: np.random.Generator) -> Inputs:
+    """Inputs whose k and v are rounded to 8 bits, with scales under which they span most of what those hold.
+
+    Of k each head has a scale, of v all have one. What is NaN becomes the pattern of all bits.
+    """
+    assert spec.kv_dtype is not None
+    dtype, most = numpy_dtype(spec.kv_dtype), 127.0 if spec.kv_dtype == "int8" else 448.0
+    axis = 1 if spec.layout == "bhsd" and not spec.page_size else 2
+    scales = {
+        "k_scale": (random.uniform(3.0, 4.0, shape.heads_kv) / most).astype(np.float32),
+        "v_scale": np.array([3.5 / most], np.float32),
+    }
+
+    def narrow(array: Array, scale: Array) -> Array:
+        steps = array.astype(np.float32) / scale.reshape(-1, *(1,) * (3 - axis))
+        rounded = np.rint(steps) if spec.kv_dtype == "int8" else steps
+        found = np.clip(np.nan_to_num(rounded), -most, most).astype(dtype)
+        found.view(np.uint8)[np.isnan(steps)] = 255
+        return found
+
+    k, v = narrow(plain.k, scales["k_scale"]), narrow(plain.v, scales["v_scale"])
+    return Inputs(plain.q, k, v, {**plain.captures, **scales})
 
 
 def random_pages(

@@ -230,7 +230,7 @@ def test_tables_for_specs_without_pages() -> None:
 def test_what_pages_are_not_for() -> None:
     compiled = attention.compile(CAUSAL, emulate=True)
     assert isinstance(compiled.plan, DecodePlan)
-    with pytest.raises(UnsupportedError, match="there is no backward over pages; gather k and v"):
+    with pytest.raises(UnsupportedError, match="page_size=16: there is no backward of it; gather k and v, in float16"):
         compiled.backward_kernels
     with pytest.raises(UnsupportedError, match="page_size=16 is for the decode kernel: give a DecodePlan, or none"):
         attention.compile(CAUSAL, emulate=True, plan=ForwardPlan(64, 32, 4))

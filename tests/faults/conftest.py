@@ -149,5 +149,14 @@ def subjects() -> dict[str, Subject]:
         "splits, steep scores": Subject(fg.AttentionSpec(16, scale=4.0), Shape(5, 210, 1, 6, 2), stages=2, splits=2),
         "splits, dropout": Subject(fg.AttentionSpec(16, dropout=0.3), Shape(20, 210, 2, 6, 2), stages=2, splits=2),
         "splits, rows without keys": Subject(causal, Shape(20, 12, 1, 2, 1), stages=2, splits=2),
+        "pages": Subject(
+            fg.AttentionSpec(16, mask=fg.causal(), page_size=4), Shape(5, 90, 3, 6, 2), stages=2, splits=2
+        ),
+        "large pages": Subject(
+            fg.AttentionSpec(16, mask=fg.causal(), page_size=64), Shape(5, 190, 3, 6, 2), stages=2, splits=2
+        ),
+        "bytes": Subject(
+            fg.AttentionSpec(32, mask=fg.causal(), kv_dtype="int8"), Shape(5, 190, 1, 6, 2), stages=2, splits=2
+        ),
         "packed": Subject(causal, Shape(70, 100, 1, 8, 2), stages=2, target="sm_90a", packed_heads=4),
     }

@@ -87,6 +87,22 @@ WRONG = [
     Fault("dropout of the first head", "splits, dropout", r"position\.head\[i / 2\]\[r\]", "position.head[0][0]"),
     Fault("a mask of the last query alone", "splits", r"\(first_row \+ rows - 1\) / arguments\.packed",
           "first_row / arguments.packed"),
+    Fault("the table of the first sequence", "pages", r"arguments\.page_table \+ work\.batch \* arguments\.table_pitch",
+          "arguments.page_table"),
+    Fault("the length of the first sequence", "pages", r"seqused_k \+ blockIdx\.z", "seqused_k"),
+    Fault("the length of the table", "pages", r"min\(max\(__ldg\([^;]*, most\);", "most;"),
+    Fault("a page for a whole tile", "pages", r"page_of\(first_key \+ row, ", "page_of(first_key, "),
+    Fault("rows by their numbers", "pages", r"\(first_key \+ row\) % kPageSize", "(row + 1) % kPageSize"),
+    Fault("a tile at its page's begin", "large pages", r" \+ first_key % kPageSize \* strides\.row"),
+    Fault("another key's page", "large pages", r"page_of\(first_key, ", "page_of(first_key + kPageSize, "),
+    Fault("keys that are not scaled", "bytes", r"scale_scores\(scores, key_scale\);"),
+    Fault("values that are not scaled", "bytes", r"even\[2 \* r\] \* scale", "even[2 * r]"),
+    Fault("the scale of the first head", "bytes", r"k_scale \+ head_kv \* arguments\.k_scales", "k_scale"),
+    Fault("queries in their own order", "bytes", r"make_uint4\(left\.x, left\.z, right\.x, right\.z\)",
+          "make_uint4(left.x, left.y, left.z, left.w)"),
+    Fault("bytes exchanged", "bytes", r"low = widen_int8_f16<0, 1>\(b\[n\]\)", "low = widen_int8_f16<1, 0>(b[n])"),
+    Fault("odd columns for even ones", "bytes", r"odd\[2\] = \{ widen_int8_f16<1, 3>",
+          "odd[2] = { widen_int8_f16<0, 2>"),
 ]  # fmt: skip
 
 
@@ -112,7 +128,11 @@ def test_a_missing_guard_is_caught_by_rows_without_keys(fault: Fault, launch: An
     assert wrong.holds_nan and not wrong.is_right
 
 
+OF_SEQUENCE = r"min\(max\((__ldg\(arguments\.seqused_k \+ blockIdx\.z\)), 0\), most\)"
+LAST_PAGE = r"return min\(static_cast<unsigned>\((.*?)\), arguments\.pages - 1u\);"
 OVERFLOWS = [
+    Fault("a page behind the last", "pages", LAST_PAGE, r"return \1 + arguments.pages;"),
+    Fault("a length beyond the table", "large pages", OF_SEQUENCE, r"\1 + 1000"),
     Fault(
         "rows that are not there",
         "splits of a head",

@@ -8,7 +8,7 @@ from typing import Any
 
 from flashgen.analysis.closed_forms.inequalities import Q_LAST
 from flashgen.codegen.arguments import ArgumentLayout, Field
-from flashgen.codegen.assembly import ENDS_OF_TILES, assemble, check_spec
+from flashgen.codegen.assembly import ENDS_OF_TILES, assemble, check_spec, suffix_of
 from flashgen.codegen.costs import decode_cost
 from flashgen.codegen.demand import demand_of
 from flashgen.codegen.expressions.function_text import DEVICE_NAMES, Names
@@ -29,6 +29,7 @@ _METHOD = (
 )
 _GRID = "one block per (tile of rows and split, heads that share rows, batch), along x, y and z"
 _NAMES: Names = {**DEVICE_NAMES, HEAD: "position.head[i][e / 2]"}
+_WIDENS = {"float8_e4m3fn": "e4m3", "int8": "int8"}
 _QUERY = "position.query[i][e / 2]"
 
 
@@ -44,6 +45,9 @@ def decode_layout(spec: AttentionSpec, lists: bool) -> ArgumentLayout:
         fields.append(Field("const int*", "seqused_k", comment="(batch): keys of each sequence"))
         fields.append(Field("long long", "table_pitch", comment="from a sequence's pages to the next one's"))
         fields.append(Field("int", "pages", comment="that k and v have; k_strides.batch is from page to page"))
+    if spec.kv_dtype:
+        fields += [Field("const float*", f"{name}_scale", comment="of each head, or of all") for name in "kv"]
+        fields += [Field("int", f"{name}_scales", comment="1 where each head has its own, else 0") for name in "kv"]
     fields += [Field("Strides", f"{name}_strides") for name in "qkvo"]
     fields += [Field("int", name) for name in ("heads_q", "len_q", "len_k")]
     fields.append(Field("int", "packed", comment="query heads that share tiles of rows"))
@@ -73,6 +77,7 @@ def render_decode(spec: AttentionSpec, target: Target, plan: DecodePlan | None =
         "score_query": _QUERY,
         "share_padding": SHARE_PADDING,
         "page_size": spec.page_size,
+        "widen": f"widen_{_WIDENS[spec.kv_dtype]}_{suffix_of(spec)}" if spec.kv_dtype else None,
     }
     kernel = forward_kernel(
         spec,

@@ -47,6 +47,11 @@ _RINGS = (
 )  # (warps, stages), of as many tiles on their way the first
 
 
+def cached_bytes(spec: AttentionSpec) -> int:
+    """Bytes of an element of k and v."""
+    return 1 if spec.kv_dtype else ELEMENT_BYTES
+
+
 @dataclass(frozen=True)
 class DecodePlan:
     """The decode kernel's plan.
@@ -104,9 +109,9 @@ class DecodePlan:
     def shared_bytes(self, spec: AttentionSpec) -> int:
         """Dynamic shared memory of a block: Q and the warps' stages; then the warps' shares of the output."""
         head, value = padded(spec.head_dim), padded(spec.value_dim)
-        tiles = self.tile_q * head + self.warps * self.stages * self.tile_k * (head + value)
+        queries, keys = ELEMENT_BYTES * self.tile_q * head, self.tile_k * (head + value) * cached_bytes(spec)
         share = self.tile_q * ((value + SHARE_PADDING) * _SUM_BYTES + _SHARE_BYTES)
-        return max(ELEMENT_BYTES * tiles, self.warps * share)
+        return max(queries + self.warps * self.stages * keys, self.warps * share)
 
     def problem(self, spec: AttentionSpec, target: Target) -> str | None:
         """Why the plan contradicts itself, or does not fit the spec or the target; None where it does."""
@@ -164,7 +169,7 @@ def _rings(spec: AttentionSpec, target: Target, rows: int) -> list[DecodePlan]:
 
 def _tile_k(spec: AttentionSpec) -> int:
     """Keys of a tile: a power of 2, so that it lies within a block of those that masks read tables of."""
-    keys = _STAGE_BYTES // (ELEMENT_BYTES * (padded(spec.head_dim) + padded(spec.value_dim)))
+    keys = _STAGE_BYTES // (cached_bytes(spec) * (padded(spec.head_dim) + padded(spec.value_dim)))
     fewest = DROPOUT_COLUMNS if spec.dropout else MMA_DEPTH
     return min(max(1 << keys.bit_length() - 1, fewest), _MOST_KEYS)
 
@@ -189,7 +194,7 @@ def decode_plan_for(spec: AttentionSpec, target: Target, workload: Workload) -> 
     One tile of rows reads K and V once, as fast as the memory gives it. Several read it as often, through the L2: that
     is worth it only while the forward's larger tiles, of which there are fewer, would leave the card idle.
     """
-    if spec.page_size:
+    if spec.of_cache:
         return plan_of_rows(spec, target, workload.heads_per_kv * workload.len_q)
     if workload.len_k < _FEWEST_KEYS or _rings(spec, target, FEW_ROWS)[-1].problem(spec, target):
         return None
