@@ -8,6 +8,7 @@ another, and what is on its way to a multiprocessor is blocks x warps x (stages 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import ClassVar
 
 from flashgen.codegen.demand import Weight, demand_of
@@ -196,7 +197,7 @@ def decode_plan_for(spec: AttentionSpec, target: Target, workload: Workload) -> 
     """
     if spec.of_cache:
         return plan_of_rows(spec, target, workload.heads_per_kv * workload.len_q)
-    if workload.len_k < _FEWEST_KEYS or _rings(spec, target, FEW_ROWS)[-1].problem(spec, target):
+    if workload.len_k < _FEWEST_KEYS or not _has_room(spec, target):
         return None
     if demand_of(spec).listed:  # lists are made for as many queries as a tile has rows, by who knows no heads of k
         return plan_of_rows(spec, target, workload.len_q) if workload.len_q <= FEW_ROWS else None
@@ -208,6 +209,13 @@ def decode_plan_for(spec: AttentionSpec, target: Target, workload: Workload) -> 
     return plan if tiles == 1 or idle else None
 
 
+@lru_cache(maxsize=256)
+def _has_room(spec: AttentionSpec, target: Target) -> bool:
+    """Whether the target has the shared memory for some plan."""
+    return _rings(spec, target, FEW_ROWS)[-1].problem(spec, target) is None
+
+
+@lru_cache(maxsize=256)
 def plan_of_rows(spec: AttentionSpec, target: Target, rows: int) -> DecodePlan:
     """The default plan for calls with so many rows for each head of k and v, whatever else is in the batch."""
     sizes = decode_rows(spec)

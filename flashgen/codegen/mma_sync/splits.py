@@ -24,7 +24,8 @@ from flashgen.language.spec import AttentionSpec
 
 MOST_SPLITS = 1024
 _BEGIN, _MERGE = 1.0, 0.015
-_ROUNDS = 4  # that are looked at
+_ROUNDS = 4  # that are looked at: of each, the fewest parts with as few steps as the most that fit it have
+_ALIKE = 256  # keys: lengths up to a multiple of it are split alike
 
 
 def packed_heads(spec: AttentionSpec, sizes: Sizes) -> Any:
@@ -54,11 +55,16 @@ def choose_splits(spec: AttentionSpec, plan: DecodePlan, sizes: Sizes) -> int:
         return 1
     places = sizes.multiprocessors * plan.blocks
     queries = ceil_div(plan.tile_q, packed_heads(spec, sizes))
-    steps = max(round(steps_of(spec, sizes.len_q, sizes.len_k, queries, plan.tile_k)), 1)
-    most = min(ceil_div(steps, plan.warps), _ROUNDS * places // tiles + 1, MOST_SPLITS)
+    length = ceil_div(sizes.len_k, _ALIKE) * _ALIKE  # lengths grow with every call in decoding: few are worked out
+    steps = max(round(steps_of(spec, sizes.len_q, length, queries, plan.tile_k)), 1)
+    most = min(ceil_div(steps, plan.warps), MOST_SPLITS)
+
+    def each(parts: int) -> int:
+        return ceil_div(ceil_div(steps, parts), plan.warps)
 
     def cost(parts: int) -> float:
-        each = ceil_div(ceil_div(steps, parts), plan.warps)
-        return ceil_div(tiles * parts, places) * (each + _BEGIN) + (_MERGE * parts if parts > 1 else 0)
+        return ceil_div(tiles * parts, places) * (each(parts) + _BEGIN) + (_MERGE * parts if parts > 1 else 0)
 
-    return min(range(1, most + 1), key=cost)
+    filling = [min(max(rounds * places // tiles, 1), most) for rounds in range(1, _ROUNDS + 1)]
+    fewest = [ceil_div(steps, each(parts) * plan.warps) for parts in filling]  # of which each has no more steps
+    return min(sorted({1, *fewest}), key=cost)
