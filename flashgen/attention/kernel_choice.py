@@ -139,6 +139,8 @@ class KernelChoice:
 
     def _of_forward(self, problem: Problem, device: int) -> BuiltForward:
         built = self.default
+        if self._spec.of_cache:  # whose plans are neither tuned nor packed
+            return built
         if self.tuned:
             tuned, key = self.tuned, self.key(problem, device)
             built = self._found.get_or_make(key, lambda: self._tuned(tuned, *key))

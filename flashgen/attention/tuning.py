@@ -171,6 +171,8 @@ class _Tuner:
                     f"{problem.len_q} queries over {problem.len_k} keys take the decode kernel, {decode}, which is not "
                     "tuned: tune the lengths that take the forward kernel"
                 )
+            if self.spec.of_cache:
+                raise ArgumentError("kernels over pages, or of 8-bit keys, are not tuned: the default plans are all")
             card, lengths = self.forward.choice.key(problem, device)
             workload = workload_of(problem, card)
             target = self.forward.kernel.target

@@ -17,7 +17,7 @@ from flashgen.codegen.hopper.plans import HopperPlan, every_hopper_plan
 from flashgen.codegen.hopper.wide_plans import HopperWidePlan
 from flashgen.codegen.mma_sync.backward import render_mma_sync_backward
 from flashgen.codegen.mma_sync.backward_plans import BackwardPlan
-from flashgen.codegen.mma_sync.decode import render_decode
+from flashgen.codegen.mma_sync.cache import cache_plan, cache_plans, render_cache
 from flashgen.codegen.mma_sync.decode_plans import DecodePlan, decode_plan_for, decode_plans, plan_of_rows
 from flashgen.codegen.mma_sync.forward import render_mma_sync
 from flashgen.codegen.mma_sync.forward_plans import ForwardPlan, choose_forward_plan, every_forward_plan
@@ -28,7 +28,9 @@ from flashgen.codegen.targets import TARGETS, Target, target_of_capability
 from flashgen.errors import UnsupportedError
 from flashgen.language.spec import AttentionSpec
 
-_DECODING = Decoding(DecodePlan, decode_plans, decode_plan_for, plan_of_rows, choose_splits, render_decode)
+_DECODING = Decoding(
+    DecodePlan, decode_plans, decode_plan_for, plan_of_rows, choose_splits, render_cache, cache_plans, cache_plan
+)
 _MMA_SYNC = ForwardFamily(ForwardPlan, choose_forward_plan, every_forward_plan, render_mma_sync, _DECODING)
 _HOPPER_PACKING = HeadPacking(HopperPlan.packing, packed_plan)
 _HOPPER = ForwardFamily(HopperPlan, choose_hopper_plan, every_hopper_plan, render_hopper, _DECODING, _HOPPER_PACKING)
@@ -75,14 +77,14 @@ def _plans_of(family: ForwardFamily) -> tuple[type[Plan], ...]:
 def default_plan(spec: AttentionSpec, target: Target) -> Plan:
     """The plan that a spec's forward kernel has on a target where nobody says another.
 
-    Over pages, or keys of 8 bits, it is the decode kernel's; UnsupportedError where the target has none.
+    Over pages, or keys of 8 bits, it is a kernel's that reads those; UnsupportedError where the target has none.
     """
     family = forward_family(target)
     if not spec.of_cache:
         return family.default_plan(spec, target)
     if family.decoding is None:
         raise UnsupportedError(f"{_cache(spec)}: {target.name} has no decode kernel, which reads them")
-    return family.decoding.default_plans(spec, target)[0]
+    return family.decoding.cache_plan(spec, target)
 
 
 def _cache(spec: AttentionSpec) -> str:
@@ -110,9 +112,9 @@ def forward_stages(spec: AttentionSpec, target: Target, plan: Plan | None = None
     """
     family = forward_family(target)
     plan = default_plan(spec, target) if plan is None and spec.of_cache else plan
-    if spec.of_cache and not isinstance(plan, _plans_of(family)[1:]):
+    if spec.of_cache and not (family.decoding and isinstance(plan, family.decoding.cache_plans(spec))):
         raise UnsupportedError(f"{plan}: {_cache(spec)} is for the decode kernel: give a DecodePlan, or none")
-    if family.decoding and isinstance(plan, family.decoding.plan):
+    if family.decoding and (spec.of_cache or isinstance(plan, family.decoding.plan)):
         return family.decoding.render(spec, target, plan)
     if plan is not None and not isinstance(plan, family.plan):
         takers = {taker.name: taker.compute_capability for taker in _takers(plan)}

@@ -32,7 +32,7 @@ class Decoding:
     plan: the class of its plans. default_plans: those that calls may take, the one for the fewest rows first. chosen:
     that of calls of these sizes, or None where the forward kernel does them. of_rows: that of calls with so many rows
     for each head of k and v, whatever their sizes. splits: into how many parts a call's keys are split. render: as of a
-    forward.
+    forward. cache_plans, cache_plan: of keys in pages or of 8 bits, the classes of plans, and the default one.
     """
 
     plan: type[Plan]
@@ -41,6 +41,8 @@ class Decoding:
     of_rows: Callable[[AttentionSpec, Target, int], Plan]
     splits: Callable[[AttentionSpec, Any, Sizes], int]
     render: Callable[[AttentionSpec, Target, Any], tuple[RenderedKernel, ...]]
+    cache_plans: Callable[[AttentionSpec], tuple[type[Plan], ...]]
+    cache_plan: Callable[[AttentionSpec, Target], Plan]
 
 
 @dataclass(frozen=True)

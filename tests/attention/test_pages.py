@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,14 +12,21 @@ import pytest
 import flashgen as fg
 from flashgen import attention, reference
 from flashgen.attention.callable import Attention
+from flashgen.build import nvrtc
+from flashgen.codegen.families import forward_stages
+from flashgen.codegen.hopper.plans import HopperPlan
 from flashgen.codegen.mma_sync.decode_plans import DecodePlan
 from flashgen.codegen.mma_sync.forward_plans import ForwardPlan
+from flashgen.codegen.targets import TARGETS
 from flashgen.errors import ArgumentError, SpecError, UnsupportedError
 from flashgen.runtime.schedule import Schedule
 from flashgen.verify import variants
 from flashgen.verify.check import judged
 from flashgen.verify.problems import Inputs, Shape, poisoned_outputs, random_inputs
 from flashgen.verify.variants import Variant, spec_of
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "codegen"))
+from emitted_text import all_used, functions_fit, tidy
 
 CAUSAL = fg.AttentionSpec(64, mask=fg.causal(), page_size=16)
 VARIANTS = [variant for variant in variants() if not variant.equal]
@@ -229,11 +238,67 @@ def test_tables_for_specs_without_pages() -> None:
 
 def test_what_pages_are_not_for() -> None:
     compiled = attention.compile(CAUSAL, emulate=True)
-    assert isinstance(compiled.plan, DecodePlan)
-    with pytest.raises(UnsupportedError, match="page_size=16: there is no backward of it; gather k and v, in float16"):
+    said = "page_size=16: there is no backward of it; gather k and v, in float16"
+    with pytest.raises(UnsupportedError, match=said):
         compiled.backward_kernels
     with pytest.raises(UnsupportedError, match="page_size=16 is for the decode kernel: give a DecodePlan, or none"):
-        attention.compile(CAUSAL, emulate=True, plan=ForwardPlan(64, 32, 4))
+        attention.compile(CAUSAL, target="sm_90a", emulate=True, plan=HopperPlan(2, 64))
+
+
+# ---- prompts
+
+
+@pytest.mark.parametrize("target", ["sm_80", "sm_90a"])
+def test_prompts_take_the_forward_kernel_of_mma_sync(target: str) -> None:
+    compiled = attention.compile(CAUSAL, target=target, emulate=True)
+    assert isinstance(compiled.plan, ForwardPlan)
+    assert compiled.plan_for(64, 100, 2, 4, 2) == compiled.plan, "8 tiles on 3 multiprocessors"
+    assert isinstance(compiled.plan_for(63, 100, 2, 4, 2), DecodePlan)
+    assert isinstance(compiled.plan_for(64, 100, 1, 1, 1), DecodePlan), "a tile on 3 multiprocessors"
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize(
+    "plan", [ForwardPlan(64, 32, 4), ForwardPlan(32, 48, 2, 2), ForwardPlan(128, 64, 4, 2)], ids=str
+)
+def test_prompts_over_pages_of_every_size(size: int, plan: ForwardPlan) -> None:
+    """Tiles that lie in a page, that hold several, and that cut across; sequences shorter than the queries."""
+    spec = fg.AttentionSpec(64, value_dim=40, mask=fg.sliding_window(50, 20), score=fg.alibi("slopes"), page_size=size)
+    assert_right(spec, Shape(130, 150, 2, 4, 2), plan=plan, schedule=Schedule("random", "late", seed=size))
+
+
+@pytest.mark.parametrize("sanitize", ["address", "thread"])
+def test_prompts_under_sanitizers(sanitize: Any) -> None:
+    for size, plan in ((4, ForwardPlan(32, 32, 2)), (64, ForwardPlan(32, 32, 2, 2))):
+        assert_right(with_pages(CAUSAL, size), Shape(70, 150, 3, 2, 1), plan=plan, sanitize=sanitize)
+
+
+def test_a_wrong_table_under_a_prompt() -> None:
+    inputs = random_inputs(CAUSAL, Shape(70, 150, 3, 2, 1))
+    for array in (inputs.k, inputs.v):
+        np.nan_to_num(array, copy=False)
+    for change in WRONG.values():
+        table, lengths = change(inputs.captures["page_table"], inputs.captures["seqused_k"], len(inputs.k))
+        wrong = {"page_table": table.astype(np.int32), "seqused_k": lengths.astype(np.int32)}
+        compiled = attention.compile(CAUSAL, emulate=True, sanitize="address", plan=ForwardPlan(32, 32, 2))
+        out, lse = call(compiled, Inputs(inputs.q, inputs.k, inputs.v, wrong))
+        assert judged(CAUSAL, inputs.q, inputs.k, inputs.v, out, lse, wrong).ok
+
+
+@pytest.mark.skipif(not nvrtc.is_available(), reason="needs CuPy and NVRTC: pip install '.[cuda13]'")
+@pytest.mark.parametrize("target", ["sm_75", "sm_80", "sm_86", "sm_90a", "sm_120"])
+def test_prompts_compile_without_spills(target: str) -> None:
+    dtype = "float16" if target == "sm_75" else "bfloat16"
+    scores = (None, fg.softcap(20), fg.alibi("slopes"))
+    for number, (dim, size) in enumerate(((128, 16), (64, 1), (96, 256))):
+        mask = (fg.causal(), fg.sliding_window(1000, 0), fg.document("ids"))[number]
+        spec = fg.AttentionSpec(dim, dtype, mask=mask, score=scores[number], page_size=size)
+        (kernel,) = forward_stages(spec, TARGETS[target])
+        used = nvrtc.compile(kernel.source, kernel.target.architecture, kernel.name).resources
+        assert used.spill_stores == used.spill_loads == used.stack_frame == 0, f"{kernel.name}: {used}"
+        tidy(kernel.source)
+        functions_fit(kernel)
+        all_used(kernel)
 
 
 # ---- on a GPU

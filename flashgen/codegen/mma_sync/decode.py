@@ -15,6 +15,7 @@ from flashgen.codegen.expressions.function_text import DEVICE_NAMES, Names
 from flashgen.codegen.forward_kernel import forward_context, forward_kernel
 from flashgen.codegen.header import header
 from flashgen.codegen.mma_sync.decode_plans import FEW_ROWS, SHARE_PADDING, DecodePlan, choose_decode_plan
+from flashgen.codegen.mma_sync.forward import page_fields
 from flashgen.codegen.mma_sync.splits import all_tiles, packed_heads, packs, row_tiles
 from flashgen.codegen.rendered_kernel import Grid, RenderedKernel, Workspace, entry_name, kernel_name
 from flashgen.codegen.sizes import Sizes
@@ -40,11 +41,7 @@ def decode_layout(spec: AttentionSpec, lists: bool) -> ArgumentLayout:
     fields.append(Field("float*", "partial_outputs", comment="of splits: (tiles of rows, splits, kTileQ, kValueDim)"))
     fields.append(Field("float*", "partial_states", comment="(tiles of rows, splits, kTileQ, 2): reference and sum"))
     fields.append(Field("unsigned*", "arrivals", comment="of each tile of rows: 0, before and after; null for 1 split"))
-    if spec.page_size:
-        fields.append(Field("const int*", "page_table", comment="(batch, len_k / kPageSize): pages by keys"))
-        fields.append(Field("const int*", "seqused_k", comment="(batch): keys of each sequence"))
-        fields.append(Field("long long", "table_pitch", comment="from a sequence's pages to the next one's"))
-        fields.append(Field("int", "pages", comment="that k and v have; k_strides.batch is from page to page"))
+    fields += page_fields(spec)
     if spec.kv_dtype:
         fields += [Field("const float*", f"{name}_scale", comment="of each head, or of all") for name in "kv"]
         fields += [Field("int", f"{name}_scales", comment="1 where each head has its own, else 0") for name in "kv"]

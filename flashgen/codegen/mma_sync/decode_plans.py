@@ -186,6 +186,7 @@ def _with_blocks(plan: DecodePlan, spec: AttentionSpec, target: Target) -> Decod
 _FEWEST_KEYS = 256  # for fewer the forward kernel has a step or two
 _MOST_TILES = 8  # of rows that read the same keys, through the L2
 _FORWARD_ROWS = 128
+_PROMPT = 64  # queries
 _IDLE = 0.8  # of the multiprocessors, that tiles of rows times the forward's tiles may be
 
 
@@ -196,6 +197,8 @@ def decode_plan_for(spec: AttentionSpec, target: Target, workload: Workload) -> 
     is worth it only while the forward's larger tiles, of which there are fewer, would leave the card idle.
     """
     if spec.of_cache:
+        if spec.page_size and not spec.kv_dtype and _is_prompt(workload):
+            return None
         return plan_of_rows(spec, target, workload.heads_per_kv * workload.len_q)
     if workload.len_k < _FEWEST_KEYS or not _has_room(spec, target):
         return None
@@ -207,6 +210,12 @@ def decode_plan_for(spec: AttentionSpec, target: Target, workload: Workload) -> 
     forward = workload.heads // workload.heads_per_kv * -(-rows // _FORWARD_ROWS)
     idle = tiles <= _MOST_TILES and tiles * forward <= _IDLE * workload.multiprocessors
     return plan if tiles == 1 or idle else None
+
+
+def _is_prompt(workload: Workload) -> bool:
+    """Whether the forward's tiles of queries are so many that half of the card is busy with them."""
+    tiles = workload.heads * -(-workload.len_q // _FORWARD_ROWS)
+    return workload.len_q >= _PROMPT and 2 * tiles >= workload.multiprocessors
 
 
 @lru_cache(maxsize=256)

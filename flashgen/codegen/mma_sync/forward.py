@@ -19,10 +19,23 @@ def forward_layout(spec: AttentionSpec, lists: bool) -> ArgumentLayout:
     """The argument struct of the forward kernel."""
     fields = [Field("const Element*", name) for name in "qkv"] + [Field("Element*", "o"), Field("float*", "lse")]
     fields[-1] = Field("float*", "lse", comment="(batch, heads_q, len_q), or null")
+    fields += page_fields(spec)
     fields += [Field("Strides", f"{name}_strides") for name in "qkvo"]
     fields += [Field("int", name) for name in ("heads_q", "len_q", "len_k")]
     fields.append(Field("unsigned", "kv_reciprocal", comment="2^31 / heads per head of K and V, rounded up"))
     return layout_of(spec, fields, lists)
+
+
+def page_fields(spec: AttentionSpec) -> list[Field]:
+    """The members that say where a sequence's keys are, where those are in pages."""
+    if not spec.page_size:
+        return []
+    return [
+        Field("const int*", "page_table", comment="(batch, len_k / kPageSize): pages by keys"),
+        Field("const int*", "seqused_k", comment="(batch): keys of each sequence"),
+        Field("long long", "table_pitch", comment="from a sequence's pages to the next one's"),
+        Field("int", "pages", comment="that k and v have; k_strides.batch is from page to page"),
+    ]
 
 
 def render_mma_sync(spec: AttentionSpec, target: Target, plan: ForwardPlan | None = None) -> tuple[RenderedKernel, ...]:
@@ -32,7 +45,8 @@ def render_mma_sync(spec: AttentionSpec, target: Target, plan: ForwardPlan | Non
     plan.check(spec, target)
     layout = forward_layout(spec, demand_of(spec).listed)
     context = forward_context(spec, target, plan, layout, "scores[i][j][e]")
-    source = assemble("mma_sync/forward.cu.jinja", context | {"header": header(spec, target, plan)}, target)
+    told = {"header": header(spec, target, plan), "page_size": spec.page_size}
+    source = assemble("mma_sync/forward.cu.jinja", context | told, target)
     tile_q = plan.tile_q
     kernel = forward_kernel(
         spec,
