@@ -60,8 +60,8 @@ SIZES = (
 class DecodeRow:
     """A measured size: microseconds and TB/s of the keys and values that the mask needs, by contender.
 
-    Contenders are "flashgen", "pages of N", and the peers of PEERS; FlashInfer reads pages of 64. plan: of flashgen's
-    kernel.
+    Contenders are "flashgen", "pages of N", and the peers of PEERS; FlashInfer reads pages of 64. Where keys have 8
+    bits, peers read 16, as "16 bits" does, flashgen's own. plan: of flashgen's kernel.
     """
 
     spec: str
@@ -98,14 +98,18 @@ def decode_rows(
 def measure_decode(
     spec: AttentionSpec, size: DecodeSize, peers: Sequence[str], page_sizes: Sequence[int], target: str | None = None
 ) -> DecodeRow:
-    """Times one size."""
-    attention, arrays = compile(spec, target), _arrays(spec, size)
+    """Times one size. Keys of 8 bits have "16 bits" beside them, flashgen's over keys of the spec's dtype."""
+    attention, plain = compile(spec, target), with_cache(spec)
+    arrays = _arrays(plain, size)
     q, k, v, _ = arrays
     runs: dict[str, Run] = {"flashgen": lambda: attention(q, k, v)}
+    if spec.kv_dtype:
+        wide = compile(plain, target)
+        runs = {"flashgen": narrow(spec, attention, q, (k, v)), "16 bits": lambda: wide(q, k, v)}
     for page_size in page_sizes:
         runs[f"pages of {page_size}"] = paged(spec, size, page_size, arrays, target)
     for name in peers:
-        run = flashinfer(spec, size, arrays) if name == "FlashInfer" else _peer(name, spec, size, arrays)
+        run = flashinfer(plain, size, arrays) if name == "FlashInfer" else _peer(name, plain, size, arrays)
         if run is not None:
             runs[name] = run
     times = medians_ms(runs)
@@ -115,8 +119,12 @@ def measure_decode(
 
 def row(spec: AttentionSpec, size: DecodeSize, target: str, plan: str, milliseconds: Mapping[str, float]) -> DecodeRow:
     """The row of a size, of the milliseconds of its contenders."""
-    moved = keys_needed(spec, size) * size.batch * size.heads_kv * (spec.head_dim + spec.value_dim) * _ELEMENT
-    terabytes = {name: moved / time / 1e9 for name, time in milliseconds.items()}
+    numbers = keys_needed(spec, size) * size.batch * size.heads_kv * (spec.head_dim + spec.value_dim)
+    moved = numbers * (1 if spec.kv_dtype else _ELEMENT)
+    ours = {name for name in milliseconds if name == "flashgen" or name.startswith("pages")}
+    terabytes = {
+        name: (moved if name in ours else numbers * _ELEMENT) / time / 1e9 for name, time in milliseconds.items()
+    }
     micros = {name: 1e3 * time for name, time in milliseconds.items()}
     return DecodeRow(spec.name, target, size, plan, moved, micros, terabytes)
 
@@ -145,20 +153,35 @@ def _arrays(spec: AttentionSpec, size: DecodeSize) -> Arrays:
 
 def paged(spec: AttentionSpec, size: DecodeSize, page_size: int, arrays: Arrays, target: str | None = None) -> Run:
     """A run over pages in random order, of other keys than those of `arrays`, as many."""
-    attention, pages = compile(replace_pages(spec, page_size), target), size.batch * -(-size.len_k // page_size)
+    paged = with_cache(spec, page_size, spec.kv_dtype)
+    attention, pages = compile(paged, target), size.batch * -(-size.len_k // page_size)
     shapes = [(pages, page_size, size.heads_kv, dim) for dim in (spec.head_dim, spec.value_dim)]
     k, v = random_arrays(shapes, spec.dtype, seed=1)
     table, lengths = _where(pages, size)
     q = arrays[0]
     like = k if hasattr(k, "data_ptr") else None
     page_table, seqused_k = _on_device(table, like), _on_device(lengths, like)
+    if spec.kv_dtype:
+        return narrow(spec, attention, q, (k, v), page_table=page_table, seqused_k=seqused_k)
     return lambda: attention(q, k, v, page_table=page_table, seqused_k=seqused_k)
 
 
-def replace_pages(spec: AttentionSpec, page_size: int | None) -> AttentionSpec:
-    """The spec with other pages."""
+def narrow(spec: AttentionSpec, attention: Any, q: Any, keys: tuple[Any, Any], **where: Any) -> Run:
+    """A run over keys and values of 8 bits, of the shapes of these tensors; their numbers are of no matter."""
+    import torch
+
+    scale = torch.full((1,), 0.01, device="cuda")
+    k, v = (
+        torch.randint(0, 120, array.shape, dtype=torch.uint8, device="cuda").view(getattr(torch, str(spec.kv_dtype)))
+        for array in keys
+    )
+    return lambda: attention(q, k, v, k_scale=scale, v_scale=scale, **where)
+
+
+def with_cache(spec: AttentionSpec, page_size: int | None = None, kv_dtype: str | None = None) -> AttentionSpec:
+    """The spec with keys and values that are kept otherwise."""
     names = ("head_dim", "dtype", "value_dim", "scale", "layout", "dropout", "score", "mask")
-    return AttentionSpec(**{name: getattr(spec, name) for name in names}, page_size=page_size)
+    return AttentionSpec(**{name: getattr(spec, name) for name in names}, page_size=page_size, kv_dtype=kv_dtype)
 
 
 def _where(pages: int, size: DecodeSize) -> tuple[Any, Any]:

@@ -183,7 +183,8 @@ def decode(
     """Measure few queries over many keys, in TB/s of the K and V that the mask needs, beside the best decoders.
 
     Without SPEC: full(). Head dim 128 and bfloat16 unless options say otherwise; specs must capture nothing. flashgen
-    takes the kernel and the splits that calls take; pages are in random order. FlashInfer, where it is installed, reads
+    takes the kernel and the splits that calls take; pages are in random order. With --kv-dtype flashgen reads 8 bits,
+    and peers 16, as flashgen does once more. FlashInfer, where it is installed, reads
     pages of 64 and is planned beforehand; FlexAttention is compiled for each size.
     """
     require_gpu()
@@ -195,10 +196,13 @@ def decode(
         raise ArgumentError(
             f"{captured[0].name} captures {captured[0].captures[0].name!r}: bench specs without captures"
         )
+    if options.page_size:
+        raise ArgumentError(f"--page-size {options.page_size}: name sizes by --pages, beside contiguous keys")
     measured = [decode_size(text) for text in listed(sizes)] or list(bench.DECODE_SIZES)
     beside, page_sizes = chosen(peers, "--peers", bench.DECODE_PEERS), numbers(pages, "--pages") if pages else []
     rows = bench.decode_rows(declared, measured, beside, page_sizes, target)
-    contenders = ["flashgen", *(f"pages of {page}" for page in page_sizes), *beside]
+    wide = ["16 bits"] if options.kv_dtype else []
+    contenders = ["flashgen", *wide, *(f"pages of {page}" for page in page_sizes), *beside]
     names = [f"{spec.name} {size}" for spec in declared for size in measured]
     report(rows, names, bench_tables.decode(contenders), output, json, bench.summary.decode)
 

@@ -54,8 +54,11 @@ def test_what_rows_come_to() -> None:
 
 def test_pages_are_another_spec() -> None:
     spec = fg.AttentionSpec(64, "bfloat16", mask=fg.causal(), score=fg.softcap(20))
-    paged = decode.replace_pages(spec, 16)
-    assert paged.page_size == 16 and decode.replace_pages(paged, None) == spec
+    kept = decode.with_cache(spec, 16, "int8")
+    assert (kept.page_size, kept.kv_dtype) == (16, "int8") and decode.with_cache(kept) == spec
+    row = decode.row(kept, SIZE, "", "", {"flashgen": 0.1, "16 bits": 0.1, "cuDNN": 0.1})
+    assert row.bytes == 8 * 131072 * 128 and row.terabytes["16 bits"] == 2 * row.terabytes["flashgen"]
+    assert row.terabytes["cuDNN"] == row.terabytes["16 bits"]
 
 
 def test_the_command_hands_its_choices_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -78,6 +81,8 @@ def test_the_command_hands_its_choices_on(monkeypatch: pytest.MonkeyPatch, tmp_p
     assert "1, 32:8, 131072" in done.output and (tmp_path / "decode.json").is_file()
     refused = CliRunner().invoke(app, ["bench", "decode", "document('ids')", *output])
     assert refused.exit_code == 2 and "captures 'ids'" in refused.output
+    refused = CliRunner().invoke(app, ["bench", "decode", "--page-size", "16", *output])
+    assert refused.exit_code == 2 and "by --pages" in refused.output
 
 
 @pytest.mark.gpu
@@ -85,3 +90,13 @@ def test_the_command_hands_its_choices_on(monkeypatch: pytest.MonkeyPatch, tmp_p
 def test_a_size_is_measured_beside_pages() -> None:
     (row,) = bench.decode_rows([FULL], [decode.DecodeSize(2, 8, 2, 1024)], [], [16])
     assert row.microseconds.keys() == {"flashgen", "pages of 16"} and "DecodePlan" in row.plan
+
+
+@pytest.mark.gpu
+@pytest.mark.quick
+@pytest.mark.parametrize("kind", ["float8_e4m3fn", "int8"])
+def test_eight_bits_are_measured_beside_16(kind: str) -> None:
+    pytest.importorskip("torch")
+    spec = fg.AttentionSpec(128, "bfloat16", kv_dtype=kind)
+    (row,) = bench.decode_rows([spec], [decode.DecodeSize(2, 8, 2, 1024)], [], [16])
+    assert row.microseconds.keys() == {"flashgen", "16 bits", "pages of 16"}

@@ -133,6 +133,20 @@ MUTANTS = (
     ),
     # attention
     Mutant(
+        "a call's number of splits is not its own",
+        "flashgen/attention/kernel_choice.py",
+        "return num_splits or decoding.splits(",
+        "return decoding.splits(",
+        ("tests/attention/test_decode.py::test_counters_end_as_they_began",),
+    ),
+    Mutant(
+        "a stream keeps too few counters",
+        "flashgen/runtime/counters.py",
+        " and found[1].size >= count:\n            return found[1]\n        return",
+        ":\n            return found[1]\n        return",
+        ("tests/runtime/test_counters.py::test_launches_that_want_more_counters_get_more",),
+    ),
+    Mutant(
         "remembered lists whatever len_k",
         "flashgen/attention/tile_lists.py",
         "key = (problem.len_q, problem.len_k, shape.batch,",
