@@ -2,8 +2,9 @@
 
     python examples/train_gpt2.py --steps 300 --attention flashgen --compile
 
-writes the losses and their curve to gpt2-<attention>.svg, and the model to gpt2-<attention>.safetensors, from which
---resume goes on. Needs a GPU, or --emulate with --tiny. The attention of a model is one line: see `ATTENTIONS`.
+writes the losses and their curve to gpt2-<attention>.svg, and the model with AdamW's averages to
+gpt2-<attention>.safetensors, from which --resume goes on. Needs a GPU, or --emulate with --tiny. The attention of a
+model is one line: see `attention_of`.
 """
 
 from __future__ import annotations
@@ -63,6 +64,20 @@ def curve(losses: Sequence[float], name: str) -> str:
     return f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 780 400" {style}>{labels}{line}</svg>\n'
 
 
+def averages(optimizer: Any, model: Any) -> dict[str, Any]:
+    """What AdamW keeps of each parameter, by the parameter's name."""
+    named = model.named_parameters()
+    return {f"adamw.{name}.{what}": kept for name, one in named for what, kept in optimizer.state[one].items()}
+
+
+def load_averages(optimizer: Any, model: Any, state: dict[str, Any]) -> None:
+    """Takes them out of a saved state and gives them back to the optimizer, so that it goes on as if never stopped."""
+    for name, parameter in model.named_parameters():
+        begin = f"adamw.{name}."
+        names = [each for each in state if each.startswith(begin)]
+        optimizer.state[parameter] = {each.removeprefix(begin): state.pop(each) for each in names}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--attention", choices=("flashgen", "sdpa", "standard"), default="flashgen")
@@ -90,7 +105,8 @@ def main() -> None:
         state = load_file(saved, device=device)
         losses = state.pop("losses").tolist()
         begin = len(losses)
-        model.load_state_dict(state)  # the optimizer's averages begin anew
+        load_averages(optimizer, model, state)
+        model.load_state_dict(state)
     call = torch.compile(model) if options.compile else model
     for step in track(range(begin, options.steps), f"training by {options.attention}"):
         with torch.autocast(device, torch.bfloat16):
@@ -101,7 +117,7 @@ def main() -> None:
         optimizer.zero_grad(set_to_none=True)
         losses.append(loss.detach())
     losses = [float(loss) for loss in losses]
-    save_file({**model.state_dict(), "losses": torch.tensor(losses)}, saved)
+    save_file({**model.state_dict(), **averages(optimizer, model), "losses": torch.tensor(losses)}, saved)
     saved.with_suffix(".svg").write_text(curve(losses, options.attention), encoding="utf-8")
     print(f"loss {losses[0]:.3f} -> {losses[-1]:.3f} in {len(losses)} steps; {saved} and {saved.with_suffix('.svg')}")
 

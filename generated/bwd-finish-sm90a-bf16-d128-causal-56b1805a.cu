@@ -24,23 +24,22 @@ struct BackwardFinishArguments {
   const float* statistics;   // (batch, heads_q, rows, 2): LSE to the base 2, and D
   Element* dq;
   Strides dq_strides;
-  int heads_q;
   int len_q;
   int rows;   // len_q, rounded up
 };
 
 // ---- The plan -------------------------------------------------------------------------------------------------------
 
-constexpr int kHeadDim = 128;
+constexpr int kDim = 128;
 constexpr int kHeadDimPadded = 128;
-constexpr int kTileQ = 64;       // queries of a tile of the main kernel
+constexpr int kTile = 64;       // queries of a tile of the main kernel
 constexpr int kThreads = 256;
 constexpr float kScale = 0.0883883461f;
 constexpr float kNoLse = 3.40282347e+38f;   // of a row with nothing to attend to
 // The warps divide a tile of dQ: so many of them along its rows, and along its columns; and the mma tiles of each.
 constexpr int kGradientRowWarps = 4;
 constexpr int kGradientColumnWarps = 2;
-constexpr int kGradientRowTiles = kTileQ / 16 / kGradientRowWarps;
+constexpr int kGradientRowTiles = kTile / 16 / kGradientRowWarps;
 constexpr int kGradientColumnTiles = kHeadDimPadded / 8 / kGradientColumnWarps;
 
 // ---- Primitives -----------------------------------------------------------------------------------------------------
@@ -74,24 +73,24 @@ __device__ __forceinline__ int sum_index(int row, int column) {
 // dQ of a tile of queries: the sums times the scale, rounded. Rows with nothing to attend to are 0, whatever K holds.
 extern "C" __global__ void __launch_bounds__(kThreads)
 attention_backward_finish_bf16_d128_causal_56b1805a(const __grid_constant__ BackwardFinishArguments arguments) {
-  constexpr int kChunks = kHeadDim / 8;
-  const int first_query = blockIdx.x * kTileQ, head = blockIdx.y, batch = blockIdx.z;
-  const long long row = (static_cast<long long>(batch) * arguments.heads_q + head) * arguments.rows + first_query;
+  constexpr int kChunks = kDim / 8;
+  const int first = blockIdx.x * kTile, head = blockIdx.y, batch = blockIdx.z;
+  const long long row = (static_cast<long long>(batch) * gridDim.y + head) * arguments.rows + first;
   const float* sums = arguments.dq_sums + row * kHeadDimPadded;
-  Element* dq = arguments.dq + batch * arguments.dq_strides.batch + head * arguments.dq_strides.head;
+  Element* gradient = arguments.dq + batch * arguments.dq_strides.batch + head * arguments.dq_strides.head;
 #pragma unroll 4
-  for (int i = threadIdx.x; i < kTileQ * kChunks; i += kThreads) {
+  for (int i = threadIdx.x; i < kTile * kChunks; i += kThreads) {
     // 16 threads take 16 rows of a chunk of 8 columns: those of one mma tile, whose sums lie together.
-    const int query = i / (16 * kChunks) * 16 + i % 16, column = i / 16 % kChunks * 8;
-    if (first_query + query >= arguments.len_q) continue;
+    const int own = i / (16 * kChunks) * 16 + i % 16, column = i / 16 % kChunks * 8;
+    if (first + own >= arguments.len_q) continue;
     unsigned pairs[4] = {};
-    const bool empty = arguments.statistics[(row + query) * 2] == kNoLse;
+    const bool empty = arguments.statistics[(row + own) * 2] == kNoLse;
 #pragma unroll
     for (int j = 0; j < 4 && !empty; ++j) {
-      const float2 pair = *reinterpret_cast<const float2*>(sums + sum_index(query, column + 2 * j));
+      const float2 pair = *reinterpret_cast<const float2*>(sums + sum_index(own, column + 2 * j));
       pairs[j] = pack_bf16(pair.x * kScale, pair.y * kScale);
     }
-    *reinterpret_cast<uint4*>(dq + (first_query + query) * arguments.dq_strides.row + column) =
+    *reinterpret_cast<uint4*>(gradient + (first + own) * arguments.dq_strides.row + column) =
         make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
   }
 }

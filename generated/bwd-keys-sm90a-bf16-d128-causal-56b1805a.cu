@@ -658,17 +658,21 @@ __device__ __forceinline__ int gradient_part(int warpgroup) {
 
 constexpr int kPartBytes = 16 * kGradientColumns * sizeof(float);
 
-// Lays this warp's part into shared memory, 8 columns after 8, as lanes hold them.
-__device__ __forceinline__ void stage_query_gradients(const float (&d_queries)[kGradientColumns / 2], int warpgroup) {
-  const int lane = threadIdx.x % 32;
-  if (lane == 0) bulk_wait_read<0>();   // of the step before
-  __syncwarp();
-  unsigned char* const part = shared_memory + kGradientOffset + gradient_part(warpgroup) * kPartBytes;
+// Lays 16 rows of a warp into shared memory, 8 columns after 8, as lanes hold them.
+template <int kColumns>
+__device__ __forceinline__ void stage_rows(const float (&rows)[kColumns / 2], int offset) {
+  unsigned char* const place = shared_memory + offset + threadIdx.x % 32 * 16;
 #pragma unroll
-  for (int n = 0; n < kGradientColumns / 2; n += 4) {
-    *reinterpret_cast<float4*>(part + (n * 8 + lane) * 16) =
-        make_float4(d_queries[n], d_queries[n + 1], d_queries[n + 2], d_queries[n + 3]);
+  for (int n = 0; n < kColumns / 2; n += 4) {
+    *reinterpret_cast<float4*>(place + n * 128) = make_float4(rows[n], rows[n + 1], rows[n + 2], rows[n + 3]);
   }
+}
+
+// Lays this warp's part into shared memory.
+__device__ __forceinline__ void stage_query_gradients(const float (&d_queries)[kGradientColumns / 2], int warpgroup) {
+  if (threadIdx.x % 32 == 0) bulk_wait_read<0>();   // of the step before
+  __syncwarp();
+  stage_rows<kGradientColumns>(d_queries, kGradientOffset + gradient_part(warpgroup) * kPartBytes);
 }
 
 // Adds what is staged to the sums of the tile.
@@ -718,7 +722,6 @@ __device__ __forceinline__ void find_score_gradients(float (&scores)[kRowTiles][
 __device__ __forceinline__ void write_gradients(const float (&d_keys)[kHeadDimPadded / 2],
                                                 const float (&d_values)[kValueDimPadded / 2], const Work& work,
                                                 int warpgroup, unsigned shared, const BackwardKeysArguments& arguments) {
-  named_barrier_sync(1, kConsumers * 128);   // every warp is done with K and V
   const int first_key = work.first_key + warpgroup * kPartK + threadIdx.x / 32 % 4 * 16;
   store_rows<kHeadDimPadded, kHeadPanel>(d_keys, kScale, shared + warpgroup * kPartK * kHeadDimPadded * kElementBytes,
                                          arguments.dk_map, first_key, work.head_kv, work.batch);
@@ -789,6 +792,7 @@ __device__ __forceinline__ void differentiate(const Work& work, int warpgroup, u
     stage_query_gradients(d_queries, warpgroup);
     add_query_gradients(sums_before, shared, warpgroup);
   }
+  named_barrier_sync(1, kConsumers * 128);   // every warp is done with the tiles
   write_gradients(d_keys, d_values, work, warpgroup, shared, arguments);
 }
 

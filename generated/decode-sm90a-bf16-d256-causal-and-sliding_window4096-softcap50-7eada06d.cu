@@ -599,12 +599,12 @@ __device__ __forceinline__ void write_output(const Work& work, const DecodeArgum
     const int row = i / kValueDim, column = i % kValueDim;
     float4 output;
     const RowState state = merge_shares<kWarpsShares>(output, outputs + row * kColumns + column, states + row,
-                                                      kWarpsShares ? kWarps : arguments.splits);
+                                                kWarpsShares ? kWarps : arguments.splits);
+    const Row place = row_of(row, work, arguments);
     const float normalise = 1.0f / state.sum;
     const bool empty = state.sum == 0.0f;
     const uint2 rounded = make_uint2(pack_bf16(output.x * normalise, output.y * normalise),
                                      pack_bf16(output.z * normalise, output.w * normalise));
-    const Row place = row_of(row, work, arguments);
     Element* o = arguments.o + work.batch * arguments.o_strides.batch + place.head * arguments.o_strides.head +
                  place.query * arguments.o_strides.row;
     *reinterpret_cast<uint2*>(o + column) = empty ? make_uint2(0, 0) : rounded;

@@ -445,7 +445,7 @@ struct Gathered {
 
 // Adds to an element of a captured array's gradient.
 __device__ __forceinline__ void add_to_gradient(long long* sums, long long place, float value) {
-  add_exactly(sums + place * 10, value);
+  if (value != 0.0f) add_exactly(sums + place * 10, value);
 }
 
 // Turns the products of q and k into probabilities and dP into dS = P * (dP - D), D being rowsum(dO * O).

@@ -25,6 +25,7 @@ struct ForwardArguments {
   const Element* v;
   Element* o;
   float* lse;   // (batch, heads_q, len_q), or null
+  const uint2* seed;   // or null: seed_low, seed_high
   Strides q_strides;
   Strides k_strides;
   Strides v_strides;
@@ -473,7 +474,7 @@ __device__ __forceinline__ void online_softmax(float (&scores)[kRowTiles][kKeyTi
 // Zeroes the probabilities that are not kept. One call of philox gives this lane its 16 bytes of a 16 x 32 block.
 __device__ __forceinline__ void drop(float (&probabilities)[kRowTiles][kKeyTiles][4], const Position& position,
                                      int first_key, const ForwardArguments& arguments) {
-  const uint2 key = make_uint2(arguments.seed_low, arguments.seed_high);
+  const uint2 key = arguments.seed ? __ldg(arguments.seed) : make_uint2(arguments.seed_low, arguments.seed_high);
   const unsigned head = position.batch << 16 | position.head;
 #pragma unroll
   for (int block = 0; block < kRowTiles * kKeyTiles / 4; ++block) {

@@ -31,12 +31,14 @@ MAY_SEE: dict[str, set[str]] = {
     "launch": {"language", "build", "codegen", "runtime"},
     "attention": {"language", "analysis", "build", "codegen", "runtime", "launch"},
     "verify": BELOW_ATTENTION | {"attention"},
+    "report": BELOW_ATTENTION | {"attention", "verify"},
     "release": BELOW_ATTENTION | {"attention", "verify"},
     "torch": BELOW_ATTENTION | {"attention", "verify"},
     "transformers": BELOW_ATTENTION | {"attention", "verify", "torch"},
     "jax": BELOW_ATTENTION | {"attention", "verify"},
     "bench": BELOW_ATTENTION | {"attention", "verify", "torch"},
-    "cli": BELOW_ATTENTION | {"attention", "verify", "release", "bench"},  # doctor imports rooms above by their names
+    # doctor imports rooms above by their names
+    "cli": BELOW_ATTENTION | {"attention", "verify", "report", "release", "bench"},
     "__main__": {"cli"},
 }
 

@@ -18,6 +18,7 @@ ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 PAGES = ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md")
 FIRST_SPEC = ROOT / "examples" / "first_spec.py"
+MOST_LINES = 180
 LARGEST_PICTURE = 20_000  # bytes of a picture in the gallery
 
 
@@ -97,3 +98,10 @@ def test_links_pictures_and_paths_exist(page: str) -> None:
 def test_every_command_of_the_readme_exists() -> None:
     for command in set(re.findall(r"^    flashgen (\w+)", README, flags=re.MULTILINE)):
         assert CliRunner().invoke(app, [command, "--help"]).exit_code == 0, command
+
+
+def test_it_is_short_and_begins_with_two_commands() -> None:
+    """What it does exactly, and how fast, stands in docs/."""
+    assert README.count("\n") <= MOST_LINES
+    first = re.search(r"```sh\n(.*?)```", README, flags=re.DOTALL)
+    assert first and first[1] == "pip install . && flashgen demo\n"

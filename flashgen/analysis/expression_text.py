@@ -39,7 +39,7 @@ def _text(node: sympy.Basic) -> tuple[str, int]:
     if isinstance(node, ops.Operation):
         name = _NAMES.get(kind, kind.__name__.lower())
         return f"{name}({', '.join(map(to_text, _flat(node)))})", _CALL
-    text = str(node)
+    text = f"{float(node):g}" if isinstance(node, sympy.Float) else str(node)
     return text, _UNARY if text.startswith("-") else _CALL
 
 

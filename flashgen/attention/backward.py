@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from flashgen.attention.backward_choice import BackwardChoice
 from flashgen.attention.backward_tile_lists import BackwardListers
 from flashgen.attention.call import Call
 from flashgen.attention.call_pass import Makers, Pass, common_device
@@ -18,11 +19,12 @@ from flashgen.attention.gradients import (
     gradient_shape,
 )
 from flashgen.attention.outputs import check_lse, output_strides
-from flashgen.attention.problem import Problem, problem_of
+from flashgen.attention.problem import Bounds, Problem, problem_of
 from flashgen.attention.sharing import Sharing
 from flashgen.attention.stages import NO_LISTS, BuiltStages, PreparedStages
 from flashgen.attention.tile_lists import ListsLaunch
 from flashgen.codegen.arguments import capture_gradient, member_name, summed_gradient
+from flashgen.codegen.family import HeadDivision
 from flashgen.codegen.stages import Kernels
 from flashgen.language.spec import AttentionSpec
 from flashgen.launch.engines import Engine, Numbers, Place, Taken
@@ -51,13 +53,24 @@ class _Prepared:
 
 
 class BackwardPass(Pass[_Prepared]):
-    """The backward kernels of a spec, and the listers of their tiles where they read lists."""
+    """The backward kernels of a spec, and the listers of their tiles where they read lists.
+
+    dividing: the rule by which calls of few heads of k and v take other kernels; None where they do not.
+    """
 
     listers: BackwardListers | None
 
-    def __init__(self, spec: AttentionSpec, stages: Kernels, engine: Engine, prebuild: str) -> None:
+    def __init__(
+        self,
+        spec: AttentionSpec,
+        stages: Kernels,
+        engine: Engine,
+        prebuild: str,
+        dividing: HeadDivision | None = None,
+    ) -> None:
         super().__init__(spec, engine, _IN_ROWS)
         self.stages = BuiltStages(spec, stages, engine, prebuild)
+        self.choice = BackwardChoice(spec, self.stages, engine, dividing)
         self._differentiated = differentiated(spec)
         self._owners = {capture.name: member_name(capture) for capture in self._differentiated}  # others are like q
         self.listers = BackwardListers.of(spec, stages, engine, prebuild)
@@ -95,9 +108,11 @@ class BackwardPass(Pass[_Prepared]):
             pointers[summed_gradient(capture)] = pointers[capture_gradient(capture)] = gradients[capture.name]
         return pointers
 
-    def _work_out(self, views: dict[str, View], libraries: Mapping[str, Library], num_splits: int | None) -> _Prepared:
+    def _work_out(
+        self, views: dict[str, View], libraries: Mapping[str, Library], bounds: Bounds, num_splits: int | None
+    ) -> _Prepared:
         spec, device = self.spec, common_device(views)
-        problem = problem_of(spec, views)
+        problem = problem_of(spec, views, bounds=bounds)
         for name, argument in (("o", "out"), ("d_o", "d_out")):
             problem.strides[name] = output_strides(spec, argument, views[name], problem)
         for name in ("lse", "d_lse"):
@@ -115,15 +130,20 @@ class BackwardPass(Pass[_Prepared]):
         zeroed = tuple(name for name, each in memory.items() if each.zeroed)
         of_jax = tuple(name for name, kind in kinds.items() if kind is JAX)
         sharing = self._sharing(views, [gradient_argument(name) for name in given])
-        if not problem.has_scores:
+        if not self._runs(problem):
             return _Prepared(problem, device, makers, zeroed, of_jax, None, {}, sharing)
         own = captured, libraries["q"], device
         lists = self.listers.prepare(problem, *own) if self.listers else {}
-        return _Prepared(problem, device, makers, zeroed, of_jax, self.stages.prepare(problem, *own), lists, sharing)
+        stages = self.choice.of(problem, device).prepare(problem, *own)
+        return _Prepared(problem, device, makers, zeroed, of_jax, stages, lists, sharing)
+
+    def _runs(self, problem: Problem) -> bool:
+        """Whether kernels have anything to do: rows without any key have gradients of their sinks."""
+        return problem.has_scores or (self.spec.sink is not None and not problem.is_empty)
 
     def _gradient_memory(self, problem: Problem, captured: Mapping[str, View]) -> dict[str, Memory]:
         """The gradients, by the names of `Gradients`. Zeroed where they are added to, or where nothing is written."""
-        launched = problem.has_scores
+        launched = self._runs(problem)
         memory = {
             name: Memory(gradient_shape(self.spec, problem, name), self.spec.dtype, zeroed=not launched)
             for name in ROWS

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from flashgen.attention.problem import NO_BOUNDS, Bounds
+
 _NONE: Mapping[str, Any] = {}
 
 
@@ -18,6 +20,7 @@ class Call(NamedTuple):
         wanted: the results that are given back, by name.
         results: arrays to write them to, all of them, by name; none where new ones are made.
         tile_lists: what the attention made of the mask; None makes them.
+        bounds: how many queries, and keys, a sequence of a ragged batch has at most, where the caller says.
         num_splits: parts into which the keys are split; None is as many as make the call fast.
     """
 
@@ -28,4 +31,5 @@ class Call(NamedTuple):
     wanted: tuple[str, ...]
     results: Mapping[str, Any] = _NONE
     tile_lists: Any = None
+    bounds: Bounds = NO_BOUNDS
     num_splits: int | None = None

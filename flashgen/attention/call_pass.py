@@ -7,7 +7,17 @@ from functools import partial
 from typing import Any, Generic, Protocol, TypeVar
 
 from flashgen.attention.call import Call
-from flashgen.attention.captures import captured_distances, check_captures, check_distances, check_seed, number
+from flashgen.attention.captures import (
+    captured_distances,
+    check_captures,
+    check_distances,
+    check_seed,
+    check_seed_in_memory,
+    is_in_memory,
+    number,
+)
+from flashgen.attention.problem import Bounds
+from flashgen.attention.ragged import refuse_ragged
 from flashgen.attention.sharing import Sharing, check_on_host
 from flashgen.codegen.arguments import member_name
 from flashgen.errors import ArgumentError
@@ -71,6 +81,8 @@ class Pass(Generic[AnyPrepared]):
             check_captures(self.spec, captures)
         if call.tile_lists is not None and self.listers is None:
             raise ArgumentError(f"tile_lists: the kernels of {self.spec.mask.name} read none; leave them out")
+        if call.tile_lists is not None:
+            refuse_ragged(self.spec, "tile_lists", "leave them out, each call makes its own")
         q = call.inputs["q"]
         library = self.engine.library(q, "q")
         if library is self.engine.copied:
@@ -80,14 +92,16 @@ class Pass(Generic[AnyPrepared]):
             captures = self.listers.without_layouts(captures, *views)
         numbers = self._call_numbers(captures, call.seed, call.offset)
         arrays = call.inputs
+        if self.spec.dropout and is_in_memory(call.seed):
+            arrays["seed"] = call.seed
         for capture, member in self._arrays:
             arrays[member] = captures[capture.name]
         if call.results:
             results = {self._result_argument(name): array for name, array in call.results.items()}
-            prepared, addresses = self._prepare(arrays | results, library, call.num_splits)
+            prepared, addresses = self._prepare(arrays | results, library, call.bounds, call.num_splits)
             prepared.sharing.check(addresses)
         else:
-            prepared, addresses = self._prepare(arrays, library, call.num_splits)
+            prepared, addresses = self._prepare(arrays, library, call.bounds, call.num_splits)
         if self._distances:
             self._check_distances(captures)
         taken = self.engine.taken(arrays, addresses)
@@ -109,9 +123,12 @@ class Pass(Generic[AnyPrepared]):
         return {name: makers[name]() for name in wanted}
 
     def _work_out(
-        self, views: dict[str, View], libraries: Mapping[str, Library], num_splits: int | None
+        self, views: dict[str, View], libraries: Mapping[str, Library], bounds: Bounds, num_splits: int | None
     ) -> AnyPrepared:
-        """Checks the arrays of a call, and prepares what calls like it share. libraries: of the arrays."""
+        """Checks the arrays of a call, and prepares what calls like it share. libraries: of the arrays.
+
+        bounds: of the lengths of a ragged batch. num_splits: of a decode kernel's keys, where the call says.
+        """
         raise NotImplementedError
 
     def _result_argument(self, name: str) -> str:
@@ -125,7 +142,8 @@ class Pass(Generic[AnyPrepared]):
         self._check_sharing_on_host({**call.inputs, **results}, call.captures, results)
         given = (call.inputs, call.captures, call.results)  # results too, so that what is not written is kept
         moved = [{name: self.engine.bring(array) for name, array in arrays.items()} for arrays in given]
-        there = call._replace(inputs=moved[0], captures=moved[1], results=moved[2])
+        seed = self.engine.bring(call.seed)
+        there = call._replace(inputs=moved[0], captures=moved[1], results=moved[2], seed=seed)
         home = {}
         for name, array in self(there).items():
             stays = name in call.captures and there.captures[name] is call.captures[name] and not call.results
@@ -138,8 +156,7 @@ class Pass(Generic[AnyPrepared]):
             return _NO_NUMBERS
         numbers = {member: number(capture, captures[capture.name]) for capture, member in self._numbers}
         if self.spec.dropout:
-            seed, offset = check_seed(self.spec, seed, offset)
-            numbers |= {"seed_low": seed & 0xFFFFFFFF, "seed_high": seed >> 32, "offset": offset}
+            numbers |= check_seed(self.spec, seed, offset)
         return numbers
 
     def _check_distances(self, captures: Mapping[str, Any]) -> None:
@@ -150,14 +167,14 @@ class Pass(Generic[AnyPrepared]):
             check_distances(capture, view.shape, axis, int(captures[farthest.name]))
 
     def _prepare(
-        self, arrays: dict[str, Any], library: Library, num_splits: int | None
+        self, arrays: dict[str, Any], library: Library, bounds: Bounds, num_splits: int | None
     ) -> tuple[AnyPrepared, Addresses]:
         """What calls like this one share, worked out, and the arrays checked, the first time; the arrays' addresses.
 
         library: of q, and so of all arrays of its type.
         """
         kind, look = type(arrays["q"]), library.look
-        key: list[Any] = [num_splits]
+        key: list[Any] = [bounds, num_splits]
         addresses = Addresses()
         misaligned = 0
         in_rows = self._in_rows
@@ -175,7 +192,10 @@ class Pass(Generic[AnyPrepared]):
         if prepared is None:
             libraries = {name: self._library(name, array) for name, array in arrays.items()}
             views = {name: libraries[name].view(array, _argument(name)) for name, array in arrays.items()}
-            prepared = self._prepared.get_or_make(known, partial(self._work_out, views, libraries, num_splits))
+            if "seed" in views:
+                check_seed_in_memory(views["seed"])
+            make = partial(self._work_out, views, libraries, bounds, num_splits)
+            prepared = self._prepared.get_or_make(known, make)
         return prepared, addresses
 
     def _library(self, name: str, array: Any) -> Library:

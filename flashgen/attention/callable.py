@@ -13,10 +13,12 @@ from flashgen.attention.gradients import ROWS, Gradients, differentiated, given_
 from flashgen.attention.kernel_choice import BuiltForward
 from flashgen.attention.outputs import given_outputs
 from flashgen.attention.problem import given_cache
+from flashgen.attention.ragged import refuse_ragged, taken_apart
 from flashgen.attention.tile_lists import TileLister, TileLists, sizes_of
 from flashgen.attention.tuned_plans import TunedPlans
 from flashgen.build.cache import KernelCache
 from flashgen.build.resources import Resources
+from flashgen.codegen.families import backward_family
 from flashgen.codegen.plan import Plan
 from flashgen.codegen.rendered_kernel import RenderedKernel
 from flashgen.codegen.stages import Kernels, backward_kernels, forward_kernels
@@ -70,7 +72,7 @@ class Attention:
         kernels = forward_kernels(spec, target, plan=plan)
         self._kernels = {role: edits.of(role, kernel) for role, kernel in kernels.items()}
         self._kernel = self._kernels["forward"]
-        own_plan = plan is None and not edits.of_the_forward
+        own_plan = plan is None and not edits.of_the_forward and not spec.is_ragged
         follows = own_plan and (engine.measures or tuned is not None)
         tuned_plans = TunedPlans(self._kernel, tuned) if follows else None
         with edits.told():
@@ -137,6 +139,7 @@ class Attention:
         return self._built_for(len_q, len_q if len_k is None else len_k, batch, heads, heads_kv).kernel.plan
 
     def _built_for(self, len_q: int, len_k: int, batch: int, heads: int, heads_kv: int | None = None) -> BuiltForward:
+        refuse_ragged(self.spec, "plan_for", "its plan is `plan`, whatever the lengths are")
         sizes = sizes_of(len_q, len_k, batch, heads, heads_kv)
         if not self._forward.choice.depends_on(sizes):
             return self._forward.choice.default
@@ -183,8 +186,10 @@ class Attention:
         from flashgen.attention.backward import BackwardPass
 
         kernels, prebuild = self.backward_kernels, self._prebuild("backward")
+        fixed = self.deterministic or self._given_backward_plan is not None or self._edits.of_the_backward
+        dividing = None if fixed else backward_family(self.target).dividing
         with self._edits.told():
-            return BackwardPass(self.spec, kernels, self.engine, prebuild)
+            return BackwardPass(self.spec, kernels, self.engine, prebuild, dividing)
 
     def tiles(
         self, len_q: int, len_k: int | None = None, batch: int | None = None, heads: int | None = None, **captures: Any
@@ -202,6 +207,7 @@ class Attention:
 
         Raises ArgumentError for a size that cannot be, and for captures that are missing or say different sizes.
         """
+        refuse_ragged(self.spec, "tiles", "ask the spec of layout 'bshd' about one sequence")
         from flashgen.analysis.captured_extents import captured_extent
         from flashgen.analysis.tile_classes import tile_map
 
@@ -231,6 +237,7 @@ class Attention:
 
         Raises ArgumentError where the mask has a closed form and needs no lists, or a capture does not fit.
         """
+        refuse_ragged(self.spec, "tile_lists", "each call makes its own")
         if self._lister is None:
             raise ArgumentError(f"{self.spec.mask.name} needs no lists: its tiles are known in closed form")
         length_k = len_q if len_k is None else len_k
@@ -245,6 +252,7 @@ class Attention:
 
         As `tile_lists`, of which it has the arguments and errors; by tiles of keys, and of the backward's own sizes.
         """
+        refuse_ragged(self.spec, "backward_tile_lists", "each call makes its own")
         listers = self._backward.listers
         if listers is None:
             raise ArgumentError(f"{self.spec.mask.name} needs no lists: its tiles are known in closed form")
@@ -256,7 +264,7 @@ class Attention:
         k: Any,
         v: Any,
         *,
-        seed: int | None = None,
+        seed: Any = None,
         offset: int = 0,
         return_lse: bool = False,
         out: Any = None,
@@ -276,7 +284,9 @@ class Attention:
                 JAX, DLPack or CUDA array interface.
             k: (batch, heads_kv, len_k, head_dim); heads_q is a multiple of heads_kv.
             v: (batch, heads_kv, len_k, value_dim).
-            seed: of the dropout, 0 <= seed < 2**64; required if the spec has dropout.
+            seed: of the dropout, 0 <= seed < 2**64; required if the spec has dropout. Or an array beside q that holds
+                it, one int64 or uint64, or two uint32, low half first: kernels read it when they run, so that a
+                captured graph drops anew with each replay for which another is written there.
             offset: of the dropout's counter, 0 <= offset < 2**32.
             return_lse: give the log-sum-exp of the scores too.
             out: an array to write the output to, and with return_lse a pair of arrays; None makes new ones. No element
@@ -293,12 +303,25 @@ class Attention:
             k_scale, v_scale: of a spec with a kv_dtype, float32 (1,) or (heads_kv,): by what k and v are multiplied.
             captures: the arrays and numbers that the spec declares, by name; a layout may be a BlockLayout.
 
+        With layout "thd", a ragged batch, q, k and v are (tokens, heads, dim), and a call takes beside the captures:
+            cu_seqlens_q: int32 (sequences + 1,) on q's device, rising: sequence b is rows cu_seqlens_q[b] to
+                cu_seqlens_q[b + 1] of q. The host never reads it, and a launch is the same whatever it holds.
+            cu_seqlens_k: the same of k and v; None is cu_seqlens_q.
+            seqused_k: int32 (sequences,): how many of a sequence's keys there are, the first ones; None is all.
+            max_seqlen_q, max_seqlen_k: how many queries and keys a sequence has at most, for the memory of lists and
+                the sizes of captures; None is all tokens. What a sequence has beyond that is not attended to, and a
+                query beyond it not written.
+        In masks and scores b is a sequence's number, q, k, len_q and len_k are its own. The output is (tokens, heads_q,
+        value_dim), the LSE (heads_q, tokens). Rows of q before the first sequence and behind the last attend to
+        nothing; gradients of keys that are in no sequence, or not used, are 0.
+
         Returns:
             The output, (batch, heads_q, len_q, value_dim) in the spec's layout, of q's kind; with return_lse a pair
-            with the LSE, float32 (batch, heads_q, len_q). Rows with nothing to attend to are 0, their LSE -inf,
-            whatever k and v hold. Where the mask forbids a key, k may hold anything, and v any finite numbers: its rows
-            are multiplied by 0 where a tile has keys that count, and 0 * NaN is NaN, as in every attention that masks
-            scores. Set v to 0 in padding that may hold garbage. Nothing is read behind the last key.
+            with the LSE, float32 (batch, heads_q, len_q). Rows with nothing to attend to are 0, their LSE -inf, or that
+            of the sink alone where the spec has one, whatever k and v hold. Where the mask forbids a key, k may hold
+            anything, and v any finite numbers: its rows are multiplied by 0 where a tile has keys that count, and
+            0 * NaN is NaN, as in every attention that masks scores. Set v to 0 in padding that may hold garbage.
+            Nothing is read behind the last key.
 
         Raises:
             ArgumentError: an argument does not fit the spec; the message says what to give.
@@ -306,16 +329,20 @@ class Attention:
         """
         wanted = _BOTH if return_lse else _OUTPUT
         given = _NOTHING if out is None else given_outputs(out, return_lse)
-        inputs = {"q": q, "k": k, "v": v}
+        if seqused_k is not None and self.spec.is_ragged:
+            captures["seqused_k"], seqused_k = seqused_k, None
+        ragged, bounds, captured = taken_apart(self.spec, captures)
+        inputs = {"q": q, "k": k, "v": v, **ragged}
         if self.spec.of_cache or not page_table is seqused_k is k_scale is v_scale is None:
             cache = {"page_table": page_table, "seqused_k": seqused_k, "k_scale": k_scale, "v_scale": v_scale}
             inputs |= given_cache(self.spec, **cache)
-        results = self._forward(Call(inputs, captures, seed, offset, wanted, given, tile_lists, num_splits))
+        call = Call(inputs, captured, seed, offset, wanted, given, tile_lists, bounds, num_splits)
+        results = self._forward(call)
         if out is not None:
             return out
         return (results["o"], results["lse"]) if return_lse else results["o"]
 
-    def tune(self, q: Any, k: Any, v: Any, *, seed: int | None = None, **captures: Any) -> Tuning:
+    def tune(self, q: Any, k: Any, v: Any, *, seed: Any = None, **captures: Any) -> Tuning:
         """Times the plans that may be the best for calls like this one on this GPU, and keeps the winner on disk.
 
         Calls of such lengths then run it, in this process and later ones: those whose lengths have the same nearest
@@ -341,6 +368,7 @@ class Attention:
         """
         from flashgen.attention.tuning import tune
 
+        refuse_ragged(self.spec, "tune", "tune the spec of layout 'bshd', and give its plan to compile(..., plan=...)")
         return tune(self._forward, (q, k, v), captures, seed)
 
     def backward(
@@ -353,7 +381,7 @@ class Attention:
         lse: Any,
         *,
         d_lse: Any = None,
-        seed: int | None = None,
+        seed: Any = None,
         offset: int = 0,
         tile_lists: BackwardTileLists | None = None,
         into: Any = None,
@@ -390,11 +418,13 @@ class Attention:
             UnsupportedError: the target cannot run the backward of the spec.
             LaunchError: a kernel could not be launched, or the emulator found a fault.
         """
-        inputs = {"q": q, "k": k, "v": v, "o": out, "d_o": d_out, "lse": lse}
+        ragged, bounds, captured = taken_apart(self.spec, captures)
+        inputs = {"q": q, "k": k, "v": v, "o": out, "d_o": d_out, "lse": lse, **ragged}
         if d_lse is not None:
             inputs["d_lse"] = d_lse
         given = _NOTHING if into is None else given_gradients(self.spec, into)
-        return Gradients.of(self._backward(Call(inputs, captures, seed, offset, self._gradients, given, tile_lists)))
+        call = Call(inputs, captured, seed, offset, self._gradients, given, tile_lists, bounds)
+        return Gradients.of(self._backward(call))
 
     def vjp(
         self,
@@ -402,7 +432,7 @@ class Attention:
         k: Any,
         v: Any,
         *,
-        seed: int | None = None,
+        seed: Any = None,
         offset: int = 0,
         return_lse: bool = False,
         tile_lists: TileLists | None = None,

@@ -39,6 +39,10 @@ def check_array(spec: AttentionSpec, capture: Capture, view: View, problem: Prob
             f"capture {capture.name!r} has shape {view.shape}; it was declared with ndim={capture.ndim}"
         )
     check_aligned(f"capture {capture.name!r}", view)
+    if capture == spec.sink and view.shape != (problem.heads_q,):
+        raise ArgumentError(
+            f"capture {capture.name!r} has shape {view.shape}; a sink for each query head is ({problem.heads_q},)"
+        )
     if not problem.has_scores:
         return  # there is no score that would read it
     if not all(view.shape):
@@ -119,13 +123,38 @@ def number(capture: Capture, value: Any) -> int | float:
     return int(value)
 
 
-def check_seed(spec: AttentionSpec, seed: Any, offset: Any) -> tuple[int, int]:
-    """Seed and offset of the dropout bytes; ArgumentError where the seed is missing or either is out of range."""
+def is_in_memory(seed: Any) -> bool:
+    """Whether a dropout's seed is an array, which kernels read, and not a number."""
+    return hasattr(seed, "dtype") and not isinstance(seed, np.generic)
+
+
+def check_seed(spec: AttentionSpec, seed: Any, offset: Any) -> dict[str, int | float]:
+    """What structs hold of the seed, 0 where it is in memory, and of the offset of the dropout's bytes.
+
+    ArgumentError where the seed is missing or either is out of range.
+    """
     if seed is None:
         raise ArgumentError(
-            f"seed is missing: the spec has dropout={spec.dropout:g}; give seed=<int from 0 to 2**64 - 1>"
+            f"seed is missing: the spec has dropout={spec.dropout:g}; give seed=<int from 0 to 2**64 - 1>, or an array "
+            "that holds it"
         )
+    seed = 0 if is_in_memory(seed) else seed
     for name, value, limit in (("seed", seed, 2**64), ("offset", offset, 2**32)):
         if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or not 0 <= value < limit:
             raise ArgumentError(f"{name}={value!r} must be an integer from 0 to {limit - 1}")
-    return int(seed), int(offset)
+    return {"seed_low": int(seed) & 0xFFFFFFFF, "seed_high": int(seed) >> 32, "offset": int(offset)}
+
+
+def check_seed_in_memory(view: View) -> None:
+    """ArgumentError where an array is no seed that kernels can read."""
+    words = {"int64": 1, "uint64": 1, "uint32": 2}.get(view.dtype)
+    if words is None or math.prod(view.shape) != words:
+        raise ArgumentError(
+            f"seed is {view.dtype} of shape {view.shape}: give a number, or one int64 or uint64, or two uint32, the "
+            "low half first"
+        )
+    if view.pointer % 8 or (words == 2 and 2 in view.shape and view.strides[view.shape.index(2)] != 1):
+        raise ArgumentError(
+            f"seed at address {view.pointer:#x} with strides {view.strides} (elements): its 8 bytes must be "
+            "contiguous and start at a multiple of 8; copy it"
+        )

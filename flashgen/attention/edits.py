@@ -42,6 +42,11 @@ class Edits:
         """Whether a kernel that a forward call launches is edited."""
         return any(part in self.texts for part in FORWARD_PARTS)
 
+    @property
+    def of_the_backward(self) -> bool:
+        """Whether a kernel that a backward call launches is edited."""
+        return any(part not in FORWARD_PARTS for part in self.texts)
+
     @contextmanager
     def told(self) -> Iterator[None]:
         """Adds to a compiler's complaint where the edited texts came from."""

@@ -13,7 +13,7 @@ from flashgen.attention.call_pass import Makers, Pass, common_device
 from flashgen.attention.captures import check_array
 from flashgen.attention.kernel_choice import BuiltForward, KernelChoice, splits_of
 from flashgen.attention.outputs import check_outputs
-from flashgen.attention.problem import Problem, check_table, problem_of
+from flashgen.attention.problem import Bounds, Problem, check_table, problem_of
 from flashgen.attention.sharing import Sharing
 from flashgen.attention.stages import NO_LISTS, PreparedStages
 from flashgen.attention.tile_lists import ListsLaunch
@@ -98,9 +98,11 @@ class ForwardPass(Pass[_Prepared]):
             return {"forward": lister.check(call.tile_lists, lists, prepared.problem, place)}
         return {"forward": lister.of_call(lists, prepared.problem, taken, numbers, place)}
 
-    def _work_out(self, views: dict[str, View], libraries: Mapping[str, Library], num_splits: int | None) -> _Prepared:
+    def _work_out(
+        self, views: dict[str, View], libraries: Mapping[str, Library], bounds: Bounds, num_splits: int | None
+    ) -> _Prepared:
         device, library = common_device(views), libraries["q"]
-        problem = problem_of(self.spec, views, self.engine.multiprocessors(device))
+        problem = problem_of(self.spec, views, self.engine.multiprocessors(device), bounds)
         check_outputs(self.spec, views, problem)
         if self.spec.page_size:
             check_table(views)

@@ -78,9 +78,9 @@ def gradient_argument(name: str) -> str:
     return name if name in ROWS else f"the gradient of {name!r}"
 
 
-def gradient_shape(spec: AttentionSpec, problem: Problem, name: str) -> tuple[int, int, int, int]:
+def gradient_shape(spec: AttentionSpec, problem: Problem, name: str) -> tuple[int, ...]:
     """The shape of dq, dk or dv in the spec's layout."""
-    heads, length = (problem.heads_q, problem.len_q) if name == "dq" else (problem.heads_kv, problem.len_k)
+    heads, length = (problem.heads_q, problem.rows_q) if name == "dq" else (problem.heads_kv, problem.rows_k)
     return in_layout((problem.batch, heads, length, spec.value_dim if name == "dv" else spec.head_dim), spec.layout)
 
 

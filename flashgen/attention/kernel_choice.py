@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from flashgen.attention.problem import Problem
+from flashgen.attention.ragged import refuse_ragged
 from flashgen.attention.stages import BuiltStages
 from flashgen.attention.tile_lists import TileLister
 from flashgen.attention.tuned_plans import LengthClass, TunedPlan, TunedPlans
@@ -110,6 +111,7 @@ class KernelChoice:
         """
         if isinstance(num_splits, bool) or not isinstance(num_splits, int) or not 1 <= num_splits <= MOST_SPLITS:
             raise ArgumentError(f"num_splits={num_splits!r} must be an integer from 1 to {MOST_SPLITS}, or None")
+        refuse_ragged(self._spec, "num_splits", "leave it out, a ragged batch splits no keys")
         if _decodes(self.default.kernel):
             return self.default
         if self.decoding is None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from flashgen.attention.gradients import ROWS, gradient_shape
-from flashgen.attention.problem import INT32_MAX, Problem, in_layout
+from flashgen.attention.problem import INT32_MAX, Problem, of_layout
 from flashgen.codegen.arguments import ArgumentLayout, member_name
 from flashgen.codegen.rendered_kernel import RenderedKernel
 from flashgen.codegen.stages import Kernels, struct_values
@@ -49,7 +49,7 @@ def launch_of(
     counts = int(kernel.counts(problem)) if kernel.counts else 0
     if not kernel.boxes:
         return Launch(kernel.grid(problem), ArgumentWriter(kernel.layout, values), counts)
-    empty = () if problem.len_k else ("k", "v")
+    empty = () if problem.rows_k else ("k", "v")
     shapes = map_shapes(spec, kernel, problem, strides)
     return Launch(kernel.grid(problem), TensorMapWriter(kernel.layout, values, shapes, empty), counts)
 
@@ -66,7 +66,7 @@ def _check_packing(kernel: RenderedKernel, problem: Problem) -> None:
 def _strides(spec: AttentionSpec, problem: Problem) -> dict[str, tuple[int, int, int]]:
     """Of all arrays of rows: those that a call makes are contiguous."""
     made = {"o": problem.output_shape(spec)} | {name: gradient_shape(spec, problem, name) for name in ROWS}
-    contiguous = {name: in_layout(contiguous_strides(shape), spec.layout)[:3] for name, shape in made.items()}
+    contiguous = {name: of_layout(contiguous_strides(shape), spec.layout)[:3] for name, shape in made.items()}
     return contiguous | problem.strides
 
 

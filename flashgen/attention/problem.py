@@ -14,6 +14,14 @@ from flashgen.language.spec import AttentionSpec
 from flashgen.runtime.arrays import View, numpy_dtype
 
 INT32_MAX = 2**31 - 1
+Bounds = tuple[int | None, int | None]
+"""How many queries, and keys, a sequence of a ragged batch has at most; None: as many as there are in all."""
+NO_BOUNDS: Bounds = (None, None)
+_AXES = {
+    "bhsd": ("batch", "heads", "length", "dim"),
+    "bshd": ("batch", "length", "heads", "dim"),
+    "thd": ("tokens", "heads", "dim"),
+}
 _MOST_HEADS_PER_KV = 8192  # up to which the kernel's division by a reciprocal is exact
 _PAGES, _SCALES = ("page_table", "seqused_k"), ("k_scale", "v_scale")
 _ROW_ALIGNMENT = 16  # bytes: what one copy instruction moves
@@ -32,26 +40,49 @@ class Problem(Sizes):
     pages: int = field(default=0, kw_only=True)
     table_pitch: int = field(default=0, kw_only=True)
 
-    def output_shape(self, spec: AttentionSpec) -> tuple[int, int, int, int]:
-        return in_layout((self.batch, self.heads_q, self.len_q, spec.value_dim), spec.layout)
+    ragged: bool = False
+
+    def output_shape(self, spec: AttentionSpec) -> tuple[int, ...]:
+        return in_layout((self.batch, self.heads_q, self.rows_q, spec.value_dim), spec.layout)
 
     @property
-    def lse_shape(self) -> tuple[int, int, int]:
-        return self.batch, self.heads_q, self.len_q
+    def lse_shape(self) -> tuple[int, ...]:
+        return (self.heads_q, self.total_q) if self.ragged else (self.batch, self.heads_q, self.len_q)
+
+    @property
+    def rows_q(self) -> int:
+        """Rows of q: of a sequence, in a ragged batch of all together."""
+        return int(self.total_q if self.ragged else self.len_q)
+
+    @property
+    def rows_k(self) -> int:
+        """Rows of k and v."""
+        return int(self.total_k if self.ragged else self.len_k)
 
     @property
     def is_empty(self) -> bool:
         """Whether there is no output element to compute."""
-        return not (self.batch and self.heads_q and self.len_q)
+        return not ((self.batch or self.ragged) and self.heads_q and self.rows_q)
 
     @property
     def has_scores(self) -> bool:
-        """Whether any query meets any key."""
-        return bool(self.len_k) and not self.is_empty
+        """Whether any query meets any key; of a ragged batch, whether any may."""
+        return bool(self.rows_k) and not self.is_empty
 
 
-def in_layout(shape: tuple[int, ...], layout: str) -> tuple[int, int, int, int]:
-    """(batch, heads, length, dim), or what belongs to each, in the order of the layout; its own inverse."""
+def in_layout(shape: tuple[int, ...], layout: str) -> tuple[int, ...]:
+    """(batch, heads, length, dim), or what belongs to each, in the order of the layout."""
+    first, second, third, last = shape
+    if layout == "thd":
+        return third, second, last
+    return (first, second, third, last) if layout == "bhsd" else (first, third, second, last)
+
+
+def of_layout(shape: tuple[int, ...], layout: str, batch: int = 0) -> tuple[int, int, int, int]:
+    """(batch, heads, length, dim), or what belongs to each, from the order of the layout; "thd" has no `batch`."""
+    if layout == "thd":
+        length, heads, dim = shape
+        return batch, heads, length, dim
     first, second, third, last = shape
     return (first, second, third, last) if layout == "bhsd" else (first, third, second, last)
 
@@ -66,13 +97,18 @@ class Shaped(Protocol):
     def dtype(self) -> str: ...
 
 
-def problem_of(spec: AttentionSpec, views: Mapping[str, View], multiprocessors: int = 1) -> Problem:
+def problem_of(
+    spec: AttentionSpec, views: Mapping[str, View], multiprocessors: int = 1, bounds: Bounds = NO_BOUNDS
+) -> Problem:
     """The sizes of a call with arrays q, k and v, on a GPU of so many multiprocessors, and the arrays' strides.
 
+    bounds: of the lengths of a ragged batch.
     ArgumentError where they are not what the spec takes.
     """
     sizes = checked_sizes(spec, views)
     strides = {name: row_strides(spec, name, views[name]) for name in "qkv"}
+    if spec.is_ragged:
+        return _ragged_problem(sizes, views, bounds, strides, multiprocessors)
     lengths = (sizes.len_q, sizes.len_k)
     pages = (views["k"].shape[0], views["page_table"].strides[0]) if spec.page_size else (0, 0)
     scales = tuple(_scales(name, views[name], sizes) for name in _SCALES) if spec.kv_dtype else (0, 0)
@@ -88,6 +124,44 @@ def _scales(name: str, view: View, sizes: Sizes) -> int:
         )
     check_aligned(name, view)
     return int(view.shape[0] > 1)
+
+
+def _ragged_problem(
+    sizes: Sizes,
+    views: Mapping[str, View],
+    bounds: Bounds,
+    strides: dict[str, tuple[int, int, int]],
+    multiprocessors: int,
+) -> Problem:
+    """A ragged batch: how many sequences its offsets say, whose lengths only the device knows."""
+    _check_offsets("cu_seqlens_q", views["cu_seqlens_q"])
+    batch = views["cu_seqlens_q"].shape[0] - 1
+    if not 0 <= batch <= MOST_HEADS:
+        raise ArgumentError(f"cu_seqlens_q is of {batch} sequences; give from 1 to {MOST_HEADS + 1} elements")
+    _check_offsets("cu_seqlens_k", views["cu_seqlens_k"], batch + 1)
+    if "seqused_k" in views:
+        _check_offsets("seqused_k", views["seqused_k"], batch)
+    total_q, total_k = sizes.len_q, sizes.len_k
+    len_q, len_k = (
+        total if bound is None else min(bound, total) for bound, total in zip(bounds, (total_q, total_k), strict=True)
+    )
+    return Problem(
+        *(batch, sizes.heads_q, sizes.heads_kv, len_q, len_k, strides),
+        ragged=True,
+        multiprocessors=multiprocessors,
+        total_q=total_q,
+        total_k=total_k,
+    )
+
+
+def _check_offsets(name: str, view: View, elements: int | None = None) -> None:
+    """ArgumentError where an array of offsets or lengths is not as kernels read it."""
+    if view.dtype != "int32" or len(view.shape) != 1 or (elements is not None and view.shape[0] != elements):
+        wanted = "(sequences + 1,)" if elements is None else f"({elements},)"
+        raise ArgumentError(f"{name} is {view.dtype} {view.shape}; give int32 {wanted} on the device of q")
+    if view.shape[0] > 1 and view.strides[0] != 1:
+        raise ArgumentError(f"{name} has strides {view.strides} (elements); give a contiguous array")
+    check_aligned(name, view)
 
 
 def checked_sizes(spec: AttentionSpec, arrays: Mapping[str, Shaped]) -> Sizes:
@@ -120,12 +194,11 @@ def checked_sizes(spec: AttentionSpec, arrays: Mapping[str, Shaped]) -> Sizes:
 def _shape(spec: AttentionSpec, name: str, view: Shaped) -> tuple[int, int, int, int]:
     """(batch, heads, length, dim) of q, k or v."""
     paged = spec.page_size is not None and name in "kv"
-    axes = "(batch, heads, length, dim)" if spec.layout == "bhsd" else "(batch, length, heads, dim)"
-    axes = "(pages, page_size, heads, dim)" if paged else axes
+    axes = ("pages", "page_size", "heads", "dim") if paged else _AXES[spec.layout]
     dim = spec.value_dim if name == "v" else spec.head_dim
-    if len(view.shape) != 4:
-        raise ArgumentError(f"{name} has shape {view.shape}; give 4 dimensions {axes}")
-    if view.shape[3] != dim:
+    if len(view.shape) != len(axes):
+        raise ArgumentError(f"{name} has shape {view.shape}; give {len(axes)} dimensions ({', '.join(axes)})")
+    if view.shape[-1] != dim:
         field = "value_dim" if name == "v" else "head_dim"
         raise ArgumentError(f"{name} has shape {view.shape}; its last dimension must be the spec's {field}={dim}")
     dtype = spec.kv_dtype if spec.kv_dtype and name in "kv" else spec.dtype
@@ -133,7 +206,7 @@ def _shape(spec: AttentionSpec, name: str, view: Shaped) -> tuple[int, int, int,
         raise ArgumentError(f"{name} has dtype {view.dtype}; the spec was compiled for {dtype}: convert it")
     if paged and view.shape[1] != spec.page_size:
         raise ArgumentError(f"{name} has shape {view.shape}; its second dimension must be page_size={spec.page_size}")
-    return in_layout(view.shape, layout_of_rows(spec, name))
+    return of_layout(view.shape, layout_of_rows(spec, name), batch=1)
 
 
 def layout_of_rows(spec: AttentionSpec, name: str) -> str:
@@ -156,14 +229,16 @@ def check_pages(spec: AttentionSpec, arrays: Mapping[str, Shaped], batch: int) -
 def row_strides(spec: AttentionSpec, name: str, view: View) -> tuple[int, int, int]:
     """Strides of an array of rows, in 16-bit elements; ArgumentError where a row is not contiguous or not aligned."""
     layout = layout_of_rows(spec, name)
-    batch, head, row, last = in_layout(view.strides, layout)
+    batch, head, row, last = of_layout(view.strides, layout)
     elements = math.prod(view.shape)
     if elements and last != 1:
         raise ArgumentError(f"{name} has strides {view.strides} (elements); the last dimension must be contiguous")
     cached = spec.kv_dtype is not None and name in "kv"
     aligned = _ROW_ALIGNMENT if cached else _ROW_ALIGNMENT // 2
     misaligned = [
-        s for s, n in zip((batch, head, row), in_layout(view.shape, layout), strict=False) if n > 1 and s % aligned
+        s
+        for s, n in zip((batch, head, row), of_layout(view.shape, layout, batch=1), strict=False)
+        if n > 1 and s % aligned
     ]
     if elements and (misaligned or view.pointer % _ROW_ALIGNMENT):
         raise ArgumentError(
@@ -203,6 +278,8 @@ def given_cache(spec: AttentionSpec, **given: Any) -> dict[str, Any]:
             why = f"page_size={spec.page_size}" if name in _PAGES else f"kv_dtype={spec.kv_dtype!r}"
             raise ArgumentError(f"{name} is missing: the spec has {why}")
         if name not in wanted and array is not None:
+            if name == "seqused_k":
+                raise ArgumentError("seqused_k is of ragged batches and pages: declare layout='thd' or page_size=...")
             what, field = ("pages", "page_size") if name in _PAGES else ("8-bit keys and values", "kv_dtype")
             raise ArgumentError(f"{name}: the spec has no {what}; leave it out, or declare {field}=...")
     return {name: given[name] for name in wanted}

@@ -50,9 +50,11 @@ class BuiltStages:
 
     def prepare(self, problem: Problem, captured: Mapping[str, View], library: Library, device: int) -> PreparedStages:
         """For calls of these sizes, strides and captured arrays on a device, whose q is of a library."""
+        launches = {role: self._launch_of(kernel, problem, captured) for role, kernel in self.kernels.items()}
         stages = tuple(
-            PreparedStage(role, self.runners[role], self._launch_of(kernel, problem, captured), kernel.pointers)
-            for role, kernel in self.kernels.items()
+            PreparedStage(role, self.runners[role], launch, self.kernels[role].pointers)
+            for role, launch in launches.items()
+            if all(launch.grid)  # where there are no keys, no tile of them has a block
         )
         memory = workspaces(self.kernels, problem, captured)
         workspace = self.engine.workspace(memory, library, device) if memory else None

@@ -122,7 +122,7 @@ class TileLister:
         Nothing is remembered in a stream that is being captured: a graph's lists are its own, and so is their memory.
         taken: the arrays of the call, which those of its own lists are added to.
         """
-        if self._captures or self.engine.is_captured(place):
+        if self._captures or self.spec.is_ragged or self.engine.is_captured(place):
             prepared.workspace.take(taken, place.stream)
             self._launch(prepared.launch, taken, numbers, place)
             return {reads: taken[name] for name, reads in _READ_AS.items()}
@@ -212,8 +212,8 @@ class TileLister:
 
     def without_layouts(self, captures: Mapping[str, Any], q: View, k: View) -> dict[str, Any]:
         """The captures of a call, a BlockLayout replaced by its array where q is."""
-        axis = 2 if self.spec.layout == "bhsd" else 1
-        if len(q.shape) == len(k.shape) == 4:  # else the call is refused
+        axis = {"bhsd": 2, "bshd": 1, "thd": 0}[self.spec.layout]
+        if len(q.shape) == len(k.shape) == 4:  # else the call is refused; a ragged one's lengths are not known here
             self._check_layouts(captures, q.shape[axis], k.shape[axis])
         return {name: _plain(value, q.device) for name, value in captures.items()}
 

@@ -8,9 +8,11 @@ from flashgen.bench.decode import SIZES as DECODE_SIZES
 from flashgen.bench.decode import DecodeRow, DecodeSize, decode_rows
 from flashgen.bench.grouped import GroupedRow, grouped_rows
 from flashgen.bench.host import LIBRARIES, PARTS, PASSES, REST, HostRow, host_cases, host_rows, installed_libraries
+from flashgen.bench.host_torch import operator_names, operator_rows
 from flashgen.bench.measure import Row, environment, speed_rows
 from flashgen.bench.paper import PaperRow, paper_rows
 from flashgen.bench.peers import PEERS
+from flashgen.bench.ragged import RAGGED_PEERS, SHAPES, RaggedRow, ragged_rows
 from flashgen.bench.start import STARTS, start_rows
 from flashgen.bench.train import ATTENTIONS, MODES, TrainRow, train_rows, train_summary
 from flashgen.bench.variants import chosen_variants
@@ -24,13 +26,16 @@ __all__ = [
     "PARTS",
     "PASSES",
     "PEERS",
+    "RAGGED_PEERS",
     "REST",
+    "SHAPES",
     "STARTS",
     "DecodeRow",
     "DecodeSize",
     "GroupedRow",
     "HostRow",
     "PaperRow",
+    "RaggedRow",
     "Row",
     "Timed",
     "TrainRow",
@@ -42,7 +47,10 @@ __all__ = [
     "host_cases",
     "host_rows",
     "installed_libraries",
+    "operator_names",
+    "operator_rows",
     "paper_rows",
+    "ragged_rows",
     "speed_rows",
     "start_rows",
     "summary",

@@ -25,7 +25,7 @@ def flash_attention4(spec: AttentionSpec, timed: Timed, arrays: Arrays) -> Run |
     """
     length = 1 if spec.layout == "bshd" else 2
     options = mask_options(spec, square=arrays[0].shape[length] == arrays[1].shape[length])
-    if spec.score or spec.dropout or options is None:
+    if spec.score or spec.dropout or spec.sink or options is None:
         return None
     attention = _attention()
     if attention is None:

@@ -46,7 +46,7 @@ def sdpa(spec: AttentionSpec, backend: str, timed: Timed, arrays: Arrays, dropou
     q, k, v, d_out = arrays
     plain = spec.mask.expression == sympy.true
     known = plain or is_causal(spec, q.shape[2] == k.shape[2])
-    if spec.score or spec.dropout != dropout or spec.layout != "bhsd" or not known:
+    if spec.score or spec.sink or spec.dropout != dropout or spec.layout != "bhsd" or not known:
         return None
     try:
         import torch
@@ -83,7 +83,7 @@ def flex(
     time_mask: compile the making of the block mask, so that it can be timed; that takes torch minutes. Otherwise plain
     torch operations make it, which hold every score's position at once.
     """
-    if spec.dropout or spec.layout != "bhsd":
+    if spec.dropout or spec.sink or spec.layout != "bhsd":
         return None
     try:
         import torch

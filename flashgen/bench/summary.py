@@ -9,9 +9,10 @@ from flashgen.bench.beside_flex import VariantRow
 from flashgen.bench.decode import DecodeRow
 from flashgen.bench.grouped import GroupedRow
 from flashgen.bench.measure import Row
+from flashgen.bench.ragged import RaggedRow
 
 LONG = 4096  # cells with sequences of so many tokens or more are compared with the best peer
-OF_CUDNN, OF_BEST, OF_FLEX, OF_FIRST = 1.0, 0.97, 1.4, 0.95
+OF_CUDNN, OF_BEST, OF_FLEX, OF_FIRST, OF_RAGGED = 1.0, 0.97, 1.4, 0.95, 1.05
 OF_BEST_DECODER, OF_CONTIGUOUS = 1.0, 0.95
 
 
@@ -60,6 +61,12 @@ def decode(rows: Sequence[DecodeRow]) -> list[str]:
         }
         said.append(f"{name}: " + _compared("contiguous keys", "sizes", ratios, OF_CONTIGUOUS))
     return [line for line in said if line]
+
+
+def ragged(rows: Sequence[RaggedRow]) -> list[str]:
+    """How flashgen compares with the best peer of each batch."""
+    line = _compared("the best peer", "batches", {f"{row.spec} {row.name}": row.ratio for row in rows}, OF_RAGGED)
+    return [line] if line else []
 
 
 def _cell(row: Row | GroupedRow) -> str:

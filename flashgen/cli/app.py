@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from flashgen.cli import bench, cache, demo, doctor, release, run, show, tune, verify
+from flashgen.cli import bench, cache, demo, doctor, release, report, run, show, tune, verify
 from flashgen.cli.console import fail, note, paragraphs
 from flashgen.cli.user_files import told
 from flashgen.cli.writing import stdout_problem
@@ -99,6 +99,7 @@ COMMANDS: tuple[tuple[Callable[..., None], str | None], ...] = (
     (demo.demo, demo.EXAMPLES),
     (run.run, run.EXAMPLES),
     (show.show, show.EXAMPLES),
+    (report.report, report.EXAMPLES),
     (verify.verify, verify.EXAMPLES),
     (tune.tune, tune.EXAMPLES),
     (doctor.doctor, None),

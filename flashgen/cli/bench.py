@@ -19,6 +19,7 @@ from flashgen.cli.specs import load_spec
 from flashgen.cli.writing import writing
 from flashgen.errors import ArgumentError, LaunchError
 from flashgen.files import write_file
+from flashgen.strict_json import parse_json
 
 if TYPE_CHECKING:
     from flashgen import bench as bench_module
@@ -46,11 +47,15 @@ flashgen bench gqa
 
 flashgen bench decode --pages 16,64
 
+flashgen bench ragged --pass backward --uneven
+
 flashgen bench paper
 
 flashgen bench host
 
 flashgen bench train --loss-steps 300
+
+flashgen bench plot flashgen-bench.json --output bench.svg
 """
 
 
@@ -218,6 +223,47 @@ def decode_size(text: str) -> bench_module.DecodeSize:
     return bench.DecodeSize(*given)
 
 
+@with_spec_options
+def ragged(
+    options: SpecOptions,
+    specs: Specs = None,
+    passes: Timed = Passes.forward,
+    heads: Annotated[int, typer.Option("--heads", min=1, help="Heads of queries, keys and values.")] = 16,
+    documents: Annotated[
+        str, typer.Option("--documents", help="Batches by commas, DOCUMENTSxTOKENS each.")
+    ] = "16x16384,128x16384,64x65536",
+    uneven: Annotated[bool, typer.Option("--uneven", help="Lengths that are log-uniform, not equal.")] = False,
+    peers: Annotated[
+        str, typer.Option("--peers", help="Peers by commas, of FA4 and torch (varlen_attn).")
+    ] = "FA4,torch",
+    target: Target = None,
+    output: Output = Path("flashgen-ragged.json"),
+    json: Json = False,
+) -> None:
+    """Measure ragged batches, packed documents that attend within themselves, beside attention of variable lengths.
+
+    Without SPEC: causal(), with head dim 128 and bfloat16 unless options say otherwise. Peers that are not installed
+    are left out. Nothing is made outside of the calls.
+    """
+    require_gpu()
+    from flashgen import bench
+
+    shapes = [batch_of(text) for text in listed(documents)]
+    declared = [declare(text, options.with_defaults(layout="thd"), 128) for text in specs or ("causal()",)]
+    beside = chosen(peers, "--peers", bench.RAGGED_PEERS)
+    rows = bench.ragged_rows(declared, shapes, heads, beside, passes.value, uneven, target)
+    cells = [f"{spec.name} {count} in {tokens}" for spec in declared for count, tokens in shapes]
+    report(rows, cells, bench_tables.ragged(["flashgen", *beside]), output, json, bench.summary.ragged)
+
+
+def batch_of(text: str) -> tuple[int, int]:
+    """ "16x16384" -> (16, 16384): documents, and tokens in all."""
+    parts = text.split("x")
+    if len(parts) != 2 or not all(part.isdigit() and int(part) for part in parts):
+        raise ArgumentError(f"--documents {text!r} must be DOCUMENTSxTOKENS, such as 16x16384")
+    return int(parts[0]), int(parts[1])
+
+
 def paper(
     peers: Annotated[
         str, typer.Option("--peers", help='Backends of torch to measure beside, by commas; "" is none.')
@@ -255,15 +301,19 @@ def host(
     median and the least of the medians of groups of calls; measure with nothing else on the machine. Parts are looked
     at in groups of their own, each without what it calls of another: the checks of arguments, the numbers of a call,
     memory for results and workspaces, lists of tiles, counters, clearing, addresses, the struct of arguments, the
-    launches, and the rest. An older checkout is measured by `PYTHONPATH=CHECKOUT python -P flashgen/bench/host.py`.
+    launches, and the rest. With torch also its operator, with and without gradients, beside the attention itself and
+    torch's SDPA; a backward of these is a call's share of one that goes through 16. An older checkout is measured by
+    `PYTHONPATH=CHECKOUT python -P flashgen/bench/host.py`.
     """
     require_gpu()
     from flashgen import bench
 
     named = chosen(libraries, "--libraries", bench.LIBRARIES) or bench.installed_libraries()
     timed = bench.PASSES if passes is Passes.both else [name for name in bench.PASSES if name == passes.value]
-    rows = chain(bench.host_rows(named, timed, target, groups), bench.start_rows(target))
-    names = [case.name for _ in named for case in bench.host_cases() for _ in timed] + ["start"] * bench.STARTS
+    others = [bench.operator_rows(timed, target, groups)] if "torch" in named else []
+    rows = chain(bench.host_rows(named, timed, target, groups), *others, bench.start_rows(target))
+    names = [case.name for _ in named for case in bench.host_cases() for _ in timed]
+    names += [*(bench.operator_names(timed) if others else []), *["start"] * bench.STARTS]
     report(rows, names, bench_tables.host([*bench.PARTS, bench.REST]), output, json, lambda rows: [])
 
 
@@ -298,6 +348,31 @@ def train(
     report(rows, labels, bench_tables.train(), output, json, bench.train_summary)
 
 
+def plot(
+    measured: Annotated[Path, typer.Argument(metavar="FILE", help="JSON that another `flashgen bench` has saved.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="Where the picture goes: .svg or .png.")] = Path(
+        "flashgen-bench.svg"
+    ),
+) -> None:
+    """Draw what another command of this group has saved as bars, beside the peers. Needs matplotlib, and no GPU."""
+    from flashgen.bench.bars import FORMATS, draw
+
+    form = output.suffix.removeprefix(".")
+    if form not in FORMATS:
+        raise ArgumentError(f"--output {output} must end in {' or '.join(f'.{each}' for each in FORMATS)}")
+    try:
+        saved = parse_json(measured.read_bytes())
+    except (OSError, ValueError) as error:
+        raise ArgumentError(f"{measured} cannot be read as JSON: {error}") from None
+    try:
+        drawn = draw(saved, form)
+    except ArgumentError as error:
+        raise ArgumentError(f"{measured}: {error}") from None
+    with writing(output):
+        write_file(output, drawn)
+    note(f"{measured} -> {output}")
+
+
 def shape_of(text: str) -> tuple[int, int]:
     """ "32x1024" -> (32, 1024)."""
     batch, _, length = text.partition("x")
@@ -309,9 +384,11 @@ def shape_of(text: str) -> tuple[int, int]:
 app.command(DEFAULT, help=paragraphs(speed.__doc__), epilog=SPEED_EXAMPLES)(speed)
 app.command("gqa", help=paragraphs(gqa.__doc__))(gqa)
 app.command("decode", help=paragraphs(decode.__doc__))(decode)
+app.command("ragged", help=paragraphs(ragged.__doc__))(ragged)
 app.command("paper", help=paragraphs(paper.__doc__))(paper)
 app.command("host", help=paragraphs(host.__doc__))(host)
 app.command("train", help=paragraphs(train.__doc__))(train)
+app.command("plot", help=paragraphs(plot.__doc__))(plot)
 
 
 def declare(text: str, options: SpecOptions, head_dim: int) -> AttentionSpec:

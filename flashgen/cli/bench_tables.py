@@ -29,6 +29,19 @@ def grouped(contenders: Sequence[str]) -> Columns:
     return _case() | {"heads": lambda row: row.name} | _tflops(contenders) | of_first
 
 
+def ragged(contenders: Sequence[str]) -> Columns:
+    """Milliseconds and TFLOP/s by batch and contender, and flashgen's speed over the best peer's."""
+    columns: dict[str, Callable[[Any], str]] = {
+        "spec": lambda row: row.spec,
+        "target": lambda row: row.target,
+        "pass": lambda row: row.timed,
+        "documents": lambda row: row.name,
+        "longest": lambda row: str(row.longest),
+    }
+    columns |= {f"{name} ms": _of(name, "milliseconds", 3) for name in contenders} | _tflops(contenders)
+    return columns | {"times the best peer": lambda row: number(row.ratio, 2)}
+
+
 def variants(backward: bool, beside_flex: bool, mask_times: bool) -> Columns:
     """Milliseconds by variant, beside FlexAttention's. backward: whether the backward is timed, deterministic too."""
     chosen: dict[str, tuple[bool, Callable[[Any], str]]] = {

@@ -37,7 +37,11 @@ flashgen demo --emulate --output /tmp/demo
 EXAMPLE = "minilm_qkv.npz"
 SEED = 7
 BLOCK = 16  # a cell of a drawn mask stands for so many queries and keys
-LEGEND = f"Masks are drawn in blocks of {BLOCK} queries (down) × {BLOCK} keys (right): · masked, ▒ partly, █ kept"
+LEGEND = (
+    f"Masks are drawn in blocks of {BLOCK} queries (down) × {BLOCK} keys (right): · masked, ▒ partly, █ kept; coloured "
+    "by the tile of the kernel that they lie in: "
+)
+PICTURE = 300  # pixels of a side on the index page
 ASKED = "rabbit"  # the token whose attention is shown
 
 
@@ -45,7 +49,8 @@ ASKED = "rabbit"  # the token whose attention is shown
 class Outcome:
     """A variant that ran: its results and its files. Times are in seconds.
 
-    visited: the kernel's tiles at the lengths of the run; blocks: the mask there, drawn finer than in tiles.
+    visited: the kernel's tiles at the lengths of the run; blocks: the mask there, drawn finer than in tiles; elements:
+    each score by itself.
     """
 
     attention: Attention
@@ -55,6 +60,7 @@ class Outcome:
     ran: float
     visited: TileMap
     blocks: TileMap
+    elements: TileMap
 
     def to_dict(self) -> dict[str, Any]:
         """For a program to read."""
@@ -71,6 +77,7 @@ class Outcome:
             "tokens": self.visited.len_q,
             "tile": list(self.visited.tile),
             "share_of_tiles_visited": self.visited.share,
+            "share_of_scores_kept": self.elements.share,
         }
 
 
@@ -93,7 +100,7 @@ def demo(
     note(f"engine: {engine_text(emulate)}")
     note(f"input:  {len(example['tokens'])} tokens, {example['q'].shape[1]} heads of {example['q'].shape[3]}, float16")
     if not json:
-        stdout().print(LEGEND, markup=False)
+        print_legend()
     outcomes = []
     with progress("first kernel", len(specs)) as bar:
         for number, spec in enumerate(specs, start=1):
@@ -108,12 +115,13 @@ def demo(
     summary = {"engine": engine_text(emulate), "variants": [outcome.to_dict() for outcome in outcomes]}
     with writing(output):
         write_file(output / "summary.json", json_module.dumps(summary, indent=2) + "\n")
+        write_file(output / "index.html", index_of(outcomes, engine_text(emulate), looked_at, output))
     if json:
         print_json(summary)
     else:
         for line in looked_at:
             stdout().print(line, markup=False)
-        note(f"{len(outcomes) - failures} of {len(outcomes)} variants agree with NumPy; files in {output}/")
+        note(f"{len(outcomes) - failures} of {len(outcomes)} variants agree with NumPy; open {output}/index.html")
     if failures:
         raise typer.Exit(1)
 
@@ -167,11 +175,13 @@ def run_variant(spec: AttentionSpec, example: Arrays, output: Path, target: str 
     verdict = judged(spec, q, k, v, out, lse, captures, **options)
     length, of_mask = q.shape[2], {capture.name: captures[capture.name] for capture in spec.mask.captures}
     tiles = attention.tiles(length, **of_mask)
-    blocks = tile_map(spec.mask.expression, (BLOCK, BLOCK), length, length, captures=of_mask)
+    blocks, elements = (
+        tile_map(spec.mask.expression, (size, size), length, length, captures=of_mask) for size in (BLOCK, 1)
+    )
     folder = output / spec.name
     with writing(output):
         keep_files(folder, attention, tiles)
-    return Outcome(attention, verdict, folder, ready, ran, tiles, blocks)
+    return Outcome(attention, verdict, folder, ready, ran, tiles, blocks, elements)
 
 
 def seconds_of_a_run(attention: Attention, inputs: tuple[Any, ...], options: dict[str, Any], emulate: bool) -> float:
@@ -201,24 +211,87 @@ def keep_files(folder: Path, attention: Attention, tiles: TileMap) -> None:
     write_file(folder / "tiles.svg", to_svg(tiles, title=attention.spec.mask.name))
 
 
+def print_legend() -> None:
+    from rich.text import Text
+
+    from flashgen.analysis.drawing import palette
+
+    colours = (("whole", palette.FULL), ("masked by element", palette.PARTIAL), ("never visited", palette.RULE))
+    parts = [Text(name, style=colour) for name, colour in colours]
+    stdout().print(Text(LEGEND) + Text(", ").join(parts))
+
+
 def print_outcome(number: int, outcome: Outcome) -> None:
+    console = stdout()
+    console.print()
+    console.print(f"{number}. {variant_text(outcome.attention.spec)}", style="bold", markup=False)
+    for line in drawn_lines(outcome):
+        console.print(line)
+    for name, text in told(outcome):
+        style = None if name != "NumPy" else "green" if outcome.verdict.ok else "bold red"
+        console.print(f"   {name:7} {text}", style=style, markup=False)
+
+
+def drawn_lines(outcome: Outcome) -> Iterator[Any]:
+    """The mask in blocks, with numbers of queries at the left and of keys below, in the colours of the tiles."""
+    from rich.text import Text
+
     from flashgen.analysis.drawing.tile_maps import to_text
 
-    attention, verdict, tiles = outcome.attention, outcome.verdict, outcome.visited
-    spec, console = attention.spec, stdout()
-    console.print()
-    console.print(f"{number}. {variant_text(spec)}", style="bold", markup=False)
-    console.print(to_text(outcome.blocks, legend=False), style="cyan", markup=False)
-    console.print(
-        f"   tiles   {tiles.share:.1%} visited: {tiles.len_q} × {tiles.len_k} scores in tiles of "
-        f"{tiles.tile[0]} × {tiles.tile[1]}",
-        markup=False,
+    length, places = outcome.blocks.len_q, outcome.visited.of()
+    rows, columns = outcome.visited.tile
+    drawn = to_text(outcome.blocks, legend=False).splitlines()
+    for block, line in enumerate(drawn):
+        text = Text(f"{block * BLOCK if block % 4 == 0 else '':>6} ")
+        for place, glyph in enumerate(line):
+            middle = (block * BLOCK + BLOCK // 2, place // 2 * BLOCK + BLOCK // 2)
+            kind = places[min(middle[0], length - 1) // rows, min(middle[1], length - 1) // columns]
+            text.append(glyph, style=tile_colours()[int(kind)])
+        yield text
+    numbers = "".join(f"{block * BLOCK:<8}" for block in range(0, len(drawn), 4))
+    yield Text(f"       {numbers.rstrip()}  key")
+
+
+def tile_colours() -> tuple[str, str, str]:
+    """By class of a tile: EMPTY, PARTIAL, FULL."""
+    from flashgen.analysis.drawing import palette
+
+    return palette.RULE, palette.PARTIAL, palette.FULL
+
+
+def told(outcome: Outcome) -> tuple[tuple[str, str], ...]:
+    """What there is to say of a variant that ran, by name."""
+    tiles, source = outcome.visited, outcome.attention.source
+    return (
+        ("mask", f"keeps {outcome.elements.share:.1%} of the scores"),
+        (
+            "tiles",
+            f"{tiles.share:.1%} visited: {tiles.len_q} × {tiles.len_k} scores in tiles of "
+            f"{tiles.tile[0]} × {tiles.tile[1]}",
+        ),
+        ("kernel", f"{outcome.folder / 'kernel.cu'}, {len(source.splitlines())} lines"),
+        ("time", f"ready in {outcome.ready:.2f} s, then {outcome.ran * 1e3:.2f} ms a run"),
+        ("NumPy", str(outcome.verdict)),
     )
-    console.print(
-        f"   kernel  {outcome.folder / 'kernel.cu'}, {len(attention.source.splitlines())} lines", markup=False
-    )
-    console.print(f"   time    ready in {outcome.ready:.2f} s, then {outcome.ran * 1e3:.2f} ms a run", markup=False)
-    console.print(f"   NumPy   {verdict}", style="green" if verdict.ok else "bold red", markup=False)
+
+
+def index_of(outcomes: list[Outcome], engine: str, looked_at: list[str], output: Path) -> str:
+    """The page that shows all that ran, with links to its files."""
+    from flashgen.analysis.drawing.tile_maps import to_svg
+    from flashgen.report.demo_page import Shown, demo_page
+
+    shown = [
+        Shown(
+            variant_text(outcome.attention.spec),
+            outcome.verdict.ok,
+            to_svg(outcome.elements, "What the mask keeps", PICTURE),
+            to_svg(outcome.visited, "Which tiles the kernel visits", PICTURE),
+            told(outcome),
+            [(path.name, str(path.relative_to(output))) for path in sorted(outcome.folder.iterdir())],
+        )
+        for outcome in outcomes
+    ]
+    return demo_page(engine, outcomes[0].visited.len_q, shown, [line.strip() for line in looked_at])
 
 
 def variant_text(spec: AttentionSpec) -> str:

@@ -15,6 +15,7 @@ from flashgen.errors import ArgumentError
 from flashgen.files import write_file
 
 if TYPE_CHECKING:
+    from flashgen.analysis.tile_classes import TileMap
     from flashgen.build.cache import Entry
     from flashgen.codegen.rendered_kernel import RenderedKernel
     from flashgen.language import AttentionSpec
@@ -40,6 +41,8 @@ class What(StrEnum):
     resources = "resources"
     tiles = "tiles"
     svg = "svg"
+    traffic = "traffic"
+    timeline = "timeline"
     spec = "spec"
 
 
@@ -65,6 +68,7 @@ def rendered(
     name: str | None,
     deterministic: bool,
     packed_heads: int = 1,
+    heads_apart: bool = False,
     apart: bool = False,
 ) -> dict[str, RenderedKernel]:
     """A pass's kernels, or the named one alone, by the part that each plays, in the order of their launches.
@@ -74,7 +78,8 @@ def rendered(
     from flashgen.codegen.stages import kernels_of
     from flashgen.codegen.targets import target_named
 
-    options: dict[str, Any] = {"deterministic": deterministic, "packed_heads": packed_heads, "apart": apart}
+    options: dict[str, Any] = {"deterministic": deterministic, "packed_heads": packed_heads}
+    options |= {"heads_apart": heads_apart, "apart": apart}
     kernels = dict(kernels_of(spec, target_named(target), (of.value,), **options))
     if name is None:
         return kernels
@@ -189,3 +194,59 @@ def resources_of(kernel: RenderedKernel) -> dict[str, Any]:
         "nvrtc": ".".join(str(part) for part in entry.meta["nvrtc_version"]),
         "cubin": str(entry.cubin_path or "in memory"),
     }
+
+
+def show_traffic(
+    spec: AttentionSpec, target: str, of: Pass, deterministic: bool, tiles: TileMap, heads: int, json: bool
+) -> None:
+    """The HBM bytes of a pass beside standard attention's and the papers', counted for the map's lengths."""
+    from flashgen.codegen.stages import backward_kernels
+    from flashgen.codegen.targets import target_named
+    from flashgen.report.sizes import CallSizes
+    from flashgen.report.traffic import backward_traffic, forward_traffic
+
+    architecture = target_named(target)
+    if of is Pass.decode:
+        raise ArgumentError(
+            "--what traffic has --pass forward and --pass backward, not decode; --what resources has it"
+        )
+    sizes = CallSizes(tiles.len_q, tiles.len_k, tiles.classes.shape[0], heads, heads)
+    if of is Pass.forward:
+        rows = forward_traffic(spec, architecture, tiles, sizes)
+    else:
+        rows = backward_traffic(spec, architecture, backward_kernels(spec, architecture, deterministic), sizes)
+    if json:
+        print_json([row.to_dict() for row in rows])
+    else:
+        cells = [(row.name, f"{row.bytes / 1e6:.1f}", f"{row.times:.1f}", row.source) for row in rows]
+        print_table(("algorithm", "MB of HBM", "times fewer", "counted by"), cells)
+
+
+def write_timeline(
+    spec: AttentionSpec, target: str, of: Pass, name: str | None, deterministic: bool, path: Path | None
+) -> None:
+    """Runs a pass's main kernel, or the named one, once on the emulator, and draws what its first block did."""
+    from flashgen.codegen.targets import target_named
+    from flashgen.report.runs import run_once, short_shape
+    from flashgen.report.timeline import timeline_of, to_svg
+
+    if of is Pass.decode:
+        raise ArgumentError("--what timeline has --pass forward and --pass backward, not decode; leave --pass out")
+    kernels = rendered(spec, target, of, name, deterministic)
+    role = name or ("forward" if of is Pass.forward else "keys")
+    plan = kernels[role].plan
+    shape = short_shape(plan.tile_q, plan.tile_k, along_keys=of is Pass.forward)
+    run = run_once(spec, target, ("forward" if of is Pass.forward else "backward",), shape, deterministic=deterministic)
+    events = run.events[kernels[role].entry]
+    timeline = timeline_of(events, target_named(target).compute_capability)
+    if not timeline.spans:
+        raise ArgumentError(f"--kernel {role} neither copies nor multiplies nor waits: it has no timeline")
+    drawn = to_svg(timeline, f"{spec.mask.name}, {role} on {target}, {shape.len_q} queries and keys")
+    if path is None:
+        print_code(drawn, "xml")
+        return
+    if path.suffix != ".svg":
+        raise ArgumentError(f"--output {path}: a timeline is written to a .svg file")
+    with writing(path):
+        write_file(path, drawn)
+    note(f"{kernels[role].name} -> {path}, {timeline.cycles:.0f} cycles of the model")

@@ -74,7 +74,14 @@ class SpecOptions:
     )
     layout: Annotated[
         str | None,
-        typer.Option("--layout", help="bhsd or bshd: the order of the axes of q, k, v.", show_default="bhsd"),
+        typer.Option(
+            "--layout", help="bhsd or bshd: the order of the axes of q, k, v; thd: ragged batches.", show_default="bhsd"
+        ),
+    ] = None
+
+    sink: Annotated[
+        str | None,
+        typer.Option("--sink", metavar="NAME", help="Learned sinks: a float32 array of a score for each query head."),
     ] = None
 
     page_size: Annotated[

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from flashgen.cli.arrays import load_arrays
-from flashgen.cli.console import note, print_code, print_json
+from flashgen.cli.console import note, print_code, print_json, stdout
 from flashgen.cli.writing import writing
 from flashgen.errors import ArgumentError
 from flashgen.files import write_file
@@ -129,10 +130,25 @@ def print_drawing(drawing: Drawing) -> None:
 
     width = shutil.get_terminal_size().columns
     if drawing.zoomed is None:
-        typer.echo(to_text(drawing.tiles, width, *drawing.place.numbers))
+        coloured(to_text(drawing.tiles, width, *drawing.place.numbers))
     else:
         typer.echo(to_text(drawing.zoomed, width - 2))  # the frame takes 2
         typer.echo(summary(drawing.tiles, *drawing.place.numbers))
+
+
+def coloured(text: str) -> None:
+    """Prints a tile map, on a terminal in the colours of its SVG."""
+    if not sys.stdout.isatty():
+        typer.echo(text)
+        return
+    from rich.text import Text
+
+    from flashgen.analysis.drawing import palette
+
+    shown = Text(text)
+    for glyph, colour in (("█", palette.FULL), ("▒", palette.PARTIAL), ("·", palette.RULE)):
+        shown.highlight_regex(f"{glyph}+", style=colour)
+    stdout().print(shown)
 
 
 def print_svg(drawing: Drawing) -> None:

@@ -8,7 +8,18 @@ from typing import Annotated, Any
 import typer
 
 from flashgen.cli.console import note, print_code
-from flashgen.cli.kernels import Pass, What, rendered, show_resources, show_texts, tile_of, to_print, write_texts
+from flashgen.cli.kernels import (
+    Pass,
+    What,
+    rendered,
+    show_resources,
+    show_texts,
+    show_traffic,
+    tile_of,
+    to_print,
+    write_texts,
+    write_timeline,
+)
 from flashgen.cli.options import Deterministic, Json, Spec, SpecOptions, Target, with_spec_options
 from flashgen.cli.pictures import Place, drawing_of, print_drawing, print_numbers, print_svg, write_drawing
 from flashgen.cli.specs import load_spec
@@ -37,6 +48,10 @@ flashgen show "document('ids')" --captures packed.npz --what tiles --len-q 4096 
 flashgen show "prefix_lm(Tensor('lengths', 'int32', 1))" --what tiles --captures packed.npz --batch 2
 
 flashgen show "causal()" --what tiles --len-q 1024 --zoom 1,0
+
+flashgen show "causal()" --what traffic --len-q 4096
+
+flashgen show "causal()" --what timeline --target sm_90a --output timeline.svg
 """
 
 DEFAULT_TARGET = "sm_80"
@@ -73,6 +88,13 @@ def show(
             help="The kernel that has N query heads of one head of k and v as rows of a tile (sm_90a).",
         ),
     ] = 1,
+    heads_apart: Annotated[
+        bool,
+        typer.Option(
+            "--heads-apart",
+            help="The backward in which query heads that share a head of k and v are blocks of their own (sm_90a).",
+        ),
+    ] = False,
     len_q: Annotated[int, typer.Option("--len-q", min=0, help="Queries, for the tile map.")] = 1024,
     len_k: Annotated[int | None, typer.Option("--len-k", min=0, help="Keys. Default: as many as queries.")] = None,
     batch: Annotated[
@@ -98,11 +120,13 @@ def show(
     ] = None,
     json: Json = False,
 ) -> None:
-    """Show the CUDA of a spec, its PTX or SASS, its resources, its tile map (drawn, or as SVG), or the spec as JSON.
+    """Show the CUDA of a spec, its PTX or SASS, its resources, its tile map (drawn, or as SVG), the HBM bytes that it
+    moves beside standard attention's, a timeline of its warps (recorded by the emulator, as SVG), or the spec as JSON.
 
     The backward has several kernels, all shown in the order of their launches unless --kernel names one. Each is a
     file of its own: --output DIR/ writes them, named as in a release, and the forward's with the kernel that lists its
-    tiles. Nothing is run, so no GPU is needed; without one and without --target, [cyan]sm_80[/] is shown.
+    tiles. Nothing is run but, for a timeline, on the emulator, so no GPU is needed; without one and without --target,
+    [cyan]sm_80[/] is shown.
     """
     declared = load_spec(spec, options)
     pictured = {"--batch": batch, "--head": head, "--zoom": zoom, "--captures": captures}
@@ -112,19 +136,28 @@ def show(
         return
     if packed_heads != 1 and of is not Pass.forward:
         raise ArgumentError(f"--packed-heads {packed_heads}: only the forward packs heads")
+    if heads_apart and (of is not Pass.backward or deterministic):
+        raise ArgumentError("--heads-apart: only the backward whose sums may be in any order, --pass backward, has it")
     architecture = target or target_here()
-    if what in (What.tiles, What.svg):
+    if what in (What.tiles, What.svg, What.traffic):
         tile = tile_of(declared, architecture, of, deterministic, packed_heads)
         length_k = len_q if len_k is None else len_k
         drawing = drawing_of(declared, tile, len_q, length_k, zoom, captures, Place(batch, head))
-        if output is not None:
+        if what is What.traffic:
+            heads = max(drawing.tiles.classes.shape[1], (head or 0) + 1)
+            show_traffic(declared, architecture, of, deterministic, drawing.tiles, heads, json)
+        elif output is not None:
             write_drawing(drawing, output)
         elif what is What.svg:
             print_svg(drawing)
         else:
             (print_numbers if json else print_drawing)(drawing)
         return
-    chosen = rendered(declared, architecture, of, kernel, deterministic, packed_heads, apart=output is not None)
+    if what is What.timeline:
+        write_timeline(declared, architecture, of, kernel, deterministic, output)
+        return
+    to_files = output is not None
+    chosen = rendered(declared, architecture, of, kernel, deterministic, packed_heads, heads_apart, apart=to_files)
     if output is not None:
         write_texts(chosen, what, output)
         return
@@ -138,9 +171,9 @@ def show(
 def refuse_elsewhere(what: What, of_pictures: dict[str, Any], output: Path | None) -> None:
     """Raises ArgumentError for an option that means nothing here."""
     names = [name for name, value in of_pictures.items() if value is not None]
-    if names and what not in (What.tiles, What.svg):
+    if names and what not in (What.tiles, What.svg, What.traffic):
         raise ArgumentError(f"{', '.join(names)}: only a tile map takes this, add --what tiles")
-    if output is not None and what in (What.resources, What.spec):
+    if output is not None and what in (What.resources, What.traffic, What.spec):
         raise ArgumentError(f"--output {output}: --what {what.value} prints; write it by > FILE")
 
 

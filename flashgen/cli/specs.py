@@ -28,7 +28,7 @@ def load_spec(text: str, options: SpecOptions) -> AttentionSpec:
 
     Raises SpecError when SPEC is none of these, names a file or a name that does not exist, or does not parse.
     """
-    from flashgen.language import AttentionSpec
+    from flashgen.language import AttentionSpec, Tensor
 
     text = text.strip()
     if text.startswith("{"):
@@ -45,6 +45,8 @@ def load_spec(text: str, options: SpecOptions) -> AttentionSpec:
     arguments: dict[str, Any] = {"head_dim": DEFAULT_HEAD_DIM} | options.given()
     if "score" in arguments:
         arguments["score"] = _from_file_or_parsed(arguments["score"], "score")
+    if "sink" in arguments:
+        arguments["sink"] = Tensor(arguments["sink"], "float32", 1, grad=True)
     return AttentionSpec(**arguments, mask=mask)
 
 
@@ -74,7 +76,7 @@ def is_complete(text: str) -> bool:
 def _spec_of_variant(text: str, variant: Variant, options: SpecOptions) -> AttentionSpec:
     from flashgen.language import AttentionSpec
 
-    own = {"score": variant.score, "dropout": variant.dropout, "scale": variant.scale}
+    own = {"score": variant.score, "dropout": variant.dropout, "scale": variant.scale, "sink": variant.sink}
     given = options.given()
     refused = ", ".join(f"--{name}" for name in own if name in given)
     if refused:

@@ -112,17 +112,21 @@ LIST_FIELDS = (
     Field("const int*", "tile_entries"),
     Field("Strides", "list_strides"),
 )
-DROPOUT_FIELDS = tuple(Field("unsigned", name) for name in ("seed_low", "seed_high", "offset"))
+DROPOUT_FIELDS = (
+    Field("const uint2*", "seed", comment="or null: seed_low, seed_high"),
+    *(Field("unsigned", name) for name in ("seed_low", "seed_high", "offset")),
+)
 
 # Members of some kernel's struct, and what the emulator's header defines; a capture of such a name gets a longer one.
 # fmt: off
 _RESERVED = frozenset({
     "q", "k", "v", "o", "lse", "batch", "heads", "heads_q", "kv_reciprocal", "len_q", "len_k", "tile_counts",
-    "tile_entries", "tile_offsets", "counts", "entries", "offsets", "spacing", "seed_low", "seed_high", "offset",
-    "section", "tiles", "tiles_q", "next_tile", "packed", "row_tiles", "splits", "arrivals", "partial_outputs",
-    "partial_states", "page_table", "seqused_k", "table_pitch", "pages", "k_scale", "v_scale",
-    "d_o", "d_lse", "dq", "dk", "dv", "dq_sums", "statistics", "rows", "heads_kv", "heads_per_kv", "sums", "gradient",
-    "count", "shared_memory", "errno", "unix", "linux",
+    "tile_entries", "tile_offsets", "counts", "entries", "offsets", "spacing", "seed", "seed_low", "seed_high",
+    "offset", "section", "tiles", "tiles_q", "next_tile", "packed", "row_tiles", "splits", "arrivals",
+    "partial_outputs", "partial_states", "page_table", "seqused_k", "table_pitch", "pages", "k_scale", "v_scale",
+    "d_o", "d_lse", "dq", "dk", "dv", "dq_sums", "dk_sums", "dv_sums", "statistics", "rows", "keys", "heads_kv",
+    "heads_per_kv", "sums", "gradient", "count", "shared_memory", "errno", "unix", "linux",
+    "cu_seqlens_q", "cu_seqlens_k", "total_q", "total_k",
 })
 # fmt: on
 _GRADIENT = "d_"  # begins the member of a captured array's gradient

@@ -71,6 +71,7 @@ def common_context(
     return {
         "spec": spec,
         "target": target,
+        "ragged": spec.is_ragged,
         "struct": struct,
         "types": types.strip(),
         "variant": declared.strip(),
@@ -114,13 +115,14 @@ def visited_tiles(
     masked: bool,
     queries: bool = False,
     ends: Mapping[sympy.Symbol, str] = ENDS_OF_TILES,
+    ragged: bool = False,
 ) -> str:
     """The text of which tiles a block visits, keys or `queries`: by a range, or by lists where there is none."""
     module: Any = environment().get_template("key_tiles.cuh.jinja").module
     side = module.QUERIES if queries else module.KEYS
     if tiles is None:
-        return str(module.lists(struct, side))
-    return str(module.ranges(range_texts(tiles, {BATCH: _SEQUENCE, **ends}), struct, masked, side))
+        return str(module.lists(struct, side, ragged))
+    return str(module.ranges(range_texts(tiles, {BATCH: _SEQUENCE, **ends}), struct, masked, side, ragged))
 
 
 def longest_last(tiles: TileRange | None) -> bool:

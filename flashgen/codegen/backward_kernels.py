@@ -5,7 +5,9 @@ in the order of FlashAttention-2 (Dao 2023, algorithm 2). With dS = P * (dP - D)
 
     prepare   a row's LSE to the base 2, and D; zeroes the sums of dQ
     keys      a block walks the queries of a tile of keys: dV = P^T dO, dK = dS^T Q, and shares of dQ = dS K
-    finish    dQ from its shares, added up in float32
+    finish    dQ from its shares, added up in float32; finish_dk and finish_dv likewise where query heads that share a
+              head of K and V are blocks of their own
+    sink      the gradient of the sinks from the statistics, where the spec has sinks with one
     queries   in place of shares and finish where gradients must not depend on an order of additions: a block walks the
               keys of a tile of queries, and computes S and dP once more for dQ alone
 """
@@ -16,7 +18,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import sympy
 
@@ -24,13 +26,16 @@ from flashgen.codegen.arguments import (
     ELEMENT_TYPES,
     ArgumentLayout,
     Field,
+    capture_fields,
     capture_gradient,
+    member_name,
     ordered,
     summed_gradient,
 )
 from flashgen.codegen.assembly import assemble, common_context
 from flashgen.codegen.costs import backward_cost
 from flashgen.codegen.header import backward_header
+from flashgen.codegen.ragged import ragged_fields, sequences_text, slots
 from flashgen.codegen.rendered_kernel import Grid, RenderedKernel, Workspace, entry_name, kernel_name
 from flashgen.codegen.sizes import Sizes, ceil_div
 from flashgen.codegen.targets import Target
@@ -39,10 +44,13 @@ from flashgen.language.operations import Capture
 from flashgen.language.spec import AttentionSpec
 from flashgen.language.well_formed import FLOAT32_MAX
 
+_NOTHING_READ = Variant(None, None, ())
 _NO_LSE = FLOAT32_MAX  # that of a row without probabilities, in the statistics
 _PREPARE_THREADS, PREPARE_ROWS = 256, 64
 _FINISH_THREADS = 256
 _CAPTURE_THREADS = 256
+_SINK_THREADS = 1024
+_ROUNDS = {"float16": "pack_f16", "bfloat16": "pack_bf16"}
 EXACT_LIMBS = 10
 """int64 each: the exact sum of a captured element's gradient in the deterministic mode, as `add_exactly` makes it."""
 
@@ -70,9 +78,41 @@ def _rows(multiple: int, sizes: Sizes) -> Any:
     return ceil_div(sizes.len_q, multiple) * multiple
 
 
-def rows_of(multiple: int) -> Rows:
-    """Queries, rounded up to a multiple of that and of what every kernel of rows takes at once."""
-    return partial(_rows, math.lcm(multiple, PREPARE_ROWS))
+def rows_of(multiple: int, ragged: bool = False) -> Rows:
+    """Queries, rounded up to a multiple of that and of what every kernel of rows takes at once.
+
+    ragged: those of all sequences together, each with room for its own rounding.
+    """
+    return partial(_ragged_rows if ragged else _rows, row_multiple(multiple))
+
+
+def row_multiple(multiple: int) -> int:
+    """What queries are rounded up to."""
+    return math.lcm(multiple, PREPARE_ROWS)
+
+
+def _ragged_rows(multiple: int, sizes: Sizes) -> Any:
+    return slots(sizes.total_q, sizes, multiple) * multiple
+
+
+def ragged_context(
+    spec: AttentionSpec,
+    struct: str,
+    layout: ArgumentLayout,
+    multiple: int,
+    slot: str,
+    of_keys: bool = False,
+    moves_rows: bool = True,
+) -> dict[str, Any]:
+    """What the template of a kernel is told of ragged batches; nothing where the spec is not of one.
+
+    multiple: of rows, as `rows_of` was told. slot: the constant of how many rows a slot of the kernel is for.
+    moves_rows: see `sequences_text`.
+    """
+    if not spec.is_ragged:
+        return {}
+    text = sequences_text(struct, layout, slot, of_keys, "kRowMultiple", moves_rows)
+    return {"row_multiple": row_multiple(multiple), "sequences": text}
 
 
 def strides(*names: str) -> list[Field]:
@@ -83,9 +123,29 @@ def numbers(*names: str) -> list[Field]:
     return [Field("int", name) for name in names]
 
 
+def rows_shape(spec: AttentionSpec, rows: Rows, *columns: int) -> Callable[[Sizes], tuple[int, ...]]:
+    """The shape of an array of such rows of every head."""
+    if spec.is_ragged:
+        return lambda sizes: (sizes.heads_q, rows(sizes), *columns)
+    return lambda sizes: (sizes.batch, sizes.heads_q, rows(sizes), *columns)
+
+
+def _as_ragged(layout: ArgumentLayout) -> ArgumentLayout:
+    """The same members, and comments as a ragged batch has them."""
+    comments = {
+        "statistics": "(heads_q, rows, 2): LSE to the base 2, and D",
+        "dq_sums": "(heads_q, rows, padded head_dim), in an order of its own",
+        "rows": "those of all sequences, each with room for its own rounding",
+    }
+    return ArgumentLayout(
+        tuple(replace(field, comment=comments.get(field.name, field.comment)) for field in layout.fields)
+    )
+
+
 STATISTICS = Field("const float*", "statistics", comment="(batch, heads_q, rows, 2): LSE to the base 2, and D")
 DQ_SUMS = Field("float*", "dq_sums", comment="(batch, heads_q, rows, padded head_dim), in an order of its own")
 ROWS = Field("int", "rows", comment="len_q, rounded up")
+KEYS = Field("int", "keys", comment="len_k, rounded up")
 
 
 def prepare(
@@ -98,7 +158,8 @@ def prepare(
     fields = [Field("const Element*", "o"), Field("const Element*", "d_o"), Field("const float*", "lse")]
     fields += [Field("const float*", "d_lse", comment="or null"), Field("float*", "statistics")]
     fields += [] if deterministic else [DQ_SUMS]
-    layout = ordered([*fields, *strides("o", "d_o"), *numbers("heads_q", "len_q"), ROWS])
+    fields += [*strides("o", "d_o"), *(() if spec.is_ragged else numbers("heads_q")), *numbers("len_q"), ROWS]
+    layout = ordered([*fields, *(ragged_fields(keys=False) if spec.is_ragged else ())])
     lanes = max(1 << (spec.value_dim // 8 - 1).bit_length(), _PREPARE_THREADS // PREPARE_ROWS)
     context: dict[str, Any] = {
         "threads": _PREPARE_THREADS,
@@ -107,17 +168,18 @@ def prepare(
         "deterministic": deterministic,
         "in_any_mode": in_any_mode,
     }
-    memory = [Workspace("statistics", lambda sizes: (sizes.batch, sizes.heads_q, rows(sizes), 2), "float32")]
+    context |= ragged_context(spec, "BackwardPrepareArguments", layout, plan.tile_q, "kRowMultiple")
+    memory = [Workspace("statistics", rows_shape(spec, rows, 2), "float32")]
     if not deterministic:  # the kernel zeroes them
         columns = context["head_padded"] = plan.head_columns(spec)
-        memory.append(Workspace("dq_sums", lambda sizes: (sizes.batch, sizes.heads_q, rows(sizes), columns), "float32"))
-    launch = {"grid": partial(_blocks_of_rows, rows, PREPARE_ROWS), "values": partial(row_values, rows)}
+        memory.append(Workspace("dq_sums", rows_shape(spec, rows, columns), "float32"))
+    launch = {"grid": partial(_blocks_of_rows, spec, rows, PREPARE_ROWS), "values": partial(row_values, rows)}
     kernel = backward_kernel("prepare", spec, target, layout, context, _PREPARE_THREADS, 0, launch, plain=True)
     return replace(kernel, plan=plan, workspaces=tuple(memory))
 
 
-def _blocks_of_rows(rows: Rows, of_a_block: int, sizes: Sizes) -> Grid:
-    return rows(sizes) // of_a_block, sizes.heads_q, sizes.batch
+def _blocks_of_rows(spec: AttentionSpec, rows: Rows, of_a_block: int, sizes: Sizes) -> Grid:
+    return rows(sizes) // of_a_block, sizes.heads_q, 1 if spec.is_ragged else sizes.batch
 
 
 def row_values(rows: Rows, sizes: Sizes) -> dict[str, Any]:
@@ -126,28 +188,102 @@ def row_values(rows: Rows, sizes: Sizes) -> dict[str, Any]:
 
 def finish(spec: AttentionSpec, target: Target, plan: KeysPlan, rows: Rows) -> RenderedKernel:
     """The kernel after the others: dQ from its sums."""
-    fields = [Field("const float*", "dq_sums"), STATISTICS, Field("Element*", "dq"), *strides("dq")]
-    fields += numbers("heads_q", "len_q")
-    context: dict[str, Any] = {"plan": plan, "threads": _FINISH_THREADS, "deterministic": False}
-    context["head_padded"] = plan.head_columns(spec)
-    context["vector_reductions"] = target.vector_reductions
-    launch = {"grid": partial(_blocks_of_rows, rows, plan.tile_q), "values": partial(row_values, rows)}
-    return backward_kernel(
-        "finish", spec, target, ordered([*fields, ROWS]), context, _FINISH_THREADS, 0, launch, plain=True
-    )
+    fields = [Field("const float*", "dq_sums"), STATISTICS, Field("Element*", "dq"), *strides("dq"), *numbers("len_q")]
+    layout = ordered([*fields, ROWS, *(ragged_fields(keys=False) if spec.is_ragged else ())])
+    context: dict[str, Any] = {
+        "plan": plan,
+        "gradient_of": "q",
+        "dim": spec.head_dim,
+        "padded_dim": plan.head_columns(spec),
+        "tile": plan.tile_q,
+        "warps": plan.gradient_warps(spec),
+        "factor": spec.scale,
+    }
+    context |= ragged_context(spec, "BackwardFinishArguments", layout, plan.tile_q, "kRowMultiple")
+    launch = {"grid": partial(_blocks_of_rows, spec, rows, plan.tile_q), "values": partial(row_values, rows)}
+    return _finish("", spec, target, layout, context, launch)
+
+
+def finish_keys(
+    spec: AttentionSpec, target: Target, plan: Any, of: Literal["k", "v"], columns: int, keys: Rows
+) -> RenderedKernel:
+    """dK or dV from the sums over the query heads that share a head of K and V, of 16 keys a warp.
+
+    columns: of a row of the sums. keys: how many rows they have.
+    """
+    fields = [Field("const float*", f"d{of}_sums"), Field("Element*", f"d{of}"), *strides(f"d{of}"), *numbers("len_k")]
+    context: dict[str, Any] = {
+        "plan": plan,
+        "gradient_of": of,
+        "dim": spec.head_dim if of == "k" else spec.value_dim,
+        "padded_dim": columns,
+        "tile": plan.tile_k,
+        "warps": (plan.tile_k // 16, 1),
+        "factor": spec.scale if of == "k" else 256 / spec.keep_threshold,
+    }
+    launch = {
+        "grid": lambda sizes: (keys(sizes) // plan.tile_k, sizes.heads_kv, sizes.batch),
+        "values": lambda sizes: {"keys": keys(sizes)},
+    }
+    return _finish(f"d{of}", spec, target, ordered([*fields, KEYS]), context, launch)
+
+
+def _finish(
+    of: str,
+    spec: AttentionSpec,
+    target: Target,
+    layout: ArgumentLayout,
+    context: dict[str, Any],
+    launch: dict[str, Any],
+) -> RenderedKernel:
+    context |= {
+        "threads": _FINISH_THREADS,
+        "deterministic": False,
+        "head_padded": context["padded_dim"],
+        "vector_reductions": target.vector_reductions,
+    }
+    return backward_kernel("finish", spec, target, layout, context, _FINISH_THREADS, 0, launch, plain=True, of=of)
 
 
 def capture_sums(spec: AttentionSpec, target: Target, deterministic: bool) -> tuple[RenderedKernel, ...]:
     """A kernel for each captured array whose gradient is not what is summed: float32 sums of a float32 array are."""
-    summed = [capture for capture in spec.captures if capture.grad and (deterministic or capture.dtype != "float32")]
+    learned = [capture for capture in spec.captures if capture.grad and capture != spec.sink]
+    summed = [capture for capture in learned if deterministic or capture.dtype != "float32"]
     return tuple(_capture(spec, target, capture, deterministic) for capture in summed)
+
+
+def sink_sums(spec: AttentionSpec, target: Target, rows: Rows, deterministic: bool) -> tuple[RenderedKernel, ...]:
+    """The kernel of the sinks' gradient, where the spec asks for that; the same in any mode."""
+    capture = spec.sink
+    if capture is None or not capture.grad:
+        return ()
+    gradient = Field(f"{ELEMENT_TYPES[capture.dtype]}*", "gradient", comment=f"of {capture.name}, {capture.dtype}")
+    sizes = [] if spec.is_ragged else numbers("batch", "heads_q")
+    layout = ordered([STATISTICS, gradient, *sizes, ROWS, *capture_fields((capture,))])
+    context: dict[str, Any] = {"deterministic": deterministic, "in_any_mode": True, "threads": _SINK_THREADS}
+    context |= {"sink": f"load_{capture.name}", "round": _ROUNDS.get(capture.dtype)}
+    launch: dict[str, Any] = {
+        "grid": lambda sizes: (sizes.heads_q, 1, 1),
+        "values": partial(row_values, rows),
+        "pointers": {
+            "statistics": "statistics",
+            "gradient": capture_gradient(capture),
+            member_name(capture): member_name(capture),
+        },
+    }
+    arrays = replace(variant_of(spec, score=False, sink=True), mask=None)
+    arrays = replace(arrays, arrays=tuple(each for each in arrays.arrays if each.name == capture.name))
+    return (
+        backward_kernel(
+            "sink", spec, target, layout, context, _SINK_THREADS, _SINK_THREADS // 8, launch, plain=True, reads=arrays
+        ),
+    )
 
 
 def _capture(spec: AttentionSpec, target: Target, capture: Capture, deterministic: bool) -> RenderedKernel:
     summed = Field("const long long*" if deterministic else "const float*", "sums")
     gradient = Field(f"{ELEMENT_TYPES[capture.dtype]}*", "gradient", comment=f"of {capture.name}, {capture.dtype}")
-    rounds = {"float16": "pack_f16", "bfloat16": "pack_bf16"}
-    context = {"deterministic": deterministic, "threads": _CAPTURE_THREADS, "round": rounds.get(capture.dtype)}
+    context = {"deterministic": deterministic, "threads": _CAPTURE_THREADS, "round": _ROUNDS.get(capture.dtype)}
     context["limbs"] = EXACT_LIMBS
     layout = ordered([summed, gradient, Field("long long", "count")])
     sums = summed_gradient(capture)
@@ -181,18 +317,22 @@ def backward_kernel(
     template: str = "",
     primitives: Mapping[str, Any] | None = None,
     optional: tuple[str, ...] = (),
+    reads: Variant = _NOTHING_READ,
 ) -> RenderedKernel:
     """One of the kernels; a `plain` one has nothing of the mask and the score in it.
 
-    launch: what its record says of that. of: the capture that it is for. template: where it is a family's own.
-    primitives: sizes of those that are written out for some only. optional: members that not every variant reads.
+    launch: what its record says of that. of: the capture, or the gradient, that it is for. template: where it is a
+    family's own. primitives: sizes of those that are written out for some only. optional: members that not every
+    variant reads. reads: what a plain one has of the variant all the same.
     """
+    layout = _as_ragged(layout) if spec.is_ragged else layout
     struct, entry = f"Backward{part.title()}Arguments", entry_name(f"attention_backward_{part}{of and f'_{of}'}", spec)
-    shown, plan, deterministic = f"d_{of}" if of else part, context.get("plan"), context["deterministic"]
+    shown = (f"finish_{of}" if part == "finish" else f"d_{of}") if of else part
+    plan, deterministic = context.get("plan"), context["deterministic"]
     cost = backward_cost(shown, spec, deterministic, context.get("head_padded", 0))
     in_any_mode = context.get("in_any_mode", False)
     header = backward_header(shown, spec, target, plan, shared_bytes, cost, deterministic, in_any_mode)
-    variant = Variant(None, None, ()) if plain else variant_of(spec)
+    variant = reads if plain else variant_of(spec)
 
     def source_of(layout: ArgumentLayout) -> str:
         told = common_context(spec, target, variant, struct, layout, context.get("gradient")) | {"no_lse": _NO_LSE}

@@ -8,6 +8,11 @@ from flashgen.language.spec import AttentionSpec
 
 _SCORES = "batch * heads_q * len_q * len_k * (share of tiles visited)"
 _QUERIES, _KEYS = "batch * heads_q * len_q", "batch * heads_kv * len_k"
+_RAGGED = {  # the same of a ragged batch
+    _SCORES: "heads_q * (sum of len_q * len_k over the sequences) * (share of tiles visited)",
+    _QUERIES: "heads_q * total_q",
+    _KEYS: "heads_kv * total_k",
+}
 _SUM, _STATISTICS = 4, 8  # bytes of a float32, of a row's LSE and D
 _FIXED_POINT = 64  # bytes of a sum of a capture's gradient where the order of additions must not matter
 
@@ -16,7 +21,19 @@ def forward_cost(spec: AttentionSpec) -> Cost:
     """The cost of the kernel that attends, without lists and captures."""
     width = spec.head_dim + spec.value_dim
     rows = f"{ELEMENT_BYTES} * batch * (heads_q * len_q * {width} + heads_kv * len_k * {width}) bytes"
-    return Cost(f"{2 * width} * {_SCORES}", f"{rows}, at least; + {_SUM} * {_QUERIES} for the LSE")
+    if spec.is_ragged:
+        rows = f"{ELEMENT_BYTES} * (heads_q * total_q * {width} + heads_kv * total_k * {width}) bytes"
+    return _of(spec, Cost(f"{2 * width} * {_SCORES}", f"{rows}, at least; + {_SUM} * {_QUERIES} for the LSE"))
+
+
+def _of(spec: AttentionSpec, cost: Cost) -> Cost:
+    """A cost in the sizes that calls of the spec have."""
+    if not spec.is_ragged:
+        return cost
+    flops, hbm = cost.flops, cost.hbm
+    for plain, ragged in _RAGGED.items():
+        flops, hbm = flops.replace(plain, ragged), hbm.replace(plain, ragged)
+    return Cost(flops, hbm)
 
 
 def decode_cost(spec: AttentionSpec, tile_q: int) -> Cost:
@@ -30,10 +47,14 @@ def decode_cost(spec: AttentionSpec, tile_q: int) -> Cost:
 
 
 def backward_cost(part: str, spec: AttentionSpec, deterministic: bool = False, columns: int = 0) -> Cost:
-    """The cost of a kernel by its part in the pass: prepare, keys, queries, finish, or d_<name> of a capture.
+    """The cost of a kernel by its part: prepare, keys, queries, finish, finish_dk or _dv, sink, d_<name> of a capture.
 
     columns: of a row of the sums of dQ, where a plan takes others than all do.
     """
+    return _of(spec, _backward_cost(part, spec, deterministic, columns))
+
+
+def _backward_cost(part: str, spec: AttentionSpec, deterministic: bool, columns: int) -> Cost:
     head, value = spec.head_dim, spec.value_dim
     read = ELEMENT_BYTES * (head + value)  # of a row of Q and dO, or of K and V
     sums = 0 if deterministic else 2 * _SUM * (columns or padded(head))  # of a row of dQ, read and written
@@ -49,6 +70,11 @@ def backward_cost(part: str, spec: AttentionSpec, deterministic: bool = False, c
         return Cost(f"{2 * (2 * head + value)} * {_SCORES}", hbm)
     if part == "finish":
         return Cost(f"{head} * {_QUERIES}", f"{_SUM * (columns or padded(head)) + ELEMENT_BYTES * head} * {_QUERIES}")
+    if part in ("finish_dk", "finish_dv"):
+        dim = head if part == "finish_dk" else value
+        return Cost(f"{dim} * {_KEYS}", f"{_SUM * columns + ELEMENT_BYTES * dim} * {_KEYS}")
+    if part == "sink":
+        return Cost(f"2 * {_QUERIES}", f"{_STATISTICS} * {_QUERIES}")
     (capture,) = (capture for capture in spec.captures if part == f"d_{capture.name}")
     each = (_FIXED_POINT if deterministic else _SUM) + (_SUM if capture.dtype == "float32" else ELEMENT_BYTES)
     return Cost("none", f"{each} * elements of {capture.name}")

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from flashgen.codegen.family import BackwardFamily, Decoding, ForwardFamily, HeadPacking
+from flashgen.codegen.family import BackwardFamily, Decoding, ForwardFamily, HeadDivision, HeadPacking
 from flashgen.codegen.hopper.backward import render_hopper_backward
 from flashgen.codegen.hopper.backward_plans import HopperBackwardPlan
 from flashgen.codegen.hopper.forward import render_hopper
+from flashgen.codegen.hopper.head_division import divided_plan, plan_of_heads_apart
 from flashgen.codegen.hopper.head_packing import packed_plan
 from flashgen.codegen.hopper.measured_plans import choose_hopper_plan
 from flashgen.codegen.hopper.plans import HopperPlan, every_hopper_plan
@@ -37,7 +38,8 @@ _HOPPER = ForwardFamily(HopperPlan, choose_hopper_plan, every_hopper_plan, rende
 
 _FORWARD = {"turing": _MMA_SYNC, "ampere": _MMA_SYNC, "hopper": _HOPPER}
 _MMA_SYNC_BACKWARD = BackwardFamily((BackwardPlan,), render_mma_sync_backward)
-_HOPPER_BACKWARD = BackwardFamily((HopperBackwardPlan, HopperWidePlan), render_hopper_backward)
+_DIVISION = HeadDivision(plan_of_heads_apart, divided_plan)
+_HOPPER_BACKWARD = BackwardFamily((HopperBackwardPlan, HopperWidePlan), render_hopper_backward, _DIVISION)
 _BACKWARD = {"turing": _MMA_SYNC_BACKWARD, "ampere": _MMA_SYNC_BACKWARD, "hopper": _HOPPER_BACKWARD}
 _EMULATED_TARGET = "sm_80"
 
@@ -126,6 +128,16 @@ def forward_stages(spec: AttentionSpec, target: Target, plan: Plan | None = None
 def render_forward(spec: AttentionSpec, target: Target, plan: Plan | None = None) -> RenderedKernel:
     """The kernel of `forward_stages` that attends."""
     return next(kernel for kernel in forward_stages(spec, target, plan) if kernel.role == "forward")
+
+
+def plan_dividing(spec: AttentionSpec, target: Target) -> Any:
+    """The default plan of the backward with query heads apart; UnsupportedError where there is none."""
+    dividing = backward_family(target).dividing
+    keys = next(kernel for kernel in backward_stages(spec, target) if kernel.role == "keys")
+    plan = dividing.of(keys.plan) if dividing else None
+    if plan is None:
+        raise UnsupportedError(f"heads_apart=True: {target.name} has no such backward of {spec.name}")
+    return plan
 
 
 def backward_stages(

@@ -68,12 +68,26 @@ class ForwardFamily:
 
 
 @dataclass(frozen=True)
+class HeadDivision:
+    """How query heads that share a head of K and V get blocks of their own in the backward.
+
+    of: a plan with heads apart, or None where it has no such form. chosen: that where it makes a call of these sizes
+    faster, or None.
+    """
+
+    of: Callable[[Any], Any | None]
+    chosen: Callable[[Any, AttentionSpec, Target, Workload], Any | None]
+
+
+@dataclass(frozen=True)
 class BackwardFamily:
     """How a family does the backward pass.
 
     plans: the classes of plans of its main kernel. render: its kernels, in the order of their launches, of a plan or of
-    the default one; the last argument says whether gradients are to be bitwise equal from run to run.
+    the default one; the last argument says whether gradients are to be bitwise equal from run to run. dividing: None
+    where query heads that share a head of K and V always share blocks.
     """
 
     plans: tuple[type[Any], ...]
     render: Callable[[AttentionSpec, Target, Any, bool], tuple[RenderedKernel, ...]]
+    dividing: HeadDivision | None = None

@@ -39,16 +39,18 @@ def forward_context(
     the ends of a tile. struct: the name of the argument struct. position: whether a score stands where it does in every
     kernel; else the template declares its own `Position`.
     """
-    tiles, variant = visited_keys(spec), variant_of(spec)
+    tiles, variant = visited_keys(spec), variant_of(spec, sink=True)
     return common_context(spec, target, variant, struct, layout, position=position) | {
         "plan": plan,
         "entry": entry_name("attention_forward", spec),
-        "key_tiles": visited_tiles(tiles, struct, variant.mask is not None, ends=ends),
+        "key_tiles": visited_tiles(tiles, struct, variant.mask is not None, ends=ends, ragged=spec.is_ragged),
         "shared_bytes": plan.shared_bytes(spec),
         "longest_first": longest_last(tiles),
         "score_operand": variant.score.of(score) if variant.score else "",
         "score_call": variant.score.call(names) if variant.score else "",
         "divides_tiles": divides_tiles(spec, plan.tile_k),
+        "sink": f"load_{spec.sink.name}" if spec.sink else "",
+        "sink_to_score": 1.0 if spec.score else 1 / spec.scale,
         "may_be_empty": variant.mask is not None or variant.score is not None,
     }
 

@@ -16,24 +16,44 @@ _ONLINE_SOFTMAX = (  # what the kernel and the paper call a row's state
     "reference is the paper's m, which may lag; sum is its l"
 )
 _BLOCK_PER_TILE = "one block per (tile of queries, head, batch), along x, y and z"
+_BLOCK_PER_SLOT = "one block per (slot of a tile of queries of some sequence, head), along x and y"
 _DOES = {
     "prepare": "of each row, its LSE to the base 2 and D = rowsum(dO * O) - dLSE",
     "keys": "dK and dV{}; a block walks the queries of a tile of keys",
+    "keys of heads apart": "shares of dK, dV and dQ; a block walks the queries of a head and a tile of keys",
     "finish": "dQ from the sums of its shares",
+    "finish_dk": "dK from its sums over the query heads that share it",
+    "finish_dv": "dV from its sums over the query heads that share it",
     "queries": "dQ; a block walks the keys of a tile of queries",
+    "sink": "the gradient of the sinks, from the rows' LSE and D",
     "d_": "the gradient of a captured array from its sums",
 }
 _GRIDS = {
     "prepare": "(rows, head, batch)",
     "keys": "(tile of keys, head of K and V, batch)",
+    "keys of heads apart": "(tile of keys, query head, batch)",
     "finish": "(tile of queries, head, batch)",
+    "finish_dk": "(tile of keys, head of K and V, batch)",
+    "finish_dv": "(tile of keys, head of K and V, batch)",
     "queries": "(tile of queries, head, batch)",
+    "sink": "head",
     "d_": "256 elements",
 }
 
 
+_RAGGED_GRIDS = {
+    "prepare": "(rows of all sequences, head)",
+    "keys": "(slot of a tile of keys of some sequence, head of K and V)",
+    "finish": "(tile of queries of all sequences, head)",
+    "queries": "(slot of a tile of queries of some sequence, head)",
+}
+
+
 class BackwardPlan(Protocol):
-    """A plan of the backward pass that says in a line what it is."""
+    """A plan of the backward pass that says in a line what it is, and whether query heads have blocks of their own."""
+
+    @property
+    def heads_apart(self) -> bool: ...
 
     def summary(self, shared_bytes: int) -> str: ...
 
@@ -58,6 +78,7 @@ def header(
     of a kernel whose blocks each have a tile of queries.
     """
     cost = cost or forward_cost(spec)
+    grid = _BLOCK_PER_SLOT if spec.is_ragged and grid == _BLOCK_PER_TILE else grid
     method = [f"method   {_ONLINE_SOFTMAX}", *([f"         {beside}"] if beside else [])]
     return _comment(
         [f"flashgen: {title}, {spec.name}"],
@@ -82,15 +103,17 @@ def backward_header(
 
     in_any_mode: the command that shows it need not ask for the deterministic mode.
     """
-    kind = "d_" if part.startswith("d_") else part
+    apart = plan is not None and plan.heads_apart
+    kind = "d_" if part.startswith("d_") else "keys of heads apart" if apart and part == "keys" else part
     which = f"--kernel {part}{' --deterministic' if deterministic and not in_any_mode else ''}"
+    which += " --heads-apart" if apart else ""
     does = _DOES[kind].format("" if deterministic else ", and shares of dQ")
     divided = [f"plan     {plan.summary(shared_bytes)}"] if plan else []
     return _comment(
         [f"flashgen: attention backward, {part}, {spec.name}", does],
         [*_facts(spec, target, target.backward_family), *divided],
         [f"FLOPs    {cost.flops}", f"HBM      {cost.hbm} bytes, at least"],
-        f"one block per {_GRIDS[kind]}",
+        f"one block per {_RAGGED_GRIDS.get(kind, _GRIDS[kind]) if spec.is_ragged else _GRIDS[kind]}",
         f"flashgen show --pass backward {which} --target {target.name} {shlex.quote(spec.to_json())}",
     )
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-_PRODUCT, _ATOM = 1, 2  # how strongly a formula's outermost operation binds
+_SUM, _PRODUCT, _ATOM = 0, 1, 2  # how strongly a formula's outermost operation binds
 
 
 @dataclass(frozen=True)
@@ -18,6 +18,9 @@ class Formula:
 
     text: str
     binds: int = _ATOM
+
+    def __add__(self, other: Any) -> Formula:
+        return Formula(f"{self} + {other}", _SUM)
 
     def __mul__(self, other: Any) -> Formula:
         return Formula(f"{_factor(self)} * {_factor(other, right=True)}", _PRODUCT)
@@ -36,8 +39,9 @@ class Formula:
 
 
 def _factor(value: Any, right: bool = False) -> str:
-    """A factor; one that is itself a product needs parentheses on the right, where division rounds."""
-    return f"({value})" if right and isinstance(value, Formula) and value.binds == _PRODUCT else str(value)
+    """A factor: a sum needs parentheses, and a product does on the right, where division rounds."""
+    loose = isinstance(value, Formula) and (value.binds == _SUM or (right and value.binds == _PRODUCT))
+    return f"({value})" if loose else str(value)
 
 
 def ceil_div(dividend: Any, divisor: Any) -> Any:
@@ -68,7 +72,8 @@ def reciprocal(divisor: Any) -> Any:
 class Sizes:
     """What a launch depends on beside the arrays.
 
-    batch: sequences. heads_q, heads_kv: of q; of k and v. len_q, len_k: queries and keys of a sequence.
+    batch: sequences. heads_q, heads_kv: of q; of k and v. len_q, len_k: queries and keys of a sequence, in a ragged
+    batch at most. total_q, total_k: rows of the packed arrays of a ragged batch.
     multiprocessors: of the GPU. count: elements of the captured array that a kernel is for. splits: parts into which a
     decode kernel splits the keys.
     """
@@ -81,6 +86,8 @@ class Sizes:
     multiprocessors: Any = field(default=1, kw_only=True)
     count: Any = field(default=0, kw_only=True)
     splits: Any = field(default=1, kw_only=True)
+    total_q: Any = field(default=0, kw_only=True)
+    total_k: Any = field(default=0, kw_only=True)
 
     @property
     def heads_per_kv(self) -> Any:
@@ -101,11 +108,13 @@ NAMED_SIZES: Sizes = _NamedSizes(
     multiprocessors=Formula("multiprocessors"),
     count=Formula("count"),
     splits=Formula("splits"),
+    total_q=Formula("total_q"),
+    total_k=Formula("total_k"),
 )
 """The sizes of any call, by name."""
 
 
 def size_values(sizes: Sizes) -> dict[str, Any]:
     """The members of kernels' structs that bear the names of sizes, or follow from them in every kernel alike."""
-    values = {name: getattr(sizes, name) for name in (*SIZE_NAMES, "count")}
+    values = {name: getattr(sizes, name) for name in (*SIZE_NAMES, "count", "total_q", "total_k")}
     return values | {"heads_per_kv": sizes.heads_per_kv, "kv_reciprocal": reciprocal(sizes.heads_per_kv)}

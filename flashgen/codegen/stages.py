@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any, Literal, get_args
 
-from flashgen.codegen.families import backward_stages, forward_family, forward_stages, plan_packing
+from flashgen.codegen.families import backward_stages, forward_family, forward_stages, plan_dividing, plan_packing
 from flashgen.codegen.family import Decoding
 from flashgen.codegen.plan import Plan
 from flashgen.codegen.rendered_kernel import RenderedKernel
@@ -34,13 +34,16 @@ def kernels_of(
     deterministic: bool = False,
     apart: bool = False,
     packed_heads: int = 1,
+    heads_apart: bool = False,
 ) -> Kernels:
-    """Every kernel that calls of these passes launch, with default plans; the forward's with so many heads packed.
+    """Every kernel that calls of these passes launch, with default plans; the forward's with so many heads packed, the
+    backward's with query heads apart.
 
     Forward: "lists" where the mask has no closed form, then "forward". Decode: "decode_lists" likewise, then "decode"
     or, for more rows where tiles may have as many, "decode_rows32". Backward: "query_lists" and "lists" for its own
-    tiles where they are read, "prepare", "keys", "queries" or "finish", and "d_<name>" for each capture that has a
-    gradient. With both passes the backward's lists are "backward_lists".
+    tiles where they are read, "prepare", "keys", "queries" or "finish" (and, of heads apart, "finish_dk" and
+    "finish_dv"), and "d_<name>" for each capture that has a gradient. With both passes the backward's lists are
+    "backward_lists".
 
     apart: under names of which no two kernels of a spec and target are alike, in place of those that launches know.
 
@@ -55,11 +58,11 @@ def kernels_of(
         if name == "decode":
             kernels |= decode_kernels(spec, target, apart)
             continue
-        more = (
-            forward_kernels(spec, target, packed_heads)
-            if name == "forward"
-            else backward_kernels(spec, target, deterministic, apart)
-        )
+        if name == "forward":
+            more = forward_kernels(spec, target, packed_heads)
+        else:
+            plan = plan_dividing(spec, target) if heads_apart else None
+            more = backward_kernels(spec, target, deterministic, apart, plan)
         kernels |= {f"backward_{part}" if part in kernels else part: kernel for part, kernel in more.items()}
     return kernels
 

@@ -16,6 +16,7 @@ from flashgen.codegen.assembly import assemble
 from flashgen.codegen.environment import environment
 from flashgen.codegen.expressions.interval_text import interval_text
 from flashgen.codegen.expressions.printer import statements
+from flashgen.codegen.ragged import ragged_fields, sequences_text, slots
 from flashgen.codegen.rendered_kernel import Direction, Grid, RenderedKernel, entry_name, kernel_name
 from flashgen.codegen.sizes import Sizes, ceil_div, most
 from flashgen.codegen.targets import Target
@@ -61,8 +62,8 @@ def depends_on_batch(spec: AttentionSpec) -> bool:
 class ListShape:
     """How many lists there are, `tiles` for each batch and head, and of how many tiles each may be at most.
 
-    batch, heads: 1 where the mask does not depend on them. strides: from list to list along (batch, head, tile); 0
-    where the lists are the same for all.
+    batch, heads: 1 where the mask does not depend on them; in a ragged batch `tiles` are slots, of all its sequences.
+    strides: from list to list along (batch, head, tile); 0 where the lists are the same for all.
     """
 
     batch: Any
@@ -86,7 +87,10 @@ def list_shape(spec: AttentionSpec, plan: Tiles, direction: Direction, sizes: Si
     """The lists of a call, for tiles of a plan."""
     tiles = ceil_div(sizes.len_q, plan.tile_q), ceil_div(sizes.len_k, plan.tile_k)
     rows, listed = tiles if direction == "keys" else tiles[::-1]
-    of_head, of_batch = depends_on_head(spec), depends_on_batch(spec)
+    of_head, of_batch = depends_on_head(spec), depends_on_batch(spec) and not spec.is_ragged
+    if spec.is_ragged:
+        total, tile = (sizes.total_q, plan.tile_q) if direction == "keys" else (sizes.total_k, plan.tile_k)
+        rows = slots(total, sizes, tile)
     of_sequence = sizes.heads_q * rows if of_head else rows
     strides = (of_sequence if of_batch else 0, rows if of_head else 0, 1)
     return ListShape(sizes.batch if of_batch else 1, sizes.heads_q if of_head else 1, rows, listed, strides)
@@ -96,6 +100,7 @@ def list_layout(spec: AttentionSpec) -> ArgumentLayout:
     """The argument struct of the list kernel."""
     fields = [Field("int*", "counts"), Field("long long*", "offsets"), Field("int*", "entries")]
     fields += [Field("int", name) for name in ("len_q", "len_k")]
+    fields += ragged_fields() if spec.is_ragged else []
     fields.append(Field("int", "spacing", comment="entries from list to list; 0 where `offsets` says"))
     return ordered(fields + capture_fields(captures_read(spec, score=False)))
 
@@ -122,7 +127,11 @@ def render_lists(spec: AttentionSpec, target: Target, plan: Tiles, direction: Di
         .render(struct=_STRUCT, variant=variant, position=False)
         .strip(),
         "bounds": _bounds(spec.mask.expression, direction),
+        "ragged": spec.is_ragged,
     }
+    if spec.is_ragged:
+        size = "kTileQ" if direction == "keys" else "kTileK"
+        context["sequences"] = sequences_text(_STRUCT, layout, size, of_keys=direction == "queries")
     context |= _names(spec, direction) | _mask(variant) | _within(spec, variant, plan)
     source = assemble("tile_lists/list_tiles.cu.jinja", context, target)
     name, threads = kernel_name(kind, target, spec), WARPS * WARP

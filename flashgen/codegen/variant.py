@@ -66,24 +66,29 @@ def _array(capture: Capture) -> ArrayText:
     return ArrayText(capture.name, member_name(capture), indices, ELEMENT_TYPES[capture.dtype], result, convert)
 
 
-def variant_of(spec: AttentionSpec, score: bool = True) -> Variant:
-    """The texts of a spec; without the score function, and the arrays only it reads, where `score` is false."""
+def variant_of(spec: AttentionSpec, score: bool = True, sink: bool = False) -> Variant:
+    """The texts of a spec; without the score function, and the arrays only it reads, where `score` is false.
+
+    sink: with the array of sinks, which the normaliser reads.
+    """
     score_text = _score(spec.score.name, spec.score.expression, spec.scale) if spec.score and score else None
     mask_text = _mask(spec.mask.name, spec.mask.expression) if spec.mask.expression != sympy.true else None
     return Variant(
-        score_text, mask_text, tuple(_array(capture) for capture in captures_read(spec, score) if capture.ndim)
+        score_text, mask_text, tuple(_array(capture) for capture in captures_read(spec, score, sink) if capture.ndim)
     )
 
 
-def captures_read(spec: AttentionSpec, score: bool = True) -> tuple[Capture, ...]:
-    """The captures that a kernel of the spec reads, by name."""
+def captures_read(spec: AttentionSpec, score: bool = True, sink: bool = False) -> tuple[Capture, ...]:
+    """The captures that a kernel of the spec reads, by name; with the sinks, if there are any, where it is told so."""
     read = set(spec.mask.expression.atoms(Capture))
     if score and spec.score:
         read |= spec.score.expression.atoms(Capture)
+    if sink and spec.sink:
+        read.add(spec.sink)
     return tuple(capture for capture in spec.captures if capture in read)
 
 
-def layout_of(spec: AttentionSpec, fields: list[Field], lists: bool) -> ArgumentLayout:
+def layout_of(spec: AttentionSpec, fields: list[Field], lists: bool, sink: bool = False) -> ArgumentLayout:
     """The argument struct of a kernel of the spec: its own fields, and those that lists, dropout and captures need."""
     fields = [*fields, *(LIST_FIELDS if lists else ()), *(DROPOUT_FIELDS if spec.dropout else ())]
-    return ordered(fields + capture_fields(captures_read(spec)))
+    return ordered(fields + capture_fields(captures_read(spec, sink=sink)))

@@ -26,7 +26,7 @@ def forward(entry: Compiled, numbers: Numbers, q: Any, k: Any, v: Any, seed: Any
     batch, heads, length, _ = in_layout(q.shape, entry.spec.layout)
     out = in_layout((batch, heads, length, entry.spec.value_dim), entry.spec.layout)
     shapes = [(out, q.dtype), ((batch, heads, length), jnp.float32)]
-    inputs = [q, k, v, *captures, *([] if seed is None else [seed])]
+    inputs = [q, k, v, *captures, *_halves(seed)]
     return _call(partial(_forward, entry, numbers), entry, shapes, inputs)
 
 
@@ -34,7 +34,7 @@ def backward(entry: Compiled, numbers: Numbers, rows: Sequence[Any], d_lse: Any,
     """The gradients of q, k, v and of captured arrays that have one; rows: d_out, q, k, v, out, lse."""
     learned = [array for capture, array in zip(entry.arrays, captures, strict=True) if capture.grad]
     shapes = [(array.shape, array.dtype) for array in (*rows[1:4], *learned)]
-    inputs = [*rows, *([] if d_lse is None else [d_lse]), *captures, *([] if seed is None else [seed])]
+    inputs = [*rows, *([] if d_lse is None else [d_lse]), *captures, *_halves(seed)]
     return _call(partial(_backward, entry, numbers, d_lse is not None), entry, shapes, inputs)
 
 
@@ -57,9 +57,13 @@ def _given(entry: Compiled, numbers: Numbers, rest: Sequence[Any]) -> dict[str, 
     given: dict[str, Any] = dict(numbers)
     given |= {capture.name: array for capture, array in zip(entry.arrays, rest, strict=False)}
     if len(rest) > len(entry.arrays):
-        seed = rest[-1]
-        given["seed"] = int(seed.get() if hasattr(seed, "get") else seed)
+        given["seed"] = rest[-1]
     return given
+
+
+def _halves(seed: Any) -> list[Any]:
+    """A seed of 32 bits as kernels read one from memory, so that no device is waited for; none of none."""
+    return [] if seed is None else [jnp.stack([seed, jnp.zeros_like(seed)])]
 
 
 def _call(run: Callable[..., None], entry: Compiled, shapes: Sequence[Any], inputs: Sequence[Any]) -> list[Any]:

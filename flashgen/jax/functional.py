@@ -35,7 +35,7 @@ def attention(
     Args:
         spec: an AttentionSpec, compiled when a call of it first runs and remembered; or what `flashgen.compile` gave.
         q, k, v: arrays as the spec says, (batch, heads, length, dim) or "bshd".
-        seed: of the dropout: an integer, or an integer array without dimensions, which a GPU is waited for to read.
+        seed: of the dropout: an integer, or an integer array without dimensions, which kernels read.
         return_lse: give the LSE, float32 (batch, heads, queries), too; it is differentiable.
         emulate: run on the CPU, by the emulator.
         deterministic: gradients that are bitwise equal from run to run.

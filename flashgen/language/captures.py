@@ -111,6 +111,20 @@ class _PartlyIndexed:
     def __iter__(self) -> Any:
         raise SpecError(f"{self!r} cannot be iterated: index it fully")
 
+    def _refused(self, *_operands: Any, **_more: Any) -> Any:
+        raise SpecError(
+            f"{self!r} is a whole row, and functions compute of single elements: give one index a dimension. A product "
+            "of rows, as of rotary parts, is what q and k are for: append the rows to them, and leave v (value_dim)"
+        )
+
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = __matmul__ = _refused
+    __array_ufunc__ = __array_function__ = _refused
+
+    @classmethod
+    def __torch_function__(cls, _function: Any, _types: Any, arguments: Any = (), _keywords: Any = None) -> Any:
+        given = [each for each in arguments if isinstance(each, _PartlyIndexed)]
+        return given[0]._refused() if given else NotImplemented
+
     def __repr__(self) -> str:
         return f"{declared(self.capture)} indexed with {len(self.indices)} of {self.capture.ndim} indices"
 

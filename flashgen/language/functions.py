@@ -12,7 +12,9 @@ __all__ = ["abs", "clamp", "cos", "exp", "exp2", "floor", "len_k", "len_q", "log
 __all__ += ["sigmoid", "sin", "sqrt", "tanh", "to_float", "to_int", "where"]
 
 len_q = Traced(ops.LEN_Q)
+"""How many queries the sequence has: a number of the call, which compiles nothing anew."""
 len_k = Traced(ops.LEN_K)
+"""How many keys the sequence has: a number of the call, which compiles nothing anew."""
 
 
 def where(condition: Any, a: Any, b: Any) -> Traced:

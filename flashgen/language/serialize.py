@@ -25,7 +25,10 @@ VERSION = 1
 MAX_TEXT = 1_000_000
 
 _SYMBOLS = {symbol.name: symbol for symbol in SYMBOLS}
-_FIELDS = ("head_dim", "dtype", "value_dim", "scale", "layout", "dropout", "score", "mask", "page_size", "kv_dtype")
+_FIELDS = (
+    *("head_dim", "dtype", "value_dim", "scale", "layout", "dropout", "score", "mask"),
+    *("page_size", "kv_dtype", "sink"),
+)
 
 
 def canonical(value: Any) -> str:
@@ -136,7 +139,9 @@ def fields_to_json(fields: Mapping[str, Any]) -> str:
     data = dict(fields)
     data["mask"] = modifier_to_data(data["mask"])
     data["score"] = modifier_to_data(data["score"]) if data["score"] else None
-    for name in ("page_size", "kv_dtype"):
+    sink = data.pop("sink")
+    data["sink"] = node_to_data(sink) if sink else None
+    for name in ("page_size", "kv_dtype", "sink"):
         if data.get(name) is None:
             data.pop(name, None)  # so that specs without it have the text that they always had
     return canonical({**data, "version": VERSION})
@@ -157,9 +162,18 @@ def fields_from_json(text: str) -> dict[str, Any]:
         data["mask"] = mask_from_data(data["mask"])
     if data.get("score") is not None:
         data["score"] = score_from_data(data["score"])
+    if data.get("sink") is not None:
+        data["sink"] = _sink_from_data(data["sink"])
     if not isinstance(data.get("dtype", ""), str):
         raise SpecError(f"spec JSON: dtype={data['dtype']!r} must be a text such as 'float16'")
     return data
+
+
+def _sink_from_data(data: Any) -> Tensor:
+    if not isinstance(data, dict) or "capture" not in data:
+        raise SpecError(f"spec JSON: sink={data!r} must be a captured array, as to_json writes it")
+    capture = _capture(data)
+    return Tensor(capture.name, capture.dtype, capture.ndim, capture.grad)
 
 
 def _parsed(text: Any) -> dict[str, Any]:

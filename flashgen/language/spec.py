@@ -14,13 +14,16 @@ import numpy as np
 from flashgen.errors import SpecError
 from flashgen.language import well_formed
 from flashgen.language.bound import Bound, joined
+from flashgen.language.captures import Tensor
 from flashgen.language.dtypes import CACHED, ELEMENTS, dtype_name
 from flashgen.language.masks import full
 from flashgen.language.modifiers import Mask, MaskFunction, Score, ScoreFunction, as_mask, as_score
 from flashgen.language.operations import Capture, captures_of
 from flashgen.language.serialize import fields_from_json, fields_to_json
 
-LAYOUTS = ("bhsd", "bshd")
+LAYOUTS = ("bhsd", "bshd", "thd")
+RAGGED_ARGUMENTS = ("cu_seqlens_q", "cu_seqlens_k", "seqused_k", "max_seqlen_q", "max_seqlen_k")
+"""What a call of layout "thd" is given beside q, k and v; no capture of such a spec has one of these names."""
 MAX_NAME = 96
 MOST_PAGE_SIZE = 256
 CACHED_DIM = 32  # which dims of 8-bit keys and values are multiples of
@@ -35,7 +38,8 @@ class AttentionSpec:
         dtype: "float16" or "bfloat16", of q, k, v and the output.
         value_dim: elements of a value vector, a multiple of 8 from 8 to 256; None is head_dim.
         scale: factor of q·k before the score function; None is 1/sqrt(head_dim).
-        layout: "bhsd" (batch, heads, length, dim) or "bshd" (batch, length, heads, dim).
+        layout: "bhsd" (batch, heads, length, dim), "bshd" (batch, length, heads, dim), or "thd" (tokens, heads, dim) of
+            ragged batches, whose sequences lie one behind the other: each call says where they begin.
         dropout: probability of dropping an attention weight, 0 <= dropout < 1, in steps of 1/256.
         score: a Score, a function f(score, b, h, q, k), or None.
         mask: a Mask or a function f(b, h, q, k); None is full().
@@ -43,6 +47,8 @@ class AttentionSpec:
             whatever the layout, and calls with page_table and seqused_k. None is k and v as the layout says.
         kv_dtype: "float8_e4m3fn" or "int8", of k and v, whose values are times k_scale and v_scale of the call; both
             dims are multiples of 32 then. None is dtype, without scales.
+        sink: a Tensor of one dimension and floats, or None: a score of each query head that every row's softmax counts
+            beside its keys' and that has no value, not scaled, masked or modified. It is a capture: calls give it.
 
     Raises SpecError, naming the argument, for anything else. Specs are equal if their canonical JSON is.
     """
@@ -57,6 +63,7 @@ class AttentionSpec:
     mask: Mask
     page_size: int | None
     kv_dtype: str | None
+    sink: Capture | None
 
     def __init__(
         self,
@@ -70,6 +77,7 @@ class AttentionSpec:
         mask: Mask | MaskFunction | None = None,
         page_size: int | None = None,
         kv_dtype: Any = None,
+        sink: Tensor | None = None,
     ) -> None:
         values = {
             "head_dim": _dimension(head_dim, "head_dim"),
@@ -82,9 +90,9 @@ class AttentionSpec:
             "mask": full() if mask is None else as_mask(mask),
             "page_size": None if page_size is None else _page_size(page_size),
             "kv_dtype": None if kv_dtype is None else dtype_name(kv_dtype, CACHED, "kv_dtype"),
+            "sink": None if sink is None else _sink(sink),
         }
-        if values["kv_dtype"]:
-            _check_cached(values)
+        _check_cache(values)
         bound = _join_arrays(values)
         for name, value in values.items():
             object.__setattr__(self, name, value)
@@ -93,13 +101,21 @@ class AttentionSpec:
 
     def _check_captures(self) -> None:
         seen: dict[str, Capture] = {}
+        if self.sink and self.sink.name in {c.name for c in (*self.mask.captures, *(self.score or self.mask).captures)}:
+            raise SpecError(f"sink: the mask or the score function reads {self.sink.name!r} too; give one another name")
         for capture in self.captures:
             well_formed.check_same_capture(seen.setdefault(capture.name, capture), capture)
+            if self.is_ragged and capture.name in RAGGED_ARGUMENTS:
+                raise SpecError(
+                    f"capture {capture.name!r}: with layout='thd' that is an argument of each call; "
+                    "give it another name"
+                )
 
     @cached_property
     def captures(self) -> tuple[Capture, ...]:
         """What the call supplies by name, sorted by name."""
-        return captures_of(self.mask.expression, *([self.score.expression] if self.score else []))
+        own = [self.sink] if self.sink else []
+        return captures_of(self.mask.expression, *([self.score.expression] if self.score else []), *own)
 
     @property
     def bound(self) -> Bound:
@@ -108,6 +124,11 @@ class AttentionSpec:
         They are no part of the spec's JSON, nor of what specs are equal by.
         """
         return self._bound  # type: ignore[attr-defined]
+
+    @property
+    def is_ragged(self) -> bool:
+        """Whether the sequences of a batch lie one behind the other in packed arrays: layout "thd"."""
+        return self.layout == "thd"
 
     @property
     def keep_threshold(self) -> int:
@@ -126,7 +147,8 @@ class AttentionSpec:
         parts = ["bf16" if self.dtype == "bfloat16" else "fp16", dim, _slug(self.mask.name)]
         parts += [_slug(self.score.name)] if self.score else []
         parts += [f"dropout{self.dropout:g}"] if self.dropout else []
-        parts += ["bshd"] if self.layout == "bshd" else []
+        parts += ["sink"] if self.sink else []
+        parts += [self.layout] if self.layout != "bhsd" else []
         parts += [f"pages{self.page_size}"] if self.page_size else []
         parts += [{"float8_e4m3fn": "fp8"}.get(self.kv_dtype, self.kv_dtype)] if self.kv_dtype else []
         return f"{'-'.join(parts)[:MAX_NAME].rstrip('-._')}-{self.digest}"
@@ -164,6 +186,7 @@ class AttentionSpec:
         parts += [f"layout={self.layout!r}"] if self.layout != "bhsd" else []
         parts += [f"dropout={self.dropout!r}"] if self.dropout else []
         parts += [f"score={self.score}"] if self.score else []
+        parts += [f"sink={self.sink}"] if self.sink else []
         pages = [f"page_size={self.page_size}"] if self.page_size else []
         cached = [f"kv_dtype={self.kv_dtype!r}"] if self.kv_dtype else []
         return f"AttentionSpec({', '.join([*parts, f'mask={self.mask}', *pages, *cached])})"
@@ -215,17 +238,32 @@ def _scale(value: Any) -> float:
     return scale
 
 
+def _sink(value: Any) -> Capture:
+    capture = value.capture if isinstance(value, Tensor) else value
+    if not isinstance(capture, Capture) or capture.ndim != 1 or capture.kind != "float":
+        raise SpecError(
+            f"sink={value!r} must be a Tensor of one dimension and floats, such as Tensor('sinks', 'float32', 1)"
+        )
+    return capture
+
+
 def _layout(value: Any) -> str:
     if value not in LAYOUTS:
         raise SpecError(
-            f"layout={value!r} must be 'bhsd' (batch, heads, length, dim) or 'bshd' (batch, length, heads, dim)"
+            f"layout={value!r} must be 'bhsd' (batch, heads, length, dim), 'bshd' (batch, length, heads, dim) or 'thd' "
+            "(tokens, heads, dim; a ragged batch)"
         )
     return str(value)
 
 
-def _check_cached(values: dict[str, Any]) -> None:
+def _check_cache(values: dict[str, Any]) -> None:
+    """SpecError where keys in pages, or of 8 bits, do not go with the other fields."""
+    for name in ("page_size", "kv_dtype"):
+        if values[name] and values["layout"] == "thd":
+            remedy = "take layout='bshd', with as many queries for each sequence"
+            raise SpecError(f"{name}={values[name]!r} is not supported for layout='thd': {remedy}")
     for name in ("head_dim", "value_dim"):
-        if values[name] % CACHED_DIM:
+        if values["kv_dtype"] and values[name] % CACHED_DIM:
             raise SpecError(f"{name}={values[name]} must be a multiple of {CACHED_DIM} with a kv_dtype")
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from functools import partial
 from operator import itemgetter
 
 from flashgen.codegen.arguments import OF_QUERIES, VALUE_WIDE, ArgumentLayout
+from flashgen.codegen.ragged import MAP_ROWS
 from flashgen.codegen.rendered_kernel import RenderedKernel
 from flashgen.codegen.sizes import Sizes
 from flashgen.language.spec import AttentionSpec
@@ -67,9 +69,26 @@ def map_shapes(
     packed, shapes = kernel.plan.packed_heads > 1, {}
     for name, box in kernel.boxes.items():
         columns = spec.value_dim if name in VALUE_WIDE else spec.head_dim
+        if spec.is_ragged:
+            shapes[name] = _ragged_shape(spec, kernel, sizes, name, strides[name])
+            continue
         rows, heads = (sizes.len_q, sizes.heads_q) if name in OF_QUERIES else (sizes.len_k, sizes.heads_kv)
         batch, head, row = strides[name] if rows else (columns,) * 3  # of nothing, they may be any
         extents, steps = (columns, rows, heads, sizes.batch), (row, head, batch)
         called = "out" if name == "o" else name
         shapes[name] = map_shape(called, spec.dtype, extents, steps, box, packed and name in OF_QUERIES)
     return shapes
+
+
+def _ragged_shape(
+    spec: AttentionSpec, kernel: RenderedKernel, sizes: Sizes, name: str, strides: tuple[int, int, int]
+) -> MapShape:
+    """The map of a packed array, whose rows stand along two axes: see templates/hopper/copies.cuh.jinja."""
+    columns = spec.value_dim if name in VALUE_WIDE else spec.head_dim
+    rows, heads = (sizes.total_q, sizes.heads_q) if name in OF_QUERIES else (sizes.total_k, sizes.heads_kv)
+    _, head, row = strides
+    if rows <= 1:  # of one row, or none, strides may be any
+        row, head = columns * heads, head if rows else columns
+    called = "out" if name == "o" else name
+    shape = map_shape(called, spec.dtype, (columns, MAP_ROWS, heads, rows + 1), (row, head, row), kernel.boxes[name])
+    return replace(shape, rows_before=MAP_ROWS)

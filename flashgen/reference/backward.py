@@ -7,6 +7,7 @@ Forward, with X = scale Q K^T and dropout's Z (0 where dropped, 256 / T where ke
 Backward, of the gradients dO and dLSE of both outputs:
 
     dV = (P ∘ Z)^T dO;  dP = (dO V^T) ∘ Z;  D = rowsum(dO ∘ O) - dLSE;  dS = P ∘ (dP - D);  dX = dS ∘ dscore/dX
+    dsink = -sum(exp(sink - LSE) D), as its score has no value, and so no dP
     dQ = scale dX K;    dK = scale dX^T Q;  each gather of a capture adds dS ∘ dscore/dgather where it gathered
 
 In exact arithmetic D is rowsum(P ∘ dP) too. A backward that is given O rounded has that rounding, times P, in all
@@ -20,6 +21,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import ml_dtypes
 import numpy as np
 from numpy.typing import ArrayLike
 
@@ -27,6 +29,7 @@ from flashgen.reference.elementwise import HeadTiles
 from flashgen.reference.gradients import Cotangents, Gradients, GradientSums, prepare_cotangents
 from flashgen.reference.inputs import Array, Problem, prepare
 from flashgen.reference.oracle import round_to, row_blocks, softmax
+from flashgen.reference.ragged import gradients_of, sequences
 
 if TYPE_CHECKING:
     from flashgen.language import AttentionSpec
@@ -53,8 +56,25 @@ def backward(
     zero gradients. A score of -inf counts as masked.
     Raises ArgumentError for arguments that do not fit the spec or each other.
     """
-    problem = prepare(spec, q, k, v, seed, offset, captures)
-    return _run(problem, prepare_cotangents(problem, d_out, d_lse), Arithmetic(np.float64)).gradients()
+
+    def exact(problem: Problem, cotangents: Cotangents) -> Gradients:
+        return _run(problem, cotangents, Arithmetic(np.float64)).gradients()
+
+    return _gradients(exact, spec, (q, k, v), (d_out, d_lse), seed, offset, captures)
+
+
+def _gradients(
+    of_problem: Callable[[Problem, Cotangents], Gradients],
+    spec: AttentionSpec,
+    qkv: tuple[Any, Any, Any],
+    cotangents: tuple[Any, Any],
+    *given: Any,
+) -> Gradients:
+    """The gradients of a call, from what gives those of a problem; given: seed, offset, captures."""
+    if spec.is_ragged:
+        return gradients_of(qkv, sequences(spec, *qkv, *given), *cotangents, of_problem)
+    problem = prepare(spec, *qkv, *given)
+    return of_problem(problem, prepare_cotangents(problem, *cotangents))
 
 
 def backward_of_rounded_output(
@@ -73,9 +93,12 @@ def backward_of_rounded_output(
 
     Arguments, results and errors are those of `backward`; only that rounding differs.
     """
-    problem = prepare(spec, q, k, v, seed, offset, captures)
     arithmetic = Arithmetic(np.float64, of_output=lambda array: round_to(spec.dtype, array))
-    return _run(problem, prepare_cotangents(problem, d_out, d_lse), arithmetic).gradients()
+
+    def of_rounded(problem: Problem, cotangents: Cotangents) -> Gradients:
+        return _run(problem, cotangents, arithmetic).gradients()
+
+    return _gradients(of_rounded, spec, (q, k, v), (d_out, d_lse), seed, offset, captures)
 
 
 def low_precision_backward(
@@ -100,18 +123,23 @@ def low_precision_backward(
     is rounded once more, to the capture's dtype. Arguments, results and errors are those of `backward`. Numbers that
     overflow float16 become infinity or NaN, as they do there.
     """
-    problem = prepare(spec, q, k, v, seed, offset, captures)
 
     def rounding(array: Any) -> Array:
         return round_to(spec.dtype, array)
 
-    with np.errstate(over="ignore", invalid="ignore"):
-        sums = _run(problem, prepare_cotangents(problem, d_out, d_lse), Arithmetic(np.float32, rounding))
+    def rounded(problem: Problem, cotangents: Cotangents) -> Gradients:
+        sums = _run(problem, cotangents, Arithmetic(np.float32, rounding))
         sums.dk, sums.dv = rounding(sums.dk), rounding(sums.dv)
         dq, dk, dv, gradients = sums.gradients()
-        for name, array in gradients.items():
-            gradients[name] = rounding(array).astype(problem.captures[name].dtype).astype(np.float64)
-    return Gradients(dq, rounding(dk), rounding(dv), gradients)
+        return Gradients(dq, rounding(dk), rounding(dv), gradients)
+
+    with np.errstate(over="ignore", invalid="ignore"):
+        found = _gradients(rounded, spec, (q, k, v), (d_out, d_lse), seed, offset, captures)
+        for capture in spec.captures:
+            if capture.grad:  # sums over the sequences of a ragged batch, too
+                kept = ml_dtypes.bfloat16 if capture.dtype == "bfloat16" else capture.dtype
+                found.captures[capture.name] = rounding(found.captures[capture.name]).astype(kept).astype(np.float64)
+    return found
 
 
 @dataclass(frozen=True)
@@ -142,13 +170,19 @@ def _run(problem: Problem, cotangents: Cotangents, arithmetic: Arithmetic) -> Gr
         d_out, d_lse = rounded(cotangents.d_out[b, h, rows]), cotangents.d_lse[b, h, rows]
         q = rounded(scale * q[rows])
         modified = tiles.modified(rounded(product(q, k.T)), queries, keys, arithmetic.rounding)
-        p = rounded(softmax(modified.scores.astype(arithmetic.wide))[0])
+        p, lse = softmax(modified.scores.astype(arithmetic.wide), tiles.sink)
+        p = rounded(p)
         z = tiles.drop(np.ones_like(p), queries, keys)
         dropped = rounded(p * z)
         out = arithmetic.rounded_output(product(dropped, v))
         d_p = rounded(rounded(product(d_out, v.T)) * z)
         d = rounded(rounded(d_out * out).sum(axis=-1) - d_lse)
         d_s = rounded(p * rounded(d_p - d[:, None]))
+        sink = problem.spec.sink
+        if sink is not None and sink.grad and tiles.sink is not None:
+            with np.errstate(invalid="ignore"):
+                of_sink = np.where(lse == -np.inf, 0.0, np.exp(tiles.sink - lse))
+            sums.captures[sink.name][h] -= rounded(rounded(of_sink) * d).sum()
         d_x = modified.pull_back(d_s, sums.captures)
         sums.dq[b, h, rows] = rounded(scale * rounded(product(d_x, k)))
         sums.dk[b, h] += product(d_x.T, q)

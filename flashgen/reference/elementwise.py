@@ -25,6 +25,12 @@ class HeadTiles:
     b: int
     h: int
 
+    @property
+    def sink(self) -> float | None:
+        """The head's score without a value, where the spec has one."""
+        sink = self.problem.spec.sink
+        return None if sink is None else float(self.problem.captures[sink.name][self.h])
+
     def modify(self, scores: Array, queries: range, keys: range, rounding: Rounding | None = None) -> Array:
         """Scores (queries, keys), already scaled, after the score function and with -inf where the mask forbids.
 
@@ -57,12 +63,14 @@ class HeadTiles:
         problem = self.problem
         if problem.spec.dropout == 0:
             return probabilities
-        keep = keep_tile(problem.seed, problem.offset, self.b, self.h, queries, keys, problem.spec.dropout)
+        keep = keep_tile(
+            problem.seed, problem.offset, problem.number + self.b, self.h, queries, keys, problem.spec.dropout
+        )
         return np.where(keep, probabilities * problem.keep_scale, 0.0)
 
     def _indices(self, queries: range, keys: range) -> dict[sympy.Basic, Any]:
         return {
-            BATCH: np.asarray(self.b, dtype=np.int64),
+            BATCH: np.asarray(self.problem.number + self.b, dtype=np.int64),
             HEAD: np.asarray(self.h, dtype=np.int64),
             QUERY: np.arange(queries.start, queries.stop, dtype=np.int64)[:, None],
             KEY: np.arange(keys.start, keys.stop, dtype=np.int64)[None, :],

@@ -26,7 +26,8 @@ _AXES = {"bhsd": ("batch", "heads", "length", "dim"), "bshd": ("batch", "length"
 @dataclass(frozen=True, eq=False)
 class Problem:
     """One attention problem. q (batch, heads_q, len_q, head_dim), k (batch, heads_kv, len_k, head_dim) and
-    v (batch, heads_kv, len_k, value_dim) are float64; captures are arrays of the dtype declared, by name."""
+    v (batch, heads_kv, len_k, value_dim) are float64; captures are arrays of the dtype declared, by name. number: what
+    the first batch is called, which a sequence of a ragged batch has from there."""
 
     spec: AttentionSpec
     q: Array
@@ -35,6 +36,7 @@ class Problem:
     seed: int
     offset: int
     captures: Mapping[str, NDArray[Any]]
+    number: int = 0
 
     @property
     def batch(self) -> int:
@@ -82,7 +84,22 @@ def prepare(
     seed, offset = _check_dropout(spec, seed, offset, q.shape)
     nothing_read = 0 in (*q.shape[:3], k.shape[2])
     captures = {name: array.on_host() for name, array in spec.bound.items()} | dict(captures)
-    return Problem(spec, q, k, v, seed, offset, _check_captures(spec, captures, nothing_read))
+    checked = _check_captures(spec, captures, nothing_read)
+    if spec.sink and checked[spec.sink.name].shape != (q.shape[1],):
+        raise ArgumentError(
+            f"capture {spec.sink.name!r} has shape {checked[spec.sink.name].shape}; give ({q.shape[1]},)"
+        )
+    return Problem(spec, q, k, v, seed, offset, checked)
+
+
+def prepare_of_papers(
+    spec: AttentionSpec, q: Any, k: Any, v: Any, seed: int | None, offset: int, captures: Mapping[str, Any]
+) -> Problem:
+    """The same for the papers' algorithms, which know neither ragged batches nor sinks: ArgumentError for those."""
+    if spec.is_ragged or spec.sink:
+        what = "layout='thd'" if spec.is_ragged else "sink"
+        raise ArgumentError(f"{what} is not in the papers' algorithms; flashgen.reference.attention knows it")
+    return prepare(spec, q, k, v, seed, offset, captures)
 
 
 def heads_first(spec: AttentionSpec, name: str, given: Any) -> Array:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -13,8 +14,14 @@ from flashgen.reference.inputs import Problem, prepare
 if TYPE_CHECKING:
     from flashgen.language import AttentionSpec
 
-Sequences = list[tuple[Problem, range]]
-"""Problems, and which sequences of the batch each is of."""
+
+class Cache(NamedTuple):
+    """What a call says of keys and values that are in pages, or of 8 bits; in a ragged batch seqused_k alone."""
+
+    page_table: Any = None
+    seqused_k: Any = None
+    k_scale: Any = None
+    v_scale: Any = None
 
 
 def gathered(pages: Any, page_table: Any, length: Any) -> Any:
@@ -43,32 +50,40 @@ def widened(spec: AttentionSpec, name: str, array: Any, scale: Any) -> Any:
     return given.astype(np.float64) * factors.reshape(-1, *(1,) * (3 - axis))
 
 
-def sequences_of(
+def check_ragged(cache: Cache) -> None:
+    """ArgumentError where a call of a ragged batch is given what there is of pages and 8 bits alone."""
+    for name, given in cache._asdict().items():
+        if given is not None and name != "seqused_k":
+            raise ArgumentError(f"{name} is not supported for layout='thd': leave it out")
+
+
+def problems_of(
     spec: AttentionSpec,
     arrays: tuple[Any, Any, Any],
+    cache: Cache,
     seed: int | None,
     offset: int,
     captures: Mapping[str, Any],
-    page_table: Any,
-    seqused_k: Any,
-    k_scale: Any = None,
-    v_scale: Any = None,
-) -> Sequences:
-    """The problems of a call: one for the batch, or over pages, where each sequence has a length, one for each."""
+) -> list[Problem]:
+    """The problems of a call, in order: one for the batch, or over pages, where each has a length, one a sequence."""
     q, k, v = arrays
     if spec.kv_dtype:
-        k, v = widened(spec, "k", k, k_scale), widened(spec, "v", v, v_scale)
+        k, v = widened(spec, "k", k, cache.k_scale), widened(spec, "v", v, cache.v_scale)
+    table, lengths = cache.page_table, cache.seqused_k
     if not spec.page_size:
-        if page_table is not None or seqused_k is not None:
+        if table is not None or lengths is not None:
             raise ArgumentError("page_table and seqused_k are for specs with a page_size")
-        problem = prepare(spec, q, k, v, seed, offset, captures)
-        return [(problem, range(problem.batch))]
-    if page_table is None or seqused_k is None:
+        return [prepare(spec, q, k, v, seed, offset, captures)]
+    if table is None or lengths is None:
         raise ArgumentError(f"page_size={spec.page_size} needs page_table and seqused_k")
-    made: Sequences = []
-    for b, (row, length) in enumerate(zip(page_table, seqused_k, strict=True)):
-        own_k, own_v = (_of_batch(spec, gathered(pages, row, length), len(page_table)) for pages in (k, v))
-        made.append((prepare(spec, q, own_k, own_v, seed, offset, captures), range(b, b + 1)))
+    if not len(table):  # no sequence, and so no length
+        none = _of_batch(spec, gathered(k, (), 0), 0), _of_batch(spec, gathered(v, (), 0), 0)
+        return [prepare(spec, q, *none, seed, offset, captures)]
+    made = []
+    for b, (row, length) in enumerate(zip(table, lengths, strict=True)):
+        own_k, own_v = (_of_batch(spec, gathered(pages, row, length), 1) for pages in (k, v))
+        problem = prepare(spec, np.asarray(q)[b : b + 1], own_k, own_v, seed, offset, captures)
+        made.append(replace(problem, number=b))
     return made
 
 

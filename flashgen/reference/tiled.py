@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from flashgen.reference.elementwise import HeadTiles
-from flashgen.reference.inputs import Array, Problem, prepare
+from flashgen.reference.inputs import Array, Problem, prepare_of_papers
 from flashgen.reference.oracle import softmax
 from flashgen.reference.traffic import Hbm, HbmTraffic, flash1_blocks, flash2_blocks
 
@@ -42,7 +42,7 @@ def standard(
 
     The score function and mask are applied as S is made, dropout as P is made; LSE is no part of it and not counted.
     """
-    return _each_head(prepare(spec, q, k, v, seed, offset, captures), _standard_head)
+    return _each_head(prepare_of_papers(spec, q, k, v, seed, offset, captures), _standard_head)
 
 
 def flash1(
@@ -66,7 +66,7 @@ def flash1(
     def head(hbm: Hbm, tiles: HeadTiles, q: Array, k: Array, v: Array, out: Array, lse: Array) -> None:
         _flash1_head(hbm, tiles, q, k, v, out, lse, blocks.rows, blocks.columns)
 
-    return _each_head(prepare(spec, q, k, v, seed, offset, captures), head)
+    return _each_head(prepare_of_papers(spec, q, k, v, seed, offset, captures), head)
 
 
 def flash2(
@@ -89,7 +89,7 @@ def flash2(
     def head(hbm: Hbm, tiles: HeadTiles, q: Array, k: Array, v: Array, out: Array, lse: Array) -> None:
         _flash2_head(hbm, tiles, q, k, v, out, lse, blocks.rows, blocks.columns)
 
-    return _each_head(prepare(spec, q, k, v, seed, offset, captures), head)
+    return _each_head(prepare_of_papers(spec, q, k, v, seed, offset, captures), head)
 
 
 def _each_head(problem: Problem, run: Head) -> Result:

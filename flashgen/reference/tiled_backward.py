@@ -18,7 +18,7 @@ from numpy.typing import ArrayLike
 
 from flashgen.reference.elementwise import HeadTiles
 from flashgen.reference.gradients import GradientSums, output_like, row_values
-from flashgen.reference.inputs import Array, Problem, prepare
+from flashgen.reference.inputs import Array, Problem, prepare_of_papers
 from flashgen.reference.oracle import softmax
 from flashgen.reference.tiled import blocks_of, finite, span
 from flashgen.reference.traffic import Blocks, Hbm, HbmTraffic, flash1_blocks
@@ -46,7 +46,7 @@ def standard_backward(
     Arguments and errors are those of `backward`. P is in HBM when it begins; loads of the scores, which the derivative
     of a score function needs, are not counted.
     """
-    problem = prepare(spec, q, k, v, seed, offset, captures)
+    problem = prepare_of_papers(spec, q, k, v, seed, offset, captures)
     sums, d_output = GradientSums(problem), output_like(problem, "d_out", d_out)
 
     def head(hbm: Hbm, b: int, h: int) -> None:
@@ -76,7 +76,7 @@ def flash_backward(
     holds no row.
     """
     blocks = flash1_blocks(on_chip, spec.head_dim, spec.value_dim)
-    problem = prepare(spec, q, k, v, seed, offset, captures)
+    problem = prepare_of_papers(spec, q, k, v, seed, offset, captures)
     output, d_output = output_like(problem, "out", out), output_like(problem, "d_out", d_out)
     statistics = row_values("lse", lse, (problem.batch, problem.heads, problem.len_q))
     sums = GradientSums(problem)

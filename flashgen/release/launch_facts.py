@@ -1,6 +1,6 @@
 """How a kernel of a release is launched: its grid and its arguments, for programs that use CUDA's driver API.
 
-Numbers that follow from the sizes of a call are formulas of them, in C++: of integers, `* /`, `min`, `max`, and
+Numbers that follow from the sizes of a call are formulas of them, in C++: of integers, `+ * /`, `min`, `max`, and
 `ceil_div(a, b)`, which is a / b rounded up. They are what calls launch by, with names in place of numbers.
 """
 
@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from flashgen.codegen.arguments import OF_QUERIES, VALUE_WIDE, ArgumentLayout, member_name
+from flashgen.codegen.ragged import MAP_ROWS
 from flashgen.codegen.rendered_kernel import RenderedKernel
 from flashgen.codegen.sizes import NAMED_SIZES
 from flashgen.codegen.stages import struct_values
@@ -20,9 +21,9 @@ from flashgen.language.operations import Capture
 from flashgen.language.spec import AttentionSpec
 
 FORMULAS = (
-    "grid and value in C++'s integers, of a call's batch, heads_q, heads_kv, len_q, len_k, of the GPU's "
-    "multiprocessors, of count, the elements of a captured array, and of splits, into how many parts the caller splits "
-    "the keys; ceil_div(a, b) is a / b rounded up"
+    "grid and value in C++'s integers, of a call's batch, heads_q, heads_kv, len_q, len_k, of a ragged batch's total_q "
+    "and total_k, its arrays' rows, of the GPU's multiprocessors, of count, the elements of a captured array, and of "
+    "splits, into how many parts the caller splits the keys; ceil_div(a, b) is a / b rounded up"
 )
 
 
@@ -89,13 +90,27 @@ def _meanings(spec: AttentionSpec) -> dict[str, str]:
     meanings |= {"tile_entries": "tile << 1 | 1 where no element is masked", "list_strides": "from list to list"}
     meanings |= {"counts": "tiles of each list, written", "offsets": "where each list begins in entries"}
     meanings |= {"entries": "tile << 1 | 1 where no element is masked, written"}
+    meanings["seed"] = "the dropout's seed in the GPU's memory, 8 bytes, or null where the next two hold it"
     meanings |= {"seed_low": "of the dropout's seed the low half", "seed_high": "the high half"}
     meanings |= {"offset": "of the dropout's counter"}
     meanings |= {"heads_q": "query heads", "heads_kv": "heads of k and v", "heads_per_kv": "query heads of each of k"}
-    meanings |= {"len_q": "queries", "len_k": "keys", "count": "elements of the captured array"}
+    meanings |= {"batch": "sequences", "len_q": "queries", "len_k": "keys", "count": "elements of the captured array"}
+    meanings |= _ragged_meanings(rows, head, value) if spec.is_ragged else {}
     meanings["sums"] = "of the gradient, which the kernel of keys added up"
     for capture in spec.captures:
         meanings |= _capture_meanings(capture)
+    return meanings
+
+
+def _ragged_meanings(rows: Mapping[str, str], head: int, value: int) -> dict[str, str]:
+    """What members of ragged batches' kernels are, where that is another thing; `rows`: the arrays of rows."""
+    meanings = {"len_q": "queries of a sequence, at most", "len_k": "keys of it, at most"}
+    for name, what in rows.items():
+        heads, total = ("heads_kv", "total_k") if name[-1] in "kv" else ("heads_q", "total_q")
+        meanings[name] = f"{what}, ({total}, {heads}, {value if name[-1] in 'vo' else head})"
+    meanings["lse"] = "log-sum-exp of each row, (heads_q, total_q), or null where it is not wanted"
+    meanings["dq_sums"] = "sums of dq, float32, (heads_q, rows, padded head_dim), in an order of their own"
+    meanings["statistics"] = "LSE to the base 2, and D, of each row, (heads_q, rows, 2)"
     return meanings
 
 
@@ -119,13 +134,28 @@ def _map(name: str, kernel: RenderedKernel, spec: AttentionSpec) -> dict[str, An
     columns = spec.value_dim if name in VALUE_WIDE else spec.head_dim
     rows, heads = ("len_q", "heads_q") if name in OF_QUERIES else ("len_k", "heads_kv")
     box = (*kernel.boxes[name], 1, 1, 1)[:4]
+    if spec.is_ragged:
+        total = "total_q" if name in OF_QUERIES else "total_k"
+        return {
+            **_map_of(name, spec, box),
+            "sizes": [str(columns), str(MAP_ROWS), heads, f"{total} + 1"],
+            "strides": ["row", "head", "row"],
+            "rows_before": MAP_ROWS,
+        }
     packed = kernel.plan.packed_heads > 1 and name in OF_QUERIES
+    return {
+        **_map_of(name, spec, box),
+        "sizes": [str(columns), heads, rows, "batch"] if packed else [str(columns), rows, heads, "batch"],
+        "strides": ["head", "row", "batch"] if packed else ["row", "head", "batch"],
+    }
+
+
+def _map_of(name: str, spec: AttentionSpec, box: tuple[int, ...]) -> dict[str, Any]:
+    """What every map says. One of a ragged batch also that it begins `rows_before` rows before the array's address."""
     return {
         "member": f"{name}_map",
         "array": name,
         "dtype": spec.dtype,
-        "sizes": [str(columns), heads, rows, "batch"] if packed else [str(columns), rows, heads, "batch"],
-        "strides": ["head", "row", "batch"] if packed else ["row", "head", "batch"],
         "box": list(box),
         "swizzle_bytes": box[0] * ELEMENT_BYTES,
         "l2_promotion_bytes": 256,

@@ -9,6 +9,7 @@ from typing import Any
 from flashgen.codegen.environment import environment
 from flashgen.codegen.sizes import SIZE_NAMES
 
+_TOTALS = ("total_q", "total_k")
 _IDENTIFIER = re.compile(r"[A-Za-z_]\w*")
 
 
@@ -17,7 +18,7 @@ def launch_header(kernel: Mapping[str, Any]) -> str:
     members = kernel["arguments"]
     formulas = " ".join([*kernel["grid"].values(), *(" ".join(_formulas(member)) for member in members)])
     used = set(_IDENTIFIER.findall(formulas))
-    sizes = ("count",) if "count" in used else SIZE_NAMES
+    sizes = ("count",) if "count" in used else (*SIZE_NAMES, *(name for name in _TOTALS if name in used))
     return (
         environment()
         .get_template("release/launch.h.jinja")

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from flashgen.errors import LaunchError
 
 # TensorMapLayout of templates/emulator/tensor_map.h; keep both alike.
-_EMULATED = struct.Struct("<QQ 4I 5I 5H 2x 4q 32x")
+_EMULATED = struct.Struct("<QQ 4I 5I 5H 2x 4q q 24x")
 _EMULATED_MAGIC = 0x3150414D54455247
 _ELEMENTS = {"float16": (0, 2), "bfloat16": (1, 2), "float32": (2, 4)}  # number, bytes
 _SWIZZLES = (0, 32, 64, 128)
@@ -16,7 +16,7 @@ _MOST_RANKS, _LONGEST_BOX, _LINE = 5, 256, 16
 
 
 def encode_map(
-    dtype: str, sizes: Sequence[int], byte_strides: Sequence[int], box: Sequence[int], swizzle: int
+    dtype: str, sizes: Sequence[int], byte_strides: Sequence[int], box: Sequence[int], swizzle: int, shift: int = 0
 ) -> bytes:
     """The map of an array for the emulator; its first 8 bytes are for the array's address.
 
@@ -28,6 +28,7 @@ def encode_map(
         byte_strides: the stride of every dimension but the first.
         box: how many elements of each dimension one copy takes.
         swizzle: bytes of the pattern in shared memory: 0 (none), 32, 64 or 128.
+        shift: bytes from where the map begins to the array's address, a multiple of 16.
 
     Raises:
         LaunchError: no GPU could do that; the message says why, and which values are possible.
@@ -45,6 +46,7 @@ def encode_map(
         *_filled(sizes, _MOST_RANKS, 1),
         *_filled(box, _MOST_RANKS, 1),
         *_filled(byte_strides, _MOST_RANKS - 1, 0),
+        shift,
     )
 
 

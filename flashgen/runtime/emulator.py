@@ -13,6 +13,7 @@ import numpy as np
 
 from flashgen.build.host import HostKernel
 from flashgen.errors import LaunchError
+from flashgen.runtime import timeline
 from flashgen.runtime.findings import failure_text
 from flashgen.runtime.sanitized import Pointers, Size, launch_program
 from flashgen.runtime.schedule import Schedule
@@ -102,6 +103,9 @@ class _Request(ctypes.Structure):
         ("switches", ctypes.c_uint64),
         ("collectives", ctypes.c_uint64),
         ("async_copies", ctypes.c_uint64),
+        ("events", ctypes.c_void_p),
+        ("event_capacity", ctypes.c_uint64),
+        ("event_count", ctypes.c_uint64),
         ("message", ctypes.c_char * 8192),
     )
 
@@ -150,8 +154,14 @@ def _launch_in_process(
         workers=schedule.workers,
         seed=schedule.seed,
     )
+    recorder = timeline.recorder()
+    if recorder is not None:
+        recorder.begin(kernel.name)
+        request.events, request.event_capacity = recorder.buffer.ctypes.data, len(recorder.buffer)
     failed = _entry_point(kernel.path, kernel.runtime)(ctypes.byref(request))
     del memory
     if failed:
         raise LaunchError(failure_text(kernel, request.message.decode(errors="replace"), schedule))
+    if recorder is not None:
+        recorder.end(request.event_count)
     return request.blocks, request.switches, request.collectives, request.async_copies

@@ -36,12 +36,20 @@ class MapShape:
         strides: bytes from row to row, head to head, batch to batch, in the order of the sizes.
         box: how much of the first sizes one copy moves; it moves 1 of the others. Its rows, of 32, 64 or 128 bytes, are
             swizzled.
+        rows_before: how many rows before the array's address the map begins. None of them is ever read or written:
+            maps of ragged batches clip a tile where its sequence ends by reaching each row in several ways.
     """
 
     dtype: str
     sizes: tuple[int, int, int, int]
     strides: tuple[int, int, int]
     box: tuple[int, ...]
+    rows_before: int = 0
+
+    @property
+    def shift(self) -> int:
+        """Bytes from where the map begins to the array's address."""
+        return self.rows_before * self.strides[0]
 
     @property
     def whole_box(self) -> tuple[int, int, int, int]:
@@ -117,7 +125,9 @@ def tensor_map(address: int, shape: MapShape) -> bytes:
     memory = ctypes.create_string_buffer(MAP_BYTES + _ALIGNMENT)
     at = -(-ctypes.addressof(memory) // _ALIGNMENT) * _ALIGNMENT
     before, after = shape._driver_arguments
-    status = driver().cuTensorMapEncodeTiled(ctypes.c_void_p(at), *before, ctypes.c_void_p(address), *after)
+    status = driver().cuTensorMapEncodeTiled(
+        ctypes.c_void_p(at), *before, ctypes.c_void_p(address - shape.shift), *after
+    )
     if status:
         raise LaunchError(
             f"the driver does not take the tensor map of an array at {address:#x}: CUDA error {status} for {shape}; "
@@ -128,4 +138,4 @@ def tensor_map(address: int, shape: MapShape) -> bytes:
 
 def emulated_map(shape: MapShape) -> bytes:
     """The 128 bytes of the emulator's map; its first 8 are for the array's address."""
-    return encode_map(shape.dtype, shape.sizes, shape.strides, shape.whole_box, shape.swizzle_bytes)
+    return encode_map(shape.dtype, shape.sizes, shape.strides, shape.whole_box, shape.swizzle_bytes, shape.shift)

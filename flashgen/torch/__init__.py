@@ -11,9 +11,10 @@ Tensors are on a GPU; those of the CPU run on the emulator where `emulate=True` 
 `import flashgen` imports nothing of this, and needs no torch.
 """
 
-from flashgen.torch.block_mask import BlockMask, and_masks, create_block_mask, noop_mask, or_masks
+from flashgen.torch.block_mask import BlockMask, create_block_mask
 from flashgen.torch.flex import flex_attention
 from flashgen.torch.functional import attention
+from flashgen.torch.mask_functions import and_masks, create_mask, noop_mask, or_masks
 from flashgen.torch.module import Attention
 from flashgen.torch.sdpa import scaled_dot_product_attention
 from flashgen.torch.table import emulated, register
@@ -25,6 +26,7 @@ __all__ = [
     "and_masks",
     "attention",
     "create_block_mask",
+    "create_mask",
     "emulated",
     "flex_attention",
     "noop_mask",

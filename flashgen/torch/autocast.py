@@ -6,10 +6,9 @@ from typing import Any
 
 import torch
 
+from flashgen.torch.operators import LIBRARY
 from flashgen.torch.table import of_key
 from flashgen.torch.tensors import Tensor
-
-_LIBRARY = torch.library.Library("flashgen", "FRAGMENT")  # the registrations live as long as it does
 
 
 def cast(q: Tensor, k: Tensor, v: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
@@ -25,7 +24,7 @@ def _register(device_type: str, key: str) -> None:
         with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(dispatch)):
             return torch.ops.flashgen.forward(*cast(q, k, v, dtype), captures, name, *rest)
 
-    _LIBRARY.impl("forward", under_autocast, key)
+    LIBRARY.impl("forward", under_autocast, key)
 
 
 _register("cuda", "AutocastCUDA")

@@ -3,38 +3,105 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cached_property
 from typing import Any
 
 import torch
 
-from flashgen.analysis.tile_classes import EMPTY, TileMap, tile_map
-from flashgen.errors import ArgumentError
-from flashgen.language.masks import full
+from flashgen.analysis.tile_classes import FULL, PARTIAL, tile_map
+from flashgen.errors import ArgumentError, SpecError
 from flashgen.language.modifiers import Mask, as_mask
+from flashgen.torch.mask_functions import MaskFunction, noop_mask
+from flashgen.torch.table import outside_of_graphs
 from flashgen.torch.tensors import Tensor
 
 _BLOCK = 128
+_MOST_SHOWN = 20  # characters across a picture of blocks
+Blocks = tuple[Tensor, Tensor]
+"""Which blocks of queries x keys the mask decides in, and which are kept whole: bool (batch, heads, rows, columns)."""
 
 
 class BlockMask:
     """A mask of (batch or 1, heads or 1, len_q, len_k), as `create_block_mask` makes it.
 
-    It holds no blocks: kernels know tiles in closed form, or list them on the device in each call. `to_dense` and
-    `sparsity` work them out on the CPU.
+    It holds no blocks: kernels know tiles in closed form, or list them on the device in each call. What FlexAttention's
+    has of blocks is worked out on the CPU when it is asked for: `kv_num_blocks`, `kv_indices`, their `full_` and `q_`
+    forms, `to_dense`, `sparsity`, `to_string`. One that is made of blocks, by `from_kv_blocks` or by an index, keeps
+    what stands in these alone.
+
+    Attributes: `mask_mod`, the function, which may be set, as may `seq_lengths`; `mask`, what is traced of it.
     """
 
-    def __init__(self, mask: Mask, shape: tuple[int, int, int, int], block_size: tuple[int, int]) -> None:
-        self.mask, self.shape, self.BLOCK_SIZE = mask, shape, block_size
+    def __init__(
+        self,
+        mask_mod: MaskFunction,
+        shape: tuple[int, int, int, int],
+        block_size: tuple[int, int],
+        device: Any = None,
+        blocks: Blocks | None = None,
+    ) -> None:
+        self._mask_mod, self.batch_and_heads, self.seq_lengths = mask_mod, shape[:2], (shape[2], shape[3])
+        self.BLOCK_SIZE, self.device, self._blocks = block_size, torch.device(device or "cpu"), blocks
+
+    @classmethod
+    def from_kv_blocks(
+        cls,
+        kv_num_blocks: Tensor,
+        kv_indices: Tensor,
+        full_kv_num_blocks: Tensor | None = None,
+        full_kv_indices: Tensor | None = None,
+        BLOCK_SIZE: int | tuple[int, int] = _BLOCK,
+        mask_mod: MaskFunction | None = None,
+        seq_lengths: tuple[int, int] | None = None,
+        compute_q_blocks: bool = True,
+    ) -> BlockMask:
+        """Of lists of blocks: `mask_mod` decides in those of kv_indices, all of those of full_kv_indices is kept.
+
+        Args: kv_num_blocks (batch or 1, heads or 1, rows of blocks), of which each row's first so many entries of
+            kv_indices (batch or 1, heads or 1, rows, columns) are visited; of the full ones likewise. The rest as
+            FlexAttention's function of this name; kernels need no lists of queries.
+        """
+        if kv_indices.ndim != 4 or (full_kv_num_blocks is None) != (full_kv_indices is None):
+            raise ArgumentError(
+                f"kv_indices has shape {tuple(kv_indices.shape)}: give (batch, heads, rows, columns), and of full "
+                "blocks both numbers and indices or neither"
+            )
+        block = (BLOCK_SIZE, BLOCK_SIZE) if isinstance(BLOCK_SIZE, int) else BLOCK_SIZE
+        partial = _of_lists(kv_num_blocks, kv_indices)
+        full = torch.zeros_like(partial)
+        if full_kv_num_blocks is not None and full_kv_indices is not None:
+            full = _of_lists(full_kv_num_blocks, full_kv_indices)
+        batch, heads, rows, columns = partial.shape
+        len_q, len_k = seq_lengths or (rows * block[0], columns * block[1])
+        shape = (batch, heads, len_q, len_k)
+        return cls(mask_mod or noop_mask, shape, block, kv_indices.device, (partial, full))
 
     @property
-    def mask_mod(self) -> Mask:
-        """The mask, which other functions may call."""
-        return self.mask
+    def mask_mod(self) -> MaskFunction:
+        return self._mask_mod
+
+    @mask_mod.setter
+    def mask_mod(self, function: MaskFunction) -> None:
+        self._mask_mod = function
+        self.__dict__.pop("mask", None)
+
+    @cached_property
+    def mask(self) -> Mask:
+        """What kernels keep: the function where the blocks, if there are any, do not say it."""
+        if self._blocks is None:
+            return as_mask(self._mask_mod, "mask_mod")
+        (partial, full), (rows, columns), mask_mod = self._blocks, self.BLOCK_SIZE, self._mask_mod
+        of_batch, of_heads = (size > 1 for size in partial.shape[:2])
+
+        def listed(b: Any, h: Any, q: Any, k: Any) -> Any:
+            place = (b if of_batch else 0, h if of_heads else 0, q // rows, k // columns)
+            return full[place] | (partial[place] & mask_mod(b, h, q, k))
+
+        return as_mask(listed, "mask_mod")
 
     @property
-    def seq_lengths(self) -> tuple[int, int]:
-        """(queries, keys)."""
-        return self.shape[2], self.shape[3]
+    def shape(self) -> tuple[int, int, int, int]:
+        return (*self.batch_and_heads, *self.seq_lengths)
 
     def size(self, dim: int | None = None) -> Any:
         return self.shape if dim is None else self.shape[dim]
@@ -43,35 +110,108 @@ class BlockMask:
         batch, heads, len_q, len_k = self.shape
         return batch * heads * len_q * len_k
 
+    def blocks(self) -> Blocks:
+        """Where the mask decides, and what is kept whole: bool (batch, heads, rows of blocks, columns)."""
+        if self._blocks is not None:
+            return self._blocks
+        captures = {name: array.on_host() for name, array in self.mask.bound.items()}
+        batch, heads, len_q, len_k = self.shape
+        classes = tile_map(self.mask.expression, self.BLOCK_SIZE, len_q, len_k, batch, heads, captures).classes
+        found = torch.from_numpy(classes).to(self.device).expand(batch, heads, *classes.shape[2:])
+        return found == PARTIAL, found == FULL
+
     def to_dense(self) -> Tensor:
-        """int32 (batch or 1, heads or 1, blocks of queries, blocks of keys) on the CPU: 1 where one is visited."""
-        return torch.from_numpy((self._tiles().classes != EMPTY).astype("int32"))
+        """int32 (batch or 1, heads or 1, blocks of queries, blocks of keys): 1 where one is visited."""
+        partial, full = self.blocks()
+        return (partial | full).to(torch.int32)
 
     def sparsity(self) -> float:
         """The blocks that are not visited, in percent."""
-        return 100 * (1 - self._tiles().share)
+        return 100 * (1 - self.to_dense().double().mean().item())
 
-    def _tiles(self) -> TileMap:
-        captures = {name: array.on_host() for name, array in self.mask.bound.items()}
-        batch, heads, len_q, len_k = self.shape
-        return tile_map(self.mask.expression, self.BLOCK_SIZE, len_q, len_k, batch, heads, captures)
+    def to(self, device: Any) -> BlockMask:
+        """The same for a device; arrays that the mask closed over are read where they are, or copied to where calls
+        are."""
+        blocks = self._blocks and (self._blocks[0].to(device), self._blocks[1].to(device))
+        return BlockMask(self._mask_mod, self.shape, self.BLOCK_SIZE, device, blocks)
 
-    def to(self, *_device: Any) -> BlockMask:
-        """Itself: arrays that the mask closed over are read where they are, or copied to where calls are."""
-        return self
+    def __getitem__(self, index: Any) -> BlockMask:
+        """The blocks at an index of batch, head and row of blocks; indices within it begin at 0.
+
+        Its `mask_mod` must be set to one that knows what the indices mean now, before a call takes it.
+        """
+        given = index if isinstance(index, tuple) else (index,)
+        places = tuple(slice(i, i + 1 or None) if isinstance(i, int) else i for i in given)
+        partial, full = (each[places] for each in self.blocks())
+        shape = (*partial.shape[:2], *self.seq_lengths)
+        return BlockMask(_mask_of_other_indices, shape, self.BLOCK_SIZE, self.device, (partial, full))
+
+    def _adjust(self, new_q_len: int, new_kv_len: int) -> BlockMask:
+        """The same for other lengths, as FlexAttention's errors tell users to call it; of blocks, the first ones."""
+        rows, columns = (-(-new // block) for new, block in zip((new_q_len, new_kv_len), self.BLOCK_SIZE, strict=True))
+        blocks = self._blocks and (self._blocks[0][..., :rows, :columns], self._blocks[1][..., :rows, :columns])
+        shape = (*self.batch_and_heads, new_q_len, new_kv_len)
+        return BlockMask(self._mask_mod, shape, self.BLOCK_SIZE, self.device, blocks)
+
+    def to_string(self, grid_size: int | tuple[int, int] = _MOST_SHOWN, limit: int = 4) -> str:
+        """A picture of the first `limit` maps of blocks, of at most so many rows and columns; -1 is all of them.
+
+        Of the blocks that a character stands for, █ visits all, ░ some, and a space none.
+        """
+        dense = self.to_dense().double().flatten(0, 1)
+        most = (grid_size, grid_size) if isinstance(grid_size, int) else grid_size
+        steps = [1 if n < 0 else max(1, -(-size // n)) for size, n in zip(dense.shape[1:], most, strict=True)]
+        pictures = []
+        for number, blocks in enumerate(dense[:limit]):
+            shares = [[part.mean().item() for part in row.split(steps[1], 1)] for row in blocks.split(steps[0])]
+            lines = ["".join("█" if x == 1 else "░" if x else " " for x in row for _ in "ab") for row in shares]
+            pictures.append("\n".join([str(divmod(number, self.shape[1])), *lines]))
+        rest = len(dense) - limit
+        return "\n".join([*pictures, *([f"... {rest} more: to_string(limit=...) shows them"] if rest > 0 else [])])
 
     def __getattr__(self, name: str) -> Any:
+        if name in _LISTS:
+            of_queries, kind, what = name.startswith(("q_", "full_q_")), name.startswith("full_"), name.split("_")[-2:]
+            blocks = self.blocks()[kind]
+            blocks = blocks.mT if of_queries else blocks
+            if what == ["num", "blocks"]:
+                return blocks.sum(-1, dtype=torch.int32)
+            return torch.argsort(blocks.int(), dim=-1, descending=True, stable=True).int()
         if name.startswith("_"):
             raise AttributeError(name)
         raise AttributeError(
             f"flashgen.torch.BlockMask has no {name!r}: it holds the mask itself, of which kernels find the tiles; "
-            "there are mask_mod, shape, seq_lengths, sparsity() and to_dense()"
+            f"there are mask_mod, shape, seq_lengths, sparsity(), to_dense(), to_string(), {', '.join(_LISTS)}"
         )
 
     def __repr__(self) -> str:
-        return f"BlockMask({self.mask.name}, shape={self.shape})"
+        return f"BlockMask({self.mask.name}, shape={self.shape}, BLOCK_SIZE={self.BLOCK_SIZE})"
+
+    def __str__(self) -> str:
+        return f"BlockMask(shape={self.shape}, sparsity={self.sparsity():.2f}%,\n{self.to_string()}\n)"
 
 
+_LISTS = tuple(
+    f"{full}{side}_{what}" for full in ("", "full_") for side in ("kv", "q") for what in ("num_blocks", "indices")
+)
+
+
+def _of_lists(numbers: Tensor, indices: Tensor) -> Tensor:
+    """Which blocks lists name: of each row the first so many of its indices."""
+    columns = indices.shape[-1]
+    named = torch.arange(columns, device=indices.device) < numbers[..., None]
+    found = torch.zeros((*indices.shape[:-1], columns + 1), dtype=torch.bool, device=indices.device)
+    return found.scatter_(-1, torch.where(named, indices, columns).long(), True)[..., :columns].contiguous()
+
+
+def _mask_of_other_indices(_b: Any, _h: Any, _q: Any, _k: Any) -> Any:
+    raise SpecError(
+        "a part of a block mask counts its queries, batch and heads from 0: set its mask_mod to a function of these, "
+        "as in part.mask_mod = lambda b, h, q, k: whole.mask_mod(b, h, q + offset, k)"
+    )
+
+
+@outside_of_graphs("flashgen traces mask_mod itself: make block masks outside of what torch.compile compiles")
 def create_block_mask(
     mask_mod: Callable[..., Any] | Mask,
     B: int | None,
@@ -81,6 +221,7 @@ def create_block_mask(
     device: Any = None,
     BLOCK_SIZE: int | tuple[int, int] = _BLOCK,
     _compile: bool = False,
+    **_of_triton: bool,
 ) -> BlockMask:
     """The mask of `mask_mod(b, h, q, k)` for sequences of these lengths, as FlexAttention's function of this name.
 
@@ -88,35 +229,18 @@ def create_block_mask(
         mask_mod: a function of indices, which may close over arrays of any library, or a flashgen mask.
         B, H: batch and heads that the mask is for; None for any number.
         Q_LEN, KV_LEN: the lengths.
-        device, _compile: as they are given to FlexAttention; nothing is computed on a device here.
-        BLOCK_SIZE: of the blocks that `to_dense` and `sparsity` speak of; kernels have tiles of their own.
+        device: where what is asked of its blocks is given; None is the CPU. No attention needs it.
+        BLOCK_SIZE: of the blocks that are asked for; kernels have tiles of their own.
+        _compile, _of_triton: separate_full_blocks, compute_dq_write_order and dq_kv_order, which say nothing to kernels
+            that hold no blocks.
     """
-    block = (BLOCK_SIZE, BLOCK_SIZE) if isinstance(BLOCK_SIZE, int) else BLOCK_SIZE
     for name, size in (("Q_LEN", Q_LEN), ("KV_LEN", KV_LEN)):
         if not isinstance(size, int) or isinstance(size, bool) or size < 0:
             raise ArgumentError(f"{name}={size!r} must be an integer of at least 0")
-    return BlockMask(as_mask(mask_mod, "mask_mod"), (B or 1, H or 1, Q_LEN, KV_LEN), block)
-
-
-def noop_mask(_b: Any, _h: Any, _q: Any, _k: Any) -> Any:
-    """Keeps everything."""
-    return full()(_b, _h, _q, _k)
-
-
-def and_masks(*mask_mods: Any) -> Mask:
-    """What all of the masks keep."""
-    return _joined(mask_mods, "and_masks", lambda left, right: left & right)
-
-
-def or_masks(*mask_mods: Any) -> Mask:
-    """What one of the masks keeps."""
-    return _joined(mask_mods, "or_masks", lambda left, right: left | right)
-
-
-def _joined(mask_mods: tuple[Any, ...], name: str, join: Callable[[Mask, Mask], Mask]) -> Mask:
-    if not mask_mods:
-        raise ArgumentError(f"{name}() joins masks: give at least one")
-    made, *others = (as_mask(mask, name) for mask in mask_mods)
-    for mask in others:
-        made = join(made, mask)
+    unknown = set(_of_triton) - {"separate_full_blocks", "compute_dq_write_order", "dq_kv_order"}
+    if unknown:
+        raise ArgumentError(f"create_block_mask has no argument {', '.join(sorted(unknown))}")
+    block = (BLOCK_SIZE, BLOCK_SIZE) if isinstance(BLOCK_SIZE, int) else BLOCK_SIZE
+    made = BlockMask(mask_mod, (B or 1, H or 1, Q_LEN, KV_LEN), block, device)
+    _ = made.mask  # traced now, as a function that cannot be should be said here
     return made

@@ -11,12 +11,16 @@ from flashgen.attention import Attention
 from flashgen.attention.bound import BoundAttention
 from flashgen.errors import ArgumentError
 from flashgen.torch import autocast, operators
-from flashgen.torch.table import Registered, constant, registered
+from flashgen.torch.table import Registered, constant, handle, held, registered
 from flashgen.torch.tensors import Tensor, all_captures, bound_tensor
 from flashgen.torch.transforms import is_transforming, transformed
 
 _SEEDS = 2**62
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
+_NOTHING: Any = ([], [], [])  # of a call without captures
+# Without what torch.autograd.Function.apply does first for transforms, of which there are none where these are called.
+_apply = super(torch.autograd.Function, operators.Plain).apply
+_apply_with_lse = super(torch.autograd.Function, operators.PlainWithLse).apply
 
 
 def attention(
@@ -38,8 +42,9 @@ def attention(
         q, k, v: tensors as the spec says, (batch, heads, length, dim) or "bshd", on a GPU. Under autocast they are
             converted to the spec's dtype. Where rows are not contiguous, or not at multiples of 16 bytes, a copy is
             made.
-        seed: of the dropout, 0 <= seed < 2**63, or such an int64 tensor on the CPU; None draws one from torch's default
-            generator, so that torch.manual_seed repeats it and checkpointing computes the same anew.
+        seed: of the dropout, 0 <= seed < 2**63, or one such int64 in a tensor beside q, which kernels read, or on the
+            CPU; None draws one from the default generator of q's device, so that torch.manual_seed repeats it,
+            checkpointing computes the same anew, and a CUDA graph drops anew with each replay.
         return_lse: give the LSE, float32 (batch, heads, queries), too; it is differentiable.
         emulate: run CPU tensors on the emulator; None is what `flashgen.torch.emulated()` says.
         deterministic: gradients that are bitwise equal from run to run; None is what
@@ -49,8 +54,9 @@ def attention(
 
     Returns the output, of q's kind, or a pair with the LSE. Raises ArgumentError where something does not fit.
     """
-    entry, closed_over = entry_of(spec, emulate, is_deterministic(deterministic))
-    bound = bound_tensors(spec, q.device) if closed_over else {}
+    given = handle(spec)
+    entry, closed_over = entry_of(given, emulate, is_deterministic(deterministic))
+    bound = bound_tensors(given, q.device) if closed_over else {}
     return call(entry, bound, q, k, v, captures, seed, return_lse)
 
 
@@ -65,10 +71,10 @@ def call(
     return_lse: bool = False,
 ) -> Any:
     """A call of what is registered; `bound` are captures that need not be given."""
-    arrays, integers, floats = all_captures(entry, captures, bound)
-    if torch.is_autocast_enabled(q.device.type):
+    arrays, integers, floats = all_captures(entry, captures, bound) if captures or entry.takes_captures else _NOTHING
+    if torch.is_autocast_enabled("cuda" if q.is_cuda else "cpu"):
         q, k, v = autocast.cast(q, k, v, entry.dtype)
-    return run(entry, q, k, v, arrays, integers, floats, _seed(entry, seed), return_lse)
+    return run(entry, q, k, v, arrays, integers, floats, _seed(entry, seed, q.device), return_lse)
 
 
 def is_deterministic(deterministic: bool | None) -> bool:
@@ -92,29 +98,34 @@ def run(
         operator: Any = torch.ops.flashgen.forward
     elif is_transforming():
         operator = transformed
-    elif torch._C._len_torch_dispatch_stack() or not _all_plain(q, k, v, *arrays):
+    elif torch._C._len_torch_dispatch_stack() or not _all_plain(q, k, v, arrays):
         operator = torch.ops.flashgen.forward
-    elif return_lse or (torch.is_grad_enabled() and _any_wants_gradients(q, k, v, *arrays)):
-        out, lse = operators.Plain.apply(entry, integers, floats, seed, q, k, v, *arrays)
-        return (out, lse) if return_lse else out
+    elif torch.is_grad_enabled() and _wants_gradients(q, k, v, arrays):
+        apply = _apply_with_lse if return_lse else _apply
+        return apply((entry, integers, floats, seed), q, k, v, *arrays)
     else:
-        return operators.run_forward(entry, q, k, v, arrays, integers, floats, seed, with_lse=False)
+        return operators.run_forward(entry, q, k, v, arrays, integers, floats, seed, return_lse)
     out, lse = operator(q, k, v, arrays, entry.key, integers, floats, seed)
     return (out, lse) if return_lse else out
 
 
-def _all_plain(*tensors: Tensor) -> bool:
+def _all_plain(q: Tensor, k: Tensor, v: Tensor, arrays: list[Tensor]) -> bool:
     """Whether none is of a class that looks at what is done to it, such as a fake or a distributed tensor."""
-    return all(type(tensor) in _PLAIN for tensor in tensors)
+    if type(q) not in _PLAIN or type(k) not in _PLAIN or type(v) not in _PLAIN:
+        return False
+    return not arrays or all(type(each) in _PLAIN for each in arrays)
 
 
-def _any_wants_gradients(*tensors: Tensor) -> bool:
-    return any(tensor.requires_grad for tensor in tensors)
+def _wants_gradients(q: Tensor, k: Tensor, v: Tensor, arrays: list[Tensor]) -> bool:
+    if q.requires_grad or k.requires_grad or v.requires_grad:
+        return True
+    return bool(arrays) and any(each.requires_grad for each in arrays)
 
 
 @constant
 def entry_of(spec: Any, emulate: bool | None, deterministic: bool) -> tuple[Registered, bool]:
-    """What is registered of a spec, and whether its functions closed over arrays."""
+    """What is registered of a spec, by its handle, and whether its functions closed over arrays."""
+    spec = held(spec)
     if isinstance(spec, Attention):
         return registered(spec), isinstance(spec, BoundAttention)
     return registered(spec, emulate=emulate, deterministic=deterministic), bool(getattr(spec, "bound", None))
@@ -122,21 +133,22 @@ def entry_of(spec: Any, emulate: bool | None, deterministic: bool) -> tuple[Regi
 
 @constant
 def bound_tensors(spec: Any, device: torch.device) -> dict[str, Tensor]:
-    """The arrays that the functions of a spec closed over, as tensors on a device."""
-    return {name: bound_tensor(array, device) for name, array in spec.bound.items()}
+    """The arrays that the functions of a spec, by its handle, closed over, as tensors on a device."""
+    return {name: bound_tensor(array, device) for name, array in held(spec).bound.items()}
 
 
-def _seed(entry: Registered, seed: Any) -> Tensor | None:
+def _seed(entry: Registered, seed: Any, device: torch.device) -> Tensor | None:
+    """A seed as the operators take it: drawn where q is, as a graph that is captured can draw one there alone."""
     if not entry.dropout:
         if seed is not None:
             raise ArgumentError(f"seed={seed!r} is given, and the spec has no dropout: leave it out")
         return None
     if seed is None:
-        if not torch.compiler.is_compiling() and _is_captured():
-            raise ArgumentError("dropout in a stream that is captured would drop alike in each replay: give a seed")
-        return torch.randint(_SEEDS, (), dtype=torch.int64)
-    return seed if isinstance(seed, torch.Tensor) else torch.tensor(seed, dtype=torch.int64)
-
-
-def _is_captured() -> bool:
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+        return torch.randint(_SEEDS, (), dtype=torch.int64, device=device)
+    if isinstance(seed, torch.Tensor):
+        return seed
+    if not isinstance(seed, int) or not 0 <= seed < 2**63:
+        raise ArgumentError(f"seed={seed!r} must be an integer from 0 to {2**63 - 1}, or a tensor that holds one")
+    if torch.compiler.is_compiling():  # which makes no CUDA graph of what has a tensor on the CPU
+        return torch.full((), seed, dtype=torch.int64, device=device)
+    return torch.tensor(seed, dtype=torch.int64)

@@ -8,12 +8,13 @@ backward needs.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Optional
 
 import torch
 
-from flashgen.errors import ArgumentError
-from flashgen.torch.table import Registered, of_key
+from flashgen.errors import ArgumentError, UnsupportedError
+from flashgen.torch.table import Registered, of_key, outside_of_graphs
 from flashgen.torch.tensors import (
     Tensor,
     check_call,
@@ -24,9 +25,23 @@ from flashgen.torch.tensors import (
     to_tensor,
 )
 
+LIBRARY = torch.library.Library("flashgen", "FRAGMENT")  # the registrations live as long as it does
+
+
+def _operator(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Registers a function as the kernel of the operator of its name, on every device.
+
+    As torch.library.custom_op, but for a look at every call whether outputs alias inputs, and layers of Python, which
+    take longer than all that the operator does: compiled graphs call it through the dispatcher.
+    """
+    schema = torch.library.infer_schema(function, mutates_args=())
+    LIBRARY.define(function.__name__ + schema, tags=(torch.Tag.pt2_compliant_tag,))
+    LIBRARY.impl(function.__name__, outside_of_graphs("a kernel")(function), "CompositeExplicitAutograd")
+    return function
+
 
 # The schema is inferred from these annotations, which torch 2.6 reads as types alone: no strings, no `|`.
-@torch.library.custom_op("flashgen::forward", mutates_args=())
+@_operator
 def forward(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -37,7 +52,7 @@ def forward(
     floats: Sequence[float],
     seed: Optional[torch.Tensor],  # noqa: UP045
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The output and the LSE, float32 (batch, heads, queries). seed: an int64 without dimensions, on the CPU."""
+    """The output and the LSE, float32 (batch, heads, queries). seed: one int64, beside q or on the CPU."""
     entry = of_key(key)
     return run_forward(entry, q, k, v, captures, integers, floats, seed)
 
@@ -54,55 +69,53 @@ def run_forward(
     with_lse: bool = True,
 ) -> Any:
     """What the operator does, for tensors that hold data; the output alone without `with_lse`."""
-    if entry.emulate or not q.is_cuda:
-        check_call(entry, q, k, v, captures)
-    options: dict[str, Any] = {"return_lse": with_lse}
-    if seed is not None:
-        options["seed"] = seed_of(seed)
-    rows = (q, k, v)
-    if not entry.emulate:
-        options |= named_captures(entry, captures, integers, floats)
-        return _on_gpu(entry, rows, captures, lambda it, rows: it(*rows, **options))
+    options: dict[str, Any] = {} if seed is None else {"seed": seed_of(entry, seed)}
+    if q.is_cuda and not entry.emulate:
+        if captures or integers or floats:
+            options |= named_captures(entry, captures, integers, floats)
+        if q.stride(-1) != 1 or k.stride(-1) != 1 or v.stride(-1) != 1:
+            q, k, v = in_rows(q), in_rows(k), in_rows(v)
+        try:
+            return entry.on(q.get_device())(q, k, v, return_lse=with_lse, **options)
+        except ArgumentError as error:
+            q, k, v = _put_right((q, k, v), error, partial(check_call, entry, q, k, v, captures, seed))
+        return entry.on(q.get_device())(q, k, v, return_lse=with_lse, **options)
+    check_call(entry, q, k, v, captures, seed)
     options |= named_captures(entry, [to_array(each) for each in captures], integers, floats)
-    made = entry.on(None)(*(to_array(in_rows(tensor)) for tensor in rows), **options)
+    made = entry.on(None)(*(to_array(in_rows(tensor)) for tensor in (q, k, v)), return_lse=with_lse, **options)
     return tuple(map(to_tensor, made)) if with_lse else to_tensor(made)
 
 
-def _on_gpu(entry: Registered, rows: Sequence[Tensor], captures: Sequence[Tensor], call: Any) -> Any:
-    """The result of `call(attention, rows)`, the rows of tensors copied where kernels cannot read them.
+def _put_right(rows: Sequence[Tensor], error: ArgumentError, check: Callable[[], None] | None = None) -> list[Tensor]:
+    """Tensors that a kernel refused, copied to where it can read them.
 
-    To look at a tensor's strides costs a call as much as its launch: most are as they should be, and are given as they
-    stand. What is refused all the same is said as of tensors, where that says more.
+    To look at all strides of a tensor costs a call as much as its launch: most are as they should be, and are given as
+    they stand. Where no copy helps the error is raised, or what `check` says of tensors.
     """
-    rows = [tensor if tensor.stride(-1) == 1 else in_rows(tensor) for tensor in rows]
-    attention = entry.on(rows[0].get_device())
-    try:
-        return call(attention, rows)
-    except ArgumentError:
-        aligned = [in_rows(tensor) for tensor in rows]
-        if all(new is old for new, old in zip(aligned, rows, strict=True)):
-            if len(rows) == 3:
-                check_call(entry, rows[0], rows[1], rows[2], captures)
-            raise
-    return call(attention, aligned)
+    aligned = [in_rows(tensor) for tensor in rows]
+    if all(new is old for new, old in zip(aligned, rows, strict=True)):
+        if check:
+            check()
+        raise error
+    return aligned
 
 
-def seed_of(seed: Tensor) -> int:
-    """The dropout's seed; ArgumentError where it is not on the CPU, as a GPU's would stop the host to be read."""
-    if seed.device.type != "cpu":
-        raise ArgumentError(f"seed is on {seed.device}: give a number, or a tensor on the CPU")
-    return int(seed) & (2**64 - 1)
+def seed_of(entry: Registered, seed: Tensor) -> Any:
+    """The dropout's seed as attentions take it: one that is where kernels run they read, and nobody waits for it."""
+    if entry.emulate:
+        return to_array(seed)
+    return seed if seed.is_cuda else int(seed) & (2**64 - 1)
 
 
-@forward.register_fake
+@torch.library.register_fake("flashgen::forward", lib=LIBRARY)
 def _(q: Tensor, k: Tensor, v: Tensor, captures: Any, key: str, integers: Any, floats: Any, seed: Any) -> Any:
     entry = of_key(key)
-    check_call(entry, q, k, v, captures)
+    check_call(entry, q, k, v, captures, seed)
     out, lse = output_shapes(entry.spec, q)
     return q.new_empty(out), q.new_empty(lse, dtype=torch.float32)
 
 
-@torch.library.custom_op("flashgen::backward", mutates_args=())
+@_operator
 def backward(
     d_out: torch.Tensor,
     d_lse: Optional[torch.Tensor],  # noqa: UP045
@@ -118,7 +131,7 @@ def backward(
     seed: Optional[torch.Tensor],  # noqa: UP045
 ) -> list[torch.Tensor]:
     """The gradients of q, k, v, and of each captured array that was declared with grad=True."""
-    return run_backward(of_key(key), d_out, d_lse, q, k, v, out, lse, captures, integers, floats, seed)
+    return list(run_backward(of_key(key), d_out, d_lse, q, k, v, out, lse, captures, integers, floats, seed))
 
 
 def run_backward(
@@ -134,16 +147,22 @@ def run_backward(
     integers: Sequence[int],
     floats: Sequence[float],
     seed: Tensor | None,
-) -> list[Tensor]:
+) -> Sequence[Tensor]:
     """What the operator does."""
-    options: dict[str, Any] = {} if seed is None else {"seed": seed_of(seed)}
+    options: dict[str, Any] = {} if seed is None else {"seed": seed_of(entry, seed)}
     lse = lse.contiguous()
     if not entry.emulate:
         if d_lse is not None:
             options["d_lse"] = d_lse.contiguous()
-        options |= named_captures(entry, captures, integers, floats)
-        given = (d_out, q, k, v, out)
-        return list(_on_gpu(entry, given, captures, lambda it, rows: it.backward(*rows, lse, **options)))
+        if captures or integers or floats:
+            options |= named_captures(entry, captures, integers, floats)
+        if d_out.stride(-1) != 1 or q.stride(-1) != 1 or k.stride(-1) != 1 or v.stride(-1) != 1:
+            d_out, q, k, v = in_rows(d_out), in_rows(q), in_rows(k), in_rows(v)
+        try:
+            return entry.on(q.get_device()).backward(d_out, q, k, v, out, lse, **options)
+        except ArgumentError as error:
+            d_out, q, k, v, out = _put_right((d_out, q, k, v, out), error)
+        return entry.on(q.get_device()).backward(d_out, q, k, v, out, lse, **options)
     if d_lse is not None:
         options["d_lse"] = to_array(d_lse.contiguous())
     options |= named_captures(entry, [to_array(each) for each in captures], integers, floats)
@@ -152,7 +171,7 @@ def run_backward(
     return [to_tensor(gradient) for gradient in made]
 
 
-@backward.register_fake
+@torch.library.register_fake("flashgen::backward", lib=LIBRARY)
 def _(
     d_out: Tensor, d_lse: Any, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, captures: Any, key: str,
     integers: Any, floats: Any, seed: Any,
@@ -186,33 +205,56 @@ def gradients(
     return (*made[:3], of_captures, None, *no_numbers, None)
 
 
-forward.register_autograd(gradients, setup_context=save)
+def no_second_derivative(_ctx: Any, *_gradients: Any) -> Any:
+    """The gradient of a gradient, which there is none of."""
+    raise UnsupportedError("flashgen's attention has no second derivative: take gradients of it once")
+
+
+torch.library.register_autograd("flashgen::forward", gradients, setup_context=save, lib=LIBRARY)
+torch.library.register_autograd("flashgen::backward", no_second_derivative, lib=LIBRARY)
 
 
 class Plain(torch.autograd.Function):
-    """The two operators by themselves, for calls that nobody looks at: a tenth of what the dispatcher takes."""
+    """The two operators by themselves, for calls that nobody looks at: a tenth of what the dispatcher takes.
+
+    `about` is (entry, integers, floats, seed) of the call: what autograd need not look at.
+    """
 
     @staticmethod
-    def forward(
-        ctx: Any, entry: Registered, integers: Any, floats: Any, seed: Any, q: Any, k: Any, v: Any, *captures: Any
-    ) -> Any:
-        out, lse = run_forward(entry, q, k, v, captures, integers, floats, seed)
-        ctx.set_materialize_grads(False)
-        ctx.save_for_backward(q, k, v, out, lse, *captures)
-        ctx.entry, ctx.numbers = entry, (integers, floats, seed)
-        return out, lse
+    def forward(ctx: Any, about: Any, q: Any, k: Any, v: Any, *captures: Any) -> Any:
+        return _kept(ctx, about, q, k, v, captures)[0]
 
     @staticmethod
-    def backward(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None) -> Any:
+    def backward(ctx: Any, d_out: Tensor, d_lse: Tensor | None = None) -> Any:
         q, k, v, out, lse, *captures = ctx.saved_tensors
-        d_out = torch.zeros_like(out) if d_out is None else d_out
-        entry = ctx.entry
+        entry, *numbers = ctx.about
         if torch.is_grad_enabled():  # under create_graph=True the operator says that it has no gradient itself
-            given = (d_out, d_lse, q, k, v, out, lse, captures, entry.key, *ctx.numbers)
+            given = (d_out, d_lse, q, k, v, out, lse, captures, entry.key, *numbers)
             made = torch.ops.flashgen.backward(*given)
         else:
-            made = run_backward(entry, d_out, d_lse, q, k, v, out, lse, captures, *ctx.numbers)
+            made = run_backward(entry, d_out, d_lse, q, k, v, out, lse, captures, *numbers)
         if not captures:
-            return (None, None, None, None, *made)
+            return (None, *made)
         learned = iter(made[3:])
-        return (None, None, None, None, *made[:3], *(next(learned) if each.grad else None for each in entry.arrays))
+        return (None, *made[:3], *(next(learned) if each.grad else None for each in entry.arrays))
+
+
+class PlainWithLse(Plain):
+    """`Plain`, which gives the LSE, too."""
+
+    @staticmethod
+    def forward(ctx: Any, about: Any, q: Any, k: Any, v: Any, *captures: Any) -> Any:
+        ctx.set_materialize_grads(False)
+        return _kept(ctx, about, q, k, v, captures)
+
+    @staticmethod
+    def backward(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None = None) -> Any:
+        d_out = torch.zeros_like(ctx.saved_tensors[3]) if d_out is None else d_out
+        return Plain.backward(ctx, d_out, d_lse)
+
+
+def _kept(ctx: Any, about: Any, q: Tensor, k: Tensor, v: Tensor, captures: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    entry, integers, floats, seed = ctx.about = about
+    made: tuple[Tensor, Tensor] = run_forward(entry, q, k, v, captures, integers, floats, seed)
+    ctx.save_for_backward(q, k, v, *made, *captures)
+    return made

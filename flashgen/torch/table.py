@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
-from functools import cached_property
+from functools import cached_property, wraps
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 
 from flashgen.attention import Attention, compile
+from flashgen.attention.ragged import refuse_ragged
 from flashgen.errors import ArgumentError
 from flashgen.language.operations import BATCH
 from flashgen.language.spec import AttentionSpec
 
 Function = TypeVar("Function")
+_set_eval_frame: Any = torch._C._dynamo.eval_frame.set_eval_frame
 
 
 def constant(function: Function) -> Function:
@@ -27,6 +30,41 @@ def constant(function: Function) -> Function:
     """
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
+
+
+def handle(value: Any) -> Any:
+    """What is given to a function marked `constant` for an object: where torch.compile traces, its address.
+
+    Not every torch takes objects for constants; all guard by an object's identity whatever asks for its address.
+    """
+    return id(value) if torch.compiler.is_compiling() and value is not None else value
+
+
+def held(value: Any) -> Any:
+    """The object of a handle. Whoever is traced holds it meanwhile."""
+    return ctypes.cast(value, ctypes.py_object).value if isinstance(value, int) else value
+
+
+def outside_of_graphs(why: str) -> Callable[[Function], Function]:
+    """Has torch.compile break its graph before a function and run that as it stands; `why` is what fullgraph=True says.
+
+    As torch.compiler.disable, which imports the whole compiler for it.
+    """
+
+    def of(function: Any) -> Any:
+        @wraps(function)
+        def outside(*given: Any, **named: Any) -> Any:
+            before = _set_eval_frame(None)
+            try:
+                return function(*given, **named)
+            finally:
+                _set_eval_frame(before)
+
+        outside._torchdynamo_disable = True  # type: ignore[attr-defined]
+        outside._torchdynamo_disable_msg = why  # type: ignore[attr-defined]
+        return outside
+
+    return of
 
 
 _EMULATED: ContextVar[bool] = ContextVar("whether CPU tensors run on the emulator", default=False)
@@ -61,17 +99,19 @@ class Registered:
     """A spec, and how it is compiled: what a key stands for. Compiled for each GPU that a call is on, once.
 
     Attributes: `key`; `spec`, without arrays that its functions closed over, which calls give; `arrays`, `integers` and
-    `floats`, its captures by kind, in the order in which operators take them; `reads_batch`, whether sequences of a
-    batch differ.
+    `floats`, its captures by kind, in the order in which operators take them, and `takes_captures`, whether there are
+    any; `reads_batch`, whether sequences of a batch differ.
     """
 
     def __init__(self, key: str, spec: AttentionSpec, compiled: Attention | None, **options: Any) -> None:
+        refuse_ragged(spec, "flashgen.torch", "call what compile(...) gives with tensors, or varlen_attention(...)")
         self.key, self.spec, self._compiled, self._options = key, spec, compiled, options
         self.emulate = compiled.engine.name == "emulator" if compiled else bool(options.get("emulate"))
         told = [CaptureInfo(each.name, each.dtype, each.ndim, each.grad, each.kind) for each in spec.captures]
         self.arrays = tuple(each for each in told if each.ndim)
         self.integers = tuple(each for each in told if not each.ndim and each.kind == "int")
         self.floats = tuple(each for each in told if not each.ndim and each.kind == "float")
+        self.takes_captures = bool(told)
         self.dtype, self.dropout = getattr(torch, spec.dtype), bool(spec.dropout)
         self._by_device: dict[int | None, Attention] = {}
 

@@ -28,7 +28,9 @@ def dtype_of(tensor: Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
 
 
-def check_call(entry: Registered, q: Tensor, k: Tensor, v: Tensor, captures: Sequence[Tensor]) -> None:
+def check_call(
+    entry: Registered, q: Tensor, k: Tensor, v: Tensor, captures: Sequence[Tensor], seed: Tensor | None
+) -> None:
     """ArgumentError where a call does not fit its spec; of shapes, dtypes and devices alone, so of fake tensors too."""
     spec = entry.spec
     for name, tensor in (("q", q), ("k", k), ("v", v)):
@@ -48,6 +50,10 @@ def check_call(entry: Registered, q: Tensor, k: Tensor, v: Tensor, captures: Seq
                 f"capture {capture.name!r} is {dtype_of(tensor)} of shape {tuple(tensor.shape)}; it was declared "
                 f"{capture.dtype} of {capture.ndim} dimension(s)"
             )
+    if seed is not None and (seed.dtype != torch.int64 or seed.numel() != 1):
+        raise ArgumentError(f"seed is {dtype_of(seed)} of shape {tuple(seed.shape)}: give a number, or one int64")
+    if seed is not None and seed.device not in (q.device, torch.device("cpu")):
+        raise ArgumentError(f"seed is on {seed.device} and q on {q.device}: move it there, or give a number")
 
 
 def check_device(entry: Registered, name: str, tensor: Tensor, q: Tensor) -> None:

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from flashgen.errors import UnsupportedError
 from flashgen.torch import operators
 from flashgen.torch.tensors import Tensor
 from flashgen.torch.vmap import of_backward, of_forward
@@ -56,9 +55,7 @@ class _TransformedBackward(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         pass
 
-    @staticmethod
-    def backward(ctx: Any, *_gradients: Any) -> Any:
-        raise UnsupportedError("flashgen's attention has no second derivative: take gradients of it once")
+    backward = staticmethod(operators.no_second_derivative)
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, *arguments: Any) -> Any:

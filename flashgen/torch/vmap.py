@@ -75,5 +75,5 @@ def _like(made: Any, values: list[Any]) -> Any:
     return values if isinstance(made, list) else tuple(values)
 
 
-operators.forward.register_vmap(of_forward)
-operators.backward.register_vmap(of_backward)
+torch.library.register_vmap("flashgen::forward", of_forward, lib=operators.LIBRARY)
+torch.library.register_vmap("flashgen::backward", of_backward, lib=operators.LIBRARY)

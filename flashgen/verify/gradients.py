@@ -10,7 +10,7 @@ import numpy as np
 from flashgen import reference
 from flashgen.reference import Verdict, judge
 from flashgen.runtime.arrays import numpy_dtype
-from flashgen.verify.problems import Array, Inputs, Shape
+from flashgen.verify.problems import Array, Inputs, Shape, rows_of
 
 if TYPE_CHECKING:
     from flashgen.language import AttentionSpec
@@ -26,8 +26,8 @@ def random_gradients(
     A row with nothing to attend to gets a dLSE too, which must not reach anything.
     """
     random = np.random.default_rng((seed, _STREAM))
-    rows = (shape.batch, shape.heads_q, shape.len_q)
-    axes = rows if spec.layout == "bhsd" else (shape.batch, shape.len_q, shape.heads_q)
+    axes = rows_of(spec, shape, seed)
+    rows = axes if spec.layout == "bhsd" else (*axes[:-2], axes[-1], axes[-2])
     d_out = random.standard_normal((*axes, spec.value_dim), dtype=np.float32).astype(numpy_dtype(spec.dtype))
     return d_out, random.standard_normal(rows, dtype=np.float32) if of_lse else None
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 Array = np.ndarray[Any, Any]
 
+_OFFSETS = 2  # a stream of random numbers of its own
+_OUTSIDE = 3  # rows before the first sequence, and behind the last
 ENOUGH = 16  # the largest error of a gradient is taken over at least so many numbers: see `samples_needed`
 
 
@@ -39,12 +41,14 @@ class Shape:
 
 @dataclass(frozen=True, eq=False)
 class Inputs:
-    """The arrays of a call, in the spec's dtype and layout; `captures` by name, among them where the pages are."""
+    """The arrays of a call, in the spec's dtype and layout; `captures` by name, among them where the pages are;
+    `ragged`: where sequences begin."""
 
     q: Array
     k: Array
     v: Array
     captures: dict[str, Any] = field(default_factory=dict)
+    ragged: dict[str, Any] = field(default_factory=dict)
 
 
 # Captures by name that have a meaning together: documents' offsets beside their ids.
@@ -54,16 +58,17 @@ CaptureMaker = Callable[[Shape, np.random.Generator], dict[str, Any]]
 def random_inputs(spec: AttentionSpec, shape: Shape, seed: int = 0, captures: CaptureMaker | None = None) -> Inputs:
     """Standard normal q, k and v, and captures: what `captures` makes, or for None random ones (`random_capture`).
 
-    The same for the same arguments.
+    The same for the same arguments. In a ragged batch the lengths of the shape are the longest: see `offsets`.
     """
     random = np.random.default_rng(seed)
     dtype = numpy_dtype(spec.dtype)
+    ragged = offsets(shape, seed) if spec.is_ragged else {}
 
-    def array(heads: int, length: int, dim: int) -> Array:
-        axes = (shape.batch, heads, length, dim) if spec.layout == "bhsd" else (shape.batch, length, heads, dim)
-        return random.standard_normal(axes, dtype=np.float32).astype(dtype)
+    def array(heads: int, of_keys: bool, dim: int) -> Array:
+        axes = _axes(spec, shape, seed, heads, of_keys)
+        return random.standard_normal((*axes, dim), dtype=np.float32).astype(dtype)
 
-    q = array(shape.heads_q, shape.len_q, spec.head_dim)
+    q = array(shape.heads_q, False, spec.head_dim)
     if spec.kv_dtype:
         plain = random_inputs(replace_kv_dtype(spec), shape, seed, captures)
         return narrowed(spec, shape, plain, random)
@@ -71,17 +76,55 @@ def random_inputs(spec: AttentionSpec, shape: Shape, seed: int = 0, captures: Ca
         given = captures(shape, random) if captures else random_captures(spec, shape, random)
         k, v, where = random_pages(spec, shape, random)
         return Inputs(q, k, v, given | where)
-    k = array(shape.heads_kv, shape.len_k, spec.head_dim)
-    v = array(shape.heads_kv, shape.len_k, spec.value_dim)
-    return Inputs(q, k, v, captures(shape, random) if captures else random_captures(spec, shape, random))
+    k = array(shape.heads_kv, True, spec.head_dim)
+    v = array(shape.heads_kv, True, spec.value_dim)
+    if ragged:
+        shape = replace(shape, batch=len(ragged["cu_seqlens_q"]) - 1)
+    return Inputs(q, k, v, captures(shape, random) if captures else random_captures(spec, shape, random), ragged)
+
+
+def offsets(shape: Shape, seed: int) -> dict[str, Any]:
+    """What a ragged call is given beside arrays and captures, all of which follows from the seed.
+
+    The first sequence is as long as the shape says, one more is empty, the others are of any lengths up to that, of as
+    many keys as queries where the shape's are; of some not all keys are in use. A few rows belong to no sequence.
+    """
+    random = np.random.default_rng((seed, _OFFSETS))
+    batch = shape.batch + 2
+    lengths_q = random.integers(0, shape.len_q + 1, batch)
+    lengths_k = lengths_q.copy() if shape.len_q == shape.len_k else random.integers(0, shape.len_k + 1, batch)
+    lengths_q[0], lengths_k[0] = shape.len_q, shape.len_k
+    lengths_q[1] = 0
+    used = np.where(random.random(batch) < 0.5, lengths_k, random.integers(0, lengths_k + 1))
+    used[0] = shape.len_k
+    begins = {
+        f"cu_seqlens_{name}": (_OUTSIDE + np.concatenate([[0], np.cumsum(lengths)])).astype(np.int32)
+        for name, lengths in (("q", lengths_q), ("k", lengths_k))
+    }
+    bounds = {"max_seqlen_q": max(shape.len_q, 1), "max_seqlen_k": max(shape.len_k, 1)}
+    return {**begins, "seqused_k": used.astype(np.int32), **bounds}
+
+
+def rows_of(spec: AttentionSpec, shape: Shape, seed: int) -> tuple[int, ...]:
+    """The shape of the output without its last axis, in the spec's layout."""
+    return _axes(spec, shape, seed, shape.heads_q, of_keys=False)
+
+
+def _axes(spec: AttentionSpec, shape: Shape, seed: int, heads: int, of_keys: bool) -> tuple[int, ...]:
+    """Of q, or of k and v, all axes but the last."""
+    if spec.is_ragged:
+        begins = offsets(shape, seed)["cu_seqlens_k" if of_keys else "cu_seqlens_q"]
+        return int(begins[-1]) + _OUTSIDE, heads
+    length = shape.len_k if of_keys else shape.len_q
+    return (shape.batch, heads, length) if spec.layout == "bhsd" else (shape.batch, length, heads)
 
 
 def replace_kv_dtype(spec: AttentionSpec) -> AttentionSpec:
     """The spec with keys and values of its own dtype."""
     from flashgen.language import AttentionSpec
 
-    names = ("head_dim", "dtype", "value_dim", "scale", "layout", "dropout", "score", "mask", "page_size")
-    return AttentionSpec(**{name: getattr(spec, name) for name in names})
+    values = {field.name: getattr(spec, field.name) for field in fields(spec)}
+    return AttentionSpec(**{**values, "kv_dtype": None})
 
 
 def narrowed(spec: AttentionSpec, shape: Shape, plain: Inputs, random: np.random.Generator) -> Inputs:
@@ -137,9 +180,9 @@ def random_pages(
 
 def poisoned_outputs(spec: AttentionSpec, q: Array, v: Array) -> tuple[Array, Array]:
     """Arrays for the output and its LSE, full of NaN, so that an element that is not written is seen."""
-    batch, heads, length = q.shape[:3] if spec.layout == "bhsd" else (q.shape[0], q.shape[2], q.shape[1])
-    out = np.full((*q.shape[:3], v.shape[3]), np.nan, q.dtype)
-    return out, np.full((batch, heads, length), np.nan, np.float32)
+    *batch, heads, length = q.shape[:-1] if spec.layout == "bhsd" else (*q.shape[:-3], q.shape[-2], q.shape[-3])
+    out = np.full((*q.shape[:-1], v.shape[-1]), np.nan, q.dtype)
+    return out, np.full((*batch, heads, length), np.nan, np.float32)
 
 
 def random_captures(spec: AttentionSpec, shape: Shape, random: np.random.Generator) -> dict[str, Any]:
@@ -150,7 +193,8 @@ def random_captures(spec: AttentionSpec, shape: Shape, random: np.random.Generat
     while waiting:
         ready = [capture for capture in waiting if _known(capture, loads, captures)]
         for capture in ready or waiting:  # captures that index each other in a circle are sized by the lengths
-            captures[capture.name] = random_capture(capture, _sizes(capture, loads, shape, captures), shape, random)
+            sizes = (shape.heads_q,) if capture == spec.sink else _sizes(capture, loads, shape, captures)
+            captures[capture.name] = random_capture(capture, sizes, shape, random)
         waiting = [capture for capture in waiting if capture.name not in captures]
     return captures
 

@@ -62,4 +62,4 @@ def _sample(case: Case, seed: int) -> Sample:
     inputs = random_inputs(case.spec, case.shape, seed, case.captures)
     d_out, d_lse = random_gradients(case.spec, case.shape, seed, case.lse_gradient)
     dropout = {"seed": seed} if case.spec.dropout else {}
-    return Sample(inputs, d_out, d_lse, {**dropout, **inputs.captures})
+    return Sample(inputs, d_out, d_lse, {**dropout, **inputs.ragged, **inputs.captures})

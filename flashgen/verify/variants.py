@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from itertools import cycle
 from typing import Any
 
 import flashgen.language as fg
-from flashgen.language import AttentionSpec, Mask, Score, masks, scores
+from flashgen.language import AttentionSpec, Mask, Score, Tensor, masks, scores
 from flashgen.language.operations import Capture
 from flashgen.verify.problems import ENOUGH, CaptureMaker, Shape
 
@@ -34,7 +34,7 @@ class Variant:
 
     `equal` needs len_q == len_k. `captures` makes what the variant captures, for a shape; None is random captures that
     fit how they are indexed. `scale` None is AttentionSpec's default. `lengths` are the (len_q, len_k) at which to
-    verify a variant that does not fit every pair; () is those of the sweeps.
+    verify a variant that does not fit every pair; () is those of the sweeps. `sink` is AttentionSpec's.
     """
 
     mask: Mask
@@ -44,6 +44,7 @@ class Variant:
     captures: CaptureMaker | None = None
     scale: float | None = None
     lengths: tuple[tuple[int, int], ...] = ()
+    sink: Tensor | None = None
 
     def lengths_of(self, large: bool) -> tuple[tuple[int, int], ...]:
         """Its own lengths, or those of the sweeps."""
@@ -172,6 +173,36 @@ def stepping_cases() -> tuple[Case, ...]:
     return tuple(replace(case, shape=replace(case.shape, batch=1)) for case in cases)
 
 
+def ragged_cases() -> tuple[Case, ...]:
+    """Every variant once as a ragged batch, whose longest sequence has the case's lengths."""
+    cases = _small_sweep(1, STEPPING_LENGTHS, STEPPING_SHORT_LENGTHS, STEPPING_EQUAL_LENGTHS)
+    return tuple(replace(case, spec=in_layout(case.spec, "thd")) for case in cases)
+
+
+def sink_cases() -> tuple[Case, ...]:
+    """Sinks beside masks, scores, lists and dropout, in batches of one length and in ragged ones."""
+    sinks = fg.Tensor("sinks", "float32", 1, grad=True)
+    chosen = (
+        Variant(fg.full()),
+        Variant(fg.causal()),
+        Variant(fg.sliding_window(40), fg.softcap(30)),
+        Variant(fg.causal() & fg.trace_mask(near_or_global), dropout=0.1),
+        Variant(fg.causal(), learned(fg.alibi("slopes"))),
+    )
+    cases = []
+    for number, variant in enumerate(chosen):
+        dtype, layout = DTYPES[number % 2], ("bhsd", "thd", "bshd", "thd")[number % 4]
+        spec = spec_of(replace(variant, sink=sinks), HEAD_DIMS[number], dtype, layout)
+        cases += [_case(variant, spec, pair, number + turn) for turn, pair in enumerate(STEPPING_LENGTHS)]
+    return tuple(cases)
+
+
+def in_layout(spec: AttentionSpec, layout: str) -> AttentionSpec:
+    """The spec in another layout."""
+    values = {each.name: getattr(spec, each.name) for each in fields(spec)}
+    return AttentionSpec(**{**values, "layout": layout})
+
+
 def _small_sweep(shapes_each: int, *lengths: tuple[tuple[int, int], ...]) -> tuple[Case, ...]:
     """`lengths`: of most variants, of those with gradients of few numbers, of those that need equal ones."""
     most, short, equal = map(cycle, lengths)
@@ -216,6 +247,7 @@ def spec_of(variant: Variant, head_dim: int, dtype: str, layout: str = "bhsd") -
         dropout=variant.dropout,
         score=variant.score,
         mask=variant.mask,
+        sink=variant.sink,
     )
 
 

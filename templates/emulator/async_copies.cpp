@@ -53,9 +53,13 @@ void copy_async(u32 shared_destination, const void* global_source, u32 bytes, bo
   *static_cast<Chunk*>(copy.destination) = {{~0ull, ~0ull}};
   if (policy == CopyPolicy::kEarly || (policy == CopyPolicy::kRandom && block.random.below(4) == 0)) land(self, copy);
   self.copies.issued.push_back(copy);
+  record(Did::kCopy, site, 0, 0, bytes);
 }
 
-void copy_async_commit() { ++running_thread().copies.open_group; }
+void copy_async_commit() {
+  ++running_thread().copies.open_group;
+  record(Did::kCommitCopies, Site{});
+}
 
 void copy_async_wait(int pending) {
   Thread& self = running_thread();
@@ -71,6 +75,7 @@ void copy_async_wait(int pending) {
   copies.issued.resize(kept);
   for (; copies.ordered_groups < complete; ++copies.ordered_groups)
     acquire(&copies.landing_order[copies.ordered_groups % AsyncCopies::kOrders]);
+  record(Did::kAwaitCopies, Site{}, 0, 0, u32(pending));
 }
 
 void copy_sync(u32 shared_destination, const void* global_source, u32 bytes, bool valid, Site site) {

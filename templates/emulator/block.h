@@ -55,6 +55,7 @@ struct Warp {
   WarpGroup groups[32];
   u32 groups_used = 0;  // how many of them ever held a meeting
   u32 live = 0;
+  u64 last_event = 0;  // its number, from 1
   Thread* first = nullptr;
   ReadyLanes ready;
 };
@@ -168,6 +169,9 @@ void check_mbarriers_at_end(const Block& block);
 Warpgroup& warpgroup_of(Thread& self, Site site);
 void reset_registers(Block& block);
 void check_registers_at_end(const Block& block);
+
+// ---- timeline.cpp: a step of the running thread's warp; `of_any_lane`: not of lane 0 alone ----
+void record(Did did, Site site, u32 object = 0, u32 phase = 0, u32 amount = 0, bool of_any_lane = false);
 
 // ---- in words, for deadlocks: as snprintf ----
 int describe_mbarrier_wait(const Thread& thread, char* text, size_t room);

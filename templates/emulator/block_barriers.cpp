@@ -45,6 +45,7 @@ int block_barrier(int identifier, BarrierKind kind, int predicate, Site site) {
   Block& block = *self.block;
   Barrier& barrier = block.barriers[identifier];
   check_arrival(barrier, self, kind, site);
+  record(Did::kReach, site, u32(identifier), 0, block.alive);
   if (barrier.arrived == 0) barrier.kind = kind, barrier.site = site;
   ++barrier.arrived;
   barrier.votes += predicate != 0;
@@ -60,6 +61,7 @@ int block_barrier(int identifier, BarrierKind kind, int predicate, Site site) {
     suspend(State::kBlockBarrier, site);
   }
   acquire(order);
+  record(Did::kLeave, site, u32(identifier));
   return self.barrier_result;
 }
 

@@ -24,6 +24,7 @@ struct ThreadContext {
   u32 linear, warp, lane;  // linear: x fastest, then y, then z, as CUDA numbers them
   unsigned char* shared;   // the block's dynamic shared memory
   u32 shared_bytes;
+  u32 exponentials;        // how many the thread has taken so far
 };
 
 // Initial-exec, since kernels read it for every threadIdx and the library that holds it needs one pointer only.
@@ -94,6 +95,25 @@ void wgmma_commit();
 void wgmma_wait(int pending, Site site);
 void set_registers(u32 count, bool increase, Site site);
 
+// ---- what warps do, recorded (timeline.cpp) ----
+// Mirrored by flashgen/runtime/timeline.py; keep both alike.
+enum class Did : u32 {
+  kCopy, kCommitCopies, kAwaitCopies,              // cp.async: amount is bytes of a lane, or groups left pending
+  kLoad, kStore,                                   // TMA: object is the mbarrier; amount is bytes
+  kMultiply,                                       // mma: amount is 16 x 8 x 16 products
+  kMultiplyAsync, kCommitProducts, kAwaitProducts, // wgmma: amount is columns of 64 x 16 products, or groups pending
+  kArrive, kAwaitPhase,                            // mbarriers: object, phase
+  kReach, kLeave,                                  // barriers of a block: object is the number, amount the threads
+};
+
+struct TimelineEvent {
+  u32 warp, did, line;
+  u32 exponentials;  // of lane 0, up to here
+  u32 object, phase, amount;
+};
+
+inline void count_exponential() { ++current->exponentials; }
+
 // ---- launch (launch.cpp) ----
 // Mirrored by flashgen/runtime/emulator.py (ctypes); keep both alike.
 struct LaunchRequest {
@@ -105,6 +125,8 @@ struct LaunchRequest {
   u32 failed;
   u64 seed;
   u64 blocks, switches, collectives, async_copies;  // results
+  TimelineEvent* events;                            // null: nothing is recorded
+  u64 event_capacity, event_count;                  // the count may go beyond the capacity
   char message[8192];                               // result: what failed, if failed
 };
 

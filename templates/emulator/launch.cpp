@@ -116,6 +116,7 @@ void Worker::place_thread(u32 linear, u64 block_number) {
   thread.lane = linear % 32;
   thread.shared = block_.shared;
   thread.shared_bytes = block_.request->shared_bytes;
+  thread.exponentials = 0;
   thread.carrier = &carriers_[(linear + block_number * 37) % threads];
   thread.block = &block_;
   thread.in_warp = &block_.warps[linear / 32];
@@ -264,7 +265,7 @@ static int check_sizes(LaunchRequest& request) {
 
 int launch(LaunchRequest* request, KernelThread run_thread) {
   request->failed = 0;
-  request->switches = request->collectives = request->async_copies = 0;
+  request->switches = request->collectives = request->async_copies = request->event_count = 0;
   request->blocks = blocks_of(*request);
   if (int refused = check_sizes(*request)) return refused;
   Grid grid(*request, run_thread);

@@ -128,6 +128,7 @@ void multiply_accumulate(float* d, const u32* a, u32 b0, u32 b1, Element element
   Operands operands{d, a, {b0, b1}, depth};
   WarpAction action = element == Element::kf16 ? multiply_action<Element::kf16> : multiply_action<Element::kbf16>;
   warp_collective(kFullWarp, WarpOperation::kMultiply, &operands, action, site);
+  record(Did::kMultiply, site, 0, 0, 1);
 }
 
 }  // namespace emulator

@@ -93,6 +93,7 @@ static void arrive(Thread& self, MBarrier& barrier, Site site) {
     fail(site, "over-arrival: the mbarrier at offset %u has had its %u arrivals and waits for %d bytes only",
          barrier.offset, barrier.arrivals, barrier.bytes);
   --barrier.pending;
+  record(Did::kArrive, site, barrier.offset, barrier.phase, 0, true);
   release(&barrier.order[barrier.phase & 1]);
   end_phase_if_due(*self.block, barrier, site);
 }
@@ -143,6 +144,7 @@ void mbarrier_wait(u32 address, u32 parity, Site site) {
   if (parity > 1) fail(site, "the parity of an mbarrier's phase is 0 or 1, not %u", parity);
   bool has_ended = (barrier.phase & 1) != parity;
   check_parity(barrier, self, barrier.phase + (has_ended ? 1 : 2), site);
+  u32 awaited = barrier.phase - (has_ended ? 1 : 0);
   if (has_ended) {
     barrier.observed = true;
     barrier.unseen_load = Site{};
@@ -151,6 +153,7 @@ void mbarrier_wait(u32 address, u32 parity, Site site) {
     self.mbarrier = &barrier;
     suspend(State::kMbarrier, site);
   }
+  record(Did::kAwaitPhase, site, barrier.offset, awaited);
   acquire(&barrier.order[parity]);
 }
 

@@ -31,6 +31,7 @@ void named_barrier(u32 id, u32 threads, bool waits, Site site) {
   Barrier& barrier = block.barriers[id % Block::kBarriers];
   check_named(block, barrier, id, threads, site);
   check_warp(barrier, self, id, site);
+  record(Did::kReach, site, id, 0, threads);
   if (barrier.arrived == 0) barrier.count = threads, barrier.site = site;
   ++barrier.arrived;
   char* order = &barrier.order[barrier.meetings & 1];
@@ -43,7 +44,9 @@ void named_barrier(u32 id, u32 threads, bool waits, Site site) {
     self.barrier = int(id);
     suspend(State::kBlockBarrier, site);
   }
-  if (waits) acquire(order);
+  if (!waits) return;
+  acquire(order);
+  record(Did::kLeave, site, id);
 }
 
 }  // namespace emulator

@@ -5,6 +5,7 @@
 #include "ready_queue.cpp"
 #include "scheduler.cpp"
 #include "failure.cpp"
+#include "timeline.cpp"
 #include "warp_collectives.cpp"
 #include "lane_exchange.cpp"
 #include "block_barriers.cpp"

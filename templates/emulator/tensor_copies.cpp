@@ -128,6 +128,7 @@ static void start_load(const TensorBox& box, u32 destination, u32 alignment, u32
     if (kThreadSanitizer) note_write(self.shared + (destination - kWindowBase), copy.box.bytes(), caller);
   }
   block.async_proxy.poison(destination - kWindowBase, copy.box.bytes());
+  record(Did::kLoad, site, target.offset, target.phase, copy.box.bytes(), true);
   if (lands_at_once(block)) land(block, copy);
 }
 

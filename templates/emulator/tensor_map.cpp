@@ -45,7 +45,7 @@ TensorBox run_box(const void* begin, u32 bytes, Site site) {
 
 char* TensorBox::row_address(u32 row) const {
   if (first_byte == past_bytes) return nullptr;
-  char* address = map.base + (long long)start[0] * element_bytes(map.element) + first_byte;
+  char* address = map.base - map.shift + (long long)start[0] * element_bytes(map.element) + first_byte;
   for (u32 i = 1; i < map.rank; ++i) {
     long long at = start[i] + (long long)(row % map.box[i]);
     row /= map.box[i];

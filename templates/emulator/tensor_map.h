@@ -19,7 +19,8 @@ struct TensorMapLayout {
   u16 box[5];
   u16 reserved_too;
   long long stride[4];  // in bytes, of dimensions 1 to 4
-  u64 unused[4];
+  long long shift;      // bytes from where the map begins to `base`
+  u64 unused[3];
 };
 static_assert(sizeof(TensorMapLayout) == 128, "as large as a CUtensorMap");
 

@@ -74,6 +74,7 @@ static void start_store(TensorOperation operation, const TensorBox& box, u32 sou
   block.async_proxy.check_visible(copy.claim);
   copy.copy.resize(copy.box.bytes());
   read_box(copy, block.shared, copy.copy.data());
+  record(Did::kStore, site, 0, 0, copy.box.bytes(), true);
   release(&copy.issue_order);
   {
     AsEngine engine(copy.engine);

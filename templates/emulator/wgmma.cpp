@@ -134,6 +134,7 @@ void wgmma(float* d, const WarpgroupProduct& what, Site site) {
   if (what.a_registers) take_a_registers(product, rank_of(self), what.a_registers);
   note_registers(self, group, product, d, what.a_registers);
   hold_accumulator(group, self, product, d);
+  record(Did::kMultiplyAsync, site, 0, 0, u32(what.columns));
   if (++product.arrived < kWarpgroupThreads) return;
   ++block.collectives;
   ++block.products_in_flight;
@@ -142,7 +143,10 @@ void wgmma(float* d, const WarpgroupProduct& what, Site site) {
     while (perform_product(block, self.linear / kWarpgroupThreads)) continue;
 }
 
-void wgmma_commit() { ++running_thread().matrix.open_group; }
+void wgmma_commit() {
+  ++running_thread().matrix.open_group;
+  record(Did::kCommitProducts, Site{});
+}
 
 // ---- waits ----
 
@@ -176,6 +180,7 @@ void wgmma_wait(int pending, Site site) {
   release_accumulators(block, group, rank_of(self), complete);
   for (; member.ordered_groups < complete; ++member.ordered_groups)
     acquire(&group.group_order[rank_of(self) / 32][member.ordered_groups % Warpgroup::kOrders]);
+  record(Did::kAwaitProducts, site, 0, 0, u32(pending));
 }
 
 int describe_product_wait(const Thread& thread, char* text, size_t room) {

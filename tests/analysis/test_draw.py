@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 
 import flashgen as fg
+from flashgen.analysis.drawing import digits
+from flashgen.analysis.drawing.axes import ticks
 from flashgen.analysis.drawing.tile_maps import summary, to_png, to_svg, to_text
 from flashgen.analysis.tile_classes import tile_map
 from flashgen.errors import ArgumentError
@@ -80,7 +82,7 @@ def test_which_batch_and_head() -> None:
 def test_any_lengths_give_images_of_bounded_size(lengths: tuple[int, int]) -> None:
     drawn = tile_map(fg.causal().expression, (64, 64), *lengths)
     root = ElementTree.fromstring(to_svg(drawn))
-    assert max(float(root.attrib["width"]), float(root.attrib["height"])) <= 480 + 60
+    assert max(float(root.attrib["width"]), float(root.attrib["height"])) <= 480 + 100
     width, height = struct.unpack(">II", to_png(drawn)[16:24])
     assert 10 <= width <= 800 and 10 <= height <= 800
 
@@ -90,10 +92,44 @@ def test_png_has_the_colours_of_the_svg() -> None:
     size = int.from_bytes(png[33:37], "big")
     assert png[37:41] == b"PLTE"
     palette = {f"#{png[41 + at : 44 + at].hex()}" for at in range(0, size, 3)}
-    assert palette == {"#2b6cb0", "#f2a541", "#f3f4f6", "#ffffff"} and all(colour in svg for colour in palette)
+    assert palette == {"#2b6cb0", "#f2a541", "#f3f4f6", "#ffffff", "#1f2937", "#9ca3af"}
+    assert all(colour in svg for colour in palette)
     assert summary(CAUSAL).encode() in png and b"partial 25.0%" in png
 
 
 def test_a_small_svg_has_a_line_instead_of_a_legend() -> None:
     texts = [text.text for text in ElementTree.fromstring(to_svg(CAUSAL, "small", 200)).iter(f"{SVG}text")]
-    assert texts == ["small", "62.5% of the work"]
+    assert texts[0] == "small" and texts[-1] == "62.5% of the work"
+
+
+def test_axes_have_ticks_at_multiples_of_powers_of_two() -> None:
+    root = ElementTree.fromstring(to_svg(tile_map(fg.causal().expression, (64, 64), 300, 1000)))
+    marks = root.find(f"{SVG}g[@class='axes']")
+    assert marks is not None
+    words = [word.text for word in marks.iter(f"{SVG}text")]
+    assert words == ["0", "128", "256", "0", "128", "256", "384", "512", "640", "768", "896", "key →", "query ↓"]
+    assert (
+        ticks(0, 480) == [0]
+        and ticks(3, 480) == [0, 1, 2, 3]
+        and ticks(2**20, 200) == [0, 2**18, 2**19, 3 * 2**18, 2**20]
+    )
+
+
+@pytest.mark.parametrize(("length", "pixels"), [(1, 12), (37, 480), (1000, 100), (4096, 200)])
+def test_numbers_of_ticks_have_room(length: int, pixels: float) -> None:
+    found = ticks(length, pixels)
+    assert found[0] == 0 and found[-1] <= length
+    assert len(found) <= 2 or (found[1] - found[0]) * pixels / length >= 44
+
+
+def test_digits_of_a_png() -> None:
+    """As a person reads them, and all ten different."""
+    assert ["".join(" #"[dot] for dot in row) for row in digits.drawn(147).astype(int)] == [
+        " #  # # ###",
+        "##  # #   #",
+        " #  ###   #",
+        " #    #   #",
+        "###   #   #",
+    ]
+    assert len({digits.drawn(digit).tobytes() for digit in range(10)}) == 10
+    assert digits.drawn(20, 3).shape == (15, 21)

@@ -194,6 +194,25 @@ def test_dropout_depends_on_seed_and_offset_and_on_nothing_else(arrays: Any) -> 
     np.testing.assert_array_equal(compiled(q[:1], k[:1], v[:1], seed=1), first[:1])
 
 
+@pytest.mark.parametrize("target", ["sm_80", "sm_90a"])
+def test_a_seed_that_kernels_read(arrays: Any, target: str) -> None:
+    """Forward and backward drop what they do by its number, and read it at each call anew."""
+    spec = fg.AttentionSpec(16, mask=fg.causal(), dropout=0.5)
+    compiled, qkv = attention.compile(spec, target=target, emulate=True), arrays(spec, Shape(40, 50, 2, 2, 2))
+    given = np.zeros((), np.int64)
+    for seed in (1, 2**40 + 3):
+        given[...] = seed
+        halves = np.array([seed & 0xFFFFFFFF, seed >> 32], np.uint32)
+        out, pull = compiled.vjp(*qkv, seed=seed, offset=5)
+        expected = pull(out)
+        for held in (given, given.reshape(1, 1).astype(np.uint64), halves):
+            again, pull = compiled.vjp(*qkv, seed=held, offset=5)
+            np.testing.assert_array_equal(again, out)
+            for one, other in zip(pull(out)[1:], expected[1:], strict=True):
+                np.testing.assert_array_equal(one, other)
+        assert (out != compiled(*qkv, seed=given, offset=6)).any()
+
+
 def test_the_spec_of_the_readme(right: Any) -> None:
     slopes = fg.Tensor("slopes", dtype="float32", ndim=1)
     spec = fg.AttentionSpec(

@@ -190,6 +190,21 @@ def test_a_missing_seed() -> None:
     call(DROPOUT, seed=np.int64(5))
 
 
+@pytest.mark.parametrize(
+    ("seed", "message"),
+    [
+        (np.zeros(2, np.int64), r"seed is int64 of shape \(2,\): give a number, or one int64"),
+        (np.zeros(1, np.uint32), r"seed is uint32 of shape \(1,\)"),
+        (np.zeros((), np.float64), r"seed is float64 of shape \(\)"),
+        (np.zeros(4, np.uint32)[::2], "its 8 bytes must be contiguous"),
+        (np.zeros(4, np.uint32)[1:3], "its 8 bytes must be contiguous and start at a multiple of 8"),
+    ],
+)
+def test_wrong_seeds_in_memory(seed: Any, message: str) -> None:
+    with pytest.raises(ArgumentError, match=message):
+        call(DROPOUT, seed=seed)
+
+
 @pytest.mark.parametrize("batch", [65536, 65537])
 @pytest.mark.parametrize("spec", [SPEC, DROPOUT], ids=["plain", "dropout"])
 def test_more_batches_than_a_grid_and_the_counter_of_dropout_hold(batch: int, spec: fg.AttentionSpec) -> None:

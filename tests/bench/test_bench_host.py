@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 import flashgen
+from flashgen import bench
 from flashgen.bench import host, start
 from flashgen.bench.host import ONE_TILE, PARTS, REST, HostCase, Meter, cost_of, host_rows, owner_of, run_of
 from flashgen.cli import bench_tables
@@ -174,3 +175,24 @@ def test_the_file_runs_beside_another_checkout() -> None:
     program = f"import runpy, sys; runpy.run_path({str(path)!r}); print(sorted(sys.modules))"
     done = subprocess.run([sys.executable, "-P", "-c", program], capture_output=True, text=True, check=True)
     assert "flashgen.bench" not in done.stdout and "'flashgen'" in done.stdout
+
+
+def test_rows_of_torchs_operator() -> None:
+    """Beside the attention itself, torch's own, and what autograd takes for nothing."""
+    pytest.importorskip("torch", reason="the operator is torch's")
+    rows = list(bench.operator_rows(groups=1, calls=1, chain=2, emulate=True, target="sm_90a"))
+    assert [row.name for row in rows] == bench.operator_names()
+    assert [row.timed for row in rows] == ["forward"] * 5 + ["backward"] * 4
+    assert all(row.library == "torch" and row.target == "sm_90a" for row in rows)
+    by_name = {(row.name, row.timed): row.parts for row in rows}
+    for (name, _), parts in by_name.items():
+        assert (parts["launch"] > 0) == (name.startswith(("attention", "flashgen"))), "peers launch nothing of ours"
+
+
+def test_the_backward_of_the_operator_is_a_call_s_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("torch", reason="the operator is torch's")
+    fixed = host.Cost(60.0, 30.0, {"launch": 12.0})
+    monkeypatch.setattr("flashgen.bench.host_torch.cost_of", lambda *given: fixed)
+    one, *rest = bench.operator_rows(["backward"], chain=3, emulate=True, target="sm_90a")
+    assert (one.median, one.minimum) == (60.0, 30.0)
+    assert all((row.median, row.minimum, row.parts["launch"]) == (20.0, 10.0, 4.0) for row in rest)

@@ -444,6 +444,12 @@ def test_demo(tmp_path: Path) -> None:
         assert "__global__ void __launch_bounds__" in (folder / "kernel.cu").read_text()
         assert (folder / "tiles.svg").read_text().startswith("<svg")
         assert fg.AttentionSpec.from_json((folder / "spec.json").read_text()).name == variant["spec"]
+    index = (tmp_path / "index.html").read_text(encoding="utf-8")
+    linked = re.findall(r'href="([^"#:]+)"', index)
+    assert len(linked) >= 18 and all((tmp_path / path).is_file() for path in linked)
+    assert index.count("<svg") == 12 and "http://" not in index.replace("http://www.w3.org/2000/svg", "")
+    for variant in summary["variants"]:
+        assert f"{100 * variant['share_of_tiles_visited']:.1f}% of the work" in index
 
 
 def test_demo_shows_maps_and_what_the_layer_looks_at(tmp_path: Path) -> None:
@@ -454,8 +460,17 @@ def test_demo_shows_maps_and_what_the_layer_looks_at(tmp_path: Path) -> None:
         (f"{100 * ran['share_of_tiles_visited']:.1f}", *map(str, ran["tile"])) for ran in summary["variants"]
     ]
     assert "1024" not in shown and all(ran["tokens"] == 176 for ran in summary["variants"])
-    causal = shown.split("2. causal()\n")[1].splitlines()[:11]  # 176 tokens in blocks of 16
-    assert causal == [("██" * row + "▒▒").ljust(22, "·") for row in range(11)]
+    causal = shown.split("2. causal()\n")[1].splitlines()[:12]  # 176 tokens in blocks of 16
+    assert [line[7:] for line in causal[:11]] == [("██" * row + "▒▒").ljust(22, "·") for row in range(11)]
+    assert [line[:7].strip() for line in causal[:11:4]] == ["0", "64", "128"] and causal[11].split() == [
+        "0",
+        "64",
+        "128",
+        "key",
+    ]
+    kept = re.findall(r"^ +mask +keeps (\S+)% of the scores$", shown, re.MULTILINE)
+    assert kept == [f"{100 * ran['share_of_scores_kept']:.1f}" for ran in summary["variants"]]
+    assert summary["variants"][1]["share_of_scores_kept"] == 177 / (2 * 176)  # causal
     assert "causal() & sliding_window(100)" in shown and "█" in shown and "FAILED" not in shown
     assert re.search(r'What "rabbit" attends to.*\n( +head +\d+: .*\n){3}', shown)
 

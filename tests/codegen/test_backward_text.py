@@ -184,12 +184,17 @@ def test_shares_of_dq_are_added_in_one_piece(target: str, addition: str) -> None
 
 
 def test_gradients_of_captures_are_where_the_sums_are() -> None:
-    """What all scores of a head read is summed in registers; what each reads for itself is added as it comes."""
+    """What all scores of a head read is summed in registers, and what some read as long as they follow each other; what
+    each reads for itself is added as it comes.
+    """
     of_heads = parts(fg.AttentionSpec(64, score=learned(fg.alibi("slopes"))))["keys"]
     whole = fg.Tensor("bias", "float32", 4, grad=True)
     of_scores = parts(fg.AttentionSpec(64, score=lambda s, b, h, q, k: s + whole[b, h, q, k]))["keys"]
     assert "add_gathered(gathered, position, arguments);" in of_heads and "warp_sum" in of_heads
     assert "add_gathered(" not in of_scores and "add_to_gradient(arguments.d_bias" in of_scores
+    of_distances = parts(fg.AttentionSpec(64, score=learned(fg.relative_bias("table", 8))))["keys"]
+    assert "add_to_run(gathered.run0, arguments.d_table" in of_distances and "end_runs(gathered.run0" in of_distances
+    assert "Run" not in of_heads and "Run" not in of_scores
     plain = parts(fg.AttentionSpec(64, score=fg.alibi("slopes")))["keys"]
     assert "Gathered" not in plain and "add_to_gradient" not in plain
 

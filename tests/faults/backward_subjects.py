@@ -132,6 +132,7 @@ def _subjects() -> dict[str, BackwardSubject]:
     by_key = fg.Tensor("by_key", "float32", 1, grad=True)
     by_query = fg.Tensor("by_query", "float32", 1, grad=True)
     bias = fg.trace_score(lambda s, b, h, q, k: s + table[h, (q - k) % 7] + by_key[k] + by_query[q] * (k % 3), "bias")
+    of_lanes = fg.trace_score(lambda s, b, h, q, k: s + table[h, k % 8 + q // 1000], "of_lanes")
     slopes = learned(fg.alibi("slopes"))
     # Beyond the last key a score and its slope are infinite; beyond the last query it is no number.
     low = fg.trace_score(lambda s, b, h, q, k: fg.where(k < fg.len_k, s - 300, fg.exp(s + 1000)), "low")
@@ -182,6 +183,10 @@ def _subjects() -> dict[str, BackwardSubject]:
         "slopes": BackwardSubject(fg.AttentionSpec(16, mask=fg.causal(), score=slopes)),
         "exact slopes": BackwardSubject(fg.AttentionSpec(16, mask=fg.causal(), score=slopes), queries_plan=exact),
         "bias": BackwardSubject(fg.AttentionSpec(16, score=bias), shape=Shape(40, 70, 1, 2, 1)),
+        "elements of lanes": BackwardSubject(fg.AttentionSpec(16, score=of_lanes), shape=Shape(40, 70, 1, 2, 1)),
+        "distances": BackwardSubject(
+            fg.AttentionSpec(16, score=fg.relative_bias(table, 2)), shape=Shape(40, 70, 1, 2, 1)
+        ),
         "exact bias": BackwardSubject(
             fg.AttentionSpec(16, score=bias), queries_plan=exact, shape=Shape(40, 70, 1, 2, 1)
         ),

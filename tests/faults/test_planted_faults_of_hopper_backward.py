@@ -42,6 +42,10 @@ SUBJECTS = {
     "late": Subject(fg.AttentionSpec(64, mask=fg.causal())),
     "wide": Subject(fg.AttentionSpec(144, value_dim=136, mask=fg.causal())),
     "queries": Subject(fg.AttentionSpec(64, mask=fg.causal()), "queries", {"deterministic": True}),
+    "apart": Subject(
+        fg.AttentionSpec(64, mask=fg.causal()),
+        options={"backward_plan": HopperBackwardPlan(128, early_scores=False, heads_apart=True)},
+    ),
 }
 
 
@@ -73,7 +77,7 @@ class Fault:
     pattern: str
     replacement: str
     finding: str
-    subject: Literal["keys", "late", "wide", "queries"] = "keys"
+    subject: Literal["keys", "late", "wide", "queries", "apart"] = "keys"
 
     def planted(self) -> str:
         text, count = re.subn(self.pattern, self.replacement, SUBJECTS[self.subject].source, flags=re.DOTALL)
@@ -116,10 +120,24 @@ UNGUARDED = [
         r"\1",
         UNFENCED,
     ),
-    Fault("place of dQ not waited for", r"if \(lane == 0\) bulk_wait_read<0>\(\);(   // of)", r"\1", OVERWRITES),
+    Fault("place of dQ not waited for", r"if \([^)]*\) bulk_wait_read<0>\(\);(   // of)", r"\1", OVERWRITES),
     Fault("dQ not committed", r"(bulk_reduce_add\([^;]*;\s+)bulk_commit\(\);", r"\1", f"bulk_commit|{OVERWRITES}"),
     Fault("no wait for products", r"wgmma_wait<kPending>\(\);(\s+order)", r"\1", f"{OVERWRITES}|wgmma_wait"),
     Fault("K in use", r"named_barrier_sync\(1, kConsumers \* 128\);", "", "data race"),
+    Fault(
+        "dV over dK",
+        r"\(kTileK \* kHeadDimPadded \+ row \* kValueDimPadded\)",
+        "(row * kValueDimPadded)",
+        OVERWRITES,
+        "apart",
+    ),
+    Fault(
+        "dK shown to nobody",
+        r"(stage_rows<kColumns>\(rows, offset\);\s+)fence_async_shared\(\);",
+        r"\1",
+        UNFENCED,
+        "apart",
+    ),
     Fault("P not waited for", r"mbarrier_wait\(barriers\.scores_full\(use\), [^;]*;", "", "data race", "wide"),
     Fault(
         "Q released early",
@@ -209,6 +227,7 @@ WRONG = [
     ),
     Fault("dS in the wrong chunk", r"chunk \^ lane % 8", "chunk ^ lane % 4", ""),
     Fault("dQ of the step before lost", r"if \(use > 0\) add_query_gradients", "if (use > 1) add_query_gradients", ""),
+    Fault("dK of the first keys for all", r"work\.first_key \+ row;", "row;", "", "apart"),
     Fault("D forgotten", r" - \(e % 2 \? rows\.w : rows\.y\)", "", "", "wide"),
     Fault("dQ not scaled", r"\(d_queries, kScale,", "(d_queries, 1.0f,", "", "queries"),
     Fault("no tile has a mask", r"!tiles\.full\(step\) \|\| ", "", "", "queries"),

@@ -71,6 +71,31 @@ def masks(device: str) -> dict[str, tuple[Any, Any]]:
         inner = torch.where(document_id[q_idx] == 1, q_idx - kv_idx <= 4, q_idx - kv_idx <= 9)
         return documents(b, h, q_idx, kv_idx) & inner
 
+    begins = torch.tensor([0, 11, 31], device=device)
+    pages = torch.tensor([[3, 0, -1, 1, 2, 4, 5, 6, 7], [1, 0, 2, 3, -1, 4, 5, 6, 7]], device=device)
+    seen_by = torch.tensor([[0, 30], [10, 60], [31, 72]], device=device)
+
+    def documents_that_count_from_0(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        own = sliding_window(b, h, q_idx - begins[document_id[q_idx]], kv_idx - begins[document_id[kv_idx]])
+        return own & (document_id[q_idx] == document_id[kv_idx])
+
+    def pages_of_keys(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        page = pages[b, kv_idx // 8]
+        return torch.where(page >= 0, causal(b, h, q_idx, page * 8 + kv_idx % 8), False)
+
+    def intervals_of_documents(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        document = document_id[kv_idx]
+        return (q_idx >= seen_by[document, 0]) & (q_idx < seen_by[document, 1])
+
+    def along_a_curve(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        def every_second_bit(code: Any) -> Any:
+            code = code & 0x55
+            code = (code | (code >> 1)) & 0x33
+            return (code | (code >> 2)) & 0x0F
+
+        (q_x, q_y), (kv_x, kv_y) = ((every_second_bit(i), every_second_bit(i >> 1)) for i in (q_idx, kv_idx))
+        return ((q_x.clamp(1, 6) - kv_x).abs() <= 1) & ((q_y.clamp(1, 6) - kv_y).abs() <= 1) | (q_idx == kv_idx)
+
     return {name: (None, mask) for name, mask in locals().items() if getattr(mask, "__code__", None) is not None}
 
 
@@ -107,6 +132,37 @@ def scores(device: str) -> dict[str, tuple[Any, Any]]:
 
     def squared(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         return score * score * 0.1 + torch.sigmoid(score)
+
+    class Capped(torch.autograd.Function):
+        """As where tanh is an operator of one's own, for the sake of its instruction."""
+
+        @staticmethod
+        def forward(x: Any) -> Any:
+            return torch.tanh(x)
+
+        @staticmethod
+        def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+            ctx.save_for_backward(output)
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Any) -> Any:
+            (capped,) = ctx.saved_tensors
+            return gradient * (1 - capped * capped)
+
+        @staticmethod
+        def vmap(info: Any, in_dims: Any, x: Any) -> Any:
+            return torch.tanh(x), 0
+
+    def softcap_by_a_function(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return 20 * Capped.apply(score / 20)
+
+    def alibi_of_the_head_s_number(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return score + (kv_idx - q_idx) * torch.exp2(-((h + 1) * 8.0 / HEADS))
+
+    def checkerboard(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        distance = torch.abs(kv_idx - q_idx)
+        score = torch.where(distance % 2 == 1, score * 0.5, score)
+        return torch.where(distance % 2 == 0, score * 2.0, score)
 
     found = {name: each for name, each in locals().items() if getattr(each, "__code__", None) is not None}
     del found["causal"]

@@ -10,9 +10,17 @@ pytest.importorskip("torch", reason="flashgen.torch needs torch: pip install 'fl
 
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils.checkpoint import checkpoint
 
 import flashgen as fg
-from flashgen.torch import attention, flex_attention, register, scaled_dot_product_attention, varlen_attention
+from flashgen.torch import (
+    attention,
+    create_block_mask,
+    flex_attention,
+    register,
+    scaled_dot_product_attention,
+    varlen_attention,
+)
 
 slopes = fg.Tensor("slopes", "float32", 1, grad=True)
 ids = fg.Tensor("ids", "int32", 2)
@@ -99,6 +107,41 @@ def test_functions_of_every_signature_compile_without_breaks() -> None:
     assert table.grad is not None and table.grad.any()
 
 
+def test_functions_that_are_made_inside_break_the_graph() -> None:
+    """And are refused where there may be no break, with what to do."""
+    qkv, table = fresh(40), torch.tensor([0.1, -0.2], requires_grad=True)
+
+    def with_score(q: Any, k: Any, v: Any) -> Any:
+        def score(s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+            return s + table[h] * (i - j)
+
+        return flex_attention(q * 2, k, v, score) * 2
+
+    def with_mask(q: Any, k: Any, v: Any) -> Any:
+        mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, 40, 40)
+        return flex_attention(q * 2, k, v, block_mask=mask) * 2
+
+    for model in (with_score, with_mask):
+        expected = model(*qkv)
+        assert torch.equal(torch.compile(model, backend="aot_eager")(*qkv), expected)
+        torch.compiler.reset()  # which would run what it has made with the break
+        with pytest.raises(torch._dynamo.exc.Unsupported, match="outside of what"):
+            torch.compile(model, backend="aot_eager", fullgraph=True)(*qkv)
+    (learned,) = torch.autograd.grad(torch.compile(with_score, backend="aot_eager")(*qkv).float().sum(), [table])
+    assert learned.any()
+
+
+def test_what_is_compiled_by_itself() -> None:
+    """As programs for FlexAttention begin: its two functions through torch.compile."""
+    qkv, ids = fresh(40), torch.arange(40) // 13
+    mask = lambda b, h, i, j: ids[i] == ids[j]
+    made = torch.compile(create_block_mask, backend="aot_eager")(mask, None, None, 40, 40)
+    call = torch.compile(flex_attention, backend="aot_eager", dynamic=False)
+    score = lambda s, b, h, i, j: s * 2 + (i - j)
+    expected = flex_attention(*qkv, score, create_block_mask(mask, None, None, 40, 40))
+    assert torch.equal(call(*qkv, score_mod=score, block_mask=made), expected)
+
+
 def test_specs_of_layers_are_told_apart() -> None:
     specs = [fg.AttentionSpec(32, "bfloat16", mask=mask) for mask in (fg.causal(), fg.full(), fg.sliding_window(3))]
     qkv = fresh(40)
@@ -107,15 +150,55 @@ def test_specs_of_layers_are_told_apart() -> None:
         assert torch.equal(compiled(spec, *qkv), attention(spec, *qkv))
 
 
-@pytest.mark.slow
-def test_inductors_code() -> None:
+def test_a_graph_draws_its_seeds() -> None:
+    """One graph, which drops what the same calls drop outside of it; checkpointed, too."""
     spec = SPECS["dropout"][0]
 
     def model(q: Any, k: Any, v: Any) -> Any:
-        return attention(spec, q.relu(), k, v, seed=3) + 1
+        return attention(spec, attention(spec, q, k, v), k, v)
+
+    def again(q: Any, k: Any, v: Any) -> Any:
+        return checkpoint(model, q, k, v, use_reentrant=False)
 
     qkv = fresh(40)
-    torch.testing.assert_close(torch.compile(model, fullgraph=True)(*qkv), model(*qkv))
+    torch.manual_seed(5)
+    expected = model(*qkv)
+    for each in (model, again):
+        compiled = torch.compile(each, fullgraph=True, backend="aot_eager")
+        torch.manual_seed(5)
+        out = compiled(*qkv)
+        assert torch.equal(out, expected)
+        one, other = (torch.autograd.grad(made.float().sum(), qkv, retain_graph=True) for made in (out, expected))
+        for ours, theirs in zip(one, other, strict=True):
+            torch.testing.assert_close(ours, theirs, atol=5e-2, rtol=5e-2)
+        assert not torch.equal(compiled(*qkv), out)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [3, None])
+def test_inductors_code(seed: int | None) -> None:
+    spec = SPECS["dropout"][0]
+
+    def model(q: Any, k: Any, v: Any) -> Any:
+        return attention(spec, q.relu(), k, v, seed=seed) + 1
+
+    qkv = fresh(40)
+    compiled = torch.compile(model, fullgraph=True)
+    out = compiled(*qkv)
+    if seed:
+        torch.testing.assert_close(out, model(*qkv))
+    else:
+        assert not torch.equal(compiled(*qkv), out), "the next call draws another seed"
+    assert_dropped_alike(out - 1, qkv)
+
+
+def assert_dropped_alike(out: Any, qkv: Any) -> None:
+    """Whether the backward drops what the forward did: the output is linear in v, and so the sum of dv * v."""
+    d_out = torch.randn_like(out)
+    (dv,) = torch.autograd.grad(out, qkv[2], d_out)
+    ours, expected = ((x.double() * y.double()).sum().item() for x, y in ((dv, qkv[2]), (d_out, out)))
+    size = (d_out.double() * out.double()).norm().item()
+    assert abs(ours - expected) <= 0.03 * size, (ours, expected, size)
 
 
 def test_exported_programs_name_their_specs() -> None:
@@ -149,3 +232,63 @@ def test_on_a_gpu(mode: str) -> None:
             torch.testing.assert_close(out, attention(spec, qkv[0] * 2, *qkv[1:]).sin(), atol=2e-2, rtol=2e-2)
             out.sum().backward()
             assert all(x.grad.isfinite().all() for x in qkv)
+
+
+DROPPED = fg.AttentionSpec(64, "bfloat16", mask=fg.causal(), dropout=0.5)
+
+
+def on_gpu(length: int = 256) -> list[Any]:
+    shape = (2, 4, length, 64)
+    return [torch.randn(shape, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3)]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
+def test_dropout_in_a_graph_of_torchs_compiler(mode: str) -> None:
+    """Each replay drops anew, its backward what its forward dropped; torch.manual_seed repeats it."""
+    from flashgen.torch import emulated
+
+    with emulated(False):
+        compiled = torch.compile(lambda q, k, v: attention(DROPPED, q * 2, k, v) * 1, fullgraph=True, mode=mode)
+        qkv, seen = on_gpu(), []
+        for step in range(6):
+            torch.manual_seed(step // 2 if step > 2 else step)
+            torch.compiler.cudagraph_mark_step_begin()
+            out = compiled(*qkv)
+            seen.append(out.detach().clone())
+            assert_dropped_alike(out, qkv)
+        assert torch.equal(seen[4], seen[5]) and not torch.equal(seen[3], seen[4])
+        assert len({tuple(each.flatten()[-8:].tolist()) for each in seen}) > 3
+
+
+@pytest.mark.gpu
+def test_dropout_in_a_graph_that_is_captured_by_hand() -> None:
+    from flashgen.torch import emulated
+
+    with emulated(False):
+        qkv = on_gpu()
+        d_out = torch.randn_like(qkv[0])
+
+        def step() -> Any:
+            out = attention(DROPPED, *qkv)
+            return out, *torch.autograd.grad(out, qkv, d_out)
+
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            step()
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            made = step()
+        seen = []
+        for seed in (1, 2, 2):
+            torch.manual_seed(seed)
+            graph.replay()
+            out, _, _, dv = (x.detach().clone() for x in made)
+            ours, expected = ((x.double() * y.double()).sum() for x, y in ((dv, qkv[2]), (d_out, out)))
+            assert abs(ours - expected) <= 0.03 * (d_out.double() * out.double()).norm()
+            seen.append(out)
+        assert torch.equal(seen[1], seen[2]) and not torch.equal(seen[0], seen[1])
+        graph.replay()
+        assert not torch.equal(made[0], seen[2]), "the generator goes on"

@@ -17,7 +17,7 @@ from torch.nn import functional
 from torch.nn.attention import flex_attention as torchs
 
 import flashgen.torch as ours
-from flashgen.errors import ArgumentError
+from flashgen.errors import ArgumentError, SpecError
 
 
 def beside(name: str) -> Any:
@@ -132,18 +132,6 @@ def causal_mask(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
     return q_idx >= kv_idx
 
 
-def test_masks_are_combined_and_asked() -> None:
-    lengths = torch.tensor([40, 17])
-    both = ours.and_masks(causal_mask, lambda b, h, q, k: q - k < 9)
-    block_mask = ours.create_block_mask(
-        ours.or_masks(both, lambda b, h, q, k: k < lengths[b]), 2, None, 256, 256, BLOCK_SIZE=64
-    )
-    assert block_mask.shape == (2, 1, 256, 256) and block_mask.seq_lengths == (256, 256)
-    assert block_mask.to_dense().shape == (2, 1, 4, 4) and 0 < block_mask.sparsity() < 100
-    with pytest.raises(AttributeError, match="kv_num_blocks"):
-        _ = block_mask.kv_num_blocks
-
-
 def test_a_function_that_changed_is_traced_anew() -> None:
     q = torch.randn(1, 1, 16, 32, dtype=torch.bfloat16)
     add, table = 1.0, torch.zeros(16)
@@ -160,6 +148,15 @@ def test_a_function_that_changed_is_traced_anew() -> None:
     table = torch.ones(16).cumsum(0)
     assert not torch.equal(first, second) and not torch.equal(second, third)
     assert not torch.equal(ours.flex_attention(q, q, q, score), third)
+
+
+def test_rows_of_arrays_are_no_elements() -> None:
+    """A product of whole rows in each score, as rotary parts are added in, belongs into q and k: it says so."""
+    q, parts = torch.zeros(1, 1, 16, 32, dtype=torch.bfloat16), torch.zeros(1, 1, 16, 8)
+    with pytest.raises(SpecError, match=r"is a whole row, .* append the rows to them"):
+        ours.flex_attention(q, q, q, lambda s, b, h, i, j: s + torch.dot(parts[b, h, i], parts[b, h, j]))
+    with pytest.raises(SpecError, match="is a whole row"):
+        ours.flex_attention(q, q, q, lambda s, b, h, i, j: s + (parts[b, h, i] * 2)[0])
 
 
 def test_what_flex_attention_refuses() -> None:

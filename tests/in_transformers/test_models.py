@@ -1,4 +1,4 @@
-"""Models of transformers on the emulator: logits, gradients and generated tokens beside attn_implementation="eager"."""
+"""What models of transformers give to an attention: packed rows, caches, masks of all kinds, torch.compile; errors."""
 
 from __future__ import annotations
 
@@ -17,27 +17,11 @@ SIZES: dict[str, Any] = {
     "vocab_size": 99, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
-ENCODER = {name: size for name, size in SIZES.items() if name not in ("num_key_value_heads", "bos_token_id")}
-GPT2 = {"vocab_size": 99, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "bos_token_id": 1}
-T5 = {"vocab_size": 99, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4}
-WHISPER: dict[str, Any] = {
-    "vocab_size": 99, "num_mel_bins": 8, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4,
-    "decoder_attention_heads": 4, "d_model": 32, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48,
-    "max_source_positions": 20, "max_target_positions": 40, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
-    "decoder_start_token_id": 3,
-}  # fmt: skip
-VIT = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48, "image_size": 32}
 DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
     "Llama": ("ForCausalLM", SIZES),
     "Mistral": ("ForCausalLM", SIZES | {"sliding_window": 5}),
-    "Gemma2": ("ForCausalLM", SIZES | {"head_dim": 8, "sliding_window": 5, "attn_logit_softcapping": 5.0}),
-    "Qwen3": ("ForCausalLM", SIZES | {"head_dim": 8}),
-    "GptOss": ("ForCausalLM", SIZES | {"head_dim": 8, "sliding_window": 5, "num_local_experts": 4}),
-    "GPT2": ("LMHeadModel", GPT2 | {"eos_token_id": 2, "attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}),
 }
-RIGHT = (torch.arange(LENGTH) < torch.tensor([[LENGTH], [9]])).long()
-LEFT = RIGHT.flip(-1)
-HOLES = torch.ones(2, LENGTH, dtype=torch.long).index_fill(1, torch.tensor([3, 4]), 0)
+LEFT = (torch.arange(LENGTH) >= torch.tensor([[0], [LENGTH - 9]])).long()
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -70,57 +54,8 @@ def both(model: Any, call: Callable[[], Any]) -> tuple[Any, Any]:
         return call(), expected
 
 
-def assert_close(got: Any, expected: Any, kept: Any = None, share: float = 0.02) -> None:
-    error = (got.float() - expected).abs()
-    error = error if kept is None else error[kept]
-    assert error.max() <= share * expected.abs().max()
-
-
-@pytest.mark.parametrize("name", DECODERS)
-@pytest.mark.parametrize("padding", [None, RIGHT, LEFT], ids=["whole", "right", "left"])
-def test_decoders(name: str, padding: Any) -> None:
-    model, ids = model_of(name, *DECODERS[name]).eval(), tokens()
-    got, expected = both(model, lambda: model(ids, attention_mask=padding, use_cache=False).logits)
-    assert_close(got, expected, None if padding is None else padding.bool())
-
-
-@pytest.mark.parametrize("padding", [None, RIGHT, LEFT, HOLES], ids=["whole", "right", "left", "holes"])
-def test_an_encoder(padding: Any) -> None:
-    model, ids = model_of("Bert", "ForMaskedLM", ENCODER).eval(), tokens()
-    got, expected = both(model, lambda: model(ids, attention_mask=padding).logits)
-    assert_close(got, expected, None if padding is None else padding.bool())
-
-
-def test_relative_biases() -> None:
-    model, ids = model_of("T5", "ForConditionalGeneration", T5 | {"decoder_start_token_id": 0}).eval(), tokens()
-    call = lambda: model(input_ids=ids, attention_mask=LEFT, decoder_input_ids=ids[:, :6]).logits
-    assert_close(*both(model, call))
-
-
-def test_cross_attention() -> None:
-    model, sound = model_of("Whisper", "ForConditionalGeneration", WHISPER).eval(), torch.randn(2, 8, 40)
-    assert_close(*both(model, lambda: model(input_features=sound, decoder_input_ids=tokens()[:, :6]).logits))
-
-
-def test_pictures() -> None:
-    model, pictures = model_of("ViT", "Model", VIT | {"patch_size": 8}).eval(), torch.randn(2, 3, 32, 32)
-    assert_close(*both(model, lambda: model(pictures).last_hidden_state))
-
-
-def test_training() -> None:
-    """Gradients beside those of sdpa in the same precision: most of the error of both is of the other layers."""
-    model, ids = model_of("Llama", *DECODERS["Llama"]), tokens()
-    made = {}
-    for name in ("flashgen", "sdpa", "eager"):
-        model.set_attn_implementation(name)
-        model.zero_grad()
-        with torch.autocast("cpu", torch.bfloat16, enabled=name != "eager"):
-            loss = model(ids, labels=ids, attention_mask=LEFT).loss
-        loss.backward()
-        made[name] = {key: parameter.grad.clone() for key, parameter in model.named_parameters()}
-    for key, exact in made["eager"].items():
-        ours, theirs = ((made[name][key] - exact).norm() for name in ("flashgen", "sdpa"))
-        assert ours <= 2 * theirs + 1e-5, key
+def assert_close(got: Any, expected: Any) -> None:
+    assert (got.float() - expected).abs().max() <= 0.02 * expected.abs().max()
 
 
 def test_sequences_packed_in_a_row() -> None:

@@ -147,6 +147,13 @@ MUTANTS = (
         ("tests/runtime/test_counters.py::test_launches_that_want_more_counters_get_more",),
     ),
     Mutant(
+        "the backward drops by the number of a seed that an array holds",
+        "templates/backward/by_keys.cuh.jinja",
+        "const uint2 key = arguments.seed ? __ldg(arguments.seed) : make_uint2(",
+        "const uint2 key = make_uint2(",
+        ("tests/attention/test_calls.py::test_a_seed_that_kernels_read",),
+    ),
+    Mutant(
         "remembered lists whatever len_k",
         "flashgen/attention/tile_lists.py",
         "key = (problem.len_q, problem.len_k, shape.batch,",
@@ -155,5 +162,33 @@ MUTANTS = (
             "tests/attention/test_what_calls_remember.py::test_lists_of_other_sizes",
             "tests/attention/test_what_calls_remember.py::test_calls_of_other_lengths",
         ),
+    ),
+    Mutant(
+        "slots without room for a tile of each sequence",
+        "flashgen/codegen/ragged.py",
+        "_BESIDE = 2",
+        "_BESIDE = 0",
+        ("tests/codegen/test_ragged_text.py::test_slots_are_enough_and_apart_whatever_the_lengths",),
+    ),
+    Mutant(
+        "maps of ragged batches begin with the array",
+        "flashgen/launch/tensor_map_writer.py",
+        "return replace(shape, rows_before=MAP_ROWS)",
+        "return shape",
+        ("tests/attention/test_ragged.py::test_sequences_of_one_token",),
+    ),
+    Mutant(
+        "launches of other bounds taken for the same",
+        "flashgen/attention/call_pass.py",
+        "key: list[Any] = [bounds]",
+        "key: list[Any] = []",
+        ("tests/attention/test_ragged.py::test_captures_are_of_sequences_and_checked_by_the_bounds",),
+    ),
+    Mutant(
+        "a sink counted for rows of no sequence",
+        "templates/mma_sync/softmax.cuh.jinja",
+        "static_cast<unsigned>({{ batch }}) < static_cast<unsigned>(arguments.batch) ?",
+        "true ?",
+        ("tests/attention/test_sinks.py::test_every_family_on_the_emulator",),
     ),
 )

@@ -38,6 +38,9 @@ SPECS = (
     fg.AttentionSpec(40, "bfloat16", value_dim=72, score=fg.alibi(SLOPES), dropout=0.1, layout="bshd"),
     fg.AttentionSpec(64, mask=fg.document("ids") & fg.causal(), score=fg.softcap(fg.Scalar("cap", "float32"))),
     fg.AttentionSpec(256, mask=BY_PLACE, score=fg.alibi(fg.Tensor("slopes", "float32", 1, grad=True))),
+    fg.AttentionSpec(64, mask=fg.causal(), sink=fg.Tensor("sinks", "float32", 1, grad=True)),
+    fg.AttentionSpec(64, mask=fg.causal(), layout="thd", sink=fg.Tensor("sinks", "float32", 1, grad=True)),
+    fg.AttentionSpec(128, "bfloat16", mask=fg.document("ids") & fg.causal(), layout="thd", dropout=0.1),
 )
 CALLERS = {"q", "k", "v", "o", "lse", "d_o", "d_lse", "dq", "dk", "dv", "next_tile", "seed_low", "seed_high", "offset"}
 
@@ -83,7 +86,7 @@ def launches(
     """Those of a call forward and back."""
     attention = Attention(spec, target_named(target), Emulator(), plan, deterministic)
     inputs: Inputs = random_inputs(spec, shape)
-    rest = inputs.captures | ({"seed": 5} if spec.dropout else {})
+    rest = inputs.ragged | inputs.captures | ({"seed": 5} if spec.dropout else {})
     out, lse = attention(inputs.q, inputs.k, inputs.v, return_lse=True, **rest)
     forward = len(recorded)
     attention.backward(out, inputs.q, inputs.k, inputs.v, out, np.zeros_like(lse), **rest)
@@ -119,14 +122,23 @@ def test_formulas_of_packed_heads(packed: int, recorded: list[Any]) -> None:
     check([next(launches(SPECS[0], "sm_90a", False, recorded, plan, shape))], SPECS[0], shape)
 
 
+def sizes_of(spec: fg.AttentionSpec, shape: Shape) -> dict[str, int]:
+    """Those of a call with `random_inputs`."""
+    if not spec.is_ragged:
+        return asdict(shape)
+    inputs = random_inputs(spec, shape)
+    batch = len(inputs.ragged["cu_seqlens_q"]) - 1
+    return asdict(shape) | {"batch": batch, "total_q": len(inputs.q), "total_k": len(inputs.k)}
+
+
 def check(made: list[Launched], spec: fg.AttentionSpec, shape: Shape = SHAPE) -> None:
     described = launch_facts({launched.part: launched.kernel for launched in made}, spec)
-    sizes = asdict(shape) | {"count": shape.heads_q, "multiprocessors": Emulator().multiprocessors(0)}
+    sizes = sizes_of(spec, shape) | {"count": shape.heads_q, "multiprocessors": Emulator().multiprocessors(0)}
     for launched in made:
         facts = described[launched.part]
         assert tuple(value(facts["grid"][axis], sizes) for axis in "xyz") == launched.launch.grid, launched.part
         assert facts["argument_bytes"] == len(launched.arguments)
-        assert ("plan" in facts) == (not launched.part.startswith("d_"))
+        assert ("plan" in facts) == (not launched.part.startswith(("d_", "sink")))
         check_members(facts["arguments"], launched, sizes)
         if isinstance(launched.launch.writer, TensorMapWriter):
             check_maps(facts["maps"], launched.launch.writer, sizes, spec, shape)
@@ -167,6 +179,7 @@ def check_maps(
         assert tuple(described["box"]) == map_shape.whole_box
         assert described["swizzle_bytes"] == map_shape.swizzle_bytes
         assert described["dtype"] == map_shape.dtype and described["member"] == f"{described['array']}_map"
+        assert described.get("rows_before", 0) == map_shape.rows_before
         bytes_of = bytes_from(described["array"], spec, shape)
         assert tuple(bytes_of[name] for name in described["strides"]) == map_shape.strides
 
@@ -205,6 +218,13 @@ head_dim = 64
 target = ["sm_80", "sm_90a"]
 passes = ["forward", "backward"]
 deterministic = [false, true]
+
+[[kernels]]
+mask = ["causal()", "document('ids') & causal()"]
+head_dim = 64
+layout = "thd"
+target = ["sm_80", "sm_90a"]
+passes = ["forward", "backward"]
 """
 
 
@@ -225,7 +245,7 @@ def test_headers_compile_and_compute_the_same(tmp_path: Path, monkeypatch: pytes
     """Every header of a release in one program, the grid and the struct of some sizes compared with the formulas'."""
     folder = built(tmp_path, EVERY_KIND, monkeypatch)
     kernels = json.loads((folder / "manifest.json").read_text())["kernels"]
-    sizes = asdict(SHAPE) | {"count": 4, "multiprocessors": 132}
+    sizes = asdict(SHAPE) | {"count": 4, "multiprocessors": 132, "total_q": 777, "total_k": 555}
     lines = [f'#include "{kernel["files"]["header"]["path"]}"' for kernel in kernels]
     lines += ["#include <cstdio>", "#include <cstring>", "using namespace flashgen;", "int main() {"]
     for kernel in kernels:

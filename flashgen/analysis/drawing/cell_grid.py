@@ -14,15 +14,18 @@ from typing import Any
 
 import numpy as np
 
-from flashgen.analysis.drawing import png
+from flashgen.analysis.drawing import digits, png
+from flashgen.analysis.drawing.axes import axes, ticks
+from flashgen.analysis.drawing.palette import GROUND, INK, PAPER, RULE
 
-GROUND, INK, PAPER = "#f3f4f6", "#1f2937", "#ffffff"
 _MARGIN = 8  # in pixels, like all lengths below
+_NUMBERS_LEFT, _NUMBERS_BELOW = 40, 16  # room for the numbers of the axes
 _THINNEST = 12.0  # the shorter side, where there are few queries and many keys or the reverse
 _LEAST_GRIDDED = 5.0  # smaller cells have no lines between them
 _LEAST_WITH_LEGEND = 320  # smaller pictures have one line of text
 _LEGEND_STEP = 120
 _BAR, _BAR_GAP = 10, 8
+_DIGIT, _TICK = 2, 4  # pixels of a dot of a PNG's digits, and of a tick
 _NARROWEST = 160  # a PNG's bar of shares needs some room
 
 Array = np.ndarray[Any, Any]
@@ -55,18 +58,22 @@ class Picture:
     def to_svg(self, size: int) -> str:
         """SVG, the longer side of the grid `size` pixels."""
         height, width = _scaled(self.extent, size)
-        top = 28 if self.title else _MARGIN
-        words = self._legend(top + height + 20) if size >= _LEAST_WITH_LEGEND else self._caption(top + height + 17)
-        bottom = top + height + (48 if size >= _LEAST_WITH_LEGEND else 26)
-        across = max(width, size) + 2 * _MARGIN
+        large = size >= _LEAST_WITH_LEGEND
+        top = (28 if self.title else _MARGIN) + (12 if large else 0)
+        foot = top + height + _NUMBERS_BELOW + (12 if large else 0)
+        words = self._legend(foot + 20) if large else self._caption(foot + 15)
+        bottom = foot + (48 if large else 24)
+        across = max(width, size) + _NUMBERS_LEFT + 2 * _MARGIN
         title = [f'<text x="8" y="19" font-weight="600">{escape(self.title)}</text>'] if self.title else []
         return "\n".join([
             f'<svg xmlns="http://www.w3.org/2000/svg" width="{_number(across)}" height="{_number(bottom)}" '
             f'font-family="system-ui, sans-serif" font-size="13" fill="{INK}">',
             f'<rect width="100%" height="100%" fill="{PAPER}"/>',
             *title,
-            f'<rect x="8" y="{top}" width="{_number(width)}" height="{_number(height)}" fill="{GROUND}"/>',
+            f'<rect x="{_NUMBERS_LEFT}" y="{top}" width="{_number(width)}" height="{_number(height)}" '
+            f'fill="{GROUND}"/>',
             *self._grid(top, height, width),
+            *axes(_NUMBERS_LEFT, top, width, height, self.extent, large),
             *words,
             "</svg>\n",
         ])  # fmt: skip
@@ -80,12 +87,29 @@ class Picture:
             if sizes.size and sizes[0] >= _LEAST_GRIDDED:
                 _rule(grid, axis, sizes)
         height, width = max(grid.shape[0], 1), max(grid.shape[1], min(_NARROWEST, size))
-        page = np.full((height + 2 * _MARGIN + _BAR_GAP + _BAR, width + 2 * _MARGIN, 3), _rgb(PAPER), np.uint8)
-        page[_MARGIN : _MARGIN + grid.shape[0], _MARGIN : _MARGIN + grid.shape[1]] = grid
-        bar_top = _MARGIN + height + _BAR_GAP
-        page[bar_top : bar_top + _BAR, _MARGIN:-_MARGIN] = self._bar(width)
+        foot = height + _MARGIN + _NUMBERS_BELOW
+        page = np.full(
+            (foot + _MARGIN + _BAR_GAP + _BAR, width + _NUMBERS_LEFT + 2 * _MARGIN, 3), _rgb(PAPER), np.uint8
+        )
+        page[_MARGIN : _MARGIN + grid.shape[0], _NUMBERS_LEFT : _NUMBERS_LEFT + grid.shape[1]] = grid
+        _number_axes(page, grid.shape[:2], self.extent)
+        page[foot + _BAR_GAP : foot + _BAR_GAP + _BAR, _NUMBERS_LEFT : _NUMBERS_LEFT + width] = self._bar(width)
         shares = ", ".join(f"{kind.name} {kind.share:.1%}" for kind in self.kinds.values())
         return png.encode(page, {"Title": self.title, "Description": f"{self.summary}; {shares}"})
+
+    def to_bare_svg(self) -> str:
+        """The cells alone, in queries and keys, for a page that has axes and a legend of its own and zooms.
+
+        Colours are the page's variables --full, --partial, ... by the names of the kinds, if it has such.
+        """
+        queries, keys = self.extent
+        paths = "".join(self._paths())
+        for kind in self.kinds.values():
+            paths = paths.replace(f'"{kind.colour}"', f'"var(--{kind.name}, {kind.colour})"')
+        return (
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {keys} {queries}" preserveAspectRatio="none" '
+            f'shape-rendering="crispEdges">{paths}</svg>'
+        )
 
     def _grid(self, top: float, height: float, width: float) -> Iterator[str]:
         """A path for each colour, in queries and keys, and the lines between the cells."""
@@ -93,17 +117,21 @@ class Picture:
         if not self.cells.size:
             return
         down, across = height / queries, width / keys
-        yield (f'<g transform="translate(8 {top}) scale({across:.6g} {down:.6g})" shape-rendering="crispEdges">')
-        runs = list(_runs(self.cells))
-        for kind, described in self.kinds.items():
-            found = "".join(self._rectangle(*run) for is_of, *run in runs if is_of == kind)
-            if found and described.colour != GROUND:
-                yield f'<path fill="{described.colour}" d="{found}"/>'
+        place = f"translate({_NUMBERS_LEFT} {top}) scale({across:.6g} {down:.6g})"
+        yield f'<g transform="{place}" shape-rendering="crispEdges">'
+        yield from self._paths()
         if min(down * self.cell[0], across * self.cell[1]) >= _LEAST_GRIDDED:
             lines = [f"M0 {at}h{keys}" for at in range(self.cell[0], queries, self.cell[0])]
             lines += [f"M{at} 0v{queries}" for at in range(self.cell[1], keys, self.cell[1])]
             yield f'<path stroke="{PAPER}" vector-effect="non-scaling-stroke" d="{"".join(lines)}"/>'
         yield "</g>"
+
+    def _paths(self) -> Iterator[str]:
+        runs = list(_runs(self.cells))
+        for kind, described in self.kinds.items():
+            found = "".join(self._rectangle(*run) for is_of, *run in runs if is_of == kind)
+            if found and described.colour != GROUND:
+                yield f'<path fill="{described.colour}" d="{found}"/>'
 
     def _rectangle(self, top: int, bottom: int, left: int, right: int) -> str:
         first_q, last_q = (min(row * self.cell[0], self.extent[0]) for row in (top, bottom))
@@ -157,6 +185,28 @@ def _rule(grid: Array, axis: int, sizes: Array) -> None:
     """Lines on the first pixel of every row (or column) of cells but the first."""
     starts = np.cumsum(sizes)[:-1]
     grid[(slice(None),) * axis + (starts,)] = _rgb(PAPER)
+
+
+def _number_axes(page: Array, size: tuple[int, int], extent: tuple[int, int]) -> None:
+    """Ticks and numbers at the left of and below a grid of `size` pixels whose corner is at the margins."""
+    for position in ticks(extent[0], size[0]):
+        at = _MARGIN + round(size[0] * position / max(extent[0], 1))
+        page[min(at, _MARGIN + size[0] - 1), _NUMBERS_LEFT - _TICK : _NUMBERS_LEFT] = _rgb(RULE)
+        word = digits.drawn(position, _DIGIT)
+        _ink(page, word, at - word.shape[0] // 2, _NUMBERS_LEFT - _TICK - 2 - word.shape[1])
+    below = _MARGIN + size[0]
+    for position in ticks(extent[1], size[1]):
+        at = _NUMBERS_LEFT + round(size[1] * position / max(extent[1], 1))
+        page[below : below + _TICK, min(at, _NUMBERS_LEFT + size[1] - 1)] = _rgb(RULE)
+        word = digits.drawn(position, _DIGIT)
+        _ink(page, word, below + _TICK + 2, at - word.shape[1] // 2)
+
+
+def _ink(page: Array, word: Array, top: int, left: int) -> None:
+    """Lays a word over the page, moved inwards where it would not fit."""
+    top = min(max(top, 0), page.shape[0] - word.shape[0])
+    left = min(max(left, 0), page.shape[1] - word.shape[1])
+    page[top : top + word.shape[0], left : left + word.shape[1]][word] = _rgb(INK)
 
 
 def _runs(cells: Array) -> Iterator[tuple[int, int, int, int, int]]:

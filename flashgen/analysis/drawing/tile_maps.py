@@ -6,7 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from flashgen.analysis.drawing.cell_grid import GROUND, Kind, Picture
+from flashgen.analysis.drawing import palette
+from flashgen.analysis.drawing.cell_grid import Kind, Picture
+from flashgen.analysis.drawing.palette import GROUND
 from flashgen.analysis.tile_classes import EMPTY, FULL, PARTIAL, TileMap
 from flashgen.analysis.tile_elements import TileElements
 
@@ -14,7 +16,7 @@ Drawable = TileMap | TileElements
 
 _GLYPHS = {EMPTY: "·", PARTIAL: "▒", FULL: "█"}
 _NAMES = {EMPTY: "empty", PARTIAL: "partial", FULL: "full"}
-_COLOURS = {EMPTY: GROUND, PARTIAL: "#f2a541", FULL: "#2b6cb0"}
+_COLOURS = {EMPTY: GROUND, PARTIAL: palette.PARTIAL, FULL: palette.FULL}
 _MOST_CELLS = 256  # along a side; in a longer map a cell stands for several tiles
 # Two by two elements in a character: upper left counts 1, upper right 2, lower left 4, lower right 8.
 _QUADRANTS = np.array(list(" ▘▝▀▖▌▞▛▗▚▐▜▄▙▟█"))
@@ -52,6 +54,11 @@ def to_png(drawn: Drawable, title: str = "", width: int = 480, batch: int = 0, h
     The title and the numbers stand in the file's Title and Description.
     """
     return _picture(drawn, title, batch, head).to_png(width)
+
+
+def to_bare_svg(tiles: TileMap, batch: int = 0, head: int = 0) -> str:
+    """The tiles of one batch and head alone, in queries and keys, for a page with axes and a legend of its own."""
+    return _picture(tiles, "", batch, head).to_bare_svg()
 
 
 def summary(drawn: Drawable, batch: int = 0, head: int = 0) -> str:

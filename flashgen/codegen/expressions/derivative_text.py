@@ -26,8 +26,9 @@ from flashgen.codegen.expressions.scale_folding import folded_products
 from flashgen.language.operations import KEY, QUERY, SCORE, Load, Mul
 from flashgen.language.spec import AttentionSpec
 
-# For which scores of a block (one head of one batch) an element is the same one: all, all of a query, all of a key.
-Shared = Literal["block", "query", "key", "element"]
+# For which scores of a block (one head of one batch) an element is the same one: all, all of a query, all of a key;
+# some, often neighbours; none.
+Shared = Literal["block", "query", "key", "some", "none"]
 Base = Literal["ds", "dx"]
 
 
@@ -158,8 +159,10 @@ def _part(results: tuple[Node, ...], products: dict[Node, str]) -> PartText:
 
 def _shared(gather: Load) -> Shared:
     read = symbols_in(*gather.indices)
+    if {QUERY, KEY} <= set(gather.indices):
+        return "none"
     if SCORE in read or {QUERY, KEY} <= read:
-        return "element"
+        return "some"
     return "query" if QUERY in read else "key" if KEY in read else "block"
 
 

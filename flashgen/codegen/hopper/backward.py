@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 from flashgen.analysis.closed_forms.tile_ranges import key_range, query_range
 from flashgen.codegen.arguments import Field
@@ -12,17 +12,21 @@ from flashgen.codegen.assembly import check_spec, longest_last, suffix_of, visit
 from flashgen.codegen.backward_kernels import (
     DQ_SUMS,
     EXACT_LIMBS,
+    KEYS,
     ROWS,
     STATISTICS,
     Rows,
     backward_kernel,
     capture_sums,
     finish,
+    finish_keys,
     is_masked,
     numbers,
     prepare,
+    ragged_context,
     row_values,
     rows_of,
+    sink_sums,
 )
 from flashgen.codegen.expressions.derivative_text import score_gradient
 from flashgen.codegen.hopper.backward_plans import (
@@ -35,11 +39,13 @@ from flashgen.codegen.hopper.plans import panel_columns
 from flashgen.codegen.hopper.queries_plans import HopperQueriesPlan, choose_hopper_queries_plan
 from flashgen.codegen.hopper.wide_plans import HopperWidePlan, choose_hopper_wide_plan
 from flashgen.codegen.mma_sync.backward import render_mma_sync_backward
-from flashgen.codegen.rendered_kernel import RenderedKernel
+from flashgen.codegen.ragged import MAP_ROWS, ragged_fields, tiles_of_keys, tiles_of_queries
+from flashgen.codegen.rendered_kernel import RenderedKernel, Workspace
 from flashgen.codegen.sizes import ceil_div
 from flashgen.codegen.targets import Target
 from flashgen.codegen.tiling import padded
 from flashgen.codegen.variant import layout_of
+from flashgen.errors import UnsupportedError
 from flashgen.language.spec import AttentionSpec
 
 HopperPlans = HopperBackwardPlan | HopperWidePlan
@@ -62,7 +68,9 @@ def render_hopper_backward(
         others = render_mma_sync_backward(spec, replace(target, backward_family="ampere"), None, deterministic)
         return tuple(replace(kernel, target=target) for kernel in others)
     plan.check(spec, target)
-    rows = rows_of(plan.tile_q)
+    if plan.heads_apart and deterministic:
+        raise UnsupportedError(f"{plan}: the deterministic mode adds up no shares of dK and dV: leave out heads_apart")
+    rows = rows_of(plan.tile_q, spec.is_ragged)
     if isinstance(plan, HopperWidePlan):
         apart, keys = True, _wide_keys(spec, target, plan, rows)
     else:
@@ -70,23 +78,28 @@ def render_hopper_backward(
     wide = isinstance(plan, HopperWidePlan)
     kernels = [prepare(spec, target, plan, rows, apart, wide), keys]
     if apart:
-        kernels.append(_queries(spec, target, choose_hopper_queries_plan(spec, target), rows, wide))
+        kernels.append(_queries(spec, target, choose_hopper_queries_plan(spec, target), rows, wide, plan.tile_q))
     else:
         kernels.append(finish(spec, target, plan, rows))
-    return (*kernels, *capture_sums(spec, target, deterministic))
+    if plan.heads_apart:
+        kernels += [finish_keys(spec, target, plan, of, width, _keys_of(plan)) for of, width in _widths(spec, plan)]
+    return (*kernels, *sink_sums(spec, target, rows, deterministic), *capture_sums(spec, target, deterministic))
 
 
 def _keys(
     spec: AttentionSpec, target: Target, plan: HopperBackwardPlan, rows: Rows, deterministic: bool
 ) -> RenderedKernel:
     tiles, shared = query_range(spec.mask.expression), plan.shared_bytes(spec, deterministic)
-    fields = [Field("TensorMap", f"{name}_map") for name in ("q", "k", "v", "d_o", "dk", "dv")]
+    written = () if plan.heads_apart else ("dk", "dv")
+    fields = [Field("TensorMap", f"{name}_map") for name in ("q", "k", "v", "d_o", *written)]
     fields += [STATISTICS] if deterministic else [STATISTICS, DQ_SUMS]
+    fields += [Field("float*", f"d{of}_sums") for of, _ in _widths(spec, plan) if plan.heads_apart]
     gradient = score_gradient(spec)
     gathers = gradient.gathers if gradient else ()
     sums = "long long*" if deterministic else "float*"
     fields += [Field(sums, f"d_{member}") for member in dict.fromkeys(gather.member for gather in gathers)]
-    fields += [*numbers("heads_q", "heads_per_kv", "len_q", "len_k"), ROWS]
+    fields += [*numbers(*(() if spec.is_ragged else ("heads_q",)), "heads_per_kv", "len_q", "len_k"), ROWS]
+    fields += [*([KEYS] if plan.heads_apart else []), *(ragged_fields() if spec.is_ragged else [])]
     layout = layout_of(spec, fields, lists=tiles is None)
     context = {
         "plan": plan,
@@ -103,11 +116,18 @@ def _keys(
         "value_panel": panel_columns(spec.value_dim),
         "gradient_columns": plan.gradient_columns(spec),
         "suffix": suffix_of(spec),
-        "query_tiles": visited_tiles(tiles, "BackwardKeysArguments", is_masked(spec), queries=True),
+        "query_tiles": visited_tiles(
+            tiles, "BackwardKeysArguments", is_masked(spec), queries=True, ragged=spec.is_ragged
+        ),
+        "map_rows": MAP_ROWS,
     }
+    told = (spec, "BackwardKeysArguments", layout, plan.tile_q, "kTileK")
+    context |= ragged_context(*told, of_keys=True, moves_rows=False)
     launch: dict[str, Any] = {"values": partial(row_values, rows), "reads": "queries" if tiles is None else None}
-    launch["grid"] = lambda sizes: (ceil_div(sizes.len_k, plan.tile_k), sizes.heads_kv, sizes.batch)
-    launch["boxes"] = _boxes(spec, plan)
+    launch["grid"] = partial(tiles_of_keys, spec, plan.tile_k)
+    launch["boxes"] = {name: box for name, box in _boxes(spec, plan).items() if name not in ("dk", "dv") or written}
+    if plan.heads_apart:
+        launch |= _of_query_heads(spec, plan, rows)
     widths = dict.fromkeys((plan.head_columns(spec), padded(spec.value_dim)))
     gradients = [] if deterministic else [(plan.gradient_columns(spec), "true")]
     primitives = {
@@ -129,10 +149,39 @@ def _keys(
     )
 
 
+def _of_query_heads(spec: AttentionSpec, plan: HopperBackwardPlan, rows: Rows) -> dict[str, Any]:
+    """The launch where each query head has blocks of its own, and the sums that they share."""
+    keys = _keys_of(plan)
+
+    def sums(width: int) -> Any:
+        return lambda sizes: (sizes.batch, sizes.heads_kv, keys(sizes), width)
+
+    return {
+        "grid": lambda sizes: (ceil_div(sizes.len_k, plan.tile_k), sizes.heads_q, sizes.batch),
+        "values": lambda sizes: row_values(rows, sizes) | {"keys": keys(sizes)},
+        "workspaces": tuple(
+            Workspace(f"d{of}_sums", sums(width), "float32", zeroed=True) for of, width in _widths(spec, plan)
+        ),
+    }
+
+
+def _widths(spec: AttentionSpec, plan: HopperPlans) -> tuple[tuple[Literal["k", "v"], int], ...]:
+    """Columns of a row of K and of V, as they are held."""
+    return ("k", plan.head_columns(spec)), ("v", padded(spec.value_dim))
+
+
+def _keys_of(plan: HopperPlans) -> Rows:
+    """Keys, rounded up to whole tiles."""
+    return lambda sizes: ceil_div(sizes.len_k, plan.tile_k) * plan.tile_k
+
+
 def _wide_keys(spec: AttentionSpec, target: Target, plan: HopperWidePlan, rows: Rows) -> RenderedKernel:
     tiles, shared = query_range(spec.mask.expression), plan.shared_bytes(spec)
     fields = [Field("TensorMap", f"{name}_map") for name in ("q", "k", "v", "d_o", "dk", "dv")]
-    fields += [STATISTICS, *numbers("heads_q", "heads_per_kv", "len_q", "len_k"), ROWS]
+    heads = () if spec.is_ragged else ("heads_q",)
+    fields += [STATISTICS, *numbers(*heads, "heads_per_kv", "len_q", "len_k"), ROWS]
+    fields += ragged_fields() if spec.is_ragged else []
+    layout = layout_of(spec, fields, lists=tiles is None)
     context = {
         "plan": plan,
         "by_wgmma": True,
@@ -144,12 +193,16 @@ def _wide_keys(spec: AttentionSpec, target: Target, plan: HopperWidePlan, rows: 
         "head_panel": plan.head_panel(spec),
         "value_panel": panel_columns(spec.value_dim),
         "suffix": suffix_of(spec),
-        "query_tiles": visited_tiles(tiles, "BackwardKeysArguments", is_masked(spec), queries=True),
+        "query_tiles": visited_tiles(
+            tiles, "BackwardKeysArguments", is_masked(spec), queries=True, ragged=spec.is_ragged
+        ),
+        "map_rows": MAP_ROWS,
     }
+    told = (spec, "BackwardKeysArguments", layout, plan.tile_q, "kTileK")
+    context |= ragged_context(*told, of_keys=True, moves_rows=False)
     launch: dict[str, Any] = {"values": partial(row_values, rows), "reads": "queries" if tiles is None else None}
-    launch["grid"] = lambda sizes: (ceil_div(sizes.len_k, plan.tile_k), sizes.heads_kv, sizes.batch)
+    launch["grid"] = partial(tiles_of_keys, spec, plan.tile_k)
     launch["boxes"] = _boxes(spec, plan)
-    layout = layout_of(spec, fields, lists=tiles is None)
     widths = dict.fromkeys((padded(spec.head_dim), padded(spec.value_dim)))
     primitives = {"shared_forms": [(plan.tile_q, "false")], "register_forms": [(width, "true") for width in widths]}
     return backward_kernel(
@@ -168,11 +221,13 @@ def _wide_keys(spec: AttentionSpec, target: Target, plan: HopperWidePlan, rows: 
 
 
 def _queries(
-    spec: AttentionSpec, target: Target, plan: HopperQueriesPlan, rows: Rows, in_any_mode: bool
+    spec: AttentionSpec, target: Target, plan: HopperQueriesPlan, rows: Rows, in_any_mode: bool, multiple: int
 ) -> RenderedKernel:
+    """multiple: of rows, as `rows_of` was told."""
     tiles, shared = key_range(spec.mask.expression), plan.shared_bytes(spec)
     fields = [Field("TensorMap", f"{name}_map") for name in ("q", "k", "v", "d_o", "dq")]
-    fields += [STATISTICS, *numbers("heads_q", "len_q", "len_k"), ROWS]
+    fields += [STATISTICS, *numbers(*(() if spec.is_ragged else ("heads_q",)), "len_q", "len_k"), ROWS]
+    fields += ragged_fields() if spec.is_ragged else []
     fields.append(Field("unsigned", "kv_reciprocal", comment="2^31 / heads per head of K and V, rounded up"))
     head, value = plan.head_panel(spec), panel_columns(spec.value_dim)
     context = {
@@ -187,14 +242,16 @@ def _queries(
         "head_panel": head,
         "value_panel": value,
         "suffix": suffix_of(spec),
-        "key_tiles": visited_tiles(tiles, "BackwardQueriesArguments", is_masked(spec)),
+        "key_tiles": visited_tiles(tiles, "BackwardQueriesArguments", is_masked(spec), ragged=spec.is_ragged),
         "longest_first": longest_last(tiles),
+        "map_rows": MAP_ROWS,
     }
     launch: dict[str, Any] = {"values": partial(row_values, rows), "reads": "keys" if tiles is None else None}
-    launch["grid"] = lambda sizes: (ceil_div(sizes.len_q, plan.tile_q), sizes.heads_q, sizes.batch)
+    launch["grid"] = partial(tiles_of_queries, spec, plan.tile_q)
     boxes = {"q": (head, _PART_ROWS), "k": (head, plan.tile_k), "v": (value, plan.tile_k)}
     launch["boxes"] = boxes | {"d_o": (value, _PART_ROWS), "dq": (head, _WARP_ROWS)}
     layout = layout_of(spec, fields, lists=tiles is None)
+    context |= ragged_context(spec, "BackwardQueriesArguments", layout, multiple, "kTileQ")
     primitives = {"shared_forms": [(plan.tile_k, "false")], "register_forms": [(padded(spec.head_dim), "true")]}
     return backward_kernel(
         "queries",

@@ -46,11 +46,14 @@ class HopperBackwardPlan:
         tile_q: queries of a step, 64 or 128.
         stages: tiles of Q, and of dO, that shared memory holds at once.
         early_scores: the next step's scores start while dK and dV of this one are computed, which takes registers.
+        heads_apart: a block for each query head, whose shares of dK and dV are added up in global memory; else a block
+            walks the queries of all heads that share a head of K and V.
     """
 
     tile_q: int
     stages: int = 2
     early_scores: bool = True
+    heads_apart: bool = False
     consumers: ClassVar[int] = 2
     blocks: ClassVar[int] = 1
     packed_heads: ClassVar[int] = 1
@@ -103,12 +106,17 @@ class HopperBackwardPlan:
         shared = _SCORE_STAGES * ELEMENT_BYTES * self.tile_q * self.tile_k + _SUM_BYTES * self.tile_q * head
         return tiles + shared + statistics + _BARRIER_BYTES * (barriers + 2 * _SCORE_STAGES)
 
+    def _has_room_for_sums(self) -> bool:
+        """Whether dK and dV fit, in float32, into the places of K, V, Q and dO."""
+        return _SUM_BYTES * self.tile_k <= ELEMENT_BYTES * (self.tile_k + self.stages * self.tile_q)
+
     def summary(self, shared_bytes: int) -> str:
         """What the kernel's header says of it."""
         early = ", the next scores early" if self.early_scores else ""
+        heads = ", a block for each query head" if self.heads_apart else ""
         return (
             f"{self.tile_q} queries x {self.tile_k} keys, {self.consumers} warpgroups of {self.consumer_registers} "
-            f"registers{early}, {self.stages} stages of Q and dO, {shared_bytes} bytes of shared memory"
+            f"registers{early}{heads}, {self.stages} stages of Q and dO, {shared_bytes} bytes of shared memory"
         )
 
     def problem(self, spec: AttentionSpec, target: Target) -> str | None:
@@ -119,6 +127,10 @@ class HopperBackwardPlan:
             )
         if self.tile_q not in (_ROWS, 2 * _ROWS) or self.stages < 1:
             return f"tile_q={self.tile_q} must be 64 or 128, and stages={self.stages} positive"
+        if self.heads_apart and spec.is_ragged:
+            return "heads_apart=True: of ragged batches query heads that share a head of k and v share blocks"
+        if self.heads_apart and not self._has_room_for_sums():
+            return f"heads_apart=True: {self.stages} stages have no room for dK and dV: take more stages"
         if self.gradient_columns(spec) > self.tile_q:  # they share registers with scores
             columns = self.gradient_columns(spec)
             return f"tile_q={self.tile_q} has no registers for {columns} columns of dQ: take more queries"

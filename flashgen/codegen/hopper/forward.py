@@ -23,6 +23,7 @@ from flashgen.codegen.forward_kernel import forward_context, forward_kernel
 from flashgen.codegen.header import header
 from flashgen.codegen.hopper.measured_plans import choose_hopper_plan
 from flashgen.codegen.hopper.plans import HopperPlan, panel_columns
+from flashgen.codegen.ragged import MAP_ROWS, ragged_fields, sequences_text, slots
 from flashgen.codegen.rendered_kernel import RenderedKernel
 from flashgen.codegen.sizes import Sizes, ceil_div, least, most, reciprocal
 from flashgen.codegen.targets import Target
@@ -48,13 +49,17 @@ def hopper_layout(spec: AttentionSpec, lists: bool, packed: bool = False) -> Arg
     fields.append(
         Field("unsigned*", "next_tile", comment="0, before and after; null: no tiles beside each block's first")
     )
-    fields.append(Field("int", "tiles", comment="of queries, of all heads and batches"))
+    ragged = spec.is_ragged
+    if ragged:
+        fields[-2] = Field("float*", "lse", comment="(heads_q, total_q), or null")
+        fields += ragged_fields()
+    fields.append(Field("int", "tiles", comment=f"{'slots ' if ragged else ''}of queries, of all heads and batches"))
     fields.append(Field("int", "tiles_q", comment=f"of each {heads[:-1]}"))
     fields.append(Field("int", "heads", comment=f"{heads if packed else 'of queries'}, of all batches"))
     fields.append(Field("int", "section", comment=f"{heads} that take turns with their tiles"))
-    fields += [Field("int", name) for name in ("heads_q", "len_q", "len_k")]
+    fields += [Field("int", name) for name in (*(() if ragged else ("heads_q",)), "len_q", "len_k")]
     fields.append(Field("unsigned", "kv_reciprocal", comment=f"2^31 / {heads} per head of K and V, rounded up"))
-    return layout_of(spec, fields, lists)
+    return layout_of(spec, fields, lists, sink=True)
 
 
 def render_hopper(spec: AttentionSpec, target: Target, plan: HopperPlan | None = None) -> tuple[RenderedKernel, ...]:
@@ -73,8 +78,12 @@ def render_hopper(spec: AttentionSpec, target: Target, plan: HopperPlan | None =
         "drawn_steps": plan.drawn_steps(spec),
         "output_apart": plan.output_apart(spec),
         "packed": packed,
+        "index_bytes": plan.index_bytes(spec),
+        "map_rows": MAP_ROWS,
         "suffix": suffix_of(spec),
     }
+    if spec.is_ragged:
+        context["sequences"] = sequences_text(context["struct"], layout, "kTileQ")
     sizes = {"shared_forms": [(plan.tile_k, "false")], "register_forms": [(padded(spec.value_dim), "true")]}
     kernel = forward_kernel(
         spec,
@@ -83,29 +92,35 @@ def render_hopper(spec: AttentionSpec, target: Target, plan: HopperPlan | None =
         layout,
         assemble("hopper/forward.cu.jinja", context, target, sizes),
         boxes=_boxes(spec, plan),
-        grid=lambda sizes: (most(least(_tiles(plan, sizes), sizes.multiprocessors), 1), 1, 1),
+        grid=lambda sizes: (most(least(_tiles(spec, plan, sizes), sizes.multiprocessors), 1), 1, 1),
         values=partial(_values, spec, plan, longest_first),
-        counts=lambda sizes: sizes.multiprocessors < _tiles(plan, sizes),
+        counts=lambda sizes: sizes.multiprocessors < _tiles(spec, plan, sizes),
     )
     return (replace(kernel, name=f"{kernel.name}-packed{plan.packed_heads}") if packed else kernel,)
 
 
-def _packs(plan: HopperPlan, sizes: Sizes) -> Any:
-    """Query heads, or packs of them, of all batches."""
+def _packs(spec: AttentionSpec, plan: HopperPlan, sizes: Sizes) -> Any:
+    """Query heads, or packs of them, of all batches; of a ragged batch those of its slots."""
+    if spec.is_ragged:
+        return sizes.heads_q
     return sizes.batch * (sizes.heads_q // plan.packed_heads) if plan.packed_heads > 1 else sizes.batch * sizes.heads_q
 
 
-def _tiles(plan: HopperPlan, sizes: Sizes) -> Any:
-    return _packs(plan, sizes) * ceil_div(sizes.len_q, plan.tile_q)
+def _tiles(spec: AttentionSpec, plan: HopperPlan, sizes: Sizes) -> Any:
+    return _packs(spec, plan, sizes) * _tiles_of_head(spec, plan, sizes)
+
+
+def _tiles_of_head(spec: AttentionSpec, plan: HopperPlan, sizes: Sizes) -> Any:
+    return slots(sizes.total_q, sizes, plan.tile_q) if spec.is_ragged else ceil_div(sizes.len_q, plan.tile_q)
 
 
 def _values(spec: AttentionSpec, plan: HopperPlan, longest_first: bool, sizes: Sizes) -> dict[str, Any]:
     """What the struct holds beside the sizes themselves."""
-    packed, heads = plan.packed_heads, _packs(plan, sizes)
+    packed, heads = plan.packed_heads, _packs(spec, plan, sizes)
     per_kv = sizes.heads_per_kv // packed if packed > 1 else sizes.heads_per_kv
     return {
-        "tiles": _tiles(plan, sizes),
-        "tiles_q": ceil_div(sizes.len_q, plan.tile_q),
+        "tiles": _tiles(spec, plan, sizes),
+        "tiles_q": _tiles_of_head(spec, plan, sizes),
         "heads": heads,
         "section": _section(spec, sizes, heads, per_kv) if longest_first else 1,
         "kv_reciprocal": reciprocal(most(per_kv, 1)),

@@ -19,6 +19,7 @@ _ROWS = 64  # of a wgmma
 _DEPTH = 16
 _MOST_COLUMNS = 256  # of a wgmma, and rows of a TMA box
 _BARRIER_BYTES = 8
+_WORK_BYTES = 64
 _BARRIERS_PER_STAGE = 4
 _MOST_SHARED = 227 * 1024  # bytes of a block
 _ALIGNMENT = 1024  # bytes: the widest swizzle repeats after so many
@@ -141,6 +142,10 @@ class HopperPlan:
         """Dynamic shared memory of a block: Q and the output; the stages of K and V; the barriers; what is dropped."""
         return self._shared_bytes(spec, self.output_apart(spec)) + self._drawing_bytes(spec, self.drawn_steps(spec))
 
+    def index_bytes(self, spec: AttentionSpec) -> int:
+        """What the loading thread tells the others: the number of a tile, or of a ragged batch the tile itself."""
+        return _WORK_BYTES if spec.is_ragged else _BARRIER_BYTES
+
     def output_apart(self, spec: AttentionSpec) -> bool:
         """Whether the output has room of its own, so that the next tile's Q can be loaded early; else it takes Q's."""
         return self._shared_bytes(spec, True) + self._drawing_bytes(spec, self._prepared_steps) <= _MOST_SHARED
@@ -174,7 +179,7 @@ class HopperPlan:
         before_values = ELEMENT_BYTES * (self.rows * columns + self.stages * self.tile_k * head)
         values = -(-before_values // _ALIGNMENT) * _ALIGNMENT
         values += ELEMENT_BYTES * self.stages * self.tile_k * value
-        return values + _BARRIER_BYTES * (3 + _BARRIERS_PER_STAGE * self.stages)
+        return values + _BARRIER_BYTES * (2 + _BARRIERS_PER_STAGE * self.stages) + self.index_bytes(spec)
 
     def problem(self, spec: AttentionSpec, target: Target) -> str | None:
         """Why the plan contradicts itself, or does not fit the spec or the target; None where it does."""
@@ -184,6 +189,8 @@ class HopperPlan:
             return f"consumers={self.consumers} must be 1, 2 or 3, and not 1 for taking turns"
         if not _DEPTH <= self.tile_k <= _MOST_COLUMNS or self.tile_k % (DROPOUT_COLUMNS if spec.dropout else _DEPTH):
             return f"tile_k={self.tile_k} must be a multiple of 16, of 32 with dropout, up to {_MOST_COLUMNS}"
+        if spec.is_ragged and self.packed_heads != 1:
+            return f"packed_heads={self.packed_heads} must be 1 with layout='thd'"
         if self.stages < 1:
             return f"stages={self.stages} must be positive"
         if self.packed_heads != 1 and (why := self._problem_of_packing(spec)):

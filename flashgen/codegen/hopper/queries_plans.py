@@ -32,6 +32,7 @@ class HopperQueriesPlan:
     consumers: ClassVar[int] = 2
     blocks: ClassVar[int] = 1
     packed_heads: ClassVar[int] = 1
+    heads_apart: ClassVar[bool] = False
     tile_q: ClassVar[int] = 2 * _ROWS
     producer_registers: ClassVar[int] = 24
     consumer_registers: ClassVar[int] = 240

@@ -20,8 +20,10 @@ from flashgen.codegen.backward_kernels import (
     is_masked,
     numbers,
     prepare,
+    ragged_context,
     row_values,
     rows_of,
+    sink_sums,
     strides,
 )
 from flashgen.codegen.expressions.derivative_text import score_gradient
@@ -31,8 +33,8 @@ from flashgen.codegen.mma_sync.backward_plans import (
     choose_backward_plan,
     choose_queries_plan,
 )
+from flashgen.codegen.ragged import ragged_fields, tiles_of_keys, tiles_of_queries
 from flashgen.codegen.rendered_kernel import RenderedKernel
-from flashgen.codegen.sizes import ceil_div
 from flashgen.codegen.targets import Target
 from flashgen.codegen.variant import layout_of
 from flashgen.language.spec import AttentionSpec
@@ -51,13 +53,13 @@ def render_mma_sync_backward(
     check_spec(spec, target)
     plan = plan or choose_backward_plan(spec, target, deterministic)
     plan.check(spec, target, deterministic)
-    rows = rows_of(plan.tile_q)
+    rows = rows_of(plan.tile_q, spec.is_ragged)
     kernels = [prepare(spec, target, plan, rows, deterministic), _keys(spec, target, plan, rows, deterministic)]
     if deterministic:
-        kernels.append(_queries(spec, target, choose_queries_plan(spec, target), rows))
+        kernels.append(_queries(spec, target, choose_queries_plan(spec, target), rows, plan.tile_q))
     else:
         kernels.append(finish(spec, target, plan, rows))
-    return (*kernels, *capture_sums(spec, target, deterministic))
+    return (*kernels, *sink_sums(spec, target, rows, deterministic), *capture_sums(spec, target, deterministic))
 
 
 def _keys(spec: AttentionSpec, target: Target, plan: BackwardPlan, rows: Rows, deterministic: bool) -> RenderedKernel:
@@ -69,7 +71,8 @@ def _keys(spec: AttentionSpec, target: Target, plan: BackwardPlan, rows: Rows, d
     gathers = gradient.gathers if gradient else ()
     sums = "long long*" if deterministic else "float*"
     fields += [Field(sums, f"d_{member}") for member in dict.fromkeys(gather.member for gather in gathers)]
-    fields += [*numbers("heads_q", "heads_per_kv", "len_q", "len_k"), ROWS]
+    fields += [*numbers(*(() if spec.is_ragged else ("heads_q",)), "heads_per_kv", "len_q", "len_k"), ROWS]
+    fields += ragged_fields() if spec.is_ragged else []
     layout = layout_of(spec, fields, lists=tiles is None)
     context = {
         "plan": plan,
@@ -80,21 +83,26 @@ def _keys(spec: AttentionSpec, target: Target, plan: BackwardPlan, rows: Rows, d
         "gradient": gradient,
         "gathers": gathers,
         "limbs": EXACT_LIMBS,
-        "query_tiles": visited_tiles(tiles, "BackwardKeysArguments", is_masked(spec), queries=True),
+        "query_tiles": visited_tiles(
+            tiles, "BackwardKeysArguments", is_masked(spec), queries=True, ragged=spec.is_ragged
+        ),
     }
+    context |= ragged_context(spec, "BackwardKeysArguments", layout, plan.tile_q, "kTileK", of_keys=True)
     launch: dict[str, Any] = {"values": partial(row_values, rows), "reads": "queries" if tiles is None else None}
-    launch["grid"] = lambda sizes: (ceil_div(sizes.len_k, plan.tile_k), sizes.heads_kv, sizes.batch)
+    launch["grid"] = partial(tiles_of_keys, spec, plan.tile_k)
     return backward_kernel("keys", spec, target, layout, context, plan.threads, shared, launch, template=_KEYS)
 
 
-def _queries(spec: AttentionSpec, target: Target, plan: QueriesPlan, rows: Rows) -> RenderedKernel:
+def _queries(spec: AttentionSpec, target: Target, plan: QueriesPlan, rows: Rows, multiple: int) -> RenderedKernel:
+    """multiple: of rows, as `rows_of` was told."""
     tiles, shared = key_range(spec.mask.expression), plan.shared_bytes(spec)
     fields = [*(Field("const Element*", name) for name in ("q", "k", "v", "d_o")), STATISTICS]
     fields += [
         Field("Element*", "dq"),
         *strides("q", "k", "v", "d_o", "dq"),
-        *numbers("heads_q", "len_q", "len_k"),
+        *numbers(*(() if spec.is_ragged else ("heads_q",)), "len_q", "len_k"),
         ROWS,
+        *(ragged_fields() if spec.is_ragged else ()),
     ]
     fields.append(Field("unsigned", "kv_reciprocal", comment="2^31 / heads per head of K and V, rounded up"))
     context = {
@@ -104,10 +112,11 @@ def _queries(spec: AttentionSpec, target: Target, plan: QueriesPlan, rows: Rows)
         "deterministic": True,
         "gradient": score_gradient(spec, with_gathers=False),
         "gathers": (),
-        "key_tiles": visited_tiles(tiles, "BackwardQueriesArguments", is_masked(spec)),
+        "key_tiles": visited_tiles(tiles, "BackwardQueriesArguments", is_masked(spec), ragged=spec.is_ragged),
         "longest_first": longest_last(tiles),
     }
     launch: dict[str, Any] = {"values": partial(row_values, rows), "reads": "keys" if tiles is None else None}
-    launch["grid"] = lambda sizes: (ceil_div(sizes.len_q, plan.tile_q), sizes.heads_q, sizes.batch)
+    launch["grid"] = partial(tiles_of_queries, spec, plan.tile_q)
     layout = layout_of(spec, fields, tiles is None)
+    context |= ragged_context(spec, "BackwardQueriesArguments", layout, multiple, "kTileQ")
     return backward_kernel("queries", spec, target, layout, context, plan.threads, shared, launch, template=_QUERIES)

@@ -46,6 +46,7 @@ class _WalkPlan:
     stages: int = 2
     blocks: int = 1
     walked: ClassVar[str]
+    heads_apart: ClassVar[bool] = False
 
     @property
     def threads(self) -> int:

@@ -21,6 +21,7 @@ from flashgen.codegen.rendered_kernel import Grid, RenderedKernel, Workspace, en
 from flashgen.codegen.sizes import Sizes
 from flashgen.codegen.targets import Target
 from flashgen.codegen.variant import layout_of, variant_of
+from flashgen.errors import UnsupportedError
 from flashgen.language.operations import HEAD
 from flashgen.language.spec import AttentionSpec
 
@@ -52,12 +53,14 @@ def decode_layout(spec: AttentionSpec, lists: bool) -> ArgumentLayout:
     fields.append(Field("int", "row_tiles", comment="that these are"))
     fields.append(Field("int", "splits", comment="parts of the keys"))
     fields.append(Field("unsigned", "kv_reciprocal", comment="2^31 / heads per head of K and V, rounded up"))
-    return layout_of(spec, fields, lists)
+    return layout_of(spec, fields, lists, sink=True)
 
 
 def render_decode(spec: AttentionSpec, target: Target, plan: DecodePlan | None = None) -> tuple[RenderedKernel, ...]:
     """The decode kernel of a spec on a target; UnsupportedError where the target or the plan cannot do it."""
     check_spec(spec, target)
+    if spec.is_ragged:
+        raise UnsupportedError("layout='thd': the decode kernel takes no ragged batches; take layout='bshd'")
     plan = plan or choose_decode_plan(spec, target)
     plan.check(spec, target)
     layout = decode_layout(spec, demand_of(spec).listed)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from flashgen.codegen.arguments import ArgumentLayout, Field
 from flashgen.codegen.assembly import assemble, check_spec
 from flashgen.codegen.demand import demand_of
 from flashgen.codegen.forward_kernel import forward_context, forward_kernel
 from flashgen.codegen.header import header
 from flashgen.codegen.mma_sync.forward_plans import ForwardPlan, choose_forward_plan
+from flashgen.codegen.ragged import ragged_fields, sequences_text, tiles_of_queries
 from flashgen.codegen.rendered_kernel import RenderedKernel
-from flashgen.codegen.sizes import ceil_div
 from flashgen.codegen.targets import Target
 from flashgen.codegen.variant import layout_of
 from flashgen.language.spec import AttentionSpec
@@ -21,9 +23,12 @@ def forward_layout(spec: AttentionSpec, lists: bool) -> ArgumentLayout:
     fields[-1] = Field("float*", "lse", comment="(batch, heads_q, len_q), or null")
     fields += page_fields(spec)
     fields += [Field("Strides", f"{name}_strides") for name in "qkvo"]
-    fields += [Field("int", name) for name in ("heads_q", "len_q", "len_k")]
+    fields += [Field("int", name) for name in (*(() if spec.is_ragged else ("heads_q",)), "len_q", "len_k")]
+    if spec.is_ragged:
+        fields[4] = Field("float*", "lse", comment="(heads_q, total_q), or null")
+        fields += ragged_fields()
     fields.append(Field("unsigned", "kv_reciprocal", comment="2^31 / heads per head of K and V, rounded up"))
-    return layout_of(spec, fields, lists)
+    return layout_of(spec, fields, lists, sink=True)
 
 
 def page_fields(spec: AttentionSpec) -> list[Field]:
@@ -45,15 +50,16 @@ def render_mma_sync(spec: AttentionSpec, target: Target, plan: ForwardPlan | Non
     plan.check(spec, target)
     layout = forward_layout(spec, demand_of(spec).listed)
     context = forward_context(spec, target, plan, layout, "scores[i][j][e]")
-    told = {"header": header(spec, target, plan), "page_size": spec.page_size}
-    source = assemble("mma_sync/forward.cu.jinja", context | told, target)
-    tile_q = plan.tile_q
+    context |= {"header": header(spec, target, plan), "page_size": spec.page_size}
+    if spec.is_ragged:
+        context["sequences"] = sequences_text(context["struct"], layout, "kTileQ")
+    source = assemble("mma_sync/forward.cu.jinja", context, target)
     kernel = forward_kernel(
         spec,
         target,
         plan,
         layout,
         source,
-        grid=lambda sizes: (ceil_div(sizes.len_q, tile_q), sizes.heads_q, sizes.batch),
+        grid=partial(tiles_of_queries, spec, plan.tile_q),
     )
     return (kernel,)

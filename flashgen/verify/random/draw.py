@@ -59,6 +59,7 @@ PREDICATES_EACH = 6  # calls of a case that compiles no kernel
 CALLS_EACH = 3  # calls of a case that does: compiling takes most of its time
 _SANITIZED = 0.06  # the share of cases on the emulator that run under a sanitizer
 _NVRTC = 0.2
+_RAGGED = 0.15
 
 
 @dataclass(frozen=True)
@@ -109,6 +110,7 @@ def recipe_of(seed: int, options: Options, drawn: Counter[str] | None = None) ->
         schedule=_schedule(seed) if options.emulate else None,
         plan=_stream(seed, "plan").choice((0, 0, 0, *range(1, MOST))),
         nvrtc=options.nvrtc and options.emulate and bool(passes) and _stream(seed, "nvrtc").random() < _NVRTC,
+        ragged=_stream(seed, "ragged").random() < _RAGGED,
     ).tidied()
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from flashgen import attention
 from flashgen.build import nvrtc
@@ -14,10 +14,12 @@ from flashgen.errors import ArgumentError, BuildError
 from flashgen.verify.random.covers import lie_of_map
 from flashgen.verify.random.judging import Judged, complaint
 from flashgen.verify.random.outcome import Counts, Found
+from flashgen.verify.random.packed import Packed
 from flashgen.verify.random.predicates import Checked
 from flashgen.verify.random.recipe import Recipe
 from flashgen.verify.random.sample import Sample
 from flashgen.verify.random.standard import Unjudged
+from flashgen.verify.variants import in_layout
 
 if TYPE_CHECKING:
     from flashgen.attention import Attention
@@ -32,10 +34,10 @@ _REGISTERS = "Insufficient registers"  # ptxas's words where no allocation keeps
 
 def check_kernels(recipe: Recipe, spec: AttentionSpec, checked: list[Checked], counts: Counts) -> None:
     """Compiles and calls. Raises Found, and whatever compiling and calling raise."""
-    plan = _plan(recipe, spec, checked)
+    plan = None if recipe.ragged else _plan(recipe, spec, checked)
     try:
-        compiled = attention.compile(
-            spec,
+        compiled: Any = attention.compile(
+            in_layout(spec, "thd") if recipe.ragged else spec,
             target=recipe.target,
             emulate=recipe.emulate,
             plan=plan,
@@ -43,6 +45,7 @@ def check_kernels(recipe: Recipe, spec: AttentionSpec, checked: list[Checked], c
             sanitize=recipe.sanitize,
             schedule=recipe.schedule,
         )
+        compiled = Packed(spec, compiled) if recipe.ragged else compiled
         if recipe.nvrtc and nvrtc.is_available():
             _compile_for_gpu(recipe, compiled, counts)
     except BuildError as error:
@@ -75,7 +78,8 @@ def _plan(recipe: Recipe, spec: AttentionSpec, checked: list[Checked]) -> Plan |
 
 
 def _check_call(recipe: Recipe, compiled: Attention, checked: Checked, counts: Counts) -> None:
-    _check_lists(compiled, checked, counts, "backward" in recipe.passes)
+    if not recipe.ragged:
+        _check_lists(compiled, checked, counts, "backward" in recipe.passes)
     first = Sample(recipe, compiled.spec, checked, checked.problem.seed)
     _ = first.expected.scores  # raises where attention has no value, before any call
     others = [Sample(recipe, compiled.spec, checked, checked.problem.seed + 1 + n) for n in range(DRAWS - 1)]

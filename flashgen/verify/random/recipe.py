@@ -36,7 +36,8 @@ class Problem:
 class Recipe:
     """A case. Without `passes` it checks predicates alone. `nvrtc`: the GPU's compiler sees the kernels' text too.
 
-    plan: the place of the forward's plan among those that tuning would time; the default's is 0.
+    plan: the place of the forward's plan among those that tuning would time; the default's is 0. ragged: kernels are
+    those of layout "thd", of the same sequences packed.
     """
 
     mask: Term
@@ -57,6 +58,7 @@ class Recipe:
     schedule: Schedule | None = None
     nvrtc: bool = False
     plan: int = 0
+    ragged: bool = False
 
     def spec(self) -> AttentionSpec:
         """The spec, traced. Raises SpecError where the language refuses it."""
@@ -65,7 +67,7 @@ class Recipe:
             dtype=self.dtype,
             value_dim=self.value_dim,
             scale=self.scale,
-            layout=self.layout,
+            layout="bshd" if self.ragged else self.layout,  # in which sequences stand as they do where packed
             dropout=self.dropout,
             score=score_of(self.score, self.declared) if self.score else None,
             mask=mask_of(self.mask, self.declared),
@@ -110,7 +112,7 @@ class Recipe:
         lines = [f"{name} = {each.declaration(name)}" for name, each in self.declared.items()]
         lines += [f"mask = lambda b, h, q, k: {text_of(self.mask)}"]
         lines += [f"score = lambda score, b, h, q, k: {text_of(self.score)}"] if self.score else []
-        fields = ("head_dim", "value_dim", "dtype", "scale", "layout", "dropout")
+        fields = ("head_dim", "value_dim", "dtype", "scale", "layout", "dropout", "ragged")
         plain = Recipe(self.mask, None, {}, ())
         shown = [f"{name}={getattr(self, name)!r}" for name in fields if getattr(self, name) != getattr(plain, name)]
         lines += [f"spec: {', '.join(shown)}"] if shown else []

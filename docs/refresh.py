@@ -1,0 +1,191 @@
+"""The pages of the documentation hold what commands print and what files say: this makes it anew.
+
+python docs/refresh.py             # writes what is stale, and names it
+python docs/refresh.py --check     # names it, and ends with status 1 if there is any
+
+Of a page's fenced blocks, `console` is a transcript: what its `$ ` lines print stands below them. A block with a title
+such as `generated/NAME.cu: online_softmax` is that function of that file, `FILE: /first line/ to /last line/` those
+lines. A command of an `sh` block that writes to docs/ makes the picture that is committed there.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+DOCS = Path(__file__).parent
+ROOT = DOCS.parent
+FENCE = re.compile(r'^```(?P<language>\w+)(?: title="(?P<title>[^"]+)")?[^\n]*\n(?P<text>.*?)^```$', re.M | re.S)
+PICTURE = re.compile(r"--output (docs/\S+\.(?:svg|png))")
+WIDTH = "96"  # characters of the terminal that transcripts are of
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block of a page: its language, its title or "", and its text."""
+
+    language: str
+    title: str
+    text: str
+
+    @property
+    def commands(self) -> list[str]:
+        """The commands of a block of `sh`, without comments; of one of `console`, those behind `$ `."""
+        if self.language == "console":
+            return [line[2:] for line in self.text.splitlines() if line.startswith("$ ")]
+        lines = self.text.replace("\\\n", " ").splitlines()
+        return [line.partition("  #")[0].strip() for line in lines if line.strip() and not line.startswith("#")]
+
+
+def pages() -> list[Path]:
+    """Every page, the README among them."""
+    return [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
+
+
+def blocks(text: str) -> list[Block]:
+    found = FENCE.finditer(text)
+    return [Block(match["language"], match["title"] or "", match["text"]) for match in found]
+
+
+def refreshed(text: str) -> str:
+    """The page with every transcript and excerpt as it is now."""
+
+    def anew(match: re.Match[str]) -> str:
+        before, behind = match.start("text") - match.start(), match.end("text") - match.start()
+        return match[0][:before] + _content(match) + match[0][behind:]
+
+    return FENCE.sub(anew, text)
+
+
+def _content(match: re.Match[str]) -> str:
+    block = Block(match["language"], match["title"] or "", match["text"])
+    if block.language == "console":
+        return transcript(block)
+    return excerpt(block.title) if ": " in block.title else block.text
+
+
+def transcript(block: Block) -> str:
+    return "\n".join(f"$ {command}\n{printed(command)}" for command in block.commands)
+
+
+def printed(command: str) -> str:
+    """What a command prints to stdout. `| head -N` keeps N lines."""
+    command, _, kept = command.partition(" | head -")
+    lines = aligned(run(shlex.split(command)).stdout.splitlines())
+    return "".join(f"{line.rstrip()}\n" for line in lines[: int(kept) if kept else None])
+
+
+def aligned(lines: list[str]) -> list[str]:
+    """Lines whose cells are parted by tabs, as a terminal shows them: in columns."""
+    rows = [line.split("\t") for line in lines]
+    if not any("\t" in line for line in lines) or len({len(row) for row in rows}) > 1:
+        return lines
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+
+
+def run(words: list[str]) -> subprocess.CompletedProcess[str]:
+    """Runs `flashgen ...` or `python ...` of this checkout. Raises where it fails."""
+    programs = {"flashgen": [sys.executable, "-m", "flashgen"], "python": [sys.executable]}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": WIDTH, "CUDA_VISIBLE_DEVICES": ""}
+    command = [*programs[words[0]], *words[1:]]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(f"{shlex.join(words)} ends with {done.returncode}: {done.stderr}")
+    return done
+
+
+def excerpt(title: str) -> str:
+    """The lines of a file that a title names."""
+    name, _, wanted = title.partition(": ")
+    lines = (ROOT / name).read_text(encoding="utf-8").splitlines(keepends=True)
+    between = re.fullmatch(r"/(.+)/ to /(.+)/", wanted)
+    if between:
+        first = _first(lines, between[1], 0, title)
+        return "".join(lines[first : _first(lines, between[2], first, title) + 1])
+    return "".join(_function(lines, wanted, name.endswith(".py"), title))
+
+
+def _first(lines: list[str], words: str, start: int, title: str) -> int:
+    for number in range(start, len(lines)):
+        if words in lines[number]:
+            return number
+    raise SystemExit(f'title="{title}": no line holds {words!r}')
+
+
+def _function(lines: list[str], name: str, python: bool, title: str) -> list[str]:
+    """A function of Python or of C++, the latter with the comment before it."""
+    opening = rf"def {name}\(" if python else rf"\w[^;]* {name}\((?!.*;$)"
+    starts = [number for number, line in enumerate(lines) if re.match(opening, line)]
+    if not starts:
+        raise SystemExit(f'title="{title}": there is no function {name}')
+    first = starts[0]
+    if python:
+        header = next(n for n in range(first, len(lines)) if re.match(r"(def .*|\)( -> .*)?):$", lines[n].rstrip()))
+        behind = [n for n in range(header + 1, len(lines)) if lines[n].strip() and not lines[n].startswith(" ")]
+        return _without_blank_end(lines[first : behind[0] if behind else len(lines)])
+    last = next(number for number in range(first, len(lines)) if lines[number].rstrip() == "}")
+    while lines[first - 1].startswith("//"):
+        first -= 1
+    return lines[first : last + 1]
+
+
+def _without_blank_end(lines: list[str]) -> list[str]:
+    while lines and not lines[-1].strip():
+        lines = lines[:-1]
+    return lines
+
+
+def pictures() -> Iterator[tuple[Path, str]]:
+    """(picture, the command that makes it) of every page."""
+    for page in pages():
+        for block in blocks(page.read_text(encoding="utf-8")):
+            for command in block.commands if block.language == "sh" else ():
+                found = PICTURE.search(command)
+                if found:
+                    yield ROOT / found[1], command
+
+
+def drawn(command: str) -> bytes:
+    """The picture that a command makes, which stays as it is in docs/."""
+    with tempfile.TemporaryDirectory() as folder:
+        output = PICTURE.search(command)
+        assert output
+        path = Path(folder) / Path(output[1]).name
+        run(shlex.split(command.replace(output[1], str(path))))
+        return path.read_bytes()
+
+
+def stale() -> Iterator[tuple[Path, bytes]]:
+    """Each file that is not what its commands make, with what it should be."""
+    for page in pages():
+        text = page.read_text(encoding="utf-8")
+        now = refreshed(text)
+        if now != text:
+            yield page, now.encode()
+    for path, command in pictures():
+        content = drawn(command)
+        if not path.exists() or path.read_bytes() != content:
+            yield path, content
+
+
+def main() -> None:
+    found = list(stale())
+    for path, content in found:
+        print(path.relative_to(ROOT))
+        if "--check" not in sys.argv:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(content)
+    if found and "--check" in sys.argv:
+        raise SystemExit("make these anew: python docs/refresh.py")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,137 @@
+"""Tables of `flashgen bench` as bars beside the peers: from what it saved, by matplotlib."""
+
+from __future__ import annotations
+
+import importlib.util
+import io
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from flashgen.analysis.drawing import palette
+from flashgen.errors import ArgumentError, LaunchError
+from flashgen.remedies import install
+
+FORMATS = ("svg", "png")
+_FIRST = ("flashgen", "deterministic")
+_COLOURS = (palette.FULL, palette.PARTIAL, palette.COPY, palette.STORE, "#b45f5f", "#7a8794", "#5ba3b0")
+_WIDEST_PANEL = 12  # groups of bars in a row of the picture
+
+
+@dataclass(frozen=True)
+class Panel:
+    """Bars of one picture: groups from left to right, and for each contender a number by group, None where none is."""
+
+    title: str
+    unit: str
+    groups: Sequence[str]
+    bars: Mapping[str, Sequence[float | None]]
+
+
+def panels(saved: Mapping[str, Any]) -> list[Panel]:
+    """The panels of what `flashgen bench` saved as JSON. Raises ArgumentError for JSON that holds no such rows."""
+    rows = saved.get("rows") if isinstance(saved, Mapping) else None
+    if not isinstance(rows, list) or not rows or not all(isinstance(row, Mapping) for row in rows):
+        raise ArgumentError("there are no rows in it: give the JSON that a `flashgen bench` has saved")
+    kind = next((kind for kind in _KINDS if kind <= rows[0].keys()), None)
+    if kind is None:
+        raise ArgumentError(f"its rows hold {', '.join(rows[0])}, which no `flashgen bench` with bars saves")
+    try:
+        return _KINDS[kind](rows)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ArgumentError(f"a row of it is not what `flashgen bench` saves: {error!r}") from None
+
+
+def draw(saved: Mapping[str, Any], form: str) -> bytes:
+    """A picture of the panels as "svg" or "png". Raises LaunchError where matplotlib is not installed."""
+    found = panels(saved)
+    if importlib.util.find_spec("matplotlib") is None:
+        raise LaunchError(f"bars are drawn by matplotlib, which is not installed: {install('plot')}")
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    width = min(max(len(panel.groups) for panel in found), _WIDEST_PANEL)
+    with matplotlib.rc_context({"svg.hashsalt": "flashgen", "svg.fonttype": "none", "font.size": 9}):
+        figure = Figure(figsize=(3 + 0.75 * width, 3.1 * len(found)), layout="constrained")
+        for axes, panel in zip(figure.subplots(len(found), squeeze=False)[:, 0], found, strict=True):
+            _draw_panel(axes, panel)
+        figure.suptitle(str((saved.get("environment") or {}).get("gpu", "")))
+        buffer = io.BytesIO()
+        figure.savefig(buffer, format=form, dpi=150, metadata={"Date": None} if form == "svg" else None)
+    return buffer.getvalue()
+
+
+def _draw_panel(axes: Any, panel: Panel) -> None:
+    thick = 0.8 / max(len(panel.bars), 1)
+    for place, (name, values) in enumerate(panel.bars.items()):
+        at = [group + (place - (len(panel.bars) - 1) / 2) * thick for group in range(len(values))]
+        drawn = axes.bar(at, [value or 0 for value in values], thick, label=name, color=_COLOURS[place % len(_COLOURS)])
+        words = ["" if value is None else f"{value:.0f}" if value >= 10 else f"{value:.2g}" for value in values]
+        axes.bar_label(drawn, words, fontsize=6, padding=1)
+    axes.set_title(panel.title, loc="left", fontsize=10)
+    axes.set_xticks(range(len(panel.groups)), panel.groups)
+    axes.set_ylabel(panel.unit)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(ncols=len(panel.bars), fontsize=7, frameon=False, loc="upper left", bbox_to_anchor=(0, -0.12))
+
+
+def _by_tflops(rows: Sequence[Mapping[str, Any]]) -> list[Panel]:
+    """A panel for each spec and pass, a group for each length, and for each number of heads of keys where there are."""
+    found: list[Panel] = []
+    for spec, timed in dict.fromkeys((row["spec"], row["timed"]) for row in rows):
+        mine = [row for row in rows if (row["spec"], row["timed"]) == (spec, timed)]
+        names = _contenders(name for row in mine for name in row["tflops"])
+        groups = [" ".join([str(row["length"]), *([row["name"]] if "heads_kv" in row else [])]) for row in mine]
+        bars = {name: [row["tflops"].get(name) for row in mine] for name in names}
+        found.append(Panel(f"{spec}, {timed}, by tokens of a sequence", "TFLOP/s", groups, bars))
+    return found
+
+
+def _by_variant(rows: Sequence[Mapping[str, Any]]) -> list[Panel]:
+    columns = {"flashgen": "milliseconds", "deterministic": "deterministic_ms", "Flex": "flex_ms"}
+    bars = {name: [row[column] for row in rows] for name, column in columns.items()}
+    shown = {name: values for name, values in bars.items() if any(value is not None for value in values)}
+    groups = [str(row["name"]).replace(", ", ",\n") for row in rows]
+    starts = range(0, len(rows), _WIDEST_PANEL // 2)
+    return [
+        Panel(
+            f"Variants, {rows[0]['timed']}",
+            "ms",
+            groups[start : start + _WIDEST_PANEL // 2],
+            {name: values[start : start + _WIDEST_PANEL // 2] for name, values in shown.items()},
+        )
+        for start in starts
+    ]
+
+
+def _of_the_paper(rows: Sequence[Mapping[str, Any]]) -> list[Panel]:
+    passes = ("forward_ms", "backward_ms", "both_ms")
+    bars = {row["name"]: [row[each] for each in passes] for row in rows}
+    return [Panel("The FlashAttention paper's problem", "ms", [each.removesuffix("_ms") for each in passes], bars)]
+
+
+def _of_training(rows: Sequence[Mapping[str, Any]]) -> list[Panel]:
+    found: list[Panel] = []
+    for batch, length in dict.fromkeys((row["batch"], row["length"]) for row in rows):
+        mine = [row for row in rows if (row["batch"], row["length"]) == (batch, length)]
+        modes = list(dict.fromkeys(row["mode"] for row in mine))
+        bars: dict[str, list[float | None]] = {row["name"]: [None] * len(modes) for row in mine}
+        for row in mine:
+            bars[row["name"]][modes.index(row["mode"])] = row["ms"]
+        found.append(Panel(f"GPT-2 124M, {batch} × {length} tokens", "ms a step", modes, bars))
+    return found
+
+
+def _contenders(names: Any) -> list[str]:
+    """Each once, flashgen's own first."""
+    found = list(dict.fromkeys(names))
+    return [name for name in _FIRST if name in found] + [name for name in found if name not in _FIRST]
+
+
+# What rows hold, and who makes panels of them.
+_KINDS = {
+    frozenset({"spec", "timed", "length", "tflops"}): _by_tflops,
+    frozenset({"name", "timed", "flex_ms", "milliseconds"}): _by_variant,
+    frozenset({"name", "forward_ms", "backward_ms", "both_ms"}): _of_the_paper,
+    frozenset({"name", "mode", "batch", "length", "ms"}): _of_training,
+}

@@ -1,0 +1,110 @@
+"""What torch's operator costs its host thread beside the attention itself and torch's own: `flashgen bench host`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import flashgen as fg
+from flashgen.bench.host import CALLS, GROUPS, ONE_TILE, PASSES, HostRow, Run, Timed, cost_of
+
+ITSELF, OPERATOR, SDPA, EMPTY = "attention(...)", "flashgen.torch.attention", "torch's SDPA", "an empty function"
+_CHAIN = 16  # calls that one backward goes through, so that what it costs to begin is shared as by a model's layers
+
+Attend = Callable[[Any, Any, Any], Any]
+
+
+def operator_names(passes: Sequence[Timed] = PASSES) -> list[str]:
+    """The names of the rows of `operator_rows`, in their order."""
+    forward = [ITSELF, OPERATOR, SDPA, f"{OPERATOR}, with a graph", f"{SDPA}, with a graph"]
+    return [
+        *(forward if "forward" in passes else []),
+        *([ITSELF, OPERATOR, SDPA, EMPTY] if "backward" in passes else []),
+    ]
+
+
+def operator_rows(
+    passes: Sequence[Timed] = PASSES,
+    target: str | None = None,
+    groups: int = GROUPS,
+    calls: int = CALLS,
+    chain: int = _CHAIN,
+    **engine: Any,
+) -> Iterator[HostRow]:
+    """Measures a causal call of one tile with torch's tensors: by itself, by the operator, and by SDPA.
+
+    The forward without gradients, and where autograd keeps what they need. The backward of the operator is a call's
+    share of one that goes through `chain` of them, as through the layers of a model; that of an empty function, which
+    does nothing but to keep three tensors, is what autograd itself takes of it.
+
+    Args: those of `host_rows`; with emulate=True tensors are the CPU's.
+    """
+    import torch
+
+    from flashgen.torch.tensors import to_array
+
+    device = "cpu" if engine.get("emulate") else "cuda"
+    spec = fg.AttentionSpec(64, "float16", mask=fg.causal())
+    compiled = fg.compile(spec, target=target, **engine)
+    q, k, v, d_out = (torch.randn((*ONE_TILE, 64), device=device, dtype=torch.float16) for _ in range(4))
+    wait = torch.cuda.synchronize if device == "cuda" else lambda: None
+    attends: dict[str, Attend] = {OPERATOR: _operator(spec, compiled, target, engine), SDPA: _sdpa, EMPTY: _empty()}
+
+    def row(name: str, timed: Timed, run: Run, of: int = 1) -> HostRow:
+        cost = cost_of(run, wait, groups, max(calls // of, 1))
+        parts = {part: spent / of for part, spent in cost.parts.items()}
+        return HostRow(name, compiled.target.name, "torch", timed, ONE_TILE, cost.median / of, cost.minimum / of, parts)
+
+    given = [x if device == "cuda" else to_array(x) for x in (q, k, v, d_out)]
+    learned = q.clone().requires_grad_()
+    if "forward" in passes:
+        yield row(ITSELF, "forward", partial(compiled, *given[:3]))
+        for name in (OPERATOR, SDPA):
+            yield row(name, "forward", partial(attends[name], q, k, v))
+        for name in (OPERATOR, SDPA):
+            yield row(f"{name}, with a graph", "forward", partial(attends[name], learned, k, v))
+    if "backward" in passes:
+        kept = compiled(*given[:3], return_lse=True)
+        yield row(ITSELF, "backward", partial(compiled.backward, given[3], *given[:3], *kept))
+        for name, attend in attends.items():
+            out: Any = learned
+            for _ in range(chain):
+                out = attend(out, k, v)
+            yield row(name, "backward", partial(_backward, out, learned, d_out), chain)
+
+
+def _backward(out: Any, learned: Any, d_out: Any) -> Any:
+    import torch
+
+    return torch.autograd.grad(out, learned, d_out, retain_graph=True)
+
+
+def _operator(spec: Any, compiled: Any, target: str | None, engine: dict[str, Any]) -> Attend:
+    """The operator as users call it, by a spec; by what is compiled where a call must say for what."""
+    from flashgen.torch import attention
+
+    return partial(attention, compiled if target or engine else spec)
+
+
+def _sdpa(q: Any, k: Any, v: Any) -> Any:
+    import torch
+
+    return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+def _empty() -> Attend:
+    import torch
+
+    class Empty(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, q: Any, k: Any, v: Any) -> Any:
+            ctx.save_for_backward(q, k, v)
+            return q.detach()
+
+        @staticmethod
+        def backward(ctx: Any, d_out: Any) -> Any:
+            return d_out, *ctx.saved_tensors[1:]
+
+    apply: Attend = Empty.apply
+    return apply

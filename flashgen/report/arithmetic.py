@@ -1,0 +1,45 @@
+"""Formulas as texts, evaluated: those of a kernel's cost, and the constants of an emitted text."""
+
+from __future__ import annotations
+
+import ast
+import operator
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from flashgen.errors import ArgumentError
+
+_OPERATORS: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.floordiv,  # C++'s, of integers that are not negative
+    ast.Mod: operator.mod,
+    ast.LShift: operator.lshift,
+}
+
+
+def evaluate(formula: str, names: Mapping[str, float]) -> float:
+    """The value of a formula of +, -, *, /, %, << and parentheses; / is C++'s of integers that are not negative.
+
+    Raises ArgumentError for anything else, and for a name that `names` lacks.
+    """
+    try:
+        tree = ast.parse(formula.strip(), mode="eval")
+    except SyntaxError as error:
+        raise ArgumentError(f"the formula {formula!r} cannot be read: {error.msg}") from None
+    return _value(tree.body, names, formula)
+
+
+def _value(node: ast.AST, names: Mapping[str, float], formula: str) -> float:
+    if isinstance(node, ast.Constant) and isinstance(node.value, int | float):
+        return node.value
+    if isinstance(node, ast.Name) and node.id in names:
+        return names[node.id]
+    if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
+        left, right = _value(node.left, names, formula), _value(node.right, names, formula)
+        value: float = _OPERATORS[type(node.op)](left, right)
+        return value
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+        return -_value(node.operand, names, formula)
+    raise ArgumentError(f"the formula {formula!r} has a part that is no number: {ast.unparse(node)}")

@@ -1,0 +1,217 @@
+"""A recorded launch, laid out in time: what each warp did when, by a model of how long steps take.
+
+The emulator's record says what a warp did, in its order, and what it waited for; it has no clock. The model replays it:
+a step begins when its warp comes to it, and what it waits for has happened, and the unit that it needs is free. So the
+order of steps and who waits for whom are what ran; how long a step takes is the unit's rate by its vendor's figures.
+Arithmetic beside products and exponentials (masks, maxima, sums, conversions) takes no time in it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+from flashgen.errors import LaunchError
+from flashgen.runtime.timeline import Array, Did
+
+Kind = Literal["copy", "product", "exponentials", "wait", "store"]
+
+_PARTITIONS = 4  # of a multiprocessor: each has its tensor core and its special-function unit
+_LANES = 32
+_EXPONENTIALS = 4  # a cycle and partition
+_COPY_LATENCY, _COPY_BYTES = 600, 64  # cycles; bytes a cycle of a multiprocessor, from the L2
+_ISSUE = 2  # cycles to start a copy
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Multiply-adds of 16-bit elements a cycle of one partition's tensor core."""
+
+    products: int
+
+    @staticmethod
+    def of(compute_capability: int) -> Rates:
+        """By NVIDIA's whitepapers of each generation, with sums in float32."""
+        known = {75: 128, 80: 256, 86: 128, 87: 256, 89: 128, 90: 512, 100: 1024, 103: 1024, 120: 128, 121: 128}
+        return Rates(known[compute_capability])
+
+
+@dataclass(frozen=True)
+class Span:
+    """What a warp or one of its units did from `begin` to `end`, in cycles of the model.
+
+    asynchronous: whether the warp went on meanwhile. line: of the emitted text, 0 where it has none to name.
+    """
+
+    warp: int
+    kind: Kind
+    begin: float
+    end: float
+    line: int
+    text: str
+    asynchronous: bool = False
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass
+class _Warp:
+    number: int
+    steps: deque[Any]
+    clock: float = 0.0
+    exponentials: int = 0
+    copies: list[float] = field(default_factory=list)  # when each open or closed group has landed
+    products: list[float] = field(default_factory=list)
+    open_copies: float = 0.0
+    open_products: float = 0.0
+    reached: dict[int, int] = field(default_factory=dict)  # barrier -> its opening
+
+
+class Replay:
+    """Lays out the events of one launch. `spans` are in the order in which they were placed."""
+
+    def __init__(self, events: Array, rates: Rates) -> None:
+        self.rates = rates
+        self.spans: list[Span] = []
+        self._warps = {int(warp): _Warp(int(warp), deque()) for warp in sorted(set(events["warp"].tolist()))}
+        for event in events:
+            self._warps[int(event["warp"])].steps.append(event)
+        arrivals = events[(events["did"] == Did.ARRIVE) | (events["did"] == Did.LOAD)]
+        self._missing = Counter(zip(arrivals["object"].tolist(), arrivals["phase"].tolist(), strict=True))
+        self._phase_at: dict[tuple[int, int], float] = {}
+        self._reaches: Counter[int] = Counter()
+        self._openings: dict[tuple[int, int], tuple[int, float]] = {}  # warps still missing; when the last one came
+        self._tensor, self._special = [0.0] * _PARTITIONS, [0.0] * _PARTITIONS
+        self._copies = 0.0
+
+    def run(self) -> list[Span]:
+        """Every span, by the warp whose clock is least first. Raises LaunchError for a record that is not whole."""
+        while waiting := [warp for warp in self._warps.values() if warp.steps]:
+            ready = [warp for warp in waiting if self._can_go_on(warp)]
+            if not ready:
+                raise LaunchError("the record is not whole: every warp waits for what none of them does")
+            self._step(min(ready, key=lambda warp: (warp.clock, warp.number)))
+        return self.spans
+
+    def _can_go_on(self, warp: _Warp) -> bool:
+        event = warp.steps[0]
+        if event["did"] == Did.AWAIT_PHASE:
+            return self._missing[int(event["object"]), int(event["phase"])] == 0
+        if event["did"] == Did.LEAVE:
+            number = int(event["object"])
+            return self._openings[number, warp.reached[number]][0] == 0
+        return True
+
+    def _step(self, warp: _Warp) -> None:
+        event = warp.steps.popleft()
+        self._exponentiate(warp, event)
+        getattr(self, f"_{Did(int(event['did'])).name.lower()}")(warp, event)
+
+    def _exponentiate(self, warp: _Warp, event: Any) -> None:
+        count = int(event["exponentials"]) - warp.exponentials
+        if not count:
+            return
+        warp.exponentials += count
+        unit = warp.number % _PARTITIONS
+        begin = max(warp.clock, self._special[unit])
+        warp.clock = self._special[unit] = begin + count * _LANES / _EXPONENTIALS
+        self._add(warp, "exponentials", begin, warp.clock, 0, f"{count} exponentials a lane")
+
+    def _copy(self, warp: _Warp, event: Any) -> None:
+        amount = int(event["amount"])
+        begin, warp.clock = warp.clock, warp.clock + amount / 16 * _ISSUE
+        self._copies = max(self._copies, begin) + amount * _LANES / _COPY_BYTES
+        warp.open_copies = max(warp.open_copies, self._copies + _COPY_LATENCY)
+        self._add(warp, "copy", begin, warp.clock, event["line"], f"starts copies of {amount * _LANES} bytes")
+        landed = self._copies + _COPY_LATENCY
+        self._add(warp, "copy", begin, landed, event["line"], f"{amount * _LANES} bytes on their way", True)
+
+    def _commit_copies(self, warp: _Warp, event: Any) -> None:
+        warp.copies.append(warp.open_copies)
+
+    def _await_copies(self, warp: _Warp, event: Any) -> None:
+        due = warp.copies[: len(warp.copies) - int(event["amount"])]
+        self._wait(warp, max(due, default=0.0), event, "waits for its copies")
+
+    def _load(self, warp: _Warp, event: Any) -> None:
+        begin, amount = warp.clock, int(event["amount"])
+        warp.clock += _ISSUE
+        self._copies = max(self._copies, begin) + amount / _COPY_BYTES
+        landed = self._copies + _COPY_LATENCY
+        self._add(warp, "copy", begin, warp.clock, event["line"], f"starts a TMA load of {amount} bytes")
+        self._add(warp, "copy", begin, landed, event["line"], f"{amount} bytes on their way", True)
+        self._contribute(event, landed)
+
+    def _store(self, warp: _Warp, event: Any) -> None:
+        begin, warp.clock = warp.clock, warp.clock + _ISSUE
+        text = f"starts a TMA store of {int(event['amount'])} bytes"
+        self._add(warp, "store", begin, warp.clock, event["line"], text)
+
+    def _multiply(self, warp: _Warp, event: Any) -> None:
+        amount = int(event["amount"])
+        begin, warp.clock = self._product(warp, amount * 16 * 8 * 16)
+        self._add(warp, "product", begin, warp.clock, event["line"], f"{amount} mma of 16 × 8 × 16")
+
+    def _multiply_async(self, warp: _Warp, event: Any) -> None:
+        columns = int(event["amount"])
+        issued = warp.clock
+        warp.clock += _ISSUE
+        begin, end = self._product(warp, columns * 16 * 16)  # a warp's 16 of 64 rows
+        warp.open_products = max(warp.open_products, end)
+        self._add(warp, "product", issued, warp.clock, event["line"], f"starts wgmma, {columns} columns in all")
+        self._add(warp, "product", begin, end, event["line"], f"wgmma, {columns} columns in all", True)
+
+    def _product(self, warp: _Warp, multiply_adds: int) -> tuple[float, float]:
+        unit = warp.number % _PARTITIONS
+        begin = max(warp.clock, self._tensor[unit])
+        self._tensor[unit] = begin + multiply_adds / self.rates.products
+        return begin, self._tensor[unit]
+
+    def _commit_products(self, warp: _Warp, event: Any) -> None:
+        warp.products.append(warp.open_products)
+
+    def _await_products(self, warp: _Warp, event: Any) -> None:
+        due = warp.products[: len(warp.products) - int(event["amount"])]
+        self._wait(warp, max(due, default=0.0), event, "waits for its products")
+
+    def _arrive(self, warp: _Warp, event: Any) -> None:
+        self._contribute(event, warp.clock)
+
+    def _contribute(self, event: Any, at: float) -> None:
+        phase = int(event["object"]), int(event["phase"])
+        self._missing[phase] -= 1
+        self._phase_at[phase] = max(self._phase_at.get(phase, 0.0), at)
+
+    def _await_phase(self, warp: _Warp, event: Any) -> None:
+        at = self._phase_at.get((int(event["object"]), int(event["phase"])), 0.0)
+        self._wait(warp, at, event, f"waits for the mbarrier at byte {int(event['object'])}")
+
+    def _reach(self, warp: _Warp, event: Any) -> None:
+        number, needed = int(event["object"]), -(-int(event["amount"]) // _LANES)
+        opening = self._reaches[number] // needed
+        self._reaches[number] += 1
+        warp.reached[number] = opening
+        missing, at = self._openings.get((number, opening), (needed, 0.0))
+        self._openings[number, opening] = (missing - 1, max(at, warp.clock))
+
+    def _leave(self, warp: _Warp, event: Any) -> None:
+        number = int(event["object"])
+        name = f"barrier {number}" if number else "__syncthreads"
+        self._wait(warp, self._openings[number, warp.reached[number]][1], event, f"waits at {name}")
+
+    def _wait(self, warp: _Warp, until: float, event: Any, text: str) -> None:
+        if until > warp.clock:
+            self._add(warp, "wait", warp.clock, until, event["line"], text)
+            warp.clock = until
+
+    def _add(
+        self, warp: _Warp, kind: Kind, begin: float, end: float, line: Any, text: str, asynchronous: bool = False
+    ) -> None:
+        self.spans.append(Span(warp.number, kind, begin, end, int(line), text, asynchronous))
+
+
+def replayed(events: Array, compute_capability: int) -> list[Span]:
+    """The spans of a launch's events on a target of that compute capability."""
+    return Replay(events, Rates.of(compute_capability)).run()

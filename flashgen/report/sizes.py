@@ -1,0 +1,29 @@
+"""The sizes of the call that a report is about."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from flashgen.errors import ArgumentError
+
+
+@dataclass(frozen=True)
+class CallSizes:
+    """Batch, heads of queries and of keys, and lengths. Raises ArgumentError for sizes that no call has."""
+
+    len_q: int
+    len_k: int
+    batch: int = 1
+    heads_q: int = 1
+    heads_kv: int = 1
+
+    def __post_init__(self) -> None:
+        for name, value in asdict(self).items():
+            if value < 1:
+                raise ArgumentError(f"{name}={value} must be at least 1")
+        if self.heads_q % self.heads_kv:
+            raise ArgumentError(f"heads_q={self.heads_q} must be a multiple of heads_kv={self.heads_kv}")
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)

@@ -1,0 +1,120 @@
+"""HBM bytes of a spec's kernels beside standard attention's and the papers' algorithms', counted, not measured."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from flashgen.analysis.tile_classes import EMPTY, TileMap
+from flashgen.codegen.rendered_kernel import RenderedKernel
+from flashgen.codegen.stages import Kernels
+from flashgen.codegen.targets import Target
+from flashgen.errors import ArgumentError
+from flashgen.language.spec import AttentionSpec
+from flashgen.reference.traffic import (
+    HbmTraffic,
+    traffic_flash1,
+    traffic_flash2,
+    traffic_flash_backward,
+    traffic_standard,
+    traffic_standard_backward,
+)
+from flashgen.report.arithmetic import evaluate
+from flashgen.report.sizes import CallSizes
+
+ELEMENT_BYTES = 2
+_LSE_BYTES = 4
+_SHARE = "(share of tiles visited)"
+
+
+@dataclass(frozen=True)
+class TrafficRow:
+    """An algorithm and the bytes that it reads from and writes to HBM.
+
+    times: standard attention's bytes by its own. source: what counts them.
+    """
+
+    name: str
+    bytes: int
+    times: float
+    source: str
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def forward_traffic(spec: AttentionSpec, target: Target, tiles: TileMap, sizes: CallSizes) -> list[TrafficRow]:
+    """Standard attention, FlashAttention 1 and 2, and the forward kernel with and without a cache that holds all.
+
+    The papers' algorithms skip no tile; M is the shared memory that a block of the target may have, in elements.
+    """
+    dims = (sizes.len_q, sizes.len_k, spec.head_dim, spec.value_dim)
+    heads, on_chip = sizes.batch * sizes.heads_q, target.shared_per_block // ELEMENT_BYTES
+    rows = [
+        ("standard attention", _bytes(traffic_standard(*dims), heads), "FlashAttention, algorithm 0"),
+        ("FlashAttention 1", _bytes(traffic_flash1(*dims, on_chip=on_chip), heads), "its algorithm 1"),
+        ("FlashAttention 2", _bytes(traffic_flash2(*dims, on_chip=on_chip), heads), "FlashAttention-2, algorithm 1"),
+        ("this kernel, nothing cached", _uncached(spec, tiles, sizes), "its own tiles"),
+        ("this kernel, each array once", _once(spec, sizes), "a cache that holds K and V"),
+    ]
+    return _beside(rows)
+
+
+def backward_traffic(spec: AttentionSpec, target: Target, kernels: Kernels, sizes: CallSizes) -> list[TrafficRow]:
+    """Standard attention's backward, FlashAttention's, and the kernels of this backward, each array once a kernel."""
+    dims = (sizes.len_q, sizes.len_k, spec.head_dim, spec.value_dim)
+    heads, on_chip = sizes.batch * sizes.heads_q, target.shared_per_block // ELEMENT_BYTES
+    own = sum(hbm_bytes(kernel, sizes) or 0 for kernel in kernels.values())
+    rows = [
+        ("standard attention", _bytes(traffic_standard_backward(*dims), heads), "FlashAttention, algorithm 3"),
+        ("FlashAttention", _bytes(traffic_flash_backward(*dims, on_chip=on_chip), heads), "its algorithm 4"),
+        ("these kernels, each array once", own, "a cache that holds what a kernel reads twice"),
+    ]
+    return _beside(rows)
+
+
+def flops(kernel: RenderedKernel, sizes: CallSizes, share: float) -> int | None:
+    """FLOPs of a kernel's products where that share of tiles is visited; None where it is too small to be counted."""
+    if kernel.cost is None or kernel.cost.flops == "none":
+        return None
+    return round(evaluate(kernel.cost.flops.replace(_SHARE, "share"), sizes.to_dict() | {"share": share}))
+
+
+def hbm_bytes(kernel: RenderedKernel, sizes: CallSizes) -> int | None:
+    """Bytes that a kernel must move, each array once; None where that depends on what is captured."""
+    if kernel.cost is None:
+        return None
+    formula = kernel.cost.hbm.replace(" bytes, at least;", "").replace(" for the LSE", "")
+    try:
+        return round(evaluate(formula, sizes.to_dict()))
+    except ArgumentError:  # elements of a capture, whose shape a call decides
+        return None
+
+
+def _bytes(traffic: HbmTraffic, heads: int) -> int:
+    return traffic.total * heads * ELEMENT_BYTES
+
+
+def _once(spec: AttentionSpec, sizes: CallSizes) -> int:
+    width = spec.head_dim + spec.value_dim
+    rows = sizes.heads_q * sizes.len_q * width + sizes.heads_kv * sizes.len_k * width
+    return ELEMENT_BYTES * sizes.batch * rows + _LSE_BYTES * sizes.batch * sizes.heads_q * sizes.len_q
+
+
+def _uncached(spec: AttentionSpec, tiles: TileMap, sizes: CallSizes) -> int:
+    """Q and O once, and for each tile that is visited its keys and values, those beyond the last key left out."""
+    of_batch, of_heads = tiles.classes.shape[:2]
+    repeats = (sizes.batch if of_batch == 1 else 1) * (sizes.heads_q if of_heads == 1 else 1)
+    by_column = (tiles.classes != EMPTY).sum(axis=(0, 1, 2))
+    keys = sum(
+        int(count) * (min((column + 1) * tiles.tile[1], sizes.len_k) - column * tiles.tile[1])
+        for column, count in enumerate(by_column)
+    )
+    width = spec.head_dim + spec.value_dim
+    rows = sizes.batch * sizes.heads_q * sizes.len_q
+    return ELEMENT_BYTES * (rows * width + keys * repeats * width) + _LSE_BYTES * rows
+
+
+def _beside(rows: list[tuple[str, int, str]]) -> list[TrafficRow]:
+    standard = rows[0][1]
+    return [TrafficRow(name, count, standard / count, source) for name, count, source in rows]

@@ -1,0 +1,85 @@
+"""A ragged batch in the place of one of equal lengths: the same calls, with the sequences packed."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from flashgen.attention.gradients import Gradients
+from flashgen.verify.random.meaning import Array
+
+if TYPE_CHECKING:
+    from flashgen.attention import Attention
+    from flashgen.language import AttentionSpec
+
+_BEFORE, _BEHIND = 5, 3  # rows of no sequence, which hold garbage
+
+
+class Packed:
+    """Calls with arrays (batch, length, heads, dim), run by an attention of layout "thd".
+
+    spec: of layout "bshd", that means the same.
+    """
+
+    def __init__(self, spec: AttentionSpec, attention: Attention) -> None:
+        self.spec, self._attention = spec, attention
+        self.target, self.plan, self.sources = attention.target, attention.plan, attention.sources
+
+    @property
+    def backward_sources(self) -> dict[str, str]:
+        return self._attention.backward_sources
+
+    def __call__(self, q: Array, k: Array, v: Array, *, return_lse: bool, out: Any, **given: Any) -> Any:
+        rows = _BEFORE + q.shape[0] * q.shape[1] + _BEHIND
+        into = np.full((rows, q.shape[2], v.shape[3]), np.nan, q.dtype), np.full((q.shape[2], rows), np.nan, np.float32)
+        self._attention(_packed(q), _packed(k), _packed(v), return_lse=True, out=into, **_starts(q, k), **given)
+        assert (into[0][:_BEFORE] == 0).all() and (into[1][:, -_BEHIND:] == -np.inf).all(), "rows of no sequence"
+        return _apart(into[0], q.shape), _rows_apart(into[1], q.shape)
+
+    def backward(
+        self, d_out: Array, q: Array, k: Array, v: Array, out: Array, lse: Array, *, into: Any, **given: Any
+    ) -> Gradients:
+        d_lse = given.pop("d_lse", None)
+        d_out, *rows, out = (_packed(array) for array in (d_out, q, k, v, out))
+        packed_q, packed_k, packed_v = rows
+        options: dict[str, Any] = {**_starts(q, k), **given}
+        options["d_lse"] = None if d_lse is None else _packed_rows(d_lse, 0.0)
+        options["into"] = tuple(np.full_like(array, np.nan) for array in rows) + tuple(into[3:])
+        found = self._attention.backward(
+            d_out, packed_q, packed_k, packed_v, out, _packed_rows(lse, -np.inf), **options
+        )
+        dq, dk, dv = (_apart(found[i], array.shape) for i, array in enumerate((q, k, v)))
+        return Gradients(dq, dk, dv, found.captures)
+
+
+def _starts(q: Array, k: Array) -> dict[str, Any]:
+    batch = np.arange(q.shape[0] + 1)
+    begins = [(_BEFORE + batch * array.shape[1]).astype(np.int32) for array in (q, k)]
+    bounds = {"max_seqlen_q": q.shape[1], "max_seqlen_k": k.shape[1]}
+    return {"cu_seqlens_q": begins[0], "cu_seqlens_k": begins[1], **bounds}
+
+
+def _packed(array: Array) -> Array:
+    batch, length, heads, dim = array.shape
+    packed = np.full((_BEFORE + batch * length + _BEHIND, heads, dim), np.nan, array.dtype)
+    packed[_BEFORE : _BEFORE + batch * length] = array.reshape(batch * length, heads, dim)
+    return packed
+
+
+def _apart(packed: Array, shape: tuple[int, ...]) -> Array:
+    batch, length = shape[:2]
+    return packed[_BEFORE : _BEFORE + batch * length].reshape(batch, length, *packed.shape[1:])
+
+
+def _packed_rows(array: Array, outside: float) -> Array:
+    batch, heads, length = array.shape
+    packed = np.full((heads, _BEFORE + batch * length + _BEHIND), outside, np.float32)
+    packed[:, _BEFORE : _BEFORE + batch * length] = array.swapaxes(0, 1).reshape(heads, batch * length)
+    return packed
+
+
+def _rows_apart(packed: Array, shape: tuple[int, ...]) -> Array:
+    batch, length = shape[:2]
+    rows = packed[:, _BEFORE : _BEFORE + batch * length].reshape(packed.shape[0], batch, length)
+    return np.ascontiguousarray(rows.swapaxes(0, 1))

@@ -1,0 +1,30 @@
+// What the warps of the first block do, step by step, for whoever asks for it: LaunchRequest::events. Lane 0 speaks for
+// its warp, but for what one elected lane does. Nothing is recorded under a sanitizer.
+#include "block.h"
+
+namespace emulator {
+
+// Steps of one kind at one line, or at two that follow each other, are one event of so much more where the warp did
+// nothing between them.
+static bool joins(const TimelineEvent& last, const TimelineEvent& next) {
+  bool adds_up = next.did == u32(Did::kMultiply) || next.did == u32(Did::kMultiplyAsync) ||
+                 next.did == u32(Did::kCopy) || next.did == u32(Did::kStore);
+  return adds_up && last.did == next.did && next.line - last.line + 1 <= 2 && last.exponentials == next.exponentials;
+}
+
+void record(Did did, Site site, u32 object, u32 phase, u32 amount, bool of_any_lane) {
+  Thread& self = running_thread();
+  LaunchRequest& request = *self.block->request;
+  if (!request.events || (self.lane && !of_any_lane)) return;
+  if (self.block->index.x || self.block->index.y || self.block->index.z) return;
+  TimelineEvent next{self.warp, u32(did), u32(site.line), self.exponentials, object, phase, amount};
+  u64& last = self.in_warp->last_event;
+  if (last && last <= request.event_capacity && joins(request.events[last - 1], next)) {
+    request.events[last - 1].amount += amount;
+    return;
+  }
+  last = ++request.event_count;
+  if (last <= request.event_capacity) request.events[last - 1] = next;
+}
+
+}  // namespace emulator

@@ -1,0 +1,106 @@
+"""The built documentation: strict, with every public name, and no request to any host."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import flashgen as fg
+
+ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.skipif(
+    any(importlib.util.find_spec(name) is None for name in ("mkdocs", "material", "mkdocstrings", "latex2mathml")),
+    reason="the documentation's tools are not installed: pip install '.[docs]'",
+)
+# Names of __all__ that are modules, with pages of their own; and what is no object of Python.
+MODULES = {"errors", "reference", "verify", "numerics"}
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder)]
+    environment = os.environ | {"NO_MKDOCS_2_WARNING": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder
+
+
+def documented(site: Path) -> set[str]:
+    """Full names of all that the site describes."""
+    inventory = (site / "objects.inv").read_bytes().split(b"\n", 4)[4]
+    return {line.split(" py:")[0] for line in zlib.decompress(inventory).decode().splitlines()}
+
+
+def public_names() -> Iterator[tuple[str, str]]:
+    """(module, name) of each name that a user may import."""
+    for name in ("flashgen", "flashgen.reference", "flashgen.verify", "flashgen.attention", "flashgen.release"):
+        module = importlib.import_module(name)
+        yield from ((name, public) for public in module.__all__ if public not in MODULES)
+    yield from (("flashgen.errors", error) for error in vars(fg.errors) if error.startswith(("Flash", "Spec", "Arg")))
+    for framework in ("torch", "transformers", "jax"):
+        source = (ROOT / "flashgen" / framework / "__init__.py").read_text(encoding="utf-8")
+        listed = re.search(r"__all__ = \[(.*?)\]", source, flags=re.DOTALL)
+        assert listed
+        yield from ((f"flashgen.{framework}", public) for public in re.findall(r'"(\w+)"', listed[1]))
+
+
+def test_the_api_misses_no_public_name(site: Path) -> None:
+    """Under its own name; those of the language, the callable and the errors where they are defined."""
+    known = documented(site)
+    homes = {
+        "flashgen": ("language.spec", "language.masks", "language.scores", "language.modifiers", "language.captures",
+                     "language.layouts", "language.functions", "language.parse", "attention.compiling"),
+        "flashgen.attention": ("attention.callable", "attention.compiling", "attention.gradients"),
+        # Functions that are called as their modules are, and an alias of types.
+        "flashgen.reference": ("reference", "reference.backward"),
+        "flashgen.verify": ("verify", "verify.variants", "verify.problems"),
+        "flashgen.release": ("release", "release.check"),
+    }  # fmt: skip
+    missing = [
+        f"{module}.{name}"
+        for module, name in public_names()
+        if not any(
+            f"flashgen.{home}.{name}" in known for home in homes.get(module, (module.removeprefix("flashgen."),))
+        )
+    ]
+    assert not missing
+
+
+def test_pages_ask_no_host_for_anything(site: Path) -> None:
+    for page in site.rglob("*.html"):
+        text = page.read_text(encoding="utf-8")
+        loaded = re.findall(r'<(?:script|link|img|iframe)\b[^>]*?(?:src|href)="([^"]+)"', text)
+        assert not [target for target in loaded if re.match(r"(https?:)?//", target)], page
+    for sheet in site.rglob("*.css"):
+        assert not re.search(r"url\(['\"]?(https?:)?//", sheet.read_text(encoding="utf-8")), sheet
+
+
+def test_formulas_are_mathml(site: Path) -> None:
+    papers = (site / "papers.html").read_text(encoding="utf-8")
+    assert papers.count("<math") > 20 and "arithmatex" not in papers
+
+
+def test_links_of_the_site_lead_somewhere(site: Path) -> None:
+    pages = {page: page.read_text(encoding="utf-8") for page in site.rglob("*.html")}
+    places = {page: set(re.findall(r'\b(?:id|name)="([^"]+)"', text)) for page, text in pages.items()}
+    for page, text in pages.items():
+        if page.name == "404.html":
+            continue
+        for target in re.findall(r'<a\b[^>]*? href="([^"]+)"', text):
+            path, _, anchor = target.partition("#")
+            if re.match(r"\w+:", target) or path.startswith("/"):
+                continue
+            there = (page.parent / path).resolve() if path else page
+            there = there / "index.html" if there.is_dir() else there
+            assert there.exists(), f"{page.name}: {target}"
+            assert not anchor or there not in places or anchor in places[there], f"{page.name}: {target}"

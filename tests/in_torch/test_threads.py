@@ -1,0 +1,138 @@
+"""Eight threads call torch's operators: whatever they begin at once, each gets what one thread gets."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch", reason="flashgen.torch needs torch: pip install 'flashgen[torch]'")
+
+import torch
+
+import flashgen as fg
+from flashgen.torch import BlockMask, create_block_mask, emulated, flex_attention, scaled_dot_product_attention, table
+from flashgen.torch import attention as operator
+
+pytestmark = pytest.mark.usefixtures("hurried", "deterministic")
+
+AtOnce = Callable[..., list[Any]]
+Attend = Callable[..., Any]
+
+THREADS, STREAMS, LENGTHS = 8, 4, (40, 33, 64, 24)
+slopes = fg.Tensor("slopes", "float32", 1, grad=True)
+BIAS, DOCUMENTS = torch.tensor([0.1, -0.2]), torch.arange(64) // 19
+
+
+@pytest.fixture
+def deterministic() -> Iterator[None]:
+    """So that gradients can be compared bitwise."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@functools.cache
+def of_documents(length: int) -> BlockMask:
+    """One for all calls, as a stream that is captured can copy no array to a GPU."""
+    return create_block_mask(documents, None, None, length, length)
+
+
+def documents(b: Any, h: Any, q: Any, k: Any) -> Any:
+    return (DOCUMENTS[q] == DOCUMENTS[k]) & (q >= k)
+
+
+def attends(emulate: bool, width: int) -> dict[str, Attend]:
+    """Calls of every kind; `width` makes their specs others than those of earlier tests."""
+    biased = fg.AttentionSpec(32, "bfloat16", score=lambda s, b, h, q, k: s + slopes[h] * (q - k) / width)
+    seed = functools.partial(torch.full, (), 3, dtype=torch.int64)
+    dropped = fg.AttentionSpec(32, "bfloat16", mask=fg.sliding_window(width), dropout=0.25)
+    return {
+        "learned": lambda q, k, v, bias: operator(biased, q, k, v, slopes=bias, emulate=emulate),
+        "dropped": lambda q, k, v, bias: operator(dropped, q, k, v, seed=seed(device=q.device), emulate=emulate),
+        "sdpa": lambda q, k, v, bias: scaled_dot_product_attention(
+            q, k, v, is_causal=True, scale=1 / width, emulate=emulate
+        ),
+        "flex": lambda q, k, v, bias: flex_attention(
+            q, k, v, None, of_documents(q.shape[2]), 1 / width, emulate=emulate
+        ),
+    }
+
+
+def inputs(length: int, device: str) -> list[Any]:
+    random = torch.Generator().manual_seed(length)
+    made = [torch.randn(2, 2, length, 32, generator=random).to(device, torch.bfloat16) for _ in range(3)]
+    return [each.requires_grad_() for each in (*made, BIAS.to(device).clone())]
+
+
+def results(attend: Attend, given: list[Any]) -> list[Any]:
+    """The output, without a graph and with one, and the gradients that are there."""
+    with torch.no_grad():
+        alone = attend(*given)
+    out = attend(*given)
+    gradients = torch.autograd.grad(out, given, torch.ones_like(out), allow_unused=True)
+    return [alone, out.detach(), *(each for each in gradients if each is not None)]
+
+
+@pytest.mark.parametrize("name", attends(True, 1))
+def test_threads_that_begin_together(name: str, at_once: AtOnce, monkeypatch: pytest.MonkeyPatch) -> None:
+    """None of the specs is registered when they begin: one entry is made of each, and bits are those of one thread."""
+    monkeypatch.setattr(table, "_TABLE", {})
+    monkeypatch.setattr(table, "_BY_SPEC", {})
+    attend = attends(True, 5)[name]
+
+    def work(thread: int) -> list[Any]:
+        order = [LENGTHS[(thread + step) % len(LENGTHS)] for step in range(2 * len(LENGTHS))]
+        return [(length, results(attend, inputs(length, "cpu"))) for length in order]
+
+    found = at_once(work, THREADS)
+    assert len(table._BY_SPEC) == 1
+    expected = {length: results(attend, inputs(length, "cpu")) for length in LENGTHS}
+    for each in found:
+        for length, made in each:
+            assert all(torch.equal(one, other) for one, other in zip(made, expected[length], strict=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", attends(False, 1))
+@pytest.mark.parametrize("graphs", [0, 2])
+def test_threads_and_streams_on_a_gpu(name: str, graphs: int, at_once: AtOnce) -> None:
+    """Four streams for eight threads, forward and backward; beside two that replay graphs of both."""
+    attend, steps = attends(False, 7)[name], 30
+    with emulated(False):
+        given = {length: inputs(length, "cuda") for length in LENGTHS}
+        expected = {length: results(attend, given[length]) for length in LENGTHS}
+        torch.cuda.synchronize()
+        streams = [torch.cuda.Stream() for _ in range(STREAMS + graphs)]
+        recorded = []
+        for number in range(graphs):  # one after another: a graph may be captured while nothing else is launched
+            with torch.cuda.stream(streams[STREAMS + number]):
+                results(attend, given[LENGTHS[number]])
+            torch.cuda.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, stream=streams[STREAMS + number]):
+                recorded.append((graph, results(attend, given[LENGTHS[number]])))
+
+        def work(thread: int) -> int:
+            replays = thread < graphs
+            wrong = torch.zeros((), dtype=torch.int64, device="cuda")
+            torch.cuda.synchronize()
+            with torch.cuda.stream(streams[STREAMS + thread if replays else thread % STREAMS]):
+                for step in range(steps):
+                    length = LENGTHS[thread if replays else (thread + step) % len(LENGTHS)]
+                    if replays:
+                        graph, made = recorded[thread]
+                        for each in made:
+                            each.fill_(float("nan"))
+                        graph.replay()
+                    else:
+                        made = results(attend, given[length])
+                    for one, other in zip(made, expected[length], strict=True):
+                        wrong += (one != other).any()
+                torch.cuda.current_stream().synchronize()
+            return int(wrong)
+
+        found = at_once(work, THREADS)
+    assert not any(found), f"of {steps} steps of each thread {found} results were wrong"
