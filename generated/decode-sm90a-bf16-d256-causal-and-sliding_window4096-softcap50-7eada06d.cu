@@ -593,13 +593,14 @@ __device__ __forceinline__ void store_share(const Work& work, const DecodeArgume
 template <bool kWarpsShares>
 __device__ __forceinline__ void write_output(const Work& work, const DecodeArguments& arguments) {
   constexpr int kColumns = kWarpsShares ? kShareColumns : kValueDim;
+  const int shares = kWarpsShares ? kWarps : arguments.splits;
   const float* outputs = kWarpsShares ? outputs_of_warps() : outputs_of_split(work, 0, arguments);
   const float2* states = kWarpsShares ? states_of_warps() : states_of_split(work, 0, arguments);
   for (int i = threadIdx.x * 4; i < work.rows * kValueDim; i += kThreads * 4) {
     const int row = i / kValueDim, column = i % kValueDim;
     float4 output;
-    const RowState state = merge_shares<kWarpsShares>(output, outputs + row * kColumns + column, states + row,
-                                                kWarpsShares ? kWarps : arguments.splits);
+    const RowState state =
+        merge_shares<kWarpsShares>(output, outputs + row * kColumns + column, states + row, shares);
     const Row place = row_of(row, work, arguments);
     const float normalise = 1.0f / state.sum;
     const bool empty = state.sum == 0.0f;

@@ -76,7 +76,7 @@ WRONG = [
     Fault("another step's keys", "one split", r"(const int first_key = )tiles[^;]*;", r"\1tiles.first_key(step + 1);"),
     Fault("all keys by each warp", "one split", r"(arguments\.splits\)) \+ threadIdx\.x / 32;", r"\1;"),
     Fault("the first to arrive merges", "splits", r"arguments\.splits - 1\) \+ 1 == arguments\.splits", "9) == 0"),
-    Fault("a share too few", "splits", r"kWarpsShares \? kWarps : arguments\.splits\)", "kWarps)"),
+    Fault("a share too few", "splits", r"kWarpsShares \? kWarps : arguments\.splits;", "kWarps;"),
     Fault("shares not weighed", "splits, steep scores", r"exp2_approx\(\(state\.x - [^;]*;", "1.0f;"),
     Fault("sums not weighed", "splits, steep scores", r"fmaf\(state\.y, weight, merged\.sum\)", "merged.sum + state.y"),
     Fault("another split's share", "splits", r"outputs_of_split\(work, work\.split,", "outputs_of_split(work, 0,"),
