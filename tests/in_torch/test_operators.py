@@ -258,7 +258,7 @@ def test_dropout_in_a_graph_of_torchs_compiler(mode: str) -> None:
             seen.append(out.detach().clone())
             assert_dropped_alike(out, qkv)
         assert torch.equal(seen[4], seen[5]) and not torch.equal(seen[3], seen[4])
-        assert len({tuple(each.flatten()[-8:].tolist()) for each in seen}) > 3
+        assert len({tuple(each.flatten()[-8:].tolist()) for each in seen}) == 3  # of three seeds
 
 
 @pytest.mark.gpu
