@@ -180,8 +180,8 @@ MUTANTS = (
     Mutant(
         "launches of other bounds taken for the same",
         "flashgen/attention/call_pass.py",
-        "key: list[Any] = [bounds]",
-        "key: list[Any] = []",
+        "key: list[Any] = [bounds, num_splits]",
+        "key: list[Any] = [num_splits]",
         ("tests/attention/test_ragged.py::test_captures_are_of_sequences_and_checked_by_the_bounds",),
     ),
     Mutant(
