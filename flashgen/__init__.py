@@ -18,7 +18,9 @@ if TYPE_CHECKING:
     from flashgen import errors as errors
     from flashgen import reference as reference
     from flashgen import verify as verify
+    from flashgen.attention import append_kv as append_kv
     from flashgen.attention import compile as compile
+    from flashgen.attention import merge_states as merge_states
     from flashgen.language import *  # noqa: F403
     from flashgen.language.functions import *  # noqa: F403
     from flashgen.language.masks import *  # noqa: F403
@@ -27,16 +29,17 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _MODULES = ("errors", "reference", "verify")
+_OF_ATTENTION = ("append_kv", "compile", "merge_states")
 
 
 def __getattr__(name: str) -> Any:
-    """One of _MODULES, `compile`, a name of `flashgen.language`, or `__all__`, which lists them."""
+    """One of _MODULES, of _OF_ATTENTION, a name of `flashgen.language`, or `__all__`, which lists them."""
     if name in _MODULES:
         return importlib.import_module(f"flashgen.{name}")
-    if name == "compile":
-        value = importlib.import_module("flashgen.attention").compile
+    if name in _OF_ATTENTION:
+        value = getattr(importlib.import_module("flashgen.attention"), name)
     elif name == "__all__":
-        value = sorted(("compile", *_MODULES, *_language().__all__))
+        value = sorted((*_OF_ATTENTION, *_MODULES, *_language().__all__))
     elif not name.startswith("_") and name in _language().__all__:
         value = getattr(_language(), name)
     else:

@@ -1,7 +1,9 @@
 """The callable: a spec, generated, built and ready to run on a GPU or on the emulator."""
 
+from flashgen.attention.appending import append_kv
 from flashgen.attention.callable import Attention
 from flashgen.attention.compiling import compile
 from flashgen.attention.gradients import Gradients
+from flashgen.attention.merging import merge_states
 
-__all__ = ["Attention", "Gradients", "compile"]
+__all__ = ["Attention", "Gradients", "append_kv", "compile", "merge_states"]

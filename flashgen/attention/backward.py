@@ -108,7 +108,9 @@ class BackwardPass(Pass[_Prepared]):
             pointers[summed_gradient(capture)] = pointers[capture_gradient(capture)] = gradients[capture.name]
         return pointers
 
-    def _work_out(self, views: dict[str, View], libraries: Mapping[str, Library], bounds: Bounds) -> _Prepared:
+    def _work_out(
+        self, views: dict[str, View], libraries: Mapping[str, Library], bounds: Bounds, num_splits: int | None
+    ) -> _Prepared:
         spec, device = self.spec, common_device(views)
         problem = problem_of(spec, views, bounds=bounds)
         for name, argument in (("o", "out"), ("d_o", "d_out")):

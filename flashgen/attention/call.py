@@ -21,6 +21,7 @@ class Call(NamedTuple):
         results: arrays to write them to, all of them, by name; none where new ones are made.
         tile_lists: what the attention made of the mask; None makes them.
         bounds: how many queries, and keys, a sequence of a ragged batch has at most, where the caller says.
+        num_splits: parts into which the keys are split; None is as many as make the call fast.
     """
 
     inputs: dict[str, Any]
@@ -31,3 +32,4 @@ class Call(NamedTuple):
     results: Mapping[str, Any] = _NONE
     tile_lists: Any = None
     bounds: Bounds = NO_BOUNDS
+    num_splits: int | None = None

@@ -98,10 +98,10 @@ class Pass(Generic[AnyPrepared]):
             arrays[member] = captures[capture.name]
         if call.results:
             results = {self._result_argument(name): array for name, array in call.results.items()}
-            prepared, addresses = self._prepare(arrays | results, library, call.bounds)
+            prepared, addresses = self._prepare(arrays | results, library, call.bounds, call.num_splits)
             prepared.sharing.check(addresses)
         else:
-            prepared, addresses = self._prepare(arrays, library, call.bounds)
+            prepared, addresses = self._prepare(arrays, library, call.bounds, call.num_splits)
         if self._distances:
             self._check_distances(captures)
         taken = self.engine.taken(arrays, addresses)
@@ -122,10 +122,12 @@ class Pass(Generic[AnyPrepared]):
         """The results of a call that was given none."""
         return {name: makers[name]() for name in wanted}
 
-    def _work_out(self, views: dict[str, View], libraries: Mapping[str, Library], bounds: Bounds) -> AnyPrepared:
+    def _work_out(
+        self, views: dict[str, View], libraries: Mapping[str, Library], bounds: Bounds, num_splits: int | None
+    ) -> AnyPrepared:
         """Checks the arrays of a call, and prepares what calls like it share. libraries: of the arrays.
 
-        bounds: of the lengths of a ragged batch.
+        bounds: of the lengths of a ragged batch. num_splits: of a decode kernel's keys, where the call says.
         """
         raise NotImplementedError
 
@@ -164,13 +166,15 @@ class Pass(Generic[AnyPrepared]):
             view = self.engine.library(array, capture.name).view(array, capture.name)
             check_distances(capture, view.shape, axis, int(captures[farthest.name]))
 
-    def _prepare(self, arrays: dict[str, Any], library: Library, bounds: Bounds) -> tuple[AnyPrepared, Addresses]:
+    def _prepare(
+        self, arrays: dict[str, Any], library: Library, bounds: Bounds, num_splits: int | None
+    ) -> tuple[AnyPrepared, Addresses]:
         """What calls like this one share, worked out, and the arrays checked, the first time; the arrays' addresses.
 
         library: of q, and so of all arrays of its type.
         """
         kind, look = type(arrays["q"]), library.look
-        key: list[Any] = [bounds]
+        key: list[Any] = [bounds, num_splits]
         addresses = Addresses()
         misaligned = 0
         in_rows = self._in_rows
@@ -190,7 +194,8 @@ class Pass(Generic[AnyPrepared]):
             views = {name: libraries[name].view(array, _argument(name)) for name, array in arrays.items()}
             if "seed" in views:
                 check_seed_in_memory(views["seed"])
-            prepared = self._prepared.get_or_make(known, partial(self._work_out, views, libraries, bounds))
+            make = partial(self._work_out, views, libraries, bounds, num_splits)
+            prepared = self._prepared.get_or_make(known, make)
         return prepared, addresses
 
     def _library(self, name: str, array: Any) -> Library:

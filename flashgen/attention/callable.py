@@ -12,6 +12,7 @@ from flashgen.attention.forward import ForwardPass
 from flashgen.attention.gradients import ROWS, Gradients, differentiated, given_gradients
 from flashgen.attention.kernel_choice import BuiltForward
 from flashgen.attention.outputs import given_outputs
+from flashgen.attention.problem import given_cache
 from flashgen.attention.ragged import refuse_ragged, taken_apart
 from flashgen.attention.tile_lists import TileLister, TileLists, sizes_of
 from flashgen.attention.tuned_plans import TunedPlans
@@ -76,7 +77,7 @@ class Attention:
         tuned_plans = TunedPlans(self._kernel, tuned) if follows else None
         with edits.told():
             self._forward = ForwardPass(
-                spec, self._kernels, engine, self._prebuild("forward"), tuned_plans, packs=own_plan
+                spec, self._kernels, engine, self._prebuild("forward"), tuned_plans, packs=own_plan, decodes=own_plan
             )
 
     def _prebuild(self, which: str) -> str:
@@ -130,7 +131,8 @@ class Attention:
         """The plan of calls of these sizes on the current GPU.
 
         That is `plan`, or what `tune` found for such lengths; where the target packs heads, either with the query heads
-        of a head of k and v packed into tiles, where that fills them better.
+        of a head of k and v packed into tiles, where that fills them better. Few queries over many keys have that of a
+        decode kernel.
 
         Args: as of `tile_lists`; heads_kv: heads of k and v, None for as many. Raises LaunchError without a GPU.
         """
@@ -267,6 +269,11 @@ class Attention:
         return_lse: bool = False,
         out: Any = None,
         tile_lists: TileLists | None = None,
+        num_splits: int | None = None,
+        page_table: Any = None,
+        seqused_k: Any = None,
+        k_scale: Any = None,
+        v_scale: Any = None,
         **captures: Any,
     ) -> Any:
         """Attention of q over k and v.
@@ -286,6 +293,14 @@ class Attention:
                 may share memory with one of another array of the call, also not with the same one of q; slices of one
                 packed buffer may be given.
             tile_lists: what `tile_lists(...)` made for the sizes and captures of this call; None makes them.
+            num_splits: take the decode kernel, the keys split into so many parts, 1 to 1024: a sequence then has the
+                same bits whatever else is in the batch. None lets the sizes choose the kernel and the parts.
+            page_table: of a spec with pages, int32 (batch, pages of a sequence): which page of k and v, (pages,
+                page_size, heads_kv, dim), has a sequence's keys 0 to page_size - 1, which the next ones, and so on.
+                Entries beyond a sequence's keys are not read; one that is no page is the last page.
+            seqused_k: likewise, int32 (batch): the keys that each sequence has, which masks and scores know as len_k;
+                bounded by 0 and what its part of the table holds. Both are read on the device alone.
+            k_scale, v_scale: of a spec with a kv_dtype, float32 (1,) or (heads_kv,): by what k and v are multiplied.
             captures: the arrays and numbers that the spec declares, by name; a layout may be a BlockLayout.
 
         With layout "thd", a ragged batch, q, k and v are (tokens, heads, dim), and a call takes beside the captures:
@@ -314,9 +329,15 @@ class Attention:
         """
         wanted = _BOTH if return_lse else _OUTPUT
         given = _NOTHING if out is None else given_outputs(out, return_lse)
+        if seqused_k is not None and self.spec.is_ragged:
+            captures["seqused_k"], seqused_k = seqused_k, None
         ragged, bounds, captured = taken_apart(self.spec, captures)
         inputs = {"q": q, "k": k, "v": v, **ragged}
-        results = self._forward(Call(inputs, captured, seed, offset, wanted, given, tile_lists, bounds))
+        if self.spec.of_cache or not page_table is seqused_k is k_scale is v_scale is None:
+            cache = {"page_table": page_table, "seqused_k": seqused_k, "k_scale": k_scale, "v_scale": v_scale}
+            inputs |= given_cache(self.spec, **cache)
+        call = Call(inputs, captured, seed, offset, wanted, given, tile_lists, bounds, num_splits)
+        results = self._forward(call)
         if out is not None:
             return out
         return (results["o"], results["lse"]) if return_lse else results["o"]

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from weakref import WeakSet
 
 from flashgen.attention.call import Call
 from flashgen.attention.call_pass import Makers, Pass, common_device
 from flashgen.attention.captures import check_array
-from flashgen.attention.kernel_choice import BuiltForward, KernelChoice
+from flashgen.attention.kernel_choice import BuiltForward, KernelChoice, splits_of
 from flashgen.attention.outputs import check_outputs
-from flashgen.attention.problem import Bounds, Problem, problem_of
+from flashgen.attention.problem import Bounds, Problem, check_table, problem_of
 from flashgen.attention.sharing import Sharing
 from flashgen.attention.stages import NO_LISTS, PreparedStages
 from flashgen.attention.tile_lists import ListsLaunch
@@ -49,6 +49,7 @@ class ForwardPass(Pass[_Prepared]):
 
     tuned: where plans are found that calls of some lengths take instead of the kernel's; None is the kernel's for all.
     packs: whether calls whose tiles that fills better take the packed form of a plan, where the family has one.
+    decodes: whether calls of few queries over many keys take the decode kernel.
     """
 
     def __init__(
@@ -59,13 +60,15 @@ class ForwardPass(Pass[_Prepared]):
         prebuild: str,
         tuned: TunedPlans | None = None,
         packs: bool = False,
+        decodes: bool = False,
     ) -> None:
         super().__init__(spec, engine, in_rows=frozenset(("q", "k", "v", "o")))
         default = BuiltForward.of(spec, kernels, engine, prebuild)
         self.kernels = kernels
         self.kernel, self.lister, self.listers = default.kernel, default.lister, default.lister
+        family = forward_family(self.kernel.target)
         self.choice = KernelChoice(
-            spec, default, engine, tuned, forward_family(self.kernel.target).packing if packs else None
+            spec, default, engine, tuned, family.packing if packs else None, family.decoding if decodes else None
         )
         if tuned:
             with _TUNED_LOCK:
@@ -95,14 +98,22 @@ class ForwardPass(Pass[_Prepared]):
             return {"forward": lister.check(call.tile_lists, lists, prepared.problem, place)}
         return {"forward": lister.of_call(lists, prepared.problem, taken, numbers, place)}
 
-    def _work_out(self, views: dict[str, View], libraries: Mapping[str, Library], bounds: Bounds) -> _Prepared:
+    def _work_out(
+        self, views: dict[str, View], libraries: Mapping[str, Library], bounds: Bounds, num_splits: int | None
+    ) -> _Prepared:
         device, library = common_device(views), libraries["q"]
         problem = problem_of(self.spec, views, self.engine.multiprocessors(device), bounds)
         check_outputs(self.spec, views, problem)
+        if self.spec.page_size:
+            check_table(views)
         captured = {capture.name: views[member] for capture, member in self._arrays}
         for capture, _ in self._arrays:
             check_array(self.spec, capture, captured[capture.name], problem)
-        built = self.built_for(problem, device)
+        if num_splits is None:
+            built = self.built_for(problem, device)
+        else:
+            built = self.choice.of_splits(problem, num_splits)
+        problem = replace(problem, splits=splits_of(built.kernel, self.spec, problem, num_splits))
         stages = None if problem.is_empty else built.stages.prepare(problem, captured, library, device)
         lists = built.lister.prepare(problem, captured, library, device) if built.lister else None
         makers = {

@@ -1,4 +1,4 @@
-"""Which kernel a call runs: that of the default plan, of a plan that tuning found, or the packed form of either."""
+"""Which kernel a call runs: the default plan's, one that tuning found, its packed form, or one that splits the keys."""
 
 from __future__ import annotations
 
@@ -6,19 +6,22 @@ import logging
 import shlex
 import warnings
 from dataclasses import dataclass
+from functools import partial
 
 from flashgen.attention.problem import Problem
+from flashgen.attention.ragged import refuse_ragged
 from flashgen.attention.stages import BuiltStages
 from flashgen.attention.tile_lists import TileLister
 from flashgen.attention.tuned_plans import LengthClass, TunedPlan, TunedPlans
-from flashgen.codegen.families import default_plan
-from flashgen.codegen.family import HeadPacking
+from flashgen.codegen.families import default_plan, forward_family
+from flashgen.codegen.family import Decoding, HeadPacking
 from flashgen.codegen.header import show_command
+from flashgen.codegen.mma_sync.splits import MOST_SPLITS
 from flashgen.codegen.plan import Plan
 from flashgen.codegen.rendered_kernel import RenderedKernel
 from flashgen.codegen.stages import Kernels, forward_kernels
 from flashgen.codegen.workload import Workload
-from flashgen.errors import BuildError, FlashgenWarning, UnsupportedError
+from flashgen.errors import ArgumentError, BuildError, FlashgenWarning, UnsupportedError
 from flashgen.language.spec import AttentionSpec
 from flashgen.launch.engines import Engine
 from flashgen.runtime.gpu import Card
@@ -54,7 +57,8 @@ class KernelChoice:
     whose text is another than was measured is none.
 
     default: of the plan that holds where nothing else does. tuned: the plans that tuning found, or None where they are
-    not looked for. packing: the family's rule, or None where heads are not to be packed.
+    not looked for. packing: the family's rule, or None where heads are not to be packed. decoding: likewise, of few
+    queries over many keys.
     """
 
     def __init__(
@@ -64,8 +68,9 @@ class KernelChoice:
         engine: Engine,
         tuned: TunedPlans | None,
         packing: HeadPacking | None,
+        decoding: Decoding | None = None,
     ) -> None:
-        self.default, self.tuned, self.packing = default, tuned, packing
+        self.default, self.tuned, self.packing, self.decoding = default, tuned, packing, decoding
         self._spec, self._engine = spec, engine
         self._built: Remembered[Plan, BuiltForward | None] = Remembered()
         self._found: Remembered[tuple[Card, LengthClass], BuiltForward] = Remembered()
@@ -81,11 +86,63 @@ class KernelChoice:
 
     def depends_on(self, problem: Problem) -> bool:
         """Whether calls of these sizes may run another kernel than the default."""
-        return self.tuned is not None or (self.packing is not None and problem.heads_per_kv > 1)
+        packs = self.packing is not None and problem.heads_per_kv > 1
+        return packs or self.tuned is not None or self.decoding is not None
 
     def of(self, problem: Problem, device: int) -> BuiltForward:
         """The kernel of calls of these sizes, which have scores, on a device."""
+        if plan := self.decode_plan(problem, device):
+            built = self._built.get_or_make(plan, lambda: self._decoding(plan))
+            if built:
+                return built
+        return self._of_forward(problem, device)
+
+    def decode_plan(self, problem: Problem, device: int) -> Plan | None:
+        """The plan of the decode kernel where calls of these sizes take it."""
+        if self.decoding is None:
+            return None
+        workload = workload_of(problem, self._engine.card(device))
+        return self.decoding.chosen(self._spec, self.default.kernel.target, workload)
+
+    def of_splits(self, problem: Problem, num_splits: int) -> BuiltForward:
+        """The decode kernel for calls that say into how many parts the keys are split: the batch chooses nothing.
+
+        ArgumentError where there is none to be had, BuildError where it can be neither found nor built.
+        """
+        if isinstance(num_splits, bool) or not isinstance(num_splits, int) or not 1 <= num_splits <= MOST_SPLITS:
+            raise ArgumentError(f"num_splits={num_splits!r} must be an integer from 1 to {MOST_SPLITS}, or None")
+        refuse_ragged(self._spec, "num_splits", "leave it out, a ragged batch splits no keys")
+        if _decodes(self.default.kernel):
+            return self.default
+        if self.decoding is None:
+            raise ArgumentError(
+                f"num_splits={num_splits}: {self.default.kernel.name} splits no keys; compile without plan=... and "
+                "source=..., or with a plan of the decode kernel"
+            )
+        plan = self.decoding.of_rows(self._spec, self.default.kernel.target, problem.heads_per_kv * problem.len_q)
+        kernels, prebuild = self._decode_kernels(plan)
+        make = partial(BuiltForward.of, self._spec, kernels, self._engine, prebuild)
+        return self._built.get(plan) or self._built.get_or_make(plan, make) or make()
+
+    def _decode_kernels(self, plan: Plan) -> tuple[Kernels, str]:
+        """The kernels of the plan, and the command that builds them."""
+        target = self.default.kernel.target
+        options = f"--what resources --target {target.name} {shlex.quote(self._spec.to_json())}"
+        return forward_kernels(self._spec, target, plan=plan), f"{show_command(plan)} {options}"
+
+    def _decoding(self, plan: Plan) -> BuiltForward | None:
+        kernels, prebuild = self._decode_kernels(plan)
+        try:
+            return BuiltForward.of(self._spec, kernels, self._engine, prebuild)
+        except BuildError as error:
+            name = self.default.kernel.name
+            _warn(f"{kernels['forward'].name} would split the keys and is not used, {name} is: {error}")
+            return None
+
+    def _of_forward(self, problem: Problem, device: int) -> BuiltForward:
         built = self.default
+        if self._spec.of_cache:  # whose plans are neither tuned nor packed
+            return built
         if self.tuned:
             tuned, key = self.tuned, self.key(problem, device)
             built = self._found.get_or_make(key, lambda: self._tuned(tuned, *key))
@@ -140,6 +197,19 @@ class KernelChoice:
 def _warn(message: str) -> None:
     _log.warning("%s", message)
     warnings.warn(message, FlashgenWarning, stacklevel=3)
+
+
+def _decodes(kernel: RenderedKernel) -> bool:
+    decoding = forward_family(kernel.target).decoding
+    return decoding is not None and isinstance(kernel.plan, decoding.plan)
+
+
+def splits_of(kernel: RenderedKernel, spec: AttentionSpec, problem: Problem, num_splits: int | None) -> int:
+    """Into how many parts a call's keys are split: as many as it says, or as the sizes want; 1 by a forward kernel."""
+    decoding = forward_family(kernel.target).decoding
+    if decoding is None or not isinstance(kernel.plan, decoding.plan):
+        return 1
+    return num_splits or decoding.splits(spec, kernel.plan, problem)
 
 
 def workload_of(problem: Problem, card: Card) -> Workload:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from flashgen.attention.gradients import ROWS, gradient_shape
-from flashgen.attention.problem import Problem, of_layout
+from flashgen.attention.problem import INT32_MAX, Problem, of_layout
 from flashgen.codegen.arguments import ArgumentLayout, member_name
 from flashgen.codegen.rendered_kernel import RenderedKernel
 from flashgen.codegen.stages import Kernels, struct_values
@@ -30,6 +30,11 @@ def launch_of(
     """
     _check_packing(kernel, problem)
     sizes = {**struct_values(kernel, spec, problem), **own}
+    if sizes.get("packed", 0) * problem.len_q > INT32_MAX:
+        raise ArgumentError(
+            f"{sizes['packed']} heads of {problem.len_q} queries for a head of k and v are too many for {kernel.plan}; "
+            "compile without a plan, or call it on parts of q"
+        )
     tiles = sizes.get("tiles", 0)
     if tiles > _MOST_TILES:
         heads = problem.batch * problem.heads_q
@@ -37,7 +42,11 @@ def launch_of(
     strides = _strides(spec, problem)
     values = {f"{name}_strides": each for name, each in strides.items()} | sizes
     values |= capture_values(kernel.layout, spec, captured)
-    counts = kernel.counts is not None and kernel.counts(problem)
+    if spec.kv_dtype:
+        values |= dict(zip(("k_scales", "v_scales"), problem.scales, strict=True))
+    if spec.page_size:
+        values |= {"pages": problem.pages, "table_pitch": problem.table_pitch}
+    counts = int(kernel.counts(problem)) if kernel.counts else 0
     if not kernel.boxes:
         return Launch(kernel.grid(problem), ArgumentWriter(kernel.layout, values), counts)
     empty = () if problem.rows_k else ("k", "v")
@@ -84,4 +93,5 @@ def workspaces(kernels: Kernels, problem: Problem, captured: Mapping[str, View])
         )
         for kernel in kernels.values()
         for space in kernel.workspaces
+        if space.wanted(problem)
     }

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 from flashgen.codegen.sizes import Sizes
 from flashgen.errors import ArgumentError
@@ -23,14 +23,22 @@ _AXES = {
     "thd": ("tokens", "heads", "dim"),
 }
 _MOST_HEADS_PER_KV = 8192  # up to which the kernel's division by a reciprocal is exact
+_PAGES, _SCALES = ("page_table", "seqused_k"), ("k_scale", "v_scale")
 _ROW_ALIGNMENT = 16  # bytes: what one copy instruction moves
 
 
 @dataclass(frozen=True)
 class Problem(Sizes):
-    """Sizes of a call, and strides in elements as (batch, head, row) whatever the layout."""
+    """Sizes of a call, and strides in elements as (batch, head, row) whatever the layout.
+
+    Over pages len_k is the most that a sequence may have. pages: that k and v have. table_pitch: from the pages of a
+    sequence to those of the next. scales: of k and of v, 1 where each head has its own.
+    """
 
     strides: dict[str, tuple[int, int, int]]
+    scales: tuple[int, int] = field(default=(0, 0), kw_only=True)
+    pages: int = field(default=0, kw_only=True)
+    table_pitch: int = field(default=0, kw_only=True)
 
     ragged: bool = False
 
@@ -102,7 +110,20 @@ def problem_of(
     if spec.is_ragged:
         return _ragged_problem(sizes, views, bounds, strides, multiprocessors)
     lengths = (sizes.len_q, sizes.len_k)
-    return Problem(sizes.batch, sizes.heads_q, sizes.heads_kv, *lengths, strides, multiprocessors=multiprocessors)
+    pages = (views["k"].shape[0], views["page_table"].strides[0]) if spec.page_size else (0, 0)
+    scales = tuple(_scales(name, views[name], sizes) for name in _SCALES) if spec.kv_dtype else (0, 0)
+    how: Any = {"multiprocessors": multiprocessors, "pages": pages[0], "table_pitch": pages[1], "scales": scales}
+    return Problem(sizes.batch, sizes.heads_q, sizes.heads_kv, *lengths, strides, **how)
+
+
+def _scales(name: str, view: View, sizes: Sizes) -> int:
+    """1 where each head has a scale, 0 where all share one; ArgumentError for anything else."""
+    if view.dtype != "float32" or view.shape not in ((1,), (sizes.heads_kv,)) or (view.strides != (1,) != view.shape):
+        raise ArgumentError(
+            f"{name} is {view.dtype} {view.shape}; give float32 (1,), or ({sizes.heads_kv},) for a scale of each head"
+        )
+    check_aligned(name, view)
+    return int(view.shape[0] > 1)
 
 
 def _ragged_problem(
@@ -147,9 +168,13 @@ def checked_sizes(spec: AttentionSpec, arrays: Mapping[str, Shaped]) -> Sizes:
     """The sizes of a call by the shapes and dtypes of q, k and v; ArgumentError where the spec does not take them."""
     shapes = {name: _shape(spec, name, arrays[name]) for name in "qkv"}
     (batch, heads_q, len_q, _), (_, heads_kv, len_k, _) = shapes["q"], shapes["k"]
-    for name in "kv":
+    if spec.page_size:
+        len_k = check_pages(spec, arrays, batch) * spec.page_size
+    for name in "" if spec.page_size else "kv":
         if shapes[name][0] != batch:
             raise ArgumentError(f"{name} has batch {shapes[name][0]} and q has {batch}; give arrays of one batch size")
+    if spec.page_size and shapes["v"][:3] != shapes["k"][:3]:
+        raise ArgumentError(f"v is {arrays['v'].shape} and k {arrays['k'].shape}; every key of a page needs one value")
     if shapes["v"][1:3] != shapes["k"][1:3]:
         raise ArgumentError(
             f"v has (heads, length) {shapes['v'][1:3]} and k has {shapes['k'][1:3]}; every key needs one value"
@@ -168,28 +193,51 @@ def checked_sizes(spec: AttentionSpec, arrays: Mapping[str, Shaped]) -> Sizes:
 
 def _shape(spec: AttentionSpec, name: str, view: Shaped) -> tuple[int, int, int, int]:
     """(batch, heads, length, dim) of q, k or v."""
-    axes = _AXES[spec.layout]
+    paged = spec.page_size is not None and name in "kv"
+    axes = ("pages", "page_size", "heads", "dim") if paged else _AXES[spec.layout]
     dim = spec.value_dim if name == "v" else spec.head_dim
     if len(view.shape) != len(axes):
         raise ArgumentError(f"{name} has shape {view.shape}; give {len(axes)} dimensions ({', '.join(axes)})")
     if view.shape[-1] != dim:
         field = "value_dim" if name == "v" else "head_dim"
         raise ArgumentError(f"{name} has shape {view.shape}; its last dimension must be the spec's {field}={dim}")
-    if view.dtype != spec.dtype:
-        raise ArgumentError(f"{name} has dtype {view.dtype}; the spec was compiled for {spec.dtype}: convert it")
-    return of_layout(view.shape, spec.layout, batch=1)
+    dtype = spec.kv_dtype if spec.kv_dtype and name in "kv" else spec.dtype
+    if view.dtype != dtype:
+        raise ArgumentError(f"{name} has dtype {view.dtype}; the spec was compiled for {dtype}: convert it")
+    if paged and view.shape[1] != spec.page_size:
+        raise ArgumentError(f"{name} has shape {view.shape}; its second dimension must be page_size={spec.page_size}")
+    return of_layout(view.shape, layout_of_rows(spec, name), batch=1)
+
+
+def layout_of_rows(spec: AttentionSpec, name: str) -> str:
+    """The order of an array's axes. A page stands where a sequence does, its keys before the heads."""
+    return "bshd" if spec.page_size and name in "kv" else spec.layout
+
+
+def check_pages(spec: AttentionSpec, arrays: Mapping[str, Shaped], batch: int) -> int:
+    """Pages that each sequence may have; ArgumentError where the table or the lengths are not as the batch has them."""
+    if "page_table" not in arrays:
+        raise ArgumentError(f"page_size={spec.page_size}: pages are for calls of flashgen.compile(spec)")
+    table, lengths = arrays["page_table"], arrays["seqused_k"]
+    for name, array, axes in (("page_table", table, 2), ("seqused_k", lengths, 1)):
+        if array.dtype != "int32" or len(array.shape) != axes or array.shape[0] != batch:
+            shape = f"({batch}, pages of a sequence)" if axes == 2 else f"({batch},)"
+            raise ArgumentError(f"{name} is {array.dtype} {tuple(array.shape)}; give int32 {shape}")
+    return int(table.shape[1])
 
 
 def row_strides(spec: AttentionSpec, name: str, view: View) -> tuple[int, int, int]:
-    """Strides of an array of rows; ArgumentError where a row is not contiguous or not aligned."""
-    batch, head, row, last = of_layout(view.strides, spec.layout)
+    """Strides of an array of rows, in 16-bit elements; ArgumentError where a row is not contiguous or not aligned."""
+    layout = layout_of_rows(spec, name)
+    batch, head, row, last = of_layout(view.strides, layout)
     elements = math.prod(view.shape)
     if elements and last != 1:
         raise ArgumentError(f"{name} has strides {view.strides} (elements); the last dimension must be contiguous")
-    aligned = _ROW_ALIGNMENT // 2
+    cached = spec.kv_dtype is not None and name in "kv"
+    aligned = _ROW_ALIGNMENT if cached else _ROW_ALIGNMENT // 2
     misaligned = [
         s
-        for s, n in zip((batch, head, row), of_layout(view.shape, spec.layout, batch=1), strict=False)
+        for s, n in zip((batch, head, row), of_layout(view.shape, layout, batch=1), strict=False)
         if n > 1 and s % aligned
     ]
     if elements and (misaligned or view.pointer % _ROW_ALIGNMENT):
@@ -197,7 +245,7 @@ def row_strides(spec: AttentionSpec, name: str, view: View) -> tuple[int, int, i
             f"{name} at address {view.pointer:#x} with strides {view.strides} (elements): every row must start at a "
             f"multiple of {_ROW_ALIGNMENT} bytes; copy it to a contiguous array"
         )
-    return batch, head, row
+    return (batch // 2, head // 2, row // 2) if cached else (batch, head, row)
 
 
 def check_aligned(what: str, view: View) -> None:
@@ -207,3 +255,31 @@ def check_aligned(what: str, view: View) -> None:
         raise ArgumentError(
             f"{what} at address {view.pointer:#x}: its {view.dtype} must start at multiples of {size} bytes"
         )
+
+
+def check_table(views: Mapping[str, View]) -> None:
+    """ArgumentError where the pages of a sequence, or the lengths, do not stand side by side."""
+    for name in ("page_table", "seqused_k"):
+        check_aligned(name, views[name])
+        if views[name].shape[-1] > 1 and views[name].strides[-1] != 1:
+            raise ArgumentError(
+                f"{name} has strides {views[name].strides} (elements); its last dimension must be contiguous"
+            )
+
+
+def given_cache(spec: AttentionSpec, **given: Any) -> dict[str, Any]:
+    """The arrays that say where a sequence's keys are, and by what they are multiplied; ArgumentError for others.
+
+    given: page_table and seqused_k, k_scale and v_scale, None where a call has none.
+    """
+    wanted = (_PAGES if spec.page_size else ()) + (_SCALES if spec.kv_dtype else ())
+    for name, array in given.items():
+        if name in wanted and array is None:
+            why = f"page_size={spec.page_size}" if name in _PAGES else f"kv_dtype={spec.kv_dtype!r}"
+            raise ArgumentError(f"{name} is missing: the spec has {why}")
+        if name not in wanted and array is not None:
+            if name == "seqused_k":
+                raise ArgumentError("seqused_k is of ragged batches and pages: declare layout='thd' or page_size=...")
+            what, field = ("pages", "page_size") if name in _PAGES else ("8-bit keys and values", "kv_dtype")
+            raise ArgumentError(f"{name}: the spec has no {what}; leave it out, or declare {field}=...")
+    return {name: given[name] for name in wanted}

@@ -32,12 +32,12 @@ class PreparedStage(NamedTuple):
 class PreparedStages:
     """What calls of one shape share: the stages in their order, and the memory that they need.
 
-    counts: whether a stage takes tiles by a counter; those of a call follow each other and share one.
+    counts: how many counters its stages count by; they follow each other and share them.
     """
 
     stages: tuple[PreparedStage, ...]
     workspace: Workspace | None
-    counts: bool
+    counts: int
 
 
 class BuiltStages:
@@ -58,7 +58,7 @@ class BuiltStages:
         )
         memory = workspaces(self.kernels, problem, captured)
         workspace = self.engine.workspace(memory, library, device) if memory else None
-        return PreparedStages(stages, workspace, any(stage.launch.counts for stage in stages))
+        return PreparedStages(stages, workspace, max((stage.launch.counts for stage in stages), default=0))
 
     def _launch_of(self, kernel: RenderedKernel, problem: Problem, captured: Mapping[str, View]) -> Launch:
         for space in kernel.workspaces:
@@ -82,7 +82,7 @@ class BuiltStages:
         if prepared.workspace:
             prepared.workspace.take(taken, place.stream)
         if prepared.counts:
-            taken["next_tile"] = self.engine.counter(place)
+            taken["next_tile"] = taken["arrivals"] = self.engine.counter(place, prepared.counts)
         for role, runner, launch, called in prepared.stages:
             if role in lists:
                 taken.update(lists[role])

@@ -166,6 +166,13 @@ class _Tuner:
             problem, device = self._problem(), self._device()
             if not problem.has_scores:
                 raise ArgumentError(f"q and k have {problem.len_q} and {problem.len_k} rows: there is nothing to time")
+            if decode := self.forward.choice.decode_plan(problem, device):
+                raise ArgumentError(
+                    f"{problem.len_q} queries over {problem.len_k} keys take the decode kernel, {decode}, which is not "
+                    "tuned: tune the lengths that take the forward kernel"
+                )
+            if self.spec.of_cache:
+                raise ArgumentError("kernels over pages, or of 8-bit keys, are not tuned: the default plans are all")
             card, lengths = self.forward.choice.key(problem, device)
             workload = workload_of(problem, card)
             target = self.forward.kernel.target

@@ -3,6 +3,9 @@
 from flashgen.bench import summary
 from flashgen.bench.beside_flex import VariantRow, variant_rows
 from flashgen.bench.cases import Timed
+from flashgen.bench.decode import PEERS as DECODE_PEERS
+from flashgen.bench.decode import SIZES as DECODE_SIZES
+from flashgen.bench.decode import DecodeRow, DecodeSize, decode_rows
 from flashgen.bench.grouped import GroupedRow, grouped_rows
 from flashgen.bench.host import LIBRARIES, PARTS, PASSES, REST, HostRow, host_cases, host_rows, installed_libraries
 from flashgen.bench.host_torch import operator_names, operator_rows
@@ -16,6 +19,8 @@ from flashgen.bench.variants import chosen_variants
 
 __all__ = [
     "ATTENTIONS",
+    "DECODE_PEERS",
+    "DECODE_SIZES",
     "LIBRARIES",
     "MODES",
     "PARTS",
@@ -25,6 +30,8 @@ __all__ = [
     "REST",
     "SHAPES",
     "STARTS",
+    "DecodeRow",
+    "DecodeSize",
     "GroupedRow",
     "HostRow",
     "PaperRow",
@@ -34,6 +41,7 @@ __all__ = [
     "TrainRow",
     "VariantRow",
     "chosen_variants",
+    "decode_rows",
     "environment",
     "grouped_rows",
     "host_cases",

@@ -64,7 +64,7 @@ def inputs(case: Case, seed: int = 0) -> Arrays:
         _shape(case, heads, dim)
         for heads, dim in ((case.heads, head), (heads_kv, head), (heads_kv, value), (case.heads, value))
     ]
-    q, k, v, d_out = _random(shapes, case.spec.dtype, seed)
+    q, k, v, d_out = random_arrays(shapes, case.spec.dtype, seed)
     return q, k, v, d_out
 
 
@@ -74,7 +74,8 @@ def _shape(case: Case, heads: int, dim: int) -> tuple[int, ...]:
     return case.batch, heads, case.length, dim
 
 
-def _random(shapes: Sequence[tuple[int, ...]], dtype: str, seed: int) -> list[Any]:
+def random_arrays(shapes: Sequence[tuple[int, ...]], dtype: str, seed: int) -> list[Any]:
+    """Random arrays of these shapes: torch tensors where torch is installed, else CuPy's."""
     try:
         import torch
     except ImportError:

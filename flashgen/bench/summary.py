@@ -6,12 +6,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from statistics import geometric_mean
 
 from flashgen.bench.beside_flex import VariantRow
+from flashgen.bench.decode import DecodeRow
 from flashgen.bench.grouped import GroupedRow
 from flashgen.bench.measure import Row
 from flashgen.bench.ragged import RaggedRow
 
 LONG = 4096  # cells with sequences of so many tokens or more are compared with the best peer
 OF_CUDNN, OF_BEST, OF_FLEX, OF_FIRST, OF_RAGGED = 1.0, 0.97, 1.4, 0.95, 1.05
+OF_BEST_DECODER, OF_CONTIGUOUS = 1.0, 0.95
 
 
 def speed(rows: Sequence[Row]) -> list[str]:
@@ -44,6 +46,21 @@ def grouped(rows: Sequence[GroupedRow]) -> list[str]:
     ratios = {f"{_cell(row)} {row.name}": row.of_first["flashgen"] for row in rows if row.heads_kv != first}
     line = _compared(f"{first} heads of k and v", "cells", ratios, OF_FIRST)
     return [line] if line else []
+
+
+def decode(rows: Sequence[DecodeRow]) -> list[str]:
+    """How sizes compare with their best peers, and pages with contiguous keys."""
+    beside = {f"{row.spec} {row.size}": row.ratio() for row in rows}
+    said = [_compared("the best peer", "sizes", beside, OF_BEST_DECODER)]
+    pages = dict.fromkeys(name for row in rows for name in row.microseconds if name.startswith("pages"))
+    for name in pages:
+        ratios = {
+            f"{row.spec} {row.size}": row.microseconds["flashgen"] / row.microseconds[name]
+            for row in rows
+            if name in row.microseconds
+        }
+        said.append(f"{name}: " + _compared("contiguous keys", "sizes", ratios, OF_CONTIGUOUS))
+    return [line for line in said if line]
 
 
 def ragged(rows: Sequence[RaggedRow]) -> list[str]:

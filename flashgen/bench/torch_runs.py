@@ -20,20 +20,20 @@ def differentiated(forward: Callable[..., Any], timed: Timed, arrays: Sequence[A
     import torch
 
     if timed == "forward":
-        return _runs(lambda: forward(*arrays))
+        return runs_or_none(lambda: forward(*arrays))
     leaves = [array.detach().requires_grad_() for array in arrays]
     if timed == "both":
-        return _runs(lambda: torch.autograd.grad(forward(*leaves), leaves, d_out))
+        return runs_or_none(lambda: torch.autograd.grad(forward(*leaves), leaves, d_out))
     try:
         out = forward(*leaves)
     except _REFUSALS as error:
         say_refusal(error)
         return None
-    return _runs(lambda: torch.autograd.grad(out, leaves, d_out, retain_graph=True))
+    return runs_or_none(lambda: torch.autograd.grad(out, leaves, d_out, retain_graph=True))
 
 
-def _runs(run: Run) -> Run | None:
-    """The run, if the peer can do it at all here."""
+def runs_or_none(run: Run) -> Run | None:
+    """The run, if the peer can do it at all here; what it makes the first time is not timed."""
     try:
         run()
     except _REFUSALS as error:

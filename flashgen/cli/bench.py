@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json as json_module
+import re
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 from pathlib import Path
@@ -21,6 +22,7 @@ from flashgen.files import write_file
 from flashgen.strict_json import parse_json
 
 if TYPE_CHECKING:
+    from flashgen import bench as bench_module
     from flashgen.language.spec import AttentionSpec
 
 PEERS = ("FA2", "cuDNN", "Flex", "FA4")
@@ -42,6 +44,8 @@ flashgen bench --variants --no-mask-times
 flashgen bench --variants --pass backward --only "window 1024,relative table"
 
 flashgen bench gqa
+
+flashgen bench decode --pages 16,64
 
 flashgen bench ragged --pass backward --uneven
 
@@ -161,6 +165,62 @@ def gqa(
     rows = bench.grouped_rows(declared, sizes, shared, heads, beside, passes.value, target)
     cells = [f"{spec.name} {length}" for spec in declared for length in sizes for _ in shared]
     report(rows, cells, bench_tables.grouped(["flashgen", *beside]), output, json, bench.summary.grouped)
+
+
+@with_spec_options
+def decode(
+    options: SpecOptions,
+    specs: Specs = None,
+    sizes: Annotated[
+        str,
+        typer.Option(
+            "--sizes",
+            help="batch x heads:heads_kv x keys, or x keys x queries, by commas, such as 1x32:8x131072. "
+            "Default: nine of them.",
+        ),
+    ] = "",
+    pages: Annotated[str, typer.Option("--pages", help='Sizes of pages to measure too, by commas; "" is none.')] = "",
+    peers: Annotated[str, typer.Option("--peers", help=PEERS_HELP)] = "cuDNN,FA2,Flex,FlashInfer",
+    target: Target = None,
+    output: Output = Path("flashgen-decode.json"),
+    json: Json = False,
+) -> None:
+    """Measure few queries over many keys, in TB/s of the K and V that the mask needs, beside the best decoders.
+
+    Without SPEC: full(). Head dim 128 and bfloat16 unless options say otherwise; specs must capture nothing. flashgen
+    takes the kernel and the splits that calls take; pages are in random order. With --kv-dtype flashgen reads 8 bits,
+    and peers 16, as flashgen does once more. FlashInfer, where it is installed, reads
+    pages of 64 and is planned beforehand; FlexAttention is compiled for each size.
+    """
+    require_gpu()
+    from flashgen import bench
+
+    declared = [declare(text, options, 128) for text in specs or PLAIN[:1]]
+    captured = [spec for spec in declared if spec.captures]
+    if captured:
+        raise ArgumentError(
+            f"{captured[0].name} captures {captured[0].captures[0].name!r}: bench specs without captures"
+        )
+    if options.page_size:
+        raise ArgumentError(f"--page-size {options.page_size}: name sizes by --pages, beside contiguous keys")
+    measured = [decode_size(text) for text in listed(sizes)] or list(bench.DECODE_SIZES)
+    beside, page_sizes = chosen(peers, "--peers", bench.DECODE_PEERS), numbers(pages, "--pages") if pages else []
+    rows = bench.decode_rows(declared, measured, beside, page_sizes, target)
+    wide = ["16 bits"] if options.kv_dtype else []
+    contenders = ["flashgen", *wide, *(f"pages of {page}" for page in page_sizes), *beside]
+    names = [f"{spec.name} {size}" for spec in declared for size in measured]
+    report(rows, names, bench_tables.decode(contenders), output, json, bench.summary.decode)
+
+
+def decode_size(text: str) -> bench_module.DecodeSize:
+    """ "16x64:8x8192x4" -> 16 sequences, 64 heads over 8, 8192 keys, 4 queries."""
+    from flashgen import bench
+
+    found = re.fullmatch(r"(\d+)x(\d+):(\d+)x(\d+)(?:x(\d+))?", text)
+    given = [int(part) for part in found.groups("1")] if found else [0]
+    if not all(given) or given[1] % given[2]:
+        raise ArgumentError(f"--sizes {text!r} must be batch x heads:heads_kv x keys, such as 1x32:8x131072")
+    return bench.DecodeSize(*given)
 
 
 @with_spec_options
@@ -323,6 +383,7 @@ def shape_of(text: str) -> tuple[int, int]:
 
 app.command(DEFAULT, help=paragraphs(speed.__doc__), epilog=SPEED_EXAMPLES)(speed)
 app.command("gqa", help=paragraphs(gqa.__doc__))(gqa)
+app.command("decode", help=paragraphs(decode.__doc__))(decode)
 app.command("ragged", help=paragraphs(ragged.__doc__))(ragged)
 app.command("paper", help=paragraphs(paper.__doc__))(paper)
 app.command("host", help=paragraphs(host.__doc__))(host)

@@ -61,6 +61,17 @@ def variants(backward: bool, beside_flex: bool, mask_times: bool) -> Columns:
     return {heading: cell for heading, (asked, cell) in chosen.items() if asked}
 
 
+def decode(contenders: Sequence[str]) -> Columns:
+    """TB/s of K and V by size and contender, microseconds of flashgen and of the best peer, and how they compare."""
+    columns: dict[str, Callable[[Any], str]] = {
+        "spec": lambda row: row.spec,
+        "batch, heads, keys": lambda row: str(row.size),
+    }
+    columns |= {f"{name} TB/s": _of(name, "terabytes", 2) for name in contenders}
+    columns |= {f"{name} us": _of(name, "microseconds", 1) for name in contenders}
+    return columns | {"times the best peer": lambda row: number(row.ratio(), 2)}
+
+
 def paper() -> Columns:
     """What each contender takes, measured and counted."""
     return {

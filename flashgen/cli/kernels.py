@@ -28,6 +28,7 @@ class Pass(StrEnum):
     """Whose kernels to show."""
 
     forward = "forward"
+    decode = "decode"
     backward = "backward"
 
 
@@ -47,12 +48,14 @@ class What(StrEnum):
 
 def tile_of(spec: AttentionSpec, target: str, of: Pass, deterministic: bool, packed_heads: int = 1) -> tuple[int, int]:
     """(queries, keys) of a tile of a pass."""
-    from flashgen.codegen.stages import backward_kernels, forward_kernels
+    from flashgen.codegen.stages import backward_kernels, decode_kernels, forward_kernels
     from flashgen.codegen.targets import target_named
 
     architecture = target_named(target)
     if of is Pass.forward:
         plan = forward_kernels(spec, architecture, packed_heads)["forward"].plan
+    elif of is Pass.decode:
+        plan = decode_kernels(spec, architecture)["decode"].plan
     else:
         plan = backward_kernels(spec, architecture, deterministic)["keys"].plan
     return plan.tile_q, plan.tile_k
@@ -95,6 +98,11 @@ def to_print(kernels: dict[str, RenderedKernel], of: Pass) -> dict[str, Rendered
             "together they do not compile: --output DIR/ writes the files, --kernel NAME shows one"
         )
         return kernels
+    if of is Pass.decode:
+        others = ", ".join(name for name in kernels if name != "decode")
+        if others:
+            note(f"beside this one: {others}; --kernel NAME shows one, --output DIR/ writes all")
+        return {"decode": kernels["decode"]}
     if "lists" in kernels:
         note("a second kernel lists the tiles that this one visits: --kernel lists shows it, --output DIR/ writes both")
     return {"forward": kernels["forward"]}
@@ -198,6 +206,10 @@ def show_traffic(
     from flashgen.report.traffic import backward_traffic, forward_traffic
 
     architecture = target_named(target)
+    if of is Pass.decode:
+        raise ArgumentError(
+            "--what traffic has --pass forward and --pass backward, not decode; --what resources has it"
+        )
     sizes = CallSizes(tiles.len_q, tiles.len_k, tiles.classes.shape[0], heads, heads)
     if of is Pass.forward:
         rows = forward_traffic(spec, architecture, tiles, sizes)
@@ -218,11 +230,13 @@ def write_timeline(
     from flashgen.report.runs import run_once, short_shape
     from flashgen.report.timeline import timeline_of, to_svg
 
+    if of is Pass.decode:
+        raise ArgumentError("--what timeline has --pass forward and --pass backward, not decode; leave --pass out")
     kernels = rendered(spec, target, of, name, deterministic)
     role = name or ("forward" if of is Pass.forward else "keys")
     plan = kernels[role].plan
     shape = short_shape(plan.tile_q, plan.tile_k, along_keys=of is Pass.forward)
-    run = run_once(spec, target, (of.value,), shape, deterministic=deterministic)
+    run = run_once(spec, target, ("forward" if of is Pass.forward else "backward",), shape, deterministic=deterministic)
     events = run.events[kernels[role].entry]
     timeline = timeline_of(events, target_named(target).compute_capability)
     if not timeline.spans:

@@ -84,6 +84,15 @@ class SpecOptions:
         typer.Option("--sink", metavar="NAME", help="Learned sinks: a float32 array of a score for each query head."),
     ] = None
 
+    page_size: Annotated[
+        int | None,
+        typer.Option("--page-size", help="Keys of a page, for k and v in pages: a power of 2 up to 256."),
+    ] = None
+
+    kv_dtype: Annotated[
+        str | None, typer.Option("--kv-dtype", help="float8_e4m3fn or int8, of k and v.", show_default="the dtype")
+    ] = None
+
     def given(self) -> dict[str, Any]:
         """The options that were given, by field name."""
         fields = dataclasses.asdict(self)

@@ -31,6 +31,8 @@ flashgen show "causal() & sliding_window(1024)" --head-dim 128 --dtype bfloat16 
 
 flashgen show "causal()" --what sass --target sm_90 | less
 
+flashgen show "causal()" --pass decode --target sm_90a --what resources
+
 flashgen show "causal()" --pass backward --what resources
 
 flashgen show "causal()" --pass backward --kernel keys
@@ -63,7 +65,12 @@ def show(
     what: Annotated[
         What, typer.Option("--what", help="The source, what it becomes, or what is known of it.")
     ] = What.cuda,
-    of: Annotated[Pass, typer.Option("--pass", help="Whose kernels: the output's or its gradients'.")] = Pass.forward,
+    of: Annotated[
+        Pass,
+        typer.Option(
+            "--pass", help="Whose kernels: the output's, those of few queries over many keys, the gradients'."
+        ),
+    ] = Pass.forward,
     kernel: Annotated[
         str | None,
         typer.Option(

@@ -57,13 +57,15 @@ def common_context(
     struct: str,
     layout: ArgumentLayout,
     gradient: ScoreGradient | None = None,
+    position: bool = True,
 ) -> dict[str, Any]:
     """What every kernel of a spec on mma.sync hardware is told: its types, sizes, constants and primitives.
 
-    gradient: the score function with its derivatives, for kernels that want these.
+    gradient: the score function with its derivatives, for kernels that want these. position: whether the place of a
+    score is declared.
     """
     types = environment().get_template("types.cuh.jinja").render(struct=struct, dtype=spec.dtype, layout=layout)
-    told = {"struct": struct, "variant": variant, "position": True, "gradient": gradient}
+    told = {"struct": struct, "variant": variant, "position": position, "gradient": gradient}
     declared = environment().get_template("variant.cuh.jinja").render(told)
     suffix = suffix_of(spec)
     return {

@@ -36,6 +36,16 @@ def _of(spec: AttentionSpec, cost: Cost) -> Cost:
     return Cost(flops, hbm)
 
 
+def decode_cost(spec: AttentionSpec, tile_q: int) -> Cost:
+    """The cost of the kernel that decodes: K and V once for each tile of rows; its splits' shares, written and read."""
+    width, rows = spec.head_dim + spec.value_dim, "batch * heads_q * len_q"
+    keys = f"{(1 if spec.kv_dtype else ELEMENT_BYTES) * width} * batch * heads_kv * len_k * (share of tiles visited)"
+    arrays = f"{ELEMENT_BYTES * width} * {rows} + {keys}"
+    shares = f"{2 * _SUM * (spec.value_dim + 2)} * splits * {rows} for shares of splits > 1"
+    once = f"K and V are read once for each {tile_q} rows"
+    return Cost(f"{2 * width} * {_SCORES}", f"{arrays} bytes; + {_SUM} * {rows} for the LSE; + {shares}; {once}")
+
+
 def backward_cost(part: str, spec: AttentionSpec, deterministic: bool = False, columns: int = 0) -> Cost:
     """The cost of a kernel by its part: prepare, keys, queries, finish, finish_dk or _dv, sink, d_<name> of a capture.
 

@@ -8,8 +8,8 @@ from functools import lru_cache
 
 import sympy
 
-from flashgen.analysis.closed_forms.tile_ranges import key_range
 from flashgen.codegen.expressions.operation_text import is_of_longs, is_shift_or_mask
+from flashgen.codegen.visited import visited_keys
 from flashgen.language.operations import HEAD, KEY, QUERY, Capture, FloorDiv, FloorMod, Load, Operation, Sub, Tanh
 from flashgen.language.spec import AttentionSpec
 
@@ -68,7 +68,7 @@ def demand_of(spec: AttentionSpec) -> Demand:
     by_head = [load for load in score.atoms(Load) if load.has(HEAD)]
     return Demand(
         weight=_weight(spec),
-        listed=key_range(mask) is None,
+        listed=visited_keys(spec) is None,
         drops=bool(spec.dropout),
         drops_alone=bool(spec.dropout and not spec.score and _weight(replace(spec, dropout=0.0)) <= Weight.PLAIN),
         long_score=score.has(Tanh) or any(capture.ndim == 0 for capture in score.atoms(Capture)),
@@ -91,7 +91,7 @@ def _weight(spec: AttentionSpec) -> Weight:
         return Weight.MODERATE
     if mask_loads or any(load.has(QUERY, KEY) for load in score.atoms(Load)):
         return Weight.LOADING
-    listed = key_range(mask) is None  # lists take registers of their own
+    listed = visited_keys(spec) is None  # lists take registers of their own
     if spec.score or listed or divisions or operations > _PLAIN_MASK:
         return Weight.BUSY
     return Weight.PLAIN if operations else Weight.NONE

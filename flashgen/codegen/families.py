@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from flashgen.codegen.family import BackwardFamily, ForwardFamily, HeadDivision, HeadPacking
+from flashgen.codegen.family import BackwardFamily, Decoding, ForwardFamily, HeadDivision, HeadPacking
 from flashgen.codegen.hopper.backward import render_hopper_backward
 from flashgen.codegen.hopper.backward_plans import HopperBackwardPlan
 from flashgen.codegen.hopper.forward import render_hopper
@@ -18,17 +18,23 @@ from flashgen.codegen.hopper.plans import HopperPlan, every_hopper_plan
 from flashgen.codegen.hopper.wide_plans import HopperWidePlan
 from flashgen.codegen.mma_sync.backward import render_mma_sync_backward
 from flashgen.codegen.mma_sync.backward_plans import BackwardPlan
+from flashgen.codegen.mma_sync.cache import cache_plan, cache_plans, render_cache
+from flashgen.codegen.mma_sync.decode_plans import DecodePlan, decode_plan_for, decode_plans, plan_of_rows
 from flashgen.codegen.mma_sync.forward import render_mma_sync
 from flashgen.codegen.mma_sync.forward_plans import ForwardPlan, choose_forward_plan, every_forward_plan
+from flashgen.codegen.mma_sync.splits import choose_splits
 from flashgen.codegen.plan import Plan
 from flashgen.codegen.rendered_kernel import RenderedKernel
 from flashgen.codegen.targets import TARGETS, Target, target_of_capability
 from flashgen.errors import UnsupportedError
 from flashgen.language.spec import AttentionSpec
 
-_MMA_SYNC = ForwardFamily(ForwardPlan, choose_forward_plan, every_forward_plan, render_mma_sync)
+_DECODING = Decoding(
+    DecodePlan, decode_plans, decode_plan_for, plan_of_rows, choose_splits, render_cache, cache_plans, cache_plan
+)
+_MMA_SYNC = ForwardFamily(ForwardPlan, choose_forward_plan, every_forward_plan, render_mma_sync, _DECODING)
 _HOPPER_PACKING = HeadPacking(HopperPlan.packing, packed_plan)
-_HOPPER = ForwardFamily(HopperPlan, choose_hopper_plan, every_hopper_plan, render_hopper, _HOPPER_PACKING)
+_HOPPER = ForwardFamily(HopperPlan, choose_hopper_plan, every_hopper_plan, render_hopper, _DECODING, _HOPPER_PACKING)
 
 _FORWARD = {"turing": _MMA_SYNC, "ampere": _MMA_SYNC, "hopper": _HOPPER}
 _MMA_SYNC_BACKWARD = BackwardFamily((BackwardPlan,), render_mma_sync_backward)
@@ -63,12 +69,29 @@ def emulated_target(plan: Plan | None = None) -> Target:
 
 def _takers(plan: Plan | None) -> list[Target]:
     """The targets whose forward family a plan is of."""
-    return [target for target in TARGETS.values() if isinstance(plan, forward_family(target).plan)]
+    return [target for target in TARGETS.values() if isinstance(plan, _plans_of(forward_family(target)))]
+
+
+def _plans_of(family: ForwardFamily) -> tuple[type[Plan], ...]:
+    return (family.plan, family.decoding.plan) if family.decoding else (family.plan,)
 
 
 def default_plan(spec: AttentionSpec, target: Target) -> Plan:
-    """The plan that a spec's forward kernel has on a target where nobody says another."""
-    return forward_family(target).default_plan(spec, target)
+    """The plan that a spec's forward kernel has on a target where nobody says another.
+
+    Over pages, or keys of 8 bits, it is a kernel's that reads those; UnsupportedError where the target has none.
+    """
+    family = forward_family(target)
+    if not spec.of_cache:
+        return family.default_plan(spec, target)
+    if family.decoding is None:
+        raise UnsupportedError(f"{_cache(spec)}: {target.name} has no decode kernel, which reads them")
+    return family.decoding.cache_plan(spec, target)
+
+
+def _cache(spec: AttentionSpec) -> str:
+    """What is said of k and v that are in pages, or of 8 bits."""
+    return f"page_size={spec.page_size}" if spec.page_size else f"kv_dtype={spec.kv_dtype!r}"
 
 
 def plan_packing(spec: AttentionSpec, target: Target, packed_heads: int) -> Plan:
@@ -90,6 +113,11 @@ def forward_stages(spec: AttentionSpec, target: Target, plan: Plan | None = None
     UnsupportedError where the target or the plan cannot do it.
     """
     family = forward_family(target)
+    plan = default_plan(spec, target) if plan is None and spec.of_cache else plan
+    if spec.of_cache and not (family.decoding and isinstance(plan, family.decoding.cache_plans(spec))):
+        raise UnsupportedError(f"{plan}: {_cache(spec)} is for the decode kernel: give a DecodePlan, or none")
+    if family.decoding and (spec.of_cache or isinstance(plan, family.decoding.plan)):
+        return family.decoding.render(spec, target, plan)
     if plan is not None and not isinstance(plan, family.plan):
         takers = {taker.name: taker.compute_capability for taker in _takers(plan)}
         other = min(takers, key=lambda name: takers[name] != target.compute_capability, default="none")
@@ -120,6 +148,8 @@ def backward_stages(
     UnsupportedError where the target or the plan cannot do it.
     """
     family = backward_family(target)
+    if spec.of_cache:
+        raise UnsupportedError(f"{_cache(spec)}: there is no backward of it; gather k and v, in {spec.dtype}")
     if plan is not None and not isinstance(plan, family.plans):
         takers = [name for name, other in TARGETS.items() if isinstance(plan, backward_family(other).plans)]
         own = min(

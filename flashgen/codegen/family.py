@@ -8,6 +8,7 @@ from typing import Any
 
 from flashgen.codegen.plan import Plan
 from flashgen.codegen.rendered_kernel import RenderedKernel
+from flashgen.codegen.sizes import Sizes
 from flashgen.codegen.targets import Target
 from flashgen.codegen.workload import Workload
 from flashgen.language.spec import AttentionSpec
@@ -25,6 +26,26 @@ class HeadPacking:
 
 
 @dataclass(frozen=True)
+class Decoding:
+    """How few queries over many keys are attended to, by a kernel that splits the keys over the card.
+
+    plan: the class of its plans. default_plans: those that calls may take, the one for the fewest rows first. chosen:
+    that of calls of these sizes, or None where the forward kernel does them. of_rows: that of calls with so many rows
+    for each head of k and v, whatever their sizes. splits: into how many parts a call's keys are split. render: as of a
+    forward. cache_plans, cache_plan: of keys in pages or of 8 bits, the classes of plans, and the default one.
+    """
+
+    plan: type[Plan]
+    default_plans: Callable[[AttentionSpec, Target], tuple[Plan, ...]]
+    chosen: Callable[[AttentionSpec, Target, Workload], Plan | None]
+    of_rows: Callable[[AttentionSpec, Target, int], Plan]
+    splits: Callable[[AttentionSpec, Any, Sizes], int]
+    render: Callable[[AttentionSpec, Target, Any], tuple[RenderedKernel, ...]]
+    cache_plans: Callable[[AttentionSpec], tuple[type[Plan], ...]]
+    cache_plan: Callable[[AttentionSpec, Target], Plan]
+
+
+@dataclass(frozen=True)
 class ForwardFamily:
     """How a family does the forward pass.
 
@@ -34,6 +55,7 @@ class ForwardFamily:
         every_plan: those that tuning may choose from, whether or not they fit.
         render: its kernels in the order of their launches, of a plan or of the default one; that which attends has the
             role "forward". A plan that does not fit is an UnsupportedError.
+        decoding: of calls of few queries over many keys; None where the forward does those, too.
         packing: None where it packs no heads.
     """
 
@@ -41,6 +63,7 @@ class ForwardFamily:
     default_plan: Callable[[AttentionSpec, Target], Plan]
     every_plan: Callable[[AttentionSpec, Target], Iterator[Plan]]
     render: Callable[[AttentionSpec, Target, Any], tuple[RenderedKernel, ...]]
+    decoding: Decoding | None = None
     packing: HeadPacking | None = None
 
 

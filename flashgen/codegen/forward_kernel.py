@@ -7,7 +7,6 @@ from typing import Any
 
 import sympy
 
-from flashgen.analysis.closed_forms.tile_ranges import key_range
 from flashgen.codegen.arguments import ArgumentLayout
 from flashgen.codegen.assembly import ENDS_OF_TILES, common_context, longest_last, visited_tiles
 from flashgen.codegen.costs import forward_cost
@@ -17,6 +16,7 @@ from flashgen.codegen.plan import Plan
 from flashgen.codegen.rendered_kernel import RenderedKernel, entry_name, kernel_name
 from flashgen.codegen.targets import Target
 from flashgen.codegen.variant import variant_of
+from flashgen.codegen.visited import visited_keys
 from flashgen.language.spec import AttentionSpec
 
 _STRUCT = "ForwardArguments"
@@ -30,17 +30,20 @@ def forward_context(
     score: str,
     names: Names = DEVICE_NAMES,
     ends: Mapping[sympy.Symbol, str] = ENDS_OF_TILES,
+    struct: str = _STRUCT,
+    position: bool = True,
 ) -> dict[str, Any]:
     """What the template of a forward kernel is told, but for its header.
 
     score: the text of a score where the score function is called, with `names` for its indices. ends: declarations of
-    the ends of a tile.
+    the ends of a tile. struct: the name of the argument struct. position: whether a score stands where it does in every
+    kernel; else the template declares its own `Position`.
     """
-    tiles, variant = key_range(spec.mask.expression), variant_of(spec, sink=True)
-    return common_context(spec, target, variant, _STRUCT, layout) | {
+    tiles, variant = visited_keys(spec), variant_of(spec, sink=True)
+    return common_context(spec, target, variant, struct, layout, position=position) | {
         "plan": plan,
         "entry": entry_name("attention_forward", spec),
-        "key_tiles": visited_tiles(tiles, _STRUCT, variant.mask is not None, ends=ends, ragged=spec.is_ragged),
+        "key_tiles": visited_tiles(tiles, struct, variant.mask is not None, ends=ends, ragged=spec.is_ragged),
         "shared_bytes": plan.shared_bytes(spec),
         "longest_first": longest_last(tiles),
         "score_operand": variant.score.of(score) if variant.score else "",
@@ -67,6 +70,6 @@ def forward_kernel(
         plan=plan,
         role="forward",
         cost=forward_cost(spec),
-        reads="keys" if key_range(spec.mask.expression) is None else None,
+        reads="keys" if visited_keys(spec) is None else None,
         **launch,
     )

@@ -59,20 +59,29 @@ class BackwardPlan(Protocol):
 
 
 def show_command(plan: Plan) -> str:
-    """What shows, or builds, the kernel of a default plan, or of one that packs; a target and a spec follow it."""
-    return "flashgen show" + (f" --packed-heads {plan.packed_heads}" if plan.packed_heads > 1 else "")
+    """What shows, or builds, the kernel of a default plan, or one that packs or decodes; target and spec follow it."""
+    return f"flashgen show {plan.show_options}".rstrip()
 
 
-def header(spec: AttentionSpec, target: Target, plan: Plan, grid: str = _BLOCK_PER_TILE, beside: str = "") -> str:
+def header(
+    spec: AttentionSpec,
+    target: Target,
+    plan: Plan,
+    grid: str = _BLOCK_PER_TILE,
+    beside: str = "",
+    title: str = "attention forward",
+    cost: Cost | None = None,
+) -> str:
     """The forward kernel's header comment.
 
-    grid: how many blocks a launch has. beside: its algorithm, beside the softmax.
+    grid: how many blocks a launch has. beside: its algorithm, beside the softmax. title: what it is. cost: None is that
+    of a kernel whose blocks each have a tile of queries.
     """
-    cost = forward_cost(spec)
+    cost = cost or forward_cost(spec)
     grid = _BLOCK_PER_SLOT if spec.is_ragged and grid == _BLOCK_PER_TILE else grid
     method = [f"method   {_ONLINE_SOFTMAX}", *([f"         {beside}"] if beside else [])]
     return _comment(
-        [f"flashgen: attention forward, {spec.name}"],
+        [f"flashgen: {title}, {spec.name}"],
         [*_facts(spec, target, target.family, "; heads_q a multiple of heads_kv"), f"plan     {plan.summary(spec)}"],
         [*method, f"FLOPs    {cost.flops}", f"HBM      {cost.hbm}"],
         grid,

@@ -26,12 +26,16 @@ class Cost:
     hbm: str
 
 
+def _always(sizes: Sizes) -> bool:
+    return True
+
+
 @dataclass(frozen=True)
 class Workspace:
     """Memory that a pass makes for its own use, by the name of a pointer in its kernels' structs.
 
     shape: of the sizes of a call; of_capture: of the captured array of that name, `shape` then stands behind its shape.
-    zeroed: whether it begins as zeros.
+    zeroed: whether it begins as zeros. wanted: by calls of which sizes; the pointer is null for others.
     """
 
     name: str
@@ -39,6 +43,7 @@ class Workspace:
     dtype: str
     zeroed: bool = False
     of_capture: str = ""
+    wanted: Callable[[Sizes], bool] = _always
 
 
 def _nothing(sizes: Sizes) -> Mapping[str, Any]:
@@ -60,7 +65,7 @@ class RenderedKernel:
         lists: of a kernel that makes lists, which.
         boxes: arrays that its struct holds tensor maps of -> (columns, rows) that one copy moves, or (columns, heads,
             rows) where heads are packed.
-        counts: whether blocks take tiles by a counter; None where they never do.
+        counts: how many counters its blocks count by, 0 before and after the launch; None where they never do.
         workspaces: memory that it is the first to need.
         pointers: members of its struct that are called otherwise in the pass.
     """
@@ -80,7 +85,7 @@ class RenderedKernel:
     reads: Direction | None = field(default=None, kw_only=True)
     lists: Direction | None = field(default=None, kw_only=True)
     boxes: Mapping[str, tuple[int, ...]] = field(default_factory=dict, kw_only=True)
-    counts: Callable[[Sizes], bool] | None = field(default=None, kw_only=True, compare=False)
+    counts: Callable[[Sizes], int] | None = field(default=None, kw_only=True, compare=False)
     workspaces: tuple[Workspace, ...] = field(default=(), kw_only=True, compare=False)
     pointers: Mapping[str, str] = field(default_factory=dict, kw_only=True)
 

@@ -74,7 +74,8 @@ class Sizes:
 
     batch: sequences. heads_q, heads_kv: of q; of k and v. len_q, len_k: queries and keys of a sequence, in a ragged
     batch at most. total_q, total_k: rows of the packed arrays of a ragged batch.
-    multiprocessors: of the GPU. count: elements of the captured array that a kernel is for.
+    multiprocessors: of the GPU. count: elements of the captured array that a kernel is for. splits: parts into which a
+    decode kernel splits the keys.
     """
 
     batch: Any
@@ -84,6 +85,7 @@ class Sizes:
     len_k: Any
     multiprocessors: Any = field(default=1, kw_only=True)
     count: Any = field(default=0, kw_only=True)
+    splits: Any = field(default=1, kw_only=True)
     total_q: Any = field(default=0, kw_only=True)
     total_k: Any = field(default=0, kw_only=True)
 
@@ -105,6 +107,7 @@ NAMED_SIZES: Sizes = _NamedSizes(
     *map(Formula, SIZE_NAMES),
     multiprocessors=Formula("multiprocessors"),
     count=Formula("count"),
+    splits=Formula("splits"),
     total_q=Formula("total_q"),
     total_k=Formula("total_k"),
 )

@@ -6,17 +6,21 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any, Literal, get_args
 
-from flashgen.codegen.families import backward_stages, forward_stages, plan_dividing, plan_packing
+from flashgen.codegen.families import backward_stages, forward_family, forward_stages, plan_dividing, plan_packing
+from flashgen.codegen.family import Decoding
 from flashgen.codegen.plan import Plan
 from flashgen.codegen.rendered_kernel import RenderedKernel
 from flashgen.codegen.sizes import Sizes, size_values
 from flashgen.codegen.targets import Target
 from flashgen.codegen.tile_list_kernel import list_shape, render_lists
-from flashgen.errors import SpecError
+from flashgen.errors import SpecError, UnsupportedError
 from flashgen.language.spec import AttentionSpec
 
 Pass = Literal["forward", "backward"]
+Part = Literal["forward", "decode", "backward"]
 PASSES: tuple[Pass, ...] = get_args(Pass)
+PARTS: tuple[Part, ...] = get_args(Part)
+"""Passes, and the forward's kernels for few queries over many keys apart."""
 
 Kernels = Mapping[str, RenderedKernel]
 """The stages of a pass: kernels by the role that each plays, in the order of their launches."""
@@ -25,7 +29,7 @@ Kernels = Mapping[str, RenderedKernel]
 def kernels_of(
     spec: AttentionSpec,
     target: Target,
-    passes: Iterable[Pass] = ("forward",),
+    passes: Iterable[Part] = ("forward",),
     *,
     deterministic: bool = False,
     apart: bool = False,
@@ -35,7 +39,8 @@ def kernels_of(
     """Every kernel that calls of these passes launch, with default plans; the forward's with so many heads packed, the
     backward's with query heads apart.
 
-    Forward: "lists" where the mask has no closed form, then "forward". Backward: "query_lists" and "lists" for its own
+    Forward: "lists" where the mask has no closed form, then "forward". Decode: "decode_lists" likewise, then "decode"
+    or, for more rows where tiles may have as many, "decode_rows32". Backward: "query_lists" and "lists" for its own
     tiles where they are read, "prepare", "keys", "queries" or "finish" (and, of heads apart, "finish_dk" and
     "finish_dv"), and "d_<name>" for each capture that has a gradient. With both passes the backward's lists are
     "backward_lists".
@@ -48,8 +53,11 @@ def kernels_of(
     """
     kernels: dict[str, RenderedKernel] = {}
     for name in passes:
-        if name not in PASSES:
-            raise SpecError(f"pass {name!r} is not known; choose from {', '.join(PASSES)}")
+        if name not in PARTS:
+            raise SpecError(f"pass {name!r} is not known; choose from {', '.join(PARTS)}")
+        if name == "decode":
+            kernels |= decode_kernels(spec, target, apart)
+            continue
         if name == "forward":
             more = forward_kernels(spec, target, packed_heads)
         else:
@@ -62,6 +70,29 @@ def kernels_of(
 def forward_kernels(spec: AttentionSpec, target: Target, packed_heads: int = 1, plan: Plan | None = None) -> Kernels:
     """The kernels of a forward call, of a plan, or with so many query heads of a head of K and V as rows of a tile."""
     return with_lists(spec, forward_stages(spec, target, plan or plan_packing(spec, target, packed_heads)))
+
+
+def decode_kernels(spec: AttentionSpec, target: Target, apart: bool = False) -> Kernels:
+    """Those of few queries over many keys: a kernel for each number of rows of a tile, which are calls of their own.
+
+    apart: as above, of lists, whose tiles are others than the forward's. UnsupportedError where the target has none.
+    """
+    decoding, kernels = decoding_of(target), {}
+    for plan in decoding.default_plans(spec, target):
+        for role, kernel in forward_kernels(spec, target, plan=plan).items():
+            part = "decode" if role == "forward" else f"decode_{role}"
+            if role == "lists" and apart:
+                kernel = _named("decode", kernel)
+            kernels[f"{part}_rows{plan.tile_q}" if part in kernels else part] = kernel
+    return kernels
+
+
+def decoding_of(target: Target) -> Decoding:
+    """How a target attends from few queries to many keys; UnsupportedError where it does not."""
+    decoding = forward_family(target).decoding
+    if decoding is None:
+        raise UnsupportedError(f"{target.name} has no decode kernel: its forward kernel attends from few queries, too")
+    return decoding
 
 
 def backward_kernels(

@@ -12,9 +12,11 @@ from flashgen.errors import SpecError
 _ALIASES = {
     "fp16": "float16", "half": "float16", "f16": "float16", "bf16": "bfloat16", "fp32": "float32", "f32": "float32",
     "float": "float32", "int": "int32", "long": "int64", "bool_": "bool",
+    "fp8": "float8_e4m3fn", "float8_e4m3": "float8_e4m3fn", "e4m3": "float8_e4m3fn",
 }
 # fmt: on
 ELEMENTS = ("float16", "bfloat16")
+CACHED = ("float8_e4m3fn", "int8")
 CAPTURES = ("bool", "int8", "uint8", "int16", "int32", "int64", "float16", "bfloat16", "float32")
 SCALARS = ("int32", "float32")
 

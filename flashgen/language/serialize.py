@@ -25,7 +25,10 @@ VERSION = 1
 MAX_TEXT = 1_000_000
 
 _SYMBOLS = {symbol.name: symbol for symbol in SYMBOLS}
-_FIELDS = ("head_dim", "dtype", "value_dim", "scale", "layout", "dropout", "score", "mask", "sink")
+_FIELDS = (
+    *("head_dim", "dtype", "value_dim", "scale", "layout", "dropout", "score", "mask"),
+    *("page_size", "kv_dtype", "sink"),
+)
 
 
 def canonical(value: Any) -> str:
@@ -136,8 +139,11 @@ def fields_to_json(fields: Mapping[str, Any]) -> str:
     data = dict(fields)
     data["mask"] = modifier_to_data(data["mask"])
     data["score"] = modifier_to_data(data["score"]) if data["score"] else None
-    sink = data.pop("sink")  # what specs without one were called before there were any, they are called still
-    data |= {"sink": node_to_data(sink)} if sink else {}
+    sink = data.pop("sink")
+    data["sink"] = node_to_data(sink) if sink else None
+    for name in ("page_size", "kv_dtype", "sink"):
+        if data.get(name) is None:
+            data.pop(name, None)  # so that specs without it have the text that they always had
     return canonical({**data, "version": VERSION})
 
 

@@ -15,7 +15,7 @@ from flashgen.errors import SpecError
 from flashgen.language import well_formed
 from flashgen.language.bound import Bound, joined
 from flashgen.language.captures import Tensor
-from flashgen.language.dtypes import ELEMENTS, dtype_name
+from flashgen.language.dtypes import CACHED, ELEMENTS, dtype_name
 from flashgen.language.masks import full
 from flashgen.language.modifiers import Mask, MaskFunction, Score, ScoreFunction, as_mask, as_score
 from flashgen.language.operations import Capture, captures_of
@@ -25,6 +25,8 @@ LAYOUTS = ("bhsd", "bshd", "thd")
 RAGGED_ARGUMENTS = ("cu_seqlens_q", "cu_seqlens_k", "seqused_k", "max_seqlen_q", "max_seqlen_k")
 """What a call of layout "thd" is given beside q, k and v; no capture of such a spec has one of these names."""
 MAX_NAME = 96
+MOST_PAGE_SIZE = 256
+CACHED_DIM = 32  # which dims of 8-bit keys and values are multiples of
 
 
 @dataclass(frozen=True, init=False, eq=False, repr=False)
@@ -41,6 +43,10 @@ class AttentionSpec:
         dropout: probability of dropping an attention weight, 0 <= dropout < 1, in steps of 1/256.
         score: a Score, a function f(score, b, h, q, k), or None.
         mask: a Mask or a function f(b, h, q, k); None is full().
+        page_size: keys of a page, a power of 2 from 1 to 256, for k and v in pages: (pages, page_size, heads_kv, dim)
+            whatever the layout, and calls with page_table and seqused_k. None is k and v as the layout says.
+        kv_dtype: "float8_e4m3fn" or "int8", of k and v, whose values are times k_scale and v_scale of the call; both
+            dims are multiples of 32 then. None is dtype, without scales.
         sink: a Tensor of one dimension and floats, or None: a score of each query head that every row's softmax counts
             beside its keys' and that has no value, not scaled, masked or modified. It is a capture: calls give it.
 
@@ -55,6 +61,8 @@ class AttentionSpec:
     dropout: float
     score: Score | None
     mask: Mask
+    page_size: int | None
+    kv_dtype: str | None
     sink: Capture | None
 
     def __init__(
@@ -67,6 +75,8 @@ class AttentionSpec:
         dropout: float = 0.0,
         score: Score | ScoreFunction | None = None,
         mask: Mask | MaskFunction | None = None,
+        page_size: int | None = None,
+        kv_dtype: Any = None,
         sink: Tensor | None = None,
     ) -> None:
         values = {
@@ -78,8 +88,11 @@ class AttentionSpec:
             "dropout": _dropout(dropout),
             "score": None if score is None else as_score(score),
             "mask": full() if mask is None else as_mask(mask),
+            "page_size": None if page_size is None else _page_size(page_size),
+            "kv_dtype": None if kv_dtype is None else dtype_name(kv_dtype, CACHED, "kv_dtype"),
             "sink": None if sink is None else _sink(sink),
         }
+        _check_cache(values)
         bound = _join_arrays(values)
         for name, value in values.items():
             object.__setattr__(self, name, value)
@@ -136,7 +149,14 @@ class AttentionSpec:
         parts += [f"dropout{self.dropout:g}"] if self.dropout else []
         parts += ["sink"] if self.sink else []
         parts += [self.layout] if self.layout != "bhsd" else []
+        parts += [f"pages{self.page_size}"] if self.page_size else []
+        parts += [{"float8_e4m3fn": "fp8"}.get(self.kv_dtype, self.kv_dtype)] if self.kv_dtype else []
         return f"{'-'.join(parts)[:MAX_NAME].rstrip('-._')}-{self.digest}"
+
+    @property
+    def of_cache(self) -> bool:
+        """Whether k and v are in pages or of 8 bits, which only decode kernels read."""
+        return bool(self.page_size or self.kv_dtype)
 
     @cached_property
     def _json(self) -> str:
@@ -167,7 +187,9 @@ class AttentionSpec:
         parts += [f"dropout={self.dropout!r}"] if self.dropout else []
         parts += [f"score={self.score}"] if self.score else []
         parts += [f"sink={self.sink}"] if self.sink else []
-        return f"AttentionSpec({', '.join([*parts, f'mask={self.mask}'])})"
+        pages = [f"page_size={self.page_size}"] if self.page_size else []
+        cached = [f"kv_dtype={self.kv_dtype!r}"] if self.kv_dtype else []
+        return f"AttentionSpec({', '.join([*parts, f'mask={self.mask}', *pages, *cached])})"
 
 
 def _join_arrays(values: dict[str, Any]) -> Bound:
@@ -232,6 +254,24 @@ def _layout(value: Any) -> str:
             "(tokens, heads, dim; a ragged batch)"
         )
     return str(value)
+
+
+def _check_cache(values: dict[str, Any]) -> None:
+    """SpecError where keys in pages, or of 8 bits, do not go with the other fields."""
+    for name in ("page_size", "kv_dtype"):
+        if values[name] and values["layout"] == "thd":
+            remedy = "take layout='bshd', with as many queries for each sequence"
+            raise SpecError(f"{name}={values[name]!r} is not supported for layout='thd': {remedy}")
+    for name in ("head_dim", "value_dim"):
+        if values["kv_dtype"] and values[name] % CACHED_DIM:
+            raise SpecError(f"{name}={values[name]} must be a multiple of {CACHED_DIM} with a kv_dtype")
+
+
+def _page_size(value: Any) -> int:
+    integer = isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+    if not integer or not 1 <= value <= MOST_PAGE_SIZE or value & (value - 1):
+        raise SpecError(f"page_size={value!r} must be a power of 2 from 1 to {MOST_PAGE_SIZE}, or None for no pages")
+    return int(value)
 
 
 def _dropout(value: Any) -> float:

@@ -38,14 +38,14 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class Launch:
-    """A kernel's grid and the writer of its arguments; `counts`: its blocks take tiles by a counter.
+    """A kernel's grid and the writer of its arguments; `counts`: how many counters its blocks count by.
 
     idle: parameters of earlier launches on a GPU, which no launch uses now; as many as threads ever were in it at once.
     """
 
     grid: tuple[int, int, int]
     writer: ArgumentWriter
-    counts: bool = False
+    counts: int = 0
     idle: list[gpu.Parameters] = field(default_factory=list, compare=False, repr=False)
 
 
@@ -192,9 +192,9 @@ class Gpu:
         """What kind of GPU the device is."""
         return gpu.card(device)
 
-    def counter(self, place: Place) -> Any:
-        """A uint32 that the next launch counts by, as launches take it: 0, and 0 again when it has ended."""
-        return counters(place.device).of_launch(place.stream).data.ptr
+    def counter(self, place: Place, count: int) -> Any:
+        """So many uint32 that the next launch counts by, as launches take them: 0, and 0 again when it has ended."""
+        return counters(place.device).of_launch(place.stream, count).data.ptr
 
     def stream(self, place: Place) -> Hashable:
         """What only launches on the stream of a place have: they follow each other."""
@@ -277,8 +277,8 @@ class Emulator:
     def card(self, device: int) -> gpu.Card:
         return _EMULATED
 
-    def counter(self, place: Place) -> Any:
-        return np.zeros(1, np.uint32)
+    def counter(self, place: Place, count: int) -> Any:
+        return np.zeros(count, np.uint32)
 
     def stream(self, place: Place) -> Hashable:
         return place.stream

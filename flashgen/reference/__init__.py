@@ -4,6 +4,7 @@ from flashgen.reference import numerics
 from flashgen.reference.backward import backward, backward_of_rounded_output, low_precision_backward
 from flashgen.reference.dropout import dropout_keep, threshold
 from flashgen.reference.gradients import Gradients
+from flashgen.reference.merging import merge_states
 from flashgen.reference.numerics import Verdict, judge
 from flashgen.reference.oracle import attention, low_precision
 from flashgen.reference.philox import philox4x32
@@ -38,6 +39,7 @@ __all__ = [
     "judge",
     "low_precision",
     "low_precision_backward",
+    "merge_states",
     "numerics",
     "philox4x32",
     "standard",

@@ -7,7 +7,7 @@ With a sink each row of S has one score more, the head's, whose probability mult
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import ml_dtypes
@@ -15,7 +15,8 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from flashgen.reference.elementwise import HeadTiles
-from flashgen.reference.inputs import Array, Problem, prepare
+from flashgen.reference.inputs import Array, Problem
+from flashgen.reference.pages import Cache, check_ragged, problems_of
 from flashgen.reference.ragged import outputs_of, sequences
 
 if TYPE_CHECKING:
@@ -33,37 +34,48 @@ def attention(
     seed: int | None = None,
     offset: int = 0,
     return_lse: bool = False,
+    page_table: ArrayLike | None = None,
+    seqused_k: ArrayLike | None = None,
+    k_scale: ArrayLike | None = None,
+    v_scale: ArrayLike | None = None,
     **captures: Any,
 ) -> Any:
     """Standard attention in float64 on the values given, or (out, lse) with return_lse.
 
     q (batch, heads_q, len_q, head_dim), k (batch, heads_kv, len_k, head_dim) and v (batch, heads_kv, len_k, value_dim)
     have any floating dtype; heads_q is a multiple of heads_kv; layout "bshd" swaps heads and length. Captures are given
-    by name, in the dtype declared. seed and offset choose the dropout, as flashgen.reference.dropout says.
+    by name, in the dtype declared. seed and offset choose the dropout, as flashgen.reference.dropout says. With a
+    page_size k and v are (pages, page_size, heads_kv, dim); page_table and seqused_k say which rows are a sequence's.
+    With a kv_dtype k and v are of it, times k_scale and v_scale.
     out is float64 in the spec's layout, lse float64 (batch, heads_q, len_q), the natural log of the sum over modified
     and masked scores, before dropout. A row with nothing to attend to gives out = 0, lse = -inf.
     A ragged batch, layout "thd", has arrays (tokens, heads, dim), also cu_seqlens_q, and may have cu_seqlens_k and
     seqused_k; its out is (tokens, heads_q, value_dim), its lse (heads_q, tokens). Rows of no sequence are as such rows.
     Raises ArgumentError for arguments that do not fit the spec or each other.
     """
-    out, lse = _outputs(_exact, spec, q, k, v, seed, offset, captures)
+    cache = Cache(page_table, seqused_k, k_scale, v_scale)
+    out, lse = _outputs(_exact, spec, (q, k, v), cache, seed, offset, captures)
     return (out, lse) if return_lse else out
 
 
 def _outputs(
     of_problem: Callable[[Problem], tuple[Array, Array]],
     spec: AttentionSpec,
-    q: ArrayLike,
-    k: ArrayLike,
-    v: ArrayLike,
-    *given: Any,
+    arrays: tuple[ArrayLike, ArrayLike, ArrayLike],
+    cache: Cache,
+    seed: int | None,
+    offset: int,
+    captures: Mapping[str, Any],
 ) -> tuple[Array, Array]:
-    """Output and LSE of a call, from what gives those of a problem; given: seed, offset, captures."""
+    """Output and LSE of a call, from what gives those of a problem."""
     if spec.is_ragged:
-        return outputs_of(spec, q, sequences(spec, q, k, v, *given), of_problem)
-    problem = prepare(spec, q, k, v, *given)
-    out, lse = of_problem(problem)
-    return problem.in_layout(out), lse
+        check_ragged(cache)
+        given = {**captures, "seqused_k": cache.seqused_k}
+        return outputs_of(spec, arrays[0], sequences(spec, *arrays, seed, offset, given), of_problem)
+    problems = problems_of(spec, arrays, cache, seed, offset, captures)
+    parts = [of_problem(problem) for problem in problems]
+    out, lse = (np.concatenate(each) for each in zip(*parts, strict=True))
+    return problems[0].in_layout(out), lse
 
 
 def _exact(problem: Problem) -> tuple[Array, Array]:
@@ -88,6 +100,10 @@ def low_precision(
     seed: int | None = None,
     offset: int = 0,
     return_lse: bool = False,
+    page_table: ArrayLike | None = None,
+    seqused_k: ArrayLike | None = None,
+    k_scale: ArrayLike | None = None,
+    v_scale: ArrayLike | None = None,
     **captures: Any,
 ) -> Any:
     """Standard attention as a plain library runs it on arrays of spec.dtype: the `low` of flashgen.reference.numerics.
@@ -98,7 +114,8 @@ def low_precision(
     float32. A score that overflows float16 becomes infinity or NaN, as it does there.
     Source: attention_ref(upcast=False) of flash-attention's tests.
     """
-    out, lse = _outputs(_rounded, spec, q, k, v, seed, offset, captures)
+    cache = Cache(page_table, seqused_k, k_scale, v_scale)
+    out, lse = _outputs(_rounded, spec, (q, k, v), cache, seed, offset, captures)
     return (out, lse) if return_lse else out
 
 

@@ -22,8 +22,8 @@ from flashgen.language.spec import AttentionSpec
 
 FORMULAS = (
     "grid and value in C++'s integers, of a call's batch, heads_q, heads_kv, len_q, len_k, of a ragged batch's total_q "
-    "and total_k, its arrays' rows, of the GPU's multiprocessors, and of count, the elements of a captured array; "
-    "ceil_div(a, b) is a / b rounded up"
+    "and total_k, its arrays' rows, of the GPU's multiprocessors, of count, the elements of a captured array, and of "
+    "splits, into how many parts the caller splits the keys; ceil_div(a, b) is a / b rounded up"
 )
 
 
@@ -85,6 +85,9 @@ def _meanings(spec: AttentionSpec) -> dict[str, str]:
     meanings["lse"] = "log-sum-exp of each row, (batch, heads_q, len_q), or null where it is not wanted"
     meanings["d_lse"] = "gradient of lse, or null"
     meanings["dq_sums"] = "sums of dq, float32, (batch, heads_q, rows, padded head_dim), in an order of their own"
+    for name, dim in (("dk", "head_dim"), ("dv", "value_dim")):
+        shape = f"(batch, heads_kv, keys, padded {dim})"
+        meanings[f"{name}_sums"] = f"sums of {name} over query heads, float32, {shape}, in an order of their own"
     meanings["statistics"] = "LSE to the base 2, and D, of each row, (batch, heads_q, rows, 2)"
     meanings |= {"tile_counts": "tiles of each list", "tile_offsets": "where each list begins in tile_entries"}
     meanings |= {"tile_entries": "tile << 1 | 1 where no element is masked", "list_strides": "from list to list"}

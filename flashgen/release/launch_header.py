@@ -28,7 +28,7 @@ def launch_header(kernel: Mapping[str, Any]) -> str:
             cubin=kernel["files"]["cubin"]["path"],
             dtype=kernel["spec"]["dtype"],
             types={member["type"].removeprefix("const ").rstrip("*") for member in members},
-            sizes=[*sizes, *(["multiprocessors"] if "multiprocessors" in used else [])],
+            sizes=[*sizes, *(name for name in ("multiprocessors", "splits") if name in used)],
             members=[{"array": f"[{member['count']}]" if "count" in member else "", **member} for member in members],
             assigned=[(member["name"], member["type"], _formulas(member)) for member in members if "value" in member],
             alignment=64 if kernel.get("maps") else 8,

@@ -10,10 +10,12 @@
     [[kernels]]
     spec = '{...}'                                # a spec's own JSON, in place of all that describes one
     target = "sm_80"
-    passes = ["forward", "backward"]              # all of these; "forward" where nothing is said
+    passes = ["forward", "decode", "backward"]    # all of these; "forward" where nothing is said; "decode" is what
+                                                  # calls of few queries over many keys launch
     deterministic = [false, true]                 # which kernels of the backward; false where nothing is said
 
-Every value may be one or a list. `value_dim`, `scale`, `layout` and `dropout` may be given too, as for `AttentionSpec`.
+Every value may be one or a list. `value_dim`, `scale`, `layout`, `dropout`, `page_size` and `kv_dtype` may be given
+too, as for `AttentionSpec`.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from flashgen.codegen.stages import PASSES, Pass
+from flashgen.codegen.stages import PARTS, Part
 from flashgen.codegen.targets import Target, target_named
 from flashgen.errors import FlashgenError, SpecError
 from flashgen.language import AttentionSpec, full, parse_mask, parse_score
@@ -36,7 +38,7 @@ _PARSERS = {
     "mask": lambda text: full() if text == "" else parse_mask(text),
     "score": lambda text: None if text == "" else parse_score(text),
 }
-_ARGUMENTS = ("mask", "score", "head_dim", "value_dim", "dtype", "scale", "layout", "dropout")
+_ARGUMENTS = ("mask", "score", "head_dim", "value_dim", "dtype", "scale", "layout", "dropout", "page_size", "kv_dtype")
 _KEYS = ("spec", "target", "passes", "deterministic", *_ARGUMENTS)
 
 
@@ -46,7 +48,7 @@ class Request:
 
     spec: AttentionSpec
     target: Target
-    passes: tuple[Pass, ...] = ("forward",)
+    passes: tuple[Part, ...] = ("forward",)
     deterministic: bool = False
 
 
@@ -95,18 +97,18 @@ def _expanded(group: Any) -> Iterator[Request]:
             yield Request(spec, target, passes, each)
 
 
-def _passes(group: Mapping[str, Any]) -> tuple[tuple[Pass, ...], list[bool]]:
+def _passes(group: Mapping[str, Any]) -> tuple[tuple[Part, ...], list[bool]]:
     """The passes in the order in which they run, and which kinds of backward."""
     named = _listed(group, "passes") if "passes" in group else ["forward"]
-    unknown = [name for name in named if name not in PASSES]
+    unknown = [name for name in named if name not in PARTS]
     if unknown:
-        raise SpecError(f"`passes` names {unknown[0]!r}; choose from {', '.join(PASSES)}")
+        raise SpecError(f"`passes` names {unknown[0]!r}; choose from {', '.join(PARTS)}")
     deterministic = _listed(group, "deterministic") if "deterministic" in group else [False]
     if any(not isinstance(each, bool) for each in deterministic):
         raise SpecError(f"`deterministic` must be true, false or both, got {deterministic!r}")
     if "deterministic" in group and "backward" not in named:
         raise SpecError("`deterministic` is of the backward: add it to `passes`, or leave this out")
-    return tuple(name for name in PASSES if name in named), deterministic
+    return tuple(name for name in PARTS if name in named), deterministic
 
 
 def _specs(group: Mapping[str, Any]) -> Iterator[AttentionSpec]:

@@ -96,11 +96,11 @@ def _view_interface(array: Any, argument: str) -> View:
 
 @cache
 def numpy_dtype(name: str) -> np.dtype[Any]:
-    """NumPy's dtype of that name; bfloat16 is ml_dtypes'."""
-    if name == "bfloat16":
+    """NumPy's dtype of that name; bfloat16 and the float8s are ml_dtypes'."""
+    if name.startswith(("bfloat16", "float8")):
         import ml_dtypes
 
-        return np.dtype(ml_dtypes.bfloat16)
+        return np.dtype(getattr(ml_dtypes, name))
     return np.dtype(name)
 
 

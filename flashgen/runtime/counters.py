@@ -19,9 +19,9 @@ _MOST_RETIRED = 1024  # counters of destroyed streams, whose last launches may s
 class Counters:
     """The counters of one GPU. Their memory is flashgen's own, and is never given back.
 
-    Every launch leaves its counter as it found it, so that a stream gets nothing but launches, and several threads may
-    launch on one. Launches on a stream follow each other and share a counter. A launch that is captured into a
-    graph keeps a counter of its own for ever, as graphs run beside each other and beside launches on their stream. A
+    Every launch leaves its counters as it found them, so that a stream gets nothing but launches, and several threads
+    may launch on one. Launches on a stream follow each other and share counters. A launch that is captured into a
+    graph keeps counters of its own for ever, as graphs run beside each other and beside launches on their stream. A
     graph that is instantiated twice must not run beside itself.
     """
 
@@ -33,42 +33,47 @@ class Counters:
         self._allocations: list[Any] = []  # kept for the graphs that use them, which keep nothing
         self._unused = 0
 
-    def of_launch(self, stream: int) -> Any:
-        """A uint32, as a CuPy array, for the next launch on a stream of the device, the current one."""
+    def of_launch(self, stream: int, count: int = 1) -> Any:
+        """So many uint32, as a CuPy array, for the next launch on a stream of the device, the current one."""
         if gpu.cupy().cuda.runtime.streamIsCapturing(stream):
             with self._lock:
-                return self._new()
+                return self._new(count)
         key = (stream, threading.get_ident() if stream == OF_EACH_THREAD else 0)
         who = identity(stream)
         found = self._of_streams.get(key)
-        return found[1] if found is not None and found[0] == who else self._of_new_stream(key, who)
+        if found is not None and found[0] == who and found[1].size >= count:
+            return found[1]
+        return self._of_new_stream(key, who, count)
 
-    def _of_new_stream(self, key: tuple[int, int], who: Hashable) -> Any:
+    def _of_new_stream(self, key: tuple[int, int], who: Hashable, count: int) -> Any:
+        """For a stream that has none, or too few: the others may be in use by its launches still."""
         with self._lock:
             found = self._of_streams.get(key)
-            if found is not None and found[0] == who:  # another thread was faster
+            if found is not None and found[0] == who and found[1].size >= count:  # another thread was faster
                 return found[1]
             if found is not None:
                 self._retired.append(found[1])
-            counter = self._retired.popleft() if len(self._retired) > _MOST_RETIRED else self._new()
-            self._of_streams[key] = who, counter
-            return counter
+            again = len(self._retired) > _MOST_RETIRED and self._retired[0].size >= count
+            counters = self._retired.popleft() if again else self._new(count)
+            self._of_streams[key] = who, counters
+            return counters
 
-    def _new(self) -> Any:
-        if not self._unused:
-            self._allocations.append(self._allocated())
-            self._unused = _OF_AN_ALLOCATION
-        self._unused -= 1
-        return self._allocations[-1][self._unused : self._unused + 1]
+    def _new(self, count: int) -> Any:
+        if self._unused < count:
+            size = max(_OF_AN_ALLOCATION, count)
+            self._allocations.append(self._allocated(size))
+            self._unused = size
+        self._unused -= count
+        return self._allocations[-1][self._unused : self._unused + count]
 
-    def _allocated(self) -> Any:
+    def _allocated(self, size: int) -> Any:
         """Zeros outside of all pools: others use and count what pools hold, and graphs own what they captured."""
         module = gpu.cupy()
         with module.cuda.Device(self._device), beside_captures():
-            memory = module.cuda.Memory(_BYTES * _OF_AN_ALLOCATION)
-            counters = module.ndarray((_OF_AN_ALLOCATION,), "uint32", module.cuda.MemoryPointer(memory, 0))
+            memory = module.cuda.Memory(_BYTES * size)
+            counters = module.ndarray((size,), "uint32", module.cuda.MemoryPointer(memory, 0))
             stream = module.cuda.Stream(non_blocking=True)
-            module.cuda.runtime.memsetAsync(counters.data.ptr, 0, _BYTES * _OF_AN_ALLOCATION, stream.ptr)
+            module.cuda.runtime.memsetAsync(counters.data.ptr, 0, _BYTES * size, stream.ptr)
             stream.synchronize()
         return counters
 

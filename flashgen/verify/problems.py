@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -41,7 +41,8 @@ class Shape:
 
 @dataclass(frozen=True, eq=False)
 class Inputs:
-    """The arrays of a call, in the spec's dtype and layout; `captures` by name; `ragged`: where sequences begin."""
+    """The arrays of a call, in the spec's dtype and layout; `captures` by name, among them where the pages are;
+    `ragged`: where sequences begin."""
 
     q: Array
     k: Array
@@ -68,6 +69,13 @@ def random_inputs(spec: AttentionSpec, shape: Shape, seed: int = 0, captures: Ca
         return random.standard_normal((*axes, dim), dtype=np.float32).astype(dtype)
 
     q = array(shape.heads_q, False, spec.head_dim)
+    if spec.kv_dtype:
+        plain = random_inputs(replace_kv_dtype(spec), shape, seed, captures)
+        return narrowed(spec, shape, plain, random)
+    if spec.page_size:
+        given = captures(shape, random) if captures else random_captures(spec, shape, random)
+        k, v, where = random_pages(spec, shape, random)
+        return Inputs(q, k, v, given | where)
     k = array(shape.heads_kv, True, spec.head_dim)
     v = array(shape.heads_kv, True, spec.value_dim)
     if ragged:
@@ -109,6 +117,65 @@ def _axes(spec: AttentionSpec, shape: Shape, seed: int, heads: int, of_keys: boo
         return int(begins[-1]) + _OUTSIDE, heads
     length = shape.len_k if of_keys else shape.len_q
     return (shape.batch, heads, length) if spec.layout == "bhsd" else (shape.batch, length, heads)
+
+
+def replace_kv_dtype(spec: AttentionSpec) -> AttentionSpec:
+    """The spec with keys and values of its own dtype."""
+    from flashgen.language import AttentionSpec
+
+    values = {field.name: getattr(spec, field.name) for field in fields(spec)}
+    return AttentionSpec(**{**values, "kv_dtype": None})
+
+
+def narrowed(spec: AttentionSpec, shape: Shape, plain: Inputs, random: np.random.Generator) -> Inputs:
+    """Inputs whose k and v are rounded to 8 bits, with scales under which they span most of what those hold.
+
+    Of k each head has a scale, of v all have one. What is NaN becomes the pattern of all bits.
+    """
+    assert spec.kv_dtype is not None
+    dtype, most = numpy_dtype(spec.kv_dtype), 127.0 if spec.kv_dtype == "int8" else 448.0
+    axis = 1 if spec.layout == "bhsd" and not spec.page_size else 2
+    scales = {
+        "k_scale": (random.uniform(3.0, 4.0, shape.heads_kv) / most).astype(np.float32),
+        "v_scale": np.array([3.5 / most], np.float32),
+    }
+
+    def narrow(array: Array, scale: Array) -> Array:
+        steps = array.astype(np.float32) / scale.reshape(-1, *(1,) * (3 - axis))
+        rounded = np.rint(steps) if spec.kv_dtype == "int8" else steps
+        found = np.clip(np.nan_to_num(rounded), -most, most).astype(dtype)
+        found.view(np.uint8)[np.isnan(steps)] = 255
+        return found
+
+    k, v = narrow(plain.k, scales["k_scale"]), narrow(plain.v, scales["v_scale"])
+    return Inputs(plain.q, k, v, {**plain.captures, **scales})
+
+
+def random_pages(
+    spec: AttentionSpec, shape: Shape, random: np.random.Generator
+) -> tuple[Array, Array, dict[str, Array]]:
+    """k and v in pages of any order, with the table and the lengths: up to len_k, the first sequence's that many.
+
+    What belongs to no sequence is NaN, and so are the rows of a last page behind its keys. Entries of the table behind
+    a sequence's pages are no pages.
+    """
+    size, dtype = spec.page_size or 1, numpy_dtype(spec.dtype)
+    lengths = random.integers(0, shape.len_k + 1, shape.batch).astype(np.int32)
+    lengths[:1] = shape.len_k
+    used = -(-lengths // size)
+    table = np.full((shape.batch, -(-shape.len_k // size) + 1), -7, np.int32)
+    pages = random.permutation(int(used.sum()) + 2).astype(np.int32)
+    k, v = (np.full((len(pages), size, shape.heads_kv, dim), np.nan, dtype) for dim in (spec.head_dim, spec.value_dim))
+    first = 0
+    for b, (length, count) in enumerate(zip(lengths, used, strict=True)):
+        own = table[b, :count] = pages[first : first + count]
+        first += count
+        for array in (k, v):
+            rows = random.standard_normal((length, *array.shape[2:]), dtype=np.float32).astype(dtype)
+            for number, page in enumerate(own):
+                part = rows[number * size : (number + 1) * size]
+                array[page, : len(part)] = part
+    return k, v, {"page_table": table, "seqused_k": lengths}
 
 
 def poisoned_outputs(spec: AttentionSpec, q: Array, v: Array) -> tuple[Array, Array]:

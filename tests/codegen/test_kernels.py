@@ -45,7 +45,7 @@ def test_the_backward_costs_five_products_to_the_forward_s_two() -> None:
 
 
 def test_an_unknown_pass_is_refused() -> None:
-    with pytest.raises(SpecError, match="pass 'sideways' is not known; choose from forward, backward"):
+    with pytest.raises(SpecError, match="pass 'sideways' is not known; choose from forward, decode, backward"):
         kernels_of(CAUSAL, SM_80, ("sideways",))  # type: ignore[arg-type]
 
 

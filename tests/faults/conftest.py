@@ -15,6 +15,7 @@ from flashgen import attention
 from flashgen.attention import Attention
 from flashgen.attention import callable as callable_module
 from flashgen.codegen.hopper.plans import HopperPlan
+from flashgen.codegen.mma_sync.decode_plans import DecodePlan
 from flashgen.codegen.mma_sync.forward_plans import ForwardPlan
 from flashgen.codegen.plan import Plan
 from flashgen.codegen.stages import Kernels, forward_kernels
@@ -37,9 +38,12 @@ class Subject:
     tile_k: int = 32
     target: str = "sm_80"
     packed_heads: int = 1
+    splits: int | None = None
 
     @property
     def plan(self) -> Plan:
+        if self.splits:
+            return DecodePlan(16, self.tile_k, 2, self.stages)
         if self.target == "sm_90a":
             return HopperPlan(2, self.tile_k, self.stages, takes_turns=True, packed_heads=self.packed_heads)
         return ForwardPlan(32, self.tile_k, 2, self.stages)
@@ -101,8 +105,8 @@ def _launch(
         changed = Attention(
             spec, target_named(subject.target), Emulator(sanitize, schedule or Schedule()), subject.plan
         )
-    dropout = {"seed": SEED} if spec.dropout else {}
-    changed(inputs.q, inputs.k, inputs.v, return_lse=True, out=(out, lse), **dropout, **inputs.captures)
+    how = {"num_splits": subject.splits} | ({"seed": SEED} if spec.dropout else {})
+    changed(inputs.q, inputs.k, inputs.v, return_lse=True, out=(out, lse), **how, **inputs.captures)
     return Outcome(subject, out, lse, inputs)
 
 
@@ -138,6 +142,21 @@ def subjects() -> dict[str, Subject]:
         # The output takes the place of Q, where its panels are narrower: a warp's rows lie over those of others.
         "hopper, no room": Subject(
             fg.AttentionSpec(256, value_dim=240), Shape(100, 100, 1, 1, 1), stages=2, tile_k=80, target="sm_90a"
+        ),
+        "one split": Subject(causal, Shape(5, 210, 1, 6, 2), stages=2, splits=1),
+        "splits": Subject(causal, Shape(7, 195, 1, 6, 2), stages=2, splits=3),
+        "splits of a head": Subject(causal, Shape(5, 195, 1, 2, 2), stages=2, splits=3),
+        "splits, steep scores": Subject(fg.AttentionSpec(16, scale=4.0), Shape(5, 210, 1, 6, 2), stages=2, splits=2),
+        "splits, dropout": Subject(fg.AttentionSpec(16, dropout=0.3), Shape(20, 210, 2, 6, 2), stages=2, splits=2),
+        "splits, rows without keys": Subject(causal, Shape(20, 12, 1, 2, 1), stages=2, splits=2),
+        "pages": Subject(
+            fg.AttentionSpec(16, mask=fg.causal(), page_size=4), Shape(5, 90, 3, 6, 2), stages=2, splits=2
+        ),
+        "large pages": Subject(
+            fg.AttentionSpec(16, mask=fg.causal(), page_size=64), Shape(5, 190, 3, 6, 2), stages=2, splits=2
+        ),
+        "bytes": Subject(
+            fg.AttentionSpec(32, mask=fg.causal(), kv_dtype="int8"), Shape(5, 190, 1, 6, 2), stages=2, splits=2
         ),
         "packed": Subject(causal, Shape(70, 100, 1, 8, 2), stages=2, target="sm_90a", packed_heads=4),
     }

@@ -133,6 +133,20 @@ MUTANTS = (
     ),
     # attention
     Mutant(
+        "a call's number of splits is not its own",
+        "flashgen/attention/kernel_choice.py",
+        "return num_splits or decoding.splits(",
+        "return decoding.splits(",
+        ("tests/attention/test_decode.py::test_counters_end_as_they_began",),
+    ),
+    Mutant(
+        "a stream keeps too few counters",
+        "flashgen/runtime/counters.py",
+        " and found[1].size >= count:\n            return found[1]\n        return",
+        ":\n            return found[1]\n        return",
+        ("tests/runtime/test_counters.py::test_launches_that_want_more_counters_get_more",),
+    ),
+    Mutant(
         "the backward drops by the number of a seed that an array holds",
         "templates/backward/by_keys.cuh.jinja",
         "const uint2 key = arguments.seed ? __ldg(arguments.seed) : make_uint2(",
@@ -166,8 +180,8 @@ MUTANTS = (
     Mutant(
         "launches of other bounds taken for the same",
         "flashgen/attention/call_pass.py",
-        "key: list[Any] = [bounds]",
-        "key: list[Any] = []",
+        "key: list[Any] = [bounds, num_splits]",
+        "key: list[Any] = [num_splits]",
         ("tests/attention/test_ragged.py::test_captures_are_of_sequences_and_checked_by_the_bounds",),
     ),
     Mutant(

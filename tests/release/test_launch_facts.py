@@ -59,6 +59,8 @@ def part_of(kernel: RenderedKernel, backward: bool) -> str:
     kind = kernel.name.removeprefix("bwd-").split("-")[0]
     if kind in ("fwd", "capture"):
         return "forward" if kind == "fwd" else f"d_{kernel.name.split('-')[2]}"
+    if kind == "finish":
+        return kernel.role  # of heads apart there are three
     return {"lists": "backward_lists" if backward else "lists", "query": "query_lists"}.get(kind, kind)
 
 

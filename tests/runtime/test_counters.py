@@ -80,6 +80,20 @@ def test_launches_of_a_stream_share_a_counter_and_nothing_else_is_launched(card:
     assert card.allocated == 1 and card.cleared == [(1 << 32, 0, 4 * 16384, 99)]  # when they were made
 
 
+def test_launches_that_want_more_counters_get_more(card: Card) -> None:
+    """As many side by side; fewer find the first of those, and what was handed out before is no part of them."""
+    these = counters.Counters(0)
+    one = address(these, 7)
+    many = these.of_launch(7, 100)
+    assert many.size == 100 and not many.data.ptr <= one < many.data.ptr + 400
+    assert address(these, 7) == many.data.ptr == these.of_launch(7, 100).data.ptr
+    other = these.of_launch(8, 20000)
+    assert other.size == 20000 and card.allocated == 2 and card.cleared[1][2] == 4 * 20000
+    card.capturing.add(7)
+    captured = [these.of_launch(7, 5).data.ptr for _ in range(2)]
+    assert abs(captured[0] - captured[1]) >= 20
+
+
 def test_what_is_captured_has_a_counter_for_ever(card: Card) -> None:
     card.capturing.add(7)
     these = counters.Counters(0)

@@ -75,6 +75,10 @@ class HopperPlan:
         """Queries of a block."""
         return self.rows // self.packed_heads
 
+    @property
+    def show_options(self) -> str:
+        return f"--packed-heads {self.packed_heads}" if self.packed_heads > 1 else ""
+
     def packing(self, heads: int, spec: AttentionSpec) -> HopperPlan:
         """The plan with so many heads packed.
 

@@ -21,6 +21,7 @@ def forward_layout(spec: AttentionSpec, lists: bool) -> ArgumentLayout:
     """The argument struct of the forward kernel."""
     fields = [Field("const Element*", name) for name in "qkv"] + [Field("Element*", "o"), Field("float*", "lse")]
     fields[-1] = Field("float*", "lse", comment="(batch, heads_q, len_q), or null")
+    fields += page_fields(spec)
     fields += [Field("Strides", f"{name}_strides") for name in "qkvo"]
     fields += [Field("int", name) for name in (*(() if spec.is_ragged else ("heads_q",)), "len_q", "len_k")]
     if spec.is_ragged:
@@ -30,6 +31,18 @@ def forward_layout(spec: AttentionSpec, lists: bool) -> ArgumentLayout:
     return layout_of(spec, fields, lists, sink=True)
 
 
+def page_fields(spec: AttentionSpec) -> list[Field]:
+    """The members that say where a sequence's keys are, where those are in pages."""
+    if not spec.page_size:
+        return []
+    return [
+        Field("const int*", "page_table", comment="(batch, len_k / kPageSize): pages by keys"),
+        Field("const int*", "seqused_k", comment="(batch): keys of each sequence"),
+        Field("long long", "table_pitch", comment="from a sequence's pages to the next one's"),
+        Field("int", "pages", comment="that k and v have; k_strides.batch is from page to page"),
+    ]
+
+
 def render_mma_sync(spec: AttentionSpec, target: Target, plan: ForwardPlan | None = None) -> tuple[RenderedKernel, ...]:
     """The forward kernel of a spec on a target; UnsupportedError where the target or the plan cannot do it."""
     check_spec(spec, target)
@@ -37,9 +50,10 @@ def render_mma_sync(spec: AttentionSpec, target: Target, plan: ForwardPlan | Non
     plan.check(spec, target)
     layout = forward_layout(spec, demand_of(spec).listed)
     context = forward_context(spec, target, plan, layout, "scores[i][j][e]")
+    context |= {"header": header(spec, target, plan), "page_size": spec.page_size}
     if spec.is_ragged:
         context["sequences"] = sequences_text(context["struct"], layout, "kTileQ")
-    source = assemble("mma_sync/forward.cu.jinja", context | {"header": header(spec, target, plan)}, target)
+    source = assemble("mma_sync/forward.cu.jinja", context, target)
     kernel = forward_kernel(
         spec,
         target,

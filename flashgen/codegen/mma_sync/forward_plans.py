@@ -46,6 +46,7 @@ class ForwardPlan:
     stages: int = 1
     blocks: int = 1
     packed_heads: ClassVar[int] = 1
+    show_options: ClassVar[str] = ""
 
     @property
     def threads(self) -> int:
@@ -173,7 +174,8 @@ def _candidates(spec: AttentionSpec, target: Target) -> list[ForwardPlan]:
     fitting = []
     for tile_q, tile_k, warps, stages in _PREFERENCE:
         plan = ForwardPlan(tile_q, tile_k, warps, stages)
-        cuts_across = not is_power_of_2(tile_k) and (demand_of(spec).reads_blocks or divides_tiles(spec, _WIDE_TILE))
+        of_blocks = demand_of(spec).reads_blocks or spec.page_size or divides_tiles(spec, _WIDE_TILE)
+        cuts_across = not is_power_of_2(tile_k) and of_blocks
         if plan.problem(spec, target) is None and not cuts_across:
             per_block = plan.shared_bytes(spec) + RESERVED_SHARED
             blocks = min(target.shared_per_multiprocessor // per_block, _WARPS_TO_HIDE_LATENCY // warps, _MOST_BLOCKS)

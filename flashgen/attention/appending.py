@@ -1,0 +1,142 @@
+"""`append_kv`: new keys and values, written into the pages of their sequences."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from flashgen.attention.outputs import check_apart, check_writable
+from flashgen.attention.problem import check_aligned, check_table
+from flashgen.attention.sharing import Sharing
+from flashgen.codegen.append_kernel import render_append
+from flashgen.codegen.families import emulated_target, target_of_gpu
+from flashgen.codegen.sizes import Sizes
+from flashgen.errors import ArgumentError
+from flashgen.language.spec import MOST_PAGE_SIZE
+from flashgen.launch.argument_writer import ArgumentWriter
+from flashgen.launch.engines import Emulator, Engine, Gpu, Launch, Place, Runner
+from flashgen.runtime import gpu
+from flashgen.runtime.arrays import View
+from flashgen.runtime.remembered import Remembered
+
+_DTYPES = ("float16", "bfloat16")
+_MOST_BATCH, _MOST_BLOCKS = 65535, 2**31 - 1
+_RUNNERS: Remembered[Any, tuple[Any, Runner]] = Remembered()
+_WRITTEN = ("k", "v")
+
+
+def append_kv(
+    k_new: Any, v_new: Any, k: Any, v: Any, *, page_table: Any, seqused_k: Any, emulate: bool = False
+) -> None:
+    """Writes the next keys and values of each sequence into its pages, in place, on the caller's current stream.
+
+    Row i of sequence b goes to position seqused_k[b] + i, which is row (seqused_k[b] + i) % page_size of page
+    page_table[b, (seqused_k[b] + i) // page_size]. Table and lengths are read on the device alone; what the table has
+    no place for, or whose entry is no page, is not written. `seqused_k` is left as it is: add the new keys before you
+    attend to them. A page belongs to one sequence here: where two would write one row, either may win.
+
+    Args:
+        k_new, v_new: (batch, new keys, heads_kv, dim), float16 or bfloat16; rows at multiples of 16 bytes, the last
+            dimension contiguous.
+        k, v: the pages, (pages, page_size, heads_kv, dim), of the same dtype and dims, to be written to.
+        page_table: int32 (batch, pages of a sequence). seqused_k: int32 (batch), keys of each sequence before.
+        emulate: run the kernel on the CPU, on NumPy arrays.
+
+    Raises:
+        ArgumentError: the arrays do not fit together, or are NumPy's without emulate=True: copies would be written to.
+        LaunchError: there is no GPU, or the kernel could not be launched.
+        BuildError: the kernel does not compile, or a compiler is missing.
+    """
+    engine: Engine = Emulator() if emulate else Gpu()
+    arrays = {"k_new": k_new, "v_new": v_new, "k": k, "v": v, "page_table": page_table, "seqused_k": seqused_k}
+    library = engine.library(k_new, "k_new")
+    if library is engine.copied:
+        raise ArgumentError("append_kv writes in place: give arrays of the GPU, or emulate=True for NumPy arrays")
+    for name in _WRITTEN:
+        check_writable(name, arrays[name])
+    views = {name: engine.library(array, name).view(array, name) for name, array in arrays.items()}
+    _check(views)
+    Sharing(views, _WRITTEN, str).check({name: view.pointer for name, view in views.items()})
+    device = views["k"].device or 0
+    with engine.on(device):
+        _launch(engine, views, arrays, Place(library.stream(k_new), device))
+
+
+def _launch(engine: Engine, views: dict[str, View], arrays: dict[str, Any], place: Place) -> None:
+    batch, tokens, heads, head_dim = views["k_new"].shape
+    pages, page_size = views["k"].shape[:2]
+    value_dim = views["v"].shape[3]
+    if not (batch and tokens and heads and pages):
+        return
+    target = target_of_gpu(*gpu.compute_capability()) if isinstance(engine, Gpu) else emulated_target()
+    kernel, runner = _RUNNERS.get_or_make((engine, target.name), partial(_built, engine, target))
+    values = {f"{name}_strides": _rows(views[name]) for name in ("k_new", "v_new", "k", "v")} | {
+        "table_pitch": views["page_table"].strides[0],
+        "most_keys": views["page_table"].shape[1] * page_size,
+        "tokens": tokens,
+        "heads": heads,
+        "head_dim": head_dim,
+        "value_dim": value_dim,
+        "page_size": page_size,
+        "pages": pages,
+    }
+    grid = kernel.grid(Sizes(batch, 0, heads, 0, 0, count=tokens * heads * max(head_dim, value_dim) // 8))
+    if grid[0] > _MOST_BLOCKS:
+        raise ArgumentError(f"k_new of shape {views['k_new'].shape} is too large for one launch; append it in parts")
+    runner.launch(Launch(grid, ArgumentWriter(kernel.layout, values)), engine.alone(arrays), {}, place)
+
+
+def _built(engine: Engine, target: Any) -> tuple[Any, Runner]:
+    kernel = render_append(target)
+    return kernel, engine.runner(kernel, "flashgen.append_kv(...) where FLASHGEN_JIT is not 0")
+
+
+def _rows(view: View) -> tuple[int, int, int]:
+    """Strides along (batch or page, head, row)."""
+    batch, row, head, _ = view.strides
+    return batch, head, row
+
+
+def _check(views: dict[str, View]) -> None:
+    for name in ("k_new", "v_new", "k", "v"):
+        view = views[name]
+        if len(view.shape) != 4 or view.dtype not in _DTYPES or view.dtype != views["k"].dtype:
+            what = f"{name} is {view.dtype} {view.shape}"
+            raise ArgumentError(f"{what}; give 4 dimensions of one dtype, float16 or bfloat16")
+        _check_rows(name, view)
+    batch, tokens = views["k_new"].shape[:2]
+    size = views["k"].shape[1]
+    if size & (size - 1) or not 1 <= size <= MOST_PAGE_SIZE:
+        raise ArgumentError(f"k has pages of {size} keys; give a power of 2 from 1 to {MOST_PAGE_SIZE}")
+    if batch > _MOST_BATCH:
+        raise ArgumentError(f"k_new has batch {batch}; give at most {_MOST_BATCH}")
+    wanted = {"v_new": (batch, tokens, views["k_new"].shape[2]), "v": views["k"].shape[:3]}
+    for name, shape in wanted.items():
+        if views[name].shape[:3] != shape:
+            raise ArgumentError(f"{name} is {views[name].shape}; give {(*shape, 'dim')}, as of k")
+    for new, pages in (("k_new", "k"), ("v_new", "v")):
+        if views[new].shape[2:] != views[pages].shape[2:]:
+            shapes = f"{new} is {views[new].shape} and {pages} {views[pages].shape}"
+            raise ArgumentError(f"{shapes}; heads and dims must agree")
+    for name, shape in (("page_table", (batch, views["page_table"].shape[-1])), ("seqused_k", (batch,))):
+        if views[name].dtype != "int32" or views[name].shape != shape:
+            raise ArgumentError(f"{name} is {views[name].dtype} {views[name].shape}; give int32 of batch {batch}")
+    check_table(views)
+    for name in _WRITTEN:
+        check_apart(name, views[name])
+    for name, view in views.items():
+        if view.device != views["k"].device:
+            raise ArgumentError(f"{name} is on GPU {view.device} and k on {views['k'].device}; move it there")
+
+
+def _check_rows(name: str, view: View) -> None:
+    """ArgumentError where 8 elements of a row cannot be moved at once."""
+    check_aligned(name, view)
+    batch, row, head, last = view.strides
+    dim = view.shape[3]
+    apart = [stride for stride, size in zip((batch, row, head), view.shape, strict=False) if size > 1 and stride % 8]
+    if dim % 8 or (dim and last != 1) or apart or view.pointer % 16:
+        raise ArgumentError(
+            f"{name} at address {view.pointer:#x} with shape {view.shape}, strides {view.strides} (elements): rows "
+            "must be contiguous, of a multiple of 8 elements, and start at multiples of 16 bytes"
+        )

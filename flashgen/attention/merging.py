@@ -1,0 +1,131 @@
+"""`merge_states`: what attention gave for parts of the keys, made what it gives for all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+from flashgen.attention.outputs import check_contiguous, check_kind
+from flashgen.codegen.families import emulated_target, target_of_gpu
+from flashgen.codegen.merge_kernel import MOST_PARTS, render_merge
+from flashgen.codegen.sizes import Sizes
+from flashgen.errors import ArgumentError
+from flashgen.launch.argument_writer import ArgumentWriter
+from flashgen.launch.engines import Emulator, Engine, Gpu, Launch, Place, Runner
+from flashgen.runtime import gpu
+from flashgen.runtime.arrays import View, give_back
+from flashgen.runtime.remembered import Remembered
+
+_DTYPES = ("float16", "bfloat16", "float32")
+_COLUMNS, _WIDEST = 8, 256  # of a thread; of a row
+_ALIGNMENT = 16
+_MOST_BLOCKS = 2**31 - 1
+_RUNNERS: Remembered[Any, tuple[Any, Runner]] = Remembered()
+
+
+class Merged(NamedTuple):
+    """The output and the LSE of attention over all keys."""
+
+    out: Any
+    lse: Any
+
+
+def merge_states(outs: Sequence[Any], lses: Sequence[Any], *, layout: str = "bhsd", emulate: bool = False) -> Merged:
+    """Attention over the union of several sets of keys, given attention over each: for prefixes that sequences share.
+
+    LSE = log of the sum of exp(LSE_i), O = the sum of exp(LSE_i - LSE) O_i, in float32. A part that sees no key, whose
+    LSE is -inf, does not count, whatever its output holds; where no part sees any, O is 0 and the LSE -inf. Merging is
+    associative up to rounding. Source: Dao et al. 2023, Flash-Decoding.
+
+    Args:
+        outs: 2 to 16 outputs of calls with return_lse=True: (batch, heads, len_q, dim), or as `layout` says, of one
+            shape and dtype, float16, bfloat16 or float32, C-contiguous; dim a multiple of 8 up to 256. CuPy, PyTorch,
+            JAX, DLPack or CUDA array interface; NumPy arrays are copied to the GPU and back.
+        lses: as many float32 (batch, heads, len_q), natural logarithms.
+        layout: "bhsd" or "bshd", of the outputs.
+        emulate: run the kernel on the CPU, on NumPy arrays.
+
+    Returns:
+        (out, lse): of the shapes and dtypes of a part, of its kind of array, on the caller's current stream.
+
+    Raises:
+        ArgumentError: the parts do not fit together; the message says what to give.
+        LaunchError: there is no GPU, or the kernel could not be launched.
+        BuildError: the kernel does not compile, or a compiler is missing.
+    """
+    if layout not in ("bhsd", "bshd"):
+        raise ArgumentError(f"layout={layout!r} must be 'bhsd' or 'bshd'")
+    outs, lses = list(outs), list(lses)
+    if not 2 <= len(outs) <= MOST_PARTS or len(outs) != len(lses):
+        raise ArgumentError(f"{len(outs)} outputs and {len(lses)} LSEs: give as many of each, 2 to {MOST_PARTS}")
+    engine: Engine = Emulator() if emulate else Gpu()
+    library = engine.library(outs[0], "outs[0]")
+    if library is engine.copied:
+        there = merge_states([engine.bring(out) for out in outs], [engine.bring(lse) for lse in lses], layout=layout)
+        return Merged(*(engine.fetch(array) for array in there))
+    names = [f"out{i}" for i in range(len(outs))] + [f"lse{i}" for i in range(len(lses))]
+    arrays = dict(zip(names, [*outs, *lses], strict=True))
+    views = {
+        name: engine.library(array, _argument(name)).view(array, _argument(name)) for name, array in arrays.items()
+    }
+    _check(views, len(outs), layout)
+    first, device = views["out0"], views["out0"].device or 0
+    made = {
+        "o": library.maker(first.shape, first.dtype, device)(),
+        "lse": library.maker(_lse_shape(first.shape, layout), "float32", device)(),
+    }
+    with engine.on(device):
+        place = Place(library.stream(outs[0]), device)
+        _launch(engine, views["out0"], len(outs), layout, {**arrays, **made}, place)
+    return Merged(**{"out" if name == "o" else name: array for name, array in give_back(library, made).items()})
+
+
+def _launch(engine: Engine, view: View, parts: int, layout: str, arrays: dict[str, Any], place: Place) -> None:
+    rows = view.shape[0] * view.shape[1] * view.shape[2]
+    dim = view.shape[3]
+    if not rows or not dim:
+        return
+    target = target_of_gpu(*gpu.compute_capability()) if isinstance(engine, Gpu) else emulated_target()
+    key = (engine, target.name, view.dtype, parts, layout)
+    kernel, runner = _RUNNERS.get_or_make(key, partial(_built, engine, target, view.dtype, parts, layout))
+    lane_bits = (dim // _COLUMNS - 1).bit_length()
+    heads, len_q = view.shape[1:3] if layout == "bhsd" else (view.shape[2], view.shape[1])
+    grid = kernel.grid(Sizes(0, 0, 0, 0, 0, count=rows << lane_bits))
+    if grid[0] > _MOST_BLOCKS:
+        raise ArgumentError(f"outs of shape {view.shape} are too large for one launch; merge parts of the batch")
+    values = {"rows": rows, "dim": dim, "lane_bits": lane_bits, "heads": heads, "len_q": len_q}
+    runner.launch(Launch(grid, ArgumentWriter(kernel.layout, values)), engine.alone(arrays), {}, place)
+
+
+def _built(engine: Engine, target: Any, dtype: str, parts: int, layout: str) -> tuple[Any, Runner]:
+    kernel = render_merge(dtype, parts, layout, target)
+    return kernel, engine.runner(kernel, "flashgen.merge_states(...) where FLASHGEN_JIT is not 0")
+
+
+def _check(views: dict[str, View], parts: int, layout: str) -> None:
+    first = views["out0"]
+    if len(first.shape) != 4 or first.dtype not in _DTYPES:
+        raise ArgumentError(f"outs[0] is {first.dtype} {first.shape}; give 4 dimensions of {', '.join(_DTYPES)}")
+    if first.shape[3] % _COLUMNS or first.shape[3] > _WIDEST:
+        raise ArgumentError(f"outs[0] has rows of {first.shape[3]}; give a multiple of 8 up to {_WIDEST}")
+    for i in range(parts):
+        out, lse = views[f"out{i}"], views[f"lse{i}"]
+        check_kind(f"outs[{i}]", out, first.shape, first.dtype)
+        check_contiguous(f"outs[{i}]", out)
+        if out.pointer % _ALIGNMENT:
+            raise ArgumentError(f"outs[{i}] at address {out.pointer:#x}: give one at a multiple of {_ALIGNMENT} bytes")
+        check_kind(f"lses[{i}]", lse, _lse_shape(first.shape, layout), "float32")
+        check_contiguous(f"lses[{i}]", lse)
+        for name, view in ((f"outs[{i}]", out), (f"lses[{i}]", lse)):
+            if view.device != first.device:
+                raise ArgumentError(f"{name} is on GPU {view.device} and outs[0] on {first.device}; move it there")
+
+
+def _lse_shape(shape: tuple[int, ...], layout: str) -> tuple[int, int, int]:
+    batch, second, third, _ = shape
+    return (batch, second, third) if layout == "bhsd" else (batch, third, second)
+
+
+def _argument(name: str) -> str:
+    return f"{name[:3]}s[{name[3:]}]"

@@ -1,0 +1,255 @@
+"""Rows of the table of decoding: few queries over many keys, in TB/s of K and V: `flashgen bench decode`."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import numpy as np
+import sympy
+
+from flashgen.analysis.closed_forms.tile_ranges import evaluate_range, key_range
+from flashgen.attention import compile
+from flashgen.bench.cases import Arrays, random_arrays
+from flashgen.bench.peers import peer
+from flashgen.bench.timing import Run, medians_ms
+from flashgen.bench.torch_runs import runs_or_none
+from flashgen.language.masks import causal
+from flashgen.language.operations import BATCH
+from flashgen.language.spec import AttentionSpec
+
+PEERS = ("cuDNN", "FA2", "Flex", "FlashInfer")
+FLASHINFER_PAGE = 64
+_FLASHINFER_BYTES = 256 * 2**20  # of its workspace
+_ELEMENT = 2
+
+
+@dataclass(frozen=True)
+class DecodeSize:
+    """The sizes of a call: sequences, heads of q and of k and v, keys, queries."""
+
+    batch: int
+    heads: int
+    heads_kv: int
+    len_k: int
+    len_q: int = 1
+
+    def __str__(self) -> str:
+        return f"{self.batch}, {self.heads}:{self.heads_kv}, {self.len_k}" + (
+            f", {self.len_q} queries" if self.len_q > 1 else ""
+        )
+
+
+SIZES = (
+    DecodeSize(1, 32, 8, 131072),
+    DecodeSize(4, 32, 8, 32768),
+    DecodeSize(16, 32, 8, 8192),
+    DecodeSize(64, 32, 8, 8192),
+    DecodeSize(128, 32, 8, 2048),
+    DecodeSize(16, 32, 32, 8192),
+    DecodeSize(16, 64, 8, 8192, 4),
+    DecodeSize(1, 32, 8, 8192),
+    DecodeSize(1, 32, 8, 1024),
+)
+
+
+@dataclass(frozen=True)
+class DecodeRow:
+    """A measured size: microseconds and TB/s of the keys and values that the mask needs, by contender.
+
+    Contenders are "flashgen", "pages of N", and the peers of PEERS; FlashInfer reads pages of 64. Where keys have 8
+    bits, peers read 16, as "16 bits" does, flashgen's own. plan: of flashgen's kernel.
+    """
+
+    spec: str
+    target: str
+    size: DecodeSize
+    plan: str
+    bytes: int
+    microseconds: Mapping[str, float]
+    terabytes: Mapping[str, float]
+
+    def ratio(self, contender: str = "flashgen") -> float | None:
+        """How many times as fast as the best peer a contender is."""
+        best = min((self.microseconds[name] for name in PEERS if name in self.microseconds), default=None)
+        own = self.microseconds.get(contender)
+        return best / own if best is not None and own is not None else None
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self) | {"size": str(self.size), "ratio": self.ratio()}
+
+
+def decode_rows(
+    specs: Sequence[AttentionSpec],
+    sizes: Sequence[DecodeSize] = SIZES,
+    peers: Sequence[str] = PEERS,
+    page_sizes: Sequence[int] = (),
+    target: str | None = None,
+) -> Iterator[DecodeRow]:
+    """Measures specs without captures at the sizes, over contiguous keys and over pages; contenders take turns."""
+    for spec in specs:
+        for size in sizes:
+            yield measure_decode(spec, size, peers, page_sizes, target)
+
+
+def measure_decode(
+    spec: AttentionSpec, size: DecodeSize, peers: Sequence[str], page_sizes: Sequence[int], target: str | None = None
+) -> DecodeRow:
+    """Times one size. Keys of 8 bits have "16 bits" beside them, flashgen's over keys of the spec's dtype."""
+    attention, plain = compile(spec, target), with_cache(spec)
+    arrays = _arrays(plain, size)
+    q, k, v, _ = arrays
+    runs: dict[str, Run] = {"flashgen": lambda: attention(q, k, v)}
+    if spec.kv_dtype:
+        wide = compile(plain, target)
+        runs = {"flashgen": narrow(spec, attention, q, (k, v)), "16 bits": lambda: wide(q, k, v)}
+    for page_size in page_sizes:
+        runs[f"pages of {page_size}"] = paged(spec, size, page_size, arrays, target)
+    for name in peers:
+        run = flashinfer(plain, size, arrays) if name == "FlashInfer" else _peer(name, plain, size, arrays)
+        if run is not None:
+            runs[name] = run
+    times = medians_ms(runs)
+    plan = attention.plan_for(size.len_q, size.len_k, size.batch, size.heads, size.heads_kv)
+    return row(spec, size, attention.target.name, str(plan), times)
+
+
+def row(spec: AttentionSpec, size: DecodeSize, target: str, plan: str, milliseconds: Mapping[str, float]) -> DecodeRow:
+    """The row of a size, of the milliseconds of its contenders."""
+    numbers = keys_needed(spec, size) * size.batch * size.heads_kv * (spec.head_dim + spec.value_dim)
+    moved = numbers * (1 if spec.kv_dtype else _ELEMENT)
+    ours = {name for name in milliseconds if name == "flashgen" or name.startswith("pages")}
+    terabytes = {
+        name: (moved if name in ours else numbers * _ELEMENT) / time / 1e9 for name, time in milliseconds.items()
+    }
+    micros = {name: 1e3 * time for name, time in milliseconds.items()}
+    return DecodeRow(spec.name, target, size, plan, moved, micros, terabytes)
+
+
+def keys_needed(spec: AttentionSpec, size: DecodeSize) -> int:
+    """Keys that some query of a sequence attends to; all where only a call knows."""
+    ranges = key_range(spec.mask.expression)
+    if ranges is None or ranges.captures or ranges.depends_on(BATCH):
+        return size.len_k
+    begin, end, _, _ = evaluate_range(ranges, 0, size.len_q - 1, size.len_q, size.len_k)
+    return int(np.maximum(end - begin, 0))
+
+
+def _arrays(spec: AttentionSpec, size: DecodeSize) -> Arrays:
+    sides = (
+        (size.heads, size.len_q, spec.head_dim),
+        (size.heads_kv, size.len_k, spec.head_dim),
+        (size.heads_kv, size.len_k, spec.value_dim),
+        (size.heads, size.len_q, spec.value_dim),
+    )
+    axes = [(size.batch, *side) for side in sides]
+    shapes = axes if spec.layout == "bhsd" else [(batch, length, heads, dim) for batch, heads, length, dim in axes]
+    q, k, v, d_out = random_arrays(shapes, spec.dtype, seed=0)
+    return q, k, v, d_out
+
+
+def paged(spec: AttentionSpec, size: DecodeSize, page_size: int, arrays: Arrays, target: str | None = None) -> Run:
+    """A run over pages in random order, of other keys than those of `arrays`, as many."""
+    paged = with_cache(spec, page_size, spec.kv_dtype)
+    attention, pages = compile(paged, target), size.batch * -(-size.len_k // page_size)
+    shapes = [(pages, page_size, size.heads_kv, dim) for dim in (spec.head_dim, spec.value_dim)]
+    k, v = random_arrays(shapes, spec.dtype, seed=1)
+    table, lengths = _where(pages, size)
+    q = arrays[0]
+    like = k if hasattr(k, "data_ptr") else None
+    page_table, seqused_k = _on_device(table, like), _on_device(lengths, like)
+    if spec.kv_dtype:
+        return narrow(spec, attention, q, (k, v), page_table=page_table, seqused_k=seqused_k)
+    return lambda: attention(q, k, v, page_table=page_table, seqused_k=seqused_k)
+
+
+def narrow(spec: AttentionSpec, attention: Any, q: Any, keys: tuple[Any, Any], **where: Any) -> Run:
+    """A run over keys and values of 8 bits, of the shapes of these tensors; their numbers are of no matter."""
+    import torch
+
+    scale = torch.full((1,), 0.01, device="cuda")
+    k, v = (
+        torch.randint(0, 120, array.shape, dtype=torch.uint8, device="cuda").view(getattr(torch, str(spec.kv_dtype)))
+        for array in keys
+    )
+    return lambda: attention(q, k, v, k_scale=scale, v_scale=scale, **where)
+
+
+def with_cache(spec: AttentionSpec, page_size: int | None = None, kv_dtype: str | None = None) -> AttentionSpec:
+    """The spec with keys and values that are kept otherwise."""
+    names = ("head_dim", "dtype", "value_dim", "scale", "layout", "dropout", "score", "mask")
+    return AttentionSpec(**{name: getattr(spec, name) for name in names}, page_size=page_size, kv_dtype=kv_dtype)
+
+
+def _where(pages: int, size: DecodeSize) -> tuple[Any, Any]:
+    order = np.random.default_rng(2).permutation(pages).astype(np.int32)
+    return order.reshape(size.batch, -1), np.full(size.batch, size.len_k, np.int32)
+
+
+def _on_device(array: Any, like: Any) -> Any:
+    """A NumPy array on the GPU: torch's where `like` is a tensor, else CuPy's."""
+    if like is not None:
+        import torch
+
+        return torch.from_numpy(array).to(like.device)
+    import cupy
+
+    return cupy.asarray(array)
+
+
+def _peer(name: str, spec: AttentionSpec, size: DecodeSize, arrays: Arrays) -> Run | None:
+    """A run of one of torch's, or None where it cannot do the spec; causal for one query is no mask at all."""
+    if size.len_q == 1 and spec.mask.expression == causal().expression:
+        spec = replace(spec, mask=AttentionSpec(8).mask)
+    return peer(name, spec, "forward", arrays)
+
+
+def flashinfer(spec: AttentionSpec, size: DecodeSize, arrays: Arrays) -> Run | None:
+    """A run of FlashInfer over pages of 64, planned before anything is timed; None where it is missing or cannot."""
+    known = spec.mask.expression in (sympy.true, causal().expression)
+    if spec.score or spec.dropout or not known or spec.head_dim != spec.value_dim or spec.layout != "bhsd":
+        return None
+    if importlib.util.find_spec("flashinfer") is None:
+        return None
+    import torch
+
+    library = importlib.import_module("flashinfer")
+    pages = size.batch * -(-size.len_k // FLASHINFER_PAGE)
+    shape = (pages, 2, FLASHINFER_PAGE, size.heads_kv, spec.head_dim)
+    cache = torch.randn(shape, device="cuda", dtype=getattr(torch, spec.dtype))
+    table, _ = _where(pages, size)
+    each = table.shape[1]
+    indptr, last = _i32(np.arange(size.batch + 1) * each), _i32(np.full(size.batch, size.len_k - (each - 1) * 64))
+    workspace = torch.empty(_FLASHINFER_BYTES, dtype=torch.uint8, device="cuda")
+    types = {"q_data_type": getattr(torch, spec.dtype), "kv_data_type": getattr(torch, spec.dtype)}
+    q = arrays[0].transpose(1, 2).reshape(-1, size.heads, spec.head_dim).contiguous()
+    heads = (size.heads, size.heads_kv, spec.head_dim, FLASHINFER_PAGE)
+
+    def planned() -> Any:
+        if size.len_q == 1:
+            wrapper = library.BatchDecodeWithPagedKVCacheWrapper(workspace, "NHD", use_tensor_cores=True)
+            wrapper.plan(indptr, _i32(table.ravel()), last, *heads, sm_scale=spec.scale, **types)
+            return wrapper
+        wrapper = library.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD")
+        queries = _i32(np.arange(size.batch + 1) * size.len_q)
+        is_causal = spec.mask.expression != sympy.true
+        wrapper.plan(queries, indptr, _i32(table.ravel()), last, *heads, causal=is_causal, sm_scale=spec.scale, **types)
+        return wrapper
+
+    made: list[Any] = []
+
+    def run() -> Any:
+        if not made:
+            made.append(planned())
+        return made[0].run(q, cache)
+
+    return runs_or_none(run)
+
+
+def _i32(array: Any) -> Any:
+    import torch
+
+    return torch.from_numpy(np.asarray(array, np.int32)).cuda()

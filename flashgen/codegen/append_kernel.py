@@ -1,0 +1,44 @@
+"""The kernel that writes new keys and values into pages: the text of `append_kv`, one for all sizes and types."""
+
+from __future__ import annotations
+
+from flashgen.codegen.arguments import Field, ordered
+from flashgen.codegen.assembly import assemble
+from flashgen.codegen.environment import environment
+from flashgen.codegen.rendered_kernel import RenderedKernel
+from flashgen.codegen.sizes import ceil_div
+from flashgen.codegen.targets import Target
+
+_THREADS = 256
+_STRUCT, _ENTRY = "AppendArguments", "append_kv"
+
+
+def render_append(target: Target) -> RenderedKernel:
+    """The kernel. Sizes: `count` is of the larger of a sequence's new keys and values, in groups of 8 elements."""
+    fields = [Field("const Element*", f"{name}_new") for name in "kv"] + [Field("Element*", name) for name in "kv"]
+    fields += [Field("const int*", "page_table"), Field("const int*", "seqused_k", comment="before")]
+    fields += [Field("Strides", f"{name}_strides") for name in ("k_new", "v_new", "k", "v")]
+    fields += [Field("long long", "table_pitch", comment="from a sequence's pages to the next one's")]
+    fields += [Field("long long", "most_keys", comment="that the table has pages for")]
+    fields += [Field("int", name) for name in ("tokens", "heads", "head_dim", "value_dim", "page_size", "pages")]
+    layout = ordered(fields)
+    types = environment().get_template("types.cuh.jinja")
+    context = {
+        "header": "// flashgen: new keys and values, written into pages",
+        "types": types.render(struct=_STRUCT, dtype="16-bit type", layout=layout).strip(),
+        "struct": _STRUCT,
+        "entry": _ENTRY,
+        "threads": _THREADS,
+    }
+    return RenderedKernel(
+        f"append-{target.name.replace('_', '')}",
+        _ENTRY,
+        assemble("append_kv.cu.jinja", context, target),
+        target,
+        layout,
+        _THREADS,
+        0,
+        plan=None,
+        role="append",
+        grid=lambda sizes: (ceil_div(sizes.count, _THREADS), 2, sizes.batch),
+    )

@@ -1,0 +1,236 @@
+"""How the decode kernel divides its work: few queries over many keys, which are split over the card.
+
+A tile's rows are the query heads of a head of K and V, times its queries, so that K and V are read once for all of
+them. Each warp of a block walks through tiles of keys of its own, which it copies ahead of itself: no warp waits for
+another, and what is on its way to a multiprocessor is blocks x warps x (stages - 1) tiles of K and V.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import ClassVar
+
+from flashgen.codegen.demand import Weight, demand_of
+from flashgen.codegen.mma_sync.forward_plans import MMA_ROWS, ForwardPlan
+from flashgen.codegen.targets import Target
+from flashgen.codegen.tile_list_kernel import depends_on_head
+from flashgen.codegen.tiling import (
+    DROPOUT_COLUMNS,
+    ELEMENT_BYTES,
+    MMA_DEPTH,
+    MOST_THREADS,
+    RESERVED_SHARED,
+    WARP,
+    padded,
+)
+from flashgen.codegen.workload import Workload
+from flashgen.errors import UnsupportedError
+from flashgen.language.spec import AttentionSpec
+
+SHARE_PADDING = 8  # floats between the rows of a warp's share, so that its 8 rows of lanes write to other banks
+_SHARE_BYTES = 8  # of a row: its reference and its sum
+_SUM_BYTES = 4
+_STAGE_BYTES = 8192  # of a warp's tile of K and V
+_MOST_KEYS = 64  # of a tile
+_MOST_BLOCKS = 2
+FEW_ROWS = 16  # of the default plan's tiles
+_MANY_ROWS = 32
+_MOST_REGISTERS = 248  # of a thread, by estimate: some kernels take a few more
+_RINGS = (
+    (4, 4),
+    (4, 3),
+    (4, 2),
+    (2, 4),
+    (2, 3),
+    (2, 2),
+    (1, 2),
+)  # (warps, stages), of as many tiles on their way the first
+
+
+def cached_bytes(spec: AttentionSpec) -> int:
+    """Bytes of an element of k and v."""
+    return 1 if spec.kv_dtype else ELEMENT_BYTES
+
+
+@dataclass(frozen=True)
+class DecodePlan:
+    """The decode kernel's plan.
+
+    Attributes:
+        tile_q: rows of a tile: (query, head) pairs of one head of K and V, heads fastest. All warps share them.
+        tile_k: keys of a warp's step.
+        warps: warps of a thread block, which take turns with its tiles of keys.
+        stages: tiles of K and V that shared memory holds for each warp.
+        blocks: thread blocks that should fit on a multiprocessor, which caps their registers.
+    """
+
+    tile_q: int
+    tile_k: int
+    warps: int
+    stages: int
+    blocks: int = 1
+    packed_heads: ClassVar[int] = 1  # any number of heads makes rows: it is a size of the call
+
+    @property
+    def threads(self) -> int:
+        return self.warps * WARP
+
+    @property
+    def register_budget(self) -> int:
+        return self._forward.register_budget
+
+    @property
+    def _forward(self) -> ForwardPlan:
+        """A forward plan whose warps do the same to a step: each has all rows of the tile."""
+        return ForwardPlan(self.tile_q * self.warps, self.tile_k, self.warps, blocks=self.blocks)
+
+    @property
+    def show_options(self) -> str:
+        return "--pass decode" + (f" --kernel decode_rows{self.tile_q}" if self.tile_q != FEW_ROWS else "")
+
+    def registers(self, spec: AttentionSpec) -> int:
+        """The float32 scores and output of a tile's rows over 32 lanes, and what the variant needs."""
+        return self._forward.registers(spec)
+
+    def matrix_cycles(self, spec: AttentionSpec) -> float:
+        """Of a step of every warp."""
+        return self._forward.matrix_cycles(spec)
+
+    def exposed(self, blocks: int) -> float:
+        return self._forward.exposed(blocks)
+
+    def summary(self, spec: AttentionSpec) -> str:
+        """One line for the kernel's header."""
+        return (
+            f"{self.tile_q} rows x {self.tile_k} keys, {self.warps} warps that share the keys, {self.stages} stages of "
+            f"K and V each, {self.blocks} block(s) per multiprocessor, {self.shared_bytes(spec)} bytes of shared memory"
+        )
+
+    def shared_bytes(self, spec: AttentionSpec) -> int:
+        """Dynamic shared memory of a block: Q and the warps' stages; then the warps' shares of the output."""
+        head, value = padded(spec.head_dim), padded(spec.value_dim)
+        queries, keys = ELEMENT_BYTES * self.tile_q * head, self.tile_k * (head + value) * cached_bytes(spec)
+        share = self.tile_q * ((value + SHARE_PADDING) * _SUM_BYTES + _SHARE_BYTES)
+        return max(queries + self.warps * self.stages * keys, self.warps * share)
+
+    def problem(self, spec: AttentionSpec, target: Target) -> str | None:
+        """Why the plan contradicts itself, or does not fit the spec or the target; None where it does."""
+        if min(self.tile_q, self.tile_k, self.warps, self.blocks) < 1 or self.threads > MOST_THREADS:
+            return f"its numbers must be positive, and its warps at most {MOST_THREADS // WARP}"
+        if self.tile_q % MMA_ROWS:
+            return f"tile_q={self.tile_q} must be a multiple of {MMA_ROWS}"
+        if self.tile_k % MMA_DEPTH or (spec.dropout and self.tile_k % DROPOUT_COLUMNS):
+            return f"tile_k={self.tile_k} must be a multiple of 16, of 32 with dropout"
+        if self.stages < 2:
+            return f"stages={self.stages} must be 2 or more"
+        if self.shared_bytes(spec) > target.shared_per_block:
+            return (
+                f"it takes {self.shared_bytes(spec)} bytes of shared memory and a block of {target.name} has "
+                f"{target.shared_per_block}: take fewer warps, keys or stages"
+            )
+        return None
+
+    def check(self, spec: AttentionSpec, target: Target) -> None:
+        """UnsupportedError where there is a problem."""
+        problem = self.problem(spec, target)
+        if problem:
+            raise UnsupportedError(f"{self}: {problem}")
+
+
+def decode_rows(spec: AttentionSpec) -> tuple[int, ...]:
+    """The rows that tiles of default plans may have, fewest first."""
+    demand, many = demand_of(spec), DecodePlan(_MANY_ROWS, _tile_k(spec), 1, 2)
+    if demand.listed or demand.weight >= Weight.HEAVY or many.registers(spec) > _MOST_REGISTERS:
+        return (FEW_ROWS,)
+    return FEW_ROWS, _MANY_ROWS
+
+
+def decode_plans(spec: AttentionSpec, target: Target) -> tuple[DecodePlan, ...]:
+    """The plans that calls may take, that for the fewest rows first."""
+    return tuple(choose_decode_plan(spec, target, rows) for rows in decode_rows(spec))
+
+
+def choose_decode_plan(spec: AttentionSpec, target: Target, rows: int = FEW_ROWS) -> DecodePlan:
+    """The default plan for tiles of so many rows: that which keeps most of K and V on its way to a multiprocessor.
+
+    UnsupportedError where none fits the target.
+    """
+    plans = _rings(spec, target, rows)
+    fitting = [plan for plan in plans if plan.problem(spec, target) is None]
+    if not fitting:
+        plans[-1].check(spec, target)
+    return max(fitting, key=lambda plan: plan.blocks * plan.warps * (plan.stages - 1))
+
+
+def _rings(spec: AttentionSpec, target: Target, rows: int) -> list[DecodePlan]:
+    """Plans of so many rows, that which asks for the least shared memory last."""
+    return [_with_blocks(DecodePlan(rows, _tile_k(spec), *ring), spec, target) for ring in _RINGS]
+
+
+def _tile_k(spec: AttentionSpec) -> int:
+    """Keys of a tile: a power of 2, so that it lies within a block of those that masks read tables of."""
+    keys = _STAGE_BYTES // (cached_bytes(spec) * (padded(spec.head_dim) + padded(spec.value_dim)))
+    fewest = DROPOUT_COLUMNS if spec.dropout else MMA_DEPTH
+    return min(max(1 << keys.bit_length() - 1, fewest), _MOST_KEYS)
+
+
+def _with_blocks(plan: DecodePlan, spec: AttentionSpec, target: Target) -> DecodePlan:
+    fitting = target.shared_per_multiprocessor // (plan.shared_bytes(spec) + RESERVED_SHARED)
+    return replace(plan, blocks=min(max(fitting, 1), _MOST_BLOCKS))
+
+
+# ---- for which calls
+
+
+_FEWEST_KEYS = 256  # for fewer the forward kernel has a step or two
+_MOST_TILES = 8  # of rows that read the same keys, through the L2
+_FORWARD_ROWS = 128
+_PROMPT = 64  # queries
+_IDLE = 0.8  # of the multiprocessors, that tiles of rows times the forward's tiles may be
+
+
+def decode_plan_for(spec: AttentionSpec, target: Target, workload: Workload) -> DecodePlan | None:
+    """The plan that calls of these sizes take, or None where the forward kernel does.
+
+    One tile of rows reads K and V once, as fast as the memory gives it. Several read it as often, through the L2: that
+    is worth it only while the forward's larger tiles, of which there are fewer, would leave the card idle.
+    """
+    if spec.of_cache:
+        if spec.page_size and not spec.kv_dtype and _is_prompt(workload):
+            return None
+        return plan_of_rows(spec, target, workload.heads_per_kv * workload.len_q)
+    if workload.len_k < _FEWEST_KEYS or not _has_room(spec, target):
+        return None
+    if demand_of(spec).listed:  # lists are made for as many queries as a tile has rows, by who knows no heads of k
+        return plan_of_rows(spec, target, workload.len_q) if workload.len_q <= FEW_ROWS else None
+    rows = workload.heads_per_kv * workload.len_q
+    plan = plan_of_rows(spec, target, rows)
+    tiles = -(-rows // plan.tile_q)
+    forward = workload.heads // workload.heads_per_kv * -(-rows // _FORWARD_ROWS)
+    idle = tiles <= _MOST_TILES and tiles * forward <= _IDLE * workload.multiprocessors
+    return plan if tiles == 1 or idle else None
+
+
+def _is_prompt(workload: Workload) -> bool:
+    """Whether the forward's tiles of queries are so many that half of the card is busy with them."""
+    tiles = workload.heads * -(-workload.len_q // _FORWARD_ROWS)
+    return workload.len_q >= _PROMPT and 2 * tiles >= workload.multiprocessors
+
+
+@lru_cache(maxsize=256)
+def _has_room(spec: AttentionSpec, target: Target) -> bool:
+    """Whether the target has the shared memory for some plan."""
+    return _rings(spec, target, FEW_ROWS)[-1].problem(spec, target) is None
+
+
+@lru_cache(maxsize=256)
+def plan_of_rows(spec: AttentionSpec, target: Target, rows: int) -> DecodePlan:
+    """The default plan for calls with so many rows for each head of k and v, whatever else is in the batch."""
+    sizes = decode_rows(spec)
+    return choose_decode_plan(spec, target, next((size for size in sizes if rows <= size), sizes[-1]))
+
+
+def packs_heads(spec: AttentionSpec) -> bool:
+    """Whether the query heads of a head of K and V are rows of one tile: not where each has lists of its own."""
+    return not (demand_of(spec).listed and depends_on_head(spec))

@@ -1,0 +1,683 @@
+// flashgen: attention forward of few queries, bf16-d256-causal-and-sliding_window4096-softcap50-7eada06d
+//
+// mask     causal() & sliding_window(4096)
+// score    softcap(50); scale 0.0625
+// dropout  0
+// dims     head 256, value 256; bfloat16, accumulated in float32; heads_q a multiple of heads_kv
+// target   sm_90a, family hopper
+// plan     16 rows x 16 keys, 4 warps that share the keys, 3 stages of K and V each, 1 block(s) per multiprocessor, 204800 bytes of shared memory
+// method   online softmax (Milakov and Gimelshein 2018; Dao 2023, algorithm 1): reference is the paper's m, which may lag; sum is its l
+//          keys split over warps and blocks; the last block to arrive merges their shares (Dao et al. 2023, Flash-Decoding)
+// FLOPs    1024 * batch * heads_q * len_q * len_k * (share of tiles visited)
+// HBM      1024 * batch * heads_q * len_q + 1024 * batch * heads_kv * len_k * (share of tiles visited) bytes; + 4 * batch * heads_q * len_q for the LSE; + 2064 * splits * batch * heads_q * len_q for shares of splits > 1; K and V are read once for each 16 rows
+//
+// Grid: one block per (tile of rows and split, heads that share rows, batch), along x, y and z. Made by
+//   flashgen show --pass decode --target sm_90a '{"dropout":0.0,"dtype":"bfloat16","head_dim":256,"layout":"bhsd","mask":{"expression":["And",["LessEqual","k",["Add","q",["Sub","len_k","len_q"]]],["And",["LessEqual",["Sub",["Add","q",["Sub","len_k","len_q"]],4096],"k"],["LessEqual","k",["Add","q",["Sub","len_k","len_q"]]]]],"name":"causal() & sliding_window(4096)"},"scale":0.0625,"score":{"expression":["Mul",{"float":"0x1.9000000000000p+5"},["FastTanh",["Divide","score",{"float":"0x1.9000000000000p+5"}]]],"name":"softcap(50)"},"value_dim":256,"version":1}'
+
+using Element = unsigned short;   // the bits of a bfloat16
+
+struct Strides {   // in elements
+  long long batch, head, row;
+};
+
+struct DecodeArguments {
+  const Element* q;
+  const Element* k;
+  const Element* v;
+  Element* o;
+  float* lse;   // (batch, heads_q, len_q), or null
+  float* partial_outputs;   // of splits: (tiles of rows, splits, kTileQ, kValueDim)
+  float* partial_states;   // (tiles of rows, splits, kTileQ, 2): reference and sum
+  unsigned* arrivals;   // of each tile of rows: 0, before and after; null for 1 split
+  Strides q_strides;
+  Strides k_strides;
+  Strides v_strides;
+  Strides o_strides;
+  int heads_q;
+  int len_q;
+  int len_k;
+  int packed;   // query heads that share tiles of rows
+  int rows;   // of them: queries x heads
+  int row_tiles;   // that these are
+  int splits;   // parts of the keys
+  unsigned kv_reciprocal;   // 2^31 / heads per head of K and V, rounded up
+};
+
+// ---- The plan -------------------------------------------------------------------------------------------------------
+
+constexpr int kHeadDim = 256;
+constexpr int kValueDim = 256;
+constexpr int kHeadDimPadded = 256;   // a multiple of the depth of an mma; zeros beyond kHeadDim
+constexpr int kValueDimPadded = 256;
+constexpr int kTileQ = 16;          // rows of a block: queries of all query heads of a head of K and V
+constexpr int kTileK = 16;          // keys of a warp's step
+constexpr int kStages = 3;          // tiles of K and V that shared memory holds for each warp
+constexpr int kWarps = 4;
+constexpr int kThreads = kWarps * 32;
+constexpr int kRowTiles = kTileQ / 16;   // 16-row mma tiles: each warp has all of them
+constexpr int kKeyTiles = kTileK / 8;    // 8-column mma tiles of scores
+constexpr int kValueTiles = kValueDimPadded / 8;
+constexpr float kScale = 0.0625f;
+constexpr float kScoreToLog2 = 1.44269504f;   // log2(e): probabilities are powers of 2
+constexpr float kRescaleThreshold = 8.0f;      // in log2: the reference of a row may lag its maximum by this much
+constexpr float kMostReference = 11629080.0f;   // whose product with kScoreToLog2 is less than 2^24
+
+// Shared memory, in bytes: Q, then each warp's stages of K and V. The warps' shares of the output take it over at the
+// end: their rows, and behind them what the rows are relative to.
+constexpr int kElementBytes = sizeof(Element);
+constexpr int kQueryBytes = kTileQ * kHeadDimPadded * kElementBytes;
+constexpr int kKeyBytes = kTileK * kHeadDimPadded * kElementBytes;
+constexpr int kStageBytes = kKeyBytes + kTileK * kValueDimPadded * kElementBytes;
+constexpr int kShareColumns = kValueDimPadded + 8;   // floats of a row: lanes of several rows write to other banks
+constexpr int kStatesOffset = kWarps * kTileQ * kShareColumns * 4;
+static_assert(kQueryBytes + kWarps * kStages * kStageBytes <= 204800, "the plan's shared memory");
+static_assert(kStatesOffset + kWarps * kTileQ * 8 <= 204800, "the shares fit where the tiles were");
+static_assert(kTileQ % 16 == 0 && kTileK % 16 == 0, "whole mma tiles");
+
+// ---- Primitives -----------------------------------------------------------------------------------------------------
+
+#ifndef FLASHGEN_EMULATOR   // the emulator brings its own
+
+extern __shared__ __align__(1024) unsigned char shared_memory[];
+
+// Starts copying 16 bytes from global to shared memory; writes zeros, and reads nothing, where not valid.
+__device__ __forceinline__ void copy_async_16(unsigned shared_destination, const void* global_source, bool valid) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
+               :: "r"(shared_destination), "l"(global_source), "r"(valid ? 16 : 0) : "memory");
+}
+
+// Closes the group of copies started since the last commit.
+__device__ __forceinline__ void copy_async_commit() {
+  asm volatile("cp.async.commit_group;" ::: "memory");
+}
+
+// Waits until at most `kPending` of this thread's copy groups are still in flight.
+template <int kPending>
+__device__ __forceinline__ void copy_async_wait() {
+  asm volatile("cp.async.wait_group %0;" :: "n"(kPending) : "memory");
+}
+
+// 2 to the power of x, by the special-function unit.
+__device__ __forceinline__ float exp2_approx(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// ldmatrix: four 8x8 matrices of 16-bit elements; lane l gives the address of row l % 8 of matrix l / 8.
+__device__ __forceinline__ void load_matrix_x4(unsigned (&fragment)[4], unsigned shared_source) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 { %0, %1, %2, %3}, [%4];"
+               : "=r"(fragment[0]), "=r"(fragment[1]), "=r"(fragment[2]), "=r"(fragment[3])
+               : "r"(shared_source) : "memory");
+}
+
+// ldmatrix as above, each 8x8 matrix transposed on the way.
+__device__ __forceinline__ void load_matrix_x4_transposed(unsigned (&fragment)[4], unsigned shared_source) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 { %0, %1, %2, %3}, [%4];"
+               : "=r"(fragment[0]), "=r"(fragment[1]), "=r"(fragment[2]), "=r"(fragment[3])
+               : "r"(shared_source) : "memory");
+}
+
+// The logarithm of x to base 2, by the special-function unit.
+__device__ __forceinline__ float log2_approx(float x) {
+  float y;
+  asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// d (16x8, fp32) += a (16x16) * b (16x8).
+__device__ __forceinline__ void mma_m16n8k16_bf16(float (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
+  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
+               "{ %0, %1, %2, %3}, { %4, %5, %6, %7}, { %8, %9}, { %0, %1, %2, %3};"
+               : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// Two floats, rounded to nearest even, as one register: `low` in the lower half.
+__device__ __forceinline__ unsigned pack_bf16(float low, float high) {
+  unsigned packed;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+  return packed;
+}
+
+// The 32-bit address of `pointer` in the shared-memory window.
+__device__ __forceinline__ unsigned shared_address(const void* pointer) {
+  return static_cast<unsigned>(__cvta_generic_to_shared(pointer));
+}
+
+// The hyperbolic tangent of x, by the special-function unit (sm_75 and later; absolute error below 2^-10).
+__device__ __forceinline__ float tanh_approx(float x) {
+  float y;
+  asm("tanh.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+#endif
+
+__device__ __forceinline__ float minus_infinity() { return __int_as_float(0xff800000); }
+
+// The maximum over the four lanes that hold one row of an mma accumulator.
+__device__ __forceinline__ float quad_max(float x) {
+  x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 1));
+  return fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 2));
+}
+
+// The sum over the four lanes that hold one row of an mma accumulator.
+__device__ __forceinline__ float quad_sum(float x) {
+  x += __shfl_xor_sync(0xffffffffu, x, 1);
+  return x + __shfl_xor_sync(0xffffffffu, x, 2);
+}
+
+// ---- The variant ----------------------------------------------------------------------------------------------------
+
+// Where this lane's scores stand: batch, first key within a tile; query and query head of each of its rows.
+struct Position {
+  int batch, key;
+  int query[kRowTiles][2], head[kRowTiles][2];
+};
+
+// Score function: softcap(50), with the scale folded into its constants
+__device__ __forceinline__ float modify_score(float product, const DecodeArguments& arguments) {
+  return 50.0f * tanh_approx(product * (kScale / 50.0f));
+}
+
+// Mask: causal() & sliding_window(4096)
+__device__ __forceinline__ bool may_attend(int q, int k, const DecodeArguments& arguments) {
+  const int x0 = q + (arguments.len_k - arguments.len_q);
+  const bool x1 = k <= x0;
+  return x1 & (x0 - 4096 <= k) & x1;
+}
+
+// What a block works on: a part of the keys of a tile of rows. A row is a query of one of the `packed` query heads from
+// `head` on; rows are numbered by queries, and within a query by heads.
+struct Work {
+  int first_query, last_query, head, batch;
+  int offset;       // of the tile's first row within its query
+  int rows;         // of the tile that there are
+  int split;        // which part of the keys
+  long long unit;   // which tile of rows, of all heads and batches
+};
+
+__device__ __forceinline__ Work work_of_block(const DecodeArguments& arguments) {
+  const int tile = blockIdx.x % arguments.row_tiles, first_row = tile * kTileQ;
+  const int rows = min(kTileQ, arguments.rows - first_row);
+  const int head = blockIdx.y * arguments.packed;
+  const long long unit = (static_cast<long long>(blockIdx.z) * gridDim.y + blockIdx.y) * arguments.row_tiles + tile;
+  return {first_row / arguments.packed, (first_row + rows - 1) / arguments.packed, head, static_cast<int>(blockIdx.z),
+          first_row % arguments.packed, rows, static_cast<int>(blockIdx.x) / arguments.row_tiles, unit};
+}
+
+// The query and the query head of a row of the tile.
+struct Row {
+  int query, head;
+};
+
+__device__ __forceinline__ Row row_of(int row, const Work& work, const DecodeArguments& arguments) {
+  const int place = work.offset + row;
+  return {work.first_query + place / arguments.packed, work.head + place % arguments.packed};
+}
+
+// Rows that are not there do as the last one does.
+__device__ __forceinline__ Position position_of(const Work& work, const DecodeArguments& arguments) {
+  const int lane = threadIdx.x % 32;
+  Position position = {work.batch, lane % 4 * 2};
+#pragma unroll
+  for (int i = 0; i < kRowTiles; ++i) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const Row row = row_of(min(i * 16 + r * 8 + lane / 4, work.rows - 1), work, arguments);
+      position.query[i][r] = row.query;
+      position.head[i][r] = row.head;
+    }
+  }
+  return position;
+}
+
+// Where the tiles of keys of a split begin, and those of the one before it end: as many for each, but for one.
+__device__ __forceinline__ int first_of_split(int split, int tiles, int splits) {
+  return split * (tiles / splits) + min(split, tiles % splits);
+}
+
+// The head of K and V that a query head reads, head / heads_per_kv. A product with 2^31 / heads_per_kv, rounded up, is
+// exact, and unlike a division leaves the result, and the addresses that follow from it, in uniform registers.
+__device__ __forceinline__ int kv_head_of(int head, const DecodeArguments& arguments) {
+  return __umulhi(2 * head + 1, arguments.kv_reciprocal);
+}
+
+// The tiles of keys that a tile of queries attends to: one run, and a stretch of it in which every score counts.
+struct KeyTiles {
+  int begin, count, full_begin, full_end;
+
+  __device__ __forceinline__ int first_key(int step) const { return (begin + step) * kTileK; }
+  __device__ __forceinline__ bool full(int step) const { return begin + step >= full_begin && begin + step < full_end; }
+};
+
+__device__ __forceinline__ KeyTiles key_tiles_of(const Work& work, const DecodeArguments& arguments) {
+  const int q_first = work.first_query;
+  const int q_last = work.last_query;
+  const int x0 = q_first + arguments.len_k - arguments.len_q;
+  const int x1 = q_last + arguments.len_k - arguments.len_q;
+  // In keys, the ends not included.
+  const int begin = max(0, x0 - 4096);
+  const int end = min(arguments.len_k, x1 + 1);
+  const int full_begin = max(0, x1 - 4096);
+  const int full_end = min(arguments.len_k, x0 + 1);
+  const int first_tile = begin / kTileK;
+  const int count = end > begin ? (end + kTileK - 1) / kTileK - first_tile : 0;
+  return {first_tile, count, (full_begin + kTileK - 1) / kTileK, full_end / kTileK};
+}
+
+// ---- The kernel's steps ---------------------------------------------------------------------------------------------
+
+// Chunks of a row are permuted so that the 8 rows that ldmatrix reads at once lie in different banks: within groups
+// of this many 16-byte chunks, by the row.
+template <int kChunks>
+__device__ constexpr int swizzle_span() { return kChunks % 8 == 0 ? 8 : kChunks % 4 == 0 ? 4 : 2; }
+
+// Byte offset of a 16-byte chunk in a tile whose rows are kChunks chunks long.
+template <int kChunks>
+__device__ constexpr unsigned tile_offset(int row, int chunk) {
+  constexpr int kSpan = swizzle_span<kChunks>();
+  return (row * kChunks + (chunk ^ (row / (8 / kSpan)) % kSpan)) * 16;
+}
+
+// ldmatrix reads a 16 x 16 block as four 8 x 8 matrices, of which lane l names row l % 8 of matrix l / 8. The address
+// that a lane gives for the block at (row, chunk), multiples of 16 and 2, if its own place in the block is as given.
+template <int kChunks>
+__device__ __forceinline__ unsigned block_address(unsigned tile, int row, int chunk, int lane_row, int lane_chunk) {
+  constexpr int kSpan = swizzle_span<kChunks>();
+  const unsigned corner = tile_offset<kChunks>(lane_row, lane_chunk);
+  return tile + row * kChunks * 16 + (corner ^ chunk % kSpan * 16) + chunk / kSpan * kSpan * 16;
+}
+
+// Upper left, lower left, upper right, lower right: the order of an mma's A, and of B where it is transposed.
+template <int kChunks>
+__device__ __forceinline__ unsigned block_by_columns(unsigned tile, int row, int chunk) {
+  const int lane = threadIdx.x % 32;
+  return block_address<kChunks>(tile, row, chunk, lane % 16, lane / 16);
+}
+
+// Upper left, upper right, lower left, lower right: the order of two mmas' B.
+template <int kChunks>
+__device__ __forceinline__ unsigned block_by_rows(unsigned tile, int row, int chunk) {
+  const int lane = threadIdx.x % 32;
+  return block_address<kChunks>(tile, row, chunk, lane % 8 + lane / 16 * 8, lane / 8 % 2);
+}
+
+// Starts copying rows first_row, ... of a matrix of row_count rows into a tile; zeros where the matrix ends.
+template <int kRows, int kColumns, int kColumnsPadded>
+__device__ __forceinline__ void copy_tile(unsigned tile, const Element* matrix, long long row_stride, int first_row,
+                                          int row_count) {
+  constexpr int kChunks = kColumnsPadded / 8;
+  constexpr int kLanes = swizzle_span<kChunks>();   // lanes side by side in a row
+  constexpr int kRowStep = 32 / kLanes;
+  const int first = threadIdx.x % 32 / kLanes, lane = threadIdx.x % kLanes;
+  const Element* source = matrix + (first_row + first) * row_stride + lane * 8;
+#pragma unroll
+  for (int row = first; row < first + kRows; row += kRowStep, source += kRowStep * row_stride) {
+    if (kRows % kRowStep != 0 && row >= kRows) break;
+#pragma unroll
+    for (int chunk = 0; chunk < kChunks; chunk += kLanes) {
+      const bool valid = first_row + row < row_count && (chunk + lane) * 8 < kColumns;
+      copy_async_16(tile + tile_offset<kChunks>(row, chunk + lane), source + chunk * 8, valid);
+    }
+  }
+}
+
+// Starts copying the tile's rows of Q; zeros where there is none.
+__device__ __forceinline__ void copy_queries(unsigned tile, const Work& work, const DecodeArguments& arguments) {
+  constexpr int kChunks = kHeadDimPadded / 8;
+  const Element* q = arguments.q + work.batch * arguments.q_strides.batch;
+  for (int i = threadIdx.x; i < kTileQ * kChunks; i += kThreads) {
+    const int row = i / kChunks, chunk = i % kChunks;
+    const Row place = row_of(row, work, arguments);
+    const Element* source = q + place.head * arguments.q_strides.head + place.query * arguments.q_strides.row;
+    copy_async_16(tile + tile_offset<kChunks>(row, chunk), source + chunk * 8, row < work.rows && chunk * 8 < kHeadDim);
+  }
+}
+
+// product += A * B^T: A the warp's rows of one tile in shared memory, from `rows` on; B the rows of another.
+template <int kDepth, int kColumnTiles>
+__device__ __forceinline__ void multiply_by_transpose(float (&product)[kRowTiles][kColumnTiles][4], unsigned rows,
+                                                      unsigned columns) {
+  constexpr int kChunks = kDepth / 8;
+#pragma unroll
+  for (int depth = 0; depth < kDepth / 16; ++depth) {
+    unsigned a[kRowTiles][4];
+#pragma unroll
+    for (int i = 0; i < kRowTiles; ++i) load_matrix_x4(a[i], block_by_columns<kChunks>(rows, i * 16, depth * 2));
+#pragma unroll
+    for (int j = 0; j < kColumnTiles; j += 2) {
+      unsigned b[4];
+      load_matrix_x4(b, block_by_rows<kChunks>(columns, j * 8, depth * 2));
+#pragma unroll
+      for (int i = 0; i < kRowTiles; ++i) {
+        mma_m16n8k16_bf16(product[i][j], a[i], b[0], b[1]);
+        mma_m16n8k16_bf16(product[i][j + 1], a[i], b[2], b[3]);
+      }
+    }
+  }
+}
+
+// product += A * B: A in registers, rounded to the input's type; B rows of a tile of kChunks chunks a row in shared
+// memory, from `values` and chunk first_chunk on.
+template <int kChunks, int kDepthTiles, int kWidthTiles>
+__device__ __forceinline__ void multiply_registers(float (&product)[kRowTiles][kWidthTiles][4],
+                                                   const float (&factor)[kRowTiles][kDepthTiles][4], unsigned values,
+                                                   int first_chunk = 0) {
+#pragma unroll
+  for (int depth = 0; depth < kDepthTiles / 2; ++depth) {
+    unsigned a[kRowTiles][4];
+#pragma unroll
+    for (int i = 0; i < kRowTiles; ++i) {
+      const float (&left)[4] = factor[i][depth * 2], (&right)[4] = factor[i][depth * 2 + 1];
+      a[i][0] = pack_bf16(left[0], left[1]);
+      a[i][1] = pack_bf16(left[2], left[3]);
+      a[i][2] = pack_bf16(right[0], right[1]);
+      a[i][3] = pack_bf16(right[2], right[3]);
+    }
+#pragma unroll
+    for (int j = 0; j < kWidthTiles; j += 2) {
+      unsigned b[4];
+      load_matrix_x4_transposed(b, block_by_columns<kChunks>(values, depth * 16, first_chunk + j));
+#pragma unroll
+      for (int i = 0; i < kRowTiles; ++i) {
+        mma_m16n8k16_bf16(product[i][j], a[i], b[0], b[1]);
+        mma_m16n8k16_bf16(product[i][j + 1], a[i], b[2], b[3]);
+      }
+    }
+  }
+}
+
+// The score function, on the products.
+__device__ __forceinline__ void modify_scores(float (&scores)[kRowTiles][kKeyTiles][4], const Position& position,
+                                              int first_key, const DecodeArguments& arguments) {
+#pragma unroll
+  for (int i = 0; i < kRowTiles; ++i) {
+#pragma unroll
+    for (int n = 0; n < kKeyTiles * 4; ++n) {
+      const int j = n / 4, e = n % 4;
+      scores[i][j][e] = modify_score(scores[i][j][e], arguments);
+    }
+  }
+}
+
+// -inf where the query may not attend to the key.
+__device__ __forceinline__ void mask_scores(float (&scores)[kRowTiles][kKeyTiles][4], const Position& position,
+                                            int first_key, const DecodeArguments& arguments) {
+#pragma unroll
+  for (int i = 0; i < kRowTiles; ++i) {
+#pragma unroll
+    for (int n = 0; n < kKeyTiles * 4; ++n) {
+      const int j = n / 4, e = n % 4;
+      const int q = position.query[i][e / 2], k = first_key + position.key + j * 8 + e % 2;
+      scores[i][j][e] = may_attend(q, k, arguments) ? scores[i][j][e] : minus_infinity();
+    }
+  }
+}
+
+// -inf beyond the last key, in a tile that overhangs it: apart from the mask, which most tiles then have to themselves.
+__device__ __forceinline__ void cut_scores(float (&scores)[kRowTiles][kKeyTiles][4], const Position& position,
+                                           int first_key, const DecodeArguments& arguments) {
+  const int left = arguments.len_k - first_key - position.key;   // keys from this lane's first one to the end
+#pragma unroll
+  for (int i = 0; i < kRowTiles; ++i) {
+#pragma unroll
+    for (int n = 0; n < kKeyTiles * 4; ++n) {
+      if (n / 4 * 8 + n % 2 >= left) scores[i][n / 4][n % 4] = minus_infinity();
+    }
+  }
+}
+
+// A row's running state: the reference that its probabilities are relative to, and this lane's share of their sum.
+struct RowState {
+  float reference = minus_infinity(), sum = 0.0f;
+
+  // Whether the product with kScoreToLog2 will do as an offset of powers of 2: rounded by less than 1, and not infinite
+  // as in a row that has seen no key yet.
+  __device__ __forceinline__ bool has_offset() const { return fabsf(reference) < kMostReference; }
+
+  // Raises the reference: by what factor sum and output shrink. A row that has seen no key yet has nothing to rescale;
+  // -inf - -inf would be NaN.
+  __device__ __forceinline__ float raise_to(float maximum) {
+    const float old = reference;
+    reference = fmaxf(old, maximum);
+    const float shrink = reference == minus_infinity() ? 1.0f : exp2_approx((old - reference) * kScoreToLog2);
+    sum *= shrink;
+    return shrink;
+  }
+};
+
+// Takes the references from the scores themselves, where rows have no offsets: exact, but one operation more for each.
+__device__ __forceinline__ void subtract_references(float (&scores)[kRowTiles][kKeyTiles][4],
+                                                    const RowState (&rows)[kRowTiles][2]) {
+#pragma unroll
+  for (int i = 0; i < kRowTiles; ++i) {
+#pragma unroll
+    for (int n = 0; n < kKeyTiles * 4; ++n) {
+      const float reference = rows[i][n / 2 % 2].reference;
+      scores[i][n / 4][n % 4] -= reference == minus_infinity() ? 0.0f : reference;
+    }
+  }
+}
+
+// Turns a tile of scores into probabilities relative to the row's reference, and adds them to the row's sum. Output
+// and sum are rescaled only when some row of the warp has outgrown its reference by 2^kRescaleThreshold, or while some
+// row has no offset and the warp is not `steady`.
+__device__ __forceinline__ void online_softmax(float (&scores)[kRowTiles][kKeyTiles][4],
+                                               float (&output)[kRowTiles][kValueTiles][4],
+                                               RowState (&rows)[kRowTiles][2], bool& steady) {
+  float maximum[kRowTiles][2];
+  bool outgrown = false;
+#pragma unroll
+  for (int i = 0; i < kRowTiles; ++i) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      maximum[i][r] = fmaxf(scores[i][0][2 * r], scores[i][0][2 * r + 1]);
+#pragma unroll
+      for (int j = 1; j < kKeyTiles; ++j) {
+        maximum[i][r] = fmaxf(maximum[i][r], fmaxf(scores[i][j][2 * r], scores[i][j][2 * r + 1]));
+      }
+      maximum[i][r] = quad_max(maximum[i][r]);
+      outgrown |= (maximum[i][r] - rows[i][r].reference) * kScoreToLog2 > kRescaleThreshold;
+    }
+  }
+  if (!steady || __any_sync(0xffffffffu, outgrown)) {
+    bool all = true;
+#pragma unroll
+    for (int i = 0; i < kRowTiles; ++i) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const float shrink = rows[i][r].raise_to(maximum[i][r]);
+        all = all && rows[i][r].has_offset();
+#pragma unroll
+        for (int j = 0; j < kValueTiles; ++j) {
+          output[i][j][2 * r] *= shrink;
+          output[i][j][2 * r + 1] *= shrink;
+        }
+      }
+    }
+    steady = __all_sync(0xffffffffu, all);
+    if (!steady) subtract_references(scores, rows);
+  }
+#pragma unroll
+  for (int i = 0; i < kRowTiles; ++i) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const float offset = steady ? -rows[i][r].reference * kScoreToLog2 : 0.0f;
+#pragma unroll
+      for (int j = 0; j < kKeyTiles; ++j) {
+        scores[i][j][2 * r] = exp2_approx(fmaf(scores[i][j][2 * r], kScoreToLog2, offset));
+        scores[i][j][2 * r + 1] = exp2_approx(fmaf(scores[i][j][2 * r + 1], kScoreToLog2, offset));
+        rows[i][r].sum += scores[i][j][2 * r] + scores[i][j][2 * r + 1];
+      }
+    }
+  }
+}
+
+// A warp's rows in shared memory, not yet divided by their sums, and what each is relative to: (reference, sum).
+__device__ __forceinline__ float* outputs_of_warps() { return reinterpret_cast<float*>(shared_memory); }
+__device__ __forceinline__ float2* states_of_warps() { return reinterpret_cast<float2*>(shared_memory + kStatesOffset); }
+
+// Lays this warp's share there. Rows that have seen no key are 0 whatever V holds.
+__device__ __forceinline__ void lay_share(const float (&output)[kRowTiles][kValueTiles][4], RowState (&rows)[kRowTiles][2]) {
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+#pragma unroll
+  for (int i = 0; i < kRowTiles; ++i) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int row = warp * kTileQ + i * 16 + r * 8 + lane / 4;
+      rows[i][r].sum = quad_sum(rows[i][r].sum);
+      const bool empty = rows[i][r].sum == 0.0f;
+      if (lane % 4 == 0) states_of_warps()[row] = make_float2(rows[i][r].reference, rows[i][r].sum);
+      float* share = outputs_of_warps() + row * kShareColumns + lane % 4 * 2;
+#pragma unroll
+      for (int j = 0; j < kValueTiles; ++j) {
+        const float left = output[i][j][2 * r], right = output[i][j][2 * r + 1];
+        *reinterpret_cast<float2*>(share + j * 8) = empty ? make_float2(0.0f, 0.0f) : make_float2(left, right);
+      }
+    }
+  }
+}
+
+// Adds up `count` shares of four columns of a row: of warps in shared memory, or of splits in global memory, where other
+// multiprocessors wrote them. In their order, so that the bits do not depend on who came when.
+template <bool kWarpsShares>
+__device__ __forceinline__ RowState merge_shares(float4& output, const float* outputs, const float2* states, int count) {
+  constexpr int kStep = kTileQ * (kWarpsShares ? kShareColumns : kValueDim);
+  RowState merged;
+#pragma unroll 4
+  for (int part = 0; part < count; ++part, states += kTileQ) {
+    merged.reference = fmaxf(merged.reference, (kWarpsShares ? *states : __ldcg(states)).x);
+  }
+  states -= count * kTileQ;
+  output = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+#pragma unroll 4
+  for (int part = 0; part < count; ++part, states += kTileQ, outputs += kStep) {
+    const float2 state = kWarpsShares ? *states : __ldcg(states);
+    const float4* columns = reinterpret_cast<const float4*>(outputs);
+    const float4 share = kWarpsShares ? *columns : __ldcg(columns);
+    const float weight = state.x == minus_infinity() ? 0.0f : exp2_approx((state.x - merged.reference) * kScoreToLog2);
+    output.x = fmaf(share.x, weight, output.x);
+    output.y = fmaf(share.y, weight, output.y);
+    output.z = fmaf(share.z, weight, output.z);
+    output.w = fmaf(share.w, weight, output.w);
+    merged.sum = fmaf(state.y, weight, merged.sum);
+  }
+  return merged;
+}
+
+// Where the shares of a tile's splits stand in global memory, from a split on.
+__device__ __forceinline__ float* outputs_of_split(const Work& work, int split, const DecodeArguments& arguments) {
+  return arguments.partial_outputs + (work.unit * arguments.splits + split) * (kTileQ * kValueDim);
+}
+__device__ __forceinline__ float2* states_of_split(const Work& work, int split, const DecodeArguments& arguments) {
+  return reinterpret_cast<float2*>(arguments.partial_states) + (work.unit * arguments.splits + split) * kTileQ;
+}
+
+// Writes the block's share, that of all its warps, to where the shares of all splits are merged.
+__device__ __forceinline__ void store_share(const Work& work, const DecodeArguments& arguments) {
+  float* outputs = outputs_of_split(work, work.split, arguments);
+  float2* states = states_of_split(work, work.split, arguments);
+  for (int i = threadIdx.x * 4; i < work.rows * kValueDim; i += kThreads * 4) {
+    const int row = i / kValueDim, column = i % kValueDim;
+    float4 output;
+    const RowState state =
+        merge_shares<true>(output, outputs_of_warps() + row * kShareColumns + column, states_of_warps() + row, kWarps);
+    *reinterpret_cast<float4*>(outputs + i) = output;
+    if (column == 0) states[row] = make_float2(state.reference, state.sum);
+  }
+}
+
+// Merges the shares of the tile's rows, of this block's warps or of all splits, and writes the output and the LSE.
+template <bool kWarpsShares>
+__device__ __forceinline__ void write_output(const Work& work, const DecodeArguments& arguments) {
+  constexpr int kColumns = kWarpsShares ? kShareColumns : kValueDim;
+  const int shares = kWarpsShares ? kWarps : arguments.splits;
+  const float* outputs = kWarpsShares ? outputs_of_warps() : outputs_of_split(work, 0, arguments);
+  const float2* states = kWarpsShares ? states_of_warps() : states_of_split(work, 0, arguments);
+  for (int i = threadIdx.x * 4; i < work.rows * kValueDim; i += kThreads * 4) {
+    const int row = i / kValueDim, column = i % kValueDim;
+    float4 output;
+    const RowState state =
+        merge_shares<kWarpsShares>(output, outputs + row * kColumns + column, states + row, shares);
+    const Row place = row_of(row, work, arguments);
+    const float normalise = 1.0f / state.sum;
+    const bool empty = state.sum == 0.0f;
+    const uint2 rounded = make_uint2(pack_bf16(output.x * normalise, output.y * normalise),
+                                     pack_bf16(output.z * normalise, output.w * normalise));
+    Element* o = arguments.o + work.batch * arguments.o_strides.batch + place.head * arguments.o_strides.head +
+                 place.query * arguments.o_strides.row;
+    *reinterpret_cast<uint2*>(o + column) = empty ? make_uint2(0, 0) : rounded;
+    if (column != 0 || arguments.lse == nullptr) continue;
+    const long long head = static_cast<long long>(work.batch) * arguments.heads_q + place.head;
+    const float log2_sum = state.reference * kScoreToLog2 + log2_approx(state.sum);
+    arguments.lse[head * arguments.len_q + place.query] = state.sum == 0.0f ? minus_infinity() : log2_sum * 0.69314718f;
+  }
+}
+
+// ---- The kernel -----------------------------------------------------------------------------------------------------
+
+extern "C" __global__ void __launch_bounds__(kThreads, 1)
+attention_decode_bf16_d256_causal_and_sliding_window4096_softcap50_7eada06d(const __grid_constant__ DecodeArguments arguments) {
+  const Work work = work_of_block(arguments);
+  const Position position = position_of(work, arguments);
+  const int head_kv = kv_head_of(work.head, arguments);
+  const Element* k = arguments.k + work.batch * arguments.k_strides.batch + head_kv * arguments.k_strides.head;
+  const Element* v = arguments.v + work.batch * arguments.v_strides.batch + head_kv * arguments.v_strides.head;
+
+  const unsigned q_tile = shared_address(shared_memory);
+  const unsigned stages = q_tile + kQueryBytes + threadIdx.x / 32 * kStages * kStageBytes;   // this warp's
+  const KeyTiles tiles = key_tiles_of(work, arguments);
+  const int end = first_of_split(work.split + 1, tiles.count, arguments.splits);
+  const int begin = first_of_split(work.split, tiles.count, arguments.splits) + threadIdx.x / 32;
+  const auto copy_step = [&](int turn) {   // the keys and values of this warp's turn-th step
+    const int step = begin + turn * kWarps;
+    const unsigned stage = stages + turn % kStages * kStageBytes;
+    if (step < end) {
+      copy_tile<kTileK, kHeadDim, kHeadDimPadded>(stage, k, arguments.k_strides.row, tiles.first_key(step), arguments.len_k);
+      copy_tile<kTileK, kValueDim, kValueDimPadded>(stage + kKeyBytes, v, arguments.v_strides.row, tiles.first_key(step),
+                                                    arguments.len_k);
+    }
+  };
+
+  for (int turn = 0; turn < kStages - 1; ++turn) {
+    copy_step(turn);
+    if (turn == 0) copy_queries(q_tile, work, arguments);
+    copy_async_commit();
+  }
+  float output[kRowTiles][kValueTiles][4] = {};
+  RowState rows[kRowTiles][2];
+  bool steady = false;   // whether the references of the warp's rows will do as offsets
+  copy_async_wait<kStages - 2>();
+  __syncthreads();   // Q has landed, of which each thread copied a part with its first step
+  for (int turn = 0, step = begin; step < end; ++turn, step += kWarps) {
+    const int first_key = tiles.first_key(step);
+    const unsigned stage = stages + turn % kStages * kStageBytes;
+    // This step's K and V have landed; every lane is done with those of the step before, whose stage is filled again.
+    copy_async_wait<kStages - 2>();
+    __syncwarp();
+    copy_step(turn + kStages - 1);
+    copy_async_commit();
+
+    float scores[kRowTiles][kKeyTiles][4] = {};
+    multiply_by_transpose<kHeadDimPadded>(scores, q_tile, stage);
+    modify_scores(scores, position, first_key, arguments);
+    if (!tiles.full(step)) mask_scores(scores, position, first_key, arguments);
+    if (first_key + kTileK > arguments.len_k) cut_scores(scores, position, first_key, arguments);
+    online_softmax(scores, output, rows, steady);
+
+    multiply_registers<kValueDimPadded / 8>(output, scores, stage + kKeyBytes);
+  }
+  __syncthreads();   // every warp is done with the tiles, whose place the shares take
+  lay_share(output, rows);
+  __syncthreads();
+  if (arguments.splits == 1) return write_output<true>(work, arguments);
+  store_share(work, arguments);
+  __threadfence();   // whoever sees the arrival below sees the share
+  __syncthreads();
+  const bool last = threadIdx.x == 0 && atomicInc(arguments.arrivals + work.unit, arguments.splits - 1) + 1 == arguments.splits;
+  if (!__syncthreads_or(last)) return;
+  __threadfence();   // every other block has arrived
+  write_output<false>(work, arguments);
+}

@@ -1,0 +1,102 @@
+"""What `flashgen bench decode` counts, chooses and prints; its measurements need a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+import flashgen.language as fg
+from flashgen import bench
+from flashgen.bench import decode, summary
+from flashgen.cli import bench_tables
+from flashgen.cli.app import app
+from flashgen.cli.bench import decode_size
+from flashgen.errors import ArgumentError
+
+FULL = fg.AttentionSpec(128, "bfloat16")
+SIZE = decode.DecodeSize(1, 32, 8, 131072)
+
+
+def test_bytes_are_those_of_the_keys_that_the_mask_needs() -> None:
+    row = decode.row(FULL, SIZE, "sm_90a", "", {"flashgen": 0.2, "cuDNN": 0.1, "pages of 16": 0.25})
+    assert row.bytes == 8 * 131072 * 256 * 2 and row.terabytes["flashgen"] == pytest.approx(2.684, abs=1e-3)
+    assert row.microseconds["cuDNN"] == 100 and row.ratio() == 0.5 and row.ratio("pages of 16") == 0.4
+    window = fg.AttentionSpec(128, mask=fg.sliding_window(1000, 0))
+    assert decode.keys_needed(window, SIZE) == 1001
+    assert decode.keys_needed(window, decode.DecodeSize(1, 8, 8, 5000, 4)) == 1004
+    assert decode.keys_needed(fg.AttentionSpec(128, mask=fg.document("ids")), SIZE) == 131072
+    assert decode.row(FULL, SIZE, "", "", {"flashgen": 1.0}).ratio() is None
+
+
+def test_sizes_are_read_and_shown() -> None:
+    assert decode_size("16x64:8x8192x4") == decode.DecodeSize(16, 64, 8, 8192, 4)
+    assert str(decode_size("16x64:8x8192x4")) == "16, 64:8, 8192, 4 queries" and str(SIZE) == "1, 32:8, 131072"
+    for text in ("16", "1x32x8", "0x32:8x10", "1x32:5x10", "1x32:8x-3"):
+        with pytest.raises(ArgumentError, match=r"--sizes .* must be batch x heads:heads_kv x keys"):
+            decode_size(text)
+
+
+def test_what_rows_come_to() -> None:
+    rows = [
+        decode.row(FULL, size, "sm_90a", "", {"flashgen": 1.0, "cuDNN": peer, "FA2": 9.0, "pages of 16": 1.25})
+        for size, peer in zip(decode.SIZES[:2], (1.1, 0.8), strict=True)
+    ]
+    said = summary.decode(rows)
+    assert said[0].startswith("beside the best peer: 1 of 2 sizes at 1.00 times or more (below: ")
+    assert said[1].startswith("pages of 16: beside contiguous keys: 0 of 2 sizes at 0.95 times or more")
+    cells = bench_tables.cells(bench_tables.decode(["flashgen", "FlashInfer"]), rows[0])
+    assert cells[1:] == ["1, 32:8, 131072", "0.54", "-", "1000.0", "-", "1.10"]
+
+
+def test_pages_are_another_spec() -> None:
+    spec = fg.AttentionSpec(64, "bfloat16", mask=fg.causal(), score=fg.softcap(20))
+    kept = decode.with_cache(spec, 16, "int8")
+    assert (kept.page_size, kept.kv_dtype) == (16, "int8") and decode.with_cache(kept) == spec
+    row = decode.row(kept, SIZE, "", "", {"flashgen": 0.1, "16 bits": 0.1, "cuDNN": 0.1})
+    assert row.bytes == 8 * 131072 * 128 and row.terabytes["16 bits"] == 2 * row.terabytes["flashgen"]
+    assert row.terabytes["cuDNN"] == row.terabytes["16 bits"]
+
+
+def test_the_command_hands_its_choices_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    asked: list[Any] = []
+
+    def decode_rows(*choices: Any) -> Iterator[decode.DecodeRow]:
+        asked.append(choices)
+        yield decode.row(FULL, SIZE, "sm_90a", "", {"flashgen": 0.2, "cuDNN": 0.1})
+
+    monkeypatch.setattr(bench, "decode_rows", decode_rows)
+    monkeypatch.setattr(bench, "environment", lambda: {"gpu": "none"})
+    monkeypatch.setattr("flashgen.cli.bench.require_gpu", lambda: None)
+    output = ["--output", str(tmp_path / "decode.json")]
+    options = ["--sizes", "1x32:8x131072", "--pages", "16,64", "--peers", "cuDNN"]
+    done = CliRunner().invoke(app, ["bench", "decode", "causal()", *options, *output])
+    assert done.exit_code == 0, done.output
+    ((specs, sizes, peers, pages, target),) = asked
+    assert [spec.head_dim for spec in specs] == [128] and specs[0].dtype == "bfloat16"
+    assert (sizes, peers, pages, target) == ([SIZE], ["cuDNN"], [16, 64], None)
+    assert "1, 32:8, 131072" in done.output and (tmp_path / "decode.json").is_file()
+    refused = CliRunner().invoke(app, ["bench", "decode", "document('ids')", *output])
+    assert refused.exit_code == 2 and "captures 'ids'" in refused.output
+    refused = CliRunner().invoke(app, ["bench", "decode", "--page-size", "16", *output])
+    assert refused.exit_code == 2 and "by --pages" in refused.output
+
+
+@pytest.mark.gpu
+@pytest.mark.quick
+def test_a_size_is_measured_beside_pages() -> None:
+    (row,) = bench.decode_rows([FULL], [decode.DecodeSize(2, 8, 2, 1024)], [], [16])
+    assert row.microseconds.keys() == {"flashgen", "pages of 16"} and "DecodePlan" in row.plan
+
+
+@pytest.mark.gpu
+@pytest.mark.quick
+@pytest.mark.parametrize("kind", ["float8_e4m3fn", "int8"])
+def test_eight_bits_are_measured_beside_16(kind: str) -> None:
+    pytest.importorskip("torch")
+    spec = fg.AttentionSpec(128, "bfloat16", kv_dtype=kind)
+    (row,) = bench.decode_rows([spec], [decode.DecodeSize(2, 8, 2, 1024)], [], [16])
+    assert row.microseconds.keys() == {"flashgen", "16 bits", "pages of 16"}

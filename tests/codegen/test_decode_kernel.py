@@ -1,0 +1,254 @@
+"""The decode kernel: its plans, into how many parts it splits keys, its text, and what the assembler makes of it."""
+
+from __future__ import annotations
+
+import re
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+import flashgen.language as fg
+from flashgen.build import nvrtc
+from flashgen.codegen.families import forward_stages
+from flashgen.codegen.mma_sync.decode_plans import DecodePlan, choose_decode_plan, decode_plan_for, decode_plans
+from flashgen.codegen.mma_sync.splits import MOST_SPLITS, choose_splits
+from flashgen.codegen.rendered_kernel import RenderedKernel
+from flashgen.codegen.sizes import Sizes
+from flashgen.codegen.stages import kernels_of
+from flashgen.codegen.targets import TARGETS, target_named
+from flashgen.codegen.workload import Workload
+from flashgen.errors import SpecError, UnsupportedError
+from flashgen.language import AttentionSpec
+from flashgen.verify import variants
+from flashgen.verify.variants import spec_of
+
+sys.path.insert(0, str(Path(__file__).parent))
+from emitted_text import all_called, all_used, functions_fit, members_read, tidy, unconditional
+
+SM_90A = target_named("sm_90a")
+FULL, CAUSAL = AttentionSpec(128, "bfloat16"), AttentionSpec(128, "bfloat16", mask=fg.causal())
+WINDOW, LISTED = replace(CAUSAL, mask=fg.sliding_window(1024, 0)), replace(CAUSAL, mask=fg.document("ids"))
+COMPILED_FOR = ("sm_75", "sm_80", "sm_86", "sm_90a", "sm_100", "sm_120")
+needs_nvrtc = pytest.mark.skipif(not nvrtc.is_available(), reason="needs CuPy and NVRTC: pip install '.[cuda13]'")
+
+
+def sizes(batch: int, heads_q: int, heads_kv: int, len_q: int, len_k: int) -> Sizes:
+    """A call on a GPU of 132 multiprocessors."""
+    return Sizes(batch, heads_q, heads_kv, len_q, len_k, multiprocessors=132)
+
+
+# ---- plans
+
+
+@pytest.mark.parametrize("name", TARGETS)
+@pytest.mark.parametrize("dim", [8, 40, 64, 96, 128, 192, 256])
+def test_every_target_has_a_plan_that_fits(name: str, dim: int) -> None:
+    target = TARGETS[name]
+    for dropout in (0.0, 0.1):
+        spec = AttentionSpec(dim, dropout=dropout)
+        if (dim, name, dropout) == (256, "sm_75", 0.1):
+            with pytest.raises(UnsupportedError, match="a block of sm_75 has 65536: take fewer warps"):
+                decode_plans(spec, target)
+            assert decode_plan_for(spec, target, Workload(1, 4096, 8, 40)) is None, "the forward does it"
+            continue
+        for plan in decode_plans(spec, target):
+            assert plan.problem(spec, target) is None
+            assert plan.blocks * (plan.shared_bytes(spec) + 1024) <= target.shared_per_multiprocessor
+
+
+def test_enough_is_on_its_way_to_a_multiprocessor_of_an_h200() -> None:
+    """40 KB hide a microsecond at the rate of its memory."""
+    for dim in (64, 96, 128, 192, 256):
+        spec = AttentionSpec(dim)
+        plan = choose_decode_plan(spec, SM_90A)
+        assert plan.blocks * plan.warps * (plan.stages - 1) * plan.tile_k * 4 * dim >= 64 * 1024, plan
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"tile_q": 8}, "multiple of 16"),
+        ({"tile_k": 24}, "multiple of 16, of 32 with dropout"),
+        ({"stages": 1}, "stages=1 must be 2 or more"),
+        ({"warps": 33}, "at most 32"),
+        ({"warps": 16}, "take fewer warps, keys or stages"),
+    ],
+    ids=str,
+)
+def test_plans_that_cannot_be(change: dict[str, int], said: str) -> None:
+    plan = replace(DecodePlan(16, 16, 4, 4), **change)
+    with pytest.raises(UnsupportedError, match=said):
+        forward_stages(CAUSAL, SM_90A, plan)
+
+
+def test_rows_of_a_tile() -> None:
+    assert [plan.tile_q for plan in decode_plans(CAUSAL, SM_90A)] == [16, 32]
+    assert [plan.tile_q for plan in decode_plans(AttentionSpec(256), SM_90A)] == [16], "no registers for more"
+    assert [plan.tile_q for plan in decode_plans(LISTED, SM_90A)] == [16], "lists know no heads of k"
+
+
+def chosen(spec: AttentionSpec, batch: int, heads: int, heads_kv: int, len_q: int, len_k: int) -> DecodePlan | None:
+    return decode_plan_for(spec, SM_90A, Workload(len_q, len_k, batch * heads, 132, heads // heads_kv))
+
+
+def test_which_calls_decode() -> None:
+    for batch in (1, 4, 64):
+        assert chosen(CAUSAL, batch, 32, 8, 1, 131072) == choose_decode_plan(CAUSAL, SM_90A)
+        assert chosen(CAUSAL, batch, 64, 8, 4, 8192) == choose_decode_plan(CAUSAL, SM_90A, 32)
+        assert chosen(CAUSAL, batch, 32, 32, 16, 1024) == choose_decode_plan(CAUSAL, SM_90A)
+        assert chosen(CAUSAL, batch, 32, 8, 1, 255) is None, "a step or two"
+        assert chosen(CAUSAL, batch, 32, 8, 512, 8192) is None, "many queries"
+        assert chosen(LISTED, batch, 32, 8, 16, 8192) and not chosen(LISTED, batch, 32, 8, 17, 8192)
+    assert chosen(CAUSAL, 1, 64, 8, 16, 8192), "8 tiles of 128 rows would leave 124 multiprocessors idle"
+    assert chosen(CAUSAL, 16, 64, 8, 16, 8192) is None
+
+
+# ---- splits
+
+
+def splits(spec: AttentionSpec, *call: int, rows: int = 16) -> int:
+    return choose_splits(spec, choose_decode_plan(spec, SM_90A, rows), sizes(*call))
+
+
+def test_splits_fill_the_card_once() -> None:
+    """132 multiprocessors have places for 264 blocks."""
+    assert splits(FULL, 1, 32, 8, 1, 131072) == 33
+    assert splits(FULL, 4, 32, 8, 1, 32768) == 8
+    assert splits(FULL, 16, 32, 8, 1, 8192) == 2
+    assert splits(FULL, 16, 64, 8, 4, 8192, rows=32) == 2
+    assert splits(FULL, 64, 32, 8, 1, 8192) == 1
+    assert splits(FULL, 1, 32, 8, 1, 1024) == 16, "a step for each block"
+
+
+def test_a_window_is_split_by_the_keys_that_it_needs() -> None:
+    assert splits(WINDOW, 1, 32, 8, 1, 131072) <= 17 < splits(FULL, 1, 32, 8, 1, 131072)
+
+
+def test_splits_are_within_bounds_for_every_size() -> None:
+    for call in ((1, 1, 1, 1, 10**9), (65535, 8, 1, 1, 1), (1, 1, 1, 0, 5), (1, 1, 1, 5, 0), (0, 8, 8, 1, 5)):
+        assert 1 <= splits(FULL, *call) <= MOST_SPLITS
+
+
+def test_the_multiprocessors_decide_and_not_how_many_splits_there_were() -> None:
+    plan = choose_decode_plan(FULL, SM_90A)
+    few = replace(sizes(1, 32, 8, 1, 131072), multiprocessors=4)
+    assert choose_splits(FULL, plan, few) == 1 == choose_splits(FULL, plan, replace(few, splits=7))
+
+
+# ---- the text
+
+
+def emitted() -> list[RenderedKernel]:
+    """Every variant of `flashgen verify`, for a GPU with asynchronous copies and for one without."""
+    rendered = []
+    for number, variant in enumerate(variants()):
+        for target in (TARGETS["sm_80"], TARGETS["sm_75"]):
+            spec = spec_of(variant, (64, 128, 40)[number % 3], "float16", ("bhsd", "bshd")[number % 2])
+            kernels = kernels_of(spec, target, ("decode",))
+            rendered += [kernel for part, kernel in kernels.items() if "lists" not in part]
+    return rendered
+
+
+KERNELS = emitted()
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
+def test_the_text_is_as_that_of_all_kernels(kernel: RenderedKernel) -> None:
+    tidy(kernel.source)
+    functions_fit(kernel, longest_file=480)
+    unconditional(kernel.source)
+    all_used(kernel)
+    all_called(kernel)
+    members_read(kernel)
+
+
+def test_names_are_unique() -> None:
+    assert len({kernel.name for kernel in KERNELS}) == len(KERNELS)
+
+
+@pytest.mark.parametrize("spec", [CAUSAL, LISTED], ids=lambda spec: spec.name)
+def test_shares_are_seen_before_arrivals_and_arrivals_before_shares_are_read(spec: AttentionSpec) -> None:
+    """What orders blocks behind barriers, no sanitizer sees."""
+    source = kernels_of(spec, SM_90A, ("decode",))["decode"].source
+    body = re.sub(r"//[^\n]*", "", source[source.rindex("lay_share(output, rows);") :])
+    order = r"store_share\(.*__threadfence\(\);\s+__syncthreads\(\);\s.*threadIdx\.x == 0 && atomicInc\(.*"
+    order += r"if \(!__syncthreads_or\(last\)\) return;\s+__threadfence\(\);\s+write_output<false>"
+    assert re.search(order, body, re.DOTALL) and source.count("__ldcg(") == 3
+
+
+def test_parts_of_a_pass_and_their_commands() -> None:
+    assert list(kernels_of(CAUSAL, SM_90A, ("decode",))) == ["decode", "decode_rows32"]
+    listed = kernels_of(LISTED, SM_90A, ("forward", "decode"), apart=True)
+    assert list(listed) == ["lists", "forward", "decode_lists", "decode"]
+    assert len({kernel.name for kernel in listed.values()}) == 4
+    for part, kernel in kernels_of(CAUSAL, SM_90A, ("decode",)).items():
+        option = "" if part == "decode" else f" --kernel {part}"
+        assert f"//   flashgen show --pass decode{option} --target sm_90a '" in kernel.source
+    with pytest.raises(SpecError, match="choose from forward, decode, backward"):
+        kernels_of(CAUSAL, SM_90A, ("decoding",))  # type: ignore[arg-type]
+
+
+# ---- the assembler
+
+
+def assert_no_spills(spec: AttentionSpec, name: str) -> None:
+    for part, kernel in kernels_of(spec, TARGETS[name], ("decode",)).items():
+        if "lists" in part:
+            continue
+        used = nvrtc.compile(kernel.source, kernel.target.architecture, kernel.name).resources
+        assert used.spill_stores == used.spill_loads == 0, f"{kernel.name} for {name}: {used}"
+        assert used.registers * kernel.threads * kernel.plan.blocks <= 65536, f"{kernel.name} for {name}: {used}"
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("target", COMPILED_FOR)
+def test_the_common_ones_compile_without_spills_everywhere(target: str) -> None:
+    dtype = "float16" if target == "sm_75" else "bfloat16"
+    for dim in (64, 128):
+        assert_no_spills(AttentionSpec(dim, dtype, mask=fg.causal()), target)
+
+
+VARIANTS = variants()
+
+
+@needs_nvrtc
+@pytest.mark.slow
+@pytest.mark.rotated(3)
+@pytest.mark.parametrize("number", range(len(VARIANTS)), ids=lambda number: f"{VARIANTS[number].mask}-{number}")
+def test_every_variant_compiles_without_spills(number: int) -> None:
+    for turn, dim in enumerate((64, 96, 128, 40)):
+        target = COMPILED_FOR[(number + turn) % len(COMPILED_FOR)]
+        dtype = "float16" if target == "sm_75" or number % 2 else "bfloat16"
+        assert_no_spills(spec_of(VARIANTS[number], dim, dtype), target)
+
+
+# ---- pages
+
+
+@pytest.mark.parametrize("page_size", [1, 16, 64])
+def test_the_text_over_pages_is_as_that_of_all_kernels(page_size: int) -> None:
+    for spec in (
+        AttentionSpec(64, mask=fg.causal(), page_size=page_size),
+        AttentionSpec(40, value_dim=96, mask=fg.document("ids"), score=fg.alibi("slopes"), page_size=page_size),
+    ):
+        for kernel in kernels_of(spec, TARGETS["sm_80"], ("decode",)).values():
+            tidy(kernel.source)
+            functions_fit(kernel, longest_file=480)
+            unconditional(kernel.source)
+            all_used(kernel)
+            all_called(kernel)
+            read = kernel.source.replace("given.", "arguments.")
+            members_read(replace(kernel, source=read))
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("page_size", [1, 16, 256])
+def test_pages_take_no_memory_of_a_thread(page_size: int) -> None:
+    """The arguments with the sequence's own length are no copy in local memory."""
+    for name in ("sm_80", "sm_90a"):
+        spec = AttentionSpec(128, "bfloat16", mask=fg.causal(), score=fg.alibi("slopes"), page_size=page_size)
+        for kernel in kernels_of(spec, TARGETS[name], ("decode",)).values():
+            used = nvrtc.compile(kernel.source, kernel.target.architecture, kernel.name).resources
+            assert used.spill_stores == used.spill_loads == used.stack_frame == 0, f"{kernel.name} for {name}: {used}"
