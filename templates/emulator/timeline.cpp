@@ -12,6 +12,8 @@ static bool joins(const TimelineEvent& last, const TimelineEvent& next) {
   return adds_up && last.did == next.did && next.line - last.line + 1 <= 2 && last.exponentials == next.exponentials;
 }
 
+void count_exponential() { ++running_thread().exponentials; }
+
 void record(Did did, Site site, u32 object, u32 phase, u32 amount, bool of_any_lane) {
   Thread& self = running_thread();
   LaunchRequest& request = *self.block->request;

@@ -166,7 +166,7 @@ def test_blocks_take_tiles_by_a_counter_where_there_are_more_tiles_than_blocks()
 def test_a_launch_leaves_its_counter_as_it_found_it(mask: Any, order: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """So that launches of several threads on one stream need nothing between them that others might come between."""
     counter = np.zeros(1, np.uint32)
-    monkeypatch.setattr(Emulator, "counter", lambda engine, place: counter)
+    monkeypatch.setattr(Emulator, "counter", lambda engine, place, count: counter)
     for shape in (Shape(500, 500, 2, 3, 3), Shape(130, 70, 1, 4, 2)):
         assert_right(fg.AttentionSpec(64, mask=mask), shape, plan=PLANS[0], schedule=Schedule(order, "random", seed=2))
         assert counter == 0

@@ -93,8 +93,8 @@ class ByAddress(Emulator):
     def workspace(self, memory: Mapping[str, Memory], library: Library, device: int) -> Block:
         return HostBlock(memory, self.known)
 
-    def counter(self, place: Place) -> Any:
-        counter = super().counter(place)
+    def counter(self, place: Place, count: int) -> Any:
+        counter = super().counter(place, count)
         self.known[counter.ctypes.data] = counter
         return counter.ctypes.data
 
