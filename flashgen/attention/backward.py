@@ -17,6 +17,7 @@ from flashgen.attention.gradients import (
     differentiated,
     gradient_argument,
     gradient_shape,
+    gradient_strides,
 )
 from flashgen.attention.outputs import check_lse, output_strides
 from flashgen.attention.problem import Bounds, Problem, problem_of
@@ -121,12 +122,15 @@ class BackwardPass(Pass[_Prepared]):
         captured = {capture.name: views[member] for capture, member in self._arrays}
         for capture, _ in self._arrays:
             check_array(spec, capture, captured[capture.name], problem)
+        made = {name: gradient_strides(spec, problem, name, views) for name in ROWS}
         names = (*ROWS, *self._owners)
         given = {name: views[gradient_argument(name)] for name in names if gradient_argument(name) in views}
         check_gradients(spec, given, captured, problem)
         memory = self._gradient_memory(problem, captured)
         kinds = {name: libraries[self._owners.get(name, "q")] for name in memory}
-        makers = {name: kinds[name].maker(each.shape, each.dtype, device) for name, each in memory.items()}
+        makers = {
+            name: kinds[name].maker(each.shape, each.dtype, device, made.get(name)) for name, each in memory.items()
+        }
         zeroed = tuple(name for name, each in memory.items() if each.zeroed)
         of_jax = tuple(name for name, kind in kinds.items() if kind is JAX)
         sharing = self._sharing(views, [gradient_argument(name) for name in given])

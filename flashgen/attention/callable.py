@@ -317,7 +317,8 @@ class Attention:
 
         Returns:
             The output, (batch, heads_q, len_q, value_dim) in the spec's layout, of q's kind; with return_lse a pair
-            with the LSE, float32 (batch, heads_q, len_q). Rows with nothing to attend to are 0, their LSE -inf, or that
+            with the LSE, float32 (batch, heads_q, len_q). In memory it has no gaps, and its heads and rows nest as
+            q's do, so that a model's swapped views are joined again without a copy. Rows with nothing to attend to are 0, their LSE -inf, or that
             of the sink alone where the spec has one, whatever k and v hold. Where the mask forbids a key, k may hold
             anything, and v any finite numbers: its rows are multiplied by 0 where a tile has keys that count, and
             0 * NaN is NaN, as in every attention that masks scores. Set v to 0 in padding that may hold garbage.
@@ -408,7 +409,8 @@ class Attention:
 
         Returns:
             Gradients (dq, dk, dv, one of each capture declared with grad=True): of the shapes and dtypes of what they
-            are gradients of, dq, dk and dv of q's kind, the others of their captures' kind. What attends to nothing,
+            are gradients of, dq, dk and dv of q's kind, in memory nested as q, k and v; the others of their captures'
+            kind. What attends to nothing,
             and what nothing attends to, has gradients of 0; that dq is 0 whatever k and v hold. Otherwise q, k, v and
             d_out must be finite, also where the mask forbids them: 0 * NaN is NaN. Beyond an LSE of 3000 or so its own
             rounding shows: P is 1 where it differs from that by no more.

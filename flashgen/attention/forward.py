@@ -12,7 +12,7 @@ from flashgen.attention.call import Call
 from flashgen.attention.call_pass import Makers, Pass, common_device
 from flashgen.attention.captures import check_array
 from flashgen.attention.kernel_choice import BuiltForward, KernelChoice, splits_of
-from flashgen.attention.outputs import check_outputs
+from flashgen.attention.outputs import check_outputs, made_strides
 from flashgen.attention.problem import Bounds, Problem, check_table, problem_of
 from flashgen.attention.sharing import Sharing
 from flashgen.attention.stages import NO_LISTS, PreparedStages
@@ -103,6 +103,7 @@ class ForwardPass(Pass[_Prepared]):
     ) -> _Prepared:
         device, library = common_device(views), libraries["q"]
         problem = problem_of(self.spec, views, self.engine.multiprocessors(device), bounds)
+        made = made_strides(self.spec, problem, "o", problem.output_shape(self.spec), views["q"])
         check_outputs(self.spec, views, problem)
         if self.spec.page_size:
             check_table(views)
@@ -117,7 +118,7 @@ class ForwardPass(Pass[_Prepared]):
         stages = None if problem.is_empty else built.stages.prepare(problem, captured, library, device)
         lists = built.lister.prepare(problem, captured, library, device) if built.lister else None
         makers = {
-            "o": library.maker(problem.output_shape(self.spec), self.spec.dtype, device),
+            "o": library.maker(problem.output_shape(self.spec), self.spec.dtype, device, made),
             "lse": library.maker(problem.lse_shape, "float32", device),
         }
         return _Prepared(problem, library, makers, device, built, stages, lists, self._sharing(views, _RESULTS))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from flashgen.attention.outputs import check_apart, check_contiguous, check_kind, check_writable
+from flashgen.attention.outputs import check_apart, check_contiguous, check_kind, check_writable, made_strides
 from flashgen.attention.problem import Problem, in_layout, row_strides
 from flashgen.errors import ArgumentError
 from flashgen.language.operations import Capture
@@ -82,6 +82,11 @@ def gradient_shape(spec: AttentionSpec, problem: Problem, name: str) -> tuple[in
     """The shape of dq, dk or dv in the spec's layout."""
     heads, length = (problem.heads_q, problem.rows_q) if name == "dq" else (problem.heads_kv, problem.rows_k)
     return in_layout((problem.batch, heads, length, spec.value_dim if name == "dv" else spec.head_dim), spec.layout)
+
+
+def gradient_strides(spec: AttentionSpec, problem: Problem, name: str, views: Mapping[str, View]) -> tuple[int, ...]:
+    """Strides of dq, dk or dv that a call makes, as those of q, k or v nest; they join the problem's."""
+    return made_strides(spec, problem, name, gradient_shape(spec, problem, name), views[name[1:]])
 
 
 def check_gradients(

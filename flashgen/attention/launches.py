@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from flashgen.attention.gradients import ROWS, gradient_shape
-from flashgen.attention.problem import INT32_MAX, Problem, of_layout
+from flashgen.attention.problem import INT32_MAX, Problem
 from flashgen.codegen.arguments import ArgumentLayout, member_name
 from flashgen.codegen.rendered_kernel import RenderedKernel
 from flashgen.codegen.stages import Kernels, struct_values
@@ -15,7 +14,7 @@ from flashgen.launch.argument_writer import ArgumentWriter, Value
 from flashgen.launch.engines import Launch
 from flashgen.launch.memory import Memory
 from flashgen.launch.tensor_map_writer import TensorMapWriter, map_shapes
-from flashgen.runtime.arrays import View, byte_strides, contiguous_strides
+from flashgen.runtime.arrays import View, byte_strides
 
 _MOST_TILES = 2**30 - 1  # so that a step past the last is a number, too
 
@@ -39,8 +38,7 @@ def launch_of(
     if tiles > _MOST_TILES:
         heads = problem.batch * problem.heads_q
         raise ArgumentError(f"{heads} heads in all of {problem.len_q} queries are too many tiles; split the batch")
-    strides = _strides(spec, problem)
-    values = {f"{name}_strides": each for name, each in strides.items()} | sizes
+    values = {f"{name}_strides": each for name, each in problem.strides.items()} | sizes
     values |= capture_values(kernel.layout, spec, captured)
     if spec.kv_dtype:
         values |= dict(zip(("k_scales", "v_scales"), problem.scales, strict=True))
@@ -50,7 +48,7 @@ def launch_of(
     if not kernel.boxes:
         return Launch(kernel.grid(problem), ArgumentWriter(kernel.layout, values), counts)
     empty = () if problem.rows_k else ("k", "v")
-    shapes = map_shapes(spec, kernel, problem, strides)
+    shapes = map_shapes(spec, kernel, problem, problem.strides)
     return Launch(kernel.grid(problem), TensorMapWriter(kernel.layout, values, shapes, empty), counts)
 
 
@@ -61,13 +59,6 @@ def _check_packing(kernel: RenderedKernel, problem: Problem) -> None:
             f"q has {problem.heads_per_kv} heads for each head of k and v, no multiple of the {packed} that the plan "
             f"packs: {kernel.plan}; compile without a plan, or with another packed_heads"
         )
-
-
-def _strides(spec: AttentionSpec, problem: Problem) -> dict[str, tuple[int, int, int]]:
-    """Of all arrays of rows: those that a call makes are contiguous."""
-    made = {"o": problem.output_shape(spec)} | {name: gradient_shape(spec, problem, name) for name in ROWS}
-    contiguous = {name: of_layout(contiguous_strides(shape), spec.layout)[:3] for name, shape in made.items()}
-    return contiguous | problem.strides
 
 
 def capture_values(layout: ArgumentLayout, spec: AttentionSpec, arrays: Mapping[str, View]) -> dict[str, Value]:

@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from flashgen.attention.problem import Problem, check_aligned, row_strides
+from flashgen.attention.problem import Problem, check_aligned, of_layout, row_strides
 from flashgen.errors import ArgumentError
 from flashgen.language.spec import AttentionSpec
-from flashgen.runtime.arrays import JAX, View, contiguous_strides, library_of
+from flashgen.runtime.arrays import JAX, View, contiguous_strides, library_of, strides_like
 
 
 def given_outputs(out: Any, return_lse: bool) -> dict[str, Any]:
@@ -31,6 +31,15 @@ def check_writable(argument: str, array: Any) -> None:
     immutable = not array.flags.writeable if isinstance(array, np.ndarray) else library_of(array, argument) is JAX
     if immutable:
         raise ArgumentError(f"{argument} is read-only; give an array that may be written to")
+
+
+def made_strides(
+    spec: AttentionSpec, problem: Problem, name: str, shape: tuple[int, ...], like: View
+) -> tuple[int, ...]:
+    """Strides of an array of rows that a call makes, nested as those of what it is like; they join the problem's."""
+    strides = strides_like(shape, like.strides)
+    problem.strides[name] = of_layout(strides, spec.layout)[:3]
+    return strides
 
 
 def check_outputs(spec: AttentionSpec, views: Mapping[str, View], problem: Problem) -> None:

@@ -158,7 +158,8 @@ class Gpu:
     def fetch(self, array: Any, into: Any = None) -> Any:
         """An array of CuPy as one of NumPy: a new one, or `into`, written over; one on the GPU was written to there."""
         if into is None:
-            return gpu.cupy().asnumpy(array)
+            nested = array.ndim == 4 and not array.flags.c_contiguous  # as `strides_like` has them
+            return gpu.cupy().asnumpy(array.swapaxes(1, 2)).swapaxes(1, 2) if nested else gpu.cupy().asnumpy(array)
         if isinstance(into, np.ndarray):
             into[...] = gpu.cupy().asnumpy(array)
         return into

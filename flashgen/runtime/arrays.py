@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from operator import attrgetter, methodcaller
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -30,13 +30,22 @@ class View:
     owner: Any  # keeps the memory alive
 
 
+class Maker(Protocol):
+    """What `Library.maker` is."""
+
+    def __call__(
+        self, shape: tuple[int, ...], dtype: str, device: int, strides: tuple[int, ...] | None = None, /
+    ) -> Callable[[], Any]: ...
+
+
 @dataclass(frozen=True, slots=True)
 class Library:
     """An array library: how to look at its arrays, make one like another, and find the stream that uses them.
 
     `look` is the quick look at each array of every call: (a hashable value that two arrays share only if they agree in
     library, shape, strides, dtype and device; the address). `view` is the thorough one, with errors that name the
-    array. `maker` is of (shape, dtype, device): what makes such an array, C-contiguous, whenever it is called.
+    array. `maker` is of (shape, dtype, device, strides): what makes such an array whenever it is called, C-contiguous
+    or of strides that `strides_like` gave.
     `pools_for_graphs` says whether what is made while a stream is captured is the graph's as long as that lives.
     """
 
@@ -44,7 +53,7 @@ class Library:
     pointer: Callable[[Any], int]
     look: Callable[[Any], tuple[Any, int]]
     view: Callable[[Any, str], View]
-    maker: Callable[[tuple[int, ...], str, int], Callable[[], Any]]
+    maker: Maker
     stream: Callable[[Any], int]
     pools_for_graphs: bool
 
@@ -112,23 +121,57 @@ def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(reversed(strides))
 
 
+def are_nested(strides: tuple[int, ...]) -> bool:
+    """Whether the second of four axes lies inside of the third: swapped, as what a model splits into heads has them."""
+    return len(strides) == 4 and 0 < strides[1] < strides[2]
+
+
+def strides_like(shape: tuple[int, ...], like: tuple[int, ...]) -> tuple[int, ...]:
+    """Strides in elements of an array without gaps whose second and third axis nest as those of strides `like` do.
+
+    A model splits one product into q, k and v and swaps heads and rows; an output in that order is joined again without
+    a copy.
+    """
+    if not are_nested(like):
+        return contiguous_strides(shape)
+    outer, third, second, inner = contiguous_strides((shape[0], shape[2], shape[1], shape[3]))
+    return outer, second, third, inner
+
+
 def byte_strides(view: View) -> tuple[int, ...]:
     """Strides in bytes; 0 for an axis of one element, which is read at index 0 only."""
     itemsize = numpy_dtype(view.dtype).itemsize
     return tuple(0 if size == 1 else stride * itemsize for size, stride in zip(view.shape, view.strides, strict=True))
 
 
-def _maker_of_numpy(shape: tuple[int, ...], dtype: str, _device: int) -> Callable[[], Any]:
-    return lambda: np.empty(shape, numpy_dtype(dtype))
+def _empty(
+    empty: Callable[..., Any], shape: tuple[int, ...], dtype: str, strides: tuple[int, ...] | None
+) -> Callable[[], Any]:
+    """What makes arrays by a function of a shape and a dtype."""
+    element = numpy_dtype(dtype)
+    if strides is None or strides == contiguous_strides(shape):
+        return partial(empty, shape, element)
+    nested = (shape[0], shape[2], shape[1], shape[3])
+    return lambda: empty(nested, element).swapaxes(1, 2)
 
 
-def _maker_of_cupy(shape: tuple[int, ...], dtype: str, _device: int) -> Callable[[], Any]:
-    return partial(_cupy().empty, shape, numpy_dtype(dtype))  # on the current device, which is the call's
+def _maker_of_numpy(
+    shape: tuple[int, ...], dtype: str, _device: int, strides: tuple[int, ...] | None = None
+) -> Callable[[], Any]:
+    return _empty(np.empty, shape, dtype, strides)
 
 
-def _maker_on_legacy_stream(shape: tuple[int, ...], dtype: str, device: int) -> Callable[[], Any]:
+def _maker_of_cupy(
+    shape: tuple[int, ...], dtype: str, _device: int, strides: tuple[int, ...] | None = None
+) -> Callable[[], Any]:
+    return _empty(_cupy().empty, shape, dtype, strides)  # on the current device, which is the call's
+
+
+def _maker_on_legacy_stream(
+    shape: tuple[int, ...], dtype: str, device: int, strides: tuple[int, ...] | None = None
+) -> Callable[[], Any]:
     """CuPy reuses memory in the order of the stream that was current when it was taken."""
-    make = _maker_of_cupy(shape, dtype, device)
+    make = _maker_of_cupy(shape, dtype, device, strides)
 
     def make_there() -> Any:
         with _cupy().cuda.Stream.null:
@@ -148,7 +191,10 @@ class _MemoryOfGraph:
         self._free(self.pointer, self._stream)
 
 
-def _maker_of_graph(stream: int, shape: tuple[int, ...], dtype: str, device: int) -> Callable[[], Any]:
+def _maker_of_graph(
+    stream: int, shape: tuple[int, ...], dtype: str, device: int, _strides: tuple[int, ...] | None = None
+) -> Callable[[], Any]:
+    """Of what only launches use, which is C-contiguous."""
     cuda, size = _cupy().cuda, max(math.prod(shape), 1) * numpy_dtype(dtype).itemsize
 
     def make() -> Any:
@@ -159,7 +205,9 @@ def _maker_of_graph(stream: int, shape: tuple[int, ...], dtype: str, device: int
     return make
 
 
-def _maker_of_torch(shape: tuple[int, ...], dtype: str, device: int) -> Callable[[], Any]:
+def _maker_of_torch(
+    shape: tuple[int, ...], dtype: str, device: int, strides: tuple[int, ...] | None = None
+) -> Callable[[], Any]:
     """By `empty_strided`, with which torch is quicker than with `empty`.
 
     It is quicker still without a dispatch, on the current device, which is the call's: as compiled graphs make their
@@ -167,7 +215,7 @@ def _maker_of_torch(shape: tuple[int, ...], dtype: str, device: int) -> Callable
     """
     import torch
 
-    strides, element = contiguous_strides(shape), getattr(torch, dtype)
+    strides, element = strides or contiguous_strides(shape), getattr(torch, dtype)
     quick = getattr(getattr(getattr(torch._C, "_dynamo", None), "guards", None), "_empty_strided_cuda", None)
     if quick is not None:
         return partial(quick, shape, strides, element)

@@ -18,6 +18,7 @@ from flashgen.torch.table import Registered, of_key, outside_of_graphs
 from flashgen.torch.tensors import (
     Tensor,
     check_call,
+    empty_like,
     in_rows,
     named_captures,
     output_shapes,
@@ -112,7 +113,7 @@ def _(q: Tensor, k: Tensor, v: Tensor, captures: Any, key: str, integers: Any, f
     entry = of_key(key)
     check_call(entry, q, k, v, captures, seed)
     out, lse = output_shapes(entry.spec, q)
-    return q.new_empty(out), q.new_empty(lse, dtype=torch.float32)
+    return empty_like(q, out), q.new_empty(lse, dtype=torch.float32)
 
 
 @_operator
@@ -178,7 +179,8 @@ def _(
 ) -> list[Tensor]:  # fmt: skip
     entry = of_key(key)
     learned = [tensor for capture, tensor in zip(entry.arrays, captures, strict=True) if capture.grad]
-    return [tensor.new_empty(tensor.shape) for tensor in (q, k, v, *learned)]
+    rows = [empty_like(tensor, tensor.shape) for tensor in (q, k, v)]
+    return rows + [tensor.new_empty(tensor.shape) for tensor in learned]
 
 
 def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:

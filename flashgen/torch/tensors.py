@@ -12,6 +12,7 @@ from flashgen.attention.problem import checked_sizes, in_layout
 from flashgen.errors import ArgumentError
 from flashgen.language.bound import BoundArray
 from flashgen.language.spec import AttentionSpec
+from flashgen.runtime.arrays import are_nested
 from flashgen.torch.table import CaptureInfo, Registered
 
 _ROW_BYTES = 16
@@ -74,8 +75,15 @@ def check_device(entry: Registered, name: str, tensor: Tensor, q: Tensor) -> Non
         raise ArgumentError(f"{name} is on {tensor.device}; kernels run on NVIDIA GPUs: move it to one with .cuda()")
 
 
+def empty_like(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """Memory of a shape, in the order in which results are made: the axes nested as the tensor's."""
+    if not are_nested(tensor.stride()):
+        return tensor.new_empty(shape)
+    return tensor.new_empty((shape[0], shape[2], shape[1], shape[3])).transpose(1, 2)
+
+
 def in_rows(tensor: Tensor) -> Tensor:
-    """The tensor with rows that kernels read, contiguous and at multiples of 16 bytes: itself, or a copy."""
+    """The tensor with rows that kernels read, contiguous and at multiples of 16 bytes: itself, or a copy as nested."""
     size = tensor.element_size()
     strides = tensor.stride()
     if strides[-1] == 1 or tensor.shape[-1] == 1:
@@ -86,7 +94,10 @@ def in_rows(tensor: Tensor) -> Tensor:
         )
         if not misplaced and tensor.data_ptr() % _ROW_BYTES == 0 and strides[-1] == 1:
             return tensor
-    return tensor.contiguous() if not tensor.is_contiguous() else tensor.clone(memory_format=torch.contiguous_format)
+    nested = are_nested(strides)
+    rows = tensor.transpose(1, 2) if nested else tensor
+    rows = rows.clone(memory_format=torch.contiguous_format)
+    return rows.transpose(1, 2) if nested else rows
 
 
 def to_array(tensor: Tensor) -> Any:

@@ -148,7 +148,7 @@ def problem(batch: int, heads: int, heads_kv: int, length: int) -> Problem:
 def test_blocks_take_tiles_by_a_counter_where_there_are_more_tiles_than_blocks() -> None:
     spec = fg.AttentionSpec(64, mask=fg.causal())
     kernel = render_forward(spec, target_named("sm_90a"))
-    strides = dict.fromkeys("qkv", (4 * 1000 * 64, 1000 * 64, 64))
+    strides = dict.fromkeys("qkvo", (4 * 1000 * 64, 1000 * 64, 64))
     problems = (Problem(batch, 4, 4, 1000, 1000, strides, multiprocessors=132) for batch in (2, 8))
     few, many = (launch_of(kernel, spec, problem, {}) for problem in problems)
     tiles = -(-1000 // kernel.plan.tile_q)
@@ -175,7 +175,7 @@ def test_a_launch_leaves_its_counter_as_it_found_it(mask: Any, order: Any, monke
 def test_more_tiles_than_can_be_counted_are_refused() -> None:
     spec = fg.AttentionSpec(64)
     kernel = render_forward(spec, target_named("sm_90a"))
-    strides = dict.fromkeys("qkv", (0, 0, 64))
+    strides = dict.fromkeys("qkvo", (0, 0, 64))
     with pytest.raises(ArgumentError, match="split the batch"):
         launch_of(kernel, spec, Problem(60000, 60000, 60000, 1000, 1000, strides), {})
 

@@ -87,7 +87,7 @@ def test_what_the_copy_engine_cannot_walk_is_refused_by_the_name_that_the_user_k
 
 
 def writer(len_k: int = 1000, batch: int = 8) -> TensorMapWriter:
-    problem = Problem(batch, 4, 4, 1000, len_k, dict.fromkeys("qkv", (4 * 1000 * 64, 1000 * 64, 64)))
+    problem = Problem(batch, 4, 4, 1000, len_k, dict.fromkeys("qkvo", (4 * 1000 * 64, 1000 * 64, 64)))
     made = launch_of(render_forward(CAUSAL, target_named("sm_90a")), CAUSAL, problem, {}).writer
     assert isinstance(made, TensorMapWriter)
     return made

@@ -66,6 +66,25 @@ def test_torchs_own_checks_of_the_backward(qkv: Any, name: str) -> None:
     assert set(results.values()) == {"SUCCESS"}
 
 
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_results_of_swapped_heads_and_rows_are_joined_without_a_copy(compiled: bool) -> None:
+    """A model splits one product into heads, and saves the output for its backward: one of its own and no copy."""
+    spec = SPECS["causal"][0]
+
+    def model(rows: Any) -> Any:
+        q, k, v = rows.view(2, 40, 3, 2, 32).permute(2, 0, 3, 1, 4)
+        return attention(spec, q, k, v)
+
+    rows = torch.randn(2, 40, 3 * 64, dtype=torch.bfloat16, requires_grad=True)
+    out = (torch.compile(model, fullgraph=True, backend="aot_eager") if compiled else model)(rows)
+    assert out.transpose(1, 2).is_contiguous() and out.shape == (2, 2, 40, 32)
+    qkv = rows.detach().view(2, 40, 3, 2, 32).permute(2, 0, 3, 1, 4)
+    numbers = ([], register(spec), [], [], None)
+    made = torch.ops.flashgen.forward(*qkv, *numbers)
+    gradients = torch.ops.flashgen.backward(torch.ones_like(out), None, *qkv, *made, *numbers)
+    assert all(each.transpose(1, 2).is_contiguous() for each in gradients)
+
+
 def fresh(length: int) -> list[Any]:
     return [torch.randn(2, 2, length, 32, dtype=torch.bfloat16, requires_grad=True) for _ in range(3)]
 
