@@ -17,7 +17,7 @@ Attend = Callable[[Any, Any, Any], Any]
 
 def operator_names(passes: Sequence[Timed] = PASSES) -> list[str]:
     """The names of the rows of `operator_rows`, in their order."""
-    forward = [ITSELF, OPERATOR, SDPA, f"{OPERATOR}, with a graph", f"{SDPA}, with a graph"]
+    forward = [ITSELF, OPERATOR, SDPA, *(f"{name}, with a graph" for name in (OPERATOR, SDPA, EMPTY))]
     return [
         *(forward if "forward" in passes else []),
         *([ITSELF, OPERATOR, SDPA, EMPTY] if "backward" in passes else []),
@@ -35,8 +35,8 @@ def operator_rows(
     """Measures a causal call of one tile with torch's tensors: by itself, by the operator, and by SDPA.
 
     The forward without gradients, and where autograd keeps what they need. The backward of the operator is a call's
-    share of one that goes through `chain` of them, as through the layers of a model; that of an empty function, which
-    does nothing but to keep three tensors, is what autograd itself takes of it.
+    share of one that goes through `chain` of them, as through the layers of a model. An empty function, which does
+    nothing but to keep three tensors, is what autograd itself takes of a function in Python.
 
     Args: those of `host_rows`; with emulate=True tensors are the CPU's.
     """
@@ -62,8 +62,8 @@ def operator_rows(
         yield row(ITSELF, "forward", partial(compiled, *given[:3]))
         for name in (OPERATOR, SDPA):
             yield row(name, "forward", partial(attends[name], q, k, v))
-        for name in (OPERATOR, SDPA):
-            yield row(f"{name}, with a graph", "forward", partial(attends[name], learned, k, v))
+        for name, attend in attends.items():
+            yield row(f"{name}, with a graph", "forward", partial(attend, learned, k, v))
     if "backward" in passes:
         kept = compiled(*given[:3], return_lse=True)
         yield row(ITSELF, "backward", partial(compiled.backward, given[3], *given[:3], *kept))
