@@ -83,7 +83,8 @@ class BoundTensor(Tensor):
         found = _FOUND.get()
         if found is None:
             raise SpecError(f"the array {self.hint!r} stands for captured values: index it in a traced function")
-        return index_capture(found.capture_of(self.bound, self.hint), index)
+        row = int(self.bound.array.shape[-1])
+        return index_capture(found.capture_of(self.bound, self.hint), index, row)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or name in ("bound", "hint", "capture"):

@@ -150,11 +150,25 @@ def test_a_function_that_changed_is_traced_anew() -> None:
     assert not torch.equal(ours.flex_attention(q, q, q, score), third)
 
 
+@pytest.mark.parametrize("columns", [1, 5, 8])
+def test_products_of_rows(columns: int) -> None:
+    """As rotary parts are added in: their gradients, too."""
+    parts = torch.randn(2, 1, 24, columns, requires_grad=True)
+    q, k, v = (torch.randn(2, 2, 24, 32, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+    product = parts[:, 0] @ parts[:, 0].mT
+    expected, _ = plain.attention(q, k, v, score=lambda s, b, h, i, j: s + product.double()[b, i, j])
+    for dot in (torch.dot, lambda a, b: a @ b):
+        out = ours.flex_attention(q, k, v, lambda s, b, h, i, j, dot=dot: s + dot(parts[b, 0, i], parts[b, 0, j]))
+        plain.assert_close(out, expected)
+        plain.assert_gradients(out, expected, [q, k, v, parts])
+
+
 def test_rows_of_arrays_are_no_elements() -> None:
-    """A product of whole rows in each score, as rotary parts are added in, belongs into q and k: it says so."""
-    q, parts = torch.zeros(1, 1, 16, 32, dtype=torch.bfloat16), torch.zeros(1, 1, 16, 8)
+    q, parts, long = torch.zeros(1, 1, 16, 32, dtype=torch.bfloat16), torch.zeros(1, 1, 16, 8), torch.zeros(16, 300)
     with pytest.raises(SpecError, match=r"is a whole row, .* append the rows to them"):
-        ours.flex_attention(q, q, q, lambda s, b, h, i, j: s + torch.dot(parts[b, h, i], parts[b, h, j]))
+        ours.flex_attention(q, q, q, lambda s, b, h, i, j: s + torch.dot(parts[b, h, i], long[j]))
+    with pytest.raises(SpecError, match="a product of rows of 300: give 1 to 256 columns, or append them to q and k"):
+        ours.flex_attention(q, q, q, lambda s, b, h, i, j: s + torch.dot(long[i], long[j]))
     with pytest.raises(SpecError, match="is a whole row"):
         ours.flex_attention(q, q, q, lambda s, b, h, i, j: s + (parts[b, h, i] * 2)[0])
 
