@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 import io
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import cycle
 from typing import Any
 
 from flashgen.analysis.drawing import palette
@@ -16,6 +18,7 @@ FORMATS = ("svg", "png")
 _FIRST = ("flashgen", "deterministic")
 _COLOURS = (palette.FULL, palette.PARTIAL, palette.COPY, palette.STORE, "#b45f5f", "#7a8794", "#5ba3b0")
 _WIDEST_PANEL = 12  # groups of bars in a row of the picture
+_LEAST_WIDTH = 6  # inches
 
 
 @dataclass(frozen=True)
@@ -49,30 +52,43 @@ def draw(saved: Mapping[str, Any], form: str) -> bytes:
         raise LaunchError(f"bars are drawn by matplotlib, which is not installed: {install('plot')}")
     import matplotlib
     from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
 
     width = min(max(len(panel.groups) for panel in found), _WIDEST_PANEL)
+    columns = 2 if len(found) > 3 and width <= _WIDEST_PANEL // 2 else 1
+    lines = -(-len(found) // columns)
     with matplotlib.rc_context({"svg.hashsalt": "flashgen", "svg.fonttype": "none", "font.size": 9}):
-        figure = Figure(figsize=(3 + 0.75 * width, 3.1 * len(found)), layout="constrained")
-        for axes, panel in zip(figure.subplots(len(found), squeeze=False)[:, 0], found, strict=True):
-            _draw_panel(axes, panel)
+        figure = Figure(figsize=(max(columns * (3 + 0.75 * width), _LEAST_WIDTH), 3.1 * lines), layout="constrained")
+        places = figure.subplots(lines, columns, squeeze=False).ravel()
+        names = _contenders(name for panel in found for name in panel.bars)
+        colours = dict(zip(names, cycle(_COLOURS), strict=False))
+        for axes, panel in zip(places, found, strict=False):
+            _draw_panel(axes, panel, colours)
+        keys = [Patch(color=colour, label=name) for name, colour in colours.items()]
+        figure.legend(handles=keys, ncols=len(keys), fontsize=7, frameon=False, loc="outside lower center")
+        for axes in places[len(found) :]:
+            axes.set_axis_off()
         figure.suptitle(str((saved.get("environment") or {}).get("gpu", "")))
         buffer = io.BytesIO()
         figure.savefig(buffer, format=form, dpi=150, metadata={"Date": None} if form == "svg" else None)
     return buffer.getvalue()
 
 
-def _draw_panel(axes: Any, panel: Panel) -> None:
+def number(value: float | None) -> str:
+    """What stands above a bar."""
+    return "" if value is None else f"{value:.0f}" if value >= 10 else f"{value:.3g}"
+
+
+def _draw_panel(axes: Any, panel: Panel, colours: Mapping[str, str]) -> None:
     thick = 0.8 / max(len(panel.bars), 1)
     for place, (name, values) in enumerate(panel.bars.items()):
         at = [group + (place - (len(panel.bars) - 1) / 2) * thick for group in range(len(values))]
-        drawn = axes.bar(at, [value or 0 for value in values], thick, label=name, color=_COLOURS[place % len(_COLOURS)])
-        words = ["" if value is None else f"{value:.0f}" if value >= 10 else f"{value:.2g}" for value in values]
-        axes.bar_label(drawn, words, fontsize=6, padding=1)
+        drawn = axes.bar(at, [value or 0 for value in values], thick, color=colours[name])
+        axes.bar_label(drawn, [number(value) for value in values], fontsize=6, padding=1)
     axes.set_title(panel.title, loc="left", fontsize=10)
     axes.set_xticks(range(len(panel.groups)), panel.groups)
     axes.set_ylabel(panel.unit)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(ncols=len(panel.bars), fontsize=7, frameon=False, loc="upper left", bbox_to_anchor=(0, -0.12))
 
 
 def _by_tflops(rows: Sequence[Mapping[str, Any]]) -> list[Panel]:
@@ -80,11 +96,41 @@ def _by_tflops(rows: Sequence[Mapping[str, Any]]) -> list[Panel]:
     found: list[Panel] = []
     for spec, timed in dict.fromkeys((row["spec"], row["timed"]) for row in rows):
         mine = [row for row in rows if (row["spec"], row["timed"]) == (spec, timed)]
-        names = _contenders(name for row in mine for name in row["tflops"])
         groups = [" ".join([str(row["length"]), *([row["name"]] if "heads_kv" in row else [])]) for row in mine]
-        bars = {name: [row["tflops"].get(name) for row in mine] for name in names}
-        found.append(Panel(f"{spec}, {timed}, by tokens of a sequence", "TFLOP/s", groups, bars))
+        bars = _by_contender(mine, "tflops")
+        found.append(Panel(f"{_called(spec)}, {timed}, by tokens of a sequence", "TFLOP/s", groups, bars))
     return found
+
+
+def _called(spec: str) -> str:
+    """The name of a spec without its hash."""
+    return re.sub(r"-[0-9a-f]{8}$", "", spec)
+
+
+def _of_ragged_batches(rows: Sequence[Mapping[str, Any]]) -> list[Panel]:
+    found = []
+    for spec, timed in dict.fromkeys((row["spec"], row["timed"]) for row in rows):
+        mine = [row for row in rows if (row["spec"], row["timed"]) == (spec, timed)]
+        bars = _by_contender(mine, "tflops")
+        groups = [f"{row['documents']} in\n{row['tokens']}" for row in mine]
+        found.append(Panel(f"{_called(spec)}, {timed}, documents in tokens", "TFLOP/s", groups, bars))
+    return found
+
+
+def _of_decoding(rows: Sequence[Mapping[str, Any]]) -> list[Panel]:
+    found = []
+    for spec in dict.fromkeys(row["spec"] for row in rows):
+        mine = [row for row in rows if row["spec"] == spec]
+        groups = ["\n".join(str(row["size"]).split(", ")) for row in mine]
+        bars = _by_contender(mine, "terabytes")
+        found.append(Panel(f"{_called(spec)}, by batch, heads, keys", "TB/s of K and V", groups, bars))
+    return found
+
+
+def _by_contender(rows: Sequence[Mapping[str, Any]], figure: str) -> dict[str, list[float | None]]:
+    """A figure of each row, by contender."""
+    names = _contenders(name for row in rows for name in row[figure])
+    return {name: [row[figure].get(name) for row in rows] for name in names}
 
 
 def _by_variant(rows: Sequence[Mapping[str, Any]]) -> list[Panel]:
@@ -115,7 +161,8 @@ def _of_training(rows: Sequence[Mapping[str, Any]]) -> list[Panel]:
     for batch, length in dict.fromkeys((row["batch"], row["length"]) for row in rows):
         mine = [row for row in rows if (row["batch"], row["length"]) == (batch, length)]
         modes = list(dict.fromkeys(row["mode"] for row in mine))
-        bars: dict[str, list[float | None]] = {row["name"]: [None] * len(modes) for row in mine}
+        names = _contenders(row["name"] for row in mine)
+        bars: dict[str, list[float | None]] = {name: [None] * len(modes) for name in names}
         for row in mine:
             bars[row["name"]][modes.index(row["mode"])] = row["ms"]
         found.append(Panel(f"GPT-2 124M, {batch} × {length} tokens", "ms a step", modes, bars))
@@ -131,6 +178,8 @@ def _contenders(names: Any) -> list[str]:
 # What rows hold, and who makes panels of them.
 _KINDS = {
     frozenset({"spec", "timed", "length", "tflops"}): _by_tflops,
+    frozenset({"spec", "timed", "documents", "tokens", "tflops"}): _of_ragged_batches,
+    frozenset({"spec", "size", "terabytes"}): _of_decoding,
     frozenset({"name", "timed", "flex_ms", "milliseconds"}): _by_variant,
     frozenset({"name", "forward_ms", "backward_ms", "both_ms"}): _of_the_paper,
     frozenset({"name", "mode", "batch", "length", "ms"}): _of_training,

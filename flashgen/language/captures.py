@@ -95,7 +95,7 @@ class Tensor:
 
 
 def index_capture(capture: ops.Capture, index: Any, row: int | None = None) -> Any:
-    """`capture[index]`: a traced value, or what waits for more indices. row: the size of its last dimension, if known."""
+    """`capture[index]`: a traced value, or what waits for more indices. row: its last dimension, where it is known."""
     return _index(capture, (), index, row)
 
 

@@ -54,6 +54,17 @@ def test_variants_the_paper_and_training() -> None:
     assert train.groups == ["eager", "compile"] and train.bars == {"FA2": [100.0, None], "flashgen": [None, 80.0]}
 
 
+def test_decoding_and_ragged_batches() -> None:
+    spec, sizes = "bf16-d128-full-e0cc1a7b", ("1, 32:8, 1024", "16, 64:8, 8192, 4 queries")
+    rows = [{"spec": spec, "size": size, "terabytes": {"cuDNN": 2.0, "flashgen": 4.0}} for size in sizes]
+    (decode,) = bars.panels({"rows": rows})
+    assert decode.groups == ["1\n32:8\n1024", "16\n64:8\n8192\n4 queries"] and "e0cc1a7b" not in decode.title
+    assert list(decode.bars) == ["flashgen", "cuDNN"] and decode.bars["cuDNN"] == [2.0, 2.0]
+    ragged = {"spec": spec, "timed": "backward", "documents": 16, "tokens": 16384, "tflops": {"flashgen": 300.0}}
+    (panel,) = bars.panels({"rows": [ragged]})
+    assert panel.groups == ["16 in\n16384"] and panel.bars == {"flashgen": [300.0]}
+
+
 def test_many_variants_are_several_panels() -> None:
     found = bars.panels(saved(*[VARIANT] * 15))
     assert [len(panel.groups) for panel in found] == [6, 6, 3]

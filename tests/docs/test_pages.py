@@ -71,7 +71,10 @@ def test_transcripts_and_excerpts_are_of_today(page: Path) -> None:
 
 @pytest.mark.parametrize(("picture", "command"), sorted(set(REFRESH["pictures"]())), ids=lambda value: Path(value).name)
 def test_pictures_are_what_their_commands_draw(picture: Path, command: str) -> None:
-    assert REFRESH["drawn"](command) == picture.read_bytes(), "draw it anew: python docs/refresh.py"
+    if not REFRESH["is_drawn_here"](command):
+        pytest.skip("bars are drawn by matplotlib, which is not installed: pip install '.[plot]'")
+    shown = [REFRESH["shown"](content, command) for content in (REFRESH["drawn"](command), picture.read_bytes())]
+    assert shown[0] and shown[0] == shown[1], "draw it anew: python docs/refresh.py"
 
 
 def test_a_stale_page_is_noticed() -> None:
