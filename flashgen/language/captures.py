@@ -139,7 +139,7 @@ class _PartlyIndexed:
 
 
 _PRODUCTS = ("dot", "inner", "vecdot", "matmul", "__matmul__")
-_LONGEST_ROW = 256
+_LONGEST_ROW = 16  # with 32 columns a kernel takes NVRTC minutes
 
 
 def _product_of_rows(left: _PartlyIndexed, right: _PartlyIndexed) -> Any:

@@ -60,7 +60,7 @@ def edge_bias(device: str) -> Any:
 
 
 def mla(device: str) -> Any:
-    rows = [torch.randn(BATCH, heads, 96, 64, device=device, dtype=torch.bfloat16) for heads in (HEADS, 1)]
+    rows = [torch.randn(BATCH, heads, 96, 8, device=device, dtype=torch.bfloat16) for heads in (HEADS, 1)]
     return mods.generate_mla_rope_score_mod(*rows, HEADS, 0.1)
 
 
