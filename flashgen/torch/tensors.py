@@ -8,13 +8,20 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 import torch
 
-from flashgen.attention.problem import checked_sizes, in_layout
-from flashgen.errors import ArgumentError
+from flashgen.attention.problem import checked_sequences, checked_sizes, in_layout
+from flashgen.errors import ArgumentError, UnsupportedError
 from flashgen.language.bound import BoundArray
 from flashgen.language.spec import AttentionSpec
 from flashgen.torch.table import CaptureInfo, Registered
 
 _ROW_BYTES = 16
+_AXES = {
+    "cu_seqlens_q": ("sequences + 1",),
+    "page_table": ("batch", "pages of a sequence"),
+    "seqused_k": ("batch",),
+    "k_scale": ("heads of keys, or 1",),
+    "v_scale": ("heads of keys, or 1",),
+}
 Tensor: TypeAlias = torch.Tensor
 
 
@@ -35,25 +42,51 @@ def check_call(
     spec = entry.spec
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         check_device(entry, name, tensor, q)
-        if dtype_of(tensor) != spec.dtype:
+        if dtype_of(tensor) != spec.dtype and (name == "q" or not spec.of_cache):
             raise ArgumentError(
                 f"{name} is {dtype_of(tensor)}; the spec is of {spec.dtype}: convert it, or call it under "
                 f"torch.autocast('{q.device.type}', torch.{spec.dtype})"
             )
-    checked_sizes(spec, {name: _Shaped(tuple(x.shape), dtype_of(x)) for name, x in (("q", q), ("k", k), ("v", v))})
-    if len(captures) != len(entry.arrays):
-        raise ArgumentError(f"{len(captures)} arrays are given; the spec captures {len(entry.arrays)}")
-    for capture, tensor in zip(entry.arrays, captures, strict=True):
-        check_device(entry, f"capture {capture.name!r}", tensor, q)
+    least = len(entry.arrays) - spec.is_ragged
+    if not least <= len(captures) <= len(entry.arrays):
+        raise ArgumentError(f"{len(captures)} arrays are given; calls of the spec take {len(entry.arrays)}")
+    for capture, tensor in zip(entry.arrays, captures, strict=False):
+        own = capture in entry.own_arrays
+        what = capture.name if own else f"capture {capture.name!r}"
+        check_device(entry, what, tensor, q)
         if dtype_of(tensor) != capture.dtype or tensor.ndim != capture.ndim:
             raise ArgumentError(
-                f"capture {capture.name!r} is {dtype_of(tensor)} of shape {tuple(tensor.shape)}; it was declared "
-                f"{capture.dtype} of {capture.ndim} dimension(s)"
+                f"{what} is {dtype_of(tensor)} of shape {tuple(tensor.shape)}; "
+                f"{'calls take it' if own else 'it was declared'} {capture.dtype} of {capture.ndim} dimension(s)"
             )
+    _check_shapes(entry, q, k, v, captures)
     if seed is not None and (seed.dtype != torch.int64 or seed.numel() != 1):
         raise ArgumentError(f"seed is {dtype_of(seed)} of shape {tuple(seed.shape)}: give a number, or one int64")
     if seed is not None and seed.device not in (q.device, torch.device("cpu")):
         raise ArgumentError(f"seed is on {seed.device} and q on {q.device}: move it there, or give a number")
+
+
+def _check_shapes(entry: Registered, q: Tensor, k: Tensor, v: Tensor, captures: Sequence[Tensor]) -> None:
+    """ArgumentError where sizes of a call do not fit together."""
+    captured = len(entry.arrays) - len(entry.own_arrays)
+    own = {each.name: tensor for each, tensor in zip(entry.own_arrays, captures[captured:], strict=False)}
+    given = {name: _Shaped(tuple(x.shape), dtype_of(x)) for name, x in {"q": q, "k": k, "v": v, **own}.items()}
+    checked_sizes(entry.spec, given)
+    if entry.spec.is_ragged:
+        checked_sequences(given)
+
+
+def refuse_gradients(entry: Registered, q: Tensor, k: Tensor, v: Tensor, captures: Sequence[Tensor]) -> None:
+    """UnsupportedError where a tensor of a call over pages, or 8-bit keys, wants a gradient: there is no backward."""
+    if not entry.cache:
+        return
+    names = ("q", "k", "v", *(capture.name for capture in entry.arrays))
+    for name, tensor in zip(names, (q, k, v, *captures), strict=False):
+        if tensor.requires_grad:
+            raise UnsupportedError(
+                f"{name} requires a gradient, and a call with {entry.cache} has none: give {name}.detach(), or call it "
+                "under torch.no_grad()"
+            )
 
 
 def check_device(entry: Registered, name: str, tensor: Tensor, q: Tensor) -> None:
@@ -96,6 +129,10 @@ def to_array(tensor: Tensor) -> Any:
         import ml_dtypes
 
         return tensor.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
+    if tensor.dtype == torch.float8_e4m3fn:
+        import ml_dtypes
+
+        return tensor.view(torch.uint8).numpy().view(ml_dtypes.float8_e4m3fn)
     return tensor.numpy()
 
 
@@ -107,15 +144,21 @@ def to_tensor(array: np.ndarray[Any, Any]) -> Tensor:
 
 
 def named_captures(entry: Registered, captures: Sequence[Any], integers: Sequence[int], floats: Sequence[float]) -> Any:
-    """The captures of a call by name."""
-    named: dict[str, Any] = {capture.name: array for capture, array in zip(entry.arrays, captures, strict=True)}
-    named |= {capture.name: int(number) for capture, number in zip(entry.integers, integers, strict=True)}
+    """The captures of a call by name, and its own arguments, of which the last array and -1 stand for none."""
+    named: dict[str, Any] = {capture.name: array for capture, array in zip(entry.arrays, captures, strict=False)}
+    captured = len(entry.integers) - len(entry.own_integers)
+    named |= {capture.name: int(number) for capture, number in zip(entry.integers[:captured], integers, strict=False)}
+    own = zip(entry.own_integers, integers[captured:], strict=False)
+    named |= {each.name: int(number) for each, number in own if number >= 0}
     named |= {capture.name: float(number) for capture, number in zip(entry.floats, floats, strict=True)}
     return named
 
 
 def output_shapes(spec: AttentionSpec, q: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """The shapes of the output and the LSE."""
+    if spec.is_ragged:
+        tokens, heads, _ = q.shape
+        return (tokens, heads, spec.value_dim), (heads, tokens)
     batch, heads, length, _ = in_layout(tuple(q.shape), spec.layout)
     return in_layout((batch, heads, length, spec.value_dim), spec.layout), (batch, heads, length)
 
@@ -135,13 +178,46 @@ def bound_tensor(bound: BoundArray, device: torch.device) -> Tensor:
 
 def all_captures(entry: Registered, given: Mapping[str, Any], bound: Mapping[str, Tensor]) -> Any:
     """(arrays, integers, floats) of a call as operators take them; ArgumentError where one is missing or unknown."""
-    declared = {capture.name for capture in (*entry.arrays, *entry.integers, *entry.floats)}
+    taken = {capture.name for capture in (*entry.arrays, *entry.integers, *entry.floats)}
     for name in given:
-        if name not in declared:
-            known = ", ".join(sorted(declared)) or "none"
-            raise ArgumentError(f"unknown argument {name!r}; the spec declares these captures: {known}")
-    arrays = [_array(capture, given, bound) for capture in entry.arrays]
-    return arrays, [_number(each, given) for each in entry.integers], [_number(each, given) for each in entry.floats]
+        if name not in taken:
+            own = {each.name for each in (*entry.own_arrays, *entry.own_integers)}
+            known = ", ".join(sorted(taken - own)) or "none"
+            also = f", and calls of it take {', '.join(sorted(own))}"
+            raise ArgumentError(f"unknown argument {name!r}; the spec declares these captures: {known}{also}")
+    captured = len(entry.arrays) - len(entry.own_arrays)
+    arrays = [_array(capture, given, bound) for capture in entry.arrays[:captured]] + _own_arrays(entry, given)
+    captured = len(entry.integers) - len(entry.own_integers)
+    integers = [_number(each, given) for each in entry.integers[:captured]] + _own_integers(entry, given)
+    return arrays, integers, [_number(each, given) for each in entry.floats]
+
+
+def _own_arrays(entry: Registered, given: Mapping[str, Any]) -> list[Tensor]:
+    """Where the sequences of a call are, or their pages; a ragged batch may say less."""
+    found: list[Tensor] = []
+    for argument in entry.own_arrays:
+        value = given.get(argument.name)
+        if value is None and entry.is_ragged and argument.name != "cu_seqlens_q":
+            if argument.name == "cu_seqlens_k":
+                found.append(found[0])
+            continue
+        if not isinstance(value, torch.Tensor):
+            what = "is missing" if value is None else f"of type {type(value).__name__} is no tensor"
+            shape = ", ".join(_AXES[argument.name])
+            raise ArgumentError(f"{argument.name} {what}: give {argument.dtype} ({shape})")
+        found.append(_narrowed(value) if (argument.kind, value.dtype) == ("int", torch.int64) else value)
+    return found
+
+
+def _own_integers(entry: Registered, given: Mapping[str, Any]) -> list[int]:
+    """Bounds, or the parts of the keys, -1 for none; nothing where none is given."""
+    values = [given.get(argument.name) for argument in entry.own_integers]
+    if all(value is None for value in values):
+        return []
+    for argument, value in zip(entry.own_integers, values, strict=True):
+        if value is not None and (not isinstance(value, (int, torch.SymInt)) or isinstance(value, bool) or value < 0):
+            raise ArgumentError(f"{argument.name}={value!r} must be an integer that is not negative, or None")
+    return [-1 if value is None else value for value in values]
 
 
 def _array(capture: CaptureInfo, given: Mapping[str, Any], bound: Mapping[str, Tensor]) -> Tensor:
