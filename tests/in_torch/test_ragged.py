@@ -143,6 +143,23 @@ def test_windows_that_are_open_on_a_side(window: Any) -> None:
     plain.assert_close(out, expected[0].transpose(0, 1))
 
 
+def test_transforms_of_torch() -> None:
+    """vmap calls once for each: sequences of several batches do not join; grad and vjp as anywhere."""
+    stacked = [torch.stack([x.detach() for x in packed(24, 24, 24)]) for _ in range(3)]
+    starts, slope = offsets([0, 10, 24]), torch.tensor([0.1, 0.2])
+
+    def call(q: Any, k: Any, v: Any) -> Any:
+        return attention(SPEC, q, k, v, slopes=slope, cu_seqlens_q=starts)
+
+    mapped = torch.func.vmap(call)(*stacked)
+    assert torch.equal(mapped, torch.stack([call(*each) for each in zip(*stacked, strict=True)]))
+    q, k, v = (x[0] for x in stacked)
+    found = torch.func.grad(lambda q: call(q, k, v).float().sum())(q)
+    leaf = q.clone().requires_grad_()
+    (expected,) = torch.autograd.grad(call(leaf, k, v).float().sum(), [leaf])
+    torch.testing.assert_close(found, expected, atol=3e-2, rtol=3e-2)
+
+
 def test_slopes_of_each_sequence() -> None:
     q, k, v = packed(24, 24, 24)
     table = torch.tensor([[0.1, 0.2], [0.3, 0.4]])
