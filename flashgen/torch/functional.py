@@ -11,8 +11,9 @@ from flashgen.attention import Attention
 from flashgen.attention.bound import BoundAttention
 from flashgen.errors import ArgumentError
 from flashgen.torch import autocast, operators
+from flashgen.torch.arguments import all_captures
 from flashgen.torch.table import Registered, constant, handle, held, registered
-from flashgen.torch.tensors import Tensor, all_captures, bound_tensor, refuse_gradients
+from flashgen.torch.tensors import Tensor, bound_tensor, refuse_gradients
 from flashgen.torch.transforms import is_transforming, transformed
 
 _SEEDS = 2**62

@@ -14,12 +14,12 @@ from typing import Any, Optional
 import torch
 
 from flashgen.errors import ArgumentError, UnsupportedError
+from flashgen.torch.arguments import named_captures
 from flashgen.torch.table import Registered, of_key, outside_of_graphs
 from flashgen.torch.tensors import (
     Tensor,
     check_call,
     in_rows,
-    named_captures,
     output_shapes,
     refuse_gradients,
     to_array,

@@ -81,9 +81,10 @@ def _check(q: Tensor, k: Tensor, v: Tensor, starts_q: Tensor, starts_k: Tensor, 
             f"cu_seqlens_q has shape {tuple(starts_q.shape)} and cu_seqlens_k {tuple(starts_k.shape)}: give "
             "(sequences + 1,) of both"
         )
+    # One that is a tensor is not looked at: that would wait for the device.
     for name, bound in zip(("max_seqlen_q", "max_seqlen_k"), longest, strict=True):
-        if bound is not None and not 0 <= bound <= LONGEST:
-            raise ArgumentError(f"{name}={bound!r} must be from 0 to {LONGEST}, or None")
+        if isinstance(bound, (bool, float, str)) or (isinstance(bound, int) and not 0 <= bound <= LONGEST):
+            raise ArgumentError(f"{name}={bound!r} must be an integer from 0 to {LONGEST}, or None")
 
 
 def _declared(tensor: Tensor | None) -> tuple[str, int, bool] | None:

@@ -16,7 +16,10 @@ from flashgen.torch import append_kv, attention, merge_states, register
 
 SPEC = fg.AttentionSpec(32, "bfloat16", mask=fg.causal(), page_size=16)
 SINKS = fg.AttentionSpec(32, "bfloat16", page_size=4, sink=fg.Tensor("sinks", "float32", 1, grad=True))
-NARROW = fg.AttentionSpec(32, "bfloat16", mask=fg.causal(), page_size=16, kv_dtype="float8_e4m3fn")
+NARROW = {
+    kv_dtype: fg.AttentionSpec(32, "bfloat16", mask=fg.causal(), page_size=16, kv_dtype=kv_dtype)
+    for kv_dtype in ("float8_e4m3fn", "int8")
+}
 TABLE, USED = [[4, 0, 2], [1, 5, 3]], [41, 18]
 
 
@@ -67,12 +70,16 @@ def test_sinks_and_lengths_at_the_borders_of_pages() -> None:
         assert_near(attention(SINKS, q, k, v, **given), expected(SINKS, q, k, v, **given))
 
 
-def test_eight_bits_with_scales() -> None:
-    q, (k, v) = torch.randn(2, 4, 1, 32).to(torch.bfloat16), pages()
-    scales = {"k_scale": torch.tensor([0.01]), "v_scale": torch.tensor([0.01, 0.02])}
-    k8, v8 = ((x.float() / 0.01).clamp(-448, 448).to(torch.float8_e4m3fn) for x in (k, v))
-    out = attention(NARROW, q, k8, v8, **where(), **scales)
-    assert_near(out, expected(NARROW, q, k8, v8, **where(), **scales))
+@pytest.mark.parametrize("kv_dtype", NARROW)
+def test_eight_bits_with_scales(kv_dtype: str) -> None:
+    """Under torch.compile, too."""
+    q, (k, v), spec = torch.randn(2, 4, 1, 32).to(torch.bfloat16), pages(), NARROW[kv_dtype]
+    scales = {"k_scale": torch.tensor([0.03]), "v_scale": torch.tensor([0.03, 0.04])}
+    k8, v8 = ((x.float() / 0.03).clamp(-127, 127).to(getattr(torch, kv_dtype)) for x in (k, v))
+    out = attention(spec, q, k8, v8, **where(), **scales)
+    assert_near(out, expected(spec, q, k8, v8, **where(), **scales))
+    compiled = torch.compile(attention, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(spec, q, k8, v8, **where(), **scales), out)
 
 
 def test_splits_of_contiguous_keys_have_a_gradient() -> None:
