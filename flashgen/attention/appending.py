@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -21,6 +23,8 @@ from flashgen.runtime.remembered import Remembered
 
 _DTYPES = ("float16", "bfloat16")
 _MOST_BATCH, _MOST_BLOCKS = 65535, 2**31 - 1
+_MOST_PREPARED = 256
+_ROW_ALIGNMENT = 16  # bytes: what is copied at once
 _RUNNERS: Remembered[Any, tuple[Any, Runner]] = Remembered()
 _WRITTEN = ("k", "v")
 
@@ -54,20 +58,55 @@ def append_kv(
         raise ArgumentError("append_kv writes in place: give arrays of the GPU, or emulate=True for NumPy arrays")
     for name in _WRITTEN:
         check_writable(name, arrays[name])
+    key, addresses = _seen(engine, arrays)
+    prepared = _PREPARED.get(key) or _PREPARED.get_or_make(key, partial(_prepare, engine, arrays))
+    prepared.sharing.check(addresses)
+    if prepared.step is None:
+        return
+    runner, launch = prepared.step
+    place = Place(library.stream(k_new), prepared.device)
+    with nullcontext() if engine.current(place.device) else engine.on(place.device):
+        runner.launch(launch, engine.alone(arrays), {}, place)
+
+
+@dataclass(frozen=True)
+class _Prepared:
+    """What the shapes, strides, dtypes and device of a call decide. step: None where there is nothing to write."""
+
+    device: int
+    sharing: Sharing
+    step: tuple[Runner, Launch] | None
+
+
+_PREPARED: Remembered[Any, _Prepared] = Remembered(_MOST_PREPARED)
+
+
+def _seen(engine: Engine, arrays: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, int]]:
+    """What calls share that are prepared alike, and the arrays' addresses, of which that has what alignment asks."""
+    key: list[Any] = [engine]
+    addresses = {}
+    for name, array in arrays.items():
+        seen, address = engine.library(array, name).look(array)
+        key += (seen, address % _ROW_ALIGNMENT)
+        addresses[name] = address
+    return tuple(key), addresses
+
+
+def _prepare(engine: Engine, arrays: dict[str, Any]) -> _Prepared:
+    """Checks the arrays of a call, and has its kernel built."""
     views = {name: engine.library(array, name).view(array, name) for name, array in arrays.items()}
     _check(views)
-    Sharing(views, _WRITTEN, str).check({name: view.pointer for name, view in views.items()})
     device = views["k"].device or 0
     with engine.on(device):
-        _launch(engine, views, arrays, Place(library.stream(k_new), device))
+        return _Prepared(device, Sharing(views, _WRITTEN, str), _step(engine, views))
 
 
-def _launch(engine: Engine, views: dict[str, View], arrays: dict[str, Any], place: Place) -> None:
+def _step(engine: Engine, views: dict[str, View]) -> tuple[Runner, Launch] | None:
     batch, tokens, heads, head_dim = views["k_new"].shape
     pages, page_size = views["k"].shape[:2]
     value_dim = views["v"].shape[3]
     if not (batch and tokens and heads and pages):
-        return
+        return None
     target = target_of_gpu(*gpu.compute_capability()) if isinstance(engine, Gpu) else emulated_target()
     kernel, runner = _RUNNERS.get_or_make((engine, target.name), partial(_built, engine, target))
     values = {f"{name}_strides": _rows(views[name]) for name in ("k_new", "v_new", "k", "v")} | {
@@ -83,7 +122,7 @@ def _launch(engine: Engine, views: dict[str, View], arrays: dict[str, Any], plac
     grid = kernel.grid(Sizes(batch, 0, heads, 0, 0, count=tokens * heads * max(head_dim, value_dim) // 8))
     if grid[0] > _MOST_BLOCKS:
         raise ArgumentError(f"k_new of shape {views['k_new'].shape} is too large for one launch; append it in parts")
-    runner.launch(Launch(grid, ArgumentWriter(kernel.layout, values)), engine.alone(arrays), {}, place)
+    return runner, Launch(grid, ArgumentWriter(kernel.layout, values))
 
 
 def _built(engine: Engine, target: Any) -> tuple[Any, Runner]:

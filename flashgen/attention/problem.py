@@ -23,6 +23,7 @@ _AXES = {
     "thd": ("tokens", "heads", "dim"),
 }
 _MOST_HEADS_PER_KV = 8192  # up to which the kernel's division by a reciprocal is exact
+_SEQUENCES = ("cu_seqlens_q", "cu_seqlens_k", "seqused_k")
 _PAGES, _SCALES = ("page_table", "seqused_k"), ("k_scale", "v_scale")
 _ROW_ALIGNMENT = 16  # bytes: what one copy instruction moves
 
@@ -134,13 +135,10 @@ def _ragged_problem(
     multiprocessors: int,
 ) -> Problem:
     """A ragged batch: how many sequences its offsets say, whose lengths only the device knows."""
-    _check_offsets("cu_seqlens_q", views["cu_seqlens_q"])
-    batch = views["cu_seqlens_q"].shape[0] - 1
-    if not 0 <= batch <= MOST_HEADS:
-        raise ArgumentError(f"cu_seqlens_q is of {batch} sequences; give from 1 to {MOST_HEADS + 1} elements")
-    _check_offsets("cu_seqlens_k", views["cu_seqlens_k"], batch + 1)
-    if "seqused_k" in views:
-        _check_offsets("seqused_k", views["seqused_k"], batch)
+    batch = checked_sequences(views)
+    for name in _SEQUENCES:
+        if name in views:
+            _check_side_by_side(name, views[name])
     total_q, total_k = sizes.len_q, sizes.len_k
     len_q, len_k = (
         total if bound is None else min(bound, total) for bound, total in zip(bounds, (total_q, total_k), strict=True)
@@ -154,11 +152,27 @@ def _ragged_problem(
     )
 
 
-def _check_offsets(name: str, view: View, elements: int | None = None) -> None:
-    """ArgumentError where an array of offsets or lengths is not as kernels read it."""
-    if view.dtype != "int32" or len(view.shape) != 1 or (elements is not None and view.shape[0] != elements):
+def checked_sequences(arrays: Mapping[str, Shaped]) -> int:
+    """How many sequences a ragged batch has; ArgumentError where its offsets and lengths do not fit together."""
+    _check_offsets("cu_seqlens_q", arrays["cu_seqlens_q"])
+    batch = arrays["cu_seqlens_q"].shape[0] - 1
+    if not 0 <= batch <= MOST_HEADS:
+        raise ArgumentError(f"cu_seqlens_q is of {batch} sequences; give from 1 to {MOST_HEADS + 1} elements")
+    _check_offsets("cu_seqlens_k", arrays["cu_seqlens_k"], batch + 1)
+    if "seqused_k" in arrays:
+        _check_offsets("seqused_k", arrays["seqused_k"], batch)
+    return batch
+
+
+def _check_offsets(name: str, array: Shaped, elements: int | None = None) -> None:
+    """ArgumentError where an array of offsets or lengths is not of as many as there must be."""
+    if array.dtype != "int32" or len(array.shape) != 1 or (elements is not None and array.shape[0] != elements):
         wanted = "(sequences + 1,)" if elements is None else f"({elements},)"
-        raise ArgumentError(f"{name} is {view.dtype} {view.shape}; give int32 {wanted} on the device of q")
+        raise ArgumentError(f"{name} is {array.dtype} {array.shape}; give int32 {wanted} on the device of q")
+
+
+def _check_side_by_side(name: str, view: View) -> None:
+    """ArgumentError where an array of offsets or lengths is not as kernels read it."""
     if view.shape[0] > 1 and view.strides[0] != 1:
         raise ArgumentError(f"{name} has strides {view.strides} (elements); give a contiguous array")
     check_aligned(name, view)

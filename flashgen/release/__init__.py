@@ -7,6 +7,6 @@ find in its manifest how each kernel is launched, and beside each cubin a C++ he
 
 from flashgen.release.check import Finding, check, stale
 from flashgen.release.folder import Progress, build
-from flashgen.release.request import Request, read_requests
+from flashgen.release.request import Request, Step, read_requests
 
-__all__ = ["Finding", "Progress", "Request", "build", "check", "read_requests", "stale"]
+__all__ = ["Finding", "Progress", "Request", "Step", "build", "check", "read_requests", "stale"]

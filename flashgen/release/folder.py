@@ -18,9 +18,10 @@ from flashgen.build.prebuilt import MANIFEST_FORMAT
 from flashgen.codegen.rendered_kernel import RenderedKernel
 from flashgen.codegen.stages import kernels_of
 from flashgen.errors import BuildError, UnsupportedError
-from flashgen.release.launch_facts import FORMULAS, launch_facts
+from flashgen.language.spec import AttentionSpec
+from flashgen.release.launch_facts import FORMULAS, launch_facts, step_facts
 from flashgen.release.launch_header import launch_header
-from flashgen.release.request import Request, read_requests
+from flashgen.release.request import AnyRequest, Step, read_requests
 from flashgen.release.writing import earlier_files, write_folder
 
 Progress = Callable[[int, int, str], None]
@@ -29,9 +30,9 @@ Progress = Callable[[int, int, str], None]
 
 @dataclass(frozen=True)
 class EmittedKernel:
-    """A kernel of a release before it is compiled, the request that it answers, and the facts of its launch."""
+    """A kernel of a release before it is compiled, the spec that it is of, if any, and the facts of its launch."""
 
-    request: Request
+    spec: AttentionSpec | None
     rendered: RenderedKernel
     launch: Mapping[str, Any]
 
@@ -77,7 +78,7 @@ def build(
     return manifest
 
 
-def emit(requests: Iterable[Request]) -> tuple[EmittedKernel, ...]:
+def emit(requests: Iterable[AnyRequest]) -> tuple[EmittedKernel, ...]:
     """The kernels that the requests need, by file name. Raises UnsupportedError naming spec and target."""
     kernels: dict[str, EmittedKernel] = {}
     for request in requests:
@@ -88,14 +89,18 @@ def emit(requests: Iterable[Request]) -> tuple[EmittedKernel, ...]:
     return tuple(kernels[stem] for stem in sorted(kernels))
 
 
-def _kernels_of(request: Request) -> Iterator[EmittedKernel]:
+def _kernels_of(request: AnyRequest) -> Iterator[EmittedKernel]:
     """Every kernel that calls of the spec launch, as `flashgen.attention` renders them."""
+    if isinstance(request, Step):
+        rendered = request.rendered()
+        yield EmittedKernel(None, rendered, step_facts(rendered))
+        return
     spec, target = request.spec, request.target
     try:
         for name in request.passes:
             kernels = kernels_of(spec, target, (name,), deterministic=request.deterministic, apart=True)
             facts = launch_facts(kernels, spec)
-            yield from (EmittedKernel(request, kernel, facts[part]) for part, kernel in kernels.items())
+            yield from (EmittedKernel(spec, kernel, facts[part]) for part, kernel in kernels.items())
     except UnsupportedError as error:
         raise UnsupportedError(
             f"{spec.name} for {target.name}: {error}; take it out of the release manifest, "
@@ -143,7 +148,7 @@ def _described(
         "entry": rendered.entry,
         "target": rendered.target.name,
         "architecture": architecture,
-        "spec": json.loads(kernel.request.spec.to_json()),
+        "spec": json.loads(kernel.spec.to_json()) if kernel.spec else None,
         "threads": rendered.threads,
         "shared_bytes": rendered.shared_bytes,
         "files": {"source": _file(f"{kernel.stem}.cu", rendered.source.encode(), files)},

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from flashgen.codegen.arguments import OF_QUERIES, VALUE_WIDE, ArgumentLayout, member_name
+from flashgen.codegen.merge_kernel import MOST_PARTS
 from flashgen.codegen.ragged import MAP_ROWS
 from flashgen.codegen.rendered_kernel import RenderedKernel
 from flashgen.codegen.sizes import NAMED_SIZES
@@ -36,13 +37,50 @@ def launch_facts(kernels: Mapping[str, RenderedKernel], spec: AttentionSpec) -> 
     return {part: _facts(part, kernel, spec, backward) for part, kernel in kernels.items()}
 
 
+def step_facts(kernel: RenderedKernel) -> dict[str, Any]:
+    """The same of a kernel of no spec, whose members are all the caller's."""
+    return {
+        "part": kernel.role,
+        "grid": dict(zip("xyz", map(str, kernel.grid(NAMED_SIZES)), strict=True)),
+        "argument_bytes": struct.calcsize(kernel.layout.format),
+        "arguments": _arguments(kernel.layout, {}, _MEANINGS_OF_STEPS[kernel.role] | _MEANINGS_OF_PARTS),
+    }
+
+
+_MEANINGS_OF_STEPS = {
+    "append": {
+        **{f"{name}_new": f"new {what}, 16-bit" for name, what in (("k", "keys"), ("v", "values"))},
+        **{name: f"pages of {what}, written" for name, what in (("k", "keys"), ("v", "values"))},
+        **{f"{name}_strides": f"of {name}; batch is a page's in k and v" for name in ("k_new", "v_new", "k", "v")},
+        "page_table": "(batch, pages of a sequence), int32",
+        "tokens": "new keys of each sequence; count is tokens * heads * max(head_dim, value_dim) / 8",
+        "heads": "of k and v",
+        "head_dim": "of k, a multiple of 8",
+        "value_dim": "of v, a multiple of 8",
+        "page_size": "keys of a page",
+        "pages": "that k and v have",
+    },
+    "merge": {
+        "o": "the merged output",
+        "lse": "the merged LSE, (batch, heads, len_q)",
+        "rows": "batch * heads * len_q; count is rows << lane_bits",
+        "dim": "of a row, a multiple of 8 up to 256",
+        "heads": "query heads",
+        "len_q": "queries",
+    },
+}
+_MEANINGS_OF_PARTS = {f"out{i}": f"the output of part {i}, contiguous" for i in range(MOST_PARTS)} | {
+    f"lse{i}": "its LSE, (batch, heads, len_q)" for i in range(MOST_PARTS)
+}
+
+
 def _facts(part: str, kernel: RenderedKernel, spec: AttentionSpec, backward: bool) -> dict[str, Any]:
     values = {name: _texts(value) for name, value in struct_values(kernel, spec, NAMED_SIZES).items()}
     facts: dict[str, Any] = {
         "part": "backward_lists" if backward and part == "lists" else part,
         "grid": dict(zip("xyz", map(str, kernel.grid(NAMED_SIZES)), strict=True)),
         "argument_bytes": struct.calcsize(kernel.layout.format),
-        "arguments": _arguments(kernel.layout, values, spec),
+        "arguments": _arguments(kernel.layout, values, _meanings(spec)),
     }
     if kernel.plan is not None:
         facts["plan"] = dataclasses.asdict(kernel.plan)
@@ -56,10 +94,9 @@ def _texts(value: Any) -> str | list[str]:
 
 
 def _arguments(
-    layout: ArgumentLayout, values: Mapping[str, str | list[str]], spec: AttentionSpec
+    layout: ArgumentLayout, values: Mapping[str, str | list[str]], meanings: Mapping[str, str]
 ) -> list[dict[str, Any]]:
     """The members of the struct in their order."""
-    meanings = _meanings(spec)
     members = []
     for field in layout.fields:
         member: dict[str, Any] = {"name": field.name, "type": field.type, "offset": layout.offset(field.name)}

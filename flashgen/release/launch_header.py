@@ -18,7 +18,7 @@ def launch_header(kernel: Mapping[str, Any]) -> str:
     members = kernel["arguments"]
     formulas = " ".join([*kernel["grid"].values(), *(" ".join(_formulas(member)) for member in members)])
     used = set(_IDENTIFIER.findall(formulas))
-    sizes = ("count",) if "count" in used else (*SIZE_NAMES, *(name for name in _TOTALS if name in used))
+    sizes = _sizes(kernel, used)
     return (
         environment()
         .get_template("release/launch.h.jinja")
@@ -26,7 +26,7 @@ def launch_header(kernel: Mapping[str, Any]) -> str:
             kernel=kernel,
             name=struct_name(kernel["name"]),
             cubin=kernel["files"]["cubin"]["path"],
-            dtype=kernel["spec"]["dtype"],
+            dtype=kernel["spec"]["dtype"] if kernel["spec"] else "16-bit float",
             types={member["type"].removeprefix("const ").rstrip("*") for member in members},
             sizes=[*sizes, *(name for name in ("multiprocessors", "splits") if name in used)],
             members=[{"array": f"[{member['count']}]" if "count" in member else "", **member} for member in members],
@@ -34,6 +34,13 @@ def launch_header(kernel: Mapping[str, Any]) -> str:
             alignment=64 if kernel.get("maps") else 8,
         )
     )
+
+
+def _sizes(kernel: Mapping[str, Any], used: set[str]) -> tuple[str, ...]:
+    """What a launch is told: of a spec's kernels all sizes of a call, or the elements of an array."""
+    if kernel["spec"] is None:
+        return tuple(name for name in ("batch", "count") if name in used)
+    return ("count",) if "count" in used else (*SIZE_NAMES, *(name for name in _TOTALS if name in used))
 
 
 def struct_name(name: str) -> str:

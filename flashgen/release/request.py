@@ -14,8 +14,16 @@
                                                   # calls of few queries over many keys launch
     deterministic = [false, true]                 # which kernels of the backward; false where nothing is said
 
+    [[kernels]]                                   # what a server launches beside attention, of no spec
+    step = ["append_kv", "merge_states"]
+    dtype = "bfloat16"                            # of outputs that are merged
+    layout = "bshd"                               # of them; "bhsd" where nothing is said
+    parts = [2, 3]                                # how many are merged; 2 where nothing is said
+    target = "sm_90a"
+
 Every value may be one or a list. `value_dim`, `scale`, `layout`, `dropout`, `page_size` and `kv_dtype` may be given
-too, as for `AttentionSpec`.
+too, as for `AttentionSpec`, and `sink` as the name of a float32 capture, which is learned where the backward is asked
+for.
 """
 
 from __future__ import annotations
@@ -23,23 +31,31 @@ from __future__ import annotations
 import itertools
 import json
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from flashgen.codegen.append_kernel import render_append
+from flashgen.codegen.merge_kernel import MOST_PARTS, render_merge
+from flashgen.codegen.rendered_kernel import RenderedKernel
 from flashgen.codegen.stages import PARTS, Part
 from flashgen.codegen.targets import Target, target_named
 from flashgen.errors import FlashgenError, SpecError
-from flashgen.language import AttentionSpec, full, parse_mask, parse_score
+from flashgen.language import AttentionSpec, Tensor, full, parse_mask, parse_score
+from flashgen.language.dtypes import ELEMENTS, dtype_name
 from flashgen.strict_json import parse_json
 
-_PARSERS = {
+_PARSERS: dict[str, Callable[[Any], Any]] = {
     "mask": lambda text: full() if text == "" else parse_mask(text),
     "score": lambda text: None if text == "" else parse_score(text),
 }
-_ARGUMENTS = ("mask", "score", "head_dim", "value_dim", "dtype", "scale", "layout", "dropout", "page_size", "kv_dtype")
-_KEYS = ("spec", "target", "passes", "deterministic", *_ARGUMENTS)
+_ARGUMENTS = (
+    *("mask", "score", "head_dim", "value_dim", "dtype", "scale", "layout", "dropout", "page_size", "kv_dtype", "sink"),
+)
+_KEYS = ("spec", "target", "passes", "deterministic", *_ARGUMENTS, "step", "parts")
+_STEPS = ("append_kv", "merge_states")
+_KEYS_OF_STEPS = ("step", "target", "dtype", "layout", "parts")
 
 
 @dataclass(frozen=True)
@@ -52,14 +68,34 @@ class Request:
     deterministic: bool = False
 
 
-def read_requests(path: Path | str) -> tuple[Request, ...]:
+@dataclass(frozen=True)
+class Step:
+    """A kernel beside attention, to be built for a target: "append_kv", or "merge_states" of outputs of a dtype."""
+
+    name: str
+    target: Target
+    dtype: str = "bfloat16"
+    layout: str = "bhsd"
+    parts: int = 2
+
+    def rendered(self) -> RenderedKernel:
+        """The kernel. Raises UnsupportedError where the target has not the dtype."""
+        if self.name == "append_kv":
+            return render_append(self.target)
+        return render_merge(self.dtype, self.parts, self.layout, self.target)
+
+
+AnyRequest = Request | Step
+
+
+def read_requests(path: Path | str) -> tuple[AnyRequest, ...]:
     """Everything that a manifest asks for, in its order, each once.
 
     Raises:
         SpecError: the file cannot be read, or a group is not as described; the message names the group.
     """
     path = Path(path)
-    requests: dict[Request, None] = {}
+    requests: dict[AnyRequest, None] = {}
     for number, group in enumerate(_groups(path), start=1):
         try:
             requests.update(dict.fromkeys(_expanded(group)))
@@ -82,7 +118,7 @@ def _groups(path: Path) -> list[Any]:
     return groups
 
 
-def _expanded(group: Any) -> Iterator[Request]:
+def _expanded(group: Any) -> Iterator[AnyRequest]:
     if not isinstance(group, dict):
         raise SpecError(f"a group must be a table, got {group!r}")
     unknown = sorted(set(group) - set(_KEYS))
@@ -91,10 +127,41 @@ def _expanded(group: Any) -> Iterator[Request]:
     if "target" not in group:
         raise SpecError("`target` is missing; name one or more, such as target = ['sm_80', 'sm_90a']")
     targets = [target_named(name) for name in _listed(group, "target")]
+    if "step" in group:
+        yield from _steps(group, targets)
+        return
+    if "parts" in group:
+        raise SpecError("`parts` is of merge_states: add step = 'merge_states', or leave it out")
     passes, deterministic = _passes(group)
     for spec in _specs(group):
         for target, each in itertools.product(targets, deterministic):
             yield Request(spec, target, passes, each)
+
+
+def _steps(group: Mapping[str, Any], targets: list[Target]) -> Iterator[Step]:
+    """The kernels of no spec."""
+    foreign = sorted(set(group) - set(_KEYS_OF_STEPS))
+    if foreign:
+        raise SpecError(f"`{foreign[0]}` is of a spec; with `step` the keys are {', '.join(_KEYS_OF_STEPS)}")
+    names = _listed(group, "step")
+    unknown = [name for name in names if name not in _STEPS]
+    if unknown:
+        raise SpecError(f"`step` names {unknown[0]!r}; choose from {', '.join(_STEPS)}")
+    for name, target in itertools.product(names, targets):
+        yield from _merges(group, target) if name == "merge_states" else [Step(name, target)]
+
+
+def _merges(group: Mapping[str, Any], target: Target) -> Iterator[Step]:
+    if "dtype" not in group:
+        raise SpecError("`dtype` is missing, of the outputs that merge_states merges: float16 or bfloat16")
+    layouts = _listed(group, "layout") if "layout" in group else ["bhsd"]
+    parts = _listed(group, "parts") if "parts" in group else [2]
+    for dtype, layout, count in itertools.product(_listed(group, "dtype"), layouts, parts):
+        if layout not in ("bhsd", "bshd"):
+            raise SpecError(f"`layout` is {layout!r}; merge_states takes 'bhsd' and 'bshd'")
+        if isinstance(count, bool) or not isinstance(count, int) or not 2 <= count <= MOST_PARTS:
+            raise SpecError(f"`parts` is {count!r}; merge_states takes 2 to {MOST_PARTS}")
+        yield Step("merge_states", target, dtype_name(dtype, ELEMENTS, "dtype"), layout, count)
 
 
 def _passes(group: Mapping[str, Any]) -> tuple[tuple[Part, ...], list[bool]]:
@@ -121,9 +188,11 @@ def _specs(group: Mapping[str, Any]) -> Iterator[AttentionSpec]:
         return
     if "head_dim" not in group:
         raise SpecError("`head_dim` is missing; name one or more, such as head_dim = [64, 128]")
+    learned = "backward" in (_listed(group, "passes") if "passes" in group else [])
+    parsers = _PARSERS | {"sink": lambda name: None if name == "" else Tensor(name, "float32", 1, grad=learned)}
     for values in itertools.product(*(_listed(group, name) for name in given)):
         arguments = dict(zip(given, values, strict=True))
-        yield AttentionSpec(**{name: _PARSERS.get(name, lambda value: value)(arguments[name]) for name in given})
+        yield AttentionSpec(**{name: parsers.get(name, lambda value: value)(arguments[name]) for name in given})
 
 
 def _listed(group: Mapping[str, Any], name: str) -> list[Any]:

@@ -12,6 +12,7 @@ Tensors are on a GPU; those of the CPU run on the emulator where `emulate=True` 
 """
 
 from flashgen.torch.block_mask import BlockMask, create_block_mask
+from flashgen.torch.caches import append_kv, merge_states
 from flashgen.torch.flex import flex_attention
 from flashgen.torch.functional import attention
 from flashgen.torch.mask_functions import and_masks, create_mask, noop_mask, or_masks
@@ -24,11 +25,13 @@ __all__ = [
     "Attention",
     "BlockMask",
     "and_masks",
+    "append_kv",
     "attention",
     "create_block_mask",
     "create_mask",
     "emulated",
     "flex_attention",
+    "merge_states",
     "noop_mask",
     "or_masks",
     "register",

@@ -7,22 +7,24 @@ from typing import Any
 import torch
 
 from flashgen.torch.operators import LIBRARY
-from flashgen.torch.table import of_key
+from flashgen.torch.table import Registered, of_key
 from flashgen.torch.tensors import Tensor
 
 
-def cast(q: Tensor, k: Tensor, v: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k and v in a dtype."""
-    return q.to(dtype), k.to(dtype), v.to(dtype)
+def cast(entry: Registered, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k and v in the spec's dtype; a cache of keys and values is what it is, and is not copied."""
+    if entry.cache:
+        return q.to(entry.dtype), k, v
+    return q.to(entry.dtype), k.to(entry.dtype), v.to(entry.dtype)
 
 
 def _register(device_type: str, key: str) -> None:
     dispatch = getattr(torch._C.DispatchKey, key)
 
     def under_autocast(q: Tensor, k: Tensor, v: Tensor, captures: Any, name: str, *rest: Any) -> Any:
-        dtype = of_key(name).dtype
+        rows = cast(of_key(name), q, k, v)
         with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(dispatch)):
-            return torch.ops.flashgen.forward(*cast(q, k, v, dtype), captures, name, *rest)
+            return torch.ops.flashgen.forward(*rows, captures, name, *rest)
 
     LIBRARY.impl("forward", under_autocast, key)
 

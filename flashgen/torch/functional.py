@@ -11,8 +11,9 @@ from flashgen.attention import Attention
 from flashgen.attention.bound import BoundAttention
 from flashgen.errors import ArgumentError
 from flashgen.torch import autocast, operators
+from flashgen.torch.arguments import all_captures
 from flashgen.torch.table import Registered, constant, handle, held, registered
-from flashgen.torch.tensors import Tensor, all_captures, bound_tensor
+from flashgen.torch.tensors import Tensor, bound_tensor, refuse_gradients
 from flashgen.torch.transforms import is_transforming, transformed
 
 _SEEDS = 2**62
@@ -50,9 +51,12 @@ def attention(
         deterministic: gradients that are bitwise equal from run to run; None is what
             torch.use_deterministic_algorithms says.
         captures: the tensors and numbers that the spec declares. Arrays that its functions closed over need not be
-            given. int64 is taken where int32 was declared, if values fit.
+            given. int64 is taken where int32 was declared, if values fit. And what else calls of the spec take, as
+            `flashgen.Attention` documents it: of layout "thd" cu_seqlens_q, cu_seqlens_k, seqused_k, max_seqlen_q and
+            max_seqlen_k; of pages page_table and seqused_k; of 8 bits k_scale and v_scale; of all but "thd" num_splits.
 
-    Returns the output, of q's kind, or a pair with the LSE. Raises ArgumentError where something does not fit.
+    Returns the output, of q's kind, or a pair with the LSE. Raises ArgumentError where something does not fit, and
+    UnsupportedError where a gradient is wanted of a call over pages or 8-bit keys, which have none.
     """
     given = handle(spec)
     entry, closed_over = entry_of(given, emulate, is_deterministic(deterministic))
@@ -72,8 +76,10 @@ def call(
 ) -> Any:
     """A call of what is registered; `bound` are captures that need not be given."""
     arrays, integers, floats = all_captures(entry, captures, bound) if captures or entry.takes_captures else _NOTHING
+    if entry.cache and torch.is_grad_enabled():
+        refuse_gradients(entry, q, k, v, arrays)
     if torch.is_autocast_enabled("cuda" if q.is_cuda else "cpu"):
-        q, k, v = autocast.cast(q, k, v, entry.dtype)
+        q, k, v = autocast.cast(entry, q, k, v)
     return run(entry, q, k, v, arrays, integers, floats, _seed(entry, seed, q.device), return_lse)
 
 

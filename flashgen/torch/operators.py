@@ -14,14 +14,15 @@ from typing import Any, Optional
 import torch
 
 from flashgen.errors import ArgumentError, UnsupportedError
+from flashgen.torch.arguments import named_captures
 from flashgen.torch.table import Registered, of_key, outside_of_graphs
 from flashgen.torch.tensors import (
     Tensor,
     check_call,
     empty_like,
     in_rows,
-    named_captures,
     output_shapes,
+    refuse_gradients,
     to_array,
     to_tensor,
 )
@@ -29,20 +30,25 @@ from flashgen.torch.tensors import (
 LIBRARY = torch.library.Library("flashgen", "FRAGMENT")  # the registrations live as long as it does
 
 
-def _operator(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Registers a function as the kernel of the operator of its name, on every device.
+def as_operator(
+    function: Callable[..., Any], name: str | None = None, written: Sequence[str] = ()
+) -> Callable[..., Any]:
+    """Registers a function as the kernel of an operator, on every device.
+
+    name: of the operator; None is the function's. written: the arguments that it writes to.
 
     As torch.library.custom_op, but for a look at every call whether outputs alias inputs, and layers of Python, which
     take longer than all that the operator does: compiled graphs call it through the dispatcher.
     """
-    schema = torch.library.infer_schema(function, mutates_args=())
-    LIBRARY.define(function.__name__ + schema, tags=(torch.Tag.pt2_compliant_tag,))
-    LIBRARY.impl(function.__name__, outside_of_graphs("a kernel")(function), "CompositeExplicitAutograd")
+    schema = torch.library.infer_schema(function, mutates_args=written)
+    name = name or function.__name__
+    LIBRARY.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
+    LIBRARY.impl(name, outside_of_graphs("a kernel")(function), "CompositeExplicitAutograd")
     return function
 
 
 # The schema is inferred from these annotations, which torch 2.6 reads as types alone: no strings, no `|`.
-@_operator
+@as_operator
 def forward(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -53,7 +59,10 @@ def forward(
     floats: Sequence[float],
     seed: Optional[torch.Tensor],  # noqa: UP045
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The output and the LSE, float32 (batch, heads, queries). seed: one int64, beside q or on the CPU."""
+    """The output and the LSE, float32 (batch, heads, queries), of a ragged batch (heads, tokens).
+
+    captures, integers, floats: those of the table's entry in its order. seed: one int64, beside q or on the CPU.
+    """
     entry = of_key(key)
     return run_forward(entry, q, k, v, captures, integers, floats, seed)
 
@@ -75,25 +84,33 @@ def run_forward(
         if captures or integers or floats:
             options |= named_captures(entry, captures, integers, floats)
         if q.stride(-1) != 1 or k.stride(-1) != 1 or v.stride(-1) != 1:
-            q, k, v = in_rows(q), in_rows(k), in_rows(v)
+            q, k, v = _in_rows(entry, q, k, v)
         try:
             return entry.on(q.get_device())(q, k, v, return_lse=with_lse, **options)
         except ArgumentError as error:
-            q, k, v = _put_right((q, k, v), error, partial(check_call, entry, q, k, v, captures, seed))
+            aligned = _in_rows(entry, q, k, v)
+            q, k, v = _put_right((q, k, v), aligned, error, partial(check_call, entry, q, k, v, captures, seed))
         return entry.on(q.get_device())(q, k, v, return_lse=with_lse, **options)
     check_call(entry, q, k, v, captures, seed)
     options |= named_captures(entry, [to_array(each) for each in captures], integers, floats)
-    made = entry.on(None)(*(to_array(in_rows(tensor)) for tensor in (q, k, v)), return_lse=with_lse, **options)
+    rows = map(to_array, _in_rows(entry, q, k, v))
+    made = entry.on(None)(*rows, return_lse=with_lse, **options)
     return tuple(map(to_tensor, made)) if with_lse else to_tensor(made)
 
 
-def _put_right(rows: Sequence[Tensor], error: ArgumentError, check: Callable[[], None] | None = None) -> list[Tensor]:
-    """Tensors that a kernel refused, copied to where it can read them.
+def _in_rows(entry: Registered, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k and v where kernels can read them, copied where need be; a cache of keys and values is never copied."""
+    return (in_rows(q), k, v) if entry.cache else (in_rows(q), in_rows(k), in_rows(v))
+
+
+def _put_right(
+    rows: Sequence[Tensor], aligned: Sequence[Tensor], error: ArgumentError, check: Callable[[], None] | None = None
+) -> Sequence[Tensor]:
+    """Tensors that a kernel refused as `rows`, copied to where it can read them.
 
     To look at all strides of a tensor costs a call as much as its launch: most are as they should be, and are given as
     they stand. Where no copy helps the error is raised, or what `check` says of tensors.
     """
-    aligned = [in_rows(tensor) for tensor in rows]
     if all(new is old for new, old in zip(aligned, rows, strict=True)):
         if check:
             check()
@@ -116,7 +133,7 @@ def _(q: Tensor, k: Tensor, v: Tensor, captures: Any, key: str, integers: Any, f
     return empty_like(q, out), q.new_empty(lse, dtype=torch.float32)
 
 
-@_operator
+@as_operator
 def backward(
     d_out: torch.Tensor,
     d_lse: Optional[torch.Tensor],  # noqa: UP045
@@ -157,16 +174,19 @@ def run_backward(
             options["d_lse"] = d_lse.contiguous()
         if captures or integers or floats:
             options |= named_captures(entry, captures, integers, floats)
+            options.pop("num_splits", None)  # of the forward alone
         if d_out.stride(-1) != 1 or q.stride(-1) != 1 or k.stride(-1) != 1 or v.stride(-1) != 1:
             d_out, q, k, v = in_rows(d_out), in_rows(q), in_rows(k), in_rows(v)
         try:
             return entry.on(q.get_device()).backward(d_out, q, k, v, out, lse, **options)
         except ArgumentError as error:
-            d_out, q, k, v, out = _put_right((d_out, q, k, v, out), error)
+            rows = (d_out, q, k, v, out)
+            d_out, q, k, v, out = _put_right(rows, [in_rows(each) for each in rows], error)
         return entry.on(q.get_device()).backward(d_out, q, k, v, out, lse, **options)
     if d_lse is not None:
         options["d_lse"] = to_array(d_lse.contiguous())
     options |= named_captures(entry, [to_array(each) for each in captures], integers, floats)
+    options.pop("num_splits", None)
     d_out, q, k, v, out = (to_array(in_rows(tensor)) for tensor in (d_out, q, k, v, out))
     made = entry.on(None).backward(d_out, q, k, v, out, to_array(lse), **options)
     return [to_tensor(gradient) for gradient in made]
@@ -178,7 +198,7 @@ def _(
     integers: Any, floats: Any, seed: Any,
 ) -> list[Tensor]:  # fmt: skip
     entry = of_key(key)
-    learned = [tensor for capture, tensor in zip(entry.arrays, captures, strict=True) if capture.grad]
+    learned = [tensor for capture, tensor in zip(entry.arrays, captures, strict=False) if capture.grad]
     rows = [empty_like(tensor, tensor.shape) for tensor in (q, k, v)]
     return rows + [tensor.new_empty(tensor.shape) for tensor in learned]
 
@@ -186,6 +206,7 @@ def _(
 def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     """Keeps what the backward operator takes: tensors as autograd's, numbers as they are."""
     q, k, v, captures, ctx.key, ctx.integers, ctx.floats, seed = inputs
+    refuse_gradients(of_key(ctx.key), q, k, v, captures)
     ctx.set_materialize_grads(False)
     ctx.captured, ctx.seeded = len(captures), seed is not None
     ctx.save_for_backward(q, k, v, *captures, *output, *([seed] if ctx.seeded else []))
@@ -201,7 +222,7 @@ def gradients(
     numbers = (ctx.key, ctx.integers, ctx.floats, seed[0] if seed else None)
     made = list((operator or torch.ops.flashgen.backward)(d_out, d_lse, q, k, v, out, lse, captures, *numbers))
     learned = iter(made[3:])
-    of_captures = [next(learned) if capture.grad else None for capture in of_key(ctx.key).arrays]
+    of_captures = [next(learned) if each.grad else None for each in of_key(ctx.key).arrays[: ctx.captured]]
     # torch takes an empty list for one of tensors, and one of numbers for a single argument.
     no_numbers: Any = (None if ctx.integers else [], None if ctx.floats else [])
     return (*made[:3], of_captures, None, *no_numbers, None)
@@ -238,7 +259,7 @@ class Plain(torch.autograd.Function):
         if not captures:
             return (None, *made)
         learned = iter(made[3:])
-        return (None, *made[:3], *(next(learned) if each.grad else None for each in entry.arrays))
+        return (None, *made[:3], *(next(learned) if each.grad else None for each in entry.arrays[: len(captures)]))
 
 
 class PlainWithLse(Plain):

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from flashgen.attention import Attention, compile
-from flashgen.attention.ragged import refuse_ragged
 from flashgen.errors import ArgumentError
 from flashgen.language.operations import BATCH
 from flashgen.language.spec import AttentionSpec
@@ -80,6 +79,7 @@ def emulated(on: bool = True) -> Iterator[None]:
         _EMULATED.reset(token)
 
 
+@constant
 def is_emulated(emulate: bool | None) -> bool:
     """Whether a call runs on the emulator; None is what `emulated()` says."""
     return _EMULATED.get() if emulate is None else bool(emulate)
@@ -95,24 +95,45 @@ class CaptureInfo(NamedTuple):
     kind: str
 
 
+def call_arguments(spec: AttentionSpec) -> tuple[tuple[CaptureInfo, ...], tuple[CaptureInfo, ...]]:
+    """The arrays and the integers that calls of a spec take beside q, k, v and captures: where sequences, pages are."""
+    arrays: list[tuple[str, str, int]] = []
+    if spec.is_ragged:
+        arrays += [(name, "int32", 1) for name in ("cu_seqlens_q", "cu_seqlens_k", "seqused_k")]
+    if spec.page_size:
+        arrays += [("page_table", "int32", 2), ("seqused_k", "int32", 1)]
+    if spec.kv_dtype:
+        arrays += [("k_scale", "float32", 1), ("v_scale", "float32", 1)]
+    integers = ("max_seqlen_q", "max_seqlen_k") if spec.is_ragged else ("num_splits",)
+    return (
+        tuple(CaptureInfo(name, dtype, ndim, False, dtype[:-2]) for name, dtype, ndim in arrays),
+        tuple(CaptureInfo(name, "int32", 0, False, "int") for name in integers),
+    )
+
+
 class Registered:
     """A spec, and how it is compiled: what a key stands for. Compiled for each GPU that a call is on, once.
 
     Attributes: `key`; `spec`, without arrays that its functions closed over, which calls give; `arrays`, `integers` and
-    `floats`, its captures by kind, in the order in which operators take them, and `takes_captures`, whether there are
-    any; `reads_batch`, whether sequences of a batch differ.
+    `floats`, in the order in which operators take them: its captures by kind, and behind them `own_arrays` and
+    `own_integers`, a call's arguments that are no captures, of which the last array and all integers may be left out;
+    `takes_captures`, whether a call must give any; `is_ragged`; `cache`, what of the spec makes k and v a cache, which
+    has no gradient, or None; `reads_batch`, whether sequences of a batch differ.
     """
 
     def __init__(self, key: str, spec: AttentionSpec, compiled: Attention | None, **options: Any) -> None:
-        refuse_ragged(spec, "flashgen.torch", "call what compile(...) gives with tensors, or varlen_attention(...)")
         self.key, self.spec, self._compiled, self._options = key, spec, compiled, options
         self.emulate = compiled.engine.name == "emulator" if compiled else bool(options.get("emulate"))
         told = [CaptureInfo(each.name, each.dtype, each.ndim, each.grad, each.kind) for each in spec.captures]
-        self.arrays = tuple(each for each in told if each.ndim)
-        self.integers = tuple(each for each in told if not each.ndim and each.kind == "int")
+        self.own_arrays, self.own_integers = call_arguments(spec)
+        self.arrays = (*(each for each in told if each.ndim), *self.own_arrays)
+        self.integers = (*(each for each in told if not each.ndim and each.kind == "int"), *self.own_integers)
         self.floats = tuple(each for each in told if not each.ndim and each.kind == "float")
-        self.takes_captures = bool(told)
+        self.takes_captures = bool(told or self.own_arrays)
         self.dtype, self.dropout = getattr(torch, spec.dtype), bool(spec.dropout)
+        self.is_ragged = spec.is_ragged
+        pages = f"page_size={spec.page_size}" if spec.page_size else None
+        self.cache = pages or (f"kv_dtype={spec.kv_dtype!r}" if spec.kv_dtype else None)
         self._by_device: dict[int | None, Attention] = {}
 
     @cached_property

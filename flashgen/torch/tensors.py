@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
 
-from flashgen.attention.problem import checked_sizes, in_layout
-from flashgen.errors import ArgumentError
+from flashgen.attention.problem import checked_sequences, checked_sizes, in_layout
+from flashgen.errors import ArgumentError, UnsupportedError
 from flashgen.language.bound import BoundArray
 from flashgen.language.spec import AttentionSpec
 from flashgen.runtime.arrays import are_nested
-from flashgen.torch.table import CaptureInfo, Registered
+from flashgen.torch.table import Registered
 
 _ROW_BYTES = 16
 Tensor: TypeAlias = torch.Tensor
@@ -36,25 +36,51 @@ def check_call(
     spec = entry.spec
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         check_device(entry, name, tensor, q)
-        if dtype_of(tensor) != spec.dtype:
+        if dtype_of(tensor) != spec.dtype and (name == "q" or not spec.of_cache):
             raise ArgumentError(
                 f"{name} is {dtype_of(tensor)}; the spec is of {spec.dtype}: convert it, or call it under "
                 f"torch.autocast('{q.device.type}', torch.{spec.dtype})"
             )
-    checked_sizes(spec, {name: _Shaped(tuple(x.shape), dtype_of(x)) for name, x in (("q", q), ("k", k), ("v", v))})
-    if len(captures) != len(entry.arrays):
-        raise ArgumentError(f"{len(captures)} arrays are given; the spec captures {len(entry.arrays)}")
-    for capture, tensor in zip(entry.arrays, captures, strict=True):
-        check_device(entry, f"capture {capture.name!r}", tensor, q)
+    least = len(entry.arrays) - spec.is_ragged
+    if not least <= len(captures) <= len(entry.arrays):
+        raise ArgumentError(f"{len(captures)} arrays are given; calls of the spec take {len(entry.arrays)}")
+    for capture, tensor in zip(entry.arrays, captures, strict=False):
+        own = capture in entry.own_arrays
+        what = capture.name if own else f"capture {capture.name!r}"
+        check_device(entry, what, tensor, q)
         if dtype_of(tensor) != capture.dtype or tensor.ndim != capture.ndim:
             raise ArgumentError(
-                f"capture {capture.name!r} is {dtype_of(tensor)} of shape {tuple(tensor.shape)}; it was declared "
-                f"{capture.dtype} of {capture.ndim} dimension(s)"
+                f"{what} is {dtype_of(tensor)} of shape {tuple(tensor.shape)}; "
+                f"{'calls take it' if own else 'it was declared'} {capture.dtype} of {capture.ndim} dimension(s)"
             )
+    _check_shapes(entry, q, k, v, captures)
     if seed is not None and (seed.dtype != torch.int64 or seed.numel() != 1):
         raise ArgumentError(f"seed is {dtype_of(seed)} of shape {tuple(seed.shape)}: give a number, or one int64")
     if seed is not None and seed.device not in (q.device, torch.device("cpu")):
         raise ArgumentError(f"seed is on {seed.device} and q on {q.device}: move it there, or give a number")
+
+
+def _check_shapes(entry: Registered, q: Tensor, k: Tensor, v: Tensor, captures: Sequence[Tensor]) -> None:
+    """ArgumentError where sizes of a call do not fit together."""
+    captured = len(entry.arrays) - len(entry.own_arrays)
+    own = {each.name: tensor for each, tensor in zip(entry.own_arrays, captures[captured:], strict=False)}
+    given = {name: _Shaped(tuple(x.shape), dtype_of(x)) for name, x in {"q": q, "k": k, "v": v, **own}.items()}
+    checked_sizes(entry.spec, given)
+    if entry.spec.is_ragged:
+        checked_sequences(given)
+
+
+def refuse_gradients(entry: Registered, q: Tensor, k: Tensor, v: Tensor, captures: Sequence[Tensor]) -> None:
+    """UnsupportedError where a tensor of a call over pages, or 8-bit keys, wants a gradient: there is no backward."""
+    if not entry.cache:
+        return
+    names = ("q", "k", "v", *(capture.name for capture in entry.arrays))
+    for name, tensor in zip(names, (q, k, v, *captures), strict=False):
+        if tensor.requires_grad:
+            raise UnsupportedError(
+                f"{name} requires a gradient, and a call with {entry.cache} has none: give {name}.detach(), or call it "
+                "under torch.no_grad()"
+            )
 
 
 def check_device(entry: Registered, name: str, tensor: Tensor, q: Tensor) -> None:
@@ -107,6 +133,10 @@ def to_array(tensor: Tensor) -> Any:
         import ml_dtypes
 
         return tensor.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
+    if tensor.dtype == torch.float8_e4m3fn:
+        import ml_dtypes
+
+        return tensor.view(torch.uint8).numpy().view(ml_dtypes.float8_e4m3fn)
     return tensor.numpy()
 
 
@@ -117,16 +147,11 @@ def to_tensor(array: np.ndarray[Any, Any]) -> Tensor:
     return torch.from_numpy(array)
 
 
-def named_captures(entry: Registered, captures: Sequence[Any], integers: Sequence[int], floats: Sequence[float]) -> Any:
-    """The captures of a call by name."""
-    named: dict[str, Any] = {capture.name: array for capture, array in zip(entry.arrays, captures, strict=True)}
-    named |= {capture.name: int(number) for capture, number in zip(entry.integers, integers, strict=True)}
-    named |= {capture.name: float(number) for capture, number in zip(entry.floats, floats, strict=True)}
-    return named
-
-
 def output_shapes(spec: AttentionSpec, q: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """The shapes of the output and the LSE."""
+    if spec.is_ragged:
+        tokens, heads, _ = q.shape
+        return (tokens, heads, spec.value_dim), (heads, tokens)
     batch, heads, length, _ = in_layout(tuple(q.shape), spec.layout)
     return in_layout((batch, heads, length, spec.value_dim), spec.layout), (batch, heads, length)
 
@@ -142,47 +167,3 @@ def bound_tensor(bound: BoundArray, device: torch.device) -> Tensor:
             return array
         return array.to(device) if bound.grad else bound.moved(device, lambda it: it.to(device))
     return bound.moved(device, lambda _: to_tensor(np.ascontiguousarray(bound.on_host())).to(device))
-
-
-def all_captures(entry: Registered, given: Mapping[str, Any], bound: Mapping[str, Tensor]) -> Any:
-    """(arrays, integers, floats) of a call as operators take them; ArgumentError where one is missing or unknown."""
-    declared = {capture.name for capture in (*entry.arrays, *entry.integers, *entry.floats)}
-    for name in given:
-        if name not in declared:
-            known = ", ".join(sorted(declared)) or "none"
-            raise ArgumentError(f"unknown argument {name!r}; the spec declares these captures: {known}")
-    arrays = [_array(capture, given, bound) for capture in entry.arrays]
-    return arrays, [_number(each, given) for each in entry.integers], [_number(each, given) for each in entry.floats]
-
-
-def _array(capture: CaptureInfo, given: Mapping[str, Any], bound: Mapping[str, Tensor]) -> Tensor:
-    value = given.get(capture.name)
-    if value is None and capture.name in bound:
-        return bound[capture.name]
-    if not isinstance(value, torch.Tensor):
-        what = "is missing" if value is None else f"of type {type(value).__name__} is no tensor"
-        raise ArgumentError(f"capture {capture.name!r} {what}: give {capture.name}=<{capture.dtype} tensor>")
-    if value.requires_grad and not capture.grad and torch.is_grad_enabled():
-        raise ArgumentError(
-            f"capture {capture.name!r} requires a gradient and was declared without: declare it with grad=True, or "
-            f"give {capture.name}.detach()"
-        )
-    if capture.dtype == "int32" and value.dtype == torch.int64:
-        return _narrowed(value)
-    return value
-
-
-def _narrowed(value: Tensor) -> Tensor:
-    """int64 values as int32's; one that does not fit stops the device, as torch's own wrong indices do."""
-    narrow = value.to(torch.int32)
-    torch._assert_async((narrow == value).all(), "a captured array declared int32 has int64 values that do not fit")
-    return narrow
-
-
-def _number(capture: CaptureInfo, given: Mapping[str, Any]) -> Any:
-    if capture.name not in given:
-        raise ArgumentError(f"capture {capture.name!r} is missing: give {capture.name}=<{capture.dtype} number>")
-    value = given[capture.name]
-    if isinstance(value, torch.Tensor) or (capture.kind == "int" and isinstance(value, float) and value != int(value)):
-        raise ArgumentError(f"capture {capture.name!r} is {value!r}; it was declared {capture.dtype}: give a number")
-    return value

@@ -1,4 +1,4 @@
-"""Packed sequences, as flash-attn's flash_attn_varlen_func has them."""
+"""Packed sequences, as flash-attn's flash_attn_varlen_func has them: ragged batches, layout "thd"."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from typing import Any
 import torch
 
 from flashgen.errors import ArgumentError
+from flashgen.language import functions as f
+from flashgen.language import masks, scores
 from flashgen.language.captures import Tensor as Captured
-from flashgen.language.functions import abs as absolute
-from flashgen.language.scores import softcap
+from flashgen.language.operations import LONGEST
 from flashgen.language.spec import AttentionSpec
 from flashgen.torch.functional import call, is_deterministic
 from flashgen.torch.table import Registered, constant, registered
@@ -34,6 +35,8 @@ def varlen_attention(
     deterministic: bool | None = None,
     return_lse: bool = False,
     *,
+    seqused_k: Tensor | None = None,
+    sinks: Tensor | None = None,
     emulate: bool | None = None,
 ) -> Any:
     """Attention of sequences that stand behind each other: each over its own keys, as flash-attn's users call it.
@@ -41,51 +44,52 @@ def varlen_attention(
     Args:
         q: (tokens of queries, heads, dim). k, v: (tokens of keys, heads of keys, dim).
         cu_seqlens_q: integers (sequences + 1,): sequence i is q[cu_seqlens_q[i]:cu_seqlens_q[i + 1]]. cu_seqlens_k:
-            likewise. Both on the device of q; queries and keys behind the last sequence attend to nothing.
-        max_seqlen_q, max_seqlen_k: as flash-attn takes them; kernels need no such bound.
+            likewise. Both on the device of q, where kernels alone read them: a captured graph follows them. Queries and
+            keys behind the last sequence attend to nothing.
+        max_seqlen_q, max_seqlen_k: as flash-attn takes them; kernels need no such bound, so that no batch is another
+            call for its longest sequence.
         causal, window_size: aligned to the end of each sequence: its last query stands on its last key. -1 is no bound.
-        softcap: of the scores; 0 is none. alibi_slopes: float32 (heads,), of -slope·|distance|.
+        softcap: of the scores; 0 is none. alibi_slopes: float32 (heads,) or (sequences, heads), of -slope·|distance|.
         return_lse: give the LSE, float32 (heads, tokens of queries), too.
+        seqused_k: integers (sequences,): how many of its keys each sequence has; None is all of them.
+        sinks: floats (heads,): a score of each head that every row's softmax counts and that has no value; learned
+            where it requires a gradient.
 
-    Masks are read from three numbers of each query, so that lengths compile nothing; tiles are listed in each call.
+    Lengths compile nothing; a window, a cap and a scale of another size do.
     """
-    if q.ndim != 3 or k.ndim != 3 or v.ndim != 3:
-        raise ArgumentError(f"q has shape {tuple(q.shape)}: packed tokens are (tokens, heads, dim)")
-    if cu_seqlens_q.shape != cu_seqlens_k.shape or cu_seqlens_q.ndim != 1:
-        raise ArgumentError(
-            f"cu_seqlens_q has shape {tuple(cu_seqlens_q.shape)} and cu_seqlens_k {tuple(cu_seqlens_k.shape)}: give "
-            "(sequences + 1,) of both"
-        )
+    _check(q, k, v, cu_seqlens_q, cu_seqlens_k, (max_seqlen_q, max_seqlen_k))
     if causal:
         window_size = (window_size[0], 0)
     if torch.is_autocast_enabled(q.device.type):
         dtype = torch.get_autocast_dtype(q.device.type)
         q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
-    captures = _ranges(q.shape[0], cu_seqlens_q, cu_seqlens_k, window_size)
-    if alibi_slopes is not None:
-        captures["slopes"] = alibi_slopes
-    else:
-        captures.pop("place")
-    learned = alibi_slopes is not None and alibi_slopes.requires_grad
-    slopes = None if alibi_slopes is None else learned
+    captures: dict[str, Any] = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "seqused_k": seqused_k}
+    slopes, sink = _declared(alibi_slopes), _declared(sinks)
+    captures |= {"slopes": alibi_slopes} if slopes else {}
+    captures |= {"sinks": sinks} if sink else {}
+    numbers = (softmax_scale, dropout_p, softcap, int(window_size[0]), int(window_size[1]))
     options = (emulate, is_deterministic(deterministic))
-    entry = _entry(options, q.shape[-1], v.shape[-1], dtype_of(q), softmax_scale, dropout_p, softcap, slopes)
-    made = call(entry, {}, q[None], k[None], v[None], captures, return_lse=return_lse)
-    return (made[0][0], made[1][0]) if return_lse else made[0]
+    entry = _entry(options, q.shape[-1], v.shape[-1], dtype_of(q), *numbers, slopes, sink)
+    return call(entry, {}, q, k, v, captures, return_lse=return_lse)
 
 
-def _ranges(tokens: Any, starts_q: Tensor, starts_k: Tensor, window: tuple[int, int]) -> dict[str, Tensor]:
-    """Of each query: the first and the last key that it attends to, and the key that it stands on; int32."""
-    positions = torch.arange(tokens, device=starts_q.device, dtype=starts_q.dtype)
-    sequence = torch.searchsorted(starts_q[1:].contiguous(), positions, right=True)
-    inside = sequence < starts_q.shape[0] - 1
-    sequence = sequence.clamp(max=starts_q.shape[0] - 2)
-    begin, end = starts_k[sequence], starts_k[sequence + 1]
-    place = positions - starts_q[sequence + 1] + end
-    first = begin if window[0] < 0 else torch.maximum(begin, place - window[0])
-    last = end - 1 if window[1] < 0 else torch.minimum(end - 1, place + window[1])
-    last = torch.where(inside, last, torch.full_like(last, -1))
-    return {"first": first.to(torch.int32), "last": last.to(torch.int32), "place": place.to(torch.int32)}
+def _check(q: Tensor, k: Tensor, v: Tensor, starts_q: Tensor, starts_k: Tensor, longest: tuple[Any, Any]) -> None:
+    if q.ndim != 3 or k.ndim != 3 or v.ndim != 3:
+        raise ArgumentError(f"q has shape {tuple(q.shape)}: packed tokens are (tokens, heads, dim)")
+    if starts_q.shape != starts_k.shape or starts_q.ndim != 1:
+        raise ArgumentError(
+            f"cu_seqlens_q has shape {tuple(starts_q.shape)} and cu_seqlens_k {tuple(starts_k.shape)}: give "
+            "(sequences + 1,) of both"
+        )
+    # One that is a tensor is not looked at: that would wait for the device.
+    for name, bound in zip(("max_seqlen_q", "max_seqlen_k"), longest, strict=True):
+        if isinstance(bound, (bool, float, str)) or (isinstance(bound, int) and not 0 <= bound <= LONGEST):
+            raise ArgumentError(f"{name}={bound!r} must be an integer from 0 to {LONGEST}, or None")
+
+
+def _declared(tensor: Tensor | None) -> tuple[str, int, bool] | None:
+    """dtype, dimensions and whether a gradient is wanted of an array of the call."""
+    return None if tensor is None else (dtype_of(tensor), tensor.ndim, tensor.requires_grad)
 
 
 @constant
@@ -95,13 +99,35 @@ def _entry(options: tuple[bool | None, bool], *key: Any) -> Registered:
 
 @lru_cache(maxsize=256)
 def _made(
-    head_dim: int, value_dim: int, dtype: str, scale: float | None, dropout: float, cap: float, slopes: bool | None
+    head_dim: int,
+    value_dim: int,
+    dtype: str,
+    scale: float | None,
+    dropout: float,
+    cap: float,
+    left: int,
+    right: int,
+    slopes: tuple[str, int, bool] | None,
+    sinks: tuple[str, int, bool] | None,
 ) -> AttentionSpec:
-    first, last, place = (Captured(name, "int32", 1) for name in ("first", "last", "place"))
-    score: Any = softcap(cap) if cap else None
+    score: Any = scores.softcap(cap) if cap else None
     if slopes is not None:
-        slope = Captured("slopes", "float32", 1, grad=slopes)
-        cap_first = score or (lambda s, b, h, q, k: s)
-        score = lambda s, b, h, q, k: cap_first(s, b, h, q, k) - slope[h] * absolute(k - place[q])
-    mask = lambda b, h, q, k: (first[q] <= k) & (k <= last[q])
-    return AttentionSpec(head_dim, dtype, value_dim, scale, "bshd", dropout, score, mask)
+        slope = Captured("slopes", slopes[0], slopes[1], grad=slopes[2])
+        capped = score or (lambda s, b, h, q, k: s)
+        of_head = (lambda b, h: slope[h]) if slopes[1] == 1 else (lambda b, h: slope[b, h])
+        score = lambda s, b, h, q, k: capped(s, b, h, q, k) - of_head(b, h) * f.abs(k - (q + (f.len_k - f.len_q)))
+    sink = Captured("sinks", sinks[0], sinks[1], grad=sinks[2]) if sinks else None
+    return AttentionSpec(head_dim, dtype, value_dim, scale, "thd", dropout, score, _window(left, right), sink=sink)
+
+
+def _window(left: int, right: int) -> masks.Mask:
+    """Keys that a query sees, so many to its left and to its right; less than 0 is no bound."""
+    if left >= 0 and right >= 0:
+        return masks.sliding_window(left, right)
+    if left < 0 and right < 0:
+        return masks.full()
+    if right == 0:
+        return masks.causal()
+    if right > 0:
+        return masks.trace_mask(lambda b, h, q, k: k <= q + (f.len_k - f.len_q) + right)
+    return masks.trace_mask(lambda b, h, q, k: q + (f.len_k - f.len_q) - left <= k)

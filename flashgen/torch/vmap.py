@@ -36,9 +36,9 @@ def _mapped(
     entry = of_key(arguments[key])
     if entry.spec.dropout and info.randomness == "error":
         raise ArgumentError("vmap of attention with dropout: say randomness='same' or 'different'")
+    apart = entry.reads_batch or entry.learned or entry.spec.dropout or entry.own_arrays
     mapped_captures = any(dim is not None for dim in in_dims[captures] or ())
-    together = not (mapped_captures or entry.reads_batch or entry.learned or entry.spec.dropout)
-    return (_by_batch if together else _one_by_one)(operator, info, in_dims, arguments, rows)
+    return (_one_by_one if mapped_captures or apart else _by_batch)(operator, info, in_dims, arguments, rows)
 
 
 def _by_batch(operator: Callable[..., Any], info: Any, in_dims: Any, arguments: tuple[Any, ...], rows: int) -> Any:

@@ -73,12 +73,11 @@ def attention_forward(
     causal = is_causal and attention_mask is None
     options = (emulate, is_deterministic(deterministic))
     sizes = (query.shape[-1], value.shape[-1], dtype_of(query), scaling, dropout)
-    entry = _entry(options, mask, causal, window, softcap, added, bias, *sizes)
+    sinks = None if s_aux is None else (dtype_of(s_aux), s_aux.requires_grad)
+    captures |= {} if s_aux is None else {"s_aux": s_aux}
+    entry = _entry(options, mask, causal, window, softcap, added, bias, sinks, *sizes)
     q, k, v = (tensor.transpose(1, 2) for tensor in (query, key, value))
-    if s_aux is None:
-        return call(entry, {}, q, k, v, captures), None
-    out, lse = call(entry, {}, q, k, v, captures, return_lse=True)
-    return _with_sinks(out, lse, s_aux), None
+    return call(entry, {}, q, k, v, captures), None
 
 
 def _refuse(rest: dict[str, Any]) -> None:
@@ -102,12 +101,6 @@ def _four(tensor: Any, name: str, captures: dict[str, Any]) -> tuple[str, bool]:
     return dtype_of(tensor), tensor.requires_grad
 
 
-def _with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
-    """A logit for each head beside the scores, which takes its share of the weights and gives nothing."""
-    kept = torch.sigmoid(lse - sinks.float()[:, None]).transpose(1, 2)[..., None]
-    return (out * kept).to(out.dtype)
-
-
 def _packed(
     query: Tensor, key: Tensor, value: Tensor, rest: dict[str, Any], is_causal: bool, window: int | None,
     softcap: float | None, scaling: float | None, dropout: float, emulate: bool | None, s_aux: Tensor | None,
@@ -120,9 +113,8 @@ def _packed(
     q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
     options: Any = {"dropout_p": dropout, "softmax_scale": scaling, "softcap": softcap or 0.0, "emulate": emulate}
     starts_q, starts_k = rest["cu_seq_lens_q"], rest["cu_seq_lens_k"]
-    out, lse = varlen_attention(q, k, v, starts_q, starts_k, window_size=(left, right), return_lse=True, **options)
-    out = out[None]
-    return out if s_aux is None else _with_sinks(out, lse[None], s_aux)
+    out: Tensor = varlen_attention(q, k, v, starts_q, starts_k, window_size=(left, right), sinks=s_aux, **options)
+    return out[None]
 
 
 @constant
@@ -138,6 +130,7 @@ def _spec(
     softcap: float | None,
     added: tuple[str, bool] | None,
     bias: tuple[str, bool] | None,
+    sinks: tuple[str, bool] | None,
     head_dim: int,
     value_dim: int,
     dtype: str,
@@ -157,4 +150,6 @@ def _spec(
     if added is not None and added[0] == "bool":
         booleans = Captured("attn_mask", "bool", 4)
         made, added = (lambda b, h, q, k: booleans[b, h, q, k]), None
-    return AttentionSpec(head_dim, dtype, value_dim, scaling, "bshd", dropout, model_score(softcap, added, bias), made)
+    score = model_score(softcap, added, bias)
+    sink = Captured("s_aux", sinks[0], 1, grad=sinks[1]) if sinks else None
+    return AttentionSpec(head_dim, dtype, value_dim, scaling, "bshd", dropout, score, made, sink=sink)

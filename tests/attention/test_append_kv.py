@@ -159,7 +159,8 @@ def test_an_access_outside_an_array_is_caught(
         return replace(kernel, source=kernel.source.replace(line, instead))
 
     monkeypatch.setattr(appending, "render_append", planted)
-    monkeypatch.setattr(appending, "_RUNNERS", type(appending._RUNNERS)())
+    for remembered in ("_RUNNERS", "_PREPARED"):
+        monkeypatch.setattr(appending, remembered, type(appending._RUNNERS)())
     arrays = problem(16, 7)
     if what:
         array, change = WRONG[what]
@@ -196,6 +197,25 @@ def test_arrays_that_share_memory() -> None:
     arrays["k_new"] = arrays["k"][:3, :3]
     with pytest.raises(ArgumentError, match="k shares memory with k_new"):
         fg.append_kv(**arrays, emulate=True)
+
+
+def test_calls_of_the_same_sizes_are_checked_each() -> None:
+    """What sizes decide is worked out once; addresses, and whose memory is whose, are looked at in every call."""
+    assert_appended(problem(16, 3), emulate=True)
+    assert_appended(problem(16, 3), emulate=True)
+    shared = problem(16, 3)
+    shared["v"] = shared["k"]
+    with pytest.raises(ArgumentError, match="k shares memory with v"):
+        fg.append_kv(**shared, emulate=True)
+    skewed = problem(16, 3)
+    room = np.zeros(skewed["k"].size + 1, np.float16)
+    skewed["k"] = room[1:].reshape(skewed["k"].shape)
+    with pytest.raises(ArgumentError, match="start at multiples of 16 bytes"):
+        fg.append_kv(**skewed, emulate=True)
+    frozen = problem(16, 3)
+    frozen["k"].flags.writeable = False
+    with pytest.raises(ArgumentError, match="k is read-only"):
+        fg.append_kv(**frozen, emulate=True)
 
 
 def test_numpy_arrays_are_not_copied_to_be_written_to(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,7 @@ NEEDS = {
     "bert_padding.py": ("torch", "transformers"),
     "flex_migration.py": ("torch",),
     "jax_attention.py": ("jax",),
+    "serve.py": ("torch",),
 }
 TINY = ("--tiny", "--batch", "2", "--length", "48")
 

@@ -13,7 +13,16 @@ pytest.importorskip("torch", reason="flashgen.torch needs torch: pip install 'fl
 import torch
 
 import flashgen as fg
-from flashgen.torch import BlockMask, create_block_mask, emulated, flex_attention, scaled_dot_product_attention, table
+from flashgen.torch import (
+    BlockMask,
+    append_kv,
+    create_block_mask,
+    emulated,
+    flex_attention,
+    scaled_dot_product_attention,
+    table,
+    varlen_attention,
+)
 from flashgen.torch import attention as operator
 
 pytestmark = pytest.mark.usefixtures("hurried", "deterministic")
@@ -44,9 +53,33 @@ def documents(b: Any, h: Any, q: Any, k: Any) -> Any:
     return (DOCUMENTS[q] == DOCUMENTS[k]) & (q >= k)
 
 
+@functools.cache
+def integers(device: torch.device, *numbers: int) -> Any:
+    """Likewise one for all calls, int32."""
+    return torch.tensor(numbers, dtype=torch.int32, device=device)
+
+
+def packed(q: Any, k: Any, v: Any, bias: Any, scale: float, emulate: bool) -> Any:
+    rows = [x.transpose(1, 2).flatten(0, 1) for x in (q, k, v)]
+    starts = integers(q.device, 0, 11, 11, q.shape[2] + 7, 2 * q.shape[2])
+    how: Any = {"softmax_scale": scale, "alibi_slopes": bias, "emulate": emulate}
+    return varlen_attention(*rows, starts, starts, causal=True, **how)
+
+
+def paged(q: Any, k: Any, v: Any, spec: fg.AttentionSpec, emulate: bool) -> Any:
+    """A key is added to sequences of 16 and 13, in pages of 8; then 4 queries of each attend. It has no gradient."""
+    q, k, v = (x.detach().transpose(1, 2) for x in (q[:, :, :4], k, v))
+    pages = [x[:, :24].reshape(6, 8, 2, 32).clone() for x in (k, v)]
+    where: Any = {"page_table": integers(q.device, 4, 0, 2, 1, 5, 3).view(2, 3), "emulate": emulate}
+    used = integers(q.device, 16, 13)
+    append_kv(k[:, :1], v[:, :1], *pages, seqused_k=used, **where)
+    return operator(spec, q, *pages, seqused_k=used + 1, num_splits=2, **where)
+
+
 def attends(emulate: bool, width: int) -> dict[str, Attend]:
     """Calls of every kind; `width` makes their specs others than those of earlier tests."""
     biased = fg.AttentionSpec(32, "bfloat16", score=lambda s, b, h, q, k: s + slopes[h] * (q - k) / width)
+    pages = fg.AttentionSpec(32, "bfloat16", layout="bshd", scale=1 / width, mask=fg.causal(), page_size=8)
     seed = functools.partial(torch.full, (), 3, dtype=torch.int64)
     dropped = fg.AttentionSpec(32, "bfloat16", mask=fg.sliding_window(width), dropout=0.25)
     return {
@@ -58,6 +91,8 @@ def attends(emulate: bool, width: int) -> dict[str, Attend]:
         "flex": lambda q, k, v, bias: flex_attention(
             q, k, v, None, of_documents(q.shape[2]), 1 / width, emulate=emulate
         ),
+        "packed": lambda q, k, v, bias: packed(q, k, v, bias, 1 / width, emulate),
+        "paged": lambda q, k, v, bias: paged(q, k, v, pages, emulate),
     }
 
 
@@ -72,6 +107,8 @@ def results(attend: Attend, given: list[Any]) -> list[Any]:
     with torch.no_grad():
         alone = attend(*given)
     out = attend(*given)
+    if not out.requires_grad:
+        return [alone, out]
     gradients = torch.autograd.grad(out, given, torch.ones_like(out), allow_unused=True)
     return [alone, out.detach(), *(each for each in gradients if each is not None)]
 

@@ -191,4 +191,32 @@ MUTANTS = (
         "true ?",
         ("tests/attention/test_sinks.py::test_every_family_on_the_emulator",),
     ),
+    Mutant(
+        "memory that an append's arrays share not looked at in each call",
+        "flashgen/attention/appending.py",
+        "prepared.sharing.check(addresses)",
+        "prepared.sharing",
+        ("tests/attention/test_append_kv.py::test_calls_of_the_same_sizes_are_checked_each",),
+    ),
+    Mutant(
+        "a cache converted under autocast",
+        "flashgen/torch/autocast.py",
+        "if entry.cache:",
+        "if False:",
+        ("tests/in_torch/test_caches.py::test_autocast_is_for_queries_alone",),
+    ),
+    Mutant(
+        "torch told that an append writes nothing",
+        "flashgen/torch/caches.py",
+        '"append_kv", written=("k", "v")',
+        '"append_kv"',
+        ("tests/in_torch/test_caches.py::test_torchs_own_checks",),
+    ),
+    Mutant(
+        "random cases whose sequences all have as many keys",
+        "flashgen/verify/random/serving.py",
+        "min(max(int(random.choice(borders)), 0), shape.len_k)",
+        "shape.len_k",
+        ("tests/verify/random/test_planted.py::test_lengths_are_at_the_borders_of_pages",),
+    ),
 )

@@ -227,6 +227,13 @@ head_dim = 64
 layout = "thd"
 target = ["sm_80", "sm_90a"]
 passes = ["forward", "backward"]
+
+[[kernels]]
+step = ["append_kv", "merge_states"]
+dtype = ["float16", "bfloat16"]
+layout = ["bhsd", "bshd"]
+parts = [2, 5]
+target = ["sm_80", "sm_90a"]
 """
 
 
@@ -239,7 +246,10 @@ def test_a_manifest_says_how_each_kernel_is_launched(tmp_path: Path, monkeypatch
         assert kernel["entry"] in (folder / kernel["files"]["source"]["path"]).read_text()
         by_maps = "-sm90a-" in kernel["name"] and kernel["part"] in ("forward", "keys", "queries")
         assert ("maps" in kernel) == by_maps
+        if kernel["part"] in ("append", "merge"):
+            assert kernel["spec"] is None and all(member["meaning"] for member in kernel["arguments"])
     assert sum(kernel["part"] == "backward_lists" for kernel in manifest["kernels"]) == 2
+    assert [sum(k["part"] == part for k in manifest["kernels"]) for part in ("append", "merge")] == [2, 16]
     assert release.check(folder) == []
 
 

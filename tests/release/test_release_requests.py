@@ -7,9 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from flashgen.errors import SpecError
-from flashgen.language import AttentionSpec, causal, softcap
-from flashgen.release import read_requests
+from flashgen.codegen.append_kernel import render_append
+from flashgen.codegen.merge_kernel import render_merge
+from flashgen.codegen.targets import TARGETS
+from flashgen.errors import SpecError, UnsupportedError
+from flashgen.language import AttentionSpec, Tensor, causal, softcap
+from flashgen.release import Request, Step, read_requests
 
 
 def write(folder: Path, text: str, name: str = "release.toml") -> Path:
@@ -75,6 +78,45 @@ def test_passes_and_kinds_of_backward(tmp_path: Path) -> None:
     assert found == [(both, False), (both, True), (("backward",), False)]
 
 
+def test_steps_of_a_server_and_sinks(tmp_path: Path) -> None:
+    manifest = write(
+        tmp_path,
+        """
+        [[kernels]]
+        step = ["append_kv", "merge_states"]
+        dtype = "bfloat16"
+        parts = [2, 3]
+        target = ["sm_80", "sm_75"]
+
+        [[kernels]]
+        head_dim = 64
+        page_size = [16, 64]
+        sink = ["sinks", ""]
+        target = "sm_80"
+
+        [[kernels]]
+        head_dim = 64
+        sink = "sinks"
+        passes = ["forward", "backward"]
+        target = "sm_80"
+        """,
+    )
+    requests = read_requests(manifest)
+    steps = [each for each in requests if isinstance(each, Step)]
+    assert [(each.name, each.target.name) for each in steps] == [
+        *(("append_kv", "sm_80"), ("append_kv", "sm_75")),
+        *(("merge_states", name) for name in ("sm_80", "sm_80", "sm_75", "sm_75")),
+    ]
+    assert steps[2].rendered().source == render_merge("bfloat16", 2, "bhsd", TARGETS["sm_80"]).source
+    assert steps[0].rendered().source == render_append(TARGETS["sm_80"]).source
+    with pytest.raises(UnsupportedError, match="bfloat16"):
+        steps[4].rendered()
+    specs = [each.spec for each in requests if isinstance(each, Request)]
+    sink = Tensor("sinks", "float32", 1)
+    assert specs[:4] == [AttentionSpec(64, page_size=size, sink=each) for size in (16, 64) for each in (sink, None)]
+    assert specs[4] == AttentionSpec(64, sink=Tensor("sinks", "float32", 1, grad=True))
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -107,6 +149,19 @@ def test_passes_and_kinds_of_backward(tmp_path: Path) -> None:
         ("[[kernels]]\nhead_dim = 64\nmask = '__import__(\"os\")'\ntarget = 'sm_80'", r"group 1 .*__import__"),
         ("[[kernels]]\nspec = '{}'\nhead_dim = 64\ntarget = 'sm_80'", r"remove `head_dim`"),
         ("[[kernels]]\nspec = 'no JSON'\ntarget = 'sm_80'", r"group 1 "),
+        ("[[kernels]]\nstep = 'append'\ntarget = 'sm_80'", r"`step` names 'append'; choose from append_kv"),
+        ("[[kernels]]\nstep = 'append_kv'\nhead_dim = 64\ntarget = 'sm_80'", r"`head_dim` is of a spec; with `step`"),
+        ("[[kernels]]\nstep = 'merge_states'\ntarget = 'sm_80'", r"`dtype` is missing, of the outputs"),
+        ("[[kernels]]\nstep = 'merge_states'\ndtype = 'int8'\ntarget = 'sm_80'", r"group 1 .*dtype='int8'"),
+        (
+            "[[kernels]]\nstep = 'merge_states'\ndtype = 'float16'\nparts = 17\ntarget = 'sm_80'",
+            r"`parts` is 17; merge_states takes 2 to 16",
+        ),
+        (
+            "[[kernels]]\nstep = 'merge_states'\ndtype = 'float16'\nlayout = 'thd'\ntarget = 'sm_80'",
+            r"`layout` is 'thd'; merge_states takes",
+        ),
+        ("[[kernels]]\nhead_dim = 64\nparts = 2\ntarget = 'sm_80'", r"`parts` is of merge_states"),
     ],
 )
 def test_what_is_wrong_is_named(tmp_path: Path, text: str, message: str) -> None:

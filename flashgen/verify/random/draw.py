@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 from flashgen.codegen.candidates import MOST
 from flashgen.codegen.stages import Pass
@@ -60,6 +60,12 @@ CALLS_EACH = 3  # calls of a case that does: compiling takes most of its time
 _SANITIZED = 0.06  # the share of cases on the emulator that run under a sanitizer
 _NVRTC = 0.2
 _RAGGED = 0.15
+_SINK = 0.15
+_SERVING = 0.5  # the share of cases of the forward alone
+_CACHED_DIMS = (32, 32, 64, 64, 96, 128, 256)
+_FEW_QUERIES = (1, 1, 1, 1, 2, 3, 4, 7, 8, 17, 40, 70)
+_KEYS = (0, 1, 2, 7, 15, 16, 17, 63, 64, 65, 127, 128, 129, 255, 256, 257, 300, 511, 513, 700)
+_QUERY_HEADS = ((1, 1), (4, 1), (4, 2), (4, 4), (6, 2), (12, 1), (16, 2))
 
 
 @dataclass(frozen=True)
@@ -86,12 +92,13 @@ def recipe_of(seed: int, options: Options, drawn: Counter[str] | None = None) ->
     count = 1 if sanitize else CALLS_EACH if passes else PREDICATES_EACH
     target = _target(seed, options)
     dtype = plain.choice(("float16", "bfloat16") if plain.random() < 0.05 else _dtypes(target))
+    serving = _serving(seed, passes)
+    long = None if serving else sanitize is None
     problems = tuple(
-        _problem(_stream(seed, f"call {number}"), grammar, mask, score, dtype, long=sanitize is None)
-        for number in range(count)
+        _problem(_stream(seed, f"call {number}"), grammar, mask, score, dtype, long=long) for number in range(count)
     )
     head_dim = plain.choice(_LARGE_DIMS if plain.random() < 0.06 else _DIMS)
-    return Recipe(
+    drawn_recipe = Recipe(
         mask=mask,
         score=score,
         declared=grammar.declared,
@@ -111,7 +118,35 @@ def recipe_of(seed: int, options: Options, drawn: Counter[str] | None = None) ->
         plan=_stream(seed, "plan").choice((0, 0, 0, *range(1, MOST))),
         nvrtc=options.nvrtc and options.emulate and bool(passes) and _stream(seed, "nvrtc").random() < _NVRTC,
         ragged=_stream(seed, "ragged").random() < _RAGGED,
-    ).tidied()
+        sink=bool(passes) and _stream(seed, "sink").random() < _SINK,
+    )
+    return _served(seed, drawn_recipe, serving).tidied()
+
+
+def _serving(seed: int, passes: tuple[Pass, ...]) -> dict[str, Any]:
+    """What of a case makes its calls those of a server that decodes; nothing of most cases."""
+    rng = _stream(seed, "serving")
+    if passes != ("forward",) or rng.random() >= _SERVING:
+        return {}
+    page_size: int | None = rng.choice((None, None, 1, 2, 4, 8, 16, 16, 16, 32, 64, 64, 128, 256))
+    kv_dtype: str | None = rng.choice((None, None, None, "float8_e4m3fn", "int8"))
+    splits = rng.choice((None, None, 1, 2, 3, 7))
+    if page_size is None and kv_dtype is None:
+        splits = splits or 2
+    return {"page_size": page_size, "kv_dtype": kv_dtype, "splits": splits, "plan": 0, "ragged": False}
+
+
+def _served(seed: int, recipe: Recipe, serving: dict[str, Any]) -> Recipe:
+    """The case with a cache: dims that 8 bits have, and no garbage in these, where a pattern of NaN is a number."""
+    if serving.get("kv_dtype") is not None:
+        rng = _stream(seed, "cached dims")
+        head_dim = rng.choice(_CACHED_DIMS)
+        serving |= {"head_dim": head_dim, "value_dim": rng.choice(_CACHED_DIMS) if rng.random() < 0.3 else head_dim}
+        plain = ("garbage", "padding")
+        serving["problems"] = tuple(
+            replace(problem, inputs="normal") if problem.inputs in plain else problem for problem in recipe.problems
+        )
+    return replace(recipe, **serving)
 
 
 def _stream(seed: int, aspect: str) -> random.Random:
@@ -152,13 +187,16 @@ def _schedule(seed: int) -> Schedule:
 
 
 def _problem(
-    rng: random.Random, grammar: Grammar, mask: Term, score: Term | None, dtype: str, *, long: bool
+    rng: random.Random, grammar: Grammar, mask: Term, score: Term | None, dtype: str, *, long: bool | None
 ) -> Problem:
-    shape = _shape(rng, long)
+    """long: whether there may be many tokens; None: few queries, as a server has."""
+    shape = _few_queries(rng) if long is None else _shape(rng, long)
     values = draw_values(mask, score, grammar.declared, grammar.roles, shape, rng)
     inputs = rng.choices(_INPUTS, _INPUT_WEIGHTS)[0]
     if inputs == "huge" and dtype == "float16":
         inputs = "large"  # float16 ends at 65504
+    if inputs == "ones" and long is None:
+        inputs = "normal"  # few rows that are all alike: the rule's errors would be single numbers, by luck
     gradients = (1.0, 1.0, 1.0, *_GRADIENTS[dtype]) if inputs not in ("huge", "large") else (1.0,)
     return Problem(shape, values, inputs, rng.randrange(2**16), rng.random() < 0.4, rng.choice(gradients))
 
@@ -175,6 +213,11 @@ def _shape(rng: random.Random, long: bool) -> Shape:
         len_q, len_k = rng.choice(((0, len_k), (len_q, 0), (0, 0)))
     heads_q, heads_kv = rng.choice(((1, 1), (2, 2), (2, 1), (4, 2), (3, 1), (6, 2)))
     return Shape(len_q, len_k, rng.choice((1, 1, 2, 3)), heads_q, heads_kv)
+
+
+def _few_queries(rng: random.Random) -> Shape:
+    """As a server that decodes has: queries of several heads for each of keys."""
+    return Shape(rng.choice(_FEW_QUERIES), rng.choice(_KEYS), rng.choice((1, 2, 2, 3)), *rng.choice(_QUERY_HEADS))
 
 
 def targets_of_gpu(major: int, minor: int) -> tuple[str, ...]:

@@ -18,6 +18,7 @@ from flashgen.verify.random.packed import Packed
 from flashgen.verify.random.predicates import Checked
 from flashgen.verify.random.recipe import Recipe
 from flashgen.verify.random.sample import Sample
+from flashgen.verify.random.serving import Cached
 from flashgen.verify.random.standard import Unjudged
 from flashgen.verify.variants import in_layout
 
@@ -34,7 +35,8 @@ _REGISTERS = "Insufficient registers"  # ptxas's words where no allocation keeps
 
 def check_kernels(recipe: Recipe, spec: AttentionSpec, checked: list[Checked], counts: Counts) -> None:
     """Compiles and calls. Raises Found, and whatever compiling and calling raise."""
-    plan = None if recipe.ragged else _plan(recipe, spec, checked)
+    fixed = recipe.ragged or spec.of_cache or recipe.splits is not None
+    plan = None if fixed else _plan(recipe, spec, checked)
     try:
         compiled: Any = attention.compile(
             in_layout(spec, "thd") if recipe.ragged else spec,
@@ -78,13 +80,16 @@ def _plan(recipe: Recipe, spec: AttentionSpec, checked: list[Checked]) -> Plan |
 
 
 def _check_call(recipe: Recipe, compiled: Attention, checked: Checked, counts: Counts) -> None:
-    if not recipe.ragged:
+    cached = compiled.spec.of_cache
+    if not recipe.ragged and not cached:
         _check_lists(compiled, checked, counts, "backward" in recipe.passes)
-    first = Sample(recipe, compiled.spec, checked, checked.problem.seed)
+    of_call = Cached if cached else Sample
+    first = of_call(recipe, compiled.spec, checked, checked.problem.seed)
     _ = first.expected.scores  # raises where attention has no value, before any call
-    others = [Sample(recipe, compiled.spec, checked, checked.problem.seed + 1 + n) for n in range(DRAWS - 1)]
+    others = [of_call(recipe, compiled.spec, checked, checked.problem.seed + 1 + n) for n in range(DRAWS - 1)]
     _convinced("forward", [first, *others], lambda draw: draw.forward(compiled), recipe)
-    counts[f"forward calls{' under ' + recipe.sanitize if recipe.sanitize else ''}"] += 1
+    what = "forward calls over a cache" if cached else "forward calls"
+    counts[f"{what}{' under ' + recipe.sanitize if recipe.sanitize else ''}"] += 1
     first.check_oracle()
     sizes = checked.sizes
     if "backward" in recipe.passes and sizes.len_q * sizes.len_k < _LONG and first.has_gradients:

@@ -13,11 +13,14 @@ from flashgen.language.evaluate import evaluate
 from flashgen.verify.random.covers import lie_of_analysis
 from flashgen.verify.random.meaning import Array, Meaning, Sizes
 from flashgen.verify.random.outcome import Counts, Found
-from flashgen.verify.random.recipe import Problem, Recipe
+from flashgen.verify.random.recipe import SINKS, Problem, Recipe
 from flashgen.verify.random.values import materialised
 
 if TYPE_CHECKING:
     from flashgen.language import AttentionSpec
+
+
+_SINKS = 3  # a stream of random numbers of its own
 
 
 @dataclass(frozen=True)
@@ -43,6 +46,9 @@ def check_predicates(recipe: Recipe, spec: AttentionSpec, counts: Counts) -> lis
     checked = []
     for problem in recipe.problems:
         captures = materialised(problem.values, recipe.declared)
+        if recipe.sink:
+            random = np.random.default_rng((problem.seed, _SINKS))
+            captures[SINKS] = 2 * random.standard_normal(problem.shape.heads_q, np.float32)
         sizes = sizes_of(problem)
         allowed = _in_four(Meaning(sizes, captures).of(recipe.mask))
         counts["predicates"] += 1

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
+import flashgen.language as fg
 from flashgen.codegen.stages import Pass
 from flashgen.errors import SpecError
 from flashgen.language import AttentionSpec
@@ -16,6 +17,7 @@ from flashgen.verify.random.terms import Declared, Term, captures_of, from_data,
 from flashgen.verify.random.tracing import mask_of, score_of
 from flashgen.verify.random.values import Fill
 
+SINKS = "sinks"  # the name of the sinks' capture, which the grammar gives to none
 Inputs = Literal["normal", "large", "tiny", "huge", "ones", "zeros", "garbage", "padding"]
 
 
@@ -37,7 +39,9 @@ class Recipe:
     """A case. Without `passes` it checks predicates alone. `nvrtc`: the GPU's compiler sees the kernels' text too.
 
     plan: the place of the forward's plan among those that tuning would time; the default's is 0. ragged: kernels are
-    those of layout "thd", of the same sequences packed.
+    those of layout "thd", of the same sequences packed. page_size, kv_dtype: k and v are pages, of lengths that differ,
+    or of 8 bits. splits: the decode kernel, with the keys in so many parts. sink: a score for each head that has no
+    value.
     """
 
     mask: Term
@@ -59,6 +63,10 @@ class Recipe:
     nvrtc: bool = False
     plan: int = 0
     ragged: bool = False
+    page_size: int | None = None
+    kv_dtype: str | None = None
+    splits: int | None = None
+    sink: bool = False
 
     def spec(self) -> AttentionSpec:
         """The spec, traced. Raises SpecError where the language refuses it."""
@@ -71,6 +79,9 @@ class Recipe:
             dropout=self.dropout,
             score=score_of(self.score, self.declared) if self.score else None,
             mask=mask_of(self.mask, self.declared),
+            page_size=self.page_size,
+            kv_dtype=self.kv_dtype,
+            sink=fg.Tensor(SINKS, "float32", 1, grad="backward" in self.passes) if self.sink else None,
         )
 
     def tidied(self) -> Recipe:
@@ -112,7 +123,10 @@ class Recipe:
         lines = [f"{name} = {each.declaration(name)}" for name, each in self.declared.items()]
         lines += [f"mask = lambda b, h, q, k: {text_of(self.mask)}"]
         lines += [f"score = lambda score, b, h, q, k: {text_of(self.score)}"] if self.score else []
-        fields = ("head_dim", "value_dim", "dtype", "scale", "layout", "dropout", "ragged")
+        fields = (
+            *("head_dim", "value_dim", "dtype", "scale", "layout", "dropout", "ragged"),
+            *("page_size", "kv_dtype", "splits", "sink"),
+        )
         plain = Recipe(self.mask, None, {}, ())
         shown = [f"{name}={getattr(self, name)!r}" for name in fields if getattr(self, name) != getattr(plain, name)]
         lines += [f"spec: {', '.join(shown)}"] if shown else []

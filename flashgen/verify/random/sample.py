@@ -20,13 +20,13 @@ from flashgen.verify.random.judging import Judged
 from flashgen.verify.random.meaning import Array
 from flashgen.verify.random.outcome import Found
 from flashgen.verify.random.predicates import Checked
-from flashgen.verify.random.recipe import Recipe
+from flashgen.verify.random.recipe import SINKS, Recipe
 from flashgen.verify.random.standard import Call
 
 if TYPE_CHECKING:
     from flashgen.attention import Attention
 
-_FIELDS = ("head_dim", "dtype", "value_dim", "scale", "layout", "dropout")
+_FIELDS = ("head_dim", "dtype", "value_dim", "scale", "layout", "dropout", "kv_dtype", "sink")
 _DROPOUT = ("seed", "offset")
 _MAGNITUDES = {"large": 8.0, "tiny": 1e-3, "huge": 1e15}
 _ROUNDING = 1e-11  # float64's, relative to the largest number, and to the largest score on the way
@@ -41,8 +41,14 @@ class Sample:
     checked: Checked
     seed: int
 
-    @cached_property
+    @property
     def inputs(self) -> Inputs:
+        """What the reference is given."""
+        return self.drawn
+
+    @cached_property
+    def drawn(self) -> Inputs:
+        """q, k and v in the spec's dtype and layout."""
         shape, spec = self.checked.problem.shape, self.spec
         random, way = np.random.default_rng(self.seed), self.checked.problem.inputs
 
@@ -62,7 +68,11 @@ class Sample:
 
     @cached_property
     def given(self) -> Inputs:
-        """What the kernel gets: `inputs`, with garbage where calls promise that it does not matter.
+        """What the kernel gets."""
+        return self._with_garbage()
+
+    def _with_garbage(self) -> Inputs:
+        """`inputs`, with garbage where calls promise that it does not matter.
 
         "garbage": k and v are NaN, which rows that attend to nothing must not read. "padding": for keys that the mask
         forbids to every row, k is NaN and v as large as its dtype allows.
@@ -79,12 +89,17 @@ class Sample:
     @property
     def _forbidden(self) -> Array:
         """Keys that no row of any query head attends to, in the layout of k without its last axis."""
-        shape = self.checked.problem.shape
-        allowed = np.broadcast_to(self.checked.allowed, (shape.batch, shape.heads_q, shape.len_q, shape.len_k))
+        shape, allowed = self.checked.problem.shape, self._allowed
         group = shape.heads_q // shape.heads_kv
         of_groups = allowed.any(axis=2).reshape(shape.batch, shape.heads_kv, group, shape.len_k)
         attended = np.asarray(of_groups.any(axis=2))
         return ~(attended if self.spec.layout == "bhsd" else attended.swapaxes(1, 2))
+
+    @property
+    def _allowed(self) -> Array:
+        """(batch, heads_q, len_q, len_k)."""
+        shape = self.checked.problem.shape
+        return np.broadcast_to(self.checked.allowed, (shape.batch, shape.heads_q, shape.len_q, shape.len_k))
 
     @property
     def has_gradients(self) -> bool:
@@ -107,25 +122,24 @@ class Sample:
 
     @cached_property
     def expected(self) -> Call:
-        inputs, recipe = self.inputs, self.recipe
-        q, k, v = (self._heads_first(array) for array in (inputs.q, inputs.k, inputs.v))
-        return Call(
-            q,
-            k,
-            v,
-            self.spec.scale,
-            self.checked.allowed,
-            recipe.score,
-            self.checked.captures,
-            recipe.declared,
-            (self.spec.dropout, self.seed, self.seed % 7),
-        )
+        q, k, v = (self._heads_first(array) for array in (self.inputs.q, self.inputs.k, self.inputs.v))
+        return self._call(q, k, v, self.checked.allowed)
+
+    def _call(self, q: Array, k: Array, v: Array, allowed: Array) -> Call:
+        """The reference's call of arrays of float64."""
+        recipe, captures = self.recipe, self.checked.captures
+        dropout = (self.spec.dropout, self.seed, self.seed % 7)
+        sink = captures[SINKS] if recipe.sink else None
+        return Call(q, k, v, self.spec.scale, allowed, recipe.score, captures, recipe.declared, dropout, sink)
 
     def _heads_first(self, array: Array) -> Array:
         return (array if self.spec.layout == "bhsd" else array.swapaxes(1, 2)).astype(np.float64)
 
     @cached_property
     def _low(self) -> tuple[AttentionSpec, dict[str, Any]]:
+        return self._low_of(self.checked.allowed)
+
+    def _low_of(self, truth_of_mask: Array) -> tuple[AttentionSpec, dict[str, Any]]:
         """The spec with its mask given as an array, and its captures: the rule's low precision then has this
         reference's mask and no other."""
         truth = fg.Tensor("truth_of_mask", "bool", 4)
@@ -133,7 +147,7 @@ class Sample:
         spec = AttentionSpec(**{name: getattr(self.spec, name) for name in _FIELDS}, score=self.spec.score, mask=mask)
         given = {name: value for name, value in self.options.items() if name in {c.name for c in spec.captures}}
         dropout: dict[str, Any] = {name: self.options[name] for name in _DROPOUT if name in self.options}
-        allowed = np.ascontiguousarray(self.checked.allowed)
+        allowed = np.ascontiguousarray(truth_of_mask)
         return spec, {**given, **dropout, "truth_of_mask": allowed if allowed.size else np.zeros((1,) * 4, np.bool_)}
 
     def forward(self, compiled: Attention) -> Judged:
@@ -141,14 +155,20 @@ class Sample:
         inputs, expected = self.inputs, self.expected
         into = poisoned_outputs(self.spec, inputs.q, inputs.v)
         kernel = self.given
-        out, lse = compiled(kernel.q, kernel.k, kernel.v, return_lse=True, out=into, **self.options)
-        spec, given = self._low
-        low = self._heads_first(reference.low_precision(spec, inputs.q, inputs.k, inputs.v, **given))
+        how: dict[str, Any] = {} if self.recipe.splits is None else {"num_splits": self.recipe.splits}
+        out, lse = compiled(kernel.q, kernel.k, kernel.v, return_lse=True, out=into, **self.options, **how)
+        low = self._low_output()
         found = {"out": self._heads_first(out), "lse": lse}
         if self.checked.problem.inputs == "garbage":  # calls promise something for rows that attend to nothing alone
-            found["out"] = np.where(expected.lse[..., None] == -np.inf, found["out"], expected.out)
-            found["lse"] = np.where(expected.lse == -np.inf, found["lse"], expected.lse)
+            found["out"] = np.where(expected.idle[..., None], found["out"], expected.out)
+            found["lse"] = np.where(expected.idle, found["lse"], expected.lse)
         return self._judged(found, {"out": expected.out, "lse": expected.lse}, {"out": low, "lse": expected.lse})
+
+    def _low_output(self) -> Array:
+        """The output of standard attention in the spec's dtype, heads before lengths."""
+        spec, given = self._low
+        inputs = self.inputs
+        return self._heads_first(reference.low_precision(spec, inputs.q, inputs.k, inputs.v, **given))
 
     def backward(self, compiled: Attention) -> Judged:
         """The gradients of a call that writes over NaN, given the reference's output and LSE."""
@@ -188,7 +208,7 @@ class Sample:
     def _judged(self, found: Any, expected: Any, low: Any) -> Judged:
         score, factor = self.recipe.score, 256 / self.spec.keep_threshold
         fast = any(part.op == "fast_tanh" or "fast" in part.args for part in score.walk()) if score else False
-        largest_value = float(np.abs(self.expected.v).max(initial=0)) * factor
+        largest_value = self.expected.largest_value * factor
         return Judged(found, expected, low, self.expected.largest, largest_value, fast)
 
     def check_deterministic(self, compiled: Attention) -> None:
@@ -200,9 +220,14 @@ class Sample:
 
     def check_oracle(self) -> None:
         """Raises Found where `flashgen.reference` and this reference differ by more than float64's rounding."""
-        inputs, spec = self.inputs, self.spec
-        out, lse = reference.attention(spec, inputs.q, inputs.k, inputs.v, return_lse=True, **self.options)
+        q, k, v = self._of_oracle
+        out, lse = reference.attention(self.spec, q, k, v, return_lse=True, **self.options)
         self._compare({"out": self.expected.out, "lse": self.expected.lse}, {"out": self._heads_first(out), "lse": lse})
+
+    @property
+    def _of_oracle(self) -> tuple[Array, Array, Array]:
+        """q, k and v as a call has them, without garbage."""
+        return self.inputs.q, self.inputs.k, self.inputs.v
 
     def check_oracles_gradients(self) -> None:
         """Does for the backward what `check_oracle` does."""

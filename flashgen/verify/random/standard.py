@@ -8,7 +8,7 @@ differentiates score functions. Nothing of `flashgen.reference` has a part in it
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -31,7 +31,7 @@ class Call:
     """One call in float64, heads before lengths: q (batch, heads_q, len_q, head_dim), k and v with heads_kv.
 
     allowed: which elements count, broadcastable to (batch, heads_q, len_q, len_k).
-    dropout: (probability of dropping, seed, offset).
+    dropout: (probability of dropping, seed, offset). sink: of each query head, or None.
     """
 
     q: Array
@@ -43,6 +43,7 @@ class Call:
     captures: Mapping[str, Any]
     declared: Mapping[str, Declared]
     dropout: tuple[float, int, int] = (0.0, 0, 0)
+    sink: Array | None = None
     _group: int = field(init=False, default=1)
 
     def __post_init__(self) -> None:
@@ -84,14 +85,31 @@ class Call:
         """The largest magnitude on the way to the scores, of which float32's rounding is a share."""
         products = np.abs(self.q) @ np.abs(self._for_queries(self.k)).swapaxes(-1, -2)
         _ = self.scores
-        return max(float(self.scale * products.max(initial=0)), self._meaning.largest)
+        sinks = 0.0 if self.sink is None else float(np.abs(self.sink).max(initial=0))
+        return max(float(self.scale * products.max(initial=0)), self._meaning.largest, sinks)
+
+    @property
+    def largest_value(self) -> float:
+        """The largest magnitude of v."""
+        return float(np.abs(self.v).max(initial=0))
+
+    @cached_property
+    def idle(self) -> Array:
+        """Rows that attend to nothing, (batch, heads_q, len_q)."""
+        return np.asarray(self.scores.max(axis=-1, initial=-np.inf) == -np.inf)
+
+    @property
+    def _sinks(self) -> Array:
+        """The sink of each row, -inf where there is none, broadcastable to (batch, heads_q, len_q)."""
+        return np.full((1, 1, 1), -np.inf) if self.sink is None else self.sink.reshape(1, -1, 1).astype(np.float64)
 
     @cached_property
     def lse(self) -> Array:
-        highest = self.scores.max(axis=-1, initial=-np.inf)
+        highest = np.maximum(self.scores.max(axis=-1, initial=-np.inf), self._sinks)
         shift = np.where(highest == -np.inf, 0, highest)
         with np.errstate(divide="ignore"):
-            return shift + np.log(np.exp(self.scores - shift[..., None]).sum(axis=-1))
+            of_keys = np.exp(self.scores - shift[..., None]).sum(axis=-1)
+            return np.asarray(shift + np.log(of_keys + np.exp(self._sinks - shift)))
 
     @cached_property
     def _probabilities(self) -> Array:
@@ -124,6 +142,9 @@ class Call:
             "dk": self._for_keys(self.scale * (d_x.swapaxes(-1, -2) @ self.q)),
             "dv": self._for_keys(dropped.swapaxes(-1, -2) @ d_out),
         }
+        if self.sink is not None:  # a key whose value is 0, and whose score nothing modifies
+            share = np.exp(self._sinks - self.lse) * ((0.0 if d_lse is None else d_lse) - mean[..., 0])
+            found["d_sinks"] = share.sum(axis=(0, 2))
         for name, each in self.declared.items():
             if each.grad:
                 found[f"d_{name}"] = self._gathered(name, d_s)
@@ -146,6 +167,44 @@ class Call:
             ]
             np.add.at(gradient, tuple(places), part)
         return gradient
+
+
+class Sequences:
+    """The sequences of a call, each over as many keys as it has itself.
+
+    calls: for sequence b, a call of all of them over as many keys as b has, of whose results those of b are taken.
+    """
+
+    def __init__(self, calls: Sequence[Call]) -> None:
+        self._calls = calls
+
+    def _own(self, name: str) -> Array:
+        return np.concatenate([getattr(call, name)[b : b + 1] for b, call in enumerate(self._calls)])
+
+    @property
+    def scores(self) -> list[Array]:
+        """Of each sequence. Raises Unjudged."""
+        return [call.scores[b] for b, call in enumerate(self._calls)]
+
+    @property
+    def largest(self) -> float:
+        return max(call.largest for call in self._calls)
+
+    @property
+    def largest_value(self) -> float:
+        return max(call.largest_value for call in self._calls)
+
+    @property
+    def idle(self) -> Array:
+        return self._own("idle")
+
+    @property
+    def lse(self) -> Array:
+        return self._own("lse")
+
+    @property
+    def out(self) -> Array:
+        return self._own("out")
 
 
 def loads_of(name: str, score: Term | None, ndim: int) -> Iterator[Term]:

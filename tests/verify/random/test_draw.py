@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from flashgen.codegen.candidates import MOST
 from flashgen.codegen.targets import TARGETS
-from flashgen.language.dtypes import CAPTURES, SCALARS
+from flashgen.language.dtypes import CACHED, CAPTURES, SCALARS
 from flashgen.language.operations import OPERATIONS
 from flashgen.verify.random import Options, grammar, recipe_of, score_grammar, targets_of_gpu
 from flashgen.verify.random.terms import EVERYTHING, LITERALS, MASKS, SCORES, SYMBOLS
@@ -31,6 +31,8 @@ def test_every_production_is_drawn() -> None:
         others.update(problem.inputs for problem in recipe.problems)
         others.update(("gradient", problem.gradient) for problem in recipe.problems)
         others.update([("plan", recipe.plan)])
+        options = ("page_size", "kv_dtype", "splits", "sink", "ragged")
+        others.update((name, getattr(recipe, name), bool(recipe.passes)) for name in options)
     assert not (grammar.production_names() | score_grammar.production_names()) - set(drawn)
     # `score` stands in score functions only, everything else of the language somewhere.
     assert not set(EVERYTHING) - set(operations) - {"bool"}
@@ -53,6 +55,10 @@ def test_every_production_is_drawn() -> None:
     assert not {way for ways in WAYS.values() for way in ways} - set(others)
     assert {("gradient", scale) for scale in (1.0, 1e-30, 1e30, 1e-3, 100.0)} <= set(others)
     assert {("plan", place) for place in range(MOST)} <= set(others)
+    assert {("page_size", size, True) for size in (None, 1, 2, 4, 8, 16, 32, 64, 128, 256)} <= set(others)
+    assert {("kv_dtype", dtype, True) for dtype in (None, *CACHED)} <= set(others)
+    assert {("splits", splits, True) for splits in (None, 1, 2, 3, 7)} <= set(others)
+    assert {("sink", True, True), ("ragged", True, True)} <= set(others)
     assert {(), ("forward",), ("forward", "backward")} <= set(others)
 
 

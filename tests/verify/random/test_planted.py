@@ -20,11 +20,14 @@ from flashgen.codegen.expressions import operation_text
 from flashgen.errors import LaunchError, UnsupportedError
 from flashgen.language import evaluate as oracle
 from flashgen.language import operations as ops
+from flashgen.reference import pages
 from flashgen.verify.problems import Shape
 from flashgen.verify.random import Options, Outcome, Recipe, check, recipe_of, tracing
 from flashgen.verify.random.predicates import check_predicates
 from flashgen.verify.random.recipe import Problem
 from flashgen.verify.random.sample import Sample
+from flashgen.verify.random.serving import Cached
+from flashgen.verify.random.standard import Call
 from flashgen.verify.random.terms import Declared, Term
 from flashgen.verify.random.values import Fill
 
@@ -204,6 +207,71 @@ def test_garbage_that_must_not_be_seen(inputs: Any) -> None:
     sample = Sample(recipe, recipe.spec(), check_predicates(recipe, recipe.spec(), Counter())[0], 0)
     forbidden = np.isnan(sample.given.k.astype(np.float32)).all(axis=(0, 1, 3))
     assert forbidden.sum() == (90 if inputs == "garbage" else 60) and forbidden[30:].all()
+
+
+PAGED = one_call(CAUSAL, page_size=16, splits=2, sink=True)
+NARROW = replace(PAGED, kv_dtype="int8", head_dim=32, value_dim=32)
+
+
+def few_queries(recipe: Recipe, batch: int = 3) -> Recipe:
+    return replace(recipe, problems=tuple(Problem(Shape(2, 90, batch, 4, 2), {}, seed=seed) for seed in range(2)))
+
+
+@pytest.mark.parametrize("recipe", [PAGED, NARROW, replace(PAGED, page_size=None), replace(PAGED, layout="bshd")])
+def test_calls_over_a_cache_pass(recipe: Recipe) -> None:
+    outcome = check(few_queries(recipe))
+    what = "forward calls over a cache" if recipe.page_size or recipe.kv_dtype else "forward calls"
+    assert outcome.status == "passed" and outcome.counts[what] == 2, outcome.message
+
+
+@pytest.mark.parametrize(
+    ("recipe", "text", "wrong"),
+    [
+        (PAGED, "__ldg(arguments.seqused_k + blockIdx.z)", "(__ldg(arguments.seqused_k + blockIdx.z) + 1)"),
+        (PAGED, "__ldg(page_table + key / kPageSize)", "__ldg(page_table + key / kPageSize / 2)"),
+        (PAGED, "load_sinks(arguments, place.head)", "load_sinks(arguments, place.head + 1)"),
+        (NARROW, "head_kv * arguments.k_scales", "0 * arguments.k_scales"),
+    ],
+    ids=["a key too many", "another page", "another head's sink", "another head's scale"],
+)
+def test_defects_of_calls_over_a_cache(recipe: Recipe, text: str, wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, met = host.compile_host, []
+
+    def planted(source: str, *given: Any) -> Any:
+        met.append(text in source)
+        return plain(source.replace(text, wrong), *given)
+
+    monkeypatch.setattr(host, "compile_host", planted)
+    outcome = check(few_queries(recipe))
+    assert any(met), "the text is none of these kernels'"
+    assert outcome.status == "found" and outcome.kind == "wrong", outcome
+
+
+def test_an_oracle_that_forgets_a_page(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = pages.gathered
+    monkeypatch.setattr(pages, "gathered", lambda k, table, length: plain(k, table, max(int(length) - 16, 0)))
+    assert check(few_queries(PAGED)).kind == "oracle"
+
+
+def test_sinks_have_a_gradient_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = one_call(CAUSAL, passes=("forward", "backward"), sink=True)
+    outcome = check(recipe)
+    assert outcome.status == "passed" and outcome.counts["backward calls"] == 1, outcome.message
+    true = Call.gradients
+
+    def halved(self: Call, *given: Any) -> Any:
+        return {name: array / (2 if name == "d_sinks" else 1) for name, array in true(self, *given).items()}
+
+    monkeypatch.setattr(Call, "gradients", halved)
+    assert check(recipe).kind == "oracle"
+
+
+def test_lengths_are_at_the_borders_of_pages() -> None:
+    """0, 1 and around borders, of several sequences."""
+    recipe = few_queries(PAGED, batch=12)
+    checked = check_predicates(recipe, recipe.spec(), Counter())
+    lengths = {length for each in checked for length in Cached(recipe, recipe.spec(), each, 0).lengths}
+    assert {0, 1, 80, 90} <= lengths and len(lengths & {15, 16, 17, 79, 81}) > 2, lengths
 
 
 def test_garbage_that_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:

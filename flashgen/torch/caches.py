@@ -1,0 +1,126 @@
+"""`append_kv` and `merge_states` as operators of torch: a server's two steps beside attention."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from flashgen.attention.appending import append_kv as append
+from flashgen.attention.merging import Merged
+from flashgen.attention.merging import merge_states as merge
+from flashgen.errors import ArgumentError, UnsupportedError
+from flashgen.torch.operators import LIBRARY, as_operator
+from flashgen.torch.table import is_emulated
+from flashgen.torch.tensors import Tensor, to_array, to_tensor
+
+
+def append_kv(
+    k_new: Tensor,
+    v_new: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    page_table: Tensor,
+    seqused_k: Tensor,
+    emulate: bool | None = None,
+) -> None:
+    """Writes the next keys and values of each sequence into its pages, in place; see `flashgen.append_kv`.
+
+    Args:
+        k_new, v_new: (batch, new keys, heads_kv, dim), float16 or bfloat16.
+        k, v: the pages, (pages, page_size, heads_kv, dim), which are written to; slices of one tensor may be given.
+        page_table: int32 (batch, pages of a sequence). seqused_k: int32 (batch,), keys of each sequence before.
+        emulate: run CPU tensors on the emulator; None is what `flashgen.torch.emulated()` says.
+
+    Under torch.compile it is an operator that mutates k and v. Raises UnsupportedError where a tensor wants a gradient,
+    as pages have none, and ArgumentError where something does not fit.
+    """
+    given = {"k_new": k_new, "v_new": v_new, "k": k, "v": v}
+    _refuse_gradients("append_kv", given)
+    torch.ops.flashgen.append_kv(k_new, v_new, k, v, page_table, seqused_k, is_emulated(emulate))
+
+
+def merge_states(
+    outs: Sequence[Tensor], lses: Sequence[Tensor], *, layout: str = "bhsd", emulate: bool | None = None
+) -> Merged:
+    """Attention over the union of several sets of keys, given attention over each; see `flashgen.merge_states`.
+
+    Args:
+        outs: 2 to 16 outputs of calls with return_lse=True, of one shape and dtype, C-contiguous. lses: as many.
+        layout: "bhsd" or "bshd", of the outputs.
+        emulate: run CPU tensors on the emulator; None is what `flashgen.torch.emulated()` says.
+
+    Returns (out, lse). Raises UnsupportedError where a tensor wants a gradient: it is a step of inference; and
+    ArgumentError where parts do not fit together.
+    """
+    named = {f"outs[{i}]": out for i, out in enumerate(outs)} | {f"lses[{i}]": lse for i, lse in enumerate(lses)}
+    _refuse_gradients("merge_states", named)
+    return Merged(*torch.ops.flashgen.merge_states(list(outs), list(lses), layout, is_emulated(emulate)))
+
+
+def _refuse_gradients(what: str, given: dict[str, Tensor]) -> None:
+    if not torch.is_grad_enabled():
+        return
+    for name, tensor in given.items():
+        if tensor.requires_grad:
+            raise UnsupportedError(
+                f"{name} requires a gradient, and {what} has none: give {name}.detach(), or call it under "
+                "torch.no_grad()"
+            )
+
+
+def _operator_append_kv(
+    k_new: torch.Tensor,
+    v_new: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    page_table: torch.Tensor,
+    seqused_k: torch.Tensor,
+    emulate: bool,
+) -> None:
+    """Writes into k and v, whose versions autograd counts."""
+    where = {"page_table": page_table, "seqused_k": seqused_k}
+    if emulate:
+        _check_on_the_cpu(k)
+        pages, others = [to_array(k), to_array(v)], {name: to_array(tensor) for name, tensor in where.items()}
+        append(to_array(k_new), to_array(v_new), *pages, **others, emulate=True)
+        for tensor, array in zip((k, v), pages, strict=True):
+            tensor.copy_(to_tensor(array))
+        return
+    append(k_new, v_new, k, v, **where)
+    for tensor in (k, v):
+        if not tensor.is_inference():
+            torch.autograd.graph.increment_version(tensor)
+
+
+def _operator_merge_states(
+    outs: Sequence[torch.Tensor], lses: Sequence[torch.Tensor], layout: str, emulate: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The output and the LSE."""
+    if emulate:
+        _check_on_the_cpu(outs[0])
+        merged = merge([to_array(out) for out in outs], [to_array(lse) for lse in lses], layout=layout, emulate=True)
+        return to_tensor(merged.out), to_tensor(merged.lse)
+    out, lse = merge(outs, lses, layout=layout)
+    return out, lse
+
+
+def _check_on_the_cpu(tensor: Tensor) -> None:
+    if tensor.device.type != "cpu":
+        raise ArgumentError(f"a tensor is on {tensor.device}; the emulator takes CPU tensors: leave emulate=True out")
+
+
+as_operator(_operator_append_kv, "append_kv", written=("k", "v"))
+as_operator(_operator_merge_states, "merge_states")
+
+
+@torch.library.register_fake("flashgen::append_kv", lib=LIBRARY)
+def _(*_arguments: Any) -> None:
+    return None
+
+
+@torch.library.register_fake("flashgen::merge_states", lib=LIBRARY)
+def _(outs: Sequence[Tensor], lses: Sequence[Tensor], _layout: str, _emulate: bool) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(outs[0]), torch.empty_like(lses[0])
