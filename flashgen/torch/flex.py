@@ -14,7 +14,7 @@ from flashgen.language.modifiers import Mask, Score
 from flashgen.language.spec import AttentionSpec
 from flashgen.torch.block_mask import BlockMask
 from flashgen.torch.functional import call, is_deterministic
-from flashgen.torch.table import Registered, constant, handle, held, outside_of_graphs, registered
+from flashgen.torch.table import Registered, constant, fixed, handle, held, outside_of_graphs, registered
 from flashgen.torch.tensors import Tensor, bound_tensor, dtype_of
 
 
@@ -59,7 +59,7 @@ def flex_attention(
     if torch.is_autocast_enabled(query.device.type):
         dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
-    sizes = (query.shape[-1], value.shape[-1], dtype_of(query), scale)
+    sizes = (fixed(query.shape[-1]), fixed(value.shape[-1]), dtype_of(query), fixed(scale))
     entry, bound = _entry(score_mod, handle(block_mask), query.device, emulate, is_deterministic(None), *sizes)
     wants_lse = return_lse or bool(getattr(return_aux, "lse", False))
     made = call(entry, bound, query, key, value, {}, return_lse=wants_lse)

@@ -12,7 +12,7 @@ from flashgen.language.captures import Tensor as Captured
 from flashgen.language.masks import causal
 from flashgen.language.spec import AttentionSpec
 from flashgen.torch.functional import call, is_deterministic
-from flashgen.torch.table import Registered, constant, registered
+from flashgen.torch.table import Registered, constant, fixed, registered
 from flashgen.torch.tensors import Tensor, dtype_of
 
 
@@ -60,7 +60,17 @@ def scaled_dot_product_attention(
     kind = None if attn_mask is None else dtype_of(attn_mask)
     learned = attn_mask is not None and attn_mask.requires_grad
     options = (emulate, is_deterministic(None))
-    entry = _entry(options, q.shape[-1], v.shape[-1], dtype_of(q), is_causal, scale, dropout_p, kind, learned)
+    entry = _entry(
+        options,
+        fixed(q.shape[-1]),
+        fixed(v.shape[-1]),
+        dtype_of(q),
+        is_causal,
+        fixed(scale),
+        fixed(dropout_p),
+        kind,
+        learned,
+    )
     out: Tensor = call(entry, {}, q, k, v, captures)
     return out.reshape(*leading, *out.shape[2:])
 

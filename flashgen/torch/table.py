@@ -44,6 +44,18 @@ def held(value: Any) -> Any:
     return ctypes.cast(value, ctypes.py_object).value if isinstance(value, int) else value
 
 
+def fixed(number: Any) -> Any:
+    """A number that a spec is made of, or None: where torch.compile traces, the value that it has there, guarded.
+
+    With dynamic=True it may trace with a symbol, which is no argument of a function marked `constant`. What stands in a
+    set it must know.
+    """
+    if number is None or not torch.compiler.is_compiling():
+        return number
+    (known,) = {number}
+    return known
+
+
 def outside_of_graphs(why: str) -> Callable[[Function], Function]:
     """Has torch.compile break its graph before a function and run that as it stands; `why` is what fullgraph=True says.
 

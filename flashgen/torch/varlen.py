@@ -14,7 +14,7 @@ from flashgen.language.captures import Tensor as Captured
 from flashgen.language.operations import LONGEST
 from flashgen.language.spec import AttentionSpec
 from flashgen.torch.functional import call, is_deterministic
-from flashgen.torch.table import Registered, constant, registered
+from flashgen.torch.table import Registered, constant, fixed, registered
 from flashgen.torch.tensors import Tensor, dtype_of
 
 
@@ -67,9 +67,10 @@ def varlen_attention(
     slopes, sink = _declared(alibi_slopes), _declared(sinks)
     captures |= {"slopes": alibi_slopes} if slopes else {}
     captures |= {"sinks": sinks} if sink else {}
-    numbers = (softmax_scale, dropout_p, softcap, int(window_size[0]), int(window_size[1]))
+    left, right = window_size
+    numbers = [fixed(each) for each in (softmax_scale, dropout_p, softcap, int(left), int(right))]
     options = (emulate, is_deterministic(deterministic))
-    entry = _entry(options, q.shape[-1], v.shape[-1], dtype_of(q), *numbers, slopes, sink)
+    entry = _entry(options, fixed(q.shape[-1]), fixed(v.shape[-1]), dtype_of(q), *numbers, slopes, sink)
     return call(entry, {}, q, k, v, captures, return_lse=return_lse)
 
 

@@ -126,6 +126,28 @@ def test_functions_of_every_signature_compile_without_breaks() -> None:
     assert table.grad is not None and table.grad.any()
 
 
+@pytest.mark.parametrize("name", ["sdpa", "flex", "varlen"])
+def test_one_graph_for_all_lengths_of_every_signature(name: str) -> None:
+    """With dynamic=True all sizes and numbers are symbols, those too that a spec is made of."""
+    counter = CompileCounterWithBackend("aot_eager")
+
+    def model(q: Any, k: Any, v: Any, starts: Any) -> Any:
+        if name == "sdpa":
+            return scaled_dot_product_attention(q * 2, k, v, is_causal=True)
+        if name == "flex":
+            return flex_attention(q * 2, k, v)
+        packed = [x[0].transpose(0, 1) for x in (q * 2, k, v)]
+        return varlen_attention(*packed, starts, starts, 40, 40, causal=True, window_size=(17, -1))
+
+    compiled = torch.compile(model, fullgraph=True, dynamic=True, backend=counter)
+    for length in (24, 40, 33):
+        given = (*fresh(length), torch.tensor([0, 13, length], dtype=torch.int32))
+        out = compiled(*given)
+        torch.testing.assert_close(out, model(*given))
+        out.sum().backward()
+    assert counter.frame_count == 1
+
+
 def test_functions_that_are_made_inside_break_the_graph() -> None:
     """And are refused where there may be no break, with what to do."""
     qkv, table = fresh(40), torch.tensor([0.1, -0.2], requires_grad=True)
