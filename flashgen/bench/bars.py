@@ -127,6 +127,16 @@ def _of_decoding(rows: Sequence[Mapping[str, Any]]) -> list[Panel]:
     return found
 
 
+def _of_several_gpus(rows: Sequence[Mapping[str, Any]]) -> list[Panel]:
+    found = []
+    for ranks, timed in dict.fromkeys((row["ranks"], row["timed"]) for row in rows):
+        mine = [row for row in rows if (row["ranks"], row["timed"]) == (ranks, timed)]
+        groups = [str(row["name"]).replace(" ", "\n", 1) for row in mine]
+        title = f"{ranks} GPUs, forward{' and backward' if timed == 'both' else ''}, by tokens of a GPU"
+        found.append(Panel(title, "TFLOP/s of a GPU", groups, _by_contender(mine, "tflops")))
+    return found
+
+
 def _by_contender(rows: Sequence[Mapping[str, Any]], figure: str) -> dict[str, list[float | None]]:
     """A figure of each row, by contender."""
     names = _contenders(name for row in rows for name in row[figure])
@@ -180,6 +190,7 @@ _KINDS = {
     frozenset({"spec", "timed", "length", "tflops"}): _by_tflops,
     frozenset({"spec", "timed", "documents", "tokens", "tflops"}): _of_ragged_batches,
     frozenset({"spec", "size", "terabytes"}): _of_decoding,
+    frozenset({"ranks", "timed", "name", "tflops"}): _of_several_gpus,
     frozenset({"name", "timed", "flex_ms", "milliseconds"}): _by_variant,
     frozenset({"name", "forward_ms", "backward_ms", "both_ms"}): _of_the_paper,
     frozenset({"name", "mode", "batch", "length", "ms"}): _of_training,

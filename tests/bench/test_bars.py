@@ -65,6 +65,16 @@ def test_decoding_and_ragged_batches() -> None:
     assert panel.groups == ["16 in\n16384"] and panel.bars == {"flashgen": [300.0]}
 
 
+def test_several_gpus() -> None:
+    rows = [
+        {"ranks": 2, "timed": timed, "name": "8192 window 1024", "tflops": {"ring": 100.0, "torch": None}}
+        for timed in ("forward", "both")
+    ]
+    forward, both = bars.panels({"rows": rows})
+    assert forward.groups == ["8192\nwindow 1024"] and forward.bars == {"ring": [100.0], "torch": [None]}
+    assert "2 GPUs, forward and backward" in both.title and "backward" not in forward.title
+
+
 def test_many_variants_are_several_panels() -> None:
     found = bars.panels(saved(*[VARIANT] * 15))
     assert [len(panel.groups) for panel in found] == [6, 6, 3]
