@@ -1,0 +1,287 @@
+"""What the ranks of a pool are asked to do. Each function runs on all ranks at once, and gives what JSON holds."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+import flashgen as fg
+from flashgen import reference
+from flashgen.torch import attention as attention_of_one
+from flashgen.torch.context_parallel import attention, positions, shard, unshard
+from flashgen.torch.tensors import to_array
+
+slopes = fg.Tensor("slopes", "float32", 1, grad=True)
+bias = fg.Tensor("bias", "float32", 1, grad=True)
+MASKED = {
+    "full": fg.full(),
+    "causal": fg.causal(),
+    "window": fg.sliding_window(40),
+    "both_sides": fg.sliding_window(30, 20),
+    "prefix": fg.prefix_lm(50),
+    "documents": fg.document("ids") & fg.causal(),
+    "lengths": fg.padding("lengths"),
+    "of_heads": fg.trace_mask(lambda b, h, q, k: (k <= q) & ((q - k) % (h + 1) == 0)),
+}
+
+
+def spec_of(name: str, dim: int, dtype: str) -> fg.AttentionSpec:
+    """A variant by name: a mask, or one of those that have more."""
+    more: dict[str, Any] = {
+        "alibi": {"mask": fg.causal(), "score": fg.alibi(4)},
+        "learned": {"mask": fg.causal(), "score": lambda s, b, h, q, k: s + slopes[h] * (q - k) / 64.0 + bias[k % 8]},
+        "sinks": {"mask": fg.causal(), "sink": fg.Tensor("sinks", "float32", 1, grad=True)},
+        "dropped": {"mask": fg.sliding_window(70), "dropout": 0.2},
+        "all_of_it": {"mask": fg.causal(), "score": fg.softcap(20)(fg.alibi("weights")), "dropout": 0.1},
+        "bshd": {"mask": fg.causal(), "layout": "bshd"},
+        "wide_values": {"mask": fg.causal(), "value_dim": dim + 16},
+    }.get(name) or {"mask": MASKED[name]}
+    return fg.AttentionSpec(dim, dtype, **more)
+
+
+SPECS = [*MASKED, "alibi", "learned", "sinks", "dropped", "all_of_it", "bshd", "wide_values"]
+
+
+def device() -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
+
+
+def on_gpu() -> bool:
+    return device().type == "cuda"
+
+
+class Problem:
+    """A call of the whole, the same on every rank, and what the oracle says of it. Sizes: small on the CPU."""
+
+    def __init__(self, name: str, cross: bool = False, scale: int = 1) -> None:
+        generator = torch.Generator().manual_seed(5)
+        dim, heads, heads_kv = (64, 8, 4) if on_gpu() else (32, 4, 4 if dist.get_world_size() == 4 else 2)
+        self.length = 1024 * scale if on_gpu() else 256
+        self.spec = spec_of(name, dim, "bfloat16")
+        length_k = self.length * 2 if cross else self.length
+
+        def normal(*shape: int) -> Any:
+            return torch.randn(*shape, generator=generator)
+
+        axes = (lambda h, s, d: (2, h, s, d)) if self.spec.layout == "bhsd" else (lambda h, s, d: (2, s, h, d))
+        sizes = [(heads, self.length, dim), (heads_kv, length_k, dim), (heads_kv, length_k, self.spec.value_dim)]
+        self.qkv = [normal(*axes(*size)).bfloat16().to(device()) for size in sizes]
+        self.d_out = normal(*axes(heads, self.length, self.spec.value_dim)).bfloat16().to(device())
+        self.d_lse = normal(2, heads, self.length).to(device())
+        every = {
+            "slopes": normal(heads) / 8,
+            "bias": normal(8) / 4,
+            "sinks": normal(heads),
+            "weights": torch.rand(heads, generator=generator) / 8,
+            "ids": (torch.arange(self.length) // 37).int(),
+            "lengths": torch.tensor([self.length, self.length // 2 + 3], dtype=torch.int32),
+        }
+        names = [capture.name for capture in self.spec.captures]
+        self.captures = {name: every[name].to(device()) for name in names}
+        self.learned = [capture.name for capture in self.spec.captures if capture.grad]
+        self.options: dict[str, Any] = {"seed": 1234} if self.spec.dropout else {}
+        self.axis = 2 if self.spec.layout == "bhsd" else 1
+
+    def wants(self) -> dict[str, Any]:
+        """The captures, those that are learned as leaves."""
+        return {n: x.detach().clone().requires_grad_() if n in self.learned else x for n, x in self.captures.items()}
+
+    def on_host(self) -> tuple[list[Any], dict[str, Any]]:
+        arrays = [to_array(tensor.cpu()).astype(np.float64) for tensor in self.qkv]
+        return arrays, {name: tensor.cpu().numpy() for name, tensor in self.captures.items()} | self.options
+
+    @functools.cached_property
+    def expected(self) -> dict[str, Any]:
+        """By name: what is right, what low precision makes of it, and what a rounded output does to it."""
+        arrays, captures = self.on_host()
+        out, lse = reference.attention(self.spec, *arrays, return_lse=True, **captures)
+        low = reference.low_precision(self.spec, *arrays, **captures)
+        d_out, d_lse = to_array(self.d_out.cpu()).astype(np.float64), self.d_lse.cpu().numpy()
+        found = [
+            function(self.spec, *arrays, d_out, d_lse=d_lse, **captures)
+            for function in (
+                *(reference.backward, reference.low_precision_backward, reference.backward_of_rounded_output),
+            )
+        ]
+        made = {"out": (out, low), "lse": (lse,)}
+        for index, name in enumerate(("dq", "dk", "dv")):
+            made[name] = tuple(each[index] for each in found)
+        return made | {name: tuple(each.captures[name] for each in found) for name in self.learned}
+
+
+def judge(problem: Problem, got: dict[str, Any]) -> list[str]:
+    """What the numerics rule finds wrong with results of the whole."""
+    expected, wrong = problem.expected, []
+    arrays = {name: to_array(tensor.cpu()).astype(np.float64) for name, tensor in got.items()}
+    lse = {"lse": arrays.pop("lse"), "ref_lse": expected["lse"][0]}
+    for name, array in arrays.items():
+        right, low, *given = expected[name]
+        verdict = reference.judge(
+            array, right, low, given=given[0] if given else None, **(lse if name == "out" else {})
+        )
+        wrong += [] if verdict.ok else [f"{name}: {verdict}"]
+    return wrong
+
+
+def group_of(scheme: str) -> Any:
+    """What the argument `group` is."""
+    if scheme != "ulysses_ring":
+        return None
+    ranks = dist.get_world_size()
+    return init_device_mesh(device().type, (ranks // 2, 2), mesh_dim_names=("ring", "heads"))
+
+
+def cut_by(shards: str, length: int, mesh: Any) -> tuple[Any, Any, Any]:
+    """(the argument `shards`, what cuts this rank's rows out of a whole, what puts the rows of all together)."""
+    if shards != "random":
+        group = mesh
+        return (
+            shards,
+            lambda tensor, dim: shard(tensor, dim, group=group, shards=shards),
+            lambda tensor, dim: unshard(tensor, dim, group=group, shards=shards),
+        )
+    order = torch.randperm(length, generator=torch.Generator().manual_seed(3)).to(device())
+    rows = length // dist.get_world_size()
+    own = order[dist.get_rank() * rows :][:rows].contiguous()
+
+    def together(tensor: Any, dim: int) -> Any:
+        whole = unshard(tensor, dim, shards="plain")
+        return whole.index_select(dim, torch.argsort(order))
+
+    return own, lambda tensor, dim: tensor.index_select(dim, own), together
+
+
+def results(problem: Problem, scheme: str, shards: str, **options: Any) -> dict[str, Any]:
+    """Outputs and gradients of the whole, by what the ranks make of their shards."""
+    group, axis = group_of(scheme), problem.axis
+    given, cut, together = cut_by(shards, problem.length, group)
+    if problem.qkv[1].shape[axis] != problem.length:
+        _, cut_k, together_k = cut_by(shards, problem.qkv[1].shape[axis], group)
+    else:
+        cut_k, together_k = cut, together
+    cuts, joins = (cut, cut_k, cut_k), (together, together_k, together_k)
+    q, k, v = (c(x, axis).contiguous().requires_grad_() for c, x in zip(cuts, problem.qkv, strict=True))
+    captures = problem.wants()
+    how: dict[str, Any] = {"group": group, "scheme": scheme, "shards": given, "emulate": not on_gpu()}
+    out, lse = attention(problem.spec, q, k, v, return_lse=True, **(how | problem.options | captures | options))
+    inputs = [q, k, v, *(captures[name] for name in problem.learned)]
+    made = torch.autograd.grad([out, lse], inputs, [cut(problem.d_out, axis), cut(problem.d_lse, 2)])
+    whole = {"out": together(out.detach(), axis), "lse": together(lse.detach(), 2)}
+    for name, gradient, join in zip(("dq", "dk", "dv"), made, joins, strict=False):
+        whole[name] = join(gradient, axis)
+    return whole | dict(zip(problem.learned, made[3:], strict=True))
+
+
+def acceptance(spec: str, scheme: str, shards: str = "zigzag", cross: bool = False) -> list[str]:
+    """The whole by the numerics rule; the first rank judges, all have the same."""
+    problem = Problem(spec, cross)
+    got = results(problem, scheme, shards)
+    return judge(problem, got) if dist.get_rank() == 0 else []
+
+
+def deterministic(scheme: str) -> bool:
+    """Whether two runs have the same bits."""
+    problem = Problem("learned")
+    first, second = (results(problem, scheme, "zigzag", deterministic=True) for _ in range(2))
+    return all(torch.equal(first[name], second[name]) for name in first)
+
+
+def drops_the_same() -> bool:
+    """Whether what is dropped is the same on all ranks as on one, bit for bit: told by values that name their keys."""
+    problem = Problem("dropped")
+    q, k, v = problem.qkv
+    spec = fg.AttentionSpec(problem.spec.head_dim, "bfloat16", dropout=0.5)
+    v = torch.zeros_like(v)
+    v[..., 0], v[..., 1] = 1, torch.arange(v.shape[2], device=v.device) % 2
+    one = attention_of_one(spec, q * 0, k, v, seed=77, emulate=not on_gpu())
+    ok = True
+    for scheme in ("ring", "all_gather"):
+        mine = attention(spec, *(shard(x, 2) for x in (q * 0, k, v)), seed=77, scheme=scheme, emulate=not on_gpu())
+        # Equal weights: the first column counts the keys that are kept, the second the odd ones among them.
+        ok = ok and bool((unshard(mine, 2)[..., :2].float() - one[..., :2].float()).abs().max() <= 2**-7)
+    return ok
+
+
+def shares_of_captures() -> list[str]:
+    """Without reduce_captures each rank has its share, whose sum is the gradient."""
+    problem = Problem("learned")
+    got = results(problem, "ring", "zigzag", reduce_captures=False)
+    for name in problem.learned:
+        dist.all_reduce(got[name])
+    return judge(problem, got) if dist.get_rank() == 0 else []
+
+
+def roundtrip(shards: str) -> bool:
+    """`unshard` of `shard` is the whole, `positions` are those of the rows, and gradients are those of the rows."""
+    length = 16 * dist.get_world_size()
+    whole = torch.arange(length * 3, dtype=torch.float32, device=device()).view(length, 3).requires_grad_()
+    own = shard(whole, 0, shards=shards)
+    rows = positions(length, shards=shards, device=device())
+    assert torch.equal(own, whole[rows])
+    back = unshard(own, 0, shards=shards)
+    assert torch.equal(back, whole)
+    (gradient,) = torch.autograd.grad(back.square().sum(), whole)
+    wanted = torch.zeros_like(whole)
+    wanted[rows] = 2 * whole[rows]
+    return torch.equal(gradient, wanted)
+
+
+@contextmanager
+def counted() -> Iterator[dict[str, int]]:
+    """Counts the bytes that this rank gives to torch's collectives to send to others."""
+    sent = {"bytes": 0}
+    saved = {name: getattr(dist, name) for name in ("batch_isend_irecv", "all_gather_into_tensor")}
+    saved |= {name: getattr(dist, name) for name in ("reduce_scatter_tensor", "all_to_all_single")}
+    ranks = dist.get_world_size()
+
+    def messages(operations: Any) -> Any:
+        sent["bytes"] += sum(each.tensor.nbytes for each in operations if each.op is dist.isend)
+        return saved["batch_isend_irecv"](operations)
+
+    def counting(name: str, of: Any) -> Any:
+        def call(output: Any, given: Any, *more: Any, **named: Any) -> Any:
+            if given.numel() > 1:  # no question whether calls agree
+                sent["bytes"] += of(given.nbytes)
+            return saved[name](output, given, *more, **named)
+
+        return call
+
+    dist.batch_isend_irecv = messages
+    dist.all_gather_into_tensor = counting("all_gather_into_tensor", lambda size: size * (ranks - 1))
+    dist.reduce_scatter_tensor = counting("reduce_scatter_tensor", lambda size: size * (ranks - 1) // ranks)
+    dist.all_to_all_single = counting("all_to_all_single", lambda size: size * (ranks - 1) // ranks)
+    try:
+        yield sent
+    finally:
+        for name, function in saved.items():
+            setattr(dist, name, function)
+
+
+def bytes_are_those_of_the_plan(spec: str, scheme: str, shards: str) -> list[int]:
+    """[counted, planned] of the forward, and of the backward."""
+    from flashgen.ranks import plan_of
+    from flashgen.ranks.plan import Sizes
+
+    problem = Problem(spec)
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    sizes = Sizes(2, problem.qkv[0].shape[1], problem.qkv[1].shape[1])
+    plan = plan_of(problem.spec, ranks, problem.length, scheme=scheme, shards=shards, sizes=sizes)
+    inner = 0 if scheme == "ulysses" else rank
+    q, k, v = (shard(x, 2, shards=shards).requires_grad_() for x in problem.qkv)
+    with counted() as forward:
+        out = attention(
+            *(problem.spec, q, k, v), scheme=scheme, shards=shards, emulate=not on_gpu(), **problem.captures
+        )
+    with counted() as backward:
+        out.backward(shard(problem.d_out, 2, shards=shards))
+    return [
+        *(forward["bytes"], sum(plan.sent(inner)) + plan.exchanged()),
+        *(backward["bytes"], sum(plan.sent(inner, backward=True)) + plan.exchanged(backward=True)),
+    ]
