@@ -42,7 +42,12 @@ def whole_and_parts(spec: fg.AttentionSpec) -> tuple[Any, Any]:
         reference.attention(
             *(spec.shard(), q[1:, 2:, rows], k[1:, 2:, start : start + CHUNK], v[1:, 2:, start : start + CHUNK]),
             return_lse=True,
-            shard_b=1, shard_h=2, shard_q=64, shard_k=start, whole_q=LENGTH, whole_k=LENGTH,
+            shard_b=1,
+            shard_h=2,
+            shard_q=64,
+            shard_k=start,
+            whole_q=LENGTH,
+            whole_k=LENGTH,
             **(captures | seed),
         )
         for start in range(0, LENGTH, CHUNK)
