@@ -9,9 +9,8 @@ from typing import Any
 
 from flashgen.bench.context.ranks import answers_of_ranks
 
+# flashgen's schemes; torch's context_parallel, also with repeated heads of k and v; a ring over FlashAttention-2.
 CONTENDERS = ("ring", "all_gather", "ulysses", "torch", "torch-repeated", "FA2-ring")
-"""flashgen's schemes; torch's context_parallel, also with repeated heads of k and v; a ring of this package over torch's
-FlashAttention-2."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +29,7 @@ class Shape:
     long: bool = False
 
     def flops(self, ranks: int, timed: str) -> float:
-        """A GPU's share of the FLOPs, those of scores that count: 4 a score and element forward, 2.5 times that back."""
+        """A GPU's share of the FLOPs of scores that count: 4 for each and element, and 2.5 times as many backward."""
         length = self.tokens * ranks
         return self._of(length, timed) / ranks
 

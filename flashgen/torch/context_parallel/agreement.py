@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import threading
+import weakref
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from flashgen.errors import ArgumentError
 from flashgen.torch.context_parallel.collectives import all_gather
 
 _LOCK = threading.Lock()
-_AGREED: set[tuple[str, str]] = set()
+_AGREED: weakref.WeakKeyDictionary[Any, set[str]] = weakref.WeakKeyDictionary()
 
 
 def agree(groups: list[Any], what: str, device: torch.device) -> None:
@@ -22,13 +23,11 @@ def agree(groups: list[Any], what: str, device: torch.device) -> None:
     The first messages of a group, too: NCCL wants all of its ranks in them.
     """
     for group in groups:
-        key = (group.group_name, what)
         with _LOCK:
-            known = key in _AGREED
-        if not known:
+            known = _AGREED.setdefault(group, set())
+        if what not in known:
             _compare(group, what, device)
-            with _LOCK:
-                _AGREED.add(key)
+            known.add(what)
 
 
 def _compare(group: Any, what: str, device: torch.device) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -14,6 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import flashgen as fg
 from flashgen import reference
+from flashgen.errors import PeerError
 from flashgen.torch import attention as attention_of_one
 from flashgen.torch.context_parallel import attention, positions, shard, unshard
 from flashgen.torch.tensors import to_array
@@ -205,6 +208,22 @@ def again_and_again() -> bool:
         if not all(torch.equal(one, other) for one, other in zip(made, first, strict=True)):
             return False
     return True
+
+
+def one_rank_fails(how: str, rank: int) -> str:
+    """What the other ranks are told where one dies, or stands still, between two calls."""
+    problem = Problem("causal")
+    q, k, v = (shard(x, 2).requires_grad_() for x in problem.qkv)
+    out = attention(problem.spec, q, k, v, emulate=not on_gpu())
+    if dist.get_rank() == rank:
+        os._exit(3) if how == "dies" else time.sleep(3600)
+    try:
+        out.backward(shard(problem.d_out, 2))
+        if on_gpu():
+            torch.cuda.synchronize()
+    except PeerError as error:
+        return str(error)
+    return "nothing was said"
 
 
 def drops_the_same() -> bool:

@@ -14,9 +14,12 @@ HERE = Path(__file__).parent
 
 
 class Pool:
-    """The ranks of a group, each a process of its own that runs cases of cases.py when it is told to."""
+    """The ranks of a group, each a process of its own that runs cases of cases.py when it is told to.
 
-    def __init__(self, ranks: int, backend: str = "gloo", timeout: float = 120) -> None:
+    timeout: seconds, of the group's messages. said: a file for what the ranks say beside their answers.
+    """
+
+    def __init__(self, ranks: int, backend: str = "gloo", timeout: float = 120, said: Any = None) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="flashgen-ranks-")
         paths = [str(HERE.parents[2]), os.environ.get("PYTHONPATH", "")]
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
@@ -29,7 +32,7 @@ class Pool:
                 ],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE if timeout < 120 else None,
+                stderr=said,
                 text=True,
                 env=environment,
             )
@@ -45,12 +48,25 @@ class Pool:
 
     def answers(self, case: str, **arguments: Any) -> list[dict[str, Any]]:
         """The answer of each rank; of one that is gone an error that says so."""
+        self.ask(case, **arguments)
+        return [self.answer(rank) for rank in range(len(self.processes))]
+
+    def ask(self, case: str, **arguments: Any) -> None:
+        """Has all ranks begin a case."""
         for process in self.processes:
             assert process.stdin
-            if process.poll() is None:
-                process.stdin.write(json.dumps({"case": case, **arguments}) + "\n")
-                process.stdin.flush()
-        return [self._answer(process) for process in self.processes]
+            process.stdin.write(json.dumps({"case": case, **arguments}) + "\n")
+            process.stdin.flush()
+
+    def answer(self, rank: int) -> dict[str, Any]:
+        """A rank's answer to what all were asked last, once it is there."""
+        process = self.processes[rank]
+        assert process.stdout
+        line = process.stdout.readline()
+        if not line:
+            return {"error": f"the process has ended with {process.wait(60)}"}
+        made: dict[str, Any] = json.loads(line)
+        return made
 
     def close(self) -> None:
         """Ends the ranks."""
@@ -61,11 +77,9 @@ class Pool:
             process.wait(60)
         self._folder.cleanup()
 
-    @staticmethod
-    def _answer(process: subprocess.Popen[str]) -> dict[str, Any]:
-        assert process.stdout
-        line = process.stdout.readline()
-        if not line:
-            return {"error": f"the process has ended with {process.wait(60)}", "gone": True}
-        answer: dict[str, Any] = json.loads(line)
-        return answer
+    def kill(self) -> None:
+        """Ends ranks that may not come to an end by themselves."""
+        for process in self.processes:
+            process.kill()
+            process.wait(60)
+        self._folder.cleanup()

@@ -77,6 +77,21 @@ def test_gradients_of_captures_may_be_left_as_shares(ranks: Any) -> None:
     assert ranks.run("shares_of_captures")[0] == []
 
 
+def test_a_rank_that_dies_is_named(tmp_path: Path) -> None:
+    """NCCL has the others wait until torch ends them: by then the watch has said whose fault it is."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip(f"needs 2 GPUs, and here are {torch.cuda.device_count()}")
+    with (tmp_path / "said").open("w+") as said:
+        group = pool.Pool(2, "nccl", timeout=15, said=said)
+        try:
+            group.ask("one_rank_fails", how="dies", rank=1)
+            answer = group.answer(0)
+        finally:
+            group.kill()
+        said.seek(0)
+        assert "rank 1 is not answering" in said.read() + str(answer)
+
+
 def test_many_calls_in_a_row_are_the_first(ranks: Any) -> None:
     assert all(ranks.run("again_and_again"))
 
