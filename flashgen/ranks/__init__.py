@@ -5,6 +5,6 @@ plan out, and `flashgen show --ranks` draws it.
 """
 
 from flashgen.ranks.layout import SHARDS, Layout
-from flashgen.ranks.plan import SCHEMES, Block, Plan, Step, plan_of
+from flashgen.ranks.plan import SCHEMES, Block, Plan, Sizes, Step, plan_of
 
-__all__ = ["SCHEMES", "SHARDS", "Block", "Layout", "Plan", "Step", "plan_of"]
+__all__ = ["SCHEMES", "SHARDS", "Block", "Layout", "Plan", "Sizes", "Step", "plan_of"]

@@ -183,6 +183,12 @@ class Plan:
         """Of a row of keys and of values, over batch and heads."""
         return self.sizes.batch * self.sizes.heads_kv * (self.spec.head_dim + self.spec.value_dim)
 
+    def received(self, step: Step) -> int:
+        """Bytes of keys and values that a rank receives for a step."""
+        if self.scheme == "all_gather":
+            return self.keys.rows * (self.ranks - 1) * self._row_elements * 2
+        return _rows(step.pieces) * self._row_elements * 2
+
     def sent(self, rank: int, backward: bool = False) -> tuple[int, ...]:
         """Bytes that a rank sends in each step of a pass, beside those of an exchange of heads."""
         return self._gathered_bytes(backward) if self.scheme == "all_gather" else self._ring_bytes(rank, backward)

@@ -11,8 +11,8 @@ import torch.distributed as dist
 
 from flashgen.errors import ArgumentError
 from flashgen.language.spec import AttentionSpec
-from flashgen.ranks import SCHEMES, Layout, Plan, plan_of
-from flashgen.ranks.plan import Sizes, replace_fields
+from flashgen.ranks import SCHEMES, Layout, Plan, Sizes, plan_of
+from flashgen.ranks.plan import replace_fields
 from flashgen.runtime.remembered import Remembered
 from flashgen.torch import autocast
 from flashgen.torch.context_parallel.agreement import agree

@@ -13,10 +13,13 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard
 
 import flashgen as fg
 from flashgen import reference
-from flashgen.errors import PeerError
+from flashgen.errors import FlashgenError, PeerError
+from flashgen.ranks import Sizes, plan_of
 from flashgen.torch import attention as attention_of_one
 from flashgen.torch.context_parallel import attention, positions, shard, unshard
 from flashgen.torch.tensors import to_array
@@ -299,9 +302,6 @@ def counted() -> Iterator[dict[str, int]]:
 
 def bytes_are_those_of_the_plan(spec: str, scheme: str, shards: str) -> list[int]:
     """[counted, planned] of the forward, and of the backward."""
-    from flashgen.ranks import plan_of
-    from flashgen.ranks.plan import Sizes
-
     problem = Problem(spec)
     ranks, rank = dist.get_world_size(), dist.get_rank()
     sizes = Sizes(2, problem.qkv[0].shape[1], problem.qkv[1].shape[1])
@@ -318,3 +318,83 @@ def bytes_are_those_of_the_plan(spec: str, scheme: str, shards: str) -> list[int
         *(forward["bytes"], sum(plan.sent(inner)) + plan.exchanged()),
         *(backward["bytes"], sum(plan.sent(inner, backward=True)) + plan.exchanged(backward=True)),
     ]
+
+
+def distributed_tensors() -> list[str]:
+    """DTensors that are sharded along the length give DTensors, whose group is their mesh."""
+    problem = Problem("causal")
+    mesh = init_device_mesh(device().type, (dist.get_world_size(),))
+    q, k, v = (DTensor.from_local(shard(x, 2, shards="plain"), mesh, [Shard(2)]) for x in problem.qkv)
+    q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
+    out, lse = attention(problem.spec, q, k, v, shards="plain", return_lse=True, emulate=not on_gpu())
+    assert isinstance(out, DTensor)
+    d_out = DTensor.from_local(shard(problem.d_out, 2, shards="plain"), mesh, [Shard(2)])
+    d_lse = shard(problem.d_lse, 2, shards="plain")
+    made = torch.autograd.grad([out, lse], (q, k, v), [d_out, d_lse])
+    got = {"out": out.full_tensor().detach(), "lse": unshard(lse.detach(), 2, shards="plain")}
+    got |= {name: gradient.full_tensor() for name, gradient in zip(("dq", "dk", "dv"), made, strict=True)}
+    return judge(problem, got) if dist.get_rank() == 0 else []
+
+
+class Layer(torch.nn.Module):
+    """A layer of attention over a sequence that is sharded: of x (batch, rows, width)."""
+
+    def __init__(self, spec: fg.AttentionSpec, width: int, heads: int, **how: Any) -> None:
+        super().__init__()
+        self.qkv, self.spec, self.heads, self.how = torch.nn.Linear(width, 3 * width), spec, heads, how
+
+    def forward(self, x: Any) -> Any:
+        batch, rows, width = x.shape
+        q, k, v = self.qkv(x).view(batch, rows, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4)
+        out = self.how["call"](self.spec, q, k, v, emulate=not on_gpu())
+        return out.transpose(1, 2).reshape(batch, rows, width)
+
+
+def trained(kind: str) -> float:
+    """The largest relative difference of the gradients of a layer, whose sequence is sharded, under DDP or FSDP2."""
+    spec, length = fg.AttentionSpec(32, "bfloat16", mask=fg.causal()), 64 * dist.get_world_size()
+    torch.manual_seed(0)
+    x = torch.randn(1, length, 64, device=device())
+    torch.manual_seed(1)
+    whole = Layer(spec, 64, 2, call=attention_of_one).to(device())
+    torch.manual_seed(1)
+    mine: Any = Layer(spec, 64, 2, call=attention).to(device())
+    if kind == "ddp":
+        mine = torch.nn.parallel.DistributedDataParallel(mine)
+    elif kind == "fsdp":
+        mine = fully_shard(mine, mesh=init_device_mesh(device().type, (dist.get_world_size(),)))
+    elif kind == "compile":
+        mine = torch.compile(mine, backend="aot_eager")
+    found = []
+    for model, given in ((whole, x), (mine, shard(x, 1))):
+        with torch.autocast(device().type, torch.bfloat16):
+            model(given).float().square().sum().backward()
+        gradients = [p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad for p in model.parameters()]
+        found.append(gradients)
+    if kind == "compile":
+        for gradient in found[1]:
+            dist.all_reduce(gradient, dist.ReduceOp.AVG if on_gpu() else dist.ReduceOp.SUM)
+    sums = dist.get_world_size() if kind != "compile" or on_gpu() else 1  # DDP and FSDP give means
+    return max(float((mean * sums - right).abs().max() / right.abs().max()) for right, mean in zip(*found, strict=True))
+
+
+def refused(how: dict[str, Any]) -> str:
+    """What is said of a call that does not fit."""
+    problem = Problem("causal")
+    rows = how.pop("rows", None)
+    rank = dist.get_rank()
+    if how.pop("differs", False) and rank == 1:
+        how["deterministic"] = True
+    q, k, v = (shard(x, 2) for x in problem.qkv)
+    if rows:
+        q, k, v = (x[:, :, :rows] for x in (q, k, v))
+    if how.get("shards") == "twice":
+        how["shards"] = torch.arange(q.shape[2], device=device())
+    if how.get("group") == "mesh":
+        how["group"] = init_device_mesh(device().type, (dist.get_world_size(), 1), mesh_dim_names=("a", "b"))
+    spec = fg.AttentionSpec(32, "bfloat16", layout="thd") if how.pop("ragged", False) else problem.spec
+    try:
+        attention(spec, q, k, v, emulate=not on_gpu(), **how)
+    except FlashgenError as error:
+        return str(error)
+    return "nothing was said"

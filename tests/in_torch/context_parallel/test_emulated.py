@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -60,6 +61,36 @@ def test_deterministic_gradients_have_the_same_bits(two: Any, scheme: str) -> No
 
 def test_gradients_of_captures_may_be_left_as_shares(two: Any) -> None:
     assert two.run("shares_of_captures")[0] == []
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp", "compile"])
+def test_a_layer_is_trained(two: Any, kind: str) -> None:
+    """Under torch.compile the graph breaks before the messages, and goes on behind them."""
+    assert max(two.run("trained", kind=kind)) < 2e-2
+
+
+def test_distributed_tensors(two: Any) -> None:
+    assert two.run("distributed_tensors")[0] == []
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ({"scheme": "butterfly"}, "scheme='butterfly'"),
+        ({"shards": "striped"}, "shards='striped'"),
+        ({"rows": 33}, "pad the sequence to 68"),
+        ({"shards": "twice"}, "are not each of 0 to 255 once"),
+        ({"scheme": "ulysses_ring"}, "device mesh of two dimensions"),
+        ({"group": "mesh"}, "give mesh\\['a'\\]"),
+        ({"ragged": True}, "layout='thd'"),
+        ({"seed": 3}, "no dropout"),
+        ({"slopes": 3}, "unknown argument 'slopes'"),
+        ({"differs": True, "rows": 64}, "another call than rank"),
+    ],
+)
+def test_what_does_not_fit_is_refused_on_all_ranks(two: Any, how: dict[str, Any], message: str) -> None:
+    for said in two.run("refused", how=how):
+        assert re.search(message, said), said
 
 
 @pytest.mark.parametrize("shards", ["zigzag", "plain"])

@@ -77,6 +77,16 @@ def test_gradients_of_captures_may_be_left_as_shares(ranks: Any) -> None:
     assert ranks.run("shares_of_captures")[0] == []
 
 
+@pytest.mark.parametrize("kind", ["ddp", "fsdp", "compile"])
+def test_a_layer_is_trained(ranks: Any, kind: str) -> None:
+    """Under torch.compile the graph breaks before the messages, and goes on behind them."""
+    assert max(ranks.run("trained", kind=kind)) < 2e-2
+
+
+def test_distributed_tensors(ranks: Any) -> None:
+    assert ranks.run("distributed_tensors")[0] == []
+
+
 def test_a_rank_that_dies_is_named(tmp_path: Path) -> None:
     """NCCL has the others wait until torch ends them: by then the watch has said whose fault it is."""
     if torch.cuda.device_count() < 2:
