@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from flashgen.errors import ArgumentError
 
 SHARDS = ("zigzag", "plain")
+"""How positions are dealt to ranks: see `Layout`."""
 
 
 @dataclass(frozen=True)

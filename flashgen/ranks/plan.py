@@ -16,6 +16,7 @@ from flashgen.ranks.classes import Rectangle, Whole, class_of, found_in, is_of_d
 from flashgen.ranks.layout import Layout
 
 SCHEMES = ("ring", "all_gather", "ulysses", "ulysses_ring")
+"""What ranks exchange: see `plan_of`."""
 _SUM_BYTES = 4  # gradients of keys and values travel in float32
 
 
