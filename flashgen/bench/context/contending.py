@@ -95,8 +95,9 @@ class OfTorch:
             yield
 
     def __call__(self) -> None:
+        q, k, v = self._inputs
         with torch.set_grad_enabled(self._with_gradients):
-            out = torch.nn.functional.scaled_dot_product_attention(*self._inputs, is_causal=True, enable_gqa=self._gqa)
+            out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=self._gqa)
         if self._with_gradients:
             torch.autograd.grad(out, self._inputs, self._d_out)
 

@@ -173,7 +173,10 @@ class _How:
         known = (self.spec, self.ranks.size, self.ranks.heads_size, *self.lengths, self.scheme, self.shards, self.sizes)
         make = partial(
             plan_of,
-            *(replace_fields(self.spec), self.ranks.size, *self.lengths),
+            replace_fields(self.spec),
+            self.ranks.size,
+            self.lengths[0],
+            self.lengths[1],
             scheme=self.scheme,
             shards=self.shards,
             heads=self.ranks.heads_size,

@@ -71,16 +71,27 @@ class Outputs:
 
 
 class Sums:
-    """Gradients of rows, summed in float32: those of q, or of k and v."""
+    """Gradients of rows, summed in float32: those of q, or of k and v, which `like` are."""
 
     def __init__(self, layout: str, *like: Tensor) -> None:
-        self._layout = layout
-        self.tensors = [torch.zeros(each.shape, dtype=torch.float32, device=each.device) for each in like]
+        self._layout, self._like = layout, like
+        self._rows = like[0].shape[2 if layout == "bhsd" else 1]
+        self._made: list[Tensor] | None = None
 
     def add(self, first: int, count: int, *gradients: Tensor) -> None:
-        """Adds gradients of rows."""
+        """Adds gradients of rows. The first of all rows are the sums so far, without zeros to be added to."""
+        if self._made is None and count == self._rows:
+            self._made = [gradient.to(torch.float32, copy=True) for gradient in gradients]
+            return
         for total, gradient in zip(self.tensors, gradients, strict=True):
             rows_of(total, self._layout, first, count).add_(gradient)
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """The sums."""
+        if self._made is None:
+            self._made = [torch.zeros(each.shape, dtype=torch.float32, device=each.device) for each in self._like]
+        return self._made
 
 
 class CaptureSums:

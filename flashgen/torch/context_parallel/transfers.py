@@ -19,7 +19,7 @@ class Transfers:
     """Posts messages, and has the current stream wait for them. Ranks are those of the group."""
 
     def __init__(self, group: Any, device: torch.device) -> None:
-        self._group = group
+        self._group, self._device = group, device
         self._stream = (
             _STREAMS.get_or_make(device.index, lambda: torch.cuda.Stream(device)) if device.type == "cuda" else None
         )
@@ -28,11 +28,11 @@ class Transfers:
     def after_this(self) -> None:
         """Messages posted from here on may read what the current stream has written so far."""
         if self._stream is not None:
-            self._stream.wait_stream(torch.cuda.current_stream())
+            self._stream.wait_stream(torch.cuda.current_stream(self._device))
 
     def done(self) -> Any:
         """Something that a message can be made to wait for: all that the current stream was given so far."""
-        return None if self._stream is None else torch.cuda.current_stream().record_event()
+        return None if self._stream is None else torch.cuda.current_stream(self._device).record_event()
 
     def post(
         self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]], after: Any = None

@@ -64,7 +64,8 @@ class Watch:
 
     def __init__(self, group: Any) -> None:
         self._group = weakref.ref(group)
-        self._store = group.get_group_store().clone()
+        store: Any = dist.distributed_c10d._get_process_group_store(group)
+        self._store = store.clone()  # so that no other wait on the store holds up a beat
         self._own = dist.get_rank()
         self._others = [rank for rank in dist.get_process_group_ranks(group) if rank != self._own]
         timeout = _timeout_of(group)
