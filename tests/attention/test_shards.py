@@ -13,7 +13,7 @@ from flashgen.codegen.stages import forward_kernels
 from flashgen.codegen.targets import target_named
 from flashgen.codegen.visited import visited_keys
 from flashgen.errors import ArgumentError, SpecError
-from flashgen.verify import Case, Shape, verify
+from flashgen.verify import Case, Shape, shard_cases, verify
 
 LENGTH, CHUNK = 160, 32
 slopes = fg.Tensor("slopes", "float32", 1, grad=True)
@@ -73,6 +73,21 @@ def test_kernels_are_the_oracles(name: str, target: str) -> None:
     cases = [Case(spec, shape) for shape in shapes]
     for result in verify(cases, target=target, passes=("forward", "backward"), emulate=True):
         assert result.ok, str(result)
+
+
+@pytest.mark.parametrize("case", shard_cases()[::3], ids=str)
+def test_cases_of_the_sweep_on_the_emulator(case: Case) -> None:
+    for result in verify([case], target="sm_90a", passes=("forward", "backward"), emulate=True):
+        assert result.ok, str(result)
+
+
+@pytest.mark.gpu
+@pytest.mark.quick_every(4)
+@pytest.mark.parametrize("case", shard_cases(), ids=str)
+def test_cases_of_the_sweep_on_a_gpu(case: Case, other_target: str) -> None:
+    for target in (None, other_target):
+        for result in verify([case], target=target, passes=("forward", "backward")):
+            assert result.ok, str(result)
 
 
 def test_closed_forms_stay_closed_forms() -> None:
