@@ -16,6 +16,7 @@ from flashgen.torch import varlen_attention
 from flashgen.torch.functional import call, is_deterministic
 from flashgen.torch.table import Registered, constant, registered
 from flashgen.torch.tensors import Tensor, dtype_of
+from flashgen.transformers.context import refuse, shared
 from flashgen.transformers.mask import ModelMask, model_score
 
 _REFUSED = {
@@ -56,6 +57,7 @@ def attention_forward(
     if is_causal is None:
         is_causal = bool(getattr(module, "is_causal", True))
     if rest.get("cu_seq_lens_q") is not None:
+        refuse(shared(), "packed sequences by cu_seq_lens")
         packed = _packed(query, key, value, rest, is_causal, sliding_window, softcap, scaling, dropout, emulate, s_aux)
         return packed, None
     captures: dict[str, Any] = {}
@@ -73,12 +75,38 @@ def attention_forward(
     causal = is_causal and attention_mask is None
     options = (emulate, is_deterministic(deterministic))
     sizes = (query.shape[-1], value.shape[-1], dtype_of(query), scaling, dropout)
-    entry = _entry(options, mask, causal, window, softcap, added, bias, *sizes)
     q, k, v = (tensor.transpose(1, 2) for tensor in (query, key, value))
-    if s_aux is None:
-        return call(entry, {}, q, k, v, captures), None
-    out, lse = call(entry, {}, q, k, v, captures, return_lse=True)
-    return _with_sinks(out, lse, s_aux), None
+    how = shared()
+    if how is not None:
+        refuse(added, "an attention mask of 4 dimensions")
+        refuse(bias, "position_bias")
+        spec = _spec(mask, causal, window, softcap, None, None, *sizes)
+        out, lse = _of_all_ranks(spec, q, k, v, captures, how.options(), *options)
+    else:
+        entry = _entry(options, mask, causal, window, softcap, added, bias, *sizes)
+        if s_aux is None:
+            return call(entry, {}, q, k, v, captures), None
+        out, lse = call(entry, {}, q, k, v, captures, return_lse=True)
+    return (out if s_aux is None else _with_sinks(out, lse, s_aux)), None
+
+
+def _of_all_ranks(
+    spec: AttentionSpec,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    captures: dict[str, Any],
+    how: dict[str, Any],
+    emulate: bool | None,
+    deterministic: bool,
+) -> tuple[Tensor, Tensor]:
+    """The output and the LSE of this rank's rows."""
+    from flashgen.torch.context_parallel import attention
+
+    made: tuple[Tensor, Tensor] = attention(
+        spec, q, k, v, return_lse=True, emulate=emulate, deterministic=deterministic, **how, **captures
+    )
+    return made
 
 
 def _refuse(rest: dict[str, Any]) -> None:

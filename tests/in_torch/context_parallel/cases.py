@@ -6,7 +6,7 @@ import functools
 import os
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -398,3 +398,43 @@ def refused(how: dict[str, Any]) -> str:
     except FlashgenError as error:
         return str(error)
     return "nothing was said"
+
+
+def models(name: str, scheme: str, shards: str, padded: bool) -> dict[str, float]:
+    """A model of transformers, whose sequence is shared, beside the same on one rank: the largest relative errors."""
+    import transformers
+
+    import flashgen.transformers
+
+    flashgen.transformers.register(emulate=not on_gpu())
+    length = 32 * dist.get_world_size()
+    sizes: dict[str, Any] = {"vocab_size": 99, "num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes |= {"hidden_size": 128, "intermediate_size": 64, "num_key_value_heads": 4, "max_position_embeddings": 256}
+    sizes |= {"pad_token_id": 0, "attn_implementation": "flashgen"} | (
+        {"sliding_window": 20} if name == "Mistral" else {}
+    )
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{name}ForCausalLM")(getattr(transformers, f"{name}Config")(**sizes)).to(device())
+    tokens = torch.randint(3, 99, (2, length), generator=torch.Generator().manual_seed(1)).to(device())
+    kept = torch.ones_like(tokens)
+    if padded:
+        kept[1, length - 21 :] = 0
+    found = []
+    for cut in (lambda x: x, lambda x: shard(x, 1, shards=shards)):
+        model.zero_grad()
+        rows = {"input_ids": cut(tokens), "attention_mask": cut(kept)}
+        mine = rows["input_ids"].shape != tokens.shape
+        if mine:
+            rows["position_ids"] = positions(length, shards=shards, device=device())[None]
+        context = flashgen.transformers.context_parallel(scheme=scheme, shards=shards) if mine else nullcontext()
+        with context, torch.autocast(device().type, torch.bfloat16):
+            logits = model(**rows, use_cache=False).logits.float()
+            (logits * rows["attention_mask"][..., None]).square().sum().backward()
+        gradients = [parameter.grad.clone() for parameter in model.parameters()]
+        if mine:
+            for gradient in gradients:
+                dist.all_reduce(gradient)
+            logits = unshard(logits.detach(), 1, shards=shards)
+        found.append([logits.detach() * kept[..., None], *gradients])
+    errors = [float((got - right).abs().max() / right.abs().max()) for right, got in zip(*found, strict=True)]
+    return {"logits": errors[0], "gradients": max(errors[1:])}

@@ -69,6 +69,21 @@ def test_a_layer_is_trained(two: Any, kind: str) -> None:
     assert max(two.run("trained", kind=kind)) < 2e-2
 
 
+@pytest.mark.parametrize(
+    ("name", "scheme", "shards", "padded"),
+    [
+        ("Llama", "ring", "zigzag", False),
+        ("Llama", "all_gather", "plain", True),
+        ("Mistral", "ring", "plain", True),
+        ("Mistral", "ulysses", "zigzag", False),
+    ],
+)
+def test_models_of_transformers(two: Any, name: str, scheme: str, shards: str, padded: bool) -> None:
+    pytest.importorskip("transformers")
+    for errors in two.run("models", name=name, scheme=scheme, shards=shards, padded=padded):
+        assert max(errors.values()) < 2e-2, errors
+
+
 def test_distributed_tensors(two: Any) -> None:
     assert two.run("distributed_tensors")[0] == []
 

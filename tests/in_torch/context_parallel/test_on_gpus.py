@@ -83,6 +83,13 @@ def test_a_layer_is_trained(ranks: Any, kind: str) -> None:
     assert max(ranks.run("trained", kind=kind)) < 2e-2
 
 
+@pytest.mark.parametrize(("name", "scheme", "shards"), [("Llama", "ring", "zigzag"), ("Mistral", "ulysses", "plain")])
+def test_models_of_transformers(ranks: Any, name: str, scheme: str, shards: str) -> None:
+    pytest.importorskip("transformers")
+    for errors in ranks.run("models", name=name, scheme=scheme, shards=shards, padded=True):
+        assert max(errors.values()) < 2e-2, errors
+
+
 def test_distributed_tensors(ranks: Any) -> None:
     assert ranks.run("distributed_tensors")[0] == []
 
