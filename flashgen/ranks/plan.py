@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -124,7 +124,8 @@ class Plan:
         made = []
         for owner in owners:
             blocks = self._blocks(rank, owner)
-            made.append(Step(owner, blocks, _joined_ranges(blocks) if owner != rank else ()))
+            read = joined_ranges((block.k, block.k + block.keys) for block in blocks)
+            made.append(Step(owner, blocks, read if owner != rank else ()))
         return tuple(made)
 
     def _gathered(self, rank: int) -> tuple[Step, ...]:
@@ -291,10 +292,10 @@ def replace_fields(spec: AttentionSpec, **changed: Any) -> AttentionSpec:
     return AttentionSpec(**{name: getattr(spec, name) for name in names} | changed)
 
 
-def _joined_ranges(blocks: tuple[Block, ...]) -> tuple[tuple[int, int], ...]:
-    """The rows of keys that blocks read, as ranges that do not touch."""
+def joined_ranges(given: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+    """Ranges (first, behind the last) as ones that do not touch, in order."""
     ranges: list[tuple[int, int]] = []
-    for first, last in sorted((block.k, block.k + block.keys) for block in blocks):
+    for first, last in sorted(given):
         if ranges and first <= ranges[-1][1]:
             ranges[-1] = (ranges[-1][0], max(last, ranges[-1][1]))
         else:

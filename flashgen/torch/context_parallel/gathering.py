@@ -37,7 +37,7 @@ def backward(
     out: Tensor,
     lse: Tensor,
 ) -> tuple[list[Tensor], dict[str, Tensor]]:
-    """The gradients of a rank's rows of q, k and v, and its share of those of captures by name, in float32.
+    """The gradients of a rank's rows of q, k and v, and its share of those of captures by name.
 
     Keys and values are gathered anew, so that none but its own stay with a rank between the passes.
     """
@@ -55,7 +55,8 @@ def backward(
         of_q.add(*rows, made[0])
         of_keys.add(block.k, block.keys, made[1], made[2])
         captured.add(learned)
-    return [*of_q.tensors, *(scattered(each, plan.keys, layout, group) for each in of_keys.tensors)], captured.by_name
+    summed = [scattered(each, plan.keys, layout, group).to(k.dtype) for each in of_keys.tensors]
+    return [*of_q.rounded(), *summed], captured.by_name
 
 
 def gathered(rows: Tensor, keys: Layout, layout: str, group: Any) -> Tensor:

@@ -52,8 +52,7 @@ class Inner(torch.autograd.Function):
         call, (q, k, v, out, lse, *arrays) = ctx.call, ctx.saved_tensors
         d_out = torch.zeros_like(out) if d_out is None else d_out.to(out.dtype)
         how = (call.plan, call.rank, call.group, call.programs(tuple(arrays)))
-        sums, captured = _ENGINES[call.plan.scheme].backward(*how, d_out, d_lse, q, k, v, out, lse)
-        rows = [total.to(tensor.dtype) for total, tensor in zip(sums, (q, k, v), strict=True)]
+        rows, captured = _ENGINES[call.plan.scheme].backward(*how, d_out, d_lse, q, k, v, out, lse)
         return (
             None,
             *rows,

@@ -123,7 +123,7 @@ def backward(
     out: Tensor,
     lse: Tensor,
 ) -> tuple[list[Tensor], dict[str, Tensor]]:
-    """The gradients of a rank's rows of q, k and v, and its share of those of captures by name, in float32."""
+    """The gradients of a rank's rows of q, k and v, and its share of those of captures by name."""
     layout, transfers = plan.spec.layout, Transfers(group, q.device)
     of_q, of_keys, captured = Sums(layout, q), Sums(layout, k, v), CaptureSums()
     returns = _Returns(plan, rank, transfers, of_keys, k, v)
@@ -140,7 +140,7 @@ def backward(
             captured.add(learned)
         returns.send(number, step)
     returns.finish()
-    return [*of_q.tensors, *of_keys.tensors], captured.by_name
+    return [*of_q.rounded(), *of_keys.rounded()], captured.by_name
 
 
 class _Found:

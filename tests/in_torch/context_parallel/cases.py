@@ -66,7 +66,7 @@ def on_gpu() -> bool:
 class Problem:
     """A call of the whole, the same on every rank, and what the oracle says of it. Sizes: small on the CPU."""
 
-    def __init__(self, name: str, cross: bool = False, scale: int = 1) -> None:
+    def __init__(self, name: str, cross: bool = False, scale: int = 1, batch: int = 2) -> None:
         generator = torch.Generator().manual_seed(5)
         dim, heads, heads_kv = (64, 8, 4) if on_gpu() else (32, 4, 4 if dist.get_world_size() == 4 else 2)
         self.length = 512 * scale if on_gpu() else 256
@@ -76,11 +76,11 @@ class Problem:
         def normal(*shape: int) -> Any:
             return torch.randn(*shape, generator=generator)
 
-        axes = (lambda h, s, d: (2, h, s, d)) if self.spec.layout == "bhsd" else (lambda h, s, d: (2, s, h, d))
+        axes = (lambda h, s, d: (batch, h, s, d)) if self.spec.layout == "bhsd" else (lambda h, s, d: (batch, s, h, d))
         sizes = [(heads, self.length, dim), (heads_kv, length_k, dim), (heads_kv, length_k, self.spec.value_dim)]
         self.qkv = [normal(*axes(*size)).bfloat16().to(device()) for size in sizes]
         self.d_out = normal(*axes(heads, self.length, self.spec.value_dim)).bfloat16().to(device())
-        self.d_lse = normal(2, heads, self.length).to(device())
+        self.d_lse = normal(batch, heads, self.length).to(device())
         every = {
             "slopes": normal(heads) / 8,
             "bias": normal(8) / 4,
@@ -189,6 +189,13 @@ def acceptance(spec: str, scheme: str, shards: str = "zigzag", cross: bool = Fal
     """The whole by the numerics rule; the first rank judges, all have the same."""
     problem = Problem(spec, cross, scale)
     got = results(problem, scheme, shards)
+    return judge(problem, got) if dist.get_rank() == 0 else []
+
+
+def rims(spec: str, shards: str) -> list[str]:
+    """Windows of chunks that are much longer: neighbours' keys meet a few rows alone."""
+    problem = Problem(spec, scale=8, batch=1)
+    got = results(problem, "ring", shards)
     return judge(problem, got) if dist.get_rank() == 0 else []
 
 

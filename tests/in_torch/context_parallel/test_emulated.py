@@ -50,6 +50,11 @@ def test_more_keys_than_queries(two: Any, scheme: str) -> None:
     assert two.run("acceptance", spec="causal", scheme=scheme, cross=True)[0] == []
 
 
+@pytest.mark.parametrize(("spec", "shards"), [("window", "plain"), ("both_sides", "zigzag"), ("dropped", "plain")])
+def test_rims_of_windows(two: Any, spec: str, shards: str) -> None:
+    assert two.run("rims", spec=spec, shards=shards)[0] == []
+
+
 def test_dropout_is_that_of_one_rank(two: Any) -> None:
     assert all(two.run("drops_the_same"))
 

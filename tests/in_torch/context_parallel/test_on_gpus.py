@@ -64,6 +64,11 @@ def test_longer_sequences(ranks: Any) -> None:
     assert ranks.run("acceptance", spec="causal", scheme="ring", scale=4)[0] == []
 
 
+@pytest.mark.parametrize(("spec", "shards"), [("window", "plain"), ("both_sides", "zigzag"), ("dropped", "plain")])
+def test_rims_of_windows(ranks: Any, spec: str, shards: str) -> None:
+    assert ranks.run("rims", spec=spec, shards=shards)[0] == []
+
+
 def test_dropout_is_that_of_one_gpu(ranks: Any) -> None:
     assert all(ranks.run("drops_the_same"))
 
