@@ -39,6 +39,8 @@ def show_ranks(
     if json:
         print_json(picture.to_dict(plan))
         return
+    for line in (*picture.drawing(plan), ""):
+        typer.echo(line)
     print_table(picture.columns(plan), picture.rows(plan))
     for line in (picture.LEGEND, *picture.summary(plan)):
         typer.echo(line)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from flashgen.analysis.intervals.evaluation import FULL, PARTIAL
+from flashgen.analysis.intervals.evaluation import EMPTY, FULL, PARTIAL
 from flashgen.ranks.plan import Block, Plan, Step
 
-_GLYPHS = {PARTIAL: "▒", FULL: "█"}
+_GLYPHS = {EMPTY: "·", PARTIAL: "▒", FULL: "█"}
+_MOST_DRAWN = 16  # ranks
 LEGEND = "▒ masked score by score   █ whole, without mask code   · nothing sent, nothing launched"
 
 
@@ -32,6 +33,20 @@ def rows(plan: Plan) -> list[list[str]]:
         ]
         for rank in range(plan.ranks)
     ]
+
+
+def drawing(plan: Plan) -> list[str]:
+    """The scores by chunks, queries downwards and keys to the right, in the order of positions: each line begins with
+    the rank that computes it, and the heading says whose keys stand in a column. Nothing for more than 16 ranks."""
+    if plan.ranks > _MOST_DRAWN:
+        return []
+    owners = [rank for rank, _ in plan.keys.in_order()]
+    width = len(str(plan.ranks - 1)) + 1
+    lines = [" " * width + "".join(f"{owner:>{width}}" for owner in owners)]
+    for number, (rank, _) in enumerate(plan.queries.in_order()):
+        kinds = (plan.kind(number, column) for column in range(len(owners)))
+        lines.append(f"{rank:>{width}}" + "".join(f"{_GLYPHS[kind]:>{width}}" for kind in kinds))
+    return lines
 
 
 def summary(plan: Plan) -> list[str]:

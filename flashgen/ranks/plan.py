@@ -178,6 +178,11 @@ class Plan:
                         return False
         return PARTIAL in seen and len(starts_q) * len(starts_k) > 1
 
+    def kind(self, queries: int, keys: int) -> int:
+        """EMPTY, FULL or PARTIAL: of the scores of two chunks, by their numbers in the order of positions."""
+        chunk_q, chunk_k = self.queries.chunk, self.keys.chunk
+        return class_of(self._whole, Rectangle(queries * chunk_q, chunk_q, keys * chunk_k, chunk_k))
+
     # What is moved ----------------------------------------------------------------------------------------------------
 
     @property

@@ -9,6 +9,7 @@ import pytest
 
 import flashgen as fg
 from flashgen import reference
+from flashgen.build import nvrtc
 from flashgen.codegen.stages import forward_kernels
 from flashgen.codegen.targets import target_named
 from flashgen.codegen.visited import visited_keys
@@ -103,6 +104,15 @@ def test_positions_of_the_whole_are_computed_in_32_bits() -> None:
         source = forward_kernels(spec, target_named(target))["forward"].source
         begin = source.index("may_attend(")
         assert "long long" not in source[begin : source.index("}", begin)]
+
+
+@pytest.mark.skipif(not nvrtc.is_available(), reason="needs NVRTC: pip install '.[cuda13]'")
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_nothing_spills(dropout: float) -> None:
+    spec = fg.AttentionSpec(128, "bfloat16", mask=fg.causal(), dropout=dropout).shard()
+    attention = fg.compile(spec, target="sm_90a")
+    for resources in (attention.resources, *attention.backward_resources.values()):
+        assert resources.spill_stores == resources.spill_loads == 0
 
 
 def test_json_and_names() -> None:

@@ -20,6 +20,8 @@ def show(*arguments: object, expect: int = 0) -> Any:
 
 def test_a_causal_ring_is_drawn() -> None:
     shown = show("causal()", "--ranks", 4, "--length", 32768, "--head-dim", 128).stdout.splitlines()
+    assert shown[:3] == ["   0 1 2 3 3 2 1 0", " 0 ▒ · · · · · · ·", " 1 █ ▒ · · · · · ·"]
+    shown = shown[10:]
     assert shown[0].split("\t")[:4] == ["rank", "positions", "step 0", "step 1"]
     assert shown[2].split("\t") == [
         *("1", "4096-8191, 24576-28671", "own ▒", "0 █ 16.8 MB", "3 █ 33.6 MB", "2 █ 33.6 MB"),
@@ -30,6 +32,8 @@ def test_a_causal_ring_is_drawn() -> None:
 
 def test_nothing_is_drawn_where_nothing_is_sent() -> None:
     shown = show("sliding_window(1024)", "--ranks", 4, "--shards", "plain", "--length", 32768).stdout.splitlines()
+    assert shown[3] == " 2 · ▒ ▒ ·"
+    shown = shown[6:]
     assert shown[3].split("\t")[2:6] == ["own ▒", "1 ▒ 2.1 MB", "·", "·"]
 
 
