@@ -28,7 +28,7 @@ SPECS += ["dropped", "all_of_it", "bshd", "wide_values"]
 def ranks(request: pytest.FixtureRequest) -> Iterator[Any]:
     if torch.cuda.device_count() < request.param:
         pytest.skip(f"needs {request.param} GPUs, and here are {torch.cuda.device_count()}")
-    group = pool.Pool(request.param, "nccl")
+    group = pool.Pool(request.param, "nccl", timeout=60)
     yield group
     group.close()
 

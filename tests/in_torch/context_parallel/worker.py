@@ -8,6 +8,7 @@ FOLDER is where the ranks meet. A case is {"case": name, ...}, a function of cas
 from __future__ import annotations
 
 import json
+import os
 import sys
 import traceback
 from datetime import timedelta
@@ -15,8 +16,8 @@ from typing import Any
 
 
 def main(rank: int, ranks: int, backend: str, folder: str, timeout: float = 120) -> None:
-    answers = sys.stdout
-    sys.stdout = sys.stderr  # what libraries print is no answer
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what libraries print is no answer
     import torch
     import torch.distributed as dist
 
