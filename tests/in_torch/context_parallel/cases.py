@@ -445,3 +445,47 @@ def models(name: str, scheme: str, shards: str, padded: bool) -> dict[str, float
         found.append([logits.detach() * kept[..., None], *gradients])
     errors = [float((got - right).abs().max() / right.abs().max()) for right, got in zip(*found, strict=True)]
     return {"logits": errors[0], "gradients": max(errors[1:])}
+
+
+def _plain_forward(q: Any, k: Any, v: Any, _dropout: float, is_causal: bool) -> tuple[Any, Any]:
+    """What torch's FlashAttention-2 operator gives, in float32: CPUs have it not."""
+    k, v = (x.float().repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    scores = q.float() @ k.mT * q.shape[-1] ** -0.5
+    if is_causal:
+        scores = scores.masked_fill(torch.ones(scores.shape[-2:]).triu(1).bool(), -torch.inf)
+    return (scores.softmax(-1) @ v).to(q.dtype), scores.logsumexp(-1)
+
+
+def _plain_backward(d_out: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, *more: Any) -> tuple[Any, ...]:
+    """Its backward, of an output and an LSE over more keys than these."""
+    is_causal, group = more[5], q.shape[1] // k.shape[1]
+    wide_k, wide_v = (x.float().repeat_interleave(group, 1) for x in (k, v))
+    scale = q.shape[-1] ** -0.5
+    weights = (q.float() @ wide_k.mT * scale - lse[..., None]).exp()
+    if is_causal:
+        weights = weights.tril()
+    d_scores = weights * (d_out.float() @ wide_v.mT - (d_out.float() * out.float()).sum(-1, keepdim=True))
+    made = (d_scores @ wide_k * scale, d_scores.mT @ q.float() * scale, weights.mT @ d_out.float())
+    of_groups = [x.unflatten(1, (-1, group)).sum(2).to(q.dtype) for x in made[1:]]
+    return made[0].to(q.dtype), *of_groups
+
+
+def ring_over_flash() -> list[str]:
+    """The ring that flashgen is measured beside is one: on GPUs over torch's operators."""
+    from flashgen.bench.context import flash_ring
+
+    if not on_gpu():
+        flash_ring._FORWARD, flash_ring._BACKWARD = _plain_forward, _plain_backward
+    problem = Problem("causal")
+    q, k, v = (shard(x, 2).contiguous().requires_grad_() for x in problem.qkv)
+    out = flash_ring.FlashRing(dist.group.WORLD)(q, k, v)
+    made = torch.autograd.grad(out, (q, k, v), shard(problem.d_out, 2).contiguous())
+    got = {"out": out.detach()} | dict(zip(("dq", "dk", "dv"), made, strict=True))
+    one = [x.detach().requires_grad_() for x in problem.qkv]
+    wanted = attention_of_one(problem.spec, *one, emulate=not on_gpu())
+    right = torch.autograd.grad(wanted, one, problem.d_out)
+    errors = {
+        name: float((unshard(mine, 2).float() - whole.float()).abs().max() / whole.float().abs().max())
+        for (name, mine), whole in zip(got.items(), (wanted.detach(), *right), strict=True)
+    }
+    return [f"{name} is off by {error:.1e}" for name, error in errors.items() if error > 2e-2]

@@ -42,6 +42,10 @@ def test_variants_in_a_ring(four: Any, spec: str, shards: str) -> None:
     assert four.run("acceptance", spec=spec, scheme="ring", shards=shards)[0] == []
 
 
+def test_the_ring_that_is_measured_beside(four: Any) -> None:
+    assert four.run("ring_over_flash") == [[]] * 4
+
+
 @pytest.mark.parametrize("shards", ["zigzag", "plain"])
 def test_bytes_are_those_of_the_plan(four: Any, shards: str) -> None:
     for forward, planned, backward, planned_backward in four.run(

@@ -60,6 +60,10 @@ def test_more_keys_than_queries(ranks: Any, scheme: str) -> None:
     assert ranks.run("acceptance", spec="causal", scheme=scheme, cross=True)[0] == []
 
 
+def test_the_ring_that_is_measured_beside(ranks: Any) -> None:
+    assert not any(ranks.run("ring_over_flash"))
+
+
 def test_longer_sequences(ranks: Any) -> None:
     assert ranks.run("acceptance", spec="causal", scheme="ring", scale=4)[0] == []
 
