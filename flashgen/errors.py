@@ -25,5 +25,9 @@ class LaunchError(FlashgenError, RuntimeError):
     """A kernel that could not be launched, or that failed while it ran."""
 
 
+class PeerError(FlashgenError, RuntimeError):
+    """Another rank of a group that does not answer, which the message names."""
+
+
 class FlashgenWarning(UserWarning):
     """Something flashgen put right by itself that its user should hear of, such as a damaged cache entry."""

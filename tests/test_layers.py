@@ -25,6 +25,7 @@ MAY_SEE: dict[str, set[str]] = {
     "language": set(),
     "build": set(),
     "analysis": {"language"},
+    "ranks": {"language", "analysis"},
     "reference": {"language"},
     "codegen": {"language", "analysis"},
     "runtime": {"build"},
@@ -33,12 +34,12 @@ MAY_SEE: dict[str, set[str]] = {
     "verify": BELOW_ATTENTION | {"attention"},
     "report": BELOW_ATTENTION | {"attention", "verify"},
     "release": BELOW_ATTENTION | {"attention", "verify"},
-    "torch": BELOW_ATTENTION | {"attention", "verify"},
+    "torch": BELOW_ATTENTION | {"attention", "verify", "ranks"},
     "transformers": BELOW_ATTENTION | {"attention", "verify", "torch"},
     "jax": BELOW_ATTENTION | {"attention", "verify"},
-    "bench": BELOW_ATTENTION | {"attention", "verify", "torch"},
+    "bench": BELOW_ATTENTION | {"attention", "verify", "torch", "ranks"},
     # doctor imports rooms above by their names
-    "cli": BELOW_ATTENTION | {"attention", "verify", "report", "release", "bench"},
+    "cli": BELOW_ATTENTION | {"attention", "verify", "report", "release", "bench", "ranks"},
     "__main__": {"cli"},
 }
 

@@ -14,12 +14,16 @@ from flashgen.analysis.closed_forms.inequalities import K_FIRST, K_LAST, Q_FIRST
 from flashgen.analysis.intervals.evaluation import Evaluation, may_wrap
 from flashgen.analysis.intervals.interval import LARGEST, SMALLEST, Interval, integers
 from flashgen.language import operations as ops
+from flashgen.language import shards
 
 INT32_MIN, INT32_MAX = -(2**31), 2**31 - 1
 
 _POSITION = (0, ops.LONGEST + ops.OVERHANG - 1)
+# Positions in the whole of which a call is a shard: a query, a key and the place of the first in it, added.
+_WHOLE_QUERY, _WHOLE_KEY = sympy.symbols("query_of_the_whole key_of_the_whole", integer=True)
 _EVERYWHERE = {
     **dict.fromkeys((ops.QUERY, ops.KEY, Q_FIRST, Q_LAST, K_FIRST, K_LAST), _POSITION),
+    **dict.fromkeys((_WHOLE_QUERY, _WHOLE_KEY), _POSITION),
     **dict.fromkeys((ops.LEN_Q, ops.LEN_K), (0, ops.LONGEST)),
     **dict.fromkeys((ops.BATCH, ops.HEAD), (0, ops.MOST_HEADS - 1)),
     ops.SCORE: (-np.inf, np.inf),
@@ -27,7 +31,18 @@ _EVERYWHERE = {
 _LENGTHS = {
     **dict.fromkeys((ops.QUERY, Q_FIRST, Q_LAST), ops.LEN_Q),
     **dict.fromkeys((ops.KEY, K_FIRST, K_LAST), ops.LEN_K),
+    _WHOLE_QUERY: shards.WHOLE_Q,
+    _WHOLE_KEY: shards.WHOLE_K,
 }
+_IN_THE_WHOLE = {
+    **dict.fromkeys((ops.QUERY, Q_FIRST, Q_LAST), (shards.SHARD_Q, _WHOLE_QUERY)),
+    **dict.fromkeys((ops.KEY, K_FIRST, K_LAST), (shards.SHARD_K, _WHOLE_KEY)),
+}
+_PLACES = {
+    **dict.fromkeys((shards.SHARD_Q, shards.SHARD_K, shards.WHOLE_Q, shards.WHOLE_K), (0, ops.LONGEST)),
+    **dict.fromkeys((shards.SHARD_B, shards.SHARD_H), (0, ops.MOST_HEADS - 1)),
+}
+"""What calls check of the numbers of a shard."""
 _TO_ITS_LENGTH = Interval(np.int64(-ops.LONGEST), np.int64(ops.OVERHANG - 1))
 
 
@@ -88,6 +103,7 @@ class _Everywhere(Evaluation):
     def _affine(self, form: Affine) -> Interval:
         """The form's interval, in which an index and its own length move together."""
         low = high = 0
+        form = _of_the_whole(form)
         for index, length in _LENGTHS.items():
             factor, against = form.terms.get(index, 0), form.terms.get(length, 0)
             if factor * against < 0:
@@ -99,6 +115,16 @@ class _Everywhere(Evaluation):
         return _shifted(rest, low, high)
 
 
+def _of_the_whole(form: Affine) -> Affine:
+    """The form with a position of the whole for each index that stands there with the place of its shard."""
+    for index, (place, whole) in _IN_THE_WHOLE.items():
+        factor, beside = form.terms.get(index, 0), form.terms.get(place, 0)
+        if factor * beside > 0:
+            shared = min(abs(factor), abs(beside)) * (1 if factor > 0 else -1)
+            form = form - Affine({index: shared, place: shared}) + Affine({whole: shared})
+    return form
+
+
 def _shifted(value: Interval, low: int, high: int) -> Interval:
     low, high = int(value.low) + low, int(value.high) + high
     fits = low > SMALLEST // 2 and high < LARGEST // 2
@@ -106,7 +132,9 @@ def _shifted(value: Interval, low: int, high: int) -> Interval:
 
 
 def _of_dtype(capture: ops.Capture) -> Interval:
-    """Any value of a capture's dtype."""
+    """Any value of a capture's dtype, and of a shard's numbers any that calls take."""
+    if capture in _PLACES:
+        return Interval(*map(np.int64, _PLACES[capture]))
     if capture.kind == "float":
         return Interval(np.float64(-np.inf), np.float64(np.inf), np.True_)
     if capture.dtype == "bool":

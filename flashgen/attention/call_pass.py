@@ -11,12 +11,13 @@ from flashgen.attention.captures import (
     captured_distances,
     check_captures,
     check_distances,
+    check_places,
     check_seed,
     check_seed_in_memory,
     is_in_memory,
     number,
 )
-from flashgen.attention.problem import Bounds
+from flashgen.attention.problem import Bounds, Problem
 from flashgen.attention.ragged import refuse_ragged
 from flashgen.attention.sharing import Sharing, check_on_host
 from flashgen.codegen.arguments import member_name
@@ -45,6 +46,9 @@ class Prepared(Protocol):
 
     @property
     def sharing(self) -> Sharing: ...
+
+    @property
+    def problem(self) -> Problem: ...
 
 
 AnyPrepared = TypeVar("AnyPrepared", bound=Prepared)
@@ -104,6 +108,8 @@ class Pass(Generic[AnyPrepared]):
             prepared, addresses = self._prepare(arrays, library, call.bounds, call.num_splits)
         if self._distances:
             self._check_distances(captures)
+        if self.spec.sharded:
+            check_places(self.spec, captures, prepared.problem)
         taken = self.engine.taken(arrays, addresses)
         if self.engine.current(prepared.device):
             return self._run(prepared, call, library.stream(q), taken, numbers)

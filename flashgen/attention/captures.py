@@ -12,7 +12,8 @@ import sympy
 from flashgen.attention.problem import INT32_MAX, Problem, check_aligned
 from flashgen.errors import ArgumentError
 from flashgen.language.indexed_sizes import distance_of, position_of
-from flashgen.language.operations import BATCH, HEAD, KEY, QUERY, Capture, Load
+from flashgen.language.operations import BATCH, HEAD, KEY, LONGEST, MOST_HEADS, QUERY, Capture, Load
+from flashgen.language.shards import BLOCK_K, BLOCK_Q, PLACES
 from flashgen.language.spec import AttentionSpec
 from flashgen.language.well_formed import FLOAT32_MAX
 from flashgen.runtime.arrays import View, byte_strides
@@ -121,6 +122,30 @@ def number(capture: Capture, value: Any) -> int | float:
     if not -INT32_MAX - 1 <= value <= INT32_MAX or int(value) != value:
         raise ArgumentError(f"capture {capture.name!r} is {value!r}; it was declared {capture.dtype}: give an integer")
     return int(value)
+
+
+def check_places(spec: AttentionSpec, captures: Mapping[str, Any], problem: Problem) -> None:
+    """ArgumentError where a shard is not within the whole that its call says it is of.
+
+    Kernels compute positions in int32 because this is so. Under dropout a shard begins where a block of random bytes
+    does.
+    """
+    places = {name: captures[name] for name in PLACES}
+    for index, length in (("q", problem.len_q), ("k", problem.len_k)):
+        first, whole = places[f"shard_{index}"], places[f"whole_{index}"]
+        if first < 0 or not first + length <= whole <= LONGEST:
+            raise ArgumentError(
+                f"shard_{index}={first} and whole_{index}={whole}: the {length} rows of {index} must lie within the "
+                f"whole, and it within {LONGEST}"
+            )
+    for index, size in (("b", problem.batch), ("h", problem.heads_q)):
+        first = places[f"shard_{index}"]
+        if first < 0 or first + size > MOST_HEADS:
+            raise ArgumentError(f"shard_{index}={first}: from it on {size} must lie within {MOST_HEADS}")
+    for index, block in (("q", BLOCK_Q), ("k", BLOCK_K)) if spec.dropout else ():
+        first = places[f"shard_{index}"]
+        if first % block:
+            raise ArgumentError(f"shard_{index}={first}: with dropout a shard begins at a multiple of {block}")
 
 
 def is_in_memory(seed: Any) -> bool:

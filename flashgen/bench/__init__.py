@@ -3,6 +3,9 @@
 from flashgen.bench import summary
 from flashgen.bench.beside_flex import VariantRow, variant_rows
 from flashgen.bench.cases import Timed
+from flashgen.bench.context import CONTENDERS as CONTEXT_CONTENDERS
+from flashgen.bench.context import ContextRow, context_rows, context_summary, gpus_here
+from flashgen.bench.context import Shape as ContextShape
 from flashgen.bench.decode import PEERS as DECODE_PEERS
 from flashgen.bench.decode import SIZES as DECODE_SIZES
 from flashgen.bench.decode import DecodeRow, DecodeSize, decode_rows
@@ -19,6 +22,7 @@ from flashgen.bench.variants import chosen_variants
 
 __all__ = [
     "ATTENTIONS",
+    "CONTEXT_CONTENDERS",
     "DECODE_PEERS",
     "DECODE_SIZES",
     "LIBRARIES",
@@ -30,6 +34,8 @@ __all__ = [
     "REST",
     "SHAPES",
     "STARTS",
+    "ContextRow",
+    "ContextShape",
     "DecodeRow",
     "DecodeSize",
     "GroupedRow",
@@ -41,8 +47,11 @@ __all__ = [
     "TrainRow",
     "VariantRow",
     "chosen_variants",
+    "context_rows",
+    "context_summary",
     "decode_rows",
     "environment",
+    "gpus_here",
     "grouped_rows",
     "host_cases",
     "host_rows",

@@ -49,6 +49,8 @@ flashgen bench decode --pages 16,64
 
 flashgen bench ragged --pass backward --uneven
 
+flashgen bench context --gpus 4
+
 flashgen bench paper
 
 flashgen bench host

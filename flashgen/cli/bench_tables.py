@@ -42,6 +42,19 @@ def ragged(contenders: Sequence[str]) -> Columns:
     return columns | {"times the best peer": lambda row: number(row.ratio, 2)}
 
 
+def context(contenders: Sequence[str]) -> Columns:
+    """TFLOP/s of a GPU by contender, and shares of what one GPU does alone."""
+    columns: dict[str, Callable[[Any], str]] = {
+        "GPUs": lambda row: str(row.ranks),
+        "pass": lambda row: row.timed,
+        "tokens a GPU": lambda row: row.name,
+        "alone ms": lambda row: number(row.one_ms, 3),
+    }
+    columns |= _tflops(contenders)
+    columns |= {f"{name} of ideal": _of(name, "of_ideal", 3) for name in contenders}
+    return columns | {"memory GB": lambda row: number(row.gigabytes, 2)}
+
+
 def variants(backward: bool, beside_flex: bool, mask_times: bool) -> Columns:
     """Milliseconds by variant, beside FlexAttention's. backward: whether the backward is timed, deterministic too."""
     chosen: dict[str, tuple[bool, Callable[[Any], str]]] = {

@@ -93,6 +93,10 @@ class SpecOptions:
         str | None, typer.Option("--kv-dtype", help="float8_e4m3fn or int8, of k and v.", show_default="the dtype")
     ] = None
 
+    sharded: Annotated[
+        bool | None, typer.Option("--sharded", help="The kernels of parts of q and k, as ranks of several run them.")
+    ] = None
+
     def given(self) -> dict[str, Any]:
         """The options that were given, by field name."""
         fields = dataclasses.asdict(self)

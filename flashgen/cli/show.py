@@ -22,6 +22,7 @@ from flashgen.cli.kernels import (
 )
 from flashgen.cli.options import Deterministic, Json, Spec, SpecOptions, Target, with_spec_options
 from flashgen.cli.pictures import Place, drawing_of, print_drawing, print_numbers, print_svg, write_drawing
+from flashgen.cli.ranks import show_ranks
 from flashgen.cli.specs import load_spec
 from flashgen.errors import ArgumentError
 
@@ -50,6 +51,8 @@ flashgen show "prefix_lm(Tensor('lengths', 'int32', 1))" --what tiles --captures
 flashgen show "causal()" --what tiles --len-q 1024 --zoom 1,0
 
 flashgen show "causal()" --what traffic --len-q 4096
+
+flashgen show "causal()" --ranks 8 --length 1048576 --heads 32:8 --head-dim 128
 
 flashgen show "causal()" --what timeline --target sm_90a --output timeline.svg
 """
@@ -118,6 +121,21 @@ def show(
             help="Write each kernel to a file of its own in this folder, or the tile map to a .svg or .png file.",
         ),
     ] = None,
+    ranks: Annotated[
+        int | None,
+        typer.Option("--ranks", min=1, help="Show one sequence on so many GPUs instead: who computes and sends what."),
+    ] = None,
+    length: Annotated[int, typer.Option("--length", min=1, help="Of the sequence on all ranks.")] = 32768,
+    scheme: Annotated[
+        str, typer.Option("--scheme", help="With --ranks: ring, all_gather, ulysses or ulysses_ring.")
+    ] = "ring",
+    shards: Annotated[str, typer.Option("--shards", help="With --ranks: zigzag or plain.")] = "zigzag",
+    heads_of_call: Annotated[
+        str, typer.Option("--heads", metavar="HEADS:HEADS_KV", help="With --ranks: of a call.")
+    ] = "32:8",
+    exchange: Annotated[
+        int, typer.Option("--exchange", min=1, help="With --scheme ulysses_ring: how many ranks exchange heads.")
+    ] = 2,
     json: Json = False,
 ) -> None:
     """Show the CUDA of a spec, its PTX or SASS, its resources, its tile map (drawn, or as SVG), the HBM bytes that it
@@ -127,8 +145,14 @@ def show(
     file of its own: --output DIR/ writes them, named as in a release, and the forward's with the kernel that lists its
     tiles. Nothing is run but, for a timeline, on the emulator, so no GPU is needed; without one and without --target,
     [cyan]sm_80[/] is shown.
+
+    --ranks shows one sequence on several GPUs instead: what each computes in each step, how even that is, and the bytes
+    that are sent, before anything runs.
     """
     declared = load_spec(spec, options)
+    if ranks is not None:
+        show_ranks(declared, ranks, length, scheme, shards, heads_of_call, exchange, captures, json)
+        return
     pictured = {"--batch": batch, "--head": head, "--zoom": zoom, "--captures": captures}
     refuse_elsewhere(what, pictured, output)
     if what is What.spec:

@@ -144,13 +144,13 @@ def verify(
 
 
 def chosen_cases(specs: list[str] | None, options: SpecOptions, every: bool) -> tuple[Case, ...]:
-    from flashgen.verify import all_cases, named_cases, ragged_cases, sink_cases
+    from flashgen.verify import all_cases, named_cases, ragged_cases, shard_cases, sink_cases
 
     if specs:
         return tuple(case for text in specs for case in cases_of_spec(text, options, every))
     if options.given():
         raise typer.BadParameter('options of a spec need a SPEC, such as "full()"')
-    return (*(all_cases() if every else named_cases()), *ragged_cases(), *sink_cases())
+    return (*(all_cases() if every else named_cases()), *ragged_cases(), *sink_cases(), *shard_cases())
 
 
 def cases_of_spec(text: str, options: SpecOptions, every: bool) -> tuple[Case, ...]:

@@ -21,6 +21,7 @@ from flashgen.codegen.expressions.function_text import FunctionText, indices_in
 from flashgen.codegen.expressions.printer import C_TYPES, statements
 from flashgen.codegen.expressions.scale_folding import folded_products
 from flashgen.language.operations import Capture
+from flashgen.language.shards import SHARD_B, SHARD_H, SHARD_K, SHARD_Q
 from flashgen.language.spec import AttentionSpec
 
 
@@ -91,4 +92,7 @@ def captures_read(spec: AttentionSpec, score: bool = True, sink: bool = False) -
 def layout_of(spec: AttentionSpec, fields: list[Field], lists: bool, sink: bool = False) -> ArgumentLayout:
     """The argument struct of a kernel of the spec: its own fields, and those that lists, dropout and captures need."""
     fields = [*fields, *(LIST_FIELDS if lists else ()), *(DROPOUT_FIELDS if spec.dropout else ())]
-    return ordered(fields + capture_fields(captures_read(spec, sink=sink)))
+    read = set(captures_read(spec, sink=sink))
+    if spec.sharded and spec.dropout:
+        read |= {SHARD_B, SHARD_H, SHARD_Q, SHARD_K}  # whose bytes are those of positions of the whole
+    return ordered(fields + capture_fields(tuple(capture for capture in spec.captures if capture in read)))

@@ -18,6 +18,7 @@ from flashgen.language.captures import Scalar, Tensor
 from flashgen.language.modifiers import Mask, Score
 from flashgen.language.operations import OPERATIONS, Capture, Operation
 from flashgen.language.parse import parse_mask, parse_score
+from flashgen.language.shards import PLACES
 from flashgen.language.well_formed import MAX_DEPTH, MAX_NODES, SYMBOLS, build, literal
 from flashgen.strict_json import parse_json
 
@@ -27,7 +28,7 @@ MAX_TEXT = 1_000_000
 _SYMBOLS = {symbol.name: symbol for symbol in SYMBOLS}
 _FIELDS = (
     *("head_dim", "dtype", "value_dim", "scale", "layout", "dropout", "score", "mask"),
-    *("page_size", "kv_dtype", "sink"),
+    *("page_size", "kv_dtype", "sink", "sharded"),
 )
 
 
@@ -101,6 +102,9 @@ def _capture(data: dict[str, Any]) -> Capture:
         raise SpecError(
             f"JSON expression: {data!r} must be {{'capture': name, 'dtype': ..., 'ndim': ..., 'grad': ...}}"
         )
+    place = PLACES.get(data["capture"]) if isinstance(data["capture"], str) else None
+    if place is not None and (data["dtype"], data["ndim"], data["grad"]) == (place.dtype, 0, False):
+        return place
     if data["ndim"] == 0 and not data["grad"]:
         return Scalar(data["capture"], data["dtype"]).node
     return Tensor(data["capture"], data["dtype"], data["ndim"], data["grad"]).capture
@@ -144,6 +148,8 @@ def fields_to_json(fields: Mapping[str, Any]) -> str:
     for name in ("page_size", "kv_dtype", "sink"):
         if data.get(name) is None:
             data.pop(name, None)  # so that specs without it have the text that they always had
+    if not data.get("sharded"):
+        data.pop("sharded", None)
     return canonical({**data, "version": VERSION})
 
 

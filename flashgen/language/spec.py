@@ -20,6 +20,7 @@ from flashgen.language.masks import full
 from flashgen.language.modifiers import Mask, MaskFunction, Score, ScoreFunction, as_mask, as_score
 from flashgen.language.operations import Capture, captures_of
 from flashgen.language.serialize import fields_from_json, fields_to_json
+from flashgen.language.shards import PLACES, mask_of_shard, score_of_shard
 
 LAYOUTS = ("bhsd", "bshd", "thd")
 RAGGED_ARGUMENTS = ("cu_seqlens_q", "cu_seqlens_k", "seqused_k", "max_seqlen_q", "max_seqlen_k")
@@ -49,6 +50,8 @@ class AttentionSpec:
             dims are multiples of 32 then. None is dtype, without scales.
         sink: a Tensor of one dimension and floats, or None: a score of each query head that every row's softmax counts
             beside its keys' and that has no value, not scaled, masked or modified. It is a capture: calls give it.
+        sharded: whether calls are of a part of q and of k, which say where these stand in the whole: shard_b, shard_h,
+            shard_q and shard_k are added to b, h, q and k, in dropout too, and whole_q and whole_k are len_q and len_k.
 
     Raises SpecError, naming the argument, for anything else. Specs are equal if their canonical JSON is.
     """
@@ -64,6 +67,7 @@ class AttentionSpec:
     page_size: int | None
     kv_dtype: str | None
     sink: Capture | None
+    sharded: bool
 
     def __init__(
         self,
@@ -78,6 +82,7 @@ class AttentionSpec:
         page_size: int | None = None,
         kv_dtype: Any = None,
         sink: Tensor | None = None,
+        sharded: bool = False,
     ) -> None:
         values = {
             "head_dim": _dimension(head_dim, "head_dim"),
@@ -91,8 +96,11 @@ class AttentionSpec:
             "page_size": None if page_size is None else _page_size(page_size),
             "kv_dtype": None if kv_dtype is None else dtype_name(kv_dtype, CACHED, "kv_dtype"),
             "sink": None if sink is None else _sink(sink),
+            "sharded": _sharded(sharded),
         }
         _check_cache(values)
+        if sharded:
+            values |= _of_shard(values)
         bound = _join_arrays(values)
         for name, value in values.items():
             object.__setattr__(self, name, value)
@@ -114,7 +122,7 @@ class AttentionSpec:
     @cached_property
     def captures(self) -> tuple[Capture, ...]:
         """What the call supplies by name, sorted by name."""
-        own = [self.sink] if self.sink else []
+        own = [*([self.sink] if self.sink else []), *(PLACES.values() if self.sharded else [])]
         return captures_of(self.mask.expression, *([self.score.expression] if self.score else []), *own)
 
     @property
@@ -129,6 +137,10 @@ class AttentionSpec:
     def is_ragged(self) -> bool:
         """Whether the sequences of a batch lie one behind the other in packed arrays: layout "thd"."""
         return self.layout == "thd"
+
+    def shard(self) -> AttentionSpec:
+        """The same variant for parts of q and k, whose calls say where these stand: see the argument `sharded`."""
+        return AttentionSpec(**{field.name: getattr(self, field.name) for field in fields(self)} | {"sharded": True})
 
     @property
     def keep_threshold(self) -> int:
@@ -148,6 +160,7 @@ class AttentionSpec:
         parts += [_slug(self.score.name)] if self.score else []
         parts += [f"dropout{self.dropout:g}"] if self.dropout else []
         parts += ["sink"] if self.sink else []
+        parts += ["shard"] if self.sharded else []
         parts += [self.layout] if self.layout != "bhsd" else []
         parts += [f"pages{self.page_size}"] if self.page_size else []
         parts += [{"float8_e4m3fn": "fp8"}.get(self.kv_dtype, self.kv_dtype)] if self.kv_dtype else []
@@ -187,6 +200,7 @@ class AttentionSpec:
         parts += [f"dropout={self.dropout!r}"] if self.dropout else []
         parts += [f"score={self.score}"] if self.score else []
         parts += [f"sink={self.sink}"] if self.sink else []
+        parts += ["sharded=True"] if self.sharded else []
         pages = [f"page_size={self.page_size}"] if self.page_size else []
         cached = [f"kv_dtype={self.kv_dtype!r}"] if self.kv_dtype else []
         return f"AttentionSpec({', '.join([*parts, f'mask={self.mask}', *pages, *cached])})"
@@ -265,6 +279,22 @@ def _check_cache(values: dict[str, Any]) -> None:
     for name in ("head_dim", "value_dim"):
         if values["kv_dtype"] and values[name] % CACHED_DIM:
             raise SpecError(f"{name}={values[name]} must be a multiple of {CACHED_DIM} with a kv_dtype")
+
+
+def _sharded(value: Any) -> bool:
+    if not isinstance(value, (bool, np.bool_)):
+        raise SpecError(f"sharded={value!r} must be True or False")
+    return bool(value)
+
+
+def _of_shard(values: dict[str, Any]) -> dict[str, Any]:
+    """The mask and the score function of a shard. SpecError where lengths are known to the device alone."""
+    name = "layout" if values["layout"] == "thd" else "page_size"
+    if values["layout"] == "thd" or values["page_size"]:
+        given = values[name]
+        raise SpecError(f"sharded=True is not supported with {name}={given!r}, whose lengths only the device knows")
+    score = values["score"]
+    return {"mask": mask_of_shard(values["mask"]), "score": score_of_shard(score) if score else None}
 
 
 def _page_size(value: Any) -> int:

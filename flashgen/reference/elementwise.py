@@ -63,9 +63,11 @@ class HeadTiles:
         problem = self.problem
         if problem.spec.dropout == 0:
             return probabilities
-        keep = keep_tile(
-            problem.seed, problem.offset, problem.number + self.b, self.h, queries, keys, problem.spec.dropout
-        )
+        b, h, shift_q, shift_k = (problem.place(name) for name in ("shard_b", "shard_h", "shard_q", "shard_k"))
+        b, h = b + problem.number + self.b, h + self.h
+        queries = range(queries.start + shift_q, queries.stop + shift_q)
+        keys = range(keys.start + shift_k, keys.stop + shift_k)
+        keep = keep_tile(problem.seed, problem.offset, b, h, queries, keys, problem.spec.dropout)
         return np.where(keep, probabilities * problem.keep_scale, 0.0)
 
     def _indices(self, queries: range, keys: range) -> dict[sympy.Basic, Any]:

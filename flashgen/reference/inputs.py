@@ -60,6 +60,10 @@ class Problem:
         """What dropout multiplies a kept probability by."""
         return 256 / threshold(self.spec.dropout)
 
+    def place(self, name: str) -> int:
+        """Where the batch, head, query or key that is called 0 stands in the whole, by the name of its number."""
+        return int(self.captures[name]) if self.spec.sharded else 0
+
     def head(self, b: int, h: int) -> tuple[Array, Array, Array]:
         """q, k and v of one query head, each (length, dim); consecutive query heads share a key head (GQA, MQA)."""
         kv = h * self.k.shape[1] // self.heads

@@ -9,6 +9,7 @@ Masks are the functions that a model makes them of: windows, chunks, packed sequ
 mask of (queries, keys) is ever held. What a model asks for that flashgen cannot do is refused by name.
 """
 
+from flashgen.transformers.context import context_parallel
 from flashgen.transformers.registration import register
 
-__all__ = ["register"]
+__all__ = ["context_parallel", "register"]

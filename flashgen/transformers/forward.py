@@ -14,8 +14,9 @@ from flashgen.language.modifiers import Mask
 from flashgen.language.spec import AttentionSpec
 from flashgen.torch import varlen_attention
 from flashgen.torch.functional import call, is_deterministic
-from flashgen.torch.table import Registered, constant, registered
+from flashgen.torch.table import Registered, constant, fixed, registered
 from flashgen.torch.tensors import Tensor, dtype_of
+from flashgen.transformers.context import refuse, shared
 from flashgen.transformers.mask import ModelMask, model_score
 
 _REFUSED = {
@@ -56,6 +57,7 @@ def attention_forward(
     if is_causal is None:
         is_causal = bool(getattr(module, "is_causal", True))
     if rest.get("cu_seq_lens_q") is not None:
+        refuse(shared(), "packed sequences by cu_seq_lens")
         packed = _packed(query, key, value, rest, is_causal, sliding_window, softcap, scaling, dropout, emulate, s_aux)
         return packed, None
     captures: dict[str, Any] = {}
@@ -72,12 +74,35 @@ def attention_forward(
     window = None if attention_mask is not None else sliding_window
     causal = is_causal and attention_mask is None
     options = (emulate, is_deterministic(deterministic))
-    sizes = (query.shape[-1], value.shape[-1], dtype_of(query), scaling, dropout)
+    sizes = (fixed(query.shape[-1]), fixed(value.shape[-1]), dtype_of(query), fixed(scaling), fixed(dropout))
     sinks = None if s_aux is None else (dtype_of(s_aux), s_aux.requires_grad)
     captures |= {} if s_aux is None else {"s_aux": s_aux}
-    entry = _entry(options, mask, causal, window, softcap, added, bias, sinks, *sizes)
     q, k, v = (tensor.transpose(1, 2) for tensor in (query, key, value))
+    how = shared()
+    if how is not None:
+        refuse(added, "an attention mask of 4 dimensions")
+        refuse(bias, "position_bias")
+        spec = _spec(mask, causal, window, softcap, None, None, sinks, *sizes)
+        return _of_all_ranks(spec, q, k, v, captures, how.options(), *options), None
+    entry = _entry(options, mask, causal, window, softcap, added, bias, sinks, *sizes)
     return call(entry, {}, q, k, v, captures), None
+
+
+def _of_all_ranks(
+    spec: AttentionSpec,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    captures: dict[str, Any],
+    how: dict[str, Any],
+    emulate: bool | None,
+    deterministic: bool,
+) -> Tensor:
+    """The output of this rank's rows."""
+    from flashgen.torch.context_parallel import attention
+
+    made: Tensor = attention(spec, q, k, v, emulate=emulate, deterministic=deterministic, **how, **captures)
+    return made
 
 
 def _refuse(rest: dict[str, Any]) -> None:

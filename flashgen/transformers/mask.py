@@ -19,6 +19,7 @@ from flashgen.language.masks import padding
 from flashgen.language.modifiers import Mask, trace_mask
 from flashgen.runtime.remembered import Remembered
 from flashgen.torch.tensors import Tensor, bound_tensor
+from flashgen.transformers.context import shared, whole_mask
 
 _MOST_TRACED = 256
 
@@ -74,7 +75,12 @@ def attention_mask(
         return made(*sizes, allow_is_causal_skip=False, device=device, **rest)
     captures: dict[str, Any] = {}
     shift = _shift(q_length, kv_length, q_offset, kv_offset, captures)
-    kept = None if attention_mask is None else _padding(attention_mask, kv_length, kv_offset, captures)
+    how = shared()
+    if how is not None:
+        whole = whole_mask(attention_mask, q_length, kv_length, how)
+        kept = _padding(whole, whole.shape[1], kv_offset, captures)
+    else:
+        kept = None if attention_mask is None else _padding(attention_mask, kv_length, kv_offset, captures)
     mask, bound = _traced(mask_function, shift, kept)
     captures |= {name: bound_tensor(array, torch.device(device)) for name, array in bound.items()}
     return ModelMask(mask, captures, (q_length, kv_length))

@@ -12,6 +12,7 @@ import sympy
 from flashgen.language.evaluate import evaluate
 from flashgen.language.indexed_sizes import distance_of
 from flashgen.language.operations import BATCH, HEAD, KEY, LEN_K, LEN_Q, QUERY, Capture, Load
+from flashgen.language.shards import BLOCK_K
 from flashgen.runtime.arrays import numpy_dtype
 
 if TYPE_CHECKING:
@@ -196,7 +197,16 @@ def random_captures(spec: AttentionSpec, shape: Shape, random: np.random.Generat
             sizes = (shape.heads_q,) if capture == spec.sink else _sizes(capture, loads, shape, captures)
             captures[capture.name] = random_capture(capture, sizes, shape, random)
         waiting = [capture for capture in waiting if capture.name not in captures]
-    return captures
+    return captures | (random_places(shape, random) if spec.sharded else {})
+
+
+def random_places(shape: Shape, random: np.random.Generator) -> dict[str, int]:
+    """Where a shard stands in the whole: at blocks of random bytes, so that dropout takes them."""
+    shard_q, shard_k = (int(first) for first in random.integers(0, 4, 2) * BLOCK_K)
+    behind = int(random.integers(0, 64))
+    places = {"shard_b": int(random.integers(0, 3)), "shard_h": int(random.integers(0, 3))}
+    lengths = {"whole_q": shard_q + shape.len_q + behind, "whole_k": shard_k + shape.len_k + behind}
+    return places | {"shard_q": shard_q, "shard_k": shard_k} | lengths
 
 
 def random_capture(capture: Capture, sizes: tuple[int, ...], shape: Shape, random: np.random.Generator) -> Any:

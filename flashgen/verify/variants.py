@@ -197,6 +197,21 @@ def sink_cases() -> tuple[Case, ...]:
     return tuple(cases)
 
 
+def shard_cases() -> tuple[Case, ...]:
+    """Parts of q and k, anywhere in the whole, beside masks, scores, lists and dropout."""
+    chosen = (
+        Variant(fg.causal()),
+        Variant(fg.sliding_window(40), fg.alibi(4)),
+        Variant(fg.causal() & fg.trace_mask(near_or_global), fg.softcap(30), dropout=0.1),
+        Variant(fg.prefix_lm(200), learned(fg.alibi("slopes"))),
+    )
+    cases = []
+    for number, variant in enumerate(chosen):
+        spec = spec_of(variant, HEAD_DIMS[number], DTYPES[number % 2], ("bhsd", "bshd")[number % 2]).shard()
+        cases += [_case(variant, spec, pair, number + turn) for turn, pair in enumerate(STEPPING_LENGTHS)]
+    return tuple(cases)
+
+
 def in_layout(spec: AttentionSpec, layout: str) -> AttentionSpec:
     """The spec in another layout."""
     values = {each.name: getattr(spec, each.name) for each in fields(spec)}

@@ -43,12 +43,13 @@ def documented(site: Path) -> set[str]:
 
 def public_names() -> Iterator[tuple[str, str]]:
     """(module, name) of each name that a user may import."""
-    for name in ("flashgen", "flashgen.reference", "flashgen.verify", "flashgen.attention", "flashgen.release"):
+    for name in ("flashgen", "flashgen.reference", "flashgen.verify", "flashgen.attention", "flashgen.release",
+                 "flashgen.ranks"):  # fmt: skip
         module = importlib.import_module(name)
         yield from ((name, public) for public in module.__all__ if public not in MODULES)
     yield from (("flashgen.errors", error) for error in vars(fg.errors) if error.startswith(("Flash", "Spec", "Arg")))
-    for framework in ("torch", "transformers", "jax"):
-        source = (ROOT / "flashgen" / framework / "__init__.py").read_text(encoding="utf-8")
+    for framework in ("torch", "torch.context_parallel", "transformers", "jax"):
+        source = (ROOT / "flashgen" / Path(*framework.split(".")) / "__init__.py").read_text(encoding="utf-8")
         listed = re.search(r"__all__ = \[(.*?)\]", source, flags=re.DOTALL)
         assert listed
         yield from ((f"flashgen.{framework}", public) for public in re.findall(r'"(\w+)"', listed[1]))

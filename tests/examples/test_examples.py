@@ -15,6 +15,7 @@ NEEDS = {
     "train_gpt2.py": ("torch", "safetensors"),
     "bert_padding.py": ("torch", "transformers"),
     "flex_migration.py": ("torch",),
+    "context_parallel.py": ("torch",),
     "jax_attention.py": ("jax",),
     "serve.py": ("torch",),
 }
@@ -35,7 +36,7 @@ def shown(name: str, *arguments: str) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("name", ["bert_padding.py", "flex_migration.py", "jax_attention.py"])
+@pytest.mark.parametrize("name", ["bert_padding.py", "context_parallel.py", "flex_migration.py", "jax_attention.py"])
 def test_on_the_emulator(name: str) -> None:
     """Each judges what it computes."""
     assert shown(name, "--emulate")
@@ -76,6 +77,15 @@ def test_what_is_said_without_a_gpu(name: str) -> None:
 @pytest.mark.parametrize("name", ["bert_padding.py", "flex_migration.py", "jax_attention.py"])
 def test_on_a_gpu(name: str) -> None:
     assert shown(name)
+
+
+@pytest.mark.gpu
+def test_several_gpus() -> None:
+    torch = pytest.importorskip("torch")
+    if torch.cuda.device_count() < 2:
+        pytest.skip(f"needs 2 GPUs, and here are {torch.cuda.device_count()}")
+    for scheme in ("ring", "all_gather", "ulysses"):
+        assert shown("context_parallel.py", "--ranks", "2", "--scheme", scheme)
 
 
 @pytest.mark.gpu

@@ -219,4 +219,40 @@ MUTANTS = (
         "shape.len_k",
         ("tests/verify/random/test_planted.py::test_lengths_are_at_the_borders_of_pages",),
     ),
+    # several ranks
+    Mutant(
+        "random bits of a shard's keys at their own places",
+        "templates/shards.cuh.jinja",
+        "{{ position }} + arguments.shard_k",
+        "{{ position }}",
+        ("tests/attention/test_shards.py::test_kernels_are_the_oracles",),
+    ),
+    Mutant(
+        "shards that leave the whole",
+        "flashgen/attention/captures.py",
+        "if first < 0 or not first + length <= whole <= LONGEST:",
+        "if first < 0:",
+        ("tests/attention/test_shards.py::test_places_outside_of_the_whole_are_refused",),
+    ),
+    Mutant(
+        "chunks of a rank taken for neighbours whatever they see",
+        "flashgen/ranks/plan.py",
+        "if kind == PARTIAL or kind != there:",
+        "if kind == PARTIAL:",
+        ("tests/ranks/test_plans.py::test_each_score_is_counted_once",),
+    ),
+    Mutant(
+        "full blocks joined whatever depends on their places",
+        "flashgen/ranks/plan.py",
+        "_joined(blocks) if self._joins else blocks",
+        "_joined(blocks)",
+        ("tests/ranks/test_plans.py::test_a_full_block_may_hold_several_places_only_where_nothing_depends_on_them",),
+    ),
+    Mutant(
+        "a ring's gradients of keys stay with who found them",
+        "flashgen/torch/context_parallel/ring.py",
+        "            self._sums.add(begin, end - begin, dk, dv)",
+        "            pass",
+        ("tests/in_torch/context_parallel/test_emulated.py::test_two_ranks_give_what_one_does",),
+    ),
 )

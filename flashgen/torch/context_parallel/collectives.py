@@ -1,0 +1,37 @@
+"""What all ranks of a group do together: gather, sum and scatter, exchange."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from flashgen.torch.context_parallel.failures import naming_the_rank
+from flashgen.torch.tensors import Tensor
+
+
+def all_gather(part: Tensor, group: Any) -> Tensor:
+    """(ranks, *shape): the tensors of all ranks, which are of one shape."""
+    size = dist.get_world_size(group)
+    flat = part.contiguous().view(-1)
+    every = flat.new_empty(size * flat.numel())
+    with naming_the_rank(group):
+        dist.all_gather_into_tensor(every, flat, group=group)
+    return every.view(size, *part.shape)
+
+
+def reduce_scatter(parts: Tensor, group: Any) -> Tensor:
+    """This rank's part, (ranks, *shape) -> shape, of the sum over all ranks."""
+    made = torch.empty_like(parts[0])
+    with naming_the_rank(group):
+        dist.reduce_scatter_tensor(made.view(-1), parts.reshape(-1), group=group)
+    return made
+
+
+def all_to_all(parts: Tensor, group: Any, to: list[int] | None = None, of: list[int] | None = None) -> Tensor:
+    """What all ranks send to this one; parts along the first dimension, equal ones or as many as `to` says."""
+    received = torch.empty_like(parts)
+    with naming_the_rank(group):
+        dist.all_to_all_single(received, parts, of, to, group=group)
+    return received

@@ -1,0 +1,161 @@
+"""Outputs of blocks, until they are merged; gradients of blocks, summed in float32."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from flashgen.ranks import Block
+from flashgen.ranks.plan import joined_ranges
+from flashgen.torch.context_parallel.programs import Programs, rows_of
+from flashgen.torch.tensors import Tensor
+
+_MOST_SLOTS = 8  # held at once: then they become one
+_RIM = 4  # a block of at most a quarter of the rows is a rim, whose rows alone are merged or added to
+
+Range = tuple[int, int]
+
+
+class Outputs:
+    """What blocks gave for rows of q. A slot holds an output and an LSE of all rows, of blocks that share none.
+
+    Rows of a slot that no block has written have an LSE of -inf, so that what stands there does not count. All slots
+    are merged by one kernel, in float32, which reads each once: to merge block by block would read and write a sum of
+    all rows for each. Rims, as windows have them, are merged into their rows afterwards.
+    """
+
+    def __init__(self, programs: Programs, q: Tensor) -> None:
+        spec = programs.plan.spec
+        self._programs, self._layout = programs, spec.layout
+        self._shape = (*q.shape[:-1], spec.value_dim)
+        self._rows = q.shape[2 if spec.layout == "bhsd" else 1]
+        self._like = q
+        self._slots: list[tuple[Tensor, Tensor, list[Range]]] = []
+        self._rims: list[tuple[Range, Tensor, Tensor]] = []
+
+    def add(self, block: Block, q: Tensor, k: Tensor, v: Tensor) -> None:
+        """Computes a block of all rows q, and rows k and v that are the block's."""
+        own = rows_of(q, self._layout, block.q, block.rows)
+        if block.rows * _RIM <= self._rows:
+            out = own.new_empty((*own.shape[:-1], self._shape[-1]))
+            made = self._programs.forward(block, own, k, v, out)
+            self._rims.append(((block.q, block.q + block.rows), out, made))
+            return
+        out, lse = self._slot(block.q, block.q + block.rows)
+        made = self._programs.forward(block, own, k, v, rows_of(out, self._layout, block.q, block.rows))
+        lse.narrow(2, block.q, block.rows).copy_(made)
+
+    def result(self) -> tuple[Tensor, Tensor]:
+        """The output and the LSE over all blocks: 0 and -inf where none was."""
+        if len(self._slots) > 1:
+            self._merge()
+        if not self._slots:
+            self._slots.append((*self._empty(), []))
+        out, lse, taken = self._slots[0]
+        for (first, end), part, state in self._rims:
+            rows = rows_of(out, self._layout, first, end - first)
+            states = lse.narrow(2, first, end - first)
+            merged = self._programs.merged([rows.contiguous(), part], [states.contiguous(), state])
+            rows.copy_(merged[0])
+            states.copy_(merged[1])
+            taken.append((first, end))
+        first = 0
+        for start, end in [*sorted(taken), (self._rows, self._rows)]:
+            if start > first:
+                rows_of(out, self._layout, first, start - first).zero_()
+            first = max(first, end)
+        return out, lse
+
+    def _slot(self, first: int, end: int) -> tuple[Tensor, Tensor]:
+        for out, lse, taken in self._slots:
+            if all(end <= other_first or first >= other_end for other_first, other_end in taken):
+                taken.append((first, end))
+                return out, lse
+        if len(self._slots) == _MOST_SLOTS:
+            self._merge()
+        out, lse = self._empty()
+        self._slots.append((out, lse, [(first, end)]))
+        return out, lse
+
+    def _merge(self) -> None:
+        out, lse = self._programs.merged([each[0] for each in self._slots], [each[1] for each in self._slots])
+        self._slots = [(out, lse, [(0, self._rows)])]
+
+    def _empty(self) -> tuple[Tensor, Tensor]:
+        batch, second, third, _ = self._shape
+        heads = second if self._layout == "bhsd" else third
+        shape = (batch, heads, self._rows)
+        lse = torch.full(shape, -torch.inf, dtype=torch.float32, device=self._like.device)
+        return self._like.new_empty(self._shape), lse
+
+
+class Sums:
+    """Gradients of rows, summed in float32: those of q, or of k and v, which `like` are.
+
+    A first gradient of all rows is kept as it came: where nothing is added to it but rims, as with windows, or nothing
+    at all, no sum of all rows is made.
+    """
+
+    def __init__(self, layout: str, *like: Tensor) -> None:
+        self._layout, self._like = layout, like
+        self._rows = like[0].shape[2 if layout == "bhsd" else 1]
+        self._first: Sequence[Tensor] | None = None
+        self._rims: list[tuple[Range, Sequence[Tensor]]] = []
+        self._sums: list[Tensor] | None = None
+
+    def add(self, first: int, count: int, *gradients: Tensor) -> None:
+        """Adds gradients of rows."""
+        if self._sums is None and self._first is None and count == self._rows:
+            self._first = gradients
+        elif self._sums is None and self._first is not None and count * _RIM <= self._rows:
+            self._rims.append(((first, first + count), gradients))
+        else:
+            self._add(self.tensors, first, count, gradients)
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """The sums, float32."""
+        if self._sums is None:
+            begin = self._first or [torch.zeros((), device=each.device) for each in self._like]
+            self._sums = [
+                torch.empty(each.shape, dtype=torch.float32, device=each.device).copy_(start)
+                for each, start in zip(self._like, begin, strict=True)
+            ]
+            for (first, end), gradients in self._rims:
+                self._add(self._sums, first, end - first, gradients)
+        return self._sums
+
+    def rounded(self) -> list[Tensor]:
+        """The sums in the dtype of what they are gradients of, each rounded once."""
+        if self._sums is None and self._first is not None:
+            self._add_rims(self._first)
+            return [made.to(each.dtype) for made, each in zip(self._first, self._like, strict=True)]
+        return [total.to(each.dtype) for total, each in zip(self.tensors, self._like, strict=True)]
+
+    def _add_rims(self, made: Sequence[Tensor]) -> None:
+        for first, end in joined_ranges(rim for rim, _ in self._rims):
+            rows = [rows_of(each, self._layout, first, end - first) for each in made]
+            sums = [each.float() for each in rows]
+            for (begin, last), gradients in self._rims:
+                if first <= begin < end:
+                    self._add(sums, begin - first, last - begin, gradients)
+            for each, total in zip(rows, sums, strict=True):
+                each.copy_(total)
+
+    def _add(self, sums: Sequence[Tensor], first: int, count: int, gradients: Sequence[Tensor]) -> None:
+        for total, gradient in zip(sums, gradients, strict=True):
+            rows_of(total, self._layout, first, count).add_(gradient)
+
+
+class CaptureSums:
+    """Gradients of captures by name, of all blocks, in float32."""
+
+    def __init__(self) -> None:
+        self.by_name: dict[str, Tensor] = {}
+
+    def add(self, gradients: dict[str, Tensor]) -> None:
+        """Adds the gradients that a block gave."""
+        for name, gradient in gradients.items():
+            known = self.by_name.get(name)
+            self.by_name[name] = gradient.float() if known is None else known.add_(gradient)

@@ -1,0 +1,32 @@
+"""Arrays that all ranks have alike: their gradients are the sums of what each rank finds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from flashgen.torch.context_parallel.failures import naming_the_rank
+from flashgen.torch.tensors import Tensor
+
+
+def replicated(array: Tensor, groups: list[Any]) -> Tensor:
+    """The array, whose gradient is summed over the groups in turn, in float32."""
+    made: Tensor = _Replicated.apply(array, groups)
+    return made
+
+
+class _Replicated(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, array: Tensor, groups: list[Any]) -> Tensor:
+        ctx.groups = groups
+        return array.view_as(array)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        total = gradient.to(torch.float32, copy=True)
+        for group in ctx.groups:
+            with naming_the_rank(group):
+                dist.all_reduce(total, group=group)
+        return total.to(gradient.dtype), None

@@ -1,0 +1,81 @@
+"""`flashgen bench context`: what is measured, what it comes to, and what is asked for."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from flashgen import bench
+from flashgen.bench.context import ranks, rows
+from flashgen.cli.app import app
+from flashgen.errors import LaunchError
+
+
+@pytest.mark.parametrize("window", [None, 100, 5000])
+def test_flops_are_of_scores_that_count(window: int | None) -> None:
+    shape = bench.ContextShape(1024, heads_q=4, heads_kv=2, head_dim=64, window=window)
+    length = 4 * 1024
+    scores = sum(min(q, length if window is None else window) + 1 for q in range(length))
+    assert shape.flops(4, "forward") == pytest.approx(4 * 64 * 4 * scores / 4, rel=1e-3)
+    assert shape.flops(4, "both") == 3.5 * shape.flops(4, "forward")
+
+
+def test_one_gpu_alone_has_as_much_to_do() -> None:
+    for shape in (bench.ContextShape(8192), bench.ContextShape(8192, window=512)):
+        alone = shape.flops_of_one("forward", shape.ideal_length(4))
+        assert alone == pytest.approx(shape.flops(4, "forward"), rel=0.05)
+    assert bench.ContextShape(8192).ideal_length(4) == 16384
+
+
+ANSWER = {
+    "one_ms": 2.0,
+    "milliseconds": {"ring": 2.5, "torch": 5.0},
+    "problems": {"ulysses": "ArgumentError: heads"},
+    "sampled": {},
+    "gigabytes": 1.5,
+}
+
+
+def test_rows_are_shares_of_what_one_gpu_does(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    asked: list[Any] = []
+
+    def answers(count: int, questions: Any) -> Any:
+        asked.extend([count, *questions])
+        return iter([ANSWER] * len(questions))
+
+    monkeypatch.setattr(rows, "answers_of_ranks", answers)
+    monkeypatch.setattr(bench, "gpus_here", lambda: 4)
+    monkeypatch.setattr("flashgen.cli.bench_context.require_gpu", lambda: None)
+    monkeypatch.setattr(bench, "environment", dict)
+    saved = tmp_path / "context.json"
+    arguments = ["bench", "context", "--tokens", "8192", "--pass", "forward", "--windows", "", "--output", str(saved)]
+    done = CliRunner().invoke(app, [*arguments, "--contenders", "ring,ulysses,torch"])
+    assert done.exit_code == 0, done.output
+    assert asked[0] == 4 and asked[1]["length_of_one"] == 16384
+    (row,) = json.loads(saved.read_text())["rows"]
+    assert row["of_ideal"]["ring"] == pytest.approx(0.8, rel=1e-3)
+    assert row["tflops"]["ring"] == pytest.approx(bench.ContextShape(8192).flops(4, "forward") / 2.5e9)
+    assert "ulysses: ArgumentError: heads" in done.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [(["--gpus", "8"], "--gpus 8"), (["--pass", "backward"], "'backward'"), (["--contenders", "FA9"], "'FA9'")],
+)
+def test_what_cannot_be_measured_is_refused(
+    monkeypatch: pytest.MonkeyPatch, arguments: list[str], message: str
+) -> None:
+    monkeypatch.setattr(bench, "gpus_here", lambda: 4)
+    monkeypatch.setattr("flashgen.cli.bench_context.require_gpu", lambda: None)
+    done = CliRunner().invoke(app, ["bench", "context", *arguments])
+    assert done.exit_code == 2 and message in done.stderr, done.output
+
+
+def test_ranks_that_end_too_early_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    with pytest.raises(LaunchError, match="a rank of 2 has ended"):
+        list(ranks.answers_of_ranks(2, [{"shape": {"tokens": 64}}]))

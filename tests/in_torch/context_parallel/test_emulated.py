@@ -1,0 +1,127 @@
+"""Context parallelism on the CPU: two and four processes, gloo, and the emulator."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch", reason="flashgen.torch needs torch: pip install 'flashgen[torch]'")
+
+LOADED = importlib.util.spec_from_file_location("pool", Path(__file__).with_name("pool.py"))
+assert LOADED and LOADED.loader
+pool: Any = importlib.util.module_from_spec(LOADED)
+LOADED.loader.exec_module(pool)
+
+SPECS = ["full", "window", "both_sides", "prefix", "documents", "lengths", "of_heads", "alibi", "learned", "sinks"]
+SPECS += ["dropped", "all_of_it", "bshd", "wide_values"]
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[Any]:
+    ranks = pool.Pool(2)
+    yield ranks
+    ranks.close()
+
+
+@pytest.mark.parametrize("scheme", ["ring", "all_gather", "ulysses"])
+@pytest.mark.parametrize("shards", ["zigzag", "plain", "random"])
+def test_two_ranks_give_what_one_does(two: Any, scheme: str, shards: str) -> None:
+    assert two.run("acceptance", spec="causal", scheme=scheme, shards=shards)[0] == []
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_every_kind_of_variant_in_a_ring(two: Any, spec: str) -> None:
+    assert two.run("acceptance", spec=spec, scheme="ring")[0] == []
+
+
+@pytest.mark.parametrize("spec", ["documents", "of_heads", "learned", "sinks", "dropped", "bshd"])
+@pytest.mark.parametrize("scheme", ["all_gather", "ulysses"])
+def test_variants_in_other_schemes(two: Any, spec: str, scheme: str) -> None:
+    assert two.run("acceptance", spec=spec, scheme=scheme)[0] == []
+
+
+@pytest.mark.parametrize("scheme", ["ring", "all_gather", "ulysses"])
+def test_more_keys_than_queries(two: Any, scheme: str) -> None:
+    assert two.run("acceptance", spec="causal", scheme=scheme, cross=True)[0] == []
+
+
+@pytest.mark.parametrize(("spec", "shards"), [("window", "plain"), ("both_sides", "zigzag"), ("dropped", "plain")])
+def test_rims_of_windows(two: Any, spec: str, shards: str) -> None:
+    assert two.run("rims", spec=spec, shards=shards)[0] == []
+
+
+def test_dropout_is_that_of_one_rank(two: Any) -> None:
+    assert all(two.run("drops_the_same"))
+
+
+@pytest.mark.parametrize("scheme", ["ring", "all_gather"])
+def test_deterministic_gradients_have_the_same_bits(two: Any, scheme: str) -> None:
+    assert all(two.run("deterministic", scheme=scheme))
+
+
+def test_gradients_of_captures_may_be_left_as_shares(two: Any) -> None:
+    assert two.run("shares_of_captures")[0] == []
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp", "compile"])
+def test_a_layer_is_trained(two: Any, kind: str) -> None:
+    """Under torch.compile the graph breaks before the messages, and goes on behind them."""
+    assert max(two.run("trained", kind=kind)) < 2e-2
+
+
+@pytest.mark.parametrize(
+    ("name", "scheme", "shards", "padded"),
+    [
+        ("Llama", "ring", "zigzag", False),
+        ("Llama", "all_gather", "plain", True),
+        ("Mistral", "ring", "plain", True),
+        ("Mistral", "ulysses", "zigzag", False),
+    ],
+)
+def test_models_of_transformers(two: Any, name: str, scheme: str, shards: str, padded: bool) -> None:
+    pytest.importorskip("transformers")
+    for errors in two.run("models", name=name, scheme=scheme, shards=shards, padded=padded):
+        assert max(errors.values()) < 2e-2, errors
+
+
+def test_distributed_tensors(two: Any) -> None:
+    assert two.run("distributed_tensors")[0] == []
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ({"scheme": "butterfly"}, "scheme='butterfly'"),
+        ({"shards": "striped"}, "shards='striped'"),
+        ({"rows": 33}, "pad the sequence to 68"),
+        ({"shards": "twice"}, "are not each of 0 to 255 once"),
+        ({"scheme": "ulysses_ring"}, "device mesh of two dimensions"),
+        ({"group": "mesh"}, "give mesh\\['a'\\]"),
+        ({"ragged": True}, "layout='thd'"),
+        ({"seed": 3}, "no dropout"),
+        ({"slopes": 3}, "unknown argument 'slopes'"),
+        ({"differs": True, "rows": 64}, "another call than rank"),
+    ],
+)
+def test_what_does_not_fit_is_refused_on_all_ranks(two: Any, how: dict[str, Any], message: str) -> None:
+    for said in two.run("refused", how=how):
+        assert re.search(message, said), said
+
+
+@pytest.mark.parametrize("shards", ["zigzag", "plain"])
+def test_what_is_cut_is_put_together(two: Any, shards: str) -> None:
+    assert all(two.run("roundtrip", shards=shards))
+
+
+@pytest.mark.parametrize("scheme", ["ring", "all_gather", "ulysses"])
+@pytest.mark.parametrize(("spec", "shards"), [("causal", "zigzag"), ("window", "plain"), ("documents", "plain")])
+def test_bytes_are_those_of_the_plan(two: Any, spec: str, scheme: str, shards: str) -> None:
+    for forward, planned, backward, planned_backward in two.run(
+        "bytes_are_those_of_the_plan", spec=spec, scheme=scheme, shards=shards
+    ):
+        assert (forward, backward) == (planned, planned_backward)

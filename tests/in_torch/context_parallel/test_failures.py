@@ -1,0 +1,29 @@
+"""A rank that dies or stands still: the others end with an error that names it."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch", reason="flashgen.torch needs torch: pip install 'flashgen[torch]'")
+
+LOADED = importlib.util.spec_from_file_location("pool", Path(__file__).with_name("pool.py"))
+assert LOADED and LOADED.loader
+pool: Any = importlib.util.module_from_spec(LOADED)
+LOADED.loader.exec_module(pool)
+
+
+@pytest.mark.parametrize(("how", "rank"), [("dies", 1), ("stands still", 2)])
+def test_the_others_are_told_which_rank_it_is(how: str, rank: int) -> None:
+    ranks = pool.Pool(4, timeout=12)  # longer than a rank that computes takes on a machine with much to do
+    try:
+        ranks.ask("one_rank_fails", how=how, rank=rank)
+        for other in {0, 1, 2, 3} - {rank}:
+            answer = ranks.answer(other)
+            assert answer["error"] is None, answer
+            assert answer["result"].startswith(f"rank {rank} "), answer
+    finally:
+        ranks.kill()

@@ -1,0 +1,54 @@
+"""Context parallelism on the CPU over four processes: what two ranks cannot show, such as the mix of two schemes."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch", reason="flashgen.torch needs torch: pip install 'flashgen[torch]'")
+
+LOADED = importlib.util.spec_from_file_location("pool", Path(__file__).with_name("pool.py"))
+assert LOADED and LOADED.loader
+pool: Any = importlib.util.module_from_spec(LOADED)
+LOADED.loader.exec_module(pool)
+
+
+@pytest.fixture(scope="module")
+def four() -> Iterator[Any]:
+    ranks = pool.Pool(4)
+    yield ranks
+    ranks.close()
+
+
+@pytest.mark.parametrize("scheme", ["ring", "all_gather", "ulysses"])
+@pytest.mark.parametrize("shards", ["zigzag", "random"])
+def test_four_ranks_give_what_one_does(four: Any, scheme: str, shards: str) -> None:
+    assert four.run("acceptance", spec="causal", scheme=scheme, shards=shards)[0] == []
+
+
+@pytest.mark.parametrize("spec", ["causal", "of_heads", "learned", "sinks", "dropped"])
+@pytest.mark.parametrize("shards", ["zigzag", "plain", "random"])
+def test_heads_inside_of_a_node_and_a_ring_across(four: Any, spec: str, shards: str) -> None:
+    assert four.run("acceptance", spec=spec, scheme="ulysses_ring", shards=shards)[0] == []
+
+
+@pytest.mark.parametrize("spec", ["window", "documents", "all_of_it"])
+@pytest.mark.parametrize("shards", ["zigzag", "plain"])
+def test_variants_in_a_ring(four: Any, spec: str, shards: str) -> None:
+    assert four.run("acceptance", spec=spec, scheme="ring", shards=shards)[0] == []
+
+
+def test_the_ring_that_is_measured_beside(four: Any) -> None:
+    assert four.run("ring_over_flash") == [[]] * 4
+
+
+@pytest.mark.parametrize("shards", ["zigzag", "plain"])
+def test_bytes_are_those_of_the_plan(four: Any, shards: str) -> None:
+    for forward, planned, backward, planned_backward in four.run(
+        "bytes_are_those_of_the_plan", spec="causal", scheme="ring", shards=shards
+    ):
+        assert (forward, backward) == (planned, planned_backward)

@@ -1,0 +1,131 @@
+"""Context parallelism on GPUs, over NCCL: the same acceptance as on the CPU, on two of them, and on four if they are.
+
+pytest -m gpu tests/in_torch/context_parallel -n 0
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="flashgen.torch needs torch: pip install 'flashgen[torch]'")
+
+LOADED = importlib.util.spec_from_file_location("pool", Path(__file__).with_name("pool.py"))
+assert LOADED and LOADED.loader
+pool: Any = importlib.util.module_from_spec(LOADED)
+LOADED.loader.exec_module(pool)
+
+pytestmark = pytest.mark.gpu
+SPECS = ["full", "window", "both_sides", "prefix", "documents", "lengths", "of_heads", "alibi", "learned", "sinks"]
+SPECS += ["dropped", "all_of_it", "bshd", "wide_values"]
+
+
+@pytest.fixture(scope="module", params=[2, 4])
+def ranks(request: pytest.FixtureRequest) -> Iterator[Any]:
+    if torch.cuda.device_count() < request.param:
+        pytest.skip(f"needs {request.param} GPUs, and here are {torch.cuda.device_count()}")
+    group = pool.Pool(request.param, "nccl", timeout=60)
+    yield group
+    group.close()
+
+
+@pytest.mark.parametrize("scheme", ["ring", "all_gather", "ulysses"])
+@pytest.mark.parametrize("shards", ["zigzag", "plain", "random"])
+def test_ranks_give_what_one_gpu_does(ranks: Any, scheme: str, shards: str) -> None:
+    assert ranks.run("acceptance", spec="causal", scheme=scheme, shards=shards)[0] == []
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_every_kind_of_variant_in_a_ring(ranks: Any, spec: str) -> None:
+    assert ranks.run("acceptance", spec=spec, scheme="ring")[0] == []
+
+
+@pytest.mark.parametrize("spec", ["documents", "of_heads", "learned", "sinks", "dropped", "bshd"])
+@pytest.mark.parametrize("scheme", ["all_gather", "ulysses"])
+def test_variants_in_other_schemes(ranks: Any, spec: str, scheme: str) -> None:
+    assert ranks.run("acceptance", spec=spec, scheme=scheme)[0] == []
+
+
+@pytest.mark.parametrize("spec", ["causal", "learned", "dropped"])
+def test_heads_inside_of_a_node_and_a_ring_across(ranks: Any, spec: str) -> None:
+    assert ranks.run("acceptance", spec=spec, scheme="ulysses_ring")[0] == []
+
+
+@pytest.mark.parametrize("scheme", ["ring", "all_gather", "ulysses"])
+def test_more_keys_than_queries(ranks: Any, scheme: str) -> None:
+    assert ranks.run("acceptance", spec="causal", scheme=scheme, cross=True)[0] == []
+
+
+def test_the_ring_that_is_measured_beside(ranks: Any) -> None:
+    assert not any(ranks.run("ring_over_flash"))
+
+
+def test_longer_sequences(ranks: Any) -> None:
+    assert ranks.run("acceptance", spec="causal", scheme="ring", scale=4)[0] == []
+
+
+@pytest.mark.parametrize(("spec", "shards"), [("window", "plain"), ("both_sides", "zigzag"), ("dropped", "plain")])
+def test_rims_of_windows(ranks: Any, spec: str, shards: str) -> None:
+    assert ranks.run("rims", spec=spec, shards=shards)[0] == []
+
+
+def test_dropout_is_that_of_one_gpu(ranks: Any) -> None:
+    assert all(ranks.run("drops_the_same"))
+
+
+@pytest.mark.parametrize("scheme", ["ring", "all_gather"])
+def test_deterministic_gradients_have_the_same_bits(ranks: Any, scheme: str) -> None:
+    assert all(ranks.run("deterministic", scheme=scheme))
+
+
+def test_gradients_of_captures_may_be_left_as_shares(ranks: Any) -> None:
+    assert ranks.run("shares_of_captures")[0] == []
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp", "compile"])
+def test_a_layer_is_trained(ranks: Any, kind: str) -> None:
+    """Under torch.compile the graph breaks before the messages, and goes on behind them."""
+    assert max(ranks.run("trained", kind=kind)) < 2e-2
+
+
+@pytest.mark.parametrize(("name", "scheme", "shards"), [("Llama", "ring", "zigzag"), ("Mistral", "ulysses", "plain")])
+def test_models_of_transformers(ranks: Any, name: str, scheme: str, shards: str) -> None:
+    pytest.importorskip("transformers")
+    for errors in ranks.run("models", name=name, scheme=scheme, shards=shards, padded=True):
+        assert max(errors.values()) < 2e-2, errors
+
+
+def test_distributed_tensors(ranks: Any) -> None:
+    assert ranks.run("distributed_tensors")[0] == []
+
+
+def test_a_rank_that_dies_is_named(tmp_path: Path) -> None:
+    """NCCL has the others wait until torch ends them: by then the watch has said whose fault it is."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip(f"needs 2 GPUs, and here are {torch.cuda.device_count()}")
+    with (tmp_path / "said").open("w+") as said:
+        group = pool.Pool(2, "nccl", timeout=15, said=said)
+        try:
+            group.ask("one_rank_fails", how="dies", rank=1)
+            answer = group.answer(0)
+        finally:
+            group.kill()
+        said.seek(0)
+        assert "rank 1 is not answering" in said.read() + str(answer)
+
+
+def test_many_calls_in_a_row_are_the_first(ranks: Any) -> None:
+    assert all(ranks.run("again_and_again"))
+
+
+@pytest.mark.parametrize("scheme", ["ring", "all_gather", "ulysses"])
+@pytest.mark.parametrize(("spec", "shards"), [("causal", "zigzag"), ("window", "plain"), ("documents", "plain")])
+def test_bytes_are_those_of_the_plan(ranks: Any, spec: str, scheme: str, shards: str) -> None:
+    for forward, planned, backward, planned_backward in ranks.run(
+        "bytes_are_those_of_the_plan", spec=spec, scheme=scheme, shards=shards
+    ):
+        assert (forward, backward) == (planned, planned_backward)

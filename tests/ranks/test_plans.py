@@ -1,0 +1,180 @@
+"""Plans of several ranks: every score that counts is computed once, by rows that its rank has or receives."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+
+import flashgen as fg
+from flashgen.analysis.intervals.evaluation import FULL, PARTIAL
+from flashgen.errors import ArgumentError
+from flashgen.language.evaluate import evaluate
+from flashgen.language.operations import BATCH, HEAD, KEY, LEN_K, LEN_Q, QUERY
+from flashgen.ranks import Layout, Plan, Sizes, plan_of
+from flashgen.ranks.classes import is_of_distances
+
+IDS = (np.arange(2048) // 300).astype(np.int32)
+MASKS = {
+    "full": fg.full(),
+    "causal": fg.causal(),
+    "window": fg.sliding_window(200),
+    "both_sides": fg.sliding_window(300, 100),
+    "prefix": fg.prefix_lm(700),
+    "dilated": fg.dilated_window(600, 3),
+    "documents": fg.document("ids") & fg.causal(),
+    "far": fg.trace_mask(lambda b, h, q, k: q - k > 900),
+    "blocks": fg.trace_mask(lambda b, h, q, k: q // 256 >= k // 256),
+}
+
+
+def seen(mask: fg.Mask, queries: Any, keys: Any, len_q: int, len_k: int) -> Any:
+    """The mask at positions, by evaluating every element."""
+    values = {BATCH: np.int64(0), HEAD: np.int64(0), LEN_Q: np.int64(len_q), LEN_K: np.int64(len_k)}
+    values |= {QUERY: queries[:, None], KEY: keys[None, :]}
+    return np.broadcast_to(evaluate(mask.expression, values, {"ids": IDS}), (len(queries), len(keys)))
+
+
+def rows_of(layout: Layout, rank: int) -> Any:
+    """The positions of a rank's rows."""
+    return np.concatenate([np.arange(start, start + layout.chunk) for start in layout.starts(rank)])
+
+
+def computed(plan: Plan, rank: int) -> Any:
+    """How often a rank's kernels count each score (rows, all keys): by the mask at the places that they are told."""
+    len_q, len_k = plan.queries.length, plan.keys.length
+    counts = np.zeros((plan.queries.rows, len_k), int)
+    for step in plan.steps(rank):
+        owned = np.arange(len_k) if plan.scheme == "all_gather" else rows_of(plan.keys, step.owner)
+        for block in step.blocks:
+            own = step.owner == rank or plan.scheme == "all_gather"
+            assert own or any(first <= block.k and block.k + block.keys <= last for first, last in step.pieces), (
+                "it reads rows that it has not received"
+            )
+            rows, keys = np.arange(block.rows), np.arange(block.keys)
+            kept = np.ones((block.rows, block.keys), bool)
+            if block.kind == PARTIAL:
+                kept = seen(plan.spec.mask, block.shard_q + rows, block.shard_k + keys, len_q, len_k)
+            np.add.at(counts, (block.q + rows[:, None], owned[block.k + keys][None, :]), kept)
+    return counts
+
+
+@pytest.mark.parametrize("name", MASKS)
+@pytest.mark.parametrize(("scheme", "shards"), [("ring", "zigzag"), ("ring", "plain"), ("all_gather", "zigzag")])
+@pytest.mark.parametrize(("ranks", "length_k"), [(4, 2048), (3, 1536)])
+def test_each_score_is_counted_once(name: str, scheme: str, shards: str, ranks: int, length_k: int) -> None:
+    length = 2048 if ranks == 4 else 1536
+    for captures in ({}, {"ids": IDS}):
+        spec = fg.AttentionSpec(64, mask=MASKS[name])
+        plan = plan_of(spec, ranks, length, length_k, scheme=scheme, shards=shards, captures=captures)
+        for rank in range(ranks):
+            rows = rows_of(plan.queries, rank)
+            wanted = seen(spec.mask, rows, np.arange(length_k), length, length_k)
+            np.testing.assert_array_equal(computed(plan, rank), wanted)
+
+
+def test_a_full_block_may_hold_several_places_only_where_nothing_depends_on_them() -> None:
+    def joined(spec: fg.AttentionSpec) -> bool:
+        return any(block.rows > 256 for step in plan_of(spec, 4, 2048).steps(1) for block in step.blocks)
+
+    assert joined(fg.AttentionSpec(64, mask=fg.causal()))
+    assert joined(fg.AttentionSpec(64, mask=fg.causal(), score=fg.softcap(20)))
+    assert not joined(fg.AttentionSpec(64, mask=fg.causal(), score=fg.alibi(4)))
+    assert not joined(fg.AttentionSpec(64, mask=fg.causal(), dropout=0.1))
+
+
+def test_blocks_without_a_mask_have_none_and_read_places_only_where_they_count() -> None:
+    plain = plan_of(fg.AttentionSpec(64, mask=fg.causal()), 4, 2048)
+    assert plain.masked.sharded
+    assert plain.unmasked == fg.AttentionSpec(64)
+    biased = plan_of(fg.AttentionSpec(64, mask=fg.causal(), score=fg.alibi(4)), 4, 2048)
+    assert biased.unmasked == fg.AttentionSpec(64, score=fg.alibi(4)).shard()
+
+
+def test_zigzag_balances_causal_masks_in_one_call_a_step() -> None:
+    plan = plan_of(fg.AttentionSpec(128, mask=fg.causal()), 8, 65536)
+    assert plan.balance == 1.0
+    for rank in range(8):
+        kinds = [[block.kind for block in step.blocks] for step in plan.steps(rank)]
+        assert kinds == [[PARTIAL], *[[FULL]] * 7]
+    assert plan_of(fg.AttentionSpec(128, mask=fg.causal()), 8, 65536, shards="plain").balance < 0.6
+
+
+def test_what_nobody_reads_is_not_sent() -> None:
+    window = plan_of(fg.AttentionSpec(128, mask=fg.sliding_window(1024)), 4, 65536, shards="plain")
+    for rank in range(1, 4):
+        assert [step.pieces for step in window.steps(rank)][1:] == [((15360, 16384),), (), ()]
+    assert [sum(window.sent(rank)) for rank in range(4)] == [1024 * 256 * 2] * 3 + [0]
+    causal = plan_of(fg.AttentionSpec(128, mask=fg.causal()), 4, 65536, shards="plain")
+    assert [len(step.blocks) for step in causal.steps(0)] == [1, 0, 0, 0]
+
+
+def test_bytes_follow_from_rows_and_sizes() -> None:
+    sizes = Sizes(2, 32, 8)
+    ring = plan_of(fg.AttentionSpec(128, value_dim=64, mask=fg.full()), 4, 4096, sizes=sizes)
+    row = 2 * 8 * (128 + 64)
+    assert ring.sent(0) == (0, *[1024 * row * 2] * 3)
+    assert ring.sent(0, backward=True) == (0, *[1024 * row * (2 + 4)] * 3)
+    gathered = plan_of(fg.AttentionSpec(128, value_dim=64), 4, 4096, scheme="all_gather", sizes=sizes)
+    assert gathered.sent(0) == (3 * 1024 * row * 2,)
+    heads = plan_of(fg.AttentionSpec(128, value_dim=64), 4, 4096, scheme="ulysses", sizes=sizes)
+    assert heads.exchanged() == 2 * 1024 * (32 + 8) * (128 + 64) * 2 * 3 // 4
+    assert heads.sizes == Sizes(2, 8, 2)
+
+
+def test_captured_numbers_are_known() -> None:
+    spec = fg.AttentionSpec(64, mask=fg.sliding_window(fg.Scalar("window")))
+    unknown, known = plan_of(spec, 4, 8192), plan_of(spec, 4, 8192, captures={"window": 128})
+    assert sum(sum(known.sent(rank)) for rank in range(4)) < sum(sum(unknown.sent(rank)) for rank in range(4))
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 8])
+@pytest.mark.parametrize("shards", ["zigzag", "plain"])
+def test_layouts_deal_each_position_once(ranks: int, shards: str) -> None:
+    layout = Layout(ranks, 48 * ranks, shards)
+    dealt = np.concatenate([rows_of(layout, rank) for rank in range(ranks)])
+    assert sorted(dealt) == list(range(48 * ranks))
+    in_order = [rows_of(layout, rank)[row : row + layout.chunk] for rank, row in layout.in_order()]
+    np.testing.assert_array_equal(np.concatenate(in_order), np.arange(48 * ranks))
+
+
+@pytest.mark.parametrize(
+    ("mask", "wanted"),
+    [
+        (fg.causal(), True),
+        (fg.sliding_window(64) & ~fg.sliding_window(3), True),
+        (fg.trace_mask(lambda b, h, q, k: (q - k) % 4 == 0), True),
+        (fg.prefix_lm(50), False),
+        (fg.trace_mask(lambda b, h, q, k: q // 64 == k // 64), False),
+        (fg.trace_mask(lambda b, h, q, k: (q + k) % 4 == 0), False),
+        (fg.document("ids"), False),
+    ],
+)
+def test_which_masks_are_of_distances(mask: fg.Mask, wanted: bool) -> None:
+    assert is_of_distances(mask.expression) == wanted
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"length": 1000}, "pad the sequence to 1008"),
+        ({"scheme": "butterfly"}, "scheme='butterfly'"),
+        ({"shards": "striped"}, "shards='striped'"),
+        ({"scheme": "ulysses", "sizes": Sizes(1, 32, 4)}, "repeat the heads of k and v"),
+        ({"scheme": "ulysses_ring", "heads": 3}, "ranks=8 is no multiple of the 3"),
+        ({"spec": fg.AttentionSpec(64, dropout=0.1), "length": 8 * 48}, "multiple of 512"),
+        ({"spec": fg.AttentionSpec(64, layout="thd")}, "whole sequences"),
+        ({"spec": fg.AttentionSpec(64).shard()}, "whole sequences"),
+    ],
+)
+def test_what_cannot_be_planned_is_refused(given: dict[str, Any], message: str) -> None:
+    how: dict[str, Any] = {"spec": fg.AttentionSpec(64, mask=fg.causal()), "length": 1024, "ranks": 8} | given
+    with pytest.raises(ArgumentError, match=message):
+        plan_of(how.pop("spec"), how.pop("ranks"), how.pop("length"), **how)
+
+
+def test_a_plan_s_shares_are_about_right() -> None:
+    plan = plan_of(fg.AttentionSpec(64, mask=fg.causal()), 4, 8192)
+    assert math.isclose(sum(plan.work(rank) for rank in range(4)), 8192 * 8192 / 2, rel_tol=0.05)
