@@ -11,6 +11,8 @@ from flashgen.analysis.closed_forms.tile_ranges import evaluate_range, key_range
 from flashgen.language.operations import BATCH
 from flashgen.language.spec import AttentionSpec
 
+_LOOKED_AT = 65536  # tiles of queries
+
 
 @dataclass(frozen=True)
 class Workload:
@@ -25,11 +27,15 @@ class Workload:
 
 @lru_cache(maxsize=1024)
 def steps_of(spec: AttentionSpec, len_q: int, len_k: int, tile_q: int, tile_k: int) -> float:
-    """Tiles of keys that a tile of queries visits, on average: all where only a call knows the mask's captures."""
+    """Tiles of keys that a tile of queries visits, on average: all where only a call knows the mask's captures.
+
+    Of more tiles than are looked at, as many at equal distances.
+    """
     ranges = key_range(spec.mask.expression)
     if ranges is None or ranges.captures or ranges.depends_on(BATCH) or not len_q:
         return -(-len_k // tile_k)
-    first = np.arange(0, len_q, tile_q)
+    tiles = -(-len_q // tile_q)
+    first = np.arange(min(tiles, _LOOKED_AT)) * tiles // min(tiles, _LOOKED_AT) * tile_q
     last = np.minimum(first + tile_q, len_q) - 1
     begin, end, _, _ = evaluate_range(ranges, first, last, len_q, len_k)
     return float(np.where(end > begin, -(-end // tile_k) - begin // tile_k, 0).mean())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import ml_dtypes
@@ -45,9 +46,10 @@ def test_every_family_on_the_emulator(case: Case, target: str) -> None:
 @pytest.mark.parametrize("case", sink_cases()[::3], ids=str)
 @pytest.mark.rotated(3)
 def test_sanitizers_find_nothing(case: Case, sanitize: Any) -> None:
-    for target in TARGETS:
-        for result in verify((case,), passes=("forward", "backward"), emulate=True, target=target, sanitize=sanitize):
-            assert result.ok, f"{result.case} on {result.engine}: {result.problem or result.verdict}"
+    target = TARGETS[sink_cases().index(case) // 3 % len(TARGETS)]
+    small = replace(case, shape=replace(case.shape, len_q=min(case.shape.len_q, 70), len_k=min(case.shape.len_k, 90)))
+    for result in verify((small,), passes=("forward", "backward"), emulate=True, target=target, sanitize=sanitize):
+        assert result.ok, f"{result.case} on {result.engine}: {result.problem or result.verdict}"
 
 
 @pytest.mark.gpu

@@ -91,7 +91,7 @@ def test_rows_stand_above_the_progress_bar_on_a_terminal() -> None:
 
 
 def test_rows_of_verify_come_as_its_runs_end_and_outlive_a_ctrl_c() -> None:
-    later = [f"sliding_window({width})" for width in range(1, 20)]  # so that the signal comes long before the end
+    later = [f"sliding_window({width})" for width in range(1, 80)]  # so that the signal comes long before the end
     command = [*VERIFY, *later]
     total = 20 * (2 + len(later))
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)

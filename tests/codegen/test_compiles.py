@@ -127,6 +127,7 @@ BESIDE_DROPOUT = (
 @pytest.mark.slow
 @pytest.mark.parametrize("turn", range(2))
 @pytest.mark.parametrize("target", ISSUE_TARGETS)
+@pytest.mark.rotated(3)
 def test_dropout_spills_nothing_beside_masks_and_scores(target: str, turn: int) -> None:
     for number, options in enumerate(BESIDE_DROPOUT, ISSUE_TARGETS.index(target)):
         dim = (96, 64, 128, 80, 112)[(number + 2 * turn) % 5]

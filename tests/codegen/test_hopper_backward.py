@@ -77,7 +77,7 @@ def test_every_variant_compiles_without_spills_or_serialized_products(
 @needs_nvrtc
 @modes
 @pytest.mark.parametrize("dim", range(8, 257, 8))
-@pytest.mark.rotated(4)
+@pytest.mark.rotated(6)
 def test_every_dim_compiles_without_spills_or_serialized_products(dim: int, deterministic: bool) -> None:
     for mask in (fg.full(), fg.causal()):
         kernels = own_kernels(AttentionSpec(dim, "bfloat16", mask=mask), deterministic)
