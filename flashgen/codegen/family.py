@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from flashgen.codegen.plan import Plan
 from flashgen.codegen.rendered_kernel import RenderedKernel
@@ -25,6 +25,15 @@ class HeadPacking:
     chosen: Callable[[Any, AttentionSpec, Target, Workload], Plan | None]
 
 
+class DecodingPlan(Plan, Protocol):
+    """The plan of a decode kernel. part: what a default one's is called among those that decode."""
+
+    @property
+    def part(self) -> str: ...
+    @property
+    def scheduled(self) -> bool: ...
+
+
 @dataclass(frozen=True)
 class Decoding:
     """How few queries over many keys are attended to, by a kernel that splits the keys over the card.
@@ -33,16 +42,21 @@ class Decoding:
     that of calls of these sizes, or None where the forward kernel does them. of_rows: that of calls with so many rows
     for each head of k and v, whatever their sizes. splits: into how many parts a call's keys are split. render: as of a
     forward. cache_plans, cache_plan: of keys in pages or of 8 bits, the classes of plans, and the default one.
+    scheduled: a plan's form whose blocks share all keys equally, over pages. schedule: the kernel that says beforehand
+    how, for a plan of that form; schedule_size: how many int32 it says that in.
     """
 
-    plan: type[Plan]
-    default_plans: Callable[[AttentionSpec, Target], tuple[Plan, ...]]
+    plan: type[DecodingPlan]
+    default_plans: Callable[[AttentionSpec, Target], tuple[DecodingPlan, ...]]
     chosen: Callable[[AttentionSpec, Target, Workload], Plan | None]
-    of_rows: Callable[[AttentionSpec, Target, int], Plan]
+    of_rows: Callable[[AttentionSpec, Target, int], DecodingPlan]
     splits: Callable[[AttentionSpec, Any, Sizes], int]
     render: Callable[[AttentionSpec, Target, Any], tuple[RenderedKernel, ...]]
     cache_plans: Callable[[AttentionSpec], tuple[type[Plan], ...]]
     cache_plan: Callable[[AttentionSpec, Target], Plan]
+    scheduled: Callable[[Any], DecodingPlan]
+    schedule: Callable[[AttentionSpec, Target, Any], RenderedKernel]
+    schedule_size: Callable[[AttentionSpec, Any, Sizes], int]
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ RESERVED = frozenset({
     "b", "h", "q", "k", "v", "score", "len_q", "len_k", "batch", "heads", "seed", "offset", "return_lse", "out",
     "lse", "dout", "dq", "dk", "dv", "on_chip", "stream", "spec", "target", "emulate", "self",
     "tile_lists", "d_out", "d_lse", "into", "num_splits", "page_table", "seqused_k", "k_scale", "v_scale",
+    "decode_schedule",
 })
 CPLUSPLUS_KEYWORDS = frozenset({
     "alignas", "alignof", "and", "and_eq", "asm", "auto", "bitand", "bitor", "bool", "break", "case", "catch",

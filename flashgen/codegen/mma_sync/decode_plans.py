@@ -28,6 +28,8 @@ from flashgen.codegen.workload import Workload
 from flashgen.errors import UnsupportedError
 from flashgen.language.spec import AttentionSpec
 
+BEGINNING = 4  # tiles of keys whose copies take as long as a block's first ones and its share of the output
+MOST_SHARED_TILES = 2**30  # of keys, of all sequences: blocks that share them count in int32
 SHARE_PADDING = 8  # floats between the rows of a warp's share, so that its 8 rows of lanes write to other banks
 _SHARE_BYTES = 8  # of a row: its reference and its sum
 _SUM_BYTES = 4
@@ -63,6 +65,8 @@ class DecodePlan:
         warps: warps of a thread block, which take turns with its tiles of keys.
         stages: tiles of K and V that shared memory holds for each warp.
         blocks: thread blocks that should fit on a multiprocessor, which caps their registers.
+        scheduled: over pages, whether blocks share the keys of all sequences equally (runs.py), whatever their lengths;
+            else each sequence has as many parts as its neighbours.
     """
 
     tile_q: int
@@ -70,6 +74,7 @@ class DecodePlan:
     warps: int
     stages: int
     blocks: int = 1
+    scheduled: bool = False
     packed_heads: ClassVar[int] = 1  # any number of heads makes rows: it is a size of the call
 
     @property
@@ -86,8 +91,14 @@ class DecodePlan:
         return ForwardPlan(self.tile_q * self.warps, self.tile_k, self.warps, blocks=self.blocks)
 
     @property
+    def part(self) -> str:
+        """What the kernel of a default plan is called among those that decode."""
+        rows = f"_rows{self.tile_q}" if self.tile_q != FEW_ROWS else ""
+        return f"decode{'_scheduled' if self.scheduled else ''}{rows}"
+
+    @property
     def show_options(self) -> str:
-        return "--pass decode" + (f" --kernel decode_rows{self.tile_q}" if self.tile_q != FEW_ROWS else "")
+        return "--pass decode" + (f" --kernel {self.part}" if self.part != "decode" else "")
 
     def registers(self, spec: AttentionSpec) -> int:
         """The float32 scores and output of a tile's rows over 32 lanes, and what the variant needs."""
@@ -102,9 +113,11 @@ class DecodePlan:
 
     def summary(self, spec: AttentionSpec) -> str:
         """One line for the kernel's header."""
+        shared = "equal runs of all sequences, " if self.scheduled else ""
         return (
             f"{self.tile_q} rows x {self.tile_k} keys, {self.warps} warps that share the keys, {self.stages} stages of "
-            f"K and V each, {self.blocks} block(s) per multiprocessor, {self.shared_bytes(spec)} bytes of shared memory"
+            f"K and V each, {shared}{self.blocks} block(s) per multiprocessor, {self.shared_bytes(spec)} bytes of "
+            "shared memory"
         )
 
     def shared_bytes(self, spec: AttentionSpec) -> int:
@@ -124,6 +137,8 @@ class DecodePlan:
             return f"tile_k={self.tile_k} must be a multiple of 16, of 32 with dropout"
         if self.stages < 2:
             return f"stages={self.stages} must be 2 or more"
+        if self.scheduled and not spec.page_size:
+            return "scheduled=True is for keys in pages, of lengths that the device knows: declare page_size=..."
         if self.shared_bytes(spec) > target.shared_per_block:
             return (
                 f"it takes {self.shared_bytes(spec)} bytes of shared memory and a block of {target.name} has "
@@ -147,8 +162,19 @@ def decode_rows(spec: AttentionSpec) -> tuple[int, ...]:
 
 
 def decode_plans(spec: AttentionSpec, target: Target) -> tuple[DecodePlan, ...]:
-    """The plans that calls may take, that for the fewest rows first."""
-    return tuple(choose_decode_plan(spec, target, rows) for rows in decode_rows(spec))
+    """The plans that calls may take, that for the fewest rows first; over pages then those with a schedule."""
+    plans = [choose_decode_plan(spec, target, rows) for rows in decode_rows(spec)]
+    return (*plans, *map(with_schedule, plans)) if spec.page_size else tuple(plans)
+
+
+def shared_tiles(plan: DecodePlan, row_tiles: int, len_k: int) -> int:
+    """Tiles of keys that so many tiles of rows may have, with what it costs to begin and end each."""
+    return row_tiles * (-(-len_k // plan.tile_k) + BEGINNING)
+
+
+def with_schedule(plan: DecodePlan) -> DecodePlan:
+    """The plan whose blocks share the keys of all sequences."""
+    return replace(plan, scheduled=True)
 
 
 def choose_decode_plan(spec: AttentionSpec, target: Target, rows: int = FEW_ROWS) -> DecodePlan:
@@ -199,7 +225,10 @@ def decode_plan_for(spec: AttentionSpec, target: Target, workload: Workload) -> 
     if spec.of_cache:
         if spec.page_size and not spec.kv_dtype and _is_prompt(workload):
             return None
-        return plan_of_rows(spec, target, workload.heads_per_kv * workload.len_q)
+        plan = plan_of_rows(spec, target, workload.heads_per_kv * workload.len_q)
+        rows = workload.batch * -(-workload.heads_per_kv * workload.len_q // plan.tile_q)
+        several = workload.batch > 1 and shared_tiles(plan, rows, workload.len_k) <= MOST_SHARED_TILES
+        return with_schedule(plan) if spec.page_size and several else plan
     if workload.len_k < _FEWEST_KEYS or not _has_room(spec, target):
         return None
     if demand_of(spec).listed:  # lists are made for as many queries as a tile has rows, by who knows no heads of k
