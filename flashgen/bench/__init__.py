@@ -5,7 +5,7 @@ from flashgen.bench.beside_flex import VariantRow, variant_rows
 from flashgen.bench.cases import Timed
 from flashgen.bench.decode import PEERS as DECODE_PEERS
 from flashgen.bench.decode import SIZES as DECODE_SIZES
-from flashgen.bench.decode import DecodeRow, DecodeSize, decode_rows
+from flashgen.bench.decode import DecodeRow, DecodeSize, decode_rows, own_choices
 from flashgen.bench.grouped import GroupedRow, grouped_rows
 from flashgen.bench.host import LIBRARIES, PARTS, PASSES, REST, HostRow, host_cases, host_rows, installed_libraries
 from flashgen.bench.host_torch import operator_names, operator_rows
@@ -13,6 +13,10 @@ from flashgen.bench.measure import Row, environment, speed_rows
 from flashgen.bench.paper import PaperRow, paper_rows
 from flashgen.bench.peers import PEERS
 from flashgen.bench.ragged import RAGGED_PEERS, SHAPES, RaggedRow, ragged_rows
+from flashgen.bench.serving import COMPARED as SERVING_COMPARED
+from flashgen.bench.serving import CONTENDERS as SERVING_CONTENDERS
+from flashgen.bench.serving import GROUPS as SERVING_GROUPS
+from flashgen.bench.serving import ServingRow, serving_rows, serving_variants
 from flashgen.bench.start import STARTS, start_rows
 from flashgen.bench.train import ATTENTIONS, MODES, TrainRow, train_rows, train_summary
 from flashgen.bench.variants import chosen_variants
@@ -28,6 +32,9 @@ __all__ = [
     "PEERS",
     "RAGGED_PEERS",
     "REST",
+    "SERVING_COMPARED",
+    "SERVING_CONTENDERS",
+    "SERVING_GROUPS",
     "SHAPES",
     "STARTS",
     "DecodeRow",
@@ -37,6 +44,7 @@ __all__ = [
     "PaperRow",
     "RaggedRow",
     "Row",
+    "ServingRow",
     "Timed",
     "TrainRow",
     "VariantRow",
@@ -49,8 +57,11 @@ __all__ = [
     "installed_libraries",
     "operator_names",
     "operator_rows",
+    "own_choices",
     "paper_rows",
     "ragged_rows",
+    "serving_rows",
+    "serving_variants",
     "speed_rows",
     "start_rows",
     "summary",
