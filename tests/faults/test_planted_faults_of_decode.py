@@ -75,7 +75,7 @@ WRONG = [
     Fault("a tile of none", "splits", r" \+ min\(split, tiles % splits\)"),
     Fault("another step's keys", "one split", r"(const int first_key = )tiles[^;]*;", r"\1tiles.first_key(step + 1);"),
     Fault("all keys by each warp", "one split", r"(arguments\.splits\)) \+ threadIdx\.x / 32;", r"\1;"),
-    Fault("the first to arrive merges", "splits", r"arguments\.splits - 1\) \+ 1 == arguments\.splits", "9) == 0"),
+    Fault("the first to arrive merges", "splits", r"parts - 1\) \+ 1 == parts", "9) == 0"),
     Fault("a share too few", "splits", r"kWarpsShares \? kWarps : arguments\.splits;", "kWarps;"),
     Fault("shares not weighed", "splits, steep scores", r"exp2_approx\(\(state\.x - [^;]*;", "1.0f;"),
     Fault("sums not weighed", "splits, steep scores", r"fmaf\(state\.y, weight, merged\.sum\)", "merged.sum + state.y"),

@@ -33,6 +33,7 @@ from flashgen.language.operations import HEAD
 from flashgen.language.spec import AttentionSpec
 
 _STRUCT = "DecodeArguments"
+_SHARES_AT_ONCE = 16  # 6 registers each: those of scores and output are free by then
 _METHOD = (
     "keys split over warps and blocks; the last block to arrive merges their shares (Dao et al. 2023, Flash-Decoding)"
 )
@@ -99,6 +100,7 @@ def render_decode(spec: AttentionSpec, target: Target, plan: DecodePlan | None =
             "header": header(spec, target, plan, grid, method, "attention forward of few queries", cost),
             "score_query": _QUERY,
             "share_padding": SHARE_PADDING,
+        "shares_at_once": _SHARES_AT_ONCE,
             "page_size": spec.page_size,
             "widen": f"widen_{_WIDENS[spec.kv_dtype]}_{suffix_of(spec)}" if spec.kv_dtype else None,
         }
