@@ -89,7 +89,7 @@ def render_decode(spec: AttentionSpec, target: Target, plan: DecodePlan | None =
     common = forward_context(
         spec, target, plan, layout, "scores[i][j][e]", _NAMES, LAST_QUERY, struct=_STRUCT, position=False
     )
-    mask, cost = variant_of(spec).mask, decode_cost(spec, plan.tile_q)
+    mask, cost = variant_of(spec).mask, decode_cost(spec, plan.tile_q, plan.scheduled)
     grid, method = (_COLUMNS, _RUNS) if plan.scheduled else (_GRID, _METHOD)
     context = (
         common
@@ -100,7 +100,7 @@ def render_decode(spec: AttentionSpec, target: Target, plan: DecodePlan | None =
             "header": header(spec, target, plan, grid, method, "attention forward of few queries", cost),
             "score_query": _QUERY,
             "share_padding": SHARE_PADDING,
-        "shares_at_once": _SHARES_AT_ONCE,
+            "shares_at_once": _SHARES_AT_ONCE,
             "page_size": spec.page_size,
             "widen": f"widen_{_WIDENS[spec.kv_dtype]}_{suffix_of(spec)}" if spec.kv_dtype else None,
         }

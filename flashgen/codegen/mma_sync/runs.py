@@ -117,9 +117,16 @@ def share_places(spec: AttentionSpec, sizes: Sizes) -> Any:
 def render_schedule(spec: AttentionSpec, target: Target, plan: DecodePlan) -> RenderedKernel:
     """The kernel that makes the schedule of a scheduled plan's calls."""
     tiles = _bounds_of(spec)
-    fields = [Field("int*", "schedule", comment="runs of columns; where units begin, and the last one ends")]
+    fields = [
+        Field(
+            "int*",
+            "schedule",
+            comment="4 * splits + tiles + 1: runs of columns; begins of units, and where the last ends",
+        )
+    ]
     fields += [Field("const int*", "seqused_k", comment="(batch): keys of each sequence"), *run_fields()]
-    fields += [Field("int", name) for name in ("pages", "len_k", *(["len_q"] if tiles.depends_on(LEN_Q) else []))]
+    fields.append(Field("int", "pages", comment="that k and v have: 0 where there are no keys"))
+    fields += [Field("int", name) for name in ("len_k", *(["len_q"] if tiles.depends_on(LEN_Q) else []))]
     layout = ordered(fields + capture_fields(tiles.captures))
     templates = environment()
     variant = Variant(None, None, arrays_of(tiles.captures))
