@@ -284,11 +284,18 @@ def test_the_prefix_of_a_tree_needs_no_mask() -> None:
     assert causal and to_text(causal.full_end) == "len_k - len_q" and "q_last" in to_text(causal.end)
 
 
+def not_forbidden(b: Any, h: Any, q: Any, k: Any) -> Any:
+    """A tree the other way round: what its bits do not forbid."""
+    token = k - (fg.len_k - fg.len_q)
+    return ~((token >= 0) & (fg.Tensor("bits", "int32", 3)[b, q, token >> 5] >> (token & 31) & 1 != 0))
+
+
 @pytest.mark.parametrize(("len_q", "len_k"), [(1, 40), (33, 33), (64, 200), (40, 25), (100, 101)])
-def test_ranges_of_a_tree_hold_for_any_bits(len_q: int, len_k: int) -> None:
+@pytest.mark.parametrize("tree", [fg.tree("bits"), trace_mask(not_forbidden)], ids=str)
+def test_ranges_of_a_tree_hold_for_any_bits(tree: Any, len_q: int, len_k: int) -> None:
     """Nothing outside is attended to, everything in the full stretch is; for tiles of queries, and of keys."""
     random = np.random.default_rng(len_k)
-    mask = fg.tree("bits").expression
+    mask = tree.expression
     for bits in (random.integers(-(2**31), 2**31, (1, len_q, 4)), np.zeros((1, len_q, 4)), np.full((1, len_q, 4), -1)):
         q, k = np.ogrid[:len_q, :len_k]
         values = {ops.BATCH: 0, ops.QUERY: q, ops.KEY: k, ops.LEN_Q: len_q, ops.LEN_K: len_k}
