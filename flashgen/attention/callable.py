@@ -272,7 +272,7 @@ class Attention:
         """How the blocks of calls over pages share the keys, by the lengths of this step: made once, for all layers.
 
         By itself each block of a call sums up the lengths of the batch, which costs a microsecond or so. The host reads
-        nothing; `update` makes a schedule anew in its memory, also in a captured graph.
+        nothing; `update` makes a schedule anew in its memory, also in a captured graph, before which it is to be made.
 
         Args:
             len_q: queries of each sequence.

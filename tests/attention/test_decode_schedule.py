@@ -11,16 +11,21 @@ import flashgen as fg
 from flashgen import attention
 from flashgen.attention import DecodeSchedule
 from flashgen.attention.callable import Attention
+from flashgen.bench.decode import with_cache
 from flashgen.codegen.mma_sync.decode_plans import BEGINNING, DecodePlan
 from flashgen.codegen.mma_sync.runs import RUN_NUMBERS
 from flashgen.errors import ArgumentError
 from flashgen.launch.engines import Emulator
 from flashgen.runtime.schedule import Schedule
+from flashgen.verify import variants
 from flashgen.verify.check import judged
 from flashgen.verify.problems import Inputs, Shape, poisoned_outputs, random_inputs
+from flashgen.verify.variants import spec_of
 
 CAUSAL = fg.AttentionSpec(64, mask=fg.causal(), page_size=16)
 PLAN = DecodePlan(16, 16, 2, 2, scheduled=True)
+VARIANTS = [variant for variant in variants() if not variant.equal]
+DIMS = (64, 128, 40, 96, 32, 256, 80, 192, 8, 160)
 LENGTHS = {
     "equal": (96, 96, 96, 96, 96),
     "one is all": (0, 0, 400, 0, 0),
@@ -47,13 +52,13 @@ def with_lengths(inputs: Inputs, lengths: Any) -> Inputs:
     return inputs
 
 
-def schedule_of(compiled: Attention, inputs: Inputs, lengths: Any = None, **how: Any) -> DecodeSchedule:
+def schedule_of(compiled: Attention, inputs: Inputs, made_of: Any = None, **how: Any) -> DecodeSchedule:
     """That of a call, or one made of other lengths."""
     heads, len_q = (1, 2) if compiled.spec.layout == "bhsd" else (2, 1)
     return compiled.decode_schedule(
         inputs.q.shape[len_q],
         page_table=inputs.captures["page_table"],
-        seqused_k=inputs.captures["seqused_k"] if lengths is None else np.asarray(lengths, np.int32),
+        seqused_k=inputs.captures["seqused_k"] if made_of is None else np.asarray(made_of, np.int32),
         heads=inputs.q.shape[heads],
         heads_kv=inputs.k.shape[2],
         **how,
@@ -101,6 +106,25 @@ def test_lengths_and_orders(lengths: tuple[int, ...], order: Any, copies: Any) -
 def test_specs(spec: fg.AttentionSpec, len_q: int, heads: tuple[int, int]) -> None:
     """Tiles of rows of several queries and heads, and several of them, whose masks need other keys."""
     assert_right(spec, inputs_of(spec, (1, 333, 40, 0, 97), len_q, heads))
+
+
+@pytest.mark.slow
+@pytest.mark.rotated(3)
+@pytest.mark.parametrize("number", range(len(VARIANTS)), ids=lambda number: f"{VARIANTS[number].mask}-{number}")
+def test_every_variant(number: int) -> None:
+    """Random lengths in pages of every size, whatever is no key of a sequence NaN; dropout, too."""
+    variant = VARIANTS[number]
+    spec = spec_of(variant, DIMS[number % 10], ("float16", "bfloat16")[number % 2], ("bhsd", "bshd")[number // 2 % 2])
+    spec = with_cache(spec, 1 << number % 9)
+    shape = (Shape(1, 301, 5, 4, 2), Shape(5, 280, 4, 6, 2), Shape(20, 90, 3, 3, 1))[number % 3]
+    inputs = random_inputs(spec, shape, captures=variant.captures)
+    compiled = attention.compile(spec, emulate=True, schedule=Schedule("random", "late", seed=number))
+    captures = {name: value for name, value in inputs.captures.items() if name not in ("page_table", "seqused_k")}
+    dropout: dict[str, Any] = {"seed": 7} if spec.dropout else {}
+    for schedule in (None, schedule_of(compiled, inputs, **captures)):
+        found = call(compiled, inputs, decode_schedule=schedule, **dropout)
+        verdict = judged(spec, inputs.q, inputs.k, inputs.v, *found, inputs.captures, **dropout)
+        assert verdict.ok, f"{schedule}: {verdict}"
 
 
 @pytest.mark.parametrize("sanitize", ["address", "thread"])
