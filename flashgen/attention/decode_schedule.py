@@ -58,7 +58,8 @@ class DecodeSchedule:
 
     Calls of every attention over pages take it whose plan is the same: the layers of a model, also those of another
     mask. It says who does what, not what is attended to: with other lengths than it was made of a call is right, and
-    less evenly divided. `update` makes it anew in the same memory, which a captured graph may do at each replay.
+    less evenly divided. `update` makes it anew in the same memory, which a captured graph may do at each replay. A
+    graph that has captured such calls reads its memory: keep the schedule as long.
 
     Attributes:
         sizes: what calls must agree with it on. problem: the sizes of the kernel that makes it.

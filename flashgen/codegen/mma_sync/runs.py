@@ -35,7 +35,7 @@ from flashgen.language.operations import LEN_Q
 from flashgen.language.spec import AttentionSpec
 
 RUN_NUMBERS = 4  # of a run in a schedule: its first unit, where that begins, where the next does, the length of runs
-_ROUNDS, _FULL = 4, 0.97  # waves of blocks that are looked at; the share of their places that is enough
+_ROUNDS, _FULL = 4, 0.96  # waves of blocks that are looked at; the share of their places that is enough
 _THREADS = 256
 _STRUCT = "ScheduleArguments"
 LAST_QUERY = ENDS_OF_TILES | {Q_LAST: "const int q_last = work.last_query;"}
