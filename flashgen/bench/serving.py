@@ -19,7 +19,7 @@ from flashgen.bench.flashinfer import Table, paged_attention
 from flashgen.bench.peers import flex
 from flashgen.bench.timing import Run, medians_ms
 from flashgen.language.captures import Tensor
-from flashgen.language.functions import len_k, len_q
+from flashgen.language.functions import len_k, len_q, maximum
 from flashgen.language.masks import causal, full, sliding_window, tree
 from flashgen.language.modifiers import Mask, trace_mask
 from flashgen.language.scores import alibi, softcap
@@ -167,13 +167,17 @@ def _csr(pages: Pages) -> Table:
 
 @dataclass(frozen=True)
 class ServingVariant:
-    """A mask and a score, how many queries it is for, what it captures at a size, and the keys it visits of them."""
+    """A mask and a score, how many queries it is for, what it captures at a size, and the keys it visits of them.
+
+    flex: the mask for FlexAttention where that needs another text of it, as torch clamps no index.
+    """
 
     name: str
     options: Mapping[str, Any]
     len_q: int = 1
     captures: Callable[[DecodeSize], dict[str, Any]] = lambda size: {}
     visited: Callable[[DecodeSize], int] | None = None
+    flex: Mask | None = None
 
 
 def same_document(ids: Tensor) -> Mask:
@@ -185,6 +189,17 @@ def same_document(ids: Tensor) -> Mask:
     return trace_mask(same, "same_document")
 
 
+def tree_within(bits: Tensor) -> Mask:
+    """`tree`, whose words are also looked up within the array where a key stands before the draft."""
+
+    def kept(b: Any, h: Any, q: Any, k: Any) -> Any:
+        token = k - (len_k - len_q)
+        drafted = maximum(token, 0)
+        return (token < 0) | ((bits[b, q, drafted >> 5] >> (drafted & 31)) & 1 != 0)
+
+    return trace_mask(kept, "tree_within")
+
+
 def serving_variants() -> tuple[ServingVariant, ...]:
     """Those that are measured, full attention first."""
     documents, bits = Tensor("ids", "int32", 2), Tensor("bits", "int32", 3)
@@ -194,7 +209,7 @@ def serving_variants() -> tuple[ServingVariant, ...]:
         ServingVariant("softcap", {"score": softcap(30.0)}),
         ServingVariant("ALiBi", {"score": alibi(32), "mask": causal()}),
         ServingVariant("documents", {"mask": same_document(documents)}, 1, _documents, _of_a_document),
-        ServingVariant("tree", {"mask": tree(bits)}, _TOKENS, _bits),
+        ServingVariant("tree", {"mask": tree(bits)}, _TOKENS, _bits, flex=tree_within(bits)),
     )
 
 
@@ -252,7 +267,8 @@ def _measure_variant(
         "flashgen": lambda: attention(q, k, v, **captures, **lists),
         "plain": lambda: full_attention(q, *fewer),
     }
-    if "Flex" in peers and (found := flex(own, "forward", (q, k, v, q), captures, time_mask=False)):
+    for_flex = AttentionSpec(spec.head_dim, spec.dtype, mask=variant.flex) if variant.flex else own
+    if "Flex" in peers and (found := flex(for_flex, "forward", (q, k, v, q), captures, time_mask=False)):
         runs["Flex"] = found.run
     times = medians_ms(runs)
     moved = _NUMBER * visited * size.batch * size.heads_kv * 2 * spec.head_dim

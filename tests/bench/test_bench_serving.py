@@ -16,6 +16,8 @@ from flashgen.bench import serving
 from flashgen.bench.decode import DecodeSize, keys_needed
 from flashgen.cli import bench_tables
 from flashgen.cli.app import app
+from flashgen.language import operations as ops
+from flashgen.language.evaluate import evaluate
 from flashgen.language.modifiers import Mask
 
 SPEC = fg.AttentionSpec(128, "bfloat16")
@@ -50,6 +52,16 @@ def test_variants_visit_the_keys_that_they_say() -> None:
         needed[variant.name] = own
     assert needed == {"full": 4096, "window 1024": 1024, "softcap": 4096, "ALiBi": 4096, "documents": 512, "tree": 4096}
     assert set(serving.CONTENDERS) == set(serving.COMPARED) == set(serving.GROUPS)
+
+
+def test_the_tree_for_flex_attention_is_the_same_mask() -> None:
+    (variant,) = (variant for variant in serving.serving_variants() if variant.name == "tree")
+    assert variant.flex is not None
+    q, k = np.ogrid[:5, :40]
+    values = {ops.BATCH: 0, ops.QUERY: q, ops.KEY: k, ops.LEN_Q: 5, ops.LEN_K: 40}
+    bits = {"bits": fg.tree_bits([[-1, 0, 0, 1, -1]])}
+    ours, theirs = (evaluate(mask.expression, values, bits) for mask in (variant.options["mask"], variant.flex))
+    np.testing.assert_array_equal(ours, theirs)
 
 
 def test_the_command_hands_a_group_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
