@@ -80,6 +80,14 @@ static_assert(kTileQ % 16 == 0 && kTileK % 16 == 0, "whole mma tiles");
 
 extern __shared__ __align__(1024) unsigned char shared_memory[];
 
+// Counts up to `last` and then from 0 again, and gives what it was. Whoever counts later sees what this thread, and those
+// that it has met at a barrier, wrote before; and this thread sees theirs who counted earlier.
+__device__ __forceinline__ unsigned atomic_inc_acq_rel(unsigned* counter, unsigned last) {
+  unsigned before;
+  asm volatile("atom.acq_rel.gpu.global.inc.u32 %0, [%1], %2;" : "=r"(before) : "l"(counter), "r"(last) : "memory");
+  return before;
+}
+
 // Starts copying 16 bytes from global to shared memory; writes zeros, and reads nothing, where not valid.
 __device__ __forceinline__ void copy_async_16(unsigned shared_destination, const void* global_source, bool valid) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
@@ -606,15 +614,10 @@ __device__ __forceinline__ void store_share(const Work& work, const DecodeArgume
 }
 
 // Whether this block is the last to arrive of those that share a tile: it then sees the shares of all. One thread's
-// fences do, as barriers order the block's writes before them and its reads behind (PTX ISA, causality order).
+// order does: barriers put the block's writes before it and its reads behind (PTX ISA, causality order).
 __device__ __forceinline__ bool arrives_last(unsigned* arrivals, int parts) {
   __syncthreads();
-  bool last = false;
-  if (threadIdx.x == 0) {
-    __threadfence();   // whoever sees the arrival below sees the share
-    last = atomicInc(arrivals, parts - 1) + 1 == parts;
-    __threadfence();   // every other block has arrived
-  }
+  const bool last = threadIdx.x == 0 && atomic_inc_acq_rel(arrivals, parts - 1) + 1 == parts;
   return __syncthreads_or(last);
 }
 

@@ -173,8 +173,8 @@ def test_shares_are_seen_before_arrivals_and_arrivals_before_shares_are_read(spe
     """What orders blocks behind barriers, no sanitizer sees."""
     source = kernels_of(spec, SM_90A, ("decode",))["decode"].source
     body = re.sub(r"//[^\n]*", "", source)
-    order = r"bool arrives_last\(.*?__syncthreads\(\);\s.*?if \(threadIdx\.x == 0\) \{\s+__threadfence\(\);\s+last = "
-    order += r"atomicInc\([^;]*;\s+__threadfence\(\);\s+\}\s+return __syncthreads_or\(last\);"
+    order = r"bool arrives_last\([^{]*\{\s+__syncthreads\(\);\s+const bool last = threadIdx\.x == 0 && "
+    order += r"atomic_inc_acq_rel\([^;]*;\s+return __syncthreads_or\(last\);"
     assert re.search(order, body, re.DOTALL)
     assert re.search(
         r"store_share\([^;]*;\s+if \(arrives_last\([^;]*write_output<false>", body[body.rindex("lay_share(") :]
