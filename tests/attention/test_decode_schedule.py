@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -350,3 +351,44 @@ def test_a_graph_that_schedules_and_attends_follows_the_lengths() -> None:
             assert judged(CAUSAL, inputs.q, inputs.k, inputs.v, host, cupy.asnumpy(lse), inputs.captures).ok
             for other in (out, *outs[:-1]):
                 np.testing.assert_array_equal(cupy.asnumpy(other), host)
+
+
+@pytest.mark.gpu
+@pytest.mark.quick
+def test_threads_and_streams_share_a_schedule() -> None:
+    """Made on one stream and waited for; each of four streams has two threads that launch on it."""
+    cupy = pytest.importorskip("cupy")
+    inputs = with_lengths(random_inputs(CAUSAL, Shape(1, 3200, 24, 8, 2)), [3200, 1, 70, 500] * 6)
+    arrays, captures = on_gpu(cupy, inputs)
+    compiled = attention.compile(CAUSAL)
+    schedule = compiled.decode_schedule(**captures, heads=8, heads_kv=2)
+    expected = compiled(*arrays, decode_schedule=schedule, **captures)
+    cupy.cuda.Device().synchronize()
+    streams = [cupy.cuda.Stream(non_blocking=True) for _ in range(4)]
+
+    def work(number: int) -> bool:
+        with streams[number % 4]:
+            outs = [compiled(*arrays, decode_schedule=schedule, **captures) for _ in range(50)]
+            streams[number % 4].synchronize()
+            return all(bool((out == expected).all()) for out in outs)
+
+    with ThreadPoolExecutor(8) as threads:
+        assert all(threads.map(work, range(8)))
+
+
+@pytest.mark.gpu
+def test_a_schedule_stays_on_its_gpu() -> None:
+    cupy = pytest.importorskip("cupy")
+    if cupy.cuda.runtime.getDeviceCount() < 2:
+        pytest.skip("needs two GPUs")
+    inputs = with_lengths(random_inputs(CAUSAL, Shape(1, 320, 3, 4, 2)), [320, 1, 70])
+    compiled = attention.compile(CAUSAL)
+    with cupy.cuda.Device(1):
+        arrays, captures = on_gpu(cupy, inputs)
+    schedule = compiled.decode_schedule(**captures, heads=4, heads_kv=2)  # the current GPU is another
+    out, lse = compiled(*arrays, decode_schedule=schedule, return_lse=True, **captures)
+    with cupy.cuda.Device(1):
+        found = cupy.asnumpy(out), cupy.asnumpy(lse)
+    assert judged(CAUSAL, inputs.q, inputs.k, inputs.v, *found, inputs.captures).ok
+    with pytest.raises(ArgumentError, match="seqused_k is on GPU 0, the schedule on 1"):
+        schedule.update(seqused_k=cupy.asarray(inputs.captures["seqused_k"]))
