@@ -15,6 +15,7 @@ from flashgen.attention.callable import Attention
 from flashgen.bench.decode import with_cache
 from flashgen.codegen.mma_sync.decode_plans import BEGINNING, DecodePlan
 from flashgen.codegen.mma_sync.runs import RUN_NUMBERS
+from flashgen.codegen.targets import target_named
 from flashgen.errors import ArgumentError
 from flashgen.launch.engines import Emulator
 from flashgen.runtime.schedule import Schedule
@@ -139,6 +140,20 @@ def test_more_sequences_than_threads_sum_up() -> None:
     lengths = np.random.default_rng(0).integers(0, 40, 300).astype(np.int32)
     inputs = with_lengths(random_inputs(CAUSAL, Shape(1, 40, 300, 1, 1)), lengths)
     assert_right(CAUSAL, inputs, plan=DecodePlan(16, 16, 1, 2, scheduled=True))
+
+
+def test_more_columns_than_a_scheduling_block_has_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Most have nothing to do, and a sequence lies in dozens."""
+    monkeypatch.setattr(Emulator, "multiprocessors", lambda self, device: 300)
+    spec = fg.AttentionSpec(32, mask=fg.causal(), page_size=16)
+    inputs = with_lengths(random_inputs(spec, Shape(1, 2400, 2, 1, 1)), (2400, 5))
+    plan = DecodePlan(16, 16, 1, 2, scheduled=True)
+    compiled = Attention(spec, target_named("sm_80"), Emulator(), plan)
+    schedule = schedule_of(compiled, inputs)
+    assert schedule.sizes.columns > 256
+    for given in (None, schedule):
+        found = call(compiled, inputs, decode_schedule=given)
+        assert judged(spec, inputs.q, inputs.k, inputs.v, *found, inputs.captures).ok
 
 
 def test_windows_that_calls_say() -> None:
