@@ -139,7 +139,7 @@ class Scheduler:
     def _plan(self, decoding: Decoding, rows: int) -> DecodingPlan:
         if isinstance(self._given, decoding.plan) and self._given.scheduled:
             return self._given
-        return decoding.scheduled(decoding.of_rows(self.spec, self.target, rows))
+        return decoding.of_rows(self.spec, self.target, rows, True)
 
     def fill(self, schedule: DecodeSchedule, seqused_k: Any, captures: Mapping[str, Any]) -> None:
         """Launches the kernel that writes the schedule."""

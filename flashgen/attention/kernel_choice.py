@@ -137,8 +137,8 @@ class KernelChoice:
                 f"{given}: {self.default.kernel.name} {why}; compile without plan=... and "
                 "source=..., or with a plan of the decode kernel"
             )
-        plan = self.decoding.of_rows(self._spec, self.default.kernel.target, problem.heads_per_kv * problem.len_q)
-        plan = self.decoding.scheduled(plan) if scheduled else plan
+        rows, target = problem.heads_per_kv * problem.len_q, self.default.kernel.target
+        plan = self.decoding.of_rows(self._spec, target, rows, scheduled)
         kernels, prebuild = self._decode_kernels(plan)
         make = partial(BuiltForward.of, self._spec, kernels, self._engine, prebuild)
         return self._built.get(plan) or self._built.get_or_make(plan, make) or make()

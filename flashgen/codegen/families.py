@@ -24,7 +24,6 @@ from flashgen.codegen.mma_sync.decode_plans import (
     decode_plan_for,
     decode_plans,
     plan_of_rows,
-    with_schedule,
 )
 from flashgen.codegen.mma_sync.forward import render_mma_sync
 from flashgen.codegen.mma_sync.forward_plans import ForwardPlan, choose_forward_plan, every_forward_plan
@@ -44,7 +43,6 @@ _DECODING = Decoding(
     render_cache,
     cache_plans,
     cache_plan,
-    with_schedule,
     render_schedule,
     schedule_size,
 )

@@ -59,7 +59,7 @@ RACES = [
     Fault("queries of others", "one split", rf"{BARRIER}(\s+// Q has landed)", r"\1"),
     Fault("shares over tiles", "one split", rf"{BARRIER}(\s+// every warp is done)", r"\1"),
     Fault("shares of others", "one split", rf"(lay_share\(output, rows\);\s+){BARRIER}", r"\1"),
-    Fault("tiles over shares", "runs", rf"{BARRIER}(\s+// every thread is done with the shares)", r"\1"),
+    Fault("tiles over shares", "runs", rf"{BARRIER}(\s+// every thread is done with the run and)", r"\1"),
     Fault("sums of other warps", "runs", rf"(of_warps\[warp\] = sum;\s+){BARRIER}", r"\1"),
     Fault("none over a run", "runs", rf"(// a column that has none\s+){BARRIER}", r"\1"),
     Fault("a run not found yet", "runs", rf"{BARRIER}(\s+const Run run = \*found)", r"\1"),

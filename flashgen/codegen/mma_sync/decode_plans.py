@@ -29,6 +29,7 @@ from flashgen.errors import UnsupportedError
 from flashgen.language.spec import AttentionSpec
 
 BEGINNING = 4  # tiles of keys whose copies take as long as a block's first ones and its share of the output
+RUN_BYTES = 16  # of shared memory, for the run at which a block is that shares keys
 MOST_SHARED_TILES = 2**30  # of keys, of all sequences: blocks that share them count in int32
 SHARE_PADDING = 8  # floats between the rows of a warp's share, so that its 8 rows of lanes write to other banks
 _SHARE_BYTES = 8  # of a row: its reference and its sum
@@ -125,7 +126,7 @@ class DecodePlan:
         head, value = padded(spec.head_dim), padded(spec.value_dim)
         queries, keys = ELEMENT_BYTES * self.tile_q * head, self.tile_k * (head + value) * cached_bytes(spec)
         share = self.tile_q * ((value + SHARE_PADDING) * _SUM_BYTES + _SHARE_BYTES)
-        return max(queries + self.warps * self.stages * keys, self.warps * share)
+        return max(queries + self.warps * self.stages * keys, self.warps * share) + (RUN_BYTES if self.scheduled else 0)
 
     def problem(self, spec: AttentionSpec, target: Target) -> str | None:
         """Why the plan contradicts itself, or does not fit the spec or the target; None where it does."""
@@ -163,8 +164,8 @@ def decode_rows(spec: AttentionSpec) -> tuple[int, ...]:
 
 def decode_plans(spec: AttentionSpec, target: Target) -> tuple[DecodePlan, ...]:
     """The plans that calls may take, that for the fewest rows first; over pages then those with a schedule."""
-    plans = [choose_decode_plan(spec, target, rows) for rows in decode_rows(spec)]
-    return (*plans, *map(with_schedule, plans)) if spec.page_size else tuple(plans)
+    kinds = (False, True) if spec.page_size else (False,)
+    return tuple(choose_decode_plan(spec, target, rows, kind) for kind in kinds for rows in decode_rows(spec))
 
 
 def shared_tiles(plan: DecodePlan, row_tiles: int, len_k: int) -> int:
@@ -172,26 +173,24 @@ def shared_tiles(plan: DecodePlan, row_tiles: int, len_k: int) -> int:
     return row_tiles * (-(-len_k // plan.tile_k) + BEGINNING)
 
 
-def with_schedule(plan: DecodePlan) -> DecodePlan:
-    """The plan whose blocks share the keys of all sequences."""
-    return replace(plan, scheduled=True)
-
-
-def choose_decode_plan(spec: AttentionSpec, target: Target, rows: int = FEW_ROWS) -> DecodePlan:
+def choose_decode_plan(
+    spec: AttentionSpec, target: Target, rows: int = FEW_ROWS, scheduled: bool = False
+) -> DecodePlan:
     """The default plan for tiles of so many rows: that which keeps most of K and V on its way to a multiprocessor.
 
     UnsupportedError where none fits the target.
     """
-    plans = _rings(spec, target, rows)
+    plans = _rings(spec, target, rows, scheduled)
     fitting = [plan for plan in plans if plan.problem(spec, target) is None]
     if not fitting:
         plans[-1].check(spec, target)
     return max(fitting, key=lambda plan: plan.blocks * plan.warps * (plan.stages - 1))
 
 
-def _rings(spec: AttentionSpec, target: Target, rows: int) -> list[DecodePlan]:
+def _rings(spec: AttentionSpec, target: Target, rows: int, scheduled: bool = False) -> list[DecodePlan]:
     """Plans of so many rows, that which asks for the least shared memory last."""
-    return [_with_blocks(DecodePlan(rows, _tile_k(spec), *ring), spec, target) for ring in _RINGS]
+    plans = (DecodePlan(rows, _tile_k(spec), *ring, scheduled=scheduled) for ring in _RINGS)
+    return [_with_blocks(plan, spec, target) for plan in plans]
 
 
 def _tile_k(spec: AttentionSpec) -> int:
@@ -225,10 +224,11 @@ def decode_plan_for(spec: AttentionSpec, target: Target, workload: Workload) -> 
     if spec.of_cache:
         if spec.page_size and not spec.kv_dtype and _is_prompt(workload):
             return None
-        plan = plan_of_rows(spec, target, workload.heads_per_kv * workload.len_q)
-        rows = workload.batch * -(-workload.heads_per_kv * workload.len_q // plan.tile_q)
-        several = workload.batch > 1 and shared_tiles(plan, rows, workload.len_k) <= MOST_SHARED_TILES
-        return with_schedule(plan) if spec.page_size and several else plan
+        each = workload.heads_per_kv * workload.len_q
+        plan = plan_of_rows(spec, target, each)
+        tiles = shared_tiles(plan, workload.batch * -(-each // plan.tile_q), workload.len_k)
+        shares = spec.page_size is not None and workload.batch > 1 and tiles <= MOST_SHARED_TILES
+        return plan_of_rows(spec, target, each, True) if shares else plan
     if workload.len_k < _FEWEST_KEYS or not _has_room(spec, target):
         return None
     if demand_of(spec).listed:  # lists are made for as many queries as a tile has rows, by who knows no heads of k
@@ -254,10 +254,10 @@ def _has_room(spec: AttentionSpec, target: Target) -> bool:
 
 
 @lru_cache(maxsize=256)
-def plan_of_rows(spec: AttentionSpec, target: Target, rows: int) -> DecodePlan:
+def plan_of_rows(spec: AttentionSpec, target: Target, rows: int, scheduled: bool = False) -> DecodePlan:
     """The default plan for calls with so many rows for each head of k and v, whatever else is in the batch."""
     sizes = decode_rows(spec)
-    return choose_decode_plan(spec, target, next((size for size in sizes if rows <= size), sizes[-1]))
+    return choose_decode_plan(spec, target, next((size for size in sizes if rows <= size), sizes[-1]), scheduled)
 
 
 def packs_heads(spec: AttentionSpec) -> bool:

@@ -23,7 +23,7 @@ from flashgen.analysis.closed_forms.tile_ranges import TileRange
 from flashgen.codegen.arguments import Field, capture_fields, ordered
 from flashgen.codegen.assembly import ENDS_OF_TILES, assemble, visited_tiles
 from flashgen.codegen.environment import environment
-from flashgen.codegen.mma_sync.decode_plans import BEGINNING, MOST_SHARED_TILES, DecodePlan, shared_tiles
+from flashgen.codegen.mma_sync.decode_plans import BEGINNING, MOST_SHARED_TILES, RUN_BYTES, DecodePlan, shared_tiles
 from flashgen.codegen.mma_sync.splits import choose_splits, packed_heads, packs, row_tiles
 from flashgen.codegen.rendered_kernel import Grid, RenderedKernel, entry_name, kernel_name
 from flashgen.codegen.sizes import Sizes
@@ -101,7 +101,7 @@ def run_values(spec: AttentionSpec, plan: DecodePlan, sizes: Sizes) -> dict[str,
 
 def run_context(plan: DecodePlan) -> dict[str, Any]:
     """What templates/mma_sync/runs.cuh.jinja is told of a plan."""
-    return {"scheduled": plan.scheduled, "beginning": BEGINNING, "shortest": plan.warps}
+    return {"scheduled": plan.scheduled, "beginning": BEGINNING, "shortest": plan.warps, "run_bytes": RUN_BYTES}
 
 
 def run_counters(spec: AttentionSpec, sizes: Sizes) -> int:
