@@ -40,6 +40,7 @@ _MOST_BLOCKS = 2
 FEW_ROWS = 16  # of the default plan's tiles
 _MANY_ROWS = 32
 _MOST_REGISTERS = 248  # of a thread, by estimate: some kernels take a few more
+_MOST_SHARED_REGISTERS = 224  # likewise, where blocks share the keys of all sequences
 _RINGS = (
     (4, 4),
     (4, 3),
@@ -189,7 +190,8 @@ def choose_decode_plan(
 
 def _rings(spec: AttentionSpec, target: Target, rows: int, scheduled: bool = False) -> list[DecodePlan]:
     """Plans of so many rows, that which asks for the least shared memory last."""
-    plans = (DecodePlan(rows, _tile_k(spec), *ring, scheduled=scheduled) for ring in _RINGS)
+    keys = _shared_tile_k(spec, rows) if scheduled else _tile_k(spec)
+    plans = (DecodePlan(rows, keys, *ring, scheduled=scheduled) for ring in _RINGS)
     return [_with_blocks(plan, spec, target) for plan in plans]
 
 
@@ -198,6 +200,13 @@ def _tile_k(spec: AttentionSpec) -> int:
     keys = _STAGE_BYTES // (cached_bytes(spec) * (padded(spec.head_dim) + padded(spec.value_dim)))
     fewest = DROPOUT_COLUMNS if spec.dropout else MMA_DEPTH
     return min(max(1 << keys.bit_length() - 1, fewest), _MOST_KEYS)
+
+
+def _shared_tile_k(spec: AttentionSpec, rows: int) -> int:
+    """Keys of a tile where blocks share them: half where the scores leave no registers for what that takes."""
+    keys = _tile_k(spec)
+    heavy = DecodePlan(rows, keys, 1, 2).registers(spec) > _MOST_SHARED_REGISTERS
+    return keys // 2 if heavy and keys > (DROPOUT_COLUMNS if spec.dropout else MMA_DEPTH) else keys
 
 
 def _with_blocks(plan: DecodePlan, spec: AttentionSpec, target: Target) -> DecodePlan:
