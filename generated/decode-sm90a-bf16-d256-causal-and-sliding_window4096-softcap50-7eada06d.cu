@@ -80,6 +80,14 @@ static_assert(kTileQ % 16 == 0 && kTileK % 16 == 0, "whole mma tiles");
 
 extern __shared__ __align__(1024) unsigned char shared_memory[];
 
+// Counts up to `last` and then from 0 again, and gives what it was. Whoever counts later sees what this thread, and those
+// that it has met at a barrier, wrote before; and this thread sees theirs who counted earlier.
+__device__ __forceinline__ unsigned atomic_inc_acq_rel(unsigned* counter, unsigned last) {
+  unsigned before;
+  asm volatile("atom.acq_rel.gpu.global.inc.u32 %0, [%1], %2;" : "=r"(before) : "l"(counter), "r"(last) : "memory");
+  return before;
+}
+
 // Starts copying 16 bytes from global to shared memory; writes zeros, and reads nothing, where not valid.
 __device__ __forceinline__ void copy_async_16(unsigned shared_destination, const void* global_source, bool valid) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
@@ -540,29 +548,45 @@ __device__ __forceinline__ void lay_share(const float (&output)[kRowTiles][kValu
   }
 }
 
-// Adds up `count` shares of four columns of a row: of warps in shared memory, or of splits in global memory, where other
-// multiprocessors wrote them. In their order, so that the bits do not depend on who came when.
+constexpr int kSharesAtOnce = 16;   // that are on their way together: each takes as long as one way to the L2
+
+// Of warps in shared memory, or of splits in global memory, where other multiprocessors wrote them.
+template <bool kWarpsShares, class Part>
+__device__ __forceinline__ Part load_share(const Part* share) { return kWarpsShares ? *share : __ldcg(share); }
+
+// Adds up `count` shares of four columns of a row, in their order, so that the bits do not depend on who came when.
 template <bool kWarpsShares>
 __device__ __forceinline__ RowState merge_shares(float4& output, const float* outputs, const float2* states, int count) {
   constexpr int kStep = kTileQ * (kWarpsShares ? kShareColumns : kValueDim);
+  constexpr int kAtOnce = kWarpsShares ? kWarps : kSharesAtOnce;
   RowState merged;
-#pragma unroll 4
-  for (int part = 0; part < count; ++part, states += kTileQ) {
-    merged.reference = fmaxf(merged.reference, (kWarpsShares ? *states : __ldcg(states)).x);
+#pragma unroll 8
+  for (int part = kAtOnce; part < count; ++part) {   // those that are not read together with the first ones
+    merged.reference = fmaxf(merged.reference, load_share<kWarpsShares>(states + part * kTileQ).x);
   }
-  states -= count * kTileQ;
   output = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-#pragma unroll 4
-  for (int part = 0; part < count; ++part, states += kTileQ, outputs += kStep) {
-    const float2 state = kWarpsShares ? *states : __ldcg(states);
-    const float4* columns = reinterpret_cast<const float4*>(outputs);
-    const float4 share = kWarpsShares ? *columns : __ldcg(columns);
-    const float weight = state.x == minus_infinity() ? 0.0f : exp2_approx((state.x - merged.reference) * kScoreToLog2);
-    output.x = fmaf(share.x, weight, output.x);
-    output.y = fmaf(share.y, weight, output.y);
-    output.z = fmaf(share.z, weight, output.z);
-    output.w = fmaf(share.w, weight, output.w);
-    merged.sum = fmaf(state.y, weight, merged.sum);
+  for (int first = 0; first < count; first += kAtOnce, states += kAtOnce * kTileQ, outputs += kAtOnce * kStep) {
+    float2 of_row[kAtOnce];
+    float4 share[kAtOnce];
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      const float4* columns = reinterpret_cast<const float4*>(outputs + i * kStep);
+      const bool exists = first + i < count;
+      of_row[i] = exists ? load_share<kWarpsShares>(states + i * kTileQ) : make_float2(minus_infinity(), 0.0f);
+      share[i] = exists ? load_share<kWarpsShares>(columns) : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    }
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) merged.reference = fmaxf(merged.reference, of_row[i].x);
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      const float2 state = of_row[i];
+      const float weight = state.x == minus_infinity() ? 0.0f : exp2_approx((state.x - merged.reference) * kScoreToLog2);
+      output.x = fmaf(share[i].x, weight, output.x);
+      output.y = fmaf(share[i].y, weight, output.y);
+      output.z = fmaf(share[i].z, weight, output.z);
+      output.w = fmaf(share[i].w, weight, output.w);
+      merged.sum = fmaf(state.y, weight, merged.sum);
+    }
   }
   return merged;
 }
@@ -587,6 +611,14 @@ __device__ __forceinline__ void store_share(const Work& work, const DecodeArgume
     *reinterpret_cast<float4*>(outputs + i) = output;
     if (column == 0) states[row] = make_float2(state.reference, state.sum);
   }
+}
+
+// Whether this block is the last to arrive of those that share a tile: it then sees the shares of all. One thread's
+// order does: barriers put the block's writes before it and its reads behind (PTX ISA, causality order).
+__device__ __forceinline__ bool arrives_last(unsigned* arrivals, int parts) {
+  __syncthreads();
+  const bool last = threadIdx.x == 0 && atomic_inc_acq_rel(arrivals, parts - 1) + 1 == parts;
+  return __syncthreads_or(last);
 }
 
 // Merges the shares of the tile's rows, of this block's warps or of all splits, and writes the output and the LSE.
@@ -674,10 +706,5 @@ attention_decode_bf16_d256_causal_and_sliding_window4096_softcap50_7eada06d(cons
   __syncthreads();
   if (arguments.splits == 1) return write_output<true>(work, arguments);
   store_share(work, arguments);
-  __threadfence();   // whoever sees the arrival below sees the share
-  __syncthreads();
-  const bool last = threadIdx.x == 0 && atomicInc(arguments.arrivals + work.unit, arguments.splits - 1) + 1 == arguments.splits;
-  if (!__syncthreads_or(last)) return;
-  __threadfence();   // every other block has arrived
-  write_output<false>(work, arguments);
+  if (arrives_last(arguments.arrivals + work.unit, arguments.splits)) write_output<false>(work, arguments);
 }

@@ -3,7 +3,8 @@
 from flashgen.attention.appending import append_kv
 from flashgen.attention.callable import Attention
 from flashgen.attention.compiling import compile
+from flashgen.attention.decode_schedule import DecodeSchedule
 from flashgen.attention.gradients import Gradients
 from flashgen.attention.merging import merge_states
 
-__all__ = ["Attention", "Gradients", "append_kv", "compile", "merge_states"]
+__all__ = ["Attention", "DecodeSchedule", "Gradients", "append_kv", "compile", "merge_states"]

@@ -8,7 +8,7 @@ from typing import Any
 
 from flashgen.attention.backward_choice import BackwardChoice
 from flashgen.attention.backward_tile_lists import BackwardListers
-from flashgen.attention.call import Call
+from flashgen.attention.call import Call, Splits
 from flashgen.attention.call_pass import Makers, Pass, common_device
 from flashgen.attention.captures import check_array
 from flashgen.attention.gradients import (
@@ -110,7 +110,7 @@ class BackwardPass(Pass[_Prepared]):
         return pointers
 
     def _work_out(
-        self, views: dict[str, View], libraries: Mapping[str, Library], bounds: Bounds, num_splits: int | None
+        self, views: dict[str, View], libraries: Mapping[str, Library], bounds: Bounds, splits: Splits
     ) -> _Prepared:
         spec, device = self.spec, common_device(views)
         problem = problem_of(spec, views, bounds=bounds)

@@ -50,6 +50,9 @@ class BoundAttention(Attention):
     def backward_tile_lists(self, *sizes: Any, **given: Any) -> Any:
         return super().backward_tile_lists(*sizes, **self._where_kernels_run(given))
 
+    def decode_schedule(self, *sizes: Any, **given: Any) -> Any:
+        return super().decode_schedule(*sizes, **self._where_kernels_run(given))
+
     def _with_bound(self, q: Any, given: dict[str, Any]) -> dict[str, Any]:
         if isinstance(q, np.ndarray):
             return {name: array.on_host() for name, array in self.bound.items()} | given

@@ -5,7 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from flashgen.attention.decode_schedule import ScheduledSizes
 from flashgen.attention.problem import NO_BOUNDS, Bounds
+
+Splits = int | ScheduledSizes | None
+"""Into how many parts the keys of a call are split, or by which schedule; None: the sizes choose."""
 
 _NONE: Mapping[str, Any] = {}
 
@@ -21,7 +25,8 @@ class Call(NamedTuple):
         results: arrays to write them to, all of them, by name; none where new ones are made.
         tile_lists: what the attention made of the mask; None makes them.
         bounds: how many queries, and keys, a sequence of a ragged batch has at most, where the caller says.
-        num_splits: parts into which the keys are split; None is as many as make the call fast.
+        splits: parts into which the keys are split, or what a schedule was made for; None is as many parts as make
+            the call fast.
     """
 
     inputs: dict[str, Any]
@@ -32,4 +37,4 @@ class Call(NamedTuple):
     results: Mapping[str, Any] = _NONE
     tile_lists: Any = None
     bounds: Bounds = NO_BOUNDS
-    num_splits: int | None = None
+    splits: Splits = None

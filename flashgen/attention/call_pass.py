@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
 from typing import Any, Generic, Protocol, TypeVar
 
-from flashgen.attention.call import Call
+from flashgen.attention.call import Call, Splits
 from flashgen.attention.captures import (
     captured_distances,
     check_captures,
@@ -31,7 +31,11 @@ from flashgen.runtime.remembered import Remembered
 
 _MOST_PREPARED = 1024  # lengths grow with every call in decoding
 _ROW_ALIGNMENT, _LARGEST_ELEMENT = 16, 8  # bytes
-_ARGUMENTS = {"o": "out", "d_o": "d_out"}  # what the user calls a member of a struct, where it is called differently
+_ARGUMENTS = {
+    "o": "out",
+    "d_o": "d_out",
+    "schedule": "decode_schedule",
+}  # what the user calls a member of a struct, where it is called differently
 _NO_NUMBERS: dict[str, int | float] = {}
 
 Makers = Mapping[str, Callable[[], Any]]
@@ -102,10 +106,10 @@ class Pass(Generic[AnyPrepared]):
             arrays[member] = captures[capture.name]
         if call.results:
             results = {self._result_argument(name): array for name, array in call.results.items()}
-            prepared, addresses = self._prepare(arrays | results, library, call.bounds, call.num_splits)
+            prepared, addresses = self._prepare(arrays | results, library, call.bounds, call.splits)
             prepared.sharing.check(addresses)
         else:
-            prepared, addresses = self._prepare(arrays, library, call.bounds, call.num_splits)
+            prepared, addresses = self._prepare(arrays, library, call.bounds, call.splits)
         if self._distances:
             self._check_distances(captures)
         if self.spec.sharded:
@@ -129,11 +133,11 @@ class Pass(Generic[AnyPrepared]):
         return {name: makers[name]() for name in wanted}
 
     def _work_out(
-        self, views: dict[str, View], libraries: Mapping[str, Library], bounds: Bounds, num_splits: int | None
+        self, views: dict[str, View], libraries: Mapping[str, Library], bounds: Bounds, splits: Splits
     ) -> AnyPrepared:
         """Checks the arrays of a call, and prepares what calls like it share. libraries: of the arrays.
 
-        bounds: of the lengths of a ragged batch. num_splits: of a decode kernel's keys, where the call says.
+        bounds: of the lengths of a ragged batch. splits: of a decode kernel's keys, where the call says.
         """
         raise NotImplementedError
 
@@ -173,14 +177,14 @@ class Pass(Generic[AnyPrepared]):
             check_distances(capture, view.shape, axis, int(captures[farthest.name]))
 
     def _prepare(
-        self, arrays: dict[str, Any], library: Library, bounds: Bounds, num_splits: int | None
+        self, arrays: dict[str, Any], library: Library, bounds: Bounds, splits: Splits
     ) -> tuple[AnyPrepared, Addresses]:
         """What calls like this one share, worked out, and the arrays checked, the first time; the arrays' addresses.
 
         library: of q, and so of all arrays of its type.
         """
         kind, look = type(arrays["q"]), library.look
-        key: list[Any] = [bounds, num_splits]
+        key: list[Any] = [bounds, splits]
         addresses = Addresses()
         misaligned = 0
         in_rows = self._in_rows
@@ -200,7 +204,7 @@ class Pass(Generic[AnyPrepared]):
             views = {name: libraries[name].view(array, _argument(name)) for name, array in arrays.items()}
             if "seed" in views:
                 check_seed_in_memory(views["seed"])
-            make = partial(self._work_out, views, libraries, bounds, num_splits)
+            make = partial(self._work_out, views, libraries, bounds, splits)
             prepared = self._prepared.get_or_make(known, make)
         return prepared, addresses
 

@@ -6,7 +6,8 @@ import shlex
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from flashgen.attention.call import Call
+from flashgen.attention.call import Call, Splits
+from flashgen.attention.decode_schedule import DecodeSchedule, Scheduler, given_schedule
 from flashgen.attention.edits import NO_EDITS, Edits
 from flashgen.attention.forward import ForwardPass
 from flashgen.attention.gradients import ROWS, Gradients, differentiated, given_gradients
@@ -258,6 +259,38 @@ class Attention:
             raise ArgumentError(f"{self.spec.mask.name} needs no lists: its tiles are known in closed form")
         return listers.make(len_q, len_q if len_k is None else len_k, batch, heads, captures)
 
+    def decode_schedule(
+        self,
+        len_q: int = 1,
+        *,
+        page_table: Any,
+        seqused_k: Any,
+        heads: int,
+        heads_kv: int | None = None,
+        **captures: Any,
+    ) -> DecodeSchedule:
+        """How the blocks of calls over pages share the keys, by the lengths of this step: made once, for all layers.
+
+        By itself each block of a call sums up the lengths of the batch, which costs a microsecond or so. The host reads
+        nothing; `update` makes a schedule anew in its memory, also in a captured graph, before which it is to be made.
+
+        Args:
+            len_q: queries of each sequence.
+            page_table: that of the calls, int32 (batch, pages of a sequence), of which only the shape is looked at.
+            seqused_k: int32 (batch): keys of each sequence, read when the kernel runs, on its library's current stream.
+            heads: query heads. heads_kv: heads of k and v; None for as many.
+            captures: what the mask's bounds read: a window that is a Scalar, say.
+
+        Raises ArgumentError for a spec without pages, and for what does not fit; LaunchError without a GPU.
+        """
+        return self._scheduler.make(
+            len_q, page_table, seqused_k, heads, heads if heads_kv is None else heads_kv, captures
+        )
+
+    @made_once
+    def _scheduler(self) -> Scheduler:
+        return Scheduler(self.spec, self.target, self.engine, self.plan)
+
     def __call__(
         self,
         q: Any,
@@ -270,6 +303,7 @@ class Attention:
         out: Any = None,
         tile_lists: TileLists | None = None,
         num_splits: int | None = None,
+        decode_schedule: DecodeSchedule | None = None,
         page_table: Any = None,
         seqused_k: Any = None,
         k_scale: Any = None,
@@ -295,6 +329,8 @@ class Attention:
             tile_lists: what `tile_lists(...)` made for the sizes and captures of this call; None makes them.
             num_splits: take the decode kernel, the keys split into so many parts, 1 to 1024: a sequence then has the
                 same bits whatever else is in the batch. None lets the sizes choose the kernel and the parts.
+            decode_schedule: of a spec with pages, what `decode_schedule(...)` made for the sizes of this call: take the
+                decode kernel, whose blocks share the keys as it says. None has each block sum up the lengths.
             page_table: of a spec with pages, int32 (batch, pages of a sequence): which page of k and v, (pages,
                 page_size, heads_kv, dim), has a sequence's keys 0 to page_size - 1, which the next ones, and so on.
                 Entries beyond a sequence's keys are not read; one that is no page is the last page.
@@ -338,7 +374,11 @@ class Attention:
         if self.spec.of_cache or not page_table is seqused_k is k_scale is v_scale is None:
             cache = {"page_table": page_table, "seqused_k": seqused_k, "k_scale": k_scale, "v_scale": v_scale}
             inputs |= given_cache(self.spec, **cache)
-        call = Call(inputs, captured, seed, offset, wanted, given, tile_lists, bounds, num_splits)
+        splits: Splits = num_splits
+        if decode_schedule is not None:
+            schedule = given_schedule(decode_schedule, num_splits, self.spec)
+            inputs["schedule"], splits = schedule.memory, schedule.sizes
+        call = Call(inputs, captured, seed, offset, wanted, given, tile_lists, bounds, splits)
         results = self._forward(call)
         if out is not None:
             return out

@@ -8,9 +8,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 from weakref import WeakSet
 
-from flashgen.attention.call import Call
+from flashgen.attention.call import Call, Splits
 from flashgen.attention.call_pass import Makers, Pass, common_device
 from flashgen.attention.captures import check_array
+from flashgen.attention.decode_schedule import ScheduledSizes
 from flashgen.attention.kernel_choice import BuiltForward, KernelChoice, splits_of
 from flashgen.attention.outputs import check_outputs, made_strides
 from flashgen.attention.problem import Bounds, Problem, check_table, problem_of
@@ -99,7 +100,7 @@ class ForwardPass(Pass[_Prepared]):
         return {"forward": lister.of_call(lists, prepared.problem, taken, numbers, place)}
 
     def _work_out(
-        self, views: dict[str, View], libraries: Mapping[str, Library], bounds: Bounds, num_splits: int | None
+        self, views: dict[str, View], libraries: Mapping[str, Library], bounds: Bounds, splits: Splits
     ) -> _Prepared:
         device, library = common_device(views), libraries["q"]
         problem = problem_of(self.spec, views, self.engine.multiprocessors(device), bounds)
@@ -110,11 +111,13 @@ class ForwardPass(Pass[_Prepared]):
         captured = {capture.name: views[member] for capture, member in self._arrays}
         for capture, _ in self._arrays:
             check_array(self.spec, capture, captured[capture.name], problem)
-        if num_splits is None:
-            built = self.built_for(problem, device)
+        if isinstance(splits, ScheduledSizes):
+            built = self.choice.of_schedule(problem, splits)
+        elif splits is not None:
+            built = self.choice.of_splits(problem, splits)
         else:
-            built = self.choice.of_splits(problem, num_splits)
-        problem = replace(problem, splits=splits_of(built.kernel, self.spec, problem, num_splits))
+            built = self.built_for(problem, device)
+        problem = replace(problem, splits=splits_of(built.kernel, self.spec, problem, splits))
         stages = None if problem.is_empty else built.stages.prepare(problem, captured, library, device)
         lists = built.lister.prepare(problem, captured, library, device) if built.lister else None
         makers = {

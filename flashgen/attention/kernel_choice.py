@@ -8,6 +8,8 @@ import warnings
 from dataclasses import dataclass
 from functools import partial
 
+from flashgen.attention.call import Splits
+from flashgen.attention.decode_schedule import ScheduledSizes
 from flashgen.attention.problem import Problem
 from flashgen.attention.ragged import refuse_ragged
 from flashgen.attention.stages import BuiltStages
@@ -113,13 +115,30 @@ class KernelChoice:
             raise ArgumentError(f"num_splits={num_splits!r} must be an integer from 1 to {MOST_SPLITS}, or None")
         refuse_ragged(self._spec, "num_splits", "leave it out, a ragged batch splits no keys")
         if _decodes(self.default.kernel):
+            if self.default.kernel.plan.scheduled:
+                raise ArgumentError(f"num_splits={num_splits}: {self.default.kernel.plan} shares keys by their lengths")
             return self.default
+        return self._of_rows(problem, f"num_splits={num_splits}", "splits no keys")
+
+    def of_schedule(self, problem: Problem, sizes: ScheduledSizes) -> BuiltForward:
+        """The decode kernel for calls with a schedule: a plan that was given, or that of their rows.
+
+        Errors as above, and where the schedule was made for other sizes.
+        """
+        given = self.decoding is None and _decodes(self.default.kernel) and self.default.kernel.plan.scheduled
+        built = self.default if given else self._of_rows(problem, "decode_schedule", "takes none", scheduled=True)
+        sizes.check(built.kernel.plan, problem)
+        return built
+
+    def _of_rows(self, problem: Problem, given: str, why: str, scheduled: bool = False) -> BuiltForward:
+        """The decode kernel for the rows of a call, whatever else is in the batch."""
         if self.decoding is None:
             raise ArgumentError(
-                f"num_splits={num_splits}: {self.default.kernel.name} splits no keys; compile without plan=... and "
+                f"{given}: {self.default.kernel.name} {why}; compile without plan=... and "
                 "source=..., or with a plan of the decode kernel"
             )
-        plan = self.decoding.of_rows(self._spec, self.default.kernel.target, problem.heads_per_kv * problem.len_q)
+        rows, target = problem.heads_per_kv * problem.len_q, self.default.kernel.target
+        plan = self.decoding.of_rows(self._spec, target, rows, scheduled)
         kernels, prebuild = self._decode_kernels(plan)
         make = partial(BuiltForward.of, self._spec, kernels, self._engine, prebuild)
         return self._built.get(plan) or self._built.get_or_make(plan, make) or make()
@@ -204,15 +223,17 @@ def _decodes(kernel: RenderedKernel) -> bool:
     return decoding is not None and isinstance(kernel.plan, decoding.plan)
 
 
-def splits_of(kernel: RenderedKernel, spec: AttentionSpec, problem: Problem, num_splits: int | None) -> int:
+def splits_of(kernel: RenderedKernel, spec: AttentionSpec, problem: Problem, splits: Splits) -> int:
     """Into how many parts a call's keys are split: as many as it says, or as the sizes want; 1 by a forward kernel."""
     decoding = forward_family(kernel.target).decoding
     if decoding is None or not isinstance(kernel.plan, decoding.plan):
         return 1
-    return num_splits or decoding.splits(spec, kernel.plan, problem)
+    if isinstance(splits, ScheduledSizes):
+        return splits.columns
+    return splits or decoding.splits(spec, kernel.plan, problem)
 
 
 def workload_of(problem: Problem, card: Card) -> Workload:
     """The sizes of a call, as plans are ranked for them."""
     heads = problem.batch * problem.heads_q
-    return Workload(problem.len_q, problem.len_k, heads, card.multiprocessors, problem.heads_per_kv)
+    return Workload(problem.len_q, problem.len_k, heads, card.multiprocessors, problem.heads_per_kv, problem.batch)

@@ -8,7 +8,7 @@ from flashgen.bench.context import ContextRow, context_rows, context_summary, gp
 from flashgen.bench.context import Shape as ContextShape
 from flashgen.bench.decode import PEERS as DECODE_PEERS
 from flashgen.bench.decode import SIZES as DECODE_SIZES
-from flashgen.bench.decode import DecodeRow, DecodeSize, decode_rows
+from flashgen.bench.decode import DecodeRow, DecodeSize, decode_rows, own_choices
 from flashgen.bench.grouped import GroupedRow, grouped_rows
 from flashgen.bench.host import LIBRARIES, PARTS, PASSES, REST, HostRow, host_cases, host_rows, installed_libraries
 from flashgen.bench.host_torch import operator_names, operator_rows
@@ -16,6 +16,10 @@ from flashgen.bench.measure import Row, environment, speed_rows
 from flashgen.bench.paper import PaperRow, paper_rows
 from flashgen.bench.peers import PEERS
 from flashgen.bench.ragged import RAGGED_PEERS, SHAPES, RaggedRow, ragged_rows
+from flashgen.bench.serving import COMPARED as SERVING_COMPARED
+from flashgen.bench.serving import CONTENDERS as SERVING_CONTENDERS
+from flashgen.bench.serving import GROUPS as SERVING_GROUPS
+from flashgen.bench.serving import ServingRow, serving_rows, serving_variants
 from flashgen.bench.start import STARTS, start_rows
 from flashgen.bench.train import ATTENTIONS, MODES, TrainRow, train_rows, train_summary
 from flashgen.bench.variants import chosen_variants
@@ -32,6 +36,9 @@ __all__ = [
     "PEERS",
     "RAGGED_PEERS",
     "REST",
+    "SERVING_COMPARED",
+    "SERVING_CONTENDERS",
+    "SERVING_GROUPS",
     "SHAPES",
     "STARTS",
     "ContextRow",
@@ -43,6 +50,7 @@ __all__ = [
     "PaperRow",
     "RaggedRow",
     "Row",
+    "ServingRow",
     "Timed",
     "TrainRow",
     "VariantRow",
@@ -58,8 +66,11 @@ __all__ = [
     "installed_libraries",
     "operator_names",
     "operator_rows",
+    "own_choices",
     "paper_rows",
     "ragged_rows",
+    "serving_rows",
+    "serving_variants",
     "speed_rows",
     "start_rows",
     "summary",

@@ -2,28 +2,25 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
-import sympy
 
 from flashgen.analysis.closed_forms.tile_ranges import evaluate_range, key_range
 from flashgen.attention import compile
 from flashgen.bench.cases import Arrays, random_arrays
+from flashgen.bench.flashinfer import paged_attention
 from flashgen.bench.peers import peer
 from flashgen.bench.timing import Run, medians_ms
-from flashgen.bench.torch_runs import runs_or_none
+from flashgen.codegen.mma_sync.decode_plans import DecodePlan
 from flashgen.language.masks import causal
 from flashgen.language.operations import BATCH
 from flashgen.language.spec import AttentionSpec
 
 PEERS = ("cuDNN", "FA2", "Flex", "FlashInfer")
 FLASHINFER_PAGE = 64
-_FLASHINFER_BYTES = 256 * 2**20  # of its workspace
 _ELEMENT = 2
 
 
@@ -88,15 +85,35 @@ def decode_rows(
     peers: Sequence[str] = PEERS,
     page_sizes: Sequence[int] = (),
     target: str | None = None,
+    splits: Sequence[int] = (),
+    plans: Sequence[DecodePlan] = (),
 ) -> Iterator[DecodeRow]:
-    """Measures specs without captures at the sizes, over contiguous keys and over pages; contenders take turns."""
+    """Measures specs without captures at the sizes, over contiguous keys and over pages; contenders take turns.
+
+    splits, plans: to be measured too, each with the other's default; all of the first with each of the second.
+    """
     for spec in specs:
         for size in sizes:
-            yield measure_decode(spec, size, peers, page_sizes, target)
+            yield measure_decode(spec, size, peers, page_sizes, target, splits, plans)
+
+
+def own_choices(splits: Sequence[int], plans: Sequence[DecodePlan]) -> dict[str, tuple[int | None, DecodePlan | None]]:
+    """Contenders that are flashgen's with other parts or plans than it chooses, by name."""
+    chosen: dict[str, tuple[int | None, DecodePlan | None]] = {f"{parts} splits": (parts, None) for parts in splits}
+    for plan in plans:
+        name = f"{plan.tile_q}x{plan.tile_k}x{plan.warps}x{plan.stages}x{plan.blocks}"
+        chosen |= {name: (None, plan)} | {f"{name}, {parts} splits": (parts, plan) for parts in splits}
+    return chosen
 
 
 def measure_decode(
-    spec: AttentionSpec, size: DecodeSize, peers: Sequence[str], page_sizes: Sequence[int], target: str | None = None
+    spec: AttentionSpec,
+    size: DecodeSize,
+    peers: Sequence[str],
+    page_sizes: Sequence[int],
+    target: str | None = None,
+    splits: Sequence[int] = (),
+    plans: Sequence[DecodePlan] = (),
 ) -> DecodeRow:
     """Times one size. Keys of 8 bits have "16 bits" beside them, flashgen's over keys of the spec's dtype."""
     attention, plain = compile(spec, target), with_cache(spec)
@@ -108,6 +125,8 @@ def measure_decode(
         runs = {"flashgen": narrow(spec, attention, q, (k, v)), "16 bits": lambda: wide(q, k, v)}
     for page_size in page_sizes:
         runs[f"pages of {page_size}"] = paged(spec, size, page_size, arrays, target)
+    for name, (parts, given) in own_choices(splits, plans).items():
+        runs[name] = _own_choice(compile(spec, target, plan=given), spec, arrays, parts)
     for name in peers:
         run = flashinfer(plain, size, arrays) if name == "FlashInfer" else _peer(name, plain, size, arrays)
         if run is not None:
@@ -117,13 +136,20 @@ def measure_decode(
     return row(spec, size, attention.target.name, str(plan), times)
 
 
+def _own_choice(attention: Any, spec: AttentionSpec, arrays: Arrays, parts: int | None) -> Run:
+    q, k, v, _ = arrays
+    if spec.kv_dtype:
+        return narrow(spec, attention, q, (k, v), num_splits=parts)
+    return lambda: attention(q, k, v, num_splits=parts)
+
+
 def row(spec: AttentionSpec, size: DecodeSize, target: str, plan: str, milliseconds: Mapping[str, float]) -> DecodeRow:
     """The row of a size, of the milliseconds of its contenders."""
     numbers = keys_needed(spec, size) * size.batch * size.heads_kv * (spec.head_dim + spec.value_dim)
     moved = numbers * (1 if spec.kv_dtype else _ELEMENT)
-    ours = {name for name in milliseconds if name == "flashgen" or name.startswith("pages")}
+    others = {"16 bits", *PEERS}  # who reads 16 bits whatever the spec says
     terabytes = {
-        name: (moved if name in ours else numbers * _ELEMENT) / time / 1e9 for name, time in milliseconds.items()
+        name: (numbers * _ELEMENT if name in others else moved) / time / 1e9 for name, time in milliseconds.items()
     }
     micros = {name: 1e3 * time for name, time in milliseconds.items()}
     return DecodeRow(spec.name, target, size, plan, moved, micros, terabytes)
@@ -208,48 +234,13 @@ def _peer(name: str, spec: AttentionSpec, size: DecodeSize, arrays: Arrays) -> R
 
 
 def flashinfer(spec: AttentionSpec, size: DecodeSize, arrays: Arrays) -> Run | None:
-    """A run of FlashInfer over pages of 64, planned before anything is timed; None where it is missing or cannot."""
-    known = spec.mask.expression in (sympy.true, causal().expression)
-    if spec.score or spec.dropout or not known or spec.head_dim != spec.value_dim or spec.layout != "bhsd":
+    """A run of FlashInfer over pages of 64, of other keys; None where it is missing or cannot do the spec."""
+    if spec.layout != "bhsd":
         return None
-    if importlib.util.find_spec("flashinfer") is None:
-        return None
-    import torch
-
-    library = importlib.import_module("flashinfer")
-    pages = size.batch * -(-size.len_k // FLASHINFER_PAGE)
-    shape = (pages, 2, FLASHINFER_PAGE, size.heads_kv, spec.head_dim)
-    cache = torch.randn(shape, device="cuda", dtype=getattr(torch, spec.dtype))
-    table, _ = _where(pages, size)
-    each = table.shape[1]
-    indptr, last = _i32(np.arange(size.batch + 1) * each), _i32(np.full(size.batch, size.len_k - (each - 1) * 64))
-    workspace = torch.empty(_FLASHINFER_BYTES, dtype=torch.uint8, device="cuda")
-    types = {"q_data_type": getattr(torch, spec.dtype), "kv_data_type": getattr(torch, spec.dtype)}
-    q = arrays[0].transpose(1, 2).reshape(-1, size.heads, spec.head_dim).contiguous()
-    heads = (size.heads, size.heads_kv, spec.head_dim, FLASHINFER_PAGE)
-
-    def planned() -> Any:
-        if size.len_q == 1:
-            wrapper = library.BatchDecodeWithPagedKVCacheWrapper(workspace, "NHD", use_tensor_cores=True)
-            wrapper.plan(indptr, _i32(table.ravel()), last, *heads, sm_scale=spec.scale, **types)
-            return wrapper
-        wrapper = library.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD")
-        queries = _i32(np.arange(size.batch + 1) * size.len_q)
-        is_causal = spec.mask.expression != sympy.true
-        wrapper.plan(queries, indptr, _i32(table.ravel()), last, *heads, causal=is_causal, sm_scale=spec.scale, **types)
-        return wrapper
-
-    made: list[Any] = []
-
-    def run() -> Any:
-        if not made:
-            made.append(planned())
-        return made[0].run(q, cache)
-
-    return runs_or_none(run)
-
-
-def _i32(array: Any) -> Any:
-    import torch
-
-    return torch.from_numpy(np.asarray(array, np.int32)).cuda()
+    each = -(-size.len_k // FLASHINFER_PAGE)
+    table, _ = _where(size.batch * each, size)
+    shapes = [(table.size, FLASHINFER_PAGE, size.heads_kv, dim) for dim in (spec.head_dim, spec.value_dim)]
+    k, v = random_arrays(shapes, spec.dtype, seed=1)
+    begins = [each * number for number in range(size.batch + 1)]
+    last = [size.len_k - (each - 1) * FLASHINFER_PAGE] * size.batch
+    return paged_attention(spec, [arrays[0]], k, v, (begins, table.ravel(), last))

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from flashgen.language.spec import AttentionSpec
 
 PEERS = ("FA2", "cuDNN", "Flex", "FA4")
+PEERS_OF_DECODE = ("cuDNN", "FA2", "Flex", "FlashInfer")
 PLAIN = ("full()", "causal()")
 DEFAULT = "speed"
 WIDEST_NAME = 48  # characters of a row's first cell on a terminal
@@ -46,6 +47,8 @@ flashgen bench --variants --pass backward --only "window 1024,relative table"
 flashgen bench gqa
 
 flashgen bench decode --pages 16,64
+
+flashgen bench decode --group lengths
 
 flashgen bench ragged --pass backward --uneven
 
@@ -182,6 +185,20 @@ def decode(
         ),
     ] = "",
     pages: Annotated[str, typer.Option("--pages", help='Sizes of pages to measure too, by commas; "" is none.')] = "",
+    splits: Annotated[
+        str, typer.Option("--splits", help='Numbers of parts to measure too, by commas; "" is none.')
+    ] = "",
+    plans: Annotated[
+        str,
+        typer.Option(
+            "--plans",
+            help="Plans to measure too, by commas: rows x keys x warps x stages x blocks, as 16x16x4x3x2.",
+        ),
+    ] = "",
+    group: Annotated[
+        str, typer.Option("--group", help="Instead of sizes: lengths that differ, variants, or mixed batches.")
+    ] = "",
+    only: Annotated[str, typer.Option("--only", help="Of the variants, these, by commas. Default: all.")] = "",
     peers: Annotated[str, typer.Option("--peers", help=PEERS_HELP)] = "cuDNN,FA2,Flex,FlashInfer",
     target: Target = None,
     output: Output = Path("flashgen-decode.json"),
@@ -191,8 +208,12 @@ def decode(
 
     Without SPEC: full(). Head dim 128 and bfloat16 unless options say otherwise; specs must capture nothing. flashgen
     takes the kernel and the splits that calls take; pages are in random order. With --kv-dtype flashgen reads 8 bits,
-    and peers 16, as flashgen does once more. FlashInfer, where it is installed, reads
-    pages of 64 and is planned beforehand; FlexAttention is compiled for each size.
+    and peers 16, as flashgen does once more. FlashInfer, where it is installed, reads pages of 64 and is planned
+    beforehand; FlexAttention is compiled for each size. --splits and --plans measure flashgen's own choices.
+
+    --group lengths: 64 sequences of 1 to 32768 keys over pages beside equal ones, also with a schedule made before.
+    --group variants: masks and scores beside full attention to as many keys as they visit, and FlexAttention.
+    --group mixed: a prompt of 2048 queries and 63 sequences of one, over pages. These take one SPEC, for its dims.
     """
     require_gpu()
     from flashgen import bench
@@ -205,13 +226,55 @@ def decode(
         )
     if options.page_size:
         raise ArgumentError(f"--page-size {options.page_size}: name sizes by --pages, beside contiguous keys")
-    measured = [decode_size(text) for text in listed(sizes)] or list(bench.DECODE_SIZES)
-    beside, page_sizes = chosen(peers, "--peers", bench.DECODE_PEERS), numbers(pages, "--pages") if pages else []
-    rows = bench.decode_rows(declared, measured, beside, page_sizes, target)
+    given, beside = [decode_size(text) for text in listed(sizes)], chosen(peers, "--peers", bench.DECODE_PEERS)
+    if group:
+        serving(group, declared[0], given, beside, listed(only), target, output, json)
+        return
+    if only:
+        raise ArgumentError(f"--only {only!r} chooses among variants: add --group variants")
+    measured, page_sizes = given or list(bench.DECODE_SIZES), numbers(pages, "--pages") if pages else []
+    parts, planned = numbers(splits, "--splits") if splits else [], [decode_plan(text) for text in listed(plans)]
+    rows = bench.decode_rows(declared, measured, beside, page_sizes, target, parts, planned)
     wide = ["16 bits"] if options.kv_dtype else []
-    contenders = ["flashgen", *wide, *(f"pages of {page}" for page in page_sizes), *beside]
+    own = [*(f"pages of {page}" for page in page_sizes), *bench.own_choices(parts, planned)]
+    contenders = ["flashgen", *wide, *own, *beside]
     names = [f"{spec.name} {size}" for spec in declared for size in measured]
     report(rows, names, bench_tables.decode(contenders), output, json, bench.summary.decode)
+
+
+def serving(
+    group: str,
+    spec: AttentionSpec,
+    sizes: Sequence[bench_module.DecodeSize],
+    peers: Sequence[str],
+    only: Sequence[str],
+    target: str | None,
+    output: Path,
+    json: bool,
+) -> None:
+    """A group of `bench decode`."""
+    from flashgen import bench
+
+    if group not in bench.SERVING_GROUPS:
+        raise ArgumentError(f"--group {group!r} is not known; choose from {', '.join(bench.SERVING_GROUPS)}")
+    offered = [variant.name for variant in bench.serving_variants()]
+    for name in only:
+        if group != "variants" or name not in offered:
+            raise ArgumentError(f"--only {name!r}: choose among the variants {', '.join(offered)}, of --group variants")
+    rows = bench.serving_rows(group, spec, sizes, peers, target, only)
+    contenders = [name for name in bench.SERVING_CONTENDERS[group] if name not in PEERS_OF_DECODE or name in peers]
+    columns = bench_tables.serving(contenders, bench.SERVING_COMPARED[group])
+    report(rows, [group], columns, output, json, lambda measured: [])
+
+
+def decode_plan(text: str) -> Any:
+    """ "16x16x4x3x2" -> the plan of 16 rows, 16 keys, 4 warps, 3 stages, 2 blocks on a multiprocessor."""
+    from flashgen.codegen.mma_sync.decode_plans import DecodePlan
+
+    if not re.fullmatch(r"\d+(x\d+){4}", text):
+        raise ArgumentError(f"--plans {text!r} must be rows x keys x warps x stages x blocks, such as 16x16x4x3x2")
+    rows, keys, warps, stages, blocks = (int(part) for part in text.split("x"))
+    return DecodePlan(rows, keys, warps, stages, blocks)
 
 
 def decode_size(text: str) -> bench_module.DecodeSize:

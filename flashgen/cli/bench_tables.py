@@ -85,6 +85,14 @@ def decode(contenders: Sequence[str]) -> Columns:
     return columns | {"times the best peer": lambda row: number(row.ratio(), 2)}
 
 
+def serving(contenders: Sequence[str], compared: Sequence[str]) -> Columns:
+    """TB/s of K and V and microseconds by case and contender, and what the group compares."""
+    columns: dict[str, Callable[[Any], str]] = {"case": lambda row: row.name}
+    columns |= {f"{name} TB/s": _of(name, "terabytes", 2) for name in contenders}
+    columns |= {f"{name} us": _of(name, "microseconds", 1) for name in contenders}
+    return columns | {f"times {name}": _of(name, "compared", 2) for name in compared}
+
+
 def paper() -> Columns:
     """What each contender takes, measured and counted."""
     return {

@@ -126,7 +126,7 @@ _RESERVED = frozenset({
     "partial_outputs", "partial_states", "page_table", "seqused_k", "table_pitch", "pages", "k_scale", "v_scale",
     "d_o", "d_lse", "dq", "dk", "dv", "dq_sums", "dk_sums", "dv_sums", "statistics", "rows", "keys", "heads_kv",
     "heads_per_kv", "sums", "gradient", "count", "shared_memory", "errno", "unix", "linux",
-    "cu_seqlens_q", "cu_seqlens_k", "total_q", "total_k",
+    "schedule", "cu_seqlens_q", "cu_seqlens_k", "total_q", "total_k",
 })
 # fmt: on
 _GRADIENT = "d_"  # begins the member of a captured array's gradient

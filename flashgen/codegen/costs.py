@@ -36,12 +36,17 @@ def _of(spec: AttentionSpec, cost: Cost) -> Cost:
     return Cost(flops, hbm)
 
 
-def decode_cost(spec: AttentionSpec, tile_q: int) -> Cost:
-    """The cost of the kernel that decodes: K and V once for each tile of rows; its splits' shares, written and read."""
+def decode_cost(spec: AttentionSpec, tile_q: int, scheduled: bool = False) -> Cost:
+    """The cost of the kernel that decodes: K and V once for each tile of rows; its splits' shares, written and read.
+
+    scheduled: of columns that share all sequences, each of which has two shares at most.
+    """
     width, rows = spec.head_dim + spec.value_dim, "batch * heads_q * len_q"
     keys = f"{(1 if spec.kv_dtype else ELEMENT_BYTES) * width} * batch * heads_kv * len_k * (share of tiles visited)"
     arrays = f"{ELEMENT_BYTES * width} * {rows} + {keys}"
     shares = f"{2 * _SUM * (spec.value_dim + 2)} * splits * {rows} for shares of splits > 1"
+    if scheduled:
+        shares = f"{4 * _SUM * (spec.value_dim + 2)} * splits * heads_q * len_q for shares of tiles of several columns"
     once = f"K and V are read once for each {tile_q} rows"
     return Cost(f"{2 * width} * {_SCORES}", f"{arrays} bytes; + {_SUM} * {rows} for the LSE; + {shares}; {once}")
 

@@ -19,10 +19,15 @@ from flashgen.codegen.hopper.wide_plans import HopperWidePlan
 from flashgen.codegen.mma_sync.backward import render_mma_sync_backward
 from flashgen.codegen.mma_sync.backward_plans import BackwardPlan
 from flashgen.codegen.mma_sync.cache import cache_plan, cache_plans, render_cache
-from flashgen.codegen.mma_sync.decode_plans import DecodePlan, decode_plan_for, decode_plans, plan_of_rows
+from flashgen.codegen.mma_sync.decode_plans import (
+    DecodePlan,
+    decode_plan_for,
+    decode_plans,
+    plan_of_rows,
+)
 from flashgen.codegen.mma_sync.forward import render_mma_sync
 from flashgen.codegen.mma_sync.forward_plans import ForwardPlan, choose_forward_plan, every_forward_plan
-from flashgen.codegen.mma_sync.splits import choose_splits
+from flashgen.codegen.mma_sync.runs import choose_parts, render_schedule, schedule_size
 from flashgen.codegen.plan import Plan
 from flashgen.codegen.rendered_kernel import RenderedKernel
 from flashgen.codegen.targets import TARGETS, Target, target_of_capability
@@ -30,7 +35,16 @@ from flashgen.errors import UnsupportedError
 from flashgen.language.spec import AttentionSpec
 
 _DECODING = Decoding(
-    DecodePlan, decode_plans, decode_plan_for, plan_of_rows, choose_splits, render_cache, cache_plans, cache_plan
+    DecodePlan,
+    decode_plans,
+    decode_plan_for,
+    plan_of_rows,
+    choose_parts,
+    render_cache,
+    cache_plans,
+    cache_plan,
+    render_schedule,
+    schedule_size,
 )
 _MMA_SYNC = ForwardFamily(ForwardPlan, choose_forward_plan, every_forward_plan, render_mma_sync, _DECODING)
 _HOPPER_PACKING = HeadPacking(HopperPlan.packing, packed_plan)

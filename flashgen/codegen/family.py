@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from flashgen.codegen.plan import Plan
 from flashgen.codegen.rendered_kernel import RenderedKernel
@@ -25,24 +25,37 @@ class HeadPacking:
     chosen: Callable[[Any, AttentionSpec, Target, Workload], Plan | None]
 
 
+class DecodingPlan(Plan, Protocol):
+    """The plan of a decode kernel. part: what a default one's is called among those that decode."""
+
+    @property
+    def part(self) -> str: ...
+    @property
+    def scheduled(self) -> bool: ...
+
+
 @dataclass(frozen=True)
 class Decoding:
     """How few queries over many keys are attended to, by a kernel that splits the keys over the card.
 
     plan: the class of its plans. default_plans: those that calls may take, the one for the fewest rows first. chosen:
     that of calls of these sizes, or None where the forward kernel does them. of_rows: that of calls with so many rows
-    for each head of k and v, whatever their sizes. splits: into how many parts a call's keys are split. render: as of a
-    forward. cache_plans, cache_plan: of keys in pages or of 8 bits, the classes of plans, and the default one.
+    for each head of k and v, whatever their sizes; the last argument says whether blocks share the keys of all
+    sequences, over pages. splits: into how many parts a call's keys are split. render: as of a forward. cache_plans,
+    cache_plan: of keys in pages or of 8 bits, the classes of plans, and the default one. schedule: the kernel that
+    says beforehand how blocks share keys, of a plan of that form; schedule_size: how many int32 it says that in.
     """
 
-    plan: type[Plan]
-    default_plans: Callable[[AttentionSpec, Target], tuple[Plan, ...]]
+    plan: type[DecodingPlan]
+    default_plans: Callable[[AttentionSpec, Target], tuple[DecodingPlan, ...]]
     chosen: Callable[[AttentionSpec, Target, Workload], Plan | None]
-    of_rows: Callable[[AttentionSpec, Target, int], Plan]
+    of_rows: Callable[[AttentionSpec, Target, int, bool], DecodingPlan]
     splits: Callable[[AttentionSpec, Any, Sizes], int]
     render: Callable[[AttentionSpec, Target, Any], tuple[RenderedKernel, ...]]
     cache_plans: Callable[[AttentionSpec], tuple[type[Plan], ...]]
     cache_plan: Callable[[AttentionSpec, Target], Plan]
+    schedule: Callable[[AttentionSpec, Target, Any], RenderedKernel]
+    schedule_size: Callable[[AttentionSpec, Any, Sizes], int]
 
 
 @dataclass(frozen=True)

@@ -40,10 +40,11 @@ def kernels_of(
     backward's with query heads apart.
 
     Forward: "lists" where the mask has no closed form, then "forward". Decode: "decode_lists" likewise, then "decode"
-    or, for more rows where tiles may have as many, "decode_rows32". Backward: "query_lists" and "lists" for its own
-    tiles where they are read, "prepare", "keys", "queries" or "finish" (and, of heads apart, "finish_dk" and
-    "finish_dv"), and "d_<name>" for each capture that has a gradient. With both passes the backward's lists are
-    "backward_lists".
+    or, for more rows where tiles may have as many, "decode_rows32"; over pages then "decode_scheduled" for several
+    sequences, and "decode_schedule", which schedules it beforehand, both of more rows likewise. Backward: "query_lists"
+    and "lists" for its own tiles where they are read, "prepare", "keys", "queries" or "finish" (and, of heads apart,
+    "finish_dk" and "finish_dv"), and "d_<name>" for each capture that has a gradient. With both passes the backward's
+    lists are "backward_lists".
 
     apart: under names of which no two kernels of a spec and target are alike, in place of those that launches know.
 
@@ -79,11 +80,13 @@ def decode_kernels(spec: AttentionSpec, target: Target, apart: bool = False) -> 
     """
     decoding, kernels = decoding_of(target), {}
     for plan in decoding.default_plans(spec, target):
-        for role, kernel in forward_kernels(spec, target, plan=plan).items():
-            part = "decode" if role == "forward" else f"decode_{role}"
+        of_plan = forward_kernels(spec, target, plan=plan)
+        if plan.scheduled:
+            kernels[plan.part.replace("scheduled", "schedule")] = decoding.schedule(spec, target, plan)
+        for role, kernel in of_plan.items():
             if role == "lists" and apart:
                 kernel = _named("decode", kernel)
-            kernels[f"{part}_rows{plan.tile_q}" if part in kernels else part] = kernel
+            kernels[plan.part if role == "forward" else plan.part.replace("decode", f"decode_{role}", 1)] = kernel
     return kernels
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import sympy
@@ -67,6 +68,11 @@ def _array(capture: Capture) -> ArrayText:
     return ArrayText(capture.name, member_name(capture), indices, ELEMENT_TYPES[capture.dtype], result, convert)
 
 
+def arrays_of(captures: Iterable[Capture]) -> tuple[ArrayText, ...]:
+    """The arrays among captures, as text."""
+    return tuple(_array(capture) for capture in captures if capture.ndim)
+
+
 def variant_of(spec: AttentionSpec, score: bool = True, sink: bool = False) -> Variant:
     """The texts of a spec; without the score function, and the arrays only it reads, where `score` is false.
 
@@ -74,9 +80,7 @@ def variant_of(spec: AttentionSpec, score: bool = True, sink: bool = False) -> V
     """
     score_text = _score(spec.score.name, spec.score.expression, spec.scale) if spec.score and score else None
     mask_text = _mask(spec.mask.name, spec.mask.expression) if spec.mask.expression != sympy.true else None
-    return Variant(
-        score_text, mask_text, tuple(_array(capture) for capture in captures_read(spec, score, sink) if capture.ndim)
-    )
+    return Variant(score_text, mask_text, arrays_of(captures_read(spec, score, sink)))
 
 
 def captures_read(spec: AttentionSpec, score: bool = True, sink: bool = False) -> tuple[Capture, ...]:

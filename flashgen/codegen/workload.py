@@ -16,13 +16,15 @@ _LOOKED_AT = 65536  # tiles of queries
 
 @dataclass(frozen=True)
 class Workload:
-    """Lengths, query heads of all batches, and the multiprocessors that share them; query heads of each head of k."""
+    """Lengths, query heads of all sequences, the multiprocessors that share them, query heads of each head of k; and
+    how many sequences there are."""
 
     len_q: int
     len_k: int
     heads: int
     multiprocessors: int
     heads_per_kv: int = 1
+    batch: int = 1
 
 
 @lru_cache(maxsize=1024)

@@ -21,9 +21,10 @@ from flashgen.language.parse import parse_mask, parse_score
 from flashgen.language.protocols import answer_libraries
 from flashgen.language.scores import *  # noqa: F403
 from flashgen.language.spec import AttentionSpec
+from flashgen.language.trees import tree_bits
 
 __all__ = ["AttentionSpec", "BlockLayout", "Mask", "Scalar", "Score", "Tensor"]
-__all__ += ["parse_mask", "parse_score", "trace_mask", "trace_score"]
+__all__ += ["parse_mask", "parse_score", "trace_mask", "trace_score", "tree_bits"]
 __all__ += functions.__all__
 __all__ += masks.__all__
 __all__ += scores.__all__

@@ -22,7 +22,17 @@ from flashgen.language.modifiers import Mask, trace_mask
 from flashgen.language.trace import Traced
 
 # The parser, `flashgen.language` and `flashgen` take the named masks from here.
-__all__ = ["block_sparse", "causal", "dilated_window", "document", "full", "padding", "prefix_lm", "sliding_window"]
+__all__ = [
+    "block_sparse",
+    "causal",
+    "dilated_window",
+    "document",
+    "full",
+    "padding",
+    "prefix_lm",
+    "sliding_window",
+    "tree",
+]
 
 # A call of each, as messages show it. `flashgen verify` also meets those that none of its variants has.
 EXAMPLES = (
@@ -34,6 +44,7 @@ EXAMPLES = (
     "document('ids')",
     "block_sparse('layout', 64, 64)",
     "padding('lengths')",
+    "tree('bits')",
 )
 
 ALIGNMENTS = ("bottom_right", "top_left")
@@ -141,6 +152,28 @@ def padding(lengths: Any, side: str = "right") -> Mask:
 
     shown = [_tensor_shown(lengths, "int32", 1), *(["side='left'"] if side == "left" else [])]
     return trace_mask(kept, f"padding({_listed(shown)})")
+
+
+def tree(bits: Any) -> Mask:
+    """Drafted tokens that branch: each attends to all keys before the draft, and to those of the draft that it says.
+
+    The queries are the draft, and the last len_q keys are theirs: query q attends to the draft's token j where bit
+    j % 32 of bits[..., q, j // 32] is set, its own among them if it is to. `tree_bits(parents)` makes them of a tree.
+
+    bits: an array of int32, of shape (len_q, words) or (batch, len_q, words) with 32 * words >= len_q, which need not
+    be given at the call; or a Tensor of ndim 2 or 3, or the name of Tensor(name, "int32", ndim=3). Keys before the
+    draft need no mask: those tiles are known in closed form.
+    """
+    bits = _tensor(bits, "tree: bits", "int32", 3)
+    if not 2 <= bits.ndim <= 3 or bits.capture.dtype != "int32":
+        raise SpecError(f"tree: bits={bits!r} must be an int32 Tensor of ndim 2 (query, word) or 3, batch before them")
+
+    def kept(b: Any, h: Any, q: Any, k: Any) -> Traced:
+        token = k - (f.len_k - f.len_q)
+        word = bits[(*(b,)[3 - bits.ndim :], q, token >> 5)]
+        return (token < 0) | ((word >> (token & 31)) & 1 != 0)
+
+    return trace_mask(kept, f"tree({_tensor_shown(bits, 'int32', 3)})")
 
 
 def block_sparse(layout: Any, block_q: int, block_k: int) -> Mask:

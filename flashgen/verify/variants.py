@@ -8,6 +8,8 @@ from dataclasses import dataclass, fields, replace
 from itertools import cycle
 from typing import Any
 
+import numpy as np
+
 import flashgen.language as fg
 from flashgen.language import AttentionSpec, Mask, Score, Tensor, masks, scores
 from flashgen.language.operations import Capture
@@ -157,7 +159,14 @@ def _chosen_variants() -> tuple[Variant, ...]:
         Variant(fg.causal(), scale=1.5),
         Variant(fg.full(), fg.trace_score(cliff)),
         *learned_variants(),
+        Variant(fg.tree("bits"), captures=drafted),
     )
+
+
+def drafted(shape: Shape, random: np.random.Generator) -> dict[str, Any]:
+    """Trees of all the queries of each sequence, whose tokens have any parents before them."""
+    parents = random.integers(-1, np.arange(shape.len_q), (shape.batch, shape.len_q))
+    return {"bits": fg.tree_bits(parents)}
 
 
 def named_cases(shapes_each: int = 3) -> tuple[Case, ...]:

@@ -270,3 +270,62 @@ def test_a_predicate_of_many_alternatives_is_given_up() -> None:
         return kept
 
     assert key_range(expression_of(mask)) is None
+
+
+# ---- what arrays decide of few keys
+
+
+def test_the_prefix_of_a_tree_needs_no_mask() -> None:
+    expected = {"begin": "0", "end": "len_k", "full_begin": "0", "full_end": "len_k - len_q"}
+    for mask in (fg.tree("bits"), fg.tree(fg.Tensor("bits", "int32", 2)), fg.tree("bits") & fg.full()):
+        found = key_range(mask.expression)
+        assert found and {name: to_text(getattr(found, name)) for name in expected} == expected
+    causal = key_range((fg.tree("bits") & fg.causal()).expression)
+    assert causal and to_text(causal.full_end) == "len_k - len_q" and "q_last" in to_text(causal.end)
+
+
+def not_forbidden(b: Any, h: Any, q: Any, k: Any) -> Any:
+    """A tree the other way round: what its bits do not forbid."""
+    token = k - (fg.len_k - fg.len_q)
+    return ~((token >= 0) & (fg.Tensor("bits", "int32", 3)[b, q, token >> 5] >> (token & 31) & 1 != 0))
+
+
+@pytest.mark.parametrize(("len_q", "len_k"), [(1, 40), (33, 33), (64, 200), (40, 25), (100, 101)])
+@pytest.mark.parametrize("tree", [fg.tree("bits"), trace_mask(not_forbidden)], ids=str)
+def test_ranges_of_a_tree_hold_for_any_bits(tree: Any, len_q: int, len_k: int) -> None:
+    """Nothing outside is attended to, everything in the full stretch is; for tiles of queries, and of keys."""
+    random = np.random.default_rng(len_k)
+    mask = tree.expression
+    for bits in (random.integers(-(2**31), 2**31, (1, len_q, 4)), np.zeros((1, len_q, 4)), np.full((1, len_q, 4), -1)):
+        q, k = np.ogrid[:len_q, :len_k]
+        values = {ops.BATCH: 0, ops.QUERY: q, ops.KEY: k, ops.LEN_Q: len_q, ops.LEN_K: len_k}
+        kept = np.broadcast_to(evaluate(mask, values, {"bits": bits.astype(np.int32)}), (len_q, len_k))
+        for find, rows in ((key_range, kept), (query_range, kept.T)):
+            found = find(mask)
+            assert found
+            for first in range(0, len(rows), 16):
+                last = min(first + 16, len(rows)) - 1
+                ends = evaluate_range(found, first, last, len_q, len_k)
+                begin, end, full_begin, full_end = (max(int(each), 0) for each in ends)
+                tile = rows[first : last + 1]
+                assert not tile[:, :begin].any() and not tile[:, max(begin, end) :].any()
+                assert tile[:, full_begin:full_end].all()
+
+
+# fmt: off
+LISTED: dict[str, Any] = {
+    "documents": lambda b, h, q, k: IDS[q] == IDS[k],
+    "documents behind a prefix": lambda b, h, q, k: (k < 100) | (IDS[q] == IDS[k]),
+    "causal but for some": lambda b, h, q, k: (k <= q) & (IDS[k] != 0),
+    "a tree but for some": lambda b, h, q, k: fg.tree("bits")(b, h, q, k) & (IDS[k] != 0),
+    "one or the other": lambda b, h, q, k: (k < fg.len_k - 64) ^ (IDS[k] != 0),
+    "a prefix that a call says": lambda b, h, q, k: (k < fg.len_k - prefix) | (IDS[k] != 0),
+}
+# fmt: on
+IDS = fg.Tensor("ids", "int32", 1)
+
+
+@pytest.mark.parametrize("name", LISTED)
+def test_what_arrays_decide_of_many_keys_is_listed(name: str) -> None:
+    mask = trace_mask(LISTED[name]).expression
+    assert key_range(mask) is None and query_range(mask) is None

@@ -15,6 +15,7 @@ from flashgen.bench import decode, summary
 from flashgen.cli import bench_tables
 from flashgen.cli.app import app
 from flashgen.cli.bench import decode_size
+from flashgen.codegen.mma_sync.decode_plans import DecodePlan
 from flashgen.errors import ArgumentError
 
 FULL = fg.AttentionSpec(128, "bfloat16")
@@ -73,14 +74,21 @@ def test_the_command_hands_its_choices_on(monkeypatch: pytest.MonkeyPatch, tmp_p
     monkeypatch.setattr("flashgen.cli.bench.require_gpu", lambda: None)
     output = ["--output", str(tmp_path / "decode.json")]
     options = ["--sizes", "1x32:8x131072", "--pages", "16,64", "--peers", "cuDNN"]
+    options += ["--splits", "4,8", "--plans", "16x32x2x4x1"]
     done = CliRunner().invoke(app, ["bench", "decode", "causal()", *options, *output])
     assert done.exit_code == 0, done.output
-    ((specs, sizes, peers, pages, target),) = asked
+    ((specs, sizes, peers, pages, target, splits, plans),) = asked
     assert [spec.head_dim for spec in specs] == [128] and specs[0].dtype == "bfloat16"
     assert (sizes, peers, pages, target) == ([SIZE], ["cuDNN"], [16, 64], None)
+    assert (splits, plans) == ([4, 8], [DecodePlan(16, 32, 2, 4, 1)])
+    assert list(decode.own_choices(splits, plans)) == [
+        "4 splits", "8 splits", "16x32x2x4x1", "16x32x2x4x1, 4 splits", "16x32x2x4x1, 8 splits",
+    ]  # fmt: skip
     assert "1, 32:8, 131072" in done.output and (tmp_path / "decode.json").is_file()
     refused = CliRunner().invoke(app, ["bench", "decode", "document('ids')", *output])
     assert refused.exit_code == 2 and "captures 'ids'" in refused.output
+    for wrong in (["--plans", "16x16"], ["--group", "sizes"], ["--only", "tree"]):
+        assert CliRunner().invoke(app, ["bench", "decode", *wrong, *output]).exit_code == 2
     refused = CliRunner().invoke(app, ["bench", "decode", "--page-size", "16", *output])
     assert refused.exit_code == 2 and "by --pages" in refused.output
 

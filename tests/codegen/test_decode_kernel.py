@@ -119,7 +119,12 @@ def test_splits_fill_the_card_once() -> None:
     assert splits(FULL, 16, 32, 8, 1, 8192) == 2
     assert splits(FULL, 16, 64, 8, 4, 8192, rows=32) == 2
     assert splits(FULL, 64, 32, 8, 1, 8192) == 1
-    assert splits(FULL, 1, 32, 8, 1, 1024) == 16, "a step for each block"
+
+
+def test_few_keys_are_in_fewer_parts_than_fill_the_card() -> None:
+    """Of which each is a share more to be merged."""
+    assert splits(FULL, 1, 32, 8, 1, 1024) == 8
+    assert splits(FULL, 1, 32, 8, 1, 8192) == 16
 
 
 def test_a_window_is_split_by_the_keys_that_it_needs() -> None:
@@ -157,7 +162,7 @@ KERNELS = emitted()
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
 def test_the_text_is_as_that_of_all_kernels(kernel: RenderedKernel) -> None:
     tidy(kernel.source)
-    functions_fit(kernel, longest_file=480)
+    functions_fit(kernel, longest_file=500)
     unconditional(kernel.source)
     all_used(kernel)
     all_called(kernel)
@@ -172,10 +177,14 @@ def test_names_are_unique() -> None:
 def test_shares_are_seen_before_arrivals_and_arrivals_before_shares_are_read(spec: AttentionSpec) -> None:
     """What orders blocks behind barriers, no sanitizer sees."""
     source = kernels_of(spec, SM_90A, ("decode",))["decode"].source
-    body = re.sub(r"//[^\n]*", "", source[source.rindex("lay_share(output, rows);") :])
-    order = r"store_share\(.*__threadfence\(\);\s+__syncthreads\(\);\s.*threadIdx\.x == 0 && atomicInc\(.*"
-    order += r"if \(!__syncthreads_or\(last\)\) return;\s+__threadfence\(\);\s+write_output<false>"
-    assert re.search(order, body, re.DOTALL) and source.count("__ldcg(") == 3
+    body = re.sub(r"//[^\n]*", "", source)
+    order = r"bool arrives_last\([^{]*\{\s+__syncthreads\(\);\s+const bool last = threadIdx\.x == 0 && "
+    order += r"atomic_inc_acq_rel\([^;]*;\s+return __syncthreads_or\(last\);"
+    assert re.search(order, body, re.DOTALL)
+    assert re.search(
+        r"store_share\([^;]*;\s+if \(arrives_last\([^;]*write_output<false>", body[body.rindex("lay_share(") :]
+    )
+    assert source.count("__ldcg(") == 1 and source.count("load_share<kWarpsShares>(") == 3
 
 
 def test_parts_of_a_pass_and_their_commands() -> None:
@@ -233,9 +242,9 @@ def test_the_text_over_pages_is_as_that_of_all_kernels(page_size: int) -> None:
         AttentionSpec(64, mask=fg.causal(), page_size=page_size),
         AttentionSpec(40, value_dim=96, mask=fg.document("ids"), score=fg.alibi("slopes"), page_size=page_size),
     ):
-        for kernel in kernels_of(spec, TARGETS["sm_80"], ("decode",)).values():
+        for part, kernel in kernels_of(spec, TARGETS["sm_80"], ("decode",)).items():
             tidy(kernel.source)
-            functions_fit(kernel, longest_file=480)
+            functions_fit(kernel, longest_file=580 if "scheduled" in part else 500)
             unconditional(kernel.source)
             all_used(kernel)
             all_called(kernel)

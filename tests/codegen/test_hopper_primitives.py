@@ -16,7 +16,7 @@ from flashgen.errors import BuildError
 pytestmark = pytest.mark.skipif(not nvrtc.is_available(), reason="needs CuPy and NVRTC: pip install '.[cuda13]'")
 
 MAP = "struct alignas(64) TensorMap { unsigned long long words[16]; };"
-STRUCT = "struct Arguments { TensorMap map; float* out; unsigned barrier, bytes; };"
+STRUCT = "struct Arguments { TensorMap map; float* out; unsigned* counter; unsigned barrier, bytes; };"
 BOX = "arguments.map, arguments.barrier, 0, 1, 2, 3"
 PRODUCT = "float d[{half}] = {{}}; {a}{name}<{width}, {transposed}>(d, {operand}, {b}, threadIdx.x == 0); {end}"
 END = "wgmma_commit(); wgmma_wait<0>(); order_registers(d); for (float x : d) *arguments.out += x;"
@@ -60,6 +60,7 @@ USES = {
     "store_matrix_x4_transposed(arguments.barrier, 1, 2, 3, threadIdx.x);": "STSM.16.MT88.4",
     "bulk_load(arguments.bytes, arguments.out, 128, arguments.barrier);": "UBLKCP",
     "if (elect_one()) *arguments.out = 1;": "ELECT",
+    "*arguments.out = atomic_inc_acq_rel(arguments.counter, 3);": r"(?s)MEMBAR\.ALL\.GPU.*ATOMG\.E\.INC.*CCTL\.IVALL",
     shared("f16", 16): "HGMMA.64x16x16.F32",
     shared("bf16", 128): "HGMMA.64x128x16.F32.BF16",
     registers("f16", 64): "HGMMA.64x64x16.F32",

@@ -136,3 +136,10 @@ def test_the_primitives_are_clean_under_sanitizers(run: Any, sanitize: str) -> N
     data = np.ones((32, 4), np.uint32)
     run(SOURCE, "copy", data, np.ones((2, 32, 4), np.uint32), 5, shared=1024, sanitize=sanitize)
     run(SOURCE, "load_matrices", np.zeros(256, np.uint16), np.zeros(256, np.uint32), shared=512, sanitize=sanitize)
+
+
+def test_a_counter_wraps_behind_its_last_number(run: Any) -> None:
+    counter, before = np.zeros(1, np.uint32), np.full(64, 99, np.uint32)
+    run(SOURCE, "count", counter, before, 4, block=(64, 1, 1))
+    np.testing.assert_array_equal(np.bincount(before), [13, 13, 13, 13, 12])
+    assert counter[0] == 4

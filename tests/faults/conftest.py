@@ -39,9 +39,12 @@ class Subject:
     target: str = "sm_80"
     packed_heads: int = 1
     splits: int | None = None
+    scheduled: bool = False
 
     @property
     def plan(self) -> Plan:
+        if self.scheduled:
+            return DecodePlan(16, self.tile_k, 2, self.stages, scheduled=True)
         if self.splits:
             return DecodePlan(16, self.tile_k, 2, self.stages)
         if self.target == "sm_90a":
@@ -157,6 +160,9 @@ def subjects() -> dict[str, Subject]:
         ),
         "bytes": Subject(
             fg.AttentionSpec(32, mask=fg.causal(), kv_dtype="int8"), Shape(5, 190, 1, 6, 2), stages=2, splits=2
+        ),
+        "runs": Subject(
+            fg.AttentionSpec(16, mask=fg.causal(), page_size=4), Shape(5, 190, 5, 6, 2), stages=2, scheduled=True
         ),
         "packed": Subject(causal, Shape(70, 100, 1, 8, 2), stages=2, target="sm_90a", packed_heads=4),
     }

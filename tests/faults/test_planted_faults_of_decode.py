@@ -59,6 +59,11 @@ RACES = [
     Fault("queries of others", "one split", rf"{BARRIER}(\s+// Q has landed)", r"\1"),
     Fault("shares over tiles", "one split", rf"{BARRIER}(\s+// every warp is done)", r"\1"),
     Fault("shares of others", "one split", rf"(lay_share\(output, rows\);\s+){BARRIER}", r"\1"),
+    Fault("tiles over shares", "runs", rf"{BARRIER}(\s+// every thread is done with the run and)", r"\1"),
+    Fault("sums of other warps", "runs", rf"(of_warps\[warp\] = sum;\s+){BARRIER}", r"\1"),
+    Fault("none over a run", "runs", rf"(// a column that has none\s+){BARRIER}", r"\1"),
+    Fault("a run not found yet", "runs", rf"{BARRIER}(\s+const Run run = \*found)", r"\1"),
+    Fault("tiles over a run", "runs", rf"{BARRIER}(\s+// every thread has read it)", r"\1"),
 ]
 
 
@@ -75,7 +80,7 @@ WRONG = [
     Fault("a tile of none", "splits", r" \+ min\(split, tiles % splits\)"),
     Fault("another step's keys", "one split", r"(const int first_key = )tiles[^;]*;", r"\1tiles.first_key(step + 1);"),
     Fault("all keys by each warp", "one split", r"(arguments\.splits\)) \+ threadIdx\.x / 32;", r"\1;"),
-    Fault("the first to arrive merges", "splits", r"arguments\.splits - 1\) \+ 1 == arguments\.splits", "9) == 0"),
+    Fault("the first to arrive merges", "splits", r"parts - 1\) \+ 1 == parts", "9) == 0"),
     Fault("a share too few", "splits", r"kWarpsShares \? kWarps : arguments\.splits;", "kWarps;"),
     Fault("shares not weighed", "splits, steep scores", r"exp2_approx\(\(state\.x - [^;]*;", "1.0f;"),
     Fault("sums not weighed", "splits, steep scores", r"fmaf\(state\.y, weight, merged\.sum\)", "merged.sum + state.y"),
@@ -95,6 +100,17 @@ WRONG = [
     Fault("rows by their numbers", "pages", r"\(first_key \+ row\) % kPageSize", "(row + 1) % kPageSize"),
     Fault("a tile at its page's begin", "large pages", r" \+ first_key % kPageSize \* strides\.row"),
     Fault("another key's page", "large pages", r"page_of\(first_key, ", "page_of(first_key + kPageSize, "),
+    Fault("the length of the first sequence for all", "runs", r"of_sequence\(given, run\.unit / given\.row_tiles\)",
+          "of_sequence(given, 0)"),
+    Fault("a part too many", "runs", r"last - first \+ 1;", "last - first + 2;"),
+    Fault("a column without tiles", "runs", r"last_tile = run\.stop - kBeginning - 1;", "last_tile = run.stop - 1;"),
+    Fault("units from the run's begin on", "runs", r"work\.split == 0 \? 0 : ", ""),
+    Fault("runs that overlap", "runs", r"(return min\(static_cast<int>\(blockIdx\.x) \+ 1\)", r"\1 + 2)"),
+    Fault("one place for all shares", "runs", r"max\(2 \* part - 1, 0\)", "0"),
+    Fault("one place for two shares of a column", "runs", r"return max\(2 \* part - 1, 0\);", "return 2 * part;"),
+    Fault("a unit twice", "runs", r"return \{run\.stop, stop, run\.length, unit\};",
+          "return {run.stop, stop, run.length, run.unit};"),
+    Fault("the first column's run", "runs", r"begin = blockIdx\.x \* length;", "begin = 0;"),
     Fault("keys that are not scaled", "bytes", r"scale_scores\(scores, key_scale\);"),
     Fault("values that are not scaled", "bytes", r"even\[2 \* r\] \* scale", "even[2 * r]"),
     Fault("the scale of the first head", "bytes", r"k_scale \+ head_kv \* arguments\.k_scales", "k_scale"),
@@ -131,6 +147,7 @@ def test_a_missing_guard_is_caught_by_rows_without_keys(fault: Fault, launch: An
 OF_SEQUENCE = r"min\(max\((__ldg\(arguments\.seqused_k \+ blockIdx\.z\)), 0\), most\)"
 LAST_PAGE = r"return min\(static_cast<unsigned>\((.*?)\), arguments\.pages - 1u\);"
 OVERFLOWS = [
+    Fault("parts from their own column on", "runs", r"given\.splits \+ first;", "given.splits + column;"),
     Fault("a page behind the last", "pages", LAST_PAGE, r"return \1 + arguments.pages;"),
     Fault("a length beyond the table", "large pages", OF_SEQUENCE, r"\1 + 1000"),
     Fault(

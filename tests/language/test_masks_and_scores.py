@@ -33,6 +33,7 @@ def loops(function, len_q=6, len_k=9, batch=2, heads=3):
 rng = np.random.default_rng(3)
 IDS = rng.integers(0, 3, (2, 9))
 LAYOUT = rng.random((2, 3, 3, 3)) < 0.5
+BITS = rng.integers(0, 64, (2, 6, 1))
 
 MASKS = [
     ("full()", fg.full(), lambda b, h, q, k: True, {}),
@@ -106,6 +107,18 @@ MASKS = [
         fg.block_sparse(fg.Tensor("layout", "bool", 4), 2, 3),
         lambda b, h, q, k: LAYOUT[b, 0, q // 2, k // 3],
         {"layout": LAYOUT[:, :1]},
+    ),
+    (
+        "tree('bits')",
+        fg.tree("bits"),
+        lambda b, h, q, k: k < 3 or BITS[b, q, 0] >> (k - 3) & 1,
+        {"bits": BITS.astype(np.int32)},
+    ),
+    (
+        "tree(Tensor('bits', 'int32', ndim=2))",
+        fg.tree(fg.Tensor("bits", "int32", 2)),
+        lambda b, h, q, k: k < 3 or BITS[1, q, 0] >> (k - 3) & 1,
+        {"bits": BITS[1].astype(np.int32)},
     ),
 ]
 

@@ -135,9 +135,30 @@ MUTANTS = (
     Mutant(
         "a call's number of splits is not its own",
         "flashgen/attention/kernel_choice.py",
-        "return num_splits or decoding.splits(",
+        "return splits or decoding.splits(",
         "return decoding.splits(",
         ("tests/attention/test_decode.py::test_counters_end_as_they_began",),
+    ),
+    Mutant(
+        "a schedule of other sizes is taken",
+        "flashgen/attention/decode_schedule.py",
+        "            if size != wanted:",
+        "            if size < wanted:",
+        ("tests/attention/test_decode_schedule.py::test_schedules_of_other_sizes_are_refused",),
+    ),
+    Mutant(
+        "a schedule is updated by the captures of the first",
+        "flashgen/attention/decode_schedule.py",
+        "{**self._captures, **captures}",
+        "{**captures, **self._captures}",
+        ("tests/attention/test_decode_schedule.py::test_windows_that_calls_say",),
+    ),
+    Mutant(
+        "an open part is as true under a negation",
+        "flashgen/analysis/closed_forms/open_parts.py",
+        "is_open, not value))",
+        "is_open, value))",
+        ("tests/analysis/test_ranges.py::test_ranges_of_a_tree_hold_for_any_bits",),
     ),
     Mutant(
         "a stream keeps too few counters",
@@ -180,8 +201,8 @@ MUTANTS = (
     Mutant(
         "launches of other bounds taken for the same",
         "flashgen/attention/call_pass.py",
-        "key: list[Any] = [bounds, num_splits]",
-        "key: list[Any] = [num_splits]",
+        "key: list[Any] = [bounds, splits]",
+        "key: list[Any] = [splits]",
         ("tests/attention/test_ragged.py::test_captures_are_of_sequences_and_checked_by_the_bounds",),
     ),
     Mutant(

@@ -5,7 +5,9 @@ accepts and for every value of the captures; None means that the predicate is no
 policy:
 
 - an element that a captured array has for a sequence, lengths[b], is a number as a scalar capture is;
-- None where an array is read at q, k or h; where an integer may wrap; where a comparison is not understood; where the
+- what an array read at q, k or h decides is left open where it decides of so many keys, however long the sequence is
+  (the tree of a draft behind its prefix): these are visited and need their mask; None where of more of them;
+- None where an integer may wrap; where a comparison is not understood; where the
   rows' runs are not provably one run (global tokens beside a window) or leap from row to row; where the head matters,
   unless `per_head` is given;
 - a comparison with a period of at most 16 in q and k (dilation) leaves the bounds alone and empties the FULL stretch;
@@ -34,6 +36,7 @@ from flashgen.analysis.closed_forms.inequalities import (
     nonnegative,
 )
 from flashgen.analysis.closed_forms.normal_form import TooManyAlternatives, alternatives
+from flashgen.analysis.closed_forms.open_parts import settled
 from flashgen.analysis.closed_forms.row_runs import (
     KEYS,
     QUERIES,
@@ -52,6 +55,7 @@ from flashgen.language import operations as ops
 __all__ = ["K_FIRST", "K_LAST", "Q_FIRST", "Q_LAST", "TileRange", "evaluate_range", "key_range", "query_range"]
 
 _ZERO = sympy.Integer(0)
+_LONG, _QUERIES = (10**6, 10**7), 64  # sequences and a tile of queries by which open keys are counted
 _LARGEST = 2**31 - 1 - ops.OVERHANG  # int32 must hold a bound that is rounded up to a tile
 
 
@@ -130,7 +134,9 @@ def evaluate_range(
 
 @lru_cache(maxsize=1024)
 def _tile_range(mask: Node, direction: Direction, per_head: bool) -> TileRange | None:
-    if not all(_of_sequence(load, per_head) for load in mask.atoms(ops.Load)) or Bounds().wraps_within(mask):
+    if not all(_of_sequence(load, per_head) for load in mask.atoms(ops.Load)):
+        return _of_open_mask(mask, direction, per_head) if _leaves_few_open(mask) else None
+    if Bounds().wraps_within(mask):
         return None
     try:
         runs = solve(alternatives(mask, direction.solved), direction)
@@ -140,6 +146,32 @@ def _tile_range(mask: Node, direction: Direction, per_head: bool) -> TileRange |
     if found.depends_on(ops.HEAD) and not per_head:
         return None
     return _held(found, direction)
+
+
+def _of_open_mask(mask: Node, direction: Direction, per_head: bool) -> TileRange | None:
+    """The range where arrays decide of elements: what may be attended to, and what is whatever they hold."""
+    within, without = (
+        _tile_range(settled(mask, lambda load: not _of_sequence(load, per_head), value), direction, per_head)
+        for value in (True, False)
+    )
+    if within is None or without is None:
+        return None
+    return TileRange(within.begin, within.end, without.full_begin, without.full_end)
+
+
+@lru_cache(maxsize=256)
+def _leaves_few_open(mask: Node) -> bool:
+    """Whether arrays decide of as many keys of a query in a long sequence as in a longer one; else lists skip some."""
+    found = _of_open_mask(mask, KEYS, False)
+    if found is None or found.captures or found.depends_on(ops.BATCH):
+        return False
+    open_keys = []
+    for len_k in _LONG:
+        begin, end, full_begin, full_end = evaluate_range(found, 0, _QUERIES - 1, _QUERIES, len_k)
+        if full_end <= full_begin:
+            return False
+        open_keys.append(int(end - begin - (full_end - full_begin)))
+    return open_keys[0] == open_keys[1]
 
 
 def _of_sequence(load: ops.Load, per_head: bool) -> bool:

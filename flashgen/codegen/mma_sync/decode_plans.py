@@ -28,6 +28,9 @@ from flashgen.codegen.workload import Workload
 from flashgen.errors import UnsupportedError
 from flashgen.language.spec import AttentionSpec
 
+BEGINNING = 4  # tiles of keys whose copies take as long as a block's first ones and its share of the output
+RUN_BYTES = 16  # of shared memory, for the run at which a block is that shares keys
+MOST_SHARED_TILES = 2**30  # of keys, of all sequences: blocks that share them count in int32
 SHARE_PADDING = 8  # floats between the rows of a warp's share, so that its 8 rows of lanes write to other banks
 _SHARE_BYTES = 8  # of a row: its reference and its sum
 _SUM_BYTES = 4
@@ -37,6 +40,7 @@ _MOST_BLOCKS = 2
 FEW_ROWS = 16  # of the default plan's tiles
 _MANY_ROWS = 32
 _MOST_REGISTERS = 248  # of a thread, by estimate: some kernels take a few more
+_MOST_SHARED_REGISTERS = 224  # likewise, where blocks share the keys of all sequences
 _RINGS = (
     (4, 4),
     (4, 3),
@@ -63,6 +67,8 @@ class DecodePlan:
         warps: warps of a thread block, which take turns with its tiles of keys.
         stages: tiles of K and V that shared memory holds for each warp.
         blocks: thread blocks that should fit on a multiprocessor, which caps their registers.
+        scheduled: over pages, whether blocks share the keys of all sequences equally (runs.py), whatever their lengths;
+            else each sequence has as many parts as its neighbours.
     """
 
     tile_q: int
@@ -70,6 +76,7 @@ class DecodePlan:
     warps: int
     stages: int
     blocks: int = 1
+    scheduled: bool = False
     packed_heads: ClassVar[int] = 1  # any number of heads makes rows: it is a size of the call
 
     @property
@@ -86,8 +93,14 @@ class DecodePlan:
         return ForwardPlan(self.tile_q * self.warps, self.tile_k, self.warps, blocks=self.blocks)
 
     @property
+    def part(self) -> str:
+        """What the kernel of a default plan is called among those that decode."""
+        rows = f"_rows{self.tile_q}" if self.tile_q != FEW_ROWS else ""
+        return f"decode{'_scheduled' if self.scheduled else ''}{rows}"
+
+    @property
     def show_options(self) -> str:
-        return "--pass decode" + (f" --kernel decode_rows{self.tile_q}" if self.tile_q != FEW_ROWS else "")
+        return "--pass decode" + (f" --kernel {self.part}" if self.part != "decode" else "")
 
     def registers(self, spec: AttentionSpec) -> int:
         """The float32 scores and output of a tile's rows over 32 lanes, and what the variant needs."""
@@ -102,9 +115,11 @@ class DecodePlan:
 
     def summary(self, spec: AttentionSpec) -> str:
         """One line for the kernel's header."""
+        shared = "equal runs of all sequences, " if self.scheduled else ""
         return (
             f"{self.tile_q} rows x {self.tile_k} keys, {self.warps} warps that share the keys, {self.stages} stages of "
-            f"K and V each, {self.blocks} block(s) per multiprocessor, {self.shared_bytes(spec)} bytes of shared memory"
+            f"K and V each, {shared}{self.blocks} block(s) per multiprocessor, {self.shared_bytes(spec)} bytes of "
+            "shared memory"
         )
 
     def shared_bytes(self, spec: AttentionSpec) -> int:
@@ -112,7 +127,7 @@ class DecodePlan:
         head, value = padded(spec.head_dim), padded(spec.value_dim)
         queries, keys = ELEMENT_BYTES * self.tile_q * head, self.tile_k * (head + value) * cached_bytes(spec)
         share = self.tile_q * ((value + SHARE_PADDING) * _SUM_BYTES + _SHARE_BYTES)
-        return max(queries + self.warps * self.stages * keys, self.warps * share)
+        return max(queries + self.warps * self.stages * keys, self.warps * share) + (RUN_BYTES if self.scheduled else 0)
 
     def problem(self, spec: AttentionSpec, target: Target) -> str | None:
         """Why the plan contradicts itself, or does not fit the spec or the target; None where it does."""
@@ -124,6 +139,8 @@ class DecodePlan:
             return f"tile_k={self.tile_k} must be a multiple of 16, of 32 with dropout"
         if self.stages < 2:
             return f"stages={self.stages} must be 2 or more"
+        if self.scheduled and not spec.page_size:
+            return "scheduled=True is for keys in pages, of lengths that the device knows: declare page_size=..."
         if self.shared_bytes(spec) > target.shared_per_block:
             return (
                 f"it takes {self.shared_bytes(spec)} bytes of shared memory and a block of {target.name} has "
@@ -147,25 +164,35 @@ def decode_rows(spec: AttentionSpec) -> tuple[int, ...]:
 
 
 def decode_plans(spec: AttentionSpec, target: Target) -> tuple[DecodePlan, ...]:
-    """The plans that calls may take, that for the fewest rows first."""
-    return tuple(choose_decode_plan(spec, target, rows) for rows in decode_rows(spec))
+    """The plans that calls may take, that for the fewest rows first; over pages then those with a schedule."""
+    kinds = (False, True) if spec.page_size else (False,)
+    return tuple(choose_decode_plan(spec, target, rows, kind) for kind in kinds for rows in decode_rows(spec))
 
 
-def choose_decode_plan(spec: AttentionSpec, target: Target, rows: int = FEW_ROWS) -> DecodePlan:
+def shared_tiles(plan: DecodePlan, row_tiles: int, len_k: int) -> int:
+    """Tiles of keys that so many tiles of rows may have, with what it costs to begin and end each."""
+    return row_tiles * (-(-len_k // plan.tile_k) + BEGINNING)
+
+
+def choose_decode_plan(
+    spec: AttentionSpec, target: Target, rows: int = FEW_ROWS, scheduled: bool = False
+) -> DecodePlan:
     """The default plan for tiles of so many rows: that which keeps most of K and V on its way to a multiprocessor.
 
     UnsupportedError where none fits the target.
     """
-    plans = _rings(spec, target, rows)
+    plans = _rings(spec, target, rows, scheduled)
     fitting = [plan for plan in plans if plan.problem(spec, target) is None]
     if not fitting:
         plans[-1].check(spec, target)
     return max(fitting, key=lambda plan: plan.blocks * plan.warps * (plan.stages - 1))
 
 
-def _rings(spec: AttentionSpec, target: Target, rows: int) -> list[DecodePlan]:
+def _rings(spec: AttentionSpec, target: Target, rows: int, scheduled: bool = False) -> list[DecodePlan]:
     """Plans of so many rows, that which asks for the least shared memory last."""
-    return [_with_blocks(DecodePlan(rows, _tile_k(spec), *ring), spec, target) for ring in _RINGS]
+    keys = _shared_tile_k(spec, rows) if scheduled else _tile_k(spec)
+    plans = (DecodePlan(rows, keys, *ring, scheduled=scheduled) for ring in _RINGS)
+    return [_with_blocks(plan, spec, target) for plan in plans]
 
 
 def _tile_k(spec: AttentionSpec) -> int:
@@ -173,6 +200,13 @@ def _tile_k(spec: AttentionSpec) -> int:
     keys = _STAGE_BYTES // (cached_bytes(spec) * (padded(spec.head_dim) + padded(spec.value_dim)))
     fewest = DROPOUT_COLUMNS if spec.dropout else MMA_DEPTH
     return min(max(1 << keys.bit_length() - 1, fewest), _MOST_KEYS)
+
+
+def _shared_tile_k(spec: AttentionSpec, rows: int) -> int:
+    """Keys of a tile where blocks share them: half where the scores leave no registers for what that takes."""
+    keys = _tile_k(spec)
+    heavy = DecodePlan(rows, keys, 1, 2).registers(spec) > _MOST_SHARED_REGISTERS
+    return keys // 2 if heavy and keys > (DROPOUT_COLUMNS if spec.dropout else MMA_DEPTH) else keys
 
 
 def _with_blocks(plan: DecodePlan, spec: AttentionSpec, target: Target) -> DecodePlan:
@@ -199,7 +233,11 @@ def decode_plan_for(spec: AttentionSpec, target: Target, workload: Workload) -> 
     if spec.of_cache:
         if spec.page_size and not spec.kv_dtype and _is_prompt(workload):
             return None
-        return plan_of_rows(spec, target, workload.heads_per_kv * workload.len_q)
+        each = workload.heads_per_kv * workload.len_q
+        plan = plan_of_rows(spec, target, each)
+        tiles = shared_tiles(plan, workload.batch * -(-each // plan.tile_q), workload.len_k)
+        shares = spec.page_size is not None and workload.batch > 1 and tiles <= MOST_SHARED_TILES
+        return plan_of_rows(spec, target, each, True) if shares else plan
     if workload.len_k < _FEWEST_KEYS or not _has_room(spec, target):
         return None
     if demand_of(spec).listed:  # lists are made for as many queries as a tile has rows, by who knows no heads of k
@@ -225,10 +263,10 @@ def _has_room(spec: AttentionSpec, target: Target) -> bool:
 
 
 @lru_cache(maxsize=256)
-def plan_of_rows(spec: AttentionSpec, target: Target, rows: int) -> DecodePlan:
+def plan_of_rows(spec: AttentionSpec, target: Target, rows: int, scheduled: bool = False) -> DecodePlan:
     """The default plan for calls with so many rows for each head of k and v, whatever else is in the batch."""
     sizes = decode_rows(spec)
-    return choose_decode_plan(spec, target, next((size for size in sizes if rows <= size), sizes[-1]))
+    return choose_decode_plan(spec, target, next((size for size in sizes if rows <= size), sizes[-1]), scheduled)
 
 
 def packs_heads(spec: AttentionSpec) -> bool:

@@ -10,6 +10,9 @@ block on a multiprocessor:
     begin     what a block costs beside its steps, in steps: its first copies, its share of the output
     merge     what a part's share costs who merges it, in steps
 
+On an H200 a step of 64 keys took 0.37 us and a share 0.2: 8 parts of 1024 keys, and 16 of 8192, are faster than the 16
+and 32 that fill the card.
+
 Sizes alone decide: nothing is read from the device.
 """
 
@@ -23,8 +26,10 @@ from flashgen.codegen.workload import steps_of
 from flashgen.language.spec import AttentionSpec
 
 MOST_SPLITS = 1024
-_BEGIN, _MERGE = 1.0, 0.015
-_ROUNDS = 4  # that are looked at: of each, the fewest parts with as few steps as the most that fit it have
+_BEGIN, _MERGE = 1.0, 0.3
+# Shares of the places, and rounds of all, that are looked at: of each, the fewest parts with as few steps as the most
+# that fit it have.
+_ROUNDS = (1 / 8, 1 / 4, 1 / 2, 1, 2, 3, 4)
 _ALIKE = 256  # keys: lengths up to a multiple of it are split alike
 
 
@@ -65,6 +70,6 @@ def choose_splits(spec: AttentionSpec, plan: DecodePlan, sizes: Sizes) -> int:
     def cost(parts: int) -> float:
         return ceil_div(tiles * parts, places) * (each(parts) + _BEGIN) + (_MERGE * parts if parts > 1 else 0)
 
-    filling = [min(max(rounds * places // tiles, 1), most) for rounds in range(1, _ROUNDS + 1)]
+    filling = [min(max(int(rounds * places) // tiles, 1), most) for rounds in _ROUNDS]
     fewest = [ceil_div(steps, each(parts) * plan.warps) for parts in filling]  # of which each has no more steps
     return min(sorted({1, *fewest}), key=cost)

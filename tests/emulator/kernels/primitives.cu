@@ -116,3 +116,13 @@ extern "C" __global__ void wait_in_steps(const __grid_constant__ Groups argument
   copy_async_wait<0>();
   for (int group = 0; group < 3; ++group) out[192 + group * 32] = tile[group * 32 + lane];
 }
+
+struct Counts {
+  unsigned* counter;
+  unsigned* before;   // of each thread
+  unsigned last;
+};
+
+extern "C" __global__ void count(const __grid_constant__ Counts arguments) {
+  arguments.before[threadIdx.x] = atomic_inc_acq_rel(arguments.counter, arguments.last);
+}

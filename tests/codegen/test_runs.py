@@ -1,0 +1,117 @@
+"""Into how many columns keys that sequences share are divided, what a schedule holds, and what is refused."""
+
+from __future__ import annotations
+
+import pytest
+
+import flashgen.language as fg
+from flashgen.build import nvrtc
+from flashgen.codegen.mma_sync.decode_plans import (
+    MOST_SHARED_TILES,
+    DecodePlan,
+    choose_decode_plan,
+    decode_plan_for,
+    decode_plans,
+)
+from flashgen.codegen.mma_sync.runs import RUN_NUMBERS, choose_columns, schedule_size
+from flashgen.codegen.sizes import Sizes
+from flashgen.codegen.stages import kernels_of
+from flashgen.codegen.targets import TARGETS, target_named
+from flashgen.codegen.workload import Workload
+from flashgen.errors import UnsupportedError
+from flashgen.language import AttentionSpec
+
+SM_90A = target_named("sm_90a")
+PAGED = AttentionSpec(128, "bfloat16", mask=fg.causal(), page_size=64)
+PLAN = choose_decode_plan(PAGED, SM_90A, scheduled=True)
+
+
+def columns(batch: int, heads: int, heads_kv: int, len_k: int, len_q: int = 1) -> int:
+    """On a GPU of 132 multiprocessors, which have places for 264 blocks."""
+    assert PLAN.blocks == 2
+    return choose_columns(PAGED, PLAN, Sizes(batch, heads, heads_kv, len_q, len_k, multiprocessors=132))
+
+
+def test_columns_fill_the_card_in_even_waves() -> None:
+    for batch in (2, 64, 1024):
+        assert columns(batch, 32, 8, 32768) == 33
+        assert columns(batch, 64, 4, 32768) == 66
+        assert columns(batch, 32, 32, 32768) == 8
+        assert columns(batch, 40, 40, 32768) == 13, "520 blocks of 528, where a wave has 240 of 264"
+        assert columns(batch, 128, 128, 32768) == 2
+    assert columns(2, 1024, 1024, 32768) == 1, "4 waves, of which the last is nearly full"
+
+
+def test_no_more_columns_than_tables_have_tiles_for() -> None:
+    assert columns(2, 32, 8, 64) == 4, "16 tiles, of 4 warps"
+    assert columns(2, 32, 8, 0) == 2, "what it costs to say that there is nothing"
+    assert columns(0, 32, 8, 64) == 1
+
+
+def test_a_schedule_holds_runs_and_begins_of_units() -> None:
+    sizes = Sizes(64, 32, 8, 9, 32768, multiprocessors=132, splits=33)
+    assert schedule_size(PAGED, PLAN, sizes) == 33 * RUN_NUMBERS + 64 * 3 + 1, "36 rows are 3 tiles of 16"
+
+
+def test_more_tiles_than_int32_counts() -> None:
+    with pytest.raises(UnsupportedError, match="65535 sequences of up to 1000000000 keys have more tiles than"):
+        columns(65535, 8, 8, 10**9)
+    many = Workload(1, 10**9, 65535 * 8, 132, 1, 65535)
+    plan = decode_plan_for(PAGED, SM_90A, many)
+    assert plan is not None and not plan.scheduled, "each sequence has parts of its own then"
+    fitting = MOST_SHARED_TILES // 65535 * PLAN.tile_k - 4 * PLAN.tile_k
+    plan = decode_plan_for(PAGED, SM_90A, Workload(1, fitting, 65535 * 8, 132, 1, 65535))
+    assert plan is not None and plan.scheduled
+
+
+def test_shared_keys_are_in_pages() -> None:
+    with pytest.raises(UnsupportedError, match="scheduled=True is for keys in pages"):
+        DecodePlan(16, 16, 4, 3, scheduled=True).check(AttentionSpec(128), SM_90A)
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_every_target_has_plans_that_fit_where_it_has_others(name: str) -> None:
+    """A run takes shared memory, too."""
+    target = TARGETS[name]
+    for dim in range(8, 257, 8):
+        for how in ({"page_size": 16}, {"page_size": 1, "kv_dtype": "int8"}):
+            spec = AttentionSpec(dim - dim % 32 or 32 if "kv_dtype" in how else dim, **how)
+            plans = decode_plans(spec, target)
+            assert [plan.scheduled for plan in plans] == sorted(plan.scheduled for plan in plans)
+            for plan in plans:
+                assert plan.problem(spec, target) is None
+                reserved = 1024 if target.compute_capability >= 80 else 0
+                assert plan.blocks * (plan.shared_bytes(spec) + reserved) <= target.shared_per_multiprocessor
+
+
+def test_parts_of_calls_over_pages() -> None:
+    parts = kernels_of(PAGED, SM_90A, ("decode",))
+    shared = ["decode_schedule", "decode_scheduled", "decode_schedule_rows32", "decode_scheduled_rows32"]
+    assert list(parts) == ["decode", "decode_rows32", *shared]
+    assert len({kernel.name for kernel in parts.values()}) == len(parts)
+    for part in shared[1::2]:
+        assert f"flashgen show --pass decode --kernel {part} --target sm_90a" in parts[part].source
+
+
+# ---- the assembler
+
+
+@pytest.mark.skipif(not nvrtc.is_available(), reason="needs CuPy and NVRTC: pip install '.[cuda13]'")
+@pytest.mark.parametrize("name", ["sm_75", "sm_80", "sm_86", "sm_90a", "sm_120"])
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_kernels_that_share_keys_keep_all_in_registers(name: str, dim: int) -> None:
+    """Also with keys of 8 bits, whose products hold more."""
+    target = target_named(name)
+    dtype = "float16" if name == "sm_75" else "bfloat16"
+    specs = [AttentionSpec(dim, dtype, mask=fg.sliding_window(500), score=fg.softcap(30.0), page_size=16)]
+    if dim < 256:
+        specs.append(AttentionSpec(dim, dtype, mask=fg.causal(), page_size=1, kv_dtype="int8"))
+    if name != "sm_75":
+        specs.append(AttentionSpec(dim, dtype, mask=fg.causal(), page_size=64, kv_dtype="float8_e4m3fn"))
+    for spec in specs:
+        for part, kernel in kernels_of(spec, target, ("decode",)).items():
+            if "schedule" not in part:
+                continue
+            used = nvrtc.compile(kernel.source, target.architecture, kernel.name).resources
+            assert used.spill_stores == used.stack_frame == 0, f"{kernel.name} for {name}: {used}"
+            assert used.registers * kernel.threads * kernel.plan.blocks <= 65536, f"{kernel.name} for {name}: {used}"
