@@ -182,7 +182,7 @@ def test_rows_of_torchs_operator() -> None:
     pytest.importorskip("torch", reason="the operator is torch's")
     rows = list(bench.operator_rows(groups=1, calls=1, chain=2, emulate=True, target="sm_90a"))
     assert [row.name for row in rows] == bench.operator_names()
-    assert [row.timed for row in rows] == ["forward"] * 5 + ["backward"] * 4
+    assert [row.timed for row in rows] == ["forward"] * 6 + ["backward"] * 4
     assert all(row.library == "torch" and row.target == "sm_90a" for row in rows)
     by_name = {(row.name, row.timed): row.parts for row in rows}
     for (name, _), parts in by_name.items():

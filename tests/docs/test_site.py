@@ -60,10 +60,10 @@ def test_the_api_misses_no_public_name(site: Path) -> None:
     known = documented(site)
     homes = {
         "flashgen": ("language.spec", "language.masks", "language.scores", "language.modifiers", "language.captures",
-                     "language.layouts", "language.functions", "language.parse", "attention.compiling",
-                     "attention.appending", "attention.merging"),
+                     "language.layouts", "language.functions", "language.parse", "language.trees",
+                     "attention.compiling", "attention.appending", "attention.merging"),
         "flashgen.attention": ("attention.callable", "attention.compiling", "attention.gradients",
-                               "attention.appending", "attention.merging"),
+                               "attention.appending", "attention.merging", "attention.decode_schedule"),
         # Functions that are called as their modules are, and an alias of types.
         "flashgen.reference": ("reference", "reference.backward"),
         "flashgen.verify": ("verify", "verify.variants", "verify.problems"),

@@ -30,14 +30,14 @@ def assert_agrees(entry: Entry, shapes: tuple[Shape, ...], head_dim: int, dtype:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("entry", SMALL, ids=named)
-@pytest.mark.rotated(2)
+@pytest.mark.rotated(4)
 def test_on_the_emulator(entry: Entry, dtype: str) -> None:
     assert_agrees(entry, EMULATED_SHAPES, 16, dtype, emulate=True)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("entry", [entry for entry in SMALL if entry.name in COVERING], ids=named)
-@pytest.mark.rotated(3)
+@pytest.mark.rotated(5)
 def test_address_and_undefined_behaviour_sanitizers_find_nothing(entry: Entry) -> None:
     assert_agrees(entry, EMULATED_SHAPES[1:], 40, "float16", emulate=True, sanitize="address")
 
