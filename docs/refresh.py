@@ -19,6 +19,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 
 DOCS = Path(__file__).parent
@@ -85,12 +86,13 @@ def printed(command: str) -> str:
 
 
 def aligned(lines: list[str]) -> list[str]:
-    """Lines whose cells are parted by tabs, as a terminal shows them: in columns."""
-    rows = [line.split("\t") for line in lines]
-    if not any("\t" in line for line in lines) or len({len(row) for row in rows}) > 1:
-        return lines
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+    """Lines whose cells are parted by tabs, as a terminal shows them: in columns, which a table's lines share."""
+    shown: list[str] = []
+    for _, table in groupby((line.split("\t") for line in lines), key=len):
+        rows = list(table)
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        shown += ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+    return shown
 
 
 def run(words: list[str]) -> subprocess.CompletedProcess[str]:
