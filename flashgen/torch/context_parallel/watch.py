@@ -100,7 +100,7 @@ class Watch:
         gone = [rank for rank in after if before.get(rank) == after[rank] and not after[rank].blamed]
         gone += [rank for rank in self._others if rank not in after]
         behind = [rank for rank, sign in after.items() if sign.begun < self._begun and rank not in gone]
-        behind = [rank for rank in behind if not after[rank].blamed]
+        behind = _last(after, [rank for rank in behind if not after[rank].blamed])
         named = sorted(blamed) or sorted(gone) or sorted(behind)
         if not named:
             return None
@@ -127,9 +127,9 @@ class Watch:
     def _tell(self, seen: Mapping[int, _Seen], now: float) -> None:
         """Says which ranks stand still, once. A rank that is alive may yet come: that it is behind stops no call."""
         silent = [rank for rank, each in seen.items() if now - each.beat_since > _STALE * self.seconds]
-        behind = [rank for rank, each in seen.items() if now - each.begun_since > self._patience]
         self.problem = f"{_ranks(silent)} {_GONE}" if silent else None
         signs = {rank: each.sign for rank, each in seen.items()}
+        behind = _last(signs, [rank for rank, each in seen.items() if now - each.begun_since > self._patience])
         said = self.problem or (f"{_ranks(behind)} {_behind(signs, behind, self._begun)}" if behind else None)
         if said and not self._said:
             _LOG.error("flashgen: %s", said)
@@ -172,6 +172,12 @@ def _key(rank: int) -> str:
 
 def _ranks(numbers: list[int]) -> str:
     return f"ranks {', '.join(map(str, numbers))} are" if len(numbers) > 1 else f"rank {numbers[0]} is"
+
+
+def _last(signs: Mapping[int, Sign], behind: list[int]) -> list[int]:
+    """Of the ranks that are behind those that have begun least: the others wait for them, as this one does."""
+    least = min((signs[rank].begun for rank in behind), default=0)
+    return [rank for rank in behind if signs[rank].begun == least]
 
 
 def _behind(signs: Mapping[int, Sign], behind: list[int], begun: int) -> str:

@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from datetime import timedelta
 from typing import Any
 
 import numpy as np
@@ -224,6 +225,8 @@ def one_rank_fails(how: str, rank: int) -> str:
     """What the other ranks are told where one dies, or stands still, between two calls."""
     problem = Problem("causal")
     q, k, v = (shard(x, 2).requires_grad_() for x in problem.qkv)
+    patient = dist.new_group(timeout=timedelta(minutes=2))  # kernels are compiled in it: that may take long
+    attention(problem.spec, q, k, v, group=patient, emulate=not on_gpu()).backward(shard(problem.d_out, 2))
     out = attention(problem.spec, q, k, v, emulate=not on_gpu())
     if dist.get_rank() == rank:
         os._exit(3) if how == "dies" else time.sleep(3600)

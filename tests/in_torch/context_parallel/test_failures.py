@@ -18,7 +18,7 @@ LOADED.loader.exec_module(pool)
 
 @pytest.mark.parametrize(("how", "rank"), [("dies", 1), ("stands still", 2)])
 def test_the_others_are_told_which_rank_it_is(how: str, rank: int) -> None:
-    ranks = pool.Pool(4, timeout=8)  # longer than a rank that computes takes on a machine with much to do
+    ranks = pool.Pool(4, timeout=8)  # longer than a rank computes that has compiled
     try:
         ranks.ask("one_rank_fails", how=how, rank=rank)
         for other in {0, 1, 2, 3} - {rank}:
