@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import io
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import cycle
 from typing import Any
@@ -14,6 +14,7 @@ from flashgen.analysis.drawing import palette
 from flashgen.errors import ArgumentError, LaunchError
 from flashgen.remedies import install
 
+Rows = Sequence[Mapping[str, Any]]
 FORMATS = ("svg", "png")
 _FIRST = ("flashgen", "deterministic")
 _COLOURS = (palette.FULL, palette.PARTIAL, palette.COPY, palette.STORE, "#b45f5f", "#7a8794", "#5ba3b0")
@@ -91,15 +92,21 @@ def _draw_panel(axes: Any, panel: Panel, colours: Mapping[str, str]) -> None:
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def _by_tflops(rows: Sequence[Mapping[str, Any]]) -> list[Panel]:
+def _by_tflops(rows: Rows) -> list[Panel]:
     """A panel for each spec and pass, a group for each length, and for each number of heads of keys where there are."""
     found: list[Panel] = []
-    for spec, timed in dict.fromkeys((row["spec"], row["timed"]) for row in rows):
-        mine = [row for row in rows if (row["spec"], row["timed"]) == (spec, timed)]
+    for (spec, timed), mine in _apart(rows, "spec", "timed"):
         groups = [" ".join([str(row["length"]), *([row["name"]] if "heads_kv" in row else [])]) for row in mine]
         bars = _by_contender(mine, "tflops")
         found.append(Panel(f"{_called(spec)}, {timed}, by tokens of a sequence", "TFLOP/s", groups, bars))
     return found
+
+
+def _apart(rows: Rows, *columns: str) -> Iterator[tuple[tuple[Any, ...], Rows]]:
+    """What rows hold in these columns, each once, with the rows that hold it: what a panel is of."""
+    held = [tuple(row[column] for column in columns) for row in rows]
+    for values in dict.fromkeys(held):
+        yield values, [row for row, its in zip(rows, held, strict=True) if its == values]
 
 
 def _called(spec: str) -> str:
@@ -107,43 +114,40 @@ def _called(spec: str) -> str:
     return re.sub(r"-[0-9a-f]{8}$", "", spec)
 
 
-def _of_ragged_batches(rows: Sequence[Mapping[str, Any]]) -> list[Panel]:
+def _of_ragged_batches(rows: Rows) -> list[Panel]:
     found = []
-    for spec, timed in dict.fromkeys((row["spec"], row["timed"]) for row in rows):
-        mine = [row for row in rows if (row["spec"], row["timed"]) == (spec, timed)]
+    for (spec, timed), mine in _apart(rows, "spec", "timed"):
         bars = _by_contender(mine, "tflops")
         groups = [f"{row['documents']} in\n{row['tokens']}" for row in mine]
         found.append(Panel(f"{_called(spec)}, {timed}, documents in tokens", "TFLOP/s", groups, bars))
     return found
 
 
-def _of_decoding(rows: Sequence[Mapping[str, Any]]) -> list[Panel]:
+def _of_decoding(rows: Rows) -> list[Panel]:
     found = []
-    for spec in dict.fromkeys(row["spec"] for row in rows):
-        mine = [row for row in rows if row["spec"] == spec]
+    for (spec,), mine in _apart(rows, "spec"):
         groups = ["\n".join(str(row["size"]).split(", ")) for row in mine]
         bars = _by_contender(mine, "terabytes")
         found.append(Panel(f"{_called(spec)}, by batch, heads, keys", "TB/s of K and V", groups, bars))
     return found
 
 
-def _of_several_gpus(rows: Sequence[Mapping[str, Any]]) -> list[Panel]:
+def _of_several_gpus(rows: Rows) -> list[Panel]:
     found = []
-    for ranks, timed in dict.fromkeys((row["ranks"], row["timed"]) for row in rows):
-        mine = [row for row in rows if (row["ranks"], row["timed"]) == (ranks, timed)]
+    for (ranks, timed), mine in _apart(rows, "ranks", "timed"):
         groups = [str(row["name"]).replace(" ", "\n", 1) for row in mine]
         title = f"{ranks} GPUs, forward{' and backward' if timed == 'both' else ''}, by tokens of a GPU"
         found.append(Panel(title, "TFLOP/s of a GPU", groups, _by_contender(mine, "tflops")))
     return found
 
 
-def _by_contender(rows: Sequence[Mapping[str, Any]], figure: str) -> dict[str, list[float | None]]:
+def _by_contender(rows: Rows, figure: str) -> dict[str, list[float | None]]:
     """A figure of each row, by contender."""
     names = _contenders(name for row in rows for name in row[figure])
     return {name: [row[figure].get(name) for row in rows] for name in names}
 
 
-def _by_variant(rows: Sequence[Mapping[str, Any]]) -> list[Panel]:
+def _by_variant(rows: Rows) -> list[Panel]:
     columns = {"flashgen": "milliseconds", "deterministic": "deterministic_ms", "Flex": "flex_ms"}
     bars = {name: [row[column] for row in rows] for name, column in columns.items()}
     shown = {name: values for name, values in bars.items() if any(value is not None for value in values)}
@@ -160,16 +164,15 @@ def _by_variant(rows: Sequence[Mapping[str, Any]]) -> list[Panel]:
     ]
 
 
-def _of_the_paper(rows: Sequence[Mapping[str, Any]]) -> list[Panel]:
+def _of_the_paper(rows: Rows) -> list[Panel]:
     passes = ("forward_ms", "backward_ms", "both_ms")
     bars = {row["name"]: [row[each] for each in passes] for row in rows}
     return [Panel("The FlashAttention paper's problem", "ms", [each.removesuffix("_ms") for each in passes], bars)]
 
 
-def _of_training(rows: Sequence[Mapping[str, Any]]) -> list[Panel]:
+def _of_training(rows: Rows) -> list[Panel]:
     found: list[Panel] = []
-    for batch, length in dict.fromkeys((row["batch"], row["length"]) for row in rows):
-        mine = [row for row in rows if (row["batch"], row["length"]) == (batch, length)]
+    for (batch, length), mine in _apart(rows, "batch", "length"):
         modes = list(dict.fromkeys(row["mode"] for row in mine))
         names = _contenders(row["name"] for row in mine)
         bars: dict[str, list[float | None]] = {name: [None] * len(modes) for name in names}

@@ -2,10 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, ClassVar, Protocol
 
 from flashgen.codegen.targets import Target
+from flashgen.errors import UnsupportedError
 from flashgen.language.spec import AttentionSpec
+
+
+class _SaysItsProblem(Protocol):
+    @property
+    def problem(self) -> Callable[..., str | None]: ...
+
+
+class Checked:
+    """What plans of every family and pass do alike: who takes one is told its problem."""
+
+    def check(self: _SaysItsProblem, *given: Any) -> None:
+        """UnsupportedError where there is a problem; takes what `problem` does."""
+        problem = self.problem(*given)
+        if problem:
+            raise UnsupportedError(f"{self}: {problem}")
 
 
 class Plan(Protocol):

@@ -15,7 +15,7 @@ from flashgen.errors import ArgumentError, LaunchError
 from flashgen.launch.argument_writer import Addresses, ArgumentWriter
 from flashgen.launch.memory import Block, Memory, SeparateArrays, Workspace
 from flashgen.runtime import gpu
-from flashgen.runtime.arrays import NUMPY, Library, byte_strides, library_of, numpy_dtype
+from flashgen.runtime.arrays import NUMPY, Library, are_nested, byte_strides, library_of, numpy_dtype
 from flashgen.runtime.counters import counters
 from flashgen.runtime.remembered import made_once
 from flashgen.runtime.schedule import Schedule
@@ -158,8 +158,9 @@ class Gpu:
     def fetch(self, array: Any, into: Any = None) -> Any:
         """An array of CuPy as one of NumPy: a new one, or `into`, written over; one on the GPU was written to there."""
         if into is None:
-            nested = array.ndim == 4 and not array.flags.c_contiguous  # as `strides_like` has them
-            return gpu.cupy().asnumpy(array.swapaxes(1, 2)).swapaxes(1, 2) if nested else gpu.cupy().asnumpy(array)
+            if are_nested(array.strides):
+                return gpu.cupy().asnumpy(array.swapaxes(1, 2)).swapaxes(1, 2)
+            return gpu.cupy().asnumpy(array)
         if isinstance(into, np.ndarray):
             into[...] = gpu.cupy().asnumpy(array)
         return into

@@ -5,7 +5,9 @@ On the CPU beside attention in plain torch, on a GPU beside FlexAttention, compi
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -18,7 +20,9 @@ import torch.nn.attention.flex_attention as torchs
 from attn_gym import masks, mods
 
 import flashgen.torch as ours
-from tests.in_torch import plain
+
+sys.path.insert(0, str(Path(__file__).parent))
+import plain
 
 BATCH, HEADS, DIM = 2, 2, 64
 

@@ -10,9 +10,9 @@ import sympy
 from flashgen.codegen.demand import Weight, demand_of
 from flashgen.codegen.expressions.derivative_text import score_gradient
 from flashgen.codegen.hopper.plans import WARPGROUP
+from flashgen.codegen.plan import Checked
 from flashgen.codegen.targets import Target
 from flashgen.codegen.tiling import ELEMENT_BYTES, padded
-from flashgen.errors import UnsupportedError
 from flashgen.language.spec import AttentionSpec
 
 _ROWS = 64  # of a wgmma
@@ -39,7 +39,7 @@ def takes_two_steps(spec: AttentionSpec) -> bool:
 
 
 @dataclass(frozen=True)
-class HopperBackwardPlan:
+class HopperBackwardPlan(Checked):
     """The plan of the kernel whose blocks walk the queries of a tile of keys, 64 keys for each of two warpgroups.
 
     Attributes:
@@ -142,12 +142,6 @@ class HopperBackwardPlan:
                 f"{target.shared_per_block}: take fewer queries or stages"
             )
         return None
-
-    def check(self, spec: AttentionSpec, target: Target) -> None:
-        """UnsupportedError where there is a problem."""
-        problem = self.problem(spec, target)
-        if problem:
-            raise UnsupportedError(f"{self}: {problem}")
 
 
 _NARROW_DIM = 64

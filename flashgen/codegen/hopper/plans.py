@@ -8,9 +8,9 @@ from itertools import product
 from typing import ClassVar
 
 from flashgen.codegen.demand import demand_of
+from flashgen.codegen.plan import Checked
 from flashgen.codegen.targets import Target
 from flashgen.codegen.tiling import DROPOUT_COLUMNS, ELEMENT_BYTES, WARP, padded
-from flashgen.errors import UnsupportedError
 from flashgen.language.operations import HEAD
 from flashgen.language.spec import AttentionSpec
 
@@ -46,7 +46,7 @@ def panel_columns(width: int) -> int:
 
 
 @dataclass(frozen=True)
-class HopperPlan:
+class HopperPlan(Checked):
     """The plan of Hopper's forward kernel.
 
     Attributes:
@@ -214,12 +214,6 @@ class HopperPlan:
                 f"leaves tiles of {self.tile_q} x {self.tile_k}, too small to be listed: pack fewer, or take more keys"
             )
         return None
-
-    def check(self, spec: AttentionSpec, target: Target) -> None:
-        """UnsupportedError where there is a problem."""
-        problem = self.problem(spec, target)
-        if problem:
-            raise UnsupportedError(f"{self}: {problem}")
 
 
 def every_hopper_plan(spec: AttentionSpec, target: Target) -> Iterator[HopperPlan]:

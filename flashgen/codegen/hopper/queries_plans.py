@@ -7,9 +7,9 @@ from typing import ClassVar
 
 from flashgen.codegen.demand import Weight, demand_of
 from flashgen.codegen.hopper.plans import WARPGROUP, panel_columns
+from flashgen.codegen.plan import Checked
 from flashgen.codegen.targets import Target
 from flashgen.codegen.tiling import DROPOUT_COLUMNS, ELEMENT_BYTES, padded
-from flashgen.errors import UnsupportedError
 from flashgen.language.spec import AttentionSpec
 
 _ROWS = 64  # of a wgmma
@@ -18,7 +18,7 @@ _ACCUMULATORS = 216  # registers of a thread that sums, products in flight and o
 
 
 @dataclass(frozen=True)
-class HopperQueriesPlan:
+class HopperQueriesPlan(Checked):
     """The plan of the kernel whose blocks walk the keys of a tile of queries, 64 queries for each of two warpgroups.
 
     Attributes:
@@ -81,12 +81,6 @@ class HopperQueriesPlan:
                 f"{target.shared_per_block}: take fewer keys or stages"
             )
         return None
-
-    def check(self, spec: AttentionSpec, target: Target) -> None:
-        """UnsupportedError where there is a problem."""
-        problem = self.problem(spec, target)
-        if problem:
-            raise UnsupportedError(f"{self}: {problem}")
 
 
 _LIGHT = (HopperQueriesPlan(128),)

@@ -7,9 +7,9 @@ from typing import ClassVar
 
 from flashgen.codegen.hopper.backward_plans import takes_two_steps
 from flashgen.codegen.hopper.plans import WARPGROUP, panel_columns
+from flashgen.codegen.plan import Checked
 from flashgen.codegen.targets import Target
 from flashgen.codegen.tiling import ELEMENT_BYTES, padded
-from flashgen.errors import UnsupportedError
 from flashgen.language.spec import AttentionSpec
 
 _STATISTICS_BYTES = 8  # of a row: its LSE and D
@@ -19,7 +19,7 @@ _ACCUMULATORS = 216  # registers of a thread that sums, products in flight and o
 
 
 @dataclass(frozen=True)
-class HopperWidePlan:
+class HopperWidePlan(Checked):
     """The plan of the kernel whose blocks walk the queries of 64 keys: one warpgroup for P and dV, one for dS and dK.
 
     Attributes:
@@ -90,12 +90,6 @@ class HopperWidePlan:
                 f"{target.shared_per_block}: take fewer queries or stages"
             )
         return None
-
-    def check(self, spec: AttentionSpec, target: Target) -> None:
-        """UnsupportedError where there is a problem."""
-        problem = self.problem(spec, target)
-        if problem:
-            raise UnsupportedError(f"{self}: {problem}")
 
 
 def choose_hopper_wide_plan(spec: AttentionSpec, target: Target) -> HopperWidePlan | None:

@@ -9,6 +9,7 @@ from flashgen.analysis.closed_forms.inequalities import K_FIRST, K_LAST
 from flashgen.analysis.closed_forms.tile_ranges import query_range
 from flashgen.codegen.demand import Weight, demand_of
 from flashgen.codegen.mma_sync.forward_plans import MMA_ROWS
+from flashgen.codegen.plan import Checked
 from flashgen.codegen.targets import Target
 from flashgen.codegen.tiling import (
     DROPOUT_COLUMNS,
@@ -19,7 +20,6 @@ from flashgen.codegen.tiling import (
     WARP,
     padded,
 )
-from flashgen.errors import UnsupportedError
 from flashgen.language.spec import AttentionSpec
 
 _STATISTICS_BYTES = 8  # of a row: its LSE and D
@@ -62,7 +62,7 @@ class _WalkPlan:
 
 
 @dataclass(frozen=True)
-class BackwardPlan(_WalkPlan):
+class BackwardPlan(Checked, _WalkPlan):
     """The plan of the kernel whose blocks walk the queries of a tile of keys; warps that share keys split dK and dV."""
 
     walked = "Q and dO"
@@ -97,12 +97,6 @@ class BackwardPlan(_WalkPlan):
         """Why the plan contradicts itself, or does not fit the spec or the target; None where it does."""
         needed = self.shared_bytes(spec, deterministic)
         return _problem(self, ("tile_k", self.tile_k), ("tile_q", self.tile_q), needed, spec, target)
-
-    def check(self, spec: AttentionSpec, target: Target, deterministic: bool = False) -> None:
-        """UnsupportedError where there is a problem."""
-        problem = self.problem(spec, target, deterministic)
-        if problem:
-            raise UnsupportedError(f"{self}: {problem}")
 
 
 @dataclass(frozen=True)

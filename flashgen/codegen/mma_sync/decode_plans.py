@@ -13,6 +13,7 @@ from typing import ClassVar
 
 from flashgen.codegen.demand import Weight, demand_of
 from flashgen.codegen.mma_sync.forward_plans import MMA_ROWS, ForwardPlan
+from flashgen.codegen.plan import Checked
 from flashgen.codegen.targets import Target
 from flashgen.codegen.tile_list_kernel import depends_on_head
 from flashgen.codegen.tiling import (
@@ -25,7 +26,6 @@ from flashgen.codegen.tiling import (
     padded,
 )
 from flashgen.codegen.workload import Workload
-from flashgen.errors import UnsupportedError
 from flashgen.language.spec import AttentionSpec
 
 BEGINNING = 4  # tiles of keys whose copies take as long as a block's first ones and its share of the output
@@ -58,7 +58,7 @@ def cached_bytes(spec: AttentionSpec) -> int:
 
 
 @dataclass(frozen=True)
-class DecodePlan:
+class DecodePlan(Checked):
     """The decode kernel's plan.
 
     Attributes:
@@ -147,12 +147,6 @@ class DecodePlan:
                 f"{target.shared_per_block}: take fewer warps, keys or stages"
             )
         return None
-
-    def check(self, spec: AttentionSpec, target: Target) -> None:
-        """UnsupportedError where there is a problem."""
-        problem = self.problem(spec, target)
-        if problem:
-            raise UnsupportedError(f"{self}: {problem}")
 
 
 def decode_rows(spec: AttentionSpec) -> tuple[int, ...]:

@@ -8,6 +8,7 @@ from itertools import product
 from typing import ClassVar, NamedTuple
 
 from flashgen.codegen.demand import Weight, demand_of, divides_tiles, is_power_of_2
+from flashgen.codegen.plan import Checked
 from flashgen.codegen.targets import Target
 from flashgen.codegen.tiling import (
     DROPOUT_COLUMNS,
@@ -18,7 +19,6 @@ from flashgen.codegen.tiling import (
     WARP,
     padded,
 )
-from flashgen.errors import UnsupportedError
 from flashgen.language.spec import AttentionSpec
 
 MMA_ROWS = 16
@@ -29,7 +29,7 @@ _WARPS_TO_HIDE_LATENCY = 8  # on a multiprocessor
 
 
 @dataclass(frozen=True)
-class ForwardPlan:
+class ForwardPlan(Checked):
     """The forward kernel's plan.
 
     Attributes:
@@ -102,12 +102,6 @@ class ForwardPlan:
                 f"{target.shared_per_block}: take smaller tiles or fewer stages"
             )
         return None
-
-    def check(self, spec: AttentionSpec, target: Target) -> None:
-        """UnsupportedError where there is a problem."""
-        problem = self.problem(spec, target)
-        if problem:
-            raise UnsupportedError(f"{self}: {problem}")
 
 
 # (tile_q, tile_k, warps, stages) in the order of preference: by speed on an H200, then by what smaller GPUs hold.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -35,3 +36,20 @@ def all_to_all(parts: Tensor, group: Any, to: list[int] | None = None, of: list[
     with naming_the_rank(group):
         dist.all_to_all_single(received, parts, of, to, group=group)
     return received
+
+
+def moved(rows: Tensor, there: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor]) -> Tensor:
+    """`there(rows)`, an order of rows over the ranks in which each stands once; its gradient goes `back`."""
+    made: Tensor = _Moved.apply(rows, there, back)
+    return made
+
+
+class _Moved(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, there: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor]) -> Tensor:
+        ctx.back = back
+        return there(rows)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return ctx.back(gradient), None, None

@@ -5,12 +5,13 @@ Source: Jacobs et al. 2023, DeepSpeed Ulysses.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 
 from flashgen.ranks import Layout
-from flashgen.torch.context_parallel.collectives import all_to_all
+from flashgen.torch.context_parallel.collectives import all_to_all, moved
 from flashgen.torch.tensors import Tensor
 
 
@@ -30,36 +31,12 @@ class Exchange(NamedTuple):
 
 def to_heads(rows: Tensor, exchange: Exchange, positions: Layout) -> Tensor:
     """(batch, heads, rows, dim) of a rank -> (batch, heads / ranks, rows · ranks, dim) in the order of positions."""
-    made: Tensor = _ToHeads.apply(rows, exchange, positions)
-    return made
+    return moved(rows, *(partial(move, exchange=exchange, positions=positions) for move in (_to_heads, _to_rows)))
 
 
 def to_rows(heads: Tensor, exchange: Exchange, positions: Layout) -> Tensor:
     """The inverse of `to_heads`."""
-    made: Tensor = _ToRows.apply(heads, exchange, positions)
-    return made
-
-
-class _ToHeads(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, exchange: Exchange, positions: Layout) -> Tensor:
-        ctx.how = exchange, positions
-        return _to_heads(rows, exchange, positions)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        return _to_rows(gradient, *ctx.how), None, None
-
-
-class _ToRows(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, heads: Tensor, exchange: Exchange, positions: Layout) -> Tensor:
-        ctx.how = exchange, positions
-        return _to_rows(heads, exchange, positions)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        return _to_heads(gradient, *ctx.how), None, None
+    return moved(heads, *(partial(move, exchange=exchange, positions=positions) for move in (_to_rows, _to_heads)))
 
 
 def _to_heads(rows: Tensor, exchange: Exchange, positions: Layout) -> Tensor:

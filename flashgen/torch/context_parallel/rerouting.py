@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -10,7 +11,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from flashgen.errors import ArgumentError
 from flashgen.ranks import Layout
-from flashgen.torch.context_parallel.collectives import all_gather, all_to_all
+from flashgen.torch.context_parallel.collectives import all_gather, all_to_all, moved
 from flashgen.torch.tensors import Tensor
 
 _LOCK = threading.Lock()
@@ -30,6 +31,11 @@ class Route(NamedTuple):
     kept: Tensor
     of: list[int]
 
+    @property
+    def back(self) -> Route:
+        """The way back: what was received is sent, and kept where it was sent from."""
+        return Route(self.group, self.kept, self.of, self.sent, self.to)
+
 
 def route(positions: Tensor, layout: Layout, rank: int, group: Any) -> Route:
     """The route of a rank's rows, whose positions these are; made once for a tensor that stays as it is.
@@ -48,51 +54,19 @@ def route(positions: Tensor, layout: Layout, rank: int, group: Any) -> Route:
 
 def rerouted(rows: Tensor, way: Route, axis: int) -> Tensor:
     """Rows along an axis, in the order of the layout."""
-    made: Tensor = _There.apply(rows, way, axis)
-    return made
+    return moved(rows, partial(_along, way=way, axis=axis), partial(_along, way=way.back, axis=axis))
 
 
 def returned(rows: Tensor, way: Route, axis: int) -> Tensor:
     """The inverse of `rerouted`."""
-    made: Tensor = _Back.apply(rows, way, axis)
-    return made
+    return rerouted(rows, way.back, axis)
 
 
-class _There(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, way: Route, axis: int) -> Tensor:
-        ctx.how = way, axis
-        return _there(rows, way, axis)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        return _back(gradient, *ctx.how), None, None
-
-
-class _Back(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, way: Route, axis: int) -> Tensor:
-        ctx.how = way, axis
-        return _back(rows, way, axis)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        return _there(gradient, *ctx.how), None, None
-
-
-def _there(rows: Tensor, way: Route, axis: int) -> Tensor:
+def _along(rows: Tensor, way: Route, axis: int) -> Tensor:
     sent = rows.movedim(axis, 0)[way.sent].contiguous()
     received = all_to_all(sent, way.group, to=way.to, of=way.of)
     made = torch.empty_like(received)
     made[way.kept] = received
-    return made.movedim(0, axis).contiguous()
-
-
-def _back(rows: Tensor, way: Route, axis: int) -> Tensor:
-    sent = rows.movedim(axis, 0)[way.kept].contiguous()
-    received = all_to_all(sent, way.group, to=way.of, of=way.to)
-    made = torch.empty_like(received)
-    made[way.sent] = received
     return made.movedim(0, axis).contiguous()
 
 
