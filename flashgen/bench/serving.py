@@ -267,7 +267,7 @@ def _measure_variant(
         "flashgen": lambda: attention(q, k, v, **captures, **lists),
         "plain": lambda: full_attention(q, *fewer),
     }
-    for_flex = AttentionSpec(spec.head_dim, spec.dtype, mask=variant.flex) if variant.flex else own
+    for_flex = own if variant.flex is None else AttentionSpec(spec.head_dim, spec.dtype, mask=variant.flex)
     if "Flex" in peers and (found := flex(for_flex, "forward", (q, k, v, q), captures, time_mask=False)):
         runs["Flex"] = found.run
     times = medians_ms(runs)
