@@ -32,7 +32,7 @@ def test_no_kind_is_left_out() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("kind", "case"), [(kind, str(case)) for kind, cases in CASES.items() for case in cases])
-@pytest.mark.quick_every(4)
+@pytest.mark.quick_every(7)
 def test_the_hardware_does_what_the_emulator_does(kind: str, case: str) -> None:
     if compute_capability() != (9, 0):
         pytest.skip(f"needs a GPU of compute capability 9.0, this one has {compute_capability()}")

@@ -59,7 +59,7 @@ def test_address_and_undefined_behaviour_sanitizers_find_nothing(entry: Entry) -
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("number", range(len(LARGE)), ids=lambda number: LARGE[number].name)
-@pytest.mark.quick_every(13)
+@pytest.mark.quick_every(25)
 def test_on_a_gpu(number: int, head_dim: int, deterministic: bool) -> None:
     assert_agrees(LARGE[number], LARGE_SHAPES, head_dim, DTYPES[number % 2], deterministic=deterministic)
 

@@ -46,7 +46,7 @@ def test_address_and_undefined_behaviour_sanitizers_find_nothing(entry: Entry) -
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("entry", LARGE, ids=named)
-@pytest.mark.quick_every(13)
+@pytest.mark.quick_every(25)
 def test_on_a_gpu(entry: Entry, dtype: str, head_dim: int) -> None:
     assert_agrees(entry, LARGE_SHAPES, head_dim, dtype)
 
