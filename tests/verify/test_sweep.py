@@ -102,7 +102,7 @@ def test_thread_sanitizer_finds_nothing_in_the_backward(cases: tuple[Case, ...],
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("cases", grouped(all_cases()), ids=name_of)
-@pytest.mark.quick_every(25)
+@pytest.mark.quick_every(33)
 def test_on_a_gpu(cases: tuple[Case, ...]) -> None:
     assert_agrees(cases, passes=("forward", "backward"))
 
