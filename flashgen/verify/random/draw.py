@@ -60,6 +60,7 @@ CALLS_EACH = 3  # calls of a case that does: compiling takes most of its time
 _SANITIZED = 0.06  # the share of cases on the emulator that run under a sanitizer
 _NVRTC = 0.2
 _RAGGED = 0.15
+_SHARDED = 0.15
 _SINK = 0.15
 _SERVING = 0.5  # the share of cases of the forward alone
 _CACHED_DIMS = (32, 32, 64, 64, 96, 128, 256)
@@ -118,6 +119,7 @@ def recipe_of(seed: int, options: Options, drawn: Counter[str] | None = None) ->
         plan=_stream(seed, "plan").choice((0, 0, 0, *range(1, MOST))),
         nvrtc=options.nvrtc and options.emulate and bool(passes) and _stream(seed, "nvrtc").random() < _NVRTC,
         ragged=_stream(seed, "ragged").random() < _RAGGED,
+        sharded=_stream(seed, "ragged").random() >= 1 - _SHARDED,
         sink=bool(passes) and _stream(seed, "sink").random() < _SINK,
     )
     return _served(seed, drawn_recipe, serving).tidied()
@@ -133,7 +135,14 @@ def _serving(seed: int, passes: tuple[Pass, ...]) -> dict[str, Any]:
     splits = rng.choice((None, None, 1, 2, 3, 7))
     if page_size is None and kv_dtype is None:
         splits = splits or 2
-    return {"page_size": page_size, "kv_dtype": kv_dtype, "splits": splits, "plan": 0, "ragged": False}
+    return {
+        "page_size": page_size,
+        "kv_dtype": kv_dtype,
+        "splits": splits,
+        "plan": 0,
+        "ragged": False,
+        "sharded": False,
+    }
 
 
 def _served(seed: int, recipe: Recipe, serving: dict[str, Any]) -> Recipe:

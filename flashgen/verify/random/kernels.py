@@ -15,6 +15,7 @@ from flashgen.verify.random.covers import lie_of_map
 from flashgen.verify.random.judging import Judged, complaint
 from flashgen.verify.random.outcome import Counts, Found
 from flashgen.verify.random.packed import Packed
+from flashgen.verify.random.parted import Parted
 from flashgen.verify.random.predicates import Checked
 from flashgen.verify.random.recipe import Recipe
 from flashgen.verify.random.sample import Sample
@@ -35,11 +36,11 @@ _REGISTERS = "Insufficient registers"  # ptxas's words where no allocation keeps
 
 def check_kernels(recipe: Recipe, spec: AttentionSpec, checked: list[Checked], counts: Counts) -> None:
     """Compiles and calls. Raises Found, and whatever compiling and calling raise."""
-    fixed = recipe.ragged or spec.of_cache or recipe.splits is not None
+    fixed = recipe.ragged or recipe.sharded or spec.of_cache or recipe.splits is not None
     plan = None if fixed else _plan(recipe, spec, checked)
     try:
         compiled: Any = attention.compile(
-            in_layout(spec, "thd") if recipe.ragged else spec,
+            _compiled_spec(recipe, spec),
             target=recipe.target,
             emulate=recipe.emulate,
             plan=plan,
@@ -47,7 +48,7 @@ def check_kernels(recipe: Recipe, spec: AttentionSpec, checked: list[Checked], c
             sanitize=recipe.sanitize,
             schedule=recipe.schedule,
         )
-        compiled = Packed(spec, compiled) if recipe.ragged else compiled
+        compiled = _of_whole_calls(recipe, spec, compiled)
         if recipe.nvrtc and nvrtc.is_available():
             _compile_for_gpu(recipe, compiled, counts)
     except BuildError as error:
@@ -60,6 +61,16 @@ def check_kernels(recipe: Recipe, spec: AttentionSpec, checked: list[Checked], c
             _check_call(recipe, compiled, each, counts)
         except Unjudged:
             counts["calls whose scores have no value"] += 1
+
+
+def _compiled_spec(recipe: Recipe, spec: AttentionSpec) -> AttentionSpec:
+    """The spec whose kernels the case runs."""
+    return in_layout(spec, "thd") if recipe.ragged else spec.shard() if recipe.sharded else spec
+
+
+def _of_whole_calls(recipe: Recipe, spec: AttentionSpec, compiled: Attention) -> Any:
+    """What takes calls of the spec itself."""
+    return Packed(spec, compiled) if recipe.ragged else Parted(spec, compiled) if recipe.sharded else compiled
 
 
 def _compile_for_gpu(recipe: Recipe, compiled: Attention, counts: Counts) -> None:
@@ -81,14 +92,14 @@ def _plan(recipe: Recipe, spec: AttentionSpec, checked: list[Checked]) -> Plan |
 
 def _check_call(recipe: Recipe, compiled: Attention, checked: Checked, counts: Counts) -> None:
     cached = compiled.spec.of_cache
-    if not recipe.ragged and not cached:
+    if not recipe.ragged and not recipe.sharded and not cached:
         _check_lists(compiled, checked, counts, "backward" in recipe.passes)
     of_call = Cached if cached else Sample
     first = of_call(recipe, compiled.spec, checked, checked.problem.seed)
     _ = first.expected.scores  # raises where attention has no value, before any call
     others = [of_call(recipe, compiled.spec, checked, checked.problem.seed + 1 + n) for n in range(DRAWS - 1)]
     _convinced("forward", [first, *others], lambda draw: draw.forward(compiled), recipe)
-    what = "forward calls over a cache" if cached else "forward calls"
+    what = "forward calls over a cache" if cached else "forward calls in parts" if recipe.sharded else "forward calls"
     counts[f"{what}{' under ' + recipe.sanitize if recipe.sanitize else ''}"] += 1
     first.check_oracle()
     sizes = checked.sizes

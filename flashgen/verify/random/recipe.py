@@ -39,9 +39,9 @@ class Recipe:
     """A case. Without `passes` it checks predicates alone. `nvrtc`: the GPU's compiler sees the kernels' text too.
 
     plan: the place of the forward's plan among those that tuning would time; the default's is 0. ragged: kernels are
-    those of layout "thd", of the same sequences packed. page_size, kv_dtype: k and v are pages, of lengths that differ,
-    or of 8 bits. splits: the decode kernel, with the keys in so many parts. sink: a score for each head that has no
-    value.
+    those of layout "thd", of the same sequences packed. sharded: they are those of shards, and calls are in parts.
+    page_size, kv_dtype: k and v are pages, of lengths that differ, or of 8 bits. splits: the decode kernel, with the
+    keys in so many parts. sink: a score for each head that has no value.
     """
 
     mask: Term
@@ -63,6 +63,7 @@ class Recipe:
     nvrtc: bool = False
     plan: int = 0
     ragged: bool = False
+    sharded: bool = False
     page_size: int | None = None
     kv_dtype: str | None = None
     splits: int | None = None
@@ -124,7 +125,7 @@ class Recipe:
         lines += [f"mask = lambda b, h, q, k: {text_of(self.mask)}"]
         lines += [f"score = lambda score, b, h, q, k: {text_of(self.score)}"] if self.score else []
         fields = (
-            *("head_dim", "value_dim", "dtype", "scale", "layout", "dropout", "ragged"),
+            *("head_dim", "value_dim", "dtype", "scale", "layout", "dropout", "ragged", "sharded"),
             *("page_size", "kv_dtype", "splits", "sink"),
         )
         plain = Recipe(self.mask, None, {}, ())

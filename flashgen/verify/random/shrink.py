@@ -75,7 +75,7 @@ def _weight_of_call(problem: Problem) -> int:
 _PLAIN_TARGET = "sm_80"
 _OPTIONS = (
     *("head_dim", "value_dim", "dtype", "scale", "layout", "dropout", "target", "deterministic", "sanitize"),
-    *("schedule", "nvrtc", "plan", "ragged", "page_size", "kv_dtype", "splits", "sink"),
+    *("schedule", "nvrtc", "plan", "ragged", "sharded", "page_size", "kv_dtype", "splits", "sink"),
 )
 
 

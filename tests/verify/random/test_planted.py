@@ -266,6 +266,35 @@ def test_sinks_have_a_gradient_of_their_own(monkeypatch: pytest.MonkeyPatch) -> 
     assert check(recipe).kind == "oracle"
 
 
+BIASED = Term("+", (Term("score"), Term("-", (Term("to_float", (Term("k"),)), Term("to_float", (Term("q"),))))))
+PARTED = one_call(CAUSAL, BIASED, passes=("forward", "backward"), sharded=True, dropout=0.17)
+
+
+def of_several_parts(recipe: Recipe) -> Recipe:
+    return replace(recipe, problems=(Problem(Shape(70, 90, 2, 2, 1), {}, seed=1),))
+
+
+def test_calls_in_parts_pass() -> None:
+    for recipe in (PARTED, replace(PARTED, layout="bshd", sink=True)):
+        outcome = check(of_several_parts(recipe))
+        assert outcome.status == "passed", outcome.message
+        assert outcome.counts["forward calls in parts"] == 1 == outcome.counts["backward calls"]
+
+
+@pytest.mark.parametrize("place", ["shard_b", "shard_q", "shard_k"])
+def test_a_part_that_does_not_know_where_it_stands(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, met = host.compile_host, []
+
+    def planted(source: str, *given: Any) -> Any:
+        met.append(f"arguments.{place}" in source)
+        return plain(source.replace(f"arguments.{place}", "0"), *given)
+
+    monkeypatch.setattr(host, "compile_host", planted)
+    outcome = check(of_several_parts(PARTED))
+    assert any(met), "the text is none of these kernels'"
+    assert outcome.status == "found" and outcome.kind == "wrong", outcome
+
+
 def test_lengths_are_at_the_borders_of_pages() -> None:
     """0, 1 and around borders, of several sequences."""
     recipe = few_queries(PAGED, batch=12)
