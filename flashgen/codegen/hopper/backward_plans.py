@@ -44,7 +44,8 @@ class HopperBackwardPlan(Checked):
 
     Attributes:
         tile_q: queries of a step, 64 or 128.
-        stages: tiles of Q, and of dO, that shared memory holds at once.
+        stages: tiles of Q, and of dO, that shared memory holds at once: a step's products start before the last one's
+            have ended.
         early_scores: the next step's scores start while dK and dV of this one are computed, which takes registers.
         heads_apart: a block for each query head, whose shares of dK and dV are added up in global memory; else a block
             walks the queries of all heads that share a head of K and V.
@@ -125,8 +126,8 @@ class HopperBackwardPlan(Checked):
             return (
                 f"it is a plan of the family hopper, and {target.name} takes {target.backward_family} for the backward"
             )
-        if self.tile_q not in (_ROWS, 2 * _ROWS) or self.stages < 1:
-            return f"tile_q={self.tile_q} must be 64 or 128, and stages={self.stages} positive"
+        if self.tile_q not in (_ROWS, 2 * _ROWS) or self.stages < 2:
+            return f"tile_q={self.tile_q} must be 64 or 128, and stages={self.stages} at least 2"
         if self.heads_apart and spec.is_ragged:
             return "heads_apart=True: of ragged batches query heads that share a head of k and v share blocks"
         if self.heads_apart and not self._has_room_for_sums():

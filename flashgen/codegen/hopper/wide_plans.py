@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from flashgen.codegen.demand import Weight, demand_of
 from flashgen.codegen.hopper.backward_plans import takes_two_steps
 from flashgen.codegen.hopper.plans import WARPGROUP, panel_columns
 from flashgen.codegen.plan import Checked
@@ -13,7 +14,8 @@ from flashgen.codegen.tiling import ELEMENT_BYTES, padded
 from flashgen.language.spec import AttentionSpec
 
 _STATISTICS_BYTES = 8  # of a row: its LSE and D
-_SCORE_STAGES = 2  # tiles of P on their way from one warpgroup to the other
+_SCORE_STAGES = 2  # tiles of P, or of q * k, on their way from one warpgroup to the other
+_SCORE_BYTES = 4  # of a product of q and k on its way; P is rounded
 _BARRIER_BYTES = 8
 _ACCUMULATORS = 216  # registers of a thread that sums, products in flight and operands may take
 
@@ -22,9 +24,12 @@ _ACCUMULATORS = 216  # registers of a thread that sums, products in flight and o
 class HopperWidePlan(Checked):
     """The plan of the kernel whose blocks walk the queries of 64 keys: one warpgroup for P and dV, one for dS and dK.
 
+    The second gets P of the first where dS follows from that alone, else the products of q and k.
+
     Attributes:
         tile_q: queries of a step.
-        stages: tiles of Q, and of dO, that shared memory holds at once.
+        stages: tiles of Q, and of dO, that shared memory holds at once: a step's products start before the last one's
+            have ended.
     """
 
     tile_q: int = 64
@@ -58,11 +63,12 @@ class HopperWidePlan(Checked):
         return max(padded(spec.head_dim), padded(spec.value_dim)) // 2 + self.tile_q + self.tile_q // 4
 
     def shared_bytes(self, spec: AttentionSpec) -> int:
-        """Dynamic shared memory of a block: K, V; the stages of Q, dO, P and of statistics; the barriers."""
+        """Dynamic shared memory of a block: K, V; the stages of Q, dO, P or q * k, and of statistics; the barriers."""
         head, value = padded(spec.head_dim), padded(spec.value_dim)
-        tiles = (self.tile_k + self.stages * self.tile_q) * (head + value) + _SCORE_STAGES * self.tile_q * self.tile_k
-        barriers = 4 * self.stages + 2 * _SCORE_STAGES
-        return ELEMENT_BYTES * tiles + self.stages * self.tile_q * _STATISTICS_BYTES + _BARRIER_BYTES * barriers
+        tiles = ELEMENT_BYTES * (self.tile_k + self.stages * self.tile_q) * (head + value)
+        score = ELEMENT_BYTES if takes_two_steps(spec) else _SCORE_BYTES
+        scores, statistics = score * _SCORE_STAGES * self.tile_k, self.stages * _STATISTICS_BYTES  # of a query
+        return tiles + self.tile_q * (scores + statistics) + _BARRIER_BYTES * (4 * self.stages + 2 * _SCORE_STAGES)
 
     def summary(self, shared_bytes: int) -> str:
         """What the kernel's header says of it."""
@@ -78,10 +84,8 @@ class HopperWidePlan(Checked):
             return (
                 f"it is a plan of the family hopper, and {target.name} takes {target.backward_family} for the backward"
             )
-        if not takes_two_steps(spec):
-            return "dS must follow from P and dP alone: no dropout, no slope of the score, no gradients of captures"
-        if self.tile_q % 16 or not 16 <= self.tile_q <= 256 or self.stages < 1:
-            return f"tile_q={self.tile_q} must be a multiple of 16 up to 256, and stages={self.stages} positive"
+        if self.tile_q % 16 or not 16 <= self.tile_q <= 256 or self.stages < 2:
+            return f"tile_q={self.tile_q} must be a multiple of 16 up to 256, and stages={self.stages} at least 2"
         if self.registers(spec) > _ACCUMULATORS:
             return f"it takes {self.registers(spec)} registers of a thread for sums and products: take fewer queries"
         if self.shared_bytes(spec) > target.shared_per_block:
@@ -92,7 +96,11 @@ class HopperWidePlan(Checked):
         return None
 
 
-def choose_hopper_wide_plan(spec: AttentionSpec, target: Target) -> HopperWidePlan | None:
-    """The default plan of a spec; None where it does not fit."""
-    plan = HopperWidePlan()
-    return plan if plan.problem(spec, target) is None else None
+_DEFAULT, _LIGHT = HopperWidePlan(), HopperWidePlan(32)
+
+
+def choose_hopper_wide_plan(spec: AttentionSpec, target: Target) -> HopperWidePlan:
+    """The default plan of a spec: of fewer queries where finding dS takes more registers than the others leave."""
+    demand = demand_of(spec)
+    heavy = demand.weight == Weight.HEAVY or (demand.drops and spec.score is not None)
+    return _LIGHT if heavy and not takes_two_steps(spec) else _DEFAULT
