@@ -107,10 +107,6 @@ class HopperBackwardPlan(Checked):
         shared = _SCORE_STAGES * ELEMENT_BYTES * self.tile_q * self.tile_k + _SUM_BYTES * self.tile_q * head
         return tiles + shared + statistics + _BARRIER_BYTES * (barriers + 2 * _SCORE_STAGES)
 
-    def _has_room_for_sums(self) -> bool:
-        """Whether dK and dV fit, in float32, into the places of K, V, Q and dO."""
-        return _SUM_BYTES * self.tile_k <= ELEMENT_BYTES * (self.tile_k + self.stages * self.tile_q)
-
     def summary(self, shared_bytes: int) -> str:
         """What the kernel's header says of it."""
         early = ", the next scores early" if self.early_scores else ""
@@ -130,8 +126,6 @@ class HopperBackwardPlan(Checked):
             return f"tile_q={self.tile_q} must be 64 or 128, and stages={self.stages} at least 2"
         if self.heads_apart and spec.is_ragged:
             return "heads_apart=True: of ragged batches query heads that share a head of k and v share blocks"
-        if self.heads_apart and not self._has_room_for_sums():
-            return f"heads_apart=True: {self.stages} stages have no room for dK and dV: take more stages"
         if self.gradient_columns(spec) > self.tile_q:  # they share registers with scores
             columns = self.gradient_columns(spec)
             return f"tile_q={self.tile_q} has no registers for {columns} columns of dQ: take more queries"
