@@ -86,9 +86,13 @@ class HopperQueriesPlan(Checked):
 
 _LIGHT = (HopperQueriesPlan(128),)
 _PREFERENCE = (HopperQueriesPlan(64), HopperQueriesPlan(64, 2, 1))
+_HEAVY_AND_WIDE = (HopperQueriesPlan(32, 3),)
+_WIDE_DIM = 128
 
 
 def choose_hopper_queries_plan(spec: AttentionSpec, target: Target) -> HopperQueriesPlan:
     """The default plan of a spec."""
-    light = _LIGHT if demand_of(spec).weight < Weight.LOADING else ()
-    return next(plan for plan in (*light, *_PREFERENCE) if plan.problem(spec, target) is None)
+    weight = demand_of(spec).weight
+    heavy = weight == Weight.HEAVY and spec.head_dim > _WIDE_DIM
+    preferred = _LIGHT if weight < Weight.LOADING else _HEAVY_AND_WIDE if heavy else ()
+    return next(plan for plan in (*preferred, *_PREFERENCE) if plan.problem(spec, target) is None)
