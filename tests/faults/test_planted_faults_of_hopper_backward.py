@@ -43,9 +43,13 @@ SUBJECTS = {
     "keys": Subject(fg.AttentionSpec(64, mask=fg.causal()), options={"backward_plan": HopperBackwardPlan(64)}),
     "late": Subject(fg.AttentionSpec(64, mask=fg.causal())),
     "wide": Subject(fg.AttentionSpec(144, value_dim=136, mask=fg.causal())),
-    # With a stage of Q more than of q * k, whose places are not free by what Q's are.
+    # With more stages of Q than of q * k, whose places are not free by what Q's are.
     "wide, learned": Subject(
         fg.AttentionSpec(144, value_dim=136, mask=fg.causal(), score=learned(fg.softcap(20)(fg.alibi("slopes")))),
+        options={"backward_plan": HopperWidePlan(32, 3)},
+    ),
+    "wide, dropped": Subject(
+        fg.AttentionSpec(144, value_dim=136, mask=fg.causal(), score=fg.softcap(20), dropout=0.25),
         options={"backward_plan": HopperWidePlan(32, 3)},
     ),
     "queries": Subject(fg.AttentionSpec(64, mask=fg.causal()), "queries", {"deterministic": True}),
@@ -56,12 +60,17 @@ SUBJECTS = {
 }
 
 
+def seed_of(spec: fg.AttentionSpec) -> dict[str, int]:
+    return {"seed": 7} if spec.dropout else {}
+
+
 @cache
 def call(name: str) -> tuple[Any, ...]:
     """The inputs of a subject's call, its output and LSE, and the gradients that it begins with."""
     spec = SUBJECTS[name].spec
     inputs = random_inputs(spec, SHAPE, seed=11)
-    out, lse = SUBJECTS[name].compiled()(inputs.q, inputs.k, inputs.v, return_lse=True, **inputs.captures)
+    given = {**inputs.captures, **seed_of(spec)}
+    out, lse = SUBJECTS[name].compiled()(inputs.q, inputs.k, inputs.v, return_lse=True, **given)
     return inputs, out, lse, random_gradients(spec, SHAPE, 11)[0]
 
 
@@ -71,9 +80,10 @@ def is_right(name: str, source: str | None = None, **engine: Any) -> bool:
     edited = {} if source is None else {"source": {subject.part: source}}
     into = poisoned_gradients(subject.spec, inputs)
     compiled = subject.compiled(**edited, **engine)
-    found = compiled.backward(d_out, inputs.q, inputs.k, inputs.v, out, lse, into=into, **inputs.captures)
-    given = (subject.spec, inputs.q, inputs.k, inputs.v, d_out)
-    verdicts = judged_gradients(*given, gradients_by_name(found), **inputs.captures)
+    given = {**inputs.captures, **seed_of(subject.spec)}
+    found = compiled.backward(d_out, inputs.q, inputs.k, inputs.v, out, lse, into=into, **given)
+    arrays = (subject.spec, inputs.q, inputs.k, inputs.v, d_out)
+    verdicts = judged_gradients(*arrays, gradients_by_name(found), **given)
     return all(verdict.ok for verdict in verdicts.values())
 
 
@@ -85,7 +95,7 @@ class Fault:
     pattern: str
     replacement: str
     finding: str
-    subject: Literal["keys", "late", "wide", "wide, learned", "queries", "apart"] = "keys"
+    subject: Literal["keys", "late", "wide", "wide, learned", "wide, dropped", "queries", "apart"] = "keys"
 
     def planted(self) -> str:
         text, count = re.subn(self.pattern, self.replacement, SUBJECTS[self.subject].source, flags=re.DOTALL)
@@ -153,6 +163,20 @@ UNGUARDED = [
         "",
         "data race",
         "wide, learned",
+    ),
+    Fault(
+        "place of factors not waited for",
+        r"mbarrier_wait\(barriers\.scores_empty\(use\), [^;]*;",
+        "",
+        "over-arrival",
+        "wide, dropped",
+    ),
+    Fault(
+        "factors not waited for",
+        r"mbarrier_wait\(barriers\.scores_full\(use\), [^;]*;",
+        "",
+        "over-arrival",
+        "wide, dropped",
     ),
     Fault(
         "q * k released early",
@@ -259,6 +283,8 @@ WRONG = [
         "",
         "wide, learned",
     ),
+    Fault("what was dropped not said", r" \| drops\);", ");", "", "wide, dropped"),
+    Fault("no slope in a factor", r"attended \* slope;", "attended;", "", "wide, dropped"),
     Fault("the last head's sum lost", r"end_head\(\);(\s+await)", r"\1", "", "wide, learned"),
     Fault("D forgotten", r" - \(e % 2 \? rows\.w : rows\.y\)", "", "", "wide"),
     Fault("dQ not scaled", r"\(d_queries, kScale,", "(d_queries, 1.0f,", "", "queries"),

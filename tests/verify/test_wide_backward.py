@@ -9,7 +9,7 @@ import pytest
 import flashgen.language as fg
 from flashgen.attention import compile
 from flashgen.codegen.hopper.backward_plans import takes_two_steps
-from flashgen.codegen.hopper.wide_plans import HopperWidePlan
+from flashgen.codegen.hopper.wide_plans import HopperWidePlan, handed_over
 from flashgen.runtime.schedule import Schedule
 from flashgen.verify import verify
 from flashgen.verify.gradients import gradients_by_name, judged_gradients, poisoned_gradients, random_gradients
@@ -31,8 +31,9 @@ CASES = [
     (case_of(variant, spec_of(variant, dim, dtype), number), number % 2 == 1)
     for number, (variant, dim, dtype) in enumerate(zip(NEEDING, cycle(DIMS), cycle(("float16", "bfloat16"))))
 ]
-# A slope, bits, and an element for each head.
-MIXED = fg.AttentionSpec(
+# A slope and bits; and an element for each head, too: what is handed over is another.
+DROPPED = fg.AttentionSpec(160, value_dim=144, mask=fg.causal(), score=fg.softcap(20)(fg.alibi("slopes")), dropout=0.17)
+LEARNED = fg.AttentionSpec(
     136,
     "bfloat16",
     value_dim=200,
@@ -58,11 +59,19 @@ def test_every_variant(case: Case, deterministic: bool) -> None:
     assert_agrees(case, deterministic, schedule_count=2)
 
 
+def test_what_is_handed_over() -> None:
+    assert handed_over(fg.AttentionSpec(256, mask=fg.causal(), score=fg.alibi(8))) == "probabilities"
+    assert handed_over(DROPPED) == handed_over(fg.AttentionSpec(256, dropout=0.1)) == "factors"
+    assert handed_over(fg.AttentionSpec(256, score=fg.softcap(30))) == "factors"
+    assert handed_over(LEARNED) == handed_over(fg.AttentionSpec(256, score=learned(fg.alibi("slopes")))) == "products"
+
+
 @pytest.mark.parametrize("deterministic", [False, True], ids=["default", "deterministic"])
 @pytest.mark.parametrize("layout", ["bhsd", "thd"])
-def test_orders_of_threads_and_copies(layout: str, deterministic: bool) -> None:
+@pytest.mark.parametrize("spec", [DROPPED, LEARNED], ids=["factors", "products"])
+def test_orders_of_threads_and_copies(spec: fg.AttentionSpec, layout: str, deterministic: bool) -> None:
     """Of the deterministic mode every one gives the same bits."""
-    case = Case(in_layout(MIXED, layout), Shape(90, 133, 2, 4, 2), lse_gradient=True)
+    case = Case(in_layout(spec, layout), Shape(90, 133, 2, 4, 2), lse_gradient=True)
     assert_agrees(case, deterministic, schedule_count=6 if deterministic else 3)
 
 
@@ -81,5 +90,6 @@ def test_plans(tile_q: int, stages: int) -> None:
 
 
 @pytest.mark.parametrize("sanitize", ["address", "thread"])
-def test_sanitizers_find_nothing(sanitize: str) -> None:
-    assert_agrees(Case(MIXED, Shape(70, 70, 1, 2, 1)), sanitize=sanitize)
+@pytest.mark.parametrize("spec", [DROPPED, LEARNED], ids=["factors", "products"])
+def test_sanitizers_find_nothing(spec: fg.AttentionSpec, sanitize: str) -> None:
+    assert_agrees(Case(spec, Shape(70, 70, 1, 2, 1)), sanitize=sanitize)

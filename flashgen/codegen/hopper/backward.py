@@ -37,7 +37,7 @@ from flashgen.codegen.hopper.backward_plans import (
 )
 from flashgen.codegen.hopper.plans import panel_columns
 from flashgen.codegen.hopper.queries_plans import HopperQueriesPlan, choose_hopper_queries_plan
-from flashgen.codegen.hopper.wide_plans import HopperWidePlan, choose_hopper_wide_plan
+from flashgen.codegen.hopper.wide_plans import HopperWidePlan, choose_hopper_wide_plan, handed_over
 from flashgen.codegen.ragged import MAP_ROWS, ragged_fields, tiles_of_keys, tiles_of_queries
 from flashgen.codegen.rendered_kernel import RenderedKernel, Workspace
 from flashgen.codegen.sizes import ceil_div
@@ -199,7 +199,7 @@ def _wide_keys(
         "gathers": gathers,
         "exact_sums": deterministic,
         "limbs": EXACT_LIMBS,
-        "in_two": takes_two_steps(spec),
+        "handed_over": handed_over(spec),
         "head_panel": plan.head_panel(spec),
         "value_panel": panel_columns(spec.value_dim),
         "suffix": suffix_of(spec),

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from flashgen.codegen.demand import Weight, demand_of
+from flashgen.codegen.expressions.derivative_text import score_gradient
 from flashgen.codegen.hopper.backward_plans import takes_two_steps
 from flashgen.codegen.hopper.plans import WARPGROUP, panel_columns
 from flashgen.codegen.plan import Checked
@@ -14,17 +15,32 @@ from flashgen.codegen.tiling import ELEMENT_BYTES, padded
 from flashgen.language.spec import AttentionSpec
 
 _STATISTICS_BYTES = 8  # of a row: its LSE and D
-_SCORE_STAGES = 2  # tiles of P, or of q * k, on their way from one warpgroup to the other
-_SCORE_BYTES = 4  # of a product of q and k on its way; P is rounded
+_SCORE_STAGES = 2  # tiles of what one warpgroup hands over to the other
+_SCORE_BYTES = 4  # of a number that is handed over; P is rounded
 _BARRIER_BYTES = 8
 _ACCUMULATORS = 216  # registers of a thread that sums, products in flight and operands may take
+
+
+HandedOver = Literal["probabilities", "factors", "products"]
+
+
+def handed_over(spec: AttentionSpec) -> HandedOver:
+    """What the warpgroup that finds P hands over to that which finds dS.
+
+    Where dS follows from P alone, P. With a slope of the score, or dropout: P times the slope, and whether a score was
+    dropped. Where gradients of captures ask for more of a score: its product of q and k.
+    """
+    if takes_two_steps(spec):
+        return "probabilities"
+    gradient = score_gradient(spec)
+    return "products" if gradient and gradient.gathers else "factors"
 
 
 @dataclass(frozen=True)
 class HopperWidePlan(Checked):
     """The plan of the kernel whose blocks walk the queries of 64 keys: one warpgroup for P and dV, one for dS and dK.
 
-    The second gets P of the first where dS follows from that alone, else the products of q and k.
+    What the second gets of the first says `handed_over`.
 
     Attributes:
         tile_q: queries of a step.
@@ -63,7 +79,7 @@ class HopperWidePlan(Checked):
         return max(padded(spec.head_dim), padded(spec.value_dim)) // 2 + self.tile_q + self.tile_q // 4
 
     def shared_bytes(self, spec: AttentionSpec) -> int:
-        """Dynamic shared memory of a block: K, V; the stages of Q, dO, P or q * k, and of statistics; the barriers."""
+        """Dynamic shared memory of a block: K, V; stages of Q, dO, statistics, what is handed over; the barriers."""
         head, value = padded(spec.head_dim), padded(spec.value_dim)
         tiles = ELEMENT_BYTES * (self.tile_k + self.stages * self.tile_q) * (head + value)
         score = ELEMENT_BYTES if takes_two_steps(spec) else _SCORE_BYTES
@@ -101,7 +117,12 @@ _DEFAULT, _LIGHT = HopperWidePlan(), HopperWidePlan(32, stages=3)
 
 
 def choose_hopper_wide_plan(spec: AttentionSpec, target: Target) -> HopperWidePlan:
-    """The default plan of a spec: of fewer queries where finding dS takes more registers than the others leave."""
-    demand = demand_of(spec)
-    heavy = demand.weight in (Weight.LOADING, Weight.HEAVY) or (demand.drops and spec.score is not None)
-    return _LIGHT if heavy and not takes_two_steps(spec) else _DEFAULT
+    """The default plan of a spec: of fewer queries where what is found of scores takes more registers than are left."""
+    return _LIGHT if _is_heavy(spec) else _DEFAULT
+
+
+def _is_heavy(spec: AttentionSpec) -> bool:
+    demand, handed = demand_of(spec), handed_over(spec)
+    if handed == "products":
+        return demand.drops or demand.weight in (Weight.LOADING, Weight.HEAVY)
+    return handed == "factors" and demand.weight == Weight.HEAVY
