@@ -43,6 +43,12 @@ modes = pytest.mark.parametrize("deterministic", [False, True], ids=["default", 
 # Each variant once, with each head dim in turn.
 CASES = list(zip(variants(), cycle(DIMS), cycle(("float16", "bfloat16"))))
 
+WIDE_CASES = [
+    case
+    for case in zip(variants(), cycle((256, 136, 192, 232)), cycle(("bfloat16", "float16", "float16")))
+    if not takes_two_steps(spec_of(case[0], 256, case[2]))
+]
+
 
 def own_kernels(spec: AttentionSpec, deterministic: bool) -> dict[str, RenderedKernel]:
     """The kernels of Hopper's own instructions."""
@@ -84,6 +90,20 @@ def test_every_dim_compiles_without_spills_or_serialized_products(dim: int, dete
         assert list(kernels) == (["keys", "queries"] if deterministic or dim > 128 else ["keys"])
         for kernel in kernels.values():
             compiled(kernel)
+
+
+@needs_nvrtc
+@modes
+@pytest.mark.parametrize(("variant", "dim", "dtype"), WIDE_CASES)
+@pytest.mark.rotated(3)
+def test_wide_heads_of_variants_that_need_more_than_p(
+    variant: Variant, dim: int, dtype: str, deterministic: bool
+) -> None:
+    spec = spec_of(variant, dim, dtype)
+    kernels = own_kernels(spec, deterministic)
+    assert [type(kernel.plan) for kernel in kernels.values()] == [HopperWidePlan, HopperQueriesPlan]
+    for kernel in kernels.values():
+        compiled(kernel, MOST_SPILLED_OF_LOADS if demand_of(spec).weight in (Weight.LOADING, Weight.HEAVY) else 0)
 
 
 @needs_nvrtc

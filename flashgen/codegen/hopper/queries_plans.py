@@ -93,7 +93,7 @@ _WIDE_DIM = 128
 def choose_hopper_queries_plan(spec: AttentionSpec, target: Target) -> HopperQueriesPlan:
     """The default plan of a spec."""
     demand = demand_of(spec)
-    heavy = demand.weight == Weight.HEAVY or (demand.drops and demand.reads_by_head_and_position)
+    heavy = demand.drops and (demand.weight == Weight.HEAVY or demand.reads_by_head_and_position)
     wide = _HEAVY_AND_WIDE if heavy and spec.head_dim > _WIDE_DIM else ()
     preferred = _LIGHT if demand.weight < Weight.LOADING else wide
     return next(plan for plan in (*preferred, *_PREFERENCE) if plan.problem(spec, target) is None)
