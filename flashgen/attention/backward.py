@@ -24,6 +24,7 @@ from flashgen.attention.problem import Bounds, Problem, problem_of
 from flashgen.attention.sharing import Sharing
 from flashgen.attention.stages import NO_LISTS, BuiltStages, PreparedStages
 from flashgen.attention.tile_lists import ListsLaunch
+from flashgen.attention.tuned_plans import TunedPlans, follow
 from flashgen.codegen.arguments import capture_gradient, member_name, summed_gradient
 from flashgen.codegen.family import HeadDivision
 from flashgen.codegen.stages import Kernels
@@ -56,7 +57,8 @@ class _Prepared:
 class BackwardPass(Pass[_Prepared]):
     """The backward kernels of a spec, and the listers of their tiles where they read lists.
 
-    dividing: the rule by which calls of few heads of k and v take other kernels; None where they do not.
+    dividing: the rule by which calls of few heads of k and v take other kernels; None where they do not. tuned: where
+    plans are found that calls of some lengths take; None is the kernels' for all.
     """
 
     listers: BackwardListers | None
@@ -68,13 +70,23 @@ class BackwardPass(Pass[_Prepared]):
         engine: Engine,
         prebuild: str,
         dividing: HeadDivision | None = None,
+        tuned: TunedPlans | None = None,
+        deterministic: bool = False,
     ) -> None:
         super().__init__(spec, engine, _IN_ROWS)
+        self.kernels = stages
         self.stages = BuiltStages(spec, stages, engine, prebuild)
-        self.choice = BackwardChoice(spec, self.stages, engine, dividing)
+        self.choice = BackwardChoice(spec, self.stages, engine, dividing, tuned, deterministic)
         self._differentiated = differentiated(spec)
         self._owners = {capture.name: member_name(capture) for capture in self._differentiated}  # others are like q
         self.listers = BackwardListers.of(spec, stages, engine, prebuild)
+        if tuned:
+            follow(self)
+
+    def forget(self) -> None:
+        """Calls to come look for tuned plans again."""
+        self.choice.forget()
+        self._prepared.forget()
 
     def _result_argument(self, name: str) -> str:
         return gradient_argument(name)

@@ -41,6 +41,9 @@ class BoundAttention(Attention):
     def tune(self, q: Any, k: Any, v: Any, **given: Any) -> Any:
         return super().tune(q, k, v, **self._with_bound(q, given))
 
+    def tune_backward(self, q: Any, k: Any, v: Any, **given: Any) -> Any:
+        return super().tune_backward(q, k, v, **self._with_bound(q, given))
+
     def tiles(self, *sizes: Any, **given: Any) -> Any:
         return super().tiles(*sizes, **{name: array.on_host() for name, array in self.bound.items()} | given)
 

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from flashgen.analysis.tile_classes import TileMap
     from flashgen.attention.backward import BackwardPass
     from flashgen.attention.backward_tile_lists import BackwardTileLists
-    from flashgen.attention.tuning import Tuning
+    from flashgen.attention.trials import Tuning
 
 
 _OUTPUT, _BOTH = ("o",), ("o", "lse")
@@ -68,6 +68,7 @@ class Attention:
             nowhere. A plan that is given, or an edited kernel, wins over them.
         """
         self.spec, self.target, self.engine, self.deterministic = spec, target, engine, deterministic
+        self._tuned = tuned
         self._given_backward_plan, self._edits = backward_plan, edits
         self._gradients = (*ROWS, *(capture.name for capture in differentiated(spec)))
         kernels = forward_kernels(spec, target, plan=plan)
@@ -187,10 +188,12 @@ class Attention:
         from flashgen.attention.backward import BackwardPass
 
         kernels, prebuild = self.backward_kernels, self._prebuild("backward")
-        fixed = self.deterministic or self._given_backward_plan is not None or self._edits.of_the_backward
-        dividing = None if fixed else backward_family(self.target).dividing
+        own_plan = self._given_backward_plan is None and not self._edits.of_the_backward
+        dividing = backward_family(self.target).dividing if own_plan and not self.deterministic else None
+        follows = own_plan and not self.spec.is_ragged and (self.engine.measures or self._tuned is not None)
+        tuned = TunedPlans(kernels["keys"], self._tuned) if follows else None
         with self._edits.told():
-            return BackwardPass(self.spec, kernels, self.engine, prebuild, dividing)
+            return BackwardPass(self.spec, kernels, self.engine, prebuild, dividing, tuned, self.deterministic)
 
     def tiles(
         self, len_q: int, len_k: int | None = None, batch: int | None = None, heads: int | None = None, **captures: Any
@@ -412,6 +415,47 @@ class Attention:
 
         refuse_ragged(self.spec, "tune", "tune the spec of layout 'bshd', and give its plan to compile(..., plan=...)")
         return tune(self._forward, (q, k, v), captures, seed)
+
+    def tune_backward(self, q: Any, k: Any, v: Any, *, seed: Any = None, **captures: Any) -> Tuning:
+        """The same of the backward: times the plans of its kernel that walks queries, for calls like this one.
+
+        Backward calls of such lengths then run the winner: those of the class that `tune` describes whose query heads
+        that share a head of k and v have the same nearest power of 2, too. Tried are all plans of the default one's
+        kind that fit; where several query heads share a head of k and v, beside each the one that gives them blocks of
+        their own (not in the deterministic mode, which adds up no shares of dk and dv); where the mask is read from
+        lists those of the default one's tiles, so that lists that a caller keeps stay right. `compile(...,
+        backward_plan=...)` wins over it. A deterministic attention is tuned by itself.
+
+        Args: as of `tune`; the output and its LSE are computed first, and a random gradient of the output is taken.
+        Returns and raises what `tune` does.
+        """
+        from flashgen.attention.backward_tuning import tune_backward
+
+        advice = "tune the spec of layout 'bshd', and give its plan to compile(..., backward_plan=...)"
+        refuse_ragged(self.spec, "tune_backward", advice)
+        return tune_backward(self._backward, self._forward, (q, k, v), captures, seed)
+
+    def backward_plan_for(
+        self, len_q: int, len_k: int | None = None, batch: int = 1, heads: int = 1, heads_kv: int | None = None
+    ) -> Any:
+        """The plan of backward calls of these sizes on the current GPU.
+
+        That is `backward_plan`, or what `tune_backward` found for such lengths; where the target has it, one that gives
+        query heads blocks of their own, where few heads of k and v leave a card idle.
+
+        Args: as of `tile_lists`; heads_kv: heads of k and v, None for as many. Raises LaunchError without a GPU.
+        """
+        refuse_ragged(self.spec, "backward_plan_for", "its plan is `backward_plan`, whatever the lengths are")
+        sizes = sizes_of(len_q, len_q if len_k is None else len_k, batch, heads, heads_kv)
+        choice = self._backward.choice
+        if not sizes.has_scores or not choice.depends_on(sizes):
+            return self.backward_plan
+        return choice.of(sizes, self.engine.here()).kernels["keys"].plan
+
+    @property
+    def backward_pass(self) -> BackwardPass:
+        """What a backward call goes through; `flashgen.attention.backward_tuning` wants it."""
+        return self._backward
 
     def backward(
         self,

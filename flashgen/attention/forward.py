@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
-from weakref import WeakSet
 
 from flashgen.attention.call import Call, Splits
 from flashgen.attention.call_pass import Makers, Pass, common_device
@@ -18,7 +16,7 @@ from flashgen.attention.problem import Bounds, Problem, check_table, problem_of
 from flashgen.attention.sharing import Sharing
 from flashgen.attention.stages import NO_LISTS, PreparedStages
 from flashgen.attention.tile_lists import ListsLaunch
-from flashgen.attention.tuned_plans import TunedPlans
+from flashgen.attention.tuned_plans import TunedPlans, follow
 from flashgen.codegen.families import forward_family
 from flashgen.codegen.stages import Kernels
 from flashgen.language.spec import AttentionSpec
@@ -41,8 +39,6 @@ class _Prepared:
 
 
 _RESULTS = ("o", "lse")
-_TUNED: WeakSet[ForwardPass] = WeakSet()
-_TUNED_LOCK = threading.Lock()  # a set that grows cannot be gone through
 
 
 class ForwardPass(Pass[_Prepared]):
@@ -72,8 +68,7 @@ class ForwardPass(Pass[_Prepared]):
             spec, default, engine, tuned, family.packing if packs else None, family.decoding if decodes else None
         )
         if tuned:
-            with _TUNED_LOCK:
-                _TUNED.add(self)
+            follow(self)
 
     def forget(self) -> None:
         """Calls to come look for tuned plans again."""
@@ -129,11 +124,3 @@ class ForwardPass(Pass[_Prepared]):
     def built_for(self, problem: Problem, device: int) -> BuiltForward:
         """The kernel that calls of these sizes run on a device."""
         return self.choice.of(problem, device) if problem.has_scores else self.choice.default
-
-
-def forget_tuned_plans() -> None:
-    """Every callable of this process looks for tuned plans again."""
-    with _TUNED_LOCK:
-        passes = list(_TUNED)
-    for forward in passes:
-        forward.forget()

@@ -23,7 +23,7 @@ from flashgen.codegen.plan import Plan
 from flashgen.codegen.rendered_kernel import RenderedKernel
 from flashgen.codegen.stages import Kernels, forward_kernels
 from flashgen.codegen.workload import Workload
-from flashgen.errors import ArgumentError, BuildError, FlashgenWarning, UnsupportedError
+from flashgen.errors import ArgumentError, BuildError, FlashgenWarning
 from flashgen.language.spec import AttentionSpec
 from flashgen.launch.engines import Engine
 from flashgen.runtime.gpu import Card
@@ -187,17 +187,12 @@ class KernelChoice:
             return self.default
 
     def _of_tuned(self, tuned: TunedPlan) -> BuiltForward:
-        target, plan = self.default.kernel.target, tuned.plan
-        try:
-            kernels = forward_kernels(self._spec, target, plan=plan)
-        except UnsupportedError as error:
-            _log.info("a tuned plan of an older version: %s", error)
-            return self.default
-        if not tuned.describes(kernels["forward"]):
-            _log.info("a tuned plan of an older version: %s is another kernel now", plan)
+        target = self.default.kernel.target
+        kernels = tuned.kernels(lambda plan: forward_kernels(self._spec, target, plan=plan), "forward")
+        if kernels is None:
             return self.default
         prebuild = f"flashgen tune --target {target.name} {shlex.quote(self._spec.to_json())}"
-        made = self._built.get_or_make(plan, lambda: BuiltForward.of(self._spec, kernels, self._engine, prebuild))
+        made = self._built.get_or_make(tuned.plan, lambda: BuiltForward.of(self._spec, kernels, self._engine, prebuild))
         return made or self.default
 
     def _packed(self, plan: Plan, unpacked: BuiltForward) -> BuiltForward | None:

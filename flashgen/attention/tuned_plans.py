@@ -1,4 +1,4 @@
-"""Tuned plans: which plan calls of some lengths take, the winner of a tuning, found on disk.
+"""Tuned plans: which plan calls of some lengths take, the winner of a tuning of either pass, found on disk.
 
 A winner is an entry of the kernel cache, beside the kernels: written whole or not at all, checked whenever it is read,
 listed by `flashgen cache list`, removed by `flashgen cache clear`. Its key is made of what the measurement holds for:
@@ -8,33 +8,41 @@ listed by `flashgen cache list`, removed by `flashgen cache clear`. Its key is m
 - the GPU: its name and its number of multiprocessors;
 - the class of the lengths (`LengthClass`).
 
+The default kernel of the backward is the one that walks queries; its text is another in the deterministic mode.
+
 The entry holds the hash of the winner's own text, too: a template that changed for that plan alone makes it stale.
 """
 
 from __future__ import annotations
 
 import hashlib
+import logging
 import math
-from collections.abc import Mapping
+import threading
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
+from weakref import WeakSet
 
 from flashgen.build import nvrtc
 from flashgen.build.cache import KernelCache, default_cache
 from flashgen.build.entries import Artifacts, canonical_json
 from flashgen.build.keys import content_key
-from flashgen.codegen.families import forward_family
-from flashgen.codegen.plan import Plan
 from flashgen.codegen.rendered_kernel import RenderedKernel
-from flashgen.codegen.targets import Target
+from flashgen.codegen.stages import Kernels
 from flashgen.codegen.workload import Workload
+from flashgen.errors import UnsupportedError
 from flashgen.runtime.gpu import Card
 from flashgen.strict_json import parse_json
+
+_log = logging.getLogger(__name__)
 
 _PLAN = "plan.json"
 _FULL_ROUNDS = 8  # of tiles on each multiprocessor: from so many on, more heads change nothing
 _TILE_Q = 128  # of such a tile
+_FOLLOWERS: WeakSet[Follower] = WeakSet()
+_FOLLOWERS_LOCK = threading.Lock()  # a set that grows cannot be gone through
 
 
 @dataclass(frozen=True)
@@ -44,23 +52,27 @@ class LengthClass:
     len_q, len_k: the powers of 2 nearest to the lengths, by their ratio: 16384 stands for 11586 to 23170.
     heads: the same of heads x batch; no more than give each multiprocessor 8 tiles of 128 queries, as beyond that more
         of them are more of the same; 0 for all where a mask is read from lists, which know lengths alone.
+    group: in the backward the same of the query heads that share a head of k and v; 1 in the forward.
     """
 
     len_q: int
     len_k: int
     heads: int
+    group: int = 1
 
     @classmethod
-    def of(cls, workload: Workload, lists: bool) -> LengthClass:
+    def of(cls, workload: Workload, lists: bool, grouped: bool = False) -> LengthClass:
         """The class of a call with at least one score; `lists`: its mask is read from lists."""
         len_q, len_k = (nearest_power(length) for length in (workload.len_q, workload.len_k))
+        group = nearest_power(workload.heads_per_kv) if grouped else 1
         if lists:
-            return cls(len_q, len_k, 0)
+            return cls(len_q, len_k, 0, group)
         filling = max(_FULL_ROUNDS * workload.multiprocessors * _TILE_Q // len_q, 1)
-        return cls(len_q, len_k, nearest_power(min(workload.heads, filling)))
+        return cls(len_q, len_k, nearest_power(min(workload.heads, filling)), group)
 
     def __str__(self) -> str:
-        return f"q{self.len_q}-k{self.len_k}" + (f"-h{self.heads}" if self.heads else "")
+        heads = (f"-h{self.heads}" if self.heads else "") + (f"-g{self.group}" if self.group > 1 else "")
+        return f"q{self.len_q}-k{self.len_k}{heads}"
 
 
 def nearest_power(number: int) -> int:
@@ -72,7 +84,7 @@ def nearest_power(number: int) -> int:
 class TunedPlan:
     """A winner: the plan, and the hash of the text that was measured."""
 
-    plan: Plan
+    plan: Any
     source_hash: str
 
     @classmethod
@@ -82,6 +94,21 @@ class TunedPlan:
     def describes(self, kernel: RenderedKernel) -> bool:
         """Whether the kernel is the one that was measured."""
         return source_hash(kernel) == self.source_hash
+
+    def kernels(self, render: Callable[[Any], Kernels], role: str) -> Kernels | None:
+        """The kernels of the plan; None where this version has no such plan, or another text for it.
+
+        render: gives them. role: of the one that was measured.
+        """
+        try:
+            kernels = render(self.plan)
+        except UnsupportedError as error:
+            _log.info("a tuned plan of an older version: %s", error)
+            return None
+        if not self.describes(kernels[role]):
+            _log.info("a tuned plan of an older version: %s is another kernel now", self.plan)
+            return None
+        return kernels
 
 
 def source_hash(kernel: RenderedKernel) -> str:
@@ -101,7 +128,7 @@ class TunedPlans:
         A damaged one is none, and is said; so is a cache folder that cannot be used.
         """
         stored = self._store().find(self._name(lengths), self._key(card, lengths))
-        return None if stored is None else _parsed(stored.files.get(_PLAN, b""), self._default.target)
+        return None if stored is None else _parsed(stored.files.get(_PLAN, b""), type(self._default.plan))
 
     def keep(self, card: Card, lengths: LengthClass, winner: TunedPlan, measured: Mapping[str, Any]) -> Path:
         """Writes the winner, in place of an older one, with what was measured; gives the entry's folder.
@@ -143,9 +170,32 @@ def _nvrtc_version() -> str:
     return "{}.{}".format(*nvrtc.version()) if nvrtc.is_available() else "none"
 
 
-def _parsed(data: bytes, target: Target) -> TunedPlan | None:
-    """The winner of an entry's file; None where it is not as this version writes it, which its key should rule out."""
-    kind = forward_family(target).plan
+class Follower(Protocol):
+    """What calls of tuned lengths run winners by."""
+
+    def forget(self) -> None:
+        """Calls to come look for tuned plans again."""
+
+
+def follow(follower: Follower) -> None:
+    """From now on it is told when there may be other winners."""
+    with _FOLLOWERS_LOCK:
+        _FOLLOWERS.add(follower)
+
+
+def forget_tuned_plans() -> None:
+    """Every callable of this process looks for tuned plans again."""
+    with _FOLLOWERS_LOCK:
+        followers = list(_FOLLOWERS)
+    for follower in followers:
+        follower.forget()
+
+
+def _parsed(data: bytes, kind: type[Any]) -> TunedPlan | None:
+    """The winner of an entry's file; None where it is not as this version writes it, which its key should rule out.
+
+    kind: of its plan, that of the default one.
+    """
     try:
         fields = parse_json(data)
         return TunedPlan(kind(**fields["plan"]), str(fields["source"]))

@@ -1,4 +1,4 @@
-"""`flashgen tune`: the plans of a spec's forward kernel timed on this machine's GPU, and the best one kept."""
+"""`flashgen tune`: the plans of a spec's kernels timed on this machine's GPU, and the best one of each pass kept."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ import typer
 from flashgen.cli.arrays import load_arrays
 from flashgen.cli.bench import numbers, require_gpu
 from flashgen.cli.console import note, print_json, print_table, progress
-from flashgen.cli.options import Json, Seed, Spec, SpecOptions, Target, with_spec_options
+from flashgen.cli.options import Deterministic, Json, Passes, Seed, Spec, SpecOptions, Target, with_spec_options
 from flashgen.cli.specs import load_spec, load_variant
 from flashgen.errors import ArgumentError
 
 if TYPE_CHECKING:
-    from flashgen.attention.tuning import Tuning
+    from flashgen.attention.trials import Tuning
+    from flashgen.codegen.stages import Pass
     from flashgen.language import AttentionSpec
     from flashgen.verify import Inputs, Shape
 
@@ -29,6 +30,8 @@ flashgen tune "causal() & sliding_window(1024)" --lengths 8192,32768 --batch 1 -
 flashgen tune "document('ids')" --captures packed.npz --lengths 16384 --json
 
 flashgen tune "full()" --lengths 1 --len-k 8192 --batch 8 --heads 32
+
+flashgen tune "causal()" --pass backward --head-dim 64 --heads-kv 4
 """
 
 TOKENS, WIDTH = 16384, 2048  # a call's sizes unless options say more, as in `flashgen bench`
@@ -51,6 +54,10 @@ def tune(
     heads_kv: Annotated[
         int | None, typer.Option("--heads-kv", min=1, help="Heads of keys and values. Default: as many.")
     ] = None,
+    passes: Annotated[
+        Passes, typer.Option("--pass", help="Whose plans; both is one after the other.")
+    ] = Passes.forward,
+    deterministic: Deterministic = False,
     captures: Annotated[
         Path | None,
         typer.Option("--captures", "--input", "-i", help="A file with captures by name. Default: random ones."),
@@ -59,15 +66,17 @@ def tune(
     seed: Seed = 0,
     json: Json = False,
 ) -> None:
-    """Time the plans of a spec's forward kernel on this machine's GPU, and keep the best for calls of such lengths.
+    """Time the plans of a spec's kernels on this machine's GPU, and keep the best for calls of such lengths.
 
     A plan is tile sizes, stages, warps. Each spec has a default one, chosen without a GPU; for each length up to 12 are
     compiled, compared with its output, and timed in turn, the L2 flushed before each run. The winner is kept in the
     cache ([cyan]flashgen cache list[/]), and every later call of the spec with lengths of the same nearest powers of 2
-    on such a GPU runs it. Where no plan is at least 1% faster, the default one stays. Inputs are random. Tune while
-    nobody else uses the GPU.
+    on such a GPU runs it. Where no plan is at least 1% faster, the default one stays. Of the backward the plans are
+    those of its kernel that walks queries, all that fit. Inputs are random. Tune while nobody else uses the GPU.
     """
     require_gpu()
+    if deterministic and passes == Passes.forward:
+        raise ArgumentError("--deterministic is the backward's: add --pass backward or --pass both")
     declared = load_spec(spec, options)
     sizes = [
         shape_of(declared, length, len_k or length, batch, heads, heads_kv) for length in numbers(lengths, "--lengths")
@@ -75,11 +84,13 @@ def tune(
     given = load_arrays(captures, "--captures") if captures else {}
     found = []
     for shape in sizes:
-        result = tuned(declared, shape, inputs_of(spec, declared, shape, seed, given), target, seed)
-        found.append(described(result, declared, shape))
-        if not json:
-            print_table(*table(result, declared, shape), title=f"{declared.name}, {shape}")
-            note(f"{result}\nsaved to {result.kept}")
+        inputs = inputs_of(spec, declared, shape, seed, given)
+        for which in passes.chosen:
+            result = tuned(declared, shape, inputs, target, seed, which, deterministic)
+            found.append(described(result, declared, shape, which))
+            if not json:
+                print_table(*table(result, declared, shape, which), title=f"{declared.name}, {shape}, {which}")
+                note(f"{result}\nsaved to {result.kept}")
     if json:
         print_json(found)
 
@@ -107,9 +118,18 @@ def inputs_of(text: str, spec: AttentionSpec, shape: Shape, seed: int, given: di
     return dataclasses.replace(inputs, captures=inputs.captures | own)
 
 
-def tuned(spec: AttentionSpec, shape: Shape, inputs: Inputs, target: str | None, seed: int) -> Tuning:
-    """Tunes for one call, with a progress bar."""
+def tuned(
+    spec: AttentionSpec,
+    shape: Shape,
+    inputs: Inputs,
+    target: str | None,
+    seed: int,
+    which: Pass = "forward",
+    deterministic: bool = False,
+) -> Tuning:
+    """Tunes a pass for one call, with a progress bar."""
     from flashgen import attention
+    from flashgen.attention.backward_tuning import tune_backward
     from flashgen.attention.tuning import tune
 
     with progress(f"tuning {shape}", None) as bar:
@@ -117,12 +137,16 @@ def tuned(spec: AttentionSpec, shape: Shape, inputs: Inputs, target: str | None,
         def show(what: str, done: int, total: int) -> None:
             bar.update(bar.task_ids[0], description=f"{shape}: {what}", completed=done, total=total)
 
-        compiled = attention.compile(spec, target=target)
-        dropout_seed = seed if spec.dropout else None
-        return tune(compiled.forward, (inputs.q, inputs.k, inputs.v), inputs.captures, dropout_seed, progress=show)
+        compiled = attention.compile(spec, target=target, deterministic=deterministic)
+        given = (inputs.q, inputs.k, inputs.v), inputs.captures, seed if spec.dropout else None
+        if which == "forward":
+            return tune(compiled.forward, *given, progress=show)
+        return tune_backward(compiled.backward_pass, compiled.forward, *given, progress=show)
 
 
-def table(result: Tuning, spec: AttentionSpec, shape: Shape) -> tuple[tuple[str, ...], list[list[str]]]:
+def table(
+    result: Tuning, spec: AttentionSpec, shape: Shape, which: Pass = "forward"
+) -> tuple[tuple[str, ...], list[list[str]]]:
     """The plans, fastest first, then those that were left out, with the reason in place of their time."""
     heading = ("plan", "ms", "TFLOP/s", "registers", "times the default's speed", "")
     rows = sorted(result.timings, key=lambda row: (row.milliseconds is None, row.milliseconds))
@@ -134,27 +158,28 @@ def table(result: Tuning, spec: AttentionSpec, shape: Shape) -> tuple[tuple[str,
         if row.milliseconds is None:
             cells.append([plan_text(row.plan), "-", "-", registers, "-", row.left_out])
             continue
-        speed = f"{flops(spec, shape) / row.milliseconds / 1e9:.0f}"
+        speed = f"{flops(spec, shape, which) / row.milliseconds / 1e9:.0f}"
         ratio = f"{default / row.milliseconds:.3f}"
         cells.append([plan_text(row.plan), f"{row.milliseconds:.4f}", speed, registers, ratio, ", ".join(marks)])
     return heading, cells
 
 
-def described(result: Tuning, spec: AttentionSpec, shape: Shape) -> dict[str, Any]:
+def described(result: Tuning, spec: AttentionSpec, shape: Shape, which: Pass = "forward") -> dict[str, Any]:
     """A result for a program."""
     timings = [
-        timing | {"tflops": row.milliseconds and flops(spec, shape) / row.milliseconds / 1e9}
+        timing | {"tflops": row.milliseconds and flops(spec, shape, which) / row.milliseconds / 1e9}
         for timing, row in zip(result.to_dict()["timings"], result.timings, strict=True)
     ]
-    return result.to_dict() | {"spec": spec.name, "shape": dataclasses.asdict(shape), "timings": timings}
+    facts = {"spec": spec.name, "pass": which, "shape": dataclasses.asdict(shape), "timings": timings}
+    return result.to_dict() | facts
 
 
-def flops(spec: AttentionSpec, shape: Shape) -> float:
-    """FLOPs of the two products; a causal spec has half of them, as `flashgen bench` counts."""
+def flops(spec: AttentionSpec, shape: Shape, which: Pass = "forward") -> float:
+    """FLOPs of a pass's products; a causal spec has half of them, as `flashgen bench` counts."""
     from flashgen.bench.cases import Case, products
 
     share = Case(spec, shape.len_q, shape.batch, shape.heads_q).share
-    return 2.0 * shape.batch * shape.heads_q * shape.len_q * shape.len_k * products(spec, "forward") * share
+    return 2.0 * shape.batch * shape.heads_q * shape.len_q * shape.len_k * products(spec, which) * share
 
 
 def plan_text(plan: Any) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 from flashgen.codegen.family import BackwardFamily, Decoding, ForwardFamily, HeadDivision, HeadPacking
 from flashgen.codegen.hopper.backward import render_hopper_backward
 from flashgen.codegen.hopper.backward_plans import HopperBackwardPlan
+from flashgen.codegen.hopper.every_backward_plan import every_hopper_backward_plan
 from flashgen.codegen.hopper.forward import render_hopper
 from flashgen.codegen.hopper.head_division import divided_plan, plan_of_heads_apart
 from flashgen.codegen.hopper.head_packing import packed_plan
@@ -17,7 +18,7 @@ from flashgen.codegen.hopper.measured_plans import choose_hopper_plan
 from flashgen.codegen.hopper.plans import HopperPlan, every_hopper_plan
 from flashgen.codegen.hopper.wide_plans import HopperWidePlan
 from flashgen.codegen.mma_sync.backward import render_mma_sync_backward
-from flashgen.codegen.mma_sync.backward_plans import BackwardPlan
+from flashgen.codegen.mma_sync.backward_plans import BackwardPlan, every_backward_plan
 from flashgen.codegen.mma_sync.cache import cache_plan, cache_plans, render_cache
 from flashgen.codegen.mma_sync.decode_plans import (
     DecodePlan,
@@ -51,9 +52,11 @@ _HOPPER_PACKING = HeadPacking(HopperPlan.packing, packed_plan)
 _HOPPER = ForwardFamily(HopperPlan, choose_hopper_plan, every_hopper_plan, render_hopper, _DECODING, _HOPPER_PACKING)
 
 _FORWARD = {"turing": _MMA_SYNC, "ampere": _MMA_SYNC, "hopper": _HOPPER}
-_MMA_SYNC_BACKWARD = BackwardFamily((BackwardPlan,), render_mma_sync_backward)
+_MMA_SYNC_BACKWARD = BackwardFamily((BackwardPlan,), every_backward_plan, render_mma_sync_backward)
 _DIVISION = HeadDivision(plan_of_heads_apart, divided_plan)
-_HOPPER_BACKWARD = BackwardFamily((HopperBackwardPlan, HopperWidePlan), render_hopper_backward, _DIVISION)
+_HOPPER_BACKWARD = BackwardFamily(
+    (HopperBackwardPlan, HopperWidePlan), every_hopper_backward_plan, render_hopper_backward, _DIVISION
+)
 _BACKWARD = {"turing": _MMA_SYNC_BACKWARD, "ampere": _MMA_SYNC_BACKWARD, "hopper": _HOPPER_BACKWARD}
 _EMULATED_TARGET = "sm_80"
 

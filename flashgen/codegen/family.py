@@ -96,11 +96,13 @@ class HeadDivision:
 class BackwardFamily:
     """How a family does the backward pass.
 
-    plans: the classes of plans of its main kernel. render: its kernels, in the order of their launches, of a plan or of
+    plans: the classes of plans of its main kernel. every_plan: those that tuning may choose from, whether or not they
+    fit. render: its kernels, in the order of their launches, of a plan or of
     the default one; the last argument says whether gradients are to be bitwise equal from run to run. dividing: None
     where query heads that share a head of K and V always share blocks.
     """
 
     plans: tuple[type[Any], ...]
+    every_plan: Callable[[AttentionSpec, Target], Iterator[Any]]
     render: Callable[[AttentionSpec, Target, Any, bool], tuple[RenderedKernel, ...]]
     dividing: HeadDivision | None = None

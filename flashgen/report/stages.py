@@ -61,7 +61,11 @@ _BACKWARD = (
     ("D of each row", _ROWSUM, ("dot",)),
     ("Scores, computed anew", _SCORES, ("start_scores", "multiply_by_transpose", "start_product")),
     ("The score function, and its derivative", _SLOPE, ("modify_score",)),
-    ("Weights and their gradients", _ANEW, ("differentiate_scores", "multiply_by_probabilities")),
+    (
+        "Weights and their gradients",
+        _ANEW,
+        ("differentiate_scores", "multiply_by_factors", "multiply_by_probabilities"),
+    ),
     ("Gradients of K and V", _GRADIENTS, ("differentiate_keys", "start_sum", "multiply_registers")),
     ("Gradients of Q", _OF_QUERIES, ("start_query_gradients", "add_query_gradients")),
     ("Stored", "", ("write_gradients", "write_rows")),

@@ -11,7 +11,6 @@ import flashgen as fg
 from flashgen import attention
 from flashgen.attention import backward_choice
 from flashgen.codegen.families import backward_family, backward_stages, plan_dividing
-from flashgen.codegen.hopper.backward_plans import HopperBackwardPlan
 from flashgen.codegen.targets import target_named
 from flashgen.codegen.workload import Workload
 from flashgen.errors import BuildError, FlashgenWarning, UnsupportedError
@@ -123,8 +122,6 @@ def test_what_cannot_divide_is_refused() -> None:
         backward_stages(CAUSAL, SM_90A, plan_dividing(CAUSAL, SM_90A), deterministic=True)
     with pytest.raises(UnsupportedError, match="of ragged batches"):
         backward_stages(fg.AttentionSpec(64, layout="thd"), SM_90A, plan_dividing(CAUSAL, SM_90A))
-    with pytest.raises(UnsupportedError, match="have no room for dK and dV"):
-        backward_stages(CAUSAL, SM_90A, HopperBackwardPlan(64, stages=1, heads_apart=True))
 
 
 @pytest.mark.gpu

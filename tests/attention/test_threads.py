@@ -14,8 +14,7 @@ import flashgen.language as fg
 from flashgen import attention
 from flashgen.attention import backward, call_pass, forward, kernel_choice, tile_lists
 from flashgen.attention.callable import Attention
-from flashgen.attention.forward import forget_tuned_plans
-from flashgen.attention.tuned_plans import TunedPlans
+from flashgen.attention.tuned_plans import TunedPlans, forget_tuned_plans
 from flashgen.build.cache import KernelCache
 from flashgen.codegen.mma_sync.forward_plans import ForwardPlan
 from flashgen.codegen.targets import target_named

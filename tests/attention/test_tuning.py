@@ -14,7 +14,7 @@ import pytest
 
 import flashgen as fg
 from flashgen import attention
-from flashgen.attention import tuned_plans, tuning
+from flashgen.attention import trials, tuned_plans, tuning
 from flashgen.attention.callable import Attention
 from flashgen.attention.tuned_plans import LengthClass, TunedPlan, TunedPlans, nearest_power
 from flashgen.build.cache import KernelCache
@@ -60,7 +60,7 @@ class MadeUpTimes:
 
 def tuned(
     it: Attention, *arrays: Any, timer: Any = None, plans: Any = (SMALL, OTHER), **captures: Any
-) -> tuning.Tuning:
+) -> trials.Tuning:
     given = arrays or inputs()
     return tuning.tune(it.forward, given, captures, plans=plans, timer=timer or MadeUpTimes(SMALL))  # type: ignore[arg-type]
 
@@ -130,7 +130,7 @@ def test_a_damaged_winner_is_said_and_is_none(damage: bytes, tmp_path: Path) -> 
 
 def test_fields_that_this_version_does_not_know_are_no_winner() -> None:
     for data in (b"{}", b"[]", b'{"plan": {"tile_q": 64, "colour": 3}, "source": ""}', b"nonsense"):
-        assert tuned_plans._parsed(data, SM_80) is None
+        assert tuned_plans._parsed(data, ForwardPlan) is None
 
 
 # ---- which kernel calls run
@@ -251,13 +251,13 @@ def test_candidates_are_tried_where_nobody_says_which(tmp_path: Path, monkeypatc
 
 
 def test_a_plan_whose_output_is_wrong_cannot_win(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    output = tuning._Tuner._output
+    results = tuning._Trials._results
 
-    def wrong(self: Any, forward: Any, problem: Any) -> Any:
-        found = output(self, forward, problem)
-        return found * np.nan if forward.kernel.plan == SMALL else found
+    def wrong(self: Any, forward: Any) -> Any:
+        found = results(self, forward)
+        return {"output": found["output"] * np.nan} if forward.kernel.plan == SMALL else found
 
-    monkeypatch.setattr(tuning._Tuner, "_output", wrong)
+    monkeypatch.setattr(tuning._Trials, "_results", wrong)
     result = tuned(compiled(tmp_path))
     assert result.winner == result.default and SMALL not in result.milliseconds
     assert "its output is nan from the default plan's" in result.timings[1].left_out
@@ -265,9 +265,13 @@ def test_a_plan_whose_output_is_wrong_cannot_win(tmp_path: Path, monkeypatch: py
 
 def test_outputs_may_differ_by_rounding_alone() -> None:
     one = np.array([1.0, np.inf, np.nan, -2.0], np.float32)
-    assert not tuning._difference(one, one + np.float32(1e-3), "float16")
-    assert "0.1 from" in tuning._difference(one, one + np.float32(0.1), "float16")
-    assert "nan from" in tuning._difference(np.zeros(2, np.float32), np.array([0, np.nan], np.float32), "float16")
+
+    def told(expected: Any, found: Any) -> str:
+        return trials.differences({"output": expected}, {"output": found}, "float16")
+
+    assert not told(one, one + np.float32(1e-3))
+    assert "its output is 0.1 from" in told(one, one + np.float32(0.1))
+    assert "nan from" in told(np.zeros(2, np.float32), np.array([0, np.nan], np.float32))
 
 
 def test_dropout_and_wrong_arguments(tmp_path: Path) -> None:
@@ -294,19 +298,19 @@ def test_what_the_assembler_complains_of_is_left_out(monkeypatch: pytest.MonkeyP
         resources, meta = Resources(168), {"log": "ptxas info : (C7510) Potential Performance Loss: wgmma"}
 
     kernel = render_forward(SPEC, SM_80)
-    monkeypatch.setattr(tuning, "build", lambda kernel, prebuild: Entry)
-    assert tuning._examined(kernel) == (168, "the assembler warns: (C7510) Potential Performance Loss: wgmma")
+    monkeypatch.setattr(trials, "build", lambda kernel, prebuild: Entry)
+    assert trials.examined(kernel) == (168, "the assembler warns: (C7510) Potential Performance Loss: wgmma")
     Entry.resources = Resources(255, spill_stores=8, spill_loads=4)
-    assert tuning._examined(kernel) == (255, "it spills 12 bytes of registers")
+    assert trials.examined(kernel) == (255, "it spills 12 bytes of registers")
     Entry.resources, Entry.meta = Resources(255), {}
-    assert tuning._examined(kernel) == (255, "")
-    assert "too many" in tuning._examined(replace(kernel, threads=512))[1]
+    assert trials.examined(kernel) == (255, "")
+    assert "too many" in trials.examined(replace(kernel, threads=512))[1]
 
     def fails(*_: Any) -> Any:
         raise BuildError("it does not compile\nfor this reason")
 
-    monkeypatch.setattr(tuning, "build", fails)
-    assert tuning._examined(kernel) == (None, "it does not compile")
+    monkeypatch.setattr(trials, "build", fails)
+    assert trials.examined(kernel) == (None, "it does not compile")
 
 
 # ---- on a GPU

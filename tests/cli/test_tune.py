@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +12,16 @@ import pytest
 from typer.testing import CliRunner, Result
 
 import flashgen.language as fg
+from flashgen import attention
+from flashgen.attention import backward_tuning
+from flashgen.attention.trials import Timing, Tuning
 from flashgen.attention.tuned_plans import LengthClass
-from flashgen.attention.tuning import Timing, Tuning
 from flashgen.cli import tune
 from flashgen.cli.app import app
 from flashgen.cli.machine import gpus
+from flashgen.codegen.hopper.backward_plans import HopperBackwardPlan
 from flashgen.codegen.hopper.plans import HopperPlan
+from flashgen.codegen.hopper.wide_plans import HopperWidePlan
 from flashgen.codegen.mma_sync.forward_plans import ForwardPlan
 from flashgen.codegen.workload import Workload
 from flashgen.errors import ArgumentError
@@ -65,6 +70,7 @@ def test_options_that_do_not_fit_are_refused(monkeypatch: pytest.MonkeyPatch) ->
     assert "must be positive" in invoke("tune", "causal()", "--lengths", "0", expect=2).stderr
     divides = invoke("tune", "causal()", "--heads", 32, "--heads-kv", 5, expect=2)
     assert "--heads-kv 5 does not divide --heads 32" in divides.stderr
+    assert "add --pass backward" in invoke("tune", "causal()", "--deterministic", expect=2).stderr
     assert "suffix '.pt'" in invoke("tune", "causal()", "--captures", "ids.pt", expect=2).stderr
 
 
@@ -105,7 +111,7 @@ def test_what_is_printed(monkeypatch: pytest.MonkeyPatch) -> None:
     arguments = ("tune", "causal()", "--head-dim", 128, "--lengths", "4096,512", "--target", "sm_90a")
     result = invoke(*arguments)
     assert [shape for _, shape, *_ in asked] == [SHAPE, Shape(512, 512, 32, 16, 16)]
-    assert all(given[3:] == ("sm_90a", 0) for given in asked)
+    assert all(given[3:] == ("sm_90a", 0, "forward", False) for given in asked)
     assert result.stdout.count("winner") == 2 and "1.25 times as fast: 0.8 ms" in result.stderr
     assert "saved to /cache/tuned-fwd" in result.stderr
     facts = json.loads(invoke(*arguments, "--json").stdout)
@@ -114,11 +120,47 @@ def test_what_is_printed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert facts[0]["timings"][1]["tflops"] is None and facts[0]["timings"][2]["tflops"] > 0
 
 
+def test_both_passes_are_tuned_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+    monkeypatch.setattr(tune, "require_gpu", lambda: None)
+    monkeypatch.setattr(tune, "inputs_of", lambda *given: given)
+    monkeypatch.setattr(tune, "tuned", lambda *given: asked.append(given[5:]) or FOUND)
+    arguments = ("tune", "causal()", "--head-dim", 128, "--lengths", "4096", "--deterministic", "--pass")
+    forward, backward = json.loads(invoke(*arguments, "both", "--json").stdout)
+    assert asked == [("forward", True), ("backward", True)]
+    assert (forward["pass"], backward["pass"]) == ("forward", "backward")
+    # Five products in the backward, two in the forward.
+    assert backward["timings"][0]["tflops"] == pytest.approx(2.5 * forward["timings"][0]["tflops"])
+    invoke(*arguments, "backward")
+    assert asked[2:] == [("backward", True)]
+
+
+def test_a_plan_of_the_backward_in_few_words() -> None:
+    assert (
+        tune.plan_text(HopperBackwardPlan(64, 3, heads_apart=True)) == "64 x 128, stages 3, early_scores, heads_apart"
+    )
+    assert tune.plan_text(HopperWidePlan(32)) == "32 x 64, stages 2"
+
+
+def test_the_backward_of_a_call_is_tuned(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+    monkeypatch.setattr(attention, "compile", partial(attention.compile, emulate=True))
+    monkeypatch.setattr(backward_tuning, "tune_backward", lambda *given, progress: asked.append(given) or FOUND)
+    spec, shape = fg.AttentionSpec(16, mask=fg.causal(), dropout=0.25), Shape(40, 40)
+    inputs = tune.inputs_of("causal()", spec, shape, 0, {})
+    assert tune.tuned(spec, shape, inputs, "sm_90a", 5, "backward", True) is FOUND
+    ((backward, forward, qkv, captures, seed),) = asked
+    assert backward.choice.deterministic and backward.spec == forward.spec == spec
+    assert qkv == (inputs.q, inputs.k, inputs.v) and captures == {} and seed == 5
+
+
 @pytest.mark.gpu
 def test_tuning_from_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FLASHGEN_CACHE_DIR", str(tmp_path))
     sizes = ("--lengths", 512, "--batch", 1, "--heads", 4, "--heads-kv", 2)
-    arguments = ("tune", "document('ids')", "--scale", 0.12, *sizes)
-    (found,) = json.loads(invoke(*arguments, "--json").stdout)
-    assert found["gain"] >= 1 and Path(found["kept"]).parent == tmp_path and len(found["timings"]) > 1
-    assert "winner" in invoke(*arguments).stdout and "tuned-fwd" in invoke("cache", "list").stdout
+    arguments = ("tune", "document('ids')", "--scale", 0.12, "--pass", "both", *sizes)
+    for found in json.loads(invoke(*arguments, "--json").stdout):
+        assert found["gain"] >= 1 and Path(found["kept"]).parent == tmp_path and len(found["timings"]) > 1
+    assert "winner" in invoke(*arguments).stdout
+    kept = invoke("cache", "list").stdout
+    assert "tuned-fwd" in kept and "tuned-bwd" in kept

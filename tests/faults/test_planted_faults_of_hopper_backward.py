@@ -12,10 +12,12 @@ import pytest
 import flashgen.language as fg
 from flashgen import attention
 from flashgen.codegen.hopper.backward_plans import HopperBackwardPlan
+from flashgen.codegen.hopper.wide_plans import HopperWidePlan
 from flashgen.errors import LaunchError
 from flashgen.runtime.schedule import Schedule
 from flashgen.verify import Shape, gradients_by_name, judged_gradients, random_gradients, random_inputs
 from flashgen.verify.gradients import poisoned_gradients
+from flashgen.verify.variants import learned
 
 LATE, EARLY, RANDOM = Schedule("in_order", "late"), Schedule("greedy_warp", "early"), Schedule("random", "random", 5)
 SHAPE = Shape(330, 600, 1, 2, 1)  # several tiles either way, the last ones ragged, and a group of two query heads
@@ -41,6 +43,15 @@ SUBJECTS = {
     "keys": Subject(fg.AttentionSpec(64, mask=fg.causal()), options={"backward_plan": HopperBackwardPlan(64)}),
     "late": Subject(fg.AttentionSpec(64, mask=fg.causal())),
     "wide": Subject(fg.AttentionSpec(144, value_dim=136, mask=fg.causal())),
+    # With more stages of Q than of q * k, whose places are not free by what Q's are.
+    "wide, learned": Subject(
+        fg.AttentionSpec(144, value_dim=136, mask=fg.causal(), score=learned(fg.softcap(20)(fg.alibi("slopes")))),
+        options={"backward_plan": HopperWidePlan(32, 3)},
+    ),
+    "wide, dropped": Subject(
+        fg.AttentionSpec(144, value_dim=136, mask=fg.causal(), score=fg.softcap(20), dropout=0.25),
+        options={"backward_plan": HopperWidePlan(32, 3)},
+    ),
     "queries": Subject(fg.AttentionSpec(64, mask=fg.causal()), "queries", {"deterministic": True}),
     "apart": Subject(
         fg.AttentionSpec(64, mask=fg.causal()),
@@ -49,23 +60,30 @@ SUBJECTS = {
 }
 
 
+def seed_of(spec: fg.AttentionSpec) -> dict[str, int]:
+    return {"seed": 7} if spec.dropout else {}
+
+
 @cache
 def call(name: str) -> tuple[Any, ...]:
     """The inputs of a subject's call, its output and LSE, and the gradients that it begins with."""
     spec = SUBJECTS[name].spec
     inputs = random_inputs(spec, SHAPE, seed=11)
-    out, lse = SUBJECTS[name].compiled()(inputs.q, inputs.k, inputs.v, return_lse=True)
+    given = {**inputs.captures, **seed_of(spec)}
+    out, lse = SUBJECTS[name].compiled()(inputs.q, inputs.k, inputs.v, return_lse=True, **given)
     return inputs, out, lse, random_gradients(spec, SHAPE, 11)[0]
 
 
 def is_right(name: str, source: str | None = None, **engine: Any) -> bool:
     subject = SUBJECTS[name]
     inputs, out, lse, d_out = call(name)
-    given = {} if source is None else {"source": {subject.part: source}}
+    edited = {} if source is None else {"source": {subject.part: source}}
     into = poisoned_gradients(subject.spec, inputs)
-    compiled = subject.compiled(**given, **engine)
-    found = compiled.backward(d_out, inputs.q, inputs.k, inputs.v, out, lse, into=into)
-    verdicts = judged_gradients(subject.spec, inputs.q, inputs.k, inputs.v, d_out, gradients_by_name(found))
+    compiled = subject.compiled(**edited, **engine)
+    given = {**inputs.captures, **seed_of(subject.spec)}
+    found = compiled.backward(d_out, inputs.q, inputs.k, inputs.v, out, lse, into=into, **given)
+    arrays = (subject.spec, inputs.q, inputs.k, inputs.v, d_out)
+    verdicts = judged_gradients(*arrays, gradients_by_name(found), **given)
     return all(verdict.ok for verdict in verdicts.values())
 
 
@@ -77,7 +95,7 @@ class Fault:
     pattern: str
     replacement: str
     finding: str
-    subject: Literal["keys", "late", "wide", "queries", "apart"] = "keys"
+    subject: Literal["keys", "late", "wide", "wide, learned", "wide, dropped", "queries", "apart"] = "keys"
 
     def planted(self) -> str:
         text, count = re.subn(self.pattern, self.replacement, SUBJECTS[self.subject].source, flags=re.DOTALL)
@@ -140,6 +158,35 @@ UNGUARDED = [
     ),
     Fault("P not waited for", r"mbarrier_wait\(barriers\.scores_full\(use\), [^;]*;", "", "data race", "wide"),
     Fault(
+        "place of q * k not waited for",
+        r"mbarrier_wait\(barriers\.scores_empty\(use\), [^;]*;",
+        "",
+        "data race",
+        "wide, learned",
+    ),
+    Fault(
+        "place of factors not waited for",
+        r"mbarrier_wait\(barriers\.scores_empty\(use\), [^;]*;",
+        "",
+        "over-arrival",
+        "wide, dropped",
+    ),
+    Fault(
+        "factors not waited for",
+        r"mbarrier_wait\(barriers\.scores_full\(use\), [^;]*;",
+        "",
+        "over-arrival",
+        "wide, dropped",
+    ),
+    Fault(
+        "q * k released early",
+        r"(    take_over\(scores\[0\], use\);\n)(.*?)"
+        r"(    __syncwarp\(\);\n    release\(barriers\.scores_empty\(use\)\);)",
+        r"\3\1\2",
+        "data race",
+        "wide, learned",
+    ),
+    Fault(
         "Q released early",
         r"(      start_sum<kHeadDimPadded, .*?)(      release\(barriers\.queries_empty\(use\)\);\n)",
         r"\2\1",
@@ -200,6 +247,7 @@ PROTOCOL = [
         "mbarrier_init(scores_full(stage), 4)",
         f"over-arrival|{UNREAD}",
     ),
+    Fault("no q * k handed over", r"release\(barriers\.scores_full\(use\)\);", "", "deadlock", "wide, learned"),
     Fault("no P handed over", r"release\(barriers\.scores_full\(use\)\);", "", "deadlock", "wide"),
     Fault(
         "V's parity slips",
@@ -228,6 +276,16 @@ WRONG = [
     Fault("dS in the wrong chunk", r"chunk \^ lane % 8", "chunk ^ lane % 4", ""),
     Fault("dQ of the step before lost", r"if \(use > 0\) add_query_gradients", "if (use > 1) add_query_gradients", ""),
     Fault("dK of the first keys for all", r"work\.first_key \+ row;", "row;", "", "apart"),
+    Fault(
+        "heads' sums mixed",
+        r"if \(walk\.head\(work, arguments\) != position\.head\) end_head\(\);",
+        "",
+        "",
+        "wide, learned",
+    ),
+    Fault("what was dropped not said", r" \| drops\);", ");", "", "wide, dropped"),
+    Fault("no slope in a factor", r"attended \* slope;", "attended;", "", "wide, dropped"),
+    Fault("the last head's sum lost", r"end_head\(\);(\s+await)", r"\1", "", "wide, learned"),
     Fault("D forgotten", r" - \(e % 2 \? rows\.w : rows\.y\)", "", "", "wide"),
     Fault("dQ not scaled", r"\(d_queries, kScale,", "(d_queries, 1.0f,", "", "queries"),
     Fault("no tile has a mask", r"!tiles\.full\(step\) \|\| ", "", "", "queries"),

@@ -276,4 +276,18 @@ MUTANTS = (
         "            pass",
         ("tests/in_torch/context_parallel/test_emulated.py::test_two_ranks_give_what_one_does",),
     ),
+    Mutant(
+        "a tuned backward whatever the group of heads",
+        "flashgen/attention/backward_choice.py",
+        "lists, grouped=True)",
+        "lists)",
+        ("tests/attention/test_backward_tuning.py::test_a_call_asks_the_disk_once_for_each_class_of_lengths",),
+    ),
+    Mutant(
+        "lists that a caller keeps are for other tiles than a tuned backward's",
+        "flashgen/codegen/backward_candidates.py",
+        "(same_tiles or not default.reads)",
+        "True",
+        ("tests/attention/test_backward_tuning.py::test_plans_that_read_lists_have_tiles_of_one_size",),
+    ),
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Iterable
 from functools import partial
 from typing import Any, Literal
 
@@ -28,7 +28,7 @@ from flashgen.codegen.backward_kernels import (
     rows_of,
     sink_sums,
 )
-from flashgen.codegen.expressions.derivative_text import score_gradient
+from flashgen.codegen.expressions.derivative_text import GatherText, score_gradient
 from flashgen.codegen.hopper.backward_plans import (
     HopperBackwardPlan,
     choose_hopper_backward_plan,
@@ -37,8 +37,7 @@ from flashgen.codegen.hopper.backward_plans import (
 )
 from flashgen.codegen.hopper.plans import panel_columns
 from flashgen.codegen.hopper.queries_plans import HopperQueriesPlan, choose_hopper_queries_plan
-from flashgen.codegen.hopper.wide_plans import HopperWidePlan, choose_hopper_wide_plan
-from flashgen.codegen.mma_sync.backward import render_mma_sync_backward
+from flashgen.codegen.hopper.wide_plans import HopperWidePlan, choose_hopper_wide_plan, handed_over
 from flashgen.codegen.ragged import MAP_ROWS, ragged_fields, tiles_of_keys, tiles_of_queries
 from flashgen.codegen.rendered_kernel import RenderedKernel, Workspace
 from flashgen.codegen.sizes import ceil_div
@@ -64,15 +63,12 @@ def render_hopper_backward(
     """
     check_spec(spec, target)
     plan = plan or choose_hopper_backward_plan(spec, target) or choose_hopper_wide_plan(spec, target)
-    if plan is None:  # wide rows of variants that need more than P for dS
-        others = render_mma_sync_backward(spec, replace(target, backward_family="ampere"), None, deterministic)
-        return tuple(replace(kernel, target=target) for kernel in others)
     plan.check(spec, target)
     if plan.heads_apart and deterministic:
         raise UnsupportedError(f"{plan}: the deterministic mode adds up no shares of dK and dV: leave out heads_apart")
     rows = rows_of(plan.tile_q, spec.is_ragged)
     if isinstance(plan, HopperWidePlan):
-        apart, keys = True, _wide_keys(spec, target, plan, rows)
+        apart, keys = True, _wide_keys(spec, target, plan, rows, deterministic)
     else:
         apart, keys = deterministic, _keys(spec, target, plan, rows, deterministic)
     wide = isinstance(plan, HopperWidePlan)
@@ -96,8 +92,7 @@ def _keys(
     fields += [Field("float*", f"d{of}_sums") for of, _ in _widths(spec, plan) if plan.heads_apart]
     gradient = score_gradient(spec)
     gathers = gradient.gathers if gradient else ()
-    sums = "long long*" if deterministic else "float*"
-    fields += [Field(sums, f"d_{member}") for member in dict.fromkeys(gather.member for gather in gathers)]
+    fields += _gathered(gathers, deterministic)
     fields += [*numbers(*(() if spec.is_ragged else ("heads_q",)), "heads_per_kv", "len_q", "len_k"), ROWS]
     fields += [*([KEYS] if plan.heads_apart else []), *(ragged_fields() if spec.is_ragged else [])]
     layout = layout_of(spec, fields, lists=tiles is None)
@@ -108,6 +103,7 @@ def _keys(
         "shared_bytes": shared,
         "gradient": gradient,
         "gathers": gathers,
+        "exact_sums": deterministic,
         "limbs": EXACT_LIMBS,
         "in_two": takes_two_steps(spec),
         "shares_registers": plan.shares_registers(spec),
@@ -149,6 +145,12 @@ def _keys(
     )
 
 
+def _gathered(gathers: Iterable[GatherText], exact: bool) -> list[Field]:
+    """Where gradients of captures are summed; `exact` sums are the same bits whatever their order."""
+    members = dict.fromkeys(gather.member for gather in gathers)
+    return [Field("long long*" if exact else "float*", f"d_{member}") for member in members]
+
+
 def _of_query_heads(spec: AttentionSpec, plan: HopperBackwardPlan, rows: Rows) -> dict[str, Any]:
     """The launch where each query head has blocks of its own, and the sums that they share."""
     keys = _keys_of(plan)
@@ -175,21 +177,29 @@ def _keys_of(plan: HopperPlans) -> Rows:
     return lambda sizes: ceil_div(sizes.len_k, plan.tile_k) * plan.tile_k
 
 
-def _wide_keys(spec: AttentionSpec, target: Target, plan: HopperWidePlan, rows: Rows) -> RenderedKernel:
+def _wide_keys(
+    spec: AttentionSpec, target: Target, plan: HopperWidePlan, rows: Rows, deterministic: bool
+) -> RenderedKernel:
+    """deterministic: gradients of captures are summed exactly; nothing else depends on the mode."""
     tiles, shared = query_range(spec.mask.expression), plan.shared_bytes(spec)
+    gradient = score_gradient(spec)
+    gathers = gradient.gathers if gradient else ()
     fields = [Field("TensorMap", f"{name}_map") for name in ("q", "k", "v", "d_o", "dk", "dv")]
     heads = () if spec.is_ragged else ("heads_q",)
-    fields += [STATISTICS, *numbers(*heads, "heads_per_kv", "len_q", "len_k"), ROWS]
+    fields += [STATISTICS, *_gathered(gathers, deterministic), *numbers(*heads, "heads_per_kv", "len_q", "len_k"), ROWS]
     fields += ragged_fields() if spec.is_ragged else []
     layout = layout_of(spec, fields, lists=tiles is None)
     context = {
         "plan": plan,
         "by_wgmma": True,
         "deterministic": True,
-        "in_any_mode": True,
+        "in_any_mode": not (gathers and deterministic),
         "shared_bytes": shared,
-        "gradient": score_gradient(spec),
-        "gathers": (),
+        "gradient": gradient,
+        "gathers": gathers,
+        "exact_sums": deterministic,
+        "limbs": EXACT_LIMBS,
+        "handed_over": handed_over(spec),
         "head_panel": plan.head_panel(spec),
         "value_panel": panel_columns(spec.value_dim),
         "suffix": suffix_of(spec),

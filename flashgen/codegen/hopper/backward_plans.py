@@ -44,7 +44,8 @@ class HopperBackwardPlan(Checked):
 
     Attributes:
         tile_q: queries of a step, 64 or 128.
-        stages: tiles of Q, and of dO, that shared memory holds at once.
+        stages: tiles of Q, and of dO, that shared memory holds at once: a step's products start before the last one's
+            have ended.
         early_scores: the next step's scores start while dK and dV of this one are computed, which takes registers.
         heads_apart: a block for each query head, whose shares of dK and dV are added up in global memory; else a block
             walks the queries of all heads that share a head of K and V.
@@ -106,10 +107,6 @@ class HopperBackwardPlan(Checked):
         shared = _SCORE_STAGES * ELEMENT_BYTES * self.tile_q * self.tile_k + _SUM_BYTES * self.tile_q * head
         return tiles + shared + statistics + _BARRIER_BYTES * (barriers + 2 * _SCORE_STAGES)
 
-    def _has_room_for_sums(self) -> bool:
-        """Whether dK and dV fit, in float32, into the places of K, V, Q and dO."""
-        return _SUM_BYTES * self.tile_k <= ELEMENT_BYTES * (self.tile_k + self.stages * self.tile_q)
-
     def summary(self, shared_bytes: int) -> str:
         """What the kernel's header says of it."""
         early = ", the next scores early" if self.early_scores else ""
@@ -125,12 +122,10 @@ class HopperBackwardPlan(Checked):
             return (
                 f"it is a plan of the family hopper, and {target.name} takes {target.backward_family} for the backward"
             )
-        if self.tile_q not in (_ROWS, 2 * _ROWS) or self.stages < 1:
-            return f"tile_q={self.tile_q} must be 64 or 128, and stages={self.stages} positive"
+        if self.tile_q not in (_ROWS, 2 * _ROWS) or self.stages < 2:
+            return f"tile_q={self.tile_q} must be 64 or 128, and stages={self.stages} at least 2"
         if self.heads_apart and spec.is_ragged:
             return "heads_apart=True: of ragged batches query heads that share a head of k and v share blocks"
-        if self.heads_apart and not self._has_room_for_sums():
-            return f"heads_apart=True: {self.stages} stages have no room for dK and dV: take more stages"
         if self.gradient_columns(spec) > self.tile_q:  # they share registers with scores
             columns = self.gradient_columns(spec)
             return f"tile_q={self.tile_q} has no registers for {columns} columns of dQ: take more queries"

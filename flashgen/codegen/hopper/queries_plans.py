@@ -23,7 +23,8 @@ class HopperQueriesPlan(Checked):
 
     Attributes:
         tile_k: keys of a step.
-        key_stages, value_stages: tiles of K, and of V, that shared memory holds at once.
+        key_stages, value_stages: tiles of K, and of V, that shared memory holds at once: a step's scores start before
+            the last one is done with its K.
     """
 
     tile_k: int
@@ -71,8 +72,8 @@ class HopperQueriesPlan(Checked):
             )
         if self.tile_k % (DROPOUT_COLUMNS if spec.dropout else 16) or not 16 <= self.tile_k <= 256:
             return f"tile_k={self.tile_k} must be a multiple of 16, of 32 with dropout, up to 256"
-        if min(self.key_stages, self.value_stages) < 1:
-            return f"key_stages={self.key_stages} and value_stages={self.value_stages} must be positive"
+        if self.key_stages < 2 or self.value_stages < 1:
+            return f"key_stages={self.key_stages} must be at least 2, and value_stages={self.value_stages} positive"
         if self.registers(spec) > _ACCUMULATORS:
             return f"it takes {self.registers(spec)} registers of a thread for sums and products: take fewer keys"
         if self.shared_bytes(spec) > target.shared_per_block:
@@ -85,9 +86,14 @@ class HopperQueriesPlan(Checked):
 
 _LIGHT = (HopperQueriesPlan(128),)
 _PREFERENCE = (HopperQueriesPlan(64), HopperQueriesPlan(64, 2, 1))
+_HEAVY_AND_WIDE = (HopperQueriesPlan(32, 3),)
+_WIDE_DIM = 128
 
 
 def choose_hopper_queries_plan(spec: AttentionSpec, target: Target) -> HopperQueriesPlan:
     """The default plan of a spec."""
-    light = _LIGHT if demand_of(spec).weight < Weight.LOADING else ()
-    return next(plan for plan in (*light, *_PREFERENCE) if plan.problem(spec, target) is None)
+    demand = demand_of(spec)
+    heavy = demand.drops and (demand.weight == Weight.HEAVY or demand.reads_by_head_and_position)
+    wide = _HEAVY_AND_WIDE if heavy and spec.head_dim > _WIDE_DIM else ()
+    preferred = _LIGHT if demand.weight < Weight.LOADING else wide
+    return next(plan for plan in (*preferred, *_PREFERENCE) if plan.problem(spec, target) is None)

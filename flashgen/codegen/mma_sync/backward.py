@@ -82,6 +82,7 @@ def _keys(spec: AttentionSpec, target: Target, plan: BackwardPlan, rows: Rows, d
         "shared_bytes": shared,
         "gradient": gradient,
         "gathers": gathers,
+        "exact_sums": deterministic,
         "limbs": EXACT_LIMBS,
         "query_tiles": visited_tiles(
             tiles, "BackwardKeysArguments", is_masked(spec), queries=True, ragged=spec.is_ragged

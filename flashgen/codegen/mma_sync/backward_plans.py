@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import ClassVar, TypeVar
 
@@ -235,6 +236,13 @@ def choose_backward_plan(spec: AttentionSpec, target: Target, deterministic: boo
         ],
         spec,
     )
+
+
+def every_backward_plan(spec: AttentionSpec, target: Target) -> Iterator[BackwardPlan]:
+    """The plans of the keys' kernel that tuning may choose from, whether or not they fit."""
+    for sizes in _PREFERENCE:
+        plan = BackwardPlan(*sizes)
+        yield _with_blocks(plan, plan.shared_bytes(spec), spec, target)
 
 
 def choose_queries_plan(spec: AttentionSpec, target: Target) -> QueriesPlan:

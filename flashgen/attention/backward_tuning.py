@@ -1,0 +1,96 @@
+"""Tuning of the backward: plans of its kernel that walks queries, timed for the lengths of a call, the best kept."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from flashgen.attention.backward import BackwardPass
+from flashgen.attention.call import Call
+from flashgen.attention.forward import ForwardPass
+from flashgen.attention.gradients import ROWS, differentiated, gradient_shape
+from flashgen.attention.kernel_choice import workload_of
+from flashgen.attention.trials import Bench, Progress, Timer, Trial, Tuning
+from flashgen.attention.tuning import GIVEN, check_measures, check_sizes
+from flashgen.codegen.backward_candidates import backward_candidates
+from flashgen.codegen.stages import Kernels, backward_kernels
+from flashgen.errors import ArgumentError
+from flashgen.runtime.arrays import numpy_dtype
+from flashgen.runtime.timing import medians_ms
+
+
+def tune_backward(
+    backward: BackwardPass,
+    forward: ForwardPass,
+    inputs: tuple[Any, Any, Any],
+    captures: Mapping[str, Any],
+    seed: int | None = None,
+    *,
+    plans: Sequence[Any] | None = None,
+    timer: Timer = medians_ms,
+    progress: Progress = lambda what, done, total: None,
+) -> Tuning:
+    """`Attention.tune_backward`, its captures in one mapping; `forward` makes the output that is differentiated.
+
+    plans: to try, beside the default one; None is `backward_candidates` for the sizes. timer: as of `tune`.
+    """
+    tuned, spec = backward.choice.tuned, backward.spec
+    if tuned is None:
+        raise ArgumentError(GIVEN.format("backward_plan=..."))
+    check_measures(backward.engine.measures, timer)
+    bench = Bench(spec, backward.engine, inputs, captures, timer, progress)
+    with bench.on_the_inputs_stream():
+        trials = _Trials(bench, forward, seed)
+        problem, device = bench.problem(), bench.device()
+        check_sizes(problem)
+        key = backward.choice.key(problem, device)
+        workload, kernel = workload_of(problem, key[0]), backward.kernels["keys"]
+        deterministic = backward.choice.deterministic
+        own = backward.choice.plan_of(workload)
+
+        def kernels_of(plan: Any) -> Kernels:
+            if plan == kernel.plan:
+                return backward.kernels
+            return backward_kernels(spec, kernel.target, deterministic, plan=plan)
+
+        others = backward_candidates(spec, kernel, workload, deterministic) if plans is None else tuple(plans)
+        kernels = {plan: kernels_of(plan) for plan in dict.fromkeys((own, *others))}
+        mains = [stages["keys"] for plan, stages in kernels.items() if plan != own]
+        found = bench.tried(trials.of(kernels[own]), mains, lambda main: trials.of(kernels[main.plan]))
+    return bench.keep(tuned, key, workload, (kernel.name, own), found)
+
+
+class _Trials:
+    """Calls of the backward by plans, each of the same output and of one random gradient of it."""
+
+    def __init__(self, bench: Bench, forward: ForwardPass, seed: int | None) -> None:
+        """Calls the forward, which refuses wrong arguments before anything is compiled."""
+        self.bench, self.spec, self.seed = bench, forward.spec, seed
+        call = Call(bench.inputs, bench.captures, seed, 0, ("o", "lse"))
+        made = forward(call)
+        shape = bench.problem().output_shape(self.spec)
+        random = np.random.default_rng(0).standard_normal(shape, dtype=np.float32).astype(numpy_dtype(self.spec.dtype))
+        self.inputs = {**bench.inputs, "o": made["o"], "lse": made["lse"], "d_o": bench.engine.bring(random)}
+        self._learned = tuple(capture.name for capture in differentiated(self.spec))
+        bench.settle()
+
+    def of(self, kernels: Kernels) -> Trial:
+        backward = BackwardPass(self.spec, kernels, self.bench.engine, "")
+        return Trial(kernels["keys"], lambda: self._call(backward), lambda: self._results(backward))
+
+    def _call(self, backward: BackwardPass, results: Mapping[str, Any] | None = None) -> Mapping[str, Any]:
+        wanted = (*ROWS, *self._learned)
+        return backward(Call({**self.inputs}, self.bench.captures, self.seed, 0, wanted, results or {}))
+
+    def _results(self, backward: BackwardPass) -> dict[str, Any]:
+        """dq, dk and dv: what is summed for captures may cancel, and is then of no size to compare by."""
+        problem = self.bench.problem()
+        rows = {name: self.bench.poisoned(gradient_shape(self.spec, problem, name)) for name in ROWS}
+        captures = {name: self.bench.captures[name] for name in self._learned}
+        views = {name: self.bench.engine.library(array, name).view(array, name) for name, array in captures.items()}
+        sums = {name: self.bench.empty(view.shape, view.dtype) for name, view in views.items()}
+        self.bench.settle()
+        self._call(backward, {**rows, **sums})
+        return {name: array.astype(np.float32) for name, array in rows.items()}

@@ -1,0 +1,22 @@
+"""The plans that tuning of Hopper's backward may choose from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import product
+
+from flashgen.codegen.hopper.backward_plans import HopperBackwardPlan
+from flashgen.codegen.hopper.wide_plans import HopperWidePlan
+from flashgen.codegen.targets import Target
+from flashgen.language.spec import AttentionSpec
+
+_STAGES = (2, 3, 4)
+_WIDE_QUERIES = (32, 48, 64, 80, 96)
+
+
+def every_hopper_backward_plan(spec: AttentionSpec, target: Target) -> Iterator[HopperBackwardPlan | HopperWidePlan]:
+    """Of either kind, whether or not they fit; those of query heads apart beside each that has none."""
+    for tile_q, stages, early_scores, heads_apart in product((64, 128), _STAGES, (True, False), (False, True)):
+        yield HopperBackwardPlan(tile_q, stages, early_scores, heads_apart)
+    for tile_q, stages in product(_WIDE_QUERIES, _STAGES):
+        yield HopperWidePlan(tile_q, stages)

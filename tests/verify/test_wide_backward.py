@@ -1,0 +1,95 @@
+"""Hopper's backward of rows too wide for one warpgroup, for every variant whose dS needs more of a score than P."""
+
+from __future__ import annotations
+
+from itertools import cycle
+
+import pytest
+
+import flashgen.language as fg
+from flashgen.attention import compile
+from flashgen.codegen.hopper.backward_plans import takes_two_steps
+from flashgen.codegen.hopper.wide_plans import HopperWidePlan, handed_over
+from flashgen.runtime.schedule import Schedule
+from flashgen.verify import verify
+from flashgen.verify.gradients import gradients_by_name, judged_gradients, poisoned_gradients, random_gradients
+from flashgen.verify.problems import Shape, random_inputs
+from flashgen.verify.variants import Case, Variant, in_layout, learned, spec_of, variants
+
+DIMS = (144, 256, 192)  # the last one's values have 128 columns
+LENGTHS = ((70, 133), (133, 70), (65, 65))  # several tiles, the last ones cut off
+NEEDING = [variant for variant in variants() if not takes_two_steps(spec_of(variant, 256, "float16"))]
+
+
+def case_of(variant: Variant, spec: fg.AttentionSpec, number: int) -> Case:
+    """Two heads of queries on each head of keys: sums for an element of a head end between them."""
+    lengths = (65, 65) if variant.equal else LENGTHS[number % len(LENGTHS)]
+    return Case(spec, Shape(*lengths, batch=2, heads_q=4, heads_kv=2), variant.captures, lse_gradient=number % 2 == 1)
+
+
+CASES = [
+    (case_of(variant, spec_of(variant, dim, dtype), number), number % 2 == 1)
+    for number, (variant, dim, dtype) in enumerate(zip(NEEDING, cycle(DIMS), cycle(("float16", "bfloat16"))))
+]
+# A slope and bits; and an element for each head, too: what is handed over is another.
+DROPPED = fg.AttentionSpec(160, value_dim=144, mask=fg.causal(), score=fg.softcap(20)(fg.alibi("slopes")), dropout=0.17)
+LEARNED = fg.AttentionSpec(
+    136,
+    "bfloat16",
+    value_dim=200,
+    mask=fg.sliding_window(40, 30),
+    score=learned(fg.softcap(20)(fg.alibi("slopes"))),
+    dropout=0.17,
+)
+PLANNED = Shape(70, 100, 1, 2, 1)
+LATE = Schedule("random", "late", seed=1)
+
+
+def assert_agrees(case: Case, deterministic: bool = False, **engine: object) -> None:
+    compiled = compile(case.spec, target="sm_90a", emulate=True, deterministic=deterministic)
+    assert isinstance(compiled.backward_plan, HopperWidePlan)
+    how = {"target": "sm_90a", "emulate": True, "passes": ("backward",), "deterministic": deterministic}
+    for result in verify([case], **how, **engine):  # type: ignore[arg-type]
+        assert result.ok, f"{result.case} on {result.engine}: {result.problem or result.verdict}"
+
+
+@pytest.mark.parametrize(("case", "deterministic"), CASES, ids=str)
+@pytest.mark.rotated(2)
+def test_every_variant(case: Case, deterministic: bool) -> None:
+    assert_agrees(case, deterministic, schedule_count=2)
+
+
+def test_what_is_handed_over() -> None:
+    assert handed_over(fg.AttentionSpec(256, mask=fg.causal(), score=fg.alibi(8))) == "probabilities"
+    assert handed_over(DROPPED) == handed_over(fg.AttentionSpec(256, dropout=0.1)) == "factors"
+    assert handed_over(fg.AttentionSpec(256, score=fg.softcap(30))) == "factors"
+    assert handed_over(LEARNED) == handed_over(fg.AttentionSpec(256, score=learned(fg.alibi("slopes")))) == "products"
+
+
+@pytest.mark.parametrize("deterministic", [False, True], ids=["default", "deterministic"])
+@pytest.mark.parametrize("layout", ["bhsd", "thd"])
+@pytest.mark.parametrize("spec", [DROPPED, LEARNED], ids=["factors", "products"])
+def test_orders_of_threads_and_copies(spec: fg.AttentionSpec, layout: str, deterministic: bool) -> None:
+    """Of the deterministic mode every one gives the same bits."""
+    case = Case(in_layout(spec, layout), Shape(90, 133, 2, 4, 2), lse_gradient=True)
+    assert_agrees(case, deterministic, schedule_count=6 if deterministic else 3)
+
+
+@pytest.mark.parametrize(("tile_q", "stages"), [(16, 4), (32, 3), (48, 2), (64, 2)])
+def test_plans(tile_q: int, stages: int) -> None:
+    """As many queries of a step as registers and memory allow, in any number of stages."""
+    spec = fg.AttentionSpec(192, mask=fg.causal(), score=fg.softcap(10), dropout=0.25)
+    how = {"target": "sm_90a", "emulate": True, "backward_plan": HopperWidePlan(tile_q, stages), "schedule": LATE}
+    compiled, inputs = compile(spec, **how), random_inputs(spec, PLANNED)
+    d_out, _ = random_gradients(spec, PLANNED, 3)
+    out, lse = compiled(inputs.q, inputs.k, inputs.v, return_lse=True, seed=7)
+    into = poisoned_gradients(spec, inputs)
+    found = compiled.backward(d_out, inputs.q, inputs.k, inputs.v, out, lse, seed=7, into=into)
+    verdicts = judged_gradients(spec, inputs.q, inputs.k, inputs.v, d_out, gradients_by_name(found), seed=7)
+    assert all(verdict.ok for verdict in verdicts.values()), verdicts
+
+
+@pytest.mark.parametrize("sanitize", ["address", "thread"])
+@pytest.mark.parametrize("spec", [DROPPED, LEARNED], ids=["factors", "products"])
+def test_sanitizers_find_nothing(spec: fg.AttentionSpec, sanitize: str) -> None:
+    assert_agrees(Case(spec, Shape(70, 70, 1, 2, 1)), sanitize=sanitize)
