@@ -47,17 +47,18 @@ class Parted:
         # Keys are whole where there are sinks, which count once.
         for part in self._parts(q, [self._rows_of(k)] if self.spec.sink else self._halves(k), self._halves(q)):
             arrays = self._of_queries(q, part), self._of_keys(k, part), self._of_keys(v, part)
-            made = self._attention(*arrays, return_lse=True, **self._places(part, q, k), **given)
+            own: dict[str, Any] = self._places(part, q, k) | given
+            made = self._attention(*arrays, return_lse=True, **own)
             of_parts.append((part, *made))
         lse = np.full(into[1].shape, -np.inf)
-        for part, _, own in of_parts:
+        for part, _, of_part in of_parts:
             with np.errstate(invalid="ignore"):
-                lse[part.sequences, :, part.queries] = np.logaddexp(lse[part.sequences, :, part.queries], own)
+                lse[part.sequences, :, part.queries] = np.logaddexp(lse[part.sequences, :, part.queries], of_part)
         merged = np.zeros(into[0].shape)
-        for part, own_out, own in of_parts:
+        for part, own_out, of_part in of_parts:
             whole = lse[part.sequences, :, part.queries]
             with np.errstate(invalid="ignore"):
-                share = np.where(np.isneginf(own), 0.0, np.exp(own - whole))[..., None]
+                share = np.where(np.isneginf(of_part), 0.0, np.exp(of_part - whole))[..., None]
             share = share if self._rows == 2 else share.swapaxes(1, 2)
             self._of_queries(merged, part)[...] += share * own_out.astype(np.float64)
         into[0][...], into[1][...] = merged.astype(into[0].dtype), lse.astype(into[1].dtype)
