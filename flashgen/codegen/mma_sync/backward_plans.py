@@ -9,6 +9,7 @@ from typing import ClassVar, TypeVar
 from flashgen.analysis.closed_forms.inequalities import K_FIRST, K_LAST
 from flashgen.analysis.closed_forms.tile_ranges import query_range
 from flashgen.codegen.demand import Weight, demand_of
+from flashgen.codegen.expressions.derivative_text import score_gradient
 from flashgen.codegen.mma_sync.forward_plans import MMA_ROWS
 from flashgen.codegen.plan import Checked
 from flashgen.codegen.targets import Target
@@ -187,7 +188,7 @@ _QUERIES_PREFERENCE = (
     (32, 16, 2, 1, 1),
 )
 _ACCUMULATORS = 200  # registers of a thread that may hold sums
-_REGISTERS = 65536  # of a multiprocessor
+_REGISTERS, _MOST_REGISTERS = 65536, 255  # of a multiprocessor, and of a thread
 _BESIDE_SUMS, _BESIDE_SUMS_OF_MORE = 40, 60  # registers of a thread: of variants that load nothing, and of others
 _HEAVY_WITH_DROPOUT = 76
 
@@ -212,9 +213,18 @@ def _with_blocks(plan: AnyPlan, shared_bytes: int, spec: AttentionSpec, target: 
     return replace(plan, blocks=max(min(by_memory, _REGISTERS // (plan.threads * registers)), 1))
 
 
+def _most_accumulators(spec: AttentionSpec) -> int:
+    """Registers that sums may take. Heavy scores that drop, and whose loads have gradients, need more beside them."""
+    demand, gradient = demand_of(spec), score_gradient(spec)
+    gathers = bool(gradient and gradient.gathers)
+    crowded = demand.weight == Weight.HEAVY and demand.drops and gathers
+    return _MOST_REGISTERS - _HEAVY_WITH_DROPOUT if crowded else _ACCUMULATORS
+
+
 def _chosen(plans: list[AnyPlan], spec: AttentionSpec) -> AnyPlan:
     """The first plan whose sums leave registers to spare."""
-    fitting = [plan for plan in plans if _accumulators(plan, spec) <= _ACCUMULATORS]
+    most = _most_accumulators(spec)
+    fitting = [plan for plan in plans if _accumulators(plan, spec) <= most]
     return fitting[0] if fitting else min(plans, key=lambda plan: _accumulators(plan, spec))
 
 
