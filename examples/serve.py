@@ -3,9 +3,10 @@
     python examples/serve.py --size 1b               # needs a GPU and torch
     python examples/serve.py --emulate --check        # on the CPU, by flashgen's emulator
 
-Requests wait for a slot and for pages; a prompt is taken in chunks beside the sequences that decode; prompts that begin
-alike share pages; where pages run out, the youngest sequence gives its own up and comes back. A decode step on a GPU is
-one captured graph. --check compares every token with a forward pass without a cache. See examples/serving/.
+Requests wait for a slot and for pages; a prompt is taken in chunks beside the sequences that decode, in one launch a
+layer; prompts that begin alike share pages; where pages run out, the youngest sequence gives its own up and comes back.
+A decode step on a GPU is one captured graph. --check compares every token with a forward pass without a cache. See
+examples/serving/.
 """
 
 from __future__ import annotations

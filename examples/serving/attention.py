@@ -11,7 +11,7 @@ from torch.nn.attention.bias import causal_lower_right
 import flashgen as fg
 import flashgen.torch
 from serving.llama import Llama
-from serving.state import Chunk, State
+from serving.state import Chunk, Mixture, State
 
 
 class Attention(Protocol):
@@ -22,6 +22,9 @@ class Attention(Protocol):
 
     def prefill(self, layer: int, q: Any, k: Any, v: Any, chunk: Chunk) -> Any:
         """Consecutive tokens of one prompt."""
+
+    def mixed(self, layer: int, q: Any, k: Any, v: Any, state: State, chunk: Chunk, step: Mixture, reach: int) -> Any:
+        """Both: one token of every slot, and behind them those of the prompt."""
 
     def reach(self, longest: int) -> int:
         """How far a decode step looks where the longest sequence has so many keys: a captured step is kept for each."""
@@ -39,6 +42,7 @@ class Paged:
         self._cache = torch.zeros(shape, dtype=model.dtype, device=model.device)
         dtype = str(model.dtype).removeprefix("torch.")
         self._spec = fg.AttentionSpec(size.dim, dtype, layout="bshd", mask=fg.causal(), page_size=page_size)
+        self._packed = fg.AttentionSpec(size.dim, dtype, layout="thd", mask=fg.causal(), page_size=page_size)
         self._emulate = emulate
 
     def decode(self, layer: int, q: Any, k: Any, v: Any, state: State, reach: int) -> Any:
@@ -46,6 +50,13 @@ class Paged:
 
     def prefill(self, layer: int, q: Any, k: Any, v: Any, chunk: Chunk) -> Any:
         return self._attend(layer, q[None], k[None], v[None], chunk.table, chunk.before, chunk.after)[0]
+
+    def mixed(self, layer: int, q: Any, k: Any, v: Any, state: State, chunk: Chunk, step: Mixture, reach: int) -> Any:
+        keys, values = self._cache[layer, :, 0], self._cache[layer, :, 1]
+        places = {"page_table": step.tables, "seqused_k": step.places, "emulate": self._emulate}
+        flashgen.torch.append_kv(k[:, None], v[:, None], keys, values, **places)
+        where = {"cu_seqlens_q": step.begins, "page_table": step.table, "seqused_k": step.after}
+        return flashgen.torch.attention(self._packed, q, keys, values, emulate=self._emulate, **where)
 
     def _attend(self, layer: int, q: Any, k_new: Any, v_new: Any, table: Any, before: Any, after: Any) -> Any:
         k, v = self._cache[layer, :, 0], self._cache[layer, :, 1]
@@ -87,6 +98,11 @@ class Dense:
         ends_meet = causal_lower_right(chunk.end - chunk.begin, chunk.end)
         rows = (q.transpose(0, 1)[None], keys[None, :, : chunk.end], values[None, :, : chunk.end])
         return functional.scaled_dot_product_attention(*rows, ends_meet, enable_gqa=True)[0].transpose(0, 1)
+
+    def mixed(self, layer: int, q: Any, k: Any, v: Any, state: State, chunk: Chunk, step: Mixture, reach: int) -> Any:
+        own = len(self._slots)
+        made = self.decode(layer, q[:own], k[:own], v[:own], state, reach)
+        return torch.cat((made, self.prefill(layer, q[own:], k[own:], v[own:], chunk)))
 
     def reach(self, longest: int) -> int:
         return min(max(256, 1 << (longest - 1).bit_length()), self._longest)

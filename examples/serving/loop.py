@@ -171,13 +171,14 @@ class Server:
             tokens.append(state.tokens[chunk.slot, chunk.begin : chunk.end])
             positions.append(torch.arange(chunk.begin, chunk.end, device=tokens[0].device))
 
+        step = state.mixture(chunk) if chunk and decodes else None
+
         def attend(layer: int, q: Any, k: Any, v: Any) -> Any:
-            own, made = (slots if decodes else 0), []
-            if decodes:
-                made.append(self.attention.decode(layer, q[:own], k[:own], v[:own], state, reach))
+            if step:
+                return self.attention.mixed(layer, q, k, v, state, chunk, step, reach)
             if chunk:
-                made.append(self.attention.prefill(layer, q[own:], k[own:], v[own:], chunk))
-            return torch.cat(made) if len(made) > 1 else made[0]
+                return self.attention.prefill(layer, q, k, v, chunk)
+            return self.attention.decode(layer, q, k, v, state, reach)
 
         hidden = self.model.forward(torch.cat(tokens), torch.cat(positions), attend)
         if decodes:

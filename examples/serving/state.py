@@ -46,6 +46,21 @@ class Chunk:
     after: Any
 
 
+@dataclass(frozen=True)
+class Mixture:
+    """Tokens of a step: one of every slot, and behind them a chunk of a prompt, each of which is a sequence.
+
+    begins: int32 (slots + 2,), where sequences begin among the tokens. table: int32 (slots + 1, pages), and after:
+    (slots + 1,), keys with this step's. tables (tokens, pages) and places (tokens,): where each token's key is kept.
+    """
+
+    begins: Any
+    table: Any
+    after: Any
+    tables: Any
+    places: Any
+
+
 class State:
     """The slots on the device.
 
@@ -68,6 +83,20 @@ class State:
         row[0, : len(sequence.pages)] = torch.tensor(sequence.pages, dtype=torch.int32)
         before, after = (torch.tensor([each], dtype=torch.int32).to(self.device) for each in (begin, end))
         return Chunk(sequence.slot, begin, end, row.to(self.device), before, after)
+
+    def mixture(self, chunk: Chunk) -> Mixture:
+        """This step's token of every slot, and a chunk."""
+        slots, count = self.lengths.shape[0], chunk.end - chunk.begin
+        begins = torch.arange(slots + 2, dtype=torch.int32, device=self.device)
+        begins[-1] = slots + count
+        places = torch.arange(chunk.begin, chunk.end, dtype=torch.int32, device=self.device)
+        return Mixture(
+            begins,
+            torch.cat((self.table, chunk.table)),
+            torch.cat((self.after, chunk.after)),
+            torch.cat((self.table, chunk.table.expand(count, -1))),
+            torch.cat((self.lengths, places)),
+        )
 
     def activate(self, sequence: Sequence, table: Any) -> None:
         """Lets a sequence whose prompt is in the cache take part in decode steps."""

@@ -347,6 +347,7 @@ class Attention:
                 cu_seqlens_q[b + 1] of q. The host never reads it, and a launch is the same whatever it holds.
             cu_seqlens_k: the same of k and v; None is cu_seqlens_q.
             seqused_k: int32 (sequences,): how many of a sequence's keys there are, the first ones; None is all.
+                Over pages k, v, page_table and seqused_k are as above, of sequences, and there is no cu_seqlens_k.
             max_seqlen_q, max_seqlen_k: how many queries and keys a sequence has at most, for the memory of lists and
                 the sizes of captures; None is all tokens. What a sequence has beyond that is not attended to, and a
                 query beyond it not written.
@@ -370,7 +371,7 @@ class Attention:
         """
         wanted = _BOTH if return_lse else _OUTPUT
         given = _NOTHING if out is None else given_outputs(out, return_lse)
-        if seqused_k is not None and self.spec.is_ragged:
+        if seqused_k is not None and self.spec.is_ragged and not self.spec.page_size:
             captures["seqused_k"], seqused_k = seqused_k, None
         ragged, bounds, captured = taken_apart(self.spec, captures)
         inputs = {"q": q, "k": k, "v": v, **ragged}

@@ -10,6 +10,7 @@ from typing import Any
 from flashgen.attention.captures import check_array, number
 from flashgen.attention.launches import launch_of
 from flashgen.attention.problem import Problem, check_aligned
+from flashgen.attention.ragged import refuse_ragged
 from flashgen.attention.tile_lists import sizes_of
 from flashgen.codegen.arguments import member_name
 from flashgen.codegen.families import forward_family
@@ -108,6 +109,7 @@ class Scheduler:
                 "decode_schedule is for keys in pages, whose lengths the device knows: declare page_size=..., or leave "
                 "it out, as splits follow from the sizes"
             )
+        refuse_ragged(self.spec, "decode_schedule", "leave it out, blocks share keys by their lengths")
         return decoding
 
     def make(

@@ -113,7 +113,7 @@ class KernelChoice:
         """
         if isinstance(num_splits, bool) or not isinstance(num_splits, int) or not 1 <= num_splits <= MOST_SPLITS:
             raise ArgumentError(f"num_splits={num_splits!r} must be an integer from 1 to {MOST_SPLITS}, or None")
-        refuse_ragged(self._spec, "num_splits", "leave it out, a ragged batch splits no keys")
+        refuse_ragged(self._spec, "num_splits", "leave it out, what a launch does follows from the lengths")
         if _decodes(self.default.kernel):
             if self.default.kernel.plan.scheduled:
                 raise ArgumentError(f"num_splits={num_splits}: {self.default.kernel.plan} shares keys by their lengths")
@@ -125,6 +125,7 @@ class KernelChoice:
 
         Errors as above, and where the schedule was made for other sizes.
         """
+        refuse_ragged(self._spec, "decode_schedule", "leave it out, blocks share keys by their lengths")
         given = self.decoding is None and _decodes(self.default.kernel) and self.default.kernel.plan.scheduled
         built = self.default if given else self._of_rows(problem, "decode_schedule", "takes none", scheduled=True)
         sizes.check(built.kernel.plan, problem)
@@ -221,7 +222,7 @@ def _decodes(kernel: RenderedKernel) -> bool:
 def splits_of(kernel: RenderedKernel, spec: AttentionSpec, problem: Problem, splits: Splits) -> int:
     """Into how many parts a call's keys are split: as many as it says, or as the sizes want; 1 by a forward kernel."""
     decoding = forward_family(kernel.target).decoding
-    if decoding is None or not isinstance(kernel.plan, decoding.plan):
+    if decoding is None or not isinstance(kernel.plan, decoding.splitting):
         return 1
     if isinstance(splits, ScheduledSizes):
         return splits.columns

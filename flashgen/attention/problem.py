@@ -108,13 +108,12 @@ def problem_of(
     """
     sizes = checked_sizes(spec, views)
     strides = {name: row_strides(spec, name, views[name]) for name in "qkv"}
-    if spec.is_ragged:
-        return _ragged_problem(sizes, views, bounds, strides, multiprocessors)
-    lengths = (sizes.len_q, sizes.len_k)
     pages = (views["k"].shape[0], views["page_table"].strides[0]) if spec.page_size else (0, 0)
     scales = tuple(_scales(name, views[name], sizes) for name in _SCALES) if spec.kv_dtype else (0, 0)
     how: Any = {"multiprocessors": multiprocessors, "pages": pages[0], "table_pitch": pages[1], "scales": scales}
-    return Problem(sizes.batch, sizes.heads_q, sizes.heads_kv, *lengths, strides, **how)
+    if spec.is_ragged:
+        return _ragged_problem(sizes, views, bounds, strides, **how)
+    return Problem(sizes.batch, sizes.heads_q, sizes.heads_kv, sizes.len_q, sizes.len_k, strides, **how)
 
 
 def _scales(name: str, view: View, sizes: Sizes) -> int:
@@ -132,7 +131,7 @@ def _ragged_problem(
     views: Mapping[str, View],
     bounds: Bounds,
     strides: dict[str, tuple[int, int, int]],
-    multiprocessors: int,
+    **how: Any,
 ) -> Problem:
     """A ragged batch: how many sequences its offsets say, whose lengths only the device knows."""
     batch = checked_sequences(views)
@@ -146,9 +145,9 @@ def _ragged_problem(
     return Problem(
         *(batch, sizes.heads_q, sizes.heads_kv, len_q, len_k, strides),
         ragged=True,
-        multiprocessors=multiprocessors,
         total_q=total_q,
         total_k=total_k,
+        **how,
     )
 
 
@@ -158,7 +157,8 @@ def checked_sequences(arrays: Mapping[str, Shaped]) -> int:
     batch = arrays["cu_seqlens_q"].shape[0] - 1
     if not 0 <= batch <= MOST_HEADS:
         raise ArgumentError(f"cu_seqlens_q is of {batch} sequences; give from 1 to {MOST_HEADS + 1} elements")
-    _check_offsets("cu_seqlens_k", arrays["cu_seqlens_k"], batch + 1)
+    if "page_table" not in arrays:  # whose keys lie in pages
+        _check_offsets("cu_seqlens_k", arrays["cu_seqlens_k"], batch + 1)
     if "seqused_k" in arrays:
         _check_offsets("seqused_k", arrays["seqused_k"], batch)
     return batch
@@ -183,7 +183,8 @@ def checked_sizes(spec: AttentionSpec, arrays: Mapping[str, Shaped]) -> Sizes:
     shapes = {name: _shape(spec, name, arrays[name]) for name in "qkv"}
     (batch, heads_q, len_q, _), (_, heads_kv, len_k, _) = shapes["q"], shapes["k"]
     if spec.page_size:
-        len_k = check_pages(spec, arrays, batch) * spec.page_size
+        sequences = checked_sequences(arrays) if spec.is_ragged else batch
+        len_k = check_pages(spec, arrays, sequences) * spec.page_size
     for name in "" if spec.page_size else "kv":
         if shapes[name][0] != batch:
             raise ArgumentError(f"{name} has batch {shapes[name][0]} and q has {batch}; give arrays of one batch size")

@@ -30,7 +30,11 @@ def taken_apart(spec: AttentionSpec, given: Mapping[str, Any]) -> tuple[Mapping[
     arrays = {name: given[name] for name in _ARRAYS if given.get(name) is not None}
     if "cu_seqlens_q" not in arrays:
         raise ArgumentError("cu_seqlens_q is missing: give int32 (sequences + 1,), where each sequence begins in q")
-    arrays.setdefault("cu_seqlens_k", arrays["cu_seqlens_q"])
+    if spec.page_size:
+        if "cu_seqlens_k" in arrays:
+            raise ArgumentError("cu_seqlens_k: keys in pages have page_table and seqused_k; leave it out")
+    else:
+        arrays.setdefault("cu_seqlens_k", arrays["cu_seqlens_q"])
     captures = {name: value for name, value in given.items() if name not in RAGGED_ARGUMENTS}
     return arrays, (_bound(given, "max_seqlen_q"), _bound(given, "max_seqlen_k")), captures
 

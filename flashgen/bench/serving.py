@@ -2,7 +2,7 @@
 
 Each group asks one question. "lengths": how near sequences of any lengths come to equal ones of as many keys.
 "variants": how near masks and scores come to full attention to as many keys as they visit, and FlexAttention to them.
-"mixed": what a prompt and decodes take one after the other, beside each alone.
+"mixed": what a prompt and decodes take in one launch, and one after the other, beside each alone.
 """
 
 from __future__ import annotations
@@ -267,7 +267,7 @@ def _measure_variant(
         "flashgen": lambda: attention(q, k, v, **captures, **lists),
         "plain": lambda: full_attention(q, *fewer),
     }
-    for_flex = own if variant.flex is None else AttentionSpec(spec.head_dim, spec.dtype, mask=variant.flex)
+    for_flex = AttentionSpec(spec.head_dim, spec.dtype, mask=variant.flex) if variant.flex is not None else own
     if "Flex" in peers and (found := flex(for_flex, "forward", (q, k, v, q), captures, time_mask=False)):
         runs["Flex"] = found.run
     times = medians_ms(runs)
@@ -291,7 +291,9 @@ def mixed_rows(
 ) -> Iterator[ServingRow]:
     """A prompt's last 2048 queries over its keys, and single queries of all other sequences: each alone, and both.
 
-    compared: what "both", one call after the other, take over the sum of each alone. FlashInfer launches once.
+    "one launch" is a ragged batch over pages; "both" are two calls, one after the other; "contiguous" is the prompt
+    alone over keys without pages. compared: what one launch, and both, take over the sum of the faster prompt alone and
+    of the decodes alone. FlashInfer launches once.
     """
     masked = replace(spec, mask=causal())
     paged = with_cache(masked, PAGE_SIZE)
@@ -307,27 +309,51 @@ def mixed_rows(
     def decodes() -> Any:
         return attention(q, pages.k, pages.v, **of_others)
 
-    runs: dict[str, Run] = {"prompt": prompt, "decodes": decodes, "both": lambda: (prompt(), decodes())}
+    runs: dict[str, Run] = {"one launch": one_launch(paged, q_prompt, q, pages, target), "prompt": prompt}
+    runs |= {"contiguous": contiguous(masked, q_prompt, pages, target), "decodes": decodes}
+    runs["both"] = lambda: (prompt(), decodes())
     if "FlashInfer" in peers and (run := paged_attention(masked, [q_prompt, q], pages.k, pages.v, _csr(pages))):
         runs["FlashInfer"] = run
     times = medians_ms(runs)
-    compared = {"of the sum": times["both"] / (times["prompt"] + times["decodes"])}
+    alone = min(times["prompt"], times["contiguous"]) + times["decodes"]
+    compared = {f"{name}, of the sum": times[name] / alone for name in _TOGETHER}
     name = f"{PROMPT} queries over {size.len_k}, and {size.batch - 1} x 1"
     yield serving_row("mixed", name, attention.target.name, pages.bytes, times, compared)
+
+
+def one_launch(spec: AttentionSpec, q_prompt: Any, q: Any, pages: Pages, target: str | None = None) -> Run:
+    """A run of a ragged batch over pages, the prompt its first sequence, of a spec of other layouts."""
+    import torch
+
+    ragged = compile(replace(spec, layout="thd"), target)
+    tokens = torch.cat([each.transpose(1, 2).flatten(0, 1) for each in (q_prompt, q)])
+    ends = [0, *range(PROMPT, PROMPT + len(q) + 1)]
+    begins = torch.tensor(ends, dtype=torch.int32, device=tokens.device)
+    return lambda: ragged(tokens, pages.k, pages.v, cu_seqlens_q=begins, **pages.where)
+
+
+def contiguous(spec: AttentionSpec, q_prompt: Any, pages: Pages, target: str | None = None) -> Run:
+    """A run of the prompt over keys that stand side by side, of the first sequence's numbers."""
+    attention, table = compile(spec, target), pages.page_table[0].long()
+    k, v = (array[table].flatten(0, 1).transpose(0, 1)[None].contiguous() for array in (pages.k, pages.v))
+    return lambda: attention(q_prompt, k, v)
 
 
 # ---- groups
 
 
+_TOGETHER = ("one launch", "both")
+
+
 CONTENDERS: Mapping[str, Sequence[str]] = {
     "lengths": ("flashgen", "scheduled", "1 splits", "8 splits", "FlashInfer"),
     "variants": ("flashgen", "plain", "Flex"),
-    "mixed": ("prompt", "decodes", "both", "FlashInfer"),
+    "mixed": ("one launch", "prompt", "contiguous", "decodes", "both", "FlashInfer"),
 }
 COMPARED: Mapping[str, Sequence[str]] = {
     "lengths": ("flashgen", "scheduled", "FlashInfer"),
     "variants": ("of plain", "of Flex"),
-    "mixed": ("of the sum",),
+    "mixed": tuple(f"{name}, of the sum" for name in _TOGETHER),
 }
 
 

@@ -72,6 +72,7 @@ def common_context(
         "spec": spec,
         "target": target,
         "ragged": spec.is_ragged,
+        "mixed": False,
         "struct": struct,
         "types": types.strip(),
         "variant": declared.strip(),
@@ -116,13 +117,15 @@ def visited_tiles(
     queries: bool = False,
     ends: Mapping[sympy.Symbol, str] = ENDS_OF_TILES,
     ragged: bool = False,
+    any_size: bool = False,
 ) -> str:
     """The text of which tiles a block visits, keys or `queries`: by a range, or by lists where there is none."""
     module: Any = environment().get_template("key_tiles.cuh.jinja").module
     side = module.QUERIES if queries else module.KEYS
     if tiles is None:
         return str(module.lists(struct, side, ragged))
-    return str(module.ranges(range_texts(tiles, {BATCH: _SEQUENCE, **ends}), struct, masked, side, ragged))
+    texts = range_texts(tiles, {BATCH: _SEQUENCE, **ends})
+    return str(module.ranges(texts, struct, masked, side, ragged, any_size))
 
 
 def longest_last(tiles: TileRange | None) -> bool:

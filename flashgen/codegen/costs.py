@@ -51,6 +51,15 @@ def decode_cost(spec: AttentionSpec, tile_q: int, scheduled: bool = False) -> Co
     return Cost(f"{2 * width} * {_SCORES}", f"{arrays} bytes; + {_SUM} * {rows} for the LSE; + {shares}; {once}")
 
 
+def mixed_cost(spec: AttentionSpec, tile_q: int) -> Cost:
+    """The cost of the kernel of mixed batches: K and V once a tile of rows of few queries, and once for a prompt."""
+    width = spec.head_dim + spec.value_dim
+    keys = f"{(1 if spec.kv_dtype else ELEMENT_BYTES) * width} * heads_kv * (sum of keys) * (share of tiles visited)"
+    rows = f"{ELEMENT_BYTES * width + _SUM} * heads_q * total_q bytes with the LSE"
+    shares = f"{4 * _SUM * (spec.value_dim + 2) * tile_q} * splits * groups for shares of tiles of several columns"
+    return _of(spec, Cost(f"{2 * width} * {_SCORES}", f"{rows}; + {keys}, at least; + {shares}"))
+
+
 def backward_cost(part: str, spec: AttentionSpec, deterministic: bool = False, columns: int = 0) -> Cost:
     """The cost of a kernel by its part: prepare, keys, queries, finish, finish_dk or _dv, sink, d_<name> of a capture.
 

@@ -28,7 +28,9 @@ from flashgen.codegen.mma_sync.decode_plans import (
 )
 from flashgen.codegen.mma_sync.forward import render_mma_sync
 from flashgen.codegen.mma_sync.forward_plans import ForwardPlan, choose_forward_plan, every_forward_plan
-from flashgen.codegen.mma_sync.runs import choose_parts, render_schedule, schedule_size
+from flashgen.codegen.mma_sync.mixed_plans import MixedPlan
+from flashgen.codegen.mma_sync.parts import parts_of
+from flashgen.codegen.mma_sync.runs import render_schedule, schedule_size
 from flashgen.codegen.plan import Plan
 from flashgen.codegen.rendered_kernel import RenderedKernel
 from flashgen.codegen.targets import TARGETS, Target, target_of_capability
@@ -37,10 +39,11 @@ from flashgen.language.spec import AttentionSpec
 
 _DECODING = Decoding(
     DecodePlan,
+    (DecodePlan, MixedPlan),
     decode_plans,
     decode_plan_for,
     plan_of_rows,
-    choose_parts,
+    parts_of,
     render_cache,
     cache_plans,
     cache_plan,
@@ -90,7 +93,7 @@ def _takers(plan: Plan | None) -> list[Target]:
 
 
 def _plans_of(family: ForwardFamily) -> tuple[type[Plan], ...]:
-    return (family.plan, family.decoding.plan) if family.decoding else (family.plan,)
+    return (family.plan, *family.decoding.splitting) if family.decoding else (family.plan,)
 
 
 def default_plan(spec: AttentionSpec, target: Target) -> Plan:
@@ -132,7 +135,8 @@ def forward_stages(spec: AttentionSpec, target: Target, plan: Plan | None = None
     family = forward_family(target)
     plan = default_plan(spec, target) if plan is None and spec.of_cache else plan
     if spec.of_cache and not (family.decoding and isinstance(plan, family.decoding.cache_plans(spec))):
-        raise UnsupportedError(f"{plan}: {_cache(spec)} is for the decode kernel: give a DecodePlan, or none")
+        kernel, own = ("kernel of mixed batches", "MixedPlan") if spec.is_ragged else ("decode kernel", "DecodePlan")
+        raise UnsupportedError(f"{plan}: {_cache(spec)} is for the {kernel}: give a {own}, or none")
     if family.decoding and (spec.of_cache or isinstance(plan, family.decoding.plan)):
         return family.decoding.render(spec, target, plan)
     if plan is not None and not isinstance(plan, family.plan):

@@ -38,7 +38,8 @@ class DecodingPlan(Plan, Protocol):
 class Decoding:
     """How few queries over many keys are attended to, by a kernel that splits the keys over the card.
 
-    plan: the class of its plans. default_plans: those that calls may take, the one for the fewest rows first. chosen:
+    plan: the class of its plans. splitting: the classes of all whose blocks share keys, with that of mixed batches.
+    default_plans: those that calls may take, the one for the fewest rows first. chosen:
     that of calls of these sizes, or None where the forward kernel does them. of_rows: that of calls with so many rows
     for each head of k and v, whatever their sizes; the last argument says whether blocks share the keys of all
     sequences, over pages. splits: into how many parts a call's keys are split. render: as of a forward. cache_plans,
@@ -47,6 +48,7 @@ class Decoding:
     """
 
     plan: type[DecodingPlan]
+    splitting: tuple[type[Plan], ...]
     default_plans: Callable[[AttentionSpec, Target], tuple[DecodingPlan, ...]]
     chosen: Callable[[AttentionSpec, Target, Workload], Plan | None]
     of_rows: Callable[[AttentionSpec, Target, int, bool], DecodingPlan]

@@ -32,18 +32,21 @@ def forward_context(
     ends: Mapping[sympy.Symbol, str] = ENDS_OF_TILES,
     struct: str = _STRUCT,
     position: bool = True,
+    any_size: bool = False,
 ) -> dict[str, Any]:
     """What the template of a forward kernel is told, but for its header.
 
     score: the text of a score where the score function is called, with `names` for its indices. ends: declarations of
     the ends of a tile. struct: the name of the argument struct. position: whether a score stands where it does in every
-    kernel; else the template declares its own `Position`.
+    kernel; else the template declares its own `Position`. any_size: whether tiles of keys have several sizes.
     """
     tiles, variant = visited_keys(spec), variant_of(spec, sink=True)
     return common_context(spec, target, variant, struct, layout, position=position) | {
         "plan": plan,
         "entry": entry_name("attention_forward", spec),
-        "key_tiles": visited_tiles(tiles, struct, variant.mask is not None, ends=ends, ragged=spec.is_ragged),
+        "key_tiles": visited_tiles(
+            tiles, struct, variant.mask is not None, ends=ends, ragged=spec.is_ragged, any_size=any_size
+        ),
         "shared_bytes": plan.shared_bytes(spec),
         "longest_first": longest_last(tiles),
         "score_operand": variant.score.of(score) if variant.score else "",

@@ -272,10 +272,10 @@ def _layout(value: Any) -> str:
 
 def _check_cache(values: dict[str, Any]) -> None:
     """SpecError where keys in pages, or of 8 bits, do not go with the other fields."""
-    for name in ("page_size", "kv_dtype"):
-        if values[name] and values["layout"] == "thd":
-            remedy = "take layout='bshd', with as many queries for each sequence"
-            raise SpecError(f"{name}={values[name]!r} is not supported for layout='thd': {remedy}")
+    if values["kv_dtype"] and values["layout"] == "thd" and not values["page_size"]:
+        raise SpecError(
+            f"kv_dtype={values['kv_dtype']!r} is not supported for layout='thd' without pages: declare page_size=..."
+        )
     for name in ("head_dim", "value_dim"):
         if values["kv_dtype"] and values[name] % CACHED_DIM:
             raise SpecError(f"{name}={values[name]} must be a multiple of {CACHED_DIM} with a kv_dtype")

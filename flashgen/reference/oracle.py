@@ -17,7 +17,7 @@ from numpy.typing import ArrayLike
 from flashgen.reference.elementwise import HeadTiles
 from flashgen.reference.inputs import Array, Problem
 from flashgen.reference.pages import Cache, check_ragged, problems_of
-from flashgen.reference.ragged import outputs_of, sequences
+from flashgen.reference.ragged import outputs_of, sequences, sequences_over_pages
 
 if TYPE_CHECKING:
     from flashgen.language import AttentionSpec
@@ -68,6 +68,9 @@ def _outputs(
     captures: Mapping[str, Any],
 ) -> tuple[Array, Array]:
     """Output and LSE of a call, from what gives those of a problem."""
+    if spec.is_ragged and spec.page_size:
+        over_pages = sequences_over_pages(spec, arrays, cache, seed, offset, captures)
+        return outputs_of(spec, arrays[0], over_pages, of_problem)
     if spec.is_ragged:
         check_ragged(cache)
         given = {**captures, "seqused_k": cache.seqused_k}

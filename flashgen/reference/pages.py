@@ -64,8 +64,12 @@ def problems_of(
     seed: int | None,
     offset: int,
     captures: Mapping[str, Any],
+    begins: Any = None,
 ) -> list[Problem]:
-    """The problems of a call, in order: one for the batch, or over pages, where each has a length, one a sequence."""
+    """The problems of a call, in order: one for the batch, or over pages, where each has a length, one a sequence.
+
+    begins: where each sequence's queries begin, and the last one's end, where q is packed, (tokens, heads, dim).
+    """
     q, k, v = arrays
     if spec.kv_dtype:
         k, v = widened(spec, "k", k, cache.k_scale), widened(spec, "v", v, cache.v_scale)
@@ -76,13 +80,14 @@ def problems_of(
         return [prepare(spec, q, k, v, seed, offset, captures)]
     if table is None or lengths is None:
         raise ArgumentError(f"page_size={spec.page_size} needs page_table and seqused_k")
-    if not len(table):  # no sequence, and so no length
+    if begins is None and not len(table):  # no sequence, and so no length
         none = _of_batch(spec, gathered(k, (), 0), 0), _of_batch(spec, gathered(v, (), 0), 0)
         return [prepare(spec, q, *none, seed, offset, captures)]
     made = []
     for b, (row, length) in enumerate(zip(table, lengths, strict=True)):
         own_k, own_v = (_of_batch(spec, gathered(pages, row, length), 1) for pages in (k, v))
-        problem = prepare(spec, np.asarray(q)[b : b + 1], own_k, own_v, seed, offset, captures)
+        queries = np.asarray(q)[b : b + 1] if begins is None else np.asarray(q)[None, begins[b] : begins[b + 1]]
+        problem = prepare(spec, queries, own_k, own_v, seed, offset, captures)
         made.append(replace(problem, number=b))
     return made
 

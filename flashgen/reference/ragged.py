@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from flashgen.errors import ArgumentError
 from flashgen.reference.gradients import Cotangents, Gradients
 from flashgen.reference.inputs import Array, Problem, floats, prepare
+from flashgen.reference.pages import Cache, problems_of
 
 if TYPE_CHECKING:
     from flashgen.language import AttentionSpec
@@ -42,19 +43,48 @@ def sequences(
         raise ArgumentError("cu_seqlens_q is missing; give integers (sequences + 1,)")
     q, k, v = (floats(name, array, spec.dtype) for name, array in (("q", q), ("k", k), ("v", v)))
     begins_q = _offsets("cu_seqlens_q", given["cu_seqlens_q"], len(q))
+    values = {field.name: getattr(spec, field.name) for field in fields(spec)}
+    plain = AttentionSpec(**{**values, "layout": "bshd"})
     own_k = given.get("cu_seqlens_k")
     begins_k = _offsets("cu_seqlens_k", begins_q if own_k is None else own_k, len(k))
     if len(begins_q) != len(begins_k):
         raise ArgumentError(f"cu_seqlens_q has {len(begins_q)} elements and cu_seqlens_k {len(begins_k)}; give as many")
     rows_k = np.diff(begins_k)
     used = rows_k if given.get("seqused_k") is None else np.clip(given["seqused_k"], 0, rows_k)
-    values = {field.name: getattr(spec, field.name) for field in fields(spec)}
-    plain = AttentionSpec(**{**values, "layout": "bshd"})
     for number in range(len(begins_q) - 1):
         queries = slice(int(begins_q[number]), int(begins_q[number + 1]))
         keys = slice(int(begins_k[number]), int(begins_k[number]) + int(used[number]))
         arrays = (q[None, queries], k[None, keys], v[None, keys])
         yield Sequence(replace(prepare(plain, *arrays, seed, offset, captures), number=number), queries, keys)
+
+
+def sequences_over_pages(
+    spec: AttentionSpec,
+    arrays: tuple[Any, Any, Any],
+    cache: Cache,
+    seed: int | None,
+    offset: int,
+    given: Mapping[str, Any],
+) -> Iterator[Sequence]:
+    """The sequences of a ragged batch whose keys are in pages, each of which has as many keys as the lengths say.
+
+    given: captures, and by its name where sequences begin. ArgumentError as above, and for tables of other batches.
+    """
+    q = floats("q", arrays[0], spec.dtype)
+    if given.get("cu_seqlens_q") is None:
+        raise ArgumentError("cu_seqlens_q is missing; give integers (sequences + 1,)")
+    if given.get("cu_seqlens_k") is not None:
+        raise ArgumentError("cu_seqlens_k: keys in pages have page_table and seqused_k; leave it out")
+    begins = _offsets("cu_seqlens_q", given["cu_seqlens_q"], len(q))
+    if cache.page_table is None or cache.seqused_k is None:
+        raise ArgumentError(f"page_size={spec.page_size} needs page_table and seqused_k")
+    if not len(cache.page_table) == len(cache.seqused_k) == len(begins) - 1:
+        raise ArgumentError(f"page_table and seqused_k must have {len(begins) - 1} sequences, as cu_seqlens_q has")
+    captures = {name: value for name, value in given.items() if name not in _OWN}
+    problems = problems_of(replace(spec, layout="bshd"), arrays, cache, seed, offset, captures, begins)
+    for number, problem in enumerate(problems):
+        queries = slice(int(begins[number]), int(begins[number + 1]))
+        yield Sequence(problem, queries, slice(0, 0))
 
 
 def outputs_of(

@@ -136,6 +136,9 @@ def _meanings(spec: AttentionSpec) -> dict[str, str]:
     meanings |= {"heads_q": "query heads", "heads_kv": "heads of k and v", "heads_per_kv": "query heads of each of k"}
     meanings |= {"batch": "sequences", "len_q": "queries", "len_k": "keys", "count": "elements of the captured array"}
     meanings |= _ragged_meanings(rows, head, value) if spec.is_ragged else {}
+    if spec.page_size:
+        of_page = f"(pages, {spec.page_size}, heads_kv"
+        meanings |= {"k": f"pages of keys, {of_page}, {head})", "v": f"pages of values, {of_page}, {value})"}
     meanings["sums"] = "of the gradient, which the kernel of keys added up"
     for capture in spec.captures:
         meanings |= _capture_meanings(capture)

@@ -44,7 +44,7 @@ def _own_arrays(entry: Registered, given: Mapping[str, Any]) -> list[Tensor]:
     found: list[Tensor] = []
     for argument in entry.own_arrays:
         value = given.get(argument.name)
-        if value is None and entry.is_ragged and argument.name != "cu_seqlens_q":
+        if value is None and entry.says_less and argument.name != "cu_seqlens_q":
             if argument.name == "cu_seqlens_k":
                 found.append(found[0])
             continue

@@ -52,8 +52,9 @@ def attention(
             torch.use_deterministic_algorithms says.
         captures: the tensors and numbers that the spec declares. Arrays that its functions closed over need not be
             given. int64 is taken where int32 was declared, if values fit. And what else calls of the spec take, as
-            `flashgen.Attention` documents it: of layout "thd" cu_seqlens_q, cu_seqlens_k, seqused_k, max_seqlen_q and
-            max_seqlen_k; of pages page_table and seqused_k; of 8 bits k_scale and v_scale; of all but "thd" num_splits.
+            `flashgen.Attention` documents it: of layout "thd" cu_seqlens_q, max_seqlen_q and max_seqlen_k, and where k
+            and v are packed cu_seqlens_k and seqused_k; of pages page_table and seqused_k; of 8 bits k_scale and
+            v_scale; of all but "thd" num_splits.
 
     Returns the output, of q's kind, or a pair with the LSE. Raises ArgumentError where something does not fit, and
     UnsupportedError where a gradient is wanted of a call over pages or 8-bit keys, which have none.

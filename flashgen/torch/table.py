@@ -111,7 +111,8 @@ def call_arguments(spec: AttentionSpec) -> tuple[tuple[CaptureInfo, ...], tuple[
     """The arrays and the integers that calls of a spec take beside q, k, v and captures: where sequences, pages are."""
     arrays: list[tuple[str, str, int]] = []
     if spec.is_ragged:
-        arrays += [(name, "int32", 1) for name in ("cu_seqlens_q", "cu_seqlens_k", "seqused_k")]
+        of_keys = () if spec.page_size else ("cu_seqlens_k", "seqused_k")
+        arrays += [(name, "int32", 1) for name in ("cu_seqlens_q", *of_keys)]
     if spec.page_size:
         arrays += [("page_table", "int32", 2), ("seqused_k", "int32", 1)]
     if spec.kv_dtype:
@@ -128,9 +129,10 @@ class Registered:
 
     Attributes: `key`; `spec`, without arrays that its functions closed over, which calls give; `arrays`, `integers` and
     `floats`, in the order in which operators take them: its captures by kind, and behind them `own_arrays` and
-    `own_integers`, a call's arguments that are no captures, of which the last array and all integers may be left out;
-    `takes_captures`, whether a call must give any; `is_ragged`; `cache`, what of the spec makes k and v a cache, which
-    has no gradient, or None; `reads_batch`, whether sequences of a batch differ.
+    `own_integers`, a call's arguments that are no captures, of which all integers may be left out;
+    `takes_captures`, whether a call must give any; `says_less`, whether it may leave out where its keys are, too;
+    `cache`, what of the spec makes k and v a cache, which has no gradient, or None; `reads_batch`, whether sequences of
+    a batch differ.
     """
 
     def __init__(self, key: str, spec: AttentionSpec, compiled: Attention | None, **options: Any) -> None:
@@ -143,7 +145,7 @@ class Registered:
         self.floats = tuple(each for each in told if not each.ndim and each.kind == "float")
         self.takes_captures = bool(told or self.own_arrays)
         self.dtype, self.dropout = getattr(torch, spec.dtype), bool(spec.dropout)
-        self.is_ragged = spec.is_ragged
+        self.says_less = spec.is_ragged and not spec.page_size
         pages = f"page_size={spec.page_size}" if spec.page_size else None
         self.cache = pages or (f"kv_dtype={spec.kv_dtype!r}" if spec.kv_dtype else None)
         self._by_device: dict[int | None, Attention] = {}

@@ -41,7 +41,7 @@ def check_call(
                 f"{name} is {dtype_of(tensor)}; the spec is of {spec.dtype}: convert it, or call it under "
                 f"torch.autocast('{q.device.type}', torch.{spec.dtype})"
             )
-    least = len(entry.arrays) - spec.is_ragged
+    least = len(entry.arrays) - entry.says_less
     if not least <= len(captures) <= len(entry.arrays):
         raise ArgumentError(f"{len(captures)} arrays are given; calls of the spec take {len(entry.arrays)}")
     for capture, tensor in zip(entry.arrays, captures, strict=False):

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 Array = np.ndarray[Any, Any]
 
 _OFFSETS = 2  # a stream of random numbers of its own
+_OF_QUERIES = ("cu_seqlens_q", "max_seqlen_q")
 _OUTSIDE = 3  # rows before the first sequence, and behind the last
 ENOUGH = 16  # the largest error of a gradient is taken over at least so many numbers: see `samples_needed`
 
@@ -74,9 +75,11 @@ def random_inputs(spec: AttentionSpec, shape: Shape, seed: int = 0, captures: Ca
         plain = random_inputs(replace_kv_dtype(spec), shape, seed, captures)
         return narrowed(spec, shape, plain, random)
     if spec.page_size:
+        ragged = {name: ragged[name] for name in _OF_QUERIES if name in ragged}  # a table says where the keys are
+        shape = replace(shape, batch=len(ragged["cu_seqlens_q"]) - 1) if ragged else shape
         given = captures(shape, random) if captures else random_captures(spec, shape, random)
         k, v, where = random_pages(spec, shape, random)
-        return Inputs(q, k, v, given | where)
+        return Inputs(q, k, v, given | where, ragged)
     k = array(shape.heads_kv, True, spec.head_dim)
     v = array(shape.heads_kv, True, spec.value_dim)
     if ragged:
@@ -149,7 +152,7 @@ def narrowed(spec: AttentionSpec, shape: Shape, plain: Inputs, random: np.random
         return found
 
     k, v = narrow(plain.k, scales["k_scale"]), narrow(plain.v, scales["v_scale"])
-    return Inputs(plain.q, k, v, {**plain.captures, **scales})
+    return Inputs(plain.q, k, v, {**plain.captures, **scales}, plain.ragged)
 
 
 def random_pages(

@@ -290,4 +290,18 @@ MUTANTS = (
         "True",
         ("tests/attention/test_backward_tuning.py::test_plans_that_read_lists_have_tiles_of_one_size",),
     ),
+    Mutant(
+        "a mixed batch with fewer blocks than its prompts may have tiles",
+        "flashgen/codegen/mma_sync/mixed.py",
+        "sizes.total_q // plan.prompt_queries * sizes.heads_q",
+        "sizes.total_q // plan.tile_q * sizes.heads_q",
+        ("tests/attention/test_mixed_batches.py::test_mixtures_and_orders",),
+    ),
+    Mutant(
+        "a mixed batch over pages whose columns have no counters",
+        "flashgen/codegen/mma_sync/mixed.py",
+        "counts=partial(run_counters, spec),",
+        "counts=None,",
+        ("tests/codegen/test_mixed_kernel.py::test_a_launch_follows_from_tokens_and_sequences",),
+    ),
 )

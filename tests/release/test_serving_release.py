@@ -16,6 +16,7 @@ from flashgen.release.folder import emit
 
 MANIFEST = Path(__file__).parents[2] / "examples" / "serving.toml"
 SPEC = fg.AttentionSpec(128, "bfloat16", layout="bshd", mask=fg.causal(), page_size=16)
+MIXED = fg.AttentionSpec(128, "bfloat16", layout="thd", mask=fg.causal(), page_size=16)
 
 
 def test_it_is_built_and_checked(tmp_path: Path) -> None:
@@ -39,7 +40,8 @@ def test_it_has_all_that_calls_over_pages_launch(target: str) -> None:
     sources = {kernel.rendered.source for kernel in emit(release.read_requests(MANIFEST))}
     made = forward_kernels(SPEC, TARGETS[target]), decode_kernels(SPEC, TARGETS[target])
     assert {kernel.source for kernels in made for kernel in kernels.values()} <= sources
-    assert set(attention.compile(SPEC, target=target, emulate=True).sources.values()) <= sources
+    for spec in (SPEC, MIXED):
+        assert set(attention.compile(spec, target=target, emulate=True).sources.values()) <= sources
 
 
 @pytest.mark.slow

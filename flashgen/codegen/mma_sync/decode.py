@@ -33,7 +33,7 @@ from flashgen.language.operations import HEAD
 from flashgen.language.spec import AttentionSpec
 
 _STRUCT = "DecodeArguments"
-_SHARES_AT_ONCE = 16  # 6 registers each: those of scores and output are free by then
+SHARES_AT_ONCE = 16  # 6 registers each: those of scores and output are free by then
 _METHOD = (
     "keys split over warps and blocks; the last block to arrive merges their shares (Dao et al. 2023, Flash-Decoding)"
 )
@@ -44,7 +44,7 @@ _RUNS = (
 )
 _COLUMNS = "one block per (column, heads that share rows), along x and y"
 _NAMES: Names = {**DEVICE_NAMES, HEAD: "position.head[i][e / 2]"}
-_WIDENS = {"float8_e4m3fn": "e4m3", "int8": "int8"}
+WIDENS = {"float8_e4m3fn": "e4m3", "int8": "int8"}
 _QUERY = "position.query[i][e / 2]"
 _SPLIT_FIELDS = [
     Field("int", "packed", comment="query heads that share tiles of rows"),
@@ -100,9 +100,9 @@ def render_decode(spec: AttentionSpec, target: Target, plan: DecodePlan | None =
             "header": header(spec, target, plan, grid, method, "attention forward of few queries", cost),
             "score_query": _QUERY,
             "share_padding": SHARE_PADDING,
-            "shares_at_once": _SHARES_AT_ONCE,
+            "shares_at_once": SHARES_AT_ONCE,
             "page_size": spec.page_size,
-            "widen": f"widen_{_WIDENS[spec.kv_dtype]}_{suffix_of(spec)}" if spec.kv_dtype else None,
+            "widen": f"widen_{WIDENS[spec.kv_dtype]}_{suffix_of(spec)}" if spec.kv_dtype else None,
         }
     )
     kernel = forward_kernel(

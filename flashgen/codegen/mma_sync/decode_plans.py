@@ -175,15 +175,15 @@ def choose_decode_plan(
 
     UnsupportedError where none fits the target.
     """
-    plans = _rings(spec, target, rows, scheduled)
+    plans = decode_rings(spec, target, rows, scheduled)
     fitting = [plan for plan in plans if plan.problem(spec, target) is None]
     if not fitting:
         plans[-1].check(spec, target)
     return max(fitting, key=lambda plan: plan.blocks * plan.warps * (plan.stages - 1))
 
 
-def _rings(spec: AttentionSpec, target: Target, rows: int, scheduled: bool = False) -> list[DecodePlan]:
-    """Plans of so many rows, that which asks for the least shared memory last."""
+def decode_rings(spec: AttentionSpec, target: Target, rows: int, scheduled: bool = False) -> list[DecodePlan]:
+    """Plans of so many rows, with as many warps and stages as there may be, that of the least shared memory last."""
     keys = _shared_tile_k(spec, rows) if scheduled else _tile_k(spec)
     plans = (DecodePlan(rows, keys, *ring, scheduled=scheduled) for ring in _RINGS)
     return [_with_blocks(plan, spec, target) for plan in plans]
@@ -253,7 +253,7 @@ def _is_prompt(workload: Workload) -> bool:
 @lru_cache(maxsize=256)
 def _has_room(spec: AttentionSpec, target: Target) -> bool:
     """Whether the target has the shared memory for some plan."""
-    return _rings(spec, target, FEW_ROWS)[-1].problem(spec, target) is None
+    return decode_rings(spec, target, FEW_ROWS)[-1].problem(spec, target) is None
 
 
 @lru_cache(maxsize=256)

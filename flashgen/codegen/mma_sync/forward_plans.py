@@ -163,31 +163,43 @@ def _accumulators(plan: ForwardPlan, spec: AttentionSpec) -> tuple[int, int]:
     return rows * plan.tile_k // WARP, rows * (plan.tile_k + padded(spec.value_dim) + kept) // WARP
 
 
-def _candidates(spec: AttentionSpec, target: Target) -> list[ForwardPlan]:
-    """The preferred plans that the target has the shared memory for; those that hide latency come first."""
+def fitting_plans(spec: AttentionSpec, target: Target, warps: int = 0) -> list[ForwardPlan]:
+    """The preferred plans that the target has the shared memory for; those that hide latency come first.
+
+    warps: that blocks are to have, with as many rows each as those of the preferred plans; 0 is what is preferred.
+    """
     fitting = []
-    for tile_q, tile_k, warps, stages in _PREFERENCE:
-        plan = ForwardPlan(tile_q, tile_k, warps, stages)
+    for tile_q, tile_k, own_warps, stages in _preferred(warps):
+        plan = ForwardPlan(tile_q, tile_k, own_warps, stages)
         of_blocks = demand_of(spec).reads_blocks or spec.page_size or divides_tiles(spec, _WIDE_TILE)
         cuts_across = not is_power_of_2(tile_k) and of_blocks
         if plan.problem(spec, target) is None and not cuts_across:
             per_block = plan.shared_bytes(spec) + RESERVED_SHARED
-            blocks = min(target.shared_per_multiprocessor // per_block, _WARPS_TO_HIDE_LATENCY // warps, _MOST_BLOCKS)
+            blocks = min(
+                target.shared_per_multiprocessor // per_block, _WARPS_TO_HIDE_LATENCY // own_warps, _MOST_BLOCKS
+            )
             fitting.append(replace(plan, blocks=max(blocks, 1)))
     return sorted(fitting, key=lambda plan: plan.blocks * plan.warps < _WARPS_TO_HIDE_LATENCY)
 
 
+def _preferred(warps: int) -> list[tuple[int, int, int, int]]:
+    if not warps:
+        return list(_PREFERENCE)
+    alike = [row for row in _PREFERENCE if row[2] == _PREFERENCE[0][2]]
+    return [(tile_q // own_warps * warps, tile_k, warps, stages) for tile_q, tile_k, own_warps, stages in alike]
+
+
 def choose_forward_plan(spec: AttentionSpec, target: Target) -> ForwardPlan:
     """The default plan of a spec on a target: the first preferred one whose accumulators leave registers to spare."""
-    candidates = _candidates(spec, target)
+    candidates = fitting_plans(spec, target)
     for plan in candidates:
-        if _leaves_registers(plan, spec, target):
+        if leaves_registers(plan, spec, target):
             return plan
     return min(candidates, key=lambda plan: _accumulators(plan, spec)[1])
 
 
-def _leaves_registers(plan: ForwardPlan, spec: AttentionSpec, target: Target) -> bool:
-    """Whether a thread has registers to spare for what the variant needs."""
+def leaves_registers(plan: ForwardPlan, spec: AttentionSpec, target: Target, more: int = 0) -> bool:
+    """Whether a thread has registers to spare for what the variant needs; `more`, of those that may accumulate."""
     demand, (scores, accumulators) = demand_of(spec), _accumulators(plan, spec)
     room = _ROOM[demand.weight]
     same_rows = padded(spec.head_dim) == padded(spec.value_dim)  # else K's and V's have offsets of their own each
@@ -198,7 +210,7 @@ def _leaves_registers(plan: ForwardPlan, spec: AttentionSpec, target: Target) ->
         most_scores = min(most_scores, _SCORES_WITH_DROPOUT)
     if crowded or (demand.drops and scores > _SCORES_WITH_DROPOUT):
         allowance = min(allowance, _ACCUMULATORS_WITH_DROPOUT)
-    return accumulators <= allowance and scores <= most_scores
+    return accumulators <= allowance + more and scores <= most_scores
 
 
 _TUNED_TILES = tuple(product((64, 128, 256), (32, 48, 64, 80, 96, 112, 128), (4, 8), (1, 2)))

@@ -24,7 +24,7 @@ from flashgen.codegen.arguments import Field, capture_fields, ordered
 from flashgen.codegen.assembly import ENDS_OF_TILES, assemble, visited_tiles
 from flashgen.codegen.environment import environment
 from flashgen.codegen.mma_sync.decode_plans import BEGINNING, MOST_SHARED_TILES, RUN_BYTES, DecodePlan, shared_tiles
-from flashgen.codegen.mma_sync.splits import choose_splits, packed_heads, packs, row_tiles
+from flashgen.codegen.mma_sync.splits import packed_heads, packs, row_tiles
 from flashgen.codegen.rendered_kernel import Grid, RenderedKernel, entry_name, kernel_name
 from flashgen.codegen.sizes import Sizes
 from flashgen.codegen.targets import Target
@@ -46,6 +46,17 @@ def choose_columns(spec: AttentionSpec, plan: DecodePlan, sizes: Sizes) -> int:
 
     UnsupportedError where the pages that sequences may have are of more tiles than an int32 counts.
     """
+    tiles = shared_tiles(plan, sizes.batch * row_tiles(spec, plan, sizes), sizes.len_k)
+    if tiles > MOST_SHARED_TILES:
+        raise UnsupportedError(
+            f"{sizes.batch} sequences of up to {sizes.len_k} keys have more tiles than {plan} counts: split the batch, "
+            "or give num_splits=..."
+        )
+    return even_columns(spec, plan, sizes, tiles)
+
+
+def even_columns(spec: AttentionSpec, plan: DecodePlan, sizes: Sizes, tiles: int) -> int:
+    """As many columns as fill the card once, or in even waves; no more than `tiles` of keys give a step each."""
     groups, places = packs(spec, sizes), sizes.multiprocessors * plan.blocks
     if not groups:
         return 1
@@ -57,18 +68,7 @@ def choose_columns(spec: AttentionSpec, plan: DecodePlan, sizes: Sizes) -> int:
 
     enough = _FULL * max(map(filled, columns))
     chosen = next(many for many in columns if filled(many) >= enough)
-    tiles = shared_tiles(plan, sizes.batch * row_tiles(spec, plan, sizes), sizes.len_k)
-    if tiles > MOST_SHARED_TILES:
-        raise UnsupportedError(
-            f"{sizes.batch} sequences of up to {sizes.len_k} keys have more tiles than {plan} counts: split the batch, "
-            "or give num_splits=..."
-        )
     return min(chosen, max(-(-tiles // plan.warps), 1))
-
-
-def choose_parts(spec: AttentionSpec, plan: DecodePlan, sizes: Sizes) -> int:
-    """Parts into which a call's keys are split, or columns of the grid where a plan is scheduled."""
-    return choose_columns(spec, plan, sizes) if plan.scheduled else choose_splits(spec, plan, sizes)
 
 
 def schedule_size(spec: AttentionSpec, plan: DecodePlan, sizes: Sizes) -> int:

@@ -62,6 +62,7 @@ _NVRTC = 0.2
 _RAGGED = 0.15
 _SHARDED = 0.15
 _SINK = 0.15
+_MIXED = 0.35  # the share of calls over pages whose queries are packed
 _SERVING = 0.5  # the share of cases of the forward alone
 _CACHED_DIMS = (32, 32, 64, 64, 96, 128, 256)
 _FEW_QUERIES = (1, 1, 1, 1, 2, 3, 4, 7, 8, 17, 40, 70)
@@ -135,14 +136,10 @@ def _serving(seed: int, passes: tuple[Pass, ...]) -> dict[str, Any]:
     splits = rng.choice((None, None, 1, 2, 3, 7))
     if page_size is None and kv_dtype is None:
         splits = splits or 2
-    return {
-        "page_size": page_size,
-        "kv_dtype": kv_dtype,
-        "splits": splits,
-        "plan": 0,
-        "ragged": False,
-        "sharded": False,
-    }
+    ragged = page_size is not None and rng.random() < _MIXED
+    splits = None if ragged else splits
+    caching = {"page_size": page_size, "kv_dtype": kv_dtype, "splits": splits}
+    return {**caching, "plan": 0, "ragged": ragged, "sharded": False}
 
 
 def _served(seed: int, recipe: Recipe, serving: dict[str, Any]) -> Recipe:

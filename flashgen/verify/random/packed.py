@@ -33,7 +33,11 @@ class Packed:
     def __call__(self, q: Array, k: Array, v: Array, *, return_lse: bool, out: Any, **given: Any) -> Any:
         rows = _BEFORE + q.shape[0] * q.shape[1] + _BEHIND
         into = np.full((rows, q.shape[2], v.shape[3]), np.nan, q.dtype), np.full((q.shape[2], rows), np.nan, np.float32)
-        self._attention(_packed(q), _packed(k), _packed(v), return_lse=True, out=into, **_starts(q, k), **given)
+        if self.spec.page_size:  # a table says where keys are
+            starts = _starts_of_queries(q)
+        else:
+            starts, k, v = _starts(q, k), _packed(k), _packed(v)
+        self._attention(_packed(q), k, v, return_lse=True, out=into, **starts, **given)
         assert (into[0][:_BEFORE] == 0).all() and (into[1][:, -_BEHIND:] == -np.inf).all(), "rows of no sequence"
         return _apart(into[0], q.shape), _rows_apart(into[1], q.shape)
 
@@ -58,6 +62,10 @@ def _starts(q: Array, k: Array) -> dict[str, Any]:
     begins = [(_BEFORE + batch * array.shape[1]).astype(np.int32) for array in (q, k)]
     bounds = {"max_seqlen_q": q.shape[1], "max_seqlen_k": k.shape[1]}
     return {"cu_seqlens_q": begins[0], "cu_seqlens_k": begins[1], **bounds}
+
+
+def _starts_of_queries(q: Array) -> dict[str, Any]:
+    return {name: value for name, value in _starts(q, q).items() if name.endswith("_q")}
 
 
 def _packed(array: Array) -> Array:

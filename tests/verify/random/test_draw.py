@@ -33,6 +33,7 @@ def test_every_production_is_drawn() -> None:
         others.update([("plan", recipe.plan)])
         options = ("page_size", "kv_dtype", "splits", "sink", "ragged", "sharded")
         others.update((name, getattr(recipe, name), bool(recipe.passes)) for name in options)
+        others.update([("mixed", recipe.ragged and recipe.page_size is not None and recipe.passes == ("forward",))])
     assert not (grammar.production_names() | score_grammar.production_names()) - set(drawn)
     # `score` stands in score functions only, everything else of the language somewhere.
     assert not set(EVERYTHING) - set(operations) - {"bool"}
@@ -58,7 +59,7 @@ def test_every_production_is_drawn() -> None:
     assert {("page_size", size, True) for size in (None, 1, 2, 4, 8, 16, 32, 64, 128, 256)} <= set(others)
     assert {("kv_dtype", dtype, True) for dtype in (None, *CACHED)} <= set(others)
     assert {("splits", splits, True) for splits in (None, 1, 2, 3, 7)} <= set(others)
-    assert {("sink", True, True), ("ragged", True, True), ("sharded", True, True)} <= set(others)
+    assert {("sink", True, True), ("ragged", True, True), ("sharded", True, True), ("mixed", True)} <= set(others)
     assert {(), ("forward",), ("forward", "backward")} <= set(others)
 
 

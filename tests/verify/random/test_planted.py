@@ -211,13 +211,16 @@ def test_garbage_that_must_not_be_seen(inputs: Any) -> None:
 
 PAGED = one_call(CAUSAL, page_size=16, splits=2, sink=True)
 NARROW = replace(PAGED, kv_dtype="int8", head_dim=32, value_dim=32)
+MIXED = replace(PAGED, splits=None, ragged=True)
 
 
 def few_queries(recipe: Recipe, batch: int = 3) -> Recipe:
     return replace(recipe, problems=tuple(Problem(Shape(2, 90, batch, 4, 2), {}, seed=seed) for seed in range(2)))
 
 
-@pytest.mark.parametrize("recipe", [PAGED, NARROW, replace(PAGED, page_size=None), replace(PAGED, layout="bshd")])
+@pytest.mark.parametrize(
+    "recipe", [PAGED, NARROW, MIXED, replace(PAGED, page_size=None), replace(PAGED, layout="bshd")]
+)
 def test_calls_over_a_cache_pass(recipe: Recipe) -> None:
     outcome = check(few_queries(recipe))
     what = "forward calls over a cache" if recipe.page_size or recipe.kv_dtype else "forward calls"
@@ -231,8 +234,17 @@ def test_calls_over_a_cache_pass(recipe: Recipe) -> None:
         (PAGED, "__ldg(page_table + key / kPageSize)", "__ldg(page_table + key / kPageSize / 2)"),
         (PAGED, "load_sinks(arguments, place.head)", "load_sinks(arguments, place.head + 1)"),
         (NARROW, "head_kv * arguments.k_scales", "0 * arguments.k_scales"),
+        (MIXED, "__ldg(arguments.seqused_k + number)", "(__ldg(arguments.seqused_k + number) + 1)"),
+        (MIXED, "arguments.q += sequence.first_q *", "arguments.q += (sequence.first_q + 1) *"),
     ],
-    ids=["a key too many", "another page", "another head's sink", "another head's scale"],
+    ids=[
+        "a key too many",
+        "another page",
+        "another head's sink",
+        "another head's scale",
+        "a packed key",
+        "a packed row",
+    ],
 )
 def test_defects_of_calls_over_a_cache(recipe: Recipe, text: str, wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
     plain, met = host.compile_host, []

@@ -1,0 +1,177 @@
+"""How one launch divides a ragged batch over pages: prompts by tiles of queries, few queries by parts of their keys.
+
+A block has a tile of queries of a prompt, as the forward kernel's do, or a run of the keys of sequences of few queries,
+as the decode kernel's do where blocks share them. Products bind the former and memory the latter; two blocks of either
+kind fit on a multiprocessor, so that one of each hides what the other waits for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import ClassVar
+
+from flashgen.codegen.demand import Weight, demand_of
+from flashgen.codegen.mma_sync.decode_plans import FEW_ROWS, RUN_BYTES, DecodePlan, decode_rings
+from flashgen.codegen.mma_sync.forward_plans import ForwardPlan, fitting_plans, leaves_registers
+from flashgen.codegen.plan import Checked
+from flashgen.codegen.targets import Target
+from flashgen.codegen.tiling import MMA_DEPTH, RESERVED_SHARED, padded
+from flashgen.language.spec import AttentionSpec
+
+MIXED_RUN_BYTES = 32  # of shared memory, for the run at which a block is
+_WARPS_TO_HIDE_LATENCY = 8  # on a multiprocessor
+_PROMPT_KEYS = 64
+_WIDE = 192  # columns of the output
+_LEAN, _MORE = 90, 16  # compute capability; registers
+_PROMPT_SHARE = 2  # a sequence of a half of a tile's queries, or more, is a prompt
+
+
+@dataclass(frozen=True)
+class MixedPlan(Checked):
+    """The plan of the kernel for prompts and few queries together.
+
+    Attributes:
+        few: of blocks that share the keys of sequences of few queries, a scheduled plan.
+        prompt: of blocks that have a tile of a prompt's queries; None where all sequences are taken as those of few,
+            which is so for keys of 8 bits.
+    """
+
+    few: DecodePlan
+    prompt: ForwardPlan | None = None
+    packed_heads: ClassVar[int] = 1  # any number of heads makes rows: it is a size of the call
+    show_options: ClassVar[str] = ""
+
+    @property
+    def _main(self) -> ForwardPlan | DecodePlan:
+        return self.prompt or self.few
+
+    @property
+    def tile_q(self) -> int:
+        return self._main.tile_q
+
+    @property
+    def tile_k(self) -> int:
+        return self._main.tile_k
+
+    @property
+    def stages(self) -> int:
+        return self._main.stages
+
+    @property
+    def blocks(self) -> int:
+        return self.few.blocks
+
+    @property
+    def threads(self) -> int:
+        return self.few.threads
+
+    @property
+    def prompt_queries(self) -> int:
+        """Queries of a sequence from which on it is a prompt; 0 where none is."""
+        return self.prompt.tile_q // _PROMPT_SHARE if self.prompt else 0
+
+    @property
+    def register_budget(self) -> int:
+        return self._main.register_budget
+
+    def registers(self, spec: AttentionSpec) -> int:
+        """Of the kind of blocks that takes more."""
+        return max(self.few.registers(spec), self.prompt.registers(spec) if self.prompt else 0)
+
+    def matrix_cycles(self, spec: AttentionSpec) -> float:
+        """Of a step of a prompt's."""
+        return self._main.matrix_cycles(spec)
+
+    def exposed(self, blocks: int) -> float:
+        return self._main.exposed(blocks)
+
+    def summary(self, spec: AttentionSpec) -> str:
+        """One line for the kernel's header."""
+        few = f"{self.few.tile_q} rows x {self.few.tile_k} keys a warp, {self.few.stages} stages"
+        prompt = ""
+        if self.prompt:
+            prompt = (
+                f"; prompts of {self.prompt_queries} queries or more: {self.prompt.tile_q} queries x "
+                f"{self.prompt.tile_k} keys, {self.prompt.stages} stage(s)"
+            )
+        return (
+            f"few queries: {few}{prompt}; {self.few.warps} warps, {self.blocks} block(s) per multiprocessor, "
+            f"{self.shared_bytes(spec)} bytes of shared memory"
+        )
+
+    def shared_bytes(self, spec: AttentionSpec) -> int:
+        """Dynamic shared memory of a block: of the kind that takes more, and the run."""
+        few = self.few.shared_bytes(spec) - RUN_BYTES + MIXED_RUN_BYTES
+        return max(few, self.prompt.shared_bytes(spec) if self.prompt else 0)
+
+    def problem(self, spec: AttentionSpec, target: Target) -> str | None:
+        """Why the plan contradicts itself, or does not fit the spec or the target; None where it does."""
+        if not (spec.is_ragged and spec.page_size):
+            return "it is for ragged batches over pages: declare layout='thd' and page_size=..."
+        if not self.few.scheduled:
+            return "few must be scheduled=True: only the device knows the lengths"
+        if spec.kv_dtype and self.prompt:
+            return f"prompt must be None with kv_dtype={spec.kv_dtype!r}, which blocks of few queries read alone"
+        if self.prompt and (self.prompt.warps, self.prompt.blocks) != (self.few.warps, self.few.blocks):
+            return "few and prompt must have the same warps and blocks"
+        found = self.few.problem(spec, target) or (self.prompt.problem(spec, target) if self.prompt else None)
+        if found is None and self.shared_bytes(spec) > target.shared_per_block:
+            return (
+                f"it takes {self.shared_bytes(spec)} bytes of shared memory and a block of {target.name} has "
+                f"{target.shared_per_block}: take fewer keys or stages"
+            )
+        return found
+
+
+@lru_cache(maxsize=256)
+def choose_mixed_plan(spec: AttentionSpec, target: Target) -> MixedPlan:
+    """The default plan: of those that fit the target the first whose warps hide latency, of most warps, and so on.
+
+    UnsupportedError where none fits.
+    """
+    plans = list(_candidates(spec, target))
+    fitting = [plan for plan in plans if plan.problem(spec, target) is None]
+    if not fitting:
+        MixedPlan(decode_rings(spec, target, FEW_ROWS, scheduled=True)[-1]).check(spec, target)
+    more = _more(spec, target)
+    spare = [plan for plan in fitting if plan.prompt is None or leaves_registers(plan.prompt, spec, target, more)]
+    return min(spare, key=_rank) if spare else min(fitting, key=lambda plan: plan.registers(spec))
+
+
+def _more(spec: AttentionSpec, target: Target) -> int:
+    """Registers that may accumulate beside those of the forward's kernels, by sm_90's assembler."""
+    numbers = any(not capture.ndim for capture in spec.captures)
+    lean = target.compute_capability == _LEAN and demand_of(spec).weight <= Weight.PLAIN and not numbers
+    return _MORE if lean else 0
+
+
+def _rank(plan: MixedPlan) -> tuple[bool, int]:
+    return plan.blocks * plan.few.warps < _WARPS_TO_HIDE_LATENCY, -plan.few.warps
+
+
+def _candidates(spec: AttentionSpec, target: Target) -> Iterator[MixedPlan]:
+    """Plans, the preferred ones first: by the prompts' tiles, then by what is on its way to blocks of few queries."""
+    rings = decode_rings(spec, target, FEW_ROWS, scheduled=True)
+    rings += [replace(few, tile_k=few.tile_k // 2) for few in rings if few.tile_k > MMA_DEPTH]
+    if spec.kv_dtype:
+        yield from sorted(map(MixedPlan, rings), key=lambda plan: -_on_the_way(plan.few))
+        return
+    for warps in sorted({few.warps for few in rings}, reverse=True):
+        prompts = (plan for plan in fitting_plans(spec, target, warps) if plan.tile_k <= _most_keys(spec))
+        for prompt in prompts:
+            for few in (few for few in rings if few.warps == warps):
+                needed = MixedPlan(few, prompt).shared_bytes(spec) + RESERVED_SHARED
+                blocks = min(prompt.blocks, max(target.shared_per_multiprocessor // needed, 1))
+                yield MixedPlan(replace(few, blocks=blocks), replace(prompt, blocks=blocks))
+
+
+def _most_keys(spec: AttentionSpec) -> int:
+    """Of a step of a prompt's: with more a thread's registers do not suffice, which captures take some of, too."""
+    return _PROMPT_KEYS // 2 if spec.captures and padded(spec.value_dim) > _WIDE else _PROMPT_KEYS
+
+
+def _on_the_way(few: DecodePlan) -> int:
+    """Keys that are on their way to a multiprocessor."""
+    return few.blocks * few.warps * (few.stages - 1) * few.tile_k

@@ -1,0 +1,25 @@
+"""What a release says of a launch of a mixed batch: numbers of its calls, as formulas of their sizes."""
+
+from __future__ import annotations
+
+import flashgen as fg
+from flashgen.codegen.sizes import Sizes
+from flashgen.codegen.stages import forward_kernels
+from flashgen.codegen.targets import TARGETS
+from flashgen.release.launch_facts import launch_facts
+
+SPEC = fg.AttentionSpec(128, "bfloat16", layout="thd", mask=fg.causal(), page_size=16)
+
+
+def test_a_launch_follows_from_tokens_and_sequences() -> None:
+    kernels = forward_kernels(SPEC, TARGETS["sm_90a"])
+    facts, kernel = launch_facts(kernels, SPEC)["forward"], kernels["forward"]
+    assert facts["grid"] == {"x": "total_q / 64 * heads_q + splits * heads_kv", "y": "1", "z": "1"}
+    members = {member["name"]: member for member in facts["arguments"]}
+    assert members["k"]["meaning"] == "pages of keys, (pages, 16, heads_kv, 128)"
+    assert members["q"]["meaning"] == "queries, (total_q, heads_q, 128)"
+    assert members["prompts"]["value"] == "total_q / 64 * heads_q"
+    assert all(member["meaning"] for member in members.values())
+    sizes = Sizes(64, 32, 8, 2048, 8192, multiprocessors=132, splits=33, total_q=2111)
+    assert kernel.grid(sizes) == (32 * 32 + 33 * 8, 1, 1)
+    assert kernel.values(sizes)["first_prompts"] == 198
