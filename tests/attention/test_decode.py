@@ -53,7 +53,7 @@ def name_of(variant: Variant) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.rotated(5)
+@pytest.mark.rotated(6)
 @pytest.mark.parametrize("number", range(len(VARIANTS)), ids=lambda number: name_of(VARIANTS[number]))
 def test_every_variant(number: int) -> None:
     """Whole and split, with rows of several heads, ragged lengths, and more rows than a tile has."""

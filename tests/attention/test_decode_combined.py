@@ -87,11 +87,12 @@ def test_a_seed_in_memory(how: dict[str, Any]) -> None:
     assert (outs[0] != outs[1]).any()
 
 
-@pytest.mark.parametrize("how", STORED[1:3], ids=str)
-def test_specs_of_ragged_batches_take_no_cache(how: dict[str, Any]) -> None:
-    (name,) = how
-    with pytest.raises(SpecError, match=f"{name}=.* is not supported for layout='thd': take layout='bshd'"):
-        fg.AttentionSpec(32, layout="thd", **how)
+def test_packed_keys_are_not_of_8_bits() -> None:
+    with pytest.raises(
+        SpecError, match="kv_dtype='int8' is not supported for layout='thd' without pages: declare page_"
+    ):
+        fg.AttentionSpec(32, layout="thd", kv_dtype="int8")
+    assert fg.AttentionSpec(32, layout="thd", kv_dtype="int8", page_size=16).page_size == 16
 
 
 def test_calls_of_ragged_batches_split_no_keys() -> None:

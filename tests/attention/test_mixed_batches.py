@@ -88,6 +88,7 @@ def assert_right(spec: fg.AttentionSpec, inputs: Inputs, **how: Any) -> None:
 
 @pytest.mark.parametrize("lengths", MIXTURES.values(), ids=list(MIXTURES))
 @pytest.mark.parametrize(("order", "copies"), [("reverse", "early"), ("greedy_warp", "late"), ("random", "random")])
+@pytest.mark.rotated(3)
 def test_mixtures_and_orders(lengths: Lengths, order: Any, copies: Any) -> None:
     """By the default plan, and by one whose tiles are small, so that there are many of either kind."""
     inputs, schedule = inputs_of(CAUSAL, lengths), Schedule(order, copies, seed=len(order))
@@ -165,6 +166,7 @@ def test_every_variant(number: int) -> None:
 
 @pytest.mark.parametrize("sanitize", ["address", "thread"])
 @pytest.mark.parametrize("plan", [None, PLAN], ids=["default", "small tiles"])
+@pytest.mark.rotated(2)
 def test_under_sanitizers(sanitize: Any, plan: MixedPlan | None) -> None:
     for number, name in enumerate(("a prompt among single queries", "sequences without queries")):
         schedule = Schedule("random", "late", seed=number)

@@ -70,7 +70,7 @@ def name_of(variant: Variant) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.rotated(5)
+@pytest.mark.rotated(6)
 @pytest.mark.parametrize("number", range(len(VARIANTS)), ids=lambda number: name_of(VARIANTS[number]))
 def test_every_variant(number: int) -> None:
     """Also those whose masks have no closed form: over pages nothing is listed."""

@@ -33,7 +33,7 @@ def arrays(len_q: int, len_k: int, heads: int = 4, batch: int = 2) -> tuple[Any,
 
 @pytest.mark.parametrize("case", sink_cases(), ids=str)
 @targets
-@pytest.mark.rotated(5)
+@pytest.mark.rotated(6)
 def test_every_family_on_the_emulator(case: Case, target: str) -> None:
     for deterministic in (False, True):
         options: dict[str, Any] = {"emulate": True, "target": target, "deterministic": deterministic}
@@ -44,7 +44,7 @@ def test_every_family_on_the_emulator(case: Case, target: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("sanitize", ["address", "thread"])
 @pytest.mark.parametrize("case", sink_cases()[::3], ids=str)
-@pytest.mark.rotated(5)
+@pytest.mark.rotated(6)
 def test_sanitizers_find_nothing(case: Case, sanitize: Any) -> None:
     target = TARGETS[sink_cases().index(case) // 3 % len(TARGETS)]
     small = replace(case, shape=replace(case.shape, len_q=min(case.shape.len_q, 70), len_k=min(case.shape.len_k, 90)))

@@ -50,7 +50,7 @@ COVERING = [
 
 
 @pytest.mark.parametrize(("variant", "target", "dim", "deterministic", "number"), COVERING)
-@pytest.mark.rotated(5)
+@pytest.mark.rotated(6)
 def test_every_variant_compiles(variant: Variant, target: str, dim: int, deterministic: bool, number: int) -> None:
     spec = spec_of(variant, dim, dtype_of(target, number))
     for part, kernel in parts(spec, target, deterministic).items():
@@ -60,12 +60,21 @@ def test_every_variant_compiles(variant: Variant, target: str, dim: int, determi
 
 @pytest.mark.parametrize("target", ISSUE_TARGETS)
 @pytest.mark.parametrize("mask", [fg.full(), fg.causal()], ids=str)
-@pytest.mark.rotated(5)
+@pytest.mark.rotated(6)
 def test_the_common_ones_compile_everywhere(mask: fg.Mask, target: str) -> None:
     spec = AttentionSpec(128, dtype_of(target, 0), mask=mask)
     for deterministic in MODES:
         for kernel in parts(spec, target, deterministic).values():
             assert_fits(kernel)
+
+
+@pytest.mark.parametrize("target", ["sm_80", "sm_90"])
+def test_heavy_scores_that_drop_and_learn_leave_registers(target: str) -> None:
+    """They spilled 168 bytes of a thread: sums took what the scores and the loads of a learned table need."""
+    table = fg.Tensor("table", "float16", 2, grad=True)
+    score = fg.softcap(20)(fg.relative_bias(table, 12))
+    spec = AttentionSpec(128, "float16", mask=fg.document("ids"), score=score, dropout=0.17)
+    assert_fits(parts(spec, target, deterministic=False)["keys"], most_spilled=0)
 
 
 # Three blocks of small heads share a multiprocessor's registers, 168 for a thread. In the deterministic mode one or two
@@ -78,7 +87,7 @@ def test_small_heads_of_the_targets_that_are_tuned_spill_next_to_nothing(mask: f
 
 
 @pytest.mark.parametrize(("dim", "target"), list(zip((256, 192, 160, 256, 160, 256, 192), ISSUE_TARGETS, strict=True)))
-@pytest.mark.rotated(5)
+@pytest.mark.rotated(6)
 def test_the_largest_head_dims_compile(dim: int, target: str) -> None:
     spec = AttentionSpec(dim, dtype_of(target, 1), mask=fg.causal())
     for deterministic in MODES:

@@ -71,7 +71,7 @@ def compiled(kernel: RenderedKernel, most_spilled: int = 0) -> nvrtc.Compiled:
 @needs_nvrtc
 @modes
 @pytest.mark.parametrize(("variant", "dim", "dtype"), CASES)
-@pytest.mark.rotated(5)
+@pytest.mark.rotated(6)
 def test_every_variant_compiles_without_spills_or_serialized_products(
     variant: Variant, dim: int, dtype: str, deterministic: bool
 ) -> None:

@@ -5,11 +5,11 @@ A check that finds a fault proves something only if it finds nothing in the kern
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
+from planting import replaced_once
 
 from flashgen.errors import LaunchError
 from flashgen.runtime.schedule import Schedule
@@ -28,10 +28,7 @@ class Fault:
     replacement: str
 
     def planted(self, source: str) -> str:
-        text, count = re.subn(self.pattern, self.replacement, source, flags=re.DOTALL)
-        assert count == 1, f"{self.name}: {self.pattern!r} stands {count} times in the source; the fault fits no more"
-        assert text != source
-        return text
+        return replaced_once(self.name, self.pattern, self.replacement, source)
 
 
 def named(faults: list[Fault]) -> Any:

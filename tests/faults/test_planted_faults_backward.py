@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from planting import replaced_once
 
 from flashgen.errors import LaunchError
 from flashgen.runtime.schedule import Schedule
@@ -50,11 +51,7 @@ class Fault:
     replacement: str
 
     def planted(self) -> str:
-        source = SUBJECTS[self.subject].source
-        text, count = re.subn(self.pattern, self.replacement, source, flags=re.DOTALL)
-        assert count == 1, f"{self.name}: {self.pattern!r} stands {count} times in the source; the fault fits no more"
-        assert text != source
-        return text
+        return replaced_once(self.name, self.pattern, self.replacement, SUBJECTS[self.subject].source)
 
 
 @dataclass(frozen=True)

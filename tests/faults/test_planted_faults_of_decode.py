@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
+from planting import replaced_once
 
 from flashgen.errors import LaunchError
 from flashgen.runtime.schedule import Schedule
@@ -25,10 +25,7 @@ class Fault:
     replacement: str = ""
 
     def planted(self, source: str) -> str:
-        text, count = re.subn(self.pattern, self.replacement, source, flags=re.DOTALL)
-        assert count == 1, f"{self.name}: {self.pattern!r} stands {count} times in the source; the fault fits no more"
-        assert text != source
-        return text
+        return replaced_once(self.name, self.pattern, self.replacement, source)
 
 
 def named(faults: list[Fault]) -> Any:

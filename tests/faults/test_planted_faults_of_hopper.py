@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
+from planting import replaced_once
 
 from flashgen.errors import LaunchError
 from flashgen.runtime.schedule import Schedule
@@ -30,9 +31,7 @@ class Fault:
     finding: str = ""
 
     def planted(self, source: str) -> str:
-        text, count = re.subn(self.pattern, self.replacement, source, flags=re.DOTALL)
-        assert count == 1, f"{self.name}: {self.pattern!r} stands {count} times in the source; the fault fits no more"
-        return text
+        return replaced_once(self.name, self.pattern, self.replacement, source)
 
 
 def named(faults: list[Fault]) -> Any:

@@ -8,6 +8,7 @@ from functools import cache
 from typing import Any, Literal
 
 import pytest
+from planting import replaced_once
 
 import flashgen.language as fg
 from flashgen import attention
@@ -98,9 +99,7 @@ class Fault:
     subject: Literal["keys", "late", "wide", "wide, learned", "wide, dropped", "queries", "apart"] = "keys"
 
     def planted(self) -> str:
-        text, count = re.subn(self.pattern, self.replacement, SUBJECTS[self.subject].source, flags=re.DOTALL)
-        assert count == 1, f"{self.name}: {self.pattern!r} stands {count} times in the source; the fault fits no more"
-        return text
+        return replaced_once(self.name, self.pattern, self.replacement, SUBJECTS[self.subject].source)
 
 
 UNREAD = "nothing has been written to|may still write|over-arrival|nobody has waited"

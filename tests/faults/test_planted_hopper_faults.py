@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from planting import replaced_once
 
 from flashgen.errors import LaunchError
 from flashgen.runtime.schedule import Schedule
@@ -39,9 +40,7 @@ class Fault:
     subject: str = "pipeline"
 
     def planted(self) -> str:
-        text, count = re.subn(self.pattern, self.replacement, SUBJECTS[self.subject].source, flags=re.DOTALL)
-        assert count == 1, f"{self.name}: {self.pattern!r} stands {count} times in the source; the fault fits no more"
-        return text
+        return replaced_once(self.name, self.pattern, self.replacement, SUBJECTS[self.subject].source)
 
 
 def named(faults: list[Fault]) -> Any:
