@@ -77,7 +77,7 @@ def met_by(number: int) -> list[tuple[int, str, str]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", range(len(GIVEN)), ids=lambda number: name_of(GIVEN[number]))
-@pytest.mark.rotated(6)
+@pytest.mark.rotated(8)
 def test_every_variant_compiles_without_spills(number: int) -> None:
     variant = GIVEN[number]
     for dim, target, dtype in met_by(number):
@@ -127,7 +127,7 @@ BESIDE_DROPOUT = (
 @pytest.mark.slow
 @pytest.mark.parametrize("turn", range(2))
 @pytest.mark.parametrize("target", ISSUE_TARGETS)
-@pytest.mark.rotated(6)
+@pytest.mark.rotated(8)
 def test_dropout_spills_nothing_beside_masks_and_scores(target: str, turn: int) -> None:
     for number, options in enumerate(BESIDE_DROPOUT, ISSUE_TARGETS.index(target)):
         dim = (96, 64, 128, 80, 112)[(number + 2 * turn) % 5]
@@ -137,7 +137,7 @@ def test_dropout_spills_nothing_beside_masks_and_scores(target: str, turn: int) 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("target", ISSUE_TARGETS)
-@pytest.mark.rotated(6)
+@pytest.mark.rotated(8)
 def test_unequal_value_dims_compile_without_spills(target: str) -> None:
     for head_dim, value_dim in ((8, 128), (128, 8), (64, 128), (128, 64), (96, 40)):
         for mask in (fg.full(), fg.causal()):
