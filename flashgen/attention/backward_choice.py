@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import logging
 import shlex
-import warnings
 from typing import Any
 
-from flashgen.attention.kernel_choice import workload_of
+from flashgen.attention.kernel_choice import warn, workload_of
 from flashgen.attention.problem import Problem
 from flashgen.attention.stages import BuiltStages
 from flashgen.attention.tuned_plans import LengthClass, TunedPlan, TunedPlans
 from flashgen.codegen.family import HeadDivision
 from flashgen.codegen.stages import Kernels, backward_kernels
 from flashgen.codegen.workload import Workload
-from flashgen.errors import BuildError, FlashgenWarning
+from flashgen.errors import BuildError
 from flashgen.language.spec import AttentionSpec
 from flashgen.launch.engines import Engine
 from flashgen.runtime.gpu import Card
@@ -81,7 +80,8 @@ class BackwardChoice:
             return self.default
         return self._built.get_or_make(plan, lambda: self._divided(plan)) or self.default
 
-    def _kernels(self, plan: Any) -> Kernels:
+    def kernels_of(self, plan: Any) -> Kernels:
+        """The kernels of a plan, in this mode."""
         return backward_kernels(self._spec, self.default.kernels["keys"].target, self.deterministic, plan=plan)
 
     def _tuned(self, tuned: TunedPlans, card: Card, lengths: LengthClass) -> BuiltStages | None:
@@ -94,11 +94,11 @@ class BackwardChoice:
             return self.default if found.plan == self.default.kernels["keys"].plan else self._of_tuned(found)
         except BuildError as error:
             what = f"the tuned plan {found.plan}" if found else "a tuned plan, if there is one,"
-            _warn(f"{what} of {self.default.kernels['keys'].name} is not used, the default one is: {error}")
+            warn(_log, f"{what} of {self.default.kernels['keys'].name} is not used, the default one is: {error}")
             return None
 
     def _of_tuned(self, tuned: TunedPlan) -> BuiltStages | None:
-        kernels = tuned.kernels(self._kernels, "keys")
+        kernels = tuned.kernels(self.kernels_of, "keys")
         if kernels is None:
             return None
         options = "--pass backward --deterministic" if self.deterministic else "--pass backward"
@@ -108,16 +108,11 @@ class BackwardChoice:
     def _divided(self, plan: Any) -> BuiltStages | None:
         prebuild = f"flashgen show --pass backward --heads-apart --what resources {self._shown()}"
         try:
-            return BuiltStages(self._spec, self._kernels(plan), self._engine, prebuild)
+            return BuiltStages(self._spec, self.kernels_of(plan), self._engine, prebuild)
         except BuildError as error:
             name = self.default.kernels["keys"].name
-            _warn(f"{name} with heads apart would fill the card better and is not used: {error}")
+            warn(_log, f"{name} with heads apart would fill the card better and is not used: {error}")
             return None
 
     def _shown(self) -> str:
         return f"--target {self.default.kernels['keys'].target.name} {shlex.quote(self._spec.to_json())}"
-
-
-def _warn(message: str) -> None:
-    _log.warning("%s", message)
-    warnings.warn(message, FlashgenWarning, stacklevel=3)

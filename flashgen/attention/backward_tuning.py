@@ -15,7 +15,7 @@ from flashgen.attention.kernel_choice import workload_of
 from flashgen.attention.trials import Bench, Progress, Timer, Trial, Tuning
 from flashgen.attention.tuning import GIVEN, check_measures, check_sizes
 from flashgen.codegen.backward_candidates import backward_candidates
-from flashgen.codegen.stages import Kernels, backward_kernels
+from flashgen.codegen.stages import Kernels
 from flashgen.errors import ArgumentError
 from flashgen.runtime.arrays import numpy_dtype
 from flashgen.runtime.timing import medians_ms
@@ -47,16 +47,12 @@ def tune_backward(
         check_sizes(problem)
         key = backward.choice.key(problem, device)
         workload, kernel = workload_of(problem, key[0]), backward.kernels["keys"]
-        deterministic = backward.choice.deterministic
-        own = backward.choice.plan_of(workload)
-
-        def kernels_of(plan: Any) -> Kernels:
-            if plan == kernel.plan:
-                return backward.kernels
-            return backward_kernels(spec, kernel.target, deterministic, plan=plan)
-
-        others = backward_candidates(spec, kernel, workload, deterministic) if plans is None else tuple(plans)
-        kernels = {plan: kernels_of(plan) for plan in dict.fromkeys((own, *others))}
+        choice, own = backward.choice, backward.choice.plan_of(workload)
+        others = backward_candidates(spec, kernel, workload, choice.deterministic) if plans is None else tuple(plans)
+        kernels = {
+            plan: backward.kernels if plan == kernel.plan else choice.kernels_of(plan)
+            for plan in dict.fromkeys((own, *others))
+        }
         mains = [stages["keys"] for plan, stages in kernels.items() if plan != own]
         found = bench.tried(trials.of(kernels[own]), mains, lambda main: trials.of(kernels[main.plan]))
     return bench.keep(tuned, key, workload, (kernel.name, own), found)

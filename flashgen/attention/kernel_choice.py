@@ -156,7 +156,7 @@ class KernelChoice:
             return BuiltForward.of(self._spec, kernels, self._engine, prebuild)
         except BuildError as error:
             name = self.default.kernel.name
-            _warn(f"{kernels['forward'].name} would split the keys and is not used, {name} is: {error}")
+            warn(_log, f"{kernels['forward'].name} would split the keys and is not used, {name} is: {error}")
             return None
 
     def _of_forward(self, problem: Problem, device: int) -> BuiltForward:
@@ -184,7 +184,7 @@ class KernelChoice:
             return self._built.get(found.plan) or self._of_tuned(found)
         except BuildError as error:
             what = f"the tuned plan {found.plan}" if found else "a tuned plan, if there is one,"
-            _warn(f"{what} of {name} is not used, the default one is: {error}")
+            warn(_log, f"{what} of {name} is not used, the default one is: {error}")
             return self.default
 
     def _of_tuned(self, tuned: TunedPlan) -> BuiltForward:
@@ -205,12 +205,13 @@ class KernelChoice:
         try:
             return BuiltForward.of(self._spec, kernels, self._engine, prebuild)
         except BuildError as error:
-            _warn(f"{kernels['forward'].name} would fill its tiles better and is not used, {name} is: {error}")
+            warn(_log, f"{kernels['forward'].name} would fill its tiles better and is not used, {name} is: {error}")
             return None
 
 
-def _warn(message: str) -> None:
-    _log.warning("%s", message)
+def warn(log: logging.Logger, message: str) -> None:
+    """Says to a log and to the program what does not run as it should, and the remedy."""
+    log.warning("%s", message)
     warnings.warn(message, FlashgenWarning, stacklevel=3)
 
 

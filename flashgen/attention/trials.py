@@ -30,9 +30,8 @@ _LEAST_GAIN = 1.01  # below it, plans are not told apart, and the default one st
 _FINALISTS = 3  # timed once more beside the default one, as the first of many owes some of its place to luck
 _MOST_THREADS = 16
 _REGISTER_FILE = 65536  # registers of a multiprocessor
-_WARNED = re.compile(
-    r"\(C75\d\d\)[^\n]*"
-)  # the assembler: products of wgmma wait for each other; setmaxnreg is ignored
+# The assembler's words where products of wgmma wait for each other, or setmaxnreg is ignored.
+_WARNED = re.compile(r"\(C75\d\d\)[^\n]*")
 _ROUNDINGS = 8  # of the largest element: how far apart two plans' results may be
 _NAN = 0x7FFF  # in both types
 _EPSILON = {"float16": 2.0**-11, "bfloat16": 2.0**-8}

@@ -19,7 +19,8 @@ from flashgen.language.spec import AttentionSpec
 
 MAP_ROWS = 256
 """Rows along the second axis of a tensor map of a packed array: as many as a copy may move, or more."""
-_BESIDE = 2  # rows before the first sequence, and behind the last, are sequences of their own
+BESIDE = 2
+"""Rows before the first sequence, and behind the last, are sequences of their own."""
 _OF_ROWS = frozenset(("lse", "d_lse"))
 _PADDED_ROWS = frozenset(("statistics", "dq_sums"))
 
@@ -36,7 +37,7 @@ def ragged_fields(keys: bool = True) -> list[Field]:
 
 def slots(total: Any, sizes: Sizes, tile: int) -> Any:
     """How many slots the tiles of a ragged batch have, of arrays of so many rows."""
-    return total // tile + (sizes.batch + _BESIDE)
+    return total // tile + (sizes.batch + BESIDE)
 
 
 def tiles_of_queries(spec: AttentionSpec, tile: int, sizes: Sizes) -> Grid:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -54,6 +55,38 @@ _SPLIT_FIELDS = [
 ]
 
 
+def cache_fields(spec: AttentionSpec) -> list[Field]:
+    """The members that say where keys and values are, and by what those of 8 bits are multiplied."""
+    fields = page_fields(spec)
+    if spec.kv_dtype:
+        fields += [Field("const float*", f"{name}_scale", comment="of each head, or of all") for name in "kv"]
+        fields += [Field("int", f"{name}_scales", comment="1 where each head has its own, else 0") for name in "kv"]
+    return fields
+
+
+def cache_context(spec: AttentionSpec, names: Names) -> dict[str, Any]:
+    """What templates are told of a cache, of shares of its keys and of the mask, whose indices have these names."""
+    mask = variant_of(spec).mask
+    return {
+        "mask_call": mask.call(names) if mask else "",
+        "share_padding": SHARE_PADDING,
+        "shares_at_once": SHARES_AT_ONCE,
+        "page_size": spec.page_size,
+        "widen": f"widen_{WIDENS[spec.kv_dtype]}_{suffix_of(spec)}" if spec.kv_dtype else None,
+    }
+
+
+def share_workspaces(spec: AttentionSpec, rows: Callable[[Sizes], tuple[int, ...]]) -> tuple[Workspace, ...]:
+    """The shares of parts of the keys, where there are several; rows: the shape of all that have one."""
+
+    def space(name: str, columns: int) -> Workspace:
+        return Workspace(
+            name, lambda sizes: (*rows(sizes), columns), "float32", wanted=lambda sizes: bool(sizes.splits > 1)
+        )
+
+    return space("partial_outputs", spec.value_dim), space("partial_states", 2)
+
+
 def decode_layout(spec: AttentionSpec, lists: bool, scheduled: bool = False) -> ArgumentLayout:
     """The argument struct of the decode kernel."""
     fields = [Field("const Element*", name) for name in "qkv"] + [Field("Element*", "o")]
@@ -66,10 +99,7 @@ def decode_layout(spec: AttentionSpec, lists: bool, scheduled: bool = False) -> 
     fields.append(Field("unsigned*", "arrivals", comment=f"of each {counted}: 0, before and after; null for 1 split"))
     if scheduled:
         fields.append(Field("const int*", "schedule", comment="or null: each block sums up the batch itself"))
-    fields += page_fields(spec)
-    if spec.kv_dtype:
-        fields += [Field("const float*", f"{name}_scale", comment="of each head, or of all") for name in "kv"]
-        fields += [Field("int", f"{name}_scales", comment="1 where each head has its own, else 0") for name in "kv"]
+    fields += cache_fields(spec)
     fields += [Field("Strides", f"{name}_strides") for name in "qkvo"]
     fields += [Field("int", name) for name in ("heads_q", "len_q", "len_k")]
     fields += run_fields() if scheduled else _SPLIT_FIELDS
@@ -89,20 +119,16 @@ def render_decode(spec: AttentionSpec, target: Target, plan: DecodePlan | None =
     common = forward_context(
         spec, target, plan, layout, "scores[i][j][e]", _NAMES, LAST_QUERY, struct=_STRUCT, position=False
     )
-    mask, cost = variant_of(spec).mask, decode_cost(spec, plan.tile_q, plan.scheduled)
+    cost = decode_cost(spec, plan.tile_q, plan.scheduled)
     grid, method = (_COLUMNS, _RUNS) if plan.scheduled else (_GRID, _METHOD)
     context = (
         common
         | run_context(plan)
+        | cache_context(spec, _NAMES)
         | {
             "entry": entry,
-            "mask_call": mask.call(_NAMES) if mask else "",
             "header": header(spec, target, plan, grid, method, "attention forward of few queries", cost),
             "score_query": _QUERY,
-            "share_padding": SHARE_PADDING,
-            "shares_at_once": SHARES_AT_ONCE,
-            "page_size": spec.page_size,
-            "widen": f"widen_{WIDENS[spec.kv_dtype]}_{suffix_of(spec)}" if spec.kv_dtype else None,
         }
     )
     kernel = forward_kernel(
@@ -114,7 +140,7 @@ def render_decode(spec: AttentionSpec, target: Target, plan: DecodePlan | None =
         grid=partial(_grid, spec, plan),
         values=partial(_values, spec, plan),
         counts=partial(_counters, spec, plan),
-        workspaces=_workspaces(spec, plan),
+        workspaces=share_workspaces(spec, partial(_rows_of_shares, spec, plan)),
     )
     name = kernel_name("decode", target, spec) + plan.part.removeprefix("decode").replace("_", "-")
     return (replace(kernel, name=name, entry=entry, cost=cost),)
@@ -137,15 +163,7 @@ def _counters(spec: AttentionSpec, plan: DecodePlan, sizes: Sizes) -> int:
     return int(all_tiles(spec, plan, sizes)) if sizes.splits > 1 else 0
 
 
-def _workspaces(spec: AttentionSpec, plan: DecodePlan) -> tuple[Workspace, ...]:
-    """The shares of splits, where there are several."""
-
-    def space(name: str, columns: int) -> Workspace:
-        def shape(sizes: Sizes) -> tuple[int, ...]:
-            if plan.scheduled:
-                return share_places(spec, sizes), plan.tile_q, columns
-            return all_tiles(spec, plan, sizes), sizes.splits, plan.tile_q, columns
-
-        return Workspace(name, shape, "float32", wanted=lambda sizes: bool(sizes.splits > 1))
-
-    return space("partial_outputs", spec.value_dim), space("partial_states", 2)
+def _rows_of_shares(spec: AttentionSpec, plan: DecodePlan, sizes: Sizes) -> tuple[int, ...]:
+    if plan.scheduled:
+        return share_places(spec, sizes), plan.tile_q
+    return all_tiles(spec, plan, sizes), sizes.splits, plan.tile_q

@@ -13,22 +13,22 @@ from functools import partial
 from typing import Any
 
 from flashgen.codegen.arguments import ArgumentLayout, Field
-from flashgen.codegen.assembly import assemble, check_spec, suffix_of
+from flashgen.codegen.assembly import assemble, check_spec
 from flashgen.codegen.costs import mixed_cost
 from flashgen.codegen.demand import divides_tiles
 from flashgen.codegen.expressions.function_text import DEVICE_NAMES, Names
 from flashgen.codegen.forward_kernel import forward_context, forward_kernel
 from flashgen.codegen.header import header
-from flashgen.codegen.mma_sync.decode import SHARES_AT_ONCE, WIDENS
-from flashgen.codegen.mma_sync.decode_plans import BEGINNING, MOST_SHARED_TILES, SHARE_PADDING, shared_tiles
-from flashgen.codegen.mma_sync.forward import page_fields
+from flashgen.codegen.mma_sync.decode import cache_context, cache_fields, share_workspaces
+from flashgen.codegen.mma_sync.decode_plans import BEGINNING, MOST_SHARED_TILES, shared_tiles
 from flashgen.codegen.mma_sync.mixed_plans import MIXED_RUN_BYTES, MixedPlan, choose_mixed_plan
 from flashgen.codegen.mma_sync.runs import LAST_QUERY, even_columns, run_counters, share_places
 from flashgen.codegen.mma_sync.splits import packed_heads, packs
-from flashgen.codegen.rendered_kernel import Grid, RenderedKernel, Workspace
+from flashgen.codegen.ragged import BESIDE
+from flashgen.codegen.rendered_kernel import Grid, RenderedKernel
 from flashgen.codegen.sizes import Sizes, ceil_div
 from flashgen.codegen.targets import Target
-from flashgen.codegen.variant import layout_of, variant_of
+from flashgen.codegen.variant import layout_of
 from flashgen.errors import UnsupportedError
 from flashgen.language.operations import HEAD
 from flashgen.language.spec import AttentionSpec
@@ -43,7 +43,6 @@ _METHOD = (
 _GRID = "one block per tile of queries of a head that prompts may have, and one per column and group of heads; along x"
 _MOST_BLOCKS = 2**30 - 1
 _OF_PROMPTS, _PLACES = 3, 4  # of the places for blocks, how many prompts begin with; on an H200 1/2 to 15/16 did alike
-_BESIDE = 2  # rows before the first sequence, and behind the last, are sequences of their own
 
 
 def mixed_layout(spec: AttentionSpec, plan: MixedPlan) -> ArgumentLayout:
@@ -55,10 +54,7 @@ def mixed_layout(spec: AttentionSpec, plan: MixedPlan) -> ArgumentLayout:
     fields.append(Field("float*", "partial_states", comment=f"{of}, 2): reference and sum"))
     fields.append(Field("unsigned*", "arrivals", comment="of each column and group of heads: 0, before and after"))
     fields.append(Field("const int*", "cu_seqlens_q", comment="(batch + 1): where sequences begin among the rows of q"))
-    fields += page_fields(spec)
-    if spec.kv_dtype:
-        fields += [Field("const float*", f"{name}_scale", comment="of each head, or of all") for name in "kv"]
-        fields += [Field("int", f"{name}_scales", comment="1 where each head has its own, else 0") for name in "kv"]
+    fields += cache_fields(spec)
     fields += [Field("Strides", f"{name}_strides") for name in "qkvo"]
     fields += [Field("int", "batch"), Field("int", "total_q", comment="rows of q")]
     fields += [Field("int", name, comment="of a sequence, at most") for name in ("len_q", "len_k")]
@@ -92,18 +88,12 @@ def render_mixed(spec: AttentionSpec, target: Target, plan: MixedPlan | None = N
         position=False,
         any_size=True,
     )
-    mask = variant_of(spec).mask
-    context |= {
-        "mask_call": mask.call(_NAMES) if mask else "",
+    context |= cache_context(spec, _NAMES) | {
         "mixed": True,
         "scheduled": True,
         "header": header(spec, target, plan, _GRID, _METHOD, "attention forward of mixed batches", cost),
         "score_query": _QUERY,
         "divides_tiles": all(divides_tiles(spec, tile_k) for tile_k in tiles),
-        "share_padding": SHARE_PADDING,
-        "shares_at_once": SHARES_AT_ONCE,
-        "page_size": spec.page_size,
-        "widen": f"widen_{WIDENS[spec.kv_dtype]}_{suffix_of(spec)}" if spec.kv_dtype else None,
         "beginning": BEGINNING,
         "shortest": plan.few.warps,
         "run_bytes": MIXED_RUN_BYTES,
@@ -117,7 +107,7 @@ def render_mixed(spec: AttentionSpec, target: Target, plan: MixedPlan | None = N
         grid=partial(_grid, spec, plan),
         values=partial(_values, spec, plan),
         counts=partial(run_counters, spec),
-        workspaces=_workspaces(spec, plan),
+        workspaces=share_workspaces(spec, lambda sizes: (share_places(spec, sizes), plan.few.tile_q)),
     )
     return (replace(kernel, cost=cost),)
 
@@ -127,13 +117,13 @@ def choose_mixed_columns(spec: AttentionSpec, plan: MixedPlan, sizes: Sizes) -> 
     few = plan.few
     queries = min(plan.prompt_queries - 1, sizes.len_q) if plan.prompt else sizes.len_q
     row_tiles = ceil_div(queries * packed_heads(spec, sizes), few.tile_q)
-    tiles = shared_tiles(few, (sizes.batch + _BESIDE) * row_tiles, sizes.len_k)
+    tiles = shared_tiles(few, (sizes.batch + BESIDE) * row_tiles, sizes.len_k)
     if tiles > MOST_SHARED_TILES or _prompts(plan, sizes) > _MOST_BLOCKS:
         raise UnsupportedError(
             f"{sizes.batch} sequences, {sizes.total_q} queries in all and up to {sizes.len_k} keys of each, have more "
             f"tiles than {plan} counts: split the batch, or give max_seqlen_k=..."
         )
-    honest = sizes.total_q * packed_heads(spec, sizes) // few.tile_q + sizes.batch + _BESIDE
+    honest = sizes.total_q * packed_heads(spec, sizes) // few.tile_q + sizes.batch + BESIDE
     return even_columns(spec, few, sizes, min(tiles, shared_tiles(few, honest, sizes.len_k)))
 
 
@@ -152,15 +142,3 @@ def _values(spec: AttentionSpec, plan: MixedPlan, sizes: Sizes) -> dict[str, Any
         return values
     first = sizes.multiprocessors * (plan.blocks * _OF_PROMPTS) // _PLACES
     return values | {"prompts": _prompts(plan, sizes), "first_prompts": first}
-
-
-def _workspaces(spec: AttentionSpec, plan: MixedPlan) -> tuple[Workspace, ...]:
-    """The shares of tiles that lie in several columns."""
-
-    def space(name: str, columns: int) -> Workspace:
-        def shape(sizes: Sizes) -> tuple[int, ...]:
-            return share_places(spec, sizes), plan.few.tile_q, columns
-
-        return Workspace(name, shape, "float32", wanted=lambda sizes: bool(sizes.splits > 1))
-
-    return space("partial_outputs", spec.value_dim), space("partial_states", 2)

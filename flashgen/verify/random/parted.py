@@ -110,7 +110,7 @@ class Parted:
         """Each sequence by itself; all in one where gradients of captures are rounded, which has to be once."""
         together = any(capture.grad and capture.dtype != "float32" for capture in self.spec.captures)
         if together:
-            yield Part(slice(0, q.shape[0]), self._rows_of(q), keys[0] if len(keys) == 1 else slice(0, keys[-1].stop))
+            yield Part(slice(0, q.shape[0]), self._rows_of(q), slice(0, keys[-1].stop))
             return
         for sequence in range(q.shape[0]):
             for own_queries in queries:
