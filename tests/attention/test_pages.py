@@ -257,6 +257,7 @@ def test_prompts_take_the_forward_kernel_of_mma_sync(target: str) -> None:
     assert isinstance(compiled.plan_for(64, 100, 1, 1, 1), DecodePlan), "a tile on 3 multiprocessors"
 
 
+@pytest.mark.rotated(6)
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize(
     "plan", [ForwardPlan(64, 32, 4), ForwardPlan(32, 48, 2, 2), ForwardPlan(128, 64, 4, 2)], ids=str

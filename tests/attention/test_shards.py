@@ -64,6 +64,7 @@ def test_the_oracle_of_shards_is_that_of_the_whole(name: str) -> None:
         np.testing.assert_allclose(got, wanted, atol=1e-12)
 
 
+@pytest.mark.rotated(6)
 @pytest.mark.parametrize("target", ["sm_75", "sm_80", "sm_90a"])
 @pytest.mark.parametrize("name", VARIANTS)
 def test_kernels_are_the_oracles(name: str, target: str) -> None:
@@ -76,6 +77,7 @@ def test_kernels_are_the_oracles(name: str, target: str) -> None:
         assert result.ok, str(result)
 
 
+@pytest.mark.rotated(4)
 @pytest.mark.parametrize("case", shard_cases()[::3], ids=str)
 def test_cases_of_the_sweep_on_the_emulator(case: Case) -> None:
     for result in verify([case], target="sm_90a", passes=("forward", "backward"), emulate=True):

@@ -44,7 +44,7 @@ def test_every_family_on_the_emulator(case: Case, target: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("sanitize", ["address", "thread"])
 @pytest.mark.parametrize("case", sink_cases()[::3], ids=str)
-@pytest.mark.rotated(6)
+@pytest.mark.rotated(8)
 def test_sanitizers_find_nothing(case: Case, sanitize: Any) -> None:
     target = TARGETS[sink_cases().index(case) // 3 % len(TARGETS)]
     small = replace(case, shape=replace(case.shape, len_q=min(case.shape.len_q, 70), len_k=min(case.shape.len_k, 90)))
@@ -187,6 +187,7 @@ FAULTS = {
 }
 
 
+@pytest.mark.rotated(4)
 @pytest.mark.parametrize("fault", FAULTS)
 @targets
 def test_a_mistake_is_noticed(fault: str, target: str) -> None:

@@ -36,6 +36,7 @@ def shown(name: str, *arguments: str) -> str:
     return done.stdout
 
 
+@pytest.mark.rotated(2)
 @pytest.mark.parametrize("name", ["bert_padding.py", "context_parallel.py", "flex_migration.py", "jax_attention.py"])
 def test_on_the_emulator(name: str) -> None:
     """Each judges what it computes."""
@@ -65,6 +66,7 @@ def test_what_is_said_without_the_framework(name: str) -> None:
     assert done.returncode == 1 and done.stderr.count("\n") == 1 and "pip install" in done.stderr
 
 
+@pytest.mark.rotated(3)
 @pytest.mark.parametrize("name", NEEDS)
 def test_what_is_said_without_a_gpu(name: str) -> None:
     for package in NEEDS[name]:

@@ -247,6 +247,7 @@ WRONG = [
 ]
 
 
+@pytest.mark.rotated(4)
 @named(WRONG)
 def test_a_wrong_number_is_caught_by_the_verdict(fault: Fault) -> None:
     assert as_emitted(fault.subject).is_right
