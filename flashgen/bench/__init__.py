@@ -21,7 +21,7 @@ from flashgen.bench.serving import CONTENDERS as SERVING_CONTENDERS
 from flashgen.bench.serving import GROUPS as SERVING_GROUPS
 from flashgen.bench.serving import ServingRow, serving_rows, serving_variants
 from flashgen.bench.start import STARTS, start_rows
-from flashgen.bench.train import ATTENTIONS, MODES, TrainRow, train_rows, train_summary
+from flashgen.bench.train import ATTENTIONS, MODES, TrainRow, train_rows, train_summary, trainings
 from flashgen.bench.variants import chosen_variants
 
 __all__ = [
@@ -76,5 +76,6 @@ __all__ = [
     "summary",
     "train_rows",
     "train_summary",
+    "trainings",
     "variant_rows",
 ]
