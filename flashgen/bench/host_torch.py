@@ -10,6 +10,7 @@ import flashgen as fg
 from flashgen.bench.host import CALLS, GROUPS, ONE_TILE, PASSES, HostRow, Run, Timed, cost_of
 
 ITSELF, OPERATOR, SDPA, EMPTY = "attention(...)", "flashgen.torch.attention", "torch's SDPA", "an empty function"
+_GRAPH = ", with a graph"
 _CHAIN = 16  # calls that one backward goes through, so that what it costs to begin is shared as by a model's layers
 
 Attend = Callable[[Any, Any, Any], Any]
@@ -17,7 +18,7 @@ Attend = Callable[[Any, Any, Any], Any]
 
 def operator_names(passes: Sequence[Timed] = PASSES) -> list[str]:
     """The names of the rows of `operator_rows`, in their order."""
-    forward = [ITSELF, OPERATOR, SDPA, *(f"{name}, with a graph" for name in (OPERATOR, SDPA, EMPTY))]
+    forward = [ITSELF, OPERATOR, SDPA, *(f"{name}{_GRAPH}" for name in (OPERATOR, SDPA, EMPTY))]
     return [
         *(forward if "forward" in passes else []),
         *([ITSELF, OPERATOR, SDPA, EMPTY] if "backward" in passes else []),
@@ -35,8 +36,9 @@ def operator_rows(
     """Measures a causal call of one tile with torch's tensors: by itself, by the operator, and by SDPA.
 
     The forward without gradients, and where autograd keeps what they need. The backward of the operator is a call's
-    share of one that goes through `chain` of them, as through the layers of a model. An empty function, which does
-    nothing but to keep three tensors, is what autograd itself takes of a function in Python.
+    share of one that goes through `chain` of them, as through the layers of a model. An empty function has the
+    operator's graph, keeps five tensors as it does, and computes nothing: what autograd itself takes of a function in
+    Python.
 
     Args: those of `host_rows`; with emulate=True tensors are the CPU's.
     """
@@ -63,7 +65,7 @@ def operator_rows(
         for name in (OPERATOR, SDPA):
             yield row(name, "forward", partial(attends[name], q, k, v))
         for name, attend in attends.items():
-            yield row(f"{name}, with a graph", "forward", partial(attend, learned, k, v))
+            yield row(f"{name}{_GRAPH}", "forward", partial(attend, learned, k, v))
     if "backward" in passes:
         kept = compiled(*given[:3], return_lse=True)
         yield row(ITSELF, "backward", partial(compiled.backward, given[3], *given[:3], *kept))
@@ -93,18 +95,34 @@ def _sdpa(q: Any, k: Any, v: Any) -> Any:
     return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
 
 
+def operator_summary(rows: Sequence[HostRow]) -> list[str]:
+    """How much more the operator takes than the attention itself, and what of it is autograd's own."""
+    lines = []
+    for timed in dict.fromkeys(row.timed for row in rows):
+        of = {row.name.removesuffix(_GRAPH): row.median for row in rows if row.timed == timed}
+        if {ITSELF, OPERATOR, EMPTY} <= of.keys():
+            more = of[OPERATOR] - of[ITSELF]
+            lines.append(
+                f"{timed}, with gradients: {OPERATOR} takes {more:.1f} us more than {ITSELF}; autograd itself takes "
+                f"{of[EMPTY]:.1f} for such a function that computes nothing"
+            )
+    return lines
+
+
 def _empty() -> Attend:
     import torch
 
     class Empty(torch.autograd.Function):
         @staticmethod
-        def forward(ctx: Any, q: Any, k: Any, v: Any) -> Any:
-            ctx.save_for_backward(q, k, v)
-            return q.detach()
+        def forward(ctx: Any, about: Any, q: Any, k: Any, v: Any) -> Any:
+            out, ctx.about = q.detach(), about
+            ctx.save_for_backward(q, k, v, out, v)
+            return out
 
         @staticmethod
         def backward(ctx: Any, d_out: Any) -> Any:
-            return d_out, *ctx.saved_tensors[1:]
+            _, k, v, *_ = ctx.saved_tensors
+            return None, d_out, k, v
 
-    apply: Attend = Empty.apply
-    return apply
+    # As the operator calls it: without what `apply` does first for torch.func's transforms.
+    return partial(super(torch.autograd.Function, Empty).apply, ())

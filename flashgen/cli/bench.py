@@ -366,8 +366,9 @@ def host(
     median and the least of the medians of groups of calls; measure with nothing else on the machine. Parts are looked
     at in groups of their own, each without what it calls of another: the checks of arguments, the numbers of a call,
     memory for results and workspaces, lists of tiles, counters, clearing, addresses, the struct of arguments, the
-    launches, and the rest. With torch also its operator, with and without gradients, beside the attention itself and
-    torch's SDPA; a backward of these is a call's share of one that goes through 16. An older checkout is measured by
+    launches, and the rest. With torch also its operator, with and without gradients, beside the attention itself,
+    torch's SDPA, and an empty function of the same graph, which is autograd's own share; a backward of these is a
+    call's share of one that goes through 16. An older checkout is measured by
     `PYTHONPATH=CHECKOUT python -P flashgen/bench/host.py`.
     """
     require_gpu()
@@ -379,7 +380,7 @@ def host(
     rows = chain(bench.host_rows(named, timed, target, groups), *others, bench.start_rows(target))
     names = [case.name for _ in named for case in bench.host_cases() for _ in timed]
     names += [*(bench.operator_names(timed) if others else []), *["start"] * bench.STARTS]
-    report(rows, names, bench_tables.host([*bench.PARTS, bench.REST]), output, json, lambda rows: [])
+    report(rows, names, bench_tables.host([*bench.PARTS, bench.REST]), output, json, bench.operator_summary)
 
 
 def train(

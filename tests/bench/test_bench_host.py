@@ -196,3 +196,16 @@ def test_the_backward_of_the_operator_is_a_call_s_share(monkeypatch: pytest.Monk
     one, *rest = bench.operator_rows(["backward"], chain=3, emulate=True, target="sm_90a")
     assert (one.median, one.minimum) == (60.0, 30.0)
     assert all((row.median, row.minimum, row.parts["launch"]) == (20.0, 10.0, 4.0) for row in rest)
+
+
+def test_the_summary_tells_what_is_autograds() -> None:
+    def rows(timed: host.Timed, *medians: float) -> list[host.HostRow]:
+        names = ("attention(...)", "flashgen.torch.attention", "flashgen.torch.attention, with a graph",
+                 "an empty function, with a graph")  # fmt: skip
+        given = zip(names, medians, strict=True)
+        return [host.HostRow(name, "sm_90a", "torch", timed, (1, 1, 64), ms, ms, {}) for name, ms in given]
+
+    one, other = bench.operator_summary(rows("forward", 17, 20, 26.5, 8) + rows("backward", 35, 0, 44, 7.25))
+    assert "forward, with gradients" in one and "takes 9.5 us more" in one and "takes 8.0 for" in one
+    assert "backward, with gradients" in other and "takes 9.0 us more" in other and "takes 7.2 for" in other
+    assert not bench.operator_summary(rows("forward", 17, 20, 26.5, 8)[:3])
