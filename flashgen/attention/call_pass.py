@@ -120,6 +120,11 @@ class Pass(Generic[AnyPrepared]):
         with self.engine.on(prepared.device):
             return self._run(prepared, call, library.stream(q), taken, numbers)
 
+    def numbers(self, captures: Mapping[str, Any]) -> Numbers:
+        """What `again` takes of captured numbers, of a spec without dropout; ArgumentError where they do not fit it."""
+        check_captures(self.spec, captures)
+        return self._call_numbers(captures, None, 0)
+
     def know(self, known: Hashable, arrays: Mapping[str, Any]) -> None:
         """Has `again` serve calls of such arrays of the spec's rows; ArgumentError where they do not fit the spec.
 

@@ -176,7 +176,7 @@ def run_backward(
 ) -> Sequence[Tensor]:
     """What the operator does."""
     if entry.is_direct:
-        found = direct.backward(entry.on(q.get_device()), d_out, d_lse, q, k, v, out, lse)
+        found = direct.backward(entry.on(q.get_device()), (d_out, d_lse, q, k, v, out, lse))
         if found is not None:
             return found
     options: dict[str, Any] = {} if seed is None else {"seed": seed_of(entry, seed)}
@@ -192,7 +192,8 @@ def run_backward(
         try:
             made = entry.on(q.get_device()).backward(d_out, q, k, v, out, lse, **options)
             if entry.is_direct:
-                direct.learn_backward(entry.on(q.get_device()), d_out, options.get("d_lse"), q, k, v, out, lse)
+                read = (d_out, options.get("d_lse"), q, k, v, out, lse)
+                direct.learn_backward(entry.on(q.get_device()), read)
             return made
         except ArgumentError as error:
             rows = (d_out, q, k, v, out)

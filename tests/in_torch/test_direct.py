@@ -103,12 +103,12 @@ def test_launches_are_those_of_the_attention_itself(target: str, launched: Launc
         launched.clear()
     for d_lse in (None, torch.zeros(SHAPE[:3])):
         given = (d_out, d_lse, q, k, v, *made)
-        assert direct.backward(attention, *given) is None
+        assert direct.backward(attention, given) is None
         memory.again()
         gradients = attention.backward(d_out, q, k, v, *made, d_lse=d_lse)
-        direct.learn_backward(attention, *given)
+        direct.learn_backward(attention, given)
         memory.again()
-        again = direct.backward(attention, *given)
+        again = direct.backward(attention, given)
         half = len(launched) // 2
         assert half > 1 and launched[:half] == launched[half:]
         assert again is not None and all(one is other for one, other in zip(gradients, again, strict=True))

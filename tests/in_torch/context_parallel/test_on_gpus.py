@@ -68,7 +68,10 @@ def test_longer_sequences(ranks: Any) -> None:
     assert ranks.run("acceptance", spec="causal", scheme="ring", scale=4)[0] == []
 
 
-@pytest.mark.parametrize(("spec", "shards"), [("window", "plain"), ("both_sides", "zigzag"), ("dropped", "plain")])
+RIMS = [(spec, "plain") for spec in ("window", "both_sides", "dropped", "near", "parts")]
+
+
+@pytest.mark.parametrize(("spec", "shards"), [*RIMS, ("both_sides", "zigzag")])
 def test_rims_of_windows(ranks: Any, spec: str, shards: str) -> None:
     assert ranks.run("rims", spec=spec, shards=shards)[0] == []
 
