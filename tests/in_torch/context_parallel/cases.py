@@ -231,6 +231,36 @@ def again_and_again() -> bool:
     return True
 
 
+def captured(spec: str, shards: str) -> bool:
+    """Whether a captured call, forward and backward, gives what a call does, for each of the tensors written there."""
+    problem = Problem(spec, scale=8, batch=1)
+    q, k, v = (shard(x, 2, shards=shards).requires_grad_() for x in problem.qkv)
+    d_out = shard(problem.d_out, 2, shards=shards)
+
+    def run() -> list[Any]:
+        out = attention(problem.spec, q, k, v, shards=shards, deterministic=True)
+        return [out.detach(), *torch.autograd.grad(out, (q, k, v), d_out)]
+
+    beside, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    beside.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(beside):
+        for _ in range(3):
+            run()
+    torch.cuda.current_stream().wait_stream(beside)
+    dist.barrier()
+    with torch.cuda.graph(graph):
+        made = run()
+    same = True
+    for _ in range(3):
+        with torch.no_grad():
+            for tensor in (q, k, v, d_out):
+                tensor.normal_()
+        graph.replay()
+        got = [tensor.clone() for tensor in made]
+        same = same and all(torch.equal(one, other) for one, other in zip(got, run(), strict=True))
+    return same
+
+
 def one_rank_fails(how: str, rank: int) -> str:
     """What the other ranks are told where one dies, or stands still, between two calls."""
     problem = Problem("causal")

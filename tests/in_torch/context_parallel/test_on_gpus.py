@@ -125,6 +125,11 @@ def test_many_calls_in_a_row_are_the_first(ranks: Any) -> None:
     assert all(ranks.run("again_and_again"))
 
 
+@pytest.mark.parametrize(("spec", "shards"), [("causal", "zigzag"), ("window", "plain")])
+def test_calls_are_captured_into_graphs(ranks: Any, spec: str, shards: str) -> None:
+    assert all(ranks.run("captured", spec=spec, shards=shards))
+
+
 @pytest.mark.parametrize("scheme", ["ring", "all_gather", "ulysses"])
 @pytest.mark.parametrize(("spec", "shards"), [("causal", "zigzag"), ("window", "plain"), ("documents", "plain")])
 def test_bytes_are_those_of_the_plan(ranks: Any, spec: str, scheme: str, shards: str) -> None:
