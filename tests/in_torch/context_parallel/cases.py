@@ -201,12 +201,12 @@ def acceptance(spec: str, scheme: str, shards: str = "zigzag", cross: bool = Fal
     return judge(problem, got) if dist.get_rank() == 0 else []
 
 
-def rims(spec: str, shards: str) -> list[str]:
+def rims(spec: str, shards: str, scheme: str = "ring") -> list[str]:
     """Windows of chunks that are much longer: neighbours' keys meet a few rows alone."""
     problem = Problem(spec, scale=8 if on_gpu() else 4, batch=1)
-    halos = plan_of(problem.spec, dist.get_world_size(), problem.length, shards=shards).halos
-    assert (halos is None) == (shards == "zigzag")
-    got = results(problem, "ring", shards)
+    ring = dist.get_world_size() // (2 if scheme == "ulysses_ring" else 1)
+    assert (plan_of(problem.spec, ring, problem.length, shards=shards).halos is None) == (shards == "zigzag")
+    got = results(problem, scheme, shards)
     return judge(problem, got) if dist.get_rank() == 0 else []
 
 
