@@ -79,9 +79,10 @@ def _tensors(number: int, *shape: int) -> list[torch.Tensor]:
     return [torch.zeros(*(shape or SHAPE), dtype=torch.float16) for _ in range(number)]
 
 
-def _compiled(target: str) -> Any:
+def _compiled(target: str, sharded: bool = False) -> Any:
     """Of a spec that no other test has, as what is compiled of one is remembered, here with launches that are none."""
-    return fg.compile(AttentionSpec(64, "float16", mask=fg.causal(), scale=1 / next(_SCALES)), target=target)
+    spec = AttentionSpec(64, "float16", mask=fg.causal(), scale=1 / next(_SCALES))
+    return fg.compile(spec.shard() if sharded else spec, target=target)
 
 
 @pytest.mark.parametrize("target", ["sm_80", "sm_90a"])
@@ -113,6 +114,40 @@ def test_launches_are_those_of_the_attention_itself(target: str, launched: Launc
         assert half > 1 and launched[:half] == launched[half:]
         assert again is not None and all(one is other for one, other in zip(gradients, again, strict=True))
         launched.clear()
+
+
+@pytest.mark.parametrize("target", ["sm_80", "sm_90a"])
+def test_launches_into_given_memory_with_numbers(target: str, launched: Launched, memory: _Memory) -> None:
+    """Of shards, whose places are numbers: calls of other places are others."""
+    attention, (q, k, v, d_out, out, *into) = _compiled(target, sharded=True), _tensors(8)
+    lse = torch.zeros(SHAPE[:3])
+    places = {"shard_b": 0, "shard_h": 0, "shard_q": 128, "shard_k": 96, "whole_q": 512, "whole_k": 512}
+    others = places | {"shard_k": 100}
+    numbers, other_numbers = (direct.numbers_of(attention, each) for each in (places, others))
+    read = (d_out, None, q, k, v, out, lse)
+    assert direct.forward(attention, q, k, v, True, (out, lse), numbers) is None
+    assert direct.backward(attention, read, tuple(into), numbers) is None
+    attention(q, k, v, return_lse=True, out=(out, lse), **places)
+    direct.learn_forward(attention, q, k, v, (out, lse), numbers)
+    attention.backward(d_out, q, k, v, out, lse, into=tuple(into), **places)
+    direct.learn_backward(attention, read, tuple(into), numbers)
+    wanted = launched.copy()
+    launched.clear()
+    memory.again()
+    assert direct.forward(attention, q, k, v, True, (out, lse), numbers) == (out, lse)
+    assert direct.backward(attention, read, tuple(into), numbers) == tuple(into)
+    assert launched == wanted and len(wanted) > 2
+    assert direct.forward(attention, q, k, v, True, (out, lse), other_numbers) is None
+    assert direct.backward(attention, read, tuple(into), other_numbers) is None
+    assert direct.forward(attention, q, k, v, True, None, numbers) is None
+    direct.learn_forward(attention, q, k, v, (out, lse), other_numbers)
+    launched.clear()
+    direct.forward(attention, q, k, v, True, (out, lse), other_numbers)
+    assert launched[0][1] != wanted[0][1], "its places are its own"
+    with pytest.raises(ArgumentError, match="shares memory"):
+        shared = (out, d_out, into[0])
+        direct.learn_backward(attention, read, shared, numbers)
+        direct.backward(attention, read, shared, numbers)
 
 
 def test_only_calls_like_them(launched: Launched, monkeypatch: pytest.MonkeyPatch) -> None:
