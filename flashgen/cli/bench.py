@@ -367,8 +367,8 @@ def host(
     at in groups of their own, each without what it calls of another: the checks of arguments, the numbers of a call,
     memory for results and workspaces, lists of tiles, counters, clearing, addresses, the struct of arguments, the
     launches, and the rest. With torch also its operator, with and without gradients, beside the attention itself,
-    torch's SDPA, and an empty function of the same graph, which is autograd's own share; a backward of these is a
-    call's share of one that goes through 16. An older checkout is measured by
+    torch's SDPA, and functions of the same graph, one around the attention itself and an empty one, which is autograd's
+    own share; a backward of these is a call's share of one that goes through 16. An older checkout is measured by
     `PYTHONPATH=CHECKOUT python -P flashgen/bench/host.py`.
     """
     require_gpu()
