@@ -1,8 +1,7 @@
 """Halos: where a rank reads nothing but rows next to its own, as under a window, these are joined with its own.
 
 Rows of queries that see a neighbour's keys see those and some of their own rank's, which stand side by side in the
-whole. So one block computes them over both, and no partial results are merged; all other rows need nobody, and are
-computed while messages travel.
+whole. So one block computes them over both, and no partial results are merged; all other rows need nobody.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from flashgen.ranks.blocks import Block, Step
 from flashgen.ranks.classes import Rectangle, Whole, class_of, found_in, share_of
 from flashgen.ranks.layout import Layout
 
-_MOST = 2  # at most half of the rows may wait for neighbours: beyond that nothing is left to compute meanwhile
+_MOST = 2  # at most half of the rows may need neighbours: beyond that a ring has more to compute while keys travel
 
 
 class Halo(NamedTuple):
@@ -47,7 +46,7 @@ class Halo(NamedTuple):
 
     @property
     def joined(self) -> tuple[Block, ...]:
-        """The blocks that wait for neighbours."""
+        """The blocks that need neighbours."""
         return tuple(block for block in (self.with_before, self.with_behind) if block)
 
     @property
@@ -118,7 +117,7 @@ def _seen(rank: int, rows: int, steps: Sequence[Step]) -> tuple[_Seen, _Seen] | 
 
 
 def _halo(whole: Whole, queries: Layout, keys: Layout, rank: int, before: _Seen, behind: _Seen) -> Halo | None:
-    """What a rank receives and computes; None where too many rows wait for neighbours, or some for both."""
+    """What a rank receives and computes; None where too many rows need neighbours, or some both."""
     apart = before.last <= behind.first or behind.last <= before.first or not (before.keys and behind.keys)
     waiting = before.last - before.first + behind.last - behind.first
     if not apart or waiting * _MOST > queries.rows:

@@ -200,13 +200,14 @@ def test_on_a_gpu() -> None:
             *inputs, d_out = rows(length, nested)
             wanted, lse = compiled(*inputs, return_lse=True)
             learned = [each.clone().requires_grad_() for each in inputs]
-            out, given = attention(spec, *learned, return_lse=True)
+            out, given = attention(spec, *learned, return_lse=True, emulate=False)
             torch.testing.assert_close(out, wanted, rtol=0, atol=0)
             torch.testing.assert_close(given, lse, rtol=0, atol=0)
             gradients = torch.autograd.grad(out, learned, d_out)
             for made, right in zip(gradients, compiled.backward(d_out, *inputs, wanted, lse), strict=True):
                 torch.testing.assert_close(made, right, rtol=2e-3, atol=2e-3)
-            ones = torch.autograd.grad(attention(spec, *learned).sum(), learned)  # whose gradient has strides of 0
+            # Of a sum, whose gradient has strides of 0.
+            ones = torch.autograd.grad(attention(spec, *learned, emulate=False).sum(), learned)
             right = compiled.backward(torch.ones_like(wanted), *inputs, wanted, lse)
             for made, each in zip(ones, right, strict=True):
                 torch.testing.assert_close(made, each, rtol=2e-3, atol=2e-3)

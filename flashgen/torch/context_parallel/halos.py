@@ -1,8 +1,9 @@
 """Rows of keys and values beside a rank's own come from its neighbours; their gradients go back.
 
-One message each way and pass, of all that a rank sends: keys and values together. Rows of queries that see none of a
-neighbour's keys are computed while it travels, in the backward those that do come first, and each row is written by one
-kernel to where it belongs.
+One message each way and pass, of all that a rank sends: keys and values together. The forward waits for it first: it is
+small, and NCCL holds multiprocessors while it waits for a neighbour, which a kernel of one long block on each of them
+would miss to its end. The backward computes what it sends first, so that the rest is computed meanwhile. Each row is
+written by one kernel to where it belongs.
 """
 
 from __future__ import annotations
@@ -71,9 +72,9 @@ def forward(
         rows = (block.q, block.rows)
         lses.append(programs.forward(block, rows_of(q, layout, *rows), keys, values, rows_of(out, layout, *rows)))
 
+    received = message.received()
     for block in halo.own:
         compute(block, *(rows_of(each, layout, block.k, block.keys) for each in (k, v)))
-    received = message.received()
     for block, pair in _joined(halo, received):
         keys, values = (_beside(block, own, other, layout) for own, other in zip((k, v), pair, strict=True))
         compute(block, keys, values)
