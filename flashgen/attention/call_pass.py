@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
 from functools import partial
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -17,7 +17,7 @@ from flashgen.attention.captures import (
     is_in_memory,
     number,
 )
-from flashgen.attention.problem import Bounds, Problem
+from flashgen.attention.problem import NO_BOUNDS, Bounds, Problem
 from flashgen.attention.ragged import refuse_ragged
 from flashgen.attention.sharing import Sharing, check_on_host
 from flashgen.codegen.arguments import member_name
@@ -119,6 +119,35 @@ class Pass(Generic[AnyPrepared]):
             return self._run(prepared, call, library.stream(q), taken, numbers)
         with self.engine.on(prepared.device):
             return self._run(prepared, call, library.stream(q), taken, numbers)
+
+    def numbers(self, captures: Mapping[str, Any]) -> Numbers:
+        """What `again` takes of captured numbers, of a spec without dropout; ArgumentError where they do not fit it."""
+        check_captures(self.spec, captures)
+        return self._call_numbers(captures, None, 0)
+
+    def know(self, known: Hashable, arrays: Mapping[str, Any]) -> None:
+        """Has `again` serve calls of such arrays of the spec's rows; ArgumentError where they do not fit the spec.
+
+        arrays: inputs, and results that are given. known: all that their library says of them, but for where they are,
+        and how their addresses lie in 16 bytes.
+        """
+        library = self._library("q", arrays["q"])
+        self._prepared.get_or_make(known, lambda: self._prepare(dict(arrays), library, NO_BOUNDS, None)[0])
+
+    def again(
+        self, known: Hashable, call: Call, stream: int, addresses: Addresses, numbers: Numbers = _NO_NUMBERS
+    ) -> Mapping[str, Any] | None:
+        """The results of a call like one that `know` was told of; None where there was none, or it is another device's.
+
+        For callers that have looked at the arrays themselves, and have no captured arrays. addresses: of all arrays,
+        to be added to. call: what is wanted, and results that are given. numbers: by their names in the structs.
+        """
+        prepared = self._prepared.get(known)
+        if prepared is None or not self.engine.current(prepared.device):
+            return None
+        if call.results:
+            prepared.sharing.check(addresses)
+        return self._run(prepared, call, stream, addresses, numbers)
 
     def _run(self, prepared: AnyPrepared, call: Call, stream: int, taken: Taken, numbers: Numbers) -> Mapping[str, Any]:
         """Makes the results that were not given, and launches.

@@ -11,7 +11,7 @@ from flashgen.bench.decode import SIZES as DECODE_SIZES
 from flashgen.bench.decode import DecodeRow, DecodeSize, decode_rows, own_choices
 from flashgen.bench.grouped import GroupedRow, grouped_rows
 from flashgen.bench.host import LIBRARIES, PARTS, PASSES, REST, HostRow, host_cases, host_rows, installed_libraries
-from flashgen.bench.host_torch import operator_names, operator_rows
+from flashgen.bench.host_torch import operator_names, operator_rows, operator_summary
 from flashgen.bench.measure import Row, environment, speed_rows
 from flashgen.bench.paper import PaperRow, paper_rows
 from flashgen.bench.peers import PEERS
@@ -21,7 +21,7 @@ from flashgen.bench.serving import CONTENDERS as SERVING_CONTENDERS
 from flashgen.bench.serving import GROUPS as SERVING_GROUPS
 from flashgen.bench.serving import ServingRow, serving_rows, serving_variants
 from flashgen.bench.start import STARTS, start_rows
-from flashgen.bench.train import ATTENTIONS, MODES, TrainRow, train_rows, train_summary
+from flashgen.bench.train import ATTENTIONS, MODES, TrainRow, train_rows, train_summary, trainings
 from flashgen.bench.variants import chosen_variants
 
 __all__ = [
@@ -66,6 +66,7 @@ __all__ = [
     "installed_libraries",
     "operator_names",
     "operator_rows",
+    "operator_summary",
     "own_choices",
     "paper_rows",
     "ragged_rows",
@@ -76,5 +77,6 @@ __all__ = [
     "summary",
     "train_rows",
     "train_summary",
+    "trainings",
     "variant_rows",
 ]

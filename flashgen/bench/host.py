@@ -32,6 +32,7 @@ PARTS: Mapping[str, tuple[str, ...]] = {
     "checks": (
         "flashgen.attention.call_pass:Pass._prepare",
         "flashgen.attention.call_pass:check_captures",
+        "flashgen.torch.direct:_looked_at",
     ),
     "numbers": ("flashgen.attention.call_pass:Pass._call_numbers",),
     "allocation": (

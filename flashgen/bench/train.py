@@ -1,7 +1,8 @@
 """Training GPT-2 124M by one attention after another, in one run: `flashgen bench train`.
 
 bfloat16 autocast and fused AdamW, on the text that ships with Python. Median time of a step and the most memory; and
-the loss over some steps, whose curve must be that of standard attention.
+the loss over some steps, from the same weights on the same batches, whose curve must be that of standard attention:
+loss_curves.py says how they are compared.
 """
 
 from __future__ import annotations
@@ -13,20 +14,19 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
+from flashgen.bench.loss_curves import FLOOR, STANDARD, compared
 from flashgen.bench.timing import free_flush_buffer
 from flashgen.errors import LaunchError
 from flashgen.language.masks import causal, document, sliding_window
 from flashgen.language.spec import AttentionSpec
 
-ATTENTIONS = ("standard", "FA2", "cuDNN", "Flex", "flashgen")
+ATTENTIONS = (STANDARD, "FA2", "cuDNN", "Flex", "flashgen")
 MODES = ("eager", "compile")
 SHAPES = ((32, 1024), (4, 8192))  # batch, length
 LONG = (1, 65536)
 LONG_WINDOW, LONG_DOCUMENTS = 1024, 16
+_LONG_ATTENTIONS = ("Flex", "flashgen")  # the others know no windows
 _WARMUP, _STEPS = 6, 20
-# As GPT-2 is trained everywhere: without a rate that rises and a bound of the gradients its losses leap, and after
-# a leap two runs of one attention are as far apart as those of two.
-_RISING_STEPS, _MOST_GRADIENT = 100, 1.0
 
 
 @dataclass(frozen=True)
@@ -56,22 +56,33 @@ def train_rows(
 ) -> Iterator[TrainRow]:
     """A row for each shape, mode and attention; losses of so many steps at the first shape, under the first mode.
 
+    Where standard attention's losses are wanted, a row more trains it in float32: the floor of comparisons.
+
     long: at 65536 tokens instead, with a sliding window of 1024 and 16 packed documents, by Flex and flashgen alone.
     """
     try:
         import torch
     except ImportError:
         raise LaunchError("models are trained in torch, which is not installed: pip install torch") from None
-    chosen = [LONG] if long else list(shapes)
-    for number, (batch, length) in enumerate(chosen):
+    for name, mode, (batch, length), steps in trainings(names, modes, shapes, loss_steps, long):
+        attend = _long(name, length) if long else _causal(name)
+        yield _row(name, mode, batch, length, attend, steps)
+        torch.compiler.reset()
+
+
+def trainings(
+    names: Sequence[str], modes: Sequence[str], shapes: Sequence[tuple[int, int]], loss_steps: int, long: bool
+) -> list[tuple[str, str, tuple[int, int], int]]:
+    """(attention, mode, shape, steps whose losses are wanted) of each row of `train_rows`."""
+    made = []
+    for number, shape in enumerate([LONG] if long else shapes):
         for mode in modes:
-            for name in names:
-                attend = _long(name, length) if long else _causal(name)
-                if attend is None:
-                    continue
-                steps = loss_steps if number == 0 and mode == modes[0] else 0
-                yield _row(name, mode, batch, length, attend, steps)
-                torch.compiler.reset()
+            steps = loss_steps if number == 0 and mode == modes[0] else 0
+            named = [name for name in names if not long or name in _LONG_ATTENTIONS]
+            if steps and STANDARD in named:
+                named.insert(named.index(STANDARD) + 1, FLOOR)
+            made += [(name, mode, shape, steps) for name in named]
+    return made
 
 
 def _row(name: str, mode: str, batch: int, length: int, attend: Callable[..., Any], loss_steps: int) -> TrainRow:
@@ -97,28 +108,13 @@ def _trained(
     import cupy
     import torch
 
-    from flashgen.bench.gpt2 import GPT2, Config, batches, optimizer_of
+    from flashgen.bench.gpt2 import GPT2, Config, Trainer, batches
 
     torch.manual_seed(0)
     model = GPT2(Config(length), attend).cuda()
-    optimizer, of_step = optimizer_of(model), batches(batch, length, 0, "cuda")
-    call = torch.compile(model) if mode == "compile" else model
-
-    def step(tokens: Any, targets: Any, most: float | None = None) -> Any:
-        with torch.autocast("cuda", torch.bfloat16):
-            loss = call(tokens, targets)
-        loss.backward()
-        if most is not None:
-            torch.nn.utils.clip_grad_norm_(model.parameters(), most)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        return loss.detach()
-
-    losses = []
-    rising = torch.optim.lr_scheduler.LinearLR(optimizer, 1 / _RISING_STEPS, total_iters=_RISING_STEPS)
-    for number in range(max(loss_steps, _WARMUP)):
-        losses.append(step(*of_step(number), most=_MOST_GRADIENT))
-        rising.step()
+    of_step, steps = batches(batch, length, 0, "cuda"), max(loss_steps, _WARMUP)
+    step = Trainer(model, torch.compile(model) if mode == "compile" else model, batch * length, steps)
+    losses = [step(*of_step(number), number) for number in range(steps)]
     given, times = of_step(0), []
     torch.cuda.synchronize()
     for _ in range(_STEPS):
@@ -144,8 +140,8 @@ def _causal(name: str) -> Callable[..., Any]:
         return partial(attention, AttentionSpec(64, "bfloat16", mask=causal("top_left")))
     if name == "Flex":
         return _flex(lambda b, h, q, k: q >= k)
-    if name == "standard":
-        return _standard
+    if name in (STANDARD, FLOOR):
+        return _standard if name == STANDARD else _standard_in_float32
     backend = {"FA2": SDPBackend.FLASH_ATTENTION, "cuDNN": SDPBackend.CUDNN_ATTENTION}[name]
 
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -164,6 +160,14 @@ def _standard(q: Any, k: Any, v: Any) -> Any:
     return torch.softmax(scores.masked_fill(hidden, float("-inf")), dim=-1).to(v.dtype) @ v
 
 
+def _standard_in_float32(q: Any, k: Any, v: Any) -> Any:
+    """The same of the same numbers, with scores and weights that are never rounded to 16 bits."""
+    import torch
+
+    with torch.autocast(q.device.type, enabled=False):
+        return _standard(q.float(), k.float(), v.float()).to(v.dtype)
+
+
 def _flex(mask: Callable[..., Any]) -> Callable[..., Any]:
     """FlexAttention, compiled, with a block mask that is made for each length once."""
     import torch
@@ -180,22 +184,20 @@ def _flex(mask: Callable[..., Any]) -> Callable[..., Any]:
     return attend
 
 
-def _long(name: str, length: int) -> Callable[..., Any] | None:
-    """A sliding window within packed documents; None for those that know neither."""
+def _long(name: str, length: int) -> Callable[..., Any]:
+    """A sliding window within packed documents."""
     import torch
 
     ids = torch.arange(length, device="cuda", dtype=torch.int32) // (length // LONG_DOCUMENTS)
     if name == "Flex":
         return _flex(lambda b, h, q, k: (q >= k) & (q - k <= LONG_WINDOW) & (ids[q] == ids[k]))
-    if name == "flashgen":
-        from flashgen.torch import attention
+    from flashgen.torch import attention
 
-        return partial(attention, AttentionSpec(64, "bfloat16", mask=sliding_window(LONG_WINDOW) & document(ids)))
-    return None
+    return partial(attention, AttentionSpec(64, "bfloat16", mask=sliding_window(LONG_WINDOW) & document(ids)))
 
 
 def train_summary(rows: Sequence[TrainRow]) -> list[str]:
-    """flashgen beside the best other of each shape and mode, and how far its losses are from standard attention's."""
+    """flashgen beside the best other of each shape and mode, and losses beside standard attention's."""
     lines = []
     for mode, batch, length in dict.fromkeys((row.mode, row.batch, row.length) for row in rows):
         timed = {row.name: row for row in rows if (row.mode, row.batch, row.length) == (mode, batch, length) and row.ms}
@@ -205,8 +207,4 @@ def train_summary(rows: Sequence[TrainRow]) -> list[str]:
             best = min(others, key=lambda row: row.ms or 0)
             faster = (best.ms or 0) / ours.ms
             lines.append(f"{batch} x {length}, {mode}: {faster:.3f} times as fast as the best other, {best.name}")
-    curves = {row.name: row.losses for row in rows if row.losses}
-    if {"standard", "flashgen"} <= curves.keys():
-        apart = max(abs(a - b) / b for a, b in zip(curves["flashgen"], curves["standard"], strict=True))
-        lines.append(f"the losses of {len(curves['standard'])} steps are at most {100 * apart:.2f}% apart")
-    return lines
+    return lines + compared({row.name: row.losses for row in rows if row.losses})

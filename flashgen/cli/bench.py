@@ -366,8 +366,9 @@ def host(
     median and the least of the medians of groups of calls; measure with nothing else on the machine. Parts are looked
     at in groups of their own, each without what it calls of another: the checks of arguments, the numbers of a call,
     memory for results and workspaces, lists of tiles, counters, clearing, addresses, the struct of arguments, the
-    launches, and the rest. With torch also its operator, with and without gradients, beside the attention itself and
-    torch's SDPA; a backward of these is a call's share of one that goes through 16. An older checkout is measured by
+    launches, and the rest. With torch also its operator, with and without gradients, beside the attention itself,
+    torch's SDPA, and functions of the same graph, one around the attention itself and an empty one, which is autograd's
+    own share; a backward of these is a call's share of one that goes through 16. An older checkout is measured by
     `PYTHONPATH=CHECKOUT python -P flashgen/bench/host.py`.
     """
     require_gpu()
@@ -379,7 +380,7 @@ def host(
     rows = chain(bench.host_rows(named, timed, target, groups), *others, bench.start_rows(target))
     names = [case.name for _ in named for case in bench.host_cases() for _ in timed]
     names += [*(bench.operator_names(timed) if others else []), *["start"] * bench.STARTS]
-    report(rows, names, bench_tables.host([*bench.PARTS, bench.REST]), output, json, lambda rows: [])
+    report(rows, names, bench_tables.host([*bench.PARTS, bench.REST]), output, json, bench.operator_summary)
 
 
 def train(
@@ -401,6 +402,13 @@ def train(
 
     bfloat16 autocast, fused AdamW, eager and under torch.compile, on the text that ships with Python. One model after
     another, each with the memory for itself; medians of 20 steps. Needs torch.
+
+    With --loss-steps all begin with the same weights and see the same batches, by GPT-2's recipe: AdamW of 0.9 and 0.95
+    with a decay of 0.1, gradients clipped to 1, a rate that rises over a third of the steps and falls by a cosine to a
+    tenth, 6e-4 for 2^19 tokens a step and less by the square root for fewer. Training amplifies any difference of
+    roundings until two runs are as far apart as any two. So curves are compared with standard attention's as means over
+    30 steps, and over the first 30 steps as they are, beside a floor: standard attention with scores and weights in
+    float32, a training more. An attention that is wrong is apart from the first steps on, and beyond the floor.
     """
     require_gpu()
     from flashgen import bench
@@ -409,7 +417,8 @@ def train(
     named = chosen(modes, "--modes", bench.MODES)
     sizes = [shape_of(text) for text in listed(shapes)]
     rows = bench.train_rows(names, named, sizes, loss_steps, long)
-    labels = [f"{name} {mode} {batch}x{length}" for batch, length in sizes for mode in named for name in names]
+    planned = bench.trainings(names, named, sizes, loss_steps, long)
+    labels = [f"{name} {mode} {batch}x{length}" for name, mode, (batch, length), _ in planned]
     report(rows, labels, bench_tables.train(), output, json, bench.train_summary)
 
 

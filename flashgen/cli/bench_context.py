@@ -35,7 +35,8 @@ def context(
 
     Llama-3 8B's attention: 32 heads over 8 of dim 128, causal, bfloat16, one sequence. One GPU alone has a sequence of
     a GPU's share of the FLOPs, in the same run. Beside them torch's context_parallel over its FlashAttention-2, and a
-    zigzag ring over the same operator. Starts a process for each GPU by itself. TFLOP/s are a GPU's, of scores that
+    zigzag ring over the same operator. "ring-captured" is flashgen's ring in a CUDA graph, messages and all, which the
+    host replays. Starts a process for each GPU by itself. TFLOP/s are a GPU's, of scores that
     count; the slowest rank's time counts.
     """
     require_gpu()

@@ -4,7 +4,9 @@ All of it is known before anything runs, and of numbers alone: the engine of `fl
 plan out, and `flashgen show --ranks` draws it.
 """
 
+from flashgen.ranks.blocks import Block, Step
+from flashgen.ranks.halo import Halo
 from flashgen.ranks.layout import SHARDS, Layout
-from flashgen.ranks.plan import SCHEMES, Block, Plan, Sizes, Step, plan_of
+from flashgen.ranks.plan import SCHEMES, Plan, Sizes, plan_of
 
-__all__ = ["SCHEMES", "SHARDS", "Block", "Layout", "Plan", "Sizes", "Step", "plan_of"]
+__all__ = ["SCHEMES", "SHARDS", "Block", "Halo", "Layout", "Plan", "Sizes", "Step", "plan_of"]

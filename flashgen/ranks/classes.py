@@ -74,6 +74,12 @@ def class_of(whole: Whole, rectangle: Rectangle) -> int:
     return PARTIAL if found.kind == FULL and found.rectangle != rectangle else found.kind
 
 
+def share_of(whole: Whole, rectangle: Rectangle) -> float:
+    """About how much of a rectangle counts."""
+    found = found_in(whole, rectangle)
+    return found.share * found.rectangle.rows * found.rectangle.keys / max(rectangle.rows * rectangle.keys, 1)
+
+
 def _share(classes: Any) -> float:
     """Scores that count: of a box that is cut by the mask's edge, half."""
     return float(((classes == FULL) + 0.5 * (classes == PARTIAL)).mean())

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from flashgen.analysis.intervals.evaluation import EMPTY, FULL, PARTIAL
-from flashgen.ranks.plan import Block, Plan, Step
+from flashgen.ranks.blocks import Block, Step
+from flashgen.ranks.plan import Plan
 
 _GLYPHS = {EMPTY: "·", PARTIAL: "▒", FULL: "█"}
 _MOST_DRAWN = 16  # ranks
@@ -14,7 +15,7 @@ LEGEND = "▒ masked score by score   █ whole, without mask code   · nothing 
 
 def columns(plan: Plan) -> list[str]:
     """The heading of `rows`."""
-    steps = [f"step {number}" for number in range(len(plan.steps(0)))]
+    steps = [f"step {number}" for number in range(_most_steps(plan))]
     return ["rank", "positions", *steps, "of the work", "sends forward", "and backward"]
 
 
@@ -27,6 +28,7 @@ def rows(plan: Plan) -> list[list[str]]:
             str(rank),
             ", ".join(f"{start}-{start + plan.queries.chunk - 1}" for start in plan.queries.starts(rank)),
             *(_cell(plan, number, step) for number, step in enumerate(plan.steps(rank))),
+            *["·"] * (_most_steps(plan) - len(plan.steps(rank))),
             f"{plan.work(rank) / every:.1%}",
             _bytes(sum(plan.sent(rank)) + plan.exchanged()),
             _bytes(sum(plan.sent(rank, backward=True)) + plan.exchanged(backward=True)),
@@ -98,6 +100,11 @@ def _of_rank(plan: Plan, rank: int) -> dict[str, Any]:
         "exchanged_forward": plan.exchanged(),
         "exchanged_backward": plan.exchanged(backward=True),
     }
+
+
+def _most_steps(plan: Plan) -> int:
+    """Of any rank: one with fewer neighbours has fewer."""
+    return max(len(plan.steps(rank)) for rank in range(plan.ranks))
 
 
 def _cell(plan: Plan, number: int, step: Step) -> str:

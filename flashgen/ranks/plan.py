@@ -2,53 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 from flashgen.analysis.intervals.evaluation import EMPTY, FULL, PARTIAL
 from flashgen.errors import ArgumentError
 from flashgen.language.masks import full
 from flashgen.language.operations import INDICES, KEY, LEN_K, LEN_Q, QUERY
 from flashgen.language.spec import AttentionSpec
+from flashgen.ranks.blocks import Block, Step, joined_ranges
 from flashgen.ranks.classes import Rectangle, Whole, class_of, found_in, is_of_distances
+from flashgen.ranks.halo import Halo, halos_of
 from flashgen.ranks.layout import Layout
 
 SCHEMES = ("ring", "all_gather", "ulysses", "ulysses_ring")
 """What ranks exchange: see `plan_of`."""
 _SUM_BYTES = 4  # gradients of keys and values travel in float32
-
-
-class Block(NamedTuple):
-    """A rectangle of the scores that one call of a kernel computes.
-
-    q, rows: of the rank's own rows, the first and how many. k, keys: of the owner's rows, or of all keys where they
-    are gathered. shard_q, shard_k: where these firsts stand in the whole. kind: FULL or PARTIAL. share: about how much
-    of it counts.
-    """
-
-    q: int
-    rows: int
-    k: int
-    keys: int
-    shard_q: int
-    shard_k: int
-    kind: int
-    share: float
-
-    @property
-    def work(self) -> float:
-        """About how many scores count."""
-        return self.rows * self.keys * self.share
-
-
-class Step(NamedTuple):
-    """What a rank computes with the keys of one owner, and which rows (first, behind the last) of it it receives."""
-
-    owner: int
-    blocks: tuple[Block, ...]
-    pieces: tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True)
@@ -116,8 +87,18 @@ class Plan:
     def steps(self, rank: int) -> tuple[Step, ...]:
         """What a rank does, in order: first with its own keys, then with those of the ranks before it."""
         if rank not in self._steps:
-            self._steps[rank] = self._gathered(rank) if self.scheme == "all_gather" else self._ring(rank)
+            if self.scheme == "all_gather":
+                self._steps[rank] = self._gathered(rank)
+            else:
+                self._steps[rank] = self.halos[rank].steps(rank, self.keys.rows) if self.halos else self._ring(rank)
         return self._steps[rank]
+
+    @cached_property
+    def halos(self) -> tuple[Halo, ...] | None:
+        """What each rank needs of its neighbours, where that is all that is sent, as with windows; else None."""
+        if self.scheme != "ring" or self.ranks == 1:
+            return None
+        return halos_of(self._whole, self.queries, self.keys, [self._ring(rank) for rank in range(self.ranks)])
 
     def _ring(self, rank: int) -> tuple[Step, ...]:
         owners = [(rank - distance) % self.ranks for distance in range(self.ranks)]
@@ -197,7 +178,7 @@ class Plan:
         return _rows(step.pieces) * self._row_elements * 2
 
     def sent(self, rank: int, backward: bool = False) -> tuple[int, ...]:
-        """Bytes that a rank sends in each step of a pass, beside those of an exchange of heads."""
+        """Bytes that a rank sends in each step of a pass, or at once, beside those of an exchange of heads."""
         return self._gathered_bytes(backward) if self.scheme == "all_gather" else self._ring_bytes(rank, backward)
 
     def _gathered_bytes(self, backward: bool) -> tuple[int, ...]:
@@ -205,6 +186,10 @@ class Plan:
         return (rows * self._row_elements * (2 + _SUM_BYTES if backward else 2),)
 
     def _ring_bytes(self, rank: int, backward: bool) -> tuple[int, ...]:
+        if self.halos:
+            # Keys and values stay between the passes, and each of their gradients is of one block, which rounded it.
+            halo = self.halos[rank]
+            return ((halo.received if backward else halo.sent) * self._row_elements * 2,)
         sent = []
         for distance in range(self.ranks):
             rows = _rows(self.steps((rank + distance) % self.ranks)[distance].pieces) * 2
@@ -295,17 +280,6 @@ def replace_fields(spec: AttentionSpec, **changed: Any) -> AttentionSpec:
     """The spec with other fields."""
     names = ("head_dim", "dtype", "value_dim", "scale", "layout", "dropout", "score", "mask", "sink", "sharded")
     return AttentionSpec(**{name: getattr(spec, name) for name in names} | changed)
-
-
-def joined_ranges(given: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
-    """Ranges (first, behind the last) as ones that do not touch, in order."""
-    ranges: list[tuple[int, int]] = []
-    for first, last in sorted(given):
-        if ranges and first <= ranges[-1][1]:
-            ranges[-1] = (ranges[-1][0], max(last, ranges[-1][1]))
-        else:
-            ranges.append((first, last))
-    return tuple(ranges)
 
 
 def _rows(ranges: tuple[tuple[int, int], ...]) -> int:

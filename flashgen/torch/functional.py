@@ -81,7 +81,8 @@ def call(
         refuse_gradients(entry, q, k, v, arrays)
     if torch.is_autocast_enabled("cuda" if q.is_cuda else "cpu"):
         q, k, v = autocast.cast(entry, q, k, v)
-    return run(entry, q, k, v, arrays, integers, floats, _seed(entry, seed, q.device), return_lse)
+    drawn = None if seed is None and not entry.dropout else _seed(entry, seed, q.device)
+    return run(entry, q, k, v, arrays, integers, floats, drawn, return_lse)
 
 
 def is_deterministic(deterministic: bool | None) -> bool:
@@ -135,7 +136,7 @@ def entry_of(spec: Any, emulate: bool | None, deterministic: bool) -> tuple[Regi
     spec = held(spec)
     if isinstance(spec, Attention):
         return registered(spec), isinstance(spec, BoundAttention)
-    return registered(spec, emulate=emulate, deterministic=deterministic), bool(getattr(spec, "bound", None))
+    return registered(spec, None, emulate, deterministic), bool(getattr(spec, "bound", None))
 
 
 @constant

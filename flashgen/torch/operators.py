@@ -14,6 +14,7 @@ from typing import Any, Optional
 import torch
 
 from flashgen.errors import ArgumentError, UnsupportedError
+from flashgen.torch import direct
 from flashgen.torch.arguments import named_captures
 from flashgen.torch.table import Registered, of_key, outside_of_graphs
 from flashgen.torch.tensors import (
@@ -79,6 +80,10 @@ def run_forward(
     with_lse: bool = True,
 ) -> Any:
     """What the operator does, for tensors that hold data; the output alone without `with_lse`."""
+    if entry.is_direct and q.is_cuda:
+        made = direct.forward(entry.on(q.get_device()), q, k, v, with_lse)
+        if made is not None:
+            return made
     options: dict[str, Any] = {} if seed is None else {"seed": seed_of(entry, seed)}
     if q.is_cuda and not entry.emulate:
         if captures or integers or floats:
@@ -86,7 +91,10 @@ def run_forward(
         if q.stride(-1) != 1 or k.stride(-1) != 1 or v.stride(-1) != 1:
             q, k, v = _in_rows(entry, q, k, v)
         try:
-            return entry.on(q.get_device())(q, k, v, return_lse=with_lse, **options)
+            made = entry.on(q.get_device())(q, k, v, return_lse=with_lse, **options)
+            if entry.is_direct:
+                direct.learn_forward(entry.on(q.get_device()), q, k, v)
+            return made
         except ArgumentError as error:
             aligned = _in_rows(entry, q, k, v)
             q, k, v = _put_right((q, k, v), aligned, error, partial(check_call, entry, q, k, v, captures, seed))
@@ -167,6 +175,10 @@ def run_backward(
     seed: Tensor | None,
 ) -> Sequence[Tensor]:
     """What the operator does."""
+    if entry.is_direct:
+        found = direct.backward(entry.on(q.get_device()), (d_out, d_lse, q, k, v, out, lse))
+        if found is not None:
+            return found
     options: dict[str, Any] = {} if seed is None else {"seed": seed_of(entry, seed)}
     lse = lse.contiguous()
     if not entry.emulate:
@@ -178,7 +190,11 @@ def run_backward(
         if d_out.stride(-1) != 1 or q.stride(-1) != 1 or k.stride(-1) != 1 or v.stride(-1) != 1:
             d_out, q, k, v = in_rows(d_out), in_rows(q), in_rows(k), in_rows(v)
         try:
-            return entry.on(q.get_device()).backward(d_out, q, k, v, out, lse, **options)
+            made = entry.on(q.get_device()).backward(d_out, q, k, v, out, lse, **options)
+            if entry.is_direct:
+                read = (d_out, options.get("d_lse"), q, k, v, out, lse)
+                direct.learn_backward(entry.on(q.get_device()), read)
+            return made
         except ArgumentError as error:
             rows = (d_out, q, k, v, out)
             d_out, q, k, v, out = _put_right(rows, [in_rows(each) for each in rows], error)

@@ -131,8 +131,8 @@ class Registered:
     `floats`, in the order in which operators take them: its captures by kind, and behind them `own_arrays` and
     `own_integers`, a call's arguments that are no captures, of which all integers may be left out;
     `takes_captures`, whether a call must give any; `says_less`, whether it may leave out where its keys are, too;
-    `cache`, what of the spec makes k and v a cache, which has no gradient, or None; `reads_batch`, whether sequences of
-    a batch differ.
+    `cache`, what of the spec makes k and v a cache, which has no gradient, or None; `is_direct`, whether q, k and v on
+    a GPU are all that a call takes; `reads_batch`, whether sequences of a batch differ.
     """
 
     def __init__(self, key: str, spec: AttentionSpec, compiled: Attention | None, **options: Any) -> None:
@@ -145,6 +145,7 @@ class Registered:
         self.floats = tuple(each for each in told if not each.ndim and each.kind == "float")
         self.takes_captures = bool(told or self.own_arrays)
         self.dtype, self.dropout = getattr(torch, spec.dtype), bool(spec.dropout)
+        self.is_direct = not (self.emulate or self.takes_captures or self.dropout)
         self.says_less = spec.is_ragged and not spec.page_size
         pages = f"page_size={spec.page_size}" if spec.page_size else None
         self.cache = pages or (f"kv_dtype={spec.kv_dtype!r}" if spec.kv_dtype else None)
@@ -197,10 +198,10 @@ def registered(
     deterministic: bool = False,
 ) -> Registered:
     """What `register` puts into the table."""
-    if isinstance(spec, Attention):
-        known: Any = spec
-    elif isinstance(spec, AttentionSpec):
-        known = (spec, target, is_emulated(emulate), bool(deterministic))
+    if isinstance(spec, AttentionSpec):
+        known: Any = (spec, target, is_emulated(emulate), bool(deterministic))
+    elif isinstance(spec, Attention):
+        known = spec
     else:
         raise ArgumentError(f"spec={spec!r}: give a flashgen.AttentionSpec, or what flashgen.compile made of one")
     found = _BY_SPEC.get(known)

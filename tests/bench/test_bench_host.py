@@ -182,7 +182,7 @@ def test_rows_of_torchs_operator() -> None:
     pytest.importorskip("torch", reason="the operator is torch's")
     rows = list(bench.operator_rows(groups=1, calls=1, chain=2, emulate=True, target="sm_90a"))
     assert [row.name for row in rows] == bench.operator_names()
-    assert [row.timed for row in rows] == ["forward"] * 6 + ["backward"] * 4
+    assert [row.timed for row in rows] == ["forward"] * 7 + ["backward"] * 5
     assert all(row.library == "torch" and row.target == "sm_90a" for row in rows)
     by_name = {(row.name, row.timed): row.parts for row in rows}
     for (name, _), parts in by_name.items():
@@ -196,3 +196,16 @@ def test_the_backward_of_the_operator_is_a_call_s_share(monkeypatch: pytest.Monk
     one, *rest = bench.operator_rows(["backward"], chain=3, emulate=True, target="sm_90a")
     assert (one.median, one.minimum) == (60.0, 30.0)
     assert all((row.median, row.minimum, row.parts["launch"]) == (20.0, 10.0, 4.0) for row in rest)
+
+
+def test_the_summary_tells_what_is_autograds() -> None:
+    def rows(timed: host.Timed, *medians: float) -> list[host.HostRow]:
+        names = ["attention(...)", "flashgen.torch.attention", "flashgen.torch.attention, with a graph"]
+        names += ["attention(...) in a function, with a graph", "an empty function, with a graph"]
+        given = zip(names, medians, strict=True)
+        return [host.HostRow(name, "sm_90a", "torch", timed, (1, 1, 64), us, us, {}) for name, us in given]
+
+    one, other = bench.operator_summary(rows("forward", 17, 20, 26.5, 28, 8) + rows("backward", 35, 0, 44, 40, 7.25))
+    assert "forward, with gradients" in one and "takes +9.5 us beside" in one and "and -1.5 beside" in one
+    assert "backward, with gradients" in other and "takes +9.0 us beside" in other and "function takes 7.2" in other
+    assert not bench.operator_summary(rows("forward", 17, 20, 26.5, 28, 8)[:3])

@@ -592,8 +592,18 @@ def test_bench_train_hands_its_choices_on_and_compares(tmp_path: Path, monkeypat
     result = invoke("bench", "train", *chosen, *output)
     assert asked == [["standard", "FA2", "cuDNN", "Flex", "flashgen"], ["compile"], [(4, 8192)], 2, False]
     assert "4 x 8192, compile: 1.250 times as fast as the best other, cuDNN" in result.stderr
-    assert "the losses of 2 steps are at most 1.00% apart" in result.stderr and "RuntimeError: none" in result.stdout
+    assert "losses of 2 steps" in result.stderr and "flashgen: 0.43%; 1.000%" in result.stderr
+    assert "RuntimeError: none" in result.stdout
     assert "such as 32x1024" in invoke("bench", "train", "--shapes", "32", expect=2).stderr
+
+
+def test_bench_train_adds_a_floor_to_standard_attention_s_losses() -> None:
+    """One training more where losses are compared, and none of what knows no windows at long lengths."""
+    planned = bench.trainings(["standard", "flashgen"], ["eager", "compile"], [(2, 8), (1, 16)], 5, long=False)
+    begin = [("standard", 5), ("standard in float32", 5), ("flashgen", 5), ("standard", 0), ("flashgen", 0)]
+    assert [(name, steps) for name, _, _, steps in planned] == [*begin, *[("standard", 0), ("flashgen", 0)] * 2]
+    long = bench.trainings(["standard", "Flex", "flashgen"], ["eager"], [(2, 8)], 0, long=True)
+    assert [(name, shape) for name, _, shape, _ in long] == [("Flex", (1, 65536)), ("flashgen", (1, 65536))]
 
 
 @pytest.mark.parametrize(("broken", "said"), [(None, "[torch]"), ("torch", "Error")])

@@ -277,6 +277,27 @@ MUTANTS = (
         ("tests/in_torch/context_parallel/test_emulated.py::test_two_ranks_give_what_one_does",),
     ),
     Mutant(
+        "rows of a halo beside a neighbour's from this rank's other end",
+        "flashgen/torch/context_parallel/halos.py",
+        "    first, end = max(block.k, 0), min(block.k + block.keys, own.shape[axis])\n    parts",
+        "    first, end = own.shape[axis] - block.keys - block.k, own.shape[axis]\n    parts",
+        ("tests/in_torch/context_parallel/test_emulated.py::test_rims_of_windows",),
+    ),
+    Mutant(
+        "gradients of a halo stay with who found them",
+        "flashgen/torch/context_parallel/halos.py",
+        "            of_keys.add(first, count, *made)",
+        "            pass",
+        ("tests/in_torch/context_parallel/test_emulated.py::test_rims_of_windows",),
+    ),
+    Mutant(
+        "calls of other strides taken for ones that are known",
+        "flashgen/torch/direct.py",
+        "known += tensor.shape, tensor.stride(), tensor.dtype, tensor.device",
+        "known += tensor.shape, tensor.dtype, tensor.device",
+        ("tests/in_torch/test_direct.py::test_only_calls_like_them",),
+    ),
+    Mutant(
         "a tuned backward whatever the group of heads",
         "flashgen/attention/backward_choice.py",
         "lists, grouped=True)",

@@ -49,10 +49,16 @@ def computed(plan: Plan, rank: int) -> Any:
     for step in plan.steps(rank):
         owned = np.arange(len_k) if plan.scheme == "all_gather" else rows_of(plan.keys, step.owner)
         for block in step.blocks:
-            own = step.owner == rank or plan.scheme == "all_gather"
-            assert own or any(first <= block.k and block.k + block.keys <= last for first, last in step.pieces), (
-                "it reads rows that it has not received"
-            )
+            if plan.halos:
+                there = [*rows_of(plan.keys, rank), *(owned[row] for piece in step.pieces for row in range(*piece))]
+                assert set(owned[0] + block.k + np.arange(block.keys)) <= set(there), "rows that it has not received"
+                owned = np.arange(len_k)
+                block = block._replace(k=block.shard_k)
+            else:
+                own = step.owner == rank or plan.scheme == "all_gather"
+                assert own or any(first <= block.k and block.k + block.keys <= last for first, last in step.pieces), (
+                    "it reads rows that it has not received"
+                )
             rows, keys = np.arange(block.rows), np.arange(block.keys)
             kept = np.ones((block.rows, block.keys), bool)
             if block.kind == PARTIAL:
@@ -106,10 +112,40 @@ def test_zigzag_balances_causal_masks_in_one_call_a_step() -> None:
 def test_what_nobody_reads_is_not_sent() -> None:
     window = plan_of(fg.AttentionSpec(128, mask=fg.sliding_window(1024)), 4, 65536, shards="plain")
     for rank in range(1, 4):
-        assert [step.pieces for step in window.steps(rank)][1:] == [((15360, 16384),), (), ()]
+        assert [step.pieces for step in window.steps(rank)] == [(), ((15360, 16384),)]
     assert [sum(window.sent(rank)) for rank in range(4)] == [1024 * 256 * 2] * 3 + [0]
+    assert [sum(window.sent(rank, backward=True)) for rank in range(4)] == [0] + [1024 * 256 * 2] * 3
     causal = plan_of(fg.AttentionSpec(128, mask=fg.causal()), 4, 65536, shards="plain")
     assert [len(step.blocks) for step in causal.steps(0)] == [1, 0, 0, 0]
+
+
+def test_a_window_s_rows_are_each_in_one_block() -> None:
+    """Those that see a neighbour's keys with these and their own rank's beside; all others need nobody."""
+    one_way = plan_of(fg.AttentionSpec(64, mask=fg.sliding_window(200)), 4, 8192, shards="plain")
+    assert one_way.halos
+    blocks = [[block[:4] for block in halo.blocks] for halo in one_way.halos]
+    assert blocks == [[(0, 2048, 0, 2048)], *[[(256, 1792, 0, 2048), (0, 256, -256, 512)]] * 3]
+    both = plan_of(fg.AttentionSpec(64, mask=fg.sliding_window(100, 200)), 2, 8192, shards="plain")
+    assert both.halos
+    assert [(halo.before, halo.behind, halo.first, halo.last) for halo in both.halos] == [
+        (0, 256, 0, 128),
+        (128, 0, 256, 0),
+    ]
+    assert [block[:4] for block in both.halos[0].blocks] == [(0, 3840, 0, 4096), (3840, 256, 3712, 640)]
+
+
+@pytest.mark.parametrize(
+    ("mask", "shards"),
+    [
+        (fg.causal(), "plain"),  # reads all ranks before
+        (fg.sliding_window(200), "zigzag"),  # whose chunks have neighbours on two ranks
+        (fg.sliding_window(1500), "plain"),  # most rows would wait
+        (fg.sliding_window(200) | fg.prefix_lm(64), "plain"),  # reads a rank that is far, too
+        (fg.trace_mask(lambda b, h, q, k: q // 2048 == k // 2048), "plain"),  # reads nobody
+    ],
+)
+def test_what_is_no_halo_goes_round(mask: fg.Mask, shards: str) -> None:
+    assert plan_of(fg.AttentionSpec(64, mask=mask), 4, 8192, shards=shards).halos is None
 
 
 def test_bytes_follow_from_rows_and_sizes() -> None:

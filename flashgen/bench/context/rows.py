@@ -9,8 +9,9 @@ from typing import Any
 
 from flashgen.bench.context.ranks import answers_of_ranks
 
-# flashgen's schemes; torch's context_parallel, also with repeated heads of k and v; a ring over FlashAttention-2.
-CONTENDERS = ("ring", "all_gather", "ulysses", "torch", "torch-repeated", "FA2-ring")
+# flashgen's schemes, the first also in a CUDA graph; torch's context_parallel, also with repeated heads of k and v; a
+# ring over FlashAttention-2.
+CONTENDERS = ("ring", "ring-captured", "all_gather", "ulysses", "torch", "torch-repeated", "FA2-ring")
 
 
 @dataclass(frozen=True)

@@ -38,6 +38,22 @@ def all_to_all(parts: Tensor, group: Any, to: list[int] | None = None, of: list[
     return received
 
 
+def begin_all_to_all(parts: Tensor, to: list[int], of: list[int], group: Any) -> tuple[Tensor, Any]:
+    """(what is received, one behind the other; what to wait for) of as many elements to and of each rank as these say.
+
+    What the current stream is given from here on runs meanwhile, until it waits.
+    """
+    received = parts.new_empty(sum(of))
+    with naming_the_rank(group):
+        return received, dist.all_to_all_single(received, parts, of, to, group=group, async_op=True)
+
+
+def wait(work: Any, group: Any) -> None:
+    """What the current stream is given from here on comes after a message."""
+    with naming_the_rank(group):
+        work.wait()
+
+
 def moved(rows: Tensor, there: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor]) -> Tensor:
     """`there(rows)`, an order of rows over the ranks in which each stands once; its gradient goes `back`."""
     made: Tensor = _Moved.apply(rows, there, back)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping
-from functools import partial
 from typing import Any
 
 import torch
@@ -28,8 +28,8 @@ from flashgen.torch.functional import is_deterministic
 from flashgen.torch.table import is_emulated, outside_of_graphs, registered
 from flashgen.torch.tensors import Tensor, bound_tensor, check_call
 
-_PLANS: Remembered[Any, Plan] = Remembered(256)
 _SEEDS = 2**62
+_MOST_CALLS, _MOST_PLANS = 256, 64  # remembered of a group, and by captured numbers of calls of a kind
 
 
 @outside_of_graphs("context parallelism sends messages between ranks")
@@ -89,62 +89,95 @@ def attention(
         q, k, v = autocast.cast(entry, q, k, v)
     if "num_splits" in captures:
         raise ArgumentError(f"num_splits={captures['num_splits']!r}: no rank splits keys by it; leave it out")
-    bound = {name: bound_tensor(array, q.device) for name, array in spec.bound.items()}
-    arrays, integers, floats = all_captures(entry, captures, bound)
-    check_call(entry, q, k, v, arrays, seed if isinstance(seed, torch.Tensor) else None)
-    named = named_captures(entry, arrays, integers, floats)
-    if reduce_captures:
-        named |= {each.name: replicated(named[each.name], ranks.groups) for each in entry.learned}
-    how = _How(spec, ranks, scheme, shards, q, k, emulate, is_deterministic(deterministic))
-    out, *lse = how.run(q, k, v, named, _common_seed(spec, seed, ranks, q.device), return_lse)
+    named: dict[str, Any] = {}
+    if captures or spec.captures or isinstance(seed, torch.Tensor):
+        bound = {name: bound_tensor(array, q.device) for name, array in spec.bound.items()}
+        arrays, integers, floats = all_captures(entry, captures, bound)
+        check_call(entry, q, k, v, arrays, seed if isinstance(seed, torch.Tensor) else None)
+        named = named_captures(entry, arrays, integers, floats)
+        if reduce_captures:
+            named |= {each.name: replicated(named[each.name], ranks.groups) for each in entry.learned}
+    how = _how(_Kind(entry.spec, scheme, shards, emulate, is_deterministic(deterministic)), ranks, q, k, v)
+    out, *lse = how.run(ranks, shards, q, k, v, named, _common_seed(spec, seed, ranks, q.device), return_lse)
     return (put_together(out), *lse) if return_lse else put_together(out)
 
 
-class _How:
-    """A call but for its tensors: layouts, plan, and the way there and back."""
+class _Kind:
+    """What a caller says of a call beside its tensors."""
 
     def __init__(
+        self, spec: AttentionSpec, scheme: str, shards: str | Tensor, emulate: bool, deterministic: bool
+    ) -> None:
+        self.spec, self.scheme, self.emulate, self.deterministic = spec, scheme, emulate, deterministic
+        self.shards = None if isinstance(shards, torch.Tensor) else shards
+
+    @property
+    def known(self) -> tuple[Any, ...]:
+        return self.spec, self.scheme, self.shards, self.emulate, self.deterministic
+
+
+_CALLS: weakref.WeakKeyDictionary[Any, Remembered[Any, _How]] = weakref.WeakKeyDictionary()
+
+
+def _how(kind: _Kind, ranks: Ranks, q: Tensor, k: Tensor, v: Tensor) -> _How:
+    """How calls of a kind and of such tensors go: checked, agreed on by all ranks, and remembered by the group."""
+    group = ranks.groups[0]
+    calls = _CALLS.get(group)
+    if calls is None:
+        calls = _CALLS.setdefault(group, Remembered(_MOST_CALLS))
+    like = (q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device)
+    known = (*kind.known, ranks.size, ranks.heads_size, *like)
+    return calls.get(known) or calls.get_or_make(known, lambda: _How(kind, ranks, q, k, v))
+
+
+class _How:
+    """A call but for its tensors and its group: layouts, plan, and the way there and back."""
+
+    def __init__(self, kind: _Kind, ranks: Ranks, q: Tensor, k: Tensor, v: Tensor) -> None:
+        self.spec, self.scheme = kind.spec, kind.scheme
+        self.emulate, self.deterministic = kind.emulate, kind.deterministic
+        if not self.spec.captures:  # others are checked with what is captured, in each call
+            check_call(registered(self.spec, emulate=self.emulate), q, k, v, [], None)
+        self.axis, self.of_heads = (2, 1) if self.spec.layout == "bhsd" else (1, 2)
+        self.lengths = [tensor.shape[self.axis] * ranks.size for tensor in (q, k)]
+        self.sizes = Sizes(q.shape[0], q.shape[self.of_heads], k.shape[self.of_heads])
+        self.shards = kind.shards or _best(self.lengths, ranks.size)
+        self.layouts = [Layout(ranks.size, length, self.shards) for length in self.lengths]
+        self._captured = captured_names(self.spec)
+        self._read = sorted({each.name for each in self.spec.mask.captures if not each.ndim})
+        self._plans: Remembered[Any, Plan] = Remembered(_MOST_PLANS)
+        what = f"{kind.scheme} {self.shards} {'' if kind.shards else 'by positions '}of {self.sizes}"
+        agree(ranks.groups, f"{what} {self.lengths} {kind.deterministic} {self.spec.to_json()}", q.device)
+
+    def run(
         self,
-        spec: AttentionSpec,
         ranks: Ranks,
-        scheme: str,
         shards: str | Tensor,
         q: Tensor,
         k: Tensor,
-        emulate: bool,
-        deterministic: bool,
-    ) -> None:
-        self.spec, self.ranks, self.scheme = spec, ranks, scheme
-        self.emulate, self.deterministic = emulate, deterministic
-        self.axis, self.of_heads = (2, 1) if spec.layout == "bhsd" else (1, 2)
-        self.lengths = [tensor.shape[self.axis] * ranks.size for tensor in (q, k)]
-        self.sizes = Sizes(q.shape[0], q.shape[self.of_heads], k.shape[self.of_heads])
-        self.positions = shards if isinstance(shards, torch.Tensor) else None
-        self.shards = shards if isinstance(shards, str) else _best(self.lengths, ranks.size)
-        self.layouts = [Layout(ranks.size, length, self.shards) for length in self.lengths]
-        what = f"{scheme} {self.shards} {'by positions ' if self.positions is not None else ''}of {self.sizes}"
-        agree(ranks.groups, f"{what} {self.lengths} {deterministic} {spec.to_json()}", q.device)
-
-    def run(
-        self, q: Tensor, k: Tensor, v: Tensor, named: dict[str, Any], seed: Tensor | None, with_lse: bool
+        v: Tensor,
+        named: dict[str, Any],
+        seed: Tensor | None,
+        with_lse: bool,
     ) -> list[Tensor]:
         """The output, and with_lse the LSE, of this rank's rows, in their order."""
-        way = self._way()
+        way = self._way(ranks, shards) if isinstance(shards, torch.Tensor) else None
         if way is not None:
             q, k, v = (rerouted(tensor, way, self.axis) for tensor in (q, k, v))
-        exchange, heads = self._exchange(), self.ranks.heads_size
-        plan = self._plan(named)  # which refuses heads that cannot be exchanged
+        heads = ranks.heads_size
+        plan = self._plan(ranks, named)  # which refuses heads that cannot be exchanged
         if heads > 1:
+            exchange = self._exchange(ranks)
             q, k, v = (
                 to_heads(tensor, exchange, layout)
                 for tensor, layout in zip((q, k, v), (self.layouts[0], *self.layouts[1:] * 2), strict=True)
             )
-        names = tuple(name for name in captured_names(self.spec) if isinstance(named[name], torch.Tensor))
-        first_head = self.ranks.heads_rank * plan.sizes.heads_q
-        numbers = {name: named[name] for name in captured_names(self.spec) if name not in names}
+        names = tuple(name for name in self._captured if isinstance(named[name], torch.Tensor))
+        first_head = ranks.heads_rank * plan.sizes.heads_q
+        numbers = {name: named[name] for name in self._captured if name not in names}
         call = Call(
-            *(plan, self.ranks.ring_rank, self.ranks.ring, numbers, names, seed, first_head),
-            *(self.emulate, self.deterministic),
+            *(plan, ranks.ring_rank, ranks.ring, numbers, names, seed, first_head),
+            *(self.emulate, self.deterministic, with_lse or self.spec.sink is not None),
         )
         out, lse = Inner.apply(call, q, k, v, *(named[name] for name in names))
         if self.spec.sink:
@@ -157,36 +190,33 @@ class _How:
             made = [(returned(each, way, 2 if layout == "bhsd" else 1), layout) for each, layout in made]
         return [made[0][0], *(each[..., 0] for each, _ in made[1:])]
 
-    def _way(self) -> Any:
-        if self.positions is None:
-            return None
+    def _way(self, ranks: Ranks, positions: Tensor) -> Any:
         if self.lengths[0] != self.lengths[1]:
             raise ArgumentError(f"shards: positions are for as many keys as queries, not for {self.lengths}")
-        if self.ranks.whole is None:
+        if ranks.whole is None:
             raise ArgumentError("shards: positions take a device mesh of all ranks of the default group as `group`")
-        return route(self.positions, self.layouts[0], self.ranks.rank, self.ranks.whole)
+        return route(positions, self.layouts[0], ranks.rank, ranks.whole)
 
-    def _exchange(self) -> Exchange:
-        first = self.ranks.ring_rank * self.ranks.heads_size
-        return Exchange(self.ranks.heads, self.ranks.heads_size, first, self.spec.layout)
+    def _exchange(self, ranks: Ranks) -> Exchange:
+        return Exchange(ranks.heads, ranks.heads_size, ranks.ring_rank * ranks.heads_size, self.spec.layout)
 
-    def _plan(self, named: Mapping[str, Any]) -> Plan:
-        read = {each.name for each in self.spec.mask.captures if not each.ndim}
-        numbers = {name: named[name] for name in sorted(read)}
-        known = (self.spec, self.ranks.size, self.ranks.heads_size, *self.lengths, self.scheme, self.shards, self.sizes)
-        make = partial(
-            plan_of,
-            replace_fields(self.spec),
-            self.ranks.size,
-            self.lengths[0],
-            self.lengths[1],
-            scheme=self.scheme,
-            shards=self.shards,
-            heads=self.ranks.heads_size,
-            sizes=self.sizes,
-            captures=numbers,
+    def _plan(self, ranks: Ranks, named: Mapping[str, Any]) -> Plan:
+        numbers = {name: named[name] for name in self._read}
+        known = tuple(numbers.values())
+        return self._plans.get(known) or self._plans.get_or_make(
+            known,
+            lambda: plan_of(
+                replace_fields(self.spec),
+                ranks.size,
+                self.lengths[0],
+                self.lengths[1],
+                scheme=self.scheme,
+                shards=self.shards,
+                heads=ranks.heads_size,
+                sizes=self.sizes,
+                captures=numbers,
+            ),
         )
-        return _PLANS.get_or_make((*known, tuple(numbers.items())), make)
 
 
 def _best(lengths: list[int], ranks: int) -> str:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 
 from flashgen.ranks import Plan
-from flashgen.torch.context_parallel import gathering, ring
+from flashgen.torch.context_parallel import gathering, halos, ring
 from flashgen.torch.context_parallel.programs import Programs
 from flashgen.torch.operators import no_second_derivative
 from flashgen.torch.tensors import Tensor
@@ -27,6 +27,7 @@ class Call(NamedTuple):
     head: int
     emulate: bool
     deterministic: bool
+    with_lse: bool
 
     def programs(self, arrays: tuple[Tensor, ...]) -> Programs:
         """The kernels of the call, with the captured tensors that autograd gave."""
@@ -35,24 +36,33 @@ class Call(NamedTuple):
 
 
 class Inner(torch.autograd.Function):
-    """(output, LSE) of a rank's rows. `arrays` are captured tensors, in the order of the call's names."""
+    """(output, LSE or None) of a rank's rows. `arrays` are captured tensors, in the order of the call's names."""
 
     @staticmethod
     def forward(ctx: Any, call: Call, q: Tensor, k: Tensor, v: Tensor, *arrays: Tensor) -> Any:
         ctx.set_materialize_grads(False)
-        out, lse = _ENGINES[call.plan.scheme].forward(call.plan, call.rank, call.group, call.programs(arrays), q, k, v)
+        how = (call.plan, call.rank, call.group, call.programs(arrays), q, k, v)
+        if call.plan.halos:
+            out, lse, kept = halos.forward(*how, call.with_lse)
+        else:
+            out, lse = _ENGINES[call.plan.scheme].forward(*how)
+            kept = [lse]
         ctx.call = call
-        ctx.save_for_backward(q, k, v, out, lse, *arrays)
+        ctx.save_for_backward(q, k, v, out, *arrays, *kept)
         return out, lse
 
     @staticmethod
     def backward(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None) -> Any:
         if torch.is_grad_enabled():
             no_second_derivative(ctx)
-        call, (q, k, v, out, lse, *arrays) = ctx.call, ctx.saved_tensors
+        call, (q, k, v, out, *rest) = ctx.call, ctx.saved_tensors
+        arrays, kept = rest[: len(call.names)], rest[len(call.names) :]
         d_out = torch.zeros_like(out) if d_out is None else d_out.to(out.dtype)
-        how = (call.plan, call.rank, call.group, call.programs(tuple(arrays)))
-        rows, captured = _ENGINES[call.plan.scheme].backward(*how, d_out, d_lse, q, k, v, out, lse)
+        how = (call.plan, call.rank, call.group, call.programs(tuple(arrays)), d_out, d_lse, q, k, v, out)
+        if call.plan.halos:
+            rows, captured = halos.backward(*how, kept)
+        else:
+            rows, captured = _ENGINES[call.plan.scheme].backward(*how, kept[0])
         return (
             None,
             *rows,

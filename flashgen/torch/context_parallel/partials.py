@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from flashgen.ranks import Block
-from flashgen.ranks.plan import joined_ranges
+from flashgen.ranks.blocks import joined_ranges
 from flashgen.torch.context_parallel.programs import Programs, rows_of
 from flashgen.torch.tensors import Tensor
 
@@ -136,6 +136,11 @@ class Sums:
     def _add_rims(self, made: Sequence[Tensor]) -> None:
         for first, end in joined_ranges(rim for rim, _ in self._rims):
             rows = [rows_of(each, self._layout, first, end - first) for each in made]
+            alone = [gradients for rim, gradients in self._rims if rim == (first, end)]
+            if len(alone) == sum(first <= begin < end for (begin, _), _ in self._rims) == 1:
+                for each, gradient in zip(rows, alone[0], strict=True):
+                    each.add_(gradient)  # in float32, and rounded once
+                continue
             sums = [each.float() for each in rows]
             for (begin, last), gradients in self._rims:
                 if first <= begin < end:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -11,15 +11,30 @@ from flashgen.analysis.intervals.evaluation import PARTIAL
 from flashgen.attention.merging import merge_states
 from flashgen.language.shards import PLACES
 from flashgen.language.spec import AttentionSpec
+from flashgen.launch.engines import Numbers
 from flashgen.ranks import Block, Plan
+from flashgen.runtime.remembered import Remembered
+from flashgen.torch import direct
 from flashgen.torch.operators import seed_of
 from flashgen.torch.table import Registered, registered
 from flashgen.torch.tensors import Tensor, in_rows, to_array, to_tensor
 
 
 def rows_of(tensor: Tensor, layout: str, first: int, count: int) -> Tensor:
-    """Rows of q, k, v or an output along its length."""
-    return tensor.narrow(2 if layout == "bhsd" else 1, first, count)
+    """Rows of q, k, v or an output along its length: itself, if these are all."""
+    axis = 2 if layout == "bhsd" else 1
+    return tensor if count == tensor.shape[axis] else tensor.narrow(axis, first, count)
+
+
+class _Given(NamedTuple):
+    """What computes a block, what it is given by name, and that as `direct` takes it where it is numbers alone."""
+
+    entry: Registered
+    named: dict[str, Any]
+    numbers: Numbers | None
+
+
+_GIVEN: Remembered[Any, _Given] = Remembered(1024)
 
 
 class Programs:
@@ -37,23 +52,27 @@ class Programs:
         emulate: bool,
         deterministic: bool,
     ) -> None:
-        self.plan, self.emulate, self._captures, self._head = plan, emulate, captures, head
-        self._masked = registered(plan.masked, emulate=emulate, deterministic=deterministic)
-        self._unmasked = registered(plan.unmasked, emulate=emulate, deterministic=deterministic)
-        self._seed = {} if seed is None else {"seed": seed_of(self._masked, seed)}
+        self.plan, self.emulate, self._head, self._deterministic = plan, emulate, head, deterministic
+        self._seed = {} if seed is None else {"seed": seed_of(self._entry(plan.masked), seed)}
         self._there = {name: self._brought(value) for name, value in captures.items()}
 
     def forward(self, block: Block, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> Tensor:
         """Writes the output of a block to `out`, and gives its LSE. q, k, v: the rows of the block."""
-        entry, named = self._of(block)
-        q, k, v = (self._brought(in_rows(tensor)) for tensor in (q, k, v))
+        given = self._given(block)
         if self.emulate:
-            made, lse = entry.on(None)(q, k, v, return_lse=True, **named)
+            arrays = [to_array(in_rows(tensor)) for tensor in (q, k, v)]
+            made, lse = given.entry.on(None)(*arrays, return_lse=True, **given.named)
             out.copy_(to_tensor(made))
             return to_tensor(lse)
-        lse = torch.empty(_lse_shape(self.plan.spec, q), dtype=torch.float32, device=q.device)
-        entry.on(q.get_device())(q, k, v, return_lse=True, out=(out, lse), **named)
-        return lse
+        attention = given.entry.on(q.get_device())
+        into = (out, torch.empty(_lse_shape(self.plan.spec, q), dtype=torch.float32, device=q.device))
+        if given.numbers is not None and direct.forward(attention, q, k, v, True, into, given.numbers):
+            return into[1]
+        q, k, v = in_rows(q), in_rows(k), in_rows(v)
+        attention(q, k, v, return_lse=True, out=into, **given.named)
+        if given.numbers is not None:
+            direct.learn_forward(attention, q, k, v, into, given.numbers)
+        return into[1]
 
     def backward(
         self,
@@ -65,16 +84,38 @@ class Programs:
         v: Tensor,
         out: Tensor,
         lse: Tensor,
+        dq: Tensor | None = None,
     ) -> tuple[Sequence[Tensor], dict[str, Tensor]]:
-        """The gradients of q, k and v of a block, and those of captures by name. out, lse: of all keys."""
-        entry, named = self._of(block)
-        if d_lse is not None:
-            named["d_lse"] = self._brought(d_lse.contiguous())
+        """The gradients of q, k and v of a block, and those of captures by name. out, lse: of all keys.
+
+        dq: where that of q is written; None makes it anew.
+        """
+        given = self._given(block)
+        lse, d_lse = lse.contiguous(), None if d_lse is None else d_lse.contiguous()
+        if not self.emulate and given.numbers is not None:
+            return self._plain_backward(given, (d_out, d_lse, q, k, v, out, lse), dq), {}
+        named = given.named if d_lse is None else given.named | {"d_lse": self._brought(d_lse)}
         d_out, q, k, v, out = (self._brought(in_rows(tensor)) for tensor in (d_out, q, k, v, out))
-        attention = entry.on(None if self.emulate else q.get_device())
-        made = attention.backward(d_out, q, k, v, out, self._brought(lse.contiguous()), **named)
+        attention = given.entry.on(None if self.emulate else q.get_device())
+        made = attention.backward(d_out, q, k, v, out, self._brought(lse), **named)
         tensors = [to_tensor(each) for each in made] if self.emulate else list(made)
-        return tensors[:3], dict(zip([each.name for each in entry.learned], tensors[3:], strict=True))
+        if dq is not None:
+            tensors[0] = dq.copy_(tensors[0])
+        return tensors[:3], dict(zip([each.name for each in given.entry.learned], tensors[3:], strict=True))
+
+    def _plain_backward(self, given: _Given, read: direct.Read, dq: Tensor | None) -> Sequence[Tensor]:
+        """On a GPU, where nothing is captured but numbers."""
+        attention, into = given.entry.on(read[2].get_device()), None
+        if dq is not None:
+            into = (dq, torch.empty_like(read[3]), torch.empty_like(read[4]))
+        made = direct.backward(attention, read, into, given.numbers or direct.NO_NUMBERS)
+        if made is None:
+            d_out, d_lse, q, k, v, out, lse = read
+            d_out, q, k, v, out = in_rows(d_out), in_rows(q), in_rows(k), in_rows(v), in_rows(out)
+            read, named = (d_out, d_lse, q, k, v, out, lse), given.named | {"d_lse": d_lse}
+            made = attention.backward(d_out, q, k, v, out, lse, into=into, **named)
+            direct.learn_backward(attention, read, into, given.numbers or direct.NO_NUMBERS)
+        return made
 
     def merged(self, outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         """The output and the LSE over the keys of all parts."""
@@ -84,9 +125,15 @@ class Programs:
         arrays = [[to_array(tensor) for tensor in tensors] for tensors in (outs, lses)]
         return tuple(map(to_tensor, merge_states(*arrays, layout=layout, emulate=True)))  # type: ignore[return-value]
 
-    def _of(self, block: Block) -> tuple[Registered, dict[str, Any]]:
-        """What computes a block, and what it is given beside tensors."""
-        entry = self._masked if block.kind == PARTIAL else self._unmasked
+    def _given(self, block: Block) -> _Given:
+        """What computes a block, and what it is given beside tensors: remembered, if it is the same in each call."""
+        if self._there or self._seed:
+            return self._made(block)
+        known = (self.plan, block, self._head, self.emulate, self._deterministic)
+        return _GIVEN.get(known) or _GIVEN.get_or_make(known, lambda: self._made(block))
+
+    def _made(self, block: Block) -> _Given:
+        entry = self._entry(self.plan.masked if block.kind == PARTIAL else self.plan.unmasked)
         plan = self.plan
         places = {
             "shard_b": 0,
@@ -97,8 +144,13 @@ class Programs:
             "whole_k": plan.keys.length,
         }
         given = self._there | (places if entry.spec.sharded else {})
-        names = [each.name for each in entry.spec.captures]
-        return entry, {name: given[name] for name in names} | self._seed
+        named = {each.name: given[each.name] for each in entry.spec.captures}
+        if self.emulate or self._seed or any(each.ndim for each in entry.spec.captures):
+            return _Given(entry, named | self._seed, None)
+        return _Given(entry, named, direct.numbers_of(entry.on(torch.cuda.current_device()), named))
+
+    def _entry(self, spec: AttentionSpec) -> Registered:
+        return registered(spec, emulate=self.emulate, deterministic=self._deterministic)
 
     def _brought(self, value: Any) -> Any:
         return to_array(value) if self.emulate and isinstance(value, torch.Tensor) else value

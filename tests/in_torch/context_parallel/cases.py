@@ -49,11 +49,19 @@ def spec_of(name: str, dim: int, dtype: str) -> fg.AttentionSpec:
         "all_of_it": {"mask": fg.causal(), "score": fg.softcap(20)(fg.alibi("weights")), "dropout": 0.1},
         "bshd": {"mask": fg.causal(), "layout": "bshd"},
         "wide_values": {"mask": fg.causal(), "value_dim": dim + 16},
+        "near": {
+            "mask": fg.sliding_window(30, 20),
+            "layout": "bshd",
+            "value_dim": dim + 16,
+            "score": lambda s, b, h, q, k: s + slopes[h] * (q - k) / 64.0 + bias[k % 8],
+            "sink": fg.Tensor("sinks", "float32", 1, grad=True),
+        },
+        "parts": {"mask": fg.trace_mask(lambda b, h, q, k: (abs(q - k) < 90) & (q % 1024 < 600))},
     }.get(name) or {"mask": MASKED[name]}
     return fg.AttentionSpec(dim, dtype, **more)
 
 
-SPECS = [*MASKED, "alibi", "learned", "sinks", "dropped", "all_of_it", "bshd", "wide_values"]
+SPECS = [*MASKED, "near", "parts", "alibi", "learned", "sinks", "dropped", "all_of_it", "bshd", "wide_values"]
 
 
 def device() -> torch.device:
@@ -70,7 +78,7 @@ class Problem:
     def __init__(self, name: str, cross: bool = False, scale: int = 1, batch: int = 2) -> None:
         generator = torch.Generator().manual_seed(5)
         dim, heads, heads_kv = (64, 8, 4) if on_gpu() else (32, 4, 4 if dist.get_world_size() == 4 else 2)
-        self.length = 512 * scale if on_gpu() else 256
+        self.length = (512 if on_gpu() else 256) * scale
         self.spec = spec_of(name, dim, "bfloat16")
         length_k = self.length * 2 if cross else self.length
 
@@ -193,10 +201,12 @@ def acceptance(spec: str, scheme: str, shards: str = "zigzag", cross: bool = Fal
     return judge(problem, got) if dist.get_rank() == 0 else []
 
 
-def rims(spec: str, shards: str) -> list[str]:
+def rims(spec: str, shards: str, scheme: str = "ring") -> list[str]:
     """Windows of chunks that are much longer: neighbours' keys meet a few rows alone."""
-    problem = Problem(spec, scale=8, batch=1)
-    got = results(problem, "ring", shards)
+    problem = Problem(spec, scale=8 if on_gpu() else 4, batch=1)
+    ring = dist.get_world_size() // (2 if scheme == "ulysses_ring" else 1)
+    assert (plan_of(problem.spec, ring, problem.length, shards=shards).halos is None) == (shards == "zigzag")
+    got = results(problem, scheme, shards)
     return judge(problem, got) if dist.get_rank() == 0 else []
 
 
@@ -219,6 +229,36 @@ def again_and_again() -> bool:
         if not all(torch.equal(one, other) for one, other in zip(made, first, strict=True)):
             return False
     return True
+
+
+def captured(spec: str, shards: str) -> bool:
+    """Whether a captured call, forward and backward, gives what a call does, for each of the tensors written there."""
+    problem = Problem(spec, scale=8, batch=1)
+    q, k, v = (shard(x, 2, shards=shards).requires_grad_() for x in problem.qkv)
+    d_out = shard(problem.d_out, 2, shards=shards)
+
+    def run() -> list[Any]:
+        out = attention(problem.spec, q, k, v, shards=shards, deterministic=True)
+        return [out.detach(), *torch.autograd.grad(out, (q, k, v), d_out)]
+
+    beside, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    beside.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(beside):
+        for _ in range(3):
+            run()
+    torch.cuda.current_stream().wait_stream(beside)
+    dist.barrier()
+    with torch.cuda.graph(graph):
+        made = run()
+    same = True
+    for _ in range(3):
+        with torch.no_grad():
+            for tensor in (q, k, v, d_out):
+                tensor.normal_()
+        graph.replay()
+        got = [tensor.clone() for tensor in made]
+        same = same and all(torch.equal(one, other) for one, other in zip(got, run(), strict=True))
+    return same
 
 
 def one_rank_fails(how: str, rank: int) -> str:
@@ -291,6 +331,11 @@ def counted() -> Iterator[dict[str, int]]:
         sent["bytes"] += sum(each.tensor.nbytes for each in operations if each.op is dist.isend)
         return saved["batch_isend_irecv"](operations)
 
+    def to_each(output: Any, given: Any, of: Any = None, to: Any = None, **named: Any) -> Any:
+        own = given.nbytes // ranks if to is None else to[dist.get_rank()] * given[:1].nbytes
+        sent["bytes"] += given.nbytes - own
+        return saved["all_to_all_single"](output, given, of, to, **named)
+
     def counting(name: str, of: Any) -> Any:
         def call(output: Any, given: Any, *more: Any, **named: Any) -> Any:
             if given.numel() > 1:  # no question whether calls agree
@@ -302,7 +347,7 @@ def counted() -> Iterator[dict[str, int]]:
     dist.batch_isend_irecv = messages
     dist.all_gather_into_tensor = counting("all_gather_into_tensor", lambda size: size * (ranks - 1))
     dist.reduce_scatter_tensor = counting("reduce_scatter_tensor", lambda size: size * (ranks - 1) // ranks)
-    dist.all_to_all_single = counting("all_to_all_single", lambda size: size * (ranks - 1) // ranks)
+    dist.all_to_all_single = to_each
     try:
         yield sent
     finally:
@@ -310,9 +355,9 @@ def counted() -> Iterator[dict[str, int]]:
             setattr(dist, name, function)
 
 
-def bytes_are_those_of_the_plan(spec: str, scheme: str, shards: str) -> list[int]:
+def bytes_are_those_of_the_plan(spec: str, scheme: str, shards: str, scale: int = 1) -> list[int]:
     """[counted, planned] of the forward, and of the backward."""
-    problem = Problem(spec)
+    problem = Problem(spec, scale=scale)
     ranks, rank = dist.get_world_size(), dist.get_rank()
     sizes = Sizes(2, problem.qkv[0].shape[1], problem.qkv[1].shape[1])
     plan = plan_of(problem.spec, ranks, problem.length, scheme=scheme, shards=shards, sizes=sizes)

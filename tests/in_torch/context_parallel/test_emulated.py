@@ -51,7 +51,10 @@ def test_more_keys_than_queries(two: Any, scheme: str) -> None:
     assert two.run("acceptance", spec="causal", scheme=scheme, cross=True)[0] == []
 
 
-@pytest.mark.parametrize(("spec", "shards"), [("window", "plain"), ("both_sides", "zigzag"), ("dropped", "plain")])
+RIMS = [(spec, "plain") for spec in ("window", "both_sides", "dropped", "near", "parts")]
+
+
+@pytest.mark.parametrize(("spec", "shards"), [*RIMS, ("both_sides", "zigzag")])
 def test_rims_of_windows(two: Any, spec: str, shards: str) -> None:
     assert two.run("rims", spec=spec, shards=shards)[0] == []
 
@@ -126,3 +129,9 @@ def test_bytes_are_those_of_the_plan(two: Any, spec: str, scheme: str, shards: s
         "bytes_are_those_of_the_plan", spec=spec, scheme=scheme, shards=shards
     ):
         assert (forward, backward) == (planned, planned_backward)
+
+
+def test_bytes_of_halos(two: Any) -> None:
+    counts = two.run("bytes_are_those_of_the_plan", spec="both_sides", scheme="ring", shards="plain", scale=4)
+    for forward, planned, backward, planned_backward in counts:
+        assert forward == planned > 0 and backward == planned_backward > 0

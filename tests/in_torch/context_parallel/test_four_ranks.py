@@ -42,6 +42,16 @@ def test_variants_in_a_ring(four: Any, spec: str, shards: str) -> None:
     assert four.run("acceptance", spec=spec, scheme="ring", shards=shards)[0] == []
 
 
+@pytest.mark.parametrize("spec", ["window", "dropped"])
+def test_halos_between_neighbours(four: Any, spec: str) -> None:
+    assert four.run("rims", spec=spec, shards="plain")[0] == []
+
+
+def test_halos_of_heads_that_are_exchanged(four: Any) -> None:
+    """A ring of two halves, each with a halo, across two ranks that exchange heads."""
+    assert four.run("rims", spec="both_sides", shards="plain", scheme="ulysses_ring")[0] == []
+
+
 def test_the_ring_that_is_measured_beside(four: Any) -> None:
     assert four.run("ring_over_flash") == [[]] * 4
 

@@ -68,7 +68,10 @@ def test_longer_sequences(ranks: Any) -> None:
     assert ranks.run("acceptance", spec="causal", scheme="ring", scale=4)[0] == []
 
 
-@pytest.mark.parametrize(("spec", "shards"), [("window", "plain"), ("both_sides", "zigzag"), ("dropped", "plain")])
+RIMS = [(spec, "plain") for spec in ("window", "both_sides", "dropped", "near", "parts")]
+
+
+@pytest.mark.parametrize(("spec", "shards"), [*RIMS, ("both_sides", "zigzag")])
 def test_rims_of_windows(ranks: Any, spec: str, shards: str) -> None:
     assert ranks.run("rims", spec=spec, shards=shards)[0] == []
 
@@ -120,6 +123,11 @@ def test_a_rank_that_dies_is_named(tmp_path: Path) -> None:
 
 def test_many_calls_in_a_row_are_the_first(ranks: Any) -> None:
     assert all(ranks.run("again_and_again"))
+
+
+@pytest.mark.parametrize(("spec", "shards"), [("causal", "zigzag"), ("window", "plain")])
+def test_calls_are_captured_into_graphs(ranks: Any, spec: str, shards: str) -> None:
+    assert all(ranks.run("captured", spec=spec, shards=shards))
 
 
 @pytest.mark.parametrize("scheme", ["ring", "all_gather", "ulysses"])

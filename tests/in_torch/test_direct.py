@@ -1,0 +1,213 @@
+"""Calls that launch again what calls like them have worked out: the same launches, and for calls like them alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from itertools import count
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import flashgen as fg
+from flashgen.errors import ArgumentError
+from flashgen.language.spec import AttentionSpec
+from flashgen.launch import engines
+from flashgen.runtime import arrays, gpu, tensor_maps
+from flashgen.torch import direct
+
+SHAPE = (2, 4, 96, 64)
+_SCALES = count(1001)
+Launched = list[tuple[Any, ...]]
+
+
+class _Memory:
+    """Memory for results: a call's are where those of the call before were, so that launches can be compared."""
+
+    def __init__(self) -> None:
+        self._kept: dict[Any, torch.Tensor] = {}
+        self._calls: dict[Any, int] = {}
+
+    def again(self) -> None:
+        self._calls.clear()
+
+    def maker(self, *what: Any) -> Callable[[], torch.Tensor]:
+        def make() -> torch.Tensor:
+            number = self._calls[what] = self._calls.get(what, 0) + 1
+            shape, dtype, _, strides = (*what, None)[:4]
+            strides = strides or arrays.contiguous_strides(shape)
+            made = torch.empty_strided(shape, strides, dtype=getattr(torch, dtype))
+            return self._kept.setdefault((what, number), made)
+
+        return make
+
+
+@pytest.fixture
+def memory() -> _Memory:
+    return _Memory()
+
+
+@pytest.fixture
+def launched(memory: _Memory, monkeypatch: pytest.MonkeyPatch) -> Iterator[Launched]:
+    """What a GPU would be given of CPU tensors: (grid, struct, stream) of each launch."""
+    seen: Launched = []
+
+    def look(tensor: torch.Tensor, _argument: str) -> arrays.View:
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        return arrays.View(tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), dtype, None, tensor)
+
+    def launch(_kernel: Any, grid: Any, parameters: Any, stream: int, device: int) -> None:
+        seen.append((grid, bytes(parameters.struct), stream, device))
+
+    library = replace(arrays.TORCH, view=look, maker=memory.maker, stream=lambda _: 7)
+    runtime = SimpleNamespace(getDevice=lambda: 0, streamIsCapturing=lambda _: False)
+    monkeypatch.setattr(gpu, "cupy", lambda: SimpleNamespace(cuda=SimpleNamespace(runtime=runtime)))
+    monkeypatch.setattr(gpu, "multiprocessors", lambda _: 132)
+    monkeypatch.setattr(gpu, "card", lambda _: gpu.Card("none", 132))
+    monkeypatch.setattr(engines, "build", lambda *_: SimpleNamespace(cubin=b""))
+    monkeypatch.setattr(engines.GpuRunner, "_loaded", SimpleNamespace(launch=lambda *given: launch(None, *given)))
+    monkeypatch.setattr(engines.Gpu, "counter", lambda *_: 4096)
+    monkeypatch.setattr(tensor_maps, "tensor_map", lambda address, shape: address.to_bytes(8, "little") * 16)
+    monkeypatch.setitem(arrays._BY_TYPE, torch.Tensor, library)
+    monkeypatch.setattr(direct, "_stream", library.stream)
+    yield seen
+
+
+def _tensors(number: int, *shape: int) -> list[torch.Tensor]:
+    return [torch.zeros(*(shape or SHAPE), dtype=torch.float16) for _ in range(number)]
+
+
+def _compiled(target: str, sharded: bool = False) -> Any:
+    """Of a spec that no other test has, as what is compiled of one is remembered, here with launches that are none."""
+    spec = AttentionSpec(64, "float16", mask=fg.causal(), scale=1 / next(_SCALES))
+    return fg.compile(spec.shard() if sharded else spec, target=target)
+
+
+@pytest.mark.parametrize("target", ["sm_80", "sm_90a"])
+def test_launches_are_those_of_the_attention_itself(target: str, launched: Launched, memory: _Memory) -> None:
+    """Byte for byte, forward and backward, with and without the LSE and its gradient."""
+    attention, (q, k, v, d_out) = _compiled(target), _tensors(4)
+    q = q.transpose(1, 2).contiguous().transpose(1, 2)  # results are nested as it is
+    for with_lse in (False, True):
+        if not with_lse:
+            assert direct.forward(attention, q, k, v, with_lse) is None, "nothing is known yet"
+        memory.again()
+        made = attention(q, k, v, return_lse=with_lse)
+        direct.learn_forward(attention, q, k, v)
+        memory.again()
+        again = direct.forward(attention, q, k, v, with_lse)
+        assert len(launched) == 2 and launched[0] == launched[1] and launched[0][2] == 7
+        for one, other in zip(*((each if with_lse else [each]) for each in (made, again)), strict=True):
+            assert one is other
+        launched.clear()
+    for d_lse in (None, torch.zeros(SHAPE[:3])):
+        given = (d_out, d_lse, q, k, v, *made)
+        assert direct.backward(attention, given) is None
+        memory.again()
+        gradients = attention.backward(d_out, q, k, v, *made, d_lse=d_lse)
+        direct.learn_backward(attention, given)
+        memory.again()
+        again = direct.backward(attention, given)
+        half = len(launched) // 2
+        assert half > 1 and launched[:half] == launched[half:]
+        assert again is not None and all(one is other for one, other in zip(gradients, again, strict=True))
+        launched.clear()
+
+
+@pytest.mark.parametrize("target", ["sm_80", "sm_90a"])
+def test_launches_into_given_memory_with_numbers(target: str, launched: Launched, memory: _Memory) -> None:
+    """Of shards, whose places are numbers: calls of other places are others."""
+    attention, (q, k, v, d_out, out, *into) = _compiled(target, sharded=True), _tensors(8)
+    lse = torch.zeros(SHAPE[:3])
+    places = {"shard_b": 0, "shard_h": 0, "shard_q": 128, "shard_k": 96, "whole_q": 512, "whole_k": 512}
+    others = places | {"shard_k": 100}
+    numbers, other_numbers = (direct.numbers_of(attention, each) for each in (places, others))
+    read = (d_out, None, q, k, v, out, lse)
+    assert direct.forward(attention, q, k, v, True, (out, lse), numbers) is None
+    assert direct.backward(attention, read, tuple(into), numbers) is None
+    attention(q, k, v, return_lse=True, out=(out, lse), **places)
+    direct.learn_forward(attention, q, k, v, (out, lse), numbers)
+    attention.backward(d_out, q, k, v, out, lse, into=tuple(into), **places)
+    direct.learn_backward(attention, read, tuple(into), numbers)
+    wanted = launched.copy()
+    launched.clear()
+    memory.again()
+    assert direct.forward(attention, q, k, v, True, (out, lse), numbers) == (out, lse)
+    assert direct.backward(attention, read, tuple(into), numbers) == tuple(into)
+    assert launched == wanted and len(wanted) > 2
+    assert direct.forward(attention, q, k, v, True, (out, lse), other_numbers) is None
+    assert direct.backward(attention, read, tuple(into), other_numbers) is None
+    assert direct.forward(attention, q, k, v, True, None, numbers) is None
+    direct.learn_forward(attention, q, k, v, (out, lse), other_numbers)
+    launched.clear()
+    direct.forward(attention, q, k, v, True, (out, lse), other_numbers)
+    assert launched[0][1] != wanted[0][1], "its places are its own"
+    with pytest.raises(ArgumentError, match="shares memory"):
+        shared = (out, d_out, into[0])
+        direct.learn_backward(attention, read, shared, numbers)
+        direct.backward(attention, read, shared, numbers)
+
+
+def test_only_calls_like_them(launched: Launched, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other shapes, strides, dtypes, places within 16 bytes and devices are looked at by the attention itself."""
+    attention, (q, k, v) = _compiled("sm_90a"), _tensors(3)
+    direct.learn_forward(attention, q, k, v)
+    assert direct.forward(attention, *_tensors(3), True) is not None
+    swapped = k.transpose(1, 2).contiguous().transpose(1, 2)
+    off = torch.zeros(q.numel() + 1, dtype=torch.float16)[1:].view(SHAPE)
+    (short,) = _tensors(1, 2, 4, 80, 64)
+    launched.clear()
+    for other in (swapped, k.bfloat16(), off, short, k.to("meta")):
+        for given in ((other, k, v), (q, other, v), (q, k, other)):
+            if other.device.type == "cpu":
+                assert direct.forward(attention, *given, True) is None
+    monkeypatch.setattr(gpu, "current_device", lambda: 1)
+    assert direct.forward(attention, q, k, v, True) is None and not launched
+    monkeypatch.undo()
+
+
+def test_what_does_not_fit_is_not_learned(launched: Launched) -> None:
+    attention, (q, k, v) = _compiled("sm_90a"), _tensors(3)
+    with pytest.raises(ArgumentError, match="k has dtype float32"):
+        direct.learn_forward(attention, q, k.float(), v)
+    assert direct.forward(attention, q, k.float(), v, True) is None
+
+
+def test_what_is_forgotten_is_worked_out_anew(launched: Launched) -> None:
+    """As after tuning, which may have found another plan for such calls."""
+    attention, (q, k, v) = _compiled("sm_90a"), _tensors(3)
+    direct.learn_forward(attention, q, k, v)
+    attention.forward.forget()
+    assert direct.forward(attention, q, k, v, True) is None
+
+
+@pytest.mark.gpu
+def test_on_a_gpu() -> None:
+    """Through the operator, in turns: each call's numbers are those of its own tensors, whatever was learned before."""
+    from flashgen.torch import attention
+
+    spec = fg.AttentionSpec(64, "float16", mask=fg.causal())
+    compiled = fg.compile(spec)
+
+    def rows(length: int, nested: bool) -> list[torch.Tensor]:
+        made = [torch.randn(2, length, 4, 64, device="cuda", dtype=torch.float16) for _ in range(4)]
+        return [each.transpose(1, 2) if nested else each.transpose(1, 2).contiguous() for each in made]
+
+    for _ in range(3):
+        for length, nested in ((96, False), (96, True), (160, False), (1, True)):
+            *inputs, d_out = rows(length, nested)
+            wanted, lse = compiled(*inputs, return_lse=True)
+            learned = [each.clone().requires_grad_() for each in inputs]
+            out, given = attention(spec, *learned, return_lse=True, emulate=False)
+            torch.testing.assert_close(out, wanted, rtol=0, atol=0)
+            torch.testing.assert_close(given, lse, rtol=0, atol=0)
+            gradients = torch.autograd.grad(out, learned, d_out)
+            for made, right in zip(gradients, compiled.backward(d_out, *inputs, wanted, lse), strict=True):
+                torch.testing.assert_close(made, right, rtol=2e-3, atol=2e-3)
+            # Of a sum, whose gradient has strides of 0.
+            ones = torch.autograd.grad(attention(spec, *learned, emulate=False).sum(), learned)
+            right = compiled.backward(torch.ones_like(wanted), *inputs, wanted, lse)
+            for made, each in zip(ones, right, strict=True):
+                torch.testing.assert_close(made, each, rtol=2e-3, atol=2e-3)
