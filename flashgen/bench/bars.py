@@ -17,7 +17,8 @@ from flashgen.remedies import install
 Rows = Sequence[Mapping[str, Any]]
 FORMATS = ("svg", "png")
 _FIRST = ("flashgen", "deterministic")
-_COLOURS = (palette.FULL, palette.PARTIAL, palette.COPY, palette.STORE, "#b45f5f", "#7a8794", "#5ba3b0")
+_COLOURS = (palette.FULL, palette.PARTIAL, palette.COPY, palette.STORE, "#b45f5f", "#7a8794", "#5ba3b0", "#3d4450")
+_MOST_FLAT = 5  # bars of a group whose numbers have room side by side
 _WIDEST_PANEL = 12  # groups of bars in a row of the picture
 _LEAST_WIDTH = 6  # inches
 
@@ -85,7 +86,8 @@ def _draw_panel(axes: Any, panel: Panel, colours: Mapping[str, str]) -> None:
     for place, (name, values) in enumerate(panel.bars.items()):
         at = [group + (place - (len(panel.bars) - 1) / 2) * thick for group in range(len(values))]
         drawn = axes.bar(at, [value or 0 for value in values], thick, color=colours[name])
-        axes.bar_label(drawn, [number(value) for value in values], fontsize=6, padding=1)
+        upright = 90 if len(panel.bars) > _MOST_FLAT else 0
+        axes.bar_label(drawn, [number(value) for value in values], fontsize=6, padding=1, rotation=upright)
     axes.set_title(panel.title, loc="left", fontsize=10)
     axes.set_xticks(range(len(panel.groups)), panel.groups)
     axes.set_ylabel(panel.unit)
