@@ -25,6 +25,15 @@ class Checked:
             raise UnsupportedError(f"{self}: {problem}")
 
 
+def shared_memory_problem(taken: int, target: Target, remedy: str) -> str | None:
+    """What a plan says whose blocks take so many bytes of shared memory, if a block of the target has fewer."""
+    if taken <= target.shared_per_block:
+        return None
+    return (
+        f"it takes {taken} bytes of shared memory and a block of {target.name} has {target.shared_per_block}: {remedy}"
+    )
+
+
 class Plan(Protocol):
     """How a forward kernel divides its work: a frozen dataclass of each family, chosen by spec and target.
 

@@ -10,7 +10,7 @@ import sympy
 from flashgen.codegen.demand import Weight, demand_of
 from flashgen.codegen.expressions.derivative_text import score_gradient
 from flashgen.codegen.hopper.plans import WARPGROUP
-from flashgen.codegen.plan import Checked
+from flashgen.codegen.plan import Checked, shared_memory_problem
 from flashgen.codegen.targets import Target
 from flashgen.codegen.tiling import ELEMENT_BYTES, padded
 from flashgen.language.spec import AttentionSpec
@@ -131,12 +131,7 @@ class HopperBackwardPlan(Checked):
             return f"tile_q={self.tile_q} has no registers for {columns} columns of dQ: take more queries"
         if self.registers(spec) > _ACCUMULATORS:
             return f"it takes {self.registers(spec)} registers of a thread for sums and products: take fewer queries"
-        if self.shared_bytes(spec) > target.shared_per_block:
-            return (
-                f"it takes {self.shared_bytes(spec)} bytes of shared memory and a block of {target.name} has "
-                f"{target.shared_per_block}: take fewer queries or stages"
-            )
-        return None
+        return shared_memory_problem(self.shared_bytes(spec), target, "take fewer queries or stages")
 
 
 _NARROW_DIM = 64

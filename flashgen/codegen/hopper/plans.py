@@ -8,7 +8,7 @@ from itertools import product
 from typing import ClassVar
 
 from flashgen.codegen.demand import demand_of
-from flashgen.codegen.plan import Checked
+from flashgen.codegen.plan import Checked, shared_memory_problem
 from flashgen.codegen.targets import Target
 from flashgen.codegen.tiling import DROPOUT_COLUMNS, ELEMENT_BYTES, WARP, padded
 from flashgen.language.operations import HEAD
@@ -195,12 +195,7 @@ class HopperPlan(Checked):
             return f"stages={self.stages} must be positive"
         if self.packed_heads != 1 and (why := self._problem_of_packing(spec)):
             return f"packed_heads={self.packed_heads} {why}"
-        if self.shared_bytes(spec) > target.shared_per_block:
-            return (
-                f"it takes {self.shared_bytes(spec)} bytes of shared memory and a block of {target.name} has "
-                f"{target.shared_per_block}: take fewer keys or stages"
-            )
-        return None
+        return shared_memory_problem(self.shared_bytes(spec), target, "take fewer keys or stages")
 
     def _problem_of_packing(self, spec: AttentionSpec) -> str | None:
         if self.packed_heads not in PACKS:

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from flashgen.codegen.demand import Weight, demand_of
 from flashgen.codegen.hopper.plans import WARPGROUP, panel_columns
-from flashgen.codegen.plan import Checked
+from flashgen.codegen.plan import Checked, shared_memory_problem
 from flashgen.codegen.targets import Target
 from flashgen.codegen.tiling import DROPOUT_COLUMNS, ELEMENT_BYTES, padded
 from flashgen.language.spec import AttentionSpec
@@ -76,12 +76,7 @@ class HopperQueriesPlan(Checked):
             return f"key_stages={self.key_stages} must be at least 2, and value_stages={self.value_stages} positive"
         if self.registers(spec) > _ACCUMULATORS:
             return f"it takes {self.registers(spec)} registers of a thread for sums and products: take fewer keys"
-        if self.shared_bytes(spec) > target.shared_per_block:
-            return (
-                f"it takes {self.shared_bytes(spec)} bytes of shared memory and a block of {target.name} has "
-                f"{target.shared_per_block}: take fewer keys or stages"
-            )
-        return None
+        return shared_memory_problem(self.shared_bytes(spec), target, "take fewer keys or stages")
 
 
 _LIGHT = (HopperQueriesPlan(128),)

@@ -9,7 +9,7 @@ from flashgen.codegen.demand import Weight, demand_of
 from flashgen.codegen.expressions.derivative_text import score_gradient
 from flashgen.codegen.hopper.backward_plans import takes_two_steps
 from flashgen.codegen.hopper.plans import WARPGROUP, panel_columns
-from flashgen.codegen.plan import Checked
+from flashgen.codegen.plan import Checked, shared_memory_problem
 from flashgen.codegen.targets import Target
 from flashgen.codegen.tiling import ELEMENT_BYTES, padded
 from flashgen.language.spec import AttentionSpec
@@ -104,12 +104,7 @@ class HopperWidePlan(Checked):
             return f"tile_q={self.tile_q} must be a multiple of 16 up to 256, and stages={self.stages} at least 2"
         if self.registers(spec) > _ACCUMULATORS:
             return f"it takes {self.registers(spec)} registers of a thread for sums and products: take fewer queries"
-        if self.shared_bytes(spec) > target.shared_per_block:
-            return (
-                f"it takes {self.shared_bytes(spec)} bytes of shared memory and a block of {target.name} has "
-                f"{target.shared_per_block}: take fewer queries or stages"
-            )
-        return None
+        return shared_memory_problem(self.shared_bytes(spec), target, "take fewer queries or stages")
 
 
 # The faster of those measured on an H200, of head dim 256 and 4096 tokens, bfloat16, causal.

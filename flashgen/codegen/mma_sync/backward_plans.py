@@ -11,7 +11,7 @@ from flashgen.analysis.closed_forms.tile_ranges import query_range
 from flashgen.codegen.demand import Weight, demand_of
 from flashgen.codegen.expressions.derivative_text import score_gradient
 from flashgen.codegen.mma_sync.forward_plans import MMA_ROWS
-from flashgen.codegen.plan import Checked
+from flashgen.codegen.plan import Checked, shared_memory_problem
 from flashgen.codegen.targets import Target
 from flashgen.codegen.tiling import (
     DROPOUT_COLUMNS,
@@ -146,12 +146,7 @@ def _problem(
         return f"stages={plan.stages} must be 1 or 2"
     if plan.stages == 2 and not target.asynchronous_copies:
         return f"stages=2 needs asynchronous copies, which {target.name} has not"
-    if shared_bytes > target.shared_per_block:
-        return (
-            f"it takes {shared_bytes} bytes of shared memory and a block of {target.name} has "
-            f"{target.shared_per_block}: take smaller tiles or fewer stages"
-        )
-    return None
+    return shared_memory_problem(shared_bytes, target, "take smaller tiles or fewer stages")
 
 
 # (tile_q, tile_k, warps, split, stages) by preference: by speed on an H200, then by what smaller GPUs hold.

@@ -13,7 +13,7 @@ from typing import ClassVar
 
 from flashgen.codegen.demand import Weight, demand_of
 from flashgen.codegen.mma_sync.forward_plans import MMA_ROWS, ForwardPlan
-from flashgen.codegen.plan import Checked
+from flashgen.codegen.plan import Checked, shared_memory_problem
 from flashgen.codegen.targets import Target
 from flashgen.codegen.tile_list_kernel import depends_on_head
 from flashgen.codegen.tiling import (
@@ -141,12 +141,7 @@ class DecodePlan(Checked):
             return f"stages={self.stages} must be 2 or more"
         if self.scheduled and not spec.page_size:
             return "scheduled=True is for keys in pages, of lengths that the device knows: declare page_size=..."
-        if self.shared_bytes(spec) > target.shared_per_block:
-            return (
-                f"it takes {self.shared_bytes(spec)} bytes of shared memory and a block of {target.name} has "
-                f"{target.shared_per_block}: take fewer warps, keys or stages"
-            )
-        return None
+        return shared_memory_problem(self.shared_bytes(spec), target, "take fewer warps, keys or stages")
 
 
 def decode_rows(spec: AttentionSpec) -> tuple[int, ...]:

@@ -8,7 +8,7 @@ from itertools import product
 from typing import ClassVar, NamedTuple
 
 from flashgen.codegen.demand import Weight, demand_of, divides_tiles, is_power_of_2
-from flashgen.codegen.plan import Checked
+from flashgen.codegen.plan import Checked, shared_memory_problem
 from flashgen.codegen.targets import Target
 from flashgen.codegen.tiling import (
     DROPOUT_COLUMNS,
@@ -96,12 +96,7 @@ class ForwardPlan(Checked):
             return f"stages={self.stages} must be 1 or 2"
         if self.stages == 2 and not target.asynchronous_copies:
             return f"stages=2 needs asynchronous copies, which {target.name} has not"
-        if self.shared_bytes(spec) > target.shared_per_block:
-            return (
-                f"it takes {self.shared_bytes(spec)} bytes of shared memory and a block of {target.name} has "
-                f"{target.shared_per_block}: take smaller tiles or fewer stages"
-            )
-        return None
+        return shared_memory_problem(self.shared_bytes(spec), target, "take smaller tiles or fewer stages")
 
 
 # (tile_q, tile_k, warps, stages) in the order of preference: by speed on an H200, then by what smaller GPUs hold.

@@ -15,7 +15,7 @@ from typing import ClassVar
 from flashgen.codegen.demand import Weight, demand_of
 from flashgen.codegen.mma_sync.decode_plans import FEW_ROWS, RUN_BYTES, DecodePlan, decode_rings
 from flashgen.codegen.mma_sync.forward_plans import ForwardPlan, fitting_plans, leaves_registers
-from flashgen.codegen.plan import Checked
+from flashgen.codegen.plan import Checked, shared_memory_problem
 from flashgen.codegen.targets import Target
 from flashgen.codegen.tiling import MMA_DEPTH, RESERVED_SHARED, padded
 from flashgen.language.spec import AttentionSpec
@@ -117,12 +117,7 @@ class MixedPlan(Checked):
         if self.prompt and (self.prompt.warps, self.prompt.blocks) != (self.few.warps, self.few.blocks):
             return "few and prompt must have the same warps and blocks"
         found = self.few.problem(spec, target) or (self.prompt.problem(spec, target) if self.prompt else None)
-        if found is None and self.shared_bytes(spec) > target.shared_per_block:
-            return (
-                f"it takes {self.shared_bytes(spec)} bytes of shared memory and a block of {target.name} has "
-                f"{target.shared_per_block}: take fewer keys or stages"
-            )
-        return found
+        return found or shared_memory_problem(self.shared_bytes(spec), target, "take fewer keys or stages")
 
 
 @lru_cache(maxsize=256)
