@@ -48,6 +48,11 @@ class Variant:
     lengths: tuple[tuple[int, int], ...] = ()
     sink: Tensor | None = None
 
+    @property
+    def name(self) -> str:
+        """What tells it from others of a sweep: its mask, score function and dropout."""
+        return f"{self.mask}-{self.score}-{self.dropout}"
+
     def lengths_of(self, large: bool) -> tuple[tuple[int, int], ...]:
         """Its own lengths, or those of the sweeps."""
         if self.lengths:

@@ -23,7 +23,7 @@ from flashgen.runtime.schedule import Schedule
 from flashgen.verify import variants
 from flashgen.verify.check import judged
 from flashgen.verify.problems import Inputs, Shape, poisoned_outputs, random_inputs
-from flashgen.verify.variants import Variant, spec_of
+from flashgen.verify.variants import spec_of
 
 CAUSAL = fg.AttentionSpec(64, mask=fg.causal())
 PLAN = DecodePlan(16, 32, 2, 2)
@@ -48,13 +48,9 @@ def assert_right(
     assert verdict.ok, f"{splits} splits of {shape}: {verdict}"
 
 
-def name_of(variant: Variant) -> str:
-    return f"{variant.mask}-{variant.score}-{variant.dropout}"
-
-
 @pytest.mark.slow
 @pytest.mark.rotated(6)
-@pytest.mark.parametrize("number", range(len(VARIANTS)), ids=lambda number: name_of(VARIANTS[number]))
+@pytest.mark.parametrize("number", range(len(VARIANTS)), ids=lambda number: VARIANTS[number].name)
 def test_every_variant(number: int) -> None:
     """Whole and split, with rows of several heads, ragged lengths, and more rows than a tile has."""
     variant = VARIANTS[number]
@@ -242,7 +238,7 @@ def test_a_decode_kernel_that_cannot_be_had_is_said_once(monkeypatch: pytest.Mon
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("number", range(len(VARIANTS)), ids=lambda number: name_of(VARIANTS[number]))
+@pytest.mark.parametrize("number", range(len(VARIANTS)), ids=lambda number: VARIANTS[number].name)
 @pytest.mark.quick_every(8)
 def test_every_variant_on_a_gpu(number: int) -> None:
     cupy, variant = pytest.importorskip("cupy"), VARIANTS[number]

@@ -21,7 +21,7 @@ from flashgen.runtime.schedule import Schedule
 from flashgen.verify import variants
 from flashgen.verify.check import judged
 from flashgen.verify.problems import Inputs, Shape, poisoned_outputs, random_inputs
-from flashgen.verify.variants import Variant, spec_of
+from flashgen.verify.variants import spec_of
 
 KINDS = ("float8_e4m3fn", "int8")
 VARIANTS = variants()
@@ -50,13 +50,9 @@ def assert_right(
     assert verdict.ok, f"{splits} splits of {shape}: {verdict}"
 
 
-def name_of(variant: Variant) -> str:
-    return f"{variant.mask}-{variant.score}-{variant.dropout}"
-
-
 @pytest.mark.slow
 @pytest.mark.rotated(6)
-@pytest.mark.parametrize("number", range(len(VARIANTS)), ids=lambda number: name_of(VARIANTS[number]))
+@pytest.mark.parametrize("number", range(len(VARIANTS)), ids=lambda number: VARIANTS[number].name)
 def test_every_variant(number: int) -> None:
     """Contiguous and in pages; more rows than a tile has; lists of tiles."""
     variant = VARIANTS[number]

@@ -21,7 +21,7 @@ from flashgen.runtime.schedule import Schedule
 from flashgen.verify import variants
 from flashgen.verify.check import judged
 from flashgen.verify.problems import Inputs, Shape, poisoned_outputs, random_inputs
-from flashgen.verify.variants import Variant, spec_of
+from flashgen.verify.variants import spec_of
 
 CAUSAL = fg.AttentionSpec(64, mask=fg.causal(), page_size=16, layout="thd")
 PLAN = MixedPlan(DecodePlan(16, 16, 2, 2, scheduled=True), ForwardPlan(32, 32, 2))
@@ -143,10 +143,6 @@ def test_sinks_and_rows_of_no_sequence() -> None:
     np.testing.assert_allclose(lse[:, 142], inputs.captures["sinks"], atol=1e-6)
 
 
-def name_of(variant: Variant) -> str:
-    return f"{variant.mask}-{variant.score}-{variant.dropout}"
-
-
 def case_of(number: int, len_q: int, len_k: int) -> tuple[fg.AttentionSpec, Inputs]:
     """A variant, with dtypes and sizes of pages in turn."""
     variant, heads = VARIANTS[number], ((4, 2), (6, 2), (3, 1))[number % 3]
@@ -157,7 +153,7 @@ def case_of(number: int, len_q: int, len_k: int) -> tuple[fg.AttentionSpec, Inpu
 
 @pytest.mark.slow
 @pytest.mark.rotated(3)
-@pytest.mark.parametrize("number", range(len(VARIANTS)), ids=lambda number: name_of(VARIANTS[number]))
+@pytest.mark.parametrize("number", range(len(VARIANTS)), ids=lambda number: VARIANTS[number].name)
 def test_every_variant(number: int) -> None:
     """Whatever is no key of a sequence is NaN; dropout, and masks that have no closed form, too."""
     spec, inputs = case_of(number, (150, 5, 90)[number % 3], (280, 301, 90)[number % 3])
@@ -372,7 +368,7 @@ def on_gpu(cupy: Any, inputs: Inputs) -> tuple[list[Any], dict[str, Any]]:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("number", range(len(VARIANTS)), ids=lambda number: name_of(VARIANTS[number]))
+@pytest.mark.parametrize("number", range(len(VARIANTS)), ids=lambda number: VARIANTS[number].name)
 @pytest.mark.quick_every(8)
 def test_every_variant_on_a_gpu(number: int) -> None:
     cupy = pytest.importorskip("cupy")

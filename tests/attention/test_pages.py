@@ -23,7 +23,7 @@ from flashgen.runtime.schedule import Schedule
 from flashgen.verify import variants
 from flashgen.verify.check import judged
 from flashgen.verify.problems import Inputs, Shape, poisoned_outputs, random_inputs
-from flashgen.verify.variants import Variant, spec_of
+from flashgen.verify.variants import spec_of
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "codegen"))
 from emitted_text import all_used, functions_fit, tidy
@@ -65,13 +65,9 @@ def test_sizes_of_pages(size: int) -> None:
         assert_right(spec, Shape(2, len_k, 3, 4, 2), (None, 1, 3)[number], seed=number)
 
 
-def name_of(variant: Variant) -> str:
-    return f"{variant.mask}-{variant.score}-{variant.dropout}"
-
-
 @pytest.mark.slow
 @pytest.mark.rotated(6)
-@pytest.mark.parametrize("number", range(len(VARIANTS)), ids=lambda number: name_of(VARIANTS[number]))
+@pytest.mark.parametrize("number", range(len(VARIANTS)), ids=lambda number: VARIANTS[number].name)
 def test_every_variant(number: int) -> None:
     """Also those whose masks have no closed form: over pages nothing is listed."""
     variant = VARIANTS[number]
@@ -306,7 +302,7 @@ def test_prompts_compile_without_spills(target: str) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("number", range(len(VARIANTS)), ids=lambda number: name_of(VARIANTS[number]))
+@pytest.mark.parametrize("number", range(len(VARIANTS)), ids=lambda number: VARIANTS[number].name)
 @pytest.mark.quick_every(8)
 def test_every_variant_on_a_gpu(number: int) -> None:
     cupy, variant = pytest.importorskip("cupy"), VARIANTS[number]

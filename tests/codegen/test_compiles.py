@@ -14,7 +14,7 @@ from flashgen.codegen.targets import TARGETS, Target
 from flashgen.codegen.tile_list_kernel import render_lists
 from flashgen.language import AttentionSpec
 from flashgen.verify import variants
-from flashgen.verify.variants import DTYPES, Variant, near_or_global, spec_of
+from flashgen.verify.variants import DTYPES, near_or_global, spec_of
 
 ISSUE_TARGETS = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_120")
 
@@ -61,10 +61,6 @@ GIVEN = [variant for variant in variants() if not any(c.grad for c in spec_of(va
 DIMS = ((8, 16), (40,), (32,), (64,), (72, 80), (96,), (112,), (128,))
 
 
-def name_of(variant: Variant) -> str:
-    return f"{variant.mask}-{variant.score}-{variant.dropout}"
-
-
 def met_by(number: int) -> list[tuple[int, str, str]]:
     """The dims, targets and dtypes that a variant is compiled with."""
     dims = [alike[number // 6 % len(alike)] for alike in DIMS]
@@ -76,7 +72,7 @@ def met_by(number: int) -> list[tuple[int, str, str]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", range(len(GIVEN)), ids=lambda number: name_of(GIVEN[number]))
+@pytest.mark.parametrize("number", range(len(GIVEN)), ids=lambda number: GIVEN[number].name)
 @pytest.mark.rotated(8)
 def test_every_variant_compiles_without_spills(number: int) -> None:
     variant = GIVEN[number]
