@@ -5,34 +5,16 @@ A check that finds a fault proves something only if it finds nothing in the kern
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
-from planting import replaced_once
+from planting import Fault, named
 
 from flashgen.errors import LaunchError
 from flashgen.runtime.schedule import Schedule
 
 BARRIER, WAIT = r"__syncthreads\(\);", r"copy_async_wait<0>\(\);"
 LATE, GREEDY = Schedule("in_order", "late"), Schedule("greedy_warp", "late")
-
-
-@dataclass(frozen=True)
-class Fault:
-    """`pattern`, a regular expression that stands once in the text of the subject's kernel, becomes `replacement`."""
-
-    name: str
-    subject: str
-    pattern: str
-    replacement: str
-
-    def planted(self, source: str) -> str:
-        return replaced_once(self.name, self.pattern, self.replacement, source)
-
-
-def named(faults: list[Fault]) -> Any:
-    return pytest.mark.parametrize("fault", faults, ids=lambda fault: fault.name)
 
 
 UNGUARDED = [
