@@ -9,7 +9,7 @@ import torch
 from flashgen.ranks import Layout, Plan
 from flashgen.torch.context_parallel.collectives import all_gather, reduce_scatter
 from flashgen.torch.context_parallel.partials import CaptureSums, Outputs, Sums
-from flashgen.torch.context_parallel.programs import Programs, rows_of
+from flashgen.torch.context_parallel.programs import Programs, queries_of, rows_of
 from flashgen.torch.tensors import Tensor
 
 
@@ -46,8 +46,7 @@ def backward(
     of_q, of_keys, captured = Sums(layout, q), Sums(layout, *whole), CaptureSums()
     for block in plan.steps(rank)[0].blocks:
         rows = (block.q, block.rows)
-        d_rows, q_rows, out_rows = (rows_of(tensor, layout, *rows) for tensor in (d_out, q, out))
-        of_lse = d_lse.narrow(2, *rows) if d_lse is not None else None
+        d_rows, of_lse, q_rows, out_rows = queries_of(block, layout, d_out, d_lse, q, out)
         keys = [rows_of(tensor, layout, block.k, block.keys) for tensor in whole]
         made, learned = programs.backward(
             block, d_rows, of_lse, q_rows, keys[0], keys[1], out_rows, lse.narrow(2, *rows)

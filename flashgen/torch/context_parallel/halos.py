@@ -16,7 +16,7 @@ import torch
 from flashgen.ranks import Block, Halo, Plan
 from flashgen.torch.context_parallel.collectives import begin_all_to_all, wait
 from flashgen.torch.context_parallel.partials import CaptureSums, Sums
-from flashgen.torch.context_parallel.programs import Programs, rows_of
+from flashgen.torch.context_parallel.programs import Programs, queries_of, rows_of
 from flashgen.torch.tensors import Tensor
 
 Range = tuple[int, int]  # of rows: the first, and how many
@@ -106,9 +106,8 @@ def backward(
     dq, of_keys, captured = torch.empty_like(q), Sums(layout, k, v), CaptureSums()
 
     def compute(number: int, block: Block, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        rows = (block.q, block.rows)
-        d_rows, q_rows, out_rows, dq_rows = (rows_of(each, layout, *rows) for each in (d_out, q, out, dq))
-        of_lse = d_lse.narrow(2, *rows) if d_lse is not None else None
+        d_rows, of_lse, q_rows, out_rows = queries_of(block, layout, d_out, d_lse, q, out)
+        dq_rows = rows_of(dq, layout, block.q, block.rows)
         made, learned = programs.backward(
             block, d_rows, of_lse, q_rows, keys, values, out_rows, lses[number], dq=dq_rows
         )

@@ -26,6 +26,14 @@ def rows_of(tensor: Tensor, layout: str, first: int, count: int) -> Tensor:
     return tensor if count == tensor.shape[axis] else tensor.narrow(axis, first, count)
 
 
+def queries_of(
+    block: Block, layout: str, d_out: Tensor, d_lse: Tensor | None, q: Tensor, out: Tensor
+) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
+    """Of what a backward reads of a rank's rows of queries, those of a block."""
+    d_rows, q_rows, out_rows = (rows_of(tensor, layout, block.q, block.rows) for tensor in (d_out, q, out))
+    return d_rows, None if d_lse is None else d_lse.narrow(2, block.q, block.rows), q_rows, out_rows
+
+
 class _Given(NamedTuple):
     """What computes a block, what it is given by name, and that as `direct` takes it where it is numbers alone."""
 

@@ -15,7 +15,7 @@ import torch
 
 from flashgen.ranks import Plan, Step
 from flashgen.torch.context_parallel.partials import CaptureSums, Outputs, Sums
-from flashgen.torch.context_parallel.programs import Programs, rows_of
+from flashgen.torch.context_parallel.programs import Programs, queries_of, rows_of
 from flashgen.torch.context_parallel.transfers import Transfers
 from flashgen.torch.tensors import Tensor
 
@@ -131,10 +131,9 @@ def backward(
         found = returns.begin(number, step)
         for block in step.blocks:
             rows = (block.q, block.rows)
-            given = [rows_of(tensor, layout, *rows) for tensor in (d_out, q, out)]
-            of_lse = d_lse.narrow(2, *rows) if d_lse is not None else None
+            d_rows, of_lse, q_rows, out_rows = queries_of(block, layout, d_out, d_lse, q, out)
             keys = arrived.rows(layout, block.k, block.keys)
-            made, learned = programs.backward(block, given[0], of_lse, given[1], *keys, given[2], lse.narrow(2, *rows))
+            made, learned = programs.backward(block, d_rows, of_lse, q_rows, *keys, out_rows, lse.narrow(2, *rows))
             of_q.add(*rows, made[0])
             found.add(block.k, block.keys, made[1], made[2])
             captured.add(learned)
