@@ -149,15 +149,15 @@ KEYS = Field("int", "keys", comment="len_k, rounded up")
 
 
 def prepare(
-    spec: AttentionSpec, target: Target, plan: KeysPlan, rows: Rows, deterministic: bool, in_any_mode: bool = False
+    spec: AttentionSpec, target: Target, plan: KeysPlan, rows: Rows, deterministic: bool, dq_apart: bool
 ) -> RenderedKernel:
     """The kernel before the others: statistics of rows, and zeros where dQ is summed.
 
-    in_any_mode: the kernels of the deterministic mode are those of the default one.
+    deterministic: it is of that mode alone. dq_apart: dQ is made by a kernel of its own, so that it is not summed.
     """
     fields = [Field("const Element*", "o"), Field("const Element*", "d_o"), Field("const float*", "lse")]
     fields += [Field("const float*", "d_lse", comment="or null"), Field("float*", "statistics")]
-    fields += [] if deterministic else [DQ_SUMS]
+    fields += [] if dq_apart else [DQ_SUMS]
     fields += [*strides("o", "d_o"), *(() if spec.is_ragged else numbers("heads_q")), *numbers("len_q"), ROWS]
     layout = ordered([*fields, *(ragged_fields(keys=False) if spec.is_ragged else ())])
     lanes = max(1 << (spec.value_dim // 8 - 1).bit_length(), _PREPARE_THREADS // PREPARE_ROWS)
@@ -166,11 +166,11 @@ def prepare(
         "rows": PREPARE_ROWS,
         "lanes": lanes,
         "deterministic": deterministic,
-        "in_any_mode": in_any_mode,
+        "dq_apart": dq_apart,
     }
     context |= ragged_context(spec, "BackwardPrepareArguments", layout, plan.tile_q, "kRowMultiple")
     memory = [Workspace("statistics", rows_shape(spec, rows, 2), "float32")]
-    if not deterministic:  # the kernel zeroes them
+    if not dq_apart:  # the kernel zeroes them
         columns = context["head_padded"] = plan.head_columns(spec)
         memory.append(Workspace("dq_sums", rows_shape(spec, rows, columns), "float32"))
     launch = {"grid": partial(_blocks_of_rows, spec, rows, PREPARE_ROWS), "values": partial(row_values, rows)}
@@ -239,6 +239,7 @@ def _finish(
     context |= {
         "threads": _FINISH_THREADS,
         "deterministic": False,
+        "dq_apart": False,
         "head_padded": context["padded_dim"],
         "vector_reductions": target.vector_reductions,
     }
@@ -252,7 +253,7 @@ def capture_sums(spec: AttentionSpec, target: Target, deterministic: bool) -> tu
     return tuple(_capture(spec, target, capture, deterministic) for capture in summed)
 
 
-def sink_sums(spec: AttentionSpec, target: Target, rows: Rows, deterministic: bool) -> tuple[RenderedKernel, ...]:
+def sink_sums(spec: AttentionSpec, target: Target, rows: Rows) -> tuple[RenderedKernel, ...]:
     """The kernel of the sinks' gradient, where the spec asks for that; the same in any mode."""
     capture = spec.sink
     if capture is None or not capture.grad:
@@ -260,7 +261,7 @@ def sink_sums(spec: AttentionSpec, target: Target, rows: Rows, deterministic: bo
     gradient = Field(f"{ELEMENT_TYPES[capture.dtype]}*", "gradient", comment=f"of {capture.name}, {capture.dtype}")
     sizes = [] if spec.is_ragged else numbers("batch", "heads_q")
     layout = ordered([STATISTICS, gradient, *sizes, ROWS, *capture_fields((capture,))])
-    context: dict[str, Any] = {"deterministic": deterministic, "in_any_mode": True, "threads": _SINK_THREADS}
+    context: dict[str, Any] = {"deterministic": False, "threads": _SINK_THREADS}
     context |= {"sink": f"load_{capture.name}", "round": _ROUNDS.get(capture.dtype)}
     launch: dict[str, Any] = {
         "grid": lambda sizes: (sizes.heads_q, 1, 1),
@@ -283,7 +284,12 @@ def sink_sums(spec: AttentionSpec, target: Target, rows: Rows, deterministic: bo
 def _capture(spec: AttentionSpec, target: Target, capture: Capture, deterministic: bool) -> RenderedKernel:
     summed = Field("const long long*" if deterministic else "const float*", "sums")
     gradient = Field(f"{ELEMENT_TYPES[capture.dtype]}*", "gradient", comment=f"of {capture.name}, {capture.dtype}")
-    context = {"deterministic": deterministic, "threads": _CAPTURE_THREADS, "round": _ROUNDS.get(capture.dtype)}
+    context = {
+        "deterministic": deterministic,
+        "exact_sums": deterministic,
+        "threads": _CAPTURE_THREADS,
+        "round": _ROUNDS.get(capture.dtype),
+    }
     context["limbs"] = EXACT_LIMBS
     layout = ordered([summed, gradient, Field("long long", "count")])
     sums = summed_gradient(capture)
@@ -328,10 +334,9 @@ def backward_kernel(
     layout = _as_ragged(layout) if spec.is_ragged else layout
     struct, entry = f"Backward{part.title()}Arguments", entry_name(f"attention_backward_{part}{of and f'_{of}'}", spec)
     shown = (f"finish_{of}" if part == "finish" else f"d_{of}") if of else part
-    plan, deterministic = context.get("plan"), context["deterministic"]
-    cost = backward_cost(shown, spec, deterministic, context.get("head_padded", 0))
-    in_any_mode = context.get("in_any_mode", False)
-    header = backward_header(shown, spec, target, plan, shared_bytes, cost, deterministic, in_any_mode)
+    plan, dq_apart = context.get("plan"), context.get("dq_apart", False)
+    cost = backward_cost(shown, spec, dq_apart, context.get("exact_sums", False), context.get("head_padded", 0))
+    header = backward_header(shown, spec, target, plan, shared_bytes, cost, context["deterministic"], dq_apart)
     variant = reads if plain else variant_of(spec)
 
     def source_of(layout: ArgumentLayout) -> str:

@@ -60,23 +60,26 @@ def mixed_cost(spec: AttentionSpec, tile_q: int) -> Cost:
     return _of(spec, Cost(f"{2 * width} * {_SCORES}", f"{rows}; + {keys}, at least; + {shares}"))
 
 
-def backward_cost(part: str, spec: AttentionSpec, deterministic: bool = False, columns: int = 0) -> Cost:
+def backward_cost(
+    part: str, spec: AttentionSpec, dq_apart: bool = False, exact_sums: bool = False, columns: int = 0
+) -> Cost:
     """The cost of a kernel by its part: prepare, keys, queries, finish, finish_dk or _dv, sink, d_<name> of a capture.
 
-    columns: of a row of the sums of dQ, where a plan takes others than all do.
+    dq_apart: dQ is made by a kernel of its own, so that it is not summed. exact_sums: gradients of captures are summed
+    exactly. columns: of a row of the sums of dQ, where a plan takes others than all do.
     """
-    return _of(spec, _backward_cost(part, spec, deterministic, columns))
+    return _of(spec, _backward_cost(part, spec, dq_apart, exact_sums, columns))
 
 
-def _backward_cost(part: str, spec: AttentionSpec, deterministic: bool, columns: int) -> Cost:
+def _backward_cost(part: str, spec: AttentionSpec, dq_apart: bool, exact_sums: bool, columns: int) -> Cost:
     head, value = spec.head_dim, spec.value_dim
     read = ELEMENT_BYTES * (head + value)  # of a row of Q and dO, or of K and V
-    sums = 0 if deterministic else 2 * _SUM * (columns or padded(head))  # of a row of dQ, read and written
+    sums = 0 if dq_apart else 2 * _SUM * (columns or padded(head))  # of a row of dQ, read and written
     if part == "prepare":  # which zeroes the sums
         hbm = f"{2 * ELEMENT_BYTES * value + _SUM + _STATISTICS + sums // 2} * {_QUERIES}"
         return Cost(f"{2 * value} * {_QUERIES}", hbm)
     if part == "keys":  # QK, dV, dP, dK, and dQ where it is not a kernel of its own
-        products = (2 if deterministic else 3) * head + 2 * value
+        products = (2 if dq_apart else 3) * head + 2 * value
         hbm = f"{read + _STATISTICS + sums} * {_QUERIES} + {2 * read} * {_KEYS}"
         return Cost(f"{2 * products} * {_SCORES}", hbm)
     if part == "queries":  # QK, dP, dQ
@@ -90,5 +93,5 @@ def _backward_cost(part: str, spec: AttentionSpec, deterministic: bool, columns:
     if part == "sink":
         return Cost(f"2 * {_QUERIES}", f"{_STATISTICS} * {_QUERIES}")
     (capture,) = (capture for capture in spec.captures if part == f"d_{capture.name}")
-    each = (_FIXED_POINT if deterministic else _SUM) + (_SUM if capture.dtype == "float32" else ELEMENT_BYTES)
+    each = (_FIXED_POINT if exact_sums else _SUM) + (_SUM if capture.dtype == "float32" else ELEMENT_BYTES)
     return Cost("none", f"{each} * elements of {capture.name}")

@@ -97,17 +97,17 @@ def backward_header(
     shared_bytes: int,
     cost: Cost,
     deterministic: bool,
-    in_any_mode: bool = False,
+    dq_apart: bool,
 ) -> str:
     """The header comment of the kernel of that part: "prepare", "keys", "queries", "finish" or "d_" and a capture.
 
-    in_any_mode: the command that shows it need not ask for the deterministic mode.
+    deterministic: the command that shows it asks for that mode. dq_apart: dQ is made by a kernel of its own.
     """
     apart = plan is not None and plan.heads_apart
     kind = "d_" if part.startswith("d_") else "keys of heads apart" if apart and part == "keys" else part
-    which = f"--kernel {part}{' --deterministic' if deterministic and not in_any_mode else ''}"
+    which = f"--kernel {part}{' --deterministic' if deterministic else ''}"
     which += " --heads-apart" if apart else ""
-    does = _DOES[kind].format("" if deterministic else ", and shares of dQ")
+    does = _DOES[kind].format("" if dq_apart else ", and shares of dQ")
     divided = [f"plan     {plan.summary(shared_bytes)}"] if plan else []
     return _comment(
         [f"flashgen: attention backward, {part}, {spec.name}", does],

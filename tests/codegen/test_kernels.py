@@ -40,7 +40,7 @@ def test_the_backward_costs_five_products_to_the_forward_s_two() -> None:
     # a query: Q and dO, LSE and D, its sums of dQ read and written; a key: K and V, dK and dV
     assert costs["keys"].hbm == f"{2 * 96 + 8 + 8 * 64} * batch * heads_q * len_q + {4 * 96} * batch * heads_kv * len_k"
     assert costs["d_slopes"].hbm == "6 * elements of slopes"
-    keys, queries = (backward_cost(part, spec, deterministic=True) for part in ("keys", "queries"))
+    keys, queries = (backward_cost(part, spec, dq_apart=True) for part in ("keys", "queries"))
     assert keys.flops.startswith(f"{2 * (2 * 64 + 2 * 32)} *") and queries.flops.startswith(f"{2 * (2 * 64 + 32)} *")
 
 

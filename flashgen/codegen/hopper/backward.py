@@ -72,14 +72,15 @@ def render_hopper_backward(
     else:
         apart, keys = deterministic, _keys(spec, target, plan, rows, deterministic)
     wide = isinstance(plan, HopperWidePlan)
-    kernels = [prepare(spec, target, plan, rows, apart, wide), keys]
+    kernels = [prepare(spec, target, plan, rows, deterministic and not wide, apart), keys]
     if apart:
-        kernels.append(_queries(spec, target, choose_hopper_queries_plan(spec, target), rows, wide, plan.tile_q))
+        queries_plan = choose_hopper_queries_plan(spec, target)
+        kernels.append(_queries(spec, target, queries_plan, rows, deterministic and not wide, plan.tile_q))
     else:
         kernels.append(finish(spec, target, plan, rows))
     if plan.heads_apart:
         kernels += [finish_keys(spec, target, plan, of, width, _keys_of(plan)) for of, width in _widths(spec, plan)]
-    return (*kernels, *sink_sums(spec, target, rows, deterministic), *capture_sums(spec, target, deterministic))
+    return (*kernels, *sink_sums(spec, target, rows), *capture_sums(spec, target, deterministic))
 
 
 def _keys(
@@ -100,6 +101,7 @@ def _keys(
         "plan": plan,
         "by_wgmma": True,
         "deterministic": deterministic,
+        "dq_apart": deterministic,
         "shared_bytes": shared,
         "gradient": gradient,
         "gathers": gathers,
@@ -192,8 +194,8 @@ def _wide_keys(
     context = {
         "plan": plan,
         "by_wgmma": True,
-        "deterministic": True,
-        "in_any_mode": not (gathers and deterministic),
+        "deterministic": bool(gathers) and deterministic,
+        "dq_apart": True,
         "shared_bytes": shared,
         "gradient": gradient,
         "gathers": gathers,
@@ -231,9 +233,9 @@ def _wide_keys(
 
 
 def _queries(
-    spec: AttentionSpec, target: Target, plan: HopperQueriesPlan, rows: Rows, in_any_mode: bool, multiple: int
+    spec: AttentionSpec, target: Target, plan: HopperQueriesPlan, rows: Rows, deterministic: bool, multiple: int
 ) -> RenderedKernel:
-    """multiple: of rows, as `rows_of` was told."""
+    """deterministic: it is of that mode alone. multiple: of rows, as `rows_of` was told."""
     tiles, shared = key_range(spec.mask.expression), plan.shared_bytes(spec)
     fields = [Field("TensorMap", f"{name}_map") for name in ("q", "k", "v", "d_o", "dq")]
     fields += [STATISTICS, *numbers(*(() if spec.is_ragged else ("heads_q",)), "len_q", "len_k"), ROWS]
@@ -243,8 +245,8 @@ def _queries(
     context = {
         "plan": plan,
         "by_wgmma": True,
-        "deterministic": True,
-        "in_any_mode": in_any_mode,
+        "deterministic": deterministic,
+        "dq_apart": True,
         "shared_bytes": shared,
         "gradient": score_gradient(spec, with_gathers=False),
         "gathers": (),

@@ -54,12 +54,15 @@ def render_mma_sync_backward(
     plan = plan or choose_backward_plan(spec, target, deterministic)
     plan.check(spec, target, deterministic)
     rows = rows_of(plan.tile_q, spec.is_ragged)
-    kernels = [prepare(spec, target, plan, rows, deterministic), _keys(spec, target, plan, rows, deterministic)]
+    kernels = [
+        prepare(spec, target, plan, rows, deterministic, deterministic),
+        _keys(spec, target, plan, rows, deterministic),
+    ]
     if deterministic:
         kernels.append(_queries(spec, target, choose_queries_plan(spec, target), rows, plan.tile_q))
     else:
         kernels.append(finish(spec, target, plan, rows))
-    return (*kernels, *sink_sums(spec, target, rows, deterministic), *capture_sums(spec, target, deterministic))
+    return (*kernels, *sink_sums(spec, target, rows), *capture_sums(spec, target, deterministic))
 
 
 def _keys(spec: AttentionSpec, target: Target, plan: BackwardPlan, rows: Rows, deterministic: bool) -> RenderedKernel:
@@ -78,6 +81,7 @@ def _keys(spec: AttentionSpec, target: Target, plan: BackwardPlan, rows: Rows, d
         "plan": plan,
         "by_wgmma": False,
         "deterministic": deterministic,
+        "dq_apart": deterministic,
         "vector_reductions": target.vector_reductions,
         "shared_bytes": shared,
         "gradient": gradient,
@@ -111,6 +115,7 @@ def _queries(spec: AttentionSpec, target: Target, plan: QueriesPlan, rows: Rows,
         "by_wgmma": False,
         "shared_bytes": shared,
         "deterministic": True,
+        "dq_apart": True,
         "gradient": score_gradient(spec, with_gathers=False),
         "gathers": (),
         "key_tiles": visited_tiles(tiles, "BackwardQueriesArguments", is_masked(spec), ragged=spec.is_ragged),
