@@ -122,10 +122,10 @@ DROPOUT_FIELDS = (
 _RESERVED = frozenset({
     "q", "k", "v", "o", "lse", "batch", "heads", "heads_q", "kv_reciprocal", "len_q", "len_k", "tile_counts",
     "tile_entries", "tile_offsets", "counts", "entries", "offsets", "spacing", "seed", "seed_low", "seed_high",
-    "offset", "section", "tiles", "tiles_q", "next_tile", "packed", "row_tiles", "splits", "arrivals",
+    "offset", "section", "tiles", "tiles_q", "next_tile", "heads_at_once", "packed", "row_tiles", "splits", "arrivals",
     "partial_outputs", "partial_states", "page_table", "seqused_k", "table_pitch", "pages", "k_scale", "v_scale",
-    "d_o", "d_lse", "dq", "dk", "dv", "dq_sums", "dk_sums", "dv_sums", "statistics", "rows", "keys", "heads_kv",
-    "heads_per_kv", "sums", "gradient", "count", "shared_memory", "errno", "unix", "linux",
+    "d_o", "d_lse", "dq", "dk", "dv", "dq_sums", "dq_turns", "dk_sums", "dv_sums", "statistics", "rows", "keys",
+    "heads_kv", "heads_per_kv", "sums", "gradient", "count", "shared_memory", "errno", "unix", "linux",
     "schedule", "cu_seqlens_q", "cu_seqlens_k", "total_q", "total_k",
 })
 # fmt: on

@@ -118,14 +118,18 @@ def visited_tiles(
     ends: Mapping[sympy.Symbol, str] = ENDS_OF_TILES,
     ragged: bool = False,
     any_size: bool = False,
+    in_turns: bool = False,
 ) -> str:
-    """The text of which tiles a block visits, keys or `queries`: by a range, or by lists where there is none."""
+    """The text of which tiles a block visits, keys or `queries`: by a range, or by lists where there is none.
+
+    in_turns: others ask which ones a block visits, as blocks add to a visited tile in turns.
+    """
     module: Any = environment().get_template("key_tiles.cuh.jinja").module
     side = module.QUERIES if queries else module.KEYS
     if tiles is None:
         return str(module.lists(struct, side, ragged))
     texts = range_texts(tiles, {BATCH: _SEQUENCE, **ends})
-    return str(module.ranges(texts, struct, masked, side, ragged, any_size))
+    return str(module.ranges(texts, struct, masked, side, ragged, any_size, in_turns))
 
 
 def longest_last(tiles: TileRange | None) -> bool:

@@ -144,20 +144,29 @@ def _as_ragged(layout: ArgumentLayout) -> ArgumentLayout:
 
 STATISTICS = Field("const float*", "statistics", comment="(batch, heads_q, rows, 2): LSE to the base 2, and D")
 DQ_SUMS = Field("float*", "dq_sums", comment="(batch, heads_q, rows, padded head_dim), in an order of its own")
+DQ_TURNS = Field("unsigned*", "dq_turns", comment="(batch, heads_q, rows / tile): who adds to a tile of dq_sums next")
 ROWS = Field("int", "rows", comment="len_q, rounded up")
 KEYS = Field("int", "keys", comment="len_k, rounded up")
 
 
 def prepare(
-    spec: AttentionSpec, target: Target, plan: KeysPlan, rows: Rows, deterministic: bool, dq_apart: bool
+    spec: AttentionSpec,
+    target: Target,
+    plan: KeysPlan,
+    rows: Rows,
+    deterministic: bool,
+    dq_apart: bool,
+    in_turns: bool = False,
 ) -> RenderedKernel:
     """The kernel before the others: statistics of rows, and zeros where dQ is summed.
 
     deterministic: it is of that mode alone. dq_apart: dQ is made by a kernel of its own, so that it is not summed.
+    in_turns: blocks add to the sums in turns, which are counted by tiles of the plan.
     """
     fields = [Field("const Element*", "o"), Field("const Element*", "d_o"), Field("const float*", "lse")]
     fields += [Field("const float*", "d_lse", comment="or null"), Field("float*", "statistics")]
     fields += [] if dq_apart else [DQ_SUMS]
+    fields += [DQ_TURNS] if in_turns else []
     fields += [*strides("o", "d_o"), *(() if spec.is_ragged else numbers("heads_q")), *numbers("len_q"), ROWS]
     layout = ordered([*fields, *(ragged_fields(keys=False) if spec.is_ragged else ())])
     lanes = max(1 << (spec.value_dim // 8 - 1).bit_length(), _PREPARE_THREADS // PREPARE_ROWS)
@@ -167,12 +176,15 @@ def prepare(
         "lanes": lanes,
         "deterministic": deterministic,
         "dq_apart": dq_apart,
+        "in_turns": plan.tile_q if in_turns else 0,
     }
     context |= ragged_context(spec, "BackwardPrepareArguments", layout, plan.tile_q, "kRowMultiple")
     memory = [Workspace("statistics", rows_shape(spec, rows, 2), "float32")]
     if not dq_apart:  # the kernel zeroes them
         columns = context["head_padded"] = plan.head_columns(spec)
         memory.append(Workspace("dq_sums", rows_shape(spec, rows, columns), "float32"))
+    if in_turns:
+        memory.append(Workspace("dq_turns", rows_shape(spec, lambda sizes: rows(sizes) // plan.tile_q), "int32"))
     launch = {"grid": partial(_blocks_of_rows, spec, rows, PREPARE_ROWS), "values": partial(row_values, rows)}
     kernel = backward_kernel("prepare", spec, target, layout, context, _PREPARE_THREADS, 0, launch, plain=True)
     return replace(kernel, plan=plan, workspaces=tuple(memory))

@@ -73,6 +73,10 @@ void bulk_commit();
 void bulk_wait_read(int pending);
 void fence_async_shared();  // async_proxy.cpp
 
+// ---- turns (turns.cpp) ----
+void await_turn(const u32* place, u32 turn, Site site);
+void end_turn(u32* place, u32 turn, Site site);
+
 // ---- matrices (matrix.cpp) ----
 enum class Element : int { kf16, kbf16 };  // spelled as PTX does, which the primitives' names follow
 void load_matrix(u32* fragment, int count, bool transposed, u32 shared_source, Site site);

@@ -61,6 +61,8 @@ USES = {
     "bulk_load(arguments.bytes, arguments.out, 128, arguments.barrier);": "UBLKCP",
     "if (elect_one()) *arguments.out = 1;": "ELECT",
     "*arguments.out = atomic_inc_acq_rel(arguments.counter, 3);": r"(?s)MEMBAR\.ALL\.GPU.*ATOMG\.E\.INC.*CCTL\.IVALL",
+    "await_turn(arguments.counter, 3);": r"(?s)LD.*STRONG\.GPU.*FENCE\.VIEW\.ASYNC",
+    "end_turn(arguments.counter, 3);": r"(?s)FENCE\.VIEW\.ASYNC.*ST\S*\.STRONG\.GPU",
     shared("f16", 16): "HGMMA.64x16x16.F32",
     shared("bf16", 128): "HGMMA.64x128x16.F32.BF16",
     registers("f16", 64): "HGMMA.64x64x16.F32",

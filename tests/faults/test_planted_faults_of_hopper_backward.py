@@ -54,6 +54,7 @@ SUBJECTS = {
         options={"backward_plan": HopperWidePlan(32, 3)},
     ),
     "queries": Subject(fg.AttentionSpec(64, mask=fg.causal()), "queries", {"deterministic": True}),
+    "turns": Subject(fg.AttentionSpec(64), options={"backward_plan": HopperBackwardPlan(64, in_turns=True)}),
     "apart": Subject(
         fg.AttentionSpec(64, mask=fg.causal()),
         options={"backward_plan": HopperBackwardPlan(128, early_scores=False, heads_apart=True)},
@@ -96,7 +97,7 @@ class Fault:
     pattern: str
     replacement: str
     finding: str
-    subject: Literal["keys", "late", "wide", "wide, learned", "wide, dropped", "queries", "apart"] = "keys"
+    subject: Literal["keys", "late", "wide", "wide, learned", "wide, dropped", "queries", "turns", "apart"] = "keys"
 
     def planted(self) -> str:
         return replaced_once(self.name, self.pattern, self.replacement, SUBJECTS[self.subject].source)
@@ -139,6 +140,17 @@ UNGUARDED = [
     ),
     Fault("place of dQ not waited for", r"if \([^)]*\) bulk_wait_read<0>\(\);(   // of)", r"\1", OVERWRITES),
     Fault("dQ not committed", r"(bulk_reduce_add\([^;]*;\s+)bulk_commit\(\);", r"\1", f"bulk_commit|{OVERWRITES}"),
+    Fault(
+        "dQ added before it is there", r"mbarrier_wait\(barriers\.gradients_full\(use\), [^;]*;", "", UNREAD, "turns"
+    ),
+    Fault("dQ not added yet", r"mbarrier_wait\(barriers\.gradients_empty\(\), [^;]*;", "", OVERWRITES, "turns"),
+    Fault(
+        "dQ handed over unseen",
+        r"fence_async_shared\(\);(\s+__syncwarp\(\);\s+release\(barriers\.gradients)",
+        r"\1",
+        UNFENCED,
+        "turns",
+    ),
     Fault("no wait for products", r"wgmma_wait<kPending>\(\);(\s+order)", r"\1", f"{OVERWRITES}|wgmma_wait"),
     Fault("K in use", r"named_barrier_sync\(1, kConsumers \* 128\);", "", "data race"),
     Fault(
@@ -247,6 +259,15 @@ PROTOCOL = [
         f"over-arrival|{UNREAD}",
     ),
     Fault("no q * k handed over", r"release\(barriers\.scores_full\(use\)\);", "", "deadlock", "wide, learned"),
+    Fault(
+        "one warp for both",
+        r"gradients_empty\(\) \+ 8 \+ use % 2 \* 8",
+        "gradients_empty() + 8",
+        "initialised before",
+        "turns",
+    ),
+    Fault("no turn ends", r"end_turn\(place, turn\);", "", "waited for for ever", "turns"),
+    Fault("first keys first", r"gridDim\.x - 1 - place / members", "place / members", "waited for for ever", "turns"),
     Fault("no P handed over", r"release\(barriers\.scores_full\(use\)\);", "", "deadlock", "wide"),
     Fault(
         "V's parity slips",
@@ -263,6 +284,26 @@ def test_a_broken_protocol_is_caught_by_name(fault: Fault) -> None:
     with pytest.raises(LaunchError) as error:
         is_right(fault.subject, fault.planted(), schedule=LATE)
     assert re.search(fault.finding, str(error.value)), str(error.value)
+
+
+OUT_OF_TURN = [
+    Fault("turns not awaited", r"await_turn\(place, turn\);", "", "turn [0-9]+ ends while the next is", "turns"),
+    Fault(
+        "only others awaited", r"turn > 0 && query", "turn > 0 && !query", "turn [0-9]+ ends while the next is", "turns"
+    ),
+]
+
+
+@named(OUT_OF_TURN)
+def test_who_adds_out_of_turn_is_caught_by_name(fault: Fault) -> None:
+    """Of blocks that run side by side, soon."""
+    for seed in range(50):
+        try:
+            is_right(fault.subject, fault.planted(), schedule=Schedule("random", "random", seed, workers=4))
+        except LaunchError as error:
+            assert re.search(fault.finding, str(error)), str(error)
+            return
+    pytest.fail("nothing found it")
 
 
 WRONG = [

@@ -11,6 +11,7 @@ from flashgen.codegen.arguments import Field
 from flashgen.codegen.assembly import check_spec, longest_last, suffix_of, visited_tiles
 from flashgen.codegen.backward_kernels import (
     DQ_SUMS,
+    DQ_TURNS,
     EXACT_LIMBS,
     KEYS,
     ROWS,
@@ -40,7 +41,7 @@ from flashgen.codegen.hopper.queries_plans import HopperQueriesPlan, choose_hopp
 from flashgen.codegen.hopper.wide_plans import HopperWidePlan, choose_hopper_wide_plan, handed_over
 from flashgen.codegen.ragged import MAP_ROWS, ragged_fields, tiles_of_keys, tiles_of_queries
 from flashgen.codegen.rendered_kernel import RenderedKernel, Workspace
-from flashgen.codegen.sizes import ceil_div
+from flashgen.codegen.sizes import Sizes, ceil_div, most
 from flashgen.codegen.targets import Target
 from flashgen.codegen.tiling import padded
 from flashgen.codegen.variant import layout_of
@@ -51,6 +52,8 @@ HopperPlans = HopperBackwardPlan | HopperWidePlan
 _KEYS, _WIDE_KEYS, _QUERIES = (f"hopper/backward/{part}.cu.jinja" for part in ("keys", "wide_keys", "queries"))
 _WARP_ROWS, _PART_ROWS = 16, 64
 _OPTIONAL = ("len_q",)  # TMA clips rows beyond the last
+_NEXT_BLOCK = Field("unsigned*", "next_tile", comment="which block begins next: 0, before and after")
+_HEADS_AT_ONCE = Field("int", "heads_at_once", comment="of K and V, whose blocks run side by side")
 
 
 def render_hopper_backward(
@@ -58,7 +61,8 @@ def render_hopper_backward(
 ) -> tuple[RenderedKernel, ...]:
     """The backward kernels of a spec on Hopper, in the order of their launches; `plan` is that of `keys`.
 
-    Where rows are too wide for one kernel of all gradients, and in the deterministic mode, another kernel makes dQ.
+    Where rows are too wide for one kernel of all gradients, and in the deterministic mode unless blocks of the plan add
+    to dQ in turns, another kernel makes dQ.
     UnsupportedError where the target or the plan cannot do it.
     """
     check_spec(spec, target)
@@ -68,14 +72,16 @@ def render_hopper_backward(
         raise UnsupportedError(f"{plan}: the deterministic mode adds up no shares of dK and dV: leave out heads_apart")
     rows = rows_of(plan.tile_q, spec.is_ragged)
     if isinstance(plan, HopperWidePlan):
-        apart, keys = True, _wide_keys(spec, target, plan, rows, deterministic)
+        in_turns, apart, of_mode = False, True, False
+        keys = _wide_keys(spec, target, plan, rows, deterministic)
     else:
-        apart, keys = deterministic, _keys(spec, target, plan, rows, deterministic)
-    wide = isinstance(plan, HopperWidePlan)
-    kernels = [prepare(spec, target, plan, rows, deterministic and not wide, apart), keys]
+        in_turns, of_mode = plan.in_turns, deterministic
+        apart = deterministic and not in_turns
+        keys = _keys(spec, target, plan, rows, deterministic)
+    kernels = [prepare(spec, target, plan, rows, of_mode, apart, in_turns), keys]
     if apart:
         queries_plan = choose_hopper_queries_plan(spec, target)
-        kernels.append(_queries(spec, target, queries_plan, rows, deterministic and not wide, plan.tile_q))
+        kernels.append(_queries(spec, target, queries_plan, rows, of_mode, plan.tile_q))
     else:
         kernels.append(finish(spec, target, plan, rows))
     if plan.heads_apart:
@@ -84,12 +90,19 @@ def render_hopper_backward(
 
 
 def _keys(
-    spec: AttentionSpec, target: Target, plan: HopperBackwardPlan, rows: Rows, deterministic: bool
+    spec: AttentionSpec,
+    target: Target,
+    plan: HopperBackwardPlan,
+    rows: Rows,
+    deterministic: bool,
 ) -> RenderedKernel:
-    tiles, shared = query_range(spec.mask.expression), plan.shared_bytes(spec, deterministic)
+    in_turns = plan.in_turns
+    dq_apart = deterministic and not in_turns
+    tiles, shared = query_range(spec.mask.expression), plan.shared_bytes(spec, dq_apart)
     written = () if plan.heads_apart else ("dk", "dv")
     fields = [Field("TensorMap", f"{name}_map") for name in ("q", "k", "v", "d_o", *written)]
-    fields += [STATISTICS] if deterministic else [STATISTICS, DQ_SUMS]
+    fields += [STATISTICS] if dq_apart else [STATISTICS, DQ_SUMS]
+    fields += [DQ_TURNS, _NEXT_BLOCK, _HEADS_AT_ONCE] if in_turns else []
     fields += [Field("float*", f"d{of}_sums") for of, _ in _widths(spec, plan) if plan.heads_apart]
     gradient = score_gradient(spec)
     gathers = gradient.gathers if gradient else ()
@@ -101,7 +114,8 @@ def _keys(
         "plan": plan,
         "by_wgmma": True,
         "deterministic": deterministic,
-        "dq_apart": deterministic,
+        "dq_apart": dq_apart,
+        "in_turns": in_turns,
         "shared_bytes": shared,
         "gradient": gradient,
         "gathers": gathers,
@@ -115,7 +129,12 @@ def _keys(
         "gradient_columns": plan.gradient_columns(spec),
         "suffix": suffix_of(spec),
         "query_tiles": visited_tiles(
-            tiles, "BackwardKeysArguments", is_masked(spec), queries=True, ragged=spec.is_ragged
+            tiles,
+            "BackwardKeysArguments",
+            is_masked(spec),
+            queries=True,
+            ragged=spec.is_ragged,
+            in_turns=in_turns,
         ),
         "map_rows": MAP_ROWS,
     }
@@ -123,11 +142,13 @@ def _keys(
     context |= ragged_context(*told, of_keys=True, moves_rows=False)
     launch: dict[str, Any] = {"values": partial(row_values, rows), "reads": "queries" if tiles is None else None}
     launch["grid"] = partial(tiles_of_keys, spec, plan.tile_k)
+    if in_turns:
+        launch |= {"values": partial(_turn_values, plan, rows), "counts": lambda sizes: 1}
     launch["boxes"] = {name: box for name, box in _boxes(spec, plan).items() if name not in ("dk", "dv") or written}
     if plan.heads_apart:
         launch |= _of_query_heads(spec, plan, rows)
     widths = dict.fromkeys((plan.head_columns(spec), padded(spec.value_dim)))
-    gradients = [] if deterministic else [(plan.gradient_columns(spec), "true")]
+    gradients = [] if dq_apart else [(plan.gradient_columns(spec), "true")]
     primitives = {
         "shared_forms": list(dict.fromkeys([(plan.tile_q, "false"), *gradients])),
         "register_forms": [(width, "true") for width in widths],
@@ -145,6 +166,12 @@ def _keys(
         primitives=primitives,
         optional=_OPTIONAL,
     )
+
+
+def _turn_values(plan: HopperBackwardPlan, rows: Rows, sizes: Sizes) -> dict[str, Any]:
+    """Where blocks take turns: so many heads at once as fill the card, so that a head's blocks begin one by one."""
+    tiles = most(ceil_div(sizes.len_k, plan.tile_k), 1)
+    return row_values(rows, sizes) | {"heads_at_once": ceil_div(sizes.multiprocessors, tiles)}
 
 
 def _gathered(gathers: Iterable[GatherText], exact: bool) -> list[Field]:

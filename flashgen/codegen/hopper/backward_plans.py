@@ -7,6 +7,8 @@ from typing import ClassVar
 
 import sympy
 
+from flashgen.analysis.closed_forms.monotone import visitors_are_one_run
+from flashgen.analysis.closed_forms.tile_ranges import query_range
 from flashgen.codegen.demand import Weight, demand_of
 from flashgen.codegen.expressions.derivative_text import score_gradient
 from flashgen.codegen.hopper.plans import WARPGROUP
@@ -19,6 +21,7 @@ _ROWS = 64  # of a wgmma
 _STATISTICS_BYTES = 8  # of a row: its LSE and D
 _SCORE_STAGES = 2  # tiles of dS: one is written while dQ is made of the other
 _BARRIER_BYTES = 8
+_TURN_BARRIERS = 4  # three for a tile of dQ, and the place of a block's number
 _SUM_BYTES = 4  # of an element of dQ
 _ACCUMULATORS = 224  # registers of a thread that sums and products in flight may take
 _WARPS = 4  # of a warpgroup
@@ -49,12 +52,15 @@ class HopperBackwardPlan(Checked):
         early_scores: the next step's scores start while dK and dV of this one are computed, which takes registers.
         heads_apart: a block for each query head, whose shares of dK and dV are added up in global memory; else a block
             walks the queries of all heads that share a head of K and V.
+        in_turns: blocks add to a tile of dQ in the order of their tiles of keys, from the last one on, so that sums are
+            the same bits in each run. Without it the deterministic mode has another kernel make dQ.
     """
 
     tile_q: int
     stages: int = 2
     early_scores: bool = True
     heads_apart: bool = False
+    in_turns: bool = False
     consumers: ClassVar[int] = 2
     blocks: ClassVar[int] = 1
     packed_heads: ClassVar[int] = 1
@@ -97,20 +103,24 @@ class HopperBackwardPlan(Checked):
         fragments = self.tile_q // 2  # P and dS as operands
         return sums + self.tile_q + fragments * self.early_scores
 
-    def shared_bytes(self, spec: AttentionSpec, deterministic: bool = False) -> int:
-        """Dynamic shared memory of a block: K, V; the stages of Q, dO and of statistics; of dS, dQ; the barriers."""
+    def shared_bytes(self, spec: AttentionSpec, dq_apart: bool = False) -> int:
+        """Dynamic shared memory of a block: K, V; the stages of Q, dO and of statistics; of dS, dQ; the barriers.
+
+        dq_apart: another kernel makes dQ.
+        """
         head, value = self.head_columns(spec), padded(spec.value_dim)
         tiles = ELEMENT_BYTES * (self.tile_k + self.stages * self.tile_q) * (head + value)
         statistics, barriers = self.stages * self.tile_q * _STATISTICS_BYTES, 4 * self.stages
-        if deterministic:  # another kernel makes dQ
+        if dq_apart:
             return tiles + statistics + _BARRIER_BYTES * barriers
         shared = _SCORE_STAGES * ELEMENT_BYTES * self.tile_q * self.tile_k + _SUM_BYTES * self.tile_q * head
-        return tiles + shared + statistics + _BARRIER_BYTES * (barriers + 2 * _SCORE_STAGES)
+        barriers += 2 * _SCORE_STAGES + _TURN_BARRIERS * self.in_turns
+        return tiles + shared + statistics + _BARRIER_BYTES * barriers
 
     def summary(self, shared_bytes: int) -> str:
         """What the kernel's header says of it."""
         early = ", the next scores early" if self.early_scores else ""
-        heads = ", a block for each query head" if self.heads_apart else ""
+        heads = ", a block for each query head" if self.heads_apart else ", dQ added in turns" if self.in_turns else ""
         return (
             f"{self.tile_q} queries x {self.tile_k} keys, {self.consumers} warpgroups of {self.consumer_registers} "
             f"registers{early}{heads}, {self.stages} stages of Q and dO, {shared_bytes} bytes of shared memory"
@@ -126,12 +136,25 @@ class HopperBackwardPlan(Checked):
             return f"tile_q={self.tile_q} must be 64 or 128, and stages={self.stages} at least 2"
         if self.heads_apart and spec.is_ragged:
             return "heads_apart=True: of ragged batches query heads that share a head of k and v share blocks"
+        if self.in_turns and (unordered := self._unordered(spec)):
+            return f"in_turns=True: {unordered}"
         if self.gradient_columns(spec) > self.tile_q:  # they share registers with scores
             columns = self.gradient_columns(spec)
             return f"tile_q={self.tile_q} has no registers for {columns} columns of dQ: take more queries"
         if self.registers(spec) > _ACCUMULATORS:
             return f"it takes {self.registers(spec)} registers of a thread for sums and products: take fewer queries"
         return shared_memory_problem(self.shared_bytes(spec), target, "take fewer queries or stages")
+
+    def _unordered(self, spec: AttentionSpec) -> str | None:
+        """Why a block does not know whether another one adds to a tile of dQ before it; None where it does."""
+        if self.heads_apart:
+            return "shares of dK and dV of query heads apart are added in any order: take one of the two"
+        if spec.is_ragged:  # blocks of sequences whose offsets fall would wait for some that there are not
+            return "blocks of ragged batches add to dQ in any order"
+        visited = query_range(spec.mask.expression)
+        if visited is None or not visitors_are_one_run(visited):
+            return "the tiles of keys that visit a tile of queries are not proven to stand side by side"
+        return None
 
 
 _NARROW_DIM = 64

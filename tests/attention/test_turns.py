@@ -1,0 +1,113 @@
+"""Blocks that add to dQ in turns: right numbers, and the same bits whichever blocks run side by side."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+import flashgen.language as fg
+from flashgen import attention
+from flashgen.codegen.hopper.backward_plans import HopperBackwardPlan
+from flashgen.errors import UnsupportedError
+from flashgen.language import AttentionSpec
+from flashgen.runtime.schedule import Schedule
+from flashgen.verify import Shape, gradients_by_name, judged_gradients, random_gradients, random_inputs
+from flashgen.verify.gradients import poisoned_gradients
+from flashgen.verify.variants import learned
+
+PLAN = HopperBackwardPlan(64, in_turns=True)
+NARROW = HopperBackwardPlan(128, early_scores=False, in_turns=True)
+SHAPES = [Shape(330, 600, 1, 2, 1), Shape(600, 330, 2, 3, 3)]  # the emulator's three multiprocessors run heads together
+SIDE_BY_SIDE = [Schedule("random", "random", seed, workers=4) for seed in range(2)]
+ONE_BY_ONE = [Schedule("in_order", "late"), Schedule("reverse", "early")]
+
+SPECS: dict[str, tuple[AttentionSpec, HopperBackwardPlan]] = {
+    "full": (AttentionSpec(64), PLAN),
+    "causal": (AttentionSpec(64, mask=fg.causal()), NARROW),
+    "window": (AttentionSpec(128, "bfloat16", mask=fg.sliding_window(100, 40)), PLAN),
+    "prefix": (AttentionSpec(64, mask=fg.prefix_lm(200), dropout=0.2), PLAN),
+    "learned": (AttentionSpec(64, mask=fg.causal(), score=learned(fg.alibi("slopes"))), PLAN),
+    "padding": (AttentionSpec(32, mask=fg.padding("lengths"), layout="bshd"), NARROW),
+}
+
+
+def gradients(spec: AttentionSpec, plan: HopperBackwardPlan, shape: Shape, schedule: Schedule) -> dict[str, Any]:
+    compiled = attention.compile(
+        spec, target="sm_90a", emulate=True, schedule=schedule, backward_plan=plan, deterministic=True
+    )
+    inputs = random_inputs(spec, shape, seed=3)
+    given = {**inputs.captures, **({"seed": 7} if spec.dropout else {})}
+    out, lse = compiled(inputs.q, inputs.k, inputs.v, return_lse=True, **given)
+    d_out, _ = random_gradients(spec, shape, 3)
+    into = poisoned_gradients(spec, inputs)
+    found = gradients_by_name(compiled.backward(d_out, inputs.q, inputs.k, inputs.v, out, lse, into=into, **given))
+    verdicts = judged_gradients(spec, inputs.q, inputs.k, inputs.v, d_out, found, **given)
+    assert all(verdict.ok for verdict in verdicts.values()), verdicts
+    return found
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("name", SPECS)
+@pytest.mark.rotated(4)
+def test_bits_are_the_same_whoever_runs_beside_whom(name: str, shape: Shape) -> None:
+    spec, plan = SPECS[name]
+    first, *others = [gradients(spec, plan, shape, schedule) for schedule in (*ONE_BY_ONE, *SIDE_BY_SIDE)]
+    for other in others:
+        for gradient, bits in first.items():
+            assert np.array_equal(bits.view(np.uint8), other[gradient].view(np.uint8)), gradient
+
+
+def test_the_default_mode_may_add_in_turns_too() -> None:
+    spec, plan = SPECS["causal"]
+    compiled = attention.compile(spec, target="sm_90a", emulate=True, backward_plan=plan)
+    assert "add_in_turns" in next(text for name, text in compiled.backward_sources.items() if "-keys-" in name)
+
+
+def test_one_kernel_makes_all_gradients() -> None:
+    """What adds in turns needs no pass of its own for dQ."""
+    spec, plan = SPECS["causal"]
+    compiled = attention.compile(spec, target="sm_90a", emulate=True, backward_plan=plan, deterministic=True)
+    assert [name.split("-")[1] for name in compiled.backward_sources] == ["prepare", "keys", "finish"]
+
+
+@pytest.mark.parametrize(
+    ("spec", "plan", "why"),
+    [
+        (AttentionSpec(64, mask=fg.document("ids")), PLAN, "not proven to stand side by side"),
+        (AttentionSpec(64, mask=~fg.prefix_lm(100)), PLAN, "not proven to stand side by side"),
+        (AttentionSpec(64, layout="thd"), PLAN, "ragged batches add to dQ in any order"),
+        (AttentionSpec(64), HopperBackwardPlan(64, heads_apart=True, in_turns=True), "take one of the two"),
+    ],
+    ids=["lists", "a gap", "ragged", "heads apart"],
+)
+def test_a_spec_whose_blocks_cannot_take_turns_is_refused(
+    spec: AttentionSpec, plan: HopperBackwardPlan, why: str
+) -> None:
+    compiled = attention.compile(spec, target="sm_90a", emulate=True, backward_plan=plan)
+    with pytest.raises(UnsupportedError, match=f"in_turns=True: .*{why}"):
+        assert compiled.backward_sources
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("plan", [PLAN, NARROW], ids=["64", "128"])
+@pytest.mark.parametrize("mask", [fg.full(), fg.causal(), fg.sliding_window(300)], ids=lambda mask: mask.name)
+def test_a_hundred_runs_on_a_gpu_give_the_same_bits(mask: fg.Mask, plan: HopperBackwardPlan) -> None:
+    """Of more blocks than a card has places, and heads that share heads of k and v."""
+    cupy = pytest.importorskip("cupy")
+    spec = AttentionSpec(64, "bfloat16", mask=mask)
+    compiled = attention.compile(spec, backward_plan=plan, deterministic=True)
+    shape = Shape(1500, 2100, 2, 16, 8)
+    inputs = random_inputs(spec, shape, seed=3)
+    q, k, v, d_out = (
+        cupy.asarray(each) for each in (inputs.q, inputs.k, inputs.v, random_gradients(spec, shape, 3)[0])
+    )
+    out, lse = compiled(q, k, v, return_lse=True)
+    first = compiled.backward(d_out, q, k, v, out, lse)
+    for _ in range(100):
+        for gradient, other in zip(first[:3], compiled.backward(d_out, q, k, v, out, lse)[:3], strict=True):
+            assert bool((gradient.view(cupy.uint8) == other.view(cupy.uint8)).all())
+    found = dict(zip(("dq", "dk", "dv"), map(cupy.asnumpy, first[:3]), strict=True))
+    verdicts = judged_gradients(spec, inputs.q, inputs.k, inputs.v, cupy.asnumpy(d_out), found)
+    assert all(verdict.ok for verdict in verdicts.values()), verdicts
