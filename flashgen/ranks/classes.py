@@ -47,7 +47,12 @@ class Whole(NamedTuple):
 
 
 def found_in(whole: Whole, given: Rectangle) -> Found:
-    """What of a rectangle is not surely empty, cut at whole steps, and whether that is surely full."""
+    """What of a rectangle is not surely empty, cut at whole steps, and whether that is surely full.
+
+    Steps are longer where there are many: so what is found is looked at once more, until no less is found.
+    """
+    if not (given.rows and given.keys):
+        return Found(Rectangle(given.q, 0, given.k, 0), EMPTY, 0.0)
     rows, keys = _cuts(given.rows), _cuts(given.keys)
     queries = (given.q + rows[:-1, None], given.q + rows[1:, None] - 1)
     classes = np.broadcast_to(
@@ -65,6 +70,8 @@ def found_in(whole: Whole, given: Rectangle) -> Found:
         given.k + int(keys[first_key]),
         int(keys[last_key] - keys[first_key]),
     )
+    if rectangle != given:
+        return found_in(whole, rectangle)
     return Found(rectangle, FULL if (inside == FULL).all() else PARTIAL, _share(inside))
 
 

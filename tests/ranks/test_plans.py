@@ -119,6 +119,17 @@ def test_what_nobody_reads_is_not_sent() -> None:
     assert [len(step.blocks) for step in causal.steps(0)] == [1, 0, 0, 0]
 
 
+@pytest.mark.parametrize("shards", ["zigzag", "plain"])
+def test_long_shards_send_no_more_of_a_window_than_short_ones(shards: str) -> None:
+    """Boxes of the analysis are larger there: what they find is looked at more closely."""
+    spec = fg.AttentionSpec(64, mask=fg.sliding_window(128))
+    sent = {
+        length: {sum(plan_of(spec, 2, length, shards=shards).sent(rank)) for rank in range(2)}
+        for length in (8192, 262144)
+    }
+    assert sent[8192] == sent[262144]
+
+
 def test_a_window_s_rows_are_each_in_one_block() -> None:
     """Those that see a neighbour's keys with these and their own rank's beside; all others need nobody."""
     one_way = plan_of(fg.AttentionSpec(64, mask=fg.sliding_window(200)), 4, 8192, shards="plain")
