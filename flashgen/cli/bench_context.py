@@ -22,6 +22,10 @@ def context(
     windows: Annotated[
         str, typer.Option("--windows", help='Sliding windows to measure beside causal masks, by commas; "" is none.')
     ] = "1024",
+    shards: Annotated[
+        str,
+        typer.Option("--shards", help="How windows are sharded, by commas: zigzag, as causal masks always are; plain."),
+    ] = "zigzag,plain",
     contenders: Annotated[
         str, typer.Option("--contenders", help="flashgen's schemes and peers, by commas. Default: all.")
     ] = "",
@@ -41,6 +45,7 @@ def context(
     """
     require_gpu()
     from flashgen import bench
+    from flashgen.ranks import SHARDS
 
     ranks = gpus or bench.gpus_here()
     if ranks > bench.gpus_here() or ranks < 2:
@@ -53,8 +58,11 @@ def context(
     sizes = [_LONG // ranks] if long else numbers(tokens, "--tokens")
     shapes = [bench.ContextShape(size, long=long) for size in sizes]
     if windows and not long:
-        shapes += [bench.ContextShape(size, window=each) for size in sizes for each in numbers(windows, "--windows")]
+        spans, dealt = numbers(windows, "--windows"), chosen(shards, "--shards", SHARDS)
+        shapes += [
+            bench.ContextShape(size, window=span, shards=each) for size in sizes for span in spans for each in dealt
+        ]
     named = beside or (["ring"] if long else list(bench.CONTEXT_CONTENDERS))
     rows = bench.context_rows(ranks, shapes, named, timed)
-    cells = [f"{shape.tokens} {name}" for shape in shapes for name in timed]
+    cells = [f"{shape.name} {name}" for shape in shapes for name in timed]
     report(rows, cells, bench_tables.context(named), output, json, bench.context_summary)

@@ -31,6 +31,11 @@ def test_one_gpu_alone_has_as_much_to_do() -> None:
     assert bench.ContextShape(8192).ideal_length(4) == 16384
 
 
+def test_windows_are_named_with_their_shards() -> None:
+    assert bench.ContextShape(8192).name == "8192"
+    assert bench.ContextShape(8192, window=512, shards="plain").name == "8192 window 512 plain"
+
+
 ANSWER = {
     "one_ms": 2.0,
     "milliseconds": {"ring": 2.5, "torch": 5.0},
@@ -62,9 +67,37 @@ def test_rows_are_shares_of_what_one_gpu_does(monkeypatch: pytest.MonkeyPatch, t
     assert "ulysses: ArgumentError: heads" in done.output
 
 
+@pytest.mark.parametrize(("given", "shards"), [((), ["zigzag", "plain"]), (("--shards", "zigzag"), ["zigzag"])])
+def test_windows_are_measured_as_they_may_be_sharded(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, given: tuple[str, ...], shards: list[str]
+) -> None:
+    asked: list[Any] = []
+
+    def answers(count: int, questions: Any) -> Any:
+        asked.extend(question["shape"] for question in questions)
+        return iter([ANSWER] * len(questions))
+
+    monkeypatch.setattr(rows, "answers_of_ranks", answers)
+    monkeypatch.setattr(bench, "gpus_here", lambda: 4)
+    monkeypatch.setattr("flashgen.cli.bench_context.require_gpu", lambda: None)
+    monkeypatch.setattr(bench, "environment", dict)
+    arguments = ["bench", "context", "--tokens", "8192", "--pass", "forward", "--output", str(tmp_path / "c.json")]
+    done = CliRunner().invoke(app, [*arguments, *given])
+    assert done.exit_code == 0, done.output
+    assert [(shape["window"], shape["shards"]) for shape in asked] == [
+        (None, "zigzag"),
+        *((1024, each) for each in shards),
+    ]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
-    [(["--gpus", "8"], "--gpus 8"), (["--pass", "backward"], "'backward'"), (["--contenders", "FA9"], "'FA9'")],
+    [
+        (["--gpus", "8"], "--gpus 8"),
+        (["--pass", "backward"], "'backward'"),
+        (["--contenders", "FA9"], "'FA9'"),
+        (["--shards", "striped"], "'striped'"),
+    ],
 )
 def test_what_cannot_be_measured_is_refused(
     monkeypatch: pytest.MonkeyPatch, arguments: list[str], message: str

@@ -41,11 +41,6 @@ def spec_of(shape: Shape) -> AttentionSpec:
     return AttentionSpec(shape.head_dim, "bfloat16", mask=mask)
 
 
-def shards_of(shape: Shape) -> str:
-    """Windows read their neighbours' keys alone, and balance by themselves."""
-    return "zigzag" if shape.window is None else "plain"
-
-
 def alone(shape: Shape, timed: str, given: Tensors) -> Run:
     """One GPU, that has a sequence for itself."""
     return _run(partial(attention_of_one, spec_of(shape)), timed, given)
@@ -55,7 +50,7 @@ def flashgen(scheme: str) -> Callable[[Shape, str, Tensors], Run]:
     """One of flashgen's schemes."""
 
     def made(shape: Shape, timed: str, given: Tensors) -> Run:
-        call = partial(attention, spec_of(shape), scheme=scheme, shards=shards_of(shape))
+        call = partial(attention, spec_of(shape), scheme=scheme, shards=shape.shards)
         return _run(call, timed, given)
 
     return made

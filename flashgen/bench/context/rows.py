@@ -18,8 +18,8 @@ CONTENDERS = ("ring", "ring-captured", "all_gather", "ulysses", "torch", "torch-
 class Shape:
     """What is measured: tokens of a GPU and heads of attention, of one sequence.
 
-    window: keys before a query that it sees, None for all (a causal mask). long: whether sampled rows are compared with
-    float64.
+    window: keys before a query that it sees, None for all (a causal mask). shards: which of the tokens a GPU has. long:
+    whether sampled rows are compared with float64.
     """
 
     tokens: int
@@ -27,7 +27,13 @@ class Shape:
     heads_kv: int = 8
     head_dim: int = 128
     window: int | None = None
+    shards: str = "zigzag"
     long: bool = False
+
+    @property
+    def name(self) -> str:
+        """Tokens of a GPU, and the window with its shards."""
+        return f"{self.tokens}" + (f" window {self.window} {self.shards}" if self.window is not None else "")
 
     def flops(self, ranks: int, timed: str) -> float:
         """A GPU's share of the FLOPs of scores that count: 4 for each and element, and 2.5 times as many backward."""
@@ -71,8 +77,8 @@ class ContextRow:
 
     @property
     def name(self) -> str:
-        """Tokens of a GPU, and the window."""
-        return f"{self.shape.tokens}" + (f" window {self.shape.window}" if self.shape.window is not None else "")
+        """That of the shape."""
+        return self.shape.name
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self) | {"name": self.name}

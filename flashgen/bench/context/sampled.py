@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from flashgen.bench.context.contending import Tensors, shards_of, spec_of
+from flashgen.bench.context.contending import Tensors, spec_of
 from flashgen.bench.context.rows import Shape
 from flashgen.torch.context_parallel import attention, positions, unshard
 
@@ -23,7 +23,7 @@ def errors(shape: Shape, tensors: Tensors, scheme: str) -> dict[str, float]:
     """The largest error of sampled rows by result, relative to the largest of these numbers; of the first and the last
     head of the queries."""
     q, k, v, d_out = tensors
-    shards = shards_of(shape)
+    shards = shape.shards
     out, lse = attention(spec_of(shape), q, k, v, scheme=scheme, shards=shards, return_lse=True)
     dq, dk, dv = torch.autograd.grad(out, (q, k, v), d_out)
     own = positions(q.shape[2] * dist.get_world_size(), shards=shards, device=q.device)
