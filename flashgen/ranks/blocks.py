@@ -10,9 +10,8 @@ class Block(NamedTuple):
     """A rectangle of the scores that one call of a kernel computes.
 
     q, rows: of the rank's own rows, the first and how many. k, keys: of the owner's rows, or of all keys where they
-    are gathered. Where a halo is joined with the rank's own rows these count as rows before the owner's first, or
-    behind its last: positions go on there. shard_q, shard_k: where the firsts stand in the whole. kind: FULL or
-    PARTIAL. share: about how much of it counts.
+    are gathered; a rim has all of the keys that are joined for it, from 0 on. shard_q, shard_k: where the firsts stand
+    in the whole. kind: FULL or PARTIAL. share: about how much of it counts.
     """
 
     q: int
@@ -29,10 +28,6 @@ class Block(NamedTuple):
         """About how many scores count."""
         return self.rows * self.keys * self.share
 
-    def moved(self, rows: int) -> Block:
-        """The same block where keys are counted from `rows` further on."""
-        return self._replace(k=self.k - rows)
-
 
 class Step(NamedTuple):
     """What a rank computes with the keys of one owner, and which rows (first, behind the last) of it it receives."""
@@ -40,6 +35,11 @@ class Step(NamedTuple):
     owner: int
     blocks: tuple[Block, ...]
     pieces: tuple[tuple[int, int], ...]
+
+    @property
+    def received(self) -> int:
+        """How many rows it receives."""
+        return sum(last - first for first, last in self.pieces)
 
 
 def joined_ranges(given: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
@@ -51,3 +51,13 @@ def joined_ranges(given: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ..
         else:
             ranges.append((first, last))
     return tuple(ranges)
+
+
+def gaps(given: Iterable[tuple[int, int]], count: int) -> list[tuple[int, int]]:
+    """What of so many rows no range (first, behind the last) has, as ranges in order."""
+    made, first = [], 0
+    for begin, end in [*sorted(given), (count, count)]:
+        if begin > first:
+            made.append((first, begin))
+        first = max(first, end)
+    return made

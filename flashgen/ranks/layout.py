@@ -3,11 +3,29 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from flashgen.errors import ArgumentError
 
 SHARDS = ("zigzag", "plain")
 """How positions are dealt to ranks: see `Layout`."""
+
+
+class Stretch(NamedTuple):
+    """Positions that stand side by side on a rank: `length` from `first` on, which are its rows from `row` on."""
+
+    first: int
+    length: int
+    row: int
+
+    @property
+    def end(self) -> int:
+        """The position behind the last."""
+        return self.first + self.length
+
+    def row_of(self, position: int) -> int:
+        """The row at a position."""
+        return self.row + position - self.first
 
 
 @dataclass(frozen=True)
@@ -58,6 +76,21 @@ class Layout:
         """The first position of each chunk of a rank, in the order of its rows."""
         numbers = (rank, self.chunks - 1 - rank) if self.shards == "zigzag" else (rank,)
         return tuple(number * self.chunk for number in numbers)
+
+    def stretches(self, rank: int) -> tuple[Stretch, ...]:
+        """A rank's positions, in the order of its rows: its chunks, those that follow each other as one."""
+        made: list[Stretch] = []
+        for index, start in enumerate(self.starts(rank)):
+            if made and made[-1].end == start:
+                made[-1] = made[-1]._replace(length=made[-1].length + self.chunk)
+            else:
+                made.append(Stretch(start, self.chunk, index * self.chunk))
+        return tuple(made)
+
+    def place(self, position: int) -> tuple[int, int]:
+        """(rank, its row) of a position."""
+        rank, row = self.in_order()[position // self.chunk]
+        return rank, row + position % self.chunk
 
     def in_order(self) -> list[tuple[int, int]]:
         """(rank, first of its rows) of each chunk, in the order of positions."""

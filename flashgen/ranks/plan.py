@@ -85,20 +85,20 @@ class Plan:
         return bool(self.spec.dropout) or (score is not None and bool(score.expression.free_symbols & set(symbols)))
 
     def steps(self, rank: int) -> tuple[Step, ...]:
-        """What a rank does, in order: first with its own keys, then with those of the ranks before it."""
+        """What a rank does: first with its own keys, then with those of others, in a ring of the ranks before it."""
         if rank not in self._steps:
             if self.scheme == "all_gather":
                 self._steps[rank] = self._gathered(rank)
             else:
-                self._steps[rank] = self.halos[rank].steps(rank, self.keys.rows) if self.halos else self._ring(rank)
+                self._steps[rank] = self.halos[rank].steps(rank) if self.halos else self._ring(rank)
         return self._steps[rank]
 
     @cached_property
     def halos(self) -> tuple[Halo, ...] | None:
-        """What each rank needs of its neighbours, where that is all that is sent, as with windows; else None."""
+        """What each rank needs of those beside it, where that is all that is sent, as with windows; else None."""
         if self.scheme != "ring" or self.ranks == 1:
             return None
-        return halos_of(self._whole, self.queries, self.keys, [self._ring(rank) for rank in range(self.ranks)])
+        return halos_of(self._whole, self.queries, self.keys)
 
     def _ring(self, rank: int) -> tuple[Step, ...]:
         owners = [(rank - distance) % self.ranks for distance in range(self.ranks)]
@@ -175,7 +175,7 @@ class Plan:
         """Bytes of keys and values that a rank receives for a step."""
         if self.scheme == "all_gather":
             return self.keys.rows * (self.ranks - 1) * self._row_elements * 2
-        return _rows(step.pieces) * self._row_elements * 2
+        return step.received * self._row_elements * 2
 
     def sent(self, rank: int, backward: bool = False) -> tuple[int, ...]:
         """Bytes that a rank sends in each step of a pass, or at once, beside those of an exchange of heads."""
@@ -192,9 +192,9 @@ class Plan:
             return ((halo.received if backward else halo.sent) * self._row_elements * 2,)
         sent = []
         for distance in range(self.ranks):
-            rows = _rows(self.steps((rank + distance) % self.ranks)[distance].pieces) * 2
+            rows = self.steps((rank + distance) % self.ranks)[distance].received * 2
             if backward:
-                rows += _rows(self.steps(rank)[distance].pieces) * _SUM_BYTES
+                rows += self.steps(rank)[distance].received * _SUM_BYTES
             sent.append(rows * self._row_elements)
         return tuple(sent)
 
@@ -280,10 +280,6 @@ def replace_fields(spec: AttentionSpec, **changed: Any) -> AttentionSpec:
     """The spec with other fields."""
     names = ("head_dim", "dtype", "value_dim", "scale", "layout", "dropout", "score", "mask", "sink", "sharded")
     return AttentionSpec(**{name: getattr(spec, name) for name in names} | changed)
-
-
-def _rows(ranges: tuple[tuple[int, int], ...]) -> int:
-    return sum(last - first for first, last in ranges)
 
 
 def _joined(blocks: list[Block]) -> list[Block]:

@@ -16,7 +16,7 @@ from flashgen.language.operations import BATCH, HEAD, KEY, LEN_K, LEN_Q, QUERY
 from flashgen.ranks import Layout, Plan, Sizes, plan_of
 from flashgen.ranks.classes import is_of_distances
 
-IDS = (np.arange(2048) // 300).astype(np.int32)
+IDS = (np.arange(3072) // 300).astype(np.int32)
 MASKS = {
     "full": fg.full(),
     "causal": fg.causal(),
@@ -48,37 +48,37 @@ def computed(plan: Plan, rank: int) -> Any:
     counts = np.zeros((plan.queries.rows, len_k), int)
     for step in plan.steps(rank):
         owned = np.arange(len_k) if plan.scheme == "all_gather" else rows_of(plan.keys, step.owner)
+        there = (
+            owned
+            if step.owner == rank
+            else np.concatenate([owned[:0], *(owned[slice(*piece)] for piece in step.pieces)])
+        )
         for block in step.blocks:
-            if plan.halos:
-                there = [*rows_of(plan.keys, rank), *(owned[row] for piece in step.pieces for row in range(*piece))]
-                assert set(owned[0] + block.k + np.arange(block.keys)) <= set(there), "rows that it has not received"
-                owned = np.arange(len_k)
-                block = block._replace(k=block.shard_k)
-            else:
-                own = step.owner == rank or plan.scheme == "all_gather"
-                assert own or any(first <= block.k and block.k + block.keys <= last for first, last in step.pieces), (
-                    "it reads rows that it has not received"
-                )
             rows, keys = np.arange(block.rows), np.arange(block.keys)
+            if plan.halos and step.owner != rank:
+                places = block.shard_k + keys  # of what is joined: this rank's, too
+                assert set(places) <= {*there, *rows_of(plan.keys, rank)}, "rows that it has not received"
+            else:
+                places = owned[block.k + keys]
+                assert set(places) <= set(there), "rows that it has not received"
             kept = np.ones((block.rows, block.keys), bool)
             if block.kind == PARTIAL:
                 kept = seen(plan.spec.mask, block.shard_q + rows, block.shard_k + keys, len_q, len_k)
-            np.add.at(counts, (block.q + rows[:, None], owned[block.k + keys][None, :]), kept)
+            np.add.at(counts, (block.q + rows[:, None], places[None, :]), kept)
     return counts
 
 
 @pytest.mark.rotated(6)
 @pytest.mark.parametrize("name", MASKS)
 @pytest.mark.parametrize(("scheme", "shards"), [("ring", "zigzag"), ("ring", "plain"), ("all_gather", "zigzag")])
-@pytest.mark.parametrize(("ranks", "length_k"), [(4, 2048), (3, 1536)])
-def test_each_score_is_counted_once(name: str, scheme: str, shards: str, ranks: int, length_k: int) -> None:
-    length = 2048 if ranks == 4 else 1536
+@pytest.mark.parametrize(("ranks", "length"), [(4, 2048), (3, 1536), (2, 3072)])
+def test_each_score_is_counted_once(name: str, scheme: str, shards: str, ranks: int, length: int) -> None:
     for captures in ({}, {"ids": IDS}):
         spec = fg.AttentionSpec(64, mask=MASKS[name])
-        plan = plan_of(spec, ranks, length, length_k, scheme=scheme, shards=shards, captures=captures)
+        plan = plan_of(spec, ranks, length, scheme=scheme, shards=shards, captures=captures)
         for rank in range(ranks):
             rows = rows_of(plan.queries, rank)
-            wanted = seen(spec.mask, rows, np.arange(length_k), length, length_k)
+            wanted = seen(spec.mask, rows, np.arange(length), length, length)
             np.testing.assert_array_equal(computed(plan, rank), wanted)
 
 
@@ -134,25 +134,71 @@ def test_a_window_s_rows_are_each_in_one_block() -> None:
     """Those that see a neighbour's keys with these and their own rank's beside; all others need nobody."""
     one_way = plan_of(fg.AttentionSpec(64, mask=fg.sliding_window(200)), 4, 8192, shards="plain")
     assert one_way.halos
-    blocks = [[block[:4] for block in halo.blocks] for halo in one_way.halos]
-    assert blocks == [[(0, 2048, 0, 2048)], *[[(256, 1792, 0, 2048), (0, 256, -256, 512)]] * 3]
+    blocks = [[block[:4] for block in halo.own] for halo in one_way.halos]
+    assert blocks == [[(0, 2048, 0, 2048)], *[[(256, 1792, 0, 2048)]] * 3]
     both = plan_of(fg.AttentionSpec(64, mask=fg.sliding_window(100, 200)), 2, 8192, shards="plain")
     assert both.halos
-    assert [(halo.before, halo.behind, halo.first, halo.last) for halo in both.halos] == [
-        (0, 256, 0, 128),
-        (128, 0, 256, 0),
+    assert [[block[:4] for block in halo.own] for halo in both.halos] == [
+        [(0, 3840, 0, 4096)],
+        [(128, 3968, 0, 4096)],
     ]
-    assert [block[:4] for block in both.halos[0].blocks] == [(0, 3840, 0, 4096), (3840, 256, 3712, 640)]
+    for halo, owner, theirs, own, before in zip(
+        both.halos, (1, 0), ((0, 256), (3968, 128)), ((3712, 384), (0, 384)), (False, True), strict=True
+    ):
+        assert [rim[1:] for rim in halo.rims] == [(owner, theirs, own, before)]
+    assert [halo.lent for halo in both.halos] == [((1, (3968, 128)),), ((0, (0, 256)),)]
+
+
+def test_each_of_a_rank_s_chunks_has_rims_but_where_two_are_one() -> None:
+    """Zigzag: the last rank's chunks follow each other, and the first's have nothing before, or behind, the whole."""
+    plan = plan_of(fg.AttentionSpec(64, mask=fg.sliding_window(200)), 4, 8192)
+    assert plan.halos
+    assert [[block[:4] for block in halo.own] for halo in plan.halos] == [
+        [(0, 1024, 0, 1024), (1280, 768, 1024, 1024)],
+        *[[(256, 768, 0, 1024), (1280, 768, 1024, 1024)]] * 2,
+        [(256, 1792, 0, 2048)],
+    ]
+    assert [[(rim.owner, rim.theirs) for rim in halo.rims] for halo in plan.halos] == [
+        [(1, (1792, 256))],
+        [(0, (768, 256)), (2, (1792, 256))],
+        [(1, (768, 256)), (3, (1792, 256))],
+        [(2, (768, 256))],
+    ]
+    assert [step.owner for step in plan.steps(1)] == [1, 0, 2]
+
+
+@pytest.mark.parametrize("name", ["window", "both_sides"])
+@pytest.mark.parametrize("shards", ["zigzag", "plain"])
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_what_a_rim_joins_stands_side_by_side(name: str, shards: str, ranks: int) -> None:
+    plan = plan_of(fg.AttentionSpec(64, mask=MASKS[name]), ranks, 2048 * ranks, shards=shards)
+    assert plan.halos
+    for rank, halo in enumerate(plan.halos):
+        for block, owner, theirs, own, before in halo.rims:
+            received, owned = (
+                rows_of(plan.keys, of)[rows.first : rows.first + rows.length]
+                for of, rows in ((owner, theirs), (rank, own))
+            )
+            joined = np.concatenate([received, owned] if before else [owned, received])
+            np.testing.assert_array_equal(joined, block.shard_k + np.arange(block.keys))
+        for other in range(ranks):
+            asked = [rim.theirs for rim in plan.halos[other].rims if rim.owner == rank]
+            assert [lent.rows for lent in halo.lent if lent.to == other] == asked
+        assert [lent.to for lent in halo.lent] == sorted(lent.to for lent in halo.lent)
+        assert [rim.owner for rim in halo.rims] == sorted(rim.owner for rim in halo.rims)
 
 
 @pytest.mark.parametrize(
     ("mask", "shards"),
     [
         (fg.causal(), "plain"),  # reads all ranks before
-        (fg.sliding_window(200), "zigzag"),  # whose chunks have neighbours on two ranks
+        (fg.causal(), "zigzag"),
         (fg.sliding_window(1500), "plain"),  # most rows would wait
+        (fg.sliding_window(600), "zigzag"),  # of two chunks, each of half the length
         (fg.sliding_window(200) | fg.prefix_lm(64), "plain"),  # reads a rank that is far, too
         (fg.trace_mask(lambda b, h, q, k: q // 2048 == k // 2048), "plain"),  # reads nobody
+        (fg.trace_mask(lambda b, h, q, k: q // 1024 == k // 1024), "zigzag"),
+        (fg.trace_mask(lambda b, h, q, k: (q - k > 1800) & (q - k < 2000)), "zigzag"),  # nothing beside its own
     ],
 )
 def test_what_is_no_halo_goes_round(mask: fg.Mask, shards: str) -> None:
@@ -186,6 +232,13 @@ def test_layouts_deal_each_position_once(ranks: int, shards: str) -> None:
     assert sorted(dealt) == list(range(48 * ranks))
     in_order = [rows_of(layout, rank)[row : row + layout.chunk] for rank, row in layout.in_order()]
     np.testing.assert_array_equal(np.concatenate(in_order), np.arange(48 * ranks))
+    for rank in range(ranks):
+        stretches, rows = layout.stretches(rank), rows_of(layout, rank)
+        assert len(stretches) == 1 + (shards == "zigzag" and rank < ranks - 1)
+        positions = np.concatenate([np.arange(first, first + length) for first, length, _ in stretches])
+        np.testing.assert_array_equal(positions, rows)
+        assert [stretch.row_of(stretch.end - 1) for stretch in stretches][-1] == layout.rows - 1
+        assert [layout.place(position) for position in rows] == [(rank, row) for row in range(layout.rows)]
 
 
 @pytest.mark.parametrize(

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import torch
 
 from flashgen.ranks import Block
-from flashgen.ranks.blocks import joined_ranges
+from flashgen.ranks.blocks import gaps, joined_ranges
 from flashgen.torch.context_parallel.programs import Programs, rows_of
-from flashgen.torch.tensors import Tensor
+from flashgen.torch.tensors import Tensor, in_rows
 
 _MOST_SLOTS = 8  # held at once: then they become one
 _RIM = 4  # a block of at most a quarter of the rows is a rim, whose rows alone are merged or added to
@@ -60,11 +60,8 @@ class Outputs:
             rows.copy_(merged[0])
             states.copy_(merged[1])
             taken.append((first, end))
-        first = 0
-        for start, end in [*sorted(taken), (self._rows, self._rows)]:
-            if start > first:
-                rows_of(out, self._layout, first, start - first).zero_()
-            first = max(first, end)
+        for first, end in gaps(taken, self._rows):
+            rows_of(out, self._layout, first, end - first).zero_()
         return out, lse
 
     def _slot(self, first: int, end: int) -> tuple[Tensor, Tensor]:
@@ -93,7 +90,7 @@ class Outputs:
 class Sums:
     """Gradients of rows, summed in float32: those of q, or of k and v, which `like` are.
 
-    A first gradient of all rows is kept as it came: where nothing is added to it but rims, as with windows, or nothing
+    First gradients of rows are kept as they came: where nothing is added to them but rims, as with windows, or nothing
     at all, no sum of all rows is made.
     """
 
@@ -101,13 +98,23 @@ class Sums:
         self._layout, self._like = layout, like
         self._rows = like[0].shape[2 if layout == "bhsd" else 1]
         self._first: Sequence[Tensor] | None = None
+        self._written: list[Range] = []  # the rows of these that a block has given
         self._rims: list[tuple[Range, Sequence[Tensor]]] = []
         self._sums: list[Tensor] | None = None
+
+    def room(self, first: int, count: int) -> list[Tensor] | None:
+        """Where a block writes gradients of rows, in place of having them added; None if others did before it."""
+        if self._sums is not None or any(first < end and begin < first + count for begin, end in self._written):
+            return None
+        if self._first is None:
+            self._first = [torch.empty_like(in_rows(each)) for each in self._like]
+        self._written.append((first, first + count))
+        return [rows_of(each, self._layout, first, count) for each in self._first]
 
     def add(self, first: int, count: int, *gradients: Tensor) -> None:
         """Adds gradients of rows."""
         if self._sums is None and self._first is None and count == self._rows:
-            self._first = gradients
+            self._first, self._written = gradients, [(0, count)]
         elif self._sums is None and self._first is not None and count * _RIM <= self._rows:
             self._rims.append(((first, first + count), gradients))
         else:
@@ -117,7 +124,7 @@ class Sums:
     def tensors(self) -> list[Tensor]:
         """The sums, float32."""
         if self._sums is None:
-            begin = self._first or [torch.zeros((), device=each.device) for each in self._like]
+            begin = self._complete() or [torch.zeros((), device=each.device) for each in self._like]
             self._sums = [
                 torch.empty(each.shape, dtype=torch.float32, device=each.device).copy_(start)
                 for each, start in zip(self._like, begin, strict=True)
@@ -128,21 +135,34 @@ class Sums:
 
     def rounded(self) -> list[Tensor]:
         """The sums in the dtype of what they are gradients of, each rounded once."""
-        if self._sums is None and self._first is not None:
-            self._add_rims(self._first)
-            return [made.to(each.dtype) for made, each in zip(self._first, self._like, strict=True)]
-        return [total.to(each.dtype) for total, each in zip(self.tensors, self._like, strict=True)]
+        made = self._complete() if self._sums is None else None
+        if made is None:
+            made = self.tensors
+        else:
+            self._add_rims(made)
+        return [total.to(each.dtype) for total, each in zip(made, self._like, strict=True)]
+
+    def _complete(self) -> Sequence[Tensor] | None:
+        """First gradients, if there are any, with zeros where none was given."""
+        for each in self._first or ():
+            for first, end in gaps(self._written, self._rows):
+                rows_of(each, self._layout, first, end - first).zero_()
+        return self._first
 
     def _add_rims(self, made: Sequence[Tensor]) -> None:
-        for first, end in joined_ranges(rim for rim, _ in self._rims):
-            rows = [rows_of(each, self._layout, first, end - first) for each in made]
-            alone = [gradients for rim, gradients in self._rims if rim == (first, end)]
-            if len(alone) == sum(first <= begin < end for (begin, _), _ in self._rims) == 1:
-                for each, gradient in zip(rows, alone[0], strict=True):
-                    each.add_(gradient)  # in float32, and rounded once
+        """Adds rims in float32, so that each row is rounded once."""
+        shared = []
+        for number, ((first, end), gradients) in enumerate(self._rims):
+            others = (rim for other, (rim, _) in enumerate(self._rims) if other != number)
+            if any(first < last and begin < end for begin, last in others):
+                shared.append(((first, end), gradients))
                 continue
+            for each, gradient in zip(made, gradients, strict=True):
+                rows_of(each, self._layout, first, end - first).add_(gradient)
+        for first, end in joined_ranges(rim for rim, _ in shared):
+            rows = [rows_of(each, self._layout, first, end - first) for each in made]
             sums = [each.float() for each in rows]
-            for (begin, last), gradients in self._rims:
+            for (begin, last), gradients in shared:
                 if first <= begin < end:
                     self._add(sums, begin - first, last - begin, gradients)
             for each, total in zip(rows, sums, strict=True):

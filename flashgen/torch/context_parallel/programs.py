@@ -92,30 +92,33 @@ class Programs:
         v: Tensor,
         out: Tensor,
         lse: Tensor,
-        dq: Tensor | None = None,
+        into: tuple[Tensor, Tensor, Tensor] | None = None,
     ) -> tuple[Sequence[Tensor], dict[str, Tensor]]:
         """The gradients of q, k and v of a block, and those of captures by name. out, lse: of all keys.
 
-        dq: where that of q is written; None makes it anew.
+        into: where those of q, k and v are written; None makes new ones.
         """
         given = self._given(block)
         lse, d_lse = lse.contiguous(), None if d_lse is None else d_lse.contiguous()
         if not self.emulate and given.numbers is not None:
-            return self._plain_backward(given, (d_out, d_lse, q, k, v, out, lse), dq), {}
+            return self._plain_backward(given, (d_out, d_lse, q, k, v, out, lse), into), {}
         named = given.named if d_lse is None else given.named | {"d_lse": self._brought(d_lse)}
         d_out, q, k, v, out = (self._brought(in_rows(tensor)) for tensor in (d_out, q, k, v, out))
         attention = given.entry.on(None if self.emulate else q.get_device())
-        made = attention.backward(d_out, q, k, v, out, self._brought(lse), **named)
+        names, there = [each.name for each in given.entry.learned], None
+        if into is not None and not self.emulate:
+            there = (*into, *(torch.empty_like(named[name]) for name in names))
+        made = attention.backward(d_out, q, k, v, out, self._brought(lse), into=there, **named)
         tensors = [to_tensor(each) for each in made] if self.emulate else list(made)
-        if dq is not None:
-            tensors[0] = dq.copy_(tensors[0])
-        return tensors[:3], dict(zip([each.name for each in given.entry.learned], tensors[3:], strict=True))
+        if into is not None and self.emulate:
+            tensors[:3] = [mine.copy_(each) for mine, each in zip(into, tensors[:3], strict=True)]
+        return tensors[:3], dict(zip(names, tensors[3:], strict=True))
 
-    def _plain_backward(self, given: _Given, read: direct.Read, dq: Tensor | None) -> Sequence[Tensor]:
+    def _plain_backward(
+        self, given: _Given, read: direct.Read, into: tuple[Tensor, Tensor, Tensor] | None
+    ) -> Sequence[Tensor]:
         """On a GPU, where nothing is captured but numbers."""
-        attention, into = given.entry.on(read[2].get_device()), None
-        if dq is not None:
-            into = (dq, torch.empty_like(read[3]), torch.empty_like(read[4]))
+        attention = given.entry.on(read[2].get_device())
         made = direct.backward(attention, read, into, given.numbers or direct.NO_NUMBERS)
         if made is None:
             d_out, d_lse, q, k, v, out, lse = read

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from flashgen.ranks import Plan, Step
+from flashgen.torch.context_parallel.flat import elements, pairs_in
 from flashgen.torch.context_parallel.partials import CaptureSums, Outputs, Sums
 from flashgen.torch.context_parallel.programs import Programs, queries_of, rows_of
 from flashgen.torch.context_parallel.transfers import Transfers
@@ -44,7 +45,7 @@ class _Keys:
     def __init__(self, plan: Plan, rank: int, transfers: Transfers, k: Tensor, v: Tensor) -> None:
         self._plan, self._rank, self._transfers, self._own = plan, rank, transfers, (k, v)
         self._layout, self._steps = plan.spec.layout, plan.steps(rank)
-        most = max(sum(_elements(step.pieces, each, self._layout) for each in (k, v)) for step in self._steps)
+        most = elements(max(step.received for step in self._steps), (k, v), self._layout)
         ring = min(_BUFFERS, plan.ranks - 1)
         self._buffers = [k.new_empty(most) for _ in range(ring)]
         self._free: list[Any] = [None] * ring
@@ -72,16 +73,10 @@ class _Keys:
         if number >= self._plan.ranks:
             return
         step, to = self._steps[number], (self._rank + number) % self._plan.ranks
-        buffer, place = self._buffers[(number - 1) % _BUFFERS], 0
-        pieces, receives = [], []
-        for begin, end in step.pieces:
-            tensors = []
-            for like in self._own:
-                shape = _shape(like, self._layout, end - begin)
-                tensors.append(buffer.narrow(0, place, _size(shape)).view(shape))
-                place += _size(shape)
-            pieces.append(((begin, end), tensors[0], tensors[1]))
-            receives += [(step.owner, tensor) for tensor in tensors]
+        buffer = self._buffers[(number - 1) % _BUFFERS]
+        pairs = pairs_in(buffer, map(_count, step.pieces), self._own, self._layout)
+        receives = [(step.owner, tensor) for pair in pairs for tensor in pair]
+        pieces = [(piece, *pair) for piece, pair in zip(step.pieces, pairs, strict=True)]
         sends = [(to, tensor) for piece in self._plan.steps(to)[number].pieces for tensor in self._copies[piece]]
         free = self._free[(number - 1) % _BUFFERS]
         self._posted[number] = self._transfers.post(sends, receives, free), Arrived(pieces)
@@ -97,6 +92,11 @@ class _Keys:
             (begin, end): tuple(rows_of(own, self._layout, begin, end - begin).contiguous() for own in self._own)
             for begin, end in wanted
         }
+
+
+def _count(piece: Range) -> int:
+    first, end = piece
+    return end - first
 
 
 def forward(
@@ -147,16 +147,10 @@ class _Found:
 
     def __init__(self, layout: str, pieces: tuple[Range, ...], like: tuple[Tensor, Tensor]) -> None:
         self._layout = layout
-        elements = sum(_elements(pieces, each, layout) for each in like)
-        self.flat = torch.zeros(elements, dtype=torch.float32, device=like[0].device)
-        self.pieces, place = [], 0
-        for begin, end in pieces:
-            tensors = []
-            for each in like:
-                shape = _shape(each, layout, end - begin)
-                tensors.append(self.flat.narrow(0, place, _size(shape)).view(shape))
-                place += _size(shape)
-            self.pieces.append(((begin, end), tensors[0], tensors[1]))
+        size = elements(sum(map(_count, pieces)), like, layout)
+        self.flat = torch.zeros(size, dtype=torch.float32, device=like[0].device)
+        pairs = pairs_in(self.flat, map(_count, pieces), like, layout)
+        self.pieces = [(piece, *pair) for piece, pair in zip(pieces, pairs, strict=True)]
 
     def add(self, first: int, count: int, dk: Tensor, dv: Tensor) -> None:
         """Adds a block's gradients of rows."""
@@ -202,17 +196,3 @@ class _Returns:
         self._transfers.wait(posted)
         for (begin, end), dk, dv in theirs.pieces:
             self._sums.add(begin, end - begin, dk, dv)
-
-
-def _shape(like: Tensor, layout: str, rows: int) -> tuple[int, ...]:
-    batch, second, third, dim = like.shape
-    return (batch, second, rows, dim) if layout == "bhsd" else (batch, rows, third, dim)
-
-
-def _size(shape: tuple[int, ...]) -> int:
-    return shape[0] * shape[1] * shape[2] * shape[3]
-
-
-def _elements(pieces: tuple[Range, ...], like: Tensor, layout: str) -> int:
-    """Of the rows of pieces, of an array like this."""
-    return sum(_size(_shape(like, layout, end - begin)) for begin, end in pieces)

@@ -43,22 +43,25 @@ def test_variants_in_a_ring(four: Any, spec: str, shards: str) -> None:
 
 
 @pytest.mark.parametrize("spec", ["window", "dropped"])
-def test_halos_between_neighbours(four: Any, spec: str) -> None:
-    assert four.run("rims", spec=spec, shards="plain")[0] == []
+@pytest.mark.parametrize("shards", ["zigzag", "plain"])
+def test_halos_between_neighbours(four: Any, spec: str, shards: str) -> None:
+    assert four.run("rims", spec=spec, shards=shards)[0] == []
 
 
-def test_halos_of_heads_that_are_exchanged(four: Any) -> None:
+@pytest.mark.parametrize("shards", ["zigzag", "plain"])
+def test_halos_of_heads_that_are_exchanged(four: Any, shards: str) -> None:
     """A ring of two halves, each with a halo, across two ranks that exchange heads."""
-    assert four.run("rims", spec="both_sides", shards="plain", scheme="ulysses_ring")[0] == []
+    assert four.run("rims", spec="both_sides", shards=shards, scheme="ulysses_ring")[0] == []
 
 
 def test_the_ring_that_is_measured_beside(four: Any) -> None:
     assert four.run("ring_over_flash") == [[]] * 4
 
 
+@pytest.mark.parametrize(("spec", "scale"), [("causal", 1), ("window", 8)])
 @pytest.mark.parametrize("shards", ["zigzag", "plain"])
-def test_bytes_are_those_of_the_plan(four: Any, shards: str) -> None:
+def test_bytes_are_those_of_the_plan(four: Any, spec: str, scale: int, shards: str) -> None:
     for forward, planned, backward, planned_backward in four.run(
-        "bytes_are_those_of_the_plan", spec="causal", scheme="ring", shards=shards
+        "bytes_are_those_of_the_plan", spec=spec, scheme="ring", shards=shards, scale=scale
     ):
         assert (forward, backward) == (planned, planned_backward)
