@@ -161,12 +161,13 @@ def prepare(
     """The kernel before the others: statistics of rows, and zeros where dQ is summed.
 
     deterministic: it is of that mode alone. dq_apart: dQ is made by a kernel of its own, so that it is not summed.
-    in_turns: blocks add to the sums in turns, which are counted by tiles of the plan.
+    in_turns: blocks add to the sums in turns, counted by tiles of the plan; who is first stores, so that the turns are
+    zeroed in place of the sums.
     """
     fields = [Field("const Element*", "o"), Field("const Element*", "d_o"), Field("const float*", "lse")]
     fields += [Field("const float*", "d_lse", comment="or null"), Field("float*", "statistics")]
-    fields += [] if dq_apart else [DQ_SUMS]
-    fields += [DQ_TURNS] if in_turns else []
+    zeroed = () if dq_apart else (DQ_TURNS,) if in_turns else (DQ_SUMS,)
+    fields += zeroed
     fields += [*strides("o", "d_o"), *(() if spec.is_ragged else numbers("heads_q")), *numbers("len_q"), ROWS]
     layout = ordered([*fields, *(ragged_fields(keys=False) if spec.is_ragged else ())])
     lanes = max(1 << (spec.value_dim // 8 - 1).bit_length(), _PREPARE_THREADS // PREPARE_ROWS)
@@ -175,12 +176,12 @@ def prepare(
         "rows": PREPARE_ROWS,
         "lanes": lanes,
         "deterministic": deterministic,
-        "dq_apart": dq_apart,
+        "dq_apart": dq_apart or in_turns,
         "in_turns": plan.tile_q if in_turns else 0,
     }
     context |= ragged_context(spec, "BackwardPrepareArguments", layout, plan.tile_q, "kRowMultiple")
     memory = [Workspace("statistics", rows_shape(spec, rows, 2), "float32")]
-    if not dq_apart:  # the kernel zeroes them
+    if not dq_apart:
         columns = context["head_padded"] = plan.head_columns(spec)
         memory.append(Workspace("dq_sums", rows_shape(spec, rows, columns), "float32"))
     if in_turns:
@@ -198,9 +199,16 @@ def row_values(rows: Rows, sizes: Sizes) -> dict[str, Any]:
     return {"rows": rows(sizes)}
 
 
-def finish(spec: AttentionSpec, target: Target, plan: KeysPlan, rows: Rows) -> RenderedKernel:
-    """The kernel after the others: dQ from its sums."""
-    fields = [Field("const float*", "dq_sums"), STATISTICS, Field("Element*", "dq"), *strides("dq"), *numbers("len_q")]
+def finish(spec: AttentionSpec, target: Target, plan: KeysPlan, rows: Rows, in_turns: bool = False) -> RenderedKernel:
+    """The kernel after the others: dQ from its sums. in_turns: as `prepare` was told."""
+    fields = [
+        Field("const float*", "dq_sums"),
+        *([DQ_TURNS] if in_turns else []),
+        STATISTICS,
+        Field("Element*", "dq"),
+        *strides("dq"),
+        *numbers("len_q"),
+    ]
     layout = ordered([*fields, ROWS, *(ragged_fields(keys=False) if spec.is_ragged else ())])
     context: dict[str, Any] = {
         "plan": plan,
@@ -210,6 +218,7 @@ def finish(spec: AttentionSpec, target: Target, plan: KeysPlan, rows: Rows) -> R
         "tile": plan.tile_q,
         "warps": plan.gradient_warps(spec),
         "factor": spec.scale,
+        "in_turns": in_turns,
     }
     context |= ragged_context(spec, "BackwardFinishArguments", layout, plan.tile_q, "kRowMultiple")
     launch = {"grid": partial(_blocks_of_rows, spec, rows, plan.tile_q), "values": partial(row_values, rows)}
@@ -232,6 +241,7 @@ def finish_keys(
         "tile": plan.tile_k,
         "warps": (plan.tile_k // 16, 1),
         "factor": spec.scale if of == "k" else 256 / spec.keep_threshold,
+        "in_turns": False,
     }
     launch = {
         "grid": lambda sizes: (keys(sizes) // plan.tile_k, sizes.heads_kv, sizes.batch),

@@ -67,7 +67,10 @@ class Block:
 
 
 class SeparateArrays:
-    """The arrays of a workspace on the emulator, which sees where each of them ends."""
+    """The arrays of a workspace on the emulator, which sees where each of them ends.
+
+    What is not zeroed holds NaN in every float format, so that whoever reads it before it is written is found.
+    """
 
     def __init__(self, memory: Mapping[str, Memory]) -> None:
         self._memory = memory
@@ -75,5 +78,6 @@ class SeparateArrays:
     def take(self, taken: dict[str, Any], stream: int) -> None:
         """As of any workspace."""
         for name, each in self._memory.items():
-            make = np.zeros if each.zeroed else np.empty
-            taken[name] = make(each.shape, numpy_dtype(each.dtype))
+            dtype = numpy_dtype(each.dtype)
+            filled = np.full(math.prod(each.shape) * dtype.itemsize, 0 if each.zeroed else 0xFF, np.uint8)
+            taken[name] = filled.view(dtype).reshape(each.shape)

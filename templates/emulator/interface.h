@@ -69,6 +69,7 @@ void tensor_load(u32 destination, const void* map, u32 barrier, int rank, const 
 void bulk_load(u32 destination, const void* source, u32 bytes, u32 barrier, Site site);
 void tensor_store(const void* map, u32 source, int rank, const int* start, bool add, Site site);
 void bulk_reduce_add(float* sums, u32 source, u32 bytes, Site site);
+void bulk_store(void* destination, u32 source, u32 bytes, Site site);
 void bulk_commit();
 void bulk_wait_read(int pending);
 void fence_async_shared();  // async_proxy.cpp

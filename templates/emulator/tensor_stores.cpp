@@ -103,6 +103,11 @@ void bulk_reduce_add(float* sums, u32 source, u32 bytes, Site site) {
   start_store(TensorOperation::kAdd, box, source, kRunAlignment, site, __builtin_return_address(0));
 }
 
+void bulk_store(void* destination, u32 source, u32 bytes, Site site) {
+  start_store(TensorOperation::kStore, run_box(destination, bytes, site), source, kRunAlignment, site,
+              __builtin_return_address(0));
+}
+
 void bulk_commit() { ++running_thread().bulk.open_group; }
 
 void bulk_wait_read(int pending) {

@@ -59,6 +59,7 @@ USES = {
     "store_matrix_x4(arguments.barrier, 1, 2, 3, threadIdx.x);": "STSM.16.M88.4",
     "store_matrix_x4_transposed(arguments.barrier, 1, 2, 3, threadIdx.x);": "STSM.16.MT88.4",
     "bulk_load(arguments.bytes, arguments.out, 128, arguments.barrier);": "UBLKCP",
+    "bulk_store(arguments.out, arguments.bytes, 128); bulk_commit(); bulk_wait_read<0>();": "UBLKCP",
     "if (elect_one()) *arguments.out = 1;": "ELECT",
     "*arguments.out = atomic_inc_acq_rel(arguments.counter, 3);": r"(?s)MEMBAR\.ALL\.GPU.*ATOMG\.E\.INC.*CCTL\.IVALL",
     "await_turn(arguments.counter, 3);": r"(?s)LD.*STRONG\.GPU.*FENCE\.VIEW\.ASYNC",

@@ -287,9 +287,19 @@ def test_a_broken_protocol_is_caught_by_name(fault: Fault) -> None:
 
 
 OUT_OF_TURN = [
-    Fault("turns not awaited", r"await_turn\(place, turn\);", "", "turn [0-9]+ ends while the next is", "turns"),
     Fault(
-        "only others awaited", r"turn > 0 && query", "turn > 0 && !query", "turn [0-9]+ ends while the next is", "turns"
+        "turns not awaited",
+        r"if \(!first\) await_turn\(place, turn\);",
+        "",
+        "turn [0-9]+ ends while the next is",
+        "turns",
+    ),
+    Fault(
+        "only others awaited",
+        r"turn == 0 \|\| !query",
+        "turn == 0 || query",
+        "turn [0-9]+ ends while the next is",
+        "turns",
     ),
 ]
 
@@ -326,6 +336,7 @@ WRONG = [
     Fault("what was dropped not said", r" \| drops\);", ");", "", "wide, dropped"),
     Fault("no slope in a factor", r"attended \* slope;", "attended;", "", "wide, dropped"),
     Fault("the last head's sum lost", r"end_head\(\);(\s+await)", r"\1", "", "wide, learned"),
+    Fault("who is first adds", r"if \(first\) bulk_store\(", "if (first) bulk_reduce_add(", "", "turns"),
     Fault("D forgotten", r" - \(e % 2 \? rows\.w : rows\.y\)", "", "", "wide"),
     Fault("dQ not scaled", r"\(d_queries, kScale,", "(d_queries, 1.0f,", "", "queries"),
     Fault("no tile has a mask", r"!tiles\.full\(step\) \|\| ", "", "", "queries"),

@@ -83,7 +83,7 @@ def render_hopper_backward(
         queries_plan = choose_hopper_queries_plan(spec, target)
         kernels.append(_queries(spec, target, queries_plan, rows, of_mode, plan.tile_q))
     else:
-        kernels.append(finish(spec, target, plan, rows))
+        kernels.append(finish(spec, target, plan, rows, in_turns))
     if plan.heads_apart:
         kernels += [finish_keys(spec, target, plan, of, width, _keys_of(plan)) for of, width in _widths(spec, plan)]
     return (*kernels, *sink_sums(spec, target, rows), *capture_sums(spec, target, deterministic))
