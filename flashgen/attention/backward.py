@@ -125,7 +125,7 @@ class BackwardPass(Pass[_Prepared]):
         self, views: dict[str, View], libraries: Mapping[str, Library], bounds: Bounds, splits: Splits
     ) -> _Prepared:
         spec, device = self.spec, common_device(views)
-        problem = problem_of(spec, views, bounds=bounds)
+        problem = problem_of(spec, views, self.engine.multiprocessors(device), bounds)
         for name, argument in (("o", "out"), ("d_o", "d_out")):
             problem.strides[name] = output_strides(spec, argument, views[name], problem)
         for name in ("lse", "d_lse"):

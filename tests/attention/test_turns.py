@@ -9,6 +9,7 @@ import pytest
 
 import flashgen.language as fg
 from flashgen import attention
+from flashgen.codegen.hopper import backward as hopper
 from flashgen.codegen.hopper.backward_plans import HopperBackwardPlan
 from flashgen.errors import UnsupportedError
 from flashgen.language import AttentionSpec
@@ -19,7 +20,8 @@ from flashgen.verify.variants import learned
 
 PLAN = HopperBackwardPlan(64, in_turns=True)
 NARROW = HopperBackwardPlan(128, early_scores=False, in_turns=True)
-SHAPES = [Shape(330, 600, 1, 2, 1), Shape(600, 330, 2, 3, 3)]  # the emulator's three multiprocessors run heads together
+# Of as many tiles of keys as the emulator has multiprocessors, or more, and of fewer, so that heads run side by side.
+SHAPES = [Shape(330, 600, 1, 2, 1), Shape(600, 330, 2, 3, 3), Shape(300, 200, 2, 3, 3), Shape(200, 100, 1, 4, 4)]
 SIDE_BY_SIDE = [Schedule("random", "random", seed, workers=4) for seed in range(2)]
 ONE_BY_ONE = [Schedule("in_order", "late"), Schedule("reverse", "early")]
 
@@ -50,7 +52,7 @@ def gradients(spec: AttentionSpec, plan: HopperBackwardPlan, shape: Shape, sched
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("name", SPECS)
-@pytest.mark.rotated(4)
+@pytest.mark.rotated(8)
 def test_bits_are_the_same_whoever_runs_beside_whom(name: str, shape: Shape) -> None:
     spec, plan = SPECS[name]
     first, *others = [gradients(spec, plan, shape, schedule) for schedule in (*ONE_BY_ONE, *SIDE_BY_SIDE)]
@@ -63,6 +65,14 @@ def test_the_default_mode_may_add_in_turns_too() -> None:
     spec, plan = SPECS["causal"]
     compiled = attention.compile(spec, target="sm_90a", emulate=True, backward_plan=plan)
     assert "add_in_turns" in next(text for name, text in compiled.backward_sources.items() if "-keys-" in name)
+
+
+def test_as_many_heads_run_side_by_side_as_fill_the_card(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec, given = AttentionSpec(64, mask=fg.sliding_window(77)), []
+    made = hopper._turn_values
+    monkeypatch.setattr(hopper, "_turn_values", lambda *args: given.append(made(*args)) or given[-1])
+    gradients(spec, PLAN, Shape(200, 200, 2, 3, 3), ONE_BY_ONE[0])
+    assert [values["heads_at_once"] for values in given] == [2]  # of two tiles of keys each, for three multiprocessors
 
 
 def test_one_kernel_makes_all_gradients() -> None:
