@@ -477,9 +477,10 @@ class Attention:
         """The gradients of a call, given those of its results: P is computed anew from q, k and the LSE, tile by tile.
 
         Compiles the backward's kernels when it is called first. Memory beside the gradients is linear in the lengths:
-        two float32 numbers for each query and head, and dq in float32 (not in the deterministic mode); it is taken from
-        the caller's library and freed when the call returns. Gradients of captures are added up by atomic additions,
-        as dq is, whose order differs from run to run, unless `compile(..., deterministic=True)`.
+        two float32 numbers for each query and head, and dq in float32 (not where the deterministic mode makes dq by a
+        kernel of its own); it is taken from the caller's library and freed when the call returns. Gradients of captures
+        are added up by atomic additions, as dq is, whose order differs from run to run, unless
+        `compile(..., deterministic=True)`.
 
         Args:
             d_out: the gradient of the output; shape and dtype of `out`, any strides with a contiguous last dimension

@@ -44,8 +44,9 @@ def compile(
         emulate: run the emitted kernel on the CPU.
         plan: tile sizes and warps of the forward to use instead of the default ones. Where target is None the plan's
             kind chooses the target that takes it.
-        deterministic: whether gradients are bitwise equal from run to run, also those of captures. It costs another
-            pass over the scores for dq; without it dq and gradients of captures are sums in an order that differs.
+        deterministic: whether gradients are bitwise equal from run to run, also those of captures. On Hopper blocks
+            add to dq in turns, elsewhere, and where they cannot, it costs another pass over the scores; without it dq
+            and gradients of captures are sums in an order that differs.
         backward_plan: the same of the backward's kernel that walks tiles of keys, of the target's own kind.
         source: an edited kernel, to run in place of the emitted one: the text of the forward kernel, or of any other
             that this spec launches, found by its entry point; a pathlib.Path of such a text, or of a folder as

@@ -20,15 +20,16 @@ def backward_candidates(
     """Plans of the kind of the default one, of whose kernel that walks queries they would take the place; that first.
 
     Query heads have blocks of their own only where several share a head of k and v, and gradients need not have the
-    same bits in every run. Where tiles are read from lists all plans have the default one's, so that lists that a
-    caller keeps stand for each.
+    same bits in every run; they add in turns only where gradients need. Where tiles are read from lists all plans have
+    the default one's, so that lists that a caller keeps stand for each.
     """
     plan, target = default.plan, default.target
 
     def is_worth_it(other: Any) -> bool:
         same_tiles = (other.tile_q, other.tile_k) == (plan.tile_q, plan.tile_k)
         divides = other.heads_apart and (workload.heads_per_kv == 1 or deterministic)
-        return type(other) is type(plan) and not divides and (same_tiles or not default.reads)
+        ordered = other.in_turns and not deterministic
+        return type(other) is type(plan) and not divides and not ordered and (same_tiles or not default.reads)
 
     fitting = (
         other

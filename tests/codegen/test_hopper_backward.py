@@ -109,9 +109,9 @@ def test_blocks_that_take_turns_compile_without_spills_or_serialized_products(
 @pytest.mark.parametrize("dim", range(8, 257, 8))
 @pytest.mark.rotated(6)
 def test_every_dim_compiles_without_spills_or_serialized_products(dim: int, deterministic: bool) -> None:
-    for mask in (fg.full(), fg.causal()):
+    for mask in (fg.full(), fg.causal(), *([fg.document("ids")] if deterministic else [])):
         kernels = own_kernels(AttentionSpec(dim, "bfloat16", mask=mask), deterministic)
-        assert list(kernels) == (["keys", "queries"] if deterministic or dim > 128 else ["keys"])
+        assert list(kernels) == (["keys", "queries"] if mask.name.startswith("document") or dim > 128 else ["keys"])
         for kernel in kernels.values():
             compiled(kernel)
 
@@ -182,14 +182,17 @@ def test_the_text_is_tidy_small_and_all_used(kernel: RenderedKernel) -> None:
 def test_which_kernels_a_spec_takes() -> None:
     """One kernel where a warpgroup's registers hold both gradients of 64 keys; two more where they do not."""
 
-    def plans(dim: int, deterministic: bool = False, **more: object) -> list[type]:
-        found = backward_kernels(AttentionSpec(dim, mask=fg.causal(), **more), SM_90A, deterministic)  # type: ignore[arg-type]
+    def plans(dim: int, deterministic: bool = False, mask: fg.Mask | None = None, **more: object) -> list[type]:
+        spec = AttentionSpec(dim, mask=fg.causal() if mask is None else mask, **more)  # type: ignore[arg-type]
+        found = backward_kernels(spec, SM_90A, deterministic)
         return [type(kernel.plan) for role, kernel in found.items() if role in ("keys", "queries")]
 
     assert (
         plans(64) == plans(128) == plans(128, score=fg.softcap(30.0)) == plans(128, dropout=0.1) == [HopperBackwardPlan]
     )
-    assert plans(128, True) == [HopperBackwardPlan, HopperQueriesPlan]
+    assert plans(128, True) == [HopperBackwardPlan]
+    assert plans(128, True, fg.document("ids")) == plans(128, True, layout="thd")
+    assert plans(128, True, fg.document("ids")) == [HopperBackwardPlan, HopperQueriesPlan]
     assert plans(256) == plans(256, True) == plans(256, score=fg.alibi(8)) == [HopperWidePlan, HopperQueriesPlan]
     assert plans(256, score=fg.softcap(30.0)) == plans(256, True, dropout=0.1) == [HopperWidePlan, HopperQueriesPlan]
 

@@ -53,7 +53,11 @@ SUBJECTS = {
         fg.AttentionSpec(144, value_dim=136, mask=fg.causal(), score=fg.softcap(20), dropout=0.25),
         options={"backward_plan": HopperWidePlan(32, 3)},
     ),
-    "queries": Subject(fg.AttentionSpec(64, mask=fg.causal()), "queries", {"deterministic": True}),
+    "queries": Subject(
+        fg.AttentionSpec(64, mask=fg.causal()),
+        "queries",
+        {"deterministic": True, "backward_plan": HopperBackwardPlan(64)},
+    ),
     "turns": Subject(fg.AttentionSpec(64), options={"backward_plan": HopperBackwardPlan(64, in_turns=True)}),
     "apart": Subject(
         fg.AttentionSpec(64, mask=fg.causal()),

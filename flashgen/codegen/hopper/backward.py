@@ -66,7 +66,7 @@ def render_hopper_backward(
     UnsupportedError where the target or the plan cannot do it.
     """
     check_spec(spec, target)
-    plan = plan or choose_hopper_backward_plan(spec, target) or choose_hopper_wide_plan(spec, target)
+    plan = plan or choose_hopper_backward_plan(spec, target, deterministic) or choose_hopper_wide_plan(spec, target)
     plan.check(spec, target)
     if plan.heads_apart and deterministic:
         raise UnsupportedError(f"{plan}: the deterministic mode adds up no shares of dK and dV: leave out heads_apart")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import sympy
@@ -163,10 +163,16 @@ _NARROW, _HEAVY = HopperBackwardPlan(128, early_scores=False), HopperBackwardPla
 _FULL, _MASKED = HopperBackwardPlan(64), HopperBackwardPlan(64, stages=3)
 
 
-def choose_hopper_backward_plan(spec: AttentionSpec, target: Target) -> HopperBackwardPlan | None:
-    """The default plan of a spec; None where none of the family fits it."""
+def choose_hopper_backward_plan(
+    spec: AttentionSpec, target: Target, deterministic: bool = False
+) -> HopperBackwardPlan | None:
+    """The default plan of a spec; None where none of the family fits it.
+
+    In the deterministic mode its blocks add to dQ in turns, if they can.
+    """
     demand, plain = demand_of(spec), _FULL if spec.mask.expression == sympy.true else _MASKED
     narrow = spec.head_dim <= _NARROW_DIM and takes_two_steps(spec) and demand.weight < Weight.HEAVY
     loads = demand.weight == Weight.HEAVY or (demand.weight == Weight.LOADING and not demand.mask_axes)
     preferred = (_HEAVY,) if loads else (_NARROW, plain, _FULL) if narrow else (plain, _FULL)
-    return next((plan for plan in preferred if plan.problem(spec, target) is None), None)
+    plans = [replace(plan, in_turns=True) for plan in preferred] if deterministic else []
+    return next((plan for plan in (*plans, *preferred) if plan.problem(spec, target) is None), None)

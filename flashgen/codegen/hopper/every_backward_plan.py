@@ -15,8 +15,10 @@ _WIDE_QUERIES = (32, 48, 64, 80, 96)
 
 
 def every_hopper_backward_plan(spec: AttentionSpec, target: Target) -> Iterator[HopperBackwardPlan | HopperWidePlan]:
-    """Of either kind, whether or not they fit; those of query heads apart beside each that has none."""
-    for tile_q, stages, early_scores, heads_apart in product((64, 128), _STAGES, (True, False), (False, True)):
-        yield HopperBackwardPlan(tile_q, stages, early_scores, heads_apart)
+    """Of either kind, whether or not they fit; each with shared heads, with query heads apart, and in turns."""
+    for tile_q, stages, early_scores in product((64, 128), _STAGES, (True, False)):
+        yield HopperBackwardPlan(tile_q, stages, early_scores)
+        yield HopperBackwardPlan(tile_q, stages, early_scores, heads_apart=True)
+        yield HopperBackwardPlan(tile_q, stages, early_scores, in_turns=True)
     for tile_q, stages in product(_WIDE_QUERIES, _STAGES):
         yield HopperWidePlan(tile_q, stages)

@@ -54,6 +54,7 @@ class HopperWidePlan(Checked):
     blocks: ClassVar[int] = 1
     packed_heads: ClassVar[int] = 1
     heads_apart: ClassVar[bool] = False
+    in_turns: ClassVar[bool] = False
     tile_k: ClassVar[int] = 64
     producer_registers: ClassVar[int] = 24
     consumer_registers: ClassVar[int] = 240

@@ -49,6 +49,7 @@ class _WalkPlan:
     blocks: int = 1
     walked: ClassVar[str]
     heads_apart: ClassVar[bool] = False
+    in_turns: ClassVar[bool] = False
 
     @property
     def threads(self) -> int:
