@@ -161,14 +161,14 @@ class KernelChoice:
 
     def _of_forward(self, problem: Problem, device: int) -> BuiltForward:
         built = self.default
-        if self._spec.of_cache:  # whose plans are neither tuned nor packed
-            return built
-        if self.tuned:
+        if self.tuned and not self._spec.of_cache:  # whose plans nobody tunes
             tuned, key = self.tuned, self.key(problem, device)
             built = self._found.get_or_make(key, lambda: self._tuned(tuned, *key))
         if self.packing is None or problem.heads_per_kv == 1:
             return built
         kernel, workload = built.kernel, workload_of(problem, self._engine.card(device))
+        if not isinstance(kernel.plan, forward_family(kernel.target).plan):  # nor does another family's kernel pack any
+            return built
         plan = self.packing.chosen(kernel.plan, self._spec, kernel.target, workload)
         if plan is None:
             return built

@@ -47,8 +47,8 @@ def launch_of(
     counts = int(kernel.counts(problem)) if kernel.counts else 0
     if not kernel.boxes:
         return Launch(kernel.grid(problem), ArgumentWriter(kernel.layout, values), counts)
-    empty = () if problem.rows_k else ("k", "v")
-    shapes = map_shapes(spec, kernel, problem, problem.strides)
+    empty = () if problem.rows_k and (problem.pages or not spec.page_size) else ("k", "v")
+    shapes = map_shapes(spec, kernel, problem, problem.strides, problem.pages)
     return Launch(kernel.grid(problem), TensorMapWriter(kernel.layout, values, shapes, empty), counts)
 
 

@@ -5,9 +5,11 @@ A new family is a target, or several (targets.py), a folder here and one in temp
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from flashgen.codegen.family import BackwardFamily, Decoding, ForwardFamily, HeadDivision, HeadPacking
+from flashgen.codegen.hopper import cache as hopper_cache
 from flashgen.codegen.hopper.backward import render_hopper_backward
 from flashgen.codegen.hopper.backward_plans import HopperBackwardPlan
 from flashgen.codegen.hopper.every_backward_plan import every_hopper_backward_plan
@@ -51,8 +53,16 @@ _DECODING = Decoding(
     schedule_size,
 )
 _MMA_SYNC = ForwardFamily(ForwardPlan, choose_forward_plan, every_forward_plan, render_mma_sync, _DECODING)
+_HOPPER_DECODING = replace(
+    _DECODING,
+    render=hopper_cache.render_cache,
+    cache_plans=hopper_cache.cache_plans,
+    cache_plan=hopper_cache.cache_plan,
+)
 _HOPPER_PACKING = HeadPacking(HopperPlan.packing, packed_plan)
-_HOPPER = ForwardFamily(HopperPlan, choose_hopper_plan, every_hopper_plan, render_hopper, _DECODING, _HOPPER_PACKING)
+_HOPPER = ForwardFamily(
+    HopperPlan, choose_hopper_plan, every_hopper_plan, render_hopper, _HOPPER_DECODING, _HOPPER_PACKING
+)
 
 _FORWARD = {"turing": _MMA_SYNC, "ampere": _MMA_SYNC, "hopper": _HOPPER}
 _MMA_SYNC_BACKWARD = BackwardFamily((BackwardPlan,), every_backward_plan, render_mma_sync_backward)
@@ -124,6 +134,8 @@ def plan_packing(spec: AttentionSpec, target: Target, packed_heads: int) -> Plan
         raise UnsupportedError(
             f"packed_heads={packed_heads}: {target.name} packs no heads; target={' or '.join(map(repr, packers))} does"
         )
+    if not isinstance(plan, forward_family(target).plan):
+        raise UnsupportedError(f"packed_heads={packed_heads}: {plan}, which {spec.name} takes, packs no heads")
     return packing.of(plan, packed_heads, spec)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import sympy
 
-from flashgen.codegen.arguments import ArgumentLayout
+from flashgen.codegen.arguments import ArgumentLayout, Field
 from flashgen.codegen.assembly import ENDS_OF_TILES, common_context, longest_last, visited_tiles
 from flashgen.codegen.costs import forward_cost
 from flashgen.codegen.demand import divides_tiles
@@ -20,6 +20,19 @@ from flashgen.codegen.visited import visited_keys
 from flashgen.language.spec import AttentionSpec
 
 _STRUCT = "ForwardArguments"
+
+
+def page_fields(spec: AttentionSpec, strides: bool = True) -> list[Field]:
+    """The members that say where a sequence's keys are, where those are in pages; strides: with those of the pages."""
+    if not spec.page_size:
+        return []
+    of_pages = "; k_strides.batch is from page to page" if strides else ""
+    return [
+        Field("const int*", "page_table", comment="(batch, len_k / kPageSize): pages by keys"),
+        Field("const int*", "seqused_k", comment="(batch): keys of each sequence"),
+        Field("long long", "table_pitch", comment="from a sequence's pages to the next one's"),
+        Field("int", "pages", comment=f"that k and v have{of_pages}"),
+    ]
 
 
 def forward_context(

@@ -63,9 +63,16 @@ class TensorMapWriter(ArgumentWriter):
 
 
 def map_shapes(
-    spec: AttentionSpec, kernel: RenderedKernel, sizes: Sizes, strides: Mapping[str, tuple[int, int, int]]
+    spec: AttentionSpec,
+    kernel: RenderedKernel,
+    sizes: Sizes,
+    strides: Mapping[str, tuple[int, int, int]],
+    pages: int = 0,
 ) -> dict[str, MapShape]:
-    """What the maps of a kernel's arrays are made of; ArgumentError where TMA cannot walk along a stride."""
+    """What the maps of a kernel's arrays are made of; ArgumentError where TMA cannot walk along a stride.
+
+    pages: that k and v have, where they are in pages.
+    """
     packed, shapes = kernel.plan.packed_heads > 1, {}
     for name, box in kernel.boxes.items():
         columns = spec.value_dim if name in VALUE_WIDE else spec.head_dim
@@ -73,8 +80,11 @@ def map_shapes(
             shapes[name] = _ragged_shape(spec, kernel, sizes, name, strides[name])
             continue
         rows, heads = (sizes.len_q, sizes.heads_q) if name in OF_QUERIES else (sizes.len_k, sizes.heads_kv)
+        sequences = sizes.batch
+        if spec.page_size and name not in OF_QUERIES:  # where a batch has sequences, the map has pages
+            rows, sequences = spec.page_size if pages else 0, pages
         batch, head, row = strides[name] if rows else (columns,) * 3  # of nothing, they may be any
-        extents, steps = (columns, rows, heads, sizes.batch), (row, head, batch)
+        extents, steps = (columns, rows, heads, sequences), (row, head, batch)
         called = "out" if name == "o" else name
         shapes[name] = map_shape(called, spec.dtype, extents, steps, box, packed and name in OF_QUERIES)
     return shapes

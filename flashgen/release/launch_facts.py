@@ -185,6 +185,12 @@ def _map(name: str, kernel: RenderedKernel, spec: AttentionSpec) -> dict[str, An
             "strides": ["row", "head", "row"],
             "rows_before": MAP_ROWS,
         }
+    if spec.page_size and name not in OF_QUERIES:
+        return {
+            **_map_of(name, spec, box),
+            "sizes": [str(columns), str(spec.page_size), heads, "pages"],
+            "strides": ["row", "head", "page"],
+        }
     packed = kernel.plan.packed_heads > 1 and name in OF_QUERIES
     return {
         **_map_of(name, spec, box),

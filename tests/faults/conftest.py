@@ -146,6 +146,13 @@ def subjects() -> dict[str, Subject]:
         "hopper, no room": Subject(
             fg.AttentionSpec(256, value_dim=240), Shape(100, 100, 1, 1, 1), stages=2, tile_k=80, target="sm_90a"
         ),
+        # Several tails a block: a tile of keys is two pages, or a part of one.
+        "hopper, pages": Subject(
+            fg.AttentionSpec(32, mask=fg.causal(), page_size=16), Shape(260, 201, 3, 2, 1), stages=2, target="sm_90a"
+        ),
+        "hopper, large pages": Subject(
+            fg.AttentionSpec(32, mask=fg.causal(), page_size=64), Shape(150, 201, 2, 2, 1), stages=2, target="sm_90a"
+        ),
         "one split": Subject(causal, Shape(5, 210, 1, 6, 2), stages=2, splits=1),
         "splits": Subject(causal, Shape(7, 195, 1, 6, 2), stages=2, splits=3),
         "splits of a head": Subject(causal, Shape(5, 195, 1, 2, 2), stages=2, splits=3),

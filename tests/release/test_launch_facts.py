@@ -125,6 +125,16 @@ def test_formulas_of_packed_heads(packed: int, recorded: list[Any]) -> None:
     check([next(launches(SPECS[0], "sm_90a", False, recorded, plan, shape))], SPECS[0], shape)
 
 
+@pytest.mark.parametrize("layout", ["bhsd", "bshd"])
+def test_formulas_over_pages(layout: Any, recorded: list[Any]) -> None:
+    spec = fg.AttentionSpec(96, "bfloat16", value_dim=64, mask=fg.causal(), layout=layout, page_size=32)
+    inputs = random_inputs(spec, SHAPE)
+    Attention(spec, target_named("sm_90a"), Emulator())(inputs.q, inputs.k, inputs.v, **inputs.captures)
+    ((kernel, launch, arguments),) = recorded
+    table = inputs.captures["page_table"].shape[1]
+    check([Launched("forward", kernel, launch, arguments)], spec, replace(SHAPE, len_k=32 * table), len(inputs.k))
+
+
 def sizes_of(spec: fg.AttentionSpec, shape: Shape) -> dict[str, int]:
     """Those of a call with `random_inputs`."""
     if not spec.is_ragged:
@@ -134,9 +144,10 @@ def sizes_of(spec: fg.AttentionSpec, shape: Shape) -> dict[str, int]:
     return asdict(shape) | {"batch": batch, "total_q": len(inputs.q), "total_k": len(inputs.k)}
 
 
-def check(made: list[Launched], spec: fg.AttentionSpec, shape: Shape = SHAPE) -> None:
+def check(made: list[Launched], spec: fg.AttentionSpec, shape: Shape = SHAPE, pages: int = 0) -> None:
     described = launch_facts({launched.part: launched.kernel for launched in made}, spec)
     sizes = sizes_of(spec, shape) | {"count": shape.heads_q, "multiprocessors": Emulator().multiprocessors(0)}
+    sizes["pages"] = pages
     for launched in made:
         facts = described[launched.part]
         assert tuple(value(facts["grid"][axis], sizes) for axis in "xyz") == launched.launch.grid, launched.part
@@ -167,7 +178,7 @@ def is_the_callers(name: str, type: str) -> bool:
     return (
         type.endswith(("*", "TensorMap"))
         or name in CALLERS
-        or name == "cap"
+        or name in ("cap", "pages", "table_pitch")
         or name.endswith(("_strides", "_stride", "_size"))
     )
 
@@ -192,6 +203,8 @@ def bytes_from(array: str, spec: fg.AttentionSpec, shape: Shape) -> dict[str, in
     row = 2 * (spec.value_dim if array in ("v", "o", "d_o", "dv") else spec.head_dim)
     of_queries = array in ("q", "o", "d_o", "dq")
     length, heads = (shape.len_q, shape.heads_q) if of_queries else (shape.len_k, shape.heads_kv)
+    if spec.page_size and not of_queries:
+        return {"row": heads * row, "head": row, "page": spec.page_size * heads * row}
     by_layout = {"row": row, "head": length * row} if spec.layout == "bhsd" else {"row": heads * row, "head": row}
     return by_layout | {"batch": length * heads * row}
 
@@ -228,6 +241,12 @@ head_dim = 64
 layout = "thd"
 target = ["sm_80", "sm_90a"]
 passes = ["forward", "backward"]
+
+[[kernels]]
+mask = "causal()"
+head_dim = 64
+page_size = 64
+target = ["sm_80", "sm_90a"]
 
 [[kernels]]
 step = ["append_kv", "merge_states"]

@@ -19,9 +19,10 @@ from flashgen.codegen.assembly import (
     suffix_of,
 )
 from flashgen.codegen.expressions.function_text import DEVICE_NAMES, Names
-from flashgen.codegen.forward_kernel import forward_context, forward_kernel
+from flashgen.codegen.forward_kernel import forward_context, forward_kernel, page_fields
 from flashgen.codegen.header import header
 from flashgen.codegen.hopper.measured_plans import choose_hopper_plan
+from flashgen.codegen.hopper.pages import box_keys
 from flashgen.codegen.hopper.plans import HopperPlan, panel_columns
 from flashgen.codegen.ragged import MAP_ROWS, ragged_fields, sequences_text, slots
 from flashgen.codegen.rendered_kernel import RenderedKernel
@@ -29,6 +30,7 @@ from flashgen.codegen.sizes import Sizes, ceil_div, least, most, reciprocal
 from flashgen.codegen.targets import Target
 from flashgen.codegen.tiling import ELEMENT_BYTES, padded
 from flashgen.codegen.variant import layout_of
+from flashgen.codegen.visited import visited_keys
 from flashgen.language.operations import HEAD
 from flashgen.language.spec import AttentionSpec
 
@@ -53,6 +55,7 @@ def hopper_layout(spec: AttentionSpec, lists: bool, packed: bool = False) -> Arg
     if ragged:
         fields[-2] = Field("float*", "lse", comment="(heads_q, total_q), or null")
         fields += ragged_fields()
+    fields += page_fields(spec, strides=False)
     fields.append(Field("int", "tiles", comment=f"{'slots ' if ragged else ''}of queries, of all heads and batches"))
     fields.append(Field("int", "tiles_q", comment=f"of each {heads[:-1]}"))
     fields.append(Field("int", "heads", comment=f"{heads if packed else 'of queries'}, of all batches"))
@@ -67,20 +70,25 @@ def render_hopper(spec: AttentionSpec, target: Target, plan: HopperPlan | None =
     check_spec(spec, target)
     plan = plan or choose_hopper_plan(spec, target)
     plan.check(spec, target)
-    tiles, packed = key_range(spec.mask.expression), plan.packed_heads > 1
+    tiles, packed = visited_keys(spec), plan.packed_heads > 1
     layout, longest_first = hopper_layout(spec, tiles is None, packed), longest_last(tiles)
     ends = _ends_of_tiles(longest_first)
+    producer_registers, consumer_registers = plan.warpgroup_registers(spec)
     context = forward_context(spec, target, plan, layout, "scores[n]", _names(plan), ends) | {
         "header": header(spec, target, plan, _GRID, _METHOD),
-        "own_tiles": tiles is not None and spec.mask.expression != sympy.true,
+        "own_tiles": key_range(spec.mask.expression) is not None and spec.mask.expression != sympy.true,
         "head_panel": panel_columns(spec.head_dim),
         "value_panel": panel_columns(spec.value_dim),
         "drawn_steps": plan.drawn_steps(spec),
+        "producer_registers": producer_registers,
+        "consumer_registers": consumer_registers,
         "output_apart": plan.output_apart(spec),
         "packed": packed,
         "index_bytes": plan.index_bytes(spec),
         "map_rows": MAP_ROWS,
         "suffix": suffix_of(spec),
+        "page_size": spec.page_size,
+        "box_keys": box_keys(spec, plan.tile_k),
     }
     if spec.is_ragged:
         context["sequences"] = sequences_text(context["struct"], layout, "kTileQ")
@@ -140,7 +148,8 @@ def _section(spec: AttentionSpec, sizes: Sizes, heads: Any, per_kv: Any) -> Any:
 def _boxes(spec: AttentionSpec, plan: HopperPlan) -> dict[str, tuple[int, ...]]:
     """What one copy moves of q (rows of a warpgroup), k, v (keys of a step) and o (rows of a warp)."""
     head, value = panel_columns(spec.head_dim), panel_columns(spec.value_dim)
-    rows = {"q": _box_rows(_WARPGROUP_ROWS, plan), "k": (plan.tile_k,), "v": (plan.tile_k,)}
+    keys = box_keys(spec, plan.tile_k)
+    rows = {"q": _box_rows(_WARPGROUP_ROWS, plan), "k": (keys,), "v": (keys,)}
     rows["o"] = _box_rows(_WARP_ROWS, plan)
     return {name: ((head if name in "qk" else value), *rows[name]) for name in "qkvo"}
 

@@ -8,6 +8,7 @@ from itertools import product
 from typing import ClassVar
 
 from flashgen.codegen.demand import demand_of
+from flashgen.codegen.hopper.pages import problem_of_cache
 from flashgen.codegen.plan import Checked, shared_memory_problem
 from flashgen.codegen.targets import Target
 from flashgen.codegen.tiling import DROPOUT_COLUMNS, ELEMENT_BYTES, WARP, padded
@@ -38,6 +39,7 @@ PACKS = (1, 2, 4, 8, 16, 32, 64)  # heads whose rows fill those of a wgmma witho
 _BESIDE = (30, 32, 40, 64, 56, 64, 96)
 # Registers a thread of the warpgroup that loads keeps, and one of those that compute gets, by how many compute.
 _REGISTERS = {1: (56, 256), 2: (24, 240), 3: (32, 160)}
+_REGISTERS_OVER_PAGES = _REGISTERS | {2: (40, 232)}  # a whole warp loads, whose lanes look up pages
 
 
 def panel_columns(width: int) -> int:
@@ -99,17 +101,13 @@ class HopperPlan(Checked):
         """Warps that compute."""
         return self.consumers * 4
 
-    @property
-    def producer_registers(self) -> int:
-        return _REGISTERS[self.consumers][0]
-
-    @property
-    def consumer_registers(self) -> int:
-        return _REGISTERS[self.consumers][1]
+    def warpgroup_registers(self, spec: AttentionSpec) -> tuple[int, int]:
+        """Registers that a thread of the warpgroup that loads keeps, and that one of those that compute gets."""
+        return (_REGISTERS_OVER_PAGES if spec.page_size else _REGISTERS)[self.consumers]
 
     @property
     def register_budget(self) -> int:
-        return self.consumer_registers
+        return _REGISTERS[self.consumers][1]
 
     def registers(self, spec: AttentionSpec) -> int:
         """The float32 scores and output of a warp's rows over 32 lanes, and what the variant needs.
@@ -134,7 +132,7 @@ class HopperPlan(Checked):
         drawn = f", dropout drawn for {self.drawn_steps(spec)} steps at once" if spec.dropout else ""
         return (
             f"{self.tile_q} queries{heads} x {self.tile_k} keys, {self.consumers} warpgroup(s) of "
-            f"{self.consumer_registers} registers{turns}, {self.stages} stage(s) of K and V, "
+            f"{self.warpgroup_registers(spec)[1]} registers{turns}, {self.stages} stage(s) of K and V, "
             f"{self.shared_bytes(spec)} bytes of shared memory{drawn}"
         )
 
@@ -179,7 +177,8 @@ class HopperPlan(Checked):
         before_values = ELEMENT_BYTES * (self.rows * columns + self.stages * self.tile_k * head)
         values = -(-before_values // _ALIGNMENT) * _ALIGNMENT
         values += ELEMENT_BYTES * self.stages * self.tile_k * value
-        return values + _BARRIER_BYTES * (2 + _BARRIERS_PER_STAGE * self.stages) + self.index_bytes(spec)
+        barriers = (3 if spec.page_size else 2) + _BARRIERS_PER_STAGE * self.stages
+        return values + _BARRIER_BYTES * barriers + self.index_bytes(spec)
 
     def problem(self, spec: AttentionSpec, target: Target) -> str | None:
         """Why the plan contradicts itself, or does not fit the spec or the target; None where it does."""
@@ -191,6 +190,8 @@ class HopperPlan(Checked):
             return f"tile_k={self.tile_k} must be a multiple of 16, of 32 with dropout, up to {_MOST_COLUMNS}"
         if spec.is_ragged and self.packed_heads != 1:
             return f"packed_heads={self.packed_heads} must be 1 with layout='thd'"
+        if why := problem_of_cache(spec):
+            return why
         if self.stages < 1:
             return f"stages={self.stages} must be positive"
         if self.packed_heads != 1 and (why := self._problem_of_packing(spec)):

@@ -12,10 +12,9 @@ from flashgen.codegen.assembly import assemble, check_spec, suffix_of
 from flashgen.codegen.costs import decode_cost
 from flashgen.codegen.demand import demand_of
 from flashgen.codegen.expressions.function_text import DEVICE_NAMES, Names
-from flashgen.codegen.forward_kernel import forward_context, forward_kernel
+from flashgen.codegen.forward_kernel import forward_context, forward_kernel, page_fields
 from flashgen.codegen.header import header
 from flashgen.codegen.mma_sync.decode_plans import SHARE_PADDING, DecodePlan, choose_decode_plan
-from flashgen.codegen.mma_sync.forward import page_fields
 from flashgen.codegen.mma_sync.runs import (
     LAST_QUERY,
     run_context,

@@ -7,7 +7,7 @@ from functools import partial
 from flashgen.codegen.arguments import ArgumentLayout, Field
 from flashgen.codegen.assembly import assemble, check_spec
 from flashgen.codegen.demand import demand_of
-from flashgen.codegen.forward_kernel import forward_context, forward_kernel
+from flashgen.codegen.forward_kernel import forward_context, forward_kernel, page_fields
 from flashgen.codegen.header import header
 from flashgen.codegen.mma_sync.forward_plans import ForwardPlan, choose_forward_plan
 from flashgen.codegen.ragged import ragged_fields, sequences_text, tiles_of_queries
@@ -29,18 +29,6 @@ def forward_layout(spec: AttentionSpec, lists: bool) -> ArgumentLayout:
         fields += ragged_fields()
     fields.append(Field("unsigned", "kv_reciprocal", comment="2^31 / heads per head of K and V, rounded up"))
     return layout_of(spec, fields, lists, sink=True)
-
-
-def page_fields(spec: AttentionSpec) -> list[Field]:
-    """The members that say where a sequence's keys are, where those are in pages."""
-    if not spec.page_size:
-        return []
-    return [
-        Field("const int*", "page_table", comment="(batch, len_k / kPageSize): pages by keys"),
-        Field("const int*", "seqused_k", comment="(batch): keys of each sequence"),
-        Field("long long", "table_pitch", comment="from a sequence's pages to the next one's"),
-        Field("int", "pages", comment="that k and v have; k_strides.batch is from page to page"),
-    ]
 
 
 def render_mma_sync(spec: AttentionSpec, target: Target, plan: ForwardPlan | None = None) -> tuple[RenderedKernel, ...]:

@@ -1,0 +1,34 @@
+"""Which kernels read keys and values as a server keeps them, on Hopper: its own where TMA can, else mma.sync's."""
+
+from __future__ import annotations
+
+from flashgen.codegen.hopper.forward import render_hopper
+from flashgen.codegen.hopper.measured_plans import choose_hopper_plan
+from flashgen.codegen.hopper.pages import problem_of_cache
+from flashgen.codegen.hopper.plans import HopperPlan
+from flashgen.codegen.mma_sync import cache as mma_sync
+from flashgen.codegen.rendered_kernel import RenderedKernel
+from flashgen.codegen.targets import Target
+from flashgen.language.spec import AttentionSpec
+
+CachePlan = HopperPlan | mma_sync.CachePlan
+
+
+def cache_plans(spec: AttentionSpec) -> tuple[type[CachePlan], ...]:
+    """The classes of plans whose kernels read the spec's keys; Hopper's own say themselves of which they do not."""
+    others = mma_sync.cache_plans(spec)
+    return others if spec.is_ragged else (HopperPlan, *others)
+
+
+def cache_plan(spec: AttentionSpec, target: Target) -> CachePlan:
+    """The default plan of a spec in pages or of 8 bits: for many queries, where there is a kernel for those."""
+    if spec.is_ragged or problem_of_cache(spec):
+        return mma_sync.cache_plan(spec, target)
+    return choose_hopper_plan(spec, target)
+
+
+def render_cache(spec: AttentionSpec, target: Target, plan: CachePlan | None = None) -> tuple[RenderedKernel, ...]:
+    """The kernels of a plan; UnsupportedError where the target or the plan cannot do it."""
+    if isinstance(plan, HopperPlan):
+        return render_hopper(spec, target, plan)
+    return mma_sync.render_cache(spec, target, plan)

@@ -1,0 +1,33 @@
+"""Keys and values in pages, as Hopper's forward kernel copies them by TMA.
+
+The maps of k and v have pages where those of other calls have sequences. A tile of keys is as many copies as it has
+pages, or parts of pages: each is of as many keys as divide both, so that none reaches over the end of a page, and none
+lies outside of the map. In shared memory a copy's rows must begin where a swizzle does, 8 rows apart, so that smaller
+pages are for the kernels of mma.sync.
+
+A copy brings what its page holds, also behind a sequence's last key, where that may be anything. Scores there are -inf;
+values are cleared by the warp that loads, before the warpgroups that compute hear of them.
+"""
+
+from __future__ import annotations
+
+import math
+
+from flashgen.language.spec import AttentionSpec
+
+LEAST_PAGE = 8
+"""Keys of the smallest page that a copy brings: the rows after which a swizzle begins again."""
+
+
+def box_keys(spec: AttentionSpec, tile_k: int) -> int:
+    """Keys of a copy: of a tile, or of as much of it as a page holds."""
+    return math.gcd(spec.page_size, tile_k) if spec.page_size else tile_k
+
+
+def problem_of_cache(spec: AttentionSpec) -> str | None:
+    """Why Hopper's own kernel does not read the keys and values of a spec; None where it does."""
+    if spec.kv_dtype:
+        return f"kv_dtype={spec.kv_dtype!r} is for the kernels of mma.sync, which widen keys in registers"
+    if spec.page_size and spec.page_size < LEAST_PAGE:
+        return f"page_size={spec.page_size} is for the kernels of mma.sync; TMA copies {LEAST_PAGE} keys or more"
+    return None

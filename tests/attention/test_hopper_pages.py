@@ -1,0 +1,263 @@
+"""Prompts over pages by Hopper's own forward kernel: right on the emulator for every size and mask, and on an H200."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from itertools import cycle
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import flashgen as fg
+from flashgen import attention
+from flashgen.codegen.hopper.plans import HopperPlan
+from flashgen.codegen.mma_sync.decode_plans import DecodePlan
+from flashgen.errors import ArgumentError, UnsupportedError
+from flashgen.runtime.schedule import Schedule
+from flashgen.verify import variants
+from flashgen.verify.check import judged
+from flashgen.verify.problems import Inputs, Shape, poisoned_outputs, random_inputs
+from flashgen.verify.variants import spec_of
+
+sys.path.insert(0, str(Path(__file__).parent))
+from paged import SEED, WRONG, assert_right, call, with_pages
+
+SIZES = (8, 16, 32, 64, 128, 256)
+CAUSAL = fg.AttentionSpec(64, mask=fg.causal(), page_size=16)
+PLAN = HopperPlan(2, 48, takes_turns=True)
+VARIANTS = [variant for variant in variants() if not variant.equal]
+DIMS = (64, 128, 40, 96, 32, 256, 80, 192, 8, 160)
+
+
+@pytest.mark.rotated(6)
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("plan", [PLAN, HopperPlan(1, 80, 3), HopperPlan(3, 128), HopperPlan(1, 256, 1)], ids=str)
+def test_prompts_over_pages_of_every_size(size: int, plan: HopperPlan) -> None:
+    """Tiles that lie in a page, that hold several, and that cut across; sequences shorter than the queries."""
+    spec = fg.AttentionSpec(64, value_dim=40, mask=fg.sliding_window(50, 20), score=fg.alibi("slopes"), page_size=size)
+    assert_right(spec, Shape(130, 300, 2, 4, 2), plan=plan, schedule=Schedule("random", "late", seed=size))
+
+
+@pytest.mark.parametrize("len_k", [1, 15, 16, 17, 32, 47, 48, 49, 64, 95, 96, 97, 144])
+def test_lengths_at_the_borders_of_pages_and_tiles(len_k: int) -> None:
+    """What a last page holds behind its keys is NaN, of K and of V."""
+    for number, size in enumerate((8, 16, 32)):
+        schedule = Schedule("random", "random", seed=len_k + number)
+        for mask in (fg.full(), fg.causal()):
+            spec = fg.AttentionSpec(32, "bfloat16", value_dim=80, mask=mask, page_size=size)
+            assert_right(spec, Shape(70, len_k, 3, 2, 1), plan=PLAN, seed=number, schedule=schedule)
+
+
+@pytest.mark.slow
+@pytest.mark.rotated(6)
+@pytest.mark.parametrize("number", range(len(VARIANTS)), ids=lambda number: VARIANTS[number].name)
+def test_every_variant(number: int) -> None:
+    """By the default plan; also masks without a closed form, whose tiles are all visited over pages."""
+    variant = VARIANTS[number]
+    spec = spec_of(variant, DIMS[number % 10], ("float16", "bfloat16")[number // 10 % 2], ("bhsd", "bshd")[number % 2])
+    shape = (Shape(130, 301, 1, 4, 2), Shape(64, 280, 2, 6, 2), Shape(200, 90, 2, 3, 1))[number % 3]
+    spec = with_pages(spec, SIZES[number % 6])
+    schedule = Schedule("random", "late", seed=number)
+    assert isinstance(attention.compile(spec, target="sm_90a", emulate=True).plan, HopperPlan)
+    assert_right(spec, shape, None, variant.captures, target="sm_90a", schedule=schedule)
+
+
+@pytest.mark.parametrize("sanitize", ["address", "thread"])
+@pytest.mark.parametrize(("size", "plan"), [(8, HopperPlan(1, 32)), (64, replace(PLAN, consumers=3))], ids=str)
+def test_under_sanitizers(sanitize: Any, size: int, plan: HopperPlan) -> None:
+    for how in ("late", "early"):
+        schedule = Schedule("random", how, seed=5)
+        assert_right(with_pages(CAUSAL, size), Shape(70, 150, 3, 2, 1), plan=plan, sanitize=sanitize, schedule=schedule)
+
+
+@pytest.mark.parametrize("size", [8, 64])
+@pytest.mark.parametrize("what", WRONG)
+def test_what_a_wrong_table_says_is_bounded_and_never_read_outside(what: str, size: int) -> None:
+    spec = with_pages(CAUSAL, size)
+    inputs = random_inputs(spec, Shape(70, 150, 3, 2, 1))
+    for array in (inputs.k, inputs.v):
+        np.nan_to_num(array, copy=False)
+    table, lengths = WRONG[what](inputs.captures["page_table"], inputs.captures["seqused_k"], len(inputs.k))
+    wrong = {"page_table": table.astype(np.int32), "seqused_k": lengths.astype(np.int32)}
+    compiled = attention.compile(spec, emulate=True, sanitize="address", plan=PLAN)
+    found = call(compiled, Inputs(inputs.q, inputs.k, inputs.v, wrong))
+    assert judged(spec, inputs.q, inputs.k, inputs.v, *found, wrong).ok
+
+
+def test_no_pages_at_all() -> None:
+    pages = np.zeros((0, 16, 2, 64), np.float16)
+    q, lengths = np.ones((2, 4, 70, 64), np.float16), np.array([5, 0], np.int32)
+    compiled = attention.compile(CAUSAL, emulate=True, sanitize="address", plan=PLAN)
+    for columns in (3, 0):
+        table = np.zeros((2, columns), np.int32)
+        out, lse = compiled(q, pages, pages, page_table=table, seqused_k=lengths, return_lse=True)
+        assert not out.any() and np.isneginf(lse).all()
+
+
+@pytest.mark.parametrize("layout", ["bhsd", "bshd"])
+def test_pages_change_no_bit(layout: Any) -> None:
+    """Of the same plan's call over contiguous keys, whatever the size of the pages."""
+    plain = fg.AttentionSpec(64, mask=fg.causal(), score=fg.softcap(20), layout=layout)
+    inputs = random_inputs(plain, Shape(130, 256, 2, 4, 2))
+    expected = call(attention.compile(plain, emulate=True, plan=PLAN), inputs)
+    for size in (8, 64):
+        pages = [array.swapaxes(1, 2) if layout == "bhsd" else array for array in (inputs.k, inputs.v)]
+        pages = [np.ascontiguousarray(array).reshape(-1, size, 2, 64) for array in pages]
+        where = {
+            "page_table": np.arange(len(pages[0]), dtype=np.int32).reshape(2, -1),
+            "seqused_k": np.full(2, 256, np.int32),
+        }
+        found = call(
+            attention.compile(with_pages(plain, size), emulate=True, plan=PLAN), Inputs(inputs.q, *pages, where)
+        )
+        for array, wanted in zip(found, expected, strict=True):
+            np.testing.assert_array_equal(array, wanted)
+
+
+def test_strides_of_tables_and_pages() -> None:
+    """A table that is a part of a larger one, and pages that hold keys beside values."""
+    inputs = random_inputs(CAUSAL, Shape(70, 100, 3, 4, 2))
+    both = np.ascontiguousarray(np.stack([inputs.k, inputs.v], 1))
+    columns = inputs.captures["page_table"].shape[1]
+    table = np.full((3, 40), -1, np.int32)
+    table[:, :columns] = inputs.captures["page_table"]
+    where = {"page_table": table[:, :columns], "seqused_k": inputs.captures["seqused_k"]}
+    compiled = attention.compile(CAUSAL, emulate=True, sanitize="address", plan=PLAN)
+    views = Inputs(inputs.q, both[:, 0], both[:, 1], where)
+    for array, wanted in zip(call(compiled, views), call(compiled, inputs), strict=True):
+        np.testing.assert_array_equal(array, wanted)
+
+
+def test_one_page_and_one_head_whose_strides_may_be_any() -> None:
+    """A single head or page is never stepped over: what their strides say is not told to TMA."""
+    inputs = random_inputs(CAUSAL, Shape(70, 16, 1, 2, 1))
+    page, strides = inputs.captures["page_table"][0, 0], inputs.k.strides
+    k, v = (
+        np.lib.stride_tricks.as_strided(array[page], (1, *array.shape[1:]), (-6, strides[1], 10, strides[3]))
+        for array in (inputs.k, inputs.v)
+    )
+    where = {"page_table": np.zeros((1, 1), np.int32), "seqused_k": inputs.captures["seqused_k"]}
+    compiled = attention.compile(CAUSAL, emulate=True, plan=PLAN)
+    for array, wanted in zip(call(compiled, Inputs(inputs.q, k, v, where)), call(compiled, inputs), strict=True):
+        np.testing.assert_array_equal(array, wanted)
+
+
+def test_pages_that_tma_cannot_walk_along_are_refused() -> None:
+    inputs = random_inputs(CAUSAL, Shape(70, 100, 2, 2, 1))
+    compiled = attention.compile(CAUSAL, emulate=True, plan=PLAN)
+    with pytest.raises(ArgumentError, match=r"k has strides .* TMA takes those from 0"):
+        call(compiled, Inputs(inputs.q, inputs.k[::-1], inputs.v, inputs.captures))
+
+
+@pytest.mark.parametrize("size", [8, 64])
+def test_packed_heads(size: int) -> None:
+    spec = with_pages(fg.AttentionSpec(64, "bfloat16", mask=fg.causal(), score=fg.alibi("slopes")), size)
+    plan = replace(PLAN, tile_k=64, packed_heads=4)
+    assert_right(spec, Shape(70, 150, 3, 8, 2), plan=plan, schedule=Schedule("random", "late", seed=size))
+
+
+def test_calls_choose_among_the_kernels() -> None:
+    """Few queries split the keys; more take the forward, packed where that fills its tiles better."""
+    compiled = attention.compile(CAUSAL, target="sm_90a", emulate=True)
+    assert isinstance(compiled.plan_for(63, 1000, 2, 4, 2), DecodePlan)
+    packed = compiled.plan_for(64, 1000, 4, 32, 8)
+    assert isinstance(packed, HopperPlan) and packed.packed_heads == 4
+    assert compiled.plan_for(64, 1000, 4, 8, 8) == compiled.plan and compiled.plan.packed_heads == 1
+    small = attention.compile(with_pages(CAUSAL, 4), target="sm_90a", emulate=True)
+    assert small.plan_for(64, 1000, 4, 32, 8) == small.plan, "mma.sync's, which packs none"
+
+
+@pytest.mark.parametrize(
+    ("how", "says"),
+    [
+        ({"page_size": 4}, "page_size=4 is for the kernels of mma.sync; TMA copies 8 keys or more"),
+        ({"page_size": 64, "kv_dtype": "int8"}, "kv_dtype='int8' is for the kernels of mma.sync"),
+        ({"page_size": 16, "layout": "thd"}, "page_size=16 is for the kernel of mixed batches: give a MixedPlan"),
+    ],
+)
+def test_what_the_kernel_does_not_read_is_refused_by_name(how: dict[str, Any], says: str) -> None:
+    with pytest.raises(UnsupportedError, match=says):
+        attention.compile(fg.AttentionSpec(64, **how), target="sm_90a", emulate=True, plan=PLAN)
+
+
+def test_calls_follow_the_lengths_of_the_device() -> None:
+    """Nothing of the arrays' contents is remembered, and counters end as they began."""
+    compiled = attention.compile(CAUSAL, emulate=True, plan=PLAN)
+    first = random_inputs(CAUSAL, Shape(300, 100, 3, 4, 2))
+    for lengths in ([100, 0, 3], [16, 17, 100], [0, 0, 0]):
+        inputs = Inputs(first.q, np.nan_to_num(first.k), np.nan_to_num(first.v), dict(first.captures))
+        inputs.captures["seqused_k"] = np.array(lengths, np.int32)
+        inputs.captures["page_table"] = np.maximum(first.captures["page_table"], 0)
+        assert judged(CAUSAL, inputs.q, inputs.k, inputs.v, *call(compiled, inputs), inputs.captures).ok
+
+
+# ---- on a GPU
+
+
+@pytest.fixture(scope="module")
+def cupy() -> Any:
+    cupy = pytest.importorskip("cupy")
+    if cupy.cuda.Device().compute_capability != "90":
+        pytest.skip("needs a GPU of compute capability 9.0")
+    return cupy
+
+
+def _right_on_a_gpu(
+    cupy: Any, spec: fg.AttentionSpec, shape: Shape, captures: Any = None, plan: HopperPlan | None = None
+) -> None:
+    inputs = random_inputs(spec, shape, captures=captures)
+    given = {name: cupy.asarray(value) if np.ndim(value) else value for name, value in inputs.captures.items()}
+    dropout: dict[str, Any] = {"seed": SEED} if spec.dropout else {}
+    out, lse = (cupy.asarray(array) for array in poisoned_outputs(spec, inputs.q, inputs.v))
+    arrays = [cupy.asarray(array) for array in (inputs.q, inputs.k, inputs.v)]
+    compiled = attention.compile(spec, target="sm_90a", plan=plan)
+    compiled(*arrays, return_lse=True, out=(out, lse), **given, **dropout)
+    found = (cupy.asnumpy(out), cupy.asnumpy(lse))
+    verdict = judged(spec, inputs.q, inputs.k, inputs.v, *found, inputs.captures, **dropout)
+    assert verdict.ok, f"{shape}: {verdict}"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("number", range(len(VARIANTS)), ids=lambda number: VARIANTS[number].name)
+@pytest.mark.quick_every(8)
+def test_every_variant_on_a_gpu(number: int, cupy: Any) -> None:
+    variant = VARIANTS[number]
+    plain = spec_of(variant, DIMS[number % 10], ("float16", "bfloat16")[number // 10 % 2], ("bhsd", "bshd")[number % 2])
+    for size, shape in zip(SIZES, cycle((Shape(1000, 2000, 2, 8, 2), Shape(64, 1001, 16, 6, 2)))):
+        _right_on_a_gpu(cupy, with_pages(plain, size), shape, variant.captures)
+
+
+@pytest.mark.gpu
+@pytest.mark.quick
+@pytest.mark.parametrize("size", SIZES)
+def test_every_size_on_a_gpu(size: int, cupy: Any) -> None:
+    for number, len_k in enumerate((1, size, size + 1, 4000 - size, 4001)):
+        plan = (None, PLAN, HopperPlan(3, 80), HopperPlan(2, 128), HopperPlan(1, 256, 1))[number]
+        spec = fg.AttentionSpec(64, "bfloat16", mask=(fg.causal(), fg.full())[number % 2], page_size=size)
+        _right_on_a_gpu(cupy, spec, Shape(500, len_k, 9, 8, 2), plan=plan)
+
+
+@pytest.mark.gpu
+@pytest.mark.quick
+def test_a_graph_replayed_with_other_lengths_and_pages(cupy: Any) -> None:
+    compiled, inputs = attention.compile(CAUSAL, target="sm_90a"), random_inputs(CAUSAL, Shape(300, 3000, 8, 8, 2))
+    q, k, v = (cupy.asarray(np.nan_to_num(array)) for array in (inputs.q, inputs.k, inputs.v))
+    where = {name: cupy.asarray(array) for name, array in inputs.captures.items()}
+    out = compiled(q, k, v, **where)
+    stream = cupy.cuda.Stream(non_blocking=True)
+    with stream:
+        stream.begin_capture()
+        compiled(q, k, v, out=out, **where)
+        graph = stream.end_capture()
+        for seed in range(10):
+            random = np.random.default_rng(seed)
+            where["page_table"].set(random.integers(-9, len(inputs.k) + 9, where["page_table"].shape).astype(np.int32))
+            where["seqused_k"].set(random.integers(-5, 3100, 8).astype(np.int32))
+            graph.launch(stream)
+            stream.synchronize()
+            expected = compiled(q, k, v, **where)
+            stream.synchronize()
+            assert (out == expected).all()

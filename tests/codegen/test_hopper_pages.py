@@ -1,0 +1,96 @@
+"""Hopper's forward kernel over pages: what is emitted, and what the assembler makes of it, without a GPU."""
+
+from __future__ import annotations
+
+import re
+import sys
+from itertools import cycle
+from pathlib import Path
+
+import pytest
+
+import flashgen.language as fg
+from flashgen.build import nvrtc
+from flashgen.codegen.families import render_forward
+from flashgen.codegen.hopper.pages import box_keys
+from flashgen.codegen.hopper.plans import HopperPlan
+from flashgen.codegen.rendered_kernel import RenderedKernel
+from flashgen.codegen.targets import target_named
+from flashgen.language import AttentionSpec
+from flashgen.verify import variants
+from flashgen.verify.variants import Variant, spec_of
+
+sys.path.insert(0, str(Path(__file__).parent))
+from emitted_text import all_called, functions, tidy, without_comments
+
+SM_90A = target_named("sm_90a")
+DIMS = (128, 64, 256, 40, 96, 192, 8, 160, 72, 80, 224)
+MOST_CODE, LONGEST_FUNCTION = 520, 75  # lines; of a file those of code beside primitives
+needs_nvrtc = pytest.mark.skipif(not nvrtc.is_available(), reason="needs CuPy and NVRTC: pip install '.[cuda13]'")
+
+
+def rendered(variant: Variant, dim: int, dtype: str, size: int) -> RenderedKernel:
+    spec = spec_of(variant, dim, dtype)
+    names = ("head_dim", "dtype", "value_dim", "scale", "layout", "dropout", "score", "mask", "sink")
+    return render_forward(AttentionSpec(**{name: getattr(spec, name) for name in names}, page_size=size), SM_90A)
+
+
+CASES = list(zip(variants(), cycle(DIMS), cycle(("float16", "bfloat16")), cycle((16, 64, 8, 256, 32))))
+
+
+def without_spills(kernel: RenderedKernel) -> None:
+    result = nvrtc.compile(kernel.source, "sm_90a", kernel.name)
+    used = result.resources
+    assert used.spill_stores == used.spill_loads == used.stack_frame == 0, f"{kernel.name}, {kernel.plan}: {used}"
+    # C7510 and its like: products that wait for each other; C7508: setmaxnreg without effect.
+    assert not re.search(r"\(C75\d\d\)", result.log), f"{kernel.name}: {result.log}"
+
+
+@needs_nvrtc
+@pytest.mark.parametrize(("variant", "dim", "dtype", "size"), CASES)
+@pytest.mark.rotated(6)
+def test_every_variant_compiles_without_spills(variant: Variant, dim: int, dtype: str, size: int) -> None:
+    without_spills(rendered(variant, dim, dtype, size))
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("heads", [2, 8])
+@pytest.mark.rotated(2)
+def test_packed_heads_compile_without_spills(heads: int) -> None:
+    for dim, score in ((128, None), (64, fg.alibi("slopes")), (256, None)):
+        spec = AttentionSpec(dim, "bfloat16", mask=fg.causal(), score=score, page_size=16)
+        plan = render_forward(spec, SM_90A).plan
+        without_spills(render_forward(spec, SM_90A, plan.packing(heads, spec)))
+
+
+@pytest.mark.parametrize(("variant", "dim", "dtype", "size"), CASES)
+def test_the_text_is_short_and_tidy(variant: Variant, dim: int, dtype: str, size: int) -> None:
+    kernel = rendered(variant, dim, dtype, size)
+    tidy(kernel.source)
+    all_called(kernel)
+    source = without_comments(kernel.source)
+    assert sum(bool(line.strip()) for line in source.split("#endif\n", 1)[1].splitlines()) <= MOST_CODE
+    words = re.findall(r"[A-Za-z_]\w*", source)
+    for name, text in functions(kernel.source).items():
+        assert text.count("\n") < LONGEST_FUNCTION, f"{name} has {text.count(chr(10)) + 1} lines"
+        assert name == kernel.entry or words.count(name) > 1, f"nobody calls {name}"
+
+
+def test_copies_are_of_whole_pages_or_parts_of_a_page() -> None:
+    for size, tile_k, keys in ((8, 80, 8), (16, 80, 16), (64, 80, 16), (64, 128, 64), (256, 128, 128), (256, 96, 32)):
+        spec = AttentionSpec(96, value_dim=64, page_size=size)
+        assert box_keys(spec, tile_k) == keys
+        boxes = render_forward(spec, SM_90A, HopperPlan(2, tile_k)).boxes
+        assert boxes == {"q": (32, 64), "k": (32, keys), "v": (64, keys), "o": (64, 16)}
+
+
+def test_registers_of_a_block_are_those_of_its_launch() -> None:
+    """setmaxnreg gives what others gave back: together no more than the launch has, by 8 a thread."""
+    spec = AttentionSpec(64, page_size=16)
+    for consumers in (1, 2, 3):
+        plan = HopperPlan(consumers, 64)
+        for each in (spec, AttentionSpec(64)):
+            loads, computes = plan.warpgroup_registers(each)
+            launched = min(65536 // plan.threads // 8 * 8, 255 // 8 * 8)
+            assert loads % 8 == computes % 8 == 0
+            assert loads + consumers * computes <= launched * (consumers + 1)
