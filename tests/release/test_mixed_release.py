@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import flashgen as fg
 from flashgen.codegen.sizes import Sizes
 from flashgen.codegen.stages import forward_kernels
@@ -23,3 +25,9 @@ def test_a_launch_follows_from_tokens_and_sequences() -> None:
     sizes = Sizes(64, 32, 8, 2048, 8192, multiprocessors=132, splits=33, total_q=2111)
     assert kernel.grid(sizes) == (32 * 32 + 33 * 8, 1, 1)
     assert kernel.values(sizes)["first_prompts"] == 198
+
+
+def test_keys_of_8_bits_have_no_blocks_of_prompts() -> None:
+    spec = replace(SPEC, kv_dtype="int8")
+    facts = launch_facts(forward_kernels(spec, TARGETS["sm_80"]), spec)["forward"]
+    assert facts["grid"] == {"x": "splits * heads_kv", "y": "1", "z": "1"}

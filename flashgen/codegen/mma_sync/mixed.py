@@ -133,7 +133,8 @@ def _prompts(plan: MixedPlan, sizes: Sizes) -> Any:
 
 
 def _grid(spec: AttentionSpec, plan: MixedPlan, sizes: Sizes) -> Grid:
-    return _prompts(plan, sizes) + sizes.splits * packs(spec, sizes), 1, 1
+    runs = sizes.splits * packs(spec, sizes)
+    return _prompts(plan, sizes) + runs if plan.prompt else runs, 1, 1
 
 
 def _values(spec: AttentionSpec, plan: MixedPlan, sizes: Sizes) -> dict[str, Any]:
