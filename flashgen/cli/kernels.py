@@ -105,6 +105,11 @@ def to_print(kernels: dict[str, RenderedKernel], of: Pass) -> dict[str, Rendered
         return {"decode": kernels["decode"]}
     if "lists" in kernels:
         note("a second kernel lists the tiles that this one visits: --kernel lists shows it, --output DIR/ writes both")
+    if "few" in kernels:
+        note(
+            "this one has the prompts; a second kernel has the sequences of few queries: --kernel few shows it, "
+            "--output DIR/ writes both"
+        )
     return {"forward": kernels["forward"]}
 
 

@@ -60,6 +60,14 @@ def mixed_cost(spec: AttentionSpec, tile_q: int) -> Cost:
     return _of(spec, Cost(f"{2 * width} * {_SCORES}", f"{rows}; + {keys}, at least; + {shares}"))
 
 
+def prompts_cost(spec: AttentionSpec) -> Cost:
+    """The cost of a kernel that has the prompts of mixed batches alone."""
+    width = spec.head_dim + spec.value_dim
+    flops = f"{2 * width} * heads_q * (sum of len_q * len_k over the prompts) * (share of tiles visited)"
+    rows = f"{ELEMENT_BYTES * width + _SUM} * heads_q * (queries of prompts) bytes with the LSE"
+    return Cost(flops, f"{rows}; + {ELEMENT_BYTES * width} * heads_kv * (keys of prompts), at least")
+
+
 def backward_cost(
     part: str, spec: AttentionSpec, dq_apart: bool = False, exact_sums: bool = False, columns: int = 0
 ) -> Cost:

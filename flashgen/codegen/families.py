@@ -17,6 +17,7 @@ from flashgen.codegen.hopper.forward import render_hopper
 from flashgen.codegen.hopper.head_division import divided_plan, plan_of_heads_apart
 from flashgen.codegen.hopper.head_packing import packed_plan
 from flashgen.codegen.hopper.measured_plans import choose_hopper_plan
+from flashgen.codegen.hopper.mixed_plans import HopperMixedPlan
 from flashgen.codegen.hopper.plans import HopperPlan, every_hopper_plan
 from flashgen.codegen.hopper.wide_plans import HopperWidePlan
 from flashgen.codegen.mma_sync.backward import render_mma_sync_backward
@@ -55,6 +56,8 @@ _DECODING = Decoding(
 _MMA_SYNC = ForwardFamily(ForwardPlan, choose_forward_plan, every_forward_plan, render_mma_sync, _DECODING)
 _HOPPER_DECODING = replace(
     _DECODING,
+    splitting=(*_DECODING.splitting, HopperMixedPlan),
+    splits=hopper_cache.parts_of,
     render=hopper_cache.render_cache,
     cache_plans=hopper_cache.cache_plans,
     cache_plan=hopper_cache.cache_plan,

@@ -76,18 +76,22 @@ def map_shapes(
     packed, shapes = kernel.plan.packed_heads > 1, {}
     for name, box in kernel.boxes.items():
         columns = spec.value_dim if name in VALUE_WIDE else spec.head_dim
-        if spec.is_ragged:
+        if spec.is_ragged and (name in OF_QUERIES or not spec.page_size):
             shapes[name] = _ragged_shape(spec, kernel, sizes, name, strides[name])
             continue
-        rows, heads = (sizes.len_q, sizes.heads_q) if name in OF_QUERIES else (sizes.len_k, sizes.heads_kv)
-        sequences = sizes.batch
-        if spec.page_size and name not in OF_QUERIES:  # where a batch has sequences, the map has pages
-            rows, sequences = spec.page_size if pages else 0, pages
-        batch, head, row = strides[name] if rows else (columns,) * 3  # of nothing, they may be any
-        extents, steps = (columns, rows, heads, sequences), (row, head, batch)
+        rows, heads, outermost = _extents(spec, sizes, name, pages)
+        outer, head, row = strides[name] if rows and outermost else (columns,) * 3  # of nothing, they may be any
+        extents, steps = (columns, rows, heads, outermost), (row, head, outer)
         called = "out" if name == "o" else name
         shapes[name] = map_shape(called, spec.dtype, extents, steps, box, packed and name in OF_QUERIES)
     return shapes
+
+
+def _extents(spec: AttentionSpec, sizes: Sizes, name: str, pages: int) -> tuple[int, int, int]:
+    """Rows, heads, and sequences or pages of an array."""
+    if name in OF_QUERIES:
+        return sizes.len_q, sizes.heads_q, sizes.batch
+    return (spec.page_size, sizes.heads_kv, pages) if spec.page_size else (sizes.len_k, sizes.heads_kv, sizes.batch)
 
 
 def _ragged_shape(

@@ -177,6 +177,12 @@ def _map(name: str, kernel: RenderedKernel, spec: AttentionSpec) -> dict[str, An
     columns = spec.value_dim if name in VALUE_WIDE else spec.head_dim
     rows, heads = ("len_q", "heads_q") if name in OF_QUERIES else ("len_k", "heads_kv")
     box = (*kernel.boxes[name], 1, 1, 1)[:4]
+    if spec.page_size and name not in OF_QUERIES:
+        return {
+            **_map_of(name, spec, box),
+            "sizes": [str(columns), str(spec.page_size), heads, "pages"],
+            "strides": ["row", "head", "page"],
+        }
     if spec.is_ragged:
         total = "total_q" if name in OF_QUERIES else "total_k"
         return {
@@ -184,12 +190,6 @@ def _map(name: str, kernel: RenderedKernel, spec: AttentionSpec) -> dict[str, An
             "sizes": [str(columns), str(MAP_ROWS), heads, f"{total} + 1"],
             "strides": ["row", "head", "row"],
             "rows_before": MAP_ROWS,
-        }
-    if spec.page_size and name not in OF_QUERIES:
-        return {
-            **_map_of(name, spec, box),
-            "sizes": [str(columns), str(spec.page_size), heads, "pages"],
-            "strides": ["row", "head", "page"],
         }
     packed = kernel.plan.packed_heads > 1 and name in OF_QUERIES
     return {

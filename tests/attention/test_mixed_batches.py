@@ -12,6 +12,8 @@ import pytest
 import flashgen as fg
 from flashgen import attention, reference
 from flashgen.attention.callable import Attention
+from flashgen.codegen.hopper.mixed_plans import HopperMixedPlan
+from flashgen.codegen.hopper.plans import HopperPlan
 from flashgen.codegen.mma_sync.decode_plans import DecodePlan
 from flashgen.codegen.mma_sync.forward_plans import ForwardPlan
 from flashgen.codegen.mma_sync.mixed_plans import MixedPlan
@@ -25,6 +27,8 @@ from flashgen.verify.variants import spec_of
 
 CAUSAL = fg.AttentionSpec(64, mask=fg.causal(), page_size=16, layout="thd")
 PLAN = MixedPlan(DecodePlan(16, 16, 2, 2, scheduled=True), ForwardPlan(32, 32, 2))
+HOPPER = HopperMixedPlan(HopperPlan(2, 48, takes_turns=True), PLAN.few)  # two kernels
+PLANS = (PLAN, HOPPER)
 VARIANTS = [variant for variant in variants() if not variant.equal]
 DIMS = (64, 128, 40, 96, 32, 256, 80, 192, 8, 160)
 SEED = 7
@@ -92,7 +96,7 @@ def assert_right(spec: fg.AttentionSpec, inputs: Inputs, **how: Any) -> None:
 def test_mixtures_and_orders(lengths: Lengths, order: Any, copies: Any) -> None:
     """By the default plan, and by one whose tiles are small, so that there are many of either kind."""
     inputs, schedule = inputs_of(CAUSAL, lengths), Schedule(order, copies, seed=len(order))
-    for plan in (None, PLAN):
+    for plan in (None, *PLANS):
         assert_right(CAUSAL, inputs, plan=plan, schedule=schedule)
 
 
@@ -100,7 +104,9 @@ def test_mixtures_and_orders(lengths: Lengths, order: Any, copies: Any) -> None:
 def test_sizes_of_pages(size: int) -> None:
     """Lengths at the borders of pages, and beside them."""
     lengths = ((1, size), (70, size + 1), (3, max(size - 1, 0)), (1, 2 * size), (66, 2 * size + 65))
-    assert_right(replace(CAUSAL, page_size=size), inputs_of(replace(CAUSAL, page_size=size), lengths))
+    spec = replace(CAUSAL, page_size=size)
+    for plan in (None, HOPPER)[: 2 if size >= 8 else 1]:
+        assert_right(spec, inputs_of(spec, lengths), plan=plan)
 
 
 @pytest.mark.parametrize(
@@ -136,11 +142,12 @@ def test_sinks_and_rows_of_no_sequence() -> None:
     spec = replace(CAUSAL, sink=fg.Tensor("sinks", "float32", 1))
     inputs = inputs_of(spec, ((1, 0), (1, 100), (70, 80), (65, 0)), outside=70)
     inputs.captures["sinks"] = np.array([0.5, -1.0, 2.0, 0.0], np.float32)
-    assert_right(spec, inputs)
-    out, lse = call(attention.compile(spec, emulate=True), inputs)
-    assert np.isneginf(lse[:, :70]).all() and np.isneginf(lse[:, -70:]).all() and not out[:70].any()
-    np.testing.assert_allclose(lse[:, 70], inputs.captures["sinks"], atol=1e-6)
-    np.testing.assert_allclose(lse[:, 142], inputs.captures["sinks"], atol=1e-6)
+    for plan in (None, HOPPER):
+        assert_right(spec, inputs, plan=plan)
+        out, lse = call(attention.compile(spec, emulate=True, plan=plan), inputs)
+        assert np.isneginf(lse[:, :70]).all() and np.isneginf(lse[:, -70:]).all() and not out[:70].any()
+        np.testing.assert_allclose(lse[:, 70], inputs.captures["sinks"], atol=1e-6)
+        np.testing.assert_allclose(lse[:, 142], inputs.captures["sinks"], atol=1e-6)
 
 
 def case_of(number: int, len_q: int, len_k: int) -> tuple[fg.AttentionSpec, Inputs]:
@@ -157,13 +164,14 @@ def case_of(number: int, len_q: int, len_k: int) -> tuple[fg.AttentionSpec, Inpu
 def test_every_variant(number: int) -> None:
     """Whatever is no key of a sequence is NaN; dropout, and masks that have no closed form, too."""
     spec, inputs = case_of(number, (150, 5, 90)[number % 3], (280, 301, 90)[number % 3])
-    assert_right(spec, inputs, schedule=Schedule("random", "late", seed=number))
+    for target in ("sm_80", "sm_90a"):
+        assert_right(spec, inputs, target=target, schedule=Schedule("random", "late", seed=number))
 
 
 @pytest.mark.parametrize("sanitize", ["address", "thread"])
-@pytest.mark.parametrize("plan", [None, PLAN], ids=["default", "small tiles"])
-@pytest.mark.rotated(2)
-def test_under_sanitizers(sanitize: Any, plan: MixedPlan | None) -> None:
+@pytest.mark.parametrize("plan", [None, *PLANS], ids=["default", "small tiles", "two kernels"])
+@pytest.mark.rotated(3)
+def test_under_sanitizers(sanitize: Any, plan: MixedPlan | HopperMixedPlan | None) -> None:
     for number, name in enumerate(("a prompt among single queries", "sequences without queries")):
         schedule = Schedule("random", "late", seed=number)
         assert_right(CAUSAL, inputs_of(CAUSAL, MIXTURES[name]), plan=plan, sanitize=sanitize, schedule=schedule)
@@ -172,14 +180,22 @@ def test_under_sanitizers(sanitize: Any, plan: MixedPlan | None) -> None:
 def test_more_sequences_than_threads_sum_up() -> None:
     random = np.random.default_rng(0)
     lengths = tuple((int(random.choice([0, 1, 1, 1, 3, 40])), int(random.integers(0, 40))) for _ in range(300))
-    assert_right(CAUSAL, inputs_of(CAUSAL, lengths, (1, 1)), plan=PLAN)
+    for plan in PLANS:
+        assert_right(CAUSAL, inputs_of(CAUSAL, lengths, (1, 1)), plan=plan)
+
+
+def test_prompts_among_more_sequences_than_a_warp_looks_at_together() -> None:
+    random = np.random.default_rng(1)
+    lengths = tuple((int(random.choice([0, 1, 65, 70, 100])), int(random.integers(0, 90))) for _ in range(90))
+    assert_right(CAUSAL, inputs_of(CAUSAL, lengths, (1, 1)), plan=HOPPER)
 
 
 def test_many_multiprocessors(monkeypatch: pytest.MonkeyPatch) -> None:
     """More columns than sequences have tiles, most of which have nothing to do, and a sequence lies in dozens."""
     monkeypatch.setattr(Emulator, "multiprocessors", lambda self, device: 100)
     for lengths in (((1, 2400), (1, 5)), ((1, 1200), (300, 100))):
-        assert_right(CAUSAL, inputs_of(CAUSAL, lengths, (1, 1)), plan=PLAN)
+        for plan in PLANS:
+            assert_right(CAUSAL, inputs_of(CAUSAL, lengths, (1, 1)), plan=plan)
 
 
 @pytest.mark.parametrize("multiprocessors", [1, 2, 5])
@@ -187,14 +203,16 @@ def test_turns_of_both_kinds_of_blocks(multiprocessors: int, monkeypatch: pytest
     """Whichever of them there are more of, each is done once: what is not written is NaN, what is twice not counted."""
     monkeypatch.setattr(Emulator, "multiprocessors", lambda self, device: multiprocessors)
     for lengths in (((40, 40), (1, 300)), ((320, 320), (1, 20)), ((33, 40), (48, 64), (2, 100), (100, 100))):
-        assert_right(CAUSAL, inputs_of(CAUSAL, lengths), plan=PLAN)
+        for plan in PLANS:
+            assert_right(CAUSAL, inputs_of(CAUSAL, lengths), plan=plan)
 
 
-def test_a_prompt_has_the_bits_of_a_prompt_alone() -> None:
+@pytest.mark.parametrize("plan", PLANS, ids=["one kernel", "two"])
+def test_a_prompt_has_the_bits_of_a_prompt_alone(plan: MixedPlan | HopperMixedPlan) -> None:
     """Its keys are split by nothing; the same tiles in a batch of the paged forward give the same bits."""
     inputs = inputs_of(CAUSAL, ((1, 100), (150, 300), (1, 17)), outside=0)
-    found, lse = call(attention.compile(CAUSAL, emulate=True, plan=PLAN), inputs)
-    alone = attention.compile(replace(CAUSAL, layout="bshd"), emulate=True, plan=PLAN.prompt)
+    found, lse = call(attention.compile(CAUSAL, emulate=True, plan=plan), inputs)
+    alone = attention.compile(replace(CAUSAL, layout="bshd"), emulate=True, plan=plan.prompt)
     where = {name: array[1:2] for name, array in inputs.captures.items()}
     q = np.ascontiguousarray(inputs.q[None, 1:151])
     expected, expected_lse = alone(q, inputs.k, inputs.v, return_lse=True, **where)
@@ -222,7 +240,7 @@ def test_what_a_wrong_table_says_is_bounded_and_never_read_outside(change: Any) 
         np.nan_to_num(array, copy=False)
     table, lengths = change(inputs.captures["page_table"], inputs.captures["seqused_k"], len(inputs.k))
     wrong = {"page_table": table.astype(np.int32), "seqused_k": lengths.astype(np.int32)}
-    for plan in (None, PLAN):
+    for plan in (None, *PLANS):
         changed = Inputs(inputs.q, inputs.k, inputs.v, wrong, inputs.ragged)
         assert_right(CAUSAL, changed, plan=plan, sanitize="address")
 
@@ -236,25 +254,28 @@ def test_offsets_that_are_none_touch_nothing_outside(offsets: tuple[int, ...]) -
     """They give no promised numbers; the sanitizer watches q, the output, the LSE and the pages."""
     inputs = inputs_of(CAUSAL, MIXTURES["a prompt among single queries"], outside=0)
     inputs.ragged["cu_seqlens_q"] = np.array(offsets, np.int32)
-    for plan in (None, PLAN):
+    for plan in (None, *PLANS):
         call(attention.compile(CAUSAL, emulate=True, plan=plan, sanitize="address"), inputs)
 
 
-def test_bounds_of_lengths() -> None:
+@pytest.mark.parametrize("plan", PLANS, ids=["one kernel", "two"])
+@pytest.mark.parametrize("most", [50, 66])
+def test_bounds_of_lengths(plan: MixedPlan | HopperMixedPlan, most: int) -> None:
     """What a sequence has beyond max_seqlen_q is not written, and keys beyond max_seqlen_k are not attended to."""
     inputs = inputs_of(CAUSAL, ((70, 100), (3, 90)), outside=0)
-    compiled = attention.compile(CAUSAL, emulate=True, plan=PLAN)
-    out, lse = call(compiled, inputs, max_seqlen_q=50, max_seqlen_k=80)
-    shorter = Inputs(inputs.q[:50], inputs.k, inputs.v, dict(inputs.captures))
+    compiled = attention.compile(CAUSAL, emulate=True, plan=plan)
+    out, lse = call(compiled, inputs, max_seqlen_q=most, max_seqlen_k=80)
+    shorter = Inputs(inputs.q[:most], inputs.k, inputs.v, dict(inputs.captures))
     shorter.captures["seqused_k"] = np.array([80, 80], np.int32)
-    of_first = {"cu_seqlens_q": np.array([0, 50, 50], np.int32)}
+    of_first = {"cu_seqlens_q": np.array([0, most, most], np.int32)}
     expected = reference.attention(CAUSAL, shorter.q, inputs.k, inputs.v, **shorter.captures, **of_first)
-    assert np.abs(out[:50] - expected).max() < 2e-3
-    assert np.isnan(out[50:70]).all() and np.isnan(lse[:, 50:70]).all()
+    assert np.abs(out[:most] - expected).max() < 2e-3
+    assert np.isnan(out[most:70]).all() and np.isnan(lse[:, most:70]).all()
 
 
-def test_no_pages_no_queries_no_sequences() -> None:
-    compiled = attention.compile(CAUSAL, emulate=True, sanitize="address")
+@pytest.mark.parametrize("target", ["sm_80", "sm_90a"])
+def test_no_pages_no_queries_no_sequences(target: str) -> None:
+    compiled = attention.compile(CAUSAL, target=target, emulate=True, sanitize="address")
     pages, table = np.zeros((0, 16, 2, 64), np.float16), np.zeros((2, 3), np.int32)
     lengths, begins = np.array([5, 0], np.int32), np.array([0, 1, 70], np.int32)
     how = {"page_table": table, "seqused_k": lengths, "return_lse": True}
@@ -268,9 +289,10 @@ def test_no_pages_no_queries_no_sequences() -> None:
     assert out.shape == (0, 4, 64) and lse.shape == (4, 0)
 
 
-def test_calls_of_one_shape_follow_the_lengths_of_the_device() -> None:
+@pytest.mark.parametrize("plan", PLANS, ids=["one kernel", "two"])
+def test_calls_of_one_shape_follow_the_lengths_of_the_device(plan: MixedPlan | HopperMixedPlan) -> None:
     """Nothing of the arrays' contents is remembered."""
-    compiled = attention.compile(CAUSAL, emulate=True, plan=PLAN)
+    compiled = attention.compile(CAUSAL, emulate=True, plan=plan)
     first = inputs_of(CAUSAL, ((40, 100), (20, 60), (10, 80)), outside=0)
     for array in (first.k, first.v):
         np.nan_to_num(array, copy=False)
@@ -351,6 +373,22 @@ def test_plans_that_are_none(plan: Any, said: str) -> None:
         attention.compile(CAUSAL, target="sm_80", emulate=True, plan=plan)
     with pytest.raises(UnsupportedError, match=r"for ragged batches over pages|give a DecodePlan"):
         attention.compile(replace(CAUSAL, layout="bshd"), target="sm_80", emulate=True, plan=PLAN)
+
+
+def test_two_kernels_are_of_hopper() -> None:
+    """One for prompts, and one for all others, which alone is launched where no sequence may be a prompt."""
+    compiled = attention.compile(CAUSAL, target="sm_90a", emulate=True)
+    assert isinstance(compiled.plan, HopperMixedPlan) and [each.role for each in compiled.kernels] == ["forward", "few"]
+    for how in ({"page_size": 4}, {"kv_dtype": "int8"}):
+        spec = replace(CAUSAL, **how)
+        assert isinstance(attention.compile(spec, target="sm_90a", emulate=True).plan, MixedPlan)
+        with pytest.raises(UnsupportedError, match=r"is for the kernels of mma\.sync"):
+            attention.compile(spec, target="sm_90a", emulate=True, plan=HOPPER)
+    with pytest.raises(UnsupportedError, match="give a MixedPlan, or none"):
+        attention.compile(CAUSAL, target="sm_80", emulate=True, plan=HOPPER)
+    unscheduled = replace(HOPPER, few=replace(PLAN.few, scheduled=False))
+    with pytest.raises(UnsupportedError, match="few must be scheduled=True"):
+        attention.compile(CAUSAL, target="sm_90a", emulate=True, plan=unscheduled)
 
 
 def test_8_bits_have_no_tiles_of_prompts() -> None:

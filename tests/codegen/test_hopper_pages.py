@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import re
 import sys
+from dataclasses import replace
 from itertools import cycle
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import flashgen.language as fg
 from flashgen.build import nvrtc
-from flashgen.codegen.families import render_forward
+from flashgen.codegen.families import forward_stages, render_forward
 from flashgen.codegen.hopper.pages import box_keys
 from flashgen.codegen.hopper.plans import HopperPlan
 from flashgen.codegen.rendered_kernel import RenderedKernel
@@ -25,23 +27,29 @@ from emitted_text import all_called, functions, tidy, without_comments
 
 SM_90A = target_named("sm_90a")
 DIMS = (128, 64, 256, 40, 96, 192, 8, 160, 72, 80, 224)
-MOST_CODE, LONGEST_FUNCTION = 520, 75  # lines; of a file those of code beside primitives
+MOST_CODE, MOST_RAGGED, MOST_FEW, LONGEST_FUNCTION = (
+    520,
+    610,
+    700,
+    75,
+)  # lines; of a file those of code beside primitives
+MOST_BESIDE_DROPOUT = 64  # bytes, of few queries: where lanes hold bits beside scores, registers are not to be had
 needs_nvrtc = pytest.mark.skipif(not nvrtc.is_available(), reason="needs CuPy and NVRTC: pip install '.[cuda13]'")
 
 
-def rendered(variant: Variant, dim: int, dtype: str, size: int) -> RenderedKernel:
-    spec = spec_of(variant, dim, dtype)
-    names = ("head_dim", "dtype", "value_dim", "scale", "layout", "dropout", "score", "mask", "sink")
-    return render_forward(AttentionSpec(**{name: getattr(spec, name) for name in names}, page_size=size), SM_90A)
+def rendered(variant: Variant, dim: int, dtype: str, size: int, layout: Any = "bhsd") -> list[RenderedKernel]:
+    """The kernel of prompts, and in a mixed batch that of all other sequences."""
+    spec = replace(spec_of(variant, dim, dtype), layout=layout)
+    return list(forward_stages(replace(spec, page_size=size), SM_90A))
 
 
 CASES = list(zip(variants(), cycle(DIMS), cycle(("float16", "bfloat16")), cycle((16, 64, 8, 256, 32))))
 
 
-def without_spills(kernel: RenderedKernel) -> None:
+def without_spills(kernel: RenderedKernel, most: int = 0) -> None:
     result = nvrtc.compile(kernel.source, "sm_90a", kernel.name)
     used = result.resources
-    assert used.spill_stores == used.spill_loads == used.stack_frame == 0, f"{kernel.name}, {kernel.plan}: {used}"
+    assert used.spills <= most, f"{kernel.name}, {kernel.plan}: {used}"
     # C7510 and its like: products that wait for each other; C7508: setmaxnreg without effect.
     assert not re.search(r"\(C75\d\d\)", result.log), f"{kernel.name}: {result.log}"
 
@@ -50,7 +58,11 @@ def without_spills(kernel: RenderedKernel) -> None:
 @pytest.mark.parametrize(("variant", "dim", "dtype", "size"), CASES)
 @pytest.mark.rotated(6)
 def test_every_variant_compiles_without_spills(variant: Variant, dim: int, dtype: str, size: int) -> None:
-    without_spills(rendered(variant, dim, dtype, size))
+    (kernel,) = rendered(variant, dim, dtype, size)
+    without_spills(kernel)
+    prompts, few = rendered(variant, dim, dtype, size, "thd")
+    without_spills(prompts)
+    without_spills(few, MOST_BESIDE_DROPOUT if variant.dropout else 0)
 
 
 @needs_nvrtc
@@ -65,11 +77,18 @@ def test_packed_heads_compile_without_spills(heads: int) -> None:
 
 @pytest.mark.parametrize(("variant", "dim", "dtype", "size"), CASES)
 def test_the_text_is_short_and_tidy(variant: Variant, dim: int, dtype: str, size: int) -> None:
-    kernel = rendered(variant, dim, dtype, size)
+    (kernel,) = rendered(variant, dim, dtype, size)
+    prompts, few = rendered(variant, dim, dtype, size, "thd")
+    for each, most in ((kernel, MOST_CODE), (prompts, MOST_RAGGED), (few, MOST_FEW)):
+        _is_text(each, most)
+    assert few.name.startswith("few-") and "namespace prompt" not in few.source
+
+
+def _is_text(kernel: RenderedKernel, most_code: int) -> None:
     tidy(kernel.source)
     all_called(kernel)
     source = without_comments(kernel.source)
-    assert sum(bool(line.strip()) for line in source.split("#endif\n", 1)[1].splitlines()) <= MOST_CODE
+    assert sum(bool(line.strip()) for line in source.split("#endif\n", 1)[1].splitlines()) <= most_code
     words = re.findall(r"[A-Za-z_]\w*", source)
     for name, text in functions(kernel.source).items():
         assert text.count("\n") < LONGEST_FUNCTION, f"{name} has {text.count(chr(10)) + 1} lines"

@@ -26,7 +26,7 @@ from flashgen.verify.variants import spec_of
 sys.path.insert(0, str(Path(__file__).parent))
 from emitted_text import all_called, all_used, functions, members_read, tidy, unconditional, without_comments
 
-SM_90A = target_named("sm_90a")
+SM_90 = target_named("sm_90")
 MIXED = AttentionSpec(128, "bfloat16", mask=fg.causal(), page_size=16, layout="thd")
 LONGEST_FUNCTION, LONGEST_FILE = 75, 920  # lines; of the file lines of code beside primitives
 MOST_BESIDE_DROPOUT = 64  # bytes: where lanes hold bits beside scores, registers are not to be had
@@ -47,7 +47,7 @@ def rendered(spec: AttentionSpec, target: str) -> RenderedKernel:
 
 @pytest.mark.parametrize("number", range(len(variants())))
 def test_the_text_is_as_that_of_all_kernels(number: int) -> None:
-    for target in ("sm_80", "sm_90a"):
+    for target in ("sm_80", "sm_90"):
         kernel = rendered(variant(number), target)
         _is_text(kernel)
         assert "namespace few {" in kernel.source and "namespace prompt {" in kernel.source
@@ -55,7 +55,7 @@ def test_the_text_is_as_that_of_all_kernels(number: int) -> None:
 
 @pytest.mark.parametrize("kv_dtype", ["int8", "float8_e4m3fn"])
 def test_the_text_of_8_bits_has_no_prompts(kv_dtype: str) -> None:
-    kernel = rendered(replace(MIXED, kv_dtype=kv_dtype), "sm_90a")
+    kernel = rendered(replace(MIXED, kv_dtype=kv_dtype), "sm_90")
     _is_text(kernel)
     assert "prompt" not in without_comments(kernel.source).split("#endif\n", 1)[1]
 
@@ -90,12 +90,12 @@ def test_every_target_has_plans_that_fit(name: str) -> None:
 def test_blocks_of_both_kinds_share_a_multiprocessor() -> None:
     """On an H200, whose plan was measured: 3 stages of 16 keys for each warp, and tiles of 128 queries and 64 keys."""
     few, prompt = DecodePlan(16, 16, 4, 3, 2, scheduled=True), ForwardPlan(128, 64, 4, 2, 2)
-    assert choose_mixed_plan(MIXED, SM_90A) == MixedPlan(few, prompt)
+    assert choose_mixed_plan(MIXED, SM_90) == MixedPlan(few, prompt)
     assert MixedPlan(few, prompt).prompt_queries == 64
 
 
 def test_a_launch_follows_from_tokens_and_sequences() -> None:
-    plan, kernel = choose_mixed_plan(MIXED, SM_90A), rendered(MIXED, "sm_90a")
+    plan, kernel = choose_mixed_plan(MIXED, SM_90), rendered(MIXED, "sm_90")
     sizes = Sizes(64, 32, 8, 2111, 8192, multiprocessors=132, total_q=2111)
     assert choose_mixed_columns(MIXED, plan, sizes) == 33, "8 groups of heads, 264 places"
     sizes = replace(sizes, splits=33)
@@ -110,7 +110,7 @@ def test_a_launch_follows_from_tokens_and_sequences() -> None:
 
 
 def test_more_tiles_than_int32_counts() -> None:
-    plan = choose_mixed_plan(MIXED, SM_90A)
+    plan = choose_mixed_plan(MIXED, SM_90)
     for sizes in (
         Sizes(65535, 8, 8, 1, 10**9, multiprocessors=132, total_q=65535),
         Sizes(1, 65535, 65535, 10**9, 16, multiprocessors=132, total_q=10**9),
@@ -127,12 +127,12 @@ def test_more_tiles_than_int32_counts() -> None:
 @pytest.mark.rotated(6)
 @pytest.mark.parametrize("number", range(len(variants())))
 def test_nothing_spills(number: int) -> None:
-    for target in ("sm_90a", ("sm_80", "sm_86", "sm_120")[number % 3]):
+    for target in ("sm_90", ("sm_80", "sm_86", "sm_120")[number % 3]):
         _does_not_spill(rendered(variant(number), target), MOST_BESIDE_DROPOUT if variant(number).dropout else 0)
 
 
 @needs_nvrtc
-@pytest.mark.parametrize("target", ["sm_75", "sm_80", "sm_90a", "sm_120"])
+@pytest.mark.parametrize("target", ["sm_75", "sm_80", "sm_90", "sm_120"])
 def test_masks_scores_and_bytes_do_not_spill(target: str) -> None:
     dtype = "float16" if target == "sm_75" else "bfloat16"
     for dim, how in ((128, {}), (64, {"score": fg.softcap(20.0)}), (128, {"kv_dtype": "int8"})):

@@ -246,6 +246,7 @@ passes = ["forward", "backward"]
 mask = "causal()"
 head_dim = 64
 page_size = 64
+layout = ["bhsd", "thd"]
 target = ["sm_80", "sm_90a"]
 
 [[kernels]]
@@ -277,7 +278,7 @@ def test_headers_compile_and_compute_the_same(tmp_path: Path, monkeypatch: pytes
     """Every header of a release in one program, the grid and the struct of some sizes compared with the formulas'."""
     folder = built(tmp_path, EVERY_KIND, monkeypatch)
     kernels = json.loads((folder / "manifest.json").read_text())["kernels"]
-    sizes = asdict(SHAPE) | {"count": 4, "multiprocessors": 132, "total_q": 777, "total_k": 555}
+    sizes = asdict(SHAPE) | {"count": 4, "multiprocessors": 132, "total_q": 777, "total_k": 555, "splits": 6}
     lines = [f'#include "{kernel["files"]["header"]["path"]}"' for kernel in kernels]
     lines += ["#include <cstdio>", "#include <cstring>", "using namespace flashgen;", "int main() {"]
     for kernel in kernels:

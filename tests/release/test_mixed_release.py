@@ -14,7 +14,7 @@ SPEC = fg.AttentionSpec(128, "bfloat16", layout="thd", mask=fg.causal(), page_si
 
 
 def test_a_launch_follows_from_tokens_and_sequences() -> None:
-    kernels = forward_kernels(SPEC, TARGETS["sm_90a"])
+    kernels = forward_kernels(SPEC, TARGETS["sm_90"])
     facts, kernel = launch_facts(kernels, SPEC)["forward"], kernels["forward"]
     assert facts["grid"] == {"x": "total_q / 64 * heads_q + splits * heads_kv", "y": "1", "z": "1"}
     members = {member["name"]: member for member in facts["arguments"]}
@@ -25,6 +25,27 @@ def test_a_launch_follows_from_tokens_and_sequences() -> None:
     sizes = Sizes(64, 32, 8, 2048, 8192, multiprocessors=132, splits=33, total_q=2111)
     assert kernel.grid(sizes) == (32 * 32 + 33 * 8, 1, 1)
     assert kernel.values(sizes)["first_prompts"] == 198
+
+
+def test_launches_of_two_kernels() -> None:
+    kernels = forward_kernels(SPEC, TARGETS["sm_90a"])
+    facts = launch_facts(kernels, SPEC)
+    prompts, few = facts["forward"], facts["few"]
+    assert prompts["grid"]["x"] == "min(min(len_q / 64, 1) * (total_q / 64) * heads_q, multiprocessors)"
+    assert few["grid"]["x"] == "splits * heads_kv"
+    assert [map["sizes"] for map in prompts["maps"]] == [
+        ["128", "256", "heads_q", "total_q + 1"],
+        ["128", "16", "heads_kv", "pages"],
+        ["128", "16", "heads_kv", "pages"],
+        ["128", "256", "heads_q", "total_q + 1"],
+    ]
+    assert [map.get("rows_before", 0) for map in prompts["maps"]] == [256, 0, 0, 256]
+    for part in facts.values():
+        assert all(member["meaning"] for member in part["arguments"])
+    sizes = Sizes(64, 32, 8, 2048, 8192, multiprocessors=132, splits=33, total_q=2111)
+    assert kernels["forward"].grid(sizes) == (132, 1, 1) and kernels["few"].grid(sizes) == (33 * 8, 1, 1)
+    single = Sizes(64, 32, 8, 1, 8192, multiprocessors=132, splits=33, total_q=64)
+    assert kernels["forward"].grid(single) == (0, 1, 1), "no sequence may be a prompt, and nothing is launched"
 
 
 def test_keys_of_8_bits_have_no_blocks_of_prompts() -> None:

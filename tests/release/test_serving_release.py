@@ -26,7 +26,7 @@ def test_it_is_built_and_checked(tmp_path: Path) -> None:
     parts = {kernel["part"] for kernel in kernels}
     assert parts == {
         "forward", "decode", "decode_rows32", "decode_scheduled", "decode_scheduled_rows32", "decode_schedule",
-        "decode_schedule_rows32", "append", "merge",
+        "decode_schedule_rows32", "append", "merge", "few",
     }  # fmt: skip
     specs = [kernel["spec"] for kernel in kernels if kernel["spec"]]
     assert {spec.get("page_size") for spec in specs} == {16, 64, None}

@@ -18,14 +18,15 @@ from flashgen.codegen.assembly import (
     longest_last,
     suffix_of,
 )
+from flashgen.codegen.costs import forward_cost, prompts_cost
 from flashgen.codegen.expressions.function_text import DEVICE_NAMES, Names
 from flashgen.codegen.forward_kernel import forward_context, forward_kernel, page_fields
 from flashgen.codegen.header import header
 from flashgen.codegen.hopper.measured_plans import choose_hopper_plan
 from flashgen.codegen.hopper.pages import box_keys
-from flashgen.codegen.hopper.plans import HopperPlan, panel_columns
+from flashgen.codegen.hopper.plans import PROMPT_QUERIES, HopperPlan, panel_columns
 from flashgen.codegen.ragged import MAP_ROWS, ragged_fields, sequences_text, slots
-from flashgen.codegen.rendered_kernel import RenderedKernel
+from flashgen.codegen.rendered_kernel import Grid, RenderedKernel
 from flashgen.codegen.sizes import Sizes, ceil_div, least, most, reciprocal
 from flashgen.codegen.targets import Target
 from flashgen.codegen.tiling import ELEMENT_BYTES, padded
@@ -54,10 +55,12 @@ def hopper_layout(spec: AttentionSpec, lists: bool, packed: bool = False) -> Arg
     ragged = spec.is_ragged
     if ragged:
         fields[-2] = Field("float*", "lse", comment="(heads_q, total_q), or null")
-        fields += ragged_fields()
+        fields += ragged_fields(keys=not spec.page_size)
     fields += page_fields(spec, strides=False)
-    fields.append(Field("int", "tiles", comment=f"{'slots ' if ragged else ''}of queries, of all heads and batches"))
-    fields.append(Field("int", "tiles_q", comment=f"of each {heads[:-1]}"))
+    if not (ragged and spec.page_size):  # where the device counts those of prompts
+        what = "slots of queries" if ragged else "of queries"
+        fields.append(Field("int", "tiles", comment=f"{what}, of all heads and batches"))
+        fields.append(Field("int", "tiles_q", comment=f"of each {heads[:-1]}"))
     fields.append(Field("int", "heads", comment=f"{heads if packed else 'of queries'}, of all batches"))
     fields.append(Field("int", "section", comment=f"{heads} that take turns with their tiles"))
     fields += [Field("int", name) for name in (*(() if ragged else ("heads_q",)), "len_q", "len_k")]
@@ -74,8 +77,11 @@ def render_hopper(spec: AttentionSpec, target: Target, plan: HopperPlan | None =
     layout, longest_first = hopper_layout(spec, tiles is None, packed), longest_last(tiles)
     ends = _ends_of_tiles(longest_first)
     producer_registers, consumer_registers = plan.warpgroup_registers(spec)
+    mixed = spec.is_ragged and spec.page_size is not None
+    cost = prompts_cost(spec) if mixed else forward_cost(spec)
+    told: dict[str, Any] = {"title": "attention forward of mixed batches, prompts", "cost": cost} if mixed else {}
     context = forward_context(spec, target, plan, layout, "scores[n]", _names(plan), ends) | {
-        "header": header(spec, target, plan, _GRID, _METHOD),
+        "header": header(spec, target, plan, _GRID, _METHOD, **told),
         "own_tiles": key_range(spec.mask.expression) is not None and spec.mask.expression != sympy.true,
         "head_panel": panel_columns(spec.head_dim),
         "value_panel": panel_columns(spec.value_dim),
@@ -88,9 +94,10 @@ def render_hopper(spec: AttentionSpec, target: Target, plan: HopperPlan | None =
         "map_rows": MAP_ROWS,
         "suffix": suffix_of(spec),
         "page_size": spec.page_size,
+        "prompt_queries": PROMPT_QUERIES if mixed else 0,
         "box_keys": box_keys(spec, plan.tile_k),
     }
-    if spec.is_ragged:
+    if spec.is_ragged and not mixed:
         context["sequences"] = sequences_text(context["struct"], layout, "kTileQ")
     sizes = {"shared_forms": [(plan.tile_k, "false")], "register_forms": [(padded(spec.value_dim), "true")]}
     kernel = forward_kernel(
@@ -100,11 +107,12 @@ def render_hopper(spec: AttentionSpec, target: Target, plan: HopperPlan | None =
         layout,
         assemble("hopper/forward.cu.jinja", context, target, sizes),
         boxes=_boxes(spec, plan),
-        grid=lambda sizes: (most(least(_tiles(spec, plan, sizes), sizes.multiprocessors), 1), 1, 1),
+        grid=partial(_grid, spec, plan),
         values=partial(_values, spec, plan, longest_first),
         counts=lambda sizes: sizes.multiprocessors < _tiles(spec, plan, sizes),
     )
-    return (replace(kernel, name=f"{kernel.name}-packed{plan.packed_heads}") if packed else kernel,)
+    name = f"{kernel.name}-packed{plan.packed_heads}" if packed else kernel.name
+    return (replace(kernel, name=name, cost=cost),)
 
 
 def _packs(spec: AttentionSpec, plan: HopperPlan, sizes: Sizes) -> Any:
@@ -114,7 +122,15 @@ def _packs(spec: AttentionSpec, plan: HopperPlan, sizes: Sizes) -> Any:
     return sizes.batch * (sizes.heads_q // plan.packed_heads) if plan.packed_heads > 1 else sizes.batch * sizes.heads_q
 
 
+def _grid(spec: AttentionSpec, plan: HopperPlan, sizes: Sizes) -> Grid:
+    blocks = least(_tiles(spec, plan, sizes), sizes.multiprocessors)
+    return blocks if spec.is_ragged and spec.page_size else most(blocks, 1), 1, 1
+
+
 def _tiles(spec: AttentionSpec, plan: HopperPlan, sizes: Sizes) -> Any:
+    """Tiles of queries; of a mixed batch as many as prompts may have, none where no sequence may be one."""
+    if spec.is_ragged and spec.page_size:
+        return least(sizes.len_q // PROMPT_QUERIES, 1) * (sizes.total_q // PROMPT_QUERIES) * sizes.heads_q
     return _packs(spec, plan, sizes) * _tiles_of_head(spec, plan, sizes)
 
 

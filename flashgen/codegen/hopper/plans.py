@@ -32,6 +32,8 @@ _BLOCK_BYTES = 16  # of what is prepared for a block
 _WIDE = 192  # columns, beyond which registers are short
 _LEAST_LISTED = 256  # scores of a tile, that a warp looks at before it votes
 
+PROMPT_QUERIES = _ROWS
+"""Of a sequence of a mixed batch from which on it is a prompt: the rows of a warpgroup."""
 PACKS = (1, 2, 4, 8, 16, 32, 64)  # heads whose rows fill those of a wgmma without a rest
 
 # Registers beside scores, probabilities and output, by weight: addresses, row states, what scores and masks are made

@@ -21,11 +21,11 @@ from flashgen.codegen.forward_kernel import forward_context, forward_kernel
 from flashgen.codegen.header import header
 from flashgen.codegen.mma_sync.decode import cache_context, cache_fields, share_workspaces
 from flashgen.codegen.mma_sync.decode_plans import BEGINNING, MOST_SHARED_TILES, shared_tiles
-from flashgen.codegen.mma_sync.mixed_plans import MIXED_RUN_BYTES, MixedPlan, choose_mixed_plan
+from flashgen.codegen.mma_sync.mixed_plans import FEW, MIXED_RUN_BYTES, MixedPlan, choose_mixed_plan
 from flashgen.codegen.mma_sync.runs import LAST_QUERY, even_columns, run_counters, share_places
 from flashgen.codegen.mma_sync.splits import packed_heads, packs
 from flashgen.codegen.ragged import BESIDE
-from flashgen.codegen.rendered_kernel import Grid, RenderedKernel
+from flashgen.codegen.rendered_kernel import Grid, RenderedKernel, entry_name, kernel_name
 from flashgen.codegen.sizes import Sizes, ceil_div
 from flashgen.codegen.targets import Target
 from flashgen.codegen.variant import layout_of
@@ -36,11 +36,16 @@ from flashgen.language.spec import AttentionSpec
 _STRUCT = "MixedArguments"
 _NAMES: Names = {**DEVICE_NAMES, HEAD: "position.head_at(i, e / 2)"}
 _QUERY = "position.query_at(i, e / 2)"
-_METHOD = (
-    "prompts by tiles of queries; of few queries, columns of blocks have equal runs of the tiles of keys of all such "
-    "sequences (Osama et al. 2023, stream-K), whose shares the last block merges (Dao et al. 2023, Flash-Decoding)"
+_RUNS = (
+    "of few queries, columns of blocks have equal runs of the tiles of keys of all such sequences (Osama et al. 2023, "
+    "stream-K), whose shares the last block merges (Dao et al. 2023, Flash-Decoding)"
 )
-_GRID = "one block per tile of queries of a head that prompts may have, and one per column and group of heads; along x"
+_METHODS = {True: f"prompts by tiles of queries; {_RUNS}", False: _RUNS}  # by whether a plan has tiles of prompts
+_GRIDS = {
+    True: "one block per tile of queries of a head that prompts may have, and per column and group of heads; along x",
+    False: "one block per column and group of heads, along x",
+}
+_TITLE = "attention forward of mixed batches"
 _MOST_BLOCKS = 2**30 - 1
 _OF_PROMPTS, _PLACES = 3, 4  # of the places for blocks, how many prompts begin with; on an H200 1/2 to 15/16 did alike
 
@@ -70,12 +75,16 @@ def mixed_layout(spec: AttentionSpec, plan: MixedPlan) -> ArgumentLayout:
 
 
 def render_mixed(spec: AttentionSpec, target: Target, plan: MixedPlan | None = None) -> tuple[RenderedKernel, ...]:
-    """The kernel of a ragged spec over pages; UnsupportedError where the target or the plan cannot do it."""
+    """The kernel of a ragged spec over pages; UnsupportedError where the target or the plan cannot do it.
+
+    Its role is "few" where the plan leaves prompts to another kernel of the call.
+    """
     check_spec(spec, target)
     plan = plan or choose_mixed_plan(spec, target)
     plan.check(spec, target)
     layout, cost = mixed_layout(spec, plan), mixed_cost(spec, plan.few.tile_q)
-    tiles = [plan.few.tile_k, *([plan.prompt.tile_k] if plan.prompt else [])]
+    tiles, tiles_of_prompts = [plan.few.tile_k, *([plan.prompt.tile_k] if plan.prompt else [])], bool(plan.prompt)
+    title = f"{_TITLE}, few queries" if plan.prompts_beside else _TITLE
     context = forward_context(
         spec,
         target,
@@ -91,13 +100,16 @@ def render_mixed(spec: AttentionSpec, target: Target, plan: MixedPlan | None = N
     context |= cache_context(spec, _NAMES) | {
         "mixed": True,
         "scheduled": True,
-        "header": header(spec, target, plan, _GRID, _METHOD, "attention forward of mixed batches", cost),
+        "header": header(spec, target, plan, _GRIDS[tiles_of_prompts], _METHODS[tiles_of_prompts], title, cost),
         "score_query": _QUERY,
         "divides_tiles": all(divides_tiles(spec, tile_k) for tile_k in tiles),
         "beginning": BEGINNING,
         "shortest": plan.few.warps,
         "run_bytes": MIXED_RUN_BYTES,
     }
+    beside = {"name": kernel_name(FEW, target, spec), "entry": entry_name(f"attention_{FEW}", spec), "role": FEW}
+    told: dict[str, Any] = beside if plan.prompts_beside else {}
+    context |= {name: told[name] for name in told if name == "entry"}
     kernel = forward_kernel(
         spec,
         target,
@@ -109,13 +121,13 @@ def render_mixed(spec: AttentionSpec, target: Target, plan: MixedPlan | None = N
         counts=partial(run_counters, spec),
         workspaces=share_workspaces(spec, lambda sizes: (share_places(spec, sizes), plan.few.tile_q)),
     )
-    return (replace(kernel, cost=cost),)
+    return (replace(kernel, cost=cost, **told),)
 
 
 def choose_mixed_columns(spec: AttentionSpec, plan: MixedPlan, sizes: Sizes) -> int:
     """Columns of the grid for each group of heads; UnsupportedError where they count more than an int32 does."""
     few = plan.few
-    queries = min(plan.prompt_queries - 1, sizes.len_q) if plan.prompt else sizes.len_q
+    queries = min(plan.prompt_queries - 1, sizes.len_q) if plan.prompt_queries else sizes.len_q
     row_tiles = ceil_div(queries * packed_heads(spec, sizes), few.tile_q)
     tiles = shared_tiles(few, (sizes.batch + BESIDE) * row_tiles, sizes.len_k)
     if tiles > MOST_SHARED_TILES or _prompts(plan, sizes) > _MOST_BLOCKS:

@@ -26,6 +26,8 @@ _PROMPT_KEYS = 64
 _WIDE = 192  # columns of the output
 _LEAN, _MORE = 90, 16  # compute capability; registers
 _PROMPT_SHARE = 2  # a sequence of a half of a tile's queries, or more, is a prompt
+FEW = "few"
+"""The role of the kernel of sequences of few queries, where another kernel of the call has the prompts."""
 
 
 @dataclass(frozen=True)
@@ -36,12 +38,18 @@ class MixedPlan(Checked):
         few: of blocks that share the keys of sequences of few queries, a scheduled plan.
         prompt: of blocks that have a tile of a prompt's queries; None where all sequences are taken as those of few,
             which is so for keys of 8 bits.
+        prompts_beside: of a plan without `prompt`, queries of a sequence from which on another kernel of the call has
+            it; 0 where none does.
     """
 
     few: DecodePlan
     prompt: ForwardPlan | None = None
+    prompts_beside: int = 0
     packed_heads: ClassVar[int] = 1  # any number of heads makes rows: it is a size of the call
-    show_options: ClassVar[str] = ""
+
+    @property
+    def show_options(self) -> str:
+        return f"--kernel {FEW}" if self.prompts_beside else ""
 
     @property
     def _main(self) -> ForwardPlan | DecodePlan:
@@ -70,7 +78,7 @@ class MixedPlan(Checked):
     @property
     def prompt_queries(self) -> int:
         """Queries of a sequence from which on it is a prompt; 0 where none is."""
-        return self.prompt.tile_q // _PROMPT_SHARE if self.prompt else 0
+        return self.prompt.tile_q // _PROMPT_SHARE if self.prompt else self.prompts_beside
 
     @property
     def register_budget(self) -> int:
@@ -90,7 +98,7 @@ class MixedPlan(Checked):
     def summary(self, spec: AttentionSpec) -> str:
         """One line for the kernel's header."""
         few = f"{self.few.tile_q} rows x {self.few.tile_k} keys a warp, {self.few.stages} stages"
-        prompt = ""
+        prompt = f"; of up to {self.prompts_beside - 1} queries" if self.prompts_beside else ""
         if self.prompt:
             prompt = (
                 f"; prompts of {self.prompt_queries} queries or more: {self.prompt.tile_q} queries x "
@@ -112,6 +120,8 @@ class MixedPlan(Checked):
             return "it is for ragged batches over pages: declare layout='thd' and page_size=..."
         if not self.few.scheduled:
             return "few must be scheduled=True: only the device knows the lengths"
+        if self.prompts_beside < 0 or (self.prompt and self.prompts_beside):
+            return f"prompts_beside={self.prompts_beside} must be positive, and 0 where the plan has a prompt's tiles"
         if spec.kv_dtype and self.prompt:
             return f"prompt must be None with kv_dtype={spec.kv_dtype!r}, which blocks of few queries read alone"
         if self.prompt and (self.prompt.warps, self.prompt.blocks) != (self.few.warps, self.few.blocks):

@@ -10,8 +10,10 @@ from flashgen.codegen.mma_sync.splits import choose_splits
 from flashgen.codegen.sizes import Sizes
 from flashgen.language.spec import AttentionSpec
 
+SplittingPlan = DecodePlan | MixedPlan
 
-def parts_of(spec: AttentionSpec, plan: DecodePlan | MixedPlan, sizes: Sizes) -> int:
+
+def parts_of(spec: AttentionSpec, plan: SplittingPlan, sizes: Sizes) -> int:
     """Parts of the keys, or columns of the grid where blocks share the keys of all sequences."""
     if isinstance(plan, MixedPlan):
         return choose_mixed_columns(spec, plan, sizes)
