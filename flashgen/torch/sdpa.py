@@ -13,7 +13,7 @@ from flashgen.language.masks import causal
 from flashgen.language.spec import AttentionSpec
 from flashgen.torch.functional import call, is_deterministic
 from flashgen.torch.table import Registered, constant, fixed, registered
-from flashgen.torch.tensors import Tensor, dtype_of
+from flashgen.torch.tensors import Tensor, check_mask, dtype_of
 
 
 def scaled_dot_product_attention(
@@ -89,6 +89,7 @@ def _in_four(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 def _mask_in_four(mask: Tensor, q: Tensor, k: Tensor, leading: Any) -> Tensor:
     """The mask as (batch or 1, heads or 1, len_q or 1, len_k or 1)."""
+    check_mask(mask)
     wanted = (*leading, q.shape[2], k.shape[2])
     if mask.ndim > len(wanted) or any(
         own not in (1, size) for own, size in zip(mask.shape[::-1], wanted[::-1], strict=False)

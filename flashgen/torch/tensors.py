@@ -16,6 +16,7 @@ from flashgen.runtime.arrays import are_nested
 from flashgen.torch.table import Registered
 
 _ROW_BYTES = 16
+_MASKS = ("bool", "float16", "bfloat16", "float32")
 Tensor: TypeAlias = torch.Tensor
 
 
@@ -27,6 +28,15 @@ class _Shaped(NamedTuple):
 def dtype_of(tensor: Tensor) -> str:
     """NumPy's name of a tensor's dtype."""
     return str(tensor.dtype).removeprefix("torch.")
+
+
+def check_mask(mask: Tensor) -> None:
+    """ArgumentError for an attn_mask that is neither booleans nor numbers to add: integers may be meant as either."""
+    if dtype_of(mask) not in _MASKS:
+        raise ArgumentError(
+            f"attn_mask is {dtype_of(mask)}: give booleans, attn_mask.bool() where 1 is what may be attended to, or "
+            f"numbers that are added to the scores, of {', '.join(_MASKS[1:])}"
+        )
 
 
 def check_call(

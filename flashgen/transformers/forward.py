@@ -15,7 +15,7 @@ from flashgen.language.spec import AttentionSpec
 from flashgen.torch import varlen_attention
 from flashgen.torch.functional import call, is_deterministic
 from flashgen.torch.table import Registered, constant, fixed, registered
-from flashgen.torch.tensors import Tensor, dtype_of
+from flashgen.torch.tensors import Tensor, check_mask, dtype_of
 from flashgen.transformers.context import refuse, shared
 from flashgen.transformers.mask import ModelMask, model_score
 
@@ -71,6 +71,7 @@ def attention_forward(
     elif attention_mask is not None:
         attention_mask = attention_mask[..., : key.shape[2]]
         added = _four(attention_mask, "attn_mask", captures)
+        check_mask(attention_mask)
     window = None if attention_mask is not None else sliding_window
     causal = is_causal and attention_mask is None
     options = (emulate, is_deterministic(deterministic))

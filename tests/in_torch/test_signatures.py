@@ -82,6 +82,9 @@ def test_what_sdpa_refuses() -> None:
         ours.scaled_dot_product_attention(q, k, k)
     with pytest.raises(ArgumentError, match="both given"):
         ours.scaled_dot_product_attention(q, q, q, torch.ones(24, 24, dtype=torch.bool), is_causal=True)
+    for wrong in (torch.ones(24, 24, dtype=torch.int64), torch.zeros(24, 24, dtype=torch.float64)):
+        with pytest.raises(ArgumentError, match=r"attn_mask is (int|float)64: give booleans, attn_mask\.bool\(\)"):
+            ours.scaled_dot_product_attention(q, q, q, attn_mask=wrong)  # neither 1 nor 0 is added to scores
     with pytest.raises(ArgumentError, match=r"attn_mask has shape \(5, 24\), which does not broadcast"):
         ours.scaled_dot_product_attention(q, q, q, torch.ones(5, 24, dtype=torch.bool))
     with pytest.raises(ArgumentError, match="query is float32"):

@@ -140,6 +140,8 @@ def test_what_is_refused() -> None:
     rows = [torch.zeros(1, 2, 8, 8, dtype=torch.bfloat16)] * 3
     with pytest.raises(UnsupportedError, match="continuous batching"):
         attention_forward(model, *rows, None, cache=object())
+    with pytest.raises(ArgumentError, match=r"attn_mask is int64: give booleans"):
+        attention_forward(model, *rows, torch.ones(1, 1, 8, 8, dtype=torch.int64))
     model = model_of("Llama", *DECODERS["Llama"])
     model._supports_attention_backend = model._supports_sdpa = False
     model._supports_flash_attn = model._supports_flex_attn = False
