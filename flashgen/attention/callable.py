@@ -345,7 +345,7 @@ class Attention:
         With layout "thd", a ragged batch, q, k and v are (tokens, heads, dim), and a call takes beside the captures:
             cu_seqlens_q: int32 (sequences + 1,) on q's device, rising: sequence b is rows cu_seqlens_q[b] to
                 cu_seqlens_q[b + 1] of q. The host never reads it, and a launch is the same whatever it holds.
-            cu_seqlens_k: the same of k and v; None is cu_seqlens_q.
+            cu_seqlens_k: the same of k and v; None is cu_seqlens_q, where k has as many tokens as q.
             seqused_k: int32 (sequences,): how many of a sequence's keys there are, the first ones; None is all.
                 Over pages k, v, page_table and seqused_k are as above, of sequences, and there is no cu_seqlens_k.
             max_seqlen_q, max_seqlen_k: how many queries and keys a sequence has at most, for the memory of lists and
@@ -373,7 +373,7 @@ class Attention:
         given = _NOTHING if out is None else given_outputs(out, return_lse)
         if seqused_k is not None and self.spec.is_ragged and not self.spec.page_size:
             captures["seqused_k"], seqused_k = seqused_k, None
-        ragged, bounds, captured = taken_apart(self.spec, captures)
+        ragged, bounds, captured = taken_apart(self.spec, captures, q, k)
         inputs = {"q": q, "k": k, "v": v, **ragged}
         if self.spec.of_cache or not page_table is seqused_k is k_scale is v_scale is None:
             cache = {"page_table": page_table, "seqused_k": seqused_k, "k_scale": k_scale, "v_scale": v_scale}
@@ -507,7 +507,7 @@ class Attention:
             UnsupportedError: the target cannot run the backward of the spec.
             LaunchError: a kernel could not be launched, or the emulator found a fault.
         """
-        ragged, bounds, captured = taken_apart(self.spec, captures)
+        ragged, bounds, captured = taken_apart(self.spec, captures, q, k)
         inputs = {"q": q, "k": k, "v": v, "o": out, "d_o": d_out, "lse": lse, **ragged}
         if d_lse is not None:
             inputs["d_lse"] = d_lse

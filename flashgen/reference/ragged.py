@@ -34,7 +34,8 @@ def sequences(
 ) -> Iterator[Sequence]:
     """The sequences of a ragged batch; `given`: captures, and by their names what says where sequences begin.
 
-    ArgumentError for offsets that are missing, that fall, or that leave the arrays.
+    ArgumentError for offsets that are missing, also of a k that has not as many tokens as q, that fall, or that leave
+    the arrays.
     """
     from flashgen.language import AttentionSpec
 
@@ -46,6 +47,8 @@ def sequences(
     values = {field.name: getattr(spec, field.name) for field in fields(spec)}
     plain = AttentionSpec(**{**values, "layout": "bshd"})
     own_k = given.get("cu_seqlens_k")
+    if own_k is None and len(q) != len(k):
+        raise ArgumentError(f"cu_seqlens_k is missing: q has {len(q)} tokens and k {len(k)}")
     begins_k = _offsets("cu_seqlens_k", begins_q if own_k is None else own_k, len(k))
     if len(begins_q) != len(begins_k):
         raise ArgumentError(f"cu_seqlens_q has {len(begins_q)} elements and cu_seqlens_k {len(begins_k)}; give as many")

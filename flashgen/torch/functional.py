@@ -9,6 +9,7 @@ import torch
 
 from flashgen.attention import Attention
 from flashgen.attention.bound import BoundAttention
+from flashgen.attention.ragged import check_shared_offsets
 from flashgen.errors import ArgumentError
 from flashgen.torch import autocast, operators
 from flashgen.torch.arguments import all_captures
@@ -77,6 +78,8 @@ def call(
 ) -> Any:
     """A call of what is registered; `bound` are captures that need not be given."""
     arrays, integers, floats = all_captures(entry, captures, bound) if captures or entry.takes_captures else _NOTHING
+    if entry.says_less:
+        check_shared_offsets(captures, q, k)
     if entry.cache and torch.is_grad_enabled():
         refuse_gradients(entry, q, k, v, arrays)
     if torch.is_autocast_enabled("cuda" if q.is_cuda else "cpu"):

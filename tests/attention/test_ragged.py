@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -99,9 +100,10 @@ def test_batches_of_no_sequence(target: str, rows: tuple[int, int]) -> None:
     q, k, v = arrays(*rows)
     none = np.zeros(1, np.int32)
     attention, (out, lse) = compiled(target), into(q)
-    attention(q, k, v, cu_seqlens_q=none, return_lse=True, out=(out, lse))
+    where = {"cu_seqlens_q": none, "cu_seqlens_k": none}
+    attention(q, k, v, **where, return_lse=True, out=(out, lse))
     assert (out == 0).all() and (lse == -np.inf).all()
-    gradients = attention.backward(out, q, k, v, out, lse, cu_seqlens_q=none)
+    gradients = attention.backward(out, q, k, v, out, lse, **where)
     assert all((gradient == 0).all() for gradient in gradients)
 
 
@@ -194,6 +196,10 @@ def test_arguments_that_do_not_fit() -> None:
         attention(q[None], k, v, cu_seqlens_q=starts)
     with pytest.raises(ArgumentError, match=r"k has .* v has|v has \(heads, length\)"):
         attention(q, k, v[:60], cu_seqlens_q=starts)
+    of_both = (attention, partial(fg.reference.attention, attention.spec))
+    for of_either in (*of_both, lambda *given, **where: attention.backward(q, *given, q, q, **where)):
+        with pytest.raises(ArgumentError, match="cu_seqlens_k is missing: q has 64 tokens and k 60"):
+            of_either(q, k[:60], v[:60], cu_seqlens_q=starts)
     with pytest.raises(ArgumentError, match="cu_seqlens_q is of ragged batches: make the spec with layout='thd'"):
         compiled("sm_80", layout="bshd")(q[None], k[None], v[None], cu_seqlens_q=starts)
     with pytest.raises(ArgumentError, match=r"lse is float32 \(1, 2, 64\); give float32 \(2, 64\)"):

@@ -185,6 +185,8 @@ def test_what_does_not_fit() -> None:
     }.items():
         with pytest.raises(ArgumentError, match=match):
             attention(plain_spec, q, k, v, **given)
+    with pytest.raises(ArgumentError, match="cu_seqlens_k is missing: q has 24 tokens and k 20"):
+        attention(plain_spec, q, k[:20], v[:20], cu_seqlens_q=starts)
     with pytest.raises(ArgumentError, match="max_seqlen_k=-1"):
         varlen_attention(q, k, v, starts, starts, 24, -1)
 
