@@ -179,6 +179,8 @@ class BlockMask:
             return torch.argsort(blocks.int(), dim=-1, descending=True, stable=True).int()
         if name.startswith("_"):
             raise AttributeError(name)
+        if isinstance(getattr(type(self), name, None), (property, cached_property)):  # what it called lacks a name
+            return object.__getattribute__(self, name)
         raise AttributeError(
             f"flashgen.torch.BlockMask has no {name!r}: it holds the mask itself, of which kernels find the tiles; "
             f"there are mask_mod, shape, seq_lengths, sparsity(), to_dense(), to_string(), {', '.join(_LISTS)}"
