@@ -44,10 +44,10 @@ class Attention(torch.nn.Module):
                 self.register_buffer(name, tensor)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, **given: Any) -> Any:
-        """As `attention`: seed, return_lse, and the captures that the module does not hold."""
+        """As `attention`: seed, return_lse, emulate, deterministic, and the captures that the module does not hold."""
         own: Mapping[str, Any] = {name: getattr(self, name) for name in self._own}
         options: Any = {"emulate": self.emulate, "deterministic": self.deterministic}
-        return attention(self.spec, q, k, v, **options, **{**own, **given})
+        return attention(self.spec, q, k, v, **{**options, **own, **given})
 
     def extra_repr(self) -> str:
         return repr(self.spec)

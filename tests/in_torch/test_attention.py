@@ -167,6 +167,7 @@ def test_a_module_holds_what_it_learns(qkv: Any) -> None:
     assert [name for name, _ in layer.named_parameters()] == ["slopes"]
     layer(*qkv).sum().backward()
     assert layer.slopes.grad is not None and layer.slopes.grad.any()
+    assert torch.equal(Attention(LEARNED, emulate=False, slopes=layer.slopes)(*qkv, emulate=True), layer(*qkv))
     with pytest.raises(ArgumentError, match="unknown argument 'tables'"):
         Attention(LEARNED, tables=torch.zeros(2))
 
