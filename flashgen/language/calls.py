@@ -10,11 +10,12 @@ from typing import Any
 import sympy
 
 from flashgen.errors import SpecError
-from flashgen.language.closures import standing_in
+from flashgen.language.closures import UNTIL_NAMED, standing_in
 from flashgen.language.trace import Traced, lift
 from flashgen.language.well_formed import check_expression
 
 _OWN_FILES = str(Path(__file__).parent)
+_MADE = ("Mask", "Score")  # what functions of the named ones say that they return
 
 
 def run_traced(function: Callable[..., Any], symbols: tuple[sympy.Symbol, ...], what: str) -> Any:
@@ -23,12 +24,12 @@ def run_traced(function: Callable[..., Any], symbols: tuple[sympy.Symbol, ...], 
     try:
         return standing_in(function)(*(Traced(symbol) for symbol in symbols))
     except SpecError as error:
-        raise SpecError(f"{what}{_line_of(error)}: {error}") from error
+        raise SpecError(f"{what}{_line_of(error)}: {_told(error)}") from error
     except Exception as error:
         # NumPy and torch hide the error of __index__ behind their own.
         error.add_note(
-            f"while flashgen traced {what}: of arrays from outside only elements are traced, array[index]; or declare "
-            "flashgen.Tensor(name, dtype, ndim), and give the array at the call"
+            f"while flashgen traced {what}: traced are elements, array[index], of arrays that are made outside of the "
+            "function, and not of dicts; or declare flashgen.Tensor(name, dtype, ndim), and give the array at the call"
         )
         raise
 
@@ -43,9 +44,18 @@ def _check_signature(function: Callable[..., Any], symbols: tuple[sympy.Symbol, 
     try:
         signature.bind(*symbols)
     except TypeError:
+        if signature.return_annotation in _MADE:
+            raise SpecError(
+                f"{what} is no {what.split()[0]} but makes them: call it, {function.__name__}(...)"
+            ) from None
         raise SpecError(
             f"{what} takes {signature}; it must take the {len(symbols)} positional arguments ({_listed(symbols)})"
         ) from None
+
+
+def _told(error: SpecError) -> str:
+    """The error's text, with arrays that the function closed over by the names that they have there."""
+    return str(error).replace(UNTIL_NAMED, "")
 
 
 def _listed(symbols: tuple[sympy.Symbol, ...]) -> str:
@@ -71,5 +81,5 @@ def checked_result(result: Any, what: str) -> sympy.Basic:
         node = lift(result)
         check_expression(node)
     except SpecError as error:
-        raise SpecError(f"{what}: {error}") from error
+        raise SpecError(f"{what}: {_told(error)}") from error
     return node

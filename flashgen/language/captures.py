@@ -160,7 +160,10 @@ def _product_of_rows(left: _PartlyIndexed, right: _PartlyIndexed) -> Any:
 def _index(capture: ops.Capture, before: tuple[Any, ...], index: Any, row: int | None = None) -> Any:
     added = index if isinstance(index, tuple) else (index,)
     if any(isinstance(item, slice) or item is None or item is Ellipsis for item in added):
-        raise SpecError(f"{declared(capture)}: slices, None and ... are not traced; give one integer index a dimension")
+        raise SpecError(
+            f"{declared(capture)}: slices, None and ... are not traced; give one integer index a dimension, of an "
+            "array that is cut outside of the function"
+        )
     indices = before + added
     if len(indices) < capture.ndim:
         return _PartlyIndexed(capture, indices, row)

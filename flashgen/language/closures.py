@@ -22,7 +22,7 @@ from flashgen.language.captures import Tensor, check_name, index_capture
 from flashgen.language.operations import Capture, captures_of
 from flashgen.language.trace import Traced
 
-_UNTIL_NAMED = "bound__"  # no capture that a user declares may have two underscores
+UNTIL_NAMED = "bound__"  # no capture that a user declares may have two underscores
 _DEEPEST = 16
 _LIBRARIES = ("flashgen", "torch", "numpy", "jax", "jaxlib", "cupy", "math", "operator", "builtins", "functools")
 
@@ -38,7 +38,7 @@ class Found:
         for name, known in self.arrays.items():
             if known.original is array.original:
                 return Capture(name, known.dtype, known.ndim, known.grad)
-        name = fresh(f"{_UNTIL_NAMED}{hint}", self.arrays)
+        name = fresh(f"{UNTIL_NAMED}{hint}", self.arrays)
         self.arrays[name] = array
         return Capture(name, array.dtype, array.ndim, array.grad)
 
@@ -48,7 +48,7 @@ class Found:
         taken, arrays = read - self.arrays.keys(), {}
         for name, array in self.arrays.items():
             if name in read:
-                final = fresh(_capture_name(name.removeprefix(_UNTIL_NAMED)), taken)
+                final = fresh(_capture_name(name.removeprefix(UNTIL_NAMED)), taken)
                 node, arrays[final] = renamed(node, name, final), array
                 taken = taken | {final}
         return node, arrays
@@ -73,7 +73,7 @@ class BoundTensor(Tensor):
 
     def __init__(self, array: Any, hint: str) -> None:
         self.bound, self.hint = BoundArray(array, hint), hint
-        self.capture = Capture(f"{_UNTIL_NAMED}{hint}", self.bound.dtype, self.bound.ndim, self.bound.grad)
+        self.capture = Capture(f"{UNTIL_NAMED}{hint}", self.bound.dtype, self.bound.ndim, self.bound.grad)
 
     @property
     def name(self) -> str:

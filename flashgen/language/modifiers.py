@@ -16,7 +16,7 @@ import sympy
 
 from flashgen.errors import SpecError
 from flashgen.language import operations as ops
-from flashgen.language.bound import Bound, joined
+from flashgen.language.bound import Bound, is_array, joined
 from flashgen.language.calls import checked_result, run_traced
 from flashgen.language.closures import bind_where_traced, finding
 from flashgen.language.operations import Capture, captures_of, kind_of
@@ -189,6 +189,9 @@ def as_mask(value: Any, argument: str = "mask") -> Mask:
         return value
     if isinstance(value, Score):
         raise SpecError(f"{argument}={value!r} is a score function: give it as score=, on the command line as --score")
+    if is_array(value):
+        shape = tuple(value.shape)
+        raise SpecError(f"{argument} is an array {shape}: read it in a function, lambda b, h, q, k: array[q, k]")
     if isinstance(value, Traced) or not callable(value):
         raise SpecError(f"{argument}={value!r} must be a mask such as causal(), or a function f(b, h, q, k)")
     return trace_mask(value)

@@ -7,6 +7,7 @@ that the library gives the function. Neither library is imported here.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from flashgen.errors import SpecError
@@ -110,7 +111,9 @@ def _to(x: Traced, *arguments: Any, dtype: Any = None, **_placement: Any) -> Tra
         if name == "bool":
             return _truth(x)
         if name in _NARROW:
-            raise SpecError(f"conversion to {name} is not part of the language: values are int32 and float32")
+            raise SpecError(
+                f"conversion to {name} is not part of the language: values are int32 and float32; give one of these"
+            )
     return x
 
 
@@ -177,7 +180,7 @@ _METHODS: dict[str, Callable[..., Any]] = {
     "type_as": lambda x, other: _to(x, other), "logical_not": lambda x: negate(_truth(x)),
 }
 # fmt: on
-_METHODS = {**FUNCTIONS, **_METHODS}
+_METHODS = {**FUNCTIONS, **_METHODS, **{name: partial(_to, dtype=name) for name in ("half", "bfloat16", "short")}}
 # Attributes that helpers read before they make constants.
 _ATTRIBUTES: dict[str, Any] = {"ndim": 0, "shape": (), "device": None}
 
@@ -223,8 +226,8 @@ def _call(library: str, name: str, arguments: tuple[Any, ...], keywords: dict[st
         if element is not None:
             return element
         raise SpecError(
-            f"a {library} array cannot be indexed by a traced value: declare flashgen.Tensor(name, dtype, ndim), index "
-            "that, and give the array at the call"
+            f"this {library} array cannot be indexed by a traced value: make it outside of the function, or declare "
+            "flashgen.Tensor(name, dtype, ndim), index that, and give the array at the call"
         )
     if name not in FUNCTIONS:
         raise SpecError(f"{library}.{name} cannot be traced; known: {', '.join(sorted(FUNCTIONS))}")

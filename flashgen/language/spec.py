@@ -41,7 +41,7 @@ class AttentionSpec:
         scale: factor of q·k before the score function; None is 1/sqrt(head_dim).
         layout: "bhsd" (batch, heads, length, dim), "bshd" (batch, length, heads, dim), or "thd" (tokens, heads, dim) of
             ragged batches, whose sequences lie one behind the other: each call says where they begin.
-        dropout: probability of dropping an attention weight, 0 <= dropout < 1, in steps of 1/256.
+        dropout: probability of dropping an attention weight, in steps of 1/256: 0, or what rounds to 1/256 to 255/256.
         score: a Score, a function f(score, b, h, q, k), or None.
         mask: a Mask or a function f(b, h, q, k); None is full().
         page_size: keys of a page, a power of 2 from 1 to 256, for k and v in pages: (pages, page_size, heads_kv, dim)
@@ -309,6 +309,10 @@ def _dropout(value: Any) -> float:
     if not 0 <= dropout < 1 or round(256 * (1 - dropout)) < 1:
         raise SpecError(
             f"dropout={value!r} must be at least 0 and at most 255/256 (weights are kept in steps of 1/256)"
+        )
+    if dropout and round(256 * (1 - dropout)) == 256:
+        raise SpecError(
+            f"dropout={value!r} would drop nothing: weights are kept in steps of 1/256; give 0, or at least 1/256"
         )
     return dropout + 0.0  # -0.0 becomes 0.0
 

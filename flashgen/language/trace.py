@@ -176,8 +176,9 @@ class Traced:
 
     def __index__(self) -> int:
         raise SpecError(
-            "a traced index cannot index a Python list or an array from outside, nor drive range(): declare the array "
-            "as flashgen.Tensor(name, dtype, ndim), index that, and give the array at the call"
+            "a traced index cannot index a Python list or an array that is made inside of the function, nor drive "
+            "range(): make an array outside of the function and index that, or a flashgen.Tensor(name, dtype, ndim), "
+            "and give the array at the call"
         )
 
     def __float__(self) -> float:
@@ -230,8 +231,8 @@ def lift(value: Any) -> sympy.Basic:
         raise SpecError(f"{value!r} is not a number yet: give it one index a dimension")
     if hasattr(value, "shape") or isinstance(value, (list, tuple)):
         raise SpecError(
-            f"an array ({type(value).__name__}) cannot stand in a traced function: declare flashgen.Tensor(name, "
-            "dtype, ndim), index that, and give the array at the call"
+            f"an array ({type(value).__name__}) is no number of a traced function: make it outside of the function and "
+            "index it there, one index a dimension, or a flashgen.Tensor(name, dtype, ndim), and give it at the call"
         )
     if callable(value):
         raise SpecError(f"{_readable(value)} is a function: call it with the indices, e.g. causal()(b, h, q, k)")

@@ -165,6 +165,18 @@ def test_dtypes_that_cannot_be_read() -> None:
             fg.trace_mask(lambda b, h, q, k, values=values: values[(q,) * values.ndim] == 1)
 
 
+@pytest.mark.parametrize(("function", "message"), [
+    (lambda b, h, q, k: IDS[:5][q] == 1, r"Tensor\('IDS', 'int32', ndim=1\): slices, .* cut outside of the function"),
+    (lambda b, h, q, k: IDS[b, q] == 1, "capture 'IDS' has ndim=1, indexed with 2 indices"),
+    (lambda b, h, q, k: [0, 1, 2][q] == 1, "made inside of the function.*: make an array outside of the function"),
+    (lambda b, h, q, k: np.arange(3) == q, "an array .* is no number of a traced function: make it outside"),
+    (lambda b, h, q, k: q.half() > 1, "conversion to half is not part .*: values are int32 and float32; give one"),
+])  # fmt: skip
+def test_errors_call_arrays_by_the_names_that_they_have(function: Any, message: str) -> None:
+    with pytest.raises(SpecError, match=message):
+        fg.AttentionSpec(64, mask=function)
+
+
 def test_an_array_without_dimensions_is_read_at_the_call() -> None:
     ahead = np.array(2)
     mask = fg.trace_mask(lambda b, h, q, k: q + ahead >= k)
