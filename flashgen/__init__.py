@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _MODULES = ("errors", "reference", "verify")
+_FRAMEWORKS = ("torch", "transformers", "jax")
 _OF_ATTENTION = ("append_kv", "compile", "merge_states")
 
 
@@ -43,9 +44,21 @@ def __getattr__(name: str) -> Any:
     elif not name.startswith("_") and name in _language().__all__:
         value = getattr(_language(), name)
     else:
-        raise AttributeError(f"module 'flashgen' has no attribute {name!r}")
+        raise AttributeError(f"module 'flashgen' has no attribute {name!r}{_instead(name)}")
     globals()[name] = value
     return value
+
+
+def _instead(name: str) -> str:
+    """What else to write; nothing for the names that Python itself asks for."""
+    if name in _FRAMEWORKS:
+        return f" before it is imported by itself: import flashgen.{name}"
+    if name.startswith("_"):
+        return ""
+    import difflib
+
+    near = difflib.get_close_matches(name, __dir__(), n=1)
+    return f"; did you mean {near[0]}?" if near else ""
 
 
 def __dir__() -> list[str]:

@@ -28,6 +28,11 @@ def install_cuda() -> str:
     return f"{install('cuda13')} (cuda12 in place of cuda13 for a driver older than 580)"
 
 
+def missing(framework: str, error: ModuleNotFoundError) -> ModuleNotFoundError:
+    """What importing `flashgen.<framework>` raises where the framework, or a part of it, is not installed."""
+    return ModuleNotFoundError(f"flashgen.{framework} needs {error.name}: {install(framework)}", name=error.name)
+
+
 def _is_checkout(folder: Path) -> bool:
     project = folder / "pyproject.toml"
     return project.is_file() and 'name = "flashgen"' in project.read_text(encoding="utf-8")

@@ -67,3 +67,28 @@ def test_no_message_has_a_command_of_its_own() -> None:
     for path in (ROOT / "flashgen").rglob("*.py"):
         if path.name != "remedies.py":
             assert not re.search(r"pip install '?flashgen", path.read_text(encoding="utf-8")), path
+
+
+@pytest.mark.parametrize(("framework", "needed"), [("torch", "torch"), ("transformers", "torch"), ("jax", "jax")])
+def test_a_framework_that_is_not_there_is_named_with_its_remedy(framework: str, needed: str, tmp_path: Path) -> None:
+    said = f"flashgen.{framework} needs {needed}: pip install '{ROOT}[{framework}]'"
+    program = f"import sys; sys.modules[{needed!r}] = None; import flashgen.{framework}"
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 1 and said in done.stderr, done.stderr
+
+
+def test_names_that_the_package_has_not() -> None:
+    import flashgen
+
+    for name, said in (("sliding_windw", "did you mean sliding_window"), ("nothing_like_it", "'nothing_like_it'$")):
+        with pytest.raises(AttributeError, match=said):
+            getattr(flashgen, name)
+    program = "import flashgen; flashgen.torch"
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
+    assert "before it is imported by itself: import flashgen.torch" in done.stderr

@@ -9,6 +9,13 @@ Kernels are launched on XLA's stream and write to XLA's memory, by jax.experimen
 run on the emulator where `emulate=True` says so. `import flashgen` imports nothing of this, and needs no JAX.
 """
 
+from flashgen.remedies import missing
+
+try:
+    import jax as _jax  # noqa: F401
+except ModuleNotFoundError as error:
+    raise missing("jax", error) from None
+
 from flashgen.jax.functional import attention
 
 __all__ = ["attention"]

@@ -11,6 +11,13 @@ Tensors are on a GPU; those of the CPU run on the emulator where `emulate=True` 
 `import flashgen` imports nothing of this, and needs no torch.
 """
 
+from flashgen.remedies import missing
+
+try:
+    import torch as _torch  # noqa: F401
+except ModuleNotFoundError as error:
+    raise missing("torch", error) from None
+
 from flashgen.torch.block_mask import BlockMask, create_block_mask
 from flashgen.torch.caches import append_kv, merge_states
 from flashgen.torch.flex import flex_attention
