@@ -19,6 +19,7 @@ from flashgen.language.evaluate import evaluate
 __all__ = ["EMPTY", "FULL", "PARTIAL", "TileMap", "depends_on", "tile_map"]
 
 # How many tiles are classified by intervals at once, and how many elements are evaluated at once: about 100 MB.
+_MOST_TILES = 2**30
 _TILES_AT_ONCE = 2**17
 _ELEMENTS_AT_ONCE = 2**20
 
@@ -99,18 +100,20 @@ def tile_map(
     tile where they do not, in memory for a fixed number of elements. A tile that overhangs len_k is never FULL, since
     its last keys do not exist; one that overhangs len_q may be, since its last rows are never written.
 
-    Raises ArgumentError for a size that is not positive, a length that no call accepts, and a capture that is missing
-    or of the wrong dimensions.
+    Raises ArgumentError for a size that is no positive integer, a length that no call accepts, more than 2**30 tiles,
+    and a capture that is missing or of the wrong dimensions.
     """
     rows, columns = _checked(tile, len_q, len_k, batch, heads)
     span = _Span(rows, columns, len_q, len_k)
     tile_range = key_range(mask_expression)
     if tile_range is not None:
         batch = batch if tile_range.depends_on(ops.BATCH) else 1
+        _check_held(span, batch)
         classes = _by_range(tile_range, span, captures or {}, batch)[:, None]
     else:
         batch = batch if depends_on(mask_expression, ops.BATCH) else 1
         heads = heads if depends_on(mask_expression, ops.HEAD) else 1
+        _check_held(span, batch * heads)
         classes = np.empty((batch, heads, span.tiles_q, span.tiles_k), np.int8)
         _by_elements(mask_expression, span, captures or {}, classes)
     return TileMap((rows, columns), classes, len_q, len_k)
@@ -122,11 +125,23 @@ def _checked(tile: tuple[int, int], len_q: int, len_k: int, batch: int, heads: i
         ("tile rows", rows, 1), ("tile columns", columns, 1), ("len_q", len_q, 0), ("len_k", len_k, 0),
         ("batch", batch, 1), ("heads", heads, 1),
     ):  # fmt: skip
+        if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, np.integer)):
+            raise ArgumentError(f"{name}={value!r} must be an integer")
         if value < least:
             raise ArgumentError(f"{name}={value} must be at least {least}")
         if value > ops.LONGEST:
             raise ArgumentError(f"{name}={value} must be at most {ops.LONGEST}")
     return int(rows), int(columns)
+
+
+def _check_held(span: _Span, maps: int) -> None:
+    """ArgumentError for a map that holds more tiles than memory does."""
+    if maps * span.tiles_q * span.tiles_k > _MOST_TILES:
+        of = f"{maps} x " if maps > 1 else ""
+        raise ArgumentError(
+            f"len_q={span.len_q}, len_k={span.len_k}: a map of {of}{span.tiles_q} x {span.tiles_k} tiles is more than "
+            f"the {_MOST_TILES} that are held; give shorter lengths"
+        )
 
 
 @dataclass(frozen=True)
@@ -168,7 +183,7 @@ def _by_range(tile_range: TileRange, span: _Span, captures: Mapping[str, Any], b
     high = low + span.columns
     visited = (low < end) & (high > begin) & (begin < end)
     full = visited & (low >= full_begin) & (high <= full_end)
-    return np.where(full, FULL, np.where(visited, PARTIAL, EMPTY)).astype(np.int8)
+    return np.where(full, np.int8(FULL), np.where(visited, np.int8(PARTIAL), np.int8(EMPTY)))
 
 
 def _by_elements(mask: sympy.Basic, span: _Span, captures: Mapping[str, Any], classes: Array) -> None:
