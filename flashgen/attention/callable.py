@@ -507,6 +507,8 @@ class Attention:
             UnsupportedError: the target cannot run the backward of the spec.
             LaunchError: a kernel could not be launched, or the emulator found a fault.
         """
+        if self.spec.of_cache:
+            self.build_backward()  # which says that there is none
         ragged, bounds, captured = taken_apart(self.spec, captures, q, k)
         inputs = {"q": q, "k": k, "v": v, "o": out, "d_o": d_out, "lse": lse, **ragged}
         if d_lse is not None:

@@ -22,19 +22,23 @@ from flashgen.runtime.arrays import View, byte_strides
 def check_captures(spec: AttentionSpec, given: Mapping[str, Any]) -> None:
     """ArgumentError for a capture that is missing or unknown."""
     declared = {capture.name for capture in spec.captures}
+    unknown = sorted(given.keys() - declared)
     for name in sorted(declared - given.keys()):
         capture = next(capture for capture in spec.captures if capture.name == name)
         what = f"{capture.dtype} array of {capture.ndim} dimension(s)" if capture.ndim else f"{capture.dtype} number"
-        raise ArgumentError(f"capture {name!r} is missing: give {name}=<{what}>")
-    for name in sorted(given.keys() - declared):
+        beside = f"; {', '.join(map(repr, unknown))} is no capture of the spec" if unknown else ""
+        raise ArgumentError(f"capture {name!r} is missing: give {name}=<{what}>{beside}")
+    if unknown:
         known = ", ".join(sorted(declared)) or "none"
-        raise ArgumentError(f"unknown argument {name!r}; the spec declares these captures: {known}")
+        raise ArgumentError(f"unknown argument {unknown[0]!r}; the spec declares these captures: {known}")
 
 
 def check_array(spec: AttentionSpec, capture: Capture, view: View, problem: Problem) -> None:
     """ArgumentError where a captured array is not as declared, or too short for an index that it is read at."""
     if view.dtype != capture.dtype:
-        raise ArgumentError(f"capture {capture.name!r} has dtype {view.dtype}; it was declared {capture.dtype}")
+        raise ArgumentError(
+            f"capture {capture.name!r} has dtype {view.dtype}; it was declared {capture.dtype}: convert it"
+        )
     if len(view.shape) != capture.ndim:
         raise ArgumentError(
             f"capture {capture.name!r} has shape {view.shape}; it was declared with ndim={capture.ndim}"

@@ -66,7 +66,9 @@ def compile(
         LaunchError: target is None and there is no GPU.
     """
     if not isinstance(spec, AttentionSpec):
-        raise SpecError(f"spec={spec!r} must be a flashgen.AttentionSpec")
+        raise SpecError(
+            f"spec={spec!r} must be a flashgen.AttentionSpec, such as AttentionSpec(64, 'float16', mask=causal())"
+        )
     if not emulate and (sanitize or schedule):
         raise SpecError(f"sanitize={sanitize!r} and schedule={schedule!r} are the emulator's: add emulate=True")
     engine = Emulator(sanitize, schedule or Schedule()) if emulate else Gpu()

@@ -25,6 +25,11 @@ _AXES = {
 _MOST_HEADS_PER_KV = 8192  # up to which the kernel's division by a reciprocal is exact
 _SEQUENCES = ("cu_seqlens_q", "cu_seqlens_k", "seqused_k")
 _PAGES, _SCALES = ("page_table", "seqused_k"), ("k_scale", "v_scale")
+_WANTED = {
+    "page_table": "int32 (batch, pages of a sequence)",
+    "seqused_k": "int32 (batch,), the keys of each sequence",
+    **dict.fromkeys(_SCALES, "float32 (1,) or (heads of k,)"),
+}
 _ROW_ALIGNMENT = 16  # bytes: what one copy instruction moves
 
 
@@ -195,7 +200,10 @@ def checked_sizes(spec: AttentionSpec, arrays: Mapping[str, Shaped]) -> Sizes:
             f"v has (heads, length) {shapes['v'][1:3]} and k has {shapes['k'][1:3]}; every key needs one value"
         )
     if heads_q and (not heads_kv or heads_q % heads_kv):
-        raise ArgumentError(f"q has {heads_q} heads, no multiple of the {heads_kv} heads of k and v (GQA, MQA)")
+        raise ArgumentError(
+            f"q has {heads_q} heads, no multiple of the {heads_kv} heads of k and v (GQA, MQA), in arrays "
+            f"({', '.join(_AXES[spec.layout])}), as layout={spec.layout!r} of the spec says"
+        )
     if max(batch, heads_q) > MOST_HEADS or heads_q > _MOST_HEADS_PER_KV * max(heads_kv, 1):
         raise ArgumentError(
             f"batch {batch} and heads {heads_q} must be at most {MOST_HEADS}, and for each head of k "
@@ -220,7 +228,10 @@ def _shape(spec: AttentionSpec, name: str, view: Shaped) -> tuple[int, int, int,
     if view.dtype != dtype:
         raise ArgumentError(f"{name} has dtype {view.dtype}; the spec was compiled for {dtype}: convert it")
     if paged and view.shape[1] != spec.page_size:
-        raise ArgumentError(f"{name} has shape {view.shape}; its second dimension must be page_size={spec.page_size}")
+        raise ArgumentError(
+            f"{name} has shape {view.shape}; its second dimension must be page_size={spec.page_size}: give (pages, "
+            "page_size, heads, dim), of other orders a view such as array.swapaxes(1, 2)"
+        )
     return of_layout(view.shape, layout_of_rows(spec, name), batch=1)
 
 
@@ -247,7 +258,10 @@ def row_strides(spec: AttentionSpec, name: str, view: View) -> tuple[int, int, i
     batch, head, row, last = of_layout(view.strides, layout)
     elements = math.prod(view.shape)
     if elements and last != 1:
-        raise ArgumentError(f"{name} has strides {view.strides} (elements); the last dimension must be contiguous")
+        raise ArgumentError(
+            f"{name} has strides {view.strides} (elements); the last dimension must be contiguous: copy it, as "
+            "numpy.ascontiguousarray and tensor.contiguous() do"
+        )
     cached = spec.kv_dtype is not None and name in "kv"
     aligned = _ROW_ALIGNMENT if cached else _ROW_ALIGNMENT // 2
     misaligned = [
@@ -291,7 +305,7 @@ def given_cache(spec: AttentionSpec, **given: Any) -> dict[str, Any]:
     for name, array in given.items():
         if name in wanted and array is None:
             why = f"page_size={spec.page_size}" if name in _PAGES else f"kv_dtype={spec.kv_dtype!r}"
-            raise ArgumentError(f"{name} is missing: the spec has {why}")
+            raise ArgumentError(f"{name} is missing: the spec has {why}; give {_WANTED[name]}")
         if name not in wanted and array is not None:
             if name == "seqused_k":
                 raise ArgumentError("seqused_k is of ragged batches and pages: declare layout='thd' or page_size=...")

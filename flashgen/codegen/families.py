@@ -155,9 +155,7 @@ def forward_stages(spec: AttentionSpec, target: Target, plan: Plan | None = None
     if family.decoding and (spec.of_cache or isinstance(plan, family.decoding.plan)):
         return family.decoding.render(spec, target, plan)
     if plan is not None and not isinstance(plan, family.plan):
-        takers = {taker.name: taker.compute_capability for taker in _takers(plan)}
-        other = min(takers, key=lambda name: takers[name] != target.compute_capability, default="none")
-        raise UnsupportedError(f"{plan}: {target.name} takes a {family.plan.__name__}; target={other!r} takes this one")
+        raise _of_others("plan", plan, target, (family.plan,), _takers(plan))
     return family.render(spec, target, plan)
 
 
@@ -187,10 +185,16 @@ def backward_stages(
     if spec.of_cache:
         raise UnsupportedError(f"{_cache(spec)}: there is no backward of it; gather k and v, in {spec.dtype}")
     if plan is not None and not isinstance(plan, family.plans):
-        takers = [name for name, other in TARGETS.items() if isinstance(plan, backward_family(other).plans)]
-        own = min(
-            takers, key=lambda name: TARGETS[name].compute_capability != target.compute_capability, default="none"
-        )
-        classes = " or a ".join(each.__name__ for each in family.plans)
-        raise UnsupportedError(f"{plan}: {target.name} takes a {classes}; target={own!r} takes this one")
+        takers = [other for other in TARGETS.values() if isinstance(plan, backward_family(other).plans)]
+        raise _of_others("backward_plan", plan, target, family.plans, takers)
     return family.render(spec, target, plan, deterministic)
+
+
+def _of_others(
+    argument: str, plan: Any, target: Target, own: tuple[type[Any], ...], takers: list[Target]
+) -> UnsupportedError:
+    """What says that a target takes no such plan, what it takes, and which target takes this one, if any does."""
+    nearest = min(takers, key=lambda taker: taker.compute_capability != target.compute_capability, default=None)
+    elsewhere = f"; target={nearest.name!r} takes this one" if nearest else ""
+    classes = " or a ".join(each.__name__ for each in own)
+    return UnsupportedError(f"{argument}={plan!r}: {target.name} takes a {classes}{elsewhere}")

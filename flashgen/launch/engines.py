@@ -213,6 +213,14 @@ class Gpu:
         gpu.clear(view.pointer, view.shape, byte_strides(view), itemsize, place.stream, place.device)
 
 
+def _of_frameworks(array: Any) -> str:
+    """Who takes arrays of a framework on the CPU, which the emulator does not."""
+    framework = type(array).__module__.partition(".")[0].removesuffix("lib")
+    if framework not in ("torch", "jax"):
+        return ""
+    return f"; flashgen.{framework}.attention(spec, ..., emulate=True) takes {framework}'s"
+
+
 @dataclass(frozen=True)
 class Emulator:
     """Runs kernels on the CPU, on NumPy arrays, under a schedule and, if asked, a sanitizer."""
@@ -228,7 +236,7 @@ class Emulator:
         if not isinstance(array, np.ndarray):
             raise ArgumentError(
                 f"{argument} of type {type(array).__name__}: the emulator takes NumPy arrays "
-                "(bfloat16 is ml_dtypes.bfloat16)"
+                f"(bfloat16 is ml_dtypes.bfloat16){_of_frameworks(array)}"
             )
         return NUMPY
 

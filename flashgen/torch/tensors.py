@@ -61,7 +61,8 @@ def check_call(
         if dtype_of(tensor) != capture.dtype or tensor.ndim != capture.ndim:
             raise ArgumentError(
                 f"{what} is {dtype_of(tensor)} of shape {tuple(tensor.shape)}; "
-                f"{'calls take it' if own else 'it was declared'} {capture.dtype} of {capture.ndim} dimension(s)"
+                f"{'calls take it' if own else 'it was declared'} {capture.dtype} of {capture.ndim} dimension(s): "
+                "convert it"
             )
     _check_shapes(entry, q, k, v, captures)
     if seed is not None and (seed.dtype != torch.int64 or seed.numel() != 1):
@@ -105,7 +106,8 @@ def check_device(entry: Registered, name: str, tensor: Tensor, q: Tensor) -> Non
         )
     if not entry.emulate and tensor.device.type == "cpu":
         raise ArgumentError(
-            f"{name} is on the CPU: move it to a GPU with .cuda(), or say emulate=True to run it on the emulator"
+            f"{name} is on the CPU: move it to a GPU with .cuda(), or say emulate=True to run it on the emulator, as "
+            "all calls inside of flashgen.torch.emulated() do"
         )
     if tensor.device.type not in ("cpu", "cuda", "meta"):
         raise ArgumentError(f"{name} is on {tensor.device}; kernels run on NVIDIA GPUs: move it to one with .cuda()")

@@ -171,7 +171,8 @@ Q, PAGES = np.zeros((2, 4, 1, 64), np.float16), np.zeros((5, 16, 2, 64), np.floa
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"page_table": None}, "page_table is missing: the spec has page_size=16"),
+        ({"page_table": None}, r"missing: the spec has page_size=16; give int32 \(batch, pages of a sequence\)"),
+        ({"k": PAGES.swapaxes(1, 2)}, r"page_size=16: give \(pages, page_size, heads, dim\), of other orders a view"),
         ({"seqused_k": None}, "seqused_k is missing"),
         (
             {"page_table": TABLE.astype(np.int64)},
@@ -206,6 +207,8 @@ def test_what_pages_are_not_for() -> None:
     said = "page_size=16: there is no backward of it; gather k and v, in float16"
     with pytest.raises(UnsupportedError, match=said):
         compiled.backward_kernels
+    with pytest.raises(UnsupportedError, match=said):
+        compiled.backward(Q, Q, PAGES, PAGES, Q, Q, page_table=TABLE, seqused_k=LENGTHS)
     with pytest.raises(UnsupportedError, match="page_size=16 is for the decode kernel: give a DecodePlan, or none"):
         attention.compile(CAUSAL, target="sm_80", emulate=True, plan=HopperPlan(2, 64))
 

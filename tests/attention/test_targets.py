@@ -7,6 +7,7 @@ import re
 import shlex
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -98,6 +99,14 @@ def test_a_target_that_contradicts_the_plan_is_refused() -> None:
         attention.compile(SPEC, target="sm_90", plan=HOPPERS)
     with pytest.raises(UnsupportedError, match="sm_90a takes a HopperPlan; target='sm_90' takes this one"):
         attention.compile(SPEC, target="sm_90a", plan=AMPERES)
+
+
+def test_what_is_no_plan_is_refused() -> None:
+    given: Any = "fast"
+    with pytest.raises(UnsupportedError, match=r"plan='fast': sm_80 takes a ForwardPlan$"):
+        attention.compile(SPEC, target="sm_80", plan=given)
+    with pytest.raises(UnsupportedError, match=r"backward_plan='fast': sm_80 takes a BackwardPlan$"):
+        _ = attention.compile(SPEC, target="sm_80", backward_plan=given).backward_kernels
 
 
 def test_a_gpu_that_kernels_are_not_generated_for_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

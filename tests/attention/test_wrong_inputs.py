@@ -70,6 +70,8 @@ def unaligned_floats(count: int) -> np.ndarray[Any, Any]:
         ({"q": np.float16(1)}, "q of type float16"),
         ({"seed_": 3}, "unknown argument 'seed_'; the spec declares these captures: none"),
         ({"slopes": ones(2)}, "unknown argument 'slopes'"),
+        ({"q": ones(*SHORT)[..., ::-1]}, r"must be contiguous: copy it, as numpy\.ascontiguousarray"),
+        ({"q": ones(1, 20, 3, 16), "k": ones(1, 30, 3, 16), "v": ones(1, 30, 3, 16)}, "20 heads, .*as layout='bhsd'"),
     ],
 )  # fmt: skip
 def test_wrong_arrays(changed: dict[str, Any], message: str) -> None:
@@ -125,7 +127,8 @@ TABLE = fg.AttentionSpec(16, score=fg.relative_bias("table", 8))
         (ALIBI, {}, "capture 'slopes' is missing: give slopes=<float32 array of 1 dimension"),
         (WINDOW, {"cap": 30}, "capture 'window' is missing: give window=<int32 number>"),
         (ALIBI, {"slopes": ones(2, dtype=np.float32), "window": 3}, "unknown argument 'window'; .*captures: slopes"),
-        (ALIBI, {"slopes": ones(2, dtype=np.float64)}, "capture 'slopes' has dtype float64; it was declared float32"),
+        (ALIBI, {"slope": ones(2)}, "capture 'slopes' is missing: .*; 'slope' is no capture of the spec"),
+        (ALIBI, {"slopes": ones(2, dtype=np.float64)}, "has dtype float64; it was declared float32: convert it"),
         (ALIBI, {"slopes": ones(2, dtype=np.float16)}, "capture 'slopes' has dtype float16"),
         (ALIBI, {"slopes": ones(2).astype(">f4")}, "capture 'slopes' has dtype byte-swapped float32"),
         (ALIBI, {"slopes": ones(2, 2, dtype=np.float32)}, r"capture 'slopes' has shape \(2, 2\); .*ndim=1"),

@@ -228,8 +228,10 @@ def test_specs_that_are_none(qkv: Any) -> None:
 
 
 def test_the_cpu_is_the_emulators_where_somebody_says_so(qkv: Any) -> None:
-    with emulated(False), pytest.raises(ArgumentError, match="emulate=True"):
+    with emulated(False), pytest.raises(ArgumentError, match=r"emulate=True .*flashgen\.torch\.emulated\(\)"):
         attention(CAUSAL, *qkv)
+    with pytest.raises(ArgumentError, match=r"flashgen\.torch\.attention\(spec, \.\.\., emulate=True\) takes torch's"):
+        fg.compile(CAUSAL, emulate=True)(*qkv)
 
 
 def test_importing_flashgen_imports_no_torch() -> None:
