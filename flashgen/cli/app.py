@@ -80,19 +80,25 @@ def print_version(wanted: bool) -> None:
         raise typer.Exit
 
 
-@app.callback(epilog="Start with [bold]flashgen demo[/]; [bold]flashgen doctor[/] says what works on this machine.")
+SUMMARY = """Declare an attention variant, get a readable CUDA kernel for it.
+
+SPEC, wherever a command takes one, is an expression over the named variants such as
+[cyan]"causal() & sliding_window(1024)"[/], a name in your own Python file such as [cyan]variants.py:near[/], or a
+spec's JSON (the text, or a .json file).
+"""
+
+
+@app.callback(
+    help=paragraphs(SUMMARY),
+    epilog="Start with [bold]flashgen demo[/]; [bold]flashgen doctor[/] says what works on this machine.",
+)
 def flashgen(
     debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
     version: Annotated[
         bool, typer.Option("--version", help="Print the version and exit.", callback=print_version, is_eager=True)
     ] = False,
 ) -> None:
-    """Declare an attention variant, get a readable CUDA kernel for it.
-
-    SPEC, wherever a command takes one, is an expression over the named variants such as
-    [cyan]"causal() & sliding_window(1024)"[/], a name in your own Python file such as [cyan]variants.py:near[/], or a
-    spec's JSON (the text, or a .json file).
-    """
+    """The options that stand before a command."""
 
 
 COMMANDS: tuple[tuple[Callable[..., None], str | None], ...] = (

@@ -20,11 +20,29 @@ SPEC_HELP = (
     'An expression such as "causal() & sliding_window(1024)", a name in your file such as variants.py:near, or JSON.'
 )
 
+
+def known_targets() -> list[str]:
+    """What a shell completes --target by."""
+    from flashgen.codegen.targets import TARGETS
+
+    return list(TARGETS)
+
+
+def one_of(*words: str) -> Callable[[], list[str]]:
+    """What a shell completes an option by."""
+    return lambda: list(words)
+
+
 Spec = Annotated[str, typer.Argument(metavar="SPEC", help=SPEC_HELP)]
 Specs = Annotated[list[str] | None, typer.Argument(metavar="SPEC", help=SPEC_HELP)]
 Target = Annotated[
     str | None,
-    typer.Option("--target", metavar="ARCH", help="Architecture, such as sm_80. Default: this machine's GPU."),
+    typer.Option(
+        "--target",
+        metavar="ARCH",
+        help="Architecture, such as sm_80. Default: this machine's GPU.",
+        autocompletion=known_targets,
+    ),
 ]
 
 
@@ -68,14 +86,25 @@ class SpecOptions:
     value_dim: Annotated[
         int | None, typer.Option("--value-dim", help="Elements of a value.", show_default="the head dim")
     ] = None
-    dtype: Annotated[str | None, typer.Option("--dtype", help="float16 or bfloat16.", show_default="float16")] = None
+    dtype: Annotated[
+        str | None,
+        typer.Option(
+            "--dtype",
+            help="float16 or bfloat16.",
+            show_default="float16",
+            autocompletion=one_of("float16", "bfloat16"),
+        ),
+    ] = None
     scale: Annotated[float | None, typer.Option("--scale", help="Factor of q·k.", show_default="1/sqrt(head dim)")] = (
         None
     )
     layout: Annotated[
         str | None,
         typer.Option(
-            "--layout", help="bhsd or bshd: the order of the axes of q, k, v; thd: ragged batches.", show_default="bhsd"
+            "--layout",
+            help="bhsd or bshd: the order of the axes of q, k, v; thd: ragged batches.",
+            show_default="bhsd",
+            autocompletion=one_of("bhsd", "bshd", "thd"),
         ),
     ] = None
 
@@ -90,7 +119,13 @@ class SpecOptions:
     ] = None
 
     kv_dtype: Annotated[
-        str | None, typer.Option("--kv-dtype", help="float8_e4m3fn or int8, of k and v.", show_default="the dtype")
+        str | None,
+        typer.Option(
+            "--kv-dtype",
+            help="float8_e4m3fn or int8, of k and v.",
+            show_default="the dtype",
+            autocompletion=one_of("float8_e4m3fn", "int8"),
+        ),
     ] = None
 
     sharded: Annotated[

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import typer
 
@@ -16,26 +17,52 @@ if TYPE_CHECKING:
     from flashgen.language.spec import AttentionSpec
 
 
-def show_ranks(
-    spec: AttentionSpec,
-    ranks: int,
-    length: int,
-    scheme: str,
-    shards: str,
-    heads: str,
-    exchange: int,
-    captures: Path | None,
-    json: bool,
-) -> None:
+LENGTH, SCHEME, SHARDS, HEADS, EXCHANGE = 32768, "ring", "zigzag", "32:8", 2
+
+
+class RankOptions(NamedTuple):
+    """What --ranks alone takes; None was not given, and is the default above."""
+
+    length: int | None
+    scheme: str | None
+    shards: str | None
+    heads: str | None
+    exchange: int | None
+
+    def refuse(self) -> None:
+        """ArgumentError where any of it is given without --ranks."""
+        names = [f"--{name}" for name, value in self._asdict().items() if value is not None]
+        if names:
+            raise ArgumentError(f"{', '.join(names)}: only a plan of several GPUs takes this, add --ranks N")
+
+
+def refuse_beside_ranks(others: Mapping[str, Any]) -> None:
+    """ArgumentError where an option of kernels or tile maps is given with --ranks, which shows neither."""
+    names = [name for name, value in others.items() if value is not None]
+    if names:
+        raise ArgumentError(
+            f"{', '.join(names)}: --ranks shows who computes what, and takes none of this; leave it out"
+        )
+
+
+def show_ranks(spec: AttentionSpec, ranks: int, options: RankOptions, captures: Path | None, json: bool) -> None:
     """Prints who computes what, how even that is, and what is sent; with `json` the whole plan."""
     from flashgen.ranks import Sizes, picture, plan_of
 
     given = {name: array.on_host() for name, array in spec.bound.items()}
     given |= load_arrays(captures, "--captures") if captures else {}
     known = {capture.name: given[capture.name] for capture in spec.mask.captures if capture.name in given}
-    heads_q, heads_kv = heads_of(heads)
-    sizes = Sizes(1, heads_q, heads_kv)
-    plan = plan_of(spec, ranks, length, scheme=scheme, shards=shards, heads=exchange, sizes=sizes, captures=known)
+    sizes = Sizes(1, *heads_of(options.heads or HEADS))
+    plan = plan_of(
+        spec,
+        ranks,
+        options.length or LENGTH,
+        scheme=options.scheme or SCHEME,
+        shards=options.shards or SHARDS,
+        heads=options.exchange or EXCHANGE,
+        sizes=sizes,
+        captures=known,
+    )
     if json:
         print_json(picture.to_dict(plan))
         return

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from flashgen.cli.console import fail, note, print_json, progress
+from flashgen.cli.console import fail, note, paragraphs, print_json, progress
 from flashgen.cli.options import Json
 
 BUILD_EXAMPLES = """[bold]Example[/]
@@ -32,7 +32,6 @@ app = typer.Typer(no_args_is_help=True, help="Kernels built beforehand, for mach
 Manifest = Annotated[Path, typer.Argument(help="What to build: a .toml or .json file.", show_default=False)]
 
 
-@app.command(epilog=BUILD_EXAMPLES.replace("[[kernels]]", r"\[\[kernels]]"))
 def build(
     manifest: Manifest,
     out: Annotated[Path, typer.Option("--out", help="The folder to write or bring up to date.")],
@@ -59,7 +58,6 @@ def build(
         note(f"{len(written['kernels'])} kernels in {out}")
 
 
-@app.command()
 def check(
     folder: Annotated[Path, typer.Argument(help="A folder that `flashgen release build` wrote.", show_default=False)],
     manifest: Annotated[
@@ -80,3 +78,7 @@ def check(
         note(f"{folder} is what was built")
     if findings:
         raise typer.Exit(1)
+
+
+app.command(help=paragraphs(build.__doc__), epilog=BUILD_EXAMPLES.replace("[[kernels]]", r"\[\[kernels]]"))(build)
+app.command(help=paragraphs(check.__doc__))(check)

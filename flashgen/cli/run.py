@@ -26,6 +26,11 @@ flashgen run "document()" --dropout 0.1 --seed 7 --lse --input qkv.safetensors -
 """
 
 INPUTS = ("q", "k", "v")
+_RAGGED, _PAGES, _SCALES = (
+    ("cu_seqlens_q", "cu_seqlens_k", "seqused_k"),
+    ("page_table", "seqused_k"),
+    ("k_scale", "v_scale"),
+)
 
 
 @with_spec_options
@@ -48,8 +53,9 @@ def run(
     """Run an attention variant on q, k, v from a file and write the output to another.
 
     Head dim, value dim and dtype are those of the arrays, unless SPEC is a complete spec or an option says otherwise.
-    The variant's captures are arrays of the same file, by name (a number is an array of no dimension); other arrays
-    are left alone. NumPy's .npz has no bfloat16: with [cyan]--dtype bfloat16[/], q, k, v and out are the 16-bit words,
+    The variant's captures are arrays of the same file, by name (a number is an array of no dimension), as are
+    cu_seqlens_q, page_table, seqused_k, k_scale and what else calls of its layout take; other arrays are left alone.
+    NumPy's .npz has no bfloat16: with [cyan]--dtype bfloat16[/], q, k, v and out are the 16-bit words,
     as uint16. A .safetensors file has it.
     """
     check_output(output, input)
@@ -58,7 +64,7 @@ def run(
     given = arrays.load_arrays(input)
     declared = spec_for(spec, options, given, input)
     query, key, value = (in_dtype(given[name], declared.dtype) for name in INPUTS)
-    captures = captures_of(declared, given)
+    captures = captures_of(declared, given, input)
 
     from flashgen import attention as engine
 
@@ -108,14 +114,32 @@ def check_output(output: Path, input: Path) -> None:
         raise ArgumentError(f"--output {output} cannot be written: there is no folder {output.parent}")
 
 
-def captures_of(spec: AttentionSpec, given: arrays.Arrays) -> dict[str, Any]:
-    """The spec's captures among the file's arrays, where a Scalar's number is an array of no dimension."""
-    captures: dict[str, Any] = {}
-    for capture in spec.captures:
-        if capture.name in given:
-            array = given[capture.name]
-            captures[capture.name] = array.item() if capture.ndim == array.ndim == 0 else array
-    return captures
+def captures_of(spec: AttentionSpec, given: arrays.Arrays, path: Path) -> dict[str, Any]:
+    """What a call takes beside q, k and v, by name, among the file's arrays.
+
+    That is the spec's captures, where a Scalar's number is an array of no dimension, and what says where sequences or
+    pages are. Raises ArgumentError for captures that the file lacks.
+    """
+    missing = [capture.name for capture in spec.captures if capture.name not in {*given, *spec.bound}]
+    if missing:
+        raise ArgumentError(
+            f"--input {path} lacks the captures {', '.join(missing)}; it holds {', '.join(sorted(given))}"
+        )
+    own = (*_RAGGED * spec.is_ragged, *_PAGES * bool(spec.page_size), *_SCALES * bool(spec.kv_dtype))
+    found: dict[str, Any] = {name: given[name] for name in own if name in given}
+    for capture in (capture for capture in spec.captures if capture.name in given):
+        array = given[capture.name]
+        found[capture.name] = array.item() if capture.ndim == array.ndim == 0 else narrowed(array, capture.dtype)
+    return found
+
+
+def narrowed(array: Any, dtype: str) -> Any:
+    """float64 as float32, and int64 as int32 where the values fit, as NumPy makes wide ones by itself; others as is."""
+    if (array.dtype.name, dtype) == ("float64", "float32"):
+        return array.astype(dtype)
+    if (array.dtype.name, dtype) == ("int64", "int32") and (array == array.astype(dtype)).all():
+        return array.astype(dtype)
+    return array
 
 
 def spec_for(text: str, options: SpecOptions, given: arrays.Arrays, path: Path) -> AttentionSpec:

@@ -20,9 +20,18 @@ from flashgen.cli.kernels import (
     write_texts,
     write_timeline,
 )
-from flashgen.cli.options import Deterministic, Json, Spec, SpecOptions, Target, with_spec_options
+from flashgen.cli.options import Deterministic, Json, Spec, SpecOptions, Target, one_of, with_spec_options
 from flashgen.cli.pictures import Place, drawing_of, print_drawing, print_numbers, print_svg, write_drawing
-from flashgen.cli.ranks import show_ranks
+from flashgen.cli.ranks import (
+    EXCHANGE,
+    HEADS,
+    LENGTH,
+    SCHEME,
+    SHARDS,
+    RankOptions,
+    refuse_beside_ranks,
+    show_ranks,
+)
 from flashgen.cli.specs import load_spec
 from flashgen.errors import ArgumentError
 
@@ -125,17 +134,41 @@ def show(
         int | None,
         typer.Option("--ranks", min=1, help="Show one sequence on so many GPUs instead: who computes and sends what."),
     ] = None,
-    length: Annotated[int, typer.Option("--length", min=1, help="Of the sequence on all ranks.")] = 32768,
+    length: Annotated[
+        int | None,
+        typer.Option("--length", min=1, help="With --ranks: of the whole sequence.", show_default=str(LENGTH)),
+    ] = None,
     scheme: Annotated[
-        str, typer.Option("--scheme", help="With --ranks: ring, all_gather, ulysses or ulysses_ring.")
-    ] = "ring",
-    shards: Annotated[str, typer.Option("--shards", help="With --ranks: zigzag or plain.")] = "zigzag",
+        str | None,
+        typer.Option(
+            "--scheme",
+            help="With --ranks: ring, all_gather, ulysses or ulysses_ring.",
+            show_default=SCHEME,
+            autocompletion=one_of("ring", "all_gather", "ulysses", "ulysses_ring"),
+        ),
+    ] = None,
+    shards: Annotated[
+        str | None,
+        typer.Option(
+            "--shards",
+            help="With --ranks: zigzag or plain.",
+            show_default=SHARDS,
+            autocompletion=one_of("zigzag", "plain"),
+        ),
+    ] = None,
     heads_of_call: Annotated[
-        str, typer.Option("--heads", metavar="HEADS:HEADS_KV", help="With --ranks: of a call.")
-    ] = "32:8",
+        str | None,
+        typer.Option("--heads", metavar="HEADS:HEADS_KV", help="With --ranks: of a call.", show_default=HEADS),
+    ] = None,
     exchange: Annotated[
-        int, typer.Option("--exchange", min=1, help="With --scheme ulysses_ring: how many ranks exchange heads.")
-    ] = 2,
+        int | None,
+        typer.Option(
+            "--exchange",
+            min=1,
+            help="With --scheme ulysses_ring: how many ranks exchange heads.",
+            show_default=str(EXCHANGE),
+        ),
+    ] = None,
     json: Json = False,
 ) -> None:
     """Show the CUDA of a spec, its PTX or SASS, its resources, its tile map (drawn, or as SVG), the HBM bytes that it
@@ -150,10 +183,14 @@ def show(
     that are sent, before anything runs.
     """
     declared = load_spec(spec, options)
-    if ranks is not None:
-        show_ranks(declared, ranks, length, scheme, shards, heads_of_call, exchange, captures, json)
-        return
+    of_ranks = RankOptions(length, scheme, shards, heads_of_call, exchange)
     pictured = {"--batch": batch, "--head": head, "--zoom": zoom, "--captures": captures}
+    if ranks is not None:
+        others = {"--what": None if what is What.cuda else what, "--kernel": kernel, "--output": output}
+        refuse_beside_ranks(others | {name: value for name, value in pictured.items() if name != "--captures"})
+        show_ranks(declared, ranks, of_ranks, captures, json)
+        return
+    of_ranks.refuse()
     refuse_elsewhere(what, pictured, output)
     if what is What.spec:
         print_code(declared.to_json(), "json")

@@ -84,7 +84,11 @@ class _Parser:
         if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Invert):
             return ~self.mask(node.operand)
         if isinstance(node, (ast.BoolOp, ast.BinOp, ast.UnaryOp, ast.Compare, ast.IfExp)):
-            raise self.error(node, "masks combine with & | ^ ~ only (not and, or, not)")
+            raise self.error(
+                node,
+                "masks combine with & | ^ ~ only (not and, or, not); a function of b, h, q, k stands in a file, which "
+                "the command line takes as file.py:name",
+            )
         return self.call(node)
 
     def score(self, node: ast.expr) -> Score:

@@ -273,6 +273,14 @@ def test_show_refuses_options_of_pictures_elsewhere(tmp_path: Path) -> None:
     assert "must be a folder" in invoke("show", "causal()", "--output", "a.svg", expect=2).stderr
 
 
+def test_a_shell_completes_what_an_option_takes() -> None:
+    for option, said in (("--target", "sm_9"), ("--dtype", "bf"), ("--layout", "t"), ("--scheme", "ulysses_")):
+        words = f"flashgen show full() {option} {said}"
+        environment = {"_FLASHGEN_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": "4"}
+        completed = CliRunner().invoke(app, [], prog_name="flashgen", env=environment).stdout.split()
+        assert completed and all(word.startswith(said) for word in completed), (option, completed)
+
+
 # ---- run
 
 
@@ -320,7 +328,8 @@ def test_run_says_what_is_missing(tmp_path: Path) -> None:
     common = ("--output", tmp_path / "o.npz", "--emulate")
     assert "lacks k, v" in invoke("run", "full()", "--input", tmp_path / "a.npz", *common, expect=2).stderr
     assert "float32" in invoke("run", "full()", "--input", tmp_path / "b.npz", *common, expect=2).stderr
-    assert "capture 'ids'" in invoke("run", "document('ids')", "--input", EXAMPLE, *common, expect=2).stderr
+    missing = invoke("run", "document('ids')", "--input", EXAMPLE, *common, expect=2).stderr
+    assert "lacks the captures ids; it holds k, q, sentence, slopes" in missing
     assert "suffix '.pt'" in invoke("run", "full()", "--input", tmp_path / "a.pt", *common, expect=2).stderr
 
 

@@ -60,3 +60,10 @@ def test_captures_that_are_known_are_counted_on(tmp_path: Path) -> None:
 def test_what_cannot_be_is_refused() -> None:
     assert "repeat the heads of k and v" in show("causal()", "--ranks", 16, "--scheme", "ulysses", expect=2).stderr
     assert "--heads '32:5'" in show("causal()", "--ranks", 2, "--heads", "32:5", expect=2).stderr
+
+
+def test_options_that_mean_nothing_are_refused() -> None:
+    alone = show("causal()", "--length", 4096, "--scheme", "ring", "--what", "spec", expect=2).stderr
+    assert "--length, --scheme: only a plan of several GPUs takes this, add --ranks N" in alone
+    beside = show("causal()", "--ranks", 2, "--zoom", "0,0", "--what", "tiles", expect=2).stderr
+    assert "--what, --zoom: --ranks shows who computes what, and takes none of this" in beside

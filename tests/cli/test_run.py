@@ -97,3 +97,30 @@ def test_a_spec_that_is_no_text_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "spec.json").write_text(deep)
     result = run(tmp_path / "spec.json", "-i", tmp_path / "x.npz", "-o", tmp_path / "y.npz", expect=2)
     assert "nested too deep" in result.stderr
+
+
+def test_wide_captures_as_numpy_makes_them_are_read_where_they_fit(tmp_path: Path) -> None:
+    wide = {"ids": np.arange(40) // 9, "slopes": np.array([0.5, 0.25])}
+    files = {name: tmp_path / f"{name}.npz" for name in ("in", "large")}
+    np.savez(files["in"], **qkv(**wide))
+    np.savez(files["large"], **qkv(**(wide | {"ids": wide["ids"] + 2**40})))
+    common = ("document('ids')", "--score", "alibi('slopes')", "-o", tmp_path / "out.npz", "--check", "-i")
+    run(*common, files["in"])
+    assert "capture 'ids' has dtype int64; it was declared int32" in run(*common, files["large"], expect=2).stderr
+
+
+def test_pages_and_ragged_batches_by_the_names_of_calls(tmp_path: Path) -> None:
+    random = np.random.default_rng(0)
+    rows = lambda *shape: random.standard_normal(shape).astype(np.float16)
+    paged = {"q": rows(2, 2, 1, 16), "k": rows(3, 16, 1, 16), "v": rows(3, 16, 1, 16)}
+    paged |= {"page_table": np.array([[2, 0], [1, 0]], np.int32), "seqused_k": np.array([20, 7], np.int32)}
+    ragged = {name: rows(30, 2, 16) for name in "qkv"} | {"cu_seqlens_q": np.array([0, 9, 30], np.int32)}
+    narrow = paged | {name: random.integers(-99, 99, (3, 16, 1, 32)).astype(np.int8) for name in "kv"}
+    narrow |= {"q": rows(2, 2, 1, 32), **{name: np.full(1, 0.02, np.float32) for name in ("k_scale", "v_scale")}}
+    for arrays, options in (
+        (paged, ("--page-size", 16)),
+        (ragged, ("--layout", "thd")),
+        (narrow, ("--page-size", 16, "--kv-dtype", "int8")),
+    ):
+        np.savez(tmp_path / "in.npz", **arrays)
+        run("causal()", *options, "-i", tmp_path / "in.npz", "-o", tmp_path / "out.npz", "--check")
