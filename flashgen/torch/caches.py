@@ -13,7 +13,7 @@ from flashgen.attention.merging import merge_states as merge
 from flashgen.errors import ArgumentError, UnsupportedError
 from flashgen.torch.operators import LIBRARY, as_operator
 from flashgen.torch.table import is_emulated
-from flashgen.torch.tensors import Tensor, to_array, to_tensor
+from flashgen.torch.tensors import Tensor, check_tensors, to_array, to_tensor
 
 
 def append_kv(
@@ -38,6 +38,7 @@ def append_kv(
     as pages have none, and ArgumentError where something does not fit.
     """
     given = {"k_new": k_new, "v_new": v_new, "k": k, "v": v}
+    check_tensors(**given, page_table=page_table, seqused_k=seqused_k)
     _refuse_gradients("append_kv", given)
     torch.ops.flashgen.append_kv(k_new, v_new, k, v, page_table, seqused_k, is_emulated(emulate))
 
@@ -56,6 +57,7 @@ def merge_states(
     ArgumentError where parts do not fit together.
     """
     named = {f"outs[{i}]": out for i, out in enumerate(outs)} | {f"lses[{i}]": lse for i, lse in enumerate(lses)}
+    check_tensors(**named)
     _refuse_gradients("merge_states", named)
     return Merged(*torch.ops.flashgen.merge_states(list(outs), list(lses), layout, is_emulated(emulate)))
 

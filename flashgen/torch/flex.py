@@ -15,7 +15,7 @@ from flashgen.language.spec import AttentionSpec
 from flashgen.torch.block_mask import BlockMask
 from flashgen.torch.functional import call, is_deterministic
 from flashgen.torch.table import Registered, constant, fixed, handle, held, outside_of_graphs, registered
-from flashgen.torch.tensors import Tensor, bound_tensor, dtype_of
+from flashgen.torch.tensors import Tensor, bound_tensor, check_tensors, dtype_of
 
 
 def flex_attention(
@@ -48,6 +48,7 @@ def flex_attention(
     if torch.compiler.is_compiling() and _is_made_inside(score_mod):
         given = (query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse, kernel_options)
         return _outside(*given, return_aux=return_aux, emulate=emulate)
+    check_tensors(query=query, key=key, value=value)
     if block_mask is not None:
         _check_block_mask(block_mask, query, key)
     if query.ndim == 4 and query.shape[1] != key.shape[1] and not enable_gqa:

@@ -14,7 +14,7 @@ from flashgen.errors import ArgumentError
 from flashgen.torch import autocast, operators
 from flashgen.torch.arguments import all_captures
 from flashgen.torch.table import Registered, constant, handle, held, registered
-from flashgen.torch.tensors import Tensor, bound_tensor, refuse_gradients
+from flashgen.torch.tensors import Tensor, bound_tensor, check_tensors, refuse_gradients
 from flashgen.torch.transforms import is_transforming, transformed
 
 _SEEDS = 2**62
@@ -60,6 +60,8 @@ def attention(
     Returns the output, of q's kind, or a pair with the LSE. Raises ArgumentError where something does not fit, and
     UnsupportedError where a gradient is wanted of a call over pages or 8-bit keys, which have none.
     """
+    if not (isinstance(q, torch.Tensor) and isinstance(k, torch.Tensor) and isinstance(v, torch.Tensor)):
+        check_tensors(q=q, k=k, v=v)
     given = handle(spec)
     entry, closed_over = entry_of(given, emulate, is_deterministic(deterministic))
     bound = bound_tensors(given, q.device) if closed_over else {}

@@ -7,9 +7,12 @@ from typing import Any
 
 import torch
 
+from flashgen.attention import Attention as Compiled
 from flashgen.errors import ArgumentError
+from flashgen.language.spec import AttentionSpec
 from flashgen.torch.functional import attention
-from flashgen.torch.tensors import Tensor
+from flashgen.torch.table import no_spec
+from flashgen.torch.tensors import Tensor, check_tensors
 
 
 class Attention(torch.nn.Module):
@@ -30,8 +33,11 @@ class Attention(torch.nn.Module):
     ) -> None:
         super().__init__()
         self.spec, self.emulate, self.deterministic = spec, emulate, deterministic
-        declared = {capture.name: capture for capture in spec.captures} if hasattr(spec, "captures") else {}
-        declared |= {} if declared else {capture.name: capture for capture in spec.spec.captures}
+        check_tensors(**captures)
+        if not isinstance(spec, (AttentionSpec, Compiled)):
+            raise no_spec(spec)
+        captured = (spec if isinstance(spec, AttentionSpec) else spec.spec).captures
+        declared = {capture.name: capture for capture in captured}
         self._own = tuple(captures)
         for name, tensor in captures.items():
             if name not in declared:

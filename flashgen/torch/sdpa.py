@@ -13,7 +13,7 @@ from flashgen.language.masks import causal
 from flashgen.language.spec import AttentionSpec
 from flashgen.torch.functional import call, is_deterministic
 from flashgen.torch.table import Registered, constant, fixed, registered
-from flashgen.torch.tensors import Tensor, check_mask, dtype_of
+from flashgen.torch.tensors import Tensor, check_mask, check_tensors, dtype_of
 
 
 def scaled_dot_product_attention(
@@ -44,6 +44,9 @@ def scaled_dot_product_attention(
     A query that may attend to nothing has an output of 0, where torch's is NaN or 0 by its backend. Raises
     ArgumentError for what torch refuses, and for float32: convert, or call under torch.autocast.
     """
+    check_tensors(query=query, key=key, value=value)
+    if attn_mask is not None:
+        check_mask(attn_mask)
     if attn_mask is not None and is_causal:
         raise ArgumentError("attn_mask and is_causal=True are both given: give one, or a mask that is causal")
     if torch.is_autocast_enabled(query.device.type):
@@ -89,7 +92,6 @@ def _in_four(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 def _mask_in_four(mask: Tensor, q: Tensor, k: Tensor, leading: Any) -> Tensor:
     """The mask as (batch or 1, heads or 1, len_q or 1, len_k or 1)."""
-    check_mask(mask)
     wanted = (*leading, q.shape[2], k.shape[2])
     if mask.ndim > len(wanted) or any(
         own not in (1, size) for own, size in zip(mask.shape[::-1], wanted[::-1], strict=False)

@@ -191,6 +191,11 @@ def register(
     return registered(spec, target=target, emulate=emulate, deterministic=deterministic).key
 
 
+def no_spec(value: Any) -> ArgumentError:
+    """What is said of a spec that is none."""
+    return ArgumentError(f"spec={value!r}: give a flashgen.AttentionSpec, or what flashgen.compile made of one")
+
+
 def registered(
     spec: AttentionSpec | Attention,
     target: str | None = None,
@@ -203,7 +208,7 @@ def registered(
     elif isinstance(spec, Attention):
         known = spec
     else:
-        raise ArgumentError(f"spec={spec!r}: give a flashgen.AttentionSpec, or what flashgen.compile made of one")
+        raise no_spec(spec)
     found = _BY_SPEC.get(known)
     if found is None:
         with _LOCK:

@@ -30,8 +30,19 @@ def dtype_of(tensor: Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
 
 
+def check_tensors(**given: Any) -> None:
+    """ArgumentError for what is no tensor of torch: an array of NumPy, a list, None."""
+    for name, value in given.items():
+        if not isinstance(value, torch.Tensor):
+            raise ArgumentError(
+                f"{name} of type {type(value).__name__} is no tensor of torch: torch.from_numpy makes one of NumPy's "
+                "arrays, which flashgen.compile(spec) takes as they are"
+            )
+
+
 def check_mask(mask: Tensor) -> None:
-    """ArgumentError for an attn_mask that is neither booleans nor numbers to add: integers may be meant as either."""
+    """ArgumentError for an attn_mask that is no tensor of booleans or of numbers to add: integers may mean either."""
+    check_tensors(attn_mask=mask)
     if dtype_of(mask) not in _MASKS:
         raise ArgumentError(
             f"attn_mask is {dtype_of(mask)}: give booleans, attn_mask.bool() where 1 is what may be attended to, or "

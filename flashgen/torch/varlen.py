@@ -15,7 +15,7 @@ from flashgen.language.operations import LONGEST
 from flashgen.language.spec import AttentionSpec
 from flashgen.torch.functional import call, is_deterministic
 from flashgen.torch.table import Registered, constant, fixed, registered
-from flashgen.torch.tensors import Tensor, dtype_of
+from flashgen.torch.tensors import Tensor, check_tensors, dtype_of
 
 
 def varlen_attention(
@@ -61,14 +61,14 @@ def varlen_attention(
     Lengths compile nothing; a window, a cap and a scale of another size do.
     """
     _check_bounds(max_seqlen_q, max_seqlen_k)
+    check_tensors(q=q, k=k, v=v, cu_seqlens_q=cu_seqlens_q)
+    check_tensors(**{"cu_seqlens_k": cu_seqlens_k} if cu_seqlens_k is not None else {})
     if block_table is None:
         _check(q, k, v, cu_seqlens_q, cu_seqlens_k)
         page_size, where = None, {"cu_seqlens_k": cu_seqlens_k, "seqused_k": seqused_k}
     else:
         page_size = _page_size(q, k, v)
         where = {"page_table": block_table, "seqused_k": _used(cu_seqlens_k, seqused_k)}
-    if causal:
-        window_size = (window_size[0], 0)
     if torch.is_autocast_enabled(q.device.type):
         dtype = torch.get_autocast_dtype(q.device.type)
         q, k, v = (q.to(dtype), k, v) if page_size else (q.to(dtype), k.to(dtype), v.to(dtype))
@@ -76,12 +76,19 @@ def varlen_attention(
     slopes, sink = _declared(alibi_slopes), _declared(sinks)
     captures |= {"slopes": alibi_slopes} if slopes else {}
     captures |= {"sinks": sinks} if sink else {}
-    left, right = window_size
-    numbers = [fixed(each) for each in (softmax_scale, dropout_p, softcap, int(left), int(right))]
+    left, right = _sides(window_size, causal)
+    numbers = [fixed(each) for each in (softmax_scale, dropout_p, softcap, left, right)]
     options = (emulate, is_deterministic(deterministic))
     sizes = (fixed(q.shape[-1]), fixed(v.shape[-1]), dtype_of(q))
     entry = _entry(options, *sizes, *numbers, slopes, sink, fixed(page_size))
     return call(entry, {}, q, k, v, captures, return_lse=return_lse)
+
+
+def _sides(size: Any, causal: bool) -> tuple[int, int]:
+    """The bounds of a window, -1 for none; ArgumentError for what is no pair."""
+    if not isinstance(size, (tuple, list)) or len(size) != 2:
+        raise ArgumentError(f"window_size={size!r} must be (left, right), each -1 for no bound, such as (1023, 0)")
+    return int(size[0]), 0 if causal else int(size[1])
 
 
 def _page_size(q: Tensor, k: Tensor, v: Tensor) -> int:

@@ -17,6 +17,7 @@ import torch
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import flashgen as fg
+import flashgen.torch as ours
 from flashgen.errors import ArgumentError, UnsupportedError
 from flashgen.torch import Attention, attention, emulated, register
 
@@ -168,6 +169,11 @@ def test_a_module_holds_what_it_learns(qkv: Any) -> None:
     layer(*qkv).sum().backward()
     assert layer.slopes.grad is not None and layer.slopes.grad.any()
     assert torch.equal(Attention(LEARNED, emulate=False, slopes=layer.slopes)(*qkv, emulate=True), layer(*qkv))
+    for wrong in (fg.causal(), "causal()"):
+        with pytest.raises(ArgumentError, match=r"give a flashgen\.AttentionSpec"):
+            Attention(wrong)
+    with pytest.raises(ArgumentError, match="slopes of type float is no tensor of torch"):
+        Attention(LEARNED, slopes=0.1)
     with pytest.raises(ArgumentError, match="unknown argument 'tables'"):
         Attention(LEARNED, tables=torch.zeros(2))
 
@@ -218,6 +224,29 @@ def test_what_is_refused_under_torch_compile(qkv: Any, call: Any, message: str) 
     torch._dynamo.reset()
     with pytest.raises(Exception, match=message):
         torch.compile(call, fullgraph=True, backend="eager")(*(x.detach() for x in qkv))
+
+
+def test_arrays_that_are_no_tensors(qkv: Any) -> None:
+    """Of whatever function, and whichever of its arguments: before an operator or an attribute is asked for."""
+    q, k, v = (x.detach() for x in qkv)
+    array, starts = q.float().numpy(), torch.tensor([0, 24], dtype=torch.int32)
+    row, pages = q[0].transpose(0, 1), q.transpose(1, 2)
+    append, table = ours.append_kv, torch.zeros(1, 3, dtype=torch.int32)
+    for name, call in {
+        "q": lambda: attention(CAUSAL, array, k, v),
+        "k": lambda: attention(CAUSAL, q, None, v),
+        "query": lambda: ours.scaled_dot_product_attention(array, k, v),
+        "value": lambda: ours.flex_attention(q, k, array),
+        "attn_mask": lambda: ours.scaled_dot_product_attention(q, k, v, attn_mask=array),
+        "v": lambda: ours.varlen_attention(row, row, array, starts, starts),
+        "cu_seqlens_q": lambda: ours.varlen_attention(row, row, row, [0, 24], starts),
+        "cu_seqlens_k": lambda: ours.varlen_attention(row, row, row, starts, [0, 24]),
+        "page_table": lambda: append(pages, pages, pages, pages, page_table=None, seqused_k=starts[1:]),
+        "seqused_k": lambda: append(pages, pages, pages, pages, page_table=table, seqused_k=3),
+        r"outs\[1\]": lambda: ours.merge_states([q, array], [q, q]),
+    }.items():
+        with pytest.raises(ArgumentError, match=f"^{name} of type .* is no tensor of torch: torch.from_numpy"):
+            call()
 
 
 def test_specs_that_are_none(qkv: Any) -> None:

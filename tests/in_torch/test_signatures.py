@@ -221,5 +221,7 @@ def test_what_varlen_attention_refuses() -> None:
     q, cu = torch.zeros(24, 2, 32, dtype=torch.bfloat16), torch.tensor([0, 24])
     with pytest.raises(ArgumentError, match="packed tokens are"):
         ours.varlen_attention(q[None], q, q, cu, cu)
+    with pytest.raises(ArgumentError, match=r"window_size=5 must be \(left, right\)"):
+        ours.varlen_attention(q, q, q, cu, cu, window_size=5)
     with pytest.raises(ArgumentError, match="cu_seqlens_q has shape"):
         ours.varlen_attention(q, q, q, cu, torch.tensor([0, 12, 24]))
