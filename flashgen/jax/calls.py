@@ -18,6 +18,7 @@ from flashgen.runtime.arrays import numpy_dtype
 
 Numbers = tuple[tuple[str, int | float], ...]
 _DLPACK_CPU = 1
+ON_THE_CPU = "arrays are on the CPU: put them on a GPU, or say emulate=True to run on the emulator"
 _WORDS = {"bfloat16": jnp.uint16}  # what has no name in the interfaces that buffers speak
 
 
@@ -113,7 +114,7 @@ def _on_host(run: Any, results: Sequence[str], inputs: Sequence[str], _context: 
 
 def _on_gpu(run: Any, results: Sequence[str], inputs: Sequence[str], context: Any, out: Any, *given: Any) -> None:
     if given[0].__dlpack_device__()[0] == _DLPACK_CPU:
-        raise ArgumentError("arrays are on the CPU: put them on a GPU, or say emulate=True to run on the emulator")
+        raise ArgumentError(ON_THE_CPU)
     import cupy
 
     written, read = _arrays(cupy.asarray, out, results), _arrays(cupy.asarray, given, inputs)

@@ -12,7 +12,7 @@ from jax.custom_derivatives import SymbolicZero
 
 from flashgen.attention.problem import checked_sizes
 from flashgen.errors import ArgumentError
-from flashgen.jax.calls import Numbers
+from flashgen.jax.calls import ON_THE_CPU, Numbers
 from flashgen.jax.compiled import Compiled, compiled
 from flashgen.jax.mapping import mapped_backward, mapped_forward
 from flashgen.language.bound import BoundArray
@@ -51,6 +51,9 @@ def attention(
     arrays = _arrays(entry, captures, bound)
     q, k, v = (jnp.asarray(array) for array in (q, k, v))
     checked_sizes(entry.spec, {name: _Shaped(array) for name, array in (("q", q), ("k", k), ("v", v))})
+    stands_somewhere = not isinstance(q, jax.core.Tracer)
+    if not entry.emulate and stands_somewhere and all(device.platform == "cpu" for device in q.devices()):
+        raise ArgumentError(ON_THE_CPU)
     out, lse = _attend(entry, numbers, q, k, v, _seed(entry, seed), arrays)
     return (out, lse) if return_lse else out
 

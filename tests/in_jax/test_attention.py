@@ -198,6 +198,8 @@ def test_what_is_refused(call: Any, message: str, wrap: Any) -> None:
 def test_arrays_of_the_cpu_are_the_emulators_where_somebody_says_so(wrap: Any) -> None:
     with pytest.raises(Exception, match="arrays are on the CPU"):
         jax.block_until_ready(wrap(lambda *x: attention(CAUSAL, *x))(*rows()))
+    with pytest.raises(ArgumentError, match=r"^arrays are on the CPU"):  # which arrays that are not traced tell at once
+        attention(CAUSAL, *rows())
 
 
 def test_importing_flashgen_imports_no_jax() -> None:
