@@ -436,7 +436,9 @@ def plot(
         raise ArgumentError(f"--output {output} must end in {' or '.join(f'.{each}' for each in FORMATS)}")
     try:
         saved = parse_json(measured.read_bytes())
-    except (OSError, ValueError) as error:
+    except OSError as error:
+        raise ArgumentError(f"{measured} cannot be read: {error.strerror or error}") from None
+    except ValueError as error:
         raise ArgumentError(f"{measured} cannot be read as JSON: {error}") from None
     try:
         drawn = draw(saved, form)

@@ -94,6 +94,7 @@ def verify(
     shares nothing with the oracle. Each case follows from one number; what fails is made small, and printed with the
     command that runs it again.
     """
+    from flashgen.build.host import find_compiler
     from flashgen.cli.machine import engine_text, gpus
     from flashgen.verify import verify as verify_cases
 
@@ -101,6 +102,8 @@ def verify(
         note("no GPU here: the emulator runs the emitted CUDA on this CPU")
         emulate = True
     emulate = emulate or sanitize is not None
+    if emulate:
+        find_compiler()  # whose absence is this machine's and not each case's
     where = ("emulator" if emulate else engine_text(emulate), target, sanitize)
     note(f"engine: {', '.join(part for part in where if part)}")
     given = {"SPEC": bool(specs or options.given()), "--all": every, "--schedules": schedules > 1}

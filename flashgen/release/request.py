@@ -110,7 +110,9 @@ def _groups(path: Path) -> list[Any]:
         manifest = parse_json(text) if path.suffix == ".json" else tomllib.loads(text)
     except RecursionError:
         raise SpecError(f"the release manifest {path} cannot be read: it is nested too deep") from None
-    except (OSError, ValueError) as error:
+    except OSError as error:
+        raise SpecError(f"the release manifest {path} cannot be read: {error.strerror or error}") from error
+    except ValueError as error:
         raise SpecError(f"the release manifest {path} cannot be read: {error}") from error
     groups = manifest.get("kernels") if isinstance(manifest, dict) else None
     if not isinstance(groups, list) or not groups or list(manifest) != ["kernels"]:

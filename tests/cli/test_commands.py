@@ -365,6 +365,12 @@ def test_verify_under_a_sanitizer() -> None:
     assert "engine: emulator, address" in result.stderr and "FAILED" not in result.stdout
 
 
+def test_verify_without_a_compiler_is_an_error_and_no_failure_of_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "/no/such/compiler")
+    refused = invoke("verify", "full()", "--emulate", expect=2)
+    assert "error: CXX names '/no/such/compiler'" in refused.stderr and not refused.stdout
+
+
 def test_verify_exits_1_on_a_failure() -> None:
     refused = invoke("verify", "full()", "--dtype", "bfloat16", "--target", "sm_75", "--emulate", expect=1)
     assert "0 of 20 passed, 20 failed" in refused.stderr
