@@ -34,7 +34,7 @@ def _environment() -> Any:
         lstrip_blocks=True,
         autoescape=True,
     )
-    environment.filters |= {"thousands": lambda value: f"{value:,}".replace(",", " "), "si": si}
+    environment.filters |= {"thousands": thousands, "si": si}
     return environment
 
 
@@ -70,6 +70,11 @@ def rendered(template: str, **context: Any) -> str:
 def _embedded(data: Any) -> str:
     """JSON that may stand in a script element."""
     return json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
+
+
+def thousands(value: int) -> str:
+    """A number in groups of three digits, at whose gaps no line ends: 4 096."""
+    return f"{value:,}".replace(",", "\N{NO-BREAK SPACE}")
 
 
 def si(value: float) -> str:

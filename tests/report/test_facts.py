@@ -27,7 +27,7 @@ from flashgen.report import machine_code, measured
 from flashgen.report.elements import mixed_elements
 from flashgen.report.mathml import block, expression
 from flashgen.report.occupancy import occupancy
-from flashgen.report.page import si
+from flashgen.report.page import si, thousands
 from flashgen.report.roofline import Card, point
 from flashgen.report.shared_memory import constants_of, regions_of
 from flashgen.report.stages import definitions, steps_of
@@ -251,6 +251,10 @@ def test_a_point_below_the_roof() -> None:
     slow, fast = point(card, "a", 10**9, 10**9), point(card, "b", 10**12, 10**9, seconds=0.1)
     assert (slow.bound, slow.limit, slow.measured) == (1.0, "memory", None)
     assert (fast.bound, fast.limit, fast.measured) == (100, "products", 10.0)
+
+
+def test_no_line_ends_within_a_number() -> None:
+    assert [thousands(n) for n in (7, 4096, 35433480192)] == ["7", "4\xa0096", "35\xa0433\xa0480\xa0192"]
 
 
 def test_counting_instructions_of_sass_and_of_ptx() -> None:
