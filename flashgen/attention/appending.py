@@ -141,7 +141,8 @@ def _check(views: dict[str, View]) -> None:
         view = views[name]
         if len(view.shape) != 4 or view.dtype not in _DTYPES or view.dtype != views["k"].dtype:
             what = f"{name} is {view.dtype} {view.shape}"
-            raise ArgumentError(f"{what}; give 4 dimensions of one dtype, float16 or bfloat16")
+            axes = "(batch, new keys, heads_kv, dim)" if name.endswith("_new") else "(pages, page_size, heads_kv, dim)"
+            raise ArgumentError(f"{what}; give {axes}, all of one dtype, float16 or bfloat16")
         _check_rows(name, view)
     batch, tokens = views["k_new"].shape[:2]
     size = views["k"].shape[1]

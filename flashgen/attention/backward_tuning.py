@@ -37,9 +37,9 @@ def tune_backward(
     plans: to try, beside the default one; None is `backward_candidates` for the sizes. timer: as of `tune`.
     """
     tuned, spec = backward.choice.tuned, backward.spec
+    check_measures(backward.engine.measures, timer)
     if tuned is None:
         raise ArgumentError(GIVEN.format("backward_plan=..."))
-    check_measures(backward.engine.measures, timer)
     bench = Bench(spec, backward.engine, inputs, captures, timer, progress)
     with bench.on_the_inputs_stream():
         trials = _Trials(bench, forward, seed)

@@ -163,17 +163,18 @@ def checked_sequences(arrays: Mapping[str, Shaped]) -> int:
     if not 0 <= batch <= MOST_HEADS:
         raise ArgumentError(f"cu_seqlens_q is of {batch} sequences; give from 1 to {MOST_HEADS + 1} elements")
     if "page_table" not in arrays:  # whose keys lie in pages
-        _check_offsets("cu_seqlens_k", arrays["cu_seqlens_k"], batch + 1)
+        _check_offsets("cu_seqlens_k", arrays["cu_seqlens_k"], batch + 1, batch)
     if "seqused_k" in arrays:
-        _check_offsets("seqused_k", arrays["seqused_k"], batch)
+        _check_offsets("seqused_k", arrays["seqused_k"], batch, batch)
     return batch
 
 
-def _check_offsets(name: str, array: Shaped, elements: int | None = None) -> None:
-    """ArgumentError where an array of offsets or lengths is not of as many as there must be."""
+def _check_offsets(name: str, array: Shaped, elements: int | None = None, batch: int | None = None) -> None:
+    """ArgumentError where an array of offsets or lengths is not of as many as there must be; batch: of cu_seqlens_q."""
     if array.dtype != "int32" or len(array.shape) != 1 or (elements is not None and array.shape[0] != elements):
         wanted = "(sequences + 1,)" if elements is None else f"({elements},)"
-        raise ArgumentError(f"{name} is {array.dtype} {array.shape}; give int32 {wanted} on the device of q")
+        by = "" if batch is None else f"; cu_seqlens_q is of {batch} sequence{'' if batch == 1 else 's'}"
+        raise ArgumentError(f"{name} is {array.dtype} {array.shape}; give int32 {wanted} on the device of q{by}")
 
 
 def _check_side_by_side(name: str, view: View) -> None:

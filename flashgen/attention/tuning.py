@@ -47,9 +47,11 @@ def tune(
     emulator one must be given, as times there say nothing.
     """
     tuned, spec = forward.choice.tuned, forward.spec
+    if spec.of_cache:
+        raise ArgumentError("kernels over pages, or of 8-bit keys, are not tuned: the default plans are all")
+    check_measures(forward.engine.measures, timer)
     if tuned is None:
         raise ArgumentError(GIVEN.format("plan=..."))
-    check_measures(forward.engine.measures, timer)
     bench = Bench(spec, forward.engine, inputs, captures, timer, progress)
     trials = _Trials(bench, forward, seed)
     with bench.on_the_inputs_stream():
@@ -62,8 +64,6 @@ def tune(
                 f"{problem.len_q} queries over {problem.len_k} keys take the decode kernel, {decode}, which is not "
                 "tuned: tune the lengths that take the forward kernel"
             )
-        if spec.of_cache:
-            raise ArgumentError("kernels over pages, or of 8-bit keys, are not tuned: the default plans are all")
         key = forward.choice.key(problem, device)
         workload, target = workload_of(problem, key[0]), forward.kernel.target
         others = candidates(spec, target, workload) if plans is None else tuple(plans)

@@ -55,6 +55,8 @@ def flex_attention(
         raise ArgumentError(
             f"query has {query.shape[1]} heads and key {key.shape[1]}: say enable_gqa=True where each is for a group"
         )
+    if return_aux is not None and not hasattr(return_aux, "lse"):
+        raise ArgumentError(f"return_aux={return_aux!r}: give torch's AuxRequest, such as AuxRequest(lse=True)")
     if return_aux is not None and getattr(return_aux, "max_scores", False):
         raise ArgumentError("return_aux: max_scores are not computed; ask for lse alone")
     if torch.is_autocast_enabled(query.device.type):

@@ -151,6 +151,10 @@ def _made(
     sinks: tuple[str, int, bool] | None,
     page_size: int | None,
 ) -> AttentionSpec:
+    if dtype not in ("float16", "bfloat16"):
+        raise ArgumentError(
+            f"q is {dtype}; flashgen computes in float16 and bfloat16: convert it, or call under torch.autocast"
+        )
     score: Any = scores.softcap(cap) if cap else None
     if slopes is not None:
         slope = Captured("slopes", slopes[0], slopes[1], grad=slopes[2])

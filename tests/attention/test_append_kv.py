@@ -176,7 +176,10 @@ def test_an_access_outside_an_array_is_caught(
         ({"k": lambda a: a[:-1]}, r"v is .*; give .*, as of k"),
         ({"k": lambda a: a[:, :12], "v": lambda a: a[:, :12]}, "k has pages of 12 keys; give a power of 2"),
         ({"k_new": lambda a: a[:, :, :1], "v_new": lambda a: a[:, :, :1]}, "heads and dims must agree"),
-        ({"k_new": lambda a: a.astype(np.float32)}, "k_new is float32 .*; give 4 dimensions of one dtype"),
+        (
+            {"k_new": lambda a: a.astype(np.float32)},
+            r"k_new is float32 .*; give \(batch, new keys, heads_kv, dim\), all of one dtype",
+        ),
         ({"seqused_k": lambda a: a.astype(np.int64)}, "seqused_k is int64"),
         ({"page_table": lambda a: a[:1]}, "page_table is int32 .*; give int32 of batch 3"),
         ({"k_new": lambda a: a[..., 4:60], "v_new": lambda a: a[..., 4:60]}, "start at multiples of 16 bytes"),

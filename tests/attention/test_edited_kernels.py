@@ -15,6 +15,7 @@ from flashgen import attention, reference
 from flashgen.attention.callable import Attention
 from flashgen.attention.edit_matching import Emitted, edits_of
 from flashgen.attention.given_sources import texts_of
+from flashgen.attention.tuning import tune
 from flashgen.build import nvrtc
 from flashgen.build.cache import KernelCache
 from flashgen.codegen.mma_sync.forward_plans import ForwardPlan
@@ -171,7 +172,7 @@ def test_a_packed_or_tuned_kernel_does_not_take_its_place(tmp_path: Path) -> Non
     told_where = Attention(spec, SM_90A, Emulator(), tuned=KernelCache(tmp_path), edits=edits)
     assert told_where.forward.choice.tuned is None
     with pytest.raises(ArgumentError, match=r"compiled with plan=\.\.\. or source=\.\.\."):
-        edited.tune(None, None, None)
+        tune(edited.forward, (None, None, None), {}, timer=lambda *_given: [])
     keys = emitted.backward_sources
     of_backward = emulated(spec, target="sm_90a", source=next(iter(keys.values())) + "\n// read\n")
     assert of_backward.plan_for(**sizes).packed_heads == 4

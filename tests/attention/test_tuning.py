@@ -157,7 +157,7 @@ def test_who_compiles_takes_no_winner_on_the_emulator_or_with_a_plan(tmp_path: P
     given = Attention(SPEC, SM_80, Emulator(), plan=OTHER, tuned=KernelCache(tmp_path))
     assert given.plan_for(90, heads=2) == given.plan == OTHER
     with pytest.raises(ArgumentError, match="compiled with plan="):
-        given.tune(*inputs())
+        tuned(given)
 
 
 def test_a_call_asks_the_disk_once_for_each_class_of_lengths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -289,6 +289,16 @@ def test_dropout_and_wrong_arguments(tmp_path: Path) -> None:
 def test_the_emulator_is_not_timed(tmp_path: Path) -> None:
     with pytest.raises(LaunchError, match="emulator's times say nothing"):
         compiled(tmp_path).tune(*inputs())
+    with pytest.raises(LaunchError, match="emulator's times say nothing"):  # and no plan that was not given is blamed
+        fg.compile(SPEC, emulate=True).tune(*inputs())
+
+
+def test_pages_are_not_tuned() -> None:
+    table, used = np.zeros((2, 3), np.int32), np.ones(2, np.int32)
+    paged = fg.compile(fg.AttentionSpec(32, page_size=16), emulate=True)
+    q, pages = np.ones((2, 4, 1, 32), np.float16), np.ones((6, 16, 2, 32), np.float16)
+    with pytest.raises(ArgumentError, match="kernels over pages, or of 8-bit keys, are not tuned"):
+        paged.tune(q, pages, pages, page_table=table, seqused_k=used)
 
 
 def test_what_the_assembler_complains_of_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -186,6 +186,8 @@ def test_what_flex_attention_refuses() -> None:
         ours.flex_attention(q, q, q, block_mask=ours.create_block_mask(causal_mask, 1, 3, 24, 24))
     with pytest.raises(ArgumentError, match="enable_gqa"):
         ours.flex_attention(q, q[:, :1], q[:, :1])
+    with pytest.raises(ArgumentError, match=r"return_aux=True: give torch's AuxRequest"):
+        ours.flex_attention(q, q, q, return_aux=True)
 
 
 @pytest.mark.rotated(3)
@@ -221,6 +223,8 @@ def test_what_varlen_attention_refuses() -> None:
     q, cu = torch.zeros(24, 2, 32, dtype=torch.bfloat16), torch.tensor([0, 24])
     with pytest.raises(ArgumentError, match="packed tokens are"):
         ours.varlen_attention(q[None], q, q, cu, cu)
+    with pytest.raises(ArgumentError, match=r"q is float32; flashgen computes .* under torch\.autocast"):
+        ours.varlen_attention(q.float(), q.float(), q.float(), cu, cu)
     with pytest.raises(ArgumentError, match=r"window_size=5 must be \(left, right\)"):
         ours.varlen_attention(q, q, q, cu, cu, window_size=5)
     with pytest.raises(ArgumentError, match="cu_seqlens_q has shape"):
