@@ -14,7 +14,7 @@ from typer.core import TyperGroup
 
 from flashgen.cli import bench_tables
 from flashgen.cli.console import INTERRUPTED, Rows, note, paragraphs, print_json, progress
-from flashgen.cli.options import Json, Passes, SpecOptions, Specs, Target, with_spec_options
+from flashgen.cli.options import Json, Passes, SpecOptions, Specs, Target, with_spec_options_of
 from flashgen.cli.specs import load_spec
 from flashgen.cli.writing import writing
 from flashgen.errors import ArgumentError, LaunchError
@@ -83,7 +83,7 @@ Timed = Annotated[Passes, typer.Option("--pass", help="What is timed; both is on
 PEERS_HELP = 'Whom to measure beside, by commas; "" is nobody.'
 
 
-@with_spec_options
+@with_spec_options_of(dtype="bfloat16", head_dim="those of --head-dims")
 def speed(
     options: SpecOptions,
     specs: Specs = None,
@@ -139,7 +139,7 @@ def speed(
     report(measured, cells, bench_tables.speed([*ours, *beside]), output, json, bench.summary.speed)
 
 
-@with_spec_options
+@with_spec_options_of(dtype="bfloat16", head_dim="128")
 def gqa(
     options: SpecOptions,
     specs: Specs = None,
@@ -172,7 +172,7 @@ def gqa(
     report(rows, cells, bench_tables.grouped(["flashgen", *beside]), output, json, bench.summary.grouped)
 
 
-@with_spec_options
+@with_spec_options_of(dtype="bfloat16", head_dim="128")
 def decode(
     options: SpecOptions,
     specs: Specs = None,
@@ -288,7 +288,7 @@ def decode_size(text: str) -> bench_module.DecodeSize:
     return bench.DecodeSize(*given)
 
 
-@with_spec_options
+@with_spec_options_of(dtype="bfloat16", head_dim="128", layout="thd")
 def ragged(
     options: SpecOptions,
     specs: Specs = None,

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import inspect
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated, Any
@@ -33,6 +34,7 @@ def one_of(*words: str) -> Callable[[], list[str]]:
     return lambda: list(words)
 
 
+_NO_DEFAULTS: Mapping[str, str] = {}
 Spec = Annotated[str, typer.Argument(metavar="SPEC", help=SPEC_HELP)]
 Specs = Annotated[list[str] | None, typer.Argument(metavar="SPEC", help=SPEC_HELP)]
 Target = Annotated[
@@ -142,10 +144,16 @@ class SpecOptions:
         return SpecOptions(**(defaults | self.given()))
 
 
-def with_spec_options(command: Callable[..., Any]) -> Callable[..., Any]:
+def with_spec_options_of(**defaults: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """`with_spec_options` for a command that has defaults of its own, to be shown in its help, by field name."""
+    return functools.partial(with_spec_options, defaults=defaults)
+
+
+def with_spec_options(command: Callable[..., Any], defaults: Mapping[str, str] = _NO_DEFAULTS) -> Callable[..., Any]:
     """Gives a command the options of SpecOptions, which it receives as one keyword argument, `options`."""
     signature = inspect.signature(command, eval_str=True)
     hints = typing.get_type_hints(SpecOptions, include_extras=True)
+    hints |= {name: _shown(hints[name], default) for name, default in defaults.items()}
     added = [
         inspect.Parameter(
             field.name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=hints[field.name]
@@ -164,3 +172,11 @@ def with_spec_options(command: Callable[..., Any]) -> Callable[..., Any]:
     wrapper.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
     wrapper.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     return wrapper
+
+
+def _shown(hint: Any, default: str) -> Any:
+    """The type of an option whose help shows another default."""
+    kind, option = typing.get_args(hint)
+    option = copy.copy(option)
+    option.show_default = default
+    return Annotated[kind, option]

@@ -11,7 +11,7 @@ import typer
 from flashgen.cli import arrays
 from flashgen.cli.console import fail, note, print_json
 from flashgen.cli.machine import engine_text, gpus
-from flashgen.cli.options import Emulate, Json, Seed, Spec, SpecOptions, Target, with_spec_options
+from flashgen.cli.options import Emulate, Json, Seed, Spec, SpecOptions, Target, with_spec_options_of
 from flashgen.cli.specs import is_complete, load_spec
 from flashgen.errors import ArgumentError, LaunchError
 
@@ -33,7 +33,7 @@ _RAGGED, _PAGES, _SCALES = (
 )
 
 
-@with_spec_options
+@with_spec_options_of(dtype="that of q", head_dim="that of q", value_dim="that of v")
 def run(
     spec: Spec,
     input: Annotated[

@@ -44,6 +44,21 @@ def test_help_says_what_a_command_is_for(command: str) -> None:
     assert "Usage" in invoke(command, "--help").output
 
 
+@pytest.mark.parametrize(
+    ("command", "dtype", "head_dim", "layout"),
+    [
+        ("show", "float16", "64", "bhsd"),
+        ("run", "that of q", "that of q", "bhsd"),
+        ("bench ragged", "bfloat16", "128", "thd"),
+    ],
+)
+def test_help_tells_the_defaults_of_its_own_command(command: str, dtype: str, head_dim: str, layout: str) -> None:
+    shown = CliRunner().invoke(app, [*command.split(), "--help"], env={"COLUMNS": "200"}).stdout
+    for option, default in (("--dtype", dtype), ("--head-dim", head_dim), ("--layout", layout)):
+        found = re.search(rf"{option}\s+<str>|{option}\s+<int>", shown)
+        assert found and shown[shown.index("[default: ", found.end()) :].startswith(f"[default: ({default})]"), option
+
+
 def test_version() -> None:
     assert re.fullmatch(r"flashgen \d+\.\d+\.\d+\S*\n", invoke("--version").output)
 
