@@ -243,6 +243,8 @@ def _is_zero(value: Any) -> bool:
 
 
 def _shown(value: Any) -> str:
+    if isinstance(value, BoundTensor):
+        return f"Tensor({value.name!r}, {value.capture.dtype!r}, ndim={value.ndim})"
     return repr(value)
 
 

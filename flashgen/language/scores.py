@@ -7,7 +7,9 @@ from typing import Any
 
 from flashgen.errors import SpecError
 from flashgen.language import functions as f
+from flashgen.language.bound import is_array
 from flashgen.language.captures import Scalar, Tensor
+from flashgen.language.closures import BoundTensor
 from flashgen.language.modifiers import Score, trace_score
 from flashgen.language.trace import Traced
 
@@ -18,23 +20,24 @@ __all__ = ["alibi", "relative_bias", "softcap"]
 EXAMPLES = ("alibi(8)", "softcap(30)", "relative_bias('table', 128)")
 
 
-def alibi(slopes: int | Tensor | str) -> Score:
+def alibi(slopes: Any) -> Score:
     """score + slope(h) · (k - q): attention with linear biases (Press et al., arXiv:2108.12409).
 
-    slopes: the number of heads, for slope(h) = 2^(-8(h + 1)/heads), computed in the kernel; or a floating Tensor of
-    ndim 1 (heads) or 2 (batch, heads), or its name for Tensor(name, "float32", ndim=1).
+    slopes: the number of heads, for slope(h) = 2^(-8(h + 1)/heads), computed in the kernel; or an array of floats,
+    (heads,) or (batch, heads), which need not be given at the call; or a floating Tensor of ndim 1 or 2, or its name
+    for Tensor(name, "float32", ndim=1).
 
     k - q takes each position in its own sequence. Where len_q != len_k and the queries are the last ones, that is
     slope·(len_k - len_q) more than the distance: the same for a whole row, so the output is the same, and the LSE is
     larger by it.
     """
-    table = Tensor(slopes, "float32", 1) if isinstance(slopes, str) else slopes
+    table = _tensor(slopes, "slopes", 1)
     if isinstance(table, Tensor):
         if table.ndim > 2 or table.capture.kind != "float":
             raise SpecError(f"alibi: slopes={table!r} must be a floating Tensor of ndim 1 (heads) or 2 (batch, heads)")
     elif isinstance(table, bool) or not hasattr(table, "__index__") or int(table) < 1:
         raise SpecError(
-            f"alibi: slopes={slopes!r} must be the number of heads (an integer >= 1), or a Tensor of slopes"
+            f"alibi: slopes={slopes!r} must be the number of heads (an integer >= 1), an array or a Tensor of slopes"
         )
 
     def biased(score: Any, b: Any, h: Any, q: Any, k: Any) -> Traced:
@@ -63,19 +66,18 @@ def softcap(cap: float | Scalar, precision: str = "fast") -> Score:
     return trace_score(lambda score, b, h, q, k: cap * f.tanh(score / cap, precision), f"softcap({shown})")
 
 
-def relative_bias(table: Tensor | str, max_distance: int | Scalar) -> Score:
+def relative_bias(table: Any, max_distance: int | Scalar) -> Score:
     """score + table[h, clamp(k - q, -D, D) + D] with D = max_distance: a learned bias of each relative position.
 
-    table: a floating Tensor of shape (heads, 2·D + 1), or (2·D + 1) shared by all heads, or its name for
-    Tensor(name, "float32", ndim=2). Entry D is k == q, entry 0 is k <= q - D, entry 2·D is k >= q + D. Each
-    position counts in its own sequence.
+    table: an array of floats of shape (heads, 2·D + 1), or (2·D + 1) shared by all heads, which need not be given at
+    the call; or a floating Tensor, or its name for Tensor(name, "float32", ndim=2). Entry D is k == q, entry 0 is
+    k <= q - D, entry 2·D is k >= q + D. Each position counts in its own sequence.
     """
-    if isinstance(table, str):
-        table = Tensor(table, "float32", 2)
+    table = _tensor(table, "table", 2)
     if not isinstance(table, Tensor) or table.ndim > 2 or table.capture.kind != "float":
         raise SpecError(
             f"relative_bias: table={table!r} must be a floating Tensor of shape (heads, 2*max_distance + 1) or "
-            "(2*max_distance + 1), or its name"
+            "(2*max_distance + 1), an array, or its name"
         )
     distance = max_distance if isinstance(max_distance, Scalar) and max_distance.kind == "int" else _whole(max_distance)
 
@@ -84,6 +86,13 @@ def relative_bias(table: Tensor | str, max_distance: int | Scalar) -> Score:
         return score + (table[entry] if table.ndim == 1 else table[h, entry])
 
     return trace_score(biased, f"relative_bias({_table_shown(table, 2)}, {distance!r})")
+
+
+def _tensor(value: Any, hint: str, ndim: int) -> Any:
+    """The Tensor of a name, what stands for an array, or the value itself."""
+    if isinstance(value, str):
+        return Tensor(value, "float32", ndim)
+    return BoundTensor(value, hint) if is_array(value) and value.ndim else value
 
 
 def _positive(value: Any, argument: str) -> float:
@@ -104,5 +113,7 @@ def _whole(value: Any) -> int:
 
 
 def _table_shown(table: Tensor, ndim: int) -> str:
+    if isinstance(table, BoundTensor):
+        return repr(table.name)
     plain = repr(table) == repr(Tensor(table.name, "float32", ndim))
     return repr(table.name) if plain else repr(table)

@@ -26,7 +26,13 @@ def tree_bits(parents: Any) -> np.ndarray[Any, np.dtype[np.int32]]:
 
     Raises SpecError where a parent does not stand before its token.
     """
-    given = np.asarray(parents)
+    try:
+        given = np.asarray(parents)
+    except ValueError as error:  # rows of different lengths
+        raise SpecError(
+            "tree_bits: parents must be as many for each sequence: fill shorter drafts up with -1, tokens that nobody "
+            "follows"
+        ) from error
     if given.dtype.kind not in "iu" or not 1 <= given.ndim <= 2:
         what = f"tree_bits: parents of {given.dtype} {given.shape}"
         raise SpecError(f"{what} must be integers, (tokens,) or (batch, tokens)")

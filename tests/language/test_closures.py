@@ -97,6 +97,24 @@ def test_wherever_a_function_has_an_array_from(mask: Any, name: str) -> None:
     assert np.array_equal(of_mask(traced), SAME)
 
 
+@pytest.mark.parametrize(
+    ("made", "declared", "array"),
+    [
+        (fg.prefix_lm, fg.prefix_lm(fg.Tensor("prefix", "int32", 1)), np.array([3, 9])),
+        (fg.alibi, fg.alibi("slopes"), np.array([0.5, 0.25])),
+        (fg.alibi, fg.alibi(fg.Tensor("slopes", "float32", 2)), np.array([[0.5, 0.25]])),
+        (lambda x: fg.relative_bias(x, 3), fg.relative_bias("table", 3), np.zeros((2, 7))),
+        (lambda x: fg.relative_bias(x, 3), fg.relative_bias(fg.Tensor("table", "float16", 1), 3), np.zeros(7, "f2")),
+        (fg.tree, fg.tree("bits"), np.zeros((2, 3, 1), np.int32)),
+    ],
+)
+def test_named_variants_take_arrays_as_they_take_tensors(made: Any, declared: Any, array: np.ndarray) -> None:
+    given = made(array)
+    assert given.expression == declared.expression
+    ((name, bound),) = given.bound.items()
+    assert np.array_equal(bound.on_host(), array) and [capture.name for capture in declared.captures] == [name]
+
+
 def test_other_arrays_of_one_name_get_names_of_their_own() -> None:
     other = np.arange(LENGTH) // 6
     for mask in (

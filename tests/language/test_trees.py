@@ -47,3 +47,8 @@ def test_parents_are_integers_of_tokens(parents: Any) -> None:
 def test_bits_are_words_of_queries(bits: fg.Tensor) -> None:
     with pytest.raises(SpecError, match="must be an int32 Tensor of ndim 2"):
         fg.tree(bits)
+
+
+def test_drafts_of_other_lengths_are_filled_up() -> None:
+    with pytest.raises(SpecError, match="parents must be as many for each sequence: fill shorter drafts up"):
+        fg.tree_bits([[-1, 0], [-1]])
