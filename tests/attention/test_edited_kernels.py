@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +21,7 @@ from flashgen.build import nvrtc
 from flashgen.build.cache import KernelCache
 from flashgen.codegen.mma_sync.forward_plans import ForwardPlan
 from flashgen.codegen.targets import target_named
-from flashgen.errors import ArgumentError, BuildError
+from flashgen.errors import ArgumentError, BuildError, LaunchError
 from flashgen.launch.engines import Emulator
 from flashgen.verify.check import judged
 from flashgen.verify.problems import Shape, random_inputs
@@ -65,6 +66,28 @@ def test_an_edited_forward_runs(target: str) -> None:
     assert (edited.plan, edited.kernels[0].layout) == (emitted.plan, emitted.kernels[0].layout)
     assert_computes(edited, STRICT)
     assert_computes(emitted, CAUSAL)
+
+
+@pytest.mark.parametrize("sanitize", [None, "address"])
+def test_a_kernel_that_prints_and_asserts_runs_as_it_compiles_for_a_gpu(sanitize: Any, capfd: Any) -> None:
+    """Neither needs an include: what one adds first to see what a kernel does."""
+    emitted, store = emulated().source, '\nextern "C" __global__'
+    begin = emitted.index("{", emitted.index(store)) + 1
+    looks = ' if (threadIdx.x == 0) printf("block %d of %g\\n", (int)blockIdx.x, 0.5);\n  assert(threadIdx.x < {});'
+    q = np.ones((1, 1, 140, 64), np.float16)
+    for most, holds in ((1024, True), (64, False)):
+        edited = emitted[:begin] + looks.replace("{}", str(most)) + emitted[begin:]
+        compiled = emulated(source=edited, sanitize=sanitize)
+        if nvrtc.is_available() and holds:
+            assert compiled.resources.spill_stores == 0
+        if holds:
+            compiled(q, q, q)
+            ctypes.CDLL(None).fflush(None)
+            printed = capfd.readouterr().out
+            assert sanitize or sorted(printed.splitlines()) == ["block 0 of 0.5", "block 1 of 0.5"]
+        else:
+            with pytest.raises(LaunchError, match=r"kernel\.cu:\d+: assert\(threadIdx\.x < 64\) does not hold"):
+                compiled(q, q, q)
 
 
 def test_an_edited_kernel_of_the_backward_runs() -> None:
