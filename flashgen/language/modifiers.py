@@ -193,7 +193,8 @@ def as_mask(value: Any, argument: str = "mask") -> Mask:
         shape = tuple(value.shape)
         raise SpecError(f"{argument} is an array {shape}: read it in a function, lambda b, h, q, k: array[q, k]")
     if isinstance(value, Traced) or not callable(value):
-        raise SpecError(f"{argument}={value!r} must be a mask such as causal(), or a function f(b, h, q, k)")
+        parsed = "; flashgen.parse_mask reads one of a text" if isinstance(value, str) else ""
+        raise SpecError(f"{argument}={value!r} must be a mask such as causal(), or a function f(b, h, q, k){parsed}")
     return trace_mask(value)
 
 
@@ -204,7 +205,10 @@ def as_score(value: Any, argument: str = "score") -> Score:
     if isinstance(value, Mask):
         raise SpecError(f"{argument}={value!r} is a mask: give it as mask=")
     if isinstance(value, Traced) or not callable(value):
-        raise SpecError(f"{argument}={value!r} must be a score such as softcap(30), or a function f(score, b, h, q, k)")
+        parsed = "; flashgen.parse_score reads one of a text" if isinstance(value, str) else ""
+        raise SpecError(
+            f"{argument}={value!r} must be a score such as softcap(30), or a function f(score, b, h, q, k){parsed}"
+        )
     return trace_score(value)
 
 

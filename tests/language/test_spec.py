@@ -92,7 +92,9 @@ def test_dtypes_by_every_name():
     ({"score": fg.softcap}, r"score 'softcap' is no score but makes them: call it, softcap\(\.\.\.\)"),
     ({"mask": np.ones((4, 4), bool)}, r"mask is an array \(4, 4\): read it in a function, lambda b, h, q, k: array\["),
     ({"dropout": 0.999}, "dropout"), ({"dropout": math.nan}, "dropout"), ({"dropout": False}, "dropout"),
-    ({"mask": "causal()"}, "mask='causal\\(\\)' must be a mask"), ({"mask": fg.softcap(3)}, "give it as score="),
+    ({"mask": "causal()"}, "must be a mask .*; flashgen.parse_mask reads one of a text"),
+    ({"score": "softcap(3)"}, "must be a score .*; flashgen.parse_score reads one of a text"),
+    ({"mask": fg.softcap(3)}, "give it as score="),
     ({"score": fg.causal()}, "give it as mask="), ({"score": 3}, "score=3 must be a score"),
     ({"mask": True}, "mask=True"),
 ])  # fmt: skip
