@@ -112,6 +112,7 @@ def run(
     elif is_transforming():
         operator = transformed
     elif torch._C._len_torch_dispatch_stack() or not _all_plain(q, k, v, arrays):
+        check_tensors(q=q, k=k, v=v)
         operator = torch.ops.flashgen.forward
     elif torch.is_grad_enabled() and _wants_gradients(q, k, v, arrays):
         apply = _apply_with_lse if return_lse else _apply

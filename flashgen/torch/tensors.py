@@ -31,12 +31,18 @@ def dtype_of(tensor: Tensor) -> str:
 
 
 def check_tensors(**given: Any) -> None:
-    """ArgumentError for what is no tensor of torch: an array of NumPy, a list, None."""
+    """ArgumentError for what is no tensor of torch (an array of NumPy, a list, None), and for one that is not dense."""
     for name, value in given.items():
         if not isinstance(value, torch.Tensor):
             raise ArgumentError(
                 f"{name} of type {type(value).__name__} is no tensor of torch: torch.from_numpy makes one of NumPy's "
                 "arrays, which flashgen.compile(spec) takes as they are"
+            )
+        if value.is_nested or value.layout != torch.strided:
+            kind = "nested" if value.is_nested else f"of layout {value.layout}"
+            raise ArgumentError(
+                f"{name} is {kind}: give a dense tensor; of sequences of several lengths packed ones, to "
+                "flashgen.torch.varlen_attention or a spec of layout 'thd'"
             )
 
 

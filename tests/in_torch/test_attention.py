@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -247,6 +248,17 @@ def test_arrays_that_are_no_tensors(qkv: Any) -> None:
     }.items():
         with pytest.raises(ArgumentError, match=f"^{name} of type .* is no tensor of torch: torch.from_numpy"):
             call()
+
+
+def test_tensors_that_are_not_dense_are_refused_by_name(qkv: Any) -> None:
+    q, k, v = (x.detach() for x in qkv)
+    several = torch.nested.nested_tensor([q[0].transpose(0, 1), q[0, :, :9].transpose(0, 1)], layout=torch.jagged)
+    jagged = several.transpose(1, 2)
+    for call in (partial(attention, CAUSAL), ours.scaled_dot_product_attention, ours.flex_attention):
+        with pytest.raises(ArgumentError, match=r"is nested: give a dense tensor; .*\.varlen_attention"):
+            call(jagged, jagged, jagged)
+    with pytest.raises(ArgumentError, match=r"key is of layout torch\.sparse_coo: give a dense tensor"):
+        ours.scaled_dot_product_attention(q, k.to_sparse(), v)
 
 
 def test_specs_that_are_none(qkv: Any) -> None:
