@@ -78,6 +78,5 @@ class SeparateArrays:
     def take(self, taken: dict[str, Any], stream: int) -> None:
         """As of any workspace."""
         for name, each in self._memory.items():
-            dtype = numpy_dtype(each.dtype)
-            filled = np.full(math.prod(each.shape) * dtype.itemsize, 0 if each.zeroed else 0xFF, np.uint8)
-            taken[name] = filled.view(dtype).reshape(each.shape)
+            taken[name] = np.empty(each.shape, numpy_dtype(each.dtype))
+            taken[name].reshape(-1).view(np.uint8).fill(0 if each.zeroed else 0xFF)

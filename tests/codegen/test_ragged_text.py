@@ -14,7 +14,7 @@ from flashgen.codegen.hopper.plans import HopperPlan
 from flashgen.codegen.ragged import slots
 from flashgen.codegen.rendered_kernel import RenderedKernel
 from flashgen.codegen.sizes import NAMED_SIZES, Sizes
-from flashgen.codegen.stages import kernels_of
+from flashgen.codegen.stages import backward_kernels, kernels_of
 from flashgen.codegen.targets import TARGETS
 from flashgen.errors import UnsupportedError
 from flashgen.verify import variants
@@ -28,11 +28,17 @@ LONGEST_FILE = 90  # lines of code more than the same kernel of batches of one l
 
 
 def both(number: int, target: str) -> list[tuple[RenderedKernel, RenderedKernel]]:
-    """Every kernel of a variant, ragged and not."""
+    """Every kernel of a variant, ragged and not, of the same plans: blocks of ragged batches take no turns."""
     dim, deterministic = (64, 128, 40, 256)[number % 4], number % 2 == 1
-    specs = [spec_of(variants()[number], dim, "float16", layout) for layout in ("thd", "bshd")]
-    passes = ("forward", "backward")
-    ragged, plain = (kernels_of(spec, TARGETS[target], passes, deterministic=deterministic) for spec in specs)
+    found = []
+    for layout in ("thd", "bshd"):
+        spec = spec_of(variants()[number], dim, "float16", layout)
+        kernels = dict(kernels_of(spec, TARGETS[target]))
+        plan = found[0]["keys"].plan if found else None
+        for role, kernel in backward_kernels(spec, TARGETS[target], deterministic, plan=plan).items():
+            kernels[f"backward_{role}" if role in kernels else role] = kernel
+        found.append(kernels)
+    ragged, plain = found
     assert ragged.keys() == plain.keys()
     return [(ragged[role], plain[role]) for role in ragged if not role.startswith("d_")]
 

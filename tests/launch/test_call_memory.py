@@ -106,3 +106,5 @@ def test_the_emulator_has_an_array_for_each() -> None:
         name: (each.shape, each.dtype) for name, each in ARRAYS.items()
     }
     assert not taken["sums"].any() and all(array.base is None for array in taken.values())
+    unwritten = [array for name, array in taken.items() if not ARRAYS[name].zeroed]
+    assert unwritten and all((array.reshape(-1).view(np.uint8) == 0xFF).all() for array in unwritten)

@@ -124,7 +124,11 @@ def test_threshold(p, expected):
 
 @given(st.floats(0, 0.998))
 def test_threshold_is_the_specs(p):
-    assert threshold(p) == AttentionSpec(head_dim=8, dropout=p).keep_threshold
+    if p and threshold(p) == 256:
+        with pytest.raises(SpecError, match="would drop nothing"):
+            AttentionSpec(head_dim=8, dropout=p)
+    else:
+        assert threshold(p) == AttentionSpec(head_dim=8, dropout=p).keep_threshold
 
 
 @pytest.mark.parametrize("p", [-0.01, 0.999, 1.0, 1.5, float("nan"), float("inf")])

@@ -26,7 +26,7 @@ from flashgen.torch.context_parallel.replicated import replicated
 from flashgen.torch.context_parallel.rerouting import rerouted, returned, route
 from flashgen.torch.functional import is_deterministic
 from flashgen.torch.table import is_emulated, outside_of_graphs, registered
-from flashgen.torch.tensors import Tensor, bound_tensor, check_call
+from flashgen.torch.tensors import Tensor, bound_tensor, check_call, check_tensors
 
 _SEEDS = 2**62
 _MOST_CALLS, _MOST_PLANS = 256, 64  # remembered of a group, and by captured numbers of calls of a kind
@@ -82,6 +82,11 @@ def attention(
         raise ArgumentError(f"scheme={scheme!r} must be one of {', '.join(SCHEMES)}")
     if spec.is_ragged or spec.page_size:
         spec.shard()  # says why it has none
+    if spec.kv_dtype:
+        raise ArgumentError(
+            f"kv_dtype={spec.kv_dtype!r} is not supported on several ranks: give k and v in {spec.dtype}"
+        )
+    check_tensors(q=q, k=k, v=v)
     q, k, v, group, put_together = taken_apart(spec, q, k, v, group)
     emulate, ranks = is_emulated(emulate), ranks_of(group, scheme)
     entry = registered(spec, emulate=emulate)

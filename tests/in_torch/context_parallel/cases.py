@@ -447,7 +447,10 @@ def refused(how: dict[str, Any]) -> str:
         how["shards"] = torch.arange(q.shape[2], device=device())
     if how.get("group") == "mesh":
         how["group"] = init_device_mesh(device().type, (dist.get_world_size(), 1), mesh_dim_names=("a", "b"))
-    spec = fg.AttentionSpec(32, "bfloat16", layout="thd") if how.pop("ragged", False) else problem.spec
+    if how.pop("listed", False):
+        q = q.tolist()
+    declared = how.pop("declared", None)
+    spec = fg.AttentionSpec(32, "bfloat16", **declared) if declared else problem.spec
     try:
         attention(spec, q, k, v, emulate=not on_gpu(), **how)
     except FlashgenError as error:
