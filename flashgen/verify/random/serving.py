@@ -93,14 +93,17 @@ class Cached(Sample):
         return {"page_table": table, "seqused_k": np.array(self.lengths, np.int32)}
 
     def _in_pages(self, array: Array) -> Array:
-        """k or v in pages; whatever is no key of a sequence has all bits set, which is NaN but for int8."""
+        """k or v in pages; whatever is no key of a sequence is NaN but for int8: it has all bits set but the sign's.
+
+        With that, too, the emulator would take what TMA brings of it for shared memory that nobody has written.
+        """
         size, table = self.spec.page_size, self._where["page_table"]
         if size is None:
             return array
         rows = array.swapaxes(1, 2) if self.spec.layout == "bhsd" else array
         count = _SPARE + sum(-(-length // size) for length in self.lengths)
         pages = np.empty((count, size, *rows.shape[2:]), array.dtype)
-        pages.view(np.uint8 if array.itemsize == 1 else np.uint16)[...] = -1 % 2 ** (8 * array.itemsize)
+        pages.view(np.uint8 if array.itemsize == 1 else np.uint16)[...] = 2 ** (8 * array.itemsize - 1) - 1
         for b, length in enumerate(self.lengths):
             for number, begin in enumerate(range(0, length, size)):
                 part = rows[b, begin : min(begin + size, length)]
