@@ -177,7 +177,8 @@ def prepare(
         "lanes": lanes,
         "deterministic": deterministic,
         "dq_apart": dq_apart or in_turns,
-        "in_turns": plan.tile_q if in_turns else 0,
+        "in_turns": in_turns,
+        "tile": plan.tile_q,
     }
     context |= ragged_context(spec, "BackwardPrepareArguments", layout, plan.tile_q, "kRowMultiple")
     memory = [Workspace("statistics", rows_shape(spec, rows, 2), "float32")]
