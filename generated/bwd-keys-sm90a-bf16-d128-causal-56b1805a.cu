@@ -1,19 +1,23 @@
 // flashgen: attention backward, keys, bf16-d128-causal-56b1805a
-// dK and dV, and shares of dQ; a block walks the queries of a tile of keys
+// dK and dV, and dQ; a block walks the queries of a tile of keys
 //
 // mask     causal()
 // score    none; scale 0.0883883476
 // dropout  0
 // dims     head 128, value 128; bfloat16, accumulated in float32
 // target   sm_90a, family hopper
-// plan     64 queries x 128 keys, 2 warpgroups of 240 registers, the next scores early, 3 stages of Q and dO, 231040 bytes of shared memory
+// plan     64 queries x 128 keys, 2 warpgroups of 232 registers, the next scores early, 3 stages of Q and dO, 231136 bytes of shared memory
 // FLOPs    1280 * batch * heads_q * len_q * len_k * (share of tiles visited)
-// HBM      1544 * batch * heads_q * len_q + 1024 * batch * heads_kv * len_k bytes, at least
+// HBM      1800 * batch * heads_q * len_q + 1024 * batch * heads_kv * len_k bytes, at least
 //
-// Grid: one block per (tile of keys, head of K and V, batch). Made by
+// Grid: one block per multiprocessor, one after the other (tile of keys, head of K and V, batch). Made by
 //   flashgen show --pass backward --kernel keys --target sm_90a '{"dropout":0.0,"dtype":"bfloat16","head_dim":128,"layout":"bhsd","mask":{"expression":["LessEqual","k",["Add","q",["Sub","len_k","len_q"]]],"name":"causal()"},"scale":0.08838834764831843,"score":null,"value_dim":128,"version":1}'
 
 using Element = unsigned short;   // the bits of a bfloat16
+
+struct Strides {   // in elements
+  long long batch, head, row;
+};
 
 struct alignas(64) TensorMap {   // a CUtensorMap: what the copy engine knows of an array
   unsigned long long words[16];
@@ -28,6 +32,16 @@ struct BackwardKeysArguments {
   TensorMap dv_map;
   const float* statistics;   // (batch, heads_q, rows, 2): LSE to the base 2, and D
   float* dq_sums;   // (batch, heads_q, rows, padded head_dim), in an order of its own
+  unsigned* dq_turns;   // (batch, heads_q, rows / tile): who adds to a tile of dq_sums next
+  unsigned* dq_added;   // (batch, heads_q): how many have added all to a head's dq_sums
+  unsigned* dq_next;   // (1): which rows of dq nobody makes yet of its sums
+  Element* dq;
+  unsigned* next_tile;   // of all tiles of keys the next that no block has: 0, before and after
+  Strides dq_strides;
+  int tiles;   // of keys, of all heads and batches
+  int tiles_k;   // of them those of a head
+  int heads;   // of a batch that have blocks of their own: of K and V, or query heads
+  int batch;
   int heads_q;
   int heads_per_kv;
   int len_q;
@@ -58,6 +72,8 @@ constexpr float kLseRounding = 2.38418579e-07f;   // 2^-22: of an LSE's magnitud
 constexpr int kGradientRowParts = kTileQ / 64;
 constexpr int kGradientColumnParts = kConsumers / kGradientRowParts;
 constexpr int kGradientColumns = kHeadDimPadded / kGradientColumnParts;
+constexpr int kAdders = 1;   // threads that add up dQ
+constexpr int kHeadDim = 128;
 
 // Shared memory, in bytes: K and V; the stages of Q, of dO and of the rows' statistics; the stages of dS; dQ; the barriers. dK
 // and dV take over K and V. A tile is panels of columns side by side, as wide as TMA swizzles them: 16-byte chunks of a row
@@ -79,7 +95,7 @@ constexpr int kScoreOffset = kOutputOffset + kStages * kOutputBytes;
 constexpr int kStatisticsOffset = kScoreOffset + kScoreStages * kScoreBytes;
 constexpr int kGradientOffset = kStatisticsOffset + kStages * kStatisticsBytes;
 constexpr int kBarrierOffset = kGradientOffset + kGradientBytes;
-static_assert(kBarrierOffset + (4 * kStages + 2 * kScoreStages) * 8 <= 231040, "the plan's shared memory");
+constexpr int kWorkOffset = kBarrierOffset + (4 * kStages + 2 * kScoreStages + 8) * 8;
 static_assert(kGradientColumns % kHeadPanel == 0, "whole panels of dQ's columns");
 
 // ---- Primitives -----------------------------------------------------------------------------------------------------
@@ -87,6 +103,22 @@ static_assert(kGradientColumns % kHeadPanel == 0, "whole panels of dQ's columns"
 #ifndef FLASHGEN_EMULATOR   // the emulator brings its own
 
 extern __shared__ __align__(1024) unsigned char shared_memory[];
+
+// Waits until so many have counted what they added, which this thread then sees.
+__device__ __forceinline__ void await_added(const unsigned* count, unsigned wanted) {
+  unsigned seen;
+  for (;; __nanosleep(200)) {
+    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(seen) : "l"(count) : "memory");
+    if (seen >= wanted) return;
+  }
+}
+
+// Waits until those have had their turn who come before `turn`. What this thread adds in bulk from now on comes after theirs.
+__device__ __forceinline__ void await_turn(const unsigned* place, unsigned turn) {
+  unsigned next;
+  do asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(next) : "l"(place) : "memory"); while (next < turn);
+  asm volatile("fence.proxy.async.global;" ::: "memory");
+}
 
 // Closes the group of stores from shared memory that this thread has started since the last commit.
 __device__ __forceinline__ void bulk_commit() {
@@ -105,10 +137,23 @@ __device__ __forceinline__ void bulk_reduce_add(float* sums, unsigned source, un
                :: "l"(sums), "r"(source), "r"(bytes) : "memory");
 }
 
+// Starts copying a run of bytes, a multiple of 16, from shared to global memory.
+__device__ __forceinline__ void bulk_store(void* destination, unsigned source, unsigned bytes) {
+  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;"
+               :: "l"(destination), "r"(source), "r"(bytes) : "memory");
+}
+
 // Waits until at most kPending of this thread's groups of stores have still to read shared memory.
 template <int kPending>
 __device__ __forceinline__ void bulk_wait_read() {
   asm volatile("cp.async.bulk.wait_group.read %0;" :: "n"(kPending) : "memory");
+}
+
+// Waits until what this thread adds in bulk is added, and counts that it is.
+__device__ __forceinline__ void count_added(unsigned* count) {
+  asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
+  asm volatile("fence.proxy.async.global;" ::: "memory");
+  asm volatile("red.release.gpu.global.add.u32 [%0], 1;" :: "l"(count) : "memory");
 }
 
 // True in one lane of the warp.
@@ -116,6 +161,13 @@ __device__ __forceinline__ bool elect_one() {
   unsigned elected;
   asm volatile("{\n\t.reg .pred p;\n\telect.sync _|p, 0xffffffff;\n\tselp.u32 %0, 1, 0, p;\n\t}" : "=r"(elected));
   return elected;
+}
+
+// Waits until what this thread adds in bulk is added, and says that its turn is over.
+__device__ __forceinline__ void end_turn(unsigned* place, unsigned turn) {
+  asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
+  asm volatile("fence.proxy.async.global;" ::: "memory");
+  asm volatile("st.release.gpu.global.u32 [%0], %1;" :: "l"(place), "r"(turn + 1) : "memory");
 }
 
 // 2 to the power of x, by the special-function unit.
@@ -128,6 +180,14 @@ __device__ __forceinline__ float exp2_approx(float x) {
 // Shows what this thread has written to shared memory to the copy engine and the tensor cores.
 __device__ __forceinline__ void fence_async_shared() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+// Whether those who come before `turn` have had theirs. What this thread adds in bulk from then on comes after theirs.
+__device__ __forceinline__ bool had_turn(const unsigned* place, unsigned turn) {
+  unsigned next;
+  asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(next) : "l"(place) : "memory");
+  asm volatile("fence.proxy.async.global;" ::: "memory");
+  return next >= turn;
 }
 
 __device__ __forceinline__ void mbarrier_arrive(unsigned barrier) {
@@ -317,8 +377,24 @@ __device__ __forceinline__ unsigned long long matrix_descriptor(unsigned address
          static_cast<unsigned long long>(stride_bytes >> 4) << 32 | kMode << 62;
 }
 
+// Four lanes transpose what they hold: of lane i's values, the j-th goes to lane j, as its i-th.
+__device__ __forceinline__ void quad_transpose(unsigned (&values)[4]) {
+#pragma unroll
+  for (int distance = 1; distance < 4; distance *= 2) {
+    const bool upper = threadIdx.x & distance;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      if (i & distance) continue;
+      const unsigned other = __shfl_xor_sync(0xffffffffu, upper ? values[i] : values[i + distance], distance);
+      (upper ? values[i] : values[i + distance]) = other;
+    }
+  }
+}
+
 // Barriers in shared memory: Q has landed in a stage, every warp is done with it; the same for dO; and for dS, which the
-// warps write. The uses of the stages are numbered, a step each.
+// warps write, and
+// for dQ. The uses of the stages are numbered, a step each,
+// of all works that a block has in turn; and the works are.
 struct Barriers {
   unsigned first;
 
@@ -330,6 +406,11 @@ struct Barriers {
     return first + kStages * 32 + use % kScoreStages * 16;
   }
   __device__ __forceinline__ unsigned scores_empty(int use) const { return scores_full(use) + 8; }
+  __device__ __forceinline__ unsigned gradients_empty() const { return first + kStages * 32 + kScoreStages * 16; }
+  __device__ __forceinline__ unsigned gradients_full(int use) const { return gradients_empty() + 8 + use % 2 * 8; }
+  __device__ __forceinline__ unsigned keys_empty() const { return first + kStages * 32 + kScoreStages * 16 + 24; }
+  __device__ __forceinline__ unsigned work_full(int turn) const { return keys_empty() + 8 + turn % 2 * 16; }
+  __device__ __forceinline__ unsigned work_empty(int turn) const { return keys_empty() + 16 + turn % 2 * 16; }
   static __device__ __forceinline__ unsigned parity(int use) { return use / kStages & 1; }
   static __device__ __forceinline__ unsigned score_parity(int use) { return use / kScoreStages & 1; }
 
@@ -343,6 +424,14 @@ struct Barriers {
     for (int stage = 0; stage < kScoreStages; ++stage) {
       mbarrier_init(scores_full(stage), kConsumers * 4);
       mbarrier_init(scores_empty(stage), kConsumers * 4);
+    }
+    mbarrier_init(gradients_empty(), 1);
+    mbarrier_init(gradients_full(0), kConsumers * 4);   // of even steps
+    mbarrier_init(gradients_full(1), kConsumers * 4);   // and of odd ones
+    mbarrier_init(keys_empty(), kConsumers * 4);
+    for (int turn = 0; turn < 2; ++turn) {
+      mbarrier_init(work_full(turn), 1);
+      mbarrier_init(work_empty(turn), kConsumers * 4 + kAdders);
     }
     mbarrier_fence_init();
   }
@@ -446,6 +535,24 @@ struct Work {
   int first_key, head_kv, batch;
 };
 
+static_assert(kWorkOffset + 2 * sizeof(Work) <= 231136, "the plan's shared memory");
+
+// Where the loading thread tells a work, two of them at a time. One that begins before the first key is none: the block ends.
+__device__ __forceinline__ Work& work_place(int turn) {
+  return reinterpret_cast<Work*>(shared_memory + kWorkOffset)[turn % 2];
+}
+
+// The work of a number: tile after tile, then the next head of K and V, then the next batch.
+__device__ __forceinline__ Work work_of(unsigned number, const BackwardKeysArguments& arguments) {
+  const int tile = number % arguments.tiles_k, head = number / arguments.tiles_k;
+  return {tile * kTileK, head % arguments.heads, head / arguments.heads};
+}
+
+// The next number that no other block has taken. Each block takes one too many: the last of these wraps the counter to 0.
+__device__ __forceinline__ unsigned next_number(const BackwardKeysArguments& arguments) {
+  return atomicInc(arguments.next_tile, arguments.tiles + gridDim.x - 1);
+}
+
 // The tiles of queries that a tile of keys is attended by: one run, and a stretch of it in which every score counts.
 struct QueryTiles {
   int begin, count, full_begin, full_end;
@@ -518,18 +625,18 @@ __device__ __forceinline__ long long first_row(const Walk& walk, const Work& wor
   return head * arguments.rows + walk.first_query();
 }
 
-// ---- The warpgroup that loads ---------------------------------------------------------------------------------------
+// ---- The warpgroup that loads, and adds up dQ -----------------------------------------------------------------------
 
-// What the loading thread does: K and V with the first step; of each step Q and its rows' statistics, and dO, as soon as
-// there is room.
-__device__ __forceinline__ void load_tiles(const Work& work, unsigned shared, const Barriers& barriers,
+// Loads what a work needs: K and V with the first step; of each step Q and its rows' statistics, and dO, as soon as there is
+// room.
+__device__ __forceinline__ void load_tiles(const Work& work, int& use, unsigned shared, const Barriers& barriers,
                                            const BackwardKeysArguments& arguments) {
-  int use = 0;
-  for (Walk walk(work, arguments); !walk.ended(arguments); walk.advance(work, arguments), ++use) {
+  bool begins = true;
+  for (Walk walk(work, arguments); !walk.ended(arguments); walk.advance(work, arguments), ++use, begins = false) {
     const int head = walk.head(work, arguments), stage = use % kStages;
     mbarrier_wait(barriers.queries_empty(use), barriers.parity(use) ^ 1);
-    mbarrier_expect_bytes(barriers.queries_full(use), kQueryBytes + kStatisticsBytes + (use == 0 ? kKeyBytes : 0));
-    if (use == 0) {
+    mbarrier_expect_bytes(barriers.queries_full(use), kQueryBytes + kStatisticsBytes + (begins ? kKeyBytes : 0));
+    if (begins) {
       load_rows<kTileK, kHeadDimPadded, kHeadPanel>(shared, arguments.k_map, barriers.queries_full(use), work.first_key,
                                                     work.head_kv, work.batch);
     }
@@ -538,13 +645,122 @@ __device__ __forceinline__ void load_tiles(const Work& work, unsigned shared, co
     bulk_load(shared + kStatisticsOffset + stage * kStatisticsBytes,
               arguments.statistics + first_row(walk, work, arguments) * 2, kStatisticsBytes, barriers.queries_full(use));
     mbarrier_wait(barriers.outputs_empty(use), barriers.parity(use) ^ 1);
-    mbarrier_expect_bytes(barriers.outputs_full(use), kOutputBytes + (use == 0 ? kValueBytes : 0));
-    if (use == 0) {
+    mbarrier_expect_bytes(barriers.outputs_full(use), kOutputBytes + (begins ? kValueBytes : 0));
+    if (begins) {
       load_rows<kTileK, kValueDimPadded, kValuePanel>(shared + kValueOffset, arguments.v_map, barriers.outputs_full(use),
                                                       work.first_key, work.head_kv, work.batch);
     }
     load_rows<kTileQ, kValueDimPadded, kValuePanel>(outputs_at(shared, use), arguments.d_o_map,
                                                     barriers.outputs_full(use), walk.first_query(), head, work.batch);
+  }
+}
+
+// What the loading thread does: it tells the others each work, and loads its tiles, as soon as the gradients that took the
+// places of the last one's are stored.
+__device__ __forceinline__ void load_works(unsigned shared, const Barriers& barriers, const BackwardKeysArguments& arguments) {
+  int use = 0;
+  for (int turn = 0;; ++turn) {
+    unsigned number = next_number(arguments);
+    mbarrier_wait(barriers.work_empty(turn), turn / 2 & 1 ^ 1);
+    Work& work = work_place(turn);
+    if (number < arguments.tiles) work = work_of(number, arguments);
+    else work.first_key = -1;
+    mbarrier_arrive(barriers.work_full(turn));
+    if (number >= arguments.tiles) return;
+    mbarrier_wait(barriers.keys_empty(), turn & 1 ^ 1);
+    load_tiles(work, use, shared, barriers, arguments);
+  }
+}
+
+// What the thread does that adds up dQ: it adds each step's tile to the sums. Who comes first to a tile stores it, so that
+// nobody zeroes the sums; all others add, in any order, once it is there.
+__device__ __forceinline__ void add_up(const Work& work, int& use, unsigned shared,
+                                       const Barriers& barriers, const BackwardKeysArguments& arguments) {
+  for (Walk walk(work, arguments); !walk.ended(arguments); walk.advance(work, arguments), ++use) {
+    const long long row = first_row(walk, work, arguments);
+    unsigned* const place = arguments.dq_turns + row / kTileQ;
+    float* const sums = arguments.dq_sums + row * kHeadDimPadded;
+    const bool stored = had_turn(place, 2);   // most of the time
+    mbarrier_wait(barriers.gradients_full(use), use / 2 & 1);
+    const bool first = !stored && atomicCAS(place, 0u, 1u) == 0;
+    if (!stored && !first) await_turn(place, 2);
+    if (first) bulk_store(sums, shared + kGradientOffset, kGradientBytes);
+    else bulk_reduce_add(sums, shared + kGradientOffset, kGradientBytes);
+    bulk_commit();
+    bulk_wait_read<0>();
+    mbarrier_arrive(barriers.gradients_empty());
+    if (first) end_turn(place, 1);
+  }
+}
+
+// One work after the other; and of each head it is counted who has added all that they had.
+__device__ __forceinline__ void add_up_works(unsigned shared, const Barriers& barriers,
+                                             const BackwardKeysArguments& arguments) {
+  int use = 0;
+  for (int turn = 0;; ++turn) {
+    mbarrier_wait(barriers.work_full(turn), turn / 2 & 1);
+    const Work& work = work_place(turn);   // which stays there: this thread has few registers
+    if (work.first_key < 0) return;
+    add_up(work, use, shared, barriers, arguments);
+    count_added(arguments.dq_added + work.batch * arguments.heads + work.head_kv);
+    mbarrier_arrive(barriers.work_empty(turn));
+  }
+}
+
+// dQ of so many rows, from their sums, by a warp: those from `first` on of all that the query heads of a head of K and V have.
+// Rows with nothing to attend to are 0, whatever K holds, and so is a tile that nobody added to.
+constexpr int kFinishedRows = 64;
+
+__device__ __forceinline__ void finish_rows(unsigned number, unsigned first, const BackwardKeysArguments& arguments) {
+  const int member = first / arguments.rows, batch = number / arguments.heads;
+  const int head = number % arguments.heads * arguments.heads_per_kv + member, first_query = first - member * arguments.rows;
+  const long long first_row = static_cast<long long>(number) * (arguments.heads_per_kv * arguments.rows) + first;
+  Element* const gradient = arguments.dq + batch * arguments.dq_strides.batch + head * arguments.dq_strides.head;
+  const bool added = __ldcg(arguments.dq_turns + first_row / kTileQ) > 0;
+  const int lane = threadIdx.x % 32;
+  for (int part = 0; part < kFinishedRows; part += 16) {   // 16 rows of a warp's, of which four lanes have two
+    const int query = first_query + part + lane / 4;
+    const long long row = first_row + part;
+    const float* const statistics = arguments.statistics + (row + lane / 4) * 2;
+    const bool low = added && statistics[0] != kNoLse, high = added && statistics[16] != kNoLse;
+    const float* const sums = arguments.dq_sums + row * kHeadDimPadded + lane * 4;
+    Element* const place = gradient + query * arguments.dq_strides.row + lane % 4 * 8;
+#pragma unroll 1
+    for (int column = 0; column < kHeadDim; column += 32) {
+      unsigned rows[2][4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {   // of each 8 columns these lanes have two, of both rows
+        const float4 four = __ldcg(reinterpret_cast<const float4*>(sums + column * 16 + i * 128));
+        rows[0][i] = low ? pack_bf16(four.x * kScale, four.y * kScale) : 0;
+        rows[1][i] = high ? pack_bf16(four.z * kScale, four.w * kScale) : 0;
+      }
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        quad_transpose(rows[i]);
+        if (query + i * 8 >= arguments.len_q || column + lane % 4 * 8 >= kHeadDim) continue;
+        *reinterpret_cast<uint4*>(place + i * 8 * arguments.dq_strides.row + column) =
+            make_uint4(rows[i][0], rows[i][1], rows[i][2], rows[i][3]);
+      }
+    }
+  }
+}
+
+// Turns sums into dQ, as soon as all of a head are added up: what warps do that have nothing else to do, and in the end all
+// of those that computed. They take the rows one after the other.
+__device__ __forceinline__ void finish(const BackwardKeysArguments& arguments) {
+  const int lane = threadIdx.x % 32;
+  const unsigned parts = arguments.heads_per_kv * arguments.rows / kFinishedRows, all = arguments.batch * arguments.heads * parts;
+  unsigned next = lane == 0 ? atomicAdd(arguments.dq_next, 1u) : 0, complete = 0;   // heads that it has waited for
+  for (;;) {
+    const unsigned part = __shfl_sync(0xffffffffu, next, 0), number = part / parts;
+    if (part >= all) return;
+    if (lane == 0) next = atomicAdd(arguments.dq_next, 1u);   // arrives meanwhile
+    if (number >= complete) {
+      if (lane == 0) await_added(arguments.dq_added + number, arguments.tiles_k * kAdders);
+      __syncwarp();
+      complete = number + 1;
+    }
+    finish_rows(number, part % parts * kFinishedRows, arguments);
   }
 }
 
@@ -668,22 +884,14 @@ __device__ __forceinline__ void stage_rows(const float (&rows)[kColumns / 2], in
   }
 }
 
-// Lays this warp's part into shared memory.
-__device__ __forceinline__ void stage_query_gradients(const float (&d_queries)[kGradientColumns / 2], int warpgroup) {
-  if (threadIdx.x % 32 == 0) bulk_wait_read<0>();   // of the step before
-  __syncwarp();
+// Lays this warp's part of a step's dQ into shared memory, for the warp that adds it to the sums.
+__device__ __forceinline__ void hand_over_gradients(const float (&d_queries)[kGradientColumns / 2], int warpgroup,
+                                                    const Barriers& barriers, int use) {
+  mbarrier_wait(barriers.gradients_empty(), use & 1 ^ 1);
   stage_rows<kGradientColumns>(d_queries, kGradientOffset + gradient_part(warpgroup) * kPartBytes);
-}
-
-// Adds what is staged to the sums of the tile.
-__device__ __forceinline__ void add_query_gradients(float* sums, unsigned shared, int warpgroup) {
   fence_async_shared();
   __syncwarp();
-  if (threadIdx.x % 32 == 0) {
-    const int offset = gradient_part(warpgroup) * kPartBytes;
-    bulk_reduce_add(sums + offset / 4, shared + kGradientOffset + offset, kPartBytes);
-    bulk_commit();
-  }
+  release(barriers.gradients_full(use));
 }
 
 // Starts a step's scores of a warpgroup's keys, transposed: K * Q^T. `again`: they were computed before.
@@ -728,29 +936,23 @@ __device__ __forceinline__ void write_gradients(const float (&d_keys)[kHeadDimPa
   store_rows<kValueDimPadded, kValuePanel>(d_values, 1.0f,
                                            shared + kValueOffset + warpgroup * kPartK * kValueDimPadded * kElementBytes,
                                            arguments.dv_map, first_key, work.head_kv, work.batch);
-  if (threadIdx.x % 32 == 0) bulk_wait_read<0>();   // shared memory goes with the block
+  if (threadIdx.x % 32 == 0) bulk_wait_read<0>();
 }
 
-// What a warpgroup that computes does: dK and dV of its keys; and its part of each step's dQ, a step later, when the
-// other's dS is there too. While it works on scores, products of the other warpgroup run.
-__device__ __forceinline__ void differentiate(const Work& work, int warpgroup, unsigned shared, const Barriers& barriers,
-                                              const BackwardKeysArguments& arguments) {
+// The steps of a work, of which there is one at least: a warpgroup adds up dK and dV of its keys; and computes its part of
+// each step's dQ, a step later, when the other's dS is there too. While it works on scores, products of the other's run.
+__device__ __forceinline__ void walk_queries(float (&d_keys)[kHeadDimPadded / 2], float (&d_values)[kValueDimPadded / 2],
+                                             const Work& work, Walk& walk, int& use, int warpgroup, unsigned shared,
+                                             const Barriers& barriers, const BackwardKeysArguments& arguments) {
   const int lane = threadIdx.x % 32, key = work.first_key + warpgroup * kPartK + threadIdx.x / 32 % 4 * 16 + lane / 4;
-  float d_keys[kHeadDimPadded / 2] = {}, d_values[kValueDimPadded / 2] = {};
   float scores[kRowTiles][kTileQ / 2], d_scores[kRowTiles][kTileQ / 2];
   float(&d_queries)[kGradientColumns / 2] = scores[0];   // in registers of scores, which are done with when it starts
-  float* sums_before = nullptr;   // of dQ, of the step before
-  Walk walk(work, arguments);
-  bool ended = walk.ended(arguments);
-  if (!ended) {
-    start_scores(scores[0], warpgroup, shared, barriers, 0, false);
-    start_probability_gradients(d_scores[0], warpgroup, shared, barriers, 0, false);
-    await_product<1>(scores[0]);
-  }
-  int use = 0;
-  for (; !ended; ++use) {
+  bool begun = false;   // whether there is a step before
+  start_scores(scores[0], warpgroup, shared, barriers, use, false);
+  start_probability_gradients(d_scores[0], warpgroup, shared, barriers, use, false);
+  await_product<1>(scores[0]);
+  for (bool ended = false; !ended; ++use) {
     const Position position = {work.batch, walk.head(work, arguments), lane % 4 * 2, key};
-    float* const sums = arguments.dq_sums + first_row(walk, work, arguments) * kHeadDimPadded;
     find_score_gradients(scores, d_scores, walk, use, work, position, arguments);
     unsigned probability_fragments[kTileQ / 16][4], d_score_fragments[kTileQ / 16][4];
     pack_scores(probability_fragments, scores[0]);
@@ -763,55 +965,94 @@ __device__ __forceinline__ void differentiate(const Work& work, int warpgroup, u
       start_sum<kValueDimPadded, kValuePanel, kTileQ>(d_values, probability_fragments, outputs_at(shared, use));
       start_sum<kHeadDimPadded, kHeadPanel, kTileQ>(d_keys, d_score_fragments, queries_at(shared, use));
     };
-    if (use > 0) {
+    if (begun) {
       start_query_gradients(d_queries, warpgroup, scores_at(shared, use - 1), shared);
       start_sums();
       await_product<2>(d_queries);
       release(barriers.scores_empty(use - 1));
-      stage_query_gradients(d_queries, warpgroup);
+      hand_over_gradients(d_queries, warpgroup, barriers, use - 1);
     } else {
       start_sums();
+      begun = true;
     }
     // The last step's scores and dP are computed once more, for nobody: with these products in a branch none would overlap.
     const int next = ended ? use : use + 1;
     start_scores(scores[0], warpgroup, shared, barriers, next, ended);
-    if (use > 0) add_query_gradients(sums_before, shared, warpgroup);
-    sums_before = sums;
     await_product<2>(d_values);
     await_product<1>(d_keys);
     start_probability_gradients(d_scores[0], warpgroup, shared, barriers, next, ended);
-    release(barriers.outputs_empty(use));
-    release(barriers.queries_empty(use));
+    if (!ended) {
+      release(barriers.outputs_empty(use));
+      release(barriers.queries_empty(use));
+    }
     await_product<1>(scores[0]);
     mbarrier_wait(barriers.scores_full(use), barriers.score_parity(use));
   }
   await_product<0>(d_scores[0]);
-  if (use > 0) {
-    start_query_gradients(d_queries, warpgroup, scores_at(shared, use - 1), shared);
-    await_product<0>(d_queries);
-    stage_query_gradients(d_queries, warpgroup);
-    add_query_gradients(sums_before, shared, warpgroup);
-  }
+  release(barriers.outputs_empty(use - 1));
+  release(barriers.queries_empty(use - 1));
+  start_query_gradients(d_queries, warpgroup, scores_at(shared, use - 1), shared);
+  await_product<0>(d_queries);
+  release(barriers.scores_empty(use - 1));
+  hand_over_gradients(d_queries, warpgroup, barriers, use - 1);
+}
+
+// What a warpgroup does for a work: dK and dV of its keys.
+__device__ __forceinline__ void differentiate(const Work& work, int& use, int warpgroup, unsigned shared,
+                                              const Barriers& barriers, const BackwardKeysArguments& arguments) {
+  float d_keys[kHeadDimPadded / 2] = {}, d_values[kValueDimPadded / 2] = {};
+  Walk walk(work, arguments);
+  if (!walk.ended(arguments)) walk_queries(d_keys, d_values, work, walk, use, warpgroup, shared, barriers, arguments);
   named_barrier_sync(1, kConsumers * 128);   // every warp is done with the tiles
   write_gradients(d_keys, d_values, work, warpgroup, shared, arguments);
+}
+
+// The same in a warp, as the compiler can see.
+__device__ __forceinline__ int uniform(int value) { return __shfl_sync(0xffffffffu, value, 0); }
+
+__device__ __forceinline__ Work uniform(const Work& work) {
+  return {uniform(work.first_key), uniform(work.head_kv), uniform(work.batch)};
+}
+
+// What a warpgroup that computes does: one work after the other.
+__device__ __forceinline__ void differentiate_works(unsigned shared, const Barriers& barriers,
+                                                    const BackwardKeysArguments& arguments) {
+  int use = 0;
+  for (int turn = 0;; ++turn) {
+    mbarrier_wait(barriers.work_full(turn), turn / 2 & 1);
+    const Work work = uniform(work_place(turn));
+    if (work.first_key < 0) return;
+    release(barriers.work_empty(turn));
+    // Both anew with each work, else registers hold all along what follows from them.
+    const int warpgroup = uniform(threadIdx.x / 128);
+    use = uniform(use);
+    differentiate(work, use, warpgroup, shared, barriers, arguments);
+    release(barriers.keys_empty());
+  }
 }
 
 // ---- The kernel -----------------------------------------------------------------------------------------------------
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
 attention_backward_keys_bf16_d128_causal_56b1805a(const __grid_constant__ BackwardKeysArguments arguments) {
-  const Work work = {static_cast<int>(blockIdx.x) * kTileK, static_cast<int>(blockIdx.y), static_cast<int>(blockIdx.z)};
   const unsigned shared = shared_address(shared_memory);
   const Barriers barriers = {shared + kBarrierOffset};
   if (threadIdx.x == 0) barriers.init();
   __syncthreads();
 
-  const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);   // the same in a warp, as the compiler can see
-  if (warpgroup == kConsumers) {
-    registers_decrease<24>();
-    if (threadIdx.x / 32 % 4 == 0 && elect_one()) load_tiles(work, shared, barriers, arguments);
+  if (uniform(threadIdx.x / 128) == kConsumers) {
+    registers_decrease<40>();
+    const int warp = uniform(threadIdx.x / 32 % 4);
+    if (warp == 0) {
+      if (elect_one()) load_works(shared, barriers, arguments);
+    } else if (warp <= kAdders) {
+      if (elect_one()) add_up_works(shared, barriers, arguments);
+    } else {
+      finish(arguments);
+    }
   } else {
-    registers_increase<240>();
-    differentiate(work, warpgroup, shared, barriers, arguments);
+    registers_increase<232>();
+    differentiate_works(shared, barriers, arguments);
+    finish(arguments);
   }
 }

@@ -508,11 +508,12 @@ __device__ __forceinline__ long long first_row(const Walk& walk, const Work& wor
 __device__ __forceinline__ void load_tiles(const Work& work, unsigned shared, const Barriers& barriers,
                                            const BackwardKeysArguments& arguments) {
   int use = 0;
-  for (Walk walk(work, arguments); !walk.ended(arguments); walk.advance(work, arguments), ++use) {
+  bool begins = true;
+  for (Walk walk(work, arguments); !walk.ended(arguments); walk.advance(work, arguments), ++use, begins = false) {
     const int head = walk.head(work, arguments), stage = use % kStages;
     mbarrier_wait(barriers.queries_empty(use), barriers.parity(use) ^ 1);
-    mbarrier_expect_bytes(barriers.queries_full(use), kQueryBytes + kStatisticsBytes + (use == 0 ? kKeyBytes : 0));
-    if (use == 0) {
+    mbarrier_expect_bytes(barriers.queries_full(use), kQueryBytes + kStatisticsBytes + (begins ? kKeyBytes : 0));
+    if (begins) {
       load_rows<kTileK, kHeadDimPadded, kHeadPanel>(shared, arguments.k_map, barriers.queries_full(use), work.first_key,
                                                     work.head_kv, work.batch);
     }
@@ -521,8 +522,8 @@ __device__ __forceinline__ void load_tiles(const Work& work, unsigned shared, co
     bulk_load(shared + kStatisticsOffset + stage * kStatisticsBytes,
               arguments.statistics + first_row(walk, work, arguments) * 2, kStatisticsBytes, barriers.queries_full(use));
     mbarrier_wait(barriers.outputs_empty(use), barriers.parity(use) ^ 1);
-    mbarrier_expect_bytes(barriers.outputs_full(use), kOutputBytes + (use == 0 ? kValueBytes : 0));
-    if (use == 0) {
+    mbarrier_expect_bytes(barriers.outputs_full(use), kOutputBytes + (begins ? kValueBytes : 0));
+    if (begins) {
       load_rows<kTileK, kValueDimPadded, kValuePanel>(shared + kValueOffset, arguments.v_map, barriers.outputs_full(use),
                                                       work.first_key, work.head_kv, work.batch);
     }

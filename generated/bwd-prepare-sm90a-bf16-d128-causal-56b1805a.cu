@@ -7,7 +7,7 @@
 // dims     head 128, value 128; bfloat16, accumulated in float32
 // target   sm_90a, family hopper
 // FLOPs    256 * batch * heads_q * len_q
-// HBM      1036 * batch * heads_q * len_q bytes, at least
+// HBM      524 * batch * heads_q * len_q bytes, at least
 //
 // Grid: one block per (rows, head, batch). Made by
 //   flashgen show --pass backward --kernel prepare --target sm_90a '{"dropout":0.0,"dtype":"bfloat16","head_dim":128,"layout":"bhsd","mask":{"expression":["LessEqual","k",["Add","q",["Sub","len_k","len_q"]]],"name":"causal()"},"scale":0.08838834764831843,"score":null,"value_dim":128,"version":1}'
@@ -24,7 +24,9 @@ struct BackwardPrepareArguments {
   const float* lse;
   const float* d_lse;   // or null
   float* statistics;
-  float* dq_sums;   // (batch, heads_q, rows, padded head_dim), in an order of its own
+  unsigned* dq_turns;   // (batch, heads_q, rows / tile): who adds to a tile of dq_sums next
+  unsigned* dq_added;   // (batch, heads_q): how many have added all to a head's dq_sums
+  unsigned* dq_next;   // (1): which rows of dq nobody makes yet of its sums
   Strides o_strides;
   Strides d_o_strides;
   int heads_q;
@@ -35,7 +37,7 @@ struct BackwardPrepareArguments {
 // ---- The plan -------------------------------------------------------------------------------------------------------
 
 constexpr int kValueDim = 128;
-constexpr int kHeadDimPadded = 128;
+constexpr int kTileQ = 64;   // queries of a tile of dQ
 constexpr int kThreads = 256;
 constexpr int kRows = 64;            // of a block
 constexpr int kLanes = 16;           // of a row, 8 elements each
@@ -75,7 +77,7 @@ __device__ __forceinline__ float dot(const uint4& x, const uint4& y) {
 
 // Writes, of each row, its log-sum-exp to the base 2 and D = sum of dO * O: what a probability and its derivative need.
 // Rows beyond the last, and those with nothing to attend to, have no probabilities.
-// Zeroes the sums of dQ.
+// Nobody has come yet to a tile of dQ.
 extern "C" __global__ void __launch_bounds__(kThreads)
 attention_backward_prepare_bf16_d128_causal_56b1805a(const __grid_constant__ BackwardPrepareArguments arguments) {
   const int head = blockIdx.y, batch = blockIdx.z;
@@ -84,9 +86,11 @@ attention_backward_prepare_bf16_d128_causal_56b1805a(const __grid_constant__ Bac
   const Element* o = arguments.o + batch * arguments.o_strides.batch + head * arguments.o_strides.head;
   const Element* d_o = arguments.d_o + batch * arguments.d_o_strides.batch + head * arguments.d_o_strides.head;
   const int first = blockIdx.x * kRows;
-  uint4* sums = reinterpret_cast<uint4*>(arguments.dq_sums + (first_statistic + first) * kHeadDimPadded);
-#pragma unroll
-  for (int i = threadIdx.x; i < kRows * kHeadDimPadded / 4; i += kThreads) sums[i] = make_uint4(0, 0, 0, 0);
+  if (threadIdx.x == 0 && blockIdx.x * kRows % kTileQ == 0) {
+    arguments.dq_turns[(first_statistic + blockIdx.x * kRows) / kTileQ] = 0;
+  }
+  if (threadIdx.x == 0 && blockIdx.x == 0) arguments.dq_added[batch * arguments.heads_q + head] = 0;
+  if (threadIdx.x == 0 && blockIdx.x + head + batch == 0) *arguments.dq_next = 0;
 
   const int lane = threadIdx.x % kLanes;
 #pragma unroll

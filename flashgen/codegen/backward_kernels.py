@@ -3,8 +3,9 @@
 P is computed anew from Q, K and the LSE, tile by tile: FlashAttention's algorithm 4 (Dao et al. 2022), with the loops
 in the order of FlashAttention-2 (Dao 2023, algorithm 2). With dS = P * (dP - D), D = rowsum(dO * O):
 
-    prepare   a row's LSE to the base 2, and D; zeroes the sums of dQ
-    keys      a block walks the queries of a tile of keys: dV = P^T dO, dK = dS^T Q, and shares of dQ = dS K
+    prepare   a row's LSE to the base 2, and D; zeroes the sums of dQ, or says that nobody has come to them
+    keys      a block walks the queries of a tile of keys: dV = P^T dO, dK = dS^T Q, and shares of dQ = dS K; Hopper's
+              turns them into dQ itself
     finish    dQ from its shares, added up in float32; finish_dk and finish_dv likewise where query heads that share a
               head of K and V are blocks of their own
     sink      the gradient of the sinks from the statistics, where the spec has sinks with one
@@ -145,6 +146,8 @@ def _as_ragged(layout: ArgumentLayout) -> ArgumentLayout:
 STATISTICS = Field("const float*", "statistics", comment="(batch, heads_q, rows, 2): LSE to the base 2, and D")
 DQ_SUMS = Field("float*", "dq_sums", comment="(batch, heads_q, rows, padded head_dim), in an order of its own")
 DQ_TURNS = Field("unsigned*", "dq_turns", comment="(batch, heads_q, rows / tile): who adds to a tile of dq_sums next")
+DQ_NEXT = Field("unsigned*", "dq_next", comment="(1): which rows of dq nobody makes yet of its sums")
+DQ_ADDED = Field("unsigned*", "dq_added", comment="(batch, heads_q): how many have added all to a head's dq_sums")
 ROWS = Field("int", "rows", comment="len_q, rounded up")
 KEYS = Field("int", "keys", comment="len_k, rounded up")
 
@@ -156,18 +159,19 @@ def prepare(
     rows: Rows,
     deterministic: bool,
     dq_apart: bool,
-    in_turns: bool = False,
+    first_stores: bool = False,
+    finishes: bool = False,
 ) -> RenderedKernel:
     """The kernel before the others: statistics of rows, and zeros where dQ is summed.
 
     deterministic: it is of that mode alone. dq_apart: dQ is made by a kernel of its own, so that it is not summed.
-    in_turns: blocks add to the sums in turns, counted by tiles of the plan; who is first stores, so that the turns are
-    zeroed in place of the sums.
+    first_stores: who comes first to a tile of the sums stores, so that zeros are of who came in place of the sums.
+    finishes: the main kernel turns sums into dQ once so many have added to them.
     """
     fields = [Field("const Element*", "o"), Field("const Element*", "d_o"), Field("const float*", "lse")]
     fields += [Field("const float*", "d_lse", comment="or null"), Field("float*", "statistics")]
-    zeroed = () if dq_apart else (DQ_TURNS,) if in_turns else (DQ_SUMS,)
-    fields += zeroed
+    counts = (DQ_TURNS, DQ_ADDED, DQ_NEXT) if finishes else (DQ_TURNS,)
+    fields += () if dq_apart else counts if first_stores else (DQ_SUMS,)
     fields += [*strides("o", "d_o"), *(() if spec.is_ragged else numbers("heads_q")), *numbers("len_q"), ROWS]
     layout = ordered([*fields, *(ragged_fields(keys=False) if spec.is_ragged else ())])
     lanes = max(1 << (spec.value_dim // 8 - 1).bit_length(), _PREPARE_THREADS // PREPARE_ROWS)
@@ -176,8 +180,9 @@ def prepare(
         "rows": PREPARE_ROWS,
         "lanes": lanes,
         "deterministic": deterministic,
-        "dq_apart": dq_apart or in_turns,
-        "in_turns": in_turns,
+        "dq_apart": dq_apart or first_stores,
+        "first_stores": first_stores,
+        "finishes": finishes,
         "tile": plan.tile_q,
     }
     context |= ragged_context(spec, "BackwardPrepareArguments", layout, plan.tile_q, "kRowMultiple")
@@ -185,8 +190,11 @@ def prepare(
     if not dq_apart:
         columns = context["head_padded"] = plan.head_columns(spec)
         memory.append(Workspace("dq_sums", rows_shape(spec, rows, columns), "float32"))
-    if in_turns:
+    if first_stores:
         memory.append(Workspace("dq_turns", rows_shape(spec, lambda sizes: rows(sizes) // plan.tile_q), "int32"))
+    if finishes:
+        memory.append(Workspace("dq_added", lambda sizes: (sizes.batch, sizes.heads_q), "int32"))
+        memory.append(Workspace("dq_next", lambda sizes: (1,), "int32"))
     launch = {"grid": partial(_blocks_of_rows, spec, rows, PREPARE_ROWS), "values": partial(row_values, rows)}
     kernel = backward_kernel("prepare", spec, target, layout, context, _PREPARE_THREADS, 0, launch, plain=True)
     return replace(kernel, plan=plan, workspaces=tuple(memory))
@@ -200,11 +208,13 @@ def row_values(rows: Rows, sizes: Sizes) -> dict[str, Any]:
     return {"rows": rows(sizes)}
 
 
-def finish(spec: AttentionSpec, target: Target, plan: KeysPlan, rows: Rows, in_turns: bool = False) -> RenderedKernel:
-    """The kernel after the others: dQ from its sums. in_turns: as `prepare` was told."""
+def finish(
+    spec: AttentionSpec, target: Target, plan: KeysPlan, rows: Rows, first_stores: bool = False
+) -> RenderedKernel:
+    """The kernel after the others: dQ from its sums. first_stores: as `prepare` was told."""
     fields = [
         Field("const float*", "dq_sums"),
-        *([DQ_TURNS] if in_turns else []),
+        *([DQ_TURNS] if first_stores else []),
         STATISTICS,
         Field("Element*", "dq"),
         *strides("dq"),
@@ -219,7 +229,7 @@ def finish(spec: AttentionSpec, target: Target, plan: KeysPlan, rows: Rows, in_t
         "tile": plan.tile_q,
         "warps": plan.gradient_warps(spec),
         "factor": spec.scale,
-        "in_turns": in_turns,
+        "first_stores": first_stores,
     }
     context |= ragged_context(spec, "BackwardFinishArguments", layout, plan.tile_q, "kRowMultiple")
     launch = {"grid": partial(_blocks_of_rows, spec, rows, plan.tile_q), "values": partial(row_values, rows)}
@@ -242,7 +252,7 @@ def finish_keys(
         "tile": plan.tile_k,
         "warps": (plan.tile_k // 16, 1),
         "factor": spec.scale if of == "k" else 256 / spec.keep_threshold,
-        "in_turns": False,
+        "first_stores": False,
     }
     launch = {
         "grid": lambda sizes: (keys(sizes) // plan.tile_k, sizes.heads_kv, sizes.batch),
@@ -358,8 +368,11 @@ def backward_kernel(
     struct, entry = f"Backward{part.title()}Arguments", entry_name(f"attention_backward_{part}{of and f'_{of}'}", spec)
     shown = (f"finish_{of}" if part == "finish" else f"d_{of}") if of else part
     plan, dq_apart = context.get("plan"), context.get("dq_apart", False)
-    cost = backward_cost(shown, spec, dq_apart, context.get("exact_sums", False), context.get("head_padded", 0))
-    header = backward_header(shown, spec, target, plan, shared_bytes, cost, context["deterministic"], dq_apart)
+    finishes = part == "keys" and context.get("finishes", False)
+    exact_sums, columns = context.get("exact_sums", False), context.get("head_padded", 0)
+    cost = backward_cost(shown, spec, dq_apart, exact_sums, columns, finishes)
+    told = (shared_bytes, cost, context["deterministic"], dq_apart, finishes)
+    header = backward_header(shown, spec, target, plan, *told)
     variant = reads if plain else variant_of(spec)
 
     def source_of(layout: ArgumentLayout) -> str:

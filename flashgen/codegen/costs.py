@@ -69,17 +69,25 @@ def prompts_cost(spec: AttentionSpec) -> Cost:
 
 
 def backward_cost(
-    part: str, spec: AttentionSpec, dq_apart: bool = False, exact_sums: bool = False, columns: int = 0
+    part: str,
+    spec: AttentionSpec,
+    dq_apart: bool = False,
+    exact_sums: bool = False,
+    columns: int = 0,
+    finishes: bool = False,
 ) -> Cost:
     """The cost of a kernel by its part: prepare, keys, queries, finish, finish_dk or _dv, sink, d_<name> of a capture.
 
     dq_apart: dQ is made by a kernel of its own, so that it is not summed. exact_sums: gradients of captures are summed
-    exactly. columns: of a row of the sums of dQ, where a plan takes others than all do.
+    exactly. columns: of a row of the sums of dQ, where a plan takes others than all do. finishes: the kernel turns its
+    sums into dQ itself.
     """
-    return _of(spec, _backward_cost(part, spec, dq_apart, exact_sums, columns))
+    return _of(spec, _backward_cost(part, spec, dq_apart, exact_sums, columns, finishes))
 
 
-def _backward_cost(part: str, spec: AttentionSpec, dq_apart: bool, exact_sums: bool, columns: int) -> Cost:
+def _backward_cost(
+    part: str, spec: AttentionSpec, dq_apart: bool, exact_sums: bool, columns: int, finishes: bool
+) -> Cost:
     head, value = spec.head_dim, spec.value_dim
     read = ELEMENT_BYTES * (head + value)  # of a row of Q and dO, or of K and V
     sums = 0 if dq_apart else 2 * _SUM * (columns or padded(head))  # of a row of dQ, read and written
@@ -88,7 +96,8 @@ def _backward_cost(part: str, spec: AttentionSpec, dq_apart: bool, exact_sums: b
         return Cost(f"{2 * value} * {_QUERIES}", hbm)
     if part == "keys":  # QK, dV, dP, dK, and dQ where it is not a kernel of its own
         products = (2 if dq_apart else 3) * head + 2 * value
-        hbm = f"{read + _STATISTICS + sums} * {_QUERIES} + {2 * read} * {_KEYS}"
+        made = ELEMENT_BYTES * head if finishes else 0
+        hbm = f"{read + _STATISTICS + sums + made} * {_QUERIES} + {2 * read} * {_KEYS}"
         return Cost(f"{2 * products} * {_SCORES}", hbm)
     if part == "queries":  # QK, dP, dQ
         hbm = f"{read + _STATISTICS + ELEMENT_BYTES * head} * {_QUERIES} + {read} * {_KEYS}"

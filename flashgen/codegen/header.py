@@ -20,7 +20,7 @@ _BLOCK_PER_SLOT = "one block per (slot of a tile of queries of some sequence, he
 _DOES = {
     "prepare": "of each row, its LSE to the base 2 and D = rowsum(dO * O) - dLSE",
     "keys": "dK and dV{}; a block walks the queries of a tile of keys",
-    "keys of heads apart": "shares of dK, dV and dQ; a block walks the queries of a head and a tile of keys",
+    "keys of heads apart": "shares of dK and dV{}; a block walks the queries of a head and a tile of keys",
     "finish": "dQ from the sums of its shares",
     "finish_dk": "dK from its sums over the query heads that share it",
     "finish_dv": "dV from its sums over the query heads that share it",
@@ -50,10 +50,14 @@ _RAGGED_GRIDS = {
 
 
 class BackwardPlan(Protocol):
-    """A plan of the backward pass that says in a line what it is, and whether query heads have blocks of their own."""
+    """A plan of the backward pass that says in a line what it is, and what its blocks are."""
 
     @property
     def heads_apart(self) -> bool: ...
+
+    @property
+    def persistent(self) -> bool:
+        """Whether a block of the kernel that walks queries has one tile of keys after the other."""
 
     def summary(self, shared_bytes: int) -> str: ...
 
@@ -98,22 +102,27 @@ def backward_header(
     cost: Cost,
     deterministic: bool,
     dq_apart: bool,
+    finishes: bool,
 ) -> str:
     """The header comment of the kernel of that part: "prepare", "keys", "queries", "finish" or "d_" and a capture.
 
-    deterministic: the command that shows it asks for that mode. dq_apart: dQ is made by a kernel of its own.
+    deterministic: the command that shows it asks for that mode. dq_apart: dQ is made by a kernel of its own. finishes:
+    no kernel is needed to make it of its shares.
     """
     apart = plan is not None and plan.heads_apart
     kind = "d_" if part.startswith("d_") else "keys of heads apart" if apart and part == "keys" else part
     which = f"--kernel {part}{' --deterministic' if deterministic else ''}"
     which += " --heads-apart" if apart else ""
-    does = _DOES[kind].format("" if dq_apart else ", and shares of dQ")
+    does = _DOES[kind].format("" if dq_apart else ", and dQ" if finishes else ", and shares of dQ")
+    grid = f"one block per {_RAGGED_GRIDS.get(kind, _GRIDS[kind]) if spec.is_ragged else _GRIDS[kind]}"
+    if part == "keys" and plan is not None and plan.persistent:
+        grid = f"one block per multiprocessor, one after the other {grid.removeprefix('one block per ')}"
     divided = [f"plan     {plan.summary(shared_bytes)}"] if plan else []
     return _comment(
         [f"flashgen: attention backward, {part}, {spec.name}", does],
         [*_facts(spec, target, target.backward_family), *divided],
         [f"FLOPs    {cost.flops}", f"HBM      {cost.hbm} bytes, at least"],
-        f"one block per {_RAGGED_GRIDS.get(kind, _GRIDS[kind]) if spec.is_ragged else _GRIDS[kind]}",
+        grid,
         f"flashgen show --pass backward {which} --target {target.name} {shlex.quote(spec.to_json())}",
     )
 

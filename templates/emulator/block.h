@@ -17,7 +17,7 @@ namespace emulator {
 struct Block;
 struct Warp;
 
-enum class State : int { kReady, kWarpCollective, kBlockBarrier, kMbarrier, kProducts, kRegisters, kFinished };
+enum class State : int { kReady, kWarpCollective, kBlockBarrier, kMbarrier, kProducts, kRegisters, kPolls, kFinished };
 
 enum class WarpOperation : int { kSyncWarp, kShuffle, kVote, kElect, kLoadMatrix, kStoreMatrix, kMultiply };
 
@@ -87,6 +87,7 @@ struct Block {
   std::vector<Warp> warps;
   Barrier barriers[kBarriers];
   ReadyQueue ready;
+  Vector<Thread*> polling;  // who looks again when nobody is ready
   Random random;
   unsigned char* shared = nullptr;
   u32 alive = 0;
@@ -138,6 +139,7 @@ void warp_collective(u32 mask, WarpOperation operation, void* lane_data, WarpAct
 // ---- scheduler.cpp ----
 void make_ready(Thread& thread);
 void suspend(State state, Site site);  // waits until somebody makes the running thread ready
+void poll(Site site);                  // waits until nobody of the block can go on but who polls
 void run_block(Block& block);          // on the worker's stack: runs all threads to their end, or to a failure
 
 // ---- hooks of a thread's end, called by the scheduler ----

@@ -47,6 +47,8 @@ static int describe(const Block& block, const Thread& thread, char* text, size_t
       return describe_product_wait(thread, text, room);
     case State::kRegisters:
       return describe_register_wait(thread, text, room);
+    case State::kPolls:
+      return snprintf(text, room, "wait for other blocks at %s:%d", thread.site.file, thread.site.line);
     case State::kFinished:
       return snprintf(text, room, "have ended");
     case State::kReady:

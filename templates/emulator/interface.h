@@ -63,6 +63,7 @@ void mbarrier_fence_init();
 void mbarrier_expect_bytes(u32 barrier, u32 bytes, Site site);
 void mbarrier_arrive(u32 barrier, Site site);
 void mbarrier_wait(u32 barrier, u32 parity, Site site);
+bool mbarrier_test(u32 barrier, u32 parity, Site site);
 
 // ---- TMA (tensor_copies.cpp); `map` is a tensor map of flashgen/runtime/tensor_maps.py, `start` its coordinates ----
 void tensor_load(u32 destination, const void* map, u32 barrier, int rank, const int* start, Site site);
@@ -76,7 +77,10 @@ void fence_async_shared();  // async_proxy.cpp
 
 // ---- turns (turns.cpp) ----
 void await_turn(const u32* place, u32 turn, Site site);
+bool had_turn(const u32* place, u32 turn);
 void end_turn(u32* place, u32 turn, Site site);
+void count_added(u32* count);
+void await_added(const u32* count, u32 wanted, Site site);
 
 // ---- matrices (matrix.cpp) ----
 enum class Element : int { kf16, kbf16 };  // spelled as PTX does, which the primitives' names follow

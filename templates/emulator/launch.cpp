@@ -163,6 +163,7 @@ void Worker::run(u64 number) {
   }
   reset_engines();
   block_.ready.reset(Order(request.order), block_.alive, u32(block_.warps.size()));
+  block_.polling.clear();
   for (u32 i = 0; i < block_.alive; ++i) place_thread(i, number);
   run_block(block_);
   if (block_.failed) end_abandoned_threads();

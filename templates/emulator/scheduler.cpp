@@ -1,7 +1,11 @@
 // Runs a block: switches from thread to thread wherever one waits, until all have ended or nothing can go on.
+#include <unistd.h>
+
 #include "block.h"
 
 namespace emulator {
+
+constexpr u32 kPollMicroseconds = 100;
 
 __thread ThreadContext* current __attribute__((tls_model("initial-exec")));
 
@@ -10,10 +14,19 @@ void make_ready(Thread& thread) {
   thread.block->ready.push(thread);
 }
 
+// Lets those look again who wait for another block, after giving the other workers some time for that.
+static bool wake_polling(Block& block) {
+  if (block.polling.empty()) return false;
+  if (block.request->workers > 1) usleep(kPollMicroseconds);
+  for (Thread* thread : block.polling) make_ready(*thread);
+  block.polling.clear();
+  return true;
+}
+
 static Thread* next_thread(Block& block) {
   advance_engines_at_random(block);
   while (block.ready.empty())
-    if (!advance_engines(block)) return nullptr;
+    if (!advance_engines(block) && !wake_polling(block)) return nullptr;
   return &block.ready.pop(block.random);
 }
 
@@ -37,6 +50,12 @@ void suspend(State state, Site site) {
   self.site = site;
   Thread& next = next_thread_or_deadlock(block);
   if (&next != &self) continue_with(block, self.carrier->fiber, next, false);  // an engine may have ended the wait
+}
+
+void poll(Site site) {
+  Thread& self = running_thread();
+  self.block->polling.push_back(&self);
+  suspend(State::kPolls, site);
 }
 
 static void end_thread(Thread& self) {

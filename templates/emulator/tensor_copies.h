@@ -42,6 +42,7 @@ struct TensorCopies {
 struct BulkCopies {
   Vector<TensorCopy*> stores;  // not waited for yet
   u32 open_group = 0;
+  char written = 0;  // what they have written to global memory happens before whoever learns of that from this thread
 };
 
 // ---- tensor_copies.cpp ----

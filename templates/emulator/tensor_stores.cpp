@@ -82,6 +82,7 @@ static void start_store(TensorOperation operation, const TensorBox& box, u32 sou
     if (kThreadSanitizer) note_read(self.shared + (source - kWindowBase), copy.box.bytes(), caller);
     release(&copy.read_order);
     note_tensor(copy);
+    release(&self.bulk.written);
     release(block.request);  // the tensor is read after the launch
   }
   self.bulk.stores.push_back(&copy);

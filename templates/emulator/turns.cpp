@@ -1,30 +1,56 @@
-// Turns: blocks that add to the same place in global memory one after the other, which a number there counts.
-#include <unistd.h>
-
+// Turns: blocks that add to the same place in global memory one after the other, which a number there counts; and how many
+// have added all that they had.
 #include "block.h"
 
 namespace emulator {
 
-constexpr u32 kPolls = 200000, kMicroseconds = 100;  // while other workers run other blocks
+// How often a thread looks again, each time after all others of its block went as far as they could: without other workers
+// nothing else can happen then, but for those that look again, too.
+static u32 most_polls() { return running_thread().block->request->workers > 1 ? 200000 : 1000; }
 
-// A worker runs its blocks one after the other: who comes before is a block of another worker, or has been, or never is.
+// Who comes before is another worker's block, or another thread of this one, or has been, or never is.
 void await_turn(const u32* place, u32 turn, Site site) {
-  u32 polls = running_thread().block->request->workers > 1 ? kPolls : 1;
-  for (u32 i = 0; i < polls; ++i) {
-    if (__atomic_load_n(place, __ATOMIC_ACQUIRE) >= turn) return;
-    usleep(kMicroseconds);
-  }
-  fail(site, "turn %u is waited for for ever: the next is %u, and no block that has begun is to have it", turn,
-       __atomic_load_n(place, __ATOMIC_RELAXED));
+  for (u32 polls = most_polls(); !had_turn(place, turn); poll(site))
+    if (polls-- == 0)
+      fail(site, "turn %u is waited for for ever: the next is %u, and no block that has begun is to have it", turn,
+           __atomic_load_n(place, __ATOMIC_RELAXED));
+}
+
+bool had_turn(const u32* place, u32 turn) {
+  if (__atomic_load_n(place, __ATOMIC_ACQUIRE) < turn) return false;
+  acquire(const_cast<u32*>(place));
+  return true;
+}
+
+static void wait_until_written() {
+  bulk_wait_read(0);  // which writes, too, here
+  acquire(&running_thread().bulk.written);
 }
 
 // Those before this one had their turns, or there were none.
 void end_turn(u32* place, u32 turn, Site site) {
-  bulk_wait_read(0);  // which writes, too, here
+  wait_until_written();
   u32 next = __atomic_load_n(place, __ATOMIC_RELAXED);
   if (next != turn && next != 0)
     fail(site, "turn %u ends while the next is %u: await_turn is missing, or somebody else's was left out", turn, next);
+  release(place);
   __atomic_store_n(place, turn + 1, __ATOMIC_RELEASE);
+}
+
+void count_added(u32* count) {
+  wait_until_written();
+  release(count);
+  __atomic_fetch_add(count, 1, __ATOMIC_RELEASE);
+}
+
+// Whoever else waits in vain says so first: these threads wait for all others.
+void await_added(const u32* count, u32 wanted, Site site) {
+  for (u32 polls = 2 * most_polls(); __atomic_load_n(count, __ATOMIC_ACQUIRE) < wanted; poll(site)) {
+    if (polls-- > 0) continue;
+    report_deadlock(*running_thread().block);
+    abandon_block(*running_thread().block);
+  }
+  acquire(const_cast<u32*>(count));
 }
 
 }  // namespace emulator

@@ -64,13 +64,14 @@ def test_bits_are_the_same_whoever_runs_beside_whom(name: str, shape: Shape) -> 
 def test_the_default_mode_may_add_in_turns_too() -> None:
     spec, plan = SPECS["causal"]
     compiled = attention.compile(spec, target="sm_90a", emulate=True, backward_plan=plan)
-    assert "add_in_turns" in next(text for name, text in compiled.backward_sources.items() if "-keys-" in name)
+    source = next(text for name, text in compiled.backward_sources.items() if "-keys-" in name)
+    assert "await_turn(place, turn)" in source
 
 
 def test_as_many_heads_run_side_by_side_as_fill_the_card(monkeypatch: pytest.MonkeyPatch) -> None:
     spec, given = AttentionSpec(64, mask=fg.sliding_window(77)), []
-    made = hopper._turn_values
-    monkeypatch.setattr(hopper, "_turn_values", lambda *args: given.append(made(*args)) or given[-1])
+    made = hopper._values
+    monkeypatch.setattr(hopper, "_values", lambda *args: given.append(made(*args)) or given[-1])
     gradients(spec, PLAN, Shape(200, 200, 2, 3, 3), ONE_BY_ONE[0])
     assert [values["heads_at_once"] for values in given] == [2]  # of two tiles of keys each, for three multiprocessors
 
@@ -79,7 +80,7 @@ def test_one_kernel_makes_all_gradients() -> None:
     """What adds in turns needs no pass of its own for dQ."""
     spec, plan = SPECS["causal"]
     compiled = attention.compile(spec, target="sm_90a", emulate=True, backward_plan=plan, deterministic=True)
-    assert [name.split("-")[1] for name in compiled.backward_sources] == ["prepare", "keys", "finish"]
+    assert [name.split("-")[1] for name in compiled.backward_sources] == ["prepare", "keys"]
 
 
 @pytest.mark.parametrize(

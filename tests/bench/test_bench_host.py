@@ -123,13 +123,13 @@ def test_which_parts_a_call_has(name: str) -> None:
     case = replace(CASES[name], sizes=SMALL)
     attention = flashgen.compile(flashgen.AttentionSpec(64, **case.options), target="sm_90a", emulate=True)
     listed = name == "lists of each call"
-    for timed, launches in (("forward", 1), ("backward", 3)):
+    for timed, launches in (("forward", 1), ("backward", 2)):
         run, meter = run_of(attention, case, timed, "numpy"), Meter()  # type: ignore[arg-type]
         with meter.installed():
             run()
         assert meter.calls["numbers"] == 1 and meter.calls["checks"] == 1 + listed
         assert meter.calls["launch"] == launches + listed and meter.calls.get("lists", 0) == listed
-        assert ("counter" in meter.calls) is (timed == "forward")  # Hopper's forward counts many tiles
+        assert "counter" in meter.calls  # Hopper's kernels count the tiles that they have taken
         assert ("allocation" in meter.calls) is not (case.given and timed == "forward")
 
 

@@ -39,8 +39,8 @@ def both(number: int, target: str) -> list[tuple[RenderedKernel, RenderedKernel]
             kernels[f"backward_{role}" if role in kernels else role] = kernel
         found.append(kernels)
     ragged, plain = found
-    assert ragged.keys() == plain.keys()
-    return [(ragged[role], plain[role]) for role in ragged if not role.startswith("d_")]
+    assert ragged.keys() - {"finish"} == plain.keys() - {"finish"}, "which Hopper's own kernels of keys need no more"
+    return [(ragged[role], plain[role]) for role in ragged if role in plain and not role.startswith("d_")]
 
 
 every_variant = pytest.mark.parametrize("number", range(len(variants())))

@@ -138,11 +138,13 @@ UNGUARDED = [
     ),
     Fault(
         "dQ shown to nobody",
-        r"fence_async_shared\(\);(\s+__syncwarp\(\);\s+if \(threadIdx.x % 32 == 0\) \{\s+const)",
+        r"fence_async_shared\(\);(\s+__syncwarp\(\);\s+release\(barriers\.gradients)",
         r"\1",
         UNFENCED,
     ),
-    Fault("place of dQ not waited for", r"if \([^)]*\) bulk_wait_read<0>\(\);(   // of)", r"\1", OVERWRITES),
+    Fault("place of dQ not waited for", r"bulk_wait_read<0>\(\);(\s+mbarrier_arrive)", r"\1", OVERWRITES),
+    Fault("place of K not waited for", r"mbarrier_wait\(barriers\.keys_empty\(\), [^;]*;", "", OVERWRITES),
+    Fault("K released before its gradient is stored", r"if \([^)]*\) bulk_wait_read<0>\(\);", "", OVERWRITES),
     Fault("dQ not committed", r"(bulk_reduce_add\([^;]*;\s+)bulk_commit\(\);", r"\1", f"bulk_commit|{OVERWRITES}"),
     Fault(
         "dQ added before it is there", r"mbarrier_wait\(barriers\.gradients_full\(use\), [^;]*;", "", UNREAD, "turns"
@@ -270,8 +272,18 @@ PROTOCOL = [
         "initialised before",
         "turns",
     ),
+    Fault("nobody stores", r"!stored && atomicCAS\(place, 0u, 1u\) == 0", "false", "waited for for ever"),
+    Fault("nobody counts", r"count_added\(arguments[^;]*;", "", "deadlock"),
+    Fault("no work is told", r"mbarrier_arrive\(barriers\.work_full\(turn\)\);", "", "deadlock"),
+    Fault("K never released", r"release\(barriers\.keys_empty\(\)\);", "", "deadlock"),
     Fault("no turn ends", r"end_turn\(place, turn\);", "", "waited for for ever", "turns"),
-    Fault("first keys first", r"gridDim\.x - 1 - place / members", "place / members", "waited for for ever", "turns"),
+    Fault(
+        "first keys first",
+        r"arguments\.tiles_k - 1 - place / members",
+        "place / members",
+        "waited for for ever",
+        "turns",
+    ),
     Fault("no P handed over", r"release\(barriers\.scores_full\(use\)\);", "", "deadlock", "wide"),
     Fault(
         "V's parity slips",
@@ -328,7 +340,9 @@ WRONG = [
         "",
     ),
     Fault("dS in the wrong chunk", r"chunk \^ lane % 8", "chunk ^ lane % 4", ""),
-    Fault("dQ of the step before lost", r"if \(use > 0\) add_query_gradients", "if (use > 1) add_query_gradients", ""),
+    Fault("heads not waited for", r"await_added\(arguments[^;]*;", ";", ""),
+    Fault("half of dQ's rows finished", r"part < kFinishedRows", "part < kFinishedRows / 2", ""),
+    Fault("dQ not transposed", r"quad_transpose\(rows\[i\]\);", "", ""),
     Fault("dK of the first keys for all", r"work\.first_key \+ row;", "row;", "", "apart"),
     Fault(
         "heads' sums mixed",

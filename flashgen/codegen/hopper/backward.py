@@ -10,6 +10,8 @@ from flashgen.analysis.closed_forms.tile_ranges import key_range, query_range
 from flashgen.codegen.arguments import Field
 from flashgen.codegen.assembly import check_spec, longest_last, suffix_of, visited_tiles
 from flashgen.codegen.backward_kernels import (
+    DQ_ADDED,
+    DQ_NEXT,
     DQ_SUMS,
     DQ_TURNS,
     EXACT_LIMBS,
@@ -28,6 +30,7 @@ from flashgen.codegen.backward_kernels import (
     row_values,
     rows_of,
     sink_sums,
+    strides,
 )
 from flashgen.codegen.expressions.derivative_text import GatherText, score_gradient
 from flashgen.codegen.hopper.backward_plans import (
@@ -40,8 +43,8 @@ from flashgen.codegen.hopper.plans import panel_columns
 from flashgen.codegen.hopper.queries_plans import HopperQueriesPlan, choose_hopper_queries_plan
 from flashgen.codegen.hopper.wide_plans import HopperWidePlan, choose_hopper_wide_plan, handed_over
 from flashgen.codegen.ragged import MAP_ROWS, ragged_fields, tiles_of_keys, tiles_of_queries
-from flashgen.codegen.rendered_kernel import RenderedKernel, Workspace
-from flashgen.codegen.sizes import Sizes, ceil_div, most
+from flashgen.codegen.rendered_kernel import Grid, RenderedKernel, Workspace
+from flashgen.codegen.sizes import Sizes, ceil_div, least, most
 from flashgen.codegen.targets import Target
 from flashgen.codegen.tiling import padded
 from flashgen.codegen.variant import layout_of
@@ -52,7 +55,12 @@ HopperPlans = HopperBackwardPlan | HopperWidePlan
 _KEYS, _WIDE_KEYS, _QUERIES = (f"hopper/backward/{part}.cu.jinja" for part in ("keys", "wide_keys", "queries"))
 _WARP_ROWS, _PART_ROWS = 16, 64
 _OPTIONAL = ("len_q",)  # TMA clips rows beyond the last
-_NEXT_BLOCK = Field("unsigned*", "next_tile", comment="which block begins next: 0, before and after")
+_NEXT_TILE = Field(
+    "unsigned*", "next_tile", comment="of all tiles of keys the next that no block has: 0, before and after"
+)
+_TILES = Field("int", "tiles", comment="of keys, of all heads and batches")
+_TILES_OF_HEAD = Field("int", "tiles_k", comment="of them those of a head")
+_HEADS = Field("int", "heads", comment="of a batch that have blocks of their own: of K and V, or query heads")
 _HEADS_AT_ONCE = Field("int", "heads_at_once", comment="of K and V, whose blocks run side by side")
 
 
@@ -72,18 +80,18 @@ def render_hopper_backward(
         raise UnsupportedError(f"{plan}: the deterministic mode adds up no shares of dK and dV: leave out heads_apart")
     rows = rows_of(plan.tile_q, spec.is_ragged)
     if isinstance(plan, HopperWidePlan):
-        in_turns, apart, of_mode = False, True, False
+        apart, of_mode, finishes = True, False, False
         keys = _wide_keys(spec, target, plan, rows, deterministic)
     else:
-        in_turns, of_mode = plan.in_turns, deterministic
-        apart = deterministic and not in_turns
+        apart, of_mode = deterministic and not plan.in_turns, deterministic
+        finishes = plan.finishes(spec, apart)
         keys = _keys(spec, target, plan, rows, deterministic)
-    kernels = [prepare(spec, target, plan, rows, of_mode, apart, in_turns), keys]
+    kernels = [prepare(spec, target, plan, rows, of_mode, apart, not apart, finishes), keys]
     if apart:
         queries_plan = choose_hopper_queries_plan(spec, target)
         kernels.append(_queries(spec, target, queries_plan, rows, of_mode, plan.tile_q))
-    else:
-        kernels.append(finish(spec, target, plan, rows, in_turns))
+    elif not finishes:
+        kernels.append(finish(spec, target, plan, rows, True))
     if plan.heads_apart:
         kernels += [finish_keys(spec, target, plan, of, width, _keys_of(plan)) for of, width in _widths(spec, plan)]
     return (*kernels, *sink_sums(spec, target, rows), *capture_sums(spec, target, deterministic))
@@ -101,8 +109,12 @@ def _keys(
     tiles, shared = query_range(spec.mask.expression), plan.shared_bytes(spec, dq_apart)
     written = () if plan.heads_apart else ("dk", "dv")
     fields = [Field("TensorMap", f"{name}_map") for name in ("q", "k", "v", "d_o", *written)]
-    fields += [STATISTICS] if dq_apart else [STATISTICS, DQ_SUMS]
-    fields += [DQ_TURNS, _NEXT_BLOCK, _HEADS_AT_ONCE] if in_turns else []
+    finishes = plan.finishes(spec, dq_apart)
+    fields += [STATISTICS] if dq_apart else [STATISTICS, DQ_SUMS, DQ_TURNS]
+    fields += [DQ_ADDED, DQ_NEXT, Field("Element*", "dq"), *strides("dq")] if finishes else []
+    fields += [_NEXT_TILE, _TILES, _TILES_OF_HEAD, *([] if spec.is_ragged else [_HEADS])]
+    fields += numbers("batch") if finishes else []
+    fields += [_HEADS_AT_ONCE] if in_turns else []
     fields += [Field("float*", f"d{of}_sums") for of, _ in _widths(spec, plan) if plan.heads_apart]
     gradient = score_gradient(spec)
     gathers = gradient.gathers if gradient else ()
@@ -116,6 +128,8 @@ def _keys(
         "deterministic": deterministic,
         "dq_apart": dq_apart,
         "in_turns": in_turns,
+        "finishes": finishes,
+        "rotates": not is_masked(spec) and not (dq_apart or in_turns or spec.is_ragged),
         "shared_bytes": shared,
         "gradient": gradient,
         "gathers": gathers,
@@ -140,13 +154,11 @@ def _keys(
     }
     told = (spec, "BackwardKeysArguments", layout, plan.tile_q, "kTileK")
     context |= ragged_context(*told, of_keys=True, moves_rows=False)
-    launch: dict[str, Any] = {"values": partial(row_values, rows), "reads": "queries" if tiles is None else None}
-    launch["grid"] = partial(tiles_of_keys, spec, plan.tile_k)
-    if in_turns:
-        launch |= {"values": partial(_turn_values, plan, rows), "counts": lambda sizes: 1}
+    launch: dict[str, Any] = {"reads": "queries" if tiles is None else None, "counts": lambda sizes: 1}
+    launch |= {"grid": partial(_grid, spec, plan), "values": partial(_values, spec, plan, rows)}
     launch["boxes"] = {name: box for name, box in _boxes(spec, plan).items() if name not in ("dk", "dv") or written}
     if plan.heads_apart:
-        launch |= _of_query_heads(spec, plan, rows)
+        launch["workspaces"] = _sums_of_query_heads(spec, plan)
     widths = dict.fromkeys((plan.head_columns(spec), padded(spec.value_dim)))
     gradients = [] if dq_apart else [(plan.gradient_columns(spec), "true")]
     primitives = {
@@ -168,10 +180,25 @@ def _keys(
     )
 
 
-def _turn_values(plan: HopperBackwardPlan, rows: Rows, sizes: Sizes) -> dict[str, Any]:
-    """Where blocks take turns: so many heads at once as fill the card, so that a head's blocks begin one by one."""
-    tiles = most(ceil_div(sizes.len_k, plan.tile_k), 1)
-    return row_values(rows, sizes) | {"heads_at_once": ceil_div(sizes.multiprocessors, tiles)}
+def _works(spec: AttentionSpec, plan: HopperBackwardPlan, sizes: Sizes) -> Grid:
+    """How many tiles of keys a head has, heads that have blocks, and batches."""
+    tiles, heads, batch = tiles_of_keys(spec, plan.tile_k, sizes)
+    return tiles, sizes.heads_q if plan.heads_apart else heads, batch
+
+
+def _grid(spec: AttentionSpec, plan: HopperBackwardPlan, sizes: Sizes) -> Grid:
+    """As many blocks as the card holds, each of which has one tile of keys after the other."""
+    tiles, heads, batch = _works(spec, plan, sizes)
+    return most(least(tiles * heads * batch, sizes.multiprocessors), 1), 1, 1
+
+
+def _values(spec: AttentionSpec, plan: HopperBackwardPlan, rows: Rows, sizes: Sizes) -> dict[str, Any]:
+    tiles, heads, batch = _works(spec, plan, sizes)
+    values = row_values(rows, sizes) | {"tiles": tiles * heads * batch, "tiles_k": tiles}
+    values |= {} if spec.is_ragged else {"heads": heads}
+    if plan.in_turns:  # so many heads at once as fill the card: those who add to the same tile begin one by one
+        values["heads_at_once"] = ceil_div(sizes.multiprocessors, most(tiles, 1))
+    return values | ({"keys": _keys_of(plan)(sizes)} if plan.heads_apart else {})
 
 
 def _gathered(gathers: Iterable[GatherText], exact: bool) -> list[Field]:
@@ -180,20 +207,14 @@ def _gathered(gathers: Iterable[GatherText], exact: bool) -> list[Field]:
     return [Field("long long*" if exact else "float*", f"d_{member}") for member in members]
 
 
-def _of_query_heads(spec: AttentionSpec, plan: HopperBackwardPlan, rows: Rows) -> dict[str, Any]:
-    """The launch where each query head has blocks of its own, and the sums that they share."""
+def _sums_of_query_heads(spec: AttentionSpec, plan: HopperBackwardPlan) -> tuple[Workspace, ...]:
+    """What query heads that have blocks of their own add up dK and dV in."""
     keys = _keys_of(plan)
 
     def sums(width: int) -> Any:
         return lambda sizes: (sizes.batch, sizes.heads_kv, keys(sizes), width)
 
-    return {
-        "grid": lambda sizes: (ceil_div(sizes.len_k, plan.tile_k), sizes.heads_q, sizes.batch),
-        "values": lambda sizes: row_values(rows, sizes) | {"keys": keys(sizes)},
-        "workspaces": tuple(
-            Workspace(f"d{of}_sums", sums(width), "float32", zeroed=True) for of, width in _widths(spec, plan)
-        ),
-    }
+    return tuple(Workspace(f"d{of}_sums", sums(width), "float32", zeroed=True) for of, width in _widths(spec, plan))
 
 
 def _widths(spec: AttentionSpec, plan: HopperPlans) -> tuple[tuple[Literal["k", "v"], int], ...]:
@@ -223,6 +244,7 @@ def _wide_keys(
         "by_wgmma": True,
         "deterministic": bool(gathers) and deterministic,
         "dq_apart": True,
+        "in_turns": False,
         "shared_bytes": shared,
         "gradient": gradient,
         "gathers": gathers,

@@ -21,7 +21,9 @@ _ROWS = 64  # of a wgmma
 _STATISTICS_BYTES = 8  # of a row: its LSE and D
 _SCORE_STAGES = 2  # tiles of dS: one is written while dQ is made of the other
 _BARRIER_BYTES = 8
-_TURN_BARRIERS = 4  # three for a tile of dQ, and the place of a block's number
+_GRADIENT_BARRIERS = 3  # for a tile of dQ
+_WORK_BARRIERS = 5  # for the place of K and V, and two works
+_WORK_BYTES, _RAGGED_WORK_BYTES = 16, 48  # of what a block is told to work on
 _SUM_BYTES = 4  # of an element of dQ
 _ACCUMULATORS = 224  # registers of a thread that sums and products in flight may take
 _WARPS = 4  # of a warpgroup
@@ -54,6 +56,8 @@ class HopperBackwardPlan(Checked):
             walks the queries of all heads that share a head of K and V.
         in_turns: blocks add to a tile of dQ in the order of their tiles of keys, from the last one on, so that sums are
             the same bits in each run. Without it the deterministic mode has another kernel make dQ.
+        finish_apart: another kernel turns the sums of dQ into dQ, as of ragged batches, where a row's sequence has to
+            be found. Else idle warps do so, for which those that compute have eight registers less.
     """
 
     tile_q: int
@@ -61,21 +65,33 @@ class HopperBackwardPlan(Checked):
     early_scores: bool = True
     heads_apart: bool = False
     in_turns: bool = False
+    finish_apart: bool = False
     consumers: ClassVar[int] = 2
     blocks: ClassVar[int] = 1
+    persistent: ClassVar[bool] = True
     packed_heads: ClassVar[int] = 1
     tile_k: ClassVar[int] = 2 * _ROWS
-    producer_registers: ClassVar[int] = 24
-    consumer_registers: ClassVar[int] = 240
 
     @property
     def threads(self) -> int:
         return (self.consumers + 1) * WARPGROUP
 
     @property
+    def producer_registers(self) -> int:
+        return 24 if self.finish_apart else 40
+
+    @property
+    def consumer_registers(self) -> int:
+        return 240 if self.finish_apart else 232
+
+    @property
     def gradient_row_parts(self) -> int:
         """Parts along its rows in which the warpgroups divide a tile of dQ; along its columns they divide the rest."""
         return self.tile_q // _ROWS
+
+    def finishes(self, spec: AttentionSpec, dq_apart: bool) -> bool:
+        """Whether idle warps turn sums into dQ. dq_apart: another kernel makes it, without sums."""
+        return not (self.finish_apart or spec.is_ragged or dq_apart)
 
     def head_columns(self, spec: AttentionSpec) -> int:
         """Columns of a row of Q, K and dQ: so many that both halves are panels."""
@@ -110,11 +126,12 @@ class HopperBackwardPlan(Checked):
         """
         head, value = self.head_columns(spec), padded(spec.value_dim)
         tiles = ELEMENT_BYTES * (self.tile_k + self.stages * self.tile_q) * (head + value)
-        statistics, barriers = self.stages * self.tile_q * _STATISTICS_BYTES, 4 * self.stages
+        statistics, barriers = self.stages * self.tile_q * _STATISTICS_BYTES, 4 * self.stages + _WORK_BARRIERS
+        tiles += 2 * (_RAGGED_WORK_BYTES if spec.is_ragged else _WORK_BYTES)
         if dq_apart:
             return tiles + statistics + _BARRIER_BYTES * barriers
         shared = _SCORE_STAGES * ELEMENT_BYTES * self.tile_q * self.tile_k + _SUM_BYTES * self.tile_q * head
-        barriers += 2 * _SCORE_STAGES + _TURN_BARRIERS * self.in_turns
+        barriers += 2 * _SCORE_STAGES + _GRADIENT_BARRIERS
         return tiles + shared + statistics + _BARRIER_BYTES * barriers
 
     def summary(self, shared_bytes: int) -> str:
@@ -159,7 +176,8 @@ class HopperBackwardPlan(Checked):
 
 _NARROW_DIM = 64
 # The fastest of those measured on an H200, of 16384 tokens, bfloat16; none of them spills.
-_NARROW, _HEAVY = HopperBackwardPlan(128, early_scores=False), HopperBackwardPlan(64, early_scores=False)
+_NARROW = HopperBackwardPlan(128, early_scores=False)
+_HEAVY = HopperBackwardPlan(64, early_scores=False, finish_apart=True)
 _FULL, _MASKED = HopperBackwardPlan(64), HopperBackwardPlan(64, stages=3)
 
 
@@ -171,8 +189,12 @@ def choose_hopper_backward_plan(
     In the deterministic mode its blocks add to dQ in turns, if they can.
     """
     demand, plain = demand_of(spec), _FULL if spec.mask.expression == sympy.true else _MASKED
-    narrow = spec.head_dim <= _NARROW_DIM and takes_two_steps(spec) and demand.weight < Weight.HEAVY
+    narrow = max(spec.head_dim, spec.value_dim) <= _NARROW_DIM and takes_two_steps(spec)
+    narrow &= demand.weight < Weight.HEAVY
     loads = demand.weight == Weight.HEAVY or (demand.weight == Weight.LOADING and not demand.mask_axes)
-    preferred = (_HEAVY,) if loads else (_NARROW, plain, _FULL) if narrow else (plain, _FULL)
+    preferred: tuple[HopperBackwardPlan, ...] = (_HEAVY,) if loads else (plain, _FULL)
+    preferred = (_NARROW, *preferred) if narrow and not loads else preferred
+    if spec.sharded and spec.dropout:  # places in the whole, drawn bits and scores: they want every register
+        preferred = tuple(replace(plan, finish_apart=True) for plan in preferred)
     plans = [replace(plan, in_turns=True) for plan in preferred] if deterministic else []
     return next((plan for plan in (*plans, *preferred) if plan.problem(spec, target) is None), None)

@@ -55,6 +55,7 @@ class HopperWidePlan(Checked):
     packed_heads: ClassVar[int] = 1
     heads_apart: ClassVar[bool] = False
     in_turns: ClassVar[bool] = False
+    persistent: ClassVar[bool] = False
     tile_k: ClassVar[int] = 64
     producer_registers: ClassVar[int] = 24
     consumer_registers: ClassVar[int] = 240

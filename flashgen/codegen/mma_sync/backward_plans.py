@@ -50,6 +50,7 @@ class _WalkPlan:
     walked: ClassVar[str]
     heads_apart: ClassVar[bool] = False
     in_turns: ClassVar[bool] = False
+    persistent: ClassVar[bool] = False
 
     @property
     def threads(self) -> int:
