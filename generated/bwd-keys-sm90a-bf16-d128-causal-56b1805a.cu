@@ -737,7 +737,7 @@ __device__ __forceinline__ void finish_rows(unsigned number, unsigned first, con
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         quad_transpose(rows[i]);
-        if (query + i * 8 >= arguments.len_q || column + lane % 4 * 8 >= kHeadDim) continue;
+        if (query + i * 8 >= arguments.len_q) continue;
         *reinterpret_cast<uint4*>(place + i * 8 * arguments.dq_strides.row + column) =
             make_uint4(rows[i][0], rows[i][1], rows[i][2], rows[i][3]);
       }

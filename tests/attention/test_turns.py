@@ -36,9 +36,8 @@ SPECS: dict[str, tuple[AttentionSpec, HopperBackwardPlan]] = {
 
 
 def gradients(spec: AttentionSpec, plan: HopperBackwardPlan, shape: Shape, schedule: Schedule) -> dict[str, Any]:
-    compiled = attention.compile(
-        spec, target="sm_90a", emulate=True, schedule=schedule, backward_plan=plan, deterministic=True
-    )
+    how = {"schedule": schedule, "backward_plan": plan, "deterministic": plan.in_turns}
+    compiled = attention.compile(spec, target="sm_90a", emulate=True, **how)
     inputs = random_inputs(spec, shape, seed=3)
     given = {**inputs.captures, **({"seed": 7} if spec.dropout else {})}
     out, lse = compiled(inputs.q, inputs.k, inputs.v, return_lse=True, **given)
@@ -59,6 +58,24 @@ def test_bits_are_the_same_whoever_runs_beside_whom(name: str, shape: Shape) -> 
     for other in others:
         for gradient, bits in first.items():
             assert np.array_equal(bits.view(np.uint8), other[gradient].view(np.uint8)), gradient
+
+
+IN_ANY_ORDER: dict[str, tuple[AttentionSpec, HopperBackwardPlan]] = {
+    "full": (AttentionSpec(64), HopperBackwardPlan(64)),
+    "causal": (AttentionSpec(64, mask=fg.causal()), HopperBackwardPlan(128, early_scores=False)),
+    "lists": (AttentionSpec(40, mask=fg.document("ids")), HopperBackwardPlan(64)),
+    "apart": (AttentionSpec(64, mask=fg.causal()), HopperBackwardPlan(64, heads_apart=True)),
+    "finished apart": (AttentionSpec(64), HopperBackwardPlan(64, finish_apart=True)),
+    "untouched": (AttentionSpec(64, mask=fg.sliding_window(0, 40)), HopperBackwardPlan(64)),  # the last queries' tiles
+}
+
+
+@pytest.mark.parametrize("schedule", [*SIDE_BY_SIDE, ONE_BY_ONE[1]], ids=str)
+@pytest.mark.parametrize("name", IN_ANY_ORDER)
+@pytest.mark.rotated(4)
+def test_whoever_comes_first_to_a_tile_of_dq_stores_it(name: str, schedule: Schedule) -> None:
+    spec, plan = IN_ANY_ORDER[name]
+    gradients(spec, plan, Shape(600, 330, 2, 4, 2), schedule)
 
 
 def test_the_default_mode_may_add_in_turns_too() -> None:

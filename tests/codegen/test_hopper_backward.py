@@ -38,7 +38,7 @@ SM_90A = target_named("sm_90a")
 OWN = (HopperBackwardPlan, HopperWidePlan, HopperQueriesPlan)
 DIMS = (128, 64, 256, 40, 96, 192, 8, 112, 72, 80, 144, 32, 16, 224)
 # Lines; of a file, lines of code behind its primitives: more where gradients of captures are summed, or bits drawn.
-LONGEST_FUNCTION, MOST_CODE, MOST_CODE_OF_SUMS = 75, 450, 530
+LONGEST_FUNCTION, MOST_CODE, MOST_CODE_OF_SUMS = 75, 460, 530
 MOST_SPILLED_OF_LOADS = (
     64  # bytes of a thread: elements for each score are loaded as early as registers allow, and beyond
 )
@@ -84,7 +84,7 @@ def compiled(kernel: RenderedKernel, most_spilled: int = 0) -> nvrtc.Compiled:
 @needs_nvrtc
 @modes
 @pytest.mark.parametrize(("variant", "dim", "dtype"), CASES)
-@pytest.mark.rotated(6)
+@pytest.mark.rotated(8)
 def test_every_variant_compiles_without_spills_or_serialized_products(
     variant: Variant, dim: int, dtype: str, deterministic: bool
 ) -> None:
@@ -95,7 +95,7 @@ def test_every_variant_compiles_without_spills_or_serialized_products(
 
 @needs_nvrtc
 @pytest.mark.parametrize(("variant", "dim", "dtype"), [case for case in CASES if case[1] <= 128])
-@pytest.mark.rotated(4)
+@pytest.mark.rotated(8)
 def test_blocks_that_take_turns_compile_without_spills_or_serialized_products(
     variant: Variant, dim: int, dtype: str
 ) -> None:
@@ -107,7 +107,7 @@ def test_blocks_that_take_turns_compile_without_spills_or_serialized_products(
 @needs_nvrtc
 @modes
 @pytest.mark.parametrize("dim", range(8, 257, 8))
-@pytest.mark.rotated(6)
+@pytest.mark.rotated(8)
 def test_every_dim_compiles_without_spills_or_serialized_products(dim: int, deterministic: bool) -> None:
     for mask in (fg.full(), fg.causal(), *([fg.document("ids")] if deterministic else [])):
         kernels = own_kernels(AttentionSpec(dim, "bfloat16", mask=mask), deterministic)
@@ -163,7 +163,7 @@ TEXTS += [
 
 
 @pytest.mark.parametrize("kernel", TEXTS, ids=lambda kernel: kernel.name)
-@pytest.mark.rotated(2)
+@pytest.mark.rotated(4)
 def test_the_text_is_tidy_small_and_all_used(kernel: RenderedKernel) -> None:
     tidy(kernel.source)
     unconditional(kernel.source)
@@ -172,7 +172,7 @@ def test_the_text_is_tidy_small_and_all_used(kernel: RenderedKernel) -> None:
     members_read(kernel)
     for name, text in functions(kernel.source).items():
         assert text.count("\n") < LONGEST_FUNCTION, f"{name} has {text.count(chr(10)) + 1} lines"
-    body = without_comments(kernel.source.split("// ---- The variant", 1)[1])
+    body = without_comments(kernel.source.split("// ---- The variant", 1)[-1])
     lines = sum(bool(line.strip()) for line in body.splitlines())
     more = any(each in body for each in ("d_score ==", "add_to_gradient", "philox"))
     assert lines <= (MOST_CODE_OF_SUMS if more else MOST_CODE), f"{lines} lines of code"

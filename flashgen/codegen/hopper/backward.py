@@ -155,7 +155,7 @@ def _keys(
     told = (spec, "BackwardKeysArguments", layout, plan.tile_q, "kTileK")
     context |= ragged_context(*told, of_keys=True, moves_rows=False)
     launch: dict[str, Any] = {"reads": "queries" if tiles is None else None, "counts": lambda sizes: 1}
-    launch |= {"grid": partial(_grid, spec, plan), "values": partial(_values, spec, plan, rows)}
+    launch |= {"grid": partial(_grid, spec, plan, finishes), "values": partial(_values, spec, plan, rows)}
     launch["boxes"] = {name: box for name, box in _boxes(spec, plan).items() if name not in ("dk", "dv") or written}
     if plan.heads_apart:
         launch["workspaces"] = _sums_of_query_heads(spec, plan)
@@ -186,10 +186,14 @@ def _works(spec: AttentionSpec, plan: HopperBackwardPlan, sizes: Sizes) -> Grid:
     return tiles, sizes.heads_q if plan.heads_apart else heads, batch
 
 
-def _grid(spec: AttentionSpec, plan: HopperBackwardPlan, sizes: Sizes) -> Grid:
-    """As many blocks as the card holds, each of which has one tile of keys after the other."""
+def _grid(spec: AttentionSpec, plan: HopperBackwardPlan, finishes: bool, sizes: Sizes) -> Grid:
+    """As many blocks as the card holds, each of which has one tile of keys after the other.
+
+    finishes: those that are left without one turn sums into dQ.
+    """
     tiles, heads, batch = _works(spec, plan, sizes)
-    return most(least(tiles * heads * batch, sizes.multiprocessors), 1), 1, 1
+    blocks = sizes.multiprocessors if finishes else least(tiles * heads * batch, sizes.multiprocessors)
+    return most(blocks, 1), 1, 1
 
 
 def _values(spec: AttentionSpec, plan: HopperBackwardPlan, rows: Rows, sizes: Sizes) -> dict[str, Any]:

@@ -56,8 +56,9 @@ class HopperBackwardPlan(Checked):
             walks the queries of all heads that share a head of K and V.
         in_turns: blocks add to a tile of dQ in the order of their tiles of keys, from the last one on, so that sums are
             the same bits in each run. Without it the deterministic mode has another kernel make dQ.
-        finish_apart: another kernel turns the sums of dQ into dQ, as of ragged batches, where a row's sequence has to
-            be found. Else idle warps do so, for which those that compute have eight registers less.
+        finish_apart: another kernel turns the sums of dQ into dQ, as of head dims that are no multiples of 32, and of
+            ragged batches, where a row's sequence has to be found. Else idle warps do so, for which those that compute
+            have eight registers less.
     """
 
     tile_q: int
@@ -91,7 +92,7 @@ class HopperBackwardPlan(Checked):
 
     def finishes(self, spec: AttentionSpec, dq_apart: bool) -> bool:
         """Whether idle warps turn sums into dQ. dq_apart: another kernel makes it, without sums."""
-        return not (self.finish_apart or spec.is_ragged or dq_apart)
+        return not (self.finish_apart or spec.is_ragged or dq_apart or spec.head_dim % _COLUMNS)
 
     def head_columns(self, spec: AttentionSpec) -> int:
         """Columns of a row of Q, K and dQ: so many that both halves are panels."""
