@@ -119,7 +119,7 @@ def test_every_dim_compiles_without_spills_or_serialized_products(dim: int, dete
 @needs_nvrtc
 @modes
 @pytest.mark.parametrize(("variant", "dim", "dtype"), WIDE_CASES)
-@pytest.mark.rotated(3)
+@pytest.mark.rotated(8)
 def test_wide_heads_of_variants_that_need_more_than_p(
     variant: Variant, dim: int, dtype: str, deterministic: bool
 ) -> None:
@@ -163,7 +163,7 @@ TEXTS += [
 
 
 @pytest.mark.parametrize("kernel", TEXTS, ids=lambda kernel: kernel.name)
-@pytest.mark.rotated(4)
+@pytest.mark.rotated(8)
 def test_the_text_is_tidy_small_and_all_used(kernel: RenderedKernel) -> None:
     tidy(kernel.source)
     unconditional(kernel.source)

@@ -11,6 +11,7 @@ from flashgen.verify import variants
 from flashgen.verify.variants import spec_of
 
 MOST_BESIDE_DROPOUT = 64  # bytes: where lanes hold bits beside scores, registers for a sequence are not to be had
+MOST_OF_KEYS = 72  # where a block has tiles of one sequence after another beside 128 columns of dK and of dV
 MOST_LEARNED = 24  # beside sums of gradients of captures: what a sequence's lengths and first rows take
 HOPPER_DIMS, MMA_SYNC_DIMS = (64, 128, 192, 256), (64, 128, 96)
 
@@ -40,4 +41,5 @@ def test_hoppers_backward_compiles_without_spills(number: int) -> None:
         used = nvrtc.compile(kernel.source, kernel.target.architecture, kernel.name).resources
         learned = any(capture.grad for capture in spec.captures)
         most = MOST_BESIDE_DROPOUT if any(capture.ndim > 1 for capture in spec.captures) else MOST_LEARNED * learned
+        most = MOST_OF_KEYS if kernel.role == "keys" and dim == 128 else most
         assert max(used.spill_stores, used.spill_loads) <= most, f"{kernel.name}: {used}"

@@ -54,6 +54,7 @@ from flashgen.language.spec import AttentionSpec
 HopperPlans = HopperBackwardPlan | HopperWidePlan
 _KEYS, _WIDE_KEYS, _QUERIES = (f"hopper/backward/{part}.cu.jinja" for part in ("keys", "wide_keys", "queries"))
 _WARP_ROWS, _PART_ROWS = 16, 64
+_FINISHED_ROWS = 1024  # of dQ, that are worth a block
 _OPTIONAL = ("len_q",)  # TMA clips rows beyond the last
 _NEXT_TILE = Field(
     "unsigned*", "next_tile", comment="of all tiles of keys the next that no block has: 0, before and after"
@@ -155,7 +156,7 @@ def _keys(
     told = (spec, "BackwardKeysArguments", layout, plan.tile_q, "kTileK")
     context |= ragged_context(*told, of_keys=True, moves_rows=False)
     launch: dict[str, Any] = {"reads": "queries" if tiles is None else None, "counts": lambda sizes: 1}
-    launch |= {"grid": partial(_grid, spec, plan, finishes), "values": partial(_values, spec, plan, rows)}
+    launch |= {"grid": partial(_grid, spec, plan, rows, finishes), "values": partial(_values, spec, plan, rows)}
     launch["boxes"] = {name: box for name, box in _boxes(spec, plan).items() if name not in ("dk", "dv") or written}
     if plan.heads_apart:
         launch["workspaces"] = _sums_of_query_heads(spec, plan)
@@ -186,14 +187,15 @@ def _works(spec: AttentionSpec, plan: HopperBackwardPlan, sizes: Sizes) -> Grid:
     return tiles, sizes.heads_q if plan.heads_apart else heads, batch
 
 
-def _grid(spec: AttentionSpec, plan: HopperBackwardPlan, finishes: bool, sizes: Sizes) -> Grid:
+def _grid(spec: AttentionSpec, plan: HopperBackwardPlan, rows: Rows, finishes: bool, sizes: Sizes) -> Grid:
     """As many blocks as the card holds, each of which has one tile of keys after the other.
 
-    finishes: those that are left without one turn sums into dQ.
+    finishes: where there are fewer tiles, but many rows of dQ, the other blocks turn sums into them.
     """
     tiles, heads, batch = _works(spec, plan, sizes)
-    blocks = sizes.multiprocessors if finishes else least(tiles * heads * batch, sizes.multiprocessors)
-    return most(blocks, 1), 1, 1
+    blocks = tiles * heads * batch
+    blocks = most(blocks, rows(sizes) * sizes.heads_q * batch // _FINISHED_ROWS) if finishes else blocks
+    return most(least(blocks, sizes.multiprocessors), 1), 1, 1
 
 
 def _values(spec: AttentionSpec, plan: HopperBackwardPlan, rows: Rows, sizes: Sizes) -> dict[str, Any]:

@@ -191,7 +191,7 @@ def choose_hopper_backward_plan(
     """
     demand, plain = demand_of(spec), _FULL if spec.mask.expression == sympy.true else _MASKED
     narrow = max(spec.head_dim, spec.value_dim) <= _NARROW_DIM and takes_two_steps(spec)
-    narrow &= demand.weight < Weight.HEAVY
+    narrow &= demand.weight < Weight.HEAVY and not (spec.is_ragged and spec.score)
     loads = demand.weight == Weight.HEAVY or (demand.weight == Weight.LOADING and not demand.mask_axes)
     preferred: tuple[HopperBackwardPlan, ...] = (_HEAVY,) if loads else (plain, _FULL)
     preferred = (_NARROW, *preferred) if narrow and not loads else preferred
