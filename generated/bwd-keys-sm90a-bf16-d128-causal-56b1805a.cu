@@ -73,7 +73,6 @@ constexpr int kGradientRowParts = kTileQ / 64;
 constexpr int kGradientColumnParts = kConsumers / kGradientRowParts;
 constexpr int kGradientColumns = kHeadDimPadded / kGradientColumnParts;
 constexpr int kAdders = 1;   // threads that add up dQ
-constexpr int kHeadDim = 128;
 
 // Shared memory, in bytes: K and V; the stages of Q, of dO and of the rows' statistics; the stages of dS; dQ; the barriers. dK
 // and dV take over K and V. A tile is panels of columns side by side, as wide as TMA swizzles them: 16-byte chunks of a row
@@ -660,7 +659,7 @@ __device__ __forceinline__ void load_tiles(const Work& work, int& use, unsigned 
 __device__ __forceinline__ void load_works(unsigned shared, const Barriers& barriers, const BackwardKeysArguments& arguments) {
   int use = 0;
   for (int turn = 0;; ++turn) {
-    unsigned number = next_number(arguments);
+    const unsigned number = next_number(arguments);
     mbarrier_wait(barriers.work_empty(turn), turn / 2 & 1 ^ 1);
     Work& work = work_place(turn);
     if (number < arguments.tiles) work = work_of(number, arguments);
@@ -726,7 +725,7 @@ __device__ __forceinline__ void finish_rows(unsigned number, unsigned first, con
     const float* const sums = arguments.dq_sums + row * kHeadDimPadded + lane * 4;
     Element* const place = gradient + query * arguments.dq_strides.row + lane % 4 * 8;
 #pragma unroll 1
-    for (int column = 0; column < kHeadDim; column += 32) {
+    for (int column = 0; column < kHeadDimPadded; column += 32) {
       unsigned rows[2][4];
 #pragma unroll
       for (int i = 0; i < 4; ++i) {   // of each 8 columns these lanes have two, of both rows
@@ -752,8 +751,9 @@ __device__ __forceinline__ void finish(const BackwardKeysArguments& arguments) {
   const unsigned parts = arguments.heads_per_kv * arguments.rows / kFinishedRows, all = arguments.batch * arguments.heads * parts;
   unsigned next = lane == 0 ? atomicAdd(arguments.dq_next, 1u) : 0, complete = 0;   // heads that it has waited for
   for (;;) {
-    const unsigned part = __shfl_sync(0xffffffffu, next, 0), number = part / parts;
+    const unsigned part = __shfl_sync(0xffffffffu, next, 0);
     if (part >= all) return;
+    const unsigned number = part / parts;
     if (lane == 0) next = atomicAdd(arguments.dq_next, 1u);   // arrives meanwhile
     if (number >= complete) {
       if (lane == 0) await_added(arguments.dq_added + number, arguments.tiles_k * kAdders);

@@ -114,15 +114,14 @@ def backward_header(
     which = f"--kernel {part}{' --deterministic' if deterministic else ''}"
     which += " --heads-apart" if apart else ""
     does = _DOES[kind].format("" if dq_apart else ", and dQ" if finishes else ", and shares of dQ")
-    grid = f"one block per {_RAGGED_GRIDS.get(kind, _GRIDS[kind]) if spec.is_ragged else _GRIDS[kind]}"
-    if part == "keys" and plan is not None and plan.persistent:
-        grid = f"one block per multiprocessor, one after the other {grid.removeprefix('one block per ')}"
+    persistent = part == "keys" and plan is not None and plan.persistent
+    per = "one block per multiprocessor, one after the other" if persistent else "one block per"
     divided = [f"plan     {plan.summary(shared_bytes)}"] if plan else []
     return _comment(
         [f"flashgen: attention backward, {part}, {spec.name}", does],
         [*_facts(spec, target, target.backward_family), *divided],
         [f"FLOPs    {cost.flops}", f"HBM      {cost.hbm} bytes, at least"],
-        grid,
+        f"{per} {_RAGGED_GRIDS.get(kind, _GRIDS[kind]) if spec.is_ragged else _GRIDS[kind]}",
         f"flashgen show --pass backward {which} --target {target.name} {shlex.quote(spec.to_json())}",
     )
 

@@ -63,7 +63,6 @@ void mbarrier_fence_init();
 void mbarrier_expect_bytes(u32 barrier, u32 bytes, Site site);
 void mbarrier_arrive(u32 barrier, Site site);
 void mbarrier_wait(u32 barrier, u32 parity, Site site);
-bool mbarrier_test(u32 barrier, u32 parity, Site site);
 
 // ---- TMA (tensor_copies.cpp); `map` is a tensor map of flashgen/runtime/tensor_maps.py, `start` its coordinates ----
 void tensor_load(u32 destination, const void* map, u32 barrier, int rank, const int* start, Site site);
