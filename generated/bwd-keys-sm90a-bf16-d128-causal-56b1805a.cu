@@ -6,7 +6,7 @@
 // dropout  0
 // dims     head 128, value 128; bfloat16, accumulated in float32
 // target   sm_90a, family hopper
-// plan     64 queries x 128 keys, 2 warpgroups of 232 registers, the next scores early, 3 stages of Q and dO, 231136 bytes of shared memory
+// plan     64 queries x 128 keys, 2 warpgroups of 232 registers, the next scores early, 3 stages of Q and dO, 231144 bytes of shared memory
 // FLOPs    1280 * batch * heads_q * len_q * len_k * (share of tiles visited)
 // HBM      1800 * batch * heads_q * len_q + 1024 * batch * heads_kv * len_k bytes, at least
 //
@@ -41,6 +41,7 @@ struct BackwardKeysArguments {
   int tiles;   // of keys, of all heads and batches
   int tiles_k;   // of them those of a head
   int heads;   // of a batch that have blocks of their own: of K and V, or query heads
+  int heads_at_once;   // whose blocks fill the card
   int batch;
   int heads_q;
   int heads_per_kv;
@@ -74,9 +75,8 @@ constexpr int kGradientColumnParts = kConsumers / kGradientRowParts;
 constexpr int kGradientColumns = kHeadDimPadded / kGradientColumnParts;
 constexpr int kAdders = 1;   // threads that add up dQ
 
-// Shared memory, in bytes: K and V; the stages of Q, of dO and of the rows' statistics; the stages of dS; dQ; the barriers. dK
-// and dV take over K and V. A tile is panels of columns side by side, as wide as TMA swizzles them: 16-byte chunks of a row
-// exchanged within a panel.
+// Shared memory, in bytes: K and V; the stages of Q and of dO; of dS; dQ; the rows' statistics; the barriers. dV takes over V, and dK dQ.
+// A tile is panels of columns side by side, as wide as TMA swizzles them: 16-byte chunks of a row exchanged within a panel.
 constexpr int kHeadPanel = 64;    // columns of Q, K and dK
 constexpr int kValuePanel = 64;   // columns of dO, V and dV
 constexpr int kElementBytes = sizeof(Element);
@@ -91,10 +91,10 @@ constexpr int kValueOffset = kKeyBytes;
 constexpr int kQueryOffset = kValueOffset + kValueBytes;
 constexpr int kOutputOffset = kQueryOffset + kStages * kQueryBytes;
 constexpr int kScoreOffset = kOutputOffset + kStages * kOutputBytes;
-constexpr int kStatisticsOffset = kScoreOffset + kScoreStages * kScoreBytes;
-constexpr int kGradientOffset = kStatisticsOffset + kStages * kStatisticsBytes;
-constexpr int kBarrierOffset = kGradientOffset + kGradientBytes;
-constexpr int kWorkOffset = kBarrierOffset + (4 * kStages + 2 * kScoreStages + 8) * 8;
+constexpr int kGradientOffset = kScoreOffset + kScoreStages * kScoreBytes;
+constexpr int kStatisticsOffset = kGradientOffset + kGradientBytes;
+constexpr int kBarrierOffset = kStatisticsOffset + kStages * kStatisticsBytes;
+constexpr int kWorkOffset = kBarrierOffset + (4 * kStages + 2 * kScoreStages + 9) * 8;
 static_assert(kGradientColumns % kHeadPanel == 0, "whole panels of dQ's columns");
 
 // ---- Primitives -----------------------------------------------------------------------------------------------------
@@ -408,8 +408,9 @@ struct Barriers {
   __device__ __forceinline__ unsigned gradients_empty() const { return first + kStages * 32 + kScoreStages * 16; }
   __device__ __forceinline__ unsigned gradients_full(int use) const { return gradients_empty() + 8 + use % 2 * 8; }
   __device__ __forceinline__ unsigned keys_empty() const { return first + kStages * 32 + kScoreStages * 16 + 24; }
-  __device__ __forceinline__ unsigned work_full(int turn) const { return keys_empty() + 8 + turn % 2 * 16; }
-  __device__ __forceinline__ unsigned work_empty(int turn) const { return keys_empty() + 16 + turn % 2 * 16; }
+  __device__ __forceinline__ unsigned values_empty() const { return keys_empty() + 8; }
+  __device__ __forceinline__ unsigned work_full(int turn) const { return keys_empty() + 16 + turn % 2 * 16; }
+  __device__ __forceinline__ unsigned work_empty(int turn) const { return keys_empty() + 24 + turn % 2 * 16; }
   static __device__ __forceinline__ unsigned parity(int use) { return use / kStages & 1; }
   static __device__ __forceinline__ unsigned score_parity(int use) { return use / kScoreStages & 1; }
 
@@ -428,6 +429,7 @@ struct Barriers {
     mbarrier_init(gradients_full(0), kConsumers * 4);   // of even steps
     mbarrier_init(gradients_full(1), kConsumers * 4);   // and of odd ones
     mbarrier_init(keys_empty(), kConsumers * 4);
+    mbarrier_init(values_empty(), kConsumers * 4);
     for (int turn = 0; turn < 2; ++turn) {
       mbarrier_init(work_full(turn), 1);
       mbarrier_init(work_empty(turn), kConsumers * 4 + kAdders);
@@ -451,28 +453,27 @@ __device__ __forceinline__ void load_rows(unsigned tile, const TensorMap& map, u
   }
 }
 
-// Rounds a warp's 16 rows of a warpgroup's 64 and stores them, by way of shared memory, where a panel of columns holds
-// the 64 rows, swizzled as TMA does it. Rows beyond the last are clipped.
-template <int kColumns, int kPanel>
+// Rounds a warp's 16 rows and stores them, by way of shared memory, where they are the first of each panel of columns, which
+// holds kPanelRows, swizzled as TMA does it. Rows beyond the last are clipped.
+template <int kColumns, int kPanel, int kPanelRows>
 __device__ __forceinline__ void store_rows(const float (&values)[kColumns / 2], float factor, unsigned tile,
                                            const TensorMap& map, int first_row, int head, int batch) {
   constexpr int kChunks = kPanel / 8;   // 16-byte chunks of a panel's row
-  const int lane = threadIdx.x % 32, warp_row = threadIdx.x / 32 % 4 * 16;   // of the warpgroup's
-  const int row = warp_row + lane % 16, swizzle = row / (8 / kChunks) % kChunks;
+  const int lane = threadIdx.x % 32, row = lane % 16, swizzle = row / (8 / kChunks) % kChunks;
 #pragma unroll
   for (int n = 0; n < kColumns / 2; n += 8) {
     const int panel = n / 4 / kChunks, chunk = (n / 4 % kChunks + lane / 16) ^ swizzle;
     unsigned pairs[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) pairs[i] = pack_bf16(values[n + 2 * i] * factor, values[n + 2 * i + 1] * factor);
-    store_matrix_x4(tile + ((panel * 64 + row) * kChunks + chunk) * 16, pairs[0], pairs[1], pairs[2], pairs[3]);
+    store_matrix_x4(tile + ((panel * kPanelRows + row) * kChunks + chunk) * 16, pairs[0], pairs[1], pairs[2], pairs[3]);
   }
   fence_async_shared();
   __syncwarp();
   if (lane == 0) {
 #pragma unroll
     for (int column = 0; column < kColumns; column += kPanel) {
-      tma_store_4d(map, tile + (column * 64 + warp_row * kPanel) * kElementBytes, column, first_row, head, batch);
+      tma_store_4d(map, tile + column * kPanelRows * kElementBytes, column, first_row, head, batch);
     }
     bulk_commit();
   }
@@ -534,16 +535,24 @@ struct Work {
   int first_key, head_kv, batch;
 };
 
-static_assert(kWorkOffset + 2 * sizeof(Work) <= 231136, "the plan's shared memory");
+static_assert(kWorkOffset + 2 * sizeof(Work) <= 231144, "the plan's shared memory");
 
 // Where the loading thread tells a work, two of them at a time. One that begins before the first key is none: the block ends.
 __device__ __forceinline__ Work& work_place(int turn) {
   return reinterpret_cast<Work*>(shared_memory + kWorkOffset)[turn % 2];
 }
 
-// The work of a number: tile after tile, then the next head of K and V, then the next batch.
+// The work of a number: tile after tile, then the next head of K and V of all batches. Of the last heads, as many as
+// fill the card, the first tiles of all come before the second ones: most masks give those the most queries, and blocks end
+// together where what is left is short.
 __device__ __forceinline__ Work work_of(unsigned number, const BackwardKeysArguments& arguments) {
-  const int tile = number % arguments.tiles_k, head = number / arguments.tiles_k;
+  int tile = number % arguments.tiles_k, head = number / arguments.tiles_k;
+  const int heads = arguments.tiles / arguments.tiles_k, alone = max(heads - arguments.heads_at_once, 0);
+  if (head >= alone) {
+    const int place = number - alone * arguments.tiles_k;
+    tile = place / (heads - alone);
+    head = alone + place % (heads - alone);
+  }
   return {tile * kTileK, head % arguments.heads, head / arguments.heads};
 }
 
@@ -626,48 +635,57 @@ __device__ __forceinline__ long long first_row(const Walk& walk, const Work& wor
 
 // ---- The warpgroup that loads, and adds up dQ -----------------------------------------------------------------------
 
-// Loads what a work needs: K and V with the first step; of each step Q and its rows' statistics, and dO, as soon as there is
-// room.
-__device__ __forceinline__ void load_tiles(const Work& work, int& use, unsigned shared, const Barriers& barriers,
-                                           const BackwardKeysArguments& arguments) {
-  bool begins = true;
-  for (Walk walk(work, arguments); !walk.ended(arguments); walk.advance(work, arguments), ++use, begins = false) {
+// Loads what a work needs, as soon as there is room: of each step Q and its rows' statistics, and dO; with the first step's K
+// and V, in whose places those of the work before were, and its dV.
+__device__ __forceinline__ void load_tiles(const Work& work, Walk& walk, int turn, int& use, unsigned shared,
+                                           const Barriers& barriers, const BackwardKeysArguments& arguments) {
+  for (bool begins = true; !walk.ended(arguments); walk.advance(work, arguments), ++use, begins = false) {
     const int head = walk.head(work, arguments), stage = use % kStages;
     mbarrier_wait(barriers.queries_empty(use), barriers.parity(use) ^ 1);
     mbarrier_expect_bytes(barriers.queries_full(use), kQueryBytes + kStatisticsBytes + (begins ? kKeyBytes : 0));
-    if (begins) {
-      load_rows<kTileK, kHeadDimPadded, kHeadPanel>(shared, arguments.k_map, barriers.queries_full(use), work.first_key,
-                                                    work.head_kv, work.batch);
-    }
     load_rows<kTileQ, kHeadDimPadded, kHeadPanel>(queries_at(shared, use), arguments.q_map,
                                                   barriers.queries_full(use), walk.first_query(), head, work.batch);
     bulk_load(shared + kStatisticsOffset + stage * kStatisticsBytes,
               arguments.statistics + first_row(walk, work, arguments) * 2, kStatisticsBytes, barriers.queries_full(use));
+    if (begins) {
+      mbarrier_wait(barriers.keys_empty(), turn & 1 ^ 1);
+      load_rows<kTileK, kHeadDimPadded, kHeadPanel>(shared, arguments.k_map, barriers.queries_full(use), work.first_key,
+                                                    work.head_kv, work.batch);
+    }
     mbarrier_wait(barriers.outputs_empty(use), barriers.parity(use) ^ 1);
     mbarrier_expect_bytes(barriers.outputs_full(use), kOutputBytes + (begins ? kValueBytes : 0));
+    load_rows<kTileQ, kValueDimPadded, kValuePanel>(outputs_at(shared, use), arguments.d_o_map,
+                                                    barriers.outputs_full(use), walk.first_query(), head, work.batch);
     if (begins) {
+      mbarrier_wait(barriers.values_empty(), turn & 1 ^ 1);
       load_rows<kTileK, kValueDimPadded, kValuePanel>(shared + kValueOffset, arguments.v_map, barriers.outputs_full(use),
                                                       work.first_key, work.head_kv, work.batch);
     }
-    load_rows<kTileQ, kValueDimPadded, kValuePanel>(outputs_at(shared, use), arguments.d_o_map,
-                                                    barriers.outputs_full(use), walk.first_query(), head, work.batch);
   }
 }
 
-// What the loading thread does: it tells the others each work, and loads its tiles, as soon as the gradients that took the
-// places of the last one's are stored.
+// What the loading thread does: it tells the others each work, and loads its tiles.
+// A work without steps they end without waiting for a load, so that it is told when the last one has ended: of two phases
+// that end unseen, one would be taken for the other.
 __device__ __forceinline__ void load_works(unsigned shared, const Barriers& barriers, const BackwardKeysArguments& arguments) {
   int use = 0;
   for (int turn = 0;; ++turn) {
     const unsigned number = next_number(arguments);
     mbarrier_wait(barriers.work_empty(turn), turn / 2 & 1 ^ 1);
     Work& work = work_place(turn);
-    if (number < arguments.tiles) work = work_of(number, arguments);
-    else work.first_key = -1;
+    if (number >= arguments.tiles) {
+      work.first_key = -1;
+      mbarrier_arrive(barriers.work_full(turn));
+      return;
+    }
+    work = work_of(number, arguments);
+    Walk walk(work, arguments);
+    if (walk.ended(arguments)) {
+      mbarrier_wait(barriers.keys_empty(), turn & 1 ^ 1);
+      mbarrier_wait(barriers.values_empty(), turn & 1 ^ 1);
+    }
     mbarrier_arrive(barriers.work_full(turn));
-    if (number >= arguments.tiles) return;
-    mbarrier_wait(barriers.keys_empty(), turn & 1 ^ 1);
-    load_tiles(work, use, shared, barriers, arguments);
+    load_tiles(work, walk, turn, use, shared, barriers, arguments);
   }
 }
 
@@ -884,10 +902,11 @@ __device__ __forceinline__ void stage_rows(const float (&rows)[kColumns / 2], in
   }
 }
 
-// Lays this warp's part of a step's dQ into shared memory, for the warp that adds it to the sums.
+// Lays this warp's part of a step's dQ into shared memory, for the warp that adds it to the sums. `again`: that of another
+// step of this work has been there.
 __device__ __forceinline__ void hand_over_gradients(const float (&d_queries)[kGradientColumns / 2], int warpgroup,
-                                                    const Barriers& barriers, int use) {
-  mbarrier_wait(barriers.gradients_empty(), use & 1 ^ 1);
+                                                    const Barriers& barriers, int use, bool again) {
+  if (again) mbarrier_wait(barriers.gradients_empty(), use & 1 ^ 1);
   stage_rows<kGradientColumns>(d_queries, kGradientOffset + gradient_part(warpgroup) * kPartBytes);
   fence_async_shared();
   __syncwarp();
@@ -926,17 +945,21 @@ __device__ __forceinline__ void find_score_gradients(float (&scores)[kRowTiles][
   multiply_by_probabilities(d_scores, scores, statistics);
 }
 
-// Writes dK and dV, which take the places of K and V.
+// Writes dK and dV. dV takes the place of V, dK that of this warp's part of dQ: the next work's K is on its way meanwhile.
 __device__ __forceinline__ void write_gradients(const float (&d_keys)[kHeadDimPadded / 2],
                                                 const float (&d_values)[kValueDimPadded / 2], const Work& work,
-                                                int warpgroup, unsigned shared, const BackwardKeysArguments& arguments) {
-  const int first_key = work.first_key + warpgroup * kPartK + threadIdx.x / 32 % 4 * 16;
-  store_rows<kHeadDimPadded, kHeadPanel>(d_keys, kScale, shared + warpgroup * kPartK * kHeadDimPadded * kElementBytes,
-                                         arguments.dk_map, first_key, work.head_kv, work.batch);
-  store_rows<kValueDimPadded, kValuePanel>(d_values, 1.0f,
-                                           shared + kValueOffset + warpgroup * kPartK * kValueDimPadded * kElementBytes,
-                                           arguments.dv_map, first_key, work.head_kv, work.batch);
-  if (threadIdx.x % 32 == 0) bulk_wait_read<0>();
+                                                int use, bool any, int warpgroup, unsigned shared, const Barriers& barriers,
+                                                const BackwardKeysArguments& arguments) {
+  const int row = warpgroup * kPartK + threadIdx.x / 32 % 4 * 16, lane = threadIdx.x % 32;
+  named_barrier_sync(1 + warpgroup, 128);   // its warps are done with V
+  store_rows<kValueDimPadded, kValuePanel, kTileK>(d_values, 1.0f, shared + kValueOffset + row * kValuePanel * kElementBytes,
+                                                   arguments.dv_map, work.first_key + row, work.head_kv, work.batch);
+  if (any) mbarrier_wait(barriers.gradients_empty(), use & 1 ^ 1);   // the last step's dQ is added
+  if (lane == 0) bulk_wait_read<0>();   // dV; and dK of the work before, if this one had no steps
+  release(barriers.values_empty());
+  __syncwarp();
+  store_rows<kHeadDimPadded, kHeadPanel, 16>(d_keys, kScale, shared + kGradientOffset + gradient_part(warpgroup) * kPartBytes,
+                                                 arguments.dk_map, work.first_key + row, work.head_kv, work.batch);
 }
 
 // The steps of a work, of which there is one at least: a warpgroup adds up dK and dV of its keys; and computes its part of
@@ -948,6 +971,7 @@ __device__ __forceinline__ void walk_queries(float (&d_keys)[kHeadDimPadded / 2]
   float scores[kRowTiles][kTileQ / 2], d_scores[kRowTiles][kTileQ / 2];
   float(&d_queries)[kGradientColumns / 2] = scores[0];   // in registers of scores, which are done with when it starts
   bool begun = false;   // whether there is a step before
+  bool handed = false;   // whether dQ of one has been handed over
   start_scores(scores[0], warpgroup, shared, barriers, use, false);
   start_probability_gradients(d_scores[0], warpgroup, shared, barriers, use, false);
   await_product<1>(scores[0]);
@@ -970,10 +994,13 @@ __device__ __forceinline__ void walk_queries(float (&d_keys)[kHeadDimPadded / 2]
       start_sums();
       await_product<2>(d_queries);
       release(barriers.scores_empty(use - 1));
-      hand_over_gradients(d_queries, warpgroup, barriers, use - 1);
+      hand_over_gradients(d_queries, warpgroup, barriers, use - 1, handed);
+      handed = true;
     } else {
       start_sums();
       begun = true;
+      if (lane == 0) bulk_wait_read<0>();   // dK of the work before, of which dQ takes the place
+      __syncwarp();
     }
     // The last step's scores and dP are computed once more, for nobody: with these products in a branch none would overlap.
     const int next = ended ? use : use + 1;
@@ -994,7 +1021,7 @@ __device__ __forceinline__ void walk_queries(float (&d_keys)[kHeadDimPadded / 2]
   start_query_gradients(d_queries, warpgroup, scores_at(shared, use - 1), shared);
   await_product<0>(d_queries);
   release(barriers.scores_empty(use - 1));
-  hand_over_gradients(d_queries, warpgroup, barriers, use - 1);
+  hand_over_gradients(d_queries, warpgroup, barriers, use - 1, handed);
 }
 
 // What a warpgroup does for a work: dK and dV of its keys.
@@ -1002,9 +1029,10 @@ __device__ __forceinline__ void differentiate(const Work& work, int& use, int wa
                                               const Barriers& barriers, const BackwardKeysArguments& arguments) {
   float d_keys[kHeadDimPadded / 2] = {}, d_values[kValueDimPadded / 2] = {};
   Walk walk(work, arguments);
-  if (!walk.ended(arguments)) walk_queries(d_keys, d_values, work, walk, use, warpgroup, shared, barriers, arguments);
-  named_barrier_sync(1, kConsumers * 128);   // every warp is done with the tiles
-  write_gradients(d_keys, d_values, work, warpgroup, shared, arguments);
+  const bool any = !walk.ended(arguments);
+  if (any) walk_queries(d_keys, d_values, work, walk, use, warpgroup, shared, barriers, arguments);
+  release(barriers.keys_empty());
+  write_gradients(d_keys, d_values, work, use, any, warpgroup, shared, barriers, arguments);
 }
 
 // The same in a warp, as the compiler can see.
@@ -1021,14 +1049,14 @@ __device__ __forceinline__ void differentiate_works(unsigned shared, const Barri
   for (int turn = 0;; ++turn) {
     mbarrier_wait(barriers.work_full(turn), turn / 2 & 1);
     const Work work = uniform(work_place(turn));
-    if (work.first_key < 0) return;
+    if (work.first_key < 0) break;
     release(barriers.work_empty(turn));
     // Both anew with each work, else registers hold all along what follows from them.
     const int warpgroup = uniform(threadIdx.x / 128);
     use = uniform(use);
     differentiate(work, use, warpgroup, shared, barriers, arguments);
-    release(barriers.keys_empty());
   }
+  if (threadIdx.x % 32 == 0) bulk_wait_read<0>();   // shared memory goes with the block
 }
 
 // ---- The kernel -----------------------------------------------------------------------------------------------------

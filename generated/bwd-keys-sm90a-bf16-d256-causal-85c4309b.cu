@@ -350,28 +350,27 @@ __device__ __forceinline__ void load_rows(unsigned tile, const TensorMap& map, u
   }
 }
 
-// Rounds a warp's 16 rows of a warpgroup's 64 and stores them, by way of shared memory, where a panel of columns holds
-// the 64 rows, swizzled as TMA does it. Rows beyond the last are clipped.
-template <int kColumns, int kPanel>
+// Rounds a warp's 16 rows and stores them, by way of shared memory, where they are the first of each panel of columns, which
+// holds kPanelRows, swizzled as TMA does it. Rows beyond the last are clipped.
+template <int kColumns, int kPanel, int kPanelRows>
 __device__ __forceinline__ void store_rows(const float (&values)[kColumns / 2], float factor, unsigned tile,
                                            const TensorMap& map, int first_row, int head, int batch) {
   constexpr int kChunks = kPanel / 8;   // 16-byte chunks of a panel's row
-  const int lane = threadIdx.x % 32, warp_row = threadIdx.x / 32 % 4 * 16;   // of the warpgroup's
-  const int row = warp_row + lane % 16, swizzle = row / (8 / kChunks) % kChunks;
+  const int lane = threadIdx.x % 32, row = lane % 16, swizzle = row / (8 / kChunks) % kChunks;
 #pragma unroll
   for (int n = 0; n < kColumns / 2; n += 8) {
     const int panel = n / 4 / kChunks, chunk = (n / 4 % kChunks + lane / 16) ^ swizzle;
     unsigned pairs[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) pairs[i] = pack_bf16(values[n + 2 * i] * factor, values[n + 2 * i + 1] * factor);
-    store_matrix_x4(tile + ((panel * 64 + row) * kChunks + chunk) * 16, pairs[0], pairs[1], pairs[2], pairs[3]);
+    store_matrix_x4(tile + ((panel * kPanelRows + row) * kChunks + chunk) * 16, pairs[0], pairs[1], pairs[2], pairs[3]);
   }
   fence_async_shared();
   __syncwarp();
   if (lane == 0) {
 #pragma unroll
     for (int column = 0; column < kColumns; column += kPanel) {
-      tma_store_4d(map, tile + (column * 64 + warp_row * kPanel) * kElementBytes, column, first_row, head, batch);
+      tma_store_4d(map, tile + column * kPanelRows * kElementBytes, column, first_row, head, batch);
     }
     bulk_commit();
   }
@@ -507,28 +506,28 @@ __device__ __forceinline__ long long first_row(const Walk& walk, const Work& wor
 // there is room.
 __device__ __forceinline__ void load_tiles(const Work& work, unsigned shared, const Barriers& barriers,
                                            const BackwardKeysArguments& arguments) {
+  Walk walk(work, arguments);
   int use = 0;
-  bool begins = true;
-  for (Walk walk(work, arguments); !walk.ended(arguments); walk.advance(work, arguments), ++use, begins = false) {
+  for (bool begins = true; !walk.ended(arguments); walk.advance(work, arguments), ++use, begins = false) {
     const int head = walk.head(work, arguments), stage = use % kStages;
     mbarrier_wait(barriers.queries_empty(use), barriers.parity(use) ^ 1);
     mbarrier_expect_bytes(barriers.queries_full(use), kQueryBytes + kStatisticsBytes + (begins ? kKeyBytes : 0));
-    if (begins) {
-      load_rows<kTileK, kHeadDimPadded, kHeadPanel>(shared, arguments.k_map, barriers.queries_full(use), work.first_key,
-                                                    work.head_kv, work.batch);
-    }
     load_rows<kTileQ, kHeadDimPadded, kHeadPanel>(queries_at(shared, use), arguments.q_map,
                                                   barriers.queries_full(use), walk.first_query(), head, work.batch);
     bulk_load(shared + kStatisticsOffset + stage * kStatisticsBytes,
               arguments.statistics + first_row(walk, work, arguments) * 2, kStatisticsBytes, barriers.queries_full(use));
+    if (begins) {
+      load_rows<kTileK, kHeadDimPadded, kHeadPanel>(shared, arguments.k_map, barriers.queries_full(use), work.first_key,
+                                                    work.head_kv, work.batch);
+    }
     mbarrier_wait(barriers.outputs_empty(use), barriers.parity(use) ^ 1);
     mbarrier_expect_bytes(barriers.outputs_full(use), kOutputBytes + (begins ? kValueBytes : 0));
+    load_rows<kTileQ, kValueDimPadded, kValuePanel>(outputs_at(shared, use), arguments.d_o_map,
+                                                    barriers.outputs_full(use), walk.first_query(), head, work.batch);
     if (begins) {
       load_rows<kTileK, kValueDimPadded, kValuePanel>(shared + kValueOffset, arguments.v_map, barriers.outputs_full(use),
                                                       work.first_key, work.head_kv, work.batch);
     }
-    load_rows<kTileQ, kValueDimPadded, kValuePanel>(outputs_at(shared, use), arguments.d_o_map,
-                                                    barriers.outputs_full(use), walk.first_query(), head, work.batch);
   }
 }
 
@@ -679,8 +678,10 @@ __device__ __forceinline__ void differentiate_values(const Work& work, unsigned 
   // dV takes the place of V, as soon as the other warpgroup is done with that; this one is with K.
   named_barrier_arrive(1, kConsumers * 128);
   named_barrier_sync(2, kConsumers * 128);
-  store_rows<kValueDimPadded, kValuePanel>(d_values, 1.0f, shared + kValueOffset, arguments.dv_map,
-                                           work.first_key + warp_row, work.head_kv, work.batch);
+  store_rows<kValueDimPadded, kValuePanel, kTileK>(d_values, 1.0f,
+                                                   shared + kValueOffset + warp_row * kValuePanel * kElementBytes,
+                                                   arguments.dv_map, work.first_key + warp_row, work.head_kv,
+                                                   work.batch);
   if (lane == 0) bulk_wait_read<0>();   // shared memory goes with the block
 }
 
@@ -729,8 +730,9 @@ __device__ __forceinline__ void differentiate_keys(const Work& work, unsigned sh
   // dK takes the place of K, as soon as the other warpgroup is done with that; this one is with V.
   named_barrier_arrive(2, kConsumers * 128);
   named_barrier_sync(1, kConsumers * 128);
-  store_rows<kHeadDimPadded, kHeadPanel>(d_keys, kScale, shared, arguments.dk_map, work.first_key + warp_row, work.head_kv,
-                                         work.batch);
+  store_rows<kHeadDimPadded, kHeadPanel, kTileK>(d_keys, kScale, shared + warp_row * kHeadPanel * kElementBytes,
+                                                 arguments.dk_map, work.first_key + warp_row, work.head_kv,
+                                                 work.batch);
   if (lane == 0) bulk_wait_read<0>();   // shared memory goes with the block
 }
 

@@ -327,28 +327,27 @@ __device__ __forceinline__ void load_rows(unsigned tile, const TensorMap& map, u
   }
 }
 
-// Rounds a warp's 16 rows of a warpgroup's 64 and stores them, by way of shared memory, where a panel of columns holds
-// the 64 rows, swizzled as TMA does it. Rows beyond the last are clipped.
-template <int kColumns, int kPanel>
+// Rounds a warp's 16 rows and stores them, by way of shared memory, where they are the first of each panel of columns, which
+// holds kPanelRows, swizzled as TMA does it. Rows beyond the last are clipped.
+template <int kColumns, int kPanel, int kPanelRows>
 __device__ __forceinline__ void store_rows(const float (&values)[kColumns / 2], float factor, unsigned tile,
                                            const TensorMap& map, int first_row, int head, int batch) {
   constexpr int kChunks = kPanel / 8;   // 16-byte chunks of a panel's row
-  const int lane = threadIdx.x % 32, warp_row = threadIdx.x / 32 % 4 * 16;   // of the warpgroup's
-  const int row = warp_row + lane % 16, swizzle = row / (8 / kChunks) % kChunks;
+  const int lane = threadIdx.x % 32, row = lane % 16, swizzle = row / (8 / kChunks) % kChunks;
 #pragma unroll
   for (int n = 0; n < kColumns / 2; n += 8) {
     const int panel = n / 4 / kChunks, chunk = (n / 4 % kChunks + lane / 16) ^ swizzle;
     unsigned pairs[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) pairs[i] = pack_bf16(values[n + 2 * i] * factor, values[n + 2 * i + 1] * factor);
-    store_matrix_x4(tile + ((panel * 64 + row) * kChunks + chunk) * 16, pairs[0], pairs[1], pairs[2], pairs[3]);
+    store_matrix_x4(tile + ((panel * kPanelRows + row) * kChunks + chunk) * 16, pairs[0], pairs[1], pairs[2], pairs[3]);
   }
   fence_async_shared();
   __syncwarp();
   if (lane == 0) {
 #pragma unroll
     for (int column = 0; column < kColumns; column += kPanel) {
-      tma_store_4d(map, tile + (column * 64 + warp_row * kPanel) * kElementBytes, column, first_row, head, batch);
+      tma_store_4d(map, tile + column * kPanelRows * kElementBytes, column, first_row, head, batch);
     }
     bulk_commit();
   }
@@ -615,7 +614,8 @@ __device__ __forceinline__ void differentiate(const Work& work, int warpgroup, u
   // dQ takes the place of the warpgroup's queries, which none of its warps may still be reading.
   named_barrier_sync(1 + warpgroup, 128);
   clear_empty_rows(d_queries, rows[0]);
-  store_rows<kHeadDimPadded, kHeadPanel>(d_queries, kScale, queries, arguments.dq_map, first_query, work.head, work.batch);
+  store_rows<kHeadDimPadded, kHeadPanel, kPartQ>(d_queries, kScale, queries + warp_row * kHeadPanel * kElementBytes,
+                                                 arguments.dq_map, first_query, work.head, work.batch);
   if (lane == 0) bulk_wait_read<0>();   // shared memory goes with the block
 }
 

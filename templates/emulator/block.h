@@ -88,6 +88,7 @@ struct Block {
   Barrier barriers[kBarriers];
   ReadyQueue ready;
   Vector<Thread*> polling;  // who looks again when nobody is ready
+  Warp* slow_warp = nullptr;  // of a random order
   Random random;
   unsigned char* shared = nullptr;
   u32 alive = 0;
@@ -140,6 +141,7 @@ void warp_collective(u32 mask, WarpOperation operation, void* lane_data, WarpAct
 void make_ready(Thread& thread);
 void suspend(State state, Site site);  // waits until somebody makes the running thread ready
 void poll(Site site);                  // waits until nobody of the block can go on but who polls
+void hesitate(Site site);              // does so in the warp that is slow
 void run_block(Block& block);          // on the worker's stack: runs all threads to their end, or to a failure
 
 // ---- hooks of a thread's end, called by the scheduler ----

@@ -101,6 +101,7 @@ static void arrive(Thread& self, MBarrier& barrier, Site site) {
 void mbarrier_arrive(u32 address, Site site) {
   Thread& self = running_thread();
   arrive(self, mbarrier_at(self, address, site, __builtin_return_address(0)), site);
+  hesitate(site);
 }
 
 void mbarrier_expect_bytes(u32 address, u32 bytes, Site site) {

@@ -54,8 +54,16 @@ void suspend(State state, Site site) {
 
 void poll(Site site) {
   Thread& self = running_thread();
+  if (__atomic_load_n(&self.block->request->failed, __ATOMIC_RELAXED)) abandon_block(*self.block);  // by another block
   self.block->polling.push_back(&self);
   suspend(State::kPolls, site);
+}
+
+// Where threads run in a random order, one block after the other, one warp of each is slow: when it has arrived somewhere,
+// it goes on when nobody else can. So others get as far ahead of it as they are let.
+void hesitate(Site site) {
+  Thread& self = running_thread();
+  if (self.in_warp == self.block->slow_warp) poll(site);
 }
 
 static void end_thread(Thread& self) {
@@ -86,6 +94,8 @@ static void thread_main() {
 }
 
 void run_block(Block& block) {
+  const bool has_slow_warp = Order(block.request->order) == Order::kRandom && block.request->workers == 1;
+  block.slow_warp = has_slow_warp ? &block.warps[block.random.below(u32(block.warps.size()))] : nullptr;
   for (Thread& thread : block.threads) {
     prepare(thread.carrier->fiber, thread_main);
     make_ready(thread);

@@ -59,6 +59,10 @@ SUBJECTS = {
         {"deterministic": True, "backward_plan": HopperBackwardPlan(64)},
     ),
     "turns": Subject(fg.AttentionSpec(64), options={"backward_plan": HopperBackwardPlan(64, in_turns=True)}),
+    "untouched": Subject(  # tiles of keys that nobody attends to, one behind the other
+        fg.AttentionSpec(64, mask=fg.trace_mask(lambda b, h, q, k: (k < 100) | (k >= 512))),
+        options={"backward_plan": HopperBackwardPlan(64)},
+    ),
     "apart": Subject(
         fg.AttentionSpec(64, mask=fg.causal()),
         options={"backward_plan": HopperBackwardPlan(128, early_scores=False, heads_apart=True)},
@@ -101,7 +105,9 @@ class Fault:
     pattern: str
     replacement: str
     finding: str
-    subject: Literal["keys", "late", "wide", "wide, learned", "wide, dropped", "queries", "turns", "apart"] = "keys"
+    subject: Literal[
+        "keys", "late", "wide", "wide, learned", "wide, dropped", "queries", "turns", "untouched", "apart"
+    ] = "keys"
 
     def planted(self) -> str:
         return replaced_once(self.name, self.pattern, self.replacement, SUBJECTS[self.subject].source)
@@ -143,13 +149,39 @@ UNGUARDED = [
         UNFENCED,
     ),
     Fault("place of dQ not waited for", r"bulk_wait_read<0>\(\);(\s+mbarrier_arrive)", r"\1", OVERWRITES),
-    Fault("place of K not waited for", r"mbarrier_wait\(barriers\.keys_empty\(\), [^;]*;", "", OVERWRITES),
-    Fault("K released before its gradient is stored", r"if \([^)]*\) bulk_wait_read<0>\(\);", "", OVERWRITES),
+    Fault(
+        "place of K not waited for", r"mbarrier_wait\(barriers\.keys_empty\(\), [^;]*;(\s+load_rows)", r"\1", OVERWRITES
+    ),
+    Fault(
+        "place of V not waited for",
+        r"mbarrier_wait\(barriers\.values_empty\(\), [^;]*;(\s+load_rows)",
+        r"\1",
+        OVERWRITES,
+    ),
+    Fault(
+        "V released before dV is stored",
+        r"if \([^)]*\) bulk_wait_read<0>\(\);([^\n]*\s+release\(barriers\.values)",
+        r"\1",
+        OVERWRITES,
+    ),
+    Fault(
+        "dQ handed over before dK is stored",
+        r"(begun = true;\s+)if \([^)]*\) bulk_wait_read<0>\(\);",
+        r"\1",
+        OVERWRITES,
+    ),
     Fault("dQ not committed", r"(bulk_reduce_add\([^;]*;\s+)bulk_commit\(\);", r"\1", f"bulk_commit|{OVERWRITES}"),
     Fault(
         "dQ added before it is there", r"mbarrier_wait\(barriers\.gradients_full\(use\), [^;]*;", "", UNREAD, "turns"
     ),
-    Fault("dQ not added yet", r"mbarrier_wait\(barriers\.gradients_empty\(\), [^;]*;", "", OVERWRITES, "turns"),
+    Fault(
+        "dQ not added yet",
+        r"if \(again\) mbarrier_wait\(barriers\.gradients_empty\(\), [^;]*;",
+        "",
+        OVERWRITES,
+        "turns",
+    ),
+    Fault("dK over dQ", r"if \(any\) mbarrier_wait\(barriers\.gradients_empty\(\), [^;]*;", "", OVERWRITES),
     Fault(
         "dQ handed over unseen",
         r"fence_async_shared\(\);(\s+__syncwarp\(\);\s+release\(barriers\.gradients)",
@@ -158,21 +190,13 @@ UNGUARDED = [
         "turns",
     ),
     Fault("no wait for products", r"wgmma_wait<kPending>\(\);(\s+order)", r"\1", f"{OVERWRITES}|wgmma_wait"),
-    Fault("K in use", r"named_barrier_sync\(1, kConsumers \* 128\);", "", "data race"),
-    Fault(
-        "dV over dK",
-        r"\(kTileK \* kHeadDimPadded \+ row \* kValueDimPadded\)",
-        "(row * kValueDimPadded)",
-        OVERWRITES,
-        "apart",
-    ),
     Fault(
         "dK shown to nobody",
-        r"(stage_rows<kColumns>\(rows, offset\);\s+)fence_async_shared\(\);",
+        r"fence_async_shared\(\);(\s+__syncwarp\(\);\s+if \(lane == 0\) \{\s+#pragma)",
         r"\1",
         UNFENCED,
-        "apart",
     ),
+    Fault("K and V released by one warp", r"release\(barriers\.values_empty\(\)\);", "", "deadlock", "apart"),
     Fault("P not waited for", r"mbarrier_wait\(barriers\.scores_full\(use\), [^;]*;", "", "data race", "wide"),
     Fault(
         "place of q * k not waited for",
@@ -274,7 +298,7 @@ PROTOCOL = [
     ),
     Fault("nobody stores", r"!stored && atomicCAS\(place, 0u, 1u\) == 0", "false", "waited for for ever"),
     Fault("nobody counts", r"count_added\(arguments[^;]*;", "", "deadlock"),
-    Fault("no work is told", r"mbarrier_arrive\(barriers\.work_full\(turn\)\);", "", "deadlock"),
+    Fault("no work is told", r"mbarrier_arrive\(barriers\.work_full\(turn\)\);(\s+load_tiles)", r"\1", "deadlock"),
     Fault("K never released", r"release\(barriers\.keys_empty\(\)\);", "", "deadlock"),
     Fault("no turn ends", r"end_turn\(place, turn\);", "", "waited for for ever", "turns"),
     Fault(
@@ -320,12 +344,25 @@ OUT_OF_TURN = [
 ]
 
 
-@named(OUT_OF_TURN)
-def test_who_adds_out_of_turn_is_caught_by_name(fault: Fault) -> None:
-    """Of blocks that run side by side, soon."""
+UNSEEN = Fault(
+    "works without steps told early",
+    r"if \(walk\.ended\(arguments\)\) \{.*?\n    \}\n",
+    "",
+    "over-arrival",
+    "untouched",
+)
+
+
+@pytest.mark.parametrize(
+    ("fault", "workers"),
+    [*((fault, 4) for fault in OUT_OF_TURN), (UNSEEN, 1)],
+    ids=lambda value: getattr(value, "name", ""),
+)
+def test_who_is_early_is_caught_by_name(fault: Fault, workers: int) -> None:
+    """Of blocks that run side by side, or beside a warp that is slow, soon."""
     for seed in range(50):
         try:
-            is_right(fault.subject, fault.planted(), schedule=Schedule("random", "random", seed, workers=4))
+            is_right(fault.subject, fault.planted(), schedule=Schedule("random", "random", seed, workers=workers))
         except LaunchError as error:
             assert re.search(fault.finding, str(error)), str(error)
             return

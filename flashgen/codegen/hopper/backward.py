@@ -62,7 +62,7 @@ _NEXT_TILE = Field(
 _TILES = Field("int", "tiles", comment="of keys, of all heads and batches")
 _TILES_OF_HEAD = Field("int", "tiles_k", comment="of them those of a head")
 _HEADS = Field("int", "heads", comment="of a batch that have blocks of their own: of K and V, or query heads")
-_HEADS_AT_ONCE = Field("int", "heads_at_once", comment="of K and V, whose blocks run side by side")
+_HEADS_AT_ONCE = Field("int", "heads_at_once", comment="whose blocks fill the card")
 
 
 def render_hopper_backward(
@@ -114,8 +114,8 @@ def _keys(
     fields += [STATISTICS] if dq_apart else [STATISTICS, DQ_SUMS, DQ_TURNS]
     fields += [DQ_ADDED, DQ_NEXT, Field("Element*", "dq"), *strides("dq")] if finishes else []
     fields += [_NEXT_TILE, _TILES, _TILES_OF_HEAD, *([] if spec.is_ragged else [_HEADS])]
+    fields += [_HEADS_AT_ONCE] if _interleaves(spec, plan) else []
     fields += numbers("batch") if finishes else []
-    fields += [_HEADS_AT_ONCE] if in_turns else []
     fields += [Field("float*", f"d{of}_sums") for of, _ in _widths(spec, plan) if plan.heads_apart]
     gradient = score_gradient(spec)
     gathers = gradient.gathers if gradient else ()
@@ -187,6 +187,14 @@ def _works(spec: AttentionSpec, plan: HopperBackwardPlan, sizes: Sizes) -> Grid:
     return tiles, sizes.heads_q if plan.heads_apart else heads, batch
 
 
+def _interleaves(spec: AttentionSpec, plan: HopperBackwardPlan) -> bool:
+    """Whether blocks take tiles of several heads alternately.
+
+    They do all along where tiles of keys have turns, and in the end where masks leave some more to do than others.
+    """
+    return plan.in_turns or (is_masked(spec) and not spec.is_ragged)
+
+
 def _grid(spec: AttentionSpec, plan: HopperBackwardPlan, rows: Rows, finishes: bool, sizes: Sizes) -> Grid:
     """As many blocks as the card holds, each of which has one tile of keys after the other.
 
@@ -202,7 +210,7 @@ def _values(spec: AttentionSpec, plan: HopperBackwardPlan, rows: Rows, sizes: Si
     tiles, heads, batch = _works(spec, plan, sizes)
     values = row_values(rows, sizes) | {"tiles": tiles * heads * batch, "tiles_k": tiles}
     values |= {} if spec.is_ragged else {"heads": heads}
-    if plan.in_turns:  # so many heads at once as fill the card: those who add to the same tile begin one by one
+    if _interleaves(spec, plan):
         values["heads_at_once"] = ceil_div(sizes.multiprocessors, most(tiles, 1))
     return values | ({"keys": _keys_of(plan)(sizes)} if plan.heads_apart else {})
 
