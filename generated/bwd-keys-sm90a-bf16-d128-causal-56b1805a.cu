@@ -546,13 +546,10 @@ __device__ __forceinline__ Work& work_place(int turn) {
 // fill the card, the first tiles of all come before the second ones: most masks give those the most queries, and blocks end
 // together where what is left is short.
 __device__ __forceinline__ Work work_of(unsigned number, const BackwardKeysArguments& arguments) {
-  int tile = number % arguments.tiles_k, head = number / arguments.tiles_k;
-  const int heads = arguments.tiles / arguments.tiles_k, alone = max(heads - arguments.heads_at_once, 0);
-  if (head >= alone) {
-    const int place = number - alone * arguments.tiles_k;
-    tile = place / (heads - alone);
-    head = alone + place % (heads - alone);
-  }
+  const int heads = arguments.tiles / arguments.tiles_k, last = min(arguments.heads_at_once, heads);
+  const int place = number - (heads - last) * arguments.tiles_k;   // among those of the last heads
+  const int tile = place < 0 ? number % arguments.tiles_k : place / last;
+  const int head = place < 0 ? number / arguments.tiles_k : heads - last + place % last;
   return {tile * kTileK, head % arguments.heads, head / arguments.heads};
 }
 

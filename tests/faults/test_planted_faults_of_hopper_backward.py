@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 from planting import replaced_once
@@ -59,6 +59,9 @@ SUBJECTS = {
         {"deterministic": True, "backward_plan": HopperBackwardPlan(64)},
     ),
     "turns": Subject(fg.AttentionSpec(64), options={"backward_plan": HopperBackwardPlan(64, in_turns=True)}),
+    "finished apart": Subject(
+        fg.AttentionSpec(64, mask=fg.causal()), options={"backward_plan": HopperBackwardPlan(64, finish_apart=True)}
+    ),
     "untouched": Subject(  # tiles of keys that nobody attends to, one behind the other
         fg.AttentionSpec(64, mask=fg.trace_mask(lambda b, h, q, k: (k < 100) | (k >= 512))),
         options={"backward_plan": HopperBackwardPlan(64)},
@@ -105,9 +108,7 @@ class Fault:
     pattern: str
     replacement: str
     finding: str
-    subject: Literal[
-        "keys", "late", "wide", "wide, learned", "wide, dropped", "queries", "turns", "untouched", "apart"
-    ] = "keys"
+    subject: str = "keys"
 
     def planted(self) -> str:
         return replaced_once(self.name, self.pattern, self.replacement, SUBJECTS[self.subject].source)
@@ -196,7 +197,15 @@ UNGUARDED = [
         r"\1",
         UNFENCED,
     ),
-    Fault("K and V released by one warp", r"release\(barriers\.values_empty\(\)\);", "", "deadlock", "apart"),
+    Fault("K in use", r"named_barrier_sync\(1, kConsumers \* 128\);", "", "data race", "finished apart"),
+    Fault(
+        "K released before its gradient is stored",
+        r"if \([^)]*\) bulk_wait_read<0>\(\);(\s+release\(barriers\.keys)",
+        r"\1",
+        OVERWRITES,
+        "finished apart",
+    ),
+    Fault("V never released", r"release\(barriers\.values_empty\(\)\);", "", "deadlock", "apart"),
     Fault("P not waited for", r"mbarrier_wait\(barriers\.scores_full\(use\), [^;]*;", "", "data race", "wide"),
     Fault(
         "place of q * k not waited for",

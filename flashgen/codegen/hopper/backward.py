@@ -129,6 +129,7 @@ def _keys(
         "deterministic": deterministic,
         "dq_apart": dq_apart,
         "in_turns": in_turns,
+        "keys_early": not (dq_apart or plan.heads_apart or plan.finish_apart),
         "finishes": finishes,
         "rotates": not is_masked(spec) and not (dq_apart or in_turns or spec.is_ragged),
         "shared_bytes": shared,
