@@ -148,11 +148,11 @@ __device__ __forceinline__ void bulk_wait_read() {
   asm volatile("cp.async.bulk.wait_group.read %0;" :: "n"(kPending) : "memory");
 }
 
-// Waits until what this thread adds in bulk is added, and counts that it is.
-__device__ __forceinline__ void count_added(unsigned* count) {
+// Waits until what this thread adds in bulk is added, and adds to a count of what is.
+__device__ __forceinline__ void count_added(unsigned* count, unsigned amount) {
   asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
   asm volatile("fence.proxy.async.global;" ::: "memory");
-  asm volatile("red.release.gpu.global.add.u32 [%0], 1;" :: "l"(count) : "memory");
+  asm volatile("red.release.gpu.global.add.u32 [%0], %1;" :: "l"(count), "r"(amount) : "memory");
 }
 
 // True in one lane of the warp.
@@ -518,6 +518,16 @@ __device__ __forceinline__ void await_product(float (&product)[kCount]) {
   order_registers(product);
 }
 
+// Lays down 16 rows of a warp, 8 columns after 8, as lanes hold them.
+template <int kColumns>
+__device__ __forceinline__ void lay_down(const float (&rows)[kColumns / 2], void* place) {
+  unsigned char* const lane = static_cast<unsigned char*>(place) + threadIdx.x % 32 * 16;
+#pragma unroll
+  for (int n = 0; n < kColumns / 2; n += 4) {
+    *reinterpret_cast<float4*>(lane + n * 128) = make_float4(rows[n], rows[n + 1], rows[n + 2], rows[n + 3]);
+  }
+}
+
 // ---- The variant ----------------------------------------------------------------------------------------------------
 
 // Where a score stands: batch, query head, this lane's first query and its first key within a tile.
@@ -716,7 +726,7 @@ __device__ __forceinline__ void add_up_works(unsigned shared, const Barriers& ba
     const Work& work = work_place(turn);   // which stays there: this thread has few registers
     if (work.first_key < 0) return;
     add_up(work, use, shared, barriers, arguments);
-    count_added(arguments.dq_added + work.batch * arguments.heads + work.head_kv);
+    count_added(arguments.dq_added + work.batch * arguments.heads + work.head_kv, 1);
     mbarrier_arrive(barriers.work_empty(turn));
   }
 }
@@ -889,22 +899,12 @@ __device__ __forceinline__ int gradient_part(int warpgroup) {
 
 constexpr int kPartBytes = 16 * kGradientColumns * sizeof(float);
 
-// Lays 16 rows of a warp into shared memory, 8 columns after 8, as lanes hold them.
-template <int kColumns>
-__device__ __forceinline__ void stage_rows(const float (&rows)[kColumns / 2], int offset) {
-  unsigned char* const place = shared_memory + offset + threadIdx.x % 32 * 16;
-#pragma unroll
-  for (int n = 0; n < kColumns / 2; n += 4) {
-    *reinterpret_cast<float4*>(place + n * 128) = make_float4(rows[n], rows[n + 1], rows[n + 2], rows[n + 3]);
-  }
-}
-
 // Lays this warp's part of a step's dQ into shared memory, for the warp that adds it to the sums. `again`: that of another
 // step of this work has been there.
 __device__ __forceinline__ void hand_over_gradients(const float (&d_queries)[kGradientColumns / 2], int warpgroup,
                                                     const Barriers& barriers, int use, bool again) {
   if (again) mbarrier_wait(barriers.gradients_empty(), use & 1 ^ 1);
-  stage_rows<kGradientColumns>(d_queries, kGradientOffset + gradient_part(warpgroup) * kPartBytes);
+  lay_down<kGradientColumns>(d_queries, shared_memory + kGradientOffset + gradient_part(warpgroup) * kPartBytes);
   fence_async_shared();
   __syncwarp();
   release(barriers.gradients_full(use));
@@ -942,21 +942,24 @@ __device__ __forceinline__ void find_score_gradients(float (&scores)[kRowTiles][
   multiply_by_probabilities(d_scores, scores, statistics);
 }
 
-// Writes dK and dV. dV takes the place of V, dK that of this warp's part of dQ: the next work's K is on its way meanwhile.
+// Writes dK and dV. dV takes the place of V, dK that of this warp's part of dQ: the next work's K is on
+// its way meanwhile.
 __device__ __forceinline__ void write_gradients(const float (&d_keys)[kHeadDimPadded / 2],
                                                 const float (&d_values)[kValueDimPadded / 2], const Work& work,
-                                                int use, bool any, int warpgroup, unsigned shared, const Barriers& barriers,
-                                                const BackwardKeysArguments& arguments) {
+                                                int use, bool any, int warpgroup, unsigned shared,
+                                                const Barriers& barriers, const BackwardKeysArguments& arguments) {
   const int row = warpgroup * kPartK + threadIdx.x / 32 % 4 * 16, lane = threadIdx.x % 32;
   named_barrier_sync(1 + warpgroup, 128);   // its warps are done with V
-  store_rows<kValueDimPadded, kValuePanel, kTileK>(d_values, 1.0f, shared + kValueOffset + row * kValuePanel * kElementBytes,
-                                                   arguments.dv_map, work.first_key + row, work.head_kv, work.batch);
+  store_rows<kValueDimPadded, kValuePanel, kTileK>(
+      d_values, 1.0f, shared + kValueOffset + row * kValuePanel * kElementBytes, arguments.dv_map,
+      work.first_key + row, work.head_kv, work.batch);
   if (any) mbarrier_wait(barriers.gradients_empty(), use & 1 ^ 1);   // the last step's dQ is added
   if (lane == 0) bulk_wait_read<0>();   // dV; and dK of the work before, if this one had no steps
   release(barriers.values_empty());
   __syncwarp();
-  store_rows<kHeadDimPadded, kHeadPanel, 16>(d_keys, kScale, shared + kGradientOffset + gradient_part(warpgroup) * kPartBytes,
-                                                 arguments.dk_map, work.first_key + row, work.head_kv, work.batch);
+  store_rows<kHeadDimPadded, kHeadPanel, 16>(
+      d_keys, kScale, shared + kGradientOffset + gradient_part(warpgroup) * kPartBytes, arguments.dk_map,
+      work.first_key + row, work.head_kv, work.batch);
 }
 
 // The steps of a work, of which there is one at least: a warpgroup adds up dK and dV of its keys; and computes its part of
@@ -967,8 +970,7 @@ __device__ __forceinline__ void walk_queries(float (&d_keys)[kHeadDimPadded / 2]
   const int lane = threadIdx.x % 32, key = work.first_key + warpgroup * kPartK + threadIdx.x / 32 % 4 * 16 + lane / 4;
   float scores[kRowTiles][kTileQ / 2], d_scores[kRowTiles][kTileQ / 2];
   float(&d_queries)[kGradientColumns / 2] = scores[0];   // in registers of scores, which are done with when it starts
-  bool begun = false;   // whether there is a step before
-  bool handed = false;   // whether dQ of one has been handed over
+  bool begun = false, handed = false;   // whether there is a step before, and dQ of one has been handed over
   start_scores(scores[0], warpgroup, shared, barriers, use, false);
   start_probability_gradients(d_scores[0], warpgroup, shared, barriers, use, false);
   await_product<1>(scores[0]);

@@ -22,6 +22,10 @@ class Formula:
     def __add__(self, other: Any) -> Formula:
         return Formula(f"{self} + {other}", _SUM)
 
+    def __sub__(self, other: Any) -> Formula:
+        loose = isinstance(other, Formula) and other.binds == _SUM
+        return Formula(f"{self} - ({other})" if loose else f"{self} - {other}", _SUM)
+
     def __mul__(self, other: Any) -> Formula:
         return Formula(f"{_factor(self)} * {_factor(other, right=True)}", _PRODUCT)
 

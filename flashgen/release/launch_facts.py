@@ -125,6 +125,7 @@ def _meanings(spec: AttentionSpec) -> dict[str, str]:
     for name, dim in (("dk", "head_dim"), ("dv", "value_dim")):
         shape = f"(batch, heads_kv, keys, padded {dim})"
         meanings[f"{name}_sums"] = f"sums of {name} over query heads, float32, {shape}, in an order of their own"
+    meanings["part_sums"] = "sums of dk and dv of the tiles in parts, float32, in an order of their own"
     meanings["statistics"] = "LSE to the base 2, and D, of each row, (batch, heads_q, rows, 2)"
     meanings |= {"tile_counts": "tiles of each list", "tile_offsets": "where each list begins in tile_entries"}
     meanings |= {"tile_entries": "tile << 1 | 1 where no element is masked", "list_strides": "from list to list"}

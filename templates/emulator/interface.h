@@ -78,7 +78,7 @@ void fence_async_shared();  // async_proxy.cpp
 void await_turn(const u32* place, u32 turn, Site site);
 bool had_turn(const u32* place, u32 turn);
 void end_turn(u32* place, u32 turn, Site site);
-void count_added(u32* count);
+void count_added(u32* count, u32 amount);
 void await_added(const u32* count, u32 wanted, Site site);
 
 // ---- matrices (matrix.cpp) ----

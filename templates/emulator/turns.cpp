@@ -37,10 +37,10 @@ void end_turn(u32* place, u32 turn, Site site) {
   __atomic_store_n(place, turn + 1, __ATOMIC_RELEASE);
 }
 
-void count_added(u32* count) {
+void count_added(u32* count, u32 amount) {
   wait_until_written();
   release(count);
-  __atomic_fetch_add(count, 1, __ATOMIC_RELEASE);
+  __atomic_fetch_add(count, amount, __ATOMIC_RELEASE);
 }
 
 // Whoever else waits in vain says so first: these threads wait for all others.

@@ -1,4 +1,4 @@
-"""Blocks that add to dQ in turns: right numbers, and the same bits whichever blocks run side by side."""
+"""Blocks that take turns, to add to dQ, or to dK and dV of tiles in parts: right numbers, whoever runs beside whom."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ import pytest
 
 import flashgen.language as fg
 from flashgen import attention
-from flashgen.codegen.hopper import backward as hopper
+from flashgen.codegen.hopper import backward_works
 from flashgen.codegen.hopper.backward_plans import HopperBackwardPlan
+from flashgen.codegen.sizes import Sizes
 from flashgen.errors import UnsupportedError
 from flashgen.language import AttentionSpec
+from flashgen.launch.engines import Emulator
 from flashgen.runtime.schedule import Schedule
 from flashgen.verify import Shape, gradients_by_name, judged_gradients, random_gradients, random_inputs
 from flashgen.verify.gradients import poisoned_gradients
@@ -78,6 +80,59 @@ def test_whoever_comes_first_to_a_tile_of_dq_stores_it(name: str, schedule: Sche
     gradients(spec, plan, Shape(600, 330, 2, 4, 2), schedule)
 
 
+IN_PARTS: dict[str, tuple[AttentionSpec, HopperBackwardPlan]] = {
+    "full": (AttentionSpec(128, "bfloat16"), HopperBackwardPlan(64)),
+    "narrow": (AttentionSpec(64), HopperBackwardPlan(128, early_scores=False)),
+    "dropout": (AttentionSpec(64, value_dim=32, dropout=0.2, layout="bshd"), HopperBackwardPlan(64)),
+    "learned": (AttentionSpec(32, score=learned(fg.alibi("slopes"))), HopperBackwardPlan(64)),
+}
+# Of as many tiles of keys as leave one or two of them to three multiprocessors, with and without groups of query heads.
+UNEVEN = [Shape(330, 600, 1, 2, 1), Shape(200, 200, 2, 4, 2), Shape(500, 90, 1, 2, 2), Shape(700, 100, 1, 1, 1)]
+
+
+@pytest.mark.parametrize("shape", UNEVEN, ids=str)
+@pytest.mark.parametrize("name", IN_PARTS)
+@pytest.mark.rotated(4)
+def test_tiles_in_parts(name: str, shape: Shape, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec, plan = IN_PARTS[name]
+    monkeypatch.setattr(backward_works, "_LEAST_QUERIES", 64)  # the emulator's calls have few
+    counters: list[np.ndarray[Any, Any]] = []
+    counter = Emulator.counter
+    monkeypatch.setattr(Emulator, "counter", lambda *args: counters.append(counter(*args)) or counters[-1])
+    assert backward_works.division(spec, plan, sizes_of(shape, 3)).tiles > 0
+    for schedule in (*ONE_BY_ONE, *SIDE_BY_SIDE):
+        gradients(spec, plan, shape, schedule)
+    assert counters and not any(each.any() for each in counters), "0, before and after"
+
+
+def sizes_of(shape: Shape, multiprocessors: int) -> Sizes:
+    lengths = (shape.len_q, shape.len_k)
+    return Sizes(shape.batch, shape.heads_q, shape.heads_kv, *lengths, multiprocessors=multiprocessors)
+
+
+@pytest.mark.parametrize(
+    ("shape", "tiles", "parts"),
+    [
+        (Shape(16384, 16384, 1, 16, 16), 68, 8),  # 2048 tiles of keys, 15.5 for each of 132
+        (Shape(1024, 1024, 16, 16, 16), 0, 2),  # 68 too, whose halves would take two rounds
+        (Shape(1024, 1024, 1, 4, 4), 32, 2),
+        (Shape(16384, 16384, 1, 32, 1), 0, 8),  # all but four have a tile
+        (Shape(128, 128, 1, 1, 1), 0, 1),
+        (Shape(4096, 128 * 132, 1, 1, 1), 0, 8),
+    ],
+    ids=str,
+)
+def test_how_tiles_are_divided(shape: Shape, tiles: int, parts: int) -> None:
+    made = backward_works.division(AttentionSpec(128), HopperBackwardPlan(64), sizes_of(shape, 132))
+    assert made == (tiles, parts)
+
+
+@pytest.mark.parametrize("mask", [fg.causal(), fg.document("ids")], ids=["causal", "lists"])
+def test_masks_have_whole_tiles(mask: fg.Mask) -> None:
+    compiled = attention.compile(AttentionSpec(64, mask=mask), target="sm_90a", emulate=True)
+    assert all("part_sums" not in text for text in compiled.backward_sources.values())
+
+
 def test_the_default_mode_may_add_in_turns_too() -> None:
     spec, plan = SPECS["causal"]
     compiled = attention.compile(spec, target="sm_90a", emulate=True, backward_plan=plan)
@@ -87,8 +142,8 @@ def test_the_default_mode_may_add_in_turns_too() -> None:
 
 def test_as_many_heads_run_side_by_side_as_fill_the_card(monkeypatch: pytest.MonkeyPatch) -> None:
     spec, given = AttentionSpec(64, mask=fg.sliding_window(77)), []
-    made = hopper._values
-    monkeypatch.setattr(hopper, "_values", lambda *args: given.append(made(*args)) or given[-1])
+    made = backward_works._values
+    monkeypatch.setattr(backward_works, "_values", lambda *args: given.append(made(*args)) or given[-1])
     gradients(spec, PLAN, Shape(200, 200, 2, 3, 3), ONE_BY_ONE[0])
     assert [values["heads_at_once"] for values in given] == [2]  # of two tiles of keys each, for three multiprocessors
 
@@ -116,6 +171,26 @@ def test_a_spec_whose_blocks_cannot_take_turns_is_refused(
     compiled = attention.compile(spec, target="sm_90a", emulate=True, backward_plan=plan)
     with pytest.raises(UnsupportedError, match=f"in_turns=True: .*{why}"):
         assert compiled.backward_sources
+
+
+@pytest.mark.gpu
+@pytest.mark.quick
+@pytest.mark.parametrize("name", IN_PARTS)
+def test_tiles_in_parts_on_a_gpu(name: str) -> None:
+    """Launch after launch, each of which leaves its counters as it found them."""
+    cupy = pytest.importorskip("cupy")
+    spec, shape = IN_PARTS[name][0], Shape(1100, 1300, 1, 8, 4)
+    compiled, inputs = attention.compile(spec), random_inputs(spec, shape, seed=3)
+    arrays = (inputs.q, inputs.k, inputs.v, random_gradients(spec, shape, 3)[0])
+    q, k, v, d_out = map(cupy.asarray, arrays)
+    given = {name: cupy.asarray(array) for name, array in inputs.captures.items()}
+    given |= {"seed": 7} if spec.dropout else {}
+    out, lse = compiled(q, k, v, return_lse=True, **given)
+    for _ in range(3):
+        found = gradients_by_name(compiled.backward(d_out, q, k, v, out, lse, **given))
+        at_home = {name: cupy.asnumpy(gradient) for name, gradient in found.items()}
+        verdicts = judged_gradients(spec, *arrays, at_home, **inputs.captures, **({"seed": 7} if spec.dropout else {}))
+        assert all(verdict.ok for verdict in verdicts.values()), verdicts
 
 
 @pytest.mark.gpu

@@ -64,7 +64,7 @@ USES = {
     "*arguments.out = atomic_inc_acq_rel(arguments.counter, 3);": r"(?s)MEMBAR\.ALL\.GPU.*ATOMG\.E\.INC.*CCTL\.IVALL",
     "await_turn(arguments.counter, 3);": r"(?s)LD.*STRONG\.GPU.*FENCE\.VIEW\.ASYNC",
     "*arguments.out = had_turn(arguments.counter, 3);": r"(?s)LD.*STRONG\.GPU.*FENCE\.VIEW\.ASYNC",
-    "count_added(arguments.counter);": r"(?s)FENCE\.VIEW\.ASYNC.*REDG\.E\.ADD\.STRONG\.GPU",
+    "count_added(arguments.counter, 2);": r"(?s)FENCE\.VIEW\.ASYNC.*REDG\.E\.ADD\.STRONG\.GPU",
     "await_added(arguments.counter, 3);": r"(?s)LD.*STRONG\.GPU.*NANOSLEEP",
     "end_turn(arguments.counter, 3);": r"(?s)FENCE\.VIEW\.ASYNC.*ST\S*\.STRONG\.GPU",
     shared("f16", 16): "HGMMA.64x16x16.F32",

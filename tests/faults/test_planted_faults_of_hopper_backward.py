@@ -31,6 +31,7 @@ class Subject:
     spec: fg.AttentionSpec
     part: str = "keys"
     options: dict[str, Any] = field(default_factory=dict, hash=False)
+    shape: Shape = SHAPE
 
     def compiled(self, **how: Any) -> attention.Attention:
         return attention.compile(self.spec, target="sm_90a", emulate=True, **self.options, **how)
@@ -66,6 +67,9 @@ SUBJECTS = {
         fg.AttentionSpec(64, mask=fg.trace_mask(lambda b, h, q, k: (k < 100) | (k >= 512))),
         options={"backward_plan": HopperBackwardPlan(64)},
     ),
+    "parts": Subject(  # a tile of keys in four parts
+        fg.AttentionSpec(64), options={"backward_plan": HopperBackwardPlan(64)}, shape=Shape(2100, 90, 1, 1, 1)
+    ),
     "apart": Subject(
         fg.AttentionSpec(64, mask=fg.causal()),
         options={"backward_plan": HopperBackwardPlan(128, early_scores=False, heads_apart=True)},
@@ -80,11 +84,11 @@ def seed_of(spec: fg.AttentionSpec) -> dict[str, int]:
 @cache
 def call(name: str) -> tuple[Any, ...]:
     """The inputs of a subject's call, its output and LSE, and the gradients that it begins with."""
-    spec = SUBJECTS[name].spec
-    inputs = random_inputs(spec, SHAPE, seed=11)
+    spec, shape = SUBJECTS[name].spec, SUBJECTS[name].shape
+    inputs = random_inputs(spec, shape, seed=11)
     given = {**inputs.captures, **seed_of(spec)}
     out, lse = SUBJECTS[name].compiled()(inputs.q, inputs.k, inputs.v, return_lse=True, **given)
-    return inputs, out, lse, random_gradients(spec, SHAPE, 11)[0]
+    return inputs, out, lse, random_gradients(spec, shape, 11)[0]
 
 
 def is_right(name: str, source: str | None = None, **engine: Any) -> bool:
@@ -310,6 +314,14 @@ PROTOCOL = [
     Fault("no work is told", r"mbarrier_arrive\(barriers\.work_full\(turn\)\);(\s+load_tiles)", r"\1", "deadlock"),
     Fault("K never released", r"release\(barriers\.keys_empty\(\)\);", "", "deadlock"),
     Fault("no turn ends", r"end_turn\(place, turn\);", "", "waited for for ever", "turns"),
+    Fault("no part ends", r"if \(lane == 0\) end_turn\(turn, part\);", "", "waited for for ever", "parts"),
+    Fault(
+        "last parts first",
+        r"part = number - whole;",
+        "part = arguments.tiles - 1 - number;",
+        "waited for for ever",
+        "parts",
+    ),
     Fault(
         "first keys first",
         r"arguments\.tiles_k - 1 - place / members",
@@ -349,6 +361,13 @@ OUT_OF_TURN = [
         "turn == 0 || query",
         "turn [0-9]+ ends while the next is",
         "turns",
+    ),
+    Fault(
+        "parts not awaited",
+        r"if \(lane == 0\) await_turn\(turn, part\);",
+        "",
+        "turn [0-9]+ ends while the next is",
+        "parts",
     ),
 ]
 
@@ -400,6 +419,8 @@ WRONG = [
     Fault("what was dropped not said", r" \| drops\);", ");", "", "wide, dropped"),
     Fault("no slope in a factor", r"attended \* slope;", "attended;", "", "wide, dropped"),
     Fault("the last head's sum lost", r"end_head\(\);(\s+await)", r"\1", "", "wide, learned"),
+    Fault("dV of earlier parts lost", r"pick_up<kValueDimPadded>\([^;]*;", "", "", "parts"),
+    Fault("all steps in each part", r"left = \(part \+ 1\) [^;]*;", "", "", "parts"),
     Fault("who is first adds", r"if \(first\) bulk_store\(", "if (first) bulk_reduce_add(", "", "turns"),
     Fault("D forgotten", r" - \(e % 2 \? rows\.w : rows\.y\)", "", "", "wide"),
     Fault("dQ not scaled", r"\(d_queries, kScale,", "(d_queries, 1.0f,", "", "queries"),

@@ -33,18 +33,19 @@ from flashgen.codegen.backward_kernels import (
     strides,
 )
 from flashgen.codegen.expressions.derivative_text import GatherText, score_gradient
+from flashgen.codegen.hopper import backward_works
 from flashgen.codegen.hopper.backward_plans import (
     HopperBackwardPlan,
     choose_hopper_backward_plan,
     has_slope,
     takes_two_steps,
 )
+from flashgen.codegen.hopper.backward_works import keys_of
 from flashgen.codegen.hopper.plans import panel_columns
 from flashgen.codegen.hopper.queries_plans import HopperQueriesPlan, choose_hopper_queries_plan
 from flashgen.codegen.hopper.wide_plans import HopperWidePlan, choose_hopper_wide_plan, handed_over
 from flashgen.codegen.ragged import MAP_ROWS, ragged_fields, tiles_of_keys, tiles_of_queries
-from flashgen.codegen.rendered_kernel import Grid, RenderedKernel, Workspace
-from flashgen.codegen.sizes import Sizes, ceil_div, least, most
+from flashgen.codegen.rendered_kernel import RenderedKernel, Workspace
 from flashgen.codegen.targets import Target
 from flashgen.codegen.tiling import padded
 from flashgen.codegen.variant import layout_of
@@ -54,15 +55,7 @@ from flashgen.language.spec import AttentionSpec
 HopperPlans = HopperBackwardPlan | HopperWidePlan
 _KEYS, _WIDE_KEYS, _QUERIES = (f"hopper/backward/{part}.cu.jinja" for part in ("keys", "wide_keys", "queries"))
 _WARP_ROWS, _PART_ROWS = 16, 64
-_FINISHED_ROWS = 1024  # of dQ, that are worth a block
 _OPTIONAL = ("len_q",)  # TMA clips rows beyond the last
-_NEXT_TILE = Field(
-    "unsigned*", "next_tile", comment="of all tiles of keys the next that no block has: 0, before and after"
-)
-_TILES = Field("int", "tiles", comment="of keys, of all heads and batches")
-_TILES_OF_HEAD = Field("int", "tiles_k", comment="of them those of a head")
-_HEADS = Field("int", "heads", comment="of a batch that have blocks of their own: of K and V, or query heads")
-_HEADS_AT_ONCE = Field("int", "heads_at_once", comment="whose blocks fill the card")
 
 
 def render_hopper_backward(
@@ -94,7 +87,7 @@ def render_hopper_backward(
     elif not finishes:
         kernels.append(finish(spec, target, plan, rows, True))
     if plan.heads_apart:
-        kernels += [finish_keys(spec, target, plan, of, width, _keys_of(plan)) for of, width in _widths(spec, plan)]
+        kernels += [finish_keys(spec, target, plan, of, width, keys_of(plan)) for of, width in _widths(spec, plan)]
     return (*kernels, *sink_sums(spec, target, rows), *capture_sums(spec, target, deterministic))
 
 
@@ -113,8 +106,7 @@ def _keys(
     finishes = plan.finishes(spec, dq_apart)
     fields += [STATISTICS] if dq_apart else [STATISTICS, DQ_SUMS, DQ_TURNS]
     fields += [DQ_ADDED, DQ_NEXT, Field("Element*", "dq"), *strides("dq")] if finishes else []
-    fields += [_NEXT_TILE, _TILES, _TILES_OF_HEAD, *([] if spec.is_ragged else [_HEADS])]
-    fields += [_HEADS_AT_ONCE] if _interleaves(spec, plan) else []
+    fields += backward_works.fields(spec, plan, dq_apart)
     fields += numbers("batch") if finishes else []
     fields += [Field("float*", f"d{of}_sums") for of, _ in _widths(spec, plan) if plan.heads_apart]
     gradient = score_gradient(spec)
@@ -131,6 +123,7 @@ def _keys(
         "in_turns": in_turns,
         "keys_early": not (dq_apart or plan.heads_apart or plan.finish_apart),
         "finishes": finishes,
+        "divides": backward_works.divides(spec, plan, dq_apart),
         "rotates": not is_masked(spec) and not (dq_apart or in_turns or spec.is_ragged),
         "shared_bytes": shared,
         "gradient": gradient,
@@ -156,8 +149,8 @@ def _keys(
     }
     told = (spec, "BackwardKeysArguments", layout, plan.tile_q, "kTileK")
     context |= ragged_context(*told, of_keys=True, moves_rows=False)
-    launch: dict[str, Any] = {"reads": "queries" if tiles is None else None, "counts": lambda sizes: 1}
-    launch |= {"grid": partial(_grid, spec, plan, rows, finishes), "values": partial(_values, spec, plan, rows)}
+    launch: dict[str, Any] = {"reads": "queries" if tiles is None else None}
+    launch |= backward_works.launch(spec, plan, rows, dq_apart)
     launch["boxes"] = {name: box for name, box in _boxes(spec, plan).items() if name not in ("dk", "dv") or written}
     if plan.heads_apart:
         launch["workspaces"] = _sums_of_query_heads(spec, plan)
@@ -182,40 +175,6 @@ def _keys(
     )
 
 
-def _works(spec: AttentionSpec, plan: HopperBackwardPlan, sizes: Sizes) -> Grid:
-    """How many tiles of keys a head has, heads that have blocks, and batches."""
-    tiles, heads, batch = tiles_of_keys(spec, plan.tile_k, sizes)
-    return tiles, sizes.heads_q if plan.heads_apart else heads, batch
-
-
-def _interleaves(spec: AttentionSpec, plan: HopperBackwardPlan) -> bool:
-    """Whether blocks take tiles of several heads alternately.
-
-    They do all along where tiles of keys have turns, and in the end where masks leave some more to do than others.
-    """
-    return plan.in_turns or (is_masked(spec) and not spec.is_ragged)
-
-
-def _grid(spec: AttentionSpec, plan: HopperBackwardPlan, rows: Rows, finishes: bool, sizes: Sizes) -> Grid:
-    """As many blocks as the card holds, each of which has one tile of keys after the other.
-
-    finishes: where there are fewer tiles, but many rows of dQ, the other blocks turn sums into them.
-    """
-    tiles, heads, batch = _works(spec, plan, sizes)
-    blocks = tiles * heads * batch
-    blocks = most(blocks, rows(sizes) * sizes.heads_q * batch // _FINISHED_ROWS) if finishes else blocks
-    return most(least(blocks, sizes.multiprocessors), 1), 1, 1
-
-
-def _values(spec: AttentionSpec, plan: HopperBackwardPlan, rows: Rows, sizes: Sizes) -> dict[str, Any]:
-    tiles, heads, batch = _works(spec, plan, sizes)
-    values = row_values(rows, sizes) | {"tiles": tiles * heads * batch, "tiles_k": tiles}
-    values |= {} if spec.is_ragged else {"heads": heads}
-    if _interleaves(spec, plan):
-        values["heads_at_once"] = ceil_div(sizes.multiprocessors, most(tiles, 1))
-    return values | ({"keys": _keys_of(plan)(sizes)} if plan.heads_apart else {})
-
-
 def _gathered(gathers: Iterable[GatherText], exact: bool) -> list[Field]:
     """Where gradients of captures are summed; `exact` sums are the same bits whatever their order."""
     members = dict.fromkeys(gather.member for gather in gathers)
@@ -224,7 +183,7 @@ def _gathered(gathers: Iterable[GatherText], exact: bool) -> list[Field]:
 
 def _sums_of_query_heads(spec: AttentionSpec, plan: HopperBackwardPlan) -> tuple[Workspace, ...]:
     """What query heads that have blocks of their own add up dK and dV in."""
-    keys = _keys_of(plan)
+    keys = keys_of(plan)
 
     def sums(width: int) -> Any:
         return lambda sizes: (sizes.batch, sizes.heads_kv, keys(sizes), width)
@@ -235,11 +194,6 @@ def _sums_of_query_heads(spec: AttentionSpec, plan: HopperBackwardPlan) -> tuple
 def _widths(spec: AttentionSpec, plan: HopperPlans) -> tuple[tuple[Literal["k", "v"], int], ...]:
     """Columns of a row of K and of V, as they are held."""
     return ("k", plan.head_columns(spec)), ("v", padded(spec.value_dim))
-
-
-def _keys_of(plan: HopperPlans) -> Rows:
-    """Keys, rounded up to whole tiles."""
-    return lambda sizes: ceil_div(sizes.len_k, plan.tile_k) * plan.tile_k
 
 
 def _wide_keys(
@@ -260,6 +214,7 @@ def _wide_keys(
         "deterministic": bool(gathers) and deterministic,
         "dq_apart": True,
         "in_turns": False,
+        "divides": False,
         "shared_bytes": shared,
         "gradient": gradient,
         "gathers": gathers,
