@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -11,10 +11,15 @@ from flashgen.bench.host import CALLS, GROUPS, ONE_TILE, PASSES, HostRow, Run, T
 
 ITSELF, OPERATOR, SDPA = "attention(...)", "flashgen.torch.attention", "torch's SDPA"
 BY_HAND, EMPTY = "attention(...) in a function", "an empty function"
-_GRAPH = ", with a graph"
+_GRAPH, _CALLER = ", with a graph", ", in the caller's thread"
 _CHAIN = 16  # calls that one backward goes through, so that what it costs to begin is shared as by a model's layers
 
 Attend = Callable[[Any, Any, Any], Any]
+
+
+def _of_graphs(names: Iterable[str]) -> list[str]:
+    """What is measured of backwards: each in autograd's own thread, and then in that of its caller."""
+    return [name + where for name in names for where in ("", _CALLER)]
 
 
 def operator_names(passes: Sequence[Timed] = PASSES) -> list[str]:
@@ -22,7 +27,7 @@ def operator_names(passes: Sequence[Timed] = PASSES) -> list[str]:
     forward = [ITSELF, OPERATOR, SDPA, *(f"{name}{_GRAPH}" for name in (OPERATOR, SDPA, BY_HAND, EMPTY))]
     return [
         *(forward if "forward" in passes else []),
-        *([ITSELF, OPERATOR, SDPA, BY_HAND, EMPTY] if "backward" in passes else []),
+        *([ITSELF, *_of_graphs([OPERATOR, SDPA, BY_HAND, EMPTY])] if "backward" in passes else []),
     ]
 
 
@@ -40,7 +45,8 @@ def operator_rows(
     share of one that goes through `chain` of them, as through the layers of a model. Two functions have the operator's
     graph, which keeps five tensors: one calls the attention itself and does no more, the other computes nothing, which
     is what autograd takes. It runs a backward in a thread of its own, where launches may take longer than in the
-    caller's: of the operator's time there, what it adds itself is what it takes more than the first.
+    caller's: of the operator's time there, what it adds itself is what it takes more than the first. Each is also timed
+    in the caller's thread, under torch.autograd.set_multithreading_enabled(False).
 
     Args: those of `host_rows`; with emulate=True tensors are the CPU's.
     """
@@ -76,7 +82,10 @@ def operator_rows(
             out: Any = learned
             for _ in range(chain):
                 out = attend(out, k, v)
-            yield row(name, "backward", partial(_backward, out, learned, d_out), chain)
+            run = partial(_backward, out, learned, d_out)
+            yield row(name, "backward", run, chain)
+            with torch.autograd.set_multithreading_enabled(False):
+                yield row(f"{name}{_CALLER}", "backward", run, chain)
 
 
 def _backward(out: Any, learned: Any, d_out: Any) -> Any:
@@ -105,10 +114,13 @@ def operator_summary(rows: Sequence[HostRow]) -> list[str]:
         of = {row.name.removesuffix(_GRAPH): row.median for row in rows if row.timed == timed}
         if {ITSELF, OPERATOR, BY_HAND, EMPTY} <= of.keys():
             more, own = (of[OPERATOR] - of[name] for name in (ITSELF, BY_HAND))
-            lines.append(
+            line = (
                 f"{timed}, with gradients: {OPERATOR} takes {more:+.1f} us beside {ITSELF}, and {own:+.1f} beside "
                 f"{BY_HAND}; {EMPTY} takes {of[EMPTY]:.1f}"
             )
+            if called := of.get(f"{OPERATOR}{_CALLER}"):
+                line += f"; in the caller's thread {called - of[ITSELF]:+.1f} us beside {ITSELF}"
+            lines.append(line)
     return lines
 
 

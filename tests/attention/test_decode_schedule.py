@@ -13,6 +13,7 @@ from flashgen import attention
 from flashgen.attention import DecodeSchedule
 from flashgen.attention.callable import Attention
 from flashgen.bench.decode import with_cache
+from flashgen.codegen.mma_sync import runs
 from flashgen.codegen.mma_sync.decode_plans import BEGINNING, DecodePlan
 from flashgen.codegen.mma_sync.runs import RUN_NUMBERS
 from flashgen.codegen.targets import target_named
@@ -145,6 +146,7 @@ def test_more_sequences_than_threads_sum_up() -> None:
 def test_more_columns_than_a_scheduling_block_has_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     """Most have nothing to do, and a sequence lies in dozens."""
     monkeypatch.setattr(Emulator, "multiprocessors", lambda self, device: 300)
+    monkeypatch.setattr(runs, "choose_splits", lambda *given: 1024)  # as of longer ones
     spec = fg.AttentionSpec(32, mask=fg.causal(), page_size=16)
     inputs = with_lengths(random_inputs(spec, Shape(1, 2400, 2, 1, 1)), (2400, 5))
     plan = DecodePlan(16, 16, 1, 2, scheduled=True)

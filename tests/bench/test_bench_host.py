@@ -182,7 +182,7 @@ def test_rows_of_torchs_operator() -> None:
     pytest.importorskip("torch", reason="the operator is torch's")
     rows = list(bench.operator_rows(groups=1, calls=1, chain=2, emulate=True, target="sm_90a"))
     assert [row.name for row in rows] == bench.operator_names()
-    assert [row.timed for row in rows] == ["forward"] * 7 + ["backward"] * 5
+    assert [row.timed for row in rows] == ["forward"] * 7 + ["backward"] * 9
     assert all(row.library == "torch" and row.target == "sm_90a" for row in rows)
     by_name = {(row.name, row.timed): row.parts for row in rows}
     for (name, _), parts in by_name.items():
@@ -208,4 +208,10 @@ def test_the_summary_tells_what_is_autograds() -> None:
     one, other = bench.operator_summary(rows("forward", 17, 20, 26.5, 28, 8) + rows("backward", 35, 0, 44, 40, 7.25))
     assert "forward, with gradients" in one and "takes +9.5 us beside" in one and "and -1.5 beside" in one
     assert "backward, with gradients" in other and "takes +9.0 us beside" in other and "function takes 7.2" in other
+    assert "thread" not in one + other
+    called = host.HostRow(
+        "flashgen.torch.attention, in the caller's thread", "sm_90a", "torch", "backward", (1, 1, 64), 43, 43, {}
+    )
+    (line,) = bench.operator_summary([*rows("backward", 35, 0, 44, 40, 7.25), called])
+    assert line.endswith("in the caller's thread +8.0 us beside attention(...)")
     assert not bench.operator_summary(rows("forward", 17, 20, 26.5, 28, 8)[:3])

@@ -33,13 +33,25 @@ def columns(batch: int, heads: int, heads_kv: int, len_k: int, len_q: int = 1) -
 
 
 def test_columns_fill_the_card_in_even_waves() -> None:
-    for batch in (2, 64, 1024):
-        assert columns(batch, 32, 8, 32768) == 33
-        assert columns(batch, 64, 4, 32768) == 66
-        assert columns(batch, 32, 32, 32768) == 8
+    assert columns(1, 32, 8, 131072) == 33
+    for batch in (3, 67, 1025):
+        assert columns(batch, 32, 8, 65536) == 33
+        assert columns(batch, 64, 4, 65536) == 66
+        assert columns(batch, 32, 32, 65536) == 8
         assert columns(batch, 40, 40, 32768) == 13, "520 blocks of 528, where a wave has 240 of 264"
         assert columns(batch, 128, 128, 32768) == 2
     assert columns(2, 1024, 1024, 32768) == 1, "4 waves, of which the last is nearly full"
+
+
+def test_columns_end_where_sequences_of_one_length_do() -> None:
+    assert columns(16, 32, 8, 8192) == 32, "2 of each sequence, in place of 33 in all"
+    assert columns(64, 32, 8, 8192) == 32 and columns(1024, 32, 8, 8192) == 32, "2 sequences of each, or 32"
+    assert columns(32, 64, 4, 8192) == 64
+
+
+def test_columns_of_short_sequences_are_as_few_as_parts_would_be() -> None:
+    assert columns(1, 32, 8, 8192) == 16 and columns(1, 32, 8, 1024) == 8
+    assert columns(4, 32, 8, 1024) == 32 and columns(3, 40, 40, 32768) == 13, "these fill the card"
 
 
 def test_no_more_columns_than_tables_have_tiles_for() -> None:

@@ -78,7 +78,7 @@ WRONG = [
     Fault("a page for a whole tile", "pages", r"page_of\(first_key \+ row, ", "page_of(first_key, "),
     Fault("rows by their numbers", "pages", r"\(first_key \+ row\) % kPageSize", "(row + 1) % kPageSize"),
     Fault("a tile at its page's begin", "large pages", r" \+ first_key % kPageSize \* strides\.row"),
-    Fault("another key's page", "large pages", r"page_of\(first_key, ", "page_of(first_key + kPageSize, "),
+    Fault("another key's page", "large pages", r"first_key\(min\(step \+ kWarps, end - 1\)\)", "first_key(begin)"),
     Fault("the length of the first sequence for all", "runs", r"of_sequence\(given, run\.unit / given\.row_tiles\)",
           "of_sequence(given, 0)"),
     Fault("a part too many", "runs", r"last - first \+ 1;", "last - first + 2;"),

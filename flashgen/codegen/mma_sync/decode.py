@@ -128,6 +128,7 @@ def render_decode(spec: AttentionSpec, target: Target, plan: DecodePlan | None =
             "entry": entry,
             "header": header(spec, target, plan, grid, method, "attention forward of few queries", cost),
             "score_query": _QUERY,
+            "looks_ahead": (spec.page_size or 1) % plan.tile_k == 0,  # to pages: one for each tile
         }
     )
     kernel = forward_kernel(

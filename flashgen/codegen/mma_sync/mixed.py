@@ -99,6 +99,7 @@ def render_mixed(spec: AttentionSpec, target: Target, plan: MixedPlan | None = N
     )
     context |= cache_context(spec, _NAMES) | {
         "mixed": True,
+        "looks_ahead": False,
         "scheduled": True,
         "header": header(spec, target, plan, _GRIDS[tiles_of_prompts], _METHODS[tiles_of_prompts], title, cost),
         "score_query": _QUERY,

@@ -12,6 +12,7 @@ lengths gives right results, less evenly divided.
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -24,7 +25,7 @@ from flashgen.codegen.arguments import Field, capture_fields, ordered
 from flashgen.codegen.assembly import ENDS_OF_TILES, assemble, visited_tiles
 from flashgen.codegen.environment import environment
 from flashgen.codegen.mma_sync.decode_plans import BEGINNING, MOST_SHARED_TILES, RUN_BYTES, DecodePlan, shared_tiles
-from flashgen.codegen.mma_sync.splits import packed_heads, packs, row_tiles
+from flashgen.codegen.mma_sync.splits import choose_splits, packed_heads, packs, row_tiles
 from flashgen.codegen.rendered_kernel import Grid, RenderedKernel, entry_name, kernel_name
 from flashgen.codegen.sizes import Sizes
 from flashgen.codegen.targets import Target
@@ -44,6 +45,9 @@ LAST_QUERY = ENDS_OF_TILES | {Q_LAST: "const int q_last = work.last_query;"}
 def choose_columns(spec: AttentionSpec, plan: DecodePlan, sizes: Sizes) -> int:
     """Columns of the grid, for each group of heads: so many that blocks fill the card once, or in even waves.
 
+    Sequences that pages hold little of have no more columns than parts where the host knows their lengths, if these
+    leave half of the card's places. Sequences of one length have a few columns less where none then has the end of one
+    and the begin of another; where lengths differ, memory binds with these few less, too.
     UnsupportedError where the pages that sequences may have are of more tiles than an int32 counts.
     """
     tiles = shared_tiles(plan, sizes.batch * row_tiles(spec, plan, sizes), sizes.len_k)
@@ -52,7 +56,13 @@ def choose_columns(spec: AttentionSpec, plan: DecodePlan, sizes: Sizes) -> int:
             f"{sizes.batch} sequences of up to {sizes.len_k} keys have more tiles than {plan} counts: split the batch, "
             "or give num_splits=..."
         )
-    return even_columns(spec, plan, sizes, tiles)
+    units = max(sizes.batch * row_tiles(spec, plan, sizes), 1)
+    most, parts = even_columns(spec, plan, sizes, tiles), choose_splits(spec, plan, sizes) * units
+    if 2 * parts * packs(spec, sizes) <= sizes.multiprocessors * plan.blocks:
+        most = min(most, parts)
+    fewest = max(math.ceil(_FULL * most), 1)
+    aligned = (many for many in range(most, fewest - 1, -1) if many % units == 0 or units % many == 0)
+    return next(aligned, most)
 
 
 def even_columns(spec: AttentionSpec, plan: DecodePlan, sizes: Sizes, tiles: int) -> int:
