@@ -8,6 +8,7 @@ from flashgen.reference.merging import merge_states
 from flashgen.reference.numerics import Verdict, judge
 from flashgen.reference.oracle import attention, low_precision
 from flashgen.reference.philox import philox4x32
+from flashgen.reference.splits import flash_decoding, traffic_flash_decoding
 from flashgen.reference.tiled import flash1, flash2, standard
 from flashgen.reference.tiled_backward import flash_backward, standard_backward
 from flashgen.reference.traffic import (
@@ -36,6 +37,7 @@ __all__ = [
     "flash2",
     "flash2_blocks",
     "flash_backward",
+    "flash_decoding",
     "judge",
     "low_precision",
     "low_precision_backward",
@@ -48,6 +50,7 @@ __all__ = [
     "traffic_flash1",
     "traffic_flash2",
     "traffic_flash_backward",
+    "traffic_flash_decoding",
     "traffic_standard",
     "traffic_standard_backward",
 ]

@@ -52,7 +52,12 @@ WRONG = [
     Fault("a row too few cleared", PAGES, r"values_at\(0, use\), left\)", "values_at(0, use), left + 1)"),
     Fault("a row too many cleared", PAGES, r"values_at\(0, use\), left\)", "values_at(0, use), left - 1)"),
     Fault("another stage cleared", PAGES, r"values_at\(0, use\)", "values_at(0, use + 1)"),
-    Fault("one page of a tile", PAGES, r"__shfl_sync\(0xffffffffu, page, first \+ i\)", "__shfl_sync(0xffffffffu, page, 0)"),
+    Fault(
+        "one page of a tile",
+        PAGES,
+        r"__shfl_sync\(0xffffffffu, page, first \+ i\)",
+        "__shfl_sync(0xffffffffu, page, 0)",
+    ),
     Fault("pages of another sequence", PAGES, r"static_cast<unsigned>\(sequence\) \*", "0 *"),
     Fault("pages of the tile before", PAGES, r"(entry = arguments\.page_table \+ .*?key / kPageSize)", r"\1 / 2"),
     Fault("the first rows of a page", LARGE, r"row = key % kPageSize / kBoxKeys \* kBoxKeys", "row = 0"),
