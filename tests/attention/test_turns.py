@@ -105,6 +105,20 @@ def test_tiles_in_parts(name: str, shape: Shape, monkeypatch: pytest.MonkeyPatch
     assert counters and not any(each.any() for each in counters), "0, before and after"
 
 
+@pytest.mark.parametrize("sanitize", ["thread", "address"])
+def test_tiles_in_parts_under_sanitizers(sanitize: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec, shape = AttentionSpec(64), Shape(330, 600, 1, 2, 1)
+    monkeypatch.setattr(backward_works, "_LEAST_QUERIES", 64)
+    how: Any = {"sanitize": sanitize, "schedule": SIDE_BY_SIDE[0], "backward_plan": HopperBackwardPlan(64)}
+    compiled = attention.compile(spec, target="sm_90a", emulate=True, **how)
+    inputs = random_inputs(spec, shape, seed=3)
+    out, lse = compiled(inputs.q, inputs.k, inputs.v, return_lse=True)
+    d_out, _ = random_gradients(spec, shape, 3)
+    found = gradients_by_name(compiled.backward(d_out, inputs.q, inputs.k, inputs.v, out, lse))
+    verdicts = judged_gradients(spec, inputs.q, inputs.k, inputs.v, d_out, found)
+    assert all(verdict.ok for verdict in verdicts.values()), verdicts
+
+
 def sizes_of(shape: Shape, multiprocessors: int) -> Sizes:
     lengths = (shape.len_q, shape.len_k)
     return Sizes(shape.batch, shape.heads_q, shape.heads_kv, *lengths, multiprocessors=multiprocessors)

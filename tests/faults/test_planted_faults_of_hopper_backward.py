@@ -397,6 +397,19 @@ def test_who_is_early_is_caught_by_name(fault: Fault, workers: int) -> None:
     pytest.fail("nothing found it")
 
 
+HANDED_ON = [
+    Fault("a part handed on by one lane", r"__syncwarp\(\);(\s+if \(lane == 0\) end_turn\(turn)", r"\1", "", "parts"),
+    Fault("a part seen by one lane", r"(await_turn\(turn, part\);\s+)__syncwarp\(\);", r"\1", "", "parts"),
+]
+
+
+@named(HANDED_ON)
+def test_what_other_lanes_have_is_missed_by_the_numbers(fault: Fault) -> None:
+    """Of blocks that run side by side, soon: ThreadSanitizer has them one after the other."""
+    schedules = (Schedule("random", "random", seed, workers=4) for seed in range(50))
+    assert not all(is_right(fault.subject, fault.planted(), schedule=schedule) for schedule in schedules)
+
+
 WRONG = [
     Fault(
         "the other's half of dQ",
