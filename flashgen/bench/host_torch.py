@@ -17,7 +17,7 @@ _CHAIN = 16  # calls that one backward goes through, so that what it costs to be
 Attend = Callable[[Any, Any, Any], Any]
 
 
-def _of_graphs(names: Iterable[str]) -> list[str]:
+def _in_either_thread(names: Iterable[str]) -> list[str]:
     """What is measured of backwards: each in autograd's own thread, and then in that of its caller."""
     return [name + where for name in names for where in ("", _CALLER)]
 
@@ -27,7 +27,7 @@ def operator_names(passes: Sequence[Timed] = PASSES) -> list[str]:
     forward = [ITSELF, OPERATOR, SDPA, *(f"{name}{_GRAPH}" for name in (OPERATOR, SDPA, BY_HAND, EMPTY))]
     return [
         *(forward if "forward" in passes else []),
-        *([ITSELF, *_of_graphs([OPERATOR, SDPA, BY_HAND, EMPTY])] if "backward" in passes else []),
+        *([ITSELF, *_in_either_thread([OPERATOR, SDPA, BY_HAND, EMPTY])] if "backward" in passes else []),
     ]
 
 

@@ -8,7 +8,7 @@ from flashgen.reference.merging import merge_states
 from flashgen.reference.numerics import Verdict, judge
 from flashgen.reference.oracle import attention, low_precision
 from flashgen.reference.philox import philox4x32
-from flashgen.reference.splits import flash_decoding, traffic_flash_decoding
+from flashgen.reference.splits import flash_decoding
 from flashgen.reference.tiled import flash1, flash2, standard
 from flashgen.reference.tiled_backward import flash_backward, standard_backward
 from flashgen.reference.traffic import (
@@ -19,6 +19,7 @@ from flashgen.reference.traffic import (
     traffic_flash1,
     traffic_flash2,
     traffic_flash_backward,
+    traffic_flash_decoding,
     traffic_standard,
     traffic_standard_backward,
 )

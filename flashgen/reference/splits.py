@@ -16,7 +16,7 @@ from numpy.typing import ArrayLike
 from flashgen.errors import ArgumentError
 from flashgen.reference.elementwise import HeadTiles
 from flashgen.reference.inputs import Array, Problem, prepare_of_papers
-from flashgen.reference.tiled import finite
+from flashgen.reference.tiled import blocks_of, finite, lse_of, nonzero, span
 from flashgen.reference.traffic import Hbm, HbmTraffic
 
 if TYPE_CHECKING:
@@ -49,31 +49,9 @@ def flash_decoding(
     for b, head_kv in np.ndindex(problem.batch, heads_kv if problem.heads else 0):
         group = range(head_kv * problem.heads // heads_kv, (head_kv + 1) * problem.heads // heads_kv)
         pairs = [(query, head) for query in range(problem.len_q) for head in group]
-        for first in range(0, len(pairs), rows):
-            _tile(problem, hbm, shares, b, head_kv, pairs[first : first + rows], splits, out[b], lse[b])
+        for tile in blocks_of(len(pairs), rows):
+            _tile(problem, hbm, shares, b, pairs[span(tile)], splits, out[b], lse[b])
     return problem.in_layout(out), lse, hbm.traffic, shares.traffic
-
-
-def traffic_flash_decoding(
-    len_q: int,
-    len_k: int,
-    head_dim: int,
-    value_dim: int | None = None,
-    *,
-    heads: int = 1,
-    splits: int = 1,
-    rows: int = 16,
-) -> tuple[HbmTraffic, HbmTraffic]:
-    """Of one head of K and V that `heads` query heads share: (elements of q, k, v and out, float32s beside them).
-
-    K and V once for each tile of rows, all else once; of a share its reference and its sum beside value_dim columns.
-    """
-    value_dim = head_dim if value_dim is None else value_dim
-    all_rows = heads * len_q
-    tiles = -(-all_rows // rows)
-    arrays = HbmTraffic(all_rows * head_dim + tiles * len_k * (head_dim + value_dim), all_rows * value_dim)
-    share = splits * all_rows * (value_dim + 2) if splits > 1 else 0
-    return arrays, HbmTraffic(share, share + all_rows)
 
 
 def _tile(
@@ -81,37 +59,33 @@ def _tile(
     hbm: Hbm,
     shares: Hbm,
     b: int,
-    head_kv: int,
     pairs: list[tuple[int, int]],
     splits: int,
     out: Array,
     lse: Array,
 ) -> None:
-    """The parts of the keys of a tile of rows, (query, head) pairs, and their merge."""
-    queries = np.stack([hbm.load(problem.q[b, head], slice(query, query + 1))[0] for query, head in pairs])
-    keys, values = problem.k[b, head_kv], problem.v[b, head_kv]
+    """The parts of the keys of a tile of rows, (query, head) pairs of one head of K and V, and their merge."""
+    queries = [hbm.load(problem.q[b, head], slice(query, query + 1))[0] for query, head in pairs]
+    _, keys, values = problem.head(b, pairs[0][1])
+    held = np.empty((splits, len(pairs), values.shape[1] + 2))  # outputs, references, sums
+    door = shares if splits > 1 else Hbm()  # a single share stays on chip: nobody counts it
     borders = [len(keys) * part // splits for part in range(splits + 1)]
-    held = np.zeros((splits, len(pairs), values.shape[1] + 2))  # outputs, references, sums: in HBM if there are several
     for part, (begin, end) in enumerate(pairwise(borders)):
         k_part, v_part = hbm.load(keys, slice(begin, end)), hbm.load(values, slice(begin, end))
-        share = np.empty(held.shape[1:])
-        for row, (query, head) in enumerate(pairs):
-            share[row] = _share(HeadTiles(problem, b, head), queries[row], k_part, v_part, query, range(begin, end))
-        if splits > 1:
-            shares.store(held, share, slice(part, part + 1))
-        else:
-            held[part] = share
-    merged = shares.load(held) if splits > 1 else held
+        share = [
+            _share(HeadTiles(problem, b, head), q, k_part, v_part, query, range(begin, end))
+            for q, (query, head) in zip(queries, pairs, strict=True)
+        ]
+        door.store(held, np.stack(share), slice(part, part + 1))
+    merged = door.load(held)
     references, sums = merged[..., -2], merged[..., -1]
     reference = references.max(axis=0)
     weights = np.exp(references - finite(reference))
     total = (weights * sums).sum(axis=0)
-    outputs = (weights[..., None] * merged[..., :-2]).sum(axis=0) / np.where(total == 0, 1.0, total)[:, None]
-    with np.errstate(divide="ignore"):
-        states = finite(reference) + np.log(total)
-    for row, (query, head) in enumerate(pairs):
-        hbm.store(out[head], outputs[row], slice(query, query + 1))
-        shares.store(lse[head], states[row], slice(query, query + 1))
+    outputs = (weights[..., None] * merged[..., :-2]).sum(axis=0) / nonzero(total)[:, None]
+    for (query, head), output, state in zip(pairs, outputs, lse_of(reference, total), strict=True):
+        hbm.store(out[head], output, slice(query, query + 1))
+        shares.store(lse[head], state, slice(query, query + 1))
 
 
 def _share(tiles: HeadTiles, query: Array, keys: Array, values: Array, at: int, positions: range) -> Array:

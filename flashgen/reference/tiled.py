@@ -131,10 +131,10 @@ def _flash1_head(
             old, new = np.exp(m_i - finite(m_new)), np.exp(m_tile - finite(m_new))
             l_new = old * l_i + new * p_tile.sum(axis=1)
             values = tiles.drop(p_tile, queries, keys) @ v_j
-            hbm.store(out, ((l_i * old)[:, None] * o_i + new[:, None] * values) / _nonzero(l_new)[:, None], at_q)
+            hbm.store(out, ((l_i * old)[:, None] * o_i + new[:, None] * values) / nonzero(l_new)[:, None], at_q)
             hbm.store(total, l_new, at_q)
             hbm.store(maximum, m_new, at_q)
-    lse[:] = _lse(maximum, total)
+    lse[:] = lse_of(maximum, total)
 
 
 def _flash2_head(
@@ -154,8 +154,8 @@ def _flash2_head(
             l_i = rescale * l_i + p_tile.sum(axis=1)
             o_i = rescale[:, None] * o_i + tiles.drop(p_tile, queries, keys) @ v_j
             m_i = m_new
-        hbm.store(out, o_i / _nonzero(l_i)[:, None], at_q)
-        hbm.store(lse, _lse(m_i, l_i), at_q)
+        hbm.store(out, o_i / nonzero(l_i)[:, None], at_q)
+        hbm.store(lse, lse_of(m_i, l_i), at_q)
 
 
 def blocks_of(length: int, size: int) -> list[range]:
@@ -171,11 +171,12 @@ def finite(maximum: Array) -> Array:
     return np.where(maximum == -np.inf, 0.0, maximum)
 
 
-def _nonzero(total: Array) -> Array:
+def nonzero(total: Array) -> Array:
     """The sum to divide by: 1 where a row has seen nothing to attend to, so that O stays 0."""
     return np.where(total == 0, 1.0, total)
 
 
-def _lse(maximum: Array, total: Array) -> Array:
+def lse_of(maximum: Array, total: Array) -> Array:
+    """m + log l, -inf where a row has seen nothing to attend to."""
     with np.errstate(divide="ignore"):
         return finite(maximum) + np.log(total)

@@ -1,11 +1,13 @@
 """HBM traffic of standard attention, FlashAttention 1 and 2: a counter for runs, and closed forms for any size.
 
 Counts are elements of one head, whatever their width: multiply by batch x heads, and by the bytes of an element. The
-closed forms equal what the runs of `tiled` and `tiled_backward` count. For N = len_q = len_k, d = head_dim = value_dim:
+closed forms equal what the runs of `tiled`, `splits` and `tiled_backward` count. For N = len_q = len_k and d = head_dim
+= value_dim:
 
     standard attention    4 N^2 + 4 N d                                             Theta(N d + N^2)
     FlashAttention 1      ceil(N / B) N (3 d + 4) + 3 N d + 2 N,  B = ceil(M / 4 d)   Theta(N^2 d^2 / M)
     FlashAttention 2      ceil(N / B) 2 N d + 2 N d + N,          B = ceil(M / 4 d)   Theta(N^2 d^2 / M)
+    Flash-Decoding        ceil(N / rows) 2 N d + 2 N d                              shares and LSE are counted beside
     standard backward     7 N^2 + 8 N d                                             Theta(N d + N^2)
     Flash backward        ceil(N / B) N (5 d + 1) + 7 N d,        B = ceil(M / 4 d)   Theta(N^2 d^2 / M)
 
@@ -132,6 +134,28 @@ def traffic_flash2(len_q: int, len_k: int, head_dim: int, value_dim: int | None 
         reads=len_q * head_dim + passes * len_k * (head_dim + value_dim),
         writes=len_q * (value_dim + 1),
     )
+
+
+def traffic_flash_decoding(
+    len_q: int,
+    len_k: int,
+    head_dim: int,
+    value_dim: int | None = None,
+    *,
+    heads: int = 1,
+    splits: int = 1,
+    rows: int = 16,
+) -> tuple[HbmTraffic, HbmTraffic]:
+    """Flash-Decoding of a head of K and V that `heads` query heads share: (elements of q, k, v, out; float32s beside).
+
+    K and V once for each tile of rows, all else once; of a share its reference and its sum beside value_dim columns.
+    """
+    value_dim = head_dim if value_dim is None else value_dim
+    all_rows = heads * len_q
+    tiles = _ceil_div(all_rows, rows)
+    arrays = HbmTraffic(all_rows * head_dim + tiles * len_k * (head_dim + value_dim), all_rows * value_dim)
+    share = splits * all_rows * (value_dim + 2) if splits > 1 else 0
+    return arrays, HbmTraffic(share, share + all_rows)
 
 
 def traffic_standard_backward(len_q: int, len_k: int, head_dim: int, value_dim: int | None = None) -> HbmTraffic:

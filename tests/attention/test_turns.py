@@ -37,8 +37,10 @@ SPECS: dict[str, tuple[AttentionSpec, HopperBackwardPlan]] = {
 }
 
 
-def gradients(spec: AttentionSpec, plan: HopperBackwardPlan, shape: Shape, schedule: Schedule) -> dict[str, Any]:
-    how = {"schedule": schedule, "backward_plan": plan, "deterministic": plan.in_turns}
+def gradients(
+    spec: AttentionSpec, plan: HopperBackwardPlan, shape: Shape, schedule: Schedule, sanitize: Any = None
+) -> dict[str, Any]:
+    how = {"schedule": schedule, "backward_plan": plan, "deterministic": plan.in_turns, "sanitize": sanitize}
     compiled = attention.compile(spec, target="sm_90a", emulate=True, **how)
     inputs = random_inputs(spec, shape, seed=3)
     given = {**inputs.captures, **({"seed": 7} if spec.dropout else {})}
@@ -107,16 +109,10 @@ def test_tiles_in_parts(name: str, shape: Shape, monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize("sanitize", ["thread", "address"])
 def test_tiles_in_parts_under_sanitizers(sanitize: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    spec, shape = AttentionSpec(64), Shape(330, 600, 1, 2, 1)
+    """Which have one block after the other."""
     monkeypatch.setattr(backward_works, "_LEAST_QUERIES", 64)
-    how: Any = {"sanitize": sanitize, "schedule": SIDE_BY_SIDE[0], "backward_plan": HopperBackwardPlan(64)}
-    compiled = attention.compile(spec, target="sm_90a", emulate=True, **how)
-    inputs = random_inputs(spec, shape, seed=3)
-    out, lse = compiled(inputs.q, inputs.k, inputs.v, return_lse=True)
-    d_out, _ = random_gradients(spec, shape, 3)
-    found = gradients_by_name(compiled.backward(d_out, inputs.q, inputs.k, inputs.v, out, lse))
-    verdicts = judged_gradients(spec, inputs.q, inputs.k, inputs.v, d_out, found)
-    assert all(verdict.ok for verdict in verdicts.values()), verdicts
+    schedule = Schedule("random", "random", 0)
+    gradients(AttentionSpec(64), HopperBackwardPlan(64), UNEVEN[0], schedule, sanitize)
 
 
 def sizes_of(shape: Shape, multiprocessors: int) -> Sizes:
@@ -198,12 +194,12 @@ def test_tiles_in_parts_on_a_gpu(name: str) -> None:
     arrays = (inputs.q, inputs.k, inputs.v, random_gradients(spec, shape, 3)[0])
     q, k, v, d_out = map(cupy.asarray, arrays)
     given = {name: cupy.asarray(array) for name, array in inputs.captures.items()}
-    given |= {"seed": 7} if spec.dropout else {}
-    out, lse = compiled(q, k, v, return_lse=True, **given)
+    seed = {"seed": 7} if spec.dropout else {}
+    out, lse = compiled(q, k, v, return_lse=True, **given, **seed)
     for _ in range(3):
-        found = gradients_by_name(compiled.backward(d_out, q, k, v, out, lse, **given))
+        found = gradients_by_name(compiled.backward(d_out, q, k, v, out, lse, **given, **seed))
         at_home = {name: cupy.asnumpy(gradient) for name, gradient in found.items()}
-        verdicts = judged_gradients(spec, *arrays, at_home, **inputs.captures, **({"seed": 7} if spec.dropout else {}))
+        verdicts = judged_gradients(spec, *arrays, at_home, **inputs.captures, **seed)
         assert all(verdict.ok for verdict in verdicts.values()), verdicts
 
 

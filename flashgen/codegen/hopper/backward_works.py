@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 from flashgen.codegen.arguments import Field
 from flashgen.codegen.backward_kernels import Rows, is_masked, row_values
 from flashgen.codegen.hopper.backward_plans import HopperBackwardPlan
+from flashgen.codegen.hopper.wide_plans import HopperWidePlan
 from flashgen.codegen.ragged import tiles_of_keys
 from flashgen.codegen.rendered_kernel import Grid, Workspace
 from flashgen.codegen.sizes import Sizes, ceil_div, least, most
@@ -50,10 +51,19 @@ class Division(NamedTuple):
     parts: Any
 
 
+def loads_early(plan: HopperBackwardPlan, dq_apart: bool) -> bool:
+    """Whether the next tile's K is loaded while gradients are stored. dq_apart: another kernel makes dQ."""
+    return not (dq_apart or plan.heads_apart or plan.finish_apart)
+
+
+def rotates(spec: AttentionSpec, plan: HopperBackwardPlan, dq_apart: bool) -> bool:
+    """Whether walks of a head's tiles of keys, which all have the same steps, begin at as many places."""
+    return not (dq_apart or plan.in_turns or is_masked(spec) or spec.is_ragged)
+
+
 def divides(spec: AttentionSpec, plan: HopperBackwardPlan, dq_apart: bool) -> bool:
-    """Whether tiles of keys may be in parts. dq_apart: another kernel makes dQ."""
-    apart = dq_apart or plan.in_turns or plan.heads_apart or plan.finish_apart
-    return not (apart or is_masked(spec) or spec.is_ragged)
+    """Whether tiles of keys may be in parts."""
+    return rotates(spec, plan, dq_apart) and loads_early(plan, dq_apart)
 
 
 def interleaves(spec: AttentionSpec, plan: HopperBackwardPlan) -> bool:
@@ -140,6 +150,6 @@ def _values(spec: AttentionSpec, plan: HopperBackwardPlan, rows: Rows, dq_apart:
     return values | ({"keys": keys_of(plan)(sizes)} if plan.heads_apart else {})
 
 
-def keys_of(plan: Any) -> Rows:
+def keys_of(plan: HopperBackwardPlan | HopperWidePlan) -> Rows:
     """Keys of a call, rounded up to whole tiles of a plan."""
     return lambda sizes: ceil_div(sizes.len_k, plan.tile_k) * plan.tile_k

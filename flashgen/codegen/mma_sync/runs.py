@@ -50,13 +50,14 @@ def choose_columns(spec: AttentionSpec, plan: DecodePlan, sizes: Sizes) -> int:
     and the begin of another; where lengths differ, memory binds with these few less, too.
     UnsupportedError where the pages that sequences may have are of more tiles than an int32 counts.
     """
-    tiles = shared_tiles(plan, sizes.batch * row_tiles(spec, plan, sizes), sizes.len_k)
+    units = sizes.batch * row_tiles(spec, plan, sizes)
+    tiles = shared_tiles(plan, units, sizes.len_k)
     if tiles > MOST_SHARED_TILES:
         raise UnsupportedError(
             f"{sizes.batch} sequences of up to {sizes.len_k} keys have more tiles than {plan} counts: split the batch, "
             "or give num_splits=..."
         )
-    units = max(sizes.batch * row_tiles(spec, plan, sizes), 1)
+    units = max(units, 1)
     most, parts = even_columns(spec, plan, sizes, tiles), choose_splits(spec, plan, sizes) * units
     if 2 * parts * packs(spec, sizes) <= sizes.multiprocessors * plan.blocks:
         most = min(most, parts)
