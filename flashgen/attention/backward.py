@@ -86,7 +86,7 @@ class BackwardPass(Pass[_Prepared]):
     def forget(self) -> None:
         """Calls to come look for tuned plans again."""
         self.choice.forget()
-        self._prepared.forget()
+        super().forget()
 
     def _result_argument(self, name: str) -> str:
         return gradient_argument(name)

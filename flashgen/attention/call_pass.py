@@ -30,6 +30,7 @@ from flashgen.runtime.arrays import Library, View
 from flashgen.runtime.remembered import Remembered
 
 _MOST_PREPARED = 1024  # lengths grow with every call in decoding
+_MOST_LIKENESSES = 8  # each of which is asked in turn
 _ROW_ALIGNMENT, _LARGEST_ELEMENT = 16, 8  # bytes
 _ARGUMENTS = {
     "o": "out",
@@ -69,6 +70,7 @@ class Pass(Generic[AnyPrepared]):
 
     in_rows: the arrays that are copied 16 bytes at a time; all others are read and written element by element.
     listers: what makes its tile lists, or None where closed forms say what to visit.
+    likenesses: what was given to `keep`.
     """
 
     listers: Listers | None = None
@@ -81,6 +83,7 @@ class Pass(Generic[AnyPrepared]):
         self._distances = captured_distances(spec)
         self._takes_numbers = bool(self._numbers or spec.dropout)
         self._prepared: Remembered[Any, AnyPrepared] = Remembered(_MOST_PREPARED)
+        self.likenesses: tuple[Any, ...] = ()
 
     def __call__(self, call: Call) -> Mapping[str, Any]:
         """The results of a call by name; ArgumentError where an argument does not fit the spec."""
@@ -125,25 +128,52 @@ class Pass(Generic[AnyPrepared]):
         check_captures(self.spec, captures)
         return self._call_numbers(captures, None, 0)
 
-    def know(self, known: Hashable, arrays: Mapping[str, Any]) -> None:
-        """Has `again` serve calls of such arrays of the spec's rows; ArgumentError where they do not fit the spec.
+    def know(self, known: Hashable, arrays: Mapping[str, Any]) -> AnyPrepared:
+        """What calls of such arrays of the spec's rows share, for `again`; ArgumentError where they do not fit it.
 
         arrays: inputs, and results that are given. known: all that their library says of them, but for where they are,
         and how their addresses lie in 16 bytes.
         """
         library = self._library("q", arrays["q"])
-        self._prepared.get_or_make(known, lambda: self._prepare(dict(arrays), library, NO_BOUNDS, None)[0])
+        return self._prepared.get_or_make(known, lambda: self._prepare(dict(arrays), library, NO_BOUNDS, None)[0])
+
+    def keep(self, likeness: Any, before: int) -> None:
+        """Keeps a caller's own way to what a call like one that it made `know` shares, as the first of the last few.
+
+        before: how often everything was forgotten, `forgotten`, when it asked: what was made by then is not kept.
+        """
+        self.likenesses = (likeness, *self.likenesses[: _MOST_LIKENESSES - 1])
+        if self._prepared.forgotten != before:
+            self.likenesses = ()
+
+    @property
+    def forgotten(self) -> int:
+        """How often what calls share was forgotten."""
+        return self._prepared.forgotten
+
+    def forget(self) -> None:
+        """Works out anew what calls share."""
+        self._prepared.forget()
+        self.likenesses = ()
+
+    def known(self, known: Hashable) -> AnyPrepared | None:
+        """What calls like one that `know` was told of share; None where there was none."""
+        return self._prepared.get(known)
 
     def again(
-        self, known: Hashable, call: Call, stream: int, addresses: Addresses, numbers: Numbers = _NO_NUMBERS
+        self,
+        prepared: AnyPrepared,
+        call: Call,
+        stream: int,
+        addresses: Addresses,
+        numbers: Numbers = _NO_NUMBERS,
     ) -> Mapping[str, Any] | None:
-        """The results of a call like one that `know` was told of; None where there was none, or it is another device's.
+        """The results of a call of which `know` or `known` said what it shares with others; None on another device.
 
         For callers that have looked at the arrays themselves, and have no captured arrays. addresses: of all arrays,
         to be added to. call: what is wanted, and results that are given. numbers: by their names in the structs.
         """
-        prepared = self._prepared.get(known)
-        if prepared is None or not self.engine.current(prepared.device):
+        if not self.engine.current(prepared.device):
             return None
         if call.results:
             prepared.sharing.check(addresses)

@@ -73,7 +73,7 @@ class ForwardPass(Pass[_Prepared]):
     def forget(self) -> None:
         """Calls to come look for tuned plans again."""
         self.choice.forget()
-        self._prepared.forget()
+        super().forget()
 
     def _run(self, prepared: _Prepared, call: Call, stream: int, taken: Taken, numbers: Numbers) -> Mapping[str, Any]:
         results = call.results or self._make(prepared.makers, call.wanted)

@@ -32,7 +32,7 @@ PARTS: Mapping[str, tuple[str, ...]] = {
     "checks": (
         "flashgen.attention.call_pass:Pass._prepare",
         "flashgen.attention.call_pass:check_captures",
-        "flashgen.torch.direct:_looked_at",
+        "flashgen.torch.direct:_addresses",
     ),
     "numbers": ("flashgen.attention.call_pass:Pass._call_numbers",),
     "allocation": (
@@ -180,13 +180,44 @@ class Cost:
 
 def cost_of(run: Run, wait: Run, groups: int = GROUPS, calls: int = CALLS, clock: Clock = time.perf_counter_ns) -> Cost:
     """The cost of warm calls in groups; `wait` is called between them, so that no queue of launches fills up."""
-    medians = [_group_median(run, wait, calls, clock) for _ in range(WARM_GROUPS + groups)][WARM_GROUPS:]
+    (cost,) = costs_in_turns([run], wait, groups, [calls], clock)
+    return cost
+
+
+def costs_in_turns(
+    runs: Sequence[Run],
+    wait: Run,
+    groups: int = GROUPS,
+    calls: Sequence[int] = (),
+    clock: Clock = time.perf_counter_ns,
+) -> list[Cost]:
+    """The costs of several kinds of calls, a group of each in turn: a host that gets slower does so for all of them.
+
+    calls: in a group of each; CALLS where nothing is given.
+    """
+    calls = calls or [CALLS] * len(runs)
+    medians = _in_turns(
+        [partial(_group_median, run, wait, of, clock) for run, of in zip(runs, calls, strict=True)], groups
+    )
     meter = Meter(clock)
     with meter.installed() as found:
-        whole = meter.of(REST, run)
-        of_groups = [_group_parts(meter, whole, wait, calls) for _ in range(WARM_GROUPS + groups)][WARM_GROUPS:]
-    parts = {part: statistics.median(group.get(part, 0.0) for group in of_groups) for part in (*found, REST)}
-    return Cost(statistics.median(medians), min(medians), parts)
+        whole = [meter.of(REST, run) for run in runs]
+        turns = [partial(_group_parts, meter, run, wait, of) for run, of in zip(whole, calls, strict=True)]
+        metered = _in_turns(turns, groups)
+    return [
+        Cost(
+            statistics.median(of_run),
+            min(of_run),
+            {part: statistics.median(group.get(part, 0.0) for group in parts) for part in (*found, REST)},
+        )
+        for of_run, parts in zip(medians, metered, strict=True)
+    ]
+
+
+def _in_turns(measures: Sequence[Callable[[], Any]], groups: int) -> list[list[Any]]:
+    """What each of them measured in its groups, but for the warm ones before those that count."""
+    measured = [[measure() for measure in measures] for _ in range(WARM_GROUPS + groups)][WARM_GROUPS:]
+    return [list(of_one) for of_one in zip(*measured, strict=True)]
 
 
 def _group_median(run: Run, wait: Run, calls: int, clock: Clock) -> float:

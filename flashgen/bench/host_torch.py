@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import flashgen as fg
-from flashgen.bench.host import CALLS, GROUPS, ONE_TILE, PASSES, HostRow, Run, Timed, cost_of
+from flashgen.bench.host import CALLS, GROUPS, ONE_TILE, PASSES, HostRow, Run, Timed, costs_in_turns
 
 ITSELF, OPERATOR, SDPA = "attention(...)", "flashgen.torch.attention", "torch's SDPA"
 BY_HAND, EMPTY = "attention(...) in a function", "an empty function"
 _GRAPH, _CALLER = ", with a graph", ", in the caller's thread"
+_AUTOGRADS = ", in autograd's thread"
 _CHAIN = 16  # calls that one backward goes through, so that what it costs to begin is shared as by a model's layers
 
 Attend = Callable[[Any, Any, Any], Any]
@@ -27,7 +28,8 @@ def operator_names(passes: Sequence[Timed] = PASSES) -> list[str]:
     forward = [ITSELF, OPERATOR, SDPA, *(f"{name}{_GRAPH}" for name in (OPERATOR, SDPA, BY_HAND, EMPTY))]
     return [
         *(forward if "forward" in passes else []),
-        *([ITSELF, *_in_either_thread([OPERATOR, SDPA, BY_HAND, EMPTY])] if "backward" in passes else []),
+        *([ITSELF, f"{ITSELF}{_AUTOGRADS}"] if "backward" in passes else []),
+        *(_in_either_thread([OPERATOR, SDPA, BY_HAND, EMPTY]) if "backward" in passes else []),
     ]
 
 
@@ -44,9 +46,10 @@ def operator_rows(
     The forward without gradients, and where autograd keeps what they need. The backward of the operator is a call's
     share of one that goes through `chain` of them, as through the layers of a model. Two functions have the operator's
     graph, which keeps five tensors: one calls the attention itself and does no more, the other computes nothing, which
-    is what autograd takes. It runs a backward in a thread of its own, where launches may take longer than in the
-    caller's: of the operator's time there, what it adds itself is what it takes more than the first. Each is also timed
-    in the caller's thread, under torch.autograd.set_multithreading_enabled(False).
+    is what autograd takes. It runs a backward in a thread of its own, where everything may take longer than in the
+    caller's, as cores that sleep in between are slow: the attention itself is timed there, too, by `chain` calls of it
+    in one function, and all others in the caller's thread, under torch.autograd.set_multithreading_enabled(False). All
+    calls of a pass take turns.
 
     Args: those of `host_rows`; with emulate=True tensors are the CPU's.
     """
@@ -62,36 +65,48 @@ def operator_rows(
     attends: dict[str, Attend] = {OPERATOR: _operator(spec, compiled, target, engine), SDPA: _sdpa}
     attends |= {BY_HAND: _by_hand(compiled), EMPTY: _empty()}
 
-    def row(name: str, timed: Timed, run: Run, of: int = 1) -> HostRow:
-        cost = cost_of(run, wait, groups, max(calls // of, 1))
-        parts = {part: spent / of for part, spent in cost.parts.items()}
-        return HostRow(name, compiled.target.name, "torch", timed, ONE_TILE, cost.median / of, cost.minimum / of, parts)
-
     given = [x if device == "cuda" else to_array(x) for x in (q, k, v, d_out)]
     learned = q.clone().requires_grad_()
+
+    def rows(timed: Timed, runs: Mapping[str, Run], of: Mapping[str, int]) -> Iterator[HostRow]:
+        """of: how many calls a run has, where it is not one."""
+        times = [of.get(name, 1) for name in runs]
+        costs = costs_in_turns([*runs.values()], wait, groups, [max(calls // each, 1) for each in times])
+        for name, each, cost in zip(runs, times, costs, strict=True):
+            parts = {part: spent / each for part, spent in cost.parts.items()}
+            where = compiled.target.name, "torch", timed, ONE_TILE
+            yield HostRow(name, *where, cost.median / each, cost.minimum / each, parts)
+
     if "forward" in passes:
-        yield row(ITSELF, "forward", partial(compiled, *given[:3]))
-        for name in (OPERATOR, SDPA):
-            yield row(name, "forward", partial(attends[name], q, k, v))
-        for name, attend in attends.items():
-            yield row(f"{name}{_GRAPH}", "forward", partial(attend, learned, k, v))
+        runs: dict[str, Run] = {ITSELF: partial(compiled, *given[:3])}
+        runs |= {name: partial(attends[name], q, k, v) for name in (OPERATOR, SDPA)}
+        runs |= {f"{name}{_GRAPH}": partial(attend, learned, k, v) for name, attend in attends.items()}
+        yield from rows("forward", runs, {})
     if "backward" in passes:
         kept = compiled(*given[:3], return_lse=True)
-        yield row(ITSELF, "backward", partial(compiled.backward, given[3], *given[:3], *kept))
+        runs = {ITSELF: partial(compiled.backward, given[3], *given[:3], *kept)}
+        inside = _within_autograd(runs[ITSELF], chain)(learned)
+        runs[f"{ITSELF}{_AUTOGRADS}"] = partial(_backward, inside, learned, d_out)
         for name, attend in attends.items():
             out: Any = learned
             for _ in range(chain):
                 out = attend(out, k, v)
-            run = partial(_backward, out, learned, d_out)
-            yield row(name, "backward", run, chain)
-            with torch.autograd.set_multithreading_enabled(False):
-                yield row(f"{name}{_CALLER}", "backward", run, chain)
+            runs[name] = partial(_backward, out, learned, d_out)
+            runs[f"{name}{_CALLER}"] = partial(_backward_in_caller, out, learned, d_out)
+        yield from rows("backward", runs, dict.fromkeys([*runs][1:], chain))
 
 
 def _backward(out: Any, learned: Any, d_out: Any) -> Any:
     import torch
 
     return torch.autograd.grad(out, learned, d_out, retain_graph=True)
+
+
+def _backward_in_caller(out: Any, learned: Any, d_out: Any) -> Any:
+    import torch
+
+    with torch.autograd.set_multithreading_enabled(False):
+        return _backward(out, learned, d_out)
 
 
 def _operator(spec: Any, compiled: Any, target: str | None, engine: dict[str, Any]) -> Attend:
@@ -108,20 +123,38 @@ def _sdpa(q: Any, k: Any, v: Any) -> Any:
 
 
 def operator_summary(rows: Sequence[HostRow]) -> list[str]:
-    """How much more the operator takes than the attention itself, and what of it is autograd's own."""
+    """How much more the operator takes than the attention itself in the same thread, and what autograd takes."""
     lines = []
     for timed in dict.fromkeys(row.timed for row in rows):
         of = {row.name.removesuffix(_GRAPH): row.median for row in rows if row.timed == timed}
-        if {ITSELF, OPERATOR, BY_HAND, EMPTY} <= of.keys():
-            more, own = (of[OPERATOR] - of[name] for name in (ITSELF, BY_HAND))
-            line = (
-                f"{timed}, with gradients: {OPERATOR} takes {more:+.1f} us beside {ITSELF}, and {own:+.1f} beside "
-                f"{BY_HAND}; {EMPTY} takes {of[EMPTY]:.1f}"
-            )
-            if called := of.get(f"{OPERATOR}{_CALLER}"):
-                line += f"; in the caller's thread {called - of[ITSELF]:+.1f} us beside {ITSELF}"
-            lines.append(line)
+        where = {"": _AUTOGRADS, _CALLER: ""} if timed == "backward" else {"": ""}
+        for thread, itself in where.items():
+            if {f"{ITSELF}{itself}", f"{OPERATOR}{thread}", f"{EMPTY}{thread}"} <= of.keys():
+                more = of[f"{OPERATOR}{thread}"] - of[f"{ITSELF}{itself}"]
+                lines.append(
+                    f"{timed}, with gradients{thread or itself}: {OPERATOR} takes {more:+.1f} us beside {ITSELF}; "
+                    f"{EMPTY} takes {of[f'{EMPTY}{thread}']:.1f}"
+                )
     return lines
+
+
+def _within_autograd(run: Run, times: int) -> Callable[[Any], Any]:
+    """A function whose backward calls `run` so many times."""
+    import torch
+
+    class Within(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Any) -> Any:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, d_x: Any) -> Any:
+            for _ in range(times):
+                run()
+            return d_x
+
+    apply: Callable[[Any], Any] = Within.apply
+    return apply
 
 
 def _by_hand(compiled: Any) -> Attend:

@@ -20,6 +20,7 @@ class Remembered(Generic[Key, Value]):
 
     Attributes:
         get: the value of a key, or None: one look into a dictionary.
+        forgotten: how often everything was forgotten.
     """
 
     def __init__(self, limit: int | None = None) -> None:
@@ -28,7 +29,7 @@ class Remembered(Generic[Key, Value]):
         self._lock = threading.Lock()
         self._kept: dict[Key, Value] = {}  # changed with the lock held
         self._turns: dict[Key, threading.RLock] = {}  # for the values that are being made
-        self._forgotten = 0
+        self.forgotten = 0
         self.get: Callable[[Key], Value | None] = self._kept.get
 
     def get_or_make(self, key: Key, make: Callable[[], Value]) -> Value:
@@ -50,7 +51,7 @@ class Remembered(Generic[Key, Value]):
     def forget(self) -> None:
         """Forgets everything, also what is being made: its maker gets it, and nobody afterwards."""
         with self._lock:
-            self._forgotten += 1
+            self.forgotten += 1
             self._kept.clear()
 
     def values(self) -> tuple[Value, ...]:
@@ -62,10 +63,10 @@ class Remembered(Generic[Key, Value]):
         return len(self._kept)
 
     def _made(self, key: Key, make: Callable[[], Value]) -> Value:
-        before = self._forgotten
+        before = self.forgotten
         value = make()
         with self._lock:
-            if before == self._forgotten:
+            if before == self.forgotten:
                 while self._limit is not None and len(self._kept) >= self._limit:
                     del self._kept[next(iter(self._kept))]
                 self._kept[key] = value

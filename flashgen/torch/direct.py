@@ -2,15 +2,21 @@
 
 An attention looks at whatever arrays and arguments a call gives it. A call through an operator gives tensors alone:
 what these say of themselves is enough to find what calls like it launch, and all checks were made by the first of them.
+Which calls are like the last few torch itself tells, sooner than Python can ask each tensor.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from functools import reduce
+from operator import or_
+from typing import Any, NamedTuple
+
+import torch
 
 from flashgen.attention import Attention
 from flashgen.attention.call import Call
+from flashgen.attention.call_pass import Pass
 from flashgen.launch.argument_writer import Addresses
 from flashgen.launch.engines import Numbers
 from flashgen.runtime.arrays import TORCH
@@ -19,8 +25,30 @@ from flashgen.torch.tensors import Tensor
 _ALIGNMENT = 16  # bytes
 _OUTPUT, _BOTH = (Call({}, {}, None, 0, wanted) for wanted in (("o",), ("o", "lse")))
 _GRADIENTS = Call({}, {}, None, 0, ("dq", "dk", "dv"))
+# The tensors of a call as structs name them: what it reads, and with results that are given to be written.
+_READ = ("q", "k", "v")
+_READ_BACK = ("d_o", "q", "k", "v", "o", "lse")
+_READ_BACK_WITH_LSE = (*_READ_BACK, "d_lse")
+_WITH_RESULTS = {
+    _READ: (*_READ, *_BOTH.wanted),
+    _READ_BACK: (*_READ_BACK, *_GRADIENTS.wanted),
+    _READ_BACK_WITH_LSE: (*_READ_BACK_WITH_LSE, *_GRADIENTS.wanted),
+}
 _stream = TORCH.stream
+_address = torch.Tensor.data_ptr
 NO_NUMBERS: Numbers = {}
+Names = tuple[str, ...]
+Tensors = tuple[Tensor, ...]
+
+
+class _Likeness(NamedTuple):
+    """What tells that a call is like another one, and what these share; `fits` is asked of its tensors."""
+
+    names: Names
+    fits: Callable[..., bool]
+    misaligned: int
+    numbers: Numbers
+    shared: Any
 
 
 def forward(
@@ -36,12 +64,8 @@ def forward(
 
     into: an output and an LSE to write to, if with_lse. numbers: captured ones, as `numbers_of` gives them.
     """
-    arrays, call = {"q": q, "k": k, "v": v}, _BOTH if with_lse else _OUTPUT
-    if into:
-        results = dict(zip(call.wanted, into, strict=True))
-        arrays, call = arrays | results, call._replace(results=results)
-    known, addresses = _looked_at(arrays, numbers)
-    made = attention.forward.again(known, call, _stream(q), addresses, numbers)
+    names, tensors = _of_forward(q, k, v, into)
+    made = _again(attention.forward, names, tensors, _BOTH if with_lse else _OUTPUT, into, numbers)
     if made is None:
         return None
     return (made["o"], made["lse"]) if with_lse else made["o"]
@@ -56,8 +80,7 @@ def learn_forward(
     numbers: Numbers = NO_NUMBERS,
 ) -> None:
     """Has `forward` serve calls like one of these tensors and numbers, which an attention took as they are."""
-    arrays = {"q": q, "k": k, "v": v, **dict(zip(_BOTH.wanted, into or (), strict=False))}
-    attention.forward.know(_looked_at(arrays, numbers)[0], arrays)
+    _learn(attention.forward, *_of_forward(q, k, v, into), numbers)
 
 
 Read = tuple[Tensor, Tensor | None, Tensor, Tensor, Tensor, Tensor, Tensor]
@@ -71,12 +94,8 @@ def backward(
     numbers: Numbers = NO_NUMBERS,
 ) -> tuple[Tensor, Tensor, Tensor] | None:
     """The gradients of q, k and v of a call like one that `learn_backward` was told of; None where none is."""
-    arrays, call = _of_backward(read), _GRADIENTS
-    if into:
-        results = dict(zip(call.wanted, into, strict=True))
-        arrays, call = arrays | results, call._replace(results=results)
-    known, addresses = _looked_at(arrays, numbers)
-    made = attention.backward_pass.again(known, call, _stream(read[2]), addresses, numbers)
+    names, tensors = _of_backward(read, into)
+    made = _again(attention.backward_pass, names, tensors, _GRADIENTS, into, numbers)
     return None if made is None else (made["dq"], made["dk"], made["dv"])
 
 
@@ -87,8 +106,7 @@ def learn_backward(
     numbers: Numbers = NO_NUMBERS,
 ) -> None:
     """Has `backward` serve calls like one of these tensors and numbers, which an attention took as they are."""
-    arrays = _of_backward(read) | dict(zip(_GRADIENTS.wanted, into or (), strict=False))
-    attention.backward_pass.know(_looked_at(arrays, numbers)[0], arrays)
+    _learn(attention.backward_pass, *_of_backward(read, into), numbers)
 
 
 def numbers_of(attention: Attention, captures: Mapping[str, Any]) -> Numbers:
@@ -96,22 +114,75 @@ def numbers_of(attention: Attention, captures: Mapping[str, Any]) -> Numbers:
     return attention.forward.numbers(captures)
 
 
-def _of_backward(read: Read) -> dict[str, Tensor]:
-    """The tensors of a backward call as structs name them."""
+def _of_forward(q: Tensor, k: Tensor, v: Tensor, into: tuple[Tensor, Tensor] | None) -> tuple[Names, Tensors]:
+    return (_WITH_RESULTS[_READ], (q, k, v, *into)) if into else (_READ, (q, k, v))
+
+
+def _of_backward(read: Read, into: tuple[Tensor, Tensor, Tensor] | None) -> tuple[Names, Tensors]:
     d_out, d_lse, q, k, v, out, lse = read
-    arrays = {"q": q, "k": k, "v": v, "o": out, "d_o": d_out, "lse": lse}
+    names: Names = _READ_BACK
+    tensors: Tensors = (d_out, q, k, v, out, lse)
     if d_lse is not None:
-        arrays["d_lse"] = d_lse
-    return arrays
+        names, tensors = _READ_BACK_WITH_LSE, (*tensors, d_lse)
+    return (_WITH_RESULTS[names], (*tensors, *into)) if into else (names, tensors)
 
 
-def _looked_at(arrays: Mapping[str, Tensor], numbers: Numbers = NO_NUMBERS) -> tuple[tuple[Any, ...], Addresses]:
-    """What tensors say of themselves, with how they lie in 16 bytes, and numbers; and their addresses."""
-    known: list[Any] = [*arrays, *numbers.values()] if numbers or len(arrays) > 3 else []
-    addresses, bits = Addresses(), 0
-    for name, tensor in arrays.items():
-        addresses[name] = address = tensor.data_ptr()
-        bits |= address
+def _again(
+    of: Pass[Any], names: Names, tensors: Tensors, call: Call, into: Tensors | None, numbers: Numbers
+) -> Mapping[str, Any] | None:
+    """The results of a call like one that is known; None where none is."""
+    addresses = _addresses(names, tensors)
+    misaligned = _misaligned(addresses)
+    for each in of.likenesses:
+        if each.names is names and each.misaligned == misaligned and each.numbers == numbers and each.fits(*tensors):
+            shared = each.shared
+            break
+    else:
+        before = of.forgotten
+        shared = of.known(_said(names, tensors, misaligned, numbers))
+        if shared is None:
+            return None
+        _keep(of, names, tensors, misaligned, numbers, shared, before)
+    if into:
+        call = call._replace(results=dict(zip(call.wanted, into, strict=True)))
+    return of.again(shared, call, _stream(tensors[0]), addresses, numbers)
+
+
+def _learn(of: Pass[Any], names: Names, tensors: Tensors, numbers: Numbers) -> None:
+    """Has `_again` serve calls like this one."""
+    before, misaligned = of.forgotten, _misaligned(_addresses(names, tensors))
+    arrays = dict(zip(names, tensors, strict=True))
+    shared = of.know(_said(names, tensors, misaligned, numbers), arrays)
+    _keep(of, names, tensors, misaligned, numbers, shared, before)
+
+
+def _keep(
+    of: Pass[Any], names: Names, tensors: Tensors, misaligned: int, numbers: Numbers, shared: Any, before: int
+) -> None:
+    """Has torch tell which calls are like this one, by what compiled graphs guard their inputs with.
+
+    That is not documented. A torch without it is asked for all that each tensor says of itself, in every call.
+    """
+    guards = getattr(getattr(torch._C._dynamo, "guards", None), "TensorGuards", None)
+    if guards is not None:
+        sizes = [list(tensor.shape) for tensor in tensors]
+        strides = [list(tensor.stride()) for tensor in tensors]
+        fits = guards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
+        of.keep(_Likeness(names, fits, misaligned, numbers, shared), before)
+
+
+def _said(names: Names, tensors: Tensors, misaligned: int, numbers: Numbers) -> tuple[Any, ...]:
+    """What decides what a call shares with others: all that its tensors say of themselves, and captured numbers."""
+    known: list[Any] = [names, misaligned, *numbers.values()]
+    for tensor in tensors:
         known += tensor.shape, tensor.stride(), tensor.dtype, tensor.device
-    known.append(bits % _ALIGNMENT)
-    return tuple(known), addresses
+    return tuple(known)
+
+
+def _addresses(names: Names, tensors: Tensors) -> Addresses:
+    return Addresses(zip(names, map(_address, tensors), strict=True))
+
+
+def _misaligned(addresses: Addresses) -> int:
+    """How the addresses lie in 16 bytes: 0 if each is a multiple."""
+    return reduce(or_, addresses.values()) % _ALIGNMENT

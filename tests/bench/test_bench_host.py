@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,18 @@ import pytest
 import flashgen
 from flashgen import bench
 from flashgen.bench import host, start
-from flashgen.bench.host import ONE_TILE, PARTS, REST, HostCase, Meter, cost_of, host_rows, owner_of, run_of
+from flashgen.bench.host import (
+    ONE_TILE,
+    PARTS,
+    REST,
+    HostCase,
+    Meter,
+    cost_of,
+    costs_in_turns,
+    host_rows,
+    owner_of,
+    run_of,
+)
 from flashgen.cli import bench_tables
 
 SMALL = (2, 2, 64)
@@ -89,6 +101,21 @@ def test_groups_give_medians_and_the_least_and_are_warm() -> None:
     assert (cost.median, cost.minimum) == (12.0, 2.0)
     assert cost.parts[REST] == pytest.approx(12.0) and len(waited) == 2 * (host.WARM_GROUPS + 3)
     assert {part: cost.parts[part] for part in PARTS} == dict.fromkeys(PARTS, 0.0)
+
+
+def test_calls_of_several_kinds_take_turns() -> None:
+    """A host that gets slower does so for all: each group of one follows a group of the other."""
+    clock, seen = Clock(), []
+
+    def call(name: str, nanoseconds: int) -> None:
+        seen.append(name)
+        clock.working(nanoseconds)()
+
+    runs = [partial(call, "a", 1000), partial(call, "b", 3000)]
+    one, other = costs_in_turns(runs, lambda: None, 2, [3, 2], clock)
+    assert (one.median, other.median) == (1.0, 3.0)
+    assert "".join(seen) == "aaabb" * 2 * (host.WARM_GROUPS + 2)
+    assert one.parts[REST] == pytest.approx(1.0) and other.parts[REST] == pytest.approx(3.0)
 
 
 def functions() -> dict[str, Any]:
@@ -182,7 +209,7 @@ def test_rows_of_torchs_operator() -> None:
     pytest.importorskip("torch", reason="the operator is torch's")
     rows = list(bench.operator_rows(groups=1, calls=1, chain=2, emulate=True, target="sm_90a"))
     assert [row.name for row in rows] == bench.operator_names()
-    assert [row.timed for row in rows] == ["forward"] * 7 + ["backward"] * 9
+    assert [row.timed for row in rows] == ["forward"] * 7 + ["backward"] * 10
     assert all(row.library == "torch" and row.target == "sm_90a" for row in rows)
     by_name = {(row.name, row.timed): row.parts for row in rows}
     for (name, _), parts in by_name.items():
@@ -192,26 +219,27 @@ def test_rows_of_torchs_operator() -> None:
 def test_the_backward_of_the_operator_is_a_call_s_share(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("torch", reason="the operator is torch's")
     fixed = host.Cost(60.0, 30.0, {"launch": 12.0})
-    monkeypatch.setattr("flashgen.bench.host_torch.cost_of", lambda *given: fixed)
+    monkeypatch.setattr("flashgen.bench.host_torch.costs_in_turns", lambda runs, *given: [fixed] * len(runs))
     one, *rest = bench.operator_rows(["backward"], chain=3, emulate=True, target="sm_90a")
     assert (one.median, one.minimum) == (60.0, 30.0)
     assert all((row.median, row.minimum, row.parts["launch"]) == (20.0, 10.0, 4.0) for row in rest)
 
 
-def test_the_summary_tells_what_is_autograds() -> None:
-    def rows(timed: host.Timed, *medians: float) -> list[host.HostRow]:
-        names = ["attention(...)", "flashgen.torch.attention", "flashgen.torch.attention, with a graph"]
-        names += ["attention(...) in a function, with a graph", "an empty function, with a graph"]
-        given = zip(names, medians, strict=True)
-        return [host.HostRow(name, "sm_90a", "torch", timed, (1, 1, 64), us, us, {}) for name, us in given]
+def test_the_summary_compares_what_ran_in_the_same_thread() -> None:
+    operator, function = "flashgen.torch.attention", "an empty function"
+    autograds, callers = ", in autograd's thread", ", in the caller's thread"
 
-    one, other = bench.operator_summary(rows("forward", 17, 20, 26.5, 28, 8) + rows("backward", 35, 0, 44, 40, 7.25))
-    assert "forward, with gradients" in one and "takes +9.5 us beside" in one and "and -1.5 beside" in one
-    assert "backward, with gradients" in other and "takes +9.0 us beside" in other and "function takes 7.2" in other
-    assert "thread" not in one + other
-    called = host.HostRow(
-        "flashgen.torch.attention, in the caller's thread", "sm_90a", "torch", "backward", (1, 1, 64), 43, 43, {}
-    )
-    (line,) = bench.operator_summary([*rows("backward", 35, 0, 44, 40, 7.25), called])
-    assert line.endswith("in the caller's thread +8.0 us beside attention(...)")
-    assert not bench.operator_summary(rows("forward", 17, 20, 26.5, 28, 8)[:3])
+    def rows(timed: host.Timed, medians: dict[str, float]) -> list[host.HostRow]:
+        return [host.HostRow(name, "sm_90a", "torch", timed, (1, 1, 64), us, us, {}) for name, us in medians.items()]
+
+    graph = {"attention(...)": 17, operator: 20, f"{operator}, with a graph": 26.5, f"{function}, with a graph": 8}
+    (line,) = bench.operator_summary(rows("forward", graph))
+    assert line.startswith("forward, with gradients:") and "takes +9.5 us" in line and line.endswith("takes 8.0")
+    both = {"attention(...)": 35, f"attention(...){autograds}": 50, operator: 58, f"{operator}{callers}": 41}
+    both |= {function: 14, f"{function}{callers}": 7.25}
+    own, called = bench.operator_summary(rows("backward", both))
+    assert f"gradients{autograds}: " in own and "takes +8.0 us" in own and own.endswith("takes 14.0")
+    assert f"gradients{callers}: " in called and "takes +6.0 us" in called and called.endswith("takes 7.2")
+    del both[f"attention(...){autograds}"]
+    assert len(bench.operator_summary(rows("backward", both))) == 1, "nothing is compared across threads"
+    assert not bench.operator_summary(rows("forward", graph)[:3])

@@ -183,6 +183,45 @@ def test_what_is_forgotten_is_worked_out_anew(launched: Launched) -> None:
     assert direct.forward(attention, q, k, v, True) is None
 
 
+def test_calls_like_the_last_ones_are_told_by_torch(launched: Launched, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody asks their tensors in Python, and what torch tells apart is looked up once."""
+    attention, (q, k, v, d_out) = _compiled("sm_90a"), _tensors(4)
+    out, lse = attention(q, k, v, return_lse=True)
+    direct.learn_forward(attention, q, k, v)
+    direct.learn_backward(attention, (d_out, None, q, k, v, out, lse))
+    learned = q.clone().requires_grad_()
+    assert direct.forward(attention, learned, k, v, True) is not None
+    monkeypatch.delattr(direct, "_said")
+    for _ in range(2):
+        for each in (q, learned):
+            assert direct.forward(attention, each, k, v, True) is not None
+        assert direct.backward(attention, (d_out, None, q, k, v, out, lse)) is not None
+    assert len(attention.forward.likenesses) == 2 and len(attention.backward_pass.likenesses) == 1
+    with pytest.raises(NameError, match="_said"):
+        direct.forward(attention, *_tensors(3, 2, 4, 80, 64), True)
+    attention.backward_pass.forget()
+    assert not attention.backward_pass.likenesses
+
+
+def test_a_torch_that_tells_nothing_is_asked_the_long_way(launched: Launched, monkeypatch: pytest.MonkeyPatch) -> None:
+    attention, (q, k, v) = _compiled("sm_90a"), _tensors(3)
+    monkeypatch.delattr(torch._C._dynamo.guards, "TensorGuards")
+    direct.learn_forward(attention, q, k, v)
+    launched.clear()
+    assert direct.forward(attention, q, k, v, True) is not None
+    assert len(launched) == 1 and not attention.forward.likenesses
+
+
+def test_what_was_forgotten_meanwhile_is_not_kept(launched: Launched) -> None:
+    attention = _compiled("sm_90a")
+    for before, kept in ((0, 1), (-1, 0)):
+        attention.forward.keep("a likeness", before)
+        assert len(attention.forward.likenesses) == kept
+    for number in range(20):
+        attention.forward.keep(number, 0)
+    assert attention.forward.likenesses == tuple(range(19, 11, -1)), "the last ones, the newest first"
+
+
 @pytest.mark.gpu
 def test_on_a_gpu() -> None:
     """Through the operator, in turns: each call's numbers are those of its own tensors, whatever was learned before."""

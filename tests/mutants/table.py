@@ -305,6 +305,13 @@ MUTANTS = (
         ("tests/in_torch/test_direct.py::test_only_calls_like_them",),
     ),
     Mutant(
+        "torch told to take calls of other strides for one that is known",
+        "flashgen/torch/direct.py",
+        "strides = [list(tensor.stride()) for",
+        "strides = [[None] * tensor.ndim for",
+        ("tests/in_torch/test_direct.py::test_only_calls_like_them",),
+    ),
+    Mutant(
         "a tuned backward whatever the group of heads",
         "flashgen/attention/backward_choice.py",
         "lists, grouped=True)",
