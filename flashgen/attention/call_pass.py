@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -19,6 +19,7 @@ from flashgen.attention.captures import (
 )
 from flashgen.attention.problem import NO_BOUNDS, Bounds, Problem
 from flashgen.attention.ragged import refuse_ragged
+from flashgen.attention.replay import Replay
 from flashgen.attention.sharing import Sharing, check_on_host
 from flashgen.codegen.arguments import member_name
 from flashgen.errors import ArgumentError
@@ -178,6 +179,15 @@ class Pass(Generic[AnyPrepared]):
         if call.results:
             prepared.sharing.check(addresses)
         return self._run(prepared, call, stream, addresses, numbers)
+
+    def replay(
+        self, prepared: AnyPrepared, names: Sequence[str], wanted: Sequence[str], pointer: Callable[[Any], int]
+    ) -> Replay | None:
+        """What launches again calls that are given no results; None where they do more than launch.
+
+        names: of their arrays, in the order in which it takes addresses. wanted: the results. pointer: address of one.
+        """
+        raise NotImplementedError
 
     def _run(self, prepared: AnyPrepared, call: Call, stream: int, taken: Taken, numbers: Numbers) -> Mapping[str, Any]:
         """Makes the results that were not given, and launches.

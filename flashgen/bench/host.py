@@ -32,7 +32,6 @@ PARTS: Mapping[str, tuple[str, ...]] = {
     "checks": (
         "flashgen.attention.call_pass:Pass._prepare",
         "flashgen.attention.call_pass:check_captures",
-        "flashgen.torch.direct:_addresses",
     ),
     "numbers": ("flashgen.attention.call_pass:Pass._call_numbers",),
     "allocation": (

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from operator import itemgetter
-from typing import Any
+from typing import Any, Self
 
 from flashgen.codegen.arguments import ArgumentLayout
 
@@ -38,7 +39,9 @@ class ArgumentWriter:
     def __init__(self, layout: ArgumentLayout, values: Mapping[str, Value]) -> None:
         """`values`: every member but the pointers; those that change from call to call may be left out."""
         flat: list[int | float] = []
-        self.pointer_names = pointers = [field.name for field in layout.fields if field.type.endswith("*")]
+        self.pointer_names = self._members = pointers = [
+            field.name for field in layout.fields if field.type.endswith("*")
+        ]
         for field in layout.fields:
             words = _MAP_WORDS if field.type == "TensorMap" else field.count
             value = values.get(field.name, [0] * words if words else 0)  # filled in by `write`
@@ -61,18 +64,24 @@ class ArgumentWriter:
         return struct
 
     def write_into(
-        self, struct: bytearray | memoryview, pointers: Addresses, numbers: Mapping[str, int | float]
+        self, struct: bytearray | memoryview, pointers: Addresses | list[int], numbers: Mapping[str, int | float]
     ) -> None:
         """Writes all that changes from call to call over that of an earlier call, or into a copy of the template."""
         self._pack_pointers(struct, self._first_pointer, *self._pointers(pointers))
         for name, (pack, offset) in self._numbers.items():
             pack(struct, offset, numbers[name])
 
+    def by_position(self, positions: Mapping[str, int]) -> Self:
+        """What writes the same of a list of addresses; positions: in that, by name. What has none is at position 0."""
+        other = copy(self)
+        other._pointers = _all_of([positions.get(name, 0) for name in self._members])
+        return other
+
     def write_emulated(self, numbers: Mapping[str, int | float]) -> bytearray:
         """The struct of one call on the emulator, which puts the arrays' addresses at their `offsets`."""
         return self.write({}, numbers)
 
 
-def _all_of(names: Sequence[str]) -> Callable[[Addresses], tuple[int, ...]]:
+def _all_of(names: Sequence[Any]) -> Callable[[Any], tuple[int, ...]]:
     """What gives the addresses of these names, whose number may be any: `itemgetter` gives a tuple from two on."""
     return itemgetter(*names) if len(names) > 1 else lambda addresses: tuple(addresses[name] for name in names)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal, NamedTuple, Protocol
 
 import numpy as np
@@ -48,6 +48,10 @@ class Launch:
     counts: int = 0
     idle: list[gpu.Parameters] = field(default_factory=list, compare=False, repr=False)
 
+    def by_position(self, positions: Mapping[str, int]) -> Launch:
+        """The same for a GPU's addresses in a list; positions: in that, by name. It shares the parameters."""
+        return replace(self, writer=self.writer.by_position(positions))
+
 
 class Runner(Protocol):
     """A built kernel, ready to be launched."""
@@ -78,7 +82,7 @@ class GpuRunner:
             )
         return gpu.GpuKernel(self.entry.cubin, self._kernel.entry, self._kernel.threads, self._kernel.shared_bytes)
 
-    def launch(self, launch: Launch, taken: Addresses, numbers: Numbers, place: Place) -> None:
+    def launch(self, launch: Launch, taken: Addresses | list[int], numbers: Numbers, place: Place) -> None:
         try:
             parameters = launch.idle.pop()
         except IndexError:  # if it were asked first, another thread might take the last one in between

@@ -38,11 +38,15 @@ class Workspace(Protocol):
 
 
 class Block:
-    """The arrays of a workspace on a GPU, one behind the other in one allocation of the caller's library."""
+    """The arrays of a workspace on a GPU, one behind the other in one allocation of the caller's library.
+
+    offsets: where they begin in it, in bytes.
+    """
 
     def __init__(self, memory: Mapping[str, Memory], library: Library, device: int) -> None:
         self._library, self._device = library, device
-        self.offsets, size = {}, 0
+        self.offsets: dict[str, int] = {}
+        size = 0
         for name, each in memory.items():
             self.offsets[name] = size
             size += -(-each.bytes // _ALIGNMENT) * _ALIGNMENT
@@ -50,10 +54,19 @@ class Block:
         self._make = library.maker(*self._block)
         self._zeroed = {name: each for name, each in memory.items() if each.zeroed}
 
+    def make(self, stream: int) -> Any:
+        """The allocation, for a call on that stream; on the current device, which is the arrays'."""
+        graph = not self._library.pools_for_graphs and gpu.is_capturing(stream)
+        return of_graph(self._library, stream).empty(*self._block) if graph else self._make()
+
+    @property
+    def zeroes(self) -> bool:
+        """Whether an array in it begins as zeros."""
+        return bool(self._zeroed)
+
     def take(self, taken: Addresses, stream: int) -> None:
         """As of any workspace; on the current device, which is the arrays'."""
-        graph = not self._library.pools_for_graphs and gpu.is_capturing(stream)
-        block = of_graph(self._library, stream).empty(*self._block) if graph else self._make()
+        block = self.make(stream)
         taken.kept += (block,)
         address = self._library.pointer(block)
         for name, offset in self.offsets.items():

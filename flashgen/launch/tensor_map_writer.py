@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 from functools import partial
 from operator import itemgetter
+from typing import Any, Self
 
 from flashgen.codegen.arguments import OF_QUERIES, VALUE_WIDE, ArgumentLayout
 from flashgen.codegen.ragged import MAP_ROWS
@@ -34,12 +35,19 @@ class TensorMapWriter(ArgumentWriter):
         self.shapes = shapes
         self.offsets |= {name: layout.offset(f"{name}_map") for name in shapes}  # a map begins with the address
         self.pointer_names = [*shapes, *self.pointer_names]
-        self._sources = itemgetter(*("o" if name in empty else name for name in shapes))
+        self._arrays = ["o" if name in empty else name for name in shapes]
+        self._sources: Any = itemgetter(*self._arrays)
         self._makers = [MapMaker(shape) for shape in shapes.values()]
         self._maps: Remembered[tuple[int, ...], bytes] = Remembered(_MOST_KEPT)  # of the last sets of addresses
 
+    def by_position(self, positions: Mapping[str, int]) -> Self:
+        """As of any struct; maps that one of them made are the other's, too."""
+        other = super().by_position(positions)
+        other._sources = itemgetter(*(positions.get(name, 0) for name in self._arrays))
+        return other
+
     def write_into(
-        self, struct: bytearray | memoryview, pointers: Addresses, numbers: Mapping[str, int | float]
+        self, struct: bytearray | memoryview, pointers: Addresses | list[int], numbers: Mapping[str, int | float]
     ) -> None:
         """As of any struct, and the maps of the arrays at these addresses."""
         super().write_into(struct, pointers, numbers)

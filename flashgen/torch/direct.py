@@ -7,7 +7,7 @@ Which calls are like the last few torch itself tells, sooner than Python can ask
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import reduce
 from operator import or_
 from typing import Any, NamedTuple
@@ -17,6 +17,7 @@ import torch
 from flashgen.attention import Attention
 from flashgen.attention.call import Call
 from flashgen.attention.call_pass import Pass
+from flashgen.attention.replay import Replay
 from flashgen.launch.argument_writer import Addresses
 from flashgen.launch.engines import Numbers
 from flashgen.runtime.arrays import TORCH
@@ -45,10 +46,12 @@ class _Likeness(NamedTuple):
     """What tells that a call is like another one, and what these share; `fits` is asked of its tensors."""
 
     names: Names
+    call: Call
     fits: Callable[..., bool]
     misaligned: int
     numbers: Numbers
     shared: Any
+    replay: Replay | None
 
 
 def forward(
@@ -64,11 +67,10 @@ def forward(
 
     into: an output and an LSE to write to, if with_lse. numbers: captured ones, as `numbers_of` gives them.
     """
-    names, tensors = _of_forward(q, k, v, into)
-    made = _again(attention.forward, names, tensors, _BOTH if with_lse else _OUTPUT, into, numbers)
+    made = _again(attention.forward, *_of_forward(q, k, v, into), _BOTH if with_lse else _OUTPUT, into, numbers)
     if made is None:
         return None
-    return (made["o"], made["lse"]) if with_lse else made["o"]
+    return tuple(made) if with_lse else made[0]
 
 
 def learn_forward(
@@ -94,9 +96,8 @@ def backward(
     numbers: Numbers = NO_NUMBERS,
 ) -> tuple[Tensor, Tensor, Tensor] | None:
     """The gradients of q, k and v of a call like one that `learn_backward` was told of; None where none is."""
-    names, tensors = _of_backward(read, into)
-    made = _again(attention.backward_pass, names, tensors, _GRADIENTS, into, numbers)
-    return None if made is None else (made["dq"], made["dk"], made["dv"])
+    made = _again(attention.backward_pass, *_of_backward(read, into), _GRADIENTS, into, numbers)
+    return None if made is None else (made[0], made[1], made[2])
 
 
 def learn_backward(
@@ -129,46 +130,67 @@ def _of_backward(read: Read, into: tuple[Tensor, Tensor, Tensor] | None) -> tupl
 
 def _again(
     of: Pass[Any], names: Names, tensors: Tensors, call: Call, into: Tensors | None, numbers: Numbers
-) -> Mapping[str, Any] | None:
+) -> Sequence[Tensor] | None:
     """The results of a call like one that is known; None where none is."""
-    addresses = _addresses(names, tensors)
-    misaligned = _misaligned(addresses)
+    addresses = [*map(_address, tensors)]
+    misaligned = reduce(or_, addresses) % _ALIGNMENT
     for each in of.likenesses:
-        if each.names is names and each.misaligned == misaligned and each.numbers == numbers and each.fits(*tensors):
-            shared = each.shared
+        if (
+            each.names is names
+            and each.call is call
+            and each.misaligned == misaligned
+            and each.numbers == numbers
+            and each.fits(*tensors)
+        ):
             break
     else:
         before = of.forgotten
         shared = of.known(_said(names, tensors, misaligned, numbers))
         if shared is None:
             return None
-        _keep(of, names, tensors, misaligned, numbers, shared, before)
+        each = _kept(of, names, tensors, call, misaligned, numbers, shared, before)
+    if each.replay and not into:
+        return each.replay(addresses, _stream(tensors[0]), numbers)
     if into:
         call = call._replace(results=dict(zip(call.wanted, into, strict=True)))
-    return of.again(shared, call, _stream(tensors[0]), addresses, numbers)
+    made = of.again(each.shared, call, _stream(tensors[0]), Addresses(zip(names, addresses, strict=True)), numbers)
+    return None if made is None else [made[name] for name in call.wanted]
 
 
 def _learn(of: Pass[Any], names: Names, tensors: Tensors, numbers: Numbers) -> None:
     """Has `_again` serve calls like this one."""
-    before, misaligned = of.forgotten, _misaligned(_addresses(names, tensors))
-    arrays = dict(zip(names, tensors, strict=True))
-    shared = of.know(_said(names, tensors, misaligned, numbers), arrays)
-    _keep(of, names, tensors, misaligned, numbers, shared, before)
+    misaligned = reduce(or_, map(_address, tensors)) % _ALIGNMENT
+    of.know(_said(names, tensors, misaligned, numbers), dict(zip(names, tensors, strict=True)))
 
 
-def _keep(
-    of: Pass[Any], names: Names, tensors: Tensors, misaligned: int, numbers: Numbers, shared: Any, before: int
-) -> None:
+def _kept(
+    of: Pass[Any],
+    names: Names,
+    tensors: Tensors,
+    call: Call,
+    misaligned: int,
+    numbers: Numbers,
+    shared: Any,
+    before: int,
+) -> _Likeness:
     """Has torch tell which calls are like this one, by what compiled graphs guard their inputs with.
 
     That is not documented. A torch without it is asked for all that each tensor says of itself, in every call.
     """
     guards = getattr(getattr(torch._C._dynamo, "guards", None), "TensorGuards", None)
-    if guards is not None:
-        sizes = [list(tensor.shape) for tensor in tensors]
-        strides = [list(tensor.stride()) for tensor in tensors]
-        fits = guards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
-        of.keep(_Likeness(names, fits, misaligned, numbers, shared), before)
+    if guards is None:
+        return _Likeness(names, call, _nothing_fits, misaligned, numbers, shared, None)
+    sizes = [list(tensor.shape) for tensor in tensors]
+    strides = [list(tensor.stride()) for tensor in tensors]
+    fits = guards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
+    replay = of.replay(shared, names, call.wanted, _address)
+    likeness = _Likeness(names, call, fits, misaligned, numbers, shared, replay)
+    of.keep(likeness, before)
+    return likeness
+
+
+def _nothing_fits(*_tensors: Tensor) -> bool:
+    return False
 
 
 def _said(names: Names, tensors: Tensors, misaligned: int, numbers: Numbers) -> tuple[Any, ...]:
@@ -177,12 +199,3 @@ def _said(names: Names, tensors: Tensors, misaligned: int, numbers: Numbers) -> 
     for tensor in tensors:
         known += tensor.shape, tensor.stride(), tensor.dtype, tensor.device
     return tuple(known)
-
-
-def _addresses(names: Names, tensors: Tensors) -> Addresses:
-    return Addresses(zip(names, map(_address, tensors), strict=True))
-
-
-def _misaligned(addresses: Addresses) -> int:
-    """How the addresses lie in 16 bytes: 0 if each is a multiple."""
-    return reduce(or_, addresses.values()) % _ALIGNMENT

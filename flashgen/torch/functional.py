@@ -80,11 +80,13 @@ def call(
     return_lse: bool = False,
 ) -> Any:
     """A call of what is registered; `bound` are captures that need not be given."""
-    arrays, integers, floats = all_captures(entry, captures, bound) if captures or entry.takes_captures else _NOTHING
-    if entry.says_less:
-        check_shared_offsets(captures, q, k)
-    if entry.cache and torch.is_grad_enabled():
-        refuse_gradients(entry, q, k, v, arrays)
+    arrays, integers, floats = _NOTHING
+    if captures or entry.takes_captures:
+        arrays, integers, floats = all_captures(entry, captures, bound)
+        if entry.says_less:
+            check_shared_offsets(captures, q, k)
+        if entry.cache and torch.is_grad_enabled():
+            refuse_gradients(entry, q, k, v, arrays)
     if torch.is_autocast_enabled("cuda" if q.is_cuda else "cpu"):
         q, k, v = autocast.cast(entry, q, k, v)
     drawn = None if seed is None and not entry.dropout else _seed(entry, seed, q.device)

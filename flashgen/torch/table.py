@@ -221,7 +221,8 @@ def _added(known: Any) -> Registered:
         made = Registered(f"{known.spec.name}#{len(_TABLE)}", known.spec, known)
     else:
         spec, target, emulate, deterministic = known
-        bare = AttentionSpec.from_json(spec.to_json())  # without the arrays of its functions, which would stay for ever
+        # Without the arrays of its functions, which would stay for ever; one that has none is found by its identity.
+        bare = AttentionSpec.from_json(spec.to_json()) if spec.bound else spec
         options = {"target": target, "emulate": emulate, "deterministic": deterministic}
         key = "+".join([spec.name, *(name for name in ("emulate", "deterministic") if options[name])])
         key += f"+{target}" if target else ""

@@ -64,6 +64,7 @@ def launched(memory: _Memory, monkeypatch: pytest.MonkeyPatch) -> Iterator[Launc
     library = replace(arrays.TORCH, view=look, maker=memory.maker, stream=lambda _: 7)
     runtime = SimpleNamespace(getDevice=lambda: 0, streamIsCapturing=lambda _: False)
     monkeypatch.setattr(gpu, "cupy", lambda: SimpleNamespace(cuda=SimpleNamespace(runtime=runtime)))
+    monkeypatch.setattr(gpu, "clear", lambda *what: seen.append(what))
     monkeypatch.setattr(gpu, "multiprocessors", lambda _: 132)
     monkeypatch.setattr(gpu, "card", lambda _: gpu.Card("none", 132))
     monkeypatch.setattr(engines, "build", lambda *_: SimpleNamespace(cubin=b""))
@@ -114,6 +115,50 @@ def test_launches_are_those_of_the_attention_itself(target: str, launched: Launc
         assert half > 1 and launched[:half] == launched[half:]
         assert again is not None and all(one is other for one, other in zip(gradients, again, strict=True))
         launched.clear()
+
+
+@pytest.mark.parametrize(
+    ("options", "rows_q", "rows_k"),
+    [
+        (
+            {"mask": fg.full()},
+            (1, 8, 512, 64),
+            (1, 8, 2048, 64),
+        ),  # blocks share the last tiles of keys, in memory for their parts
+        ({}, (1, 8, 512, 64), (1, 2, 2048, 64)),  # gradients of few heads of keys are sums, which begin as zeros
+        ({}, (2, 8, 1, 64), (2, 2, 4096, 64)),  # keys in parts, which a second kernel merges
+        ({"mask": fg.sliding_window(64), "score": fg.softcap(30.0)}, SHAPE, SHAPE),
+        ({"value_dim": 96}, SHAPE, SHAPE),
+        ({}, SHAPE, (2, 4, 0, 64)),  # without keys gradients are zeros, which are set
+    ],
+)
+@pytest.mark.parametrize("target", ["sm_80", "sm_90a"])
+def test_launches_of_kernels_of_every_kind(
+    options: dict[str, Any], rows_q: Any, rows_k: Any, target: str, launched: Launched, memory: _Memory
+) -> None:
+    """By positions as by names: workspaces, counters, several stages; and what must be done beside launches is done."""
+    spec = AttentionSpec(64, "float16", scale=1 / next(_SCALES), **options)
+    attention = fg.compile(spec, target=target)
+    (q, d_out), (k, v) = _tensors(2, *rows_q), _tensors(2, *rows_k)
+    v, d_out = (torch.zeros(*each.shape[:3], spec.value_dim, dtype=each.dtype) for each in (v, d_out))
+
+    def calls(forward: Callable[[], Any], backward: Callable[..., Any]) -> tuple[Any, Launched]:
+        memory.again()
+        launched.clear()
+        made = forward()
+        gradients = backward(d_out, q, k, v, *made)
+        return (*made, *gradients), launched.copy()
+
+    wanted, of_attention = calls(lambda: attention(q, k, v, return_lse=True), attention.backward)
+    direct.learn_forward(attention, q, k, v)
+    direct.learn_backward(attention, (d_out, None, q, k, v, *wanted[:2]))
+    for _ in range(2):
+        made, again = calls(
+            lambda: direct.forward(attention, q, k, v, True),
+            lambda d_out, *rest: direct.backward(attention, (d_out, None, *rest)),
+        )
+        assert again == of_attention and again
+        assert all(one is other for one, other in zip(wanted, made, strict=True))
 
 
 @pytest.mark.parametrize("target", ["sm_80", "sm_90a"])
@@ -189,13 +234,15 @@ def test_calls_like_the_last_ones_are_told_by_torch(launched: Launched, monkeypa
     out, lse = attention(q, k, v, return_lse=True)
     direct.learn_forward(attention, q, k, v)
     direct.learn_backward(attention, (d_out, None, q, k, v, out, lse))
-    learned = q.clone().requires_grad_()
-    assert direct.forward(attention, learned, k, v, True) is not None
+    learned, read = q.clone().requires_grad_(), (d_out, None, q, k, v, out, lse)
+    for each in (q, learned):
+        assert direct.forward(attention, each, k, v, True) is not None
+    assert direct.backward(attention, read) is not None
     monkeypatch.delattr(direct, "_said")
     for _ in range(2):
         for each in (q, learned):
             assert direct.forward(attention, each, k, v, True) is not None
-        assert direct.backward(attention, (d_out, None, q, k, v, out, lse)) is not None
+        assert direct.backward(attention, read) is not None
     assert len(attention.forward.likenesses) == 2 and len(attention.backward_pass.likenesses) == 1
     with pytest.raises(NameError, match="_said"):
         direct.forward(attention, *_tensors(3, 2, 4, 80, 64), True)
