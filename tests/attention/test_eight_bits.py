@@ -110,6 +110,8 @@ def test_the_bits_that_a_gpu_makes_of_a_number(dtype: str) -> None:
     byte = np.arange(256, dtype=np.uint32)
     spread = byte << 8
     small = (spread & 0x8000) | ((spread >> 1) & 0x3F80 if dtype == "f16" else (spread >> 4) & 0x07F0)
+    even = (byte << 8 & 0x8000) | (byte << 7 & 0x3F80 if dtype == "f16" else byte << 4 & 0x07F0)  # of a lower byte
+    np.testing.assert_array_equal(even, small)
     factor = as_float(np.array([0x5C00 if dtype == "f16" else 0x7B80]), dtype)
     finite = (byte & 0x7F) != 0x7F
     expected = byte.astype(np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float64)

@@ -93,11 +93,10 @@ WRONG = [
     Fault("keys that are not scaled", "bytes", r"scale_scores\(scores, key_scale\);"),
     Fault("values that are not scaled", "bytes", r"even\[2 \* r\] \* scale", "even[2 * r]"),
     Fault("the scale of the first head", "bytes", r"k_scale \+ head_kv \* arguments\.k_scales", "k_scale"),
-    Fault("queries in their own order", "bytes", r"make_uint4\(left\.x, left\.z, right\.x, right\.z\)",
-          "make_uint4(left.x, left.y, left.z, left.w)"),
-    Fault("bytes exchanged", "bytes", r"low = widen_int8_f16<0, 1>\(b\[n\]\)", "low = widen_int8_f16<1, 0>(b[n])"),
-    Fault("odd columns for even ones", "bytes", r"odd\[2\] = \{ widen_int8_f16<1, 3>",
-          "odd[2] = { widen_int8_f16<0, 2>"),
+    Fault("queries in their own order", "bytes", r"halves_of\(left, right, 0x5410\)", "left"),
+    Fault("the upper halves twice", "bytes", r"halves_of\(left, right, 0x5410\)", "halves_of(left, right, 0x7632)"),
+    Fault("bytes exchanged", "bytes", r"keys\.x, keys\.y", "keys.y, keys.x"),
+    Fault("odd columns for even ones", "bytes", r"first\.y, second\.y", "first.x, second.x"),
 ]  # fmt: skip
 
 
