@@ -42,14 +42,20 @@ Names = tuple[str, ...]
 Tensors = tuple[Tensor, ...]
 
 
-class _Likeness(NamedTuple):
-    """What tells that a call is like another one, and what these share; `fits` is asked of its tensors."""
+class _Kind(NamedTuple):
+    """What is said of a call beside what its tensors say: their names, what is wanted, how they lie, and numbers."""
 
     names: Names
     call: Call
-    fits: Callable[..., bool]
     misaligned: int
     numbers: Numbers
+
+
+class _Likeness(NamedTuple):
+    """What tells that a call is like another one, and what these share; `fits` is asked of its tensors."""
+
+    kind: _Kind
+    fits: Callable[..., bool]
     shared: Any
     replay: Replay | None
 
@@ -82,7 +88,7 @@ def learn_forward(
     numbers: Numbers = NO_NUMBERS,
 ) -> None:
     """Has `forward` serve calls like one of these tensors and numbers, which an attention took as they are."""
-    _learn(attention.forward, *_of_forward(q, k, v, into), numbers)
+    _learn(attention.forward, *_of_forward(q, k, v, into), _BOTH, numbers)
 
 
 Read = tuple[Tensor, Tensor | None, Tensor, Tensor, Tensor, Tensor, Tensor]
@@ -107,7 +113,7 @@ def learn_backward(
     numbers: Numbers = NO_NUMBERS,
 ) -> None:
     """Has `backward` serve calls like one of these tensors and numbers, which an attention took as they are."""
-    _learn(attention.backward_pass, *_of_backward(read, into), numbers)
+    _learn(attention.backward_pass, *_of_backward(read, into), _GRADIENTS, numbers)
 
 
 def numbers_of(attention: Attention, captures: Mapping[str, Any]) -> Numbers:
@@ -133,23 +139,17 @@ def _again(
 ) -> Sequence[Tensor] | None:
     """The results of a call like one that is known; None where none is."""
     addresses = [*map(_address, tensors)]
-    misaligned = reduce(or_, addresses) % _ALIGNMENT
+    kind = _Kind(names, call, reduce(or_, addresses) % _ALIGNMENT, numbers)
     for each in of.likenesses:
-        if (
-            each.names is names
-            and each.call is call
-            and each.misaligned == misaligned
-            and each.numbers == numbers
-            and each.fits(*tensors)
-        ):
+        if each.kind == kind and each.fits(*tensors):
             break
     else:
         before = of.forgotten
-        shared = of.known(_said(names, tensors, misaligned, numbers))
+        shared = of.known(_said(kind, tensors))
         if shared is None:
             return None
-        each = _kept(of, names, tensors, call, misaligned, numbers, shared, before)
-    if each.replay and not into:
+        each = _kept(of, kind, tensors, shared, before)
+    if each.replay:
         return each.replay(addresses, _stream(tensors[0]), numbers)
     if into:
         call = call._replace(results=dict(zip(call.wanted, into, strict=True)))
@@ -157,34 +157,26 @@ def _again(
     return None if made is None else [made[name] for name in call.wanted]
 
 
-def _learn(of: Pass[Any], names: Names, tensors: Tensors, numbers: Numbers) -> None:
+def _learn(of: Pass[Any], names: Names, tensors: Tensors, call: Call, numbers: Numbers) -> None:
     """Has `_again` serve calls like this one."""
-    misaligned = reduce(or_, map(_address, tensors)) % _ALIGNMENT
-    of.know(_said(names, tensors, misaligned, numbers), dict(zip(names, tensors, strict=True)))
+    kind = _Kind(names, call, reduce(or_, map(_address, tensors)) % _ALIGNMENT, numbers)
+    of.know(_said(kind, tensors), dict(zip(names, tensors, strict=True)))
 
 
-def _kept(
-    of: Pass[Any],
-    names: Names,
-    tensors: Tensors,
-    call: Call,
-    misaligned: int,
-    numbers: Numbers,
-    shared: Any,
-    before: int,
-) -> _Likeness:
+def _kept(of: Pass[Any], kind: _Kind, tensors: Tensors, shared: Any, before: int) -> _Likeness:
     """Has torch tell which calls are like this one, by what compiled graphs guard their inputs with.
 
     That is not documented. A torch without it is asked for all that each tensor says of itself, in every call.
     """
     guards = getattr(getattr(torch._C._dynamo, "guards", None), "TensorGuards", None)
     if guards is None:
-        return _Likeness(names, call, _nothing_fits, misaligned, numbers, shared, None)
+        return _Likeness(kind, _nothing_fits, shared, None)
     sizes = [list(tensor.shape) for tensor in tensors]
     strides = [list(tensor.stride()) for tensor in tensors]
     fits = guards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
-    replay = of.replay(shared, names, call.wanted, _address)
-    likeness = _Likeness(names, call, fits, misaligned, numbers, shared, replay)
+    gives_results = kind.names not in _WITH_RESULTS
+    replay = None if gives_results else of.replay(shared, kind.names, kind.call.wanted, _address)
+    likeness = _Likeness(kind, fits, shared, replay)
     of.keep(likeness, before)
     return likeness
 
@@ -193,9 +185,9 @@ def _nothing_fits(*_tensors: Tensor) -> bool:
     return False
 
 
-def _said(names: Names, tensors: Tensors, misaligned: int, numbers: Numbers) -> tuple[Any, ...]:
-    """What decides what a call shares with others: all that its tensors say of themselves, and captured numbers."""
-    known: list[Any] = [names, misaligned, *numbers.values()]
+def _said(kind: _Kind, tensors: Tensors) -> tuple[Any, ...]:
+    """What decides what a call shares with others: with its kind, all that its tensors say of themselves."""
+    known: list[Any] = [kind.names, kind.misaligned, *kind.numbers.values()]
     for tensor in tensors:
         known += tensor.shape, tensor.stride(), tensor.dtype, tensor.device
     return tuple(known)
