@@ -82,6 +82,21 @@ def test_splits_and_schedules(splits: int, order: Any, copies: Any) -> None:
     assert_right(CAUSAL, Shape(2, 500, 1, 4, 2), splits, plan=PLAN, schedule=Schedule(order, copies, seed=splits))
 
 
+@pytest.mark.parametrize("sanitize", [None, "address", "thread"])
+def test_more_tiles_of_rows_than_places(sanitize: Any) -> None:
+    """They take a kernel of other warps, whose keys are not split, and whose warps are no power of two."""
+    for number, keys in enumerate((256, 301, 700)):
+        shape = Shape(3, keys, 5, 4, 2)
+        few, many = (
+            attention.compile(CAUSAL, target="sm_90a", emulate=True).plan_for(3, keys, batch, 4, 2) for batch in (4, 5)
+        )
+        assert (few.part, many.part) == ("decode", "decode_many")
+        schedule = Schedule("random", "late", seed=number)
+        assert_right(CAUSAL, shape, None, target="sm_90a", sanitize=sanitize, schedule=schedule)
+        if sanitize is None:
+            assert_right(CAUSAL, shape, 3, target="sm_90a", plan=many, schedule=schedule)
+
+
 @pytest.mark.parametrize("sanitize", ["address", "thread"])
 def test_under_sanitizers(sanitize: Any) -> None:
     schedule = Schedule("random", "late", seed=5)

@@ -12,7 +12,14 @@ import pytest
 import flashgen.language as fg
 from flashgen.build import nvrtc
 from flashgen.codegen.families import forward_stages
-from flashgen.codegen.mma_sync.decode_plans import DecodePlan, choose_decode_plan, decode_plan_for, decode_plans
+from flashgen.codegen.mma_sync.decode_plans import (
+    DecodePlan,
+    choose_decode_plan,
+    decode_plan_for,
+    decode_plans,
+    plan_of_many,
+    plan_of_rows,
+)
 from flashgen.codegen.mma_sync.splits import MOST_SPLITS, choose_splits
 from flashgen.codegen.rendered_kernel import RenderedKernel
 from flashgen.codegen.sizes import Sizes
@@ -84,7 +91,7 @@ def test_plans_that_cannot_be(change: dict[str, int], said: str) -> None:
 
 
 def test_rows_of_a_tile() -> None:
-    assert [plan.tile_q for plan in decode_plans(CAUSAL, SM_90A)] == [16, 32]
+    assert [plan.tile_q for plan in decode_plans(CAUSAL, SM_90A)] == [16, 16, 32]
     assert [plan.tile_q for plan in decode_plans(AttentionSpec(256), SM_90A)] == [16], "no registers for more"
     assert [plan.tile_q for plan in decode_plans(LISTED, SM_90A)] == [16], "lists know no heads of k"
 
@@ -93,8 +100,21 @@ def chosen(spec: AttentionSpec, batch: int, heads: int, heads_kv: int, len_q: in
     return decode_plan_for(spec, SM_90A, Workload(len_q, len_k, batch * heads, 132, heads // heads_kv))
 
 
+def test_calls_of_many_tiles_of_rows() -> None:
+    """More tiles than places for blocks, of few rows each, take more warps; calls that split keys themselves do not."""
+    few, many, _ = decode_plans(CAUSAL, SM_90A)
+    assert (many.warps, many.stages, many.blocks) == (5, 2, few.blocks) and many.part == "decode_many"
+    assert chosen(CAUSAL, 128, 32, 8, 1, 2048) == many and chosen(CAUSAL, 50, 32, 8, 1, 8192) == many
+    assert chosen(CAUSAL, 49, 32, 8, 1, 8192) == few and chosen(CAUSAL, 16, 32, 8, 1, 8192) == few
+    assert chosen(CAUSAL, 128, 64, 8, 4, 2048) == choose_decode_plan(CAUSAL, SM_90A, 32), "of more rows"
+    assert plan_of_rows(CAUSAL, SM_90A, 4) == few
+    assert plan_of_many(CAUSAL, TARGETS["sm_86"]) is None, "a multiprocessor holds one block"
+    for other in (LISTED, AttentionSpec(256), AttentionSpec(128, page_size=16), AttentionSpec(128, kv_dtype="int8")):
+        assert plan_of_many(other, SM_90A) is None
+
+
 def test_which_calls_decode() -> None:
-    for batch in (1, 4, 64):
+    for batch in (1, 4, 12):
         assert chosen(CAUSAL, batch, 32, 8, 1, 131072) == choose_decode_plan(CAUSAL, SM_90A)
         assert chosen(CAUSAL, batch, 64, 8, 4, 8192) == choose_decode_plan(CAUSAL, SM_90A, 32)
         assert chosen(CAUSAL, batch, 32, 32, 16, 1024) == choose_decode_plan(CAUSAL, SM_90A)
@@ -188,7 +208,7 @@ def test_shares_are_seen_before_arrivals_and_arrivals_before_shares_are_read(spe
 
 
 def test_parts_of_a_pass_and_their_commands() -> None:
-    assert list(kernels_of(CAUSAL, SM_90A, ("decode",))) == ["decode", "decode_rows32"]
+    assert list(kernels_of(CAUSAL, SM_90A, ("decode",))) == ["decode", "decode_many", "decode_rows32"]
     listed = kernels_of(LISTED, SM_90A, ("forward", "decode"), apart=True)
     assert list(listed) == ["lists", "forward", "decode_lists", "decode"]
     assert len({kernel.name for kernel in listed.values()}) == 4
