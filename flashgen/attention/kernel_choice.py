@@ -148,7 +148,7 @@ class KernelChoice:
         """The kernels of the plan, and the command that builds them."""
         target = self.default.kernel.target
         options = f"--what resources --target {target.name} {shlex.quote(self._spec.to_json())}"
-        return forward_kernels(self._spec, target, plan=plan), f"{show_command(plan)} {options}"
+        return forward_kernels(self._spec, target, plan=plan), f"{show_command(plan, self._spec)} {options}"
 
     def _decoding(self, plan: Plan) -> BuiltForward | None:
         kernels, prebuild = self._decode_kernels(plan)
@@ -200,7 +200,7 @@ class KernelChoice:
         target, name = unpacked.kernel.target, unpacked.kernel.name
         kernels = forward_kernels(self._spec, target, plan=plan)
         of_default = unpacked.kernel.plan == default_plan(self._spec, target)
-        command = f"{show_command(plan)} --what resources" if of_default else "flashgen tune"
+        command = f"{show_command(plan, self._spec)} --what resources" if of_default else "flashgen tune"
         prebuild = f"{command} --target {target.name} {shlex.quote(self._spec.to_json())}"
         try:
             return BuiltForward.of(self._spec, kernels, self._engine, prebuild)

@@ -26,12 +26,13 @@ class HeadPacking:
 
 
 class DecodingPlan(Plan, Protocol):
-    """The plan of a decode kernel. part: what a default one's is called among those that decode."""
+    """The plan of a decode kernel."""
 
     @property
-    def part(self) -> str: ...
-    @property
     def scheduled(self) -> bool: ...
+
+    def part(self, spec: AttentionSpec) -> str:
+        """What the kernel of a default plan is called among those that decode."""
 
 
 @dataclass(frozen=True)

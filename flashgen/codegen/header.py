@@ -62,9 +62,9 @@ class BackwardPlan(Protocol):
     def summary(self, shared_bytes: int) -> str: ...
 
 
-def show_command(plan: Plan) -> str:
+def show_command(plan: Plan, spec: AttentionSpec) -> str:
     """What shows, or builds, the kernel of a default plan, or one that packs or decodes; target and spec follow it."""
-    return f"flashgen show {plan.show_options}".rstrip()
+    return f"flashgen show {plan.show_options(spec)}".rstrip()
 
 
 def header(
@@ -89,7 +89,7 @@ def header(
         [*_facts(spec, target, target.family, "; heads_q a multiple of heads_kv"), f"plan     {plan.summary(spec)}"],
         [*method, f"FLOPs    {cost.flops}", f"HBM      {cost.hbm}"],
         grid,
-        f"{show_command(plan)} --target {target.name} {shlex.quote(spec.to_json())}",
+        f"{show_command(plan, spec)} --target {target.name} {shlex.quote(spec.to_json())}",
     )
 
 

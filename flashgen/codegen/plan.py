@@ -42,7 +42,6 @@ class Plan(Protocol):
         blocks: thread blocks that should fit on a multiprocessor. threads: of a block.
         packed_heads: query heads that are rows of one tile.
         register_budget: registers that a thread which computes may have.
-        show_options: what `flashgen show` is told so that it shows the kernel of a default plan changed like this one.
     """
 
     __dataclass_fields__: ClassVar[dict[str, Any]]
@@ -61,9 +60,10 @@ class Plan(Protocol):
     def packed_heads(self) -> int: ...
     @property
     def register_budget(self) -> int: ...
-    @property
-    def show_options(self) -> str: ...
     def __hash__(self) -> int: ...
+
+    def show_options(self, spec: AttentionSpec) -> str:
+        """What `flashgen show` is told so that it shows the kernel of a default plan changed like this one."""
 
     def registers(self, spec: AttentionSpec) -> int:
         """Registers of a thread that computes, by estimate."""

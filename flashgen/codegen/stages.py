@@ -80,13 +80,13 @@ def decode_kernels(spec: AttentionSpec, target: Target, apart: bool = False) -> 
     """
     decoding, kernels = decoding_of(target), {}
     for plan in decoding.default_plans(spec, target):
-        of_plan = forward_kernels(spec, target, plan=plan)
+        of_plan, part = forward_kernels(spec, target, plan=plan), plan.part(spec)
         if plan.scheduled:
-            kernels[plan.part.replace("scheduled", "schedule")] = decoding.schedule(spec, target, plan)
+            kernels[part.replace("scheduled", "schedule")] = decoding.schedule(spec, target, plan)
         for role, kernel in of_plan.items():
             if role == "lists" and apart:
                 kernel = _named("decode", kernel)
-            kernels[plan.part if role == "forward" else plan.part.replace("decode", f"decode_{role}", 1)] = kernel
+            kernels[part if role == "forward" else part.replace("decode", f"decode_{role}", 1)] = kernel
     return kernels
 
 

@@ -87,14 +87,27 @@ def test_more_tiles_of_rows_than_places(sanitize: Any) -> None:
     """They take a kernel of other warps, whose keys are not split, and whose warps are no power of two."""
     for number, keys in enumerate((256, 301, 700)):
         shape = Shape(3, keys, 5, 4, 2)
-        few, many = (
-            attention.compile(CAUSAL, target="sm_90a", emulate=True).plan_for(3, keys, batch, 4, 2) for batch in (4, 5)
-        )
-        assert (few.part, many.part) == ("decode", "decode_many")
+        compiled = attention.compile(CAUSAL, target="sm_90a", emulate=True)
+        few, many = (compiled.plan_for(3, keys, batch, 4, 2) for batch in (4, 5))
+        assert (few.part(CAUSAL), many.part(CAUSAL)) == ("decode", "decode_many")
         schedule = Schedule("random", "late", seed=number)
         assert_right(CAUSAL, shape, None, target="sm_90a", sanitize=sanitize, schedule=schedule)
         if sanitize is None:
             assert_right(CAUSAL, shape, 3, target="sm_90a", plan=many, schedule=schedule)
+
+
+@pytest.mark.parametrize("sanitize", [None, "address", "thread"])
+def test_few_tiles_of_many_keys(sanitize: Any) -> None:
+    """They take a kernel of larger tiles, whatever their keys are split into; a ragged last tile."""
+    compiled = attention.compile(CAUSAL, target="sm_90a", emulate=True)
+    long = compiled.plan_for(1, 8201, 1, 6, 2)
+    assert long.part(CAUSAL) == "decode_long"
+    assert_right(CAUSAL, Shape(1, 8201, 1, 6, 2), None, target="sm_90a", sanitize=sanitize)
+    for splits in (1, 3):
+        schedule = Schedule("random", "late", seed=splits)
+        assert_right(
+            CAUSAL, Shape(3, 501, 1, 4, 2), splits, target="sm_90a", plan=long, sanitize=sanitize, schedule=schedule
+        )
 
 
 @pytest.mark.parametrize("sanitize", ["address", "thread"])

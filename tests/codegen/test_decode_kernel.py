@@ -17,7 +17,7 @@ from flashgen.codegen.mma_sync.decode_plans import (
     choose_decode_plan,
     decode_plan_for,
     decode_plans,
-    plan_of_many,
+    others_of_few,
     plan_of_rows,
 )
 from flashgen.codegen.mma_sync.splits import MOST_SPLITS, choose_splits
@@ -91,7 +91,7 @@ def test_plans_that_cannot_be(change: dict[str, int], said: str) -> None:
 
 
 def test_rows_of_a_tile() -> None:
-    assert [plan.tile_q for plan in decode_plans(CAUSAL, SM_90A)] == [16, 16, 32]
+    assert [plan.tile_q for plan in decode_plans(CAUSAL, SM_90A)] == [16, 16, 16, 32]
     assert [plan.tile_q for plan in decode_plans(AttentionSpec(256), SM_90A)] == [16], "no registers for more"
     assert [plan.tile_q for plan in decode_plans(LISTED, SM_90A)] == [16], "lists know no heads of k"
 
@@ -100,22 +100,31 @@ def chosen(spec: AttentionSpec, batch: int, heads: int, heads_kv: int, len_q: in
     return decode_plan_for(spec, SM_90A, Workload(len_q, len_k, batch * heads, 132, heads // heads_kv))
 
 
-def test_calls_of_many_tiles_of_rows() -> None:
-    """More tiles than places for blocks, of few rows each, take more warps; calls that split keys themselves do not."""
-    few, many, _ = decode_plans(CAUSAL, SM_90A)
-    assert (many.warps, many.stages, many.blocks) == (5, 2, few.blocks) and many.part == "decode_many"
-    assert chosen(CAUSAL, 128, 32, 8, 1, 2048) == many and chosen(CAUSAL, 50, 32, 8, 1, 8192) == many
-    assert chosen(CAUSAL, 49, 32, 8, 1, 8192) == few and chosen(CAUSAL, 16, 32, 8, 1, 8192) == few
-    assert chosen(CAUSAL, 128, 64, 8, 4, 2048) == choose_decode_plan(CAUSAL, SM_90A, 32), "of more rows"
-    assert plan_of_rows(CAUSAL, SM_90A, 4) == few
-    assert plan_of_many(CAUSAL, TARGETS["sm_86"]) is None, "a multiprocessor holds one block"
+def test_calls_of_many_tiles_of_rows_and_long_ones() -> None:
+    """More tiles than places for blocks take more warps, few of very many keys larger tiles; both of few rows each."""
+    few, many, long, rows32 = decode_plans(CAUSAL, SM_90A)
+    assert (many.warps, many.stages, many.blocks) == (5, 2, few.blocks) and many.tile_k == few.tile_k
+    assert (long.warps, long.stages, long.blocks) == (4, 3, 1) and long.tile_k == 2 * few.tile_k
+    names = [plan.part(CAUSAL) for plan in (few, many, long, rows32)]
+    assert names == ["decode", "decode_many", "decode_long", "decode_rows32"]
+    for batch, kv, keys, plan in (
+        (128, 8, 2048, many), (50, 8, 8192, many), (49, 8, 8192, few), (16, 8, 8192, long), (17, 8, 8192, few),
+        (16, 8, 2048, few), (1, 8, 131072, long), (1, 8, 65536, few), (1, 8, 1024, few), (1, 1, 1 << 20, long),
+    ):  # fmt: skip
+        assert chosen(CAUSAL, batch, 4 * kv, kv, 1, keys) == plan, (batch, kv, keys)
+    assert chosen(CAUSAL, 128, 64, 8, 4, 2048) == rows32 and chosen(CAUSAL, 16, 64, 8, 4, 8192) == rows32
+    for batch, kv in ((1, 8), (132, 1)):
+        assert chosen(WINDOW, batch, 4 * kv, kv, 1, 131072) == few, "of the keys that are visited"
+    assert plan_of_rows(CAUSAL, SM_90A, 4) == few, "the batch chooses nothing"
+    assert others_of_few(CAUSAL, TARGETS["sm_86"]) == (), "a multiprocessor holds one block"
     for other in (LISTED, AttentionSpec(256), AttentionSpec(128, page_size=16), AttentionSpec(128, kv_dtype="int8")):
-        assert plan_of_many(other, SM_90A) is None
+        assert others_of_few(other, SM_90A) == ()
+        assert choose_decode_plan(other, SM_90A).part(other) == "decode"
 
 
 def test_which_calls_decode() -> None:
     for batch in (1, 4, 12):
-        assert chosen(CAUSAL, batch, 32, 8, 1, 131072) == choose_decode_plan(CAUSAL, SM_90A)
+        assert chosen(CAUSAL, batch, 32, 8, 1, 4096) == choose_decode_plan(CAUSAL, SM_90A)
         assert chosen(CAUSAL, batch, 64, 8, 4, 8192) == choose_decode_plan(CAUSAL, SM_90A, 32)
         assert chosen(CAUSAL, batch, 32, 32, 16, 1024) == choose_decode_plan(CAUSAL, SM_90A)
         assert chosen(CAUSAL, batch, 32, 8, 1, 255) is None, "a step or two"
@@ -208,7 +217,7 @@ def test_shares_are_seen_before_arrivals_and_arrivals_before_shares_are_read(spe
 
 
 def test_parts_of_a_pass_and_their_commands() -> None:
-    assert list(kernels_of(CAUSAL, SM_90A, ("decode",))) == ["decode", "decode_many", "decode_rows32"]
+    assert list(kernels_of(CAUSAL, SM_90A, ("decode",))) == ["decode", "decode_many", "decode_long", "decode_rows32"]
     listed = kernels_of(LISTED, SM_90A, ("forward", "decode"), apart=True)
     assert list(listed) == ["lists", "forward", "decode_lists", "decode"]
     assert len({kernel.name for kernel in listed.values()}) == 4

@@ -32,7 +32,9 @@ class HopperMixedPlan(Checked):
     few: DecodePlan
     blocks: ClassVar[int] = HopperPlan.blocks
     packed_heads: ClassVar[int] = 1
-    show_options: ClassVar[str] = ""
+
+    def show_options(self, spec: AttentionSpec) -> str:
+        return ""
 
     @property
     def of_few(self) -> MixedPlan:

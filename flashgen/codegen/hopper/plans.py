@@ -79,8 +79,7 @@ class HopperPlan(Checked):
         """Queries of a block."""
         return self.rows // self.packed_heads
 
-    @property
-    def show_options(self) -> str:
+    def show_options(self, spec: AttentionSpec) -> str:
         return f"--packed-heads {self.packed_heads}" if self.packed_heads > 1 else ""
 
     def packing(self, heads: int, spec: AttentionSpec) -> HopperPlan:

@@ -142,7 +142,7 @@ def render_decode(spec: AttentionSpec, target: Target, plan: DecodePlan | None =
         counts=partial(_counters, spec, plan),
         workspaces=share_workspaces(spec, partial(_rows_of_shares, spec, plan)),
     )
-    name = kernel_name("decode", target, spec) + plan.part.removeprefix("decode").replace("_", "-")
+    name = kernel_name("decode", target, spec) + plan.part(spec).removeprefix("decode").replace("_", "-")
     return (replace(kernel, name=name, entry=entry, cost=cost),)
 
 

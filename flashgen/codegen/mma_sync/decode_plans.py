@@ -25,7 +25,7 @@ from flashgen.codegen.tiling import (
     WARP,
     padded,
 )
-from flashgen.codegen.workload import Workload
+from flashgen.codegen.workload import Workload, steps_of
 from flashgen.language.spec import AttentionSpec
 
 BEGINNING = 4  # tiles of keys whose copies take as long as a block's first ones and its share of the output
@@ -42,7 +42,7 @@ _MANY_ROWS = 32
 _MOST_REGISTERS = 248  # of a thread, by estimate: some kernels take a few more
 _MOST_SHARED_REGISTERS = 224  # likewise, where blocks share the keys of all sequences
 _WIDE_RING = (8, 3)  # warps, and stages of each, of keys of 8 bits
-_MANY_RING = (5, 2)  # likewise, where tiles of rows fill the card more than once
+_PLAIN_RING = (4, 3, 2)  # warps, stages and blocks of the default plans beside which the next were measured
 _RINGS = (
     (4, 4),
     (4, 3),
@@ -94,16 +94,17 @@ class DecodePlan(Checked):
         """A forward plan whose warps do the same to a step: each has all rows of the tile."""
         return ForwardPlan(self.tile_q * self.warps, self.tile_k, self.warps, blocks=self.blocks)
 
-    @property
-    def part(self) -> str:
+    def part(self, spec: AttentionSpec) -> str:
         """What the kernel of a default plan is called among those that decode."""
-        rows = f"_rows{self.tile_q}" if self.tile_q != FEW_ROWS else ""
-        many = "_many" if (self.warps, self.stages) == _MANY_RING else ""
-        return f"decode{'_scheduled' if self.scheduled else ''}{many}{rows}"
+        if self.scheduled or self.tile_q != FEW_ROWS:
+            rows = f"_rows{self.tile_q}" if self.tile_q != FEW_ROWS else ""
+            return f"decode{'_scheduled' if self.scheduled else ''}{rows}"
+        many, long = _other_plans(spec)
+        return "decode_many" if self == many else "decode_long" if self == long else "decode"
 
-    @property
-    def show_options(self) -> str:
-        return "--pass decode" + (f" --kernel {self.part}" if self.part != "decode" else "")
+    def show_options(self, spec: AttentionSpec) -> str:
+        part = self.part(spec)
+        return "--pass decode" + (f" --kernel {part}" if part != "decode" else "")
 
     def registers(self, spec: AttentionSpec) -> int:
         """The float32 scores and output of a tile's rows over 32 lanes, and what the variant needs."""
@@ -159,8 +160,7 @@ def decode_plans(spec: AttentionSpec, target: Target) -> tuple[DecodePlan, ...]:
     """The plans that calls may take, those for the fewest rows first; over pages then those with a schedule."""
     kinds = (False, True) if spec.page_size else (False,)
     few, *others = [choose_decode_plan(spec, target, rows, kind) for kind in kinds for rows in decode_rows(spec)]
-    many = plan_of_many(spec, target)
-    return few, *([many] if many else []), *others
+    return few, *others_of_few(spec, target), *others
 
 
 def shared_tiles(plan: DecodePlan, row_tiles: int, len_k: int) -> int:
@@ -223,6 +223,8 @@ _FORWARD_ROWS = 128
 _PROMPT = 64  # queries
 _IDLE = 0.8  # of the multiprocessors, that tiles of rows times the forward's tiles may be
 _MANY_ROUNDS = 1.5  # of tiles of rows over the places for blocks
+_LONG = 4096  # visited keys of all tiles of rows, for each multiprocessor
+ALIKE = 256  # keys: lengths up to a multiple of it are looked at, and split, alike
 
 
 def decode_plan_for(spec: AttentionSpec, target: Target, workload: Workload) -> DecodePlan | None:
@@ -248,26 +250,51 @@ def decode_plan_for(spec: AttentionSpec, target: Target, workload: Workload) -> 
     tiles = -(-rows // plan.tile_q)
     forward = workload.heads // workload.heads_per_kv * -(-rows // _FORWARD_ROWS)
     if tiles == 1:
-        all_tiles = workload.heads // workload.heads_per_kv
-        many = all_tiles >= _MANY_ROUNDS * workload.multiprocessors * plan.blocks and plan.tile_q == FEW_ROWS
-        return (plan_of_many(spec, target) if many else None) or plan
+        return _of_few(spec, target, workload) if plan.tile_q == FEW_ROWS else plan
     idle = tiles <= _MOST_TILES and tiles * forward <= _IDLE * workload.multiprocessors
     return plan if idle else None
 
 
-@lru_cache(maxsize=256)
-def plan_of_many(spec: AttentionSpec, target: Target) -> DecodePlan | None:
-    """The plan of calls that have more tiles of few rows than places for blocks; None where it is the default.
+def _of_few(spec: AttentionSpec, target: Target, workload: Workload) -> DecodePlan:
+    """The plan of calls whose tiles have few rows, one for each head of k and v."""
+    plan, others = choose_decode_plan(spec, target), others_of_few(spec, target)
+    tiles = workload.heads // workload.heads_per_kv
+    if not others:
+        return plan
+    many, long = others
+    if tiles >= _MANY_ROUNDS * workload.multiprocessors * plan.blocks:
+        return many
+    if tiles > workload.multiprocessors or tiles * workload.len_k < _LONG * workload.multiprocessors:
+        return plan
+    length = -(-workload.len_k // ALIKE) * ALIKE
+    visited = steps_of(spec, workload.len_q, length, workload.len_q, plan.tile_k) * plan.tile_k
+    return long if tiles * visited >= _LONG * workload.multiprocessors else plan
 
-    Their keys are not split, so that shares need no merging. More warps, of fewer tiles ahead each, begin and end
-    beside each other's copies: 1024 tiles of 2048 keys take 0.986 of the time on an H200, 512 of 8192 0.995, but a
-    single sequence, whose parts are merged, 1.05. It stands for the default ring that was measured beside it.
+
+@lru_cache(maxsize=256)
+def others_of_few(spec: AttentionSpec, target: Target) -> tuple[DecodePlan, ...]:
+    """The plan of calls with many tiles of rows and that of long ones, where both were timed beside the default.
+
+    Many: more tiles than places for blocks, whose keys are not split, so that no share is merged. More warps, of fewer
+    tiles ahead each, begin and end beside each other's copies: on an H200 1024 tiles of 2048 keys take 0.986 of the
+    time, 512 of 8192 0.995, but a single sequence of 8192 1.05.
+
+    Long: at most a tile for each multiprocessor, of so many keys that what begins and ends a part hardly counts. One
+    block of larger tiles has half as many parts: one sequence of 131072 keys takes 0.976 of the time, 16 of 8192 0.98,
+    but one of 1024 1.05.
     """
     plan = choose_decode_plan(spec, target)
-    if spec.of_cache or demand_of(spec).listed or (plan.warps, plan.stages, plan.blocks) != (4, 3, _MOST_BLOCKS):
-        return None
-    warps, stages = _MANY_RING
-    return replace(plan, warps=warps, stages=stages)  # of less shared memory
+    if spec.of_cache or demand_of(spec).weight >= Weight.HEAVY or demand_of(spec).listed:
+        return ()
+    many, long = _other_plans(spec)
+    fits = long.tile_k <= _MOST_KEYS and long.problem(spec, target) is None
+    return (many, long) if (plan.warps, plan.stages, plan.blocks) == _PLAIN_RING and fits else ()
+
+
+def _other_plans(spec: AttentionSpec) -> tuple[DecodePlan, DecodePlan]:
+    """Those for many tiles of few rows, and for long ones, of less and of twice the default's shared memory."""
+    keys = _tile_k(spec)
+    return DecodePlan(FEW_ROWS, keys, 5, 2, 2), DecodePlan(FEW_ROWS, 2 * keys, 4, 3, 1)
 
 
 def _is_prompt(workload: Workload) -> bool:

@@ -46,7 +46,6 @@ class ForwardPlan(Checked):
     stages: int = 1
     blocks: int = 1
     packed_heads: ClassVar[int] = 1
-    show_options: ClassVar[str] = ""
 
     @property
     def threads(self) -> int:
@@ -56,6 +55,9 @@ class ForwardPlan(Checked):
     def register_budget(self) -> int:
         share = _MULTIPROCESSOR_REGISTERS // (self.threads * self.blocks)
         return min(share // _REGISTER_STEP * _REGISTER_STEP, _THREAD_REGISTERS)
+
+    def show_options(self, spec: AttentionSpec) -> str:
+        return ""
 
     def registers(self, spec: AttentionSpec) -> int:
         """The float32 scores and output of a warp's rows over 32 lanes, and what the variant needs."""

@@ -47,8 +47,7 @@ class MixedPlan(Checked):
     prompts_beside: int = 0
     packed_heads: ClassVar[int] = 1  # any number of heads makes rows: it is a size of the call
 
-    @property
-    def show_options(self) -> str:
+    def show_options(self, spec: AttentionSpec) -> str:
         return f"--kernel {FEW}" if self.prompts_beside else ""
 
     @property

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from flashgen.codegen.mma_sync.decode_plans import DecodePlan, packs_heads
+from flashgen.codegen.mma_sync.decode_plans import ALIKE, DecodePlan, packs_heads
 from flashgen.codegen.sizes import Sizes, ceil_div
 from flashgen.codegen.workload import steps_of
 from flashgen.language.spec import AttentionSpec
@@ -30,7 +30,6 @@ _BEGIN, _MERGE = 1.0, 0.3
 # Shares of the places, and rounds of all, that are looked at: of each, the fewest parts with as few steps as the most
 # that fit it have.
 _ROUNDS = (1 / 8, 1 / 4, 1 / 2, 1, 2, 3, 4)
-_ALIKE = 256  # keys: lengths up to a multiple of it are split alike
 
 
 def packed_heads(spec: AttentionSpec, sizes: Sizes) -> Any:
@@ -60,7 +59,7 @@ def choose_splits(spec: AttentionSpec, plan: DecodePlan, sizes: Sizes) -> int:
         return 1
     places = sizes.multiprocessors * plan.blocks
     queries = ceil_div(plan.tile_q, packed_heads(spec, sizes))
-    length = ceil_div(sizes.len_k, _ALIKE) * _ALIKE  # lengths grow with every call in decoding: few are worked out
+    length = ceil_div(sizes.len_k, ALIKE) * ALIKE  # lengths grow with every call in decoding: few are worked out
     steps = max(round(steps_of(spec, sizes.len_q, length, queries, plan.tile_k)), 1)
     most = min(ceil_div(steps, plan.warps), MOST_SPLITS)
 
