@@ -125,7 +125,8 @@ _RESERVED = frozenset({
     "offset", "section", "tiles", "tiles_q", "tiles_k", "next_tile", "heads_at_once", "packed", "row_tiles", "splits",
     "arrivals", "partial_outputs", "partial_states", "page_table", "seqused_k", "table_pitch", "pages", "k_scale",
     "v_scale", "d_o", "d_lse", "dq", "dk", "dv", "dq_sums", "dq_turns", "dq_added", "dq_next", "dk_sums", "dv_sums",
-    "part_sums", "divided", "parts", "statistics", "rows", "keys", "heads_kv", "heads_per_kv", "sums", "gradient",
+    "part_sums", "part_turns", "turns", "divided", "parts", "statistics", "rows", "keys", "heads_kv", "heads_per_kv",
+    "sums", "gradient",
     "count", "shared_memory", "errno", "unix", "linux", "schedule", "cu_seqlens_q", "cu_seqlens_k", "total_q",
     "total_k",
 })

@@ -148,6 +148,7 @@ DQ_SUMS = Field("float*", "dq_sums", comment="(batch, heads_q, rows, padded head
 DQ_TURNS = Field("unsigned*", "dq_turns", comment="(batch, heads_q, rows / tile): who adds to a tile of dq_sums next")
 DQ_NEXT = Field("unsigned*", "dq_next", comment="(1): which rows of dq nobody makes yet of its sums")
 DQ_ADDED = Field("unsigned*", "dq_added", comment="(batch, heads_q): how many have added all to a head's dq_sums")
+PART_TURNS = Field("unsigned*", "part_turns", comment="of tiles in parts, (tile, warp): which part adds next")
 ROWS = Field("int", "rows", comment="len_q, rounded up")
 KEYS = Field("int", "keys", comment="len_k, rounded up")
 
@@ -161,17 +162,20 @@ def prepare(
     dq_apart: bool,
     first_stores: bool = False,
     finishes: bool = False,
+    turns: Rows | None = None,
 ) -> RenderedKernel:
     """The kernel before the others: statistics of rows, and zeros where dQ is summed.
 
     deterministic: it is of that mode alone. dq_apart: dQ is made by a kernel of its own, so that it is not summed.
     first_stores: who comes first to a tile of the sums stores, so that zeros are of who came in place of the sums.
-    finishes: the main kernel turns sums into dQ once so many have added to them.
+    finishes: the main kernel turns sums into dQ once so many have added to them. turns: how many turns parts of tiles
+    have in it, where there are such.
     """
     fields = [Field("const Element*", "o"), Field("const Element*", "d_o"), Field("const float*", "lse")]
     fields += [Field("const float*", "d_lse", comment="or null"), Field("float*", "statistics")]
     counts = (DQ_TURNS, DQ_ADDED, DQ_NEXT) if finishes else (DQ_TURNS,)
     fields += () if dq_apart else counts if first_stores else (DQ_SUMS,)
+    fields += [PART_TURNS, Field("int", "turns", comment="of these")] if turns else []
     fields += [*strides("o", "d_o"), *(() if spec.is_ragged else numbers("heads_q")), *numbers("len_q"), ROWS]
     layout = ordered([*fields, *(ragged_fields(keys=False) if spec.is_ragged else ())])
     lanes = max(1 << (spec.value_dim // 8 - 1).bit_length(), _PREPARE_THREADS // PREPARE_ROWS)
@@ -183,6 +187,7 @@ def prepare(
         "dq_apart": dq_apart or first_stores,
         "first_stores": first_stores,
         "finishes": finishes,
+        "turns": turns is not None,
         "tile": plan.tile_q,
     }
     context |= ragged_context(spec, "BackwardPrepareArguments", layout, plan.tile_q, "kRowMultiple")
@@ -195,7 +200,11 @@ def prepare(
     if finishes:
         memory.append(Workspace("dq_added", lambda sizes: (sizes.batch, sizes.heads_q), "int32"))
         memory.append(Workspace("dq_next", lambda sizes: (1,), "int32"))
-    launch = {"grid": partial(_blocks_of_rows, spec, rows, PREPARE_ROWS), "values": partial(row_values, rows)}
+    values: Callable[[Sizes], dict[str, Any]] = partial(row_values, rows)
+    if turns:
+        memory.append(Workspace("part_turns", lambda sizes: (turns(sizes),), "int32", wanted=lambda it: turns(it) > 0))
+        values = lambda sizes: row_values(rows, sizes) | {"turns": turns(sizes)}
+    launch = {"grid": partial(_blocks_of_rows, spec, rows, PREPARE_ROWS), "values": values}
     kernel = backward_kernel("prepare", spec, target, layout, context, _PREPARE_THREADS, 0, launch, plain=True)
     return replace(kernel, plan=plan, workspaces=tuple(memory))
 

@@ -70,6 +70,12 @@ SUBJECTS = {
     "parts": Subject(  # a tile of keys in four parts
         fg.AttentionSpec(64), options={"backward_plan": HopperBackwardPlan(64)}, shape=Shape(2100, 90, 1, 1, 1)
     ),
+    "before parts": Subject(
+        fg.AttentionSpec(64),
+        "prepare",
+        options={"backward_plan": HopperBackwardPlan(64)},
+        shape=Shape(2100, 90, 1, 1, 1),
+    ),
     "apart": Subject(
         fg.AttentionSpec(64, mask=fg.causal()),
         options={"backward_plan": HopperBackwardPlan(128, early_scores=False, heads_apart=True)},
@@ -314,6 +320,13 @@ PROTOCOL = [
     Fault("no work is told", r"mbarrier_arrive\(barriers\.work_full\(turn\)\);(\s+load_tiles)", r"\1", "deadlock"),
     Fault("K never released", r"release\(barriers\.keys_empty\(\)\);", "", "deadlock"),
     Fault("no turn ends", r"end_turn\(place, turn\);", "", "waited for for ever", "turns"),
+    Fault(
+        "turns of parts begin anywhere",
+        r"arguments\.part_turns\[i\] = 0;",
+        ";",
+        "while the next is 4294967295",
+        "before parts",
+    ),
     Fault("no part ends", r"if \(lane == 0\) end_turn\(turn, part\);", "", "waited for for ever", "parts"),
     Fault(
         "last parts first",

@@ -74,13 +74,13 @@ def render_hopper_backward(
         raise UnsupportedError(f"{plan}: the deterministic mode adds up no shares of dK and dV: leave out heads_apart")
     rows = rows_of(plan.tile_q, spec.is_ragged)
     if isinstance(plan, HopperWidePlan):
-        apart, of_mode, finishes = True, False, False
+        apart, of_mode, finishes, turns = True, False, False, None
         keys = _wide_keys(spec, target, plan, rows, deterministic)
     else:
         apart, of_mode = deterministic and not plan.in_turns, deterministic
-        finishes = plan.finishes(spec, apart)
+        finishes, turns = plan.finishes(spec, apart), backward_works.turns(spec, plan, apart)
         keys = _keys(spec, target, plan, rows, deterministic)
-    kernels = [prepare(spec, target, plan, rows, of_mode, apart, not apart, finishes), keys]
+    kernels = [prepare(spec, target, plan, rows, of_mode, apart, not apart, finishes, turns), keys]
     if apart:
         queries_plan = choose_hopper_queries_plan(spec, target)
         kernels.append(_queries(spec, target, queries_plan, rows, of_mode, plan.tile_q))

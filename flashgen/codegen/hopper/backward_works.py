@@ -17,7 +17,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from flashgen.codegen.arguments import Field
-from flashgen.codegen.backward_kernels import Rows, is_masked, row_values
+from flashgen.codegen.backward_kernels import PART_TURNS, Rows, is_masked, row_values
 from flashgen.codegen.hopper.backward_plans import HopperBackwardPlan
 from flashgen.codegen.hopper.wide_plans import HopperWidePlan
 from flashgen.codegen.ragged import tiles_of_keys
@@ -35,6 +35,7 @@ _HEADS = Field("int", "heads", comment="of a batch that have blocks of their own
 _HEADS_AT_ONCE = Field("int", "heads_at_once", comment="whose blocks fill the card")
 _PARTS = (
     Field("float*", "part_sums", comment="dK and dV of tiles in parts, as far as they are added up"),
+    PART_TURNS,
     Field("int", "divided", comment="tiles in parts, the last ones; each part counts as one of the tiles"),
     Field("int", "parts", comment="of each of these"),
 )
@@ -87,9 +88,13 @@ def launch(spec: AttentionSpec, plan: HopperBackwardPlan, rows: Rows, dq_apart: 
     told["values"] = partial(_values, spec, plan, rows, dq_apart)
     told["counts"] = lambda sizes: 1
     if divides(spec, plan, dq_apart):
-        told["counts"] = lambda sizes: 1 + division(spec, plan, sizes).tiles * _WARPS
         told["workspaces"] = (_part_sums(spec, plan),)
     return told
+
+
+def turns(spec: AttentionSpec, plan: HopperBackwardPlan, dq_apart: bool) -> Rows | None:
+    """How many turns parts of tiles have in a call, one for each warp's keys; None where no tile is ever divided."""
+    return (lambda sizes: division(spec, plan, sizes).tiles * _WARPS) if divides(spec, plan, dq_apart) else None
 
 
 def division(spec: AttentionSpec, plan: HopperBackwardPlan, sizes: Sizes) -> Division:
