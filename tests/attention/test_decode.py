@@ -85,7 +85,7 @@ def test_splits_and_schedules(splits: int, order: Any, copies: Any) -> None:
 @pytest.mark.parametrize("sanitize", [None, "address", "thread"])
 def test_more_tiles_of_rows_than_places(sanitize: Any) -> None:
     """They take a kernel of other warps, whose keys are not split, and whose warps are no power of two."""
-    for number, keys in enumerate((256, 301, 700)):
+    for number, keys in enumerate((301,) if sanitize else (256, 301, 700)):
         shape = Shape(3, keys, 5, 4, 2)
         compiled = attention.compile(CAUSAL, target="sm_90a", emulate=True)
         few, many = (compiled.plan_for(3, keys, batch, 4, 2) for batch in (4, 5))
