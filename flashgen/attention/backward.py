@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,6 @@ from flashgen.attention.gradients import (
 )
 from flashgen.attention.outputs import check_lse, output_strides
 from flashgen.attention.problem import Bounds, Problem, problem_of
-from flashgen.attention.replay import Replay
 from flashgen.attention.sharing import Sharing
 from flashgen.attention.stages import NO_LISTS, BuiltStages, PreparedStages
 from flashgen.attention.tile_lists import ListsLaunch
@@ -104,13 +103,8 @@ class BackwardPass(Pass[_Prepared]):
             return made
         return {**made, **give_back(JAX, {name: made[name] for name in prepared.of_jax})}
 
-    def replay(
-        self, prepared: _Prepared, names: Sequence[str], wanted: Sequence[str], pointer: Callable[[Any], int]
-    ) -> Replay | None:
-        if self.listers or prepared.zeroed or self._differentiated:
-            return None
-        makers = {name: prepared.makers[name] for name in wanted}
-        return Replay.of(self.engine, prepared.stages, prepared.device, names, makers, pointer)
+    def _only_launches(self, prepared: _Prepared) -> bool:
+        return not (self.listers or prepared.zeroed or self._differentiated)
 
     def _lists(
         self, prepared: _Prepared, call: Call, taken: Taken, numbers: Numbers, place: Place

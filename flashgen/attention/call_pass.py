@@ -21,12 +21,13 @@ from flashgen.attention.problem import NO_BOUNDS, Bounds, Problem
 from flashgen.attention.ragged import refuse_ragged
 from flashgen.attention.replay import Replay
 from flashgen.attention.sharing import Sharing, check_on_host
+from flashgen.attention.stages import PreparedStages
 from flashgen.codegen.arguments import member_name
 from flashgen.errors import ArgumentError
 from flashgen.language.layouts import BlockLayout
 from flashgen.language.spec import AttentionSpec
 from flashgen.launch.argument_writer import Addresses
-from flashgen.launch.engines import Engine, Numbers, Taken
+from flashgen.launch.engines import Engine, Gpu, Numbers, Taken
 from flashgen.runtime.arrays import Library, View
 from flashgen.runtime.remembered import Remembered
 
@@ -55,6 +56,12 @@ class Prepared(Protocol):
 
     @property
     def problem(self) -> Problem: ...
+
+    @property
+    def makers(self) -> Makers: ...
+
+    @property
+    def stages(self) -> PreparedStages | None: ...
 
 
 AnyPrepared = TypeVar("AnyPrepared", bound=Prepared)
@@ -187,6 +194,14 @@ class Pass(Generic[AnyPrepared]):
 
         names: of their arrays, in the order in which it takes addresses. wanted: the results. pointer: address of one.
         """
+        stages = prepared.stages
+        if stages is None or not isinstance(self.engine, Gpu) or not self._only_launches(prepared):
+            return None
+        makers = {name: prepared.makers[name] for name in wanted}
+        return Replay(self.engine, stages, prepared.device, names, makers, pointer)
+
+    def _only_launches(self, prepared: AnyPrepared) -> bool:
+        """Whether calls make what they are not given, launch their stages, and do nothing else."""
         raise NotImplementedError
 
     def _run(self, prepared: AnyPrepared, call: Call, stream: int, taken: Taken, numbers: Numbers) -> Mapping[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,7 +13,6 @@ from flashgen.attention.decode_schedule import ScheduledSizes
 from flashgen.attention.kernel_choice import BuiltForward, KernelChoice, splits_of
 from flashgen.attention.outputs import check_outputs, made_strides
 from flashgen.attention.problem import Bounds, Problem, check_table, problem_of
-from flashgen.attention.replay import Replay
 from flashgen.attention.sharing import Sharing
 from flashgen.attention.stages import NO_LISTS, PreparedStages
 from flashgen.attention.tile_lists import ListsLaunch
@@ -85,13 +84,8 @@ class ForwardPass(Pass[_Prepared]):
             prepared.built.stages.launch(prepared.stages, taken, numbers, place, lists)
         return call.results or give_back(prepared.library, results)
 
-    def replay(
-        self, prepared: _Prepared, names: Sequence[str], wanted: Sequence[str], pointer: Callable[[Any], int]
-    ) -> Replay | None:
-        makers = {name: prepared.makers[name] for name in wanted}
-        return (
-            None if prepared.lists else Replay.of(self.engine, prepared.stages, prepared.device, names, makers, pointer)
-        )
+    def _only_launches(self, prepared: _Prepared) -> bool:
+        return not prepared.lists
 
     def _lists(
         self, prepared: _Prepared, call: Call, taken: Taken, numbers: Numbers, place: Place

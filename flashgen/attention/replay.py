@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from flashgen.attention.stages import PreparedStages
+from flashgen.attention.stages import COUNTERS, PreparedStages
 from flashgen.launch.engines import Gpu, Numbers, Place
 from flashgen.launch.memory import Block
 
@@ -30,34 +30,15 @@ class Replay:
     ) -> None:
         """names: of the arrays of a call, as structs have them. makers: of its results. pointer: the address of one."""
         self._engine, self._device, self._pointer = engine, device, pointer
-        self._makers = tuple(makers.values())
+        self._makers, self._counts = tuple(makers.values()), stages.counts
         self._block = stages.workspace if isinstance(stages.workspace, Block) else None
-        self._offsets = tuple(self._block.offsets.values()) if self._block else ()
-        self._counts = stages.counts
-        inside = self._block.offsets if self._block else ()
-        counted = ("next_tile",) if self._counts else ()
-        positions = {name: position for position, name in enumerate((_NULL, *names, *makers, *inside, *counted))}
-        if counted:
-            positions["arrivals"] = positions["next_tile"]
+        own = self._block.offsets if self._block else ()
+        positions = {name: position for position, name in enumerate((_NULL, *names, *makers, *own))}
+        if self._counts:
+            positions |= dict.fromkeys(COUNTERS, len(positions))
         self._stages = tuple(
             (stage.runner, stage.launch.by_position(_as_called(positions, stage.pointers))) for stage in stages.stages
         )
-
-    @staticmethod
-    def of(
-        engine: Any,
-        stages: PreparedStages | None,
-        device: int,
-        names: Sequence[str],
-        makers: Mapping[str, Callable[[], Any]],
-        pointer: Callable[[Any], int],
-    ) -> Replay | None:
-        """That of calls that do nothing but launch these stages; None where some memory must be zeroed before."""
-        if stages is None or not isinstance(engine, Gpu):
-            return None
-        if isinstance(stages.workspace, Block) and stages.workspace.zeroes:
-            return None
-        return Replay(engine, stages, device, names, makers, pointer)
 
     def __call__(self, addresses: Sequence[int], stream: int, numbers: Numbers) -> list[Any] | None:
         """The results, in the order of their makers; None where another device is the current one.
@@ -69,9 +50,8 @@ class Replay:
         results = [make() for make in self._makers]
         known = [0, *addresses, *map(self._pointer, results)]
         if self._block:
-            block = self._block.make(stream)  # lives until everything is launched
-            begin = self._pointer(block)
-            known += [begin + offset for offset in self._offsets]
+            _block, own = self._block.lay(stream)  # which lives until everything is launched
+            known += own
         place = Place(stream, self._device)
         if self._counts:
             known.append(self._engine.counter(place, self._counts))

@@ -17,6 +17,7 @@ from flashgen.launch.memory import Workspace
 from flashgen.runtime.arrays import Library, View
 
 NO_LISTS: Mapping[str, Taken] = {}
+COUNTERS = ("next_tile", "arrivals")  # what structs call the counters that the stages of a call share
 
 
 class PreparedStage(NamedTuple):
@@ -82,7 +83,7 @@ class BuiltStages:
         if prepared.workspace:
             prepared.workspace.take(taken, place.stream)
         if prepared.counts:
-            taken["next_tile"] = taken["arrivals"] = self.engine.counter(place, prepared.counts)
+            taken.update(dict.fromkeys(COUNTERS, self.engine.counter(place, prepared.counts)))
         for role, runner, launch, called in prepared.stages:
             if role in lists:
                 taken.update(lists[role])

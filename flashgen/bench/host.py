@@ -37,6 +37,7 @@ PARTS: Mapping[str, tuple[str, ...]] = {
     "allocation": (
         "flashgen.attention.call_pass:Pass._make",
         "flashgen.launch.memory:Block.take",
+        "flashgen.launch.memory:Block.lay",
         "flashgen.launch.memory:SeparateArrays.take",
     ),
     "lists": ("flashgen.attention.tile_lists:TileLister.of_call",),
@@ -184,17 +185,12 @@ def cost_of(run: Run, wait: Run, groups: int = GROUPS, calls: int = CALLS, clock
 
 
 def costs_in_turns(
-    runs: Sequence[Run],
-    wait: Run,
-    groups: int = GROUPS,
-    calls: Sequence[int] = (),
-    clock: Clock = time.perf_counter_ns,
+    runs: Sequence[Run], wait: Run, groups: int, calls: Sequence[int], clock: Clock = time.perf_counter_ns
 ) -> list[Cost]:
     """The costs of several kinds of calls, a group of each in turn: a host that gets slower does so for all of them.
 
-    calls: in a group of each; CALLS where nothing is given.
+    calls: in a group of each.
     """
-    calls = calls or [CALLS] * len(runs)
     medians = _in_turns(
         [partial(_group_median, run, wait, of, clock) for run, of in zip(runs, calls, strict=True)], groups
     )

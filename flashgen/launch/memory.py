@@ -40,7 +40,7 @@ class Workspace(Protocol):
 class Block:
     """The arrays of a workspace on a GPU, one behind the other in one allocation of the caller's library.
 
-    offsets: where they begin in it, in bytes.
+    offsets: where they begin in it, in bytes, in their order.
     """
 
     def __init__(self, memory: Mapping[str, Memory], library: Library, device: int) -> None:
@@ -52,27 +52,23 @@ class Block:
             size += -(-each.bytes // _ALIGNMENT) * _ALIGNMENT
         self._block = ((max(size, 1),), "uint8", device)
         self._make = library.maker(*self._block)
-        self._zeroed = {name: each for name, each in memory.items() if each.zeroed}
+        self._zeroed = [(position, each) for position, each in enumerate(memory.values()) if each.zeroed]
 
-    def make(self, stream: int) -> Any:
-        """The allocation, for a call on that stream; on the current device, which is the arrays'."""
+    def lay(self, stream: int) -> tuple[Any, list[int]]:
+        """The allocation for a call on that stream, on the current device, and the addresses of the arrays in it."""
         graph = not self._library.pools_for_graphs and gpu.is_capturing(stream)
-        return of_graph(self._library, stream).empty(*self._block) if graph else self._make()
-
-    @property
-    def zeroes(self) -> bool:
-        """Whether an array in it begins as zeros."""
-        return bool(self._zeroed)
+        block = of_graph(self._library, stream).empty(*self._block) if graph else self._make()
+        begin = self._library.pointer(block)
+        addresses = [begin + offset for offset in self.offsets.values()]
+        for position, each in self._zeroed:
+            self._clear(addresses[position], each, stream)
+        return block, addresses
 
     def take(self, taken: Addresses, stream: int) -> None:
-        """As of any workspace; on the current device, which is the arrays'."""
-        block = self.make(stream)
+        """As of any workspace."""
+        block, addresses = self.lay(stream)
         taken.kept += (block,)
-        address = self._library.pointer(block)
-        for name, offset in self.offsets.items():
-            taken[name] = address + offset
-        for name, each in self._zeroed.items():
-            self._clear(taken[name], each, stream)
+        taken.update(zip(self.offsets, addresses, strict=True))
 
     def _clear(self, address: int, memory: Memory, stream: int) -> None:
         itemsize = numpy_dtype(memory.dtype).itemsize

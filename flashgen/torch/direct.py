@@ -88,7 +88,7 @@ def learn_forward(
     numbers: Numbers = NO_NUMBERS,
 ) -> None:
     """Has `forward` serve calls like one of these tensors and numbers, which an attention took as they are."""
-    _learn(attention.forward, *_of_forward(q, k, v, into), _BOTH, numbers)
+    _learn(attention.forward, *_of_forward(q, k, v, into), numbers)
 
 
 Read = tuple[Tensor, Tensor | None, Tensor, Tensor, Tensor, Tensor, Tensor]
@@ -113,7 +113,7 @@ def learn_backward(
     numbers: Numbers = NO_NUMBERS,
 ) -> None:
     """Has `backward` serve calls like one of these tensors and numbers, which an attention took as they are."""
-    _learn(attention.backward_pass, *_of_backward(read, into), _GRADIENTS, numbers)
+    _learn(attention.backward_pass, *_of_backward(read, into), numbers)
 
 
 def numbers_of(attention: Attention, captures: Mapping[str, Any]) -> Numbers:
@@ -142,52 +142,49 @@ def _again(
     kind = _Kind(names, call, reduce(or_, addresses) % _ALIGNMENT, numbers)
     for each in of.likenesses:
         if each.kind == kind and each.fits(*tensors):
+            shared, replay = each.shared, each.replay
             break
     else:
         before = of.forgotten
-        shared = of.known(_said(kind, tensors))
+        shared = of.known(_said(names, tensors, kind.misaligned, numbers))
         if shared is None:
             return None
-        each = _kept(of, kind, tensors, shared, before)
-    if each.replay:
-        return each.replay(addresses, _stream(tensors[0]), numbers)
+        replay = _keep(of, kind, tensors, shared, before)
+    if replay:
+        return replay(addresses, _stream(tensors[0]), numbers)
     if into:
         call = call._replace(results=dict(zip(call.wanted, into, strict=True)))
-    made = of.again(each.shared, call, _stream(tensors[0]), Addresses(zip(names, addresses, strict=True)), numbers)
+    made = of.again(shared, call, _stream(tensors[0]), Addresses(zip(names, addresses, strict=True)), numbers)
     return None if made is None else [made[name] for name in call.wanted]
 
 
-def _learn(of: Pass[Any], names: Names, tensors: Tensors, call: Call, numbers: Numbers) -> None:
+def _learn(of: Pass[Any], names: Names, tensors: Tensors, numbers: Numbers) -> None:
     """Has `_again` serve calls like this one."""
-    kind = _Kind(names, call, reduce(or_, map(_address, tensors)) % _ALIGNMENT, numbers)
-    of.know(_said(kind, tensors), dict(zip(names, tensors, strict=True)))
+    misaligned = reduce(or_, map(_address, tensors)) % _ALIGNMENT
+    of.know(_said(names, tensors, misaligned, numbers), dict(zip(names, tensors, strict=True)))
 
 
-def _kept(of: Pass[Any], kind: _Kind, tensors: Tensors, shared: Any, before: int) -> _Likeness:
-    """Has torch tell which calls are like this one, by what compiled graphs guard their inputs with.
+def _keep(of: Pass[Any], kind: _Kind, tensors: Tensors, shared: Any, before: int) -> Replay | None:
+    """Has torch tell which calls are like this one; what launches them again, if they do no more than launch.
 
-    That is not documented. A torch without it is asked for all that each tensor says of itself, in every call.
+    It is told by what compiled graphs guard their inputs with, which is not documented. A torch without it is asked for
+    all that each tensor says of itself, in every call.
     """
     guards = getattr(getattr(torch._C._dynamo, "guards", None), "TensorGuards", None)
     if guards is None:
-        return _Likeness(kind, _nothing_fits, shared, None)
+        return None
     sizes = [list(tensor.shape) for tensor in tensors]
     strides = [list(tensor.stride()) for tensor in tensors]
     fits = guards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
     gives_results = kind.names not in _WITH_RESULTS
     replay = None if gives_results else of.replay(shared, kind.names, kind.call.wanted, _address)
-    likeness = _Likeness(kind, fits, shared, replay)
-    of.keep(likeness, before)
-    return likeness
+    of.keep(_Likeness(kind, fits, shared, replay), before)
+    return replay
 
 
-def _nothing_fits(*_tensors: Tensor) -> bool:
-    return False
-
-
-def _said(kind: _Kind, tensors: Tensors) -> tuple[Any, ...]:
-    """What decides what a call shares with others: with its kind, all that its tensors say of themselves."""
-    known: list[Any] = [kind.names, kind.misaligned, *kind.numbers.values()]
+def _said(names: Names, tensors: Tensors, misaligned: int, numbers: Numbers) -> tuple[Any, ...]:
+    """What decides what a call shares with others: all that its tensors say of themselves, and captured numbers."""
+    known: list[Any] = [names, misaligned, *numbers.values()]
     for tensor in tensors:
         known += tensor.shape, tensor.stride(), tensor.dtype, tensor.device
     return tuple(known)

@@ -19,7 +19,6 @@ from flashgen.torch.transforms import is_transforming, transformed
 
 _SEEDS = 2**62
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
-_dispatches = torch._C._len_torch_dispatch_stack
 _NOTHING: Any = ([], [], [])  # of a call without captures
 # Without what torch.autograd.Function.apply does first for transforms, of which there are none where these are called.
 _apply = super(torch.autograd.Function, operators.Plain).apply
@@ -114,10 +113,10 @@ def run(
         operator: Any = torch.ops.flashgen.forward
     elif is_transforming():
         operator = transformed
-    elif _dispatches() or not (type(q) in _PLAIN and type(k) in _PLAIN and type(v) in _PLAIN and _are_plain(arrays)):
+    elif torch._C._len_torch_dispatch_stack() or not _all_plain(q, k, v, arrays):
         check_tensors(q=q, k=k, v=v)
         operator = torch.ops.flashgen.forward
-    elif torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad or _learns(arrays)):
+    elif torch.is_grad_enabled() and _wants_gradients(q, k, v, arrays):
         apply = _apply_with_lse if return_lse else _apply
         return apply((entry, integers, floats, seed), q, k, v, *arrays)
     else:
@@ -126,12 +125,16 @@ def run(
     return (out, lse) if return_lse else out
 
 
-def _are_plain(arrays: list[Tensor]) -> bool:
+def _all_plain(q: Tensor, k: Tensor, v: Tensor, arrays: list[Tensor]) -> bool:
     """Whether none is of a class that looks at what is done to it, such as a fake or a distributed tensor."""
+    if type(q) not in _PLAIN or type(k) not in _PLAIN or type(v) not in _PLAIN:
+        return False
     return not arrays or all(type(each) in _PLAIN for each in arrays)
 
 
-def _learns(arrays: list[Tensor]) -> bool:
+def _wants_gradients(q: Tensor, k: Tensor, v: Tensor, arrays: list[Tensor]) -> bool:
+    if q.requires_grad or k.requires_grad or v.requires_grad:
+        return True
     return bool(arrays) and any(each.requires_grad for each in arrays)
 
 

@@ -266,12 +266,12 @@ class Plain(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, d_out: Tensor, d_lse: Tensor | None = None) -> Any:
         q, k, v, out, lse, *captures = ctx.saved_tensors
-        entry, integers, floats, seed = ctx.about
+        entry, *numbers = ctx.about
         if torch.is_grad_enabled():  # under create_graph=True the operator says that it has no gradient itself
-            given = (d_out, d_lse, q, k, v, out, lse, captures, entry.key, integers, floats, seed)
+            given = (d_out, d_lse, q, k, v, out, lse, captures, entry.key, *numbers)
             made = torch.ops.flashgen.backward(*given)
         else:
-            made = run_backward(entry, d_out, d_lse, q, k, v, out, lse, captures, integers, floats, seed)
+            made = run_backward(entry, d_out, d_lse, q, k, v, out, lse, captures, *numbers)
         if not captures:
             return (None, *made)
         learned = iter(made[3:])
@@ -293,8 +293,7 @@ class PlainWithLse(Plain):
 
 
 def _kept(ctx: Any, about: Any, q: Tensor, k: Tensor, v: Tensor, captures: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    ctx.about = about
-    entry, integers, floats, seed = about
+    entry, integers, floats, seed = ctx.about = about
     made: tuple[Tensor, Tensor] = run_forward(entry, q, k, v, captures, integers, floats, seed)
     ctx.save_for_backward(q, k, v, *made, *captures)
     return made

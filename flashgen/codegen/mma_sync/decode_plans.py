@@ -224,7 +224,7 @@ _PROMPT = 64  # queries
 _IDLE = 0.8  # of the multiprocessors, that tiles of rows times the forward's tiles may be
 _MANY_ROUNDS = 1.5  # of tiles of rows over the places for blocks
 _LONG = 4096  # visited keys of all tiles of rows, for each multiprocessor
-ALIKE = 256  # keys: lengths up to a multiple of it are looked at, and split, alike
+_ALIKE = 256  # keys: lengths up to a multiple of it are looked at, and split, alike
 
 
 def decode_plan_for(spec: AttentionSpec, target: Target, workload: Workload) -> DecodePlan | None:
@@ -266,9 +266,13 @@ def _of_few(spec: AttentionSpec, target: Target, workload: Workload) -> DecodePl
         return many
     if tiles > workload.multiprocessors or tiles * workload.len_k < _LONG * workload.multiprocessors:
         return plan
-    length = -(-workload.len_k // ALIKE) * ALIKE
-    visited = steps_of(spec, workload.len_q, length, workload.len_q, plan.tile_k) * plan.tile_k
+    visited = steps_alike(spec, workload.len_q, workload.len_k, workload.len_q, plan.tile_k) * plan.tile_k
     return long if tiles * visited >= _LONG * workload.multiprocessors else plan
+
+
+def steps_alike(spec: AttentionSpec, len_q: int, len_k: int, tile_q: int, tile_k: int) -> float:
+    """`steps_of` a length rounded up: lengths grow with every call in decoding, and few are worked out."""
+    return steps_of(spec, len_q, -(-len_k // _ALIKE) * _ALIKE, tile_q, tile_k)
 
 
 @lru_cache(maxsize=256)

@@ -20,9 +20,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from flashgen.codegen.mma_sync.decode_plans import ALIKE, DecodePlan, packs_heads
+from flashgen.codegen.mma_sync.decode_plans import DecodePlan, packs_heads, steps_alike
 from flashgen.codegen.sizes import Sizes, ceil_div
-from flashgen.codegen.workload import steps_of
 from flashgen.language.spec import AttentionSpec
 
 MOST_SPLITS = 1024
@@ -59,8 +58,7 @@ def choose_splits(spec: AttentionSpec, plan: DecodePlan, sizes: Sizes) -> int:
         return 1
     places = sizes.multiprocessors * plan.blocks
     queries = ceil_div(plan.tile_q, packed_heads(spec, sizes))
-    length = ceil_div(sizes.len_k, ALIKE) * ALIKE  # lengths grow with every call in decoding: few are worked out
-    steps = max(round(steps_of(spec, sizes.len_q, length, queries, plan.tile_k)), 1)
+    steps = max(round(steps_alike(spec, sizes.len_q, sizes.len_k, queries, plan.tile_k)), 1)
     most = min(ceil_div(steps, plan.warps), MOST_SPLITS)
 
     def each(parts: int) -> int:
