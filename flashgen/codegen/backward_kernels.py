@@ -175,7 +175,7 @@ def prepare(
     fields += [Field("const float*", "d_lse", comment="or null"), Field("float*", "statistics")]
     counts = (DQ_TURNS, DQ_ADDED, DQ_NEXT) if finishes else (DQ_TURNS,)
     fields += () if dq_apart else counts if first_stores else (DQ_SUMS,)
-    fields += [PART_TURNS, Field("int", "turns", comment="of these")] if turns else []
+    fields += [PART_TURNS, Field("int", "turns", comment="that part_turns has")] if turns else []
     fields += [*strides("o", "d_o"), *(() if spec.is_ragged else numbers("heads_q")), *numbers("len_q"), ROWS]
     layout = ordered([*fields, *(ragged_fields(keys=False) if spec.is_ragged else ())])
     lanes = max(1 << (spec.value_dim // 8 - 1).bit_length(), _PREPARE_THREADS // PREPARE_ROWS)
