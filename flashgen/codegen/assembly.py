@@ -68,6 +68,7 @@ def common_context(
     told = {"struct": struct, "variant": variant, "position": position, "gradient": gradient}
     declared = environment().get_template("variant.cuh.jinja").render(told)
     suffix = suffix_of(spec)
+    factors = _SUFFIXES["float16"] if spec.kv_dtype else suffix  # which holds 8 bits exactly
     return {
         "spec": spec,
         "target": target,
@@ -85,7 +86,7 @@ def common_context(
         "masked": variant.mask is not None,
         "mask_call": variant.mask.call() if variant.mask else "",
         "copy": "copy_async_16" if target.asynchronous_copies else "copy_sync_16",
-        "mma": f"mma_m16n8k16_{suffix}" if target.asynchronous_copies else f"mma_m16n8k8x2_{suffix}",
+        "mma": f"mma_m16n8k16_{factors}" if target.asynchronous_copies else f"mma_m16n8k8x2_{factors}",
         "pack": f"pack_{suffix}",
         "unpack": f"unpack_{suffix}",
     }

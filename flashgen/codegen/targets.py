@@ -53,6 +53,11 @@ class Target:
         return self.compute_capability >= 80
 
     @property
+    def float8_conversion(self) -> bool:
+        """One instruction that widens a pair of float8 numbers."""
+        return self.compute_capability >= 89
+
+    @property
     def dtypes(self) -> tuple[str, ...]:
         """The element types that its tensor cores multiply."""
         return ("float16", "bfloat16") if self.compute_capability >= 80 else ("float16",)

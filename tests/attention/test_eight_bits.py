@@ -99,26 +99,59 @@ def test_every_number_is_widened_exactly(kind: str, dtype: str) -> None:
         np.testing.assert_allclose(lse[0, 0], wanted, rtol=2e-6, atol=1e-5)
 
 
-def as_float(bits: np.ndarray[Any, Any], dtype: str) -> np.ndarray[Any, Any]:
-    array = bits.astype(np.uint16)
-    return array.view(ml_dtypes.bfloat16 if dtype == "bf16" else np.float16).astype(np.float64)
+def test_the_bits_that_a_gpu_makes_of_a_number() -> None:
+    """What `widen_e4m3` and `widen_int8` compute where no instruction does, for every pattern but those of NaN."""
 
+    def number(bits: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        return bits.astype(np.uint16).view(np.float16).astype(np.float64)
 
-@pytest.mark.parametrize("dtype", ["f16", "bf16"])
-def test_the_bits_that_a_gpu_makes_of_a_number(dtype: str) -> None:
-    """What `widen_e4m3` and `widen_int8` compute on a device, for every pattern but those of NaN."""
     byte = np.arange(256, dtype=np.uint32)
-    spread = byte << 8
-    small = (spread & 0x8000) | ((spread >> 1) & 0x3F80 if dtype == "f16" else (spread >> 4) & 0x07F0)
-    even = (byte << 8 & 0x8000) | (byte << 7 & 0x3F80 if dtype == "f16" else byte << 4 & 0x07F0)  # of a lower byte
-    np.testing.assert_array_equal(even, small)
-    factor = as_float(np.array([0x5C00 if dtype == "f16" else 0x7B80]), dtype)
+    odd = byte << 8
+    small = (odd & 0x8000) | (odd >> 1 & 0x3F80)
+    np.testing.assert_array_equal((byte << 8 & 0x8000) | (byte << 7 & 0x3F80), small)  # of an even byte
     finite = (byte & 0x7F) != 0x7F
     expected = byte.astype(np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float64)
-    np.testing.assert_array_equal((as_float(small, dtype) * factor)[finite], expected[finite])
-    spread = byte | (0x6400 if dtype == "f16" else 0x4300)
-    found = as_float(spread & 0xFF7F, dtype) - as_float(spread & 0xFF80, dtype)
+    np.testing.assert_array_equal((number(small) * number(np.array([0x5C00])))[finite], expected[finite])
+    found = number((byte ^ 0x80) | 0x6400) - number(np.array([0x6480]))
     np.testing.assert_array_equal(found, byte.astype(np.uint8).view(np.int8).astype(np.float64))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_queries_of_any_size(kind: str, dtype: str) -> None:
+    """Rows far beyond float16 and far below it, and rows of zeros, each beside keys that bring scores near to 1."""
+    spec = fg.AttentionSpec(64, dtype, scale=1.0, kv_dtype=kind)
+    inputs = random_inputs(spec, Shape(2, 100, 4, 6, 2))
+    compiled = attention.compile(spec, emulate=True)
+    for size in (1e30, 1e-30, 0.0) if dtype == "bfloat16" else (3e4, 1e-3, 0.0):
+        scale = np.float32(min(1 / size if size else 1.0, 1e30) / 100)
+        q = np.clip(inputs.q.astype(np.float32), -2, 2) * np.float32(size)
+        q[:, :, 0] = inputs.q[:, :, 0]  # a row of another size in the same tile
+        q = q.astype(inputs.q.dtype)
+        captures = inputs.captures | {"k_scale": np.full(1, scale, np.float32)}
+        out, lse = call(compiled, Inputs(q, inputs.k, inputs.v, captures))
+        verdict = judged(spec, q, inputs.k, inputs.v, out, lse, captures)
+        assert verdict.ok, f"{size}: {verdict}"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_a_page_holds_behind_its_last_key_changes_nothing(kind: str) -> None:
+    """Not even float8's NaN, all bits set."""
+    spec = fg.AttentionSpec(64, page_size=16, kv_dtype=kind)
+    inputs = random_inputs(spec, Shape(3, 50, 2, 4, 2))
+    compiled = attention.compile(spec, emulate=True)
+    right = call(compiled, inputs)
+    k, v = (array.copy() for array in (inputs.k, inputs.v))
+    table, used = inputs.captures["page_table"], inputs.captures["seqused_k"]
+    held = np.zeros((k.shape[0], 16), bool)
+    for pages, length in zip(table, used, strict=True):
+        keys = np.arange(length)
+        held[pages[keys // 16], keys % 16] = True
+    assert not held.all()
+    for array in (k, v):
+        array.view(np.uint8)[~held] = 0xFF
+    for found, wanted in zip(call(compiled, Inputs(inputs.q, k, v, inputs.captures)), right, strict=True):
+        np.testing.assert_array_equal(found, wanted)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from flashgen.codegen.arguments import ArgumentLayout, Field
-from flashgen.codegen.assembly import assemble, check_spec, suffix_of
+from flashgen.codegen.assembly import assemble, check_spec
 from flashgen.codegen.costs import decode_cost
 from flashgen.codegen.demand import demand_of
 from flashgen.codegen.expressions.function_text import DEVICE_NAMES, Names
@@ -71,7 +71,7 @@ def cache_context(spec: AttentionSpec, names: Names) -> dict[str, Any]:
         "share_padding": SHARE_PADDING,
         "shares_at_once": SHARES_AT_ONCE,
         "page_size": spec.page_size,
-        "widen": f"widen_{WIDENS[spec.kv_dtype]}_{suffix_of(spec)}" if spec.kv_dtype else None,
+        "widen": f"widen_{WIDENS[spec.kv_dtype]}" if spec.kv_dtype else None,
     }
 
 

@@ -34,6 +34,7 @@ MOST_SHARED_TILES = 2**30  # of keys, of all sequences: blocks that share them c
 SHARE_PADDING = 8  # floats between the rows of a warp's share, so that its 8 rows of lanes write to other banks
 _SHARE_BYTES = 8  # of a row: its reference and its sum
 _SUM_BYTES = 4
+_SCALE_BYTES = 4  # of a row of Q beside keys of 8 bits
 _STAGE_BYTES = 8192  # of a warp's tile of K and V
 _MOST_KEYS = 64  # of a tile
 _MOST_BLOCKS = 2
@@ -129,7 +130,8 @@ class DecodePlan(Checked):
     def shared_bytes(self, spec: AttentionSpec) -> int:
         """Dynamic shared memory of a block: Q and the warps' stages; then the warps' shares of the output."""
         head, value = padded(spec.head_dim), padded(spec.value_dim)
-        queries, keys = ELEMENT_BYTES * self.tile_q * head, self.tile_k * (head + value) * cached_bytes(spec)
+        scale = _SCALE_BYTES if spec.kv_dtype else 0
+        queries, keys = self.tile_q * (ELEMENT_BYTES * head + scale), self.tile_k * (head + value) * cached_bytes(spec)
         share = self.tile_q * ((value + SHARE_PADDING) * _SUM_BYTES + _SHARE_BYTES)
         return max(queries + self.warps * self.stages * keys, self.warps * share) + (RUN_BYTES if self.scheduled else 0)
 
