@@ -9,6 +9,7 @@ import numpy as np
 
 from flashgen.analysis.closed_forms.tile_ranges import evaluate_range, key_range
 from flashgen.language.operations import BATCH
+from flashgen.language.shards import PLACES, WHOLE_K, WHOLE_Q
 from flashgen.language.spec import AttentionSpec
 
 _LOOKED_AT = 65536  # tiles of queries
@@ -31,13 +32,15 @@ class Workload:
 def steps_of(spec: AttentionSpec, len_q: int, len_k: int, tile_q: int, tile_k: int) -> float:
     """Tiles of keys that a tile of queries visits, on average: all where only a call knows the mask's captures.
 
-    Of more tiles than are looked at, as many at equal distances.
+    A shard is taken for a whole: its place is a number of the call, too, but one that plans need not wait for. Of more
+    tiles than are looked at, as many at equal distances.
     """
     ranges = key_range(spec.mask.expression)
-    if ranges is None or ranges.captures or ranges.depends_on(BATCH) or not len_q:
+    places = dict.fromkeys(PLACES, 0) | {WHOLE_Q.name: len_q, WHOLE_K.name: len_k}
+    if ranges is None or ranges.depends_on(BATCH) or not len_q or any(c.name not in places for c in ranges.captures):
         return -(-len_k // tile_k)
     tiles = -(-len_q // tile_q)
     first = np.arange(min(tiles, _LOOKED_AT)) * tiles // min(tiles, _LOOKED_AT) * tile_q
     last = np.minimum(first + tile_q, len_q) - 1
-    begin, end, _, _ = evaluate_range(ranges, first, last, len_q, len_k)
+    begin, end, _, _ = evaluate_range(ranges, first, last, len_q, len_k, places)
     return float(np.where(end > begin, -(-end // tile_k) - begin // tile_k, 0).mean())

@@ -10,6 +10,7 @@ import pytest
 import flashgen as fg
 from flashgen import reference
 from flashgen.build import nvrtc
+from flashgen.codegen.hopper.plans import HopperPlan
 from flashgen.codegen.stages import forward_kernels
 from flashgen.codegen.targets import target_named
 from flashgen.codegen.visited import visited_keys
@@ -75,6 +76,21 @@ def test_kernels_are_the_oracles(name: str, target: str) -> None:
     cases = [Case(spec, shape) for shape in shapes]
     for result in verify(cases, target=target, passes=("forward", "backward"), emulate=True):
         assert result.ok, str(result)
+
+
+@pytest.mark.parametrize("spec", [fg.AttentionSpec(32, mask=fg.sliding_window(70)), VARIANTS["lengths"]], ids=str)
+def test_packed_heads_stand_where_their_queries_do(spec: fg.AttentionSpec) -> None:
+    """Of windows parts pack heads as wholes do, whose kernels they take the place of."""
+    random = np.random.default_rng(1)
+    q, k, v = (
+        random.standard_normal((1, heads, rows, 32)).astype(np.float16) for heads, rows in [(8, 96), *[(2, 112)] * 2]
+    )
+    places = {"shard_b": 0, "shard_h": 0, "shard_q": 192, "shard_k": 160, "whole_q": 400, "whole_k": 400}
+    packed = fg.compile(spec.shard(), plan=HopperPlan(1, 32, packed_heads=4), target="sm_90a", emulate=True)
+    got = packed(q, k, v, return_lse=True, **places)
+    wanted = reference.attention(spec.shard(), q, k, v, return_lse=True, **places)
+    for each, right in zip(got, wanted, strict=True):
+        np.testing.assert_allclose(each, right, atol=2e-3)
 
 
 @pytest.mark.rotated(4)

@@ -56,6 +56,15 @@ def test_heads_are_not_packed_for_nothing(spec: AttentionSpec) -> None:
     assert chosen(spec, 4, 32, 8, 4000, 4000) == 1  # a tenth would not be gained
 
 
+@pytest.mark.parametrize("window", [100, 400])
+def test_parts_pack_heads_where_wholes_of_their_size_do(window: int) -> None:
+    """Where a part stands is a number of the call, and decides nothing of which kernel runs."""
+    spec = replace(CAUSAL, mask=fg.sliding_window(window))
+    sizes = (1, 32, 8, 31744, 32768)
+    assert chosen(spec.shard(), *sizes) == chosen(spec, *sizes) == (4 if window == 400 else 1)
+    assert chosen(CAUSAL.shard(), 1, 32, 8, 32768, 32768) == 1
+
+
 @pytest.mark.parametrize("spec", [DROPPED, BY_HEAD, DOCUMENT], ids=str)
 def test_what_is_not_packed_by_itself(spec: AttentionSpec) -> None:
     assert chosen(spec, 16, 32, 8, 1, 4096) == 1

@@ -1,24 +1,27 @@
 """Rows of keys and values beside a rank's own come from other ranks; their gradients go back.
 
-One message to each other rank and pass, of all that it reads: keys and values together. The forward waits for it first:
-it is small, and NCCL holds multiprocessors while it waits for another rank, which a kernel of one long block on each of
-them would miss to its end. The backward computes what it sends first, so that the rest is computed meanwhile. Each row
-is written by one kernel to where it belongs.
+Keys and values of a row travel together, in the forward a message for each rim, which arrives beside own rows in the
+buffer that the rim's kernel reads. Messages are started before anything is computed, and copies of own rows stand
+between: in their time NCCL's kernel gets its multiprocessors, which one with a long block on each of them would keep to
+its end. The backward computes what it sends first, so that the rest is computed meanwhile. Each row is written by one
+kernel to where it belongs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
 
-from flashgen.ranks import Block, Halo, Plan, Rim
+from flashgen.ranks import Block, Halo, Plan
 from flashgen.ranks.blocks import gaps
 from flashgen.torch.context_parallel.collectives import begin_all_to_all, wait
-from flashgen.torch.context_parallel.flat import Pair, elements, pairs_in
+from flashgen.torch.context_parallel.flat import ByRows, Pair, elements, pairs_in
 from flashgen.torch.context_parallel.partials import CaptureSums, Sums
 from flashgen.torch.context_parallel.programs import Programs, queries_of, rows_of
+from flashgen.torch.context_parallel.transfers import Transfers
 from flashgen.torch.tensors import Tensor
 
 Counts = Sequence[tuple[int, int]]
@@ -59,25 +62,25 @@ def forward(
 ) -> tuple[Tensor, Tensor | None, list[Tensor]]:
     """The output and, if it is wanted, the LSE of a rank's rows of q; and what `backward` takes of it."""
     halo, layout = _halo_of(plan, rank), plan.spec.layout
-    to, of = _counts(halo)
-    message = _Message(plan, group, to, of, (_rows((k, v), layout, *lent.rows) for lent in halo.lent), (k, v))
+    joined = [ByRows(rim.theirs.length + rim.own.length, (k, v), layout) for rim in halo.rims]
+    transfers, posted = _sent(halo, group, joined, (k, v), layout)
+    for rim, rows in zip(halo.rims, joined, strict=True):
+        rows.fill(rim.own_at, _rows((k, v), layout, *rim.own))
     out, lses = q.new_empty((*q.shape[:-1], plan.spec.value_dim)), []
-    joined: list[Tensor] = []
 
     def compute(block: Block, keys: Tensor, values: Tensor) -> None:
         rows = (block.q, block.rows)
         lses.append(programs.forward(block, rows_of(q, layout, *rows), keys, values, rows_of(out, layout, *rows)))
 
-    received = message.received()
     for block in halo.own:
         compute(block, *_rows((k, v), layout, block.k, block.keys))
-    for rim, theirs in zip(halo.rims, received, strict=True):
-        pair = _joined(rim, theirs, _rows((k, v), layout, *rim.own), layout)
+    transfers.wait(posted)
+    pairs = [rows.pair() for rows in joined]
+    for rim, pair in zip(halo.rims, pairs, strict=True):
         compute(rim.block, *pair)
-        joined += pair
     for first, end in _left_out(plan, halo):
         rows_of(out, layout, first, end - first).zero_()
-    return out, _together(plan, halo, lses, q) if with_lse else None, [*lses, *joined]
+    return out, _together(plan, halo, lses, q) if with_lse else None, [*lses, *chain(*pairs)]
 
 
 def backward(
@@ -127,6 +130,20 @@ def backward(
     return [*of_q.rounded(), *of_keys.rounded()], captured.by_name
 
 
+def _sent(halo: Halo, group: Any, joined: Sequence[ByRows], own: Pair, layout: str) -> tuple[Transfers, list[Any]]:
+    """What others read of own rows is on its way to them, and what rims read of others' to its places in `joined`."""
+    sends = []
+    for lent in halo.lent:
+        rows = ByRows(lent.rows.length, own, layout)
+        rows.fill(0, _rows(own, layout, *lent.rows))
+        sends.append((lent.to, rows.run(0, lent.rows.length)))
+    receives = [
+        (rim.owner, rows.run(rim.theirs_at, rim.theirs.length)) for rim, rows in zip(halo.rims, joined, strict=True)
+    ]
+    transfers = Transfers(group, own[0].device)
+    return transfers, transfers.post(sends, receives)
+
+
 def _halo_of(plan: Plan, rank: int) -> Halo:
     assert plan.halos, "only plans that have halos come here"
     return plan.halos[rank]
@@ -140,15 +157,6 @@ def _counts(halo: Halo) -> tuple[Counts, Counts]:
 def _rows(pair: Pair, layout: str, first: int, count: int) -> Pair:
     keys, values = pair
     return rows_of(keys, layout, first, count), rows_of(values, layout, first, count)
-
-
-def _joined(rim: Rim, theirs: Pair, own: Pair, layout: str) -> Pair:
-    """The rows that a rim reads, in the order of positions."""
-    if not rim.own.length:
-        return theirs
-    order = (theirs, own) if rim.before else (own, theirs)
-    keys, values = (torch.cat(parts, 2 if layout == "bhsd" else 1) for parts in zip(*order, strict=True))
-    return keys, values
 
 
 def _left_out(plan: Plan, halo: Halo) -> list[tuple[int, int]]:
