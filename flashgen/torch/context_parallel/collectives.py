@@ -39,11 +39,11 @@ def all_to_all(parts: Tensor, group: Any, to: list[int] | None = None, of: list[
 
 
 def begin_all_to_all(parts: Tensor, to: list[int], of: list[int], group: Any) -> tuple[Tensor, Any]:
-    """(what is received, one behind the other; what to wait for) of as many elements to and of each rank as these say.
+    """(what is received, one behind the other; what to wait for) of as many rows to and of each rank as these say.
 
     What the current stream is given from here on runs meanwhile, until it waits.
     """
-    received = parts.new_empty(sum(of))
+    received = parts.new_empty((sum(of), *parts.shape[1:]))
     with naming_the_rank(group):
         return received, dist.all_to_all_single(received, parts, of, to, group=group, async_op=True)
 

@@ -1,4 +1,4 @@
-"""Rows of keys and values one behind the other in a flat buffer, as messages take them."""
+"""Rows of keys and values as messages take them: one tensor behind the other, or row by row."""
 
 from __future__ import annotations
 
@@ -30,34 +30,39 @@ def pairs_in(flat: Tensor, counts: Iterable[int], like: Pair, layout: str) -> li
 
 
 class ByRows:
-    """Rows of keys and values in one buffer, both of a row side by side: so any run of rows is contiguous, as messages
-    are, and what arrives beside other rows lies where kernels read it."""
+    """Keys and values in one buffer, both of a row side by side.
 
-    def __init__(self, rows: int, like: Pair, layout: str) -> None:
-        self._like, self._layout = like, layout
-        self._of_keys, of_values = (elements_of_row(each, layout) for each in like)
-        self._buffer = like[0].new_empty((rows, self._of_keys + of_values))
+    Any run of rows is contiguous, as messages are, so that rows are put beside others by one copy.
+    """
 
-    def run(self, first: int, count: int) -> Tensor:
-        """Rows as a message: contiguous."""
-        return self._buffer.narrow(0, first, count)
+    def __init__(self, buffer: Tensor, like: Pair, layout: str) -> None:
+        """buffer: (rows, elements of a row of keys, and of one of values)."""
+        self.buffer, self._like, self._layout = buffer, like, layout
+
+    @classmethod
+    def empty(cls, rows: int, like: Pair, layout: str) -> ByRows:
+        """So many rows like these, which hold anything."""
+        return cls(like[0].new_empty((rows, elements(1, like, layout))), like, layout)
+
+    def run(self, first: int, count: int) -> ByRows:
+        """Some of the rows."""
+        return ByRows(self.buffer.narrow(0, first, count), self._like, self._layout)
 
     def pair(self) -> Pair:
-        """All rows as keys and values, in the layout of what they are like."""
-        keys, values = self._like
-        return self._view(keys, self._buffer[:, : self._of_keys]), self._view(values, self._buffer[:, self._of_keys :])
+        """Keys and values, in the layout of what they are like."""
+        (keys, values), of_keys = self._like, elements_of_row(self._like[0], self._layout)
+        return self._of(self.buffer[:, :of_keys], keys), self._of(self.buffer[:, of_keys:], values)
 
-    def fill(self, first: int, rows: Pair) -> None:
-        """Copies rows to where they belong."""
-        axis = 2 if self._layout == "bhsd" else 1
+    def fill(self, rows: Pair) -> None:
+        """Copies rows here."""
         for place, each in zip(self.pair(), rows, strict=True):
-            place.narrow(axis, first, each.shape[axis]).copy_(each)
+            place.copy_(each)
 
-    def _view(self, like: Tensor, columns: Tensor) -> Tensor:
+    def _of(self, columns: Tensor, like: Tensor) -> Tensor:
         batch, second, third, dim = like.shape
-        heads = second if self._layout == "bhsd" else third
-        rows = columns.unflatten(1, (batch, heads, dim))
-        return rows.permute(1, 2, 0, 3) if self._layout == "bhsd" else rows.transpose(0, 1)
+        if self._layout == "bhsd":
+            return columns.unflatten(1, (batch, second, dim)).permute(1, 2, 0, 3)
+        return columns.unflatten(1, (batch, third, dim)).transpose(0, 1)
 
 
 def elements_of_row(like: Tensor, layout: str) -> int:

@@ -1,16 +1,15 @@
 """Rows of keys and values beside a rank's own come from other ranks; their gradients go back.
 
-Keys and values of a row travel together, in the forward a message for each rim, which arrives beside own rows in the
-buffer that the rim's kernel reads. Messages are started before anything is computed, and copies of own rows stand
-between: in their time NCCL's kernel gets its multiprocessors, which one with a long block on each of them would keep to
-its end. The backward computes what it sends first, so that the rest is computed meanwhile. Each row is written by one
-kernel to where it belongs.
+One message to each other rank and pass, of all that it reads: keys and values together, row by row. The forward starts
+it before anything is computed; the copies of own rows that rims read stand between, and in their time NCCL's kernel
+gets its multiprocessors, which a kernel with a long block on each of them would keep to its end. The backward computes
+what it sends first, so that the rest is computed meanwhile. Each row is written by one kernel to where it belongs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from itertools import chain
+from itertools import accumulate, chain
 from typing import Any
 
 import torch
@@ -18,10 +17,9 @@ import torch
 from flashgen.ranks import Block, Halo, Plan
 from flashgen.ranks.blocks import gaps
 from flashgen.torch.context_parallel.collectives import begin_all_to_all, wait
-from flashgen.torch.context_parallel.flat import ByRows, Pair, elements, pairs_in
+from flashgen.torch.context_parallel.flat import ByRows, Pair
 from flashgen.torch.context_parallel.partials import CaptureSums, Sums
 from flashgen.torch.context_parallel.programs import Programs, queries_of, rows_of
-from flashgen.torch.context_parallel.transfers import Transfers
 from flashgen.torch.tensors import Tensor
 
 Counts = Sequence[tuple[int, int]]
@@ -33,28 +31,30 @@ class _Message:
 
     def __init__(self, plan: Plan, group: Any, to: Counts, of: Counts, rows: Iterable[Pair], like: Pair) -> None:
         """to: where each of `rows` goes. of: where rows come from."""
-        self._layout, self._group, self._of, self._like = plan.spec.layout, group, of, like
-        sent, received = (self._by_rank(plan.ranks, counts) for counts in (to, of))
-        parts = like[0].new_empty(sum(sent))
-        for places, pair in zip(self._pairs(parts, to), rows, strict=True):
-            for place, each in zip(places, pair, strict=True):
-                place.copy_(each)
-        self._received, self._work = begin_all_to_all(parts, sent, received, group)
+        self._like, self._layout, self._group, self._of = like, plan.spec.layout, group, of
+        leaving = ByRows.empty(sum(count for _, count in to), like, self._layout)
+        for place, pair in zip(_runs(leaving, to), rows, strict=True):
+            place.fill(pair)
+        sent, received = _by_rank(plan.ranks, to), _by_rank(plan.ranks, of)
+        self._arriving, self._work = begin_all_to_all(leaving.buffer, sent, received, group)
 
-    def received(self) -> list[Pair]:
+    def received(self) -> list[ByRows]:
         """The rows that came, once they are there."""
         wait(self._work, self._group)
-        return self._pairs(self._received, self._of)
+        return _runs(ByRows(self._arriving, self._like, self._layout), self._of)
 
-    def _pairs(self, flat: Tensor, counts: Counts) -> list[Pair]:
-        return pairs_in(flat, (rows for _, rows in counts), self._like, self._layout)
 
-    def _by_rank(self, ranks: int, counts: Counts) -> list[int]:
-        """Elements for each rank."""
-        sizes = [0] * ranks
-        for rank, rows in counts:
-            sizes[rank] += elements(rows, self._like, self._layout)
-        return sizes
+def _runs(rows: ByRows, counts: Counts) -> list[ByRows]:
+    ends = list(accumulate(count for _, count in counts))
+    return [rows.run(end - count, count) for end, (_, count) in zip(ends, counts, strict=True)]
+
+
+def _by_rank(ranks: int, counts: Counts) -> list[int]:
+    """Rows for each rank."""
+    sizes = [0] * ranks
+    for rank, rows in counts:
+        sizes[rank] += rows
+    return sizes
 
 
 def forward(
@@ -62,10 +62,11 @@ def forward(
 ) -> tuple[Tensor, Tensor | None, list[Tensor]]:
     """The output and, if it is wanted, the LSE of a rank's rows of q; and what `backward` takes of it."""
     halo, layout = _halo_of(plan, rank), plan.spec.layout
-    joined = [ByRows(rim.theirs.length + rim.own.length, (k, v), layout) for rim in halo.rims]
-    transfers, posted = _sent(halo, group, joined, (k, v), layout)
+    to, of = _counts(halo)
+    message = _Message(plan, group, to, of, (_rows((k, v), layout, *lent.rows) for lent in halo.lent), (k, v))
+    joined = [ByRows.empty(rim.theirs.length + rim.own.length, (k, v), layout) for rim in halo.rims]
     for rim, rows in zip(halo.rims, joined, strict=True):
-        rows.fill(rim.own_at, _rows((k, v), layout, *rim.own))
+        rows.run(rim.own_at, rim.own.length).fill(_rows((k, v), layout, *rim.own))
     out, lses = q.new_empty((*q.shape[:-1], plan.spec.value_dim)), []
 
     def compute(block: Block, keys: Tensor, values: Tensor) -> None:
@@ -74,9 +75,9 @@ def forward(
 
     for block in halo.own:
         compute(block, *_rows((k, v), layout, block.k, block.keys))
-    transfers.wait(posted)
     pairs = [rows.pair() for rows in joined]
-    for rim, pair in zip(halo.rims, pairs, strict=True):
+    for rim, rows, pair, theirs in zip(halo.rims, joined, pairs, message.received(), strict=True):
+        rows.run(rim.theirs_at, rim.theirs.length).buffer.copy_(theirs.buffer)
         compute(rim.block, *pair)
     for first, end in _left_out(plan, halo):
         rows_of(out, layout, first, end - first).zero_()
@@ -125,23 +126,9 @@ def backward(
     for rim, pair in zip(halo.rims, found, strict=True):
         if rim.own.length:
             of_keys.add(*rim.own, *_rows(pair, layout, rim.own_at, rim.own.length))
-    for lent, pair in zip(halo.lent, message.received(), strict=True):
-        of_keys.add(*lent.rows, *pair)
+    for lent, rows in zip(halo.lent, message.received(), strict=True):
+        of_keys.add(*lent.rows, *rows.pair())
     return [*of_q.rounded(), *of_keys.rounded()], captured.by_name
-
-
-def _sent(halo: Halo, group: Any, joined: Sequence[ByRows], own: Pair, layout: str) -> tuple[Transfers, list[Any]]:
-    """What others read of own rows is on its way to them, and what rims read of others' to its places in `joined`."""
-    sends = []
-    for lent in halo.lent:
-        rows = ByRows(lent.rows.length, own, layout)
-        rows.fill(0, _rows(own, layout, *lent.rows))
-        sends.append((lent.to, rows.run(0, lent.rows.length)))
-    receives = [
-        (rim.owner, rows.run(rim.theirs_at, rim.theirs.length)) for rim, rows in zip(halo.rims, joined, strict=True)
-    ]
-    transfers = Transfers(group, own[0].device)
-    return transfers, transfers.post(sends, receives)
 
 
 def _halo_of(plan: Plan, rank: int) -> Halo:

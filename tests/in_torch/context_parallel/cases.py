@@ -267,6 +267,7 @@ def one_rank_fails(how: str, rank: int) -> str:
     q, k, v = (shard(x, 2).requires_grad_() for x in problem.qkv)
     patient = dist.new_group(timeout=timedelta(minutes=2))  # kernels are compiled in it: that may take long
     attention(problem.spec, q, k, v, group=patient, emulate=not on_gpu()).backward(shard(problem.d_out, 2))
+    dist.barrier(patient)  # a rank that still compiles would hold up messages of the group that is not patient
     out = attention(problem.spec, q, k, v, emulate=not on_gpu())
     if dist.get_rank() == rank:
         os._exit(3) if how == "dies" else time.sleep(3600)
