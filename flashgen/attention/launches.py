@@ -13,7 +13,7 @@ from flashgen.language.spec import AttentionSpec
 from flashgen.launch.argument_writer import ArgumentWriter, Value
 from flashgen.launch.engines import Launch
 from flashgen.launch.memory import Memory
-from flashgen.launch.tensor_map_writer import TensorMapWriter, map_shapes
+from flashgen.launch.tensor_map_writer import TensorMapWriter, head_panels, map_shapes
 from flashgen.runtime.arrays import View, byte_strides
 
 _MOST_TILES = 2**30 - 1  # so that a step past the last is a number, too
@@ -44,6 +44,7 @@ def launch_of(
         values |= dict(zip(("k_scales", "v_scales"), problem.scales, strict=True))
     if spec.page_size:
         values |= {"pages": problem.pages, "table_pitch": problem.table_pitch}
+        values |= head_panels(spec, kernel, problem, problem.strides, problem.pages)
     counts = int(kernel.counts(problem)) if kernel.counts else 0
     if not kernel.boxes:
         return Launch(kernel.grid(problem), ArgumentWriter(kernel.layout, values), counts)

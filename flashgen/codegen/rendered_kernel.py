@@ -64,7 +64,8 @@ class RenderedKernel:
         reads: which lists of tiles it reads; None where closed forms say what to visit.
         lists: of a kernel that makes lists, which.
         boxes: arrays that its struct holds tensor maps of -> (columns, rows) that one copy moves, or (columns, heads,
-            rows) where heads are packed.
+            rows) where heads are packed, or (columns of a panel, rows of a group, panels, groups) where one moves
+            several panels.
         counts: how many counters its blocks count by, 0 before and after the launch; None where they never do.
         workspaces: memory that it is the first to need.
         pointers: members of its struct that are called otherwise in the pass.

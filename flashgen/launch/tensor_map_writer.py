@@ -15,9 +15,18 @@ from flashgen.codegen.sizes import Sizes
 from flashgen.language.spec import AttentionSpec
 from flashgen.launch.argument_writer import Addresses, ArgumentWriter, Value
 from flashgen.runtime.remembered import Remembered
-from flashgen.runtime.tensor_maps import MAP_BYTES, MapMaker, MapShape, emulated_map, map_shape
+from flashgen.runtime.tensor_maps import (
+    MAP_BYTES,
+    MapMaker,
+    MapShape,
+    emulated_map,
+    map_shape,
+    panel_map_shape,
+    panels_between_heads,
+)
 
 _MOST_KEPT = 64  # sets of maps
+_OF_PANELS = 4  # numbers of a box that has several panels
 
 
 class TensorMapWriter(ArgumentWriter):
@@ -83,16 +92,41 @@ def map_shapes(
     """
     packed, shapes = kernel.plan.packed_heads > 1, {}
     for name, box in kernel.boxes.items():
-        columns = spec.value_dim if name in VALUE_WIDE else spec.head_dim
         if spec.is_ragged and (name in OF_QUERIES or not spec.page_size):
             shapes[name] = _ragged_shape(spec, kernel, sizes, name, strides[name])
             continue
-        rows, heads, outermost = _extents(spec, sizes, name, pages)
-        outer, head, row = strides[name] if rows and outermost else (columns,) * 3  # of nothing, they may be any
-        extents, steps = (columns, rows, heads, outermost), (row, head, outer)
+        extents, steps = _walked(spec, sizes, name, strides[name], pages)
+        if len(box) == _OF_PANELS:
+            shapes[name] = panel_map_shape(name, spec.dtype, extents, steps, box)
+            continue
         called = "out" if name == "o" else name
         shapes[name] = map_shape(called, spec.dtype, extents, steps, box, packed and name in OF_QUERIES)
     return shapes
+
+
+def head_panels(
+    spec: AttentionSpec,
+    kernel: RenderedKernel,
+    sizes: Sizes,
+    strides: Mapping[str, tuple[int, int, int]],
+    pages: int,
+) -> dict[str, int]:
+    """Members of a struct: how many panels it is from head to head, of arrays of which a copy has several."""
+    return {
+        f"{name}_head_panels": panels_between_heads(name, *_walked(spec, sizes, name, strides[name], pages), box)
+        for name, box in kernel.boxes.items()
+        if len(box) == _OF_PANELS
+    }
+
+
+def _walked(
+    spec: AttentionSpec, sizes: Sizes, name: str, strides: tuple[int, int, int], pages: int
+) -> tuple[tuple[int, int, int, int], tuple[int, int, int]]:
+    """Columns, rows, heads, and sequences or pages of an array; and the strides of all but the first."""
+    columns = spec.value_dim if name in VALUE_WIDE else spec.head_dim
+    rows, heads, outermost = _extents(spec, sizes, name, pages)
+    outer, head, row = strides if rows and outermost else (columns,) * 3  # of nothing, they may be any
+    return (columns, rows, heads, outermost), (row, head, outer)
 
 
 def _extents(spec: AttentionSpec, sizes: Sizes, name: str, pages: int) -> tuple[int, int, int]:

@@ -140,6 +140,8 @@ def _meanings(spec: AttentionSpec) -> dict[str, str]:
     if spec.page_size:
         of_page = f"(pages, {spec.page_size}, heads_kv"
         meanings |= {"k": f"pages of keys, {of_page}, {head})", "v": f"pages of values, {of_page}, {value})"}
+    for name in "kv":
+        meanings[f"{name}_head_panels"] = f"from a head of {name} to the next, in panels of columns, of which see maps"
     meanings["sums"] = "of the gradient, which the kernel of keys added up"
     for capture in spec.captures:
         meanings |= _capture_meanings(capture)
@@ -173,11 +175,25 @@ def _capture_meanings(capture: Capture) -> dict[str, str]:
 # ---- tensor maps
 
 
+_OF_PANELS = ("row", "panel", "group", "page")  # of 8 rows a group: of pages of which a copy has several panels
+
+
 def _map(name: str, kernel: RenderedKernel, spec: AttentionSpec) -> dict[str, Any]:
     """What cuTensorMapEncodeTiled is told of an array; in every map steps of 1, no interleaving, zeros outside."""
     columns = spec.value_dim if name in VALUE_WIDE else spec.head_dim
     rows, heads = ("len_q", "heads_q") if name in OF_QUERIES else ("len_k", "heads_kv")
-    box = (*kernel.boxes[name], 1, 1, 1)[:4]
+    box = kernel.boxes[name]
+    if len(box) == len(_OF_PANELS):
+        panel, group, joined, _ = box
+        return {
+            **_map_of(name, spec, (*box, 1)),
+            "sizes": [
+                *(str(panel), str(group), f"(heads_kv - 1) * {name}_head_panels + {joined}"),
+                *(str(spec.page_size // group), "pages"),
+            ],
+            "strides": list(_OF_PANELS),
+        }
+    box = (*box, 1, 1, 1)[:4]
     if spec.page_size and name not in OF_QUERIES:
         return {
             **_map_of(name, spec, box),

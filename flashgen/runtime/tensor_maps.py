@@ -32,8 +32,10 @@ class MapShape:
 
     Attributes:
         dtype: "float16" or "bfloat16".
-        sizes: columns, rows, heads, batch; or columns, heads, rows, batch.
-        strides: bytes from row to row, head to head, batch to batch, in the order of the sizes.
+        sizes: columns, rows, heads, batch; or columns, heads, rows, batch; or, of pages whose panels are copied
+            together, columns of a panel, rows of a group, panels of all heads, groups of a page, pages.
+        strides: bytes from row to row, head to head, batch to batch, in the order of the sizes; or from row to row,
+            panel to panel, group to group, page to page.
         box: how much of the first sizes one copy moves; it moves 1 of the others. Its rows, of 32, 64 or 128 bytes, are
             swizzled.
         rows_before: how many rows before the array's address the map begins. None of them is ever read or written:
@@ -41,8 +43,8 @@ class MapShape:
     """
 
     dtype: str
-    sizes: tuple[int, int, int, int]
-    strides: tuple[int, int, int]
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
     box: tuple[int, ...]
     rows_before: int = 0
 
@@ -52,10 +54,9 @@ class MapShape:
         return self.rows_before * self.strides[0]
 
     @property
-    def whole_box(self) -> tuple[int, int, int, int]:
+    def whole_box(self) -> tuple[int, ...]:
         """How much of each size one copy moves."""
-        columns, second, third, fourth = (*self.box, 1, 1, 1)[:4]
-        return columns, second, third, fourth
+        return (*self.box, *[1] * (len(self.sizes) - len(self.box)))
 
     @property
     def swizzle_bytes(self) -> int:
@@ -64,14 +65,15 @@ class MapShape:
     @cached_property
     def _driver_arguments(self) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         """The driver's arguments before and after the address."""
+        rank = len(self.sizes)
         after = (
-            (ctypes.c_uint64 * 4)(*self.sizes),
-            (ctypes.c_uint64 * 3)(*self.strides),
-            (ctypes.c_uint32 * 4)(*self.whole_box),
-            (ctypes.c_uint32 * 4)(1, 1, 1, 1),
+            (ctypes.c_uint64 * rank)(*self.sizes),
+            (ctypes.c_uint64 * (rank - 1))(*self.strides),
+            (ctypes.c_uint32 * rank)(*self.whole_box),
+            (ctypes.c_uint32 * rank)(*[1] * rank),
             *(_NO_INTERLEAVE, _SWIZZLES[self.swizzle_bytes], _PROMOTE_256_BYTES, _FILL_WITH_ZEROS),
         )
-        return (_DATA_TYPES[self.dtype], 4), after
+        return (_DATA_TYPES[self.dtype], rank), after
 
 
 def map_shape(
@@ -102,6 +104,41 @@ def map_shape(
     if heads_first:
         return MapShape(dtype, (columns, heads, rows, batch), (whole[1], whole[0], whole[2]), box)
     return MapShape(dtype, (columns, rows, heads, batch), (whole[0], whole[1], whole[2]), box)
+
+
+def panel_map_shape(
+    name: str,
+    dtype: str,
+    sizes: tuple[int, int, int, int],
+    strides: tuple[int, int, int],
+    box: tuple[int, ...],
+) -> MapShape:
+    """The shape of a map of pages of which one copy moves several panels; strides in elements, sizes may be 0.
+
+    sizes: columns, rows, heads, pages. box: columns of a panel, rows of a group, panels, groups.
+
+    Raises:
+        ArgumentError: TMA cannot walk along a stride, or heads are no whole panels apart.
+    """
+    head_panels = panels_between_heads(name, sizes, strides, box)
+    (columns, rows, heads, pages), (panel, group, *_) = (max(size, 1) for size in sizes), box
+    plain = map_shape(name, dtype, sizes, strides, box[:2])
+    row, _, page = plain.strides
+    whole = (panel, group, (heads - 1) * head_panels + columns // panel, rows // group, pages)
+    return MapShape(dtype, whole, (row, panel * _ELEMENT_BYTES, group * row, page), box)
+
+
+def panels_between_heads(
+    name: str, sizes: tuple[int, int, int, int], strides: tuple[int, int, int], box: tuple[int, ...]
+) -> int:
+    """From a head to the next, in panels; ArgumentError where that is no whole number. Arguments are as above."""
+    columns, _, heads, _ = sizes
+    between = strides[1] if heads > 1 else columns
+    if between % box[0]:
+        raise ArgumentError(
+            f"{name} has heads {between} elements apart; over pages they must be multiples of {box[0]} apart: {_REMEDY}"
+        )
+    return between // box[0]
 
 
 class MapMaker:

@@ -27,6 +27,13 @@ from paged import SEED, WRONG, assert_right, call, with_pages
 
 SIZES = (8, 16, 32, 64, 128, 256)
 CAUSAL = fg.AttentionSpec(64, mask=fg.causal(), page_size=16)
+# By how many panels of columns a copy brings: one of K and of V, several of both, several of K alone.
+KINDS = {
+    "single": CAUSAL,
+    "joined": fg.AttentionSpec(128, value_dim=96, mask=fg.causal(), page_size=16),
+    "both": fg.AttentionSpec(80, value_dim=64, mask=fg.causal(), page_size=16),
+}
+kinds = pytest.mark.parametrize("kind", KINDS)
 PLAN = HopperPlan(2, 48, takes_turns=True)
 VARIANTS = [variant for variant in variants() if not variant.equal]
 DIMS = (64, 128, 40, 96, 32, 256, 80, 192, 8, 160)
@@ -66,17 +73,27 @@ def test_every_variant(number: int) -> None:
 
 
 @pytest.mark.parametrize("sanitize", ["address", "thread"])
-@pytest.mark.parametrize(("size", "plan"), [(8, HopperPlan(1, 32)), (64, replace(PLAN, consumers=3))], ids=str)
-def test_under_sanitizers(sanitize: Any, size: int, plan: HopperPlan) -> None:
+@pytest.mark.parametrize(
+    ("kind", "size", "plan"),
+    [
+        ("single", 8, HopperPlan(1, 32)),
+        ("single", 64, replace(PLAN, consumers=3)),
+        ("joined", 16, HopperPlan(1, 32)),
+        ("both", 8, HopperPlan(1, 48)),
+    ],
+    ids=str,
+)
+def test_under_sanitizers(sanitize: Any, kind: str, size: int, plan: HopperPlan) -> None:
+    spec = with_pages(KINDS[kind], size)
     for how in ("late", "early"):
         schedule = Schedule("random", how, seed=5)
-        assert_right(with_pages(CAUSAL, size), Shape(70, 150, 3, 2, 1), plan=plan, sanitize=sanitize, schedule=schedule)
+        assert_right(spec, Shape(70, 150, 3, 2, 1), plan=plan, sanitize=sanitize, schedule=schedule)
 
 
-@pytest.mark.parametrize("size", [8, 64])
+@pytest.mark.parametrize(("kind", "size"), [("single", 8), ("single", 64), ("joined", 16)])
 @pytest.mark.parametrize("what", WRONG)
-def test_what_a_wrong_table_says_is_bounded_and_never_read_outside(what: str, size: int) -> None:
-    spec = with_pages(CAUSAL, size)
+def test_what_a_wrong_table_says_is_bounded_and_never_read_outside(what: str, kind: str, size: int) -> None:
+    spec = with_pages(KINDS[kind], size)
     inputs = random_inputs(spec, Shape(70, 150, 3, 2, 1))
     for array in (inputs.k, inputs.v):
         np.nan_to_num(array, copy=False)
@@ -87,25 +104,27 @@ def test_what_a_wrong_table_says_is_bounded_and_never_read_outside(what: str, si
     assert judged(spec, inputs.q, inputs.k, inputs.v, *found, wrong).ok
 
 
-def test_no_pages_at_all() -> None:
-    pages = np.zeros((0, 16, 2, 64), np.float16)
-    q, lengths = np.ones((2, 4, 70, 64), np.float16), np.array([5, 0], np.int32)
-    compiled = attention.compile(CAUSAL, emulate=True, sanitize="address", plan=PLAN)
+@kinds
+def test_no_pages_at_all(kind: str) -> None:
+    spec = KINDS[kind]
+    k, v = (np.zeros((0, 16, 2, width), np.float16) for width in (spec.head_dim, spec.value_dim))
+    q, lengths = np.ones((2, 4, 70, spec.head_dim), np.float16), np.array([5, 0], np.int32)
+    compiled = attention.compile(spec, emulate=True, sanitize="address", plan=PLAN)
     for columns in (3, 0):
         table = np.zeros((2, columns), np.int32)
-        out, lse = compiled(q, pages, pages, page_table=table, seqused_k=lengths, return_lse=True)
+        out, lse = compiled(q, k, v, page_table=table, seqused_k=lengths, return_lse=True)
         assert not out.any() and np.isneginf(lse).all()
 
 
-@pytest.mark.parametrize("layout", ["bhsd", "bshd"])
-def test_pages_change_no_bit(layout: Any) -> None:
+@pytest.mark.parametrize(("layout", "dim"), [("bhsd", 64), ("bshd", 64), ("bshd", 128), ("bhsd", 192)])
+def test_pages_change_no_bit(layout: Any, dim: int) -> None:
     """Of the same plan's call over contiguous keys, whatever the size of the pages."""
-    plain = fg.AttentionSpec(64, mask=fg.causal(), score=fg.softcap(20), layout=layout)
+    plain = fg.AttentionSpec(dim, mask=fg.causal(), score=fg.softcap(20), layout=layout)
     inputs = random_inputs(plain, Shape(130, 256, 2, 4, 2))
     expected = call(attention.compile(plain, emulate=True, plan=PLAN), inputs)
     for size in (8, 64):
         pages = [array.swapaxes(1, 2) if layout == "bhsd" else array for array in (inputs.k, inputs.v)]
-        pages = [np.ascontiguousarray(array).reshape(-1, size, 2, 64) for array in pages]
+        pages = [np.ascontiguousarray(array).reshape(-1, size, 2, dim) for array in pages]
         where = {
             "page_table": np.arange(len(pages[0]), dtype=np.int32).reshape(2, -1),
             "seqused_k": np.full(2, 256, np.int32),
@@ -117,30 +136,33 @@ def test_pages_change_no_bit(layout: Any) -> None:
             np.testing.assert_array_equal(array, wanted)
 
 
-def test_strides_of_tables_and_pages() -> None:
+@pytest.mark.parametrize("dim", [64, 128])
+def test_strides_of_tables_and_pages(dim: int) -> None:
     """A table that is a part of a larger one, and pages that hold keys beside values."""
-    inputs = random_inputs(CAUSAL, Shape(70, 100, 3, 4, 2))
+    spec = fg.AttentionSpec(dim, mask=fg.causal(), page_size=16)
+    inputs = random_inputs(spec, Shape(70, 100, 3, 4, 2))
     both = np.ascontiguousarray(np.stack([inputs.k, inputs.v], 1))
     columns = inputs.captures["page_table"].shape[1]
     table = np.full((3, 40), -1, np.int32)
     table[:, :columns] = inputs.captures["page_table"]
     where = {"page_table": table[:, :columns], "seqused_k": inputs.captures["seqused_k"]}
-    compiled = attention.compile(CAUSAL, emulate=True, sanitize="address", plan=PLAN)
+    compiled = attention.compile(spec, emulate=True, sanitize="address", plan=PLAN)
     views = Inputs(inputs.q, both[:, 0], both[:, 1], where)
     for array, wanted in zip(call(compiled, views), call(compiled, inputs), strict=True):
         np.testing.assert_array_equal(array, wanted)
 
 
-def test_one_page_and_one_head_whose_strides_may_be_any() -> None:
+@kinds
+def test_one_page_and_one_head_whose_strides_may_be_any(kind: str) -> None:
     """A single head or page is never stepped over: what their strides say is not told to TMA."""
-    inputs = random_inputs(CAUSAL, Shape(70, 16, 1, 2, 1))
-    page, strides = inputs.captures["page_table"][0, 0], inputs.k.strides
+    inputs = random_inputs(KINDS[kind], Shape(70, 16, 1, 2, 1))
+    page = inputs.captures["page_table"][0, 0]
     k, v = (
-        np.lib.stride_tricks.as_strided(array[page], (1, *array.shape[1:]), (-6, strides[1], 10, strides[3]))
+        np.lib.stride_tricks.as_strided(array[page], (1, *array.shape[1:]), (-6, array.strides[1], 10, 2))
         for array in (inputs.k, inputs.v)
     )
     where = {"page_table": np.zeros((1, 1), np.int32), "seqused_k": inputs.captures["seqused_k"]}
-    compiled = attention.compile(CAUSAL, emulate=True, plan=PLAN)
+    compiled = attention.compile(KINDS[kind], emulate=True, plan=PLAN)
     for array, wanted in zip(call(compiled, Inputs(inputs.q, k, v, where)), call(compiled, inputs), strict=True):
         np.testing.assert_array_equal(array, wanted)
 
@@ -150,6 +172,22 @@ def test_pages_that_tma_cannot_walk_along_are_refused() -> None:
     compiled = attention.compile(CAUSAL, emulate=True, plan=PLAN)
     with pytest.raises(ArgumentError, match=r"k has strides .* TMA takes those from 0"):
         call(compiled, Inputs(inputs.q, inputs.k[::-1], inputs.v, inputs.captures))
+
+
+def test_heads_that_are_no_whole_panels_apart_are_refused() -> None:
+    """Where copies have several panels, which are counted along all heads; k of a tensor that has more columns."""
+    spec = fg.AttentionSpec(128, page_size=16)
+    inputs = random_inputs(spec, Shape(70, 100, 2, 4, 2))
+    compiled = attention.compile(spec, emulate=True, plan=PLAN)
+    for more, right in ((64, True), (8, False)):
+        wide = np.zeros((*inputs.k.shape[:3], 128 + more), np.float16)
+        wide[..., :128] = inputs.k
+        views = Inputs(inputs.q, wide[..., :128], inputs.v, inputs.captures)
+        if right:
+            np.testing.assert_array_equal(call(compiled, views)[0], call(compiled, inputs)[0])
+            continue
+        with pytest.raises(ArgumentError, match=r"k has heads 136 elements apart.*multiples of 64.*target='sm_90'"):
+            call(compiled, views)
 
 
 @pytest.mark.parametrize("size", [8, 64])

@@ -14,7 +14,7 @@ import pytest
 import flashgen.language as fg
 from flashgen.build import nvrtc
 from flashgen.codegen.families import forward_stages, render_forward
-from flashgen.codegen.hopper.pages import box_keys
+from flashgen.codegen.hopper.pages import box_keys, panels_joined
 from flashgen.codegen.hopper.plans import HopperPlan
 from flashgen.codegen.rendered_kernel import RenderedKernel
 from flashgen.codegen.targets import target_named
@@ -100,7 +100,16 @@ def test_copies_are_of_whole_pages_or_parts_of_a_page() -> None:
         spec = AttentionSpec(96, value_dim=64, page_size=size)
         assert box_keys(spec, tile_k) == keys
         boxes = render_forward(spec, SM_90A, HopperPlan(2, tile_k)).boxes
-        assert boxes == {"q": (32, 64), "k": (32, keys), "v": (64, keys), "o": (64, 16)}
+        assert boxes == {"q": (32, 64), "k": (32, 8, 3, keys // 8), "v": (64, keys), "o": (64, 16)}
+
+
+@pytest.mark.parametrize(
+    ("width", "panel", "joined"), [(64, 64, 1), (128, 64, 2), (256, 64, 4), (96, 32, 3), (80, 16, 5), (40, 16, 1)]
+)
+def test_whole_panels_are_copied_together(width: int, panel: int, joined: int) -> None:
+    """A panel that is cut is one by itself: only so are its columns beyond the last zeros."""
+    assert panels_joined(AttentionSpec(width, page_size=16), width, panel) == joined
+    assert panels_joined(AttentionSpec(width), width, panel) == 1
 
 
 def test_registers_of_a_block_are_those_of_its_launch() -> None:

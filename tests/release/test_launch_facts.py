@@ -21,7 +21,7 @@ from flashgen.attention.launches import Launch
 from flashgen.build import nvrtc
 from flashgen.build.host import find_compiler
 from flashgen.build.resources import Resources
-from flashgen.codegen.hopper.plans import HopperPlan
+from flashgen.codegen.hopper.plans import HopperPlan, panel_columns
 from flashgen.codegen.rendered_kernel import RenderedKernel
 from flashgen.codegen.targets import target_named
 from flashgen.launch.engines import Emulator, EmulatorRunner
@@ -151,6 +151,7 @@ def check(made: list[Launched], spec: fg.AttentionSpec, shape: Shape = SHAPE, pa
     described = launch_facts({launched.part: launched.kernel for launched in made}, spec)
     sizes = sizes_of(spec, shape) | {"count": shape.heads_q, "multiprocessors": Emulator().multiprocessors(0)}
     sizes["pages"] = pages
+    sizes |= {f"{name}_head_panels": width // panel_columns(width) for name, width in _widths(spec)}
     for launched in made:
         facts = described[launched.part]
         assert tuple(value(facts["grid"][axis], sizes) for axis in "xyz") == launched.launch.grid, launched.part
@@ -159,6 +160,10 @@ def check(made: list[Launched], spec: fg.AttentionSpec, shape: Shape = SHAPE, pa
         check_members(facts["arguments"], launched, sizes)
         if isinstance(launched.launch.writer, TensorMapWriter):
             check_maps(facts["maps"], launched.launch.writer, sizes, spec, shape)
+
+
+def _widths(spec: fg.AttentionSpec) -> list[tuple[str, int]]:
+    return [("k", spec.head_dim), ("v", spec.value_dim)]
 
 
 def check_members(members: list[dict[str, Any]], launched: Launched, sizes: Mapping[str, int]) -> None:
@@ -182,7 +187,7 @@ def is_the_callers(name: str, type: str) -> bool:
         type.endswith(("*", "TensorMap"))
         or name in CALLERS
         or name in ("cap", "pages", "table_pitch")
-        or name.endswith(("_strides", "_stride", "_size"))
+        or name.endswith(("_strides", "_stride", "_size", "_head_panels"))
     )
 
 
@@ -207,7 +212,8 @@ def bytes_from(array: str, spec: fg.AttentionSpec, shape: Shape) -> dict[str, in
     of_queries = array in ("q", "o", "d_o", "dq")
     length, heads = (shape.len_q, shape.heads_q) if of_queries else (shape.len_k, shape.heads_kv)
     if spec.page_size and not of_queries:
-        return {"row": heads * row, "head": row, "page": spec.page_size * heads * row}
+        of_panels = {"panel": 2 * panel_columns(row // 2), "group": 8 * heads * row}
+        return of_panels | {"row": heads * row, "head": row, "page": spec.page_size * heads * row}
     by_layout = {"row": row, "head": length * row} if spec.layout == "bhsd" else {"row": heads * row, "head": row}
     return by_layout | {"batch": length * heads * row}
 

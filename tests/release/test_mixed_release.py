@@ -35,8 +35,8 @@ def test_launches_of_two_kernels() -> None:
     assert few["grid"]["x"] == "splits * heads_kv"
     assert [map["sizes"] for map in prompts["maps"]] == [
         ["128", "256", "heads_q", "total_q + 1"],
-        ["128", "16", "heads_kv", "pages"],
-        ["128", "16", "heads_kv", "pages"],
+        ["64", "8", "(heads_kv - 1) * k_head_panels + 2", "2", "pages"],
+        ["64", "8", "(heads_kv - 1) * v_head_panels + 2", "2", "pages"],
         ["128", "256", "heads_q", "total_q + 1"],
     ]
     assert [map.get("rows_before", 0) for map in prompts["maps"]] == [256, 0, 0, 256]

@@ -23,7 +23,7 @@ from flashgen.codegen.expressions.function_text import DEVICE_NAMES, Names
 from flashgen.codegen.forward_kernel import forward_context, forward_kernel, page_fields
 from flashgen.codegen.header import header
 from flashgen.codegen.hopper.measured_plans import choose_hopper_plan
-from flashgen.codegen.hopper.pages import box_keys
+from flashgen.codegen.hopper.pages import GROUP_ROWS, box_keys, panels_joined
 from flashgen.codegen.hopper.plans import PROMPT_QUERIES, HopperPlan, panel_columns
 from flashgen.codegen.ragged import MAP_ROWS, ragged_fields, sequences_text, slots
 from flashgen.codegen.rendered_kernel import Grid, RenderedKernel
@@ -57,6 +57,7 @@ def hopper_layout(spec: AttentionSpec, lists: bool, packed: bool = False) -> Arg
         fields[-2] = Field("float*", "lse", comment="(heads_q, total_q), or null")
         fields += ragged_fields(keys=not spec.page_size)
     fields += page_fields(spec, strides=False)
+    fields += [Field("int", f"{name}_head_panels") for name in "kv" if _joined(spec, name) > 1]
     if not (ragged and spec.page_size):  # where the device counts those of prompts
         what = "slots of queries" if ragged else "of queries"
         fields.append(Field("int", "tiles", comment=f"{what}, of all heads and batches"))
@@ -96,6 +97,7 @@ def render_hopper(spec: AttentionSpec, target: Target, plan: HopperPlan | None =
         "page_size": spec.page_size,
         "prompt_queries": PROMPT_QUERIES if mixed else 0,
         "box_keys": box_keys(spec, plan.tile_k),
+        "joined": {name: _joined(spec, name) > 1 for name in "kv"},
     }
     if spec.is_ragged and not mixed:
         context["sequences"] = sequences_text(context["struct"], layout, "kTileQ")
@@ -166,8 +168,17 @@ def _boxes(spec: AttentionSpec, plan: HopperPlan) -> dict[str, tuple[int, ...]]:
     head, value = panel_columns(spec.head_dim), panel_columns(spec.value_dim)
     keys = box_keys(spec, plan.tile_k)
     rows = {"q": _box_rows(_WARPGROUP_ROWS, plan), "k": (keys,), "v": (keys,)}
+    for name in "kv":
+        if (joined := _joined(spec, name)) > 1:
+            rows[name] = (GROUP_ROWS, joined, keys // GROUP_ROWS)
     rows["o"] = _box_rows(_WARP_ROWS, plan)
     return {name: ((head if name in "qk" else value), *rows[name]) for name in "qkvo"}
+
+
+def _joined(spec: AttentionSpec, name: str) -> int:
+    """Panels of k or v that one copy brings."""
+    width = spec.head_dim if name == "k" else spec.value_dim
+    return panels_joined(spec, width, panel_columns(width))
 
 
 def _box_rows(rows: int, plan: HopperPlan) -> tuple[int, ...]:

@@ -5,6 +5,12 @@ pages, or parts of pages: each is of as many keys as divide both, so that none r
 lies outside of the map. In shared memory a copy's rows must begin where a swizzle does, 8 rows apart, so that smaller
 pages are for the kernels of mma.sync.
 
+Starting a copy takes the loading warp longer than a small one takes to arrive. So all panels of a page's columns are
+one copy, where each is whole: in their maps a row of 64 columns is followed by the next of 8 rows, these by those of
+the next panel, and these by the next 8 rows. A tile in shared memory has the same order, in which groups of 8 rows are
+equally far apart whatever the pages are, and more a product does not ask for. Panels are counted along all heads, so
+that heads must begin whole panels apart.
+
 A copy brings what its page holds, also behind a sequence's last key, where that may be anything. Scores there are -inf;
 values are cleared by the warp that loads, before the warpgroups that compute hear of them.
 """
@@ -17,6 +23,15 @@ from flashgen.language.spec import AttentionSpec
 
 LEAST_PAGE = 8
 """Keys of the smallest page that a copy brings: the rows after which a swizzle begins again."""
+
+
+GROUP_ROWS = 8
+"""Rows of a panel that stand together in shared memory: those after which a swizzle begins again."""
+
+
+def panels_joined(spec: AttentionSpec, width: int, panel: int) -> int:
+    """Panels that one copy of keys or values of so many columns brings; 1 where each is one by itself."""
+    return width // panel if spec.page_size and width % panel == 0 else 1
 
 
 def box_keys(spec: AttentionSpec, tile_k: int) -> int:
