@@ -274,8 +274,9 @@ def test_every_variant_on_a_gpu(number: int, cupy: Any) -> None:
 def test_every_size_on_a_gpu(size: int, cupy: Any) -> None:
     for number, len_k in enumerate((1, size, size + 1, 4000 - size, 4001)):
         plan = (None, PLAN, HopperPlan(3, 80), HopperPlan(2, 128), HopperPlan(1, 256, 1))[number]
-        spec = fg.AttentionSpec(64, "bfloat16", mask=(fg.causal(), fg.full())[number % 2], page_size=size)
-        _right_on_a_gpu(cupy, spec, Shape(500, len_k, 9, 8, 2), plan=plan)
+        for dim in (64, 128):  # a panel of columns, and two that are copied together
+            spec = fg.AttentionSpec(dim, "bfloat16", mask=(fg.causal(), fg.full())[number % 2], page_size=size)
+            _right_on_a_gpu(cupy, spec, Shape(500, len_k, 9, 8, 2), plan=plan)
 
 
 @pytest.mark.gpu
