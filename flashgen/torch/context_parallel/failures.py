@@ -15,7 +15,7 @@ def naming_the_rank(group: Any) -> Iterator[None]:
     """Inside, messages of a group are begun: where they fail, a PeerError says which rank does not answer.
 
     Over NCCL messages fail later, on the GPU: torch ends the process after the group's timeout, before which the watch
-    has logged the rank; a call that comes in between raises the PeerError.
+    has named the rank in the log and in a warning; a call that comes in between raises the PeerError.
     """
     watch = watch_of(group)
     if watch.problem:

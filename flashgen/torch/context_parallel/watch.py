@@ -12,13 +12,17 @@ import atexit
 import logging
 import threading
 import time
+import warnings
 import weakref
 from collections.abc import Mapping
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+
+from flashgen.errors import FlashgenWarning
 
 _LOG = logging.getLogger("flashgen")
 _BEATS = 20  # of a group's timeout
@@ -132,7 +136,7 @@ class Watch:
         behind = _last(signs, [rank for rank, each in seen.items() if now - each.begun_since > self._patience])
         said = self.problem or (f"{_ranks(behind)} {_behind(signs, behind, self._begun)}" if behind else None)
         if said and not self._said:
-            _LOG.error("flashgen: %s", said)
+            _say(said)
         self._said = bool(said)
 
     def _write(self) -> None:
@@ -143,6 +147,13 @@ class Watch:
         with self._turn:
             there = [rank for rank in self._others if self._store.check([_key(rank)])]
             return dict(zip(there, map(Sign.of, self._store.multi_get([_key(rank) for rank in there])), strict=True))
+
+
+def _say(message: str) -> None:
+    """To the log, and to the program: who waits for a message over NCCL has no other way to learn it."""
+    _LOG.error("flashgen: %s", message)
+    with suppress(FlashgenWarning):  # where warnings are errors this thread goes on, and the log has it
+        warnings.warn(f"flashgen: {message}", FlashgenWarning, stacklevel=2)
 
 
 _GONE = "not answering: look at what the process has said last, and start the ranks anew"

@@ -280,6 +280,16 @@ def one_rank_fails(how: str, rank: int) -> str:
     return "nothing was said"
 
 
+def one_rank_dies_unseen() -> None:
+    """The other one computes on for long, and meets no message that fails."""
+    problem = Problem("causal")
+    q, k, v = (shard(x, 2) for x in problem.qkv)
+    attention(problem.spec, q, k, v, emulate=not on_gpu())
+    if dist.get_rank() == 1:
+        os._exit(3)
+    time.sleep(6)
+
+
 def drops_the_same() -> bool:
     """Whether what is dropped is the same on all ranks as on one, bit for bit: told by values that name their keys."""
     problem = Problem("dropped")
