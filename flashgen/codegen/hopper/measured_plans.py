@@ -34,11 +34,10 @@ _MEASURED: dict[Kind, tuple[HopperPlan, ...]] = {
     "batched": (_Turn(2, 128), _Turn(2, 96),  _Plan(2, 64),  _Plan(2, 32)),
     "arrays":  (_Turn(2, 64),  _Plan(2, 64),  _Plan(2, 64),  _Plan(2, 32)),
 }
-# Over pages, where a tile is copies of as many keys as divide it and a page: a tile of 80 keys over pages of 64 is
-# copies of 16, which take 1.3 times as long as those of 64. Measured at 64 and 128 columns.
+# Over pages, where a tile is copies of as many keys as divide it and a page. Measured at 64 and 128 columns.
 _OVER_PAGES: dict[Kind, tuple[HopperPlan, ...]] = {
-    "full":    (_Plan(3, 128), _Turn(2, 128), _Plan(2, 64),  _Turn(2, 64)),
-    "ranges":  (_Plan(3, 128), _Plan(2, 128), _Plan(2, 64),  _Turn(2, 64)),
+    "full":    (_Plan(3, 128), _Turn(3, 64),  _Plan(2, 64),  _Turn(2, 64)),
+    "ranges":  (_Plan(3, 128), _Plan(3, 80),  _Plan(2, 64),  _Turn(2, 64)),
     "scores":  (_Plan(3, 128), _Plan(2, 128), _Plan(2, 64),  _Turn(2, 64)),
 }
 # fmt: on

@@ -41,7 +41,10 @@ PACKS = (1, 2, 4, 8, 16, 32, 64)  # heads whose rows fill those of a wgmma witho
 _BESIDE = (30, 32, 40, 64, 56, 64, 96)
 # Registers a thread of the warpgroup that loads keeps, and one of those that compute gets, by how many compute.
 _REGISTERS = {1: (56, 256), 2: (24, 240), 3: (32, 160)}
-_REGISTERS_OVER_PAGES = _REGISTERS | {2: (40, 232)}  # a whole warp loads, whose lanes look up pages
+# Over pages a whole warp loads, whose lanes look up pages: where those that compute can spare registers, it has more of
+# them, to start more copies together. `registers` estimates: kernels up to this many do not spill with 152.
+_REGISTERS_OVER_PAGES = _REGISTERS | {2: (40, 232)}
+_REGISTERS_TO_SPARE, _LIGHT = (56, 152), 156
 
 
 def panel_columns(width: int) -> int:
@@ -104,6 +107,8 @@ class HopperPlan(Checked):
 
     def warpgroup_registers(self, spec: AttentionSpec) -> tuple[int, int]:
         """Registers that a thread of the warpgroup that loads keeps, and that one of those that compute gets."""
+        if spec.page_size and self.consumers == 3 and self.registers(spec) <= _LIGHT:
+            return _REGISTERS_TO_SPARE
         return (_REGISTERS_OVER_PAGES if spec.page_size else _REGISTERS)[self.consumers]
 
     @property
@@ -115,7 +120,7 @@ class HopperPlan(Checked):
 
         The 16-bit probabilities of one step stand beside the scores of the next.
         """
-        rows = self.tile_q // self.warps
+        rows = self.rows // self.warps
         scores, output = rows * self.tile_k // WARP, rows * padded(spec.value_dim) // WARP
         return scores + scores // 2 + output + _BESIDE[demand_of(spec).weight]
 
