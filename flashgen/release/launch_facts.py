@@ -183,7 +183,7 @@ def _map(name: str, kernel: RenderedKernel, spec: AttentionSpec) -> dict[str, An
     columns = spec.value_dim if name in VALUE_WIDE else spec.head_dim
     rows, heads = ("len_q", "heads_q") if name in OF_QUERIES else ("len_k", "heads_kv")
     box = kernel.boxes[name]
-    if len(box) == len(_OF_PANELS):
+    if spec.page_size and len(box) == len(_OF_PANELS):
         panel, group, joined, _ = box
         return {
             **_map_of(name, spec, (*box, 1)),
