@@ -79,7 +79,7 @@ class Attention:
         tuned_plans = TunedPlans(self._kernel, tuned) if follows else None
         with edits.told():
             self._forward = ForwardPass(
-                spec, self._kernels, engine, self._prebuild("forward"), tuned_plans, packs=own_plan, decodes=own_plan
+                spec, self._kernels, engine, self._prebuild("forward"), tuned_plans, by_sizes=own_plan, decodes=own_plan
             )
 
     def _prebuild(self, which: str) -> str:

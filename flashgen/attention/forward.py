@@ -45,7 +45,7 @@ class ForwardPass(Pass[_Prepared]):
     """The forward kernels of a spec, and the lister of their tiles where they read lists.
 
     tuned: where plans are found that calls of some lengths take instead of the kernel's; None is the kernel's for all.
-    packs: whether calls whose tiles that fills better take the packed form of a plan, where the family has one.
+    by_sizes: whether calls of some sizes take packed heads or smaller tiles, where the family has them.
     decodes: whether calls of few queries over many keys take the decode kernel.
     """
 
@@ -56,7 +56,7 @@ class ForwardPass(Pass[_Prepared]):
         engine: Engine,
         prebuild: str,
         tuned: TunedPlans | None = None,
-        packs: bool = False,
+        by_sizes: bool = False,
         decodes: bool = False,
     ) -> None:
         super().__init__(spec, engine, in_rows=frozenset(("q", "k", "v", "o")))
@@ -65,7 +65,7 @@ class ForwardPass(Pass[_Prepared]):
         self.kernel, self.lister, self.listers = default.kernel, default.lister, default.lister
         family = forward_family(self.kernel.target)
         self.choice = KernelChoice(
-            spec, default, engine, tuned, family.packing if packs else None, family.decoding if decodes else None
+            spec, default, engine, tuned, family.by_sizes if by_sizes else None, family.decoding if decodes else None
         )
         if tuned:
             follow(self)

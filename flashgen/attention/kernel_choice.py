@@ -16,7 +16,7 @@ from flashgen.attention.stages import BuiltStages
 from flashgen.attention.tile_lists import TileLister
 from flashgen.attention.tuned_plans import LengthClass, TunedPlan, TunedPlans
 from flashgen.codegen.families import default_plan, forward_family
-from flashgen.codegen.family import Decoding, HeadPacking
+from flashgen.codegen.family import Decoding, PlansBySizes
 from flashgen.codegen.header import show_command
 from flashgen.codegen.mma_sync.splits import MOST_SPLITS
 from flashgen.codegen.plan import Plan
@@ -59,8 +59,8 @@ class KernelChoice:
     whose text is another than was measured is none.
 
     default: of the plan that holds where nothing else does. tuned: the plans that tuning found, or None where they are
-    not looked for. packing: the family's rule, or None where heads are not to be packed. decoding: likewise, of few
-    queries over many keys.
+    not looked for. by_sizes: the family's rules of plans that some sizes take, or None where one plan is to hold.
+    decoding: likewise, of few queries over many keys.
     """
 
     def __init__(
@@ -69,10 +69,10 @@ class KernelChoice:
         default: BuiltForward,
         engine: Engine,
         tuned: TunedPlans | None,
-        packing: HeadPacking | None,
+        by_sizes: PlansBySizes | None,
         decoding: Decoding | None = None,
     ) -> None:
-        self.default, self.tuned, self.packing, self.decoding = default, tuned, packing, decoding
+        self.default, self.tuned, self.by_sizes, self.decoding = default, tuned, by_sizes, decoding
         self._spec, self._engine = spec, engine
         self._built: Remembered[Plan, BuiltForward | None] = Remembered()
         self._found: Remembered[tuple[Card, LengthClass], BuiltForward] = Remembered()
@@ -88,8 +88,7 @@ class KernelChoice:
 
     def depends_on(self, problem: Problem) -> bool:
         """Whether calls of these sizes may run another kernel than the default."""
-        packs = self.packing is not None and problem.heads_per_kv > 1
-        return packs or self.tuned is not None or self.decoding is not None
+        return not (self.by_sizes is None and self.tuned is None and self.decoding is None)
 
     def of(self, problem: Problem, device: int) -> BuiltForward:
         """The kernel of calls of these sizes, which have scores, on a device."""
@@ -164,15 +163,15 @@ class KernelChoice:
         if self.tuned and not self._spec.of_cache:  # whose plans nobody tunes
             tuned, key = self.tuned, self.key(problem, device)
             built = self._found.get_or_make(key, lambda: self._tuned(tuned, *key))
-        if self.packing is None or problem.heads_per_kv == 1:
+        if self.by_sizes is None:
             return built
         kernel, workload = built.kernel, workload_of(problem, self._engine.card(device))
         if not isinstance(kernel.plan, forward_family(kernel.target).plan):  # nor does another family's kernel pack any
             return built
-        plan = self.packing.chosen(kernel.plan, self._spec, kernel.target, workload)
+        plan = self.by_sizes.chosen(kernel.plan, self._spec, kernel.target, workload)
         if plan is None:
             return built
-        return self._built.get_or_make(plan, lambda: self._packed(plan, built)) or built
+        return self._built.get_or_make(plan, lambda: self._of_sizes(plan, built)) or built
 
     def _tuned(self, tuned: TunedPlans, card: Card, lengths: LengthClass) -> BuiltForward:
         """The kernel of the plan that tuning found, or the default one."""
@@ -196,17 +195,24 @@ class KernelChoice:
         made = self._built.get_or_make(tuned.plan, lambda: BuiltForward.of(self._spec, kernels, self._engine, prebuild))
         return made or self.default
 
-    def _packed(self, plan: Plan, unpacked: BuiltForward) -> BuiltForward | None:
-        target, name = unpacked.kernel.target, unpacked.kernel.name
+    def _of_sizes(self, plan: Plan, other: BuiltForward) -> BuiltForward | None:
+        target, name = other.kernel.target, other.kernel.name
         kernels = forward_kernels(self._spec, target, plan=plan)
-        of_default = unpacked.kernel.plan == default_plan(self._spec, target)
-        command = f"{show_command(plan, self._spec)} --what resources" if of_default else "flashgen tune"
+        of_default = other.kernel.plan == default_plan(self._spec, target)
+        command = f"{self._shown(plan)} --what resources" if of_default else "flashgen tune"
         prebuild = f"{command} --target {target.name} {shlex.quote(self._spec.to_json())}"
         try:
             return BuiltForward.of(self._spec, kernels, self._engine, prebuild)
         except BuildError as error:
-            warn(_log, f"{kernels['forward'].name} would fill its tiles better and is not used, {name} is: {error}")
+            warn(_log, f"{kernels['forward'].name} would fill the card better and is not used, {name} is: {error}")
             return None
+
+    def _shown(self, plan: Plan) -> str:
+        """The command that shows the kernel of a plan by sizes beside the default one."""
+        by_sizes = self.by_sizes
+        smaller = by_sizes and by_sizes.smaller(self._spec, self.default.kernel.target)
+        of_smaller = by_sizes and smaller and plan == by_sizes.packing(smaller, plan.packed_heads, self._spec)
+        return f"{show_command(plan, self._spec)}{' --smaller-tiles' if of_smaller else ''}"
 
 
 def warn(log: logging.Logger, message: str) -> None:

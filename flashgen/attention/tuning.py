@@ -75,14 +75,14 @@ def tune(
 
 
 class _Trials:
-    """Calls of the forward by plans, as calls to come have it: of their packed form, where that fills tiles better."""
+    """Calls of the forward by plans, with packed heads or smaller tiles where calls to come take these."""
 
     def __init__(self, bench: Bench, forward: ForwardPass, seed: int | None) -> None:
         self.bench, self.spec, self.seed = bench, forward.spec, seed
-        self._packs = forward.choice.packing is not None
+        self._by_sizes = forward.choice.by_sizes is not None
 
     def of(self, kernels: Kernels) -> Trial:
-        forward = ForwardPass(self.spec, kernels, self.bench.engine, "", packs=self._packs)
+        forward = ForwardPass(self.spec, kernels, self.bench.engine, "", by_sizes=self._by_sizes)
         return Trial(kernels["forward"], lambda: self._call(forward), lambda: self._results(forward))
 
     def _call(self, forward: ForwardPass, results: Mapping[str, Any] | None = None) -> Mapping[str, Any]:

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from flashgen.language import AttentionSpec
 
 
+NO_OPTIONS: Mapping[str, Any] = {}
 _SUFFIXES = (".cu", ".ptx", ".sass", ".svg", ".png")  # endings of files; --output DIR/ has none of them
 
 
@@ -46,14 +47,16 @@ class What(StrEnum):
     spec = "spec"
 
 
-def tile_of(spec: AttentionSpec, target: str, of: Pass, deterministic: bool, packed_heads: int = 1) -> tuple[int, int]:
-    """(queries, keys) of a tile of a pass."""
+def tile_of(
+    spec: AttentionSpec, target: str, of: Pass, deterministic: bool, forward: Mapping[str, Any] = NO_OPTIONS
+) -> tuple[int, int]:
+    """(queries, keys) of a tile of a pass; forward: options of the forward's kernels."""
     from flashgen.codegen.stages import backward_kernels, decode_kernels, forward_kernels
     from flashgen.codegen.targets import target_named
 
     architecture = target_named(target)
     if of is Pass.forward:
-        plan = forward_kernels(spec, architecture, packed_heads)["forward"].plan
+        plan = forward_kernels(spec, architecture, **forward)["forward"].plan
     elif of is Pass.decode:
         plan = decode_kernels(spec, architecture)["decode"].plan
     else:
@@ -67,19 +70,18 @@ def rendered(
     of: Pass,
     name: str | None,
     deterministic: bool,
-    packed_heads: int = 1,
+    forward: Mapping[str, Any] = NO_OPTIONS,
     heads_apart: bool = False,
     apart: bool = False,
 ) -> dict[str, RenderedKernel]:
     """A pass's kernels, or the named one alone, by the part that each plays, in the order of their launches.
 
-    apart: give them the names of a release in place of those that launches know.
+    forward: as above. apart: give them the names of a release in place of those that launches know.
     """
     from flashgen.codegen.stages import kernels_of
     from flashgen.codegen.targets import target_named
 
-    options: dict[str, Any] = {"deterministic": deterministic, "packed_heads": packed_heads}
-    options |= {"heads_apart": heads_apart, "apart": apart}
+    options = {"deterministic": deterministic, "heads_apart": heads_apart, "apart": apart, **forward}
     kernels = dict(kernels_of(spec, target_named(target), (of.value,), **options))
     if name is None:
         return kernels

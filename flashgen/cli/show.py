@@ -100,6 +100,13 @@ def show(
             help="The kernel that has N query heads of one head of k and v as rows of a tile (sm_90a).",
         ),
     ] = 1,
+    smaller_tiles: Annotated[
+        bool,
+        typer.Option(
+            "--smaller-tiles",
+            help="The kernel with fewer queries a tile, which calls of few take, where a spec has one (sm_90a).",
+        ),
+    ] = False,
     heads_apart: Annotated[
         bool,
         typer.Option(
@@ -197,11 +204,14 @@ def show(
         return
     if packed_heads != 1 and of is not Pass.forward:
         raise ArgumentError(f"--packed-heads {packed_heads}: only the forward packs heads")
+    if smaller_tiles and of is not Pass.forward:
+        raise ArgumentError("--smaller-tiles: only the forward has them")
+    forward = {"packed_heads": packed_heads, "smaller_tiles": smaller_tiles}
     if heads_apart and (of is not Pass.backward or deterministic):
         raise ArgumentError("--heads-apart: only the backward whose sums may be in any order, --pass backward, has it")
     architecture = target or target_here()
     if what in (What.tiles, What.svg, What.traffic):
-        tile = tile_of(declared, architecture, of, deterministic, packed_heads)
+        tile = tile_of(declared, architecture, of, deterministic, forward)
         length_k = len_q if len_k is None else len_k
         drawing = drawing_of(declared, tile, len_q, length_k, zoom, captures, Place(batch, head))
         if what is What.traffic:
@@ -218,7 +228,7 @@ def show(
         write_timeline(declared, architecture, of, kernel, deterministic, output)
         return
     to_files = output is not None
-    chosen = rendered(declared, architecture, of, kernel, deterministic, packed_heads, heads_apart, apart=to_files)
+    chosen = rendered(declared, architecture, of, kernel, deterministic, forward, heads_apart, apart=to_files)
     if output is not None:
         write_texts(chosen, what, output)
         return

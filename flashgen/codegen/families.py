@@ -8,17 +8,18 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from flashgen.codegen.family import BackwardFamily, Decoding, ForwardFamily, HeadDivision, HeadPacking
+from flashgen.codegen.family import BackwardFamily, Decoding, ForwardFamily, HeadDivision, PlansBySizes
 from flashgen.codegen.hopper import cache as hopper_cache
 from flashgen.codegen.hopper.backward import render_hopper_backward
 from flashgen.codegen.hopper.backward_plans import HopperBackwardPlan
+from flashgen.codegen.hopper.by_sizes import plan_of_sizes
 from flashgen.codegen.hopper.every_backward_plan import every_hopper_backward_plan
 from flashgen.codegen.hopper.forward import render_hopper
 from flashgen.codegen.hopper.head_division import divided_plan, plan_of_heads_apart
-from flashgen.codegen.hopper.head_packing import packed_plan
 from flashgen.codegen.hopper.measured_plans import choose_hopper_plan
 from flashgen.codegen.hopper.mixed_plans import HopperMixedPlan
 from flashgen.codegen.hopper.plans import HopperPlan, every_hopper_plan
+from flashgen.codegen.hopper.smaller_tiles import smaller_plan
 from flashgen.codegen.hopper.wide_plans import HopperWidePlan
 from flashgen.codegen.mma_sync.backward import render_mma_sync_backward
 from flashgen.codegen.mma_sync.backward_plans import BackwardPlan, every_backward_plan
@@ -62,9 +63,9 @@ _HOPPER_DECODING = replace(
     cache_plans=hopper_cache.cache_plans,
     cache_plan=hopper_cache.cache_plan,
 )
-_HOPPER_PACKING = HeadPacking(HopperPlan.packing, packed_plan)
+_HOPPER_BY_SIZES = PlansBySizes(HopperPlan.packing, smaller_plan, plan_of_sizes)
 _HOPPER = ForwardFamily(
-    HopperPlan, choose_hopper_plan, every_hopper_plan, render_hopper, _HOPPER_DECODING, _HOPPER_PACKING
+    HopperPlan, choose_hopper_plan, every_hopper_plan, render_hopper, _HOPPER_DECODING, _HOPPER_BY_SIZES
 )
 
 _FORWARD = {"turing": _MMA_SYNC, "ampere": _MMA_SYNC, "hopper": _HOPPER}
@@ -127,19 +128,27 @@ def _cache(spec: AttentionSpec) -> str:
     return f"page_size={spec.page_size}" if spec.page_size else f"kv_dtype={spec.kv_dtype!r}"
 
 
-def plan_packing(spec: AttentionSpec, target: Target, packed_heads: int) -> Plan:
-    """The default plan with so many heads packed; UnsupportedError where the target's plans cannot pack any."""
-    plan, packing = default_plan(spec, target), forward_family(target).packing
+def plan_by_sizes(spec: AttentionSpec, target: Target, packed_heads: int = 1, smaller_tiles: bool = False) -> Plan:
+    """The default plan, or that of smaller tiles of queries, with so many heads packed.
+
+    UnsupportedError where the target's plans cannot pack any, or a spec has no other tiles.
+    """
+    plan, by_sizes = default_plan(spec, target), forward_family(target).by_sizes
+    if smaller_tiles:
+        smaller = by_sizes.smaller(spec, target) if by_sizes else None
+        if smaller is None:
+            raise UnsupportedError(f"smaller_tiles=True: {spec.name} has none beside {plan} on {target.name}")
+        plan = smaller
     if packed_heads == 1:
         return plan
-    if packing is None:
-        packers = [name for name, other in TARGETS.items() if forward_family(other).packing]
+    if by_sizes is None:
+        packers = [name for name, other in TARGETS.items() if forward_family(other).by_sizes]
         raise UnsupportedError(
             f"packed_heads={packed_heads}: {target.name} packs no heads; target={' or '.join(map(repr, packers))} does"
         )
     if not isinstance(plan, forward_family(target).plan):
         raise UnsupportedError(f"packed_heads={packed_heads}: {plan}, which {spec.name} takes, packs no heads")
-    return packing.of(plan, packed_heads, spec)
+    return by_sizes.packing(plan, packed_heads, spec)
 
 
 def forward_stages(spec: AttentionSpec, target: Target, plan: Plan | None = None) -> tuple[RenderedKernel, ...]:

@@ -15,13 +15,16 @@ from flashgen.language.spec import AttentionSpec
 
 
 @dataclass(frozen=True)
-class HeadPacking:
-    """How the query heads that share a head of K and V become rows of one tile.
+class PlansBySizes:
+    """Plans that calls of some sizes take in place of the one that holds for all.
 
-    of: the plan with so many heads packed. chosen: that with as many as make a call of these sizes cheaper, or None.
+    packing: a plan with so many of the query heads that share a head of K and V as rows of one tile. smaller: the plan
+    of fewer queries a tile beside a spec's default one, or None. chosen: what makes a call of these sizes cheaper than
+    the given plan does, by either or both; None where nothing does.
     """
 
-    of: Callable[[Any, int, AttentionSpec], Plan]
+    packing: Callable[[Any, int, AttentionSpec], Plan]
+    smaller: Callable[[AttentionSpec, Target], Plan | None]
     chosen: Callable[[Any, AttentionSpec, Target, Workload], Plan | None]
 
 
@@ -72,7 +75,7 @@ class ForwardFamily:
         render: its kernels in the order of their launches, of a plan or of the default one; that which attends has the
             role "forward". A plan that does not fit is an UnsupportedError.
         decoding: of calls of few queries over many keys; None where the forward does those, too.
-        packing: None where it packs no heads.
+        by_sizes: None where one plan holds for all calls.
     """
 
     plan: type[Plan]
@@ -80,7 +83,7 @@ class ForwardFamily:
     every_plan: Callable[[AttentionSpec, Target], Iterator[Plan]]
     render: Callable[[AttentionSpec, Target, Any], tuple[RenderedKernel, ...]]
     decoding: Decoding | None = None
-    packing: HeadPacking | None = None
+    by_sizes: PlansBySizes | None = None
 
 
 @dataclass(frozen=True)

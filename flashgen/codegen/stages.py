@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any, Literal, get_args
 
-from flashgen.codegen.families import backward_stages, forward_family, forward_stages, plan_dividing, plan_packing
+from flashgen.codegen.families import backward_stages, forward_family, forward_stages, plan_by_sizes, plan_dividing
 from flashgen.codegen.family import Decoding
 from flashgen.codegen.plan import Plan
 from flashgen.codegen.rendered_kernel import RenderedKernel
@@ -34,10 +34,11 @@ def kernels_of(
     deterministic: bool = False,
     apart: bool = False,
     packed_heads: int = 1,
+    smaller_tiles: bool = False,
     heads_apart: bool = False,
 ) -> Kernels:
-    """Every kernel that calls of these passes launch, with default plans; the forward's with so many heads packed, the
-    backward's with query heads apart.
+    """Every kernel that calls of these passes launch, with default plans; the forward's with so many heads packed, or
+    with smaller tiles of queries, the backward's with query heads apart.
 
     Forward: "lists" where the mask has no closed form, then "forward". Decode: "decode_lists" likewise, then "decode"
     or, for more rows where tiles may have as many, "decode_rows32"; over pages then "decode_scheduled" for several
@@ -50,7 +51,7 @@ def kernels_of(
 
     Raises:
         SpecError: a pass that there is not.
-        UnsupportedError: the target cannot run the spec, or cannot pack heads.
+        UnsupportedError: the target cannot run the spec, cannot pack heads, or has no smaller tiles for it.
     """
     kernels: dict[str, RenderedKernel] = {}
     for name in passes:
@@ -60,7 +61,7 @@ def kernels_of(
             kernels |= decode_kernels(spec, target, apart)
             continue
         if name == "forward":
-            more = forward_kernels(spec, target, packed_heads)
+            more = forward_kernels(spec, target, packed_heads, smaller_tiles)
         else:
             plan = plan_dividing(spec, target) if heads_apart else None
             more = backward_kernels(spec, target, deterministic, apart, plan)
@@ -68,9 +69,17 @@ def kernels_of(
     return kernels
 
 
-def forward_kernels(spec: AttentionSpec, target: Target, packed_heads: int = 1, plan: Plan | None = None) -> Kernels:
-    """The kernels of a forward call, of a plan, or with so many query heads of a head of K and V as rows of a tile."""
-    return with_lists(spec, forward_stages(spec, target, plan or plan_packing(spec, target, packed_heads)))
+def forward_kernels(
+    spec: AttentionSpec,
+    target: Target,
+    packed_heads: int = 1,
+    smaller_tiles: bool = False,
+    plan: Plan | None = None,
+) -> Kernels:
+    """The kernels of a forward call, of a plan, or with so many query heads of a head of K and V as rows of a tile, or
+    with smaller tiles of queries."""
+    plan = plan or plan_by_sizes(spec, target, packed_heads, smaller_tiles)
+    return with_lists(spec, forward_stages(spec, target, plan))
 
 
 def decode_kernels(spec: AttentionSpec, target: Target, apart: bool = False) -> Kernels:

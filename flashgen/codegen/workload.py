@@ -8,6 +8,7 @@ from functools import lru_cache
 import numpy as np
 
 from flashgen.analysis.closed_forms.tile_ranges import evaluate_range, key_range
+from flashgen.codegen.plan import Plan
 from flashgen.language.operations import BATCH
 from flashgen.language.shards import PLACES, WHOLE_K, WHOLE_Q
 from flashgen.language.spec import AttentionSpec
@@ -26,6 +27,12 @@ class Workload:
     multiprocessors: int
     heads_per_kv: int = 1
     batch: int = 1
+
+
+def rounds_of(plan: Plan, workload: Workload) -> int:
+    """Tiles of queries that the busiest multiprocessor has."""
+    tiles = workload.heads // plan.packed_heads * -(-workload.len_q // plan.tile_q)
+    return -(-tiles // workload.multiprocessors)
 
 
 @lru_cache(maxsize=1024)

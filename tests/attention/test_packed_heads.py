@@ -166,7 +166,7 @@ def test_a_packed_kernel_that_cannot_be_had_is_said_once(monkeypatch: pytest.Mon
         raise BuildError(f"`{how[-1]}` would build it")
 
     monkeypatch.setattr(kernel_choice, "BuiltForward", type("Refused", (BuiltForward,), {"of": staticmethod(refuse)}))
-    said = r"packed4 would fill its tiles .*`flashgen show --packed-heads 4 --what resources --target sm_90a '"
+    said = r"packed4 would fill the card .*`flashgen show --packed-heads 4 --what resources --target sm_90a '"
     with pytest.warns(FlashgenWarning, match=said):
         assert compiled.plan_for(30, 90, 2, 8, 2) == compiled.plan
     with warnings.catch_warnings():

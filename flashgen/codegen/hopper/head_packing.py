@@ -19,7 +19,7 @@ from __future__ import annotations
 from flashgen.codegen.demand import demand_of
 from flashgen.codegen.hopper.plans import PACKS, HopperPlan
 from flashgen.codegen.targets import Target
-from flashgen.codegen.workload import Workload, steps_of
+from flashgen.codegen.workload import Workload, rounds_of, steps_of
 from flashgen.language.spec import AttentionSpec
 
 _OF_A_LANE = 8
@@ -47,14 +47,8 @@ def packed_plan(plan: HopperPlan, spec: AttentionSpec, target: Target, workload:
     return None if packed.problem(spec, target) else packed
 
 
-def _rounds(plan: HopperPlan, workload: Workload) -> int:
-    """Tiles of rows of the busiest multiprocessor."""
-    tiles = workload.heads // plan.packed_heads * -(-workload.len_q // plan.tile_q)
-    return -(-tiles // workload.multiprocessors)
-
-
 def _takes_less(packed: HopperPlan, plan: HopperPlan, spec: AttentionSpec, workload: Workload) -> bool:
-    work, before = (float(_rounds(it, workload)) for it in (packed, plan))
+    work, before = (float(rounds_of(it, workload)) for it in (packed, plan))
     if before == 1:
         return False
     if workload.len_q > packed.tile_q:  # else both walk along the same keys

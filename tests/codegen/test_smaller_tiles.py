@@ -1,0 +1,119 @@
+"""Smaller tiles of queries on Hopper: which calls take them, and what the assembler makes of their kernels."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import pytest
+
+import flashgen.language as fg
+from flashgen import attention
+from flashgen.build import nvrtc
+from flashgen.codegen.families import default_plan, plan_by_sizes, render_forward
+from flashgen.codegen.hopper.by_sizes import plan_of_sizes
+from flashgen.codegen.hopper.plans import HopperPlan
+from flashgen.codegen.hopper.smaller_tiles import smaller_plan
+from flashgen.codegen.stages import kernels_of
+from flashgen.codegen.targets import target_named
+from flashgen.codegen.workload import Workload
+from flashgen.errors import UnsupportedError
+from flashgen.language import AttentionSpec
+from flashgen.verify import variants
+from flashgen.verify.variants import spec_of
+
+SM_90A = target_named("sm_90a")
+CAUSAL = AttentionSpec(128, "bfloat16", mask=fg.causal())
+PAGED = replace(CAUSAL, page_size=16)
+LARGER, SMALLER = HopperPlan(3, 80), HopperPlan(2, 128)
+OTHERS = [
+    AttentionSpec(128, "bfloat16"),
+    replace(CAUSAL, head_dim=64, value_dim=64),
+    replace(CAUSAL, head_dim=192, value_dim=192),
+    replace(CAUSAL, dropout=0.1),
+    replace(CAUSAL, page_size=64),
+    replace(CAUSAL, layout="thd"),
+]
+needs_nvrtc = pytest.mark.skipif(not nvrtc.is_available(), reason="needs CuPy and NVRTC: pip install '.[cuda13]'")
+
+
+def chosen(spec: AttentionSpec, batch: int, heads: int, heads_kv: int, len_q: int, len_k: int) -> HopperPlan | None:
+    """What calls take on a GPU of 132 multiprocessors in place of the default plan."""
+    workload = Workload(len_q, len_k, batch * heads, 132, heads // heads_kv, batch)
+    found = plan_of_sizes(default_plan(spec, SM_90A), spec, SM_90A, workload)  # type: ignore[arg-type]
+    assert found is None or isinstance(found, HopperPlan)
+    return found
+
+
+@pytest.mark.parametrize(
+    "spec", [CAUSAL, PAGED, replace(CAUSAL, mask=fg.sliding_window(1024)), CAUSAL.shard()], ids=str
+)
+def test_few_tiles_are_smaller_ones(spec: AttentionSpec) -> None:
+    assert default_plan(spec, SM_90A) == LARGER
+    assert chosen(spec, 1, 32, 8, 512, 8192) == SMALLER  # 128 tiles for 132 multiprocessors, of 96
+    assert chosen(spec, 1, 16, 16, 1024, 1024) == SMALLER
+    assert chosen(spec, 16, 16, 16, 2048, 2048) is None  # 21 rounds of the card
+    assert chosen(spec, 1, 132, 132, 192, 8192) is None  # each multiprocessor has a whole tile
+
+
+def test_pages_of_16_keys_lose_more_by_them() -> None:
+    sizes = (1, 32, 32, 768, 8192)  # 128 tiles, or 192: one round of 192 rows, or two of 128
+    assert chosen(CAUSAL, *sizes) is chosen(PAGED, *sizes) is None
+    sizes = (1, 33, 33, 1536, 8192)  # two rounds, or three
+    assert chosen(CAUSAL, *sizes) is None
+    sizes = (1, 44, 44, 300, 8192)  # of 300 queries two tiles of 192 compute 84 rows for nobody, three of 128 as many
+    assert chosen(CAUSAL, *sizes) == SMALLER
+
+
+@pytest.mark.parametrize("spec", OTHERS, ids=str)
+def test_specs_that_have_none(spec: AttentionSpec) -> None:
+    assert smaller_plan(spec, SM_90A) is None
+    with pytest.raises(UnsupportedError, match=r"smaller_tiles=True: .* has none beside"):
+        plan_by_sizes(spec, SM_90A, smaller_tiles=True)
+
+
+def test_a_target_without_any() -> None:
+    with pytest.raises(UnsupportedError, match="on sm_80"):
+        kernels_of(CAUSAL, target_named("sm_80"), smaller_tiles=True)
+
+
+def test_another_plan_than_the_default_keeps_its_tiles() -> None:
+    workload = Workload(512, 8192, 32, 132, 1)
+    assert plan_of_sizes(replace(LARGER, tile_k=64), CAUSAL, SM_90A, workload) is None
+
+
+def test_a_call_says_which_it_takes() -> None:
+    """On the emulator, too, which has fewer multiprocessors."""
+    compiled = attention.compile(CAUSAL, target="sm_90a", emulate=True)
+    assert compiled.plan == LARGER
+    assert compiled.plan_for(128, 512, 1, 2, 2) == SMALLER
+    assert compiled.plan_for(4096, 4096, 4, 16, 16) == LARGER
+    fixed = attention.compile(CAUSAL, target="sm_90a", emulate=True, plan=LARGER)
+    assert fixed.plan_for(128, 512, 1, 2, 2) == LARGER
+
+
+def test_the_command_that_builds_it_is_said() -> None:
+    compiled = attention.compile(CAUSAL, target="sm_90a", emulate=True)
+    choice = compiled.forward.choice
+    assert choice._shown(SMALLER) == "flashgen show --smaller-tiles"
+    assert choice._shown(replace(SMALLER, packed_heads=4)) == "flashgen show --packed-heads 4 --smaller-tiles"
+    assert choice._shown(replace(LARGER, packed_heads=4)) == "flashgen show --packed-heads 4"
+
+
+RANGES = [
+    (variant, dim, page_size)
+    for number, variant in enumerate(variants())
+    for dim, page_size in [((128, 96, 80)[number % 3], (None, 16)[number % 2])]
+    if smaller_plan(replace(spec_of(variant, dim, "bfloat16"), page_size=page_size), SM_90A)
+]
+
+
+@needs_nvrtc
+@pytest.mark.rotated(3)
+@pytest.mark.parametrize(("variant", "dim", "page_size"), RANGES, ids=str)
+def test_they_compile_without_spills(variant: object, dim: int, page_size: int | None) -> None:
+    spec = replace(spec_of(variant, dim, "bfloat16"), page_size=page_size)  # type: ignore[arg-type]
+    kernel = render_forward(spec, SM_90A, smaller_plan(spec, SM_90A))
+    result = nvrtc.compile(kernel.source, "sm_90a", kernel.name)
+    assert result.resources.spills == 0, kernel.name
+    assert not re.search(r"\(C75\d\d\)", result.log), result.log
