@@ -21,6 +21,7 @@ _COLOURS = (palette.FULL, palette.PARTIAL, palette.COPY, palette.STORE, "#b45f5f
 _MOST_FLAT = 5  # bars of a group whose numbers have room side by side
 _WIDEST_PANEL = 12  # groups of bars in a row of the picture
 _LEAST_WIDTH = 6  # inches
+_KEY_WIDTH = 0.95  # inches that a contender takes in the legend
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,9 @@ def draw(saved: Mapping[str, Any], form: str) -> bytes:
         for axes, panel in zip(places, found, strict=False):
             _draw_panel(axes, panel, colours)
         keys = [Patch(color=colour, label=name) for name, colour in colours.items()]
-        figure.legend(handles=keys, ncols=len(keys), fontsize=7, frameon=False, loc="outside lower center")
+        rows = -(-len(keys) // max(1, int(figure.get_figwidth() / _KEY_WIDTH)))
+        ncols = -(-len(keys) // rows)
+        figure.legend(handles=keys, ncols=ncols, fontsize=7, frameon=False, loc="outside lower center")
         for axes in places[len(found) :]:
             axes.set_axis_off()
         figure.suptitle(str((saved.get("environment") or {}).get("gpu", "")))
