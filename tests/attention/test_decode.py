@@ -49,7 +49,7 @@ def assert_right(
 
 
 @pytest.mark.slow
-@pytest.mark.rotated(6)
+@pytest.mark.rotated(8)
 @pytest.mark.parametrize("number", range(len(VARIANTS)), ids=lambda number: VARIANTS[number].name)
 def test_every_variant(number: int) -> None:
     """Whole and split, with rows of several heads, ragged lengths, and more rows than a tile has."""

@@ -112,7 +112,7 @@ def test_specs(spec: fg.AttentionSpec, len_q: int, heads: tuple[int, int]) -> No
 
 
 @pytest.mark.slow
-@pytest.mark.rotated(3)
+@pytest.mark.rotated(4)
 @pytest.mark.parametrize("number", range(len(VARIANTS)), ids=lambda number: f"{VARIANTS[number].mask}-{number}")
 def test_every_variant(number: int) -> None:
     """Random lengths in pages of every size, whatever is no key of a sequence NaN; dropout, too."""

@@ -39,7 +39,7 @@ VARIANTS = [variant for variant in variants() if not variant.equal]
 DIMS = (64, 128, 40, 96, 32, 256, 80, 192, 8, 160)
 
 
-@pytest.mark.rotated(6)
+@pytest.mark.rotated(8)
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("plan", [PLAN, HopperPlan(1, 80, 3), HopperPlan(3, 128), HopperPlan(1, 256, 1)], ids=str)
 def test_prompts_over_pages_of_every_size(size: int, plan: HopperPlan) -> None:
@@ -59,7 +59,7 @@ def test_lengths_at_the_borders_of_pages_and_tiles(len_k: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.rotated(6)
+@pytest.mark.rotated(8)
 @pytest.mark.parametrize("number", range(len(VARIANTS)), ids=lambda number: VARIANTS[number].name)
 def test_every_variant(number: int) -> None:
     """By the default plan; also masks without a closed form, whose tiles are all visited over pages."""

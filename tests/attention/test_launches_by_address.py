@@ -99,7 +99,7 @@ class ByAddress(Emulator):
         return counter.ctypes.data
 
 
-@pytest.mark.rotated(6)
+@pytest.mark.rotated(8)
 @pytest.mark.parametrize("given", [False, True], ids=["made", "given"])
 @pytest.mark.parametrize("deterministic", [False, True], ids=["default", "deterministic"])
 @pytest.mark.parametrize("target", ["sm_80", "sm_90a"])

@@ -92,7 +92,7 @@ def assert_right(spec: fg.AttentionSpec, inputs: Inputs, **how: Any) -> None:
 
 @pytest.mark.parametrize("lengths", MIXTURES.values(), ids=list(MIXTURES))
 @pytest.mark.parametrize(("order", "copies"), [("reverse", "early"), ("greedy_warp", "late"), ("random", "random")])
-@pytest.mark.rotated(3)
+@pytest.mark.rotated(4)
 def test_mixtures_and_orders(lengths: Lengths, order: Any, copies: Any) -> None:
     """By the default plan, and by one whose tiles are small, so that there are many of either kind."""
     inputs, schedule = inputs_of(CAUSAL, lengths), Schedule(order, copies, seed=len(order))
@@ -159,7 +159,7 @@ def case_of(number: int, len_q: int, len_k: int) -> tuple[fg.AttentionSpec, Inpu
 
 
 @pytest.mark.slow
-@pytest.mark.rotated(3)
+@pytest.mark.rotated(4)
 @pytest.mark.parametrize("number", range(len(VARIANTS)), ids=lambda number: VARIANTS[number].name)
 def test_every_variant(number: int) -> None:
     """Whatever is no key of a sequence is NaN; dropout, and masks that have no closed form, too."""
@@ -170,7 +170,7 @@ def test_every_variant(number: int) -> None:
 
 @pytest.mark.parametrize("sanitize", ["address", "thread"])
 @pytest.mark.parametrize("plan", [None, *PLANS], ids=["default", "small tiles", "two kernels"])
-@pytest.mark.rotated(3)
+@pytest.mark.rotated(4)
 def test_under_sanitizers(sanitize: Any, plan: MixedPlan | HopperMixedPlan | None) -> None:
     for number, name in enumerate(("a prompt among single queries", "sequences without queries")):
         schedule = Schedule("random", "late", seed=number)

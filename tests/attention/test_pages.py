@@ -44,7 +44,7 @@ def test_sizes_of_pages(size: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.rotated(6)
+@pytest.mark.rotated(8)
 @pytest.mark.parametrize("number", range(len(VARIANTS)), ids=lambda number: VARIANTS[number].name)
 def test_every_variant(number: int) -> None:
     """Also those whose masks have no closed form: over pages nothing is listed."""
@@ -228,7 +228,7 @@ def test_prompts_take_the_forward_kernel(target: str, size: int, plan: type[Any]
     assert isinstance(compiled.plan_for(64, 100, 1, 1, 1), DecodePlan), "a tile on 3 multiprocessors"
 
 
-@pytest.mark.rotated(6)
+@pytest.mark.rotated(8)
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize(
     "plan", [ForwardPlan(64, 32, 4), ForwardPlan(32, 48, 2, 2), ForwardPlan(128, 64, 4, 2)], ids=str

@@ -65,7 +65,7 @@ def test_the_oracle_of_shards_is_that_of_the_whole(name: str) -> None:
         np.testing.assert_allclose(got, wanted, atol=1e-12)
 
 
-@pytest.mark.rotated(6)
+@pytest.mark.rotated(8)
 @pytest.mark.parametrize("target", ["sm_75", "sm_80", "sm_90a"])
 @pytest.mark.parametrize("name", VARIANTS)
 def test_kernels_are_the_oracles(name: str, target: str) -> None:
@@ -93,7 +93,7 @@ def test_packed_heads_stand_where_their_queries_do(spec: fg.AttentionSpec) -> No
         np.testing.assert_allclose(each, right, atol=2e-3)
 
 
-@pytest.mark.rotated(4)
+@pytest.mark.rotated(6)
 @pytest.mark.parametrize("case", shard_cases()[::3], ids=str)
 def test_cases_of_the_sweep_on_the_emulator(case: Case) -> None:
     for result in verify([case], target="sm_90a", passes=("forward", "backward"), emulate=True):

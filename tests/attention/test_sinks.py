@@ -33,7 +33,7 @@ def arrays(len_q: int, len_k: int, heads: int = 4, batch: int = 2) -> tuple[Any,
 
 @pytest.mark.parametrize("case", sink_cases(), ids=str)
 @targets
-@pytest.mark.rotated(6)
+@pytest.mark.rotated(8)
 def test_every_family_on_the_emulator(case: Case, target: str) -> None:
     for deterministic in (False, True):
         options: dict[str, Any] = {"emulate": True, "target": target, "deterministic": deterministic}
@@ -187,7 +187,7 @@ FAULTS = {
 }
 
 
-@pytest.mark.rotated(4)
+@pytest.mark.rotated(6)
 @pytest.mark.parametrize("fault", FAULTS)
 @targets
 def test_a_mistake_is_noticed(fault: str, target: str) -> None:

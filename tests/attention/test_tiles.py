@@ -118,7 +118,7 @@ def visited_classes(
     return notes.reshape(shape)
 
 
-@pytest.mark.rotated(4)
+@pytest.mark.rotated(6)
 @pytest.mark.parametrize("lengths", [(70, 150), (150, 70), (128, 128), (1, 97), (97, 1)], ids=str)
 @pytest.mark.parametrize("name", RANGED)
 def test_loops_visit_the_tiles(name: str, lengths: tuple[int, int]) -> None:

@@ -253,7 +253,7 @@ VARIANTS = variants()
 
 @needs_nvrtc
 @pytest.mark.slow
-@pytest.mark.rotated(6)
+@pytest.mark.rotated(8)
 @pytest.mark.parametrize("number", range(len(VARIANTS)), ids=lambda number: f"{VARIANTS[number].mask}-{number}")
 def test_every_variant_compiles_without_spills(number: int) -> None:
     for turn, dim in enumerate((64, 96, 128, 40)):

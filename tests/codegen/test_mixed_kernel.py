@@ -124,7 +124,7 @@ def test_more_tiles_than_int32_counts() -> None:
 
 @needs_nvrtc
 @pytest.mark.slow
-@pytest.mark.rotated(6)
+@pytest.mark.rotated(8)
 @pytest.mark.parametrize("number", range(len(variants())))
 def test_nothing_spills(number: int) -> None:
     for target in ("sm_90", ("sm_80", "sm_86", "sm_120")[number % 3]):

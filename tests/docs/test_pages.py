@@ -38,7 +38,7 @@ def name(page: Path) -> str:
     return str(page.relative_to(ROOT))
 
 
-@pytest.mark.rotated(3)
+@pytest.mark.rotated(4)
 @pytest.mark.parametrize("page", OF_PYTHON, ids=name)
 def test_blocks_of_python_run_as_they_stand(page: Path, tmp_path: Path) -> None:
     """Those of a page one after the other, as a reader would type them; excerpts are not typed."""
@@ -70,7 +70,7 @@ def test_transcripts_and_excerpts_are_of_today(page: Path) -> None:
     assert REFRESH["refreshed"](text) == text, "make it anew: python docs/refresh.py"
 
 
-@pytest.mark.rotated(3)
+@pytest.mark.rotated(4)
 @pytest.mark.parametrize(("picture", "command"), sorted(set(REFRESH["pictures"]())), ids=lambda value: Path(value).name)
 def test_pictures_are_what_their_commands_draw(picture: Path, command: str) -> None:
     if not REFRESH["is_drawn_here"](command):

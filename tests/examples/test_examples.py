@@ -66,7 +66,7 @@ def test_what_is_said_without_the_framework(name: str) -> None:
     assert done.returncode == 1 and done.stderr.count("\n") == 1 and "pip install" in done.stderr
 
 
-@pytest.mark.rotated(3)
+@pytest.mark.rotated(4)
 @pytest.mark.parametrize("name", NEEDS)
 def test_what_is_said_without_a_gpu(name: str) -> None:
     for package in NEEDS[name]:

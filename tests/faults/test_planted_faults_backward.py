@@ -107,7 +107,7 @@ def test_every_barrier_is_missed_by_thread_sanitizer(fault: Removed) -> None:
 
 @pytest.mark.slow
 @named(removals(BARRIER, THE_REST))
-@pytest.mark.rotated(3)
+@pytest.mark.rotated(4)
 def test_every_barrier_of_other_plans_is_missed_by_thread_sanitizer(fault: Removed) -> None:
     assert_races(fault)
 
@@ -247,7 +247,7 @@ WRONG = [
 ]
 
 
-@pytest.mark.rotated(4)
+@pytest.mark.rotated(6)
 @named(WRONG)
 def test_a_wrong_number_is_caught_by_the_verdict(fault: Fault) -> None:
     assert as_emitted(fault.subject).is_right

@@ -101,7 +101,7 @@ WRONG = [
 ]  # fmt: skip
 
 
-@pytest.mark.rotated(4)
+@pytest.mark.rotated(6)
 @named(WRONG)
 def test_a_wrong_number_is_caught_by_the_verdict(fault: Fault, launch: Any, subjects: Any) -> None:
     subject = subjects[fault.subject]

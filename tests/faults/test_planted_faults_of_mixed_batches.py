@@ -92,7 +92,7 @@ WRONG = {
 }  # fmt: skip
 
 
-@pytest.mark.rotated(4)
+@pytest.mark.rotated(6)
 @pytest.mark.parametrize("fault", WRONG.values(), ids=list(WRONG))
 def test_a_wrong_number_is_caught_by_the_verdict(fault: tuple[str, str]) -> None:
     try:

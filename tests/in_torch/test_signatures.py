@@ -91,7 +91,7 @@ def test_what_sdpa_refuses() -> None:
         ours.scaled_dot_product_attention(q.float(), q.float(), q.float())
 
 
-@pytest.mark.rotated(3)
+@pytest.mark.rotated(4)
 @pytest.mark.parametrize("name", functions.every_function("cpu"))
 def test_flex_attention(name: str) -> None:
     """Beside FlexAttention itself, of which only the import changes."""
@@ -190,7 +190,7 @@ def test_what_flex_attention_refuses() -> None:
         ours.flex_attention(q, q, q, return_aux=True)
 
 
-@pytest.mark.rotated(3)
+@pytest.mark.rotated(4)
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("window", [(-1, -1), (5, 0), (3, 4)])
 @pytest.mark.parametrize("alike", [True, False])

@@ -304,7 +304,7 @@ CASES: dict[str, Listed] = {
 }  # fmt: skip
 
 
-@pytest.mark.rotated(6)
+@pytest.mark.rotated(8)
 @pytest.mark.parametrize("direction", DIRECTIONS)
 @pytest.mark.parametrize("name", CASES)
 def test_lists_are_the_classes_of_the_elements(name: str, direction: Direction, check: Callable[..., Any]) -> None:

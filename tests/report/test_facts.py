@@ -60,7 +60,7 @@ def invoke(command: str, expect: int = 0) -> Result:
 
 
 @needs_nvrtc
-@pytest.mark.rotated(3)
+@pytest.mark.rotated(4)
 @pytest.mark.parametrize("words", KINDS)
 def test_reports_agree_with_what_else_is_said(words: str, tmp_path: Path) -> None:
     path = tmp_path / "report.html"

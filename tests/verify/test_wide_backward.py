@@ -54,7 +54,7 @@ def assert_agrees(case: Case, deterministic: bool = False, **engine: object) -> 
 
 
 @pytest.mark.parametrize(("case", "deterministic"), CASES, ids=str)
-@pytest.mark.rotated(5)
+@pytest.mark.rotated(8)
 def test_every_variant(case: Case, deterministic: bool) -> None:
     assert_agrees(case, deterministic, schedule_count=2)
 
@@ -69,7 +69,7 @@ def test_what_is_handed_over() -> None:
 @pytest.mark.parametrize("deterministic", [False, True], ids=["default", "deterministic"])
 @pytest.mark.parametrize("layout", ["bhsd", "thd"])
 @pytest.mark.parametrize("spec", [DROPPED, LEARNED], ids=["factors", "products"])
-@pytest.mark.rotated(4)
+@pytest.mark.rotated(6)
 def test_orders_of_threads_and_copies(spec: fg.AttentionSpec, layout: str, deterministic: bool) -> None:
     """Of the deterministic mode every one gives the same bits."""
     case = Case(in_layout(spec, layout), Shape(90, 133, 2, 4, 2), lse_gradient=True)

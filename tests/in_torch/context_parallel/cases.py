@@ -287,7 +287,7 @@ def one_rank_dies_unseen() -> None:
     attention(problem.spec, q, k, v, emulate=not on_gpu())
     if dist.get_rank() == 1:
         os._exit(3)
-    time.sleep(6)
+    time.sleep(4.5)
 
 
 def drops_the_same() -> bool:

@@ -34,7 +34,7 @@ def test_two_ranks_give_what_one_does(two: Any, scheme: str, shards: str) -> Non
     assert two.run("acceptance", spec="causal", scheme=scheme, shards=shards)[0] == []
 
 
-@pytest.mark.rotated(4)
+@pytest.mark.rotated(6)
 @pytest.mark.parametrize("spec", SPECS)
 def test_every_kind_of_variant_in_a_ring(two: Any, spec: str) -> None:
     assert two.run("acceptance", spec=spec, scheme="ring")[0] == []

@@ -32,7 +32,7 @@ def test_the_others_are_told_which_rank_it_is(how: str, rank: int) -> None:
 def test_a_program_that_has_no_log_is_told_before_a_message_fails(tmp_path: Path) -> None:
     """Over NCCL a message to a rank that is gone does not fail before torch ends the process."""
     with (tmp_path / "said").open("w+") as said:
-        ranks = pool.Pool(2, timeout=12, said=said)
+        ranks = pool.Pool(2, timeout=8, said=said)
         try:
             ranks.ask("one_rank_dies_unseen")
             assert ranks.answer(0)["error"] is None
