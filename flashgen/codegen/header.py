@@ -75,11 +75,12 @@ def header(
     beside: str = "",
     title: str = "attention forward",
     cost: Cost | None = None,
+    options: str = "",
 ) -> str:
     """The forward kernel's header comment.
 
     grid: how many blocks a launch has. beside: its algorithm, beside the softmax. title: what it is. cost: None is that
-    of a kernel whose blocks each have a tile of queries.
+    of a kernel whose blocks each have a tile of queries. options: of the command that shows it, beside its plan's.
     """
     cost = cost or forward_cost(spec)
     grid = _BLOCK_PER_SLOT if spec.is_ragged and grid == _BLOCK_PER_TILE else grid
@@ -89,7 +90,7 @@ def header(
         [*_facts(spec, target, target.family, "; heads_q a multiple of heads_kv"), f"plan     {plan.summary(spec)}"],
         [*method, f"FLOPs    {cost.flops}", f"HBM      {cost.hbm}"],
         grid,
-        f"{show_command(plan, spec)} --target {target.name} {shlex.quote(spec.to_json())}",
+        f"{show_command(plan, spec)}{options} --target {target.name} {shlex.quote(spec.to_json())}",
     )
 
 

@@ -92,6 +92,14 @@ def test_a_call_says_which_it_takes() -> None:
     assert fixed.plan_for(128, 512, 1, 2, 2) == LARGER
 
 
+def test_the_command_that_shows_it_stands_in_its_text() -> None:
+    for packed_heads, said in ((1, "--smaller-tiles"), (4, "--packed-heads 4 --smaller-tiles")):
+        (kernel,) = kernels_of(CAUSAL, SM_90A, smaller_tiles=True, packed_heads=packed_heads).values()
+        assert f"//   flashgen show {said} --target sm_90a '" in kernel.source
+    (kernel,) = kernels_of(CAUSAL, SM_90A).values()
+    assert "--smaller-tiles" not in kernel.source
+
+
 def test_the_command_that_builds_it_is_said() -> None:
     compiled = attention.compile(CAUSAL, target="sm_90a", emulate=True)
     choice = compiled.forward.choice

@@ -25,6 +25,7 @@ from flashgen.codegen.header import header
 from flashgen.codegen.hopper.measured_plans import choose_hopper_plan
 from flashgen.codegen.hopper.pages import GROUP_ROWS, box_keys, panels_joined
 from flashgen.codegen.hopper.plans import PROMPT_QUERIES, HopperPlan, panel_columns
+from flashgen.codegen.hopper.smaller_tiles import smaller_plan
 from flashgen.codegen.ragged import MAP_ROWS, ragged_fields, sequences_text, slots
 from flashgen.codegen.rendered_kernel import Grid, RenderedKernel
 from flashgen.codegen.sizes import Sizes, ceil_div, least, most, reciprocal
@@ -81,6 +82,8 @@ def render_hopper(spec: AttentionSpec, target: Target, plan: HopperPlan | None =
     mixed = spec.is_ragged and spec.page_size is not None
     cost = prompts_cost(spec) if mixed else forward_cost(spec)
     told: dict[str, Any] = {"title": "attention forward of mixed batches, prompts", "cost": cost} if mixed else {}
+    if replace(plan, packed_heads=1) == smaller_plan(spec, target):
+        told["options"] = " --smaller-tiles"
     context = forward_context(spec, target, plan, layout, "scores[n]", _names(plan), ends) | {
         "header": header(spec, target, plan, _GRID, _METHOD, **told),
         "own_tiles": key_range(spec.mask.expression) is not None and spec.mask.expression != sympy.true,
