@@ -171,7 +171,8 @@ class KernelChoice:
         plan = self.by_sizes.chosen(kernel.plan, self._spec, kernel.target, workload)
         if plan is None:
             return built
-        return self._built.get_or_make(plan, lambda: self._of_sizes(plan, built)) or built
+        shown = f"{show_command(plan, self._spec)}{self.by_sizes.option(plan, self._spec, kernel.target)}"
+        return self._built.get_or_make(plan, lambda: self._of_sizes(plan, built, shown)) or built
 
     def _tuned(self, tuned: TunedPlans, card: Card, lengths: LengthClass) -> BuiltForward:
         """The kernel of the plan that tuning found, or the default one."""
@@ -195,24 +196,18 @@ class KernelChoice:
         made = self._built.get_or_make(tuned.plan, lambda: BuiltForward.of(self._spec, kernels, self._engine, prebuild))
         return made or self.default
 
-    def _of_sizes(self, plan: Plan, other: BuiltForward) -> BuiltForward | None:
+    def _of_sizes(self, plan: Plan, other: BuiltForward, shown: str) -> BuiltForward | None:
+        """The kernel of a plan that takes the place of another's; `shown` by this command, if that is the default's."""
         target, name = other.kernel.target, other.kernel.name
         kernels = forward_kernels(self._spec, target, plan=plan)
         of_default = other.kernel.plan == default_plan(self._spec, target)
-        command = f"{self._shown(plan)} --what resources" if of_default else "flashgen tune"
+        command = f"{shown} --what resources" if of_default else "flashgen tune"
         prebuild = f"{command} --target {target.name} {shlex.quote(self._spec.to_json())}"
         try:
             return BuiltForward.of(self._spec, kernels, self._engine, prebuild)
         except BuildError as error:
             warn(_log, f"{kernels['forward'].name} would fill the card better and is not used, {name} is: {error}")
             return None
-
-    def _shown(self, plan: Plan) -> str:
-        """The command that shows the kernel of a plan by sizes beside the default one."""
-        by_sizes = self.by_sizes
-        smaller = by_sizes and by_sizes.smaller(self._spec, self.default.kernel.target)
-        of_smaller = by_sizes and smaller and plan == by_sizes.packing(smaller, plan.packed_heads, self._spec)
-        return f"{show_command(plan, self._spec)}{' --smaller-tiles' if of_smaller else ''}"
 
 
 def warn(log: logging.Logger, message: str) -> None:

@@ -19,7 +19,7 @@ from flashgen.codegen.hopper.head_division import divided_plan, plan_of_heads_ap
 from flashgen.codegen.hopper.measured_plans import choose_hopper_plan
 from flashgen.codegen.hopper.mixed_plans import HopperMixedPlan
 from flashgen.codegen.hopper.plans import HopperPlan, every_hopper_plan
-from flashgen.codegen.hopper.smaller_tiles import smaller_plan
+from flashgen.codegen.hopper.smaller_tiles import smaller_option, smaller_plan
 from flashgen.codegen.hopper.wide_plans import HopperWidePlan
 from flashgen.codegen.mma_sync.backward import render_mma_sync_backward
 from flashgen.codegen.mma_sync.backward_plans import BackwardPlan, every_backward_plan
@@ -63,7 +63,7 @@ _HOPPER_DECODING = replace(
     cache_plans=hopper_cache.cache_plans,
     cache_plan=hopper_cache.cache_plan,
 )
-_HOPPER_BY_SIZES = PlansBySizes(HopperPlan.packing, smaller_plan, plan_of_sizes)
+_HOPPER_BY_SIZES = PlansBySizes(HopperPlan.packing, smaller_plan, plan_of_sizes, smaller_option)
 _HOPPER = ForwardFamily(
     HopperPlan, choose_hopper_plan, every_hopper_plan, render_hopper, _HOPPER_DECODING, _HOPPER_BY_SIZES
 )

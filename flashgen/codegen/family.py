@@ -20,12 +20,14 @@ class PlansBySizes:
 
     packing: a plan with so many of the query heads that share a head of K and V as rows of one tile. smaller: the plan
     of fewer queries a tile beside a spec's default one, or None. chosen: what makes a call of these sizes cheaper than
-    the given plan does, by either or both; None where nothing does.
+    the given plan does, by either or both; None where nothing does. option: what `flashgen show` is told for a plan of
+    smaller tiles, nothing for others.
     """
 
     packing: Callable[[Any, int, AttentionSpec], Plan]
     smaller: Callable[[AttentionSpec, Target], Plan | None]
     chosen: Callable[[Any, AttentionSpec, Target, Workload], Plan | None]
+    option: Callable[[Any, AttentionSpec, Target], str]
 
 
 class DecodingPlan(Plan, Protocol):

@@ -140,8 +140,6 @@ def _meanings(spec: AttentionSpec) -> dict[str, str]:
     if spec.page_size:
         of_page = f"(pages, {spec.page_size}, heads_kv"
         meanings |= {"k": f"pages of keys, {of_page}, {head})", "v": f"pages of values, {of_page}, {value})"}
-    for name in "kv":
-        meanings[f"{name}_head_panels"] = f"from a head of {name} to the next, in panels of columns, of which see maps"
     meanings["sums"] = "of the gradient, which the kernel of keys added up"
     for capture in spec.captures:
         meanings |= _capture_meanings(capture)

@@ -9,15 +9,19 @@ import pytest
 
 import flashgen.language as fg
 from flashgen import attention
+from flashgen.attention import kernel_choice
+from flashgen.attention.kernel_choice import BuiltForward
 from flashgen.build import nvrtc
+from flashgen.codegen.demand import demand_of
 from flashgen.codegen.families import default_plan, plan_by_sizes, render_forward
+from flashgen.codegen.header import show_command
 from flashgen.codegen.hopper.by_sizes import plan_of_sizes
 from flashgen.codegen.hopper.plans import HopperPlan
-from flashgen.codegen.hopper.smaller_tiles import smaller_plan
+from flashgen.codegen.hopper.smaller_tiles import smaller_option, smaller_plan
 from flashgen.codegen.stages import kernels_of
 from flashgen.codegen.targets import target_named
 from flashgen.codegen.workload import Workload
-from flashgen.errors import UnsupportedError
+from flashgen.errors import BuildError, FlashgenWarning, UnsupportedError
 from flashgen.language import AttentionSpec
 from flashgen.verify import variants
 from flashgen.verify.variants import spec_of
@@ -56,13 +60,25 @@ def test_few_tiles_are_smaller_ones(spec: AttentionSpec) -> None:
     assert chosen(spec, 1, 132, 132, 192, 8192) is None  # each multiprocessor has a whole tile
 
 
-def test_pages_of_16_keys_lose_more_by_them() -> None:
+def test_where_smaller_tiles_are_more_rounds() -> None:
     sizes = (1, 32, 32, 768, 8192)  # 128 tiles, or 192: one round of 192 rows, or two of 128
     assert chosen(CAUSAL, *sizes) is chosen(PAGED, *sizes) is None
     sizes = (1, 33, 33, 1536, 8192)  # two rounds, or three
     assert chosen(CAUSAL, *sizes) is None
     sizes = (1, 44, 44, 300, 8192)  # of 300 queries two tiles of 192 compute 84 rows for nobody, three of 128 as many
     assert chosen(CAUSAL, *sizes) == SMALLER
+
+
+def test_pages_of_16_keys_lose_more_by_them() -> None:
+    sizes = (1, 130, 130, 331, 331)  # 0.8 of the work, times what they lose
+    assert chosen(CAUSAL, *sizes) == SMALLER and chosen(PAGED, *sizes) is None
+
+
+def test_listed_masks_have_none() -> None:
+    """Lists are made ahead, for the tiles of the default plan."""
+    for variant in variants():
+        spec = spec_of(variant, 128, "bfloat16")
+        assert smaller_plan(spec, SM_90A) is None or not demand_of(spec).listed, spec.name
 
 
 @pytest.mark.parametrize("spec", OTHERS, ids=str)
@@ -101,11 +117,24 @@ def test_the_command_that_shows_it_stands_in_its_text() -> None:
 
 
 def test_the_command_that_builds_it_is_said() -> None:
-    compiled = attention.compile(CAUSAL, target="sm_90a", emulate=True)
-    choice = compiled.forward.choice
-    assert choice._shown(SMALLER) == "flashgen show --smaller-tiles"
-    assert choice._shown(replace(SMALLER, packed_heads=4)) == "flashgen show --packed-heads 4 --smaller-tiles"
-    assert choice._shown(replace(LARGER, packed_heads=4)) == "flashgen show --packed-heads 4"
+    for plan, said in (
+        (SMALLER, "flashgen show --smaller-tiles"),
+        (replace(SMALLER, packed_heads=4), "flashgen show --packed-heads 4 --smaller-tiles"),
+        (replace(LARGER, packed_heads=4), "flashgen show --packed-heads 4"),
+    ):
+        assert show_command(plan, CAUSAL) + smaller_option(plan, CAUSAL, SM_90A) == said
+
+
+def test_a_kernel_that_cannot_be_had_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled = attention.compile(replace(CAUSAL, scale=0.21), target="sm_90a", emulate=True)
+
+    def refuse(*how: object) -> BuiltForward:
+        raise BuildError(f"`{how[-1]}` would build it")
+
+    monkeypatch.setattr(kernel_choice, "BuiltForward", type("Refused", (BuiltForward,), {"of": staticmethod(refuse)}))
+    said = r"would fill the card better .*`flashgen show --smaller-tiles --what resources --target sm_90a '"
+    with pytest.warns(FlashgenWarning, match=said):
+        assert compiled.plan_for(128, 512, 1, 2, 2) == compiled.plan == LARGER
 
 
 RANGES = [

@@ -25,7 +25,7 @@ from flashgen.codegen.header import header
 from flashgen.codegen.hopper.measured_plans import choose_hopper_plan
 from flashgen.codegen.hopper.pages import GROUP_ROWS, box_keys, panels_joined
 from flashgen.codegen.hopper.plans import PROMPT_QUERIES, HopperPlan, panel_columns
-from flashgen.codegen.hopper.smaller_tiles import smaller_plan
+from flashgen.codegen.hopper.smaller_tiles import smaller_option
 from flashgen.codegen.ragged import MAP_ROWS, ragged_fields, sequences_text, slots
 from flashgen.codegen.rendered_kernel import Grid, RenderedKernel
 from flashgen.codegen.sizes import Sizes, ceil_div, least, most, reciprocal
@@ -58,7 +58,11 @@ def hopper_layout(spec: AttentionSpec, lists: bool, packed: bool = False) -> Arg
         fields[-2] = Field("float*", "lse", comment="(heads_q, total_q), or null")
         fields += ragged_fields(keys=not spec.page_size)
     fields += page_fields(spec, strides=False)
-    fields += [Field("int", f"{name}_head_panels") for name in "kv" if _joined(spec, name) > 1]
+    fields += [
+        Field("int", f"{name}_head_panels", comment=f"from a head of {name} to the next, in panels of columns")
+        for name in "kv"
+        if _joined(spec, name) > 1
+    ]
     if not (ragged and spec.page_size):  # where the device counts those of prompts
         what = "slots of queries" if ragged else "of queries"
         fields.append(Field("int", "tiles", comment=f"{what}, of all heads and batches"))
@@ -82,8 +86,7 @@ def render_hopper(spec: AttentionSpec, target: Target, plan: HopperPlan | None =
     mixed = spec.is_ragged and spec.page_size is not None
     cost = prompts_cost(spec) if mixed else forward_cost(spec)
     told: dict[str, Any] = {"title": "attention forward of mixed batches, prompts", "cost": cost} if mixed else {}
-    if replace(plan, packed_heads=1) == smaller_plan(spec, target):
-        told["options"] = " --smaller-tiles"
+    told["options"] = smaller_option(plan, spec, target)
     context = forward_context(spec, target, plan, layout, "scores[n]", _names(plan), ends) | {
         "header": header(spec, target, plan, _GRID, _METHOD, **told),
         "own_tiles": key_range(spec.mask.expression) is not None and spec.mask.expression != sympy.true,

@@ -6,6 +6,7 @@ from functools import partial
 from typing import Literal
 
 from flashgen.codegen.demand import Demand, Weight, demand_of
+from flashgen.codegen.hopper.pages import has_small_pages
 from flashgen.codegen.hopper.plans import HopperPlan
 from flashgen.codegen.targets import Target
 from flashgen.codegen.tiling import padded
@@ -45,7 +46,6 @@ _OVER_PAGES: dict[Kind, tuple[HopperPlan, ...]] = {
 # to start five copies together. On an H100 four prompts of 2048 over 8192 keys take 0.92 of the time of (2, 128), 16 of
 # 512 over 2048 0.94, one of 2048 1.01, one of 512, which has too few tiles for the card then, 1.27; over pages of 64 it
 # is 0.97, 1.01, 1.06, 1.35.
-_SMALL_PAGE = 16
 _OVER_SMALL_PAGES = _OVER_PAGES | {"ranges": (_Plan(3, 128), _Plan(3, 80), _Plan(2, 64), _Turn(2, 64))}
 # fmt: on
 
@@ -72,5 +72,5 @@ def choose_hopper_plan(spec: AttentionSpec, target: Target) -> HopperPlan:
     widest = max(padded(spec.value_dim), padded(spec.head_dim))
     column = next(number for number, width in enumerate(_WIDTHS) if widest <= width)
     kind = kind_of(demand_of(spec))
-    over_pages = _OVER_SMALL_PAGES if (spec.page_size or 0) <= _SMALL_PAGE else _OVER_PAGES
-    return (over_pages.get(kind, _MEASURED[kind]) if spec.page_size else _MEASURED[kind])[column]
+    over_pages = _OVER_SMALL_PAGES if has_small_pages(spec) else _OVER_PAGES if spec.page_size else {}
+    return over_pages.get(kind, _MEASURED[kind])[column]

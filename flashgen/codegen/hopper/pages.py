@@ -21,12 +21,18 @@ import math
 
 from flashgen.language.spec import AttentionSpec
 
-LEAST_PAGE = 8
-"""Keys of the smallest page that a copy brings: the rows after which a swizzle begins again."""
-
-
 GROUP_ROWS = 8
 """Rows of a panel that stand together in shared memory: those after which a swizzle begins again."""
+
+LEAST_PAGE = GROUP_ROWS
+"""Keys of the smallest page that a copy brings."""
+
+_SMALL_PAGE = 16
+
+
+def has_small_pages(spec: AttentionSpec) -> bool:
+    """Whether keys are in pages of at most 16, whose copies are small whatever the tile is."""
+    return spec.page_size is not None and spec.page_size <= _SMALL_PAGE
 
 
 def panels_joined(spec: AttentionSpec, width: int, panel: int) -> int:

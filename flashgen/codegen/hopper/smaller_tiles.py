@@ -8,25 +8,36 @@ multiprocessor does, as where heads are packed, times what the smaller tiles los
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from flashgen.codegen.hopper.measured_plans import choose_hopper_plan
+from flashgen.codegen.hopper.pages import has_small_pages
 from flashgen.codegen.hopper.plans import HopperPlan
 from flashgen.codegen.targets import Target
-from flashgen.codegen.tiling import padded
 from flashgen.codegen.workload import Workload, rounds_of, steps_of
 from flashgen.language.spec import AttentionSpec
 
-_LARGER, _SMALLER, _WIDEST = HopperPlan(3, 80), HopperPlan(2, 128), 128
+_LARGER, _SMALLER = HopperPlan(3, 80), HopperPlan(2, 128)
 _FEW_ROUNDS = 2  # of the default's tiles over the card: with more, what is left of the last one hardly shows
 _MOST_OF_LARGER = 0.9  # of the work that smaller tiles may be: for less a model may be wrong
-_LOSS, _LOSS_OVER_SMALL_PAGES, _SMALL_PAGE = 1.09, 1.16, 16
+_LOSS, _LOSS_OVER_SMALL_PAGES = 1.09, 1.16
 """What a score costs by smaller tiles, measured on an H100 over pages of 64 and of 16 keys; contiguous ones as the
 former."""
 
 
 def smaller_plan(spec: AttentionSpec, target: Target) -> HopperPlan | None:
-    """The plan of fewer queries a tile beside a spec's default one; None where none was measured."""
-    fits = max(padded(spec.head_dim), padded(spec.value_dim)) <= _WIDEST and not spec.is_ragged
-    return _SMALLER if fits and not spec.kv_dtype and choose_hopper_plan(spec, target) == _LARGER else None
+    """The plan of fewer queries a tile beside a spec's default one; None where none was measured.
+
+    Masks whose tiles are listed have other default plans: lists are made ahead, for the tiles of these.
+    """
+    if spec.is_ragged or spec.kv_dtype:
+        return None
+    return _SMALLER if choose_hopper_plan(spec, target) == _LARGER else None
+
+
+def smaller_option(plan: HopperPlan, spec: AttentionSpec, target: Target) -> str:
+    """What `flashgen show` is told for a plan of smaller tiles, packed or not; nothing for others."""
+    return " --smaller-tiles" if replace(plan, packed_heads=1) == smaller_plan(spec, target) else ""
 
 
 def smaller_tiles(plan: HopperPlan, spec: AttentionSpec, target: Target, workload: Workload) -> HopperPlan | None:
@@ -34,8 +45,7 @@ def smaller_tiles(plan: HopperPlan, spec: AttentionSpec, target: Target, workloa
     smaller = smaller_plan(spec, target)
     if plan != _LARGER or smaller is None or rounds_of(plan, workload) > _FEW_ROUNDS:
         return None
-    over_small_pages = spec.page_size is not None and spec.page_size <= _SMALL_PAGE
-    loss = _LOSS_OVER_SMALL_PAGES if over_small_pages else _LOSS
+    loss = _LOSS_OVER_SMALL_PAGES if has_small_pages(spec) else _LOSS
     return smaller if loss * _work(smaller, spec, workload) <= _MOST_OF_LARGER * _work(plan, spec, workload) else None
 
 
