@@ -40,7 +40,7 @@ def tune_backward(
     check_measures(backward.engine.measures, timer)
     if tuned is None:
         raise ArgumentError(GIVEN.format("backward_plan=..."))
-    bench = Bench(spec, backward.engine, inputs, captures, timer, progress)
+    bench = Bench(spec, backward.engine, dict(zip("qkv", inputs, strict=True)), captures, timer, progress)
     with bench.on_the_inputs_stream():
         trials = _Trials(bench, forward, seed)
         problem, device = bench.problem(), bench.device()

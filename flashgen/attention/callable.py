@@ -143,7 +143,7 @@ class Attention:
     def _built_for(self, len_q: int, len_k: int, batch: int, heads: int, heads_kv: int | None = None) -> BuiltForward:
         refuse_ragged(self.spec, "plan_for", "its plan is `plan`, whatever the lengths are")
         sizes = sizes_of(len_q, len_k, batch, heads, heads_kv)
-        if not self._forward.choice.depends_on(sizes):
+        if not self._forward.choice.depends_on_sizes:
             return self._forward.choice.default
         return self._forward.built_for(sizes, self.engine.here())
 
@@ -388,13 +388,28 @@ class Attention:
             return out
         return (results["o"], results["lse"]) if return_lse else results["o"]
 
-    def tune(self, q: Any, k: Any, v: Any, *, seed: Any = None, **captures: Any) -> Tuning:
+    def tune(
+        self,
+        q: Any,
+        k: Any,
+        v: Any,
+        *,
+        seed: Any = None,
+        page_table: Any = None,
+        seqused_k: Any = None,
+        k_scale: Any = None,
+        v_scale: Any = None,
+        **captures: Any,
+    ) -> Tuning:
         """Times the plans that may be the best for calls like this one on this GPU, and keeps the winner on disk.
 
         Calls of such lengths then run it, in this process and later ones: those whose lengths have the same nearest
         powers of 2, and whose heads x batch have, too, unless they are so many that more make no difference, or the
-        mask is read from lists. `compile(..., plan=...)` wins over it. What is kept holds for this kind of GPU, and
-        until flashgen or its compiler makes another kernel of the spec; `flashgen cache clear` forgets it.
+        mask is read from lists. Sizes that take a decode kernel have winners among the plans of its rows, and their
+        query heads that share a head of k and v the same nearest power of 2, too; `num_splits` and `decode_schedule`
+        keep the default plan, whatever is tuned. `compile(..., plan=...)` wins over it. What is kept holds for this
+        kind of GPU, and until flashgen or its compiler makes another kernel of the spec; `flashgen cache clear` forgets
+        it.
 
         Takes some seconds. Up to 12 plans are compiled; left out are those whose registers do not suffice, and any
         whose output is not the default one's up to rounding. The others take turns, the L2 flushed before each run;
@@ -402,7 +417,8 @@ class Attention:
         as calls do that are given none. Do not tune while others use the GPU.
 
         Args:
-            q, k, v, seed, captures: those of a call.
+            q, k, v, seed, page_table, seqused_k, k_scale, v_scale, captures: those of a call. Over pages the lengths
+                are those that `seqused_k` holds; the class is of what the table may hold, as the host knows no other.
 
         Returns:
             What was found: the winner, the default plan, the milliseconds of each, what was gained. Print it.
@@ -414,8 +430,8 @@ class Attention:
         """
         from flashgen.attention.tuning import tune
 
-        refuse_ragged(self.spec, "tune", "tune the spec of layout 'bshd', and give its plan to compile(..., plan=...)")
-        return tune(self._forward, (q, k, v), captures, seed)
+        cache = {"page_table": page_table, "seqused_k": seqused_k, "k_scale": k_scale, "v_scale": v_scale}
+        return tune(self._forward, (q, k, v), captures, seed, cache=cache)
 
     def tune_backward(self, q: Any, k: Any, v: Any, *, seed: Any = None, **captures: Any) -> Tuning:
         """The same of the backward: times the plans of its kernel that walks queries, for calls like this one.

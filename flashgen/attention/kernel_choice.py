@@ -75,28 +75,32 @@ class KernelChoice:
         self.default, self.tuned, self.by_sizes, self.decoding = default, tuned, by_sizes, decoding
         self._spec, self._engine = spec, engine
         self._built: Remembered[Plan, BuiltForward | None] = Remembered()
-        self._found: Remembered[tuple[Card, LengthClass], BuiltForward] = Remembered()
+        self._found: Remembered[tuple[Plan, Card, LengthClass], BuiltForward] = Remembered()
 
     def forget(self) -> None:
         """Look for tuned plans on disk again."""
         self._found.forget()
 
-    def key(self, problem: Problem, device: int) -> tuple[Card, LengthClass]:
-        """What a tuned plan is of: the kind of GPU, and the class of a call's lengths."""
-        card = self._engine.card(device)
-        return card, LengthClass.of(workload_of(problem, card), lists=self.default.lister is not None)
+    def key(self, default: BuiltForward, problem: Problem, device: int) -> tuple[Card, LengthClass]:
+        """What a plan tuned beside a default one is of: the kind of GPU, and the class of a call's lengths."""
+        card, kernel = self._engine.card(device), default.kernel
+        return card, LengthClass.of(workload_of(problem, card), default.lister is not None, grouped=decodes(kernel))
 
-    def depends_on(self, problem: Problem) -> bool:
-        """Whether calls of these sizes may run another kernel than the default."""
+    @property
+    def depends_on_sizes(self) -> bool:
+        """Whether calls of some sizes may run another kernel than the default."""
         return not (self.by_sizes is None and self.tuned is None and self.decoding is None)
 
     def of(self, problem: Problem, device: int) -> BuiltForward:
         """The kernel of calls of these sizes, which have scores, on a device."""
-        if plan := self.decode_plan(problem, device):
-            built = self._built.get_or_make(plan, lambda: self._decoding(plan))
-            if built:
-                return built
-        return self._of_forward(problem, device)
+        default = self.default_of(problem, device)
+        built = self._tuned_beside(default, self.tuned, problem, device) if self.tuned else default
+        return self._of_sizes(built, problem, device) if self.by_sizes else built
+
+    def default_of(self, problem: Problem, device: int) -> BuiltForward:
+        """The kernel of such calls where nothing is tuned, heads are not packed and tiles are as large as ever."""
+        plan = self.decode_plan(problem, device)
+        return self._built.get_or_make(plan, lambda: self._decoding(plan)) or self.default if plan else self.default
 
     def decode_plan(self, problem: Problem, device: int) -> Plan | None:
         """The plan of the decode kernel where calls of these sizes take it."""
@@ -113,7 +117,7 @@ class KernelChoice:
         if isinstance(num_splits, bool) or not isinstance(num_splits, int) or not 1 <= num_splits <= MOST_SPLITS:
             raise ArgumentError(f"num_splits={num_splits!r} must be an integer from 1 to {MOST_SPLITS}, or None")
         refuse_ragged(self._spec, "num_splits", "leave it out, what a launch does follows from the lengths")
-        if _decodes(self.default.kernel):
+        if decodes(self.default.kernel):
             if self.default.kernel.plan.scheduled:
                 raise ArgumentError(f"num_splits={num_splits}: {self.default.kernel.plan} shares keys by their lengths")
             return self.default
@@ -125,7 +129,7 @@ class KernelChoice:
         Errors as above, and where the schedule was made for other sizes.
         """
         refuse_ragged(self._spec, "decode_schedule", "leave it out, blocks share keys by their lengths")
-        given = self.decoding is None and _decodes(self.default.kernel) and self.default.kernel.plan.scheduled
+        given = self.decoding is None and decodes(self.default.kernel) and self.default.kernel.plan.scheduled
         built = self.default if given else self._of_rows(problem, "decode_schedule", "takes none", scheduled=True)
         sizes.check(built.kernel.plan, problem)
         return built
@@ -158,13 +162,9 @@ class KernelChoice:
             warn(_log, f"{kernels['forward'].name} would split the keys and is not used, {name} is: {error}")
             return None
 
-    def _of_forward(self, problem: Problem, device: int) -> BuiltForward:
-        built = self.default
-        if self.tuned and not self._spec.of_cache:  # whose plans nobody tunes
-            tuned, key = self.tuned, self.key(problem, device)
-            built = self._found.get_or_make(key, lambda: self._tuned(tuned, *key))
-        if self.by_sizes is None:
-            return built
+    def _of_sizes(self, built: BuiltForward, problem: Problem, device: int) -> BuiltForward:
+        """The kernel that fills the card better with calls of these sizes, where there is one, in place of another."""
+        assert self.by_sizes, "only families that have such kernels come here"
         kernel, workload = built.kernel, workload_of(problem, self._engine.card(device))
         if not isinstance(kernel.plan, forward_family(kernel.target).plan):  # nor does another family's kernel pack any
             return built
@@ -172,32 +172,35 @@ class KernelChoice:
         if plan is None:
             return built
         shown = f"{show_command(plan, self._spec)}{self.by_sizes.option(plan, self._spec, kernel.target)}"
-        return self._built.get_or_make(plan, lambda: self._of_sizes(plan, built, shown)) or built
+        return self._built.get_or_make(plan, lambda: self._in_place_of(built, plan, shown)) or built
 
-    def _tuned(self, tuned: TunedPlans, card: Card, lengths: LengthClass) -> BuiltForward:
-        """The kernel of the plan that tuning found, or the default one."""
-        name, found = self.default.kernel.name, None
+    def _tuned_beside(self, default: BuiltForward, tuned: TunedPlans, problem: Problem, device: int) -> BuiltForward:
+        """The kernel that tuning found for calls of these sizes, or the default one."""
+        key, kept = self.key(default, problem, device), tuned.beside(default.kernel)
+        return self._found.get_or_make((default.kernel.plan, *key), lambda: self._tuned(default, kept, *key))
+
+    def _tuned(self, default: BuiltForward, kept: TunedPlans, card: Card, lengths: LengthClass) -> BuiltForward:
+        found = None
         try:
-            found = tuned.find(card, lengths)
-            if found is None or found.plan == self.default.kernel.plan:
-                return self.default
-            return self._built.get(found.plan) or self._of_tuned(found)
+            found = kept.find(card, lengths)
+            if found is None or found.plan == default.kernel.plan:
+                return default
+            return self._built.get(found.plan) or self._of_tuned(found) or default
         except BuildError as error:
             what = f"the tuned plan {found.plan}" if found else "a tuned plan, if there is one,"
-            warn(_log, f"{what} of {name} is not used, the default one is: {error}")
-            return self.default
+            warn(_log, f"{what} of {default.kernel.name} is not used, the default one is: {error}")
+            return default
 
-    def _of_tuned(self, tuned: TunedPlan) -> BuiltForward:
+    def _of_tuned(self, tuned: TunedPlan) -> BuiltForward | None:
         target = self.default.kernel.target
         kernels = tuned.kernels(lambda plan: forward_kernels(self._spec, target, plan=plan), "forward")
         if kernels is None:
-            return self.default
+            return None
         prebuild = f"flashgen tune --target {target.name} {shlex.quote(self._spec.to_json())}"
-        made = self._built.get_or_make(tuned.plan, lambda: BuiltForward.of(self._spec, kernels, self._engine, prebuild))
-        return made or self.default
+        return self._built.get_or_make(tuned.plan, lambda: BuiltForward.of(self._spec, kernels, self._engine, prebuild))
 
-    def _of_sizes(self, plan: Plan, other: BuiltForward, shown: str) -> BuiltForward | None:
-        """The kernel of a plan that takes the place of another's; `shown` by this command, if that is the default's."""
+    def _in_place_of(self, other: BuiltForward, plan: Plan, shown: str) -> BuiltForward | None:
+        """The kernel of a plan that takes another's place; `shown` by this command, if that is the default's."""
         target, name = other.kernel.target, other.kernel.name
         kernels = forward_kernels(self._spec, target, plan=plan)
         of_default = other.kernel.plan == default_plan(self._spec, target)
@@ -216,7 +219,8 @@ def warn(log: logging.Logger, message: str) -> None:
     warnings.warn(message, FlashgenWarning, stacklevel=3)
 
 
-def _decodes(kernel: RenderedKernel) -> bool:
+def decodes(kernel: RenderedKernel) -> bool:
+    """Whether it is a decode kernel."""
     decoding = forward_family(kernel.target).decoding
     return decoding is not None and isinstance(kernel.plan, decoding.plan)
 

@@ -25,6 +25,8 @@ _AXES = {
 _MOST_HEADS_PER_KV = 8192  # up to which the kernel's division by a reciprocal is exact
 _SEQUENCES = ("cu_seqlens_q", "cu_seqlens_k", "seqused_k")
 _PAGES, _SCALES = ("page_table", "seqused_k"), ("k_scale", "v_scale")
+CACHE = (*_PAGES, *_SCALES)
+"""Arrays that say where a sequence's keys are, and by what they are multiplied."""
 _WANTED = {
     "page_table": "int32 (batch, pages of a sequence)",
     "seqused_k": "int32 (batch,), the keys of each sequence",

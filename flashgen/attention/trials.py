@@ -124,29 +124,33 @@ class Bench:
         self,
         spec: AttentionSpec,
         engine: Engine,
-        inputs: tuple[Any, Any, Any],
+        inputs: Mapping[str, Any],
         captures: Mapping[str, Any],
         timer: Timer,
         progress: Progress,
     ) -> None:
-        """NumPy arrays are copied to the GPU. LaunchError where there is none, BuildError where nothing may compile."""
+        """inputs: q, k and v by name, and what says where keys are. NumPy arrays are copied to the GPU.
+
+        LaunchError where there is none, BuildError where nothing may compile.
+        """
         self.spec, self.engine, self.timer, self.progress = spec, engine, timer, progress
         self.on_gpu = engine.measures
         if self.on_gpu:
             gpu.compute_capability()  # says so where there is no GPU
             if not default_cache().jit:
                 raise BuildError("tuning compiles kernels, which FLASHGEN_JIT=0 forbids: unset it, or set it to 1")
-        moved = [engine.bring(value) if self.on_gpu else value for value in (*inputs, *captures.values())]
-        self.q, self.k, self.v = moved[:3]
-        self.captures = dict(zip(captures, moved[3:], strict=True))
+        bring = engine.bring if self.on_gpu else lambda value: value
+        self._inputs = {name: bring(array) for name, array in inputs.items()}
+        self.captures = {name: bring(value) for name, value in captures.items()}
+        self.q = self._inputs["q"]
 
     @property
     def inputs(self) -> dict[str, Any]:
-        """A call's own mapping of q, k and v."""
-        return {"q": self.q, "k": self.k, "v": self.v}
+        """A call's own mapping of its arrays."""
+        return {**self._inputs}
 
     def problem(self) -> Problem:
-        views = {name: self.engine.library(array, name).view(array, name) for name, array in self.inputs.items()}
+        views = {name: self.engine.library(array, name).view(array, name) for name, array in self._inputs.items()}
         return problem_of(self.spec, views)
 
     def device(self) -> int:

@@ -8,7 +8,8 @@ listed by `flashgen cache list`, removed by `flashgen cache clear`. Its key is m
 - the GPU: its name and its number of multiprocessors;
 - the class of the lengths (`LengthClass`).
 
-The default kernel of the backward is the one that walks queries; its text is another in the deterministic mode.
+The default kernel of the backward is the one that walks queries; its text is another in the deterministic mode. That of
+calls that take a decode kernel is that one.
 
 The entry holds the hash of the winner's own text, too: a template that changed for that plan alone makes it stale.
 """
@@ -52,7 +53,7 @@ class LengthClass:
     len_q, len_k: the powers of 2 nearest to the lengths, by their ratio: 16384 stands for 11586 to 23170.
     heads: the same of heads x batch; no more than give each multiprocessor 8 tiles of 128 queries, as beyond that more
         of them are more of the same; 0 for all where a mask is read from lists, which know lengths alone.
-    group: in the backward the same of the query heads that share a head of k and v; 1 in the forward.
+    group: in the backward, and of decode kernels, the same of the query heads that share a head of k and v; else 1.
     """
 
     len_q: int
@@ -121,6 +122,10 @@ class TunedPlans:
     def __init__(self, default: RenderedKernel, cache: KernelCache | None = None) -> None:
         """cache: where they are kept; None is the one that the environment describes at the moment."""
         self._default, self._cache = default, cache
+
+    def beside(self, default: RenderedKernel) -> TunedPlans:
+        """Those of another default kernel, kept in the same place."""
+        return TunedPlans(default, self._cache)
 
     def find(self, card: Card, lengths: LengthClass) -> TunedPlan | None:
         """The winner for a GPU and lengths, or None.

@@ -7,15 +7,23 @@ from typing import Any
 
 from flashgen.attention.call import Call
 from flashgen.attention.forward import ForwardPass
-from flashgen.attention.kernel_choice import workload_of
-from flashgen.attention.problem import Problem
+from flashgen.attention.kernel_choice import BuiltForward, decodes, workload_of
+from flashgen.attention.problem import CACHE, Problem, given_cache
+from flashgen.attention.ragged import refuse_ragged
 from flashgen.attention.trials import Bench, Progress, Timer, Trial, Tuning
 from flashgen.codegen.candidates import candidates
+from flashgen.codegen.decode_candidates import decode_candidates
 from flashgen.codegen.plan import Plan
+from flashgen.codegen.rendered_kernel import RenderedKernel
 from flashgen.codegen.stages import Kernels, forward_kernels
+from flashgen.codegen.workload import Workload
 from flashgen.errors import ArgumentError, LaunchError
+from flashgen.language.spec import AttentionSpec
 from flashgen.runtime.timing import medians_ms
 
+_ADVICE = "tune the spec of layout 'bshd', and give its plan to compile(..., plan=...)"
+_ADVICE_OF_PAGES = ": over pages a mixed plan, of that of prompts and that of decode steps"
+_NO_CACHE: Mapping[str, Any] = {}
 GIVEN = "this attention was compiled with {} or source=..., which win over tuned plans: compile without them"
 
 
@@ -37,45 +45,55 @@ def tune(
     captures: Mapping[str, Any],
     seed: int | None = None,
     *,
+    cache: Mapping[str, Any] = _NO_CACHE,
     plans: Sequence[Plan] | None = None,
     timer: Timer = medians_ms,
     progress: Progress = lambda what, done, total: None,
 ) -> Tuning:
-    """`Attention.tune`, its captures in one mapping.
+    """`Attention.tune`, its captures in one mapping, and in another where keys are and by what they are multiplied.
 
-    plans: to try, beside the default one; None is `candidates` for the sizes. timer: what takes the times; on the
-    emulator one must be given, as times there say nothing.
+    plans: to try, beside the default one; None is `candidates` for the sizes, or `decode_candidates` where these take a
+    decode kernel. timer: what takes the times; on the emulator one must be given, as times there say nothing.
     """
-    tuned, spec = forward.choice.tuned, forward.spec
-    if spec.of_cache:
-        raise ArgumentError("kernels over pages, or of 8-bit keys, are not tuned: the default plans are all")
+    tuned, spec, choice = forward.choice.tuned, forward.spec, forward.choice
+    refuse_ragged(spec, "tune", _ADVICE + (_ADVICE_OF_PAGES if spec.page_size else ""))
+    arrays = dict(zip("qkv", inputs, strict=True)) | given_cache(spec, **{name: cache.get(name) for name in CACHE})
     check_measures(forward.engine.measures, timer)
     if tuned is None:
         raise ArgumentError(GIVEN.format("plan=..."))
-    bench = Bench(spec, forward.engine, inputs, captures, timer, progress)
+    bench = Bench(spec, forward.engine, arrays, captures, timer, progress)
     trials = _Trials(bench, forward, seed)
     with bench.on_the_inputs_stream():
-        default = trials.of(forward.kernels)
-        default.run()  # refuses wrong arguments before anything is compiled
         problem, device = bench.problem(), bench.device()
         check_sizes(problem)
-        if decode := forward.choice.decode_plan(problem, device):
-            raise ArgumentError(
-                f"{problem.len_q} queries over {problem.len_k} keys take the decode kernel, {decode}, which is not "
-                "tuned: tune the lengths that take the forward kernel"
-            )
-        key = forward.choice.key(problem, device)
-        workload, target = workload_of(problem, key[0]), forward.kernel.target
-        others = candidates(spec, target, workload) if plans is None else tuple(plans)
-        own = default.kernel.plan
-        kernels = {plan: forward_kernels(spec, target, plan=plan) for plan in others if plan != own}
+        own = choice.default_of(problem, device)
+        default = trials.of(_stages_of(own, forward))
+        default.run()  # refuses wrong arguments before more is compiled
+        key, main = choice.key(own, problem, device), own.kernel
+        workload, plan = workload_of(problem, key[0]), main.plan
+        others = _candidates(spec, main, workload) if plans is None else tuple(plans)
+        kernels = {other: forward_kernels(spec, main.target, plan=other) for other in others if other != plan}
         mains = [stages["forward"] for stages in kernels.values()]
         found = bench.tried(default, mains, lambda kernel: trials.of(kernels[kernel.plan]))
-    return bench.keep(tuned, key, workload, (forward.kernel.name, own), found)
+    return bench.keep(tuned.beside(main), key, workload, (main.name, plan), found)
+
+
+def _stages_of(built: BuiltForward, forward: ForwardPass) -> Kernels:
+    """The kernels of calls that take one, with that which lists its tiles."""
+    if built is forward.choice.default:
+        return forward.kernels
+    return forward_kernels(forward.spec, built.kernel.target, plan=built.kernel.plan)
+
+
+def _candidates(spec: AttentionSpec, kernel: RenderedKernel, workload: Workload) -> tuple[Plan, ...]:
+    """What is worth timing for calls that take such a kernel."""
+    if decodes(kernel):
+        return decode_candidates(spec, kernel.target, kernel.plan)
+    return candidates(spec, kernel.target, workload)
 
 
 class _Trials:
-    """Calls of the forward by plans, with packed heads or smaller tiles where calls to come take these."""
+    """Calls of the forward's or a decode kernel by plans, those of some sizes by the plans that these take in turn."""
 
     def __init__(self, bench: Bench, forward: ForwardPass, seed: int | None) -> None:
         self.bench, self.spec, self.seed = bench, forward.spec, seed

@@ -145,14 +145,22 @@ def _own_choice(attention: Any, spec: AttentionSpec, arrays: Arrays, parts: int 
 
 def row(spec: AttentionSpec, size: DecodeSize, target: str, plan: str, milliseconds: Mapping[str, float]) -> DecodeRow:
     """The row of a size, of the milliseconds of its contenders."""
-    numbers = keys_needed(spec, size) * size.batch * size.heads_kv * (spec.head_dim + spec.value_dim)
-    moved = numbers * (1 if spec.kv_dtype else _ELEMENT)
+    numbers, moved = _numbers_needed(spec, size), bytes_needed(spec, size)
     others = {"16 bits", *PEERS}  # who reads 16 bits whatever the spec says
     terabytes = {
         name: (numbers * _ELEMENT if name in others else moved) / time / 1e9 for name, time in milliseconds.items()
     }
     micros = {name: 1e3 * time for name, time in milliseconds.items()}
     return DecodeRow(spec.name, target, size, plan, moved, micros, terabytes)
+
+
+def bytes_needed(spec: AttentionSpec, size: DecodeSize) -> int:
+    """Bytes of the keys and values that the mask needs."""
+    return _numbers_needed(spec, size) * (1 if spec.kv_dtype else _ELEMENT)
+
+
+def _numbers_needed(spec: AttentionSpec, size: DecodeSize) -> int:
+    return keys_needed(spec, size) * size.batch * size.heads_kv * (spec.head_dim + spec.value_dim)
 
 
 def keys_needed(spec: AttentionSpec, size: DecodeSize) -> int:

@@ -29,7 +29,7 @@ flashgen tune "causal() & sliding_window(1024)" --lengths 8192,32768 --batch 1 -
 
 flashgen tune "document('ids')" --captures packed.npz --lengths 16384 --json
 
-flashgen tune "full()" --lengths 1 --len-k 8192 --batch 8 --heads 32
+flashgen tune "causal()" --lengths 1 --len-k 8192 --batch 8 --heads 32 --heads-kv 8 --page-size 16
 
 flashgen tune "causal()" --pass backward --head-dim 64 --heads-kv 4
 """
@@ -71,8 +71,10 @@ def tune(
     A plan is tile sizes, stages, warps. Each spec has a default one, chosen without a GPU; for each length up to 12 are
     compiled, compared with its output, and timed in turn, the L2 flushed before each run. The winner is kept in the
     cache ([cyan]flashgen cache list[/]), and every later call of the spec with lengths of the same nearest powers of 2
-    on such a GPU runs it. Where no plan is at least 1% faster, the default one stays. Of the backward the plans are
-    those of its kernel that walks queries, all that fit. Inputs are random. Tune while nobody else uses the GPU.
+    on such a GPU runs it. Where no plan is at least 1% faster, the default one stays. Few queries over many keys are
+    tuned among the plans of the decode kernel, which the table shows by the bytes of k and v that they read; keys in
+    pages, or of 8 bits, as others are. Of the backward the plans are those of its kernel that walks queries, all that
+    fit. Inputs are random, and all sequences have as many keys. Tune while nobody else uses the GPU.
     """
     require_gpu()
     if deterministic and passes == Passes.forward:
@@ -113,7 +115,7 @@ def inputs_of(text: str, spec: AttentionSpec, shape: Shape, seed: int, given: di
     from flashgen.verify import random_inputs
 
     variant = load_variant(text)
-    inputs = random_inputs(spec, shape, seed, variant.captures if variant else None)
+    inputs = random_inputs(spec, shape, seed, variant.captures if variant else None, equal_lengths=True)
     own = {name: given[name] if given[name].ndim else given[name].item() for name in inputs.captures if name in given}
     return dataclasses.replace(inputs, captures=inputs.captures | own)
 
@@ -130,6 +132,7 @@ def tuned(
     """Tunes a pass for one call, with a progress bar."""
     from flashgen import attention
     from flashgen.attention.backward_tuning import tune_backward
+    from flashgen.attention.problem import CACHE
     from flashgen.attention.tuning import tune
 
     with progress(f"tuning {shape}", None) as bar:
@@ -138,17 +141,22 @@ def tuned(
             bar.update(bar.task_ids[0], description=f"{shape}: {what}", completed=done, total=total)
 
         compiled = attention.compile(spec, target=target, deterministic=deterministic)
-        given = (inputs.q, inputs.k, inputs.v), inputs.captures, seed if spec.dropout else None
+        captures = {name: value for name, value in inputs.captures.items() if name not in CACHE}
+        given = (inputs.q, inputs.k, inputs.v), captures, seed if spec.dropout else None
         if which == "forward":
-            return tune(compiled.forward, *given, progress=show)
+            return tune(compiled.forward, *given, cache=inputs.captures, progress=show)
         return tune_backward(compiled.backward_pass, compiled.forward, *given, progress=show)
 
 
 def table(
     result: Tuning, spec: AttentionSpec, shape: Shape, which: Pass = "forward"
 ) -> tuple[tuple[str, ...], list[list[str]]]:
-    """The plans, fastest first, then those that were left out, with the reason in place of their time."""
-    heading = ("plan", "ms", "TFLOP/s", "registers", "times the default's speed", "")
+    """The plans, fastest first, then those that were left out, with the reason in place of their time.
+
+    Decode kernels have the bytes that they read in place of FLOPs.
+    """
+    unit, work = ("TB/s", moved(spec, shape)) if decodes(result) else ("TFLOP/s", flops(spec, shape, which))
+    heading = ("plan", "ms", unit, "registers", "times the default's speed", "")
     rows = sorted(result.timings, key=lambda row: (row.milliseconds is None, row.milliseconds))
     default = result.milliseconds[result.default]
     cells = []
@@ -158,7 +166,7 @@ def table(
         if row.milliseconds is None:
             cells.append([plan_text(row.plan), "-", "-", registers, "-", row.left_out])
             continue
-        speed = f"{flops(spec, shape, which) / row.milliseconds / 1e9:.0f}"
+        speed = f"{work / row.milliseconds / 1e9:.{2 if decodes(result) else 0}f}"
         ratio = f"{default / row.milliseconds:.3f}"
         cells.append([plan_text(row.plan), f"{row.milliseconds:.4f}", speed, registers, ratio, ", ".join(marks)])
     return heading, cells
@@ -166,8 +174,9 @@ def table(
 
 def described(result: Tuning, spec: AttentionSpec, shape: Shape, which: Pass = "forward") -> dict[str, Any]:
     """A result for a program."""
+    speed, work = ("terabytes", moved(spec, shape)) if decodes(result) else ("tflops", flops(spec, shape, which))
     timings = [
-        timing | {"tflops": row.milliseconds and flops(spec, shape, which) / row.milliseconds / 1e9}
+        timing | {speed: row.milliseconds and work / row.milliseconds / 1e9}
         for timing, row in zip(result.to_dict()["timings"], result.timings, strict=True)
     ]
     facts = {"spec": spec.name, "pass": which, "shape": dataclasses.asdict(shape), "timings": timings}
@@ -175,11 +184,28 @@ def described(result: Tuning, spec: AttentionSpec, shape: Shape, which: Pass = "
 
 
 def flops(spec: AttentionSpec, shape: Shape, which: Pass = "forward") -> float:
-    """FLOPs of a pass's products; a causal spec has half of them, as `flashgen bench` counts."""
+    """FLOPs of a pass's products; a causal spec has half of them where it is square, as `flashgen bench` counts."""
     from flashgen.bench.cases import Case, products
 
     share = Case(spec, shape.len_q, shape.batch, shape.heads_q).share
+    if share < 1:
+        shorter, longer = sorted((shape.len_q, shape.len_k))
+        share = shorter / (2 * longer) if shorter == shape.len_k else 1 - shorter / (2 * longer)
     return 2.0 * shape.batch * shape.heads_q * shape.len_q * shape.len_k * products(spec, which) * share
+
+
+def moved(spec: AttentionSpec, shape: Shape) -> int:
+    """Bytes of k and v that a call needs."""
+    from flashgen.bench.decode import DecodeSize, bytes_needed
+
+    return bytes_needed(spec, DecodeSize(shape.batch, shape.heads_q, shape.heads_kv, shape.len_k, shape.len_q))
+
+
+def decodes(result: Tuning) -> bool:
+    """Whether the plans are a decode kernel's."""
+    from flashgen.codegen.mma_sync.decode_plans import DecodePlan
+
+    return isinstance(result.default, DecodePlan)
 
 
 def plan_text(plan: Any) -> str:

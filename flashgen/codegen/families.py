@@ -5,6 +5,7 @@ A new family is a target, or several (targets.py), a folder here and one in temp
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -23,13 +24,14 @@ from flashgen.codegen.hopper.smaller_tiles import smaller_option, smaller_plan
 from flashgen.codegen.hopper.wide_plans import HopperWidePlan
 from flashgen.codegen.mma_sync.backward import render_mma_sync_backward
 from flashgen.codegen.mma_sync.backward_plans import BackwardPlan, every_backward_plan
-from flashgen.codegen.mma_sync.cache import cache_plan, cache_plans, render_cache
+from flashgen.codegen.mma_sync.cache import cache_plan, cache_plans, every_cache_plan, render_cache
 from flashgen.codegen.mma_sync.decode_plans import (
     DecodePlan,
     decode_plan_for,
     decode_plans,
     plan_of_rows,
 )
+from flashgen.codegen.mma_sync.every_decode_plan import every_decode_plan
 from flashgen.codegen.mma_sync.forward import render_mma_sync
 from flashgen.codegen.mma_sync.forward_plans import ForwardPlan, choose_forward_plan, every_forward_plan
 from flashgen.codegen.mma_sync.mixed_plans import MixedPlan
@@ -51,6 +53,8 @@ _DECODING = Decoding(
     render_cache,
     cache_plans,
     cache_plan,
+    every_decode_plan,
+    every_cache_plan,
     render_schedule,
     schedule_size,
 )
@@ -62,6 +66,7 @@ _HOPPER_DECODING = replace(
     render=hopper_cache.render_cache,
     cache_plans=hopper_cache.cache_plans,
     cache_plan=hopper_cache.cache_plan,
+    every_cache_plan=hopper_cache.every_cache_plan,
 )
 _HOPPER_BY_SIZES = PlansBySizes(HopperPlan.packing, smaller_plan, plan_of_sizes, smaller_option)
 _HOPPER = ForwardFamily(
@@ -121,6 +126,14 @@ def default_plan(spec: AttentionSpec, target: Target) -> Plan:
     if family.decoding is None:
         raise UnsupportedError(f"{_cache(spec)}: {target.name} has no decode kernel, which reads them")
     return family.decoding.cache_plan(spec, target)
+
+
+def every_plan(spec: AttentionSpec, target: Target) -> Iterator[Plan]:
+    """The plans of a spec's forward kernel that tuning may choose from, whether or not they fit."""
+    family = forward_family(target)
+    if spec.of_cache and family.decoding:
+        return family.decoding.every_cache_plan(spec, target)
+    return family.every_plan(spec, target)
 
 
 def _cache(spec: AttentionSpec) -> str:

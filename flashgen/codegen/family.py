@@ -49,7 +49,9 @@ class Decoding:
     that of calls of these sizes, or None where the forward kernel does them. of_rows: that of calls with so many rows
     for each head of k and v, whatever their sizes; the last argument says whether blocks share the keys of all
     sequences, over pages. splits: into how many parts a call's keys are split. render: as of a forward. cache_plans,
-    cache_plan: of keys in pages or of 8 bits, the classes of plans, and the default one. schedule: the kernel that
+    cache_plan: of keys in pages or of 8 bits, the classes of plans, and the default one. every_plan: those that tuning
+    may choose from for calls that take the last argument, the likeliest first, whether or not they fit;
+    every_cache_plan: likewise of many queries, in any order. schedule: the kernel that
     says beforehand how blocks share keys, of a plan of that form; schedule_size: how many int32 it says that in.
     """
 
@@ -62,6 +64,8 @@ class Decoding:
     render: Callable[[AttentionSpec, Target, Any], tuple[RenderedKernel, ...]]
     cache_plans: Callable[[AttentionSpec], tuple[type[Plan], ...]]
     cache_plan: Callable[[AttentionSpec, Target], Plan]
+    every_plan: Callable[[AttentionSpec, Target, Any], Iterator[DecodingPlan]]
+    every_cache_plan: Callable[[AttentionSpec, Target], Iterator[Plan]]
     schedule: Callable[[AttentionSpec, Target, Any], RenderedKernel]
     schedule_size: Callable[[AttentionSpec, Any, Sizes], int]
 

@@ -57,10 +57,17 @@ class Inputs:
 CaptureMaker = Callable[[Shape, np.random.Generator], dict[str, Any]]
 
 
-def random_inputs(spec: AttentionSpec, shape: Shape, seed: int = 0, captures: CaptureMaker | None = None) -> Inputs:
+def random_inputs(
+    spec: AttentionSpec,
+    shape: Shape,
+    seed: int = 0,
+    captures: CaptureMaker | None = None,
+    equal_lengths: bool = False,
+) -> Inputs:
     """Standard normal q, k and v, and captures: what `captures` makes, or for None random ones (`random_capture`).
 
-    The same for the same arguments. In a ragged batch the lengths of the shape are the longest: see `offsets`.
+    The same for the same arguments. In a ragged batch the lengths of the shape are the longest: see `offsets`; so is
+    that of keys over pages, unless all sequences are to have `equal_lengths`.
     """
     random = np.random.default_rng(seed)
     dtype = numpy_dtype(spec.dtype)
@@ -72,13 +79,13 @@ def random_inputs(spec: AttentionSpec, shape: Shape, seed: int = 0, captures: Ca
 
     q = array(shape.heads_q, False, spec.head_dim)
     if spec.kv_dtype:
-        plain = random_inputs(replace_kv_dtype(spec), shape, seed, captures)
+        plain = random_inputs(replace_kv_dtype(spec), shape, seed, captures, equal_lengths)
         return narrowed(spec, shape, plain, random)
     if spec.page_size:
         ragged = {name: ragged[name] for name in _OF_QUERIES if name in ragged}  # a table says where the keys are
         shape = replace(shape, batch=len(ragged["cu_seqlens_q"]) - 1) if ragged else shape
         given = captures(shape, random) if captures else random_captures(spec, shape, random)
-        k, v, where = random_pages(spec, shape, random)
+        k, v, where = random_pages(spec, shape, random, equal_lengths)
         return Inputs(q, k, v, given | where, ragged)
     k = array(shape.heads_kv, True, spec.head_dim)
     v = array(shape.heads_kv, True, spec.value_dim)
@@ -156,16 +163,16 @@ def narrowed(spec: AttentionSpec, shape: Shape, plain: Inputs, random: np.random
 
 
 def random_pages(
-    spec: AttentionSpec, shape: Shape, random: np.random.Generator
+    spec: AttentionSpec, shape: Shape, random: np.random.Generator, equal_lengths: bool = False
 ) -> tuple[Array, Array, dict[str, Array]]:
-    """k and v in pages of any order, with the table and the lengths: up to len_k, the first sequence's that many.
+    """k and v in pages of any order, with the table and the lengths: up to len_k, which the first one has, or all.
 
     What belongs to no sequence is NaN, and so are the rows of a last page behind its keys. Entries of the table behind
     a sequence's pages are no pages.
     """
     size, dtype = spec.page_size or 1, numpy_dtype(spec.dtype)
     lengths = random.integers(0, shape.len_k + 1, shape.batch).astype(np.int32)
-    lengths[:1] = shape.len_k
+    lengths[: shape.batch if equal_lengths else 1] = shape.len_k
     used = -(-lengths // size)
     table = np.full((shape.batch, -(-shape.len_k // size) + 1), -7, np.int32)
     pages = random.permutation(int(used.sum()) + 2).astype(np.int32)

@@ -293,14 +293,6 @@ def test_the_emulator_is_not_timed(tmp_path: Path) -> None:
         fg.compile(SPEC, emulate=True).tune(*inputs())
 
 
-def test_pages_are_not_tuned() -> None:
-    table, used = np.zeros((2, 3), np.int32), np.ones(2, np.int32)
-    paged = fg.compile(fg.AttentionSpec(32, page_size=16), emulate=True)
-    q, pages = np.ones((2, 4, 1, 32), np.float16), np.ones((6, 16, 2, 32), np.float16)
-    with pytest.raises(ArgumentError, match="kernels over pages, or of 8-bit keys, are not tuned"):
-        paged.tune(q, pages, pages, page_table=table, seqused_k=used)
-
-
 def test_what_the_assembler_complains_of_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     from flashgen.build.resources import Resources
 

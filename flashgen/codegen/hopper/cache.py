@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from flashgen.codegen.hopper.forward import render_hopper
 from flashgen.codegen.hopper.measured_plans import choose_hopper_plan
 from flashgen.codegen.hopper.mixed import render_hopper_mixed
 from flashgen.codegen.hopper.mixed_plans import HopperMixedPlan, choose_hopper_mixed_plan
 from flashgen.codegen.hopper.pages import problem_of_cache
-from flashgen.codegen.hopper.plans import HopperPlan
+from flashgen.codegen.hopper.plans import HopperPlan, every_hopper_plan
 from flashgen.codegen.mma_sync import cache as mma_sync
 from flashgen.codegen.mma_sync import parts as mma_sync_parts
 from flashgen.codegen.rendered_kernel import RenderedKernel
@@ -28,6 +30,13 @@ def cache_plan(spec: AttentionSpec, target: Target) -> CachePlan:
     if problem_of_cache(spec):
         return mma_sync.cache_plan(spec, target)
     return choose_hopper_mixed_plan(spec, target) if spec.is_ragged else choose_hopper_plan(spec, target)
+
+
+def every_cache_plan(spec: AttentionSpec, target: Target) -> Iterator[CachePlan]:
+    """Those of many queries that tuning may choose from."""
+    if problem_of_cache(spec) or spec.is_ragged:
+        return mma_sync.every_cache_plan(spec, target)
+    return every_hopper_plan(spec, target)
 
 
 def render_cache(spec: AttentionSpec, target: Target, plan: CachePlan | None = None) -> tuple[RenderedKernel, ...]:

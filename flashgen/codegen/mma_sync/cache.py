@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from flashgen.codegen.mma_sync.decode import render_decode
 from flashgen.codegen.mma_sync.decode_plans import DecodePlan, choose_decode_plan
 from flashgen.codegen.mma_sync.forward import render_mma_sync
-from flashgen.codegen.mma_sync.forward_plans import ForwardPlan, choose_forward_plan
+from flashgen.codegen.mma_sync.forward_plans import ForwardPlan, choose_forward_plan, every_forward_plan
 from flashgen.codegen.mma_sync.mixed import render_mixed
 from flashgen.codegen.mma_sync.mixed_plans import MixedPlan, choose_mixed_plan
 from flashgen.codegen.rendered_kernel import RenderedKernel
@@ -27,6 +29,11 @@ def cache_plan(spec: AttentionSpec, target: Target) -> CachePlan:
     if spec.is_ragged:
         return choose_mixed_plan(spec, target)
     return choose_decode_plan(spec, target) if spec.kv_dtype else choose_forward_plan(spec, target)
+
+
+def every_cache_plan(spec: AttentionSpec, target: Target) -> Iterator[CachePlan]:
+    """Those of many queries that tuning may choose from; of 8 bits all calls take decode kernels."""
+    return iter(()) if spec.kv_dtype or spec.is_ragged else every_forward_plan(spec, target)
 
 
 def render_cache(spec: AttentionSpec, target: Target, plan: CachePlan | None = None) -> tuple[RenderedKernel, ...]:

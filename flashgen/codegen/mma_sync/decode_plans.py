@@ -212,8 +212,12 @@ def _shared_tile_k(spec: AttentionSpec, rows: int) -> int:
 
 
 def _with_blocks(plan: DecodePlan, spec: AttentionSpec, target: Target) -> DecodePlan:
-    fitting = target.shared_per_multiprocessor // (plan.shared_bytes(spec) + RESERVED_SHARED)
-    return replace(plan, blocks=min(max(fitting, 1), _MOST_BLOCKS))
+    return replace(plan, blocks=min(max(fitting_blocks(plan, spec, target), 1), _MOST_BLOCKS))
+
+
+def fitting_blocks(plan: DecodePlan, spec: AttentionSpec, target: Target) -> int:
+    """Blocks of the plan for which a multiprocessor has the shared memory."""
+    return target.shared_per_multiprocessor // (plan.shared_bytes(spec) + RESERVED_SHARED)
 
 
 # ---- for which calls
