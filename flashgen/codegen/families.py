@@ -5,7 +5,7 @@ A new family is a target, or several (targets.py), a folder here and one in temp
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +13,7 @@ from flashgen.codegen.family import BackwardFamily, Decoding, ForwardFamily, Hea
 from flashgen.codegen.hopper import cache as hopper_cache
 from flashgen.codegen.hopper.backward import render_hopper_backward
 from flashgen.codegen.hopper.backward_plans import HopperBackwardPlan
-from flashgen.codegen.hopper.by_sizes import plan_of_sizes
+from flashgen.codegen.hopper.by_sizes import every_plan_of_sizes, plan_of_sizes
 from flashgen.codegen.hopper.every_backward_plan import every_hopper_backward_plan
 from flashgen.codegen.hopper.forward import render_hopper
 from flashgen.codegen.hopper.head_division import divided_plan, plan_of_heads_apart
@@ -68,7 +68,7 @@ _HOPPER_DECODING = replace(
     cache_plan=hopper_cache.cache_plan,
     every_cache_plan=hopper_cache.every_cache_plan,
 )
-_HOPPER_BY_SIZES = PlansBySizes(HopperPlan.packing, smaller_plan, plan_of_sizes, smaller_option)
+_HOPPER_BY_SIZES = PlansBySizes(HopperPlan.packing, smaller_plan, plan_of_sizes, every_plan_of_sizes, smaller_option)
 _HOPPER = ForwardFamily(
     HopperPlan, choose_hopper_plan, every_hopper_plan, render_hopper, _HOPPER_DECODING, _HOPPER_BY_SIZES
 )
@@ -164,6 +164,14 @@ def plan_by_sizes(spec: AttentionSpec, target: Target, packed_heads: int = 1, sm
     return by_sizes.packing(plan, packed_heads, spec)
 
 
+def every_plan_by_sizes(spec: AttentionSpec, target: Target, heads_per_kv: int) -> Sequence[Plan]:
+    """The plans that calls of some sizes take in place of the default one, where so many query heads share k and v."""
+    plan, family = default_plan(spec, target), forward_family(target)
+    if family.by_sizes is None or not isinstance(plan, family.plan):
+        return ()
+    return family.by_sizes.every(plan, spec, target, heads_per_kv)
+
+
 def forward_stages(spec: AttentionSpec, target: Target, plan: Plan | None = None) -> tuple[RenderedKernel, ...]:
     """The forward kernels of a spec on a target, in the order of their launches, but for those that list tiles.
 
@@ -188,12 +196,17 @@ def render_forward(spec: AttentionSpec, target: Target, plan: Plan | None = None
 
 def plan_dividing(spec: AttentionSpec, target: Target) -> Any:
     """The default plan of the backward with query heads apart; UnsupportedError where there is none."""
-    dividing = backward_family(target).dividing
-    keys = next(kernel for kernel in backward_stages(spec, target) if kernel.role == "keys")
-    plan = dividing.of(keys.plan) if dividing else None
+    plan = dividing_plan(spec, target)
     if plan is None:
         raise UnsupportedError(f"heads_apart=True: {target.name} has no such backward of {spec.name}")
     return plan
+
+
+def dividing_plan(spec: AttentionSpec, target: Target) -> Any | None:
+    """The same; None where there is none."""
+    dividing = backward_family(target).dividing
+    keys = next(kernel for kernel in backward_stages(spec, target) if kernel.role == "keys")
+    return dividing.of(keys.plan) if dividing else None
 
 
 def backward_stages(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -20,13 +20,15 @@ class PlansBySizes:
 
     packing: a plan with so many of the query heads that share a head of K and V as rows of one tile. smaller: the plan
     of fewer queries a tile beside a spec's default one, or None. chosen: what makes a call of these sizes cheaper than
-    the given plan does, by either or both; None where nothing does. option: what `flashgen show` is told for a plan of
-    smaller tiles, nothing for others.
+    the given plan does, by either or both; None where nothing does. every: what `chosen` may give beside a default
+    plan, where so many query heads share a head of K and V. option: what `flashgen show` is told for a plan of smaller
+    tiles, nothing for others.
     """
 
     packing: Callable[[Any, int, AttentionSpec], Plan]
     smaller: Callable[[AttentionSpec, Target], Plan | None]
     chosen: Callable[[Any, AttentionSpec, Target, Workload], Plan | None]
+    every: Callable[[Any, AttentionSpec, Target, int], Sequence[Plan]]
     option: Callable[[Any, AttentionSpec, Target], str]
 
 

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, Literal, get_args
 
-from flashgen.codegen.families import backward_stages, forward_family, forward_stages, plan_by_sizes, plan_dividing
+from flashgen.codegen.families import (
+    backward_stages,
+    dividing_plan,
+    every_plan_by_sizes,
+    forward_family,
+    forward_stages,
+    plan_by_sizes,
+    plan_dividing,
+)
 from flashgen.codegen.family import Decoding
 from flashgen.codegen.plan import Plan
 from flashgen.codegen.rendered_kernel import RenderedKernel
@@ -67,6 +75,26 @@ def kernels_of(
             more = backward_kernels(spec, target, deterministic, apart, plan)
         kernels |= {f"backward_{part}" if part in kernels else part: kernel for part, kernel in more.items()}
     return kernels
+
+
+def kernels_by_sizes(
+    spec: AttentionSpec, target: Target, part: Part, heads_per_kv: int, deterministic: bool = False
+) -> Iterator[Kernels]:
+    """The kernels that calls of some sizes launch in place of a pass's default ones, plan by plan.
+
+    heads_per_kv: how many query heads share a head of k and v in these calls. The kernels' names are their own: no two
+    of a spec and target are alike.
+    """
+    if part == "forward":
+        for plan in every_plan_by_sizes(spec, target, heads_per_kv):
+            yield forward_kernels(spec, target, plan=plan)
+    if part == "backward" and heads_per_kv > 1 and not deterministic and (divided := dividing_plan(spec, target)):
+        kernels = backward_kernels(spec, target, apart=True, plan=divided)
+        shared = {kernel.source for kernel in backward_kernels(spec, target).values()}
+        yield {
+            role: kernel if kernel.source in shared else _named("heads-apart", kernel)
+            for role, kernel in kernels.items()
+        }
 
 
 def forward_kernels(

@@ -16,7 +16,7 @@ from flashgen.build.entries import describe
 from flashgen.build.keys import readable_name
 from flashgen.build.prebuilt import MANIFEST_FORMAT
 from flashgen.codegen.rendered_kernel import RenderedKernel
-from flashgen.codegen.stages import kernels_of
+from flashgen.codegen.stages import kernels_by_sizes, kernels_of
 from flashgen.errors import BuildError, UnsupportedError
 from flashgen.language.spec import AttentionSpec
 from flashgen.release.launch_facts import FORMULAS, launch_facts, step_facts
@@ -98,9 +98,11 @@ def _kernels_of(request: AnyRequest) -> Iterator[EmittedKernel]:
     spec, target = request.spec, request.target
     try:
         for name in request.passes:
-            kernels = kernels_of(spec, target, (name,), deterministic=request.deterministic, apart=True)
-            facts = launch_facts(kernels, spec)
-            yield from (EmittedKernel(spec, kernel, facts[part]) for part, kernel in kernels.items())
+            default = kernels_of(spec, target, (name,), deterministic=request.deterministic, apart=True)
+            others = kernels_by_sizes(spec, target, name, request.heads_per_kv, request.deterministic)
+            for kernels in (default, *(others if request.heads_per_kv else ())):
+                facts = launch_facts(kernels, spec)
+                yield from (EmittedKernel(spec, kernel, facts[part]) for part, kernel in kernels.items())
     except UnsupportedError as error:
         raise UnsupportedError(
             f"{spec.name} for {target.name}: {error}; take it out of the release manifest, "

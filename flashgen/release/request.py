@@ -13,6 +13,8 @@
     passes = ["forward", "decode", "backward"]    # all of these; "forward" where nothing is said; "decode" is what
                                                   # calls of few queries over many keys launch
     deterministic = [false, true]                 # which kernels of the backward; false where nothing is said
+    heads_per_kv = [1, 4]                         # query heads on a head of k and v: also what calls of some sizes
+                                                  # launch then; where nothing is said, what all others do alone
 
     [[kernels]]                                   # what a server launches beside attention, of no spec
     step = ["append_kv", "merge_states"]
@@ -53,19 +55,24 @@ _PARSERS: dict[str, Callable[[Any], Any]] = {
 _ARGUMENTS = (
     *("mask", "score", "head_dim", "value_dim", "dtype", "scale", "layout", "dropout", "page_size", "kv_dtype", "sink"),
 )
-_KEYS = ("spec", "target", "passes", "deterministic", *_ARGUMENTS, "step", "parts")
+_KEYS = ("spec", "target", "passes", "deterministic", "heads_per_kv", *_ARGUMENTS, "step", "parts")
 _STEPS = ("append_kv", "merge_states")
 _KEYS_OF_STEPS = ("step", "target", "dtype", "layout", "parts")
 
 
 @dataclass(frozen=True)
 class Request:
-    """A spec to be built for a target: the kernels of these passes, and whether the backward is deterministic."""
+    """A spec to be built for a target: the kernels of these passes, and whether the backward is deterministic.
+
+    heads_per_kv: query heads that share a head of k and v, of calls whose sizes choose other plans; 0 for the default
+    plans alone.
+    """
 
     spec: AttentionSpec
     target: Target
     passes: tuple[Part, ...] = ("forward",)
     deterministic: bool = False
+    heads_per_kv: int = 0
 
 
 @dataclass(frozen=True)
@@ -135,9 +142,10 @@ def _expanded(group: Any) -> Iterator[AnyRequest]:
     if "parts" in group:
         raise SpecError("`parts` is of merge_states: add step = 'merge_states', or leave it out")
     passes, deterministic = _passes(group)
+    shared = _heads_per_kv(group, passes)
     for spec in _specs(group):
-        for target, each in itertools.product(targets, deterministic):
-            yield Request(spec, target, passes, each)
+        for target, each, heads in itertools.product(targets, deterministic, shared):
+            yield Request(spec, target, passes, each, heads)
 
 
 def _steps(group: Mapping[str, Any], targets: list[Target]) -> Iterator[Step]:
@@ -178,6 +186,19 @@ def _passes(group: Mapping[str, Any]) -> tuple[tuple[Part, ...], list[bool]]:
     if "deterministic" in group and "backward" not in named:
         raise SpecError("`deterministic` is of the backward: add it to `passes`, or leave this out")
     return tuple(name for name in PARTS if name in named), deterministic
+
+
+def _heads_per_kv(group: Mapping[str, Any], passes: tuple[Part, ...]) -> list[int]:
+    """How many query heads share a head of k and v; 0 where nothing is said."""
+    if "heads_per_kv" not in group:
+        return [0]
+    if passes == ("decode",):
+        raise SpecError("`heads_per_kv` is of the forward and the backward: add one to `passes`, or leave this out")
+    heads = _listed(group, "heads_per_kv")
+    for each in heads:
+        if isinstance(each, bool) or not isinstance(each, int) or each < 1:
+            raise SpecError(f"`heads_per_kv` is {each!r}; give the query heads on a head of k and v, 1 or more")
+    return heads
 
 
 def _specs(group: Mapping[str, Any]) -> Iterator[AttentionSpec]:

@@ -243,6 +243,7 @@ head_dim = 64
 target = ["sm_80", "sm_90a"]
 passes = ["forward", "backward"]
 deterministic = [false, true]
+heads_per_kv = 2
 
 [[kernels]]
 mask = ["causal()", "document('ids') & causal()"]

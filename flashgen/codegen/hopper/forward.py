@@ -119,7 +119,7 @@ def render_hopper(spec: AttentionSpec, target: Target, plan: HopperPlan | None =
         values=partial(_values, spec, plan, longest_first),
         counts=lambda sizes: sizes.multiprocessors < _tiles(spec, plan, sizes),
     )
-    name = f"{kernel.name}-packed{plan.packed_heads}" if packed else kernel.name
+    name = kernel.name + told["options"].replace(" --", "-") + (f"-packed{plan.packed_heads}" if packed else "")
     return (replace(kernel, name=name, cost=cost),)
 
 

@@ -39,12 +39,16 @@ def packed_plan(plan: HopperPlan, spec: AttentionSpec, target: Target, workload:
     from lists: those are made ahead, for the plan's tiles, by whoever knows no heads of K and V, and would be as many
     times more as heads are packed. A plan that packs can be given all the same.
     """
+    packed = packing_of(plan, spec, target, workload.heads_per_kv)
+    return packed if packed and _takes_less(packed, plan, spec, workload) else None
+
+
+def packing_of(plan: HopperPlan, spec: AttentionSpec, target: Target, heads_per_kv: int) -> HopperPlan | None:
+    """The packed form of a plan that calls whose heads share k and v so may take; None where none is."""
     demand = demand_of(spec)
-    heads = most_packed_heads(workload.heads_per_kv, _OF_A_LANE if demand.reads_by_head_and_position else PACKS[-1])
+    heads = most_packed_heads(heads_per_kv, _OF_A_LANE if demand.reads_by_head_and_position else PACKS[-1])
     packed = plan.packing(heads, spec)
-    if heads == 1 or demand.listed or not _takes_less(packed, plan, spec, workload):
-        return None
-    return None if packed.problem(spec, target) else packed
+    return None if heads == 1 or demand.listed or packed.problem(spec, target) else packed
 
 
 def _takes_less(packed: HopperPlan, plan: HopperPlan, spec: AttentionSpec, workload: Workload) -> bool:
