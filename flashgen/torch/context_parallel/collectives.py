@@ -45,7 +45,10 @@ def begin_all_to_all(parts: Tensor, to: list[int], of: list[int], group: Any) ->
     """
     received = parts.new_empty((sum(of), *parts.shape[1:]))
     with naming_the_rank(group):
-        return received, dist.all_to_all_single(received, parts, of, to, group=group, async_op=True)
+        work = dist.all_to_all_single(received, parts, of, to, group=group, async_op=True)
+    if parts.is_cuda:
+        parts.new_ones(1)  # NCCL's stream takes a microsecond or two to see that it may begin: see `halos`
+    return received, work
 
 
 def wait(work: Any, group: Any) -> None:

@@ -204,7 +204,7 @@ def acceptance(spec: str, scheme: str, shards: str = "zigzag", cross: bool = Fal
 def rims(spec: str, shards: str, scheme: str = "ring") -> list[str]:
     """Windows of chunks that are much longer: neighbours' keys meet a few rows alone."""
     ring = dist.get_world_size() // (2 if scheme == "ulysses_ring" else 1)
-    problem = Problem(spec, scale=8 if on_gpu() or ring > 2 else 4, batch=1)
+    problem = Problem(spec, scale=8 if ring > 2 else 4, batch=1)
     assert plan_of(problem.spec, ring, problem.length, shards=shards).halos
     got = results(problem, scheme, shards)
     return judge(problem, got) if dist.get_rank() == 0 else []
