@@ -54,7 +54,7 @@ def test_it_has_the_backward_of_every_size(name: str) -> None:
     spec, dividing = SPECS[name], backward_family(HOPPER).dividing
     assert dividing
     default, built = backward_kernels(spec, HOPPER), sources(spec, ("backward",), 8)
-    divided = dividing.chosen(default["keys"].plan, spec, HOPPER, Workload(16384, 16384, 8, 132, 8))
+    divided = dividing.chosen(default["keys"].plan, spec, HOPPER, Workload(8192, 8192, 8, 132, 8))
     assert (divided is None) == (name == "wide")
     taken = backward_kernels(spec, HOPPER, plan=divided).values() if divided else ()
     assert built == {kernel.source for kernel in (*default.values(), *taken)}
