@@ -15,7 +15,7 @@ from flashgen.errors import ArgumentError, LaunchError
 from flashgen.launch.argument_writer import Addresses, ArgumentWriter
 from flashgen.launch.memory import Block, Memory, SeparateArrays, Workspace
 from flashgen.runtime import gpu
-from flashgen.runtime.arrays import NUMPY, Library, are_nested, byte_strides, library_of, numpy_dtype
+from flashgen.runtime.arrays import NUMPY, Library, are_nested, byte_strides, library_of, numpy_dtype, on_gpu
 from flashgen.runtime.counters import counters
 from flashgen.runtime.remembered import made_once
 from flashgen.runtime.schedule import Schedule
@@ -157,7 +157,7 @@ class Gpu:
 
     def bring(self, array: Any, argument: str = "") -> Any:
         """An array where kernels run: one of NumPy is copied there, anything else stays as it is."""
-        return gpu.cupy().asarray(array) if isinstance(array, np.ndarray) else array
+        return on_gpu(array) if isinstance(array, np.ndarray) else array
 
     def fetch(self, array: Any, into: Any = None) -> Any:
         """An array of CuPy as one of NumPy: a new one, or `into`, written over; one on the GPU was written to there."""

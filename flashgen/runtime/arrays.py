@@ -297,6 +297,37 @@ JAX = _through_cupy("jax", lambda _like: 0, _maker_on_legacy_stream)  # on which
 OTHER = _through_cupy("other", _stream_cupy, _maker_of_cupy)
 
 
+@dataclass(frozen=True, slots=True)
+class OfBytes:
+    """An array on the GPU of a type that CuPy has not: CuPy's array of its bytes, and the name of the type."""
+
+    bytes_: Any
+    dtype: str
+
+
+def _look_of_bytes(array: OfBytes) -> tuple[Any, int]:
+    seen, pointer = _look_cupy(array.bytes_)
+    return (array.dtype, seen), pointer
+
+
+OF_BYTES = Library(
+    "bytes",
+    lambda array: CUPY.pointer(array.bytes_),
+    _look_of_bytes,
+    lambda array, argument: replace(_view_cupy(array.bytes_, argument), dtype=array.dtype),
+    _maker_of_cupy,
+    _stream_cupy,
+    pools_for_graphs=False,
+)
+
+
+def on_gpu(array: np.ndarray[Any, Any]) -> Any:
+    """A copy of a NumPy array on the current GPU: CuPy's, or, of a type that CuPy has not, one of its bytes."""
+    if array.dtype.name.startswith("float8"):
+        return OfBytes(_cupy().asarray(array.view(np.uint8)), array.dtype.name)
+    return _cupy().asarray(array)
+
+
 def of_graph(library: Library, stream: int) -> Library:
     """The library, for arrays that only the launches of one call use, on a stream that is being captured.
 
@@ -307,7 +338,7 @@ def of_graph(library: Library, stream: int) -> Library:
 
 
 _BY_MODULE = {"numpy": NUMPY, "cupy": CUPY, "torch": TORCH, "jaxlib": JAX, "jax": JAX}
-_BY_TYPE: dict[type, Library] = {}
+_BY_TYPE: dict[type, Library] = {OfBytes: OF_BYTES}
 
 
 def library_of(array: Any, argument: str) -> Library:

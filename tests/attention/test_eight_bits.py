@@ -286,3 +286,6 @@ def test_on_a_gpu(kind: str, dtype: str) -> None:
             found = (out.float().cpu().numpy().astype(inputs.q.dtype), lse.cpu().numpy())
             verdict = judged(spec, inputs.q, inputs.k, inputs.v, *found, inputs.captures)
             assert verdict.ok, f"{page_size}, {splits}: {verdict}"
+        home = attention.compile(spec)(inputs.q, inputs.k, inputs.v, return_lse=True, **inputs.captures)
+        verdict = judged(spec, inputs.q, inputs.k, inputs.v, *home, inputs.captures)
+        assert verdict.ok, f"{page_size}, NumPy's: {verdict}"

@@ -8,10 +8,11 @@ from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from flashgen.runtime import arrays
-from flashgen.runtime.arrays import CUPY, JAX, OTHER, TORCH, Library
+from flashgen.runtime.arrays import CUPY, JAX, OTHER, TORCH, Library, numpy_dtype
 
 
 class MadeUpCuPy:
@@ -93,3 +94,29 @@ def test_memory_of_a_graph_is_taken_and_given_back_on_its_stream(monkeypatch: py
     del array
     assert done == [("take", 60, 7), ("give back", 0x1000, 7)]
     assert arrays.of_graph(TORCH, 7) is TORCH
+
+
+@pytest.mark.parametrize("name", ["float8_e4m3fn", "int8", "bfloat16"])
+def test_what_cupy_has_no_type_for_is_brought_as_bytes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    class OnGpu(SimpleNamespace):
+        """What CuPy makes of an array: without its type of 8 bits, which is an error there."""
+
+        def __init__(self, array: np.ndarray[Any, Any]) -> None:
+            assert not array.dtype.name.startswith("float8"), f"Unsupported dtype {array.dtype.name}"
+            memory = SimpleNamespace(ptr=4096, device_id=2)
+            super().__init__(
+                data=memory, shape=array.shape, strides=array.strides, dtype=array.dtype, itemsize=array.itemsize
+            )
+
+    OnGpu.__module__ = "cupy"
+    monkeypatch.setattr(arrays, "_cupy", lambda: SimpleNamespace(asarray=OnGpu))
+    array = np.zeros((3, 5, 16), numpy_dtype(name)).swapaxes(0, 1)
+    there = arrays.on_gpu(array)
+    library = arrays.library_of(there, "k")
+    view = library.view(there, "k")
+    itemsize = array.itemsize
+    assert (view.dtype, view.shape, view.device, view.pointer) == (name, (5, 3, 16), 2, 4096)
+    assert view.strides == tuple(stride // itemsize for stride in array.strides)
+    look, pointer = library.look(there)
+    assert pointer == library.pointer(there) == 4096 and name in str(look)
+    assert (library is arrays.OF_BYTES) == name.startswith("float8")
