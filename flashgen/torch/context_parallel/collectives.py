@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from flashgen.torch.context_parallel.failures import naming_the_rank
+from flashgen.torch.context_parallel.giving_way import give_way
 from flashgen.torch.tensors import Tensor
 
 
@@ -46,8 +47,7 @@ def begin_all_to_all(parts: Tensor, to: list[int], of: list[int], group: Any) ->
     received = parts.new_empty((sum(of), *parts.shape[1:]))
     with naming_the_rank(group):
         work = dist.all_to_all_single(received, parts, of, to, group=group, async_op=True)
-    if parts.is_cuda:
-        parts.new_ones(1)  # NCCL's stream takes a microsecond or two to see that it may begin: see `halos`
+    give_way(parts.device)
     return received, work
 
 

@@ -1,10 +1,8 @@
 """Rows of keys and values beside a rank's own come from other ranks; their gradients go back.
 
 One message to each other rank and pass, of all that it reads: keys and values together, row by row. The forward starts
-it before anything is computed; the backward computes what it sends first, so that the rest is computed meanwhile. A
-small kernel stands behind it, and the copies of own rows that rims read, which give NCCL's kernel time to get its
-multiprocessors: a kernel with a long block on each of them would keep these to its end, and all others would wait for
-what this rank sends. Each row is written by one kernel to where it belongs.
+it before anything is computed; the backward computes what it sends first, so that the rest is computed meanwhile. Each
+row is written by one kernel to where it belongs.
 """
 
 from __future__ import annotations

@@ -58,6 +58,7 @@ class _Keys:
         k, v = self._own
         for ahead in range(1, _BUFFERS + 1):
             self._post(ahead)
+        self._transfers.give_way()
         own = Arrived([((0, self._plan.keys.rows), k, v)])
         yield 0, self._steps[0], own
         for number in range(1, self._plan.ranks):
@@ -184,6 +185,7 @@ class _Returns:
         theirs = _Found(self._layout, self._plan.steps(by)[number].pieces, self._like)
         self._transfers.after_this()
         posted = self._transfers.post([(step.owner, self._found.flat)], [(by, theirs.flat)])
+        self._transfers.give_way()
         self._waiting.append((posted, self._found, theirs))
 
     def finish(self) -> None:

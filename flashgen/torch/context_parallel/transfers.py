@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from flashgen.runtime.remembered import Remembered
 from flashgen.torch.context_parallel.failures import naming_the_rank
+from flashgen.torch.context_parallel.giving_way import give_way
 from flashgen.torch.tensors import Tensor
 
 _STREAMS: Remembered[int, Any] = Remembered()
@@ -53,6 +54,10 @@ class Transfers:
                 self._stream.wait_event(after)
             with torch.cuda.stream(self._stream):
                 return list(dist.batch_isend_irecv(operations))
+
+    def give_way(self) -> None:
+        """What the current stream is given from here on starts behind the messages that were posted."""
+        give_way(self._device, streams=2)
 
     def wait(self, posted: Sequence[Any]) -> None:
         """What the current stream is given from here on comes after these messages."""
