@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import pairwise
 from typing import NamedTuple
 
 
@@ -40,6 +41,12 @@ class Step(NamedTuple):
     def received(self) -> int:
         """How many rows it receives."""
         return sum(last - first for first, last in self.pieces)
+
+    @property
+    def adds(self) -> bool:
+        """Whether gradients of a row of keys are of several blocks: else the one that has them has rounded them."""
+        ranges = sorted((block.k, block.k + block.keys) for block in self.blocks)
+        return any(first < end for (_, end), (first, _) in pairwise(ranges))
 
 
 def joined_ranges(given: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ...]:

@@ -19,7 +19,7 @@ from flashgen.ranks.layout import Layout
 
 SCHEMES = ("ring", "all_gather", "ulysses", "ulysses_ring")
 """What ranks exchange: see `plan_of`."""
-_SUM_BYTES = 4  # gradients of keys and values travel in float32
+_ROUNDED, _SUMS = 2, 4  # bytes of an element of gradients of keys and values on their way
 
 
 @dataclass(frozen=True)
@@ -183,7 +183,7 @@ class Plan:
 
     def _gathered_bytes(self, backward: bool) -> tuple[int, ...]:
         rows = self.keys.rows * (self.ranks - 1)
-        return (rows * self._row_elements * (2 + _SUM_BYTES if backward else 2),)
+        return (rows * self._row_elements * (2 + _SUMS if backward else 2),)
 
     def _ring_bytes(self, rank: int, backward: bool) -> tuple[int, ...]:
         if self.halos:
@@ -194,7 +194,8 @@ class Plan:
         for distance in range(self.ranks):
             rows = self.steps((rank + distance) % self.ranks)[distance].received * 2
             if backward:
-                rows += self.steps(rank)[distance].received * _SUM_BYTES
+                step = self.steps(rank)[distance]
+                rows += step.received * (_SUMS if step.adds else _ROUNDED)
             sent.append(rows * self._row_elements)
         return tuple(sent)
 

@@ -109,13 +109,13 @@ def test_a_packed_kernel_is_built_once(at_once: AtOnce, monkeypatch: pytest.Monk
     """16 queries of 8 heads that share a head of k and v, in 16 batches: packed, by a kernel of its own."""
     compiled = Attention(fg.AttentionSpec(16), target_named("sm_90a"), Emulator())
     built: list[Any] = []
-    build = kernel_choice.KernelChoice._of_sizes
+    build = kernel_choice.KernelChoice._in_place_of
 
     def counted(*given: Any) -> Any:
         built.append(given)
         return build(*given)
 
-    monkeypatch.setattr(kernel_choice.KernelChoice, "_of_sizes", counted)
+    monkeypatch.setattr(kernel_choice.KernelChoice, "_in_place_of", counted)
     plans = at_once(lambda number: compiled.plan_for(16, 64, batch=16, heads=8, heads_kv=1))
     assert plans[0].packed_heads == 8 and len(set(plans)) == 1 and len(built) == 1
 

@@ -25,7 +25,7 @@ def test_a_causal_ring_is_drawn() -> None:
     assert shown[0].split("\t")[:4] == ["rank", "positions", "step 0", "step 1"]
     assert shown[2].split("\t") == [
         *("1", "4096-8191, 24576-28671", "own ▒", "0 █ 16.8 MB", "3 █ 33.6 MB", "2 █ 33.6 MB"),
-        *("25.0%", "67.1 MB", "234.9 MB"),
+        *("25.0%", "67.1 MB", "151.0 MB"),
     ]
     assert shown[-2].startswith("balance 100.0%")
 

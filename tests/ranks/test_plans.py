@@ -210,12 +210,26 @@ def test_bytes_follow_from_rows_and_sizes() -> None:
     ring = plan_of(fg.AttentionSpec(128, value_dim=64, mask=fg.full()), 4, 4096, sizes=sizes)
     row = 2 * 8 * (128 + 64)
     assert ring.sent(0) == (0, *[1024 * row * 2] * 3)
-    assert ring.sent(0, backward=True) == (0, *[1024 * row * (2 + 4)] * 3)
+    assert ring.sent(0, backward=True) == (0, *[1024 * row * (2 + 2)] * 3)  # each gradient is of one block
     gathered = plan_of(fg.AttentionSpec(128, value_dim=64), 4, 4096, scheme="all_gather", sizes=sizes)
     assert gathered.sent(0) == (3 * 1024 * row * 2,)
     heads = plan_of(fg.AttentionSpec(128, value_dim=64), 4, 4096, scheme="ulysses", sizes=sizes)
     assert heads.exchanged() == 2 * 1024 * (32 + 8) * (128 + 64) * 2 * 3 // 4
     assert heads.sizes == Sizes(2, 8, 2)
+
+
+def test_gradients_travel_in_float32_where_several_blocks_add_to_a_row() -> None:
+    sizes, row, kinds = Sizes(1, 4, 4), 4 * 128, set()
+    for mask in (fg.causal(), fg.document("ids") & fg.causal()):
+        ring = plan_of(fg.AttentionSpec(64, mask=mask), 2, 4096, sizes=sizes)
+        for rank in (0, 1):
+            step = ring.steps(rank)[1]
+            read = [set(range(block.k, block.k + block.keys)) for block in step.blocks]
+            kinds.add(step.adds)
+            assert step.adds == (sum(map(len, read)) > len(set().union(*read)))
+            back = ring.sent(rank, backward=True)[1] - ring.sent(rank)[1]
+            assert back == step.received * row * (4 if step.adds else 2)
+    assert kinds == {False, True}
 
 
 def test_captured_numbers_are_known() -> None:

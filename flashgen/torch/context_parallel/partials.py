@@ -90,8 +90,8 @@ class Outputs:
 class Sums:
     """Gradients of rows, summed in float32: those of q, or of k and v, which `like` are.
 
-    First gradients of rows are kept as they came: where nothing is added to them but rims, as with windows, or nothing
-    at all, no sum of all rows is made.
+    First gradients of rows are kept as they came, and second ones until a third comes: two are added when they are
+    rounded, by the sum's own rounding, so that no sum in float32 is made of them. Nor is one of rims, as windows have.
     """
 
     def __init__(self, layout: str, *like: Tensor) -> None:
@@ -99,7 +99,7 @@ class Sums:
         self._rows = like[0].shape[2 if layout == "bhsd" else 1]
         self._first: Sequence[Tensor] | None = None
         self._written: list[Range] = []  # the rows of these that a block has given
-        self._rims: list[tuple[Range, Sequence[Tensor]]] = []
+        self._added: list[tuple[Range, Sequence[Tensor]]] = []
         self._sums: list[Tensor] | None = None
 
     def room(self, first: int, count: int) -> list[Tensor] | None:
@@ -115,10 +115,16 @@ class Sums:
         """Adds gradients of rows."""
         if self._sums is None and self._first is None and count == self._rows:
             self._first, self._written = gradients, [(0, count)]
-        elif self._sums is None and self._first is not None and count * _RIM <= self._rows:
-            self._rims.append(((first, first + count), gradients))
+        elif self._sums is None and self._first is not None and self._may_wait(first, count):
+            self._added.append(((first, first + count), gradients))
         else:
             self._add(self.tensors, first, count, gradients)
+
+    def _may_wait(self, first: int, count: int) -> bool:
+        """Whether these gradients are a rim's, or the second ones of all their rows."""
+        return count * _RIM <= self._rows or not any(
+            first < end and begin < first + count for (begin, end), _ in self._added
+        )
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -129,7 +135,7 @@ class Sums:
                 torch.empty(each.shape, dtype=torch.float32, device=each.device).copy_(start)
                 for each, start in zip(self._like, begin, strict=True)
             ]
-            for (first, end), gradients in self._rims:
+            for (first, end), gradients in self._added:
                 self._add(self._sums, first, end - first, gradients)
         return self._sums
 
@@ -139,7 +145,7 @@ class Sums:
         if made is None:
             made = self.tensors
         else:
-            self._add_rims(made)
+            self._add_second(made)
         return [total.to(each.dtype) for total, each in zip(made, self._like, strict=True)]
 
     def _complete(self) -> Sequence[Tensor] | None:
@@ -149,23 +155,23 @@ class Sums:
                 rows_of(each, self._layout, first, end - first).zero_()
         return self._first
 
-    def _add_rims(self, made: Sequence[Tensor]) -> None:
-        """Adds rims in float32, so that each row is rounded once."""
+    def _add_second(self, made: Sequence[Tensor]) -> None:
+        """Adds what came second, and rounds each row once: where that is several gradients of a row, by float32."""
         shared = []
-        for number, ((first, end), gradients) in enumerate(self._rims):
-            others = (rim for other, (rim, _) in enumerate(self._rims) if other != number)
+        for number, ((first, end), gradients) in enumerate(self._added):
+            others = (rows for other, (rows, _) in enumerate(self._added) if other != number)
             if any(first < last and begin < end for begin, last in others):
                 shared.append(((first, end), gradients))
                 continue
             for each, gradient in zip(made, gradients, strict=True):
                 rows_of(each, self._layout, first, end - first).add_(gradient)
-        for first, end in joined_ranges(rim for rim, _ in shared):
-            rows = [rows_of(each, self._layout, first, end - first) for each in made]
-            sums = [each.float() for each in rows]
+        for first, end in joined_ranges(rows for rows, _ in shared):
+            several = [rows_of(each, self._layout, first, end - first) for each in made]
+            sums = [each.float() for each in several]
             for (begin, last), gradients in shared:
                 if first <= begin < end:
                     self._add(sums, begin - first, last - begin, gradients)
-            for each, total in zip(rows, sums, strict=True):
+            for each, total in zip(several, sums, strict=True):
                 each.copy_(total)
 
     def _add(self, sums: Sequence[Tensor], first: int, count: int, gradients: Sequence[Tensor]) -> None:

@@ -2,13 +2,14 @@
 
 In step t each rank computes with the keys of the rank that is t before it, which sends them to it: just those rows
 that it reads, and nothing where the analysis has shown that it reads none. Messages of the next steps travel meanwhile.
-In the backward what a step found of gradients of keys and values goes back to their owner, in float32, who adds them in
-the order of the steps.
+In the backward what a step found of gradients of keys and values goes back to their owner, who adds them in the order
+of the steps: in float32 where several blocks of the step add to a row, else as the one block rounded them, which writes
+to the message itself.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -134,9 +135,14 @@ def backward(
             rows = (block.q, block.rows)
             d_rows, of_lse, q_rows, out_rows = queries_of(block, layout, d_out, d_lse, q, out)
             keys = arrived.rows(layout, block.k, block.keys)
-            made, learned = programs.backward(block, d_rows, of_lse, q_rows, *keys, out_rows, lse.narrow(2, *rows))
-            of_q.add(*rows, made[0])
-            found.add(block.k, block.keys, made[1], made[2])
+            read = (block, d_rows, of_lse, q_rows, *keys, out_rows, lse.narrow(2, *rows))
+            rooms = of_q.room(*rows), found.room(block.k, block.keys)
+            into = (*(rooms[0] or [torch.empty_like(q_rows)]), *(rooms[1] or map(torch.empty_like, keys)))
+            made, learned = programs.backward(*read, into=into)
+            if rooms[0] is None:
+                of_q.add(*rows, made[0])
+            if rooms[1] is None:
+                found.add(block.k, block.keys, made[1], made[2])
             captured.add(learned)
         returns.send(number, step)
     returns.finish()
@@ -146,12 +152,16 @@ def backward(
 class _Found:
     """Gradients of the rows of an owner that a step reads, in one buffer."""
 
-    def __init__(self, layout: str, pieces: tuple[Range, ...], like: tuple[Tensor, Tensor]) -> None:
-        self._layout = layout
+    def __init__(self, layout: str, step: Step, like: tuple[Tensor, Tensor]) -> None:
+        self._layout, self._adds, pieces = layout, step.adds, step.pieces
         size = elements(sum(map(_count, pieces)), like, layout)
-        self.flat = torch.zeros(size, dtype=torch.float32, device=like[0].device)
+        self.flat = like[0].new_zeros(size, dtype=torch.float32) if step.adds else like[0].new_empty(size)
         pairs = pairs_in(self.flat, map(_count, pieces), like, layout)
         self.pieces = [(piece, *pair) for piece, pair in zip(pieces, pairs, strict=True)]
+
+    def room(self, first: int, count: int) -> Sequence[Tensor] | None:
+        """Where a block writes its gradients of rows; None where several add to some."""
+        return None if self._adds else Arrived(self.pieces).rows(self._layout, first, count)
 
     def add(self, first: int, count: int, dk: Tensor, dv: Tensor) -> None:
         """Adds a block's gradients of rows."""
@@ -174,7 +184,7 @@ class _Returns:
             return self._sums
         if len(self._waiting) == _RETURNS:
             self._arrive()
-        self._found = _Found(self._layout, step.pieces, self._like)
+        self._found = _Found(self._layout, step, self._like)
         return self._found
 
     def send(self, number: int, step: Step) -> None:
@@ -182,7 +192,7 @@ class _Returns:
         if self._found is None:
             return
         by = (self._rank + number) % self._plan.ranks
-        theirs = _Found(self._layout, self._plan.steps(by)[number].pieces, self._like)
+        theirs = _Found(self._layout, self._plan.steps(by)[number], self._like)
         self._transfers.after_this()
         posted = self._transfers.post([(step.owner, self._found.flat)], [(by, theirs.flat)])
         self._transfers.give_way()
