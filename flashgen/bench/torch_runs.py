@@ -43,5 +43,6 @@ def runs_or_none(run: Run) -> Run | None:
 
 
 def say_refusal(error: Exception) -> None:
-    """Warns why a peer is not measured: its figure is not merely missing."""
-    warnings.warn(f"a peer is not measured: {type(error).__name__}: {error}", stacklevel=3)
+    """Warns why a peer is not measured, in a line: its figure is not merely missing."""
+    why = str(error).partition("\n")[0].strip()
+    warnings.warn(f"a peer is not measured: {type(error).__name__}: {why}", stacklevel=3)

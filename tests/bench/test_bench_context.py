@@ -67,6 +67,19 @@ def test_rows_are_shares_of_what_one_gpu_does(monkeypatch: pytest.MonkeyPatch, t
     assert "ulysses: ArgumentError: heads" in done.output
 
 
+def test_what_several_rows_lack_for_one_reason_is_said_once() -> None:
+    shapes = [bench.ContextShape(tokens, window=64) for tokens in (8192, 32768, 131072)]
+    problems = [{"torch": "no window"}, {"torch": "no window", "ring": "other"}, {"torch": "no window"}]
+    made = [
+        rows.ContextRow(2, "both", shape, 1.0, {}, {}, {}, why, {}, 0.5)
+        for shape, why in zip(shapes, problems, strict=True)
+    ]
+    assert rows.context_summary(made) == [
+        "8192 window 64 zigzag both and 2 more, torch: no window",
+        "32768 window 64 zigzag both, ring: other",
+    ]
+
+
 @pytest.mark.parametrize(("given", "shards"), [((), ["zigzag", "plain"]), (("--shards", "zigzag"), ["zigzag"])])
 def test_windows_are_measured_as_they_may_be_sharded(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, given: tuple[str, ...], shards: list[str]

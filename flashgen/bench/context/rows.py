@@ -118,9 +118,20 @@ def context_summary(rows: Sequence[ContextRow]) -> list[str]:
         best = [max(row.of_ideal.values()) for row in rows if row.timed == timed and row.of_ideal]
         if best:
             said.append(f"{timed}: the best scheme has at least {min(best):.2f} of one GPU's own speed")
+    for (name, problem), where in _problems(rows).items():
+        rest = f" and {len(where) - 1} more" if len(where) > 1 else ""
+        said.append(f"{where[0]}{rest}, {name}: {problem}")
     for row in rows:
-        said += [f"{row.name} {row.timed}, {name}: {problem}" for name, problem in row.problems.items()]
         if row.sampled:
             errors = ", ".join(f"{name} {error:.1e}" for name, error in row.sampled.items())
             said.append(f"{row.name} {row.timed}: largest relative errors of sampled rows: {errors}")
     return said
+
+
+def _problems(rows: Sequence[ContextRow]) -> dict[tuple[str, str], list[str]]:
+    """The rows, as they are called, in which a contender could not be measured for the same reason."""
+    found: dict[tuple[str, str], list[str]] = {}
+    for row in rows:
+        for why in row.problems.items():
+            found.setdefault(why, []).append(f"{row.name} {row.timed}")
+    return found
