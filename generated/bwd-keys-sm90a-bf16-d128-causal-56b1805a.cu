@@ -57,7 +57,6 @@ constexpr int kValueDimPadded = 128;
 constexpr int kConsumers = 2;   // warpgroups that compute; one more loads
 constexpr int kThreads = (kConsumers + 1) * 128;
 constexpr int kPartK = 64;   // keys of a warpgroup. Scores are held transposed: a row is a key, a column a query
-constexpr int kRowTiles = kPartK / 64;
 constexpr int kTileK = kConsumers * kPartK;   // keys of a block
 constexpr int kTileQ = 64;   // queries of a step
 constexpr int kQueryTiles = kTileQ / 8;   // groups of a lane's columns
@@ -809,42 +808,36 @@ __device__ __forceinline__ bool has_large_lse(const unsigned char* statistics) {
 // Turns the products of q and k into probabilities. `kAll`: every score of the tile counts, and no LSE is large. Of other
 // tiles only the scores that count have any, which is 1 where it differs from that by no more than the LSE is rounded.
 template <bool kAll>
-__device__ __forceinline__ void exponentiate(float (&scores)[kRowTiles][kQueryTiles * 4],
+__device__ __forceinline__ void exponentiate(float (&scores)[kQueryTiles * 4],
                                              const unsigned char* statistics, const Position& position,
                                              int first_query, const BackwardKeysArguments& arguments) {
 #pragma unroll
   for (int j = 0; j < kQueryTiles; ++j) {
     const float4 rows = statistics_of(statistics, j);
 #pragma unroll
-    for (int i = 0; i < kRowTiles; ++i) {
-#pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        const int q = first_query + position.query + j * 8 + e % 2, k = position.key + i * 64 + e / 2 * 8;
-        const float lse = e % 2 ? rows.z : rows.x;
-        float exponent = fmaf(scores[i][j * 4 + e], kScoreToLog2, -lse);
-        if (!kAll && exponent > fabsf(lse) * -kLseRounding) exponent = 0.0f;
-        const float probability = exp2_approx(exponent);
-        bool counts = true;
-        if (!kAll) counts = (k < arguments.len_k) & may_attend(q, k, arguments);
-        scores[i][j * 4 + e] = counts ? probability : 0.0f;
-      }
+    for (int e = 0; e < 4; ++e) {
+      const int q = first_query + position.query + j * 8 + e % 2, k = position.key + e / 2 * 8;
+      const float lse = e % 2 ? rows.z : rows.x;
+      float exponent = fmaf(scores[j * 4 + e], kScoreToLog2, -lse);
+      if (!kAll && exponent > fabsf(lse) * -kLseRounding) exponent = 0.0f;
+      const float probability = exp2_approx(exponent);
+      bool counts = true;
+      if (!kAll) counts = (k < arguments.len_k) & may_attend(q, k, arguments);
+      scores[j * 4 + e] = counts ? probability : 0.0f;
     }
   }
 }
 
 // Turns dP into dS = P * (dP - D), D being rowsum(dO * O).
-__device__ __forceinline__ void multiply_by_probabilities(float (&d_scores)[kRowTiles][kQueryTiles * 4],
-                                                          const float (&probabilities)[kRowTiles][kQueryTiles * 4],
+__device__ __forceinline__ void multiply_by_probabilities(float (&d_scores)[kQueryTiles * 4],
+                                                          const float (&probabilities)[kQueryTiles * 4],
                                                           const unsigned char* statistics) {
 #pragma unroll
   for (int j = 0; j < kQueryTiles; ++j) {
     const float4 rows = statistics_of(statistics, j);
 #pragma unroll
-    for (int i = 0; i < kRowTiles; ++i) {
-#pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        d_scores[i][j * 4 + e] = probabilities[i][j * 4 + e] * (d_scores[i][j * 4 + e] - (e % 2 ? rows.w : rows.y));
-      }
+    for (int e = 0; e < 4; ++e) {
+      d_scores[j * 4 + e] = probabilities[j * 4 + e] * (d_scores[j * 4 + e] - (e % 2 ? rows.w : rows.y));
     }
   }
 }
@@ -927,9 +920,8 @@ __device__ __forceinline__ void start_probability_gradients(float (&d_scores)[kT
 }
 
 // Scores become P, while dP is computed; and that becomes dS.
-__device__ __forceinline__ void find_score_gradients(float (&scores)[kRowTiles][kTileQ / 2],
-                                                     float (&d_scores)[kRowTiles][kTileQ / 2], const Walk& walk, int use,
-                                                     const Work& work, const Position& position,
+__device__ __forceinline__ void find_score_gradients(float (&scores)[kTileQ / 2], float (&d_scores)[kTileQ / 2],
+                                                     const Walk& walk, int use, const Work& work, const Position& position,
                                                      const BackwardKeysArguments& arguments) {
   const int first_query = walk.first_query();
   const unsigned char* statistics = shared_memory + kStatisticsOffset + use % kStages * kStatisticsBytes;
@@ -938,7 +930,7 @@ __device__ __forceinline__ void find_score_gradients(float (&scores)[kRowTiles][
   } else {
     exponentiate<true>(scores, statistics, position, first_query, arguments);
   }
-  await_product<0>(d_scores[0]);
+  await_product<0>(d_scores);
   multiply_by_probabilities(d_scores, scores, statistics);
 }
 
@@ -968,18 +960,18 @@ __device__ __forceinline__ void walk_queries(float (&d_keys)[kHeadDimPadded / 2]
                                              const Work& work, Walk& walk, int& use, int warpgroup, unsigned shared,
                                              const Barriers& barriers, const BackwardKeysArguments& arguments) {
   const int lane = threadIdx.x % 32, key = work.first_key + warpgroup * kPartK + threadIdx.x / 32 % 4 * 16 + lane / 4;
-  float scores[kRowTiles][kTileQ / 2], d_scores[kRowTiles][kTileQ / 2];
-  float(&d_queries)[kGradientColumns / 2] = scores[0];   // in registers of scores, which are done with when it starts
+  float scores[kTileQ / 2], d_scores[kTileQ / 2];
+  float(&d_queries)[kGradientColumns / 2] = scores;   // in registers of scores, which are done with when it starts
   bool begun = false, handed = false;   // whether there is a step before, and dQ of one has been handed over
-  start_scores(scores[0], warpgroup, shared, barriers, use, false);
-  start_probability_gradients(d_scores[0], warpgroup, shared, barriers, use, false);
-  await_product<1>(scores[0]);
+  start_scores(scores, warpgroup, shared, barriers, use, false);
+  start_probability_gradients(d_scores, warpgroup, shared, barriers, use, false);
+  await_product<1>(scores);
   for (bool ended = false; !ended; ++use) {
     const Position position = {work.batch, walk.head(work, arguments), lane % 4 * 2, key};
     find_score_gradients(scores, d_scores, walk, use, work, position, arguments);
     unsigned probability_fragments[kTileQ / 16][4], d_score_fragments[kTileQ / 16][4];
-    pack_scores(probability_fragments, scores[0]);
-    pack_scores(d_score_fragments, d_scores[0]);
+    pack_scores(probability_fragments, scores);
+    pack_scores(d_score_fragments, d_scores);
     share_scores(d_score_fragments, warpgroup, shared, barriers, use);
     walk.advance(work, arguments);
     ended = walk.ended(arguments);
@@ -1003,18 +995,18 @@ __device__ __forceinline__ void walk_queries(float (&d_keys)[kHeadDimPadded / 2]
     }
     // The last step's scores and dP are computed once more, for nobody: with these products in a branch none would overlap.
     const int next = ended ? use : use + 1;
-    start_scores(scores[0], warpgroup, shared, barriers, next, ended);
+    start_scores(scores, warpgroup, shared, barriers, next, ended);
     await_product<2>(d_values);
     await_product<1>(d_keys);
-    start_probability_gradients(d_scores[0], warpgroup, shared, barriers, next, ended);
+    start_probability_gradients(d_scores, warpgroup, shared, barriers, next, ended);
     if (!ended) {
       release(barriers.outputs_empty(use));
       release(barriers.queries_empty(use));
     }
-    await_product<1>(scores[0]);
+    await_product<1>(scores);
     mbarrier_wait(barriers.scores_full(use), barriers.score_parity(use));
   }
-  await_product<0>(d_scores[0]);
+  await_product<0>(d_scores);
   release(barriers.outputs_empty(use - 1));
   release(barriers.queries_empty(use - 1));
   start_query_gradients(d_queries, warpgroup, scores_at(shared, use - 1), shared);

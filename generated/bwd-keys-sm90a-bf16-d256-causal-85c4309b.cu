@@ -41,7 +41,6 @@ constexpr int kValueDimPadded = 256;
 constexpr int kConsumers = 2;   // warpgroups that compute: P and dV, and dS and dK; one more loads
 constexpr int kThreads = (kConsumers + 1) * 128;
 constexpr int kTileK = 64;   // keys of a block. Scores are held transposed: a row is a key, a column a query
-constexpr int kRowTiles = kTileK / 64;
 constexpr int kTileQ = 64;   // queries of a step
 constexpr int kQueryTiles = kTileQ / 8;   // groups of a lane's columns
 constexpr int kStages = 2;   // tiles of Q, and of dO, that shared memory holds at once
@@ -551,42 +550,36 @@ __device__ __forceinline__ bool has_large_lse(const unsigned char* statistics) {
 // Turns the products of q and k into probabilities. `kAll`: every score of the tile counts, and no LSE is large. Of other
 // tiles only the scores that count have any, which is 1 where it differs from that by no more than the LSE is rounded.
 template <bool kAll>
-__device__ __forceinline__ void exponentiate(float (&scores)[kRowTiles][kQueryTiles * 4],
+__device__ __forceinline__ void exponentiate(float (&scores)[kQueryTiles * 4],
                                              const unsigned char* statistics, const Position& position,
                                              int first_query, const BackwardKeysArguments& arguments) {
 #pragma unroll
   for (int j = 0; j < kQueryTiles; ++j) {
     const float4 rows = statistics_of(statistics, j);
 #pragma unroll
-    for (int i = 0; i < kRowTiles; ++i) {
-#pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        const int q = first_query + position.query + j * 8 + e % 2, k = position.key + i * 64 + e / 2 * 8;
-        const float lse = e % 2 ? rows.z : rows.x;
-        float exponent = fmaf(scores[i][j * 4 + e], kScoreToLog2, -lse);
-        if (!kAll && exponent > fabsf(lse) * -kLseRounding) exponent = 0.0f;
-        const float probability = exp2_approx(exponent);
-        bool counts = true;
-        if (!kAll) counts = (k < arguments.len_k) & may_attend(q, k, arguments);
-        scores[i][j * 4 + e] = counts ? probability : 0.0f;
-      }
+    for (int e = 0; e < 4; ++e) {
+      const int q = first_query + position.query + j * 8 + e % 2, k = position.key + e / 2 * 8;
+      const float lse = e % 2 ? rows.z : rows.x;
+      float exponent = fmaf(scores[j * 4 + e], kScoreToLog2, -lse);
+      if (!kAll && exponent > fabsf(lse) * -kLseRounding) exponent = 0.0f;
+      const float probability = exp2_approx(exponent);
+      bool counts = true;
+      if (!kAll) counts = (k < arguments.len_k) & may_attend(q, k, arguments);
+      scores[j * 4 + e] = counts ? probability : 0.0f;
     }
   }
 }
 
 // Turns dP into dS = P * (dP - D), D being rowsum(dO * O).
-__device__ __forceinline__ void multiply_by_probabilities(float (&d_scores)[kRowTiles][kQueryTiles * 4],
-                                                          const float (&probabilities)[kRowTiles][kQueryTiles * 4],
+__device__ __forceinline__ void multiply_by_probabilities(float (&d_scores)[kQueryTiles * 4],
+                                                          const float (&probabilities)[kQueryTiles * 4],
                                                           const unsigned char* statistics) {
 #pragma unroll
   for (int j = 0; j < kQueryTiles; ++j) {
     const float4 rows = statistics_of(statistics, j);
 #pragma unroll
-    for (int i = 0; i < kRowTiles; ++i) {
-#pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        d_scores[i][j * 4 + e] = probabilities[i][j * 4 + e] * (d_scores[i][j * 4 + e] - (e % 2 ? rows.w : rows.y));
-      }
+    for (int e = 0; e < 4; ++e) {
+      d_scores[j * 4 + e] = probabilities[j * 4 + e] * (d_scores[j * 4 + e] - (e % 2 ? rows.w : rows.y));
     }
   }
 }
@@ -628,11 +621,11 @@ __device__ __forceinline__ void differentiate_values(const Work& work, unsigned 
   const int lane = threadIdx.x % 32, warp_row = threadIdx.x / 32 % 4 * 16;
   Position position = {work.batch, 0, lane % 4 * 2, work.first_key + warp_row + lane / 4};
   float d_values[kValueDimPadded / 2] = {};
-  float scores[kRowTiles][kTileQ / 2];
+  float scores[kTileQ / 2];
   unsigned fragments[kTileQ / 16][4];
   const auto start_scores = [&](int use) {
     mbarrier_wait(barriers.queries_full(use), barriers.parity(use));
-    start_product<kHeadDimPadded, kHeadPanel, kTileK, kTileQ>(scores[0], shared, queries_at(shared, use));
+    start_product<kHeadDimPadded, kHeadPanel, kTileK, kTileQ>(scores, shared, queries_at(shared, use));
   };
   Walk walk(work, arguments);
   const auto find_probabilities = [&](int use) {
@@ -648,7 +641,7 @@ __device__ __forceinline__ void differentiate_values(const Work& work, unsigned 
     release(barriers.queries_empty(use));
   };
   const auto pass_on = [&](int use) {
-    pack_scores(fragments, scores[0]);
+    pack_scores(fragments, scores);
     mbarrier_wait(barriers.scores_empty(use), barriers.score_parity(use) ^ 1);
     hand_over(fragments, use);
     __syncwarp();
@@ -658,14 +651,14 @@ __device__ __forceinline__ void differentiate_values(const Work& work, unsigned 
   int use = 0;
   if (!walk.ended(arguments)) {
     start_scores(0);
-    await_product<0>(scores[0]);
+    await_product<0>(scores);
     find_probabilities(0);
     pass_on(0);
     for (walk.advance(work, arguments); !walk.ended(arguments); walk.advance(work, arguments), ++use) {
       start_scores(use + 1);
       mbarrier_wait(barriers.outputs_full(use), barriers.parity(use));
       start_sum<kValueDimPadded, kValuePanel, kTileQ>(d_values, fragments, outputs_at(shared, use));
-      await_product<1>(scores[0]);
+      await_product<1>(scores);
       find_probabilities(use + 1);
       await_product<0>(d_values);
       release(barriers.outputs_empty(use));
@@ -690,18 +683,18 @@ __device__ __forceinline__ void differentiate_keys(const Work& work, unsigned sh
                                                    const BackwardKeysArguments& arguments) {
   const int lane = threadIdx.x % 32, warp_row = threadIdx.x / 32 % 4 * 16;
   float d_keys[kHeadDimPadded / 2] = {};
-  float d_scores[kRowTiles][kTileQ / 2];
+  float d_scores[kTileQ / 2];
   unsigned fragments[kTileQ / 16][4];
   const auto start_probability_gradients = [&](int use) {
     mbarrier_wait(barriers.outputs_full(use), barriers.parity(use));
-    start_product<kValueDimPadded, kValuePanel, kTileK, kTileQ>(d_scores[0], shared + kValueOffset,
+    start_product<kValueDimPadded, kValuePanel, kTileK, kTileQ>(d_scores, shared + kValueOffset,
                                                                 outputs_at(shared, use));
   };
   const auto find_score_gradients = [&](int use) {
-    float probabilities[kRowTiles][kTileQ / 2];
+    float probabilities[kTileQ / 2];
     release(barriers.outputs_empty(use));
     mbarrier_wait(barriers.scores_full(use), barriers.score_parity(use));
-    take_over(probabilities[0], use);
+    take_over(probabilities, use);
     __syncwarp();
     release(barriers.scores_empty(use));
     mbarrier_wait(barriers.queries_full(use), barriers.parity(use));   // and the statistics
@@ -712,17 +705,17 @@ __device__ __forceinline__ void differentiate_keys(const Work& work, unsigned sh
   Walk walk(work, arguments);
   if (!walk.ended(arguments)) {
     start_probability_gradients(0);
-    await_product<0>(d_scores[0]);
+    await_product<0>(d_scores);
     find_score_gradients(0);
-    pack_scores(fragments, d_scores[0]);
+    pack_scores(fragments, d_scores);
     for (walk.advance(work, arguments); !walk.ended(arguments); walk.advance(work, arguments), ++use) {
       start_probability_gradients(use + 1);
       start_sum<kHeadDimPadded, kHeadPanel, kTileQ>(d_keys, fragments, queries_at(shared, use));
-      await_product<1>(d_scores[0]);
+      await_product<1>(d_scores);
       find_score_gradients(use + 1);
       await_product<0>(d_keys);
       release(barriers.queries_empty(use));
-      pack_scores(fragments, d_scores[0]);
+      pack_scores(fragments, d_scores);
     }
     start_sum<kHeadDimPadded, kHeadPanel, kTileQ>(d_keys, fragments, queries_at(shared, use));
     await_product<0>(d_keys);

@@ -40,7 +40,6 @@ constexpr int kValueDimPadded = 256;
 constexpr int kConsumers = 2;   // warpgroups that compute; one more loads
 constexpr int kThreads = (kConsumers + 1) * 128;
 constexpr int kPartQ = 64;   // queries of a warpgroup, each a row
-constexpr int kRowTiles = kPartQ / 64;
 constexpr int kTileQ = kConsumers * kPartQ;   // queries of a block
 constexpr int kTileK = 64;   // keys of a step
 constexpr int kKeyTiles = kTileK / 8;   // groups of a lane's columns
@@ -477,67 +476,55 @@ __device__ __forceinline__ void load_tiles(const Work& work, unsigned shared, co
 // ---- The steps of those that compute --------------------------------------------------------------------------------
 
 // (LSE to the base 2, D) of this lane's rows.
-__device__ __forceinline__ void load_statistics(float2 (&rows)[kRowTiles][2], const Position& position,
+__device__ __forceinline__ void load_statistics(float2 (&rows)[2], const Position& position,
                                                 const BackwardQueriesArguments& arguments) {
   const long long head = static_cast<long long>(position.batch) * arguments.heads_q + position.head;
 #pragma unroll
-  for (int i = 0; i < kRowTiles; ++i) {
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const int query = min(position.query + i * 64 + r * 8, arguments.rows - 1);
-      rows[i][r] = *reinterpret_cast<const float2*>(arguments.statistics + (head * arguments.rows + query) * 2);
-    }
+  for (int r = 0; r < 2; ++r) {
+    const int query = min(position.query + r * 8, arguments.rows - 1);
+    rows[r] = *reinterpret_cast<const float2*>(arguments.statistics + (head * arguments.rows + query) * 2);
   }
 }
 
 // Whether some row of the warp has a large LSE.
-__device__ __forceinline__ bool has_large_lse(const float2 (&rows)[kRowTiles][2]) {
+__device__ __forceinline__ bool has_large_lse(const float2 (&rows)[2]) {
   bool large = false;
 #pragma unroll
-  for (int i = 0; i < kRowTiles; ++i) {
-#pragma unroll
-    for (int r = 0; r < 2; ++r) large |= fabsf(rows[i][r].x) > kMostLse && fabsf(rows[i][r].x) < kNoLse;
-  }
+  for (int r = 0; r < 2; ++r) large |= fabsf(rows[r].x) > kMostLse && fabsf(rows[r].x) < kNoLse;
   return __any_sync(0xffffffffu, large);
 }
 
 // Turns the products of q and k into probabilities. `kAll`: every score of the tile counts, and no LSE is large. Of other
 // tiles only the scores that count have any, which is 1 where it differs from that by no more than the LSE is rounded.
 template <bool kAll>
-__device__ __forceinline__ void exponentiate(float (&scores)[kRowTiles][kKeyTiles * 4],
-                                             const float2 (&rows)[kRowTiles][2], const Position& position,
+__device__ __forceinline__ void exponentiate(float (&scores)[kKeyTiles * 4],
+                                             const float2 (&rows)[2], const Position& position,
                                              int first_key, const BackwardQueriesArguments& arguments) {
 #pragma unroll
   for (int j = 0; j < kKeyTiles; ++j) {
 #pragma unroll
-    for (int i = 0; i < kRowTiles; ++i) {
-#pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        const int q = position.query + i * 64 + e / 2 * 8, k = first_key + position.key + j * 8 + e % 2;
-        const float lse = rows[i][e / 2].x;
-        float exponent = fmaf(scores[i][j * 4 + e], kScoreToLog2, -lse);
-        if (!kAll && exponent > fabsf(lse) * -kLseRounding) exponent = 0.0f;
-        const float probability = exp2_approx(exponent);
-        bool counts = true;
-        if (!kAll) counts = (k < arguments.len_k) & may_attend(q, k, arguments);
-        scores[i][j * 4 + e] = counts ? probability : 0.0f;
-      }
+    for (int e = 0; e < 4; ++e) {
+      const int q = position.query + e / 2 * 8, k = first_key + position.key + j * 8 + e % 2;
+      const float lse = rows[e / 2].x;
+      float exponent = fmaf(scores[j * 4 + e], kScoreToLog2, -lse);
+      if (!kAll && exponent > fabsf(lse) * -kLseRounding) exponent = 0.0f;
+      const float probability = exp2_approx(exponent);
+      bool counts = true;
+      if (!kAll) counts = (k < arguments.len_k) & may_attend(q, k, arguments);
+      scores[j * 4 + e] = counts ? probability : 0.0f;
     }
   }
 }
 
 // Turns dP into dS = P * (dP - D), D being rowsum(dO * O).
-__device__ __forceinline__ void multiply_by_probabilities(float (&d_scores)[kRowTiles][kKeyTiles * 4],
-                                                          const float (&probabilities)[kRowTiles][kKeyTiles * 4],
-                                                          const float2 (&rows)[kRowTiles][2]) {
+__device__ __forceinline__ void multiply_by_probabilities(float (&d_scores)[kKeyTiles * 4],
+                                                          const float (&probabilities)[kKeyTiles * 4],
+                                                          const float2 (&rows)[2]) {
 #pragma unroll
   for (int j = 0; j < kKeyTiles; ++j) {
 #pragma unroll
-    for (int i = 0; i < kRowTiles; ++i) {
-#pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        d_scores[i][j * 4 + e] = probabilities[i][j * 4 + e] * (d_scores[i][j * 4 + e] - (rows[i][e / 2].y));
-      }
+    for (int e = 0; e < 4; ++e) {
+      d_scores[j * 4 + e] = probabilities[j * 4 + e] * (d_scores[j * 4 + e] - (rows[e / 2].y));
     }
   }
 }
@@ -567,25 +554,25 @@ __device__ __forceinline__ void differentiate(const Work& work, int warpgroup, u
   const int first_query = work.first_query + warpgroup * kPartQ + warp_row;
   const Position position = {work.batch, work.head, first_query + lane / 4, lane % 4 * 2};
   float d_queries[kHeadDimPadded / 2] = {};
-  float scores[kRowTiles][kTileK / 2], d_scores[kRowTiles][kTileK / 2];
-  float2 rows[kRowTiles][2];
+  float scores[kTileK / 2], d_scores[kTileK / 2];
+  float2 rows[2];
   load_statistics(rows, position, arguments);
   const bool large_lse = has_large_lse(rows);
   const KeyTiles tiles = key_tiles_of(work, arguments);
   const auto start_scores = [&](int step, bool again) {
     if (!again) mbarrier_wait(barriers.keys_full(step), barriers.key_parity(step));
-    start_product<kHeadDimPadded, kHeadPanel, kPartQ, kTileK>(scores[0], queries, keys_at(shared, step));
+    start_product<kHeadDimPadded, kHeadPanel, kPartQ, kTileK>(scores, queries, keys_at(shared, step));
   };
   const auto start_probability_gradients = [&](int step, bool again) {
     if (!again) mbarrier_wait(barriers.values_full(step), barriers.value_parity(step));
-    start_product<kValueDimPadded, kValuePanel, kPartQ, kTileK>(d_scores[0], d_outputs, values_at(shared, step));
+    start_product<kValueDimPadded, kValuePanel, kPartQ, kTileK>(d_scores, d_outputs, values_at(shared, step));
   };
 
   if (tiles.count > 0) {
     mbarrier_wait(barriers.queries_full(), 0);
     start_scores(0, false);
     start_probability_gradients(0, false);
-    await_product<1>(scores[0]);
+    await_product<1>(scores);
   }
   for (int step = 0; step < tiles.count; ++step) {
     const int first_key = tiles.first_key(step);
@@ -594,11 +581,11 @@ __device__ __forceinline__ void differentiate(const Work& work, int warpgroup, u
     } else {
       exponentiate<true>(scores, rows, position, first_key, arguments);
     }
-    await_product<0>(d_scores[0]);
+    await_product<0>(d_scores);
     release(barriers.values_empty(step));
     multiply_by_probabilities(d_scores, scores, rows);
     unsigned fragments[kTileK / 16][4];
-    pack_scores(fragments, d_scores[0]);
+    pack_scores(fragments, d_scores);
     start_sum<kHeadDimPadded, kHeadPanel, kTileK>(d_queries, fragments, keys_at(shared, step));
     // The last step's scores and dP are computed once more, for nobody: with these products in a branch none would overlap.
     const bool last = step + 1 == tiles.count;
@@ -607,13 +594,13 @@ __device__ __forceinline__ void differentiate(const Work& work, int warpgroup, u
     await_product<1>(d_queries);
     start_probability_gradients(next, last);
     release(barriers.keys_empty(step));
-    await_product<1>(scores[0]);
+    await_product<1>(scores);
   }
-  await_product<0>(d_scores[0]);
+  await_product<0>(d_scores);
 
   // dQ takes the place of the warpgroup's queries, which none of its warps may still be reading.
   named_barrier_sync(1 + warpgroup, 128);
-  clear_empty_rows(d_queries, rows[0]);
+  clear_empty_rows(d_queries, rows);
   store_rows<kHeadDimPadded, kHeadPanel, kPartQ>(d_queries, kScale, queries + warp_row * kHeadPanel * kElementBytes,
                                                  arguments.dq_map, first_query, work.head, work.batch);
   if (lane == 0) bulk_wait_read<0>();   // shared memory goes with the block
