@@ -25,16 +25,17 @@ to 10."""
 
 
 def every_decode_plan(spec: AttentionSpec, target: Target, own: DecodePlan) -> Iterator[DecodePlan]:
-    """Plans of as many rows as `own`, whether or not they fit; with a schedule only where that has one, too.
+    """Plans of as many rows as `own`, whether or not they fit, with a schedule where that has one.
 
-    The defaults of other sizes come first.
+    A schedule shares keys whatever the lengths are, which only the device knows: without one a plan may be faster for
+    lengths that are timed, and take twice the time for others. The defaults of other sizes come first.
 
     What is on its way hides the memory's latency; more takes longer to fill, for nothing. More warps are sooner done
     with what arrives, and have more shares to merge.
     """
     plans = (
-        DecodePlan(own.tile_q, keys, warps, stages, blocks, scheduled)
-        for keys, warps, stages, scheduled in product(_KEYS, _WARPS, _STAGES, {own.scheduled, False})
+        DecodePlan(own.tile_q, keys, warps, stages, blocks, own.scheduled)
+        for keys, warps, stages in product(_KEYS, _WARPS, _STAGES)
         for blocks in range(1, _most_blocks(DecodePlan(own.tile_q, keys, warps, stages), spec, target) + 1)
     )
     measured = others_of_few(spec, target) if own.tile_q == FEW_ROWS and not own.scheduled else ()

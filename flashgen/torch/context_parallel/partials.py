@@ -137,6 +137,7 @@ class Sums:
             ]
             for (first, end), gradients in self._added:
                 self._add(self._sums, first, end - first, gradients)
+            self._first, self._added = None, []  # whose memory is needed no more
         return self._sums
 
     def rounded(self) -> list[Tensor]:
