@@ -83,8 +83,9 @@ class KernelChoice:
 
     def key(self, default: BuiltForward, problem: Problem, device: int) -> tuple[Card, LengthClass]:
         """What a plan tuned beside a default one is of: the kind of GPU, and the class of a call's lengths."""
-        card, kernel = self._engine.card(device), default.kernel
-        return card, LengthClass.of(workload_of(problem, card), default.lister is not None, grouped=decodes(kernel))
+        card, lists = self._engine.card(device), default.lister is not None
+        grouped = decodes(default.kernel) and not lists  # who makes lists ahead knows no heads of k
+        return card, LengthClass.of(workload_of(problem, card), lists, grouped)
 
     @property
     def depends_on_sizes(self) -> bool:

@@ -53,7 +53,8 @@ class LengthClass:
     len_q, len_k: the powers of 2 nearest to the lengths, by their ratio: 16384 stands for 11586 to 23170.
     heads: the same of heads x batch; no more than give each multiprocessor 8 tiles of 128 queries, as beyond that more
         of them are more of the same; 0 for all where a mask is read from lists, which know lengths alone.
-    group: in the backward, and of decode kernels, the same of the query heads that share a head of k and v; else 1.
+    group: in the backward, and of decode kernels that read no lists, the same of the query heads that share a head of k
+        and v; else 1.
     """
 
     len_q: int

@@ -88,7 +88,10 @@ def kernels_by_sizes(
     if part == "forward":
         for plan in every_plan_by_sizes(spec, target, heads_per_kv):
             yield forward_kernels(spec, target, plan=plan)
-    if part == "backward" and heads_per_kv > 1 and not deterministic and (divided := dividing_plan(spec, target)):
+    if part != "backward" or heads_per_kv == 1 or deterministic:
+        return
+    divided = dividing_plan(spec, target)
+    if divided and divided.problem(spec, target) is None:
         kernels = backward_kernels(spec, target, apart=True, plan=divided)
         shared = {kernel.source for kernel in backward_kernels(spec, target).values()}
         yield {

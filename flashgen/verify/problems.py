@@ -168,13 +168,14 @@ def random_pages(
     """k and v in pages of any order, with the table and the lengths: up to len_k, which the first one has, or all.
 
     What belongs to no sequence is NaN, and so are the rows of a last page behind its keys. Entries of the table behind
-    a sequence's pages are no pages.
+    a sequence's pages are no pages; where all have as many keys there are none.
     """
     size, dtype = spec.page_size or 1, numpy_dtype(spec.dtype)
     lengths = random.integers(0, shape.len_k + 1, shape.batch).astype(np.int32)
     lengths[: shape.batch if equal_lengths else 1] = shape.len_k
     used = -(-lengths // size)
-    table = np.full((shape.batch, -(-shape.len_k // size) + 1), -7, np.int32)
+    spare = 0 if equal_lengths else 1
+    table = np.full((shape.batch, -(-shape.len_k // size) + spare), -7, np.int32)
     pages = random.permutation(int(used.sum()) + 2).astype(np.int32)
     k, v = (np.full((len(pages), size, shape.heads_kv, dim), np.nan, dtype) for dim in (spec.head_dim, spec.value_dim))
     first = 0

@@ -100,6 +100,19 @@ def test_a_batch_chooses_nothing_where_a_call_says_into_how_many_parts_keys_are_
         np.testing.assert_array_equal(assert_right(attending, inputs, num_splits=3), fixed)
 
 
+def test_lists_that_are_made_ahead_are_those_of_the_winner(tmp_path: Path) -> None:
+    spec, other = fg.AttentionSpec(16, mask=fg.document("ids") & fg.causal()), DecodePlan(16, 32, 2, 3, 2)
+    it, inputs = compiled(tmp_path, spec), random_inputs(spec, FEW)
+    tuned(it, inputs, other, fast=other)
+    for attending in (it, compiled(tmp_path, spec)):
+        for heads_kv in (1, 2, 4):  # of which lists know nothing
+            assert attending.plan_for(1, 600, 1, 4, heads_kv) == other
+        lists = attending.tile_lists(1, 600, 1, 4, **inputs.captures)
+        np.testing.assert_array_equal(
+            assert_right(attending, inputs, tile_lists=lists), assert_right(attending, inputs)
+        )
+
+
 @pytest.mark.parametrize(
     ("target", "other"), [("sm_80", ForwardPlan(64, 32, 4)), ("sm_90a", HopperPlan(1, 64, 2))], ids=["sm_80", "sm_90a"]
 )

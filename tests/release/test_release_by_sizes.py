@@ -24,6 +24,7 @@ SPECS = {
     "documents": fg.AttentionSpec(128, "bfloat16", mask=fg.document("ids") & fg.causal()),
     "pages of 16": fg.AttentionSpec(128, "bfloat16", mask=fg.causal(), page_size=16),
     "wide": fg.AttentionSpec(256, "bfloat16", mask=fg.causal()),
+    "ragged": fg.AttentionSpec(128, "bfloat16", mask=fg.causal(), layout="thd"),
 }
 
 
@@ -44,18 +45,18 @@ def test_it_has_the_forward_of_every_size(name: str, heads_per_kv: int) -> None:
         if plan is not None:
             taken.add(forward_kernels(spec, HOPPER, plan=plan)["forward"].source)
     assert taken <= built
-    assert taken or name in ("documents", "wide", "full", "window")
+    assert taken or name in ("documents", "wide", "full", "window", "ragged")
     default = forward_kernels(spec, HOPPER)
     assert built - taken >= {kernel.source for kernel in default.values()}
 
 
-@pytest.mark.parametrize("name", ["full", "causal", "documents", "wide"])
+@pytest.mark.parametrize("name", ["full", "causal", "documents", "wide", "ragged"])
 def test_it_has_the_backward_of_every_size(name: str) -> None:
     spec, dividing = SPECS[name], backward_family(HOPPER).dividing
     assert dividing
     default, built = backward_kernels(spec, HOPPER), sources(spec, ("backward",), 8)
     divided = dividing.chosen(default["keys"].plan, spec, HOPPER, Workload(8192, 8192, 8, 132, 8))
-    assert (divided is None) == (name == "wide")
+    assert (divided is None) == (name in ("wide", "ragged"))
     taken = backward_kernels(spec, HOPPER, plan=divided).values() if divided else ()
     assert built == {kernel.source for kernel in (*default.values(), *taken)}
     assert sources(spec, ("backward",), 1) == sources(spec, ("backward",), 0) == {k.source for k in default.values()}

@@ -18,7 +18,7 @@ from flashgen.ranks.blocks import gaps
 from flashgen.torch.context_parallel.collectives import begin_all_to_all, wait
 from flashgen.torch.context_parallel.flat import ByRows, Pair
 from flashgen.torch.context_parallel.partials import CaptureSums, Sums
-from flashgen.torch.context_parallel.programs import Programs, queries_of, rows_of
+from flashgen.torch.context_parallel.programs import Programs, queries_of, rows_like, rows_of
 from flashgen.torch.tensors import Tensor
 
 Counts = Sequence[tuple[int, int]]
@@ -108,7 +108,7 @@ def backward(
         d_rows, of_lse, q_rows, out_rows = queries_of(block, layout, d_out, d_lse, q, out)
         of_rows = of_q.room(block.q, block.rows)
         assert of_rows, "no row of queries is of two blocks"
-        dk, dv = room or (torch.empty_like(keys), torch.empty_like(values))
+        dk, dv = room or (rows_like(keys), rows_like(values))
         read = (block, d_rows, of_lse, q_rows, keys, values, out_rows, lses[block])
         captured.add(programs.backward(*read, into=(of_rows[0], dk, dv))[1])
         return dk, dv

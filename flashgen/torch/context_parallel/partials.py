@@ -8,8 +8,8 @@ import torch
 
 from flashgen.ranks import Block
 from flashgen.ranks.blocks import gaps, joined_ranges
-from flashgen.torch.context_parallel.programs import Programs, rows_of
-from flashgen.torch.tensors import Tensor, in_rows
+from flashgen.torch.context_parallel.programs import Programs, rows_like, rows_of
+from flashgen.torch.tensors import Tensor
 
 _MOST_SLOTS = 8  # held at once: then they become one
 _RIM = 4  # a block of at most a quarter of the rows is a rim, whose rows alone are merged or added to
@@ -107,7 +107,7 @@ class Sums:
         if self._sums is not None or any(first < end and begin < first + count for begin, end in self._written):
             return None
         if self._first is None:
-            self._first = [torch.empty_like(in_rows(each)) for each in self._like]
+            self._first = [rows_like(each) for each in self._like]
         self._written.append((first, first + count))
         return [rows_of(each, self._layout, first, count) for each in self._first]
 

@@ -26,6 +26,11 @@ def rows_of(tensor: Tensor, layout: str, first: int, count: int) -> Tensor:
     return tensor if count == tensor.shape[axis] else tensor.narrow(axis, first, count)
 
 
+def rows_like(tensor: Tensor) -> Tensor:
+    """Memory for gradients of rows: contiguous rows, whatever the tensor's are, in the order of its heads and rows."""
+    return torch.empty_like(in_rows(tensor))
+
+
 def queries_of(
     block: Block, layout: str, d_out: Tensor, d_lse: Tensor | None, q: Tensor, out: Tensor
 ) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
@@ -107,10 +112,11 @@ class Programs:
         attention = given.entry.on(None if self.emulate else q.get_device())
         names, there = [each.name for each in given.entry.learned], None
         if into is not None and not self.emulate:
-            there = (*into, *(torch.empty_like(named[name]) for name in names))
+            there = (*into, *(torch.empty_like(named[name], memory_format=torch.contiguous_format) for name in names))
         made = attention.backward(d_out, q, k, v, out, self._brought(lse), into=there, **named)
         tensors = [to_tensor(each) for each in made] if self.emulate else list(made)
         if into is not None and self.emulate:
+            assert all(each.stride(-1) == 1 for each in into), "on a GPU kernels write there themselves"
             tensors[:3] = [mine.copy_(each) for mine, each in zip(into, tensors[:3], strict=True)]
         return tensors[:3], dict(zip(names, tensors[3:], strict=True))
 

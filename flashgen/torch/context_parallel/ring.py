@@ -17,7 +17,7 @@ import torch
 from flashgen.ranks import Plan, Step
 from flashgen.torch.context_parallel.flat import elements, pairs_in
 from flashgen.torch.context_parallel.partials import CaptureSums, Outputs, Sums
-from flashgen.torch.context_parallel.programs import Programs, queries_of, rows_of
+from flashgen.torch.context_parallel.programs import Programs, queries_of, rows_like, rows_of
 from flashgen.torch.context_parallel.transfers import Transfers
 from flashgen.torch.tensors import Tensor
 
@@ -137,7 +137,7 @@ def backward(
             keys = arrived.rows(layout, block.k, block.keys)
             read = (block, d_rows, of_lse, q_rows, *keys, out_rows, lse.narrow(2, *rows))
             rooms = of_q.room(*rows), found.room(block.k, block.keys)
-            into = (*(rooms[0] or [torch.empty_like(q_rows)]), *(rooms[1] or map(torch.empty_like, keys)))
+            into = (*(rooms[0] or [rows_like(q_rows)]), *(rooms[1] or map(rows_like, keys)))
             made, learned = programs.backward(*read, into=into)
             if rooms[0] is None:
                 of_q.add(*rows, made[0])

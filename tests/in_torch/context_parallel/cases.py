@@ -173,8 +173,10 @@ def cut_by(shards: str, length: int, mesh: Any) -> tuple[Any, Any, Any]:
     return own, lambda tensor, dim: tensor.index_select(dim, own), together
 
 
-def results(problem: Problem, scheme: str, shards: str, **options: Any) -> dict[str, Any]:
-    """Outputs and gradients of the whole, by what the ranks make of their shards."""
+def results(
+    problem: Problem, scheme: str, shards: str, held: Any = torch.Tensor.contiguous, **options: Any
+) -> dict[str, Any]:
+    """Outputs and gradients of the whole, by what the ranks make of their shards, which are `held` in some order."""
     group, axis = group_of(scheme), problem.axis
     given, cut, together = cut_by(shards, problem.length, group)
     if problem.qkv[1].shape[axis] != problem.length:
@@ -182,7 +184,7 @@ def results(problem: Problem, scheme: str, shards: str, **options: Any) -> dict[
     else:
         cut_k, together_k = cut, together
     cuts, joins = (cut, cut_k, cut_k), (together, together_k, together_k)
-    q, k, v = (c(x, axis).contiguous().requires_grad_() for c, x in zip(cuts, problem.qkv, strict=True))
+    q, k, v = (held(c(x, axis)).requires_grad_() for c, x in zip(cuts, problem.qkv, strict=True))
     captures = problem.wants()
     how: dict[str, Any] = {"group": group, "scheme": scheme, "shards": given, "emulate": not on_gpu()}
     out, lse = attention(problem.spec, q, k, v, return_lse=True, **(how | problem.options | captures | options))
@@ -207,6 +209,18 @@ def rims(spec: str, shards: str, scheme: str = "ring") -> list[str]:
     problem = Problem(spec, scale=8 if ring > 2 else 4, batch=1)
     assert plan_of(problem.spec, ring, problem.length, shards=shards).halos
     got = results(problem, scheme, shards)
+    return judge(problem, got) if dist.get_rank() == 0 else []
+
+
+def turned(shards: str) -> list[str]:
+    """Rows of q, k and v that are not contiguous, as a transposed tensor's."""
+
+    def held(x: Any) -> Any:
+        return x.transpose(2, 3).contiguous().transpose(2, 3)
+
+    problem = Problem("learned", scale=2)
+    assert held(problem.qkv[0]).stride(-1) != 1
+    got = results(problem, "ring", shards, held=held)
     return judge(problem, got) if dist.get_rank() == 0 else []
 
 

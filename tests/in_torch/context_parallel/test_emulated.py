@@ -51,6 +51,10 @@ def test_more_keys_than_queries(two: Any, scheme: str) -> None:
     assert two.run("acceptance", spec="causal", scheme=scheme, cross=True)[0] == []
 
 
+def test_rows_that_are_not_contiguous(two: Any) -> None:
+    assert two.run("turned", shards="zigzag")[0] == []
+
+
 RIMS = ["window", "both_sides", "dropped", "near", "parts"]
 
 

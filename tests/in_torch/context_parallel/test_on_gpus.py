@@ -68,6 +68,11 @@ def test_longer_sequences(ranks: Any) -> None:
     assert ranks.run("acceptance", spec="causal", scheme="ring", scale=4)[0] == []
 
 
+@pytest.mark.parametrize("shards", ["zigzag", "plain"])
+def test_rows_that_are_not_contiguous(ranks: Any, shards: str) -> None:
+    assert ranks.run("turned", shards=shards)[0] == []
+
+
 RIMS = ["window", "both_sides", "dropped", "near", "parts"]
 
 
