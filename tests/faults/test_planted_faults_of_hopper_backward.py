@@ -240,7 +240,7 @@ UNGUARDED = [
     ),
     Fault(
         "q * k released early",
-        r"(    take_over\(scores\[0\], use\);\n)(.*?)"
+        r"(    take_over\(scores, use\);\n)(.*?)"
         r"(    __syncwarp\(\);\n    release\(barriers\.scores_empty\(use\)\);)",
         r"\3\1\2",
         "data race",
