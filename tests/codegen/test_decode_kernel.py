@@ -282,6 +282,7 @@ def test_the_text_over_pages_is_as_that_of_all_kernels(page_size: int) -> None:
 
 
 @needs_nvrtc
+@pytest.mark.rotated(3)
 @pytest.mark.parametrize("page_size", [1, 16, 256])
 def test_pages_take_no_memory_of_a_thread(page_size: int) -> None:
     """The arguments with the sequence's own length are no copy in local memory."""

@@ -132,6 +132,7 @@ def test_nothing_spills(number: int) -> None:
 
 
 @needs_nvrtc
+@pytest.mark.rotated(4)
 @pytest.mark.parametrize("target", ["sm_75", "sm_80", "sm_90", "sm_120"])
 def test_masks_scores_and_bytes_do_not_spill(target: str) -> None:
     dtype = "float16" if target == "sm_75" else "bfloat16"

@@ -36,6 +36,7 @@ def served(monkeypatch: pytest.MonkeyPatch, capsys: Any, example: Any, *argument
     return [tuple(map(int, row)) for row in counts]
 
 
+@pytest.mark.rotated(3)
 @pytest.mark.parametrize("size", [1, 8, 16])
 def test_over_pages_and_over_sdpa(monkeypatch: Any, capsys: Any, example: Any, size: int) -> None:
     """Both loops do the same steps, and every token is right."""
