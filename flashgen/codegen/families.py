@@ -196,13 +196,13 @@ def render_forward(spec: AttentionSpec, target: Target, plan: Plan | None = None
 
 def plan_dividing(spec: AttentionSpec, target: Target) -> Any:
     """The default plan of the backward with query heads apart; UnsupportedError where there is none."""
-    plan = dividing_plan(spec, target)
+    plan = heads_apart_plan(spec, target)
     if plan is None:
         raise UnsupportedError(f"heads_apart=True: {target.name} has no such backward of {spec.name}")
     return plan
 
 
-def dividing_plan(spec: AttentionSpec, target: Target) -> Any | None:
+def heads_apart_plan(spec: AttentionSpec, target: Target) -> Any | None:
     """The same; None where there is none."""
     dividing = backward_family(target).dividing
     keys = next(kernel for kernel in backward_stages(spec, target) if kernel.role == "keys")

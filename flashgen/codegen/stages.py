@@ -8,10 +8,10 @@ from typing import Any, Literal, get_args
 
 from flashgen.codegen.families import (
     backward_stages,
-    dividing_plan,
     every_plan_by_sizes,
     forward_family,
     forward_stages,
+    heads_apart_plan,
     plan_by_sizes,
     plan_dividing,
 )
@@ -90,7 +90,7 @@ def kernels_by_sizes(
             yield forward_kernels(spec, target, plan=plan)
     if part != "backward" or heads_per_kv == 1 or deterministic:
         return
-    divided = dividing_plan(spec, target)
+    divided = heads_apart_plan(spec, target)
     if divided and divided.problem(spec, target) is None:
         kernels = backward_kernels(spec, target, apart=True, plan=divided)
         shared = {kernel.source for kernel in backward_kernels(spec, target).values()}

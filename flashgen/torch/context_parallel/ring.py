@@ -59,7 +59,8 @@ class _Keys:
         k, v = self._own
         for ahead in range(1, _BUFFERS + 1):
             self._post(ahead)
-        self._transfers.give_way()
+        if any(posted for posted, _ in self._posted.values()):
+            self._transfers.give_way()
         own = Arrived([((0, self._plan.keys.rows), k, v)])
         yield 0, self._steps[0], own
         for number in range(1, self._plan.ranks):
@@ -195,7 +196,8 @@ class _Returns:
         theirs = _Found(self._layout, self._plan.steps(by)[number], self._like)
         self._transfers.after_this()
         posted = self._transfers.post([(step.owner, self._found.flat)], [(by, theirs.flat)])
-        self._transfers.give_way()
+        if posted:
+            self._transfers.give_way()
         self._waiting.append((posted, self._found, theirs))
 
     def finish(self) -> None:
