@@ -55,8 +55,8 @@ def test_sanitizers_find_nothing(case: Case, sanitize: Any) -> None:
     compiled = attention.compile(case.spec, emulate=True, target=target, sanitize=sanitize)
     out, lse = compiled(*sample.qkv, return_lse=True, **sample.options)
     found = gradients_by_name(compiled.backward(sample.d_out, *sample.qkv, out, lse, **sample.options))
-    rest, seed = dict(sample.options), sample.options.get("seed", 0)
-    rest.pop("seed", None)
+    rest = dict(sample.options)
+    seed = rest.pop("seed", 0)
     verdicts = judged_gradients(case.spec, *sample.qkv, sample.d_out, found, **sample.options)
     verdicts["out"] = judged(case.spec, *sample.qkv, out, lse, rest, seed=seed)
     assert all(verdict.ok for verdict in verdicts.values()), verdicts

@@ -59,8 +59,7 @@ class _Keys:
         k, v = self._own
         for ahead in range(1, _BUFFERS + 1):
             self._post(ahead)
-        if any(posted for posted, _ in self._posted.values()):
-            self._transfers.give_way()
+        self._transfers.give_way([work for posted, _ in self._posted.values() for work in posted])
         own = Arrived([((0, self._plan.keys.rows), k, v)])
         yield 0, self._steps[0], own
         for number in range(1, self._plan.ranks):
@@ -196,8 +195,7 @@ class _Returns:
         theirs = _Found(self._layout, self._plan.steps(by)[number], self._like)
         self._transfers.after_this()
         posted = self._transfers.post([(step.owner, self._found.flat)], [(by, theirs.flat)])
-        if posted:
-            self._transfers.give_way()
+        self._transfers.give_way(posted)
         self._waiting.append((posted, self._found, theirs))
 
     def finish(self) -> None:

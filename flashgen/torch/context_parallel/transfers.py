@@ -55,9 +55,10 @@ class Transfers:
             with torch.cuda.stream(self._stream):
                 return list(dist.batch_isend_irecv(operations))
 
-    def give_way(self) -> None:
-        """What the current stream is given from here on starts behind the messages that were posted."""
-        give_way(self._device, streams=2)
+    def give_way(self, posted: Sequence[Any]) -> None:
+        """What the current stream is given from here on starts behind these messages, if there are any."""
+        if posted:
+            give_way(self._device, streams=2)
 
     def wait(self, posted: Sequence[Any]) -> None:
         """What the current stream is given from here on comes after these messages."""
