@@ -65,6 +65,9 @@ constexpr float kNoLse = 3.40282347e+38f;     // of a row without probabilities
 constexpr float kMostLse = 4096.0f;     // to the base 2: beyond, its rounding shows in probabilities
 constexpr float kLseRounding = 2.38418579e-07f;   // 2^-22: of an LSE's magnitude, with that of the products it is of
 
+// The tests that a tile's scores need: none, as all count; the mask; or all, where rows end in the tile or an LSE is large.
+enum class Tests { kNone, kMask, kAll };
+
 // The warps divide a tile of dQ: so many of them along its rows, and along its columns; and the mma tiles of each.
 constexpr int kGradientRowWarps = 2;
 constexpr int kGradientColumnWarps = 4;
@@ -394,9 +397,9 @@ __device__ __forceinline__ void multiply_shared(float (&product)[kRowTiles][kWid
 }
 
 // Turns the products of q and k into probabilities and dP into dS = P * (dP - D), D being rowsum(dO * O).
-// `kAll`: every score of the tile counts, and no LSE is large. Of other tiles only the scores that count have either, and
-// a probability is 1 where it differs from that by no more than the LSE is rounded.
-template <bool kAll>
+// Only the scores that count have either, as `kTests` finds. Where an LSE may be large, a probability is 1 where it differs
+// from that by no more than the LSE is rounded.
+template <Tests kTests>
 __device__ __forceinline__ void differentiate_scores(float (&probabilities)[kRowTiles][kQueryTiles][4],
                                                      float (&d_scores)[kRowTiles][kQueryTiles][4],
                                                      const unsigned char* statistics,
@@ -412,12 +415,12 @@ __device__ __forceinline__ void differentiate_scores(float (&probabilities)[kRow
         const int q = first_query + position.query + j * 8 + e % 2, k = position.key + i * 16 + e / 2 * 8;
         const float lse = e % 2 ? rows.z : rows.x;
         float exponent = fmaf(probabilities[i][j][e], kScoreToLog2, -lse);
-        if (!kAll && exponent > fabsf(lse) * -kLseRounding) exponent = 0.0f;
+        if (kTests == Tests::kAll && exponent > fabsf(lse) * -kLseRounding) exponent = 0.0f;
         const float probability = exp2_approx(exponent);
         float d_score = probability * (d_scores[i][j][e] - (e % 2 ? rows.w : rows.y));
         bool counts = true;
-        if (!kAll) {
-          const bool attended = (k < arguments.len_k) & may_attend(q, k, arguments);
+        if (kTests != Tests::kNone) {
+          const bool attended = (kTests == Tests::kMask || k < arguments.len_k) & may_attend(q, k, arguments);
           d_score = attended ? d_score : 0.0f;
           counts = attended;
         }
@@ -542,10 +545,12 @@ attention_backward_keys_bf16_d128_causal_56b1805a(const __grid_constant__ Backwa
       copy_async_commit();
       multiply_by_transpose<kHeadDimPadded>(probabilities, k_rows, q_rows);
       multiply_by_transpose<kValueDimPadded>(d_scores, v_rows, d_o_rows);
-      if (!tiles.full(step) || work.first_key + kTileK > arguments.len_k || has_large_lse(statistics)) {
-        differentiate_scores<false>(probabilities, d_scores, statistics, position, first_query, arguments);
+      if (work.first_key + kTileK > arguments.len_k || has_large_lse(statistics)) {
+        differentiate_scores<Tests::kAll>(probabilities, d_scores, statistics, position, first_query, arguments);
+      } else if (!tiles.full(step)) {
+        differentiate_scores<Tests::kMask>(probabilities, d_scores, statistics, position, first_query, arguments);
       } else {
-        differentiate_scores<true>(probabilities, d_scores, statistics, position, first_query, arguments);
+        differentiate_scores<Tests::kNone>(probabilities, d_scores, statistics, position, first_query, arguments);
       }
       store_rounded<kTileQ / 8>(probabilities, 1.0f, shared_memory + kProbabilityOffset, warp_row, part * kQueryTiles);
       store_rounded<kTileQ / 8>(d_scores, 1.0f, shared_memory + kScoreOffset, warp_row, part * kQueryTiles);

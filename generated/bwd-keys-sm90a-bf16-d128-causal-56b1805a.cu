@@ -68,6 +68,9 @@ constexpr float kNoLse = 3.40282347e+38f;     // of a row without probabilities
 constexpr float kMostLse = 4096.0f;     // to the base 2: beyond, its rounding shows in probabilities
 constexpr float kLseRounding = 2.38418579e-07f;   // 2^-22: of an LSE's magnitude, with that of the products it is of
 
+// The tests that a tile's scores need: none, as all count; the mask; or all, where rows end in the tile or an LSE is large.
+enum class Tests { kNone, kMask, kAll };
+
 // The warpgroups divide a tile of dQ: into so many parts of 64 rows, and the rest into parts of its columns.
 constexpr int kGradientRowParts = kTileQ / 64;
 constexpr int kGradientColumnParts = kConsumers / kGradientRowParts;
@@ -732,38 +735,34 @@ __device__ __forceinline__ void add_up_works(unsigned shared, const Barriers& ba
 
 // dQ of so many rows, from their sums, by a warp: those from `first` on of all that the query heads of a head of K and V have.
 // Rows with nothing to attend to are 0, whatever K holds, and so is a tile that nobody added to.
-constexpr int kFinishedRows = 64;
+constexpr int kFinishedRows = 16;   // few, so that in the end all warps have some; of which four lanes have two
 
 __device__ __forceinline__ void finish_rows(unsigned number, unsigned first, const BackwardKeysArguments& arguments) {
   const int member = first / arguments.rows, batch = number / arguments.heads;
   const int head = number % arguments.heads * arguments.heads_per_kv + member, first_query = first - member * arguments.rows;
   const long long first_row = static_cast<long long>(number) * (arguments.heads_per_kv * arguments.rows) + first;
-  Element* const gradient = arguments.dq + batch * arguments.dq_strides.batch + head * arguments.dq_strides.head;
+  const int lane = threadIdx.x % 32, query = first_query + lane / 4;
   const bool added = __ldcg(arguments.dq_turns + first_row / kTileQ) > 0;
-  const int lane = threadIdx.x % 32;
-  for (int part = 0; part < kFinishedRows; part += 16) {   // 16 rows of a warp's, of which four lanes have two
-    const int query = first_query + part + lane / 4;
-    const long long row = first_row + part;
-    const float* const statistics = arguments.statistics + (row + lane / 4) * 2;
-    const bool low = added && statistics[0] != kNoLse, high = added && statistics[16] != kNoLse;
-    const float* const sums = arguments.dq_sums + row * kHeadDimPadded + lane * 4;
-    Element* const place = gradient + query * arguments.dq_strides.row + lane % 4 * 8;
+  const float* const statistics = arguments.statistics + (first_row + lane / 4) * 2;
+  const bool low = (statistics[0] != kNoLse) & added, high = (statistics[16] != kNoLse) & added;
+  const float* const sums = arguments.dq_sums + first_row * kHeadDimPadded + lane * 4;
+  Element* const gradient = arguments.dq + batch * arguments.dq_strides.batch + head * arguments.dq_strides.head +
+                            query * arguments.dq_strides.row + lane % 4 * 8;
 #pragma unroll 1
-    for (int column = 0; column < kHeadDimPadded; column += 32) {
-      unsigned rows[2][4];
+  for (int column = 0; column < kHeadDimPadded; column += 32) {
+    unsigned rows[2][4];
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {   // of each 8 columns these lanes have two, of both rows
-        const float4 four = __ldcg(reinterpret_cast<const float4*>(sums + column * 16 + i * 128));
-        rows[0][i] = low ? pack_bf16(four.x * kScale, four.y * kScale) : 0;
-        rows[1][i] = high ? pack_bf16(four.z * kScale, four.w * kScale) : 0;
-      }
+    for (int i = 0; i < 4; ++i) {   // of each 8 columns these lanes have two, of both rows
+      const float4 four = __ldcg(reinterpret_cast<const float4*>(sums + column * 16 + i * 128));
+      rows[0][i] = low ? pack_bf16(four.x * kScale, four.y * kScale) : 0;
+      rows[1][i] = high ? pack_bf16(four.z * kScale, four.w * kScale) : 0;
+    }
 #pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        quad_transpose(rows[i]);
-        if (query + i * 8 >= arguments.len_q) continue;
-        *reinterpret_cast<uint4*>(place + i * 8 * arguments.dq_strides.row + column) =
-            make_uint4(rows[i][0], rows[i][1], rows[i][2], rows[i][3]);
-      }
+    for (int i = 0; i < 2; ++i) {
+      quad_transpose(rows[i]);
+      if (query + i * 8 >= arguments.len_q) continue;
+      *reinterpret_cast<uint4*>(gradient + i * 8 * arguments.dq_strides.row + column) =
+          make_uint4(rows[i][0], rows[i][1], rows[i][2], rows[i][3]);
     }
   }
 }
@@ -805,9 +804,9 @@ __device__ __forceinline__ bool has_large_lse(const unsigned char* statistics) {
   return __any_sync(0xffffffffu, largest > kMostLse);
 }
 
-// Turns the products of q and k into probabilities. `kAll`: every score of the tile counts, and no LSE is large. Of other
-// tiles only the scores that count have any, which is 1 where it differs from that by no more than the LSE is rounded.
-template <bool kAll>
+// Turns the products of q and k into probabilities, which only the scores have that count, as `kTests` finds. Where an LSE
+// may be large, one is 1 where it differs from that by no more than the LSE is rounded.
+template <Tests kTests>
 __device__ __forceinline__ void exponentiate(float (&scores)[kQueryTiles * 4],
                                              const unsigned char* statistics, const Position& position,
                                              int first_query, const BackwardKeysArguments& arguments) {
@@ -819,10 +818,10 @@ __device__ __forceinline__ void exponentiate(float (&scores)[kQueryTiles * 4],
       const int q = first_query + position.query + j * 8 + e % 2, k = position.key + e / 2 * 8;
       const float lse = e % 2 ? rows.z : rows.x;
       float exponent = fmaf(scores[j * 4 + e], kScoreToLog2, -lse);
-      if (!kAll && exponent > fabsf(lse) * -kLseRounding) exponent = 0.0f;
+      if (kTests == Tests::kAll && exponent > fabsf(lse) * -kLseRounding) exponent = 0.0f;
       const float probability = exp2_approx(exponent);
       bool counts = true;
-      if (!kAll) counts = (k < arguments.len_k) & may_attend(q, k, arguments);
+      if (kTests != Tests::kNone) counts = (kTests == Tests::kMask || k < arguments.len_k) & may_attend(q, k, arguments);
       scores[j * 4 + e] = counts ? probability : 0.0f;
     }
   }
@@ -925,10 +924,12 @@ __device__ __forceinline__ void find_score_gradients(float (&scores)[kTileQ / 2]
                                                      const BackwardKeysArguments& arguments) {
   const int first_query = walk.first_query();
   const unsigned char* statistics = shared_memory + kStatisticsOffset + use % kStages * kStatisticsBytes;
-  if (!walk.tiles.full(walk.step) || work.first_key + kTileK > arguments.len_k || has_large_lse(statistics)) {
-    exponentiate<false>(scores, statistics, position, first_query, arguments);
+  if (work.first_key + kTileK > arguments.len_k || has_large_lse(statistics)) {
+    exponentiate<Tests::kAll>(scores, statistics, position, first_query, arguments);
+  } else if (!walk.tiles.full(walk.step)) {
+    exponentiate<Tests::kMask>(scores, statistics, position, first_query, arguments);
   } else {
-    exponentiate<true>(scores, statistics, position, first_query, arguments);
+    exponentiate<Tests::kNone>(scores, statistics, position, first_query, arguments);
   }
   await_product<0>(d_scores);
   multiply_by_probabilities(d_scores, scores, statistics);
@@ -945,9 +946,9 @@ __device__ __forceinline__ void write_gradients(const float (&d_keys)[kHeadDimPa
   store_rows<kValueDimPadded, kValuePanel, kTileK>(
       d_values, 1.0f, shared + kValueOffset + row * kValuePanel * kElementBytes, arguments.dv_map,
       work.first_key + row, work.head_kv, work.batch);
-  if (any) mbarrier_wait(barriers.gradients_empty(), use & 1 ^ 1);   // the last step's dQ is added
   if (lane == 0) bulk_wait_read<0>();   // dV; and dK of the work before, if this one had no steps
   release(barriers.values_empty());
+  if (any) mbarrier_wait(barriers.gradients_empty(), use & 1 ^ 1);   // the last step's dQ is added
   __syncwarp();
   store_rows<kHeadDimPadded, kHeadPanel, 16>(
       d_keys, kScale, shared + kGradientOffset + gradient_part(warpgroup) * kPartBytes, arguments.dk_map,
@@ -1029,23 +1030,20 @@ __device__ __forceinline__ void differentiate(const Work& work, int& use, int wa
 // The same in a warp, as the compiler can see.
 __device__ __forceinline__ int uniform(int value) { return __shfl_sync(0xffffffffu, value, 0); }
 
-__device__ __forceinline__ Work uniform(const Work& work) {
-  return {uniform(work.first_key), uniform(work.head_kv), uniform(work.batch)};
-}
-
 // What a warpgroup that computes does: one work after the other.
 __device__ __forceinline__ void differentiate_works(unsigned shared, const Barriers& barriers,
                                                     const BackwardKeysArguments& arguments) {
   int use = 0;
   for (int turn = 0;; ++turn) {
     mbarrier_wait(barriers.work_full(turn), turn / 2 & 1);
-    const Work work = uniform(work_place(turn));
-    if (work.first_key < 0) break;
-    release(barriers.work_empty(turn));
+    const Work& work = work_place(turn);   // which stays there: what is read anew needs no registers
+    if (uniform(work.first_key) < 0) break;
     // Both anew with each work, else registers hold all along what follows from them.
     const int warpgroup = uniform(threadIdx.x / 128);
     use = uniform(use);
     differentiate(work, use, warpgroup, shared, barriers, arguments);
+    __syncwarp();   // no lane reads it any more
+    release(barriers.work_empty(turn));
   }
   if (threadIdx.x % 32 == 0) bulk_wait_read<0>();   // shared memory goes with the block
 }

@@ -51,6 +51,9 @@ constexpr float kNoLse = 3.40282347e+38f;     // of a row without probabilities
 constexpr float kMostLse = 4096.0f;     // to the base 2: beyond, its rounding shows in probabilities
 constexpr float kLseRounding = 2.38418579e-07f;   // 2^-22: of an LSE's magnitude, with that of the products it is of
 
+// The tests that a tile's scores need: none, as all count; the mask; or all, where rows end in the tile or an LSE is large.
+enum class Tests { kNone, kMask, kAll };
+
 // Shared memory, in bytes: K and V; the stages of Q, of dO, of P and of the rows' statistics; the barriers. dK and dV take
 // over K and V. A tile is panels of columns side by side, as wide as TMA swizzles them: 16-byte chunks of a row exchanged
 // within a panel.
@@ -547,9 +550,9 @@ __device__ __forceinline__ bool has_large_lse(const unsigned char* statistics) {
   return __any_sync(0xffffffffu, largest > kMostLse);
 }
 
-// Turns the products of q and k into probabilities. `kAll`: every score of the tile counts, and no LSE is large. Of other
-// tiles only the scores that count have any, which is 1 where it differs from that by no more than the LSE is rounded.
-template <bool kAll>
+// Turns the products of q and k into probabilities, which only the scores have that count, as `kTests` finds. Where an LSE
+// may be large, one is 1 where it differs from that by no more than the LSE is rounded.
+template <Tests kTests>
 __device__ __forceinline__ void exponentiate(float (&scores)[kQueryTiles * 4],
                                              const unsigned char* statistics, const Position& position,
                                              int first_query, const BackwardKeysArguments& arguments) {
@@ -561,10 +564,10 @@ __device__ __forceinline__ void exponentiate(float (&scores)[kQueryTiles * 4],
       const int q = first_query + position.query + j * 8 + e % 2, k = position.key + e / 2 * 8;
       const float lse = e % 2 ? rows.z : rows.x;
       float exponent = fmaf(scores[j * 4 + e], kScoreToLog2, -lse);
-      if (!kAll && exponent > fabsf(lse) * -kLseRounding) exponent = 0.0f;
+      if (kTests == Tests::kAll && exponent > fabsf(lse) * -kLseRounding) exponent = 0.0f;
       const float probability = exp2_approx(exponent);
       bool counts = true;
-      if (!kAll) counts = (k < arguments.len_k) & may_attend(q, k, arguments);
+      if (kTests != Tests::kNone) counts = (kTests == Tests::kMask || k < arguments.len_k) & may_attend(q, k, arguments);
       scores[j * 4 + e] = counts ? probability : 0.0f;
     }
   }
@@ -632,10 +635,12 @@ __device__ __forceinline__ void differentiate_values(const Work& work, unsigned 
     const int first_query = walk.first_query();
     const unsigned char* statistics = shared_memory + kStatisticsOffset + use % kStages * kStatisticsBytes;
     position.head = walk.head(work, arguments);
-    if (!walk.tiles.full(walk.step) || work.first_key + kTileK > arguments.len_k || has_large_lse(statistics)) {
-      exponentiate<false>(scores, statistics, position, first_query, arguments);
+    if (work.first_key + kTileK > arguments.len_k || has_large_lse(statistics)) {
+      exponentiate<Tests::kAll>(scores, statistics, position, first_query, arguments);
+    } else if (!walk.tiles.full(walk.step)) {
+      exponentiate<Tests::kMask>(scores, statistics, position, first_query, arguments);
     } else {
-      exponentiate<true>(scores, statistics, position, first_query, arguments);
+      exponentiate<Tests::kNone>(scores, statistics, position, first_query, arguments);
     }
     __syncwarp();   // the whole warp has read the statistics
     release(barriers.queries_empty(use));

@@ -51,6 +51,9 @@ constexpr float kNoLse = 3.40282347e+38f;     // of a row without probabilities
 constexpr float kMostLse = 4096.0f;     // to the base 2: beyond, its rounding shows in probabilities
 constexpr float kLseRounding = 2.38418579e-07f;   // 2^-22: of an LSE's magnitude, with that of the products it is of
 
+// The tests that a tile's scores need: none, as all count; the mask; or all, where rows end in the tile or an LSE is large.
+enum class Tests { kNone, kMask, kAll };
+
 // Shared memory, in bytes: by warpgroup Q, which dQ takes over, and dO; the stages of K, of V; the barriers. A tile is
 // panels of columns side by side, as wide as TMA swizzles them: 16-byte chunks of a row exchanged within a panel.
 constexpr int kHeadPanel = 64;    // columns of Q, K and dQ
@@ -494,9 +497,9 @@ __device__ __forceinline__ bool has_large_lse(const float2 (&rows)[2]) {
   return __any_sync(0xffffffffu, large);
 }
 
-// Turns the products of q and k into probabilities. `kAll`: every score of the tile counts, and no LSE is large. Of other
-// tiles only the scores that count have any, which is 1 where it differs from that by no more than the LSE is rounded.
-template <bool kAll>
+// Turns the products of q and k into probabilities, which only the scores have that count, as `kTests` finds. Where an LSE
+// may be large, one is 1 where it differs from that by no more than the LSE is rounded.
+template <Tests kTests>
 __device__ __forceinline__ void exponentiate(float (&scores)[kKeyTiles * 4],
                                              const float2 (&rows)[2], const Position& position,
                                              int first_key, const BackwardQueriesArguments& arguments) {
@@ -507,10 +510,10 @@ __device__ __forceinline__ void exponentiate(float (&scores)[kKeyTiles * 4],
       const int q = position.query + e / 2 * 8, k = first_key + position.key + j * 8 + e % 2;
       const float lse = rows[e / 2].x;
       float exponent = fmaf(scores[j * 4 + e], kScoreToLog2, -lse);
-      if (!kAll && exponent > fabsf(lse) * -kLseRounding) exponent = 0.0f;
+      if (kTests == Tests::kAll && exponent > fabsf(lse) * -kLseRounding) exponent = 0.0f;
       const float probability = exp2_approx(exponent);
       bool counts = true;
-      if (!kAll) counts = (k < arguments.len_k) & may_attend(q, k, arguments);
+      if (kTests != Tests::kNone) counts = (kTests == Tests::kMask || k < arguments.len_k) & may_attend(q, k, arguments);
       scores[j * 4 + e] = counts ? probability : 0.0f;
     }
   }
@@ -576,10 +579,12 @@ __device__ __forceinline__ void differentiate(const Work& work, int warpgroup, u
   }
   for (int step = 0; step < tiles.count; ++step) {
     const int first_key = tiles.first_key(step);
-    if (!tiles.full(step) || first_key + kTileK > arguments.len_k || large_lse) {
-      exponentiate<false>(scores, rows, position, first_key, arguments);
+    if (first_key + kTileK > arguments.len_k || large_lse) {
+      exponentiate<Tests::kAll>(scores, rows, position, first_key, arguments);
+    } else if (!tiles.full(step)) {
+      exponentiate<Tests::kMask>(scores, rows, position, first_key, arguments);
     } else {
-      exponentiate<true>(scores, rows, position, first_key, arguments);
+      exponentiate<Tests::kNone>(scores, rows, position, first_key, arguments);
     }
     await_product<0>(d_scores);
     release(barriers.values_empty(step));

@@ -68,6 +68,9 @@ constexpr float kNoLse = 3.40282347e+38f;     // of a row without probabilities
 constexpr float kMostLse = 4096.0f;     // to the base 2: beyond, its rounding shows in probabilities
 constexpr float kLseRounding = 2.38418579e-07f;   // 2^-22: of an LSE's magnitude, with that of the products it is of
 
+// The tests that a tile's scores need: none, as all count; the mask; or all, where rows end in the tile or an LSE is large.
+enum class Tests { kNone, kMask, kAll };
+
 // Shared memory, in bytes: K and V; the stages of Q, of dO and of the rows' statistics; dS, P. dK and dV take over K and V.
 constexpr int kElementBytes = sizeof(Element);
 constexpr int kKeyBytes = kTileK * kHeadDimPadded * kElementBytes;
@@ -449,9 +452,9 @@ __device__ __forceinline__ void add_to_gradient(long long* sums, long long place
 }
 
 // Turns the products of q and k into probabilities and dP into dS = P * (dP - D), D being rowsum(dO * O).
-// `kAll`: every score of the tile counts, and no LSE is large. Of other tiles only the scores that count have either, and
-// a probability is 1 where it differs from that by no more than the LSE is rounded.
-template <bool kAll>
+// Only the scores that count have either, as `kTests` finds. Where an LSE may be large, a probability is 1 where it differs
+// from that by no more than the LSE is rounded.
+template <Tests kTests>
 __device__ __forceinline__ void differentiate_scores(float (&probabilities)[kRowTiles][kQueryTiles][4],
                                                      float (&d_scores)[kRowTiles][kQueryTiles][4],
                                                      const unsigned char* statistics,
@@ -470,12 +473,12 @@ __device__ __forceinline__ void differentiate_scores(float (&probabilities)[kRow
         const float score = modify_score(product * kScale, position.head, q, k, arguments);
         const float lse = e % 2 ? rows.z : rows.x;
         float exponent = fmaf(score, kScoreToLog2, -lse);
-        if (!kAll && exponent > fabsf(lse) * -kLseRounding) exponent = 0.0f;
+        if (kTests == Tests::kAll && exponent > fabsf(lse) * -kLseRounding) exponent = 0.0f;
         const float probability = exp2_approx(exponent);
         float d_score = probability * (d_scores[i][j][e] - (e % 2 ? rows.w : rows.y));
         bool counts = true;
-        if (!kAll) {
-          const bool attended = (k < arguments.len_k) & (q < arguments.len_q) & may_attend(q, k, arguments);
+        if (kTests != Tests::kNone) {
+          const bool attended = (kTests == Tests::kMask || ((k < arguments.len_k) & (q < arguments.len_q))) & may_attend(q, k, arguments);
           d_score = attended ? d_score : 0.0f;
           counts = attended;
         }
@@ -571,10 +574,12 @@ attention_backward_keys_fp16_d64_causal_alibi_tensor_slopes_float32_1_true_1dac6
       copy_async_commit();
       multiply_by_transpose<kHeadDimPadded>(probabilities, k_rows, q_rows);
       multiply_by_transpose<kValueDimPadded>(d_scores, v_rows, d_o_rows);
-      if (!tiles.full(step) || work.first_key + kTileK > arguments.len_k || first_query + kTileQ > arguments.len_q || has_large_lse(statistics)) {
-        differentiate_scores<false>(probabilities, d_scores, statistics, position, first_query, gathered, arguments);
+      if (work.first_key + kTileK > arguments.len_k || first_query + kTileQ > arguments.len_q || has_large_lse(statistics)) {
+        differentiate_scores<Tests::kAll>(probabilities, d_scores, statistics, position, first_query, gathered, arguments);
+      } else if (!tiles.full(step)) {
+        differentiate_scores<Tests::kMask>(probabilities, d_scores, statistics, position, first_query, gathered, arguments);
       } else {
-        differentiate_scores<true>(probabilities, d_scores, statistics, position, first_query, gathered, arguments);
+        differentiate_scores<Tests::kNone>(probabilities, d_scores, statistics, position, first_query, gathered, arguments);
       }
       store_rounded<kTileQ / 8>(probabilities, 1.0f, shared_memory + kProbabilityOffset, warp_row, part * kQueryTiles);
       store_rounded<kTileQ / 8>(d_scores, 1.0f, shared_memory + kScoreOffset, warp_row, part * kQueryTiles);

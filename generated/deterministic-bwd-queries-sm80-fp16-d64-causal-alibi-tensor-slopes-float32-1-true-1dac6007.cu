@@ -64,6 +64,9 @@ constexpr float kNoLse = 3.40282347e+38f;     // of a row without probabilities
 constexpr float kMostLse = 4096.0f;     // to the base 2: beyond, its rounding shows in probabilities
 constexpr float kLseRounding = 2.38418579e-07f;   // 2^-22: of an LSE's magnitude, with that of the products it is of
 
+// The tests that a tile's scores need: none, as all count; the mask; or all, where rows end in the tile or an LSE is large.
+enum class Tests { kNone, kMask, kAll };
+
 // Shared memory, in bytes: Q and dO; the stages of K, and of V. dQ takes over Q.
 constexpr int kElementBytes = sizeof(Element);
 constexpr int kQueryBytes = kTileQ * kHeadDimPadded * kElementBytes;
@@ -388,9 +391,9 @@ __device__ __forceinline__ void clear_empty_rows(float (&d_queries)[kRowTiles][k
 }
 
 // Turns the products of q and k into probabilities and dP into dS = P * (dP - D), D being rowsum(dO * O).
-// `kAll`: every score of the tile counts, and no LSE is large. Of other tiles only the scores that count have either, and
-// a probability is 1 where it differs from that by no more than the LSE is rounded.
-template <bool kAll>
+// Only the scores that count have either, as `kTests` finds. Where an LSE may be large, a probability is 1 where it differs
+// from that by no more than the LSE is rounded.
+template <Tests kTests>
 __device__ __forceinline__ void differentiate_scores(float (&probabilities)[kRowTiles][kKeyTiles][4],
                                                      float (&d_scores)[kRowTiles][kKeyTiles][4],
                                                      const float2 (&rows)[kRowTiles][2],
@@ -407,12 +410,12 @@ __device__ __forceinline__ void differentiate_scores(float (&probabilities)[kRow
         const float score = modify_score(product * kScale, position.head, q, k, arguments);
         const float lse = rows[i][e / 2].x;
         float exponent = fmaf(score, kScoreToLog2, -lse);
-        if (!kAll && exponent > fabsf(lse) * -kLseRounding) exponent = 0.0f;
+        if (kTests == Tests::kAll && exponent > fabsf(lse) * -kLseRounding) exponent = 0.0f;
         const float probability = exp2_approx(exponent);
         float d_score = probability * (d_scores[i][j][e] - (rows[i][e / 2].y));
         bool counts = true;
-        if (!kAll) {
-          const bool attended = (k < arguments.len_k) & may_attend(q, k, arguments);
+        if (kTests != Tests::kNone) {
+          const bool attended = (kTests == Tests::kMask || k < arguments.len_k) & may_attend(q, k, arguments);
           d_score = attended ? d_score : 0.0f;
           counts = attended;
         }
@@ -481,10 +484,12 @@ attention_backward_queries_fp16_d64_causal_alibi_tensor_slopes_float32_1_true_1d
     copy_async_commit();
     multiply_by_transpose<kHeadDimPadded>(probabilities, q_rows, key_rows);
     multiply_by_transpose<kValueDimPadded>(d_scores, d_o_rows, value_rows);
-    if (!tiles.full(step) || first_key + kTileK > arguments.len_k || large_lse) {
-      differentiate_scores<false>(probabilities, d_scores, rows, position, first_key, arguments);
+    if (first_key + kTileK > arguments.len_k || large_lse) {
+      differentiate_scores<Tests::kAll>(probabilities, d_scores, rows, position, first_key, arguments);
+    } else if (!tiles.full(step)) {
+      differentiate_scores<Tests::kMask>(probabilities, d_scores, rows, position, first_key, arguments);
     } else {
-      differentiate_scores<true>(probabilities, d_scores, rows, position, first_key, arguments);
+      differentiate_scores<Tests::kNone>(probabilities, d_scores, rows, position, first_key, arguments);
     }
     multiply_registers<kHeadDimPadded / 8>(d_queries, d_scores, keys);
   }

@@ -167,7 +167,7 @@ UNGUARDED = [
         "place of V not waited for",
         r"mbarrier_wait\(barriers\.values_empty\(\), [^;]*;(\s+load_rows)",
         r"\1",
-        OVERWRITES,
+        f"{OVERWRITES}|may still write",
     ),
     Fault(
         "V released before dV is stored",
@@ -432,7 +432,7 @@ WRONG = [
     ),
     Fault("dS in the wrong chunk", r"chunk \^ lane % 8", "chunk ^ lane % 4", ""),
     Fault("heads not waited for", r"await_added\(arguments[^;]*;", ";", ""),
-    Fault("half of dQ's rows finished", r"part < kFinishedRows", "part < kFinishedRows / 2", ""),
+    Fault("half of dQ's rows finished", r"part % parts \* kFinishedRows", "part % parts / 2 * kFinishedRows", ""),
     Fault("dQ not transposed", r"quad_transpose\(rows\[i\]\);", "", ""),
     Fault("dK of the first keys for all", r"work\.first_key \+ row;", "row;", "", "apart"),
     Fault(
@@ -450,7 +450,7 @@ WRONG = [
     Fault("who is first adds", r"if \(first\) bulk_store\(", "if (first) bulk_reduce_add(", "", "turns"),
     Fault("D forgotten", r" - \(e % 2 \? rows\.w : rows\.y\)", "", "", "wide"),
     Fault("dQ not scaled", r"\(d_queries, kScale,", "(d_queries, 1.0f,", "", "queries"),
-    Fault("no tile has a mask", r"!tiles\.full\(step\) \|\| ", "", "", "queries"),
+    Fault("no tile has a mask", r"!tiles\.full\(step\)", "false", "", "queries"),
 ]
 
 
