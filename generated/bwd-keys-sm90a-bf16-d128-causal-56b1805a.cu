@@ -75,7 +75,9 @@ enum class Tests { kNone, kMask, kAll };
 constexpr int kGradientRowParts = kTileQ / 64;
 constexpr int kGradientColumnParts = kConsumers / kGradientRowParts;
 constexpr int kGradientColumns = kHeadDimPadded / kGradientColumnParts;
+constexpr int kPartBytes = 16 * kGradientColumns * sizeof(float);   // of a warp's part
 constexpr int kAdders = 1;   // threads that add up dQ
+constexpr int kFinishedRows = 16;   // of dQ that a warp finishes at once: few, so that in the end all warps have some
 
 // Shared memory, in bytes: K and V; the stages of Q and of dO; of dS; dQ; the rows' statistics; the barriers. dV takes over V, and dK dQ.
 // A tile is panels of columns side by side, as wide as TMA swizzles them: 16-byte chunks of a row exchanged within a panel.
@@ -733,15 +735,13 @@ __device__ __forceinline__ void add_up_works(unsigned shared, const Barriers& ba
   }
 }
 
-// dQ of so many rows, from their sums, by a warp: those from `first` on of all that the query heads of a head of K and V have.
-// Rows with nothing to attend to are 0, whatever K holds, and so is a tile that nobody added to.
-constexpr int kFinishedRows = 16;   // few, so that in the end all warps have some; of which four lanes have two
-
-__device__ __forceinline__ void finish_rows(unsigned number, unsigned first, const BackwardKeysArguments& arguments) {
-  const int member = first / arguments.rows, batch = number / arguments.heads;
-  const int head = number % arguments.heads * arguments.heads_per_kv + member, first_query = first - member * arguments.rows;
-  const long long first_row = static_cast<long long>(number) * (arguments.heads_per_kv * arguments.rows) + first;
-  const int lane = threadIdx.x % 32, query = first_query + lane / 4;
+// A part of dQ, from its sums, by a warp, of which four lanes have two rows: of so many rows of all query heads of all
+// batches. Rows with nothing to attend to are 0, whatever K holds, and so is a tile that nobody added to.
+__device__ __forceinline__ void finish_rows(unsigned part, const BackwardKeysArguments& arguments) {
+  const unsigned parts = arguments.rows / kFinishedRows, number = part / parts;   // of a head; the head of all batches
+  const long long first_row = static_cast<long long>(part) * kFinishedRows;
+  const int batch = number / arguments.heads_q, head = number % arguments.heads_q;
+  const int lane = threadIdx.x % 32, query = part % parts * kFinishedRows + lane / 4;
   const bool added = __ldcg(arguments.dq_turns + first_row / kTileQ) > 0;
   const float* const statistics = arguments.statistics + (first_row + lane / 4) * 2;
   const bool low = (statistics[0] != kNoLse) & added, high = (statistics[16] != kNoLse) & added;
@@ -783,7 +783,7 @@ __device__ __forceinline__ void finish(const BackwardKeysArguments& arguments) {
       __syncwarp();
       complete = number + 1;
     }
-    finish_rows(number, part % parts * kFinishedRows, arguments);
+    finish_rows(part, arguments);
   }
 }
 
@@ -889,12 +889,11 @@ __device__ __forceinline__ int gradient_part(int warpgroup) {
   return (row_part * 4 + threadIdx.x / 32 % 4) * kGradientColumnParts + column_part;
 }
 
-constexpr int kPartBytes = 16 * kGradientColumns * sizeof(float);
-
-// Lays this warp's part of a step's dQ into shared memory, for the warp that adds it to the sums. `again`: that of another
+// Done with a step's dS: lays this warp's part of dQ into shared memory, for the warp that adds it to the sums. `again`: that of another
 // step of this work has been there.
 __device__ __forceinline__ void hand_over_gradients(const float (&d_queries)[kGradientColumns / 2], int warpgroup,
                                                     const Barriers& barriers, int use, bool again) {
+  release(barriers.scores_empty(use));
   if (again) mbarrier_wait(barriers.gradients_empty(), use & 1 ^ 1);
   lay_down<kGradientColumns>(d_queries, shared_memory + kGradientOffset + gradient_part(warpgroup) * kPartBytes);
   fence_async_shared();
@@ -985,7 +984,6 @@ __device__ __forceinline__ void walk_queries(float (&d_keys)[kHeadDimPadded / 2]
       start_query_gradients(d_queries, warpgroup, scores_at(shared, use - 1), shared);
       start_sums();
       await_product<2>(d_queries);
-      release(barriers.scores_empty(use - 1));
       hand_over_gradients(d_queries, warpgroup, barriers, use - 1, handed);
       handed = true;
     } else {
@@ -1012,7 +1010,6 @@ __device__ __forceinline__ void walk_queries(float (&d_keys)[kHeadDimPadded / 2]
   release(barriers.queries_empty(use - 1));
   start_query_gradients(d_queries, warpgroup, scores_at(shared, use - 1), shared);
   await_product<0>(d_queries);
-  release(barriers.scores_empty(use - 1));
   hand_over_gradients(d_queries, warpgroup, barriers, use - 1, handed);
 }
 

@@ -187,8 +187,8 @@ WRONG = [
     Fault(
         "last query forgotten",
         "one query over",
-        r"const int end = arguments\.len_q;",
-        "const int end = arguments.len_q - 1;",
+        r"\(arguments\.len_q \+ kTileQ - 1\)",
+        "(arguments.len_q + kTileQ - 2)",
     ),
     Fault("keys beyond the last count", "low scores", r"\(k < arguments\.len_k\)", "true"),
     Fault(
@@ -274,8 +274,8 @@ OVERFLOWS = [
     Fault(
         "one tile of statistics too many",
         "no mask",
-        r"const int end = arguments\.len_q;",
-        "const int end = arguments.len_q + 2 * kTileQ;",
+        r"\(arguments\.len_q \+ kTileQ - 1\)",
+        "(arguments.len_q + 3 * kTileQ - 1)",
     ),
     Fault(
         "another batch's sums",
