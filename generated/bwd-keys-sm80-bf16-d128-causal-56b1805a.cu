@@ -431,6 +431,20 @@ __device__ __forceinline__ void differentiate_scores(float (&probabilities)[kRow
   }
 }
 
+// Scores become P, and dP becomes dS. full: every score counts for which there are a query and a key.
+__device__ __forceinline__ void find_score_gradients(float (&probabilities)[kRowTiles][kQueryTiles][4],
+                                                     float (&d_scores)[kRowTiles][kQueryTiles][4],
+                                                     const unsigned char* statistics, bool full, const Work& work,
+                                                     const Position& position, int first_query, const BackwardKeysArguments& arguments) {
+  if (work.first_key + kTileK > arguments.len_k || has_large_lse(statistics)) {
+    differentiate_scores<Tests::kAll>(probabilities, d_scores, statistics, position, first_query, arguments);
+  } else if (!full) {
+    differentiate_scores<Tests::kMask>(probabilities, d_scores, statistics, position, first_query, arguments);
+  } else {
+    differentiate_scores<Tests::kNone>(probabilities, d_scores, statistics, position, first_query, arguments);
+  }
+}
+
 // Sums lie in an order of their own, each mma tile's 128 together, so that a warp adds to neighbouring addresses.
 __device__ constexpr int sum_place(int lane, int element) { return element * 32 + lane; }
 
@@ -545,13 +559,7 @@ attention_backward_keys_bf16_d128_causal_56b1805a(const __grid_constant__ Backwa
       copy_async_commit();
       multiply_by_transpose<kHeadDimPadded>(probabilities, k_rows, q_rows);
       multiply_by_transpose<kValueDimPadded>(d_scores, v_rows, d_o_rows);
-      if (work.first_key + kTileK > arguments.len_k || has_large_lse(statistics)) {
-        differentiate_scores<Tests::kAll>(probabilities, d_scores, statistics, position, first_query, arguments);
-      } else if (!tiles.full(step)) {
-        differentiate_scores<Tests::kMask>(probabilities, d_scores, statistics, position, first_query, arguments);
-      } else {
-        differentiate_scores<Tests::kNone>(probabilities, d_scores, statistics, position, first_query, arguments);
-      }
+      find_score_gradients(probabilities, d_scores, statistics, tiles.full(step), work, position, first_query, arguments);
       store_rounded<kTileQ / 8>(probabilities, 1.0f, shared_memory + kProbabilityOffset, warp_row, part * kQueryTiles);
       store_rounded<kTileQ / 8>(d_scores, 1.0f, shared_memory + kScoreOffset, warp_row, part * kQueryTiles);
       // What this warp has of P and dS itself needs no waiting for the others' parts.

@@ -490,6 +490,20 @@ __device__ __forceinline__ void differentiate_scores(float (&probabilities)[kRow
   }
 }
 
+// Scores become P, and dP becomes dS. full: every score counts for which there are a query and a key.
+__device__ __forceinline__ void find_score_gradients(float (&probabilities)[kRowTiles][kQueryTiles][4],
+                                                     float (&d_scores)[kRowTiles][kQueryTiles][4],
+                                                     const unsigned char* statistics, bool full, const Work& work,
+                                                     const Position& position, int first_query, Gathered& gathered, const BackwardKeysArguments& arguments) {
+  if (work.first_key + kTileK > arguments.len_k || first_query + kTileQ > arguments.len_q || has_large_lse(statistics)) {
+    differentiate_scores<Tests::kAll>(probabilities, d_scores, statistics, position, first_query, gathered, arguments);
+  } else if (!full) {
+    differentiate_scores<Tests::kMask>(probabilities, d_scores, statistics, position, first_query, gathered, arguments);
+  } else {
+    differentiate_scores<Tests::kNone>(probabilities, d_scores, statistics, position, first_query, gathered, arguments);
+  }
+}
+
 // Adds the sums of a head to the gradients.
 __device__ __forceinline__ void add_gathered(const Gathered& gathered, const Position& position,
                                              const BackwardKeysArguments& arguments) {
@@ -574,13 +588,7 @@ attention_backward_keys_fp16_d64_causal_alibi_tensor_slopes_float32_1_true_1dac6
       copy_async_commit();
       multiply_by_transpose<kHeadDimPadded>(probabilities, k_rows, q_rows);
       multiply_by_transpose<kValueDimPadded>(d_scores, v_rows, d_o_rows);
-      if (work.first_key + kTileK > arguments.len_k || first_query + kTileQ > arguments.len_q || has_large_lse(statistics)) {
-        differentiate_scores<Tests::kAll>(probabilities, d_scores, statistics, position, first_query, gathered, arguments);
-      } else if (!tiles.full(step)) {
-        differentiate_scores<Tests::kMask>(probabilities, d_scores, statistics, position, first_query, gathered, arguments);
-      } else {
-        differentiate_scores<Tests::kNone>(probabilities, d_scores, statistics, position, first_query, gathered, arguments);
-      }
+      find_score_gradients(probabilities, d_scores, statistics, tiles.full(step), work, position, first_query, gathered, arguments);
       store_rounded<kTileQ / 8>(probabilities, 1.0f, shared_memory + kProbabilityOffset, warp_row, part * kQueryTiles);
       store_rounded<kTileQ / 8>(d_scores, 1.0f, shared_memory + kScoreOffset, warp_row, part * kQueryTiles);
       // What this warp has of P and dS itself needs no waiting for the others' parts.
