@@ -181,7 +181,7 @@ WRONG = [
     Fault("dS not masked", "two stages", r"d_score = attended \? d_score : 0\.0f;", ""),
     Fault("dS not masked in queries", "queries, two stages", r"d_score = attended \? d_score : 0\.0f;", ""),
     Fault("P not masked", "two stages", r"counts = attended;", ""),
-    Fault("partial tiles taken for full", "two stages", r"!tiles\.full\(step\)", "false"),
+    Fault("partial tiles taken for full", "two stages", r"else if \(!full\)", "else if (false)"),
     Fault("partial tiles taken for full by queries", "queries, two stages", r"!tiles\.full\(step\)", "false"),
     Fault("window's edge taken for full", "window", r"\(full_begin \+ kTileQ - 1\) / kTileQ", "full_begin / kTileQ"),
     Fault(
