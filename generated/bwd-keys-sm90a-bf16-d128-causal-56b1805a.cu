@@ -735,13 +735,13 @@ __device__ __forceinline__ void add_up_works(unsigned shared, const Barriers& ba
   }
 }
 
-// A part of dQ, from its sums, by a warp, of which four lanes have two rows: of so many rows of all query heads of all
-// batches. Rows with nothing to attend to are 0, whatever K holds, and so is a tile that nobody added to.
+// kFinishedRows rows of dQ, from their sums, by a warp: the part of that number, of all query heads of all batches. Four
+// lanes have two of the rows. Rows with nothing to attend to are 0, whatever K holds, and so is a tile that nobody added to.
 __device__ __forceinline__ void finish_rows(unsigned part, const BackwardKeysArguments& arguments) {
-  const unsigned parts = arguments.rows / kFinishedRows, number = part / parts;   // of a head; the head of all batches
+  const unsigned parts_of_head = arguments.rows / kFinishedRows, head_of_all = part / parts_of_head;
   const long long first_row = static_cast<long long>(part) * kFinishedRows;
-  const int batch = number / arguments.heads_q, head = number % arguments.heads_q;
-  const int lane = threadIdx.x % 32, query = part % parts * kFinishedRows + lane / 4;
+  const int batch = head_of_all / arguments.heads_q, head = head_of_all % arguments.heads_q;
+  const int lane = threadIdx.x % 32, query = part % parts_of_head * kFinishedRows + lane / 4;
   const bool added = __ldcg(arguments.dq_turns + first_row / kTileQ) > 0;
   const float* const statistics = arguments.statistics + (first_row + lane / 4) * 2;
   const bool low = (statistics[0] != kNoLse) & added, high = (statistics[16] != kNoLse) & added;

@@ -491,10 +491,10 @@ __device__ __forceinline__ void differentiate_scores(float (&probabilities)[kRow
 }
 
 // Scores become P, and dP becomes dS. full: every score counts for which there are a query and a key.
-__device__ __forceinline__ void find_score_gradients(float (&probabilities)[kRowTiles][kQueryTiles][4],
-                                                     float (&d_scores)[kRowTiles][kQueryTiles][4],
-                                                     const unsigned char* statistics, bool full, const Work& work,
-                                                     const Position& position, int first_query, Gathered& gathered, const BackwardKeysArguments& arguments) {
+__device__ __forceinline__ void find_score_gradients(
+    float (&probabilities)[kRowTiles][kQueryTiles][4], float (&d_scores)[kRowTiles][kQueryTiles][4],
+    const unsigned char* statistics, bool full, const Work& work, const Position& position, int first_query,
+    Gathered& gathered, const BackwardKeysArguments& arguments) {
   if (work.first_key + kTileK > arguments.len_k || first_query + kTileQ > arguments.len_q || has_large_lse(statistics)) {
     differentiate_scores<Tests::kAll>(probabilities, d_scores, statistics, position, first_query, gathered, arguments);
   } else if (!full) {

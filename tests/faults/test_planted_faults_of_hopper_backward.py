@@ -167,7 +167,7 @@ UNGUARDED = [
         "place of V not waited for",
         r"mbarrier_wait\(barriers\.values_empty\(\), [^;]*;(\s+load_rows)",
         r"\1",
-        f"{OVERWRITES}|may still write",
+        "may still write",
     ),
     Fault(
         "V released before dV is stored",
@@ -432,7 +432,7 @@ WRONG = [
     ),
     Fault("dS in the wrong chunk", r"chunk \^ lane % 8", "chunk ^ lane % 4", ""),
     Fault("heads not waited for", r"await_added\(arguments[^;]*;", ";", ""),
-    Fault("half of dQ's rows finished", r"part % parts \* kFinishedRows", "part % parts / 2 * kFinishedRows", ""),
+    Fault("half of dQ's rows finished", r"part % parts_of_head \*", "part % parts_of_head / 2 *", ""),
     Fault("dQ not transposed", r"quad_transpose\(rows\[i\]\);", "", ""),
     Fault("dK of the first keys for all", r"work\.first_key \+ row;", "row;", "", "apart"),
     Fault(

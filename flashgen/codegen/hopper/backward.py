@@ -118,6 +118,7 @@ def _keys(
     context = {
         "plan": plan,
         "by_wgmma": True,
+        "mask_alone": _mask_alone(spec, deterministic),
         "deterministic": deterministic,
         "dq_apart": dq_apart,
         "in_turns": in_turns,
@@ -175,6 +176,11 @@ def _keys(
     )
 
 
+def _mask_alone(spec: AttentionSpec, deterministic: bool) -> bool:
+    """Whether tiles that the mask cuts have tests of their own; the deterministic mode would spill registers."""
+    return is_masked(spec) and not deterministic
+
+
 def _gathered(gathers: Iterable[GatherText], exact: bool) -> list[Field]:
     """Where gradients of captures are summed; `exact` sums are the same bits whatever their order."""
     members = dict.fromkeys(gather.member for gather in gathers)
@@ -211,6 +217,7 @@ def _wide_keys(
     context = {
         "plan": plan,
         "by_wgmma": True,
+        "mask_alone": _mask_alone(spec, bool(gathers) and deterministic),
         "deterministic": bool(gathers) and deterministic,
         "dq_apart": True,
         "in_turns": False,
@@ -264,6 +271,7 @@ def _queries(
     context = {
         "plan": plan,
         "by_wgmma": True,
+        "mask_alone": _mask_alone(spec, deterministic),
         "deterministic": deterministic,
         "dq_apart": True,
         "shared_bytes": shared,
