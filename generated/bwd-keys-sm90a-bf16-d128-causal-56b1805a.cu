@@ -225,6 +225,12 @@ __device__ __forceinline__ void named_barrier_sync(unsigned id, unsigned threads
   asm volatile("barrier.sync.aligned %0, %1;" :: "r"(id), "r"(threads) : "memory");
 }
 
+// The same value, of which the compiler knows nothing: what follows from it is found anew, instead of held in registers.
+__device__ __forceinline__ unsigned opaque(unsigned value) {
+  asm volatile("" : "+r"(value));
+  return value;
+}
+
 // Keeps the compiler from moving uses of these registers, which wgmmas work on unseen, across this point.
 template <int kCount>
 __device__ __forceinline__ void order_registers(float (&registers)[kCount]) {
@@ -966,7 +972,8 @@ __device__ __forceinline__ void walk_queries(float (&d_keys)[kHeadDimPadded / 2]
   start_scores(scores, warpgroup, shared, barriers, use, false);
   start_probability_gradients(d_scores, warpgroup, shared, barriers, use, false);
   await_product<1>(scores);
-  for (bool ended = false; !ended; ++use) {
+  // Where shared memory begins is found anew with each step, else registers hold all along where K and V lie.
+  for (bool ended = false; !ended; ++use, shared = opaque(shared)) {
     const Position position = {work.batch, walk.head(work, arguments), lane % 4 * 2, key};
     find_score_gradients(scores, d_scores, walk, use, work, position, arguments);
     unsigned probability_fragments[kTileQ / 16][4], d_score_fragments[kTileQ / 16][4];

@@ -281,6 +281,13 @@ __device__ __forceinline__ void wgmma_shared_f16<128, false>(
                : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)));
 }
 
+// a * b in 64 bits, by one instruction: of widened operands the compiler may make four.
+__device__ __forceinline__ long long wide_product(int a, int b) {
+  long long product;
+  asm("mul.wide.s32 %0, %1, %2;" : "=l"(product) : "r"(a), "r"(b));
+  return product;
+}
+
 #endif
 
 // What wgmma is told of a tile in shared memory (PTX ISA, "matrix descriptor"): where it begins, how far apart are its
@@ -497,7 +504,7 @@ struct Position {
 __device__ __forceinline__ int load_ids(const ForwardArguments& arguments, int i0) {
   i0 = min(static_cast<unsigned>(i0), arguments.ids_size[0] - 1u);
   const char* element = reinterpret_cast<const char*>(arguments.ids);
-  element += static_cast<long long>(i0) * static_cast<int>(arguments.ids_stride[0]);
+  element += wide_product(i0, static_cast<int>(arguments.ids_stride[0]));
   return static_cast<int>(__ldg(reinterpret_cast<const int*>(element)));
 }
 

@@ -1,6 +1,6 @@
 """What can be proven of a mask, and the derivatives of scores.
 
-closed_forms/        which keys a tile of queries may attend to, as formulas of the tile's ends, and the reverse
+closed_forms/        by a tile's ends: which keys its queries may attend to, the reverse, and what its scores share
 intervals/           what is certain of any expression over boxes of indices
 tile_classes         the class of every tile: tile_map
 tile_elements        which scores of one tile a mask keeps: tile_elements

@@ -386,7 +386,7 @@ def backward_kernel(
 
     def source_of(layout: ArgumentLayout) -> str:
         told = common_context(spec, target, variant, struct, layout, context.get("gradient")) | {"no_lse": _NO_LSE}
-        told["mask_alone"] = is_masked(spec)
+        told |= {"mask_alone": is_masked(spec), "alike": None}
         told |= context | {"entry": entry, "header": header}
         return assemble(template or f"backward/{part}.cu.jinja", told, target, primitives)
 

@@ -113,7 +113,7 @@ def is_power_of_2(number: int) -> bool:
     return number & (number - 1) == 0
 
 
-def divides_tiles(spec: AttentionSpec, tile_k: int) -> bool:
-    """Whether the mask divides k by multiples of a tile's width, a power of 2: a tile has one quotient."""
-    divisors = [node.args[1] for node in spec.mask.expression.atoms(FloorDiv, FloorMod) if node.args[0] == KEY]
-    return is_power_of_2(tile_k) and any(isinstance(by, sympy.Integer) and by % tile_k == 0 for by in divisors)
+def divides_tiles(spec: AttentionSpec, tile: int, index: Operation = KEY) -> bool:
+    """Whether the mask divides k, or q, by multiples of a tile's width, a power of 2: a tile has one quotient."""
+    divisors = [node.args[1] for node in spec.mask.expression.atoms(FloorDiv, FloorMod) if node.args[0] == index]
+    return is_power_of_2(tile) and any(isinstance(by, sympy.Integer) and by % tile == 0 for by in divisors)

@@ -38,7 +38,7 @@ from emitted_text import (
 
 SM_80 = TARGETS["sm_80"]
 # Of `keys`, which has all that `queries` has, dK, dV, and the gradients of captures.
-LONGEST_KEYS, LONGEST_KEYS_FILE = 100, 455
+LONGEST_KEYS, LONGEST_KEYS_FILE = 100, 463
 MODES, VARIANTS = (False, True), variants()
 modes = pytest.mark.parametrize("deterministic", MODES, ids=["default", "deterministic"])
 
@@ -158,6 +158,27 @@ def test_a_softcap_takes_one_tanh_for_both_the_score_and_its_slope(deterministic
         assert "tanh" not in others and "cosh" not in found[part]
 
 
+@pytest.mark.parametrize("target", ["sm_80", "sm_90a"])
+def test_tiles_that_read_one_element_have_scores_of_their_own(target: str) -> None:
+    clipped, endless = fg.relative_bias("table", 24), fg.alibi("slopes")
+    for score, alike in ((clipped, True), (endless, False)):
+        text = keys_of(fg.AttentionSpec(64, score=score), target)
+        assert ("differentiate_scores<Tests::kAlike>" in text or "exponentiate<Tests::kAlike>" in text) == alike
+
+
+@pytest.mark.parametrize("target", ["sm_80", "sm_90a"])
+@pytest.mark.parametrize(("width", "divides"), [(128, True), (256, True), (100, False)])
+def test_quotients_of_a_tile_are_found_once(width: int, divides: bool, target: str) -> None:
+    """By |, of which the compiler sees that it leaves upper bits alone."""
+    rows = fg.trace_mask(lambda b, h, q, k: abs(q // width - k // width) <= 1)
+    assert ("first_query | (position.query + " in keys_of(fg.AttentionSpec(64, mask=rows), target)) == divides
+    assert "first_query | (" not in keys_of(fg.AttentionSpec(64, mask=fg.causal()), target)
+
+
+def keys_of(spec: fg.AttentionSpec, target: str) -> str:
+    return backward_kernels(spec, TARGETS[target])["keys"].source
+
+
 def test_only_the_default_adds_to_what_others_add_to() -> None:
     score = learned(fg.alibi("slopes"))
     spec = fg.AttentionSpec(64, mask=fg.causal(), score=score)
@@ -193,7 +214,7 @@ def test_gradients_of_captures_are_where_the_sums_are() -> None:
     assert "add_gathered(gathered, position, arguments);" in of_heads and "warp_sum" in of_heads
     assert "add_gathered(" not in of_scores and "add_to_gradient(arguments.d_bias" in of_scores
     of_distances = parts(fg.AttentionSpec(64, score=learned(fg.relative_bias("table", 8))))["keys"]
-    assert "add_to_run(gathered.run0, arguments.d_table" in of_distances and "end_runs(gathered.run0" in of_distances
+    assert "begin_run(gathered.run0, arguments.d_table" in of_distances and "end_runs(gathered.run0" in of_distances
     assert "Run" not in of_heads and "Run" not in of_scores
     plain = parts(fg.AttentionSpec(64, score=fg.alibi("slopes")))["keys"]
     assert "Gathered" not in plain and "add_to_gradient" not in plain

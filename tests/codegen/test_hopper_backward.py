@@ -94,17 +94,6 @@ def test_every_variant_compiles_without_spills_or_serialized_products(
 
 
 @needs_nvrtc
-@pytest.mark.parametrize(("variant", "dim", "dtype"), [case for case in CASES if case[1] <= 128])
-@pytest.mark.rotated(8)
-def test_blocks_that_take_turns_compile_without_spills_or_serialized_products(
-    variant: Variant, dim: int, dtype: str
-) -> None:
-    spec = spec_of(variant, dim, dtype)
-    for kernel in taking_turns(spec):
-        compiled(kernel, MOST_SPILLED_OF_LOADS if demand_of(spec).weight in (Weight.LOADING, Weight.HEAVY) else 0)
-
-
-@needs_nvrtc
 @modes
 @pytest.mark.parametrize("dim", range(8, 257, 8))
 @pytest.mark.rotated(8)

@@ -68,6 +68,7 @@ USES = {
     "count_added(arguments.counter, 2);": r"(?s)FENCE\.VIEW\.ASYNC.*REDG\.E\.ADD\.STRONG\.GPU",
     "await_added(arguments.counter, 3);": r"(?s)LD.*STRONG\.GPU.*NANOSLEEP",
     "end_turn(arguments.counter, 3);": r"(?s)FENCE\.VIEW\.ASYNC.*ST\S*\.STRONG\.GPU",
+    "*arguments.out = wide_product(arguments.bytes, threadIdx.x);": r"(?s)mul\.wide\.s32.*IMAD\.WIDE R",
     shared("f16", 16): "HGMMA.64x16x16.F32",
     shared("bf16", 128): "HGMMA.64x128x16.F32.BF16",
     registers("f16", 64): "HGMMA.64x64x16.F32",

@@ -187,6 +187,11 @@ def _subjects() -> dict[str, BackwardSubject]:
         "distances": BackwardSubject(
             fg.AttentionSpec(16, score=fg.relative_bias(table, 2)), shape=Shape(40, 70, 1, 2, 1)
         ),
+        "far distances": BackwardSubject(
+            fg.AttentionSpec(16, score=fg.relative_bias(table, 2)),
+            BackwardPlan(32, 32, 2, 1, 1),
+            shape=Shape(70, 100, 1, 2, 1),
+        ),
         "exact bias": BackwardSubject(
             fg.AttentionSpec(16, score=bias), queries_plan=exact, shape=Shape(40, 70, 1, 2, 1)
         ),

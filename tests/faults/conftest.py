@@ -135,6 +135,10 @@ def subjects() -> dict[str, Subject]:
         "dropout": Subject(fg.AttentionSpec(16, dropout=0.3), Shape(40, 70, 2, 2, 2)),
         "window": Subject(fg.AttentionSpec(16, mask=fg.sliding_window(40)), ragged),
         "score": Subject(fg.AttentionSpec(16, score=fg.alibi("slopes")), ragged),
+        "distances": Subject(fg.AttentionSpec(16, score=fg.relative_bias("table", 24)), Shape(70, 100, 1, 2, 2)),
+        "hopper, distances": Subject(
+            fg.AttentionSpec(16, score=fg.relative_bias("table", 24)), Shape(150, 200, 1, 2, 2), target="sm_90a"
+        ),
         "hopper": Subject(
             fg.AttentionSpec(32, scale=4.0, mask=fg.causal()), Shape(150, 200, 1, 2, 2), stages=2, target="sm_90a"
         ),

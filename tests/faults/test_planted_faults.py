@@ -101,6 +101,8 @@ WRONG = [
     Fault("ragged keys not masked", "grouped heads", r"n % 2 >= left\)", "n % 2 > left)"),
     Fault("another head's keys", "grouped heads", r"kv_head_of\(work\.head, arguments\);", "work.head % 2;"),
     Fault("a tile of queries done twice", "one stage", r"gridDim\.x - 1 - blockIdx\.x;", "0;"),
+    Fault("scores taken for alike", "distances", r"k_first - q_last", "k_first - q_first"),
+    Fault("scores taken for alike on Hopper", "hopper, distances", r"k_first - q_last", "k_first - q_first"),
     Fault("a score's head", "score", r"load_slopes\(arguments, h\)", "load_slopes(arguments, 0)"),
     Fault("old output not rescaled", "steep scores", r"output\[i\]\[j\]\[2 \* r \+ 1\] \*= shrink;", ""),
     Fault("old sum not rescaled", "steep scores", r"sum \*= shrink;", ""),

@@ -156,10 +156,14 @@ def test_a_race_is_caught_by_thread_sanitizer(fault: Fault) -> None:
 WRONG = [
     # runs of scores that read one element of a captured array
     Fault("runs not ended", "distances", r"end_runs\(gathered\.run\d, [^;]*;", ""),
-    Fault("a run's element forgotten", "distances", r"place != run\.place", "run.place < 0"),
+    Fault("a run's element forgotten", "distances", r"place == run\.place", "run.place >= 0"),
     Fault(
         "a warp's runs taken for one", "elements of lanes", r"__all_sync\(0xffffffffu, run\.place == first\)", "true"
     ),
+    # tiles whose scores all read one element
+    Fault("tiles taken for alike", "far distances", r"k_first - q_last", "k_first - q_first"),
+    Fault("the first element for all", "far distances", r"kTests == Tests::kAlike \? 0 : steps", "0"),
+    Fault("a run's sum begun anew", "far distances", r"run0\.sum \+= d_score;", "run0.sum = d_score;"),
     # what the kernels of rows and of sums do
     Fault("LSE to another base", "rows", r" \* kLog2E;", ";"),
     Fault("gradient of the LSE forgotten", "of the LSE", r"if \(arguments\.d_lse\) d -= [^;]*;", ""),

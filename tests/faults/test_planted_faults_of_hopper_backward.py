@@ -76,6 +76,7 @@ SUBJECTS = {
         options={"backward_plan": HopperBackwardPlan(64)},
         shape=Shape(2100, 90, 1, 1, 1),
     ),
+    "distances": Subject(fg.AttentionSpec(64, score=learned(fg.relative_bias("table", 24)))),
     "apart": Subject(
         fg.AttentionSpec(64, mask=fg.causal()),
         options={"backward_plan": HopperBackwardPlan(128, early_scores=False, heads_apart=True)},
@@ -448,6 +449,8 @@ WRONG = [
     Fault("dV of earlier parts lost", r"pick_up<kValueDimPadded>\([^;]*;", "", "", "parts"),
     Fault("all steps in each part", r"left = \(part \+ 1\) [^;]*;", "", "", "parts"),
     Fault("who is first adds", r"if \(first\) bulk_store\(", "if (first) bulk_reduce_add(", "", "turns"),
+    Fault("tiles taken for alike", r"k_first - q_last", "k_first - q_first", "", "distances"),
+    Fault("the first element for all", r"kTests == Tests::kAlike \? 0 : steps", "0", "", "distances"),
     Fault("D forgotten", r" - \(e % 2 \? rows\.w : rows\.y\)", "", "", "wide"),
     Fault("dQ not scaled", r"\(d_queries, kScale,", "(d_queries, 1.0f,", "", "queries"),
     Fault("no tile has a mask", r"!tiles\.full\(step\)", "false", "", "queries"),

@@ -18,35 +18,36 @@ from flashgen.language import operations as ops
 _ENDS = (Q_FIRST, Q_LAST, K_FIRST, K_LAST)
 
 
-class _Course(NamedTuple):
+class Course(NamedTuple):
     """What is proven of a value from each tile to the next; of a condition, what it is as the number 0 or 1."""
 
     never_falls: bool
     never_rises: bool
 
     @property
-    def reversed(self) -> _Course:
-        return _Course(self.never_rises, self.never_falls)
+    def reversed(self) -> Course:
+        return Course(self.never_rises, self.never_falls)
 
-    def with_(self, other: _Course) -> _Course:
+    def with_(self, other: Course) -> Course:
         """Of a sum, a minimum, a maximum of both, or of both conditions."""
-        return _Course(self.never_falls and other.never_falls, self.never_rises and other.never_rises)
+        return Course(self.never_falls and other.never_falls, self.never_rises and other.never_rises)
 
 
-_CONSTANT, _RISING, _UNKNOWN = _Course(True, True), _Course(True, False), _Course(False, False)
+_CONSTANT, _RISING, _UNKNOWN = Course(True, True), Course(True, False), Course(False, False)
 
 
 def visitors_are_one_run(visited: TileRange) -> bool:
     """Whether the tiles that visit any one tile are proven to stand side by side."""
-    return all(any(_course(bound)) for bound in (visited.begin, visited.end))
+    return all(any(course(bound)) for bound in (visited.begin, visited.end))
 
 
-def _course(node: Node) -> _Course:
+def course(node: Node) -> Course:
+    """What is proven of a value or a condition of a tile's ends, from each tile to the next."""
     if not contains(node, *_ENDS):
         return _CONSTANT
     if node in _ENDS:
         return _RISING
-    courses = [_course(operand) for operand in node.args]
+    courses = [course(operand) for operand in node.args]
     match node:
         case ops.Add() | ops.Minimum() | ops.Maximum() | ops.And() | ops.Or():
             return courses[0].with_(courses[1])
@@ -63,7 +64,7 @@ def _course(node: Node) -> _Course:
     return _UNKNOWN
 
 
-def _scaled(node: ops.Operation, courses: list[_Course]) -> _Course:
+def _scaled(node: ops.Operation, courses: list[Course]) -> Course:
     """x * y and x // y rise as x does where y stays the same and is positive."""
     (x, y), (of_x, of_y) = node.args, courses
     if isinstance(node, ops.Mul) and of_x == _CONSTANT:
@@ -71,7 +72,7 @@ def _scaled(node: ops.Operation, courses: list[_Course]) -> _Course:
     return of_x if of_y == _CONSTANT and at_most(sympy.Integer(1), y) else _UNKNOWN
 
 
-def _chosen(node: ops.Where, condition: _Course, then: _Course, otherwise: _Course) -> _Course:
+def _chosen(node: ops.Where, condition: Course, then: Course, otherwise: Course) -> Course:
     """Where a condition changes once, the values are those of one branch, and then of the other."""
     both = then.with_(otherwise)
     if condition == _CONSTANT:
@@ -79,4 +80,4 @@ def _chosen(node: ops.Where, condition: _Course, then: _Course, otherwise: _Cour
     first, second = node.args[1:] if condition.never_rises else node.args[:0:-1]
     if not any(condition):
         return _UNKNOWN
-    return both.with_(_Course(at_most(first, second), at_most(second, first)))
+    return both.with_(Course(at_most(first, second), at_most(second, first)))

@@ -32,6 +32,8 @@ from flashgen.codegen.backward_kernels import (
     sink_sums,
     strides,
 )
+from flashgen.codegen.demand import divides_tiles
+from flashgen.codegen.expressions.alike_text import alike_text
 from flashgen.codegen.expressions.derivative_text import GatherText, score_gradient
 from flashgen.codegen.hopper import backward_works
 from flashgen.codegen.hopper.backward_plans import (
@@ -50,6 +52,7 @@ from flashgen.codegen.targets import Target
 from flashgen.codegen.tiling import padded
 from flashgen.codegen.variant import layout_of
 from flashgen.errors import UnsupportedError
+from flashgen.language.operations import QUERY
 from flashgen.language.spec import AttentionSpec
 
 HopperPlans = HopperBackwardPlan | HopperWidePlan
@@ -123,10 +126,13 @@ def _keys(
         "dq_apart": dq_apart,
         "in_turns": in_turns,
         "keys_early": backward_works.loads_early(plan, dq_apart),
+        "places_anew": plan.early_scores and not (plan.heads_apart or in_turns or spec.dropout),
         "finishes": finishes,
         "divides": backward_works.divides(spec, plan, dq_apart),
         "rotates": backward_works.rotates(spec, plan, dq_apart),
         "shared_bytes": shared,
+        "divides_columns": divides_tiles(spec, plan.tile_q, QUERY),
+        "alike": alike_text(spec),
         "gradient": gradient,
         "gathers": gathers,
         "exact_sums": deterministic,
@@ -223,6 +229,8 @@ def _wide_keys(
         "in_turns": False,
         "divides": False,
         "shared_bytes": shared,
+        "divides_columns": divides_tiles(spec, plan.tile_q, QUERY),
+        "alike": alike_text(spec),
         "gradient": gradient,
         "gathers": gathers,
         "exact_sums": deterministic,
@@ -275,6 +283,7 @@ def _queries(
         "deterministic": deterministic,
         "dq_apart": True,
         "shared_bytes": shared,
+        "divides_columns": divides_tiles(spec, plan.tile_k),
         "gradient": score_gradient(spec, with_gathers=False),
         "gathers": (),
         "in_two": not spec.dropout and not has_slope(spec),

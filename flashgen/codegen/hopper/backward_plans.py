@@ -7,8 +7,10 @@ from typing import ClassVar
 
 import sympy
 
+from flashgen.analysis.closed_forms.alike_tiles import alike_where
 from flashgen.analysis.closed_forms.monotone import visitors_are_one_run
 from flashgen.analysis.closed_forms.tile_ranges import query_range
+from flashgen.analysis.derivatives import gathers
 from flashgen.codegen.demand import Weight, demand_of
 from flashgen.codegen.expressions.derivative_text import score_gradient
 from flashgen.codegen.hopper.plans import WARPGROUP
@@ -175,6 +177,12 @@ class HopperBackwardPlan(Checked):
         return None
 
 
+def _reads_many(spec: AttentionSpec) -> bool:
+    """Whether elements that the score reads differ in most tiles; or gradients of them are summed."""
+    clipped = spec.score is not None and alike_where(spec.score.expression) is not None
+    return bool(gathers(spec)) or not clipped
+
+
 _NARROW_DIM = 64
 # The fastest of those measured on an H200, of 16384 tokens, bfloat16; none of them spills.
 _NARROW = HopperBackwardPlan(128, early_scores=False)
@@ -192,7 +200,8 @@ def choose_hopper_backward_plan(
     demand, plain = demand_of(spec), _FULL if spec.mask.expression == sympy.true else _MASKED
     narrow = max(spec.head_dim, spec.value_dim) <= _NARROW_DIM and takes_two_steps(spec)
     narrow &= demand.weight < Weight.HEAVY and not (spec.is_ragged and spec.score)
-    loads = demand.weight == Weight.HEAVY or (demand.weight == Weight.LOADING and not demand.mask_axes)
+    loads = demand.weight == Weight.HEAVY
+    loads |= demand.weight == Weight.LOADING and not demand.mask_axes and (deterministic or _reads_many(spec))
     preferred: tuple[HopperBackwardPlan, ...] = (_HEAVY,) if loads else (plain, _FULL)
     preferred = (_NARROW, *preferred) if narrow and not loads else preferred
     if spec.sharded and spec.dropout:  # places in the whole, drawn bits and scores: they want every register

@@ -19,7 +19,8 @@ from flashgen.codegen.assembly import (
     suffix_of,
 )
 from flashgen.codegen.costs import forward_cost, prompts_cost
-from flashgen.codegen.expressions.function_text import DEVICE_NAMES, Names
+from flashgen.codegen.expressions.alike_text import alike_text
+from flashgen.codegen.expressions.function_text import DEVICE_NAMES, FunctionText, Names
 from flashgen.codegen.forward_kernel import forward_context, forward_kernel, page_fields
 from flashgen.codegen.header import header
 from flashgen.codegen.hopper.measured_plans import choose_hopper_plan
@@ -97,6 +98,7 @@ def render_hopper(spec: AttentionSpec, target: Target, plan: HopperPlan | None =
         "consumer_registers": consumer_registers,
         "output_apart": plan.output_apart(spec),
         "packed": packed,
+        "alike": _alike(spec, plan),
         "index_bytes": plan.index_bytes(spec),
         "map_rows": MAP_ROWS,
         "suffix": suffix_of(spec),
@@ -191,6 +193,12 @@ def _box_rows(rows: int, plan: HopperPlan) -> tuple[int, ...]:
     """So many rows of a tile as a box has them: queries, or heads and queries."""
     heads = min(plan.packed_heads, rows)
     return (rows,) if plan.packed_heads == 1 else (heads, rows // heads)
+
+
+def _alike(spec: AttentionSpec, plan: HopperPlan) -> FunctionText | None:
+    """When a lane's scores read the same elements of captured arrays, where that is one question for all of them."""
+    alike = alike_text(spec)
+    return None if alike and HEAD in alike.used and plan.packed_heads > _LANE_ROWS else alike
 
 
 def _names(plan: HopperPlan) -> Names:

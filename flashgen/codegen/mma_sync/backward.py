@@ -26,6 +26,8 @@ from flashgen.codegen.backward_kernels import (
     sink_sums,
     strides,
 )
+from flashgen.codegen.demand import divides_tiles
+from flashgen.codegen.expressions.alike_text import alike_text
 from flashgen.codegen.expressions.derivative_text import score_gradient
 from flashgen.codegen.mma_sync.backward_plans import (
     BackwardPlan,
@@ -37,6 +39,7 @@ from flashgen.codegen.ragged import ragged_fields, tiles_of_keys, tiles_of_queri
 from flashgen.codegen.rendered_kernel import RenderedKernel
 from flashgen.codegen.targets import Target
 from flashgen.codegen.variant import layout_of
+from flashgen.language.operations import QUERY
 from flashgen.language.spec import AttentionSpec
 
 _KEYS, _QUERIES = (f"mma_sync/backward/{part}.cu.jinja" for part in ("keys", "queries"))
@@ -84,6 +87,8 @@ def _keys(spec: AttentionSpec, target: Target, plan: BackwardPlan, rows: Rows, d
         "dq_apart": deterministic,
         "vector_reductions": target.vector_reductions,
         "shared_bytes": shared,
+        "divides_columns": divides_tiles(spec, plan.tile_q, QUERY),
+        "alike": alike_text(spec),
         "gradient": gradient,
         "gathers": gathers,
         "exact_sums": deterministic,
@@ -116,6 +121,7 @@ def _queries(spec: AttentionSpec, target: Target, plan: QueriesPlan, rows: Rows,
         "shared_bytes": shared,
         "deterministic": True,
         "dq_apart": True,
+        "divides_columns": divides_tiles(spec, plan.tile_k),
         "gradient": score_gradient(spec, with_gathers=False),
         "gathers": (),
         "key_tiles": visited_tiles(tiles, "BackwardQueriesArguments", is_masked(spec), ragged=spec.is_ragged),

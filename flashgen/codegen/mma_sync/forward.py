@@ -7,6 +7,7 @@ from functools import partial
 from flashgen.codegen.arguments import ArgumentLayout, Field
 from flashgen.codegen.assembly import assemble, check_spec
 from flashgen.codegen.demand import demand_of
+from flashgen.codegen.expressions.alike_text import alike_text
 from flashgen.codegen.forward_kernel import forward_context, forward_kernel, page_fields
 from flashgen.codegen.header import header
 from flashgen.codegen.mma_sync.forward_plans import ForwardPlan, choose_forward_plan
@@ -38,7 +39,7 @@ def render_mma_sync(spec: AttentionSpec, target: Target, plan: ForwardPlan | Non
     plan.check(spec, target)
     layout = forward_layout(spec, demand_of(spec).listed)
     context = forward_context(spec, target, plan, layout, "scores[i][j][e]")
-    context |= {"header": header(spec, target, plan), "page_size": spec.page_size}
+    context |= {"header": header(spec, target, plan), "page_size": spec.page_size, "alike": alike_text(spec)}
     if spec.is_ragged:
         context["sequences"] = sequences_text(context["struct"], layout, "kTileQ")
     source = assemble("mma_sync/forward.cu.jinja", context, target)

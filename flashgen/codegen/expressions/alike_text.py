@@ -1,0 +1,17 @@
+"""When all scores of a tile read the same elements of captured arrays, as the text of a device function."""
+
+from __future__ import annotations
+
+from flashgen.analysis.closed_forms.alike_tiles import alike_where
+from flashgen.codegen.expressions.function_text import FunctionText, indices_in
+from flashgen.codegen.expressions.printer import statements
+from flashgen.language.spec import AttentionSpec
+
+
+def alike_text(spec: AttentionSpec) -> FunctionText | None:
+    """Of a tile's ends, which the function is told, too; None where nothing can be said."""
+    condition = alike_where(spec.score.expression) if spec.score else None
+    if condition is None:
+        return None
+    declarations, (text,) = statements(condition)
+    return FunctionText("reads_alike", tuple(declarations), text, indices_in(condition))
