@@ -23,7 +23,7 @@ from flashgen.verify import variants
 from flashgen.verify.variants import Variant, spec_of
 
 sys.path.insert(0, str(Path(__file__).parent))
-from emitted_text import all_called, functions, tidy, without_comments
+from emitted_text import all_called, functions, of_one_element, tidy, without_comments
 
 SM_90A = target_named("sm_90a")
 DIMS = (128, 64, 256, 40, 96, 192, 8, 160, 72, 80, 224)
@@ -88,7 +88,9 @@ def _is_text(kernel: RenderedKernel, most_code: int) -> None:
     tidy(kernel.source)
     all_called(kernel)
     source = without_comments(kernel.source)
-    assert sum(bool(line.strip()) for line in source.split("#endif\n", 1)[1].splitlines()) <= most_code
+    assert sum(
+        bool(line.strip()) for line in source.split("#endif\n", 1)[1].splitlines()
+    ) <= most_code + of_one_element(source)
     words = re.findall(r"[A-Za-z_]\w*", source)
     for name, text in functions(kernel.source).items():
         assert text.count("\n") < LONGEST_FUNCTION, f"{name} has {text.count(chr(10)) + 1} lines"
