@@ -8,9 +8,11 @@ from functools import lru_cache
 
 import sympy
 
+from flashgen.analysis.closed_forms.alike_tiles import alike_where
+from flashgen.analysis.closed_forms.distances import is_of_distance
 from flashgen.codegen.expressions.operation_text import is_of_longs, is_shift_or_mask
 from flashgen.codegen.visited import visited_keys
-from flashgen.language.operations import HEAD, KEY, QUERY, Capture, FloorDiv, FloorMod, Load, Operation, Sub, Tanh
+from flashgen.language.operations import HEAD, KEY, QUERY, Capture, FloorDiv, FloorMod, Load, Operation, Tanh
 from flashgen.language.spec import AttentionSpec
 
 
@@ -99,13 +101,16 @@ def _weight(spec: AttentionSpec) -> Weight:
 
 def _loads_per_score(expression: sympy.Basic) -> bool:
     """Whether an array is read at indices that differ between the scores of a tile, and not just by its diagonals."""
-    distance = sympy.Symbol("distance", integer=True)
-    straight = {Sub(KEY, QUERY): distance, Sub(QUERY, KEY): distance}
-    return any(load.xreplace(straight).has(QUERY, KEY) for load in expression.atoms(Load))
+    return not all(map(is_of_distance, expression.atoms(Load)))
 
 
 def _operations(expression: sympy.Basic) -> int:
     return sum(isinstance(node, Operation) for node in sympy.preorder_traversal(expression))
+
+
+def is_clipped(spec: AttentionSpec) -> bool:
+    """Whether it is proven when all scores of a tile read the same elements of arrays, as most do of a clipped bias."""
+    return spec.score is not None and alike_where(spec.score.expression) is not None
 
 
 def is_power_of_2(number: int) -> bool:

@@ -271,10 +271,11 @@ def test_memory_of_torch_at_length_65536() -> None:
 
 @pytest.mark.quick
 def test_sizes_compile_nothing(cupy: Any, monkeypatch: pytest.MonkeyPatch, gradients_right: Any) -> None:
-    """Of the backward; a forward of few queries has kernels of its own, which its first call compiles."""
+    """Of the backward. What its first call compiles: a forward of few queries has kernels of its own, and so have query
+    heads that share few heads of k and v."""
     compiled = attention.compile(CAUSAL)
     compiled.build_backward()
-    shapes = (Shape(1, 1, 1, 1, 1), Shape(33, 70, 3, 6, 2), Shape(500, 20, 1, 2, 1), Shape(0, 9, 1, 1, 1))
+    shapes = (Shape(1, 1, 1, 1, 1), Shape(33, 70, 3, 6, 6), Shape(500, 20, 1, 2, 2), Shape(0, 9, 1, 1, 1))
     given = [(random_inputs(CAUSAL, shape), random_gradients(CAUSAL, shape)[0]) for shape in shapes]
     pullbacks = [compiled.vjp(*rows_on_gpu(cupy, inputs))[1] for inputs, _ in given]
 

@@ -70,11 +70,13 @@ def test_the_common_ones_compile_everywhere(mask: fg.Mask, target: str) -> None:
 
 @pytest.mark.parametrize("target", ["sm_80", "sm_90"])
 def test_heavy_scores_that_drop_and_learn_leave_registers(target: str) -> None:
-    """They spilled 168 bytes of a thread: sums took what the scores and the loads of a learned table need."""
+    """They spilled 168 bytes of a thread: sums took what the scores and the loads of a learned table need. Sums along
+    diagonals, which are faster all the same, leave less than the additions of each score did, which spilled nothing.
+    """
     table = fg.Tensor("table", "float16", 2, grad=True)
     score = fg.softcap(20)(fg.relative_bias(table, 12))
     spec = AttentionSpec(128, "float16", mask=fg.document("ids"), score=score, dropout=0.17)
-    assert_fits(parts(spec, target, deterministic=False)["keys"], most_spilled=0)
+    assert_fits(parts(spec, target, deterministic=False)["keys"], most_spilled=24)
 
 
 # Three blocks of small heads share a multiprocessor's registers, 168 for a thread. In the deterministic mode one or two

@@ -112,7 +112,7 @@ def test_a_gather_that_is_added_has_a_place_alone() -> None:
     ):
         assert line in text.splitlines(), line
     (gather,) = gradient_of("relative bias").gathers
-    assert gather.shared == "some" and gather.addend("ds", "dx", "x") == "ds"
+    assert gather.shared == "distance" and gather.addend("ds", "dx", "x") == "ds"
 
 
 def test_a_gather_beside_the_score_has_the_gradient_by_the_score() -> None:

@@ -21,14 +21,14 @@ from flashgen.codegen.hopper.backward_plans import (
     takes_two_steps,
 )
 from flashgen.codegen.hopper.queries_plans import HopperQueriesPlan
-from flashgen.codegen.hopper.wide_plans import HopperWidePlan
+from flashgen.codegen.hopper.wide_plans import HopperWidePlan, handed_over
 from flashgen.codegen.mma_sync.backward_plans import BackwardPlan
 from flashgen.codegen.rendered_kernel import RenderedKernel
 from flashgen.codegen.stages import backward_kernels
 from flashgen.codegen.targets import target_named
 from flashgen.errors import BuildError, UnsupportedError
 from flashgen.language import AttentionSpec
-from flashgen.verify import spec_of, variants
+from flashgen.verify import learned, spec_of, variants
 from flashgen.verify.variants import Variant
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -38,7 +38,7 @@ SM_90A = target_named("sm_90a")
 OWN = (HopperBackwardPlan, HopperWidePlan, HopperQueriesPlan)
 DIMS = (128, 64, 256, 40, 96, 192, 8, 112, 72, 80, 144, 32, 16, 224)
 # Lines; of a file, lines of code behind its primitives: more where gradients of captures are summed, or bits drawn.
-LONGEST_FUNCTION, MOST_CODE, MOST_CODE_OF_SUMS = 75, 457, 482
+LONGEST_FUNCTION, MOST_CODE, MOST_CODE_OF_SUMS = 75, 457, 485
 MOST_SPILLED_OF_LOADS = (
     64  # bytes of a thread: elements for each score are loaded as early as registers allow, and beyond
 )
@@ -51,7 +51,7 @@ CASES = list(zip(variants(), cycle(DIMS), cycle(("float16", "bfloat16"))))
 WIDE_CASES = [
     case
     for case in zip(variants(), cycle((256, 136, 192, 232)), cycle(("bfloat16", "float16", "float16")))
-    if not takes_two_steps(spec_of(case[0], 256, case[2]))
+    if handed_over(spec_of(case[0], 256, case[2])) != "probabilities"
 ]
 
 
@@ -213,9 +213,23 @@ def test_a_plan_of_hopper_s_is_refused_elsewhere() -> None:
         backward_stages(AttentionSpec(64), target_named("sm_90"), HopperBackwardPlan(64))
 
 
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_a_short_slope_beside_the_most_sums_leaves_finishing_to_another_kernel(deterministic: bool) -> None:
+    def finishes_apart(head_dim: int, score: fg.Score | None) -> bool:
+        plan = choose_hopper_backward_plan(AttentionSpec(head_dim, score=score), SM_90A, deterministic)
+        assert plan is not None
+        return plan.finish_apart
+
+    assert finishes_apart(128, fg.softcap(20)) and finishes_apart(128, fg.softcap(20)(fg.alibi(8)))
+    assert not finishes_apart(96, fg.softcap(20)) and not finishes_apart(128, fg.softcap(20, precision="accurate"))
+    assert not finishes_apart(128, fg.alibi(8)) and not finishes_apart(128, None)
+
+
 def test_two_steps_are_for_those_whose_ds_follows_from_p() -> None:
     assert takes_two_steps(AttentionSpec(64, mask=fg.causal())) and takes_two_steps(
         AttentionSpec(64, score=fg.alibi(8))
     )
+    distances, slopes = learned(fg.relative_bias("table", 8)), learned(fg.alibi("slopes"))
+    assert takes_two_steps(AttentionSpec(64, score=distances)) and not takes_two_steps(AttentionSpec(64, score=slopes))
     for more in ({"dropout": 0.1}, {"score": fg.softcap(30.0)}):
         assert not takes_two_steps(AttentionSpec(64, **more))  # type: ignore[arg-type]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import cycle
 from pathlib import Path
@@ -134,6 +135,18 @@ def test_chosen_plans_fit_every_variant() -> None:
         for dim in range(8, 257, 8):
             spec = spec_of(variant, dim, "float16")
             choose_hopper_plan(spec, SM_90A).check(spec, SM_90A)
+
+
+@pytest.mark.parametrize("dim", [64, 128, 192, 256])
+def test_a_clipped_bias_has_the_tiles_of_scores_that_read_nothing(dim: int) -> None:
+    """At 256 columns these would spill registers."""
+
+    def plan(score: fg.Score | Callable[..., object]) -> HopperPlan:
+        return choose_hopper_plan(AttentionSpec(dim, score=score), SM_90A)
+
+    table = fg.Tensor("table", "float32", 1)
+    clipped, whole = plan(fg.relative_bias(table, 50)), plan(lambda s, b, h, q, k: s + table[k - q + 500])
+    assert (clipped == plan(fg.alibi(8))) is (dim < 256) and (clipped == whole) is (dim != 128)
 
 
 PLAN = HopperPlan(2, 128)

@@ -163,7 +163,7 @@ WRONG = [
     # tiles whose scores all read one element
     Fault("tiles taken for alike", "far distances", r"k_first - q_last", "k_first - q_first"),
     Fault("the first element for all", "far distances", r"kTests == Tests::kAlike \? 0 : steps", "0"),
-    Fault("a run's sum begun anew", "far distances", r"run0\.sum \+= d_score;", "run0.sum = d_score;"),
+    Fault("a run's sum begun anew", "far distances", r"run0\.sum \+= sum;", "run0.sum = sum;"),
     # what the kernels of rows and of sums do
     Fault("LSE to another base", "rows", r" \* kLog2E;", ";"),
     Fault("gradient of the LSE forgotten", "of the LSE", r"if \(arguments\.d_lse\) d -= [^;]*;", ""),

@@ -450,6 +450,8 @@ WRONG = [
     Fault("all steps in each part", r"left = \(part \+ 1\) [^;]*;", "", "", "parts"),
     Fault("who is first adds", r"if \(first\) bulk_store\(", "if (first) bulk_reduce_add(", "", "turns"),
     Fault("tiles taken for alike", r"k_first - q_last", "k_first - q_first", "", "distances"),
+    Fault("a diagonal ends with its tile", r"ends \? second_before : second", "second", "", "distances"),
+    Fault("a diagonal's rest forgotten", r"sum \+= one_on", "sum += 0.0f", "", "distances"),
     Fault("the first element for all", r"kTests == Tests::kAlike \? 0 : steps", "0", "", "distances"),
     Fault("D forgotten", r" - \(e % 2 \? rows\.w : rows\.y\)", "", "", "wide"),
     Fault("dQ not scaled", r"\(d_queries, kScale,", "(d_queries, 1.0f,", "", "queries"),

@@ -7,6 +7,7 @@ from typing import Literal
 
 import sympy
 
+from flashgen.analysis.closed_forms.distances import is_of_distance
 from flashgen.analysis.derivative_algebra import ONE, ZERO, Algebra, Node
 from flashgen.analysis.derivatives import derivative, gathers
 from flashgen.analysis.expression_text import to_text
@@ -26,9 +27,9 @@ from flashgen.codegen.expressions.scale_folding import folded_products
 from flashgen.language.operations import KEY, QUERY, SCORE, Load, Mul
 from flashgen.language.spec import AttentionSpec
 
-# For which scores of a block (one head of one batch) an element is the same one: all, all of a query, all of a key;
-# some, often neighbours; none.
-Shared = Literal["block", "query", "key", "some", "none"]
+# For which scores of a block (one head of one batch) an element is the same one: all, all of a query, all of a key, all
+# whose query and key are as far apart; some, often neighbours; none.
+Shared = Literal["block", "query", "key", "distance", "some", "none"]
 Base = Literal["ds", "dx"]
 
 
@@ -62,7 +63,8 @@ class GatherText:
         number: of the gather, which its functions are named by: `gather0_place` and `gather0_factor`.
         capture, member: the array's name, and that of its member in the argument struct.
         shown: the element as a person would write it.
-        shared: which scores of a block read the same element.
+        shared: which scores of a block read the same element. "distance" is said only where dS itself is what the
+            element's gradient sums.
         place: the function that gives the element's place, row-major, in an array of the capture's shape.
         base: the gradient by the modified score ("ds") or by the score before, scale · q·k ("dx").
         factor: the function that gives the factor; None if that is 1.
@@ -123,7 +125,7 @@ def score_gradient(spec: AttentionSpec, with_gathers: bool = True) -> ScoreGradi
     return ScoreGradient(
         FunctionText(spec.score.name, tuple(declarations), texts[0], indices_in(*computed), operand),
         texts[1] if slope is not ONE else None,
-        tuple(_gather(i, gather, *factors[gather], products) for i, gather in enumerate(factors)),
+        tuple(_gather(i, gather, *factors[gather], slope, products) for i, gather in enumerate(factors)),
     )
 
 
@@ -138,13 +140,14 @@ def _factor(change: Node, slope: Node) -> tuple[Base, Node]:
     return "ds", change
 
 
-def _gather(number: int, gather: Load, base: Base, factor: Node, products: dict[Node, str]) -> GatherText:
+def _gather(number: int, gather: Load, base: Base, factor: Node, slope: Node, products: dict[Node, str]) -> GatherText:
+    sums_ds = factor is ONE and (base == "dx" or slope is ONE)
     return GatherText(
         number,
         gather.capture.name,
         member_name(gather.capture),
         to_text(gather),
-        _shared(gather),
+        "distance" if sums_ds and _is_of_distance(gather) else _shared(gather),
         _part(tuple(map(index_of, gather.indices)), products),
         base,
         _part((_float(factor),), products) if factor is not ONE else None,
@@ -155,6 +158,11 @@ def _part(results: tuple[Node, ...], products: dict[Node, str]) -> PartText:
     declarations, texts = statements(*results, products=products)
     takes = ("product" if products else "score") if SCORE in symbols_in(*results) else ""
     return PartText(tuple(declarations), tuple(texts), indices_in(*results), takes)
+
+
+def _is_of_distance(gather: Load) -> bool:
+    read = symbols_in(*gather.indices)
+    return {QUERY, KEY} <= read and SCORE not in read and all(map(is_of_distance, gather.indices))
 
 
 def _shared(gather: Load) -> Shared:

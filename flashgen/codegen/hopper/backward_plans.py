@@ -7,11 +7,10 @@ from typing import ClassVar
 
 import sympy
 
-from flashgen.analysis.closed_forms.alike_tiles import alike_where
 from flashgen.analysis.closed_forms.monotone import visitors_are_one_run
 from flashgen.analysis.closed_forms.tile_ranges import query_range
 from flashgen.analysis.derivatives import gathers
-from flashgen.codegen.demand import Weight, demand_of
+from flashgen.codegen.demand import Weight, demand_of, is_clipped
 from flashgen.codegen.expressions.derivative_text import score_gradient
 from flashgen.codegen.hopper.plans import WARPGROUP
 from flashgen.codegen.plan import Checked, shared_memory_problem
@@ -28,6 +27,7 @@ _WORK_BARRIERS = 6  # for the places of K and of V, and two works
 _WORK_BYTES, _RAGGED_WORK_BYTES = 16, 48  # of what a block is told to work on
 _SUM_BYTES = 4  # of an element of dQ
 _ACCUMULATORS = 224  # registers of a thread that sums and products in flight may take
+_SHORT = 200  # of these, that leave a slope of the score too few
 _WARPS = 4  # of a warpgroup
 _COLUMNS = 32  # twice the narrowest panel
 _PANELS = (64, 32, 16)  # columns that TMA swizzles
@@ -40,9 +40,12 @@ def has_slope(spec: AttentionSpec) -> bool:
 
 
 def takes_two_steps(spec: AttentionSpec) -> bool:
-    """Whether P is computed alone, and then dS from it: dS needs nothing else of the score, and nothing is dropped."""
+    """Whether P is computed alone, and then dS from it: nothing that is found with dS needs more of the score, and
+    nothing is dropped."""
     gradient = score_gradient(spec)
-    return not spec.dropout and not (gradient and (gradient.slope or gradient.gathers))
+    if spec.dropout or gradient is None:
+        return not spec.dropout
+    return not gradient.slope and all(gather.shared == "distance" for gather in gradient.gathers)
 
 
 @dataclass(frozen=True)
@@ -179,8 +182,7 @@ class HopperBackwardPlan(Checked):
 
 def _reads_many(spec: AttentionSpec) -> bool:
     """Whether elements that the score reads differ in most tiles; or gradients of them are summed."""
-    clipped = spec.score is not None and alike_where(spec.score.expression) is not None
-    return bool(gathers(spec)) or not clipped
+    return bool(gathers(spec)) or not is_clipped(spec)
 
 
 _NARROW_DIM = 64
@@ -204,7 +206,10 @@ def choose_hopper_backward_plan(
     loads |= demand.weight == Weight.LOADING and not demand.mask_axes and (deterministic or _reads_many(spec))
     preferred: tuple[HopperBackwardPlan, ...] = (_HEAVY,) if loads else (plain, _FULL)
     preferred = (_NARROW, *preferred) if narrow and not loads else preferred
-    if spec.sharded and spec.dropout:  # places in the whole, drawn bits and scores: they want every register
+    # A slope of few instructions beside the most sums; or places in the whole, drawn bits and scores: they want every
+    # register.
+    short = has_slope(spec) and not demand.long_score and plain.registers(spec) > _SHORT
+    if short or (spec.sharded and spec.dropout):
         preferred = tuple(replace(plan, finish_apart=True) for plan in preferred)
     plans = [replace(plan, in_turns=True) for plan in preferred] if deterministic else []
     return next((plan for plan in (*plans, *preferred) if plan.problem(spec, target) is None), None)

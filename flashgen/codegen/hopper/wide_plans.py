@@ -30,10 +30,10 @@ def handed_over(spec: AttentionSpec) -> HandedOver:
     Where dS follows from P alone, P. With a slope of the score, or dropout: P times the slope, and whether a score was
     dropped. Where gradients of captures ask for more of a score: its product of q and k.
     """
-    if takes_two_steps(spec):
-        return "probabilities"
     gradient = score_gradient(spec)
-    return "products" if gradient and gradient.gathers else "factors"
+    if gradient and gradient.gathers:
+        return "products"
+    return "probabilities" if takes_two_steps(spec) else "factors"
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class HopperWidePlan(Checked):
         """Dynamic shared memory of a block: K, V; stages of Q, dO, statistics, what is handed over; the barriers."""
         head, value = padded(spec.head_dim), padded(spec.value_dim)
         tiles = ELEMENT_BYTES * (self.tile_k + self.stages * self.tile_q) * (head + value)
-        score = ELEMENT_BYTES if takes_two_steps(spec) else _SCORE_BYTES
+        score = ELEMENT_BYTES if handed_over(spec) == "probabilities" else _SCORE_BYTES
         scores, statistics = score * _SCORE_STAGES * self.tile_k, self.stages * _STATISTICS_BYTES  # of a query
         return tiles + self.tile_q * (scores + statistics) + _BARRIER_BYTES * (4 * self.stages + 2 * _SCORE_STAGES)
 
