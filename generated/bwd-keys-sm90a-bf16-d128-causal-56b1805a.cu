@@ -573,11 +573,6 @@ __device__ __forceinline__ Work work_of(unsigned number, const BackwardKeysArgum
   return {tile * kTileK, head % arguments.heads, head / arguments.heads};
 }
 
-// The next number that no other block has taken. Each block takes one too many: the last of these wraps the counter to 0.
-__device__ __forceinline__ unsigned next_number(const BackwardKeysArguments& arguments) {
-  return atomicInc(arguments.next_tile, arguments.tiles + gridDim.x - 1);
-}
-
 // The tiles of queries that a tile of keys is attended by: one run, and a stretch of it in which every score counts.
 struct QueryTiles {
   int begin, count, full_begin, full_end;
@@ -685,9 +680,9 @@ __device__ __forceinline__ void load_tiles(const Work& work, Walk& walk, int tur
 // A work without steps they end without waiting for a load, so that it is told when the last one has ended: of two phases
 // that end unseen, one would be taken for the other.
 __device__ __forceinline__ void load_works(unsigned shared, const Barriers& barriers, const BackwardKeysArguments& arguments) {
-  int use = 0;
-  for (int turn = 0;; ++turn) {
-    const unsigned number = next_number(arguments);
+  for (int turn = 0, use = 0;; ++turn) {
+    // The next work that no other block has taken. Each takes one too many: the last of these wraps the counter to 0.
+    const unsigned number = atomicInc(arguments.next_tile, arguments.tiles + gridDim.x - 1);
     mbarrier_wait(barriers.work_empty(turn), turn / 2 & 1 ^ 1);
     Work& work = work_place(turn);
     if (number >= arguments.tiles) {
@@ -730,8 +725,7 @@ __device__ __forceinline__ void add_up(const Work& work, int& use, unsigned shar
 // One work after the other; and of each head it is counted who has added all that they had.
 __device__ __forceinline__ void add_up_works(unsigned shared, const Barriers& barriers,
                                              const BackwardKeysArguments& arguments) {
-  int use = 0;
-  for (int turn = 0;; ++turn) {
+  for (int turn = 0, use = 0;; ++turn) {
     mbarrier_wait(barriers.work_full(turn), turn / 2 & 1);
     const Work& work = work_place(turn);   // which stays there: this thread has few registers
     if (work.first_key < 0) return;
@@ -826,8 +820,8 @@ __device__ __forceinline__ void exponentiate(float (&scores)[kQueryTiles * 4],
       float exponent = fmaf(scores[j * 4 + e], kScoreToLog2, -lse);
       if (kTests == Tests::kAll && exponent > fabsf(lse) * -kLseRounding) exponent = 0.0f;
       const float probability = exp2_approx(exponent);
-      bool counts = true;
-      if (kTests != Tests::kNone) counts = (kTests == Tests::kMask || k < arguments.len_k) & may_attend(q, k, arguments);
+      const bool counts = kTests == Tests::kNone ||
+          (kTests == Tests::kMask || k < arguments.len_k) & may_attend(q, k, arguments);
       scores[j * 4 + e] = counts ? probability : 0.0f;
     }
   }
@@ -895,8 +889,8 @@ __device__ __forceinline__ int gradient_part(int warpgroup) {
   return (row_part * 4 + threadIdx.x / 32 % 4) * kGradientColumnParts + column_part;
 }
 
-// Done with a step's dS: lays this warp's part of dQ into shared memory, for the warp that adds it to the sums. `again`: that of another
-// step of this work has been there.
+// Done with a step's dS: lays this warp's part of dQ into shared memory, for the warp that adds it to the sums.
+// `again`: that of another step of this work has been there.
 __device__ __forceinline__ void hand_over_gradients(const float (&d_queries)[kGradientColumns / 2], int warpgroup,
                                                     const Barriers& barriers, int use, bool again) {
   release(barriers.scores_empty(use));
@@ -1037,8 +1031,7 @@ __device__ __forceinline__ int uniform(int value) { return __shfl_sync(0xfffffff
 // What a warpgroup that computes does: one work after the other.
 __device__ __forceinline__ void differentiate_works(unsigned shared, const Barriers& barriers,
                                                     const BackwardKeysArguments& arguments) {
-  int use = 0;
-  for (int turn = 0;; ++turn) {
+  for (int turn = 0, use = 0;; ++turn) {
     mbarrier_wait(barriers.work_full(turn), turn / 2 & 1);
     const Work& work = work_place(turn);   // which stays there: what is read anew needs no registers
     if (uniform(work.first_key) < 0) break;

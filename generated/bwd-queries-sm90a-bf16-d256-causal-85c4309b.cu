@@ -512,8 +512,8 @@ __device__ __forceinline__ void exponentiate(float (&scores)[kKeyTiles * 4],
       float exponent = fmaf(scores[j * 4 + e], kScoreToLog2, -lse);
       if (kTests == Tests::kAll && exponent > fabsf(lse) * -kLseRounding) exponent = 0.0f;
       const float probability = exp2_approx(exponent);
-      bool counts = true;
-      if (kTests != Tests::kNone) counts = (kTests == Tests::kMask || k < arguments.len_k) & may_attend(q, k, arguments);
+      const bool counts = kTests == Tests::kNone ||
+          (kTests == Tests::kMask || k < arguments.len_k) & may_attend(q, k, arguments);
       scores[j * 4 + e] = counts ? probability : 0.0f;
     }
   }

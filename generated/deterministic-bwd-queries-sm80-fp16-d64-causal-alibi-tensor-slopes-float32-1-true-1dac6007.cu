@@ -420,13 +420,10 @@ __device__ __forceinline__ void differentiate_scores(float (&probabilities)[kRow
         if (kTests == Tests::kAll && exponent > fabsf(lse) * -kLseRounding) exponent = 0.0f;
         const float probability = exp2_approx(exponent);
         float d_score = probability * (d_scores[i][j][e] - (rows[i][e / 2].y));
-        bool counts = true;
-        if (kTests != Tests::kNone) {
-          const bool attended = (kTests == Tests::kMask || k < arguments.len_k) & may_attend(q, k, arguments);
-          d_score = attended ? d_score : 0.0f;
-          counts = attended;
-        }
-        probabilities[i][j][e] = counts ? probability : 0.0f;
+        const bool attended = kTests == Tests::kNone ||
+            (kTests == Tests::kMask || k < arguments.len_k) & may_attend(q, k, arguments);
+        d_score = attended ? d_score : 0.0f;
+        probabilities[i][j][e] = attended ? probability : 0.0f;
         d_scores[i][j][e] = d_score;
       }
     }

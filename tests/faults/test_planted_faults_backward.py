@@ -184,7 +184,7 @@ WRONG = [
     Fault("mask off by one in queries", "queries, two stages", r"return k <= q", "return k < q"),
     Fault("dS not masked", "two stages", r"d_score = attended \? d_score : 0\.0f;", ""),
     Fault("dS not masked in queries", "queries, two stages", r"d_score = attended \? d_score : 0\.0f;", ""),
-    Fault("P not masked", "two stages", r"counts = attended;", ""),
+    Fault("P not masked", "two stages", r"attended \? probability : 0\.0f", "probability"),
     Fault("partial tiles taken for full", "two stages", r"else if \(!full\)", "else if (false)"),
     Fault("partial tiles taken for full by queries", "queries, two stages", r"!tiles\.full\(step\)", "false"),
     Fault("window's edge taken for full", "window", r"\(full_begin \+ kTileQ - 1\) / kTileQ", "full_begin / kTileQ"),
@@ -198,8 +198,8 @@ WRONG = [
     Fault(
         "keys beyond the last count in queries",
         "low scores, queries",
-        r"attended = k < arguments\.len_k;",
-        "attended = true;",
+        r"\|\| k < arguments\.len_k;",
+        "|| true;",
     ),
     Fault("ragged keys not cut", "low scores", r"work\.first_key \+ kTileK > arguments\.len_k \|\|", ""),
     Fault("ragged keys not cut by queries", "low scores, queries", r"first_key \+ kTileK > arguments\.len_k", "false"),
@@ -240,7 +240,7 @@ WRONG = [
     Fault("dP not made up for in queries", "dropout, queries", r" \* kKeepScale : 0\.0f", " : 0.0f"),
     Fault("dP of what was dropped", "dropout", r"kept \? (d_scores[^:]*) : 0\.0f", r"\1"),
     Fault("dV not made up for", "dropout", r"d_values, kKeepScale", "d_values, 1.0f"),
-    Fault("P of what was dropped", "dropout", r"bool counts = kept;", "bool counts = true;"),
+    Fault("P of what was dropped", "dropout", r"kept & attended \?", "attended ?"),
     # gradients of captures
     Fault("sums of a head not added", "slopes", r"\n    add_gathered\(gathered, position, arguments\);", ""),
     Fault(
