@@ -149,7 +149,8 @@ __device__ __forceinline__ Classes classify(int q_tile, int first_tile, int end_
 
 // counts[list] key tiles stand in entries from offsets[list] on, in order: tile << 1 | every element counts.
 // With `spacing` the lists begin at multiples of it, and the kernel writes the offsets; without `entries` it counts.
-extern "C" __global__ void __launch_bounds__(kWarps * 32)
+// One block a multiprocessor will do: for the sake of more the assembler would spill what ranges need.
+extern "C" __global__ void __launch_bounds__(kWarps * 32, 1)
 list_key_tiles_fp16_d64_causal_and_document_ids_41b70eec(const __grid_constant__ ListArguments arguments) {
   const int q_tile = blockIdx.x;
   const int list = (blockIdx.z * gridDim.y + blockIdx.y) * gridDim.x + blockIdx.x;

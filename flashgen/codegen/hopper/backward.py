@@ -126,7 +126,7 @@ def _keys(
         "dq_apart": dq_apart,
         "in_turns": in_turns,
         "keys_early": backward_works.loads_early(plan, dq_apart),
-        "places_anew": plan.early_scores and not (plan.heads_apart or in_turns or spec.dropout),
+        "places_anew": (plan.early_scores or spec.is_ragged) and not (plan.heads_apart or in_turns or spec.dropout),
         "finishes": finishes,
         "divides": backward_works.divides(spec, plan, dq_apart),
         "rotates": backward_works.rotates(spec, plan, dq_apart),

@@ -200,7 +200,9 @@ def leaves_registers(plan: ForwardPlan, spec: AttentionSpec, target: Target, mor
     demand, (scores, accumulators) = demand_of(spec), _accumulators(plan, spec)
     room = _ROOM[demand.weight]
     same_rows = padded(spec.head_dim) == padded(spec.value_dim)  # else K's and V's have offsets of their own each
-    allowance = room.lean if target.compute_capability == _LEAN and same_rows else room.accumulators
+    reads = demand.weight == Weight.PLAIN and demand.mask_axes  # an element of an array, which a thread holds all along
+    lean = target.compute_capability == _LEAN and same_rows and not reads
+    allowance = room.lean if lean else room.accumulators
     most_scores = room.scores
     crowded = demand.drops and not demand.drops_alone
     if crowded and target.compute_capability >= _NEEDS_MORE:
