@@ -137,6 +137,8 @@ RULES: dict[type[Operation], Rule] = {
     ops.Sqrt: lambda algebra, node, da: algebra.quotient(algebra.product(constant(0.5), da), node),
     ops.Sin: lambda algebra, node, da: algebra.product(algebra.node(ops.Cos, *node.args), da),
     ops.Cos: lambda algebra, node, da: algebra.negated(algebra.product(algebra.node(ops.Sin, *node.args), da)),
+    ops.Detach: _constant,
+    ops.Surrogate: lambda algebra, node, da, db, dc: algebra.total(da, algebra.product(node.args[2], db)),
     ops.Equal: _constant, ops.NotEqual: _constant,
     ops.Less: _constant, ops.LessEqual: _constant, ops.Greater: _constant, ops.GreaterEqual: _constant,
     ops.And: _constant, ops.Or: _constant, ops.Xor: _constant, ops.Not: _constant,

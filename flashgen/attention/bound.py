@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from flashgen.attention.callable import Attention
-from flashgen.language.bound import Bound, BoundArray
+from flashgen.language.bound import Bound, BoundArray, is_on_host
 from flashgen.runtime import gpu
 from flashgen.runtime.arrays import library_of
 
@@ -19,8 +19,8 @@ class BoundAttention(Attention):
     Kernels, plans and what calls remember are those of the attention that all specs like this one share: both have one
     dictionary of attributes, and this one its arrays beside it.
 
-    Arrays on the GPU of a call are read where they stand; those of the host are copied there once, when a call on that
-    GPU is first made.
+    Arrays on the GPU of a call are read where they stand. Those of the host are copied there by the first call on that
+    GPU, and by each call after their values have changed, which a comparison on the host tells.
     """
 
     __slots__ = ("bound",)
@@ -73,30 +73,29 @@ class BoundAttention(Attention):
         return {capture.name for capture in self.spec.mask.captures}
 
 
-def on_gpu(bound: BoundArray, device: int | None) -> Any:
-    """The array on a GPU: itself, or a copy that is made once."""
-    array = bound.current()
-    if device is None or (
-        not _on_host(array) and library_of(array, "an array").view(array, "an array").device == device
-    ):
-        return array
+def unbound(attention: Attention) -> Attention:
+    """The attention without the arrays that its spec's functions hold: calls give them."""
+    if not isinstance(attention, BoundAttention):
+        return attention
+    plain = Attention.__new__(Attention)
+    plain.__dict__ = attention.__dict__
+    return plain
 
-    def copy(_array: Any) -> Any:
+
+def on_gpu(bound: BoundArray, device: int | None) -> Any:
+    """The array on a GPU: itself, or a copy of the host's, which is made again where the values have changed."""
+    array = bound.original
+    if device is None or (
+        not is_on_host(array) and library_of(array, "an array").view(array, "an array").device == device
+    ):
+        return bound.current()
+
+    def copy(here: np.ndarray[Any, Any]) -> Any:
         cupy = gpu.cupy()
         with cupy.cuda.Device(device):
-            here = bound.on_host()
             there = cupy.empty(here.shape, here.dtype)
             there.set(np.ascontiguousarray(here))
             cupy.cuda.get_current_stream().synchronize()  # ready for whichever stream uses it
         return there
 
     return bound.moved(device, copy)
-
-
-def _on_host(array: Any) -> bool:
-    """Whether an array is in the host's memory: NumPy's, or one of torch or JAX on the CPU."""
-    if isinstance(array, np.ndarray):
-        return True
-    if hasattr(array, "is_cuda"):
-        return not array.is_cuda
-    return hasattr(array, "devices") and all(device.platform == "cpu" for device in array.devices())

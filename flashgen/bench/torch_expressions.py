@@ -47,6 +47,7 @@ _FUNCTIONS = {
     ops.Sqrt: "sqrt",
     ops.Sin: "sin",
     ops.Cos: "cos",
+    ops.Detach: "detach",
     ops.Not: "logical_not",
     ops.Where: "where",
 }
@@ -97,6 +98,8 @@ def _function(node: sympy.Basic) -> Callable[..., Any]:
         return _OPERATORS[kind]
     if kind in _CASTS:
         return operator.methodcaller(_CASTS[kind])
+    if kind is ops.Surrogate:
+        return lambda value, of, factor: value + factor.detach() * (of - of.detach())
     if kind in _BOUNDS:
         return _minimum if kind is ops.Minimum else _maximum
     return getattr(torch, _FUNCTIONS[kind])

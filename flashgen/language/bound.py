@@ -10,21 +10,21 @@ import numpy as np
 import sympy
 
 from flashgen.errors import SpecError
+from flashgen.language.declarations import MAX_NDIM
 from flashgen.language.dtypes import CAPTURES, written_name
 from flashgen.language.operations import Capture, captures_of
 
-MAX_NDIM = 8
 # What has another dtype than kernels read is converted, where its values allow.
-_NARROWED = {"int64": "int32", "uint16": "int32", "uint32": "int64", "uint64": "int64", "float64": "float32"}
+_CONVERTED = {"uint16": "int32", "uint32": "int64", "uint64": "int64", "float64": "float32"}
 
 
 class BoundArray:
-    """An array of NumPy, CuPy, torch or JAX that a mask or score function closes over, as kernels read it.
+    """An array of NumPy, CuPy, torch or JAX that a mask or score function holds, as kernels read it.
 
-    The array is kept, not copied: what is written to it later is what calls to come read. A copy is taken where it must
-    be converted: float64 to float32, integers that have other types than kernels read, and int64 to int32 where the
-    values fit, which kernels compute with in half the instructions. Of a torch tensor that is written to later a new
-    copy is taken.
+    The array is kept, not copied, and each call reads what it holds then. Where kernels read another dtype, each
+    call converts it: float64 to float32, unsigned integers to wider ones, and int64 in the host's memory to int32, with
+    which kernels compute in half the instructions, where the values fit when the function is traced. int64 on a GPU
+    stays int64, as to look at its values would wait for the GPU.
 
     Attributes: `original`, the array; `dtype`, NumPy's name of what is read; `ndim`; `grad`, whether it is a torch
     tensor that wants a gradient, or an array that JAX traces.
@@ -32,41 +32,29 @@ class BoundArray:
 
     def __init__(self, array: Any, name: str) -> None:
         self.original, self._name = array, name
-        self._version = _version(array)
         self.given_dtype = written_name(array.dtype)
-        self.array = self._read(array)
-        self.dtype, self.ndim = written_name(self.array.dtype), self.array.ndim
-        self.grad = "float" in self.dtype and (bool(getattr(array, "requires_grad", False)) or _is_jax_tracer(array))
-        self._moved: dict[Hashable, Any] = {}
+        self.dtype, self.ndim = _dtype_read(array, self.given_dtype, name), array.ndim or 1
+        self.grad = wants_gradient(array, self.dtype)
+        self._moved: dict[Hashable, tuple[np.ndarray[Any, Any], Any]] = {}
 
-    def _read(self, array: Any) -> Any:
-        """The array itself, or a copy of a dtype that kernels read; a number as an array of one."""
-        name, given = self._name, self.given_dtype
-        if array.ndim > MAX_NDIM:
-            raise SpecError(f"the array {name!r} has {array.ndim} dimensions; a function may read at most {MAX_NDIM}")
-        if not array.ndim:
-            array = array.reshape(1)
-        if given == "int64":
-            return _converted(array, "int32") if _fits(array, np.iinfo(np.int32)) else array
-        wanted = _NARROWED.get(given, given)
-        if wanted not in CAPTURES:
-            raise SpecError(f"the array {name!r} is of {given}; a function may read one of {', '.join(CAPTURES)}")
-        if given == "uint64" and not _fits(array, np.iinfo(np.int64)):
-            raise SpecError(f"the array {name!r} is of uint64, with values that int64 does not hold")
-        return array if wanted == given else _converted(array, wanted)
+    @property
+    def converts(self) -> bool:
+        """Whether kernels read another dtype than the array has."""
+        return self.given_dtype != self.dtype
 
     def current(self) -> Any:
-        """The array as kernels read it, converted anew if the torch tensor that it was made of was written to."""
-        if self.original is not self.array and (version := _version(self.original)) != self._version:
-            array = self._read(self.original)
-            if written_name(array.dtype) != self.dtype:
-                raise SpecError(
-                    f"the array {self._name!r} had values that fit in {self.dtype} when its function was traced, and "
-                    "has others now: make the mask anew"
-                )
-            self.array, self._version = array, version
-            self._moved.clear()
-        return self.array
+        """The array as kernels read it now. SpecError where values that were converted fit no longer."""
+        array = self.original
+        if not array.ndim:
+            array = array.reshape(1)
+        if not self.converts:
+            return array
+        if self.dtype.startswith("int") and not _fits(array, np.iinfo(self.dtype)) and not _is_jax_tracer(array):
+            raise SpecError(
+                f"the array {self._name!r} had values that fit in {self.dtype} when its function was traced, and has "
+                "others now: make the mask again"
+            )
+        return _converted(array, self.dtype)
 
     def on_host(self) -> np.ndarray[Any, Any]:
         """The array as one of NumPy."""
@@ -81,15 +69,17 @@ class BoundArray:
                 return np.asarray(array.view(sys.modules["torch"].int16).numpy().view(ml_dtypes.bfloat16))
         return np.asarray(array.get() if hasattr(array, "get") else array)
 
-    def moved(self, place: Hashable, move: Callable[[Any], Any]) -> Any:
-        """The array where `move` puts it, moved once for each place."""
-        array = self.current()
-        if place not in self._moved:
-            self._moved[place] = move(array)
-        return self._moved[place]
+    def moved(self, place: Hashable, move: Callable[[np.ndarray[Any, Any]], Any]) -> Any:
+        """A copy of the host's array at another place, as `move` makes it; made again where the values have changed."""
+        here = self.on_host()
+        seen, there = self._moved.get(place, (None, None))
+        if seen is None or not _same_bytes(seen, here):
+            there = move(here)
+            self._moved[place] = here.copy(), there
+        return there
 
     def __repr__(self) -> str:
-        return f"BoundArray({self._name!r}, {self.dtype}, {tuple(self.array.shape)})"
+        return f"BoundArray({self._name!r}, {self.dtype}, {tuple(self.original.shape) or (1,)})"
 
 
 def is_array(value: Any) -> bool:
@@ -99,12 +89,46 @@ def is_array(value: Any) -> bool:
     return hasattr(value, "__array__") or hasattr(value, "__dlpack__") or hasattr(value, "__cuda_array_interface__")
 
 
-def _version(array: Any) -> int:
-    """How often a torch tensor was written to; 0 for what does not say."""
-    try:
-        return int(getattr(array, "_version", 0))
-    except (RuntimeError, TypeError):  # an inference tensor has no version
-        return 0
+def is_on_host(array: Any) -> bool:
+    """Whether an array is in the host's memory: NumPy's, or one of torch or JAX on the CPU."""
+    if isinstance(array, np.ndarray):
+        return True
+    if hasattr(array, "is_cuda"):
+        return not array.is_cuda
+    if _is_jax_tracer(array):
+        return False
+    return hasattr(array, "devices") and all(device.platform == "cpu" for device in array.devices())
+
+
+def is_torch(array: Any) -> bool:
+    """Whether an array is a tensor of torch."""
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(array, torch.Tensor)
+
+
+def wants_gradient(array: Any, dtype: str) -> bool:
+    """Whether an array that is read as this dtype has a gradient."""
+    return "float" in dtype and (bool(getattr(array, "requires_grad", False)) or _is_jax_tracer(array))
+
+
+def dtype_read(given: str, name: str) -> str:
+    """The dtype that kernels read of an array of a dtype, whatever its values. SpecError where there is none."""
+    read = _CONVERTED.get(given, given)
+    if read not in CAPTURES:
+        raise SpecError(f"the array {name!r} is of {given}; a function may read one of {', '.join(CAPTURES)}")
+    return read
+
+
+def _dtype_read(array: Any, given: str, name: str) -> str:
+    """The same, for the values that the array holds now: int64's are int32's where they fit."""
+    if array.ndim > MAX_NDIM:
+        raise SpecError(f"the array {name!r} has {array.ndim} dimensions; a function may read at most {MAX_NDIM}")
+    read = dtype_read(given, name)
+    if given == "int64" and is_on_host(array) and _fits(array, np.iinfo(np.int32)):
+        return "int32"
+    if given == "uint64" and not _fits(array, np.iinfo(np.int64)):
+        raise SpecError(f"the array {name!r} is of uint64, with values that int64 does not hold")
+    return read
 
 
 def _fits(array: Any, limits: Any) -> bool:
@@ -113,6 +137,11 @@ def _fits(array: Any, limits: Any) -> bool:
         return 0 in array.shape or (int(array.min()) >= limits.min and int(array.max()) <= limits.max)
     except Exception:  # each library has its own error for values that are not there yet
         return False
+
+
+def _same_bytes(a: np.ndarray[Any, Any], b: np.ndarray[Any, Any]) -> bool:
+    one, other = (np.ascontiguousarray(x).reshape(-1).view(np.uint8) for x in (a, b))
+    return a.shape == b.shape and np.array_equal(one, other)
 
 
 def _converted(array: Any, dtype: str) -> Any:

@@ -1,30 +1,98 @@
-"""Running a user's mask or score function once, with traced values, and checking what it takes and returns."""
+"""Running a user's mask or score function with traced values, and checking what it takes and returns."""
 
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import sympy
 
 from flashgen.errors import SpecError
-from flashgen.language.closures import UNTIL_NAMED, standing_in
-from flashgen.language.trace import Traced, lift
-from flashgen.language.well_formed import check_expression
+from flashgen.language.bound import BoundArray, fresh
+from flashgen.language.closures import StandIns, capture_name
+from flashgen.language.computed import refusing_computed
+from flashgen.language.expression_json import node_from_trace
+from flashgen.language.operations import Capture, captures_of
+from flashgen.language.trace import Traced, lift, of_node, watch_gradient_mode
+from flashgen.language.well_formed import check_expression, literal
 
 _OWN_FILES = str(Path(__file__).parent)
 _MADE = ("Mask", "Score")  # what functions of the named ones say that they return
 
 
-def run_traced(function: Callable[..., Any], symbols: tuple[sympy.Symbol, ...], what: str) -> Any:
-    """Call `function` once with proxies of the symbols. Errors say which function, and at which line of it."""
-    _check_signature(function, symbols, what)
+class Found:
+    """What a function gave when it was traced, and the arrays that it read."""
+
+    def __init__(self, result: Any, what: str, names: StandIns) -> None:
+        self.result, self._what, self._names = result, what, names
+
+    def named(self) -> tuple[sympy.Basic, dict[str, BoundArray]]:
+        """The expression, and its arrays by the names of their captures."""
+        if self.result is None:
+            raise SpecError(f"{self._what} returned None: did it forget to return its result?")
+        try:
+            traced = lift(self.result)
+            arrays: dict[int, BoundArray] = {}
+            for array in traced.arrays:
+                if id(array) not in arrays:
+                    arrays[id(array)] = BoundArray(array, self._names.name_of(array))
+            provisional = {key: f"bound__{number}" for number, key in enumerate(arrays)}
+            taken = {capture.name for capture in captures_of(_node(traced, arrays, provisional))}
+            taken -= set(provisional.values())
+            final: dict[int, str] = {}
+            for key, array in arrays.items():
+                final[key] = fresh(capture_name(self._names.name_of(array.original)), taken)
+                taken.add(final[key])
+            node = _node(traced, arrays, final)
+            check_expression(node)
+        except SpecError as error:
+            raise SpecError(f"{self._what}: {error}") from error
+        return node, {final[key]: array for key, array in arrays.items()}
+
+
+def _node(traced: Traced, arrays: dict[int, BoundArray], names: dict[int, str]) -> sympy.Basic:
+    """The expression with its numbers as constants and its arrays as captures of these names."""
+    captures = [
+        Capture(names[id(array)], bound.dtype, bound.ndim, bound.grad)
+        for array in traced.arrays
+        for bound in [arrays[id(array)]]
+    ]
+    return node_from_trace(traced.text, map(literal, traced.numbers), captures)
+
+
+def run_traced(function: Callable[..., Any], symbols: tuple[sympy.Symbol, ...], what: str) -> Found:
+    """Call `function` with proxies of the symbols. Errors say which function, and at which line of it."""
+    check_signature(function, symbols, what)
+    names = StandIns(function)
+    with _gradients(), refusing_computed(what):
+        result = call_traced(names.function, [of_node(symbol) for symbol in symbols], what)
+    return Found(result, what, names)
+
+
+def _gradients() -> AbstractContextManager[Any]:
+    """Has torch's gradient mode be what a function makes of it, and not of where the function is traced."""
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return nullcontext()
+    watch_gradient_mode(torch.is_grad_enabled)
+    return torch.enable_grad()
+
+
+def call_traced(function: Callable[..., Any], operands: Any, what: str) -> Any:
+    """What a function returns for traced operands, with errors that say which function, and at which line of it."""
     try:
-        return standing_in(function)(*(Traced(symbol) for symbol in symbols))
+        return function(*operands)
     except SpecError as error:
-        raise SpecError(f"{what}{_line_of(error)}: {_told(error)}") from error
+        raise SpecError(f"{what}{_line_of(error)}: {error}") from error
+    except ArithmeticError as error:
+        raise SpecError(
+            f"{what}{_line_of(error)} raised {type(error).__name__}: {error}; it computes with Python's numbers before "
+            "flashgen sees them: mend the function"
+        ) from error
     except Exception as error:
         # NumPy and torch hide the error of __index__ behind their own.
         error.add_note(
@@ -34,7 +102,8 @@ def run_traced(function: Callable[..., Any], symbols: tuple[sympy.Symbol, ...], 
         raise
 
 
-def _check_signature(function: Callable[..., Any], symbols: tuple[sympy.Symbol, ...], what: str) -> None:
+def check_signature(function: Callable[..., Any], symbols: tuple[sympy.Symbol, ...], what: str) -> None:
+    """SpecError for what cannot be called with the symbols."""
     if not callable(function):
         raise SpecError(f"{what} must be a function of ({_listed(symbols)}), got {function!r}")
     try:
@@ -53,11 +122,6 @@ def _check_signature(function: Callable[..., Any], symbols: tuple[sympy.Symbol, 
         ) from None
 
 
-def _told(error: SpecError) -> str:
-    """The error's text, with arrays that the function closed over by the names that they have there."""
-    return str(error).replace(UNTIL_NAMED, "")
-
-
 def _listed(symbols: tuple[sympy.Symbol, ...]) -> str:
     return ", ".join(symbol.name for symbol in symbols)
 
@@ -71,15 +135,3 @@ def _line_of(error: BaseException) -> str:
             found = f" ({Path(filename).name}:{step.tb_lineno})"
         step = step.tb_next
     return found
-
-
-def checked_result(result: Any, what: str) -> sympy.Basic:
-    """The node that a traced function returned, checked as a whole."""
-    if result is None:
-        raise SpecError(f"{what} returned None: did it forget to return its result?")
-    try:
-        node = lift(result)
-        check_expression(node)
-    except SpecError as error:
-        raise SpecError(f"{what}: {_told(error)}") from error
-    return node

@@ -2,52 +2,15 @@
 
 from __future__ import annotations
 
-import keyword
 from typing import Any
 
 from flashgen.errors import SpecError
-from flashgen.language import operations as ops
-from flashgen.language.dtypes import CAPTURES, SCALARS, dtype_name
-from flashgen.language.trace import Traced, lift
-from flashgen.language.well_formed import build, declared
-
-MAX_NDIM = 8
-
-# Keyword arguments of calls, fields of every kernel's arguments, and the names of the traced indices.
-# fmt: off
-RESERVED = frozenset({
-    "b", "h", "q", "k", "v", "score", "len_q", "len_k", "batch", "heads", "seed", "offset", "return_lse", "out",
-    "lse", "dout", "dq", "dk", "dv", "on_chip", "stream", "spec", "target", "emulate", "self",
-    "tile_lists", "d_out", "d_lse", "into", "num_splits", "page_table", "seqused_k", "k_scale", "v_scale",
-    "shard_b", "shard_h", "shard_q", "shard_k", "whole_q", "whole_k", "decode_schedule",
-})
-CPLUSPLUS_KEYWORDS = frozenset({
-    "alignas", "alignof", "and", "and_eq", "asm", "auto", "bitand", "bitor", "bool", "break", "case", "catch",
-    "char", "char8_t", "char16_t", "char32_t", "class", "compl", "concept", "const", "const_cast", "consteval",
-    "constexpr", "constinit", "continue", "co_await", "co_return", "co_yield", "decltype", "default", "delete",
-    "do", "double", "dynamic_cast", "else", "enum", "explicit", "export", "extern", "false", "float", "for",
-    "friend", "goto", "if", "inline", "int", "long", "mutable", "namespace", "new", "noexcept", "not", "not_eq",
-    "nullptr", "operator", "or", "or_eq", "private", "protected", "public", "register", "reinterpret_cast",
-    "requires", "return", "short", "signed", "sizeof", "static", "static_assert", "static_cast", "struct", "switch",
-    "template", "this", "thread_local", "throw", "true", "try", "typedef", "typeid", "typename", "union",
-    "unsigned", "using", "virtual", "void", "volatile", "wchar_t", "while", "xor", "xor_eq",
-})
-# fmt: on
-
-
-def check_name(name: Any) -> str:
-    """The name, if a capture may be called so: a C++ and Python identifier that means nothing else in a call."""
-    if not isinstance(name, str) or not name.isidentifier() or not name.isascii() or len(name) > 64:
-        raise SpecError(f"capture name {name!r} must be an ASCII identifier of at most 64 characters, e.g. 'slopes'")
-    if name.startswith("_") or "__" in name:
-        raise SpecError(f"capture name {name!r}: leading and double underscores are reserved in C++; use another name")
-    if name in CPLUSPLUS_KEYWORDS or keyword.iskeyword(name):
-        raise SpecError(f"capture name {name!r} is a keyword of C++ or Python; use another name, e.g. '{name}_table'")
-    if name in RESERVED:
-        raise SpecError(
-            f"capture name {name!r} already names an argument or an index; use another, e.g. '{name}_table'"
-        )
-    return name
+from flashgen.language.declarations import array_capture, number_capture
+from flashgen.language.expression_json import ARRAY, canonical, node_to_data
+from flashgen.language.operations import Kind
+from flashgen.language.rows import LONGEST_ROW, Row
+from flashgen.language.trace import Traced, lift, number_of, of_node
+from flashgen.language.well_formed import declared
 
 
 class Tensor:
@@ -65,15 +28,7 @@ class Tensor:
     """
 
     def __init__(self, name: str, dtype: Any = "float32", ndim: int = 1, grad: bool = False) -> None:
-        check_name(name)
-        kind = dtype_name(dtype, CAPTURES, f"Tensor({name!r}): dtype")
-        if isinstance(ndim, bool) or not isinstance(ndim, int) or not 1 <= ndim <= MAX_NDIM:
-            raise SpecError(
-                f"Tensor({name!r}): ndim={ndim!r} must be an integer from 1 to {MAX_NDIM}; Scalar is for numbers"
-            )
-        if grad and "float" not in kind:
-            raise SpecError(f"Tensor({name!r}): grad=True needs a floating dtype, got {kind}")
-        self.capture = ops.Capture(name, kind, ndim, bool(grad))
+        self.capture = array_capture(name, dtype, ndim, grad)
 
     @property
     def name(self) -> str:
@@ -84,7 +39,9 @@ class Tensor:
         return self.capture.ndim
 
     def __getitem__(self, index: Any) -> Any:
-        return _index(self.capture, (), index)
+        capture = self.capture
+        leaf = Leaf(canonical(node_to_data(capture)), capture.kind, capture.ndim, declared(capture))
+        return element(leaf, None, index if isinstance(index, tuple) else (index,))
 
     def __iter__(self) -> Any:
         raise SpecError(
@@ -95,87 +52,119 @@ class Tensor:
         return declared(self.capture)
 
 
-def index_capture(capture: ops.Capture, index: Any, row: int | None = None) -> Any:
-    """`capture[index]`: a traced value, or what waits for more indices. row: its last dimension, where it is known."""
-    return _index(capture, (), index, row)
-
-
-class _PartlyIndexed:
-    """`table[h]` of a table with more dimensions, waiting for the rest: `table[h][d]`.
-
-    Two rows of arrays that a function closed over have a product, `torch.dot(a[q], b[k])` or `a[q] @ b[k]`: the sum of
-    as many products as the arrays have columns, in each score. To append the rows to q and k is much faster.
-    """
-
-    def __init__(self, capture: ops.Capture, indices: tuple[Any, ...], row: int | None = None) -> None:
-        self.capture, self.indices, self.row = capture, indices, row
-
-    def __getitem__(self, index: Any) -> Any:
-        return _index(self.capture, self.indices, index, self.row)
-
-    def __iter__(self) -> Any:
-        raise SpecError(f"{self!r} cannot be iterated: index it fully")
-
-    def _refused(self, *_operands: Any, **_more: Any) -> Any:
-        raise SpecError(
-            f"{self!r} is a whole row, and functions compute of single elements: give one index a dimension. A product "
-            "of rows, as of rotary parts, is what q and k are for: append the rows to them, and leave v (value_dim)"
-        )
-
-    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _refused
-    __array_ufunc__ = __array_function__ = _refused
-
-    def __matmul__(self, other: Any) -> Any:
-        return _product_of_rows(self, other) if isinstance(other, _PartlyIndexed) else self._refused()
-
-    @classmethod
-    def __torch_function__(cls, function: Any, _types: Any, arguments: Any = (), _keywords: Any = None) -> Any:
-        given = [each for each in arguments if isinstance(each, _PartlyIndexed)]
-        if len(given) == len(arguments) == 2 and function.__name__ in _PRODUCTS:
-            return _product_of_rows(*given)
-        return given[0]._refused() if given else NotImplemented
-
-    def __repr__(self) -> str:
-        return f"{declared(self.capture)} indexed with {len(self.indices)} of {self.capture.ndim} indices"
-
-
-_PRODUCTS = ("dot", "inner", "vecdot", "matmul", "__matmul__")
-_LONGEST_ROW = 16  # with 32 columns a kernel takes NVRTC minutes
-
-
-def _product_of_rows(left: _PartlyIndexed, right: _PartlyIndexed) -> Any:
-    """The sum of the products of elements, added in pairs: rounded less, and as deep as its logarithm."""
-    rows = (left, right)
-    if any(each.row is None or len(each.indices) != each.capture.ndim - 1 for each in rows) or left.row != right.row:
-        return left._refused()
-    if not left.row or left.row > _LONGEST_ROW:
-        raise SpecError(f"a product of rows of {left.row}: give 1 to {_LONGEST_ROW} columns, or append them to q and k")
-    terms = [left[column] * right[column] for column in range(left.row)]
-    while len(terms) > 1:
-        odd = terms[len(terms) & ~1 :]
-        terms = [one + other for one, other in zip(terms[::2], terms[1::2], strict=False)] + odd
-    return terms[0]
-
-
-def _index(capture: ops.Capture, before: tuple[Any, ...], index: Any, row: int | None = None) -> Any:
-    added = index if isinstance(index, tuple) else (index,)
-    if any(isinstance(item, slice) or item is None or item is Ellipsis for item in added):
-        raise SpecError(
-            f"{declared(capture)}: slices, None and ... are not traced; give one integer index a dimension, of an "
-            "array that is cut outside of the function"
-        )
-    indices = before + added
-    if len(indices) < capture.ndim:
-        return _PartlyIndexed(capture, indices, row)
-    return Traced(build(ops.Load, capture, *(lift(item) for item in indices)))
-
-
 class Scalar(Traced):
     """A number given at the call by name, `attention(q, k, v, window=512)`; dtype "int32" or "float32"."""
 
     def __init__(self, name: str, dtype: Any = "int32") -> None:
-        check_name(name)
-        super().__init__(ops.Capture(name, dtype_name(dtype, SCALARS, f"Scalar({name!r}): dtype"), 0, False))
+        of = of_node(number_capture(name, dtype))
+        super().__init__(of.text, of.kind)
 
     def __repr__(self) -> str:
         return declared(self.node)
+
+
+class Leaf:
+    """What elements are loaded of: a declared capture, or arrays of one dtype and number of dimensions.
+
+    Attributes:
+        text: the leaf in the trace's JSON; kind: of an element; ndim: the number of indices.
+        shown: how messages call it.
+    """
+
+    __slots__ = ("kind", "load", "ndim", "shown", "text")
+
+    def __init__(self, text: str, kind: Kind, ndim: int, shown: str) -> None:
+        self.text, self.kind, self.ndim, self.shown = text, kind, ndim, shown
+        self.load = f'["Load",{text}'
+
+
+def array_leaf(dtype: str, ndim: int, grad: bool, name: str = "table") -> Leaf:
+    """The leaf of arrays that a function holds; dtype: NumPy's name of what kernels read."""
+    kind: Kind = "float" if "float" in dtype else "bool" if dtype == "bool" else "int"
+    text = f'["{ARRAY}","{dtype}",{ndim or 1},{"true" if grad else "false"}]'
+    return Leaf(text, kind, ndim or 1, f"Tensor({name!r}, {dtype!r}, ndim={ndim or 1}{', grad=True' if grad else ''})")
+
+
+class PartlyIndexed(Row):
+    """`table[h]` of a table with more dimensions, waiting for the rest: `table[h][d]`.
+
+    With one index missing, of an array whose size is known, it is a row of elements.
+    """
+
+    def __init__(self, leaf: Leaf, array: Any, indices: tuple[Any, ...]) -> None:
+        self.leaf, self.array, self.indices = leaf, array, indices
+
+    def __getitem__(self, index: Any) -> Any:
+        return element(self.leaf, self.array, self.indices + (index if isinstance(index, tuple) else (index,)))
+
+    def elements(self) -> tuple[Traced, ...]:
+        leaf = self.leaf
+        if self.array is None or len(self.indices) != leaf.ndim - 1:
+            raise SpecError(
+                f"{self!r} is a whole row, and functions compute of single elements: give one index a dimension. A "
+                "product of rows, as of rotary parts, is what q and k are for: append the rows to them, and leave v "
+                "(value_dim)"
+            )
+        columns = self.array.shape[-1]
+        if not 1 <= columns <= LONGEST_ROW:
+            raise SpecError(
+                f"a computation on rows of {columns}: give 1 to {LONGEST_ROW} columns, or append them to q and k"
+            )
+        return tuple([element(leaf, self.array, (*self.indices, column)) for column in range(columns)])
+
+    def __repr__(self) -> str:
+        return f"{self.leaf.shown} indexed with {len(self.indices)} of {self.leaf.ndim} indices"
+
+
+def element(leaf: Leaf, array: Any, indices: tuple[Any, ...]) -> Any:
+    """The element of an array, or of a declared capture (None), at these indices; with fewer, what waits for more."""
+    if len(indices) != leaf.ndim:
+        return _of_other_indices(leaf, array, indices)
+    text = leaf.load
+    arrays: tuple[Any, ...] = () if array is None else (array,)
+    numbers: tuple[Any, ...] = ()
+    for item in indices:
+        value = item if isinstance(item, Traced) else _index(leaf, array, indices, item)
+        if value.kind != "int":
+            raise SpecError(
+                f"{leaf.shown}: index {_place(indices, item)} must be an integer, got {value.kind}: use // instead of "
+                "/, or to_int(x)"
+            )
+        text, arrays, numbers = f"{text},{value.text}", arrays + value.arrays, numbers + value.numbers
+    return Traced(text + "]", leaf.kind, arrays, numbers)
+
+
+def _of_other_indices(leaf: Leaf, array: Any, indices: tuple[Any, ...]) -> PartlyIndexed:
+    for item in indices:
+        _refuse_slices(leaf, item)
+    if len(indices) > leaf.ndim:
+        raise SpecError(f"{leaf.shown} has ndim={leaf.ndim}, indexed with {len(indices)} indices")
+    return PartlyIndexed(leaf, array, indices)
+
+
+def _refuse_slices(leaf: Leaf, item: Any) -> None:
+    if isinstance(item, slice) or item is None or item is Ellipsis:
+        raise SpecError(
+            f"{leaf.shown}: slices, None and ... are not traced; give one integer index a dimension, of an array that "
+            "is cut outside of the function"
+        )
+
+
+def _index(leaf: Leaf, array: Any, indices: tuple[Any, ...], item: Any) -> Traced:
+    """An index that is no traced value; one below 0 counts from the end, where the size is known."""
+    _refuse_slices(leaf, item)
+    value = lift(item)
+    number = number_of(value)
+    if number is None or number >= 0:
+        return value
+    place = _place(indices, item)
+    if array is None:
+        raise SpecError(
+            f"{leaf.shown}: index {place} is {number}; an index is clamped to its dimension, and does not count from "
+            "the end: use an index >= 0"
+        )
+    return lift(number + array.shape[place])
+
+
+def _place(indices: tuple[Any, ...], item: Any) -> int:
+    return next(place for place, other in enumerate(indices) if other is item)

@@ -204,6 +204,7 @@ MEANINGS: dict[type[Operation], Callable[..., Any]] = {
     ops.Exp: np.exp, ops.Exp2: np.exp2, ops.Log: np.log, ops.Log2: np.log2, ops.Tanh: np.tanh,
     ops.FastTanh: np.tanh,
     ops.Sigmoid: lambda a: 1 / (1 + np.exp(-a)), ops.Sqrt: np.sqrt, ops.Sin: np.sin, ops.Cos: np.cos,
+    ops.Detach: lambda a: a, ops.Surrogate: lambda a, b, c: a,
     ops.Equal: _comparison(np.equal), ops.NotEqual: _comparison(np.not_equal), ops.Less: _comparison(np.less),
     ops.LessEqual: _comparison(np.less_equal), ops.Greater: _comparison(np.greater),
     ops.GreaterEqual: _comparison(np.greater_equal), ops.And: np.logical_and, ops.Or: np.logical_or,

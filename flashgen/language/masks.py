@@ -14,7 +14,7 @@ from typing import Any
 import sympy
 
 from flashgen.errors import SpecError
-from flashgen.language import functions as f
+from flashgen.language import elementary as f
 from flashgen.language.bound import is_array
 from flashgen.language.captures import Scalar, Tensor
 from flashgen.language.closures import BoundTensor

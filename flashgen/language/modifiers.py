@@ -17,10 +17,10 @@ import sympy
 from flashgen.errors import SpecError
 from flashgen.language import operations as ops
 from flashgen.language.bound import Bound, is_array, joined
-from flashgen.language.calls import checked_result, run_traced
-from flashgen.language.closures import bind_where_traced, finding
+from flashgen.language.calls import run_traced
+from flashgen.language.expression_json import ARRAY, AT, canonical, node_to_data
 from flashgen.language.operations import Capture, captures_of, kind_of
-from flashgen.language.trace import Traced, lift, logic, negate
+from flashgen.language.trace import Traced, as_placeholder, lift, logic, negate, of_node
 from flashgen.language.well_formed import build, check_expression
 
 MaskFunction = Callable[[Any, Any, Any, Any], Any]
@@ -63,6 +63,7 @@ class Mask:
             raise SpecError(
                 f"mask {self.name!r} reads the score: a mask sees b, h, q, k, len_q, len_k and captures only"
             )
+        object.__setattr__(self, "_template", _template(self.expression, self.bound))
 
     @property
     def captures(self) -> tuple[Capture, ...]:
@@ -71,7 +72,7 @@ class Mask:
 
     def __call__(self, b: Any, h: Any, q: Any, k: Any) -> Traced:
         """The mask at these (traced or literal) indices, inside a traced function."""
-        return Traced(_substituted(_own(self), MASK_SYMBOLS, (b, h, q, k)))
+        return as_placeholder(_at(self._template, (b, h, q, k)))  # type: ignore[attr-defined]
 
     def __and__(self, other: Any) -> Mask:
         return _combine("&", self, other)
@@ -92,7 +93,7 @@ class Mask:
         return _combine("^", other, self)
 
     def __invert__(self) -> Mask:
-        return Mask(f"~{_bracketed(self.name, _PRECEDENCE['~'])}", negate(Traced(self.expression)).node, self.bound)
+        return Mask(f"~{_bracketed(self.name, _PRECEDENCE['~'])}", negate(of_node(self.expression)).node, self.bound)
 
     def __bool__(self) -> bool:
         raise SpecError(f"mask {self.name!r} is neither true nor false: combine masks with & | ~, not and, or, not")
@@ -123,6 +124,7 @@ class Score:
         check_expression(self.expression)
         if kind_of(self.expression) != "float":
             raise SpecError(f"score {self.name!r} must be a float, got {kind_of(self.expression)}: use to_float(x)")
+        object.__setattr__(self, "_template", _template(self.expression, self.bound))
 
     @property
     def captures(self) -> tuple[Capture, ...]:
@@ -137,11 +139,11 @@ class Score:
                 f"score {self.name!r} is called with another score, as in softcap(30)(alibi(8)), or with "
                 f"(score, b, h, q, k) in a traced function; got {len(operands)} arguments"
             )
-        return Traced(_substituted(_own(self), SCORE_SYMBOLS, operands))
+        return as_placeholder(_at(self._template, operands))  # type: ignore[attr-defined]
 
     def _after(self, first: Score) -> Score:
         own, inner, bound = joined(self.expression, self.bound, first.expression, first.bound)
-        return Score(f"{self.name}({first.name})", _substituted(own, (ops.SCORE,), (Traced(inner),)), bound)
+        return Score(f"{self.name}({first.name})", own.xreplace({ops.SCORE: inner}), bound)
 
     def __str__(self) -> str:
         return self.name
@@ -152,13 +154,12 @@ class Score:
 
 def trace_mask(function: MaskFunction, name: str | None = None) -> Mask:
     """The mask of `function(b, h, q, k)`, called once with traced indices. SpecError says what it cannot record."""
-    name = name or _name_of(function, "mask")
+    name = name or name_of(function, "mask")
     what = f"mask {name!r}"
-    with finding() as found:
-        result = run_traced(function, MASK_SYMBOLS, what)
-        if isinstance(result, Mask):
-            return Mask(name, result.expression, result.bound)
-        node, bound = found.named(checked_result(result, what))
+    found = run_traced(function, MASK_SYMBOLS, what)
+    if isinstance(found.result, Mask):
+        return Mask(name, found.result.expression, found.result.bound)
+    node, bound = found.named()
     if kind_of(node) != "bool":
         raise SpecError(f"{what} must return a boolean, got {kind_of(node)}: compare it, e.g. return x != 0")
     return Mask(name, node, bound)
@@ -166,17 +167,16 @@ def trace_mask(function: MaskFunction, name: str | None = None) -> Mask:
 
 def trace_score(function: ScoreFunction, name: str | None = None) -> Score:
     """The score function `function(score, b, h, q, k)`, called once with traced values."""
-    name = name or _name_of(function, "score")
+    name = name or name_of(function, "score")
     what = f"score {name!r}"
-    with finding() as found:
-        result = run_traced(function, SCORE_SYMBOLS, what)
-        node, bound = (None, {}) if isinstance(result, (Mask, Score)) else found.named(checked_result(result, what))
-    if isinstance(result, Score):
-        return Score(name, result.expression, result.bound)
-    if isinstance(result, Mask):
+    found = run_traced(function, SCORE_SYMBOLS, what)
+    if isinstance(found.result, Score):
+        return Score(name, found.result.expression, found.result.bound)
+    if isinstance(found.result, Mask):
         raise SpecError(
             f"{what} returned a mask: return where(mask(b, h, q, k), score, float('-inf')), or pass it as mask="
         )
+    node, bound = found.named()
     kind = kind_of(node)
     if kind == "bool":
         raise SpecError(f"{what} must return a number, got bool: a condition belongs in the mask, or in where(c, a, b)")
@@ -222,15 +222,24 @@ def _combine(operator: str, left: Any, right: Any) -> Mask:
     level = _PRECEDENCE[operator]
     name = f"{_bracketed(left.name, level)} {operator} {_bracketed(right.name, level + 1)}"
     one, other, bound = joined(left.expression, left.bound, right.expression, right.bound)
-    return Mask(name, logic(*classes, Traced(one), Traced(other)).node, bound)
+    return Mask(name, logic(*classes, of_node(one), of_node(other)).node, bound)
 
 
-def _own(modifier: Mask | Score) -> sympy.Basic:
-    """The expression of a mask or score inside a traced function, to which its arrays belong from then on."""
-    captures = {capture.name: capture for capture in modifier.captures}
-    return modifier.expression.xreplace(
-        {captures[name]: bind_where_traced(array, name) for name, array in modifier.bound.items() if name in captures}
-    )
+def _template(expression: sympy.Basic, bound: Bound) -> Traced:
+    """The expression as a traced value, its own arrays among the trace's."""
+    arrays: list[Any] = []
+
+    def opened(data: Any) -> Any:
+        if isinstance(data, list):
+            return [opened(item) for item in data]
+        array = bound.get(data["capture"]) if isinstance(data, dict) and "capture" in data else None
+        if array is None:
+            return data
+        arrays.append(array.original)
+        return [ARRAY, array.dtype, array.ndim, array.grad]
+
+    text = canonical(opened(node_to_data(expression)))
+    return Traced(text, kind_of(expression), tuple(arrays))
 
 
 def _bracketed(name: str, level: int) -> str:
@@ -247,16 +256,26 @@ def _precedence(name: str) -> int:
     return weakest
 
 
-def _substituted(expression: sympy.Basic, symbols: tuple[sympy.Symbol, ...], values: tuple[Any, ...]) -> sympy.Basic:
-    nodes = [lift(value) for value in values]
-    for symbol, node in zip(symbols, nodes, strict=True):
-        if symbol != ops.SCORE and kind_of(node) != "int":
-            raise SpecError(f"the index {symbol} must be an integer, got {kind_of(node)}: use // or to_int(x)")
-        if symbol == ops.SCORE and kind_of(node) == "bool":
+_MASK_TEXTS = tuple(f'"{symbol.name}"' for symbol in MASK_SYMBOLS)
+_SCORE_TEXTS = tuple(f'"{symbol.name}"' for symbol in SCORE_SYMBOLS)
+
+
+def _at(template: Traced, operands: tuple[Any, ...]) -> Traced:
+    """The expression of a mask or score with these values in place of its indices, and of the score."""
+    values = [lift(operand) for operand in operands]
+    names = ("score", "b", "h", "q", "k")[-len(values) :]
+    for name, value in zip(names, values, strict=True):
+        if name == "score" and value.kind == "bool":
             raise SpecError("the score must be a number, got bool: use where(c, a, b)")
-    result = expression.xreplace({symbol: node for symbol, node in zip(symbols, nodes, strict=True) if symbol != node})
-    check_expression(result)
-    return result
+        if name != "score" and value.kind != "int":
+            raise SpecError(f"the index {name} must be an integer, got {value.kind}: use // or to_int(x)")
+    texts = tuple([value.text for value in values])
+    if texts in (_MASK_TEXTS, _SCORE_TEXTS):
+        return template
+    arrays, numbers = template.arrays, template.numbers
+    for value in values:
+        arrays, numbers = arrays + value.arrays, numbers + value.numbers
+    return Traced(f'["{AT}",{template.text},[{",".join(texts)}]]', template.kind, arrays, numbers)
 
 
 def _check_name(name: Any, what: str) -> None:
@@ -266,7 +285,7 @@ def _check_name(name: Any, what: str) -> None:
         )
 
 
-def _name_of(function: Any, fallback: str) -> str:
+def name_of(function: Any, fallback: str) -> str:
     """A readable name: that of the function, or `fallback` for lambdas and names that cannot stand in C++ comments."""
     while isinstance(function, functools.partial):
         function = function.func

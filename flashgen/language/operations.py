@@ -30,9 +30,14 @@ class Operation(sympy.Expr):
         # Strict: a string is refused, where SymPy would otherwise evaluate it as Python.
         return sympy.Basic.__new__(cls, *(sympy.sympify(operand, strict=True) for operand in operands))
 
+    @classmethod
+    def kind_of_result(cls, *operands: Kind) -> Kind:
+        """The kind of the result for operands of these kinds."""
+        raise NotImplementedError
+
     @cached_property  # computed once a node, because operands are shared: asking again would walk a tree, not a graph
     def kind(self) -> Kind:
-        raise NotImplementedError
+        return self.kind_of_result(*(kind_of(operand) for operand in self.args))
 
     # SymPy picks a printer by class name, and would print our Add by its own Add's rules.
     def _sympyrepr(self, printer: Any) -> str:
@@ -44,32 +49,32 @@ class Operation(sympy.Expr):
 class Arithmetic(Operation):
     """float if any operand is a float, else int (a bool counts as 0 or 1)."""
 
-    @cached_property
-    def kind(self) -> Kind:
-        return "float" if any(kind_of(operand) == "float" for operand in self.args) else "int"
+    @classmethod
+    def kind_of_result(cls, *operands: Kind) -> Kind:
+        return "float" if "float" in operands else "int"
 
 
 class Bitwise(Operation):
     """Integers in, an integer out."""
 
-    @cached_property
-    def kind(self) -> Kind:
+    @classmethod
+    def kind_of_result(cls, *operands: Kind) -> Kind:
         return "int"
 
 
 class Transcendental(Operation):
     """A float out, whatever goes in."""
 
-    @cached_property
-    def kind(self) -> Kind:
+    @classmethod
+    def kind_of_result(cls, *operands: Kind) -> Kind:
         return "float"
 
 
 class Truth(Operation):
     """A boolean out: comparisons and logic."""
 
-    @cached_property
-    def kind(self) -> Kind:
+    @classmethod
+    def kind_of_result(cls, *operands: Kind) -> Kind:
         return "bool"
 
 
@@ -105,6 +110,10 @@ Sigmoid = _operation("Sigmoid", Transcendental, 1, "1 / (1 + e**-a)")
 Sqrt = _operation("Sqrt", Transcendental, 1, "square root")
 Sin = _operation("Sin", Transcendental, 1, "sine")
 Cos = _operation("Cos", Transcendental, 1, "cosine")
+Detach = _operation("Detach", Transcendental, 1, "a, with a derivative of 0, as torch's Tensor.detach")
+Surrogate = _operation(
+    "Surrogate", Transcendental, 3, "a, with a derivative of a's plus c times that of b: a derivative of one's own"
+)
 Equal = _operation("Equal", Truth, 2, "a == b")
 NotEqual = _operation("NotEqual", Truth, 2, "a != b")
 Less = _operation("Less", Truth, 2, "a < b")
@@ -122,10 +131,10 @@ class Where(Operation):
 
     arity = 3
 
-    @cached_property
-    def kind(self) -> Kind:
-        kinds = {kind_of(operand) for operand in self.args[1:]}
-        return "float" if "float" in kinds else "int" if "int" in kinds else "bool"
+    @classmethod
+    def kind_of_result(cls, *operands: Kind) -> Kind:
+        branches = operands[1:]
+        return "float" if "float" in branches else "int" if "int" in branches else "bool"
 
 
 class Capture(sympy.AtomicExpr):
@@ -196,6 +205,7 @@ OPERATIONS: dict[str, type[Operation]] = {
     for cls in (
         *(Add, Sub, Mul, Neg, Abs, Minimum, Maximum, FloorDiv, FloorMod, ShiftLeft, ShiftRight, BitAnd, BitOr, BitXor),
         *(Divide, ToFloat, ToInt, Floor, Exp, Exp2, Log, Log2, Tanh, FastTanh, Sigmoid, Sqrt, Sin, Cos),
+        *(Detach, Surrogate),
         *(Equal, NotEqual, Less, LessEqual, Greater, GreaterEqual, And, Or, Xor, Not, Where, Load),
     )
 }

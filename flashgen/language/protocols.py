@@ -6,15 +6,19 @@ that the library gives the function. Neither library is imported here.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 from flashgen.errors import SpecError
-from flashgen.language import functions as f
-from flashgen.language.closures import indexed
+from flashgen.language import elementary as f
+from flashgen.language import pointwise
+from flashgen.language.bound import dtype_read, is_array, wants_gradient
+from flashgen.language.captures import array_leaf, element
 from flashgen.language.dtypes import written_name
-from flashgen.language.trace import ANSWERS, Traced, lift, literal_float, negate
+from flashgen.language.rows import ROW_ANSWERS, ComputedRow, Row, dot, each, reduced
+from flashgen.language.trace import ANSWERS, Traced, detach, lift, literal_float, negate, number_of
 
 _FLOATS = ("float", "float32", "float64", "double")
 _INTEGERS = ("int", "int32", "int64", "long")
@@ -45,11 +49,8 @@ def _where(condition: Any, a: Any = None, b: Any = None) -> Traced:
     return f.where(condition, a, b)
 
 
-def _clamp(x: Any, min: Any = None, max: Any = None, **aliases: Any) -> Traced:
-    bounds = {"a_min": min, "a_max": max, **aliases}
-    if set(bounds) != {"a_min", "a_max"}:
-        raise SpecError(f"clamp() takes a low and a high bound, got {', '.join(aliases)}")
-    return f.clamp(x, bounds["a_min"], bounds["a_max"])
+def _clamp(x: Any, min: Any = None, max: Any = None, a_min: Any = None, a_max: Any = None) -> Traced:
+    return pointwise.clamp(x, a_min if min is None else min, a_max if max is None else max)
 
 
 def _logical(symbol: str) -> Callable[[Any, Any], Any]:
@@ -63,12 +64,12 @@ def _logical(symbol: str) -> Callable[[Any, Any], Any]:
 
 
 def _truth(x: Any) -> Traced:
-    x = Traced(lift(x))
+    x = lift(x)
     return x if x.kind == "bool" else x != 0
 
 
 def _bitwise_not(x: Any) -> Any:
-    x = Traced(lift(x))
+    x = lift(x)
     return x ^ -1 if x.kind == "int" else negate(x)
 
 
@@ -85,7 +86,7 @@ def _filled(value: float | None) -> Callable[..., Traced]:
             number = value
         if any(_is_shape(item) for item in arguments):
             raise SpecError(f"a traced value is one number: its constants have shape (), not {arguments}")
-        return _to(Traced(lift(number)), dtype if dtype is not None else x.kind)
+        return _to(lift(number), dtype if dtype is not None else x.kind)
 
     return make
 
@@ -130,7 +131,7 @@ def _maximum_of(x: Any, y: Any = None) -> Traced:
 
 
 def _ceil(x: Any) -> Traced:
-    return -f.floor(-Traced(lift(x)))
+    return -f.floor(-lift(x))
 
 
 def _trunc(x: Any) -> Traced:
@@ -144,6 +145,7 @@ def _trunc(x: Any) -> Traced:
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     "add": _add, "sub": _subtract, "subtract": _subtract, "mul": lambda a, b: a * b, "multiply": lambda a, b: a * b,
     "div": _divide, "divide": _divide, "true_divide": _divide, "floor_divide": lambda a, b: a // b,
+    "truediv": _divide, "floordiv": lambda a, b: a // b,
     "remainder": lambda a, b: a % b, "mod": lambda a, b: a % b, "rsub": lambda a, b: b - a,
     "neg": lambda x: -x, "negative": lambda x: -x, "positive": lambda x: x, "pow": lambda a, b: a**b,
     "power": lambda a, b: a**b, "float_power": lambda a, b: f.to_float(a) ** b, "square": lambda x: x * x,
@@ -158,11 +160,20 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "bitwise_right_shift": lambda a, b: a >> b, "right_shift": lambda a, b: a >> b, "rshift": lambda a, b: a >> b,
     "logical_and": _logical("&"), "logical_or": _logical("|"), "logical_xor": _logical("^"),
     "logical_not": lambda x: negate(_truth(x)),
-    "where": _where, "clamp": _clamp, "clip": _clamp, "clamp_min": f.maximum,
-    "clamp_max": lambda x, max: f.clamp(x, None, max),
+    "where": _where, "clamp": _clamp, "clip": _clamp, "clamp_min": lambda x, min: pointwise.clamp(x, min, None),
+    "clamp_max": lambda x, max: pointwise.clamp(x, None, max),
     "minimum": f.minimum, "fmin": f.minimum, "min": _minimum_of, "maximum": f.maximum, "fmax": f.maximum,
     "max": _maximum_of, "abs": f.abs, "absolute": f.abs, "fabs": lambda x: f.abs(f.to_float(x)),
-    "relu": lambda x: f.maximum(x, 0),
+    "relu": pointwise.relu, "silu": pointwise.silu, "gelu": pointwise.gelu, "softplus": pointwise.softplus,
+    "leaky_relu": pointwise.leaky_relu, "elu": pointwise.elu, "erf": pointwise.erf,
+    "erfc": lambda x: 1.0 - pointwise.erf(x), "tan": lambda x: f.sin(x) / f.cos(x), "log1p": lambda x: f.log(1.0 + x),
+    "expm1": lambda x: f.exp(x) - 1.0,
+    "sinh": lambda x: 0.5 * (f.exp(x) - f.exp(-x)), "cosh": lambda x: 0.5 * (f.exp(x) + f.exp(-x)),
+    "sign": pointwise.sign, "sgn": pointwise.sign, "round": pointwise.round, "fmod": pointwise.fmod,
+    "isnan": lambda x: x != x, "isinf": lambda x: f.abs(x) == literal_float(math.inf),
+    "isfinite": lambda x: f.abs(x) < literal_float(math.inf),
+    "masked_fill": lambda x, mask, value: f.where(mask, value, x),
+    "detach": detach, "clone": lambda x: x, "contiguous": lambda x: x, "view_as": lambda x, other: x,
     "exp": f.exp, "exp2": f.exp2, "log": f.log, "log2": f.log2,
     "log10": lambda x: f.log2(x) * literal_float(0.3010299956639812),
     "tanh": f.tanh, "sigmoid": f.sigmoid, "expit": f.sigmoid, "sqrt": f.sqrt, "rsqrt": lambda x: 1.0 / f.sqrt(x),
@@ -176,28 +187,45 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
 _METHODS: dict[str, Callable[..., Any]] = {
     "new_ones": _filled(1), "new_zeros": _filled(0), "new_full": _filled(None), "to": _to, "type": _to, "astype": _to,
     "float": f.to_float, "double": f.to_float, "int": f.to_int, "long": f.to_int, "bool": _truth,
-    "contiguous": lambda x: x, "clone": lambda x: x, "detach": lambda x: x, "where": lambda x, c, y: f.where(c, x, y),
+    "where": lambda x, c, y: f.where(c, x, y), "tensor_where": lambda x, c, y: f.where(c, x, y),
     "type_as": lambda x, other: _to(x, other), "logical_not": lambda x: negate(_truth(x)),
 }
 # fmt: on
 _METHODS = {**FUNCTIONS, **_METHODS, **{name: partial(_to, dtype=name) for name in ("half", "bfloat16", "short")}}
+_FUNCTIONS_OF_TORCH = {**_METHODS, **FUNCTIONS}  # torch names methods of tensors, too
+# Functions of a whole row, by its columns; of a single value they are the value, as of a tensor without dimensions.
+# fmt: off
+_REDUCTIONS: dict[str, Callable[[Row], Traced]] = {
+    "any": lambda row: reduced(lambda a, b: a | b, each(_truth, row)),
+    "all": lambda row: reduced(lambda a, b: a & b, each(_truth, row)),
+    "sum": lambda row: reduced(lambda a, b: a + b, _numeric(row)),
+    "mean": lambda row: reduced(lambda a, b: a + b, _numeric(row)) / float(len(row.elements())),
+    "prod": lambda row: reduced(lambda a, b: a * b, _numeric(row)),
+    "max": lambda row: reduced(f.maximum, row), "amax": lambda row: reduced(f.maximum, row),
+    "min": lambda row: reduced(f.minimum, row), "amin": lambda row: reduced(f.minimum, row),
+}
+# fmt: on
+_PRODUCTS = ("dot", "inner", "vecdot", "matmul")
 # Attributes that helpers read before they make constants.
-_ATTRIBUTES: dict[str, Any] = {"ndim": 0, "shape": (), "device": None}
+_ATTRIBUTES: dict[str, Any] = {"ndim": 0, "shape": (), "device": None, "requires_grad": False}
+DTYPES: dict[str, Any] = {"float": "float32", "int": "int32", "bool": "bool"}
+"""What a traced value says that its dtype is, by its kind; `flashgen.torch` makes them torch's."""
 
 
 def answer_libraries() -> None:
     """Has traced values answer NumPy, torch and tensors' methods by the tables of this module."""
-    ANSWERS.update(method=method, numpy=call_numpy, torch=call_torch)
+    ANSWERS.update(method=method, numpy=call_numpy, torch=call_torch, array=zero_dimensional)
+    ROW_ANSWERS.update(method=method, torch=call_torch)
 
 
-def method(value: Traced, name: str) -> Any:
+def method(value: Any, name: str) -> Any:
     """What `value.name` is: a method of tensors that the language has. AttributeError for the rest."""
     if name in _ATTRIBUTES:
         return _ATTRIBUTES[name]
     if name == "dtype":
-        return {"float": "float32", "int": "int32", "bool": "bool"}[value.kind]
-    if name in _METHODS and not name.startswith("_"):
-        return lambda *arguments, **keywords: _METHODS[name](value, *arguments, **keywords)
+        return DTYPES[value.elements()[0].kind if isinstance(value, Row) else value.kind]
+    if not name.startswith("_") and is_known(name):
+        return lambda *arguments, **keywords: call(f"Tensor.{name}", name, _METHODS, (value, *arguments), keywords)
     raise AttributeError(f"a traced value has no attribute {name!r}: see flashgen.language for what can be traced")
 
 
@@ -206,41 +234,168 @@ def call_numpy(function: Any, how: str, arguments: tuple[Any, ...], keywords: di
     name = getattr(function, "__name__", str(function))
     if how != "__call__" or keywords.get("out") is not None:
         raise SpecError(f"numpy.{name}.{how} cannot be traced: it needs whole arrays")
-    return _call("numpy", name, arguments, keywords)
+    return call(f"numpy.{name}", name, FUNCTIONS, arguments, keywords)
 
 
 def call_torch(function: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
     """A torch function, or a method of a torch tensor, called with a traced value."""
-    name = getattr(function, "__name__", str(function))
+    handler = HANDLED.get(function)
+    if handler is not None:
+        return handler(*arguments, **keywords)
+    return call_torch_named(getattr(function, "__name__", str(function)), arguments, keywords)
+
+
+HANDLED: dict[Any, Callable[..., Any]] = {}
+"""Functions of torch with a handler of their own, which `flashgen.torch` registers."""
+
+
+def call_torch_named(name: str, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+    """The same, of a function by its name."""
     if name.startswith("__") and name.endswith("__"):  # Tensor.__rsub__ and the like; in-place ones make a new value
         name = name.strip("_")
-        if name not in FUNCTIONS and name[:1] in ("r", "i") and name[1:] in FUNCTIONS:
+        if not is_known(name) and name[:1] in ("r", "i") and is_known(name[1:]):
             arguments = arguments[::-1] if name[0] == "r" else arguments
             name = name[1:]
-    return _call("torch", name, arguments, keywords)
+    return call(f"torch.{name}", name, _FUNCTIONS_OF_TORCH, arguments, keywords)
 
 
-def _call(library: str, name: str, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
-    if name == "getitem":
-        element = indexed(*arguments)
-        if element is not None:
-            return element
-        raise SpecError(
-            f"this {library} array cannot be indexed by a traced value: make it outside of the function, or declare "
-            "flashgen.Tensor(name, dtype, ndim), index that, and give the array at the call"
-        )
-    if name not in FUNCTIONS:
-        raise SpecError(f"{library}.{name} cannot be traced; known: {', '.join(sorted(FUNCTIONS))}")
-    # NumPy's and torch's own scalars become traced, so that Python's operators on them build nodes.
-    lifted = [_lifted(argument) for argument in arguments]
+def is_known(name: str) -> bool:
+    """Whether the language has a function, or a method of tensors, of this name."""
+    return name in _METHODS or name in _OF_ARRAYS or name in _REDUCTIONS or name in _SHAPES or name in _PRODUCTS
+
+
+def call(
+    shown: str, name: str, table: dict[str, Callable[..., Any]], arguments: tuple[Any, ...], keywords: dict[str, Any]
+) -> Any:
+    """The function of a name in a table; `shown` is how messages call it."""
     try:
-        return FUNCTIONS[name](*lifted, **keywords)
+        if name in _OF_ARRAYS:
+            return _OF_ARRAYS[name](*arguments, **keywords)
+        if name in _SHAPES:
+            return _SHAPES[name](*arguments, **keywords)
+        if name in _PRODUCTS:
+            return dot(*arguments)
+        if name in _REDUCTIONS and _is_reduction(name, arguments, keywords):
+            return _reduce(name, arguments[0])
+        if name in table:
+            return _of_elements(table[name], arguments, keywords)
     except TypeError as error:
         raise SpecError(
-            f"{library}.{name} called with {', '.join(keywords) or 'these arguments'} cannot be traced: {error}"
+            f"{shown} called with {', '.join(keywords) or 'these arguments'} cannot be traced: {error}"
         ) from None
+    raise SpecError(f"{shown} cannot be traced; known: {', '.join(sorted(FUNCTIONS))}")
 
 
-def _lifted(argument: Any) -> Any:
-    """Arrays (of one number, else SpecError) made traced; Python's own numbers, None and shapes as they are."""
-    return Traced(lift(argument)) if hasattr(argument, "shape") and not isinstance(argument, Traced) else argument
+def _of_elements(function: Callable[..., Any], arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+    """The function of values, or of each column of rows. All numbers become traced, so that operators build texts."""
+    if any(isinstance(argument, Row) for argument in arguments):
+        rows = [argument for argument in arguments if _is_value(argument)]
+        others = [argument for argument in arguments if not _is_value(argument)]
+        return each(lambda *columns: function(*columns, *others, **keywords), *rows)
+    return function(*[lift(each_) if _is_value(each_) else each_ for each_ in arguments], **keywords)
+
+
+def _is_value(argument: Any) -> bool:
+    """Whether an argument is a number, a traced value or an array, and no dtype, shape, text or None."""
+    if isinstance(argument, (Traced, Row, bool, int, float)):
+        return True
+    return hasattr(argument, "ndim") and hasattr(argument, "shape")
+
+
+def _is_reduction(name: str, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> bool:
+    """Whether a call reduces its first argument: max and min of two values are none."""
+    dims = [*arguments[1:], *[keywords[key] for key in ("dim", "axis") if key in keywords]]
+    if name in ("max", "min") and not isinstance(arguments[0], Row):
+        return False
+    for dim in dims:
+        if dim not in (None, -1, 0, (-1,), [-1]):
+            raise SpecError(f"{name} of a row along {dim!r}: a row has one dimension, -1")
+    return True
+
+
+def _reduce(name: str, value: Any) -> Traced:
+    value = value if isinstance(value, Row) else ComputedRow((lift(value),))
+    return _REDUCTIONS[name](value)
+
+
+def _numeric(row: Row) -> Row:
+    return each(lambda x: f.to_int(x) if x.kind == "bool" else x, row)
+
+
+def _unsqueeze(x: Any, dim: Any = None) -> Any:
+    if isinstance(x, Row) or dim not in (-1, 0):
+        raise SpecError(f"unsqueeze({dim!r}): a traced value becomes a row of one column by unsqueeze(-1)")
+    return ComputedRow((lift(x),))
+
+
+def _squeeze(x: Any, dim: Any = None) -> Any:
+    return x if isinstance(x, Traced) else x.elements()[0] if len(x.elements()) == 1 else x
+
+
+def _reshape(x: Any, *shape: Any) -> Any:
+    sizes = shape[0] if len(shape) == 1 and isinstance(shape[0], (tuple, list)) else shape
+    if isinstance(x, Traced) and len(sizes) == 0:
+        return x
+    if tuple(sizes) in ((-1,), (1,)) and (isinstance(x, Traced) or len(x.elements()) == 1):
+        return ComputedRow((x if isinstance(x, Traced) else x.elements()[0],))
+    if isinstance(x, Row) and len(sizes) == 0:
+        return _squeeze(x)
+    raise SpecError(f"a traced value of shape {tuple(getattr(x, 'shape', ()))} has no shape {tuple(sizes)}")
+
+
+_SHAPES: dict[str, Callable[..., Any]] = {
+    "unsqueeze": _unsqueeze, "squeeze": _squeeze, "view": _reshape, "reshape": _reshape,
+}  # fmt: skip
+
+
+def array_element(array: Any, index: Any) -> Any:
+    """An element of an array at traced indices, where a library asks the index."""
+    if isinstance(array, Row):
+        return array[_plain(index)]
+    if not is_array(array):
+        raise SpecError(
+            f"{type(array).__name__} cannot be indexed by a traced value: make an array outside of the function, or "
+            "declare flashgen.Tensor(name, dtype, ndim), index that, and give the array at the call"
+        )
+    dtype = dtype_read(written_name(array.dtype), "table")
+    leaf = array_leaf(dtype, array.ndim, wants_gradient(array, dtype))
+    return element(leaf, array, index if isinstance(index, tuple) else (index,))
+
+
+def _plain(index: Any) -> Any:
+    number = number_of(index) if isinstance(index, Traced) else None
+    return index if number is None else number
+
+
+def zero_dimensional(array: Any) -> Traced:
+    """The number that an array without dimensions holds at the call."""
+    found: Traced = array_element(array, 0)
+    return found
+
+
+def _gather(array: Any, dim: int, index: Any) -> Any:
+    if dim not in (0, -1) or array.ndim != 1:
+        raise SpecError(f"gather along {dim} of {array.ndim} dimensions: index the array, array[i, j]")
+    return array_element(array, index)
+
+
+def _index_select(array: Any, dim: int, index: Any) -> Any:
+    if dim not in (0, -array.ndim):
+        raise SpecError(f"index_select along dimension {dim}: index the array, array[i, j]")
+    return array_element(array, index)
+
+
+def _embedding(
+    index: Any, weight: Any, padding_idx: Any = None, max_norm: Any = None, norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False, sparse: bool = False,
+) -> Any:  # fmt: skip
+    if max_norm is not None or scale_grad_by_freq or (padding_idx is not None and weight.requires_grad):
+        raise SpecError("an embedding with padding_idx, max_norm or scale_grad_by_freq: index its weight instead")
+    return array_element(weight, index)
+
+
+_OF_ARRAYS: dict[str, Callable[..., Any]] = {
+    "getitem": array_element, "gather": _gather, "index_select": _index_select, "embedding": _embedding,
+    "take": lambda array, index: array_element(array.reshape(-1), index),
+    "select": lambda array, dim, index: _index_select(array, dim, index),
+}  # fmt: skip

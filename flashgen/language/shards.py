@@ -15,13 +15,9 @@ from __future__ import annotations
 import sympy
 
 from flashgen.language import operations as ops
+from flashgen.language.expression_json import PLACES, SHARD_B, SHARD_H, SHARD_K, SHARD_Q, WHOLE_K, WHOLE_Q
 from flashgen.language.modifiers import Mask, Score
 from flashgen.language.operations import Capture
-
-SHARD_B, SHARD_H, SHARD_Q, SHARD_K = (Capture(f"shard_{index}", "int32", 0) for index in "bhqk")
-WHOLE_Q, WHOLE_K = (Capture(f"whole_{index}", "int32", 0) for index in "qk")
-PLACES = {capture.name: capture for capture in (SHARD_B, SHARD_H, SHARD_Q, SHARD_K, WHOLE_Q, WHOLE_K)}
-"""The numbers of a sharded call, by name."""
 
 BLOCK_Q, BLOCK_K = 16, 32
 """What shard_q and shard_k are multiples of under dropout, whose generator serves as many queries and keys at once."""

@@ -1,11 +1,16 @@
-"""Proxies that stand for the indices and the score while a user's function runs once, and record what it does.
+"""Proxies that stand for the indices and the score while a user's function runs, and record what it does.
 
-A `Traced` wraps a node (see `operations`). Python's operators on it build further nodes; what Python cannot hand over
-(`and`, `or`, `not`, `if`, chained comparisons, `float(x)`) raises a SpecError that says what to write instead.
+A `Traced` holds the text of an expression (see `expression_json`), the arrays and the numbers that the text leaves
+open, and no SymPy node: a function that is given at a call is traced at that call, and what its text stands for is
+looked up. Python's operators build longer texts; what Python cannot hand over (`and`, `or`, `not`, `if`, chained
+comparisons, `float(x)`) raises a SpecError that says what to write instead.
+
+The functions here are also run by torch.compile, which inlines them: they use plain Python alone.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 from typing import Any, NoReturn
@@ -15,72 +20,85 @@ import sympy
 
 from flashgen.errors import SpecError
 from flashgen.language import operations as ops
-from flashgen.language.operations import Kind, Operation, kind_of
-from flashgen.language.well_formed import build, is_literal, literal
+from flashgen.language.expression_json import FLOAT, INTEGER, canonical, node_from_trace, node_to_data
+from flashgen.language.operations import Capture, Kind, Operation, kind_of
+from flashgen.language.well_formed import FLOAT32_MAX, MAX_DEPTH, MAX_NODES, check_kinds, literal
 
 MAX_POWER = 16
 ANSWERS: dict[str, Callable[..., Any]] = {}
 """What traced values answer NumPy, torch and callers of tensors' methods; `protocols`, a layer above, fills it in."""
+PLACEHOLDERS: list[Any] = []
+"""Where torch.compile traces a function: what knows the tensors that stand for traced values (`flashgen.torch`)."""
+_MAX_TEXT = 80 * MAX_NODES  # characters: beyond it `check_expression` would refuse the tree
+_TRUE, _FALSE, _INTEGER, _FLOAT = "true", "false", f'"{INTEGER}"', f'"{FLOAT}"'
 
 
 class Traced:
     """A value inside a traced mask or score function: an index, the score, a captured number, or what was made of them.
 
-    `node` is the expression behind it, `kind` one of "bool", "int", "float". `&`, `|`, `^` and `~` are logic on
-    booleans; on integers `&`, `|`, `^` are bitwise. `//`, `%` are floored and `/` gives a float, as in Python.
+    `&`, `|`, `^` and `~` are logic on booleans; on integers `&`, `|`, `^` are bitwise. `//`, `%` are floored and `/`
+    gives a float, as in Python.
+
+    Attributes:
+        text: the expression, in JSON.
+        kind: "bool", "int" or "float".
+        arrays: the arrays that the text loads elements of, as often and in the order as it does.
+        numbers: the Python numbers that the text holds, likewise.
     """
 
-    __slots__ = ("node",)
+    __slots__ = ("arrays", "kind", "numbers", "text")
     __hash__ = None  # type: ignore[assignment]  # == builds an expression, so a set or dict could not tell values apart
     __array_priority__ = 1000
 
-    def __init__(self, node: sympy.Basic) -> None:
-        self.node = node
+    def __init__(self, text: str, kind: Kind, arrays: tuple[Any, ...] = (), numbers: tuple[Any, ...] = ()) -> None:
+        self.text, self.kind, self.arrays, self.numbers = text, kind, arrays, numbers
 
     @property
-    def kind(self) -> Kind:
-        return kind_of(self.node)
+    def node(self) -> sympy.Basic:
+        """The expression as a SymPy tree. Arrays that are not declared are captures array__0, array__1, ... of it."""
+        numbered = (Capture(f"array__{number}", "float32", 1) for number in itertools.count())
+        return node_from_trace(self.text, map(literal, self.numbers), numbered)
 
     def __repr__(self) -> str:
-        return f"Traced({self.node})"
+        return f"Traced({self.text})"
 
     # Arithmetic -------------------------------------------------------------------------------------------------------
 
     def __add__(self, other: Any) -> Traced:
-        return apply(ops.Add, self, other)
+        return binary(ops.Add, self, other)
 
     def __radd__(self, other: Any) -> Traced:
-        return apply(ops.Add, other, self)
+        return binary(ops.Add, other, self)
 
     def __sub__(self, other: Any) -> Traced:
-        return apply(ops.Sub, self, other)
+        return binary(ops.Sub, self, other)
 
     def __rsub__(self, other: Any) -> Traced:
-        return apply(ops.Sub, other, self)
+        return binary(ops.Sub, other, self)
 
     def __mul__(self, other: Any) -> Traced:
-        return apply(ops.Mul, self, other)
+        return binary(ops.Mul, self, other)
 
     def __rmul__(self, other: Any) -> Traced:
-        return apply(ops.Mul, other, self)
+        return binary(ops.Mul, other, self)
 
     def __truediv__(self, other: Any) -> Traced:
-        return apply(ops.Divide, self, other)
+        return binary(ops.Divide, self, other)
 
     def __rtruediv__(self, other: Any) -> Traced:
-        return apply(ops.Divide, other, self)
+        return binary(ops.Divide, other, self)
 
     def __floordiv__(self, other: Any) -> Traced:
-        return apply(ops.FloorDiv, self, other)
+        return binary(ops.FloorDiv, self, other)
 
     def __rfloordiv__(self, other: Any) -> Traced:
-        return apply(ops.FloorDiv, other, self)
+        return binary(ops.FloorDiv, other, self)
 
     def __mod__(self, other: Any) -> Traced:
-        return apply(ops.FloorMod, self, other)
+        return binary(ops.FloorMod, self, other)
 
     def __rmod__(self, other: Any) -> Traced:
-        return apply(ops.FloorMod, other, self)
+        return binary(ops.FloorMod, other, self)
 
     def __divmod__(self, other: Any) -> tuple[Traced, Traced]:
         return self // other, self % other
@@ -95,7 +113,7 @@ class Traced:
         return power(base, self)
 
     def __neg__(self) -> Traced:
-        return Traced(literal(-_number(self.node))) if _is_number(self.node) else apply(ops.Neg, self)
+        return lift(-self.numbers[0]) if _is_number(self) else apply(ops.Neg, self)
 
     def __pos__(self) -> Traced:
         return self
@@ -118,22 +136,22 @@ class Traced:
     # Comparison and logic ---------------------------------------------------------------------------------------------
 
     def __eq__(self, other: Any) -> Traced:  # type: ignore[override]
-        return apply(ops.Equal, self, other)
+        return binary(ops.Equal, self, other)
 
     def __ne__(self, other: Any) -> Traced:  # type: ignore[override]
-        return apply(ops.NotEqual, self, other)
+        return binary(ops.NotEqual, self, other)
 
     def __lt__(self, other: Any) -> Traced:
-        return apply(ops.Less, self, other)
+        return binary(ops.Less, self, other)
 
     def __le__(self, other: Any) -> Traced:
-        return apply(ops.LessEqual, self, other)
+        return binary(ops.LessEqual, self, other)
 
     def __gt__(self, other: Any) -> Traced:
-        return apply(ops.Greater, self, other)
+        return binary(ops.Greater, self, other)
 
     def __ge__(self, other: Any) -> Traced:
-        return apply(ops.GreaterEqual, self, other)
+        return binary(ops.GreaterEqual, self, other)
 
     def __and__(self, other: Any) -> Traced:
         return logic(ops.And, ops.BitAnd, self, other)
@@ -219,85 +237,210 @@ class Traced:
         return ANSWERS["torch"](function, arguments, keywords or {})
 
 
-def lift(value: Any) -> sympy.Basic:
-    """The node of a traced value, a number, a boolean, or a zero-dimensional array. SpecError for anything else."""
+def of_node(node: sympy.Basic) -> Traced:
+    """The traced value of an expression that reads declared captures alone."""
+    return Traced(canonical(node_to_data(node)), kind_of(node))
+
+
+_INFINITY, _MINUS_INFINITY, _MINUS_ZERO = (of_node(literal(value)) for value in (math.inf, -math.inf, -0.0))
+
+
+def lift(value: Any) -> Traced:
+    """The traced value of a number, a boolean, or a zero-dimensional array. SpecError for anything else."""
     if isinstance(value, Traced):
-        return value.node
-    if isinstance(value, (bool, int, float, np.bool_, np.integer, np.floating)):
-        return literal(value)
-    if getattr(value, "ndim", None) == 0 and hasattr(value, "item"):
+        return value
+    if isinstance(value, (bool, np.bool_)):
+        return Traced(_TRUE if value else _FALSE, "bool")
+    if isinstance(value, (int, np.integer)):
+        return _integer(value)
+    if isinstance(value, (float, np.floating)):
+        return _float(value)
+    if isinstance(value, np.generic):
         return lift(value.item())
+    if PLACEHOLDERS:
+        stood_for = PLACEHOLDERS[-1].value_of(value)
+        if isinstance(stood_for, Traced):
+            return stood_for
+    if getattr(value, "ndim", None) == 0 and hasattr(value, "dtype"):
+        return ANSWERS["array"](value)
+    raise SpecError(_no_value(value))
+
+
+def as_placeholder(value: Any) -> Any:
+    """A traced value as users' functions are given it: a tensor that stands for it where torch.compile traces them."""
+    return PLACEHOLDERS[-1].placeholder(value) if PLACEHOLDERS else value
+
+
+def _integer(value: Any) -> Traced:
+    if isinstance(value, np.integer):
+        value = int(value)
+    if not -(2**31) <= value < 2**31:
+        raise SpecError(f"the integer {value} does not fit in 32 bits: use a float, or smaller numbers")
+    return Traced(_INTEGER, "int", (), (value,))
+
+
+def _float(value: Any) -> Traced:
+    """A float of the text's numbers; an infinity and -0, which no captured number may be, stand in the text itself."""
+    value = float(value)
+    if value != value:
+        raise SpecError("a literal is NaN: a mask or score function must not make NaN")
+    if value in (math.inf, -math.inf):
+        return _INFINITY if value > 0 else _MINUS_INFINITY
+    if value == 0 and math.copysign(1, value) < 0:
+        return _MINUS_ZERO
+    if abs(value) > FLOAT32_MAX:
+        raise SpecError(f"the literal {value!r} is beyond float32 (about 3.4e38): use float('inf') or a smaller number")
+    return Traced(_FLOAT, "float", (), (value,))
+
+
+def _no_value(value: Any) -> str:
+    """Why a value cannot stand in a traced function, and what to do."""
     if hasattr(value, "capture"):
-        raise SpecError(f"{value!r} is not a number yet: give it one index a dimension")
+        return f"{value!r} is not a number yet: give it one index a dimension"
     if hasattr(value, "shape") or isinstance(value, (list, tuple)):
-        raise SpecError(
+        return (
             f"an array ({type(value).__name__}) is no number of a traced function: make it outside of the function and "
             "index it there, one index a dimension, or a flashgen.Tensor(name, dtype, ndim), and give it at the call"
         )
     if callable(value):
-        raise SpecError(f"{_readable(value)} is a function: call it with the indices, e.g. causal()(b, h, q, k)")
+        named = getattr(value, "__name__", None) or getattr(value, "name", None) or type(value).__name__
+        return f"{named} is a function: call it with the indices, e.g. causal()(b, h, q, k)"
     if value is None:
-        raise SpecError("None cannot stand in a traced function: did a helper forget to return its result?")
-    raise SpecError(f"{value!r} ({type(value).__name__}) cannot stand in a traced function: use numbers and booleans")
+        return "None cannot stand in a traced function: did a helper forget to return its result?"
+    return f"{value!r} ({type(value).__name__}) cannot stand in a traced function: use numbers and booleans"
 
 
-def _readable(value: Any) -> str:
-    return getattr(value, "__name__", None) or getattr(value, "name", None) or type(value).__name__
+_KINDS: tuple[Kind, ...] = ("bool", "int", "float")
+
+
+def _kinds_of_results() -> dict[tuple[str, ...], Kind]:
+    """The kind of each operation's result, by its name and the kinds of operands that it takes."""
+    found: dict[tuple[str, ...], Kind] = {}
+    for name, cls in ops.OPERATIONS.items():
+        for kinds in [] if cls is ops.Load else itertools.product(_KINDS, repeat=cls.arity):
+            try:
+                check_kinds(cls, list(kinds))
+            except SpecError:
+                continue
+            found[name, *kinds] = cls.kind_of_result(*kinds)
+    return found
+
+
+_RESULTS = _kinds_of_results()
+is_grad_enabled: Callable[[], bool] = lambda: True
+"""torch.is_grad_enabled, where torch is loaded (`watch_gradient_mode`)."""
+
+
+def watch_gradient_mode(ask: Callable[[], bool]) -> None:
+    """Has what is computed while `ask` says False, as under torch.no_grad(), have no gradient."""
+    global is_grad_enabled
+    is_grad_enabled = ask
 
 
 def apply(cls: type[Operation], *operands: Any) -> Traced:
     """The operation on traced values or literals."""
-    return Traced(build(cls, *(lift(operand) for operand in operands)))
+    if len(operands) == 2:
+        return binary(cls, *operands)
+    values = [lift(operand) for operand in operands]
+    text, arrays, numbers = f'["{cls.__name__}"', (), ()
+    for value in values:
+        text, arrays, numbers = f"{text},{value.text}", arrays + value.arrays, numbers + value.numbers
+    return _result(cls, (cls.__name__, *[value.kind for value in values]), text + "]", arrays, numbers)
+
+
+def binary(cls: type[Operation], left: Any, right: Any) -> Traced:
+    """An operation of two operands."""
+    a = left if isinstance(left, Traced) else lift(left)
+    b = right if isinstance(right, Traced) else lift(right)
+    name = cls.__name__
+    text = f'["{name}",{a.text},{b.text}]'
+    return _result(cls, (name, a.kind, b.kind), text, a.arrays + b.arrays, a.numbers + b.numbers)
+
+
+def _result(
+    cls: type[Operation], key: tuple[str, ...], text: str, arrays: tuple[Any, ...], numbers: tuple[Any, ...]
+) -> Traced:
+    """The traced value of an operation; key: its name and the kinds of its operands."""
+    kind = _RESULTS.get(key)
+    if kind is None:
+        check_kinds(cls, list(key[1:]))  # type: ignore[arg-type]
+        raise AssertionError(key)
+    if len(text) > _MAX_TEXT:
+        raise SpecError(
+            f"the expression is too large: more than {MAX_DEPTH} levels or {MAX_NODES} operations, each shared part "
+            "counted wherever it occurs; unroll less, or read a table from a Tensor"
+        )
+    if kind == "float" and cls is not ops.Detach and not is_grad_enabled():
+        text = f'["Detach",{text}]'
+    return Traced(text, kind, arrays, numbers)
+
+
+def detach(value: Any) -> Traced:
+    """The value, with a derivative of 0."""
+    value = lift(value)
+    return apply(ops.Detach, value) if value.kind == "float" and (value.arrays or not is_literal(value)) else value
+
+
+def is_literal(value: Traced) -> bool:
+    """Whether a traced value is a number or a boolean of Python's."""
+    return _is_number(value) or value.text in (_TRUE, _FALSE)
+
+
+def number_of(value: Any) -> int | float | None:
+    """The Python number that a traced value is, or None."""
+    value = lift(value)
+    return value.numbers[0] if _is_number(value) else None
 
 
 def logic(of_booleans: type[Operation], of_integers: type[Operation], left: Any, right: Any) -> Traced:
     """& | ^ of two booleans or two integers. A literal True or False is folded away."""
     a, b = lift(left), lift(right)
-    kinds = {kind_of(a), kind_of(b)}
-    if kinds == {"int"}:
-        return Traced(build(of_integers, a, b))
-    if kinds == {"bool"}:
+    if a.kind == b.kind == "int":
+        return apply(of_integers, a, b)
+    if a.kind == b.kind == "bool":
         for known, other in ((a, b), (b, a)):
-            if known in (sympy.true, sympy.false):
-                return _fold(of_booleans, known == sympy.true, other)
-    return Traced(build(of_booleans, a, b))
+            if known.text in (_TRUE, _FALSE):
+                return _fold(of_booleans, known.text == _TRUE, other)
+    return apply(of_booleans, a, b)
 
 
-def _fold(cls: type[Operation], known: bool, other: sympy.Basic) -> Traced:
+def _fold(cls: type[Operation], known: bool, other: Traced) -> Traced:
     if cls is ops.Xor:
-        return negate(Traced(other)) if known else Traced(other)
+        return negate(other) if known else other
     absorbed = known == (cls is ops.And)  # True & x and False | x are x
-    return Traced(other) if absorbed else Traced(sympy.true if known else sympy.false)
+    return other if absorbed else lift(known)
 
 
 def negate(value: Any) -> Traced:
     """Logical not of a boolean."""
-    node = lift(value)
-    if node in (sympy.true, sympy.false):
-        return Traced(sympy.false if node == sympy.true else sympy.true)
-    if kind_of(node) != "bool":
-        raise SpecError(f"~ needs a boolean, got {kind_of(node)}: compare first, e.g. ~(q == k); bitwise not is x ^ -1")
+    value = lift(value)
+    if value.text in (_TRUE, _FALSE):
+        return lift(value.text == _FALSE)
+    if value.kind != "bool":
+        raise SpecError(f"~ needs a boolean, got {value.kind}: compare first, e.g. ~(q == k); bitwise not is x ^ -1")
     return apply(ops.Not, value)
 
 
 def shift(cls: type[Operation], value: Any, amount: Any) -> Traced:
     """value << amount or value >> amount. A literal amount must be 0 to 31; others are clamped to that."""
-    node = lift(amount)
-    if isinstance(node, sympy.Integer) and not 0 <= node <= 31:
-        raise SpecError(f"shift by {node}: integers have 32 bits, give 0 to 31")
+    amount = lift(amount)
+    if amount.text == _INTEGER and not 0 <= amount.numbers[0] <= 31:
+        raise SpecError(f"shift by {amount.numbers[0]}: integers have 32 bits, give 0 to 31")
     return apply(cls, value, amount)
 
 
 def power(base: Any, exponent: Any) -> Traced:
     """base ** exponent where one of them is a literal: integers up to 16, ±0.5, and positive bases of a float."""
     below, above = lift(base), lift(exponent)
+    if isinstance(exponent, float) and math.isinf(exponent):
+        return _literal_power(below, exponent)
     if _is_number(above):
-        return _literal_power(Traced(below), _number(above))
-    if _is_number(below) and 0 < _number(below) < math.inf:
-        if kind_of(above) == "float":
-            logarithm = math.log2(_number(below))
-            return apply(ops.Exp2, exponent if logarithm == 1 else exponent * literal_float(logarithm))
-        raise SpecError(f"{_number(below)} ** an integer: write 1 << x for a power of two, or exp2(x * log2(base))")
+        return _literal_power(below, above.numbers[0])
+    if _is_number(below) and 0 < below.numbers[0] < math.inf:
+        if above.kind == "float":
+            logarithm = math.log2(below.numbers[0])
+            return apply(ops.Exp2, above if logarithm == 1 else above * literal_float(logarithm))
+        raise SpecError(f"{below.numbers[0]} ** an integer: write 1 << x for a power of two, or exp2(x * log2(base))")
     raise SpecError("x ** y: one of them must be a literal number; otherwise write exp2(y * log2(x))")
 
 
@@ -305,7 +448,7 @@ def _literal_power(base: Traced, exponent: float) -> Traced:
     if exponent in (0.5, -0.5):
         root = apply(ops.Sqrt, base)
         return root if exponent > 0 else 1.0 / root
-    if abs(exponent) > MAX_POWER or exponent != int(exponent):
+    if abs(exponent) > MAX_POWER or exponent % 1:
         raise SpecError(
             f"x ** {exponent}: give ±0.5, an integer from -{MAX_POWER} to {MAX_POWER}, or write exp2(y * log2(x))"
         )
@@ -314,7 +457,7 @@ def _literal_power(base: Traced, exponent: float) -> Traced:
     if exponent < 0:
         return 1.0 / _literal_power(base, -exponent)
     if exponent == 0:
-        return Traced(literal(1.0 if base.kind == "float" else 1))
+        return lift(1.0 if base.kind == "float" else 1)
     result, square, remaining = None, base, int(exponent)
     while True:
         if remaining & 1:
@@ -328,12 +471,8 @@ def _literal_power(base: Traced, exponent: float) -> Traced:
 
 def literal_float(value: float) -> Traced:
     """A traced float constant."""
-    return Traced(literal(float(value)))
+    return lift(float(value))
 
 
-def _is_number(node: sympy.Basic) -> bool:
-    return is_literal(node) and kind_of(node) != "bool"
-
-
-def _number(node: sympy.Basic) -> int | float:
-    return int(node) if isinstance(node, sympy.Integer) else float(node)
+def _is_number(value: Traced) -> bool:
+    return value.text in (_INTEGER, _FLOAT)

@@ -53,11 +53,12 @@ def build(cls: type[Operation], *operands: sympy.Basic) -> Operation:
     for operand in operands:
         if isinstance(operand, Capture) and operand.ndim:
             raise SpecError(f"{spelled(cls)} got the whole array {operand.name!r}: index it, {_index_example(operand)}")
-    _check_kinds(cls, [kind_of(operand) for operand in operands])
+    check_kinds(cls, [kind_of(operand) for operand in operands])
     return cls(*operands)
 
 
-def _check_kinds(cls: type[Operation], kinds: list[ops.Kind]) -> None:
+def check_kinds(cls: type[Operation], kinds: list[ops.Kind]) -> None:
+    """SpecError where an operation does not take operands of these kinds."""
     given = " and ".join(kinds)
     if cls in _ANY_KIND:
         return

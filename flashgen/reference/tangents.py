@@ -145,6 +145,7 @@ TANGENTS: dict[type[Operation], Rule] = {
     ops.Tanh: _smooth(lambda y, a: (1 - y * y,)), ops.FastTanh: _smooth(lambda y, a: (1 - y * y,)),
     ops.Sigmoid: _smooth(lambda y, a: (y * (1 - y),)), ops.Sqrt: _smooth(lambda y, a: (0.5 / y,)),
     ops.Sin: _smooth(lambda y, a: (np.cos(a),)), ops.Cos: _smooth(lambda y, a: (-np.sin(a),)),
+    ops.Detach: _flat, ops.Surrogate: _smooth(lambda y, a, b, c: (1, c, 0)),
     ops.Equal: _flat, ops.NotEqual: _flat, ops.Less: _flat, ops.LessEqual: _flat, ops.Greater: _flat,
     ops.GreaterEqual: _flat, ops.And: _flat, ops.Or: _flat, ops.Xor: _flat, ops.Not: _flat,
     ops.Where: _chosen(lambda condition, a, b: condition),

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from flashgen.errors import ArgumentError
-from flashgen.torch.table import CaptureInfo, Registered
-from flashgen.torch.tensors import Tensor
+from flashgen.torch.registered import CaptureInfo, Registered
+from flashgen.torch.tensors import Tensor, narrowed
 
 _AXES = {
     "cu_seqlens_q": ("sequences + 1",),
@@ -52,7 +52,7 @@ def _own_arrays(entry: Registered, given: Mapping[str, Any]) -> list[Tensor]:
             what = "is missing" if value is None else f"of type {type(value).__name__} is no tensor"
             shape = ", ".join(_AXES[argument.name])
             raise ArgumentError(f"{argument.name} {what}: give {argument.dtype} ({shape})")
-        found.append(_narrowed(value) if (argument.kind, value.dtype) == ("int", torch.int64) else value)
+        found.append(narrowed(value) if (argument.kind, value.dtype) == ("int", torch.int64) else value)
     return found
 
 
@@ -80,15 +80,8 @@ def _array(capture: CaptureInfo, given: Mapping[str, Any], bound: Mapping[str, T
             f"give {capture.name}.detach()"
         )
     if capture.dtype == "int32" and value.dtype == torch.int64:
-        return _narrowed(value)
+        return narrowed(value)
     return value
-
-
-def _narrowed(value: Tensor) -> Tensor:
-    """int64 values as int32's; one that does not fit stops the device, as torch's own wrong indices do."""
-    narrow = value.to(torch.int32)
-    torch._assert_async((narrow == value).all(), "a captured array declared int32 has int64 values that do not fit")
-    return narrow
 
 
 def _number(capture: CaptureInfo, given: Mapping[str, Any]) -> Any:

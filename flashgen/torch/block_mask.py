@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -12,8 +11,8 @@ from flashgen.analysis.tile_classes import FULL, PARTIAL, tile_map
 from flashgen.errors import ArgumentError, SpecError
 from flashgen.language.modifiers import Mask, as_mask
 from flashgen.torch.mask_functions import MaskFunction, noop_mask
-from flashgen.torch.table import outside_of_graphs
 from flashgen.torch.tensors import Tensor
+from flashgen.torch.traced_functions import check_traceable
 
 _BLOCK = 128
 _MOST_SHOWN = 20  # characters across a picture of blocks
@@ -29,7 +28,7 @@ class BlockMask:
     forms, `to_dense`, `sparsity`, `to_string`. One that is made of blocks, by `from_kv_blocks` or by an index, keeps
     what stands in these alone.
 
-    Attributes: `mask_mod`, the function, which may be set, as may `seq_lengths`; `mask`, what is traced of it.
+    Attributes: `mask_mod`, the function, which may be set, as may `seq_lengths`; `function`, what kernels keep.
     """
 
     def __init__(
@@ -83,21 +82,25 @@ class BlockMask:
     @mask_mod.setter
     def mask_mod(self, function: MaskFunction) -> None:
         self._mask_mod = function
-        self.__dict__.pop("mask", None)
 
-    @cached_property
-    def mask(self) -> Mask:
-        """What kernels keep: the function where the blocks, if there are any, do not say it."""
+    @property
+    def function(self) -> Callable[..., Any] | Mask:
+        """What kernels keep, as a function: mask_mod where the blocks, if there are any, do not say it."""
         if self._blocks is None:
-            return as_mask(self._mask_mod, "mask_mod")
+            return self._mask_mod
         (partial, full), (rows, columns), mask_mod = self._blocks, self.BLOCK_SIZE, self._mask_mod
-        of_batch, of_heads = (size > 1 for size in partial.shape[:2])
+        of_batch, of_heads = partial.shape[0] > 1, partial.shape[1] > 1
 
         def listed(b: Any, h: Any, q: Any, k: Any) -> Any:
             place = (b if of_batch else 0, h if of_heads else 0, q // rows, k // columns)
             return full[place] | (partial[place] & mask_mod(b, h, q, k))
 
-        return as_mask(listed, "mask_mod")
+        return listed
+
+    @property
+    def mask(self) -> Mask:
+        """The mask that kernels keep, traced now."""
+        return as_mask(self.function, "mask_mod")
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
@@ -114,9 +117,10 @@ class BlockMask:
         """Where the mask decides, and what is kept whole: bool (batch, heads, rows of blocks, columns)."""
         if self._blocks is not None:
             return self._blocks
-        captures = {name: array.on_host() for name, array in self.mask.bound.items()}
+        mask = self.mask
+        captures = {name: array.on_host() for name, array in mask.bound.items()}
         batch, heads, len_q, len_k = self.shape
-        classes = tile_map(self.mask.expression, self.BLOCK_SIZE, len_q, len_k, batch, heads, captures).classes
+        classes = tile_map(mask.expression, self.BLOCK_SIZE, len_q, len_k, batch, heads, captures).classes
         found = torch.from_numpy(classes).to(self.device).expand(batch, heads, *classes.shape[2:])
         return found == PARTIAL, found == FULL
 
@@ -179,7 +183,7 @@ class BlockMask:
             return torch.argsort(blocks.int(), dim=-1, descending=True, stable=True).int()
         if name.startswith("_"):
             raise AttributeError(name)
-        if isinstance(getattr(type(self), name, None), (property, cached_property)):  # what it called lacks a name
+        if isinstance(getattr(type(self), name, None), property):  # what it called lacks a name
             return object.__getattribute__(self, name)
         raise AttributeError(
             f"flashgen.torch.BlockMask has no {name!r}: it holds the mask itself, of which kernels find the tiles; "
@@ -213,7 +217,6 @@ def _mask_of_other_indices(_b: Any, _h: Any, _q: Any, _k: Any) -> Any:
     )
 
 
-@outside_of_graphs("flashgen traces mask_mod itself: make block masks outside of what torch.compile compiles")
 def create_block_mask(
     mask_mod: Callable[..., Any] | Mask,
     B: int | None,
@@ -243,6 +246,5 @@ def create_block_mask(
     if unknown:
         raise ArgumentError(f"create_block_mask has no argument {', '.join(sorted(unknown))}")
     block = (BLOCK_SIZE, BLOCK_SIZE) if isinstance(BLOCK_SIZE, int) else BLOCK_SIZE
-    made = BlockMask(mask_mod, (B or 1, H or 1, Q_LEN, KV_LEN), block, device)
-    _ = made.mask  # traced now, as a function that cannot be should be said here
-    return made
+    check_traceable(mask_mod, of_mask=True)
+    return BlockMask(mask_mod, (B or 1, H or 1, Q_LEN, KV_LEN), block, device)

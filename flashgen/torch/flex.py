@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache
 from typing import Any
 
 import torch
 
 from flashgen.errors import ArgumentError
-from flashgen.language.closures import SameObject, what_it_reads
-from flashgen.language.modifiers import Mask, Score
-from flashgen.language.spec import AttentionSpec
+from flashgen.language.modifiers import Score
 from flashgen.torch.block_mask import BlockMask
-from flashgen.torch.functional import call, is_deterministic
-from flashgen.torch.table import Registered, constant, fixed, handle, held, outside_of_graphs, registered
-from flashgen.torch.tensors import Tensor, bound_tensor, check_tensors, dtype_of
+from flashgen.torch.functional import is_deterministic, run_traced
+from flashgen.torch.table import fixed, is_emulated, outside_of_graphs, run_where_graphs_break, warn_once
+from flashgen.torch.tensors import Tensor, check_tensors, dtype_of
+from flashgen.torch.traced_functions import trace_call
+from flashgen.torch.variants import spec_text
 
 
 def flex_attention(
@@ -37,7 +36,7 @@ def flex_attention(
     Args:
         query: (batch, heads, len_q, dim); key, value: (batch, heads of keys, len_k, dim).
         score_mod: f(score, b, h, q, k) -> score, or None. It may close over tensors; those that require a gradient get
-            one. Where torch.compile compiles what makes it, its graph breaks here.
+            one. It is traced at each call, also by torch.compile, so that what it reads is what it holds then.
         block_mask: what `flashgen.torch.create_block_mask` made, for these lengths.
         scale: None is 1/sqrt(dim). enable_gqa: each head of key and value is for a group of those of query.
         return_lse: give the natural logarithm of the sums, float32 (batch, heads, len_q), too.
@@ -45,9 +44,6 @@ def flex_attention(
         return_aux: an AuxRequest of torch's; of it lse is known.
         emulate: run CPU tensors on the emulator.
     """
-    if torch.compiler.is_compiling() and _is_made_inside(score_mod):
-        given = (query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse, kernel_options)
-        return _outside(*given, return_aux=return_aux, emulate=emulate)
     check_tensors(query=query, key=key, value=value)
     if block_mask is not None:
         _check_block_mask(block_mask, query, key)
@@ -55,17 +51,25 @@ def flex_attention(
         raise ArgumentError(
             f"query has {query.shape[1]} heads and key {key.shape[1]}: say enable_gqa=True where each is for a group"
         )
-    if return_aux is not None and not hasattr(return_aux, "lse"):
-        raise ArgumentError(f"return_aux={return_aux!r}: give torch's AuxRequest, such as AuxRequest(lse=True)")
-    if return_aux is not None and getattr(return_aux, "max_scores", False):
-        raise ArgumentError("return_aux: max_scores are not computed; ask for lse alone")
+    _check_options(kernel_options, return_lse, return_aux)
     if torch.is_autocast_enabled(query.device.type):
         dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
-    sizes = (fixed(query.shape[-1]), fixed(value.shape[-1]), dtype_of(query), fixed(scale))
-    entry, bound = _entry(score_mod, handle(block_mask), query.device, emulate, is_deterministic(None), *sizes)
+    element = dtype_of(query)
+    if element not in ("float16", "bfloat16"):
+        raise ArgumentError(
+            f"query is {element}; flashgen computes in float16 and bfloat16: convert it, or call under torch.autocast"
+        )
+    spec = spec_text(
+        fixed(query.shape[-1]), fixed(value.shape[-1]), element, fixed(scale), "bhsd", is_emulated(emulate),
+        is_deterministic(None),
+    )  # fmt: skip
+    mask_mod = None if block_mask is None else block_mask.function
     wants_lse = return_lse or bool(getattr(return_aux, "lse", False))
-    made = call(entry, bound, query, key, value, {}, return_lse=wants_lse)
+    compiles = torch.compiler.is_compiling()
+    if compiles:
+        run_where_graphs_break(_attend)
+    made = _attend(score_mod, mask_mod, spec, query, key, value, wants_lse, compiles)
     if return_aux is None:
         return made
     from torch.nn.attention.flex_attention import AuxOutput
@@ -73,22 +77,47 @@ def flex_attention(
     return (made[0], AuxOutput(lse=made[1])) if wants_lse else (made, AuxOutput())
 
 
-@outside_of_graphs("flashgen traces score_mod, which torch.compile made itself: make it outside of what that compiles")
-def _outside(*given: Any, **named: Any) -> Any:
-    return flex_attention(*given, **named)
+def _attend(
+    score_mod: Any, mask_mod: Any, spec: str, q: Tensor, k: Tensor, v: Tensor, return_lse: bool, compiles: bool
+) -> Any:
+    """Traces the functions and runs the call.
+
+    compiles: whether the caller is compiled. Where this is not, the graph broke at the call, and it runs as it stands.
+    """
+    if compiles and not torch.compiler.is_compiling():
+        return _attend_where_graphs_break(score_mod, mask_mod, spec, q, k, v, return_lse)
+    return run_traced(trace_call(score_mod, mask_mod, spec, q.device), q, k, v, return_lse)
 
 
-def _is_made_inside(function: Any) -> bool:
-    """Whether a function is made by what torch.compile compiles, which knows no closure of it then."""
-    if not hasattr(function, "__code__") or not function.__code__.co_freevars:
-        return False
-    if not hasattr(function, "__closure__"):
-        return True
-    try:
-        _ = function.__closure__
-    except AttributeError:  # of which some torch says that it is there
-        return True
-    return False
+@outside_of_graphs("flashgen traces score_mod and mask_mod")
+def _attend_where_graphs_break(
+    score_mod: Any, mask_mod: Any, spec: str, q: Tensor, k: Tensor, v: Tensor, return_lse: bool
+) -> Any:
+    warn_once(
+        "torch.compile breaks its graph at flashgen.torch.flex_attention: score_mod or mask_mod depends on the values "
+        "of tensors (if, .item()), or does what Dynamo cannot trace. The result is right; for one graph write where(), "
+        "and operate on tensors"
+    )
+    return run_traced(trace_call(score_mod, mask_mod, spec, q.device), q, k, v, return_lse)
+
+
+_BACKENDS = ("AUTO", "TRITON", "TRITON_DECODE", "FLASH")
+
+
+def _check_options(kernel_options: Any, return_lse: bool, return_aux: Any) -> None:
+    """ArgumentError for what FlexAttention refuses, and for what is not computed."""
+    if return_aux is not None and return_lse:
+        raise ArgumentError("return_lse=True and return_aux are both given: give return_aux=AuxRequest(lse=True) alone")
+    if return_aux is not None and not hasattr(return_aux, "lse"):
+        raise ArgumentError(f"return_aux={return_aux!r}: give torch's AuxRequest, such as AuxRequest(lse=True)")
+    if return_aux is not None and getattr(return_aux, "max_scores", False):
+        raise ArgumentError("return_aux: max_scores are not computed; ask for lse alone")
+    if not kernel_options:
+        return
+    if kernel_options.get("BACKEND", "AUTO") not in _BACKENDS:
+        raise ArgumentError(f"kernel_options: BACKEND={kernel_options['BACKEND']!r} is none of {', '.join(_BACKENDS)}")
+    if not torch.compiler.is_compiling():
+        warn_once("kernel_options are for FlexAttention's Triton kernels, and are ignored by those of flashgen")
 
 
 def _check_block_mask(block_mask: Any, query: Tensor, key: Tensor) -> None:
@@ -106,48 +135,3 @@ def _check_block_mask(block_mask: Any, query: Tensor, key: Tensor) -> None:
     for name, size, given in (("B", batch, query.shape[0]), ("H", heads, query.shape[1])):
         if size not in (1, given):
             raise ArgumentError(f"block_mask was created for {name}={size}; query has {given}: give 1, None or {given}")
-
-
-@constant
-def _entry(
-    score_mod: Any, block_mask: Any, device: torch.device, emulate: bool | None, deterministic: bool, *sizes: Any
-) -> tuple[Registered, dict[str, Tensor]]:
-    """What is registered of a call's spec, and the tensors that its functions close over; of a block mask's handle."""
-    spec = flex_spec(score_mod, held(block_mask), *sizes)
-    bound = {name: bound_tensor(array, device) for name, array in spec.bound.items()}
-    return registered(spec, emulate=emulate, deterministic=deterministic), bound
-
-
-def flex_spec(score_mod: Any, block_mask: Any, head_dim: int, value_dim: int, dtype: str, scale: Any) -> AttentionSpec:
-    """The spec of a call, traced once for what the functions hold and read."""
-    read = None if score_mod is None else (SameObject(type(score_mod)), what_it_reads(score_mod))
-    mask = None if block_mask is None else block_mask.mask
-    return _traced(read, _Unhashed(score_mod), _Unhashed(mask), head_dim, value_dim, dtype, scale)
-
-
-class _Unhashed:
-    """A function beside what it reads, which is what calls are told apart by; a traced mask, by which object it is."""
-
-    __slots__ = ("value",)
-
-    def __init__(self, value: Any) -> None:
-        self.value = value
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, _Unhashed):
-            return False
-        return not isinstance(self.value, Mask) or self.value is other.value
-
-    def __hash__(self) -> int:
-        return id(self.value) if isinstance(self.value, Mask) else 0
-
-
-@lru_cache(maxsize=256)
-def _traced(
-    _read: Any, score_mod: _Unhashed, mask: _Unhashed, head_dim: int, value_dim: int, dtype: str, scale: Any
-) -> AttentionSpec:
-    if dtype not in ("float16", "bfloat16"):
-        raise ArgumentError(
-            f"query is {dtype}; flashgen computes in float16 and bfloat16: convert it, or call under torch.autocast"
-        )
-    return AttentionSpec(head_dim, dtype, value_dim, scale, score=score_mod.value, mask=mask.value)

@@ -7,15 +7,17 @@ from typing import Any
 
 import torch
 
-from flashgen.attention import Attention
 from flashgen.attention.bound import BoundAttention
 from flashgen.attention.ragged import check_shared_offsets
 from flashgen.errors import ArgumentError
+from flashgen.language.spec import AttentionSpec
 from flashgen.torch import autocast, operators
 from flashgen.torch.arguments import all_captures
 from flashgen.torch.table import Registered, constant, handle, held, registered
 from flashgen.torch.tensors import Tensor, bound_tensor, check_tensors, refuse_gradients
+from flashgen.torch.traced_functions import TracedCall
 from flashgen.torch.transforms import is_transforming, transformed
+from flashgen.torch.variants import variant_of
 
 _SEEDS = 2**62
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
@@ -62,9 +64,8 @@ def attention(
     """
     if not (isinstance(q, torch.Tensor) and isinstance(k, torch.Tensor) and isinstance(v, torch.Tensor)):
         check_tensors(q=q, k=k, v=v)
-    given = handle(spec)
-    entry, closed_over = entry_of(given, emulate, is_deterministic(deterministic))
-    bound = bound_tensors(given, q.device) if closed_over else {}
+    entry = entry_of(handle(spec), emulate, is_deterministic(deterministic))
+    bound = bound_tensors(spec, q.device) if _holds_arrays(spec) else {}
     return call(entry, bound, q, k, v, captures, seed, return_lse)
 
 
@@ -92,6 +93,17 @@ def call(
     return run(entry, q, k, v, arrays, integers, floats, drawn, return_lse)
 
 
+def run_traced(traced: TracedCall, q: Tensor, k: Tensor, v: Tensor, return_lse: bool) -> Any:
+    """The call of an attention whose functions were traced at this call."""
+    key, arrays, integers, floats = traced
+    operator = _operator(q, k, v, arrays)
+    if operator is None:
+        entry, integers, floats = variant_of(key).at(integers, floats)
+        return _run_plain(entry, q, k, v, arrays, integers, floats, None, return_lse)
+    out, lse = operator(q, k, v, arrays, key, integers, floats, None)
+    return (out, lse) if return_lse else out
+
+
 def is_deterministic(deterministic: bool | None) -> bool:
     """Whether gradients are to be bitwise equal from run to run; None is what torch was told."""
     return torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic
@@ -108,21 +120,42 @@ def run(
     seed: Tensor | None,
     return_lse: bool,
 ) -> Any:
-    """The call of the operator; what it does by itself, where nobody looks at operators."""
-    if torch.compiler.is_compiling():
-        operator: Any = torch.ops.flashgen.forward
-    elif is_transforming():
-        operator = transformed
-    elif torch._C._len_torch_dispatch_stack() or not _all_plain(q, k, v, arrays):
-        check_tensors(q=q, k=k, v=v)
-        operator = torch.ops.flashgen.forward
-    elif torch.is_grad_enabled() and _wants_gradients(q, k, v, arrays):
-        apply = _apply_with_lse if return_lse else _apply
-        return apply((entry, integers, floats, seed), q, k, v, *arrays)
-    else:
-        return operators.run_forward(entry, q, k, v, arrays, integers, floats, seed, return_lse)
+    """The call of the operator; what it does by itself, where nothing intercepts operators."""
+    operator = _operator(q, k, v, arrays)
+    if operator is None:
+        return _run_plain(entry, q, k, v, arrays, integers, floats, seed, return_lse)
     out, lse = operator(q, k, v, arrays, entry.key, integers, floats, seed)
     return (out, lse) if return_lse else out
+
+
+def _operator(q: Tensor, k: Tensor, v: Tensor, arrays: list[Tensor]) -> Any:
+    """The operator of a call; None where it may run as it stands."""
+    if torch.compiler.is_compiling():
+        return torch.ops.flashgen.forward
+    if is_transforming():
+        return transformed
+    if torch._C._len_torch_dispatch_stack() or not _all_plain(q, k, v, arrays):
+        check_tensors(q=q, k=k, v=v)
+        return torch.ops.flashgen.forward
+    return None
+
+
+def _run_plain(
+    entry: Registered,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    arrays: list[Tensor],
+    integers: list[int],
+    floats: list[float],
+    seed: Tensor | None,
+    return_lse: bool,
+) -> Any:
+    """The call without torch's dispatcher."""
+    if torch.is_grad_enabled() and _wants_gradients(q, k, v, arrays):
+        apply = _apply_with_lse if return_lse else _apply
+        return apply((entry, integers, floats, seed), q, k, v, *arrays)
+    return operators.run_forward(entry, q, k, v, arrays, integers, floats, seed, return_lse)
 
 
 def _all_plain(q: Tensor, k: Tensor, v: Tensor, arrays: list[Tensor]) -> bool:
@@ -138,19 +171,20 @@ def _wants_gradients(q: Tensor, k: Tensor, v: Tensor, arrays: list[Tensor]) -> b
     return bool(arrays) and any(each.requires_grad for each in arrays)
 
 
-@constant
-def entry_of(spec: Any, emulate: bool | None, deterministic: bool) -> tuple[Registered, bool]:
-    """What is registered of a spec, by its handle, and whether its functions closed over arrays."""
-    spec = held(spec)
-    if isinstance(spec, Attention):
-        return registered(spec), isinstance(spec, BoundAttention)
-    return registered(spec, None, emulate, deterministic), bool(getattr(spec, "bound", None))
+def _holds_arrays(spec: Any) -> bool:
+    """Whether the functions of a spec, or of a compiled attention, hold arrays."""
+    return isinstance(spec, BoundAttention) or (isinstance(spec, AttentionSpec) and bool(spec.bound))
 
 
 @constant
+def entry_of(spec: Any, emulate: bool | None, deterministic: bool) -> Registered:
+    """The entry of a spec, or of a compiled attention, by its handle."""
+    return registered(held(spec), None, emulate, deterministic)
+
+
 def bound_tensors(spec: Any, device: torch.device) -> dict[str, Tensor]:
-    """The arrays that the functions of a spec, by its handle, closed over, as tensors on a device."""
-    return {name: bound_tensor(array, device) for name, array in held(spec).bound.items()}
+    """The arrays that the functions of a spec, or of a compiled attention, hold, as tensors on a device."""
+    return {name: bound_tensor(array, device) for name, array in spec.bound.items()}
 
 
 def _seed(entry: Registered, seed: Any, device: torch.device) -> Tensor | None:

@@ -16,7 +16,7 @@ import torch
 from flashgen.errors import ArgumentError, UnsupportedError
 from flashgen.torch import direct
 from flashgen.torch.arguments import named_captures
-from flashgen.torch.table import Registered, of_key, outside_of_graphs
+from flashgen.torch.table import Registered, of_call, of_key, outside_of_graphs
 from flashgen.torch.tensors import (
     Tensor,
     check_call,
@@ -64,7 +64,7 @@ def forward(
 
     captures, integers, floats: those of the table's entry in its order. seed: one int64, beside q or on the CPU.
     """
-    entry = of_key(key)
+    entry, integers, floats = of_call(key, integers, floats)
     return run_forward(entry, q, k, v, captures, integers, floats, seed)
 
 
@@ -157,7 +157,8 @@ def backward(
     seed: Optional[torch.Tensor],  # noqa: UP045
 ) -> list[torch.Tensor]:
     """The gradients of q, k, v, and of each captured array that was declared with grad=True."""
-    return list(run_backward(of_key(key), d_out, d_lse, q, k, v, out, lse, captures, integers, floats, seed))
+    entry, integers, floats = of_call(key, integers, floats)
+    return list(run_backward(entry, d_out, d_lse, q, k, v, out, lse, captures, integers, floats, seed))
 
 
 def run_backward(

@@ -5,18 +5,23 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+import warnings
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import cached_property, wraps
-from typing import Any, NamedTuple, TypeVar
+from functools import wraps
+from typing import Any, TypeVar
 
 import torch
 
-from flashgen.attention import Attention, compile
-from flashgen.errors import ArgumentError
-from flashgen.language.operations import BATCH
+from flashgen.attention import Attention
+from flashgen.attention.bound import unbound
+from flashgen.errors import ArgumentError, FlashgenWarning
 from flashgen.language.spec import AttentionSpec
+from flashgen.runtime.remembered import Remembered
+from flashgen.torch.registered import Registered
+from flashgen.torch.variants import is_variant, variant_of
 
 Function = TypeVar("Function")
 _set_eval_frame: Any = torch._C._dynamo.eval_frame.set_eval_frame
@@ -78,6 +83,27 @@ def outside_of_graphs(why: str) -> Callable[[Function], Function]:
     return of
 
 
+@constant
+def run_where_graphs_break(function: Any) -> None:
+    """Has Dynamo inline a function, but run it as it stands where a graph breaks at its call.
+
+    It runs while Dynamo traces, with the function as a constant.
+    """
+    from torch._dynamo.eval_frame import skip_code
+
+    skip_code(function.__code__)
+
+
+_WARNED: set[str] = set()
+
+
+def warn_once(message: str) -> None:
+    """A FlashgenWarning that a process gives once."""
+    if message not in _WARNED:
+        _WARNED.add(message)
+        warnings.warn(message, FlashgenWarning, stacklevel=2)
+
+
 _EMULATED: ContextVar[bool] = ContextVar("whether CPU tensors run on the emulator", default=False)
 
 
@@ -97,83 +123,13 @@ def is_emulated(emulate: bool | None) -> bool:
     return _EMULATED.get() if emulate is None else bool(emulate)
 
 
-class CaptureInfo(NamedTuple):
-    """A capture as the compiler of torch can look at it: plain values."""
-
-    name: str
-    dtype: str
-    ndim: int
-    grad: bool
-    kind: str
-
-
-def call_arguments(spec: AttentionSpec) -> tuple[tuple[CaptureInfo, ...], tuple[CaptureInfo, ...]]:
-    """The arrays and the integers that calls of a spec take beside q, k, v and captures: where sequences, pages are."""
-    arrays: list[tuple[str, str, int]] = []
-    if spec.is_ragged:
-        of_keys = () if spec.page_size else ("cu_seqlens_k", "seqused_k")
-        arrays += [(name, "int32", 1) for name in ("cu_seqlens_q", *of_keys)]
-    if spec.page_size:
-        arrays += [("page_table", "int32", 2), ("seqused_k", "int32", 1)]
-    if spec.kv_dtype:
-        arrays += [("k_scale", "float32", 1), ("v_scale", "float32", 1)]
-    integers = ("max_seqlen_q", "max_seqlen_k") if spec.is_ragged else ("num_splits",)
-    return (
-        tuple(CaptureInfo(name, dtype, ndim, False, dtype[:-2]) for name, dtype, ndim in arrays),
-        tuple(CaptureInfo(name, "int32", 0, False, "int") for name in integers),
-    )
-
-
-class Registered:
-    """A spec, and how it is compiled: what a key stands for. Compiled for each GPU that a call is on, once.
-
-    Attributes: `key`; `spec`, without arrays that its functions closed over, which calls give; `arrays`, `integers` and
-    `floats`, in the order in which operators take them: its captures by kind, and behind them `own_arrays` and
-    `own_integers`, a call's arguments that are no captures, of which all integers may be left out;
-    `takes_captures`, whether a call must give any; `says_less`, whether it may leave out where its keys are, too;
-    `cache`, what of the spec makes k and v a cache, which has no gradient, or None; `is_direct`, whether q, k and v on
-    a GPU are all that a call takes; `reads_batch`, whether sequences of a batch differ.
-    """
-
-    def __init__(self, key: str, spec: AttentionSpec, compiled: Attention | None, **options: Any) -> None:
-        self.key, self.spec, self._compiled, self._options = key, spec, compiled, options
-        self.emulate = compiled.engine.name == "emulator" if compiled else bool(options.get("emulate"))
-        told = [CaptureInfo(each.name, each.dtype, each.ndim, each.grad, each.kind) for each in spec.captures]
-        self.own_arrays, self.own_integers = call_arguments(spec)
-        self.arrays = (*(each for each in told if each.ndim), *self.own_arrays)
-        self.integers = (*(each for each in told if not each.ndim and each.kind == "int"), *self.own_integers)
-        self.floats = tuple(each for each in told if not each.ndim and each.kind == "float")
-        self.takes_captures = bool(told or self.own_arrays)
-        self.dtype, self.dropout = getattr(torch, spec.dtype), bool(spec.dropout)
-        self.is_direct = not (self.emulate or self.takes_captures or self.dropout)
-        self.says_less = spec.is_ragged and not spec.page_size
-        pages = f"page_size={spec.page_size}" if spec.page_size else None
-        self.cache = pages or (f"kv_dtype={spec.kv_dtype!r}" if spec.kv_dtype else None)
-        self._by_device: dict[int | None, Attention] = {}
-
-    @cached_property
-    def reads_batch(self) -> bool:
-        expressions = [self.spec.mask.expression, *([self.spec.score.expression] if self.spec.score else [])]
-        return any(expression.has(BATCH) for expression in expressions)
-
-    @cached_property
-    def learned(self) -> tuple[CaptureInfo, ...]:
-        """The captures that have a gradient, in the order of the operators' arrays."""
-        return tuple(capture for capture in self.arrays if capture.grad)
-
-    def on(self, device: int | None) -> Attention:
-        """The attention of a call on a GPU, by its number, or on the emulator."""
-        found = self._by_device.get(device)
-        if found is None:
-            with nullcontext() if device is None else torch.cuda.device(device):  # whose target it is compiled for
-                found = self._compiled or compile(self.spec, **self._options)
-            self._by_device[device] = found
-        return found
-
-
-_TABLE: dict[str, Registered] = {}
-_BY_SPEC: dict[Any, Registered] = {}
+_MOST_KEPT = 1024
+_BY_SPEC: Remembered[Any, Registered] = Remembered(_MOST_KEPT)
+_TEXTS: dict[str, tuple[str, dict[str, Any]]] = {}
+"""The JSON of each registered spec and how it is compiled, by key: what makes an entry again that is no longer kept."""
+_OF_COMPILED: weakref.WeakValueDictionary[str, Registered] = weakref.WeakValueDictionary()
 _LOCK = threading.Lock()
+_compiled = 0
 
 
 def register(
@@ -192,7 +148,7 @@ def register(
 
 
 def no_spec(value: Any) -> ArgumentError:
-    """What is said of a spec that is none."""
+    """The error for a spec that is none."""
     return ArgumentError(f"spec={value!r}: give a flashgen.AttentionSpec, or what flashgen.compile made of one")
 
 
@@ -202,43 +158,65 @@ def registered(
     emulate: bool | None = None,
     deterministic: bool = False,
 ) -> Registered:
-    """What `register` puts into the table."""
-    if isinstance(spec, AttentionSpec):
-        known: Any = (spec, target, is_emulated(emulate), bool(deterministic))
-    elif isinstance(spec, Attention):
-        known = spec
-    else:
+    """The entry of a spec, or of a compiled attention, which keeps its own."""
+    if isinstance(spec, Attention):
+        found: Registered | None = spec.__dict__.get("_registered")
+        return _register_compiled(spec) if found is None else found
+    if not isinstance(spec, AttentionSpec):
         raise no_spec(spec)
-    found = _BY_SPEC.get(known)
-    if found is None:
-        with _LOCK:
-            found = _BY_SPEC.get(known) or _added(known)
+    known = (spec, target, is_emulated(emulate), bool(deterministic))
+    return _BY_SPEC.get(known) or _register_spec(*known)
+
+
+def _register_spec(spec: AttentionSpec, target: str | None, emulate: bool, deterministic: bool) -> Registered:
+    # Without the arrays of its functions, which would stay with the entry.
+    bare = AttentionSpec.from_json(spec.to_json()) if spec.bound else spec
+    options = {"target": target, "emulate": emulate, "deterministic": deterministic}
+    text = spec.to_json()
+    key = "+".join([spec.name, *(name for name in ("emulate", "deterministic") if options[name])])
+    key += f"+{target}" if target else ""
+    with _LOCK:
+        if _TEXTS.get(key, (text, options)) != (text, options):  # another spec with the same begin of its hash
+            key += f"+{hashlib.sha256(text.encode()).hexdigest()}"
+        _TEXTS[key] = (text, options)
+    return _BY_SPEC.get_or_make((bare, target, emulate, deterministic), lambda: Registered(key, bare, None, **options))
+
+
+def _register_compiled(attention: Attention) -> Registered:
+    global _compiled
+    with _LOCK:
+        found: Registered | None = attention.__dict__.get("_registered")
+        if found is None:
+            _compiled += 1
+            plain = unbound(attention)
+            found = Registered(f"{attention.spec.name}#{_compiled}", plain.spec, plain)
+            attention.__dict__["_registered"] = _OF_COMPILED[found.key] = found
     return found
 
 
-def _added(known: Any) -> Registered:
-    if isinstance(known, Attention):
-        made = Registered(f"{known.spec.name}#{len(_TABLE)}", known.spec, known)
-    else:
-        spec, target, emulate, deterministic = known
-        # Without the arrays of its functions, which would stay for ever; one that has none is found by its identity.
-        bare = AttentionSpec.from_json(spec.to_json()) if spec.bound else spec
-        options = {"target": target, "emulate": emulate, "deterministic": deterministic}
-        key = "+".join([spec.name, *(name for name in ("emulate", "deterministic") if options[name])])
-        key += f"+{target}" if target else ""
-        if key in _TABLE:  # another spec with the same begin of its hash
-            key += f"+{hashlib.sha256(spec.to_json().encode()).hexdigest()}"
-        made, known = Registered(key, bare, None, **options), (bare, *known[1:])
-    _TABLE[made.key] = _BY_SPEC[known] = made
-    return made
-
-
 def of_key(key: str) -> Registered:
-    """What a key stands for; ArgumentError for one that this process has not registered."""
+    """The entry of a key; of traced functions one whose numbers are all operands. ArgumentError for an unknown key."""
+    if is_variant(key):
+        return variant_of(key).general
+    found = _OF_COMPILED.get(key)
+    if found is not None:
+        return found
     try:
-        return _TABLE[key]
+        text, options = _TEXTS[key]
     except KeyError:
         raise ArgumentError(
             f"no spec is registered as {key!r} in this process: call flashgen.torch.register(spec) with the spec of "
             "the program before it runs"
         ) from None
+    entry = _OF_KEY.get(key)
+    return entry or _OF_KEY.get_or_make(key, lambda: registered(AttentionSpec.from_json(text), **options))
+
+
+_OF_KEY: Remembered[str, Registered] = Remembered(_MOST_KEPT)
+
+
+def of_call(
+    key: str, integers: Sequence[int], floats: Sequence[float]
+) -> tuple[Registered, Sequence[int], Sequence[float]]:
+    """The entry that runs a call of an operator, and those of its numbers that are operands of the kernel."""
+    return variant_of(key).at(integers, floats) if is_variant(key) else (of_key(key), integers, floats)

@@ -186,13 +186,34 @@ def output_shapes(spec: AttentionSpec, q: Tensor) -> tuple[tuple[int, ...], tupl
 
 
 def bound_tensor(bound: BoundArray, device: torch.device) -> Tensor:
-    """An array that a function closed over, as a tensor on a device: itself, or a copy that is made once.
+    """An array that a spec's function holds, as a tensor of a call: what it holds now, converted and moved if need be.
 
-    One that wants a gradient is moved by each call, so that its gradient finds back.
+    Under torch.compile the array is an input of the graph.
     """
-    array = bound.current()
-    if isinstance(array, torch.Tensor):
-        if array.device == device:
-            return array
-        return array.to(device) if bound.grad else bound.moved(device, lambda it: it.to(device))
-    return bound.moved(device, lambda _: to_tensor(np.ascontiguousarray(bound.on_host())).to(device))
+    array = bound.original
+    if not isinstance(array, torch.Tensor):
+        if torch.compiler.is_compiling():
+            array = torch.as_tensor(array)
+        elif device.type == "cpu":
+            return to_tensor(np.ascontiguousarray(bound.on_host()))
+        else:
+            moved: Tensor = bound.moved(device, lambda here: to_tensor(np.ascontiguousarray(here)).to(device))
+            return moved
+    return operand(array, bound.dtype, device)
+
+
+def operand(array: Tensor, read: str, device: torch.device) -> Tensor:
+    """A captured tensor as kernels read it: of the dtype `read`, with a dimension at least, on the call's device."""
+    given = dtype_of(array)
+    if read != given:
+        array = narrowed(array) if (read, given) == ("int32", "int64") else array.to(getattr(torch, read))
+    if array.ndim == 0:
+        array = array.reshape(1)
+    return array if array.device == device else array.to(device)
+
+
+def narrowed(value: Tensor) -> Tensor:
+    """int64 values as int32's; one that does not fit stops the device, as torch's own wrong indices do."""
+    narrow = value.to(torch.int32)
+    torch._assert_async((narrow == value).all(), "a captured array declared int32 has int64 values that do not fit")
+    return narrow

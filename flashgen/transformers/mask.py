@@ -11,17 +11,16 @@ from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 from flashgen.errors import UnsupportedError
 from flashgen.language import functions as f
-from flashgen.language.bound import BoundArray
 from flashgen.language.captures import Scalar
 from flashgen.language.captures import Tensor as Captured
-from flashgen.language.closures import SameObject, what_it_reads
 from flashgen.language.masks import padding
 from flashgen.language.modifiers import Mask, trace_mask
 from flashgen.runtime.remembered import Remembered
-from flashgen.torch.tensors import Tensor, bound_tensor
+from flashgen.torch.tensors import Tensor
+from flashgen.torch.traced_functions import operand, trace_mask_function
 from flashgen.transformers.context import shared, whole_mask
 
-_MOST_TRACED = 256
+_MOST_KEPT = 256
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,8 +80,8 @@ def attention_mask(
         kept = _padding(whole, whole.shape[1], kv_offset, captures)
     else:
         kept = None if attention_mask is None else _padding(attention_mask, kv_length, kv_offset, captures)
-    mask, bound = _traced(mask_function, shift, kept)
-    captures |= {name: bound_tensor(array, torch.device(device)) for name, array in bound.items()}
+    mask, arrays = _traced(mask_function, shift, kept)
+    captures |= {name: operand(array, torch.device(device)) for name, array in arrays.items()}
     return ModelMask(mask, captures, (q_length, kv_length))
 
 
@@ -135,44 +134,19 @@ def _padding(given: Tensor, kv_length: int, kv_offset: int, captures: dict[str, 
     return kind
 
 
-_TRACED: Remembered[Any, tuple[Mask, dict[str, int]]] = Remembered(_MOST_TRACED)
+_MASKS: Remembered[Any, Mask] = Remembered(_MOST_KEPT)
 
 
-def _traced(function: Callable[..., Any], shift: _Shift, kept: str | None) -> tuple[Mask, dict[str, BoundArray]]:
-    """The mask, and the arrays that it reads; traced once for functions that differ in what their arrays hold alone."""
-    key, arrays = _structure(what_it_reads(function))
+def _traced(function: Callable[..., Any], shift: _Shift, kept: str | None) -> tuple[Mask, dict[str, Any]]:
+    """The mask of a function as it is now, one object for all calls that trace to the same text, and its arrays."""
+    traced = trace_mask_function(_shifted(function, shift))
+    text = traced.text
 
-    def make() -> tuple[Mask, dict[str, int]]:
-        traced = trace_mask(_shifted(function, shift))
-        if kept is not None:
-            traced = traced & _kept_keys(kept)
-        place = {id(array): number for number, array in enumerate(arrays)}
-        if any(id(array.original) not in place for array in traced.bound.values()):
-            raise UnsupportedError(f"the mask function {traced.name!r} makes arrays while it runs: make them before")
-        return traced, {name: place[id(array.original)] for name, array in traced.bound.items()}
+    def build() -> Mask:
+        mask = Mask(text.name, text.node(), {})
+        return mask if kept is None else mask & _kept_keys(kept)
 
-    mask, places = _TRACED.get_or_make((key, shift, kept), make)
-    bound = {name: BoundArray(arrays[number], name) for name, number in places.items()}
-    if any(array.dtype != mask.bound[name].dtype for name, array in bound.items()):  # values of another range
-        mask, places = make()
-        bound = {name: BoundArray(arrays[number], name) for name, number in places.items()}
-    return mask, bound
-
-
-def _structure(read: tuple[Any, ...]) -> tuple[tuple[Any, ...], list[Tensor]]:
-    """What was read, with shapes and dtypes in the place of arrays, and these in their order."""
-    key: list[Any] = []
-    arrays: list[Tensor] = []
-    for item in read:
-        value = item.value if isinstance(item, SameObject) else None
-        if isinstance(value, torch.Tensor):
-            arrays.append(value)
-            key.append((tuple(value.shape), value.dtype))
-        elif isinstance(value, (tuple, list, dict)) or (callable(value) and hasattr(value, "__code__")):
-            key.append(type(value))  # its items follow
-        else:
-            key.append(item)
-    return tuple(key), arrays
+    return _MASKS.get_or_make((text, kept), build), dict(zip(text.names, traced.arrays, strict=True))
 
 
 def _shifted(function: Callable[..., Any], shift: _Shift) -> Callable[..., Any]:

@@ -8,11 +8,11 @@ import flashgen as fg
 from flashgen.errors import SpecError
 from flashgen.language.evaluate import evaluate
 from flashgen.language.operations import KEY, QUERY, SCORE
-from flashgen.language.trace import Traced
+from flashgen.language.trace import of_node
 
 torch = pytest.importorskip("torch")
 
-Q, K, S = Traced(QUERY), Traced(KEY), Traced(SCORE)
+Q, K, S = of_node(QUERY), of_node(KEY), of_node(SCORE)
 
 
 @pytest.mark.parametrize("function", [
@@ -24,7 +24,7 @@ Q, K, S = Traced(QUERY), Traced(KEY), Traced(SCORE)
     lambda s, q, k: torch.log(q.float()) + torch.log2(q.float()), lambda s, q, k: torch.sin(s) * torch.cos(s),
     lambda s, q, k: torch.floor(s) + torch.ceil(s), lambda s, q, k: torch.logical_and(q > k, k > 3),
     lambda s, q, k: torch.logical_not(q > k) | torch.logical_or(q > 3, k > 3), lambda s, q, k: torch.pow(s, 2),
-    lambda s, q, k: torch.tensor(2.0) * s, lambda s, q, k: torch.tensor(3) - q, lambda s, q, k: torch.tensor(2.0) ** s,
+    lambda s, q, k: torch.tensor(2.0) * s, lambda s, q, k: torch.tensor(3) - q,
     lambda s, q, k: s - torch.tensor(3), lambda s, q, k: torch.tensor(5) >= q, lambda s, q, k: q % torch.tensor(4),
     lambda s, q, k: torch.remainder(-q, 4), lambda s, q, k: torch.div(q, k, rounding_mode="floor"),
     lambda s, q, k: torch.floor_divide(q, k), lambda s, q, k: torch.sub(s, q, alpha=2), lambda s, q, k: torch.square(q),
@@ -37,7 +37,9 @@ Q, K, S = Traced(QUERY), Traced(KEY), Traced(SCORE)
 def test_torch_functions(function):
     for s, q, k in [(0.5, 7, 3), (-2.5, 3, 7), (1.0, 4, 4)]:
         expected = function(torch.tensor(s, dtype=torch.float64), torch.tensor(q), torch.tensor(k)).item()
-        got = evaluate(function(S, Q, K).node, {QUERY: q, KEY: k, SCORE: s}).item()
+        traced = function(S, Q, K)
+        arrays = {f"array__{number}": array.reshape(1).numpy() for number, array in enumerate(traced.arrays)}
+        got = evaluate(traced.node, {QUERY: q, KEY: k, SCORE: s}, arrays).item()
         assert got == pytest.approx(expected, rel=1e-6, nan_ok=True)
 
 

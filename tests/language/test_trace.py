@@ -10,14 +10,14 @@ import sympy
 import flashgen as fg
 from flashgen.errors import SpecError
 from flashgen.language import operations as ops
-from flashgen.language.captures import CPLUSPLUS_KEYWORDS, RESERVED
+from flashgen.language.declarations import CPLUSPLUS_KEYWORDS, RESERVED
 from flashgen.language.evaluate import evaluate
 from flashgen.language.operations import BATCH, HEAD, KEY, LEN_K, LEN_Q, QUERY, SCORE
-from flashgen.language.trace import Traced
+from flashgen.language.trace import of_node
 from flashgen.language.well_formed import MAX_DEPTH
 
-Q, K = Traced(QUERY), Traced(KEY)
-S = Traced(SCORE)
+Q, K = of_node(QUERY), of_node(KEY)
+S = of_node(SCORE)
 
 
 def value_of(traced, q=7, k=3, score=0.5, **captures):
@@ -66,7 +66,7 @@ def test_sympy_decides_nothing():
 
 
 def test_literal_booleans_fold():
-    true = Traced(sympy.true)
+    true = of_node(sympy.true)
     condition = Q >= K
     assert (true & condition).node == condition.node
     assert (condition | True).node == sympy.true
@@ -83,10 +83,10 @@ def test_literals_keep_their_kind_and_value():
     assert float((S + 0.1).node.args[1]) == 0.1
     assert value_of(S * -0.0) == 0 and math.copysign(1, value_of(S * -0.0)) < 0
     assert value_of(fg.where(Q < K, S, -float("inf"))) == -math.inf
-    for scalar in (np.int8(3), np.uint32(3), np.int64(3), np.array(3)):
+    for scalar in (np.int8(3), np.uint32(3), np.int64(3)):
         assert (Q + scalar).node == (Q + 3).node
         assert (scalar + Q).node == (3 + Q).node
-    for scalar in (np.float16(0.5), np.float32(0.5), np.float64(0.5), ml_dtypes.bfloat16(0.5), np.array(0.5)):
+    for scalar in (np.float16(0.5), np.float32(0.5), np.float64(0.5), ml_dtypes.bfloat16(0.5)):
         assert (S * scalar).node == (S * 0.5).node
     assert ((Q > K) & np.bool_(True)).node == (Q > K).node
 

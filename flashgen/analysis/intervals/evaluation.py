@@ -521,6 +521,8 @@ MEANINGS: dict[type[ops.Operation], Rule] = {
     ops.Sqrt: _rising(np.sqrt, 0.0),
     ops.Sin: _wave(np.pi / 2),
     ops.Cos: _wave(0.0),
+    ops.Detach: as_float,
+    ops.Surrogate: lambda a, b, c: as_float(a),
     ops.Equal: _equal,
     ops.NotEqual: _not_equal,
     ops.Less: _comparison(_below, _swapped(_not_above)),

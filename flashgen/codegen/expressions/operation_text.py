@@ -191,6 +191,8 @@ SPECIAL: dict[type, Callable[[Printer, sympy.Basic], tuple[str, int]]] = {
     op.FloorMod: _floor_modulo,
     op.Divide: _quotient,
     op.ToFloat: lambda p, n: (p.as_float(n.args[0], UNARY), UNARY),
+    op.Detach: lambda p, n: (p.as_float(n.args[0], UNARY), UNARY),
+    op.Surrogate: lambda p, n: (p.as_float(n.args[0], UNARY), UNARY),
     op.ToInt: _to_int,
     op.ShiftLeft: _shift,
     op.ShiftRight: _shift,

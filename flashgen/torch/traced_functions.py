@@ -1,0 +1,174 @@
+"""The functions of a call, traced at that call: a text to look the kernel up by, and what the text reads.
+
+A score function and a mask function run once for each call, with proxies of their indices. What they read then is what
+the call means: tensors become operands of the attention, with the gradients that autograd gives them; numbers stand
+beside the text (`variants` decides which are constants of a kernel). Under torch.compile Dynamo runs the same
+functions, by `placeholders`, so that whatever they read is guarded, or an input of the graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from flashgen.errors import SpecError
+from flashgen.language import operations as ops
+from flashgen.language.bound import dtype_read
+from flashgen.language.calls import call_traced, check_signature
+from flashgen.language.captures import Leaf, array_leaf, element
+from flashgen.language.closures import StandIns
+from flashgen.language.elementary import where
+from flashgen.language.modifiers import MASK_SYMBOLS, SCORE_SYMBOLS, Mask, Score, name_of
+from flashgen.language.protocols import DTYPES, HANDLED
+from flashgen.language.trace import Traced, apply, lift, of_node, watch_gradient_mode
+from flashgen.torch.autograd_functions import tracing_transform
+from flashgen.torch.placeholders import traced_by_dynamo
+from flashgen.torch.tensors import Tensor, dtype_of
+from flashgen.torch.tensors import operand as as_operand
+from flashgen.torch.variants import TextOfMask
+
+watch_gradient_mode(torch.is_grad_enabled)
+DTYPES.update(bool=torch.bool, int=torch.int32, float=torch.float32)
+_LEAVES: dict[tuple[torch.dtype, int, bool], Leaf] = {}
+
+
+def _tensor_element(tensor: Tensor, index: Any) -> Any:
+    """An element of a tensor at traced indices."""
+    kind = (tensor.dtype, tensor.ndim, tensor.requires_grad)
+    leaf = _LEAVES.get(kind)
+    if leaf is None:
+        dtype = dtype_read(dtype_of(tensor), "table")
+        leaf = _LEAVES[kind] = array_leaf(dtype, tensor.ndim, tensor.requires_grad)
+    return element(leaf, tensor, index if isinstance(index, tuple) else (index,))
+
+
+HANDLED[torch.Tensor.__getitem__] = _tensor_element
+HANDLED[torch.Tensor.where] = lambda x, condition, y: where(condition, x, y)
+_MASK_LEAVES = tuple(of_node(symbol) for symbol in MASK_SYMBOLS)
+_SCORE_LEAVES = tuple(of_node(symbol) for symbol in SCORE_SYMBOLS)
+
+
+class TracedCall(NamedTuple):
+    """What the functions of a call are: `key`, their text with all that a spec needs; the operands of the text."""
+
+    key: str
+    arrays: list[Tensor]
+    integers: list[int]
+    floats: list[float]
+
+
+def trace_call(
+    score_mod: Callable[..., Any] | Score | None,
+    mask_mod: Callable[..., Any] | Mask | None,
+    spec: str,
+    device: torch.device,
+) -> TracedCall:
+    """Traces the functions of a call.
+
+    Args:
+        score_mod: f(score, b, h, q, k) -> score; mask_mod: f(b, h, q, k) -> bool; None is no function.
+        spec: JSON of what else the spec is made of, without brackets, as `variants.Variant` reads it.
+        device: where operands are moved that are elsewhere.
+    """
+    score = None if score_mod is None else _trace(score_mod, _SCORE_LEAVES, "score")
+    mask = None if mask_mod is None else _trace(mask_mod, _MASK_LEAVES, "mask")
+    if mask is not None and mask.kind != "bool":
+        raise SpecError(f"mask_mod must return a boolean, got {mask.kind}: compare it, e.g. return x != 0")
+    if score is not None and score.kind == "bool":
+        raise SpecError("score_mod must return a number, got bool: a condition belongs in the mask")
+    if score is not None and score.kind == "int":
+        score = apply(ops.ToFloat, score)
+    held: tuple[Any, ...] = ()
+    numbers: tuple[Any, ...] = ()
+    for traced in (score, mask):
+        if traced is not None:
+            held, numbers = held + traced.arrays, numbers + traced.numbers
+    arrays, slots = _distinct(held)
+    integers = [number for number in numbers if not isinstance(number, float)]
+    floats = [number for number in numbers if isinstance(number, float)]
+    texts = f"{_text_of(score, score_mod, 'score_mod')},{_text_of(mask, mask_mod, 'mask_mod')}"
+    key = f"[{spec},{texts},{slots}]"
+    return TracedCall(key, [operand(array, device) for array in arrays], integers, floats)
+
+
+class TracedMask(NamedTuple):
+    """A mask function as it is at one call: its text, and the arrays that this reads."""
+
+    text: TextOfMask
+    arrays: list[Any]
+
+
+def trace_mask_function(function: Callable[..., Any]) -> TracedMask:
+    """Traces a mask function, for a spec that is made of it; its numbers are constants."""
+    traced = _trace(function, _MASK_LEAVES, "mask")
+    if traced.kind != "bool":
+        raise SpecError(f"a mask function must return a boolean, got {traced.kind}: compare it, e.g. return x != 0")
+    arrays, slots = _distinct(traced.arrays)
+    return TracedMask(TextOfMask(name_of(function, "mask"), traced.text, traced.numbers, tuple(slots)), arrays)
+
+
+def check_traceable(function: Callable[..., Any], of_mask: bool) -> None:
+    """SpecError where a function cannot be traced; not under torch.compile, which traces it where it is called."""
+    if not torch.compiler.is_compiling():
+        _trace(function, _MASK_LEAVES if of_mask else _SCORE_LEAVES, "mask" if of_mask else "score")
+
+
+def _text_of(traced: Traced | None, function: Any, name: str) -> str:
+    if traced is None:
+        return "null"
+    if isinstance(function, (Mask, Score)):
+        name = function.name
+    return f'["{name}",{traced.text}]'
+
+
+def _trace(function: Any, leaves: tuple[Traced, ...], what: str) -> Traced:
+    if isinstance(function, (Mask, Score)):
+        return function(*leaves)  # type: ignore[no-any-return]
+    if torch.compiler.is_compiling():
+        return traced_by_dynamo(function, leaves)
+    if torch.is_grad_enabled():
+        return _run(function, leaves, what)
+    with torch.enable_grad():  # so that a call traces the same whether gradients are wanted or not
+        return _run(function, leaves, what)
+
+
+def _run(function: Any, leaves: tuple[Traced, ...], what: str) -> Traced:
+    with tracing_transform():
+        try:
+            result = function(*leaves)
+        except Exception:
+            symbols = MASK_SYMBOLS if len(leaves) == len(MASK_SYMBOLS) else SCORE_SYMBOLS
+            name = f"{what} {getattr(function, '__name__', what)!r}"
+            check_signature(function, symbols, name)
+            # Arrays of NumPy and JAX cannot be indexed by traced values: stand-ins for them can.
+            result = call_traced(StandIns(function).function, leaves, name)
+    if isinstance(result, (Mask, Score)):
+        result = result(*leaves)
+    try:
+        return lift(result)
+    except SpecError as error:
+        raise SpecError(f"{what} function: {error}") from error
+
+
+def _distinct(held: tuple[Any, ...]) -> tuple[list[Any], list[int]]:
+    """The arrays, each once, and of each time that the text reads one which it is."""
+    arrays: list[Any] = []
+    slots: list[int] = []
+    for array in held:
+        for number, other in enumerate(arrays):
+            if other is array:
+                slots.append(number)
+                break
+        else:
+            slots.append(len(arrays))
+            arrays.append(array)
+    return arrays, slots
+
+
+def operand(array: Any, device: torch.device) -> Tensor:
+    """An array as kernels read it."""
+    if not isinstance(array, torch.Tensor):
+        array = torch.as_tensor(array)
+    return as_operand(array, dtype_read(dtype_of(array), "table"), device)

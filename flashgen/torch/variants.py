@@ -1,0 +1,198 @@
+"""From the text of traced functions to a spec: which numbers of it are constants of a kernel, and which its operands.
+
+The numbers that a text is first met with are constants, of which closed forms and powers of two are made. A number that
+another call of the same text has another value of becomes a Scalar: that call, and those to come, share one kernel.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import sympy
+
+from flashgen.language.captures import Scalar, Tensor
+from flashgen.language.expression_json import ARRAY, FLOAT, INTEGER, node_from_trace
+from flashgen.language.modifiers import Mask, Score
+from flashgen.language.operations import Capture
+from flashgen.language.spec import AttentionSpec
+from flashgen.language.well_formed import literal
+from flashgen.runtime.remembered import Remembered
+from flashgen.torch.registered import Registered
+
+_MOST_KEPT = 1024
+_LETTERS = "abcdefghijklmnopqrstuvwxyz"
+Numbers = tuple[Any, ...]
+
+
+def spec_text(
+    head_dim: int, value_dim: int, dtype: str, scale: float | None, layout: str, emulate: bool, deterministic: bool
+) -> str:
+    """The part of a key that functions do not say."""
+    shown = "null" if scale is None else repr(float(scale))
+    flags = f"{'true' if emulate else 'false'},{'true' if deterministic else 'false'}"
+    return f'{head_dim},{value_dim},"{dtype}",{shown},"{layout}",{flags}'
+
+
+def is_variant(key: str) -> bool:
+    """Whether a key is the text of traced functions, and not the name of a registered spec."""
+    return key.startswith("[")
+
+
+class Variant:
+    """The specs of one text.
+
+    Attributes: `key`, the text (`traced_functions.trace_call`).
+    """
+
+    def __init__(self, key: str) -> None:
+        self.key = key
+        *self._fields, self._score, self._mask, self._slots = json.loads(key)
+        self._lock = threading.Lock()
+        self._first: tuple[Numbers, Numbers] | None = None
+        self._varying: tuple[int, ...] = ()
+        self._entries: dict[tuple[int, ...], Registered] = {}
+
+    def at(self, integers: Sequence[int], floats: Sequence[float]) -> tuple[Registered, list[int], list[float]]:
+        """What is registered of a call with these numbers, and those of its numbers that are operands."""
+        numbers = (tuple(integers), tuple(floats))
+        first = self._first
+        if first == numbers:
+            return self._entry((), numbers), [], []
+        if first is None:
+            with self._lock:
+                self._first = first = self._first or numbers
+            return self.at(integers, floats)
+        values, before = [*integers, *floats], [*first[0], *first[1]]
+        changed = {place for place, (new, old) in enumerate(zip(values, before, strict=True)) if new != old}
+        varying = self._varying
+        if not changed <= set(varying):
+            with self._lock:
+                self._varying = varying = tuple(sorted(changed.union(self._varying)))
+        # Equal numbers are one operand: `q // n == k // n` is known in closed form for one n.
+        shared: dict[Any, int] = {}
+        count = len(integers)
+        operands = [shared.setdefault((values[place], place < count), place) for place in varying]
+        pairs = list(zip(varying, operands, strict=True))
+        chosen = [place for place, operand in pairs if place == operand]
+        entry = self._entry(tuple(number for pair in pairs for number in pair), numbers)
+        of_integers: list[Any] = [values[place] for place in chosen if place < count]
+        return entry, of_integers, [values[place] for place in chosen if place >= count]
+
+    @cached_property
+    def general(self) -> Registered:
+        """What is registered with every number as an operand: for what does not depend on numbers."""
+        count = len(self._number_kinds)
+        pattern = tuple(number for place in range(count) for number in (place, place))
+        ints = sum(kind == INTEGER for kind in self._number_kinds)
+        return self._entry(pattern, ((0,) * ints, (0.0,) * (count - ints)))
+
+    @cached_property
+    def _number_kinds(self) -> list[str]:
+        return [leaf for leaf in _leaves([self._score, self._mask]) if leaf in (INTEGER, FLOAT)]
+
+    def _entry(self, pattern: tuple[int, ...], numbers: tuple[Numbers, Numbers]) -> Registered:
+        found = self._entries.get(pattern)
+        if found is None:
+            found = Registered(self.key, self._spec(pattern, numbers), None, **self._options)
+            found = self._entries.setdefault(pattern, found)
+        return found
+
+    @property
+    def _options(self) -> dict[str, Any]:
+        return {"target": None, "emulate": self._fields[5], "deterministic": self._fields[6]}
+
+    def _spec(self, pattern: tuple[int, ...], numbers: tuple[Numbers, Numbers]) -> AttentionSpec:
+        head_dim, value_dim, dtype, scale, layout = self._fields[:5]
+        nodes = iter(self._number_nodes(pattern, numbers))
+        arrays = iter(self._captures())
+        score, mask = None, None
+        if self._score is not None:
+            score = Score(self._score[0], node_from_trace(json.dumps(self._score[1]), nodes, arrays))
+        if self._mask is not None:
+            mask = Mask(self._mask[0], node_from_trace(json.dumps(self._mask[1]), nodes, arrays))
+        return AttentionSpec(head_dim, dtype, value_dim, scale, layout, score=score, mask=mask)
+
+    def _number_nodes(self, pattern: tuple[int, ...], numbers: tuple[Numbers, Numbers]) -> list[sympy.Basic]:
+        """The node of each number, in the order of the text: a constant, or the Scalar of its place in the pattern."""
+        operand_of = dict(zip(pattern[::2], pattern[1::2], strict=True))
+        places = sorted(set(operand_of.values()))
+        count = len(numbers[0])
+        of_integers = [place for place in places if place < count]
+        of_floats = [place for place in places if place >= count]
+        names = dict(zip(of_integers, _named("integer", len(of_integers)), strict=True))
+        names |= dict(zip(of_floats, _named("number", len(of_floats)), strict=True))
+        nodes, next_place = [], {INTEGER: iter(range(count)), FLOAT: iter(range(count, count + len(numbers[1])))}
+        values = (*numbers[0], *numbers[1])
+        for kind in self._number_kinds:
+            place = next(next_place[kind])
+            if place in operand_of:
+                dtype = "int32" if kind == INTEGER else "float32"
+                nodes.append(Scalar(names[operand_of[place]], dtype).node)
+            else:
+                nodes.append(literal(values[place]))
+        return nodes
+
+    def _captures(self) -> list[Capture]:
+        return _captures_of([self._score, self._mask], self._slots)
+
+
+class TextOfMask(NamedTuple):
+    """A traced mask function without its arrays: `name`, the text, its numbers, and which array each place reads."""
+
+    name: str
+    text: str
+    numbers: tuple[Any, ...]
+    slots: tuple[int, ...]
+
+    @property
+    def names(self) -> list[str]:
+        """The names of the captures, in the order of the arrays."""
+        return _names_of_arrays(self.slots)
+
+    def node(self) -> sympy.Basic:
+        """The expression, its numbers as constants."""
+        captures = _captures_of(json.loads(self.text), self.slots)
+        return node_from_trace(self.text, map(literal, self.numbers), captures)
+
+
+def _captures_of(data: Any, slots: Sequence[int]) -> list[Capture]:
+    """The capture of each array, in the order of the text; names sort as the arrays of a call stand."""
+    leaves = [leaf for leaf in _leaves(data) if isinstance(leaf, tuple)]
+    names = _names_of_arrays(slots)
+    return [
+        Tensor(names[slot], dtype, ndim, grad).capture
+        for slot, (_, dtype, ndim, grad) in zip(slots, leaves, strict=True)
+    ]
+
+
+def _names_of_arrays(slots: Sequence[int]) -> list[str]:
+    return _named("table", max(slots, default=-1) + 1)
+
+
+def _named(stem: str, count: int) -> list[str]:
+    """Names for so many captures, in an order that sorting keeps."""
+    if count <= 1:
+        return [stem] * count
+    letters = [*_LETTERS] if count <= len(_LETTERS) else [a + b for a in _LETTERS for b in _LETTERS]
+    return [f"{stem}_{letter}" for letter in letters[:count]]
+
+
+def _leaves(data: Any) -> list[Any]:
+    """The numbers and arrays that a text leaves open, in its order; of an array the whole leaf, as a tuple."""
+    if isinstance(data, list):
+        if data[:1] == [ARRAY]:
+            return [tuple(data)]
+        return [leaf for item in data for leaf in _leaves(item)]
+    return [data] if data in (INTEGER, FLOAT) else []
+
+
+_VARIANTS: Remembered[str, Variant] = Remembered(_MOST_KEPT)
+
+
+def variant_of(key: str) -> Variant:
+    """The variant of a key."""
+    return _VARIANTS.get(key) or _VARIANTS.get_or_make(key, lambda: Variant(key))

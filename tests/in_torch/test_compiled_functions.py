@@ -1,0 +1,238 @@
+"""Functions and block masks under torch.compile: all that they read is guarded, or an input of one graph."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch", reason="flashgen.torch needs torch: pip install 'flashgen[torch]'")
+
+import torch
+from torch._dynamo.testing import CompileCounterWithBackend
+
+import flashgen as fg
+import flashgen.torch as ours
+from flashgen.torch import table
+
+HEADS, LENGTH, DIM = 2, 24, 32
+INFINITY = float("inf")
+
+
+@pytest.fixture(autouse=True)
+def compiled_afresh() -> Iterator[None]:
+    torch.compiler.reset()
+    with torch.no_grad():
+        yield
+    torch.compiler.reset()
+
+
+@pytest.fixture
+def qkv_of_halves() -> tuple[torch.Tensor, ...]:
+    q, k, v = torch.randn(3, 1, HEADS, LENGTH, DIM).half()
+    return q, k, v
+
+
+def compiled(function: Any, backend: Any = "aot_eager", **options: Any) -> Any:
+    return torch.compile(function, backend=backend, fullgraph=True, **options)
+
+
+@pytest.mark.parametrize("dynamic", [None, True, False])
+def test_numbers_of_arguments(dynamic: bool | None, qkv_of_halves: Any) -> None:
+    """In comparisons and in arithmetic, from both sides, and equal to an index."""
+
+    def attend(q: Any, k: Any, v: Any, current: int) -> Any:
+        end = current + 1
+
+        def score(s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+            kept = (j <= end) & (abs(i - j) != current) | (end == j) | ~(i // 2 < end)
+            return torch.where(kept, s + current * h, -INFINITY)
+
+        return ours.flex_attention(q, k, v, score_mod=score) * 1
+
+    run = compiled(attend, dynamic=dynamic)
+    for current in (3, 9, 5, 2):
+        assert torch.equal(run(*qkv_of_halves, current), attend(*qkv_of_halves, current))
+
+
+WINDOW = 3
+
+
+class Config:
+    def __init__(self) -> None:
+        self.window = 3
+
+    @property
+    def reach(self) -> int:
+        return self.window
+
+
+def test_globals_properties_and_defaults(qkv_of_halves: Any) -> None:
+    global WINDOW
+    config = Config()
+
+    def score(s: Any, b: Any, h: Any, i: Any, j: Any, of: Any = config) -> Any:
+        return torch.where(i - j <= WINDOW, torch.where(j - i <= of.reach, s, -INFINITY), -INFINITY)
+
+    attend = lambda q, k, v: ours.flex_attention(q, k, v, score_mod=score)
+    run = compiled(attend)
+    for window, config.window in ((3, 3), (8, 3), (8, 5), (2, 9)):
+        WINDOW = window
+        assert torch.equal(run(*qkv_of_halves), attend(*qkv_of_halves))
+    WINDOW = 3
+
+
+class Layer(torch.nn.Module):
+    """A layer with a table of its own, read by a function that its forward makes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = torch.nn.Parameter(torch.randn(HEADS))
+
+    def forward(self, q: Any, k: Any, v: Any, w: Any) -> Any:
+        bias = w * 2
+
+        def score(s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+            return s + self.table.exp()[h] * j / 10 + bias[h] * i
+
+        return ours.flex_attention(q, k, v, score_mod=score)
+
+
+class Layers(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(Layer() for _ in range(3))
+
+    def forward(self, q: Any, k: Any, v: Any, w: Any) -> Any:
+        return torch.stack([layer(q, k, v, w) for layer in self.layers])
+
+
+def test_each_layer_has_its_own_table_and_gradient(qkv_of_halves: Any) -> None:
+    model, d_out = Layers(), torch.randn(3, 1, HEADS, LENGTH, DIM).half()
+    run = compiled(model)
+    for _ in range(2):
+        w = torch.randn(HEADS)
+        found = []
+        for call in (run, model):
+            model.zero_grad()
+            with torch.enable_grad():
+                out = call(*qkv_of_halves, w)
+                out.backward(d_out)
+            found.append([out.detach(), *(layer.table.grad for layer in model.layers)])
+        assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.int64])
+def test_tensors_that_are_written_in_place(dtype: torch.dtype, qkv_of_halves: Any) -> None:
+    table, number = torch.tensor([1, 2], dtype=dtype), torch.tensor(2, dtype=dtype)
+
+    def score(s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+        return s + table[h] * (i - j) / 10 + number * j / 10
+
+    attend = lambda q, k, v: ours.flex_attention(q, k, v, score_mod=score)
+    run = compiled(attend)
+    for _ in range(3):
+        assert torch.equal(run(*qkv_of_halves), attend(*qkv_of_halves))
+        table.add_(1)
+        number.sub_(3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.int64])
+def test_arrays_of_a_spec_that_are_written_in_place(dtype: torch.dtype, qkv_of_halves: Any) -> None:
+    table, number = torch.tensor([1, 2], dtype=dtype), torch.tensor(2, dtype=dtype)
+    spec = fg.AttentionSpec(DIM, score=lambda s, b, h, q, k: s + table[h] * (q - k) / 10 + number * k / 10)
+    attend = lambda q, k, v: ours.attention(spec, q, k, v)
+    run = compiled(attend)
+    for _ in range(3):
+        assert torch.equal(run(*qkv_of_halves), attend(*qkv_of_halves))
+        table.add_(1)
+        number.sub_(3)
+
+
+VIEWS = {
+    "rows": lambda big: big[1:3],
+    "columns": lambda big: big[:2, :LENGTH],
+    "expanded": lambda big: big[:1, :LENGTH].expand(2, LENGTH),
+    "transposed": lambda big: big.view(-1, 2)[:LENGTH].t(),
+    "a row of a parameter": lambda big: torch.nn.Parameter(big[None].repeat(3, 1, 1))[1],
+}
+
+
+@pytest.mark.parametrize("dynamic", [None, True])
+@pytest.mark.parametrize("name", VIEWS)
+def test_views(name: str, dynamic: bool | None, qkv_of_halves: Any) -> None:
+    table = VIEWS[name](torch.randn(4, 2 * LENGTH))
+    score = lambda s, b, h, i, j: s + table[b, j]
+    run = compiled(ours.flex_attention, dynamic=dynamic)
+    assert torch.equal(run(*qkv_of_halves, score), ours.flex_attention(*qkv_of_halves, score))
+
+
+def test_twelve_block_masks_of_one_kind_are_one_graph(qkv_of_halves: Any) -> None:
+    counter = CompileCounterWithBackend("aot_eager")
+    run = compiled(lambda q, k, v, mask: ours.flex_attention(q, k, v, block_mask=mask), counter)
+    for seed in range(12):
+        ids = torch.randint(0, 3, (LENGTH,), generator=torch.Generator().manual_seed(seed)).sort().values
+        mask = ours.create_block_mask(lambda b, h, i, j, ids=ids: ids[i] == ids[j], None, None, LENGTH, LENGTH)
+        assert torch.equal(run(*qkv_of_halves, mask), ours.flex_attention(*qkv_of_halves, block_mask=mask))
+    assert counter.frame_count == 1
+
+
+def test_block_masks_that_are_made_inside(qkv_of_halves: Any) -> None:
+    lists = torch.tensor([[[1]]], dtype=torch.int32), torch.tensor([[[[0, 1]]]], dtype=torch.int32)
+
+    def attend(q: Any, k: Any, v: Any, end: int, ids: Any) -> Any:
+        mask = ours.create_block_mask(lambda b, h, i, j: (j <= end) | (ids[i] == ids[j]), None, None, LENGTH, LENGTH)
+        listed = ours.BlockMask.from_kv_blocks(*lists, BLOCK_SIZE=(32, 16), seq_lengths=(LENGTH, LENGTH))
+        return ours.flex_attention(q, k, v, block_mask=mask) + ours.flex_attention(q, k, v, block_mask=listed)
+
+    run = compiled(attend)
+    for end in (2, 7, 4):
+        ids = torch.randint(0, 3, (LENGTH,))
+        assert torch.equal(run(*qkv_of_halves, end, ids), attend(*qkv_of_halves, end, ids))
+
+
+def test_named_masks_inside_a_function(qkv_of_halves: Any) -> None:
+    window, cap = fg.sliding_window(5) & fg.causal(), fg.softcap(2.0)
+
+    def attend(q: Any, k: Any, v: Any, far: int) -> Any:
+        mask = ours.create_block_mask(lambda b, h, i, j: window(b, h, i, j) | (j < far), None, None, LENGTH, LENGTH)
+        return ours.flex_attention(q, k, v, lambda s, b, h, i, j: cap(fg.maximum(s, -1.0), b, h, i, j), mask)
+
+    run = compiled(attend)
+    for far in (1, 3):
+        assert torch.equal(run(*qkv_of_halves, far), attend(*qkv_of_halves, far))
+
+
+def test_rows_inside_a_function(qkv_of_halves: Any) -> None:
+    table = torch.randint(0, 4, (LENGTH, 3))
+
+    def mask(b: Any, h: Any, i: Any, j: Any) -> Any:
+        return (table[i] == (j // 4).unsqueeze(-1)).any(-1) | (i == j)
+
+    def attend(q: Any, k: Any, v: Any) -> Any:
+        made = ours.create_block_mask(mask, None, None, LENGTH, LENGTH)
+        return ours.flex_attention(q, k, v, block_mask=made)
+
+    assert torch.equal(compiled(attend)(*qkv_of_halves), attend(*qkv_of_halves))
+
+
+def test_control_flow_by_a_tensors_value_breaks_the_graph_with_a_warning(
+    qkv_of_halves: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    far = torch.tensor(3)
+
+    def score(s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+        return torch.where(i - j <= far.item(), s, -INFINITY) if far > 0 else s
+
+    attend = lambda q, k, v: ours.flex_attention(q * 2, k, v, score_mod=score) * 2
+    run = torch.compile(attend, backend="aot_eager")
+    monkeypatch.setattr(table, "_WARNED", set())
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for value in (3, 6, -1):
+            far.fill_(value)
+            assert torch.equal(run(*qkv_of_halves), attend(*qkv_of_halves))
+    (warning,) = [str(each.message) for each in caught if "flashgen" in str(each.message)]
+    assert "depends on the values of tensors" in warning
