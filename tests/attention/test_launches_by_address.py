@@ -6,9 +6,9 @@ a GPU's calls do to a call's arrays is seen without one.
 
 from __future__ import annotations
 
+import sys
 import weakref
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,13 +17,14 @@ import pytest
 import flashgen.language as fg
 from flashgen.attention import Attention
 from flashgen.attention.tile_lists import sizes_of
-from flashgen.codegen.rendered_kernel import RenderedKernel
 from flashgen.codegen.targets import target_named
 from flashgen.launch.argument_writer import Addresses
-from flashgen.launch.engines import Emulator, EmulatorRunner, Gpu, Launch, Numbers, Place
-from flashgen.launch.memory import Block, Memory
-from flashgen.runtime.arrays import NUMPY, Library, numpy_dtype
+from flashgen.launch.engines import Emulator, Place
+from flashgen.runtime.arrays import NUMPY
 from flashgen.verify import Shape, random_gradients, random_inputs
+
+sys.path.insert(0, str(Path(__file__).parent))
+from by_address import ByAddress
 
 SLOPES = fg.Tensor("slopes", "bfloat16", 1, grad=True)
 TABLE = fg.Tensor("table", "float32", 2, grad=True)
@@ -34,69 +35,6 @@ SPECS = (
     fg.AttentionSpec(16, score=fg.relative_bias(TABLE, 12)),
 )
 SHAPE = Shape(150, 150, 2, 4, 2)
-
-
-class AddressRunner:
-    """Takes addresses, and finds the arrays that are there."""
-
-    def __init__(self, runner: EmulatorRunner, known: dict[int, Any]) -> None:
-        self._runner, self._known = runner, known
-
-    def launch(self, launch: Launch, taken: Addresses, numbers: Numbers, place: Place) -> None:
-        assert isinstance(taken, Addresses)
-        arrays = {name: self._known[taken[name]] for name in launch.writer.pointer_names if name in taken}
-        self._runner.launch(launch, arrays, numbers, place)
-
-
-class HostBlock(Block):
-    """A GPU's block, in host memory, begun as other memory is not: `known` has the arrays in it by address."""
-
-    def __init__(self, memory: Mapping[str, Memory], known: dict[int, Any]) -> None:
-        super().__init__(memory, NUMPY, 0)
-        self._memory, self._known = memory, known
-
-    def take(self, taken: Addresses, stream: int) -> None:
-        super().take(taken, stream)
-        for name, each in self._memory.items():
-            at = self.offsets[name]
-            assert taken[name] % 16 == 0 and at + each.bytes <= taken.kept[-1].size
-            part = taken.kept[-1][at : at + each.bytes].view(numpy_dtype(each.dtype)).reshape(each.shape)
-            part[...] = 0 if each.zeroed else part
-            self._known[taken[name]] = part
-
-    def _clear(self, address: int, memory: Memory, stream: int) -> None:
-        """The array is not known yet."""
-
-
-@dataclass(frozen=True)
-class ByAddress(Emulator):
-    """The emulator, launched as a GPU is."""
-
-    known: dict[int, Any] = field(default_factory=dict, compare=False)
-
-    def runner(self, kernel: RenderedKernel, prebuild: str) -> Any:
-        return AddressRunner(super().runner(kernel, prebuild), self.known)
-
-    def taken(self, arrays: dict[str, Any], addresses: Addresses) -> Any:
-        self.known.update({addresses[name]: array for name, array in arrays.items()})
-        return Gpu().taken(arrays, addresses)
-
-    def add(self, arrays: Mapping[str, Any], taken: Any) -> None:
-        Gpu().add(arrays, taken)
-        self.known.update({taken[name]: array for name, array in arrays.items()})
-
-    def alone(self, arrays: Mapping[str, Any]) -> Any:
-        taken = Gpu().alone(arrays)
-        self.known.update({taken[name]: array for name, array in arrays.items()})
-        return taken
-
-    def workspace(self, memory: Mapping[str, Memory], library: Library, device: int) -> Block:
-        return HostBlock(memory, self.known)
-
-    def counter(self, place: Place, count: int) -> Any:
-        counter = super().counter(place, count)
-        self.known[counter.ctypes.data] = counter
-        return counter.ctypes.data
 
 
 @pytest.mark.rotated(8)
