@@ -57,8 +57,12 @@ class BackwardChoice:
         return card, LengthClass.of(workload_of(problem, card), lists, grouped=True)
 
     def depends_on(self, problem: Problem) -> bool:
-        """Whether calls of these sizes may run other kernels than the default ones."""
-        return self.tuned is not None or (self._dividing is not None and problem.heads_per_kv > 1)
+        """Whether calls of these sizes may run other kernels than the default ones: those without a score do not.
+
+        Such calls have gradients of their sinks, which no plan makes faster, and lengths that no plan is kept for.
+        """
+        divides = self._dividing is not None and problem.heads_per_kv > 1
+        return problem.has_scores and (self.tuned is not None or divides)
 
     def plan_of(self, workload: Workload) -> Any:
         """The plan of calls of these sizes for which nothing was tuned."""
@@ -67,7 +71,7 @@ class BackwardChoice:
         return chosen or kernel.plan
 
     def of(self, problem: Problem, device: int) -> BuiltStages:
-        """The kernels of calls of these sizes, which have scores, on a device."""
+        """The kernels of calls of these sizes on a device."""
         if not self.depends_on(problem):
             return self.default
         if self.tuned:

@@ -465,7 +465,7 @@ class Attention:
         refuse_ragged(self.spec, "backward_plan_for", "its plan is `backward_plan`, whatever the lengths are")
         sizes = sizes_of(len_q, len_q if len_k is None else len_k, batch, heads, heads_kv)
         choice = self._backward.choice
-        if not sizes.has_scores or not choice.depends_on(sizes):
+        if not choice.depends_on(sizes):
             return self.backward_plan
         return choice.of(sizes, self.engine.here()).kernels["keys"].plan
 
