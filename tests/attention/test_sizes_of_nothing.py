@@ -20,7 +20,7 @@ from flashgen.verify import Shape, random_gradients, random_inputs
 sys.path.insert(0, str(Path(__file__).parent))
 from made_up_card import MadeUpCard, counts, stand_in
 
-targets = pytest.mark.parametrize("target", ["sm_80"])
+targets = pytest.mark.parametrize("target", ["sm_80", "sm_90a"])  # of each family
 SINKS = fg.Tensor("sinks", "float32", 1, grad=True)
 
 
