@@ -293,7 +293,7 @@ def check_table(views: Mapping[str, View]) -> None:
     """ArgumentError where the pages of a sequence, or the lengths, do not stand side by side."""
     for name in ("page_table", "seqused_k"):
         check_aligned(name, views[name])
-        if views[name].shape[-1] > 1 and views[name].strides[-1] != 1:
+        if all(views[name].shape) and views[name].shape[-1] > 1 and views[name].strides[-1] != 1:
             raise ArgumentError(
                 f"{name} has strides {views[name].strides} (elements); its last dimension must be contiguous"
             )

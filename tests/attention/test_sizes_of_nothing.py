@@ -122,12 +122,50 @@ def test_batches_and_heads(name: str, target: str, tmp_path: Path) -> None:
             assert all(np.isfinite(array).all() for array in (out, *made))
 
 
+@targets
+def test_pages(target: str, tmp_path: Path) -> None:
+    """Tables without a page, caches without one, and lengths of 0."""
+    spec = fg.AttentionSpec(64, mask=fg.causal(), page_size=16, sink=fg.Tensor("sinks", "float32", 1))
+    it = compiled(spec, target, tmp_path)
+    for batch in (0, 1, 2):
+        for len_q in (0, 1, 70):
+            for pages, columns in ((0, 0), (0, 2), (3, 0), (3, 2)):
+                q = random_rows(0, batch, 4, len_q, 64)
+                k, v = (random_rows(seed, pages, 16, 2, 64) for seed in (1, 2))
+                where = {"page_table": np.zeros((batch, columns), np.int32), "seqused_k": np.zeros(batch, np.int32)}
+                for splits in (None, 1, 3):
+                    out, lse = poisoned(q), np.full(q.shape[:3], np.nan, np.float32)
+                    options: dict[str, Any] = {"sinks": np.ones(4, np.float32), "num_splits": splits, **where}
+                    it(q, k, v, return_lse=True, out=(out, lse), **options)
+                    assert (out == 0).all() and (lse == 1).all()
+
+
 def test_plans_of_calls_without_a_score_are_the_default_ones(tmp_path: Path) -> None:
     it = compiled(SPECS["sink"], "sm_90a", tmp_path)
     for len_q, len_k in SHAPES:
         if not (len_q and len_k):
             assert it.plan_for(len_q, len_k, heads=4, heads_kv=2) == it.plan
             assert it.backward_plan_for(len_q, len_k, heads=4, heads_kv=2) == it.backward_plan
+
+
+@targets
+@pytest.mark.parametrize("page_size", [4, 16])
+def test_mixed_batches(page_size: int, target: str, tmp_path: Path) -> None:
+    spec = fg.AttentionSpec(64, mask=fg.causal(), page_size=page_size, layout="thd")
+    it = compiled(spec, target, tmp_path)
+    for lengths in ((), (0,), (1,), (0, 0), (0, 70)):
+        starts = np.cumsum((0, *lengths), dtype=np.int32)
+        for rows in {int(starts[-1]), int(starts[-1]) + 2}:
+            for pages, columns in ((0, 0), (0, 2), (3, 0), (3, 2)):
+                q = random_rows(0, rows, 4, 64)
+                k, v = (random_rows(seed, pages, page_size, 2, 64) for seed in (1, 2))
+                batch = len(lengths)
+                where = {"page_table": np.zeros((batch, columns), np.int32), "seqused_k": np.zeros(batch, np.int32)}
+                for bound in (None, max(lengths, default=0)):
+                    out, lse = poisoned(q), np.full((4, rows), np.nan, np.float32)
+                    options: dict[str, Any] = {"cu_seqlens_q": starts, "max_seqlen_q": bound, **where}
+                    it(q, k, v, return_lse=True, out=(out, lse), **options)
+                    assert (out == 0).all() and (lse == -np.inf).all()
 
 
 @targets
