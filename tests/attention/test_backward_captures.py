@@ -33,9 +33,9 @@ def values(*shape: int, dtype: str = "float32") -> np.ndarray[Any, Any]:
     return np.random.default_rng(4).uniform(0.1, 1, shape).astype(numpy_dtype(dtype))
 
 
-def check(spec: fg.AttentionSpec, deterministic: bool, **captures: Any) -> Any:
+def check(spec: fg.AttentionSpec, deterministic: bool, target: str | None = None, **captures: Any) -> Any:
     """The gradients of the last of several calls, judged as one array: a capture may have a single number."""
-    compiled = attention.compile(spec, emulate=True, deterministic=deterministic)
+    compiled = attention.compile(spec, target, emulate=True, deterministic=deterministic)
     fewest = min(captures[capture.name].size for capture in spec.captures if capture.grad)
     found, expected, low = [], [], []
     for seed in range(-(-ENOUGH // fewest)):
@@ -70,6 +70,16 @@ def test_every_number_of_dimensions_and_broadcast(ndim: int, deterministic: bool
     check(spec, deterministic, bias=values(*whole))
     broadcast = tuple(1 if axis % 2 == 0 else size for axis, size in enumerate(whole))
     check(spec, deterministic, bias=values(*broadcast))
+
+
+@MODES
+@pytest.mark.parametrize(("target", "head_dim"), [("sm_80", 16), ("sm_90a", 16), ("sm_90a", 160)])
+def test_two_tables_by_distance(target: str, head_dim: int, deterministic: bool) -> None:
+    """Each has sums of its own along the diagonals of a tile, in one function of the kernel."""
+    near, far = (fg.Tensor(name, "float32", 1, grad=True) for name in ("near", "far"))
+    score = fg.relative_bias(near, 3)(fg.relative_bias(far, 20))
+    spec = fg.AttentionSpec(head_dim, score=score)
+    check(spec, deterministic, target, near=values(7), far=values(41))
 
 
 def test_strides() -> None:
