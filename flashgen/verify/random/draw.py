@@ -57,12 +57,15 @@ _COMMON_TARGETS = ("sm_75", "sm_80", "sm_90", "sm_90a", "sm_90a", "sm_90a", "sm_
 
 PREDICATES_EACH = 6  # calls of a case that compiles no kernel
 CALLS_EACH = 3  # calls of a case that does: compiling takes most of its time
+CALLS_ON_A_GPU = 12  # of such a case on a GPU, where a call takes no time but the reference's
 _SANITIZED = 0.06  # the share of cases on the emulator that run under a sanitizer
 _NVRTC = 0.2
 _RAGGED = 0.15
 _SHARDED = 0.15
 _SINK = 0.15
 _MIXED = 0.35  # the share of calls over pages whose queries are packed
+_SHORTEST = 0.1  # the share of calls whose lengths are 0 or 1 on purpose
+_BATCHES = (0, *(1,) * 12, *(2,) * 6, *(3,) * 6)
 _SERVING = 0.5  # the share of cases of the forward alone
 _CACHED_DIMS = (32, 32, 64, 64, 96, 128, 256)
 _FEW_QUERIES = (1, 1, 1, 1, 2, 3, 4, 7, 8, 17, 40, 70)
@@ -91,7 +94,8 @@ def recipe_of(seed: int, options: Options, drawn: Counter[str] | None = None) ->
     passes = _passes(seed, options)
     sanitize = _sanitizer(seed, options) if passes else None
     plain = _stream(seed, "plain")
-    count = 1 if sanitize else CALLS_EACH if passes else PREDICATES_EACH
+    calls = CALLS_EACH if options.emulate else CALLS_ON_A_GPU
+    count = 1 if sanitize else calls if passes else PREDICATES_EACH
     target = _target(seed, options)
     dtype = plain.choice(("float16", "bfloat16") if plain.random() < 0.05 else _dtypes(target))
     serving = _serving(seed, passes)
@@ -215,10 +219,10 @@ def _shape(rng: random.Random, long: bool) -> Shape:
     len_q, len_k = rng.choice(lengths), rng.choice(lengths)
     if rng.random() < 0.35:
         len_k = len_q
-    if rng.random() < 0.04:
-        len_q, len_k = rng.choice(((0, len_k), (len_q, 0), (0, 0)))
+    if rng.random() < _SHORTEST:
+        len_q, len_k = rng.choice(((0, len_k), (len_q, 0), (len_q, 0), (0, 0), (1, len_k), (len_q, 1), (1, 1)))
     heads_q, heads_kv = rng.choice(((1, 1), (2, 2), (2, 1), (4, 2), (3, 1), (6, 2)))
-    return Shape(len_q, len_k, rng.choice((1, 1, 2, 3)), heads_q, heads_kv)
+    return Shape(len_q, len_k, rng.choice(_BATCHES), heads_q, heads_kv)
 
 
 def _few_queries(rng: random.Random) -> Shape:

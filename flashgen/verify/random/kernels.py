@@ -106,9 +106,19 @@ def _check_call(recipe: Recipe, compiled: Attention, checked: Checked, counts: C
     if "backward" in recipe.passes and sizes.len_q * sizes.len_k < _LONG and first.has_gradients:
         first.check_oracles_gradients()
         _convinced("backward", [first, *others], lambda draw: draw.backward(compiled), recipe)
-        counts[f"backward calls{' under ' + recipe.sanitize if recipe.sanitize else ''}"] += 1
+        _count_backward(recipe, checked, counts)
         if recipe.deterministic:
             first.check_deterministic(compiled)
+
+
+def _count_backward(recipe: Recipe, checked: Checked, counts: Counts) -> None:
+    """Counts a backward call that was judged: of all, of its target, and of those that have a size of 0."""
+    counts[f"backward calls{' under ' + recipe.sanitize if recipe.sanitize else ''}"] += 1
+    counts[f"backward calls of {recipe.target}"] += 1
+    if 0 in checked.sizes:
+        counts["backward calls of a size of 0"] += 1
+        if recipe.sink:
+            counts["backward calls of a size of 0 with sinks"] += 1
 
 
 def _convinced(pass_: str, draws: list[Sample], run: Callable[[Sample], Judged], recipe: Recipe) -> None:

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from flashgen.attention import Attention
     from flashgen.language import AttentionSpec
 
-_BEFORE, _BEHIND = 5, 3  # rows of no sequence, which hold garbage
+_BEFORE, _BEHIND = 5, 3  # rows of no sequence, which hold garbage; there are none of an array without a token
 
 
 class Packed:
@@ -31,14 +31,15 @@ class Packed:
         return self._attention.backward_sources
 
     def __call__(self, q: Array, k: Array, v: Array, *, return_lse: bool, out: Any, **given: Any) -> Any:
-        rows = _BEFORE + q.shape[0] * q.shape[1] + _BEHIND
+        rows, own = _rows(*q.shape[:2])
         into = np.full((rows, q.shape[2], v.shape[3]), np.nan, q.dtype), np.full((q.shape[2], rows), np.nan, np.float32)
         if self.spec.page_size:  # a table says where keys are
             starts = _starts_of_queries(q)
         else:
             starts, k, v = _starts(q, k), _packed(k), _packed(v)
         self._attention(_packed(q), k, v, return_lse=True, out=into, **starts, **given)
-        assert (into[0][:_BEFORE] == 0).all() and (into[1][:, -_BEHIND:] == -np.inf).all(), "rows of no sequence"
+        outside = np.delete(np.arange(rows), own)
+        assert (into[0][outside] == 0).all() and (into[1][:, outside] == -np.inf).all(), "rows of no sequence"
         return _apart(into[0], q.shape), _rows_apart(into[1], q.shape)
 
     def backward(
@@ -57,9 +58,16 @@ class Packed:
         return Gradients(dq, dk, dv, found.captures)
 
 
+def _rows(batch: int, length: int) -> tuple[int, slice]:
+    """How many rows a packed array of such sequences has, and which of them are theirs."""
+    own = batch * length
+    return (_BEFORE + own + _BEHIND, slice(_BEFORE, _BEFORE + own)) if own else (0, slice(0, 0))
+
+
 def _starts(q: Array, k: Array) -> dict[str, Any]:
     batch = np.arange(q.shape[0] + 1)
-    begins = [(_BEFORE + batch * array.shape[1]).astype(np.int32) for array in (q, k)]
+    firsts = [_rows(*array.shape[:2])[1].start for array in (q, k)]
+    begins = [(first + batch * array.shape[1]).astype(np.int32) for first, array in zip(firsts, (q, k), strict=True)]
     bounds = {"max_seqlen_q": q.shape[1], "max_seqlen_k": k.shape[1]}
     return {"cu_seqlens_q": begins[0], "cu_seqlens_k": begins[1], **bounds}
 
@@ -70,24 +78,26 @@ def _starts_of_queries(q: Array) -> dict[str, Any]:
 
 def _packed(array: Array) -> Array:
     batch, length, heads, dim = array.shape
-    packed = np.full((_BEFORE + batch * length + _BEHIND, heads, dim), np.nan, array.dtype)
-    packed[_BEFORE : _BEFORE + batch * length] = array.reshape(batch * length, heads, dim)
+    rows, own = _rows(batch, length)
+    packed = np.full((rows, heads, dim), np.nan, array.dtype)
+    packed[own] = array.reshape(batch * length, heads, dim)
     return packed
 
 
 def _apart(packed: Array, shape: tuple[int, ...]) -> Array:
     batch, length = shape[:2]
-    return packed[_BEFORE : _BEFORE + batch * length].reshape(batch, length, *packed.shape[1:])
+    return packed[_rows(batch, length)[1]].reshape(batch, length, *packed.shape[1:])
 
 
 def _packed_rows(array: Array, outside: float) -> Array:
     batch, heads, length = array.shape
-    packed = np.full((heads, _BEFORE + batch * length + _BEHIND), outside, np.float32)
-    packed[:, _BEFORE : _BEFORE + batch * length] = array.swapaxes(0, 1).reshape(heads, batch * length)
+    rows, own = _rows(batch, length)
+    packed = np.full((heads, rows), outside, np.float32)
+    packed[:, own] = array.swapaxes(0, 1).reshape(heads, batch * length)
     return packed
 
 
 def _rows_apart(packed: Array, shape: tuple[int, ...]) -> Array:
     batch, length = shape[:2]
-    rows = packed[:, _BEFORE : _BEFORE + batch * length].reshape(packed.shape[0], batch, length)
+    rows = packed[:, _rows(batch, length)[1]].reshape(packed.shape[0], batch, length)
     return np.ascontiguousarray(rows.swapaxes(0, 1))

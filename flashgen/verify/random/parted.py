@@ -107,9 +107,9 @@ class Parted:
         return first | {"whole_q": q.shape[self._rows], "whole_k": k.shape[self._rows]}
 
     def _parts(self, q: Array, keys: list[slice], queries: list[slice]) -> Iterator[Part]:
-        """Each sequence by itself; all in one where gradients of captures are rounded, which has to be once."""
+        """Each sequence by itself; all in one where there is none, or gradients of captures are rounded once."""
         together = any(capture.grad and capture.dtype != "float32" for capture in self.spec.captures)
-        if together:
+        if together or not q.shape[0]:
             yield Part(slice(0, q.shape[0]), self._rows_of(q), slice(0, keys[-1].stop))
             return
         for sequence in range(q.shape[0]):

@@ -51,11 +51,11 @@ class Summary:
         }
 
     def lines(self) -> list[str]:
-        """A few lines: how many cases ran, what was checked, and what was refused how often."""
+        """A few lines: how many cases ran, what was refused how often, and a table of what was checked."""
         kinds = ", ".join(f"{self.outcomes.get(kind, 0)} {kind}" for kind in ("passed", "refused", *KINDS))
-        checked = ", ".join(f"{count} {what}" for what, count in sorted(self.checked.items()))
-        lines = [f"{self.cases} cases: {kinds}", f"checked: {checked or 'nothing'}"]
-        return lines + [f"refused {count} times: {message}" for message, count in self.refused.most_common()]
+        refused = [f"refused {count} times: {message}" for message, count in self.refused.most_common()]
+        checked = [f"{count:>8} {what}" for what, count in sorted(self.checked.items())]
+        return [f"{self.cases} cases: {kinds}", *refused, "checked:" if checked else "checked: nothing", *checked]
 
 
 def command(seed: int, options: Options) -> str:

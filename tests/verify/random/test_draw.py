@@ -10,6 +10,7 @@ from flashgen.codegen.targets import TARGETS
 from flashgen.language.dtypes import CACHED, CAPTURES, SCALARS
 from flashgen.language.operations import OPERATIONS
 from flashgen.verify.random import Options, grammar, recipe_of, score_grammar, targets_of_gpu
+from flashgen.verify.random.draw import CALLS_ON_A_GPU
 from flashgen.verify.random.terms import EVERYTHING, LITERALS, MASKS, SCORES, SYMBOLS
 from flashgen.verify.random.values import VIEWS, WAYS, Fill
 
@@ -61,6 +62,29 @@ def test_every_production_is_drawn() -> None:
     assert {("splits", splits, True) for splits in (None, 1, 2, 3, 7)} <= set(others)
     assert {("sink", True, True), ("ragged", True, True), ("sharded", True, True), ("mixed", True)} <= set(others)
     assert {(), ("forward",), ("forward", "backward")} <= set(others)
+
+
+def test_the_backward_meets_sizes_of_0_and_1_of_every_kind() -> None:
+    sizes: Counter[tuple[str, int]] = Counter()
+    together: Counter[str] = Counter()
+    for seed in range(CASES):
+        recipe = recipe_of(seed, Options(("sm_90", "sm_90a"), passes=("backward",), emulate=False))
+        if not recipe.passes:
+            continue
+        together.update([str(recipe.target)])
+        for shape in (problem.shape for problem in recipe.problems):
+            of_call = {"len_q": shape.len_q, "len_k": shape.len_k, "batch": shape.batch}
+            sizes.update(of_call.items())
+            if 0 in of_call.values() and recipe.sink:
+                together.update(["sink", "ragged"] if recipe.ragged else ["sink"])
+    assert all(sizes[name, size] for name in ("len_q", "len_k", "batch") for size in (0, 1))
+    assert all(together[what] for what in ("sm_90", "sm_90a", "sink", "ragged"))
+
+
+def test_a_gpu_has_more_calls_of_a_case() -> None:
+    seed = next(seed for seed in range(100) if recipe_of(seed, Options()).passes)
+    few, many = (recipe_of(seed, Options(("sm_80",), emulate=emulate, nvrtc=False)) for emulate in (True, False))
+    assert many.problems[: len(few.problems)] == few.problems and len(many.problems) == CALLS_ON_A_GPU
 
 
 def test_the_grammar_has_every_operation_of_the_language() -> None:

@@ -22,7 +22,7 @@ from flashgen.language import evaluate as oracle
 from flashgen.language import operations as ops
 from flashgen.reference import pages
 from flashgen.verify.problems import Shape
-from flashgen.verify.random import Options, Outcome, Recipe, check, recipe_of, tracing
+from flashgen.verify.random import Options, Outcome, Recipe, check, packed, recipe_of, tracing
 from flashgen.verify.random.predicates import check_predicates
 from flashgen.verify.random.recipe import Problem
 from flashgen.verify.random.sample import Sample
@@ -276,6 +276,22 @@ def test_sinks_have_a_gradient_of_their_own(monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr(Call, "gradients", halved)
     assert check(recipe).kind == "oracle"
+
+
+EMPTY = (Shape(5, 0, 2, 4, 2), Shape(0, 5, 2, 4, 2), Shape(0, 0, 1, 1, 1), Shape(5, 5, 0, 2, 1))
+
+
+@pytest.mark.parametrize("how", ["equal", "ragged", "sharded"])
+def test_calls_of_a_size_of_0_pass(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokens: list[int] = []
+    plain = packed._packed
+    monkeypatch.setattr(packed, "_packed", lambda array: tokens.append(len(plain(array))) or plain(array))
+    options: dict[str, Any] = {} if how == "equal" else {how: True}
+    recipe = one_call(CAUSAL, passes=("forward", "backward"), sink=True, **options)
+    outcome = check(replace(recipe, target="sm_90a", problems=tuple(Problem(shape, {}) for shape in EMPTY)))
+    assert outcome.status == "passed", outcome.message
+    assert outcome.counts["backward calls of a size of 0 with sinks"] == len(EMPTY)
+    assert (0 in tokens) == (how == "ragged"), "packed arrays without a token"
 
 
 BIASED = Term("+", (Term("score"), Term("-", (Term("to_float", (Term("k"),)), Term("to_float", (Term("q"),))))))

@@ -113,6 +113,7 @@ def test_the_summary_counts_each_kind_apart() -> None:
     summary.add(found())
     text = "\n".join(summary.lines())
     assert "4 cases: 1 passed, 2 refused, 1 wrong" in text and "4 predicates" in text
+    assert text.endswith("checked:\n       4 predicates"), "what was checked is a table, the last of all"
     assert "refused 2 times: SpecError: the integer … does not fit" in text
     assert not summary.ok and all(kind in text for kind in KINDS)
     assert json.loads(json.dumps(summary.to_data()))["findings"][0]["seed"] == 5
