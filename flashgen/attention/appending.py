@@ -105,7 +105,7 @@ def _step(engine: Engine, views: dict[str, View]) -> tuple[Runner, Launch] | Non
     batch, tokens, heads, head_dim = views["k_new"].shape
     pages, page_size = views["k"].shape[:2]
     value_dim = views["v"].shape[3]
-    if not (batch and tokens and heads and pages):
+    if not (batch and tokens and heads and pages and (head_dim or value_dim)):
         return None
     target = target_of_gpu(*gpu.compute_capability()) if isinstance(engine, Gpu) else emulated_target()
     kernel, runner = _RUNNERS.get_or_make((engine, target.name), partial(_built, engine, target))
@@ -175,7 +175,7 @@ def _check_rows(name: str, view: View) -> None:
     batch, row, head, last = view.strides
     dim = view.shape[3]
     apart = [stride for stride, size in zip((batch, row, head), view.shape, strict=False) if size > 1 and stride % 8]
-    if dim % 8 or (dim and last != 1) or apart or view.pointer % 16:
+    if dim % 8 or (all(view.shape) and (last != 1 or apart or view.pointer % 16)):
         raise ArgumentError(
             f"{name} at address {view.pointer:#x} with shape {view.shape}, strides {view.strides} (elements): rows "
             "must be contiguous, of a multiple of 8 elements, and start at multiples of 16 bytes"

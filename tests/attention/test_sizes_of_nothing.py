@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import flashgen.language as fg
-from flashgen.attention import Attention
+from flashgen.attention import Attention, appending, merging
 from flashgen.build.cache import KernelCache
 from flashgen.codegen.targets import target_named
 from flashgen.runtime import counters
@@ -192,6 +192,20 @@ def test_tile_lists(target: str, tmp_path: Path) -> None:
         out, lse = it(q, k, v, return_lse=True, tile_lists=lists, sinks=sinks)
         made = it.backward(d_out, q, k, v, out, lse, tile_lists=of_keys, sinks=sinks)
         assert all(np.isfinite(array).all() for array in (out, *made))
+
+
+def test_appending_and_merging(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = MadeUpCard()  # one, as runners are kept by their engines
+    for module in (appending, merging):
+        monkeypatch.setattr(module, "Emulator", lambda: engine)
+    empty = ((0, 1, 2, 3, 8), (1, 0, 2, 3, 8), (1, 1, 0, 3, 8), (1, 1, 2, 0, 8), (1, 1, 2, 3, 0), (1, 1, 1, 1, 8))
+    for batch, tokens, heads, pages, dim in empty:
+        new = random_rows(0, batch, tokens, heads, dim)
+        cache, where = random_rows(1, pages, 16, heads, dim), np.zeros((batch, 1), np.int32)
+        lengths = np.ones(batch, np.int32)
+        appending.append_kv(new, new, cache, cache.copy(), page_table=where, seqused_k=lengths, emulate=True)
+        part, lse = random_rows(0, batch, heads, tokens, dim), np.zeros((batch, heads, tokens), np.float32)
+        assert merging.merge_states([part, part], [lse, lse], emulate=True).out.shape == part.shape
 
 
 LEARNED = fg.Tensor("bias", "float16", 1, grad=True)
