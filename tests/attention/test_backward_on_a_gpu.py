@@ -72,6 +72,33 @@ def test_cupy(dtype: str, deterministic: bool, cupy: Any, gradients_right: Any) 
     gradients_right(spec, inputs, d_out, at_home(given, cupy.asnumpy), d_lse=d_lse)
 
 
+@MODES
+@pytest.mark.parametrize("library", ["cupy", "torch"])
+@pytest.mark.parametrize("layout", ["bhsd", "thd"])
+@pytest.mark.quick
+def test_sinks_without_a_key(layout: str, library: str, deterministic: bool) -> None:
+    """Arrays without elements have no address; the gradient of a sink is that of the LSE."""
+    module = pytest.importorskip(library)
+    spec = fg.AttentionSpec(64, layout=layout, sink=fg.Tensor("sinks", "float32", 1, grad=True))
+    compiled = attention.compile(spec, deterministic=deterministic)
+    for len_q, len_k in ((5, 0), (0, 5), (0, 0), (1, 0), (1, 1)):
+        shape = (len_q, 4, 64) if layout == "thd" else (1, 4, len_q, 64)
+        of_keys = (len_k, 2, 64) if layout == "thd" else (1, 2, len_k, 64)
+        with_device = {"device": "cuda"} if library == "torch" else {}
+        q, d_out = (module.ones(shape, dtype=module.float16, **with_device) for _ in range(2))
+        k, v = (module.ones(of_keys, dtype=module.float16, **with_device) for _ in range(2))
+        sinks = module.ones(4, dtype=module.float32, **with_device)
+        starts = {name: [0, rows] for name, rows in (("cu_seqlens_q", len_q), ("cu_seqlens_k", len_k))}
+        make = module.asarray if library == "cupy" else module.tensor
+        ragged = {name: make(each, dtype=module.int32, **with_device) for name, each in starts.items()}
+        given = {"sinks": sinks} | (ragged if layout == "thd" else {})
+        out, lse = compiled(q, k, v, return_lse=True, **given)
+        made = compiled.backward(d_out, q, k, v, out, lse, d_lse=module.ones_like(lse), **given)
+        assert made.dq.shape == q.shape and made.dk.shape == k.shape
+        if not len_k:
+            assert bool((made.dq == 0).all()) and made.captures["sinks"].tolist() == [len_q] * 4
+
+
 @DTYPES
 @pytest.mark.quick
 def test_numpy(dtype: str, cupy: Any, gradients_right: Any) -> None:
