@@ -40,7 +40,9 @@ def written_name(value: Any) -> str:
     text = str(value)
     if text.startswith("torch."):
         return text.removeprefix("torch.")
+    if value is None or isinstance(value, (dict, list, tuple)):  # of which NumPy makes structures
+        return text
     try:
-        return np.dtype(value).name if value is not None else "None"
-    except TypeError:
+        return np.dtype(value).name
+    except (TypeError, ValueError):
         return text

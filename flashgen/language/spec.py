@@ -242,7 +242,10 @@ def _padded(value: int, argument: str) -> str:
 def _number(value: Any, argument: str) -> float:
     if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, float, np.integer, np.floating)):
         raise SpecError(f"{argument}={value!r} must be a number")
-    return float(value)
+    try:
+        return float(value)
+    except OverflowError:
+        raise SpecError(f"{argument} is an integer of {value.bit_length()} bits; give a number of float32") from None
 
 
 def _scale(value: Any) -> float:

@@ -121,6 +121,8 @@ SHARED = '{"capture": "a", "dtype": "int32", "ndim": 1, "grad": false}'
     ('{"capture": "a", "dtype": "bool", "ndim": true, "grad": false}', "ndim"),
     ('{"capture": 3, "dtype": "bool", "ndim": 1, "grad": false}', "capture name"),
     ('{"capture": "a", "dtype": 3, "ndim": 1, "grad": false}', "dtype"),
+    ('{"capture": "a", "dtype": {"a": ["f4"]}, "ndim": 1, "grad": false}', "dtype"),
+    ('{"capture": "a", "dtype": {"a": ["f4"]}, "ndim": 0, "grad": false}', "dtype"),
     ('["Not", ' * 200 + "true" + "]" * 200, "too large"),
     ('["Not", ' * 100000 + "true" + "]" * 100000, "nested too deep"),
 ])  # fmt: skip
@@ -141,6 +143,9 @@ def test_damaged_expressions(expression, message):
     ('{"head_dim": 64, "score": {"name": "s", "expression": true}}', "must be a float"), (b"{}", "must be a text"),
     ('{"head_dim": 64, "mask": "causal() and full()"}', "column"), ('{"head_dim": [64]}', "head_dim"),
     ('{"head_dim": 1e400}', "head_dim"), ('{"head_dim": 64, "scale": {}}', "scale"),
+    ('{"head_dim": 64, "dtype": {"names": ["a"], "formats": ["f2"]}}', "dtype"),
+    ('{"head_dim": 64, "kv_dtype": {"a": ["f2"]}}', "kv_dtype"), ('{"head_dim": 64, "kv_dtype": ["f2"]}', "kv_dtype"),
+    ('{"head_dim": 64, "scale": 1%s}' % ("0" * 400), "scale"),
 ])  # fmt: skip
 def test_damaged_specs(text, message):
     with pytest.raises(SpecError, match=message):
