@@ -151,6 +151,11 @@ def spec_for(text: str, options: SpecOptions, given: arrays.Arrays, path: Path) 
         )
     if is_complete(text):
         return load_spec(text, options)
+    for name in INPUTS:
+        if given[name].ndim == 0:
+            raise ArgumentError(
+                f"--input {path}: {name} is an array of no dimension; give one such as (batch, heads, length, dim)"
+            )
     defaults: dict[str, Any] = {"head_dim": int(given["q"].shape[-1]), "value_dim": int(given["v"].shape[-1])}
     dtype = given["q"].dtype
     if dtype == arrays.BFLOAT16 or dtype.name == "float16":

@@ -55,6 +55,14 @@ def test_a_number_with_dimensions_is_refused_by_name(tmp_path: Path) -> None:
     assert "capture 'window'" in result.stderr
 
 
+@pytest.mark.parametrize("name", ["q", "k", "v"])
+@pytest.mark.parametrize("spec", ["causal()", '{"head_dim": 16, "mask": "causal()"}'])
+def test_an_input_of_no_dimension_is_refused_by_name(tmp_path: Path, spec: str, name: str) -> None:
+    np.savez(tmp_path / "in.npz", **qkv(**{name: np.array(1, np.float16)}))
+    result = run(spec, "-i", tmp_path / "in.npz", "-o", tmp_path / "out.npz", expect=2)
+    assert f"{name} is an array of no dimension; give" in result.stderr or f"{name} has shape (); give" in result.stderr
+
+
 @pytest.mark.parametrize("another", ["itself", "symbolic link", "hard link", "other way"])
 def test_the_input_is_not_overwritten(tmp_path: Path, another: str) -> None:
     path = tmp_path / "x.npz"
