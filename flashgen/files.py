@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import os
 import secrets
 import stat
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import IO
 
 _NO_WAITING = getattr(os, "O_NONBLOCK", 0)  # opening a pipe that nobody writes to would wait for ever
+_NO_LINKS = getattr(os, "O_NOFOLLOW", 0)
 
 
 def write_file(path: Path | str, data: bytes | str) -> None:
@@ -64,13 +66,23 @@ def write_new(path: Path, data: bytes, mode: int) -> None:
         flush(file)
 
 
-def read_file(path: Path | str, most: int | None = None) -> bytes:
-    """The bytes of a regular file of at most `most` bytes. What stands there instead is neither read nor waited for.
+@contextmanager
+def open_file(
+    path: Path | str, most: int | None = None, *, folder: int | None = None, follow: bool = True
+) -> Iterator[IO[bytes]]:
+    """A regular file, open for reading. What stands in its place instead is neither read nor waited for.
+
+    Args:
+        path: the file.
+        most: bytes that it may have; None is any number.
+        folder: a descriptor of the folder to which a relative path refers; None is the current folder.
+        follow: False refuses a symbolic link.
 
     Raises:
-        OSError: it cannot be read, is a folder, a pipe or a device (EINVAL), or is larger (EFBIG).
+        OSError: it cannot be opened, is a folder, a pipe or a device (EINVAL), is larger (EFBIG), or is a link that is
+            refused (ELOOP).
     """
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | _NO_WAITING)
+    descriptor = _opened(path, folder, follow)
     try:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
@@ -78,9 +90,25 @@ def read_file(path: Path | str, most: int | None = None) -> bytes:
         if most is not None and status.st_size > most:
             raise OSError(errno.EFBIG, f"it has {status.st_size} bytes, more than {most}", str(path))
         with os.fdopen(descriptor, "rb", closefd=False) as file:
-            return file.read()
+            yield file
     finally:
         os.close(descriptor)
+
+
+def read_file(path: Path | str, most: int | None = None) -> bytes:
+    """The bytes of a regular file of at most `most` bytes. Raises OSError as `open_file` does."""
+    with open_file(path, most) as file:
+        return file.read()
+
+
+def read_text(path: Path | str) -> str:
+    """The text of a regular file in UTF-8, each line ended by `\\n`.
+
+    Raises:
+        OSError: as `open_file` does.
+        UnicodeDecodeError: it is not UTF-8.
+    """
+    return io.TextIOWrapper(io.BytesIO(read_file(path)), encoding="utf-8").read()
 
 
 def flush(file: IO[bytes]) -> None:
@@ -101,6 +129,16 @@ def flush_folder(folder: Path) -> None:
 def is_plain_name(name: object) -> bool:
     """Whether a text names a file of the folder that it is looked up in: no path, no way out, nothing unprintable."""
     return isinstance(name, str) and name not in ("", ".", "..") and name.isprintable() and not set(name) & {"/", "\\"}
+
+
+def _opened(path: Path | str, folder: int | None, follow: bool) -> int:
+    flags = os.O_RDONLY | os.O_CLOEXEC | _NO_WAITING | (0 if follow else _NO_LINKS)
+    try:
+        return os.open(path, flags, dir_fd=folder)
+    except OSError as error:
+        if not follow and error.errno == errno.ELOOP:
+            raise OSError(errno.ELOOP, "it is a link", str(path)) from error
+        raise
 
 
 def _mode(path: Path) -> int | None:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from flashgen.files import is_plain_name, read_file, replacing, write_file
+from flashgen.files import is_plain_name, open_file, read_file, read_text, replacing, write_file
 
 
 def content(folder: Path) -> dict[str, bytes]:
@@ -135,6 +135,25 @@ def test_only_files_are_read(tmp_path: Path) -> None:
             read_file(path)
     with pytest.raises(FileNotFoundError):
         read_file(tmp_path / "nothing")
+
+
+def test_links_are_followed_unless_refused(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(b"12345")
+    (tmp_path / "link").symlink_to("a")
+    with open_file(tmp_path / "link") as file:
+        assert file.read() == b"12345"
+    with pytest.raises(OSError, match="it is a link") as caught, open_file(tmp_path / "link", follow=False):
+        pass
+    assert caught.value.filename == str(tmp_path / "link")
+
+
+def test_texts_are_utf_8_and_their_lines_end_as_python_s(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes("Grüße\r\nzwei\r".encode())
+    assert read_text(tmp_path / "a") == "Grüße\nzwei\n"
+    (tmp_path / "a").write_bytes(b"latin \xfc")
+    with pytest.raises(UnicodeDecodeError) as caught:
+        read_text(tmp_path / "a")
+    assert caught.value.start == 6
 
 
 @pytest.mark.parametrize("name", ["kernel.cu", "a b", "..."])

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from flashgen.errors import ArgumentError
+from flashgen.files import read_text
 
 Source = str | Path | Mapping[str, str | Path]
 
@@ -55,7 +56,7 @@ def _texts(called: Any, given: Any, argument: str) -> tuple[GivenText, ...]:
 
 def _read(path: Path, argument: str) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        return read_text(path)
     except OSError as error:
         raise ArgumentError(f"{argument}: {path} cannot be read: {error.strerror or error}") from error
     except UnicodeDecodeError as error:

@@ -19,7 +19,7 @@ import numpy as np
 from flashgen.cli.npz import load_npz
 from flashgen.cli.writing import writing
 from flashgen.errors import ArgumentError
-from flashgen.files import replacing
+from flashgen.files import read_file, replacing
 from flashgen.strict_json import parse_json
 
 Arrays = dict[str, np.ndarray[Any, Any]]
@@ -51,7 +51,7 @@ def load_arrays(path: Path, option: str = "--input") -> Arrays:
     """
     check_kind(path, option)
     try:
-        return load_npz(path) if path.suffix == ".npz" else _load_safetensors(path.read_bytes())
+        return load_npz(path) if path.suffix == ".npz" else _load_safetensors(read_file(path))
     except OSError as error:
         raise ArgumentError(f"{option} {path} cannot be read: {error.strerror or error}") from error
     except MemoryError as error:

@@ -18,7 +18,7 @@ from flashgen.cli.options import Json, Passes, SpecOptions, Specs, Target, with_
 from flashgen.cli.specs import load_spec
 from flashgen.cli.writing import writing
 from flashgen.errors import ArgumentError, LaunchError
-from flashgen.files import write_file
+from flashgen.files import read_file, write_file
 from flashgen.strict_json import parse_json
 
 if TYPE_CHECKING:
@@ -435,7 +435,7 @@ def plot(
     if form not in FORMATS:
         raise ArgumentError(f"--output {output} must end in {' or '.join(f'.{each}' for each in FORMATS)}")
     try:
-        saved = parse_json(measured.read_bytes())
+        saved = parse_json(read_file(measured))
     except OSError as error:
         raise ArgumentError(f"{measured} cannot be read: {error.strerror or error}") from None
     except ValueError as error:

@@ -12,6 +12,8 @@ from typing import IO, Any
 import numpy as np
 from numpy.lib import format as npy
 
+from flashgen.files import open_file
+
 _HEADERS = {(1, 0): npy.read_array_header_1_0, (2, 0): npy.read_array_header_2_0}
 _SUFFIX, _MAGIC = ".npy", b"\x93NUMPY"
 
@@ -24,14 +26,15 @@ def load_npz(path: Path) -> dict[str, np.ndarray[Any, Any]]:
         ValueError: it is no such file, is damaged, or claims more than it holds; the message says which array.
         MemoryError: an array does not fit.
     """
-    if not zipfile.is_zipfile(path):
-        raise ValueError(_why_no_zip(path))
-    try:
-        with zipfile.ZipFile(path) as archive:
-            members = [info for info in archive.infolist() if info.filename.endswith(_SUFFIX)]
-            return {info.filename.removesuffix(_SUFFIX): _member(archive, info) for info in members}
-    except (zipfile.BadZipFile, EOFError, zlib.error, lzma.LZMAError, RuntimeError) as error:
-        raise ValueError(f"it is damaged, or packed in a way that is not read here: {error}") from error
+    with open_file(path) as file:
+        if not zipfile.is_zipfile(file):
+            raise ValueError(_why_no_zip(file))
+        try:
+            with zipfile.ZipFile(file) as archive:
+                members = [info for info in archive.infolist() if info.filename.endswith(_SUFFIX)]
+                return {info.filename.removesuffix(_SUFFIX): _member(archive, info) for info in members}
+        except (zipfile.BadZipFile, EOFError, zlib.error, lzma.LZMAError, RuntimeError) as error:
+            raise ValueError(f"it is damaged, or packed in a way that is not read here: {error}") from error
 
 
 def _member(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> np.ndarray[Any, Any]:
@@ -73,9 +76,8 @@ def _fill(memory: memoryview, file: IO[bytes], name: str) -> None:
         at += count
 
 
-def _why_no_zip(path: Path) -> str:
-    with path.open("rb") as file:
-        begin = file.read(len(_MAGIC))
-    if begin == _MAGIC:
+def _why_no_zip(file: IO[bytes]) -> str:
+    file.seek(0)
+    if file.read(len(_MAGIC)) == _MAGIC:
         return "it is one array (.npy); numpy.savez writes several by name"
     return "it is no zip archive, or not all of one, which numpy.savez writes"

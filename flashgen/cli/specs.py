@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from flashgen.cli.options import SpecOptions
 from flashgen.cli.user_files import name_in_file
 from flashgen.errors import SpecError
+from flashgen.files import read_text
 
 if TYPE_CHECKING:
     from flashgen.language import AttentionSpec
@@ -96,7 +97,7 @@ def _complete(spec: AttentionSpec, options: SpecOptions) -> AttentionSpec:
 
 def _read(path: str) -> str:
     try:
-        return Path(path).read_text(encoding="utf-8")
+        return read_text(path)
     except OSError as error:
         raise SpecError(f"SPEC {path!r} cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:

@@ -44,6 +44,7 @@ from flashgen.codegen.rendered_kernel import RenderedKernel
 from flashgen.codegen.stages import PARTS, Part
 from flashgen.codegen.targets import Target, target_named
 from flashgen.errors import FlashgenError, SpecError
+from flashgen.files import read_text
 from flashgen.language import AttentionSpec, Tensor, full, parse_mask, parse_score
 from flashgen.language.dtypes import ELEMENTS, dtype_name
 from flashgen.strict_json import parse_json
@@ -113,7 +114,7 @@ def read_requests(path: Path | str) -> tuple[AnyRequest, ...]:
 
 def _groups(path: Path) -> list[Any]:
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_text(path)
         manifest = parse_json(text) if path.suffix == ".json" else tomllib.loads(text)
     except RecursionError:
         raise SpecError(f"the release manifest {path} cannot be read: it is nested too deep") from None

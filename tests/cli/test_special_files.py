@@ -1,0 +1,64 @@
+"""Pipes and devices in the place of a file that a user names: refused by name, neither read nor waited for."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+import flashgen as fg
+from flashgen import release
+from flashgen.cli.app import app
+from flashgen.cli.arrays import load_arrays
+from flashgen.cli.options import SpecOptions
+from flashgen.cli.specs import load_spec
+from flashgen.errors import FlashgenError
+
+pytestmark = pytest.mark.timeout(60)
+
+
+def plot(path: Path) -> None:
+    """`flashgen bench plot`, whose error is raised again."""
+    arguments = ["--debug", "bench", "plot", str(path), "-o", str(path.with_suffix(".svg"))]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exception is not None
+    raise result.exception
+
+
+READERS: dict[str, Callable[[Path], object]] = {
+    "arrays.npz": load_arrays,
+    "arrays.safetensors": load_arrays,
+    "spec.json": lambda path: load_spec(str(path), SpecOptions()),
+    "variants.py": lambda path: load_spec(f"{path}:near", SpecOptions()),
+    "kernel.cu": lambda path: fg.compile(fg.AttentionSpec(64), source=path, emulate=True),
+    "release.toml": release.read_requests,
+    "requests.json": release.read_requests,
+    "bench.json": plot,
+}
+
+
+@pytest.mark.parametrize("name", READERS)
+@pytest.mark.parametrize("kind", ["pipe", "device"])
+def test_what_is_no_file_is_refused(tmp_path: Path, name: str, kind: str) -> None:
+    path = tmp_path / name
+    if kind == "pipe":
+        os.mkfifo(path)
+    else:
+        path.symlink_to("/dev/zero")
+    with pytest.raises(FlashgenError, match=r"no (regular )?file") as caught:
+        READERS[name](path)
+    assert "\n" not in str(caught.value)
+    assert (name in str(caught.value)) or kind == "device"
+
+
+@pytest.mark.parametrize("kind", ["pipe", "device"])
+def test_a_manifest_of_a_release_that_is_no_file(tmp_path: Path, kind: str) -> None:
+    if kind == "pipe":
+        os.mkfifo(tmp_path / "manifest.json")
+    else:
+        (tmp_path / "manifest.json").symlink_to("/dev/zero")
+    (finding,) = release.check(tmp_path)
+    assert "no regular file" in finding.problem
