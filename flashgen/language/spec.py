@@ -245,7 +245,7 @@ def _number(value: Any, argument: str) -> float:
     try:
         return float(value)
     except OverflowError:
-        raise SpecError(f"{argument} is an integer of {value.bit_length()} bits; give a number of float32") from None
+        raise SpecError(f"{argument} is an integer beyond float64; give a number of float32") from None
 
 
 def _scale(value: Any) -> float:
