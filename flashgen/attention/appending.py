@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from flashgen.attention.outputs import check_apart, check_writable
-from flashgen.attention.problem import check_aligned, check_table
+from flashgen.attention.problem import WANTED, check_aligned, check_table
 from flashgen.attention.sharing import Sharing
 from flashgen.codegen.append_kernel import render_append
 from flashgen.codegen.families import emulated_target, target_of_gpu
@@ -30,7 +30,7 @@ _WRITTEN = ("k", "v")
 
 
 def append_kv(
-    k_new: Any, v_new: Any, k: Any, v: Any, *, page_table: Any, seqused_k: Any, emulate: bool = False
+    k_new: Any, v_new: Any, k: Any, v: Any, *, page_table: Any = None, seqused_k: Any = None, emulate: bool = False
 ) -> None:
     """Writes the next keys and values of each sequence into its pages, in place, on the caller's current stream.
 
@@ -43,7 +43,8 @@ def append_kv(
         k_new, v_new: (batch, new keys, heads_kv, dim), float16 or bfloat16; rows at multiples of 16 bytes, the last
             dimension contiguous.
         k, v: the pages, (pages, page_size, heads_kv, dim), of the same dtype and dims, to be written to.
-        page_table: int32 (batch, pages of a sequence). seqused_k: int32 (batch), keys of each sequence before.
+        page_table: int32 (batch, pages of a sequence). seqused_k: int32 (batch), keys of each sequence before. Both
+            must be given.
         emulate: run the kernel on the CPU, on NumPy arrays.
 
     Raises:
@@ -51,6 +52,7 @@ def append_kv(
         LaunchError: there is no GPU, or the kernel could not be launched.
         BuildError: the kernel does not compile, or a compiler is missing.
     """
+    check_pages_given(page_table=page_table, seqused_k=seqused_k)
     engine: Engine = Emulator() if emulate else Gpu()
     arrays = {"k_new": k_new, "v_new": v_new, "k": k, "v": v, "page_table": page_table, "seqused_k": seqused_k}
     library = engine.library(k_new, "k_new")
@@ -67,6 +69,13 @@ def append_kv(
     place = Place(library.stream(k_new), prepared.device)
     with nullcontext() if engine.current(place.device) else engine.on(place.device):
         runner.launch(launch, engine.alone(arrays), {}, place)
+
+
+def check_pages_given(**pages: Any) -> None:
+    """ArgumentError where the table of pages or the lengths are missing."""
+    for name, array in pages.items():
+        if array is None:
+            raise ArgumentError(f"append_kv: {name} is missing; give {WANTED[name]}")
 
 
 @dataclass(frozen=True)
@@ -158,8 +167,9 @@ def _check(views: dict[str, View]) -> None:
         if views[new].shape[2:] != views[pages].shape[2:]:
             shapes = f"{new} is {views[new].shape} and {pages} {views[pages].shape}"
             raise ArgumentError(f"{shapes}; heads and dims must agree")
-    for name, shape in (("page_table", (batch, views["page_table"].shape[-1])), ("seqused_k", (batch,))):
-        if views[name].dtype != "int32" or views[name].shape != shape:
+    for name, dimensions in {"page_table": 2, "seqused_k": 1}.items():
+        whole = len(views[name].shape) == dimensions and views[name].shape[0] == batch
+        if views[name].dtype != "int32" or not whole:
             raise ArgumentError(f"{name} is {views[name].dtype} {views[name].shape}; give int32 of batch {batch}")
     check_table(views)
     for name in _WRITTEN:

@@ -27,11 +27,12 @@ _SEQUENCES = ("cu_seqlens_q", "cu_seqlens_k", "seqused_k")
 _PAGES, _SCALES = ("page_table", "seqused_k"), ("k_scale", "v_scale")
 CACHE = (*_PAGES, *_SCALES)
 """Arrays that say where a sequence's keys are, and by what they are multiplied."""
-_WANTED = {
+WANTED = {
     "page_table": "int32 (batch, pages of a sequence)",
     "seqused_k": "int32 (batch,), the keys of each sequence",
     **dict.fromkeys(_SCALES, "float32 (1,) or (heads of k,)"),
 }
+"""What is to be given, by the name of the argument."""
 _ROW_ALIGNMENT = 16  # bytes: what one copy instruction moves
 
 
@@ -308,7 +309,7 @@ def given_cache(spec: AttentionSpec, **given: Any) -> dict[str, Any]:
     for name, array in given.items():
         if name in wanted and array is None:
             why = f"page_size={spec.page_size}" if name in _PAGES else f"kv_dtype={spec.kv_dtype!r}"
-            raise ArgumentError(f"{name} is missing: the spec has {why}; give {_WANTED[name]}")
+            raise ArgumentError(f"{name} is missing: the spec has {why}; give {WANTED[name]}")
         if name not in wanted and array is not None:
             if name == "seqused_k":
                 raise ArgumentError("seqused_k is of ragged batches and pages: declare layout='thd' or page_size=...")

@@ -86,6 +86,8 @@ def _view_cupy(array: Any, argument: str) -> View:
 
 
 def _view_torch(tensor: Any, argument: str) -> View:
+    if tensor.is_meta:
+        raise ArgumentError(f"{argument} is a torch tensor on meta, which has no elements; give one that is on a GPU")
     if not tensor.is_cuda:
         raise ArgumentError(f"{argument} is a torch tensor on {tensor.device}; move it to a GPU with .cuda()")
     dtype = str(tensor.dtype).removeprefix("torch.")

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from flashgen.attention.appending import append_kv as append
+from flashgen.attention.appending import check_pages_given
 from flashgen.attention.merging import Merged
 from flashgen.attention.merging import merge_states as merge
 from flashgen.errors import ArgumentError, UnsupportedError
@@ -22,8 +23,8 @@ def append_kv(
     k: Tensor,
     v: Tensor,
     *,
-    page_table: Tensor,
-    seqused_k: Tensor,
+    page_table: Tensor | None = None,
+    seqused_k: Tensor | None = None,
     emulate: bool | None = None,
 ) -> None:
     """Writes the next keys and values of each sequence into its pages, in place; see `flashgen.append_kv`.
@@ -31,14 +32,17 @@ def append_kv(
     Args:
         k_new, v_new: (batch, new keys, heads_kv, dim), float16 or bfloat16.
         k, v: the pages, (pages, page_size, heads_kv, dim), which are written to; slices of one tensor may be given.
-        page_table: int32 (batch, pages of a sequence). seqused_k: int32 (batch,), keys of each sequence before.
+        page_table: int32 (batch, pages of a sequence). seqused_k: int32 (batch,), keys of each sequence before. Both
+            must be given.
         emulate: run CPU tensors on the emulator; None is what `flashgen.torch.emulated()` says.
 
     Under torch.compile it is an operator that mutates k and v. Raises UnsupportedError where a tensor wants a gradient,
     as pages have none, and ArgumentError where something does not fit.
     """
     given = {"k_new": k_new, "v_new": v_new, "k": k, "v": v}
-    check_tensors(**given, page_table=page_table, seqused_k=seqused_k)
+    pages = {"page_table": page_table, "seqused_k": seqused_k}
+    check_pages_given(**pages)
+    check_tensors(**given, **pages)
     _refuse_gradients("append_kv", given)
     torch.ops.flashgen.append_kv(k_new, v_new, k, v, page_table, seqused_k, is_emulated(emulate))
 
@@ -83,15 +87,15 @@ def _operator_append_kv(
     emulate: bool,
 ) -> None:
     """Writes into k and v, whose versions autograd counts."""
-    where = {"page_table": page_table, "seqused_k": seqused_k}
     if emulate:
         _check_on_the_cpu(k)
-        pages, others = [to_array(k), to_array(v)], {name: to_array(tensor) for name, tensor in where.items()}
+        pages, where = [to_array(k), to_array(v)], {"page_table": page_table, "seqused_k": seqused_k}
+        others = {name: to_array(tensor) for name, tensor in where.items()}
         append(to_array(k_new), to_array(v_new), *pages, **others, emulate=True)
         for tensor, array in zip((k, v), pages, strict=True):
             tensor.copy_(to_tensor(array))
         return
-    append(k_new, v_new, k, v, **where)
+    append(k_new, v_new, k, v, page_table=page_table, seqused_k=seqused_k)
     for tensor in (k, v):
         if not tensor.is_inference():
             torch.autograd.graph.increment_version(tensor)

@@ -182,6 +182,10 @@ def test_an_access_outside_an_array_is_caught(
         ),
         ({"seqused_k": lambda a: a.astype(np.int64)}, "seqused_k is int64"),
         ({"page_table": lambda a: a[:1]}, "page_table is int32 .*; give int32 of batch 3"),
+        ({"page_table": lambda _: np.array(0, np.int32)}, r"page_table is int32 \(\); give int32 of batch 3"),
+        ({"seqused_k": lambda _: np.array(0, np.int32)}, r"seqused_k is int32 \(\); give int32 of batch 3"),
+        ({"page_table": lambda _: None}, r"page_table is missing; give int32 \(batch, pages of a sequence\)"),
+        ({"seqused_k": lambda _: None}, r"seqused_k is missing; give int32 \(batch,\)"),
         ({"k_new": lambda a: a[..., 4:60], "v_new": lambda a: a[..., 4:60]}, "start at multiples of 16 bytes"),
         ({"k": lambda a: np.broadcast_to(a[:1], a.shape)}, "k is read-only"),
     ],
@@ -192,6 +196,14 @@ def test_arrays_that_do_not_fit(change: Arrays, said: str) -> None:
     for name, changed in change.items():
         arrays[name] = changed(arrays[name])
     with pytest.raises(ArgumentError, match=said):
+        fg.append_kv(**arrays, emulate=True)
+
+
+@pytest.mark.parametrize("name", ["page_table", "seqused_k"])
+def test_a_call_without_its_pages_names_them(name: str) -> None:
+    arrays = problem(16, 3)
+    del arrays[name]
+    with pytest.raises(ArgumentError, match=f"append_kv: {name} is missing; give int32"):
         fg.append_kv(**arrays, emulate=True)
 
 

@@ -159,6 +159,9 @@ def test_what_does_not_fit() -> None:
     }.items():
         with pytest.raises(ArgumentError, match=match):
             attention(SPEC, q, k, v, **given)
+    for name, without in {"page_table": "seqused_k", "seqused_k": "page_table"}.items():
+        with pytest.raises(ArgumentError, match=f"append_kv: {name} is missing; give int32"):
+            append_kv(k[:2, :1], v[:2, :1], k, v, **{without: where()[without]})
 
 
 def test_autocast_is_for_queries_alone() -> None:
