@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from flashgen.build import nvrtc
-from flashgen.build.cache_folder import UnusableCache, accessible, default_root, make, say, say_once, trusted
+from flashgen.build.cache_folder import UnusableCache, absolute, accessible, default_root, make, say, say_once, trusted
 from flashgen.build.entries import (
     Artifacts,
     DamagedEntry,
@@ -85,9 +85,9 @@ class KernelCache:
             jit: False refuses to build what is not there.
             release: a folder of prebuilt kernels that is looked up first.
         """
-        self.root = Path(root).expanduser().absolute()
+        self.root = absolute(root, "root")
         self.jit = jit
-        self.release = Path(release).expanduser().absolute() if release else None
+        self.release = absolute(release, "release") if release else None
         self._prebuilt: PrebuiltFolder | None = None
 
     @classmethod
@@ -96,7 +96,8 @@ class KernelCache:
         jit = os.environ.get("FLASHGEN_JIT", "")
         if jit not in ("", "0", "1"):
             raise BuildError(f"FLASHGEN_JIT must be 0 (compile nothing) or 1, got {jit!r}")
-        return cls(default_root(), jit=jit != "0", release=os.environ.get("FLASHGEN_RELEASE") or None)
+        release = os.environ.get("FLASHGEN_RELEASE")
+        return cls(default_root(), jit=jit != "0", release=absolute(release, "FLASHGEN_RELEASE") if release else None)
 
     def load_or_compile(self, name: str, source: str, architecture: str, *, prebuild: str | None = None) -> Entry:
         """The compiled kernel: from the release folder, else from the cache, else compiled now.
@@ -136,7 +137,11 @@ class KernelCache:
         return Entry(path, source, cubin_path, stored.files[CUBIN], Resources.from_dict(facts["resources"]), facts, hit)
 
     def get_or_build(self, name: str, key: str, build: Build) -> Path:
-        """The folder of an entry of any kind, which `build` makes when it is not there.
+        """The folder of an entry of any kind. Takes and raises what `entry` does."""
+        return self.entry(name, key, build).path
+
+    def entry(self, name: str, key: str, build: Build) -> StoredEntry:
+        """An entry of any kind, which `build` makes when it is not there. Its bytes stay when others clear the cache.
 
         Args:
             name: a readable name.
@@ -154,9 +159,9 @@ class KernelCache:
         )
         stored, _ = self._get_or_build(name, key, build, refusal)
         if isinstance(stored, StoredEntry):
-            return stored.path
+            return stored
         try:
-            return MEMORY.on_disk(self._place(name, key), stored)
+            return StoredEntry(MEMORY.on_disk(self._place(name, key), stored), stored.files, stored.facts)
         except OSError as error:
             raise BuildError(f"{name} needs a folder for temporary files ({error}); set TMPDIR to one") from error
 

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from flashgen.build.entries import holds_entries_alone
 from flashgen.build.trust import why_not_trusted
 from flashgen.errors import BuildError, FlashgenWarning
 from flashgen.files import flush
@@ -31,15 +32,23 @@ def default_root() -> Path:
     """FLASHGEN_CACHE_DIR, else `flashgen` in XDG_CACHE_HOME, ~/.cache, or on macOS ~/Library/Caches."""
     chosen = os.environ.get("FLASHGEN_CACHE_DIR")
     if chosen:
-        return Path(chosen)
+        return absolute(chosen, "FLASHGEN_CACHE_DIR")
     base = os.environ.get("XDG_CACHE_HOME")
     if base:
-        return Path(base) / "flashgen"
+        return absolute(base, "XDG_CACHE_HOME") / "flashgen"
     try:
         home = Path.home()
     except RuntimeError as error:
         raise BuildError(f"there is no home folder for the kernel cache ({error}); set FLASHGEN_CACHE_DIR") from error
     return home / ("Library/Caches" if sys.platform == "darwin" else ".cache") / "flashgen"
+
+
+def absolute(path: Path | str, what: str) -> Path:
+    """The absolute path of a text that may begin with `~`; BuildError, naming `what`, where there is no such home."""
+    try:
+        return Path(path).expanduser().absolute()
+    except (RuntimeError, OSError) as error:
+        raise BuildError(f"{what}={str(path)!r} names no folder ({error}); give an absolute path") from error
 
 
 def make(root: Path) -> None:
@@ -52,7 +61,7 @@ def make(root: Path) -> None:
 def trusted(root: Path) -> Iterator[None]:
     """Raises UnusableCache where others may write to the folder, or the operating system refuses the body."""
     with accessible(root):
-        problem = why_not_trusted(root)
+        problem = why_not_trusted(root, holds_entries_alone)
         if problem is not None:
             raise UnusableCache(f"the kernel cache {root} cannot be trusted: {problem}", root)
         yield

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 import secrets
 import shutil
@@ -19,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from flashgen.build.keys import KEY_FORMAT, SHORT_KEY
-from flashgen.build.trust import opened_to_others
-from flashgen.files import flush_folder, is_plain_name, read_file, write_new
+from flashgen.build.trust import why_planted
+from flashgen.files import flush_folder, is_plain_name, open_file, write_new
 from flashgen.strict_json import parse_json
 
 META = "meta.json"
@@ -59,20 +60,24 @@ def read_entry(folder: Path, key: str) -> StoredEntry | None:
     """The entry, every byte checked against `meta.json`; None when there is none.
 
     Raises:
-        DamagedEntry: a file is missing, cut, altered or no file, the entry is another key's, or somebody may write to
-            it who may not write to the cache folder.
+        DamagedEntry: a file is missing, cut, altered or no file, the entry is another key's, or somebody may have
+            written it who may not write to the cache folder.
         PermissionError: it may not be read.
     """
     while True:
-        before = _identity(folder)
-        if before is None:
+        try:
+            around = folder.parent.stat()
+            descriptor = _opened(folder, around)
+        except (FileNotFoundError, NotADirectoryError):
             return None
         try:
-            return _read_checked(folder, key)
+            return _read_checked(_OpenEntry(folder, descriptor, around), key)
         except FileNotFoundError as error:
             # Somebody cleared or replaced it between two reads: it is looked up again.
-            if _identity(folder) == before:
-                raise DamagedEntry(f"{Path(str(error.filename)).name} is missing") from error
+            if _is_still(descriptor, folder):
+                raise DamagedEntry(f"{error.filename} is missing") from error
+        finally:
+            os.close(descriptor)
 
 
 def write_entry(folder: Path, key: str, artifacts: Artifacts) -> StoredEntry:
@@ -84,8 +89,7 @@ def write_entry(folder: Path, key: str, artifacts: Artifacts) -> StoredEntry:
     described = {name: describe(data) for name, data in files.items()}
     meta = _sealed({**artifacts.facts, "format": KEY_FORMAT, "key": key, "files": described})
     staging = _sibling(folder, _STAGING, key)
-    allowed = folder.parent.stat().st_mode & 0o077 | 0o700  # whoever may use the cache may use the entry
-    staging.mkdir(allowed)
+    allowed = _make_staging(staging, folder.parent.stat())
     try:
         for name, data in {**files, META: canonical_json(meta)}.items():
             write_new(staging / name, data, allowed if name in artifacts.executables else allowed & 0o666)
@@ -133,12 +137,19 @@ def is_entry(folder: Path) -> bool:
     if name is None or folder.is_symlink() or not folder.is_dir():
         return False
     try:
-        meta = parse_json(read_file(folder / META, _LARGEST_META))
+        with open_file(folder / META, _LARGEST_META, follow=False) as file:
+            meta = parse_json(file.read())
     except (OSError, ValueError):
         return False
     return (
         isinstance(meta, dict) and isinstance(meta.get("files"), dict) and str(meta.get("key"))[:SHORT_KEY] == name[1]
     )
+
+
+def holds_entries_alone(root: Path) -> bool:
+    """Whether everything in a folder is named as an entry, or as what builders make beside entries. Raises OSError."""
+    names = [path.name for path in root.iterdir()]
+    return all(any(form.fullmatch(name) for form in (_ENTRY, _LEFTOVER, _LOCK_FILE)) for name in names)
 
 
 def describe(data: bytes) -> dict[str, Any]:
@@ -151,10 +162,45 @@ def canonical_json(value: Any) -> bytes:
     return (json.dumps(value, sort_keys=True, indent=1, ensure_ascii=False, allow_nan=False) + "\n").encode()
 
 
-def _read_checked(folder: Path, key: str) -> StoredEntry:
-    if opened_to_others(folder.stat(), folder.parent.stat()):
-        raise DamagedEntry("others may write to it than to the cache folder")
-    meta = _parse_meta(_read(folder / META, _LARGEST_META), key)
+@dataclass(frozen=True)
+class _OpenEntry:
+    """An entry while it is read: its folder, a descriptor of that, and what the cache folder around it is."""
+
+    folder: Path
+    descriptor: int
+    around: os.stat_result
+
+    def read(self, name: str, most: int) -> bytes:
+        """The bytes of a file that nobody else may have written. DamagedEntry where it is none."""
+        try:
+            with open_file(name, most, folder=self.descriptor, follow=False) as file:
+                _check_trusted(os.fstat(file.fileno()), self.around, name)
+                return file.read()
+        except FileNotFoundError:
+            raise
+        except PermissionError as error:
+            raise PermissionError(error.errno, error.strerror, str(self.folder / name)) from error
+        except OSError as error:
+            raise DamagedEntry(f"{name} cannot be read ({error.strerror})") from error
+
+
+def _opened(folder: Path, around: os.stat_result) -> int:
+    """A descriptor of an entry's folder. Raises DamagedEntry where others may have made it, or it is no folder."""
+    status = folder.lstat()
+    if not stat.S_ISDIR(status.st_mode):
+        raise DamagedEntry("it is a link" if stat.S_ISLNK(status.st_mode) else "it is no folder")
+    _check_trusted(status, around, "it")
+    return os.open(folder, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECTORY | os.O_NOFOLLOW)
+
+
+def _check_trusted(status: os.stat_result, around: os.stat_result, what: str) -> None:
+    problem = why_planted(status, around, what)
+    if problem is not None:
+        raise DamagedEntry(problem)
+
+
+def _read_checked(entry: _OpenEntry, key: str) -> StoredEntry:
+    meta = _parse_meta(entry.read(META, _LARGEST_META), key)
     files = {}
     for name, expected in meta["files"].items():
         if not is_plain_name(name):
@@ -162,10 +208,10 @@ def _read_checked(folder: Path, key: str) -> StoredEntry:
         size = expected.get("bytes") if isinstance(expected, dict) else None
         if not isinstance(size, int):
             raise DamagedEntry(f"{META} does not describe {name}")
-        files[name] = _read(folder / name, size)
+        files[name] = entry.read(name, size)
         if describe(files[name]) != expected:
             raise DamagedEntry(f"{name} is not what was written ({len(files[name])} bytes)")
-    return StoredEntry(folder, files, meta)
+    return StoredEntry(entry.folder, files, meta)
 
 
 def _parse_meta(data: bytes, key: str) -> dict[str, Any]:
@@ -188,21 +234,26 @@ def _sealed(meta: Mapping[str, Any]) -> dict[str, Any]:
     return {**rest, _SEAL: hashlib.sha256(canonical_json(rest)).hexdigest()}
 
 
-def _read(path: Path, most: int) -> bytes:
+def _is_still(descriptor: int, folder: Path) -> bool:
+    """Whether `folder` names the open folder. No other one can have its number as long as it is open."""
     try:
-        return read_file(path, most)
-    except (FileNotFoundError, PermissionError):
-        raise
-    except OSError as error:
-        raise DamagedEntry(f"{path.name} cannot be read ({error.strerror})") from error
-
-
-def _identity(folder: Path) -> tuple[int, int] | None:
-    try:
-        status = folder.stat()
+        return os.path.samestat(os.fstat(descriptor), folder.lstat())
     except (FileNotFoundError, NotADirectoryError):
-        return None
-    return status.st_dev, status.st_ino
+        return False
+
+
+def _make_staging(staging: Path, around: os.stat_result) -> int:
+    """Makes the folder of an entry to come. Returns the mode of it and of programs: who may use the cache, may use it.
+
+    Where new folders get another group than the cache's, that group may write to nothing.
+    """
+    allowed = around.st_mode & 0o077 | 0o700
+    staging.mkdir(allowed)
+    made = staging.stat()
+    if made.st_mode & stat.S_IWGRP and made.st_gid != around.st_gid:
+        allowed &= ~stat.S_IWGRP
+        staging.chmod(allowed & made.st_mode)
+    return allowed
 
 
 def _remove(path: Path) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from flashgen.build.trust import may_own, owner_name
 from flashgen.errors import BuildError
 
 _log = logging.getLogger(__name__)
@@ -46,7 +47,9 @@ def exclusive(path: Path, *, wait: bool = True) -> Iterator[bool]:
 def _acquire(path: Path, wait: bool) -> int | None:
     """A descriptor of the locked file that `path` names now, or None when it is taken and we do not wait."""
     while True:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        descriptor = _open(path)
+        if descriptor is None:
+            continue
         try:
             locked = _flock(descriptor, path, wait)
             if locked and _is_still(descriptor, path):
@@ -57,6 +60,28 @@ def _acquire(path: Path, wait: bool) -> int | None:
         os.close(descriptor)
         if not locked:
             return None
+
+
+def _open(path: Path) -> int | None:
+    """A descriptor of the lock file, made if need be. A file or link that somebody planted is removed: None.
+
+    Its owner could hold the lock for ever, or have another file made or locked in its place.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+    except OSError as error:
+        if not path.is_symlink():
+            raise
+        _log.warning("removing %s, which is a link: %s", path, error.strerror)
+        path.unlink(missing_ok=True)
+        return None
+    status = os.fstat(descriptor)
+    if may_own(status.st_uid, path.parent.stat()):
+        return descriptor
+    os.close(descriptor)
+    _log.warning("removing %s, which belongs to %s", path, owner_name(status))
+    path.unlink(missing_ok=True)
+    return None
 
 
 def _flock(descriptor: int, path: Path, wait: bool) -> bool:

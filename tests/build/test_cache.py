@@ -251,6 +251,30 @@ def test_the_environment_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         default_cache()
 
 
+@pytest.mark.parametrize("variable", ["FLASHGEN_CACHE_DIR", "XDG_CACHE_HOME", "FLASHGEN_RELEASE"])
+def test_a_home_that_there_is_not_is_named_by_its_variable(variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if variable == "XDG_CACHE_HOME":
+        monkeypatch.delenv("FLASHGEN_CACHE_DIR")
+    monkeypatch.setenv(variable, "~nosuch/x")
+    with pytest.raises(BuildError, match=rf"^{variable}='~nosuch/x' names no folder \(.*\); give an absolute path$"):
+        default_cache()
+    if variable != "FLASHGEN_RELEASE":
+        with pytest.raises(BuildError, match=f"{variable}='~nosuch/x'"):
+            default_root()
+
+
+@pytest.mark.parametrize("argument", ["root", "release"])
+def test_a_home_that_there_is_not_is_named_by_its_argument(tmp_path: Path, argument: str) -> None:
+    with pytest.raises(BuildError, match=f"{argument}='~nosuch' names no folder"):
+        KernelCache(**{"root": tmp_path, argument: "~nosuch"})
+
+
+def test_a_home_may_be_written_as_a_tilde(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("FLASHGEN_CACHE_DIR", "~/kernels")
+    assert default_root() == default_cache().path() == tmp_path / "kernels"
+
+
 def test_the_default_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("FLASHGEN_CACHE_DIR")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))

@@ -52,6 +52,18 @@ def test_doctor_names_what_is_wrong_with_the_folder(folder: Path, monkeypatch: p
     assert "File exists" in doctor.examine_cache().remedy
     monkeypatch.setenv("FLASHGEN_CACHE_SHARED", "maybe")
     assert "FLASHGEN_CACHE_SHARED must be 1" in doctor.examine_cache().remedy
+    monkeypatch.setenv("FLASHGEN_CACHE_DIR", "/dev/null")
+    monkeypatch.delenv("FLASHGEN_CACHE_SHARED")
+    assert "File exists: /dev/null" in doctor.examine_cache().remedy
+    assert "chmod" not in doctor.examine_cache().remedy
+
+
+@pytest.mark.parametrize("command", [("cache", "path"), ("cache", "list"), ("cache", "clear", "--yes"), ("doctor",)])
+def test_a_home_that_there_is_not(command: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLASHGEN_CACHE_DIR", "~nosuch/x")
+    result = CliRunner().invoke(app, command)
+    assert result.exit_code == (0 if command == ("doctor",) else 2)
+    assert "FLASHGEN_CACHE_DIR='~nosuch/x' names no folder" in result.output
 
 
 @pytest.mark.skipif(not nvrtc.is_available(), reason="needs CuPy and NVRTC: pip install 'flashgen[cuda13]'")
