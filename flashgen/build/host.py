@@ -2,12 +2,18 @@
 
 A kernel becomes a small compile unit (`templates/emulator/unit.cpp.jinja`) with the emulator's header force-included.
 The heavy runtime is compiled once per mode into an entry of its own, which also holds the headers; kernels find it by a
-path relative to their own entry, so that a cache may be moved.
+path relative to their own entry, so that a cache may be moved. A compilation reads neither from the cache's folder,
+which `flashgen cache clear` may empty at any moment.
+
+The keys hold what a compiler makes of its own headers with the flags of CXX and the environment, so that a change of
+any of them is another library. What a user's flags name by absolute paths is part of it.
 """
 
 from __future__ import annotations
 
 import functools
+import hashlib
+import json
 import os
 import re
 import shlex
@@ -16,26 +22,35 @@ import subprocess
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 from flashgen.build.cache import default_cache
-from flashgen.build.entries import Artifacts
+from flashgen.build.entries import Artifacts, StoredEntry
 from flashgen.build.keys import content_key, folder_name
 from flashgen.errors import BuildError
 from flashgen.templates_path import template_root
 
 Mode = Literal["plain", "address", "thread"]
+Settings = tuple[tuple[str, str], ...]
+"""Variables of the environment and their values."""
 MODES: tuple[Mode, ...] = ("plain", "address", "thread")
 
 SOURCE = "kernel.cu"
 _HEADER, _PRIMITIVES, _UNIT, _RUNTIME = "emulator.h", "primitives.h", "unit.cpp", "runtime.cpp"
+_FOLDER = "emulator"  # of the headers and the library, beside a kernel that is compiled
 _IDENTIFIER = re.compile(r"[A-Za-z_]\w*")
 _MISSING_SANITIZER = re.compile(r"(?:-l|lib)(?:a|t|ub)san|clang_rt\.(?:a|t|ub)san")
 _LONGEST_LOG = 40  # lines of a compiler's complaint in an error
 
 _REMEDY = "install one (Debian, Ubuntu: `apt install g++`; Fedora: `dnf install gcc-c++`), or set CXX to its path"
+
+# What GCC, Clang and the linker read beside their arguments.
+_VARIABLES = (
+    *("CPATH", "C_INCLUDE_PATH", "CPLUS_INCLUDE_PATH", "LIBRARY_PATH", "COMPILER_PATH", "GCC_EXEC_PREFIX"),
+    *("CCC_OVERRIDE_OPTIONS", "SDKROOT", "MACOSX_DEPLOYMENT_TARGET", "NIX_CFLAGS_COMPILE", "NIX_LDFLAGS"),
+)
 
 # Type punning through pointers is what kernels do, so aliasing is not assumed; sums are not contracted, so that results
 # are the same on x86-64 and aarch64.
@@ -65,6 +80,7 @@ class HostKernel:
     """A kernel compiled for the CPU.
 
     Attributes:
+        source: the emitted source.
         path: a shared library (mode "plain") or a program that runs one launch from a file (sanitized modes).
         mode: "plain", "address" (AddressSanitizer and UBSan) or "thread" (ThreadSanitizer).
         name: the kernel's name in the source.
@@ -76,19 +92,37 @@ class HostKernel:
     else may write there.
     """
 
+    source: str = field(repr=False)
     path: Path
     mode: Mode
     name: str
     source_path: Path
     runtime: Path
 
+    def files(self) -> tuple[tuple[int, int], ...] | None:
+        """What its files are now, which differs once they were replaced; None where one is missing."""
+        try:
+            found = [path.stat() for path in (self.path, self.runtime)]
+        except FileNotFoundError:
+            return None
+        return tuple((status.st_ino, status.st_ctime_ns) for status in found)
+
+    def restored(self) -> HostKernel:
+        """The same kernel, its files built again where the cache was cleared. Raises what `compile_host` raises."""
+        return compile_host(self.source, self.name, None if self.mode == "plain" else self.mode)
+
 
 @dataclass(frozen=True)
 class Compiler:
-    """A C++ compiler: its command, its version and its target machine."""
+    """A C++ compiler.
+
+    command: the program and the flags that CXX gives it. identity: its version and target machine.
+    settings: the variables of the environment that change what it makes.
+    """
 
     command: tuple[str, ...]
     identity: str
+    settings: Settings = ()
 
 
 def compile_host(source: str, kernel_name: str, sanitize: Literal["address", "thread"] | None = None) -> HostKernel:
@@ -110,17 +144,13 @@ def compile_host(source: str, kernel_name: str, sanitize: Literal["address", "th
     compiler = find_compiler()
     runtime_key = _runtime_key(mode, compiler)
     runtime = _runtime(mode, compiler, runtime_key)
-    key = content_key(
-        "host-kernel",
-        {"source": source, "kernel": kernel_name, "runtime": runtime_key, "options": " ".join(_kernel_options(mode))},
-    )
-    output = f"{kernel_name}.so" if mode == "plain" else kernel_name
     entry = default_cache().get_or_build(
         f"{kernel_name}-host-{mode}",
-        key,
-        lambda: _build_kernel(source, kernel_name, mode, compiler, runtime, output),
+        _kernel_key(source, kernel_name, mode, runtime_key),
+        lambda: _build_kernel(source, kernel_name, mode, compiler, runtime_key),
     )
-    return HostKernel(entry / output, mode, kernel_name, entry / SOURCE, runtime / _library_name(runtime.name))
+    path, library = entry / _output(kernel_name, mode), runtime / _library_name(runtime.name)
+    return HostKernel(source, path, mode, kernel_name, entry / SOURCE, library)
 
 
 def find_compiler() -> Compiler:
@@ -129,52 +159,153 @@ def find_compiler() -> Compiler:
     Raises:
         BuildError: none is there, or the one found does not run.
     """
-    return _identify(_compiler_command(os.environ.get("CXX", "").strip()))
+    return _identify(_compiler_command(os.environ.get("CXX", "").strip()), _settings())
 
 
 def _compiler_command(chosen: str) -> tuple[str, ...]:
     if chosen:
-        command = shlex.split(chosen)
-        if shutil.which(command[0]) is None:
+        try:
+            program, *flags = shlex.split(chosen)
+        except ValueError as error:
             raise BuildError(
-                f"CXX names {command[0]!r}, which is not a program here; set it to a C++17 compiler or unset it"
+                f"CXX={chosen!r} cannot be split into a program and its flags, as a shell does ({error}); set it to a "
+                "C++17 compiler or unset it"
+            ) from None
+        if shutil.which(program) is None:
+            raise BuildError(
+                f"CXX names {program!r}, which is not a program here; set it to a C++17 compiler or unset it"
             )
-        return tuple(command)
+        # It is run in another folder, where a relative path would name another program.
+        return (os.path.abspath(program) if os.path.dirname(program) else program, *flags)
     for name in ("c++", "g++", "clang++"):
         if shutil.which(name):
             return (name,)
     raise BuildError(f"the emulator needs a C++17 compiler, and neither c++, g++ nor clang++ is on the PATH; {_REMEDY}")
 
 
+def _settings() -> Settings:
+    """The environment's variables that change what a compiler makes, which are set, and PATH, by which it is found."""
+    names = (*_VARIABLES, "PATH")
+    return tuple((name, os.environ[name]) for name in names if os.environ.get(name))
+
+
 @functools.cache
-def _identify(command: tuple[str, ...]) -> Compiler:
-    answers = []
-    for question in ("--version", "-dumpmachine"):
-        done = subprocess.run([*command, question], capture_output=True, text=True, check=False)
-        if done.returncode != 0 or not done.stdout.strip():
-            raise BuildError(
-                f"the C++ compiler {command[0]!r} does not answer {question}: {done.stderr.strip()}; {_REMEDY}"
-            )
-        answers.append(done.stdout.splitlines()[0].strip())
-    return Compiler(command, " | ".join(answers))
+def _identify(command: tuple[str, ...], settings: Settings) -> Compiler:
+    answers = [_answer(command, question).splitlines()[0].strip() for question in ("--version", "-dumpmachine")]
+    return Compiler(command, " | ".join(answers), tuple(pair for pair in settings if pair[0] in _VARIABLES))
 
 
-def _kernel_options(mode: Mode) -> tuple[str, ...]:
-    return (*_KERNEL, *_KERNEL_MODE[mode])
+def _answer(command: Sequence[str], *questions: str, given: str = "") -> str:
+    """What a compiler prints. BuildError where it does not answer."""
+    done = _run([*command, *questions], given=given)
+    if done.returncode != 0 or not done.stdout.strip():
+        raise BuildError(
+            f"the C++ compiler {command[0]!r} does not answer {' '.join(questions)}: {done.stderr.strip()}; {_REMEDY}"
+        )
+    return done.stdout
 
 
-def _runtime_options(mode: Mode) -> tuple[str, ...]:
-    return (*_RUNTIME_OPTIONS, *_LIBRARY, *_RUNTIME_MODE[mode])
+def _run(command: Sequence[str], folder: Path | None = None, given: str = "") -> subprocess.CompletedProcess[str]:
+    """Runs a compiler. Its messages are in one language and without colours, whatever the user's settings.
+
+    BuildError where it cannot be started.
+    """
+    try:
+        return subprocess.run(
+            command,
+            cwd=folder,
+            env={**os.environ, "LC_ALL": "C", "GCC_COLORS": ""},
+            input=given,
+            capture_output=True,
+            encoding="utf-8",
+            errors="backslashreplace",  # no two answers become one
+            check=False,
+        )
+    except OSError as error:
+        raise BuildError(f"the C++ compiler {command[0]!r} cannot be run ({error.strerror}); {_REMEDY}") from error
+
+
+@functools.cache
+def _preprocessed(compiler: Compiler) -> str:
+    """The hash of what a compiler makes of its own headers: their text, and every macro that its flags define."""
+    text = _answer(compiler.command, "-x", "c++", "-E", "-dD", "-P", "-", given="#include <new>\n#include <vector>\n")
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _output(kernel_name: str, mode: Mode) -> str:
+    return f"{kernel_name}.so" if mode == "plain" else kernel_name
+
+
+def _kernel_arguments(kernel_name: str, mode: Mode, runtime: str, folder: Path | str) -> list[str]:
+    """The arguments that compile a kernel in a folder. runtime: the name of the folder of the runtime's entry."""
+    return [
+        *_KERNEL,
+        *_KERNEL_MODE[mode],
+        f"-ffile-prefix-map={folder}=.",
+        f"-I{_FOLDER}",
+        *("-include", _HEADER),
+        _UNIT,
+        *("-o", _output(kernel_name, mode)),
+        f"-L{_FOLDER}",
+        f"-l:{_library_name(runtime)}",
+        f"-Wl,-rpath,$ORIGIN/../{runtime}",
+    ]
+
+
+def _runtime_arguments(mode: Mode, library: str, folder: Path | str) -> list[str]:
+    """The arguments that compile the runtime of a mode in a folder."""
+    return [
+        *(*_RUNTIME_OPTIONS, *_LIBRARY, *_RUNTIME_MODE[mode]),
+        f"-Wl,-soname,{library}",
+        f"-ffile-prefix-map={folder}={_FOLDER}",
+        _RUNTIME,
+        *("-o", library),
+    ]
+
+
+def _kernel_key(source: str, kernel_name: str, mode: Mode, runtime_key: str) -> str:
+    """The key of a kernel for the CPU: its texts, its arguments, and the key of the runtime, which has the compiler."""
+    arguments = _kernel_arguments(kernel_name, mode, _runtime_folder(mode, runtime_key), "")
+    return content_key(
+        "host-kernel",
+        {
+            "source": source,
+            "unit": _render_unit(kernel_name, mode),
+            "runtime": runtime_key,
+            "options": json.dumps(arguments),
+        },
+    )
 
 
 def _runtime_key(mode: Mode, compiler: Compiler) -> str:
-    options = " ".join(_runtime_options(mode))
-    return content_key("emulator", {**_emulator_sources(), "options": options, "compiler": compiler.identity})
+    return content_key(
+        "emulator",
+        {
+            **_emulator_sources(),
+            "options": json.dumps(_runtime_arguments(mode, "", "")),
+            "compiler": compiler.identity,
+            "flags": json.dumps(compiler.command[1:]),
+            "settings": json.dumps(compiler.settings),
+            "preprocessed": _preprocessed(compiler),
+        },
+    )
+
+
+def _runtime_folder(mode: Mode, key: str) -> str:
+    return folder_name(_runtime_name(mode), key)
+
+
+def _runtime_name(mode: Mode) -> str:
+    return f"emulator-{mode}"
 
 
 def _runtime(mode: Mode, compiler: Compiler, key: str) -> Path:
-    """The entry with the mode's runtime library and all headers."""
-    return default_cache().get_or_build(f"emulator-{mode}", key, lambda: _build_runtime(mode, compiler, key))
+    """The folder of the entry with the mode's runtime library and all headers."""
+    return _runtime_entry(mode, compiler, key).path
+
+
+def _runtime_entry(mode: Mode, compiler: Compiler, key: str) -> StoredEntry:
+    return default_cache().entry(_runtime_name(mode), key, lambda: _build_runtime(mode, compiler, key))
 
 
 def _library_name(folder: str) -> str:
@@ -183,39 +314,28 @@ def _library_name(folder: str) -> str:
 
 
 def _build_runtime(mode: Mode, compiler: Compiler, key: str) -> Artifacts:
-    library = _library_name(folder_name(f"emulator-{mode}", key))
+    library = _library_name(_runtime_folder(mode, key))
     sources = _emulator_sources()
     with _workshop() as folder:
         for name, content in sources.items():
             (folder / name).write_text(content, encoding="utf-8")
-        options = [*_runtime_options(mode), f"-Wl,-soname,{library}", f"-ffile-prefix-map={folder}=emulator"]
-        _run_compiler([*compiler.command, *options, _RUNTIME, "-o", library], folder, what="the emulator's runtime")
+        arguments = _runtime_arguments(mode, library, folder)
+        _run_compiler([*compiler.command, *arguments], folder, what="the emulator's runtime")
         files = {name: content.encode() for name, content in sources.items() if name.endswith(".h")}
         return Artifacts({**files, library: (folder / library).read_bytes()}, _facts(mode, compiler))
 
 
-def _build_kernel(
-    source: str, kernel_name: str, mode: Mode, compiler: Compiler, runtime: Path, output: str
-) -> Artifacts:
+def _build_kernel(source: str, kernel_name: str, mode: Mode, compiler: Compiler, runtime_key: str) -> Artifacts:
+    runtime = _runtime_entry(mode, compiler, runtime_key)
+    output = _output(kernel_name, mode)
     with _workshop() as folder:
         (folder / SOURCE).write_text(source, encoding="utf-8")
         (folder / _UNIT).write_text(_render_unit(kernel_name, mode), encoding="utf-8")
-        command = [
-            *compiler.command,
-            *_kernel_options(mode),
-            f"-ffile-prefix-map={folder}=.",
-            f"-ffile-prefix-map={runtime}=emulator",
-            f"-I{runtime}",
-            "-include",
-            _HEADER,
-            _UNIT,
-            "-o",
-            output,
-            f"-L{runtime}",
-            f"-l:{_library_name(runtime.name)}",
-            f"-Wl,-rpath,$ORIGIN/../{runtime.name}",
-        ]
-        _run_compiler(command, folder, what=f"kernel {kernel_name}")
+        (folder / _FOLDER).mkdir()
+        for name, data in runtime.files.items():
+            (folder / _FOLDER / name).write_bytes(data)
+        arguments = _kernel_arguments(kernel_name, mode, runtime.path.name, folder)
+        _run_compiler([*compiler.command, *arguments], folder, what=f"kernel {kernel_name}")
         files = {SOURCE: source.encode(), output: (folder / output).read_bytes()}
         programs = frozenset() if mode == "plain" else frozenset({output})
         return Artifacts(files, {"name": kernel_name, **_facts(mode, compiler)}, programs)
@@ -238,11 +358,7 @@ def _facts(mode: Mode, compiler: Compiler) -> dict[str, Any]:
 
 
 def _run_compiler(command: Sequence[str], folder: Path, *, what: str) -> None:
-    # Messages in one language and without colours, whatever the user's settings.
-    environment = {**os.environ, "LC_ALL": "C", "GCC_COLORS": ""}
-    done = subprocess.run(
-        command, cwd=folder, env=environment, capture_output=True, text=True, errors="replace", check=False
-    )
+    done = _run(command, folder)
     if done.returncode == 0:
         return
     lines = done.stderr.strip().splitlines()

@@ -1,6 +1,7 @@
 """Names of binaries: a hash of everything that one was made from, and of nothing else.
 
-No time, no PATH, no absolute path and no run-time object goes into a key, so that two machines agree on it.
+No time, no PATH, no absolute path and no run-time object goes into a key, so that two machines agree on it. Only a
+library for the CPU has paths in its key: those in the user's own flags for the C++ compiler.
 """
 
 from __future__ import annotations

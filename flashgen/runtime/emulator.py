@@ -111,7 +111,22 @@ class _Request(ctypes.Structure):
 
 
 @functools.cache
-def _entry_point(path: Path, runtime: Path) -> Any:
+def _entry_point(kernel: HostKernel) -> Any:
+    """The function that launches a kernel. Where the cache was cleared before it is loaded, its files are built again.
+
+    Raises OSError where it cannot be loaded.
+    """
+    while True:
+        before = kernel.files()
+        try:
+            return _loaded(kernel.path, kernel.runtime)
+        except OSError:
+            if before is not None and kernel.files() == before:
+                raise
+        kernel = kernel.restored()
+
+
+def _loaded(path: Path, runtime: Path) -> Any:
     ctypes.CDLL(str(runtime))  # the kernel then finds it by name, wherever it stands
     function = ctypes.CDLL(str(path)).flashgen_emulator_launch
     function.argtypes = (ctypes.POINTER(_Request),)
@@ -158,7 +173,7 @@ def _launch_in_process(
     if recorder is not None:
         recorder.begin(kernel.name)
         request.events, request.event_capacity = recorder.buffer.ctypes.data, len(recorder.buffer)
-    failed = _entry_point(kernel.path, kernel.runtime)(ctypes.byref(request))
+    failed = _entry_point(kernel)(ctypes.byref(request))
     del memory
     if failed:
         raise LaunchError(failure_text(kernel, request.message.decode(errors="replace"), schedule))

@@ -33,7 +33,7 @@ def failure_text(kernel: HostKernel, finding: str, schedule: Schedule) -> str:
 
 def _quoted_line(kernel: HostKernel, finding: str) -> Iterator[str]:
     number = first_line_number(finding)
-    lines = kernel.source_path.read_text(encoding="utf-8").splitlines() if number else []
+    lines = kernel.source.splitlines() if number else []
     if number and number <= len(lines):
         yield f"  {number} | {lines[number - 1]}"
 

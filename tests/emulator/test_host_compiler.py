@@ -9,9 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from flashgen.build import host
+from flashgen.build import Artifacts, cache, default_cache, host
+from flashgen.build.entries import META
 from flashgen.build.host import compile_host, find_compiler
-from flashgen.errors import BuildError
+from flashgen.errors import BuildError, LaunchError
+from flashgen.runtime import emulator, sanitized
 
 SOURCE = """
 struct Arguments { int* out; };
@@ -22,14 +24,14 @@ extern "C" __global__ void store(const __grid_constant__ Arguments arguments) { 
 @pytest.fixture
 def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A cache that has the emulator's runtimes, which take seconds to compile, and nothing else."""
-    cache, compiler = tmp_path / "cache", find_compiler()
-    cache.mkdir(mode=0o700)
+    folder, compiler = tmp_path / "cache", find_compiler()
+    folder.mkdir(mode=0o700)
     for mode in ("plain", "address"):
         runtime = host._runtime(mode, compiler, host._runtime_key(mode, compiler))  # type: ignore[arg-type]
-        shutil.copytree(runtime, cache / runtime.name)
-    monkeypatch.setenv("FLASHGEN_CACHE_DIR", str(cache))
+        shutil.copytree(runtime, folder / runtime.name)
+    monkeypatch.setenv("FLASHGEN_CACHE_DIR", str(folder))
     monkeypatch.setattr(host, "_build_runtime", lambda *_: pytest.fail("a runtime was compiled again"))
-    return cache
+    return folder
 
 
 def test_a_second_compilation_is_a_lookup(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -43,6 +45,111 @@ def test_what_makes_a_key() -> None:
     kernels = [compile_host(SOURCE % n, "store", mode) for n in (1, 2) for mode in (None, "address", "thread")]
     assert len({kernel.path.parent for kernel in kernels}) == 6
     assert [kernel.mode for kernel in kernels[:3]] == ["plain", "address", "thread"]
+
+
+def keys() -> tuple[str, str]:
+    """The keys of a runtime and of a kernel, with the present environment's compiler."""
+    runtime_key = host._runtime_key("plain", find_compiler())
+    return runtime_key, host._kernel_key(SOURCE % 1, "store", "plain", runtime_key)
+
+
+@pytest.mark.parametrize("name", ["_KERNEL", "_KERNEL_MODE", "_RUNTIME_OPTIONS"])
+def test_options_are_part_of_the_key(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    before, given = keys(), getattr(host, name)
+    monkeypatch.setattr(host, name, {"plain": ("-O1",)} if isinstance(given, dict) else (*given, "-O1"))
+    after = keys()
+    assert before[1] != after[1]
+    assert (before[0] != after[0]) == (name == "_RUNTIME_OPTIONS")
+
+
+def test_each_text_is_part_of_a_kernel_s_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    runtime_key, before = keys()
+    found = {
+        before,
+        host._kernel_key(SOURCE % 2, "store", "plain", runtime_key),
+        host._kernel_key(SOURCE % 1, "load", "plain", runtime_key),
+        host._kernel_key(SOURCE % 1, "store", "plain", "0" * 64),
+    }
+    monkeypatch.setattr(host, "_render_unit", lambda *_: "another unit")
+    assert len(found | {keys()[1]}) == 5
+
+
+def test_what_cxx_and_the_environment_say_is_part_of_the_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Flags, those that a program adds by itself, headers that they include, and variables that compilers read."""
+    compiler = shutil.which(find_compiler().command[0])
+    texts = [f'#!/bin/sh\nexec {compiler} {flags} "$@"\n' for flags in ("", "-DHIDDEN", "-ffast-math")]
+    (tmp_path / "own.h").write_text("inline int own() { return 1; }\n")
+    found = [keys()]
+    for flags in ("-O1", "-DX", "-DX=2", "-isystem /one", "-isystem /two", f"-include {tmp_path}/own.h"):
+        monkeypatch.setenv("CXX", f"{compiler} {flags}")
+        found.append(keys())
+    (tmp_path / "own.h").write_text("inline int own() { return 2; }\n")
+    host._preprocessed.cache_clear()
+    found.append(keys())
+    for number, text in enumerate(texts):
+        monkeypatch.setenv("CXX", program(tmp_path / f"wrapper-{number}", text))
+        found.append(keys())
+    assert found[0] == found[-3]  # which adds nothing
+    for variable in ("CPATH", "LIBRARY_PATH"):
+        monkeypatch.setenv(variable, str(tmp_path))
+        found.append(keys())
+    assert len({runtime for runtime, _ in found}) == len({kernel for _, kernel in found}) == len(found) - 1
+
+
+@pytest.fixture
+def quick_runtimes(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The emulator's runtimes are built again from what the cache held."""
+    held = {
+        entry.name.partition(".")[0]: {file.name: file.read_bytes() for file in entry.iterdir() if file.name != META}
+        for entry in own_cache.iterdir()
+    }
+    monkeypatch.setattr(host, "_build_runtime", lambda mode, *_: Artifacts(held[f"emulator-{mode}"]))
+
+
+@pytest.mark.parametrize("sanitize", [None, "address"])
+@pytest.mark.parametrize("moment", ["compiled", "written", "loaded", "run"])
+def test_the_cache_is_cleared_meanwhile(
+    moment: str, sanitize: Any, quick_runtimes: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before the compiler runs, before the kernel is put into its place, before it is loaded, and just then."""
+
+    def cleared(function: Any) -> Any:
+        def clear_once(*arguments: Any, **options: Any) -> Any:
+            monkeypatch.setattr(*place, function)
+            default_cache().clear()
+            return function(*arguments, **options)
+
+        return clear_once
+
+    place = {
+        "compiled": (host, "_run_compiler"),
+        "written": (cache, "write_entry"),
+        "loaded": (emulator, "_check"),
+        "run": (emulator, "_loaded") if sanitize is None else (sanitized, "_run_once"),
+    }[moment]
+    monkeypatch.setattr(*place, cleared(getattr(*place)))
+    emulator._entry_point.cache_clear()
+    out, kernel = np.zeros(1, np.int32), compile_host(SOURCE % 5, "store", sanitize)
+    emulator.launch(kernel, (1, 1, 1), (1, 1, 1), 0, bytes(8), [(0, out)])
+    assert out[0] == 5 and getattr(*place).__name__ != "clear_once"
+
+
+@pytest.mark.parametrize("sanitize", [None, "address"])
+def test_what_cannot_be_loaded_is_an_error(sanitize: Any, quick_runtimes: None) -> None:
+    """Though the cache may be cleared: files that stay as they are are not built for ever."""
+    kernel = compile_host(SOURCE % 6, "store", sanitize)
+    kernel.path.write_bytes(b"no library")
+    emulator._entry_point.cache_clear()
+    with pytest.raises(OSError):
+        emulator.launch(kernel, (1, 1, 1), (1, 1, 1), 0, bytes(8), [(0, np.zeros(1, np.int32))])
+
+
+def test_a_finding_quotes_the_source_of_a_cleared_kernel(quick_runtimes: None) -> None:
+    source = (SOURCE % 1).replace("*arguments.out = 1;", "arguments.out[5] = 1;")
+    kernel = compile_host(source, "store", "address")
+    default_cache().clear()
+    with pytest.raises(LaunchError, match=r"3 \| .*arguments\.out\[5\] = 1;"):
+        emulator.launch(kernel, (1, 1, 1), (1, 1, 1), 0, bytes(8), [(0, np.zeros(1, np.int32))])
 
 
 def test_a_cache_may_be_moved(run: Any, own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,6 +197,45 @@ def test_no_compiler_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(shutil, "which", lambda name: None)
     with pytest.raises(BuildError, match=r"neither c\+\+, .* is on the PATH; install one .*apt install g\+\+"):
         find_compiler()
+
+
+def program(path: Path, text: str | bytes) -> str:
+    """A program of that text; its path."""
+    path.write_bytes(text.encode() if isinstance(text, str) else text)
+    path.chmod(0o755)
+    return str(path)
+
+
+def test_a_cxx_that_no_shell_would_split_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", 'g++ "')
+    with pytest.raises(BuildError, match=r"CXX='g\+\+ \"' cannot be split .*No closing quotation.* or unset it$"):
+        find_compiler()
+
+
+def test_a_version_may_be_any_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler = shutil.which(find_compiler().command[0])
+    say = r"[ $1 = --version ] && printf 'c++ \%s 1.0\n' && exit"
+    names = [program(tmp_path / octal, f'#!/bin/sh\n{say % octal}\nexec {compiler} "$@"\n') for octal in ("377", "376")]
+    identities = []
+    for name in names:
+        monkeypatch.setenv("CXX", name)
+        identities.append(find_compiler().identity)
+    assert identities[0].startswith(r"c++ \xff 1.0 | ") and identities[1].startswith(r"c++ \xfe 1.0 | ")
+
+
+def test_a_program_that_cannot_be_started_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = program(tmp_path / "broken", b"\x7fELF of another machine")
+    monkeypatch.setenv("CXX", name)
+    with pytest.raises(BuildError, match=rf"the C\+\+ compiler '{name}' cannot be run \(Exec format error\); install"):
+        find_compiler()
+
+
+def test_a_relative_cxx_is_of_the_current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compilers run in folders of their own."""
+    name = program(tmp_path / "mine", f'#!/bin/sh\nexec {shutil.which(find_compiler().command[0])} "$@"\n')
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("CXX", "./mine -pipe")
+    assert find_compiler().command == (name, "-pipe")
 
 
 def test_a_wrong_cxx_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

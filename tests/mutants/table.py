@@ -105,6 +105,27 @@ MUTANTS = (
         ("tests/build/test_keys.py",),
     ),
     Mutant(
+        "the kernel's options are not in a host kernel's key",
+        "flashgen/build/host.py",
+        '            "options": json.dumps(arguments),\n',
+        "",
+        ("tests/emulator/test_host_compiler.py::test_options_are_part_of_the_key",),
+    ),
+    Mutant(
+        "the user's flags are not in a host library's key",
+        "flashgen/build/host.py",
+        '            "flags": json.dumps(compiler.command[1:]),\n',
+        "",
+        ("tests/emulator/test_host_compiler.py::test_what_cxx_and_the_environment_say_is_part_of_the_key",),
+    ),
+    Mutant(
+        "files of an entry trusted whoever owns them",
+        "flashgen/build/entries.py",
+        "                _check_trusted(os.fstat(file.fileno()), self.around, name)\n",
+        "",
+        ("tests/build/test_trust.py::test_what_somebody_planted_is_built_again",),
+    ),
+    Mutant(
         "files are not flushed to the disk",
         "flashgen/files.py",
         "    os.fsync(file.fileno())\n",
