@@ -30,4 +30,4 @@ class PeerError(FlashgenError, RuntimeError):
 
 
 class FlashgenWarning(UserWarning):
-    """Something flashgen put right by itself that its user should hear of, such as a damaged cache entry."""
+    """What a user should hear of: what flashgen put right by itself, such as a damaged entry, and what takes long."""

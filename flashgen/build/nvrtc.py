@@ -9,7 +9,10 @@ import ctypes
 import functools
 import logging
 import re
+import threading
+import warnings
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +21,7 @@ from flashgen.build.diagnostics import numbered_errors
 from flashgen.build.elf import complete_image
 from flashgen.build.resources import Resources, combined, parse_resources, without_timings
 from flashgen.build.tools import cuda_roots, wheel_roots
-from flashgen.errors import BuildError
+from flashgen.errors import BuildError, FlashgenWarning
 from flashgen.remedies import install_cuda
 
 # Line numbers cost no instructions. The source's folder must be given, as NVRTC else writes the current one into the
@@ -27,6 +30,7 @@ _BASE_OPTIONS = ("--std=c++17", "-lineinfo")
 _VERBOSE = "--ptxas-options=-v"
 _NO_CACHE, _CACHES_SINCE = "--no-cache", (12, 9)
 _SOURCE_FOLDER = "/flashgen/"
+_PATIENCE = 10.0  # seconds after which a compilation is announced
 _ARCHITECTURE = re.compile(r"sm_(?P<number>\d{2,3})(?P<suffix>[af]?)")
 
 _log = logging.getLogger(__name__)
@@ -49,6 +53,8 @@ def compile(source: str, architecture: str, name: str) -> Compiled:
         source: one self-contained translation unit.
         architecture: `sm_75`, `sm_80`, ... `sm_90a`.
         name: the readable name, shown in messages and by profilers as `<name>.cu`.
+
+    A compilation that takes more than 10 seconds is announced by a FlashgenWarning while it runs.
 
     Raises:
         BuildError: CuPy or NVRTC is missing, the architecture is unknown to it, or the source does not compile; the
@@ -121,12 +127,36 @@ def _run(source: str, name: str, arguments: Sequence[str]) -> tuple[Any, Any, st
     nvrtc, _ = _load()
     program = nvrtc.createProgram(source, f"{_SOURCE_FOLDER}{name}.cu", (), ())
     try:
-        nvrtc.compileProgram(program, tuple(arguments))
+        with _announced(name):
+            nvrtc.compileProgram(program, tuple(arguments))
     except nvrtc.NVRTCError as error:
         log = _readable(nvrtc.getProgramLog(program))
         nvrtc.destroyProgram(program)
         raise BuildError(_failure(source, name, arguments, str(error), log)) from None
     return nvrtc, program, _readable(nvrtc.getProgramLog(program))
+
+
+@contextmanager
+def _announced(name: str) -> Iterator[None]:
+    """Announces a compilation, once, when it takes long. NVRTC leaves other threads running meanwhile."""
+    timer = threading.Timer(_PATIENCE, _announce, (name,))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def _announce(name: str) -> None:
+    message = (
+        f"kernel {name} has been compiling for {_PATIENCE:g} s: NVRTC repeats the operations of a score or mask for "
+        "every element that a thread holds, and many slow ones, such as nested sin and cos, can take it minutes; the "
+        "result is kept, so that later calls do not wait"
+    )
+    _log.warning("%s", message)
+    with suppress(FlashgenWarning):  # where warnings are errors this thread ends quietly, and the log has it
+        warnings.warn(message, FlashgenWarning, stacklevel=2)
 
 
 def _readable(log: str) -> str:

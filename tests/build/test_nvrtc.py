@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 import subprocess
 import sys
+import threading
+import warnings
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 import flashgen
 from flashgen.build import KernelCache, inspect, nvrtc, tools
 from flashgen.build.elf import complete_image
-from flashgen.errors import BuildError
+from flashgen.errors import BuildError, FlashgenWarning
 
 SOURCE = """extern "C" __global__ void shift(float* values, int count) {
   __shared__ float held[64];
@@ -73,6 +78,64 @@ def test_an_error_of_the_assembler_is_shown() -> None:
 def test_an_unknown_architecture_lists_the_known(architecture: str) -> None:
     with pytest.raises(BuildError, match=f"architecture '{architecture}' is not one .* sm_80"):
         nvrtc.compile(SOURCE, architecture, "shift")
+
+
+class MadeUpCompiler:
+    """Stands for CuPy's binding; `compile` is what happens while a program is compiled."""
+
+    NVRTCError = RuntimeError
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, compile: Callable[[], object]) -> None:
+        self.createProgram, self.destroyProgram = (lambda *_: 1), (lambda _: None)
+        self.compileProgram = lambda *_: compile()
+        self.getProgramLog, self.getPTX = (lambda _: ""), (lambda _: b".entry k")
+        self.getSupportedArchs = lambda: (80,)
+        monkeypatch.setattr(nvrtc, "_load", lambda: (self, (13, 0)))
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("filter", ["always", "error"])
+def test_a_compilation_that_takes_long_is_announced(
+    filter: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """While it runs: it does not end before somebody was told. Where warnings are errors the log alone has it."""
+    told = threading.Event()
+
+    def announce(name: str, announce: Callable[[str], None] = nvrtc._announce) -> None:
+        announce(name)
+        told.set()
+
+    MadeUpCompiler(monkeypatch, told.wait)
+    monkeypatch.setattr(nvrtc, "_announce", announce)
+    monkeypatch.setattr(nvrtc, "_PATIENCE", 0.0)
+    with warnings.catch_warnings(record=True) as caught, caplog.at_level(logging.WARNING, "flashgen"):
+        warnings.simplefilter(filter)
+        assert nvrtc.compile_ptx("", "sm_80", "fwd-slow") == ".entry k"
+    assert caplog.text.count("kernel fwd-slow has been compiling") == 1
+    assert [(warning.category, "such as nested sin and cos" in str(warning.message)) for warning in caught] == (
+        [] if filter == "error" else [(FlashgenWarning, True)]
+    )
+
+
+def test_a_compilation_that_ends_soon_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether it fails or not, nothing is left to announce it later."""
+    timers: list[threading.Timer] = []
+
+    def timer(*arguments: object) -> threading.Timer:
+        timers.append(threading.Timer(*arguments))  # type: ignore[arg-type]
+        return timers[-1]
+
+    monkeypatch.setattr(nvrtc, "threading", SimpleNamespace(Timer=timer))
+    MadeUpCompiler(monkeypatch, lambda: None)
+    nvrtc.compile_ptx("", "sm_80", "k")
+
+    def fail() -> None:
+        raise RuntimeError("no")
+
+    MadeUpCompiler(monkeypatch, fail)
+    with pytest.raises(BuildError, match="did not compile"):
+        nvrtc.compile_ptx("", "sm_80", "k")
+    assert [timer.finished.is_set() for timer in timers] == [True, True]
 
 
 @needs_nvrtc
