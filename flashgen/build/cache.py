@@ -160,10 +160,19 @@ class KernelCache:
         stored, _ = self._get_or_build(name, key, build, refusal)
         if isinstance(stored, StoredEntry):
             return stored
+        return self._apart(name, key, stored)
+
+    def entry_apart(self, name: str, key: str, build: Build) -> StoredEntry:
+        """The same entry in a temporary folder of this process, where clearing the cache does not remove it."""
+        stored = self.entry(name, key, build)
+        return self._apart(name, key, Artifacts(stored.files))
+
+    def _apart(self, name: str, key: str, artifacts: Artifacts) -> StoredEntry:
         try:
-            return StoredEntry(MEMORY.on_disk(self._place(name, key), stored), stored.files, stored.facts)
+            folder = MEMORY.on_disk(self._place(name, key), artifacts)
         except OSError as error:
             raise BuildError(f"{name} needs a folder for temporary files ({error}); set TMPDIR to one") from error
+        return StoredEntry(folder, artifacts.files, artifacts.facts)
 
     def find(self, name: str, key: str) -> StoredEntry | None:
         """The entry of that name and key, every byte checked; None where there is none.

@@ -20,13 +20,13 @@ import shlex
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from flashgen.build.cache import default_cache
+from flashgen.build.cache import Build, default_cache
 from flashgen.build.entries import Artifacts, StoredEntry
 from flashgen.build.keys import content_key, folder_name
 from flashgen.errors import BuildError
@@ -108,8 +108,14 @@ class HostKernel:
         return tuple((status.st_ino, status.st_ctime_ns) for status in found)
 
     def restored(self) -> HostKernel:
-        """The same kernel, its files built again where the cache was cleared. Raises what `compile_host` raises."""
-        return compile_host(self.source, self.name, None if self.mode == "plain" else self.mode)
+        """The same kernel where the cache was cleared, its files in a temporary folder of this process.
+
+        Raises what `compile_host` raises.
+        """
+        kernel = _compile(self.source, self.name, self.mode, default_cache().entry_apart)
+        if self.mode != "plain":
+            kernel.path.chmod(0o700)
+        return kernel
 
 
 @dataclass(frozen=True)
@@ -141,14 +147,22 @@ def compile_host(source: str, kernel_name: str, sanitize: Literal["address", "th
         raise BuildError(f"sanitize must be None, 'address' or 'thread', got {sanitize!r}")
     if not _IDENTIFIER.fullmatch(kernel_name):
         raise BuildError(f"kernel_name must be the name of a function in the source, got {kernel_name!r}")
+    return _compile(source, kernel_name, mode, default_cache().entry)
+
+
+Entries = Callable[[str, str, Build], StoredEntry]
+"""What finds an entry by its name and its key, or builds it."""
+
+
+def _compile(source: str, kernel_name: str, mode: Mode, entries: Entries) -> HostKernel:
     compiler = find_compiler()
     runtime_key = _runtime_key(mode, compiler)
-    runtime = _runtime(mode, compiler, runtime_key)
-    entry = default_cache().get_or_build(
+    runtime = _runtime(mode, compiler, runtime_key, entries)
+    entry = entries(
         f"{kernel_name}-host-{mode}",
         _kernel_key(source, kernel_name, mode, runtime_key),
         lambda: _build_kernel(source, kernel_name, mode, compiler, runtime_key),
-    )
+    ).path
     path, library = entry / _output(kernel_name, mode), runtime / _library_name(runtime.name)
     return HostKernel(source, path, mode, kernel_name, entry / SOURCE, library)
 
@@ -299,13 +313,13 @@ def _runtime_name(mode: Mode) -> str:
     return f"emulator-{mode}"
 
 
-def _runtime(mode: Mode, compiler: Compiler, key: str) -> Path:
+def _runtime(mode: Mode, compiler: Compiler, key: str, entries: Entries | None = None) -> Path:
     """The folder of the entry with the mode's runtime library and all headers."""
-    return _runtime_entry(mode, compiler, key).path
+    return _runtime_entry(mode, compiler, key, entries or default_cache().entry).path
 
 
-def _runtime_entry(mode: Mode, compiler: Compiler, key: str) -> StoredEntry:
-    return default_cache().entry(_runtime_name(mode), key, lambda: _build_runtime(mode, compiler, key))
+def _runtime_entry(mode: Mode, compiler: Compiler, key: str, entries: Entries) -> StoredEntry:
+    return entries(_runtime_name(mode), key, lambda: _build_runtime(mode, compiler, key))
 
 
 def _library_name(folder: str) -> str:
@@ -326,7 +340,7 @@ def _build_runtime(mode: Mode, compiler: Compiler, key: str) -> Artifacts:
 
 
 def _build_kernel(source: str, kernel_name: str, mode: Mode, compiler: Compiler, runtime_key: str) -> Artifacts:
-    runtime = _runtime_entry(mode, compiler, runtime_key)
+    runtime = _runtime_entry(mode, compiler, runtime_key, default_cache().entry)
     output = _output(kernel_name, mode)
     with _workshop() as folder:
         (folder / SOURCE).write_text(source, encoding="utf-8")

@@ -116,14 +116,14 @@ def _entry_point(kernel: HostKernel) -> Any:
 
     Raises OSError where it cannot be loaded.
     """
-    while True:
-        before = kernel.files()
-        try:
-            return _loaded(kernel.path, kernel.runtime)
-        except OSError:
-            if before is not None and kernel.files() == before:
-                raise
-        kernel = kernel.restored()
+    before = kernel.files()
+    try:
+        return _loaded(kernel.path, kernel.runtime)
+    except OSError:
+        if before is not None and kernel.files() == before:
+            raise
+    kernel = kernel.restored()
+    return _loaded(kernel.path, kernel.runtime)
 
 
 def _loaded(path: Path, runtime: Path) -> Any:

@@ -138,17 +138,15 @@ def _copy_back(data: memoryview, spans: Sequence[_Span]) -> None:
 
 def _run(kernel: HostKernel, request: Path, result: Path) -> subprocess.CompletedProcess[str]:
     """How the program ended. Where the cache was cleared before it is loaded, its files are built again."""
-    while True:
-        before = kernel.files()
-        try:
-            done = _run_once(kernel, request, result)
-        except FileNotFoundError:
-            if before is not None and kernel.files() == before:
-                raise
-        else:
-            if done.returncode == 0 or (before is not None and kernel.files() == before):
-                return done
-        kernel = kernel.restored()
+    before = kernel.files()
+    try:
+        done = _run_once(kernel, request, result)
+        if done.returncode == 0 or (before is not None and kernel.files() == before):
+            return done
+    except FileNotFoundError:
+        if before is not None and kernel.files() == before:
+            raise
+    return _run_once(kernel.restored(), request, result)
 
 
 def _run_once(kernel: HostKernel, request: Path, result: Path) -> subprocess.CompletedProcess[str]:

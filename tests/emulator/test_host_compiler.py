@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from flashgen.build import Artifacts, cache, default_cache, host
+from flashgen.build import Artifacts, KernelCache, cache, default_cache, host
 from flashgen.build.entries import META
 from flashgen.build.host import compile_host, find_compiler
 from flashgen.errors import BuildError, LaunchError
@@ -132,6 +132,26 @@ def test_the_cache_is_cleared_meanwhile(
     out, kernel = np.zeros(1, np.int32), compile_host(SOURCE % 5, "store", sanitize)
     emulator.launch(kernel, (1, 1, 1), (1, 1, 1), 0, bytes(8), [(0, out)])
     assert out[0] == 5 and getattr(*place).__name__ != "clear_once"
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("sanitize", [None, "address"])
+def test_the_cache_is_cleared_all_the_time(
+    sanitize: Any, quick_runtimes: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever clears it faster than it is filled holds nobody up."""
+
+    def entry(cache: KernelCache, *arguments: Any, found: Any = KernelCache.entry) -> Any:
+        stored = found(cache, *arguments)
+        cache.clear()
+        return stored
+
+    monkeypatch.setattr(KernelCache, "entry", entry)
+    out, kernel = np.zeros(1, np.int32), compile_host(SOURCE % 9, "store", sanitize)
+    assert kernel.files() is None
+    for _ in range(2):
+        emulator.launch(kernel, (1, 1, 1), (1, 1, 1), 0, bytes(8), [(0, out)])
+    assert out[0] == 9 and default_cache().list() == ()
 
 
 @pytest.mark.parametrize("sanitize", [None, "address"])
