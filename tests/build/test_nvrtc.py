@@ -98,14 +98,14 @@ class MadeUpCompiler:
 def test_a_compilation_that_takes_long_is_announced(
     filter: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """While it runs: it does not end before somebody was told. Where warnings are errors the log alone has it."""
-    told = threading.Event()
+    """While it runs: it does not end before the announcement. Where warnings are errors, only the log has it."""
+    announced = threading.Event()
 
     def announce(name: str, announce: Callable[[str], None] = nvrtc._announce) -> None:
         announce(name)
-        told.set()
+        announced.set()
 
-    MadeUpCompiler(monkeypatch, told.wait)
+    MadeUpCompiler(monkeypatch, announced.wait)
     monkeypatch.setattr(nvrtc, "_announce", announce)
     monkeypatch.setattr(nvrtc, "_PATIENCE", 0.0)
     with warnings.catch_warnings(record=True) as caught, caplog.at_level(logging.WARNING, "flashgen"):

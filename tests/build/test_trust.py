@@ -42,9 +42,9 @@ def stored(cache: KernelCache) -> Path:
     return cache.get_or_build("k", KEY, lambda: {"a": b"good"})
 
 
-def is_built_again(cache: KernelCache, said: str) -> None:
-    """The entry that is there is not used: that is said, and another takes its place."""
-    with pytest.warns(FlashgenWarning, match=rf"is damaged: .*{said}.*; it is built again") as caught:
+def is_built_again(cache: KernelCache, problem: str) -> None:
+    """The entry that is there is not used: a warning says so, and another takes its place."""
+    with pytest.warns(FlashgenWarning, match=rf"is damaged: .*{problem}.*; it is built again") as caught:
         folder = stored(cache)
     assert len(caught) == 1
     assert (folder / "a").read_bytes() == b"good" and not folder.is_symlink()
@@ -158,7 +158,7 @@ def test_a_shared_folder_s_owner_and_group_are_trusted(shared: None, monkeypatch
 
 
 @pytest.mark.parametrize(
-    ("inner", "outer", "said"),
+    ("inner", "outer", "problem"),
     [
         (status(mode=FILE | 0o060), SHARED, None),
         (status(mode=FILE | 0o060), status(mode=stat.S_IFDIR | 0o2750), r"others may write to a (mode 0660)"),
@@ -169,9 +169,9 @@ def test_a_shared_folder_s_owner_and_group_are_trusted(shared: None, monkeypatch
     ],
 )
 def test_a_shared_folder_s_group_alone_may_write(
-    shared: None, inner: os.stat_result, outer: os.stat_result, said: str | None
+    shared: None, inner: os.stat_result, outer: os.stat_result, problem: str | None
 ) -> None:
-    assert why_planted(inner, outer, "a") == said
+    assert why_planted(inner, outer, "a") == problem
 
 
 @needs_root
@@ -193,7 +193,7 @@ def test_entries_of_another_group_are_not_writable_by_it(cache: KernelCache, mon
 # ---- the folder, and what is advised
 
 
-def said_of(root: Path) -> str:
+def warning_of(root: Path) -> str:
     """The one warning of a folder that cannot be used."""
     with pytest.warns(FlashgenWarning) as caught:
         stored(KernelCache(root))
@@ -204,9 +204,9 @@ def said_of(root: Path) -> str:
 @pytest.mark.parametrize("path", ["/dev/null", "/dev/zero"])
 def test_a_device_is_no_folder_and_stays_as_it_is(path: str) -> None:
     before = os.stat(path).st_mode
-    said = said_of(Path(path))
-    assert f"the kernel cache {path} cannot be used (File exists" in said and "set FLASHGEN_CACHE_DIR to" in said
-    assert "`chmod" not in said and os.stat(path).st_mode == before
+    message = warning_of(Path(path))
+    assert f"the kernel cache {path} cannot be used (File exists" in message and "set FLASHGEN_CACHE_DIR to" in message
+    assert "`chmod" not in message and os.stat(path).st_mode == before
     assert KernelCache(path).list() == () and KernelCache(path).find("k", KEY) is None
 
 
@@ -216,11 +216,11 @@ def test_chmod_is_advised_for_a_cache_alone(tmp_path: Path, mode: int) -> None:
     stored(KernelCache(root))
     lock_path(root, KEY).touch()
     root.chmod(mode)
-    assert f"`chmod -R go-w '{root}'` ends that" in said_of(root)
+    assert f"`chmod -R go-w '{root}'` ends that" in warning_of(root)
     (root / "letters").touch()
     cache_folder._said.clear()
-    said = said_of(root)
-    assert "`chmod" not in said and "; set FLASHGEN_CACHE_DIR to a folder of your own" in said
+    message = warning_of(root)
+    assert "`chmod" not in message and "; set FLASHGEN_CACHE_DIR to a folder of your own" in message
 
 
 @needs_root
@@ -228,7 +228,7 @@ def test_chmod_is_not_advised_to_those_who_may_not(cache: KernelCache) -> None:
     stored(cache)
     os.chown(cache.root, NOBODY, -1)
     cache.root.chmod(0o777)
-    assert "`chmod" not in said_of(cache.root)
+    assert "`chmod" not in warning_of(cache.root)
 
 
 @needs_root
@@ -238,7 +238,7 @@ def test_a_link_to_the_folder_is_its_user_s(cache: KernelCache, tmp_path: Path) 
     link.symlink_to(cache.root)
     assert stored(KernelCache(link)).parent == link
     os.chown(link, NOBODY, -1, follow_symlinks=False)
-    assert "it is a link that belongs to " in said_of(link)
+    assert "it is a link that belongs to " in warning_of(link)
 
 
 # ---- locks
@@ -274,7 +274,7 @@ def test_nobody_else_holds_a_lock(cache: KernelCache) -> None:
 def test_an_entry_that_is_replaced_while_it_is_read_is_read_again(
     cache: KernelCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever number its new folder has: that is no damage, and nothing is said."""
+    """Whatever number its new folder has: that is no damage, and there is no warning."""
     from flashgen.build import entries
 
     open_file: Callable[..., object] = entries.open_file

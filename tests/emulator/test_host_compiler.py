@@ -139,7 +139,7 @@ def test_the_cache_is_cleared_meanwhile(
 def test_the_cache_is_cleared_all_the_time(
     sanitize: Any, quick_runtimes: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whoever clears it faster than it is filled holds nobody up."""
+    """Also where it is cleared faster than it is filled, kernels are compiled and launched."""
 
     def entry(cache: KernelCache, *arguments: Any, found: Any = KernelCache.entry) -> Any:
         stored = found(cache, *arguments)

@@ -119,7 +119,7 @@ MUTANTS = (
         ("tests/emulator/test_host_compiler.py::test_what_cxx_and_the_environment_say_is_part_of_the_key",),
     ),
     Mutant(
-        "files of an entry trusted whoever owns them",
+        "the owner of an entry's files is not checked",
         "flashgen/build/entries.py",
         "                _check_trusted(os.fstat(file.fileno()), self.around, name)\n",
         "",
