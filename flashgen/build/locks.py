@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from flashgen.build.cache_folder import say
 from flashgen.build.trust import may_own, owner_name
 from flashgen.errors import BuildError
 
@@ -69,19 +70,22 @@ def _open(path: Path) -> int | None:
     """
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
-    except OSError as error:
+    except OSError:
         if not path.is_symlink():
             raise
-        _log.warning("removing %s, which is a link: %s", path, error.strerror)
-        path.unlink(missing_ok=True)
+        _remove_planted(path, "it is a link")
         return None
     status = os.fstat(descriptor)
     if may_own(status.st_uid, path.parent.stat()):
         return descriptor
     os.close(descriptor)
-    _log.warning("removing %s, which belongs to %s", path, owner_name(status))
-    path.unlink(missing_ok=True)
+    _remove_planted(path, f"it belongs to {owner_name(status)}")
     return None
+
+
+def _remove_planted(path: Path, problem: str) -> None:
+    path.unlink(missing_ok=True)
+    say(f"the lock {path} of the cache cannot be trusted: {problem}; it was removed")
 
 
 def _flock(descriptor: int, path: Path, wait: bool) -> bool:
