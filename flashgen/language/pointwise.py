@@ -1,7 +1,8 @@
 """Functions that torch has and kernels do not, made of those that they have, with torch's values and derivatives.
 
 At ties the derivatives are torch's: relu has 0 at 0, and clamp passes the gradient to its first argument at its
-bounds.
+bounds. `inplace` means nothing for values that nobody
+else holds.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from flashgen.language import elementary as f
 from flashgen.language.trace import Traced, lift
 
 
-def relu(x: Any) -> Traced:
+def relu(x: Any, inplace: bool = False) -> Traced:
     """max(x, 0), with a derivative of 0 at 0."""
     return f.where(x <= 0, 0, x)
 
@@ -28,7 +29,7 @@ def clamp(x: Any, low: Any = None, high: Any = None) -> Traced:
     return x if high is None else f.where(x > high, high, x)
 
 
-def silu(x: Any) -> Traced:
+def silu(x: Any, inplace: bool = False) -> Traced:
     """x times its sigmoid."""
     return x * f.sigmoid(x)
 
@@ -39,12 +40,12 @@ def softplus(x: Any, beta: float = 1.0, threshold: float = 20.0) -> Traced:
     return f.where(x * beta > threshold, x, f.log(1.0 + f.exp(x * beta)) / beta)
 
 
-def leaky_relu(x: Any, negative_slope: float = 0.01) -> Traced:
+def leaky_relu(x: Any, negative_slope: float = 0.01, inplace: bool = False) -> Traced:
     """x where it is above 0, else negative_slope·x."""
     return f.where(x > 0, x, x * negative_slope)
 
 
-def elu(x: Any, alpha: float = 1.0) -> Traced:
+def elu(x: Any, alpha: float = 1.0, inplace: bool = False) -> Traced:
     """x where it is above 0, else alpha·(exp(x) - 1)."""
     return f.where(x > 0, x, alpha * (f.exp(x) - 1.0))
 
