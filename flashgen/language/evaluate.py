@@ -152,6 +152,21 @@ def _load(array: Array, *indices: Any) -> Array:
     return np.asarray(loaded).astype(_WIDE[kind], copy=False)
 
 
+def _maximum(a: Any, b: Any) -> Any:
+    """The larger: +0.0 of two zeros that differ in their sign, and the number where the other operand is NaN.
+
+    That is IEEE 754-2019's maximumNumber, and PTX's max; NumPy's fmax gives either zero.
+    """
+    larger = np.fmax(a, b)
+    return larger if larger.dtype.kind != "f" else np.where((a == 0) & (b == 0), a + b, larger)
+
+
+def _minimum(a: Any, b: Any) -> Any:
+    """The smaller, as `_maximum` is the larger: -0.0 of two zeros that differ in their sign."""
+    smaller = np.fmin(a, b)
+    return smaller if smaller.dtype.kind != "f" else np.where((a == 0) & (b == 0), -(-a - b), smaller)
+
+
 def _floor_divide(a: Any, b: Any) -> Any:
     """Floored division: of integers by 0 it is 0; of floats it is floor(a / b)."""
     if a.dtype == np.int64:
@@ -196,8 +211,7 @@ def _counted(a: Any) -> Any:
 # fmt: off
 MEANINGS: dict[type[Operation], Callable[..., Any]] = {
     ops.Add: np.add, ops.Sub: np.subtract, ops.Mul: np.multiply, ops.Neg: np.negative, ops.Abs: np.abs,
-    # fmin and fmax: like CUDA's, they give the number where the other is NaN.
-    ops.Minimum: np.fmin, ops.Maximum: np.fmax, ops.FloorDiv: _floor_divide, ops.FloorMod: _floor_modulo,
+    ops.Minimum: _minimum, ops.Maximum: _maximum, ops.FloorDiv: _floor_divide, ops.FloorMod: _floor_modulo,
     ops.ShiftLeft: _shift(np.left_shift), ops.ShiftRight: _shift(np.right_shift),
     ops.BitAnd: np.bitwise_and, ops.BitOr: np.bitwise_or, ops.BitXor: np.bitwise_xor,
     ops.Divide: np.divide, ops.ToFloat: _to_float, ops.ToInt: _to_int, ops.Floor: np.floor,

@@ -25,8 +25,6 @@ FLASHGEN_UNARY(roundf)
 FLASHGEN_UNARY(fabsf)
 #undef FLASHGEN_UNARY
 float fmaf(float, float, float) noexcept;
-float fmaxf(float, float) noexcept;
-float fminf(float, float) noexcept;
 float fmodf(float, float) noexcept;
 float powf(float, float) noexcept;
 float copysignf(float, float) noexcept;
@@ -40,7 +38,14 @@ double fabs(double) noexcept;
 inline float rsqrtf(float value) { return 1.0f / sqrtf(value); }
 inline float exp10f(float value) { return powf(10.0f, value); }
 
-// fmaxf, not a comparison: with one NaN, CUDA's min and max give the other operand.
+// As PTX's max and min: the other operand where one is NaN, and -0.0 is less than +0.0. The C library's, and what a
+// compiler makes of a call of them, may give either zero.
+inline float fmaxf(float a, float b) {
+  return a > b || b != b || (a == b && !__builtin_signbit(a)) ? a : b;
+}
+inline float fminf(float a, float b) {
+  return a < b || b != b || (a == b && __builtin_signbit(a)) ? a : b;
+}
 inline float max(float a, float b) { return fmaxf(a, b); }
 inline float min(float a, float b) { return fminf(a, b); }
 inline float abs(float value) { return fabsf(value); }

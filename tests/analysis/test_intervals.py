@@ -11,13 +11,17 @@ import sympy
 
 import flashgen as fg
 from flashgen.analysis.intervals.evaluation import EMPTY, FULL, MEANINGS, PARTIAL, classify, interval_of
+from flashgen.analysis.tile_classes import tile_map
 from flashgen.errors import ArgumentError
 from flashgen.language import operations as ops
 from flashgen.language.evaluate import evaluate
 from flashgen.language.modifiers import trace_mask
 
 Q, K = ops.QUERY, ops.KEY
-BITS = {ops.BitAnd: np.bitwise_and, ops.BitOr: np.bitwise_or, ops.BitXor: np.bitwise_xor}
+SMALL = np.array([(low, high) for low in range(-6, 7) for high in range(low, 7)])
+AMOUNTS = np.array([(low, high) for low in range(28, 34) for high in range(low, 34)])
+NAN, INF = np.nan, np.inf
+A, B = (ops.Load(ops.Capture(name, "float32", 1), index) for name, index in (("a", Q), ("b", K)))
 
 
 def integer(value: int) -> sympy.Integer:
@@ -86,14 +90,81 @@ def test_bits_above_those_that_differ_are_known(cls: type[ops.Operation], low: i
     assert (int(found.low), int(found.high)) == (low, high)
 
 
-@pytest.mark.parametrize("cls", [ops.BitAnd, ops.BitOr, ops.BitXor])
-def test_bit_operations_of_all_small_intervals(cls: type[ops.Operation]) -> None:
-    bounds = np.array([(low, high) for low in range(-6, 7) for high in range(low, 7)])
-    boxes = {Q: (bounds[:, :1], bounds[:, 1:]), K: (bounds[:, 0], bounds[:, 1])}
-    found = interval_of(cls(Q, K), boxes)
-    for (i, a), (j, b) in itertools.product(enumerate(bounds), enumerate(bounds)):
-        values = BITS[cls](np.arange(a[0], a[1] + 1)[:, None], np.arange(b[0], b[1] + 1))
-        assert found.low[i, j] <= values.min() and values.max() <= found.high[i, j]
+@pytest.mark.parametrize(
+    ("cls", "others"),
+    [
+        *((cls, SMALL) for cls in (ops.Add, ops.Sub, ops.Mul, ops.Minimum, ops.Maximum, ops.FloorDiv, ops.FloorMod)),
+        *((cls, SMALL) for cls in (ops.BitAnd, ops.BitOr, ops.BitXor, ops.ShiftLeft, ops.ShiftRight)),
+        *((cls, AMOUNTS) for cls in (ops.ShiftLeft, ops.ShiftRight)),
+    ],
+)
+def test_all_small_intervals_of_integers(cls: type[ops.Operation], others: np.ndarray) -> None:
+    """Divisors of 0, and of ranges that begin or end there, and shifts beyond both ends among them."""
+    found = interval_of(cls(Q, K), {Q: (SMALL[:, :1], SMALL[:, 1:]), K: (others[:, 0], others[:, 1])})
+    for (i, a), (j, b) in itertools.product(enumerate(SMALL), enumerate(others)):
+        values = evaluate(cls(Q, K), {Q: np.arange(a[0], a[1] + 1)[:, None], K: np.arange(b[0], b[1] + 1)})
+        assert found.low[i, j] <= values.min() and values.max() <= found.high[i, j], (a, b)
+
+
+def test_a_clamp_has_its_bounds() -> None:
+    mask = trace_mask(lambda b, h, q, k: fg.clamp(q / 2, 1.5, k / 4.0) >= 1.0, "mask").expression
+    clamped = mask.args[0]
+    for low, high in [(-100, 100), (0, 2), (5, 50)]:
+        found = interval_of(clamped, {Q: (low, high), K: (8, 80)})
+        right = evaluate(clamped, {Q: np.arange(low, high + 1)[:, None], K: np.arange(8, 81)})
+        assert found.low == pytest.approx(right.min(), rel=1e-5) and found.high == pytest.approx(right.max(), rel=1e-5)
+        assert found.low <= right.min() and right.max() <= found.high and not found.nan
+
+
+@pytest.mark.parametrize(
+    ("cls", "a", "b"),
+    [
+        (ops.Maximum, [5.0, NAN, 7.0], [1.0, 2.0]),
+        (ops.Maximum, [1.0, 2.0], [5.0, NAN, 7.0]),
+        (ops.Minimum, [5.0, NAN, 7.0], [8.0, 9.0]),
+        (ops.Minimum, [8.0, 9.0], [5.0, NAN, 7.0]),
+        (ops.Mul, [-1.0, 0.0, 1.0], [1.0, INF]),
+        (ops.Mul, [-INF, 2.0], [-2.0, -0.0, 3.0]),
+        (ops.Mul, [-1.0, 0.0, 1.0], [INF]),
+        (ops.Add, [-INF, 1.0], [2.0, INF]),
+        (ops.Add, [1.0, INF], [-INF, 2.0]),
+        (ops.Sub, [1.0, INF], [2.0, INF]),
+        (ops.Sub, [-INF, 1.0], [-INF, 2.0]),
+        (ops.Divide, [1.0, INF], [2.0, INF]),
+        (ops.Divide, [-1.0, 1.0], [0.0, 2.0]),
+        (ops.Divide, [-1.0, 1.0], [-2.0, -0.0]),
+        (ops.FloorDiv, [1.0, 2.0], [0.0, 3.0]),
+        (ops.FloorMod, [1.0, 2.0], [0.0, 3.0]),
+        (ops.FloorMod, [1.0, INF], [2.0, 3.0]),
+    ],
+    ids=str,
+)
+def test_what_is_or_makes_a_nan(cls: type[ops.Operation], a: list[float], b: list[float]) -> None:
+    """Each value, the NaN among them, lies in the bounds; and so does its conversion to an integer."""
+    captures = {"a": np.array(a, np.float32), "b": np.array(b, np.float32)}
+    boxes = {Q: (0, len(a) - 1), K: (0, len(b) - 1)}
+    values = {Q: np.arange(len(a))[:, None], K: np.arange(len(b))}
+    for node in (cls(A, B), ops.ToInt(cls(A, B)), ops.Maximum(cls(A, B), sympy.Float(-3.0))):
+        found, right = interval_of(node, boxes, captures), evaluate(node, values, captures)
+        assert found.nan or not np.isnan(right).any()
+        right = right[~np.isnan(right)]
+        assert (found.low <= right).all() and (right <= found.high).all(), node
+
+
+def test_a_nan_becomes_0() -> None:
+    """The root is NaN at -1, and from 0 to 2 elsewhere."""
+    found = interval_of(ops.ToInt(ops.Add(sympy.Float(5.0), ops.Sqrt(Q))), {Q: (-1, 4)})
+    assert found.low == 0 and found.high >= 7
+
+
+@pytest.mark.parametrize("cls", [ops.Sin, ops.Cos])
+def test_waves_reach_their_tops_and_bottoms(cls: type[ops.Operation]) -> None:
+    """Over boxes of every phase, up to longer than a turn."""
+    low, width = np.arange(-120, 120)[:, None], np.arange(0, 60)
+    found = interval_of(cls(ops.Divide(Q, integer(8))), {Q: (low, low + width)})
+    steps = np.arange(0, 60)
+    right = evaluate(cls(ops.Divide(Q, integer(8))), {Q: low[:, :, None] + np.minimum(steps, width[:, None])})
+    assert (found.low <= right.min(-1)).all() and (right.max(-1) <= found.high).all()
 
 
 def test_integers_too_large_to_know_are_unknown() -> None:
@@ -170,6 +241,39 @@ def test_a_captured_nan_is_never_compared_for_sure() -> None:
     weight = ops.Load(ops.Capture("weights", "float32", 1), Q)
     assert classify(ops.Greater(weight, integer(0)), {Q: (0, 2)}, {"weights": weights}) == PARTIAL
     assert classify(ops.Less(weight, integer(0)), {Q: (0, 2)}, {"weights": weights}) == EMPTY
+
+
+# 1 / x tells the zeros apart, and x may be either, 0 itself or NaN.
+ZEROS = np.array([0.0, -0.0, -0.0, 0.0, -1.0, 2.0, NAN, -0.0, INF, 0.0], np.float32)
+
+
+@pytest.mark.parametrize(
+    "number",
+    [
+        ops.Maximum(A, sympy.Float(0.0)),
+        ops.Maximum(sympy.Float(0.0), A),
+        ops.Maximum(A, ops.Neg(sympy.Float(0.0))),
+        ops.Minimum(A, sympy.Float(0.0)),
+        ops.Minimum(ops.Neg(sympy.Float(0.0)), A),
+        ops.Maximum(A, B),
+        ops.Minimum(A, B),
+        ops.Mul(A, ops.Maximum(A, B)),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("comparison", [ops.Less, ops.Greater, ops.Equal, ops.GreaterEqual])
+def test_signs_of_zeros(number: sympy.Basic, comparison: type[ops.Operation]) -> None:
+    """What is claimed of a quotient by an extreme that may be a zero holds for each element."""
+    captures = {"a": ZEROS, "b": ZEROS[::-1].copy()}
+    boxes = {Q: (np.arange(10)[:, None], np.arange(10)[:, None]), K: (np.arange(0, 10, 2), np.arange(1, 11, 2))}
+    for limit in (sympy.Float(0.0), sympy.oo, -sympy.oo):
+        node = comparison(ops.Divide(sympy.Float(1.0), number), limit)
+        found = np.broadcast_to(classify(node, boxes, captures), (10, 5))
+        right = evaluate(node, {Q: np.arange(10)[:, None], K: np.arange(10)}, captures)
+        tiles = np.broadcast_to(right, (10, 10)).reshape(10, 5, 2)
+        assert tiles[found == FULL].all() and not tiles[found == EMPTY].any()
+        exact = tile_map(node, (1, 2), 10, 10, captures=captures).classes[0, 0]
+        assert (exact == np.where(tiles.all(-1), FULL, np.where(tiles.any(-1), PARTIAL, EMPTY))).all()
 
 
 def test_missing_and_empty_captures() -> None:

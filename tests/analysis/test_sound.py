@@ -29,6 +29,8 @@ thorough = settings(
 SCALAR = ops.Capture("window", "int32", 0)
 IDS = ops.Capture("ids", "int32", 1)
 TABLE = ops.Capture("table", "float32", 2)
+ODD = ops.Capture("odd", "float32", 1)  # NaN, infinities and both zeros, among others
+AMOUNTS = ops.Capture("amounts", "int32", 1)  # divisors and shifts: 0, and beyond both ends of what shifts take
 COMPARISONS = (ops.Equal, ops.NotEqual, ops.Less, ops.LessEqual, ops.Greater, ops.GreaterEqual)
 
 small = st.integers(-20, 40).map(sympy.Integer)
@@ -91,18 +93,30 @@ wild = st.sampled_from(COMPARISONS).flatmap(lambda kind: node(kind, terms, terms
 predicates = st.recursive(st.one_of(tame, tame, wild), combined, max_leaves=4)
 
 # What only intervals and lists answer for: captured arrays, floats, bits.
+amounts = node(ops.Load, st.just(AMOUNTS), terms)
 loads = st.one_of(node(ops.Load, st.just(IDS), terms), terms)
 any_integers = st.one_of(
     loads,
     *(node(kind, loads, loads) for kind in (ops.BitAnd, ops.BitOr, ops.BitXor, ops.Mul, ops.FloorDiv, ops.FloorMod)),
-    node(ops.ShiftLeft, loads, st.integers(-2, 5).map(sympy.Integer)),
+    *(node(kind, loads, amounts) for kind in (ops.FloorDiv, ops.FloorMod, ops.ShiftLeft, ops.ShiftRight)),
+    node(ops.ShiftLeft, loads, st.integers(-2, 40).map(sympy.Integer)),
     node(ops.ShiftRight, loads, loads),
 )
-numbers = st.sampled_from([0.37, -1.5, 8.0, 0.0, float("inf"), 1e30]).map(
-    lambda value: sympy.Float(value) if value != float("inf") else sympy.oo
+
+
+def clamped(parts: tuple[type[ops.Operation], sympy.Basic, sympy.Basic]) -> sympy.Basic:
+    """A number that does not pass a bound, as fg.clamp has it."""
+    beyond, number, bound = parts
+    return ops.Where(beyond(number, bound), bound, number)
+
+
+odd = node(ops.Load, st.just(ODD), terms)
+numbers = st.one_of(
+    st.sampled_from([0.37, -1.5, 8.0, 0.0, 1e30]).map(sympy.Float),
+    st.sampled_from([sympy.oo, -sympy.oo, ops.Neg(sympy.Float(0.0))]),
 )
 any_floats = st.recursive(
-    st.one_of(node(ops.ToFloat, loads), numbers, node(ops.Load, st.just(TABLE), terms, terms)),
+    st.one_of(node(ops.ToFloat, loads), numbers, node(ops.Load, st.just(TABLE), terms, terms), odd),
     lambda parts: st.one_of(
         *(
             node(kind, parts, parts)
@@ -113,7 +127,9 @@ any_floats = st.recursive(
             for kind in (ops.Exp, ops.Exp2, ops.Log, ops.Log2, ops.Tanh, ops.Sigmoid, ops.Sqrt, ops.Sin, ops.Cos)
         ),
         *(node(kind, parts) for kind in (ops.Neg, ops.Abs, ops.Floor)),
+        *(node(ops.Divide, parts, node(kind, odd, parts)) for kind in (ops.Minimum, ops.Maximum, ops.Mul)),
         node(ops.Where, tame, parts, parts),
+        st.tuples(st.sampled_from([ops.Less, ops.Greater]), parts, st.one_of(parts, loads)).map(clamped),
     ),
     max_leaves=4,
 )
@@ -137,6 +153,34 @@ CAPTURES = {
     "window": np.int32(9),
     "ids": np.sort(np.random.default_rng(0).integers(0, 6, 50)).astype(np.int32),
     "table": np.random.default_rng(1).normal(size=(20, 30)).astype(np.float32),
+    "odd": np.array(
+        [
+            3,
+            2,
+            1,
+            np.nan,
+            5,
+            6,
+            np.inf,
+            np.inf,
+            0.0,
+            0.0,
+            -0.0,
+            -0.0,
+            0.0,
+            4,
+            4,
+            -np.inf,
+            -1,
+            1,
+            np.nan,
+            np.nan,
+            7,
+            0.5,
+        ],
+        np.float32,
+    ),
+    "amounts": np.array([3, 2, 1, 0, 0, 1, 2, -1, -2, 29, 30, 31, 32, 40, 1, 1, 0, -3], np.int32),
 }
 
 

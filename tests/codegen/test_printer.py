@@ -268,6 +268,25 @@ def test_special_values(run: Any, values: Any, captures: Any) -> None:
         np.testing.assert_array_equal(result, expected, err_msg=str(node))
 
 
+def test_extremes_of_zeros(run: Any, values: Any, captures: Any) -> None:
+    """Which of two zeros is the greater is seen in quotients by it; the signs follow from the score's."""
+    zero, other = op.Mul(SCORE, Real(0.0)), op.Mul(op.Neg(SCORE), Real(0.0))
+    pairs = [
+        (zero, other),
+        (other, zero),
+        (zero, Real(0.0)),
+        (Real(0.0), zero),
+        (zero, zero),
+        (op.Neg(Real(0.0)), zero),
+    ]
+    nodes = [op.Divide(Real(1.0), choose(*pair)) for choose in (op.Maximum, op.Minimum) for pair in pairs]
+    for node, result in zip(nodes, run(nodes, captures), strict=True):
+        with np.errstate(all="ignore"):
+            expected = np.broadcast_to(evaluate(node, values, captures), result.shape)
+        np.testing.assert_array_equal(result, expected, err_msg=str(node))
+        assert np.isinf(result).all()
+
+
 def test_the_smallest_integer_by_minus_one_does_not_trap(run: Any, captures: Any) -> None:
     minus_one, nothing = op.FloorDiv(WINDOW, Int(7)), op.Mul(QUERY, Int(0))
     int32s, int64s = op.Add(nothing, Int(-(2**31))), op.Add(nothing, Int(-(2**31)))

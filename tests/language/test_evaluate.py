@@ -79,6 +79,27 @@ def test_nothing_warns():
     assert evaluate(ops.Divide(QUERY, KEY), {QUERY: 1, KEY: 0}) == np.inf
 
 
+@pytest.mark.parametrize("length", [1, 5, 64])
+@pytest.mark.parametrize(
+    ("a", "b", "greater", "less"),
+    [
+        (0.0, -0.0, 0.0, -0.0),
+        (-0.0, 0.0, 0.0, -0.0),
+        (0.0, 0.0, 0.0, 0.0),
+        (-0.0, -0.0, -0.0, -0.0),
+        (np.nan, -0.0, -0.0, -0.0),
+        (0.0, np.nan, 0.0, 0.0),
+        (-1.0, 0.0, 0.0, -1.0),
+    ],
+)
+def test_extremes_of_zeros_and_of_nan(length, a, b, greater, less):
+    """-0.0 is less than 0.0 in either order, and of a NaN and a number the number is meant."""
+    for cls, expected in ((ops.Maximum, greater), (ops.Minimum, less)):
+        node = cls(SCORE, ops.Load(ops.Capture("b", "float32", 1), QUERY))
+        found = evaluate(node, {SCORE: np.full(length, a), QUERY: np.arange(length)}, {"b": np.full(length, b)})
+        assert (found == expected).all() and (np.signbit(found) == np.signbit(expected)).all()
+
+
 def test_conversions():
     to_int = evaluate(ops.ToInt(SCORE), {SCORE: np.array([1.9, -1.9, 1e20, -np.inf, np.nan])})
     assert to_int.tolist() == [1, -1, 2**31 - 1, -(2**31), 0]
