@@ -2,9 +2,10 @@
 
 They are symbolic, over the language's own nodes and those that are differentiated: the derivative of tanh is 1 - t·t,
 where t is the very tanh of the function, so that a kernel which computes both computes tanh once. Where a function has
-a kink, the derivative is defined nevertheless: min and max take that of their first operand where both are equal, |x|
-has 0 at 0, `where` has that of the branch taken, and what steps (floor, //, comparisons, conversions to int) has 0. The
-derivative of a % b by b is -floor(a / b); sqrt has +inf at 0, as its formula gives.
+a kink, the derivative is defined nevertheless: min and max have half of each operand's where both are equal, as
+torch.minimum and torch.maximum have; |x| has 0 at 0, `where` has that of the branch taken, and what steps (floor, //,
+comparisons, conversions to int) has 0. The derivative of a % b by b is -floor(a / b); sqrt has +inf at 0, as its
+formula gives.
 """
 
 from __future__ import annotations
@@ -93,9 +94,17 @@ def _modulo(algebra: Algebra, node: Operation, da: Node, db: Node) -> Node:
     return algebra.total(da, algebra.negated(algebra.product(algebra.node(ops.FloorDiv, *node.args), db)))
 
 
-def _first_where(comparison: type[Operation]) -> Rule:
-    """The derivative of the first operand where the comparison of both holds, else that of the second."""
-    return lambda algebra, node, da, db: algebra.choice(algebra.node(comparison, *node.args), da, db)
+def _extreme(beats: type[Operation]) -> Rule:
+    """The derivative of the operand that beats the other, strictly; half of each's where both are equal."""
+
+    def rule(algebra: Algebra, node: Operation, da: Node, db: Node) -> Node:
+        if da == db:
+            return da
+        both = algebra.product(constant(0.5), algebra.total(da, db))
+        first, equal = (algebra.node(comparison, *node.args) for comparison in (beats, ops.Equal))
+        return algebra.choice(first, da, algebra.choice(equal, both, db))
+
+    return rule
 
 
 def _magnitude(algebra: Algebra, node: Operation, da: Node) -> Node:
@@ -118,8 +127,8 @@ RULES: dict[type[Operation], Rule] = {
     ops.Mul: _product,
     ops.Neg: lambda algebra, node, da: algebra.negated(da),
     ops.Abs: _magnitude,
-    ops.Minimum: _first_where(ops.LessEqual),
-    ops.Maximum: _first_where(ops.GreaterEqual),
+    ops.Minimum: _extreme(ops.Less),
+    ops.Maximum: _extreme(ops.Greater),
     ops.FloorDiv: _constant,
     ops.FloorMod: _modulo,
     ops.ShiftLeft: _constant, ops.ShiftRight: _constant,

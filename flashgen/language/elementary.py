@@ -30,12 +30,21 @@ def maximum(a: Any, b: Any) -> Traced:
 
 
 def clamp(x: Any, low: Any = None, high: Any = None) -> Traced:
-    """x brought into [low, high]; a bound of None is no bound. Where low > high, the result is high."""
+    """x brought into [low, high]; a bound of None is no bound. Where low > high, the result is high.
+
+    Where x is at a bound, the gradient is x's, as torch.clamp's is; a NaN stays one.
+    """
     if low is not None:
-        x = maximum(x, low)
+        x = _bounded(x, low, ops.Maximum, ops.Less)
     if high is not None:
-        x = minimum(x, high)
+        x = _bounded(x, high, ops.Minimum, ops.Greater)
     return lift(x)
+
+
+def _bounded(x: Any, bound: Any, extreme: type[ops.Operation], beyond: type[ops.Operation]) -> Traced:
+    """Integers by an operation whose ranges are known; of floats, where the two are equal, the slope is x's."""
+    extremum = apply(extreme, x, bound)
+    return extremum if extremum.kind == "int" else where(apply(beyond, x, bound), bound, x)
 
 
 def abs(x: Any) -> Traced:

@@ -1,7 +1,6 @@
 """Functions that torch has and kernels do not, made of those that they have, with torch's values and derivatives.
 
-At ties the derivatives are torch's: relu has 0 at 0, and clamp passes the gradient to its first argument at its
-bounds. `inplace` means nothing for values that nobody
+At ties the derivatives are torch's: relu has 0 at 0. `inplace` means nothing for values that nobody
 else holds.
 """
 
@@ -17,16 +16,6 @@ from flashgen.language.trace import Traced, lift
 def relu(x: Any, inplace: bool = False) -> Traced:
     """max(x, 0), with a derivative of 0 at 0."""
     return f.where(x <= 0, 0, x)
-
-
-def clamp(x: Any, low: Any = None, high: Any = None) -> Traced:
-    """x brought into [low, high]; high where low > high."""
-    x = lift(x)
-    if x.kind == "int":  # without a derivative; minima and maxima are what closed forms know
-        return f.clamp(x, low, high)
-    if low is not None:
-        x = f.where(x < low, low, x)
-    return x if high is None else f.where(x > high, high, x)
 
 
 def silu(x: Any, inplace: bool = False) -> Traced:

@@ -50,7 +50,7 @@ def _where(condition: Any, a: Any = None, b: Any = None) -> Traced:
 
 
 def _clamp(x: Any, min: Any = None, max: Any = None, a_min: Any = None, a_max: Any = None) -> Traced:
-    return pointwise.clamp(x, a_min if min is None else min, a_max if max is None else max)
+    return f.clamp(x, a_min if min is None else min, a_max if max is None else max)
 
 
 def _logical(symbol: str) -> Callable[[Any, Any], Any]:
@@ -160,8 +160,8 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "bitwise_right_shift": lambda a, b: a >> b, "right_shift": lambda a, b: a >> b, "rshift": lambda a, b: a >> b,
     "logical_and": _logical("&"), "logical_or": _logical("|"), "logical_xor": _logical("^"),
     "logical_not": lambda x: negate(_truth(x)),
-    "where": _where, "clamp": _clamp, "clip": _clamp, "clamp_min": lambda x, min: pointwise.clamp(x, min, None),
-    "clamp_max": lambda x, max: pointwise.clamp(x, None, max),
+    "where": _where, "clamp": _clamp, "clip": _clamp, "clamp_min": lambda x, min: f.clamp(x, min, None),
+    "clamp_max": lambda x, max: f.clamp(x, None, max),
     "minimum": f.minimum, "fmin": f.minimum, "min": _minimum_of, "maximum": f.maximum, "fmax": f.maximum,
     "max": _maximum_of, "abs": f.abs, "absolute": f.abs, "fabs": lambda x: f.abs(f.to_float(x)),
     "relu": pointwise.relu, "silu": pointwise.silu, "gelu": pointwise.gelu, "softplus": pointwise.softplus,

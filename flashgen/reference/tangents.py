@@ -3,7 +3,7 @@
 A seed is SCORE, or a gather (a Load node) taken as a variable of its own. No symbolic derivative has a part in this, so
 that something else judges the kernels' symbolic ones. Conventions where a function has no derivative:
 
-    max, min    the first operand's where the two are equal; clamp is both
+    max, min    half of each operand's where the two are equal, as in torch.maximum and torch.minimum
     abs         0 at 0
     where       the derivative of the branch taken; the condition has none
     floor, //, comparisons, integers    0
@@ -117,12 +117,20 @@ def _smooth(partials: Callable[..., tuple[Any, ...]]) -> Rule:
     return rule
 
 
-def _chosen(first: Callable[..., Any]) -> Rule:
-    """One of the last two operands' tangents: the first's where `first`, given the operands, holds."""
+def _chosen(_result: Array, operands: list[Array], tangents: list[Tangent]) -> Tangent:
+    """The tangent of the branch taken."""
+    one, other = (0.0 if tangent is None else tangent for tangent in tangents[-2:])
+    return np.where(operands[0], one, other)
+
+
+def _extreme(beats: Callable[[Any, Any], Any]) -> Rule:
+    """The tangent of the operand that beats the other, or that is a number where the other is NaN; half of each's where
+    they are equal."""
 
     def rule(_result: Array, operands: list[Array], tangents: list[Tangent]) -> Tangent:
-        one, other = (0.0 if tangent is None else tangent for tangent in tangents[-2:])
-        return np.where(first(*operands), one, other)
+        a, b = operands
+        one, other = (0.0 if tangent is None else tangent for tangent in tangents)
+        return np.where(a == b, (one + other) / 2, np.where(beats(a, b) | np.isnan(b), one, other))
 
     return rule
 
@@ -134,8 +142,7 @@ TANGENTS: dict[type[Operation], Rule] = {
     ops.Add: _smooth(lambda y, a, b: (1, 1)), ops.Sub: _smooth(lambda y, a, b: (1, -1)),
     ops.Mul: _smooth(lambda y, a, b: (b, a)), ops.Neg: _smooth(lambda y, a: (-1,)),
     ops.Abs: _smooth(lambda y, a: (np.sign(a),)),
-    ops.Minimum: _chosen(lambda a, b: (a <= b) | np.isnan(b)),  # where one is NaN, the other is the result
-    ops.Maximum: _chosen(lambda a, b: (a >= b) | np.isnan(b)),
+    ops.Minimum: _extreme(np.less), ops.Maximum: _extreme(np.greater),
     ops.FloorDiv: _flat, ops.FloorMod: _smooth(lambda y, a, b: (1, -np.floor(a / b))),
     ops.ShiftLeft: _flat, ops.ShiftRight: _flat, ops.BitAnd: _flat, ops.BitOr: _flat, ops.BitXor: _flat,
     ops.Divide: _smooth(lambda y, a, b: (1 / b, -y / b)), ops.ToFloat: _smooth(lambda y, a: (1,)),
@@ -148,7 +155,7 @@ TANGENTS: dict[type[Operation], Rule] = {
     ops.Detach: _flat, ops.Surrogate: _smooth(lambda y, a, b, c: (1, c, 0)),
     ops.Equal: _flat, ops.NotEqual: _flat, ops.Less: _flat, ops.LessEqual: _flat, ops.Greater: _flat,
     ops.GreaterEqual: _flat, ops.And: _flat, ops.Or: _flat, ops.Xor: _flat, ops.Not: _flat,
-    ops.Where: _chosen(lambda condition, a, b: condition),
+    ops.Where: _chosen,
     ops.Load: _flat,  # its indices are integers; a seed does not come here
 }
 # fmt: on

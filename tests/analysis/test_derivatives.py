@@ -78,7 +78,12 @@ DISTANCE = op.Sub(KEY, QUERY)
         (SIGMOID, SCORE, op.Mul(SIGMOID, op.Sub(Real(1.0), SIGMOID))),
         (op.Where(op.Less(QUERY, KEY), SCORE, -sympy.oo), SCORE, op.Where(op.Less(QUERY, KEY), Real(1.0), Real(0.0))),
         (op.Where(op.Less(QUERY, KEY), SCORE, op.Add(SCORE, BIAS)), SCORE, ONE),
-        (op.Minimum(SCORE, Int(5)), SCORE, op.Where(op.LessEqual(SCORE, Int(5)), Real(1.0), Real(0.0))),
+        (
+            op.Minimum(SCORE, Int(5)),
+            SCORE,
+            op.Where(op.Less(SCORE, Int(5)), Real(1.0), op.Where(op.Equal(SCORE, Int(5)), Real(0.5), Real(0.0))),
+        ),
+        (op.Maximum(op.Add(SCORE, BIAS), SCORE), SCORE, ONE),
         (op.FloorMod(SCORE, BIAS), SCORE, ONE),
         (op.FloorMod(SCORE, BIAS), BIAS, op.Neg(op.FloorDiv(SCORE, BIAS))),
     ],
@@ -299,11 +304,11 @@ def line(slope: int, place: int, height: int) -> sympy.Basic:
 
 
 @given(slopes_of_lines, whole, whole)
-def test_where_two_are_equal_the_first_counts(slopes: tuple[int, int], place: int, height: int) -> None:
+def test_where_two_are_equal_each_counts_half(slopes: tuple[int, int], place: int, height: int) -> None:
     first, second = (line(slope, place, height) for slope in slopes)
     for choose in (op.Minimum, op.Maximum):
         slope = derivative(choose(first, second), SCORE)
-        assert at(slope, place) == slopes[0]
+        assert at(slope, place) == sum(slopes) / 2
         steeper = {op.Minimum: min, op.Maximum: max}[choose](slopes)
         flatter = {op.Minimum: max, op.Maximum: min}[choose](slopes)
         assert at(slope, place + 1.0) == steeper and at(slope, place - 1.0) == flatter

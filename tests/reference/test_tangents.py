@@ -88,10 +88,12 @@ def test_tangents_are_finite_differences(name):
 KINKS = pytest.mark.parametrize(
     ("function", "at", "expected"),
     [
-        (lambda s, b, h, q, k: fl.maximum(s, 2.0), 2.0, 1),
-        (lambda s, b, h, q, k: fl.maximum(2.0, s), 2.0, 0),
-        (lambda s, b, h, q, k: fl.minimum(3 * s, s), 0.0, 3),
-        (lambda s, b, h, q, k: fl.minimum(s, 3 * s), 0.0, 1),
+        (lambda s, b, h, q, k: fl.maximum(s, 2.0), 2.0, 0.5),
+        (lambda s, b, h, q, k: fl.maximum(2.0, s), 2.0, 0.5),
+        (lambda s, b, h, q, k: fl.minimum(3 * s, s), 0.0, 2),
+        (lambda s, b, h, q, k: fl.minimum(s, -s), 0.0, 0),
+        (lambda s, b, h, q, k: fl.maximum(s, 0.0), -0.0, 0.5),
+        (lambda s, b, h, q, k: fl.maximum(s, s), 1.0, 1),
         (lambda s, b, h, q, k: fl.clamp(s, -1.0, 1.0), 1.0, 1),
         (lambda s, b, h, q, k: fl.clamp(s, -1.0, 1.0), -1.0, 1),
         (lambda s, b, h, q, k: fl.clamp(s, -1.0, 1.0), 1.5, 0),

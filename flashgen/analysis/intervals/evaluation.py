@@ -119,7 +119,16 @@ class Evaluation:
         operands = [self.of(operand) for operand in node.args]
         if isinstance(node, ops.Arithmetic) and node.kind == "float":
             operands = [as_float(operand) for operand in operands]
-        return MEANINGS[type(node)](*operands)
+        value = MEANINGS[type(node)](*operands)
+        return self._bounded(node, value) if isinstance(node, ops.Where) else value
+
+    def _bounded(self, node: ops.Where, value: Interval) -> Interval:
+        """What is known besides of `bound where x < bound, else x`, and the same with >: it is an extreme of both."""
+        condition, bound, x = node.args
+        if type(condition) not in _EXTREMES or condition.args != (x, bound):
+            return value
+        operands = (as_float(self.of(each)) if value.is_float else self.of(each) for each in (x, bound))
+        return meet(value, MEANINGS[_EXTREMES[type(condition)]](*operands))
 
     def _affine(self, form: Affine) -> Interval:
         anything = Interval(np.int64(SMALLEST), np.int64(LARGEST))
@@ -536,4 +545,5 @@ MEANINGS: dict[type[ops.Operation], Rule] = {
     ops.Where: _where,
     ops.Load: _load,
 }
+_EXTREMES = {ops.Less: ops.Maximum, ops.Greater: ops.Minimum}
 _COMPARISONS = (ops.Equal, ops.NotEqual, ops.Less, ops.LessEqual, ops.Greater, ops.GreaterEqual)

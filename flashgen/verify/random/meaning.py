@@ -286,14 +286,19 @@ def _chosen(condition: Array, a: Array, b: Array) -> Array:
     return np.where(condition, a, b)
 
 
-def _smaller(a: Any, b: Any) -> Array:
-    """The smaller: the first where both are equal, the other where one is NaN."""
-    first = (np.real(a) <= np.real(b)) | np.isnan(np.real(b))
-    return np.where(first & ~np.isnan(np.real(a)) | np.isnan(np.real(b)), a, b)
-
-
 def _larger(a: Array, b: Array) -> Array:
-    return -_smaller(-a, -b)
+    """The larger, -0.0 being less than 0.0; the other where one is NaN. Where both are equal, each has half of the
+    slope."""
+    left, right = np.real(a), np.real(b)
+    first = (left > right) | np.isnan(right) | ((left == right) & ~np.signbit(left))
+    larger = np.array(np.where(first, a, b))
+    if larger.dtype.kind == "c":
+        larger.imag = np.where(left == right, 0.5 * np.imag(a) + 0.5 * np.imag(b), larger.imag)
+    return larger
+
+
+def _smaller(a: Array, b: Array) -> Array:
+    return -_larger(-a, -b)
 
 
 def _magnitude(a: Array) -> Array:

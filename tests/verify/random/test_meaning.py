@@ -126,6 +126,34 @@ def call_of(score: Term, **changed: np.ndarray) -> Call:
     )
 
 
+ZEROS = np.array([0.0, -0.0, 0.0, -0.0, np.nan, 0.0, np.nan], np.float32)
+OTHERS = np.array([0.0, 0.0, -0.0, -0.0, -0.0, np.nan, np.nan], np.float32)
+
+
+@pytest.mark.parametrize(("op", "signs"), [("max", [0, 0, 0, 1, 1, 0]), ("min", [0, 1, 1, 1, 1, 0])])
+@pytest.mark.parametrize("real", [np.float32, np.float64, np.complex128])
+def test_extremes_of_zeros_and_of_nan(op: str, signs: list[int], real: type) -> None:
+    """-0.0 is less than 0.0, and of a NaN and a number the number is meant."""
+    term = Term(op, (Term("load", ("a", Q)), Term("load", ("b", Q))))
+    found = np.real(Meaning(SIZES, {"a": ZEROS, "b": OTHERS}, real).of(term))[0, 0, :, 0]
+    assert np.isnan(found).tolist() == [False] * 6 + [True]
+    assert np.signbit(found)[:6].tolist() == signs
+
+
+@pytest.mark.parametrize(
+    ("term", "slope"),
+    [
+        (Term("max", (SCORE, number(0.0))), 0.5),
+        (Term("min", (number(0.0), SCORE)), 0.5),
+        (Term("min", (Term("*", (SCORE, number(3.0))), SCORE)), 2.0),
+        (Term("max", (SCORE, number(-1.0))), 1.0),
+        (Term("abs", (SCORE,)), 0.0),
+    ],
+)
+def test_slopes_where_two_are_equal(term: Term, slope: float) -> None:
+    assert Meaning(Sizes(1, 1, 1, 1), {}, np.float64, np.zeros((1,) * 4)).derivative(term, SCORE).item() == slope
+
+
 @pytest.mark.parametrize("name", SCORES)
 def test_gradients_are_those_of_differences(name: str) -> None:
     """Captures are read in float32, so that steps are powers of two, and large."""
