@@ -113,6 +113,21 @@ def test_several_captures_gathered_several_times(deterministic: bool) -> None:
 
 
 @MODES
+@pytest.mark.parametrize("by", ["distances", "sums", "steps", "lanes"])
+def test_runs_of_the_first_element(by: str, deterministic: bool) -> None:
+    """A lane's run of element 0 ends before another one, after one, and at the end of its scores."""
+    table = fg.Tensor("table", "float32", 1, grad=True)
+    index = {
+        "distances": lambda q, k: fg.clamp(k - q, 0, 3),
+        "sums": lambda q, k: fg.clamp((q + k) // 16 - 2, 0, 3),
+        "steps": lambda q, k: (q // 8 + k) % 4,
+        "lanes": lambda q, k: k % 8 // 4 + q // 1000,  # each lane of a warp reads one element, some the first
+    }[by]
+    spec = fg.AttentionSpec(16, score=lambda s, b, h, q, k: s + table[index(q, k)])
+    check(spec, deterministic, table=values(4))
+
+
+@MODES
 def test_what_only_the_mask_reads_has_a_gradient_of_zeros(deterministic: bool) -> None:
     limit = fg.Tensor("limit", "float32", 1, grad=True)
     spec = fg.AttentionSpec(16, mask=lambda b, h, q, k: limit[k] < 0.6)

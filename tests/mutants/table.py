@@ -70,6 +70,76 @@ MUTANTS = (
         "(version := _version(self.original)) < self._version",
         ("tests/language/test_closures.py::test_torch_tensors",),
     ),
+    Mutant(
+        "// by a range that starts at 0 taken for one without 0",
+        "flashgen/analysis/intervals/evaluation.py",
+        "    crosses = (b.low <= 0) & (b.high >= 0)\n    largest",
+        "    crosses = (b.low < 0) & (b.high >= 0)\n    largest",
+        ("tests/analysis/test_intervals.py::test_all_small_intervals_of_integers",),
+    ),
+    Mutant(
+        "shifts clamped at 30",
+        "flashgen/analysis/intervals/evaluation.py",
+        "return np.clip(b.low, 0, 31), np.clip(b.high, 0, 31)",
+        "return np.clip(b.low, 0, 30), np.clip(b.high, 0, 30)",
+        ("tests/analysis/test_intervals.py::test_all_small_intervals_of_integers",),
+    ),
+    Mutant(
+        "a conversion to an integer of NaN has no bounds of its own",
+        "flashgen/analysis/intervals/evaluation.py",
+        "return Interval(np.where(a.nan, np.minimum(low, 0), low), np.where(a.nan, np.maximum(high, 0), high))",
+        "return Interval(low, high)",
+        ("tests/analysis/test_intervals.py::test_a_nan_becomes_0",),
+    ),
+    Mutant(
+        "an extreme of NaN and a number taken for that of two numbers",
+        "flashgen/analysis/intervals/evaluation.py",
+        "either = hull(a, b)",
+        "either = picked",
+        ("tests/analysis/test_intervals.py::test_what_is_or_makes_a_nan",),
+    ),
+    Mutant(
+        "0 x infinity taken for a number",
+        "flashgen/analysis/intervals/evaluation.py",
+        "a.nan | b.nan | (infinite & zero))",
+        "a.nan | b.nan)",
+        ("tests/analysis/test_intervals.py::test_what_is_or_makes_a_nan",),
+    ),
+    Mutant(
+        "infinity - infinity in one order alone",
+        "flashgen/analysis/intervals/evaluation.py",
+        "(np.isposinf(a.high) & np.isneginf(b.low)) | (np.isneginf(a.low) & np.isposinf(b.high))",
+        "np.isposinf(a.high) & np.isneginf(b.low)",
+        ("tests/analysis/test_intervals.py::test_what_is_or_makes_a_nan",),
+    ),
+    Mutant(
+        "infinity - infinity in the other order alone",
+        "flashgen/analysis/intervals/evaluation.py",
+        "(np.isposinf(a.high) & np.isneginf(b.low)) | (np.isneginf(a.low) & np.isposinf(b.high))",
+        "np.isneginf(a.low) & np.isposinf(b.high)",
+        ("tests/analysis/test_intervals.py::test_what_is_or_makes_a_nan",),
+    ),
+    Mutant(
+        "waves that turn once in 4 pi",
+        "flashgen/analysis/intervals/evaluation.py",
+        "np.floor((a.high - phase) / (2 * np.pi)) > np.floor((a.low - phase) / (2 * np.pi))",
+        "np.floor((a.high - phase) / (4 * np.pi)) > np.floor((a.low - phase) / (4 * np.pi))",
+        ("tests/analysis/test_intervals.py::test_waves_reach_their_tops_and_bottoms",),
+    ),
+    Mutant(
+        "of -0.0 and 0.0, maximum and minimum give what stands first",
+        "flashgen/language/evaluate.py",
+        "np.where((a == 0) & (b == 0), a + b, larger)",
+        "np.where((a == 0) & (b == 0), a, larger)",
+        ("tests/language/test_evaluate.py::test_extremes_of_zeros_and_of_nan",),
+    ),
+    Mutant(
+        "the larger of two equal operands has the whole gradient",
+        "flashgen/analysis/derivatives.py",
+        "algebra.product(constant(0.5), algebra.total(da, db))",
+        "da",
+        ("tests/reference/test_tangents.py::test_symbolic_derivatives_keep_the_conventions",),
+    ),
     # reference
     Mutant(
         "dropout's threshold rounded down",
@@ -95,6 +165,27 @@ MUTANTS = (
             "tests/faults/test_planted_faults_of_hopper.py"
             "::test_an_output_over_queries_that_other_warps_may_still_read_is_caught_by_thread_sanitizer",
         ),
+    ),
+    Mutant(
+        "a run of element 0 that another element ends is forgotten",
+        "templates/backward/gathers.cuh.jinja",
+        "  add_to_gradient(sums, run.place, run.sum);\n  run =",
+        "  if (run.place > 0) add_to_gradient(sums, run.place, run.sum);\n  run =",
+        ("tests/attention/test_backward_captures.py::test_runs_of_the_first_element",),
+    ),
+    Mutant(
+        "a lane's last run of element 0 is forgotten",
+        "templates/backward/gathers.cuh.jinja",
+        "  } else {\n    add_to_gradient(sums, run.place, run.sum);",
+        "  } else if (run.place > 0) {\n    add_to_gradient(sums, run.place, run.sum);",
+        ("tests/attention/test_backward_captures.py::test_runs_of_the_first_element",),
+    ),
+    Mutant(
+        "a warp's last runs of element 0 are forgotten",
+        "templates/backward/gathers.cuh.jinja",
+        "if (threadIdx.x % 32 == 0) add_to_gradient(sums, first, sum);",
+        "if (threadIdx.x % 32 == 0 && first > 0) add_to_gradient(sums, first, sum);",
+        ("tests/attention/test_backward_captures.py::test_runs_of_the_first_element",),
     ),
     # build, release
     Mutant(
@@ -262,6 +353,16 @@ MUTANTS = (
         ("tests/verify/random/test_planted.py::test_lengths_are_at_the_borders_of_pages",),
     ),
     # several ranks
+    Mutant(
+        "a rectangle that is full where it is not empty is full",
+        "flashgen/ranks/classes.py",
+        "return PARTIAL if found.kind == FULL and found.rectangle != rectangle else found.kind",
+        "return found.kind",
+        (
+            "tests/ranks/test_plans.py::test_classes_of_rectangles_are_those_of_their_elements",
+            "tests/ranks/test_plans.py::test_a_rectangle_that_is_full_as_far_as_it_is_seen_is_partial",
+        ),
+    ),
     Mutant(
         "random bits of a shard's keys at their own places",
         "templates/shards.cuh.jinja",

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 import flashgen as fg
-from flashgen.analysis.intervals.evaluation import FULL, PARTIAL
+from flashgen.analysis.intervals.evaluation import EMPTY, FULL, PARTIAL
 from flashgen.errors import ArgumentError
 from flashgen.language.evaluate import evaluate
 from flashgen.language.operations import BATCH, HEAD, KEY, LEN_K, LEN_Q, QUERY
 from flashgen.ranks import Layout, Plan, Sizes, plan_of
-from flashgen.ranks.classes import is_of_distances
+from flashgen.ranks.classes import Rectangle, Whole, class_of, is_of_distances
 
 IDS = (np.arange(3072) // 300).astype(np.int32)
 MASKS = {
@@ -80,6 +80,30 @@ def test_each_score_is_counted_once(name: str, scheme: str, shards: str, ranks: 
             rows = rows_of(plan.queries, rank)
             wanted = seen(spec.mask, rows, np.arange(length), length, length)
             np.testing.assert_array_equal(computed(plan, rank), wanted)
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_classes_of_rectangles_are_those_of_their_elements(name: str) -> None:
+    """A rectangle is not full where a part of it is, and the rest empty."""
+    random, whole = np.random.default_rng(5), Whole(MASKS[name].expression, 3072, 3072, 1, 1, {"ids": IDS})
+    aligned = [Rectangle(q, 256, k, keys) for q in (0, 1024) for k in (0, 512, 768) for keys in (256, 512, 1536)]
+    places = random.integers(0, 2000, (20, 2)).tolist()
+    sizes = random.integers(1, 1000, (20, 2)).tolist()
+    anywhere = [Rectangle(q, rows, k, keys) for (q, k), (rows, keys) in zip(places, sizes, strict=True)]
+    for each in (*aligned, *anywhere):
+        queries, keys = np.arange(each.q, each.q + each.rows), np.arange(each.k, each.k + each.keys)
+        holds = seen(MASKS[name], queries, keys, 3072, 3072)
+        expected = FULL if holds.all() else PARTIAL if holds.any() else EMPTY
+        assert class_of(whole, each) in (expected, PARTIAL), each
+
+
+def test_a_rectangle_that_is_full_as_far_as_it_is_seen_is_partial() -> None:
+    whole = Whole(fg.trace_mask(lambda b, h, q, k: k < 256).expression, 1024, 1024, 1, 1, {})
+    assert [class_of(whole, Rectangle(0, 512, *keys)) for keys in ((0, 256), (0, 512), (256, 512))] == [
+        FULL,
+        PARTIAL,
+        EMPTY,
+    ]
 
 
 def test_a_full_block_may_hold_several_places_only_where_nothing_depends_on_them() -> None:
