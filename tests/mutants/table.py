@@ -352,6 +352,13 @@ MUTANTS = (
         "shape.len_k",
         ("tests/verify/random/test_planted.py::test_lengths_are_at_the_borders_of_pages",),
     ),
+    Mutant(
+        "kinks judged as if the accurate tanh had no error",
+        "flashgen/verify/random/meaning.py",
+        "_TANH = 1e-6",
+        "_TANH = 0.0",
+        ("tests/verify/random/test_planted.py::test_kinks_that_the_tanh_s_error_reaches",),
+    ),
     # several ranks
     Mutant(
         "a rectangle that is full where it is not empty is full",

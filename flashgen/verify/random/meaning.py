@@ -32,6 +32,12 @@ Array = np.ndarray[Any, Any]
 
 _LEAST, _MOST = -(2**31), 2**31 - 1  # the ends of a conversion to int
 _STEPS = (*COMPARISONS, "floor", "//", "to_int")
+# What a kernel computes exactly of its operands. Everything else it rounds to float32, by instructions that are off by
+# an ulp or two; some functions have an absolute error besides.
+_EXACT = ("score", "min", "max", "abs", "neg", "where")
+_RELATIVE = 2.0**-22
+_TANH = 1e-6  # as the accurate one is documented
+_ABSOLUTE = {"tanh": _TANH, "log": 2.0**-21, "log2": 2.0**-21}
 _STEP = 1e-30  # the complex step: its square is lost in any sum, so that the derivative has no error of its own
 
 
@@ -51,6 +57,10 @@ class Sizes(NamedTuple):
     len_k: int
 
 
+def _reads_score(term: Term) -> bool:
+    return any(part.op == "score" for part in term.walk())
+
+
 class Meaning:
     """Evaluates terms over all elements of a call.
 
@@ -59,12 +69,19 @@ class Meaning:
         captures: a number or array for each capture, by name.
         real: np.float32 for masks, np.float64 for scores.
         score: scores (batch, heads, len_q, len_k), for the terms that read them.
+        error: 1 or -1 for an evaluation in which each operation on the score is off by what a kernel's may be, upwards
+            or downwards.
     """
 
     def __init__(
-        self, sizes: Sizes, captures: Mapping[str, Any], real: Any = np.float32, score: Array | None = None
+        self,
+        sizes: Sizes,
+        captures: Mapping[str, Any],
+        real: Any = np.float32,
+        score: Array | None = None,
+        error: float = 0.0,
     ) -> None:
-        self.sizes, self.captures, self.real, self.score = sizes, captures, real, score
+        self.sizes, self.captures, self.real, self.score, self.error = sizes, captures, real, score, error
         self.largest = 0.0  # the largest finite magnitude among what depends on the score
         self.seed: Term | None = None
         self._known: dict[Term, Value] = {}
@@ -74,23 +91,34 @@ class Meaning:
         with np.errstate(all="ignore"):
             return self._value(term).data
 
-    def derivative(self, term: Term, seed: Term) -> Array:
+    def derivative(self, term: Term, seed: Term, error: float = 0.0) -> Array:
         """The derivative of a float term by a seed: Term("score"), or a load taken for a variable of its own."""
-        tangent = Meaning(self.sizes, self.captures, np.complex128, self.score)
+        tangent = Meaning(self.sizes, self.captures, np.complex128, self.score, error)
         tangent.seed = seed
         return np.asarray(tangent.of(term)).imag / _STEP
 
     def _value(self, term: Term) -> Value:
         if term not in self._known:
-            value = self._operation(term)
+            value = self._erring(term, self._operation(term))
             if term == self.seed:
                 value = Value("float", value.data + 1j * _STEP)
             self._known[term] = value
             self._watch(term, value)
         return self._known[term]
 
+    def _erring(self, term: Term, value: Value) -> Value:
+        """The value with the evaluation's error, if the term is an operation on the score."""
+        if not self.error or term.op in _EXACT or value.kind != "float" or not _reads_score(term):
+            return value
+        absolute = _ABSOLUTE.get(term.op, 0.0)
+        if term.op == "softcap" and "accurate" in term.args:
+            absolute = _TANH * np.abs(np.real(self._value(term.args[1]).data))
+        magnitude = np.abs(np.real(value.data))
+        off = np.where(np.isfinite(magnitude), _RELATIVE * magnitude + absolute, 0.0)
+        return Value("float", value.data + self.error * off)
+
     def _watch(self, term: Term, value: Value) -> None:
-        if value.kind == "float" and value.data.size and any(part.op == "score" for part in term.walk()):
+        if value.kind == "float" and value.data.size and _reads_score(term):
             finite = np.abs(value.data[np.isfinite(value.data)])
             self.largest = max(self.largest, float(finite.max(initial=0)))
 
@@ -119,7 +147,7 @@ class Meaning:
 
     def _decides(self, term: Term) -> bool:
         """Whether the term is a step that reads floats which do not depend on the score."""
-        if self.real == np.float32 or term.op not in _STEPS or any(part.op == "score" for part in term.walk()):
+        if self.real == np.float32 or term.op not in _STEPS or _reads_score(term):
             return False
         return "float" in (self._value(operand).kind for operand in term.terms)
 

@@ -186,7 +186,12 @@ class Sample:
             )
             return self._by_name(gradients_by_name(rounded))
 
-        return self._judged(found, expected, self._by_name(gradients_by_name(low)))._replace(given=of_rounded_output)
+        def unsure() -> dict[str, Array]:
+            of_kinks = self.expected.unsure(self._heads_first(d_out), d_lse)
+            return {name: array / self.checked.problem.gradient for name, array in of_kinks.items()}
+
+        judged = self._judged(found, expected, self._by_name(gradients_by_name(low)))
+        return judged._replace(given=of_rounded_output, unsure=unsure)
 
     def gradients_of(self, compiled: Attention) -> dict[str, Array]:
         inputs, (d_out, d_lse) = self.inputs, self.d_outs

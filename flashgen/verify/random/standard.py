@@ -8,7 +8,7 @@ differentiates score functions. Nothing of `flashgen.reference` has a part in it
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -20,6 +20,7 @@ from flashgen.verify.random.terms import Declared, Term
 
 Array = np.ndarray[Any, Any]
 SCORE = Term("score")
+_KINKS = ("abs", "min", "max")
 
 
 class Unjudged(Exception):
@@ -130,37 +131,62 @@ class Call:
 
     def gradients(self, d_out: Array, d_lse: Array | None) -> dict[str, Array]:
         """The gradients of sum(out · d_out) + sum(lse · d_lse): dq, dk, dv, and d_<name> of captures that have one."""
-        k, v = self._for_queries(self.k), self._for_queries(self.v)
-        d_p = (d_out @ v.swapaxes(-1, -2)) * self._kept
-        of_lse = 0.0 if d_lse is None else d_lse[..., None]
-        mean = (self._probabilities * d_p).sum(axis=-1, keepdims=True)
-        d_s = self._probabilities * (d_p - mean + of_lse)
-        d_x = d_s * self._derivative(SCORE) if self.score else d_s
+        d_s, mean = self._of_modified(d_out, d_lse)
         dropped = self._probabilities * self._kept
-        found = {
-            "dq": self.scale * (d_x @ k),
-            "dk": self._for_keys(self.scale * (d_x.swapaxes(-1, -2) @ self.q)),
-            "dv": self._for_keys(dropped.swapaxes(-1, -2) @ d_out),
-        }
+        found = self._of_scores(d_s, self.q, self.k, self._derivative)
+        found["dv"] = self._for_keys(dropped.swapaxes(-1, -2) @ d_out)
         if self.sink is not None:  # a key whose value is 0, and whose score nothing modifies
-            share = np.exp(self._sinks - self.lse) * ((0.0 if d_lse is None else d_lse) - mean[..., 0])
+            share = np.exp(self._sinks - self.lse) * ((0.0 if d_lse is None else d_lse) - mean)
             found["d_sinks"] = share.sum(axis=(0, 2))
-        for name, each in self.declared.items():
-            if each.grad:
-                found[f"d_{name}"] = self._gathered(name, d_s)
         return found
 
-    def _derivative(self, seed: Term) -> Array:
+    def unsure(self, d_out: Array, d_lse: Array | None) -> dict[str, Array]:
+        """How far dq, dk and gradients of captures may be off as a kernel's errors reach a kink of the score function.
+
+        Empty for a function without kinks.
+        """
+        if self.score is None or not any(part.op in _KINKS for part in self.score.walk()):
+            return {}
+        d_s, _ = self._of_modified(d_out, d_lse)
+        return self._of_scores(np.abs(d_s), np.abs(self.q), np.abs(self.k), self._spread)
+
+    def _of_modified(self, d_out: Array, d_lse: Array | None) -> tuple[Array, Array]:
+        """The gradient of the modified scores, and rowsum(P · dP)."""
+        d_p = (d_out @ self._for_queries(self.v).swapaxes(-1, -2)) * self._kept
+        mean = (self._probabilities * d_p).sum(axis=-1)
+        of_row = mean - (0.0 if d_lse is None else d_lse)
+        return self._probabilities * (d_p - of_row[..., None]), mean
+
+    def _of_scores(self, d_s: Array, q: Array, k: Array, derivative: Callable[[Term], Array]) -> dict[str, Array]:
+        """The gradients of what the scores are made of, given that of the modified scores and their derivatives."""
+        d_x = d_s * derivative(SCORE) if self.score else d_s
+        found = {
+            "dq": self.scale * (d_x @ self._for_queries(k)),
+            "dk": self._for_keys(self.scale * (d_x.swapaxes(-1, -2) @ q)),
+        }
+        for name, each in self.declared.items():
+            if each.grad:
+                found[f"d_{name}"] = self._gathered(name, d_s, derivative)
+        return found
+
+    def _derivative(self, seed: Term, error: float = 0.0) -> Array:
         """The score's derivative by a seed; 0 where the score is -inf, whatever the derivative is there."""
         assert self.score is not None
-        derivative = self._meaning.derivative(self.score, seed)
+        derivative = self._meaning.derivative(self.score, seed, error)
         return np.where(self.scores == -np.inf, 0.0, derivative)
 
-    def _gathered(self, name: str, d_s: Array) -> Array:
+    def _spread(self, seed: Term) -> Array:
+        """How much the derivative changes where each operation on the score is off by a kernel's error."""
+        exact = self._derivative(seed)
+        with np.errstate(invalid="ignore"):
+            changes = [np.abs(self._derivative(seed, error) - exact) for error in (-1.0, 1.0)]
+        return np.nan_to_num(np.maximum(*changes), nan=0.0, posinf=0.0)
+
+    def _gathered(self, name: str, d_s: Array, derivative: Callable[[Term], Array]) -> Array:
         """The gradient of a capture: each of its loads adds its part where it loaded."""
         gradient = np.zeros(np.shape(self.captures[name]))
         for load in loads_of(name, self.score, np.ndim(self.captures[name])):
-            part = np.broadcast_to(d_s * self._derivative(load), self._raw.shape)
+            part = np.broadcast_to(d_s * derivative(load), self._raw.shape)
             places = [
                 np.broadcast_to(np.clip(self._meaning.of(index), 0, size - 1), self._raw.shape)
                 for index, size in zip(load.terms, gradient.shape, strict=True)

@@ -185,3 +185,21 @@ def test_gradients_are_those_of_differences(name: str) -> None:
 def test_scores_without_a_value_are_not_judged() -> None:
     with pytest.raises(Unjudged):
         _ = call_of(Term("+", (SCORE, number(np.inf)))).scores
+
+
+@pytest.mark.parametrize("name", SCORES)
+def test_what_kinks_leave_unsure(name: str) -> None:
+    """Nothing without kinks; away from them, no more than roundings; at them, all that the other side's slope makes."""
+    random = np.random.default_rng(4)
+    d_out = random.normal(size=(1, 4, 5, 8))
+    call = call_of(SCORES[name])
+    gradients, unsure = call.gradients(d_out, None), call.unsure(d_out, None)
+    kinked = {"gain", "where"}
+    assert bool(unsure) == (name in kinked)
+    for each, off in unsure.items():
+        assert (off >= 0).all() and off.max() <= 1e-4 * np.abs(gradients[each]).max()
+    if unsure:
+        at_kink = Term("abs", (Term("tanh", (Term("*", (SCORE, number(1e-8))),)),))
+        call = call_of(at_kink)
+        gradients, unsure = call.gradients(d_out, None), call.unsure(d_out, None)
+        assert all((unsure[each] >= np.abs(gradients[each])).all() for each in ("dq", "dk"))

@@ -164,6 +164,35 @@ def test_a_derivative_of_another_function(monkeypatch: pytest.MonkeyPatch) -> No
     assert outcome.kind == "wrong" and outcome.message.startswith("backward"), outcome
 
 
+SOFTCAP = Term("softcap", (Term("score"), Term("float", (2.0,)), "accurate"))
+STEEP = Term("*", (Term("abs", (SOFTCAP,)), Term("float", (32.0,))))
+PEAKED = one_call(CAUSAL, STEEP, passes=("forward", "backward"))
+
+
+def near_a_kink() -> Recipe:
+    """Scores of 1e-6, whose signs the accurate tanh's error of 1e-6 decides; gradients so large that all is seen."""
+    problem = replace(PEAKED.problems[0], inputs="tiny", gradient=1e30, d_lse=False)
+    return replace(PEAKED, problems=(problem,), dtype="bfloat16")
+
+
+def test_kinks_that_the_tanh_s_error_reaches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel's slope may be the other side's there, which the judge is told, and without that takes for wrong."""
+    assert check(near_a_kink()).status == "passed"
+    monkeypatch.setattr(Call, "unsure", lambda *_given: {})
+    outcome = check(near_a_kink())
+    assert outcome.kind == "wrong" and outcome.message.startswith("backward"), outcome
+
+
+@pytest.mark.parametrize("op", [ops.Abs, ops.Tanh])
+def test_a_wrong_slope_beside_a_kink(op: type[ops.Operation], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where scores are away from it, nothing is forgiven: |x| whose slope is 1 everywhere, a tanh without its own."""
+    assert check(PEAKED).status == "passed"
+    monkeypatch.setitem(derivatives.RULES, op, lambda algebra, node, da: da)
+    compiling.clear()
+    outcome = check(PEAKED)
+    assert outcome.kind == "wrong" and outcome.message.startswith("backward"), outcome
+
+
 def test_text_that_does_not_compile(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(operation_text.SPECIAL, ops.Divide, lambda self, node: ("divided(", 12))
     assert check(one_call(DIVIDED)).kind == "compile"
