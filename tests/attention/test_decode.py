@@ -122,6 +122,24 @@ def test_under_sanitizers(sanitize: Any) -> None:
             assert_right(spec, Shape(3, 201, 2, 6, 2), splits, plan=PLAN, sanitize=sanitize, schedule=schedule)
 
 
+@pytest.mark.parametrize("sanitize", ["address", "thread"])
+def test_plans_of_one_stage_under_sanitizers(sanitize: Any) -> None:
+    schedule = Schedule("random", "late", seed=6)
+    for spec, plan in (
+        (fg.AttentionSpec(64, mask=fg.causal()), DecodePlan(16, 32, 2, 1)),
+        (fg.AttentionSpec(64, value_dim=96, dropout=0.2, kv_dtype="int8"), DecodePlan(16, 32, 3, 1)),
+    ):
+        for splits in (1, 3):
+            assert_right(spec, Shape(3, 201, 2, 6, 2), splits, plan=plan, sanitize=sanitize, schedule=schedule)
+
+
+def test_wide_heads_with_dropout_on_turing() -> None:
+    """Two tiles of 32 keys, as dropout wants them, are more than its shared memory."""
+    spec = fg.AttentionSpec(256, dropout=0.2)
+    for splits in (1, 2):
+        assert_right(spec, Shape(3, 90, 1, 4, 2), splits, target="sm_75")
+
+
 def test_heads_with_lists_of_their_own() -> None:
     layout = fg.block_sparse(fg.Tensor("layout", "bool", 4), 16, 32)
     assert_right(fg.AttentionSpec(32, mask=layout), Shape(20, 300, 2, 4, 2), 3)

@@ -177,6 +177,12 @@ def test_under_sanitizers(sanitize: Any, plan: MixedPlan | HopperMixedPlan | Non
         assert_right(CAUSAL, inputs_of(CAUSAL, MIXTURES[name]), plan=plan, sanitize=sanitize, schedule=schedule)
 
 
+def test_wide_heads_with_dropout_on_turing() -> None:
+    """Sequences of few queries, and a prompt among them, with one stage of keys."""
+    spec = fg.AttentionSpec(256, dropout=0.2, page_size=16, layout="thd")
+    assert_right(spec, inputs_of(spec, MIXTURES["a prompt among single queries"]), target="sm_75")
+
+
 def test_more_sequences_than_threads_sum_up() -> None:
     random = np.random.default_rng(0)
     lengths = tuple((int(random.choice([0, 1, 1, 1, 3, 40])), int(random.integers(0, 40))) for _ in range(300))

@@ -55,6 +55,12 @@ def test_every_variant(number: int) -> None:
     assert_right(with_pages(spec, SIZES[number % 9]), shape, 1 + number % 3, variant.captures, schedule=schedule)
 
 
+def test_wide_heads_with_dropout_on_turing() -> None:
+    spec = fg.AttentionSpec(256, dropout=0.2, page_size=16)
+    for splits in (None, 2):
+        assert_right(spec, Shape(2, 90, 2, 4, 2), splits, target="sm_75")
+
+
 def test_masks_over_pages_read_no_lists() -> None:
     for mask in (fg.document("ids"), fg.block_sparse(fg.Tensor("layout", "bool", 4), 16, 32)):
         compiled = attention.compile(fg.AttentionSpec(64, mask=mask, page_size=16), emulate=True)

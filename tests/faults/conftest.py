@@ -163,6 +163,7 @@ def subjects() -> dict[str, Subject]:
         "splits, steep scores": Subject(fg.AttentionSpec(16, scale=4.0), Shape(5, 210, 1, 6, 2), stages=2, splits=2),
         "splits, dropout": Subject(fg.AttentionSpec(16, dropout=0.3), Shape(20, 210, 2, 6, 2), stages=2, splits=2),
         "splits, rows without keys": Subject(causal, Shape(20, 12, 1, 2, 1), stages=2, splits=2),
+        "splits, one stage": Subject(causal, Shape(5, 190, 1, 6, 2), stages=1, splits=2),
         "pages": Subject(
             fg.AttentionSpec(16, mask=fg.causal(), page_size=4), Shape(5, 90, 3, 6, 2), stages=2, splits=2
         ),

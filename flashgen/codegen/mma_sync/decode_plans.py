@@ -53,6 +53,7 @@ _RINGS = (
     (2, 2),
     (1, 2),
 )  # (warps, stages), of as many tiles on their way the first
+_SMALLEST_RING = (1, 1)  # where no other fits: on sm_75 with dropout, whose tiles have 32 keys, and wide heads
 
 
 def cached_bytes(spec: AttentionSpec) -> int:
@@ -68,7 +69,7 @@ class DecodePlan(Checked):
         tile_q: rows of a tile: (query, head) pairs of one head of K and V, heads fastest. All warps share them.
         tile_k: keys of a warp's step.
         warps: warps of a thread block, which take turns with its tiles of keys.
-        stages: tiles of K and V that shared memory holds for each warp.
+        stages: tiles of K and V that shared memory holds for each warp; of one, no copy is ahead.
         blocks: thread blocks that should fit on a multiprocessor, which caps their registers.
         scheduled: over pages, whether blocks share the keys of all sequences equally (runs.py), whatever their lengths;
             else each sequence has as many parts as its neighbours.
@@ -137,14 +138,12 @@ class DecodePlan(Checked):
 
     def problem(self, spec: AttentionSpec, target: Target) -> str | None:
         """Why the plan contradicts itself, or does not fit the spec or the target; None where it does."""
-        if min(self.tile_q, self.tile_k, self.warps, self.blocks) < 1 or self.threads > MOST_THREADS:
+        if min(self.tile_q, self.tile_k, self.warps, self.stages, self.blocks) < 1 or self.threads > MOST_THREADS:
             return f"its numbers must be positive, and its warps at most {MOST_THREADS // WARP}"
         if self.tile_q % MMA_ROWS:
             return f"tile_q={self.tile_q} must be a multiple of {MMA_ROWS}"
         if self.tile_k % MMA_DEPTH or (spec.dropout and self.tile_k % DROPOUT_COLUMNS):
             return f"tile_k={self.tile_k} must be a multiple of 16, of 32 with dropout"
-        if self.stages < 2:
-            return f"stages={self.stages} must be 2 or more"
         if self.scheduled and not spec.page_size:
             return "scheduled=True is for keys in pages, of lengths that the device knows: declare page_size=..."
         return shared_memory_problem(self.shared_bytes(spec), target, "take fewer warps, keys or stages")
@@ -193,7 +192,9 @@ def choose_decode_plan(
 def decode_rings(spec: AttentionSpec, target: Target, rows: int, scheduled: bool = False) -> list[DecodePlan]:
     """Plans of so many rows, with as many warps and stages as there may be, that of the least shared memory last."""
     keys = _shared_tile_k(spec, rows) if scheduled else _tile_k(spec)
-    plans = (DecodePlan(rows, keys, *ring, scheduled=scheduled) for ring in _RINGS)
+    plans = [DecodePlan(rows, keys, *ring, scheduled=scheduled) for ring in _RINGS]
+    if all(plan.problem(spec, target) for plan in plans):
+        plans.append(DecodePlan(rows, keys, *_SMALLEST_RING, scheduled=scheduled))
     return [_with_blocks(plan, spec, target) for plan in plans]
 
 
@@ -315,8 +316,8 @@ def _is_prompt(workload: Workload) -> bool:
 
 @lru_cache(maxsize=256)
 def _has_room(spec: AttentionSpec, target: Target) -> bool:
-    """Whether the target has the shared memory for some plan."""
-    return decode_rings(spec, target, FEW_ROWS)[-1].problem(spec, target) is None
+    """Whether the target has the shared memory for some plan whose copies are ahead."""
+    return any(plan.stages > 1 and not plan.problem(spec, target) for plan in decode_rings(spec, target, FEW_ROWS))
 
 
 @lru_cache(maxsize=256)
