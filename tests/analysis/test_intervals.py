@@ -116,6 +116,15 @@ def test_a_clamp_has_its_bounds() -> None:
         assert found.low <= right.min() and right.max() <= found.high and not found.nan
 
 
+@pytest.mark.parametrize("beyond", [ops.Less, ops.LessEqual, ops.Greater, ops.GreaterEqual])
+def test_a_choice_by_a_bound_does_not_pass_it(beyond: type[ops.Operation]) -> None:
+    """As a relu is written, whose slope at 0 is 0."""
+    x = ops.Sub(ops.ToFloat(Q), sympy.Float(4.5))
+    found = interval_of(ops.Where(beyond(x, sympy.Float(0.0)), sympy.Float(0.0), x), {Q: (0, 9)})
+    low, high = (0.0, 4.5) if beyond in (ops.Less, ops.LessEqual) else (-4.5, 0.0)
+    assert float(found.low) == pytest.approx(low, abs=1e-5) and float(found.high) == pytest.approx(high, abs=1e-5)
+
+
 @pytest.mark.parametrize(
     ("cls", "a", "b"),
     [

@@ -129,7 +129,7 @@ any_floats = st.recursive(
         *(node(kind, parts) for kind in (ops.Neg, ops.Abs, ops.Floor)),
         *(node(ops.Divide, parts, node(kind, odd, parts)) for kind in (ops.Minimum, ops.Maximum, ops.Mul)),
         node(ops.Where, tame, parts, parts),
-        st.tuples(st.sampled_from([ops.Less, ops.Greater]), parts, st.one_of(parts, loads)).map(clamped),
+        st.tuples(st.sampled_from(COMPARISONS), parts, st.one_of(parts, loads)).map(clamped),
     ),
     max_leaves=4,
 )

@@ -114,6 +114,23 @@ def test_conventions(function, at, expected):
     assert of_score(function, at) == expected
 
 
+@pytest.mark.parametrize("name", ["maximum", "minimum", "abs", "clamp"])
+@pytest.mark.parametrize("at", [0.0, -0.0, 1.0, -2.0, 3.0])
+def test_slopes_at_kinks_are_torchs(name, at):
+    torch = pytest.importorskip("torch")
+    cases = {
+        "maximum": (lambda s, b, h, q, k: fl.maximum(s, 3 - 2 * s), lambda x: torch.maximum(x, 3 - 2 * x)),
+        "minimum": (lambda s, b, h, q, k: fl.minimum(s * s, s), lambda x: torch.minimum(x * x, x)),
+        "abs": (lambda s, b, h, q, k: fl.abs(s), torch.abs),
+        "clamp": (lambda s, b, h, q, k: fl.clamp(s, -2.0, 3.0), lambda x: torch.clamp(x, -2.0, 3.0)),
+    }
+    ours, theirs = cases[name]
+    x = torch.tensor(at, dtype=torch.float64, requires_grad=True)
+    theirs(x).backward()
+    assert of_score(ours, at) == x.grad.item()
+    assert evaluate(derivative(traced(ours), SCORE), {SCORE: at}, {}) == x.grad.item()
+
+
 @pytest.mark.parametrize("choose", [fl.maximum, fl.minimum])
 def test_the_tangent_of_what_is_not_nan(choose):
     """Where one operand is NaN, maximum and minimum give the other."""

@@ -123,7 +123,7 @@ class Evaluation:
         return self._bounded(node, value) if isinstance(node, ops.Where) else value
 
     def _bounded(self, node: ops.Where, value: Interval) -> Interval:
-        """What is known besides of `bound where x < bound, else x`, and the same with >: it is an extreme of both."""
+        """What is known besides of `bound where x < bound, else x`, with <=, > or >= too: it is an extreme of both."""
         condition, bound, x = node.args
         if type(condition) not in _EXTREMES or condition.args != (x, bound):
             return value
@@ -545,5 +545,8 @@ MEANINGS: dict[type[ops.Operation], Rule] = {
     ops.Where: _where,
     ops.Load: _load,
 }
-_EXTREMES = {ops.Less: ops.Maximum, ops.Greater: ops.Minimum}
+_EXTREMES = {
+    **dict.fromkeys((ops.Less, ops.LessEqual), ops.Maximum),
+    **dict.fromkeys((ops.Greater, ops.GreaterEqual), ops.Minimum),
+}
 _COMPARISONS = (ops.Equal, ops.NotEqual, ops.Less, ops.LessEqual, ops.Greater, ops.GreaterEqual)
