@@ -295,6 +295,53 @@ def test_intervals_of_numbers(number: sympy.Basic, len_q: int, len_k: int, size:
         assert (low[row, 0] <= found).all() and (found <= high[row, 0]).all()
 
 
+# Of few numbers, so that the same ones meet: zeros of both signs, NaN and infinities; divisors and shifts.
+odd_floats = st.lists(
+    st.one_of(st.sampled_from([0.0, -0.0, np.nan, np.inf, -np.inf, 1.0, -1.0, 2.0]), st.floats(-20, 20, width=32)),
+    min_size=1, max_size=6,
+)  # fmt: skip
+odd_integers = st.lists(st.one_of(st.integers(-3, 4), st.sampled_from([29, 30, 31, 32])), min_size=1, max_size=4)
+FLOATS = (ops.Add, ops.Sub, ops.Mul, ops.Divide, ops.Minimum, ops.Maximum, ops.FloorDiv, ops.FloorMod)
+INTEGERS = (ops.Mul, ops.FloorDiv, ops.FloorMod, ops.ShiftLeft, ops.ShiftRight, ops.BitAnd, ops.BitXor)
+FUNCTIONS = (ops.Sin, ops.Cos, ops.Exp, ops.Log, ops.Sqrt, ops.Tanh, ops.Abs, ops.Floor, ops.Neg)
+
+
+def assert_sound(made: sympy.Basic, captures: dict[str, np.ndarray]) -> None:
+    """A number's bounds hold each of its values, and what is claimed of its comparisons is so for each."""
+    sizes = {ops.QUERY: len(captures["a"]), ops.KEY: len(captures["b"])}
+    boxes = {symbol: (0, size - 1) for symbol, size in sizes.items()}
+    values = {ops.QUERY: np.arange(sizes[ops.QUERY])[:, None], ops.KEY: np.arange(sizes[ops.KEY])}
+    whole = ops.ToInt(made)
+    quotient = ops.Divide(sympy.Float(1.0), made)
+    for number in (made, whole, quotient):
+        found, right = interval_of(number, boxes, captures), evaluate(number, values, captures)
+        assert found.nan or not np.isnan(right).any(), number
+        right = right[~np.isnan(right)]
+        assert (found.low <= right).all() and (right <= found.high).all(), number
+    for predicate in (ops.Less(quotient, sympy.Float(0.0)), ops.Not(ops.Less(quotient, sympy.Float(0.0)))):
+        kind, holds = int(classify(predicate, boxes, captures)), evaluate(predicate, values, captures)
+        assert kind == PARTIAL or (holds == (kind == FULL)).all(), predicate
+
+
+@settings(thorough, max_examples=EXAMPLES // 3)
+@given(a=odd_floats, b=odd_floats)
+def test_intervals_of_odd_floats(a: list[float], b: list[float]) -> None:
+    left, right = (
+        ops.Load(ops.Capture(name, "float32", 1), index) for name, index in (("a", ops.QUERY), ("b", ops.KEY))
+    )
+    captures = {"a": np.array(a, np.float32), "b": np.array(b, np.float32)}
+    for made in (*(kind(left, right) for kind in FLOATS), *(kind(left) for kind in FUNCTIONS)):
+        assert_sound(made, captures)
+
+
+@settings(thorough, max_examples=EXAMPLES // 3)
+@given(a=odd_integers, b=odd_integers)
+def test_intervals_of_odd_integers(a: list[int], b: list[int]) -> None:
+    left, right = (ops.Load(ops.Capture(name, "int32", 1), index) for name, index in (("a", ops.QUERY), ("b", ops.KEY)))
+    for kind in INTEGERS:
+        assert_sound(kind(left, right), {"a": np.array(a, np.int32), "b": np.array(b, np.int32)})
+
+
 @thorough
 @given(predicate=any_predicates, len_q=lengths, len_k=lengths, rows=st.integers(1, 20), columns=st.integers(1, 20))
 def test_tile_maps(predicate: sympy.Basic, len_q: int, len_k: int, rows: int, columns: int) -> None:
