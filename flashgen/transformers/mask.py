@@ -16,7 +16,7 @@ from flashgen.language.captures import Tensor as Captured
 from flashgen.language.masks import padding
 from flashgen.language.modifiers import Mask, trace_mask
 from flashgen.runtime.remembered import Remembered
-from flashgen.torch.tensors import Tensor
+from flashgen.torch.tensors import Tensor, dtype_of
 from flashgen.torch.traced_functions import operand, trace_mask_function
 from flashgen.transformers.context import shared, whole_mask
 
@@ -28,6 +28,7 @@ class ModelMask:
     """A mask of (batch, queries, keys), and the tensors and numbers that it reads.
 
     `mask` is one object for all forward passes whose mask functions are alike but for what their arrays hold.
+    `captures` share no memory with the model: a cache may write to its own between the mask and an attention.
     """
 
     mask: Mask
@@ -51,7 +52,7 @@ def attention_mask(
     q_length: int,
     kv_length: int,
     q_offset: int | Tensor = 0,
-    kv_offset: int = 0,
+    kv_offset: int | Tensor = 0,
     mask_function: Callable[..., Any] = causal_mask_function,
     attention_mask: Any = None,
     allow_is_causal_skip: bool = True,
@@ -59,6 +60,9 @@ def attention_mask(
     **rest: Any,
 ) -> Any:
     """What transformers' models call for their mask; the result comes back to `attention_forward`.
+
+    All values are those of this call. A static cache, for one, gives its length as the offset of the queries, and
+    advances it in place before the first attention reads it: so tensors are copied, once for each mask.
 
     Under torch.compile, where functions cannot be traced by another, None for what is plainly causal, and else the
     booleans that scaled_dot_product_attention would take.
@@ -82,7 +86,12 @@ def attention_mask(
         kept = None if attention_mask is None else _padding(attention_mask, kv_length, kv_offset, captures)
     mask, arrays = _traced(mask_function, shift, kept)
     captures |= {name: operand(array, torch.device(device)) for name, array in arrays.items()}
-    return ModelMask(mask, captures, (q_length, kv_length))
+    return ModelMask(mask, _copied(captures), (q_length, kv_length))
+
+
+def _copied(captures: Mapping[str, Any]) -> dict[str, Any]:
+    """The numbers and tensors of a mask, in memory of its own."""
+    return {name: each.clone() if isinstance(each, torch.Tensor) else each for name, each in captures.items()}
 
 
 @dataclass(frozen=True)
@@ -91,38 +100,47 @@ class _Shift:
 
     ends_meet: bool  # the last query stands on the last key
     q_dtype: str | None  # of the offset of queries, where that is a tensor
+    kv_dtype: str | None
     keys_begin_later: bool
 
     def positions(self, q: Any, k: Any) -> tuple[Any, Any]:
-        if self.keys_begin_later:
-            k = k + Scalar("kv_offset")
-        if self.q_dtype:
-            return q + Captured("q_offset", self.q_dtype, 1)[0], k
+        begin = _offset("kv_offset", self.kv_dtype) if self.keys_begin_later else 0
         if self.ends_meet:
-            q = q + (f.len_k - f.len_q)
-            return (q + Scalar("kv_offset") if self.keys_begin_later else q), k
-        return q + Scalar("q_offset"), k
+            return q + (f.len_k - f.len_q) + begin, k + begin
+        return q + _offset("q_offset", self.q_dtype), k + begin
+
+
+def _offset(name: str, dtype: str | None) -> Any:
+    """A number of the call, or the one element of a tensor of it."""
+    return Captured(name, dtype, 1)[0] if dtype else Scalar(name)
 
 
 def _shift(q_length: int, kv_length: int, q_offset: Any, kv_offset: Any, captures: dict[str, Any]) -> _Shift:
-    if isinstance(kv_offset, torch.Tensor):
-        raise UnsupportedError("a cache whose keys begin at an offset that is a tensor: use another cache, or sdpa")
-    if kv_offset:
-        captures["kv_offset"] = int(kv_offset)
-    if isinstance(q_offset, torch.Tensor):
-        captures["q_offset"] = q_offset.reshape(1)
-        return _Shift(False, str(q_offset.dtype).removeprefix("torch."), bool(kv_offset))
-    ends_meet = q_offset - kv_offset == kv_length - q_length
-    if not ends_meet:
-        captures["q_offset"] = int(q_offset)
-    return _Shift(ends_meet, None, bool(kv_offset))
+    in_tensors = isinstance(q_offset, torch.Tensor) or isinstance(kv_offset, torch.Tensor)
+    ends_meet = not in_tensors and q_offset - kv_offset == kv_length - q_length
+    q_dtype = None if ends_meet else _capture_offset("q_offset", q_offset, captures)
+    begins_later = isinstance(kv_offset, torch.Tensor) or kv_offset != 0
+    kv_dtype = _capture_offset("kv_offset", kv_offset, captures) if begins_later else None
+    return _Shift(ends_meet, q_dtype, kv_dtype, begins_later)
 
 
-def _padding(given: Tensor, kv_length: int, kv_offset: int, captures: dict[str, Any]) -> str | None:
+def _capture_offset(name: str, offset: Any, captures: dict[str, Any]) -> str | None:
+    """Makes an offset a capture; its dtype where it is a tensor."""
+    if not isinstance(offset, torch.Tensor):
+        captures[name] = int(offset)
+        return None
+    if offset.numel() != 1:
+        raise UnsupportedError(f"{name} of shape {tuple(offset.shape)}: sequences of a batch share one offset")
+    captures[name] = offset.reshape(1)
+    return dtype_of(offset)
+
+
+def _padding(given: Tensor, kv_length: int, kv_offset: int | Tensor, captures: dict[str, Any]) -> str | None:
     """Which kind of padding there is: "right", "left", "any" or None. One look at the device for a forward pass."""
     if given.ndim != 2:
         raise UnsupportedError(f"an attention_mask of shape {tuple(given.shape)}: give (batch, keys), or 4 dimensions")
-    seen = given[:, kv_offset : kv_offset + kv_length].bool()
+    begin = int(kv_offset)
+    seen = given[:, begin : begin + kv_length].bool()
     if seen.shape[1] < kv_length:
         seen = torch.nn.functional.pad(seen, (0, kv_length - seen.shape[1]))
     counts = seen.sum(-1, dtype=torch.int32)
