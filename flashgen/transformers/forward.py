@@ -58,8 +58,10 @@ def attention_forward(
         is_causal = bool(getattr(module, "is_causal", True))
     if rest.get("cu_seq_lens_q") is not None:
         refuse(shared(), "packed sequences by cu_seq_lens")
-        packed = _packed(query, key, value, rest, is_causal, sliding_window, softcap, scaling, dropout, emulate, s_aux)
-        return packed, None
+        _refuse_beside_packed(attention_mask, position_bias)
+        options = {"dropout_p": dropout, "softmax_scale": scaling, "softcap": softcap or 0.0, "sinks": s_aux}
+        options |= {"emulate": emulate, "deterministic": deterministic}
+        return _packed(query, key, value, rest, is_causal, sliding_window, options), None
     captures: dict[str, Any] = {}
     bias = None if position_bias is None else _four(position_bias, "position_bias", captures)
     added, mask = None, None
@@ -74,7 +76,7 @@ def attention_forward(
         check_mask(attention_mask)
     window = None if attention_mask is not None else sliding_window
     causal = is_causal and attention_mask is None
-    options = (emulate, is_deterministic(deterministic))
+    how_run = (emulate, is_deterministic(deterministic))
     sizes = (fixed(query.shape[-1]), fixed(value.shape[-1]), dtype_of(query), fixed(scaling), fixed(dropout))
     sinks = None if s_aux is None else (dtype_of(s_aux), s_aux.requires_grad)
     captures |= {} if s_aux is None else {"s_aux": s_aux}
@@ -84,8 +86,8 @@ def attention_forward(
         refuse(added, "an attention mask of 4 dimensions")
         refuse(bias, "position_bias")
         spec = _spec(mask, causal, window, softcap, None, None, sinks, *sizes)
-        return _of_all_ranks(spec, q, k, v, captures, how.options(), *options), None
-    entry = _entry(options, mask, causal, window, softcap, added, bias, sinks, *sizes)
+        return _of_all_ranks(spec, q, k, v, captures, how.options(), *how_run), None
+    entry = _entry(how_run, mask, causal, window, softcap, added, bias, sinks, *sizes)
     return call(entry, {}, q, k, v, captures), None
 
 
@@ -127,19 +129,34 @@ def _four(tensor: Any, name: str, captures: dict[str, Any]) -> tuple[str, bool]:
     return dtype_of(tensor), tensor.requires_grad
 
 
+def _refuse_beside_packed(attention_mask: Any, position_bias: Any) -> None:
+    """UnsupportedError for what packed sequences would drop: they are causal, or whole, within a window or without."""
+    padded = isinstance(attention_mask, ModelMask) and "kept_keys" in attention_mask.captures
+    if padded or isinstance(attention_mask, torch.Tensor):
+        raise UnsupportedError(
+            "cu_seq_lens beside an attention_mask: of packed sequences give either, and leave padding out"
+        )
+    if position_bias is not None:
+        raise UnsupportedError("cu_seq_lens beside a position_bias: give sequences as rows of a batch")
+
+
 def _packed(
-    query: Tensor, key: Tensor, value: Tensor, rest: dict[str, Any], is_causal: bool, window: int | None,
-    softcap: float | None, scaling: float | None, dropout: float, emulate: bool | None, s_aux: Tensor | None,
-) -> Tensor:  # fmt: skip
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    rest: dict[str, Any],
+    is_causal: bool,
+    window: int | None,
+    options: dict[str, Any],
+) -> Tensor:
     """Sequences of one row behind each other, whose begins the model was given."""
     if query.shape[0] != 1:
         raise UnsupportedError(f"cu_seq_lens with a batch of {query.shape[0]}: packed sequences are one row")
     left = -1 if window is None else window - 1
     right = 0 if is_causal else left
     q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
-    options: Any = {"dropout_p": dropout, "softmax_scale": scaling, "softcap": softcap or 0.0, "emulate": emulate}
     starts_q, starts_k = rest["cu_seq_lens_q"], rest["cu_seq_lens_k"]
-    out: Tensor = varlen_attention(q, k, v, starts_q, starts_k, window_size=(left, right), sinks=s_aux, **options)
+    out: Tensor = varlen_attention(q, k, v, starts_q, starts_k, window_size=(left, right), **options)
     return out[None]
 
 

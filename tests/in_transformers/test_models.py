@@ -69,6 +69,43 @@ def test_sequences_packed_in_a_row() -> None:
         assert_close(model(ids, position_ids=positions, use_cache=False, **given).logits, expected)
 
 
+def packed_attention(**given: Any) -> Any:
+    """The gradient of queries of two sequences in a row, by what transformers calls for a name."""
+    from transformers import AttentionInterface
+
+    random = torch.Generator().manual_seed(2)
+    q, k, v = (torch.randn(1, 2, LENGTH, 24, generator=random).to(torch.bfloat16) for _ in range(3))
+    ends = torch.tensor([0, 5, LENGTH], dtype=torch.int32)
+    forward = AttentionInterface()[given.pop("name", "flashgen")]
+    arguments: dict[str, Any] = {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "attention_mask": None} | given
+    out, _ = forward(torch.nn.Module(), q.requires_grad_(), k, v, **arguments)
+    return torch.autograd.grad(out.float().sum(), q)[0]
+
+
+def test_packed_rows_are_deterministic_where_register_was_told_so() -> None:
+    from flashgen.torch import table
+    from flashgen.transformers import register
+
+    register("flashgen-deterministic", deterministic=True)
+    known = set(table._TABLE)
+    bits = packed_attention(name="flashgen-deterministic", scaling=0.3125)
+    new = set(table._TABLE) - known
+    assert new and all("+deterministic" in key for key in new), new
+    assert torch.equal(bits, packed_attention(name="flashgen-deterministic", scaling=0.3125))
+
+
+def test_packed_rows_drop_nothing() -> None:
+    from flashgen.errors import UnsupportedError
+    from flashgen.transformers.mask import attention_mask
+
+    padded = attention_mask(1, LENGTH, LENGTH, attention_mask=LEFT[1:])
+    for mask in (padded, torch.zeros(1, 1, LENGTH, LENGTH)):
+        with pytest.raises(UnsupportedError, match="cu_seq_lens beside an attention_mask"):
+            packed_attention(attention_mask=mask)
+    with pytest.raises(UnsupportedError, match="cu_seq_lens beside a position_bias"):
+        packed_attention(position_bias=torch.zeros(1, 2, LENGTH, LENGTH))
+
+
 @pytest.mark.parametrize("name", ["Llama", "Mistral"])
 def test_generating_token_by_token_compiles_nothing_anew(name: str) -> None:
     from flashgen.torch import table
@@ -145,5 +182,5 @@ def test_what_is_refused() -> None:
     model = model_of("Llama", *DECODERS["Llama"])
     model._supports_attention_backend = model._supports_sdpa = False
     model._supports_flash_attn = model._supports_flex_attn = False
-    with pytest.raises(UnsupportedError, match="LlamaForCausalLM has an attention of its own"):
+    with pytest.raises(UnsupportedError, match="LlamaForCausalLM declares no support of other attentions"):
         model.set_attn_implementation("flashgen")
