@@ -46,6 +46,28 @@ class ModelMask:
         """Itself: `generate` asks masks for it."""
         return self
 
+    @classmethod
+    def __torch_function__(cls, function: Any, *given: Any) -> Any:
+        raise _no_tensor(getattr(function, "__name__", str(function)))
+
+    def __getitem__(self, index: Any) -> Any:
+        raise _no_tensor("an index")
+
+    def __getattr__(self, name: str) -> Any:
+        raise _NoAttribute(str(_no_tensor(f".{name}")))
+
+
+class _NoAttribute(UnsupportedError, AttributeError):
+    """What a mask does not have, as `hasattr` expects it."""
+
+
+def _no_tensor(asked: str) -> UnsupportedError:
+    """The error for a model that computes with its mask."""
+    return UnsupportedError(
+        f"a model asks for {asked} of its mask, which is a function here and holds no values: it computes an attention "
+        "by itself, and needs attn_implementation='eager' or 'sdpa'"
+    )
+
 
 def attention_mask(
     batch_size: int,
