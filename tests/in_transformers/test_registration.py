@@ -104,3 +104,22 @@ def test_a_mask_is_no_tensor() -> None:
     with pytest.raises(UnsupportedError, match=r"\.to of its mask"):
         mask.to(torch.float32)
     assert not hasattr(mask, "unsqueeze") and mask.ndim == len(mask.shape) == 4
+
+
+ALONE: dict[str, tuple[str, dict[str, Any]]] = {
+    "Bloom": ("ForCausalLM", {"vocab_size": 32, "hidden_size": 16, "n_layer": 1, "n_head": 2}),
+    "Mpt": ("ForCausalLM", {"vocab_size": 32, "d_model": 16, "n_layers": 1, "n_heads": 2}),
+    "Deberta": ("ForMaskedLM", TINY),
+    "DebertaV2": ("ForMaskedLM", TINY),
+}
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_no_model_keeps_its_own_attention_silently(name: str) -> None:
+    """transformers logs a warning for these, and leaves them as they are."""
+    from flashgen.errors import UnsupportedError
+
+    kind, options = ALONE[name]
+    model = getattr(transformers, f"{name}{kind}")(getattr(transformers, f"{name}Config")(**options))
+    with pytest.raises(UnsupportedError, match=f"{name}{kind} has an attention of its own"):
+        model.set_attn_implementation("flashgen")

@@ -1,0 +1,22 @@
+"""What the tests of transformers' models share: `architectures`, and where the models are."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Where the models are: on a GPU, or on the CPU, where the emulator runs the kernels."""
+    from flashgen.torch import emulated
+    from flashgen.transformers import register
+
+    register()
+    with emulated(request.param == "cpu"):
+        yield request.param
