@@ -66,8 +66,11 @@ def attention_forward(
     bias = None if position_bias is None else _four(position_bias, "position_bias", captures)
     added, mask = None, None
     if isinstance(attention_mask, ModelMask):
-        if attention_mask.lengths != (query.shape[2], key.shape[2]):
-            raise ArgumentError(f"the mask is for {attention_mask.lengths} queries and keys, the layer has others")
+        lengths = (query.shape[2], key.shape[2])
+        if attention_mask.lengths != lengths:
+            raise ArgumentError(
+                f"the mask is for {attention_mask.lengths} queries and keys, and the layer has {lengths}"
+            )
         mask = attention_mask.mask
         captures |= attention_mask.captures
     elif attention_mask is not None:

@@ -64,8 +64,8 @@ class _NoAttribute(UnsupportedError, AttributeError):
 def _no_tensor(asked: str) -> UnsupportedError:
     """The error for a model that computes with its mask."""
     return UnsupportedError(
-        f"a model asks for {asked} of its mask, which is a function here and holds no values: it computes an attention "
-        "by itself, and needs attn_implementation='eager' or 'sdpa'"
+        f"a model asks for {asked} of its mask, which is a function here and holds no values: use "
+        "attn_implementation='eager' or 'sdpa' for it"
     )
 
 

@@ -56,6 +56,11 @@ LATENT = SIZES | {
     "moe_intermediate_size": 24, "first_k_dense_replace": 2, "initializer_range": 0.1,
 }  # fmt: skip
 
+# Every second layer is no attention, and has a cache of its own.
+JAMBA = {"attn_layer_period": 2, "attn_layer_offset": 1, "mamba_d_state": 8, "use_mamba_kernels": False}
+LINEAR = {"layer_types": ["linear_attention", "full_attention"], "linear_num_value_heads": 2, "linear_num_key_heads": 2}
+LINEAR |= {"linear_key_head_dim": 8, "linear_value_head_dim": 8}
+
 
 class Architecture(NamedTuple):
     """A class of transformers and its configuration. inputs: what it reads, a key of `INPUTS`."""
@@ -93,6 +98,9 @@ DECODERS = {
     "Gemma2": Architecture("ForCausalLM", WINDOW | {"attn_logit_softcapping": 5.0}),
     "GptOss": Architecture("ForCausalLM", WINDOW),
     "DeepseekV3": Architecture("ForCausalLM", LATENT),
+    "Jamba": Architecture("ForCausalLM", DECODER | JAMBA),
+    "Lfm2": Architecture("ForCausalLM", DECODER | {"layer_types": ["conv", "full_attention"]}),
+    "Qwen3Next": Architecture("ForCausalLM", DECODER | LINEAR),
 }
 ENCODER_DECODERS = {
     **_seq2seq("T5 MT5 UMT5", T5),
