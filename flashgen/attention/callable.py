@@ -357,8 +357,8 @@ class Attention:
 
         Returns:
             The output, (batch, heads_q, len_q, value_dim) in the spec's layout, of q's kind; with return_lse a pair
-            with the LSE, float32 (batch, heads_q, len_q). In memory it has no gaps, and its heads and rows nest as
-            q's do, so that a model's swapped views are joined again without a copy. Rows with nothing to attend to are
+            with the LSE, float32 (batch, heads_q, len_q). In memory it has no gaps, and its axes nest as q's do, so
+            that a model's swapped views are joined again without a copy. Rows with nothing to attend to are
             0, their LSE -inf, or that of the sink alone where the spec has one, whatever k and v hold. Where the mask
             forbids a key, k may hold anything, and v any finite numbers: its rows are multiplied by 0 where a tile has
             keys that count, and 0 * NaN is NaN, as in every attention that masks scores. Set v to 0 in padding that

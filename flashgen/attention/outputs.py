@@ -36,7 +36,7 @@ def check_writable(argument: str, array: Any) -> None:
 def made_strides(
     spec: AttentionSpec, problem: Problem, name: str, shape: tuple[int, ...], like: View
 ) -> tuple[int, ...]:
-    """Strides of an array of rows that a call makes, nested as those of what it is like; they join the problem's."""
+    """Strides of an array of rows that a call makes, whose axes nest as those of `like`; they join the problem's."""
     strides = strides_like(shape, like.strides)
     problem.strides[name] = of_layout(strides, spec.layout)[:3]
     return strides

@@ -15,7 +15,7 @@ from flashgen.errors import ArgumentError, LaunchError
 from flashgen.launch.argument_writer import Addresses, ArgumentWriter
 from flashgen.launch.memory import Block, Memory, SeparateArrays, Workspace
 from flashgen.runtime import gpu
-from flashgen.runtime.arrays import NUMPY, Library, are_nested, byte_strides, library_of, numpy_dtype, on_gpu
+from flashgen.runtime.arrays import NUMPY, Library, byte_strides, inverse, library_of, nesting, numpy_dtype, on_gpu
 from flashgen.runtime.counters import counters
 from flashgen.runtime.remembered import made_once
 from flashgen.runtime.schedule import Schedule
@@ -162,9 +162,8 @@ class Gpu:
     def fetch(self, array: Any, into: Any = None) -> Any:
         """An array of CuPy as one of NumPy: a new one, or `into`, written over; one on the GPU was written to there."""
         if into is None:
-            if are_nested(array.strides):
-                return gpu.cupy().asnumpy(array.swapaxes(1, 2)).swapaxes(1, 2)
-            return gpu.cupy().asnumpy(array)
+            order = nesting(array.strides)
+            return gpu.cupy().asnumpy(array.transpose(order)).transpose(inverse(order))
         if isinstance(into, np.ndarray):
             into[...] = gpu.cupy().asnumpy(array)
         return into

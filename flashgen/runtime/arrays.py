@@ -123,21 +123,30 @@ def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(reversed(strides))
 
 
-def are_nested(strides: tuple[int, ...]) -> bool:
-    """Whether the second of four axes lies inside of the third: swapped, as what a model splits into heads has them."""
-    return len(strides) == 4 and 0 < strides[1] < strides[2]
+def nesting(strides: tuple[int, ...]) -> tuple[int, ...]:
+    """The axes from the outermost to the innermost, by their strides; axes of equal strides keep their order.
+
+    An axis of stride 0 has no place by its stride, and has the one that it has in a C-contiguous array.
+    """
+    lengths = [abs(stride) for stride in strides]
+    placed = iter(sorted((axis for axis, length in enumerate(lengths) if length), key=lambda axis: -lengths[axis]))
+    return tuple(next(placed) if length else axis for axis, length in enumerate(lengths))
+
+
+def inverse(axes: tuple[int, ...]) -> tuple[int, ...]:
+    """The permutation that undoes one."""
+    return tuple(axes.index(axis) for axis in range(len(axes)))
 
 
 def strides_like(shape: tuple[int, ...], like: tuple[int, ...]) -> tuple[int, ...]:
-    """Strides in elements of an array without gaps whose second and third axis nest as those of strides `like` do.
+    """Strides in elements of an array without gaps whose axes nest as those of strides `like` do.
 
     A model splits one product into q, k and v and swaps heads and rows; an output in that order is joined again without
     a copy.
     """
-    if not are_nested(like):
-        return contiguous_strides(shape)
-    outer, third, second, inner = contiguous_strides((shape[0], shape[2], shape[1], shape[3]))
-    return outer, second, third, inner
+    order = nesting(like)
+    made = contiguous_strides(tuple(shape[axis] for axis in order))
+    return tuple(made[place] for place in inverse(order))
 
 
 def byte_strides(view: View) -> tuple[int, ...]:
@@ -153,8 +162,9 @@ def _empty(
     element = numpy_dtype(dtype)
     if strides is None or strides == contiguous_strides(shape):
         return partial(empty, shape, element)
-    nested = (shape[0], shape[2], shape[1], shape[3])
-    return lambda: empty(nested, element).swapaxes(1, 2)
+    order = nesting(strides)
+    outermost_first, back = tuple(shape[axis] for axis in order), inverse(order)
+    return lambda: empty(outermost_first, element).transpose(back)
 
 
 def _maker_of_numpy(

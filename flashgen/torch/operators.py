@@ -21,6 +21,7 @@ from flashgen.torch.tensors import (
     Tensor,
     check_call,
     empty_like,
+    in_order_of,
     in_rows,
     output_shapes,
     refuse_gradients,
@@ -88,8 +89,10 @@ def run_forward(
     if q.is_cuda and not entry.emulate:
         if captures or integers or floats:
             options |= named_captures(entry, captures, integers, floats)
-        if q.stride(-1) != 1 or k.stride(-1) != 1 or v.stride(-1) != 1:
-            q, k, v = _in_rows(entry, q, k, v)
+        if q.stride(-1) != 1 or (not entry.cache and (k.stride(-1) != 1 or v.stride(-1) != 1)):
+            rows = _in_rows(entry, q, k, v)
+            made = run_forward(entry, *rows, captures, integers, floats, seed, with_lse)
+            return _in_order_of_queries(q, made, with_lse)
         try:
             made = entry.on(q.get_device())(q, k, v, return_lse=with_lse, **options)
             if entry.is_direct:
@@ -101,9 +104,14 @@ def run_forward(
         return entry.on(q.get_device())(q, k, v, return_lse=with_lse, **options)
     check_call(entry, q, k, v, captures, seed)
     options |= named_captures(entry, [to_array(each) for each in captures], integers, floats)
-    rows = map(to_array, _in_rows(entry, q, k, v))
-    made = entry.on(None)(*rows, return_lse=with_lse, **options)
-    return tuple(map(to_tensor, made)) if with_lse else to_tensor(made)
+    arrays = map(to_array, _in_rows(entry, q, k, v))
+    made = entry.on(None)(*arrays, return_lse=with_lse, **options)
+    return _in_order_of_queries(q, tuple(map(to_tensor, made)) if with_lse else to_tensor(made), with_lse)
+
+
+def _in_order_of_queries(q: Tensor, made: Any, with_lse: bool) -> Any:
+    """Results of a call, the output's axes nested as those of q."""
+    return (in_order_of(q, made[0]), made[1]) if with_lse else in_order_of(q, made)
 
 
 def _in_rows(entry: Registered, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -180,6 +188,7 @@ def run_backward(
         found = direct.backward(entry.on(q.get_device()), (d_out, d_lse, q, k, v, out, lse))
         if found is not None:
             return found
+    made: Sequence[Tensor]
     options: dict[str, Any] = {} if seed is None else {"seed": seed_of(entry, seed)}
     lse = lse.contiguous()
     if not entry.emulate:
@@ -188,25 +197,41 @@ def run_backward(
         if captures or integers or floats:
             options |= named_captures(entry, captures, integers, floats)
             options.pop("num_splits", None)  # of the forward alone
+        rows = (d_out, q, k, v, out)
         if d_out.stride(-1) != 1 or q.stride(-1) != 1 or k.stride(-1) != 1 or v.stride(-1) != 1:
-            d_out, q, k, v = in_rows(d_out), in_rows(q), in_rows(k), in_rows(v)
+            copies = [in_rows(each) for each in rows]
+            made = run_backward(entry, copies[0], d_lse, *copies[1:], lse, captures, integers, floats, seed)
+            return _in_order_of_inputs(entry, (q, k, v), captures, made)
         try:
-            made = entry.on(q.get_device()).backward(d_out, q, k, v, out, lse, **options)
+            made = entry.on(q.get_device()).backward(*rows, lse, **options)
             if entry.is_direct:
                 read = (d_out, options.get("d_lse"), q, k, v, out, lse)
                 direct.learn_backward(entry.on(q.get_device()), read)
-            return made
+                return made
         except ArgumentError as error:
-            rows = (d_out, q, k, v, out)
-            d_out, q, k, v, out = _put_right(rows, [in_rows(each) for each in rows], error)
-        return entry.on(q.get_device()).backward(d_out, q, k, v, out, lse, **options)
+            aligned = _put_right(rows, [in_rows(each) for each in rows], error)
+            made = entry.on(q.get_device()).backward(*aligned, lse, **options)
+        return _in_order_of_inputs(entry, (q, k, v), captures, made) if entry.learned else made
     if d_lse is not None:
         options["d_lse"] = to_array(d_lse.contiguous())
     options |= named_captures(entry, [to_array(each) for each in captures], integers, floats)
     options.pop("num_splits", None)
-    d_out, q, k, v, out = (to_array(in_rows(tensor)) for tensor in (d_out, q, k, v, out))
-    made = entry.on(None).backward(d_out, q, k, v, out, to_array(lse), **options)
-    return [to_tensor(gradient) for gradient in made]
+    arrays = [to_array(in_rows(tensor)) for tensor in (d_out, q, k, v, out)]
+    found = entry.on(None).backward(*arrays, to_array(lse), **options)
+    return _in_order_of_inputs(entry, (q, k, v), captures, [to_tensor(gradient) for gradient in found])
+
+
+def _in_order_of_inputs(
+    entry: Registered, rows: Sequence[Tensor], captures: Sequence[Tensor], made: Sequence[Tensor]
+) -> list[Tensor]:
+    """Gradients, the axes of each nested as those of what it is a gradient of."""
+    of_rows = [in_order_of(tensor, gradient) for tensor, gradient in zip(rows, made, strict=False)]
+    learned = [tensor for capture, tensor in zip(entry.arrays, captures, strict=False) if capture.grad]
+    of_captures = [
+        gradient if tensor.is_contiguous() else empty_like(tensor, gradient.shape).copy_(gradient)
+        for tensor, gradient in zip(learned, made[3:], strict=True)
+    ]
+    return of_rows + of_captures
 
 
 @torch.library.register_fake("flashgen::backward", lib=LIBRARY)
@@ -216,8 +241,7 @@ def _(
 ) -> list[Tensor]:  # fmt: skip
     entry = of_key(key)
     learned = [tensor for capture, tensor in zip(entry.arrays, captures, strict=False) if capture.grad]
-    rows = [empty_like(tensor, tensor.shape) for tensor in (q, k, v)]
-    return rows + [tensor.new_empty(tensor.shape) for tensor in learned]
+    return [empty_like(tensor, tensor.shape) for tensor in (q, k, v, *learned)]
 
 
 def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:

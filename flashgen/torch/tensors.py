@@ -12,7 +12,7 @@ from flashgen.attention.problem import checked_sequences, checked_sizes, in_layo
 from flashgen.errors import ArgumentError, UnsupportedError
 from flashgen.language.bound import BoundArray
 from flashgen.language.spec import AttentionSpec
-from flashgen.runtime.arrays import are_nested
+from flashgen.runtime.arrays import inverse, nesting
 from flashgen.torch.table import Registered
 
 _ROW_BYTES = 16
@@ -131,14 +131,16 @@ def check_device(entry: Registered, name: str, tensor: Tensor, q: Tensor) -> Non
 
 
 def empty_like(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """Memory of a shape, in the order in which results are made: the axes nested as the tensor's."""
-    if not are_nested(tensor.stride()):
-        return tensor.new_empty(shape)
-    return tensor.new_empty((shape[0], shape[2], shape[1], shape[3])).transpose(1, 2)
+    """Memory of a shape, as results are made: without gaps, the axes nested as the tensor's."""
+    order = nesting(tensor.stride())
+    return tensor.new_empty([shape[axis] for axis in order]).permute(inverse(order))
 
 
 def in_rows(tensor: Tensor) -> Tensor:
-    """The tensor with rows that kernels read, contiguous and at multiples of 16 bytes: itself, or a copy as nested."""
+    """The tensor with rows that kernels read, contiguous and at multiples of 16 bytes: itself, or a copy.
+
+    The copy's axes nest as the tensor's, but for the last one, which is the innermost.
+    """
     size = tensor.element_size()
     strides = tensor.stride()
     if strides[-1] == 1 or tensor.shape[-1] == 1:
@@ -149,10 +151,15 @@ def in_rows(tensor: Tensor) -> Tensor:
         )
         if not misplaced and tensor.data_ptr() % _ROW_BYTES == 0 and strides[-1] == 1:
             return tensor
-    nested = are_nested(strides)
-    rows = tensor.transpose(1, 2) if nested else tensor
-    rows = rows.clone(memory_format=torch.contiguous_format)
-    return rows.transpose(1, 2) if nested else rows
+    order = (*nesting(strides[:-1]), tensor.ndim - 1)
+    return tensor.permute(order).clone(memory_format=torch.contiguous_format).permute(inverse(order))
+
+
+def in_order_of(tensor: Tensor, made: Tensor) -> Tensor:
+    """A result of a call, its axes nested as the tensor's: itself, or a copy where that has another innermost axis."""
+    if tensor.stride(-1) == 1 or nesting(tensor.stride())[-1] == tensor.ndim - 1:
+        return made
+    return empty_like(tensor, made.shape).copy_(made)
 
 
 def to_array(tensor: Tensor) -> Any:
