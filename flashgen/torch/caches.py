@@ -14,7 +14,7 @@ from flashgen.attention.merging import merge_states as merge
 from flashgen.errors import ArgumentError, UnsupportedError
 from flashgen.torch.operators import LIBRARY, as_operator
 from flashgen.torch.table import is_emulated
-from flashgen.torch.tensors import Tensor, check_tensors, to_array, to_tensor
+from flashgen.torch.tensors import Tensor, check_tensors, refuse_tangents, to_array, to_tensor
 
 
 def append_kv(
@@ -67,6 +67,7 @@ def merge_states(
 
 
 def _refuse_gradients(what: str, given: dict[str, Tensor]) -> None:
+    refuse_tangents(*given.values())
     if not torch.is_grad_enabled():
         return
     for name, tensor in given.items():

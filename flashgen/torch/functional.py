@@ -16,7 +16,7 @@ from flashgen.torch.arguments import all_captures
 from flashgen.torch.table import Registered, constant, handle, held, registered
 from flashgen.torch.tensors import Tensor, bound_tensor, check_tensors, refuse_gradients
 from flashgen.torch.traced_functions import TracedCall
-from flashgen.torch.transforms import is_transforming, transformed
+from flashgen.torch.transforms import is_differentiating, is_transforming, outside_transformed, transformed
 from flashgen.torch.variants import variant_of
 
 _SEEDS = 2**62
@@ -131,7 +131,7 @@ def run(
 def _operator(q: Tensor, k: Tensor, v: Tensor, arrays: list[Tensor]) -> Any:
     """The operator of a call; None where it may run as it stands."""
     if torch.compiler.is_compiling():
-        return torch.ops.flashgen.forward
+        return outside_transformed if is_differentiating() else torch.ops.flashgen.forward
     if is_transforming():
         return transformed
     if torch._C._len_torch_dispatch_stack() or not _all_plain(q, k, v, arrays):

@@ -12,12 +12,14 @@ from functools import partial
 from typing import Any, Optional
 
 import torch
+from torch.autograd import forward_ad
 
 from flashgen.errors import ArgumentError, UnsupportedError
 from flashgen.torch import direct
 from flashgen.torch.arguments import named_captures
 from flashgen.torch.table import Registered, of_call, of_key, outside_of_graphs
 from flashgen.torch.tensors import (
+    NO_FORWARD_MODE,
     Tensor,
     check_call,
     empty_like,
@@ -25,6 +27,7 @@ from flashgen.torch.tensors import (
     in_rows,
     output_shapes,
     refuse_gradients,
+    refuse_tangents,
     to_array,
     to_tensor,
 )
@@ -81,6 +84,8 @@ def run_forward(
     with_lse: bool = True,
 ) -> Any:
     """What the operator does, for tensors that hold data; the output alone without `with_lse`."""
+    if forward_ad._current_level >= 0:
+        refuse_tangents(q, k, v, *captures)
     if entry.is_direct and q.is_cuda:
         made = direct.forward(entry.on(q.get_device()), q, k, v, with_lse)
         if made is not None:
@@ -197,27 +202,28 @@ def run_backward(
         if captures or integers or floats:
             options |= named_captures(entry, captures, integers, floats)
             options.pop("num_splits", None)  # of the forward alone
-        rows = (d_out, q, k, v, out)
         if d_out.stride(-1) != 1 or q.stride(-1) != 1 or k.stride(-1) != 1 or v.stride(-1) != 1:
-            copies = [in_rows(each) for each in rows]
-            made = run_backward(entry, copies[0], d_lse, *copies[1:], lse, captures, integers, floats, seed)
+            d_out_rows, q_rows, k_rows, v_rows, out_rows = (in_rows(each) for each in (d_out, q, k, v, out))
+            given: Any = (d_out_rows, d_lse, q_rows, k_rows, v_rows, out_rows, lse, captures, integers, floats, seed)
+            made = run_backward(entry, *given)
             return _in_order_of_inputs(entry, (q, k, v), captures, made)
         try:
-            made = entry.on(q.get_device()).backward(*rows, lse, **options)
+            made = entry.on(q.get_device()).backward(d_out, q, k, v, out, lse, **options)
             if entry.is_direct:
                 read = (d_out, options.get("d_lse"), q, k, v, out, lse)
                 direct.learn_backward(entry.on(q.get_device()), read)
                 return made
         except ArgumentError as error:
-            aligned = _put_right(rows, [in_rows(each) for each in rows], error)
-            made = entry.on(q.get_device()).backward(*aligned, lse, **options)
+            rows = (d_out, q, k, v, out)
+            d_out, q, k, v, out = _put_right(rows, [in_rows(each) for each in rows], error)
+            made = entry.on(q.get_device()).backward(d_out, q, k, v, out, lse, **options)
         return _in_order_of_inputs(entry, (q, k, v), captures, made) if entry.learned else made
     if d_lse is not None:
         options["d_lse"] = to_array(d_lse.contiguous())
     options |= named_captures(entry, [to_array(each) for each in captures], integers, floats)
     options.pop("num_splits", None)
-    arrays = [to_array(in_rows(tensor)) for tensor in (d_out, q, k, v, out)]
-    found = entry.on(None).backward(*arrays, to_array(lse), **options)
+    arrays: Any = [to_array(in_rows(tensor)) for tensor in (d_out, q, k, v, out)] + [to_array(lse)]
+    found = entry.on(None).backward(*arrays, **options)
     return _in_order_of_inputs(entry, (q, k, v), captures, [to_tensor(gradient) for gradient in found])
 
 
@@ -269,9 +275,14 @@ def gradients(
     return (*made[:3], of_captures, None, *no_numbers, None)
 
 
-def no_second_derivative(_ctx: Any, *_gradients: Any) -> Any:
+def no_second_derivative(ctx: Any, *grad_outputs: Any) -> Any:
     """The gradient of a gradient, which there is none of."""
     raise UnsupportedError("flashgen's attention has no second derivative: take gradients of it once")
+
+
+def no_forward_mode(ctx: Any, *grad_inputs: Any) -> Any:
+    """The tangent of a result, which there is none of."""
+    raise UnsupportedError(NO_FORWARD_MODE)
 
 
 torch.library.register_autograd("flashgen::forward", gradients, setup_context=save, lib=LIBRARY)
@@ -287,6 +298,8 @@ class Plain(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, about: Any, q: Any, k: Any, v: Any, *captures: Any) -> Any:
         return _kept(ctx, about, q, k, v, captures)[0]
+
+    jvp = staticmethod(no_forward_mode)
 
     @staticmethod
     def backward(ctx: Any, d_out: Tensor, d_lse: Tensor | None = None) -> Any:

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
+from torch.autograd import forward_ad
 
 from flashgen.attention.problem import checked_sequences, checked_sizes, in_layout
 from flashgen.errors import ArgumentError, UnsupportedError
@@ -17,6 +18,10 @@ from flashgen.torch.table import Registered
 
 _ROW_BYTES = 16
 _MASKS = ("bool", "float16", "bfloat16", "float32")
+NO_FORWARD_MODE = (
+    "forward-mode differentiation (jvp, jacfwd, hessian, dual tensors) of flashgen's attention is not supported: take "
+    "reverse-mode gradients, by backward, grad, vjp or jacrev"
+)
 Tensor: TypeAlias = torch.Tensor
 
 
@@ -109,6 +114,12 @@ def refuse_gradients(entry: Registered, q: Tensor, k: Tensor, v: Tensor, capture
                 f"{name} requires a gradient, and a call with {entry.cache} has none: give {name}.detach(), or call it "
                 "under torch.no_grad()"
             )
+
+
+def refuse_tangents(*tensors: Tensor) -> None:
+    """UnsupportedError where one is a dual tensor of forward-mode differentiation: its tangent would be lost."""
+    if forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(each).tangent is not None for each in tensors):
+        raise UnsupportedError(NO_FORWARD_MODE)
 
 
 def check_device(entry: Registered, name: str, tensor: Tensor, q: Tensor) -> None:

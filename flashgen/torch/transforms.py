@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from flashgen.torch import operators
+from flashgen.torch.table import constant, outside_of_graphs
 from flashgen.torch.tensors import Tensor
 from flashgen.torch.vmap import of_backward, of_forward
 
@@ -38,7 +39,10 @@ class Transformed(torch.autograd.Function):
     def vmap(info: Any, in_dims: Any, *arguments: Any) -> Any:
         q, k, v, seed, key, numbers, *captures = arguments
         given = (q, k, v, captures, key, *map(list, numbers), seed)
-        return of_forward(info, (*in_dims[:3], list(in_dims[6:]), None, None, None, in_dims[3]), *given)
+        dims = (*in_dims[:3], list(in_dims[6:]), None, None, None, in_dims[3])
+        return of_forward(info, dims, *given, operator=transformed)  # which transforms around this one see, too
+
+    jvp = staticmethod(operators.no_forward_mode)
 
 
 class _TransformedBackward(torch.autograd.Function):
@@ -63,8 +67,10 @@ class _TransformedBackward(torch.autograd.Function):
         rows, captures = rows_and_captures[:5], rows_and_captures[5:]
         given = (d_out, d_lse, *rows, captures, key, *map(list, numbers), seed)
         dims = (in_dims[4], in_dims[0], *in_dims[5:10], list(in_dims[10:]), None, None, None, in_dims[1])
-        made, out_dims = of_backward(info, dims, *given)
+        made, out_dims = of_backward(info, dims, *given, operator=_backward)
         return tuple(made), tuple(out_dims)
+
+    jvp = staticmethod(operators.no_forward_mode)
 
 
 def _backward(d_out: Any, d_lse: Any, *arguments: Any) -> Any:
@@ -78,6 +84,18 @@ def transformed(
 ) -> Any:
     """Output and LSE, as the operator gives them."""
     return Transformed.apply(q, k, v, seed, key, (tuple(integers), tuple(floats)), *captures)
+
+
+outside_transformed = outside_of_graphs("torch.func's derivatives of attention are no part of a compiled graph")(
+    transformed
+)
+
+
+@constant
+def is_differentiating() -> bool:
+    """Whether one of torch.func's transforms beside vmap is at work."""
+    stack = torch._C._functorch.get_interpreter_stack() or ()
+    return any(each.key() != torch._C._functorch.TransformType.Vmap for each in stack)
 
 
 def is_transforming() -> bool:

@@ -13,14 +13,17 @@ from flashgen.torch.table import of_key
 from flashgen.torch.tensors import Tensor
 
 
-def of_forward(info: Any, in_dims: Any, *arguments: Any) -> Any:
-    """The forward over a mapped dimension, as torch.library.register_vmap wants it."""
-    return _mapped(torch.ops.flashgen.forward, info, in_dims, arguments, rows=3, key=4, captures=3)
+def of_forward(info: Any, in_dims: Any, *arguments: Any, operator: Callable[..., Any] | None = None) -> Any:
+    """The forward over a mapped dimension, as torch.library.register_vmap wants it.
+
+    operator: what is called in its place, of the same arguments.
+    """
+    return _mapped(operator or torch.ops.flashgen.forward, info, in_dims, arguments, rows=3, key=4, captures=3)
 
 
-def of_backward(info: Any, in_dims: Any, *arguments: Any) -> Any:
+def of_backward(info: Any, in_dims: Any, *arguments: Any, operator: Callable[..., Any] | None = None) -> Any:
     """The backward likewise."""
-    return _mapped(torch.ops.flashgen.backward, info, in_dims, arguments, rows=7, key=8, captures=7)
+    return _mapped(operator or torch.ops.flashgen.backward, info, in_dims, arguments, rows=7, key=8, captures=7)
 
 
 def _mapped(
