@@ -18,7 +18,7 @@ from flashgen.language.captures import Tensor
 from flashgen.language.dtypes import CACHED, ELEMENTS, dtype_name
 from flashgen.language.masks import full
 from flashgen.language.modifiers import Mask, MaskFunction, Score, ScoreFunction, as_mask, as_score
-from flashgen.language.operations import Capture, captures_of
+from flashgen.language.operations import SCORE, Capture, captures_of
 from flashgen.language.serialize import fields_from_json, fields_to_json
 from flashgen.language.shards import PLACES, mask_of_shard, score_of_shard
 
@@ -38,7 +38,9 @@ class AttentionSpec:
         head_dim: elements of a query or key vector, a multiple of 8 from 8 to 256.
         dtype: "float16" or "bfloat16", of q, k, v and the output.
         value_dim: elements of a value vector, a multiple of 8 from 8 to 256; None is head_dim.
-        scale: factor of q·k before the score function; None is 1/sqrt(head_dim).
+        scale: factor of q·k before the score function; None is 1/sqrt(head_dim). A spec of a scale of 0 or less
+            without a score function has one that changes nothing, `unchanged`: kernels without take the largest q·k for
+            the largest score.
         layout: "bhsd" (batch, heads, length, dim), "bshd" (batch, length, heads, dim), or "thd" (tokens, heads, dim) of
             ragged batches, whose sequences lie one behind the other: each call says where they begin.
         dropout: probability of dropping an attention weight, in steps of 1/256: 0, or what rounds to 1/256 to 255/256.
@@ -99,6 +101,8 @@ class AttentionSpec:
             "sharded": _sharded(sharded),
         }
         _check_cache(values)
+        if values["scale"] <= 0 and values["score"] is None:
+            values["score"] = Score("unchanged", SCORE)
         if sharded:
             values |= _of_shard(values)
         bound = _join_arrays(values)
@@ -250,9 +254,9 @@ def _number(value: Any, argument: str) -> float:
 
 def _scale(value: Any) -> float:
     scale = _number(value, "scale")
-    if not math.isfinite(scale) or not 2.0**-126 <= scale <= well_formed.FLOAT32_MAX:
-        raise SpecError(f"scale={value!r} must be finite, > 0 and a normal float32; None is 1/sqrt(head_dim)")
-    return scale
+    if scale and not 2.0**-126 <= abs(scale) <= well_formed.FLOAT32_MAX:
+        raise SpecError(f"scale={value!r} must be 0 or a normal float32; None is 1/sqrt(head_dim)")
+    return scale + 0.0  # -0.0 becomes 0.0
 
 
 def _sink(value: Any) -> Capture:
