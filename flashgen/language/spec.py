@@ -86,7 +86,7 @@ class AttentionSpec:
         sink: Tensor | None = None,
         sharded: bool = False,
     ) -> None:
-        values = {
+        values: dict[str, Any] = {
             "head_dim": _dimension(head_dim, "head_dim"),
             "dtype": dtype_name(dtype, ELEMENTS, "dtype"),
             "value_dim": _dimension(head_dim if value_dim is None else value_dim, "value_dim"),

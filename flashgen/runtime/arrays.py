@@ -129,8 +129,12 @@ def nesting(strides: tuple[int, ...]) -> tuple[int, ...]:
     An axis of stride 0 has no place by its stride, and has the one that it has in a C-contiguous array.
     """
     lengths = [abs(stride) for stride in strides]
-    placed = iter(sorted((axis for axis, length in enumerate(lengths) if length), key=lambda axis: -lengths[axis]))
-    return tuple(next(placed) if length else axis for axis, length in enumerate(lengths))
+    placed: list[int] = []
+    for axis, length in enumerate(lengths):
+        if length:  # no sort, which torch.compile has not for sizes that are symbols
+            placed.insert(len([other for other in placed if lengths[other] >= length]), axis)
+    outermost_first = iter(placed)
+    return tuple([next(outermost_first) if length else axis for axis, length in enumerate(lengths)])
 
 
 def inverse(axes: tuple[int, ...]) -> tuple[int, ...]:

@@ -11,6 +11,15 @@ from flashgen.torch.table import Registered, of_key
 from flashgen.torch.tensors import Tensor
 
 
+def converted(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Tensors in the dtype of autocast where that is enabled for where the first one is; as they are elsewhere."""
+    device_type = "cuda" if tensors[0].is_cuda else "cpu"
+    if not torch.is_autocast_enabled(device_type):
+        return tensors
+    dtype = torch.get_autocast_dtype(device_type)
+    return tuple(tensor.to(dtype) for tensor in tensors)
+
+
 def cast(entry: Registered, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """q, k and v in the spec's dtype; a cache of keys and values is what it is, and is not copied."""
     if entry.cache:

@@ -90,9 +90,9 @@ def _operator_append_kv(
     """Writes into k and v, whose versions autograd counts."""
     if emulate:
         _check_on_the_cpu(k)
-        pages, where = [to_array(k), to_array(v)], {"page_table": page_table, "seqused_k": seqused_k}
-        others = {name: to_array(tensor) for name, tensor in where.items()}
-        append(to_array(k_new), to_array(v_new), *pages, **others, emulate=True)
+        pages = [to_array(k), to_array(v)]
+        table, lengths = to_array(page_table), to_array(seqused_k)
+        append(to_array(k_new), to_array(v_new), *pages, page_table=table, seqused_k=lengths, emulate=True)
         for tensor, array in zip((k, v), pages, strict=True):
             tensor.copy_(to_tensor(array))
         return

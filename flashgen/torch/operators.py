@@ -90,6 +90,9 @@ def run_forward(
         made = direct.forward(entry.on(q.get_device()), q, k, v, with_lse)
         if made is not None:
             return made
+    if q.is_meta:
+        shaped = _shaped_forward(entry, q, k, v, captures, seed)
+        return shaped if with_lse else shaped[0]
     options: dict[str, Any] = {} if seed is None else {"seed": seed_of(entry, seed)}
     if q.is_cuda and not entry.emulate:
         if captures or integers or floats:
@@ -146,12 +149,18 @@ def seed_of(entry: Registered, seed: Tensor) -> Any:
     return seed if seed.is_cuda else int(seed) & (2**64 - 1)
 
 
-@torch.library.register_fake("flashgen::forward", lib=LIBRARY)
-def _(q: Tensor, k: Tensor, v: Tensor, captures: Any, key: str, integers: Any, floats: Any, seed: Any) -> Any:
-    entry = of_key(key)
+def _shaped_forward(
+    entry: Registered, q: Tensor, k: Tensor, v: Tensor, captures: Sequence[Tensor], seed: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """The output and the LSE of tensors that hold no data: fake ones, and those of the device "meta"."""
     check_call(entry, q, k, v, captures, seed)
     out, lse = output_shapes(entry.spec, q)
     return empty_like(q, out), q.new_empty(lse, dtype=torch.float32)
+
+
+@torch.library.register_fake("flashgen::forward", lib=LIBRARY)
+def _(q: Tensor, k: Tensor, v: Tensor, captures: Any, key: str, integers: Any, floats: Any, seed: Any) -> Any:
+    return _shaped_forward(of_key(key), q, k, v, captures, seed)
 
 
 @as_operator
@@ -189,10 +198,12 @@ def run_backward(
     seed: Tensor | None,
 ) -> Sequence[Tensor]:
     """What the operator does."""
-    if entry.is_direct:
+    if entry.is_direct and q.is_cuda:
         found = direct.backward(entry.on(q.get_device()), (d_out, d_lse, q, k, v, out, lse))
         if found is not None:
             return found
+    if q.is_meta:
+        return _shaped_backward(entry, q, k, v, captures)
     made: Sequence[Tensor]
     options: dict[str, Any] = {} if seed is None else {"seed": seed_of(entry, seed)}
     lse = lse.contiguous()
@@ -240,14 +251,18 @@ def _in_order_of_inputs(
     return of_rows + of_captures
 
 
+def _shaped_backward(entry: Registered, q: Tensor, k: Tensor, v: Tensor, captures: Sequence[Tensor]) -> list[Tensor]:
+    """The gradients of tensors that hold no data."""
+    learned = [tensor for capture, tensor in zip(entry.arrays, captures, strict=False) if capture.grad]
+    return [empty_like(tensor, tensor.shape) for tensor in (q, k, v, *learned)]
+
+
 @torch.library.register_fake("flashgen::backward", lib=LIBRARY)
 def _(
     d_out: Tensor, d_lse: Any, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, captures: Any, key: str,
     integers: Any, floats: Any, seed: Any,
 ) -> list[Tensor]:  # fmt: skip
-    entry = of_key(key)
-    learned = [tensor for capture, tensor in zip(entry.arrays, captures, strict=False) if capture.grad]
-    return [empty_like(tensor, tensor.shape) for tensor in (q, k, v, *learned)]
+    return _shaped_backward(of_key(key), q, k, v, captures)
 
 
 def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -11,9 +11,11 @@ from flashgen.errors import ArgumentError
 from flashgen.language.captures import Tensor as Captured
 from flashgen.language.masks import causal
 from flashgen.language.spec import AttentionSpec
+from flashgen.torch.autocast import converted
+from flashgen.torch.fitting import checked_dropout, cut_heads, nothing_kept, padded_heads, scale_of_call
 from flashgen.torch.functional import call, is_deterministic
 from flashgen.torch.table import Registered, constant, fixed, registered
-from flashgen.torch.tensors import Tensor, check_mask, check_tensors, dtype_of
+from flashgen.torch.tensors import Tensor, causal_bias, check_mask, check_tensors, dtype_of
 
 
 def scaled_dot_product_attention(
@@ -23,7 +25,7 @@ def scaled_dot_product_attention(
     attn_mask: Tensor | None = None,
     dropout_p: float = 0.0,
     is_causal: bool = False,
-    scale: float | None = None,
+    scale: float | Tensor | None = None,
     enable_gqa: bool = False,
     *,
     emulate: bool | None = None,
@@ -31,63 +33,118 @@ def scaled_dot_product_attention(
     """Attention as torch's function of this name gives it, for float16 and bfloat16.
 
     Args:
-        query: (..., heads, length, dim), with any dimensions before, or none. key, value: likewise.
+        query: (..., heads, length, dim), with any dimensions before, or none. key, value: likewise; dimensions before
+            the length broadcast. A dim that is no multiple of 8 is padded, which costs a copy.
         attn_mask: booleans, of what may be attended to, or numbers of float16, bfloat16 or float32 that are added to
             the scores; of a shape that broadcasts to (..., heads, len_q, len_k). Added numbers that require a gradient
-            get one.
-        dropout_p: the probability of dropping a weight, in steps of 1/256; 0 in evaluation is the caller's to say.
+            get one. Or a CausalBias of torch.nn.attention.bias.
+        dropout_p: the probability of dropping a weight, rounded to steps of 1/256; 0 in evaluation is the caller's to
+            say. 1 gives zeros.
         is_causal: query i attends to keys up to i: aligned to the top left, as torch does.
-        scale: None is 1/sqrt(dim).
+        scale: None is 1/sqrt(dim). A tensor of one number is read when kernels run, and has a gradient where it
+            requires one.
         enable_gqa: fewer heads of key and value than of query, each for a group of them.
         emulate: run CPU tensors on the emulator.
 
     A query that may attend to nothing has an output of 0, where torch's is NaN or 0 by its backend. Raises
-    ArgumentError for what torch refuses, and for float32: convert, or call under torch.autocast.
+    ArgumentError for what torch refuses, for float32 (convert, or call under torch.autocast), and for a dropout_p that
+    is not 0 or 1 and would be rounded to it.
     """
     check_tensors(query=query, key=key, value=value)
-    if attn_mask is not None:
-        check_mask(attn_mask)
-    if attn_mask is not None and is_causal:
-        raise ArgumentError("attn_mask and is_causal=True are both given: give one, or a mask that is causal")
-    if torch.is_autocast_enabled(query.device.type):
-        dtype = torch.get_autocast_dtype(query.device.type)
-        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
-    leading, (q, k, v) = query.shape[:-2], _in_four(query, key, value)
-    if q.shape[1] != k.shape[1] and not enable_gqa:
-        raise ArgumentError(
-            f"query has {q.shape[1]} heads and key {k.shape[1]}: say enable_gqa=True where each is for a group"
-        )
+    query, key, value = converted(query, key, value)
+    q, k, v, leading = _in_four(query, key, value, enable_gqa)
     captures: dict[str, Tensor] = {}
+    alignment = "top_left" if is_causal else None
     if attn_mask is not None:
-        captures["attn_mask"] = _mask_in_four(attn_mask, q, k, leading)
-    kind = None if attn_mask is None else dtype_of(attn_mask)
-    learned = attn_mask is not None and attn_mask.requires_grad
-    options = (emulate, is_deterministic(None))
+        if is_causal:
+            raise ArgumentError("attn_mask and is_causal=True are both given: give one, or a mask that is causal")
+        alignment = causal_bias(attn_mask, q.shape[-2], k.shape[-2])
+        if alignment is None:
+            check_mask(attn_mask)
+            captures["attn_mask"] = _mask_in_four(attn_mask, q, k, leading)
+    dropout = fixed(dropout_p)
+    if dropout and checked_dropout("dropout_p", dropout) == 1:
+        dropout, v = 0.0, nothing_kept(v)
+    if isinstance(scale, torch.Tensor):
+        captures["scale"], scale = scale_of_call("scale", scale, q), 1.0
+    value_dim = v.shape[-1]
+    if q.shape[-1] % 8 or k.shape[-1] % 8 or value_dim % 8:
+        padded = padded_heads(q, k, v)
+        q, k, v = padded.q, padded.k, padded.v
+        scale = padded.scale if scale is None else scale
     entry = _entry(
-        options,
+        (emulate, is_deterministic(None)),
         fixed(q.shape[-1]),
         fixed(v.shape[-1]),
         dtype_of(q),
-        is_causal,
+        alignment,
         fixed(scale),
-        fixed(dropout_p),
-        kind,
-        learned,
+        dropout,
+        tuple([(name, dtype_of(tensor), tensor.ndim, tensor.requires_grad) for name, tensor in captures.items()]),
     )
-    out: Tensor = call(entry, {}, q, k, v, captures)
+    out: Tensor = cut_heads(call(entry, {}, q, k, v, captures), value_dim)
     return out.reshape(*leading, *out.shape[2:])
 
 
-def _in_four(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """(batch, heads, length, dim) of each: dimensions before these are one batch, those that are not there are 1."""
-    if min(tensor.ndim for tensor in tensors) < 2:
-        raise ArgumentError(f"query has shape {tuple(tensors[0].shape)}: give (..., heads, length, dim)")
-    made = []
-    for tensor in tensors:
-        if tensor.ndim < 4:
-            tensor = tensor.unsqueeze(1) if tensor.ndim == 3 else tensor[None, None]
-        made.append(tensor.flatten(0, -4) if tensor.ndim > 4 else tensor)
-    return tuple(made)
+class _InFour(NamedTuple):
+    """(batch, heads, length, dim) of each, and the dimensions of the output before its length."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    leading: tuple[int, ...]
+
+
+def _in_four(q: Tensor, k: Tensor, v: Tensor, enable_gqa: bool) -> _InFour:
+    """Dimensions before the heads are one batch, those that are not there are 1, and others broadcast.
+
+    ArgumentError where they do not.
+    """
+    if min(q.ndim, k.ndim, v.ndim) < 2:
+        raise ArgumentError(f"query has shape {tuple(q.shape)}: give (..., heads, length, dim)")
+    if q.ndim == k.ndim == v.ndim == 3 and not enable_gqa:  # there is one head
+        q, k, v, leading = _broadcast(q.unsqueeze(1), k.unsqueeze(1), v.unsqueeze(1), enable_gqa)
+        return _InFour(q, k, v, leading[:1])
+    if max(q.ndim, k.ndim, v.ndim) == 2:
+        return _InFour(q[None, None], k[None, None], v[None, None], ())
+    q, k, v = (tensor.unsqueeze(0) if tensor.ndim == 2 else tensor for tensor in (q, k, v))
+    return _broadcast(q, k, v, enable_gqa)
+
+
+def _broadcast(q: Tensor, k: Tensor, v: Tensor, enable_gqa: bool) -> _InFour:
+    """Of tensors (..., heads, length, dim)."""
+    fits = k.shape[-3] == v.shape[-3] and (enable_gqa or q.shape[-3] == k.shape[-3])
+    if fits and q.ndim == k.ndim == v.ndim == 4 and q.shape[0] == k.shape[0] == v.shape[0]:
+        return _InFour(q, k, v, q.shape[:-2])
+    before = _common(*(tensor.shape[:-3] for tensor in (q, k, v)))
+    (heads,) = _common(q.shape[-3:-2]) if enable_gqa else _common(*(x.shape[-3:-2] for x in (q, k, v)))
+    of_keys = heads if max(k.shape[-3], v.shape[-3]) > 1 else 1  # one head is for all queries' without a copy
+    sizes = (heads, k.shape[-3], v.shape[-3]) if enable_gqa else (heads, of_keys, of_keys)
+    wanted = [(*before, own, *x.shape[-2:]) for x, own in zip((q, k, v), sizes, strict=True)]
+    q, k, v = (_one_batch(tensor.expand(shape)) for tensor, shape in zip((q, k, v), wanted, strict=True))
+    return _InFour(q, k, v, (*before, heads))
+
+
+def _one_batch(tensor: Tensor) -> Tensor:
+    """(batch, heads, length, dim) of any dimensions before the heads, or none."""
+    if tensor.ndim == 3:
+        return tensor.unsqueeze(0)
+    return tensor.flatten(0, -4) if tensor.ndim > 4 else tensor
+
+
+def _common(*shapes: Any) -> tuple[int, ...]:
+    """The shape that these broadcast to; ArgumentError where they do not."""
+    longest = max(map(len, shapes))
+    found = []
+    for sizes in zip(*((1,) * (longest - len(shape)) + tuple(shape) for shape in shapes), strict=True):
+        others = [size for size in sizes if size != 1] or [1]
+        if any(size != others[0] for size in others):
+            raise ArgumentError(
+                f"query, key and value have sizes {', '.join(map(str, sizes))} in one dimension, which do not "
+                "broadcast: give one size or 1, or enable_gqa=True where each head of key is for a group of query's"
+            )
+        found.append(others[0])
+    return tuple(found)
 
 
 def _mask_in_four(mask: Tensor, q: Tensor, k: Tensor, leading: Any) -> Tensor:
@@ -97,10 +154,10 @@ def _mask_in_four(mask: Tensor, q: Tensor, k: Tensor, leading: Any) -> Tensor:
         own not in (1, size) for own, size in zip(mask.shape[::-1], wanted[::-1], strict=False)
     ):
         raise ArgumentError(f"attn_mask has shape {tuple(mask.shape)}, which does not broadcast to {tuple(wanted)}")
-    if len(wanted) > 4:
-        return mask.expand(*leading[:-1], *mask.shape[-3:]).flatten(0, -4) if mask.ndim > 3 else _padded(mask)
-    if len(wanted) == 3:  # (batch, len_q, len_k): there is one head
-        return _padded(mask.unsqueeze(1)) if mask.ndim == 3 else _padded(mask)
+    if len(wanted) > 4 and mask.ndim > 3:
+        return mask.expand(*leading[:-1], *mask.shape[-3:]).flatten(0, -4)
+    if len(leading) == 1 and leading[0] == q.shape[0] and mask.ndim == 3:  # (batch, len_q, len_k): there is one head
+        return mask.unsqueeze(1)
     return _padded(mask)
 
 
@@ -118,22 +175,27 @@ def _made(
     head_dim: int,
     value_dim: int,
     dtype: str,
-    is_causal: bool,
+    alignment: str | None,
     scale: float | None,
     dropout: float,
-    mask_dtype: str | None,
-    learned: bool,
+    captures: tuple[tuple[str, str, int, bool], ...],
 ) -> AttentionSpec:
+    """The spec of a call. captures: (name, dtype, dimensions, whether it is learned) of the mask and the scale."""
     if dtype not in ("float16", "bfloat16"):
         raise ArgumentError(
             f"query is {dtype}; flashgen computes in float16 and bfloat16: convert it, or call under torch.autocast"
         )
-    mask: Any = causal("top_left") if is_causal else None
+    declared = {name: Captured(name, kind, ndim, grad=learned) for name, kind, ndim, learned in captures}
+    mask: Any = causal(alignment) if alignment else None
+    factor, bias = declared.get("scale"), declared.get("attn_mask")
+    if bias is not None and bias.capture.dtype == "bool":
+        kept = bias
+        mask, bias = lambda b, h, q, k: kept[b, h, q, k], None
     score: Any = None
-    if mask_dtype is not None:
-        bias = Captured("attn_mask", mask_dtype, 4, grad=learned)
-        if mask_dtype == "bool":
-            mask = lambda b, h, q, k: bias[b, h, q, k]
-        else:
-            score = lambda s, b, h, q, k: s + bias[b, h, q, k]
+    if factor is not None and bias is not None:
+        score = lambda s, b, h, q, k: s * factor[0] + bias[b, h, q, k]
+    elif factor is not None:
+        score = lambda s, b, h, q, k: s * factor[0]
+    elif bias is not None:
+        score = lambda s, b, h, q, k: s + bias[b, h, q, k]
     return AttentionSpec(head_dim, dtype, value_dim, scale, dropout=dropout, score=score, mask=mask)

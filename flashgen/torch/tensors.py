@@ -25,6 +25,9 @@ NO_FORWARD_MODE = (
 Tensor: TypeAlias = torch.Tensor
 
 
+PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
+
+
 class _Shaped(NamedTuple):
     shape: tuple[int, ...]
     dtype: str
@@ -51,14 +54,50 @@ def check_tensors(**given: Any) -> None:
             )
 
 
+def causal_bias(mask: Any, len_q: int, len_k: int) -> str | None:
+    """The alignment of torch's CausalBias, "top_left" or "bottom_right"; None for all other masks.
+
+    Its memory is not initialised: what it means it says by attributes. ArgumentError where it is for other lengths.
+    """
+    if type(mask) in PLAIN_TENSORS or not isinstance(mask, torch.Tensor):
+        return None
+    from torch.nn.attention.bias import CausalBias, CausalVariant
+
+    if not isinstance(mask, CausalBias):
+        return None
+    if (mask.seq_len_q, mask.seq_len_kv) != (len_q, len_k):
+        raise ArgumentError(
+            f"attn_mask is a CausalBias of {mask.seq_len_q} queries and {mask.seq_len_kv} keys; query has {len_q} and "
+            f"key {len_k}: make it for these lengths"
+        )
+    return "top_left" if mask.variant == CausalVariant.UPPER_LEFT else "bottom_right"
+
+
 def check_mask(mask: Tensor) -> None:
-    """ArgumentError for an attn_mask that is no tensor of booleans or of numbers to add: integers may mean either."""
+    """ArgumentError for an attn_mask that is no tensor of booleans or of numbers to add: integers may mean either.
+
+    Nor is it of a class that has functions of torch do something else, whose elements may mean something else.
+    """
     check_tensors(attn_mask=mask)
+    kind = type(mask)
+    if kind not in PLAIN_TENSORS and _gives_functions_a_meaning(kind):
+        raise ArgumentError(
+            f"attn_mask of type {kind.__module__}.{kind.__name__}: what its elements mean is not known here; give a "
+            "torch.Tensor, such as attn_mask.as_subclass(torch.Tensor) where its elements are the mask"
+        )
     if dtype_of(mask) not in _MASKS:
         raise ArgumentError(
             f"attn_mask is {dtype_of(mask)}: give booleans, attn_mask.bool() where 1 is what may be attended to, or "
             f"numbers that are added to the scores, of {', '.join(_MASKS[1:])}"
         )
+
+
+def _gives_functions_a_meaning(kind: Any) -> bool:
+    """Whether a class overrides functions of torch, and not operators at most, as fake and distributed tensors do."""
+    own, tensors_own = kind.__torch_function__, torch.Tensor.__torch_function__
+    if own is torch._C._disabled_torch_function_impl:
+        return False
+    return getattr(own, "__func__", own) is not getattr(tensors_own, "__func__", tensors_own)
 
 
 def check_call(
@@ -128,7 +167,7 @@ def check_device(entry: Registered, name: str, tensor: Tensor, q: Tensor) -> Non
         raise ArgumentError(
             f"{name} is on {tensor.device} and q on {q.device}: move it there with .to({str(q.device)!r})"
         )
-    if entry.emulate and tensor.device.type != "cpu":
+    if entry.emulate and tensor.device.type not in ("cpu", "meta"):
         raise ArgumentError(
             f"{name} is on {tensor.device}; the emulator takes CPU tensors: call it without emulate=True"
         )
