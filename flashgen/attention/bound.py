@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import deepcopy
 from typing import Any
 
 import numpy as np
@@ -28,6 +29,10 @@ class BoundAttention(Attention):
     def __init__(self, attention: Attention, bound: Bound) -> None:
         self.__dict__ = attention.__dict__
         self.bound = bound
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> BoundAttention:
+        """The same kernels with copies of the arrays: of a model's parameters those of the model's copy."""
+        return BoundAttention(self, deepcopy(self.bound, memo))
 
     def __call__(self, q: Any, k: Any, v: Any, **given: Any) -> Any:
         return super().__call__(q, k, v, **self._with_bound(q, given))

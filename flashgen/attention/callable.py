@@ -44,11 +44,14 @@ _NOTHING: dict[str, Any] = {}
 class Attention:
     """A spec compiled for a target: call it with q, k and v; `backward` and `vjp` give gradients.
 
-    Many threads may call one at once, on one stream or several; Python without a global lock is not promised.
+    Many threads may call one at once, on one stream or several; Python without a global lock is not promised. A copy of
+    one is itself. Pickle writes its spec and how it was compiled, and it is compiled again where it is loaded; one with
+    edited kernels, or whose functions close over arrays, raises UnsupportedError there.
 
     Attributes: `spec`, `target`, `engine` (where it runs), `source` (the CUDA), `plan`, `resources`, `edited`,
-    `deterministic` (whether gradients are bitwise equal from run to run), and of the backward pass, rendered when it is
-    first asked for, `backward_kernels` and `backward_plan`.
+    `deterministic` (whether gradients are bitwise equal from run to run), `compiled_with` (plan, deterministic and
+    backward_plan as `compile` was given them), and of the backward pass, rendered when it is first asked for,
+    `backward_kernels` and `backward_plan`.
     """
 
     def __init__(
@@ -69,6 +72,7 @@ class Attention:
         """
         self.spec, self.target, self.engine, self.deterministic = spec, target, engine, deterministic
         self._tuned = tuned
+        self.compiled_with = (plan, deterministic, backward_plan)
         self._given_backward_plan, self._edits = backward_plan, edits
         self._gradients = (*ROWS, *(capture.name for capture in differentiated(spec)))
         kernels = forward_kernels(spec, target, plan=plan)
@@ -92,6 +96,13 @@ class Attention:
             return f"flashgen show --pass backward {'--deterministic ' if self.deterministic else ''}{shown}"
         command = f"flashgen show {shown}"
         return f"{command} && flashgen show --kernel lists {shown}" if self._kernel.reads else command
+
+    def __copy__(self) -> Attention:
+        """Itself: nothing of an attention changes."""
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Attention:
+        return self
 
     def __repr__(self) -> str:
         edited = f", edited: {', '.join(self.edited)}" if self.edited else ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copyreg
 from functools import partial
 from typing import Any, Literal
 
@@ -12,7 +13,7 @@ from flashgen.attention.given_sources import GivenText, Source, texts_of
 from flashgen.codegen.families import emulated_target, target_of_gpu
 from flashgen.codegen.plan import Plan
 from flashgen.codegen.targets import Target, target_named
-from flashgen.errors import SpecError
+from flashgen.errors import SpecError, UnsupportedError
 from flashgen.language.spec import AttentionSpec
 from flashgen.launch.engines import Emulator, Engine, Gpu
 from flashgen.runtime import gpu
@@ -101,6 +102,35 @@ def _edits(texts: tuple[GivenText, ...], *what: Any) -> Edits:
     from flashgen.attention.edit_matching import Emitted, edits_of
 
     return edits_of(texts, Emitted(*what))
+
+
+def _written(attention: Attention) -> tuple[Any, ...]:
+    """How pickle writes an attention: as what makes it again. UnsupportedError where more than its spec made it."""
+    if attention.edited:
+        raise UnsupportedError(
+            f"pickling {attention.name} is not supported: its kernels are edited; pickle the spec and the texts, and "
+            "compile(spec, source=...) where they are loaded"
+        )
+    engine = attention.engine
+    of_engine = (True, engine.sanitize, engine.schedule) if isinstance(engine, Emulator) else (False, None, None)
+    return _compiled_again, (attention.spec.to_json(), attention.target.name, attention.compiled_with, of_engine)
+
+
+def _compiled_again(spec: str, target: str, compiled_with: Any, of_engine: Any) -> Attention:
+    (plan, deterministic, backward_plan), (emulate, sanitize, schedule) = compiled_with, of_engine
+    options: Any = {"plan": plan, "deterministic": deterministic, "backward_plan": backward_plan}
+    return compile(AttentionSpec.from_json(spec), target, emulate, **options, sanitize=sanitize, schedule=schedule)
+
+
+def _not_written(attention: BoundAttention) -> tuple[Any, ...]:
+    raise UnsupportedError(
+        f"pickling {attention.name} is not supported: its functions close over {', '.join(sorted(attention.bound))}, "
+        "which is no part of its spec; pickle what makes it, or declare captures and give them to each call"
+    )
+
+
+copyreg.pickle(Attention, _written)
+copyreg.pickle(BoundAttention, _not_written)
 
 
 def clear() -> Any:

@@ -26,6 +26,9 @@ class Attention(torch.nn.Module):
         emulate, deterministic: as of `attention`.
         captures: tensors that calls need not give: parameters where the spec declares them with grad=True, buffers
             otherwise, so that they move, and are saved, with the module.
+
+    After `.half()`, `.bfloat16()` and the like captured floats are of that dtype, rounded; calls convert them to the
+    dtype that the spec declares, and their gradients are of their own.
     """
 
     def __init__(
@@ -38,7 +41,7 @@ class Attention(torch.nn.Module):
             raise no_spec(spec)
         captured = (spec if isinstance(spec, AttentionSpec) else spec.spec).captures
         declared = {capture.name: capture for capture in captured}
-        self._own = tuple(captures)
+        self._own = {name: getattr(torch, declared[name].dtype) for name in captures if name in declared}
         for name, tensor in captures.items():
             if name not in declared:
                 raise ArgumentError(
@@ -51,9 +54,14 @@ class Attention(torch.nn.Module):
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, **given: Any) -> Any:
         """As `attention`: seed, return_lse, emulate, deterministic, and the captures that the module does not hold."""
-        own: Mapping[str, Any] = {name: getattr(self, name) for name in self._own}
+        own: Mapping[str, Any] = {name: _as_declared(getattr(self, name), dtype) for name, dtype in self._own.items()}
         options: Any = {"emulate": self.emulate, "deterministic": self.deterministic}
         return attention(self.spec, q, k, v, **{**options, **own, **given})
 
     def extra_repr(self) -> str:
         return repr(self.spec)
+
+
+def _as_declared(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Floats as the spec declares them, whatever the module was converted to."""
+    return tensor.to(dtype) if tensor.is_floating_point() and dtype.is_floating_point else tensor
