@@ -241,7 +241,7 @@ class Emulator:
                 f"{argument} of type {type(array).__name__}: the emulator takes NumPy arrays "
                 f"(bfloat16 is ml_dtypes.bfloat16){_of_frameworks(array)}"
             )
-        return NUMPY
+        return library_of(array, argument)
 
     def taken(self, arrays: dict[str, Any], addresses: Addresses) -> Taken:
         return arrays

@@ -369,6 +369,7 @@ def _library_of_type(array: Any, argument: str) -> Library:
     for cls in type(array).__mro__:
         library = _BY_MODULE.get(cls.__module__.partition(".")[0])
         if library and not isinstance(array, np.generic):
+            _check_class(library, array, argument)
             return library
     if hasattr(array, "__cuda_array_interface__") or hasattr(array, "__dlpack__"):
         return OTHER
@@ -376,6 +377,37 @@ def _library_of_type(array: Any, argument: str) -> Library:
         f"{argument} of type {type(array).__name__} is not an array; give a NumPy, CuPy, PyTorch or JAX array, or one "
         "that speaks DLPack or the CUDA array interface"
     )
+
+
+def _check_class(library: Library, array: Any, argument: str) -> None:
+    """ArgumentError for a class of arrays of which the memory alone does not say what the elements are."""
+    kind = type(array)
+    if library is NUMPY and isinstance(array, np.ma.MaskedArray):
+        raise ArgumentError(
+            f"{argument} is a masked array of NumPy, whose mask no kernel reads: give {argument}.filled(value), or "
+            f"{argument}.data where the mask does not matter"
+        )
+    if library is TORCH and (overrides_functions(kind) or overrides_operators(kind)):
+        raise ArgumentError(
+            f"{argument} of type {kind.__module__}.{kind.__name__} is no plain tensor of torch, whose memory kernels "
+            "could read: give a torch.Tensor"
+        )
+
+
+def overrides_functions(kind: Any) -> bool:
+    """Whether functions of torch mean something else for tensors of a class: those of a mask, or of several lengths."""
+    import torch
+
+    functions: Any = [each.__torch_function__ for each in (kind, torch.Tensor)]
+    own, plain = (getattr(function, "__func__", function) for function in functions)
+    return own is not plain and own is not torch._C._disabled_torch_function_impl
+
+
+def overrides_operators(kind: Any) -> bool:
+    """Whether a class of torch's tensors does itself what operators do: fake and distributed ones have no memory."""
+    import torch
+
+    return getattr(kind, "__torch_dispatch__", None) is not getattr(torch.Tensor, "__torch_dispatch__", None)
 
 
 def give_back(library: Library, made: Mapping[str, Any]) -> Mapping[str, Any]:

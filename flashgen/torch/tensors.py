@@ -13,7 +13,7 @@ from flashgen.attention.problem import checked_sequences, checked_sizes, in_layo
 from flashgen.errors import ArgumentError, UnsupportedError
 from flashgen.language.bound import BoundArray
 from flashgen.language.spec import AttentionSpec
-from flashgen.runtime.arrays import inverse, nesting
+from flashgen.runtime.arrays import inverse, nesting, overrides_functions
 from flashgen.torch.table import Registered
 
 _ROW_BYTES = 16
@@ -80,7 +80,7 @@ def check_mask(mask: Tensor) -> None:
     """
     check_tensors(attn_mask=mask)
     kind = type(mask)
-    if kind not in PLAIN_TENSORS and _gives_functions_a_meaning(kind):
+    if kind not in PLAIN_TENSORS and overrides_functions(kind):
         raise ArgumentError(
             f"attn_mask of type {kind.__module__}.{kind.__name__}: what its elements mean is not known here; give a "
             "torch.Tensor, such as attn_mask.as_subclass(torch.Tensor) where its elements are the mask"
@@ -90,14 +90,6 @@ def check_mask(mask: Tensor) -> None:
             f"attn_mask is {dtype_of(mask)}: give booleans, attn_mask.bool() where 1 is what may be attended to, or "
             f"numbers that are added to the scores, of {', '.join(_MASKS[1:])}"
         )
-
-
-def _gives_functions_a_meaning(kind: Any) -> bool:
-    """Whether a class overrides functions of torch, and not operators at most, as fake and distributed tensors do."""
-    own, tensors_own = kind.__torch_function__, torch.Tensor.__torch_function__
-    if own is torch._C._disabled_torch_function_impl:
-        return False
-    return getattr(own, "__func__", own) is not getattr(tensors_own, "__func__", tensors_own)
 
 
 def check_call(

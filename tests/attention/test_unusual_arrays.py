@@ -1,0 +1,41 @@
+"""Arrays whose memory alone does not say what their elements are: refused by name, wherever a call takes arrays."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+import flashgen as fg
+from flashgen.errors import ArgumentError
+from flashgen.runtime.arrays import library_of
+
+BIAS = fg.Tensor("bias", "float32", 1)
+SPEC = fg.AttentionSpec(32, score=lambda s, b, h, q, k: s + BIAS[q])
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v", "bias", "out"])
+def test_masked_arrays(name: str) -> None:
+    rows, bias = np.zeros((1, 1, 20, 32), np.float16), np.zeros(20, np.float32)
+    given: dict[str, Any] = {"q": rows, "k": rows, "v": rows, "bias": bias, "out": rows.copy()}
+    given[name] = np.ma.masked_array(given[name], given[name] > 0)
+    compiled = fg.compile(SPEC, emulate=True)
+    with pytest.raises(ArgumentError, match=f"{name} is a masked array of NumPy.* give {name}.filled"):
+        compiled(**given)
+
+
+def test_classes_of_torchs_tensors() -> None:
+    torch = pytest.importorskip("torch", reason="of torch's tensors")
+    from torch.nn.attention.bias import causal_lower_right
+
+    class Named(torch.Tensor):  # type: ignore[misc, name-defined]
+        """A tensor like any other."""
+
+    numbers = torch.zeros(3, 3)
+    for plain in (numbers, torch.nn.Parameter(numbers), numbers.as_subclass(Named)):
+        assert library_of(plain, "bias").name == "torch"
+    fake = torch._subclasses.FakeTensorMode().from_tensor(numbers)
+    for other in (causal_lower_right(3, 4), fake):
+        with pytest.raises(ArgumentError, match=f"bias of type .*{type(other).__name__} is no plain tensor of torch"):
+            library_of(other, "bias")
