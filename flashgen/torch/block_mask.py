@@ -33,14 +33,63 @@ class BlockMask:
 
     def __init__(
         self,
+        seq_lengths: tuple[int, int],
+        kv_num_blocks: Tensor,
+        kv_indices: Tensor,
+        full_kv_num_blocks: Tensor | None = None,
+        full_kv_indices: Tensor | None = None,
+        q_num_blocks: Tensor | None = None,
+        q_indices: Tensor | None = None,
+        full_q_num_blocks: Tensor | None = None,
+        full_q_indices: Tensor | None = None,
+        BLOCK_SIZE: int | tuple[int, int] = _BLOCK,
+        mask_mod: MaskFunction = noop_mask,
+        **_of_triton: Any,
+    ) -> None:
+        """Of lists of blocks, as FlexAttention's: `mask_mod` decides in those of kv_indices, all of those of
+        full_kv_indices is kept.
+
+        Args: seq_lengths (len_q, len_k); kv_num_blocks (batch or 1, heads or 1, rows of blocks), of which each row's
+            first so many entries of kv_indices (batch or 1, heads or 1, rows, columns) are visited; of the full ones
+            likewise. The lists of queries, and what is written in which order, say nothing to kernels here.
+        Raises ArgumentError where the lists are not of these shapes, or the lengths beyond the blocks.
+        """
+        if kv_indices.ndim != 4 or (full_kv_num_blocks is None) != (full_kv_indices is None):
+            raise ArgumentError(
+                f"kv_indices has shape {tuple(kv_indices.shape)}: give (batch, heads, rows, columns), and of full "
+                "blocks both numbers and indices or neither"
+            )
+        _check_order(_of_triton)
+        partial = _of_lists(kv_num_blocks, kv_indices)
+        full = torch.zeros_like(partial)
+        if full_kv_num_blocks is not None and full_kv_indices is not None:
+            full = _of_lists(full_kv_num_blocks, full_kv_indices)
+        block = (BLOCK_SIZE, BLOCK_SIZE) if isinstance(BLOCK_SIZE, int) else BLOCK_SIZE
+        _check_lengths(seq_lengths, partial, block)
+        shape = (partial.shape[0], partial.shape[1], seq_lengths[0], seq_lengths[1])
+        has_full = full_kv_num_blocks is not None
+        self._set(mask_mod, shape, block, kv_indices.device, (partial, full), has_full)
+
+    @classmethod
+    def _of(cls, *given: Any) -> BlockMask:
+        """Of a function for lengths, or of blocks that are known: see `_set`."""
+        made = cls.__new__(cls)
+        made._set(*given)
+        return made
+
+    def _set(
+        self,
         mask_mod: MaskFunction,
         shape: tuple[int, int, int, int],
         block_size: tuple[int, int],
         device: Any = None,
         blocks: Blocks | None = None,
+        has_full: bool = True,
     ) -> None:
+        """has_full: whether blocks that are kept whole are listed by themselves."""
         self._mask_mod, self.batch_and_heads, self.seq_lengths = mask_mod, shape[:2], (shape[2], shape[3])
         self.BLOCK_SIZE, self.device, self._blocks = block_size, torch.device(device or "cpu"), blocks
+        self._has_full = has_full
 
     @classmethod
     def from_kv_blocks(
@@ -53,27 +102,29 @@ class BlockMask:
         mask_mod: MaskFunction | None = None,
         seq_lengths: tuple[int, int] | None = None,
         compute_q_blocks: bool = True,
+        **_of_triton: Any,
     ) -> BlockMask:
-        """Of lists of blocks: `mask_mod` decides in those of kv_indices, all of those of full_kv_indices is kept.
+        """Of lists of blocks, as the constructor; the lengths are by default those of whole blocks.
 
-        Args: kv_num_blocks (batch or 1, heads or 1, rows of blocks), of which each row's first so many entries of
-            kv_indices (batch or 1, heads or 1, rows, columns) are visited; of the full ones likewise. The rest as
-            FlexAttention's function of this name; kernels need no lists of queries.
+        compute_q_blocks, and what is written in which order: nothing to kernels here, which need no lists of queries.
         """
-        if kv_indices.ndim != 4 or (full_kv_num_blocks is None) != (full_kv_indices is None):
-            raise ArgumentError(
-                f"kv_indices has shape {tuple(kv_indices.shape)}: give (batch, heads, rows, columns), and of full "
-                "blocks both numbers and indices or neither"
-            )
         block = (BLOCK_SIZE, BLOCK_SIZE) if isinstance(BLOCK_SIZE, int) else BLOCK_SIZE
-        partial = _of_lists(kv_num_blocks, kv_indices)
-        full = torch.zeros_like(partial)
-        if full_kv_num_blocks is not None and full_kv_indices is not None:
-            full = _of_lists(full_kv_num_blocks, full_kv_indices)
-        batch, heads, rows, columns = partial.shape
-        len_q, len_k = seq_lengths or (rows * block[0], columns * block[1])
-        shape = (batch, heads, len_q, len_k)
-        return cls(mask_mod or noop_mask, shape, block, kv_indices.device, (partial, full))
+        rows, columns = kv_indices.shape[-2:]
+        lengths = seq_lengths or (rows * block[0], columns * block[1])
+        given: dict[str, Any] = {"full_kv_num_blocks": full_kv_num_blocks, "full_kv_indices": full_kv_indices}
+        given |= {"BLOCK_SIZE": block, "mask_mod": mask_mod or noop_mask, **_of_triton}
+        return cls(lengths, kv_num_blocks, kv_indices, **given)
+
+    def as_tuple(self, flatten: bool = True) -> tuple[Any, ...]:
+        """Lengths, lists, block sizes and function, as FlexAttention's of the torch that is installed gives them.
+
+        flatten: lengths and block sizes as two numbers each, and not as pairs.
+        """
+        from torch.nn.attention.flex_attention import BlockMask as Theirs
+
+        lists: Any = {name: getattr(self, name) for name in _LISTS}
+        theirs: Any = Theirs(self.seq_lengths, **lists, BLOCK_SIZE=self.BLOCK_SIZE, mask_mod=self._mask_mod)
+        return tuple(theirs.as_tuple(flatten))
 
     @property
     def mask_mod(self) -> MaskFunction:
@@ -137,7 +188,7 @@ class BlockMask:
         """The same for a device; arrays that the mask closed over are read where they are, or copied to where calls
         are."""
         blocks = self._blocks and (self._blocks[0].to(device), self._blocks[1].to(device))
-        return BlockMask(self._mask_mod, self.shape, self.BLOCK_SIZE, device, blocks)
+        return BlockMask._of(self._mask_mod, self.shape, self.BLOCK_SIZE, device, blocks, self._has_full)
 
     def __getitem__(self, index: Any) -> BlockMask:
         """The blocks at an index of batch, head and row of blocks; indices within it begin at 0.
@@ -148,14 +199,15 @@ class BlockMask:
         places = tuple(slice(i, i + 1 or None) if isinstance(i, int) else i for i in given)
         partial, full = (each[places] for each in self.blocks())
         shape = (*partial.shape[:2], *self.seq_lengths)
-        return BlockMask(_mask_of_other_indices, shape, self.BLOCK_SIZE, self.device, (partial, full))
+        blocks = (partial, full)
+        return BlockMask._of(_mask_of_other_indices, shape, self.BLOCK_SIZE, self.device, blocks, self._has_full)
 
     def _adjust(self, new_q_len: int, new_kv_len: int) -> BlockMask:
         """The same for other lengths, as FlexAttention's errors tell users to call it; of blocks, the first ones."""
         rows, columns = (-(-new // block) for new, block in zip((new_q_len, new_kv_len), self.BLOCK_SIZE, strict=True))
         blocks = self._blocks and (self._blocks[0][..., :rows, :columns], self._blocks[1][..., :rows, :columns])
         shape = (*self.batch_and_heads, new_q_len, new_kv_len)
-        return BlockMask(self._mask_mod, shape, self.BLOCK_SIZE, self.device, blocks)
+        return BlockMask._of(self._mask_mod, shape, self.BLOCK_SIZE, self.device, blocks, self._has_full)
 
     def to_string(self, grid_size: int | tuple[int, int] = _MOST_SHOWN, limit: int = 4) -> str:
         """A picture of the first `limit` maps of blocks, of at most so many rows and columns; -1 is all of them.
@@ -169,14 +221,16 @@ class BlockMask:
         for number, blocks in enumerate(dense[:limit]):
             shares = [[part.mean().item() for part in row.split(steps[1], 1)] for row in blocks.split(steps[0])]
             lines = ["".join("█" if x == 1 else "░" if x else " " for x in row for _ in "ab") for row in shares]
-            pictures.append("\n".join([str(divmod(number, self.shape[1])), *lines]))
-        rest = len(dense) - limit
-        return "\n".join([*pictures, *([f"... {rest} more: to_string(limit=...) shows them"] if rest > 0 else [])])
+            pictures.append("\n".join([str(divmod(number, self.shape[1])), *lines, ""]))
+        return "\n".join([*pictures, *(_MORE if len(dense) > limit else [])])
 
     def __getattr__(self, name: str) -> Any:
         if name in _LISTS:
             of_queries, kind, what = name.startswith(("q_", "full_q_")), name.startswith("full_"), name.split("_")[-2:]
-            blocks = self.blocks()[kind]
+            if kind and not self._has_full:
+                return None
+            partial, full = self.blocks()
+            blocks = full if kind else partial if self._has_full else partial | full
             blocks = blocks.mT if of_queries else blocks
             if what == ["num", "blocks"]:
                 return blocks.sum(-1, dtype=torch.int32)
@@ -187,19 +241,42 @@ class BlockMask:
             return object.__getattribute__(self, name)
         raise AttributeError(
             f"flashgen.torch.BlockMask has no {name!r}: it holds the mask itself, of which kernels find the tiles; "
-            f"there are mask_mod, shape, seq_lengths, sparsity(), to_dense(), to_string(), {', '.join(_LISTS)}"
+            "there are mask_mod, shape, seq_lengths, sparsity(), to_dense(), to_string(), as_tuple(), "
+            f"{', '.join(_LISTS)}"
         )
 
     def __repr__(self) -> str:
         return f"BlockMask({self.mask.name}, shape={self.shape}, BLOCK_SIZE={self.BLOCK_SIZE})"
 
     def __str__(self) -> str:
-        return f"BlockMask(shape={self.shape}, sparsity={self.sparsity():.2f}%,\n{self.to_string()}\n)"
+        return f"BlockMask(shape={self.shape}, sparsity={self.sparsity():.2f}%, \n{self.to_string().strip()}\n)"
 
 
 _LISTS = tuple(
-    f"{full}{side}_{what}" for full in ("", "full_") for side in ("kv", "q") for what in ("num_blocks", "indices")
+    f"{full}{side}_{what}" for side in ("kv", "q") for full in ("", "full_") for what in ("num_blocks", "indices")
 )
+_ORDER = ("dq_write_order", "dq_write_order_full", "dq_kv_order", "dq_kv_order_spt")
+_MORE = (  # as FlexAttention says it
+    "...",
+    "To print out more, set BlockMask.to_string(limit=N)",
+    "You can also index (BlockMask[batch, head]) to choose a specific batch or head",
+)
+
+
+def _check_order(given: dict[str, Any]) -> None:
+    """ArgumentError for an argument that FlexAttention's block masks have not."""
+    if unknown := sorted(set(given) - set(_ORDER)):
+        raise ArgumentError(f"BlockMask has no argument {', '.join(unknown)}")
+
+
+def _check_lengths(lengths: tuple[int, int], blocks: Tensor, block_size: tuple[int, int]) -> None:
+    """ArgumentError where there are queries or keys of no block."""
+    covered = tuple(count * size for count, size in zip(blocks.shape[2:], block_size, strict=True))
+    if any(length > most for length, most in zip(lengths, covered, strict=True)):
+        raise ArgumentError(
+            f"seq_lengths={tuple(lengths)}: the lists have {blocks.shape[2]} rows and {blocks.shape[3]} columns of "
+            f"blocks {block_size}, which are of {covered[0]} queries and {covered[1]} keys"
+        )
 
 
 def _of_lists(numbers: Tensor, indices: Tensor) -> Tensor:
@@ -236,8 +313,8 @@ def create_block_mask(
         Q_LEN, KV_LEN: the lengths.
         device: where what is asked of its blocks is given; None is the CPU. No attention needs it.
         BLOCK_SIZE: of the blocks that are asked for; kernels have tiles of their own.
-        _compile, _of_triton: separate_full_blocks, compute_dq_write_order and dq_kv_order, which say nothing to kernels
-            that hold no blocks.
+        _compile, _of_triton: separate_full_blocks, whether blocks that are kept whole have lists of their own; and
+            compute_dq_write_order and dq_kv_order, which say nothing to kernels that hold no blocks.
     """
     for name, size in (("Q_LEN", Q_LEN), ("KV_LEN", KV_LEN)):
         if not isinstance(size, int) or isinstance(size, bool) or size < 0:
@@ -246,5 +323,6 @@ def create_block_mask(
     if unknown:
         raise ArgumentError(f"create_block_mask has no argument {', '.join(sorted(unknown))}")
     block = (BLOCK_SIZE, BLOCK_SIZE) if isinstance(BLOCK_SIZE, int) else BLOCK_SIZE
+    has_full = _of_triton.get("separate_full_blocks", True)
     check_traceable(mask_mod, of_mask=True)
-    return BlockMask(mask_mod, (B or 1, H or 1, Q_LEN, KV_LEN), block, device)
+    return BlockMask._of(mask_mod, (B or 1, H or 1, Q_LEN, KV_LEN), block, device, None, has_full)

@@ -16,6 +16,7 @@ import flashgen.torch as ours
 from flashgen.errors import ArgumentError, SpecError
 
 LENGTH, BLOCK = 80, 16
+ONE = torch.ones(1, 1, 1, dtype=torch.int32)
 ids = torch.arange(LENGTH) // 23
 lengths = torch.tensor([80, 40])
 
@@ -60,11 +61,49 @@ def test_what_is_asked_of_blocks(name: str) -> None:
 
 def test_a_picture_of_blocks() -> None:
     mask = ours.create_block_mask(causal, 2, 3, 64, 48, BLOCK_SIZE=16)
-    assert (
-        mask.to_string(limit=1) == "(0, 0)\n██    \n████  \n██████\n██████\n... 5 more: to_string(limit=...) shows them"
-    )
+    shown = mask.to_string(limit=1).splitlines()
+    assert shown[:6] == ["(0, 0)", "██    ", "████  ", "██████", "██████", ""] and shown[6] == "..."
     assert mask[1].to_string(grid_size=(2, 2)).splitlines()[-3:] == ["(0, 2)", "░░  ", "████"]
-    assert str(mask).startswith("BlockMask(shape=(2, 3, 64, 48), sparsity=25.00%,\n(0, 0)")
+    assert str(mask).startswith("BlockMask(shape=(2, 3, 64, 48), sparsity=25.00%, \n(0, 0)")
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_pictures_are_flex_attentions(name: str) -> None:
+    mine, torchs_own = both(name)
+    assert str(mine) == str(torchs_own)
+    for options in ({"grid_size": -1}, {"grid_size": (2, 3)}, {"grid_size": 4, "limit": 1}, {"limit": 0}):
+        assert mine.to_string(**options) == torchs_own.to_string(**options)
+
+
+@pytest.mark.parametrize("separate", [True, False])
+def test_tuples_are_flex_attentions(separate: bool) -> None:
+    mine, torchs_own = both("documents", separate_full_blocks=separate)
+    for flatten in (True, False):
+        for one, other in zip(mine.as_tuple(flatten), torchs_own.as_tuple(flatten), strict=True):
+            if isinstance(other, torch.Tensor):  # of indices those that count are compared elsewhere
+                assert one.shape == other.shape and one.dtype == other.dtype
+            else:
+                assert one == other
+    assert torch.equal(mine.kv_num_blocks, torchs_own.kv_num_blocks)
+    assert (mine.full_kv_num_blocks is None) == (torchs_own.full_kv_num_blocks is None) == (not separate)
+
+
+def test_block_masks_are_made_as_flex_attentions() -> None:
+    """By the constructor, by its positions and names; blocks that nobody gave are None."""
+    q, k, v = (torch.randn(2, 2, LENGTH, 32, dtype=torch.bfloat16) for _ in range(3))
+    theirs = torchs.create_block_mask(documents, None, 2, LENGTH, LENGTH, "cpu", BLOCK_SIZE=BLOCK)
+    length_q, length_k, *lists = theirs.as_tuple()[:10]
+    by_position = ours.BlockMask((length_q, length_k), *lists, (BLOCK, BLOCK), documents)
+    named = {which: getattr(theirs, which) for which in LISTS}
+    by_name = ours.BlockMask(**named, seq_lengths=(LENGTH, LENGTH), BLOCK_SIZE=(BLOCK, BLOCK), mask_mod=documents)
+    expected = ours.flex_attention(q, k, v, block_mask=ours.create_block_mask(documents, None, 2, LENGTH, LENGTH))
+    for made in (by_position, by_name):
+        assert torch.equal(made.to_dense(), theirs.to_dense()) and made.BLOCK_SIZE == (BLOCK, BLOCK)
+        torch.testing.assert_close(ours.flex_attention(q, k, v, block_mask=made), expected, atol=1e-2, rtol=1e-2)
+    partial = ours.BlockMask.from_kv_blocks(theirs.kv_num_blocks, theirs.kv_indices, BLOCK_SIZE=BLOCK)
+    for mask in (partial, partial[:, :1], partial.to("cpu"), partial._adjust(32, 32)):
+        assert all(getattr(mask, which) is None for which in LISTS if which.startswith("full_"))
+    assert torch.equal(partial.kv_num_blocks, theirs.kv_num_blocks)
 
 
 @pytest.mark.parametrize("name", MASKS)
@@ -146,7 +185,10 @@ def test_joined_functions_are_functions() -> None:
         (lambda: ours.or_masks(causal, 3), "or_masks got 3"),
         (lambda: ours.create_block_mask(causal, None, None, 8.0, 8), "Q_LEN=8.0 must be an integer"),
         (lambda: ours.create_block_mask(causal, None, None, 8, 8, separate=True), "no argument separate"),
-        (lambda: ours.create_block_mask(causal, None, None, 8, 8).as_tuple(), "has no 'as_tuple'"),
+        (lambda: ours.create_block_mask(causal, None, None, 8, 8).as_list(), "has no 'as_list'"),
+        (lambda: ours.BlockMask((8, 8), ONE, ONE[..., None], blocks=3), "BlockMask has no argument blocks"),
+        (lambda: ours.BlockMask((200, 8), ONE, ONE[..., None]), r"seq_lengths=\(200, 8\): the lists have 1 rows"),
+        (lambda: ours.BlockMask((8, 8), ONE, ONE[..., None], ONE), "of full blocks both numbers and indices"),
         (lambda: ours.create_block_mask(lambda b, h, q, k: q.erfinv() > k, 1, 1, 8, 8), "no attribute 'erfinv'"),
         (lambda: ours.BlockMask.from_kv_blocks(torch.ones(1, 2).int(), torch.zeros(1, 2, 2)), r"shape \(1, 2, 2\)"),
     ],
