@@ -51,39 +51,52 @@ def scaled_dot_product_attention(
     is not 0 or 1 and would be rounded to it.
     """
     check_tensors(query=query, key=key, value=value)
-    query, key, value = converted(query, key, value)
-    q, k, v, leading = _in_four(query, key, value, enable_gqa)
+    q, k, v = converted(query, key, value)
+    shape, of_keys, of_values = q.shape, k.shape, v.shape
+    leading: tuple[int, ...] | None = None  # of the output before its length, where that is not (batch, heads)
+    if not _are_in_four(shape, of_keys, of_values, enable_gqa):
+        q, k, v, leading = _in_four(q, k, v, enable_gqa)
     captures: dict[str, Tensor] = {}
     alignment = "top_left" if is_causal else None
     if attn_mask is not None:
         if is_causal:
             raise ArgumentError("attn_mask and is_causal=True are both given: give one, or a mask that is causal")
-        alignment = causal_bias(attn_mask, q.shape[-2], k.shape[-2])
+        alignment = causal_bias(attn_mask, shape[-2], of_keys[-2])
         if alignment is None:
             check_mask(attn_mask)
-            captures["attn_mask"] = _mask_in_four(attn_mask, q, k, leading)
+            captures["attn_mask"] = _mask_in_four(attn_mask, q, k, shape[:2] if leading is None else leading)
     dropout = fixed(dropout_p)
     if dropout and checked_dropout("dropout_p", dropout) == 1:
         dropout, v = 0.0, nothing_kept(v)
     if isinstance(scale, torch.Tensor):
         captures["scale"], scale = scale_of_call("scale", scale, q), 1.0
-    value_dim = v.shape[-1]
-    if q.shape[-1] % 8 or k.shape[-1] % 8 or value_dim % 8:
-        padded = padded_heads(q, k, v)
+    head_dim, value_dim = shape[-1], of_values[-1]
+    cut = None
+    if head_dim % 8 or of_keys[-1] % 8 or value_dim % 8:
+        padded, cut = padded_heads(q, k, v), value_dim
         q, k, v = padded.q, padded.k, padded.v
-        scale = padded.scale if scale is None else scale
+        head_dim, value_dim, scale = q.shape[-1], v.shape[-1], padded.scale if scale is None else scale
     entry = _entry(
         (emulate, is_deterministic(None)),
-        fixed(q.shape[-1]),
-        fixed(v.shape[-1]),
+        fixed(head_dim),
+        fixed(value_dim),
         dtype_of(q),
         alignment,
         fixed(scale),
         dropout,
-        tuple([(name, dtype_of(tensor), tensor.ndim, tensor.requires_grad) for name, tensor in captures.items()]),
+        tuple([(name, dtype_of(each), each.requires_grad) for name, each in captures.items()]) if captures else (),
     )
-    out: Tensor = cut_heads(call(entry, {}, q, k, v, captures), value_dim)
-    return out.reshape(*leading, *out.shape[2:])
+    out: Tensor = call(entry, {}, q, k, v, captures)
+    if cut is not None:
+        out = cut_heads(out, cut)
+    return out if leading is None else out.reshape(*leading, *out.shape[2:])
+
+
+def _are_in_four(of_q: Any, of_k: Any, of_v: Any, enable_gqa: bool) -> bool:
+    """Whether shapes are (batch, heads, length, dim), of one batch, and of heads that a call takes as they are."""
+    if not len(of_q) == len(of_k) == len(of_v) == 4:
+        return False
+    return of_q[0] == of_k[0] == of_v[0] and of_k[1] == of_v[1] and (enable_gqa or of_q[1] == of_k[1])
 
 
 class _InFour(NamedTuple):
@@ -113,8 +126,7 @@ def _in_four(q: Tensor, k: Tensor, v: Tensor, enable_gqa: bool) -> _InFour:
 
 def _broadcast(q: Tensor, k: Tensor, v: Tensor, enable_gqa: bool) -> _InFour:
     """Of tensors (..., heads, length, dim)."""
-    fits = k.shape[-3] == v.shape[-3] and (enable_gqa or q.shape[-3] == k.shape[-3])
-    if fits and q.ndim == k.ndim == v.ndim == 4 and q.shape[0] == k.shape[0] == v.shape[0]:
+    if _are_in_four(q.shape, k.shape, v.shape, enable_gqa):
         return _InFour(q, k, v, q.shape[:-2])
     before = _common(*(tensor.shape[:-3] for tensor in (q, k, v)))
     (heads,) = _common(q.shape[-3:-2]) if enable_gqa else _common(*(x.shape[-3:-2] for x in (q, k, v)))
@@ -178,14 +190,15 @@ def _made(
     alignment: str | None,
     scale: float | None,
     dropout: float,
-    captures: tuple[tuple[str, str, int, bool], ...],
+    captures: tuple[tuple[str, str, bool], ...],
 ) -> AttentionSpec:
-    """The spec of a call. captures: (name, dtype, dimensions, whether it is learned) of the mask and the scale."""
+    """The spec of a call. captures: (name, dtype, whether it is learned) of the mask and the scale."""
     if dtype not in ("float16", "bfloat16"):
         raise ArgumentError(
             f"query is {dtype}; flashgen computes in float16 and bfloat16: convert it, or call under torch.autocast"
         )
-    declared = {name: Captured(name, kind, ndim, grad=learned) for name, kind, ndim, learned in captures}
+    axes = {"attn_mask": 4, "scale": 1}
+    declared = {name: Captured(name, kind, axes[name], grad=learned) for name, kind, learned in captures}
     mask: Any = causal(alignment) if alignment else None
     factor, bias = declared.get("scale"), declared.get("attn_mask")
     if bias is not None and bias.capture.dtype == "bool":

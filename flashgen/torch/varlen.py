@@ -19,6 +19,9 @@ from flashgen.torch.functional import call, is_deterministic
 from flashgen.torch.table import Registered, constant, fixed, registered
 from flashgen.torch.tensors import Tensor, check_tensors, dtype_of
 
+_Declared = tuple[str, str, int, bool]
+_NONE: tuple[_Declared, ...] = ()
+
 
 def varlen_attention(
     q: Tensor,
@@ -87,14 +90,19 @@ def varlen_attention(
     if not page_size and (q.shape[-1] % 8 or k.shape[-1] % 8 or value_dim % 8):
         padded = padded_heads(q, k, v)
         q, k, v, scale = padded.q, padded.k, padded.v, padded.scale if scale is None else scale
-    given = {"slopes": alibi_slopes, "sinks": sinks, "scale": factor, "seqused_q": seqused_q}
-    captures = {name: tensor for name, tensor in given.items() if tensor is not None}
-    declared = [(name, *_declared(name, tensor)) for name, tensor in captures.items()]
+    captures: dict[str, Any] = {"cu_seqlens_q": cu_seqlens_q, **where}
+    declared = _NONE
+    if not alibi_slopes is sinks is factor is seqused_q is None:
+        given = {"slopes": alibi_slopes, "sinks": sinks, "scale": factor, "seqused_q": seqused_q}
+        known = {name: tensor for name, tensor in given.items() if tensor is not None}
+        captures, declared = captures | known, tuple([_declared(name, tensor) for name, tensor in known.items()])
     numbers = [fixed(each) for each in (scale, dropout_p, softcap, *_sides(window_size, causal))]
     options = (emulate, is_deterministic(deterministic))
     sizes = (fixed(q.shape[-1]), fixed(v.shape[-1]), dtype_of(q))
-    entry = _entry(options, *sizes, *numbers, tuple(declared), fixed(page_size))
-    made = call(entry, {}, q, k, v, {"cu_seqlens_q": cu_seqlens_q, **where, **captures}, return_lse=return_lse)
+    entry = _entry(options, *sizes, *numbers, declared, fixed(page_size))
+    made = call(entry, {}, q, k, v, captures, return_lse=return_lse)
+    if sizes[1] == value_dim:
+        return made
     return (cut_heads(made[0], value_dim), made[1]) if return_lse else cut_heads(made, value_dim)
 
 
@@ -152,14 +160,14 @@ def _check_bounds(*longest: Any) -> None:
             raise ArgumentError(f"{name}={bound!r} must be an integer from 0 to {LONGEST}, or None")
 
 
-def _declared(name: str, tensor: Tensor) -> tuple[str, int, bool]:
-    """dtype, dimensions and whether a gradient is wanted of an array of the call."""
+def _declared(name: str, tensor: Tensor) -> _Declared:
+    """Name, dtype, dimensions and whether a gradient is wanted of an array of the call."""
     check_tensors(**{name: tensor})
     if name == "seqused_q" and (tensor.dtype not in (torch.int32, torch.int64) or tensor.ndim != 1):
         raise ArgumentError(
             f"seqused_q is {dtype_of(tensor)} of shape {tuple(tensor.shape)}: give integers (sequences,)"
         )
-    return "int32" if name == "seqused_q" else dtype_of(tensor), tensor.ndim, tensor.requires_grad
+    return name, "int32" if name == "seqused_q" else dtype_of(tensor), tensor.ndim, tensor.requires_grad
 
 
 @constant
@@ -177,7 +185,7 @@ def _made(
     cap: float,
     left: int,
     right: int,
-    captures: tuple[tuple[str, str, int, bool], ...],
+    captures: tuple[_Declared, ...],
     page_size: int | None,
 ) -> AttentionSpec:
     """The spec of a call. captures: (name, dtype, dimensions, whether it is learned) of the arrays that it is given."""
