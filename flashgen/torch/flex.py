@@ -9,7 +9,9 @@ import torch
 
 from flashgen.errors import ArgumentError
 from flashgen.language.modifiers import Score
+from flashgen.torch.autocast import converted
 from flashgen.torch.block_mask import BlockMask
+from flashgen.torch.fitting import cut_heads, of_one_batch, padded_heads, scale_of_call
 from flashgen.torch.functional import is_deterministic, run_traced
 from flashgen.torch.table import fixed, is_emulated, outside_of_graphs, run_where_graphs_break, warn_once
 from flashgen.torch.tensors import Tensor, check_tensors, dtype_of
@@ -23,7 +25,7 @@ def flex_attention(
     value: Tensor,
     score_mod: Callable[..., Any] | Score | None = None,
     block_mask: BlockMask | None = None,
-    scale: float | None = None,
+    scale: float | Tensor | None = None,
     enable_gqa: bool = False,
     return_lse: bool = False,
     kernel_options: dict[str, Any] | None = None,
@@ -34,13 +36,15 @@ def flex_attention(
     """Attention with a score function and a block mask, as FlexAttention's function of this name gives it.
 
     Args:
-        query: (batch, heads, len_q, dim); key, value: (batch, heads of keys, len_k, dim).
+        query: (batch, heads, len_q, dim); key, value: (batch or 1, heads of keys, len_k, dim). A dim that is no
+            multiple of 8 is padded, which costs a copy.
         score_mod: f(score, b, h, q, k) -> score, or None. It may close over tensors; those that require a gradient get
             one. It is traced at each call, also by torch.compile, so that what it reads is what it holds then.
         block_mask: what `flashgen.torch.create_block_mask` made, for these lengths.
-        scale: None is 1/sqrt(dim). enable_gqa: each head of key and value is for a group of those of query.
+        scale: None is 1/sqrt(dim); a tensor of one number is read when kernels run.
+        enable_gqa: each head of key and value is for a group of those of query.
         return_lse: give the natural logarithm of the sums, float32 (batch, heads, len_q), too.
-        kernel_options: hints for FlexAttention's Triton kernels, which say nothing to those here.
+        kernel_options: hints for FlexAttention's Triton kernels, which are ignored with a warning.
         return_aux: an AuxRequest of torch's; of it lse is known.
         emulate: run CPU tensors on the emulator.
     """
@@ -52,14 +56,21 @@ def flex_attention(
             f"query has {query.shape[1]} heads and key {key.shape[1]}: say enable_gqa=True where each is for a group"
         )
     _check_options(kernel_options, return_lse, return_aux)
-    if torch.is_autocast_enabled(query.device.type):
-        dtype = torch.get_autocast_dtype(query.device.type)
-        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+    query, key, value = converted(query, key, value)
     element = dtype_of(query)
     if element not in ("float16", "bfloat16"):
         raise ArgumentError(
             f"query is {element}; flashgen computes in float16 and bfloat16: convert it, or call under torch.autocast"
         )
+    if query.ndim == 4 and not query.shape[0] == key.shape[0] == value.shape[0]:
+        key, value = of_one_batch(query, key, value)
+    if isinstance(scale, torch.Tensor):
+        score_mod, scale = _scaled(score_mod, scale_of_call("scale", scale, query)), 1.0
+    value_dim = value.shape[-1]
+    padded = bool(query.shape[-1] % 8 or key.shape[-1] % 8 or value_dim % 8)
+    if padded:
+        query, key, value, _, _, own_scale = padded_heads(query, key, value)
+        scale = own_scale if scale is None else scale
     spec = spec_text(
         fixed(query.shape[-1]), fixed(value.shape[-1]), element, fixed(scale), "bhsd", is_emulated(emulate),
         is_deterministic(None),
@@ -70,11 +81,23 @@ def flex_attention(
     if compiles:
         run_where_graphs_break(_attend)
     made = _attend(score_mod, mask_mod, spec, query, key, value, wants_lse, compiles)
+    if padded:
+        made = (cut_heads(made[0], value_dim), made[1]) if wants_lse else cut_heads(made, value_dim)
     if return_aux is None:
         return made
     from torch.nn.attention.flex_attention import AuxOutput
 
     return (made[0], AuxOutput(lse=made[1])) if wants_lse else (made, AuxOutput())
+
+
+def _scaled(score_mod: Callable[..., Any] | Score | None, scale: Tensor) -> Callable[..., Any]:
+    """The score function behind a scale that a tensor holds."""
+
+    def scaled(score: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+        score = score * scale[0]
+        return score if score_mod is None else score_mod(score, b, h, q, k)
+
+    return scaled
 
 
 def _attend(
