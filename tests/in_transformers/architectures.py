@@ -24,6 +24,7 @@ SIZES: dict[str, Any] = {
 # With all experts in each token, so that rounding chooses none; weights that make scores of about 1.
 DECODER = SIZES | {"head_dim": 8, "initializer_range": 0.1, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 DECODER |= {"num_experts": 2, "num_local_experts": 2, "shared_expert_intermediate_size": 24}
+ALL_HEADS = {name: size for name, size in DECODER.items() if name != "num_key_value_heads"} | {"ffn_dim": 48}
 WINDOW = DECODER | {"sliding_window": 5}
 ENCODER = {name: size for name, size in SIZES.items() if name not in ("num_key_value_heads", "bos_token_id")}
 ENCODER |= {"attention_probs_dropout_prob": 0.0, "hidden_dropout_prob": 0.0, "initializer_range": 0.1}
@@ -90,9 +91,8 @@ def _seq2seq(names: str, options: dict[str, Any]) -> dict[str, Architecture]:
 DECODERS = {
     "GPT2": Architecture("LMHeadModel", GPT2),
     **_decoders("GPTBigCode GPTJ", GPT2 | {"rotary_dim": 8, "n_inner": 48}),
-    **_decoders(
-        "Llama Arcee Qwen2 Qwen3 Gemma Phi Granite Glm SmolLM3 StableLm OPT GPTNeoX", DECODER | {"ffn_dim": 48}
-    ),
+    **_decoders("Llama Arcee Qwen2 Qwen3 Gemma Phi Granite Glm SmolLM3 StableLm"),
+    **_decoders("OPT GPTNeoX", ALL_HEADS),
     **_decoders("Mixtral Qwen2Moe Qwen3Moe Olmoe"),
     **_decoders("Mistral Ministral Phi3 Starcoder2 Cohere2 Olmo3 Exaone4", WINDOW),
     "Gemma2": Architecture("ForCausalLM", WINDOW | {"attn_logit_softcapping": 5.0}),
