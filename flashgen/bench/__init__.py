@@ -11,6 +11,7 @@ from flashgen.bench.decode import SIZES as DECODE_SIZES
 from flashgen.bench.decode import DecodeRow, DecodeSize, decode_rows, own_choices
 from flashgen.bench.grouped import GroupedRow, grouped_rows
 from flashgen.bench.host import LIBRARIES, PARTS, PASSES, REST, HostRow, host_cases, host_rows, installed_libraries
+from flashgen.bench.host_functions import function_names, function_rows
 from flashgen.bench.host_torch import operator_names, operator_rows, operator_summary
 from flashgen.bench.measure import Row, environment, speed_rows
 from flashgen.bench.paper import PaperRow, paper_rows
@@ -59,6 +60,8 @@ __all__ = [
     "context_summary",
     "decode_rows",
     "environment",
+    "function_names",
+    "function_rows",
     "gpus_here",
     "grouped_rows",
     "host_cases",

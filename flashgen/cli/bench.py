@@ -376,10 +376,10 @@ def host(
 
     named = chosen(libraries, "--libraries", bench.LIBRARIES) or bench.installed_libraries()
     timed = bench.PASSES if passes is Passes.both else [name for name in bench.PASSES if name == passes.value]
-    others = [bench.operator_rows(timed, target, groups)] if "torch" in named else []
+    others = [bench.operator_rows(timed, target, groups), bench.function_rows(groups)] if "torch" in named else []
     rows = chain(bench.host_rows(named, timed, target, groups), *others, bench.start_rows(target))
     names = [case.name for _ in named for case in bench.host_cases() for _ in timed]
-    names += [*(bench.operator_names(timed) if others else []), *["start"] * bench.STARTS]
+    names += [*([*bench.operator_names(timed), *bench.function_names()] if others else []), *["start"] * bench.STARTS]
     report(rows, names, bench_tables.host([*bench.PARTS, bench.REST]), output, json, bench.operator_summary)
 
 
