@@ -126,7 +126,7 @@ class TileLister:
             prepared.workspace.take(taken, place.stream)
             self._launch(prepared.launch, taken, numbers, place)
             return {reads: taken[name] for name, reads in _READ_AS.items()}
-        make = partial(self._make_spaced, prepared, problem, {}, numbers, place)
+        make = partial(self._make_lasting, prepared, problem, numbers, place)
         return self.engine.alone(self._recall(problem, prepared.shape, place, make).arguments())
 
     def make(self, len_q: int, len_k: int, batch: int, heads: int, captures: Mapping[str, Any]) -> TileLists:
@@ -250,6 +250,12 @@ class TileLister:
     ) -> TileLists:
         arrays = _empty(_memory(prepared.shape), prepared.library, place)
         self._launch(prepared.launch, self.engine.alone(arrays | members), numbers, place)
+        return self._lists(problem, arrays)
+
+    def _make_lasting(self, prepared: ListsLaunch, problem: Problem, numbers: Numbers, place: Place) -> TileLists:
+        """Lists that later calls read, in memory that is no part of a pool of CUDA graphs."""
+        arrays = self.engine.lasting(_memory(prepared.shape), place)
+        self._launch(prepared.launch, self.engine.alone(arrays), numbers, place)
         return self._lists(problem, arrays)
 
     def _make_compact(

@@ -155,6 +155,21 @@ class Gpu:
         """An array without elements, of the library that makes memory where no array of a call says which."""
         return gpu.cupy().empty(0)
 
+    def lasting(self, memory: Mapping[str, Memory], place: Place) -> dict[str, Any]:
+        """Arrays that outlive the call, ready on its stream.
+
+        They are CuPy's whatever arrays the call has: torch may have its own memory come from a pool of CUDA graphs,
+        which takes back what the call does not return.
+        """
+        cupy = gpu.cupy()
+        stream = cupy.cuda.ExternalStream(place.stream) if place.stream else cupy.cuda.Stream.null
+        with cupy.cuda.Device(place.device), stream:
+            return {name: cupy.empty(each.shape, each.dtype) for name, each in memory.items()}
+
+    def lasting(self, memory: Mapping[str, Memory], place: Place) -> dict[str, Any]:
+        """Arrays that outlive the call."""
+        return {name: np.empty(each.shape, each.dtype) for name, each in memory.items()}
+
     def bring(self, array: Any, argument: str = "") -> Any:
         """An array where kernels run: one of NumPy is copied there, anything else stays as it is."""
         return on_gpu(array) if isinstance(array, np.ndarray) else array

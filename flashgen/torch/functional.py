@@ -173,7 +173,7 @@ def _wants_gradients(q: Tensor, k: Tensor, v: Tensor, arrays: list[Tensor]) -> b
 
 def _holds_arrays(spec: Any) -> bool:
     """Whether the functions of a spec, or of a compiled attention, hold arrays."""
-    return isinstance(spec, BoundAttention) or (isinstance(spec, AttentionSpec) and bool(spec.bound))
+    return isinstance(spec, BoundAttention) or (isinstance(spec, AttentionSpec) and len(spec.bound) > 0)
 
 
 @constant

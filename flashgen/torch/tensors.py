@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import MutableMapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
 from torch.autograd import forward_ad
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from flashgen.attention.problem import checked_sequences, checked_sizes, in_layout
 from flashgen.errors import ArgumentError, UnsupportedError
@@ -253,12 +254,45 @@ def bound_tensor(bound: BoundArray, device: torch.device) -> Tensor:
 
 def operand(array: Tensor, read: str, device: torch.device) -> Tensor:
     """A captured tensor as kernels read it: of the dtype `read`, with a dimension at least, on the call's device."""
+    if array.device != device and _is_copied_once(array):
+        array = _copies_of(array).on(device, array)
     given = dtype_of(array)
     if read != given:
         array = narrowed(array) if (read, given) == ("int32", "int64") else array.to(getattr(torch, read))
     if array.ndim == 0:
         array = array.reshape(1)
     return array if array.device == device else array.to(device)
+
+
+def _is_copied_once(array: Tensor) -> bool:
+    """Whether a copy of the host's values may be used again while they are the same: not where autograd needs it."""
+    return array.device.type == "cpu" and not array.requires_grad and not torch.compiler.is_compiling()
+
+
+class _Copies:
+    """Copies of a tensor of the host on GPUs, which calls use again while the values are the same."""
+
+    def __init__(self) -> None:
+        self._copies: dict[torch.device, tuple[Tensor, Tensor]] = {}
+
+    def on(self, device: torch.device, array: Tensor) -> Tensor:
+        """What the tensor holds now, on a device."""
+        values = array.detach().reshape(-1).contiguous().view(torch.uint8)
+        seen, copy = self._copies.get(device, (None, None))
+        if seen is None or copy is None or not torch.equal(seen, values):
+            copy = array.detach().to(device)
+            self._copies[device] = values.clone(), copy
+        return copy.reshape(array.shape)
+
+
+_COPIES: MutableMapping[Tensor, _Copies] = WeakTensorKeyDictionary()
+
+
+def _copies_of(array: Tensor) -> _Copies:
+    found = _COPIES.get(array)
+    if found is None:
+        found = _COPIES[array] = _Copies()
+    return found
 
 
 def narrowed(value: Tensor) -> Tensor:

@@ -193,6 +193,9 @@ def test_block_masks_that_are_made_inside(qkv_of_halves: Any) -> None:
         assert torch.equal(run(*qkv_of_halves, end, ids), attend(*qkv_of_halves, end, ids))
 
 
+@pytest.mark.skipif(
+    torch.__version__ < "2.12", reason="Dynamo of torch 2.11 asks objects that it calls whether they are true"
+)
 def test_named_masks_inside_a_function(qkv_of_halves: Any) -> None:
     window, cap = fg.sliding_window(5) & fg.causal(), fg.softcap(2.0)
 
