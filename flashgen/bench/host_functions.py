@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import flashgen as fg
@@ -71,6 +72,5 @@ def _runs(q: Any, k: Any, v: Any, score: Any, mask: Any, engine: dict[str, Any],
         theirs = torchs.create_block_mask(mask, *sizes, device=q.device)
         attends = [by_spec, by_functions, lambda q, k, v: torchs.flex_attention(q, k, v, score, theirs)]
         for name, attend in zip((SPEC, GIVEN, TORCHS), attends, strict=True):
-            graph: Any = torch.compile(attend, fullgraph=True)
-            runs[name + _COMPILED] = lambda graph=graph: graph(q, k, v)
+            runs[name + _COMPILED] = partial(torch.compile(attend, fullgraph=True), q, k, v)
     return runs

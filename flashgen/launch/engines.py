@@ -166,10 +166,6 @@ class Gpu:
         with cupy.cuda.Device(place.device), stream:
             return {name: cupy.empty(each.shape, each.dtype) for name, each in memory.items()}
 
-    def lasting(self, memory: Mapping[str, Memory], place: Place) -> dict[str, Any]:
-        """Arrays that outlive the call."""
-        return {name: np.empty(each.shape, each.dtype) for name, each in memory.items()}
-
     def bring(self, array: Any, argument: str = "") -> Any:
         """An array where kernels run: one of NumPy is copied there, anything else stays as it is."""
         return on_gpu(array) if isinstance(array, np.ndarray) else array
@@ -276,6 +272,10 @@ class Emulator:
 
     def empty(self) -> Any:
         return np.empty(0)
+
+    def lasting(self, memory: Mapping[str, Memory], place: Place) -> dict[str, Any]:
+        """Arrays that outlive the call."""
+        return {name: np.empty(each.shape, each.dtype) for name, each in memory.items()}
 
     def bring(self, array: Any, argument: str = "") -> Any:
         self.library(array, argument)  # says so where the emulator cannot read it

@@ -173,3 +173,35 @@ def test_steps_of_a_decoder_behind_an_encoder(name: str, static: bool, device: s
         return torch.cat(logits, 1)
 
     compare(name, device, call)
+
+
+@pytest.mark.rotated(2)
+@pytest.mark.parametrize("padding", ["whole", "left"])
+@pytest.mark.parametrize("name", ["Llama", "GptOss"])
+def test_compiled_steps_with_masks_made_before(name: str, padding: str, device: str) -> None:
+    """As `generate` has it on a GPU: the prompt is no graph, and the tokens behind it are, with masks made outside."""
+    from transformers.masking_utils import create_masks_for_generate
+
+    inputs = inputs_of(name, padding, device)
+    ids, mask = inputs["input_ids"], inputs["attention_mask"]
+
+    def call(model: Any) -> Any:
+        cache, begin, parts = CACHES["static"](model.config), 0, []
+        mine = model.config._attn_implementation == "flashgen"
+        compiled = torch.compile(model, backend="aot_eager") if mine else model
+        for size in (9, 1, 1, 3):
+            end = begin + size
+            made: Any = None if mask is None else mask[:, :end]
+            if begin and mine:
+                embeds = torch.empty(2, size, 1, dtype=model.dtype, device=device)
+                made = create_masks_for_generate(model.config, embeds, made, cache)
+            positions = torch.arange(begin, end, device=device).expand(2, -1)
+            given = {"attention_mask": made, "position_ids": positions, "past_key_values": cache}
+            run = compiled if begin else model
+            parts.append(run(input_ids=ids[:, begin:end], **given).logits)
+            begin = end
+        logits = torch.cat(parts, 1)
+        return logits if mask is None else logits[mask.bool()]
+
+    torch._dynamo.reset()
+    compare(name, device, call)
