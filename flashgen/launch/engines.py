@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -162,9 +163,13 @@ class Gpu:
         which takes back what the call does not return.
         """
         cupy = gpu.cupy()
-        stream = cupy.cuda.ExternalStream(place.stream) if place.stream else cupy.cuda.Stream.null
-        with cupy.cuda.Device(place.device), stream:
-            return {name: cupy.empty(each.shape, each.dtype) for name, each in memory.items()}
+        arrays = {}
+        with cupy.cuda.Device(place.device):
+            for name, each in memory.items():
+                # Of no pool, so that it is not used again before what reads it on another stream is done.
+                own = cupy.cuda.Memory(max(math.prod(each.shape) * np.dtype(each.dtype).itemsize, 1))
+                arrays[name] = cupy.ndarray(each.shape, each.dtype, cupy.cuda.MemoryPointer(own, 0))
+        return arrays
 
     def bring(self, array: Any, argument: str = "") -> Any:
         """An array where kernels run: one of NumPy is copied there, anything else stays as it is."""
