@@ -18,7 +18,7 @@ from flashgen.language.bound import dtype_read, is_array, wants_gradient
 from flashgen.language.captures import array_leaf, element
 from flashgen.language.dtypes import written_name
 from flashgen.language.rows import ROW_ANSWERS, ComputedRow, Row, dot, each, reduced
-from flashgen.language.trace import ANSWERS, Traced, detach, lift, literal_float, negate, number_of
+from flashgen.language.trace import ANSWERS, HANDLED, Traced, detach, lift, literal_float, negate, number_of
 
 _FLOATS = ("float", "float32", "float64", "double")
 _INTEGERS = ("int", "int32", "int64", "long")
@@ -243,10 +243,6 @@ def call_torch(function: Any, arguments: tuple[Any, ...], keywords: dict[str, An
     if handler is not None:
         return handler(*arguments, **keywords)
     return call_torch_named(getattr(function, "__name__", str(function)), arguments, keywords)
-
-
-HANDLED: dict[Any, Callable[..., Any]] = {}
-"""Functions of torch with a handler of their own, which `flashgen.torch` registers."""
 
 
 def call_torch_named(name: str, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:

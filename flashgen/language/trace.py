@@ -27,6 +27,8 @@ from flashgen.language.well_formed import FLOAT32_MAX, MAX_DEPTH, MAX_NODES, che
 MAX_POWER = 16
 ANSWERS: dict[str, Callable[..., Any]] = {}
 """What traced values answer NumPy, torch and callers of tensors' methods; `protocols`, a layer above, fills it in."""
+HANDLED: dict[Any, Callable[..., Any]] = {}
+"""Functions of torch with a handler of their own, which `flashgen.torch` registers."""
 PLACEHOLDERS: list[Any] = []
 """Where torch.compile traces a function: what knows the tensors that stand for traced values (`flashgen.torch`)."""
 _MAX_TEXT = 80 * MAX_NODES  # characters: beyond it `check_expression` would refuse the tree
@@ -234,6 +236,9 @@ class Traced:
 
     @classmethod
     def __torch_function__(cls, function: Any, _types: Any, arguments: Any = (), keywords: Any = None) -> Any:
+        handler = HANDLED.get(function)
+        if handler is not None:
+            return handler(*arguments, **(keywords or {}))
         return ANSWERS["torch"](function, arguments, keywords or {})
 
 
@@ -353,8 +358,8 @@ def binary(cls: type[Operation], left: Any, right: Any) -> Traced:
     a = left if isinstance(left, Traced) else lift(left)
     b = right if isinstance(right, Traced) else lift(right)
     name = cls.__name__
-    text = f'["{name}",{a.text},{b.text}]'
-    return _result(cls, (name, a.kind, b.kind), text, a.arrays + b.arrays, a.numbers + b.numbers)
+    text, key = f'["{name}",{a.text},{b.text}]', (name, a.kind, b.kind)
+    return _result(cls, key, text, a.arrays + b.arrays, a.numbers + b.numbers)
 
 
 def _result(

@@ -10,22 +10,28 @@ from torch._functorch.autograd_function import custom_function_call
 from flashgen.errors import SpecError
 from flashgen.language import elementary as f
 from flashgen.language import operations as ops
-from flashgen.language.protocols import HANDLED
 from flashgen.language.rows import Row
-from flashgen.language.trace import Traced, apply, detach, lift
+from flashgen.language.trace import HANDLED, Traced, apply, detach, lift
 
 
-class tracing_transform:
-    """A context in which Function.apply of traced values asks the values, as it does under torch.func.vmap.
+class tracing:
+    """A context in which functions are traced.
 
-    It is a vmap over nothing: tensors inside are not mapped, and keep their autograd history.
+    Function.apply of traced values asks the values, as it does under torch.func.vmap: it is a vmap over nothing, in
+    which tensors are not mapped and keep their autograd history. Gradients are enabled, so that a call traces the same
+    whether they are wanted or not.
     """
 
+    __slots__ = ("_grad_enabled",)
+
     def __enter__(self) -> None:
+        self._grad_enabled = torch.is_grad_enabled()
+        torch._C._set_grad_enabled(True)
         torch._C._functorch._vmap_increment_nesting(1, "same")
 
     def __exit__(self, *_error: Any) -> None:
         torch._C._functorch._vmap_decrement_nesting()
+        torch._C._set_grad_enabled(self._grad_enabled)
 
 
 class _Context:

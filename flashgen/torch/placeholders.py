@@ -15,11 +15,14 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from flashgen.errors import SpecError
+from flashgen.language.bound import dtype_read
+from flashgen.language.captures import array_leaf, element
 from flashgen.language.modifiers import Mask, Score
 from flashgen.language.protocols import call_torch_named, is_known
 from flashgen.language.rows import Row
 from flashgen.language.trace import PLACEHOLDERS, Traced, lift
 from flashgen.torch.table import constant
+from flashgen.torch.tensors import dtype_of
 
 _DTYPES = {"bool": torch.bool, "int": torch.int32, "float": torch.float32}
 
@@ -101,8 +104,18 @@ class Recording(TorchFunctionMode):
             found = found or isinstance(named[name], (Traced, Row))
         if not found:
             return function(*arguments, **(keywords or {}))
-        result = call_torch_named(_name_of(function), tuple(given), named)
+        name = _name_of(function)
+        if name == "__getitem__" and isinstance(given[0], torch.Tensor):
+            result = _element(*given)
+        else:
+            result = call_torch_named(name, tuple(given), named)
         return self.placeholder(result) if isinstance(result, (Traced, Row)) else result
+
+
+def _element(tensor: torch.Tensor, index: Any) -> Any:
+    """An element of a tensor at traced indices."""
+    leaf = array_leaf(dtype_read(dtype_of(tensor), "table"), tensor.ndim, tensor.requires_grad)
+    return element(leaf, tensor, index if isinstance(index, tuple) else (index,))
 
 
 def traced_by_dynamo(function: Callable[..., Any], leaves: tuple[Traced, ...]) -> Traced:

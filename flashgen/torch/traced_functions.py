@@ -19,11 +19,12 @@ from flashgen.language.bound import dtype_read
 from flashgen.language.calls import call_traced, check_signature
 from flashgen.language.captures import Leaf, array_leaf, element
 from flashgen.language.closures import StandIns
+from flashgen.language.dtypes import CAPTURES
 from flashgen.language.elementary import where
 from flashgen.language.modifiers import MASK_SYMBOLS, SCORE_SYMBOLS, Mask, Score, name_of
-from flashgen.language.protocols import DTYPES, HANDLED
-from flashgen.language.trace import Traced, apply, lift, of_node, watch_gradient_mode
-from flashgen.torch.autograd_functions import tracing_transform
+from flashgen.language.protocols import DTYPES
+from flashgen.language.trace import HANDLED, Traced, apply, lift, of_node, watch_gradient_mode
+from flashgen.torch.autograd_functions import tracing
 from flashgen.torch.placeholders import traced_by_dynamo
 from flashgen.torch.tensors import Tensor, dtype_of
 from flashgen.torch.tensors import operand as as_operand
@@ -72,8 +73,12 @@ def trace_call(
         spec: JSON of what else the spec is made of, without brackets, as `variants.Variant` reads it.
         device: where operands are moved that are elsewhere.
     """
-    score = None if score_mod is None else _trace(score_mod, _SCORE_LEAVES, "score")
-    mask = None if mask_mod is None else _trace(mask_mod, _MASK_LEAVES, "mask")
+    if torch.compiler.is_compiling():
+        score = _trace(score_mod, _SCORE_LEAVES, traced_by_dynamo)
+        mask = _trace(mask_mod, _MASK_LEAVES, traced_by_dynamo)
+    else:
+        with tracing():
+            score, mask = _trace(score_mod, _SCORE_LEAVES, _run), _trace(mask_mod, _MASK_LEAVES, _run)
     if mask is not None and mask.kind != "bool":
         raise SpecError(f"mask_mod must return a boolean, got {mask.kind}: compare it, e.g. return x != 0")
     if score is not None and score.kind == "bool":
@@ -102,7 +107,9 @@ class TracedMask(NamedTuple):
 
 def trace_mask_function(function: Callable[..., Any]) -> TracedMask:
     """Traces a mask function, for a spec that is made of it; its numbers are constants."""
-    traced = _trace(function, _MASK_LEAVES, "mask")
+    with tracing():
+        traced = _trace(function, _MASK_LEAVES, _run)
+    assert traced is not None
     if traced.kind != "bool":
         raise SpecError(f"a mask function must return a boolean, got {traced.kind}: compare it, e.g. return x != 0")
     arrays, slots = _distinct(traced.arrays)
@@ -112,7 +119,8 @@ def trace_mask_function(function: Callable[..., Any]) -> TracedMask:
 def check_traceable(function: Callable[..., Any], of_mask: bool) -> None:
     """SpecError where a function cannot be traced; not under torch.compile, which traces it where it is called."""
     if not torch.compiler.is_compiling():
-        _trace(function, _MASK_LEAVES if of_mask else _SCORE_LEAVES, "mask" if of_mask else "score")
+        with tracing():
+            _trace(function, _MASK_LEAVES if of_mask else _SCORE_LEAVES, _run)
 
 
 def _text_of(traced: Traced | None, function: Any, name: str) -> str:
@@ -123,33 +131,39 @@ def _text_of(traced: Traced | None, function: Any, name: str) -> str:
     return f'["{name}",{traced.text}]'
 
 
-def _trace(function: Any, leaves: tuple[Traced, ...], what: str) -> Traced:
-    if isinstance(function, (Mask, Score)):
-        return function(*leaves)  # type: ignore[no-any-return]
-    if torch.compiler.is_compiling():
-        return traced_by_dynamo(function, leaves)
-    if torch.is_grad_enabled():
-        return _run(function, leaves, what)
-    with torch.enable_grad():  # so that a call traces the same whether gradients are wanted or not
-        return _run(function, leaves, what)
+def _trace(
+    function: Any, leaves: tuple[Traced, ...], run: Callable[[Any, tuple[Traced, ...]], Traced]
+) -> Traced | None:
+    """What a function returns for its leaves, by what runs it."""
+    if function is None:
+        return None
+    return function(*leaves) if isinstance(function, (Mask, Score)) else run(function, leaves)
 
 
-def _run(function: Any, leaves: tuple[Traced, ...], what: str) -> Traced:
-    with tracing_transform():
-        try:
-            result = function(*leaves)
-        except Exception:
-            symbols = MASK_SYMBOLS if len(leaves) == len(MASK_SYMBOLS) else SCORE_SYMBOLS
-            name = f"{what} {getattr(function, '__name__', what)!r}"
-            check_signature(function, symbols, name)
-            # Arrays of NumPy and JAX cannot be indexed by traced values: stand-ins for them can.
-            result = call_traced(StandIns(function).function, leaves, name)
+def _run(function: Any, leaves: tuple[Traced, ...]) -> Traced:
+    try:
+        result = function(*leaves)
+        if type(result) is Traced:
+            return result
+    except Exception:
+        result = _run_with_stand_ins(function, leaves)
     if isinstance(result, (Mask, Score)):
         result = result(*leaves)
     try:
         return lift(result)
     except SpecError as error:
-        raise SpecError(f"{what} function: {error}") from error
+        raise SpecError(f"{_what(leaves)} function: {error}") from error
+
+
+def _run_with_stand_ins(function: Any, leaves: tuple[Traced, ...]) -> Any:
+    """The result of a function that failed: with stand-ins for arrays that traced values cannot index, as NumPy's."""
+    name = f"{_what(leaves)} {getattr(function, '__name__', _what(leaves))!r}"
+    check_signature(function, MASK_SYMBOLS if leaves is _MASK_LEAVES else SCORE_SYMBOLS, name)
+    return call_traced(StandIns(function).function, leaves, name)
+
+
+def _what(leaves: tuple[Traced, ...]) -> str:
+    return "mask" if leaves is _MASK_LEAVES else "score"
 
 
 def _distinct(held: tuple[Any, ...]) -> tuple[list[Any], list[int]]:
@@ -167,8 +181,13 @@ def _distinct(held: tuple[Any, ...]) -> tuple[list[Any], list[int]]:
     return arrays, slots
 
 
+_AS_THEY_ARE = frozenset(getattr(torch, name) for name in CAPTURES)
+
+
 def operand(array: Any, device: torch.device) -> Tensor:
     """An array as kernels read it."""
     if not isinstance(array, torch.Tensor):
         array = torch.as_tensor(array)
+    if array.dtype in _AS_THEY_ARE and array.ndim and array.device == device:
+        return array
     return as_operand(array, dtype_read(dtype_of(array), "table"), device)
