@@ -40,7 +40,10 @@ def dtype_of(tensor: Tensor) -> str:
 
 
 def check_tensors(**given: Any) -> None:
-    """ArgumentError for what is no tensor of torch (an array of NumPy, a list, None), and for one that is not dense."""
+    """ArgumentError for what is no tensor of torch (an array of NumPy, a list, None), and for one that is not dense.
+
+    For one of a class that has functions of torch do something else, too, whose elements may mean something else.
+    """
     for name, value in given.items():
         if not isinstance(value, torch.Tensor):
             raise ArgumentError(
@@ -52,6 +55,12 @@ def check_tensors(**given: Any) -> None:
             raise ArgumentError(
                 f"{name} is {kind}: give a dense tensor; of sequences of several lengths packed ones, to "
                 "flashgen.torch.varlen_attention or a spec of layout 'thd'"
+            )
+        own = type(value)
+        if own not in PLAIN_TENSORS and overrides_functions(own):
+            raise ArgumentError(
+                f"{name} of type {own.__module__}.{own.__name__}: what its elements mean is not known here; give a "
+                f"torch.Tensor, such as {name}.as_subclass(torch.Tensor) where its elements are what is meant"
             )
 
 
@@ -75,17 +84,8 @@ def causal_bias(mask: Any, len_q: int, len_k: int) -> str | None:
 
 
 def check_mask(mask: Tensor) -> None:
-    """ArgumentError for an attn_mask that is no tensor of booleans or of numbers to add: integers may mean either.
-
-    Nor is it of a class that has functions of torch do something else, whose elements may mean something else.
-    """
+    """ArgumentError for an attn_mask that is no tensor of booleans or of numbers to add: integers may mean either."""
     check_tensors(attn_mask=mask)
-    kind = type(mask)
-    if kind not in PLAIN_TENSORS and overrides_functions(kind):
-        raise ArgumentError(
-            f"attn_mask of type {kind.__module__}.{kind.__name__}: what its elements mean is not known here; give a "
-            "torch.Tensor, such as attn_mask.as_subclass(torch.Tensor) where its elements are the mask"
-        )
     if dtype_of(mask) not in _MASKS:
         raise ArgumentError(
             f"attn_mask is {dtype_of(mask)}: give booleans, attn_mask.bool() where 1 is what may be attended to, or "
@@ -111,6 +111,7 @@ def check_call(
     for capture, tensor in zip(entry.arrays, captures, strict=False):
         own = capture in entry.own_arrays
         what = capture.name if own else f"capture {capture.name!r}"
+        check_tensors(**{what: tensor})
         check_device(entry, what, tensor, q)
         if dtype_of(tensor) != capture.dtype or tensor.ndim != capture.ndim:
             raise ArgumentError(

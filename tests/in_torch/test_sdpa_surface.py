@@ -14,9 +14,10 @@ import torch
 from torch.nn import functional
 from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 
+import flashgen as fg
 from flashgen.errors import ArgumentError
 from flashgen.runtime.arrays import nesting
-from flashgen.torch import scaled_dot_product_attention
+from flashgen.torch import attention, scaled_dot_product_attention
 
 PLAIN = importlib.util.spec_from_file_location("plain", Path(__file__).with_name("plain.py"))
 assert PLAIN and PLAIN.loader
@@ -164,6 +165,24 @@ def test_masks_of_other_classes() -> None:
     expected = scaled_dot_product_attention(*inputs, attn_mask=numbers)
     for mask in (numbers.as_subclass(Named), torch.nn.Parameter(numbers), torch.nn.Buffer(numbers)):
         assert torch.equal(scaled_dot_product_attention(*inputs, attn_mask=mask), expected)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of MaskedTensors")
+def test_rows_and_captures_of_other_classes_or_layouts() -> None:
+    q, k, v = (x.detach() for x in rows(*[(2, 2, 9, 32)] * 3))
+    with pytest.raises(ArgumentError, match=r"query of type .*MaskedTensor: what its elements mean is not known"):
+        scaled_dot_product_attention(torch.masked.masked_tensor(q, q > 0), k, v)
+    with pytest.raises(ArgumentError, match="value is nested"):
+        scaled_dot_product_attention(q, k, torch.nested.nested_tensor([v[0], v[1]]))
+    bias = fg.Tensor("bias", "float32", 1)
+    spec, numbers = fg.AttentionSpec(32, score=lambda s, b, h, i, j: s + bias[i]), torch.zeros(9)
+    for other, message in (
+        (torch.nested.nested_tensor([numbers, numbers[:3]]), "capture 'bias' is nested"),
+        (numbers.to_sparse(), "capture 'bias' is of layout torch.sparse_coo"),
+        (numbers.to("meta"), "capture 'bias' is on meta and q on cpu"),
+    ):
+        with pytest.raises(ArgumentError, match=message):
+            attention(spec, q, k, v, bias=other)
 
 
 def test_everything_dropped_gives_zeros() -> None:
