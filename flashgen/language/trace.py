@@ -273,7 +273,7 @@ def lift(value: Any) -> Traced:
 
 def as_placeholder(value: Any) -> Any:
     """A traced value as users' functions are given it: a tensor that stands for it where torch.compile traces them."""
-    return PLACEHOLDERS[-1].placeholder(value) if PLACEHOLDERS else value
+    return PLACEHOLDERS[-1].placeholder(value) if PLACEHOLDERS and isinstance(value, Traced) else value
 
 
 def _integer(value: Any) -> Traced:

@@ -98,11 +98,8 @@ wrong = Variant(fg.document("ids"), captures=captures, lengths=((9, 9),))
 def test_a_function_that_raises_is_told_by_the_user_s_own_lines(tmp_path: Path) -> None:
     path = tmp_path / "variants.py"
     path.write_text(VARIANTS)
-    lines = refused("show", f"{path}:near").splitlines()
-    assert lines[0] == "error: ZeroDivisionError: division by zero"
-    files = [line.strip() for line in lines if line.startswith("  File ")]
-    assert files == [f'File "{path}", line 9, in near', f'File "{path}", line 6, in helper']
-    assert "    return 1 / 0" in lines and len(lines) <= 10
+    (line,) = refused("show", f"{path}:near").splitlines()
+    assert line.startswith("error: mask 'near' (variants.py:6) raised ZeroDivisionError: division by zero; it computes")
 
 
 def test_captures_that_raise_within_numpy_end_at_the_user_s_line(tmp_path: Path) -> None:

@@ -36,7 +36,6 @@ RACES = [
     *WAITS,
     Fault("missing wait for queries", "splits", rf"{WAIT}(\s+__syncthreads)", r"\1"),
     Fault("no wait for a step", "splits, one stage", r"copy_async_wait<0>\(\);(\s+__syncwarp)", r"\1"),
-    Fault(),
     Fault("queries of others", "one split", rf"{BARRIER}(\s+// Q has landed)", r"\1"),
     Fault("shares over tiles", "one split", rf"{BARRIER}(\s+// every warp is done)", r"\1"),
     Fault("shares of others", "one split", rf"(lay_share\(output, rows\);\s+){BARRIER}", r"\1"),

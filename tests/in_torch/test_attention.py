@@ -242,7 +242,7 @@ def test_arrays_that_are_no_tensors(qkv: Any) -> None:
         "v": lambda: ours.varlen_attention(row, row, array, starts, starts),
         "cu_seqlens_q": lambda: ours.varlen_attention(row, row, row, [0, 24], starts),
         "cu_seqlens_k": lambda: ours.varlen_attention(row, row, row, starts, [0, 24]),
-        "page_table": lambda: append(pages, pages, pages, pages, page_table=None, seqused_k=starts[1:]),
+        "page_table": lambda: append(pages, pages, pages, pages, page_table=[[0]], seqused_k=starts[1:]),
         "seqused_k": lambda: append(pages, pages, pages, pages, page_table=table, seqused_k=3),
         r"outs\[1\]": lambda: ours.merge_states([q, array], [q, q]),
     }.items():

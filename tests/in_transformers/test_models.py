@@ -87,9 +87,9 @@ def test_packed_rows_are_deterministic_where_register_was_told_so() -> None:
     from flashgen.transformers import register
 
     register("flashgen-deterministic", deterministic=True)
-    known = set(table._TABLE)
+    known = set(table._TEXTS)
     bits = packed_attention(name="flashgen-deterministic", scaling=0.3125)
-    new = set(table._TABLE) - known
+    new = set(table._TEXTS) - known
     assert new and all("+deterministic" in key for key in new), new
     assert torch.equal(bits, packed_attention(name="flashgen-deterministic", scaling=0.3125))
 
@@ -114,9 +114,9 @@ def test_generating_token_by_token_compiles_nothing_anew(name: str) -> None:
     options: dict[str, Any] = {"attention_mask": LEFT, "do_sample": False, "output_logits": True}
     options |= {"return_dict_in_generate": True, "max_new_tokens": 2}
     short, _ = both(model, lambda: model.generate(ids, **options))
-    known = len(table._TABLE)
+    known = len(table._TEXTS)
     longer, expected = both(model, lambda: model.generate(ids, **(options | {"max_new_tokens": 9})))
-    assert len(table._TABLE) == known, "the tokens after the second need no other spec"
+    assert len(table._TEXTS) == known, "the tokens after the second need no other spec"
     same = (longer.sequences == expected.sequences).cumprod(-1)[:, LENGTH:]  # until a tie is broken otherwise
     assert same[:, 0].all() and short.sequences.shape[1] == LENGTH + 2
     for step, (ours, theirs) in enumerate(zip(longer.logits, expected.logits, strict=True)):

@@ -10,6 +10,7 @@ import pytest
 
 import flashgen as fg
 from flashgen.errors import SpecError
+from flashgen.language.bound import BoundArray
 from flashgen.language.evaluate import evaluate
 from flashgen.language.operations import BATCH, HEAD, KEY, LEN_K, LEN_Q, QUERY
 
@@ -224,7 +225,7 @@ def test_torch_tensors() -> None:
     mask = fg.trace_mask(closing_over(ids))
     assert np.array_equal(of_mask(mask), SAME)
     ids[:] = 0
-    assert of_mask(mask).all(), "a tensor that was written to is read anew"
+    assert of_mask(mask).all(), "a tensor that was written to is read again"
     ids[:] = 2**40
     with pytest.raises(SpecError, match="make the mask again"):
         of_mask(mask)
@@ -233,6 +234,19 @@ def test_torch_tensors() -> None:
     assert [capture.grad for capture in spec.captures] == [True]
     halves = torch.arange(LENGTH, dtype=torch.bfloat16)
     assert fg.trace_mask(lambda b, h, q, k: halves[q] >= halves[k]).bound["halves"].on_host().dtype.name == "bfloat16"
+
+
+def test_copies_are_of_the_values_of_now() -> None:
+    values = np.array([0.0, np.nan, 2.0], np.float32)
+    bound, copies = BoundArray(values, "values"), []
+
+    def move(here: np.ndarray) -> int:
+        copies.append(here.copy())
+        return len(copies)
+
+    assert [bound.moved("there", move), bound.moved("there", move), bound.moved("elsewhere", move)] == [1, 1, 2]
+    values[0] = -0.0
+    assert bound.moved("there", move) == 3 and np.signbit(copies[-1][0])
 
 
 def test_a_torch_tensor_in_a_list_of_another_module() -> None:

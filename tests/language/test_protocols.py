@@ -17,7 +17,9 @@ Q, K, S = of_node(QUERY), of_node(KEY), of_node(SCORE)
 
 
 def value_of(traced, q=7, k=3, score=0.5):
-    return evaluate(traced.node, {QUERY: q, KEY: k, SCORE: score, BATCH: 1, HEAD: 2, LEN_Q: 16, LEN_K: 16}).item()
+    values = {QUERY: q, KEY: k, SCORE: score, BATCH: 1, HEAD: 2, LEN_Q: 16, LEN_K: 16}
+    arrays = {f"array__{number}": array.reshape(1) for number, array in enumerate(traced.arrays)}
+    return evaluate(traced.node, values, arrays).item()
 
 
 @pytest.mark.parametrize("function", [
@@ -75,8 +77,8 @@ def test_torch_functions_by_their_names():
     assert call("div", Q, K) == (Q / K).node
     assert call("add", S, Q, alpha=2) == (S + Q * 2).node
     assert call("sub", S, Q) == (S - Q).node
-    assert call("__rsub__", Q, np.array(3)) == (3 - Q).node
-    assert call("__rpow__", S, np.array(2.0)) == fg.exp2(S).node
+    assert call("__rsub__", Q, 3) == (3 - Q).node
+    assert call("__rpow__", S, 2.0) == fg.exp2(S).node
     assert call("__and__", Q > K, K > 3) == ((Q > K) & (K > 3)).node
     assert call("__iadd__", S, 1) == (S + 1).node
     assert call("logical_and", Q > K, K > 3) == ((Q > K) & (K > 3)).node
@@ -85,8 +87,8 @@ def test_torch_functions_by_their_names():
     for name, message in [("softmax", "torch.softmax cannot be traced; known: abs"), ("div", "cannot be traced")]:
         with pytest.raises(SpecError, match=message):
             call_torch(torch_function(name), (Q,), {})
-    with pytest.raises(SpecError, match=r"flashgen\.Tensor"):  # table[q] of a torch tensor from outside
-        call("__getitem__", np.arange(3), Q)
+    with pytest.raises(SpecError, match=r"flashgen\.Tensor"):
+        call("__getitem__", [1, 2, 3], Q)
     with pytest.raises(SpecError, match="rounding_mode"):
         call("div", Q, K, rounding_mode="trunc")
     assert {"abs", "exp", "minimum", "maximum", "tanh", "sigmoid", "where", "clamp", "clamp_min"} <= set(FUNCTIONS)
@@ -103,7 +105,9 @@ def test_methods_of_tensors():
     assert Q.bool().node == (Q != 0).node
     assert (Q > K).logical_not().node == (~(Q > K)).node
     assert S.masked is None if hasattr(S, "masked") else True
-    assert (Q.ndim, Q.shape, Q.dtype, S.dtype, (Q > K).dtype) == (0, (), "int32", "float32", "bool")
+    assert (Q.ndim, Q.shape) == (0, ())
+    dtypes = [str(x.dtype).removeprefix("torch.") for x in (Q, S, Q > K)]  # torch's where flashgen.torch is loaded
+    assert dtypes == ["int32", "float32", "bool"]
     for narrow in ("float16", "torch.bfloat16", "int8"):
         with pytest.raises(SpecError, match="not part of the language"):
             S.to(narrow)

@@ -22,6 +22,7 @@ S = of_node(SCORE)
 
 def value_of(traced, q=7, k=3, score=0.5, **captures):
     values = {QUERY: q, KEY: k, SCORE: score, BATCH: 1, HEAD: 2, LEN_Q: 16, LEN_K: 16}
+    captures |= {f"array__{number}": array.reshape(1) for number, array in enumerate(traced.arrays)}
     return evaluate(traced.node, values, captures).item()
 
 
