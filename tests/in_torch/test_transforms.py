@@ -114,3 +114,15 @@ def test_pages_are_not_written_with_a_tangent() -> None:
     with pytest.raises(UnsupportedError, match=REFUSED), forward_ad.dual_level():
         k_new = forward_ad.make_dual(new, new)
         ours.append_kv(k_new, new, pages, pages.clone(), page_table=table, seqused_k=used)
+
+
+def test_compiled_functions_with_transforms() -> None:
+    """Mapped calls are in the graph; derivatives break it, as torch's compiler loses tangents of operators."""
+    q, tangent, _ = rows(3)
+    attend = lambda x: ours.scaled_dot_product_attention(x, x, x)
+    mapped = torch.compile(lambda q: vmap(attend)(q), fullgraph=True, backend="aot_eager")
+    assert torch.equal(mapped(q), vmap(attend)(q))
+    derived = lambda q: grad(lambda x: squares(vmap(attend)(x)))(q)
+    plain.assert_close(torch.compile(derived, backend="aot_eager")(q), derived(q).double())
+    with pytest.raises(UnsupportedError, match=REFUSED):
+        torch.compile(lambda q, t: jvp(attend, (q,), (t,)), backend="aot_eager")(q, tangent)
