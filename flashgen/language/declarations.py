@@ -17,7 +17,7 @@ RESERVED = frozenset({
     "b", "h", "q", "k", "v", "score", "len_q", "len_k", "batch", "heads", "seed", "offset", "return_lse", "out",
     "lse", "dout", "dq", "dk", "dv", "on_chip", "stream", "spec", "target", "emulate", "self",
     "tile_lists", "d_out", "d_lse", "into", "num_splits", "page_table", "seqused_k", "k_scale", "v_scale",
-    "shard_b", "shard_h", "shard_q", "shard_k", "whole_q", "whole_k", "decode_schedule",
+    "shard_b", "shard_h", "shard_q", "shard_k", "whole_q", "whole_k", "decode_schedule", "deterministic",
 })
 CPLUSPLUS_KEYWORDS = frozenset({
     "alignas", "alignof", "and", "and_eq", "asm", "auto", "bitand", "bitor", "bool", "break", "case", "catch",

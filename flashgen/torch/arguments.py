@@ -12,7 +12,7 @@ import torch
 
 from flashgen.errors import ArgumentError
 from flashgen.torch.registered import CaptureInfo, Registered
-from flashgen.torch.tensors import Tensor, narrowed
+from flashgen.torch.tensors import Tensor, check_tensors, narrowed
 
 _AXES = {
     "cu_seqlens_q": ("sequences + 1",),
@@ -74,6 +74,8 @@ def _array(capture: CaptureInfo, given: Mapping[str, Any], bound: Mapping[str, T
     if not isinstance(value, torch.Tensor):
         what = "is missing" if value is None else f"of type {type(value).__name__} is no tensor"
         raise ArgumentError(f"capture {capture.name!r} {what}: give {capture.name}=<{capture.dtype} tensor>")
+    if value.is_nested or value.layout != torch.strided:
+        check_tensors(**{f"capture {capture.name!r}": value})
     if value.requires_grad and not capture.grad and torch.is_grad_enabled():
         raise ArgumentError(
             f"capture {capture.name!r} requires a gradient and was declared without: declare it with grad=True, or "
