@@ -49,9 +49,12 @@ def flex_attention(
         emulate: run CPU tensors on the emulator.
     """
     check_tensors(query=query, key=key, value=value)
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        if tensor.ndim != 4:
+            raise ArgumentError(f"{name} has shape {tuple(tensor.shape)}: give (batch, heads, length, dim)")
     if block_mask is not None:
         _check_block_mask(block_mask, query, key)
-    if query.ndim == 4 and query.shape[1] != key.shape[1] and not enable_gqa:
+    if query.shape[1] != key.shape[1] and not enable_gqa:
         raise ArgumentError(
             f"query has {query.shape[1]} heads and key {key.shape[1]}: say enable_gqa=True where each is for a group"
         )
@@ -62,7 +65,7 @@ def flex_attention(
         raise ArgumentError(
             f"query is {element}; flashgen computes in float16 and bfloat16: convert it, or call under torch.autocast"
         )
-    if query.ndim == 4 and not query.shape[0] == key.shape[0] == value.shape[0]:
+    if not query.shape[0] == key.shape[0] == value.shape[0]:
         key, value = of_one_batch(query, key, value)
     if isinstance(scale, torch.Tensor):
         score_mod, scale = _scaled(score_mod, scale_of_call("scale", scale, query)), 1.0

@@ -68,7 +68,7 @@ def forward(
 
     captures, integers, floats: those of the table's entry in its order. seed: one int64, beside q or on the CPU.
     """
-    entry, integers, floats = of_call(key, integers, floats)
+    entry, integers, floats = of_call(key, integers, floats, q, k, captures)
     return run_forward(entry, q, k, v, captures, integers, floats, seed)
 
 
@@ -179,7 +179,7 @@ def backward(
     seed: Optional[torch.Tensor],  # noqa: UP045
 ) -> list[torch.Tensor]:
     """The gradients of q, k, v, and of each captured array that was declared with grad=True."""
-    entry, integers, floats = of_call(key, integers, floats)
+    entry, integers, floats = of_call(key, integers, floats, q, k, captures)
     return list(run_backward(entry, d_out, d_lse, q, k, v, out, lse, captures, integers, floats, seed))
 
 

@@ -20,6 +20,7 @@ from flashgen.attention.bound import unbound
 from flashgen.errors import ArgumentError, FlashgenWarning
 from flashgen.language.spec import AttentionSpec
 from flashgen.runtime.remembered import Remembered
+from flashgen.torch.negative_indices import sizes_of
 from flashgen.torch.registered import Registered
 from flashgen.torch.variants import is_variant, variant_of
 
@@ -216,7 +217,9 @@ _OF_KEY: Remembered[str, Registered] = Remembered(_MOST_KEPT)
 
 
 def of_call(
-    key: str, integers: Sequence[int], floats: Sequence[float]
+    key: str, integers: Sequence[int], floats: Sequence[float], q: Any, k: Any, arrays: Sequence[Any]
 ) -> tuple[Registered, Sequence[int], Sequence[float]]:
     """The entry that runs a call of an operator, and those of its numbers that are operands of the kernel."""
-    return variant_of(key).at(integers, floats) if is_variant(key) else (of_key(key), integers, floats)
+    if is_variant(key):
+        return variant_of(key).at(integers, floats, sizes_of(q, k), arrays)
+    return of_key(key), integers, floats

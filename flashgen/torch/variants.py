@@ -21,9 +21,11 @@ from flashgen.language.operations import Capture
 from flashgen.language.spec import AttentionSpec
 from flashgen.language.well_formed import literal
 from flashgen.runtime.remembered import Remembered
+from flashgen.torch.negative_indices import Sizes, any_below_zero, counting_from_the_end, open_indices
 from flashgen.torch.registered import Registered
 
 _MOST_KEPT = 1024
+_MOST_CALLS = 1024  # whose sizes and numbers an entry remembers
 _LETTERS = "abcdefghijklmnopqrstuvwxyz"
 Numbers = tuple[Any, ...]
 
@@ -42,6 +44,44 @@ def is_variant(key: str) -> bool:
     return key.startswith("[")
 
 
+class _Entry:
+    """A spec of a text, with indices below 0 clamped to 0 or, where a call may have some, counted from the end.
+
+    Attributes: `clamping`, what is registered of the spec as it stands.
+    """
+
+    def __init__(self, key: str, spec: AttentionSpec, options: dict[str, Any], names: list[str]) -> None:
+        self._key, self._spec, self._options, self._names = key, spec, options, names
+        self.clamping = Registered(key, spec, None, **options)
+        self._open = open_indices(spec, names)
+        self._of_calls: dict[Any, bool] = {}
+
+    def at(
+        self, integers: list[int], floats: list[float], sizes: Sizes, arrays: Sequence[Any]
+    ) -> tuple[Registered, list[int], list[float]]:
+        """What runs a call, and its numbers."""
+        if not self._open or not self._counts_from_the_end(integers, floats, sizes):
+            return self.clamping, integers, floats
+        lengths = {each.size: arrays[self._names.index(each.name)].shape[each.axis] for each in self._open}
+        return self._from_the_end, [*integers, *(lengths[name] for name in sorted(lengths))], floats
+
+    @cached_property
+    def _from_the_end(self) -> Registered:
+        return Registered(self._key, counting_from_the_end(self._spec, self._open), None, **self._options)
+
+    def _counts_from_the_end(self, integers: list[int], floats: list[float], sizes: Sizes) -> bool:
+        call = (sizes, *integers, *floats)
+        found = self._of_calls.get(call)
+        if found is None:
+            named = zip((*self.clamping.integers, *self.clamping.floats), (*integers, *floats), strict=False)
+            numbers = {capture.name: value for capture, value in named}
+            found = any_below_zero(self._open, sizes, numbers)
+            if len(self._of_calls) >= _MOST_CALLS:
+                self._of_calls.clear()
+            self._of_calls[call] = found
+        return found
+
+
 class Variant:
     """The specs of one text.
 
@@ -54,18 +94,20 @@ class Variant:
         self._lock = threading.Lock()
         self._first: tuple[Numbers, Numbers] | None = None
         self._varying: tuple[int, ...] = ()
-        self._entries: dict[tuple[int, ...], Registered] = {}
+        self._entries: dict[tuple[int, ...], _Entry] = {}
 
-    def at(self, integers: Sequence[int], floats: Sequence[float]) -> tuple[Registered, list[int], list[float]]:
-        """What is registered of a call with these numbers, and those of its numbers that are operands."""
+    def at(
+        self, integers: Sequence[int], floats: Sequence[float], sizes: Sizes, arrays: Sequence[Any]
+    ) -> tuple[Registered, list[int], list[float]]:
+        """What is registered of a call with these numbers, sizes and arrays, and its numbers that are operands."""
         numbers = (tuple(integers), tuple(floats))
         first = self._first
         if first == numbers:
-            return self._entry((), numbers), [], []
+            return self._entry((), numbers).at([], [], sizes, arrays)
         if first is None:
             with self._lock:
                 self._first = first = self._first or numbers
-            return self.at(integers, floats)
+            return self.at(integers, floats, sizes, arrays)
         values, before = [*integers, *floats], [*first[0], *first[1]]
         changed = {place for place, (new, old) in enumerate(zip(values, before, strict=True)) if new != old}
         varying = self._varying
@@ -80,7 +122,7 @@ class Variant:
         chosen = [place for place, operand in pairs if place == operand]
         entry = self._entry(tuple(number for pair in pairs for number in pair), numbers)
         of_integers: list[Any] = [values[place] for place in chosen if place < count]
-        return entry, of_integers, [values[place] for place in chosen if place >= count]
+        return entry.at(of_integers, [values[place] for place in chosen if place >= count], sizes, arrays)
 
     @cached_property
     def general(self) -> Registered:
@@ -88,16 +130,16 @@ class Variant:
         count = len(self._number_kinds)
         pattern = tuple(number for place in range(count) for number in (place, place))
         ints = sum(kind == INTEGER for kind in self._number_kinds)
-        return self._entry(pattern, ((0,) * ints, (0.0,) * (count - ints)))
+        return self._entry(pattern, ((0,) * ints, (0.0,) * (count - ints))).clamping
 
     @cached_property
     def _number_kinds(self) -> list[str]:
         return [leaf for leaf in _leaves([self._score, self._mask]) if leaf in (INTEGER, FLOAT)]
 
-    def _entry(self, pattern: tuple[int, ...], numbers: tuple[Numbers, Numbers]) -> Registered:
+    def _entry(self, pattern: tuple[int, ...], numbers: tuple[Numbers, Numbers]) -> _Entry:
         found = self._entries.get(pattern)
         if found is None:
-            found = Registered(self.key, self._spec(pattern, numbers), None, **self._options)
+            found = _Entry(self.key, self._spec(pattern, numbers), self._options, _names_of_arrays(self._slots))
             found = self._entries.setdefault(pattern, found)
         return found
 

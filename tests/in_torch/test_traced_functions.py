@@ -22,6 +22,7 @@ from torch.nn import functional
 import flashgen as fg
 import flashgen.torch as ours
 from flashgen.errors import SpecError
+from flashgen.torch.negative_indices import Sizes
 from flashgen.torch.traced_functions import trace_call
 from flashgen.torch.variants import spec_text, variant_of
 
@@ -154,16 +155,16 @@ def test_a_number_that_changes_is_an_operand_from_its_second_value_on() -> None:
         return trace_call(None, lambda b, h, i, j: (i - j <= window) & (j - i <= far), text, device)
 
     (key,) = {traced(window).key for window in range(3)}
-    variant = variant_of(key)
-    entry, integers, _ = variant.at(traced(4).integers, [])
-    assert integers == [] and entry.spec.captures == () and variant.at([4, 0], [])[0] is entry
+    at = lambda *integers: variant_of(key).at(integers, [], Sizes(1, HEADS, LENGTH, LENGTH), [])
+    entry, integers, _ = at(*traced(4).integers)
+    assert integers == [] and entry.spec.captures == () and at(4, 0)[0] is entry
     for window in (9, 5, 100):
-        general, integers, _ = variant.at([window, 0], [])
+        general, integers, _ = at(window, 0)
         assert integers == [window] and [capture.name for capture in general.spec.captures] == ["integer"]
-    assert variant.at([4, 0], [])[0] is entry, "the first value keeps its kernel"
-    both, integers, _ = variant.at([7, 2], [])
+    assert at(4, 0)[0] is entry, "the first value keeps its kernel"
+    both, integers, _ = at(7, 2)
     assert integers == [7, 2] and [capture.name for capture in both.spec.captures] == ["integer_a", "integer_b"]
-    one, integers, _ = variant.at([7, 7], [])
+    one, integers, _ = at(7, 7)
     assert integers == [7], "equal numbers are one operand, by which more is known of them"
     assert len(one.spec.captures) == 1
 
@@ -264,6 +265,27 @@ def test_a_tensor_that_is_written_to(how: str, dtype: torch.dtype, q: Any, kv: A
         assert_near(ours.flex_attention(q, *kv, score_mod=score), plain(q, *kv, score), how)
         WRITES[how](table)
         number.sub_(3)
+
+
+NEGATIVE: dict[str, Callable[..., Any]] = {
+    "a distance": lambda t, u, i, j: t[i - j],
+    "a distance that is moved": lambda t, u, i, j: t[i - j + LENGTH - 1],
+    "an element": lambda t, u, i, j: t[u[j]],
+    "a changing number": lambda t, u, i, j: t[j - len(u) // 2],
+}
+
+
+@pytest.mark.parametrize("name", NEGATIVE)
+def test_indices_below_0_count_from_the_end(name: str, q: Any, kv: Any) -> None:
+    table = torch.randn(2 * LENGTH, requires_grad=True)
+    for length in (LENGTH, 7):
+        places = torch.arange(LENGTH)[:length] - 9
+        keys = [x[:, :, :length] for x in kv]
+        score = lambda s, b, h, i, j: s + NEGATIVE[name](table, places, i, j)  # noqa: B023
+        got, wanted = (attend(q, *keys, score) for attend in (ours.flex_attention, plain))
+        assert_near(got.detach(), wanted.detach(), "the output")
+        found, expected = (torch.autograd.grad(out.double().square().sum(), table)[0] for out in (got, wanted))
+        assert_near(found, expected, "the gradient of the table", 0.05)
 
 
 def test_arrays_of_other_libraries() -> None:
