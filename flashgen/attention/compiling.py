@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copyreg
+import weakref
 from functools import partial
 from typing import Any, Literal
 
@@ -20,7 +21,10 @@ from flashgen.runtime import gpu
 from flashgen.runtime.remembered import Remembered
 from flashgen.runtime.schedule import Schedule
 
-_COMPILED: Remembered[Any, Attention] = Remembered()
+_MOST_KEPT = 1024
+_COMPILED: Remembered[Any, Attention] = Remembered(_MOST_KEPT)
+_IN_USE: weakref.WeakValueDictionary[Any, Attention] = weakref.WeakValueDictionary()
+"""Those that somebody holds, which stay one callable for a spec however many others are compiled."""
 
 
 def compile(
@@ -75,7 +79,7 @@ def compile(
     engine = Emulator(sanitize, schedule or Schedule()) if emulate else Gpu()
     chosen = _target(target, emulate, plan)
     made_of = (spec, chosen, engine, plan, bool(deterministic), backward_plan, texts_of(source))
-    attention = _COMPILED.get_or_make(made_of, partial(_made, *made_of))
+    attention = _COMPILED.get_or_make(made_of, partial(_found_or_made, made_of))
     return BoundAttention(attention, spec.bound) if spec.bound else attention
 
 
@@ -83,6 +87,13 @@ def _target(name: str | None, emulate: bool, plan: Plan | None) -> Target:
     if name is not None:
         return target_named(name)
     return emulated_target(plan) if emulate else target_of_gpu(*gpu.compute_capability(), plan)
+
+
+def _found_or_made(made_of: Any) -> Attention:
+    found = _IN_USE.get(made_of)
+    if found is None:
+        found = _IN_USE[made_of] = _made(*made_of)
+    return found
 
 
 def _made(
@@ -136,3 +147,4 @@ copyreg.pickle(BoundAttention, _not_written)
 def clear() -> Any:
     """Forgets the callables of this process; what is on disk stays."""
     _COMPILED.forget()
+    _IN_USE.clear()

@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 
 from flashgen.errors import SpecError
 from flashgen.language import operations as ops
-from flashgen.language.trace import Traced, apply, lift, logic, shift
+from flashgen.language.trace import Columns, Traced, apply, lift, logic, shift
 
 LONGEST_ROW = 16
 """Columns; with 32 of them NVRTC takes minutes for a kernel."""
@@ -15,7 +15,7 @@ ROW_ANSWERS: dict[str, Callable[..., Any]] = {}
 """What rows answer torch and callers of tensors' methods; `protocols`, a layer above, fills it in."""
 
 
-class Row:
+class Row(Columns):
     """A row of up to 16 traced values. Operations with numbers, traced values and other rows are element-wise."""
 
     __hash__ = None  # type: ignore[assignment]  # == builds expressions

@@ -35,6 +35,49 @@ _MAX_TEXT = 80 * MAX_NODES  # characters: beyond it `check_expression` would ref
 _TRUE, _FALSE, _INTEGER, _FLOAT = "true", "false", f'"{INTEGER}"', f'"{FLOAT}"'
 
 
+_KINDS: tuple[Kind, ...] = ("bool", "int", "float")
+
+
+def _kinds_of_results() -> dict[tuple[str, ...], Kind]:
+    """The kind of each operation's result, by its name and the kinds of operands that it takes."""
+    found: dict[tuple[str, ...], Kind] = {}
+    for name, cls in ops.OPERATIONS.items():
+        for kinds in [] if cls is ops.Load else itertools.product(_KINDS, repeat=cls.arity):
+            try:
+                check_kinds(cls, list(kinds))
+            except SpecError:
+                continue
+            found[name, *kinds] = cls.kind_of_result(*kinds)
+    return found
+
+
+_RESULTS = _kinds_of_results()
+
+
+class Columns:
+    """What operates on its columns: a row of traced values (`rows`), which a traced value leaves operators to."""
+
+
+def _operator(cls: type[Operation], reflected: bool = False) -> Callable[[Any, Any], Any]:
+    """The method of a binary operator. It repeats `binary` for the common case, as it runs for each call of a user."""
+    prefix = f'["{cls.__name__}",'
+    kinds = {(a, b): _RESULTS[cls.__name__, a, b] for a in _KINDS for b in _KINDS if (cls.__name__, a, b) in _RESULTS}
+
+    def operator(self: Traced, other: Any) -> Any:
+        if not isinstance(other, Traced):
+            if isinstance(other, Columns):
+                return NotImplemented
+            other = lift(other)
+        a, b = (other, self) if reflected else (self, other)
+        kind = kinds.get((a.kind, b.kind))
+        text = f"{prefix}{a.text},{b.text}]"
+        if kind is None or len(text) > _MAX_TEXT or (kind == "float" and not is_grad_enabled()):
+            return binary(cls, a, b)
+        return Traced(text, kind, a.arrays + b.arrays, a.numbers + b.numbers)
+
+    return operator
+
+
 class Traced:
     """A value inside a traced mask or score function: an index, the score, a captured number, or what was made of them.
 
@@ -66,41 +109,18 @@ class Traced:
 
     # Arithmetic -------------------------------------------------------------------------------------------------------
 
-    def __add__(self, other: Any) -> Traced:
-        return binary(ops.Add, self, other)
-
-    def __radd__(self, other: Any) -> Traced:
-        return binary(ops.Add, other, self)
-
-    def __sub__(self, other: Any) -> Traced:
-        return binary(ops.Sub, self, other)
-
-    def __rsub__(self, other: Any) -> Traced:
-        return binary(ops.Sub, other, self)
-
-    def __mul__(self, other: Any) -> Traced:
-        return binary(ops.Mul, self, other)
-
-    def __rmul__(self, other: Any) -> Traced:
-        return binary(ops.Mul, other, self)
-
-    def __truediv__(self, other: Any) -> Traced:
-        return binary(ops.Divide, self, other)
-
-    def __rtruediv__(self, other: Any) -> Traced:
-        return binary(ops.Divide, other, self)
-
-    def __floordiv__(self, other: Any) -> Traced:
-        return binary(ops.FloorDiv, self, other)
-
-    def __rfloordiv__(self, other: Any) -> Traced:
-        return binary(ops.FloorDiv, other, self)
-
-    def __mod__(self, other: Any) -> Traced:
-        return binary(ops.FloorMod, self, other)
-
-    def __rmod__(self, other: Any) -> Traced:
-        return binary(ops.FloorMod, other, self)
+    __add__ = _operator(ops.Add)
+    __radd__ = _operator(ops.Add, reflected=True)
+    __sub__ = _operator(ops.Sub)
+    __rsub__ = _operator(ops.Sub, reflected=True)
+    __mul__ = _operator(ops.Mul)
+    __rmul__ = _operator(ops.Mul, reflected=True)
+    __truediv__ = _operator(ops.Divide)
+    __rtruediv__ = _operator(ops.Divide, reflected=True)
+    __floordiv__ = _operator(ops.FloorDiv)
+    __rfloordiv__ = _operator(ops.FloorDiv, reflected=True)
+    __mod__ = _operator(ops.FloorMod)
+    __rmod__ = _operator(ops.FloorMod, reflected=True)
 
     def __divmod__(self, other: Any) -> tuple[Traced, Traced]:
         return self // other, self % other
@@ -137,23 +157,12 @@ class Traced:
 
     # Comparison and logic ---------------------------------------------------------------------------------------------
 
-    def __eq__(self, other: Any) -> Traced:  # type: ignore[override]
-        return binary(ops.Equal, self, other)
-
-    def __ne__(self, other: Any) -> Traced:  # type: ignore[override]
-        return binary(ops.NotEqual, self, other)
-
-    def __lt__(self, other: Any) -> Traced:
-        return binary(ops.Less, self, other)
-
-    def __le__(self, other: Any) -> Traced:
-        return binary(ops.LessEqual, self, other)
-
-    def __gt__(self, other: Any) -> Traced:
-        return binary(ops.Greater, self, other)
-
-    def __ge__(self, other: Any) -> Traced:
-        return binary(ops.GreaterEqual, self, other)
+    __eq__ = _operator(ops.Equal)
+    __ne__ = _operator(ops.NotEqual)
+    __lt__ = _operator(ops.Less)
+    __le__ = _operator(ops.LessEqual)
+    __gt__ = _operator(ops.Greater)
+    __ge__ = _operator(ops.GreaterEqual)
 
     def __and__(self, other: Any) -> Traced:
         return logic(ops.And, ops.BitAnd, self, other)
@@ -315,23 +324,6 @@ def _no_value(value: Any) -> str:
     return f"{value!r} ({type(value).__name__}) cannot stand in a traced function: use numbers and booleans"
 
 
-_KINDS: tuple[Kind, ...] = ("bool", "int", "float")
-
-
-def _kinds_of_results() -> dict[tuple[str, ...], Kind]:
-    """The kind of each operation's result, by its name and the kinds of operands that it takes."""
-    found: dict[tuple[str, ...], Kind] = {}
-    for name, cls in ops.OPERATIONS.items():
-        for kinds in [] if cls is ops.Load else itertools.product(_KINDS, repeat=cls.arity):
-            try:
-                check_kinds(cls, list(kinds))
-            except SpecError:
-                continue
-            found[name, *kinds] = cls.kind_of_result(*kinds)
-    return found
-
-
-_RESULTS = _kinds_of_results()
 is_grad_enabled: Callable[[], bool] = lambda: True
 """torch.is_grad_enabled, where torch is loaded (`watch_gradient_mode`)."""
 

@@ -56,7 +56,8 @@ class OpenIndex(NamedTuple):
 
 def open_indices(spec: AttentionSpec, names: Sequence[str]) -> tuple[OpenIndex, ...]:
     """The indices of a spec's loads from these arrays that are not known to be at least 0 in every call."""
-    bounds, found = Bounds(), {}
+    bounds = Bounds()
+    found: dict[OpenIndex, None] = {}
     for expression in (spec.mask.expression, *([spec.score.expression] if spec.score else [])):
         for load in expression.atoms(Load):
             for axis, index in enumerate(load.indices if load.capture.name in names else ()):

@@ -411,6 +411,7 @@ def test_a_spec_does_not_keep_what_its_function_computes() -> None:
 ROWS: dict[str, Callable[..., Any]] = {
     "any of a row": lambda s, b, h, i, j, t: torch.where((t[i].long() == (j % 4).unsqueeze(-1)).any(-1), s, s * 2),
     "distances": lambda s, b, h, i, j, t: s - (t[i] - t[j]).pow(2).sum(-1) / 100,
+    "from the left": lambda s, b, h, i, j, t: s + (1 - t[i]).amax(-1) - (i.unsqueeze(-1) * t[j]).sum(-1) / 1000,
     "a mean": lambda s, b, h, i, j, t: s + t[i].mean(-1) - t[j].amax(-1),
     "all of a row": lambda s, b, h, i, j, t: torch.where((t[i] > 0).all(dim=-1), s, -s),
 }
