@@ -24,7 +24,7 @@ from flashgen.runtime.schedule import Schedule
 _MOST_KEPT = 1024
 _COMPILED: Remembered[Any, Attention] = Remembered(_MOST_KEPT)
 _IN_USE: weakref.WeakValueDictionary[Any, Attention] = weakref.WeakValueDictionary()
-"""Those that somebody holds, which stay one callable for a spec however many others are compiled."""
+"""Callables that are still referenced: a spec keeps one callable while it is in use, also after an eviction."""
 
 
 def compile(

@@ -1,4 +1,4 @@
-"""Tensors that a spec's function computes of others: a spec is traced once, so it would keep their first values."""
+"""Refuses tensors that a spec's function computes, whose first values a spec would keep: it is traced once."""
 
 from __future__ import annotations
 

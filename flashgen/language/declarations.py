@@ -1,4 +1,4 @@
-"""Checks of what a capture may be called and hold, for declarations in Python and in JSON alike."""
+"""Checks of the names and types of captures, shared by declarations in Python and in JSON."""
 
 from __future__ import annotations
 

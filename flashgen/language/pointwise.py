@@ -1,7 +1,7 @@
 """Functions that torch has and kernels do not, made of those that they have, with torch's values and derivatives.
 
-At ties the derivatives are torch's: relu has 0 at 0. `inplace` means nothing for values that nobody
-else holds.
+At ties the derivatives are torch's: relu has 0 at 0. `inplace` has no meaning for traced values, and is
+accepted as torch accepts it.
 """
 
 from __future__ import annotations

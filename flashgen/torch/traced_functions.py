@@ -1,4 +1,4 @@
-"""The functions of a call, traced at that call: a text to look the kernel up by, and what the text reads.
+"""Traces the functions of a call at that call: gives the text that identifies the kernel, and its operands.
 
 A score function and a mask function run once for each call, with proxies of their indices. What they read then is what
 the call means: tensors become operands of the attention, with the gradients that autograd gives them; numbers stand

@@ -1,7 +1,7 @@
-"""From the text of traced functions to a spec: which numbers of it are constants of a kernel, and which its operands.
+"""Maps the text of traced functions to a spec, and decides which of its numbers are constants of the kernel.
 
-The numbers that a text is first met with are constants, of which closed forms and powers of two are made. A number that
-another call of the same text has another value of becomes a Scalar: that call, and those to come, share one kernel.
+The numbers of the first call with a text are constants, so that closed forms and divisions by powers of two are found.
+A number that has another value in a later call of the same text becomes a Scalar; all later values share one kernel.
 """
 
 from __future__ import annotations
