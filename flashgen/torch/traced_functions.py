@@ -11,11 +11,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from flashgen.errors import SpecError
 from flashgen.language import operations as ops
-from flashgen.language.bound import dtype_read
+from flashgen.language.bound import BoundArray, dtype_read
 from flashgen.language.calls import call_traced, check_signature
 from flashgen.language.captures import Leaf, array_leaf, element
 from flashgen.language.closures import StandIns
@@ -26,7 +27,7 @@ from flashgen.language.protocols import DTYPES
 from flashgen.language.trace import HANDLED, Traced, apply, lift, of_node, watch_gradient_mode
 from flashgen.torch.autograd_functions import tracing
 from flashgen.torch.placeholders import traced_by_dynamo
-from flashgen.torch.tensors import Tensor, dtype_of
+from flashgen.torch.tensors import Tensor, dtype_of, to_tensor
 from flashgen.torch.tensors import operand as as_operand
 from flashgen.torch.variants import TextOfMask
 
@@ -187,7 +188,7 @@ _AS_THEY_ARE = frozenset(getattr(torch, name) for name in CAPTURES)
 def operand(array: Any, device: torch.device) -> Tensor:
     """An array as kernels read it."""
     if not isinstance(array, torch.Tensor):
-        array = torch.as_tensor(array)
+        array = to_tensor(np.ascontiguousarray(BoundArray(array, "table").on_host()))
     if array.dtype in _AS_THEY_ARE and array.ndim and array.device == device:
         return array
     return as_operand(array, dtype_read(dtype_of(array), "table"), device)

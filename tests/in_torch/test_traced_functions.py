@@ -288,14 +288,15 @@ def test_indices_below_0_count_from_the_end(name: str, q: Any, kv: Any) -> None:
         assert_near(found, expected, "the gradient of the table", 0.05)
 
 
-def test_arrays_of_other_libraries() -> None:
+@pytest.mark.parametrize("dtype", [np.float32, np.float64, np.int64])
+def test_arrays_of_other_libraries(dtype: Any) -> None:
     """They cannot be indexed by traced values; stand-ins are put in their place, at each call."""
     q, k, v = (torch.randn(1, HEADS, LENGTH, DIM).half() for _ in range(3))
-    table = np.linspace(-1, 1, HEADS).astype(np.float32)
-    score = lambda s, b, h, i, j: s + table[h] * (i - j)
+    table = np.arange(1, HEADS + 1).astype(dtype)
+    score = lambda s, b, h, i, j: s + table[h] * (i - j) / 10
     for _ in range(2):
         tensor = torch.from_numpy(table.copy())
-        wanted = plain(q, k, v, lambda s, b, h, i, j, tensor=tensor: s + tensor[h] * (i - j))
+        wanted = plain(q, k, v, lambda s, b, h, i, j, tensor=tensor: s + tensor[h] * (i - j) / 10)
         assert_near(ours.flex_attention(q, k, v, score_mod=score), wanted, "an array of NumPy")
         table *= -1
 
