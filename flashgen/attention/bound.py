@@ -88,17 +88,20 @@ def unbound(attention: Attention) -> Attention:
 
 
 def on_gpu(bound: BoundArray, device: int | None) -> Any:
-    """The array on a GPU: itself, or a copy of the host's, which is made again where the values have changed."""
+    """The array on a GPU: itself, or a copy of the host's, which is updated where the values have changed."""
     array = bound.original
     if device is None or (
         not is_on_host(array) and library_of(array, "an array").view(array, "an array").device == device
     ):
         return bound.current()
 
-    def copy(here: np.ndarray[Any, Any]) -> Any:
+    def copy(here: np.ndarray[Any, Any], there: Any) -> Any:
         cupy = gpu.cupy()
-        with cupy.cuda.Device(device):
-            there = cupy.empty(here.shape, here.dtype)
+        with cupy.cuda.Device(device) as current:
+            if there is None:
+                there = cupy.empty(here.shape, here.dtype)
+            else:
+                current.synchronize()  # no kernel of another stream reads it any more
             there.set(np.ascontiguousarray(here))
             cupy.cuda.get_current_stream().synchronize()  # ready for whichever stream uses it
         return there

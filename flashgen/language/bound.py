@@ -69,12 +69,16 @@ class BoundArray:
                 return np.asarray(array.view(sys.modules["torch"].int16).numpy().view(ml_dtypes.bfloat16))
         return np.asarray(array.get() if hasattr(array, "get") else array)
 
-    def moved(self, place: Hashable, move: Callable[[np.ndarray[Any, Any]], Any]) -> Any:
-        """A copy of the host's array at another place, as `move` makes it; made again where the values have changed."""
+    def moved(self, place: Hashable, move: Callable[[np.ndarray[Any, Any], Any], Any]) -> Any:
+        """A copy of the host's array at another place, which is updated where the values have changed.
+
+        move(array, copy) allocates the copy where `copy` is None. Otherwise it writes into it, so that a captured graph
+        that reads that memory stays valid.
+        """
         here = self.on_host()
         seen, there = self._moved.get(place, (None, None))
         if seen is None or not _same_bytes(seen, here):
-            there = move(here)
+            there = move(here, there if seen is not None and seen.shape == here.shape else None)
             self._moved[place] = here.copy(), there
         return there
 

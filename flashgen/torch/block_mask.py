@@ -12,7 +12,7 @@ from flashgen.errors import ArgumentError, SpecError
 from flashgen.language.modifiers import Mask, as_mask
 from flashgen.torch.mask_functions import MaskFunction, noop_mask
 from flashgen.torch.tensors import Tensor
-from flashgen.torch.traced_functions import check_traceable
+from flashgen.torch.traced_functions import check_mask_function
 
 _BLOCK = 128
 _MOST_SHOWN = 20  # characters across a picture of blocks
@@ -324,5 +324,5 @@ def create_block_mask(
         raise ArgumentError(f"create_block_mask has no argument {', '.join(sorted(unknown))}")
     block = (BLOCK_SIZE, BLOCK_SIZE) if isinstance(BLOCK_SIZE, int) else BLOCK_SIZE
     has_full = _of_triton.get("separate_full_blocks", True)
-    check_traceable(mask_mod, of_mask=True)
+    check_mask_function(mask_mod)
     return BlockMask._of(mask_mod, (B or 1, H or 1, Q_LEN, KV_LEN), block, device, None, has_full)

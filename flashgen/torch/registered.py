@@ -54,12 +54,12 @@ class Registered:
     def __init__(self, key: str, spec: AttentionSpec, compiled: Attention | None, **options: Any) -> None:
         self.key, self.spec, self._compiled, self._options = key, spec, compiled, options
         self.emulate = compiled.engine.name == "emulator" if compiled else bool(options.get("emulate"))
-        told = [CaptureInfo(each.name, each.dtype, each.ndim, each.grad, each.kind) for each in spec.captures]
+        captured = [CaptureInfo(each.name, each.dtype, each.ndim, each.grad, each.kind) for each in spec.captures]
         self.own_arrays, self.own_integers = call_arguments(spec)
-        self.arrays = (*(each for each in told if each.ndim), *self.own_arrays)
-        self.integers = (*(each for each in told if not each.ndim and each.kind == "int"), *self.own_integers)
-        self.floats = tuple(each for each in told if not each.ndim and each.kind == "float")
-        self.takes_captures = bool(told or self.own_arrays)
+        self.arrays = (*(each for each in captured if each.ndim), *self.own_arrays)
+        self.integers = (*(each for each in captured if not each.ndim and each.kind == "int"), *self.own_integers)
+        self.floats = tuple(each for each in captured if not each.ndim and each.kind == "float")
+        self.takes_captures = bool(captured or self.own_arrays)
         self.dtype, self.dropout = getattr(torch, spec.dtype), bool(spec.dropout)
         self.is_direct = not (self.emulate or self.takes_captures or self.dropout)
         self.says_less = spec.is_ragged and not spec.page_size

@@ -248,7 +248,9 @@ def bound_tensor(bound: BoundArray, device: torch.device) -> Tensor:
         elif device.type == "cpu":
             return to_tensor(np.ascontiguousarray(bound.on_host()))
         else:
-            moved: Tensor = bound.moved(device, lambda here: to_tensor(np.ascontiguousarray(here)).to(device))
+            moved: Tensor = bound.moved(
+                device, lambda here, there: _uploaded(to_tensor(np.ascontiguousarray(here)), there, device)
+            )
             return moved
     return operand(array, bound.dtype, device)
 
@@ -270,6 +272,18 @@ def _is_copied_once(array: Tensor) -> bool:
     return array.device.type == "cpu" and not array.requires_grad and not torch.compiler.is_compiling()
 
 
+def _uploaded(values: Tensor, copy: Tensor | None, device: torch.device) -> Tensor:
+    """Values of the host on a GPU: a new tensor, or `copy`, written over once no stream reads it any more.
+
+    A captured graph reads the memory of the copy, which therefore stays where it is.
+    """
+    if copy is None:
+        return values.to(device)
+    torch.cuda.synchronize(device)
+    with torch.no_grad():
+        return copy.copy_(values)
+
+
 class _Copies:
     """Copies of a tensor of the host on GPUs, which calls use again while the values are the same."""
 
@@ -281,9 +295,10 @@ class _Copies:
         values = array.detach().reshape(-1).contiguous().view(torch.uint8)
         seen, copy = self._copies.get(device, (None, None))
         if seen is None or copy is None or not torch.equal(seen, values):
-            copy = array.detach().to(device)
+            same = copy is not None and (copy.shape, copy.dtype) == (array.shape, array.dtype)
+            copy = _uploaded(array.detach(), copy if same else None, device)
             self._copies[device] = values.clone(), copy
-        return copy.reshape(array.shape)
+        return copy
 
 
 _COPIES: MutableMapping[Tensor, _Copies] = WeakTensorKeyDictionary()

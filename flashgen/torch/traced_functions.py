@@ -117,11 +117,11 @@ def trace_mask_function(function: Callable[..., Any]) -> TracedMask:
     return TracedMask(TextOfMask(name_of(function, "mask"), traced.text, traced.numbers, tuple(slots)), arrays)
 
 
-def check_traceable(function: Callable[..., Any], of_mask: bool) -> None:
-    """SpecError where a function cannot be traced; not under torch.compile, which traces it where it is called."""
+def check_mask_function(function: Callable[..., Any]) -> None:
+    """SpecError where a mask function cannot be traced; not under torch.compile, which traces it where it is called."""
     if not torch.compiler.is_compiling():
         with tracing():
-            _trace(function, _MASK_LEAVES if of_mask else _SCORE_LEAVES, _run)
+            _trace(function, _MASK_LEAVES, _run)
 
 
 def _text_of(traced: Traced | None, function: Any, name: str) -> str:

@@ -129,3 +129,29 @@ def test_a_captured_graph_reads_what_tensors_hold_when_it_is_replayed(qkv: Any) 
         table.add_(0.3)
         graph.replay()
         assert torch.equal(out, ours.flex_attention(*qkv, score))
+
+
+@pytest.mark.parametrize("how", ["flex_attention", "attention", "compiled"])
+def test_a_captured_graph_reads_the_copy_of_an_array_of_the_host(how: str, qkv: Any) -> None:
+    """The copy is written over where it is when the array has changed, so that the graph's memory stays valid."""
+    table = torch.linspace(0, 1, HEADS)
+    score = lambda s, b, h, i, j: s + table[h] * (i - j) / 10
+    spec = fg.AttentionSpec(DIM, score=score)
+    attends = {
+        "flex_attention": lambda: ours.flex_attention(*qkv, score),
+        "attention": lambda: ours.attention(spec, *qkv),
+        "compiled": lambda: fg.compile(spec)(*qkv),
+    }
+    attend = attends[how]
+    with torch.no_grad():
+        for _ in range(3):
+            attend()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = attend()
+        for _ in range(3):
+            wanted = attend()
+            graph.replay()
+            assert torch.equal(out, wanted)
+            table.add_(1)

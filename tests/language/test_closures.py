@@ -240,13 +240,14 @@ def test_copies_are_of_the_values_of_now() -> None:
     values = np.array([0.0, np.nan, 2.0], np.float32)
     bound, copies = BoundArray(values, "values"), []
 
-    def move(here: np.ndarray) -> int:
-        copies.append(here.copy())
+    def move(here: np.ndarray, there: int | None) -> int:
+        copies.append((here.copy(), there))
         return len(copies)
 
     assert [bound.moved("there", move), bound.moved("there", move), bound.moved("elsewhere", move)] == [1, 1, 2]
     values[0] = -0.0
-    assert bound.moved("there", move) == 3 and np.signbit(copies[-1][0])
+    assert bound.moved("there", move) == 3 and np.signbit(copies[-1][0][0])
+    assert [there for _, there in copies] == [None, None, 1], "a copy that there is, is written over"
 
 
 def test_a_torch_tensor_in_a_list_of_another_module() -> None:
