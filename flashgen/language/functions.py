@@ -8,7 +8,7 @@ from typing import Any
 
 from flashgen.errors import SpecError
 from flashgen.language import operations as ops
-from flashgen.language.trace import Traced, apply, as_placeholder, lift, of_node
+from flashgen.language.trace import PLACEHOLDERS, Traced, apply, lift, of_node
 
 __all__ = ["abs", "clamp", "cos", "exp", "exp2", "floor", "len_k", "len_q", "log", "log2", "maximum", "minimum"]
 __all__ += ["sigmoid", "sin", "sqrt", "tanh", "to_float", "to_int", "where"]
@@ -19,7 +19,9 @@ def _public(function: Callable[..., Traced]) -> Any:
 
     @wraps(function)
     def call(*operands: Any, **options: Any) -> Any:
-        return as_placeholder(function(*operands, **options))
+        if PLACEHOLDERS:
+            return PLACEHOLDERS[-1].call(function.__name__, operands, options)
+        return function(*operands, **options)
 
     return call
 

@@ -20,7 +20,7 @@ from flashgen.language.bound import Bound, is_array, joined
 from flashgen.language.calls import run_traced
 from flashgen.language.expression_json import ARRAY, AT, canonical, node_to_data
 from flashgen.language.operations import Capture, captures_of, kind_of
-from flashgen.language.trace import Traced, as_placeholder, lift, logic, negate, of_node
+from flashgen.language.trace import PLACEHOLDERS, Traced, lift, logic, negate, of_node
 from flashgen.language.well_formed import build, check_expression
 
 MaskFunction = Callable[[Any, Any, Any, Any], Any]
@@ -72,7 +72,7 @@ class Mask:
 
     def __call__(self, b: Any, h: Any, q: Any, k: Any) -> Traced:
         """The mask at these (traced or literal) indices, inside a traced function."""
-        return as_placeholder(_at(self._template, (b, h, q, k)))  # type: ignore[attr-defined]
+        return _called(self._template, (b, h, q, k))  # type: ignore[attr-defined]
 
     def __and__(self, other: Any) -> Mask:
         return _combine("&", self, other)
@@ -139,7 +139,7 @@ class Score:
                 f"score {self.name!r} is called with another score, as in softcap(30)(alibi(8)), or with "
                 f"(score, b, h, q, k) in a traced function; got {len(operands)} arguments"
             )
-        return as_placeholder(_at(self._template, operands))  # type: ignore[attr-defined]
+        return _called(self._template, operands)  # type: ignore[attr-defined]
 
     def _after(self, first: Score) -> Score:
         own, inner, bound = joined(self.expression, self.bound, first.expression, first.bound)
@@ -260,7 +260,11 @@ _MASK_TEXTS = tuple(f'"{symbol.name}"' for symbol in MASK_SYMBOLS)
 _SCORE_TEXTS = tuple(f'"{symbol.name}"' for symbol in SCORE_SYMBOLS)
 
 
-def _at(template: Traced, operands: tuple[Any, ...]) -> Traced:
+def _called(template: Traced, operands: tuple[Any, ...]) -> Any:
+    return PLACEHOLDERS[-1].at(template, operands) if PLACEHOLDERS else at_operands(template, operands)
+
+
+def at_operands(template: Traced, operands: tuple[Any, ...]) -> Traced:
     """The expression of a mask or score with these values in place of its indices, and of the score."""
     values = [lift(operand) for operand in operands]
     names = ("score", "b", "h", "q", "k")[-len(values) :]

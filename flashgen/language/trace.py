@@ -272,17 +272,12 @@ def lift(value: Any) -> Traced:
     if isinstance(value, np.generic):
         return lift(value.item())
     if PLACEHOLDERS:
-        stood_for = PLACEHOLDERS[-1].value_of(value)
+        stood_for = PLACEHOLDERS[-1].traced(value)
         if isinstance(stood_for, Traced):
             return stood_for
     if getattr(value, "ndim", None) == 0 and hasattr(value, "dtype"):
         return ANSWERS["array"](value)
     raise SpecError(_no_value(value))
-
-
-def as_placeholder(value: Any) -> Any:
-    """A traced value as users' functions are given it: a tensor that stands for it where torch.compile traces them."""
-    return PLACEHOLDERS[-1].placeholder(value) if PLACEHOLDERS and isinstance(value, Traced) else value
 
 
 def _integer(value: Any) -> Traced:

@@ -7,130 +7,185 @@ an operation which the mode was not asked about cannot be taken for a value.
 
 from __future__ import annotations
 
-import types
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
 
 from flashgen.errors import SpecError
-from flashgen.language.bound import dtype_read
-from flashgen.language.captures import array_leaf, element
 from flashgen.language.modifiers import Mask, Score
-from flashgen.language.protocols import call_torch_named, is_known
-from flashgen.language.rows import Row
-from flashgen.language.trace import PLACEHOLDERS, Traced, lift
-from flashgen.torch.table import constant
-from flashgen.torch.tensors import dtype_of
+from flashgen.language.trace import PLACEHOLDERS, Traced
+from flashgen.language.well_formed import FLOAT32_MAX
+from flashgen.torch.encoded_values import AT, OF_LANGUAGE, RESULT, composed, key_of, leaf_value, name_of, opened
+from flashgen.torch.table import constant, fixed
 
 _DTYPES = {"bool": torch.bool, "int": torch.int32, "float": torch.float32}
-
-
-def _names() -> dict[Any, str]:
-    """The names of torch's functions and of tensors' methods that the language knows, by function."""
-    found: dict[Any, str] = {}
-    homes = (torch, torch.special, torch.nn.functional, torch.Tensor)
-    for home in homes:
-        for name in dir(home):
-            plain = name.strip("_")
-            if not is_known(plain) and not (plain[:1] in ("r", "i") and is_known(plain[1:])):
-                continue
-            function = getattr(home, name)
-            if callable(function) and function.__hash__ is not None:
-                found.setdefault(function, name)
-    found[torch.Tensor.where] = "tensor_where"  # whose first argument is the choice, not the condition
-    return found
-
-
-_NAMES = _names()
-
-
-def _name_of(function: Any) -> str:
-    """The name of a function, by which the language knows it."""
-    if isinstance(function, types.FunctionType):  # which Dynamo does not find among a dict's keys
-        return function.__name__
-    if function in _NAMES:
-        return _NAMES[function]
-    raise SpecError("a function of torch cannot be traced on indices or scores of a mask or score function")
 
 
 class Recording(TorchFunctionMode):
     """Records what a function does to placeholders; everything else runs as it stands.
 
-    Attributes: `values`, the traced value of each placeholder.
+    It is itself traced by Dynamo, so each line of it costs a compilation time, and each global that it reads a guard:
+    what can be done in `encoded_values`, is done there.
+
+    Attributes:
+        values: what each placeholder stands for, as `Composed.value`.
+        arrays, numbers: what traced values refer to by position.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.values: dict[torch.Tensor, Any] = {}
+        self.values: dict[torch.Tensor, str] = {}
+        self.arrays: list[torch.Tensor] = []
+        self.numbers: list[Any] = []
+        self._positions: dict[torch.Tensor, int] = {}
+        self._had_gradients = torch.is_grad_enabled()
 
-    def placeholder(self, value: Any) -> torch.Tensor:
-        """A tensor that stands for a traced value, or for a row of them."""
-        if isinstance(value, Row):
-            elements = value.elements()
-            tensor = torch.empty((len(elements),), dtype=_DTYPES[elements[0].kind], device="meta")
-        else:
-            tensor = torch.empty((), dtype=_DTYPES[value.kind], device="meta")
-        self.values[tensor] = value
-        return tensor
+    def run(self, name: str, arguments: Any, keywords: Any = None) -> torch.Tensor:
+        """The placeholder of an operation's result; name: see `composed`."""
+        before = len(self.numbers)
+        given = tuple([self._operand(each) for each in arguments])
+        named = tuple([(key, self._operand(each)) for key, each in (keywords or {}).items()])
+        detaches = self._had_gradients and not torch.is_grad_enabled()
+        value, kind, columns, array, error = "", "", None, None, ""
+        # With all numbers left open; if need be with the values of those of this operation; then of all.
+        for first in (len(self.numbers), before, 0):
+            known = tuple([(position, fixed(self.numbers[position])) for position in range(first, len(self.numbers))])
+            value, kind, columns, array, error = composed(name, given, named, known, detaches)
+            if value or error:
+                break
+        if not value:
+            raise SpecError(error)
+        shape = () if columns is None else (columns,)
+        if array is not None:
+            shape = self.arrays[array[0]].shape[array[1] :]
+        placeholder = torch.empty(shape, dtype=_DTYPES[kind], device="meta")
+        self.values[placeholder] = value
+        return placeholder
 
-    def value_of(self, given: Any) -> Any:
-        """The traced value that a placeholder stands for; anything else as it is."""
+    def leaf(self, name: str) -> torch.Tensor:
+        """The placeholder of an index or of the score."""
+        placeholder = torch.empty((), dtype=_DTYPES["float" if name == "score" else "int"], device="meta")
+        self.values[placeholder] = leaf_value(name)
+        return placeholder
+
+    def call(self, name: str, operands: Any, options: Any) -> torch.Tensor:
+        """A function of flashgen's language."""
+        return self.run(OF_LANGUAGE + name, operands, options)
+
+    def at(self, template: Traced, operands: Any) -> torch.Tensor:
+        """A named mask or score at operands."""
+        return self.run(AT, (template, *operands))
+
+    def _operand(self, given: Any) -> tuple[Any, ...]:
+        """An operand as `composed` reads it."""
         if isinstance(given, torch.Tensor):
             if given in self.values:
-                return self.values[given]
+                return "value", self.values[given], fixed(given.shape[-1]) if given.ndim == 1 else None
             if given.device.type == "meta":
                 raise SpecError(
                     "torch.compile traced an operation on an index or a score that flashgen was not asked about: write "
                     "it by operators or functions of torch, or call the function outside of torch.compile"
                 )
-        return given
+            return "array", self._array(given), given.dtype, given.ndim, given.requires_grad
+        if isinstance(given, int) and not isinstance(given, bool):
+            if not -(2**31) <= given < 2**31:
+                return "constant", fixed(given)
+            return "number", self._number(given), False
+        if isinstance(given, float):
+            # No number is infinite, NaN or -0.
+            if given == 0 or not -FLOAT32_MAX <= given <= FLOAT32_MAX:
+                return "constant", fixed(given)
+            return "number", self._number(given), True
+        if isinstance(given, Traced):
+            arrays = tuple([self._array(each) for each in given.arrays])
+            numbers = tuple([(self._number(each), isinstance(each, float)) for each in given.numbers])
+            return "traced", given.text, given.kind, arrays, numbers
+        if isinstance(given, (tuple, list)):
+            return "items", tuple([self._operand(each) for each in given])
+        return "constant", given
+
+    def _array(self, array: torch.Tensor) -> int:
+        if array not in self._positions:
+            self._positions[array] = len(self.arrays)
+            self.arrays.append(array)
+        return self._positions[array]
+
+    def _number(self, number: Any) -> int:
+        self.numbers.append(number)
+        return len(self.numbers) - 1
+
+    def traced(self, given: Any) -> Any:
+        """The traced value that a placeholder stands for; anything else as it is."""
+        if not isinstance(given, torch.Tensor) or given not in self.values:
+            return given
+        text, kind, arrays, numbers = opened(self.values[given])
+        return Traced(
+            text, kind, tuple([self.arrays[position] for position in arrays]), tuple(self.numbers_at(numbers))
+        )
+
+    def numbers_at(self, written: tuple[Any, ...]) -> list[Any]:
+        """The numbers of a result: those that it names by position, and others as they stand."""
+        return [self.numbers[each[0]] if isinstance(each, tuple) else each for each in written]
 
     def __torch_function__(self, function: Any, _types: Any, arguments: Any = (), keywords: Any = None) -> Any:
-        given = []
-        found = False
-        for argument in arguments:
-            if isinstance(argument, (tuple, list)):
-                value: Any = tuple([self.value_of(item) for item in argument])
-                found = found or any(isinstance(item, (Traced, Row)) for item in value)
-            else:
-                value = self.value_of(argument)
-                found = found or isinstance(value, (Traced, Row))
-            given.append(value)
-        named = {}
-        for name, argument in (keywords or {}).items():
-            named[name] = self.value_of(argument)
-            found = found or isinstance(named[name], (Traced, Row))
-        if not found:
+        if not self._has_placeholders(arguments) and not self._has_placeholders(tuple((keywords or {}).values())):
             return function(*arguments, **(keywords or {}))
-        name = _name_of(function)
-        if name == "__getitem__" and isinstance(given[0], torch.Tensor):
-            result = _element(*given)
-        else:
-            result = call_torch_named(name, tuple(given), named)
-        return self.placeholder(result) if isinstance(result, (Traced, Row)) else result
+        name = name_of(function)
+        if name == "__getitem__":
+            arguments = (arguments[0], _from_the_beginning(arguments[0], arguments[1]))
+        if name == "take":
+            arguments = (arguments[0].reshape(-1), *arguments[1:])
+        return self.run(name, arguments, keywords)
+
+    def _has_placeholders(self, given: Any) -> bool:
+        for each in given:
+            if isinstance(each, torch.Tensor):
+                if each in self.values or each.device.type == "meta":
+                    return True
+            elif isinstance(each, Traced) or (isinstance(each, (tuple, list)) and self._has_placeholders(each)):
+                return True
+        return False
 
 
-def _element(tensor: torch.Tensor, index: Any) -> Any:
-    """An element of a tensor at traced indices."""
-    leaf = array_leaf(dtype_read(dtype_of(tensor), "table"), tensor.ndim, tensor.requires_grad)
-    return element(leaf, tensor, index if isinstance(index, tuple) else (index,))
+def _from_the_beginning(tensor: torch.Tensor, index: Any) -> tuple[Any, ...]:
+    """An index, whose numbers below 0 count from the end."""
+    items = index if isinstance(index, tuple) else (index,)
+    return tuple(
+        [
+            item + tensor.shape[place] if isinstance(item, int) and item < 0 and place < tensor.ndim else item
+            for place, item in enumerate(items)
+        ]
+    )
 
 
-def traced_by_dynamo(function: Callable[..., Any], leaves: tuple[Traced, ...]) -> Traced:
-    """What a function returns for the leaves, where Dynamo traces the call."""
+def traced_by_dynamo(score_mod: Any, mask_mod: Any, spec: str) -> tuple[str, list[torch.Tensor], list[Any], list[Any]]:
+    """The key of a call that Dynamo traces, with its arrays, integers and floats (`call_keys`)."""
     _have_dynamo_ask_modes()
     recording = Recording()
-    operands = [recording.placeholder(leaf) for leaf in leaves]
+    score = _result(recording, score_mod, ("score", "b", "h", "q", "k"))
+    mask = _result(recording, mask_mod, ("b", "h", "q", "k"))
+    names = [each.name if isinstance(each, (Mask, Score)) else "" for each in (score_mod, mask_mod)]
+    found = key_of(score, names[0] or "score_mod", mask, names[1] or "mask_mod", spec)
+    if len(found) == 1:
+        raise SpecError(found[0])
+    key, arrays, integers, floats = found
+    arrays = [recording.arrays[position] for position in arrays]
+    return key, arrays, recording.numbers_at(integers), recording.numbers_at(floats)
+
+
+def _result(recording: Recording, function: Any, leaves: tuple[str, ...]) -> str:
+    """What a function returns for indices and a score, as `Composed.value`; "" of no function."""
+    if function is None:
+        return ""
+    placeholders = [recording.leaf(leaf) for leaf in leaves]
     PLACEHOLDERS.append(recording)
     with recording:
-        result = function(*operands)
+        result = function(*placeholders)
+        if isinstance(result, (Mask, Score)):
+            result = result(*placeholders)
     PLACEHOLDERS.pop()
-    result = recording.value_of(result)
-    if isinstance(result, (Mask, Score)):
-        result = result(*leaves)
-    return lift(result)
+    return recording.values[recording.run(RESULT, (result,))]
 
 
 @constant

@@ -15,7 +15,6 @@ import numpy as np
 import torch
 
 from flashgen.errors import SpecError
-from flashgen.language import operations as ops
 from flashgen.language.bound import BoundArray, dtype_read
 from flashgen.language.calls import call_traced, check_signature
 from flashgen.language.captures import Leaf, array_leaf, element
@@ -24,8 +23,9 @@ from flashgen.language.dtypes import CAPTURES
 from flashgen.language.elementary import where
 from flashgen.language.modifiers import MASK_SYMBOLS, SCORE_SYMBOLS, Mask, Score, name_of
 from flashgen.language.protocols import DTYPES
-from flashgen.language.trace import HANDLED, Traced, apply, lift, of_node, watch_gradient_mode
+from flashgen.language.trace import HANDLED, Traced, lift, of_node, watch_gradient_mode
 from flashgen.torch.autograd_functions import tracing
+from flashgen.torch.call_keys import call_key, distinct
 from flashgen.torch.placeholders import traced_by_dynamo
 from flashgen.torch.tensors import Tensor, dtype_of, to_tensor
 from flashgen.torch.tensors import operand as as_operand
@@ -75,27 +75,13 @@ def trace_call(
         device: where operands are moved that are elsewhere.
     """
     if torch.compiler.is_compiling():
-        score = _trace(score_mod, _SCORE_LEAVES, traced_by_dynamo)
-        mask = _trace(mask_mod, _MASK_LEAVES, traced_by_dynamo)
-    else:
-        with tracing():
-            score, mask = _trace(score_mod, _SCORE_LEAVES, _run), _trace(mask_mod, _MASK_LEAVES, _run)
-    if mask is not None and mask.kind != "bool":
-        raise SpecError(f"mask_mod must return a boolean, got {mask.kind}: compare it, e.g. return x != 0")
-    if score is not None and score.kind == "bool":
-        raise SpecError("score_mod must return a number, got bool: a condition belongs in the mask")
-    if score is not None and score.kind == "int":
-        score = apply(ops.ToFloat, score)
-    held: tuple[Any, ...] = ()
-    numbers: tuple[Any, ...] = ()
-    for traced in (score, mask):
-        if traced is not None:
-            held, numbers = held + traced.arrays, numbers + traced.numbers
-    arrays, slots = _distinct(held)
+        key, arrays, integers, floats = traced_by_dynamo(score_mod, mask_mod, spec)
+        return TracedCall(key, [operand(array, device) for array in arrays], integers, floats)
+    with tracing():
+        score, mask = _trace(score_mod, _SCORE_LEAVES), _trace(mask_mod, _MASK_LEAVES)
+    key, arrays, numbers = call_key(score, _name(score_mod, "score_mod"), mask, _name(mask_mod, "mask_mod"), spec)
     integers = [number for number in numbers if not isinstance(number, float)]
     floats = [number for number in numbers if isinstance(number, float)]
-    texts = f"{_text_of(score, score_mod, 'score_mod')},{_text_of(mask, mask_mod, 'mask_mod')}"
-    key = f"[{spec},{texts},{slots}]"
     return TracedCall(key, [operand(array, device) for array in arrays], integers, floats)
 
 
@@ -109,11 +95,11 @@ class TracedMask(NamedTuple):
 def trace_mask_function(function: Callable[..., Any]) -> TracedMask:
     """Traces a mask function, for a spec that is made of it; its numbers are constants."""
     with tracing():
-        traced = _trace(function, _MASK_LEAVES, _run)
+        traced = _trace(function, _MASK_LEAVES)
     assert traced is not None
     if traced.kind != "bool":
         raise SpecError(f"a mask function must return a boolean, got {traced.kind}: compare it, e.g. return x != 0")
-    arrays, slots = _distinct(traced.arrays)
+    arrays, slots = distinct(traced.arrays)
     return TracedMask(TextOfMask(name_of(function, "mask"), traced.text, traced.numbers, tuple(slots)), arrays)
 
 
@@ -121,24 +107,18 @@ def check_mask_function(function: Callable[..., Any]) -> None:
     """SpecError where a mask function cannot be traced; not under torch.compile, which traces it where it is called."""
     if not torch.compiler.is_compiling():
         with tracing():
-            _trace(function, _MASK_LEAVES, _run)
+            _trace(function, _MASK_LEAVES)
 
 
-def _text_of(traced: Traced | None, function: Any, name: str) -> str:
-    if traced is None:
-        return "null"
-    if isinstance(function, (Mask, Score)):
-        name = function.name
-    return f'["{name}",{traced.text}]'
+def _name(function: Any, plain: str) -> str:
+    return function.name if isinstance(function, (Mask, Score)) else plain
 
 
-def _trace(
-    function: Any, leaves: tuple[Traced, ...], run: Callable[[Any, tuple[Traced, ...]], Traced]
-) -> Traced | None:
-    """What a function returns for its leaves, by what runs it."""
+def _trace(function: Any, leaves: tuple[Traced, ...]) -> Traced | None:
+    """What a function returns for its leaves."""
     if function is None:
         return None
-    return function(*leaves) if isinstance(function, (Mask, Score)) else run(function, leaves)
+    return function(*leaves) if isinstance(function, (Mask, Score)) else _run(function, leaves)
 
 
 def _run(function: Any, leaves: tuple[Traced, ...]) -> Traced:
@@ -165,21 +145,6 @@ def _run_with_stand_ins(function: Any, leaves: tuple[Traced, ...]) -> Any:
 
 def _what(leaves: tuple[Traced, ...]) -> str:
     return "mask" if leaves is _MASK_LEAVES else "score"
-
-
-def _distinct(held: tuple[Any, ...]) -> tuple[list[Any], list[int]]:
-    """The arrays, each once, and of each time that the text reads one which it is."""
-    arrays: list[Any] = []
-    slots: list[int] = []
-    for array in held:
-        for number, other in enumerate(arrays):
-            if other is array:
-                slots.append(number)
-                break
-        else:
-            slots.append(len(arrays))
-            arrays.append(array)
-    return arrays, slots
 
 
 _AS_THEY_ARE = frozenset(getattr(torch, name) for name in CAPTURES)

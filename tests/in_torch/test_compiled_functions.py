@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -15,6 +16,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 import flashgen as fg
 import flashgen.torch as ours
+from flashgen.errors import SpecError
 from flashgen.torch import table
 
 HEADS, LENGTH, DIM = 2, 24, 32
@@ -219,6 +221,54 @@ def test_rows_inside_a_function(qkv_of_halves: Any) -> None:
         return ours.flex_attention(q, k, v, block_mask=made)
 
     assert torch.equal(compiled(attend)(*qkv_of_halves), attend(*qkv_of_halves))
+
+
+def test_parts_of_arrays_indices_from_the_end_and_lengths(qkv_of_halves: Any) -> None:
+    def attend(q: Any, k: Any, v: Any, table: Any, flat: Any) -> Any:
+        def score(s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+            part = table[h]
+            s = s + part[i - j + LENGTH] + part[-1] + table[-2, -3] + torch.take(flat, j) / 4
+            return torch.where(fg.len_k - j > 2, s, -INFINITY)
+
+        return ours.flex_attention(q, k, v, score_mod=score)
+
+    run = compiled(attend)
+    for columns in (2 * LENGTH + 1, 3 * LENGTH, 4 * LENGTH):
+        given = (torch.randn(HEADS, columns), torch.randn(2, columns))
+        assert torch.equal(run(*qkv_of_halves, *given), attend(*qkv_of_halves, *given))
+
+
+def test_only_the_numbers_that_an_operation_depends_on_are_guarded(qkv_of_halves: Any) -> None:
+    """An exponent decides which operations there are; other numbers of the function stay inputs of the graph."""
+    counter = CompileCounterWithBackend("aot_eager")
+
+    def attend(q: Any, k: Any, v: Any, far: int, exponent: int) -> Any:
+        def score(s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+            return torch.where(i - j < far, (s * 0.5) ** exponent, far * s)
+
+        return ours.flex_attention(q, k, v, score_mod=score)
+
+    run = compiled(attend, counter, dynamic=True)
+    counts = []
+    for far, exponent in ((3, 2), (5, 2), (9, 2), (3, 3)):
+        assert torch.equal(run(*qkv_of_halves, far, exponent), attend(*qkv_of_halves, far, exponent))
+        counts.append(counter.frame_count)
+    assert counts[0] == counts[1] == counts[2] < counts[3]
+
+
+@pytest.mark.parametrize(
+    ("score", "says"),
+    [
+        (lambda s, b, h, i, j: torch.fft.fft(s), "cannot be traced"),
+        (lambda s, b, h, i, j: s**j, "one of them must be a literal number"),
+        (lambda s, b, h, i, j: i == j, "score_mod must return a number"),
+        (lambda s, b, h, i, j: s + 2**40, "does not fit in 32 bits"),
+    ],
+)
+def test_what_cannot_be_traced_says_so(score: Any, says: str, qkv_of_halves: Any) -> None:
+    attend = lambda q, k, v: ours.flex_attention(q, k, v, score_mod=score)
+    with pytest.raises(SpecError, match=re.escape(says)):
+        torch.compile(attend, backend="aot_eager")(*qkv_of_halves)
 
 
 def test_control_flow_by_a_tensors_value_breaks_the_graph_with_a_warning(

@@ -1,0 +1,63 @@
+"""The key of a call whose functions were traced: their text, with all that a spec needs."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from flashgen.errors import SpecError
+from flashgen.language import operations as ops
+from flashgen.language.trace import Traced, apply
+
+
+class CallKey(NamedTuple):
+    """The key, and the operands of its text.
+
+    Attributes:
+        key: JSON that `variants.Variant` reads.
+        arrays: the arrays that the text reads, each once.
+        numbers: the numbers that the text leaves open, in its order.
+    """
+
+    key: str
+    arrays: list[Any]
+    numbers: tuple[Any, ...]
+
+
+def call_key(score: Traced | None, score_name: str, mask: Traced | None, mask_name: str, spec: str) -> CallKey:
+    """The key of traced functions, with the names that kernels show. SpecError for results of a wrong kind.
+
+    spec: JSON of what else the spec is made of, without brackets (`variants.spec_text`).
+    """
+    if mask is not None and mask.kind != "bool":
+        raise SpecError(f"mask_mod must return a boolean, got {mask.kind}: compare it, e.g. return x != 0")
+    if score is not None and score.kind == "bool":
+        raise SpecError("score_mod must return a number, got bool: a condition belongs in the mask")
+    if score is not None and score.kind == "int":
+        score = apply(ops.ToFloat, score)
+    held: tuple[Any, ...] = ()
+    numbers: tuple[Any, ...] = ()
+    for traced in (score, mask):
+        if traced is not None:
+            held, numbers = held + traced.arrays, numbers + traced.numbers
+    arrays, slots = distinct(held)
+    texts = f"{_text_of(score, score_name)},{_text_of(mask, mask_name)}"
+    return CallKey(f"[{spec},{texts},{slots}]", arrays, numbers)
+
+
+def _text_of(traced: Traced | None, name: str) -> str:
+    return "null" if traced is None else f'["{name}",{traced.text}]'
+
+
+def distinct(held: tuple[Any, ...]) -> tuple[list[Any], list[int]]:
+    """The arrays, each once, and for each time that the text reads an array its position among these."""
+    arrays: list[Any] = []
+    slots: list[int] = []
+    for array in held:
+        for number, other in enumerate(arrays):
+            if other is array:
+                slots.append(number)
+                break
+        else:
+            slots.append(len(arrays))
+            arrays.append(array)
+    return arrays, slots

@@ -1,0 +1,264 @@
+"""Traced values as texts, for functions that Dynamo traces: it takes texts and numbers for constants, and no objects.
+
+Each operation on placeholders is one call of `composed`, which Dynamo runs while it traces. So it traces, and guards,
+the user's function, and not the code that builds expressions. Arrays and numbers are inputs of a graph, which have no
+value then: here they stand by their positions in the lists of the mode that records them (`placeholders.Recording`).
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+
+from flashgen.errors import SpecError
+from flashgen.language import functions
+from flashgen.language.captures import Leaf, PartlyIndexed
+from flashgen.language.modifiers import at_operands
+from flashgen.language.protocols import call_torch_named, is_known
+from flashgen.language.rows import ComputedRow, Row
+from flashgen.language.trace import Traced, lift
+from flashgen.torch.call_keys import call_key
+from flashgen.torch.table import constant
+
+AT, RESULT = "a mask or a score at operands", "the result"
+"""What `composed` takes in place of a function's name."""
+OF_LANGUAGE = "flashgen."
+"""What the names of flashgen's own functions begin with."""
+Values = tuple[tuple[int, int | float], ...]
+"""Numbers whose values an operation depends on, with their positions."""
+
+
+class Composed(NamedTuple):
+    """The result of an operation.
+
+    Attributes:
+        value: a traced value, or a row of them, as JSON; "" where there is no result, as `error` says.
+        kind: of its elements, "bool", "int" or "float".
+        columns: of a row that was computed, how many; None of a single value and of a part of an array.
+        array: of a part of an array, the position of the array, and the number of indices that it was given.
+        error: empty where the values of numbers were not known, and the operation may depend on them.
+    """
+
+    value: str
+    kind: str = ""
+    columns: int | None = None
+    array: tuple[int, int] | None = None
+    error: str = ""
+
+
+@constant
+def composed(
+    name: str, arguments: tuple[Any, ...], keywords: tuple[Any, ...], values: Values, detaches: bool
+) -> tuple[Any, ...]:
+    """An operation on traced values: a `Composed`, as a tuple.
+
+    Args:
+        name: of the function of torch; OF_LANGUAGE and a name; AT or RESULT.
+        arguments: operands, as `Recording` writes them; keywords: pairs of a name and an operand.
+        values: of numbers that are not to be left open.
+        detaches: whether gradients are disabled inside of the function.
+    """
+    reader = _Reader(values)
+    enabled = torch.is_grad_enabled()
+    torch._C._set_grad_enabled(not detaches)
+    try:
+        given = tuple(map(reader.operand, arguments))
+        return tuple(_result(_run(name, given, {key: reader.operand(each) for key, each in keywords})))
+    except Exception as error:
+        message = "" if reader.has_open_numbers else str(error) or type(error).__name__
+        return tuple(Composed("", error=message))
+    finally:
+        torch._C._set_grad_enabled(enabled)
+
+
+def _run(name: str, given: tuple[Any, ...], named: dict[str, Any]) -> Any:
+    if name == RESULT:
+        return given[0] if isinstance(given[0], Row) else lift(given[0])
+    if name == AT:
+        return at_operands(given[0], given[1:])
+    if name.startswith(OF_LANGUAGE):
+        return getattr(functions, name.removeprefix(OF_LANGUAGE)).__wrapped__(*given, **named)
+    return call_torch_named(name, given, named)
+
+
+def _names() -> dict[Any, str]:
+    """The names of torch's functions and of tensors' methods that the language knows, by function."""
+    found: dict[Any, str] = {}
+    for home in (torch, torch.special, torch.nn.functional, torch.Tensor):
+        for name in dir(home):
+            plain = name.strip("_")
+            if not is_known(plain) and not (plain[:1] in ("r", "i") and is_known(plain[1:])):
+                continue
+            function = getattr(home, name)
+            if callable(function) and function.__hash__ is not None:
+                found.setdefault(function, name)
+    found[torch.Tensor.where] = "tensor_where"  # whose first argument is the choice, not the condition
+    return found
+
+
+_NAMES = _names()
+
+
+@constant
+def name_of(function: Any) -> str:
+    """The name by which the language knows a function of torch."""
+    return _NAMES.get(function) or str(getattr(function, "__name__", function))
+
+
+@constant
+def leaf_value(name: str) -> str:
+    """The value of an index or of the score, by its name."""
+    return json.dumps(_data(Traced(f'"{name}"', "float" if name == "score" else "int")))
+
+
+@constant
+def opened(value: str) -> tuple[Any, ...]:
+    """The text, the kind, the positions of the arrays, and the numbers of a traced value that was composed.
+
+    A number is a tuple of its position, or stands as it is.
+    """
+    data = json.loads(value)
+    return data["text"], data["kind"], tuple(data["arrays"]), tuple(map(_plain, data["numbers"]))
+
+
+@constant
+def key_of(score: str, score_name: str, mask: str, mask_name: str, spec: str) -> tuple[Any, ...]:
+    """The key of a call, the positions of its arrays, its integers and its floats; "" is no function.
+
+    A number is a tuple of its position, or stands as it is. SpecErrors are a single text.
+    """
+    reader = _Reader(())
+    try:
+        key, arrays, numbers = call_key(
+            reader.value(json.loads(score)) if score else None, score_name,
+            reader.value(json.loads(mask)) if mask else None, mask_name, spec,
+        )  # fmt: skip
+    except SpecError as error:
+        return (str(error),)
+    floats = tuple(_plain(_written(each)) for each in numbers if _is_float(each))
+    integers = tuple(_plain(_written(each)) for each in numbers if not _is_float(each))
+    return key, tuple(array.position for array in arrays), integers, floats
+
+
+class Array:
+    """An array by its position, and what the language asks of arrays.
+
+    columns: the size of its last dimension; None where nothing depends on it.
+    """
+
+    __array__ = None  # as arrays have it
+
+    def __init__(self, position: int, dtype: Any = None, ndim: int = 0, requires_grad: bool = False) -> None:
+        self.position, self.dtype, self.ndim, self.requires_grad = position, dtype, ndim, requires_grad
+        self.shape: tuple[int | None, ...] = (None,) * ndim
+
+    def reshape(self, _size: int) -> Array:
+        """The array in one dimension, which the mode gives it where a function asks for it."""
+        return self
+
+
+class Number:
+    """A number by its position. An operation that depends on its value raises an error."""
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __init__(self, position: int, is_float: bool) -> None:
+        self.position, self.is_float = position, is_float
+
+    def _unknown(self, *_operands: Any) -> NoReturn:
+        raise SpecError("an operation depends on the value of a number that is known only when the graph runs")
+
+    __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = _unknown  # type: ignore[assignment]
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __mod__ = __neg__ = __abs__ = _unknown
+    __float__ = __int__ = __index__ = __bool__ = _unknown
+
+
+def _is_float(number: Any) -> bool:
+    return number.is_float if isinstance(number, Number) else isinstance(number, float)
+
+
+def _written(number: Any) -> Any:
+    """A number as JSON has it."""
+    return [number.position, number.is_float] if isinstance(number, Number) else number
+
+
+def _plain(number: Any) -> Any:
+    """A number of JSON as Dynamo is given it: a tuple of its position, or as it stands."""
+    return (number[0],) if isinstance(number, list) else number
+
+
+class _Reader:
+    """Reads operands. `has_open_numbers` says whether one of them was a number without its value."""
+
+    def __init__(self, values: Values) -> None:
+        self._values = dict(values)
+        self._arrays: dict[int, Array] = {}
+        self.has_open_numbers = False
+
+    def operand(self, written: tuple[Any, ...]) -> Any:
+        how, *given = written
+        return getattr(self, f"_{how}")(*given)
+
+    def _constant(self, value: Any) -> Any:
+        return value
+
+    def _items(self, items: tuple[Any, ...]) -> tuple[Any, ...]:
+        return tuple(map(self.operand, items))
+
+    def _array(self, position: int, dtype: torch.dtype, ndim: int, requires_grad: bool) -> Array:
+        return self._arrays.setdefault(position, Array(position, dtype, ndim, requires_grad))
+
+    def _number(self, position: int, is_float: bool) -> Any:
+        number = self._of_position(position, is_float)
+        if not isinstance(number, Number):
+            return number
+        return Traced('"#f"' if is_float else '"#i"', "float" if is_float else "int", (), (number,))
+
+    def _traced(self, text: str, kind: Any, arrays: tuple[int, ...], numbers: tuple[Any, ...]) -> Traced:
+        return self.value({"text": text, "kind": kind, "arrays": arrays, "numbers": [list(each) for each in numbers]})
+
+    def _value(self, value: str, columns: int | None) -> Any:
+        return self.value(json.loads(value), columns)
+
+    def value(self, data: dict[str, Any], columns: int | None = None) -> Any:
+        """A traced value, or a row; columns: the size of the last dimension of a part of an array."""
+        if "row" in data:
+            return ComputedRow(tuple(self.value(each) for each in data["row"]))
+        if "leaf" in data:
+            array = self._arrays.setdefault(data["array"], Array(data["array"]))
+            array.shape = (columns,)
+            return PartlyIndexed(Leaf(*data["leaf"]), array, tuple(self.value(each) for each in data["indices"]))
+        arrays = tuple(self._arrays.setdefault(position, Array(position)) for position in data["arrays"])
+        numbers = tuple(self._of_position(*each) if isinstance(each, list) else each for each in data["numbers"])
+        return Traced(data["text"], data["kind"], arrays, numbers)
+
+    def _of_position(self, position: int, is_float: bool) -> Any:
+        if position in self._values:
+            return self._values[position]
+        self.has_open_numbers = True
+        return Number(position, is_float)
+
+
+def _result(result: Any) -> Composed:
+    if isinstance(result, Traced):
+        return Composed(json.dumps(_data(result)), result.kind)
+    if isinstance(result, PartlyIndexed):
+        leaf = result.leaf
+        data = {
+            "leaf": [leaf.text, leaf.kind, leaf.ndim, leaf.shown], "array": result.array.position,
+            "indices": [_data(lift(each)) for each in result.indices],
+        }  # fmt: skip
+        return Composed(json.dumps(data), leaf.kind, None, (result.array.position, len(result.indices)))
+    if isinstance(result, Row):
+        elements = result.elements()
+        return Composed(json.dumps({"row": [_data(each) for each in elements]}), elements[0].kind, len(elements))
+    raise SpecError(f"a function of torch gives {type(result).__name__} of traced values: write the operation out")
+
+
+def _data(value: Traced) -> dict[str, Any]:
+    return {
+        "text": value.text, "kind": value.kind, "arrays": [array.position for array in value.arrays],
+        "numbers": [_written(number) for number in value.numbers],
+    }  # fmt: skip
