@@ -82,6 +82,10 @@ def _gradients() -> AbstractContextManager[Any]:
     return torch.enable_grad()
 
 
+# Of Python: torch asks each index for its length, so that a method that raised an error would cost every call time.
+_NO_LENGTH = "'Traced' has no len()"
+
+
 def call_traced(function: Callable[..., Any], operands: Any, what: str) -> Any:
     """What a function returns for traced operands, with errors that say which function, and at which line of it."""
     try:
@@ -94,6 +98,11 @@ def call_traced(function: Callable[..., Any], operands: Any, what: str) -> Any:
             "flashgen sees them: mend the function"
         ) from error
     except Exception as error:
+        if str(error).endswith(_NO_LENGTH):
+            raise SpecError(
+                f"{what}{_line_of(error)}: a traced value is one number and has no length; len_q and len_k are the "
+                "sequence lengths"
+            ) from error
         # NumPy and torch hide the error of __index__ behind their own.
         error.add_note(
             f"while flashgen traced {what}: traced are elements, array[index], of arrays that are made outside of the "

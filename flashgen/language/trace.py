@@ -25,6 +25,7 @@ from flashgen.language.operations import Capture, Kind, Operation, kind_of
 from flashgen.language.well_formed import FLOAT32_MAX, MAX_DEPTH, MAX_NODES, check_kinds, literal
 
 MAX_POWER = 16
+MAX_INT = 2**31
 ANSWERS: dict[str, Callable[..., Any]] = {}
 """What traced values answer NumPy, torch and callers of tensors' methods; `protocols`, a layer above, fills it in."""
 HANDLED: dict[Any, Callable[..., Any]] = {}
@@ -33,6 +34,7 @@ PLACEHOLDERS: list[Any] = []
 """Where torch.compile traces a function: what knows the tensors that stand for traced values (`flashgen.torch`)."""
 _MAX_TEXT = 80 * MAX_NODES  # characters: beyond it `check_expression` would refuse the tree
 _TRUE, _FALSE, _INTEGER, _FLOAT = "true", "false", f'"{INTEGER}"', f'"{FLOAT}"'
+_LITERALS = (_TRUE, _FALSE)
 
 
 _KINDS: tuple[Kind, ...] = ("bool", "int", "float")
@@ -65,15 +67,38 @@ def _operator(cls: type[Operation], reflected: bool = False) -> Callable[[Any, A
 
     def operator(self: Traced, other: Any) -> Any:
         if not isinstance(other, Traced):
-            if isinstance(other, Columns):
+            if type(other) is int and -MAX_INT <= other < MAX_INT:
+                other = Traced(_INTEGER, "int", (), (other,))
+            elif isinstance(other, Columns):
                 return NotImplemented
-            other = lift(other)
+            else:
+                other = lift(other)
         a, b = (other, self) if reflected else (self, other)
         kind = kinds.get((a.kind, b.kind))
         text = f"{prefix}{a.text},{b.text}]"
         if kind is None or len(text) > _MAX_TEXT or (kind == "float" and not is_grad_enabled()):
             return binary(cls, a, b)
         return Traced(text, kind, a.arrays + b.arrays, a.numbers + b.numbers)
+
+    return operator
+
+
+def _logical_operator(
+    of_booleans: type[Operation], of_integers: type[Operation], reflected: bool = False
+) -> Callable[[Any, Any], Any]:
+    """The method of & | or ^, which repeats `logic` for two booleans that are computed."""
+    prefix = f'["{of_booleans.__name__}",'
+
+    def operator(self: Traced, other: Any) -> Any:
+        if isinstance(other, Columns):
+            return NotImplemented
+        a, b = (other, self) if reflected else (self, other)
+        if not isinstance(other, Traced) or a.kind != "bool" or b.kind != "bool" or a.text in _LITERALS:
+            return logic(of_booleans, of_integers, a, b)
+        text = f"{prefix}{a.text},{b.text}]"
+        if b.text in _LITERALS or len(text) > _MAX_TEXT:
+            return logic(of_booleans, of_integers, a, b)
+        return Traced(text, "bool", a.arrays + b.arrays, a.numbers + b.numbers)
 
     return operator
 
@@ -164,23 +189,12 @@ class Traced:
     __gt__ = _operator(ops.Greater)
     __ge__ = _operator(ops.GreaterEqual)
 
-    def __and__(self, other: Any) -> Traced:
-        return logic(ops.And, ops.BitAnd, self, other)
-
-    def __rand__(self, other: Any) -> Traced:
-        return logic(ops.And, ops.BitAnd, other, self)
-
-    def __or__(self, other: Any) -> Traced:
-        return logic(ops.Or, ops.BitOr, self, other)
-
-    def __ror__(self, other: Any) -> Traced:
-        return logic(ops.Or, ops.BitOr, other, self)
-
-    def __xor__(self, other: Any) -> Traced:
-        return logic(ops.Xor, ops.BitXor, self, other)
-
-    def __rxor__(self, other: Any) -> Traced:
-        return logic(ops.Xor, ops.BitXor, other, self)
+    __and__ = _logical_operator(ops.And, ops.BitAnd)
+    __rand__ = _logical_operator(ops.And, ops.BitAnd, reflected=True)
+    __or__ = _logical_operator(ops.Or, ops.BitOr)
+    __ror__ = _logical_operator(ops.Or, ops.BitOr, reflected=True)
+    __xor__ = _logical_operator(ops.Xor, ops.BitXor)
+    __rxor__ = _logical_operator(ops.Xor, ops.BitXor, reflected=True)
 
     def __invert__(self) -> Traced:
         return negate(self)
@@ -196,9 +210,6 @@ class Traced:
 
     def __iter__(self) -> NoReturn:
         raise SpecError("a traced value is one number and cannot be iterated, unpacked or searched with `in`")
-
-    def __len__(self) -> int:
-        raise SpecError("a traced value is one number and has no length; len_q and len_k are the sequence lengths")
 
     def __getitem__(self, _index: Any) -> NoReturn:
         raise SpecError("a traced value is one number and cannot be indexed; a flashgen.Tensor can, by traced indices")
@@ -283,7 +294,7 @@ def lift(value: Any) -> Traced:
 def _integer(value: Any) -> Traced:
     if isinstance(value, np.integer):
         value = int(value)
-    if not -(2**31) <= value < 2**31:
+    if not -MAX_INT <= value < MAX_INT:
         raise SpecError(f"the integer {value} does not fit in 32 bits: use a float, or smaller numbers")
     return Traced(_INTEGER, "int", (), (value,))
 
@@ -375,7 +386,7 @@ def detach(value: Any) -> Traced:
 
 def is_literal(value: Traced) -> bool:
     """Whether a traced value is a number or a boolean of Python's."""
-    return _is_number(value) or value.text in (_TRUE, _FALSE)
+    return _is_number(value) or value.text in _LITERALS
 
 
 def number_of(value: Any) -> int | float | None:
@@ -391,7 +402,7 @@ def logic(of_booleans: type[Operation], of_integers: type[Operation], left: Any,
         return apply(of_integers, a, b)
     if a.kind == b.kind == "bool":
         for known, other in ((a, b), (b, a)):
-            if known.text in (_TRUE, _FALSE):
+            if known.text in _LITERALS:
                 return _fold(of_booleans, known.text == _TRUE, other)
     return apply(of_booleans, a, b)
 
@@ -406,7 +417,7 @@ def _fold(cls: type[Operation], known: bool, other: Traced) -> Traced:
 def negate(value: Any) -> Traced:
     """Logical not of a boolean."""
     value = lift(value)
-    if value.text in (_TRUE, _FALSE):
+    if value.text in _LITERALS:
         return lift(value.text == _FALSE)
     if value.kind != "bool":
         raise SpecError(f"~ needs a boolean, got {value.kind}: compare first, e.g. ~(q == k); bitwise not is x ^ -1")
