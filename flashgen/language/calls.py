@@ -82,8 +82,13 @@ def _gradients() -> AbstractContextManager[Any]:
     return torch.enable_grad()
 
 
-# Of Python: torch asks each index for its length, so that a method that raised an error would cost every call time.
-_NO_LENGTH = "'Traced' has no len()"
+# What Python says where a traced value lacks a method. With these methods torch would take an index for a sequence, and
+# look at its length in every call.
+_OF_PYTHON = {
+    "'Traced' has no len()": "a traced value is one number and has no length; len_q and len_k are the sequence lengths",
+    "'Traced' object is not subscriptable": "a traced value is one number and cannot be indexed; a flashgen.Tensor "
+    "can, by traced indices",
+}
 
 
 def call_traced(function: Callable[..., Any], operands: Any, what: str) -> Any:
@@ -98,11 +103,9 @@ def call_traced(function: Callable[..., Any], operands: Any, what: str) -> Any:
             "flashgen sees them: mend the function"
         ) from error
     except Exception as error:
-        if str(error).endswith(_NO_LENGTH):
-            raise SpecError(
-                f"{what}{_line_of(error)}: a traced value is one number and has no length; len_q and len_k are the "
-                "sequence lengths"
-            ) from error
+        for end, explained in _OF_PYTHON.items():
+            if str(error).endswith(end):
+                raise SpecError(f"{what}{_line_of(error)}: {explained}") from error
         # NumPy and torch hide the error of __index__ behind their own.
         error.add_note(
             f"while flashgen traced {what}: traced are elements, array[index], of arrays that are made outside of the "

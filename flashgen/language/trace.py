@@ -63,7 +63,8 @@ class Columns:
 def _operator(cls: type[Operation], reflected: bool = False) -> Callable[[Any, Any], Any]:
     """The method of a binary operator. It repeats `binary` for the common case, as it runs for each call of a user."""
     prefix = f'["{cls.__name__}",'
-    kinds = {(a, b): _RESULTS[cls.__name__, a, b] for a in _KINDS for b in _KINDS if (cls.__name__, a, b) in _RESULTS}
+    name = cls.__name__
+    kinds = {a: {b: _RESULTS[name, a, b] for b in _KINDS if (name, a, b) in _RESULTS} for a in _KINDS}
 
     def operator(self: Traced, other: Any) -> Any:
         if not isinstance(other, Traced):
@@ -74,7 +75,7 @@ def _operator(cls: type[Operation], reflected: bool = False) -> Callable[[Any, A
             else:
                 other = lift(other)
         a, b = (other, self) if reflected else (self, other)
-        kind = kinds.get((a.kind, b.kind))
+        kind = kinds[a.kind].get(b.kind)
         text = f"{prefix}{a.text},{b.text}]"
         if kind is None or len(text) > _MAX_TEXT or (kind == "float" and not is_grad_enabled()):
             return binary(cls, a, b)
@@ -121,7 +122,10 @@ class Traced:
     __array_priority__ = 1000
 
     def __init__(self, text: str, kind: Kind, arrays: tuple[Any, ...] = (), numbers: tuple[Any, ...] = ()) -> None:
-        self.text, self.kind, self.arrays, self.numbers = text, kind, arrays, numbers
+        self.text = text  # one by one is faster than a tuple, and each operator makes one
+        self.kind: Kind = kind
+        self.arrays = arrays
+        self.numbers = numbers
 
     @property
     def node(self) -> sympy.Basic:
@@ -210,9 +214,6 @@ class Traced:
 
     def __iter__(self) -> NoReturn:
         raise SpecError("a traced value is one number and cannot be iterated, unpacked or searched with `in`")
-
-    def __getitem__(self, _index: Any) -> NoReturn:
-        raise SpecError("a traced value is one number and cannot be indexed; a flashgen.Tensor can, by traced indices")
 
     def __index__(self) -> int:
         raise SpecError(

@@ -49,14 +49,14 @@ def flex_attention(
         emulate: run CPU tensors on the emulator.
     """
     check_tensors(query=query, key=key, value=value)
-    for name, tensor in (("query", query), ("key", key), ("value", value)):
-        if tensor.ndim != 4:
-            raise ArgumentError(f"{name} has shape {tuple(tensor.shape)}: give (batch, heads, length, dim)")
+    of_query, of_key, of_value = query.shape, key.shape, value.shape  # each look at a shape costs a call time
+    if not len(of_query) == len(of_key) == len(of_value) == 4:
+        _refuse_shapes(query=of_query, key=of_key, value=of_value)
     if block_mask is not None:
-        _check_block_mask(block_mask, query, key)
-    if query.shape[1] != key.shape[1] and not enable_gqa:
+        _check_block_mask(block_mask, of_query, of_key)
+    if of_query[1] != of_key[1] and not enable_gqa:
         raise ArgumentError(
-            f"query has {query.shape[1]} heads and key {key.shape[1]}: say enable_gqa=True where each is for a group"
+            f"query has {of_query[1]} heads and key {of_key[1]}: say enable_gqa=True where each is for a group"
         )
     _check_options(kernel_options, return_lse, return_aux)
     query, key, value = converted(query, key, value)
@@ -65,18 +65,19 @@ def flex_attention(
         raise ArgumentError(
             f"query is {element}; flashgen computes in float16 and bfloat16: convert it, or call under torch.autocast"
         )
-    if not query.shape[0] == key.shape[0] == value.shape[0]:
+    if not of_query[0] == of_key[0] == of_value[0]:
         key, value = of_one_batch(query, key, value)
     if isinstance(scale, torch.Tensor):
         score_mod, scale = _scaled(score_mod, scale_of_call("scale", scale, query)), 1.0
-    value_dim = value.shape[-1]
-    padded = bool(query.shape[-1] % 8 or key.shape[-1] % 8 or value_dim % 8)
+    head_dim, value_dim = of_query[3], of_value[3]
+    padded = bool(head_dim % 8 or of_key[3] % 8 or value_dim % 8)
     if padded:
         query, key, value, _, _, own_scale = padded_heads(query, key, value)
         scale = own_scale if scale is None else scale
+        head_dim, padded_value_dim = query.shape[3], value.shape[3]
     spec = spec_text(
-        fixed(query.shape[-1]), fixed(value.shape[-1]), element, fixed(scale), "bhsd", is_emulated(emulate),
-        is_deterministic(None),
+        fixed(head_dim), fixed(padded_value_dim if padded else value_dim), element, fixed(scale), "bhsd",
+        is_emulated(emulate), is_deterministic(None),
     )  # fmt: skip
     mask_mod = None if block_mask is None else block_mask.function
     wants_lse = return_lse or bool(getattr(return_aux, "lse", False))
@@ -146,18 +147,24 @@ def _check_options(kernel_options: Any, return_lse: bool, return_aux: Any) -> No
         warn_once("kernel_options are for FlexAttention's Triton kernels, and are ignored by those of flashgen")
 
 
-def _check_block_mask(block_mask: Any, query: Tensor, key: Tensor) -> None:
+def _refuse_shapes(**shapes: torch.Size) -> None:
+    for name, shape in shapes.items():
+        if len(shape) != 4:
+            raise ArgumentError(f"{name} has shape {tuple(shape)}: give (batch, heads, length, dim)")
+
+
+def _check_block_mask(block_mask: Any, of_query: torch.Size, of_key: torch.Size) -> None:
     if not isinstance(block_mask, BlockMask):
         raise ArgumentError(
             f"block_mask of type {type(block_mask).__module__}.{type(block_mask).__name__}: make it by "
             "flashgen.torch.create_block_mask, which takes the same arguments"
         )
     (batch, heads), (len_q, len_k) = block_mask.batch_and_heads, block_mask.seq_lengths
-    if (len_q, len_k) != (query.shape[-2], key.shape[-2]):
+    if len_q != of_query[2] or len_k != of_key[2]:
         raise ArgumentError(
-            f"block_mask is for {len_q} queries and {len_k} keys; query has {query.shape[-2]} and key {key.shape[-2]}: "
+            f"block_mask is for {len_q} queries and {len_k} keys; query has {of_query[2]} and key {of_key[2]}: "
             "create it for these lengths"
         )
-    for name, size, given in (("B", batch, query.shape[0]), ("H", heads, query.shape[1])):
-        if size not in (1, given):
+    for name, size, given in (("B", batch, of_query[0]), ("H", heads, of_query[1])):
+        if size != 1 and size != given:
             raise ArgumentError(f"block_mask was created for {name}={size}; query has {given}: give 1, None or {given}")

@@ -13,7 +13,6 @@ from flashgen.errors import ArgumentError
 from flashgen.language.spec import AttentionSpec
 from flashgen.torch import autocast, operators
 from flashgen.torch.arguments import all_captures
-from flashgen.torch.negative_indices import sizes_of
 from flashgen.torch.table import Registered, constant, handle, held, registered
 from flashgen.torch.tensors import Tensor, bound_tensor, check_tensors, refuse_gradients
 from flashgen.torch.traced_functions import TracedCall
@@ -99,7 +98,7 @@ def run_traced(traced: TracedCall, q: Tensor, k: Tensor, v: Tensor, return_lse: 
     key, arrays, integers, floats = traced
     operator = _operator(q, k, v, arrays)
     if operator is None:
-        entry, integers, floats = variant_of(key).at(integers, floats, sizes_of(q, k), arrays)
+        entry, integers, floats = variant_of(key).at(integers, floats, q, k, arrays)
         return _run_plain(entry, q, k, v, arrays, integers, floats, None, return_lse)
     out, lse = operator(q, k, v, arrays, key, integers, floats, None)
     return (out, lse) if return_lse else out

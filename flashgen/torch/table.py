@@ -20,7 +20,6 @@ from flashgen.attention.bound import unbound
 from flashgen.errors import ArgumentError, FlashgenWarning
 from flashgen.language.spec import AttentionSpec
 from flashgen.runtime.remembered import Remembered
-from flashgen.torch.negative_indices import sizes_of
 from flashgen.torch.registered import Registered
 from flashgen.torch.variants import is_variant, variant_of
 
@@ -221,5 +220,5 @@ def of_call(
 ) -> tuple[Registered, Sequence[int], Sequence[float]]:
     """The entry that runs a call of an operator, and those of its numbers that are operands of the kernel."""
     if is_variant(key):
-        return variant_of(key).at(integers, floats, sizes_of(q, k), arrays)
+        return variant_of(key).at(integers, floats, q, k, arrays)
     return of_key(key), integers, floats

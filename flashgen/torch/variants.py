@@ -21,7 +21,7 @@ from flashgen.language.operations import Capture
 from flashgen.language.spec import AttentionSpec
 from flashgen.language.well_formed import literal
 from flashgen.runtime.remembered import Remembered
-from flashgen.torch.negative_indices import Sizes, any_below_zero, counting_from_the_end, open_indices
+from flashgen.torch.negative_indices import any_below_zero, counting_from_the_end, open_indices, sizes_of
 from flashgen.torch.registered import Registered
 
 _MOST_KEPT = 1024
@@ -57,10 +57,10 @@ class _Entry:
         self._of_calls: dict[Any, bool] = {}
 
     def at(
-        self, integers: list[int], floats: list[float], sizes: Sizes, arrays: Sequence[Any]
+        self, integers: list[int], floats: list[float], q: Any, k: Any, arrays: Sequence[Any]
     ) -> tuple[Registered, list[int], list[float]]:
         """What runs a call, and its numbers."""
-        if not self._open or not self._counts_from_the_end(integers, floats, sizes):
+        if not self._open or not self._counts_from_the_end(integers, floats, q, k):
             return self.clamping, integers, floats
         lengths = {each.size: arrays[self._names.index(each.name)].shape[each.axis] for each in self._open}
         return self._from_the_end, [*integers, *(lengths[name] for name in sorted(lengths))], floats
@@ -69,13 +69,13 @@ class _Entry:
     def _from_the_end(self) -> Registered:
         return Registered(self._key, counting_from_the_end(self._spec, self._open), None, **self._options)
 
-    def _counts_from_the_end(self, integers: list[int], floats: list[float], sizes: Sizes) -> bool:
-        call = (sizes, *integers, *floats)
+    def _counts_from_the_end(self, integers: list[int], floats: list[float], q: Any, k: Any) -> bool:
+        call = (q.shape, k.shape, *integers, *floats)
         found = self._of_calls.get(call)
         if found is None:
             named = zip((*self.clamping.integers, *self.clamping.floats), (*integers, *floats), strict=False)
             numbers = {capture.name: value for capture, value in named}
-            found = any_below_zero(self._open, sizes, numbers)
+            found = any_below_zero(self._open, sizes_of(q, k), numbers)
             if len(self._of_calls) >= _MOST_CALLS:
                 self._of_calls.clear()
             self._of_calls[call] = found
@@ -97,17 +97,17 @@ class Variant:
         self._entries: dict[tuple[int, ...], _Entry] = {}
 
     def at(
-        self, integers: Sequence[int], floats: Sequence[float], sizes: Sizes, arrays: Sequence[Any]
+        self, integers: Sequence[int], floats: Sequence[float], q: Any, k: Any, arrays: Sequence[Any]
     ) -> tuple[Registered, list[int], list[float]]:
-        """What is registered of a call with these numbers, sizes and arrays, and its numbers that are operands."""
+        """What is registered of a call of (batch, heads, length, dim), and its numbers that are operands."""
         numbers = (tuple(integers), tuple(floats))
         first = self._first
         if first == numbers:
-            return self._entry((), numbers).at([], [], sizes, arrays)
+            return self._entry((), numbers).at([], [], q, k, arrays)
         if first is None:
             with self._lock:
                 self._first = first = self._first or numbers
-            return self.at(integers, floats, sizes, arrays)
+            return self.at(integers, floats, q, k, arrays)
         values, before = [*integers, *floats], [*first[0], *first[1]]
         changed = {place for place, (new, old) in enumerate(zip(values, before, strict=True)) if new != old}
         varying = self._varying
@@ -122,7 +122,7 @@ class Variant:
         chosen = [place for place, operand in pairs if place == operand]
         entry = self._entry(tuple(number for pair in pairs for number in pair), numbers)
         of_integers: list[Any] = [values[place] for place in chosen if place < count]
-        return entry.at(of_integers, [values[place] for place in chosen if place >= count], sizes, arrays)
+        return entry.at(of_integers, [values[place] for place in chosen if place >= count], q, k, arrays)
 
     @cached_property
     def general(self) -> Registered:

@@ -22,7 +22,6 @@ from torch.nn import functional
 import flashgen as fg
 import flashgen.torch as ours
 from flashgen.errors import SpecError
-from flashgen.torch.negative_indices import Sizes
 from flashgen.torch.traced_functions import trace_call
 from flashgen.torch.variants import spec_text, variant_of
 
@@ -155,7 +154,8 @@ def test_a_number_that_changes_is_an_operand_from_its_second_value_on() -> None:
         return trace_call(None, lambda b, h, i, j: (i - j <= window) & (j - i <= far), text, device)
 
     (key,) = {traced(window).key for window in range(3)}
-    at = lambda *integers: variant_of(key).at(integers, [], Sizes(1, HEADS, LENGTH, LENGTH), [])
+    q = torch.empty(1, HEADS, LENGTH, DIM)
+    at = lambda *integers: variant_of(key).at(integers, [], q, q, [])
     entry, integers, _ = at(*traced(4).integers)
     assert integers == [] and entry.spec.captures == () and at(4, 0)[0] is entry
     for window in (9, 5, 100):
