@@ -9,7 +9,7 @@ functions, by `placeholders`, so that whatever they read is guarded, or an input
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -27,6 +27,7 @@ from flashgen.language.trace import HANDLED, Traced, lift, of_node, watch_gradie
 from flashgen.torch.autograd_functions import tracing
 from flashgen.torch.call_keys import call_key, distinct
 from flashgen.torch.placeholders import traced_by_dynamo
+from flashgen.torch.table import constant
 from flashgen.torch.tensors import Tensor, dtype_of, to_tensor
 from flashgen.torch.tensors import operand as as_operand
 from flashgen.torch.variants import TextOfMask
@@ -52,13 +53,8 @@ _MASK_LEAVES = tuple(of_node(symbol) for symbol in MASK_SYMBOLS)
 _SCORE_LEAVES = tuple(of_node(symbol) for symbol in SCORE_SYMBOLS)
 
 
-class TracedCall(NamedTuple):
-    """What the functions of a call are: `key`, their text with all that a spec needs; the operands of the text."""
-
-    key: str
-    arrays: list[Tensor]
-    integers: list[int]
-    floats: list[float]
+TracedCall: TypeAlias = tuple[str, list[Tensor], list[int], list[float]]
+"""The key of a call, its arrays, its integers and its floats. No named tuple: Dynamo guards its class in every call."""
 
 
 def trace_call(
@@ -76,13 +72,13 @@ def trace_call(
     """
     if torch.compiler.is_compiling():
         key, arrays, integers, floats = traced_by_dynamo(score_mod, mask_mod, spec)
-        return TracedCall(key, [operand(array, device) for array in arrays], integers, floats)
+        return key, [operand(array, device) for array in arrays], integers, floats
     with tracing():
         score, mask = _trace(score_mod, _SCORE_LEAVES), _trace(mask_mod, _MASK_LEAVES)
     key, arrays, numbers = call_key(score, _name(score_mod, "score_mod"), mask, _name(mask_mod, "mask_mod"), spec)
     integers = [number for number in numbers if not isinstance(number, float)]
     floats = [number for number in numbers if isinstance(number, float)]
-    return TracedCall(key, [operand(array, device) for array in arrays], integers, floats)
+    return key, [operand(array, device) for array in arrays], integers, floats
 
 
 class TracedMask(NamedTuple):
@@ -150,10 +146,16 @@ def _what(leaves: tuple[Traced, ...]) -> str:
 _AS_THEY_ARE = frozenset(getattr(torch, name) for name in CAPTURES)
 
 
+@constant
+def is_read_as_it_stands(dtype: torch.dtype) -> bool:
+    """Whether kernels read arrays of a dtype without a conversion."""
+    return dtype in _AS_THEY_ARE
+
+
 def operand(array: Any, device: torch.device) -> Tensor:
     """An array as kernels read it."""
     if not isinstance(array, torch.Tensor):
         array = to_tensor(np.ascontiguousarray(BoundArray(array, "table").on_host()))
-    if array.dtype in _AS_THEY_ARE and array.ndim and array.device == device:
+    if is_read_as_it_stands(array.dtype) and array.ndim and array.device == device:
         return array
     return as_operand(array, dtype_read(dtype_of(array), "table"), device)

@@ -153,10 +153,10 @@ def test_a_number_that_changes_is_an_operand_from_its_second_value_on() -> None:
     def traced(window: int, far: int = 0) -> Any:
         return trace_call(None, lambda b, h, i, j: (i - j <= window) & (j - i <= far), text, device)
 
-    (key,) = {traced(window).key for window in range(3)}
+    (key,) = {traced(window)[0] for window in range(3)}
     q = torch.empty(1, HEADS, LENGTH, DIM)
     at = lambda *integers: variant_of(key).at(integers, [], q, q, [])
-    entry, integers, _ = at(*traced(4).integers)
+    entry, integers, _ = at(*traced(4)[2])
     assert integers == [] and entry.spec.captures == () and at(4, 0)[0] is entry
     for window in (9, 5, 100):
         general, integers, _ = at(window, 0)
@@ -173,7 +173,7 @@ def test_numbers_that_no_capture_may_be_stand_in_the_text() -> None:
     device, text = torch.device("cpu"), spec_text(DIM, DIM, "float16", None, "bhsd", True, False)
 
     def key_of(value: float) -> str:
-        return trace_call(lambda s, b, h, i, j: torch.where(i >= j, s, value), None, text, device).key
+        return trace_call(lambda s, b, h, i, j: torch.where(i >= j, s, value), None, text, device)[0]
 
     assert len({key_of(value) for value in (-INFINITY, INFINITY, -0.0, 1.0)}) == 4 and key_of(1.0) == key_of(0.0)
 
