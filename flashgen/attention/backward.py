@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from flashgen.attention.backward_choice import BackwardChoice
+from flashgen.attention.backward_dispatch import BackwardDispatch
 from flashgen.attention.backward_tile_lists import BackwardListers
 from flashgen.attention.call import Call, Splits
 from flashgen.attention.call_pass import Makers, Pass, common_device
@@ -26,7 +26,7 @@ from flashgen.attention.stages import NO_LISTS, BuiltStages, PreparedStages
 from flashgen.attention.tile_lists import ListsLaunch
 from flashgen.attention.tuned_plans import TunedPlans, follow
 from flashgen.codegen.arguments import capture_gradient, member_name, summed_gradient
-from flashgen.codegen.family import HeadDivision
+from flashgen.codegen.family import HeadSplit
 from flashgen.codegen.stages import Kernels
 from flashgen.language.spec import AttentionSpec
 from flashgen.launch.engines import Engine, Numbers, Place, Taken
@@ -57,8 +57,8 @@ class _Prepared:
 class BackwardPass(Pass[_Prepared]):
     """The backward kernels of a spec, and the listers of their tiles where they read lists.
 
-    dividing: the rule by which calls of few heads of k and v take other kernels; None where they do not. tuned: where
-    plans are found that calls of some lengths take; None is the kernels' for all.
+    head_split: plans with one CTA per query head, for calls of few KV heads; None to use none. tuned: the tuned plans;
+    None to ignore them.
     """
 
     listers: BackwardListers | None
@@ -69,14 +69,14 @@ class BackwardPass(Pass[_Prepared]):
         stages: Kernels,
         engine: Engine,
         prebuild: str,
-        dividing: HeadDivision | None = None,
+        head_split: HeadSplit | None = None,
         tuned: TunedPlans | None = None,
         deterministic: bool = False,
     ) -> None:
         super().__init__(spec, engine, _IN_ROWS)
         self.kernels = stages
         self.stages = BuiltStages(spec, stages, engine, prebuild)
-        self.choice = BackwardChoice(spec, self.stages, engine, dividing, tuned, deterministic)
+        self.dispatch = BackwardDispatch(spec, self.stages, engine, head_split, tuned, deterministic)
         self._differentiated = differentiated(spec)
         self._owners = {capture.name: member_name(capture) for capture in self._differentiated}  # others are like q
         self.listers = BackwardListers.of(spec, stages, engine, prebuild)
@@ -85,7 +85,7 @@ class BackwardPass(Pass[_Prepared]):
 
     def forget(self) -> None:
         """Calls to come look for tuned plans again."""
-        self.choice.forget()
+        self.dispatch.forget_tuned()
         super().forget()
 
     def _result_argument(self, name: str) -> str:
@@ -153,7 +153,7 @@ class BackwardPass(Pass[_Prepared]):
             return _Prepared(problem, device, makers, zeroed, of_jax, None, {}, sharing)
         own = captured, libraries["q"], device
         lists = self.listers.prepare(problem, *own) if self.listers else {}
-        stages = self.choice.of(problem, device).prepare(problem, *own)
+        stages = self.dispatch.choose(problem, device).prepare(problem, *own)
         return _Prepared(problem, device, makers, zeroed, of_jax, stages, lists, sharing)
 
     def _runs(self, problem: Problem) -> bool:

@@ -9,9 +9,9 @@ import numpy as np
 
 from flashgen.attention.backward import BackwardPass
 from flashgen.attention.call import Call
+from flashgen.attention.dispatch import workload_of
 from flashgen.attention.forward import ForwardPass
 from flashgen.attention.gradients import ROWS, differentiated, gradient_shape
-from flashgen.attention.kernel_choice import workload_of
 from flashgen.attention.trials import Bench, Progress, Timer, Trial, Tuning
 from flashgen.attention.tuning import GIVEN, check_measures, check_sizes
 from flashgen.codegen.backward_candidates import backward_candidates
@@ -36,7 +36,7 @@ def tune_backward(
 
     plans: to try, beside the default one; None is `backward_candidates` for the sizes. timer: as of `tune`.
     """
-    tuned, spec = backward.choice.tuned, backward.spec
+    tuned, spec = backward.dispatch.tuned, backward.spec
     check_measures(backward.engine.measures, timer)
     if tuned is None:
         raise ArgumentError(GIVEN.format("backward_plan=..."))
@@ -45,12 +45,12 @@ def tune_backward(
         trials = _Trials(bench, forward, seed)
         problem, device = bench.problem(), bench.device()
         check_sizes(problem)
-        key = backward.choice.key(problem, device)
+        key = backward.dispatch.tuning_key(problem, device)
         workload, kernel = workload_of(problem, key[0]), backward.kernels["keys"]
-        choice, own = backward.choice, backward.choice.plan_of(workload)
-        others = backward_candidates(spec, kernel, workload, choice.deterministic) if plans is None else tuple(plans)
+        dispatch, own = backward.dispatch, backward.dispatch.untuned_plan(workload)
+        others = backward_candidates(spec, kernel, workload, dispatch.deterministic) if plans is None else tuple(plans)
         kernels = {
-            plan: backward.kernels if plan == kernel.plan else choice.kernels_of(plan)
+            plan: backward.kernels if plan == kernel.plan else dispatch.kernels_of(plan)
             for plan in dict.fromkeys((own, *others))
         }
         mains = [stages["keys"] for plan, stages in kernels.items() if plan != own]

@@ -10,8 +10,8 @@ from flashgen.attention.call import Call, Splits
 from flashgen.attention.decode_schedule import DecodeSchedule, Scheduler, given_schedule
 from flashgen.attention.edits import NO_EDITS, Edits
 from flashgen.attention.forward import ForwardPass
+from flashgen.attention.forward_dispatch import ForwardKernels
 from flashgen.attention.gradients import ROWS, Gradients, differentiated, given_gradients
-from flashgen.attention.kernel_choice import BuiltForward
 from flashgen.attention.outputs import given_outputs
 from flashgen.attention.problem import given_cache
 from flashgen.attention.ragged import refuse_ragged, taken_apart
@@ -151,11 +151,11 @@ class Attention:
         """
         return self._built_for(len_q, len_q if len_k is None else len_k, batch, heads, heads_kv).kernel.plan
 
-    def _built_for(self, len_q: int, len_k: int, batch: int, heads: int, heads_kv: int | None = None) -> BuiltForward:
+    def _built_for(self, len_q: int, len_k: int, batch: int, heads: int, heads_kv: int | None = None) -> ForwardKernels:
         refuse_ragged(self.spec, "plan_for", "its plan is `plan`, whatever the lengths are")
         sizes = sizes_of(len_q, len_k, batch, heads, heads_kv)
-        if not self._forward.choice.depends_on_sizes:
-            return self._forward.choice.default
+        if not self._forward.dispatch.depends_on_sizes:
+            return self._forward.dispatch.default
         return self._forward.built_for(sizes, self.engine.here())
 
     @made_once
@@ -200,11 +200,11 @@ class Attention:
 
         kernels, prebuild = self.backward_kernels, self._prebuild("backward")
         own_plan = self._given_backward_plan is None and not self._edits.of_the_backward
-        dividing = backward_family(self.target).dividing if own_plan and not self.deterministic else None
+        head_split = backward_family(self.target).head_split if own_plan and not self.deterministic else None
         follows = own_plan and not self.spec.is_ragged and (self.engine.measures or self._tuned is not None)
         tuned = TunedPlans(kernels["keys"], self._tuned) if follows else None
         with self._edits.told():
-            return BackwardPass(self.spec, kernels, self.engine, prebuild, dividing, tuned, self.deterministic)
+            return BackwardPass(self.spec, kernels, self.engine, prebuild, head_split, tuned, self.deterministic)
 
     def tiles(
         self, len_q: int, len_k: int | None = None, batch: int | None = None, heads: int | None = None, **captures: Any
@@ -475,10 +475,10 @@ class Attention:
         """
         refuse_ragged(self.spec, "backward_plan_for", "its plan is `backward_plan`, whatever the lengths are")
         sizes = sizes_of(len_q, len_q if len_k is None else len_k, batch, heads, heads_kv)
-        choice = self._backward.choice
-        if not choice.depends_on(sizes):
+        dispatch = self._backward.dispatch
+        if not dispatch.depends_on(sizes):
             return self.backward_plan
-        return choice.of(sizes, self.engine.here()).kernels["keys"].plan
+        return dispatch.choose(sizes, self.engine.here()).kernels["keys"].plan
 
     @property
     def backward_pass(self) -> BackwardPass:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 from flashgen.attention.captures import check_array, number
 from flashgen.attention.launches import launch_of
@@ -13,8 +13,9 @@ from flashgen.attention.problem import Problem, check_aligned
 from flashgen.attention.ragged import refuse_ragged
 from flashgen.attention.tile_lists import sizes_of
 from flashgen.codegen.arguments import member_name
+from flashgen.codegen.dispatch import is_decode_plan, num_splits
 from flashgen.codegen.families import forward_family
-from flashgen.codegen.family import Decoding, DecodingPlan
+from flashgen.codegen.family import DecodeFamily, DecodePlan
 from flashgen.codegen.plan import Plan
 from flashgen.codegen.targets import Target
 from flashgen.errors import ArgumentError
@@ -29,14 +30,14 @@ from flashgen.runtime.remembered import Remembered
 class ScheduledSizes:
     """What a schedule and a call must agree on: the plan, the sizes, and the columns that the keys are shared by."""
 
-    plan: DecodingPlan
+    plan: DecodePlan
     batch: int
     heads: int
     heads_kv: int
     len_q: int
     columns: int
 
-    def check(self, plan: DecodingPlan, problem: Problem) -> None:
+    def check(self, plan: DecodePlan, problem: Problem) -> None:
         """ArgumentError where a call with this plan and of these sizes is another."""
         own = {"batch": self.batch, "heads": self.heads, "heads_kv": self.heads_kv, "len_q": self.len_q}
         called = {"heads": "heads_q"}
@@ -98,25 +99,25 @@ class Scheduler:
     def __init__(self, spec: AttentionSpec, target: Target, engine: Engine, given: Plan) -> None:
         """given: the plan of the attention, which calls have if it is a scheduled one."""
         self.spec, self.target, self.engine, self._given = spec, target, engine, given
-        self._runners: Remembered[DecodingPlan, tuple[Any, Runner]] = Remembered()
+        self._runners: Remembered[DecodePlan, tuple[Any, Runner]] = Remembered()
         self._launches: Remembered[Any, Launch] = Remembered()
 
     @property
-    def _decoding(self) -> Decoding:
-        decoding = forward_family(self.target).decoding
-        if decoding is None or not self.spec.page_size:
+    def _decode(self) -> DecodeFamily:
+        """Returns the decode kernels. Raises ArgumentError if the spec takes no schedules."""
+        if not self.spec.page_size:
             raise ArgumentError(
                 "decode_schedule is for keys in pages, whose lengths the device knows: declare page_size=..., or leave "
                 "it out, as splits follow from the sizes"
             )
         refuse_ragged(self.spec, "decode_schedule", "leave it out, blocks share keys by their lengths")
-        return decoding
+        return forward_family(self.target).decode
 
     def make(
         self, len_q: int, page_table: Any, seqused_k: Any, heads: int, heads_kv: int, captures: Mapping[str, Any]
     ) -> DecodeSchedule:
         """A schedule of these lengths; ArgumentError where they are none."""
-        decoding, page_size = self._decoding, self.spec.page_size or 1
+        decode, page_size = self._decode, self.spec.page_size or 1
         seqused_k = self.engine.bring(seqused_k, "seqused_k")
         library = self.engine.library(seqused_k, "seqused_k")
         lengths = library.view(seqused_k, "seqused_k")
@@ -129,19 +130,21 @@ class Scheduler:
         problem = sizes_of(len_q, shape[1] * page_size, shape[0], heads, heads_kv)
         device = lengths.device or 0
         problem = replace(problem, multiprocessors=self.engine.multiprocessors(device), pages=1)
-        plan = self._plan(decoding, problem.heads_per_kv * len_q)
-        problem = replace(problem, splits=decoding.splits(self.spec, plan, problem))
+        plan = self._plan(decode, problem.heads_per_kv * len_q)
+        problem = replace(problem, splits=num_splits(plan, self.spec, problem))
         sizes = ScheduledSizes(plan, problem.batch, heads, heads_kv, len_q, problem.splits)
         with self.engine.on(device):
-            memory = library.empty((decoding.schedule_size(self.spec, plan, problem),), "int32", device)
+            memory = library.empty((decode.schedule_size(self.spec, plan, problem),), "int32", device)
         schedule = DecodeSchedule(self, problem, sizes, memory, captures)
         self.fill(schedule, seqused_k, captures)
         return schedule
 
-    def _plan(self, decoding: Decoding, rows: int) -> DecodingPlan:
-        if isinstance(self._given, decoding.plan) and self._given.scheduled:
-            return self._given
-        return decoding.of_rows(self.spec, self.target, rows, True)
+    def _plan(self, decode: DecodeFamily, rows: int) -> DecodePlan:
+        if is_decode_plan(self._given, self.target):
+            given = cast(DecodePlan, self._given)
+            if given.scheduled:
+                return given
+        return decode.plan_of_rows(self.spec, self.target, rows, True)
 
     def fill(self, schedule: DecodeSchedule, seqused_k: Any, captures: Mapping[str, Any]) -> None:
         """Launches the kernel that writes the schedule."""
@@ -196,11 +199,11 @@ class Scheduler:
 
         return self._launches.get_or_make((schedule.sizes, problem.len_k, shapes), make)
 
-    def _built(self, plan: DecodingPlan) -> tuple[Any, Runner]:
+    def _built(self, plan: DecodePlan) -> tuple[Any, Runner]:
         return self._runners.get_or_make(plan, partial(self._build, plan))
 
-    def _build(self, plan: DecodingPlan) -> tuple[Any, Runner]:
-        kernel = self._decoding.schedule(self.spec, self.target, plan)
+    def _build(self, plan: DecodePlan) -> tuple[Any, Runner]:
+        kernel = self._decode.render_schedule(self.spec, self.target, plan)
         return kernel, self.engine.runner(kernel, "attention.decode_schedule(...) where FLASHGEN_JIT is not 0")
 
 

@@ -10,14 +10,13 @@ from flashgen.attention.call import Call, Splits
 from flashgen.attention.call_pass import Makers, Pass, common_device
 from flashgen.attention.captures import check_array
 from flashgen.attention.decode_schedule import ScheduledSizes
-from flashgen.attention.kernel_choice import BuiltForward, KernelChoice, splits_of
+from flashgen.attention.forward_dispatch import ForwardDispatch, ForwardKernels, num_splits_of
 from flashgen.attention.outputs import check_outputs, made_strides
 from flashgen.attention.problem import Bounds, Problem, check_table, problem_of
 from flashgen.attention.sharing import Sharing
 from flashgen.attention.stages import NO_LISTS, PreparedStages
 from flashgen.attention.tile_lists import ListsLaunch
 from flashgen.attention.tuned_plans import TunedPlans, follow
-from flashgen.codegen.families import forward_family
 from flashgen.codegen.stages import Kernels
 from flashgen.language.spec import AttentionSpec
 from flashgen.launch.engines import Engine, Numbers, Place, Taken
@@ -32,7 +31,7 @@ class _Prepared:
     library: Library
     makers: Makers
     device: int
-    built: BuiltForward
+    built: ForwardKernels
     stages: PreparedStages | None
     lists: ListsLaunch | None
     sharing: Sharing
@@ -60,19 +59,16 @@ class ForwardPass(Pass[_Prepared]):
         decodes: bool = False,
     ) -> None:
         super().__init__(spec, engine, in_rows=frozenset(("q", "k", "v", "o")))
-        default = BuiltForward.of(spec, kernels, engine, prebuild)
+        default = ForwardKernels.build(spec, kernels, engine, prebuild)
         self.kernels = kernels
         self.kernel, self.lister, self.listers = default.kernel, default.lister, default.lister
-        family = forward_family(self.kernel.target)
-        self.choice = KernelChoice(
-            spec, default, engine, tuned, family.by_sizes if by_sizes else None, family.decoding if decodes else None
-        )
+        self.dispatch = ForwardDispatch(spec, default, engine, tuned, by_sizes, decodes)
         if tuned:
             follow(self)
 
     def forget(self) -> None:
         """Calls to come look for tuned plans again."""
-        self.choice.forget()
+        self.dispatch.forget_tuned()
         super().forget()
 
     def _run(self, prepared: _Prepared, call: Call, stream: int, taken: Taken, numbers: Numbers) -> Mapping[str, Any]:
@@ -110,12 +106,12 @@ class ForwardPass(Pass[_Prepared]):
         for capture, _ in self._arrays:
             check_array(self.spec, capture, captured[capture.name], problem)
         if isinstance(splits, ScheduledSizes):
-            built = self.choice.of_schedule(problem, splits)
+            built = self.dispatch.for_schedule(problem, splits)
         elif splits is not None:
-            built = self.choice.of_splits(problem, splits)
+            built = self.dispatch.for_splits(problem, splits)
         else:
             built = self.built_for(problem, device)
-        problem = replace(problem, splits=splits_of(built.kernel, self.spec, problem, splits))
+        problem = replace(problem, splits=num_splits_of(built.kernel, self.spec, problem, splits))
         stages = None if problem.is_empty else built.stages.prepare(problem, captured, library, device)
         lists = built.lister.prepare(problem, captured, library, device) if built.lister else None
         makers = {
@@ -124,6 +120,6 @@ class ForwardPass(Pass[_Prepared]):
         }
         return _Prepared(problem, library, makers, device, built, stages, lists, self._sharing(views, _RESULTS))
 
-    def built_for(self, problem: Problem, device: int) -> BuiltForward:
+    def built_for(self, problem: Problem, device: int) -> ForwardKernels:
         """The kernel that calls of these sizes run on a device."""
-        return self.choice.of(problem, device) if problem.has_scores else self.choice.default
+        return self.dispatch.choose(problem, device) if problem.has_scores else self.dispatch.default

@@ -6,13 +6,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from flashgen.attention.call import Call
+from flashgen.attention.dispatch import workload_of
 from flashgen.attention.forward import ForwardPass
-from flashgen.attention.kernel_choice import BuiltForward, decodes, workload_of
+from flashgen.attention.forward_dispatch import ForwardKernels
 from flashgen.attention.problem import CACHE, Problem, given_cache
 from flashgen.attention.ragged import refuse_ragged
 from flashgen.attention.trials import Bench, Progress, Timer, Trial, Tuning
 from flashgen.codegen.candidates import candidates
 from flashgen.codegen.decode_candidates import decode_candidates
+from flashgen.codegen.dispatch import is_decode_plan
 from flashgen.codegen.plan import Plan
 from flashgen.codegen.rendered_kernel import RenderedKernel
 from flashgen.codegen.stages import Kernels, forward_kernels
@@ -55,7 +57,7 @@ def tune(
     plans: to try, beside the default one; None is `candidates` for the sizes, or `decode_candidates` where these take a
     decode kernel. timer: what takes the times; on the emulator one must be given, as times there say nothing.
     """
-    tuned, spec, choice = forward.choice.tuned, forward.spec, forward.choice
+    tuned, spec, dispatch = forward.dispatch.tuned, forward.spec, forward.dispatch
     refuse_ragged(spec, "tune", _ADVICE + (_ADVICE_OF_PAGES if spec.page_size else ""))
     arrays = dict(zip("qkv", inputs, strict=True)) | given_cache(spec, **{name: cache.get(name) for name in CACHE})
     check_measures(forward.engine.measures, timer)
@@ -66,10 +68,10 @@ def tune(
     with bench.on_the_inputs_stream():
         problem, device = bench.problem(), bench.device()
         check_sizes(problem)
-        own = choice.default_of(problem, device)
+        own = dispatch.untuned(problem, device)
         default = trials.of(_stages_of(own, forward))
         default.run()  # refuses wrong arguments before more is compiled
-        key, main = choice.key(own, problem, device), own.kernel
+        key, main = dispatch.tuning_key(own, problem, device), own.kernel
         workload, plan = workload_of(problem, key[0]), main.plan
         others = _candidates(spec, main, workload) if plans is None else tuple(plans)
         kernels = {other: forward_kernels(spec, main.target, plan=other) for other in others if other != plan}
@@ -78,16 +80,16 @@ def tune(
     return bench.keep(tuned.beside(main), key, workload, (main.name, plan), found)
 
 
-def _stages_of(built: BuiltForward, forward: ForwardPass) -> Kernels:
+def _stages_of(built: ForwardKernels, forward: ForwardPass) -> Kernels:
     """The kernels of calls that take one, with that which lists its tiles."""
-    if built is forward.choice.default:
+    if built is forward.dispatch.default:
         return forward.kernels
     return forward_kernels(forward.spec, built.kernel.target, plan=built.kernel.plan)
 
 
 def _candidates(spec: AttentionSpec, kernel: RenderedKernel, workload: Workload) -> tuple[Plan, ...]:
     """What is worth timing for calls that take such a kernel."""
-    if decodes(kernel):
+    if is_decode_plan(kernel.plan, kernel.target):
         return decode_candidates(spec, kernel.target, kernel.plan)
     return candidates(spec, kernel.target, workload)
 
@@ -97,7 +99,7 @@ class _Trials:
 
     def __init__(self, bench: Bench, forward: ForwardPass, seed: int | None) -> None:
         self.bench, self.spec, self.seed = bench, forward.spec, seed
-        self._by_sizes = forward.choice.by_sizes is not None
+        self._by_sizes = forward.dispatch.by_sizes
 
     def of(self, kernels: Kernels) -> Trial:
         forward = ForwardPass(self.spec, kernels, self.bench.engine, "", by_sizes=self._by_sizes)

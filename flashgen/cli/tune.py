@@ -202,10 +202,11 @@ def moved(spec: AttentionSpec, shape: Shape) -> int:
 
 
 def decodes(result: Tuning) -> bool:
-    """Whether the plans are a decode kernel's."""
-    from flashgen.codegen.mma_sync.decode_plans import DecodePlan
+    """Whether the plans are of a decode kernel."""
+    from flashgen.codegen.dispatch import is_decode_plan
+    from flashgen.codegen.targets import TARGETS
 
-    return isinstance(result.default, DecodePlan)
+    return any(is_decode_plan(result.default, target) for target in TARGETS.values())
 
 
 def plan_text(plan: Any) -> str:

@@ -33,7 +33,7 @@ def backward_candidates(
 
     fitting = (
         other
-        for other in backward_family(target).every_plan(spec, target)
+        for other in backward_family(target).candidates(spec, target)
         if is_worth_it(other) and other.problem(spec, target) is None
     )
     return tuple(dict.fromkeys((plan, *fitting)))

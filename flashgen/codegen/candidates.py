@@ -31,7 +31,8 @@ from collections.abc import Iterator
 
 from flashgen.codegen.assembly import check_spec
 from flashgen.codegen.demand import demand_of, is_power_of_2
-from flashgen.codegen.families import default_plan, every_plan
+from flashgen.codegen.dispatch import default_plan
+from flashgen.codegen.families import forward_family
 from flashgen.codegen.plan import Plan
 from flashgen.codegen.targets import Target
 from flashgen.codegen.tiling import ELEMENT_BYTES, padded
@@ -71,7 +72,7 @@ def candidates(spec: AttentionSpec, target: Target, workload: Workload, most: in
 
 def _feasible(spec: AttentionSpec, target: Target) -> Iterator[Plan]:
     whole_blocks = demand_of(spec).reads_blocks
-    for plan in every_plan(spec, target):
+    for plan in forward_family(target).candidates(spec, target):
         cuts_across = whole_blocks and not is_power_of_2(plan.tile_k)
         if not cuts_across and plan.registers(spec) <= plan.register_budget and plan.problem(spec, target) is None:
             yield plan

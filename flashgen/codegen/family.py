@@ -1,10 +1,10 @@
-"""What a family of kernels is to the rest: a record for each pass that it does."""
+"""The interfaces of a kernel family: what it offers to dispatch, tuning and rendering, for each pass."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 from flashgen.codegen.plan import Plan
 from flashgen.codegen.rendered_kernel import RenderedKernel
@@ -13,110 +13,157 @@ from flashgen.codegen.targets import Target
 from flashgen.codegen.workload import Workload
 from flashgen.language.spec import AttentionSpec
 
+Kernels = tuple[RenderedKernel, ...]
+"""The kernels of a pass in launch order."""
 
-@dataclass(frozen=True)
-class PlansBySizes:
-    """Plans that calls of some sizes take in place of the one that holds for all.
 
-    packing: a plan with so many of the query heads that share a head of K and V as rows of one tile. smaller: the plan
-    of fewer queries a tile beside a spec's default one, or None. chosen: what makes a call of these sizes cheaper than
-    the given plan does, by either or both; None where nothing does. every: what `chosen` may give beside a default
-    plan, where so many query heads share a head of K and V. option: what `flashgen show` is told for a plan of smaller
-    tiles, nothing for others.
+class PlanKind(NamedTuple):
+    """What belongs to a class of forward plans.
+
+    Attributes:
+        render: Renders the kernels of a plan; the attention kernel has the role "forward". Raises UnsupportedError for
+            a plan that does not fit the spec or the target.
+        num_splits: Returns the number of KV splits of a call, or the width of the grid of stream-K work units; None
+            for kernels that never split the keys.
     """
 
-    packing: Callable[[Any, int, AttentionSpec], Plan]
-    smaller: Callable[[AttentionSpec, Target], Plan | None]
-    chosen: Callable[[Any, AttentionSpec, Target, Workload], Plan | None]
-    every: Callable[[Any, AttentionSpec, Target, int], Sequence[Plan]]
-    option: Callable[[Any, AttentionSpec, Target], str]
+    render: Callable[[AttentionSpec, Target, Any], Kernels]
+    num_splits: Callable[[AttentionSpec, Any, Sizes], int] | None = None
 
 
-class DecodingPlan(Plan, Protocol):
+class SizeRules(ABC):
+    """Plans that replace the default plan for calls of some sizes, to fill the GPU better."""
+
+    @abstractmethod
+    def pack_heads(self, plan: Any, packed_heads: int, spec: AttentionSpec) -> Plan:
+        """Returns the plan that stacks this many query heads of one KV head as rows of a tile."""
+
+    @abstractmethod
+    def smaller_tiles(self, spec: AttentionSpec, target: Target) -> Plan | None:
+        """Returns the plan with fewer queries per tile than the default plan, or None if there is none."""
+
+    @abstractmethod
+    def choose(self, plan: Any, spec: AttentionSpec, target: Target, workload: Workload) -> Plan | None:
+        """Returns the plan that is faster than `plan` for a call of these sizes, or None if `plan` is the fastest."""
+
+    @abstractmethod
+    def every_plan(self, plan: Any, spec: AttentionSpec, target: Target, heads_per_kv: int) -> Sequence[Plan]:
+        """Returns every plan that `choose` may return in place of the default `plan`."""
+
+    @abstractmethod
+    def show_option(self, plan: Any, spec: AttentionSpec, target: Target) -> str:
+        """Returns the option with which `flashgen show` selects a plan of smaller tiles; "" for other plans."""
+
+
+class DecodePlan(Plan, Protocol):
     """The plan of a decode kernel."""
 
     @property
-    def scheduled(self) -> bool: ...
+    def scheduled(self) -> bool:
+        """Whether thread blocks share the keys of all sequences as stream-K work units."""
 
     def part(self, spec: AttentionSpec) -> str:
-        """What the kernel of a default plan is called among those that decode."""
+        """Returns the name of the kernel among the decode kernels of a release."""
 
 
-@dataclass(frozen=True)
-class Decoding:
-    """How few queries over many keys are attended to, by a kernel that splits the keys over the card.
-
-    plan: the class of its plans. splitting: the classes of all whose blocks share keys, with that of mixed batches.
-    default_plans: those that calls may take, the one for the fewest rows first. chosen:
-    that of calls of these sizes, or None where the forward kernel does them. of_rows: that of calls with so many rows
-    for each head of k and v, whatever their sizes; the last argument says whether blocks share the keys of all
-    sequences, over pages. splits: into how many parts a call's keys are split. render: as of a forward. cache_plans,
-    cache_plan: of keys in pages or of 8 bits, the classes of plans, and the default one. every_plan: those that tuning
-    may choose from for calls that take the last argument, the likeliest first, whether or not they fit;
-    every_cache_plan: likewise of many queries, in any order. schedule: the kernel that
-    says beforehand how blocks share keys, of a plan of that form; schedule_size: how many int32 it says that in.
-    """
-
-    plan: type[DecodingPlan]
-    splitting: tuple[type[Plan], ...]
-    default_plans: Callable[[AttentionSpec, Target], tuple[DecodingPlan, ...]]
-    chosen: Callable[[AttentionSpec, Target, Workload], Plan | None]
-    of_rows: Callable[[AttentionSpec, Target, int, bool], DecodingPlan]
-    splits: Callable[[AttentionSpec, Any, Sizes], int]
-    render: Callable[[AttentionSpec, Target, Any], tuple[RenderedKernel, ...]]
-    cache_plans: Callable[[AttentionSpec], tuple[type[Plan], ...]]
-    cache_plan: Callable[[AttentionSpec, Target], Plan]
-    every_plan: Callable[[AttentionSpec, Target, Any], Iterator[DecodingPlan]]
-    every_cache_plan: Callable[[AttentionSpec, Target], Iterator[Plan]]
-    schedule: Callable[[AttentionSpec, Target, Any], RenderedKernel]
-    schedule_size: Callable[[AttentionSpec, Any, Sizes], int]
-
-
-@dataclass(frozen=True)
-class ForwardFamily:
-    """How a family does the forward pass.
+class DecodeFamily(ABC):
+    """Decode kernels: few queries over many keys, which are split over the GPU (split-KV, Flash-Decoding).
 
     Attributes:
-        plan: the class of its plans.
-        default_plan: what a spec gets on a target where nobody says another.
-        every_plan: those that tuning may choose from, whether or not they fit.
-        render: its kernels in the order of their launches, of a plan or of the default one; that which attends has the
-            role "forward". A plan that does not fit is an UnsupportedError.
-        decoding: of calls of few queries over many keys; None where the forward does those, too.
-        by_sizes: None where one plan holds for all calls.
+        plan: The class of its plans.
+    """
+
+    plan: type[DecodePlan]
+
+    @abstractmethod
+    def default_plans(self, spec: AttentionSpec, target: Target) -> tuple[DecodePlan, ...]:
+        """Returns the plans that calls may take without tuning; that of the fewest rows per tile comes first."""
+
+    @abstractmethod
+    def choose(self, spec: AttentionSpec, target: Target, workload: Workload) -> Plan | None:
+        """Returns the plan for calls of these sizes, or None if the forward kernel is faster."""
+
+    @abstractmethod
+    def plan_of_rows(self, spec: AttentionSpec, target: Target, rows: int, scheduled: bool) -> DecodePlan:
+        """Returns the plan for a number of query rows per KV head, independently of the batch.
+
+        Args:
+            scheduled: Whether thread blocks share the keys of all sequences as stream-K work units.
+        """
+
+    @abstractmethod
+    def candidates(self, spec: AttentionSpec, target: Target, default: Any) -> Iterator[DecodePlan]:
+        """Yields the plans worth timing for calls that take `default`, the most promising first; some may not fit."""
+
+    @abstractmethod
+    def render_schedule(self, spec: AttentionSpec, target: Target, plan: Any) -> RenderedKernel:
+        """Renders the kernel that computes the tile schedule of a plan whose blocks share keys."""
+
+    @abstractmethod
+    def schedule_size(self, spec: AttentionSpec, plan: Any, sizes: Sizes) -> int:
+        """Returns the number of int32 values of a schedule."""
+
+
+class ForwardFamily(ABC):
+    """How a family of kernels does the forward pass.
+
+    Attributes:
+        plan: The class of its own plans.
+        plan_kinds: The classes of all plans that its targets run, with those of its decode kernels.
+        decode: Its decode kernels.
+        size_rules: Plans for calls of some sizes; None if one plan is used for all sizes.
     """
 
     plan: type[Plan]
-    default_plan: Callable[[AttentionSpec, Target], Plan]
-    every_plan: Callable[[AttentionSpec, Target], Iterator[Plan]]
-    render: Callable[[AttentionSpec, Target, Any], tuple[RenderedKernel, ...]]
-    decoding: Decoding | None = None
-    by_sizes: PlansBySizes | None = None
+    plan_kinds: ClassVar[Mapping[type[Plan], PlanKind]]
+    decode: DecodeFamily
+    size_rules: SizeRules | None = None
+
+    @abstractmethod
+    def plan_classes(self, spec: AttentionSpec) -> tuple[type[Plan], ...]:
+        """Returns the plan classes whose kernels can run the spec."""
+
+    @abstractmethod
+    def default_plan(self, spec: AttentionSpec, target: Target) -> Plan:
+        """Returns the plan of the spec's forward kernel when none is given."""
+
+    @abstractmethod
+    def candidates(self, spec: AttentionSpec, target: Target) -> Iterator[Plan]:
+        """Yields the plans that tuning may choose from; some may not fit the spec."""
 
 
-@dataclass(frozen=True)
-class HeadDivision:
-    """How query heads that share a head of K and V get blocks of their own in the backward.
+class HeadSplit(ABC):
+    """Backward plans in which query heads that share a KV head have their own thread blocks."""
 
-    of: a plan with heads apart, or None where it has no such form. chosen: that where it makes a call of these sizes
-    faster, or None.
-    """
+    @abstractmethod
+    def split_plan(self, plan: Any) -> Any | None:
+        """Returns the plan with one thread block per query head, or None if its kernel has no such form."""
 
-    of: Callable[[Any], Any | None]
-    chosen: Callable[[Any, AttentionSpec, Target, Workload], Any | None]
+    @abstractmethod
+    def choose(self, plan: Any, spec: AttentionSpec, target: Target, workload: Workload) -> Any | None:
+        """Returns the split plan if it is faster for a call of these sizes, else None."""
 
 
-@dataclass(frozen=True)
-class BackwardFamily:
-    """How a family does the backward pass.
+class BackwardFamily(ABC):
+    """How a family of kernels does the backward pass.
 
-    plans: the classes of plans of its main kernel. every_plan: those that tuning may choose from, whether or not they
-    fit. render: its kernels, in the order of their launches, of a plan or of
-    the default one; the last argument says whether gradients are to be bitwise equal from run to run. dividing: None
-    where query heads that share a head of K and V always share blocks.
+    Attributes:
+        plans: The classes of plans of its main kernel.
+        head_split: None if query heads that share a KV head always share thread blocks.
     """
 
     plans: tuple[type[Any], ...]
-    every_plan: Callable[[AttentionSpec, Target], Iterator[Any]]
-    render: Callable[[AttentionSpec, Target, Any, bool], tuple[RenderedKernel, ...]]
-    dividing: HeadDivision | None = None
+    head_split: HeadSplit | None = None
+
+    @abstractmethod
+    def candidates(self, spec: AttentionSpec, target: Target) -> Iterator[Any]:
+        """Yields the plans that tuning may choose from; some may not fit the spec."""
+
+    @abstractmethod
+    def render(self, spec: AttentionSpec, target: Target, plan: Any, deterministic: bool) -> Kernels:
+        """Renders the backward kernels of a plan.
+
+        Args:
+            plan: None selects the default plan.
+            deterministic: Whether gradients must be bitwise equal from run to run.
+        """

@@ -6,22 +6,21 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, Literal, get_args
 
-from flashgen.codegen.families import (
-    backward_stages,
-    every_plan_by_sizes,
-    forward_family,
-    forward_stages,
-    heads_apart_plan,
-    plan_by_sizes,
-    plan_dividing,
+from flashgen.codegen.dispatch import (
+    head_split_plan,
+    plan_with,
+    refined_plans,
+    render_backward_kernels,
+    render_forward_kernels,
+    required_head_split_plan,
 )
-from flashgen.codegen.family import Decoding
+from flashgen.codegen.families import forward_family
 from flashgen.codegen.plan import Plan
 from flashgen.codegen.rendered_kernel import RenderedKernel
 from flashgen.codegen.sizes import Sizes, size_values
 from flashgen.codegen.targets import Target
 from flashgen.codegen.tile_list_kernel import list_shape, render_lists
-from flashgen.errors import SpecError, UnsupportedError
+from flashgen.errors import SpecError
 from flashgen.language.spec import AttentionSpec
 
 Pass = Literal["forward", "backward"]
@@ -71,7 +70,7 @@ def kernels_of(
         if name == "forward":
             more = forward_kernels(spec, target, packed_heads, smaller_tiles)
         else:
-            plan = plan_dividing(spec, target) if heads_apart else None
+            plan = required_head_split_plan(spec, target) if heads_apart else None
             more = backward_kernels(spec, target, deterministic, apart, plan)
         kernels |= {f"backward_{part}" if part in kernels else part: kernel for part, kernel in more.items()}
     return kernels
@@ -86,11 +85,11 @@ def kernels_by_sizes(
     of a spec and target are alike.
     """
     if part == "forward":
-        for plan in every_plan_by_sizes(spec, target, heads_per_kv):
+        for plan in refined_plans(spec, target, heads_per_kv):
             yield forward_kernels(spec, target, plan=plan)
     if part != "backward" or heads_per_kv == 1 or deterministic:
         return
-    divided = heads_apart_plan(spec, target)
+    divided = head_split_plan(spec, target)
     if divided and divided.problem(spec, target) is None:
         kernels = backward_kernels(spec, target, apart=True, plan=divided)
         shared = {kernel.source for kernel in backward_kernels(spec, target).values()}
@@ -109,33 +108,25 @@ def forward_kernels(
 ) -> Kernels:
     """The kernels of a forward call, of a plan, or with so many query heads of a head of K and V as rows of a tile, or
     with smaller tiles of queries."""
-    plan = plan or plan_by_sizes(spec, target, packed_heads, smaller_tiles)
-    return with_lists(spec, forward_stages(spec, target, plan))
+    plan = plan or plan_with(spec, target, packed_heads, smaller_tiles)
+    return with_lists(spec, render_forward_kernels(spec, target, plan))
 
 
 def decode_kernels(spec: AttentionSpec, target: Target, apart: bool = False) -> Kernels:
     """Those of few queries over many keys: a kernel for each number of rows of a tile, which are calls of their own.
 
-    apart: as above, of lists, whose tiles are others than the forward's. UnsupportedError where the target has none.
+    apart: as above, of lists, whose tiles are others than the forward's.
     """
-    decoding, kernels = decoding_of(target), {}
-    for plan in decoding.default_plans(spec, target):
+    decode, kernels = forward_family(target).decode, {}
+    for plan in decode.default_plans(spec, target):
         of_plan, part = forward_kernels(spec, target, plan=plan), plan.part(spec)
         if plan.scheduled:
-            kernels[part.replace("scheduled", "schedule")] = decoding.schedule(spec, target, plan)
+            kernels[part.replace("scheduled", "schedule")] = decode.render_schedule(spec, target, plan)
         for role, kernel in of_plan.items():
             if role == "lists" and apart:
                 kernel = _named("decode", kernel)
             kernels[part if role == "forward" else part.replace("decode", f"decode_{role}", 1)] = kernel
     return kernels
-
-
-def decoding_of(target: Target) -> Decoding:
-    """How a target attends from few queries to many keys; UnsupportedError where it does not."""
-    decoding = forward_family(target).decoding
-    if decoding is None:
-        raise UnsupportedError(f"{target.name} has no decode kernel: its forward kernel attends from few queries, too")
-    return decoding
 
 
 def backward_kernels(
@@ -146,7 +137,7 @@ def backward_kernels(
     plan: Any = None,
 ) -> Kernels:
     """The kernels of a backward call; `apart` as above; `plan` of its main kernel."""
-    kernels = with_lists(spec, backward_stages(spec, target, plan, deterministic))
+    kernels = with_lists(spec, render_backward_kernels(spec, target, plan, deterministic))
     return set_apart(kernels, deterministic) if apart else kernels
 
 

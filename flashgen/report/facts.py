@@ -13,7 +13,7 @@ from flashgen.analysis.expression_text import to_text
 from flashgen.analysis.tile_classes import EMPTY, FULL, PARTIAL, TileMap, tile_map
 from flashgen.build import nvrtc
 from flashgen.build.cache import Entry, default_cache
-from flashgen.codegen.families import default_plan
+from flashgen.codegen.dispatch import default_plan
 from flashgen.codegen.plan import Plan
 from flashgen.codegen.rendered_kernel import RenderedKernel
 from flashgen.codegen.stages import Kernels, Pass, backward_kernels, forward_kernels

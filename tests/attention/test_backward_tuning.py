@@ -78,7 +78,7 @@ def assert_right(it: Attention, plan: Any, shape: Shape = SHAPE) -> None:
     assert {stage.role for stage in prepared.stages} >= {"keys"} and (
         it.backward_plan_for(shape.len_q, shape.len_k, shape.batch, shape.heads_q, shape.heads_kv) == plan
     )
-    runners = it.backward_pass.choice.of(it.backward_pass._prepared.values()[-1].problem, 0).runners
+    runners = it.backward_pass.dispatch.choose(it.backward_pass._prepared.values()[-1].problem, 0).runners
     assert all(stage.runner is runners[stage.role] for stage in prepared.stages)
     verdicts = judged_gradients(it.spec, *qkv, d_out, gradients_by_name(found), **inputs.captures)
     assert all(verdict.ok for verdict in verdicts.values()), verdicts
@@ -121,7 +121,7 @@ def test_plans_that_read_lists_have_tiles_of_one_size(target: str) -> None:
 
 
 def test_every_plan_of_a_family_is_checked_before_it_is_tried() -> None:
-    every = list(backward_family(SM_90A).every_plan(SPEC, SM_90A))
+    every = list(backward_family(SM_90A).candidates(SPEC, SM_90A))
     assert any(plan.problem(fg.AttentionSpec(256), SM_90A) for plan in every)
     assert len(set(every)) == len(every) > 30
 
@@ -199,7 +199,7 @@ def test_the_deterministic_backward_has_winners_of_its_own_and_shares_none(tmp_p
 
 def test_who_compiles_takes_no_winner_on_the_emulator_or_with_a_plan(tmp_path: Path) -> None:
     tuned(compiled(tmp_path))
-    assert attention.compile(SPEC, target="sm_90a", emulate=True).backward_pass.choice.tuned is None
+    assert attention.compile(SPEC, target="sm_90a", emulate=True).backward_pass.dispatch.tuned is None
     given = compiled(tmp_path, backward_plan=APART)
     assert given.backward_plan_for(90, heads=4, heads_kv=2) == given.backward_plan == APART
     with pytest.raises(ArgumentError, match=r"compiled with backward_plan=\.\.\. or source"):
@@ -246,7 +246,7 @@ def test_a_winner_that_cannot_be_had_is_said_and_the_default_runs(
         monkeypatch.context() as patch,
         pytest.warns(FlashgenWarning, match="the tuned plan HopperBackwardPlan.* is not used"),
     ):
-        patch.setattr("flashgen.attention.backward_choice.BuiltStages", fails)
+        patch.setattr("flashgen.attention.backward_dispatch.BuiltStages", fails)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*heads apart would fill")
             assert later.backward_plan_for(90, heads=4, heads_kv=2) == later.backward_plan

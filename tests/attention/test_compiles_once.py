@@ -12,7 +12,7 @@ from flashgen import attention
 from flashgen.attention import callable as callable_module
 from flashgen.attention import compiling
 from flashgen.build import host
-from flashgen.codegen.families import render_forward
+from flashgen.codegen.dispatch import render_forward
 from flashgen.codegen.mma_sync.forward_plans import ForwardPlan
 from flashgen.codegen.stages import forward_kernels
 from flashgen.codegen.targets import TARGETS

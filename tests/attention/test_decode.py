@@ -10,9 +10,9 @@ import pytest
 
 import flashgen as fg
 from flashgen import attention
-from flashgen.attention import kernel_choice
+from flashgen.attention import forward_dispatch
 from flashgen.attention.callable import Attention
-from flashgen.attention.kernel_choice import BuiltForward
+from flashgen.attention.forward_dispatch import ForwardKernels
 from flashgen.codegen.mma_sync.decode_plans import DecodePlan
 from flashgen.codegen.mma_sync.forward_plans import ForwardPlan
 from flashgen.codegen.targets import target_named
@@ -269,7 +269,9 @@ def test_a_decode_kernel_that_cannot_be_had_is_said_once(monkeypatch: pytest.Mon
     def refuse(*how: Any) -> None:
         raise BuildError(f"`{how[-1]}` would build it")
 
-    monkeypatch.setattr(kernel_choice, "BuiltForward", type("Refused", (BuiltForward,), {"of": staticmethod(refuse)}))
+    monkeypatch.setattr(
+        forward_dispatch, "ForwardKernels", type("Refused", (ForwardKernels,), {"build": staticmethod(refuse)})
+    )
     said = r"^decode-.* would split the keys .*`flashgen show --pass decode --what resources --target sm_90a '"
     with pytest.warns(FlashgenWarning, match=said):
         assert compiled.plan_for(1, 300) == compiled.plan

@@ -189,11 +189,11 @@ def test_a_packed_or_tuned_kernel_does_not_take_its_place(tmp_path: Path) -> Non
     sizes = {"len_q": 30, "len_k": 90, "batch": 2, "heads": 8, "heads_kv": 2}
     assert emitted.plan_for(**sizes) == replace(emitted.plan, packed_heads=4)
     assert edited.plan_for(**sizes) == edited.plan == emitted.plan
-    assert edited.forward.choice.by_sizes is None and edited.forward.choice.tuned is None
+    assert not edited.forward.dispatch.by_sizes and edited.forward.dispatch.tuned is None
     texts = texts_of(emitted.source + "\n// read\n")
     edits = edits_of(texts, Emitted(spec, SM_90A, None, False, None))
     told_where = Attention(spec, SM_90A, Emulator(), tuned=KernelCache(tmp_path), edits=edits)
-    assert told_where.forward.choice.tuned is None
+    assert told_where.forward.dispatch.tuned is None
     with pytest.raises(ArgumentError, match=r"compiled with plan=\.\.\. or source=\.\.\."):
         tune(edited.forward, (None, None, None), {}, timer=lambda *_given: [])
     keys = emitted.backward_sources

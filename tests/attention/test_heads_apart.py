@@ -9,8 +9,9 @@ import pytest
 
 import flashgen as fg
 from flashgen import attention
-from flashgen.attention import backward_choice
-from flashgen.codegen.families import backward_family, backward_stages, plan_dividing
+from flashgen.attention import backward_dispatch
+from flashgen.codegen.dispatch import render_backward_kernels, required_head_split_plan
+from flashgen.codegen.families import backward_family
 from flashgen.codegen.targets import target_named
 from flashgen.codegen.workload import Workload
 from flashgen.errors import BuildError, FlashgenWarning, UnsupportedError
@@ -24,7 +25,7 @@ CAUSAL = fg.AttentionSpec(64, "bfloat16", mask=fg.causal())
 
 def assert_right(spec: fg.AttentionSpec, shape: Shape, target: str | None = "sm_90a", **how: Any) -> None:
     """dV and dK by the rule of the numerics, from gradients that begin as NaN."""
-    plan = plan_dividing(spec, SM_90A)
+    plan = required_head_split_plan(spec, SM_90A)
     compiled = attention.compile(spec, target=target, backward_plan=plan, **how)
     inputs, seed = random_inputs(spec, shape), {"seed": 7} if spec.dropout else {}
     d_out, _ = random_gradients(spec, shape, 3)
@@ -65,15 +66,15 @@ def test_under_sanitizers(sanitize: Any) -> None:
 
 def test_calls_of_few_heads_of_keys_divide_them() -> None:
     """Of 132 multiprocessors: too few blocks, or blocks of unequal length that are not many."""
-    dividing = backward_family(SM_90A).dividing
-    assert dividing is not None
+    split = backward_family(SM_90A).head_split
+    assert split is not None
 
     def divides(mask: fg.Mask, length: int, batch: int, heads_kv: int, head_dim: int = 128) -> bool:
         spec = fg.AttentionSpec(head_dim, "bfloat16", mask=mask)
-        plan = next(kernel.plan for kernel in backward_stages(spec, SM_90A) if kernel.role == "keys")
+        plan = next(kernel.plan for kernel in render_backward_kernels(spec, SM_90A) if kernel.role == "keys")
         workload = Workload(length, length, batch * 32, 132, 32 // heads_kv)
-        chosen = dividing.chosen(plan, spec, SM_90A, workload)
-        assert chosen is None or chosen == plan_dividing(spec, SM_90A)
+        chosen = split.choose(plan, spec, SM_90A, workload)
+        assert chosen is None or chosen == required_head_split_plan(spec, SM_90A)
         return chosen is not None
 
     assert divides(fg.causal(), 16384, 1, 1) and divides(fg.causal(), 4096, 4, 1)
@@ -105,7 +106,7 @@ def test_kernels_that_cannot_be_had_are_said(monkeypatch: pytest.MonkeyPatch) ->
     def refuse(*_: Any) -> None:
         raise BuildError("no compiler")
 
-    monkeypatch.setattr(backward_choice, "BuiltStages", refuse)
+    monkeypatch.setattr(backward_dispatch, "BuiltStages", refuse)
     inputs = random_inputs(spec, Shape(60, 130, 1, 4, 1))
     d_out, _ = random_gradients(spec, Shape(60, 130, 1, 4, 1), 3)
     out, lse = compiled(inputs.q, inputs.k, inputs.v, return_lse=True)
@@ -117,11 +118,11 @@ def test_kernels_that_cannot_be_had_are_said(monkeypatch: pytest.MonkeyPatch) ->
 def test_what_cannot_divide_is_refused() -> None:
     for spec, target in ((CAUSAL, "sm_90"), (fg.AttentionSpec(256), "sm_90a")):
         with pytest.raises(UnsupportedError, match=f"heads_apart=True: {target} has no such backward"):
-            plan_dividing(spec, target_named(target))
+            required_head_split_plan(spec, target_named(target))
     with pytest.raises(UnsupportedError, match="the deterministic mode adds up no shares"):
-        backward_stages(CAUSAL, SM_90A, plan_dividing(CAUSAL, SM_90A), deterministic=True)
+        render_backward_kernels(CAUSAL, SM_90A, required_head_split_plan(CAUSAL, SM_90A), deterministic=True)
     with pytest.raises(UnsupportedError, match="of ragged batches"):
-        backward_stages(fg.AttentionSpec(64, layout="thd"), SM_90A, plan_dividing(CAUSAL, SM_90A))
+        render_backward_kernels(fg.AttentionSpec(64, layout="thd"), SM_90A, required_head_split_plan(CAUSAL, SM_90A))
 
 
 @pytest.mark.gpu

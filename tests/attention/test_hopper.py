@@ -11,7 +11,7 @@ import flashgen as fg
 from flashgen import attention
 from flashgen.attention.launches import launch_of
 from flashgen.attention.problem import Problem
-from flashgen.codegen.families import render_forward
+from flashgen.codegen.dispatch import render_forward
 from flashgen.codegen.hopper.plans import HopperPlan
 from flashgen.codegen.rendered_kernel import RenderedKernel
 from flashgen.codegen.targets import target_named

@@ -11,7 +11,7 @@ import flashgen.language as fg
 from flashgen import attention
 from flashgen.attention.launches import launch_of
 from flashgen.attention.problem import Problem
-from flashgen.codegen.families import render_forward
+from flashgen.codegen.dispatch import render_forward
 from flashgen.codegen.targets import target_named
 from flashgen.errors import ArgumentError, LaunchError
 from flashgen.launch.tensor_map_writer import TensorMapWriter

@@ -12,12 +12,12 @@ import pytest
 
 import flashgen as fg
 from flashgen import attention
-from flashgen.attention import kernel_choice
+from flashgen.attention import forward_dispatch
 from flashgen.attention.callable import Attention
-from flashgen.attention.kernel_choice import BuiltForward
+from flashgen.attention.forward_dispatch import ForwardKernels
 from flashgen.attention.tuned_plans import LengthClass, TunedPlan, TunedPlans
 from flashgen.build.cache import KernelCache
-from flashgen.codegen.families import render_forward
+from flashgen.codegen.dispatch import render_forward
 from flashgen.codegen.hopper.plans import HopperPlan
 from flashgen.codegen.targets import target_named
 from flashgen.codegen.workload import Workload
@@ -130,7 +130,7 @@ def test_calls_are_packed_where_that_is_less_work() -> None:
     with pytest.raises(ArgumentError, match="heads_kv=3 must divide heads=8"):
         compiled.plan_for(30, heads=8, heads_kv=3)
     inputs = random_inputs(CAUSAL, Shape(30, 90, 2, 8, 2))
-    runner = compiled.forward.choice._built.get(packed).stages.runners["forward"]  # type: ignore[union-attr]
+    runner = compiled.forward.dispatch._kernels.by_plan.get(packed).stages.runners["forward"]  # type: ignore[union-attr]
     launches: list[Any] = []
     with pytest.MonkeyPatch.context() as patch:
         launch = runner.launch
@@ -165,7 +165,9 @@ def test_a_packed_kernel_that_cannot_be_had_is_said_once(monkeypatch: pytest.Mon
     def refuse(*how: Any) -> None:
         raise BuildError(f"`{how[-1]}` would build it")
 
-    monkeypatch.setattr(kernel_choice, "BuiltForward", type("Refused", (BuiltForward,), {"of": staticmethod(refuse)}))
+    monkeypatch.setattr(
+        forward_dispatch, "ForwardKernels", type("Refused", (ForwardKernels,), {"build": staticmethod(refuse)})
+    )
     said = r"packed4 would fill the card .*`flashgen show --packed-heads 4 --what resources --target sm_90a '"
     with pytest.warns(FlashgenWarning, match=said):
         assert compiled.plan_for(30, 90, 2, 8, 2) == compiled.plan

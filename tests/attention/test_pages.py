@@ -12,7 +12,7 @@ import pytest
 import flashgen as fg
 from flashgen import attention, reference
 from flashgen.build import nvrtc
-from flashgen.codegen.families import forward_stages
+from flashgen.codegen.dispatch import render_forward_kernels
 from flashgen.codegen.hopper.plans import HopperPlan
 from flashgen.codegen.mma_sync.decode_plans import DecodePlan
 from flashgen.codegen.mma_sync.forward_plans import ForwardPlan
@@ -271,7 +271,7 @@ def test_prompts_compile_without_spills(target: str) -> None:
     for number, (dim, size) in enumerate(((128, 16), (64, 1), (96, 256))):
         mask = (fg.causal(), fg.sliding_window(1000, 0), fg.document("ids"))[number]
         spec = fg.AttentionSpec(dim, dtype, mask=mask, score=scores[number], page_size=size)
-        (kernel,) = forward_stages(spec, TARGETS[target])
+        (kernel,) = render_forward_kernels(spec, TARGETS[target])
         used = nvrtc.compile(kernel.source, kernel.target.architecture, kernel.name).resources
         assert used.spill_stores == used.spill_loads == used.stack_frame == 0, f"{kernel.name}: {used}"
         tidy(kernel.source)

@@ -12,7 +12,7 @@ import pytest
 
 import flashgen.language as fg
 from flashgen import attention
-from flashgen.attention import backward, call_pass, forward, kernel_choice, tile_lists
+from flashgen.attention import backward, call_pass, forward, forward_dispatch, tile_lists
 from flashgen.attention.callable import Attention
 from flashgen.attention.tuned_plans import TunedPlans, forget_tuned_plans
 from flashgen.build.cache import KernelCache
@@ -109,13 +109,13 @@ def test_a_packed_kernel_is_built_once(at_once: AtOnce, monkeypatch: pytest.Monk
     """16 queries of 8 heads that share a head of k and v, in 16 batches: packed, by a kernel of its own."""
     compiled = Attention(fg.AttentionSpec(16), target_named("sm_90a"), Emulator())
     built: list[Any] = []
-    build = kernel_choice.KernelChoice._in_place_of
+    build = forward_dispatch.ForwardKernels.build
 
     def counted(*given: Any) -> Any:
         built.append(given)
         return build(*given)
 
-    monkeypatch.setattr(kernel_choice.KernelChoice, "_in_place_of", counted)
+    monkeypatch.setattr(forward_dispatch.ForwardKernels, "build", counted)
     plans = at_once(lambda number: compiled.plan_for(16, 64, batch=16, heads=8, heads_kv=1))
     assert plans[0].packed_heads == 8 and len(set(plans)) == 1 and len(built) == 1
 
@@ -158,9 +158,9 @@ def test_attentions_are_compiled_while_winners_are_forgotten(
     tmp_path: Path, at_once: AtOnce, hurried: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     compiled = Attention(fg.AttentionSpec(16), target_named("sm_80"), Emulator(), tuned=KernelCache(tmp_path))
-    default, kernel = compiled.forward.choice.default, compiled.forward.kernel
-    monkeypatch.setattr(kernel_choice.BuiltForward, "of", lambda *given: default)
-    tuned = compiled.forward.choice.tuned
+    default, kernel = compiled.forward.dispatch.default, compiled.forward.kernel
+    monkeypatch.setattr(forward_dispatch.ForwardKernels, "build", lambda *given: default)
+    tuned = compiled.forward.dispatch.tuned
 
     def work(thread: int) -> list[Any]:
         if thread < 2:

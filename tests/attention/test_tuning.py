@@ -18,7 +18,7 @@ from flashgen.attention import trials, tuned_plans, tuning
 from flashgen.attention.callable import Attention
 from flashgen.attention.tuned_plans import LengthClass, TunedPlan, TunedPlans, nearest_power
 from flashgen.build.cache import KernelCache
-from flashgen.codegen.families import render_forward
+from flashgen.codegen.dispatch import render_forward
 from flashgen.codegen.hopper.plans import HopperPlan
 from flashgen.codegen.mma_sync.forward_plans import ForwardPlan
 from flashgen.codegen.plan import Plan
@@ -153,7 +153,7 @@ def test_calls_of_tuned_lengths_run_the_winner_here_and_in_later_processes(tmp_p
 
 def test_who_compiles_takes_no_winner_on_the_emulator_or_with_a_plan(tmp_path: Path) -> None:
     tuned(compiled(tmp_path))
-    assert attention.compile(SPEC, emulate=True).forward.choice.tuned is None
+    assert attention.compile(SPEC, emulate=True).forward.dispatch.tuned is None
     given = Attention(SPEC, SM_80, Emulator(), plan=OTHER, tuned=KernelCache(tmp_path))
     assert given.plan_for(90, heads=2) == given.plan == OTHER
     with pytest.raises(ArgumentError, match="compiled with plan="):

@@ -150,7 +150,7 @@ def test_the_backward_of_a_call_is_tuned(monkeypatch: pytest.MonkeyPatch) -> Non
     inputs = tune.inputs_of("causal()", spec, shape, 0, {})
     assert tune.tuned(spec, shape, inputs, "sm_90a", 5, "backward", True) is FOUND
     ((backward, forward, qkv, captures, seed),) = asked
-    assert backward.choice.deterministic and backward.spec == forward.spec == spec
+    assert backward.dispatch.deterministic and backward.spec == forward.spec == spec
     assert qkv == (inputs.q, inputs.k, inputs.v) and captures == {} and seed == 5
 
 

@@ -10,7 +10,7 @@ import pytest
 import flashgen.language as fg
 from flashgen.build.host import compile_host
 from flashgen.codegen.arguments import ArgumentLayout, Field, ordered
-from flashgen.codegen.families import render_forward
+from flashgen.codegen.dispatch import render_forward
 from flashgen.codegen.mma_sync.forward import forward_layout
 from flashgen.codegen.targets import TARGETS
 from flashgen.codegen.tile_list_kernel import list_layout, render_lists

@@ -10,7 +10,7 @@ import pytest
 
 import flashgen.language as fg
 from flashgen.codegen.backward_kernels import PREPARE_ROWS
-from flashgen.codegen.families import backward_stages
+from flashgen.codegen.dispatch import render_backward_kernels
 from flashgen.codegen.mma_sync.backward_plans import (
     BackwardPlan,
     QueriesPlan,
@@ -64,7 +64,7 @@ def test_an_impossible_plan_is_refused(plan: BackwardPlan, target: str, message:
     problem = plan.problem(SPEC, TARGETS[target])
     assert problem is not None and message in problem
     with pytest.raises(UnsupportedError) as error:
-        backward_stages(SPEC, TARGETS[target], plan)
+        render_backward_kernels(SPEC, TARGETS[target], plan)
     assert str(error.value) == f"{plan}: {problem}"
 
 
@@ -155,7 +155,7 @@ def test_a_plan_follows_from_the_spec_alone() -> None:
 
 def test_a_given_plan_is_kept() -> None:
     plan = replace(choose_backward_plan(SPEC, TARGETS["sm_80"]), stages=1, blocks=1)
-    rendered = backward_stages(SPEC, TARGETS["sm_80"], plan)
+    rendered = render_backward_kernels(SPEC, TARGETS["sm_80"], plan)
     keys = next(kernel for kernel in rendered if kernel.role == "keys")
     assert keys.plan == plan and keys.threads == plan.threads and keys.shared_bytes == plan.shared_bytes(SPEC)
     rows = keys.values(Sizes(1, 1, 1, 1, 1))["rows"]

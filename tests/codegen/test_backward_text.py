@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 import flashgen.language as fg
-from flashgen.codegen.families import backward_stages
+from flashgen.codegen.dispatch import render_backward_kernels
 from flashgen.codegen.mma_sync.backward_plans import BackwardPlan
 from flashgen.codegen.rendered_kernel import RenderedKernel
 from flashgen.codegen.stages import backward_kernels, kernels_of
@@ -272,8 +272,8 @@ def test_rendering_is_deterministic_across_processes() -> None:
 
 def test_what_the_target_or_float32_has_not_is_refused() -> None:
     with pytest.raises(UnsupportedError, match="scale="):
-        backward_stages(fg.AttentionSpec(64, scale=3e38), SM_80)
+        render_backward_kernels(fg.AttentionSpec(64, scale=3e38), SM_80)
     with pytest.raises(UnsupportedError, match="dtype='bfloat16' is not supported on sm_75"):
-        backward_stages(fg.AttentionSpec(64, "bfloat16"), TARGETS["sm_75"])
+        render_backward_kernels(fg.AttentionSpec(64, "bfloat16"), TARGETS["sm_75"])
     with pytest.raises(UnsupportedError, match="tile_k=40"):
-        backward_stages(fg.AttentionSpec(64), SM_80, replace(BackwardPlan(64, 64, 4), tile_k=40))
+        render_backward_kernels(fg.AttentionSpec(64), SM_80, replace(BackwardPlan(64, 64, 4), tile_k=40))

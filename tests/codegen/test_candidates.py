@@ -10,7 +10,7 @@ import pytest
 import flashgen.language as fg
 from flashgen.build import nvrtc
 from flashgen.codegen.candidates import MOST, candidates, cost
-from flashgen.codegen.families import default_plan, render_forward
+from flashgen.codegen.dispatch import default_plan, render_forward
 from flashgen.codegen.hopper.plans import HopperPlan
 from flashgen.codegen.mma_sync.forward_plans import ForwardPlan
 from flashgen.codegen.targets import TARGETS

@@ -11,7 +11,7 @@ import pytest
 
 import flashgen.language as fg
 from flashgen.build import nvrtc
-from flashgen.codegen.families import forward_stages
+from flashgen.codegen.dispatch import render_forward_kernels
 from flashgen.codegen.mma_sync.decode_plans import (
     DecodePlan,
     choose_decode_plan,
@@ -94,7 +94,7 @@ def test_enough_is_on_its_way_to_a_multiprocessor_of_an_h200() -> None:
 def test_plans_that_cannot_be(change: dict[str, int], said: str) -> None:
     plan = replace(DecodePlan(16, 16, 4, 4), **change)
     with pytest.raises(UnsupportedError, match=said):
-        forward_stages(CAUSAL, SM_90A, plan)
+        render_forward_kernels(CAUSAL, SM_90A, plan)
 
 
 def test_rows_of_a_tile() -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import flashgen.language as fg
-from flashgen.codegen.families import render_forward
+from flashgen.codegen.dispatch import render_forward
 from flashgen.codegen.rendered_kernel import RenderedKernel
 from flashgen.codegen.targets import TARGETS
 from flashgen.codegen.tile_list_kernel import render_lists
@@ -111,7 +111,7 @@ def test_a_full_mask_needs_no_mask() -> None:
 def test_rendering_is_deterministic_across_processes() -> None:
     program = (
         "import hashlib, json, sys\n"
-        "from flashgen.codegen.families import render_forward\n"
+        "from flashgen.codegen.dispatch import render_forward\n"
         "from flashgen.codegen.tile_list_kernel import render_lists\n"
         "from flashgen.codegen.targets import TARGETS\n"
         "from flashgen.language import AttentionSpec\n"

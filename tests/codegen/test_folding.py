@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 import flashgen.language as fg
+from flashgen.codegen.dispatch import render_forward
 from flashgen.codegen.expressions.scale_folding import folded_products
-from flashgen.codegen.families import render_forward
 from flashgen.codegen.targets import TARGETS
 from flashgen.codegen.variant import variant_of
 

@@ -14,7 +14,7 @@ import flashgen.language as fg
 from flashgen.build import nvrtc
 from flashgen.build.inspect import sass
 from flashgen.codegen.demand import Weight, demand_of
-from flashgen.codegen.families import backward_stages
+from flashgen.codegen.dispatch import render_backward_kernels
 from flashgen.codegen.hopper.backward_plans import (
     HopperBackwardPlan,
     choose_hopper_backward_plan,
@@ -207,12 +207,12 @@ def test_which_kernels_a_spec_takes() -> None:
 )
 def test_a_plan_that_does_not_fit_is_refused(spec: AttentionSpec, plan: object, why: str) -> None:
     with pytest.raises(UnsupportedError, match=why):
-        backward_stages(spec, SM_90A, plan)
+        render_backward_kernels(spec, SM_90A, plan)
 
 
 def test_a_plan_of_hopper_s_is_refused_elsewhere() -> None:
     with pytest.raises(UnsupportedError, match="sm_90 takes a BackwardPlan; target='sm_90a' takes this one"):
-        backward_stages(AttentionSpec(64), target_named("sm_90"), HopperBackwardPlan(64))
+        render_backward_kernels(AttentionSpec(64), target_named("sm_90"), HopperBackwardPlan(64))
 
 
 @pytest.mark.parametrize("deterministic", [False, True])

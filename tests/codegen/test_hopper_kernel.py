@@ -14,7 +14,7 @@ import pytest
 import flashgen.language as fg
 from flashgen.build import nvrtc
 from flashgen.build.inspect import sass
-from flashgen.codegen.families import render_forward
+from flashgen.codegen.dispatch import render_forward
 from flashgen.codegen.hopper.measured_plans import choose_hopper_plan
 from flashgen.codegen.hopper.plans import HopperPlan, panel_columns
 from flashgen.codegen.mma_sync.forward_plans import ForwardPlan

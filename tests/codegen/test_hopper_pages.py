@@ -13,7 +13,7 @@ import pytest
 
 import flashgen.language as fg
 from flashgen.build import nvrtc
-from flashgen.codegen.families import forward_stages, render_forward
+from flashgen.codegen.dispatch import render_forward, render_forward_kernels
 from flashgen.codegen.hopper.pages import box_keys, panels_joined
 from flashgen.codegen.hopper.plans import HopperPlan
 from flashgen.codegen.rendered_kernel import RenderedKernel
@@ -40,7 +40,7 @@ needs_nvrtc = pytest.mark.skipif(not nvrtc.is_available(), reason="needs CuPy an
 def rendered(variant: Variant, dim: int, dtype: str, size: int, layout: Any = "bhsd") -> list[RenderedKernel]:
     """The kernel of prompts, and in a mixed batch that of all other sequences."""
     spec = replace(spec_of(variant, dim, dtype), layout=layout)
-    return list(forward_stages(replace(spec, page_size=size), SM_90A))
+    return list(render_forward_kernels(replace(spec, page_size=size), SM_90A))
 
 
 CASES = list(zip(variants(), cycle(DIMS), cycle(("float16", "bfloat16")), cycle((16, 64, 8, 256, 32))))

@@ -10,7 +10,7 @@ import pytest
 
 import flashgen.language as fg
 from flashgen.build import nvrtc
-from flashgen.codegen.families import render_forward
+from flashgen.codegen.dispatch import render_forward
 from flashgen.codegen.hopper.head_packing import most_packed_heads, packed_plan
 from flashgen.codegen.hopper.measured_plans import choose_hopper_plan
 from flashgen.codegen.hopper.plans import HopperPlan

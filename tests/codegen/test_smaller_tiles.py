@@ -9,13 +9,12 @@ import pytest
 
 import flashgen.language as fg
 from flashgen import attention
-from flashgen.attention import kernel_choice
-from flashgen.attention.kernel_choice import BuiltForward
+from flashgen.attention import forward_dispatch
+from flashgen.attention.forward_dispatch import ForwardKernels
 from flashgen.build import nvrtc
 from flashgen.codegen.demand import demand_of
-from flashgen.codegen.families import default_plan, plan_by_sizes, render_forward
+from flashgen.codegen.dispatch import default_plan, plan_with, refine, render_forward
 from flashgen.codegen.header import show_command
-from flashgen.codegen.hopper.by_sizes import plan_of_sizes
 from flashgen.codegen.hopper.plans import HopperPlan
 from flashgen.codegen.hopper.smaller_tiles import smaller_option, smaller_plan
 from flashgen.codegen.stages import kernels_of
@@ -44,7 +43,7 @@ needs_nvrtc = pytest.mark.skipif(not nvrtc.is_available(), reason="needs CuPy an
 def chosen(spec: AttentionSpec, batch: int, heads: int, heads_kv: int, len_q: int, len_k: int) -> HopperPlan | None:
     """What calls take on a GPU of 132 multiprocessors in place of the default plan."""
     workload = Workload(len_q, len_k, batch * heads, 132, heads // heads_kv, batch)
-    found = plan_of_sizes(default_plan(spec, SM_90A), spec, SM_90A, workload)  # type: ignore[arg-type]
+    found = refine(default_plan(spec, SM_90A), spec, SM_90A, workload)
     assert found is None or isinstance(found, HopperPlan)
     return found
 
@@ -85,7 +84,7 @@ def test_listed_masks_have_none() -> None:
 def test_specs_that_have_none(spec: AttentionSpec) -> None:
     assert smaller_plan(spec, SM_90A) is None
     with pytest.raises(UnsupportedError, match=r"smaller_tiles=True: .* has none beside"):
-        plan_by_sizes(spec, SM_90A, smaller_tiles=True)
+        plan_with(spec, SM_90A, smaller_tiles=True)
 
 
 def test_a_target_without_any() -> None:
@@ -95,7 +94,7 @@ def test_a_target_without_any() -> None:
 
 def test_another_plan_than_the_default_keeps_its_tiles() -> None:
     workload = Workload(512, 8192, 32, 132, 1)
-    assert plan_of_sizes(replace(LARGER, tile_k=64), CAUSAL, SM_90A, workload) is None
+    assert refine(replace(LARGER, tile_k=64), CAUSAL, SM_90A, workload) is None
 
 
 def test_a_call_says_which_it_takes() -> None:
@@ -128,10 +127,12 @@ def test_the_command_that_builds_it_is_said() -> None:
 def test_a_kernel_that_cannot_be_had_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     compiled = attention.compile(replace(CAUSAL, scale=0.21), target="sm_90a", emulate=True)
 
-    def refuse(*how: object) -> BuiltForward:
+    def refuse(*how: object) -> ForwardKernels:
         raise BuildError(f"`{how[-1]}` would build it")
 
-    monkeypatch.setattr(kernel_choice, "BuiltForward", type("Refused", (BuiltForward,), {"of": staticmethod(refuse)}))
+    monkeypatch.setattr(
+        forward_dispatch, "ForwardKernels", type("Refused", (ForwardKernels,), {"build": staticmethod(refuse)})
+    )
     said = r"would fill the card better .*`flashgen show --smaller-tiles --what resources --target sm_90a '"
     with pytest.warns(FlashgenWarning, match=said):
         assert compiled.plan_for(128, 512, 1, 2, 2) == compiled.plan == LARGER
@@ -149,7 +150,7 @@ RANGES = [
 @pytest.mark.rotated(4)
 @pytest.mark.parametrize(("variant", "dim", "page_size"), RANGES, ids=str)
 def test_they_compile_without_spills(variant: object, dim: int, page_size: int | None) -> None:
-    spec = replace(spec_of(variant, dim, "bfloat16"), page_size=page_size)  # type: ignore[arg-type]
+    spec = replace(spec_of(variant, dim, "bfloat16"), page_size=page_size)
     kernel = render_forward(spec, SM_90A, smaller_plan(spec, SM_90A))
     result = nvrtc.compile(kernel.source, "sm_90a", kernel.name)
     assert result.resources.spills == 0, kernel.name

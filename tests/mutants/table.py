@@ -246,9 +246,9 @@ MUTANTS = (
     # attention
     Mutant(
         "a call's number of splits is not its own",
-        "flashgen/attention/kernel_choice.py",
-        "return splits or decoding.splits(",
-        "return decoding.splits(",
+        "flashgen/attention/forward_dispatch.py",
+        "return splits or dispatch.num_splits(",
+        "return dispatch.num_splits(",
         ("tests/attention/test_decode.py::test_counters_end_as_they_began",),
     ),
     Mutant(
@@ -442,9 +442,9 @@ MUTANTS = (
     ),
     Mutant(
         "a tuned backward whatever the group of heads",
-        "flashgen/attention/backward_choice.py",
-        "lists, grouped=True)",
-        "lists)",
+        "flashgen/attention/backward_dispatch.py",
+        "is not None, grouped=True)",
+        "is not None)",
         ("tests/attention/test_backward_tuning.py::test_a_call_asks_the_disk_once_for_each_class_of_lengths",),
     ),
     Mutant(

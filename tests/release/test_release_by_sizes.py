@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 import flashgen.language as fg
-from flashgen.codegen.families import backward_family, default_plan, forward_family
+from flashgen.codegen.dispatch import default_plan
+from flashgen.codegen.families import backward_family, forward_family
 from flashgen.codegen.stages import backward_kernels, forward_kernels
 from flashgen.codegen.targets import target_named
 from flashgen.codegen.workload import Workload
@@ -36,12 +37,12 @@ def sources(spec: fg.AttentionSpec, passes: tuple[str, ...], heads_per_kv: int) 
 @pytest.mark.parametrize("heads_per_kv", [1, 4, 6])
 @pytest.mark.parametrize("name", SPECS)
 def test_it_has_the_forward_of_every_size(name: str, heads_per_kv: int) -> None:
-    spec, by_sizes, taken = SPECS[name], forward_family(HOPPER).by_sizes, set()
-    assert by_sizes
+    spec, rules, taken = SPECS[name], forward_family(HOPPER).size_rules, set()
+    assert rules
     built = sources(spec, ("forward",), heads_per_kv)
     for len_q, len_k, heads_kv in itertools.product((1, 16, 100, 512, 4096), (512, 8192), (1, 8, 64)):
         workload = Workload(len_q, len_k, heads_kv * heads_per_kv, 132, heads_per_kv)
-        plan = by_sizes.chosen(default_plan(spec, HOPPER), spec, HOPPER, workload)
+        plan = rules.choose(default_plan(spec, HOPPER), spec, HOPPER, workload)
         if plan is not None:
             taken.add(forward_kernels(spec, HOPPER, plan=plan)["forward"].source)
     assert taken <= built
@@ -52,10 +53,10 @@ def test_it_has_the_forward_of_every_size(name: str, heads_per_kv: int) -> None:
 
 @pytest.mark.parametrize("name", ["full", "causal", "documents", "wide", "ragged"])
 def test_it_has_the_backward_of_every_size(name: str) -> None:
-    spec, dividing = SPECS[name], backward_family(HOPPER).dividing
-    assert dividing
+    spec, split = SPECS[name], backward_family(HOPPER).head_split
+    assert split
     default, built = backward_kernels(spec, HOPPER), sources(spec, ("backward",), 8)
-    divided = dividing.chosen(default["keys"].plan, spec, HOPPER, Workload(8192, 8192, 8, 132, 8))
+    divided = split.choose(default["keys"].plan, spec, HOPPER, Workload(8192, 8192, 8, 132, 8))
     assert (divided is None) == (name in ("wide", "ragged"))
     taken = backward_kernels(spec, HOPPER, plan=divided).values() if divided else ()
     assert built == {kernel.source for kernel in (*default.values(), *taken)}

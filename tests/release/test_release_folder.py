@@ -15,7 +15,7 @@ from flashgen import release
 from flashgen.build import KernelCache, nvrtc
 from flashgen.build.prebuilt import PrebuiltFolder
 from flashgen.build.resources import Resources
-from flashgen.codegen.families import render_forward
+from flashgen.codegen.dispatch import render_forward
 from flashgen.codegen.targets import target_named
 from flashgen.errors import BuildError, FlashgenWarning, UnsupportedError
 from flashgen.language import AttentionSpec, causal, document

@@ -1,0 +1,116 @@
+"""The family of Hopper kernels: TMA, wgmma, mbarriers and warp specialization. Decode kernels are those of mma.sync."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, ClassVar
+
+from flashgen.codegen.family import BackwardFamily, ForwardFamily, HeadSplit, Kernels, PlanKind, SizeRules
+from flashgen.codegen.hopper.backward import render_hopper_backward
+from flashgen.codegen.hopper.backward_plans import HopperBackwardPlan
+from flashgen.codegen.hopper.every_backward_plan import every_hopper_backward_plan
+from flashgen.codegen.hopper.forward import render_hopper
+from flashgen.codegen.hopper.head_packing import packed_plan, packing_of
+from flashgen.codegen.hopper.head_split import is_split_faster
+from flashgen.codegen.hopper.measured_plans import choose_hopper_plan
+from flashgen.codegen.hopper.mixed import render_hopper_mixed
+from flashgen.codegen.hopper.mixed_plans import HopperMixedPlan, choose_hopper_mixed_plan
+from flashgen.codegen.hopper.pages import problem_of_cache
+from flashgen.codegen.hopper.plans import HopperPlan, every_hopper_plan
+from flashgen.codegen.hopper.smaller_tiles import smaller_option, smaller_plan, smaller_tiles
+from flashgen.codegen.hopper.wide_plans import HopperWidePlan
+from flashgen.codegen.mma_sync.family import MmaSyncForward
+from flashgen.codegen.mma_sync.mixed import choose_mixed_columns
+from flashgen.codegen.plan import Plan
+from flashgen.codegen.sizes import Sizes
+from flashgen.codegen.targets import Target
+from flashgen.codegen.workload import Workload
+from flashgen.language.spec import AttentionSpec
+
+_MMA_SYNC = MmaSyncForward()
+
+
+class HopperSizeRules(SizeRules):
+    """Smaller tiles of queries, packed heads, or both."""
+
+    def pack_heads(self, plan: HopperPlan, packed_heads: int, spec: AttentionSpec) -> HopperPlan:
+        return plan.packing(packed_heads, spec)
+
+    def smaller_tiles(self, spec: AttentionSpec, target: Target) -> HopperPlan | None:
+        return smaller_plan(spec, target)
+
+    def choose(self, plan: HopperPlan, spec: AttentionSpec, target: Target, workload: Workload) -> HopperPlan | None:
+        smaller = smaller_tiles(plan, spec, target, workload)
+        return packed_plan(smaller or plan, spec, target, workload) or smaller
+
+    def every_plan(
+        self, plan: HopperPlan, spec: AttentionSpec, target: Target, heads_per_kv: int
+    ) -> Sequence[HopperPlan]:
+        unpacked = [plan, *(smaller for smaller in (smaller_plan(spec, target),) if smaller)]
+        packed = (packing_of(each, spec, target, heads_per_kv) for each in unpacked)
+        return [*unpacked[1:], *(each for each in packed if each)]
+
+    def show_option(self, plan: HopperPlan, spec: AttentionSpec, target: Target) -> str:
+        return smaller_option(plan, spec, target)
+
+
+def _mixed_columns(spec: AttentionSpec, plan: HopperMixedPlan, sizes: Sizes) -> int:
+    """Returns the grid's width for the sequences of few queries, which the mixed kernel of mma.sync's plan runs."""
+    return choose_mixed_columns(spec, plan.of_few, sizes)
+
+
+class HopperForward(ForwardFamily):
+    """Hopper's forward kernels. Where TMA cannot read the pages of a spec, its kernels are those of mma.sync."""
+
+    plan = HopperPlan
+    plan_kinds: ClassVar[Mapping[type[Plan], PlanKind]] = {
+        **_MMA_SYNC.plan_kinds,
+        HopperPlan: PlanKind(render_hopper),
+        HopperMixedPlan: PlanKind(render_hopper_mixed, _mixed_columns),
+    }
+    decode = _MMA_SYNC.decode
+    size_rules = HopperSizeRules()
+
+    def plan_classes(self, spec: AttentionSpec) -> tuple[type[Plan], ...]:
+        if not spec.of_cache:
+            return (HopperPlan, self.decode.plan)
+        return (HopperMixedPlan if spec.is_ragged else HopperPlan, *_MMA_SYNC.plan_classes(spec))
+
+    def default_plan(self, spec: AttentionSpec, target: Target) -> Plan:
+        if spec.of_cache and problem_of_cache(spec):
+            return _MMA_SYNC.default_plan(spec, target)
+        if spec.of_cache and spec.is_ragged:
+            return choose_hopper_mixed_plan(spec, target)
+        return choose_hopper_plan(spec, target)
+
+    def candidates(self, spec: AttentionSpec, target: Target) -> Iterator[Plan]:
+        if spec.of_cache and (problem_of_cache(spec) or spec.is_ragged):
+            return _MMA_SYNC.candidates(spec, target)
+        return every_hopper_plan(spec, target)
+
+
+class HopperHeadSplit(HeadSplit):
+    """One CTA per query head in the backward, where KV heads are too few to fill the GPU."""
+
+    def split_plan(self, plan: HopperBackwardPlan | HopperWidePlan) -> HopperBackwardPlan | None:
+        return replace(plan, heads_apart=True) if isinstance(plan, HopperBackwardPlan) else None
+
+    def choose(self, plan: Any, spec: AttentionSpec, target: Target, workload: Workload) -> HopperBackwardPlan | None:
+        split = self.split_plan(plan)
+        if split is None or workload.heads_per_kv == 1 or not is_split_faster(split, spec, workload):
+            return None
+        return None if split.problem(spec, target) else split
+
+
+class HopperBackward(BackwardFamily):
+    """Hopper's backward kernels."""
+
+    plans = (HopperBackwardPlan, HopperWidePlan)
+    head_split = HopperHeadSplit()
+
+    def candidates(self, spec: AttentionSpec, target: Target) -> Iterator[Any]:
+        return every_hopper_backward_plan(spec, target)
+
+    def render(self, spec: AttentionSpec, target: Target, plan: Any, deterministic: bool) -> Kernels:
+        return render_hopper_backward(spec, target, plan, deterministic)

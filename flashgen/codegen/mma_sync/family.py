@@ -1,0 +1,99 @@
+"""The family of mma.sync kernels, for sm_75 and later."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, ClassVar
+
+from flashgen.codegen.family import BackwardFamily, DecodeFamily, ForwardFamily, Kernels, PlanKind
+from flashgen.codegen.mma_sync.backward import render_mma_sync_backward
+from flashgen.codegen.mma_sync.backward_plans import BackwardPlan, every_backward_plan
+from flashgen.codegen.mma_sync.decode import render_decode
+from flashgen.codegen.mma_sync.decode_plans import (
+    DecodePlan,
+    choose_decode_plan,
+    decode_plan_for,
+    decode_plans,
+    plan_of_rows,
+)
+from flashgen.codegen.mma_sync.every_decode_plan import every_decode_plan
+from flashgen.codegen.mma_sync.forward import render_mma_sync
+from flashgen.codegen.mma_sync.forward_plans import ForwardPlan, choose_forward_plan, every_forward_plan
+from flashgen.codegen.mma_sync.mixed import choose_mixed_columns, render_mixed
+from flashgen.codegen.mma_sync.mixed_plans import MixedPlan, choose_mixed_plan
+from flashgen.codegen.mma_sync.runs import choose_columns, render_schedule, schedule_size
+from flashgen.codegen.mma_sync.splits import choose_splits
+from flashgen.codegen.plan import Plan
+from flashgen.codegen.rendered_kernel import RenderedKernel
+from flashgen.codegen.sizes import Sizes
+from flashgen.codegen.targets import Target
+from flashgen.codegen.workload import Workload
+from flashgen.language.spec import AttentionSpec
+
+
+def _num_splits(spec: AttentionSpec, plan: DecodePlan, sizes: Sizes) -> int:
+    """Returns the number of KV splits of a decode call, or the grid's width if blocks run stream-K work units."""
+    return choose_columns(spec, plan, sizes) if plan.scheduled else choose_splits(spec, plan, sizes)
+
+
+class MmaSyncDecode(DecodeFamily):
+    """Split-KV decode kernels by mma.sync, which every target uses."""
+
+    plan = DecodePlan
+
+    def default_plans(self, spec: AttentionSpec, target: Target) -> tuple[DecodePlan, ...]:
+        return decode_plans(spec, target)
+
+    def choose(self, spec: AttentionSpec, target: Target, workload: Workload) -> DecodePlan | None:
+        return decode_plan_for(spec, target, workload)
+
+    def plan_of_rows(self, spec: AttentionSpec, target: Target, rows: int, scheduled: bool) -> DecodePlan:
+        return plan_of_rows(spec, target, rows, scheduled)
+
+    def candidates(self, spec: AttentionSpec, target: Target, default: Any) -> Iterator[DecodePlan]:
+        return every_decode_plan(spec, target, default)
+
+    def render_schedule(self, spec: AttentionSpec, target: Target, plan: Any) -> RenderedKernel:
+        return render_schedule(spec, target, plan)
+
+    def schedule_size(self, spec: AttentionSpec, plan: Any, sizes: Sizes) -> int:
+        return schedule_size(spec, plan, sizes)
+
+
+class MmaSyncForward(ForwardFamily):
+    """Forward kernels by mma.sync. They also read pages; the decode and mixed kernels read 8-bit keys and values."""
+
+    plan = ForwardPlan
+    plan_kinds: ClassVar[Mapping[type[Plan], PlanKind]] = {
+        ForwardPlan: PlanKind(render_mma_sync),
+        DecodePlan: PlanKind(render_decode, _num_splits),
+        MixedPlan: PlanKind(render_mixed, choose_mixed_columns),
+    }
+    decode = MmaSyncDecode()
+
+    def plan_classes(self, spec: AttentionSpec) -> tuple[type[Plan], ...]:
+        if spec.of_cache and spec.is_ragged:
+            return (MixedPlan,)
+        return (DecodePlan,) if spec.kv_dtype else (ForwardPlan, DecodePlan)
+
+    def default_plan(self, spec: AttentionSpec, target: Target) -> Plan:
+        if spec.of_cache and spec.is_ragged:
+            return choose_mixed_plan(spec, target)
+        return choose_decode_plan(spec, target) if spec.kv_dtype else choose_forward_plan(spec, target)
+
+    def candidates(self, spec: AttentionSpec, target: Target) -> Iterator[Plan]:
+        """Yields plans of the forward kernel: calls on 8-bit keys or mixed batches always run another kernel."""
+        runs_others = spec.of_cache and (spec.kv_dtype or spec.is_ragged)
+        return iter(()) if runs_others else every_forward_plan(spec, target)
+
+
+class MmaSyncBackward(BackwardFamily):
+    """Backward kernels by mma.sync."""
+
+    plans = (BackwardPlan,)
+
+    def candidates(self, spec: AttentionSpec, target: Target) -> Iterator[BackwardPlan]:
+        return every_backward_plan(spec, target)
+
+    def render(self, spec: AttentionSpec, target: Target, plan: Any, deterministic: bool) -> Kernels:
+        return render_mma_sync_backward(spec, target, plan, deterministic)
