@@ -26,7 +26,7 @@ DOCS = Path(__file__).parent
 ROOT = DOCS.parent
 FENCE = re.compile(r'^```(?P<language>\w+)(?: title="(?P<title>[^"]+)")?[^\n]*\n(?P<text>.*?)^```$', re.M | re.S)
 TEXT = re.compile(r"<text[^>]*>([^<]*)</text>")
-PICTURE = re.compile(r"--output (docs/\S+\.(?:svg|png))")
+PICTURE = re.compile(r"--output (docs/\S+\.svg)")
 WIDTH = "96"  # characters of the terminal that transcripts are of
 
 

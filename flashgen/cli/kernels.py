@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 NO_OPTIONS: Mapping[str, Any] = {}
-_SUFFIXES = (".cu", ".ptx", ".sass", ".svg", ".png")  # endings of files; --output DIR/ has none of them
+_SUFFIXES = (".cu", ".ptx", ".sass", ".svg", ".png")  # endings of files, which the folder of --output must not have
 
 
 class Pass(StrEnum):

@@ -1,4 +1,4 @@
-"""What `flashgen show --what tiles` and `--what svg` draw: a spec's tile map, or the elements of one tile of it."""
+"""Pictures of `flashgen show --what tiles` and `--what svg`: the tile map of a spec, or the elements of one tile."""
 
 from __future__ import annotations
 
@@ -22,13 +22,12 @@ if TYPE_CHECKING:
     from flashgen.analysis.tile_elements import TileElements
     from flashgen.language import AttentionSpec
 
-SUFFIXES = (".svg", ".png")
 WIDTH = 480  # pixels of a picture's longer side
 
 
 @dataclass(frozen=True)
 class Place:
-    """Which sequence of the batch, and which head; None is the first."""
+    """The sequence of the batch and the head to draw; None selects the first."""
 
     batch: int | None = None
     head: int | None = None
@@ -40,7 +39,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Drawing:
-    """A tile map, the sequence and head to draw, and one tile of these if asked for."""
+    """A tile map, the sequence and head to draw, and the elements of one of its tiles if --zoom asks for them."""
 
     title: str
     tiles: TileMap
@@ -61,9 +60,10 @@ def drawing_of(
     captures: Path | None,
     place: Place = Place(),
 ) -> Drawing:
-    """The map in tiles of (queries, keys), and the tile that `zoom` names, "ROW,COLUMN".
+    """Returns the map in tiles of (queries, keys), and the elements of the tile that `zoom` names as "ROW,COLUMN".
 
-    The captures give its batch and heads; where they do not, there are as many as `place` needs.
+    The captured arrays determine the batch size and the number of heads. If they do not, the map has as many as
+    `place` needs.
     """
     from flashgen.analysis.captured_extents import captured_extent
     from flashgen.analysis.tile_classes import tile_map
@@ -84,9 +84,9 @@ def drawing_of(
 
 
 def captures_for(spec: AttentionSpec, path: Path | None) -> Mapping[str, Any]:
-    """The mask's captures: arrays that its function closed over, and those of the file, which win.
+    """Returns the arrays that the mask captures. Arrays of the file replace those that its function closed over.
 
-    Raises ArgumentError, naming what is missing.
+    Raises ArgumentError with the names of missing arrays.
     """
     given: Mapping[str, Any] = {name: array.on_host() for name, array in spec.bound.items()}
     given = {**given, **(load_arrays(path, "--captures") if path else {})}
@@ -99,7 +99,7 @@ def captures_for(spec: AttentionSpec, path: Path | None) -> Mapping[str, Any]:
 
 
 def place_of(zoom: str) -> tuple[int, int]:
-    """The row and column of a tile from "ROW,COLUMN"."""
+    """Parses "ROW,COLUMN", the position of a tile."""
     parts = zoom.split(",")
     if len(parts) != 2 or not all(part.strip().isdecimal() for part in parts):
         raise ArgumentError(f"--zoom {zoom!r} must be ROW,COLUMN: a tile of queries and one of keys, such as 3,2")
@@ -107,17 +107,16 @@ def place_of(zoom: str) -> tuple[int, int]:
 
 
 def write_drawing(drawing: Drawing, path: Path) -> None:
-    """Writes an .svg or .png file, and prints the share of the work."""
-    from flashgen.analysis.drawing.tile_maps import summary, to_png
+    """Writes an SVG file, and prints the share of the tiles that are visited.
 
-    if path.suffix not in SUFFIXES:
-        raise ArgumentError(f"--output {path} has the suffix {path.suffix!r}; {' and '.join(SUFFIXES)} are known")
-    if path.suffix == ".png":
-        content = to_png(drawing.shown, drawing.title, WIDTH, *drawing.place.numbers)
-    else:
-        content = svg(drawing).encode()
+    Raises ArgumentError if the path does not end in .svg.
+    """
+    from flashgen.analysis.drawing.tile_maps import summary
+
+    if path.suffix != ".svg":
+        raise ArgumentError(f"--output {path}: pictures are written as SVG; give {path.with_suffix('.svg').name}")
     with writing(path):
-        write_file(path, content)
+        write_file(path, svg(drawing))
     typer.echo(summary(drawing.tiles, *drawing.place.numbers))
     if drawing.zoomed is not None:
         typer.echo(f"{summary(drawing.zoomed)}: {drawing.zoomed.share:.1%} kept")
@@ -125,7 +124,7 @@ def write_drawing(drawing: Drawing, path: Path) -> None:
 
 
 def print_drawing(drawing: Drawing) -> None:
-    """Prints characters, as many as the terminal is wide, and the share of the work."""
+    """Prints the drawing in characters at the width of the terminal, and the share of the tiles that are visited."""
     from flashgen.analysis.drawing.tile_maps import summary, to_text
 
     width = shutil.get_terminal_size().columns
@@ -137,7 +136,7 @@ def print_drawing(drawing: Drawing) -> None:
 
 
 def coloured(text: str) -> None:
-    """Prints a tile map, on a terminal in the colours of its SVG."""
+    """Prints a tile map; on a terminal it has the colours of the SVG."""
     if not sys.stdout.isatty():
         typer.echo(text)
         return
@@ -162,9 +161,9 @@ def svg(drawing: Drawing) -> str:
 
 
 def print_numbers(drawing: Drawing) -> None:
-    """Prints JSON: the class of every tile, the share of the work, and the elements of the zoomed tile.
+    """Prints JSON: the class of every tile, the share of tiles that are visited, and the elements of the zoomed tile.
 
-    It is about the chosen place, or about every sequence and head where none was chosen.
+    It describes the chosen sequence and head, or all of them if none was chosen.
     """
     tiles, zoomed = drawing.tiles.at(drawing.place.batch, drawing.place.head), drawing.zoomed
     numbers: dict[str, Any] = {

@@ -53,7 +53,7 @@ flashgen show "causal()" --target sm_90a --packed-heads 8
 
 flashgen show "causal() & sliding_window(300)" --what tiles --len-q 1024
 
-flashgen show "document('ids')" --captures packed.npz --what tiles --len-q 4096 --output tiles.png
+flashgen show "document('ids')" --captures packed.npz --what tiles --len-q 4096 --output tiles.svg
 
 flashgen show "prefix_lm(Tensor('lengths', 'int32', 1))" --what tiles --captures packed.npz --batch 2
 
@@ -134,7 +134,7 @@ def show(
         typer.Option(
             "--output",
             "-o",
-            help="Write each kernel to a file of its own in this folder, or the tile map to a .svg or .png file.",
+            help="Write each kernel to a file of its own in this folder, or the tile map to a .svg file.",
         ),
     ] = None,
     ranks: Annotated[

@@ -24,9 +24,8 @@ def full_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "fsync", refuse)
 
 
-@pytest.mark.parametrize("name", ["tiles.svg", "tiles.png"])
-def test_a_picture(tmp_path: Path, full_disk: None, name: str) -> None:
-    path = tmp_path / name
+def test_a_picture(tmp_path: Path, full_disk: None) -> None:
+    path = tmp_path / "tiles.svg"
     path.write_text("before")
     result = CliRunner().invoke(app, ["show", "causal()", "--target", "sm_80", "--what", "tiles", "-o", str(path)])
     assert result.exit_code == 2

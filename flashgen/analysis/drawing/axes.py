@@ -1,4 +1,4 @@
-"""Axes of a grid of queries × keys: where their ticks stand, and how they look in SVG."""
+"""Axes of a grid of queries × keys: the positions of their ticks, and their SVG."""
 
 from __future__ import annotations
 
@@ -6,28 +6,39 @@ from collections.abc import Iterator
 
 from flashgen.analysis.drawing.palette import INK, RULE
 
-_LEAST_BETWEEN = 44.0  # pixels between two ticks' numbers
-_TICK = 4
+_DIGIT = 6  # pixels, at the font size of the axes
+_TICK, _GAP = 4, 2  # length of a tick, and its distance to its number
+_LEAST_BETWEEN = 44  # minimum distance in pixels between two ticks; larger if their numbers are wider
 
 
 def ticks(length: int, pixels: float) -> list[int]:
-    """Positions of an axis of `length`: multiples of a power of 2, as tiles are, with room for their numbers."""
+    """Returns the positions of ticks on an axis of `length`: multiples of a power of 2, like the edges of tiles."""
     if not length:
         return [0]
-    step = 1
-    while step * pixels / length < _LEAST_BETWEEN and step < length:
+    step, least = 1, max(_LEAST_BETWEEN, number_width(length) + 8)
+    while step * pixels / length < least and step < length:
         step *= 2
     return list(range(0, length + 1, step))
 
 
+def number_width(number: int) -> int:
+    """Returns the width in pixels of a number at a tick."""
+    return _DIGIT * len(str(number))
+
+
+def room_on_the_left(queries: int) -> int:
+    """Returns the pixels that ticks, numbers and the name of the axis of queries take to the left of a grid."""
+    return max(40, number_width(queries) + _TICK + _GAP)
+
+
 def axes(left: float, top: float, width: float, height: float, extent: tuple[int, int], titled: bool) -> Iterator[str]:
-    """Ticks and numbers at the left of and below a grid of (queries, keys); `titled` names what they count."""
+    """Yields ticks and numbers to the left of and below a grid of (queries, keys); `titled` adds names of the axes."""
     queries, keys = extent
     yield f'<g class="axes" stroke="{RULE}" fill="{INK}" font-size="10">'
     for position in ticks(queries, height):
         y = top + height * position / max(queries, 1)
         yield _line(left - _TICK, y, left, y)
-        yield _word(left - _TICK - 2, y + 3, "end", str(position))
+        yield _word(left - _TICK - _GAP, y + 3, "end", str(position))
     for position in ticks(keys, width):
         x = left + width * position / max(keys, 1)
         yield _line(x, top + height, x, top + height + _TICK)

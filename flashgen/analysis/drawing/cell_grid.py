@@ -1,7 +1,6 @@
-"""A grid of coloured cells, queries downwards and keys to the right: how a tile map and a tile's elements are drawn.
+"""Draws a grid of coloured cells as SVG: the picture of a tile map and of the elements of one tile.
 
-As SVG with a title, a legend and a summary; as PNG without words on it, with a bar of the shares instead (the words
-stand in the file's own Title and Description).
+Queries run downwards and keys to the right. The picture has a title, axes, a legend and a line of text below.
 """
 
 from __future__ import annotations
@@ -14,26 +13,23 @@ from typing import Any
 
 import numpy as np
 
-from flashgen.analysis.drawing import digits, png
-from flashgen.analysis.drawing.axes import axes, ticks
-from flashgen.analysis.drawing.palette import GROUND, INK, PAPER, RULE
+from flashgen.analysis.drawing.axes import axes, room_on_the_left
+from flashgen.analysis.drawing.palette import GROUND, INK, PAPER
 
-_MARGIN = 8  # in pixels, like all lengths below
-_NUMBERS_LEFT, _NUMBERS_BELOW = 40, 16  # room for the numbers of the axes
-_THINNEST = 12.0  # the shorter side, where there are few queries and many keys or the reverse
-_LEAST_GRIDDED = 5.0  # smaller cells have no lines between them
-_LEAST_WITH_LEGEND = 320  # smaller pictures have one line of text
+# All lengths are in pixels.
+_MARGIN = 8
+_NUMBERS_BELOW = 16  # space for the numbers of the axis of keys
+_THINNEST = 12.0  # minimum of the shorter side, for few queries and many keys or the reverse
+_LEAST_GRIDDED = 5.0  # smaller cells are drawn without lines between them
+_LEAST_WITH_LEGEND = 320  # smaller pictures have one line of text instead of a legend
 _LEGEND_STEP = 120
-_BAR, _BAR_GAP = 10, 8
-_DIGIT, _TICK = 2, 4  # pixels of a dot of a PNG's digits, and of a tick
-_NARROWEST = 160  # a PNG's bar of shares needs some room
 
 Array = np.ndarray[Any, Any]
 
 
 @dataclass(frozen=True)
 class Kind:
-    """What a cell may be, its colour, and which fraction of the whole is so."""
+    """A kind of cell: its name, its colour, and the fraction of all cells that are of this kind."""
 
     name: str
     colour: str
@@ -42,9 +38,16 @@ class Kind:
 
 @dataclass(frozen=True, eq=False)
 class Picture:
-    """cells: int8 (rows, columns), keys of `kinds`, which stand in the order of the legend.
-    cell: (queries, keys) of a cell. extent: (queries, keys) of the whole; the last cells end there.
-    summary: a line of text; short: the same for a small picture.
+    """A grid of cells with its texts.
+
+    Attributes:
+        cells: int8 array (rows, columns) of keys of `kinds`.
+        cell: the (queries, keys) that a cell covers.
+        extent: the (queries, keys) of the whole grid, at which the last cells are clipped.
+        kinds: the kinds of cells, in the order of the legend.
+        title: the text above the grid; may be empty.
+        summary: the line of text below the legend.
+        short: the text that replaces legend and summary in a small picture.
     """
 
     cells: Array
@@ -56,51 +59,33 @@ class Picture:
     short: str
 
     def to_svg(self, size: int) -> str:
-        """SVG, the longer side of the grid `size` pixels."""
+        """Returns the picture as SVG text; the longer side of the grid has `size` pixels."""
         height, width = _scaled(self.extent, size)
         large = size >= _LEAST_WITH_LEGEND
-        top = (28 if self.title else _MARGIN) + (12 if large else 0)
+        left, top = room_on_the_left(self.extent[0]), (28 if self.title else _MARGIN) + (12 if large else 0)
         foot = top + height + _NUMBERS_BELOW + (12 if large else 0)
         words = self._legend(foot + 20) if large else self._caption(foot + 15)
         bottom = foot + (48 if large else 24)
-        across = max(width, size) + _NUMBERS_LEFT + 2 * _MARGIN
+        across = max(width, size) + left + 2 * _MARGIN
         title = [f'<text x="8" y="19" font-weight="600">{escape(self.title)}</text>'] if self.title else []
         return "\n".join([
             f'<svg xmlns="http://www.w3.org/2000/svg" width="{_number(across)}" height="{_number(bottom)}" '
             f'font-family="system-ui, sans-serif" font-size="13" fill="{INK}">',
             f'<rect width="100%" height="100%" fill="{PAPER}"/>',
             *title,
-            f'<rect x="{_NUMBERS_LEFT}" y="{top}" width="{_number(width)}" height="{_number(height)}" '
+            f'<rect x="{left}" y="{top}" width="{_number(width)}" height="{_number(height)}" '
             f'fill="{GROUND}"/>',
-            *self._grid(top, height, width),
-            *axes(_NUMBERS_LEFT, top, width, height, self.extent, large),
+            *self._grid(left, top, height, width),
+            *axes(left, top, width, height, self.extent, large),
             *words,
             "</svg>\n",
         ])  # fmt: skip
 
-    def to_png(self, size: int) -> bytes:
-        """PNG, the longer side of the grid about `size` pixels: cells of one size are whole pixels."""
-        rows, columns = (_pixels(self, axis, size) for axis in (0, 1))
-        colours = np.array([_rgb(self.kinds[kind].colour) for kind in range(len(self.kinds))], np.uint8)
-        grid = colours[self.cells[np.ix_(_numbered(rows), _numbered(columns))]]
-        for axis, sizes in enumerate((rows, columns)):
-            if sizes.size and sizes[0] >= _LEAST_GRIDDED:
-                _rule(grid, axis, sizes)
-        height, width = max(grid.shape[0], 1), max(grid.shape[1], min(_NARROWEST, size))
-        foot = height + _MARGIN + _NUMBERS_BELOW
-        page = np.full(
-            (foot + _MARGIN + _BAR_GAP + _BAR, width + _NUMBERS_LEFT + 2 * _MARGIN, 3), _rgb(PAPER), np.uint8
-        )
-        page[_MARGIN : _MARGIN + grid.shape[0], _NUMBERS_LEFT : _NUMBERS_LEFT + grid.shape[1]] = grid
-        _number_axes(page, grid.shape[:2], self.extent)
-        page[foot + _BAR_GAP : foot + _BAR_GAP + _BAR, _NUMBERS_LEFT : _NUMBERS_LEFT + width] = self._bar(width)
-        shares = ", ".join(f"{kind.name} {kind.share:.1%}" for kind in self.kinds.values())
-        return png.encode(page, {"Title": self.title, "Description": f"{self.summary}; {shares}"})
-
     def to_bare_svg(self) -> str:
-        """The cells alone, in queries and keys, for a page that has axes and a legend of its own and zooms.
+        """Returns SVG text of the cells alone, in units of queries and keys, for a page that draws its own axes.
 
-        Colours are the page's variables --full, --partial, ... by the names of the kinds, if it has such.
+        Colours are the CSS variables --full, --partial, ... named after the kinds; the palette's colours are their
+        defaults.
         """
         queries, keys = self.extent
         paths = "".join(self._paths())
@@ -111,13 +96,13 @@ class Picture:
             f'shape-rendering="crispEdges">{paths}</svg>'
         )
 
-    def _grid(self, top: float, height: float, width: float) -> Iterator[str]:
-        """A path for each colour, in queries and keys, and the lines between the cells."""
+    def _grid(self, left: float, top: float, height: float, width: float) -> Iterator[str]:
+        """Yields one path per colour, in units of queries and keys, and the lines between the cells."""
         queries, keys = self.extent
         if not self.cells.size:
             return
         down, across = height / queries, width / keys
-        place = f"translate({_NUMBERS_LEFT} {top}) scale({across:.6g} {down:.6g})"
+        place = f"translate({left} {top}) scale({across:.6g} {down:.6g})"
         yield f'<g transform="{place}" shape-rendering="crispEdges">'
         yield from self._paths()
         if min(down * self.cell[0], across * self.cell[1]) >= _LEAST_GRIDDED:
@@ -148,69 +133,19 @@ class Picture:
     def _caption(self, top: float) -> Iterator[str]:
         yield f'<text x="8" y="{_number(top)}" font-size="12">{escape(self.short)}</text>'
 
-    def _bar(self, width: int) -> Array:
-        """The shares side by side, (width, 3)."""
-        row = np.full((width, 3), _rgb(GROUND), np.uint8)
-        end = 0.0
-        for kind in self.kinds.values():
-            begin, end = end, end + kind.share
-            row[round(begin * width) : round(end * width)] = _rgb(kind.colour)
-        return row
-
 
 def _scaled(extent: tuple[int, int], size: int) -> tuple[float, float]:
-    """Height and width in pixels."""
+    """Returns the height and the width in pixels of a grid whose longer side has `size` pixels."""
     scale = size / max(1, *extent)
     height, width = (max(length * scale, min(_THINNEST, size)) for length in extent)
     return height, width
 
 
-def _pixels(picture: Picture, axis: int, size: int) -> Array:
-    """How many pixels each row (or column) of cells takes: all alike but for the last, which may be cut short."""
-    count, cell, length = picture.cells.shape[axis], picture.cell[axis], picture.extent[axis]
-    if not count:
-        return np.zeros(0, int)
-    each = max(1, round(_scaled(picture.extent, size)[axis] * cell / length))
-    sizes = np.full(count, each)
-    sizes[-1] = max(1, round(each * (length - (count - 1) * cell) / cell))
-    return sizes
-
-
-def _numbered(sizes: Array) -> Array:
-    """The number of each pixel's cell."""
-    return np.repeat(np.arange(len(sizes)), sizes)
-
-
-def _rule(grid: Array, axis: int, sizes: Array) -> None:
-    """Lines on the first pixel of every row (or column) of cells but the first."""
-    starts = np.cumsum(sizes)[:-1]
-    grid[(slice(None),) * axis + (starts,)] = _rgb(PAPER)
-
-
-def _number_axes(page: Array, size: tuple[int, int], extent: tuple[int, int]) -> None:
-    """Ticks and numbers at the left of and below a grid of `size` pixels whose corner is at the margins."""
-    for position in ticks(extent[0], size[0]):
-        at = _MARGIN + round(size[0] * position / max(extent[0], 1))
-        page[min(at, _MARGIN + size[0] - 1), _NUMBERS_LEFT - _TICK : _NUMBERS_LEFT] = _rgb(RULE)
-        word = digits.drawn(position, _DIGIT)
-        _ink(page, word, at - word.shape[0] // 2, _NUMBERS_LEFT - _TICK - 2 - word.shape[1])
-    below = _MARGIN + size[0]
-    for position in ticks(extent[1], size[1]):
-        at = _NUMBERS_LEFT + round(size[1] * position / max(extent[1], 1))
-        page[below : below + _TICK, min(at, _NUMBERS_LEFT + size[1] - 1)] = _rgb(RULE)
-        word = digits.drawn(position, _DIGIT)
-        _ink(page, word, below + _TICK + 2, at - word.shape[1] // 2)
-
-
-def _ink(page: Array, word: Array, top: int, left: int) -> None:
-    """Lays a word over the page, moved inwards where it would not fit."""
-    top = min(max(top, 0), page.shape[0] - word.shape[0])
-    left = min(max(left, 0), page.shape[1] - word.shape[1])
-    page[top : top + word.shape[0], left : left + word.shape[1]][word] = _rgb(INK)
-
-
 def _runs(cells: Array) -> Iterator[tuple[int, int, int, int, int]]:
-    """(kind, top, bottom, left, right), ends excluded: stretches of equal cells, as far down as they are the same."""
+    """Yields rectangles of equal cells as (kind, top, bottom, left, right), where bottom and right are exclusive.
+
+    A rectangle is a run of equal cells in a row, extended downwards as long as the same run occurs in the next row.
+    """
     opened: dict[tuple[int, int, int], int] = {}
     for number, line in enumerate(cells.tolist()):
         found, column = set(), 0
@@ -223,11 +158,6 @@ def _runs(cells: Array) -> Iterator[tuple[int, int, int, int, int]]:
             opened[run] = number
     for run, top in opened.items():
         yield run[0], top, len(cells), run[1], run[2]
-
-
-def _rgb(colour: str) -> tuple[int, int, int]:
-    red, green, blue = bytes.fromhex(colour.removeprefix("#"))
-    return red, green, blue
 
 
 def _number(value: float) -> str:

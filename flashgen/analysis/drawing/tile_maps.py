@@ -1,4 +1,4 @@
-"""A tile map, or the elements of one tile, as text for a terminal, as SVG and as PNG."""
+"""Draws a tile map, or the elements of one tile, as text for a terminal or as SVG."""
 
 from __future__ import annotations
 
@@ -17,18 +17,20 @@ Drawable = TileMap | TileElements
 _GLYPHS = {EMPTY: "·", PARTIAL: "▒", FULL: "█"}
 _NAMES = {EMPTY: "empty", PARTIAL: "partial", FULL: "full"}
 _COLOURS = {EMPTY: GROUND, PARTIAL: palette.PARTIAL, FULL: palette.FULL}
-_MOST_CELLS = 256  # along a side; in a longer map a cell stands for several tiles
-# Two by two elements in a character: upper left counts 1, upper right 2, lower left 4, lower right 8.
+_MOST_CELLS = 256  # maximum along a side; in a longer map a cell stands for several tiles
+# Two by two elements in a character: bit 0 is upper left, bit 1 upper right, bit 2 lower left, bit 3 lower right.
 _QUADRANTS = np.array(list(" ▘▝▀▖▌▞▛▗▚▐▜▄▙▟█"))
 
 
 def to_text(drawn: Drawable, width: int = 80, batch: int = 0, head: int = 0, legend: bool = True) -> str:
-    """In characters, queries downwards and keys to the right, with a legend (a map's may be left out).
+    """Returns a drawing in characters, queries downwards and keys to the right.
 
-    A map is drawn for one batch and head. A tile is as many characters wide as keeps its shape, where a character is
-    twice as tall as wide. A map wider than `width` is scaled down: a cell of several tiles is PARTIAL unless all of
-    them are alike. A tile is drawn with every element: a character is two of them, one above the other, or four where
-    two would make the text wider than `width`; blank is masked.
+    A map is drawn for one batch and head; `legend` adds the shares and the summary below it. A tile takes as many
+    characters as keep its shape, since a character is twice as tall as wide. A map wider than `width` is scaled down:
+    a cell of several tiles is PARTIAL unless all of them have the same class.
+
+    A single tile is drawn element by element. A character holds two elements, one above the other, or four if two
+    would make the text wider than `width`; a masked element is blank.
     """
     if isinstance(drawn, TileElements):
         return _elements_text(drawn, width)
@@ -41,28 +43,20 @@ def to_text(drawn: Drawable, width: int = 80, batch: int = 0, head: int = 0, leg
 
 
 def to_svg(drawn: Drawable, title: str = "", width: int = 480, batch: int = 0, head: int = 0) -> str:
-    """As the text of an SVG image, the longer side `width` pixels, with a title and a legend.
+    """Returns an SVG image with a title and a legend; the longer side of its grid has `width` pixels.
 
-    One narrower than 320 pixels has a line of text instead of a legend.
+    An image narrower than 320 pixels has a line of text instead of the legend.
     """
     return _picture(drawn, title, batch, head).to_svg(width)
 
 
-def to_png(drawn: Drawable, title: str = "", width: int = 480, batch: int = 0, head: int = 0) -> bytes:
-    """As a PNG file, the longer side about `width` pixels, with a bar of the shares below.
-
-    The title and the numbers stand in the file's Title and Description.
-    """
-    return _picture(drawn, title, batch, head).to_png(width)
-
-
 def to_bare_svg(tiles: TileMap, batch: int = 0, head: int = 0) -> str:
-    """The tiles of one batch and head alone, in queries and keys, for a page with axes and a legend of its own."""
+    """Returns SVG text of the tiles of one batch and head alone, for a page that draws its own axes and legend."""
     return _picture(tiles, "", batch, head).to_bare_svg()
 
 
 def summary(drawn: Drawable, batch: int = 0, head: int = 0) -> str:
-    """A line of numbers: a map's share of work that is left, or a tile's share of elements that are kept."""
+    """Returns one line: the share of tiles that a map visits, or the position and the class of a tile."""
     if isinstance(drawn, TileElements):
         return _elements_summary(drawn)
     return _summary(drawn, drawn.of(batch, head), _place(drawn, batch, head))
@@ -87,7 +81,7 @@ def _picture(drawn: Drawable, title: str, batch: int, head: int) -> Picture:
 
 
 def _grouped(classes: Any, group: int) -> Any:
-    """Cells of group × group tiles: a class that all their tiles share, else PARTIAL."""
+    """Merges group × group tiles into a cell: their common class, or PARTIAL if the classes differ."""
     if group == 1 or not classes.size:
         return classes
     starts = [np.arange(0, size, group) for size in classes.shape]
@@ -108,7 +102,7 @@ def _visited(classes: Any) -> float:
 
 
 def _place(tile_map: TileMap, batch: int, head: int) -> str:
-    """Which batch and which head is meant, where the map tells them apart."""
+    """Returns the text that names the batch and the head, empty for a map with one of each."""
     of_batch, of_heads = tile_map.classes.shape[:2]
     said = [f"batch {batch} of {of_batch}"] if of_batch > 1 else []
     said += [f"head {head} of {of_heads}"] if of_heads > 1 else []
