@@ -117,7 +117,7 @@ def boxes(root: ElementTree.Element) -> list[tuple[str, float, float, float, flo
         words, x, y = text.text or "", float(text.attrib["x"]), float(text.attrib["y"])
         width = 0.6 * size * len(words)
         left = x - {"start": 0.0, "middle": 0.5, "end": 1.0}[text.attrib.get("text-anchor", "start")] * width
-        found.append((words, left, left + width, y - 0.7 * size, y))
+        found.append((words, left, left + width, y - 0.7 * size, y + 0.2 * size))
     return found
 
 

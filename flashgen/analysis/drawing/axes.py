@@ -45,7 +45,7 @@ def axes(left: float, top: float, width: float, height: float, extent: tuple[int
         yield _word(x, top + height + _TICK + 10, "middle", str(position))
     if titled:
         yield _word(left + width, top + height + _TICK + 21, "end", "key →")
-        yield _word(left - 34, top - 5, "start", "query ↓")
+        yield _word(left - 34, top - 8, "start", "query ↓")
     yield "</g>"
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from flashgen.analysis.drawing.axes import axes, room_on_the_left
-from flashgen.analysis.drawing.palette import GROUND, INK, PAPER
+from flashgen.analysis.drawing.palette import GROUND, INK, PAPER, RULE
 
 # All lengths are in pixels.
 _MARGIN = 8
@@ -126,7 +126,8 @@ class Picture:
     def _legend(self, top: float) -> Iterator[str]:
         for place, kind in enumerate(self.kinds.values()):
             left = _MARGIN + place * _LEGEND_STEP
-            yield f'<rect x="{left}" y="{_number(top - 10)}" width="11" height="11" fill="{kind.colour}"/>'
+            square = f'x="{left}" y="{_number(top - 10)}" width="11" height="11"'
+            yield f'<rect {square} fill="{kind.colour}" stroke="{RULE}"/>'
             yield f'<text x="{left + 16}" y="{_number(top)}">{kind.name} {kind.share:.1%}</text>'
         yield f'<text x="8" y="{_number(top + 18)}" font-size="11">{escape(self.summary)}</text>'
 
