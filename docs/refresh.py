@@ -169,12 +169,12 @@ def drawn(command: str) -> bytes:
 
 def shown(picture: bytes, command: str) -> object:
     """What is compared of a picture: all of it, but of bars, which matplotlib draws, their words and numbers."""
-    return sorted(TEXT.findall(picture.decode())) if " bench plot " in command else picture
+    return sorted(TEXT.findall(picture.decode())) if " benchmarks plot " in command else picture
 
 
 def is_drawn_here(command: str) -> bool:
     """Whether what draws a picture is installed: matplotlib draws bars."""
-    return " bench plot " not in command or importlib.util.find_spec("matplotlib") is not None
+    return " benchmarks plot " not in command or importlib.util.find_spec("matplotlib") is not None
 
 
 def stale() -> Iterator[tuple[Path, bytes]]:

@@ -10,6 +10,7 @@ model is one line: see `attention_of`.
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -23,13 +24,15 @@ try:
     from safetensors.torch import load_file, save_file
     from torch.nn import functional
 
-    from flashgen.bench.gpt2 import GPT2, Config, batches, optimizer_of
     from flashgen.torch import attention
 except ModuleNotFoundError as error:
     if __name__ != "__main__":
         raise
     needed = "pip install 'flashgen[torch]' safetensors"
     raise SystemExit(f"error: this example needs torch and safetensors ({error}): {needed}") from None
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # the root of the repository, for the model in benchmarks/
+from benchmarks.gpt2 import GPT2, Config, batches, optimizer_of
 
 
 def standard(q: Any, k: Any, v: Any) -> Any:

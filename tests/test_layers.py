@@ -37,12 +37,13 @@ MAY_SEE: dict[str, set[str]] = {
     "torch": BELOW_ATTENTION | {"attention", "verify", "ranks"},
     "transformers": BELOW_ATTENTION | {"attention", "verify", "torch"},
     "jax": BELOW_ATTENTION | {"attention", "verify"},
-    "bench": BELOW_ATTENTION | {"attention", "verify", "torch", "ranks"},
+    "bench": BELOW_ATTENTION | {"attention"},
     # doctor imports rooms above by their names
     "cli": BELOW_ATTENTION | {"attention", "verify", "report", "release", "bench", "ranks"},
     "__main__": {"cli"},
 }
 
+OUTSIDE = ("benchmarks", "docs", "examples", "tests")  # folders of the repository that a wheel does not have
 NOT_ON_IMPORT = ("cupy", "cuda", "torch", "jax", "jinja2", "typer", "click", "rich", "pygments", "safetensors", "scipy")
 MOST_WORK_OF_IMPORT = 0.1  # of that of importing NumPy and SymPy
 
@@ -82,6 +83,7 @@ def test_nothing_imports_upward(path: Path) -> None:
     part = part_of(path)
     allowed = MAY_SEE[part] | GROUND | {part}
     for line, name in imported_modules(path):
+        assert name.split(".")[0] not in OUTSIDE, f"{path}:{line}: the package imports {name}, which is not installed"
         if name.startswith("flashgen.") and name.split(".")[1] in MAY_SEE:
             seen = name.split(".")[1]
             assert seen in allowed, f"{path}:{line}: {part} imports {name}, but may see only {sorted(allowed)}"
@@ -121,7 +123,7 @@ def test_import_brings_in_nothing_heavy() -> None:
 
 
 def test_no_test_measures_time() -> None:
-    """How long something takes depends on what else runs: that is for `flashgen bench host`."""
+    """How long something takes depends on what else runs: that is for `python -m benchmarks host`."""
     clocks = re.compile(r"\b(perf_counter|process_time|thread_time)\w*\(")
     found = [path for path in Path(__file__).parent.rglob("*.py") if clocks.search(path.read_text(encoding="utf-8"))]
     assert not found
@@ -143,7 +145,7 @@ print(json.dumps([*calls.values(), sorted(set(sys.modules) - before)]))
 
 
 def test_import_costs_little_beyond_numpy_and_sympy() -> None:
-    """Counted in calls of Python functions, which other work does not sway; `flashgen bench host` times it."""
+    """Counted in calls of Python functions, which other work does not sway; `python -m benchmarks host` times it."""
     base, ours, modules = json.loads(run_python(WORK_OF_IMPORT))
     assert 0 < ours < MOST_WORK_OF_IMPORT * base, f"import flashgen makes {ours} calls, NumPy and SymPy {base}"
     others = {name.split(".")[0] for name in modules} - sys.stdlib_module_names

@@ -10,10 +10,10 @@ from flashgen.attention import Attention, compile
 from flashgen.bench.cases import Case, Timed, inputs
 from flashgen.bench.ours import ours
 from flashgen.bench.peers import flex
-from flashgen.bench.timing import median_ms, medians_ms
 from flashgen.bench.variants import HEAD_DIM, HEADS, LENGTH, Variant
 from flashgen.codegen.stages import PASSES
 from flashgen.language.spec import AttentionSpec
+from flashgen.runtime.timing import median_ms, medians_ms
 
 
 @dataclass(frozen=True)

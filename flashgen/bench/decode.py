@@ -13,11 +13,11 @@ from flashgen.attention import compile
 from flashgen.bench.cases import Arrays, random_arrays
 from flashgen.bench.flashinfer import paged_attention
 from flashgen.bench.peers import peer
-from flashgen.bench.timing import Run, medians_ms
 from flashgen.codegen.mma_sync.decode_plans import DecodePlan
 from flashgen.language.masks import causal
 from flashgen.language.operations import BATCH
 from flashgen.language.spec import AttentionSpec
+from flashgen.runtime.timing import Run, medians_ms
 
 PEERS = ("cuDNN", "FA2", "Flex", "FlashInfer")
 FLASHINFER_PAGE = 64

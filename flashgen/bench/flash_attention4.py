@@ -11,10 +11,10 @@ from typing import Any
 import sympy
 
 from flashgen.bench.cases import Arrays, Timed
-from flashgen.bench.timing import Run
 from flashgen.bench.torch_runs import differentiated, say_refusal
 from flashgen.language.masks import causal, sliding_window
 from flashgen.language.spec import AttentionSpec
+from flashgen.runtime.timing import Run
 
 
 def flash_attention4(spec: AttentionSpec, timed: Timed, arrays: Arrays) -> Run | None:

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import sympy
 
-from flashgen.bench.timing import Run
 from flashgen.bench.torch_runs import runs_or_none
 from flashgen.language.masks import causal
 from flashgen.language.spec import AttentionSpec
+from flashgen.runtime.timing import Run
 
 _WORKSPACE = 256 * 2**20  # bytes
 

@@ -10,8 +10,8 @@ from flashgen.attention import compile
 from flashgen.bench.cases import TOKENS, Case, Timed, inputs
 from flashgen.bench.ours import ours
 from flashgen.bench.peers import peer
-from flashgen.bench.timing import Run, medians_ms
 from flashgen.language.spec import AttentionSpec
+from flashgen.runtime.timing import Run, medians_ms
 
 HEADS = 32
 HEADS_KV = (32, 8, 1)

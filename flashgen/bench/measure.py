@@ -11,8 +11,8 @@ from flashgen.attention import compile
 from flashgen.bench.cases import Case, Timed, case, inputs
 from flashgen.bench.ours import ours
 from flashgen.bench.peers import PEERS, peer
-from flashgen.bench.timing import medians_ms
 from flashgen.language.spec import AttentionSpec
+from flashgen.runtime.timing import medians_ms
 
 
 @dataclass(frozen=True)

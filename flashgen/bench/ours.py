@@ -6,7 +6,7 @@ from typing import Any
 
 from flashgen.attention import Attention
 from flashgen.bench.cases import Arrays, Timed
-from flashgen.bench.timing import Run
+from flashgen.runtime.timing import Run
 
 Options = dict[str, Any]
 

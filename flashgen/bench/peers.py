@@ -10,12 +10,12 @@ import sympy
 
 from flashgen.bench.cases import Arrays, Timed
 from flashgen.bench.flash_attention4 import flash_attention4
-from flashgen.bench.timing import Run
 from flashgen.bench.torch_expressions import mask_function, score_function
 from flashgen.bench.torch_runs import differentiated
 from flashgen.language.masks import causal
 from flashgen.language.operations import BATCH, HEAD
 from flashgen.language.spec import AttentionSpec
+from flashgen.runtime.timing import Run
 
 SDPA_BACKENDS = {"FA2": "FLASH_ATTENTION", "cuDNN": "CUDNN_ATTENTION"}
 PEERS = (*SDPA_BACKENDS, "Flex", "FA4")

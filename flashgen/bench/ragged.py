@@ -16,10 +16,10 @@ from flashgen.attention import compile
 from flashgen.bench.cases import Timed, products
 from flashgen.bench.flash_attention4 import mask_options
 from flashgen.bench.ours import ours
-from flashgen.bench.timing import Run, medians_ms
 from flashgen.bench.torch_runs import differentiated, say_refusal
 from flashgen.language.masks import causal
 from flashgen.language.spec import AttentionSpec
+from flashgen.runtime.timing import Run, medians_ms
 
 HEADS = 16
 SHAPES = ((16, 16384), (128, 16384), (64, 65536))

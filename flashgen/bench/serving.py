@@ -17,7 +17,6 @@ from flashgen.attention import compile
 from flashgen.bench.decode import DecodeSize, keys_needed, with_cache
 from flashgen.bench.flashinfer import Table, paged_attention
 from flashgen.bench.peers import flex
-from flashgen.bench.timing import Run, medians_ms
 from flashgen.language.captures import Tensor
 from flashgen.language.functions import len_k, len_q, maximum
 from flashgen.language.masks import causal, full, sliding_window, tree
@@ -25,6 +24,7 @@ from flashgen.language.modifiers import Mask, trace_mask
 from flashgen.language.scores import alibi, softcap
 from flashgen.language.spec import AttentionSpec
 from flashgen.language.trees import tree_bits
+from flashgen.runtime.timing import Run, medians_ms
 
 GROUPS = ("lengths", "variants", "mixed")
 PAGE_SIZE = 64

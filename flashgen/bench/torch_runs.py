@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from flashgen.bench.cases import Timed
-from flashgen.bench.timing import Run
+from flashgen.runtime.timing import Run
 
 _REFUSALS = (RuntimeError, ValueError, AssertionError)  # of a peer that cannot do a case
 

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from flashgen.cli import bench, bench_context, cache, demo, doctor, release, report, run, show, tune, verify
+from flashgen.cli import bench, cache, demo, doctor, release, report, run, show, tune, verify
 from flashgen.cli.console import fail, note, paragraphs
 from flashgen.cli.user_files import told
 from flashgen.cli.writing import stdout_problem
@@ -112,7 +112,6 @@ COMMANDS: tuple[tuple[Callable[..., None], str | None], ...] = (
 )
 for command, examples in COMMANDS:
     app.command(help=paragraphs(command.__doc__), epilog=examples)(command)
-bench.app.command("context", help=paragraphs(bench_context.context.__doc__))(bench_context.context)
 app.add_typer(bench.app, name="bench")
 app.add_typer(release.app, name="release")
 app.add_typer(cache.app, name="cache")

@@ -189,7 +189,7 @@ def seconds_of_a_run(attention: Attention, inputs: tuple[Any, ...], options: dic
     if not emulate:
         import cupy
 
-        from flashgen.bench.timing import median_ms
+        from flashgen.runtime.timing import median_ms
 
         moved = [cupy.asarray(array) for array in inputs]
         arguments = {name: cupy.asarray(v) if isinstance(v, np.ndarray) else v for name, v in options.items()}

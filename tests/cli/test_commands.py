@@ -544,8 +544,16 @@ def test_doctor_sees_a_driver_that_is_too_old(
 
 @pytest.mark.skipif(bool(gpus()), reason="there is a GPU")
 def test_bench_needs_a_gpu() -> None:
-    for arguments in ((), ("causal()",), ("--variants",), ("speed",), ("gqa",), ("paper",), ("host",), ("train",)):
+    for arguments in ((), ("causal()",), ("--variants",), ("speed",), ("gqa",), ("decode",), ("ragged",)):
         assert "no GPU" in invoke("bench", *arguments, expect=2).stderr
+
+
+@pytest.mark.parametrize("name", ["context", "host", "paper", "plot", "train"])
+def test_a_command_of_bench_that_has_moved_names_its_successor(name: str) -> None:
+    for more in ("--help",), ("--output", "a b.json"):
+        refused = invoke("bench", name, *more, expect=2)
+        assert f"`python -m benchmarks {name} {shlex.join(more)}`" in refused.stderr and not refused.stdout
+    assert name not in invoke("bench", "--help").stdout
 
 
 def test_bench_hands_its_choices_on_and_saves_what_the_rows_come_to(
@@ -566,14 +574,7 @@ def test_bench_hands_its_choices_on_and_saves_what_the_rows_come_to(
         asked["gqa"] = [[(spec.dtype, spec.head_dim) for spec in specs], *choices]
         yield bench.GroupedRow("full", "sm_90a", "forward", 4096, 4, 32, 8, {"flashgen": 1}, {"flashgen": 9}, {})
 
-    def host_rows(*choices: Any) -> Iterator[bench.HostRow]:
-        asked["host"] = [*choices]
-        yield bench.HostRow("causal", "sm_90a", "cupy", "forward", (1, 1, 64), 20.25, 19.5, {"checks": 4.0})
-
-    def start_rows(*choices: Any) -> Iterator[bench.HostRow]:
-        yield bench.HostRow("compile, from disk", "sm_90a", "-", "start", (), 7000.0, 6900.0, {})
-
-    for stub in (speed_rows, variant_rows, grouped_rows, host_rows, start_rows):
+    for stub in (speed_rows, variant_rows, grouped_rows):
         monkeypatch.setattr(bench, stub.__name__, stub)
     monkeypatch.setattr(bench, "environment", lambda: {"gpu": "none"})
     monkeypatch.setattr("flashgen.cli.bench.require_gpu", lambda: None)
@@ -590,47 +591,8 @@ def test_bench_hands_its_choices_on_and_saves_what_the_rows_come_to(
     assert "dropout 0.1: +10.0%" in result.stderr
     assert "GQA 32:8" in invoke("bench", "gqa", "--lengths", 4096, "--target", "sm_90a", *output).stdout
     assert asked["gqa"] == [2 * [("bfloat16", 128)], [4096], [32, 8, 1], 32, [], "forward", "sm_90a"]
-    result = invoke("bench", "host", "--libraries", "cupy", "--pass", "forward", "--target", "sm_90a", *output)
-    assert asked["host"] == [["cupy"], ["forward"], "sm_90a", 40] and "20.2\t19.5\t4.0" in result.stdout
-    assert (
-        "compile, from disk" in result.stdout
-        and "jax" in invoke("bench", "host", "--libraries", "jax", expect=2).stderr
-    )
     assert "5 does not divide --heads 32" in invoke("bench", "gqa", "--heads-kv", "32,5", expect=2).stderr
     assert "not one of FA2, cuDNN, Flex, FA4" in invoke("bench", "--peers", "FA5", expect=2).stderr
-
-
-def test_bench_train_hands_its_choices_on_and_compares(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With measurements that somebody made up."""
-    asked: list[Any] = []
-
-    def train_rows(*choices: Any) -> Iterator[bench.TrainRow]:
-        asked.extend(choices)
-        yield bench.TrainRow("standard", "compile", 4, 8192, 200.0, 1e5, 2 * 10**9, (4.0, 3.0))
-        yield bench.TrainRow("cuDNN", "compile", 4, 8192, 100.0, 2e5, 10**9)
-        yield bench.TrainRow("FA2", "compile", 4, 8192, None, None, None, (), "RuntimeError: none")
-        yield bench.TrainRow("flashgen", "compile", 4, 8192, 80.0, 2.5e5, 10**9, (4.0, 3.03))
-
-    monkeypatch.setattr(bench, "train_rows", train_rows)
-    monkeypatch.setattr(bench, "environment", lambda: {"gpu": "none"})
-    monkeypatch.setattr("flashgen.cli.bench.require_gpu", lambda: None)
-    output = ("--output", tmp_path / "train.json")
-    chosen = ("--modes", "compile", "--shapes", "4x8192", "--loss-steps", 2)
-    result = invoke("bench", "train", *chosen, *output)
-    assert asked == [["standard", "FA2", "cuDNN", "Flex", "flashgen"], ["compile"], [(4, 8192)], 2, False]
-    assert "4 x 8192, compile: 1.250 times as fast as the best other, cuDNN" in result.stderr
-    assert "losses of 2 steps" in result.stderr and "flashgen: 0.43%; 1.000%" in result.stderr
-    assert "RuntimeError: none" in result.stdout
-    assert "such as 32x1024" in invoke("bench", "train", "--shapes", "32", expect=2).stderr
-
-
-def test_bench_train_adds_a_floor_to_standard_attention_s_losses() -> None:
-    """One training more where losses are compared, and none of what knows no windows at long lengths."""
-    planned = bench.trainings(["standard", "flashgen"], ["eager", "compile"], [(2, 8), (1, 16)], 5, long=False)
-    begin = [("standard", 5), ("standard in float32", 5), ("flashgen", 5), ("standard", 0), ("flashgen", 0)]
-    assert [(name, steps) for name, _, _, steps in planned] == [*begin, *[("standard", 0), ("flashgen", 0)] * 2]
-    long = bench.trainings(["standard", "Flex", "flashgen"], ["eager"], [(2, 8)], 0, long=True)
-    assert [(name, shape) for name, _, shape, _ in long] == [("Flex", (1, 65536)), ("flashgen", (1, 65536))]
 
 
 @pytest.mark.parametrize(("broken", "said"), [(None, "[torch]"), ("torch", "Error")])
@@ -709,15 +671,6 @@ def test_bench_grouped_heads(tmp_path: Path) -> None:
     rows = json.loads(output.read_text())["rows"]
     assert [row["name"] for row in rows] == ["MHA 32:32", "GQA 32:8", "MQA 32:1"]
     assert rows[0]["of_first"]["flashgen"] == 1.0 and rows[2]["of_first"]["flashgen"] > 0
-
-
-@pytest.mark.gpu
-def test_bench_paper(tmp_path: Path) -> None:
-    pytest.importorskip("torch")
-    output = tmp_path / "paper.json"
-    assert "times as fast" in invoke("bench", "paper", "--output", output).stderr
-    rows = {row["name"]: row for row in json.loads(output.read_text())["rows"]}
-    assert rows["flashgen"]["peak_bytes"] < rows["standard"]["peak_bytes"]
 
 
 @pytest.mark.gpu

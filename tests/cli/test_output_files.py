@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from flashgen.cli import bench
+from flashgen.cli import bench_report
 from flashgen.cli.app import app
 from flashgen.errors import ArgumentError
 
@@ -43,5 +43,5 @@ def test_measurements(tmp_path: Path, full_disk: None) -> None:
     path = tmp_path / "bench.json"
     path.write_text("before")
     with pytest.raises(ArgumentError, match="cannot be written: No space left"):
-        bench.save({"rows": []}, path)
+        bench_report.save({"rows": []}, path)
     assert path.read_text() == "before" and list(tmp_path.iterdir()) == [path]

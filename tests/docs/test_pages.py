@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from typer.main import get_command
 
+from benchmarks.commands import app as benchmarks_app
 from flashgen.cli import bench
 from flashgen.cli.app import app
 
@@ -23,6 +24,7 @@ DOCS = ROOT / "docs"
 REFRESH: dict[str, Any] = runpy.run_path(str(DOCS / "refresh.py"))
 PAGES = [page for page in REFRESH["pages"]() if page.parent != DOCS / "api"]
 OF_PYTHON = [page for page in PAGES if page.name != "README.md"]  # tests/test_readme.py runs the README's
+WITH_COMMANDS = [*PAGES, ROOT / "benchmarks" / "README.md"]
 PROGRAMS = ("flashgen", "pip", "python", "pytest")
 
 
@@ -89,7 +91,7 @@ def test_a_stale_page_is_noticed() -> None:
     assert REFRESH["refreshed"](stale) == text
 
 
-@pytest.mark.parametrize("page", PAGES, ids=name)
+@pytest.mark.parametrize("page", WITH_COMMANDS, ids=name)
 def test_commands_are_known_with_all_their_options(page: Path) -> None:
     """They are parsed, not run: transcripts are run above."""
     for block in blocks(page, "sh"):
@@ -101,13 +103,15 @@ def test_commands_are_known_with_all_their_options(page: Path) -> None:
                 assert words[0] in PROGRAMS, command
                 if words[0] == "flashgen":
                     parse(words[1:])
+                elif words[:3] == ["python", "-m", "benchmarks"]:
+                    parse(words[3:], benchmarks_app)
                 elif words[0] == "python":
-                    assert (ROOT / words[1]).exists(), command
+                    assert (ROOT / next(word for word in words[1:] if not word.startswith("-"))).exists(), command
 
 
-def parse(words: list[str]) -> None:
-    """Raises for a command, an option or a value of one that there is not."""
-    command: Any = get_command(app)
+def parse(words: list[str], application: Any = app) -> None:
+    """Raises for an unknown or hidden command, an unknown option, or a wrong value of an option."""
+    command: Any = get_command(application)
     context: Any = None
     while hasattr(command, "commands"):
         if bench.DEFAULT in command.commands and not {*words[:1]} & command.commands.keys():
@@ -115,16 +119,19 @@ def parse(words: list[str]) -> None:
         assert words and words[0] in command.commands, f"there is no command {words[:1]}"
         context = command.context_class(command, parent=context, info_name=words[0])
         command, words = command.commands[words[0]], words[1:]
+        assert not command.hidden, f"{context.info_name} is hidden: a page names its successor"
     command.make_context("flashgen", list(words), parent=context)
 
 
-@pytest.mark.parametrize("words", ["shwo causal()", "show causal() --whta tiles", "show causal() --what tails", "show"])
+@pytest.mark.parametrize(
+    "words", ["shwo causal()", "show causal() --whta tiles", "show causal() --what tails", "show", "bench host"]
+)
 def test_a_command_that_there_is_not_is_noticed(words: str) -> None:
-    with pytest.raises(BaseException, match=r"there is no command|No such option|is not one of|Missing"):
+    with pytest.raises(BaseException, match=r"there is no command|No such option|is not one of|Missing|is hidden"):
         parse(words.split())
 
 
-@pytest.mark.parametrize("page", PAGES, ids=name)
+@pytest.mark.parametrize("page", WITH_COMMANDS, ids=name)
 def test_links_lead_to_files_and_headings(page: Path) -> None:
     """Those of the API, which are made as the site is built, are checked there."""
     for target in re.findall(r"\]\(([^)\s]+)\)", re.sub(r"```.*?```", "", text_of(page), flags=re.DOTALL)):

@@ -567,7 +567,7 @@ def _plain_backward(d_out: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, *mor
 
 def ring_over_flash() -> list[str]:
     """The ring that flashgen is measured beside is one: on GPUs over torch's operators."""
-    from flashgen.bench.context import flash_ring
+    from benchmarks.context import flash_ring
 
     if not on_gpu():
         flash_ring._FORWARD, flash_ring._BACKWARD = _plain_forward, _plain_backward

@@ -1,6 +1,6 @@
 """One rank: measures what it is asked, together with the others; the first one prints answers, a line of JSON each.
 
-python -m flashgen.bench.context.worker RANK RANKS FOLDER QUESTIONS
+python -m benchmarks.context.worker RANK RANKS FOLDER QUESTIONS
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from contextlib import nullcontext
 from datetime import timedelta
 from typing import Any
 
-from flashgen.bench.context.rows import Shape
+from benchmarks.context.rows import Shape
 from flashgen.errors import FlashgenError
 
 _ROUNDS = 3
@@ -44,7 +44,7 @@ def main(rank: int, ranks: int, folder: str, questions: str) -> None:
 def _answer(shape: Shape, length_of_one: int, timed: str, contenders: list[str]) -> dict[str, Any]:
     import torch
 
-    from flashgen.bench.context import contending, sampled
+    from benchmarks.context import contending, sampled
 
     torch.cuda.empty_cache()
     gigabytes = 0.0

@@ -3,7 +3,7 @@
 Each rank is a process that this package starts, so that no launcher is needed.
 """
 
-from flashgen.bench.context.ranks import gpus_here
-from flashgen.bench.context.rows import CONTENDERS, ContextRow, Shape, context_rows, context_summary
+from benchmarks.context.ranks import gpus_here
+from benchmarks.context.rows import CONTENDERS, ContextRow, Shape, context_rows, context_summary
 
 __all__ = ["CONTENDERS", "ContextRow", "Shape", "context_rows", "context_summary", "gpus_here"]

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from flashgen.bench.context.contending import Tensors, spec_of
-from flashgen.bench.context.rows import Shape
+from benchmarks.context.contending import Tensors, spec_of
+from benchmarks.context.rows import Shape
 from flashgen.torch.context_parallel import attention, positions, unshard
 
 _ROWS = 8  # of each rank

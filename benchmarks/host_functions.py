@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 import flashgen as fg
-from flashgen.bench.host import CALLS, GROUPS, ONE_TILE, HostRow, Run, costs_in_turns
+from benchmarks.host import CALLS, GROUPS, ONE_TILE, HostRow, Run, costs_in_turns
 
 SPEC, GIVEN, TORCHS = (
     "attention, a spec of functions",

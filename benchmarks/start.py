@@ -10,7 +10,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 
-from flashgen.bench.host import HostRow
+from benchmarks.host import HostRow
 
 REPEATS = 5
 STARTS = 3  # rows

@@ -14,11 +14,11 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
-from flashgen.bench.loss_curves import FLOOR, STANDARD, compared
-from flashgen.bench.timing import free_flush_buffer
+from benchmarks.loss_curves import FLOOR, STANDARD, compared
 from flashgen.errors import LaunchError
 from flashgen.language.masks import causal, document, sliding_window
 from flashgen.language.spec import AttentionSpec
+from flashgen.runtime.timing import free_flush_buffer
 
 ATTENTIONS = (STANDARD, "FA2", "cuDNN", "Flex", "flashgen")
 MODES = ("eager", "compile")
@@ -108,7 +108,7 @@ def _trained(
     import cupy
     import torch
 
-    from flashgen.bench.gpt2 import GPT2, Config, Trainer, batches
+    from benchmarks.gpt2 import GPT2, Config, Trainer, batches
 
     torch.manual_seed(0)
     model = GPT2(Config(length), attend).cuda()

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from flashgen.bench.loss_curves import FLOOR, SMOOTHED, apart, compared, smoothed
+from benchmarks.loss_curves import FLOOR, SMOOTHED, apart, compared, smoothed
 
 
 def test_curves_are_smoothed_by_trailing_means() -> None:
@@ -36,7 +36,7 @@ def test_nothing_is_compared_without_standard_attention() -> None:
 
 def test_a_rate_rises_and_falls() -> None:
     pytest.importorskip("torch")
-    from flashgen.bench.gpt2 import rate_of
+    from benchmarks.gpt2 import rate_of
 
     rates = [rate_of(step, 300, 2**19) for step in range(300)]
     assert max(rates) == rates[99] == pytest.approx(6e-4) and rates[0] == pytest.approx(6e-6)
@@ -49,7 +49,7 @@ def test_a_rate_rises_and_falls() -> None:
 def test_a_wrong_attention_is_beyond_the_floor() -> None:
     """A mask that lets each token see the next, in a model small enough for a CPU."""
     torch = pytest.importorskip("torch")
-    from flashgen.bench import gpt2, train
+    from benchmarks import gpt2, train
 
     def peeking(q: Any, k: Any, v: Any) -> Any:
         scores = q @ k.transpose(-2, -1) * q.shape[-1] ** -0.5

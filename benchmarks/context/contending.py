@@ -13,8 +13,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.experimental import context_parallel
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from flashgen.bench.context.flash_ring import FlashRing
-from flashgen.bench.context.rows import Shape
+from benchmarks.context.flash_ring import FlashRing
+from benchmarks.context.rows import Shape
 from flashgen.language.masks import causal, sliding_window
 from flashgen.language.spec import AttentionSpec
 from flashgen.torch import attention as attention_of_one

@@ -2,7 +2,7 @@
 
 This file calls what users of flashgen call, and no more, so that it measures an older checkout too, beside a newer one:
 
-    PYTHONPATH=CHECKOUT python -P flashgen/bench/host.py [TARGET] > OLD.json
+    PYTHONPATH=CHECKOUT python -P benchmarks/host.py [TARGET] > OLD.json
 
 Parts are functions inside flashgen, looked up by name. A checkout that has none of a part's functions is measured
 without that part, whose time then counts as `rest`.

@@ -1,4 +1,4 @@
-"""`flashgen bench context`: what is measured, what it comes to, and what is asked for."""
+"""The benchmark of several GPUs: its questions to the ranks, its rows and its summary."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from flashgen import bench
-from flashgen.bench.context import ranks, rows
-from flashgen.cli.app import app
+from benchmarks import context
+from benchmarks.commands import app
+from benchmarks.context import ranks, rows
 from flashgen.errors import LaunchError
 
 
 @pytest.mark.parametrize("window", [None, 100, 5000])
 def test_flops_are_of_scores_that_count(window: int | None) -> None:
-    shape = bench.ContextShape(1024, heads_q=4, heads_kv=2, head_dim=64, window=window)
+    shape = context.Shape(1024, heads_q=4, heads_kv=2, head_dim=64, window=window)
     length = 4 * 1024
     scores = sum(min(q, length if window is None else window) + 1 for q in range(length))
     assert shape.flops(4, "forward") == pytest.approx(4 * 64 * 4 * scores / 4, rel=1e-3)
@@ -25,15 +25,15 @@ def test_flops_are_of_scores_that_count(window: int | None) -> None:
 
 
 def test_one_gpu_alone_has_as_much_to_do() -> None:
-    for shape in (bench.ContextShape(8192), bench.ContextShape(8192, window=512)):
+    for shape in (context.Shape(8192), context.Shape(8192, window=512)):
         alone = shape.flops_of_one("forward", shape.ideal_length(4))
         assert alone == pytest.approx(shape.flops(4, "forward"), rel=0.05)
-    assert bench.ContextShape(8192).ideal_length(4) == 16384
+    assert context.Shape(8192).ideal_length(4) == 16384
 
 
 def test_windows_are_named_with_their_shards() -> None:
-    assert bench.ContextShape(8192).name == "8192"
-    assert bench.ContextShape(8192, window=512, shards="plain").name == "8192 window 512 plain"
+    assert context.Shape(8192).name == "8192"
+    assert context.Shape(8192, window=512, shards="plain").name == "8192 window 512 plain"
 
 
 ANSWER = {
@@ -53,22 +53,22 @@ def test_rows_are_shares_of_what_one_gpu_does(monkeypatch: pytest.MonkeyPatch, t
         return iter([ANSWER] * len(questions))
 
     monkeypatch.setattr(rows, "answers_of_ranks", answers)
-    monkeypatch.setattr(bench, "gpus_here", lambda: 4)
-    monkeypatch.setattr("flashgen.cli.bench_context.require_gpu", lambda: None)
-    monkeypatch.setattr(bench, "environment", dict)
+    monkeypatch.setattr(context, "gpus_here", lambda: 4)
+    monkeypatch.setattr("benchmarks.commands.require_gpu", lambda: None)
+    monkeypatch.setattr("flashgen.bench.environment", dict)
     saved = tmp_path / "context.json"
-    arguments = ["bench", "context", "--tokens", "8192", "--pass", "forward", "--windows", "", "--output", str(saved)]
+    arguments = ["context", "--tokens", "8192", "--pass", "forward", "--windows", "", "--output", str(saved)]
     done = CliRunner().invoke(app, [*arguments, "--contenders", "ring,ulysses,torch"])
     assert done.exit_code == 0, done.output
     assert asked[0] == 4 and asked[1]["length_of_one"] == 16384
     (row,) = json.loads(saved.read_text())["rows"]
     assert row["of_ideal"]["ring"] == pytest.approx(0.8, rel=1e-3)
-    assert row["tflops"]["ring"] == pytest.approx(bench.ContextShape(8192).flops(4, "forward") / 2.5e9)
+    assert row["tflops"]["ring"] == pytest.approx(context.Shape(8192).flops(4, "forward") / 2.5e9)
     assert "ulysses: ArgumentError: heads" in done.output
 
 
 def test_what_several_rows_lack_for_one_reason_is_said_once() -> None:
-    shapes = [bench.ContextShape(tokens, window=64) for tokens in (8192, 32768, 131072)]
+    shapes = [context.Shape(tokens, window=64) for tokens in (8192, 32768, 131072)]
     problems = [{"torch": "no window"}, {"torch": "no window", "ring": "other"}, {"torch": "no window"}]
     made = [
         rows.ContextRow(2, "both", shape, 1.0, {}, {}, {}, why, {}, 0.5)
@@ -91,10 +91,10 @@ def test_windows_are_measured_as_they_may_be_sharded(
         return iter([ANSWER] * len(questions))
 
     monkeypatch.setattr(rows, "answers_of_ranks", answers)
-    monkeypatch.setattr(bench, "gpus_here", lambda: 4)
-    monkeypatch.setattr("flashgen.cli.bench_context.require_gpu", lambda: None)
-    monkeypatch.setattr(bench, "environment", dict)
-    arguments = ["bench", "context", "--tokens", "8192", "--pass", "forward", "--output", str(tmp_path / "c.json")]
+    monkeypatch.setattr(context, "gpus_here", lambda: 4)
+    monkeypatch.setattr("benchmarks.commands.require_gpu", lambda: None)
+    monkeypatch.setattr("flashgen.bench.environment", dict)
+    arguments = ["context", "--tokens", "8192", "--pass", "forward", "--output", str(tmp_path / "c.json")]
     done = CliRunner().invoke(app, [*arguments, *given])
     assert done.exit_code == 0, done.output
     assert [(shape["window"], shape["shards"]) for shape in asked] == [
@@ -115,9 +115,9 @@ def test_windows_are_measured_as_they_may_be_sharded(
 def test_what_cannot_be_measured_is_refused(
     monkeypatch: pytest.MonkeyPatch, arguments: list[str], message: str
 ) -> None:
-    monkeypatch.setattr(bench, "gpus_here", lambda: 4)
-    monkeypatch.setattr("flashgen.cli.bench_context.require_gpu", lambda: None)
-    done = CliRunner().invoke(app, ["bench", "context", *arguments])
+    monkeypatch.setattr(context, "gpus_here", lambda: 4)
+    monkeypatch.setattr("benchmarks.commands.require_gpu", lambda: None)
+    done = CliRunner().invoke(app, ["context", *arguments])
     assert done.exit_code == 2 and message in done.stderr, done.output
 
 

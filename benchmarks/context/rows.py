@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from flashgen.bench.context.ranks import answers_of_ranks
+from benchmarks.context.ranks import answers_of_ranks
 
 # flashgen's schemes, the first also in a CUDA graph; torch's context_parallel, also with repeated heads of k and v; a
 # ring over FlashAttention-2.

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 import flashgen as fg
-from flashgen.bench.host import CALLS, GROUPS, ONE_TILE, PASSES, HostRow, Run, Timed, costs_in_turns
+from benchmarks.host import CALLS, GROUPS, ONE_TILE, PASSES, HostRow, Run, Timed, costs_in_turns
 
 ITSELF, OPERATOR, SDPA = "attention(...)", "flashgen.torch.attention", "torch's SDPA"
 BY_HAND, EMPTY = "attention(...) in a function", "an empty function"

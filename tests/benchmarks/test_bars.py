@@ -1,4 +1,4 @@
-"""Bars of what `flashgen bench` saved: which numbers stand where, as SVG and PNG, and what is refused."""
+"""Bar charts of saved measurements: their numbers, as SVG and PNG, and what is refused."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from xml.etree import ElementTree
 import pytest
 from typer.testing import CliRunner
 
-from flashgen.bench import bars
+from benchmarks import bars
+from benchmarks.commands import app
+from benchmarks.paper import PaperRow
+from benchmarks.train import TrainRow
 from flashgen.bench.beside_flex import VariantRow
 from flashgen.bench.measure import Row
-from flashgen.bench.paper import PaperRow
-from flashgen.bench.train import TrainRow
-from flashgen.cli.app import app
 from flashgen.errors import ArgumentError, LaunchError
 
 SPEED = [
@@ -95,7 +95,7 @@ def test_the_command_draws_the_same_each_time(form: str, tmp_path: Path) -> None
     drawn = []
     for number in range(2):
         path = tmp_path / f"{number}.{form}"
-        result = CliRunner().invoke(app, ["bench", "plot", str(tmp_path / "bench.json"), "--output", str(path)])
+        result = CliRunner().invoke(app, ["plot", str(tmp_path / "bench.json"), "--output", str(path)])
         assert result.exit_code == 0, result.output
         drawn.append(path.read_bytes())
     assert drawn[0] == drawn[1]
@@ -123,5 +123,5 @@ def test_without_matplotlib_it_says_what_to_install(monkeypatch: pytest.MonkeyPa
 )
 def test_what_the_command_refuses(content: str, output: str, said: str, tmp_path: Path) -> None:
     (tmp_path / "bench.json").write_text(content, encoding="utf-8")
-    result = CliRunner().invoke(app, ["bench", "plot", str(tmp_path / "bench.json"), "-o", str(tmp_path / output)])
+    result = CliRunner().invoke(app, ["plot", str(tmp_path / "bench.json"), "-o", str(tmp_path / output)])
     assert result.exit_code == 2 and said in " ".join(result.stderr.split())

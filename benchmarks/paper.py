@@ -16,13 +16,14 @@ from flashgen.attention import Attention, compile
 from flashgen.bench.cases import Arrays, Case, Timed, inputs, products
 from flashgen.bench.ours import ours
 from flashgen.bench.peers import SDPA_BACKENDS, sdpa
-from flashgen.bench.timing import Run, median_ms, peak_bytes
 from flashgen.bench.torch_runs import differentiated
 from flashgen.errors import LaunchError
 from flashgen.language.masks import causal
 from flashgen.language.spec import AttentionSpec
 from flashgen.reference import traffic_flash2, traffic_flash_backward, traffic_standard, traffic_standard_backward
+from flashgen.runtime.timing import Run, free_flush_buffer, median_ms
 
+PEERS = ("FA2", "cuDNN")  # backends of torch
 BATCH, HEADS, LENGTH, HEAD_DIM, DROPOUT = 64, 16, 1024, 64, 0.1
 _ELEMENT = 2  # bytes
 _RECOMPUTED = HEAD_DIM  # multiply-adds of QK for each score, which standard attention's backward does not repeat
@@ -40,7 +41,7 @@ class PaperRow:
     name: str
     forward_ms: float | None
     backward_ms: float | None
-    both_ms: float | None
+    both_ms: float
     peak_bytes: int
     gflops: float | None
     hbm_bytes: int | None
@@ -77,9 +78,42 @@ def paper_rows(peers: Sequence[str] = ("FA2",), target: str | None = None) -> It
         both = run("both")
         if both is None:
             continue
-        peak = peak_bytes(both)
-        both_ms, forward_ms, backward_ms = (_milliseconds(each) for each in (both, run("forward"), run("backward")))
+        peak, both_ms = peak_bytes(both), median_ms(both)
+        forward_ms, backward_ms = (median_ms(each) if each else None for each in (run("forward"), run("backward")))
         yield PaperRow(name, forward_ms, backward_ms, both_ms, peak, gflops, hbm_bytes)
+
+
+def peak_bytes(run: Run) -> int:
+    """Returns the peak device memory in bytes during a run, including memory that was in use before.
+
+    It counts the allocators of torch and CuPy, which arrays and workspaces come from.
+    """
+    import cupy
+    import torch
+
+    pool = cupy.get_default_memory_pool()
+    free_flush_buffer()
+    pool.free_all_blocks()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    run()
+    torch.cuda.synchronize()
+    peak = torch.cuda.max_memory_allocated() + pool.total_bytes()  # CuPy's pool never shrinks by itself
+    return int(peak)
+
+
+def paper_summary(rows: Sequence[PaperRow]) -> list[str]:
+    """Returns a line that compares flashgen with standard attention."""
+    found = {row.name: row for row in rows}
+    if not {"standard", "flashgen"} <= found.keys():
+        return ["there is no comparison, since standard attention did not run"]
+    standard, flashgen = found["standard"], found["flashgen"]
+    assert standard.hbm_bytes and flashgen.hbm_bytes, "both have closed forms"
+    return [
+        f"beside standard attention flashgen is {standard.both_ms / flashgen.both_ms:.1f} times as fast, takes "
+        f"{flashgen.peak_bytes / standard.peak_bytes:.2f} of the memory, "
+        f"and moves {flashgen.hbm_bytes / standard.hbm_bytes:.2f} of the bytes"
+    ]
 
 
 def standard_gflops(case: Case) -> float:
@@ -108,10 +142,6 @@ def flash_bytes(case: Case, attention: Attention) -> int:
     forward = traffic_flash2(*sizes, on_chip=row * attention.plan.tile_q)
     backward = traffic_flash_backward(*sizes, on_chip=row * attention.backward_plan.tile_k)
     return _ELEMENT * case.batch * case.heads * (forward + backward).total
-
-
-def _milliseconds(run: Run | None) -> float | None:
-    return median_ms(run) if run else None
 
 
 def _sdpa(case: Case, backend: str, arrays: Arrays, timed: Timed) -> Run | None:

@@ -1,4 +1,4 @@
-"""What `flashgen bench host` measures: the arithmetic by a clock of the test's own, and which parts of a call run."""
+"""The benchmark of host time: its arithmetic, by a clock that the tests move, and the parts of a call."""
 
 from __future__ import annotations
 
@@ -14,9 +14,8 @@ from typing import Any
 import pytest
 
 import flashgen
-from flashgen import bench
-from flashgen.bench import host, start
-from flashgen.bench.host import (
+from benchmarks import host, host_torch, start, tables
+from benchmarks.host import (
     ONE_TILE,
     PARTS,
     REST,
@@ -127,7 +126,7 @@ def functions() -> dict[str, Any]:
 def test_every_part_is_somewhere_in_flashgen_and_is_put_back() -> None:
     before, meter = functions(), Meter()
     with meter.installed() as found:
-        assert found == tuple(PARTS), "a part of PARTS has moved: say in flashgen/bench/host.py where it stands now"
+        assert found == tuple(PARTS), "a part of PARTS has moved: say in benchmarks/host.py where it stands now"
         assert functions() != before
     assert functions() == before
 
@@ -169,7 +168,7 @@ def test_rows_of_the_emulator(monkeypatch: pytest.MonkeyPatch) -> None:
     ]
     for row in rows:
         assert row.median >= row.minimum > 0 and set(row.parts) == {*PARTS, REST} and row.to_dict()["sizes"] == ONE_TILE
-    columns = bench_tables.host([*PARTS, REST])
+    columns = tables.host([*PARTS, REST])
     heading, cells = tuple(columns), [bench_tables.cells(columns, row) for row in rows]
     assert heading[:5] == ("call", "target", "arrays", "pass", "batch x heads x length")
     assert heading[5:] == ("us", "least us", *PARTS, REST) and cells[0][4] == "1x1x64"
@@ -201,14 +200,14 @@ def test_the_file_runs_beside_another_checkout() -> None:
     path = Path(host.__file__)
     program = f"import runpy, sys; runpy.run_path({str(path)!r}); print(sorted(sys.modules))"
     done = subprocess.run([sys.executable, "-P", "-c", program], capture_output=True, text=True, check=True)
-    assert "flashgen.bench" not in done.stdout and "'flashgen'" in done.stdout
+    assert "benchmarks" not in done.stdout and "flashgen.bench" not in done.stdout and "'flashgen'" in done.stdout
 
 
 def test_rows_of_torchs_operator() -> None:
     """Beside the attention itself, torch's own, and what autograd takes for nothing."""
     pytest.importorskip("torch", reason="the operator is torch's")
-    rows = list(bench.operator_rows(groups=1, calls=1, chain=2, emulate=True, target="sm_90a"))
-    assert [row.name for row in rows] == bench.operator_names()
+    rows = list(host_torch.operator_rows(groups=1, calls=1, chain=2, emulate=True, target="sm_90a"))
+    assert [row.name for row in rows] == host_torch.operator_names()
     assert [row.timed for row in rows] == ["forward"] * 7 + ["backward"] * 10
     assert all(row.library == "torch" and row.target == "sm_90a" for row in rows)
     by_name = {(row.name, row.timed): row.parts for row in rows}
@@ -219,8 +218,8 @@ def test_rows_of_torchs_operator() -> None:
 def test_the_backward_of_the_operator_is_a_call_s_share(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("torch", reason="the operator is torch's")
     fixed = host.Cost(60.0, 30.0, {"launch": 12.0})
-    monkeypatch.setattr("flashgen.bench.host_torch.costs_in_turns", lambda runs, *given: [fixed] * len(runs))
-    one, *rest = bench.operator_rows(["backward"], chain=3, emulate=True, target="sm_90a")
+    monkeypatch.setattr("benchmarks.host_torch.costs_in_turns", lambda runs, *given: [fixed] * len(runs))
+    one, *rest = host_torch.operator_rows(["backward"], chain=3, emulate=True, target="sm_90a")
     assert (one.median, one.minimum) == (60.0, 30.0)
     assert all((row.median, row.minimum, row.parts["launch"]) == (20.0, 10.0, 4.0) for row in rest)
 
@@ -233,13 +232,13 @@ def test_the_summary_compares_what_ran_in_the_same_thread() -> None:
         return [host.HostRow(name, "sm_90a", "torch", timed, (1, 1, 64), us, us, {}) for name, us in medians.items()]
 
     graph = {"attention(...)": 17, operator: 20, f"{operator}, with a graph": 26.5, f"{function}, with a graph": 8}
-    (line,) = bench.operator_summary(rows("forward", graph))
+    (line,) = host_torch.operator_summary(rows("forward", graph))
     assert line.startswith("forward, with gradients:") and "takes +9.5 us" in line and line.endswith("takes 8.0")
     both = {"attention(...)": 35, f"attention(...){autograds}": 50, operator: 58, f"{operator}{callers}": 41}
     both |= {function: 14, f"{function}{callers}": 7.25}
-    own, called = bench.operator_summary(rows("backward", both))
+    own, called = host_torch.operator_summary(rows("backward", both))
     assert f"gradients{autograds}: " in own and "takes +8.0 us" in own and own.endswith("takes 14.0")
     assert f"gradients{callers}: " in called and "takes +6.0 us" in called and called.endswith("takes 7.2")
     del both[f"attention(...){autograds}"]
-    assert len(bench.operator_summary(rows("backward", both))) == 1, "nothing is compared across threads"
-    assert not bench.operator_summary(rows("forward", graph)[:3])
+    assert len(host_torch.operator_summary(rows("backward", both))) == 1, "nothing is compared across threads"
+    assert not host_torch.operator_summary(rows("forward", graph)[:3])

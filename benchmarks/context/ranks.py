@@ -40,7 +40,7 @@ def answers_of_ranks(ranks: int, asked: Sequence[dict[str, Any]]) -> Iterator[di
 
 
 def _started(rank: int, ranks: int, folder: str, asked: Sequence[dict[str, Any]]) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "flashgen.bench.context.worker", str(rank), str(ranks), folder, json.dumps(asked)]
+    command = [sys.executable, "-m", "benchmarks.context.worker", str(rank), str(ranks), folder, json.dumps(asked)]
     return subprocess.Popen(command, stdout=subprocess.PIPE if rank == 0 else subprocess.DEVNULL, text=True)
 
 
