@@ -1,4 +1,4 @@
-"""Tables of `flashgen bench` as bars beside the peers: from what it saved, by matplotlib."""
+"""Draws bar charts of saved measurements with matplotlib: `python -m benchmarks plot`."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ Rows = Sequence[Mapping[str, Any]]
 FORMATS = ("svg", "png")
 _FIRST = ("flashgen", "deterministic")
 _COLOURS = (palette.FULL, palette.PARTIAL, palette.COPY, palette.STORE, "#b45f5f", "#7a8794", "#5ba3b0", "#3d4450")
-_MOST_FLAT = 5  # bars of a group whose numbers have room side by side
-_WIDEST_PANEL = 12  # groups of bars in a row of the picture
+_MOST_FLAT = 5  # maximum number of bars in a group with horizontal numbers; more have vertical numbers
+_WIDEST_PANEL = 12  # maximum number of groups of bars in a row of the picture
 _LEAST_WIDTH = 6  # inches
-_KEY_WIDTH = 0.95  # inches that a contender takes in the legend
+_KEY_WIDTH = 0.95  # inches per entry of the legend
 
 
 @dataclass(frozen=True)
 class Panel:
-    """Bars of one picture: groups from left to right, and for each contender a number by group, None where none is."""
+    """A bar chart: groups from left to right, and for each implementation a value per group, or None."""
 
     title: str
     unit: str
@@ -35,21 +35,21 @@ class Panel:
 
 
 def panels(saved: Mapping[str, Any]) -> list[Panel]:
-    """The panels of what `flashgen bench` saved as JSON. Raises ArgumentError for JSON that holds no such rows."""
+    """Returns the panels of saved JSON. Raises ArgumentError if it does not hold rows of a known benchmark."""
     rows = saved.get("rows") if isinstance(saved, Mapping) else None
     if not isinstance(rows, list) or not rows or not all(isinstance(row, Mapping) for row in rows):
-        raise ArgumentError("there are no rows in it: give the JSON that a `flashgen bench` has saved")
+        raise ArgumentError("it holds no rows; give JSON that `flashgen bench` or `python -m benchmarks` has saved")
     kind = next((kind for kind in _KINDS if kind <= rows[0].keys()), None)
     if kind is None:
-        raise ArgumentError(f"its rows hold {', '.join(rows[0])}, which no `flashgen bench` with bars saves")
+        raise ArgumentError(f"its rows hold {', '.join(rows[0])}, which no `flashgen bench` with a chart saves")
     try:
         return _KINDS[kind](rows)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise ArgumentError(f"a row of it is not what `flashgen bench` saves: {error!r}") from None
+        raise ArgumentError(f"a row is not as `flashgen bench` saves it: {error!r}") from None
 
 
 def draw(saved: Mapping[str, Any], form: str) -> bytes:
-    """A picture of the panels as "svg" or "png". Raises LaunchError where matplotlib is not installed."""
+    """Returns a picture of the panels as "svg" or "png". Raises LaunchError if matplotlib is not installed."""
     found = panels(saved)
     if importlib.util.find_spec("matplotlib") is None:
         raise LaunchError(f"bars are drawn by matplotlib, which is not installed: {install('plot')}")
@@ -80,7 +80,7 @@ def draw(saved: Mapping[str, Any], form: str) -> bytes:
 
 
 def number(value: float | None) -> str:
-    """What stands above a bar."""
+    """Formats the number above a bar."""
     return "" if value is None else f"{value:.0f}" if value >= 10 else f"{value:.3g}"
 
 
@@ -98,7 +98,7 @@ def _draw_panel(axes: Any, panel: Panel, colours: Mapping[str, str]) -> None:
 
 
 def _by_tflops(rows: Rows) -> list[Panel]:
-    """A panel for each spec and pass, a group for each length, and for each number of heads of keys where there are."""
+    """Returns a panel per spec and pass, with a group per length, or per length and number of key heads."""
     found: list[Panel] = []
     for (spec, timed), mine in _apart(rows, "spec", "timed"):
         groups = [" ".join([str(row["length"]), *([row["name"]] if "heads_kv" in row else [])]) for row in mine]
@@ -108,14 +108,14 @@ def _by_tflops(rows: Rows) -> list[Panel]:
 
 
 def _apart(rows: Rows, *columns: str) -> Iterator[tuple[tuple[Any, ...], Rows]]:
-    """What rows hold in these columns, each once, with the rows that hold it: what a panel is of."""
+    """Yields each distinct tuple of values in these columns, with the rows that have these values."""
     held = [tuple(row[column] for column in columns) for row in rows]
     for values in dict.fromkeys(held):
         yield values, [row for row, its in zip(rows, held, strict=True) if its == values]
 
 
 def _called(spec: str) -> str:
-    """The name of a spec without its hash."""
+    """Returns the name of a spec without its hash."""
     return re.sub(r"-[0-9a-f]{8}$", "", spec)
 
 
@@ -147,7 +147,7 @@ def _of_several_gpus(rows: Rows) -> list[Panel]:
 
 
 def _by_contender(rows: Rows, figure: str) -> dict[str, list[float | None]]:
-    """A figure of each row, by contender."""
+    """Returns a figure of each row by implementation."""
     names = _contenders(name for row in rows for name in row[figure])
     return {name: [row[figure].get(name) for row in rows] for name in names}
 
@@ -188,12 +188,12 @@ def _of_training(rows: Rows) -> list[Panel]:
 
 
 def _contenders(names: Any) -> list[str]:
-    """Each once, flashgen's own first."""
+    """Returns distinct names, those of flashgen first."""
     found = list(dict.fromkeys(names))
     return [name for name in _FIRST if name in found] + [name for name in found if name not in _FIRST]
 
 
-# What rows hold, and who makes panels of them.
+# Columns that identify a kind of rows, and the function that makes its panels.
 _KINDS = {
     frozenset({"spec", "timed", "length", "tflops"}): _by_tflops,
     frozenset({"spec", "timed", "documents", "tokens", "tflops"}): _of_ragged_batches,

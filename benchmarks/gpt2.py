@@ -1,4 +1,4 @@
-"""GPT-2 in plain torch, its attention an argument: what `flashgen bench train` and examples/train_gpt2.py train."""
+"""GPT-2 in plain torch with an exchangeable attention, for train.py and examples/train_gpt2.py."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from torch import nn
 from torch.nn import functional
 
 Attend = Callable[[Any, Any, Any], Any]
-"""Causal attention of q, k, v (batch, heads, length, dim)."""
+"""Causal attention of q, k and v, each of shape (batch, heads, length, dim)."""
 
 
 @dataclass(frozen=True)
 class Config:
-    """GPT-2 124M; `length` is the longest sequence."""
+    """The sizes of GPT-2 124M; `length` is the maximum sequence length."""
 
     length: int = 1024
-    vocabulary: int = 50304  # 50257, padded to a multiple of 128 as everybody does
+    vocabulary: int = 50304  # 50257, padded to a multiple of 128
     layers: int = 12
     heads: int = 12
     width: int = 768
 
 
 class Block(nn.Module):
-    """Attention, then two linear layers, each with its norm before and a residual around."""
+    """A transformer block with pre-norm attention and a pre-norm MLP, both residual."""
 
     def __init__(self, config: Config, attend: Attend) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ class Block(nn.Module):
 
 
 class GPT2(nn.Module):
-    """The model, whose call gives the mean loss of the next tokens."""
+    """The language model; a call returns the mean cross-entropy of the next tokens."""
 
     def __init__(self, config: Config, attend: Attend) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ class GPT2(nn.Module):
 
 
 def optimizer_of(model: nn.Module, rate: float = 6e-4) -> torch.optim.Optimizer:
-    """AdamW as GPT-2's reproductions have it, fused on a GPU: matrices decay, norms and biases do not."""
+    """Returns AdamW as in reproductions of GPT-2: weight decay on matrices alone, fused on a GPU."""
     fused, decays = next(model.parameters()).is_cuda, (0.1, 0.0)
     groups = [
         {"params": [each for each in model.parameters() if (each.dim() > 1) == bool(decay)], "weight_decay": decay}
@@ -78,12 +78,12 @@ def optimizer_of(model: nn.Module, rate: float = 6e-4) -> torch.optim.Optimizer:
 
 
 def rate_of(step: int, steps: int, tokens: int) -> float:
-    """The rate of a step of a training of `steps`, with `tokens` a step.
+    """Returns the learning rate of a step in a training of `steps` steps with `tokens` tokens each.
 
-    It rises over a third of the steps and falls by a cosine to a tenth. At its highest it is the 6e-4 that GPT-3 of
-    this size and GPT-2's reproductions have for 2^19 tokens a step, less by the square root where these are fewer
-    (Malladi et al. 2022): 1.5e-4 for 32 x 1024. A rate that is too high for a batch makes losses leap, after which two
-    runs of one attention are as far apart as those of two.
+    The rate rises linearly over a third of the steps and falls by a cosine to a tenth of its peak. The peak is 6e-4 for
+    2^19 tokens per step, as for GPT-3 of this size and reproductions of GPT-2, and is scaled by the square root of the
+    batch for fewer tokens (Malladi et al. 2022): 1.5e-4 for 32 x 1024. A rate that is too high for the batch causes
+    spikes of the loss, after which two runs with the same attention differ as much as any two runs.
     """
     highest, rising = 6e-4 * min(tokens / 2**19, 1.0) ** 0.5, max(steps // 3, 1)
     if step < rising:
@@ -93,9 +93,13 @@ def rate_of(step: int, steps: int, tokens: int) -> float:
 
 
 class Trainer:
-    """The steps of a training by GPT-2's recipe: autocast to bfloat16, AdamW, `rate_of`, gradients clipped to 1.
+    """Performs training steps: autocast to bfloat16, AdamW, learning rate of `rate_of`, gradients clipped to norm 1.
 
-    call: the model, or what torch.compile made of it. tokens, steps: of a step, and in all.
+    Args:
+        model: the model whose parameters are trained.
+        call: the model, or its version compiled by torch.compile.
+        tokens: the number of tokens per step.
+        steps: the number of steps of the training.
     """
 
     def __init__(self, model: nn.Module, call: Callable[..., Any], tokens: int, steps: int) -> None:
@@ -103,7 +107,7 @@ class Trainer:
         self._tokens, self._steps = tokens, steps
 
     def __call__(self, tokens: Any, targets: Any, step: int | None = None) -> Any:
-        """Trains once, and gives the loss. step: its number; None leaves the rate, and clips nothing."""
+        """Performs a step and returns its loss. Without a step number, rate and gradients are left as they are."""
         with torch.autocast(tokens.device.type, torch.bfloat16):
             loss = self._call(tokens, targets)
         loss.backward()
@@ -117,7 +121,7 @@ class Trainer:
 
 
 def text_tokens() -> Any:
-    """A text that ships with Python, the reference of the language, as bytes: some 700,000 tokens."""
+    """Returns Python's language reference, which ships with Python, as bytes: about 700,000 tokens."""
     from pydoc_data import topics
 
     text = "\n\n".join(topics.topics[name] for name in sorted(topics.topics))
@@ -125,7 +129,7 @@ def text_tokens() -> Any:
 
 
 def batches(batch: int, length: int, seed: int, device: str) -> Callable[[int], tuple[Any, Any]]:
-    """Tokens and the ones that follow them, (batch, length) each, of step i: the same for whoever asks."""
+    """Returns a function from a step number to (tokens, next tokens), each (batch, length), reproducible by `seed`."""
     text = text_tokens()
 
     def of_step(step: int) -> tuple[Any, Any]:

@@ -1,11 +1,11 @@
-"""What a call costs its host thread, whole and by part: `flashgen bench host`.
+"""Measures the host time of a call, in total and by part: `python -m benchmarks host`.
 
-This file calls what users of flashgen call, and no more, so that it measures an older checkout too, beside a newer one:
+This file uses the public interface of flashgen alone, so that it can measure an older checkout as well:
 
     PYTHONPATH=CHECKOUT python -P benchmarks/host.py [TARGET] > OLD.json
 
-Parts are functions inside flashgen, looked up by name. A checkout that has none of a part's functions is measured
-without that part, whose time then counts as `rest`.
+The parts are functions inside flashgen, which are looked up by name. If a checkout has none of the functions of a part,
+the time of that part counts as `rest`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Clock = Callable[[], int]  # nanoseconds
 Run = Callable[[], Any]
 Timed = Literal["start", "forward", "backward"]
 
-# The functions of each part of a call. Time that one of them spends in another counts as the other's.
+# The functions of each part of a call. The time that one of them spends in another counts for the other.
 PARTS: Mapping[str, tuple[str, ...]] = {
     "checks": (
         "flashgen.attention.call_pass:Pass._prepare",
@@ -55,38 +55,39 @@ REST = "rest"
 
 PASSES: tuple[Timed, ...] = ("forward", "backward")
 LIBRARIES = ("cupy", "torch")
-CALLS = 50  # in a group
+CALLS = 50  # per group
 GROUPS = 40
-WARM_GROUPS = 4  # groups before those that count
+WARM_GROUPS = 4  # groups that run first and are not counted
 
 
 class Meter:
-    """Each part's own time: a function of a part that calls one of another part hands the time over to that.
+    """Measures the exclusive time of each part of a call.
 
-    Looking at the clock takes time, which is measured first and left out. `calls` counts the calls of each part.
+    If a function of one part calls a function of another, the time of the inner call counts for the inner part alone.
+    The overhead of reading the clock is calibrated at construction and subtracted. `calls` counts the calls per part.
     """
 
     def __init__(self, clock: Clock = time.perf_counter_ns) -> None:
         self._clock = clock
-        self._inner: list[list[int]] = []  # for each running function: time in metered ones, and how many
+        self._inner: list[list[int]] = []  # per running function: time in inner metered calls, and their number
         self.clear()
         self._cost_inside, self._cost = self._calibrate()
 
     def clear(self) -> None:
-        """Forgets what was measured."""
+        """Resets all times and counts."""
         self._spent: dict[str, int] = {}
         self.calls: dict[str, int] = {}
         self._inner_calls: dict[str, int] = {}
 
     def nanoseconds(self) -> dict[str, float]:
-        """The total time of each part that ran since `clear`."""
+        """Returns the total time of each part that ran since `clear`."""
         return {
             part: max(spent - self.calls[part] * self._cost_inside - self._inner_calls[part] * self._cost, 0.0)
             for part, spent in self._spent.items()
         }
 
     def of(self, part: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """The function with a meter around it."""
+        """Wraps a function so that its time counts for the part."""
 
         def metered(*given: Any, **named: Any) -> Any:
             begin = self._clock()
@@ -107,7 +108,7 @@ class Meter:
 
     @contextmanager
     def installed(self) -> Iterator[tuple[str, ...]]:
-        """Meters flashgen's own functions inside. Gives the parts that this checkout has."""
+        """Wraps the functions of PARTS inside the context, and yields the parts that this checkout has."""
         with ExitStack() as undo:
             found = []
             for part, places in PARTS.items():
@@ -121,7 +122,7 @@ class Meter:
             yield tuple(dict.fromkeys(found))
 
     def _calibrate(self, repeats: int = 2000) -> tuple[float, float]:
-        """What metering adds to a call: to the part's own time, and to its caller's."""
+        """Returns the overhead of the meter per call: on the time of the part itself, and on that of its caller."""
 
         def nothing() -> None:
             pass
@@ -134,7 +135,7 @@ class Meter:
 
 
 def owner_of(place: str) -> tuple[Any, str]:
-    """(the module, class or object that a place of PARTS is in, or None; its name there)."""
+    """Returns the module, class or object that holds an entry of PARTS, or None, and the name of the entry in it."""
     module, _, path = place.partition(":")
     *outer, name = path.split(".")
     try:
@@ -147,7 +148,7 @@ def owner_of(place: str) -> tuple[Any, str]:
 
 
 def _names(owner: Any) -> set[str]:
-    """The names that an owner defines itself: an inherited method is metered where it is written."""
+    """Returns the names that an owner defines itself; inherited methods are wrapped in the class that defines them."""
     slots = getattr(type(owner), "__slots__", ())
     return {*getattr(owner, "__dict__", ()), *slots}
 
@@ -156,7 +157,7 @@ def _put(owner: Any, name: str, value: Any) -> None:
     if isinstance(owner, type) or not hasattr(type(owner), "__slots__"):
         setattr(owner, name, value)
     else:
-        object.__setattr__(owner, name, value)  # works for frozen dataclasses too
+        object.__setattr__(owner, name, value)  # also works for frozen dataclasses
 
 
 def _loop(clock: Clock, run: Run, calls: int) -> int:
@@ -168,9 +169,11 @@ def _loop(clock: Clock, run: Run, calls: int) -> int:
 
 @dataclass(frozen=True)
 class Cost:
-    """Microseconds of host time for a call: the median of the groups' medians, the least of them, and the parts.
+    """The host time of a call in microseconds.
 
-    parts: means over calls, the median of the groups; `rest` is what no part has.
+    Attributes:
+        median, minimum: median and minimum over the medians of the groups.
+        parts: the mean time of each part in a group, median over the groups; `rest` is the time outside of all parts.
     """
 
     median: float
@@ -179,7 +182,7 @@ class Cost:
 
 
 def cost_of(run: Run, wait: Run, groups: int = GROUPS, calls: int = CALLS, clock: Clock = time.perf_counter_ns) -> Cost:
-    """The cost of warm calls in groups; `wait` is called between them, so that no queue of launches fills up."""
+    """Measures warm calls in groups. `wait` is called after each group, so that the launch queue does not fill up."""
     (cost,) = costs_in_turns([run], wait, groups, [calls], clock)
     return cost
 
@@ -187,9 +190,9 @@ def cost_of(run: Run, wait: Run, groups: int = GROUPS, calls: int = CALLS, clock
 def costs_in_turns(
     runs: Sequence[Run], wait: Run, groups: int, calls: Sequence[int], clock: Clock = time.perf_counter_ns
 ) -> list[Cost]:
-    """The costs of several kinds of calls, a group of each in turn: a host that gets slower does so for all of them.
+    """Measures several kinds of calls with interleaved groups, so that a change of the host's speed affects all alike.
 
-    calls: in a group of each.
+    `calls` has the number of calls per group for each of `runs`.
     """
     medians = _in_turns(
         [partial(_group_median, run, wait, of, clock) for run, of in zip(runs, calls, strict=True)], groups
@@ -210,7 +213,7 @@ def costs_in_turns(
 
 
 def _in_turns(measures: Sequence[Callable[[], Any]], groups: int) -> list[list[Any]]:
-    """What each of them measured in its groups, but for the warm ones before those that count."""
+    """Returns what each function measured in its groups, without the warm-up groups."""
     measured = [[measure() for measure in measures] for _ in range(WARM_GROUPS + groups)][WARM_GROUPS:]
     return [list(of_one) for of_one in zip(*measured, strict=True)]
 
@@ -232,8 +235,13 @@ def _group_parts(meter: Meter, run: Run, wait: Run, calls: int) -> dict[str, flo
 
 @dataclass(frozen=True)
 class HostCase:
-    """A call to measure. sizes: (batch, heads, length). given: whether the caller gives the arrays for the results.
-    ids: whether its mask reads an array of documents."""
+    """A call to measure.
+
+    Attributes:
+        sizes: (batch, heads, length).
+        given: the caller passes arrays for the results.
+        ids: the mask reads an array of document ids.
+    """
 
     name: str
     options: Mapping[str, Any]
@@ -244,8 +252,10 @@ class HostCase:
 
 @dataclass(frozen=True)
 class HostRow:
-    """A measured case of one pass, with one library's arrays, in microseconds. A start has no arrays, sizes or
-    parts."""
+    """The measured host time of one pass of a case with arrays of one library, in microseconds.
+
+    Rows of start.py have no library, sizes or parts.
+    """
 
     name: str
     target: str
@@ -265,7 +275,7 @@ MANY_TILES = (16, 32, 64)  # more tiles than any GPU has multiprocessors
 
 
 def host_cases() -> list[HostCase]:
-    """Plain calls of one tile and of many, with arrays given or not, and calls with masks and dropout."""
+    """Returns plain calls of one tile and of many, calls with arrays for results, with dropout, and with tile lists."""
     near = fg.trace_mask(lambda b, h, q, k: (abs(q - k) <= 128) | (k < 4), "near_or_global")
     causal = {"mask": fg.causal()}
     return [
@@ -287,13 +297,14 @@ def host_rows(
     calls: int = CALLS,
     **engine: Any,
 ) -> Iterator[HostRow]:
-    """Measures the cases on the current GPU, one after the other.
+    """Measures the cases on the current GPU, one after another.
 
     Args:
-        libraries: names from LIBRARIES, whose arrays are given; those that are installed where there are none.
-        passes: which to measure. target and `engine` are arguments of `flashgen.compile`; with emulate=True the library
-            is "numpy".
-        groups, calls: each measurement has so many groups of so many calls.
+        libraries: the array libraries, names of LIBRARIES; empty selects those that are installed.
+        passes: the passes to measure.
+        target: the argument of `flashgen.compile`.
+        groups, calls: the number of groups of a measurement, and of calls per group.
+        engine: further arguments of `flashgen.compile`; emulate=True requires the library "numpy".
     """
     for library in libraries or installed_libraries():
         for case in host_cases():
@@ -307,7 +318,7 @@ def host_rows(
 
 
 def installed_libraries() -> list[str]:
-    """The libraries whose arrays calls on this GPU take: CuPy, and torch where it can use the GPU."""
+    """Returns the array libraries that can use this GPU: CuPy, and torch if it sees the GPU."""
     try:
         import torch
     except ImportError:
@@ -316,7 +327,7 @@ def installed_libraries() -> list[str]:
 
 
 def run_of(attention: Any, case: HostCase, timed: Timed, library: str) -> Run:
-    """One call of a case."""
+    """Returns a function that performs one call of a case."""
     batch, heads, length = case.sizes
     shape = (batch, heads, length, 64)
     q, k, v, d_out, *into = (_random(library, shape, seed) for seed in range(8))
@@ -356,7 +367,7 @@ def _wait(library: str) -> None:
 
 
 def main() -> None:
-    """Prints the rows as JSON, for a checkout that has no `flashgen bench host`."""
+    """Prints the rows as JSON, for a checkout without `python -m benchmarks`."""
     rows = []
     for row in host_rows(target=sys.argv[1] if len(sys.argv) > 1 else None):
         rows.append(row.to_dict())

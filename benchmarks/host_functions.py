@@ -1,4 +1,4 @@
-"""What a function that is given at each call costs the host thread, beside the same variant as a spec: `bench host`."""
+"""Measures the host time of functions that are passed with each call, beside a spec of the same functions."""
 
 from __future__ import annotations
 
@@ -19,17 +19,19 @@ _MOST_WARMING = 3
 
 
 def function_names(compiled: bool = True) -> list[str]:
-    """The names of the rows of `function_rows`, in their order."""
+    """Returns the names of the rows of `function_rows` in order."""
     return [SPEC, GIVEN, *([SPEC + _COMPILED, GIVEN + _COMPILED, TORCHS + _COMPILED] if compiled else [])]
 
 
 def function_rows(groups: int = GROUPS, calls: int = CALLS, compiled: bool = True, **engine: Any) -> Iterator[HostRow]:
-    """Measures a call with a mask that reads ids and a score that reads a table, without gradients.
+    """Measures calls without gradients of a mask that reads document ids and a score that reads a table.
 
-    The spec has both functions from its beginning; flex_attention traces them at each call. With `compiled` all run
-    under torch.compile, too, beside torch's own flex_attention, whose block mask is made beforehand. All take turns.
+    A spec traces both functions once, flex_attention at each call. The groups of all calls are interleaved.
 
-    Args: groups, calls: each measurement has so many groups of so many calls. engine: emulate=True for the CPU.
+    Args:
+        groups, calls: the number of groups of a measurement, and of calls per group.
+        compiled: also measure both under torch.compile, beside torch's flex_attention with a block mask made before.
+        engine: emulate=True runs on the CPU.
     """
     import torch
 

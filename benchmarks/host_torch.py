@@ -1,4 +1,4 @@
-"""What torch's operator costs its host thread beside the attention itself and torch's own: `flashgen bench host`."""
+"""Measures the host time of flashgen's torch operator, beside that of the attention itself and of torch's SDPA."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ ITSELF, OPERATOR, SDPA = "attention(...)", "flashgen.torch.attention", "torch's 
 BY_HAND, EMPTY = "attention(...) in a function", "an empty function"
 _GRAPH, _CALLER = ", with a graph", ", in the caller's thread"
 _AUTOGRADS = ", in autograd's thread"
-_CHAIN = 16  # calls that one backward goes through, so that what it costs to begin is shared as by a model's layers
+_CHAIN = 16  # calls in one backward, which share its start-up time like the layers of a model
 
 Attend = Callable[[Any, Any, Any], Any]
 
 
 def _in_either_thread(names: Iterable[str]) -> list[str]:
-    """What is measured of backwards: each in autograd's own thread, and then in that of its caller."""
+    """Returns each name twice: for a backward in autograd's thread, and for one in the thread of the caller."""
     return [name + where for name in names for where in ("", _CALLER)]
 
 
 def operator_names(passes: Sequence[Timed] = PASSES) -> list[str]:
-    """The names of the rows of `operator_rows`, in their order."""
+    """Returns the names of the rows of `operator_rows` in order."""
     forward = [ITSELF, OPERATOR, SDPA, *(f"{name}{_GRAPH}" for name in (OPERATOR, SDPA, BY_HAND, EMPTY))]
     return [
         *(forward if "forward" in passes else []),
@@ -41,17 +41,19 @@ def operator_rows(
     chain: int = _CHAIN,
     **engine: Any,
 ) -> Iterator[HostRow]:
-    """Measures a causal call of one tile with torch's tensors: by itself, by the operator, and by SDPA.
+    """Measures a causal call of one tile with torch tensors: the attention itself, the operator, and SDPA.
 
-    The forward without gradients, and where autograd keeps what they need. The backward of the operator is a call's
-    share of one that goes through `chain` of them, as through the layers of a model. Two functions have the operator's
-    graph, which keeps five tensors: one calls the attention itself and does no more, the other computes nothing, which
-    is what autograd takes. It runs a backward in a thread of its own, where everything may take longer than in the
-    caller's, as cores that sleep in between are slow: the attention itself is timed there, too, by `chain` calls of it
-    in one function, and all others in the caller's thread, under torch.autograd.set_multithreading_enabled(False). All
-    calls of a pass take turns.
+    The forward is measured without gradients and with an autograd graph. The time of a backward is its share of a
+    backward through `chain` calls, as through the layers of a model. Two autograd functions serve as references. Both
+    save five tensors, like the operator: one calls the attention and does nothing else, the other computes nothing,
+    which is the overhead of autograd.
 
-    Args: those of `host_rows`; with emulate=True tensors are the CPU's.
+    Autograd runs a backward in a thread of its own, where everything may take longer, since the core of that thread
+    sleeps in between. The attention itself is therefore also measured in that thread, by `chain` calls in one function,
+    and the others also in the caller's thread, under torch.autograd.set_multithreading_enabled(False). The groups of
+    all calls of a pass are interleaved.
+
+    The arguments are those of `host_rows`; with emulate=True the tensors are on the CPU.
     """
     import torch
 
@@ -69,7 +71,7 @@ def operator_rows(
     learned = q.clone().requires_grad_()
 
     def rows(timed: Timed, runs: Mapping[str, Run], of: Mapping[str, int]) -> Iterator[HostRow]:
-        """of: how many calls a run has, where it is not one."""
+        """Measures runs; `of` has the number of calls of a run if it is not one."""
         times = [of.get(name, 1) for name in runs]
         costs = costs_in_turns([*runs.values()], wait, groups, [max(calls // each, 1) for each in times])
         for name, each, cost in zip(runs, times, costs, strict=True):
@@ -110,7 +112,7 @@ def _backward_in_caller(out: Any, learned: Any, d_out: Any) -> Any:
 
 
 def _operator(spec: Any, compiled: Any, target: str | None, engine: dict[str, Any]) -> Attend:
-    """The operator as users call it, by a spec; by what is compiled where a call must say for what."""
+    """Returns the operator of a spec, as users call it, or of the compiled attention if a target or engine is given."""
     from flashgen.torch import attention
 
     return partial(attention, compiled if target or engine else spec)
@@ -123,7 +125,7 @@ def _sdpa(q: Any, k: Any, v: Any) -> Any:
 
 
 def operator_summary(rows: Sequence[HostRow]) -> list[str]:
-    """How much more the operator takes than the attention itself in the same thread, and what autograd takes."""
+    """Returns lines with the overhead of the operator over the attention in the same thread, and that of autograd."""
     lines = []
     for timed in dict.fromkeys(row.timed for row in rows):
         of = {row.name.removesuffix(_GRAPH): row.median for row in rows if row.timed == timed}
@@ -139,7 +141,7 @@ def operator_summary(rows: Sequence[HostRow]) -> list[str]:
 
 
 def _within_autograd(run: Run, times: int) -> Callable[[Any], Any]:
-    """A function whose backward calls `run` so many times."""
+    """Returns an autograd function whose backward calls `run` that many times."""
     import torch
 
     class Within(torch.autograd.Function):
@@ -158,7 +160,7 @@ def _within_autograd(run: Run, times: int) -> Callable[[Any], Any]:
 
 
 def _by_hand(compiled: Any) -> Attend:
-    """What one writes around an attention to have gradients, on a GPU's tensors or by the emulator."""
+    """Returns a minimal autograd function around an attention, for tensors of a GPU or for the emulator."""
     import torch
 
     from flashgen.torch.tensors import to_array, to_tensor
@@ -184,6 +186,7 @@ def _by_hand(compiled: Any) -> Attend:
 
 
 def _empty() -> Attend:
+    """Returns an autograd function that saves five tensors and computes nothing."""
     import torch
 
     class Empty(torch.autograd.Function):
@@ -198,5 +201,5 @@ def _empty() -> Attend:
             _, k, v, *_ = ctx.saved_tensors
             return None, d_out, k, v
 
-    # As the operator calls it: without what `apply` does first for torch.func's transforms.
+    # The operator also skips the preparation for torch.func's transforms that `apply` makes.
     return partial(super(torch.autograd.Function, Empty).apply, ())

@@ -1,11 +1,12 @@
-"""Loss curves of trainings that differ in their attention alone, compared so that an error shows and chaos does not.
+"""Compares the loss curves of trainings that differ in their attention alone.
 
-Training amplifies whatever differs: two runs whose attentions round differently part by a factor in each step, until
-they are as far apart as any two good runs. So a curve is judged twice beside standard attention's, and beside a floor:
-what standard attention itself is apart from standard attention with other roundings.
+Training amplifies rounding differences: the losses of two runs whose attentions round differently diverge until they
+differ as much as those of any two runs. A curve is therefore compared with that of standard attention in two ways:
 
-- The first steps as they are, before anything was amplified: an attention that is wrong is apart from the beginning.
-- All steps, smoothed as the curves of papers are: by a trailing mean, which leaves the trend and takes the leaps.
+- over the first steps, unsmoothed, before differences have grown: a wrong attention differs from the beginning;
+- over all steps, smoothed by a trailing mean, which keeps the trend and removes spikes.
+
+The floor of both comparisons is the difference between standard attention and standard attention in float32.
 """
 
 from __future__ import annotations
@@ -15,30 +16,30 @@ from itertools import accumulate
 
 STANDARD, FLOOR = "standard", "standard in float32"
 FIRST, SMOOTHED = 30, 30
-"""How many of the first steps are compared as they are; over how many steps a curve is smoothed."""
+"""The number of first steps that are compared unsmoothed, and the window of the trailing mean."""
 
 
 def smoothed(losses: Sequence[float], steps: int = SMOOTHED) -> list[float]:
-    """The mean of the last `steps` losses at each step, of as many as there are at the first ones."""
+    """Returns the trailing mean over `steps` losses; the first means are over fewer."""
     sums = [0.0, *accumulate(losses)]
     return [(sums[i + 1] - sums[max(i + 1 - steps, 0)]) / min(i + 1, steps) for i in range(len(losses))]
 
 
 def apart(curve: Sequence[float], wanted: Sequence[float]) -> float:
-    """The largest difference of two curves of as many steps, relative to the second."""
+    """Returns the maximum relative difference of a curve from the wanted curve of the same length."""
     return max(abs(a - b) / abs(b) for a, b in zip(curve, wanted, strict=True))
 
 
 def compared(curves: Mapping[str, Sequence[float]]) -> list[str]:
-    """A line for each curve beside standard attention's, the floor first; nothing where there is no standard's."""
+    """Returns a line per curve, the floor first; no lines if the curve of standard attention is missing."""
     wanted = curves.get(STANDARD)
     others = [name for name in (FLOOR, *curves) if name in curves and name != STANDARD]
     if not wanted or not others:
         return []
     first = min(FIRST, len(wanted))
     lines = [
-        f"losses of {len(wanted)} steps beside standard attention's: the largest difference of means over "
-        f"{SMOOTHED} steps; and of single ones among the first {first}"
+        f"losses of {len(wanted)} steps beside standard attention's: maximum difference of means over {SMOOTHED} "
+        f"steps; of single losses among the first {first}"
     ]
     for name in dict.fromkeys(others):
         whole = apart(smoothed(curves[name]), smoothed(wanted))

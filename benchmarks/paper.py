@@ -1,8 +1,8 @@
-"""The FlashAttention paper's own table: one attention, forward and backward, standard beside flash: `bench paper`.
+"""The FlashAttention paper's problem, with standard attention beside flashgen: `python -m benchmarks paper`.
 
-Batch 64, 16 heads, length 1024, head dim 64, dropout 0.1, causal, float16 (Dao et al., "FlashAttention", 2022, figure
-2, left): GFLOPs, HBM traffic and time. Memory is added here. The closed forms of `flashgen.reference`, which know no
-mask, count the traffic; FLOPs are counted over the tiles that are visited.
+The problem has batch 64, 16 heads, length 1024, head dim 64, dropout 0.1, a causal mask and float16 (Dao et al.,
+"FlashAttention", 2022, figure 2, left). The paper's table shows GFLOPs, HBM traffic and time; this one adds memory. The
+closed forms of `flashgen.reference`, which ignore masks, count the traffic. FLOPs are counted over the visited tiles.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from flashgen.runtime.timing import Run, free_flush_buffer, median_ms
 PEERS = ("FA2", "cuDNN")  # backends of torch
 BATCH, HEADS, LENGTH, HEAD_DIM, DROPOUT = 64, 16, 1024, 64, 0.1
 _ELEMENT = 2  # bytes
-_RECOMPUTED = HEAD_DIM  # multiply-adds of QK for each score, which standard attention's backward does not repeat
+_RECOMPUTED = HEAD_DIM  # multiply-adds per score of QK^T, which the backward of standard attention does not recompute
 
-_Contender = tuple[Callable[[Timed], Run | None], tuple[float | None, int | None]]  # its runs; GFLOPs and HBM bytes
+_Contender = tuple[Callable[[Timed], Run | None], tuple[float | None, int | None]]  # runs; GFLOPs and HBM bytes
 
 
 @dataclass(frozen=True)
 class PaperRow:
-    """A contender: median milliseconds of each pass and of both, and the most memory in bytes, inputs included.
+    """A measured implementation: median milliseconds, and peak memory in bytes including the inputs.
 
-    gflops and hbm_bytes are counted for both passes; None where there is no closed form.
+    `gflops` and `hbm_bytes` are counted for both passes; they are None for implementations without a closed form.
     """
 
     name: str
@@ -51,14 +51,14 @@ class PaperRow:
 
 
 def paper_case() -> Case:
-    """The paper's problem."""
+    """Returns the paper's problem."""
     return Case(AttentionSpec(HEAD_DIM, "float16", mask=causal(), dropout=DROPOUT), LENGTH, BATCH, HEADS)
 
 
 def paper_rows(peers: Sequence[str] = ("FA2",), target: str | None = None) -> Iterator[PaperRow]:
-    """Standard attention in plain torch, torch's backends among `peers` that can do it, flashgen. Needs torch.
+    """Measures standard attention in plain torch, the backends of torch among `peers` that support it, and flashgen.
 
-    target is that of `flashgen.compile`.
+    `target` is that of `flashgen.compile`. Raises LaunchError if torch is missing.
     """
     try:
         import torch  # noqa: F401
@@ -117,26 +117,26 @@ def paper_summary(rows: Sequence[PaperRow]) -> list[str]:
 
 
 def standard_gflops(case: Case) -> float:
-    """GFLOPs of both passes that compute and keep every score: two products forward, four backward."""
+    """Counts GFLOPs of both passes with materialised scores: two products in the forward, four in the backward."""
     each = products(case.spec, "both") - _RECOMPUTED
     return 2.0 * case.batch * case.heads * case.length**2 * each / 1e9
 
 
 def flash_gflops(case: Case, attention: Attention) -> float:
-    """GFLOPs of both passes over the tiles that are visited: two products forward, five backward."""
+    """Counts GFLOPs of both passes over the visited tiles: two products in the forward, five in the backward."""
     share = attention.tiles(case.length).share
     return 2.0 * case.batch * case.heads * case.length**2 * products(case.spec, "both") * share / 1e9
 
 
 def standard_bytes(case: Case) -> int:
-    """HBM traffic in bytes of both passes of a standard attention that fuses its mask and dropout."""
+    """Counts the HBM traffic in bytes of both passes of standard attention with fused mask and dropout."""
     sizes = (case.length, case.length, case.spec.head_dim, case.spec.value_dim)
     total = traffic_standard(*sizes) + traffic_standard_backward(*sizes)
     return _ELEMENT * case.batch * case.heads * total.total
 
 
 def flash_bytes(case: Case, attention: Attention) -> int:
-    """HBM traffic in bytes of both passes by the papers' algorithms with flashgen's tiles; nothing counts as cached."""
+    """Counts the HBM traffic in bytes of both passes by the papers' algorithms, with flashgen's tiles and no cache."""
     head, value = case.spec.head_dim, case.spec.value_dim
     sizes, row = (case.length, case.length, head, value), 2 * (head + value)  # on-chip elements per row of a tile
     forward = traffic_flash2(*sizes, on_chip=row * attention.plan.tile_q)
@@ -149,7 +149,7 @@ def _sdpa(case: Case, backend: str, arrays: Arrays, timed: Timed) -> Run | None:
 
 
 def _standard(case: Case, timed: Timed, arrays: Arrays) -> Run | None:
-    """Attention as one writes it without a library: whole matrices of scores and probabilities."""
+    """Returns a run of attention with materialised matrices of scores and probabilities."""
     import torch
 
     hidden = torch.ones(case.length, case.length, dtype=torch.bool, device=arrays[0].device).triu(1)

@@ -1,4 +1,4 @@
-"""What it costs to begin: importing flashgen, and a spec's first compilation, from nothing and from disk."""
+"""Measures the import of flashgen, and the compilation of a spec with an empty and with a filled disk cache."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from benchmarks.host import HostRow
 
 REPEATS = 5
 STARTS = 3  # rows
-# Imports are timed in CPU time, which other work on the machine sways less. NVRTC has threads of its own.
+# Imports are measured in CPU time, which depends less on the load of the machine. Compilations are measured in wall
+# time, since NVRTC has threads of its own.
 _PROGRAM = """
 import json, sys, time
 begin = time.process_time()
@@ -32,7 +33,7 @@ print(json.dumps([imported - there, time.perf_counter() - start, attention.targe
 
 
 def start_rows(target: str | None = None, repeats: int = REPEATS) -> Iterator[HostRow]:
-    """Measures new processes, with a cache of their own; `target` is that of `flashgen.compile`."""
+    """Measures in new processes with a fresh disk cache; `target` is that of `flashgen.compile`."""
     name = ""
     imports: list[float] = []
     compiled: list[float] = []
@@ -54,7 +55,7 @@ def start_rows(target: str | None = None, repeats: int = REPEATS) -> Iterator[Ho
 
 
 def _start(cache: str, scale: float, target: str | None) -> tuple[float, float, str]:
-    """Seconds of an import and of a compilation in a new process, and the target that it compiled for."""
+    """Returns seconds of the import and of a compilation in a new process, and the target of the compilation."""
     command = [sys.executable, "-c", _PROGRAM, str(scale), target or ""]
     environment = os.environ | {"FLASHGEN_CACHE_DIR": cache}
     done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)

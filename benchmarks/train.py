@@ -1,8 +1,8 @@
-"""Training GPT-2 124M by one attention after another, in one run: `flashgen bench train`.
+"""Trains GPT-2 124M with several attention implementations in one run: `python -m benchmarks train`.
 
-bfloat16 autocast and fused AdamW, on the text that ships with Python. Median time of a step and the most memory; and
-the loss over some steps, from the same weights on the same batches, whose curve must be that of standard attention:
-loss_curves.py says how they are compared.
+Training uses bfloat16 autocast and fused AdamW, on text that ships with Python. It measures the median time of a step
+and the peak memory. Optionally it records the losses of the first steps, from the same weights and on the same batches,
+which loss_curves.py compares with those of standard attention.
 """
 
 from __future__ import annotations
@@ -22,16 +22,24 @@ from flashgen.runtime.timing import free_flush_buffer
 
 ATTENTIONS = (STANDARD, "FA2", "cuDNN", "Flex", "flashgen")
 MODES = ("eager", "compile")
-SHAPES = ((32, 1024), (4, 8192))  # batch, length
+SHAPES = ((32, 1024), (4, 8192))  # (batch, length)
 LONG = (1, 65536)
 LONG_WINDOW, LONG_DOCUMENTS = 1024, 16
-_LONG_ATTENTIONS = ("Flex", "flashgen")  # the others know no windows
+_LONG_ATTENTIONS = ("Flex", "flashgen")  # the others do not support windows
 _WARMUP, _STEPS = 6, 20
 
 
 @dataclass(frozen=True)
 class TrainRow:
-    """A contender at a shape: median milliseconds a step, tokens a second, the most memory, and losses where asked."""
+    """The training of a model with one attention at one shape.
+
+    Attributes:
+        name, mode: the attention, and "eager" or "compile".
+        ms: median milliseconds per step; None if the training failed.
+        peak_bytes: peak device memory.
+        losses: the losses of the first steps; empty if they were not requested.
+        problem: the message of the error that ended the training.
+    """
 
     name: str
     mode: str
@@ -54,11 +62,14 @@ def train_rows(
     loss_steps: int = 0,
     long: bool = False,
 ) -> Iterator[TrainRow]:
-    """A row for each shape, mode and attention; losses of so many steps at the first shape, under the first mode.
+    """Trains a model for each shape, mode and attention, and yields their rows.
 
-    Where standard attention's losses are wanted, a row more trains it in float32: the floor of comparisons.
-
-    long: at 65536 tokens instead, with a sliding window of 1024 and 16 packed documents, by Flex and flashgen alone.
+    Args:
+        names, modes, shapes: what to train; names from ATTENTIONS, modes from MODES, shapes as (batch, length).
+        loss_steps: the number of steps whose losses are recorded, at the first shape and in the first mode. Standard
+            attention is then also trained with scores in float32, as the floor of comparisons.
+        long: train at 65536 tokens instead of `shapes`, with a sliding window of 1024 in 16 packed documents, with
+            Flex and flashgen alone.
     """
     try:
         import torch
@@ -73,16 +84,16 @@ def train_rows(
 def trainings(
     names: Sequence[str], modes: Sequence[str], shapes: Sequence[tuple[int, int]], loss_steps: int, long: bool
 ) -> list[tuple[str, str, tuple[int, int], int]]:
-    """(attention, mode, shape, steps whose losses are wanted) of each row of `train_rows`."""
-    made = []
+    """Returns (attention, mode, shape, number of recorded losses) for each row of `train_rows`."""
+    planned = []
     for number, shape in enumerate([LONG] if long else shapes):
         for mode in modes:
             steps = loss_steps if number == 0 and mode == modes[0] else 0
             named = [name for name in names if not long or name in _LONG_ATTENTIONS]
             if steps and STANDARD in named:
                 named.insert(named.index(STANDARD) + 1, FLOOR)
-            made += [(name, mode, shape, steps) for name in named]
-    return made
+            planned += [(name, mode, shape, steps) for name in named]
+    return planned
 
 
 def _row(name: str, mode: str, batch: int, length: int, attend: Callable[..., Any], loss_steps: int) -> TrainRow:
@@ -95,7 +106,7 @@ def _row(name: str, mode: str, batch: int, length: int, attend: Callable[..., An
     row = partial(TrainRow, name, mode, batch, length)
     try:
         times, peak, losses = _trained(attend, mode, batch, length, loss_steps)
-    except (RuntimeError, ValueError) as error:  # a peer that cannot do a shape, or runs out of memory
+    except (RuntimeError, ValueError) as error:  # the peer does not support the shape, or memory is exhausted
         return row(None, None, None, (), f"{type(error).__name__}: {str(error).splitlines()[0]}"[:200])
     ms = statistics.median(times)
     return row(ms, 1000 * batch * length / ms, peak, losses)
@@ -104,7 +115,7 @@ def _row(name: str, mode: str, batch: int, length: int, attend: Callable[..., An
 def _trained(
     attend: Callable[..., Any], mode: str, batch: int, length: int, loss_steps: int
 ) -> tuple[list[float], int, tuple[float, ...]]:
-    """Milliseconds of steps, the most memory in bytes, and losses."""
+    """Returns the milliseconds of steps, the peak memory in bytes, and the losses of the first steps."""
     import cupy
     import torch
 
@@ -129,7 +140,7 @@ def _trained(
 
 
 def _causal(name: str) -> Callable[..., Any]:
-    """Causal attention by a contender's name."""
+    """Returns the causal attention of that name."""
     import torch
     from torch.nn import functional
     from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -152,7 +163,7 @@ def _causal(name: str) -> Callable[..., Any]:
 
 
 def _standard(q: Any, k: Any, v: Any) -> Any:
-    """Attention as one writes it without a library: whole matrices of scores and weights."""
+    """Computes causal attention with materialised matrices of scores and weights."""
     import torch
 
     scores = q @ k.transpose(-2, -1) * q.shape[-1] ** -0.5
@@ -161,7 +172,7 @@ def _standard(q: Any, k: Any, v: Any) -> Any:
 
 
 def _standard_in_float32(q: Any, k: Any, v: Any) -> Any:
-    """The same of the same numbers, with scores and weights that are never rounded to 16 bits."""
+    """Computes standard attention of the same inputs with scores and weights in float32."""
     import torch
 
     with torch.autocast(q.device.type, enabled=False):
@@ -169,23 +180,23 @@ def _standard_in_float32(q: Any, k: Any, v: Any) -> Any:
 
 
 def _flex(mask: Callable[..., Any]) -> Callable[..., Any]:
-    """FlexAttention, compiled, with a block mask that is made for each length once."""
+    """Returns compiled FlexAttention, whose block mask is created once per length."""
     import torch
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-    compiled, made = torch.compile(flex_attention), {}
+    compiled, block_masks = torch.compile(flex_attention), {}
 
     def attend(q: Any, k: Any, v: Any) -> Any:
         length = q.shape[2]
-        if length not in made:
-            made[length] = create_block_mask(mask, None, None, length, length, "cuda", _compile=True)
-        return compiled(q, k, v, block_mask=made[length])
+        if length not in block_masks:
+            block_masks[length] = create_block_mask(mask, None, None, length, length, "cuda", _compile=True)
+        return compiled(q, k, v, block_mask=block_masks[length])
 
     return attend
 
 
 def _long(name: str, length: int) -> Callable[..., Any]:
-    """A sliding window within packed documents."""
+    """Returns the attention of that name with a sliding window within packed documents."""
     import torch
 
     ids = torch.arange(length, device="cuda", dtype=torch.int32) // (length // LONG_DOCUMENTS)
@@ -197,7 +208,7 @@ def _long(name: str, length: int) -> Callable[..., Any]:
 
 
 def train_summary(rows: Sequence[TrainRow]) -> list[str]:
-    """flashgen beside the best other of each shape and mode, and losses beside standard attention's."""
+    """Returns lines that compare flashgen with the fastest other attention, and losses with standard attention's."""
     lines = []
     for mode, batch, length in dict.fromkeys((row.mode, row.batch, row.length) for row in rows):
         timed = {row.name: row for row in rows if (row.mode, row.batch, row.length) == (mode, batch, length) and row.ms}

@@ -1,6 +1,6 @@
-"""Sequences on several GPUs, beside torch's and a ring over FlashAttention-2: `flashgen bench context`.
+"""Attention of one sequence on several GPUs, beside other implementations: `python -m benchmarks context`.
 
-Each rank is a process that this package starts, so that no launcher is needed.
+This package starts a process for each rank, so that no launcher is needed.
 """
 
 from benchmarks.context.ranks import gpus_here

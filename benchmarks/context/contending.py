@@ -1,4 +1,4 @@
-"""What is measured on several GPUs: flashgen's schemes, one GPU alone, and peers; each a run of one pass."""
+"""The implementations that are measured on several GPUs, each as a function that runs one pass."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SCHEMES = ("ring", "all_gather", "ulysses")
 
 
 def tensors(shape: Shape, tokens: int) -> Tensors:
-    """Random q, k, v and dO of a GPU's tokens; each rank has its own."""
+    """Returns random q, k, v and dO of the tokens of a GPU, different on each rank."""
     torch.manual_seed(dist.get_rank())
     q, k, v, d_out = (
         torch.randn(1, heads, tokens, shape.head_dim, device="cuda", dtype=torch.bfloat16)
@@ -36,33 +36,33 @@ def tensors(shape: Shape, tokens: int) -> Tensors:
 
 
 def spec_of(shape: Shape) -> AttentionSpec:
-    """What the shape is of."""
+    """Returns the spec of a shape."""
     mask = causal() if shape.window is None else sliding_window(shape.window)
     return AttentionSpec(shape.head_dim, "bfloat16", mask=mask)
 
 
 def alone(shape: Shape, timed: str, given: Tensors) -> Run:
-    """One GPU, that has a sequence for itself."""
+    """Returns a run of a sequence on one GPU."""
     return _run(partial(attention_of_one, spec_of(shape)), timed, given)
 
 
 def flashgen(scheme: str) -> Callable[[Shape, str, Tensors], Run]:
-    """One of flashgen's schemes."""
+    """Returns the function that creates runs of one of flashgen's schemes."""
 
-    def made(shape: Shape, timed: str, given: Tensors) -> Run:
+    def create(shape: Shape, timed: str, given: Tensors) -> Run:
         call = partial(attention, spec_of(shape), scheme=scheme, shards=shape.shards)
         return _run(call, timed, given)
 
-    return made
+    return create
 
 
 class Captured:
-    """A ring in a CUDA graph, captured with its messages and replayed: as a program does that calls it in each step."""
+    """A ring that is captured in a CUDA graph, messages included, and replayed."""
 
     def __init__(self, shape: Shape, timed: str, given: Tensors) -> None:
         run, beside = flashgen("ring")(shape, timed, given), torch.cuda.Stream()
         beside.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(beside):  # what is made once is made before
+        with torch.cuda.stream(beside):  # caches are filled before the capture
             for _ in range(3):
                 run()
         torch.cuda.current_stream().wait_stream(beside)
@@ -76,16 +76,16 @@ class Captured:
 
 
 def ring_over_flash(shape: Shape, timed: str, given: Tensors) -> Run:
-    """A zigzag ring over torch's own FlashAttention-2."""
+    """Returns a run of a zigzag ring over torch's FlashAttention-2."""
     if shape.window is not None:
         raise NotImplementedError("torch's FlashAttention-2 operator has no window")
     return _run(FlashRing(dist.group.WORLD), timed, given)
 
 
 class OfTorch:
-    """torch's context_parallel over its FlashAttention-2: calls are made inside of `around`.
+    """torch's context_parallel over its FlashAttention-2. Calls must be made inside the context `around`.
 
-    repeated: with the heads of k and v repeated beforehand, for where its ring does not take fewer than those of q.
+    With `repeated`, key and value heads are repeated beforehand, in case its ring does not support fewer than q has.
     """
 
     def __init__(self, shape: Shape, timed: str, given: Tensors, repeated: bool = False) -> None:
@@ -102,7 +102,7 @@ class OfTorch:
 
     @contextmanager
     def around(self) -> Iterator[None]:
-        """What calls are made inside of. It wants something to shard; these inputs are a rank's already."""
+        """Opens the context of calls. It requires a buffer to shard, although the inputs are shards already."""
         marker = torch.zeros(2 * dist.get_world_size(), device="cuda")
         sharding = context_parallel(self._mesh, buffers=[marker], buffer_seq_dims=[0], no_restore_buffers={marker})
         with sdpa_kernel(SDPBackend.FLASH_ATTENTION), sharding:
@@ -124,8 +124,15 @@ CONTENDERS: dict[str, Callable[[Shape, str, Tensors], Run]] = {
 }
 
 
+def maximum_of_ranks(value: float) -> float:
+    """Returns the maximum of a value over all ranks."""
+    every = torch.tensor([value], dtype=torch.float64, device="cuda")
+    dist.all_reduce(every, dist.ReduceOp.MAX)
+    return float(every)
+
+
 def _run(call: Callable[..., Any], timed: str, given: Tensors) -> Run:
-    """One pass of a call: forward, or both."""
+    """Returns a run of one pass of a call, "forward" or "both"."""
     *inputs, d_out = given
 
     def forward() -> None:

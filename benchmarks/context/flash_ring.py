@@ -1,8 +1,9 @@
-"""A zigzag ring written over torch's FlashAttention-2 operators, as one writes it by hand: what to be compared with.
+"""A baseline: a hand-written zigzag ring over the FlashAttention-2 operators of torch.
 
-Each step calls the operator once: on its own rows with a causal mask, then on all queries and the first half of earlier
-ranks' keys, or on the later half of the queries and all keys of later ones. Partial results are merged in float32 as
-they come. Source of the scheme: Liu et al. 2023, Ring Attention; zigzag as in Llama 3's and others' training.
+Each step calls the operator once. The first step attends to the keys of the own rank with a causal mask. For keys of
+earlier ranks, all queries attend to the first half of the keys; for keys of later ranks, the second half of the queries
+attends to all keys. Partial outputs are merged in float32 after each step. Ring attention is from Liu et al. 2023; the
+zigzag order is that of the training of Llama 3.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ _BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_backward
 
 
 class FlashRing:
-    """attention(q, k, v) of (batch, heads, rows, dim), causal, of a rank's two chunks of zigzag."""
+    """Causal attention of q, k, v (batch, heads, rows, dim), whose rows are the two zigzag chunks of a rank."""
 
     def __init__(self, group: Any) -> None:
         self.group, self.rank, self.ranks = group, dist.get_rank(group), dist.get_world_size(group)
@@ -26,7 +27,7 @@ class FlashRing:
         return _Ring.apply(self, q, k, v)
 
     def rotate(self, *tensors: Any) -> tuple[list[Any], list[Any]]:
-        """Sends tensors to the next rank; (what comes from the one before, what to wait for)."""
+        """Sends tensors to the next rank. Returns buffers for those of the previous rank, and the pending requests."""
         there = [torch.empty_like(tensor) for tensor in tensors]
         to, of = (self.rank + 1) % self.ranks, (self.rank - 1) % self.ranks
         operations = [dist.P2POp(dist.isend, tensor, group=self.group, group_peer=to) for tensor in tensors]
@@ -34,7 +35,7 @@ class FlashRing:
         return there, list(dist.batch_isend_irecv(operations))
 
     def halves(self, step: int, rows: int) -> tuple[slice, slice]:
-        """The queries and the keys of a step behind the first."""
+        """Returns the queries and the keys of a step after the first."""
         half = rows // 2
         return (slice(0, rows), slice(0, half)) if step <= self.rank else (slice(half, rows), slice(0, rows))
 

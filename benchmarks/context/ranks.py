@@ -1,4 +1,4 @@
-"""Starts a process for each GPU, asks them all the same, and gives what the first one answers."""
+"""Starts a process for each GPU, sends all of them the same questions, and returns the answers of rank 0."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from flashgen.errors import LaunchError
 
 
 def gpus_here() -> int:
-    """GPUs that processes started here see."""
+    """Returns the number of GPUs that processes started here see."""
     import torch
 
     return int(torch.cuda.device_count())
 
 
 def answers_of_ranks(ranks: int, asked: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """An answer for each question, as soon as it is there. LaunchError where a rank ends before the last one."""
+    """Yields the answer to each question as soon as it arrives. Raises LaunchError if a rank ends too early."""
     with tempfile.TemporaryDirectory(prefix="flashgen-ranks-") as folder:
         processes = [_started(rank, ranks, folder, asked) for rank in range(ranks)]
         try:

@@ -1,4 +1,4 @@
-"""Rows of the table of several GPUs, from what their processes measure."""
+"""The rows of the table of several GPUs, from the measurements of their processes."""
 
 from __future__ import annotations
 
@@ -9,17 +9,20 @@ from typing import Any
 
 from benchmarks.context.ranks import answers_of_ranks
 
-# flashgen's schemes, the first also in a CUDA graph; torch's context_parallel, also with repeated heads of k and v; a
-# ring over FlashAttention-2.
+# The schemes of flashgen, "ring" also as a CUDA graph; torch's context_parallel, also with repeated key heads; a ring
+# over FlashAttention-2.
 CONTENDERS = ("ring", "ring-captured", "all_gather", "ulysses", "torch", "torch-repeated", "FA2-ring")
 
 
 @dataclass(frozen=True)
 class Shape:
-    """What is measured: tokens of a GPU and heads of attention, of one sequence.
+    """The sizes of a measured sequence.
 
-    window: keys before a query that it sees, None for all (a causal mask). shards: which of the tokens a GPU has. long:
-    whether sampled rows are compared with float64.
+    Attributes:
+        tokens: tokens per GPU.
+        window: the number of earlier keys that a query sees; None for a causal mask.
+        shards: the assignment of tokens to GPUs, "zigzag" or "plain".
+        long: compare sampled rows with float64.
     """
 
     tokens: int
@@ -32,25 +35,21 @@ class Shape:
 
     @property
     def name(self) -> str:
-        """Tokens of a GPU, and the window with its shards."""
+        """The tokens per GPU, and the window with its shards."""
         return f"{self.tokens}" + (f" window {self.window} {self.shards}" if self.window is not None else "")
 
     def flops(self, ranks: int, timed: str) -> float:
-        """A GPU's share of the FLOPs of scores that count: 4 for each and element, and 2.5 times as many backward."""
-        length = self.tokens * ranks
-        return self._of(length, timed) / ranks
-
-    def flops_of_one(self, timed: str, length: int) -> float:
-        """Of a sequence that one GPU has alone."""
-        return self._of(length, timed)
+        """Returns the share of each GPU in the FLOPs of the whole sequence."""
+        return self.flops_of_one(timed, self.tokens * ranks) / ranks
 
     def ideal_length(self, ranks: int) -> int:
-        """Tokens of a sequence that has a GPU's share of the FLOPs, about: so one GPU alone is measured."""
+        """Returns the length of a sequence that has about the FLOPs of one GPU's share, for the reference."""
         if self.window is not None:
             return self.tokens
         return round(self.tokens * math.sqrt(ranks) / 128) * 128
 
-    def _of(self, length: int, timed: str) -> float:
+    def flops_of_one(self, timed: str, length: int) -> float:
+        """Returns the FLOPs of unmasked scores of a sequence; the backward has 2.5 times those of the forward."""
         seen = length if self.window is None else min(self.window, length)
         scores = seen * (seen + 1) / 2 + (length - seen) * (seen + 1 if self.window is not None else seen)
         products = 1.0 if timed == "forward" else 3.5
@@ -59,9 +58,15 @@ class Shape:
 
 @dataclass(frozen=True)
 class ContextRow:
-    """Median milliseconds by contender and of one GPU alone, TFLOP/s of a GPU, and speeds of that of one GPU.
+    """The measurements of a shape and pass.
 
-    sampled: of a long sequence, the largest relative errors by result. gigabytes: the most memory of a GPU.
+    Attributes:
+        one_ms: median milliseconds of the reference, one GPU alone.
+        milliseconds, tflops: medians, and TFLOP/s per GPU, by implementation.
+        of_ideal: the speed relative to the reference, by implementation.
+        problems: the errors of implementations that could not be measured.
+        sampled: the maximum relative errors of a long sequence, by result.
+        gigabytes: peak memory of a GPU.
     """
 
     ranks: int
@@ -77,7 +82,7 @@ class ContextRow:
 
     @property
     def name(self) -> str:
-        """That of the shape."""
+        """The name of the shape."""
         return self.shape.name
 
     def to_dict(self) -> dict[str, Any]:
@@ -87,7 +92,7 @@ class ContextRow:
 def context_rows(
     ranks: int, shapes: Sequence[Shape], contenders: Sequence[str] = CONTENDERS, passes: Sequence[str] = ("forward",)
 ) -> Iterator[ContextRow]:
-    """Measures shapes and passes, "forward" or "both", on so many GPUs of this machine, in one start of processes."""
+    """Measures shapes and passes, "forward" or "both", on `ranks` GPUs of this machine. Starts processes once."""
     asked: list[dict[str, Any]] = [
         {
             "shape": asdict(shape),
@@ -112,24 +117,24 @@ def context_rows(
 
 
 def context_summary(rows: Sequence[ContextRow]) -> list[str]:
-    """The least share of the ideal, what was left out, and errors of long sequences."""
-    said = []
+    """Returns lines with the minimum speed relative to one GPU, problems, and errors of long sequences."""
+    lines = []
     for timed in dict.fromkeys(row.timed for row in rows):
         best = [max(row.of_ideal.values()) for row in rows if row.timed == timed and row.of_ideal]
         if best:
-            said.append(f"{timed}: the best scheme has at least {min(best):.2f} of one GPU's own speed")
+            lines.append(f"{timed}: the best scheme has at least {min(best):.2f} of one GPU's own speed")
     for (name, problem), where in _problems(rows).items():
         rest = f" and {len(where) - 1} more" if len(where) > 1 else ""
-        said.append(f"{where[0]}{rest}, {name}: {problem}")
+        lines.append(f"{where[0]}{rest}, {name}: {problem}")
     for row in rows:
         if row.sampled:
             errors = ", ".join(f"{name} {error:.1e}" for name, error in row.sampled.items())
-            said.append(f"{row.name} {row.timed}: largest relative errors of sampled rows: {errors}")
-    return said
+            lines.append(f"{row.name} {row.timed}: largest relative errors of sampled rows: {errors}")
+    return lines
 
 
 def _problems(rows: Sequence[ContextRow]) -> dict[tuple[str, str], list[str]]:
-    """The rows, as they are called, in which a contender could not be measured for the same reason."""
+    """Returns the names of rows that have the same problem, by (implementation, problem)."""
     found: dict[tuple[str, str], list[str]] = {}
     for row in rows:
         for why in row.problems.items():

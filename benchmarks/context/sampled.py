@@ -1,7 +1,7 @@
-"""Rows of a long sequence against float64: outputs, LSE and dQ of some queries, dK and dV of some keys.
+"""Compares sampled rows of a long sequence with float64: output, LSE and dQ of queries, dK and dV of keys.
 
-All that a row of outputs needs is computed anew in float64 from q, k and v. Gradients of keys need every row's LSE and
-D, which are those of the call, whose own sampled rows are compared.
+Rows of outputs are recomputed in float64 from q, k and v. Gradients of keys need the LSE and the output of every row;
+they use those of the call, whose sampled rows are compared as well.
 """
 
 from __future__ import annotations
@@ -11,17 +11,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.context.contending import Tensors, spec_of
+from benchmarks.context.contending import Tensors, maximum_of_ranks, spec_of
 from benchmarks.context.rows import Shape
 from flashgen.torch.context_parallel import attention, positions, unshard
 
-_ROWS = 8  # of each rank
-_CHUNK = 65536  # queries whose scores with the sampled keys are held at once
+_ROWS = 8  # sampled per rank
+_CHUNK = 65536  # queries per block of scores with the sampled keys
 
 
 def errors(shape: Shape, tensors: Tensors, scheme: str) -> dict[str, float]:
-    """The largest error of sampled rows by result, relative to the largest of these numbers; of the first and the last
-    head of the queries."""
+    """Returns the maximum error of sampled rows by result, relative to the maximum magnitude of the reference.
+
+    Samples are taken from the first and the last head.
+    """
     q, k, v, d_out = tensors
     shards = shape.shards
     out, lse = attention(spec_of(shape), q, k, v, scheme=scheme, shards=shards, return_lse=True)
@@ -40,7 +42,7 @@ def errors(shape: Shape, tensors: Tensors, scheme: str) -> dict[str, float]:
         for head in (0, shape.heads_kv - 1):
             heads = slice(head * group, (head + 1) * group)
             _compare(found, *_of_keys(shape, tensors, (out, lse, dk, dv), head, heads, shards, own, chosen))
-    return {name: _most(error) for name, error in found.items()}
+    return {name: maximum_of_ranks(error) for name, error in found.items()}
 
 
 def _seen(shape: Shape, of_q: Any, of_k: Any) -> Any:
@@ -62,7 +64,7 @@ def _of_queries(shape: Shape, queries: list[Any], keys: list[Any], places: Any) 
 def _of_keys(
     shape: Shape, tensors: Tensors, made: Any, head: int, heads: slice, shards: str, own: Any, chosen: Any
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """(what the call gave, what is right) of the sampled keys of all ranks: each sums what its own queries give."""
+    """Returns (computed, reference) gradients of the sampled keys of all ranks; ranks sum over their queries."""
     (q, k, v, d_out), (out, lse, dk, dv), scale = tensors, made, shape.head_dim**-0.5
     every = [_gathered(tensor[0, head, chosen]) for tensor in (k, v, dk, dv)]
     places = _gathered(own[chosen])
@@ -95,9 +97,3 @@ def _compare(found: dict[str, float], got: dict[str, Any], wanted: dict[str, Any
     for name, right in wanted.items():
         error = float((got[name].double() - right).abs().max() / right.abs().max())
         found[name] = max(found.get(name, 0.0), error)
-
-
-def _most(value: float) -> float:
-    every = torch.tensor([value], dtype=torch.float64, device="cuda")
-    dist.all_reduce(every, dist.ReduceOp.MAX)
-    return float(every)

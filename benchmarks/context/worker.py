@@ -1,4 +1,4 @@
-"""One rank: measures what it is asked, together with the others; the first one prints answers, a line of JSON each.
+"""The process of a rank: answers questions together with the other ranks; rank 0 prints each answer as a JSON line.
 
 python -m benchmarks.context.worker RANK RANKS FOLDER QUESTIONS
 """
@@ -18,13 +18,13 @@ from benchmarks.context.rows import Shape
 from flashgen.errors import FlashgenError
 
 _ROUNDS = 3
-_BUDGET_MS = 400.0  # of a contender in a round
+_BUDGET_MS = 400.0  # of an implementation in a round
 
 
 def main(rank: int, ranks: int, folder: str, questions: str) -> None:
-    """Joins the others, and answers all questions."""
+    """Joins the process group, and answers all questions."""
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what libraries print is no answer
+    os.dup2(2, 1)  # output of libraries goes to stderr
     import torch
     import torch.distributed as dist
 
@@ -74,13 +74,15 @@ def _answer(shape: Shape, length_of_one: int, timed: str, contenders: list[str])
         "milliseconds": times,
         "problems": problems,
         "sampled": errors,
-        "gigabytes": _most(gigabytes),
+        "gigabytes": contending.maximum_of_ranks(gigabytes),
     }
 
 
 def _medians(runs: Mapping[str, Callable[[], Any]], once: bool) -> dict[str, float]:
-    """Median milliseconds of a run, of rounds in which all take turns: the slowest rank's. A run that is long is timed
-    once more, or with `once` no more."""
+    """Returns median milliseconds of the slowest rank over rounds in which the runs are interleaved.
+
+    A run that exceeds the budget of a round is timed in one round only; with `once`, all runs are timed a single time.
+    """
     found = {name: [_ms(run, 1)] for name, run in runs.items()}
     for _ in range(0 if once else _ROUNDS):
         for name, run in runs.items():
@@ -91,8 +93,11 @@ def _medians(runs: Mapping[str, Callable[[], Any]], once: bool) -> dict[str, flo
 
 
 def _ms(run: Callable[[], Any], repeats: int) -> float:
+    """Returns the mean milliseconds of `repeats` runs, those of the slowest rank."""
     import torch
     import torch.distributed as dist
+
+    from benchmarks.context.contending import maximum_of_ranks
 
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     with _around(run):
@@ -105,22 +110,12 @@ def _ms(run: Callable[[], Any], repeats: int) -> float:
             run()
         end.record()
         end.synchronize()
-    return _most(start.elapsed_time(end) / repeats)
+    return maximum_of_ranks(start.elapsed_time(end) / repeats)
 
 
 def _around(run: Any) -> Any:
-    """What a run is made inside of."""
+    """Returns the context in which a run must be called."""
     return run.around() if hasattr(run, "around") else nullcontext()
-
-
-def _most(value: float) -> float:
-    """The largest of all ranks' numbers."""
-    import torch
-    import torch.distributed as dist
-
-    every = torch.tensor([value], dtype=torch.float64, device="cuda")
-    dist.all_reduce(every, dist.ReduceOp.MAX)
-    return float(every)
 
 
 if __name__ == "__main__":

@@ -117,7 +117,7 @@ def test_without_matplotlib_it_says_what_to_install(monkeypatch: pytest.MonkeyPa
     ("content", "output", "said"),
     [
         ("{", "x.svg", "cannot be read as JSON"),
-        ("{}", "x.svg", "there are no rows"),
+        ("{}", "x.svg", "holds no rows"),
         ("{}", "x.pdf", "must end in .svg"),
     ],
 )
