@@ -114,7 +114,7 @@ def write_drawing(drawing: Drawing, path: Path) -> None:
     from flashgen.analysis.drawing.tile_maps import summary
 
     if path.suffix != ".svg":
-        raise ArgumentError(f"--output {path}: pictures are written as SVG; give {path.with_suffix('.svg').name}")
+        raise ArgumentError(f"--output {path}: pictures are written as SVG, to a file whose name ends in .svg")
     with writing(path):
         write_file(path, svg(drawing))
     typer.echo(summary(drawing.tiles, *drawing.place.numbers))

@@ -254,7 +254,7 @@ def test_show_writes_pictures(tmp_path: Path) -> None:
     assert "of the work: 512 queries" in invoke(*arguments, svg).stdout
     assert svg.read_text() == invoke("show", "causal()", "--target", "sm_80", "--what", "svg", "--len-q", 512).stdout
     refused = invoke(*arguments, tmp_path / "map.png", expect=2).stderr
-    assert "pictures are written as SVG; give map.svg" in refused and not (tmp_path / "map.png").exists()
+    assert "pictures are written as SVG" in refused and not (tmp_path / "map.png").exists()
     assert "cannot be written" in invoke(*arguments, tmp_path / "nowhere" / "map.svg", expect=2).stderr
 
 
