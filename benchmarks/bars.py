@@ -63,7 +63,7 @@ def draw(saved: Mapping[str, Any], form: str) -> bytes:
     with matplotlib.rc_context({"svg.hashsalt": "flashgen", "svg.fonttype": "none", "font.size": 9}):
         figure = Figure(figsize=(max(columns * (3 + 0.75 * width), _LEAST_WIDTH), 3.1 * lines), layout="constrained")
         places = figure.subplots(lines, columns, squeeze=False).ravel()
-        names = _contenders(name for panel in found for name in panel.bars)
+        names = _ordered(name for panel in found for name in panel.bars)
         colours = dict(zip(names, cycle(_COLOURS), strict=False))
         for axes, panel in zip(places, found, strict=False):
             _draw_panel(axes, panel, colours)
@@ -97,62 +97,62 @@ def _draw_panel(axes: Any, panel: Panel, colours: Mapping[str, str]) -> None:
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def _by_tflops(rows: Rows) -> list[Panel]:
+def _speed_panels(rows: Rows) -> list[Panel]:
     """Returns a panel per spec and pass, with a group per length, or per length and number of key heads."""
     found: list[Panel] = []
-    for (spec, timed), mine in _apart(rows, "spec", "timed"):
+    for (spec, timed), mine in _grouped(rows, "spec", "timed"):
         groups = [" ".join([str(row["length"]), *([row["name"]] if "heads_kv" in row else [])]) for row in mine]
-        bars = _by_contender(mine, "tflops")
-        found.append(Panel(f"{_called(spec)}, {timed}, by tokens of a sequence", "TFLOP/s", groups, bars))
+        bars = _by_implementation(mine, "tflops")
+        found.append(Panel(f"{_without_hash(spec)}, {timed}, by tokens of a sequence", "TFLOP/s", groups, bars))
     return found
 
 
-def _apart(rows: Rows, *columns: str) -> Iterator[tuple[tuple[Any, ...], Rows]]:
+def _grouped(rows: Rows, *columns: str) -> Iterator[tuple[tuple[Any, ...], Rows]]:
     """Yields each distinct tuple of values in these columns, with the rows that have these values."""
     held = [tuple(row[column] for column in columns) for row in rows]
     for values in dict.fromkeys(held):
         yield values, [row for row, its in zip(rows, held, strict=True) if its == values]
 
 
-def _called(spec: str) -> str:
+def _without_hash(spec: str) -> str:
     """Returns the name of a spec without its hash."""
     return re.sub(r"-[0-9a-f]{8}$", "", spec)
 
 
-def _of_ragged_batches(rows: Rows) -> list[Panel]:
+def _varlen_panels(rows: Rows) -> list[Panel]:
     found = []
-    for (spec, timed), mine in _apart(rows, "spec", "timed"):
-        bars = _by_contender(mine, "tflops")
+    for (spec, timed), mine in _grouped(rows, "spec", "timed"):
+        bars = _by_implementation(mine, "tflops")
         groups = [f"{row['documents']} in\n{row['tokens']}" for row in mine]
-        found.append(Panel(f"{_called(spec)}, {timed}, documents in tokens", "TFLOP/s", groups, bars))
+        found.append(Panel(f"{_without_hash(spec)}, {timed}, documents in tokens", "TFLOP/s", groups, bars))
     return found
 
 
-def _of_decoding(rows: Rows) -> list[Panel]:
+def _decode_panels(rows: Rows) -> list[Panel]:
     found = []
-    for (spec,), mine in _apart(rows, "spec"):
+    for (spec,), mine in _grouped(rows, "spec"):
         groups = ["\n".join(str(row["size"]).split(", ")) for row in mine]
-        bars = _by_contender(mine, "terabytes")
-        found.append(Panel(f"{_called(spec)}, by batch, heads, keys", "TB/s of K and V", groups, bars))
+        bars = _by_implementation(mine, "terabytes")
+        found.append(Panel(f"{_without_hash(spec)}, by batch, heads, keys", "TB/s of K and V", groups, bars))
     return found
 
 
-def _of_several_gpus(rows: Rows) -> list[Panel]:
+def _context_panels(rows: Rows) -> list[Panel]:
     found = []
-    for (ranks, timed), mine in _apart(rows, "ranks", "timed"):
+    for (ranks, timed), mine in _grouped(rows, "ranks", "timed"):
         groups = [str(row["name"]).replace(" ", "\n", 1) for row in mine]
         title = f"{ranks} GPUs, forward{' and backward' if timed == 'both' else ''}, by tokens of a GPU"
-        found.append(Panel(title, "TFLOP/s of a GPU", groups, _by_contender(mine, "tflops")))
+        found.append(Panel(title, "TFLOP/s of a GPU", groups, _by_implementation(mine, "tflops")))
     return found
 
 
-def _by_contender(rows: Rows, figure: str) -> dict[str, list[float | None]]:
+def _by_implementation(rows: Rows, figure: str) -> dict[str, list[float | None]]:
     """Returns a figure of each row by implementation."""
-    names = _contenders(name for row in rows for name in row[figure])
+    names = _ordered(name for row in rows for name in row[figure])
     return {name: [row[figure].get(name) for row in rows] for name in names}
 
 
-def _by_variant(rows: Rows) -> list[Panel]:
+def _variant_panels(rows: Rows) -> list[Panel]:
     columns = {"flashgen": "milliseconds", "deterministic": "deterministic_ms", "Flex": "flex_ms"}
     bars = {name: [row[column] for row in rows] for name, column in columns.items()}
     shown = {name: values for name, values in bars.items() if any(value is not None for value in values)}
@@ -169,17 +169,17 @@ def _by_variant(rows: Rows) -> list[Panel]:
     ]
 
 
-def _of_the_paper(rows: Rows) -> list[Panel]:
+def _paper_panels(rows: Rows) -> list[Panel]:
     passes = ("forward_ms", "backward_ms", "both_ms")
     bars = {row["name"]: [row[each] for each in passes] for row in rows}
     return [Panel("The FlashAttention paper's problem", "ms", [each.removesuffix("_ms") for each in passes], bars)]
 
 
-def _of_training(rows: Rows) -> list[Panel]:
+def _training_panels(rows: Rows) -> list[Panel]:
     found: list[Panel] = []
-    for (batch, length), mine in _apart(rows, "batch", "length"):
+    for (batch, length), mine in _grouped(rows, "batch", "length"):
         modes = list(dict.fromkeys(row["mode"] for row in mine))
-        names = _contenders(row["name"] for row in mine)
+        names = _ordered(row["name"] for row in mine)
         bars: dict[str, list[float | None]] = {name: [None] * len(modes) for name in names}
         for row in mine:
             bars[row["name"]][modes.index(row["mode"])] = row["ms"]
@@ -187,7 +187,7 @@ def _of_training(rows: Rows) -> list[Panel]:
     return found
 
 
-def _contenders(names: Any) -> list[str]:
+def _ordered(names: Any) -> list[str]:
     """Returns distinct names, those of flashgen first."""
     found = list(dict.fromkeys(names))
     return [name for name in _FIRST if name in found] + [name for name in found if name not in _FIRST]
@@ -195,11 +195,11 @@ def _contenders(names: Any) -> list[str]:
 
 # Columns that identify a kind of rows, and the function that makes its panels.
 _KINDS = {
-    frozenset({"spec", "timed", "length", "tflops"}): _by_tflops,
-    frozenset({"spec", "timed", "documents", "tokens", "tflops"}): _of_ragged_batches,
-    frozenset({"spec", "size", "terabytes"}): _of_decoding,
-    frozenset({"ranks", "timed", "name", "tflops"}): _of_several_gpus,
-    frozenset({"name", "timed", "flex_ms", "milliseconds"}): _by_variant,
-    frozenset({"name", "forward_ms", "backward_ms", "both_ms"}): _of_the_paper,
-    frozenset({"name", "mode", "batch", "length", "ms"}): _of_training,
+    frozenset({"spec", "timed", "length", "tflops"}): _speed_panels,
+    frozenset({"spec", "timed", "documents", "tokens", "tflops"}): _varlen_panels,
+    frozenset({"spec", "size", "terabytes"}): _decode_panels,
+    frozenset({"ranks", "timed", "name", "tflops"}): _context_panels,
+    frozenset({"name", "timed", "flex_ms", "milliseconds"}): _variant_panels,
+    frozenset({"name", "forward_ms", "backward_ms", "both_ms"}): _paper_panels,
+    frozenset({"name", "mode", "batch", "length", "ms"}): _training_panels,
 }

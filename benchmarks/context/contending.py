@@ -41,7 +41,7 @@ def spec_of(shape: Shape) -> AttentionSpec:
     return AttentionSpec(shape.head_dim, "bfloat16", mask=mask)
 
 
-def alone(shape: Shape, timed: str, given: Tensors) -> Run:
+def one_gpu(shape: Shape, timed: str, given: Tensors) -> Run:
     """Returns a run of a sequence on one GPU."""
     return _run(partial(attention_of_one, spec_of(shape)), timed, given)
 

@@ -57,7 +57,7 @@ def _answer(shape: Shape, length_of_one: int, timed: str, contenders: list[str])
         torch.cuda.reset_peak_memory_stats()
         try:
             run = made(shape, timed, tensors)
-            with _around(run):
+            with _context_of(run):
                 run()
             torch.cuda.synchronize()
         except (RuntimeError, TypeError, NotImplementedError, ImportError, AttributeError, FlashgenError) as error:
@@ -67,7 +67,7 @@ def _answer(shape: Shape, length_of_one: int, timed: str, contenders: list[str])
         gigabytes = gigabytes or torch.cuda.max_memory_allocated() / 1e9
     if shape.long:
         errors = sampled.errors(shape, tensors, next(name for name in runs if name in contending.SCHEMES))
-    one = contending.alone(shape, timed, contending.tensors(shape, length_of_one))
+    one = contending.one_gpu(shape, timed, contending.tensors(shape, length_of_one))
     times = _medians({"": one, **runs}, once=shape.long)
     return {
         "one_ms": times.pop(""),
@@ -100,7 +100,7 @@ def _ms(run: Callable[[], Any], repeats: int) -> float:
     from benchmarks.context.contending import maximum_of_ranks
 
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    with _around(run):
+    with _context_of(run):
         if repeats > 1:
             run()
         torch.cuda.synchronize()
@@ -113,7 +113,7 @@ def _ms(run: Callable[[], Any], repeats: int) -> float:
     return maximum_of_ranks(start.elapsed_time(end) / repeats)
 
 
-def _around(run: Any) -> Any:
+def _context_of(run: Any) -> Any:
     """Returns the context in which a run must be called."""
     return run.around() if hasattr(run, "around") else nullcontext()
 

@@ -1,4 +1,4 @@
-"""Rows of the table of variants: each beside FlexAttention, at one long sequence."""
+"""Measures variants beside FlexAttention on one long sequence: `flashgen bench --variants`."""
 
 from __future__ import annotations
 
@@ -18,11 +18,15 @@ from flashgen.runtime.timing import median_ms, medians_ms
 
 @dataclass(frozen=True)
 class VariantRow:
-    """A measured variant: milliseconds of flashgen, of FlexAttention, of its tile lists and of Flex's block masks.
+    """A measured variant. Values that were not requested or are not available are None.
 
-    target: the architecture that flashgen's kernels were emitted for. full_ms: full attention's time, measured in turn.
-    deterministic_ms: the deterministic backward's time. share: the share of tiles that are visited. None stands where
-    nothing was asked for or nothing can be done.
+    Attributes:
+        target: the architecture of the kernels of flashgen.
+        milliseconds, deterministic_ms: times of flashgen, and of its deterministic backward.
+        full_ms: the time of full attention, measured in interleaved runs.
+        lists_ms: the time to create tile lists.
+        flex_ms, flex_mask_ms: times of FlexAttention, and of the creation of its block mask.
+        share: the fraction of tiles that are visited.
     """
 
     name: str
@@ -39,23 +43,23 @@ class VariantRow:
 
     @property
     def ratio(self) -> float | None:
-        """How many times as fast as FlexAttention flashgen is."""
+        """The speed of flashgen relative to FlexAttention."""
         return self.flex_ms / self.milliseconds if self.flex_ms else None
 
     @property
     def deterministic_ratio(self) -> float | None:
-        """The deterministic backward's speed over the default one's."""
+        """The speed of the deterministic backward relative to the default one."""
         return self.milliseconds / self.deterministic_ms if self.deterministic_ms else None
 
     @property
     def of_full(self) -> float:
-        """Its time over full attention's."""
+        """The time relative to that of full attention."""
         return self.milliseconds / self.full_ms
 
     @property
     def per_tile(self) -> float:
-        """Time per visited tile over full attention's."""
-        return self.of_full / self.share  # a share counts scores, so that tile sizes do not matter
+        """The time per visited tile relative to that of full attention."""
+        return self.of_full / self.share  # shares count scores, so tile sizes do not matter
 
     def to_dict(self) -> dict[str, Any]:
         derived = ("ratio", "deterministic_ratio", "of_full", "per_tile")
@@ -70,11 +74,11 @@ def variant_rows(
     mask_times: bool = True,
     target: str | None = None,
 ) -> Iterator[VariantRow]:
-    """Measures the variants one after the other. Lists and block masks are made outside the timing, and timed apart.
+    """Measures the variants one after another. The creation of tile lists and block masks is timed separately.
 
-    Full attention is measured in turn with each variant, since a GPU's clock drifts over minutes. Block masks are timed
-    with the forward only, and if mask_times, as torch takes minutes to compile their making. target is that of
-    `flashgen.compile`.
+    The runs of each variant are interleaved with full attention, since the clock of a GPU drifts over minutes. Block
+    masks are timed in the forward and with `mask_times` only, since torch compiles their creation for minutes.
+    `target` is that of `flashgen.compile`.
     """
     for variant in chosen:
         spec = AttentionSpec(HEAD_DIM, dtype, **variant.options)
@@ -118,11 +122,11 @@ def _measure(
 def _lists(
     attention: Attention, timed: Timed, captures: Mapping[str, Any]
 ) -> tuple[float | None, dict[str, dict[str, Any]]]:
-    """Milliseconds to make the tile lists of the timed passes (None without lists), and the lists, by pass."""
+    """Returns milliseconds to create the tile lists of the timed passes, or None, and the lists by pass."""
     of_mask = {capture.name for capture in attention.spec.mask.captures}
     read = {name: value for name, value in captures.items() if name in of_mask}
     makers: dict[str, Callable[[], Any]] = {}
-    if len(attention.kernels) > 1:  # a kernel that lists tiles goes before
+    if len(attention.kernels) > 1:  # one of them lists tiles
         makers["forward"] = lambda: attention.tile_lists(LENGTH, LENGTH, 1, HEADS, **read)
     if timed != "forward" and any(kernel.lists for kernel in attention.backward_kernels.values()):
         makers["backward"] = lambda: attention.backward_tile_lists(LENGTH, LENGTH, 1, HEADS, **read)

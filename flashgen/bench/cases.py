@@ -1,4 +1,4 @@
-"""What is timed: sizes, their inputs, and how much arithmetic they take."""
+"""The sizes that are timed, their inputs, and their FLOPs."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from typing import Any, Literal
 from flashgen.language.spec import AttentionSpec
 
 Timed = Literal["forward", "backward", "both"]
-"""What is timed: the output, its gradients from what the forward kept, or one after the other."""
+"""The timed pass: the forward, the backward from saved results of the forward, or one after the other."""
 
 Arrays = tuple[Any, Any, Any, Any]
 """q, k, v and the gradient of the output."""
 
-TOKENS = 16384  # in a case, over all batches
+TOKENS = 16384  # batch x length of a case
 WIDTH = 2048  # heads x head_dim
 
 
 @dataclass(frozen=True)
 class Case:
-    """One size of one spec: batch x length is TOKENS, heads x head_dim is WIDTH, as in the FlashAttention papers.
+    """A size of a spec. By default batch x length is TOKENS and heads x head_dim is WIDTH, as in FlashAttention papers.
 
-    heads_kv: heads of k and v; None is as many as of q.
+    `heads_kv` is the number of heads of k and v; None means as many as q has.
     """
 
     spec: AttentionSpec
@@ -32,12 +32,12 @@ class Case:
     heads_kv: int | None = None
 
     def flops(self, timed: Timed = "forward") -> float:
-        """FLOPs of the forward's two products, the backward's five, or all; a causal spec has half of them."""
+        """Returns the FLOPs of the forward (two products), the backward (five), or both; a causal mask halves them."""
         return 2.0 * self.batch * self.heads * self.length**2 * products(self.spec, timed) * self.share
 
     @property
     def share(self) -> float:
-        """The share of scores that count: half for a mask that is exactly causal, by the usual convention."""
+        """The fraction of the scores that is counted: one half for a causal mask, by the usual convention."""
         return 0.5 if self.spec.mask.name.startswith("causal(") else 1.0
 
     def __str__(self) -> str:
@@ -45,19 +45,19 @@ class Case:
 
 
 def products(spec: AttentionSpec, timed: Timed) -> int:
-    """Multiply-adds for each score: QK and PV in the forward, and QK again, dV, dP, dQ and dK in the backward."""
+    """Returns the multiply-adds per score: QK and PV in the forward; QK, dV, dP, dQ and dK in the backward."""
     head, value = spec.head_dim, spec.value_dim
     forward, backward = head + value, 3 * head + 2 * value
     return {"forward": forward, "backward": backward, "both": forward + backward}[timed]
 
 
 def case(spec: AttentionSpec, length: int, tokens: int = TOKENS, width: int = WIDTH) -> Case:
-    """The case of a spec at a length."""
+    """Returns the case of a spec at a length."""
     return Case(spec, length, max(tokens // length, 1), max(width // spec.head_dim, 1))
 
 
 def inputs(case: Case, seed: int = 0) -> Arrays:
-    """Fresh random q, k, v and dO: torch tensors where torch is installed (its backends need them), else CuPy's."""
+    """Returns random q, k, v and dO: torch tensors if torch is installed, for its backends, else CuPy arrays."""
     head, value = case.spec.head_dim, case.spec.value_dim
     heads_kv = case.heads_kv or case.heads
     shapes = [
@@ -75,7 +75,7 @@ def _shape(case: Case, heads: int, dim: int) -> tuple[int, ...]:
 
 
 def random_arrays(shapes: Sequence[tuple[int, ...]], dtype: str, seed: int) -> list[Any]:
-    """Random arrays of these shapes: torch tensors where torch is installed, else CuPy's."""
+    """Returns random arrays of these shapes: torch tensors if torch is installed, else CuPy arrays."""
     try:
         import torch
     except ImportError:

@@ -1,4 +1,4 @@
-"""Rows of the table of decoding: few queries over many keys, in TB/s of K and V: `flashgen bench decode`."""
+"""Measures decoding, few queries over many keys, in TB/s of K and V: `flashgen bench decode`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _ELEMENT = 2
 
 @dataclass(frozen=True)
 class DecodeSize:
-    """The sizes of a call: sequences, heads of q and of k and v, keys, queries."""
+    """The sizes of a call: sequences, heads of q, heads of k and v, keys, queries."""
 
     batch: int
     heads: int
@@ -55,10 +55,11 @@ SIZES = (
 
 @dataclass(frozen=True)
 class DecodeRow:
-    """A measured size: microseconds and TB/s of the keys and values that the mask needs, by contender.
+    """A measured size: microseconds, and TB/s of the keys and values that the mask needs, by implementation.
 
-    Contenders are "flashgen", "pages of N", and the peers of PEERS; FlashInfer reads pages of 64. Where keys have 8
-    bits, peers read 16, as "16 bits" does, flashgen's own. plan: of flashgen's kernel.
+    Implementations are "flashgen", "pages of N", and the peers of PEERS, where FlashInfer reads pages of 64. If the
+    spec has a kv_dtype, peers read 16-bit keys and values, and so does "16 bits", which is flashgen. `plan` is that of
+    flashgen's kernel.
     """
 
     spec: str
@@ -70,7 +71,7 @@ class DecodeRow:
     terabytes: Mapping[str, float]
 
     def ratio(self, contender: str = "flashgen") -> float | None:
-        """How many times as fast as the best peer a contender is."""
+        """Returns the speed of an implementation relative to the fastest peer; None if either was not measured."""
         best = min((self.microseconds[name] for name in PEERS if name in self.microseconds), default=None)
         own = self.microseconds.get(contender)
         return best / own if best is not None and own is not None else None
@@ -88,9 +89,9 @@ def decode_rows(
     splits: Sequence[int] = (),
     plans: Sequence[DecodePlan] = (),
 ) -> Iterator[DecodeRow]:
-    """Measures specs without captures at the sizes, over contiguous keys and over pages; contenders take turns.
+    """Measures specs without captures at the sizes, over contiguous keys and over pages, in interleaved runs.
 
-    splits, plans: to be measured too, each with the other's default; all of the first with each of the second.
+    Additional `splits` and `plans` are measured alone, each with the default of the other, and in all combinations.
     """
     for spec in specs:
         for size in sizes:
@@ -98,7 +99,7 @@ def decode_rows(
 
 
 def own_choices(splits: Sequence[int], plans: Sequence[DecodePlan]) -> dict[str, tuple[int | None, DecodePlan | None]]:
-    """Contenders that are flashgen's with other parts or plans than it chooses, by name."""
+    """Returns the choices of splits and plans to measure in addition, as (splits, plan) by name."""
     chosen: dict[str, tuple[int | None, DecodePlan | None]] = {f"{parts} splits": (parts, None) for parts in splits}
     for plan in plans:
         name = f"{plan.tile_q}x{plan.tile_k}x{plan.warps}x{plan.stages}x{plan.blocks}"
@@ -115,7 +116,7 @@ def measure_decode(
     splits: Sequence[int] = (),
     plans: Sequence[DecodePlan] = (),
 ) -> DecodeRow:
-    """Times one size. Keys of 8 bits have "16 bits" beside them, flashgen's over keys of the spec's dtype."""
+    """Times one size. With a kv_dtype, flashgen is also timed as "16 bits", with keys of the dtype of the spec."""
     attention, plain = compile(spec, target), with_cache(spec)
     arrays = _arrays(plain, size)
     q, k, v, _ = arrays
@@ -144,9 +145,9 @@ def _own_choice(attention: Any, spec: AttentionSpec, arrays: Arrays, parts: int 
 
 
 def row(spec: AttentionSpec, size: DecodeSize, target: str, plan: str, milliseconds: Mapping[str, float]) -> DecodeRow:
-    """The row of a size, of the milliseconds of its contenders."""
+    """Returns the row of a size from milliseconds by implementation."""
     numbers, moved = _numbers_needed(spec, size), bytes_needed(spec, size)
-    others = {"16 bits", *PEERS}  # who reads 16 bits whatever the spec says
+    others = {"16 bits", *PEERS}  # these read 16 bits per element for every spec
     terabytes = {
         name: (numbers * _ELEMENT if name in others else moved) / time / 1e9 for name, time in milliseconds.items()
     }
@@ -155,7 +156,7 @@ def row(spec: AttentionSpec, size: DecodeSize, target: str, plan: str, milliseco
 
 
 def bytes_needed(spec: AttentionSpec, size: DecodeSize) -> int:
-    """Bytes of the keys and values that the mask needs."""
+    """Returns the bytes of the keys and values that the mask needs."""
     return _numbers_needed(spec, size) * (1 if spec.kv_dtype else _ELEMENT)
 
 
@@ -164,7 +165,7 @@ def _numbers_needed(spec: AttentionSpec, size: DecodeSize) -> int:
 
 
 def keys_needed(spec: AttentionSpec, size: DecodeSize) -> int:
-    """Keys that some query of a sequence attends to; all where only a call knows."""
+    """Returns the number of keys that any query of a sequence needs; all keys if that depends on a call."""
     ranges = key_range(spec.mask.expression)
     if ranges is None or ranges.captures or ranges.depends_on(BATCH):
         return size.len_k
@@ -186,7 +187,7 @@ def _arrays(spec: AttentionSpec, size: DecodeSize) -> Arrays:
 
 
 def paged(spec: AttentionSpec, size: DecodeSize, page_size: int, arrays: Arrays, target: str | None = None) -> Run:
-    """A run over pages in random order, of other keys than those of `arrays`, as many."""
+    """Returns a run over pages in random order, with as many keys as `arrays` has, but other values."""
     paged = with_cache(spec, page_size, spec.kv_dtype)
     attention, pages = compile(paged, target), size.batch * -(-size.len_k // page_size)
     shapes = [(pages, page_size, size.heads_kv, dim) for dim in (spec.head_dim, spec.value_dim)]
@@ -201,7 +202,7 @@ def paged(spec: AttentionSpec, size: DecodeSize, page_size: int, arrays: Arrays,
 
 
 def narrow(spec: AttentionSpec, attention: Any, q: Any, keys: tuple[Any, Any], **where: Any) -> Run:
-    """A run over keys and values of 8 bits, of the shapes of these tensors; their numbers are of no matter."""
+    """Returns a run over random 8-bit keys and values of the shapes of these tensors."""
     import torch
 
     scale = torch.full((1,), 0.01, device="cuda")
@@ -213,7 +214,7 @@ def narrow(spec: AttentionSpec, attention: Any, q: Any, keys: tuple[Any, Any], *
 
 
 def with_cache(spec: AttentionSpec, page_size: int | None = None, kv_dtype: str | None = None) -> AttentionSpec:
-    """The spec with keys and values that are kept otherwise."""
+    """Returns the spec with another page size and dtype of keys and values."""
     names = ("head_dim", "dtype", "value_dim", "scale", "layout", "dropout", "score", "mask")
     return AttentionSpec(**{name: getattr(spec, name) for name in names}, page_size=page_size, kv_dtype=kv_dtype)
 
@@ -224,7 +225,7 @@ def _where(pages: int, size: DecodeSize) -> tuple[Any, Any]:
 
 
 def _on_device(array: Any, like: Any) -> Any:
-    """A NumPy array on the GPU: torch's where `like` is a tensor, else CuPy's."""
+    """Copies a NumPy array to the GPU, as a torch tensor if `like` is a tensor, else as a CuPy array."""
     if like is not None:
         import torch
 
@@ -235,14 +236,14 @@ def _on_device(array: Any, like: Any) -> Any:
 
 
 def _peer(name: str, spec: AttentionSpec, size: DecodeSize, arrays: Arrays) -> Run | None:
-    """A run of one of torch's, or None where it cannot do the spec; causal for one query is no mask at all."""
+    """Returns a run of a backend of torch, or None. For one query, a causal mask is replaced by no mask."""
     if size.len_q == 1 and spec.mask.expression == causal().expression:
         spec = replace(spec, mask=AttentionSpec(8).mask)
     return peer(name, spec, "forward", arrays)
 
 
 def flashinfer(spec: AttentionSpec, size: DecodeSize, arrays: Arrays) -> Run | None:
-    """A run of FlashInfer over pages of 64, of other keys; None where it is missing or cannot do the spec."""
+    """Returns a run of FlashInfer over pages of 64 keys; None if it is missing or does not support the spec."""
     if spec.layout != "bhsd":
         return None
     each = -(-size.len_k // FLASHINFER_PAGE)

@@ -1,4 +1,4 @@
-"""FlashAttention-4 as a peer, where the package flash-attn-4 is installed: kernels in NVIDIA's CuTe DSL."""
+"""FlashAttention-4 as a peer: kernels in NVIDIA's CuTe DSL, from the optional package flash-attn-4."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from flashgen.runtime.timing import Run
 
 
 def flash_attention4(spec: AttentionSpec, timed: Timed, arrays: Arrays) -> Run | None:
-    """A run of FlashAttention-4, or None where it cannot do the spec or is not installed.
+    """Returns a run of FlashAttention-4; None if it is not installed or does not support the spec.
 
-    It gets arrays in its own order (batch, length, heads, dim), contiguous, whatever the spec's order is. A first run
-    compiles for seconds.
+    It receives contiguous arrays in its own layout (batch, length, heads, dim), regardless of the layout of the spec.
+    The first run compiles for seconds.
     """
     length = 1 if spec.layout == "bshd" else 2
     options = mask_options(spec, square=arrays[0].shape[length] == arrays[1].shape[length])
@@ -34,19 +34,19 @@ def flash_attention4(spec: AttentionSpec, timed: Timed, arrays: Arrays) -> Run |
 
     def forward(q: Any, k: Any, v: Any) -> Any:
         found = attention(q, k, v, softmax_scale=spec.scale, **options)
-        return found[0] if isinstance(found, tuple) else found  # releases differ in whether the LSE comes along
+        return found[0] if isinstance(found, tuple) else found  # some releases return the LSE as well
 
     try:
         return differentiated(forward, timed, (q, k, v), d_out)
-    except Exception as error:  # its compiler has its own kinds of errors
+    except Exception as error:  # its compiler raises error classes of its own
         say_refusal(error)
         return None
 
 
 def mask_options(spec: AttentionSpec, square: bool) -> dict[str, Any] | None:
-    """flash_attn_func's arguments for the mask of a spec; None for one that it does not know by name.
+    """Returns the arguments of flash_attn_func for the mask of a spec; None if it has no arguments for that mask.
 
-    Its masks align to the bottom right, as flashgen's do by default; for square scores the top left is the same.
+    Its masks align to the bottom right, like the default of flashgen. For square scores both alignments are equal.
     """
     expression = spec.mask.expression
     if expression == sympy.true:
@@ -62,7 +62,7 @@ def mask_options(spec: AttentionSpec, square: bool) -> dict[str, Any] | None:
 
 
 def _attention() -> Callable[..., Any] | None:
-    """The package's function. None where the package is missing, or, with a warning, something that it needs."""
+    """Returns flash_attn_func; None if the package is missing, or, with a warning, if it cannot be imported."""
     try:
         if importlib.util.find_spec("flash_attn.cute") is None:
             return None

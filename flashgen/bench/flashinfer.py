@@ -1,4 +1,4 @@
-"""FlashInfer over pages, planned before anything is timed, as its users do; None where it is missing or cannot."""
+"""FlashInfer as a peer over pages. Its plan is created before the timing starts, as its users do."""
 
 from __future__ import annotations
 
@@ -19,11 +19,17 @@ _WORKSPACE = 256 * 2**20  # bytes
 
 
 Table = tuple[Sequence[int], Sequence[int], Sequence[int]]
-"""Where each sequence's pages begin among all, and where the last one's end; the pages; keys of each last page."""
+"""FlashInfer's page table: offsets of sequences in the list of pages, the pages, and keys in each last page."""
 
 
 def paged_attention(spec: AttentionSpec, queries: Sequence[Any], k: Any, v: Any, table: Table) -> Run | None:
-    """A run of queries, (sequences, heads, tokens, dim) each, over k and v, each (pages, page_size, heads_kv, dim)."""
+    """Returns a run of FlashInfer; None if it is not installed or does not support the spec.
+
+    Args:
+        queries: arrays of shape (sequences, heads, tokens, dim).
+        k, v: arrays of shape (pages, page_size, heads_kv, dim).
+        table: the page table of all sequences.
+    """
     known = spec.mask.expression in (sympy.true, causal().expression)
     if spec.score or spec.dropout or spec.sink or not known or spec.head_dim != spec.value_dim:
         return None
@@ -49,12 +55,12 @@ def paged_attention(spec: AttentionSpec, queries: Sequence[Any], k: Any, v: Any,
         wrapper.plan(begins, *where, *sizes, causal=is_causal, sm_scale=spec.scale, **types)
         return wrapper
 
-    made: list[Any] = []
+    wrappers: list[Any] = []  # filled by the first run, which is not timed
 
     def run() -> Any:
-        if not made:
-            made.append(planned())
-        return made[0].run(rows, (k, v))
+        if not wrappers:
+            wrappers.append(planned())
+        return wrappers[0].run(rows, (k, v))
 
     return runs_or_none(run)
 

@@ -1,4 +1,4 @@
-"""Rows of the table of grouped heads: the same FLOPs with ever fewer heads of k and v: `flashgen bench gqa`."""
+"""Measures grouped-query attention: equal FLOPs with fewer heads of k and v: `flashgen bench gqa`."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ HEADS_KV = (32, 8, 1)
 
 @dataclass(frozen=True)
 class GroupedRow:
-    """A measured number of heads of k and v: median milliseconds and TFLOP/s by contender.
+    """The measurement of a number of heads of k and v: median milliseconds and TFLOP/s by implementation.
 
-    target: the architecture that flashgen's kernels were emitted for. of_first: each contender's speed over its own
-    speed with the first number of heads of k and v, which is q's unless another was asked for.
+    `target` is the architecture of the kernels of flashgen. `of_first` is the speed of each implementation relative to
+    its own speed with the first number of heads of k and v.
     """
 
     spec: str
@@ -38,7 +38,7 @@ class GroupedRow:
 
     @property
     def name(self) -> str:
-        """ "GQA 32:8"; MHA has as many heads of k and v as of q, and MQA one."""
+        """The kind and the numbers of heads, for example "GQA 32:8"."""
         kind = {self.heads: "MHA", 1: "MQA"}.get(self.heads_kv, "GQA")
         return f"{kind} {self.heads}:{self.heads_kv}"
 
@@ -55,9 +55,9 @@ def grouped_rows(
     timed: Timed = "forward",
     target: str | None = None,
 ) -> Iterator[GroupedRow]:
-    """Measures the specs at the lengths, with 16384 tokens in all; the numbers of heads of k and v take turns.
+    """Measures the specs at the lengths, with 16384 tokens per batch and interleaved numbers of heads of k and v.
 
-    heads_kv: numbers that divide `heads`, q's number. target is that of `flashgen.compile`.
+    The numbers in `heads_kv` must divide `heads`. `target` is that of `flashgen.compile`.
     """
     for spec in specs:
         for length in lengths:
@@ -90,7 +90,7 @@ def _key(contender: str, case: Case) -> str:
 def row(
     case: Case, timed: Timed, target: str, milliseconds: Mapping[str, float], first: Mapping[str, float]
 ) -> GroupedRow:
-    """The row of a case; `first` holds the same contenders' milliseconds with the first number of heads."""
+    """Returns the row of a case; `first` has the milliseconds with the first number of heads of k and v."""
     heads_kv = case.heads_kv or case.heads
     tflops = {name: case.flops(timed) / time / 1e9 for name, time in milliseconds.items()}
     of_first = {name: first[name] / time for name, time in milliseconds.items() if name in first}

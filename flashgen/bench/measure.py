@@ -1,4 +1,4 @@
-"""Rows of the speed table: a case, and the TFLOP/s of flashgen and of each peer."""
+"""Measures the rows of the speed table: the TFLOP/s of flashgen and of each peer in a case."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from flashgen.runtime.timing import medians_ms
 
 @dataclass(frozen=True)
 class Row:
-    """A measured case: median milliseconds and TFLOP/s by contender.
+    """A measured case: median milliseconds and TFLOP/s by implementation.
 
-    Contenders are "flashgen", the peers "FA2", "cuDNN", "Flex", "FA4", and "deterministic", flashgen's deterministic
-    backward. target: the architecture that flashgen's kernels were emitted for.
+    Implementations are "flashgen", "deterministic" (the deterministic backward of flashgen), and the peers "FA2",
+    "cuDNN", "Flex" and "FA4". `target` is the architecture of the kernels of flashgen.
     """
 
     spec: str
@@ -33,19 +33,19 @@ class Row:
     tflops: Mapping[str, float]
 
     def ratio(self, peer: str) -> float | None:
-        """How many times as fast as the peer flashgen is."""
+        """Returns the speed of flashgen relative to a peer; None if the peer was not measured."""
         return self.milliseconds[peer] / self.milliseconds["flashgen"] if peer in self.milliseconds else None
 
     @property
     def best_peer(self) -> str | None:
-        """The fastest of the peers that were measured."""
+        """The fastest measured peer."""
         return min(
             (peer for peer in PEERS if peer in self.milliseconds), key=self.milliseconds.__getitem__, default=None
         )
 
     @property
     def best_ratio(self) -> float | None:
-        """How many times as fast as the best peer flashgen is."""
+        """The speed of flashgen relative to the fastest peer."""
         return self.ratio(self.best_peer) if self.best_peer else None
 
     def to_dict(self) -> dict[str, Any]:
@@ -61,9 +61,9 @@ def speed_rows(
     deterministic: bool = False,
     target: str | None = None,
 ) -> Iterator[Row]:
-    """Measures the specs at the lengths, each beside the peers that can do it, one case after the other.
+    """Measures the specs at the lengths, one case after another, beside the peers that support them.
 
-    deterministic: measure the deterministic backward beside the default one. target is that of `flashgen.compile`.
+    With `deterministic`, the deterministic backward is measured as well. `target` is that of `flashgen.compile`.
     """
     for spec in specs:
         for length in lengths:
@@ -77,7 +77,7 @@ def measure(
     deterministic: bool = False,
     target: str | None = None,
 ) -> Row:
-    """Times one case; its contenders take turns."""
+    """Times one case with interleaved runs of its implementations."""
     spec, arrays = case.spec, inputs(case)
     attention = compile(spec, target)
     runs = {"flashgen": ours(attention, timed, arrays)}
@@ -93,7 +93,7 @@ def measure(
 
 
 def environment() -> dict[str, str]:
-    """The card and the versions that a measurement holds for."""
+    """Returns the names of the GPU and of the library versions of a measurement."""
     import cupy
 
     from flashgen.build import nvrtc

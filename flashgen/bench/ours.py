@@ -1,4 +1,4 @@
-"""flashgen's own side of a measurement: a run of a spec's forward, its backward, or both."""
+"""Runs of flashgen: the forward, the backward, or both."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ def ours(
     forward: Options | None = None,
     backward: Options | None = None,
 ) -> Run:
-    """A run of an attention, with a fixed seed for dropout; `forward` and `backward` are options of one pass alone.
+    """Returns a run of an attention, with a fixed seed for dropout.
 
-    "backward" uses the results of one forward, which runs before anything is timed.
+    `forward` and `backward` are options of calls of one pass. With "backward", the forward runs once, here.
     """
     q, k, v, d_out = arrays
     given = (captures or {}) | ({"seed": 1} if attention.spec.dropout else {})

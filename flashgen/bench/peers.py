@@ -1,4 +1,4 @@
-"""The peers that flashgen is measured beside: torch's SDPA backends, FlexAttention, FlashAttention-4."""
+"""The peers that flashgen is compared with: the SDPA backends of torch, FlexAttention, FlashAttention-4."""
 
 from __future__ import annotations
 
@@ -22,26 +22,28 @@ PEERS = (*SDPA_BACKENDS, "Flex", "FA4")
 
 
 def peer(name: str, spec: AttentionSpec, timed: Timed, arrays: Arrays) -> Run | None:
-    """A run of the peer of that name, one of PEERS, or None where it cannot do the spec or is missing."""
+    """Returns a run of a peer of PEERS; None if it is not installed or does not support the spec."""
     if name == "FA4":
         return flash_attention4(spec, timed, arrays)
     if name != "Flex":
         return sdpa(spec, SDPA_BACKENDS[name], timed, arrays)
-    reads_place = spec.mask.expression.has(BATCH, HEAD)  # plain torch would hold too many positions at once
+    reads_place = spec.mask.expression.has(
+        BATCH, HEAD
+    )  # without compilation, torch would materialise the positions of all batches and heads
     found = flex(spec, timed, arrays, time_mask=reads_place)
     return found.run if found else None
 
 
 def is_causal(spec: AttentionSpec, square: bool) -> bool:
-    """Whether the mask is torch's is_causal, which aligns to the top left; for square scores both alignments do."""
+    """Tests whether the mask equals torch's is_causal, which aligns to the top left; square scores fit both."""
     names = {causal().expression, causal("top_left").expression} if square else {causal("top_left").expression}
     return spec.mask.expression in names
 
 
 def sdpa(spec: AttentionSpec, backend: str, timed: Timed, arrays: Arrays, dropout: float = 0.0) -> Run | None:
-    """A run of one of torch's backends, or None where it cannot do the spec (or torch is missing).
+    """Returns a run of a backend of torch; None if torch is missing or the backend does not support the spec.
 
-    dropout: the probability of torch's own dropout, whose bits are not flashgen's; it must be the spec's.
+    `dropout` is the probability of torch's own dropout, which must equal that of the spec. Its bits differ.
     """
     q, k, v, d_out = arrays
     plain = spec.mask.expression == sympy.true
@@ -65,7 +67,7 @@ def sdpa(spec: AttentionSpec, backend: str, timed: Timed, arrays: Arrays, dropou
 
 @dataclass(frozen=True)
 class Flex:
-    """FlexAttention on a spec: a run of it, and one of making its block mask (None where the spec needs none)."""
+    """Runs of FlexAttention on a spec, and of the creation of its block mask (None if the spec needs none)."""
 
     run: Run
     make_block_mask: Run | None
@@ -78,10 +80,10 @@ def flex(
     captures: Mapping[str, Any] | None = None,
     time_mask: bool = True,
 ) -> Flex | None:
-    """FlexAttention, compiled for these shapes; None where torch is missing or fails.
+    """Returns FlexAttention compiled for these shapes; None if torch is missing or fails.
 
-    time_mask: compile the making of the block mask, so that it can be timed; that takes torch minutes. Otherwise plain
-    torch operations make it, which hold every score's position at once.
+    With `time_mask`, the creation of the block mask is compiled so that it can be timed, which takes minutes. Otherwise
+    it is created by eager operations, which materialise the positions of all scores.
     """
     if spec.dropout or spec.sink or spec.layout != "bhsd":
         return None
@@ -90,7 +92,7 @@ def flex(
         from torch.nn.attention.flex_attention import flex_attention
     except ImportError:
         return None
-    torch._dynamo.reset()  # each shape compiles anew; past a limit torch would run it without compiling
+    torch._dynamo.reset()  # compile each shape anew: torch runs eagerly after too many recompilations
     q, k, v, d_out = arrays
     given = dict(captures or {})
     make = _block_mask(spec, q, k, given, time_mask)

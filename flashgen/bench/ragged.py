@@ -1,4 +1,4 @@
-"""Rows of the table of ragged batches, packed documents, beside peers' variable lengths: `flashgen bench ragged`."""
+"""Measures varlen batches of packed documents: `flashgen bench ragged`."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from flashgen.runtime.timing import Run, medians_ms
 
 HEADS = 16
 SHAPES = ((16, 16384), (128, 16384), (64, 65536))
-"""(documents, tokens in all)."""
+"""Batches as (documents, total tokens)."""
 RAGGED_PEERS = ("FA4", "torch")
 _UNEVEN_SEED = 0
 
 
 @dataclass(frozen=True)
 class RaggedRow:
-    """A measured batch: median milliseconds and TFLOP/s by contender, each of documents' own scores alone.
+    """A measured batch: median milliseconds and TFLOP/s by implementation; scores across documents are not counted.
 
-    target: the architecture that flashgen's kernels were emitted for. longest: tokens of the longest document.
+    `target` is the architecture of the kernels of flashgen, `longest` the length of the longest document.
     """
 
     spec: str
@@ -50,7 +50,7 @@ class RaggedRow:
 
     @property
     def ratio(self) -> float | None:
-        """flashgen's speed over the best peer's; None without one."""
+        """The speed of flashgen relative to the fastest peer; None without peers."""
         peers = [time for name, time in self.milliseconds.items() if name != "flashgen"]
         return min(peers) / self.milliseconds["flashgen"] if peers else None
 
@@ -59,7 +59,7 @@ class RaggedRow:
 
 
 def lengths_of(documents: int, tokens: int, uneven: bool) -> list[int]:
-    """The lengths of so many documents: equal but for the rest of a division; or log-uniform, the same each time."""
+    """Returns lengths that add up to `tokens`: equal up to rounding, or log-uniform from a fixed seed."""
     if uneven:
         weights = np.exp(np.random.default_rng(_UNEVEN_SEED).uniform(0, np.log(64), documents))
         ends = np.round(np.cumsum(weights) / weights.sum() * tokens).astype(int)
@@ -69,7 +69,7 @@ def lengths_of(documents: int, tokens: int, uneven: bool) -> list[int]:
 
 
 def ragged_flops(spec: AttentionSpec, lengths: Sequence[int], heads: int, timed: Timed) -> float:
-    """FLOPs of all documents; a causal spec has half of the scores, by the usual convention."""
+    """Returns the FLOPs of all documents; a causal mask halves them, by the usual convention."""
     share = 0.5 if spec.mask.name.startswith("causal(") else 1.0
     return 2.0 * heads * sum(length**2 for length in lengths) * products(spec, timed) * share
 
@@ -83,9 +83,9 @@ def ragged_rows(
     uneven: bool = False,
     target: str | None = None,
 ) -> Iterator[RaggedRow]:
-    """Measures specs of layout "thd" at the shapes, with torch's tensors; nothing is made outside of the calls.
+    """Measures specs of layout "thd" on batches of torch tensors, including all preparation that a call needs.
 
-    target is that of `flashgen.compile`.
+    `target` is that of `flashgen.compile`.
     """
     for spec in specs:
         attention = compile(spec, target)
@@ -103,7 +103,7 @@ def ragged_rows(
 
 
 def _inputs(spec: AttentionSpec, lengths: Sequence[int], heads: int) -> tuple[tuple[Any, Any, Any, Any], Any]:
-    """Random q, k, v and dO, and where documents begin."""
+    """Returns random q, k, v and dO, and the cumulative lengths of the documents."""
     import torch
 
     torch.manual_seed(0)
@@ -117,13 +117,13 @@ def _inputs(spec: AttentionSpec, lengths: Sequence[int], heads: int) -> tuple[tu
 def _peer(
     name: str, spec: AttentionSpec, timed: Timed, arrays: tuple[Any, Any, Any, Any], starts: Any, longest: int
 ) -> Run | None:
-    """A run of a peer; None where it is not installed, or cannot do the spec."""
+    """Returns a run of a peer; None if it is not installed or does not support the spec."""
     forward = (_flash_attention4 if name == "FA4" else _torch)(spec, starts, longest)
     if forward is None or spec.score or spec.dropout or spec.sink:
         return None
     try:
         return differentiated(forward, timed, arrays[:3], arrays[3])
-    except Exception as error:  # FlashAttention-4's compiler has its own kinds of errors
+    except Exception as error:  # the compiler of FlashAttention-4 raises error classes of its own
         say_refusal(error)
         return None
 
@@ -147,7 +147,7 @@ def _flash_attention4(spec: AttentionSpec, starts: Any, longest: int) -> Any:
 
 
 def _torch(spec: AttentionSpec, starts: Any, longest: int) -> Any:
-    """torch.nn.attention.varlen, which is FlashAttention-2 where nothing else was registered."""
+    """Returns torch.nn.attention.varlen, which uses FlashAttention-2 by default."""
     is_causal = spec.mask.expression == causal().expression
     if not is_causal and spec.mask.expression != sympy.true:
         return None

@@ -1,8 +1,8 @@
-"""Rows of what a server meets: lengths that differ, variants, prompts beside decodes: `flashgen bench decode --group`.
+"""Measures batches of a server: `flashgen bench decode --group GROUP`.
 
-Each group asks one question. "lengths": how near sequences of any lengths come to equal ones of as many keys.
-"variants": how near masks and scores come to full attention to as many keys as they visit, and FlexAttention to them.
-"mixed": what a prompt and decodes take in one launch, and one after the other, beside each alone.
+"lengths" compares sequences of different lengths with sequences of equal length and as many keys in total. "variants"
+compares masks and scores with full attention over as many keys as they visit, and with FlexAttention. "mixed" compares
+a prompt and decodes in one launch, and in two, with each of them alone.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ _NUMBER = 2  # bytes
 
 @dataclass(frozen=True)
 class ServingRow:
-    """A measured case of a group: microseconds, and TB/s of the keys and values that it needs, by contender.
+    """A measured case of a group: microseconds, and TB/s of the keys and values that it needs, by implementation.
 
-    compared: how many times as fast as what the group compares with a contender is, by its name.
+    `compared` has the ratios that the group compares, by name.
     """
 
     group: str
@@ -57,27 +57,27 @@ class ServingRow:
 def serving_row(
     group: str, name: str, target: str, moved: int, times: Mapping[str, float], compared: Mapping[str, float]
 ) -> ServingRow:
-    """The row of a case, of the milliseconds of its contenders."""
+    """Returns the row of a case from milliseconds by implementation."""
     micros = {contender: 1e3 * time for contender, time in times.items()}
     terabytes = {contender: moved / each / 1e6 for contender, each in micros.items()}
     return ServingRow(group, name, target, moved, micros, terabytes, compared)
 
 
 def drawn_lengths(batch: int, longest: int) -> list[int]:
-    """Log-uniform from 1 to the longest, the same each time."""
+    """Returns log-uniform lengths from 1 to `longest`, from a fixed seed."""
     drawn = np.exp(np.random.default_rng(_SEED).uniform(0, np.log(longest), batch))
     return [int(length) for length in np.clip(np.floor(drawn), 1, longest)]
 
 
 def equal_lengths(lengths: Sequence[int]) -> list[int]:
-    """As many sequences of one length, of as many keys in all, up to the rest of a division."""
+    """Returns as many lengths with the same sum, equal up to rounding."""
     batch, total = len(lengths), sum(lengths)
     return [total // batch + (number < total % batch) for number in range(batch)]
 
 
 @dataclass(frozen=True)
 class Pages:
-    """The keys and values of sequences in pages in random order: k and v, their table, how many keys each has."""
+    """Keys and values in pages in random order, with the page table and the number of keys of each sequence."""
 
     k: Any
     v: Any
@@ -87,7 +87,7 @@ class Pages:
 
     @classmethod
     def of(cls, spec: AttentionSpec, lengths: Sequence[int], heads_kv: int, width: int) -> Pages:
-        """Pages of the spec's size for so many keys, in a table of `width` pages for each sequence."""
+        """Creates random pages for sequences of these lengths, with a table of `width` pages per sequence."""
         import torch
 
         size = spec.page_size or 1
@@ -104,7 +104,7 @@ class Pages:
 
     @property
     def bytes(self) -> int:
-        """Of the keys and values that sequences have."""
+        """The bytes of the keys and values of all sequences."""
         heads, dims = self.k.shape[2], self.k.shape[3] + self.v.shape[3]
         return _NUMBER * sum(self.lengths) * heads * dims
 
@@ -114,7 +114,7 @@ class Pages:
 
 
 def queries(spec: AttentionSpec, batch: int, heads: int, tokens: int = 1) -> Any:
-    """Random queries of a batch."""
+    """Returns random queries of a batch."""
     import torch
 
     torch.manual_seed(1)
@@ -127,10 +127,10 @@ def queries(spec: AttentionSpec, batch: int, heads: int, tokens: int = 1) -> Any
 def lengths_rows(
     spec: AttentionSpec, size: DecodeSize = LENGTHS_SIZE, peers: Sequence[str] = (), target: str | None = None
 ) -> Iterator[ServingRow]:
-    """Sequences of equal lengths, and of lengths from 1 to size.len_k, of as many keys in all.
+    """Measures sequences of equal lengths, and of lengths from 1 to size.len_k with as many keys in total.
 
-    flashgen's blocks sum up the lengths; "scheduled" reads a schedule that was made before; "N splits" has every
-    sequence in as many parts. compared: a contender's TB/s over its own of equal lengths.
+    With "flashgen", each block derives its work from the lengths. "scheduled" reads a schedule that was created before.
+    "N splits" divides every sequence into N splits. `compared` is the bandwidth relative to that of equal lengths.
     """
     paged, drawn = with_cache(spec, PAGE_SIZE), drawn_lengths(size.batch, size.len_k)
     attention, q = compile(paged, target), queries(spec, size.batch, size.heads)
@@ -154,7 +154,7 @@ def _paged_runs(attention: Any, q: Any, pages: Pages, size: DecodeSize) -> dict[
 
 
 def _csr(pages: Pages) -> Table:
-    """FlashInfer's table."""
+    """Returns the page table of FlashInfer."""
     counts = [-(-length // PAGE_SIZE) for length in pages.lengths]
     table = pages.page_table.cpu().numpy()
     indices = [int(page) for row, count in zip(table, counts, strict=True) for page in row[:count]]
@@ -167,9 +167,13 @@ def _csr(pages: Pages) -> Table:
 
 @dataclass(frozen=True)
 class ServingVariant:
-    """A mask and a score, how many queries it is for, what it captures at a size, and the keys it visits of them.
+    """A mask and a score for a number of queries.
 
-    flex: the mask for FlexAttention where that needs another text of it, as torch clamps no index.
+    Attributes:
+        options: arguments of the spec.
+        captures: returns the captures at a size.
+        visited: returns the number of visited keys per sequence at a size; None derives it from the mask.
+        flex: the mask for FlexAttention if it differs, since torch does not clamp indices.
     """
 
     name: str
@@ -181,7 +185,7 @@ class ServingVariant:
 
 
 def same_document(ids: Tensor) -> Mask:
-    """Queries at the end of their sequence, each of whose keys has a document's number."""
+    """Returns a mask by document ids of keys, for queries that stand at the end of their sequence."""
 
     def same(b: Any, h: Any, q: Any, k: Any) -> Any:
         return ids[b, q + (len_k - len_q)] == ids[b, k]
@@ -190,7 +194,7 @@ def same_document(ids: Tensor) -> Mask:
 
 
 def tree_within(bits: Tensor) -> Mask:
-    """`tree`, whose words are also looked up within the array where a key stands before the draft."""
+    """Returns the mask of `tree` with indices that stay inside of the array for keys before the draft."""
 
     def kept(b: Any, h: Any, q: Any, k: Any) -> Any:
         token = k - (len_k - len_q)
@@ -201,7 +205,7 @@ def tree_within(bits: Tensor) -> Mask:
 
 
 def serving_variants() -> tuple[ServingVariant, ...]:
-    """Those that are measured, full attention first."""
+    """Returns the measured variants, full attention first."""
     documents, bits = Tensor("ids", "int32", 2), Tensor("bits", "int32", 3)
     return (
         ServingVariant("full", {}),
@@ -238,9 +242,9 @@ def variant_rows(
     target: str | None = None,
     only: Sequence[str] = (),
 ) -> Iterator[ServingRow]:
-    """Variants over contiguous keys; "plain" is full attention to as many keys as the variant visits.
+    """Measures variants over contiguous keys; "plain" is full attention over as many keys as the variant visits.
 
-    compared: the bandwidth of "flashgen" over that of "plain", and its speed over that of "Flex".
+    `compared` has the bandwidth of flashgen relative to "plain", and its speed relative to "Flex".
     """
     for size in sizes:
         for variant in serving_variants():
@@ -277,7 +281,7 @@ def _measure_variant(
 
 
 def _lists(attention: Any, size: DecodeSize, captures: Mapping[str, Any]) -> dict[str, Any]:
-    """The lists of tiles of a mask that has no closed form, made once as a server makes them for all layers."""
+    """Returns the tile lists of a mask without a closed form, created once, as a server does for all layers."""
     if len(attention.kernels) == 1:
         return {}
     return {"tile_lists": attention.tile_lists(size.len_q, size.len_k, size.batch, size.heads, **captures)}
@@ -289,11 +293,11 @@ def _lists(attention: Any, size: DecodeSize, captures: Mapping[str, Any]) -> dic
 def mixed_rows(
     spec: AttentionSpec, size: DecodeSize = MIXED_SIZE, peers: Sequence[str] = (), target: str | None = None
 ) -> Iterator[ServingRow]:
-    """A prompt's last 2048 queries over its keys, and single queries of all other sequences: each alone, and both.
+    """Measures the last 2048 queries of a prompt and single queries of all other sequences, alone and together.
 
-    "one launch" is a ragged batch over pages; "both" are two calls, one after the other; "contiguous" is the prompt
-    alone over keys without pages. compared: what one launch, and both, take over the sum of the faster prompt alone and
-    of the decodes alone. FlashInfer launches once.
+    "one launch" is a varlen batch over pages, "both" are two calls in sequence, and "contiguous" is the prompt alone
+    over contiguous keys. `compared` has the times of "one launch" and "both" relative to the sum of the decodes alone
+    and the faster prompt alone. FlashInfer uses one launch.
     """
     masked = replace(spec, mask=causal())
     paged = with_cache(masked, PAGE_SIZE)
@@ -322,7 +326,7 @@ def mixed_rows(
 
 
 def one_launch(spec: AttentionSpec, q_prompt: Any, q: Any, pages: Pages, target: str | None = None) -> Run:
-    """A run of a ragged batch over pages, the prompt its first sequence, of a spec of other layouts."""
+    """Returns a run of the varlen batch over pages whose first sequence is the prompt."""
     import torch
 
     ragged = compile(replace(spec, layout="thd"), target)
@@ -333,7 +337,7 @@ def one_launch(spec: AttentionSpec, q_prompt: Any, q: Any, pages: Pages, target:
 
 
 def contiguous(spec: AttentionSpec, q_prompt: Any, pages: Pages, target: str | None = None) -> Run:
-    """A run of the prompt over keys that stand side by side, of the first sequence's numbers."""
+    """Returns a run of the prompt over contiguous keys with the values of the first sequence."""
     attention, table = compile(spec, target), pages.page_table[0].long()
     k, v = (array[table].flatten(0, 1).transpose(0, 1)[None].contiguous() for array in (pages.k, pages.v))
     return lambda: attention(q_prompt, k, v)
@@ -365,7 +369,7 @@ def serving_rows(
     target: str | None = None,
     only: Sequence[str] = (),
 ) -> Iterator[ServingRow]:
-    """The rows of a group, at sizes of its own where none are given; `only`: of variants, these."""
+    """Measures a group, at its default sizes if none are given. `only` selects variants."""
     if group == "variants":
         yield from variant_rows(spec, sizes or VARIANT_SIZES, peers, target, only)
         return

@@ -1,4 +1,4 @@
-"""The language's expressions as torch operations, so that FlexAttention can be measured on any spec."""
+"""Translates expressions of the language to torch operations, so that FlexAttention can run any spec."""
 
 from __future__ import annotations
 
@@ -59,9 +59,9 @@ Term = Callable[[dict[str, Any]], Any]
 
 
 def _term(node: sympy.Basic, constants: Mapping[sympy.Basic, Any], captures: Mapping[str, Any]) -> Term:
-    """A function of the indices, by name, that gives the node's value.
+    """Returns a function from indices by name to the value of the node.
 
-    Made of plain closures, with nothing of SymPy in it, so that torch's compiler can trace it.
+    The function consists of plain closures without SymPy objects, so that torch.compile can trace it.
     """
     if node in constants:
         constant = constants[node]
@@ -122,7 +122,7 @@ def _maximum(left: Any, right: Any) -> Any:
 
 
 def mask_function(spec: Any, len_q: int, len_k: int, captures: Mapping[str, Any]) -> Callable[..., Any]:
-    """FlexAttention's mask_mod of a spec."""
+    """Returns the mask_mod of FlexAttention for a spec."""
     term = _term(spec.mask.expression, {ops.LEN_Q: len_q, ops.LEN_K: len_k}, captures)
 
     def mask(b: Any, h: Any, q: Any, k: Any) -> Any:
@@ -132,7 +132,7 @@ def mask_function(spec: Any, len_q: int, len_k: int, captures: Mapping[str, Any]
 
 
 def score_function(spec: Any, len_q: int, len_k: int, captures: Mapping[str, Any]) -> Callable[..., Any]:
-    """FlexAttention's score_mod of a spec."""
+    """Returns the score_mod of FlexAttention for a spec."""
     term = _term(spec.score.expression, {ops.LEN_Q: len_q, ops.LEN_K: len_k}, captures)
 
     def score(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:

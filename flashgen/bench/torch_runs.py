@@ -1,4 +1,4 @@
-"""Runs of torch's functions, or of their gradients, for timing; a peer that refuses a case is warned of."""
+"""Runs of torch functions or of their gradients, for timing, with a warning for each peer that fails."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Any
 from flashgen.bench.cases import Timed
 from flashgen.runtime.timing import Run
 
-_REFUSALS = (RuntimeError, ValueError, AssertionError)  # of a peer that cannot do a case
+_REFUSALS = (RuntimeError, ValueError, AssertionError)  # errors of a peer that does not support a case
 
 
 def differentiated(forward: Callable[..., Any], timed: Timed, arrays: Sequence[Any], d_out: Any) -> Run | None:
-    """A run of a torch function of these arrays, or of its gradients by autograd; None where it fails.
+    """Returns a run of a torch function on these arrays, or of its gradients by autograd; None if it fails.
 
-    "backward" goes again and again through one graph, which is made before anything is timed.
+    With "backward", every run uses the same autograd graph, which is built here and is not timed.
     """
     import torch
 
@@ -33,7 +33,7 @@ def differentiated(forward: Callable[..., Any], timed: Timed, arrays: Sequence[A
 
 
 def runs_or_none(run: Run) -> Run | None:
-    """The run, if the peer can do it at all here; what it makes the first time is not timed."""
+    """Returns the run, or None if it fails. The first call, which may compile kernels, happens here, untimed."""
     try:
         run()
     except _REFUSALS as error:
@@ -43,6 +43,6 @@ def runs_or_none(run: Run) -> Run | None:
 
 
 def say_refusal(error: Exception) -> None:
-    """Warns why a peer is not measured, in a line: its figure is not merely missing."""
+    """Warns in one line that a peer is not measured, and why."""
     why = str(error).partition("\n")[0].strip()
     warnings.warn(f"a peer is not measured: {type(error).__name__}: {why}", stacklevel=3)

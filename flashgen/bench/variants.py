@@ -1,4 +1,4 @@
-"""The variants that FlexAttention is known by, at one long sequence: what `flashgen bench --variants` times."""
+"""The variants that `flashgen bench --variants` times: well-known uses of FlexAttention, on one long sequence."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ from flashgen.language import captures, functions, masks, scores
 from flashgen.language.modifiers import Mask, trace_mask
 
 LENGTH, HEADS, HEAD_DIM = 16384, 16, 128
-CANVAS, RADIUS = 128, 6  # of the neighbourhood: 128 x 128 positions, 13 x 13 around each
+CANVAS, RADIUS = 128, 6  # the neighbourhood mask: 128 x 128 positions, each sees 13 x 13
 DOCUMENTS = 16
-DISTANCE = 1024  # of the relative table
+DISTANCE = 1024  # maximum distance of the relative table
 
 
 def neighbourhood(width: int, radius: int) -> Mask:
-    """A query sees the keys within `radius` rows and columns of it on a square canvas; at its border, of the window
-    moved inside.
+    """Returns the mask of a square canvas on which a query sees the keys within `radius` rows and columns.
+
+    At the border, the window is shifted inwards.
     """
 
     def near(b: Any, h: Any, q: Any, k: Any) -> Any:
@@ -31,7 +32,7 @@ def neighbourhood(width: int, radius: int) -> Mask:
 
 @dataclass(frozen=True)
 class Variant:
-    """A variant: its mask and score, and its captures as torch tensors. `learned`: it differs only in the backward."""
+    """A variant: options of its spec, and captures as torch tensors. A `learned` one matters in the backward alone."""
 
     name: str
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -40,7 +41,7 @@ class Variant:
 
 
 def variants() -> tuple[Variant, ...]:
-    """The variants, full attention first: what the others' time per visited tile is compared with."""
+    """Returns the variants. The first is full attention, the reference of the time per visited tile."""
     table, learned_table = (captures.Tensor("table", "float32", 2, grad) for grad in (False, True))
     learned_slopes = captures.Tensor("slopes", "float32", 1, grad=True)
     causal = masks.causal()
@@ -62,7 +63,7 @@ def variants() -> tuple[Variant, ...]:
 
 
 def chosen_variants(timed: Timed = "forward", only: Sequence[str] = ()) -> tuple[Variant, ...]:
-    """Those of a pass, or the ones named in `only`; ArgumentError for a name that there is not."""
+    """Returns the variants of a pass, or those named in `only`. Raises ArgumentError for an unknown name."""
     offered = {variant.name: variant for variant in variants() if timed != "forward" or not variant.learned}
     unknown = [name for name in only if name not in offered]
     if unknown:
