@@ -85,17 +85,25 @@ def operator_rows(
         runs |= {f"{name}{_GRAPH}": partial(attend, learned, k, v) for name, attend in attends.items()}
         yield from rows("forward", runs, {})
     if "backward" in passes:
-        kept = compiled(*given[:3], return_lse=True)
-        runs = {ITSELF: partial(compiled.backward, given[3], *given[:3], *kept)}
-        inside = _within_autograd(runs[ITSELF], chain)(learned)
-        runs[f"{ITSELF}{_AUTOGRADS}"] = partial(_backward, inside, learned, d_out)
-        for name, attend in attends.items():
-            out: Any = learned
-            for _ in range(chain):
-                out = attend(out, k, v)
-            runs[name] = partial(_backward, out, learned, d_out)
-            runs[f"{name}{_CALLER}"] = partial(_backward_in_caller, out, learned, d_out)
+        itself = partial(compiled.backward, given[3], *given[:3], *compiled(*given[:3], return_lse=True))
+        runs = _backward_runs(itself, attends, (learned, k, v, d_out), chain)
         yield from rows("backward", runs, dict.fromkeys([*runs][1:], chain))
+
+
+def _backward_runs(
+    itself: Run, attends: Mapping[str, Attend], tensors: tuple[Any, Any, Any, Any], chain: int
+) -> dict[str, Run]:
+    """Returns the runs of the backward. All but the first, the attention itself, go through `chain` calls."""
+    learned, k, v, d_out = tensors
+    inside = _within_autograd(itself, chain)(learned)
+    runs: dict[str, Run] = {ITSELF: itself, f"{ITSELF}{_AUTOGRADS}": partial(_backward, inside, learned, d_out)}
+    for name, attend in attends.items():
+        out: Any = learned
+        for _ in range(chain):
+            out = attend(out, k, v)
+        runs[name] = partial(_backward, out, learned, d_out)
+        runs[f"{name}{_CALLER}"] = partial(_backward_in_caller, out, learned, d_out)
+    return runs
 
 
 def _backward(out: Any, learned: Any, d_out: Any) -> Any:
