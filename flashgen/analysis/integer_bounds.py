@@ -25,7 +25,7 @@ _EVERYWHERE = {
     **dict.fromkeys((ops.QUERY, ops.KEY, Q_FIRST, Q_LAST, K_FIRST, K_LAST), _POSITION),
     **dict.fromkeys((_WHOLE_QUERY, _WHOLE_KEY), _POSITION),
     **dict.fromkeys((ops.LEN_Q, ops.LEN_K), (0, ops.LONGEST)),
-    **dict.fromkeys((ops.BATCH, ops.HEAD), (0, ops.MOST_HEADS - 1)),
+    **dict.fromkeys((ops.BATCH, ops.HEAD), (0, ops.MAX_HEADS - 1)),
     ops.SCORE: (-np.inf, np.inf),
 }
 _LENGTHS = {
@@ -40,7 +40,7 @@ _IN_THE_WHOLE = {
 }
 _PLACES = {
     **dict.fromkeys((shards.SHARD_Q, shards.SHARD_K, shards.WHOLE_Q, shards.WHOLE_K), (0, ops.LONGEST)),
-    **dict.fromkeys((shards.SHARD_B, shards.SHARD_H), (0, ops.MOST_HEADS - 1)),
+    **dict.fromkeys((shards.SHARD_B, shards.SHARD_H), (0, ops.MAX_HEADS - 1)),
 }
 """What calls check of the numbers of a shard."""
 _TO_ITS_LENGTH = Interval(np.int64(-ops.LONGEST), np.int64(ops.OVERHANG - 1))

@@ -14,7 +14,7 @@ from flashgen.codegen.append_kernel import render_append
 from flashgen.codegen.families import emulated_target, target_of_gpu
 from flashgen.codegen.sizes import Sizes
 from flashgen.errors import ArgumentError
-from flashgen.language.spec import MOST_PAGE_SIZE
+from flashgen.language.spec import MAX_PAGE_SIZE
 from flashgen.launch.argument_writer import ArgumentWriter
 from flashgen.launch.engines import Emulator, Engine, Gpu, Launch, Place, Runner
 from flashgen.runtime import gpu
@@ -155,8 +155,8 @@ def _check(views: dict[str, View]) -> None:
         _check_rows(name, view)
     batch, tokens = views["k_new"].shape[:2]
     size = views["k"].shape[1]
-    if size & (size - 1) or not 1 <= size <= MOST_PAGE_SIZE:
-        raise ArgumentError(f"k has pages of {size} keys; give a power of 2 from 1 to {MOST_PAGE_SIZE}")
+    if size & (size - 1) or not 1 <= size <= MAX_PAGE_SIZE:
+        raise ArgumentError(f"k has pages of {size} keys; give a power of 2 from 1 to {MAX_PAGE_SIZE}")
     if batch > _MOST_BATCH:
         raise ArgumentError(f"k_new has batch {batch}; give at most {_MOST_BATCH}")
     wanted = {"v_new": (batch, tokens, views["k_new"].shape[2]), "v": views["k"].shape[:3]}

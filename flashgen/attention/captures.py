@@ -12,8 +12,8 @@ import sympy
 from flashgen.attention.problem import INT32_MAX, Problem, check_aligned
 from flashgen.errors import ArgumentError
 from flashgen.language.indexed_sizes import distance_of, position_of
-from flashgen.language.operations import BATCH, HEAD, KEY, LONGEST, MOST_HEADS, QUERY, Capture, Load
-from flashgen.language.shards import BLOCK_K, BLOCK_Q, PLACES
+from flashgen.language.operations import BATCH, HEAD, KEY, LONGEST, MAX_HEADS, QUERY, Capture, Load
+from flashgen.language.shards import BLOCK_K, BLOCK_Q, SHARD_NUMBERS
 from flashgen.language.spec import AttentionSpec
 from flashgen.language.well_formed import FLOAT32_MAX
 from flashgen.runtime.arrays import View, byte_strides
@@ -134,7 +134,7 @@ def check_places(spec: AttentionSpec, captures: Mapping[str, Any], problem: Prob
     Kernels compute positions in int32 because this is so. Under dropout a shard begins where a block of random bytes
     does.
     """
-    places = {name: captures[name] for name in PLACES}
+    places = {name: captures[name] for name in SHARD_NUMBERS}
     for index, length in (("q", problem.len_q), ("k", problem.len_k)):
         first, whole = places[f"shard_{index}"], places[f"whole_{index}"]
         if first < 0 or not first + length <= whole <= LONGEST:
@@ -144,8 +144,8 @@ def check_places(spec: AttentionSpec, captures: Mapping[str, Any], problem: Prob
             )
     for index, size in (("b", problem.batch), ("h", problem.heads_q)):
         first = places[f"shard_{index}"]
-        if first < 0 or first + size > MOST_HEADS:
-            raise ArgumentError(f"shard_{index}={first}: from it on {size} must lie within {MOST_HEADS}")
+        if first < 0 or first + size > MAX_HEADS:
+            raise ArgumentError(f"shard_{index}={first}: from it on {size} must lie within {MAX_HEADS}")
     for index, block in (("q", BLOCK_Q), ("k", BLOCK_K)) if spec.dropout else ():
         first = places[f"shard_{index}"]
         if first % block:

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from flashgen.codegen.sizes import Sizes
 from flashgen.errors import ArgumentError
-from flashgen.language.operations import LONGEST, MOST_HEADS
+from flashgen.language.operations import LONGEST, MAX_HEADS
 from flashgen.language.spec import AttentionSpec
 from flashgen.runtime.arrays import View, numpy_dtype
 
@@ -163,8 +163,8 @@ def checked_sequences(arrays: Mapping[str, Shaped]) -> int:
     """How many sequences a ragged batch has; ArgumentError where its offsets and lengths do not fit together."""
     _check_offsets("cu_seqlens_q", arrays["cu_seqlens_q"])
     batch = arrays["cu_seqlens_q"].shape[0] - 1
-    if not 0 <= batch <= MOST_HEADS:
-        raise ArgumentError(f"cu_seqlens_q is of {batch} sequences; give from 1 to {MOST_HEADS + 1} elements")
+    if not 0 <= batch <= MAX_HEADS:
+        raise ArgumentError(f"cu_seqlens_q is of {batch} sequences; give from 1 to {MAX_HEADS + 1} elements")
     if "page_table" not in arrays:  # whose keys lie in pages
         _check_offsets("cu_seqlens_k", arrays["cu_seqlens_k"], batch + 1, batch)
     if "seqused_k" in arrays:
@@ -208,9 +208,9 @@ def checked_sizes(spec: AttentionSpec, arrays: Mapping[str, Shaped]) -> Sizes:
             f"q has {heads_q} heads, no multiple of the {heads_kv} heads of k and v (GQA, MQA), in arrays "
             f"({', '.join(_AXES[spec.layout])}), as layout={spec.layout!r} of the spec says"
         )
-    if max(batch, heads_q) > MOST_HEADS or heads_q > _MOST_HEADS_PER_KV * max(heads_kv, 1):
+    if max(batch, heads_q) > MAX_HEADS or heads_q > _MOST_HEADS_PER_KV * max(heads_kv, 1):
         raise ArgumentError(
-            f"batch {batch} and heads {heads_q} must be at most {MOST_HEADS}, and for each head of k "
+            f"batch {batch} and heads {heads_q} must be at most {MAX_HEADS}, and for each head of k "
             f"at most {_MOST_HEADS_PER_KV} of q; call it on parts of the batch"
         )
     if max(len_q, len_k) > LONGEST:

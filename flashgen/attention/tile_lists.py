@@ -20,7 +20,7 @@ from flashgen.codegen.tile_list_kernel import ListShape, list_shape
 from flashgen.errors import ArgumentError
 from flashgen.language.indexed_sizes import position_of
 from flashgen.language.layouts import BlockLayout
-from flashgen.language.operations import KEY, LONGEST, MOST_HEADS, QUERY, FloorDiv, Load
+from flashgen.language.operations import KEY, LONGEST, MAX_HEADS, QUERY, FloorDiv, Load
 from flashgen.language.spec import AttentionSpec
 from flashgen.launch.engines import Engine, Launch, Numbers, Place, Taken
 from flashgen.launch.memory import Memory, Workspace
@@ -327,9 +327,9 @@ def sizes_of(len_q: int, len_k: int, batch: int, heads: int, heads_kv: int | Non
     sizes = {
         "len_q": (len_q, 0, LONGEST),
         "len_k": (len_k, 0, LONGEST),
-        "batch": (batch, 1, MOST_HEADS),
-        "heads": (heads, 1, MOST_HEADS),
-        "heads_kv": (heads_kv, 1, MOST_HEADS),
+        "batch": (batch, 1, MAX_HEADS),
+        "heads": (heads, 1, MAX_HEADS),
+        "heads_kv": (heads_kv, 1, MAX_HEADS),
     }
     for name, (size, least, most) in sizes.items():
         if isinstance(size, bool) or not isinstance(size, (int, np.integer)) or not least <= size <= most:

@@ -10,7 +10,7 @@ import numpy as np
 from flashgen.analysis.closed_forms.tile_ranges import evaluate_range, key_range
 from flashgen.codegen.plan import Plan
 from flashgen.language.operations import BATCH
-from flashgen.language.shards import PLACES, WHOLE_K, WHOLE_Q
+from flashgen.language.shards import SHARD_NUMBERS, WHOLE_K, WHOLE_Q
 from flashgen.language.spec import AttentionSpec
 
 _LOOKED_AT = 65536  # tiles of queries
@@ -43,7 +43,7 @@ def steps_of(spec: AttentionSpec, len_q: int, len_k: int, tile_q: int, tile_k: i
     tiles than are looked at, as many at equal distances.
     """
     ranges = key_range(spec.mask.expression)
-    places = dict.fromkeys(PLACES, 0) | {WHOLE_Q.name: len_q, WHOLE_K.name: len_k}
+    places = dict.fromkeys(SHARD_NUMBERS, 0) | {WHOLE_Q.name: len_q, WHOLE_K.name: len_k}
     if ranges is None or ranges.depends_on(BATCH) or not len_q or any(c.name not in places for c in ranges.captures):
         return -(-len_k // tile_k)
     tiles = -(-len_q // tile_q)

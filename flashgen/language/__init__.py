@@ -1,14 +1,15 @@
-"""The language: what a user writes. Named and traced masks and scores, captures, `AttentionSpec`.
+"""The language in which users declare attention variants: masks, scores, captures and `AttentionSpec`.
 
-Integers are int64's, as NumPy's and torch's are, and wrap beyond them: the kernel, the oracle, `tiles()` and the lists
-of tiles agree on each, for lengths up to 10**9. A kernel computes in int32 what is proven to fit there for every
-length and every captured value, such as positions, their sums and distances. It computes the rest in 64 bits, such as
-`q * 65536`, or `q - window` with a Scalar. Literals and integer Scalars are int32's.
+Integers are int64 and wrap on overflow, as in NumPy and torch. The kernel, the NumPy reference, `tiles()` and the tile
+lists agree on every integer, for lengths up to 10**9. A kernel computes in int32 if the value is proven to fit for
+every length and every captured value; positions, their sums and their differences do. Other values are computed in 64
+bits, for example `q * 65536`, or `q - window` with a Scalar. Literals and integer Scalars are int32.
 
-Floats are float32's. Those that a mask or a condition is made of are computed without contraction, operation by
-operation as NumPy's float32 does it, so that no rounding lets another key in or out; only exp, log, sin and their like
-are approximations on a GPU. A division is a division. What depends on the score is rounded as a score is: its products
-and sums may be contracted, and a division by a constant may become a product.
+Floats are float32. Floats that a mask or a condition depends on are computed one operation at a time, without
+contraction, exactly as NumPy computes them in float32, so that rounding never changes which keys are kept. The
+exceptions are exp, log, sin and similar functions, which are approximations on a GPU. Floats that depend on the score
+are rounded like a score: a product and a sum may be contracted to an FMA, and a division by a constant may become a
+multiplication.
 """
 
 from flashgen.language import functions, masks, scores

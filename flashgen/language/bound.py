@@ -1,4 +1,4 @@
-"""Arrays that a traced function reads as they stand: captures that need not be given at the call."""
+"""Arrays that a traced function closes over: captures that calls need not supply."""
 
 from __future__ import annotations
 
@@ -14,20 +14,24 @@ from flashgen.language.declarations import MAX_NDIM
 from flashgen.language.dtypes import CAPTURES, written_name
 from flashgen.language.operations import Capture, captures_of
 
-# What has another dtype than kernels read is converted, where its values allow.
+# Arrays of other dtypes than kernels read are converted if their values allow it.
 _CONVERTED = {"uint16": "int32", "uint32": "int64", "uint64": "int64", "float64": "float32"}
 
 
 class BoundArray:
-    """An array of NumPy, CuPy, torch or JAX that a mask or score function holds, as kernels read it.
+    """An array of NumPy, CuPy, torch or JAX that a mask or score function closes over, as kernels read it.
 
-    The array is kept, not copied, and each call reads what it holds then. Where kernels read another dtype, each
-    call converts it: float64 to float32, unsigned integers to wider ones, and int64 in the host's memory to int32, with
-    which kernels compute in half the instructions, where the values fit when the function is traced. int64 on a GPU
-    stays int64, as to look at its values would wait for the GPU.
+    The array is referenced, not copied, and each call reads its current values. If kernels read another dtype, each
+    call converts it: float64 to float32, unsigned integers to wider signed ones, and int64 in host memory to int32 if
+    the values fit when the function is traced, because int32 takes half the instructions. int64 on a GPU is not
+    narrowed, because looking at its values would synchronize with the GPU.
 
-    Attributes: `original`, the array; `dtype`, NumPy's name of what is read; `ndim`; `grad`, whether it is a torch
-    tensor that wants a gradient, or an array that JAX traces.
+    Attributes:
+        original: The array.
+        given_dtype: NumPy's name of the array's dtype.
+        dtype: NumPy's name of the dtype that kernels read.
+        ndim: The number of dimensions that kernels read, at least 1.
+        grad: Whether it is a torch tensor that requires a gradient, or an array that JAX traces.
     """
 
     def __init__(self, array: Any, name: str) -> None:
@@ -35,15 +39,15 @@ class BoundArray:
         self.given_dtype = written_name(array.dtype)
         self.dtype, self.ndim = _dtype_read(array, self.given_dtype, name), array.ndim or 1
         self.grad = wants_gradient(array, self.dtype)
-        self._moved: dict[Hashable, tuple[np.ndarray[Any, Any], Any]] = {}
+        self._copies: dict[Hashable, tuple[np.ndarray[Any, Any], Any]] = {}
 
     @property
     def converts(self) -> bool:
-        """Whether kernels read another dtype than the array has."""
+        """Whether kernels read another dtype than that of the array."""
         return self.given_dtype != self.dtype
 
     def current(self) -> Any:
-        """The array as kernels read it now. SpecError where values that were converted fit no longer."""
+        """Returns the array as kernels read it now. Raises SpecError if converted values no longer fit."""
         array = self.original
         if not array.ndim:
             array = array.reshape(1)
@@ -51,13 +55,13 @@ class BoundArray:
             return array
         if self.dtype.startswith("int") and not _fits(array, np.iinfo(self.dtype)) and not _is_jax_tracer(array):
             raise SpecError(
-                f"the array {self._name!r} had values that fit in {self.dtype} when its function was traced, and has "
-                "others now: make the mask again"
+                f"the array {self._name!r} had values that fit in {self.dtype} when its function was traced, and no "
+                "longer fits: create the mask again"
             )
         return _converted(array, self.dtype)
 
     def on_host(self) -> np.ndarray[Any, Any]:
-        """The array as one of NumPy."""
+        """Returns the array as a NumPy array."""
         array = self.current()
         if isinstance(array, np.ndarray):
             return array
@@ -69,32 +73,32 @@ class BoundArray:
                 return np.asarray(array.view(sys.modules["torch"].int16).numpy().view(ml_dtypes.bfloat16))
         return np.asarray(array.get() if hasattr(array, "get") else array)
 
-    def moved(self, place: Hashable, move: Callable[[np.ndarray[Any, Any], Any], Any]) -> Any:
-        """A copy of the host's array at another place, which is updated where the values have changed.
+    def moved(self, device: Hashable, copy: Callable[[np.ndarray[Any, Any], Any], Any]) -> Any:
+        """Returns a copy of the host's array on a device, which is updated if the values have changed.
 
-        move(array, copy) allocates the copy where `copy` is None. Otherwise it writes into it, so that a captured graph
-        that reads that memory stays valid.
+        `copy(array, previous)` allocates a copy if `previous` is None. Otherwise it writes into `previous`, so that a
+        captured graph that reads that memory stays valid.
         """
-        here = self.on_host()
-        seen, there = self._moved.get(place, (None, None))
-        if seen is None or not _same_bytes(seen, here):
-            there = move(here, there if seen is not None and seen.shape == here.shape else None)
-            self._moved[place] = here.copy(), there
-        return there
+        values = self.on_host()
+        copied, result = self._copies.get(device, (None, None))
+        if copied is None or not _same_bytes(copied, values):
+            result = copy(values, result if copied is not None and copied.shape == values.shape else None)
+            self._copies[device] = values.copy(), result
+        return result
 
     def __repr__(self) -> str:
         return f"BoundArray({self._name!r}, {self.dtype}, {tuple(self.original.shape) or (1,)})"
 
 
 def is_array(value: Any) -> bool:
-    """Whether a value is an array of some library, and not a number of NumPy."""
+    """Returns whether a value is an array of some library, not a NumPy scalar."""
     if isinstance(value, (np.generic, type)) or not all(hasattr(value, name) for name in ("shape", "dtype", "ndim")):
         return False
     return hasattr(value, "__array__") or hasattr(value, "__dlpack__") or hasattr(value, "__cuda_array_interface__")
 
 
 def is_on_host(array: Any) -> bool:
-    """Whether an array is in the host's memory: NumPy's, or one of torch or JAX on the CPU."""
+    """Returns whether an array is in host memory: a NumPy array, or a torch or JAX array on the CPU."""
     if isinstance(array, np.ndarray):
         return True
     if hasattr(array, "is_cuda"):
@@ -105,18 +109,18 @@ def is_on_host(array: Any) -> bool:
 
 
 def is_torch(array: Any) -> bool:
-    """Whether an array is a tensor of torch."""
+    """Returns whether an array is a torch tensor."""
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(array, torch.Tensor)
 
 
 def wants_gradient(array: Any, dtype: str) -> bool:
-    """Whether an array that is read as this dtype has a gradient."""
+    """Returns whether an array that is read as this dtype has a gradient."""
     return "float" in dtype and (bool(getattr(array, "requires_grad", False)) or _is_jax_tracer(array))
 
 
 def dtype_read(given: str, name: str) -> str:
-    """The dtype that kernels read of an array of a dtype, whatever its values. SpecError where there is none."""
+    """Returns the dtype in which kernels read arrays of a dtype. Raises SpecError if there is none."""
     read = _CONVERTED.get(given, given)
     if read not in CAPTURES:
         raise SpecError(f"the array {name!r} is of {given}; a function may read one of {', '.join(CAPTURES)}")
@@ -124,7 +128,7 @@ def dtype_read(given: str, name: str) -> str:
 
 
 def _dtype_read(array: Any, given: str, name: str) -> str:
-    """The same, for the values that the array holds now: int64's are int32's where they fit."""
+    """Returns the dtype in which kernels read this array: int32 for int64 values on the host that fit in it."""
     if array.ndim > MAX_NDIM:
         raise SpecError(f"the array {name!r} has {array.ndim} dimensions; a function may read at most {MAX_NDIM}")
     read = dtype_read(given, name)
@@ -136,10 +140,10 @@ def _dtype_read(array: Any, given: str, name: str) -> str:
 
 
 def _fits(array: Any, limits: Any) -> bool:
-    """Whether the values are within the limits; False where they are not known, as those of JAX's tracers."""
+    """Returns whether the values are within the limits; False if they are unknown, as for JAX tracers."""
     try:
         return 0 in array.shape or (int(array.min()) >= limits.min and int(array.max()) <= limits.max)
-    except Exception:  # each library has its own error for values that are not there yet
+    except Exception:  # each library has its own error for values that are not available yet
         return False
 
 
@@ -161,42 +165,47 @@ def _is_jax_tracer(array: Any) -> bool:
 Bound = Mapping[str, BoundArray]
 
 
-def fresh(name: str, taken: Any) -> str:
-    """The name, or with a number behind it the first that is not taken."""
-    found, number = name, 1
-    while found in taken:
+def unused_name(name: str, taken: Any) -> str:
+    """Returns the name, or the first of name_2, name_3, ... that is not taken."""
+    candidate, number = name, 1
+    while candidate in taken:
         number += 1
-        found = f"{name}_{number}"
-    return found
+        candidate = f"{name}_{number}"
+    return candidate
 
 
-def joined(
-    left: sympy.Basic, of_left: Bound, right: sympy.Basic, of_right: Bound
+def merge_bound(
+    left: sympy.Basic, bound_left: Bound, right: sympy.Basic, bound_right: Bound
 ) -> tuple[sympy.Basic, sympy.Basic, dict[str, BoundArray]]:
-    """Two expressions that may stand together, and the arrays of both.
+    """Returns two expressions that can be combined, and the arrays of both.
 
-    Arrays of one name that are not one array, and an array of the name of a capture that is given at the call, get
-    another name.
+    A capture is renamed if two different arrays have its name, or an array and a capture that calls supply.
     """
-    if not of_left and not of_right:
+    if not bound_left and not bound_right:
         return left, right, {}
     named_left, named_right = ({capture.name for capture in captures_of(node)} for node in (left, right))
     taken = named_left | named_right
-    for name in sorted(of_left.keys() & (named_right - of_right.keys())):
-        other = fresh(name, taken)
-        left, of_left = renamed(left, name, other), {_swapped(key, name, other): of_left[key] for key in of_left}
+    for name in sorted(bound_left.keys() & (named_right - bound_right.keys())):
+        other = unused_name(name, taken)
+        left, bound_left = (
+            rename_capture(left, name, other),
+            _rename_key(bound_left, name, other),
+        )
         taken.add(other)
-    for name in sorted(of_right.keys() & named_left):
-        if name in of_left and of_left[name].original is of_right[name].original:
+    for name in sorted(bound_right.keys() & named_left):
+        if name in bound_left and bound_left[name].original is bound_right[name].original:
             continue
-        other = fresh(name, taken)
-        right, of_right = renamed(right, name, other), {_swapped(key, name, other): of_right[key] for key in of_right}
+        other = unused_name(name, taken)
+        right, bound_right = (
+            rename_capture(right, name, other),
+            _rename_key(bound_right, name, other),
+        )
         taken.add(other)
-    return left, right, {**of_left, **of_right}
+    return left, right, {**bound_left, **bound_right}
 
 
-def renamed(node: sympy.Basic, name: str, other: str) -> sympy.Basic:
-    """The expression with another name of a capture."""
+def rename_capture(node: sympy.Basic, name: str, other: str) -> sympy.Basic:
+    """Returns the expression with a capture renamed."""
     return node.xreplace(
         {
             capture: Capture(other, capture.dtype, capture.ndim, capture.grad)
@@ -206,5 +215,5 @@ def renamed(node: sympy.Basic, name: str, other: str) -> sympy.Basic:
     )
 
 
-def _swapped(key: str, name: str, other: str) -> str:
-    return other if key == name else key
+def _rename_key(bound: Bound, name: str, other: str) -> Bound:
+    return {other if key == name else key: array for key, array in bound.items()}

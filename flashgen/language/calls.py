@@ -1,4 +1,4 @@
-"""Running a user's mask or score function with traced values, and checking what it takes and returns."""
+"""Calls a user's mask or score function with traced values, and checks what it takes and returns."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from typing import Any
 import sympy
 
 from flashgen.errors import SpecError
-from flashgen.language.bound import BoundArray, fresh
+from flashgen.language.bound import BoundArray, unused_name
 from flashgen.language.closures import StandIns, capture_name
-from flashgen.language.computed import refusing_computed
+from flashgen.language.computed import refuse_computed_tensors
 from flashgen.language.expression_json import node_from_trace
 from flashgen.language.operations import Capture, captures_of
-from flashgen.language.trace import Traced, lift, of_node, watch_gradient_mode
+from flashgen.language.trace import Traced, lift, traced_node, watch_gradient_mode
 from flashgen.language.well_formed import check_expression, literal
 
 _OWN_FILES = str(Path(__file__).parent)
-_MADE = ("Mask", "Score")  # what functions of the named ones say that they return
+_FACTORY_RESULTS = ("Mask", "Score")  # return annotations of the factories of named masks and scores
 
 
-class Found:
-    """What a function gave when it was traced, and the arrays that it read."""
+class TraceResult:
+    """The result of a traced function, and the arrays that it read."""
 
     def __init__(self, result: Any, what: str, names: StandIns) -> None:
         self.result, self._what, self._names = result, what, names
 
     def named(self) -> tuple[sympy.Basic, dict[str, BoundArray]]:
-        """The expression, and its arrays by the names of their captures."""
+        """Returns the expression, and its arrays keyed by the names of their captures."""
         if self.result is None:
             raise SpecError(f"{self._what} returned None: did it forget to return its result?")
         try:
@@ -45,7 +45,7 @@ class Found:
             taken -= set(provisional.values())
             final: dict[int, str] = {}
             for key, array in arrays.items():
-                final[key] = fresh(capture_name(self._names.name_of(array.original)), taken)
+                final[key] = unused_name(capture_name(self._names.name_of(array.original)), taken)
                 taken.add(final[key])
             node = _node(traced, arrays, final)
             check_expression(node)
@@ -55,7 +55,7 @@ class Found:
 
 
 def _node(traced: Traced, arrays: dict[int, BoundArray], names: dict[int, str]) -> sympy.Basic:
-    """The expression with its numbers as constants and its arrays as captures of these names."""
+    """Returns the expression with its numbers as constants and its arrays as captures of these names."""
     captures = [
         Capture(names[id(array)], bound.dtype, bound.ndim, bound.grad)
         for array in traced.arrays
@@ -64,17 +64,17 @@ def _node(traced: Traced, arrays: dict[int, BoundArray], names: dict[int, str]) 
     return node_from_trace(traced.text, map(literal, traced.numbers), captures)
 
 
-def run_traced(function: Callable[..., Any], symbols: tuple[sympy.Symbol, ...], what: str) -> Found:
-    """Call `function` with proxies of the symbols. Errors say which function, and at which line of it."""
+def run_traced(function: Callable[..., Any], symbols: tuple[sympy.Symbol, ...], what: str) -> TraceResult:
+    """Calls `function` with proxies of the symbols. Errors name the function and the line in it."""
     check_signature(function, symbols, what)
     names = StandIns(function)
-    with _gradients(), refusing_computed(what):
-        result = call_traced(names.function, [of_node(symbol) for symbol in symbols], what)
-    return Found(result, what, names)
+    with _enabled_gradients(), refuse_computed_tensors(what):
+        result = call_traced(names.function, [traced_node(symbol) for symbol in symbols], what)
+    return TraceResult(result, what, names)
 
 
-def _gradients() -> AbstractContextManager[Any]:
-    """Has torch's gradient mode be what a function makes of it, and not of where the function is traced."""
+def _enabled_gradients() -> AbstractContextManager[Any]:
+    """Enables torch's gradient mode while a function is traced, so that only the function itself can disable it."""
     torch = sys.modules.get("torch")
     if torch is None:
         return nullcontext()
@@ -82,9 +82,9 @@ def _gradients() -> AbstractContextManager[Any]:
     return torch.enable_grad()
 
 
-# What Python says where a traced value lacks a method. With these methods torch would take an index for a sequence, and
-# look at its length in every call.
-_OF_PYTHON = {
+# What Python reports where a traced value lacks a method. The methods are missing on purpose: with them torch would
+# take an index for a sequence, and read its length in every call.
+_PYTHON_ERRORS = {
     "'Traced' has no len()": "a traced value is one number and has no length; len_q and len_k are the sequence lengths",
     "'Traced' object is not subscriptable": "a traced value is one number and cannot be indexed; a flashgen.Tensor "
     "can, by traced indices",
@@ -92,7 +92,7 @@ _OF_PYTHON = {
 
 
 def call_traced(function: Callable[..., Any], operands: Any, what: str) -> Any:
-    """What a function returns for traced operands, with errors that say which function, and at which line of it."""
+    """Returns what a function returns for traced operands. Errors name the function and the line in it."""
     try:
         return function(*operands)
     except SpecError as error:
@@ -100,34 +100,34 @@ def call_traced(function: Callable[..., Any], operands: Any, what: str) -> Any:
     except ArithmeticError as error:
         raise SpecError(
             f"{what}{_line_of(error)} raised {type(error).__name__}: {error}; it computes with Python's numbers before "
-            "flashgen sees them: mend the function"
+            "flashgen sees them: correct the function"
         ) from error
     except Exception as error:
-        for end, explained in _OF_PYTHON.items():
+        for end, explained in _PYTHON_ERRORS.items():
             if str(error).endswith(end):
                 raise SpecError(f"{what}{_line_of(error)}: {explained}") from error
-        # NumPy and torch hide the error of __index__ behind their own.
+        # NumPy and torch replace the error of __index__ by their own.
         error.add_note(
-            f"while flashgen traced {what}: traced are elements, array[index], of arrays that are made outside of the "
-            "function, and not of dicts; or declare flashgen.Tensor(name, dtype, ndim), and give the array at the call"
+            f"while flashgen traced {what}: it can trace array[index] for arrays that are created outside of the "
+            "function and are not in dicts; or declare flashgen.Tensor(name, dtype, ndim), and give it at the call"
         )
         raise
 
 
 def check_signature(function: Callable[..., Any], symbols: tuple[sympy.Symbol, ...], what: str) -> None:
-    """SpecError for what cannot be called with the symbols."""
+    """Raises SpecError for an object that cannot be called with the symbols."""
     if not callable(function):
         raise SpecError(f"{what} must be a function of ({_listed(symbols)}), got {function!r}")
     try:
         signature = inspect.signature(function)
-    except (TypeError, ValueError):  # builtins may not tell
+    except (TypeError, ValueError):  # some builtins have no signature
         return
     try:
         signature.bind(*symbols)
     except TypeError:
-        if signature.return_annotation in _MADE:
+        if signature.return_annotation in _FACTORY_RESULTS:
             raise SpecError(
-                f"{what} is no {what.split()[0]} but makes them: call it, {function.__name__}(...)"
+                f"{what} is not a {what.split()[0]} but returns one: call it, {function.__name__}(...)"
             ) from None
         raise SpecError(
             f"{what} takes {signature}; it must take the {len(symbols)} positional arguments ({_listed(symbols)})"
@@ -139,11 +139,11 @@ def _listed(symbols: tuple[sympy.Symbol, ...]) -> str:
 
 
 def _line_of(error: BaseException) -> str:
-    """The place, as " (file.py:12)", of the innermost frame that is not of this package."""
-    found, step = "", error.__traceback__
+    """Returns the location, as " (file.py:12)", of the innermost frame outside this package."""
+    location, step = "", error.__traceback__
     while step is not None:
         filename = step.tb_frame.f_code.co_filename
         if not filename.startswith(_OWN_FILES):
-            found = f" ({Path(filename).name}:{step.tb_lineno})"
+            location = f" ({Path(filename).name}:{step.tb_lineno})"
         step = step.tb_next
-    return found
+    return location

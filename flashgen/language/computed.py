@@ -1,4 +1,4 @@
-"""Refuses tensors that a spec's function computes, whose first values a spec would keep: it is traced once."""
+"""Refuses tensors that a spec's function computes: the function is traced once, so their first values would be kept."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from flashgen.errors import SpecError
 
 
 @contextmanager
-def refusing_computed(what: str) -> Iterator[None]:
-    """Inside, indexing a tensor of torch that was computed of other tensors raises a SpecError.
+def refuse_computed_tensors(what: str) -> Iterator[None]:
+    """Within this context, raises SpecError if a torch tensor is indexed that was computed from other tensors.
 
-    Views share the values of their tensors, and what is made of numbers alone is a constant: both are allowed.
+    Views are allowed because they share the values of their tensors, and so are constants made from numbers alone.
     """
     torch = sys.modules.get("torch")
     with nullcontext() if torch is None else _mode(torch, what):
@@ -27,26 +27,26 @@ def _mode(torch: Any, what: str) -> Any:
     class Computed(TorchFunctionMode):
         def __init__(self) -> None:
             super().__init__()
-            self._made: dict[int, tuple[Any, bool]] = {}  # a tensor that was made inside, and whether of outer ones
+            self._results: dict[int, tuple[Any, bool]] = {}  # by id: (tensor, depends on outer tensors)
 
         def __torch_function__(self, function: Any, _types: Any, arguments: Any = (), keywords: Any = None) -> Any:
             given = [each for each in (*arguments, *(keywords or {}).values()) if isinstance(each, torch.Tensor)]
             if function is torch.Tensor.__getitem__ and not given[1:] and self._is_computed(given[:1]):
                 raise SpecError(
-                    "it indexes a tensor that it computes of others, and a spec's function is traced once, when the "
-                    "spec is made: compute the tensor outside, declare flashgen.Tensor(name, dtype, ndim) and give it "
-                    "at each call, or call flashgen.torch.flex_attention, which traces at each call"
+                    "it indexes a tensor that it computes from others, and a spec's function is traced once, when the "
+                    "spec is created: compute the tensor outside, declare flashgen.Tensor(name, dtype, ndim) and give "
+                    "it at each call, or call flashgen.torch.flex_attention, which traces at each call"
                 )
             found = function(*arguments, **(keywords or {}))
             if isinstance(found, torch.Tensor) and not any(_share(found, each) for each in given):
-                outer = any(self._made.get(id(each), (each, True))[1] for each in given)
-                self._made[id(found)] = found, outer
+                outer = any(self._results.get(id(each), (each, True))[1] for each in given)
+                self._results[id(found)] = found, outer
             elif isinstance(found, torch.Tensor) and self._is_computed(given):
-                self._made[id(found)] = found, True
+                self._results[id(found)] = found, True
             return found
 
         def _is_computed(self, tensors: Any) -> bool:
-            return any(self._made.get(id(each), (each, False))[1] for each in tensors)
+            return any(self._results.get(id(each), (each, False))[1] for each in tensors)
 
     def _share(a: Any, b: Any) -> bool:
         try:

@@ -1,12 +1,13 @@
-"""Which floats decide, and which are judged by a tolerance.
+"""Classifies floats: decisive ones are computed exactly as in float32, and tolerant ones are judged by a tolerance.
 
-A mask is true or false, and so are the conditions of a score function: one rounding more or less is a whole element
-more or less. A float decides if it does not depend on the score, and a comparison, a floor or a conversion to an
-integer is made of it: it is float32, operation by operation, wherever it is computed. On a GPU no such product is fused
-with a sum, and NumPy rounds as often as the kernel does.
+A mask is true or false, and so is a condition in a score function, so one extra rounding can change a whole element. A
+float is decisive if it does not depend on the score, and a comparison, a floor or a conversion to an integer depends on
+it. Decisive floats are float32, rounded after every operation, wherever they are computed: a GPU kernel does not fuse
+their products with sums, and NumPy rounds as often as the kernel.
 
-What depends on the score carries the roundings of q·k, and a result is judged by a tolerance. Where no step reads it, a
-kernel may round it once more or once less: contract a product and a sum, or divide by a constant with a product.
+Values that depend on the score carry the rounding errors of q·k, and results are judged by a tolerance. If no
+comparison, floor or conversion reads them, a kernel may round them once more or once less: it may contract a product
+and a sum, or replace a division by a constant with a multiplication.
 """
 
 from __future__ import annotations
@@ -25,20 +26,20 @@ _STEPS = (
 
 
 def deciding_steps(*roots: sympy.Basic) -> frozenset[sympy.Basic]:
-    """The comparisons, floors, divisions and conversions to integers that read floats, without the score."""
-    operations, of_score = _operations(roots)
-    return frozenset(node for node in _steps(operations) if node not in of_score)
+    """Returns the comparisons, floors, floored divisions and integer conversions that read floats but not the score."""
+    operations, score_dependent = _operations(roots)
+    return frozenset(node for node in _steps(operations) if node not in score_dependent)
 
 
 def decisive(*roots: sympy.Basic) -> frozenset[sympy.Basic]:
-    """The deciding steps, and the float operations that they are made of."""
-    return _made_of(deciding_steps(*roots))
+    """Returns the deciding steps, and the float operations that they depend on."""
+    return _with_float_operands(deciding_steps(*roots))
 
 
 def tolerant(*roots: sympy.Basic) -> frozenset[sympy.Basic]:
-    """The operations that depend on the score and that no step reads."""
-    operations, of_score = _operations(roots)
-    return frozenset(of_score.intersection(operations)) - _made_of(_steps(operations))
+    """Returns the operations that depend on the score and that no comparison, floor or conversion reads."""
+    operations, score_dependent = _operations(roots)
+    return frozenset(score_dependent.intersection(operations)) - _with_float_operands(_steps(operations))
 
 
 def _steps(operations: Iterable[Operation]) -> Iterable[Operation]:
@@ -49,8 +50,8 @@ def _reads_floats(node: Operation) -> bool:
     return isinstance(node, ops.Floor) or any(kind_of(operand) == "float" for operand in node.args)
 
 
-def _made_of(steps: Iterable[Operation]) -> frozenset[sympy.Basic]:
-    """The steps, and the float operations that they are made of."""
+def _with_float_operands(steps: Iterable[Operation]) -> frozenset[sympy.Basic]:
+    """Returns the steps, and the float operations that they depend on."""
     found: set[sympy.Basic] = set()
     waiting: list[sympy.Basic] = list(steps)
     while waiting:
@@ -62,9 +63,9 @@ def _made_of(steps: Iterable[Operation]) -> frozenset[sympy.Basic]:
 
 
 def _operations(roots: tuple[sympy.Basic, ...]) -> tuple[list[Operation], set[sympy.Basic]]:
-    """Every operation once, operands first, and the nodes that depend on the score."""
+    """Returns every operation once, operands first, and the nodes that depend on the score."""
     order: dict[Operation, None] = {}
-    of_score: set[sympy.Basic] = {ops.SCORE}
+    score_dependent: set[sympy.Basic] = {ops.SCORE}
     stack = [root for root in roots if isinstance(root, Operation)]
     while stack:
         node = stack[-1]
@@ -73,6 +74,6 @@ def _operations(roots: tuple[sympy.Basic, ...]) -> tuple[list[Operation], set[sy
         if not waiting:
             stack.pop()
             order[node] = None
-            if any(operand in of_score for operand in node.args):
-                of_score.add(node)
-    return list(order), of_score
+            if any(operand in score_dependent for operand in node.args):
+                score_dependent.add(node)
+    return list(order), score_dependent

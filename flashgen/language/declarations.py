@@ -1,4 +1,4 @@
-"""Checks of the names and types of captures, shared by declarations in Python and in JSON."""
+"""Checks the names and types of captures, for declarations in Python and in JSON."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from flashgen.language.operations import Capture
 
 MAX_NDIM = 8
 
-# Keyword arguments of calls, fields of every kernel's arguments, and the names of the traced indices.
+# Keyword arguments of calls, fields of the kernels' argument structs, and the names of the traced indices.
 # fmt: off
 RESERVED = frozenset({
     "b", "h", "q", "k", "v", "score", "len_q", "len_k", "batch", "heads", "seed", "offset", "return_lse", "out",
@@ -49,7 +49,7 @@ def check_name(name: Any) -> str:
 
 
 def array_capture(name: Any, dtype: Any, ndim: Any, grad: Any) -> Capture:
-    """The capture of an array. SpecError, naming the argument, for what is not supported."""
+    """Returns the capture of an array. Raises SpecError, naming the argument, for an unsupported declaration."""
     check_name(name)
     kind = dtype_name(dtype, CAPTURES, f"Tensor({name!r}): dtype")
     if isinstance(ndim, bool) or not isinstance(ndim, int) or not 1 <= ndim <= MAX_NDIM:
@@ -62,6 +62,6 @@ def array_capture(name: Any, dtype: Any, ndim: Any, grad: Any) -> Capture:
 
 
 def number_capture(name: Any, dtype: Any) -> Capture:
-    """The capture of a number."""
+    """Returns the capture of a number. Raises SpecError, naming the argument, for an unsupported declaration."""
     check_name(name)
     return Capture(name, dtype_name(dtype, SCALARS, f"Scalar({name!r}): dtype"), 0, False)

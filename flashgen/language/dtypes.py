@@ -1,4 +1,4 @@
-"""Names of element types: what callers write, brought to NumPy's names."""
+"""Converts names and objects of element types to NumPy's names."""
 
 from __future__ import annotations
 
@@ -22,9 +22,15 @@ SCALARS = ("int32", "float32")
 
 
 def dtype_name(value: Any, allowed: tuple[str, ...], argument: str) -> str:
-    """NumPy's name of a dtype: `value` is a name ("bf16", "torch.float16"), a NumPy dtype or type, or a torch dtype.
+    """Returns NumPy's name of a dtype.
 
-    Raises SpecError, naming `argument` and what is accepted, for anything not in `allowed`.
+    Args:
+        value: A name ("bf16", "torch.float16"), a NumPy dtype or scalar type, or a torch dtype.
+        allowed: The accepted names.
+        argument: The argument's name in messages.
+
+    Raises:
+        SpecError: The dtype is not in `allowed`.
     """
     name = written_name(value)
     name = _ALIASES.get(name, name)
@@ -34,13 +40,13 @@ def dtype_name(value: Any, allowed: tuple[str, ...], argument: str) -> str:
 
 
 def written_name(value: Any) -> str:
-    """The name of a dtype as its library writes it: "bfloat16" of "torch.bfloat16", np.float32, a dtype object."""
+    """Returns a dtype's name in its own library: "bfloat16" for "torch.bfloat16", np.float32 or a dtype object."""
     if isinstance(value, str):
         return value.lower().removeprefix("torch.")
     text = str(value)
     if text.startswith("torch."):
         return text.removeprefix("torch.")
-    if value is None or isinstance(value, (dict, list, tuple)):  # of which NumPy makes structures
+    if value is None or isinstance(value, (dict, list, tuple)):  # NumPy would make structured dtypes of these
         return text
     try:
         return np.dtype(value).name

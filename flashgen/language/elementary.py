@@ -1,4 +1,4 @@
-"""The functions of the language as its own modules call them: `functions` without placeholders for users."""
+"""The functions of the language for its own modules: those of `functions`, without placeholders for torch.compile."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from flashgen.language.functions import len_k, len_q
 __all__ = ["len_k", "len_q"]
 
 
-def _plain(function: Any) -> Any:
+def _without_placeholders(function: Any) -> Any:
     return function.__wrapped__
 
 
-abs = _plain(functions.abs)
-clamp = _plain(functions.clamp)
-cos = _plain(functions.cos)
-exp = _plain(functions.exp)
-exp2 = _plain(functions.exp2)
-floor = _plain(functions.floor)
-log = _plain(functions.log)
-log2 = _plain(functions.log2)
-maximum = _plain(functions.maximum)
-minimum = _plain(functions.minimum)
-sigmoid = _plain(functions.sigmoid)
-sin = _plain(functions.sin)
-sqrt = _plain(functions.sqrt)
-tanh = _plain(functions.tanh)
-to_float = _plain(functions.to_float)
-to_int = _plain(functions.to_int)
-where = _plain(functions.where)
+abs = _without_placeholders(functions.abs)
+clamp = _without_placeholders(functions.clamp)
+cos = _without_placeholders(functions.cos)
+exp = _without_placeholders(functions.exp)
+exp2 = _without_placeholders(functions.exp2)
+floor = _without_placeholders(functions.floor)
+log = _without_placeholders(functions.log)
+log2 = _without_placeholders(functions.log2)
+maximum = _without_placeholders(functions.maximum)
+minimum = _without_placeholders(functions.minimum)
+sigmoid = _without_placeholders(functions.sigmoid)
+sin = _without_placeholders(functions.sin)
+sqrt = _without_placeholders(functions.sqrt)
+tanh = _without_placeholders(functions.tanh)
+to_float = _without_placeholders(functions.to_float)
+to_int = _without_placeholders(functions.to_int)
+where = _without_placeholders(functions.where)

@@ -1,9 +1,9 @@
-"""The meaning of every operation in NumPy: what an expression is on arrays of indices, scores and captures.
+"""Evaluates expressions in NumPy, on arrays of indices, scores and captures: the meaning of every operation.
 
-Integers are int64 and wrap, as a kernel's do. Floats are float64, so that this is the oracle that float32 kernels are
-judged by; but those that decide (language/decisive.py: all of a mask's) are float32 like the kernel's, bit by bit as
-far as they are made of + - * /, sqrt, floor and conversions. Shapes broadcast lazily: a mask of q and k alone stays
-(len_q, len_k) whatever the batch.
+Integers are int64 and wrap, as in kernels. Floats are float64, so that float32 kernels can be judged by this reference.
+The exception is decisive floats (language/decisive.py), which include all floats of a mask: they are float32 as in
+kernels, bit for bit where they consist of + - * /, sqrt, floor and conversions. Shapes broadcast lazily: a mask that
+reads only q and k stays (len_q, len_k) whatever the batch.
 """
 
 from __future__ import annotations
@@ -24,42 +24,54 @@ Array = np.ndarray[Any, Any]
 
 _WIDE = {"bool": np.bool_, "int": np.int64, "float": np.float64}
 _INT32 = np.iinfo(np.int32)
-# Functions that IEEE 754 rounds correctly: they have the same float32 value on every machine.
+# Functions that IEEE 754 requires to be correctly rounded: they have the same float32 value on every machine.
 _ROUNDED = (ops.Divide, ops.ToFloat, ops.Floor, ops.Sqrt)
 
 
 def evaluate(node: sympy.Basic, values: Mapping[sympy.Basic, Any], captures: Mapping[str, Any] | None = None) -> Array:
-    """The value of an expression.
+    """Returns the value of an expression.
 
     Args:
-        node: an expression of the language.
-        values: an array or number for each symbol that the expression reads (BATCH, ..., LEN_K, SCORE), broadcastable
-            with each other.
-        captures: an array or number for each capture, by name; converted to the capture's dtype.
+        node: An expression of the language.
+        values: An array or number for each symbol that the expression reads (BATCH, ..., LEN_K, SCORE). They must
+            broadcast with each other.
+        captures: An array or number for each capture, by name. It is converted to the dtype of the capture.
 
-    Returns a bool, int64 or float64 array of the broadcast shape of what the expression reads; () for a constant.
-    Raises ArgumentError for a missing capture or value, or a capture of the wrong dimensions.
+    Returns:
+        A bool, int64 or float64 array of the broadcast shape of everything that the expression reads; () for a
+        constant.
+
+    Raises:
+        ArgumentError: A capture or value is missing, or a capture has the wrong number of dimensions.
     """
     evaluation = _Evaluation(values, captures or {}, _shared(node), deciding_steps(node))
-    with np.errstate(all="ignore"):  # both sides of a Where are computed, also where they are not wanted
-        value = np.asarray(evaluation.of(node))
+    with np.errstate(all="ignore"):  # both branches of a Where are computed, also for elements that do not select them
+        value = np.asarray(evaluation.value(node))
     return value.astype(np.float64) if value.dtype == np.float32 else value
 
 
-def computed(
-    node: Operation, single: bool, of: Callable[[sympy.Basic, bool], Any], steps: Container[sympy.Basic]
+def evaluate_operation(
+    node: Operation, single: bool, value_of: Callable[[sympy.Basic, bool], Any], steps: Container[sympy.Basic]
 ) -> Any:
-    """The value of an operation, in float32 if `single`, given what its operands are and which steps decide."""
+    """Returns the value of an operation.
+
+    Args:
+        node: The operation.
+        single: Whether to compute in float32.
+        value_of: Returns the value of an operand, in float32 if its second argument is true.
+        steps: The deciding steps of the expression, which are always computed in float32.
+    """
     if node in steps and not single and isinstance(node, ops.FloorMod):
-        # The floor alone steps; the rest is ordinary arithmetic.
-        a, b = (np.asarray(of(operand, False)).astype(np.float64) for operand in node.args)
-        return a - b * np.float64(_in_single(ops.FloorDiv(*node.args), [of(operand, True) for operand in node.args]))
+        # Only the floor is discontinuous; the rest is ordinary arithmetic.
+        a, b = (np.asarray(value_of(operand, False)).astype(np.float64) for operand in node.args)
+        quotient = _in_single(ops.FloorDiv(*node.args), [value_of(operand, True) for operand in node.args])
+        return a - b * np.float64(quotient)
     single = single or node in steps
-    operands = [of(operand, single) for operand in node.args]
+    operands = [value_of(operand, single) for operand in node.args]
     if single:
         return _in_single(node, operands)
     if isinstance(node, (ops.Arithmetic, ops.Transcendental)):
-        # Booleans count as 0 and 1, and NumPy's own rules for them (True + True is True) do not apply.
+        # Booleans count as 0 and 1: NumPy's own rules for them (True + True is True) do not apply.
         wide = np.float64 if "float" in map(kind_of, node.args) else np.int64
         operands = [np.asarray(operand).astype(wide, copy=False) for operand in operands]
     return MEANINGS[type(node)](*operands)
@@ -67,18 +79,18 @@ def computed(
 
 def _in_single(node: Operation, operands: Sequence[Any]) -> Any:
     if isinstance(node, ops.Load):
-        return MEANINGS[ops.Load](*operands)  # float32 holds any float that a capture may hold
+        return MEANINGS[ops.Load](*operands)  # float32 represents any float of a capture
     singles = [np.asarray(operand).astype(np.float32, copy=False) for operand in operands]
     if isinstance(node, ops.Where):
         return np.where(operands[0], *singles[1:])
     if isinstance(node, ops.Transcendental) and not isinstance(node, _ROUNDED):
-        # NumPy's own float32 functions differ from machine to machine in the last bits.
+        # NumPy's own float32 functions differ between machines in the last bits.
         return np.float32(MEANINGS[type(node)](*map(np.float64, singles)))
     return MEANINGS[type(node)](*singles)
 
 
 def _shared(node: sympy.Basic) -> frozenset[sympy.Basic]:
-    """Operations that occur more than once: their values are kept, all others freed as soon as they are used."""
+    """Returns the operations that occur more than once. Their values are cached; all others are freed after use."""
     counts: Counter[sympy.Basic] = Counter()
     stack = [node]
     while stack:
@@ -98,16 +110,16 @@ class _Evaluation:
         steps: frozenset[sympy.Basic],
     ) -> None:
         self.values, self.captures, self.shared, self.steps = values, captures, shared, steps
-        self.known: dict[tuple[sympy.Basic, bool], Any] = {}
+        self.cache: dict[tuple[sympy.Basic, bool], Any] = {}
 
-    def of(self, node: sympy.Basic, single: bool = False) -> Any:
-        """The value of a node; `single`: a step reads it, so that a float is computed in float32."""
-        place = node, single and kind_of(node) == "float"
-        if place in self.known:
-            return self.known[place]
-        result = computed(*place, self.of, self.steps) if isinstance(node, Operation) else self._leaf(node)
+    def value(self, node: sympy.Basic, single: bool = False) -> Any:
+        """Returns the value of a node. With `single`, floats are float32, because a deciding step reads them."""
+        key = node, single and kind_of(node) == "float"
+        if key in self.cache:
+            return self.cache[key]
+        result = evaluate_operation(*key, self.value, self.steps) if isinstance(node, Operation) else self._leaf(node)
         if node in self.shared:
-            self.known[place] = result
+            self.cache[key] = result
         return result
 
     def _leaf(self, node: sympy.Basic) -> Any:
@@ -153,29 +165,29 @@ def _load(array: Array, *indices: Any) -> Array:
 
 
 def _maximum(a: Any, b: Any) -> Any:
-    """The larger: +0.0 of two zeros that differ in their sign, and the number where the other operand is NaN.
+    """Returns the larger value. Of two zeros that differ in sign it is +0.0; of NaN and a number it is the number.
 
-    That is IEEE 754-2019's maximumNumber, and PTX's max; NumPy's fmax gives either zero.
+    This is maximumNumber of IEEE 754-2019, and PTX's max. NumPy's fmax may return either zero.
     """
     larger = np.fmax(a, b)
     return larger if larger.dtype.kind != "f" else np.where((a == 0) & (b == 0), a + b, larger)
 
 
 def _minimum(a: Any, b: Any) -> Any:
-    """The smaller, as `_maximum` is the larger: -0.0 of two zeros that differ in their sign."""
+    """Returns the smaller value, the counterpart of `_maximum`: -0.0 for two zeros that differ in sign."""
     smaller = np.fmin(a, b)
     return smaller if smaller.dtype.kind != "f" else np.where((a == 0) & (b == 0), -(-a - b), smaller)
 
 
 def _floor_divide(a: Any, b: Any) -> Any:
-    """Floored division: of integers by 0 it is 0; of floats it is floor(a / b)."""
+    """Floored division. An integer divided by 0 gives 0; floats give floor(a / b)."""
     if a.dtype == np.int64:
         return np.where(b == 0, 0, np.floor_divide(a, np.where(b == 0, 1, b)))
     return np.floor(np.divide(a, b))
 
 
 def _floor_modulo(a: Any, b: Any) -> Any:
-    """a - b·floor(a / b): of integers by 0 it is 0."""
+    """Returns a - b·floor(a / b). An integer modulo 0 gives 0."""
     if a.dtype == np.int64:
         return np.where(b == 0, 0, np.mod(a, np.where(b == 0, 1, b)))
     return a - b * np.floor(np.divide(a, b))
@@ -186,13 +198,13 @@ def _shift(shift: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
 
 
 def _to_int(a: Any) -> Any:
-    """Towards zero, saturating to int32; NaN is 0: what a GPU's conversion gives."""
+    """Rounds towards zero and saturates to int32; NaN gives 0. These are the rules of a GPU's conversion."""
     a = np.asarray(a)
     if a.dtype.kind != "f":
         return a.astype(np.int64)
-    a = a.astype(np.float64)  # which, unlike float32, holds the ends of int32
-    whole = np.trunc(np.clip(np.nan_to_num(a, nan=0.0, posinf=np.inf, neginf=-np.inf), _INT32.min, _INT32.max))
-    return whole.astype(np.int64)
+    a = a.astype(np.float64)  # unlike float32, float64 represents both limits of int32 exactly
+    rounded = np.trunc(np.clip(np.nan_to_num(a, nan=0.0, posinf=np.inf, neginf=-np.inf), _INT32.min, _INT32.max))
+    return rounded.astype(np.int64)
 
 
 def _to_float(a: Any) -> Any:
@@ -200,10 +212,10 @@ def _to_float(a: Any) -> Any:
 
 
 def _comparison(compare: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-    return lambda a, b: compare(_counted(a), _counted(b))
+    return lambda a, b: compare(_as_number(a), _as_number(b))
 
 
-def _counted(a: Any) -> Any:
+def _as_number(a: Any) -> Any:
     a = np.asarray(a)
     return a.astype(np.int64) if a.dtype == np.bool_ else a
 

@@ -1,11 +1,11 @@
-"""Canonical JSON of expressions, and back: the same text in every process and on every machine.
+"""Converts expressions to canonical JSON and back: the same text in every process and on every machine.
 
-A node is a list, ["Add", a, b]; leaves are integers, {"float": "0x1.8p+1"}, true, false, the names of the symbols, and
-{"capture": "slopes", "dtype": "float32", "grad": false, "ndim": 1}. Loading checks everything: unknown operations,
-arity, kinds, names and sizes raise SpecError.
+A node is a list, ["Add", a, b]. Leaves are integers, {"float": "0x1.8p+1"}, true, false, the names of the symbols, and
+{"capture": "slopes", "dtype": "float32", "grad": false, "ndim": 1}. Loading raises SpecError for unknown operations and
+for wrong arity, kinds, names and sizes.
 
-The text that tracing records (`trace.Traced`) has three leaves and one list more, which stand for what is known beside
-the text: "#i" and "#f", an integer and a float; ["T", dtype, ndim, grad], an array; ["At", expression, operands], the
+The text that tracing records (`trace.Traced`) has four more forms, for values that are kept beside the text: "#i" and
+"#f" stand for an integer and a float, ["T", dtype, ndim, grad] for an array, and ["At", expression, operands] for the
 expression of a mask or score with the operands in place of its indices.
 """
 
@@ -26,20 +26,20 @@ from flashgen.strict_json import parse_json
 
 SHARD_B, SHARD_H, SHARD_Q, SHARD_K = (Capture(f"shard_{index}", "int32", 0) for index in "bhqk")
 WHOLE_Q, WHOLE_K = (Capture(f"whole_{index}", "int32", 0) for index in "qk")
-PLACES = {capture.name: capture for capture in (SHARD_B, SHARD_H, SHARD_Q, SHARD_K, WHOLE_Q, WHOLE_K)}
-"""The numbers of a sharded call, by name; no user may declare captures of these names."""
+SHARD_NUMBERS = {capture.name: capture for capture in (SHARD_B, SHARD_H, SHARD_Q, SHARD_K, WHOLE_Q, WHOLE_K)}
+"""The positions and lengths that a sharded call supplies, by name. Users may not declare captures of these names."""
 
 INTEGER, FLOAT, ARRAY, AT = "#i", "#f", "T", "At"
 _SYMBOLS = {symbol.name: symbol for symbol in SYMBOLS}
 
 
 def canonical(value: Any) -> str:
-    """JSON text with sorted keys and no spaces."""
+    """Returns JSON text with sorted keys and no spaces."""
     return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
 
 
 def node_to_data(node: sympy.Basic) -> Any:
-    """The node as what `json` writes."""
+    """Returns the node as lists, dicts and scalars that `json` can write."""
     if isinstance(node, Operation):
         return [type(node).__name__, *(node_to_data(operand) for operand in node.args)]
     if isinstance(node, Capture):
@@ -52,15 +52,15 @@ def node_to_data(node: sympy.Basic) -> Any:
 
 
 def node_from_data(data: Any) -> sympy.Basic:
-    """The node of `node_to_data`'s result, checked: SpecError for anything that tracing could not have made."""
+    """Returns the node for the result of `node_to_data`. Raises SpecError for data that tracing could not produce."""
     return _Loader().node(data, 1)
 
 
 def node_from_trace(text: str, numbers: Iterable[sympy.Basic], arrays: Iterable[Capture]) -> sympy.Basic:
-    """The node of a traced text, with its numbers and the captures of its arrays in the order of the text."""
+    """Returns the node of a traced text, with its numbers and the captures of its arrays in the order of the text."""
     try:
         data = parse_json(text)
-    except ValueError:  # nested deeper than a JSON text may be
+    except ValueError:  # nested deeper than parse_json accepts
         raise SpecError(f"the expression is too large: more than {MAX_DEPTH} levels; unroll less") from None
     return _TraceLoader(numbers, arrays).node(data, 1)
 
@@ -84,7 +84,7 @@ class _Loader:
         if isinstance(data, str) and data in _SYMBOLS:
             return _SYMBOLS[data]
         raise SpecError(
-            f"JSON expression: {data!r} is no leaf; floats are {{'float': hex}}, names {', '.join(_SYMBOLS)}"
+            f"JSON expression: {data!r} is not a leaf; floats are {{'float': hex}}, names {', '.join(_SYMBOLS)}"
         )
 
     def _operation(self, data: list[Any], depth: int) -> sympy.Basic:
@@ -133,16 +133,16 @@ def _capture(data: dict[str, Any]) -> Capture:
         raise SpecError(
             f"JSON expression: {data!r} must be {{'capture': name, 'dtype': ..., 'ndim': ..., 'grad': ...}}"
         )
-    place = PLACES.get(data["capture"]) if isinstance(data["capture"], str) else None
-    if place is not None and (data["dtype"], data["ndim"], data["grad"]) == (place.dtype, 0, False):
-        return place
+    shard_number = SHARD_NUMBERS.get(data["capture"]) if isinstance(data["capture"], str) else None
+    if shard_number is not None and (data["dtype"], data["ndim"], data["grad"]) == (shard_number.dtype, 0, False):
+        return shard_number
     if data["ndim"] == 0 and not data["grad"]:
         return number_capture(data["capture"], data["dtype"])
     return array_capture(data["capture"], data["dtype"], data["ndim"], data["grad"])
 
 
 def capture_from_data(data: Any, what: str) -> Capture:
-    """The capture of an array, from its JSON."""
+    """Returns the capture of an array, from its JSON."""
     if not isinstance(data, dict) or "capture" not in data:
         raise SpecError(f"{what}={data!r} must be a captured array, as to_json writes it")
     return _capture(data)

@@ -1,4 +1,4 @@
-"""What an index says of the size of the dimension that it indexes."""
+"""Derives the size of a dimension of a captured array from the index expression that reads it."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from flashgen.language.operations import INDICES, Add, Capture, FloorDiv, Maximu
 
 
 def position_of(index: sympy.Basic) -> tuple[sympy.Symbol, int] | None:
-    """(symbol, block) of an index `symbol // block`, or (symbol, 1) of b, h, q or k itself; else None.
+    """Returns (symbol, block) for an index `symbol // block`, (symbol, 1) for b, h, q or k itself, else None.
 
-    A dimension indexed so has an element for each position, or block, of the call, or one for all.
+    A dimension with this index has one element per position, or per block, of the call; or size 1, which broadcasts.
     """
     symbol, block = (index.args[0], index.args[1]) if isinstance(index, FloorDiv) else (index, sympy.Integer(1))
     if symbol not in INDICES or not isinstance(block, sympy.Integer) or block < 1:
@@ -19,9 +19,9 @@ def position_of(index: sympy.Basic) -> tuple[sympy.Symbol, int] | None:
 
 
 def distance_of(index: sympy.Basic) -> int | Capture | None:
-    """D of an index clamp(x, -D, D) + D, an integer or a captured number; else None.
+    """Returns D for an index clamp(x, -D, D) + D, an integer or a captured number, else None.
 
-    A dimension indexed so has 2·D + 1 elements, as `relative_bias` documents, or one for all.
+    A dimension with this index has 2·D + 1 elements, as in `relative_bias`; or size 1, which broadcasts.
     """
     if not (isinstance(index, Add) and isinstance(index.args[0], Minimum)):
         return None

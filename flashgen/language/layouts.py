@@ -1,4 +1,4 @@
-"""Block-sparse layouts as users have them, a boolean array, CSR/BSR or lists of blocks: all become a boolean array."""
+"""Block-sparse layouts: a boolean array, CSR or BSR, or lists of blocks, all converted to a boolean array."""
 
 from __future__ import annotations
 
@@ -10,15 +10,17 @@ import numpy as np
 from flashgen.errors import ArgumentError
 
 _Array = np.ndarray[Any, Any]
-_MOST_DIMENSIONS = 4  # (batch, heads, blocks_q, blocks_k)
+_MAX_DIMENSIONS = 4  # (batch, heads, blocks_q, blocks_k)
 
 
 class BlockLayout:
-    """Which blocks of queries × keys are attended to: the value of a layout that `fg.block_sparse` captures.
+    """The blocks of queries × keys that are attended to: the value for a layout that `fg.block_sparse` captures.
 
-    `attention(q, k, v, layout=BlockLayout.from_bsr(indptr, indices, shape))`. Its shape is (blocks_q, blocks_k),
-    (heads, blocks_q, blocks_k) or (batch, heads, blocks_q, blocks_k), with as many dimensions as the mask's Tensor has.
-    `from_dense`, `from_bsr` and `from_lists` make it; it copies what it is given, and does not change afterwards.
+        attention(q, k, v, layout=BlockLayout.from_bsr(indptr, indices, shape))
+
+    The shape is (blocks_q, blocks_k), (heads, blocks_q, blocks_k) or (batch, heads, blocks_q, blocks_k), with as many
+    dimensions as the Tensor of the mask. `from_dense`, `from_bsr` and `from_lists` create a layout. It copies their
+    arguments, and is immutable.
     """
 
     def __init__(self, dense: _Array) -> None:
@@ -28,9 +30,9 @@ class BlockLayout:
 
     @classmethod
     def from_dense(cls, blocks: Any) -> BlockLayout:
-        """From an array of booleans, or of the integers 0 and 1, of shape (…, blocks_q, blocks_k)."""
+        """Creates a layout from an array of booleans, or of the integers 0 and 1, of shape (…, blocks_q, blocks_k)."""
         array = _host(blocks, "blocks")
-        if not 2 <= array.ndim <= _MOST_DIMENSIONS:
+        if not 2 <= array.ndim <= _MAX_DIMENSIONS:
             raise ArgumentError(f"blocks has shape {array.shape}; give 2 to 4 dimensions (…, blocks_q, blocks_k)")
         if array.dtype != np.bool_ and (array.dtype.kind not in "iu" or not np.isin(array, (0, 1)).all()):
             raise ArgumentError(f"blocks is {array.dtype}; give booleans, or integers that are 0 or 1")
@@ -38,12 +40,14 @@ class BlockLayout:
 
     @classmethod
     def from_bsr(cls, indptr: Any, indices: Any = None, shape: tuple[int, int] | None = None) -> BlockLayout:
-        """From compressed rows of blocks, as SciPy's and FlashInfer's.
+        """Creates a layout from compressed rows of blocks, in the format of SciPy and FlashInfer.
 
         Args:
-            indptr: integers (blocks_q + 1,): the blocks of row i are indices[indptr[i]:indptr[i + 1]]. Or a matrix of
-                scipy.sparse, bsr or csr, alone: every block (element, if csr) that it stores is kept.
-            indices: integers (stored blocks,): the column of each, in any order, each at most once in a row.
+            indptr: Integers of shape (blocks_q + 1,). Row i has the blocks indices[indptr[i]:indptr[i + 1]]. Or, as the
+                only argument, a scipy.sparse matrix in BSR or CSR format: every stored block (or element, for CSR) is
+                kept.
+            indices: Integers of shape (stored blocks,): the column of each block, in any order, without repetition in a
+                row.
             shape: (blocks_q, blocks_k).
         """
         if indices is None and shape is None and hasattr(indptr, "indptr"):
@@ -52,9 +56,7 @@ class BlockLayout:
             indptr, indices = matrix.indptr, matrix.indices
             shape = (matrix.shape[0] // block[0], matrix.shape[1] // block[1])
         if indices is None or shape is None:
-            raise ArgumentError(
-                "from_bsr takes indptr, indices and shape=(blocks_q, blocks_k), or a scipy matrix alone"
-            )
+            raise ArgumentError("from_bsr takes indptr, indices and shape=(blocks_q, blocks_k), or only a scipy matrix")
         rows, columns = _shape(shape)
         starts, found = _integers(indptr, "indptr", 1), _integers(indices, "indices", 1)
         if starts.shape != (rows + 1,):
@@ -68,30 +70,31 @@ class BlockLayout:
 
     @classmethod
     def from_lists(cls, counts: Any, indices: Any, blocks_k: int) -> BlockLayout:
-        """From lists, as FlexAttention's block masks: the blocks of row i are indices[…, i, :counts[…, i]].
+        """Creates a layout from lists of blocks, as in FlexAttention's block masks.
 
         Args:
-            counts: integers (…, blocks_q).
-            indices: integers (…, blocks_q, room), in any order; what stands behind the count is not read.
-            blocks_k: how many blocks of keys there are.
+            counts: Integers of shape (…, blocks_q): the number of blocks of each row.
+            indices: Integers of shape (…, blocks_q, capacity). Row i has the blocks indices[…, i, :counts[…, i]], in
+                any order. Entries after the count are ignored.
+            blocks_k: The number of blocks of keys.
         """
         lengths = _integers(counts, "counts")
         found = _integers(indices, "indices")
-        if not 1 <= lengths.ndim < _MOST_DIMENSIONS or found.shape[:-1] != lengths.shape:
+        if not 1 <= lengths.ndim < _MAX_DIMENSIONS or found.shape[:-1] != lengths.shape:
             raise ArgumentError(
                 f"counts {lengths.shape} and indices {found.shape}: give (…, blocks_q) and (…, blocks_q, room)"
             )
         room = found.shape[-1]
         if lengths.size and not 0 <= lengths.min() <= lengths.max() <= room:
             raise ArgumentError(f"counts go from {lengths.min()} to {lengths.max()}; indices has room for {room}")
-        rows, places = np.nonzero(np.arange(room) < lengths.reshape(-1, 1))
+        rows, slots = np.nonzero(np.arange(room) < lengths.reshape(-1, 1))
         dense = np.zeros((lengths.size, _shape((1, blocks_k))[1]), np.bool_)
-        _mark(dense, rows, found.reshape(-1, room)[rows, places], "indices")
+        _mark(dense, rows, found.reshape(-1, room)[rows, slots], "indices")
         return cls(dense.reshape(*lengths.shape, -1) if dense.size else np.zeros((*lengths.shape, blocks_k), np.bool_))
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """(…, blocks_q, blocks_k)."""
+        """The shape (…, blocks_q, blocks_k)."""
         return self._dense.shape
 
     @property
@@ -100,24 +103,24 @@ class BlockLayout:
         return float(self._dense.mean()) if self._dense.size else 0.0
 
     def to_dense(self) -> _Array:
-        """The layout as a boolean array, which must not be written to."""
+        """Returns the layout as a boolean array, which is read-only."""
         return self._dense
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> _Array:
         return np.array(self._dense, dtype=dtype, copy=copy)
 
-    def moved(self, place: Hashable, move: Callable[[_Array], Any]) -> Any:
-        """The array where `move` puts it, moved once for each place."""
-        if place not in self._moved:
-            self._moved[place] = move(self._dense)
-        return self._moved[place]
+    def moved(self, device: Hashable, copy: Callable[[_Array], Any]) -> Any:
+        """Returns the copy of the array that `copy` makes for a device, made once per device."""
+        if device not in self._moved:
+            self._moved[device] = copy(self._dense)
+        return self._moved[device]
 
     def __repr__(self) -> str:
         return f"BlockLayout({' x '.join(map(str, self.shape))}, {self.density:.1%} kept)"
 
 
 def _mark(dense: _Array, rows: _Array, columns: _Array, argument: str) -> None:
-    """Sets dense[rows, columns]; ArgumentError for a column that does not exist, or is given twice in a row."""
+    """Sets dense[rows, columns]. Raises ArgumentError for a column that does not exist or occurs twice in a row."""
     outside = (columns < 0) | (columns >= dense.shape[1])
     if outside.any():
         raise ArgumentError(f"{argument} holds {columns[outside][0]}; there are blocks 0 to {dense.shape[1] - 1}")
@@ -146,11 +149,11 @@ def _integers(value: Any, argument: str, ndim: int | None = None) -> _Array:
 
 
 def _host(value: Any, argument: str) -> _Array:
-    """The array in host memory: CuPy's by get(), torch's by cpu()."""
+    """Returns the array in host memory: CuPy's by get(), torch's by cpu()."""
     for fetch in ("get", "cpu"):
         if not isinstance(value, np.ndarray) and hasattr(value, "shape") and hasattr(value, fetch):
             value = getattr(value, fetch)()
     array = np.asarray(value)
     if array.dtype == object:
-        raise ArgumentError(f"{argument} of type {type(value).__name__} is no array of numbers")
+        raise ArgumentError(f"{argument} of type {type(value).__name__} is not an array of numbers")
     return array

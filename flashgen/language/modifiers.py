@@ -1,4 +1,4 @@
-"""`Mask` and `Score`, FlexAttention's mask_mod and score_mod: a traced function with the name it prints as.
+"""`Mask` and `Score`: traced functions with a name, the counterparts of FlexAttention's mask_mod and score_mod.
 
 Masks combine with `& | ^ ~`, and scores compose by calling.
 """
@@ -16,11 +16,11 @@ import sympy
 
 from flashgen.errors import SpecError
 from flashgen.language import operations as ops
-from flashgen.language.bound import Bound, is_array, joined
+from flashgen.language.bound import Bound, is_array, merge_bound
 from flashgen.language.calls import run_traced
 from flashgen.language.expression_json import ARRAY, AT, canonical, node_to_data
 from flashgen.language.operations import Capture, captures_of, kind_of
-from flashgen.language.trace import PLACEHOLDERS, Traced, lift, logic, negate, of_node
+from flashgen.language.trace import PLACEHOLDERS, Traced, lift, logic, negate, traced_node
 from flashgen.language.well_formed import build, check_expression
 
 MaskFunction = Callable[[Any, Any, Any, Any], Any]
@@ -31,21 +31,25 @@ SCORE_SYMBOLS = (ops.SCORE, *ops.INDICES)
 
 MAX_FUNCTION_NAME = 100
 MAX_NAME = 2000
-# Names stand in comments of emitted C++: nothing that could end a comment or continue a line.
+# Names appear in comments of emitted C++: they may hold nothing that ends a comment or continues a line.
 _NAME = re.compile(r"[A-Za-z0-9_ ()&|^~.,=+'-]+")
-# Python's precedence of the operators of masks, weakest first; an atom is stronger than all.
+# Python's precedence of the operators of masks, weakest first. An atom binds stronger than all of them.
 _PRECEDENCE = {"|": 0, "^": 1, "&": 2, "~": 3}
 _ATOM = 4
 
 
 @dataclass(frozen=True, repr=False)
 class Mask:
-    """A mask: which keys each query attends to. `name` is what it prints as, `expression` a boolean node.
+    """A mask: a boolean function of b, h, q and k that says which keys each query attends to.
 
-    `bound` are the arrays that its function closed over, by the names of their captures: they need not be given.
-
-    Masks combine with `& | ^ ~`, also with plain functions `f(b, h, q, k)`, and can be called inside other traced
+    Masks combine with `& | ^ ~`, also with plain functions `f(b, h, q, k)`. They can be called inside other traced
     functions: `causal()(b, h, q, k)`.
+
+    Attributes:
+        name: What the mask prints as.
+        expression: A boolean expression of the language.
+        bound: The arrays that the function closed over, keyed by the names of their captures. Calls need not supply
+            them.
     """
 
     name: str
@@ -67,12 +71,12 @@ class Mask:
 
     @property
     def captures(self) -> tuple[Capture, ...]:
-        """The captures it reads, sorted by name."""
+        """The captures that the mask reads, sorted by name."""
         return captures_of(self.expression)
 
     def __call__(self, b: Any, h: Any, q: Any, k: Any) -> Traced:
-        """The mask at these (traced or literal) indices, inside a traced function."""
-        return _called(self._template, (b, h, q, k))  # type: ignore[attr-defined]
+        """Returns the mask at these traced or literal indices, inside a traced function."""
+        return _apply_template(self._template, (b, h, q, k))  # type: ignore[attr-defined]
 
     def __and__(self, other: Any) -> Mask:
         return _combine("&", self, other)
@@ -93,7 +97,9 @@ class Mask:
         return _combine("^", other, self)
 
     def __invert__(self) -> Mask:
-        return Mask(f"~{_bracketed(self.name, _PRECEDENCE['~'])}", negate(of_node(self.expression)).node, self.bound)
+        return Mask(
+            f"~{_parenthesized(self.name, _PRECEDENCE['~'])}", negate(traced_node(self.expression)).node, self.bound
+        )
 
     def __bool__(self) -> bool:
         raise SpecError(f"mask {self.name!r} is neither true nor false: combine masks with & | ~, not and, or, not")
@@ -107,12 +113,16 @@ class Mask:
 
 @dataclass(frozen=True, repr=False)
 class Score:
-    """A score function: what becomes of scale·q·k before the mask. `expression` is a float node over the score.
-
-    `bound` are the arrays that its function closed over, by the names of their captures.
+    """A score function: a function of the score scale·q·k and of b, h, q and k, applied before the mask.
 
     Scores compose by calling: `softcap(30)(alibi(8))` applies alibi first. Inside a traced function,
     `softcap(30)(score, b, h, q, k)` is the value at these operands.
+
+    Attributes:
+        name: What the score function prints as.
+        expression: A float expression of the language.
+        bound: The arrays that the function closed over, keyed by the names of their captures. Calls need not supply
+            them.
     """
 
     name: str
@@ -128,21 +138,21 @@ class Score:
 
     @property
     def captures(self) -> tuple[Capture, ...]:
-        """The captures it reads, sorted by name."""
+        """The captures that the score function reads, sorted by name."""
         return captures_of(self.expression)
 
     def __call__(self, *operands: Any) -> Any:
         if len(operands) == 1:
-            return self._after(as_score(operands[0]))
+            return self._compose(as_score(operands[0]))
         if len(operands) != len(SCORE_SYMBOLS):
             raise SpecError(
                 f"score {self.name!r} is called with another score, as in softcap(30)(alibi(8)), or with "
                 f"(score, b, h, q, k) in a traced function; got {len(operands)} arguments"
             )
-        return _called(self._template, operands)  # type: ignore[attr-defined]
+        return _apply_template(self._template, operands)  # type: ignore[attr-defined]
 
-    def _after(self, first: Score) -> Score:
-        own, inner, bound = joined(self.expression, self.bound, first.expression, first.bound)
+    def _compose(self, first: Score) -> Score:
+        own, inner, bound = merge_bound(self.expression, self.bound, first.expression, first.bound)
         return Score(f"{self.name}({first.name})", own.xreplace({ops.SCORE: inner}), bound)
 
     def __str__(self) -> str:
@@ -153,7 +163,15 @@ class Score:
 
 
 def trace_mask(function: MaskFunction, name: str | None = None) -> Mask:
-    """The mask of `function(b, h, q, k)`, called once with traced indices. SpecError says what it cannot record."""
+    """Returns the mask of `function(b, h, q, k)`, which is called once with traced indices.
+
+    Args:
+        function: The function to trace.
+        name: The name of the mask. None means the name of the function.
+
+    Raises:
+        SpecError: The function does something that cannot be traced. The message says what.
+    """
     name = name or name_of(function, "mask")
     what = f"mask {name!r}"
     found = run_traced(function, MASK_SYMBOLS, what)
@@ -166,7 +184,15 @@ def trace_mask(function: MaskFunction, name: str | None = None) -> Mask:
 
 
 def trace_score(function: ScoreFunction, name: str | None = None) -> Score:
-    """The score function `function(score, b, h, q, k)`, called once with traced values."""
+    """Returns the score function of `function(score, b, h, q, k)`, which is called once with traced values.
+
+    Args:
+        function: The function to trace.
+        name: The name of the score function. None means the name of the function.
+
+    Raises:
+        SpecError: The function does something that cannot be traced. The message says what.
+    """
     name = name or name_of(function, "score")
     what = f"score {name!r}"
     found = run_traced(function, SCORE_SYMBOLS, what)
@@ -184,28 +210,30 @@ def trace_score(function: ScoreFunction, name: str | None = None) -> Score:
 
 
 def as_mask(value: Any, argument: str = "mask") -> Mask:
-    """A Mask as it is, or a plain function traced."""
+    """Returns a Mask unchanged, and traces a plain function."""
     if isinstance(value, Mask):
         return value
     if isinstance(value, Score):
-        raise SpecError(f"{argument}={value!r} is a score function: give it as score=, on the command line as --score")
+        raise SpecError(
+            f"{argument}={value!r} is a score function: give it as score=, or on the command line as --score"
+        )
     if is_array(value):
         shape = tuple(value.shape)
         raise SpecError(f"{argument} is an array {shape}: read it in a function, lambda b, h, q, k: array[q, k]")
     if isinstance(value, Traced) or not callable(value):
-        parsed = "; flashgen.parse_mask reads one of a text" if isinstance(value, str) else ""
+        parsed = "; flashgen.parse_mask parses the text of one" if isinstance(value, str) else ""
         raise SpecError(f"{argument}={value!r} must be a mask such as causal(), or a function f(b, h, q, k){parsed}")
     return trace_mask(value)
 
 
 def as_score(value: Any, argument: str = "score") -> Score:
-    """A Score as it is, or a plain function traced."""
+    """Returns a Score unchanged, and traces a plain function."""
     if isinstance(value, Score):
         return value
     if isinstance(value, Mask):
         raise SpecError(f"{argument}={value!r} is a mask: give it as mask=")
     if isinstance(value, Traced) or not callable(value):
-        parsed = "; flashgen.parse_score reads one of a text" if isinstance(value, str) else ""
+        parsed = "; flashgen.parse_score parses the text of one" if isinstance(value, str) else ""
         raise SpecError(
             f"{argument}={value!r} must be a score such as softcap(30), or a function f(score, b, h, q, k){parsed}"
         )
@@ -213,41 +241,41 @@ def as_score(value: Any, argument: str = "score") -> Score:
 
 
 def _combine(operator: str, left: Any, right: Any) -> Mask:
-    """left OPERATOR right, where one is a mask and the other a mask or a plain function."""
+    """Returns `left operator right`, where one side is a mask and the other a mask or a plain function."""
     classes = {"&": (ops.And, ops.BitAnd), "|": (ops.Or, ops.BitOr), "^": (ops.Xor, ops.BitXor)}[operator]
     if isinstance(left, Traced) or isinstance(right, Traced):
         raise SpecError(f"{operator} of a mask and a traced value: call the mask there, as in causal()(b, h, q, k)")
     left, right = as_mask(left, f"left side of {operator}"), as_mask(right, f"right side of {operator}")
-    # & | ^ associate to the left, so the right side needs brackets already at the same precedence.
+    # & | ^ are left-associative, so the right side needs parentheses at the same precedence already.
     level = _PRECEDENCE[operator]
-    name = f"{_bracketed(left.name, level)} {operator} {_bracketed(right.name, level + 1)}"
-    one, other, bound = joined(left.expression, left.bound, right.expression, right.bound)
-    return Mask(name, logic(*classes, of_node(one), of_node(other)).node, bound)
+    name = f"{_parenthesized(left.name, level)} {operator} {_parenthesized(right.name, level + 1)}"
+    left_expression, right_expression, bound = merge_bound(left.expression, left.bound, right.expression, right.bound)
+    return Mask(name, logic(*classes, traced_node(left_expression), traced_node(right_expression)).node, bound)
 
 
 def _template(expression: sympy.Basic, bound: Bound) -> Traced:
-    """The expression as a traced value, its own arrays among the trace's."""
+    """Returns the expression as a traced value that holds the bound arrays instead of their captures."""
     arrays: list[Any] = []
 
-    def opened(data: Any) -> Any:
+    def with_arrays(data: Any) -> Any:
         if isinstance(data, list):
-            return [opened(item) for item in data]
+            return [with_arrays(item) for item in data]
         array = bound.get(data["capture"]) if isinstance(data, dict) and "capture" in data else None
         if array is None:
             return data
         arrays.append(array.original)
         return [ARRAY, array.dtype, array.ndim, array.grad]
 
-    text = canonical(opened(node_to_data(expression)))
+    text = canonical(with_arrays(node_to_data(expression)))
     return Traced(text, kind_of(expression), tuple(arrays))
 
 
-def _bracketed(name: str, level: int) -> str:
+def _parenthesized(name: str, level: int) -> str:
     return name if _precedence(name) >= level else f"({name})"
 
 
 def _precedence(name: str) -> int:
-    """The precedence of the weakest operator in a name that stands outside all brackets."""
+    """Returns the precedence of the weakest operator of a name outside all parentheses."""
     weakest, depth = _ATOM, 0
     for character in name:
         depth += (character == "(") - (character == ")")
@@ -260,12 +288,12 @@ _MASK_TEXTS = tuple(f'"{symbol.name}"' for symbol in MASK_SYMBOLS)
 _SCORE_TEXTS = tuple(f'"{symbol.name}"' for symbol in SCORE_SYMBOLS)
 
 
-def _called(template: Traced, operands: tuple[Any, ...]) -> Any:
+def _apply_template(template: Traced, operands: tuple[Any, ...]) -> Any:
     return PLACEHOLDERS[-1].at(template, operands) if PLACEHOLDERS else at_operands(template, operands)
 
 
 def at_operands(template: Traced, operands: tuple[Any, ...]) -> Traced:
-    """The expression of a mask or score with these values in place of its indices, and of the score."""
+    """Returns the expression of a mask or score with these values in place of its indices and of the score."""
     values = [lift(operand) for operand in operands]
     names = ("score", "b", "h", "q", "k")[-len(values) :]
     for name, value in zip(names, values, strict=True):
@@ -290,7 +318,7 @@ def _check_name(name: Any, what: str) -> None:
 
 
 def name_of(function: Any, fallback: str) -> str:
-    """A readable name: that of the function, or `fallback` for lambdas and names that cannot stand in C++ comments."""
+    """Returns the name of a function, or `fallback` for lambdas and for names that cannot appear in C++ comments."""
     while isinstance(function, functools.partial):
         function = function.func
     named = getattr(function, "__name__", None) if inspect.isroutine(function) else type(function).__name__

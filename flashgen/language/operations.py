@@ -1,11 +1,11 @@
 """The expression nodes of the language: inert SymPy trees over integers, floats and booleans.
 
-Every operation is a SymPy expression that never evaluates itself: SymPy's own `Add` folds `(s + 1e8) - 1e8` to `s` and
-decides `floor(q/4) == floor(k/4)` by structure, and either would change what a kernel computes. Because the nodes are
-ordinary SymPy trees, `xreplace`, `free_symbols`, `cse`, `srepr` and `diff` work on them.
+An operation never evaluates itself. SymPy's own `Add` folds `(s + 1e8) - 1e8` to `s` and decides `floor(q/4) ==
+floor(k/4)` by structure, and either would change the result of a kernel. The nodes are ordinary SymPy trees, so
+`xreplace`, `free_symbols`, `cse`, `srepr` and `diff` work on them.
 
-One table, `OPERATIONS`, lists them all. Whoever gives the operations a meaning (NumPy evaluation, intervals, CUDA
-text, derivatives) keeps one table of its own, keyed by the same classes, and a test compares the keys.
+The table `OPERATIONS` lists all operations. Each module that gives them a meaning (NumPy evaluation, intervals, CUDA
+text, derivatives) has a table with the same classes as keys, and a test compares the keys.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Kind = Literal["bool", "int", "float"]
 
 
 class Operation(sympy.Expr):
-    """An inert operation: `args` are its operands, in order. Subclasses say the arity and the kind of the result."""
+    """An inert operation. `args` are its operands, in order. Subclasses define the arity and the kind of the result."""
 
     arity: int
     is_commutative = True
@@ -27,19 +27,19 @@ class Operation(sympy.Expr):
     def __new__(cls, *operands: Any) -> Operation:
         if len(operands) != cls.arity:
             raise TypeError(f"{cls.__name__} takes {cls.arity} operands, got {len(operands)}")
-        # Strict: a string is refused, where SymPy would otherwise evaluate it as Python.
+        # Strict, because SymPy would evaluate a string as Python.
         return sympy.Basic.__new__(cls, *(sympy.sympify(operand, strict=True) for operand in operands))
 
     @classmethod
     def kind_of_result(cls, *operands: Kind) -> Kind:
-        """The kind of the result for operands of these kinds."""
+        """Returns the kind of the result for operands of these kinds."""
         raise NotImplementedError
 
-    @cached_property  # computed once a node, because operands are shared: asking again would walk a tree, not a graph
+    @cached_property  # cached: operands are shared, so recomputing would visit a tree instead of a graph
     def kind(self) -> Kind:
         return self.kind_of_result(*(kind_of(operand) for operand in self.args))
 
-    # SymPy picks a printer by class name, and would print our Add by its own Add's rules.
+    # SymPy chooses a printer by class name, and would print this Add with the rules of its own Add.
     def _sympyrepr(self, printer: Any) -> str:
         return f"{type(self).__name__}({', '.join(printer._print(operand) for operand in self.args)})"
 
@@ -47,7 +47,7 @@ class Operation(sympy.Expr):
 
 
 class Arithmetic(Operation):
-    """float if any operand is a float, else int (a bool counts as 0 or 1)."""
+    """An operation with a float result if any operand is a float, else an integer result. A bool counts as 0 or 1."""
 
     @classmethod
     def kind_of_result(cls, *operands: Kind) -> Kind:
@@ -55,7 +55,7 @@ class Arithmetic(Operation):
 
 
 class Bitwise(Operation):
-    """Integers in, an integer out."""
+    """An operation with integer operands and an integer result."""
 
     @classmethod
     def kind_of_result(cls, *operands: Kind) -> Kind:
@@ -63,7 +63,7 @@ class Bitwise(Operation):
 
 
 class Transcendental(Operation):
-    """A float out, whatever goes in."""
+    """An operation with a float result for operands of any kind."""
 
     @classmethod
     def kind_of_result(cls, *operands: Kind) -> Kind:
@@ -71,7 +71,7 @@ class Transcendental(Operation):
 
 
 class Truth(Operation):
-    """A boolean out: comparisons and logic."""
+    """An operation with a boolean result: a comparison or a logical operation."""
 
     @classmethod
     def kind_of_result(cls, *operands: Kind) -> Kind:
@@ -110,10 +110,8 @@ Sigmoid = _operation("Sigmoid", Transcendental, 1, "1 / (1 + e**-a)")
 Sqrt = _operation("Sqrt", Transcendental, 1, "square root")
 Sin = _operation("Sin", Transcendental, 1, "sine")
 Cos = _operation("Cos", Transcendental, 1, "cosine")
-Detach = _operation("Detach", Transcendental, 1, "a, with a derivative of 0, as torch's Tensor.detach")
-Surrogate = _operation(
-    "Surrogate", Transcendental, 3, "a, with a derivative of a's plus c times that of b: a derivative of one's own"
-)
+Detach = _operation("Detach", Transcendental, 1, "a with a derivative of 0, as Tensor.detach of torch")
+Surrogate = _operation("Surrogate", Transcendental, 3, "a with a custom derivative: that of a plus c times that of b")
 Equal = _operation("Equal", Truth, 2, "a == b")
 NotEqual = _operation("NotEqual", Truth, 2, "a != b")
 Less = _operation("Less", Truth, 2, "a < b")
@@ -127,7 +125,7 @@ Not = _operation("Not", Truth, 1, "not a of a boolean")
 
 
 class Where(Operation):
-    """b where the condition a holds, else c."""
+    """Selects b where the condition a holds, else c."""
 
     arity = 3
 
@@ -138,7 +136,7 @@ class Where(Operation):
 
 
 class Capture(sympy.AtomicExpr):
-    """A leaf: an array (ndim >= 1) or a number (ndim == 0) given by name at the call. `dtype` is a name of NumPy's."""
+    """A leaf: an array (ndim >= 1) or a number (ndim == 0) that calls supply by name. `dtype` is NumPy's name."""
 
     name: str
     dtype: str
@@ -169,7 +167,7 @@ class Capture(sympy.AtomicExpr):
 
 
 class Load(Operation):
-    """An element of a captured array: Load(capture, index, ...), each index clamped to its dimension."""
+    """An element of a captured array: Load(capture, index, ...). Each index is clamped to its dimension."""
 
     def __new__(cls, capture: Capture, *indices: Any) -> Load:
         if len(indices) != capture.ndim:
@@ -195,11 +193,11 @@ LEN_Q, LEN_K = sympy.symbols("len_q len_k", integer=True)
 SCORE = sympy.Symbol("score", real=True)
 INDICES = (BATCH, HEAD, QUERY, KEY)
 
-# The longest length that a call accepts, so that int32 holds sums and differences of two positions, and the most heads
-# and batches: a grid has no more along y and z. An index may be past its length by the rest of a tile.
-LONGEST, MOST_HEADS, OVERHANG = 10**9, 65535, 4096
+# Limits of a call: the largest length, for which int32 holds sums and differences of two positions; the most batches
+# and heads, which are the y and z extents of a grid; and how far an index may exceed its length in the last tile.
+LONGEST, MAX_HEADS, OVERHANG = 10**9, 65535, 4096
 
-# Name in JSON -> class. The order is the order in which tables over the operations are written.
+# From the name in JSON to the class. Tables over the operations are written in this order.
 OPERATIONS: dict[str, type[Operation]] = {
     cls.__name__: cls
     for cls in (
@@ -212,7 +210,7 @@ OPERATIONS: dict[str, type[Operation]] = {
 
 
 def kind_of(node: sympy.Basic) -> Kind:
-    """The kind of value a node stands for: "bool", "int" or "float"."""
+    """Returns the kind of a node's value: "bool", "int" or "float"."""
     if isinstance(node, (Operation, Capture)):
         return node.kind
     if node in (sympy.true, sympy.false):
@@ -225,6 +223,6 @@ def kind_of(node: sympy.Basic) -> Kind:
 
 
 def captures_of(*nodes: sympy.Basic) -> tuple[Capture, ...]:
-    """The captures that the nodes read, sorted by name."""
+    """Returns the captures that the nodes read, sorted by name."""
     found = {capture for node in nodes for capture in node.atoms(Capture)}
     return tuple(sorted(found, key=lambda capture: capture.name))

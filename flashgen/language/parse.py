@@ -1,6 +1,6 @@
-"""Masks and scores from text: "causal() & ~document('ids')", "softcap(30)(alibi(8))".
+"""Parses masks and scores from text: "causal() & ~document('ids')", "softcap(30)(alibi(8))".
 
-The text is read by Python's own parser and walked with a whitelist; nothing is ever evaluated.
+Python's own parser reads the text, and only listed kinds of nodes are accepted. Nothing is evaluated.
 """
 
 from __future__ import annotations
@@ -25,13 +25,21 @@ _OPERATORS = {ast.BitAnd: "&", ast.BitOr: "|", ast.BitXor: "^"}
 
 
 def parse_mask(text: str) -> Mask:
-    """The mask of an expression of named masks, `& | ^ ~` and brackets. SpecError shows the column that is wrong."""
+    """Returns the mask of an expression of named masks, `& | ^ ~` and parentheses.
+
+    Raises:
+        SpecError: The text cannot be parsed. The message shows the column of the error.
+    """
     tree = _tree(text, "mask")
     return _Parser(text, "mask", MASKS, masks.EXAMPLES).mask(tree)
 
 
 def parse_score(text: str) -> Score:
-    """The score of an expression such as "softcap(30)(alibi(8))". SpecError shows the column that is wrong."""
+    """Returns the score of an expression such as "softcap(30)(alibi(8))".
+
+    Raises:
+        SpecError: The text cannot be parsed. The message shows the column of the error.
+    """
     tree = _tree(text, "score")
     return _Parser(text, "score", SCORES, scores.EXAMPLES).score(tree)
 
@@ -56,7 +64,7 @@ def _tree(text: Any, what: str) -> ast.expr:
 
 
 def _syntax_error(text: str, what: str, error: SyntaxError) -> SpecError:
-    """The error at Python's column; where Python tells line 0 or the next line, something is missing at the end."""
+    """Returns the error at Python's column. If Python reports another line, the end of the text is incomplete."""
     offset = error.offset or 0
     if error.lineno == 1 and 1 <= offset <= len(text):
         return _error(text, what, error.msg, offset - 1)
@@ -69,9 +77,9 @@ def _error(text: str, what: str, problem: str, column: int) -> SpecError:
 
 class _Parser:
     def __init__(
-        self, text: str, what: str, known: Mapping[str, Callable[..., Any]], examples: tuple[str, ...]
+        self, text: str, what: str, factories: Mapping[str, Callable[..., Any]], examples: tuple[str, ...]
     ) -> None:
-        self.text, self.what, self.known, self.listed = text.strip(), what, known, ", ".join(examples)
+        self.text, self.what, self.factories, self.listed = text.strip(), what, factories, ", ".join(examples)
 
     def error(self, node: ast.AST, problem: str) -> SpecError:
         return _error(self.text, self.what, problem, getattr(node, "col_offset", 0))
@@ -86,8 +94,8 @@ class _Parser:
         if isinstance(node, (ast.BoolOp, ast.BinOp, ast.UnaryOp, ast.Compare, ast.IfExp)):
             raise self.error(
                 node,
-                "masks combine with & | ^ ~ only (not and, or, not); a function of b, h, q, k stands in a file, which "
-                "the command line takes as file.py:name",
+                "masks combine with & | ^ ~ only (not and, or, not); a function of b, h, q, k must be in a file, which "
+                "the command line accepts as file.py:name",
             )
         return self.call(node)
 
@@ -101,30 +109,30 @@ class _Parser:
         return self.call(node)
 
     def call(self, node: ast.expr) -> Any:
-        """A named mask or score with its arguments."""
+        """Returns a named mask or score called with its arguments."""
         if isinstance(node, ast.Name):
             self.factory(node)
-            raise self.error(node, f"{node.id} needs brackets: {node.id}(...)")
+            raise self.error(node, f"{node.id} needs parentheses: {node.id}(...)")
         if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name):
             raise self.error(node, f"expected a {self.what}: {self.listed}")
-        return self.made(node, self.factory(node.func))
+        return self.instance(node, self.factory(node.func))
 
     def factory(self, node: ast.Name) -> Callable[..., Any]:
-        if node.id in self.known:
-            return self.known[node.id]
+        if node.id in self.factories:
+            return self.factories[node.id]
         if node.id in SCORES:
             raise self.error(
-                node, f"{node.id} is a score function, no mask: give it as score=, on the command line as --score"
+                node, f"{node.id} is a score function, not a mask: give it as score=, or as --score on the command line"
             )
         if node.id in MASKS:
             raise self.error(
-                node, f"{node.id} is a mask, no score function: give it as mask=, on the command line as SPEC"
+                node, f"{node.id} is a mask, not a score function: give it as mask=, or as SPEC on the command line"
             )
-        close = difflib.get_close_matches(node.id, self.known, n=1)
+        close = difflib.get_close_matches(node.id, self.factories, n=1)
         guess = f", did you mean {close[0]}?" if close else ";"
         raise self.error(node, f"unknown {self.what} {node.id!r}{guess} known: {self.listed}")
 
-    def made(self, node: ast.Call, factory: Callable[..., Any]) -> Any:
+    def instance(self, node: ast.Call, factory: Callable[..., Any]) -> Any:
         arguments = [self.argument(item) for item in node.args]
         if any(keyword.arg is None for keyword in node.keywords):
             raise self.error(node, "** is not allowed here")
@@ -135,7 +143,7 @@ class _Parser:
             raise self.error(node, str(error).replace("\n", " ")) from None
 
     def argument(self, node: ast.expr) -> Any:
-        """A literal, or a Tensor or Scalar."""
+        """Returns a literal, a Tensor or a Scalar."""
         if isinstance(node, ast.Constant) and isinstance(node.value, (bool, int, float, str)):
             return node.value
         if isinstance(node, ast.UnaryOp) and isinstance(node.op, (ast.USub, ast.UAdd)):
@@ -143,7 +151,7 @@ class _Parser:
             if isinstance(value, (int, float)) and not isinstance(value, bool):
                 return -value if isinstance(node.op, ast.USub) else value
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in CAPTURES:
-            return self.made(node, CAPTURES[node.func.id])
+            return self.instance(node, CAPTURES[node.func.id])
         raise self.error(
             node, "an argument is a number, a text in quotes, Tensor('name', 'dtype', ndim=1) or Scalar('name')"
         )

@@ -1,7 +1,6 @@
-"""Functions that torch has and kernels do not, made of those that they have, with torch's values and derivatives.
+"""Functions of torch that kernels lack, composed of functions that they have, with torch's values and derivatives.
 
-At ties the derivatives are torch's: relu has 0 at 0. `inplace` has no meaning for traced values, and is
-accepted as torch accepts it.
+The derivatives at ties are those of torch: relu has 0 at 0. `inplace` has no meaning for traced values and is ignored.
 """
 
 from __future__ import annotations
@@ -14,42 +13,42 @@ from flashgen.language.trace import Traced, lift
 
 
 def relu(x: Any, inplace: bool = False) -> Traced:
-    """max(x, 0), with a derivative of 0 at 0."""
+    """Returns max(x, 0), with a derivative of 0 at 0."""
     return f.where(x <= 0, 0, x)
 
 
 def silu(x: Any, inplace: bool = False) -> Traced:
-    """x times its sigmoid."""
+    """Returns x·sigmoid(x)."""
     return x * f.sigmoid(x)
 
 
 def softplus(x: Any, beta: float = 1.0, threshold: float = 20.0) -> Traced:
-    """log(1 + exp(beta·x)) / beta, and x where beta·x is above the threshold, as torch's."""
+    """Returns log(1 + exp(beta·x)) / beta, or x where beta·x is above the threshold, as in torch."""
     x = f.to_float(x)
     return f.where(x * beta > threshold, x, f.log(1.0 + f.exp(x * beta)) / beta)
 
 
 def leaky_relu(x: Any, negative_slope: float = 0.01, inplace: bool = False) -> Traced:
-    """x where it is above 0, else negative_slope·x."""
+    """Returns x where x > 0, else negative_slope·x."""
     return f.where(x > 0, x, x * negative_slope)
 
 
 def elu(x: Any, alpha: float = 1.0, inplace: bool = False) -> Traced:
-    """x where it is above 0, else alpha·(exp(x) - 1)."""
+    """Returns x where x > 0, else alpha·(exp(x) - 1)."""
     return f.where(x > 0, x, alpha * (f.exp(x) - 1.0))
 
 
 def erf(x: Any) -> Traced:
-    """The error function, to an absolute error of 1.5e-7 (Abramowitz and Stegun, equation 7.1.26)."""
+    """Returns the error function, with an absolute error of 1.5e-7 (Abramowitz and Stegun, equation 7.1.26)."""
     x = f.to_float(x)
     t = 1.0 / (1.0 + 0.3275911 * f.abs(x))
     series = t * (0.254829592 + t * (-0.284496736 + t * (1.421413741 + t * (-1.453152027 + t * 1.061405429))))
-    of_magnitude = 1.0 - series * f.exp(-(x * x))
-    return f.where(x < 0, -of_magnitude, of_magnitude)
+    erf_of_abs = 1.0 - series * f.exp(-(x * x))
+    return f.where(x < 0, -erf_of_abs, erf_of_abs)
 
 
 def gelu(x: Any, approximate: str = "none") -> Traced:
-    """x times the normal distribution's integral up to x, by `erf`, or by torch's formula of tanh."""
+    """Returns x times the cumulative normal distribution at x, using `erf` or torch's formula with tanh."""
     if approximate == "tanh":
         return 0.5 * x * (1.0 + f.tanh(0.7978845608028654 * (x + 0.044715 * (x * x * x))))
     if approximate != "none":
@@ -58,14 +57,14 @@ def gelu(x: Any, approximate: str = "none") -> Traced:
 
 
 def sign(x: Any) -> Traced:
-    """-1, 0 or 1; NaN of NaN."""
+    """Returns -1, 0 or 1; NaN for NaN."""
     x = lift(x)
-    one, none = (1.0, x) if x.kind == "float" else (1, 0)
-    return f.where(x > 0, one, f.where(x < 0, -one, none))
+    one, zero = (1.0, x) if x.kind == "float" else (1, 0)
+    return f.where(x > 0, one, f.where(x < 0, -one, zero))
 
 
 def round(x: Any, decimals: int = 0) -> Traced:
-    """The nearest whole number, of two the even one; a float."""
+    """Rounds to the nearest whole number, ties to even. The result is a float."""
     if decimals:
         raise SpecError(f"round: decimals={decimals!r} is not part of the language: give 0")
     x = f.to_float(x)
@@ -76,6 +75,6 @@ def round(x: Any, decimals: int = 0) -> Traced:
 
 
 def fmod(x: Any, y: Any) -> Traced:
-    """The remainder of a division that rounds towards 0: it has the sign of x."""
+    """Returns the remainder of a division that rounds towards 0. It has the sign of x."""
     rest = f.abs(x) % f.abs(y)
     return f.where(lift(x) < 0, -rest, rest)

@@ -1,8 +1,4 @@
-"""NumPy's, torch's and tensor methods' names for what the language can do, so that functions written for them trace.
-
-`torch.where(q >= k, score, -float("inf"))`, `np.abs(q - k)` and `(q - k).abs()` all reach one table, keyed by the name
-that the library gives the function. Neither library is imported here.
-"""
+"""Maps names of NumPy and torch functions and of tensor methods to the language, so that they can be traced."""
 
 from __future__ import annotations
 
@@ -17,7 +13,7 @@ from flashgen.language import pointwise
 from flashgen.language.bound import dtype_read, is_array, wants_gradient
 from flashgen.language.captures import array_leaf, element
 from flashgen.language.dtypes import written_name
-from flashgen.language.rows import ROW_ANSWERS, ComputedRow, Row, dot, each, reduced
+from flashgen.language.rows import ROW_ANSWERS, ComputedRow, Row, dot, map_columns, reduce_columns
 from flashgen.language.trace import ANSWERS, HANDLED, Traced, detach, lift, literal_float, negate, number_of
 
 _FLOATS = ("float", "float32", "float64", "double")
@@ -54,7 +50,7 @@ def _clamp(x: Any, min: Any = None, max: Any = None, a_min: Any = None, a_max: A
 
 
 def _logical(symbol: str) -> Callable[[Any, Any], Any]:
-    """and, or, xor of truth values: a number is true if it is not 0."""
+    """Returns the function for a logical and, or, xor. A number is true if it is not 0."""
 
     def combine(a: Any, b: Any) -> Any:
         a, b = _truth(a), _truth(b)
@@ -74,7 +70,10 @@ def _bitwise_not(x: Any) -> Any:
 
 
 def _filled(value: float | None) -> Callable[..., Traced]:
-    """`b.new_ones((), dtype=torch.bool)`, `torch.zeros_like(score)`: a constant, of x's kind if no dtype is given."""
+    """Returns the function for `b.new_ones((), dtype=torch.bool)` or `torch.zeros_like(score)`.
+
+    It creates a constant, of the kind of x if no dtype is given. With `value` None, the last argument is the value.
+    """
 
     def make(
         x: Traced, *arguments: Any, dtype: Any = None, device: Any = None, size: Any = (), **_layout: Any
@@ -100,7 +99,7 @@ def _full_like(x: Traced, fill_value: Any, **keywords: Any) -> Traced:
 
 
 def _to(x: Traced, *arguments: Any, dtype: Any = None, **_placement: Any) -> Traced:
-    """x.to(dtype): float32, int32 or bool. Placement is ignored; narrower types, which round, are refused."""
+    """Converts x to float32, int32 or bool. Ignores devices. Refuses narrower types, which would round."""
     for item in (*arguments, dtype):
         if isinstance(item, Traced):
             return _to(x, item.kind)
@@ -118,13 +117,13 @@ def _to(x: Traced, *arguments: Any, dtype: Any = None, **_placement: Any) -> Tra
     return x
 
 
-def _minimum_of(x: Any, y: Any = None) -> Traced:
+def _binary_minimum(x: Any, y: Any = None) -> Traced:
     if y is None:
         raise SpecError("min() of one traced value reduces nothing; use minimum(a, b)")
     return f.minimum(x, y)
 
 
-def _maximum_of(x: Any, y: Any = None) -> Traced:
+def _binary_maximum(x: Any, y: Any = None) -> Traced:
     if y is None:
         raise SpecError("max() of one traced value reduces nothing; use maximum(a, b)")
     return f.maximum(x, y)
@@ -135,12 +134,12 @@ def _ceil(x: Any) -> Traced:
 
 
 def _trunc(x: Any) -> Traced:
-    """Towards zero, a float; not by way of an integer, which holds less."""
+    """Rounds towards zero. The result is a float, computed without an integer, whose range is smaller."""
     x = f.to_float(x)
     return f.where(x < 0.0, -f.floor(-x), f.floor(x))
 
 
-# Every name under which torch or NumPy know a function that the language has.
+# All names that torch or NumPy use for functions that the language has.
 # fmt: off
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     "add": _add, "sub": _subtract, "subtract": _subtract, "mul": lambda a, b: a * b, "multiply": lambda a, b: a * b,
@@ -162,8 +161,8 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "logical_not": lambda x: negate(_truth(x)),
     "where": _where, "clamp": _clamp, "clip": _clamp, "clamp_min": lambda x, min: f.clamp(x, min, None),
     "clamp_max": lambda x, max: f.clamp(x, None, max),
-    "minimum": f.minimum, "fmin": f.minimum, "min": _minimum_of, "maximum": f.maximum, "fmax": f.maximum,
-    "max": _maximum_of, "abs": f.abs, "absolute": f.abs, "fabs": lambda x: f.abs(f.to_float(x)),
+    "minimum": f.minimum, "fmin": f.minimum, "min": _binary_minimum, "maximum": f.maximum, "fmax": f.maximum,
+    "max": _binary_maximum, "abs": f.abs, "absolute": f.abs, "fabs": lambda x: f.abs(f.to_float(x)),
     "relu": pointwise.relu, "silu": pointwise.silu, "gelu": pointwise.gelu, "softplus": pointwise.softplus,
     "leaky_relu": pointwise.leaky_relu, "elu": pointwise.elu, "erf": pointwise.erf,
     "erfc": lambda x: 1.0 - pointwise.erf(x), "tan": lambda x: f.sin(x) / f.cos(x), "log1p": lambda x: f.log(1.0 + x),
@@ -192,45 +191,45 @@ _METHODS: dict[str, Callable[..., Any]] = {
 }
 # fmt: on
 _METHODS = {**FUNCTIONS, **_METHODS, **{name: partial(_to, dtype=name) for name in ("half", "bfloat16", "short")}}
-_FUNCTIONS_OF_TORCH = {**_METHODS, **FUNCTIONS}  # torch names methods of tensors, too
-# Functions of a whole row, by its columns; of a single value they are the value, as of a tensor without dimensions.
+_TORCH_FUNCTIONS = {**_METHODS, **FUNCTIONS}  # torch passes methods of tensors under their names, too
+# Reductions of a row to a value. For a single value they return the value, as for a tensor without dimensions.
 # fmt: off
 _REDUCTIONS: dict[str, Callable[[Row], Traced]] = {
-    "any": lambda row: reduced(lambda a, b: a | b, each(_truth, row)),
-    "all": lambda row: reduced(lambda a, b: a & b, each(_truth, row)),
-    "sum": lambda row: reduced(lambda a, b: a + b, _numeric(row)),
-    "mean": lambda row: reduced(lambda a, b: a + b, _numeric(row)) / float(len(row.elements())),
-    "prod": lambda row: reduced(lambda a, b: a * b, _numeric(row)),
-    "max": lambda row: reduced(f.maximum, row), "amax": lambda row: reduced(f.maximum, row),
-    "min": lambda row: reduced(f.minimum, row), "amin": lambda row: reduced(f.minimum, row),
+    "any": lambda row: reduce_columns(lambda a, b: a | b, map_columns(_truth, row)),
+    "all": lambda row: reduce_columns(lambda a, b: a & b, map_columns(_truth, row)),
+    "sum": lambda row: reduce_columns(lambda a, b: a + b, _numeric(row)),
+    "mean": lambda row: reduce_columns(lambda a, b: a + b, _numeric(row)) / float(len(row.elements())),
+    "prod": lambda row: reduce_columns(lambda a, b: a * b, _numeric(row)),
+    "max": lambda row: reduce_columns(f.maximum, row), "amax": lambda row: reduce_columns(f.maximum, row),
+    "min": lambda row: reduce_columns(f.minimum, row), "amin": lambda row: reduce_columns(f.minimum, row),
 }
 # fmt: on
 _PRODUCTS = ("dot", "inner", "vecdot", "matmul")
-# Attributes that helpers read before they make constants.
+# Attributes that helper functions read before they create constants.
 _ATTRIBUTES: dict[str, Any] = {"ndim": 0, "shape": (), "device": None, "requires_grad": False}
 DTYPES: dict[str, Any] = {"float": "float32", "int": "int32", "bool": "bool"}
-"""What a traced value says that its dtype is, by its kind; `flashgen.torch` makes them torch's."""
+"""The dtype that a traced value reports, by its kind. `flashgen.torch` replaces these by torch's dtypes."""
 
 
 def answer_libraries() -> None:
-    """Has traced values answer NumPy, torch and tensors' methods by the tables of this module."""
+    """Installs the functions of this module as the handlers of traced values and rows."""
     ANSWERS.update(method=method, numpy=call_numpy, torch=call_torch, array=zero_dimensional)
     ROW_ANSWERS.update(method=method, torch=call_torch)
 
 
 def method(value: Any, name: str) -> Any:
-    """What `value.name` is: a method of tensors that the language has. AttributeError for the rest."""
+    """Returns an attribute or tensor method of a traced value or row. Raises AttributeError for unknown names."""
     if name in _ATTRIBUTES:
         return _ATTRIBUTES[name]
     if name == "dtype":
         return DTYPES[value.elements()[0].kind if isinstance(value, Row) else value.kind]
-    if not name.startswith("_") and is_known(name):
+    if not name.startswith("_") and is_supported(name):
         return lambda *arguments, **keywords: call(f"Tensor.{name}", name, _METHODS, (value, *arguments), keywords)
     raise AttributeError(f"a traced value has no attribute {name!r}: see flashgen.language for what can be traced")
 
 
 def call_numpy(function: Any, how: str, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
-    """A NumPy ufunc or function called with a traced value."""
+    """Handles a NumPy ufunc or function that is called with a traced value."""
     name = getattr(function, "__name__", str(function))
     if how != "__call__" or keywords.get("out") is not None:
         raise SpecError(f"numpy.{name}.{how} cannot be traced: it needs whole arrays")
@@ -238,7 +237,7 @@ def call_numpy(function: Any, how: str, arguments: tuple[Any, ...], keywords: di
 
 
 def call_torch(function: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
-    """A torch function, or a method of a torch tensor, called with a traced value."""
+    """Handles a torch function, or a method of a torch tensor, that is called with a traced value."""
     handler = HANDLED.get(function)
     if handler is not None:
         return handler(*arguments, **keywords)
@@ -246,27 +245,27 @@ def call_torch(function: Any, arguments: tuple[Any, ...], keywords: dict[str, An
 
 
 def call_torch_named(name: str, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
-    """The same, of a function by its name."""
-    if name.startswith("__") and name.endswith("__"):  # Tensor.__rsub__ and the like; in-place ones make a new value
+    """Handles a torch function or method, given its name."""
+    if name.startswith("__") and name.endswith("__"):  # such as Tensor.__rsub__; in-place methods create a new value
         name = name.strip("_")
-        if not is_known(name) and name[:1] in ("r", "i") and is_known(name[1:]):
+        if not is_supported(name) and name[:1] in ("r", "i") and is_supported(name[1:]):
             arguments = arguments[::-1] if name[0] == "r" else arguments
             name = name[1:]
-    return call(f"torch.{name}", name, _FUNCTIONS_OF_TORCH, arguments, keywords)
+    return call(f"torch.{name}", name, _TORCH_FUNCTIONS, arguments, keywords)
 
 
-def is_known(name: str) -> bool:
-    """Whether the language has a function, or a method of tensors, of this name."""
-    return name in _METHODS or name in _OF_ARRAYS or name in _REDUCTIONS or name in _SHAPES or name in _PRODUCTS
+def is_supported(name: str) -> bool:
+    """Returns whether the language has a function, or a method of tensors, of this name."""
+    return name in _METHODS or name in _ARRAY_FUNCTIONS or name in _REDUCTIONS or name in _SHAPES or name in _PRODUCTS
 
 
 def call(
     shown: str, name: str, table: dict[str, Callable[..., Any]], arguments: tuple[Any, ...], keywords: dict[str, Any]
 ) -> Any:
-    """The function of a name in a table; `shown` is how messages call it."""
+    """Calls the function of a name in a table. `shown` is its name in messages."""
     try:
-        if name in _OF_ARRAYS:
-            return _OF_ARRAYS[name](*arguments, **keywords)
+        if name in _ARRAY_FUNCTIONS:
+            return _ARRAY_FUNCTIONS[name](*arguments, **keywords)
         if name in _SHAPES:
             return _SHAPES[name](*arguments, **keywords)
         if name in _PRODUCTS:
@@ -274,7 +273,7 @@ def call(
         if name in _REDUCTIONS and _is_reduction(name, arguments, keywords):
             return _reduce(name, arguments[0])
         if name in table:
-            return _of_elements(table[name], arguments, keywords)
+            return _apply_elementwise(table[name], arguments, keywords)
     except TypeError as error:
         raise SpecError(
             f"{shown} called with {', '.join(keywords) or 'these arguments'} cannot be traced: {error}"
@@ -282,24 +281,24 @@ def call(
     raise SpecError(f"{shown} cannot be traced; known: {', '.join(sorted(FUNCTIONS))}")
 
 
-def _of_elements(function: Callable[..., Any], arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
-    """The function of values, or of each column of rows. All numbers become traced, so that operators build texts."""
+def _apply_elementwise(function: Callable[..., Any], arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+    """Calls a function on values, or on each column of rows. Lifts numbers first, so that operators are recorded."""
     if any(isinstance(argument, Row) for argument in arguments):
         rows = [argument for argument in arguments if _is_value(argument)]
         others = [argument for argument in arguments if not _is_value(argument)]
-        return each(lambda *columns: function(*columns, *others, **keywords), *rows)
-    return function(*[lift(each_) if _is_value(each_) else each_ for each_ in arguments], **keywords)
+        return map_columns(lambda *columns: function(*columns, *others, **keywords), *rows)
+    return function(*[lift(argument) if _is_value(argument) else argument for argument in arguments], **keywords)
 
 
 def _is_value(argument: Any) -> bool:
-    """Whether an argument is a number, a traced value or an array, and no dtype, shape, text or None."""
+    """Returns whether an argument is a number, a traced value or an array, and not a dtype, shape, text or None."""
     if isinstance(argument, (Traced, Row, bool, int, float)):
         return True
     return hasattr(argument, "ndim") and hasattr(argument, "shape")
 
 
 def _is_reduction(name: str, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> bool:
-    """Whether a call reduces its first argument: max and min of two values are none."""
+    """Returns whether a call reduces its first argument. max and min of two values do not."""
     dims = [*arguments[1:], *[keywords[key] for key in ("dim", "axis") if key in keywords]]
     if name in ("max", "min") and not isinstance(arguments[0], Row):
         return False
@@ -315,7 +314,7 @@ def _reduce(name: str, value: Any) -> Traced:
 
 
 def _numeric(row: Row) -> Row:
-    return each(lambda x: f.to_int(x) if x.kind == "bool" else x, row)
+    return map_columns(lambda x: f.to_int(x) if x.kind == "bool" else x, row)
 
 
 def _unsqueeze(x: Any, dim: Any = None) -> Any:
@@ -345,7 +344,7 @@ _SHAPES: dict[str, Callable[..., Any]] = {
 
 
 def array_element(array: Any, index: Any) -> Any:
-    """An element of an array at traced indices, where a library asks the index."""
+    """Returns the element of an array at traced indices, for libraries that ask the index."""
     if isinstance(array, Row):
         return array[_plain(index)]
     if not is_array(array):
@@ -364,7 +363,7 @@ def _plain(index: Any) -> Any:
 
 
 def zero_dimensional(array: Any) -> Traced:
-    """The number that an array without dimensions holds at the call."""
+    """Returns the number that a zero-dimensional array holds at the call."""
     found: Traced = array_element(array, 0)
     return found
 
@@ -390,7 +389,7 @@ def _embedding(
     return array_element(weight, index)
 
 
-_OF_ARRAYS: dict[str, Callable[..., Any]] = {
+_ARRAY_FUNCTIONS: dict[str, Callable[..., Any]] = {
     "getitem": array_element, "gather": _gather, "index_select": _index_select, "embedding": _embedding,
     "take": lambda array, index: array_element(array.reshape(-1), index),
     "select": lambda array, dim, index: _index_select(array, dim, index),

@@ -1,4 +1,4 @@
-"""Rows of arrays inside a traced function: element-wise operations and reductions over a few columns, written out."""
+"""Rows of arrays inside a traced function: element-wise operations and reductions over a few columns, unrolled."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from flashgen.errors import SpecError
 from flashgen.language import operations as ops
 from flashgen.language.trace import Columns, Traced, apply, lift, logic, shift
 
-LONGEST_ROW = 16
-"""Columns; with 32 of them NVRTC takes minutes for a kernel."""
+MAX_COLUMNS = 16
+"""The most columns of a row. With 32 columns NVRTC takes minutes for a kernel."""
 ROW_ANSWERS: dict[str, Callable[..., Any]] = {}
-"""What rows answer torch and callers of tensors' methods; `protocols`, a layer above, fills it in."""
+"""The handlers of rows for torch functions and tensor methods, filled in by `protocols`, a higher layer."""
 
 
 class Row(Columns):
@@ -45,83 +45,83 @@ class Row(Columns):
         return (len(self),)
 
     def __add__(self, other: Any) -> Row:
-        return each(lambda a, b: apply(ops.Add, a, b), self, other)
+        return map_columns(lambda a, b: apply(ops.Add, a, b), self, other)
 
     __radd__ = __add__
 
     def __sub__(self, other: Any) -> Row:
-        return each(lambda a, b: apply(ops.Sub, a, b), self, other)
+        return map_columns(lambda a, b: apply(ops.Sub, a, b), self, other)
 
     def __rsub__(self, other: Any) -> Row:
-        return each(lambda a, b: apply(ops.Sub, b, a), self, other)
+        return map_columns(lambda a, b: apply(ops.Sub, b, a), self, other)
 
     def __mul__(self, other: Any) -> Row:
-        return each(lambda a, b: apply(ops.Mul, a, b), self, other)
+        return map_columns(lambda a, b: apply(ops.Mul, a, b), self, other)
 
     __rmul__ = __mul__
 
     def __truediv__(self, other: Any) -> Row:
-        return each(lambda a, b: apply(ops.Divide, a, b), self, other)
+        return map_columns(lambda a, b: apply(ops.Divide, a, b), self, other)
 
     def __rtruediv__(self, other: Any) -> Row:
-        return each(lambda a, b: apply(ops.Divide, b, a), self, other)
+        return map_columns(lambda a, b: apply(ops.Divide, b, a), self, other)
 
     def __floordiv__(self, other: Any) -> Row:
-        return each(lambda a, b: apply(ops.FloorDiv, a, b), self, other)
+        return map_columns(lambda a, b: apply(ops.FloorDiv, a, b), self, other)
 
     def __mod__(self, other: Any) -> Row:
-        return each(lambda a, b: apply(ops.FloorMod, a, b), self, other)
+        return map_columns(lambda a, b: apply(ops.FloorMod, a, b), self, other)
 
     def __pow__(self, exponent: Any) -> Row:
-        return each(lambda a: a**exponent, self)
+        return map_columns(lambda a: a**exponent, self)
 
     def __neg__(self) -> Row:
-        return each(lambda a: -a, self)
+        return map_columns(lambda a: -a, self)
 
     def __abs__(self) -> Row:
-        return each(lambda a: apply(ops.Abs, a), self)
+        return map_columns(lambda a: apply(ops.Abs, a), self)
 
     def __invert__(self) -> Row:
-        return each(lambda a: ~a, self)
+        return map_columns(lambda a: ~a, self)
 
     def __rshift__(self, other: Any) -> Row:
-        return each(lambda a, b: shift(ops.ShiftRight, a, b), self, other)
+        return map_columns(lambda a, b: shift(ops.ShiftRight, a, b), self, other)
 
     def __lshift__(self, other: Any) -> Row:
-        return each(lambda a, b: shift(ops.ShiftLeft, a, b), self, other)
+        return map_columns(lambda a, b: shift(ops.ShiftLeft, a, b), self, other)
 
     def __and__(self, other: Any) -> Row:
-        return each(lambda a, b: logic(ops.And, ops.BitAnd, a, b), self, other)
+        return map_columns(lambda a, b: logic(ops.And, ops.BitAnd, a, b), self, other)
 
     __rand__ = __and__
 
     def __or__(self, other: Any) -> Row:
-        return each(lambda a, b: logic(ops.Or, ops.BitOr, a, b), self, other)
+        return map_columns(lambda a, b: logic(ops.Or, ops.BitOr, a, b), self, other)
 
     __ror__ = __or__
 
     def __xor__(self, other: Any) -> Row:
-        return each(lambda a, b: logic(ops.Xor, ops.BitXor, a, b), self, other)
+        return map_columns(lambda a, b: logic(ops.Xor, ops.BitXor, a, b), self, other)
 
     __rxor__ = __xor__
 
     def __eq__(self, other: Any) -> Row:  # type: ignore[override]
-        return each(lambda a, b: apply(ops.Equal, a, b), self, other)
+        return map_columns(lambda a, b: apply(ops.Equal, a, b), self, other)
 
     def __ne__(self, other: Any) -> Row:  # type: ignore[override]
-        return each(lambda a, b: apply(ops.NotEqual, a, b), self, other)
+        return map_columns(lambda a, b: apply(ops.NotEqual, a, b), self, other)
 
     def __lt__(self, other: Any) -> Row:
-        return each(lambda a, b: apply(ops.Less, a, b), self, other)
+        return map_columns(lambda a, b: apply(ops.Less, a, b), self, other)
 
     def __le__(self, other: Any) -> Row:
-        return each(lambda a, b: apply(ops.LessEqual, a, b), self, other)
+        return map_columns(lambda a, b: apply(ops.LessEqual, a, b), self, other)
 
     def __gt__(self, other: Any) -> Row:
-        return each(lambda a, b: apply(ops.Greater, a, b), self, other)
+        return map_columns(lambda a, b: apply(ops.Greater, a, b), self, other)
 
     def __ge__(self, other: Any) -> Row:
-        return each(lambda a, b: apply(ops.GreaterEqual, a, b), self, other)
+        return map_columns(lambda a, b: apply(ops.GreaterEqual, a, b), self, other)
 
     def __matmul__(self, other: Any) -> Traced:
         return dot(self, other)
@@ -135,7 +135,7 @@ class Row(Columns):
 
 
 class ComputedRow(Row):
-    """A row that operations made."""
+    """A row that is the result of operations."""
 
     def __init__(self, values: tuple[Traced, ...]) -> None:
         self._values = values
@@ -152,19 +152,19 @@ class ComputedRow(Row):
         return f"a row of {len(self._values)} traced values"
 
 
-def each(function: Callable[..., Traced], *operands: Any) -> Row:
-    """The function of each column; traced values, numbers and rows of one column are those of every column."""
+def map_columns(function: Callable[..., Traced], *operands: Any) -> Row:
+    """Applies a function to each column. Traced values, numbers and rows of one column broadcast."""
     columns = [operand.elements() if isinstance(operand, Row) else (lift(operand),) for operand in operands]
     length = max([len(column) for column in columns])
     for column in columns:
         if len(column) not in (1, length):
-            raise SpecError(f"rows of {len(column)} and {length} columns do not broadcast: cut the array outside")
+            raise SpecError(f"rows of {len(column)} and {length} columns do not broadcast: slice the array outside")
     values = [function(*[x[0] if len(x) == 1 else x[number] for x in columns]) for number in range(length)]
     return ComputedRow(tuple(values))
 
 
-def reduced(function: Callable[[Traced, Traced], Traced], row: Row) -> Traced:
-    """The columns joined in pairs: rounded less than one by one, and as deep as the logarithm of their number."""
+def reduce_columns(function: Callable[[Traced, Traced], Traced], row: Row) -> Traced:
+    """Reduces the columns pairwise, which rounds less than a sequential reduction and has logarithmic depth."""
     terms = list(row.elements())
     while len(terms) > 1:
         odd = terms[len(terms) & ~1 :]
@@ -173,9 +173,9 @@ def reduced(function: Callable[[Traced, Traced], Traced], row: Row) -> Traced:
 
 
 def dot(left: Any, right: Any) -> Traced:
-    """The product of two rows of one length."""
+    """Returns the dot product of two rows of the same length."""
     if not (isinstance(left, Row) and isinstance(right, Row)):
-        raise SpecError(f"a product of a row and {right!r}: give two rows, or one index a dimension")
+        raise SpecError(f"a product of a row and {right!r}: give two rows, or one index per dimension")
     if len(left.elements()) != len(right.elements()):
-        raise SpecError(f"a product of rows of {len(left)} and {len(right)} columns: give two of one length")
-    return reduced(lambda a, b: apply(ops.Add, a, b), left * right)
+        raise SpecError(f"a product of rows of {len(left)} and {len(right)} columns: give two of the same length")
+    return reduce_columns(lambda a, b: apply(ops.Add, a, b), left * right)

@@ -1,4 +1,4 @@
-"""The named scores. Each prints as the call that makes it; they compose by calling, `softcap(30)(alibi(8))`."""
+"""The named scores. Each prints as the call that makes it. They compose by calling: `softcap(30)(alibi(8))`."""
 
 from __future__ import annotations
 
@@ -13,23 +13,24 @@ from flashgen.language.closures import BoundTensor
 from flashgen.language.modifiers import Score, trace_score
 from flashgen.language.trace import Traced
 
-# The parser, `flashgen.language` and `flashgen` take the named scores from here.
+# The parser, `flashgen.language` and `flashgen` read the named scores from this list.
 __all__ = ["alibi", "relative_bias", "softcap"]
 
-# A call of each, as messages show it. `flashgen verify` also meets those that none of its variants has.
+# One call of each score, for messages. `flashgen verify` also tests those that none of its variants uses.
 EXAMPLES = ("alibi(8)", "softcap(30)", "relative_bias('table', 128)")
 
 
 def alibi(slopes: Any) -> Score:
-    """score + slope(h) · (k - q): attention with linear biases (Press et al., arXiv:2108.12409).
+    """Returns score + slope(h) · (k - q): attention with linear biases (Press et al., arXiv:2108.12409).
 
-    slopes: the number of heads, for slope(h) = 2^(-8(h + 1)/heads), computed in the kernel; or an array of floats,
-    (heads,) or (batch, heads), which need not be given at the call; or a floating Tensor of ndim 1 or 2, or its name
-    for Tensor(name, "float32", ndim=1).
+    q and k count from the start of their own sequences. If len_q != len_k and the queries are the last positions, the
+    bias is larger by slope·(len_k - len_q) than with aligned distances. The difference is constant along a row, so the
+    output is the same, and the LSE is larger by that amount.
 
-    k - q takes each position in its own sequence. Where len_q != len_k and the queries are the last ones, that is
-    slope·(len_k - len_q) more than the distance: the same for a whole row, so the output is the same, and the LSE is
-    larger by it.
+    Args:
+        slopes: The number of heads, for slope(h) = 2^(-8(h + 1)/heads), computed in the kernel; or an array of floats
+            of shape (heads,) or (batch, heads) (calls then need not supply it); or a floating Tensor of ndim 1 or 2; or
+            a name, which stands for Tensor(name, "float32", ndim=1).
     """
     table = _tensor(slopes, "slopes", 1)
     if isinstance(table, Tensor):
@@ -47,15 +48,17 @@ def alibi(slopes: Any) -> Score:
             slope = f.exp2(-8.0 / int(table) * (h + 1))
         return score + slope * (k - q)
 
-    shown = _table_shown(table, 1) if isinstance(table, Tensor) else str(int(table))
+    shown = _table_text(table, 1) if isinstance(table, Tensor) else str(int(table))
     return trace_score(biased, f"alibi({shown})")
 
 
 def softcap(cap: float | Scalar, precision: str = "fast") -> Score:
-    """cap · tanh(score / cap): bounds scores to (-cap, cap), as in Gemma 2.
+    """Returns cap · tanh(score / cap), which limits scores to (-cap, cap), as in Gemma 2.
 
-    cap: a number > 0 or a float32 Scalar. precision: "fast" takes the hardware's tanh, whose relative error of 2**-11
-    is that of rounding the score to float16; "accurate" spends an exponential and a division on an absolute 1e-6.
+    Args:
+        cap: A number > 0 or a float32 Scalar.
+        precision: "fast" uses the hardware's tanh instruction, whose relative error of 2**-11 equals that of rounding
+            the score to float16. "accurate" uses an exponential and a division, for an absolute error of 1e-6.
     """
     if not isinstance(cap, Scalar):
         cap = _positive(cap, "softcap: cap")
@@ -67,11 +70,16 @@ def softcap(cap: float | Scalar, precision: str = "fast") -> Score:
 
 
 def relative_bias(table: Any, max_distance: int | Scalar) -> Score:
-    """score + table[h, clamp(k - q, -D, D) + D] with D = max_distance: a learned bias of each relative position.
+    """Returns score + table[h, clamp(k - q, -D, D) + D] with D = max_distance: a learned bias per relative position.
 
-    table: an array of floats of shape (heads, 2·D + 1), or (2·D + 1) shared by all heads, which need not be given at
-    the call; or a floating Tensor, or its name for Tensor(name, "float32", ndim=2). Entry D is k == q, entry 0 is
-    k <= q - D, entry 2·D is k >= q + D. Each position counts in its own sequence.
+    Entry D holds the bias for k == q, entry 0 for k <= q - D, and entry 2·D for k >= q + D. q and k count from the
+    start of their own sequences.
+
+    Args:
+        table: An array of floats of shape (heads, 2·D + 1), or (2·D + 1,) shared by all heads (calls then need not
+            supply it); or a floating Tensor of ndim 1 or 2; or a name, which stands for Tensor(name, "float32",
+            ndim=2).
+        max_distance: D, an integer from 0 to 2**30 - 1 or an int32 Scalar.
     """
     table = _tensor(table, "table", 2)
     if not isinstance(table, Tensor) or table.ndim > 2 or table.capture.kind != "float":
@@ -79,17 +87,17 @@ def relative_bias(table: Any, max_distance: int | Scalar) -> Score:
             f"relative_bias: table={table!r} must be a floating Tensor of shape (heads, 2*max_distance + 1) or "
             "(2*max_distance + 1), an array, or its name"
         )
-    distance = max_distance if isinstance(max_distance, Scalar) and max_distance.kind == "int" else _whole(max_distance)
+    distance = max_distance if isinstance(max_distance, Scalar) and max_distance.kind == "int" else _count(max_distance)
 
     def biased(score: Any, b: Any, h: Any, q: Any, k: Any) -> Traced:
         entry = f.clamp(k - q, -distance, distance) + distance
         return score + (table[entry] if table.ndim == 1 else table[h, entry])
 
-    return trace_score(biased, f"relative_bias({_table_shown(table, 2)}, {distance!r})")
+    return trace_score(biased, f"relative_bias({_table_text(table, 2)}, {distance!r})")
 
 
 def _tensor(value: Any, hint: str, ndim: int) -> Any:
-    """The Tensor of a name, what stands for an array, or the value itself."""
+    """Returns the Tensor for a name, the stand-in for an array, or any other value unchanged."""
     if isinstance(value, str):
         return Tensor(value, "float32", ndim)
     return BoundTensor(value, hint) if is_array(value) and value.ndim else value
@@ -104,7 +112,7 @@ def _positive(value: Any, argument: str) -> float:
     return number
 
 
-def _whole(value: Any) -> int:
+def _count(value: Any) -> int:
     if isinstance(value, (bool, Traced)) or not hasattr(value, "__index__") or not 0 <= int(value) < 2**30:
         raise SpecError(
             f"relative_bias: max_distance={value!r} must be an integer from 0 to 2**30 - 1, or an int32 Scalar"
@@ -112,7 +120,7 @@ def _whole(value: Any) -> int:
     return int(value)
 
 
-def _table_shown(table: Tensor, ndim: int) -> str:
+def _table_text(table: Tensor, ndim: int) -> str:
     if isinstance(table, BoundTensor):
         return repr(table.name)
     plain = repr(table) == repr(Tensor(table.name, "float32", ndim))

@@ -1,4 +1,4 @@
-"""Canonical JSON of masks, scores and specs' fields, and back; `expression_json` has that of expressions."""
+"""Converts masks, scores and the fields of specs to canonical JSON and back. `expression_json` converts expressions."""
 
 from __future__ import annotations
 
@@ -24,32 +24,32 @@ _FIELDS = (
 
 
 def modifier_to_data(modifier: Mask | Score) -> dict[str, Any]:
-    """A mask or score as {"name": ..., "expression": ...}."""
+    """Returns a mask or score as {"name": ..., "expression": ...}."""
     return {"name": modifier.name, "expression": node_to_data(modifier.expression)}
 
 
 def mask_from_data(data: Any) -> Mask:
-    """A mask from its data, or from an expression of named masks."""
+    """Returns a mask from its data, or from an expression of named masks."""
     if isinstance(data, str):
         return parse_mask(data)
-    return Mask(*_named(data, "mask"))
+    return Mask(*_name_and_expression(data, "mask"))
 
 
 def score_from_data(data: Any) -> Score:
-    """A score from its data, or from an expression of named scores."""
+    """Returns a score from its data, or from an expression of named scores."""
     if isinstance(data, str):
         return parse_score(data)
-    return Score(*_named(data, "score"))
+    return Score(*_name_and_expression(data, "score"))
 
 
-def _named(data: Any, what: str) -> tuple[Any, sympy.Basic]:
+def _name_and_expression(data: Any, what: str) -> tuple[Any, sympy.Basic]:
     if not isinstance(data, dict) or set(data) != {"name", "expression"}:
         raise SpecError(f'JSON {what} must be {{"name": ..., "expression": ...}} or a text such as "causal()"')
     return data["name"], node_from_data(data["expression"])
 
 
 def fields_to_json(fields: Mapping[str, Any]) -> str:
-    """The canonical JSON of a spec, from its fields by name."""
+    """Returns the canonical JSON of a spec, from its fields by name."""
     data = dict(fields)
     data["mask"] = modifier_to_data(data["mask"])
     data["score"] = modifier_to_data(data["score"]) if data["score"] else None
@@ -57,18 +57,18 @@ def fields_to_json(fields: Mapping[str, Any]) -> str:
     data["sink"] = node_to_data(sink) if sink else None
     for name in ("page_size", "kv_dtype", "sink"):
         if data.get(name) is None:
-            data.pop(name, None)  # so that specs without it have the text that they always had
+            data.pop(name, None)  # leaves the JSON, and so the digest, of other specs unchanged
     if not data.get("sharded"):
         data.pop("sharded", None)
     return canonical({**data, "version": VERSION})
 
 
 def fields_from_json(text: str) -> dict[str, Any]:
-    """The arguments that make a JSON text's `AttentionSpec`; see its `from_json`."""
+    """Returns the arguments of `AttentionSpec` that a JSON text describes. See `AttentionSpec.from_json`."""
     data = _parsed(text)
     version = data.pop("version", VERSION)
     if version != VERSION or isinstance(version, bool):
-        raise SpecError(f"spec JSON: version={version!r} is not known; this flashgen reads {VERSION}")
+        raise SpecError(f"spec JSON: version={version!r} is not supported; this version of flashgen reads {VERSION}")
     unknown = sorted(set(data) - set(_FIELDS))
     if unknown:
         raise SpecError(f"spec JSON: unknown {', '.join(unknown)}; known: {', '.join(_FIELDS)}")

@@ -1,4 +1,4 @@
-"""`AttentionSpec`: everything that a kernel is specialised on, and nothing that changes from call to call."""
+"""`AttentionSpec`: everything that kernels are specialised on, and nothing that changes from call to call."""
 
 from __future__ import annotations
 
@@ -13,49 +13,57 @@ import numpy as np
 
 from flashgen.errors import SpecError
 from flashgen.language import well_formed
-from flashgen.language.bound import Bound, joined
+from flashgen.language.bound import Bound, merge_bound
 from flashgen.language.captures import Tensor
 from flashgen.language.dtypes import CACHED, ELEMENTS, dtype_name
 from flashgen.language.masks import full
 from flashgen.language.modifiers import Mask, MaskFunction, Score, ScoreFunction, as_mask, as_score
 from flashgen.language.operations import SCORE, Capture, captures_of
 from flashgen.language.serialize import fields_from_json, fields_to_json
-from flashgen.language.shards import PLACES, mask_of_shard, score_of_shard
+from flashgen.language.shards import SHARD_NUMBERS, shard_mask, shard_score
 
 LAYOUTS = ("bhsd", "bshd", "thd")
 RAGGED_ARGUMENTS = ("cu_seqlens_q", "cu_seqlens_k", "seqused_k", "max_seqlen_q", "max_seqlen_k")
-"""What a call of layout "thd" is given beside q, k and v; no capture of such a spec has one of these names."""
+"""The arguments of a call with layout "thd" beside q, k and v. Captures of such a spec may not have these names."""
 MAX_NAME = 96
-MOST_PAGE_SIZE = 256
-CACHED_DIM = 32  # which dims of 8-bit keys and values are multiples of
+MAX_PAGE_SIZE = 256
+CACHED_DIM = 32  # head_dim and value_dim are multiples of this where k and v have 8 bits
 
 
 @dataclass(frozen=True, init=False, eq=False, repr=False)
 class AttentionSpec:
-    """One attention variant. Lengths, batch, heads and strides are given at each call and are no part of it.
+    """One attention variant. Lengths, batch, heads and strides are given at each call and are not part of the spec.
+
+    Specs are equal if their canonical JSON is equal.
 
     Args:
-        head_dim: elements of a query or key vector, a multiple of 8 from 8 to 256.
-        dtype: "float16" or "bfloat16", of q, k, v and the output.
-        value_dim: elements of a value vector, a multiple of 8 from 8 to 256; None is head_dim.
-        scale: factor of q·k before the score function; None is 1/sqrt(head_dim). A spec of a scale of 0 or less
-            without a score function has one that changes nothing, `unchanged`: kernels without take the largest q·k for
-            the largest score.
-        layout: "bhsd" (batch, heads, length, dim), "bshd" (batch, length, heads, dim), or "thd" (tokens, heads, dim) of
-            ragged batches, whose sequences lie one behind the other: each call says where they begin.
-        dropout: probability of dropping an attention weight, in steps of 1/256: 0, or what rounds to 1/256 to 255/256.
-        score: a Score, a function f(score, b, h, q, k), or None.
-        mask: a Mask or a function f(b, h, q, k); None is full().
-        page_size: keys of a page, a power of 2 from 1 to 256, for k and v in pages: (pages, page_size, heads_kv, dim)
-            whatever the layout, and calls with page_table and seqused_k. None is k and v as the layout says.
-        kv_dtype: "float8_e4m3fn" or "int8", of k and v, whose values are times k_scale and v_scale of the call; both
-            dims are multiples of 32 then. None is dtype, without scales.
-        sink: a Tensor of one dimension and floats, or None: a score of each query head that every row's softmax counts
-            beside its keys' and that has no value, not scaled, masked or modified. It is a capture: calls give it.
-        sharded: whether calls are of a part of q and of k, which say where these stand in the whole: shard_b, shard_h,
-            shard_q and shard_k are added to b, h, q and k, in dropout too, and whole_q and whole_k are len_q and len_k.
+        head_dim: Elements of a query or key vector, a multiple of 8 from 8 to 256.
+        dtype: "float16" or "bfloat16", the type of q, k, v and the output.
+        value_dim: Elements of a value vector, a multiple of 8 from 8 to 256. None means head_dim.
+        scale: Factor of q·k, applied before the score function. None means 1/sqrt(head_dim). Kernels without a score
+            function assume that the largest q·k gives the largest score, so a spec with scale <= 0 and no score
+            function gets the identity score function `unchanged`.
+        layout: "bhsd" (batch, heads, length, dim), "bshd" (batch, length, heads, dim), or "thd" (tokens, heads, dim),
+            the varlen layout: sequences are packed along the token dimension, and each call says where they begin.
+        dropout: Probability of dropping an attention weight, rounded to a multiple of 1/256. Either 0, or a number that
+            rounds to 1/256 to 255/256.
+        score: A Score, a function f(score, b, h, q, k), or None.
+        mask: A Mask or a function f(b, h, q, k). None means full().
+        page_size: Keys per page of a paged KV cache, a power of 2 from 1 to 256. k and v are then (pages, page_size,
+            heads_kv, dim) whatever the layout, and each call takes page_table and seqused_k. None means that k and v
+            are not paged.
+        kv_dtype: "float8_e4m3fn" or "int8" for quantized k and v, which the kernel multiplies by k_scale and v_scale of
+            the call. head_dim and value_dim must then be multiples of 32. None means that k and v have `dtype` and no
+            scales.
+        sink: A floating Tensor of one dimension, one element per query head, or None. Each element is one extra score
+            in the softmax of every row of that head. It takes probability but has no value, and is not scaled, masked
+            or modified. It is a capture: each call supplies it.
+        sharded: Whether each call computes a part of q against a part of k. The call then gives their positions in the
+            full problem: shard_b, shard_h, shard_q and shard_k are added to b, h, q and k (in dropout as well), and
+            whole_q and whole_k replace len_q and len_k.
 
-    Raises SpecError, naming the argument, for anything else. Specs are equal if their canonical JSON is.
+    Raises:
+        SpecError: An argument is not supported. The message names it.
     """
 
     head_dim: int
@@ -104,7 +112,7 @@ class AttentionSpec:
         if values["scale"] <= 0 and values["score"] is None:
             values["score"] = Score("unchanged", SCORE)
         if sharded:
-            values |= _of_shard(values)
+            values |= _shard_modifiers(values)
         bound = _join_arrays(values)
         for name, value in values.items():
             object.__setattr__(self, name, value)
@@ -125,40 +133,43 @@ class AttentionSpec:
 
     @cached_property
     def captures(self) -> tuple[Capture, ...]:
-        """What the call supplies by name, sorted by name."""
-        own = [*([self.sink] if self.sink else []), *(PLACES.values() if self.sharded else [])]
+        """The captures that each call supplies by name, sorted by name."""
+        own = [*([self.sink] if self.sink else []), *(SHARD_NUMBERS.values() if self.sharded else [])]
         return captures_of(self.mask.expression, *([self.score.expression] if self.score else []), *own)
 
     @property
     def bound(self) -> Bound:
-        """The arrays that the mask and the score function closed over, by the names of the captures that they are.
+        """The arrays that the mask and the score function closed over, keyed by the names of their captures.
 
-        They are no part of the spec's JSON, nor of what specs are equal by.
+        They are not part of the spec's JSON, and do not count in comparisons of specs.
         """
         return self._bound  # type: ignore[attr-defined]
 
     @property
     def is_ragged(self) -> bool:
-        """Whether the sequences of a batch lie one behind the other in packed arrays: layout "thd"."""
+        """Whether the batch is varlen: sequences are packed along the token dimension, layout "thd"."""
         return self.layout == "thd"
 
     def shard(self) -> AttentionSpec:
-        """The same variant for parts of q and k, whose calls say where these stand: see the argument `sharded`."""
+        """Returns the same variant with `sharded=True`, for calls on parts of q and k."""
         return AttentionSpec(**{field.name: getattr(self, field.name) for field in fields(self)} | {"sharded": True})
 
     @property
     def keep_threshold(self) -> int:
-        """T of the dropout rule: a weight is kept iff its random byte is below T = round(256·(1 - dropout))."""
+        """The threshold T of dropout: a weight is kept if its random byte is below T = round(256·(1 - dropout))."""
         return round(256 * (1 - self.dropout))
 
     @cached_property
     def digest(self) -> str:
-        """8 hex digits of the sha256 of the canonical JSON."""
+        """The first 8 hex digits of the SHA-256 of the canonical JSON."""
         return hashlib.sha256(self.to_json().encode()).hexdigest()[:8]
 
     @cached_property
     def name(self) -> str:
-        """A readable name of [a-z0-9._-], e.g. bf16-d128-causal-softcap30-1a2b3c4d; the digest makes it unique."""
+        """A readable name of the characters a-z 0-9 . _ -, for example bf16-d128-causal-softcap30-1a2b3c4d.
+
+        It ends with the digest, which makes it unique.
+        """
         dim = f"d{self.head_dim}" + ("" if self.value_dim == self.head_dim else f"v{self.value_dim}")
         parts = ["bf16" if self.dtype == "bfloat16" else "fp16", dim, _slug(self.mask.name)]
         parts += [_slug(self.score.name)] if self.score else []
@@ -172,7 +183,7 @@ class AttentionSpec:
 
     @property
     def of_cache(self) -> bool:
-        """Whether k and v are in pages or of 8 bits, which only decode kernels read."""
+        """Whether k and v are paged or have 8 bits, so that only kernels for a KV cache can read them."""
         return bool(self.page_size or self.kv_dtype)
 
     @cached_property
@@ -180,13 +191,18 @@ class AttentionSpec:
         return fields_to_json({field.name: getattr(self, field.name) for field in fields(self)})
 
     def to_json(self) -> str:
-        """Canonical JSON: sorted keys, no spaces; the same text in every process."""
+        """Returns the canonical JSON: sorted keys, no spaces, the same text in every process."""
         return self._json
 
     @staticmethod
     def from_json(text: str) -> AttentionSpec:
-        """The spec of `to_json`'s text, or of JSON written by hand: fields may be left out, and a mask or score may be
-        an expression such as "causal() & sliding_window(1024)". SpecError for anything that is not a spec.
+        """Returns the spec of a JSON text, from `to_json` or written by hand.
+
+        In JSON written by hand, fields may be left out, and a mask or score may be an expression such as "causal() &
+        sliding_window(1024)".
+
+        Raises:
+            SpecError: The text does not describe a spec.
         """
         return AttentionSpec(**fields_from_json(text))
 
@@ -211,36 +227,36 @@ class AttentionSpec:
 
 
 def _join_arrays(values: dict[str, Any]) -> Bound:
-    """The arrays of mask and score function; where two have one name, one gets another."""
+    """Returns the arrays of the mask and the score function, and renames captures where two arrays share a name."""
     mask, score = values["mask"], values["score"]
     if score is None or not (mask.bound or score.bound):
         return mask.bound
-    of_mask, of_score, bound = joined(mask.expression, mask.bound, score.expression, score.bound)
-    values["mask"] = Mask(mask.name, of_mask, {name: bound[name] for name in _named(of_mask, bound)})
-    values["score"] = Score(score.name, of_score, {name: bound[name] for name in _named(of_score, bound)})
+    mask_expression, score_expression, bound = merge_bound(mask.expression, mask.bound, score.expression, score.bound)
+    values["mask"] = Mask(mask.name, mask_expression, _arrays_read(mask_expression, bound))
+    values["score"] = Score(score.name, score_expression, _arrays_read(score_expression, bound))
     return bound
 
 
-def _named(expression: Any, bound: Bound) -> list[str]:
-    return [capture.name for capture in captures_of(expression) if capture.name in bound]
+def _arrays_read(expression: Any, bound: Bound) -> Bound:
+    return {capture.name: bound[capture.name] for capture in captures_of(expression) if capture.name in bound}
 
 
 def _dimension(value: Any, argument: str) -> int:
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
         raise SpecError(f"{argument}={value!r} must be an integer, a multiple of 8 from 8 to 256")
     if not 1 <= value <= 256:
-        raise SpecError(f"{argument}={value} must be from 8 to 256: no kernel here is made for others")
+        raise SpecError(f"{argument}={value} must be from 8 to 256")
     if value % 8:
-        raise SpecError(f"{argument}={value} must be a multiple of 8: {_padded(int(value), argument)}")
+        raise SpecError(f"{argument}={value} must be a multiple of 8: {_padding_advice(int(value), argument)}")
     return int(value)
 
 
-def _padded(value: int, argument: str) -> str:
-    """How vectors of another length are taken all the same: zeros add nothing to q·k."""
+def _padding_advice(value: int, argument: str) -> str:
+    """Returns the advice to pad with zeros, which add nothing to q·k."""
     larger = -(-value // 8) * 8
     if argument == "value_dim":
-        return f"pad v with zeros to {larger}, and cut the output"
-    return f"pad q and k with zeros to {larger}, and give scale={value}**-0.5, as that of {value} elements"
+        return f"pad v with zeros to {larger}, and slice the output"
+    return f"pad q and k with zeros to {larger}, and give scale={value}**-0.5"
 
 
 def _number(value: Any, argument: str) -> float:
@@ -272,13 +288,13 @@ def _layout(value: Any) -> str:
     if value not in LAYOUTS:
         raise SpecError(
             f"layout={value!r} must be 'bhsd' (batch, heads, length, dim), 'bshd' (batch, length, heads, dim) or 'thd' "
-            "(tokens, heads, dim; a ragged batch)"
+            "(tokens, heads, dim; a varlen batch)"
         )
     return str(value)
 
 
 def _check_cache(values: dict[str, Any]) -> None:
-    """SpecError where keys in pages, or of 8 bits, do not go with the other fields."""
+    """Raises SpecError if page_size or kv_dtype cannot be combined with the other fields."""
     if values["kv_dtype"] and values["layout"] == "thd" and not values["page_size"]:
         raise SpecError(
             f"kv_dtype={values['kv_dtype']!r} is not supported for layout='thd' without pages: declare page_size=..."
@@ -294,20 +310,23 @@ def _sharded(value: Any) -> bool:
     return bool(value)
 
 
-def _of_shard(values: dict[str, Any]) -> dict[str, Any]:
-    """The mask and the score function of a shard. SpecError where lengths are known to the device alone."""
+def _shard_modifiers(values: dict[str, Any]) -> dict[str, Any]:
+    """Returns the mask and the score function of a sharded spec.
+
+    Raises SpecError for layouts in which only the device knows the lengths.
+    """
     name = "layout" if values["layout"] == "thd" else "page_size"
     if values["layout"] == "thd" or values["page_size"]:
         given = values[name]
         raise SpecError(f"sharded=True is not supported with {name}={given!r}, whose lengths only the device knows")
     score = values["score"]
-    return {"mask": mask_of_shard(values["mask"]), "score": score_of_shard(score) if score else None}
+    return {"mask": shard_mask(values["mask"]), "score": shard_score(score) if score else None}
 
 
 def _page_size(value: Any) -> int:
     integer = isinstance(value, (int, np.integer)) and not isinstance(value, bool)
-    if not integer or not 1 <= value <= MOST_PAGE_SIZE or value & (value - 1):
-        raise SpecError(f"page_size={value!r} must be a power of 2 from 1 to {MOST_PAGE_SIZE}, or None for no pages")
+    if not integer or not 1 <= value <= MAX_PAGE_SIZE or value & (value - 1):
+        raise SpecError(f"page_size={value!r} must be a power of 2 from 1 to {MAX_PAGE_SIZE}, or None for no pages")
     return int(value)
 
 
@@ -325,7 +344,7 @@ def _dropout(value: Any) -> float:
 
 
 def _slug(name: str) -> str:
-    """A mask's or score's name for a file name: "causal-and-sliding_window1024"."""
+    """Returns a mask's or score's name as part of a file name: "causal-and-sliding_window1024"."""
     for symbol, word in (("~", "not "), ("&", " and "), ("|", " or "), ("^", " xor ")):
         name = name.replace(symbol, word)
     name = re.sub(r"\w+=", "", name)

@@ -1,11 +1,11 @@
-"""Proxies that stand for the indices and the score while a user's function runs, and record what it does.
+"""Proxies for the indices and the score that record what a user's function computes.
 
-A `Traced` holds the text of an expression (see `expression_json`), the arrays and the numbers that the text leaves
-open, and no SymPy node: a function that is given at a call is traced at that call, and what its text stands for is
-looked up. Python's operators build longer texts; what Python cannot hand over (`and`, `or`, `not`, `if`, chained
-comparisons, `float(x)`) raises a SpecError that says what to write instead.
+A `Traced` holds the text of an expression (see `expression_json`), and the arrays and numbers that the text leaves
+open. It does not hold a SymPy node: a function that is given at a call is traced at that call, and its text is looked
+up in a cache. Python's operators build longer texts. Operations that Python does not pass to a proxy (`and`, `or`,
+`not`, `if`, chained comparisons, `float(x)`) raise a SpecError that says what to write instead.
 
-The functions here are also run by torch.compile, which inlines them: they use plain Python alone.
+torch.compile inlines the functions of this module, so they use plain Python only.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from flashgen.language.well_formed import FLOAT32_MAX, MAX_DEPTH, MAX_NODES, che
 MAX_POWER = 16
 MAX_INT = 2**31
 ANSWERS: dict[str, Callable[..., Any]] = {}
-"""What traced values answer NumPy, torch and callers of tensors' methods; `protocols`, a layer above, fills it in."""
+"""The handlers of traced values for NumPy, torch and tensor methods, filled in by `protocols`, a higher layer."""
 HANDLED: dict[Any, Callable[..., Any]] = {}
-"""Functions of torch with a handler of their own, which `flashgen.torch` registers."""
+"""Handlers of particular torch functions, which `flashgen.torch` registers."""
 PLACEHOLDERS: list[Any] = []
-"""Where torch.compile traces a function: what knows the tensors that stand for traced values (`flashgen.torch`)."""
-_MAX_TEXT = 80 * MAX_NODES  # characters: beyond it `check_expression` would refuse the tree
+"""Not empty while torch.compile traces a function: what knows the tensors that represent traced values."""
+_MAX_TEXT = 80 * MAX_NODES  # in characters: `check_expression` would refuse a larger tree
 _TRUE, _FALSE, _INTEGER, _FLOAT = "true", "false", f'"{INTEGER}"', f'"{FLOAT}"'
 _LITERALS = (_TRUE, _FALSE)
 
@@ -41,7 +41,7 @@ _KINDS: tuple[Kind, ...] = ("bool", "int", "float")
 
 
 def _kinds_of_results() -> dict[tuple[str, ...], Kind]:
-    """The kind of each operation's result, by its name and the kinds of operands that it takes."""
+    """Returns the kind of each operation's result, keyed by its name and the kinds of operands that it accepts."""
     found: dict[tuple[str, ...], Kind] = {}
     for name, cls in ops.OPERATIONS.items():
         for kinds in [] if cls is ops.Load else itertools.product(_KINDS, repeat=cls.arity):
@@ -57,11 +57,11 @@ _RESULTS = _kinds_of_results()
 
 
 class Columns:
-    """What operates on its columns: a row of traced values (`rows`), which a traced value leaves operators to."""
+    """The base of rows of traced values (`rows`). Traced values leave operators with a row to the row."""
 
 
 def _operator(cls: type[Operation], reflected: bool = False) -> Callable[[Any, Any], Any]:
-    """The method of a binary operator. It repeats `binary` for the common case, as it runs for each call of a user."""
+    """Returns the method of a binary operator. For speed it repeats the common case of `binary`."""
     prefix = f'["{cls.__name__}",'
     name = cls.__name__
     kinds = {a: {b: _RESULTS[name, a, b] for b in _KINDS if (name, a, b) in _RESULTS} for a in _KINDS}
@@ -85,51 +85,41 @@ def _operator(cls: type[Operation], reflected: bool = False) -> Callable[[Any, A
 
 
 def _logical_operator(
-    of_booleans: type[Operation], of_integers: type[Operation], reflected: bool = False
+    boolean_operation: type[Operation], integer_operation: type[Operation], reflected: bool = False
 ) -> Callable[[Any, Any], Any]:
-    """The method of & | or ^, which repeats `logic` for two booleans that are computed."""
-    prefix = f'["{of_booleans.__name__}",'
+    """Returns the method of & | or ^. For speed it repeats the case of `logic` for two non-literal booleans."""
+    prefix = f'["{boolean_operation.__name__}",'
 
     def operator(self: Traced, other: Any) -> Any:
         if isinstance(other, Columns):
             return NotImplemented
         a, b = (other, self) if reflected else (self, other)
         if not isinstance(other, Traced) or a.kind != "bool" or b.kind != "bool" or a.text in _LITERALS:
-            return logic(of_booleans, of_integers, a, b)
+            return logic(boolean_operation, integer_operation, a, b)
         text = f"{prefix}{a.text},{b.text}]"
         if b.text in _LITERALS or len(text) > _MAX_TEXT:
-            return logic(of_booleans, of_integers, a, b)
+            return logic(boolean_operation, integer_operation, a, b)
         return Traced(text, "bool", a.arrays + b.arrays, a.numbers + b.numbers)
 
     return operator
 
 
 class Traced:
-    """A value inside a traced mask or score function: an index, the score, a captured number, or what was made of them.
-
-    `&`, `|`, `^` and `~` are logic on booleans; on integers `&`, `|`, `^` are bitwise. `//`, `%` are floored and `/`
-    gives a float, as in Python.
-
-    Attributes:
-        text: the expression, in JSON.
-        kind: "bool", "int" or "float".
-        arrays: the arrays that the text loads elements of, as often and in the order as it does.
-        numbers: the Python numbers that the text holds, likewise.
-    """
+    """A value inside a traced mask or score function: an index, the score, a captured number, or a computed value."""
 
     __slots__ = ("arrays", "kind", "numbers", "text")
     __hash__ = None  # type: ignore[assignment]  # == builds an expression, so a set or dict could not tell values apart
     __array_priority__ = 1000
 
     def __init__(self, text: str, kind: Kind, arrays: tuple[Any, ...] = (), numbers: tuple[Any, ...] = ()) -> None:
-        self.text = text  # one by one is faster than a tuple, and each operator makes one
+        self.text = text  # faster than assigning a tuple, and every operator creates a Traced
         self.kind: Kind = kind
         self.arrays = arrays
         self.numbers = numbers
 
     @property
     def node(self) -> sympy.Basic:
-        """The expression as a SymPy tree. Arrays that are not declared are captures array__0, array__1, ... of it."""
+        """The expression as a SymPy tree. Undeclared arrays appear as captures array__0, array__1, ..."""
         numbered = (Capture(f"array__{number}", "float32", 1) for number in itertools.count())
         return node_from_trace(self.text, map(literal, self.numbers), numbered)
 
@@ -203,7 +193,8 @@ class Traced:
     def __invert__(self) -> Traced:
         return negate(self)
 
-    # What a traced value cannot do ------------------------------------------------------------------------------------
+    # Operations that a traced value refuses
+    # -----------------------------------------------------------------------------
 
     def __bool__(self) -> bool:
         raise SpecError(
@@ -217,8 +208,8 @@ class Traced:
 
     def __index__(self) -> int:
         raise SpecError(
-            "a traced index cannot index a Python list or an array that is made inside of the function, nor drive "
-            "range(): make an array outside of the function and index that, or a flashgen.Tensor(name, dtype, ndim), "
+            "a traced index cannot index a Python list or an array that is created inside of the function, nor drive "
+            "range(): create an array outside of the function and index that, or a flashgen.Tensor(name, dtype, ndim), "
             "and give the array at the call"
         )
 
@@ -234,7 +225,7 @@ class Traced:
     def __round__(self, _digits: int | None = None) -> NoReturn:
         raise SpecError("round() is not part of the language: use to_int(floor(x + 0.5))")
 
-    # math.floor and friends ask the value itself, so these run unchanged.
+    # math.floor, math.ceil and math.trunc call these methods, so they can be traced.
     def __floor__(self) -> Traced:
         return self if self.kind == "int" else apply(ops.ToInt, apply(ops.Floor, self))
 
@@ -244,7 +235,8 @@ class Traced:
     def __trunc__(self) -> Traced:
         return self if self.kind == "int" else apply(ops.ToInt, self)
 
-    # What tensors can do, so that FlexAttention's functions run unchanged ---------------------------------------------
+    # Attributes and functions of tensors, so that FlexAttention's functions run unchanged
+    # -------------------------------
 
     def __getattr__(self, name: str) -> Any:
         return ANSWERS["method"](self, name)
@@ -263,16 +255,16 @@ class Traced:
         return ANSWERS["torch"](function, arguments, keywords or {})
 
 
-def of_node(node: sympy.Basic) -> Traced:
-    """The traced value of an expression that reads declared captures alone."""
+def traced_node(node: sympy.Basic) -> Traced:
+    """Returns the traced value of an expression that reads declared captures only."""
     return Traced(canonical(node_to_data(node)), kind_of(node))
 
 
-_INFINITY, _MINUS_INFINITY, _MINUS_ZERO = (of_node(literal(value)) for value in (math.inf, -math.inf, -0.0))
+_INFINITY, _MINUS_INFINITY, _MINUS_ZERO = (traced_node(literal(value)) for value in (math.inf, -math.inf, -0.0))
 
 
 def lift(value: Any) -> Traced:
-    """The traced value of a number, a boolean, or a zero-dimensional array. SpecError for anything else."""
+    """Returns the traced value of a number, a boolean, or a zero-dimensional array. Raises SpecError for others."""
     if isinstance(value, Traced):
         return value
     if isinstance(value, (bool, np.bool_)):
@@ -289,7 +281,7 @@ def lift(value: Any) -> Traced:
             return stood_for
     if getattr(value, "ndim", None) == 0 and hasattr(value, "dtype"):
         return ANSWERS["array"](value)
-    raise SpecError(_no_value(value))
+    raise SpecError(_lift_error(value))
 
 
 def _integer(value: Any) -> Traced:
@@ -301,10 +293,10 @@ def _integer(value: Any) -> Traced:
 
 
 def _float(value: Any) -> Traced:
-    """A float of the text's numbers; an infinity and -0, which no captured number may be, stand in the text itself."""
+    """Returns a traced float. Infinities and -0.0, which captured numbers may not be, are part of the text itself."""
     value = float(value)
     if value != value:
-        raise SpecError("a literal is NaN: a mask or score function must not make NaN")
+        raise SpecError("a literal is NaN: a mask or score function must not produce NaN")
     if value in (math.inf, -math.inf):
         return _INFINITY if value > 0 else _MINUS_INFINITY
     if value == 0 and math.copysign(1, value) < 0:
@@ -314,14 +306,14 @@ def _float(value: Any) -> Traced:
     return Traced(_FLOAT, "float", (), (value,))
 
 
-def _no_value(value: Any) -> str:
-    """Why a value cannot stand in a traced function, and what to do."""
+def _lift_error(value: Any) -> str:
+    """Returns the message that says why a value cannot be part of a traced function, and what to do."""
     if hasattr(value, "capture"):
-        return f"{value!r} is not a number yet: give it one index a dimension"
+        return f"{value!r} is not a number yet: give it one index per dimension"
     if hasattr(value, "shape") or isinstance(value, (list, tuple)):
         return (
-            f"an array ({type(value).__name__}) is no number of a traced function: make it outside of the function and "
-            "index it there, one index a dimension, or a flashgen.Tensor(name, dtype, ndim), and give it at the call"
+            f"an array ({type(value).__name__}) is not a number of a traced function: create it outside of the "
+            "function and index it there, one index per dimension, or a flashgen.Tensor(name, dtype, ndim)"
         )
     if callable(value):
         named = getattr(value, "__name__", None) or getattr(value, "name", None) or type(value).__name__
@@ -332,17 +324,17 @@ def _no_value(value: Any) -> str:
 
 
 is_grad_enabled: Callable[[], bool] = lambda: True
-"""torch.is_grad_enabled, where torch is loaded (`watch_gradient_mode`)."""
+"""torch.is_grad_enabled if torch is loaded (`watch_gradient_mode`)."""
 
 
 def watch_gradient_mode(ask: Callable[[], bool]) -> None:
-    """Has what is computed while `ask` says False, as under torch.no_grad(), have no gradient."""
+    """Makes values that are computed while `ask` returns False, as under torch.no_grad(), have no gradient."""
     global is_grad_enabled
     is_grad_enabled = ask
 
 
 def apply(cls: type[Operation], *operands: Any) -> Traced:
-    """The operation on traced values or literals."""
+    """Returns the operation applied to traced values or literals."""
     if len(operands) == 2:
         return binary(cls, *operands)
     values = [lift(operand) for operand in operands]
@@ -353,7 +345,7 @@ def apply(cls: type[Operation], *operands: Any) -> Traced:
 
 
 def binary(cls: type[Operation], left: Any, right: Any) -> Traced:
-    """An operation of two operands."""
+    """Returns an operation of two operands."""
     a = left if isinstance(left, Traced) else lift(left)
     b = right if isinstance(right, Traced) else lift(right)
     name = cls.__name__
@@ -364,7 +356,7 @@ def binary(cls: type[Operation], left: Any, right: Any) -> Traced:
 def _result(
     cls: type[Operation], key: tuple[str, ...], text: str, arrays: tuple[Any, ...], numbers: tuple[Any, ...]
 ) -> Traced:
-    """The traced value of an operation; key: its name and the kinds of its operands."""
+    """Returns the traced value of an operation. `key` is its name and the kinds of its operands."""
     kind = _RESULTS.get(key)
     if kind is None:
         check_kinds(cls, list(key[1:]))  # type: ignore[arg-type]
@@ -380,43 +372,43 @@ def _result(
 
 
 def detach(value: Any) -> Traced:
-    """The value, with a derivative of 0."""
+    """Returns the value, with a derivative of 0."""
     value = lift(value)
     return apply(ops.Detach, value) if value.kind == "float" and (value.arrays or not is_literal(value)) else value
 
 
 def is_literal(value: Traced) -> bool:
-    """Whether a traced value is a number or a boolean of Python's."""
+    """Returns whether a traced value is a Python number or boolean."""
     return _is_number(value) or value.text in _LITERALS
 
 
 def number_of(value: Any) -> int | float | None:
-    """The Python number that a traced value is, or None."""
+    """Returns the Python number that a traced value is, or None."""
     value = lift(value)
     return value.numbers[0] if _is_number(value) else None
 
 
-def logic(of_booleans: type[Operation], of_integers: type[Operation], left: Any, right: Any) -> Traced:
-    """& | ^ of two booleans or two integers. A literal True or False is folded away."""
+def logic(boolean_operation: type[Operation], integer_operation: type[Operation], left: Any, right: Any) -> Traced:
+    """Returns & | ^ of two booleans or two integers. A literal True or False is folded."""
     a, b = lift(left), lift(right)
     if a.kind == b.kind == "int":
-        return apply(of_integers, a, b)
+        return apply(integer_operation, a, b)
     if a.kind == b.kind == "bool":
-        for known, other in ((a, b), (b, a)):
-            if known.text in _LITERALS:
-                return _fold(of_booleans, known.text == _TRUE, other)
-    return apply(of_booleans, a, b)
+        for constant, other in ((a, b), (b, a)):
+            if constant.text in _LITERALS:
+                return _fold(boolean_operation, constant.text == _TRUE, other)
+    return apply(boolean_operation, a, b)
 
 
-def _fold(cls: type[Operation], known: bool, other: Traced) -> Traced:
+def _fold(cls: type[Operation], constant: bool, other: Traced) -> Traced:
     if cls is ops.Xor:
-        return negate(other) if known else other
-    absorbed = known == (cls is ops.And)  # True & x and False | x are x
-    return other if absorbed else lift(known)
+        return negate(other) if constant else other
+    is_neutral = constant == (cls is ops.And)  # True & x and False | x equal x
+    return other if is_neutral else lift(constant)
 
 
 def negate(value: Any) -> Traced:
-    """Logical not of a boolean."""
+    """Returns the logical not of a boolean."""
     value = lift(value)
     if value.text in _LITERALS:
         return lift(value.text == _FALSE)
@@ -426,7 +418,7 @@ def negate(value: Any) -> Traced:
 
 
 def shift(cls: type[Operation], value: Any, amount: Any) -> Traced:
-    """value << amount or value >> amount. A literal amount must be 0 to 31; others are clamped to that."""
+    """Returns value << amount or value >> amount. A literal amount must be 0 to 31; others are clamped to that."""
     amount = lift(amount)
     if amount.text == _INTEGER and not 0 <= amount.numbers[0] <= 31:
         raise SpecError(f"shift by {amount.numbers[0]}: integers have 32 bits, give 0 to 31")
@@ -434,7 +426,10 @@ def shift(cls: type[Operation], value: Any, amount: Any) -> Traced:
 
 
 def power(base: Any, exponent: Any) -> Traced:
-    """base ** exponent where one of them is a literal: integers up to 16, ±0.5, and positive bases of a float."""
+    """Returns base ** exponent where one is a literal: an integer exponent up to 16 or ±0.5, or a positive base.
+
+    A literal base needs a float exponent.
+    """
     below, above = lift(base), lift(exponent)
     if isinstance(exponent, float) and math.isinf(exponent):
         return _literal_power(below, exponent)
@@ -457,7 +452,7 @@ def _literal_power(base: Traced, exponent: float) -> Traced:
             f"x ** {exponent}: give ±0.5, an integer from -{MAX_POWER} to {MAX_POWER}, or write exp2(y * log2(x))"
         )
     if base.kind != "float" and (exponent < 0 or isinstance(exponent, float)):
-        base = apply(ops.ToFloat, base)  # before it is multiplied: floats hold powers that integers wrap at
+        base = apply(ops.ToFloat, base)  # before the multiplication: floats represent powers at which integers wrap
     if exponent < 0:
         return 1.0 / _literal_power(base, -exponent)
     if exponent == 0:
@@ -474,7 +469,7 @@ def _literal_power(base: Traced, exponent: float) -> Traced:
 
 
 def literal_float(value: float) -> Traced:
-    """A traced float constant."""
+    """Returns a traced float constant."""
     return lift(float(value))
 
 

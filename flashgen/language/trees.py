@@ -1,4 +1,4 @@
-"""The bits of drafted tokens that branch, of each token's parent: what the mask `tree` reads."""
+"""Bits for a tree of drafted tokens, from the parent of each token: the input of the mask `tree`."""
 
 from __future__ import annotations
 
@@ -14,31 +14,32 @@ _WORD = 32
 
 
 def tree_bits(parents: Any) -> np.ndarray[Any, np.dtype[np.int32]]:
-    """Whom each drafted token attends to: itself, its parent, the parent of that, and so on.
+    """Returns bits that let each drafted token attend to itself and to its ancestors in the draft.
 
     Args:
-        parents: integers, (tokens,) or (batch, tokens): of each token the number of its parent, which stands before it,
-            or -1 where it follows the keys before the draft.
+        parents: Integers of shape (tokens,) or (batch, tokens): the number of each token's parent, which must be
+            smaller than its own, or -1 if the token follows the keys before the draft.
 
     Returns:
-        int32 (tokens, words) or (batch, tokens, words), words = ceil(tokens / 32): bit j % 32 of word j // 32 of a
-        token is set where it attends to token j. A NumPy array: copy it to the device of the call.
+        A NumPy array of int32 of shape (tokens, words) or (batch, tokens, words), with words = ceil(tokens / 32). Bit j
+        % 32 of word j // 32 of a token is set if it attends to token j. Copy it to the device of the call.
 
-    Raises SpecError where a parent does not stand before its token.
+    Raises:
+        SpecError: A parent does not precede its token, or `parents` has another shape or dtype.
     """
     try:
         given = np.asarray(parents)
     except ValueError as error:  # rows of different lengths
         raise SpecError(
-            "tree_bits: parents must be as many for each sequence: fill shorter drafts up with -1, tokens that nobody "
-            "follows"
+            "tree_bits: every sequence must have the same number of parents: pad shorter drafts with -1, tokens "
+            "without children"
         ) from error
     if given.dtype.kind not in "iu" or not 1 <= given.ndim <= 2:
         what = f"tree_bits: parents of {given.dtype} {given.shape}"
         raise SpecError(f"{what} must be integers, (tokens,) or (batch, tokens)")
     tokens = given.shape[-1]
     if (given >= np.arange(tokens)).any() or (given < -1).any():
-        raise SpecError("tree_bits: parents must stand before their tokens: numbers from -1 to the token's own less 1")
+        raise SpecError("tree_bits: a parent must precede its token: numbers from -1 to the token's own minus 1")
     rows = np.atleast_2d(given)
     attends = np.zeros((len(rows), tokens, -(-tokens // _WORD) * _WORD), bool)
     for token in range(tokens):

@@ -1,7 +1,7 @@
-"""What may stand where in an expression: literals, the kinds that each operation takes, and how large a tree may grow.
+"""Checks expressions: literals, the kinds of operands that each operation accepts, and the size of a tree.
 
-Tracing, deserialising and building a `Mask` or `Score` by hand all pass through here, so an expression that exists is
-one that every other part (NumPy evaluation, intervals, the CUDA printer) can handle.
+Tracing, deserialization and the construction of a `Mask` or `Score` by hand all use these checks. Every expression that
+exists can therefore be handled by all other parts (NumPy evaluation, intervals, the CUDA printer).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from flashgen.language.operations import Capture, Load, Operation, kind_of
 
 # Printers, hashing and SymPy itself recurse into a tree, and Python allows about 1000 frames.
 MAX_DEPTH = 128
-# Counted as a tree, shared parts each time they occur, since traversals walk it as one.
+# Counted as a tree, with shared parts counted each time they occur, since traversals visit them each time.
 MAX_NODES = 10_000
 
 FLOAT32_MAX = float(np.finfo(np.float32).max)
@@ -38,44 +38,44 @@ _MIXED_KINDS = (ops.Add, ops.Sub, ops.Mul, ops.Less, ops.LessEqual, ops.Greater,
 _LOGIC = (ops.And, ops.Or, ops.Xor, ops.Not)
 
 
-def spelled(cls: type[Operation]) -> str:
-    """How a user writes the operation: "+", "//", "tanh"."""
+def spelling(cls: type[Operation]) -> str:
+    """Returns the operation as a user writes it: "+", "//", "tanh"."""
     return _SPELLING.get(cls, cls.__name__.lower())
 
 
 def build(cls: type[Operation], *operands: sympy.Basic) -> Operation:
-    """The operation on these operands, or a SpecError that says which kinds it takes."""
+    """Returns the operation on these operands. Raises SpecError, naming the accepted kinds, for other operands."""
     if cls is Load:
         _check_load(operands)
         return Load(*operands)
     if len(operands) != cls.arity:
-        raise SpecError(f"{spelled(cls)} takes {cls.arity} operands, got {len(operands)}")
+        raise SpecError(f"{spelling(cls)} takes {cls.arity} operands, got {len(operands)}")
     for operand in operands:
         if isinstance(operand, Capture) and operand.ndim:
-            raise SpecError(f"{spelled(cls)} got the whole array {operand.name!r}: index it, {_index_example(operand)}")
+            raise SpecError(f"{spelling(cls)} got the array {operand.name!r}: index it, {_index_example(operand)}")
     check_kinds(cls, [kind_of(operand) for operand in operands])
     return cls(*operands)
 
 
 def check_kinds(cls: type[Operation], kinds: list[ops.Kind]) -> None:
-    """SpecError where an operation does not take operands of these kinds."""
+    """Raises SpecError if an operation does not accept operands of these kinds."""
     given = " and ".join(kinds)
     if cls in _ANY_KIND:
         return
     if cls in _LOGIC:
         if set(kinds) != {"bool"}:
-            raise SpecError(f"{spelled(cls)} of {given}: both sides must be booleans (or both integers); {_logic_hint}")
+            raise SpecError(f"{spelling(cls)} of {given}: both sides must be booleans, or integers; {_logic_hint}")
     elif cls is ops.Where:
         if kinds[0] != "bool":
             raise SpecError(f"where() needs a boolean condition, got {kinds[0]}: compare it, e.g. where(x != 0, a, b)")
     elif issubclass(cls, ops.Bitwise):
         if set(kinds) != {"int"}:
-            raise SpecError(f"{spelled(cls)} needs integers, got {given}: use to_int(x), // and %, or compare first")
+            raise SpecError(f"{spelling(cls)} needs integers, got {given}: use to_int(x), // and %, or compare first")
     elif cls in _MIXED_KINDS:
         if set(kinds) == {"bool"}:
-            raise SpecError(f"{spelled(cls)} of two booleans: use & | ^ ~ for logic, or to_int(x) to count them")
+            raise SpecError(f"{spelling(cls)} of two booleans: use & | ^ ~ for logic, or to_int(x) to count them")
     elif "bool" in kinds:
-        raise SpecError(f"{spelled(cls)} needs numbers, got {given}: use to_int(x), or & | ^ ~ for logic")
+        raise SpecError(f"{spelling(cls)} needs numbers, got {given}: use to_int(x), or & | ^ ~ for logic")
 
 
 _logic_hint = "a comparison makes a boolean, and binds weaker than & and |, so write (q >= k) & (k < 4)"
@@ -105,7 +105,7 @@ def _index_example(capture: Capture) -> str:
 
 
 def literal(value: Any) -> sympy.Basic:
-    """The node of a Python or NumPy number or boolean. SpecError if a kernel's int32 or float32 cannot hold it."""
+    """Returns the node of a Python or NumPy number or boolean. Raises SpecError if it exceeds int32 or float32."""
     if isinstance(value, (bool, np.bool_)):
         return sympy.true if value else sympy.false
     if isinstance(value, (int, np.integer)):
@@ -114,7 +114,7 @@ def literal(value: Any) -> sympy.Basic:
         return sympy.Integer(int(value))
     number = float(value)
     if math.isnan(number):
-        raise SpecError("a literal is NaN: a mask or score function must not make NaN")
+        raise SpecError("a literal is NaN: a mask or score function must not produce NaN")
     if math.isinf(number):
         return sympy.oo if number > 0 else -sympy.oo
     if abs(number) > FLOAT32_MAX:
@@ -127,12 +127,12 @@ def literal(value: Any) -> sympy.Basic:
 
 
 def is_literal(node: sympy.Basic) -> bool:
-    """True for a leaf that is a number or a boolean."""
+    """Returns whether a node is a number or a boolean."""
     return isinstance(node, (sympy.Integer, sympy.Float)) or node in (sympy.true, sympy.false, sympy.oo, -sympy.oo)
 
 
 def check_expression(node: sympy.Basic) -> None:
-    """Refuse, with SpecError, a tree that is not wholly of the language, too deep, too large, or contradictory."""
+    """Raises SpecError for a tree with foreign nodes or contradictory captures, and one too deep or too large."""
     depth: dict[int, int] = {}
     size: dict[int, int] = {}
     captures: dict[str, Capture] = {}
@@ -157,30 +157,29 @@ def check_expression(node: sympy.Basic) -> None:
                 "part counted wherever it occurs; unroll less, or read a table from a Tensor"
             )
     if isinstance(node, Capture) and node.ndim:
-        raise SpecError(f"the result is the whole array {node.name!r}: index it, {_index_example(node)}")
+        raise SpecError(f"the result is the array {node.name!r}: index it, {_index_example(node)}")
 
 
 def _check_node(node: sympy.Basic, captures: dict[str, Capture]) -> None:
     if isinstance(node, Operation):
         build(type(node), *node.args)
     elif isinstance(node, Capture):
-        known = captures.setdefault(node.name, node)
-        check_same_capture(known, node)
+        check_same_capture(captures.setdefault(node.name, node), node)
     elif node not in SYMBOLS and not is_literal(node):
         raise SpecError(f"not an expression of the language: {node!r}")
 
 
 def check_same_capture(first: Capture, second: Capture) -> None:
-    """SpecError if two captures of one name were declared differently."""
+    """Raises SpecError if two captures of the same name are declared differently."""
     if first != second:
         raise SpecError(
-            f"capture {first.name!r} is declared twice and differently: {declared(first)} and {declared(second)}; "
-            "declare it once and use that object"
+            f"capture {first.name!r} is declared twice and differently: {declaration_text(first)} "
+            f"and {declaration_text(second)}; declare it once and use that object"
         )
 
 
-def declared(capture: Capture) -> str:
-    """The declaration of a capture, as a user writes it."""
+def declaration_text(capture: Capture) -> str:
+    """Returns the declaration of a capture, as a user writes it."""
     if capture.ndim == 0:
         return f"Scalar({capture.name!r}, {capture.dtype!r})"
     grad = ", grad=True" if capture.grad else ""

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from flashgen.language import operations as ops
 from flashgen.language.decisive import deciding_steps
-from flashgen.language.evaluate import computed, evaluate
+from flashgen.language.evaluate import evaluate, evaluate_operation
 from flashgen.language.operations import SCORE, Load, Operation, kind_of
 
 Array = NDArray[Any]
@@ -69,7 +69,7 @@ class Duals:
         place = node, single and kind_of(node) == "float"
         if place not in self._known:
             if isinstance(node, Operation):
-                self._known[place] = self._rounded(node, computed(*place, self._value, self._steps))
+                self._known[place] = self._rounded(node, evaluate_operation(*place, self._value, self._steps))
             else:
                 self._known[place] = evaluate(node, self._values, self._captures)
         return self._known[place]

@@ -16,7 +16,7 @@ from flashgen.errors import SpecError
 from flashgen.language import functions
 from flashgen.language.captures import Leaf, PartlyIndexed
 from flashgen.language.modifiers import at_operands
-from flashgen.language.protocols import call_torch_named, is_known
+from flashgen.language.protocols import call_torch_named, is_supported
 from flashgen.language.rows import ComputedRow, Row
 from flashgen.language.trace import Traced, lift
 from flashgen.torch.call_keys import call_key
@@ -89,7 +89,7 @@ def _names() -> dict[Any, str]:
     for home in (torch, torch.special, torch.nn.functional, torch.Tensor):
         for name in dir(home):
             plain = name.strip("_")
-            if not is_known(plain) and not (plain[:1] in ("r", "i") and is_known(plain[1:])):
+            if not is_supported(plain) and not (plain[:1] in ("r", "i") and is_supported(plain[1:])):
                 continue
             function = getattr(home, name)
             if callable(function) and function.__hash__ is not None:

@@ -23,7 +23,7 @@ from flashgen.language.dtypes import CAPTURES
 from flashgen.language.elementary import where
 from flashgen.language.modifiers import MASK_SYMBOLS, SCORE_SYMBOLS, Mask, Score, name_of
 from flashgen.language.protocols import DTYPES
-from flashgen.language.trace import HANDLED, Traced, lift, of_node, watch_gradient_mode
+from flashgen.language.trace import HANDLED, Traced, lift, traced_node, watch_gradient_mode
 from flashgen.torch.autograd_functions import tracing
 from flashgen.torch.call_keys import call_key, distinct
 from flashgen.torch.placeholders import traced_by_dynamo
@@ -49,8 +49,8 @@ def _tensor_element(tensor: Tensor, index: Any) -> Any:
 
 HANDLED[torch.Tensor.__getitem__] = _tensor_element
 HANDLED[torch.Tensor.where] = lambda x, condition, y: where(condition, x, y)
-_MASK_LEAVES = tuple(of_node(symbol) for symbol in MASK_SYMBOLS)
-_SCORE_LEAVES = tuple(of_node(symbol) for symbol in SCORE_SYMBOLS)
+_MASK_LEAVES = tuple(traced_node(symbol) for symbol in MASK_SYMBOLS)
+_SCORE_LEAVES = tuple(traced_node(symbol) for symbol in SCORE_SYMBOLS)
 
 
 TracedCall: TypeAlias = tuple[str, list[Tensor], list[int], list[float]]

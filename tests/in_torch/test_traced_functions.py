@@ -400,7 +400,7 @@ def test_a_backward_that_is_not_linear_is_refused(q: Any, kv: Any) -> None:
 
 def test_a_spec_does_not_keep_what_its_function_computes() -> None:
     table = torch.randn(HEADS, requires_grad=True)
-    with pytest.raises(SpecError, match="a tensor that it computes of others"):
+    with pytest.raises(SpecError, match="a tensor that it computes from others"):
         fg.AttentionSpec(DIM, score=lambda s, b, h, q, k: s + table.exp()[h])
     views = table[:2]
     spec = fg.AttentionSpec(DIM, score=lambda s, b, h, q, k: s + views.view(1, 2)[0, h] + torch.arange(2)[h])

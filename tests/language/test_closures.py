@@ -185,10 +185,10 @@ def test_dtypes_that_cannot_be_read() -> None:
 
 
 @pytest.mark.parametrize(("function", "message"), [
-    (lambda b, h, q, k: IDS[:5][q] == 1, r"Tensor\('IDS', 'int32', ndim=1\): slices, .* cut outside of the function"),
+    (lambda b, h, q, k: IDS[:5][q] == 1, r"Tensor\('IDS', 'int32', ndim=1\): slices, .* slice the array outside"),
     (lambda b, h, q, k: IDS[b, q] == 1, r"Tensor\('IDS', 'int32', ndim=1\) has ndim=1, indexed with 2 indices"),
-    (lambda b, h, q, k: [0, 1, 2][q] == 1, "made inside of the function.*: make an array outside of the function"),
-    (lambda b, h, q, k: np.arange(3) == q, "an array .* is no number of a traced function: make it outside"),
+    (lambda b, h, q, k: [0, 1, 2][q] == 1, "created inside of the function.*: create an array outside of the function"),
+    (lambda b, h, q, k: np.arange(3) == q, "an array .* is not a number of a traced function: create it outside"),
     (lambda b, h, q, k: q.half() > 1, "conversion to half is not part .*: values are int32 and float32; give one"),
 ])  # fmt: skip
 def test_errors_call_arrays_by_the_names_that_they_have(function: Any, message: str) -> None:
@@ -227,7 +227,7 @@ def test_torch_tensors() -> None:
     ids[:] = 0
     assert of_mask(mask).all(), "a tensor that was written to is read again"
     ids[:] = 2**40
-    with pytest.raises(SpecError, match="make the mask again"):
+    with pytest.raises(SpecError, match="create the mask again"):
         of_mask(mask)
     bias = torch.zeros(4, requires_grad=True)
     spec = fg.AttentionSpec(64, score=lambda s, b, h, q, k: s + bias[h])

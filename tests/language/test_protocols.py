@@ -11,9 +11,9 @@ from flashgen.language import operations as ops
 from flashgen.language.evaluate import evaluate
 from flashgen.language.operations import BATCH, HEAD, KEY, LEN_K, LEN_Q, QUERY, SCORE
 from flashgen.language.protocols import FUNCTIONS, call_torch
-from flashgen.language.trace import Traced, of_node
+from flashgen.language.trace import Traced, traced_node
 
-Q, K, S = of_node(QUERY), of_node(KEY), of_node(SCORE)
+Q, K, S = traced_node(QUERY), traced_node(KEY), traced_node(SCORE)
 
 
 def value_of(traced, q=7, k=3, score=0.5):
@@ -160,7 +160,7 @@ def test_flexattention_functions_run_unchanged():
 
     mask = fg.trace_mask(and_masks(causal_mask, natten(8, 3)))
     assert mask.name == "and_mask"
-    assert value_of(of_node(mask.expression), q=9, k=8) is True
-    assert value_of(of_node(mask.expression), q=9, k=3) is False
+    assert value_of(traced_node(mask.expression), q=9, k=8) is True
+    assert value_of(traced_node(mask.expression), q=9, k=3) is False
     score = fg.trace_score(alibi(8))
-    assert value_of(of_node(score.expression)) == 0.5 + 4 * 2.0**-3
+    assert value_of(traced_node(score.expression)) == 0.5 + 4 * 2.0**-3

@@ -8,11 +8,11 @@ import flashgen as fg
 from flashgen.errors import SpecError
 from flashgen.language.evaluate import evaluate
 from flashgen.language.operations import KEY, QUERY, SCORE
-from flashgen.language.trace import of_node
+from flashgen.language.trace import traced_node
 
 torch = pytest.importorskip("torch")
 
-Q, K, S = of_node(QUERY), of_node(KEY), of_node(SCORE)
+Q, K, S = traced_node(QUERY), traced_node(KEY), traced_node(SCORE)
 
 
 @pytest.mark.parametrize("function", [

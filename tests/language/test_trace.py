@@ -13,11 +13,11 @@ from flashgen.language import operations as ops
 from flashgen.language.declarations import CPLUSPLUS_KEYWORDS, RESERVED
 from flashgen.language.evaluate import evaluate
 from flashgen.language.operations import BATCH, HEAD, KEY, LEN_K, LEN_Q, QUERY, SCORE
-from flashgen.language.trace import of_node
+from flashgen.language.trace import traced_node
 from flashgen.language.well_formed import MAX_DEPTH
 
-Q, K = of_node(QUERY), of_node(KEY)
-S = of_node(SCORE)
+Q, K = traced_node(QUERY), traced_node(KEY)
+S = traced_node(SCORE)
 
 
 def value_of(traced, q=7, k=3, score=0.5, **captures):
@@ -67,7 +67,7 @@ def test_sympy_decides_nothing():
 
 
 def test_literal_booleans_fold():
-    true = of_node(sympy.true)
+    true = traced_node(sympy.true)
     condition = Q >= K
     assert (true & condition).node == condition.node
     assert (condition | True).node == sympy.true
@@ -211,11 +211,11 @@ def test_tensors_are_indexed():
     ]:  # fmt: skip
         with pytest.raises(SpecError, match=message):
             table[index]
-    with pytest.raises(SpecError, match="one index a dimension"):
+    with pytest.raises(SpecError, match="one index per dimension"):
         Q + table
-    with pytest.raises(SpecError, match="one index a dimension"):
+    with pytest.raises(SpecError, match="one index per dimension"):
         Q + table[Q]
-    with pytest.raises(SpecError, match="one index a dimension"):
+    with pytest.raises(SpecError, match="one index per dimension"):
         table[Q] + Q
     with pytest.raises(SpecError, match="cannot be iterated"):
         list(table)

@@ -33,7 +33,7 @@ def test_bits_are_those_of_a_token_and_of_what_it_follows(tokens: int) -> None:
 
 @pytest.mark.parametrize("parents", [[0], [-1, 1], [-2], [-1, 0, 5], [[-1, 0], [-1, 2]]], ids=str)
 def test_parents_stand_before_their_tokens(parents: Any) -> None:
-    with pytest.raises(SpecError, match="parents must stand before their tokens"):
+    with pytest.raises(SpecError, match="a parent must precede its token"):
         fg.tree_bits(parents)
 
 
@@ -50,5 +50,5 @@ def test_bits_are_words_of_queries(bits: fg.Tensor) -> None:
 
 
 def test_drafts_of_other_lengths_are_filled_up() -> None:
-    with pytest.raises(SpecError, match="parents must be as many for each sequence: fill shorter drafts up"):
+    with pytest.raises(SpecError, match="every sequence must have the same number of parents"):
         fg.tree_bits([[-1, 0], [-1]])

@@ -59,15 +59,15 @@ MUTANTS = (
     Mutant(
         "arrays of one name that are not one array",
         "flashgen/language/bound.py",
-        "if name in of_left and of_left[name].original is of_right[name].original:",
-        "if name in of_left:",
+        "if name in bound_left and bound_left[name].original is bound_right[name].original:",
+        "if name in bound_left:",
         ("tests/language/test_closures.py::test_other_arrays_of_one_name_get_names_of_their_own",),
     ),
     Mutant(
         "a copy on a GPU of values that were written over is kept",
         "flashgen/language/bound.py",
-        "seen is None or not _same_bytes(seen, here)",
-        "seen is None",
+        "copied is None or not _same_bytes(copied, values)",
+        "copied is None",
         ("tests/language/test_closures.py::test_copies_are_of_the_values_of_now",),
     ),
     Mutant(

@@ -9,7 +9,7 @@ import torch
 
 from flashgen.analysis.intervals.evaluation import PARTIAL
 from flashgen.attention.merging import merge_states
-from flashgen.language.shards import PLACES
+from flashgen.language.shards import SHARD_NUMBERS
 from flashgen.language.spec import AttentionSpec
 from flashgen.launch.engines import Numbers
 from flashgen.ranks import Block, Plan
@@ -176,7 +176,7 @@ class Programs:
 def captured_names(spec: AttentionSpec) -> list[str]:
     """The captures of a spec that are no place of a shard, and not its sinks, in their order."""
     sink = spec.sink.name if spec.sink else None
-    return [each.name for each in spec.captures if each.name not in PLACES and each.name != sink]
+    return [each.name for each in spec.captures if each.name not in SHARD_NUMBERS and each.name != sink]
 
 
 def _lse_shape(spec: AttentionSpec, q: Tensor) -> tuple[int, ...]:
