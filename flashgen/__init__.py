@@ -3,10 +3,10 @@
     import flashgen as fg
 
     spec = fg.AttentionSpec(head_dim=64, dtype="float16", mask=fg.causal())
-    attention = fg.compile(spec)            # this GPU; or target="sm_80"; or emulate=True on the CPU
+    attention = fg.compile(spec)            # for this GPU; or target="sm_80"; or emulate=True on the CPU
     out = attention(q, k, v)
 
-Names are imported when they are first used, so that `import flashgen` costs next to nothing.
+Names are imported when they are first used, so that `import flashgen` is fast.
 """
 
 from __future__ import annotations
@@ -30,35 +30,35 @@ __version__ = "0.1.0"
 
 _MODULES = ("errors", "reference", "verify")
 _FRAMEWORKS = ("torch", "transformers", "jax")
-_OF_ATTENTION = ("append_kv", "compile", "merge_states")
+_ATTENTION_NAMES = ("append_kv", "compile", "merge_states")
 
 
 def __getattr__(name: str) -> Any:
-    """One of _MODULES, of _OF_ATTENTION, a name of `flashgen.language`, or `__all__`, which lists them."""
+    """Returns a module of _MODULES, a name of `flashgen.attention` or `flashgen.language`, or `__all__`."""
     if name in _MODULES:
         return importlib.import_module(f"flashgen.{name}")
-    if name in _OF_ATTENTION:
+    if name in _ATTENTION_NAMES:
         value = getattr(importlib.import_module("flashgen.attention"), name)
     elif name == "__all__":
-        value = sorted((*_OF_ATTENTION, *_MODULES, *_language().__all__))
+        value = sorted((*_ATTENTION_NAMES, *_MODULES, *_language().__all__))
     elif not name.startswith("_") and name in _language().__all__:
         value = getattr(_language(), name)
     else:
-        raise AttributeError(f"module 'flashgen' has no attribute {name!r}{_instead(name)}")
+        raise AttributeError(f"module 'flashgen' has no attribute {name!r}{_hint(name)}")
     globals()[name] = value
     return value
 
 
-def _instead(name: str) -> str:
-    """What else to write; nothing for the names that Python itself asks for."""
+def _hint(name: str) -> str:
+    """Returns a hint at the name that was meant; "" for names that Python itself asks for."""
     if name in _FRAMEWORKS:
         return f" before it is imported by itself: import flashgen.{name}"
     if name.startswith("_"):
         return ""
     import difflib
 
-    near = difflib.get_close_matches(name, __dir__(), n=1)
-    return f"; did you mean {near[0]}?" if near else ""
+    matches = difflib.get_close_matches(name, __dir__(), n=1)
+    return f"; did you mean {matches[0]}?" if matches else ""
 
 
 def __dir__() -> list[str]:

@@ -1,4 +1,4 @@
-"""`python -m flashgen`: the command line."""
+"""The command line, for `python -m flashgen`."""
 
 from flashgen.cli import main
 

@@ -1,33 +1,33 @@
-"""The errors flashgen raises. Each message names the argument, the value and the remedy."""
+"""The errors that flashgen raises. Each message names the argument, the value and the remedy."""
 
 
 class FlashgenError(Exception):
-    """Base of every error that flashgen raises on purpose."""
+    """The base class of the errors that flashgen raises on purpose."""
 
 
 class SpecError(FlashgenError, ValueError):
-    """A spec, mask, score function or capture that cannot be declared as given."""
+    """Raised for a spec, mask, score function or capture that cannot be declared as given."""
 
 
 class ArgumentError(FlashgenError, ValueError):
-    """An argument of a call that the kernel does not accept."""
+    """Raised for an argument of a call that the kernel does not accept."""
 
 
 class UnsupportedError(FlashgenError, NotImplementedError):
-    """A valid spec that the chosen target, family or plan cannot run."""
+    """Raised for a valid spec that the chosen target, family or plan cannot run."""
 
 
 class BuildError(FlashgenError, RuntimeError):
-    """Source that did not compile, or a compiler or tool that is missing."""
+    """Raised if source does not compile, or a compiler or tool is missing."""
 
 
 class LaunchError(FlashgenError, RuntimeError):
-    """A kernel that could not be launched, or that failed while it ran."""
+    """Raised if a kernel cannot be launched, or fails while it runs."""
 
 
 class PeerError(FlashgenError, RuntimeError):
-    """Another rank of a group that does not answer, which the message names."""
+    """Raised if another rank of a group does not answer. The message names the rank."""
 
 
 class FlashgenWarning(UserWarning):
-    """What a user should hear of: what flashgen put right by itself, such as a damaged entry, and what takes long."""
+    """A warning about something that flashgen repaired by itself, such as a damaged cache entry, or that takes long."""

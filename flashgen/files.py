@@ -1,4 +1,4 @@
-"""Files on disk: written whole or not at all, and read as the plain files that they should be."""
+"""Writes files atomically, and reads regular files only."""
 
 from __future__ import annotations
 
@@ -12,34 +12,34 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
-_NO_WAITING = getattr(os, "O_NONBLOCK", 0)  # opening a pipe that nobody writes to would wait for ever
+_NO_WAITING = getattr(os, "O_NONBLOCK", 0)  # without this flag, opening a pipe that has no writer blocks
 _NO_LINKS = getattr(os, "O_NOFOLLOW", 0)
 
 
 def write_file(path: Path | str, data: bytes | str) -> None:
-    """Put a file into its place, whole; text is written as UTF-8. Raises OSError as `replacing` does."""
+    """Writes a file atomically. Text is encoded as UTF-8. Raises OSError like `replacing`."""
     with replacing(path) as file:
         file.write(data.encode() if isinstance(data, str) else data)
 
 
 @contextmanager
 def replacing(path: Path | str) -> Iterator[IO[bytes]]:
-    """A file to write to, which takes the place of `path` when the body ends without an error.
+    """Opens a file for writing that replaces `path` when the body ends without an error.
 
-    It is written beside its place, flushed to the disk and renamed: a full disk, an error of the body or a killed
-    process leaves what stood there as it was (and the last one a hidden `.flashgen-*`). A link is followed and stays,
-    and so do the permissions of a file that is replaced. What is no regular file, such as a pipe or /dev/stdout, is
-    written to as it is.
+    The data is written to a temporary file in the same folder, flushed to disk and renamed. A full disk, an error in
+    the body or a killed process leaves the old file unchanged (a killed process also leaves a hidden `.flashgen-*`).
+    Symbolic links are followed and kept, and a replaced file keeps its permissions. A path that is not a regular file,
+    such as a pipe or /dev/stdout, is written to directly.
 
     Raises:
-        OSError: it cannot be written; `filename` is `path`.
+        OSError: The file cannot be written. `filename` is `path`.
     """
-    place = Path(os.path.realpath(path))
-    staged = place.with_name(f".flashgen-{secrets.token_hex(6)}")
+    target = Path(os.path.realpath(path))
+    staged = target.with_name(f".flashgen-{secrets.token_hex(6)}")
     try:
-        mode = _mode(place)
+        mode = _mode(target)
         if mode is not None and not stat.S_ISREG(mode):
-            with place.open("wb") as file:
+            with target.open("wb") as file:
                 yield file
             return
         try:
@@ -48,19 +48,19 @@ def replacing(path: Path | str) -> Iterator[IO[bytes]]:
                     staged.chmod(stat.S_IMODE(mode))
                 yield file
                 flush(file)
-            staged.replace(place)
+            staged.replace(target)
         except BaseException:
             staged.unlink(missing_ok=True)
             raise
-        flush_folder(place.parent)
+        flush_folder(target.parent)
     except OSError as error:
-        if error.filename not in (None, str(staged), str(place)):
-            raise  # the body's own, of another file
+        if error.filename not in (None, str(staged), str(target)):
+            raise  # raised by the body, for another file
         raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 def write_new(path: Path, data: bytes, mode: int) -> None:
-    """Write a file that must not exist yet, and flush it to the disk. `mode` is before the umask. Raises OSError."""
+    """Writes a file that must not exist yet, and flushes it to disk. `mode` is before the umask. Raises OSError."""
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode), "wb") as file:
         file.write(data)
         flush(file)
@@ -68,57 +68,57 @@ def write_new(path: Path, data: bytes, mode: int) -> None:
 
 @contextmanager
 def open_file(
-    path: Path | str, most: int | None = None, *, folder: int | None = None, follow: bool = True
+    path: Path | str, max_bytes: int | None = None, *, folder: int | None = None, follow: bool = True
 ) -> Iterator[IO[bytes]]:
-    """A regular file, open for reading. What stands in its place instead is neither read nor waited for.
+    """Opens a regular file for reading. It neither reads nor blocks on anything else, such as a pipe or a device.
 
     Args:
-        path: the file.
-        most: bytes that it may have; None is any number.
-        folder: a descriptor of the folder to which a relative path refers; None is the current folder.
-        follow: False refuses a symbolic link.
+        path: The file.
+        max_bytes: The largest size in bytes. None means no limit.
+        folder: A descriptor of the folder that a relative path refers to. None means the current folder.
+        follow: Whether to follow a symbolic link. False refuses it.
 
     Raises:
-        OSError: it cannot be opened, is a folder, a pipe or a device (EINVAL), is larger (EFBIG), or is a link that is
-            refused (ELOOP).
+        OSError: The file cannot be opened, is not a regular file (EINVAL), is larger than `max_bytes` (EFBIG), or is a
+            refused link (ELOOP).
     """
     descriptor = _opened(path, folder, follow)
     try:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
-            raise OSError(errno.EINVAL, "it is no regular file", str(path))
-        if most is not None and status.st_size > most:
-            raise OSError(errno.EFBIG, f"it has {status.st_size} bytes, more than {most}", str(path))
+            raise OSError(errno.EINVAL, "it is not a regular file", str(path))
+        if max_bytes is not None and status.st_size > max_bytes:
+            raise OSError(errno.EFBIG, f"it has {status.st_size} bytes, more than {max_bytes}", str(path))
         with os.fdopen(descriptor, "rb", closefd=False) as file:
             yield file
     finally:
         os.close(descriptor)
 
 
-def read_file(path: Path | str, most: int | None = None) -> bytes:
-    """The bytes of a regular file of at most `most` bytes. Raises OSError as `open_file` does."""
-    with open_file(path, most) as file:
+def read_file(path: Path | str, max_bytes: int | None = None) -> bytes:
+    """Returns the bytes of a regular file of at most `max_bytes` bytes. Raises OSError like `open_file`."""
+    with open_file(path, max_bytes) as file:
         return file.read()
 
 
 def read_text(path: Path | str) -> str:
-    """The text of a regular file in UTF-8, each line ended by `\\n`.
+    """Returns the text of a regular UTF-8 file, with `\\n` as line ends.
 
     Raises:
-        OSError: as `open_file` does.
-        UnicodeDecodeError: it is not UTF-8.
+        OSError: As for `open_file`.
+        UnicodeDecodeError: The file is not valid UTF-8.
     """
     return io.TextIOWrapper(io.BytesIO(read_file(path)), encoding="utf-8").read()
 
 
 def flush(file: IO[bytes]) -> None:
-    """Have what was written to a file on the disk. Raises OSError where there is no room."""
+    """Flushes an open file to disk. Raises OSError if the disk is full."""
     file.flush()
     os.fsync(file.fileno())
 
 
 def flush_folder(folder: Path) -> None:
-    """Have a folder's names on the disk: a rename in it is certain afterwards."""
+    """Flushes the entries of a folder to disk, which makes renames in it durable."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
@@ -127,7 +127,7 @@ def flush_folder(folder: Path) -> None:
 
 
 def is_plain_name(name: object) -> bool:
-    """Whether a text names a file of the folder that it is looked up in: no path, no way out, nothing unprintable."""
+    """Returns whether a text is a printable file name that stays in its folder: no path separators, no "." or ".."."""
     return isinstance(name, str) and name not in ("", ".", "..") and name.isprintable() and not set(name) & {"/", "\\"}
 
 

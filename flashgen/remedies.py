@@ -1,4 +1,4 @@
-"""What to type where a part of flashgen is missing. It is on no index, so a command names where it came from."""
+"""Returns the commands that install missing parts. flashgen is on no package index, so they name its origin."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from urllib.parse import unquote, urlparse
 
 
 def install(*extras: str) -> str:
-    """The command that installs flashgen with these extras, from its checkout or from what pip says it installed."""
+    """Returns the command that installs flashgen with extras, from its checkout or the origin that pip recorded."""
     wanted = f"[{','.join(extras)}]" if extras else ""
     checkout = Path(__file__).resolve().parents[1]
     if _is_checkout(checkout):
@@ -24,12 +24,12 @@ def install(*extras: str) -> str:
 
 
 def install_cuda() -> str:
-    """How to get CuPy, NVRTC and what goes with them, for either kind of driver."""
+    """Returns the command that installs CuPy, NVRTC and their dependencies, for either kind of driver."""
     return f"{install('cuda13')} (cuda12 in place of cuda13 for a driver older than 580)"
 
 
 def missing(framework: str, error: ModuleNotFoundError) -> ModuleNotFoundError:
-    """What importing `flashgen.<framework>` raises where the framework, or a part of it, is not installed."""
+    """Returns the error for importing `flashgen.<framework>` if a module of the framework is not installed."""
     return ModuleNotFoundError(f"flashgen.{framework} needs {error.name}: {install(framework)}", name=error.name)
 
 
@@ -39,8 +39,8 @@ def _is_checkout(folder: Path) -> bool:
 
 
 def _recorded_origin() -> dict[str, Any]:
-    """What pip wrote down of where it got flashgen from (PEP 610); nothing of an index."""
-    import importlib.metadata  # slow to import, and seldom needed
+    """Returns the origin from which pip installed flashgen (PEP 610); {} if it came from an index."""
+    import importlib.metadata  # slow to import, and rarely needed
 
     try:
         recorded = importlib.metadata.distribution("flashgen").read_text("direct_url.json")

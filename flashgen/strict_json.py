@@ -1,4 +1,4 @@
-"""JSON that anybody may have written: read into plain values, or refused with a sentence."""
+"""Parses JSON from untrusted sources into plain values, or raises an error that says what is wrong."""
 
 from __future__ import annotations
 
@@ -7,24 +7,24 @@ import math
 from collections.abc import Iterable
 from typing import Any
 
-DEEPEST = 256  # levels: twice what a spec's expression may have, and far from where Python's own recursion ends
+MAX_DEPTH = 256  # levels: twice the limit of a spec's expression, and far below Python's recursion limit
 
 
 def parse_json(data: bytes | str) -> Any:
-    """The value of a JSON text, which can be walked, compared and written again without surprises.
+    """Returns the value of a JSON text.
 
-    Stricter than `json.loads`: bytes are UTF-8, numbers are finite, a name stands once in an object, texts are valid
-    Unicode, and lists and objects nest at most 256 deep.
+    Stricter than `json.loads`: bytes must be UTF-8, numbers finite, keys unique within an object, texts valid Unicode,
+    and lists and objects nested at most 256 levels deep.
 
     Raises:
-        ValueError: it is not so; the message says what is wrong, and where.
+        ValueError: The text violates one of these rules. The message says which, and where.
     """
     try:
         value = json.loads(data.decode() if isinstance(data, bytes) else data, object_pairs_hook=_unique)
     except RecursionError:
         raise _too_deep() from None
     level = [("it", value)]
-    for _ in range(DEEPEST + 1):
+    for _ in range(MAX_DEPTH + 1):
         level = [child for name, parent in level for child in _children(name, parent)]
         if not level:
             return value
@@ -32,7 +32,7 @@ def parse_json(data: bytes | str) -> Any:
 
 
 def _children(name: str, value: Any) -> Iterable[tuple[str, Any]]:
-    """What a value holds, with the names there. ValueError for a leaf that JSON has not."""
+    """Returns the children of a value, with their names. Raises ValueError for a leaf that JSON does not have."""
     if isinstance(value, dict):
         return (*((key, key) for key in value), *value.items())
     if isinstance(value, list):
@@ -40,7 +40,7 @@ def _children(name: str, value: Any) -> Iterable[tuple[str, Any]]:
     if isinstance(value, float) and not math.isfinite(value):
         raise ValueError(f"{name[:40]} is {value}, and JSON's numbers are finite")
     if isinstance(value, str):
-        value.encode()  # half of a surrogate pair is a UnicodeEncodeError, which is a ValueError
+        value.encode()  # an unpaired surrogate raises UnicodeEncodeError, which is a ValueError
     return ()
 
 
@@ -54,4 +54,4 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _too_deep() -> ValueError:
-    return ValueError(f"it is nested too deep: more than {DEEPEST} levels")
+    return ValueError(f"it is nested too deep: more than {MAX_DEPTH} levels")

@@ -1,4 +1,4 @@
-"""Where the templates stand: inside the installed package, or beside it in a checkout."""
+"""Finds the templates: inside the installed package, or beside it in a checkout."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from flashgen.remedies import install
 
 @cache
 def template_root() -> Path:
-    """The folder that holds `forward/`, `device/` and the other template folders.
+    """Returns the folder that holds `mma_sync/`, `hopper/`, `device/` and the other template folders.
 
-    An installed wheel carries it as `flashgen/templates`; in a checkout it is `templates` beside the package.
+    An installed wheel has it as `flashgen/templates`; a checkout has it as `templates` beside the package.
 
     Raises:
-        BuildError: neither folder exists, so the installation is incomplete.
+        BuildError: Neither folder exists, so the installation is incomplete.
     """
     package = Path(__file__).resolve().parent
     candidates = (package / "templates", package.parent / "templates")

@@ -126,12 +126,12 @@ def test_a_folder_in_the_place_of_a_file_is_an_error(tmp_path: Path) -> None:
 def test_only_files_are_read(tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(b"12345")
     (tmp_path / "link").symlink_to("a")
-    assert read_file(tmp_path / "a") == read_file(tmp_path / "link", most=5) == b"12345"
+    assert read_file(tmp_path / "a") == read_file(tmp_path / "link", max_bytes=5) == b"12345"
     with pytest.raises(OSError, match="5 bytes, more than 4"):
-        read_file(tmp_path / "a", most=4)
+        read_file(tmp_path / "a", max_bytes=4)
     os.mkfifo(tmp_path / "pipe")
     for path in (tmp_path / "pipe", tmp_path, Path("/dev/zero")):
-        with pytest.raises(OSError, match="no regular file"):
+        with pytest.raises(OSError, match="not a regular file"):
             read_file(path)
     with pytest.raises(FileNotFoundError):
         read_file(tmp_path / "nothing")

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flashgen.strict_json import DEEPEST, parse_json
+from flashgen.strict_json import MAX_DEPTH, parse_json
 
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
@@ -27,7 +27,7 @@ def test_what_json_has_is_read(value: object) -> None:
     [
         ("[" * 100_000 + "]" * 100_000, "nested too deep"),
         ('{"a":' * 100_000 + "1" + "}" * 100_000, "nested too deep"),
-        ("[" * (DEEPEST + 2) + "]" * (DEEPEST + 2), f"more than {DEEPEST} levels"),
+        ("[" * (MAX_DEPTH + 2) + "]" * (MAX_DEPTH + 2), f"more than {MAX_DEPTH} levels"),
         ('{"a": [1, {"b": NaN}]}', "b is nan"),
         ('{"a": [1e999]}', "a is inf"),
         ("-Infinity", "it is -inf"),
@@ -46,6 +46,6 @@ def test_what_is_none_is_refused(data: bytes | str, message: str) -> None:
         parse_json(data)
 
 
-@pytest.mark.parametrize("text", ["[" * DEEPEST + "1" + "]" * DEEPEST, '{"a":' * DEEPEST + "1" + "}" * DEEPEST])
+@pytest.mark.parametrize("text", ["[" * MAX_DEPTH + "1" + "]" * MAX_DEPTH, '{"a":' * MAX_DEPTH + "1" + "}" * MAX_DEPTH])
 def test_what_is_read_can_be_written_again(text: str) -> None:
     assert json.dumps(parse_json(text), indent=1, allow_nan=False)

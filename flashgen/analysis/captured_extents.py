@@ -1,4 +1,4 @@
-"""How many sequences and heads the captured arrays of a mask are for."""
+"""Finds the batch and the number of heads that the captured arrays of a mask have values for."""
 
 from __future__ import annotations
 
@@ -15,10 +15,12 @@ _ARGUMENTS = {BATCH: "batch", HEAD: "heads"}
 
 
 def captured_extent(mask: sympy.Basic, index: sympy.Symbol, captures: Mapping[str, Any]) -> int | None:
-    """The batch (index BATCH) or the number of heads (HEAD) that the captures of a mask have values for.
+    """Returns the batch (index BATCH) or the number of heads (index HEAD) that the captures of a mask have values for.
 
-    None where no captured array tells: none is indexed by it, or all have size 1 there.
-    Raises ArgumentError where two arrays say different numbers.
+    Returns None if no captured array is indexed by it, or all have size 1 in that dimension.
+
+    Raises:
+        ArgumentError: Two arrays have values for different numbers.
     """
     found: dict[str, int] = {}
     for load in sorted(mask.atoms(Load), key=str):
@@ -27,6 +29,6 @@ def captured_extent(mask: sympy.Basic, index: sympy.Symbol, captures: Mapping[st
             if position == index and size > 1:
                 found[load.capture.name] = size
     if len(set(found.values())) > 1:
-        told = ", ".join(f"{name!r} {size}" for name, size in found.items())
-        raise ArgumentError(f"captures have values for different numbers of {_ARGUMENTS[index]}: {told}")
+        sizes = ", ".join(f"{name!r} {size}" for name, size in found.items())
+        raise ArgumentError(f"captures have values for different numbers of {_ARGUMENTS[index]}: {sizes}")
     return next(iter(found.values()), None)

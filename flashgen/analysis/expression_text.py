@@ -1,4 +1,4 @@
-"""A node as a person would write it: infix, Python's operators, no needless parentheses."""
+"""Writes nodes as infix text with Python's operators and no redundant parentheses."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import sympy
 
 from flashgen.language import operations as ops
 
-# Operation -> (sign, precedence), by Python's rules: a larger number binds tighter.
+# From operation to (sign, precedence), by Python's rules: a larger number binds tighter.
 _INFIX = {
     ops.Or: ("|", 1), ops.Xor: ("^", 2), ops.And: ("&", 3),
     ops.BitOr: ("|", 1), ops.BitXor: ("^", 2), ops.BitAnd: ("&", 3),
@@ -21,7 +21,7 @@ _NAMES = {ops.Minimum: "min", ops.Maximum: "max"}
 
 
 def to_text(node: sympy.Basic) -> str:
-    """The node in infix: `min(len_k, q_last + len_k - len_q + 1)`."""
+    """Returns the node as infix text: `min(len_k, q_last + len_k - len_q + 1)`."""
     return _text(node)[0]
 
 
@@ -30,7 +30,7 @@ def _text(node: sympy.Basic) -> tuple[str, int]:
     if kind in _INFIX:
         sign, precedence = _INFIX[kind]
         left, right = node.args
-        # A comparison never stands bare inside another, and the right operand of a chain never does.
+        # A comparison inside another, and the right operand of a chain, need parentheses.
         return f"{_within(left, precedence + (precedence == 0))} {sign} {_within(right, precedence + 1)}", precedence
     if kind in _PREFIX:
         return _PREFIX[kind] + _within(node.args[0], _UNARY), _UNARY
@@ -49,7 +49,7 @@ def _within(node: sympy.Basic, precedence: int) -> str:
 
 
 def _flat(node: ops.Operation) -> list[sympy.Basic]:
-    """Operands, with a nested minimum in a minimum (or maximum in a maximum) opened up."""
+    """Returns the operands. A minimum within a minimum, or a maximum within a maximum, is flattened."""
     if type(node) not in _NAMES:
         return list(node.args)
     return [leaf for operand in node.args for leaf in (_flat(operand) if type(operand) is type(node) else [operand])]

@@ -1,4 +1,4 @@
-"""The class of every tile of a mask: what a kernel skips, what it masks element by element, and what it takes whole."""
+"""The class of every tile of a mask: EMPTY tiles are skipped, PARTIAL ones are masked, FULL ones need no mask."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ from flashgen.language.evaluate import evaluate
 
 __all__ = ["EMPTY", "FULL", "PARTIAL", "TileMap", "depends_on", "tile_map"]
 
-# How many tiles are classified by intervals at once, and how many elements are evaluated at once: about 100 MB.
-_MOST_TILES = 2**30
+# Limits of a map, of the tiles that are classified by intervals at once, and of the elements that are evaluated at once
+# (about 100 MB).
+_MAX_TILES = 2**30
 _TILES_AT_ONCE = 2**17
 _ELEMENTS_AT_ONCE = 2**20
 
@@ -30,10 +31,12 @@ Array = np.ndarray[Any, Any]
 class TileMap:
     """The classes of the tiles of a mask.
 
-    tile: (rows of queries, columns of keys) of a tile.
-    classes: int8, (batch or 1, heads or 1, tiles_q, tiles_k), of EMPTY 0, PARTIAL 1, FULL 2; 1 where the mask is the
-        same for all.
-    len_q, len_k: the lengths, which the last tiles may overhang.
+    Attributes:
+        tile: (rows of queries, columns of keys) of a tile.
+        classes: int8 of shape (batch or 1, heads or 1, tiles_q, tiles_k): EMPTY 0, PARTIAL 1, FULL 2. Size 1 means that
+            the mask does not depend on the batch or the head.
+        len_q: The number of queries, which the last row of tiles may exceed.
+        len_k: The number of keys, which the last column of tiles may exceed.
     """
 
     tile: tuple[int, int]
@@ -43,23 +46,26 @@ class TileMap:
 
     @property
     def share(self) -> float:
-        """The fraction of tiles that are visited; 0 where there are none."""
+        """The fraction of tiles that are visited; 0 if there are none."""
         return float((self.classes != EMPTY).mean()) if self.classes.size else 0.0
 
     def of(self, batch: int = 0, head: int = 0) -> Array:
-        """The classes (tiles_q, tiles_k) of one batch and head; a map that is the same for all takes any.
+        """Returns the classes (tiles_q, tiles_k) of one batch element and head.
 
-        Raises ArgumentError for one that is not in the map.
+        A dimension of size 1 accepts any index.
+
+        Raises:
+            ArgumentError: The index is outside of the map.
         """
-        place = []
+        position = []
         for name, index, size in zip(("batch", "head"), (batch, head), self.classes.shape[:2], strict=True):
             if index < 0 or (size > 1 and index >= size):
                 raise ArgumentError(f"{name}={index} is not in this map: give 0 to {size - 1}")
-            place.append(index if size > 1 else 0)
-        return self.classes[tuple(place)]
+            position.append(index if size > 1 else 0)
+        return self.classes[tuple(position)]
 
     def at(self, batch: int | None = None, head: int | None = None) -> TileMap:
-        """The map of one sequence, of one head, or of one of each; None is all. Raises what `of` raises."""
+        """Returns the map of one batch element, one head or both. None keeps all. Raises ArgumentError like `of`."""
         self.of(batch or 0, head or 0)
         classes = self.classes
         if batch is not None and classes.shape[0] > 1:
@@ -69,18 +75,21 @@ class TileMap:
         return replace(self, classes=classes)
 
     def count(self, kind: int) -> int:
-        """How many tiles are of a class, over the batch and heads of the map."""
+        """Returns the number of tiles of a class, over the batch and heads of the map."""
         return int((self.classes == kind).sum())
 
     def work(self, batch: int = 1, heads: int = 1) -> int:
-        """How many scores a kernel computes, in whole tiles; batch and heads count where they share one map."""
-        of_batch, of_heads = self.classes.shape[:2]
-        repeats = (batch if of_batch == 1 else 1) * (heads if of_heads == 1 else 1)
+        """Returns the number of scores that a kernel computes, counted in full tiles.
+
+        batch and heads multiply it where the map has size 1 in their dimension.
+        """
+        map_batch, map_heads = self.classes.shape[:2]
+        repeats = (batch if map_batch == 1 else 1) * (heads if map_heads == 1 else 1)
         return int((self.classes != EMPTY).sum()) * self.tile[0] * self.tile[1] * repeats
 
 
 def depends_on(expression: sympy.Basic, symbol: sympy.Basic) -> bool:
-    """Whether the value of the expression may differ with the symbol."""
+    """Returns whether the value of the expression may depend on the symbol."""
     return contains(expression, symbol)
 
 
@@ -93,60 +102,70 @@ def tile_map(
     heads: int = 1,
     captures: Mapping[str, Any] | None = None,
 ) -> TileMap:
-    """What a kernel does with each tile of rows × columns.
+    """Returns the class of each tile of a mask.
 
-    Where the mask has a range (`key_range`), these are the classes that the range gives, with the last row of a tile
-    limited to len_q - 1. Otherwise they are exact: by intervals where these decide, by evaluating the elements of a
-    tile where they do not, in memory for a fixed number of elements. A tile that overhangs len_k is never FULL, since
-    its last keys do not exist; one that overhangs len_q may be, since its last rows are never written.
+    If the mask has a closed form (`key_range`), the classes are those of its range, with the last row of a tile limited
+    to len_q - 1. Otherwise they are exact: intervals decide where they can, and the elements of the other tiles are
+    evaluated, in memory for a fixed number of elements. A tile that exceeds len_k is never FULL, since its last keys do
+    not exist. A tile that exceeds len_q may be FULL, since its last rows are never written.
 
-    Raises ArgumentError for a size that is no positive integer, a length that no call accepts, more than 2**30 tiles,
-    and a capture that is missing or of the wrong dimensions.
+    Args:
+        mask_expression: A boolean expression of the language.
+        tile: (rows of queries, columns of keys) of a tile.
+        len_q: The number of queries.
+        len_k: The number of keys.
+        batch: The number of batch elements.
+        heads: The number of query heads.
+        captures: An array or number for each capture, by name.
+
+    Raises:
+        ArgumentError: A size is not a positive integer, a length exceeds the limit of calls, there are more than 2**30
+            tiles, or a capture is missing or has the wrong number of dimensions.
     """
-    rows, columns = _checked(tile, len_q, len_k, batch, heads)
+    rows, columns = _checked_tile(tile, len_q, len_k, batch, heads)
     span = _Span(rows, columns, len_q, len_k)
     tile_range = key_range(mask_expression)
     if tile_range is not None:
         batch = batch if tile_range.depends_on(ops.BATCH) else 1
-        _check_held(span, batch)
-        classes = _by_range(tile_range, span, captures or {}, batch)[:, None]
+        _check_size(span, batch)
+        classes = _classes_of_range(tile_range, span, captures or {}, batch)[:, None]
     else:
         batch = batch if depends_on(mask_expression, ops.BATCH) else 1
         heads = heads if depends_on(mask_expression, ops.HEAD) else 1
-        _check_held(span, batch * heads)
+        _check_size(span, batch * heads)
         classes = np.empty((batch, heads, span.tiles_q, span.tiles_k), np.int8)
-        _by_elements(mask_expression, span, captures or {}, classes)
+        _fill_classes(mask_expression, span, captures or {}, classes)
     return TileMap((rows, columns), classes, len_q, len_k)
 
 
-def _checked(tile: tuple[int, int], len_q: int, len_k: int, batch: int, heads: int) -> tuple[int, int]:
+def _checked_tile(tile: tuple[int, int], len_q: int, len_k: int, batch: int, heads: int) -> tuple[int, int]:
     rows, columns = tile
-    for name, value, least in (
+    for name, value, minimum in (
         ("tile rows", rows, 1), ("tile columns", columns, 1), ("len_q", len_q, 0), ("len_k", len_k, 0),
         ("batch", batch, 1), ("heads", heads, 1),
     ):  # fmt: skip
         if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, np.integer)):
             raise ArgumentError(f"{name}={value!r} must be an integer")
-        if value < least:
-            raise ArgumentError(f"{name}={value} must be at least {least}")
+        if value < minimum:
+            raise ArgumentError(f"{name}={value} must be at least {minimum}")
         if value > ops.LONGEST:
             raise ArgumentError(f"{name}={value} must be at most {ops.LONGEST}")
     return int(rows), int(columns)
 
 
-def _check_held(span: _Span, maps: int) -> None:
-    """ArgumentError for a map that holds more tiles than memory does."""
-    if maps * span.tiles_q * span.tiles_k > _MOST_TILES:
+def _check_size(span: _Span, maps: int) -> None:
+    """Raises ArgumentError for a map with more tiles than are stored."""
+    if maps * span.tiles_q * span.tiles_k > _MAX_TILES:
         of = f"{maps} x " if maps > 1 else ""
         raise ArgumentError(
-            f"len_q={span.len_q}, len_k={span.len_k}: a map of {of}{span.tiles_q} x {span.tiles_k} tiles is more than "
-            f"the {_MOST_TILES} that are held; give shorter lengths"
+            f"len_q={span.len_q}, len_k={span.len_k}: a map of {of}{span.tiles_q} x {span.tiles_k} tiles has more "
+            f"than {_MAX_TILES} tiles; give shorter lengths"
         )
 
 
 @dataclass(frozen=True)
 class _Span:
-    """The tiles of len_q × len_k."""
+    """The tiles of len_q × len_k scores."""
 
     rows: int
     columns: int
@@ -162,19 +181,19 @@ class _Span:
         return -(-self.len_k // self.columns)
 
     def queries(self, tiles: Array) -> tuple[Array, Array]:
-        """First and last query, included, of tiles by number."""
+        """Returns the first and last query of tiles, both included, from their numbers."""
         return tiles * self.rows, np.minimum((tiles + 1) * self.rows, self.len_q) - 1
 
     def keys(self, tiles: Array) -> tuple[Array, Array]:
-        """First and last key, included, of tiles by number."""
+        """Returns the first and last key of tiles, both included, from their numbers."""
         return tiles * self.columns, np.minimum((tiles + 1) * self.columns, self.len_k) - 1
 
     def values(self) -> dict[sympy.Basic, Any]:
         return {ops.LEN_Q: np.int64(self.len_q), ops.LEN_K: np.int64(self.len_k)}
 
 
-def _by_range(tile_range: TileRange, span: _Span, captures: Mapping[str, Any], batch: int) -> Array:
-    """The classes, (batch, tiles_q, tiles_k)."""
+def _classes_of_range(tile_range: TileRange, span: _Span, captures: Mapping[str, Any], batch: int) -> Array:
+    """Returns the classes, of shape (batch, tiles_q, tiles_k)."""
     first, last = span.queries(np.arange(span.tiles_q))
     sequences = np.arange(batch)[:, None]
     bounds = evaluate_range(tile_range, first, last, span.len_q, span.len_k, captures, sequences)
@@ -186,25 +205,25 @@ def _by_range(tile_range: TileRange, span: _Span, captures: Mapping[str, Any], b
     return np.where(full, np.int8(FULL), np.where(visited, np.int8(PARTIAL), np.int8(EMPTY)))
 
 
-def _by_elements(mask: sympy.Basic, span: _Span, captures: Mapping[str, Any], classes: Array) -> None:
+def _fill_classes(mask: sympy.Basic, span: _Span, captures: Mapping[str, Any], classes: Array) -> None:
     """Fills `classes`, a few rows of tiles at a time."""
     if not classes.size:
         return
     step = max(1, _TILES_AT_ONCE // (classes.size // span.tiles_q))
     for first in range(0, span.tiles_q, step):
         part = classes[:, :, first : first + step]
-        part[...] = _by_intervals(mask, span, captures, np.arange(first, first + part.shape[2]), part.shape)
+        part[...] = _classify_by_intervals(mask, span, captures, np.arange(first, first + part.shape[2]), part.shape)
         unknown = np.argwhere(part == PARTIAL)
         unknown[:, 2] += first
         at_once = max(1, _ELEMENTS_AT_ONCE // (span.rows * span.columns))
         for chunk in (unknown[start : start + at_once] for start in range(0, len(unknown), at_once)):
-            classes[tuple(chunk.T)] = _exactly(mask, span, captures, chunk)
+            classes[tuple(chunk.T)] = _classify_by_elements(mask, span, captures, chunk)
     if span.len_k % span.columns:
         last = classes[..., -1]
         last[last == FULL] = PARTIAL
 
 
-def _by_intervals(
+def _classify_by_intervals(
     mask: sympy.Basic, span: _Span, captures: Mapping[str, Any], tiles_q: Array, shape: tuple[int, ...]
 ) -> Array:
     def along(axis: int, size: int) -> Array:
@@ -217,8 +236,8 @@ def _by_intervals(
     return np.broadcast_to(classify(mask, boxes, captures), shape)
 
 
-def _exactly(mask: sympy.Basic, span: _Span, captures: Mapping[str, Any], tiles: Array) -> Array:
-    """The classes of tiles (n, 4) by their elements. What overhangs repeats the last row or column: no new element."""
+def _classify_by_elements(mask: sympy.Basic, span: _Span, captures: Mapping[str, Any], tiles: Array) -> Array:
+    """Classifies tiles of shape (n, 4) by their elements. Rows and columns beyond the lengths repeat the last one."""
     batch, head, tile_q, tile_k = (column[:, None, None] for column in tiles.T)
     (first_q, last_q), (first_k, last_k) = span.queries(tile_q), span.keys(tile_k)
     values = span.values() | {
@@ -227,7 +246,7 @@ def _exactly(mask: sympy.Basic, span: _Span, captures: Mapping[str, Any], tiles:
         ops.QUERY: np.minimum(first_q + np.arange(span.rows)[:, None], last_q),
         ops.KEY: np.minimum(first_k + np.arange(span.columns), last_k),
     }
-    # A mask that reads no k (or no q) gives fewer elements than the tile has, and the same verdict.
+    # A mask that does not read k (or q) gives fewer elements than the tile has, with the same result.
     holds = evaluate(mask, values, captures)
     holds = holds.reshape((1,) * (3 - holds.ndim) + holds.shape)
     some, every = holds.any(axis=(1, 2)), holds.all(axis=(1, 2))

@@ -17,12 +17,15 @@ from flashgen.language.evaluate import evaluate
 
 @dataclass(frozen=True, eq=False)
 class TileElements:
-    """A tile of a map, element by element.
+    """The elements of a tile of a map.
 
-    row, column: which tile of queries, and which of keys.
-    first_q, first_k: its first query and key.
-    kind: EMPTY, PARTIAL or FULL, as the map has it.
-    kept: bool, (queries, keys) of the tile that exist: a tile that overhangs the lengths has fewer than its size.
+    Attributes:
+        row: The number of the tile along the queries.
+        column: The number of the tile along the keys.
+        first_q: The first query of the tile.
+        first_k: The first key of the tile.
+        kind: The class of the tile in the map: EMPTY, PARTIAL or FULL.
+        kept: bool of shape (queries, keys), for those positions of the tile that are within the lengths.
     """
 
     row: int
@@ -47,9 +50,10 @@ def tile_elements(
     head: int = 0,
     captures: Mapping[str, Any] | None = None,
 ) -> TileElements:
-    """The elements of tile (row, column) of a map of this mask, for one batch and head.
+    """Returns the elements of tile (row, column) of a map of this mask, for one batch element and head.
 
-    Raises ArgumentError for a tile that is not in the map, and for a capture that is missing or of wrong dimensions.
+    Raises:
+        ArgumentError: The tile is not in the map, or a capture is missing or has the wrong number of dimensions.
     """
     tiles_q, tiles_k = tile_map.classes.shape[2:]
     if not (0 <= row < tiles_q and 0 <= column < tiles_k):

@@ -8,8 +8,8 @@ from functools import lru_cache
 
 import sympy
 
-from flashgen.analysis.closed_forms.alike_tiles import alike_where
-from flashgen.analysis.closed_forms.distances import is_of_distance
+from flashgen.analysis.closed_forms.distances import depends_on_difference
+from flashgen.analysis.closed_forms.uniform_tiles import uniform_condition
 from flashgen.codegen.expressions.operation_text import is_of_longs, is_shift_or_mask
 from flashgen.codegen.visited import visited_keys
 from flashgen.language.operations import HEAD, KEY, QUERY, Capture, FloorDiv, FloorMod, Load, Operation, Tanh
@@ -101,7 +101,7 @@ def _weight(spec: AttentionSpec) -> Weight:
 
 def _loads_per_score(expression: sympy.Basic) -> bool:
     """Whether an array is read at indices that differ between the scores of a tile, and not just by its diagonals."""
-    return not all(map(is_of_distance, expression.atoms(Load)))
+    return not all(map(depends_on_difference, expression.atoms(Load)))
 
 
 def _operations(expression: sympy.Basic) -> int:
@@ -110,7 +110,7 @@ def _operations(expression: sympy.Basic) -> int:
 
 def is_clipped(spec: AttentionSpec) -> bool:
     """Whether it is proven when all scores of a tile read the same elements of arrays, as most do of a clipped bias."""
-    return spec.score is not None and alike_where(spec.score.expression) is not None
+    return spec.score is not None and uniform_condition(spec.score.expression) is not None
 
 
 def is_power_of_2(number: int) -> bool:

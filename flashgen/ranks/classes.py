@@ -107,7 +107,7 @@ def _classes(whole: Whole, queries: tuple[Any, Any], keys: tuple[Any, Any]) -> A
         ops.BATCH: (0, max(whole.batch - 1, 0)),
         ops.HEAD: (0, max(whole.heads - 1, 0)),
     }
-    value = _WhateverIsCaptured(boxes, whole.captures).of(whole.mask)
+    value = _WhateverIsCaptured(boxes, whole.captures).interval(whole.mask)
     always, never = np.broadcast_arrays(value.always, value.never)
     return np.where(always, FULL, np.where(never, EMPTY, PARTIAL))
 
@@ -123,7 +123,7 @@ class _WhateverIsCaptured(Evaluation):
     def _by_operands(self, node: ops.Operation) -> Interval:
         if isinstance(node, ops.Load) and node.capture.name not in self.captures:
             for index in node.indices:
-                self.of(index)
+                self.interval(index)
             return _any_of(node.capture)
         return super()._by_operands(node)
 

@@ -61,7 +61,7 @@ def open_indices(spec: AttentionSpec, names: Sequence[str]) -> tuple[OpenIndex, 
     for expression in (spec.mask.expression, *([spec.score.expression] if spec.score else [])):
         for load in expression.atoms(Load):
             for axis, index in enumerate(load.indices if load.capture.name in names else ()):
-                if bounds.of(index)[0] < 0:
+                if bounds.limits(index)[0] < 0:
                     found[OpenIndex(index, load.capture.name, axis)] = None
     return tuple(found)
 

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 import flashgen as fg
-from flashgen.analysis.closed_forms.alike_tiles import alike_where
 from flashgen.analysis.closed_forms.inequalities import K_FIRST, K_LAST, Q_FIRST, Q_LAST
+from flashgen.analysis.closed_forms.uniform_tiles import uniform_condition
 from flashgen.language import functions as f
 from flashgen.language.evaluate import evaluate
 from flashgen.language.operations import BATCH, HEAD, KEY, LEN_K, LEN_Q, QUERY, Load
@@ -65,7 +65,7 @@ def indices_of(score: fg.Score, b: int) -> list[np.ndarray[Any, Any]]:
 @pytest.mark.parametrize("tile", [(16, 16), (8, 24), (1, 1)], ids=str)
 def test_tiles_that_are_said_to_be_alike_are(name: str, tile: tuple[int, int]) -> None:
     score, (tile_q, tile_k) = ALIKE[name], tile
-    condition = alike_where(score.expression)
+    condition = uniform_condition(score.expression)
     assert condition is not None
     q, k = np.arange(0, _LENGTHS[LEN_Q], tile_q)[:, None], np.arange(0, _LENGTHS[LEN_K], tile_k)[None]
     ends = {Q_FIRST: q, Q_LAST: q + tile_q - 1, K_FIRST: k, K_LAST: k + tile_k - 1}
@@ -83,4 +83,4 @@ def test_tiles_that_are_said_to_be_alike_are(name: str, tile: tuple[int, int]) -
 
 @pytest.mark.parametrize("name", UNLIKE)
 def test_nothing_is_said_of_others(name: str) -> None:
-    assert alike_where(UNLIKE[name].expression) is None
+    assert uniform_condition(UNLIKE[name].expression) is None

@@ -85,15 +85,15 @@ def test_what_needs_64_bits(node: sympy.Basic) -> None:
 )
 def test_what_may_wrap(node: sympy.Basic) -> None:
     bounds = Bounds()
-    assert bounds.wraps(node) and bounds.of(node) == (-(2**63), 2**63 - 1)
+    assert bounds.wraps(node) and bounds.limits(node) == (-(2**63), 2**63 - 1)
     within = ops.FloorMod(node, Int(9))
-    assert bounds.wraps_within(within) and not bounds.wraps(within) and bounds.of(within) == (0, 8)
+    assert bounds.wraps_within(within) and not bounds.wraps(within) and bounds.limits(within) == (0, 8)
 
 
 def test_bounds_by_operands_alone() -> None:
     """What code that evaluates intervals finds: it does not know that a query is before len_q."""
-    assert Bounds().of(POSITION)[1] < LONGEST + 4096
-    assert Bounds(related=False).of(POSITION)[1] == 2 * LONGEST + 4095
+    assert Bounds().limits(POSITION)[1] < LONGEST + 4096
+    assert Bounds(related=False).limits(POSITION)[1] == 2 * LONGEST + 4095
 
 
 def test_bounds_hold_at_their_ends() -> None:
@@ -104,7 +104,7 @@ def test_bounds_hold_at_their_ends() -> None:
             values = {QUERY: np.minimum(q, lengths[0] - 1), KEY: np.minimum(k, lengths[1] - 1)}
             values |= {LEN_Q: lengths[0], LEN_K: lengths[1]}
             for node in nodes:
-                low, high = Bounds().of(node)
+                low, high = Bounds().limits(node)
                 found = evaluate(node, values, {"window": window})
                 assert low <= found.min() and found.max() <= high, (node, lengths, window)
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import flashgen as fg
-from flashgen.analysis.closed_forms.distances import is_of_distance
+from flashgen.analysis.closed_forms.distances import depends_on_difference
 from flashgen.language import functions as f
 from flashgen.language.evaluate import evaluate
 from flashgen.language.operations import BATCH, HEAD, KEY, LEN_K, LEN_Q, QUERY, Load
@@ -56,10 +56,10 @@ def same_along_diagonals(index: Any) -> bool:
 @pytest.mark.parametrize("name", OF_DISTANCE)
 def test_what_is_said_to_be_of_the_distance_is(name: str) -> None:
     index = index_of(OF_DISTANCE[name])
-    assert is_of_distance(index) and same_along_diagonals(index)
+    assert depends_on_difference(index) and same_along_diagonals(index)
 
 
 @pytest.mark.parametrize("name", OF_MORE)
 def test_nothing_is_said_of_others(name: str) -> None:
     index = index_of(OF_MORE[name])
-    assert not is_of_distance(index) and not same_along_diagonals(index)
+    assert not depends_on_difference(index) and not same_along_diagonals(index)

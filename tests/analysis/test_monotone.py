@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import flashgen as fg
-from flashgen.analysis.closed_forms.monotone import visitors_are_one_run
+from flashgen.analysis.closed_forms.monotonicity import visitors_are_contiguous
 from flashgen.analysis.closed_forms.tile_ranges import evaluate_range, query_range
 from flashgen.language.operations import captures_of
 
@@ -75,7 +75,7 @@ def _visitors(found, len_q: int, len_k: int) -> np.ndarray:
 @pytest.mark.parametrize("mask", _USUAL, ids=lambda mask: getattr(mask, "name", getattr(mask, "__name__", "")))
 def test_visitors_of_usual_masks_are_one_run(mask) -> None:
     found = _range_of(mask)
-    assert visitors_are_one_run(found)
+    assert visitors_are_contiguous(found)
     for len_q, len_k in ((96, 96), (40, 96), (96, 40), (7, 96), (96, 7)):
         visits = _visitors(found, len_q, len_k).astype(int)
         begins = (np.diff(visits, axis=1, prepend=0) == 1).sum(axis=1)
@@ -87,4 +87,4 @@ def test_nothing_is_claimed_of_others(mask) -> None:
     found = _range_of(mask)
     visits = _visitors(found, 96, 96).astype(int)
     assert (np.diff(visits, axis=1, prepend=0) == 1).sum(axis=1).max() > 1, "this mask has a gap, as it should"
-    assert not visitors_are_one_run(found)
+    assert not visitors_are_contiguous(found)

@@ -80,7 +80,7 @@ def test_many_documents_need_no_square_memory() -> None:
         ({"len_q": -1}, "len_q=-1"),
         ({"heads": 0}, "heads=0"),
         ({"len_q": 64.0}, "len_q=64.0 must be an integer"),
-        ({"len_q": 10**8, "len_k": 10**8}, "a map of 1562500 x 1562500 tiles is more than .*give shorter lengths"),
+        ({"len_q": 10**8, "len_k": 10**8}, "a map of 1562500 x 1562500 tiles has more than .*give shorter lengths"),
     ],
 )
 def test_wrong_sizes_are_refused(change: dict[str, Any], message: str) -> None:

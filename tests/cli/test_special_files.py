@@ -57,4 +57,4 @@ def test_a_manifest_of_a_release_that_is_no_file(tmp_path: Path, kind: str) -> N
     else:
         (tmp_path / "manifest.json").symlink_to("/dev/zero")
     (finding,) = release.check(tmp_path)
-    assert "no regular file" in finding.problem
+    assert "not a regular file" in finding.problem

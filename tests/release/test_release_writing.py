@@ -128,7 +128,7 @@ def test_a_manifest_that_is_a_pipe_is_waited_for_by_nobody(tmp_path: Path) -> No
     build(tmp_path, TWO)
     (tmp_path / "out" / MANIFEST).unlink()
     os.mkfifo(tmp_path / "out" / MANIFEST)
-    refuses(tmp_path, "it is no regular file")
+    refuses(tmp_path, "it is not a regular file")
 
 
 def refuses(folder: Path, message: str) -> None:
@@ -147,7 +147,7 @@ def test_a_kernel_that_is_a_pipe_is_a_finding(tmp_path: Path) -> None:
     path = tmp_path / "out" / f"{kernel['name']}.cu"
     path.unlink()
     os.mkfifo(path)
-    assert release.check(tmp_path / "out") == [release.Finding(path.name, "cannot be read (it is no regular file)")]
+    assert release.check(tmp_path / "out") == [release.Finding(path.name, "cannot be read (it is not a regular file)")]
 
 
 @pytest.mark.parametrize("there", [False, True])

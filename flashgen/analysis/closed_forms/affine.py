@@ -1,9 +1,9 @@
-"""Integer nodes as canonical affine forms: a constant plus integer multiples of atoms.
+"""Converts integer nodes to canonical affine forms: a constant plus integer multiples of atoms.
 
-Atoms are symbols, scalar captures and whatever is not affine (a floor division, a product of unknowns, a minimum, a
-load), with canonical operands, so that equal values mostly have equal forms and differences cancel. Arithmetic is that
-of the integers: overflow of the kernel's int32 is not modelled. `x % c` becomes `x - c * (x // c)` for a constant c,
-which lets `q % B >= k % B` meet `q // B == k // B`.
+Atoms are symbols, scalar captures and everything that is not affine (a floor division, a product of unknowns, a
+minimum, a load), with canonical operands. Equal values therefore mostly have equal forms, and differences cancel. The
+arithmetic is that of unbounded integers: overflow of int32 in a kernel is not modelled. `x % c` becomes `x - c * (x //
+c)` for a constant c, so that `q % B >= k % B` can be combined with `q // B == k // B`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Node: TypeAlias = sympy.Basic
 
 
 class Affine:
-    """constant + sum of coefficient * atom. Immutable; `terms` maps an atom to its non-zero coefficient."""
+    """constant + sum of coefficient * atom. Immutable. `terms` maps each atom to its nonzero coefficient."""
 
     __slots__ = ("constant", "terms")
 
@@ -59,11 +59,11 @@ class Affine:
         return not self.terms
 
     def without(self, atom: Node) -> Affine:
-        """The form less its multiple of `atom`."""
+        """Returns the form without its multiple of `atom`."""
         return Affine({own: factor for own, factor in self.terms.items() if own != atom}, self.constant)
 
     def replace(self, atom: Node, form: Affine) -> Affine:
-        """The form with `form` in the place of a top-level `atom`."""
+        """Returns the form with `form` in place of a top-level `atom`."""
         return self.without(atom) + form * self.terms.get(atom, 0)
 
     def mentions(self, *symbols: Node) -> bool:
@@ -73,20 +73,20 @@ class Affine:
         return [atom for atom in self.terms if contains(atom, *symbols)]
 
     def floor_divide(self, divisor: int) -> Affine:
-        """floor(self / divisor): whole multiples leave the division, nested divisions by constants become one."""
+        """Returns floor(self / divisor). Multiples leave the division, and nested divisions by constants are merged."""
         if divisor < 0:
             return (-self).floor_divide(-divisor)
-        whole = Affine(
+        quotient = Affine(
             {atom: factor // divisor for atom, factor in self.terms.items() if factor % divisor == 0},
             self.constant // divisor,
         )
-        rest = self - whole * divisor
+        rest = self - quotient * divisor
         if rest.is_constant:  # 0 <= constant < divisor
-            return whole
-        return whole + Affine({_quotient(rest, divisor): 1})
+            return quotient
+        return quotient + Affine({_quotient(rest, divisor): 1})
 
     def node(self) -> Node:
-        """The form as a node of the language, in the order in which a person writes it."""
+        """Returns the form as a node of the language, with terms in the order in which a person writes them."""
         ordered = sorted(self.terms.items(), key=lambda item: (item[1] < 0, *_reading_order(item[0])))
         if not ordered:
             return sympy.Integer(self.constant)
@@ -104,7 +104,7 @@ class Affine:
 
 
 def contains(node: Node, *symbols: Node) -> bool:
-    """Whether any of the symbols stands in the node."""
+    """Returns whether any of the symbols occurs in the node."""
     free = node.free_symbols
     return any(symbol in free for symbol in symbols)
 
@@ -119,7 +119,7 @@ def atom(node: Node) -> Affine:
 
 @lru_cache(maxsize=65536)
 def affine(node: Node) -> Affine:
-    """The canonical form of an integer (or boolean, counted as 0 or 1) node. Floats become atoms as they stand."""
+    """Returns the canonical form of an integer node, or of a boolean one counted as 0 or 1. Floats become atoms."""
     if isinstance(node, sympy.Integer):
         return constant(int(node))
     rule = _RULES.get(type(node)) if _is_integer(node) else None
@@ -127,7 +127,7 @@ def affine(node: Node) -> Affine:
 
 
 def canonical(node: Node) -> Node:
-    """The node rewritten through its affine form."""
+    """Returns the node rewritten through its affine form."""
     return affine(node).node()
 
 
@@ -152,7 +152,7 @@ def _times(node: Node, factor: int) -> Node:
 
 
 def _reading_order(node: Node) -> tuple[int, str]:
-    """Positions first, then lengths, then captures by name, then the rest by text: the same on every machine."""
+    """Orders positions first, then lengths, captures by name, and the rest by text: the same on every machine."""
     if isinstance(node, sympy.Symbol):
         if node in (ops.LEN_K, ops.LEN_Q):
             return 1, "0" if node == ops.LEN_K else "1"
@@ -197,7 +197,7 @@ def _extreme(kind: type[ops.Operation], pick: Callable[[int, int], int]) -> Call
 
 
 def _extreme_order(node: Node) -> tuple[int, int, str]:
-    """Constants first, then lengths, then the rest: max(0, x), min(len_k, x)."""
+    """Orders constants first, then lengths, then the rest: max(0, x), min(len_k, x)."""
     if isinstance(node, sympy.Integer):
         return 0, 0, ""
     return 1, 0 if node in (ops.LEN_K, ops.LEN_Q) else 1, str(node)
@@ -226,7 +226,7 @@ def _shift_right(left: Node, right: Node) -> Affine:
 
 
 def _bit_and(left: Node, right: Node) -> Affine:
-    """x & (2**n - 1) is x % 2**n, in two's complement too."""
+    """Converts x & (2**n - 1) to x % 2**n, which also holds in two's complement."""
     a, b = affine(left), affine(right)
     if a.is_constant and b.is_constant:
         return constant(a.constant & b.constant)

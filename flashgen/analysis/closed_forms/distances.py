@@ -1,4 +1,4 @@
-"""What depends on a query and a key only by how far they are apart: the index of a relative bias."""
+"""Finds expressions that depend on a query and a key only through their difference, as the index of a relative bias."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ _COMPARISONS = (ops.Less, ops.LessEqual, ops.Greater, ops.GreaterEqual, ops.Equa
 
 
 @lru_cache(maxsize=65536)
-def is_of_distance(node: Node) -> bool:
-    """Whether a node is proven to be the same for all q and k whose difference is the same."""
+def depends_on_difference(node: Node) -> bool:
+    """Returns whether a node is proven to be the same for all q and k with the same difference."""
     if not contains(node, ops.QUERY, ops.KEY):
         return True
     if isinstance(node, _COMPARISONS) and all(ops.kind_of(operand) == "int" for operand in node.args):
@@ -21,4 +21,4 @@ def is_of_distance(node: Node) -> bool:
     if form.terms.get(ops.QUERY, 0) + form.terms.get(ops.KEY, 0):
         return False
     rest = form.without(ops.QUERY).without(ops.KEY).atoms_with(ops.QUERY, ops.KEY)
-    return all(is_of_distance(operand) for atom in rest for operand in atom.args)
+    return all(depends_on_difference(operand) for atom in rest for operand in atom.args)

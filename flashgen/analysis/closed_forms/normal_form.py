@@ -1,7 +1,7 @@
-"""A predicate as alternatives of conjunctions of literals: affine comparisons, and booleans that stay opaque.
+"""Converts a predicate to a disjunction of conjunctions of literals: affine comparisons and opaque booleans.
 
-Negation is pushed down to the comparisons and inverts them; absolute values, minima, maxima and choices that contain
-the solved index are split into the comparisons they stand for.
+Negations are pushed down to the comparisons and invert them. Absolute values, minima, maxima and `where`s that contain
+the solved index are split into the comparisons that they stand for.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ import sympy
 from flashgen.analysis.closed_forms.affine import Affine, Node, affine, contains
 from flashgen.language import operations as ops
 
-MOST_ALTERNATIVES = 64
+MAX_ALTERNATIVES = 64
 
 
 class TooManyAlternatives(Exception):
-    """The predicate has more alternatives than is worth telling apart."""
+    """Raised if a predicate has more alternatives than the limit."""
 
 
 @dataclass(frozen=True)
 class Literal:
-    """form >= 0, or form == 0 where `equality`; where `form` is None, the boolean `origin` itself.
+    """form >= 0, or form == 0 with `equality`, or the boolean `origin` itself if `form` is None.
 
-    `origin` is the comparison as it was traced: the literal holds wherever the analysis replaced it by something else.
+    `origin` is the comparison as it was traced. The literal remains valid if the analysis replaces `form`.
     """
 
     form: Affine | None
@@ -40,7 +40,7 @@ NEVER: Alternatives = ()
 
 
 def alternatives(node: Node, solved: Node) -> Alternatives:
-    """The predicate as alternatives, ready to be solved for the index `solved`. Raises TooManyAlternatives."""
+    """Returns the predicate as alternatives, to be solved for the index `solved`. Raises TooManyAlternatives."""
     return _Normaliser(solved).split(node, True)
 
 
@@ -48,7 +48,7 @@ def _either(*choices: Alternatives) -> Alternatives:
     found = tuple(dict.fromkeys(conjunction for choice in choices for conjunction in choice))
     if () in found:
         return ALWAYS
-    if len(found) > MOST_ALTERNATIVES:
+    if len(found) > MAX_ALTERNATIVES:
         raise TooManyAlternatives
     return found
 
@@ -62,7 +62,7 @@ class _Normaliser:
         self.solved = solved
 
     def split(self, node: Node, positive: bool) -> Alternatives:
-        """The alternatives of the node, or of its negation."""
+        """Returns the alternatives of the node, or of its negation if `positive` is false."""
         if node in (sympy.true, sympy.false):
             return ALWAYS if (node == sympy.true) == positive else NEVER
         if isinstance(node, ops.Not):
@@ -118,27 +118,27 @@ class _Normaliser:
         return ((Literal(form, True, origin),),)
 
     def at_least(self, form: Affine, origin: Node) -> Alternatives:
-        """form >= 0, with the splits that solving needs, and those that cost no alternative."""
+        """Returns the alternatives of form >= 0, with the splits that solving needs or that add no alternative."""
         if form.is_constant:
             return ALWAYS if form.constant >= 0 else NEVER
         for node, factor in form.terms.items():
             if not isinstance(node, _SPLIT):
                 continue
-            needed = contains(node, self.solved)
+            is_needed = contains(node, self.solved)
             if isinstance(node, ops.Where):
-                if needed:
+                if is_needed:
                     sides = (self.at_least(form.replace(node, affine(value)), origin) for value in node.args[1:])
                     return self.choose(node.args[0], *sides)
                 continue
             all_hold = isinstance(node, ops.Minimum) == (factor > 0)
-            if needed or all_hold:
+            if is_needed or all_hold:
                 join = _both if all_hold else _either
                 return join(*(self.at_least(form.replace(node, value), origin) for value in _values(node)))
         return ((Literal(form, False, origin),),)
 
 
 def _values(node: Node) -> tuple[Affine, Affine]:
-    """The two values that a minimum, a maximum or an absolute value (the maximum of x and -x) picks from."""
+    """Returns the two values of which a minimum or maximum selects one; for an absolute value, x and -x."""
     first = affine(node.args[0])
     return (first, -first) if isinstance(node, ops.Abs) else (first, affine(node.args[1]))
 

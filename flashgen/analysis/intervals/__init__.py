@@ -1,6 +1,6 @@
-"""Three-valued interval arithmetic: sound for every element of a box, and never more certain than the elements are.
+"""Three-valued interval arithmetic, valid for every element of a box.
 
-interval         intervals of integers, floats and truth values, as arrays of lows and highs
-evaluation       the value of any node over boxes of indices
-array_extrema    the least and greatest element of a captured array over boxes
+interval         intervals of integers, floats and truth values, as arrays of lower and upper bounds
+evaluation       the interval of any node over boxes of indices
+array_extrema    the minimum and maximum of a captured array over boxes of indices
 """

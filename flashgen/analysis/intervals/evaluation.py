@@ -1,9 +1,9 @@
-"""Three-valued interval evaluation: what is certain of an expression over boxes of indices.
+"""Interval evaluation with three truth values: what is certain of an expression over boxes of indices.
 
-Conservative: a truth value is called true or false only if it is so for every element of the box; everything else is
-unknown. Integers are int64's, and what may have wrapped is any of them; floats are widened, so that a verdict holds for
-the float64 reference and for a kernel's float32 alike. Boxes are arrays of lows and highs, so that all tiles of a map
-are evaluated at once, lazily broadcast: an index of queries need not be held for every key.
+The evaluation is conservative: a truth value is certain only if it holds for every element of the box; otherwise it is
+unknown. Integers are int64, and one that may have wrapped may be any int64. Floats are widened, so that a result holds
+for both the float64 reference and a kernel's float32. Boxes are arrays of lower and upper bounds, so all tiles of a map
+are evaluated at once. The arrays broadcast lazily: bounds of queries need not be repeated for every key.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ Test = Callable[[Interval, Interval], Array]
 def classify(
     mask: sympy.Basic, boxes: Mapping[sympy.Basic, tuple[Any, Any]], captures: Mapping[str, Any] | None = None
 ) -> Array:
-    """EMPTY, FULL or PARTIAL (unknown), as int8, for a boolean node over boxes; see `interval_of`."""
+    """Returns EMPTY, FULL or PARTIAL (unknown), as int8, for a boolean node over boxes; see `interval_of`."""
     value = interval_of(mask, boxes, captures)
     always, never = np.broadcast_arrays(value.always, value.never)
     return np.where(always, FULL, np.where(never, EMPTY, PARTIAL)).astype(np.int8)
@@ -52,38 +52,40 @@ def classify(
 def interval_of(
     node: sympy.Basic, boxes: Mapping[sympy.Basic, tuple[Any, Any]], captures: Mapping[str, Any] | None = None
 ) -> Interval:
-    """The values that a node may have over boxes.
+    """Returns the interval of a node's values over boxes.
 
     Args:
-        node: an expression of the language.
-        boxes: (low, high), both included, for each symbol that the node reads; arrays that broadcast with each other.
-        captures: an array or number for each capture, by name.
+        node: An expression of the language.
+        boxes: (low, high), both included, for each symbol that the node reads. The arrays must broadcast.
+        captures: An array or number for each capture, by name.
 
-    Raises ArgumentError for a missing capture or one of the wrong dimensions, KeyError for a missing symbol.
+    Raises:
+        ArgumentError: A capture is missing or has the wrong number of dimensions.
+        KeyError: A symbol is missing.
     """
-    return Evaluation(boxes, captures or {}).of(node)
+    return Evaluation(boxes, captures or {}).interval(node)
 
 
 class Evaluation:
-    """Intervals of nodes over boxes, each computed once; `wrapping` are those in which some integer may wrap."""
+    """Intervals of nodes over boxes, each computed once. `wrapping` holds the nodes in which some integer may wrap."""
 
     def __init__(self, boxes: Mapping[sympy.Basic, tuple[Any, Any]], captures: Mapping[str, Any]) -> None:
         self.boxes, self.captures = boxes, captures
-        self.known: dict[sympy.Basic, Interval] = {}
+        self.cache: dict[sympy.Basic, Interval] = {}
         self.wrapping: set[sympy.Basic] = set()
         self.tables: dict[ops.Capture, RangeTable] = {}
 
-    def of(self, node: sympy.Basic) -> Interval:
-        """The interval of a node."""
-        if node not in self.known:
+    def interval(self, node: sympy.Basic) -> Interval:
+        """Returns the interval of a node."""
+        if node not in self.cache:
             with np.errstate(all="ignore"):
-                self.known[node] = self._operation(node) if isinstance(node, ops.Operation) else self._leaf(node)
-        return self.known[node]
+                self.cache[node] = self._operation(node) if isinstance(node, ops.Operation) else self._leaf(node)
+        return self.cache[node]
 
     def _leaf(self, node: sympy.Basic) -> Interval:
         if isinstance(node, ops.Capture):
             return point(evaluate(node, {}, self.captures))
-        if isinstance(node, sympy.Integer) and not -LIMIT < int(node) < LIMIT:  # an affine form with large factors
+        if isinstance(node, sympy.Integer) and not -LIMIT < int(node) < LIMIT:  # from an affine form with large factors
             self.wrapping.add(node)
             return Interval(np.int64(SMALLEST), np.int64(LARGEST))
         if isinstance(node, sympy.Symbol):
@@ -98,9 +100,9 @@ class Evaluation:
         if may_wrap(node, value) or any(operand in self.wrapping for operand in node.args):
             self.wrapping.add(node)
             return value
-        if not self._moves_together(node):
+        if not self._uses_affine_form(node):
             return value
-        # The occurrences of a symbol move together, which the affine form knows: q - k + 1 - q.
+        # Occurrences of one symbol are correlated. The affine form takes this into account: q - k + 1 - q.
         if node.kind == "int":
             form = affine(node)
             return value if node in form.terms else meet(value, self._affine(form))
@@ -109,25 +111,27 @@ class Evaluation:
             return meet(value, MEANINGS[type(node)](difference, point(0)))
         return value
 
-    def _moves_together(self, node: ops.Operation) -> bool:
-        """Whether the affine form of the node may say more than its operands do."""
+    def _uses_affine_form(self, node: ops.Operation) -> bool:
+        """Returns whether the affine form of the node may have a tighter interval than its operands give."""
         return _repeats_a_symbol(node)
 
     def _by_operands(self, node: ops.Operation) -> Interval:
         if isinstance(node, ops.Load):
-            return MEANINGS[ops.Load](self._table(node.capture), *(self.of(index) for index in node.indices))
-        operands = [self.of(operand) for operand in node.args]
+            return MEANINGS[ops.Load](self._table(node.capture), *(self.interval(index) for index in node.indices))
+        operands = [self.interval(operand) for operand in node.args]
         if isinstance(node, ops.Arithmetic) and node.kind == "float":
             operands = [as_float(operand) for operand in operands]
         value = MEANINGS[type(node)](*operands)
         return self._bounded(node, value) if isinstance(node, ops.Where) else value
 
     def _bounded(self, node: ops.Where, value: Interval) -> Interval:
-        """What is known besides of `bound where x < bound, else x`, with <=, > or >= too: it is an extreme of both."""
+        """Tightens the interval of `bound where x < bound, else x` (or <=, >, >=), a maximum or minimum of both."""
         condition, bound, x = node.args
         if type(condition) not in _EXTREMES or condition.args != (x, bound):
             return value
-        operands = (as_float(self.of(each)) if value.is_float else self.of(each) for each in (x, bound))
+        operands = (
+            as_float(self.interval(operand)) if value.is_float else self.interval(operand) for operand in (x, bound)
+        )
         return meet(value, MEANINGS[_EXTREMES[type(condition)]](*operands))
 
     def _affine(self, form: Affine) -> Interval:
@@ -136,7 +140,7 @@ class Evaluation:
             return anything
         total = point(form.constant)
         for atom, factor in form.terms.items():
-            value = self._by_operands(atom) if isinstance(atom, ops.Operation) else self.of(atom)
+            value = self._by_operands(atom) if isinstance(atom, ops.Operation) else self.interval(atom)
             if any(operand in self.wrapping for operand in atom.args):
                 return anything
             total = _add(total, _multiply(value, point(factor)))
@@ -152,7 +156,7 @@ _MAY_WRAP = (ops.Add, ops.Sub, ops.Mul, ops.Neg, ops.Abs, ops.FloorDiv, ops.Shif
 
 
 def may_wrap(node: ops.Operation, value: Interval) -> bool:
-    """Whether an integer operation with this result may itself leave int64, for any of the boxes."""
+    """Returns whether an integer operation with this interval may itself exceed int64, for any of the boxes."""
     if node.kind != "int" or not isinstance(node, _MAY_WRAP):
         return False
     return bool(np.any((value.low == SMALLEST) & (value.high == LARGEST)))
@@ -199,23 +203,23 @@ def _multiply(a: Interval, b: Interval) -> Interval:
     pairs = [(x, y) for x in (a.low, a.high) for y in (b.low, b.high)]
     if a.is_float or b.is_float:
         infinite = np.isinf(a.low) | np.isinf(a.high) | np.isinf(b.low) | np.isinf(b.high)
-        # 0 * inf at a corner: the product may be anything.
+        # 0 * inf at a corner: the product is unknown.
         corners = [np.float64(x) * np.float64(y) for x, y in pairs]
         zero = (a.low <= 0) & (a.high >= 0) | (b.low <= 0) & (b.high >= 0)
-        return floats(_least(corners), _greatest(corners), a.nan | b.nan | (infinite & zero))
+        return floats(_lowest(corners), _highest(corners), a.nan | b.nan | (infinite & zero))
     fits = fit(*(np.float64(x) * np.float64(y) for x, y in pairs))
     exact = [np.int64(x) * np.int64(y) for x, y in pairs]
-    return integers(_least(exact), _greatest(exact), fits)
+    return integers(_lowest(exact), _highest(exact), fits)
 
 
-def _least(values: list[Array]) -> Array:
+def _lowest(values: list[Array]) -> Array:
     result = values[0]
     for value in values[1:]:
         result = np.minimum(result, value)
     return result
 
 
-def _greatest(values: list[Array]) -> Array:
+def _highest(values: list[Array]) -> Array:
     result = values[0]
     for value in values[1:]:
         result = np.maximum(result, value)
@@ -245,14 +249,14 @@ def _floor_divide(a: Interval, b: Interval) -> Interval:
     if a.is_float or b.is_float:
         quotient = _divide(a, b)
         return Interval(np.floor(quotient.low), np.floor(quotient.high), quotient.nan)
-    # For divisors of one sign the quotient is extreme at a corner; a quotient by 0 is 0.
+    # For divisors of one sign the extremes are at the corners. A quotient by 0 is 0.
     corners = [_quotient(x, y) for x in (a.low, a.high) for y in (b.low, b.high)]
-    low, high = _least(corners), _greatest(corners)
+    low, high = _lowest(corners), _highest(corners)
     crosses = (b.low <= 0) & (b.high >= 0)
     largest = np.maximum(np.abs(a.low), np.abs(a.high))
     low = np.where(crosses, np.where(b.low < 0, -largest, np.minimum(a.low, 0)), low)
     high = np.where(crosses, np.where(b.low < 0, largest, np.maximum(a.high, 0)), high)
-    by_minus_one = (b.low <= -1) & (b.high >= -1)  # which wraps the smallest integer
+    by_minus_one = (b.low <= -1) & (b.high >= -1)  # wraps for the smallest integer
     return integers(low, high, ~by_minus_one | fit(a.low, a.high))
 
 
@@ -260,7 +264,7 @@ def _quotient(x: Array, y: Array) -> Array:
     return np.where(y == 0, 0, np.floor_divide(x, np.where(y == 0, 1, y)))
 
 
-_MOST_QUOTIENT = 2.0**126  # beyond, a / b may overflow float32, and the remainder is infinite or NaN
+_MAX_QUOTIENT = 2.0**126  # above this, a / b may overflow float32, so that the remainder is infinite or NaN
 
 
 def _floor_modulo(a: Interval, b: Interval) -> Interval:
@@ -268,38 +272,38 @@ def _floor_modulo(a: Interval, b: Interval) -> Interval:
         least, magnitude = (pick(np.abs(b.low), np.abs(b.high)) for pick in (np.minimum, np.maximum))
         largest = np.maximum(np.abs(a.low), np.abs(a.high))
         infinite = np.isinf(largest) | np.isinf(magnitude) | ((b.low <= 0) & (b.high >= 0))
-        infinite |= largest >= least * _MOST_QUOTIENT
-        # a - b * floor(a / b) in float32 may leave [0, b) by its rounding, which grows with a.
+        infinite |= largest >= least * _MAX_QUOTIENT
+        # In float32, a - b * floor(a / b) may leave [0, b) by a rounding error that grows with a.
         slack = (largest + magnitude) * 2.0**-18
         unknown = np.where(infinite, np.inf, magnitude * 2 + slack)
         low, high = np.where(b.low > 0, -slack, -unknown), np.where(b.high < 0, slack, unknown)
         return floats(np.where(infinite, -np.inf, low), np.where(infinite, np.inf, high), a.nan | b.nan | infinite)
-    # Within one period of a fixed divisor the remainder is an interval too; else it lies between 0 and the divisor,
-    # which it does not reach. By 0 it is 0.
+    # Within one period of a constant divisor the remainder is an interval. Otherwise it lies between 0 and the divisor,
+    # exclusive. A remainder by 0 is 0.
     steady = (b.low == b.high) & (_quotient(a.low, b.low) == _quotient(a.high, b.low)) & (b.low != 0)
     shift = np.where(steady, _quotient(a.low, b.low) * b.low, 0)
     low = np.where(steady, a.low - shift, np.minimum(b.low + 1, 0))
     high = np.where(steady, a.high - shift, np.maximum(b.high - 1, 0))
-    # The remainder of a dividend that is not negative, by a positive divisor, is at most the dividend.
+    # The remainder of a nonnegative dividend by a positive divisor is at most the dividend.
     small = ~steady & (a.low >= 0) & (b.low > 0)
     return integers(low, np.where(small, np.minimum(high, a.high), high))
 
 
-def _amount(b: Interval) -> tuple[Array, Array]:
+def _clamped_shift(b: Interval) -> tuple[Array, Array]:
     return np.clip(b.low, 0, 31), np.clip(b.high, 0, 31)
 
 
 def _shift_left(a: Interval, b: Interval) -> Interval:
-    low, high = _amount(b)
+    low, high = _clamped_shift(b)
     return _multiply(a, Interval(np.int64(1) << low, np.int64(1) << high))
 
 
 def _shift_right(a: Interval, b: Interval) -> Interval:
-    low, high = _amount(b)
+    low, high = _clamped_shift(b)
     return _floor_divide(a, Interval(np.int64(1) << low, np.int64(1) << high))
 
 
-_Bits = tuple[Array, Array]  # the bits that are surely set, and those that may be
+_Bits = tuple[Array, Array]  # (bits that are certainly set, bits that may be set)
 
 
 def _bitwise(
@@ -307,15 +311,20 @@ def _bitwise(
     keeps: Callable[[Interval, Interval, Array], Any],
     by_bits: Callable[[_Bits, _Bits], _Bits],
 ) -> Rule:
-    """Bit operations: exact on points; else bounded by `keeps`, which gets all bits up to the highest that may be set,
-    and by what is known of both operands' bits."""
+    """Returns the rule of a bit operation.
+
+    Args:
+        exact: The operation, for intervals of one value.
+        keeps: Bounds of the result, given all bits up to the highest that may be set.
+        by_bits: The bits of the result that are certain or possible, given those of the operands.
+    """
 
     def rule(a: Interval, b: Interval) -> Interval:
         points = (a.low == a.high) & (b.low == b.high)
         value = exact(a.low, b.low)
-        mask = _all_bits(_greatest([_magnitude(bound) for bound in (a.low, a.high, b.low, b.high)]))
+        mask = _all_bits(_highest([_magnitude(bound) for bound in (a.low, a.high, b.low, b.high)]))
         low, high = keeps(a, b, mask)
-        # Bits above the highest in which the bounds differ are known: what Morton orders and masks of bits live on.
+        # Bits above the highest differing bit of the bounds are certain. Morton orders and bit masks rely on this.
         sure, possible = by_bits(_bits(a), _bits(b))
         signed = (sure < 0) == (possible < 0)
         low, high = np.where(signed, np.maximum(low, sure), low), np.where(signed, np.minimum(high, possible), high)
@@ -325,12 +334,12 @@ def _bitwise(
 
 
 def _magnitude(bound: Array) -> Array:
-    """The bits in use: those of x, or of ~x where x is negative."""
+    """Returns the bits of x, or of ~x where x is negative."""
     return np.where(bound < 0, ~np.int64(bound), bound)
 
 
 def _all_bits(value: Array) -> Array:
-    """The least 2**n - 1 that is not below the value."""
+    """Returns the smallest 2**n - 1 that is not below the value."""
     for shift in (1, 2, 4, 8, 16, 32):
         value = value | (value >> shift)
     return value
@@ -369,7 +378,11 @@ def _divide(a: Interval, b: Interval) -> Interval:
     corners = [x / y for x in (a.low, a.high) for y in (b.low, b.high)]
     unknown = crosses | _any_nan(corners)
     nan = a.nan | b.nan | crosses | (infinite & (np.isinf(b.low) | np.isinf(b.high)))
-    return floats(np.where(unknown, -np.inf, _least(corners)), np.where(unknown, np.inf, _greatest(corners)), nan)
+    return floats(
+        np.where(unknown, -np.inf, _lowest(corners)),
+        np.where(unknown, np.inf, _highest(corners)),
+        nan,
+    )
 
 
 def _any_nan(values: list[Array]) -> Array:
@@ -390,50 +403,55 @@ def _floor(a: Interval) -> Interval:
     return Interval(np.floor(a.low), np.floor(a.high), a.nan)
 
 
-def _rising(function: Callable[[Array], Array], least: float = -np.inf, absolute: float = 0.0) -> Rule:
-    """A function that rises from `least` on; below that it is NaN."""
+def _rising(function: Callable[[Array], Array], lower_limit: float = -np.inf, absolute: float = 0.0) -> Rule:
+    """Returns the rule of a function that increases from `lower_limit` on and is NaN below."""
 
     def rule(a: Interval) -> Interval:
         a = _widened(a)
-        low, high = (function(np.maximum(bound, least)) for bound in (a.low, a.high))
-        return floats(low, high, a.nan | (a.low < least), absolute)
+        low, high = (function(np.maximum(bound, lower_limit)) for bound in (a.low, a.high))
+        return floats(low, high, a.nan | (a.low < lower_limit), absolute)
 
     return rule
 
 
 def _widened(a: Interval) -> Interval:
-    """The argument of a float32 function, which is scaled and reduced in float32 before the function proper."""
+    """Widens the argument of a float32 function, which is scaled and reduced in float32 first."""
     a = as_float(a)
     return floats(a.low, a.high, a.nan)
 
 
-# Approximate instructions may err by this much, absolutely (tanh.approx by 2**-11).
+# The absolute error of approximate instructions is below this (2**-11 for tanh.approx).
 _APPROXIMATE = 2.0**-10
 
 
 def _wave(phase: float) -> Rule:
-    """cos(a - phase): 1 or -1 where a whole turn or a half one lies between the bounds."""
+    """Returns the rule of cos(a - phase): 1 or -1 is reached if a full or half turn lies between the bounds."""
 
     def rule(a: Interval) -> Interval:
         a = _widened(a)
         ends = [np.cos(a.low - phase), np.cos(a.high - phase)]
-        tops = _holds_turn(a, phase)
-        bottoms = _holds_turn(a, phase + np.pi)
-        # Beyond this, float32 arguments are too coarse to say anything.
+        tops = _contains_multiple_of_2_pi(a, phase)
+        bottoms = _contains_multiple_of_2_pi(a, phase + np.pi)
+        # Larger float32 arguments are too coarse for any bound.
         unknown = ~((np.abs(a.low) < 2.0**12) & (np.abs(a.high) < 2.0**12))
-        low = np.where(bottoms | unknown, -1.0, _least(ends))
-        high = np.where(tops | unknown, 1.0, _greatest(ends))
+        low = np.where(bottoms | unknown, -1.0, _lowest(ends))
+        high = np.where(tops | unknown, 1.0, _highest(ends))
         return floats(low, high, a.nan | np.isinf(a.low) | np.isinf(a.high), _APPROXIMATE)
 
     return rule
 
 
-def _holds_turn(a: Interval, phase: float) -> Array:
+def _contains_multiple_of_2_pi(a: Interval, phase: float) -> Array:
     return np.floor((a.high - phase) / (2 * np.pi)) > np.floor((a.low - phase) / (2 * np.pi))
 
 
 def _comparison(certain: Test, opposite: Test) -> Rule:
-    """`certain`: the comparison holds for all pairs of numbers; `opposite`: it holds for none. False with a NaN."""
+    """Returns the rule of a comparison. It is false with a NaN.
+
+    Args:
+        certain: Whether the comparison holds for all pairs of numbers.
+        opposite: Whether it holds for none.
+    """
 
     def rule(a: Interval, b: Interval) -> Interval:
         if a.is_float or b.is_float:
@@ -479,7 +497,7 @@ _equal = _comparison(_equal_points, _disjoint)
 
 
 def _not_equal(a: Interval, b: Interval) -> Interval:
-    return _not(_equal(a, b))  # true with a NaN, where equality is false
+    return _not(_equal(a, b))  # true with a NaN, unlike equality
 
 
 def _where(condition: Interval, then: Interval, otherwise: Interval) -> Interval:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from flashgen.analysis.closed_forms.alike_tiles import alike_where
+from flashgen.analysis.closed_forms.uniform_tiles import uniform_condition
 from flashgen.codegen.expressions.function_text import FunctionText, indices_in
 from flashgen.codegen.expressions.printer import statements
 from flashgen.language.spec import AttentionSpec
@@ -10,7 +10,7 @@ from flashgen.language.spec import AttentionSpec
 
 def alike_text(spec: AttentionSpec) -> FunctionText | None:
     """Of a tile's ends, which the function is told, too; None where nothing can be said."""
-    condition = alike_where(spec.score.expression) if spec.score else None
+    condition = uniform_condition(spec.score.expression) if spec.score else None
     if condition is None:
         return None
     declarations, (text,) = statements(condition)

@@ -7,7 +7,7 @@ from typing import Literal
 
 import sympy
 
-from flashgen.analysis.closed_forms.distances import is_of_distance
+from flashgen.analysis.closed_forms.distances import depends_on_difference
 from flashgen.analysis.derivative_algebra import ONE, ZERO, Algebra, Node
 from flashgen.analysis.derivatives import derivative, gathers
 from flashgen.analysis.expression_text import to_text
@@ -162,7 +162,7 @@ def _part(results: tuple[Node, ...], products: dict[Node, str]) -> PartText:
 
 def _is_of_distance(gather: Load) -> bool:
     read = symbols_in(*gather.indices)
-    return {QUERY, KEY} <= read and SCORE not in read and all(map(is_of_distance, gather.indices))
+    return {QUERY, KEY} <= read and SCORE not in read and all(map(depends_on_difference, gather.indices))
 
 
 def _shared(gather: Load) -> Shared:

@@ -85,7 +85,7 @@ class _Boundable:
             return node
         if kind_of(node) == "float" or any(kind_of(operand) == "float" for operand in node.args):
             return None
-        if isinstance(node, _MAY_GROW) and max(map(abs, self._bounds.of(node))) > _WIDEST:
+        if isinstance(node, _MAY_GROW) and max(map(abs, self._bounds.limits(node))) > _WIDEST:
             return None
         operands = [operand if isinstance(operand, Capture) else self.of(operand) for operand in node.args]
         if isinstance(node, _MAY_BE_PARTLY_UNKNOWN):

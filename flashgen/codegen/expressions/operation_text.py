@@ -42,7 +42,7 @@ class Printer(Protocol):
 
 def _divides_plainly(left: sympy.Basic, right: sympy.Basic, bounds: Bounds) -> bool:
     """Whether C's own / and % are the floored ones, and never divide by zero."""
-    return isinstance(right, sympy.Integer) and int(right) > 0 and bounds.of(left)[0] >= 0
+    return isinstance(right, sympy.Integer) and int(right) > 0 and bounds.limits(left)[0] >= 0
 
 
 def is_of_longs(division: sympy.Basic) -> bool:
@@ -173,7 +173,7 @@ def _log(printer: Printer, node: sympy.Basic) -> tuple[str, int]:
 
 def index_of(index: sympy.Basic) -> sympy.Basic:
     """An index of a captured array as an int that is not below 0; what reads by it clamps it to the array's size."""
-    low, high = Bounds().of(index)
+    low, high = Bounds().limits(index)
     if low < 0:
         index = op.Maximum(index, sympy.Integer(0))
     return index if high <= INT32_MAX else op.Minimum(index, sympy.Integer(INT32_MAX))

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 import sympy
 
-from flashgen.analysis.closed_forms.monotone import visitors_are_one_run
+from flashgen.analysis.closed_forms.monotonicity import visitors_are_contiguous
 from flashgen.analysis.closed_forms.tile_ranges import query_range
 from flashgen.analysis.derivatives import gathers
 from flashgen.codegen.demand import Weight, demand_of, is_clipped
@@ -175,7 +175,7 @@ class HopperBackwardPlan(Checked):
         if spec.is_ragged:  # blocks of sequences whose offsets fall would wait for some that there are not
             return "blocks of ragged batches add to dQ in any order"
         visited = query_range(spec.mask.expression)
-        if visited is None or not visitors_are_one_run(visited):
+        if visited is None or not visitors_are_contiguous(visited):
             return "the tiles of keys that visit a tile of queries are not proven to stand side by side"
         return None
 

@@ -1,7 +1,7 @@
-"""One run of positions per row: what a conjunction leaves of the solved index, as a function of the row.
+"""The contiguous range of positions that a conjunction allows in a row, as a function of the row.
 
-For the keys of a query tile the solved index is k and a row is a query; for the queries of a key tile the other way
-round. The union of alternatives is kept as one run only where it provably is one.
+For the keys of a query tile, the solved index is k and a row is a query. For the queries of a key tile it is the other
+way round. The union of alternatives is one range only if it is provably contiguous.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from flashgen.analysis.closed_forms.inequalities import (
 from flashgen.analysis.closed_forms.normal_form import Alternatives, Conjunction, Literal
 from flashgen.language import operations as ops
 
-# A hole narrower than the narrowest tile of any kernel never empties a tile: bounds may ignore it.
+# A hole that is narrower than the narrowest tile of any kernel never empties a tile, so bounds may ignore it.
 FINE = 16
 _ZERO = sympy.Integer(0)
 
 
-class NotOneRun(Exception):
-    """The predicate is not understood, or does not leave one run per row."""
+class NotContiguous(Exception):
+    """Raised if the analysis does not support a predicate, or it does not allow one contiguous range per row."""
 
 
 @dataclass(frozen=True)
 class Direction:
-    """Which index is solved (0 <= solved < length), which one is the row, and the first and last row of a tile."""
+    """The solved index (0 <= solved < length), the index of the rows, and the first and last row of a tile."""
 
     solved: Node
     row: Node
@@ -50,10 +50,10 @@ QUERIES = Direction(ops.QUERY, ops.KEY, ops.LEN_Q, K_FIRST, K_LAST)
 
 
 @dataclass(frozen=True)
-class Run:
-    """A row that meets all `conditions` holds nothing outside low <= index < high; any other row holds nothing.
+class RowRange:
+    """The range low <= index < high that a row allows if it meets all `conditions`. Any other row allows nothing.
 
-    `full` are runs (low, high) in which such a row holds every index. Bounds are nodes over the row.
+    `full` holds ranges (low, high) in which such a row allows every index. Bounds are nodes over the row.
     """
 
     low: Node
@@ -68,27 +68,29 @@ class Run:
 
 @dataclass(frozen=True)
 class Condition:
-    """form >= 0, or the boolean `node` where form is None: true or false for a row as a whole."""
+    """form >= 0, or the boolean `node` if form is None. It does not depend on the solved index."""
 
     form: Affine | None
     node: Node | None = None
 
 
-def solve(choices: Alternatives, direction: Direction) -> list[Run]:
-    """The runs of the alternatives, united where the union is one run. Raises NotOneRun."""
-    runs = [run for run in (_conjunction_run(choice, direction) for choice in choices) if not _is_empty(run)]
-    return _unite_all(runs)
+def solve(choices: Alternatives, direction: Direction) -> list[RowRange]:
+    """Returns the ranges of the alternatives, united where the union is contiguous. Raises NotContiguous."""
+    ranges = (_conjunction_range(choice, direction) for choice in choices)
+    return _unite_all([row_range for row_range in ranges if not _is_empty(row_range)])
 
 
-def _is_empty(run: Run) -> bool:
-    never = any(condition.form is not None and at_most(condition.form, _MINUS_ONE) for condition in run.conditions)
-    return never or at_most(run.high, run.low)
+def _is_empty(row_range: RowRange) -> bool:
+    never = any(
+        condition.form is not None and at_most(condition.form, _MINUS_ONE) for condition in row_range.conditions
+    )
+    return never or at_most(row_range.high, row_range.low)
 
 
 _MINUS_ONE = Affine({}, -1)
 
 
-def _conjunction_run(conjunction: Conjunction, direction: Direction) -> Run:
+def _conjunction_range(conjunction: Conjunction, direction: Direction) -> RowRange:
     lows: list[Node] = []
     highs: list[Node] = []
     conditions: list[Condition] = []
@@ -97,33 +99,35 @@ def _conjunction_run(conjunction: Conjunction, direction: Direction) -> Run:
         try:
             for form in _inequalities(literal):
                 _bound(form, direction, lows, highs, conditions)
-        except NotOneRun:
+        except NotContiguous:
             if not _is_fine_grained(literal.origin):
                 raise
             exact = False
     for bounds in (lows, highs):
-        _refuse_turning(bounds, direction.row)
-    _refuse_scattered(lows, highs, direction.row)
+        _require_monotone(bounds, direction.row)
+    _require_adjacent(lows, highs, direction.row)
     low, high = maximum_of([_ZERO, *lows]), minimum_of([direction.length, *highs])
-    return Run(low, high, tuple(dict.fromkeys(conditions)), ((low, high),) if exact else ())
+    return RowRange(low, high, tuple(dict.fromkeys(conditions)), ((low, high),) if exact else ())
 
 
 def _substitute_equal_quotients(conjunction: Conjunction, solved: Node) -> list[Literal]:
-    """Where a literal says k // B == q // B, the others get q // B for k // B: q % B >= k % B becomes q >= k."""
+    """Replaces k // B by q // B if a literal says k // B == q // B: q % B >= k % B then becomes q >= k."""
     literals = list(conjunction)
-    for place, literal in enumerate(literals):
-        known = _known_quotient(literal, solved)
-        if known is not None:
-            node, value = known
+    for position, literal in enumerate(literals):
+        quotient = _equal_quotient(literal, solved)
+        if quotient is not None:
+            node, value = quotient
             literals = [
-                other if index == place or other.form is None else replace(other, form=other.form.replace(node, value))
+                other
+                if index == position or other.form is None
+                else replace(other, form=other.form.replace(node, value))
                 for index, other in enumerate(literals)
             ]
     return literals
 
 
-def _known_quotient(literal: Literal, solved: Node) -> tuple[Node, Affine] | None:
-    """(k // B, value) of a literal k // B == value, where k is the solved index and stands in no other atom."""
+def _equal_quotient(literal: Literal, solved: Node) -> tuple[Node, Affine] | None:
+    """Returns (k // B, value) for a literal k // B == value, where no other atom contains the solved index k."""
     if literal.form is None or not literal.equality:
         return None
     for node, factor in literal.form.terms.items():
@@ -142,14 +146,16 @@ def _inequalities(literal: Literal) -> list[Affine | Node]:
 def _bound(
     form: Affine | Node, direction: Direction, lows: list[Node], highs: list[Node], conditions: list[Condition]
 ) -> None:
-    """Solves form >= 0 for the solved index: appends to the lower bounds (inclusive), the upper ones or conditions.
+    """Solves form >= 0 for the solved index.
 
-    Raises NotOneRun where it cannot, and where a bound turns within a tile: its end rows do not tell its extent.
+    Appends the result to the lower bounds (inclusive), the upper bounds (exclusive) or the conditions. Raises
+    NotContiguous if the form cannot be solved, or if a bound is not monotone in the row: the first and last row of a
+    tile would then not determine its range.
     """
     solved = direction.solved
     if not isinstance(form, Affine):
         if contains(form, solved, direction.row):
-            raise NotOneRun
+            raise NotContiguous
         conditions.append(Condition(None, form))
         return
     holders = form.atoms_with(solved)
@@ -159,10 +165,10 @@ def _bound(
             conditions.append(Condition(form))
         return
     if len(holders) > 1:
-        raise NotOneRun
+        raise NotContiguous
     holder = holders[0]
     factor, rest = form.terms[holder], form.without(holder)
-    # holder >= at_least where its factor is positive, else holder <= at_most.
+    # holder >= threshold if its factor is positive, else holder <= threshold.
     if factor > 0:
         threshold = (-rest + (factor - 1)).floor_divide(factor)
     else:
@@ -173,7 +179,7 @@ def _bound(
         (lows if factor > 0 else highs).append(bound)
         return
     if not isinstance(holder, ops.FloorDiv) or not isinstance(holder.args[1], sympy.Integer) or holder.args[1] <= 0:
-        raise NotOneRun
+        raise NotContiguous
     numerator, divisor = affine(holder.args[0]), int(holder.args[1])
     if factor > 0:
         inner = numerator - threshold * divisor
@@ -183,7 +189,10 @@ def _bound(
 
 
 def _trend(node: Node, row: Node) -> int:
-    """1 where the node rises with the row, -1 where it falls, 0 where it does not depend on it, else NotOneRun."""
+    """Returns 1 if the node increases with the row, -1 if it decreases, 0 if it does not depend on it.
+
+    Raises NotContiguous if none is proven.
+    """
     if node == row:
         return 1
     if not contains(node, row):
@@ -196,45 +205,51 @@ def _trend(node: Node, row: Node) -> int:
         return _common_trend([_trend(operand, row) for operand in node.args])
     form = affine(node)
     if form.terms.keys() == {node}:
-        raise NotOneRun
+        raise NotContiguous
     return _common_trend([_trend(atom, row) * (1 if factor > 0 else -1) for atom, factor in form.terms.items()])
 
 
 def _common_trend(trends: list[int]) -> int:
     if 1 in trends and -1 in trends:
-        raise NotOneRun
+        raise NotContiguous
     return sum(trends) and (1 if sum(trends) > 0 else -1)
 
 
-def _refuse_turning(bounds: list[Node], row: Node) -> None:
-    """A tile's first and last row do not tell the extremes of a bound that turns between them: max(q, 200 - q)."""
+def _require_monotone(bounds: list[Node], row: Node) -> None:
+    """Raises NotContiguous if bounds together are not monotone in the row, such as max(q, 200 - q).
+
+    The extremes over a tile are then not at its first and last row.
+    """
     _common_trend([_trend(bound, row) for bound in bounds])
 
 
-def limits_by_conditions(run: Run, row: Node) -> tuple[list[Node], list[Node]]:
-    """Bounds without the row that follow from conditions: where only rows up to 99 count, k <= q means k <= 99."""
+def limits_by_conditions(row_range: RowRange, row: Node) -> tuple[list[Node], list[Node]]:
+    """Returns bounds that conditions imply, without the row: with rows up to 99, k <= q implies k <= 99."""
     first: list[Node] = []
     last: list[Node] = []
-    for condition in run.conditions:
+    for condition in row_range.conditions:
         if condition.form is not None and condition.form.atoms_with(row) == [row]:
             factor, rest = condition.form.terms[row], condition.form.without(row)
             if factor > 0:
                 first.append((-rest + (factor - 1)).floor_divide(factor).node())
             else:
                 last.append(rest.floor_divide(-factor).node())
-    return _at_limits(run.low, first, last, row), _at_limits(run.high, last, first, row)
+    return _at_limits(row_range.low, first, last, row), _at_limits(row_range.high, last, first, row)
 
 
 def _at_limits(bound: Node, rising: list[Node], falling: list[Node], row: Node) -> list[Node]:
     try:
         limits = {1: rising, -1: falling, 0: []}[_trend(bound, row)]
-    except NotOneRun:
+    except NotContiguous:
         return []
     return [affine(bound.xreplace({row: limit})).node() for limit in limits]
 
 
-def _refuse_scattered(lows: list[Node], highs: list[Node], row: Node) -> None:
-    """Runs of neighbouring rows that leap apart (k == 1000 * q) leave holes in a tile's hull: lists are better."""
+def _require_adjacent(lows: list[Node], highs: list[Node], row: Node) -> None:
+    """Raises NotContiguous if the ranges of neighbouring rows are far apart, as for k == 1000 * q.
+
+    The range of a tile would then have holes, and tile lists are better.
+    """
 
     def next_row(node: Node) -> Affine:
         return affine(node.xreplace({row: ops.Add(row, sympy.Integer(1))}))
@@ -244,13 +259,13 @@ def _refuse_scattered(lows: list[Node], highs: list[Node], row: Node) -> None:
             rising = _slope(low, row) > 1 and _slope(high, row) > 1
             falling = _slope(low, row) < -1 and _slope(high, row) < -1
             if rising and not at_most(next_row(low), affine(high) + FINE):
-                raise NotOneRun
+                raise NotContiguous
             if falling and not at_most(low, next_row(high) + FINE):
-                raise NotOneRun
+                raise NotContiguous
 
 
 def _slope(node: Node, row: Node) -> Fraction:
-    """How steep the node is in the row, roughly: a policy, not a proof."""
+    """Returns the approximate slope of the node in the row. It is used for a heuristic, not for a proof."""
     if node == row:
         return Fraction(1)
     if not contains(node, row):
@@ -266,7 +281,7 @@ def _slope(node: Node, row: Node) -> Fraction:
 
 
 def _is_fine_grained(origin: Node) -> bool:
-    """Whether a comparison repeats every few queries and keys, as (q - k) % 4 == 0 does, and reads no array."""
+    """Returns whether a comparison has short periods in q and k, as (q - k) % 4 == 0, and reads no array."""
     periods = [_period(origin, index) for index in (ops.QUERY, ops.KEY)]
     return not origin.atoms(ops.Load) and all(period is not None and period <= FINE for period in periods)
 
@@ -289,24 +304,24 @@ def _is_polynomial(node: Node) -> bool:
     return isinstance(node, (sympy.Integer, sympy.Symbol, ops.Capture))
 
 
-def _unite_all(runs: list[Run]) -> list[Run]:
-    """Unites pairs until none is left that is provably one run."""
-    for place, first in enumerate(runs):
-        for other in range(place + 1, len(runs)):
-            united = _unite(first, runs[other])
+def _unite_all(ranges: list[RowRange]) -> list[RowRange]:
+    """Unites pairs of ranges until no union of two is provably contiguous."""
+    for position, first in enumerate(ranges):
+        for other in range(position + 1, len(ranges)):
+            united = _unite(first, ranges[other])
             if united is not None:
-                return _unite_all([*runs[:place], united, *runs[place + 1 : other], *runs[other + 1 :]])
-    return runs
+                return _unite_all([*ranges[:position], united, *ranges[position + 1 : other], *ranges[other + 1 :]])
+    return ranges
 
 
-def covers(outer: Run, inner: Run) -> bool:
+def covers(outer: RowRange, inner: RowRange) -> bool:
     return at_most(outer.low, inner.low) and at_most(inner.high, outer.high)
 
 
-def _unite(a: Run, b: Run) -> Run | None:
-    """The union of two runs under the same conditions, where it is one run (but for holes too narrow to matter)."""
+def _unite(a: RowRange, b: RowRange) -> RowRange | None:
+    """Returns the union of two ranges under the same conditions if it is contiguous but for narrow holes, else None."""
     if set(a.conditions) != set(b.conditions):
-        # A run that holds on more rows swallows those it covers.
+        # A range that holds for more rows absorbs those that it covers.
         for outer, inner in ((a, b), (b, a)):
             if set(outer.conditions) < set(inner.conditions) and covers(outer, inner):
                 return outer
@@ -319,13 +334,13 @@ def _unite(a: Run, b: Run) -> Run | None:
     if not (same_low or same_high or _touch(a, b, FINE - 1)):
         return None
     low, high = minimum_of([a.low, b.low]), maximum_of([a.high, b.high])
-    one_run = a.exact and b.exact and (same_low or same_high or _touch(a, b, 0))
-    return Run(low, high, a.conditions, ((low, high),) if one_run else _all_full(a, b))
+    contiguous = a.exact and b.exact and (same_low or same_high or _touch(a, b, 0))
+    return RowRange(low, high, a.conditions, ((low, high),) if contiguous else _all_full(a, b))
 
 
-def _touch(a: Run, b: Run, gap: int) -> bool:
+def _touch(a: RowRange, b: RowRange, gap: int) -> bool:
     return at_most(a.low, affine(b.high) + gap) and at_most(b.low, affine(a.high) + gap)
 
 
-def _all_full(a: Run, b: Run) -> tuple[tuple[Node, Node], ...]:
+def _all_full(a: RowRange, b: RowRange) -> tuple[tuple[Node, Node], ...]:
     return tuple(dict.fromkeys(a.full + b.full))
