@@ -10,9 +10,9 @@ import numpy as np
 from flashgen.attention.problem import NO_BOUNDS, Bounds
 from flashgen.errors import ArgumentError, UnsupportedError
 from flashgen.language.operations import LONGEST
-from flashgen.language.spec import RAGGED_ARGUMENTS, AttentionSpec
+from flashgen.language.spec import VARLEN_ARGUMENTS, AttentionSpec
 
-_ARRAYS, _BOUNDS = RAGGED_ARGUMENTS[:3], RAGGED_ARGUMENTS[3:]
+_ARRAYS, _BOUNDS = VARLEN_ARGUMENTS[:3], VARLEN_ARGUMENTS[3:]
 _AXES = 3  # tokens, heads, dim
 _NO_ARRAYS: Mapping[str, Any] = {}
 
@@ -26,7 +26,7 @@ def taken_apart(
     of a k of other tokens, begin.
     """
     if not spec.is_ragged:
-        own = [name for name in RAGGED_ARGUMENTS if name in given] if given else []
+        own = [name for name in VARLEN_ARGUMENTS if name in given] if given else []
         unknown = [name for name in own if all(capture.name != name for capture in spec.captures)]
         if unknown:
             raise ArgumentError(f"{unknown[0]} is of ragged batches: make the spec with layout='thd', or leave it out")
@@ -40,7 +40,7 @@ def taken_apart(
     else:
         check_shared_offsets(arrays, q, k)
         arrays.setdefault("cu_seqlens_k", arrays["cu_seqlens_q"])
-    captures = {name: value for name, value in given.items() if name not in RAGGED_ARGUMENTS}
+    captures = {name: value for name, value in given.items() if name not in VARLEN_ARGUMENTS}
     return arrays, (_bound(given, "max_seqlen_q"), _bound(given, "max_seqlen_k")), captures
 
 

@@ -34,7 +34,7 @@ CPLUSPLUS_KEYWORDS = frozenset({
 
 
 def check_name(name: Any) -> str:
-    """The name, if a capture may have it: a C++ and Python identifier that means nothing else in a call."""
+    """Returns the name of a capture. Raises SpecError for names that C++ or Python reserve or that calls use."""
     if not isinstance(name, str) or not name.isidentifier() or not name.isascii() or len(name) > 64:
         raise SpecError(f"capture name {name!r} must be an ASCII identifier of at most 64 characters, e.g. 'slopes'")
     if name.startswith("_") or "__" in name:

@@ -82,14 +82,14 @@ class BlockLayout:
         found = _integers(indices, "indices")
         if not 1 <= lengths.ndim < _MAX_DIMENSIONS or found.shape[:-1] != lengths.shape:
             raise ArgumentError(
-                f"counts {lengths.shape} and indices {found.shape}: give (…, blocks_q) and (…, blocks_q, room)"
+                f"counts {lengths.shape} and indices {found.shape}: give (…, blocks_q) and (…, blocks_q, capacity)"
             )
-        room = found.shape[-1]
-        if lengths.size and not 0 <= lengths.min() <= lengths.max() <= room:
-            raise ArgumentError(f"counts go from {lengths.min()} to {lengths.max()}; indices has room for {room}")
-        rows, slots = np.nonzero(np.arange(room) < lengths.reshape(-1, 1))
+        capacity = found.shape[-1]
+        if lengths.size and not 0 <= lengths.min() <= lengths.max() <= capacity:
+            raise ArgumentError(f"counts go from {lengths.min()} to {lengths.max()}; indices has room for {capacity}")
+        rows, slots = np.nonzero(np.arange(capacity) < lengths.reshape(-1, 1))
         dense = np.zeros((lengths.size, _shape((1, blocks_k))[1]), np.bool_)
-        _mark(dense, rows, found.reshape(-1, room)[rows, slots], "indices")
+        _mark(dense, rows, found.reshape(-1, capacity)[rows, slots], "indices")
         return cls(dense.reshape(*lengths.shape, -1) if dense.size else np.zeros((*lengths.shape, blocks_k), np.bool_))
 
     @property

@@ -232,7 +232,7 @@ def call_numpy(function: Any, how: str, arguments: tuple[Any, ...], keywords: di
     """Handles a NumPy ufunc or function that is called with a traced value."""
     name = getattr(function, "__name__", str(function))
     if how != "__call__" or keywords.get("out") is not None:
-        raise SpecError(f"numpy.{name}.{how} cannot be traced: it needs whole arrays")
+        raise SpecError(f"numpy.{name}.{how} cannot be traced: it needs arrays, not elements")
     return call(f"numpy.{name}", name, FUNCTIONS, arguments, keywords)
 
 

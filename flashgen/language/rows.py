@@ -10,13 +10,13 @@ from flashgen.language import operations as ops
 from flashgen.language.trace import Columns, Traced, apply, lift, logic, shift
 
 MAX_COLUMNS = 16
-"""The most columns of a row. With 32 columns NVRTC takes minutes for a kernel."""
+"""The largest number of columns of a row. With 32 columns NVRTC takes minutes for a kernel."""
 ROW_ANSWERS: dict[str, Callable[..., Any]] = {}
 """The handlers of rows for torch functions and tensor methods, filled in by `protocols`, a higher layer."""
 
 
 class Row(Columns):
-    """A row of up to 16 traced values. Operations with numbers, traced values and other rows are element-wise."""
+    """A row of up to MAX_COLUMNS traced values. Operations with numbers, traced values and rows are element-wise."""
 
     __hash__ = None  # type: ignore[assignment]  # == builds expressions
     __array_ufunc__ = None

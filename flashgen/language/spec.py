@@ -23,7 +23,7 @@ from flashgen.language.serialize import fields_from_json, fields_to_json
 from flashgen.language.shards import SHARD_NUMBERS, shard_mask, shard_score
 
 LAYOUTS = ("bhsd", "bshd", "thd")
-RAGGED_ARGUMENTS = ("cu_seqlens_q", "cu_seqlens_k", "seqused_k", "max_seqlen_q", "max_seqlen_k")
+VARLEN_ARGUMENTS = ("cu_seqlens_q", "cu_seqlens_k", "seqused_k", "max_seqlen_q", "max_seqlen_k")
 """The arguments of a call with layout "thd" beside q, k and v. Captures of such a spec may not have these names."""
 MAX_NAME = 96
 MAX_PAGE_SIZE = 256
@@ -125,7 +125,7 @@ class AttentionSpec:
             raise SpecError(f"sink: the mask or the score function reads {self.sink.name!r} too; give one another name")
         for capture in self.captures:
             well_formed.check_same_capture(seen.setdefault(capture.name, capture), capture)
-            if self.is_ragged and capture.name in RAGGED_ARGUMENTS:
+            if self.is_ragged and capture.name in VARLEN_ARGUMENTS:
                 raise SpecError(
                     f"capture {capture.name!r}: with layout='thd' that is an argument of each call; "
                     "give it another name"

@@ -64,7 +64,7 @@ def check_kinds(cls: type[Operation], kinds: list[ops.Kind]) -> None:
         return
     if cls in _LOGIC:
         if set(kinds) != {"bool"}:
-            raise SpecError(f"{spelling(cls)} of {given}: both sides must be booleans, or integers; {_logic_hint}")
+            raise SpecError(f"{spelling(cls)} of {given}: both sides must be booleans, or integers; {_LOGIC_HINT}")
     elif cls is ops.Where:
         if kinds[0] != "bool":
             raise SpecError(f"where() needs a boolean condition, got {kinds[0]}: compare it, e.g. where(x != 0, a, b)")
@@ -78,7 +78,7 @@ def check_kinds(cls: type[Operation], kinds: list[ops.Kind]) -> None:
         raise SpecError(f"{spelling(cls)} needs numbers, got {given}: use to_int(x), or & | ^ ~ for logic")
 
 
-_logic_hint = "a comparison makes a boolean, and binds weaker than & and |, so write (q >= k) & (k < 4)"
+_LOGIC_HINT = "a comparison makes a boolean, and binds weaker than & and |, so write (q >= k) & (k < 4)"
 
 
 def _check_load(operands: tuple[sympy.Basic, ...]) -> None:

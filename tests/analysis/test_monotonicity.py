@@ -1,4 +1,4 @@
-"""Tiles that visit another one stand side by side where that is claimed, and it is claimed of the usual masks."""
+"""Tiles that visit another tile are contiguous where that is claimed, and it is claimed of the usual masks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tiles of which it is said that their scores read the same elements do; and it is said of the usual clipped biases."""
+"""Tiles that are called uniform are, in that their scores read the same elements; and usual clipped biases have them."""
 
 from __future__ import annotations
 
