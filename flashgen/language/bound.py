@@ -55,8 +55,8 @@ class BoundArray:
             return array
         if self.dtype.startswith("int") and not _fits(array, np.iinfo(self.dtype)) and not _is_jax_tracer(array):
             raise SpecError(
-                f"the array {self._name!r} had values that fit in {self.dtype} when its function was traced, and no "
-                "longer fits: create the mask again"
+                f"the array {self._name!r} had values that fit in {self.dtype} when its function was traced, and "
+                "now has others: create the mask again"
             )
         return _converted(array, self.dtype)
 
@@ -187,19 +187,13 @@ def merge_bound(
     taken = named_left | named_right
     for name in sorted(bound_left.keys() & (named_right - bound_right.keys())):
         other = unused_name(name, taken)
-        left, bound_left = (
-            rename_capture(left, name, other),
-            _rename_key(bound_left, name, other),
-        )
+        left, bound_left = rename_capture(left, name, other), _rename_key(bound_left, name, other)
         taken.add(other)
     for name in sorted(bound_right.keys() & named_left):
         if name in bound_left and bound_left[name].original is bound_right[name].original:
             continue
         other = unused_name(name, taken)
-        right, bound_right = (
-            rename_capture(right, name, other),
-            _rename_key(bound_right, name, other),
-        )
+        right, bound_right = rename_capture(right, name, other), _rename_key(bound_right, name, other)
         taken.add(other)
     return left, right, {**bound_left, **bound_right}
 

@@ -198,8 +198,8 @@ class AttentionSpec:
     def from_json(text: str) -> AttentionSpec:
         """Returns the spec of a JSON text, from `to_json` or written by hand.
 
-        In JSON written by hand, fields may be left out, and a mask or score may be an expression such as "causal() &
-        sliding_window(1024)".
+        JSON written by hand may omit fields, and may give a mask or score as an expression such as
+        "causal() & sliding_window(1024)".
 
         Raises:
             SpecError: The text does not describe a spec.

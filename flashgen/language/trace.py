@@ -193,8 +193,7 @@ class Traced:
     def __invert__(self) -> Traced:
         return negate(self)
 
-    # Operations that a traced value refuses
-    # -----------------------------------------------------------------------------
+    # Operations that a traced value refuses ---------------------------------------------------------------------------
 
     def __bool__(self) -> bool:
         raise SpecError(
@@ -235,8 +234,7 @@ class Traced:
     def __trunc__(self) -> Traced:
         return self if self.kind == "int" else apply(ops.ToInt, self)
 
-    # Attributes and functions of tensors, so that FlexAttention's functions run unchanged
-    # -------------------------------
+    # Attributes and functions of tensors, so that FlexAttention's functions run unchanged -----------------------------
 
     def __getattr__(self, name: str) -> Any:
         return ANSWERS["method"](self, name)
@@ -313,7 +311,8 @@ def _lift_error(value: Any) -> str:
     if hasattr(value, "shape") or isinstance(value, (list, tuple)):
         return (
             f"an array ({type(value).__name__}) is not a number of a traced function: create it outside of the "
-            "function and index it there, one index per dimension, or a flashgen.Tensor(name, dtype, ndim)"
+            "function and index it there, one index per dimension, or declare flashgen.Tensor(name, dtype, ndim), "
+            "index that, and give the array at the call"
         )
     if callable(value):
         named = getattr(value, "__name__", None) or getattr(value, "name", None) or type(value).__name__

@@ -1,4 +1,4 @@
-"""Tiles that are called uniform are, in that their scores read the same elements; and usual clipped biases have them."""
+"""Tiles that are called uniform are: their scores read the same elements. Usual clipped biases have such tiles."""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ def test_lists_for_heads_and_batches() -> None:
         (lambda: fg.BlockLayout.from_bsr([0], [], (0, 2)), "positive"),
         (lambda: fg.BlockLayout.from_lists([1, 3], [[0, 1], [0, 1]], 4), "room for 2"),
         (lambda: fg.BlockLayout.from_lists([1, 1], [[0], [9]], 4), "holds 9"),
-        (lambda: fg.BlockLayout.from_lists([[1]], [0], 4), "blocks_q, room"),
+        (lambda: fg.BlockLayout.from_lists([[1]], [0], 4), "blocks_q, capacity"),
     ],
 )
 def test_what_is_no_layout_is_refused(make: Callable[[], Any], message: str) -> None:

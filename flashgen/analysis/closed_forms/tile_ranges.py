@@ -8,11 +8,11 @@ The rules:
 - What an array read at q, k or h decides is left open if it concerns the same number of keys in sequences of any length
   (the tree of a draft after its prefix). These keys are visited and masked. If the number grows with the length, the
   result is None.
-- The result is None if an integer may wrap, if a comparison is not supported, if the ranges of the rows are not
-  provably contiguous (global tokens beside a window) or far apart from row to row, or if the mask depends on the head
-  and `per_head` is false.
+- The result is None if an integer may wrap, if a comparison is not supported, if the keys of a row are not provably one
+  contiguous range (global tokens beside a window), if the ranges of neighbouring rows are far apart, or if the mask
+  depends on the head and `per_head` is false.
 - A comparison with a period of at most 16 in q and k (dilation) does not change the bounds and empties the FULL range.
-- A condition on rows or on scalars selects between the bounds and nothing.
+- A condition on rows or on scalars selects between the bounds and an empty range.
 """
 
 from __future__ import annotations
@@ -190,8 +190,7 @@ def _fit_int32(found: TileRange, direction: Direction) -> TileRange | None:
     bounds = [getattr(found, field.name) for field in fields(found)]
     if any(calls.wraps_within(bound) for bound in bounds):
         return None
-    # A range from beyond the length is as empty as one from the length, and one that ends before 0 as one that ends at
-    # 0.
+    # A range that begins beyond the length is empty, as is one that begins at it. The same holds for ends up to 0.
     within = [ops.Minimum(direction.length, bound) for bound in bounds[::2]]
     within += [ops.Maximum(_ZERO, bound) for bound in bounds[1::2]]
     begin, full_begin, end, full_end = (
