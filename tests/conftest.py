@@ -20,6 +20,8 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 import rotation  # beside this file, which importlib does not put on the path
 
+pytest_plugins = ["random_variants.running"]
+
 _CACHE = "FLASHGEN_CACHE_DIR"
 _owned_cache: str | None = None
 

@@ -20,7 +20,7 @@ from flashgen.cli.options import (
     Target,
     with_spec_options,
 )
-from flashgen.cli.random_cases import Count, Jobs, Minutes, Random, check_beside, options_of, verify_random
+from flashgen.cli.random_cases import Cases, Jobs, Minutes, Random, refuse_random
 from flashgen.cli.specs import load_spec, load_variant
 from flashgen.cli.verify_rows import Sweep
 
@@ -40,8 +40,6 @@ flashgen verify "causal()" --emulate --sanitize thread --schedules 4
 flashgen verify --pass backward --deterministic --schedules 100
 
 flashgen verify "causal()" --source edited.cu --emulate
-
-flashgen verify --random --minutes 60 --jobs 2 --emulate
 """
 
 
@@ -74,7 +72,7 @@ def verify(
         ),
     ] = None,
     random: Random = False,
-    count: Count = None,
+    count: Cases = None,
     minutes: Minutes = None,
     jobs: Jobs = 1,
     json: Json = False,
@@ -89,15 +87,21 @@ def verify(
     file may be a [cyan]flashgen.verify.Variant[/], which makes its own captures. It runs on this machine's GPU, or,
     saying so, on the emulator where there is none. --source runs what [cyan]flashgen show SPEC --output DIR/[/] wrote
     and you edited.
-
-    With --random, in place of SPEC: variants drawn from a grammar of the whole language, against a reference that
-    shares nothing with the oracle. Each case follows from one number; what fails is made small, and printed with the
-    command that runs it again.
     """
     from flashgen.build.host import find_compiler
     from flashgen.cli.machine import engine_text, gpus
     from flashgen.verify import verify as verify_cases
 
+    if random or count or minutes or jobs > 1:
+        refuse_random(
+            emulate=emulate or sanitize is not None or not gpus(),
+            minutes=minutes,
+            jobs=jobs,
+            seed=seed,
+            pass_=passes.value,
+            target=target,
+            sanitize=sanitize,
+        )
     if not emulate and sanitize is None and not gpus():
         note("no GPU here: the emulator runs the emitted CUDA on this CPU")
         emulate = True
@@ -106,13 +110,6 @@ def verify(
         find_compiler()  # whose absence is this machine's and not each case's
     where = ("emulator" if emulate else engine_text(emulate), target, sanitize)
     note(f"engine: {', '.join(part for part in where if part)}")
-    given = {"SPEC": bool(specs or options.given()), "--all": every, "--schedules": schedules > 1}
-    given |= {"--deterministic": deterministic, "--source": source is not None}
-    check_beside(random, given, {"--cases": bool(count), "--minutes": bool(minutes), "--jobs": jobs > 1})
-    if random:
-        narrowed = options_of(target, passes.chosen, sanitize, emulate)
-        verify_random(seed, narrowed, count, minutes, jobs, json)
-        return
     cases = chosen_cases(specs, options, every)
     if source is not None:
         how = {"target": target, "emulate": emulate, "sanitize": sanitize, "deterministic": deterministic}

@@ -14,9 +14,10 @@ import numpy as np
 from flashgen import reference
 from flashgen.runtime.arrays import numpy_dtype
 from flashgen.verify.problems import Inputs
-from flashgen.verify.random.meaning import Array, Meaning, Sizes
-from flashgen.verify.random.sample import Sample
-from flashgen.verify.random.standard import Call, Sequences
+from random_variants.meaning import Array, Meaning, Sizes
+from random_variants.predicates import in_four
+from random_variants.samples import Sample
+from random_variants.standard import Call, Sequences
 
 _LENGTHS, _PAGES = 4, 5  # streams of random numbers of their own
 _MOST = {"int8": 127.0, "float8_e4m3fn": 448.0}
@@ -128,9 +129,8 @@ class Cached(Sample):
         calls = {}
         for length in sorted(set(self.lengths)):
             sizes = Sizes(shape.batch, shape.heads_q, shape.len_q, length)
-            allowed = Meaning(sizes, self.checked.captures).of(self.recipe.mask)
-            four = allowed.reshape((1,) * (4 - allowed.ndim) + allowed.shape)
-            calls[length] = self._call(q, k[:, :, :length], v[:, :, :length], four)
+            allowed = in_four(Meaning(sizes, self.checked.captures).of(self.case.mask))
+            calls[length] = self._call(q, k[:, :, :length], v[:, :, :length], allowed)
         return calls
 
     @cached_property

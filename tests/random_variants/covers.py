@@ -12,7 +12,7 @@ import sympy
 from flashgen.analysis.closed_forms.tile_ranges import TileRange, evaluate_range, key_range, query_range
 from flashgen.analysis.tile_classes import EMPTY, FULL, TileMap, tile_map
 from flashgen.language.operations import BATCH
-from flashgen.verify.random.meaning import Sizes
+from random_variants.meaning import Sizes
 
 Array = np.ndarray[Any, Any]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from flashgen.verify.random.judging import Judged, complaint
+from random_variants.judging import Judged, complaint
 
 RIGHT = np.linspace(-1, 1, 64)
 LOW = RIGHT + 1e-3

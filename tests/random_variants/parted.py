@@ -12,7 +12,7 @@ import numpy as np
 
 from flashgen.attention.gradients import Gradients
 from flashgen.language.shards import BLOCK_K
-from flashgen.verify.random.meaning import Array
+from random_variants.meaning import Array
 
 if TYPE_CHECKING:
     from flashgen.attention import Attention

@@ -6,20 +6,12 @@ import numpy as np
 import pytest
 
 from flashgen import reference
-from flashgen.verify.random.meaning import Meaning, Sizes
-from flashgen.verify.random.standard import Call, Unjudged, random_bytes
-from flashgen.verify.random.terms import Declared, Term
+from random_variants.meaning import Meaning, Sizes
+from random_variants.standard import Call, Unjudged, random_bytes
+from random_variants.terms import Declared, Term, integer, number
 
 SIZES = Sizes(2, 3, 7, 11)
 Q, K = Term("q"), Term("k")
-
-
-def integer(value: int) -> Term:
-    return Term("int", (value,))
-
-
-def number(value: float) -> Term:
-    return Term("float", (value,))
 
 
 def of(term: Term, **captures: object) -> np.ndarray:
@@ -44,8 +36,8 @@ PYTHON = {
 @pytest.mark.parametrize("op", PYTHON)
 @pytest.mark.parametrize("shift", [0, 3, -40])
 def test_integers_are_pythons(op: str, shift: int) -> None:
-    left, right = Term("-", (Q, integer(3))), Term("+", (K, integer(shift)))
-    found = of(Term(op, (left, right)))[0, 0]
+    left, right = Term("-", Q, integer(3)), Term("+", K, integer(shift))
+    found = of(Term(op, left, right))[0, 0]
     expected = [[PYTHON[op](q - 3, k + shift) for k in range(SIZES.len_k)] for q in range(SIZES.len_q)]
     np.testing.assert_array_equal(found, expected)
 
@@ -53,11 +45,11 @@ def test_integers_are_pythons(op: str, shift: int) -> None:
 @pytest.mark.parametrize(
     ("term", "value"),
     [
-        (Term("+", (K, integer(2**31 - 5))), 2**31 + 5),
-        (Term("neg", (integer(-(2**31)),)), 2**31),
-        (Term("<<", (Term("*", (K, integer(2**31 - 1))), integer(3))), 80 * (2**31 - 1)),
-        (Term("*", (Term("*", (integer(2**30), integer(2**30))), K)), (10 * 2**60 + 2**63) % 2**64 - 2**63),
-        (Term("+", (Term("scalar", ("ids",)), K)), -(2**63) + 9),
+        (Term("+", K, integer(2**31 - 5)), 2**31 + 5),
+        (Term("neg", integer(-(2**31))), 2**31),
+        (Term("<<", Term("*", K, integer(2**31 - 1)), integer(3)), 80 * (2**31 - 1)),
+        (Term("*", Term("*", integer(2**30), integer(2**30)), K), (10 * 2**60 + 2**63) % 2**64 - 2**63),
+        (Term("+", Term("scalar", "ids"), K), -(2**63) + 9),
     ],
 )
 def test_integers_are_exact_to_64_bits_and_wrap(term: Term, value: int) -> None:
@@ -65,32 +57,32 @@ def test_integers_are_exact_to_64_bits_and_wrap(term: Term, value: int) -> None:
 
 
 def test_floats_that_decide_in_a_score_are_float32s() -> None:
-    third = Term("*", (Q, number(1 / 3)))
+    third = Term("*", Q, number(1 / 3))
     meaning = Meaning(SIZES, {}, np.float64)
-    assert meaning.of(Term("floor", (Term("*", (Q, number(0.1 / 0.3))),))).dtype == np.float64
-    assert (meaning.of(Term("==", (third, number(1.0))))[0, 0, 3] == (np.float32(3) * np.float32(1 / 3) == 1)).all()
+    assert meaning.of(Term("floor", Term("*", Q, number(0.1 / 0.3)))).dtype == np.float64
+    assert (meaning.of(Term("==", third, number(1.0)))[0, 0, 3] == (np.float32(3) * np.float32(1 / 3) == 1)).all()
     assert meaning.of(third)[0, 0, 1, 0] == 1 / 3
 
 
 def test_named_masks_count_in_integers_of_any_size() -> None:
-    window = Term("sliding_window", (Term("scalar", ("width",)), integer(2**31 - 1), "top_left"))
+    window = Term("sliding_window", Term("scalar", "width"), integer(2**31 - 1), "top_left")
     assert of(window, width=2**31 - 1).all()
-    assert not of(Term("sliding_window", (Term("scalar", ("width",)), integer(0), "top_left")), width=-(2**31)).any()
+    assert not of(Term("sliding_window", Term("scalar", "width"), integer(0), "top_left"), width=-(2**31)).any()
 
 
 def test_floats_of_a_mask_are_float32s() -> None:
     """q · 1.1 and k · 0.1 are rounded each: 3 · 1.1 is more than 33 · 0.1 in float32, and not in float64."""
-    difference = Term("-", (Term("*", (Q, number(1.1))), Term("*", (K, number(0.1)))))
-    positive = Meaning(Sizes(1, 1, 4, 34), {}).of(Term(">", (difference, number(0.0))))
+    difference = Term("-", Term("*", Q, number(1.1)), Term("*", K, number(0.1)))
+    positive = Meaning(Sizes(1, 1, 4, 34), {}).of(Term(">", difference, number(0.0)))
     assert positive[0, 0, 3, 33] == (np.float32(3) * np.float32(1.1) > np.float32(33) * np.float32(0.1))
-    assert of(Term("==", (Term("floor", (Term("/", (Term("*", (integer(41), K)), integer(41))),)), K))).all()
+    assert of(Term("==", Term("floor", Term("/", Term("*", integer(41), K), integer(41))), K)).all()
 
 
 def test_loads_are_clamped_and_conversions_saturate() -> None:
-    load = Term("load", ("ids", Term("-", (Q, integer(2)))))
+    load = Term("load", "ids", Term("-", Q, integer(2)))
     np.testing.assert_array_equal(of(load, ids=np.array([5, 6, 7], np.int8))[0, 0, :, 0], [5, 5, 5, 6, 7, 7, 7])
     values = {"a": np.array([np.nan, np.inf, -np.inf, 2.9, -2.9, 3e9, -3e9], np.float32)}
-    whole = of(Term("to_int", (Term("load", ("a", Q)),)), **values)[0, 0, :, 0]
+    whole = of(Term("to_int", Term("load", "a", Q)), **values)[0, 0, :, 0]
     assert whole.tolist() == [0, 2**31 - 1, -(2**31), 2, -2, 2**31 - 1, -(2**31)]
 
 
@@ -101,14 +93,14 @@ def test_dropouts_bytes_are_the_documented_ones() -> None:
 
 
 SCORE = Term("score")
-LOGARITHM = Term("log", (Term("+", (Term("abs", (SCORE,)), number(1.0))),))
-GROWTH = Term("exp2", (Term("min", (SCORE, number(0.5))),))
+LOGARITHM = Term("log", Term("+", Term("abs", SCORE), number(1.0)))
+GROWTH = Term("exp2", Term("min", SCORE, number(0.5)))
 SCORES = {
-    "softcap": Term("softcap", (SCORE, number(2.0), "accurate")),
-    "table": Term("relative_bias", (Term("alibi_table", ("slopes", SCORE)), "table", integer(2))),
-    "gain": Term("*", (GROWTH, Term("load", ("slopes", Term("h"))))),
-    "where": Term("where", (Term("<", (Q, K)), Term("tanh", (SCORE,)), LOGARITHM)),
-    "masked": Term("where", (Term("<", (Q, K)), SCORE, number(-np.inf))),
+    "softcap": Term("softcap", SCORE, number(2.0), "accurate"),
+    "table": Term("relative_bias", Term("alibi_table", "slopes", SCORE), "table", integer(2)),
+    "gain": Term("*", GROWTH, Term("load", "slopes", Term("h"))),
+    "where": Term("where", Term("<", Q, K), Term("tanh", SCORE), LOGARITHM),
+    "masked": Term("where", Term("<", Q, K), SCORE, number(-np.inf)),
 }
 DECLARED = {"slopes": Declared("float32", 1, True), "table": Declared("float32", 2, True)}
 
@@ -134,7 +126,7 @@ OTHERS = np.array([0.0, 0.0, -0.0, -0.0, -0.0, np.nan, np.nan], np.float32)
 @pytest.mark.parametrize("real", [np.float32, np.float64, np.complex128])
 def test_extremes_of_zeros_and_of_nan(op: str, signs: list[int], real: type) -> None:
     """-0.0 is less than 0.0, and of a NaN and a number the number is meant."""
-    term = Term(op, (Term("load", ("a", Q)), Term("load", ("b", Q))))
+    term = Term(op, Term("load", "a", Q), Term("load", "b", Q))
     found = np.real(Meaning(SIZES, {"a": ZEROS, "b": OTHERS}, real).of(term))[0, 0, :, 0]
     assert np.isnan(found).tolist() == [False] * 6 + [True]
     assert np.signbit(found)[:6].tolist() == signs
@@ -143,11 +135,11 @@ def test_extremes_of_zeros_and_of_nan(op: str, signs: list[int], real: type) -> 
 @pytest.mark.parametrize(
     ("term", "slope"),
     [
-        (Term("max", (SCORE, number(0.0))), 0.5),
-        (Term("min", (number(0.0), SCORE)), 0.5),
-        (Term("min", (Term("*", (SCORE, number(3.0))), SCORE)), 2.0),
-        (Term("max", (SCORE, number(-1.0))), 1.0),
-        (Term("abs", (SCORE,)), 0.0),
+        (Term("max", SCORE, number(0.0)), 0.5),
+        (Term("min", number(0.0), SCORE), 0.5),
+        (Term("min", Term("*", SCORE, number(3.0)), SCORE), 2.0),
+        (Term("max", SCORE, number(-1.0)), 1.0),
+        (Term("abs", SCORE), 0.0),
     ],
 )
 def test_slopes_where_two_are_equal(term: Term, slope: float) -> None:
@@ -184,7 +176,7 @@ def test_gradients_are_those_of_differences(name: str) -> None:
 
 def test_scores_without_a_value_are_not_judged() -> None:
     with pytest.raises(Unjudged):
-        _ = call_of(Term("+", (SCORE, number(np.inf)))).scores
+        _ = call_of(Term("+", SCORE, number(np.inf))).scores
 
 
 @pytest.mark.parametrize("name", SCORES)
@@ -199,7 +191,7 @@ def test_what_kinks_leave_unsure(name: str) -> None:
     for each, off in unsure.items():
         assert (off >= 0).all() and off.max() <= 1e-4 * np.abs(gradients[each]).max()
     if unsure:
-        at_kink = Term("abs", (Term("tanh", (Term("*", (SCORE, number(1e-8))),)),))
+        at_kink = Term("abs", Term("tanh", Term("*", SCORE, number(1e-8))))
         call = call_of(at_kink)
         gradients, unsure = call.gradients(d_out, None), call.unsure(d_out, None)
         assert all((unsure[each] >= np.abs(gradients[each])).all() for each in ("dq", "dk"))

@@ -1,7 +1,8 @@
-"""Compares a case's mask by brute force with what the oracle and the analysis say of it."""
+"""Compares the mask of a case, evaluated by brute force, with what the oracle and the analysis say of it."""
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -10,22 +11,27 @@ import numpy as np
 
 from flashgen.language import operations as ops
 from flashgen.language.evaluate import evaluate
-from flashgen.verify.random.covers import lie_of_analysis
-from flashgen.verify.random.meaning import Array, Meaning, Sizes
-from flashgen.verify.random.outcome import Counts, Found
-from flashgen.verify.random.recipe import SINKS, Problem, Recipe
-from flashgen.verify.random.values import materialised
+from random_variants.captures import materialized
+from random_variants.cases import SINKS, Case, Problem
+from random_variants.covers import lie_of_analysis
+from random_variants.meaning import Array, Meaning, Sizes
 
 if TYPE_CHECKING:
     from flashgen.language import AttentionSpec
 
-
 _SINKS = 3  # a stream of random numbers of its own
+
+
+class Found(AssertionError):
+    """A mistake was found; the message begins with its kind: wrong, tiles, oracle or not deterministic."""
+
+    def __init__(self, kind: str, message: str) -> None:
+        super().__init__(f"{kind}: {message}")
 
 
 @dataclass(frozen=True)
 class Checked:
-    """A call, and what its mask allows:  bool, broadcastable to (batch, heads_q, len_q, len_k)."""
+    """A call, and what its mask allows: bool, broadcastable to (batch, heads_q, len_q, len_k)."""
 
     problem: Problem
     captures: dict[str, Any]
@@ -41,16 +47,16 @@ def sizes_of(problem: Problem) -> Sizes:
     return Sizes(shape.batch, shape.heads_q, shape.len_q, shape.len_k)
 
 
-def check_predicates(recipe: Recipe, spec: AttentionSpec, counts: Counts) -> list[Checked]:
+def check_predicates(case: Case, spec: AttentionSpec, counts: Counter[str]) -> list[Checked]:
     """The calls, with what their masks mean. Raises Found where the oracle or the analysis differs from it."""
     checked = []
-    for problem in recipe.problems:
-        captures = materialised(problem.values, recipe.declared)
-        if recipe.sink:
+    for problem in case.problems:
+        captures = materialized(problem.values, case.declared)
+        if case.sink:
             random = np.random.default_rng((problem.seed, _SINKS))
             captures[SINKS] = 2 * random.standard_normal(problem.shape.heads_q, np.float32)
         sizes = sizes_of(problem)
-        allowed = _in_four(Meaning(sizes, captures).of(recipe.mask))
+        allowed = in_four(Meaning(sizes, captures).of(case.mask))
         counts["predicates"] += 1
         checked.append(Checked(problem, captures, allowed))
         if 0 in sizes:
@@ -63,22 +69,16 @@ def check_predicates(recipe: Recipe, spec: AttentionSpec, counts: Counts) -> lis
     return checked
 
 
-def _in_four(allowed: Array) -> Array:
+def in_four(allowed: Array) -> Array:
+    """The array with four axes."""
     return allowed.reshape((1,) * (4 - allowed.ndim) + allowed.shape)
 
 
 def _check_oracle(spec: AttentionSpec, allowed: Array, sizes: Sizes, captures: dict[str, Any]) -> None:
-    def along(axis: int) -> Array:
-        return np.arange(sizes[axis]).reshape([-1 if own == axis else 1 for own in range(4)])
-
-    values = {symbol: along(axis) for axis, symbol in enumerate(ops.INDICES)}
-    lengths: dict[Any, Any] = {ops.LEN_Q: sizes.len_q, ops.LEN_K: sizes.len_k}
-    ours = _in_four(evaluate(spec.mask.expression, values | lengths, captures))
-    shape = np.broadcast_shapes(ours.shape, allowed.shape)
-    differ = np.broadcast_to(ours, shape) != np.broadcast_to(allowed, shape)
-    if differ.any():
-        place = tuple(int(index) for index in np.argwhere(differ)[0])
-        right = bool(np.broadcast_to(allowed, shape)[place])
-        raise Found(
-            "oracle", f"{tuple(sizes)}: mask differs at {int(differ.sum())} of {differ.size}: {place}, {right} is right"
-        )
+    values: dict[Any, Any] = dict(zip(ops.INDICES, np.ogrid[tuple(map(slice, sizes))], strict=True))
+    values |= {ops.LEN_Q: sizes.len_q, ops.LEN_K: sizes.len_k}
+    theirs, ours = np.broadcast_arrays(in_four(evaluate(spec.mask.expression, values, captures)), allowed)
+    if (theirs != ours).any():
+        place = tuple(map(int, np.argwhere(theirs != ours)[0]))
+        count = f"{int((theirs != ours).sum())} of {ours.size}"
+        raise Found("oracle", f"{tuple(sizes)}: mask differs at {count}: {place}, {bool(ours[place])} is right")

@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from flashgen.verify.random.meaning import Meaning, Sizes, bias_entry
-from flashgen.verify.random.terms import Declared, Term
+from random_variants.meaning import Meaning, Sizes, bias_entry
+from random_variants.terms import Declared, Term
 
 Array = np.ndarray[Any, Any]
 SCORE = Term("score")
@@ -240,7 +240,7 @@ def loads_of(name: str, score: Term | None, ndim: int) -> Iterator[Term]:
         if part.op == "load" and part.args[0] == name:
             found[part] = None
         elif part.op == "alibi_table" and part.args[0] == name:
-            found[Term("load", (name, *(Term(index) for index in ("b", "h")[-ndim:])))] = None
+            found[Term("load", name, *map(Term, ("b", "h")[-ndim:]))] = None
         elif part.op == "relative_bias" and part.args[1] == name:
             found[bias_entry(name, ndim, part.args[2])] = None
     yield from found

@@ -1,4 +1,4 @@
-"""One draw of a call's arrays: what the kernel gives for them, and what it should give."""
+"""One draw of the arrays of a call: what the kernel computes from them, and what it should."""
 
 from __future__ import annotations
 
@@ -16,12 +16,11 @@ from flashgen.language import AttentionSpec, Mask
 from flashgen.runtime.arrays import numpy_dtype
 from flashgen.verify.gradients import gradients_by_name, poisoned_gradients, random_gradients, same_bits
 from flashgen.verify.problems import Inputs, poisoned_outputs
-from flashgen.verify.random.judging import Judged
-from flashgen.verify.random.meaning import Array
-from flashgen.verify.random.outcome import Found
-from flashgen.verify.random.predicates import Checked
-from flashgen.verify.random.recipe import SINKS, Recipe
-from flashgen.verify.random.standard import Call
+from random_variants.cases import SINKS, Case
+from random_variants.judging import Judged
+from random_variants.meaning import Array
+from random_variants.predicates import Checked, Found
+from random_variants.standard import Call
 
 if TYPE_CHECKING:
     from flashgen.attention import Attention
@@ -36,14 +35,14 @@ _ROUNDING = 1e-11  # float64's, relative to the largest number, and to the large
 class Sample:
     """One draw of q, k and v for a call of a case."""
 
-    recipe: Recipe
+    case: Case
     spec: AttentionSpec
     checked: Checked
     seed: int
 
     @property
     def inputs(self) -> Inputs:
-        """What the reference is given."""
+        """What the reference gets."""
         return self.drawn
 
     @cached_property
@@ -72,10 +71,10 @@ class Sample:
         return self._with_garbage()
 
     def _with_garbage(self) -> Inputs:
-        """`inputs`, with garbage where calls promise that it does not matter.
+        """`inputs`, with garbage where it must not matter.
 
-        "garbage": k and v are NaN, which rows that attend to nothing must not read. "padding": for keys that the mask
-        forbids to every row, k is NaN and v as large as its dtype allows.
+        "garbage": k and v are NaN, which rows with nothing to attend to must not read. "padding": for keys that the
+        mask forbids to every row, k is NaN and v as large as its dtype allows.
         """
         way, inputs = self.checked.problem.inputs, self.inputs
         if way not in ("garbage", "padding"):
@@ -103,7 +102,7 @@ class Sample:
 
     @property
     def has_gradients(self) -> bool:
-        """Whether the backward promises all gradients, which it does not where k and v are garbage."""
+        """Whether the gradients are defined, which they are not where k and v hold garbage."""
         return self.checked.problem.inputs not in ("garbage", "padding")
 
     @cached_property
@@ -115,7 +114,7 @@ class Sample:
 
     @property
     def options(self) -> dict[str, Any]:
-        """What a call takes by keyword."""
+        """The keyword arguments of a call."""
         dropout: dict[str, Any] = {"seed": self.seed, "offset": self.seed % 7} if self.spec.dropout else {}
         read = {capture.name for capture in self.spec.captures}  # tracing drops those that `full() | other` would read
         return dropout | {name: value for name, value in self.checked.captures.items() if name in read}
@@ -127,10 +126,10 @@ class Sample:
 
     def _call(self, q: Array, k: Array, v: Array, allowed: Array) -> Call:
         """The reference's call of arrays of float64."""
-        recipe, captures = self.recipe, self.checked.captures
+        case, captures = self.case, self.checked.captures
         dropout = (self.spec.dropout, self.seed, self.seed % 7)
-        sink = captures[SINKS] if recipe.sink else None
-        return Call(q, k, v, self.spec.scale, allowed, recipe.score, captures, recipe.declared, dropout, sink)
+        sink = captures[SINKS] if case.sink else None
+        return Call(q, k, v, self.spec.scale, allowed, case.score, captures, case.declared, dropout, sink)
 
     def _heads_first(self, array: Array) -> Array:
         return (array if self.spec.layout == "bhsd" else array.swapaxes(1, 2)).astype(np.float64)
@@ -140,8 +139,8 @@ class Sample:
         return self._low_of(self.checked.allowed)
 
     def _low_of(self, truth_of_mask: Array) -> tuple[AttentionSpec, dict[str, Any]]:
-        """The spec with its mask given as an array, and its captures: the rule's low precision then has this
-        reference's mask and no other."""
+        """The spec with its mask as a captured array, and its captures, so that standard attention in low precision
+        applies the mask of this reference."""
         truth = fg.Tensor("truth_of_mask", "bool", 4)
         mask: Mask = fg.trace_mask(lambda b, h, q, k: truth[b, h, q, k], "truth")
         spec = AttentionSpec(**{name: getattr(self.spec, name) for name in _FIELDS}, score=self.spec.score, mask=mask)
@@ -151,15 +150,15 @@ class Sample:
         return spec, {**given, **dropout, "truth_of_mask": allowed if allowed.size else np.zeros((1,) * 4, np.bool_)}
 
     def forward(self, compiled: Attention) -> Judged:
-        """The output and its LSE of a call that writes over NaN."""
+        """The output and LSE of a call that gets arrays of NaN to write to."""
         inputs, expected = self.inputs, self.expected
         into = poisoned_outputs(self.spec, inputs.q, inputs.v)
         kernel = self.given
-        how: dict[str, Any] = {} if self.recipe.splits is None else {"num_splits": self.recipe.splits}
+        how: dict[str, Any] = {} if self.case.splits is None else {"num_splits": self.case.splits}
         out, lse = compiled(kernel.q, kernel.k, kernel.v, return_lse=True, out=into, **self.options, **how)
         low = self._low_output()
         found = {"out": self._heads_first(out), "lse": lse}
-        if self.checked.problem.inputs == "garbage":  # calls promise something for rows that attend to nothing alone
+        if self.checked.problem.inputs == "garbage":  # only rows that attend to nothing are defined
             found["out"] = np.where(expected.idle[..., None], found["out"], expected.out)
             found["lse"] = np.where(expected.idle, found["lse"], expected.lse)
         return self._judged(found, {"out": expected.out, "lse": expected.lse}, {"out": low, "lse": expected.lse})
@@ -171,7 +170,7 @@ class Sample:
         return self._heads_first(reference.low_precision(spec, inputs.q, inputs.k, inputs.v, **given))
 
     def backward(self, compiled: Attention) -> Judged:
-        """The gradients of a call that writes over NaN, given the reference's output and LSE."""
+        """The gradients of a call that gets arrays of NaN to write to, and the output and LSE of the reference."""
         spec, given = self._low
         d_out, d_lse = self.d_outs
         inputs = self.inputs
@@ -203,7 +202,7 @@ class Sample:
         return gradients_by_name(compiled.backward(d_out, inputs.q, inputs.k, inputs.v, out, lse, **given))
 
     def _by_name(self, gradients: Mapping[str, Array]) -> dict[str, Array]:
-        """Gradients by name, those of q, k and v with heads before lengths, scaled back as if d_out were around 1."""
+        """Gradients by name, those of q, k and v with heads before lengths, divided by the factor of d_out."""
         wide = {
             name: self._heads_first(array) if name in ("dq", "dk", "dv") else np.asarray(array).astype(np.float64)
             for name, array in gradients.items()
@@ -211,7 +210,7 @@ class Sample:
         return {name: array / self.checked.problem.gradient for name, array in wide.items()}
 
     def _judged(self, found: Any, expected: Any, low: Any) -> Judged:
-        score, factor = self.recipe.score, 256 / self.spec.keep_threshold
+        score, factor = self.case.score, 256 / self.spec.keep_threshold
         fast = any(part.op == "fast_tanh" or "fast" in part.args for part in score.walk()) if score else False
         largest_value = self.expected.largest_value * factor
         return Judged(found, expected, low, self.expected.largest, largest_value, fast)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from flashgen.attention.gradients import Gradients
-from flashgen.verify.random.meaning import Array
+from random_variants.meaning import Array
 
 if TYPE_CHECKING:
     from flashgen.attention import Attention

@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import replace
 
+from flashgen.verify.random import Options, grammar, recipe_of, score_grammar, targets_of_gpu
+
 from flashgen.codegen.candidates import MOST
 from flashgen.codegen.targets import TARGETS
 from flashgen.language.dtypes import CACHED, CAPTURES, SCALARS
 from flashgen.language.operations import OPERATIONS
-from flashgen.verify.random import Options, grammar, recipe_of, score_grammar, targets_of_gpu
-from flashgen.verify.random.draw import CALLS_ON_A_GPU
-from flashgen.verify.random.terms import EVERYTHING, LITERALS, MASKS, SCORES, SYMBOLS
-from flashgen.verify.random.values import VIEWS, WAYS, Fill
+from random_variants.captures import VIEWS, WAYS, Fill
+from random_variants.draw import CALLS_ON_A_GPU
+from random_variants.terms import EVERYTHING, LITERALS, MASKS, SCORES, SYMBOLS
 
 CASES = 3000
 
@@ -22,19 +23,19 @@ def test_every_production_is_drawn() -> None:
     operations: Counter[str] = Counter()
     others: Counter[object] = Counter()
     for seed in range(CASES):
-        recipe = recipe_of(seed, Options(), drawn)
-        operations.update(part.op for term in (recipe.mask, recipe.score) if term for part in term.walk())
-        others.update((recipe.target, recipe.dtype, recipe.layout, recipe.sanitize, recipe.passes, recipe.nvrtc))
-        others.update(("declared", each.dtype, each.ndim > 0) for each in recipe.declared.values())
-        fills = [v for problem in recipe.problems for v in problem.values.values() if isinstance(v, Fill)]
+        case = recipe_of(seed, Options(), drawn)
+        operations.update(part.op for term in (case.mask, case.score) if term for part in term.walk())
+        others.update((case.target, case.dtype, case.layout, case.sanitize, case.passes, case.nvrtc))
+        others.update(("declared", each.dtype, each.ndim > 0) for each in case.declared.values())
+        fills = [v for problem in case.problems for v in problem.values.values() if isinstance(v, Fill)]
         others.update(fill.way for fill in fills)
         others.update(fill.view for fill in fills)
-        others.update(problem.inputs for problem in recipe.problems)
-        others.update(("gradient", problem.gradient) for problem in recipe.problems)
-        others.update([("plan", recipe.plan)])
+        others.update(problem.inputs for problem in case.problems)
+        others.update(("gradient", problem.gradient) for problem in case.problems)
+        others.update([("plan", case.plan)])
         options = ("page_size", "kv_dtype", "splits", "sink", "ragged", "sharded")
-        others.update((name, getattr(recipe, name), bool(recipe.passes)) for name in options)
-        others.update([("mixed", recipe.ragged and recipe.page_size is not None and recipe.passes == ("forward",))])
+        others.update((name, getattr(case, name), bool(case.passes)) for name in options)
+        others.update([("mixed", case.varlen and case.page_size is not None and case.passes == ("forward",))])
     assert not (grammar.production_names() | score_grammar.production_names()) - set(drawn)
     # `score` stands in score functions only, everything else of the language somewhere.
     assert not set(EVERYTHING) - set(operations) - {"bool"}
@@ -68,15 +69,15 @@ def test_the_backward_meets_sizes_of_0_and_1_of_every_kind() -> None:
     sizes: Counter[tuple[str, int]] = Counter()
     together: Counter[str] = Counter()
     for seed in range(CASES):
-        recipe = recipe_of(seed, Options(("sm_90", "sm_90a"), passes=("backward",), emulate=False))
-        if not recipe.passes:
+        case = recipe_of(seed, Options(("sm_90", "sm_90a"), passes=("backward",), emulate=False))
+        if not case.passes:
             continue
-        together.update([str(recipe.target)])
-        for shape in (problem.shape for problem in recipe.problems):
+        together.update([str(case.target)])
+        for shape in (problem.shape for problem in case.problems):
             of_call = {"len_q": shape.len_q, "len_k": shape.len_k, "batch": shape.batch}
             sizes.update(of_call.items())
-            if 0 in of_call.values() and recipe.sink:
-                together.update(["sink", "ragged"] if recipe.ragged else ["sink"])
+            if 0 in of_call.values() and case.sink:
+                together.update(["sink", "ragged"] if case.varlen else ["sink"])
     assert all(sizes[name, size] for name in ("len_q", "len_k", "batch") for size in (0, 1))
     assert all(together[what] for what in ("sm_90", "sm_90a", "sink", "ragged"))
 

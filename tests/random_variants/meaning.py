@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from flashgen.verify.random.terms import (
+from random_variants.terms import (
     ARITHMETIC,
     BITS,
     COMPARISONS,
@@ -142,7 +142,7 @@ class Meaning:
         operands = [self._value(operand) for operand in term.terms]
         if op == "%" and "float" in (operand.kind for operand in operands):
             a, b = (self._as("float", operand) for operand in operands)
-            return Value("float", a - b * self._as("float", self._value(Term("//", term.args))))
+            return Value("float", a - b * self._as("float", self._value(Term("//", *term.args))))
         return self._computed(op, operands)
 
     def _decides(self, term: Term) -> bool:
@@ -160,7 +160,7 @@ class Meaning:
         kind, value = term.op, term.args[0]
         if kind == "float":
             return self._float(np.float64(value))
-        return Value(kind, np.asarray(value, np.bool_ if kind == "bool" else np.int64))  # type: ignore[arg-type]
+        return Value(kind, np.asarray(value, np.bool_ if kind == "bool" else np.int64))
 
     def _symbol(self, name: str) -> Value:
         if name == "score":
@@ -271,7 +271,7 @@ def _alibi(meaning: Meaning, inner: Term, heads: Term) -> Array:
 
 def _alibi_table(meaning: Meaning, slopes: str, inner: Term) -> Array:
     own = ("h",) if np.ndim(meaning.captures[slopes]) == 1 else ("b", "h")
-    slope = meaning.of(Term("load", (slopes, *map(Term, own))))
+    slope = meaning.of(Term("load", slopes, *map(Term, own)))
     return meaning.of(inner) + slope * (meaning.of(Term("k")) - meaning.of(Term("q")))
 
 
@@ -286,9 +286,9 @@ def _relative_bias(meaning: Meaning, inner: Term, table: str, distance: Term) ->
 
 def bias_entry(table: str, ndim: int, distance: Term) -> Term:
     """The load that relative_bias is documented to add: entry clamp(k - q, -D, D) + D."""
-    offset = Term("-", (Term("k"), Term("q")))
-    clamped = Term("min", (Term("max", (offset, Term("neg", (distance,)))), distance))
-    return Term("load", (table, *([Term("h")] if ndim == 2 else []), Term("+", (clamped, distance))))
+    offset = Term("-", Term("k"), Term("q"))
+    clamped = Term("min", Term("max", offset, Term("neg", distance)), distance)
+    return Term("load", table, *([Term("h")] if ndim == 2 else []), Term("+", clamped, distance))
 
 
 _MASKS: dict[str, Callable[..., Any]] = {
