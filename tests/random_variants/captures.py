@@ -6,7 +6,7 @@ A `Fill` is a few words and numbers instead of an array, so that a printed case 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,7 @@ import numpy as np
 from flashgen.runtime.arrays import numpy_dtype
 from flashgen.verify.problems import Shape
 from random_variants.constants import FINITE, INT32_MAX
+from random_variants.definitions import walk_defined
 from random_variants.grammar import BIAS, BLOCKS, CAP, DISTANCE, IDS, POSITIVE, Grammar, Source
 from random_variants.terms import INDICES, Declarations, Declared, Term
 
@@ -107,15 +108,15 @@ def _draw_size(
     extents = dict(zip(INDICES, (shape.batch, shape.heads_q, shape.len_q, shape.len_k), strict=True))
     longest = max(shape.len_q, shape.len_k)
     sizes = [0] * declared.ndim
-    for read in _reads(name, declared, terms, values):
-        for axis, needed in enumerate(read):
-            if isinstance(needed, str):
-                needed = extents[needed] if needed in extents else source.pick(1, 5, longest, 2 * longest + 1)
-            elif isinstance(needed, tuple):
-                needed = -(-extents[needed[0]] // needed[1])
-            sizes[axis] = max(sizes[axis], needed)
-    if any(part.op == "relative_bias" and part.args[1] == name for term in terms for part in term.walk()):
-        return tuple(sizes)  # these sizes are documented to the element
+    for part in (part for term in terms for part in term.walk()):
+        if part.op == "relative_bias" and part.args[1] == name:  # these sizes are documented to the element
+            distance = part.args[2]
+            reach = values[distance.args[0]] if distance.op == "scalar" else distance.args[0]
+            return (shape.heads_q, 2 * reach + 1)[-declared.ndim :]
+    for part in (part for term in terms for part in walk_defined(term, lambda _: declared.ndim)):
+        if part.op == "load" and part.args[0] == name:
+            needed = [_needed(index, extents) or source.pick(1, 5, longest, 2 * longest + 1) for index in part.args[1:]]
+            sizes = list(map(max, sizes, needed))
     # An axis of size 1 broadcasts: it is read at 0 whatever the index.
     sizes = [1 if source.chance(15) else max(1, size) for size in sizes]
     while math.prod(sizes) > _MAX_ELEMENTS:
@@ -123,36 +124,16 @@ def _draw_size(
     return tuple(sizes)
 
 
-_Needed = str | int | tuple[str, int]  # an index or "any", a number of elements, or an index in blocks
+def _needed(index: Term, extents: Mapping[str, int]) -> int | None:
+    """How many elements a call must give along an axis that an index reads: one for each position or block.
 
-
-def _needed(index: Term) -> _Needed:
-    """What a call must give along a dimension that an index reads: an element for each position, or for each block."""
+    None for an index that may lie anywhere, which is clamped.
+    """
     if index.op in INDICES:
-        return index.op
+        return extents[index.op]
     if index.op == "//" and index.args[0].op in INDICES and index.args[1].op == "int" and index.args[1].args[0] > 0:
-        return index.args[0].op, index.args[1].args[0]
-    return "any"
-
-
-def _reads(name: str, declared: Declared, terms: Sequence[Term], values: Values) -> Iterator[Sequence[_Needed]]:
-    """What each place that reads the capture needs along its axes."""
-    for part in (part for term in terms for part in term.walk()):
-        if part.op == "load" and part.args[0] == name:
-            yield [_needed(index) for index in part.args[1:]]
-        elif part.op == "document" and part.args[0] == name:
-            yield from (["b", index][-declared.ndim :] for index in "qk")
-        elif part.op == "block_sparse" and part.args[0] == name:
-            blocks = [("q", part.args[1].args[0]), ("k", part.args[2].args[0])]
-            yield [*["b", "h"][4 - declared.ndim :], *blocks]
-        elif part.op == "prefix_lm" and part.args[0] == name:
-            yield ["b"]
-        elif part.op == "alibi_table" and part.args[0] == name:
-            yield ["b", "h"][-declared.ndim :]
-        elif part.op == "relative_bias" and part.args[1] == name:
-            distance = part.args[2]
-            reach = values[distance.args[0]] if distance.op == "scalar" else distance.args[0]
-            yield ["h", 2 * reach + 1][-declared.ndim :]
+        return -(-extents[index.args[0].op] // index.args[1].args[0])
+    return None
 
 
 # Contents ------------------------------------------------------------------------------------------------------------

@@ -2,8 +2,7 @@
 
 Integers are exact to 64 bits, and wrap beyond. Floats decide in masks, and where a comparison, a floor or a conversion
 of a score function reads them: those are float32's, one rounding an operation. The others are exact up to float64's
-rounding, or complex numbers whose imaginary part carries a derivative (a complex step). Named masks and scores mean
-what their docstrings say.
+rounding, or complex numbers whose imaginary part carries a derivative (a complex step).
 """
 
 from __future__ import annotations
@@ -14,19 +13,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from random_variants.terms import (
-    ARITHMETIC,
-    BITS,
-    COMPARISONS,
-    INDICES,
-    LITERALS,
-    LOGIC,
-    MASKS,
-    SCORES,
-    SYMBOLS,
-    Kind,
-    Term,
-)
+from random_variants.definitions import definition
+from random_variants.terms import ARITHMETIC, BITS, COMPARISONS, INDICES, LITERALS, LOGIC, SYMBOLS, Kind, Term
 
 Array = np.ndarray[Any, Any]
 
@@ -98,7 +86,10 @@ class Meaning:
         return np.asarray(tangent.of(term)).imag / _STEP
 
     def _value(self, term: Term) -> Value:
-        if term not in self._known:
+        defined = None if term in self._known else definition(term, lambda name: np.ndim(self.captures[name]))
+        if defined:
+            self._known[term] = self._value(defined)
+        elif term not in self._known:
             value = self._erring(term, self._operation(term))
             if term == self.seed:
                 value = Value("float", value.data + 1j * _STEP)
@@ -132,10 +123,9 @@ class Meaning:
             return self._captured(self.captures[term.args[0]])
         if op == "load":
             return self._loaded(term.args[0], *(self._value(index).data for index in term.args[1:]))
-        if op in MASKS:
-            return Value("bool", np.asarray(_MASKS[op](self, *term.args)))
-        if op in SCORES:
-            return Value("float", np.asarray(_SCORES[op](self, *term.args)))
+        if op == "softcap":
+            inner, cap = self.of(term.args[0]), self.of(term.args[1])
+            return Value("float", cap * np.tanh(inner / cap))
         if self._decides(term):
             decided = self._deciding._value(term)
             return Value(decided.kind, self._as("float", decided) if decided.kind == "float" else decided.data)
@@ -223,83 +213,6 @@ class Meaning:
             return Value("int", value.data.astype(np.int64))
         number = np.where(np.isnan(np.real(value.data)), 0, np.real(value.data)).astype(np.float64)
         return Value("int", np.trunc(np.clip(number, _LEAST, _MOST)).astype(np.int64))
-
-    # The named masks and scores, by their docstrings ------------------------------------------------------------------
-
-    def aligned_query(self, align: str) -> Array:
-        shift = self.sizes.len_k - self.sizes.len_q if align == "bottom_right" else 0
-        return self.of(Term("q")) + shift
-
-    def number(self, value: Any) -> Array:
-        """A parameter that counts positions: a literal, a Scalar, or a Tensor of one number for each batch."""
-        if isinstance(value, str):
-            return self._loaded(value, self.of(Term("b"))).data
-        return self._value(value).data
-
-
-def _sliding_window(meaning: Meaning, left: Term, right: Term, align: str) -> Array:
-    position, k = meaning.aligned_query(align), meaning.of(Term("k"))
-    return (position - meaning.number(left) <= k) & (k <= position + meaning.number(right))
-
-
-def _dilated_window(meaning: Meaning, window: Term, dilation: Term, align: str) -> Array:
-    distance = meaning.aligned_query(align) - meaning.of(Term("k"))
-    return (abs(distance) <= meaning.number(window)) & (distance % meaning.number(dilation) == 0)
-
-
-def _prefix_lm(meaning: Meaning, prefix: Any, align: str) -> Array:
-    k = meaning.of(Term("k"))
-    return (k < meaning.number(prefix)) | (k <= meaning.aligned_query(align))
-
-
-def _document(meaning: Meaning, ids: str) -> Array:
-    q, k, batch = (meaning.of(Term(index)) for index in "qkb")
-    before = (batch,) if np.ndim(meaning.captures[ids]) == 2 else ()
-    return meaning._loaded(ids, *before, q).data == meaning._loaded(ids, *before, k).data
-
-
-def _block_sparse(meaning: Meaning, layout: str, block_q: Term, block_k: Term) -> Array:
-    b, h, q, k = (meaning.of(Term(index)) for index in INDICES)
-    before = (b, h)[4 - np.ndim(meaning.captures[layout]) :]
-    return meaning._loaded(layout, *before, q // meaning.number(block_q), k // meaning.number(block_k)).data != 0
-
-
-def _alibi(meaning: Meaning, inner: Term, heads: Term) -> Array:
-    slopes = 2.0 ** (-8.0 * (meaning.of(Term("h")) + 1) / heads.args[0])
-    return meaning.of(inner) + slopes * (meaning.of(Term("k")) - meaning.of(Term("q")))
-
-
-def _alibi_table(meaning: Meaning, slopes: str, inner: Term) -> Array:
-    own = ("h",) if np.ndim(meaning.captures[slopes]) == 1 else ("b", "h")
-    slope = meaning.of(Term("load", slopes, *map(Term, own)))
-    return meaning.of(inner) + slope * (meaning.of(Term("k")) - meaning.of(Term("q")))
-
-
-def _softcap(meaning: Meaning, inner: Term, cap: Term, _precision: str) -> Array:
-    limit = meaning.of(cap)
-    return limit * np.tanh(meaning.of(inner) / limit)
-
-
-def _relative_bias(meaning: Meaning, inner: Term, table: str, distance: Term) -> Array:
-    return meaning.of(inner) + meaning.of(bias_entry(table, np.ndim(meaning.captures[table]), distance))
-
-
-def bias_entry(table: str, ndim: int, distance: Term) -> Term:
-    """The load that relative_bias is documented to add: entry clamp(k - q, -D, D) + D."""
-    offset = Term("-", Term("k"), Term("q"))
-    clamped = Term("min", Term("max", offset, Term("neg", distance)), distance)
-    return Term("load", table, *([Term("h")] if ndim == 2 else []), Term("+", clamped, distance))
-
-
-_MASKS: dict[str, Callable[..., Any]] = {
-    "full": lambda meaning: np.ones((1, 1, 1, 1), np.bool_),
-    "causal": lambda meaning, align: meaning.of(Term("k")) <= meaning.aligned_query(align),
-    "sliding_window": _sliding_window, "dilated_window": _dilated_window, "prefix_lm": _prefix_lm,
-    "document": _document, "block_sparse": _block_sparse,
-}  # fmt: skip
-_SCORES: dict[str, Callable[..., Any]] = {
-    "alibi": _alibi, "alibi_table": _alibi_table, "softcap": _softcap, "relative_bias": _relative_bias,
-}  # fmt: skip
 
 
 # The operations, by their docstrings ---------------------------------------------------------------------------------

@@ -7,13 +7,14 @@ reports the test and starts another worker, and the hook here adds the case to t
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import shutil
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +25,9 @@ from hypothesis import HealthCheck, Phase, given, note, seed, settings
 from random_variants.cases import Case, Options, cases, targets_of_gpu
 from random_variants.check import check
 
-SECONDS = 12.0  # of a run without --random-minutes
+SECONDS = 12.0  # of a search without --random-minutes
 PLAIN = settings(
-    max_examples=50,  # of a seed
+    max_examples=10,  # of a seed: from the eleventh on, Hypothesis mostly varies those that it has drawn
     database=None,
     deadline=None,
     phases=[Phase.explicit, Phase.generate, Phase.shrink],
@@ -34,7 +35,8 @@ PLAIN = settings(
     report_multiple_bugs=False,
 )
 LOST = 70  # the status of a process that ends because its GPU is lost
-_JOURNAL, _CHECKED = "FLASHGEN_TEST_JOURNAL", "checked random variants"
+CHECKED = "checked random variants"  # the name of what a search reports
+_JOURNAL = "FLASHGEN_TEST_JOURNAL"
 _SEARCH = "python -m pytest tests/random_variants/test_search.py"
 _terminal = -1  # the standard error of this process, which captures nothing
 
@@ -70,14 +72,16 @@ def again(config: pytest.Config, gpu: bool) -> str:
     return " ".join([_SEARCH, f'-m "{"gpu" if gpu else "not gpu"}"', *given, "--random-minutes 0 --hypothesis-seed"])
 
 
-def slices(config: pytest.Config) -> list[tuple[int, float]]:
-    """The first seed and the seconds of each test of a search."""
+def slices(config: pytest.Config) -> list[tuple[Iterable[int], float]]:
+    """The seeds and the seconds of each test of a search."""
     given, minutes = config.getoption("--hypothesis-seed"), config.getoption("--random-minutes")
     first = int(given) if given is not None else int(rotation.commit() or "8", 16) % 2**31
-    if not minutes:
-        return [(first, SECONDS if minutes is None else 0.0)]
+    if minutes == 0:
+        return [([first], math.inf)]
+    if minutes is None:
+        return [(itertools.count(first), SECONDS)]
     count, workers = math.ceil(minutes), int(os.environ.get("PYTEST_XDIST_WORKER_COUNT") or 1)
-    return [(first + 1000 * number, 60 * minutes / count) for number in range(count * workers)]
+    return [(itertools.count(first + 1000 * number), 60 * minutes / count) for number in range(count * workers)]
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -86,27 +90,28 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("search_slice", found, ids=map(str, range(len(found))))
 
 
-def search(first_seed: int, seconds: float, options: Options, command: str) -> Counter[str]:
-    """Runs Hypothesis with one seed after the other, and at least with one, until the time is over.
+def search(seeds: Iterable[int], options: Options, command: str, seconds: float = math.inf) -> Counter[str]:
+    """Runs Hypothesis with one seed after the other, until the time is over; gives how much was checked, by name.
 
-    Gives how much was checked, by name. command: what runs one seed, which stands behind it.
+    command: what runs one seed, which is to stand behind it.
     """
-    end, number, failed = time.monotonic() + seconds, first_seed, False
+    end, failed = time.monotonic() + seconds, False
     counts: Counter[str] = Counter()
 
     def run_case(case: Case) -> None:
         nonlocal failed
-        if number > first_seed and not failed and time.monotonic() >= end:
+        if counts and not failed and time.monotonic() >= end:
             return
         try:
             counts.update(checked(case, f"{command} {number}"))
         except Exception:
-            failed = True  # from here on Hypothesis makes the case small, which has a time of its own
+            failed = True  # from here on Hypothesis makes the case small, for which it has a time of its own
             raise
 
-    while number == first_seed or time.monotonic() < end:
+    for number in seeds:
         seed(number)(PLAIN(given(case=cases(options))(run_case)))()
-        number += 1
+        if time.monotonic() >= end:
+            break
     return counts
 
 
@@ -154,9 +159,9 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
     counts: Counter[str] = Counter()
     for reports in terminalreporter.stats.values():
         for report in reports:
-            counts.update(dict(getattr(report, "user_properties", ())).get(_CHECKED, {}))
+            counts.update(dict(getattr(report, "user_properties", ())).get(CHECKED, {}))
     if counts:
-        terminalreporter.section(_CHECKED)
+        terminalreporter.section(CHECKED)
         for what, count in sorted(counts.items()):
             terminalreporter.write_line(f"{count:>8} {what}")
 

@@ -8,14 +8,15 @@ differentiates score functions. Nothing of `flashgen.reference` has a part in it
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 
-from random_variants.meaning import Meaning, Sizes, bias_entry
+from random_variants.definitions import walk_defined
+from random_variants.meaning import Meaning, Sizes
 from random_variants.terms import Declared, Term
 
 Array = np.ndarray[Any, Any]
@@ -185,7 +186,8 @@ class Call:
     def _gathered(self, name: str, d_s: Array, derivative: Callable[[Term], Array]) -> Array:
         """The gradient of a capture: each of its loads adds its part where it loaded."""
         gradient = np.zeros(np.shape(self.captures[name]))
-        for load in loads_of(name, self.score, np.ndim(self.captures[name])):
+        parts = walk_defined(self.score, lambda capture: np.ndim(self.captures[capture])) if self.score else ()
+        for load in {part: None for part in parts if part.op == "load" and part.args[0] == name}:
             part = np.broadcast_to(d_s * derivative(load), self._raw.shape)
             places = [
                 np.broadcast_to(np.clip(self._meaning.of(index), 0, size - 1), self._raw.shape)
@@ -231,19 +233,6 @@ class Sequences:
     @property
     def out(self) -> Array:
         return self._own("out")
-
-
-def loads_of(name: str, score: Term | None, ndim: int) -> Iterator[Term]:
-    """The distinct loads of a capture in a score function; a named score's are those that it documents."""
-    found: dict[Term, None] = {}
-    for part in score.walk() if score else ():
-        if part.op == "load" and part.args[0] == name:
-            found[part] = None
-        elif part.op == "alibi_table" and part.args[0] == name:
-            found[Term("load", name, *map(Term, ("b", "h")[-ndim:]))] = None
-        elif part.op == "relative_bias" and part.args[1] == name:
-            found[bias_entry(name, ndim, part.args[2])] = None
-    yield from found
 
 
 def random_bytes(seed: int, offset: int, sizes: Sizes) -> Array:

@@ -1,17 +1,31 @@
-"""Random variants of the seed of this commit, or for as long as --random-minutes says; see docs/testing.md."""
+"""Random variants: some that are the same in each run, and others of each commit, or for as long as one wants.
+
+docs/testing.md says how to search for longer.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import pytest
 
-from random_variants.running import again, options_of, search
+from random_variants.cases import Options
+from random_variants.running import CHECKED, again, options_of, search
 
 pytestmark = [pytest.mark.usefixtures("removed_kernels"), pytest.mark.timeout(method="thread")]
+FIXED = range(7000, 7006)
 
 
 @pytest.mark.parametrize("gpu", [False, pytest.param(True, marks=pytest.mark.gpu)], ids=["emulator", "gpu"])
-def test_search(search_slice: tuple[int, float], gpu: bool, request: pytest.FixtureRequest) -> None:
-    config = request.config
-    counts = search(*search_slice, options_of(config, gpu), again(config, gpu))
-    request.node.user_properties.append(("checked random variants", counts))
+def test_search(search_slice: tuple[Iterable[int], float], gpu: bool, request: pytest.FixtureRequest) -> None:
+    seeds, seconds = search_slice
+    counts = search(seeds, options_of(request.config, gpu), again(request.config, gpu), seconds)
+    request.node.user_properties.append((CHECKED, counts))
     assert counts["predicates"] > 0
+
+
+def test_fixed_variants(pytestconfig: pytest.Config) -> None:
+    if pytestconfig.getoption("--random-minutes") is not None:
+        pytest.skip("a search of a given length draws its own variants")
+    counts = search(FIXED, Options(), again(pytestconfig, gpu=False))
+    assert counts["predicates"] > 0 and counts["forward calls"] > 0 and counts["backward calls"] > 0
