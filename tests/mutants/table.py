@@ -347,17 +347,17 @@ MUTANTS = (
     ),
     Mutant(
         "random cases whose sequences all have as many keys",
-        "flashgen/verify/random/serving.py",
+        "tests/random_variants/serving.py",
         "min(max(int(random.choice(borders)), 0), shape.len_k)",
         "shape.len_k",
-        ("tests/verify/random/test_planted.py::test_lengths_are_at_the_borders_of_pages",),
+        ("tests/random_variants/test_planted.py::test_lengths_are_at_the_borders_of_pages",),
     ),
     Mutant(
         "kinks judged as if the accurate tanh had no error",
-        "flashgen/verify/random/meaning.py",
+        "tests/random_variants/meaning.py",
         "_TANH = 1e-6",
         "_TANH = 0.0",
-        ("tests/verify/random/test_planted.py::test_kinks_that_the_tanh_s_error_reaches",),
+        ("tests/random_variants/test_planted.py::test_kinks_that_the_error_of_tanh_reaches",),
     ),
     # several ranks
     Mutant(

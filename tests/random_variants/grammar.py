@@ -5,6 +5,7 @@ The first choice of each table is the simplest, as Hypothesis shrinks towards it
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -33,6 +34,11 @@ ANY, POSITIVE, IDS, BLOCKS, CAP, BIAS, DISTANCE = "any", "positive", "ids", "blo
 Draw = Callable[[st.SearchStrategy[Any]], Any]
 
 
+@functools.cache
+def _below(end: int) -> st.SearchStrategy[int]:
+    return st.integers(0, end - 1)
+
+
 class Source:
     """Choices that Hypothesis makes and shrinks; `draw` is the argument of a composite strategy."""
 
@@ -40,14 +46,15 @@ class Source:
         self.draw = draw
 
     def pick(self, *values: Any) -> Any:
-        return self.draw(st.sampled_from(values))
+        """One of the values; shrinks to the first."""
+        return values[self.draw(_below(len(values)))]
 
     def chance(self, percent: int) -> bool:
         """True in so many of a hundred cases; shrinks to False."""
-        return self.draw(st.integers(0, 99)) >= 100 - percent
+        return self.draw(_below(100)) >= 100 - percent
 
     def seed(self) -> int:
-        return self.draw(st.integers(0, 2**16 - 1))
+        return self.draw(_below(2**16))
 
     def integer(self) -> int:
         """Mostly a small number of either sign, now and then an extreme one."""
@@ -74,8 +81,7 @@ class Grammar(Source):
 
     def term(self, kind: Kind, depth: int) -> Term:
         """A term of a kind, with at most `depth` further levels; never a mere Python number."""
-        production = self.draw(st.sampled_from((PRODUCTIONS if depth > 0 else LEAVES)[kind]))
-        return production(self, depth - 1)
+        return self.pick(*(PRODUCTIONS if depth > 0 else LEAVES)[kind])(self, depth - 1)
 
     def operand(self, kind: Kind, depth: int) -> Term:
         """A term, or about as often a literal."""

@@ -20,7 +20,7 @@ FIXED = range(7000, 7006)
 def test_search(search_slice: tuple[Iterable[int], float], gpu: bool, request: pytest.FixtureRequest) -> None:
     seeds, seconds = search_slice
     counts = search(seeds, options_of(request.config, gpu), again(request.config, gpu), seconds)
-    request.node.user_properties.append((CHECKED, counts))
+    request.node.user_properties.append((CHECKED, dict(counts)))
     assert counts["predicates"] > 0
 
 
