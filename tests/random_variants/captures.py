@@ -127,7 +127,7 @@ def _draw_size(
 def _needed(index: Term, extents: Mapping[str, int]) -> int | None:
     """How many elements a call must give along an axis that an index reads: one for each position or block.
 
-    None for an index that may lie anywhere, which is clamped.
+    None for an index that may mistake anywhere, which is clamped.
     """
     if index.op in INDICES:
         return extents[index.op]

@@ -109,7 +109,7 @@ class Case:
             dtype=self.dtype,
             value_dim=self.value_dim,
             scale=self.scale,
-            layout="bshd" if self.varlen else self.layout,  # in which sequences lie as they do where packed
+            layout="bshd" if self.varlen else self.layout,  # in which sequences mistake as they do where packed
             dropout=self.dropout,
             score=score_of(self.score, self.declared) if self.score else None,
             mask=mask_of(self.mask, self.declared),

@@ -15,14 +15,14 @@ from flashgen.codegen.workload import Workload
 from flashgen.errors import ArgumentError, BuildError, SpecError, UnsupportedError
 from flashgen.verify.variants import in_layout
 from random_variants.cases import Case
-from random_variants.covers import lie_of_map
+from random_variants.covers import mistake_in_map
 from random_variants.judging import Judged, complaint
-from random_variants.packed import Packed
-from random_variants.parted import Parted
 from random_variants.predicates import Checked, Found, check_predicates
 from random_variants.samples import Sample
 from random_variants.serving import Cached
+from random_variants.sharded import Sharded
 from random_variants.standard import Unjudged
+from random_variants.varlen import Varlen
 
 if TYPE_CHECKING:
     from flashgen.attention import Attention
@@ -67,7 +67,7 @@ def _check_kernels(case: Case, spec: AttentionSpec, checked: list[Checked], coun
             schedule=case.schedule,
         )
         if case.varlen or case.sharded:
-            compiled = (Packed if case.varlen else Parted)(spec, compiled)
+            compiled = (Varlen if case.varlen else Sharded)(spec, compiled)
         if case.nvrtc and nvrtc.is_available():
             _compile_for_gpu(case, compiled, counts)
     except BuildError as error:
@@ -148,7 +148,7 @@ def _check_lists(compiled: Attention, checked: Checked, counts: Counter[str], ba
             if listed is not None:
                 maps[f"backward_tile_lists().{name}"] = listed.tile_map()
     for name, tiles in maps.items():
-        lie = lie_of_map(tiles, checked.allowed, sizes, of_keys=name != "backward_tile_lists().keys")
-        if lie:
-            raise Found("tiles", f"{name} at {checked.problem.shape}: {lie}")
+        mistake = mistake_in_map(tiles, checked.allowed, sizes, of_keys=name != "backward_tile_lists().keys")
+        if mistake:
+            raise Found("tiles", f"{name} at {checked.problem.shape}: {mistake}")
         counts["maps and lists"] += 1

@@ -20,10 +20,10 @@ TILES = ((128, 128), (64, 64), (16, 48), (80, 32), (1, 1), (192, 17), (256, 128)
 _MOST_TILES = 2**13
 
 
-def lie_of_map(tiles: TileMap, allowed: Array, sizes: Sizes, of_keys: bool = True) -> str | None:
+def mistake_in_map(tiles: TileMap, allowed: Array, sizes: Sizes, of_keys: bool = True) -> str | None:
     """The first tile whose class is wrong, in words; None where none is.
 
-    of_keys: whether the tiles of keys are walked, so that one that overhangs the keys may not be FULL.
+    of_keys: whether a kernel loops over the tiles of keys, so that one that overhangs the keys may not be FULL.
     """
     (rows, columns), classes = tiles.tile, tiles.classes
     if not classes.size:
@@ -38,7 +38,7 @@ def lie_of_map(tiles: TileMap, allowed: Array, sizes: Sizes, of_keys: bool = Tru
         return None
     place = tuple(int(index) for index in np.argwhere(wrong)[0])
     name = "EMPTY" if np.broadcast_to(classes, wrong.shape)[place] == EMPTY else "FULL"
-    return f"{int(wrong.sum())} of {wrong.size} tiles of {rows}x{columns} are not what they are called: {place} {name}"
+    return f"{int(wrong.sum())} of {wrong.size} tiles of {rows}x{columns} have a wrong class: {place} is called {name}"
 
 
 def _by_tiles(allowed: Array, rows: int, columns: int, beyond: bool) -> Array:
@@ -49,10 +49,10 @@ def _by_tiles(allowed: Array, rows: int, columns: int, beyond: bool) -> Array:
     return padded.reshape(batch, heads, len_q // rows, rows, len_k // columns, columns)
 
 
-def lie_of_analysis(
+def mistake_in_analysis(
     mask: sympy.Basic, allowed: Array, sizes: Sizes, captures: Mapping[str, Any], turn: int = 0
 ) -> str | None:
-    """What the analysis says wrongly of a mask, for tiles of two sizes and for both directions.
+    """What is wrong in the analysis of a mask, for tiles of two sizes and for both directions.
 
     turn: chooses the sizes, among those that do not cut the call into too many tiles.
     """
@@ -62,20 +62,20 @@ def lie_of_analysis(
     fitting = few or [TILES[-1]]
     for tile in {fitting[turn % len(fitting)], fitting[(turn + 1) % len(fitting)]}:
         tiles = tile_map(mask, tile, sizes.len_q, sizes.len_k, sizes.batch, sizes.heads, captures)
-        lie = lie_of_map(tiles, allowed, sizes)
-        if lie:
-            return lie
+        mistake = mistake_in_map(tiles, allowed, sizes)
+        if mistake:
+            return mistake
     for name, made in (("keys", key_range(mask)), ("queries", query_range(mask))):
-        lie = _lie_of_ranges(made, allowed, sizes, captures, transposed=name == "queries") if made else None
-        if lie:
-            return f"the range of {name} {lie}"
+        mistake = _mistake_in_ranges(made, allowed, sizes, captures, transposed=name == "queries") if made else None
+        if mistake:
+            return f"the range of {name} {mistake}"
     return None
 
 
-def _lie_of_ranges(
+def _mistake_in_ranges(
     made: TileRange, allowed: Array, sizes: Sizes, captures: Mapping[str, Any], transposed: bool
 ) -> str | None:
-    """A range that differs between sequences is that of each; one that does not, of all together."""
+    """A range that depends on the batch index is checked for each sequence, any other for all together."""
     shape = (sizes.batch, allowed.shape[1], sizes.len_q, sizes.len_k)
     sequences = np.broadcast_to(allowed, shape) if made.depends_on(BATCH) else [allowed.reshape(-1, *allowed.shape[2:])]
     for batch, of_heads in enumerate(sequences):
@@ -83,16 +83,16 @@ def _lie_of_ranges(
             np.broadcast_to(each, (sizes.len_q, sizes.len_k)) for each in (of_heads.any(axis=0), of_heads.all(axis=0))
         )
         some, every = (some.T, every.T) if transposed else (some, every)
-        lie = _lie_of_range(made, some, every, sizes, captures, batch)
-        if lie:
-            return f"of sequence {batch} {lie}" if made.depends_on(BATCH) else lie
+        mistake = _mistake_in_range(made, some, every, sizes, captures, batch)
+        if mistake:
+            return f"of sequence {batch} {mistake}" if made.depends_on(BATCH) else mistake
     return None
 
 
-def _lie_of_range(
+def _mistake_in_range(
     made: TileRange, some: Array, every: Array, sizes: Sizes, captures: Mapping[str, Any], batch: int
 ) -> str | None:
-    """Tiles are of rows and ranges of columns, whichever of them are queries."""
+    """Checks the ranges of columns of tiles of rows, whichever of the two are queries."""
     for rows in (64, 17):
         first = np.arange(0, len(some), rows)
         last = np.minimum(first + rows, len(some)) - 1

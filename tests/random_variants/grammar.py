@@ -109,7 +109,7 @@ class Grammar(Source):
         return name
 
     def loaded(self, dtypes: Sequence[str], depth: int, prefix: str) -> Term:
-        """A load whose indices are plain ones, or integers that may lie anywhere."""
+        """A load whose indices are plain ones, or integers that may mistake anywhere."""
         name = self.capture(dtypes, (1, 1, 2, 3, 4), prefix)
 
         def index() -> Term:

@@ -1,11 +1,11 @@
-"""Judges a kernel's results by the rule of `flashgen.reference.numerics`, and by bounds where that does not reach.
+"""Judges results of kernels by the rule of `flashgen.reference.numerics`, and by bounds where the rule does not apply.
 
-The rule compares with standard attention in the input dtype. It says nothing where scores are so large that one float32
-rounding of them changes a probability, or that float16 cannot hold them. There the scores are known to within `slack`:
-LSE must be within it, outputs between the values that are averaged, gradients finite.
+The rule compares with standard attention in the input dtype. It does not apply where scores are so large that one
+float32 rounding of them changes a probability, or that float16 cannot hold them. There scores are known to within
+`slack`: the LSE must be within it, outputs within the range of the values that are averaged, gradients finite.
 
-The slope of a score function with a kink (abs, min, max) is another one where a kernel's error, such as the accurate
-tanh's absolute one, carries a value to the kink's other side. Gradients may be off by as much.
+At a kink of a score function (abs, min, max) the error of a kernel, such as the absolute error of the accurate tanh, may
+move a value to the other side, where the slope differs. Gradients may be off by as much.
 """
 
 from __future__ import annotations

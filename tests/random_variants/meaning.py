@@ -1,4 +1,4 @@
-"""What a term means, written from the language's documentation and sharing nothing with the oracle's evaluation.
+"""Evaluates terms by the documentation of the language, and shares no code with the evaluation of the oracle.
 
 Integers are exact to 64 bits, and wrap beyond. Floats decide in masks, and where a comparison, a floor or a conversion
 of a score function reads them: those are float32's, one rounding an operation. The others are exact up to float64's

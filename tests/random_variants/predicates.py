@@ -13,7 +13,7 @@ from flashgen.language import operations as ops
 from flashgen.language.evaluate import evaluate
 from random_variants.captures import materialized
 from random_variants.cases import SINKS, Case, Problem
-from random_variants.covers import lie_of_analysis
+from random_variants.covers import mistake_in_analysis
 from random_variants.meaning import Array, Meaning, Sizes
 
 if TYPE_CHECKING:
@@ -63,9 +63,9 @@ def check_predicates(case: Case, spec: AttentionSpec, counts: Counter[str]) -> l
             continue
         own = {capture.name: captures[capture.name] for capture in spec.mask.captures}
         _check_oracle(spec, allowed, sizes, own)
-        lie = lie_of_analysis(spec.mask.expression, allowed, sizes, own, turn=problem.seed)
-        if lie:
-            raise Found("tiles", f"{problem.shape}: {lie}")
+        mistake = mistake_in_analysis(spec.mask.expression, allowed, sizes, own, turn=problem.seed)
+        if mistake:
+            raise Found("tiles", f"{problem.shape}: {mistake}")
     return checked
 
 

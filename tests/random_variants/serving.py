@@ -1,7 +1,7 @@
 """Draws of calls over a cache: keys in pages, of lengths that differ, or of 8 bits; judged by the same reference.
 
-Each sequence is beside attention over as many keys as it has, contiguous and as wide as float64. Lengths are at the
-borders of pages, 0 and 1.
+Each sequence is compared with attention over its own keys, contiguous and in float64. Lengths are 0, 1, and those around
+the borders of pages.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from random_variants.standard import Call, Sequences
 
 _LENGTHS, _PAGES = 4, 5  # streams of random numbers of their own
 _MOST = {"int8": 127.0, "float8_e4m3fn": 448.0}
-_SPARE = 2  # pages that nobody has
+_SPARE = 2  # pages that belong to no sequence
 _NO_PAGE = -7
 
 
@@ -30,7 +30,7 @@ class Cached(Sample):
 
     @cached_property
     def lengths(self) -> list[int]:
-        """Keys of each sequence: all of the call's without pages."""
+        """The number of keys of each sequence, which without pages is len_k."""
         shape, size = self.checked.problem.shape, self.spec.page_size
         if size is None:
             return [shape.len_k] * shape.batch
@@ -45,7 +45,7 @@ class Cached(Sample):
 
     @cached_property
     def _contiguous(self) -> Inputs:
-        """k and v of the cache's dtype, in the spec's layout."""
+        """k and v in the dtype of the cache and in the layout of the spec."""
         plain = self.drawn
         if not self.spec.kv_dtype:
             return plain
@@ -54,7 +54,7 @@ class Cached(Sample):
 
     @cached_property
     def _scales(self) -> dict[str, Array]:
-        """Of k one for each head, of v one: the largest magnitude is the largest that 8 bits hold."""
+        """One for each head of k, and one for v, which map the largest magnitude to the largest that 8 bits hold."""
         if not self.spec.kv_dtype:
             return {}
         plain, most = self.drawn, _MOST[self.spec.kv_dtype]
@@ -64,7 +64,7 @@ class Cached(Sample):
         return {name: np.where(scale > 0, scale, 1.0).astype(np.float32) for name, scale in scales.items()}
 
     def _factors(self, name: str) -> Array:
-        """A scale, or one for each head, to multiply an array of the spec's layout."""
+        """The scales, in a shape that multiplies an array in the layout of the spec."""
         return self._scales[f"{name}_scale"].reshape((-1, 1, 1) if self.spec.layout == "bhsd" else (-1, 1))
 
     def _narrowed(self, name: str, array: Array) -> Array:
@@ -84,7 +84,7 @@ class Cached(Sample):
 
     @cached_property
     def _where(self) -> dict[str, Array]:
-        """Pages in any order; entries of the table behind a sequence's are no pages."""
+        """Pages in random order; entries of the table behind the pages of a sequence are invalid."""
         size = self.spec.page_size or 1
         counts = [-(-length // size) for length in self.lengths]
         table = np.full((len(counts), max(counts, default=0) + 1), _NO_PAGE, np.int32)
@@ -94,9 +94,9 @@ class Cached(Sample):
         return {"page_table": table, "seqused_k": np.array(self.lengths, np.int32)}
 
     def _in_pages(self, array: Array) -> Array:
-        """k or v in pages; whatever is no key of a sequence is NaN but for int8: it has all bits set but the sign's.
+        """k or v in pages, with all bits but the sign's where there is no key of a sequence: NaN, but for int8.
 
-        With that, too, the emulator would take what TMA brings of it for shared memory that nobody has written.
+        With the sign, too, the emulator would take copies of it for shared memory that was never written.
         """
         size, table = self.spec.page_size, self._where["page_table"]
         if size is None:
@@ -123,7 +123,7 @@ class Cached(Sample):
 
     @cached_property
     def _of_length(self) -> dict[int, Call]:
-        """For each length that a sequence has, the call of all sequences over as many keys."""
+        """For each length of a sequence, the call of all sequences over so many keys."""
         inputs, shape = self.inputs, self.checked.problem.shape
         q, k, v = self._heads_first(inputs.q), self._wide("k", inputs.k), self._wide("v", inputs.v)
         calls = {}

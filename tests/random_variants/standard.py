@@ -1,9 +1,9 @@
-"""Standard attention and its gradients, written once more: the reference of random cases, in float64.
+"""Standard attention and its gradients in float64: the reference of random cases.
 
     S = score(scale Q K^T), -inf where forbidden;  P = softmax(S);  O = (P ∘ Z) V;  LSE = log sum exp S
 
-Dropout's Z is computed here from the mapping's documentation, element by element in NumPy. A complex step
-differentiates score functions. Nothing of `flashgen.reference` has a part in it.
+Dropout's Z is computed from the documentation of its mapping, element by element in NumPy. A complex step
+differentiates score functions. It shares no code with `flashgen.reference`.
 """
 
 from __future__ import annotations

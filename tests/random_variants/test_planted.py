@@ -26,7 +26,7 @@ from flashgen.language import operations as ops
 from flashgen.reference import pages
 from flashgen.runtime import emulator
 from flashgen.verify.problems import Shape
-from random_variants import packed, predicates
+from random_variants import predicates, varlen
 from random_variants.captures import Fill
 from random_variants.cases import Case, Options, Problem, cases
 from random_variants.check import check
@@ -127,7 +127,7 @@ def serving(batch: int = 3, **given: Any) -> Case:
     return replace(one_call(CAUSAL, sink=True, **given), problems=problems)
 
 
-def parted(**given: Any) -> Case:
+def sharded(**given: Any) -> Case:
     """A call in several shards, whose score depends on where they begin."""
     distance = Term("-", Term("to_float", Term("k")), Term("to_float", Term("q")))
     case = one_call(CAUSAL, Term("+", SCORE, distance), passes=BOTH, sharded=True, dropout=0.17, **given)
@@ -156,8 +156,8 @@ PASSING: dict[str, tuple[Case, dict[str, int]]] = {
     "mixed batch": (MIXED, {"forward calls over a cache": 2}),
     "splits": (serving(splits=2), {"forward calls": 2}),
     "pages, bshd": (serving(page_size=16, splits=2, layout="bshd"), {"forward calls over a cache": 2}),
-    "shards": (parted(), {"forward calls in shards": 1, "backward calls": 1}),
-    "shards, bshd": (parted(layout="bshd", sink=True), {"forward calls in shards": 1, "backward calls": 1}),
+    "shards": (sharded(), {"forward calls in shards": 1, "backward calls": 1}),
+    "shards, bshd": (sharded(layout="bshd", sink=True), {"forward calls in shards": 1, "backward calls": 1}),
     "refused": (replace(DIVIDED, target="sm_75", dtype="bfloat16"), {"refused by UnsupportedError": 1}),
 }
 
@@ -225,9 +225,9 @@ FAULTS: dict[str, tuple[Case, Planter, str]] = {
     "a packed row": (MIXED, text("q += sequence.first_q *", "q += (sequence.first_q + 1) *"), WRONG),
     "an oracle that forgets a page": (PAGED, attribute(pages, "gathered", without_a_page), "Found: oracle"),
     "a gradient of sinks": (SINKS, attribute(Call, "gradients", with_halved_sinks), "Found: oracle"),
-    "a shard that does not know shard_b": (parted(), text("arguments.shard_b", "0"), WRONG),
-    "a shard that does not know shard_q": (parted(), text("arguments.shard_q", "0"), WRONG),
-    "a shard that does not know shard_k": (parted(), text("arguments.shard_k", "0"), WRONG),
+    "a shard that does not know shard_b": (sharded(), text("arguments.shard_b", "0"), WRONG),
+    "a shard that does not know shard_q": (sharded(), text("arguments.shard_q", "0"), WRONG),
+    "a shard that does not know shard_k": (sharded(), text("arguments.shard_k", "0"), WRONG),
 }
 
 
@@ -268,7 +268,7 @@ def test_garbage_that_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     case = replace(case, problems=(Problem(Shape(60, 90, 1, 1, 1), {}, "padding"),))
     monkeypatch.setattr("random_variants.cases.mask_of", lambda *_given: fg.trace_mask(lambda b, h, q, k: k <= 30))
     monkeypatch.setattr(predicates, "_check_oracle", lambda *_given: None)
-    monkeypatch.setattr(predicates, "lie_of_analysis", lambda *_given, **_turn: None)
+    monkeypatch.setattr(predicates, "mistake_in_analysis", lambda *_given, **_turn: None)
     monkeypatch.setattr("random_variants.check._check_lists", lambda *_given: None)
     assert "NaN" in failure(case)
 
@@ -281,8 +281,8 @@ def test_arguments_that_are_refused_are_a_failure() -> None:
 @pytest.mark.parametrize("layout", ["equal", "varlen", "sharded"])
 def test_calls_of_a_size_of_0_pass(layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
     tokens: list[int] = []
-    plain = packed._packed
-    monkeypatch.setattr(packed, "_packed", lambda array: tokens.append(len(plain(array))) or plain(array))
+    plain = varlen._packed
+    monkeypatch.setattr(varlen, "_packed", lambda array: tokens.append(len(plain(array))) or plain(array))
     shapes = (Shape(5, 0, 2, 4, 2), Shape(0, 5, 2, 4, 2), Shape(0, 0, 1, 1, 1), Shape(5, 5, 0, 2, 1))
     how: Any = {} if layout == "equal" else {layout: True}
     case = replace(SINKS, target="sm_90a", problems=tuple(Problem(shape, {}) for shape in shapes), **how)

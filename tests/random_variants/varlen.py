@@ -1,4 +1,4 @@
-"""A ragged batch in the place of one of equal lengths: the same calls, with the sequences packed."""
+"""Makes calls of equal lengths as varlen calls: the same sequences, packed into one."""
 
 from __future__ import annotations
 
@@ -16,19 +16,14 @@ if TYPE_CHECKING:
 _BEFORE, _BEHIND = 5, 3  # rows of no sequence, which hold garbage; there are none of an array without a token
 
 
-class Packed:
-    """Calls with arrays (batch, length, heads, dim), run by an attention of layout "thd".
-
-    spec: of layout "bshd", that means the same.
-    """
+class Varlen:
+    """Makes calls of layout "bshd" by an attention of layout "thd"; `spec` is the same variant of layout "bshd"."""
 
     def __init__(self, spec: AttentionSpec, attention: Attention) -> None:
         self.spec, self._attention = spec, attention
-        self.target, self.plan, self.sources = attention.target, attention.plan, attention.sources
 
-    @property
-    def backward_sources(self) -> dict[str, str]:
-        return self._attention.backward_sources
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._attention, name)
 
     def __call__(self, q: Array, k: Array, v: Array, *, return_lse: bool, out: Any, **given: Any) -> Any:
         rows, own = _rows(*q.shape[:2])
@@ -59,7 +54,7 @@ class Packed:
 
 
 def _rows(batch: int, length: int) -> tuple[int, slice]:
-    """How many rows a packed array of such sequences has, and which of them are theirs."""
+    """The number of rows of a packed array of such sequences, and which of these belong to sequences."""
     own = batch * length
     return (_BEFORE + own + _BEHIND, slice(_BEFORE, _BEFORE + own)) if own else (0, slice(0, 0))
 

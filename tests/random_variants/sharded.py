@@ -1,6 +1,6 @@
-"""A call in parts, as several ranks compute it: each part of q over each part of k, by the kernels of a sharded spec.
+"""A call in shards, as several ranks compute it: each shard of q over each shard of k, by kernels of a sharded spec.
 
-Outputs of parts of k are merged by their LSE; gradients of captures, which all parts have, are added up.
+Outputs over different shards of k are merged by their LSE; gradients of captures are summed over all shards.
 """
 
 from __future__ import annotations
@@ -20,27 +20,22 @@ if TYPE_CHECKING:
 
 
 class Part(NamedTuple):
-    """Sequences, rows of q and rows of k: where each begins and ends."""
+    """A shard: ranges of sequences, of rows of q, and of rows of k."""
 
     sequences: slice
     queries: slice
     keys: slice
 
 
-class Parted:
-    """Calls with whole arrays, run by an attention of a sharded spec.
-
-    spec: that is not sharded, and means the same.
-    """
+class Sharded:
+    """Makes calls of whole arrays by an attention of a sharded spec; `spec` is the same variant without shards."""
 
     def __init__(self, spec: AttentionSpec, attention: Attention) -> None:
         self.spec, self._attention = spec, attention
-        self.target, self.plan, self.sources = attention.target, attention.plan, attention.sources
         self._rows = 2 if spec.layout == "bhsd" else 1  # the axis of a sequence's rows
 
-    @property
-    def backward_sources(self) -> dict[str, str]:
-        return self._attention.backward_sources
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._attention, name)
 
     def __call__(self, q: Array, k: Array, v: Array, *, return_lse: bool, out: Any, **given: Any) -> Any:
         of_parts, into = [], out
@@ -67,7 +62,10 @@ class Parted:
     def backward(
         self, d_out: Array, q: Array, k: Array, v: Array, out: Array, lse: Array, *, into: Any, **given: Any
     ) -> Gradients:
-        """Each gradient of rows by parts that have it alone: sums of rounded ones are none that the rule knows."""
+        """Gradients of q by shards of q over all keys, and of k and v by shards of k over all queries.
+
+        So each is rounded once: the rule does not cover sums of rounded gradients.
+        """
         d_lse, whole = given.pop("d_lse", None), (self._rows_of(q), self._rows_of(k))
         dq, dk, dv, *of_captures = into
         captures: dict[str, Array] = {}
@@ -107,7 +105,7 @@ class Parted:
         return first | {"whole_q": q.shape[self._rows], "whole_k": k.shape[self._rows]}
 
     def _parts(self, q: Array, keys: list[slice], queries: list[slice]) -> Iterator[Part]:
-        """Each sequence by itself; all in one where there is none, or gradients of captures are rounded once."""
+        """Shards of each sequence; one shard of all where there is no sequence, or where captures have 16-bit gradients."""
         together = any(capture.grad and capture.dtype != "float32" for capture in self.spec.captures)
         if together or not q.shape[0]:
             yield Part(slice(0, q.shape[0]), self._rows_of(q), slice(0, keys[-1].stop))
@@ -121,7 +119,7 @@ class Parted:
         return slice(0, array.shape[self._rows])
 
     def _halves(self, array: Array) -> list[slice]:
-        """Its rows in two parts, which begin where blocks of random bytes do, if they are enough for that."""
+        """Its rows in two halves, the second of which begins at a multiple of BLOCK_K, if there are enough rows."""
         length = array.shape[self._rows]
         middle = -(-length // 2 // BLOCK_K) * BLOCK_K
         return [slice(0, middle), slice(middle, length)] if 0 < middle < length else [slice(0, length)]
