@@ -4,8 +4,8 @@ The rule compares with standard attention in the input dtype. It does not apply 
 float32 rounding of them changes a probability, or that float16 cannot hold them. There scores are known to within
 `slack`: the LSE must be within it, outputs within the range of the values that are averaged, gradients finite.
 
-At a kink of a score function (abs, min, max) the error of a kernel, such as the absolute error of the accurate tanh, may
-move a value to the other side, where the slope differs. Gradients may be off by as much.
+At a kink of a score function (abs, min, max) the error of a kernel, such as the absolute error of the accurate tanh,
+may move a value to the other side, where the slope differs. Gradients may be off by as much.
 """
 
 from __future__ import annotations

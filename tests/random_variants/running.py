@@ -150,8 +150,9 @@ def removed_kernels(pytestconfig: pytest.Config, monkeypatch: pytest.MonkeyPatch
     folder = _journal().with_suffix(".kernels")
     monkeypatch.setenv("FLASHGEN_CACHE_DIR", str(folder))
     yield
-    for entry in folder.glob("[!e]*"):
-        shutil.rmtree(entry, ignore_errors=True)
+    for entry in folder.glob("*"):
+        if not entry.name.startswith("emulator-"):
+            shutil.rmtree(entry, ignore_errors=True)
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:

@@ -1,7 +1,7 @@
 """Draws of calls over a cache: keys in pages, of lengths that differ, or of 8 bits; judged by the same reference.
 
-Each sequence is compared with attention over its own keys, contiguous and in float64. Lengths are 0, 1, and those around
-the borders of pages.
+Each sequence is compared with attention over its own keys, contiguous and in float64. Lengths are 0, 1, and those
+around the borders of pages.
 """
 
 from __future__ import annotations

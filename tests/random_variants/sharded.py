@@ -105,7 +105,7 @@ class Sharded:
         return first | {"whole_q": q.shape[self._rows], "whole_k": k.shape[self._rows]}
 
     def _parts(self, q: Array, keys: list[slice], queries: list[slice]) -> Iterator[Part]:
-        """Shards of each sequence; one shard of all where there is no sequence, or where captures have 16-bit gradients."""
+        """Shards of each sequence; one of all where there is no sequence, or where captures have 16-bit gradients."""
         together = any(capture.grad and capture.dtype != "float32" for capture in self.spec.captures)
         if together or not q.shape[0]:
             yield Part(slice(0, q.shape[0]), self._rows_of(q), slice(0, keys[-1].stop))
