@@ -23,7 +23,7 @@ def refuse_random(
     *, emulate: bool, minutes: float | None, jobs: int, seed: int, pass_: str, target: str | None, sanitize: str | None
 ) -> NoReturn:
     """Prints the command of the test suite for what these options asked of `flashgen verify --random`; exits with 2."""
-    command = ["python", "-m", "pytest", "tests/random_variants/test_search.py", "-m", "not gpu" if emulate else "gpu"]
+    command = ["pytest", "tests/random_variants/test_search.py", "-m", "not gpu" if emulate else "gpu"]
     command += ["--random-minutes", f"{_DEFAULT_MINUTES if minutes is None else minutes:g}", "-n", str(jobs)]
     command += ["--hypothesis-seed", str(seed)] if seed else []
     options = {"--random-pass": None if pass_ == "both" else pass_, "--random-target": target}

@@ -25,6 +25,6 @@ from flashgen.cli.app import app
 def test_the_command_is_named(arguments: list[str], command: str, request: pytest.FixtureRequest) -> None:
     done = CliRunner().invoke(app, ["verify", *arguments])
     assert done.exit_code == 2 and "--random is deprecated" in done.stderr
-    assert done.stdout.strip() == f"python -m pytest tests/random_variants/test_search.py -m 'not gpu' {command}"
-    parsed = request.config._parser.parse_known_args(shlex.split(done.stdout)[3:])
+    assert done.stdout.strip() == f"pytest tests/random_variants/test_search.py -m 'not gpu' {command}"
+    parsed = request.config._parser.parse_known_args(shlex.split(done.stdout)[1:])
     assert parsed.random_minutes == float(command.split()[1])

@@ -118,6 +118,10 @@ class Case:
             sink=fg.Tensor(SINKS, "float32", 1, grad="backward" in self.passes) if self.sink else None,
         )
 
+    def _repr_pretty_(self, printer: Any, _cycle: bool) -> None:
+        """Has Hypothesis print the Python that makes the case."""
+        printer.text(repr(self))
+
     def __str__(self) -> str:
         """A few lines of Python and words, for a person."""
         lines = [f"{name} = {each.declaration(name)}" for name, each in self.declared.items()]
@@ -144,14 +148,15 @@ def cases(draw: Draw, options: Options = Options()) -> Case:
     """Three of four cases check predicates alone, in a hundredth of the time; half of the others run the backward."""
     grammar = Grammar(draw)
     passes = _passes(grammar, options)
-    case = Case(Term("full"), None, {}, (), passes=passes, **(_kernels(grammar, options) if passes else {}))
+    case = Case(Term("full"), None, {}, (), passes=passes, **(draw_kernels(grammar, options) if passes else {}))
     if passes == ("forward",) and grammar.chance(50):
-        case = replace(case, **_serving(grammar))
+        case = replace(case, **draw_serving(grammar))
     mask, score = grammar.mask(), scores.score(grammar) if grammar.chance(50) else None
     count = PREDICATE_CALLS if not passes else EMULATED_CALLS if options.emulate else GPU_CALLS
     count = 1 if case.sanitize else count
     terms = [term for term in (mask, score) if term is not None]
-    problems = tuple(_problem(grammar, case, terms) for _ in range(count))
+    # Each call but the first may be left out, which Hypothesis does where it makes a case small.
+    problems = tuple(_problem(grammar, case, terms) for number in range(count) if not number or grammar.chance(96))
     return replace(case, mask=mask, score=score, declared=grammar.declared, problems=problems)
 
 
@@ -162,7 +167,7 @@ def _passes(source: Source, options: Options) -> tuple[Pass, ...]:
     return ("forward", "backward") if both else ("forward",)
 
 
-def _kernels(source: Source, options: Options) -> dict[str, Any]:
+def draw_kernels(source: Source, options: Options) -> dict[str, Any]:
     """What decides the kernels of a case, beside its mask and its score function."""
     common = _COMMON_TARGETS if source.chance(80) else tuple(TARGETS)
     target = source.pick(*(options.targets or common))
@@ -192,7 +197,7 @@ def _emulated(source: Source, options: Options) -> dict[str, Any]:
     return {"sanitize": sanitize, "schedule": schedule, "nvrtc": options.nvrtc and source.chance(20)}
 
 
-def _serving(source: Source) -> dict[str, Any]:
+def draw_serving(source: Source) -> dict[str, Any]:
     """What makes the calls of a case those of a server that decodes."""
     page_size, kv_dtype = source.pick(*_PAGE_SIZES), source.pick(None, None, None, "float8_e4m3fn", "int8")
     varlen = page_size is not None and source.chance(35)

@@ -37,7 +37,7 @@ PLAIN = settings(
 LOST = 70  # the status of a process that ends because its GPU is lost
 CHECKED = "checked random variants"  # the name of what a search reports
 _JOURNAL = "FLASHGEN_TEST_JOURNAL"
-_SEARCH = "python -m pytest tests/random_variants/test_search.py"
+_SEARCH = "pytest tests/random_variants/test_search.py"
 _terminal = -1  # the standard error of this process, which captures nothing
 
 
@@ -117,9 +117,8 @@ def search(seeds: Iterable[int], options: Options, command: str, seconds: float 
 
 def checked(case: Case, command: str = "") -> Counter[str]:
     """Checks a case within a test by Hypothesis, which prints it where it fails and cannot be made smaller."""
-    text = f"{case}\n{case!r}\nagain: {command}\n"
-    note(text)
-    _journal().write_text(text)
+    note(f"{case}\nagain: {command}")
+    _journal().write_text(f"{case}\nagain: {command}\n{case!r}\n")
     try:
         return check(case)
     except Exception as error:
