@@ -1,4 +1,4 @@
-"""The NumPy reference: what every kernel is judged by, and the papers' algorithms with their HBM traffic."""
+"""The NumPy reference that every kernel is judged by, and the papers' algorithms with their HBM traffic."""
 
 from flashgen.reference import numerics
 from flashgen.reference.backward import backward, backward_of_rounded_output, low_precision_backward

@@ -1,4 +1,4 @@
-"""Gradients of attention: checks those that flow in, and sums those that flow out."""
+"""Gradients of attention: checks the gradients of the outputs and sums the gradients of the inputs."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ class Cotangents(NamedTuple):
 
 
 def prepare_cotangents(problem: Problem, d_out: Any, d_lse: Any = None) -> Cotangents:
-    """Checks the gradients of the outputs against the problem; a d_lse of None is 0. Raises ArgumentError."""
+    """Checks the gradients of the outputs against the problem. A d_lse of None is 0. Raises ArgumentError."""
     rows = (problem.batch, problem.heads, problem.len_q)
     lse = np.zeros(rows) if d_lse is None else row_values("d_lse", d_lse, rows)
     return Cotangents(output_like(problem, "d_out", d_out), lse)
 
 
 def output_like(problem: Problem, name: str, given: Any) -> Array:
-    """An argument with O's shape and layout, brought to heads before lengths. Raises ArgumentError."""
+    """Returns an argument that has O's shape and layout, with heads before lengths. Raises ArgumentError."""
     array = heads_first(problem.spec, name, given)
     expected = (*problem.q.shape[:3], problem.spec.value_dim)
     if array.shape != expected:
@@ -44,7 +44,7 @@ def output_like(problem: Problem, name: str, given: Any) -> Array:
 
 
 def row_values(name: str, given: Any, rows: tuple[int, int, int]) -> Array:
-    """An argument with a number for each row (batch, heads_q, len_q), in either layout. Raises ArgumentError."""
+    """Returns an argument with one number per row, (batch, heads_q, len_q) in either layout. Raises ArgumentError."""
     array = floats(name, given, "float32")
     if array.shape != rows:
         raise ArgumentError(f"{name} has shape {array.shape}; give (batch, heads_q, len_q) = {rows}, as the LSE has")
@@ -52,7 +52,7 @@ def row_values(name: str, given: Any, rows: tuple[int, int, int]) -> Array:
 
 
 class GradientSums:
-    """Sums of one problem's gradients. Each query head has its dk and dv until `gradients` sums the groups."""
+    """Accumulators of the gradients of one problem. dk and dv are kept per query head; `gradients` sums each group."""
 
     def __init__(self, problem: Problem) -> None:
         self._problem = problem
@@ -67,11 +67,11 @@ class GradientSums:
         }
 
     def gradients(self) -> Gradients:
-        """The sums in the spec's layout, dk and dv summed over each group of query heads."""
+        """Returns the gradients in the layout of the spec, with dk and dv summed over each group of query heads."""
         group, layout = self._over_group, self._problem.in_layout
         return Gradients(layout(self.dq), layout(group(self.dk)), layout(group(self.dv)), self.captures)
 
-    def _over_group(self, each: Array) -> Array:
+    def _over_group(self, per_head: Array) -> Array:
         batch, heads_kv = self._problem.k.shape[:2]
         group = self._problem.heads // heads_kv if heads_kv else 1
-        return each.reshape(batch, heads_kv, group, *each.shape[2:]).sum(axis=2)
+        return per_head.reshape(batch, heads_kv, group, *per_head.shape[2:]).sum(axis=2)

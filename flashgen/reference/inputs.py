@@ -1,4 +1,4 @@
-"""Checks the arguments of a reference call, and brings them to one form: float64, heads before lengths."""
+"""Checks the arguments of a reference call and converts them to one form: float64, heads before lengths."""
 
 from __future__ import annotations
 
@@ -25,9 +25,12 @@ _AXES = {"bhsd": ("batch", "heads", "length", "dim"), "bshd": ("batch", "length"
 
 @dataclass(frozen=True, eq=False)
 class Problem:
-    """One attention problem. q (batch, heads_q, len_q, head_dim), k (batch, heads_kv, len_k, head_dim) and
-    v (batch, heads_kv, len_k, value_dim) are float64; captures are arrays of the dtype declared, by name. number: what
-    the first batch is called, which a sequence of a ragged batch has from there."""
+    """One attention problem with checked arguments.
+
+    q (batch, heads_q, len_q, head_dim), k (batch, heads_kv, len_k, head_dim) and v (batch, heads_kv, len_k, value_dim)
+    are float64. captures maps names to arrays of the declared dtype. first_batch is the index `b` of the first batch
+    element; the problem of one sequence of a varlen batch has the number of the sequence there.
+    """
 
     spec: AttentionSpec
     q: Array
@@ -36,7 +39,7 @@ class Problem:
     seed: int
     offset: int
     captures: Mapping[str, NDArray[Any]]
-    number: int = 0
+    first_batch: int = 0
 
     @property
     def batch(self) -> int:
@@ -44,7 +47,7 @@ class Problem:
 
     @property
     def heads(self) -> int:
-        """Query heads."""
+        """The number of query heads."""
         return self.q.shape[1]
 
     @property
@@ -57,32 +60,35 @@ class Problem:
 
     @property
     def keep_scale(self) -> float:
-        """What dropout multiplies a kept probability by."""
+        """The factor by which dropout scales a kept probability."""
         return 256 / threshold(self.spec.dropout)
 
-    def place(self, name: str) -> int:
-        """Where the batch, head, query or key that is called 0 stands in the whole, by the name of its number."""
+    def shard_start(self, name: str) -> int:
+        """Returns the index of the shard's first batch, head, query or key in the full problem.
+
+        name: "shard_b", "shard_h", "shard_q" or "shard_k". Without sharding the index is 0.
+        """
         return int(self.captures[name]) if self.spec.sharded else 0
 
     def head(self, b: int, h: int) -> tuple[Array, Array, Array]:
-        """q, k and v of one query head, each (length, dim); consecutive query heads share a key head (GQA, MQA)."""
+        """Returns q, k and v of one query head, each (length, dim). Consecutive query heads share a key head."""
         kv = h * self.k.shape[1] // self.heads
         return self.q[b, h], self.k[b, kv], self.v[b, kv]
 
     def empty_outputs(self) -> tuple[Array, Array]:
-        """Space for O and LSE, heads before lengths, poisoned with NaN."""
+        """Returns arrays for O and LSE, heads before lengths, filled with NaN."""
         shape = (self.batch, self.heads, self.len_q)
         return np.full((*shape, self.v.shape[3]), np.nan), np.full(shape, np.nan)
 
     def in_layout(self, out: Array) -> Array:
-        """O in the spec's layout."""
+        """Returns O in the layout of the spec."""
         return out if self.spec.layout == "bhsd" else np.ascontiguousarray(out.swapaxes(1, 2))
 
 
 def prepare(
     spec: AttentionSpec, q: Any, k: Any, v: Any, seed: int | None, offset: int, captures: Mapping[str, Any]
 ) -> Problem:
-    """Checks the arguments of a call against the spec and each other. Raises ArgumentError, naming the argument."""
+    """Checks the arguments of a call against the spec and each other. Raises ArgumentError that names the argument."""
     q, k, v = (heads_first(spec, name, array) for name, array in (("q", q), ("k", k), ("v", v)))
     _check_shapes(spec, q, k, v)
     seed, offset = _check_dropout(spec, seed, offset, q.shape)
@@ -96,18 +102,18 @@ def prepare(
     return Problem(spec, q, k, v, seed, offset, checked)
 
 
-def prepare_of_papers(
+def prepare_for_papers(
     spec: AttentionSpec, q: Any, k: Any, v: Any, seed: int | None, offset: int, captures: Mapping[str, Any]
 ) -> Problem:
-    """The same for the papers' algorithms, which know neither ragged batches nor sinks: ArgumentError for those."""
+    """Does the same as `prepare` for the papers' algorithms. Raises ArgumentError also for varlen batches and sinks."""
     if spec.is_ragged or spec.sink:
         what = "layout='thd'" if spec.is_ragged else "sink"
-        raise ArgumentError(f"{what} is not in the papers' algorithms; flashgen.reference.attention knows it")
+        raise ArgumentError(f"{what} is not in the papers' algorithms; use flashgen.reference.attention")
     return prepare(spec, q, k, v, seed, offset, captures)
 
 
 def heads_first(spec: AttentionSpec, name: str, given: Any) -> Array:
-    """An array of 4 dimensions in the spec's layout, as float64 with heads before lengths. Raises ArgumentError."""
+    """Converts an array of 4 dimensions to float64 with heads before lengths. Raises ArgumentError."""
     array = floats(name, given, spec.dtype)
     if array.ndim != 4:
         axes = ", ".join(_AXES[spec.layout])
@@ -116,10 +122,10 @@ def heads_first(spec: AttentionSpec, name: str, given: Any) -> Array:
 
 
 def floats(name: str, given: Any, best: str) -> Array:
-    """An array of floating point numbers as float64; errors advise the dtype `best`. Raises ArgumentError."""
+    """Converts an array of floating-point numbers to float64. Raises ArgumentError that suggests the dtype `best`."""
     try:
         array = np.asarray(given)
-    except TypeError as error:  # CuPy raises it for an array on a GPU
+    except TypeError as error:  # raised by CuPy for an array on a GPU
         raise ArgumentError(f"{name} is not a NumPy array and does not become one ({error}); copy it first") from None
     if array.dtype.kind != "f" and array.dtype != ml_dtypes.bfloat16:
         raise ArgumentError(f"{name} has dtype {array.dtype}; give floating point numbers, best {best}")
@@ -127,7 +133,7 @@ def floats(name: str, given: Any, best: str) -> Array:
 
 
 def _check_shapes(spec: AttentionSpec, q: Array, k: Array, v: Array) -> None:
-    """The arrays have heads before lengths."""
+    """Checks the shapes of arrays that have heads before lengths."""
     for name, array, dim in (("q", q, spec.head_dim), ("k", k, spec.head_dim), ("v", v, spec.value_dim)):
         if array.shape[3] != dim:
             which = "value_dim" if name == "v" else "head_dim"
@@ -147,7 +153,7 @@ def _check_shapes(spec: AttentionSpec, q: Array, k: Array, v: Array) -> None:
 
 
 def _check_dropout(spec: AttentionSpec, seed: int | None, offset: int, shape: tuple[int, ...]) -> tuple[int, int]:
-    """seed and offset; both are ignored where the spec has no dropout, so that one call serves every spec."""
+    """Returns seed and offset. Without dropout both are ignored, so that callers can pass them for every spec."""
     if spec.dropout == 0:
         return 0, 0
     if seed is None:
@@ -172,7 +178,7 @@ def _check_captures(spec: AttentionSpec, given: Mapping[str, Any], nothing_read:
 
 
 def _check_capture(capture: Capture, given: Any) -> NDArray[Any]:
-    """A capture as the kernel sees it. Arrays must have the dtype declared; numbers take it."""
+    """Returns a capture as the kernel sees it. Arrays must have the declared dtype; numbers are converted to it."""
     dtype = np.dtype(ml_dtypes.bfloat16 if capture.dtype == "bfloat16" else capture.dtype)
     array = np.asarray(given)
     if array.ndim != capture.ndim:
@@ -180,14 +186,14 @@ def _check_capture(capture: Capture, given: Any) -> NDArray[Any]:
             f"capture {capture.name!r} has {array.ndim} dimensions; it was declared with {capture.ndim}"
         )
     if capture.ndim == 0:
-        array = _number(capture, dtype, array)
+        array = _convert_number(capture, dtype, array)
     elif array.dtype != dtype:
         raise ArgumentError(f"capture {capture.name!r} has dtype {array.dtype}; it was declared as {dtype}, convert it")
     return array
 
 
-def _number(capture: Capture, dtype: np.dtype[Any], given: NDArray[Any]) -> NDArray[Any]:
-    """A number rounded to a float dtype, or unchanged in an integer or bool one."""
+def _convert_number(capture: Capture, dtype: np.dtype[Any], given: NDArray[Any]) -> NDArray[Any]:
+    """Converts a number: rounds it to a float dtype; an integer or bool dtype must hold it exactly."""
     if given.dtype.kind not in "biuf" and given.dtype != ml_dtypes.bfloat16:
         raise ArgumentError(f"capture {capture.name!r}={given!r} is not a number; give a {dtype}")
     with np.errstate(over="ignore", invalid="ignore"):

@@ -1,16 +1,16 @@
-"""The rule that judges a kernel: one rule for outputs, gradients and LSE.
+"""The tolerances that a kernel is judged by: for outputs, gradients and the LSE.
 
-An output X passes iff max|X - ref| <= 2 max|low - ref| + 1e-5, where `ref` is standard attention in float64 and `low`
-the same attention rounded to the input dtype at every step: a fused kernel may be at most twice as wrong as the plain
-implementation that it replaces. Source: the tests of flash-attention (Dao et al.), with a float64 reference.
+An output X passes iff max|X - ref| <= 2 max|low - ref| + 1e-5. Here `ref` is standard attention in float64, and `low`
+is the same attention rounded to the input dtype at every step. A fused kernel may thus be at most twice as wrong as the
+unfused implementation that it replaces. Source: the tests of flash-attention (Dao et al.), with a float64 reference.
 
-A gradient passes too if max|X - ref| <= 2 max|given - ref| + 1e-5, where `given` is float64's backward of an output
-rounded to the input dtype. A backward gets no better output, so its D = rowsum(dO * O) has O's rounding; only another
-pass over the scores would give a better D. Standard attention happens to cancel that rounding where P is all but
-one-hot, as it rounds P alike before it takes O.
+A gradient also passes if max|X - ref| <= 2 max|given - ref| + 1e-5, where `given` is the float64 backward of an output
+rounded to the input dtype. A backward reads the rounded output, so that its D = rowsum(dO * O) contains the rounding
+error of O; only another pass over the scores would give a better D. Standard attention happens to cancel this error
+where P is almost one-hot, because it rounds P in the same way before it computes O.
 
-LSE is float32 and has no low-precision twin: it must be within 1e-3 of the reference or, where float32 holds less of a
-sum, within 2^-20 of its magnitude, and infinite exactly where the reference is.
+The LSE is float32 and has no low-precision counterpart. It must be within 1e-3 of the reference or, where the magnitude
+is too large for that in float32, within 2^-20 of its magnitude. It must be infinite exactly where the reference is.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ LSE_FACTOR = 2.0**-20  # relative to its magnitude; more than LSE_BOUND beyond 1
 
 @dataclass(frozen=True)
 class Verdict:
-    """error = max|X - ref|, and its bound; lse_error = |LSE - ref LSE| where it comes nearest to its bound, and that
-    bound (both None where no LSE was given).
+    """The result of a comparison: error = max|X - ref| with its bound, and the error of the LSE with its bound.
 
-    NaN or infinity in an error says that the output holds NaN, or infinity where the reference is finite.
-    `worst` is the index of the error in the output, `lse_worst` of that in LSE; None for empty arrays.
+    lse_error is |LSE - ref LSE| of the element that comes nearest to its bound, and lse_bound is the bound of this
+    element. Both are None if no LSE was given. An error of NaN or infinity means that the output holds NaN, or infinity
+    where the reference is finite. `worst` and `lse_worst` are the indices of the errors; None for empty arrays.
     """
 
     error: float
@@ -63,11 +63,11 @@ def judge(
     ref_lse: ArrayLike | None = None,
     given: ArrayLike | None = None,
 ) -> Verdict:
-    """Judge an output `out` against `ref` (float64) and `low` (rounded at each step), and `lse` against `ref_lse`.
+    """Judges an output `out` against `ref` (float64) and `low` (rounded at each step), and `lse` against `ref_lse`.
 
-    given: for a gradient, the float64 gradient of a rounded output; it or `low` gives the bound, whichever is larger.
-    All have one shape, in any layout; lse and ref_lse, natural logarithms, have one shape. NaN in out or lse fails, and
-    so does a bound that is not finite, since anything would pass.
+    given: for a gradient, the float64 gradient of a rounded output. The larger of the errors of `given` and `low`
+    determines the bound. These arrays share one shape, in any layout. lse and ref_lse, natural logarithms, share one
+    shape. NaN in out or lse fails. A bound that is not finite fails too, because any output would pass it.
     Raises ArgumentError for shapes that differ, for NaN in a reference, and for lse without ref_lse or the reverse.
     """
     if (lse is None) != (ref_lse is None):
@@ -79,12 +79,12 @@ def judge(
     ok = math.isfinite(bound) and error <= bound  # comparisons with NaN are false
     if lse is None or ref_lse is None:
         return Verdict(error, bound, None, ok, worst)
-    lse_error, lse_bound, lse_worst = _judged_lse(lse, ref_lse)
+    lse_error, lse_bound, lse_worst = _judge_lse(lse, ref_lse)
     return Verdict(error, bound, lse_error, ok and lse_error <= lse_bound, worst, lse_worst, lse_bound)
 
 
-def _judged_lse(lse: ArrayLike, reference: ArrayLike) -> tuple[float, float, tuple[int, ...] | None]:
-    """The difference that is largest relative to its bound, that bound, and its index."""
+def _judge_lse(lse: ArrayLike, reference: ArrayLike) -> tuple[float, float, tuple[int, ...] | None]:
+    """Returns the difference that is largest relative to its bound, this bound, and its index."""
     difference = _differences("lse", lse, reference)
     if difference.size == 0:
         return 0.0, LSE_BOUND, None
@@ -95,23 +95,23 @@ def _judged_lse(lse: ArrayLike, reference: ArrayLike) -> tuple[float, float, tup
 
 
 def _largest_difference(name: str, given: ArrayLike, reference: ArrayLike) -> tuple[float, tuple[int, ...] | None]:
-    """max|given - reference| and its index; NaN if given holds one; equal infinities differ by 0."""
+    """Returns max|given - reference| and its index. NaN in given gives NaN; equal infinities differ by 0."""
     difference = _differences(name, given, reference)
     if difference.size == 0:
         return 0.0, None
-    index = np.unravel_index(int(np.argmax(difference)), difference.shape)  # argmax finds a NaN before any number
+    index = np.unravel_index(int(np.argmax(difference)), difference.shape)  # argmax returns the first NaN, if any
     return float(difference[index]), tuple(int(i) for i in index)
 
 
 def _differences(name: str, given: ArrayLike, reference: ArrayLike) -> NDArray[np.float64]:
-    """|given - reference|; NaN where given is; equal infinities differ by 0."""
-    ours, theirs = _as_float64(given), _as_float64(reference)
-    if ours.shape != theirs.shape:
-        raise ArgumentError(f"{name} has shape {ours.shape}, its reference {theirs.shape}; give arrays of one shape")
-    if np.isnan(theirs).any():
-        raise ArgumentError(f"the reference of {name} holds NaN, which nothing can be judged by; give finite inputs")
+    """Returns |given - reference|: NaN where given is NaN, 0 for equal infinities."""
+    actual, expected = _as_float64(given), _as_float64(reference)
+    if actual.shape != expected.shape:
+        raise ArgumentError(f"{name} has shape {actual.shape}, its reference {expected.shape}; give equal shapes")
+    if np.isnan(expected).any():
+        raise ArgumentError(f"the reference of {name} holds NaN and cannot judge anything; give finite inputs")
     with np.errstate(invalid="ignore"):
-        return np.where(ours == theirs, 0.0, np.abs(ours - theirs))
+        return np.where(actual == expected, 0.0, np.abs(actual - expected))
 
 
 def _as_float64(array: ArrayLike) -> NDArray[np.float64]:

@@ -1,8 +1,10 @@
-"""Standard attention in NumPy, for every spec: in float64, the truth; rounded at every step, the tolerance.
+"""Standard attention in NumPy, for every spec.
+
+In float64 it is the reference. Rounded at every step, it gives the tolerance.
 
 S = score(scale Q K^T), -inf where masked;  P = softmax(S);  O = dropout(P) V;  LSE = log sum exp S
 
-With a sink each row of S has one score more, the head's, whose probability multiplies no value.
+With a sink, each row of S has one extra score. It takes part in the softmax but has no value.
 """
 
 from __future__ import annotations
@@ -16,8 +18,8 @@ from numpy.typing import ArrayLike
 
 from flashgen.reference.elementwise import HeadTiles
 from flashgen.reference.inputs import Array, Problem
-from flashgen.reference.pages import Cache, check_ragged, problems_of
-from flashgen.reference.ragged import outputs_of, sequences, sequences_over_pages
+from flashgen.reference.pages import Cache, build_problems, check_varlen
+from flashgen.reference.varlen import paged_sequences, varlen_outputs, varlen_sequences
 
 if TYPE_CHECKING:
     from flashgen.language import AttentionSpec
@@ -40,26 +42,27 @@ def attention(
     v_scale: ArrayLike | None = None,
     **captures: Any,
 ) -> Any:
-    """Standard attention in float64 on the values given, or (out, lse) with return_lse.
+    """Computes standard attention in float64. Returns out, or (out, lse) with return_lse.
 
     q (batch, heads_q, len_q, head_dim), k (batch, heads_kv, len_k, head_dim) and v (batch, heads_kv, len_k, value_dim)
-    have any floating dtype; heads_q is a multiple of heads_kv; layout "bshd" swaps heads and length. Captures are given
-    by name, in the dtype declared. seed and offset choose the dropout, as flashgen.reference.dropout says. With a
-    page_size k and v are (pages, page_size, heads_kv, dim); page_table and seqused_k say which rows are a sequence's.
-    With a kv_dtype k and v are of it, times k_scale and v_scale.
-    out is float64 in the spec's layout, lse float64 (batch, heads_q, len_q), the natural log of the sum over modified
-    and masked scores, before dropout. A row with nothing to attend to gives out = 0, lse = -inf.
-    A ragged batch, layout "thd", has arrays (tokens, heads, dim), also cu_seqlens_q, and may have cu_seqlens_k and
-    seqused_k; its out is (tokens, heads_q, value_dim), its lse (heads_q, tokens). Rows of no sequence are as such rows.
+    have any floating dtype. heads_q is a multiple of heads_kv. Layout "bshd" swaps heads and length. Captures are given
+    by name in their declared dtype. seed and offset select the dropout mask (flashgen.reference.dropout). With a
+    page_size, k and v are (pages, page_size, heads_kv, dim), and page_table and seqused_k give the rows of each
+    sequence. With a kv_dtype, k and v have this dtype and are multiplied by k_scale and v_scale.
+    out is float64 in the layout of the spec. lse is float64 (batch, heads_q, len_q): the natural log of the sum of the
+    exponentials of modified and masked scores, before dropout. A row with nothing to attend to has out = 0, lse = -inf.
+    A varlen batch, layout "thd", has arrays (tokens, heads, dim), requires cu_seqlens_q, and may have cu_seqlens_k and
+    seqused_k. Its out is (tokens, heads_q, value_dim), its lse (heads_q, tokens). Rows outside of all sequences have
+    out = 0 and lse = -inf.
     Raises ArgumentError for arguments that do not fit the spec or each other.
     """
     cache = Cache(page_table, seqused_k, k_scale, v_scale)
-    out, lse = _outputs(_exact, spec, (q, k, v), cache, seed, offset, captures)
+    out, lse = _call_outputs(_exact_outputs, spec, (q, k, v), cache, seed, offset, captures)
     return (out, lse) if return_lse else out
 
 
-def _outputs(
-    of_problem: Callable[[Problem], tuple[Array, Array]],
+def _call_outputs(
+    for_problem: Callable[[Problem], tuple[Array, Array]],
     spec: AttentionSpec,
     arrays: tuple[ArrayLike, ArrayLike, ArrayLike],
     cache: Cache,
@@ -67,22 +70,22 @@ def _outputs(
     offset: int,
     captures: Mapping[str, Any],
 ) -> tuple[Array, Array]:
-    """Output and LSE of a call, from what gives those of a problem."""
+    """Returns the output and LSE of a call. for_problem computes them for one problem."""
     if spec.is_ragged and spec.page_size:
-        over_pages = sequences_over_pages(spec, arrays, cache, seed, offset, captures)
-        return outputs_of(spec, arrays[0], over_pages, of_problem)
+        paged = paged_sequences(spec, arrays, cache, seed, offset, captures)
+        return varlen_outputs(spec, arrays[0], paged, for_problem)
     if spec.is_ragged:
-        check_ragged(cache)
+        check_varlen(cache)
         given = {**captures, "seqused_k": cache.seqused_k}
-        return outputs_of(spec, arrays[0], sequences(spec, *arrays, seed, offset, given), of_problem)
-    problems = problems_of(spec, arrays, cache, seed, offset, captures)
-    parts = [of_problem(problem) for problem in problems]
-    out, lse = (np.concatenate(each) for each in zip(*parts, strict=True))
+        return varlen_outputs(spec, arrays[0], varlen_sequences(spec, *arrays, seed, offset, given), for_problem)
+    problems = build_problems(spec, arrays, cache, seed, offset, captures)
+    results = [for_problem(problem) for problem in problems]
+    out, lse = (np.concatenate(each) for each in zip(*results, strict=True))
     return problems[0].in_layout(out), lse
 
 
-def _exact(problem: Problem) -> tuple[Array, Array]:
-    """O and LSE in float64, heads before lengths."""
+def _exact_outputs(problem: Problem) -> tuple[Array, Array]:
+    """Computes O and LSE in float64, heads before lengths."""
     spec = problem.spec
     out, lse = problem.empty_outputs()
     for b, h, queries in row_blocks(problem):
@@ -109,21 +112,21 @@ def low_precision(
     v_scale: ArrayLike | None = None,
     **captures: Any,
 ) -> Any:
-    """Standard attention as a plain library runs it on arrays of spec.dtype: the `low` of flashgen.reference.numerics.
+    """Computes standard attention as an unfused library does on arrays of spec.dtype: the `low` argument of `judge`.
 
-    Each step's result is rounded to spec.dtype: q, k, v, scale·q, scores, each operation on them in the score function,
-    probabilities, dropped probabilities, out. Within a step, products accumulate in float32 and so does the softmax.
-    Arguments, results and errors are those of `attention`; out is exact in spec.dtype. lse is the rounded scores', in
-    float32. A score that overflows float16 becomes infinity or NaN, as it does there.
-    Source: attention_ref(upcast=False) of flash-attention's tests.
+    The result of each step is rounded to spec.dtype: q, k, v, scale·q, scores, each operation of the score function on
+    them, probabilities, probabilities after dropout, out. Within a step, products and the softmax accumulate in
+    float32. Arguments, results and errors are the same as in `attention`. out is exact in spec.dtype. lse is that of
+    the rounded scores, computed in float32. A score that overflows float16 becomes infinity or NaN.
+    Source: attention_ref(upcast=False) in the tests of flash-attention.
     """
     cache = Cache(page_table, seqused_k, k_scale, v_scale)
-    out, lse = _outputs(_rounded, spec, (q, k, v), cache, seed, offset, captures)
+    out, lse = _call_outputs(_rounded_outputs, spec, (q, k, v), cache, seed, offset, captures)
     return (out, lse) if return_lse else out
 
 
-def _rounded(problem: Problem) -> tuple[Array, Array]:
-    """O and LSE where each step's result is rounded, heads before lengths."""
+def _rounded_outputs(problem: Problem) -> tuple[Array, Array]:
+    """Computes O and LSE with the result of each step rounded, heads before lengths."""
     spec = problem.spec
     out, lse = problem.empty_outputs()
     for b, h, queries in row_blocks(problem):
@@ -138,9 +141,9 @@ def _rounded(problem: Problem) -> tuple[Array, Array]:
 
 
 def softmax(scores: Any, sink: float | None = None) -> tuple[Any, Any]:
-    """Rows of softmax and their log-sum-exp, in the dtype of scores; 0 and -inf for a row of -inf alone.
+    """Returns the softmax of each row and its log-sum-exp in the dtype of scores; 0 and -inf for a row of all -inf.
 
-    sink: a score more in every row, whose probability is nobody's.
+    sink: one extra score per row that takes probability but has no value.
     """
     maximum = scores.max(axis=-1, initial=-np.inf if sink is None else sink)
     shift = np.where(maximum == -np.inf, 0, maximum).astype(scores.dtype)  # exp(-inf - -inf) is NaN
@@ -154,7 +157,7 @@ def softmax(scores: Any, sink: float | None = None) -> tuple[Any, Any]:
 
 
 def round_to(dtype: str, array: Any) -> Array:
-    """An array rounded to the nearest (or even) float16 or bfloat16, as float64."""
+    """Rounds an array to float16 or bfloat16, to nearest even, and returns it as float64."""
     with np.errstate(over="ignore", invalid="ignore"):
         rounded = np.asarray(array).astype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
     return rounded.astype(np.float64)
@@ -166,7 +169,7 @@ def _product(dtype: str, a: Array, b: Array) -> Array:
 
 
 def row_blocks(problem: Problem) -> Iterator[tuple[int, int, range]]:
-    """(b, h, queries) in blocks whose scores are few enough for memory."""
+    """Yields (b, h, queries) in blocks that bound the memory for scores."""
     step = max(1, _TILE_ELEMENTS // max(1, problem.len_k))
     for b, h in np.ndindex(problem.batch, problem.heads):
         for start in range(0, problem.len_q, step):

@@ -1,4 +1,4 @@
-"""Keys and values in pages, gathered: what a table and lengths say of them, in NumPy."""
+"""Gathers the paged keys and values of each sequence, and dequantizes 8-bit ones, in NumPy."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Cache(NamedTuple):
-    """What a call says of keys and values that are in pages, or of 8 bits; in a ragged batch seqused_k alone."""
+    """The arguments of a call that describe a KV cache in pages or of 8 bits. A varlen batch has only seqused_k."""
 
     page_table: Any = None
     seqused_k: Any = None
@@ -24,11 +24,11 @@ class Cache(NamedTuple):
     v_scale: Any = None
 
 
-def gathered(pages: Any, page_table: Any, length: Any) -> Any:
-    """The rows of a sequence, (length, heads, dim), of pages (pages, page_size, heads, dim).
+def gather_pages(pages: Any, page_table: Any, length: Any) -> Any:
+    """Gathers the rows of a sequence, (length, heads, dim), from pages (pages, page_size, heads, dim).
 
-    page_table: the sequence's row of it. Entries that are no page are the last one, and a length is bounded by 0 and
-    what the row holds, as in kernels.
+    page_table: the row of the sequence. As in kernels, entries that are not a valid page are replaced by the last page,
+    and the length is clamped to between 0 and the capacity of the row.
     """
     pages, table = np.asarray(pages), np.asarray(page_table, np.int32)
     page_size = pages.shape[1]
@@ -37,8 +37,8 @@ def gathered(pages: Any, page_table: Any, length: Any) -> Any:
     return pages[used].reshape(-1, *pages.shape[2:])[:count]
 
 
-def widened(spec: AttentionSpec, name: str, array: Any, scale: Any) -> Any:
-    """Keys or values of 8 bits as float64, times their scale: one, or one for each head of k and v."""
+def dequantize(spec: AttentionSpec, name: str, array: Any, scale: Any) -> Any:
+    """Returns 8-bit keys or values as float64, multiplied by their scale: one, or one per head of k and v."""
     given, axis = np.asarray(array), 1 if spec.layout == "bhsd" and not spec.page_size else 2
     if given.dtype.name != spec.kv_dtype:
         raise ArgumentError(f"{name} has dtype {given.dtype}; the spec has kv_dtype={spec.kv_dtype!r}")
@@ -50,29 +50,29 @@ def widened(spec: AttentionSpec, name: str, array: Any, scale: Any) -> Any:
     return given.astype(np.float64) * factors.reshape(-1, *(1,) * (3 - axis))
 
 
-def check_ragged(cache: Cache) -> None:
-    """ArgumentError where a call of a ragged batch is given what there is of pages and 8 bits alone."""
+def check_varlen(cache: Cache) -> None:
+    """Raises ArgumentError for arguments of paged or 8-bit caches, which a varlen batch without pages does not take."""
     for name, given in cache._asdict().items():
         if given is not None and name != "seqused_k":
             raise ArgumentError(f"{name} is not supported for layout='thd': leave it out")
 
 
-def problems_of(
+def build_problems(
     spec: AttentionSpec,
     arrays: tuple[Any, Any, Any],
     cache: Cache,
     seed: int | None,
     offset: int,
     captures: Mapping[str, Any],
-    begins: Any = None,
+    starts: Any = None,
 ) -> list[Problem]:
-    """The problems of a call, in order: one for the batch, or over pages, where each has a length, one a sequence.
+    """Returns the problems of a call in order: one for a dense batch, or one per sequence if k and v are paged.
 
-    begins: where each sequence's queries begin, and the last one's end, where q is packed, (tokens, heads, dim).
+    starts: the offsets of the sequences, (sequences + 1,), if q is packed, (tokens, heads, dim).
     """
     q, k, v = arrays
     if spec.kv_dtype:
-        k, v = widened(spec, "k", k, cache.k_scale), widened(spec, "v", v, cache.v_scale)
+        k, v = dequantize(spec, "k", k, cache.k_scale), dequantize(spec, "v", v, cache.v_scale)
     table, lengths = cache.page_table, cache.seqused_k
     if not spec.page_size:
         if table is not None or lengths is not None:
@@ -80,19 +80,19 @@ def problems_of(
         return [prepare(spec, q, k, v, seed, offset, captures)]
     if table is None or lengths is None:
         raise ArgumentError(f"page_size={spec.page_size} needs page_table and seqused_k")
-    if begins is None and not len(table):  # no sequence, and so no length
-        none = _of_batch(spec, gathered(k, (), 0), 0), _of_batch(spec, gathered(v, (), 0), 0)
+    if starts is None and not len(table):  # there is no sequence
+        none = _expand_batch(spec, gather_pages(k, (), 0), 0), _expand_batch(spec, gather_pages(v, (), 0), 0)
         return [prepare(spec, q, *none, seed, offset, captures)]
-    made = []
+    problems = []
     for b, (row, length) in enumerate(zip(table, lengths, strict=True)):
-        own_k, own_v = (_of_batch(spec, gathered(pages, row, length), 1) for pages in (k, v))
-        queries = np.asarray(q)[b : b + 1] if begins is None else np.asarray(q)[None, begins[b] : begins[b + 1]]
+        own_k, own_v = (_expand_batch(spec, gather_pages(pages, row, length), 1) for pages in (k, v))
+        queries = np.asarray(q)[b : b + 1] if starts is None else np.asarray(q)[None, starts[b] : starts[b + 1]]
         problem = prepare(spec, queries, own_k, own_v, seed, offset, captures)
-        made.append(replace(problem, number=b))
-    return made
+        problems.append(replace(problem, first_batch=b))
+    return problems
 
 
-def _of_batch(spec: AttentionSpec, rows: Any, batch: int) -> Any:
-    """The rows of one sequence as those of every one, in the spec's layout."""
+def _expand_batch(spec: AttentionSpec, rows: Any, batch: int) -> Any:
+    """Repeats the rows (length, heads, dim) of one sequence over a batch, in the layout of the spec."""
     array = rows.swapaxes(0, 1) if spec.layout == "bhsd" else rows
     return np.broadcast_to(array, (batch, *array.shape))

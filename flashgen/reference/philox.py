@@ -1,7 +1,7 @@
-"""Philox4x32, the counter-based random generator that dropout reads its bytes from, vectorised over counters.
+"""Philox4x32, the counter-based random number generator of dropout, vectorised over counters.
 
 Source: Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011, section 3.3 and table 2.
-Seven rounds are the fewest that pass BigCrush (same paper, table 2); ten are what most libraries run.
+Seven is the smallest number of rounds that passes BigCrush (same paper, table 2); most libraries run ten.
 """
 
 from __future__ import annotations
@@ -9,23 +9,23 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)  # of counter words 0 and 2
-WEYL = (0x9E3779B9, 0xBB67AE85)  # added to the key's words between rounds: golden ratio, sqrt(3) - 1
+MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)  # for counter words 0 and 2
+WEYL = (0x9E3779B9, 0xBB67AE85)  # added to the key words between rounds: golden ratio, sqrt(3) - 1
 ROUNDS = 7
 
 _WORD = 0xFFFFFFFF
 
 
 def philox4x32(counter: tuple[ArrayLike, ...], key: tuple[int, int], rounds: int = ROUNDS) -> NDArray[np.uint32]:
-    """The four random words of each counter.
+    """Returns the four random words of each counter.
 
-    counter: four arrays of words in [0, 2**32), which broadcast together; key: two words.
+    counter: four arrays of words in [0, 2**32), which are broadcast together; key: two words.
     Returns uint32 of the broadcast shape with a last dimension of 4 appended.
     """
     c0, c1, c2, c3 = np.broadcast_arrays(*(np.asarray(word, dtype=np.uint64) for word in counter))
     k0, k1 = key
     for _ in range(rounds):
-        product0 = c0 * np.uint64(MULTIPLIERS[0])  # 32 x 32 -> 64 bits: never overflows uint64
+        product0 = c0 * np.uint64(MULTIPLIERS[0])  # 32 x 32 -> 64 bits never overflows uint64
         product1 = c2 * np.uint64(MULTIPLIERS[1])
         c0 = (product1 >> np.uint64(32)) ^ c1 ^ np.uint64(k0)
         c2 = (product0 >> np.uint64(32)) ^ c3 ^ np.uint64(k1)

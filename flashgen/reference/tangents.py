@@ -1,16 +1,16 @@
-"""Derivatives of a score function by dual numbers: each value has a tangent, its derivative by one seed.
+"""Derivatives of a score function by dual numbers: each value has a tangent, its derivative with respect to a seed.
 
-A seed is SCORE, or a gather (a Load node) taken as a variable of its own. No symbolic derivative has a part in this, so
-that something else judges the kernels' symbolic ones. Conventions where a function has no derivative:
+A seed is SCORE, or a gather (a Load node) that is treated as a variable. Symbolic derivatives are not used here, so
+that this module can check the symbolic derivatives of the kernels. Conventions where a function has no derivative:
 
-    max, min    half of each operand's where the two are equal, as in torch.maximum and torch.minimum
+    max, min    half of the derivative of each operand where the two are equal, as in torch.maximum and torch.minimum
     abs         0 at 0
-    where       the derivative of the branch taken; the condition has none
+    where       the derivative of the branch taken; the condition has no derivative
     floor, //, comparisons, integers    0
-    a % b       1 by a, -floor(a / b) by b
-    sqrt        infinite at 0, as 1 / (2 sqrt(a)) gives
+    a % b       1 with respect to a, -floor(a / b) with respect to b
+    sqrt        infinite at 0, as in 1 / (2 sqrt(a))
 
-A branch not taken leaves no trace, also where its derivative is infinite or NaN.
+The branch not taken contributes nothing, even where its derivative is infinite or NaN.
 """
 
 from __future__ import annotations
@@ -28,51 +28,51 @@ from flashgen.language.evaluate import evaluate, evaluate_operation
 from flashgen.language.operations import SCORE, Load, Operation, kind_of
 
 Array = NDArray[Any]
-Tangent = Array | None  # None where it does not depend on the seed
+Tangent = Array | None  # None if the value does not depend on the seed
 Rule = Callable[[Array, list[Array], list[Tangent]], Tangent]  # takes the result, the operands and their tangents
 Rounding = Callable[[Any], Any]
 
 
 def gathers(expression: sympy.Basic) -> tuple[Load, ...]:
-    """The distinct gathers from captures declared with grad=True, in the expression's order."""
+    """Returns the distinct gathers from captures declared with grad=True, in the order of the expression."""
     nodes = sympy.preorder_traversal(expression)
     return tuple(dict.fromkeys(node for node in nodes if isinstance(node, Load) and node.capture.grad))
 
 
 class Duals:
-    """A score function on a tile: the value and the tangents of each of its nodes, computed once.
+    """Evaluates a score function on a tile: the value and the tangents of each node, each computed once.
 
-    values: an array or number for each symbol; captures: one for each capture by name, as `evaluate` takes them.
-    `rounding`, if given, rounds every float operation on the score, and its tangent; what depends on indices and
-    captures alone is exact, since a plain implementation may well hold it in float32 or integers.
+    values: an array or number for each symbol. captures: an array or number for each capture, by name, as for
+    `evaluate`. rounding: if given, rounds the result of every float operation on the score, and its tangent. Operations
+    on indices and captures alone stay exact, because an unfused implementation may hold them in float32 or integers.
     """
 
     def __init__(
         self, values: Mapping[sympy.Basic, Any], captures: Mapping[str, Any], rounding: Rounding | None = None
     ) -> None:
         self._values, self._captures, self._rounding = values, captures, rounding
-        self._known: dict[tuple[sympy.Basic, bool], Array] = {}
+        self._computed: dict[tuple[sympy.Basic, bool], Array] = {}
         self._steps: frozenset[sympy.Basic] = frozenset()
 
     def value(self, node: sympy.Basic) -> Array:
-        """The value of a node, broadcast only as far as it depends on the indices."""
+        """Returns the value of a node. It has size 1 along the indices that the node does not depend on."""
         self._steps |= deciding_steps(node)
-        with np.errstate(all="ignore"):  # a Where computes both sides everywhere
+        with np.errstate(all="ignore"):  # a Where evaluates both branches everywhere
             return self._value(node)
 
     def tangent(self, node: sympy.Basic, seed: sympy.Basic) -> Tangent:
-        """The derivative of a node by the seed, broadcast no further than it must be; None if it is constant."""
+        """Returns the derivative of a node with respect to the seed, broadcast as little as possible; None if constant."""
         with np.errstate(all="ignore"):
             return self._tangent(node, seed, {})
 
     def _value(self, node: sympy.Basic, single: bool = False) -> Array:
-        place = node, single and kind_of(node) == "float"
-        if place not in self._known:
+        key = node, single and kind_of(node) == "float"
+        if key not in self._computed:
             if isinstance(node, Operation):
-                self._known[place] = self._rounded(node, evaluate_operation(*place, self._value, self._steps))
+                self._computed[key] = self._rounded(node, evaluate_operation(*key, self._value, self._steps))
             else:
-                self._known[place] = evaluate(node, self._values, self._captures)
-        return self._known[place]
+                self._computed[key] = evaluate(node, self._values, self._captures)
+        return self._computed[key]
 
     def _operands(self, node: Operation) -> list[Array]:
         operands = [self._value(operand) for operand in node.args]
@@ -81,17 +81,17 @@ class Duals:
             operands = [np.asarray(operand).astype(wide, copy=False) for operand in operands]
         return operands
 
-    def _tangent(self, node: sympy.Basic, seed: sympy.Basic, known: dict[sympy.Basic, Tangent]) -> Tangent:
+    def _tangent(self, node: sympy.Basic, seed: sympy.Basic, computed: dict[sympy.Basic, Tangent]) -> Tangent:
         if node == seed:
             return np.float64(1)  # type: ignore[return-value]
-        if node not in known:
-            known[node] = self._by_operands(node, seed, known)
-        return known[node]
+        if node not in computed:
+            computed[node] = self._by_operands(node, seed, computed)
+        return computed[node]
 
-    def _by_operands(self, node: sympy.Basic, seed: sympy.Basic, known: dict[sympy.Basic, Tangent]) -> Tangent:
+    def _by_operands(self, node: sympy.Basic, seed: sympy.Basic, computed: dict[sympy.Basic, Tangent]) -> Tangent:
         if not isinstance(node, Operation) or kind_of(node) != "float":
             return None
-        tangents = [self._tangent(operand, seed, known) for operand in node.args]
+        tangents = [self._tangent(operand, seed, computed) for operand in node.args]
         if all(tangent is None for tangent in tangents):
             return None
         result = TANGENTS[type(node)](self._value(node), self._operands(node), tangents)
@@ -103,12 +103,12 @@ class Duals:
 
 
 def _flat(_result: Array, _operands: list[Array], _tangents: list[Tangent]) -> Tangent:
-    """The rule of step functions, integers and booleans."""
+    """The rule of step functions, integers and booleans: no dependence on the seed."""
     return None
 
 
 def _smooth(partials: Callable[..., tuple[Any, ...]]) -> Rule:
-    """The chain rule. `partials` takes the result and the operands, and gives the derivative by each operand."""
+    """Returns the chain rule. `partials` maps the result and the operands to the derivative by each operand."""
 
     def rule(result: Array, operands: list[Array], tangents: list[Tangent]) -> Tangent:
         pairs = zip(partials(result, *operands), tangents, strict=True)
@@ -117,15 +117,17 @@ def _smooth(partials: Callable[..., tuple[Any, ...]]) -> Rule:
     return rule
 
 
-def _chosen(_result: Array, operands: list[Array], tangents: list[Tangent]) -> Tangent:
-    """The tangent of the branch taken."""
+def _select(_result: Array, operands: list[Array], tangents: list[Tangent]) -> Tangent:
+    """The rule of Where: the tangent of the branch taken."""
     one, other = (0.0 if tangent is None else tangent for tangent in tangents[-2:])
     return np.where(operands[0], one, other)
 
 
 def _extreme(beats: Callable[[Any, Any], Any]) -> Rule:
-    """The tangent of the operand that beats the other, or that is a number where the other is NaN; half of each's where
-    they are equal."""
+    """Returns the rule of a maximum or minimum: the tangent of the operand that `beats` the other.
+
+    Where the second operand is NaN it is that of the first, and where both are equal it is the mean of the two.
+    """
 
     def rule(_result: Array, operands: list[Array], tangents: list[Tangent]) -> Tangent:
         a, b = operands
@@ -155,7 +157,7 @@ TANGENTS: dict[type[Operation], Rule] = {
     ops.Detach: _flat, ops.Surrogate: _smooth(lambda y, a, b, c: (1, c, 0)),
     ops.Equal: _flat, ops.NotEqual: _flat, ops.Less: _flat, ops.LessEqual: _flat, ops.Greater: _flat,
     ops.GreaterEqual: _flat, ops.And: _flat, ops.Or: _flat, ops.Xor: _flat, ops.Not: _flat,
-    ops.Where: _chosen,
-    ops.Load: _flat,  # its indices are integers; a seed does not come here
+    ops.Where: _select,
+    ops.Load: _flat,  # its indices are integers; a Load that is the seed is handled before the rules
 }
 # fmt: on

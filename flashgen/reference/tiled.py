@@ -1,11 +1,12 @@
-"""Attention as the papers compute it. Every load from HBM and every store to it is counted.
+"""The forward algorithms of the papers. Every load from HBM and every store to it is counted.
 
-`standard`: algorithm 0 of Dao, Fu, Ermon, Rudra, Ré, "FlashAttention", 2022. `flash1`: its algorithm 1 (2 with mask
-and dropout): key blocks outside, query blocks inside, O rescaled and written each time. `flash2`: algorithm 1 of Dao,
-"FlashAttention-2", 2023: query blocks outside, O unnormalised until one division at the end, LSE instead of l and m.
+`standard` is algorithm 0 of Dao, Fu, Ermon, Rudra, Ré, "FlashAttention", 2022. `flash1` is its algorithm 1 (algorithm 2
+with mask and dropout): the outer loop is over key blocks, the inner loop over query blocks, and O is rescaled and
+written in each iteration. `flash2` is algorithm 1 of Dao, "FlashAttention-2", 2023: the outer loop is over query
+blocks, O stays unnormalised until one division at the end, and the LSE replaces l and m.
 
-They run in float64, and equal `attention` except for the order of sums. Every (batch, query head) is run by itself, as
-on a GPU: with GQA or MQA, heads that share K and V load them again. No tile is skipped, whatever the mask.
+All run in float64 and equal `attention` except for the order of sums. Every (batch, query head) is computed separately,
+as on a GPU: with GQA or MQA, heads that share K and V load them again. No tile is skipped, whatever the mask is.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from flashgen.reference.elementwise import HeadTiles
-from flashgen.reference.inputs import Array, Problem, prepare_of_papers
+from flashgen.reference.inputs import Array, Problem, prepare_for_papers
 from flashgen.reference.oracle import softmax
 from flashgen.reference.traffic import Hbm, HbmTraffic, flash1_blocks, flash2_blocks
 
@@ -38,11 +39,12 @@ def standard(
     offset: int = 0,
     **captures: Any,
 ) -> Result:
-    """Standard attention with S and P in HBM: (out, lse, traffic). Arguments and errors are those of `attention`.
+    """Runs standard attention with S and P in HBM. Returns (out, lse, traffic).
 
-    The score function and mask are applied as S is made, dropout as P is made; LSE is no part of it and not counted.
+    Arguments and errors are the same as in `attention`. The score function and mask are fused into the computation of
+    S, dropout into that of P. The LSE is not part of the algorithm and not counted.
     """
-    return _each_head(prepare_of_papers(spec, q, k, v, seed, offset, captures), _standard_head)
+    return _each_head(prepare_for_papers(spec, q, k, v, seed, offset, captures), _standard_head)
 
 
 def flash1(
@@ -56,17 +58,17 @@ def flash1(
     offset: int = 0,
     **captures: Any,
 ) -> Result:
-    """FlashAttention 1 with blocks for an on-chip memory of `on_chip` elements: (out, lse, traffic).
+    """Runs FlashAttention 1 with blocks for an on-chip memory of `on_chip` elements. Returns (out, lse, traffic).
 
-    Other arguments and errors are those of `attention`; ArgumentError too for an on_chip that holds no row. The
-    algorithm leaves l and m in HBM; lse = m + log l is added for comparison and not counted.
+    Other arguments and errors are the same as in `attention`. Also raises ArgumentError if on_chip does not hold one
+    row. The algorithm leaves l and m in HBM; lse = m + log l is added for comparison and not counted.
     """
     blocks = flash1_blocks(on_chip, spec.head_dim, spec.value_dim)
 
     def head(hbm: Hbm, tiles: HeadTiles, q: Array, k: Array, v: Array, out: Array, lse: Array) -> None:
         _flash1_head(hbm, tiles, q, k, v, out, lse, blocks.rows, blocks.columns)
 
-    return _each_head(prepare_of_papers(spec, q, k, v, seed, offset, captures), head)
+    return _each_head(prepare_for_papers(spec, q, k, v, seed, offset, captures), head)
 
 
 def flash2(
@@ -80,16 +82,17 @@ def flash2(
     offset: int = 0,
     **captures: Any,
 ) -> Result:
-    """FlashAttention 2 with blocks for an on-chip memory of `on_chip` elements: (out, lse, traffic).
+    """Runs FlashAttention 2 with blocks for an on-chip memory of `on_chip` elements. Returns (out, lse, traffic).
 
-    Other arguments and errors are those of `attention`; ArgumentError too for an on_chip that holds no row.
+    Other arguments and errors are the same as in `attention`. Also raises ArgumentError if on_chip does not hold one
+    row.
     """
     blocks = flash2_blocks(on_chip, spec.head_dim, spec.value_dim)
 
     def head(hbm: Hbm, tiles: HeadTiles, q: Array, k: Array, v: Array, out: Array, lse: Array) -> None:
         _flash2_head(hbm, tiles, q, k, v, out, lse, blocks.rows, blocks.columns)
 
-    return _each_head(prepare_of_papers(spec, q, k, v, seed, offset, captures), head)
+    return _each_head(prepare_for_papers(spec, q, k, v, seed, offset, captures), head)
 
 
 def _each_head(problem: Problem, run: Head) -> Result:
@@ -159,6 +162,7 @@ def _flash2_head(
 
 
 def blocks_of(length: int, size: int) -> list[range]:
+    """Splits `length` positions into blocks of `size` positions; the last block may be shorter."""
     return [range(start, min(start + size, length)) for start in range(0, length, size)]
 
 
@@ -167,16 +171,16 @@ def span(positions: range) -> slice:
 
 
 def finite(maximum: Array) -> Array:
-    """The maximum or LSE to subtract: 0 where a row has seen nothing to attend to, since -inf - -inf is NaN."""
+    """Returns the maximum or LSE to subtract: 0 where a row has nothing to attend to, because -inf - -inf is NaN."""
     return np.where(maximum == -np.inf, 0.0, maximum)
 
 
 def nonzero(total: Array) -> Array:
-    """The sum to divide by: 1 where a row has seen nothing to attend to, so that O stays 0."""
+    """Returns the sum to divide by: 1 where a row has nothing to attend to, so that O stays 0."""
     return np.where(total == 0, 1.0, total)
 
 
 def lse_of(maximum: Array, total: Array) -> Array:
-    """m + log l, -inf where a row has seen nothing to attend to."""
+    """Returns m + log l, which is -inf where a row has nothing to attend to."""
     with np.errstate(divide="ignore"):
         return finite(maximum) + np.log(total)

@@ -1,11 +1,12 @@
-"""The backward as the FlashAttention paper computes it. Every load from HBM and every store to it is counted.
+"""The backward algorithms of the FlashAttention paper. Every load from HBM and every store to it is counted.
 
-`standard_backward`: algorithm 3 of Dao, Fu, Ermon, Rudra, Ré, "FlashAttention", 2022. `flash_backward`: its algorithm
-4: key blocks outside, query blocks inside, P computed again from Q, K and the LSE, dQ read and written each time.
+`standard_backward` is algorithm 3 of Dao, Fu, Ermon, Rudra, Ré, "FlashAttention", 2022. `flash_backward` is its
+algorithm 4: the outer loop is over key blocks, the inner loop over query blocks, P is recomputed from Q, K and the LSE,
+and dQ is read and written in each iteration.
 
-They run in float64, and equal `backward` except for the order of sums. As in `tiled`, every (batch, query head) is run
-by itself and no tile is skipped. The sum of dK and dV over the query heads of a group is made afterwards and not
-counted. Neither algorithm takes a gradient of the LSE or gives those of captures: `backward` does.
+Both run in float64 and equal `backward` except for the order of sums. As in `tiled`, every (batch, query head) is
+computed separately and no tile is skipped. The final sum of dK and dV over the query heads of a group is not counted.
+Neither algorithm takes a gradient of the LSE or returns gradients of captures; `backward` does.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from numpy.typing import ArrayLike
 
 from flashgen.reference.elementwise import HeadTiles
 from flashgen.reference.gradients import GradientSums, output_like, row_values
-from flashgen.reference.inputs import Array, Problem, prepare_of_papers
+from flashgen.reference.inputs import Array, Problem, prepare_for_papers
 from flashgen.reference.oracle import softmax
 from flashgen.reference.tiled import blocks_of, finite, span
 from flashgen.reference.traffic import Blocks, Hbm, HbmTraffic, flash1_blocks
@@ -41,12 +42,12 @@ def standard_backward(
     offset: int = 0,
     **captures: Any,
 ) -> Result:
-    """Standard attention's backward with P, dP and dS in HBM: (dq, dk, dv, traffic).
+    """Runs the backward of standard attention with P, dP and dS in HBM. Returns (dq, dk, dv, traffic).
 
-    Arguments and errors are those of `backward`. P is in HBM when it begins; loads of the scores, which the derivative
-    of a score function needs, are not counted.
+    Arguments and errors are the same as in `backward`. P is in HBM at the start. Loads of the scores, which the
+    derivative of a score function needs, are not counted.
     """
-    problem = prepare_of_papers(spec, q, k, v, seed, offset, captures)
+    problem = prepare_for_papers(spec, q, k, v, seed, offset, captures)
     sums, d_output = GradientSums(problem), output_like(problem, "d_out", d_out)
 
     def head(hbm: Hbm, b: int, h: int) -> None:
@@ -69,14 +70,14 @@ def flash_backward(
     offset: int = 0,
     **captures: Any,
 ) -> Result:
-    """FlashAttention's backward with blocks for an on-chip memory of `on_chip` elements: (dq, dk, dv, traffic).
+    """Runs FlashAttention's backward with blocks for an on-chip memory of `on_chip` elements.
 
-    out and lse are the forward's, with the same seed and offset; lse (batch, heads_q, len_q), natural logarithm, stands
-    for the paper's l and m. Other arguments and errors are those of `backward`; ArgumentError too for an on_chip that
-    holds no row.
+    Returns (dq, dk, dv, traffic). out and lse are results of the forward with the same seed and offset. lse (batch,
+    heads_q, len_q), a natural logarithm, replaces the paper's l and m. Other arguments and errors are the same as in
+    `backward`. Also raises ArgumentError if on_chip does not hold one row.
     """
     blocks = flash1_blocks(on_chip, spec.head_dim, spec.value_dim)
-    problem = prepare_of_papers(spec, q, k, v, seed, offset, captures)
+    problem = prepare_for_papers(spec, q, k, v, seed, offset, captures)
     output, d_output = output_like(problem, "out", out), output_like(problem, "d_out", d_out)
     statistics = row_values("lse", lse, (problem.batch, problem.heads, problem.len_q))
     sums = GradientSums(problem)

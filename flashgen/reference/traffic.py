@@ -1,13 +1,13 @@
-"""HBM traffic of standard attention, FlashAttention 1 and 2: a counter for runs, and closed forms for any size.
+"""HBM traffic of the algorithms of the papers: a counter for the runs, and closed forms for any size.
 
-Counts are elements of one head, whatever their width: multiply by batch x heads, and by the bytes of an element. The
-closed forms equal what the runs of `tiled`, `splits` and `tiled_backward` count. For N = len_q = len_k and d = head_dim
-= value_dim:
+All counts are elements of one head, whatever their width. Multiply them by batch x heads and by the bytes of an
+element. The closed forms equal the counts of the runs in `tiled`, `splits` and `tiled_backward`. For N = len_q = len_k
+and d = head_dim = value_dim:
 
     standard attention    4 N^2 + 4 N d                                             Theta(N d + N^2)
     FlashAttention 1      ceil(N / B) N (3 d + 4) + 3 N d + 2 N,  B = ceil(M / 4 d)   Theta(N^2 d^2 / M)
     FlashAttention 2      ceil(N / B) 2 N d + 2 N d + N,          B = ceil(M / 4 d)   Theta(N^2 d^2 / M)
-    Flash-Decoding        ceil(N / rows) 2 N d + 2 N d                              shares and LSE are counted beside
+    Flash-Decoding        ceil(N / rows) 2 N d + 2 N d       plus partial states and LSE, which are counted separately
     standard backward     7 N^2 + 8 N d                                             Theta(N d + N^2)
     Flash backward        ceil(N / B) N (5 d + 1) + 7 N d,        B = ceil(M / 4 d)   Theta(N^2 d^2 / M)
 
@@ -45,20 +45,20 @@ class HbmTraffic:
 
 
 class Hbm:
-    """The door between HBM and the chip: it counts every load and store of a run."""
+    """Counts every load from HBM and every store to it."""
 
     def __init__(self) -> None:
         self.reads = 0
         self.writes = 0
 
     def load(self, array: NDArray[Any], *region: slice) -> NDArray[Any]:
-        """A copy of array[region], on chip."""
+        """Returns a copy of array[region], which stands for the on-chip block."""
         block = array[region].copy()
         self.reads += block.size
         return block
 
     def store(self, array: NDArray[Any], value: Any, *region: slice) -> None:
-        """array[region] = value, in HBM."""
+        """Assigns array[region] = value, where array stands for memory in HBM."""
         array[region] = value
         self.writes += array[region].size
 
@@ -69,17 +69,17 @@ class Hbm:
 
 @dataclass(frozen=True)
 class Blocks:
-    """Rows (queries) and columns (keys) of a tile: B_r and B_c of the papers."""
+    """The rows (queries) and columns (keys) of a tile: B_r and B_c in the papers."""
 
     rows: int
     columns: int
 
 
 def flash1_blocks(on_chip: int, head_dim: int, value_dim: int | None = None) -> Blocks:
-    """B_c = ceil(M / 4d), B_r = min(B_c, d), of FlashAttention's algorithm 1, line 1; M = on_chip in elements.
+    """Returns B_c = ceil(M / 4d) and B_r = min(B_c, d) of FlashAttention's algorithm 1, line 1. M is on_chip in elements.
 
-    Blocks of Q, K, V and O share M, so that 4d becomes 2 (head_dim + value_dim) where the two differ.
-    Raises ArgumentError for M below a row of Q or O (the paper assumes d <= M).
+    Blocks of Q, K, V and O share M, so 4d is 2 (head_dim + value_dim) if the two dims differ.
+    Raises ArgumentError if M does not hold one row of Q or O (the paper assumes d <= M).
     """
     value_dim = head_dim if value_dim is None else value_dim
     if on_chip < max(head_dim, value_dim):
@@ -89,20 +89,21 @@ def flash1_blocks(on_chip: int, head_dim: int, value_dim: int | None = None) -> 
 
 
 def flash2_blocks(on_chip: int, head_dim: int, value_dim: int | None = None) -> Blocks:
-    """FlashAttention 1's with rows and columns changing places: B_r = ceil(M / 4d), B_c = min(B_r, d).
+    """Returns the blocks of FlashAttention 1 with rows and columns exchanged: B_r = ceil(M / 4d), B_c = min(B_r, d).
 
-    FlashAttention-2 leaves the sizes open. K and V are read N / B_r times, which sets its traffic, so the side that
-    stays on chip gets the large size; the other's cap keeps the tile of scores within O(M), as in FlashAttention 1.
+    The FlashAttention-2 paper leaves the sizes open. K and V are read N / B_r times, which dominates the traffic, so
+    the block that stays on chip gets the large size. The cap on B_c keeps the tile of scores within O(M), as in
+    FlashAttention 1.
     """
     swapped = flash1_blocks(on_chip, head_dim, value_dim)
     return Blocks(swapped.columns, swapped.rows)
 
 
 def traffic_standard(len_q: int, len_k: int, head_dim: int, value_dim: int | None = None) -> HbmTraffic:
-    """Standard attention (algorithm 0 of FlashAttention): S written and read, P written and read, all else once.
+    """Returns the traffic of standard attention (FlashAttention, algorithm 0): S and P written and read, the rest once.
 
-    Standard attention can do no better: the score function and mask count as fused into the making of S, dropout into
-    that of P. A plain library makes more passes over N^2.
+    This is a lower bound for standard attention: the score function and mask count as fused into the computation of S,
+    and dropout into that of P. An unfused library makes more passes over N^2 elements.
     """
     value_dim = head_dim if value_dim is None else value_dim
     square = len_q * len_k
@@ -113,9 +114,10 @@ def traffic_standard(len_q: int, len_k: int, head_dim: int, value_dim: int | Non
 
 
 def traffic_flash1(len_q: int, len_k: int, head_dim: int, value_dim: int | None = None, *, on_chip: int) -> HbmTraffic:
-    """FlashAttention 1 (algorithm 1): K and V once; Q, O, l and m read, O, l and m written, for each key block.
+    """Returns the traffic of FlashAttention 1 (algorithm 1).
 
-    Writes include the initial O, l and m of line 2.
+    K and V are read once. For each key block, Q, O, l and m are read, and O, l and m are written. Writes include the
+    initial O, l and m of line 2.
     """
     value_dim = head_dim if value_dim is None else value_dim
     passes = _ceil_div(len_k, flash1_blocks(on_chip, head_dim, value_dim).columns)
@@ -127,7 +129,7 @@ def traffic_flash1(len_q: int, len_k: int, head_dim: int, value_dim: int | None 
 
 
 def traffic_flash2(len_q: int, len_k: int, head_dim: int, value_dim: int | None = None, *, on_chip: int) -> HbmTraffic:
-    """FlashAttention 2 (algorithm 1): Q once; K and V for each query block; O and LSE written once."""
+    """Returns the traffic of FlashAttention 2 (algorithm 1): Q once, K and V per query block, O and LSE written once."""
     value_dim = head_dim if value_dim is None else value_dim
     passes = _ceil_div(len_q, flash2_blocks(on_chip, head_dim, value_dim).rows)
     return HbmTraffic(
@@ -146,23 +148,26 @@ def traffic_flash_decoding(
     splits: int = 1,
     rows: int = 16,
 ) -> tuple[HbmTraffic, HbmTraffic]:
-    """Flash-Decoding of a head of K and V that `heads` query heads share: (elements of q, k, v, out; float32s beside).
+    """Returns the traffic of Flash-Decoding for a head of K and V shared by `heads` query heads.
 
-    K and V once for each tile of rows, all else once; of a share its reference and its sum beside value_dim columns.
+    The result is a pair: elements of q, k, v and out, and float32 elements of partial states and LSE. K and V are read
+    once per tile of `rows` rows, everything else once. A partial state has value_dim columns, a row maximum and a row
+    sum.
     """
     value_dim = head_dim if value_dim is None else value_dim
     all_rows = heads * len_q
     tiles = _ceil_div(all_rows, rows)
     arrays = HbmTraffic(all_rows * head_dim + tiles * len_k * (head_dim + value_dim), all_rows * value_dim)
-    share = splits * all_rows * (value_dim + 2) if splits > 1 else 0
-    return arrays, HbmTraffic(share, share + all_rows)
+    partials = splits * all_rows * (value_dim + 2) if splits > 1 else 0
+    return arrays, HbmTraffic(partials, partials + all_rows)
 
 
 def traffic_standard_backward(len_q: int, len_k: int, head_dim: int, value_dim: int | None = None) -> HbmTraffic:
-    """Standard attention's backward (algorithm 3 of FlashAttention): P read twice, dP and dS written and read.
+    """Returns the traffic of the backward of standard attention (FlashAttention, algorithm 3).
 
-    P is in HBM already. Dropout and the derivative of the score function count as fused into the making of dP and dS,
-    and read nothing, as in `traffic_standard`. A plain library makes more passes over N^2.
+    P is in HBM at the start and is read twice; dP and dS are written and read. Dropout and the derivative of the score
+    function count as fused into the computation of dP and dS and read nothing, as in `traffic_standard`. An unfused
+    library makes more passes over N^2 elements.
     """
     value_dim = head_dim if value_dim is None else value_dim
     square = len_q * len_k
@@ -175,9 +180,10 @@ def traffic_standard_backward(len_q: int, len_k: int, head_dim: int, value_dim: 
 def traffic_flash_backward(
     len_q: int, len_k: int, head_dim: int, value_dim: int | None = None, *, on_chip: int
 ) -> HbmTraffic:
-    """FlashAttention's backward (algorithm 4): K and V once; Q, O, dO, dQ and LSE read, dQ written, for each key block.
+    """Returns the traffic of FlashAttention's backward (algorithm 4).
 
-    Writes include the initial dQ, dK and dV of line 5. LSE, in place of the paper's l and m, is an element a row less.
+    K and V are read once. For each key block, Q, O, dO, dQ and the LSE are read, and dQ is written. Writes include the
+    initial dQ, dK and dV of line 5. The LSE replaces the paper's l and m and takes one element less per row.
     """
     value_dim = head_dim if value_dim is None else value_dim
     passes = _ceil_div(len_k, flash1_blocks(on_chip, head_dim, value_dim).columns)

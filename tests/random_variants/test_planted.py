@@ -200,7 +200,7 @@ def with_halved_sinks(self: Call, *given: Any, plain: Any = Call.gradients) -> A
     return gradients | {"d_sinks": gradients["d_sinks"] / 2}
 
 
-def without_a_page(k: Any, table: Any, length: Any, plain: Any = pages.gathered) -> Any:
+def without_a_page(k: Any, table: Any, length: Any, plain: Any = pages.gather_pages) -> Any:
     return plain(k, table, max(int(length) - 16, 0))
 
 

@@ -1,4 +1,4 @@
-"""Ragged batches: each sequence is a problem of its own, and rows of no sequence are 0."""
+"""Varlen batches: each sequence is a problem of its own. Outputs and gradients of rows outside of sequences are 0."""
 
 from __future__ import annotations
 
@@ -12,56 +12,56 @@ from numpy.typing import NDArray
 from flashgen.errors import ArgumentError
 from flashgen.reference.gradients import Cotangents, Gradients
 from flashgen.reference.inputs import Array, Problem, floats, prepare
-from flashgen.reference.pages import Cache, problems_of
+from flashgen.reference.pages import Cache, build_problems
 
 if TYPE_CHECKING:
     from flashgen.language import AttentionSpec
 
-_OWN = ("cu_seqlens_q", "cu_seqlens_k", "seqused_k", "max_seqlen_q", "max_seqlen_k")
+_VARLEN_ARGUMENTS = ("cu_seqlens_q", "cu_seqlens_k", "seqused_k", "max_seqlen_q", "max_seqlen_k")
 
 
 @dataclass(frozen=True)
 class Sequence:
-    """One sequence's problem, of a batch of one, and its rows in the packed arrays."""
+    """The problem of one sequence, with a batch of one, and its rows in the packed arrays."""
 
     problem: Problem
     queries: slice
     keys: slice
 
 
-def sequences(
+def varlen_sequences(
     spec: AttentionSpec, q: Any, k: Any, v: Any, seed: int | None, offset: int, given: Mapping[str, Any]
 ) -> Iterator[Sequence]:
-    """The sequences of a ragged batch; `given`: captures, and by their names what says where sequences begin.
+    """Yields the sequences of a varlen batch. given: by name, the captures and the offsets and lengths of sequences.
 
-    ArgumentError for offsets that are missing, also of a k that has not as many tokens as q, that fall, or that leave
-    the arrays.
+    Raises ArgumentError if offsets are missing, decrease, or leave the arrays. cu_seqlens_k may be missing only if k
+    has as many tokens as q.
     """
     from flashgen.language import AttentionSpec
 
-    captures = {name: value for name, value in given.items() if name not in _OWN}
+    captures = {name: value for name, value in given.items() if name not in _VARLEN_ARGUMENTS}
     if given.get("cu_seqlens_q") is None:
         raise ArgumentError("cu_seqlens_q is missing; give integers (sequences + 1,)")
     q, k, v = (floats(name, array, spec.dtype) for name, array in (("q", q), ("k", k), ("v", v)))
-    begins_q = _offsets("cu_seqlens_q", given["cu_seqlens_q"], len(q))
+    starts_q = _offsets("cu_seqlens_q", given["cu_seqlens_q"], len(q))
     values = {field.name: getattr(spec, field.name) for field in fields(spec)}
     plain = AttentionSpec(**{**values, "layout": "bshd"})
     own_k = given.get("cu_seqlens_k")
     if own_k is None and len(q) != len(k):
         raise ArgumentError(f"cu_seqlens_k is missing: q has {len(q)} tokens and k {len(k)}")
-    begins_k = _offsets("cu_seqlens_k", begins_q if own_k is None else own_k, len(k))
-    if len(begins_q) != len(begins_k):
-        raise ArgumentError(f"cu_seqlens_q has {len(begins_q)} elements and cu_seqlens_k {len(begins_k)}; give as many")
-    rows_k = np.diff(begins_k)
+    starts_k = _offsets("cu_seqlens_k", starts_q if own_k is None else own_k, len(k))
+    if len(starts_q) != len(starts_k):
+        raise ArgumentError(f"cu_seqlens_q has {len(starts_q)} elements and cu_seqlens_k {len(starts_k)}; give as many")
+    rows_k = np.diff(starts_k)
     used = rows_k if given.get("seqused_k") is None else np.clip(given["seqused_k"], 0, rows_k)
-    for number in range(len(begins_q) - 1):
-        queries = slice(int(begins_q[number]), int(begins_q[number + 1]))
-        keys = slice(int(begins_k[number]), int(begins_k[number]) + int(used[number]))
+    for number in range(len(starts_q) - 1):
+        queries = slice(int(starts_q[number]), int(starts_q[number + 1]))
+        keys = slice(int(starts_k[number]), int(starts_k[number]) + int(used[number]))
         arrays = (q[None, queries], k[None, keys], v[None, keys])
-        yield Sequence(replace(prepare(plain, *arrays, seed, offset, captures), number=number), queries, keys)
+        yield Sequence(replace(prepare(plain, *arrays, seed, offset, captures), first_batch=number), queries, keys)
 
 
-def sequences_over_pages(
+def paged_sequences(
     spec: AttentionSpec,
     arrays: tuple[Any, Any, Any],
     cache: Cache,
@@ -69,55 +69,62 @@ def sequences_over_pages(
     offset: int,
     given: Mapping[str, Any],
 ) -> Iterator[Sequence]:
-    """The sequences of a ragged batch whose keys are in pages, each of which has as many keys as the lengths say.
+    """Yields the sequences of a varlen batch over a paged KV cache.
 
-    given: captures, and by its name where sequences begin. ArgumentError as above, and for tables of other batches.
+    given: by name, the captures and cu_seqlens_q. Raises ArgumentError for invalid offsets, and for a page_table or
+    seqused_k of a different number of sequences.
     """
     q = floats("q", arrays[0], spec.dtype)
     if given.get("cu_seqlens_q") is None:
         raise ArgumentError("cu_seqlens_q is missing; give integers (sequences + 1,)")
     if given.get("cu_seqlens_k") is not None:
         raise ArgumentError("cu_seqlens_k: keys in pages have page_table and seqused_k; leave it out")
-    begins = _offsets("cu_seqlens_q", given["cu_seqlens_q"], len(q))
+    starts = _offsets("cu_seqlens_q", given["cu_seqlens_q"], len(q))
     if cache.page_table is None or cache.seqused_k is None:
         raise ArgumentError(f"page_size={spec.page_size} needs page_table and seqused_k")
-    if not len(cache.page_table) == len(cache.seqused_k) == len(begins) - 1:
-        raise ArgumentError(f"page_table and seqused_k must have {len(begins) - 1} sequences, as cu_seqlens_q has")
-    captures = {name: value for name, value in given.items() if name not in _OWN}
-    problems = problems_of(replace(spec, layout="bshd"), arrays, cache, seed, offset, captures, begins)
+    if not len(cache.page_table) == len(cache.seqused_k) == len(starts) - 1:
+        raise ArgumentError(f"page_table and seqused_k must have {len(starts) - 1} sequences, as cu_seqlens_q has")
+    captures = {name: value for name, value in given.items() if name not in _VARLEN_ARGUMENTS}
+    problems = build_problems(replace(spec, layout="bshd"), arrays, cache, seed, offset, captures, starts)
     for number, problem in enumerate(problems):
-        queries = slice(int(begins[number]), int(begins[number + 1]))
+        queries = slice(int(starts[number]), int(starts[number + 1]))
         yield Sequence(problem, queries, slice(0, 0))
 
 
-def outputs_of(
-    spec: AttentionSpec, q: Any, each: Iterator[Sequence], outputs: Callable[[Problem], tuple[Array, Array]]
+def varlen_outputs(
+    spec: AttentionSpec, q: Any, batch: Iterator[Sequence], outputs: Callable[[Problem], tuple[Array, Array]]
 ) -> tuple[Array, Array]:
-    """The output (tokens, heads, value_dim) and the LSE (heads, tokens) of all sequences, from those of each."""
+    """Returns the output (tokens, heads, value_dim) and the LSE (heads, tokens) of all sequences.
+
+    outputs computes them for the problem of one sequence.
+    """
     tokens, heads = np.shape(q)[:2]
     out, lse = np.zeros((tokens, heads, spec.value_dim)), np.full((heads, tokens), -np.inf)
-    for sequence in each:
-        of_one, lse_of_one = outputs(sequence.problem)
-        out[sequence.queries] = of_one[0].swapaxes(0, 1)
-        lse[:, sequence.queries] = lse_of_one[0]
+    for sequence in batch:
+        sequence_out, sequence_lse = outputs(sequence.problem)
+        out[sequence.queries] = sequence_out[0].swapaxes(0, 1)
+        lse[:, sequence.queries] = sequence_lse[0]
     return out, lse
 
 
-def gradients_of(
+def varlen_gradients(
     qkv: tuple[Any, Any, Any],
-    each: Iterator[Sequence],
+    batch: Iterator[Sequence],
     d_out: Any,
     d_lse: Any,
     gradients: Callable[[Problem, Cotangents], Gradients],
 ) -> Gradients:
-    """The gradients of all sequences, from those of each. Those of captures are added up."""
+    """Returns the gradients of all sequences; those of captures are summed. gradients computes them for one problem."""
     dq, dk, dv = (np.zeros(np.shape(array)) for array in qkv)
     captures: dict[str, Array] = {}
     d_out = np.asarray(d_out, np.float64)
-    for sequence in each:
+    for sequence in batch:
         rows = d_out[None, sequence.queries].swapaxes(1, 2)
-        of_lse = np.zeros(rows.shape[:3]) if d_lse is None else np.asarray(d_lse, np.float64)[None, :, sequence.queries]
-        found = gradients(sequence.problem, Cotangents(rows, of_lse))
+        if d_lse is None:
+            row_lse = np.zeros(rows.shape[:3])
+        else:
+            row_lse = np.asarray(d_lse, np.float64)[None, :, sequence.queries]
+        found = gradients(sequence.problem, Cotangents(rows, row_lse))
         dq[sequence.queries], dk[sequence.keys], dv[sequence.keys] = found.dq[0], found.dk[0], found.dv[0]
         captures = {name: captures.get(name, 0.0) + gradient for name, gradient in found.captures.items()}
     return Gradients(dq, dk, dv, captures)
