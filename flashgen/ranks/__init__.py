@@ -1,7 +1,7 @@
-"""One sequence on several ranks: who has which rows, who computes what of the scores, and what is sent to whom.
+"""Plans for context parallelism: how one sequence is sharded over ranks, what each rank computes, and what it sends.
 
-All of it is known before anything runs, and of numbers alone: the engine of `flashgen.torch.context_parallel` carries a
-plan out, and `flashgen show --ranks` draws it.
+A plan holds numbers alone and is complete before anything runs. `flashgen.torch.context_parallel` executes a plan, and
+`flashgen show --ranks` draws it.
 """
 
 from flashgen.ranks.blocks import Block, Step

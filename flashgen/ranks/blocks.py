@@ -1,4 +1,4 @@
-"""What a rank computes: rectangles of the scores, by the owners of their keys."""
+"""The blocks of the score matrix that a rank computes, grouped by the ranks that own their keys."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from typing import NamedTuple
 
 
 class Block(NamedTuple):
-    """A rectangle of the scores that one call of a kernel computes.
+    """A rectangle of the score matrix that one kernel call computes.
 
-    q, rows: of the rank's own rows, the first and how many. k, keys: of the owner's rows, or of all keys where they
-    are gathered; a rim has all of the keys that are joined for it, from 0 on. shard_q, shard_k: where the firsts stand
-    in the whole. kind: FULL or PARTIAL. share: about how much of it counts.
+    q, rows: the first row and the number of rows, among the rank's own rows. k, keys: the first key and the number of
+    keys, among the owner's rows, or among all keys if they are gathered. The block of a `Rim` starts at 0 of the keys
+    that are joined for it. shard_q, shard_k: the positions of the first row and the first key in the full sequence.
+    kind: FULL or PARTIAL. share: the approximate fraction of scores that are not masked.
     """
 
     q: int
@@ -26,12 +27,15 @@ class Block(NamedTuple):
 
     @property
     def work(self) -> float:
-        """About how many scores count."""
+        """The approximate number of scores that are not masked."""
         return self.rows * self.keys * self.share
 
 
 class Step(NamedTuple):
-    """What a rank computes with the keys of one owner, and which rows (first, behind the last) of it it receives."""
+    """The blocks that a rank computes with the keys of one owner.
+
+    pieces: the owner's rows that the rank receives, as half-open ranges (first, end).
+    """
 
     owner: int
     blocks: tuple[Block, ...]
@@ -39,18 +43,21 @@ class Step(NamedTuple):
 
     @property
     def received(self) -> int:
-        """How many rows it receives."""
+        """The number of rows that the rank receives."""
         return sum(last - first for first, last in self.pieces)
 
     @property
     def adds(self) -> bool:
-        """Whether gradients of a row of keys are of several blocks: else the one that has them has rounded them."""
+        """Whether several blocks contribute to the gradients of a row of keys.
+
+        If not, the one block that computes the gradients has already rounded them.
+        """
         ranges = sorted((block.k, block.k + block.keys) for block in self.blocks)
         return any(first < end for (_, end), (first, _) in pairwise(ranges))
 
 
 def joined_ranges(given: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
-    """Ranges (first, behind the last) as ones that do not touch, in order."""
+    """Merges half-open ranges (first, end) that overlap or touch, and returns them in order."""
     ranges: list[tuple[int, int]] = []
     for first, last in sorted(given):
         if ranges and first <= ranges[-1][1]:
@@ -61,10 +68,10 @@ def joined_ranges(given: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ..
 
 
 def gaps(given: Iterable[tuple[int, int]], count: int) -> list[tuple[int, int]]:
-    """What of so many rows no range (first, behind the last) has, as ranges in order."""
-    made, first = [], 0
+    """Returns the rows of 0 to count that no half-open range (first, end) covers, as ranges in order."""
+    uncovered, first = [], 0
     for begin, end in [*sorted(given), (count, count)]:
         if begin > first:
-            made.append((first, begin))
+            uncovered.append((first, begin))
         first = max(first, end)
-    return made
+    return uncovered

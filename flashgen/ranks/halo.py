@@ -1,8 +1,9 @@
-"""Halos: where a rank reads nothing but rows next to its own, as under a window, these are joined with its own.
+"""Halo exchange: a rank that reads only key rows next to its own, as under a window, joins them with its own rows.
 
-A rank's positions are stretches, each between two chunks of other ranks. Rows of queries at its ends that see keys of
-such a chunk see those and some of their own stretch, which stand side by side in the whole: they are a *rim*. One block
-computes it over both, and no partial results are merged; all other rows need nobody.
+The positions of a rank form stretches, and each stretch lies between two chunks of other ranks. Queries at the ends of
+a stretch may see keys of a neighbouring chunk and keys of their own stretch, which are adjacent in the sequence. Such
+queries form a boundary block, a `Rim`: one kernel call covers both sets of keys, so that no partial outputs have to be
+merged. All other rows need no keys of other ranks.
 """
 
 from __future__ import annotations
@@ -13,25 +14,25 @@ from typing import NamedTuple
 
 from flashgen.analysis.intervals.evaluation import EMPTY
 from flashgen.ranks.blocks import Block, Step
-from flashgen.ranks.classes import Rectangle, Whole, class_of, found_in, share_of
+from flashgen.ranks.classes import Rectangle, ScoreMatrix, class_of, trim, unmasked_share
 from flashgen.ranks.layout import Layout, Stretch
 
-_MOST = 2  # at most half of the rows may need others: beyond that a ring has more to compute while keys travel
+_RIM_LIMIT = 2  # rims have at most 1/2 of the rows: beyond that a ring overlaps more computation with communication
 
 
 class Rows(NamedTuple):
-    """Of a rank's rows the first, and how many."""
+    """`length` rows of a rank, starting at row `first`."""
 
     first: int
     length: int
 
 
 class Rim(NamedTuple):
-    """What a rank computes over keys that it receives and own ones beside them.
+    """A boundary block: queries over received keys and over the rank's own keys next to them.
 
-    block: its keys are these together, in the order of positions. owner, theirs: whose keys are received, and which of
-    the owner's rows they are. own: the rank's rows beside them, of which there may be none. before: whether those that
-    are received stand before them, or behind.
+    block: the block to compute; its keys are the received and the own ones, joined in the order of positions.
+    owner, theirs: the rank that sends keys, and its rows that are sent. own: the rank's own rows next to them; may be
+    empty. before: whether the received keys come before the own ones, else after them.
     """
 
     block: Block
@@ -42,17 +43,17 @@ class Rim(NamedTuple):
 
     @property
     def theirs_at(self) -> int:
-        """Where keys that are received begin among those of the block."""
+        """The index of the first received key among the keys of the block."""
         return 0 if self.before else self.own.length
 
     @property
     def own_at(self) -> int:
-        """Where own ones begin."""
+        """The index of the first own key among the keys of the block."""
         return self.theirs.length if self.before else 0
 
 
 class Lent(NamedTuple):
-    """Rows that another rank's rim reads."""
+    """Rows that a rank sends to rank `to`, for one rim of that rank."""
 
     to: int
     rows: Rows
@@ -61,9 +62,9 @@ class Lent(NamedTuple):
 class Halo(NamedTuple):
     """What a rank computes, receives and sends.
 
-    own: blocks over its own keys alone. rims: in the order of whose keys they receive. lent: what it sends, in the
-    order of the ranks that receive it, and for each in the order of its rims: so both know what stands where in the one
-    message between them.
+    own: the blocks over the rank's own keys alone. rims: the boundary blocks, in the order of the ranks that send keys.
+    lent: the rows that the rank sends, in the order of the receiving ranks and, for each of them, of its rims. Sender
+    and receiver thus agree on the order of rows in the one message between them.
     """
 
     own: tuple[Block, ...]
@@ -72,107 +73,116 @@ class Halo(NamedTuple):
 
     @property
     def blocks(self) -> tuple[Block, ...]:
-        """All of them."""
+        """All blocks of the rank."""
         return self.own + tuple(rim.block for rim in self.rims)
 
     @property
     def received(self) -> int:
-        """Rows that it receives."""
+        """The number of rows that the rank receives."""
         return sum(rim.theirs.length for rim in self.rims)
 
     @property
     def sent(self) -> int:
-        """Rows that it sends."""
+        """The number of rows that the rank sends."""
         return sum(lent.rows.length for lent in self.lent)
 
     def steps(self, rank: int) -> tuple[Step, ...]:
-        """The same by the owners of keys."""
-        made = [Step(rank, self.own, ())]
-        for owner, of_owner in groupby(self.rims, lambda rim: rim.owner):
-            rims = list(of_owner)
+        """Returns the blocks grouped by the owners of their keys, the rank itself first."""
+        steps = [Step(rank, self.own, ())]
+        for owner, group in groupby(self.rims, lambda rim: rim.owner):
+            rims = list(group)
             pieces = tuple((rim.theirs.first, rim.theirs.first + rim.theirs.length) for rim in rims)
-            made.append(Step(owner, tuple(rim.block for rim in rims), pieces))
-        return tuple(made)
+            steps.append(Step(owner, tuple(rim.block for rim in rims), pieces))
+        return tuple(steps)
 
 
-def halos_of(whole: Whole, queries: Layout, keys: Layout) -> tuple[Halo, ...] | None:
-    """The halo of each rank; None where one reads more than that, most of its rows would wait, or none reads any."""
-    made = []
+def build_halos(scores: ScoreMatrix, queries: Layout, keys: Layout) -> tuple[Halo, ...] | None:
+    """Returns the halo of each rank, or None if a halo exchange does not apply.
+
+    It does not apply if a rank reads keys that are not next to its own, if most of its rows would wait for other ranks,
+    or if no rank reads keys of another one.
+    """
+    halos = []
     for rank in range(queries.ranks):
-        halo = _halo(whole, queries, keys, rank)
+        halo = _build_halo(scores, queries, keys, rank)
         if halo is None:
             return None
-        made.append(halo)
-    if not any(halo.rims for halo in made):
+        halos.append(halo)
+    if not any(halo.rims for halo in halos):
         return None
-    return tuple(halo._replace(lent=_lent(made, rank)) for rank, halo in enumerate(made))
+    return tuple(halo._replace(lent=_rows_sent(halos, rank)) for rank, halo in enumerate(halos))
 
 
-def _lent(halos: Sequence[Halo], rank: int) -> tuple[Lent, ...]:
-    """What others receive of a rank."""
+def _rows_sent(halos: Sequence[Halo], rank: int) -> tuple[Lent, ...]:
+    """Returns the rows that a rank sends to others."""
     return tuple(Lent(to, rim.theirs) for to, halo in enumerate(halos) for rim in halo.rims if rim.owner == rank)
 
 
-def _halo(whole: Whole, queries: Layout, keys: Layout, rank: int) -> Halo | None:
-    """What a rank computes and receives; None where it reads more than what is beside its own, or most rows wait."""
+def _build_halo(scores: ScoreMatrix, queries: Layout, keys: Layout, rank: int) -> Halo | None:
+    """Returns what a rank computes and receives, or None if it reads distant keys or most of its rows would wait."""
     own: list[Block] = []
     rims: list[Rim] = []
-    for of_q, of_k in zip(queries.stretches(rank), keys.stretches(rank), strict=True):
-        beside = _seen_beside(whole, keys.chunk, of_q, of_k)
-        if beside is None:
+    for stretch_q, stretch_k in zip(queries.stretches(rank), keys.stretches(rank), strict=True):
+        neighbours = _visible_neighbours(scores, keys.chunk, stretch_q, stretch_k)
+        if neighbours is None:
             return None
-        rims += [_rim(whole, keys, of_q, of_k, each) for each in beside]
-        own += _own(whole, of_q, of_k, beside)
-    if sum(rim.block.rows for rim in rims) * _MOST > queries.rows:
+        rims += [_build_rim(scores, keys, stretch_q, stretch_k, rectangle) for rectangle in neighbours]
+        own += _own_blocks(scores, stretch_q, stretch_k, neighbours)
+    if sum(rim.block.rows for rim in rims) * _RIM_LIMIT > queries.rows:
         return None
     return Halo(tuple(own), tuple(sorted(rims, key=lambda rim: rim.owner)), ())
 
 
-def _seen_beside(whole: Whole, chunk: int, of_q: Stretch, of_k: Stretch) -> list[Rectangle] | None:
-    """What a stretch sees of the chunks of keys before and behind it.
+def _visible_neighbours(
+    scores: ScoreMatrix, chunk: int, stretch_q: Stretch, stretch_k: Stretch
+) -> list[Rectangle] | None:
+    """Returns the rectangles in which a stretch sees keys of the chunks before and after it.
 
-    None where it sees more, or not what touches it, or a row sees both.
+    Returns None if the stretch sees other keys, if the visible keys are not adjacent to it, or if one row sees both
+    chunks.
     """
 
-    def found(first: int, end: int) -> Rectangle:
-        return found_in(whole, Rectangle(of_q.first, of_q.length, first, end - first)).rectangle
+    def visible(first: int, end: int) -> Rectangle:
+        return trim(scores, Rectangle(stretch_q.first, stretch_q.length, first, end - first)).rectangle
 
-    first, end = max(of_k.first - chunk, 0), min(of_k.end + chunk, whole.len_k)
-    if found(0, first).rows or found(end, whole.len_k).rows:
+    first, end = max(stretch_k.first - chunk, 0), min(stretch_k.end + chunk, scores.len_k)
+    if visible(0, first).rows or visible(end, scores.len_k).rows:
         return None
-    before, behind = found(first, of_k.first), found(of_k.end, end)
-    if (before.rows and before.k + before.keys != of_k.first) or (behind.rows and behind.k != of_k.end):
+    before, after = visible(first, stretch_k.first), visible(stretch_k.end, end)
+    if (before.rows and before.k + before.keys != stretch_k.first) or (after.rows and after.k != stretch_k.end):
         return None
-    apart = before.q + before.rows <= behind.q or behind.q + behind.rows <= before.q
-    beside = [each for each in (before, behind) if each.rows]
-    return beside if apart or len(beside) < 2 else None
+    disjoint = before.q + before.rows <= after.q or after.q + after.rows <= before.q
+    neighbours = [rectangle for rectangle in (before, after) if rectangle.rows]
+    return neighbours if disjoint or len(neighbours) < 2 else None
 
 
-def _rim(whole: Whole, keys: Layout, of_q: Stretch, of_k: Stretch, theirs: Rectangle) -> Rim:
-    """The rim of queries that see a rectangle of another rank's keys."""
-    owned = found_in(whole, theirs._replace(k=of_k.first, keys=of_k.length)).rectangle
-    read = [each for each in (theirs, owned) if each.keys]
-    first, end = min(each.k for each in read), max(each.k + each.keys for each in read)
-    own_first, own_end = max(first, of_k.first), min(end, of_k.end)
+def _build_rim(scores: ScoreMatrix, keys: Layout, stretch_q: Stretch, stretch_k: Stretch, theirs: Rectangle) -> Rim:
+    """Returns the rim of the queries that see the rectangle `theirs` of another rank's keys."""
+    owned = trim(scores, theirs._replace(k=stretch_k.first, keys=stretch_k.length)).rectangle
+    read = [rectangle for rectangle in (theirs, owned) if rectangle.keys]
+    first, end = min(rectangle.k for rectangle in read), max(rectangle.k + rectangle.keys for rectangle in read)
+    own_first, own_end = max(first, stretch_k.first), min(end, stretch_k.end)
     both = theirs._replace(k=first, keys=end - first)
-    row, places = of_q.row_of(theirs.q), (theirs.q, first)
+    row, positions = stretch_q.row_of(theirs.q), (theirs.q, first)
     owner, their_row = keys.place(theirs.k)
     return Rim(
-        Block(row, both.rows, 0, both.keys, *places, class_of(whole, both), share_of(whole, both)),
+        Block(row, both.rows, 0, both.keys, *positions, class_of(scores, both), unmasked_share(scores, both)),
         owner,
         Rows(their_row, theirs.keys),
-        Rows(of_k.row_of(own_first), own_end - own_first),
-        before=theirs.k < of_k.first,
+        Rows(stretch_k.row_of(own_first), own_end - own_first),
+        before=theirs.k < stretch_k.first,
     )
 
 
-def _own(whole: Whole, of_q: Stretch, of_k: Stretch, beside: Sequence[Rectangle]) -> list[Block]:
-    """The blocks of the other rows of a stretch."""
-    rims = {(each.q, each.q + each.rows) for each in beside}
-    cuts = sorted({of_q.first, of_q.end, *(cut for rim in rims for cut in rim)})
-    made = []
+def _own_blocks(
+    scores: ScoreMatrix, stretch_q: Stretch, stretch_k: Stretch, neighbours: Sequence[Rectangle]
+) -> list[Block]:
+    """Returns the blocks of the rows of a stretch that see no neighbour."""
+    rims = {(rectangle.q, rectangle.q + rectangle.rows) for rectangle in neighbours}
+    cuts = sorted({stretch_q.first, stretch_q.end, *(cut for rim in rims for cut in rim)})
+    blocks = []
     for first, end in (others for others in pairwise(cuts) if others not in rims):
-        (q, rows, k, keys), kind, share = found_in(whole, Rectangle(first, end - first, of_k.first, of_k.length))
+        (q, rows, k, keys), kind, share = trim(scores, Rectangle(first, end - first, stretch_k.first, stretch_k.length))
         if kind != EMPTY:
-            made.append(Block(of_q.row_of(q), rows, of_k.row_of(k), keys, q, k, kind, share))
-    return made
+            blocks.append(Block(stretch_q.row_of(q), rows, stretch_k.row_of(k), keys, q, k, kind, share))
+    return blocks

@@ -1,4 +1,4 @@
-"""A plan as a table: what each rank computes in each step, and what it sends; and as numbers for a program."""
+"""Presents a plan: as a table of what each rank computes and sends in each step, as a drawing, and as JSON."""
 
 from __future__ import annotations
 
@@ -9,27 +9,30 @@ from flashgen.ranks.blocks import Block, Step
 from flashgen.ranks.plan import Plan
 
 _GLYPHS = {EMPTY: "·", PARTIAL: "▒", FULL: "█"}
-_MOST_DRAWN = 16  # ranks
-LEGEND = "▒ masked score by score   █ whole, without mask code   · nothing sent, nothing launched"
+_MAX_DRAWN_RANKS = 16
+LEGEND = "▒ partial, masked per score   █ full, without mask code   · nothing sent, nothing launched"
 
 
 def columns(plan: Plan) -> list[str]:
-    """The heading of `rows`."""
-    steps = [f"step {number}" for number in range(_most_steps(plan))]
-    return ["rank", "positions", *steps, "of the work", "sends forward", "and backward"]
+    """Returns the column headings of `rows`."""
+    steps = [f"step {number}" for number in range(_max_steps(plan))]
+    return ["rank", "positions", *steps, "share of work", "sent forward", "sent backward"]
 
 
 def rows(plan: Plan) -> list[list[str]]:
-    """A row for each rank: its positions; by step whose keys it meets, how, and what of them it receives; its share of
-    the scores that count, and the bytes that it sends."""
-    every = sum(plan.work(rank) for rank in range(plan.ranks)) or 1.0
+    """Returns a table row for each rank.
+
+    Its cells are the positions of the rank; for each step the owner of the keys, the classes of the blocks and the
+    bytes received; the rank's share of the unmasked scores; and the bytes that it sends in the forward and backward.
+    """
+    total = sum(plan.work(rank) for rank in range(plan.ranks)) or 1.0
     return [
         [
             str(rank),
             ", ".join(f"{start}-{start + plan.queries.chunk - 1}" for start in plan.queries.starts(rank)),
             *(_cell(plan, number, step) for number, step in enumerate(plan.steps(rank))),
-            *["·"] * (_most_steps(plan) - len(plan.steps(rank))),
-            f"{plan.work(rank) / every:.1%}",
+            *["·"] * (_max_steps(plan) - len(plan.steps(rank))),
+            f"{plan.work(rank) / total:.1%}",
             _bytes(sum(plan.sent(rank)) + plan.exchanged()),
             _bytes(sum(plan.sent(rank, backward=True)) + plan.exchanged(backward=True)),
         ]
@@ -38,9 +41,12 @@ def rows(plan: Plan) -> list[list[str]]:
 
 
 def drawing(plan: Plan) -> list[str]:
-    """The scores by chunks, queries downwards and keys to the right, in the order of positions: each line begins with
-    the rank that computes it, and the heading says whose keys stand in a column. Nothing for more than 16 ranks."""
-    if plan.ranks > _MOST_DRAWN:
+    """Draws the classes of the chunks of the score matrix, with queries downwards and keys to the right.
+
+    Chunks are in the order of positions. Each line starts with the rank that computes it. The heading has the ranks
+    that own the keys of each column. Returns no lines for more than 16 ranks.
+    """
+    if plan.ranks > _MAX_DRAWN_RANKS:
         return []
     owners = [rank for rank, _ in plan.keys.in_order()]
     width = len(str(plan.ranks - 1)) + 1
@@ -52,22 +58,22 @@ def drawing(plan: Plan) -> list[str]:
 
 
 def summary(plan: Plan) -> list[str]:
-    """What the rows come to."""
+    """Returns the totals of a plan as lines of text."""
     ranks = range(plan.ranks)
     forward = sum(sum(plan.sent(rank)) + plan.exchanged() for rank in ranks) * plan.heads
     backward = sum(sum(plan.sent(rank, backward=True)) + plan.exchanged(backward=True) for rank in ranks) * plan.heads
-    said = [
-        f"balance {plan.balance:.1%}: what ranks compute at the mean, of what the busiest does",
-        f"moved in all: {_bytes(forward)} forward, {_bytes(backward)} backward",
+    lines = [
+        f"balance {plan.balance:.1%}: mean work of a rank, relative to the busiest rank",
+        f"sent by all ranks: {_bytes(forward)} forward, {_bytes(backward)} backward",
     ]
     if plan.heads > 1:
-        of = "all ranks" if plan.ranks == 1 else f"{plan.heads} ranks that have a row here together"
-        said.append(f"{of} exchange heads for positions first, {_bytes(plan.exchanged())} each in a pass")
-    return said
+        group = "all ranks" if plan.ranks == 1 else f"each group of {plan.heads} ranks that share a table row"
+        lines.append(f"before that, {group} exchange heads for positions: {_bytes(plan.exchanged())} per rank and pass")
+    return lines
 
 
 def to_dict(plan: Plan) -> dict[str, Any]:
-    """The plan as JSON holds it."""
+    """Returns the plan as a dict for JSON."""
     return {
         "spec": plan.spec.name,
         "scheme": plan.scheme,
@@ -77,11 +83,11 @@ def to_dict(plan: Plan) -> dict[str, Any]:
         "length_k": plan.keys.length,
         "shards": plan.queries.shards,
         "balance": plan.balance,
-        "by_rank": [_of_rank(plan, rank) for rank in range(plan.ranks)],
+        "by_rank": [_rank_to_dict(plan, rank) for rank in range(plan.ranks)],
     }
 
 
-def _of_rank(plan: Plan, rank: int) -> dict[str, Any]:
+def _rank_to_dict(plan: Plan, rank: int) -> dict[str, Any]:
     return {
         "positions": [[start, start + plan.queries.chunk] for start in plan.queries.starts(rank)],
         "steps": [
@@ -102,18 +108,18 @@ def _of_rank(plan: Plan, rank: int) -> dict[str, Any]:
     }
 
 
-def _most_steps(plan: Plan) -> int:
-    """Of any rank: one with fewer neighbours has fewer."""
+def _max_steps(plan: Plan) -> int:
+    """Returns the maximum number of steps of any rank: a rank with fewer neighbours has fewer steps."""
     return max(len(plan.steps(rank)) for rank in range(plan.ranks))
 
 
 def _cell(plan: Plan, number: int, step: Step) -> str:
-    """ "3 █ 16.8 MB": from rank 3, whole, so many bytes received."""
+    """Returns a cell such as "3 █ 16.8 MB": keys of rank 3, a full block, bytes received."""
     if not step.blocks:
         return "·"
-    whose = "all" if plan.scheme == "all_gather" else "own" if number == 0 else str(step.owner)
+    owner = "all" if plan.scheme == "all_gather" else "own" if number == 0 else str(step.owner)
     received = plan.received(step)
-    return " ".join([whose, _kinds(step.blocks), *([_bytes(received)] if received else [])])
+    return " ".join([owner, _kinds(step.blocks), *([_bytes(received)] if received else [])])
 
 
 def _kinds(blocks: tuple[Block, ...]) -> str:

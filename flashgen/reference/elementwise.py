@@ -59,7 +59,7 @@ class HeadTiles:
         return np.where(np.broadcast_to(allowed, shape), scores, -np.inf)
 
     def drop(self, probabilities: Array, queries: range, keys: range) -> Array:
-        """Applies dropout to probabilities (queries, keys), normalised or not: 0 where dropped, scaled up where kept."""
+        """Applies dropout to probabilities (queries, keys), normalised or not: 0 where dropped, scaled where kept."""
         problem = self.problem
         if problem.spec.dropout == 0:
             return probabilities

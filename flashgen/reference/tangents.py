@@ -61,7 +61,7 @@ class Duals:
             return self._value(node)
 
     def tangent(self, node: sympy.Basic, seed: sympy.Basic) -> Tangent:
-        """Returns the derivative of a node with respect to the seed, broadcast as little as possible; None if constant."""
+        """Returns the derivative of a node by the seed, broadcast as little as possible; None if it is constant."""
         with np.errstate(all="ignore"):
             return self._tangent(node, seed, {})
 

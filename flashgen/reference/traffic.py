@@ -76,7 +76,7 @@ class Blocks:
 
 
 def flash1_blocks(on_chip: int, head_dim: int, value_dim: int | None = None) -> Blocks:
-    """Returns B_c = ceil(M / 4d) and B_r = min(B_c, d) of FlashAttention's algorithm 1, line 1. M is on_chip in elements.
+    """Returns B_c = ceil(M / 4d) and B_r = min(B_c, d) of FlashAttention's algorithm 1, line 1; M = on_chip elements.
 
     Blocks of Q, K, V and O share M, so 4d is 2 (head_dim + value_dim) if the two dims differ.
     Raises ArgumentError if M does not hold one row of Q or O (the paper assumes d <= M).
@@ -129,7 +129,7 @@ def traffic_flash1(len_q: int, len_k: int, head_dim: int, value_dim: int | None 
 
 
 def traffic_flash2(len_q: int, len_k: int, head_dim: int, value_dim: int | None = None, *, on_chip: int) -> HbmTraffic:
-    """Returns the traffic of FlashAttention 2 (algorithm 1): Q once, K and V per query block, O and LSE written once."""
+    """Returns the traffic of FlashAttention 2 (algorithm 1): Q, O and LSE once, K and V for each query block."""
     value_dim = head_dim if value_dim is None else value_dim
     passes = _ceil_div(len_q, flash2_blocks(on_chip, head_dim, value_dim).rows)
     return HbmTraffic(

@@ -34,7 +34,7 @@ def test_nothing_is_drawn_where_nothing_is_sent() -> None:
     shown = show("sliding_window(1024)", "--ranks", 4, "--shards", "plain", "--length", 32768).stdout.splitlines()
     assert shown[3] == " 2 · ▒ ▒ ·"
     rows = [line.split("\t") for line in shown[6:11]]
-    assert rows[0][2:5] == ["step 0", "step 1", "of the work"], "neighbours alone are read"
+    assert rows[0][2:5] == ["step 0", "step 1", "share of work"], "neighbours alone are read"
     assert rows[1][2:4] == ["own ▒", "·"] and rows[3][2:4] == ["own ▒", "1 ▒ 2.1 MB"]
     assert rows[1][5:] == ["2.1 MB", "0 B"] and rows[4][5:] == ["0 B", "2.1 MB"]
 

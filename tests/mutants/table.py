@@ -387,15 +387,15 @@ MUTANTS = (
     Mutant(
         "chunks of a rank taken for neighbours whatever they see",
         "flashgen/ranks/plan.py",
-        "if kind == PARTIAL or kind != there:",
+        "if kind == PARTIAL or kind != moved_kind:",
         "if kind == PARTIAL:",
         ("tests/ranks/test_plans.py::test_each_score_is_counted_once",),
     ),
     Mutant(
         "full blocks joined whatever depends on their places",
         "flashgen/ranks/plan.py",
-        "_joined(blocks) if self._joins else blocks",
-        "_joined(blocks)",
+        "_join_full_blocks(blocks) if self._can_join_blocks else blocks",
+        "_join_full_blocks(blocks)",
         ("tests/ranks/test_plans.py::test_a_full_block_may_hold_several_places_only_where_nothing_depends_on_them",),
     ),
     Mutant(
@@ -408,8 +408,8 @@ MUTANTS = (
     Mutant(
         "rows of a rim beside a neighbour's from the stretch's other end",
         "flashgen/ranks/halo.py",
-        "Rows(of_k.row_of(own_first), own_end - own_first)",
-        "Rows(of_k.row, own_end - own_first)",
+        "Rows(stretch_k.row_of(own_first), own_end - own_first)",
+        "Rows(stretch_k.row, own_end - own_first)",
         ("tests/ranks/test_plans.py::test_what_a_rim_joins_stands_side_by_side",),
     ),
     Mutant(

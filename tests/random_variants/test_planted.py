@@ -223,7 +223,7 @@ FAULTS: dict[str, tuple[Case, Planter, str]] = {
     "another head's scale": (NARROW, text("head_kv * arguments.k_scales", "0 * arguments.k_scales"), WRONG),
     "a packed key": (MIXED, text(USED.format("number"), f"({USED.format('number')} + 1)"), WRONG),
     "a packed row": (MIXED, text("q += sequence.first_q *", "q += (sequence.first_q + 1) *"), WRONG),
-    "an oracle that forgets a page": (PAGED, attribute(pages, "gathered", without_a_page), "Found: oracle"),
+    "an oracle that forgets a page": (PAGED, attribute(pages, "gather_pages", without_a_page), "Found: oracle"),
     "a gradient of sinks": (SINKS, attribute(Call, "gradients", with_halved_sinks), "Found: oracle"),
     "a shard that does not know shard_b": (sharded(), text("arguments.shard_b", "0"), WRONG),
     "a shard that does not know shard_q": (sharded(), text("arguments.shard_q", "0"), WRONG),

@@ -14,7 +14,7 @@ from flashgen.errors import ArgumentError
 from flashgen.language.evaluate import evaluate
 from flashgen.language.operations import BATCH, HEAD, KEY, LEN_K, LEN_Q, QUERY
 from flashgen.ranks import Layout, Plan, Sizes, plan_of
-from flashgen.ranks.classes import Rectangle, Whole, class_of, is_of_distances
+from flashgen.ranks.classes import Rectangle, ScoreMatrix, class_of, depends_on_distance_only
 
 IDS = (np.arange(3072) // 300).astype(np.int32)
 MASKS = {
@@ -85,7 +85,7 @@ def test_each_score_is_counted_once(name: str, scheme: str, shards: str, ranks: 
 @pytest.mark.parametrize("name", MASKS)
 def test_classes_of_rectangles_are_those_of_their_elements(name: str) -> None:
     """A rectangle is not full where a part of it is, and the rest empty."""
-    random, whole = np.random.default_rng(5), Whole(MASKS[name].expression, 3072, 3072, 1, 1, {"ids": IDS})
+    random, whole = np.random.default_rng(5), ScoreMatrix(MASKS[name].expression, 3072, 3072, 1, 1, {"ids": IDS})
     aligned = [Rectangle(q, 256, k, keys) for q in (0, 1024) for k in (0, 512, 768) for keys in (256, 512, 1536)]
     places = random.integers(0, 2000, (20, 2)).tolist()
     sizes = random.integers(1, 1000, (20, 2)).tolist()
@@ -98,7 +98,7 @@ def test_classes_of_rectangles_are_those_of_their_elements(name: str) -> None:
 
 
 def test_a_rectangle_that_is_full_as_far_as_it_is_seen_is_partial() -> None:
-    whole = Whole(fg.trace_mask(lambda b, h, q, k: k < 256).expression, 1024, 1024, 1, 1, {})
+    whole = ScoreMatrix(fg.trace_mask(lambda b, h, q, k: k < 256).expression, 1024, 1024, 1, 1, {})
     assert [class_of(whole, Rectangle(0, 512, *keys)) for keys in ((0, 256), (0, 512), (256, 512))] == [
         FULL,
         PARTIAL,
@@ -292,7 +292,7 @@ def test_layouts_deal_each_position_once(ranks: int, shards: str) -> None:
     ],
 )
 def test_which_masks_are_of_distances(mask: fg.Mask, wanted: bool) -> None:
-    assert is_of_distances(mask.expression) == wanted
+    assert depends_on_distance_only(mask.expression) == wanted
 
 
 @pytest.mark.parametrize(
@@ -302,10 +302,10 @@ def test_which_masks_are_of_distances(mask: fg.Mask, wanted: bool) -> None:
         ({"scheme": "butterfly"}, "scheme='butterfly'"),
         ({"shards": "striped"}, "shards='striped'"),
         ({"scheme": "ulysses", "sizes": Sizes(1, 32, 4)}, "repeat the heads of k and v"),
-        ({"scheme": "ulysses_ring", "heads": 3}, "ranks=8 is no multiple of the 3"),
+        ({"scheme": "ulysses_ring", "heads": 3}, "ranks=8 is not a multiple of the 3"),
         ({"spec": fg.AttentionSpec(64, dropout=0.1), "length": 8 * 48}, "multiple of 512"),
-        ({"spec": fg.AttentionSpec(64, layout="thd")}, "whole sequences"),
-        ({"spec": fg.AttentionSpec(64).shard()}, "whole sequences"),
+        ({"spec": fg.AttentionSpec(64, layout="thd")}, "without layout .thd."),
+        ({"spec": fg.AttentionSpec(64).shard()}, "without layout .thd."),
     ],
 )
 def test_what_cannot_be_planned_is_refused(given: dict[str, Any], message: str) -> None:
