@@ -1,7 +1,7 @@
-"""Source to binary: NVRTC for GPUs, a host C++ compiler for the emulator, and the cache of both.
+"""Compilation: NVRTC for GPUs, a host C++ compiler for the emulator, and the cache of compiled kernels.
 
-`nvrtc` compiles, `cache` keeps what was compiled, `prebuilt` reads release folders, `inspect` shows PTX and machine
-instructions, `host` compiles for the emulator. CuPy and NVRTC are imported when something is compiled, not before.
+`nvrtc` compiles for GPUs, `host` for the emulator, `cache` stores compiled kernels, `prebuilt` reads release folders,
+and `inspect` shows PTX and machine instructions. CuPy and NVRTC are only imported when something is compiled.
 """
 
 import logging
@@ -14,5 +14,5 @@ from flashgen.build.resources import Resources
 
 __all__ = ["Artifacts", "Compiled", "Entry", "KernelCache", "Resources", "content_key", "default_cache", "kernel_key"]
 
-# A library logs nothing until its user asks for it; users are warned by the `warnings` module.
+# A library logs nothing unless its user configures logging. Warnings go through the `warnings` module.
 logging.getLogger("flashgen").addHandler(logging.NullHandler())

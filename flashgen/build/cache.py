@@ -1,12 +1,12 @@
-"""Compiled kernels on disk: found by what they were made from, built once, checked whenever they are used.
+"""The on-disk cache of compiled kernels. Entries are found by a hash of their inputs and verified on every use.
 
-FLASHGEN_CACHE_DIR      where entries stand; else `flashgen` in the platform's folder for caches
-FLASHGEN_CACHE_SHARED=1 trust that folder's owner and group too (`flashgen.build.trust`)
-FLASHGEN_JIT=0          compile nothing: a kernel that is not there is an error that says which
-FLASHGEN_RELEASE        a folder of `flashgen release build`, looked up before anything else
+FLASHGEN_CACHE_DIR      the cache folder; the default is `flashgen` in the platform's folder for caches
+FLASHGEN_CACHE_SHARED=1 also trusts the owner and the group of the cache folder (`flashgen.build.trust`)
+FLASHGEN_JIT=0          disables compilation; a missing kernel raises an error that names it
+FLASHGEN_RELEASE        a folder written by `flashgen release build`, which is searched first
 
-A folder that cannot be used (it is full, read-only, somebody else's) stops nobody: the user is told once, and this
-process keeps what it builds in memory.
+A cache folder that cannot be used (because it is full, read-only or owned by another user) causes one warning. This
+process then keeps what it builds in memory.
 """
 
 from __future__ import annotations
@@ -20,7 +20,16 @@ from pathlib import Path
 from typing import Any
 
 from flashgen.build import nvrtc
-from flashgen.build.cache_folder import UnusableCache, absolute, accessible, default_root, make, say, say_once, trusted
+from flashgen.build.cache_folder import (
+    UnusableCache,
+    absolute,
+    accessible,
+    create_folder,
+    default_root,
+    trusted,
+    warn_once,
+    warn_user,
+)
 from flashgen.build.entries import (
     Artifacts,
     DamagedEntry,
@@ -51,8 +60,8 @@ Build = Callable[[], Mapping[str, bytes] | Artifacts]
 class Entry:
     """A compiled kernel.
 
-    `cubin` holds the very bytes that were checked, and these are loaded. `path` and `cubin_path` say where they stand,
-    and are None for a kernel that no cache folder took. `hit` says that nothing was compiled for it.
+    `cubin` holds the bytes that were verified; exactly these are loaded. `path` and `cubin_path` are the entry's folder
+    and file, or None for a kernel that could not be stored. `hit` is True if nothing was compiled for this request.
     """
 
     path: Path | None
@@ -66,7 +75,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Listed:
-    """A line of `flashgen cache list`: an entry's name, the digits of its key, its folder and its size in bytes."""
+    """A line of `flashgen cache list`: the entry's name, the digits of its key, its folder and its size in bytes."""
 
     name: str
     key: str
@@ -78,12 +87,12 @@ class KernelCache:
     """A folder of entries `<readable-name>.<16 hex>`. Any number of threads and processes may share one."""
 
     def __init__(self, root: Path | str, *, jit: bool = True, release: Path | str | None = None) -> None:
-        """Reads and makes nothing yet.
+        """Does not access the file system yet.
 
         Args:
-            root: the folder of the entries; made when the first one is written.
-            jit: False refuses to build what is not there.
-            release: a folder of prebuilt kernels that is looked up first.
+            root: the folder of the entries; created when the first one is written.
+            jit: if False, a missing entry raises an error instead of being built.
+            release: a folder of prebuilt kernels that is searched first.
         """
         self.root = absolute(root, "root")
         self.jit = jit
@@ -92,7 +101,7 @@ class KernelCache:
 
     @classmethod
     def from_environment(cls) -> KernelCache:
-        """The cache that FLASHGEN_CACHE_DIR, FLASHGEN_JIT and FLASHGEN_RELEASE describe at this moment."""
+        """Returns the cache that FLASHGEN_CACHE_DIR, FLASHGEN_JIT and FLASHGEN_RELEASE currently describe."""
         jit = os.environ.get("FLASHGEN_JIT", "")
         if jit not in ("", "0", "1"):
             raise BuildError(f"FLASHGEN_JIT must be 0 (compile nothing) or 1, got {jit!r}")
@@ -100,16 +109,17 @@ class KernelCache:
         return cls(default_root(), jit=jit != "0", release=absolute(release, "FLASHGEN_RELEASE") if release else None)
 
     def load_or_compile(self, name: str, source: str, architecture: str, *, prebuild: str | None = None) -> Entry:
-        """The compiled kernel: from the release folder, else from the cache, else compiled now.
+        """Returns the compiled kernel from the release folder or the cache, or compiles it.
 
         Args:
             name: the readable name of the kernel.
             source: its emitted CUDA.
             architecture: `sm_80`, `sm_90a`, ...
-            prebuild: the command that would put it into the cache, for the message of FLASHGEN_JIT=0.
+            prebuild: the command that would put it into the cache, for the error message under FLASHGEN_JIT=0.
 
         Raises:
-            BuildError: it does not compile, NVRTC is missing, or FLASHGEN_JIT=0 and the kernel is in neither place.
+            BuildError: the kernel does not compile, NVRTC is missing, or FLASHGEN_JIT=0 is set and the kernel is
+                neither in the release folder nor in the cache.
         """
         found = self._from_release(name, source, architecture)
         if found is not None:
@@ -137,21 +147,22 @@ class KernelCache:
         return Entry(path, source, cubin_path, stored.files[CUBIN], Resources.from_dict(facts["resources"]), facts, hit)
 
     def get_or_build(self, name: str, key: str, build: Build) -> Path:
-        """The folder of an entry of any kind. Takes and raises what `entry` does."""
+        """Returns the folder of an entry of any kind. Arguments and errors are the same as in `entry`."""
         return self.entry(name, key, build).path
 
     def entry(self, name: str, key: str, build: Build) -> StoredEntry:
-        """An entry of any kind, which `build` makes when it is not there. Its bytes stay when others clear the cache.
+        """Returns an entry of any kind; `build` creates it if it is missing.
+
+        The returned bytes stay valid when another process clears the cache. If the cache folder cannot be used, the
+        entry is stored in a temporary folder of this process.
 
         Args:
             name: a readable name.
-            key: what `keys.content_key` makes of everything that the files are made from.
-            build: makes the files, by plain name, or `Artifacts` of them; called once however many processes ask.
-
-        Where the cache folder cannot be used, the entry stands in a temporary folder of this process.
+            key: the result of `keys.content_key` for everything that the files are made from.
+            build: returns the files by plain name, or `Artifacts`. Concurrent processes call it only once in total.
 
         Raises:
-            BuildError: FLASHGEN_JIT=0 and the entry is not there, or there is no room for temporary files either.
+            BuildError: FLASHGEN_JIT=0 is set and the entry is missing, or temporary files cannot be written.
         """
         refusal = (
             f"{name} is not in the cache {self.root}, and FLASHGEN_JIT=0 forbids building it now; "
@@ -160,49 +171,50 @@ class KernelCache:
         stored, _ = self._get_or_build(name, key, build, refusal)
         if isinstance(stored, StoredEntry):
             return stored
-        return self._apart(name, key, stored)
+        return self._write_temporary(name, key, stored)
 
-    def entry_apart(self, name: str, key: str, build: Build) -> StoredEntry:
-        """The same entry in a temporary folder of this process, where clearing the cache does not remove it."""
+    def temporary_entry(self, name: str, key: str, build: Build) -> StoredEntry:
+        """Returns the same as `entry`, in a temporary folder that is not affected by clearing the cache."""
         stored = self.entry(name, key, build)
-        return self._apart(name, key, Artifacts(stored.files))
+        return self._write_temporary(name, key, Artifacts(stored.files))
 
-    def _apart(self, name: str, key: str, artifacts: Artifacts) -> StoredEntry:
+    def _write_temporary(self, name: str, key: str, artifacts: Artifacts) -> StoredEntry:
         try:
-            folder = MEMORY.on_disk(self._place(name, key), artifacts)
+            folder = MEMORY.write_to_disk(self._location(name, key), artifacts)
         except OSError as error:
             raise BuildError(f"{name} needs a folder for temporary files ({error}); set TMPDIR to one") from error
         return StoredEntry(folder, artifacts.files, artifacts.facts)
 
     def find(self, name: str, key: str) -> StoredEntry | None:
-        """The entry of that name and key, every byte checked; None where there is none.
+        """Returns the entry of that name and key with every byte verified, or None if there is none.
 
-        A damaged entry and a cache folder that cannot be used count as none, and the user is told.
+        A damaged entry or a cache folder that cannot be used counts as no entry and causes a warning.
         """
         try:
-            return self._read(*self._place(name, key), remedy="it is not used")
+            return self._read(*self._location(name, key), remedy="it is not used")
         except UnusableCache as problem:
-            say_once(problem, "what is kept there is not used")
+            warn_once(problem, "its entries are not used")
             return None
 
     def put(self, name: str, key: str, artifacts: Artifacts) -> StoredEntry:
-        """Writes an entry, in place of one that may be there. BuildError: the cache folder cannot be used."""
+        """Writes an entry, replacing an existing one. Raises BuildError if the cache folder cannot be used."""
         with self._locked(key), trusted(self.root):
-            return write_entry(*self._place(name, key), artifacts)
+            return write_entry(*self._location(name, key), artifacts)
 
     def path(self) -> Path:
-        """The folder of the entries, which may not exist yet."""
+        """Returns the folder of the entries, which may not exist yet."""
         return self.root
 
     def list(self) -> tuple[Listed, ...]:
-        """The entries by name, their files not checked. BuildError: the cache folder cannot be read."""
+        """Lists the entries by name without verifying their files. Raises BuildError if the folder cannot be read."""
         with accessible(self.root):
             return tuple(_listed(folder) for folder in sorted(self._entry_folders()))
 
     def clear(self) -> int:
-        """Remove every entry, and what killed builders left; returns how many entries. Builders may run beside it.
+        """Removes all entries and the remains of killed builds. Returns the number of entries removed.
 
-        Everything else in the folder stays, whatever it is called. BuildError: the cache folder cannot be written.
+        Builds may run concurrently. Other files in the folder stay. Raises BuildError if the cache folder cannot be
+        written.
         """
         with accessible(self.root):
             removed = sum(discard(folder, folder.name.rpartition(".")[2]) for folder in self._entry_folders())
@@ -213,55 +225,55 @@ class KernelCache:
         return removed
 
     def _get_or_build(self, name: str, key: str, build: Build, refusal: str) -> tuple[StoredEntry | Artifacts, bool]:
-        """(the entry, or what this process alone keeps of it, whether it was there already).
+        """Returns the stored entry, or the artifacts that only this process keeps, and whether they already existed.
 
-        refusal: the error message where building is forbidden.
+        refusal: the error message for an entry that is missing while building is disabled.
         """
-        kept = MEMORY.find(self._place(name, key))
+        in_memory = MEMORY.find(self._location(name, key))
 
         def build_once() -> Artifacts:
-            """The disk may turn out to be full only after the kernel was built."""
-            nonlocal kept
-            if kept is None:
+            """Builds at most once, because the disk may turn out to be full only after the kernel was built."""
+            nonlocal in_memory
+            if in_memory is None:
                 built = build()
-                kept = built if isinstance(built, Artifacts) else Artifacts(built)
-            return kept
+                in_memory = built if isinstance(built, Artifacts) else Artifacts(built)
+            return in_memory
 
         try:
             return self._get_or_store(name, key, build_once, refusal)
         except UnusableCache as problem:
             if not self.jit:
                 raise BuildError(f"{refusal} ({problem})") from problem
-            say_once(problem, "until then what is built is kept in memory, by each process for itself")
-            return MEMORY.get_or_build(self._place(name, key), build_once)
+            warn_once(problem, "until then what is built is kept in memory, by each process for itself")
+            return MEMORY.get_or_build(self._location(name, key), build_once)
 
     def _get_or_store(
         self, name: str, key: str, build: Callable[[], Artifacts], refusal: str
     ) -> tuple[StoredEntry, bool]:
-        found = self._read(*self._place(name, key))
+        found = self._read(*self._location(name, key))
         if found is not None:
             return found, True
         if not self.jit:
             raise BuildError(refusal)
         with self._locked(key):
-            # Another process may have built it while this one waited.
-            found = self._read(*self._place(name, key), warn=False)
+            # Another process may have built it while this one waited for the lock.
+            found = self._read(*self._location(name, key), warn=False)
             if found is not None:
                 return found, True
             _log.info("building %s", folder_name(name, key))
             artifacts = build()
             with trusted(self.root):
-                return write_entry(*self._place(name, key), artifacts), False
+                return write_entry(*self._location(name, key), artifacts), False
 
-    def _place(self, name: str, key: str) -> tuple[Path, str]:
+    def _location(self, name: str, key: str) -> tuple[Path, str]:
         return self.root / folder_name(name, key), key
 
     @contextmanager
     def _locked(self, key: str) -> Iterator[None]:
-        """Holds the key's lock, over a tidy folder. Errors that the body raises pass through as they are."""
+        """Holds the lock of a key and removes remains of killed builds. Errors of the body are not translated."""
         with ExitStack() as stack:
             with trusted(self.root):
-                make(self.root)
+                create_folder(self.root)
                 stack.enter_context(exclusive(lock_path(self.root, key)))
                 remove_leftovers(self.root, key[:SHORT_KEY])
             yield
@@ -273,7 +285,7 @@ class KernelCache:
         except DamagedEntry as damage:
             if warn:
                 remedy = remedy or ("it is built again" if self.jit else "it is not used")
-                say(f"the cache entry {folder} is damaged: {damage}; {remedy}")
+                warn_user(f"the cache entry {folder} is damaged: {damage}; {remedy}")
             return None
 
     def _from_release(self, name: str, source: str, architecture: str) -> Entry | None:
@@ -287,7 +299,7 @@ class KernelCache:
         try:
             found = self._prebuilt.find(source, architecture)
         except DamagedEntry as damage:
-            say(f"the kernel {name} of the release folder {self.release} is damaged: {damage}; it is not used")
+            warn_user(f"the kernel {name} of the release folder {self.release} is damaged: {damage}; it is not used")
             return None
         if found is None:
             return None
@@ -309,7 +321,7 @@ class KernelCache:
 
 
 def default_cache() -> KernelCache:
-    """The cache that the environment describes at this moment."""
+    """Returns the cache that the environment variables currently describe."""
     return KernelCache.from_environment()
 
 
@@ -317,6 +329,6 @@ def _listed(folder: Path) -> Listed:
     name, _, key = folder.name.rpartition(".")
     try:
         size = sum(file.stat().st_size for file in folder.iterdir())
-    except FileNotFoundError:  # somebody cleared it meanwhile
+    except FileNotFoundError:  # cleared concurrently
         size = 0
     return Listed(name, key, folder, size)

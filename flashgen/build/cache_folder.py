@@ -1,4 +1,4 @@
-"""The folder of the kernel cache: where it is, whether it can be used, and the one warning where it cannot."""
+"""The folder of the kernel cache: its location, whether it can be used, and the single warning if it cannot."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from flashgen.errors import BuildError, FlashgenWarning
 from flashgen.files import flush
 
 _log = logging.getLogger(__name__)
-_said: set[object] = set()  # what this process has warned of
+_warned_kinds: set[object] = set()  # causes of warnings that this process has issued
 
 
 class UnusableCache(BuildError):
-    """The cache folder cannot be used. The text says why, and what to do; `kind` is equal for equal causes."""
+    """The cache folder cannot be used. The message gives the reason and a remedy; `kind` is equal for equal causes."""
 
     def __init__(self, message: str, kind: object) -> None:
         super().__init__(message)
@@ -29,7 +29,7 @@ class UnusableCache(BuildError):
 
 
 def default_root() -> Path:
-    """FLASHGEN_CACHE_DIR, else `flashgen` in XDG_CACHE_HOME, ~/.cache, or on macOS ~/Library/Caches."""
+    """Returns FLASHGEN_CACHE_DIR, else `flashgen` in XDG_CACHE_HOME, ~/.cache, or on macOS ~/Library/Caches."""
     chosen = os.environ.get("FLASHGEN_CACHE_DIR")
     if chosen:
         return absolute(chosen, "FLASHGEN_CACHE_DIR")
@@ -44,22 +44,25 @@ def default_root() -> Path:
 
 
 def absolute(path: Path | str, what: str) -> Path:
-    """The absolute path of a text that may begin with `~`; BuildError, naming `what`, where there is no such home."""
+    """Returns the absolute form of a path that may start with `~`. Raises BuildError if that home does not exist.
+
+    what: the name of the setting, for the error message.
+    """
     try:
         return Path(path).expanduser().absolute()
     except (RuntimeError, OSError) as error:
         raise BuildError(f"{what}={str(path)!r} names no folder ({error}); give an absolute path") from error
 
 
-def make(root: Path) -> None:
-    """Makes the folder readable by its user alone, as sharing must be on purpose. Raises OSError."""
+def create_folder(root: Path) -> None:
+    """Creates the folder, accessible by its user only, because sharing must be a deliberate choice. Raises OSError."""
     root.parent.mkdir(parents=True, exist_ok=True)
     root.mkdir(mode=0o700, exist_ok=True)
 
 
 @contextmanager
 def trusted(root: Path) -> Iterator[None]:
-    """Raises UnusableCache where others may write to the folder, or the operating system refuses the body."""
+    """Raises UnusableCache if others may write to the folder, or if the body fails with an OSError."""
     with accessible(root):
         problem = why_not_trusted(root, holds_entries_alone)
         if problem is not None:
@@ -69,7 +72,7 @@ def trusted(root: Path) -> Iterator[None]:
 
 @contextmanager
 def accessible(root: Path) -> Iterator[None]:
-    """Raises UnusableCache where the operating system refuses what the body does in the folder."""
+    """Raises UnusableCache if the body fails with an OSError in the folder."""
     try:
         yield
     except OSError as error:
@@ -81,10 +84,10 @@ def accessible(root: Path) -> Iterator[None]:
 
 
 def why_unusable(root: Path) -> str | None:
-    """Why the folder cannot be used, and what to do; None where it can. It is made, and a file is tried in it."""
+    """Returns why the folder cannot be used, with a remedy, or None if it can. Creates it and writes a test file."""
     try:
         with trusted(root):
-            make(root)
+            create_folder(root)
             with tempfile.TemporaryFile(dir=root) as file:
                 file.write(bytes(4096))
                 flush(file)
@@ -93,14 +96,14 @@ def why_unusable(root: Path) -> str | None:
     return None
 
 
-def say(message: str) -> None:
-    """Warns the user of something that was put right, and logs it."""
+def warn_user(message: str) -> None:
+    """Warns the user of a problem that has been handled, and logs it."""
     _log.warning("%s", message)
     warnings.warn(message, FlashgenWarning, stacklevel=5)
 
 
-def say_once(problem: UnusableCache, remedy: str) -> None:
-    """Warns the user of a cache that cannot be used, once in a process for each cause."""
-    if problem.kind not in _said:
-        _said.add(problem.kind)
-        say(f"{problem}; {remedy}")
+def warn_once(problem: UnusableCache, remedy: str) -> None:
+    """Warns the user of an unusable cache, once per process and cause."""
+    if problem.kind not in _warned_kinds:
+        _warned_kinds.add(problem.kind)
+        warn_user(f"{problem}; {remedy}")

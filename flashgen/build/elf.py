@@ -1,4 +1,4 @@
-"""Is a compiled image whole? The tables of an ELF file say where it must end."""
+"""Checks that a compiled image is complete: the tables of an ELF file determine where it ends."""
 
 from __future__ import annotations
 
@@ -7,20 +7,21 @@ import struct
 from flashgen.errors import BuildError
 
 _HEADER_BYTES = 64
-_SECTION_WITHOUT_BYTES = 8  # SHT_NOBITS: takes memory when loaded, nothing in the file
+_SECTION_WITHOUT_BYTES = 8  # SHT_NOBITS: occupies memory when loaded, but no bytes in the file
 
 
 def complete_image(image: bytes) -> bytes:
-    """A cubin as NVRTC made it, with the last byte that CuPy 14's `getCUBIN` drops put back where it is missing.
+    """Returns a cubin with the last byte restored if `getCUBIN` of CuPy 14 has dropped it.
 
-    CuPy treats the image as a C string and cuts its "terminating zero". The image is mended only when exactly one byte
-    is missing and that byte is the top one of a table's 64-bit number below 2**56, so that it is known to be zero.
+    CuPy treats the image as a C string and removes its "terminating zero". The byte is restored only if exactly one
+    byte is missing, and it is the most significant byte of a 64-bit number in a table that is below 2**56. Then it is
+    known to be zero.
 
     Raises:
-        BuildError: the image is not a 64-bit little-endian ELF file, or more of it is missing than that.
+        BuildError: the image is not a 64-bit little-endian ELF file, or more than this byte is missing.
     """
     if len(image) < _HEADER_BYTES or image[:6] != b"\x7fELF\x02\x01":
-        raise BuildError(f"the compiler returned {len(image)} bytes that are no 64-bit ELF image")
+        raise BuildError(f"the compiler returned {len(image)} bytes that are not a 64-bit ELF image")
     tables = _table_ends(image)
     end = max(*tables, *_section_ends(image))
     if len(image) >= end:
@@ -31,14 +32,14 @@ def complete_image(image: bytes) -> bytes:
 
 
 def _table_ends(image: bytes) -> tuple[int, int]:
-    """Where the program headers' table and the section headers' table end. Both end with a 64-bit alignment or size."""
+    """Returns the ends of the program and section header tables. Each ends with a 64-bit alignment or size."""
     program_at, section_at = struct.unpack_from("<QQ", image, 32)
     program_size, program_count, section_size, section_count = struct.unpack_from("<4H", image, 54)
     return program_at + program_size * program_count, section_at + section_size * section_count
 
 
 def _section_ends(image: bytes) -> list[int]:
-    """Where each section's bytes end. Headers beyond the image are left to the tables' own check."""
+    """Returns the end of the bytes of each section. Headers beyond the image are covered by the ends of the tables."""
     (table,) = struct.unpack_from("<Q", image, 40)
     size, count = struct.unpack_from("<2H", image, 58)
     ends = []

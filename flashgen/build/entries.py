@@ -1,8 +1,8 @@
-"""A cache entry on disk: a folder of files, with their hashes in `meta.json`, that is whole or absent.
+"""A cache entry on disk: a folder of files with their hashes in `meta.json`. It is either complete or absent.
 
-An entry is written in a staging folder beside its place, flushed to the disk, and renamed into place. A process that
-dies at any moment leaves the old entry, no entry or the new entry, and perhaps a staging folder that the next builder
-of the same key removes.
+An entry is written to a staging folder next to its final location, flushed to the disk, and renamed. A process that
+dies at any moment leaves the old entry, no entry or the new entry, and possibly a staging folder, which the next
+builder of the same key removes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from flashgen.build.keys import KEY_FORMAT, SHORT_KEY
-from flashgen.build.trust import why_planted
+from flashgen.build.trust import why_file_not_trusted
 from flashgen.files import flush_folder, is_plain_name, open_file, write_new
 from flashgen.strict_json import parse_json
 
@@ -31,12 +31,12 @@ _DIGITS = f"([0-9a-f]{{{SHORT_KEY}}})"
 _ENTRY = re.compile(rf"[A-Za-z0-9_-][A-Za-z0-9._-]*\.{_DIGITS}")
 _LEFTOVER = re.compile(rf"\.(?:staging|trash)-{_DIGITS}-[0-9a-f]{{12}}")
 _LOCK_FILE = re.compile(rf"\.lock-{_DIGITS}")
-_LARGEST_META = 16 * 2**20  # bytes; it holds a compiler's log
+_MAX_META_BYTES = 16 * 2**20  # meta.json contains the log of a compiler
 
 
 @dataclass(frozen=True)
 class Artifacts:
-    """What a build made: files by plain name, facts for `meta.json`, and which of the files are programs."""
+    """The result of a build: files by plain name, facts for `meta.json`, and which files are executables."""
 
     files: Mapping[str, bytes]
     facts: Mapping[str, Any] = field(default_factory=dict)
@@ -45,7 +45,7 @@ class Artifacts:
 
 @dataclass(frozen=True)
 class StoredEntry:
-    """An entry that was checked: its folder, its files' bytes as they were when checked, and its `meta.json`."""
+    """A verified entry: its folder, the bytes of its files when they were verified, and its `meta.json`."""
 
     path: Path
     files: Mapping[str, bytes]
@@ -53,27 +53,27 @@ class StoredEntry:
 
 
 class DamagedEntry(Exception):
-    """An entry differs from what was written. The text says how."""
+    """An entry differs from what was written. The message describes the difference."""
 
 
 def read_entry(folder: Path, key: str) -> StoredEntry | None:
-    """The entry, every byte checked against `meta.json`; None when there is none.
+    """Reads an entry and verifies every byte against `meta.json`. Returns None if there is no entry.
 
     Raises:
-        DamagedEntry: a file is missing, cut, altered or no file, the entry is another key's, or somebody may have
-            written it who may not write to the cache folder.
-        PermissionError: it may not be read.
+        DamagedEntry: a file is missing, truncated, altered or not a regular file, the entry has another key, or a user
+            who is not trusted may have written it.
+        PermissionError: the entry may not be read.
     """
     while True:
         try:
-            around = folder.parent.stat()
-            descriptor = _opened(folder, around)
+            cache_status = folder.parent.stat()
+            descriptor = _open_folder(folder, cache_status)
         except (FileNotFoundError, NotADirectoryError):
             return None
         try:
-            return _read_checked(_OpenEntry(folder, descriptor, around), key)
+            return _read_checked(_OpenEntry(folder, descriptor, cache_status), key)
         except FileNotFoundError as error:
-            # Somebody cleared or replaced it between two reads: it is looked up again.
+            # If the entry was cleared or replaced between two reads, it is looked up again.
             if _is_still(descriptor, folder):
                 raise DamagedEntry(f"{error.filename} is missing") from error
         finally:
@@ -81,7 +81,7 @@ def read_entry(folder: Path, key: str) -> StoredEntry | None:
 
 
 def write_entry(folder: Path, key: str, artifacts: Artifacts) -> StoredEntry:
-    """Puts an entry into its place, over a damaged one if need be. The caller holds the key's lock."""
+    """Writes an entry, replacing a damaged one if necessary. The caller must hold the lock of the key."""
     files = dict(sorted(artifacts.files.items()))
     for name in files:
         if name == META or not is_plain_name(name):
@@ -104,7 +104,7 @@ def write_entry(folder: Path, key: str, artifacts: Artifacts) -> StoredEntry:
 
 
 def discard(folder: Path, key: str) -> bool:
-    """Renames an entry, so that it is gone for everybody at once, then removes it. Returns whether there was one."""
+    """Removes an entry. A rename first makes it disappear atomically. Returns whether there was an entry."""
     trash = _sibling(folder, _TRASH, key)
     try:
         folder.rename(trash)
@@ -115,29 +115,29 @@ def discard(folder: Path, key: str) -> bool:
 
 
 def remove_leftovers(root: Path, short_key: str) -> None:
-    """Removes what dead builders of a key left behind. The caller holds the key's lock, so no builder lives."""
+    """Removes the remains of killed builds of a key. The caller must hold its lock, so that no build is running."""
     for path in _leftovers(root):
         if _short_key(path) == short_key and not path.name.startswith(_LOCK):
             _remove(path)
 
 
 def lock_path(root: Path, key: str) -> Path:
-    """The file whose lock the builder of a key holds."""
+    """Returns the lock file that the builder of a key holds."""
     return root / f"{_LOCK}{key[:SHORT_KEY]}"
 
 
 def leftover_keys(root: Path) -> set[str]:
-    """The short keys of the staging folders, trash folders and lock files in a cache, of living owners too."""
+    """Returns the short keys of all staging folders, trash folders and lock files, including those still in use."""
     return {_short_key(path) for path in _leftovers(root)}
 
 
 def is_entry(folder: Path) -> bool:
-    """Whether a folder is an entry, perhaps damaged: it is named as one, and its `meta.json` has the same key."""
+    """Returns whether a folder is an entry, possibly damaged: its name and its `meta.json` must have the same key."""
     name = _ENTRY.fullmatch(folder.name)
     if name is None or folder.is_symlink() or not folder.is_dir():
         return False
     try:
-        with open_file(folder / META, _LARGEST_META, follow=False) as file:
+        with open_file(folder / META, _MAX_META_BYTES, follow=False) as file:
             meta = parse_json(file.read())
     except (OSError, ValueError):
         return False
@@ -147,34 +147,34 @@ def is_entry(folder: Path) -> bool:
 
 
 def holds_entries_alone(root: Path) -> bool:
-    """Whether everything in a folder is named as an entry, or as what builders make beside entries. Raises OSError."""
+    """Returns whether a folder contains only names of entries, staging folders and lock files. Raises OSError."""
     names = [path.name for path in root.iterdir()]
     return all(any(form.fullmatch(name) for form in (_ENTRY, _LEFTOVER, _LOCK_FILE)) for name in names)
 
 
 def describe(data: bytes) -> dict[str, Any]:
-    """A file's hash and size, which later checks compare."""
+    """Returns the hash and size of a file, which are compared when it is read."""
     return {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
 
 
 def canonical_json(value: Any) -> bytes:
-    """The same bytes for the same value on every machine, readable by people: sorted keys, indented."""
+    """Serializes a value to JSON that is the same on every machine and readable: sorted keys, indented."""
     return (json.dumps(value, sort_keys=True, indent=1, ensure_ascii=False, allow_nan=False) + "\n").encode()
 
 
 @dataclass(frozen=True)
 class _OpenEntry:
-    """An entry while it is read: its folder, a descriptor of that, and what the cache folder around it is."""
+    """An entry that is being read: its folder, a descriptor of the folder, and the status of the cache folder."""
 
     folder: Path
     descriptor: int
-    around: os.stat_result
+    cache_status: os.stat_result
 
-    def read(self, name: str, most: int) -> bytes:
-        """The bytes of a file that nobody else may have written. DamagedEntry where it is none."""
+    def read(self, name: str, max_bytes: int) -> bytes:
+        """Returns the bytes of a file. Raises DamagedEntry if it is unreadable or may be from an untrusted user."""
         try:
-            with open_file(name, most, folder=self.descriptor, follow=False) as file:
-                _check_trusted(os.fstat(file.fileno()), self.around, name)
+            with open_file(name, max_bytes, folder=self.descriptor, follow=False) as file:
+                _check_trusted(os.fstat(file.fileno()), self.cache_status, name)
                 return file.read()
         except FileNotFoundError:
             raise
@@ -184,23 +184,23 @@ class _OpenEntry:
             raise DamagedEntry(f"{name} cannot be read ({error.strerror})") from error
 
 
-def _opened(folder: Path, around: os.stat_result) -> int:
-    """A descriptor of an entry's folder. Raises DamagedEntry where others may have made it, or it is no folder."""
+def _open_folder(folder: Path, cache_status: os.stat_result) -> int:
+    """Opens the folder of an entry. Raises DamagedEntry if it is not a folder or an untrusted user may have made it."""
     status = folder.lstat()
     if not stat.S_ISDIR(status.st_mode):
-        raise DamagedEntry("it is a link" if stat.S_ISLNK(status.st_mode) else "it is no folder")
-    _check_trusted(status, around, "it")
+        raise DamagedEntry("it is a link" if stat.S_ISLNK(status.st_mode) else "it is not a folder")
+    _check_trusted(status, cache_status, "it")
     return os.open(folder, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECTORY | os.O_NOFOLLOW)
 
 
-def _check_trusted(status: os.stat_result, around: os.stat_result, what: str) -> None:
-    problem = why_planted(status, around, what)
+def _check_trusted(status: os.stat_result, cache_status: os.stat_result, what: str) -> None:
+    problem = why_file_not_trusted(status, cache_status, what)
     if problem is not None:
         raise DamagedEntry(problem)
 
 
 def _read_checked(entry: _OpenEntry, key: str) -> StoredEntry:
-    meta = _parse_meta(entry.read(META, _LARGEST_META), key)
+    meta = _parse_meta(entry.read(META, _MAX_META_BYTES), key)
     files = {}
     for name, expected in meta["files"].items():
         if not is_plain_name(name):
@@ -229,30 +229,30 @@ def _parse_meta(data: bytes, key: str) -> dict[str, Any]:
 
 
 def _sealed(meta: Mapping[str, Any]) -> dict[str, Any]:
-    """The facts and their hash, so that `meta.json` is checked like every other file."""
+    """Adds the hash of the facts to them, so that `meta.json` can be verified like every other file."""
     rest = json.loads(canonical_json({name: value for name, value in meta.items() if name != _SEAL}))
     return {**rest, _SEAL: hashlib.sha256(canonical_json(rest)).hexdigest()}
 
 
 def _is_still(descriptor: int, folder: Path) -> bool:
-    """Whether `folder` names the open folder. No other one can have its number as long as it is open."""
+    """Returns whether `folder` still names the open folder, whose inode number is not reused while it is open."""
     try:
         return os.path.samestat(os.fstat(descriptor), folder.lstat())
     except (FileNotFoundError, NotADirectoryError):
         return False
 
 
-def _make_staging(staging: Path, around: os.stat_result) -> int:
-    """Makes the folder of an entry to come. Returns the mode of it and of programs: who may use the cache, may use it.
+def _make_staging(staging: Path, cache_status: os.stat_result) -> int:
+    """Creates a staging folder. Returns its mode, which executables get too: the permissions of the cache folder.
 
-    Where new folders get another group than the cache's, that group may write to nothing.
+    If new folders get another group than the cache folder has, that group gets no write permission.
     """
-    allowed = around.st_mode & 0o077 | 0o700
+    allowed = cache_status.st_mode & 0o077 | 0o700
     staging.mkdir(allowed)
-    made = staging.stat()
-    if made.st_mode & stat.S_IWGRP and made.st_gid != around.st_gid:
+    status = staging.stat()
+    if status.st_mode & stat.S_IWGRP and status.st_gid != cache_status.st_gid:
         allowed &= ~stat.S_IWGRP
-        staging.chmod(allowed & made.st_mode)
+        staging.chmod(allowed & status.st_mode)
     return allowed
 
 
@@ -268,7 +268,7 @@ def _sibling(folder: Path, prefix: str, key: str) -> Path:
 
 
 def _leftovers(root: Path) -> Iterator[Path]:
-    """What builders make beside entries: folders with reserved names, and lock files, which are empty."""
+    """Yields the staging folders, trash folders and lock files, which are empty, in a cache folder."""
     for path in root.iterdir() if root.is_dir() else ():
         if _LEFTOVER.fullmatch(path.name) or (_LOCK_FILE.fullmatch(path.name) and _is_empty_file(path)):
             yield path
@@ -277,7 +277,7 @@ def _leftovers(root: Path) -> Iterator[Path]:
 def _is_empty_file(path: Path) -> bool:
     try:
         status = path.lstat()
-    except FileNotFoundError:  # its builder has finished
+    except FileNotFoundError:  # the builder that held the lock has finished
         return False
     return stat.S_ISREG(status.st_mode) and status.st_size == 0
 

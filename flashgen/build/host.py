@@ -1,12 +1,12 @@
-"""Compiles emitted source for the CPU: the emulator's half of `build`.
+"""Compiles emitted kernels for the CPU, to run on the emulator.
 
-A kernel becomes a small compile unit (`templates/emulator/unit.cpp.jinja`) with the emulator's header force-included.
-The heavy runtime is compiled once per mode into an entry of its own, which also holds the headers; kernels find it by a
-path relative to their own entry, so that a cache may be moved. A compilation reads neither from the cache's folder,
-which `flashgen cache clear` may empty at any moment.
+A kernel becomes a small translation unit (`templates/emulator/unit.cpp.jinja`) that force-includes the header of the
+emulator. The large runtime is compiled once per mode into a separate cache entry, which also contains the headers.
+Kernels find it by a path relative to their own entry, so that a cache can be moved. A compilation does not read from
+the cache folder, which `flashgen cache clear` may empty at any moment.
 
-The keys hold what a compiler makes of its own headers with the flags of CXX and the environment, so that a change of
-any of them is another library. What a user's flags name by absolute paths is part of it.
+The keys contain a hash of the compiler's own headers, preprocessed with the flags of CXX and the environment. A change
+of any of these, including files that the user's flags name by absolute paths, therefore gives another library.
 """
 
 from __future__ import annotations
@@ -34,41 +34,41 @@ from flashgen.templates_path import template_root
 
 Mode = Literal["plain", "address", "thread"]
 Settings = tuple[tuple[str, str], ...]
-"""Variables of the environment and their values."""
+"""Environment variables and their values."""
 MODES: tuple[Mode, ...] = ("plain", "address", "thread")
 
 SOURCE = "kernel.cu"
 _HEADER, _PRIMITIVES, _UNIT, _RUNTIME = "emulator.h", "primitives.h", "unit.cpp", "runtime.cpp"
-_FOLDER = "emulator"  # of the headers and the library, beside a kernel that is compiled
+_FOLDER = "emulator"  # folder of the headers and the library, next to the kernel being compiled
 _IDENTIFIER = re.compile(r"[A-Za-z_]\w*")
 _MISSING_SANITIZER = re.compile(r"(?:-l|lib)(?:a|t|ub)san|clang_rt\.(?:a|t|ub)san")
-_LONGEST_LOG = 40  # lines of a compiler's complaint in an error
+_MAX_LOG_LINES = 40  # lines of compiler output in an error message
 
 _REMEDY = "install one (Debian, Ubuntu: `apt install g++`; Fedora: `dnf install gcc-c++`), or set CXX to its path"
 
-# What GCC, Clang and the linker read beside their arguments.
-_VARIABLES = (
+# Environment variables that GCC, Clang and the linker read.
+_COMPILER_VARIABLES = (
     *("CPATH", "C_INCLUDE_PATH", "CPLUS_INCLUDE_PATH", "LIBRARY_PATH", "COMPILER_PATH", "GCC_EXEC_PREFIX"),
     *("CCC_OVERRIDE_OPTIONS", "SDKROOT", "MACOSX_DEPLOYMENT_TARGET", "NIX_CFLAGS_COMPILE", "NIX_LDFLAGS"),
 )
 
-# Type punning through pointers is what kernels do, so aliasing is not assumed; sums are not contracted, so that results
-# are the same on x86-64 and aarch64.
-_COMMON = ("-std=c++17", "-fPIC", "-g1", "-ffp-contract=off", "-fno-strict-aliasing", "-fno-omit-frame-pointer")
-_KERNEL = (*_COMMON, "-w", "-fno-exceptions", "-fno-rtti", "-fno-math-errno", "-fvisibility=hidden")
-_RUNTIME_OPTIONS = (*_COMMON, "-O3", "-fno-semantic-interposition", "-pthread")
-_LIBRARY = ("-shared",)
+# Kernels do type punning through pointers, so strict aliasing is off. FMA contraction is off, so that results are the
+# same on x86-64 and aarch64.
+_COMMON_OPTIONS = ("-std=c++17", "-fPIC", "-g1", "-ffp-contract=off", "-fno-strict-aliasing", "-fno-omit-frame-pointer")
+_KERNEL_OPTIONS = (*_COMMON_OPTIONS, "-w", "-fno-exceptions", "-fno-rtti", "-fno-math-errno", "-fvisibility=hidden")
+_RUNTIME_OPTIONS = (*_COMMON_OPTIONS, "-O3", "-fno-semantic-interposition", "-pthread")
+_LIBRARY_OPTIONS = ("-shared",)
 
-# Most of a launch is the runtime's work, so optimising the kernel hardly pays for the compiler's time:
-# -Og takes 60% of that of -O1, and its kernels as long; under sanitizers -O0 takes 45%.
-_KERNEL_MODE: Mapping[Mode, tuple[str, ...]] = {
-    "plain": ("-Og", *_LIBRARY),
-    # Shifting a negative number left is defined on every GPU, and in C++ since 2020.
+# Most of the time of a launch is spent in the runtime, so optimising the kernel hardly pays for the compile time: -Og
+# takes 60% of the compile time of -O1 for equally fast kernels; under sanitizers -O0 takes 45%.
+_KERNEL_MODE_OPTIONS: Mapping[Mode, tuple[str, ...]] = {
+    "plain": ("-Og", *_LIBRARY_OPTIONS),
+    # A left shift of a negative number is defined on every GPU, and in C++ since C++20.
     "address": ("-O0", "-fsanitize=address,undefined", "-fno-sanitize=shift-base", "-fno-sanitize-recover=all"),
     "thread": ("-O0", "-fsanitize=thread"),
 }
-# Under TSan the runtime is not instrumented: it says itself what a GPU would do (templates/emulator/sanitizers.h).
-_RUNTIME_MODE: Mapping[Mode, tuple[str, ...]] = {
+# Under TSan the runtime is not instrumented: it annotates itself what a GPU would do (templates/emulator/sanitizers.h).
+_RUNTIME_MODE_OPTIONS: Mapping[Mode, tuple[str, ...]] = {
     "plain": (),
     "address": ("-fsanitize=address",),
     "thread": ("-DFLASHGEN_TSAN",),
@@ -84,12 +84,12 @@ class HostKernel:
         path: a shared library (mode "plain") or a program that runs one launch from a file (sanitized modes).
         mode: "plain", "address" (AddressSanitizer and UBSan) or "thread" (ThreadSanitizer).
         name: the kernel's name in the source.
-        source_path: the emitted source beside it, which findings name as `kernel.cu`.
-        runtime: the emulator's own library, which it needs. It holds that library's place in a cache; whoever loads it
-            gives the place too, as one of the two may stand in a temporary folder.
+        source_path: the file of the emitted source, which findings refer to as `kernel.cu`.
+        runtime: the emulator's own library, which the kernel needs. The kernel contains the path of that library in a
+            cache; a loader must also pass the path, because one of the two may be in a temporary folder.
 
-    A loader takes files, not bytes, so whatever stands at these paths is run: `flashgen.build.trust` checks that nobody
-    else may write there.
+    A loader takes files, not bytes, so it runs whatever is at these paths. `flashgen.build.trust` checks that no
+    untrusted user can write there.
     """
 
     source: str = field(repr=False)
@@ -100,19 +100,19 @@ class HostKernel:
     runtime: Path
 
     def files(self) -> tuple[tuple[int, int], ...] | None:
-        """What its files are now, which differs once they were replaced; None where one is missing."""
+        """Returns the identities of the files, which change when a file is replaced, or None if one is missing."""
         try:
-            found = [path.stat() for path in (self.path, self.runtime)]
+            statuses = [path.stat() for path in (self.path, self.runtime)]
         except FileNotFoundError:
             return None
-        return tuple((status.st_ino, status.st_ctime_ns) for status in found)
+        return tuple((status.st_ino, status.st_ctime_ns) for status in statuses)
 
     def restored(self) -> HostKernel:
-        """The same kernel where the cache was cleared, its files in a temporary folder of this process.
+        """Returns the same kernel in a temporary folder of this process, for use after the cache was cleared.
 
-        Raises what `compile_host` raises.
+        Raises the same errors as `compile_host`.
         """
-        kernel = _compile(self.source, self.name, self.mode, default_cache().entry_apart)
+        kernel = _compile(self.source, self.name, self.mode, default_cache().temporary_entry)
         if self.mode != "plain":
             kernel.path.chmod(0o700)
         return kernel
@@ -122,8 +122,8 @@ class HostKernel:
 class Compiler:
     """A C++ compiler.
 
-    command: the program and the flags that CXX gives it. identity: its version and target machine.
-    settings: the variables of the environment that change what it makes.
+    command: the program and the flags from CXX. identity: its version and target machine. settings: the environment
+    variables that affect its output.
     """
 
     command: tuple[str, ...]
@@ -132,15 +132,15 @@ class Compiler:
 
 
 def compile_host(source: str, kernel_name: str, sanitize: Literal["address", "thread"] | None = None) -> HostKernel:
-    """Compile an emitted kernel for the emulator, or take it from the cache.
+    """Compiles an emitted kernel for the emulator, or loads it from the cache.
 
     Args:
-        source: the emitted CUDA text; its kernel takes exactly one struct by value.
+        source: the emitted CUDA source. Its kernel takes exactly one struct by value.
         kernel_name: the `extern "C" __global__` function in it.
-        sanitize: None for a library that runs in this process, "address" or "thread" for a program that checks itself.
+        sanitize: None for a library that runs in this process, "address" or "thread" for a sanitized program.
 
     Raises:
-        BuildError: there is no C++ compiler, or it refused the source; the message holds its first complaints.
+        BuildError: there is no C++ compiler, or it rejects the source; the message contains its first errors.
     """
     mode: Mode = sanitize or "plain"
     if mode not in MODES:
@@ -150,11 +150,11 @@ def compile_host(source: str, kernel_name: str, sanitize: Literal["address", "th
     return _compile(source, kernel_name, mode, default_cache().entry)
 
 
-Entries = Callable[[str, str, Build], StoredEntry]
-"""What finds an entry by its name and its key, or builds it."""
+FindOrBuild = Callable[[str, str, Build], StoredEntry]
+"""Finds an entry by its name and key, or builds it."""
 
 
-def _compile(source: str, kernel_name: str, mode: Mode, entries: Entries) -> HostKernel:
+def _compile(source: str, kernel_name: str, mode: Mode, entries: FindOrBuild) -> HostKernel:
     compiler = find_compiler()
     runtime_key = _runtime_key(mode, compiler)
     runtime = _runtime(mode, compiler, runtime_key, entries)
@@ -168,10 +168,10 @@ def _compile(source: str, kernel_name: str, mode: Mode, entries: Entries) -> Hos
 
 
 def find_compiler() -> Compiler:
-    """The compiler that CXX names, else the first of c++, g++ and clang++ on the PATH.
+    """Returns the compiler that CXX names, else the first of c++, g++ and clang++ on the PATH.
 
     Raises:
-        BuildError: none is there, or the one found does not run.
+        BuildError: there is no compiler, or it does not run.
     """
     return _identify(_compiler_command(os.environ.get("CXX", "").strip()), _settings())
 
@@ -189,7 +189,7 @@ def _compiler_command(chosen: str) -> tuple[str, ...]:
             raise BuildError(
                 f"CXX names {program!r}, which is not a program here; set it to a C++17 compiler or unset it"
             )
-        # It is run in another folder, where a relative path would name another program.
+        # The compiler runs in another folder, where a relative path would name another program.
         return (os.path.abspath(program) if os.path.dirname(program) else program, *flags)
     for name in ("c++", "g++", "clang++"):
         if shutil.which(name):
@@ -198,41 +198,41 @@ def _compiler_command(chosen: str) -> tuple[str, ...]:
 
 
 def _settings() -> Settings:
-    """The environment's variables that change what a compiler makes, which are set, and PATH, by which it is found."""
-    names = (*_VARIABLES, "PATH")
+    """Returns the set environment variables that affect the output of a compiler, and PATH, by which it is found."""
+    names = (*_COMPILER_VARIABLES, "PATH")
     return tuple((name, os.environ[name]) for name in names if os.environ.get(name))
 
 
 @functools.cache
 def _identify(command: tuple[str, ...], settings: Settings) -> Compiler:
-    answers = [_answer(command, question).splitlines()[0].strip() for question in ("--version", "-dumpmachine")]
-    return Compiler(command, " | ".join(answers), tuple(pair for pair in settings if pair[0] in _VARIABLES))
+    answers = [_query_compiler(command, question).splitlines()[0].strip() for question in ("--version", "-dumpmachine")]
+    return Compiler(command, " | ".join(answers), tuple(pair for pair in settings if pair[0] in _COMPILER_VARIABLES))
 
 
-def _answer(command: Sequence[str], *questions: str, given: str = "") -> str:
-    """What a compiler prints. BuildError where it does not answer."""
-    done = _run([*command, *questions], given=given)
+def _query_compiler(command: Sequence[str], *arguments: str, stdin: str = "") -> str:
+    """Returns what a compiler prints. Raises BuildError if it fails or prints nothing."""
+    done = _run([*command, *arguments], stdin=stdin)
     if done.returncode != 0 or not done.stdout.strip():
         raise BuildError(
-            f"the C++ compiler {command[0]!r} does not answer {' '.join(questions)}: {done.stderr.strip()}; {_REMEDY}"
+            f"the C++ compiler {command[0]!r} does not answer {' '.join(arguments)}: {done.stderr.strip()}; {_REMEDY}"
         )
     return done.stdout
 
 
-def _run(command: Sequence[str], folder: Path | None = None, given: str = "") -> subprocess.CompletedProcess[str]:
-    """Runs a compiler. Its messages are in one language and without colours, whatever the user's settings.
+def _run(command: Sequence[str], folder: Path | None = None, stdin: str = "") -> subprocess.CompletedProcess[str]:
+    """Runs a compiler, with messages in English and without colours, whatever the user's settings are.
 
-    BuildError where it cannot be started.
+    Raises BuildError if it cannot be started.
     """
     try:
         return subprocess.run(
             command,
             cwd=folder,
             env={**os.environ, "LC_ALL": "C", "GCC_COLORS": ""},
-            input=given,
+            input=stdin,
             capture_output=True,
             encoding="utf-8",
-            errors="backslashreplace",  # no two answers become one
+            errors="backslashreplace",  # different outputs stay different
             check=False,
         )
     except OSError as error:
@@ -241,8 +241,9 @@ def _run(command: Sequence[str], folder: Path | None = None, given: str = "") ->
 
 @functools.cache
 def _preprocessed(compiler: Compiler) -> str:
-    """The hash of what a compiler makes of its own headers: their text, and every macro that its flags define."""
-    text = _answer(compiler.command, "-x", "c++", "-E", "-dD", "-P", "-", given="#include <new>\n#include <vector>\n")
+    """Returns a hash of the compiler's own preprocessed headers, including every macro that its flags define."""
+    source = "#include <new>\n#include <vector>\n"
+    text = _query_compiler(compiler.command, "-x", "c++", "-E", "-dD", "-P", "-", stdin=source)
     return hashlib.sha256(text.encode()).hexdigest()
 
 
@@ -251,10 +252,10 @@ def _output(kernel_name: str, mode: Mode) -> str:
 
 
 def _kernel_arguments(kernel_name: str, mode: Mode, runtime: str, folder: Path | str) -> list[str]:
-    """The arguments that compile a kernel in a folder. runtime: the name of the folder of the runtime's entry."""
+    """Returns the arguments that compile a kernel in a folder. runtime: the folder name of the runtime's entry."""
     return [
-        *_KERNEL,
-        *_KERNEL_MODE[mode],
+        *_KERNEL_OPTIONS,
+        *_KERNEL_MODE_OPTIONS[mode],
         f"-ffile-prefix-map={folder}=.",
         f"-I{_FOLDER}",
         *("-include", _HEADER),
@@ -267,9 +268,9 @@ def _kernel_arguments(kernel_name: str, mode: Mode, runtime: str, folder: Path |
 
 
 def _runtime_arguments(mode: Mode, library: str, folder: Path | str) -> list[str]:
-    """The arguments that compile the runtime of a mode in a folder."""
+    """Returns the arguments that compile the runtime of a mode in a folder."""
     return [
-        *(*_RUNTIME_OPTIONS, *_LIBRARY, *_RUNTIME_MODE[mode]),
+        *(*_RUNTIME_OPTIONS, *_LIBRARY_OPTIONS, *_RUNTIME_MODE_OPTIONS[mode]),
         f"-Wl,-soname,{library}",
         f"-ffile-prefix-map={folder}={_FOLDER}",
         _RUNTIME,
@@ -278,7 +279,7 @@ def _runtime_arguments(mode: Mode, library: str, folder: Path | str) -> list[str
 
 
 def _kernel_key(source: str, kernel_name: str, mode: Mode, runtime_key: str) -> str:
-    """The key of a kernel for the CPU: its texts, its arguments, and the key of the runtime, which has the compiler."""
+    """Returns the key of a kernel for the CPU: its sources, arguments, and the runtime's key (with the compiler)."""
     arguments = _kernel_arguments(kernel_name, mode, _runtime_folder(mode, runtime_key), "")
     return content_key(
         "host-kernel",
@@ -313,24 +314,24 @@ def _runtime_name(mode: Mode) -> str:
     return f"emulator-{mode}"
 
 
-def _runtime(mode: Mode, compiler: Compiler, key: str, entries: Entries | None = None) -> Path:
-    """The folder of the entry with the mode's runtime library and all headers."""
+def _runtime(mode: Mode, compiler: Compiler, key: str, entries: FindOrBuild | None = None) -> Path:
+    """Returns the folder of the entry with the runtime library of a mode and all headers."""
     return _runtime_entry(mode, compiler, key, entries or default_cache().entry).path
 
 
-def _runtime_entry(mode: Mode, compiler: Compiler, key: str, entries: Entries) -> StoredEntry:
+def _runtime_entry(mode: Mode, compiler: Compiler, key: str, entries: FindOrBuild) -> StoredEntry:
     return entries(_runtime_name(mode), key, lambda: _build_runtime(mode, compiler, key))
 
 
 def _library_name(folder: str) -> str:
-    # The key is in the name, and so in the soname: the loader takes two libraries of one soname for the same.
+    # The name, which is also the soname, contains the key: a loader treats libraries with equal sonames as the same.
     return f"libflashgen-{folder}.so"
 
 
 def _build_runtime(mode: Mode, compiler: Compiler, key: str) -> Artifacts:
     library = _library_name(_runtime_folder(mode, key))
     sources = _emulator_sources()
-    with _workshop() as folder:
+    with _build_folder() as folder:
         for name, content in sources.items():
             (folder / name).write_text(content, encoding="utf-8")
         arguments = _runtime_arguments(mode, library, folder)
@@ -342,7 +343,7 @@ def _build_runtime(mode: Mode, compiler: Compiler, key: str) -> Artifacts:
 def _build_kernel(source: str, kernel_name: str, mode: Mode, compiler: Compiler, runtime_key: str) -> Artifacts:
     runtime = _runtime_entry(mode, compiler, runtime_key, default_cache().entry)
     output = _output(kernel_name, mode)
-    with _workshop() as folder:
+    with _build_folder() as folder:
         (folder / SOURCE).write_text(source, encoding="utf-8")
         (folder / _UNIT).write_text(_render_unit(kernel_name, mode), encoding="utf-8")
         (folder / _FOLDER).mkdir()
@@ -356,8 +357,8 @@ def _build_kernel(source: str, kernel_name: str, mode: Mode, compiler: Compiler,
 
 
 @contextmanager
-def _workshop() -> Iterator[Path]:
-    """A temporary folder for a compilation. BuildError where there is no room."""
+def _build_folder() -> Iterator[Path]:
+    """Provides a temporary folder for a compilation. Raises BuildError if it cannot be created or written."""
     try:
         with tempfile.TemporaryDirectory(prefix="flashgen-build-") as folder:
             yield Path(folder)
@@ -376,8 +377,8 @@ def _run_compiler(command: Sequence[str], folder: Path, *, what: str) -> None:
     if done.returncode == 0:
         return
     lines = done.stderr.strip().splitlines()
-    more = [f"... and {len(lines) - _LONGEST_LOG} lines more"] if len(lines) > _LONGEST_LOG else []
-    log = "\n".join([*lines[:_LONGEST_LOG], *more])
+    more = [f"... and {len(lines) - _MAX_LOG_LINES} more lines"] if len(lines) > _MAX_LOG_LINES else []
+    log = "\n".join([*lines[:_MAX_LOG_LINES], *more])
     hint = f"\n{_SANITIZER_REMEDY}" if _MISSING_SANITIZER.search(log) else ""
     raise BuildError(f"{what} does not compile for the emulator with {command[0]}:\n{log}{hint}")
 
@@ -390,7 +391,7 @@ _SANITIZER_REMEDY = (
 
 @functools.cache
 def _emulator_sources() -> Mapping[str, str]:
-    """Every header and source of the emulator by name, the generated one included."""
+    """Returns all headers and sources of the emulator by name, including the generated header."""
     folder = template_root() / "emulator"
     paths = sorted(path for path in folder.iterdir() if path.suffix in (".h", ".cpp"))
     return {**{path.name: path.read_text(encoding="utf-8") for path in paths}, _PRIMITIVES: _render_primitives()}
@@ -411,12 +412,12 @@ def _environment() -> Any:
 
 
 def _render_primitives() -> str:
-    """Every primitive as C++ for the host: the `host` macros of templates/device, for each of their element types."""
+    """Renders all primitives as host C++, from the `host` macros of templates/device for each element type."""
     texts = ["// Generated from the host() macros of templates/device.", "#pragma once"]
     for path in sorted((template_root() / "device").glob("*.cuh.jinja")):
         module = _environment().get_template(f"device/{path.name}").make_module({"target": None})
         if not hasattr(module, "host"):
-            continue  # plain C++, which device and host share
+            continue  # plain C++ that device and host share
         dtypes = getattr(module, "dtypes", None)
         rendered = [module.host()] if dtypes is None else [module.host(dtype) for dtype in dtypes]
         texts += [str(text).strip() for text in rendered]

@@ -1,4 +1,4 @@
-"""A kernel as PTX or as machine instructions, for people to read."""
+"""Shows a kernel as PTX or as machine instructions."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ _TIMEOUT_SECONDS = 300
 
 
 def ptx(source: str, architecture: str, name: str = "kernel") -> str:
-    """The PTX of a source for an architecture such as `sm_80`. Raises BuildError as `nvrtc.compile_ptx` does."""
+    """Compiles a source to PTX for an architecture such as `sm_80`. Raises BuildError as `nvrtc.compile_ptx` does."""
     return nvrtc.compile_ptx(source, architecture, name)
 
 
 def sass(cubin: bytes) -> str:
-    """The machine instructions of a cubin, by nvdisasm, or by cuobjdump where only that is installed.
+    """Disassembles a cubin with nvdisasm, or with cuobjdump if only that is installed.
 
     Raises:
-        BuildError: neither program is installed, it cannot read the cubin, or there is no room for a temporary file.
+        BuildError: neither program is installed, it cannot read the cubin, or a temporary file cannot be written.
     """
     tool = require_tool("nvdisasm", "cuobjdump")
     arguments = ["--print-code"] if tool.name == "nvdisasm" else ["--dump-sass"]
-    # cuobjdump calls nvdisasm by its bare name, so its own folder must be on the child's PATH.
+    # cuobjdump runs nvdisasm by its bare name, so the folder of both must be on the PATH of the child process.
     environment = {**os.environ, "PATH": f"{tool.parent}{os.pathsep}{os.environ.get('PATH', '')}"}
     try:
         with tempfile.TemporaryDirectory(prefix="flashgen-sass-") as folder:

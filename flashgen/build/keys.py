@@ -1,7 +1,7 @@
-"""Names of binaries: a hash of everything that one was made from, and of nothing else.
+"""Keys of binaries: a hash of everything that a binary is made from, and of nothing else.
 
-No time, no PATH, no absolute path and no run-time object goes into a key, so that two machines agree on it. Only a
-library for the CPU has paths in its key: those in the user's own flags for the C++ compiler.
+A key contains no time, PATH, absolute path or run-time object, so that it is the same on all machines. The only
+exception is a library for the CPU: its key contains the user's flags for the C++ compiler, including paths.
 """
 
 from __future__ import annotations
@@ -11,22 +11,22 @@ import json
 import re
 from collections.abc import Iterable, Mapping
 
-KEY_FORMAT = 1  # raised when the meaning of an entry changes: old entries are then never found
-SHORT_KEY = 16  # hexadecimal digits in a folder's name
-_LONGEST_NAME = 150  # a folder's name, with its key and a staging prefix, stays below the usual 255 bytes
+KEY_FORMAT = 1  # incremented when the meaning of an entry changes, so that old entries are no longer found
+SHORT_KEY = 16  # hexadecimal digits of the key in the name of a folder
+_MAX_NAME_LENGTH = 150  # the name of a folder, with its key and a staging prefix, stays below the usual 255 bytes
 
 _ABSOLUTE_PATH = re.compile(r"(?:^|=|^-I|^-L|^-isystem)(?:/|[A-Za-z]:[\\/])")
 _UNREADABLE = re.compile(r"[^A-Za-z0-9._-]+")
 
 
 def content_key(kind: str, parts: Mapping[str, str]) -> str:
-    """The key (64 hexadecimal digits) of a binary of some kind made from the named texts, in any order."""
+    """Returns the key (64 hexadecimal digits) of a binary of some kind. parts: its inputs by name, in any order."""
     text = json.dumps({"format": KEY_FORMAT, "kind": kind, "parts": dict(parts)}, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()
 
 
 def kernel_key(source: str, architecture: str, options: Iterable[str], nvrtc_version: tuple[int, int]) -> str:
-    """The key of a cubin: the emitted source, the portable options, NVRTC's version and the architecture."""
+    """Returns the key of a cubin, from its source, the portable options, NVRTC's version and the architecture."""
     major, minor = nvrtc_version
     return content_key(
         "cubin",
@@ -40,15 +40,15 @@ def kernel_key(source: str, architecture: str, options: Iterable[str], nvrtc_ver
 
 
 def portable_options(options: Iterable[str]) -> tuple[str, ...]:
-    """The options that hold no absolute path: where a file stands does not change what is compiled."""
+    """Returns the options without an absolute path, because the location of a file does not change the binary."""
     return tuple(option for option in options if not _ABSOLUTE_PATH.search(option))
 
 
 def readable_name(name: str) -> str:
-    """The name as part of a file's name: letters, digits, `.`, `_` and `-`, at most 150 of them, no leading dot."""
-    return _UNREADABLE.sub("_", name).lstrip(".")[:_LONGEST_NAME] or "kernel"
+    """Returns a name for use in file names: at most 150 letters, digits, `.`, `_` and `-`, without a leading dot."""
+    return _UNREADABLE.sub("_", name).lstrip(".")[:_MAX_NAME_LENGTH] or "kernel"
 
 
 def folder_name(name: str, key: str) -> str:
-    """`<readable-name>.<16 hex>`."""
+    """Returns `<readable-name>.<16 hex>`."""
     return f"{readable_name(name)}.{key[:SHORT_KEY]}"

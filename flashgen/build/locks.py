@@ -1,4 +1,4 @@
-"""One builder per key, however many processes ask: a file lock that the system drops when its owner dies."""
+"""File locks that allow one builder per key. The operating system releases a lock when its owner dies."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from flashgen.build.cache_folder import say
+from flashgen.build.cache_folder import warn_user
 from flashgen.build.trust import may_own, owner_name
 from flashgen.errors import BuildError
 
 _log = logging.getLogger(__name__)
 
-_held: set[int] = set()  # descriptors of locks that this process holds
+_held: set[int] = set()  # descriptors of the locks that this process holds
 
 
 @contextmanager
 def exclusive(path: Path, *, wait: bool = True) -> Iterator[bool]:
-    """Holds the lock file `path`. Gives whether it is held, which is False only with `wait=False`.
+    """Holds the lock file `path`. Yields whether the lock is held, which is False only with `wait=False`.
 
-    The lock is the system's own (`flock`), so a killed owner never leaves it behind, and threads exclude each other
-    as processes do. The file is removed on release: whoever waited for a removed file notices and starts over.
+    The lock is a `flock` of the operating system: it does not outlive a killed owner, and it excludes threads as well
+    as processes. The file is removed on release. A process that waited for a removed file detects this and retries.
 
     Raises:
         BuildError: the platform has no such locks.
-        OSError: the file cannot be made, or its file system has no such locks.
+        OSError: the file cannot be created, or its file system does not support locks.
     """
     descriptor = _acquire(path, wait)
     if descriptor is None:
@@ -38,15 +38,15 @@ def exclusive(path: Path, *, wait: bool = True) -> Iterator[bool]:
     try:
         yield True
     finally:
-        if os.getpid() == owner:  # a forked child leaves its parent's lock alone
+        if os.getpid() == owner:  # a forked child must not release the lock of its parent
             _held.discard(descriptor)
-            with suppress(OSError):  # a disk that can no longer be written keeps an empty file
+            with suppress(OSError):  # on a disk that has become read-only an empty file remains
                 path.unlink()
             os.close(descriptor)
 
 
 def _acquire(path: Path, wait: bool) -> int | None:
-    """A descriptor of the locked file that `path` names now, or None when it is taken and we do not wait."""
+    """Returns a descriptor of the locked file, or None if another owner holds the lock and `wait` is False."""
     while True:
         descriptor = _open(path)
         if descriptor is None:
@@ -64,28 +64,28 @@ def _acquire(path: Path, wait: bool) -> int | None:
 
 
 def _open(path: Path) -> int | None:
-    """A descriptor of the lock file, made if need be. A file or link that somebody planted is removed: None.
+    """Opens the lock file, creating it if necessary. Removes a link or a file of an untrusted user and returns None.
 
-    Its owner could hold the lock for ever, or have another file made or locked in its place.
+    The owner of such a file could hold the lock forever, or redirect it to another file.
     """
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
     except OSError:
         if not path.is_symlink():
             raise
-        _remove_planted(path, "it is a link")
+        _remove_untrusted(path, "it is a link")
         return None
     status = os.fstat(descriptor)
     if may_own(status.st_uid, path.parent.stat()):
         return descriptor
     os.close(descriptor)
-    _remove_planted(path, f"it belongs to {owner_name(status)}")
+    _remove_untrusted(path, f"it belongs to {owner_name(status)}")
     return None
 
 
-def _remove_planted(path: Path, problem: str) -> None:
+def _remove_untrusted(path: Path, problem: str) -> None:
     path.unlink(missing_ok=True)
-    say(f"the lock {path} of the cache cannot be trusted: {problem}; it was removed")
+    warn_user(f"the lock {path} of the cache cannot be trusted: {problem}; it was removed")
 
 
 def _flock(descriptor: int, path: Path, wait: bool) -> bool:
@@ -117,7 +117,7 @@ def _no_locks(path: Path, error: OSError) -> OSError:
 
 
 def _is_still(descriptor: int, path: Path) -> bool:
-    """Whether `path` names the locked file, and not one that was made after a former owner removed it."""
+    """Returns whether `path` still names the locked file, not one created after a former owner removed it."""
     try:
         return os.path.samestat(os.fstat(descriptor), os.stat(path))
     except FileNotFoundError:
@@ -125,7 +125,7 @@ def _is_still(descriptor: int, path: Path) -> bool:
 
 
 def _drop_in_child() -> None:
-    # A fork shares the lock: were the child to keep it open, the lock would outlive the owner.
+    # A forked child shares the lock. If the child kept the file open, the lock would outlive its owner.
     for descriptor in _held:
         os.close(descriptor)
     _held.clear()

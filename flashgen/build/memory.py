@@ -1,4 +1,4 @@
-"""Entries that no cache folder took. This process keeps them, and builds each once however many threads ask."""
+"""In-memory entries of this process, for a cache folder that cannot be used. Each is built once for all threads."""
 
 from __future__ import annotations
 
@@ -13,48 +13,48 @@ from pathlib import Path
 
 from flashgen.build.entries import Artifacts, write_entry
 
-Place = tuple[Path, str]
-"""Where an entry would stand: its folder, and its key."""
+Location = tuple[Path, str]
+"""The location that an entry would have on disk: its folder and its key."""
 
 
 class ProcessMemory:
-    """Entries by the place where they would stand. They go with the process."""
+    """Entries by their location. They live as long as the process."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._entries: dict[Place, Future[Artifacts]] = {}
+        self._entries: dict[Location, Future[Artifacts]] = {}
         self._folder: Path | None = None
 
-    def find(self, place: Place) -> Artifacts | None:
-        """The entry's files and facts, or None where they are not kept here."""
-        future = self._entries.get(place)
+    def find(self, location: Location) -> Artifacts | None:
+        """Returns the files and facts of an entry, or None if it is not here."""
+        future = self._entries.get(location)
         return future.result() if future and future.done() and not future.exception() else None
 
-    def get_or_build(self, place: Place, build: Callable[[], Artifacts]) -> tuple[Artifacts, bool]:
-        """(files and facts, whether they were there). Raises what `build` raises, and then keeps nothing."""
+    def get_or_build(self, location: Location, build: Callable[[], Artifacts]) -> tuple[Artifacts, bool]:
+        """Returns the files and facts, and whether they already existed. If `build` raises, nothing is stored."""
         with self._lock:
-            future = self._entries.get(place)
-            mine = future is None
+            future = self._entries.get(location)
+            is_builder = future is None
             if future is None:
-                future = self._entries[place] = Future()
-        if not mine:
+                future = self._entries[location] = Future()
+        if not is_builder:
             return future.result(), True
         try:
             artifacts = build()
         except BaseException as error:
             with self._lock:
-                del self._entries[place]
+                del self._entries[location]
             future.set_exception(error)
             raise
         future.set_result(artifacts)
         return artifacts, False
 
-    def on_disk(self, place: Place, artifacts: Artifacts) -> Path:
-        """A folder of the entry's files, for programs that take nothing else; removed when the process ends.
+    def write_to_disk(self, location: Location, artifacts: Artifacts) -> Path:
+        """Writes an entry to a temporary folder, for programs that need files. The folder is removed at exit.
 
-        Raises OSError where no temporary folder takes them.
+        Raises OSError if no temporary folder can be written.
         """
-        folder, key = place
+        folder, key = location
         with self._lock:
             if self._folder is None:
                 self._folder = Path(tempfile.mkdtemp(prefix="flashgen-"))
@@ -64,18 +64,18 @@ class ProcessMemory:
                 write_entry(written, key, artifacts)
         return written
 
-    def in_child(self) -> None:
-        """Runs after a fork: what the parent was building is built anew, and the folder stays the parent's."""
+    def reset_in_child(self) -> None:
+        """Runs in a child after a fork: drops unfinished builds of the parent, and leaves its folder to the parent."""
         self._lock, self._folder = threading.Lock(), None
-        self._entries = {place: future for place, future in self._entries.items() if future.done()}
+        self._entries = {location: future for location, future in self._entries.items() if future.done()}
 
 
 def _remove(folder: Path, owner: int) -> None:
-    if os.getpid() == owner:  # a forked child leaves its parent's files alone
+    if os.getpid() == owner:  # a forked child must not remove the files of its parent
         shutil.rmtree(folder, ignore_errors=True)
 
 
 MEMORY = ProcessMemory()
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=MEMORY.in_child)
+    os.register_at_fork(after_in_child=MEMORY.reset_in_child)

@@ -1,6 +1,6 @@
-"""Compiles CUDA C++ to a cubin or to PTX, by NVRTC. Needs no GPU and no driver: the architecture is always given.
+"""Compiles CUDA C++ to a cubin or to PTX with NVRTC. The architecture is always given, so no GPU or driver is needed.
 
-CuPy's `RawModule(code=...)` is not used: it picks an architecture by itself and asks the driver for it.
+CuPy's `RawModule(code=...)` is not used, because it asks the driver for the architecture.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from flashgen.build.tools import cuda_roots, wheel_roots
 from flashgen.errors import BuildError, FlashgenWarning
 from flashgen.remedies import install_cuda
 
-# Line numbers cost no instructions. The source's folder must be given, as NVRTC else writes the current one into the
-# image, and then the same source makes different bytes on every machine.
+# Line numbers cost no instructions. The folder of the source must be given: otherwise NVRTC writes the current folder
+# into the image, and the same source gives different bytes on different machines.
 _BASE_OPTIONS = ("--std=c++17", "-lineinfo")
 _VERBOSE = "--ptxas-options=-v"
 _NO_CACHE, _CACHES_SINCE = "--no-cache", (12, 9)
 _SOURCE_FOLDER = "/flashgen/"
-_PATIENCE = 10.0  # seconds after which a compilation is announced
+_ANNOUNCE_AFTER_SECONDS = 10.0
 _ARCHITECTURE = re.compile(r"sm_(?P<number>\d{2,3})(?P<suffix>[af]?)")
 
 _log = logging.getLogger(__name__)
@@ -38,7 +38,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Compiled:
-    """A kernel's machine code, the compiler's log of it, and what it uses."""
+    """The machine code of a kernel, the log of the compiler, and the resources that the kernel uses."""
 
     cubin: bytes
     log: str
@@ -47,18 +47,18 @@ class Compiled:
 
 
 def compile(source: str, architecture: str, name: str) -> Compiled:
-    """Compile CUDA C++ to machine code of one real architecture.
+    """Compiles CUDA C++ to machine code of one real architecture.
+
+    A compilation that takes more than 10 seconds issues a FlashgenWarning while it runs.
 
     Args:
         source: one self-contained translation unit.
         architecture: `sm_75`, `sm_80`, ... `sm_90a`.
         name: the readable name, shown in messages and by profilers as `<name>.cu`.
 
-    A compilation that takes more than 10 seconds is announced by a FlashgenWarning while it runs.
-
     Raises:
-        BuildError: CuPy or NVRTC is missing, the architecture is unknown to it, or the source does not compile; the
-            message then holds the log and the numbered source lines around each error.
+        BuildError: CuPy or NVRTC is missing, NVRTC does not support the architecture, or the source does not compile;
+            the message then contains the log and the numbered source lines around each error.
     """
     check_architecture(architecture)
     nvrtc, program, log = _run(source, name, options(architecture))
@@ -70,7 +70,7 @@ def compile(source: str, architecture: str, name: str) -> Compiled:
 
 
 def compile_ptx(source: str, architecture: str, name: str) -> str:
-    """The PTX of the same compilation as `compile`, as text. Raises what `compile` raises."""
+    """Compiles to PTX instead of machine code, and returns it as text. Raises the same errors as `compile`."""
     check_architecture(architecture)
     nvrtc, program, _ = _run(source, name, options(architecture))
     try:
@@ -80,24 +80,24 @@ def compile_ptx(source: str, architecture: str, name: str) -> str:
     return (text.decode() if isinstance(text, bytes) else text).rstrip("\0")
 
 
-def options(architecture: str, of_version: tuple[int, int] | None = None) -> tuple[str, ...]:
-    """The options that `compile` passes, which are part of a kernel's key. Fast math is left to the source.
+def options(architecture: str, nvrtc_version: tuple[int, int] | None = None) -> tuple[str, ...]:
+    """Returns the options that `compile` passes, which are part of a kernel's key. Fast math is left to the source.
 
-    of_version: the version of the NVRTC that compiles; None is the one here.
+    NVRTC's own cache, which exists if a driver is installed, is disabled because its results have no resource report.
 
-    NVRTC's own cache, which it has where there is a driver, is turned off, as what comes from it has no report.
+    nvrtc_version: the version of NVRTC that compiles; None for the installed one.
     """
-    own_cache = (_NO_CACHE,) if (of_version or version()) >= _CACHES_SINCE else ()
+    own_cache = (_NO_CACHE,) if (nvrtc_version or version()) >= _CACHES_SINCE else ()
     return (*_BASE_OPTIONS, f"--gpu-architecture={architecture}", _VERBOSE, *own_cache)
 
 
 def version() -> tuple[int, int]:
-    """NVRTC's (major, minor). Raises BuildError when NVRTC is missing."""
+    """Returns NVRTC's (major, minor) version. Raises BuildError if NVRTC is missing."""
     return _load()[1]
 
 
 def is_available() -> bool:
-    """Whether kernels can be compiled here."""
+    """Returns whether NVRTC is installed."""
     try:
         version()
     except BuildError:
@@ -106,12 +106,12 @@ def is_available() -> bool:
 
 
 def supported_architectures() -> tuple[str, ...]:
-    """The base architectures that this NVRTC compiles for, as `sm_75`, in ascending order."""
+    """Returns the base architectures that the installed NVRTC supports, such as `sm_75`, in ascending order."""
     return tuple(f"sm_{number}" for number in sorted(_load()[0].getSupportedArchs()))
 
 
 def check_architecture(architecture: str) -> None:
-    """Raises BuildError, with the list of what is supported, for an architecture that this NVRTC does not know."""
+    """Raises BuildError that lists the supported architectures if the installed NVRTC does not support this one."""
     match = _ARCHITECTURE.fullmatch(architecture)
     supported = supported_architectures()
     if match is None or f"sm_{match['number']}" not in supported or (match["suffix"] and int(match["number"]) < 90):
@@ -123,11 +123,11 @@ def check_architecture(architecture: str) -> None:
 
 
 def _run(source: str, name: str, arguments: Sequence[str]) -> tuple[Any, Any, str]:
-    """(the nvrtc module, a compiled program that the caller destroys, its log)."""
+    """Returns the nvrtc module, a compiled program that the caller must destroy, and its log."""
     nvrtc, _ = _load()
     program = nvrtc.createProgram(source, f"{_SOURCE_FOLDER}{name}.cu", (), ())
     try:
-        with _announced(name):
+        with _announce_if_slow(name):
             nvrtc.compileProgram(program, tuple(arguments))
     except nvrtc.NVRTCError as error:
         log = _readable(nvrtc.getProgramLog(program))
@@ -137,9 +137,9 @@ def _run(source: str, name: str, arguments: Sequence[str]) -> tuple[Any, Any, st
 
 
 @contextmanager
-def _announced(name: str) -> Iterator[None]:
-    """Announces a compilation, once, when it takes long. NVRTC leaves other threads running meanwhile."""
-    timer = threading.Timer(_PATIENCE, _announce, (name,))
+def _announce_if_slow(name: str) -> Iterator[None]:
+    """Issues one warning if the body takes long. NVRTC does not block other threads, so a timer thread can do this."""
+    timer = threading.Timer(_ANNOUNCE_AFTER_SECONDS, _announce, (name,))
     timer.daemon = True
     timer.start()
     try:
@@ -150,12 +150,12 @@ def _announced(name: str) -> Iterator[None]:
 
 def _announce(name: str) -> None:
     message = (
-        f"kernel {name} has been compiling for {_PATIENCE:g} s: NVRTC repeats the operations of a score or mask for "
-        "every element that a thread holds, and many slow ones, such as nested sin and cos, can take it minutes; the "
-        "result is kept, so that later calls do not wait"
+        f"kernel {name} has been compiling for {_ANNOUNCE_AFTER_SECONDS:g} s: NVRTC repeats the operations of a score "
+        "or mask for every element that a thread holds, so that many slow operations, such as nested sin and cos, can "
+        "take minutes; the result is cached, so later calls do not wait"
     )
     _log.warning("%s", message)
-    with suppress(FlashgenWarning):  # where warnings are errors this thread ends quietly, and the log has it
+    with suppress(FlashgenWarning):  # if warnings are errors, the timer thread ends silently after the log message
         warnings.warn(message, FlashgenWarning, stacklevel=2)
 
 
@@ -164,16 +164,16 @@ def _readable(log: str) -> str:
 
 
 def _failure(source: str, name: str, arguments: Sequence[str], status: str, log: str) -> str:
-    parts = [f"kernel {name} did not compile with NVRTC options {' '.join(arguments)}: {status}", log]
+    sections = [f"kernel {name} did not compile with NVRTC options {' '.join(arguments)}: {status}", log]
     lines = numbered_errors(source, log)
     if lines:
-        parts.append(f"source around the errors:\n{lines}")
-    return "\n".join(part for part in parts if part)
+        sections.append(f"source around the errors:\n{lines}")
+    return "\n".join(section for section in sections if section)
 
 
 @functools.cache
 def _load() -> tuple[Any, tuple[int, int]]:
-    """(CuPy's binding, NVRTC's version). A failure is not cached: the user may install what is missing and go on."""
+    """Returns CuPy's binding and NVRTC's version. A failure is not cached, so the user can install NVRTC and retry."""
     try:
         from cupy.cuda import nvrtc
     except ImportError as error:
@@ -200,13 +200,13 @@ def _load() -> tuple[Any, tuple[int, int]]:
 def _version_or_error(nvrtc: Any) -> tuple[int, int] | Exception:
     try:
         major, minor = nvrtc.getVersion()
-    except Exception as error:  # CuPy's versions raise RuntimeError, ImportError or NVRTCError for a missing library
+    except Exception as error:  # versions of CuPy raise RuntimeError, ImportError or NVRTCError for a missing library
         return error
     return int(major), int(minor)
 
 
 def _library_candidates() -> Iterator[Path]:
-    """Places of a libnvrtc that CuPy did not find: other wheels' folders, CUDA_PATH, CUDA_HOME, /usr/local."""
+    """Yields paths of libnvrtc that CuPy may not search: in wheels of NVIDIA, CUDA_HOME, CUDA_PATH, /usr/local."""
     for root in (*wheel_roots(), *cuda_roots()):
         for folder in ("lib", "lib64"):
             yield from sorted((root / folder).glob("libnvrtc.so.*"), reverse=True)

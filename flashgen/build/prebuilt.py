@@ -1,13 +1,13 @@
-"""A folder of prebuilt kernels: what `flashgen release build` wrote, and what FLASHGEN_RELEASE names.
+"""A folder of prebuilt kernels, written by `flashgen release build` and named by FLASHGEN_RELEASE.
 
-    manifest.json         what each kernel is and how it is launched, its key, and the hash of each of its files
+    manifest.json         for each kernel its description, launch, key, and the hash of each of its files
     <name>.cu             the emitted source
     <name>.cubin          the machine code
     <name>.h              its launch for C++: entry point, threads, grid, the struct of its arguments
 
-A release of sources alone has neither of the last two.
+A release built with `sources_only` has no cubins and headers.
 
-Its keys are computed with the NVRTC version that the manifest records, so a machine without NVRTC can use it.
+Keys are computed with the NVRTC version that the manifest records, so a machine without NVRTC can use the folder.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from flashgen.files import is_plain_name, read_file
 from flashgen.strict_json import parse_json
 
 MANIFEST = "manifest.json"
-MANIFEST_FORMAT = 2  # 2 says how each kernel is launched; 1 is still read
+MANIFEST_FORMAT = 2  # 2 adds the launch of each kernel; 1 can still be read
 _READ_FORMATS = (1, MANIFEST_FORMAT)
 
 
 @dataclass(frozen=True)
 class PrebuiltKernel:
-    """A kernel of a prebuilt folder, its files checked."""
+    """A kernel of a prebuilt folder, with its files verified."""
 
     cubin_path: Path
     cubin: bytes
@@ -41,14 +41,14 @@ class PrebuiltKernel:
 
 @dataclass(frozen=True)
 class PrebuiltFolder:
-    """A folder of prebuilt kernels and its manifest's content. `PrebuiltFolder.open` reads one."""
+    """A folder of prebuilt kernels and the content of its manifest. Created by `PrebuiltFolder.open`."""
 
     root: Path
     manifest: Mapping[str, Any]
 
     @classmethod
     def open(cls, root: Path) -> PrebuiltFolder:
-        """Read a folder's manifest. Raises BuildError when there is none, or when it is not one of ours."""
+        """Reads the manifest of a folder. Raises BuildError if it is missing or not a valid release manifest."""
         path = root / MANIFEST
         if not root.is_dir():
             raise BuildError(f"there is no folder {root}; name one that `flashgen release build` wrote")
@@ -70,22 +70,22 @@ class PrebuiltFolder:
                 f"{path} is not a release manifest of format {MANIFEST_FORMAT}; write the folder again with "
                 "this version's `flashgen release build`"
             )
-        flaw = _flaw(manifest)
+        flaw = _find_flaw(manifest)
         if flaw is not None:
             raise BuildError(f"{path} is not as `flashgen release build` writes it: {flaw}; write the folder again")
         return cls(root, manifest)
 
     @property
     def nvrtc_version(self) -> tuple[int, int] | None:
-        """The NVRTC that made the cubins; None for a folder of sources alone."""
+        """The version of the NVRTC that compiled the cubins, or None for a folder without cubins."""
         version = self.manifest.get("nvrtc_version")
         return (int(version[0]), int(version[1])) if version else None
 
     def find(self, source: str, architecture: str) -> PrebuiltKernel | None:
-        """The kernel of exactly this source and architecture, or None.
+        """Returns the kernel with exactly this source and architecture, or None.
 
         Raises:
-            DamagedEntry: the manifest lists it and a file of it is missing or altered.
+            DamagedEntry: the manifest lists the kernel, but a file of it is missing or altered.
         """
         if self.nvrtc_version is None:
             return None
@@ -97,7 +97,7 @@ class PrebuiltFolder:
         return None
 
     def read(self, file: Mapping[str, Any]) -> bytes:
-        """The bytes of a file that the manifest describes. Raises DamagedEntry when they are not what was written."""
+        """Returns the bytes of a file that the manifest describes. Raises DamagedEntry if they have been altered."""
         path = self.root / file["path"]
         try:
             data = read_file(path)
@@ -108,19 +108,19 @@ class PrebuiltFolder:
         return data
 
 
-def _flaw(manifest: Mapping[str, Any]) -> str | None:
-    """What is wrong with a manifest, which anybody may have written; None where nothing is."""
+def _find_flaw(manifest: Mapping[str, Any]) -> str | None:
+    """Returns what is wrong with a manifest, or None. A manifest is untrusted input."""
     version = manifest.get("nvrtc_version")
     if version is not None and not (isinstance(version, list) and [type(part) for part in version] == [int, int]):
-        return f"nvrtc_version={version!r} is no version"
+        return f"nvrtc_version={version!r} is not a version"
     for number, kernel in enumerate(manifest["kernels"]):
-        flaw = _flaw_of_kernel(kernel) if isinstance(kernel, dict) else "it is no object"
+        flaw = _find_kernel_flaw(kernel) if isinstance(kernel, dict) else "it is not an object"
         if flaw is not None:
             return f"kernel {number}: {flaw}"
     return None
 
 
-def _flaw_of_kernel(kernel: Mapping[str, Any]) -> str | None:
+def _find_kernel_flaw(kernel: Mapping[str, Any]) -> str | None:
     files = kernel.get("files")
     if not isinstance(files, dict) or "source" not in files:
         return "its `files` name no source"

@@ -1,4 +1,4 @@
-"""What a compiled kernel uses of a multiprocessor, read from the assembler's own report."""
+"""The resources that a compiled kernel uses, parsed from the report of the assembler (ptxas)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _COMPILE_TIME = re.compile(r"Compile time =")
 
 @dataclass(frozen=True)
 class Resources:
-    """Per-thread registers, and bytes of spills, stack and static shared memory, of one kernel."""
+    """The resources of one kernel: registers per thread, and bytes of spills, stack and static shared memory."""
 
     registers: int
     spill_stores: int = 0
@@ -27,23 +27,24 @@ class Resources:
 
     @property
     def spills(self) -> int:
-        """Bytes that went to local memory because the registers did not suffice: stores plus loads."""
+        """The bytes spilled to local memory for lack of registers: stores plus loads."""
         return self.spill_stores + self.spill_loads
 
     def to_dict(self) -> dict[str, int]:
-        """The fields by name, for JSON."""
+        """Returns the fields by name, for JSON."""
         return asdict(self)
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, int]) -> Resources:
-        """The inverse of `to_dict`."""
+        """Inverts `to_dict`."""
         return cls(**{name: int(value) for name, value in fields.items()})
 
 
 def parse_resources(log: str) -> dict[str, Resources]:
-    """The resources of each `__global__` function that a log of `ptxas -v` reports, by its name.
+    """Returns the resources of each `__global__` function in a log of `ptxas -v`, by name.
 
-    A function that was not inlined has a stack frame and spills of its own, which count for the kernel above it.
+    A function that was not inlined has its own stack frame and spills, which are added to the kernel that precedes it
+    in the log.
     """
     found: dict[str, Resources] = {}
     for name, report in _reports(log):
@@ -62,7 +63,7 @@ def parse_resources(log: str) -> dict[str, Resources]:
 
 
 def combined(resources: Mapping[str, Resources]) -> Resources:
-    """The most that any kernel of a source uses, field by field."""
+    """Returns the maximum of each field over all kernels of a source."""
     if not resources:
         return Resources(registers=0)
     fields = [kernel.to_dict() for kernel in resources.values()]
@@ -70,12 +71,12 @@ def combined(resources: Mapping[str, Resources]) -> Resources:
 
 
 def without_timings(log: str) -> str:
-    """The log without the lines that differ from one compilation to the next."""
+    """Returns the log without the compile times, which differ between compilations."""
     return "\n".join(line.rstrip() for line in log.splitlines() if not _COMPILE_TIME.search(line)).strip()
 
 
 def _reports(log: str) -> list[tuple[str, str]]:
-    """(kernel name, its part of the log), in the log's order."""
+    """Returns (kernel name, its section of the log) in the order of the log."""
     starts = list(_ENTRY.finditer(log))
     ends = [*(match.start() for match in starts[1:]), *([len(log)] if starts else [])]
     return [(match["name"], log[match.end() : end]) for match, end in zip(starts, ends, strict=True)]

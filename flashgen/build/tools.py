@@ -1,4 +1,4 @@
-"""Finding NVIDIA's files and programs: in the wheels beside flashgen, in a CUDA toolkit, on the PATH."""
+"""Finds NVIDIA's files and programs: in installed wheels, in a CUDA toolkit, on the PATH."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from flashgen.remedies import install
 
 
 def wheel_roots() -> Iterator[Path]:
-    """The folders of NVIDIA's wheels: `nvidia/cu13` (CUDA 13), `nvidia/cuda_nvrtc` and its like (CUDA 12)."""
+    """Yields the folders of NVIDIA's wheels: `nvidia/cu13` (CUDA 13), or `nvidia/cuda_nvrtc` and others (CUDA 12)."""
     spec = importlib.util.find_spec("nvidia")
     for folder in (spec.submodule_search_locations or ()) if spec else ():
         yield from sorted(path for path in Path(folder).iterdir() if path.is_dir())
 
 
 def cuda_roots() -> Iterator[Path]:
-    """The folders of installed CUDA toolkits: what CUDA_HOME and CUDA_PATH say, then /usr/local."""
+    """Yields the folders of CUDA toolkits: CUDA_HOME, CUDA_PATH, then those in /usr/local."""
     for variable in ("CUDA_HOME", "CUDA_PATH"):
         if os.environ.get(variable):
             yield Path(os.environ[variable])
@@ -29,7 +29,7 @@ def cuda_roots() -> Iterator[Path]:
 
 
 def find_tool(name: str) -> Path | None:
-    """The path of one of NVIDIA's programs, such as `nvdisasm`, or None."""
+    """Returns the path of one of NVIDIA's programs, such as `nvdisasm`, or None."""
     for root in (*wheel_roots(), *cuda_roots()):
         candidate = root / "bin" / name
         if candidate.is_file() and os.access(candidate, os.X_OK):
@@ -39,7 +39,7 @@ def find_tool(name: str) -> Path | None:
 
 
 def require_tool(*names: str) -> Path:
-    """The first of the programs that is installed. Raises BuildError naming what to install."""
+    """Returns the first of the programs that is installed. Raises BuildError that says what to install."""
     for name in names:
         found = find_tool(name)
         if found:

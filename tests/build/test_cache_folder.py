@@ -48,7 +48,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 @pytest.fixture(autouse=True)
 def nothing_was_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cache_folder, "_said", set())
+    monkeypatch.setattr(cache_folder, "_warned_kinds", set())
     monkeypatch.delenv("FLASHGEN_CACHE_SHARED", raising=False)
 
 
@@ -169,7 +169,7 @@ def test_what_must_be_kept_is_an_error_and_what_is_looked_for_is_not_there(tmp_p
     with pytest.raises(BuildError, match="No space left"):
         KernelCache(tmp_path / "cache").put("k", KEY, Artifacts({"a": b"1"}))
     (tmp_path / "file").touch()
-    with pytest.warns(FlashgenWarning, match="what is kept there is not used"):
+    with pytest.warns(FlashgenWarning, match="its entries are not used"):
         assert KernelCache(tmp_path / "file" / "cache").find("k", KEY) is None
     with pytest.raises(BuildError, match="Not a directory"):
         KernelCache(tmp_path / "file" / "cache").put("k", KEY, Artifacts({"a": b"1"}))
@@ -220,7 +220,7 @@ def test_the_emulator_without_a_cache(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("mode", "problem"),
     [
-        (0o777, r"everybody may write to it \(mode 0777\); `chmod -R go-w .*cache` ends that"),
+        (0o777, r"everybody may write to it \(mode 0777\); `chmod -R go-w .*cache` fixes that"),
         (0o1777, "everybody may write"),
         (0o702, "everybody may write"),
         (0o775, r"its group may write to it \(mode 0775\); .*or FLASHGEN_CACHE_SHARED=1 says that you trust"),
@@ -351,9 +351,9 @@ def test_a_forked_child_leaves_its_parents_files(tmp_path: Path, monkeypatch: py
     script = (
         "import os, sys, pathlib\nfrom flashgen.build import Artifacts\nfrom flashgen.build.memory import MEMORY\n"
         "place = (pathlib.Path('k'), 'a' * 64)\n"
-        "folder = MEMORY.on_disk(place, Artifacts({'a': b'1'}))\n"
+        "folder = MEMORY.write_to_disk(place, Artifacts({'a': b'1'}))\n"
         "if os.fork() == 0:\n"
-        "    assert MEMORY.on_disk(place, Artifacts({'a': b'1'})) != folder\n    sys.exit()\n"
+        "    assert MEMORY.write_to_disk(place, Artifacts({'a': b'1'})) != folder\n    sys.exit()\n"
         "assert os.wait()[1] == 0 and (folder / 'a').read_bytes() == b'1'\n"
     )
     environment = os.environ | {"PYTHONPATH": str(PROJECT), "TMPDIR": str(tmp_path)}

@@ -107,7 +107,7 @@ def test_a_compilation_that_takes_long_is_announced(
 
     MadeUpCompiler(monkeypatch, announced.wait)
     monkeypatch.setattr(nvrtc, "_announce", announce)
-    monkeypatch.setattr(nvrtc, "_PATIENCE", 0.0)
+    monkeypatch.setattr(nvrtc, "_ANNOUNCE_AFTER_SECONDS", 0.0)
     with warnings.catch_warnings(record=True) as caught, caplog.at_level(logging.WARNING, "flashgen"):
         warnings.simplefilter(filter)
         assert nvrtc.compile_ptx("", "sm_80", "fwd-slow") == ".entry k"

@@ -14,7 +14,7 @@ import pytest
 
 from flashgen.build import Artifacts, KernelCache, cache_folder, content_key, trust
 from flashgen.build.entries import META, lock_path
-from flashgen.build.trust import may_own, why_planted
+from flashgen.build.trust import may_own, why_file_not_trusted
 from flashgen.errors import BuildError, FlashgenWarning
 
 KEY = content_key("test", {"source": "one"})
@@ -25,7 +25,7 @@ needs_root = pytest.mark.skipif(ME != 0, reason="only root can give files away")
 
 @pytest.fixture(autouse=True)
 def nothing_was_said(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(cache_folder, "_said", set())
+    monkeypatch.setattr(cache_folder, "_warned_kinds", set())
     monkeypatch.delenv("FLASHGEN_CACHE_SHARED", raising=False)
     trust._is_member.cache_clear()
     yield
@@ -62,7 +62,7 @@ def test_what_somebody_planted_is_built_again(cache: KernelCache, name: str) -> 
     folder = stored(cache)
     os.chown(folder / name, NOBODY, -1)
     cache.root.chmod(0o777)
-    with pytest.warns(FlashgenWarning, match=r"everybody may write to it \(mode 0777\); `chmod -R go-w .*` ends that"):
+    with pytest.warns(FlashgenWarning, match=r"everybody may write to it \(mode 0777\); `chmod -R go-w .*` fixes that"):
         stored(cache)
     cache.root.chmod(0o700)
     is_built_again(cache, f"{name or 'it'} belongs to ")
@@ -150,11 +150,11 @@ def shared(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_shared_folder_s_owner_and_group_are_trusted(shared: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = {user: why_planted(status(user, mode=FILE), SHARED, "a") for user in (ME, 0, 3, 4, 5)}
+    found = {user: why_file_not_trusted(status(user, mode=FILE), SHARED, "a") for user in (ME, 0, 3, 4, 5)}
     assert found == {ME: None, 0: None, 3: None, 4: "a belongs to stranger", 5: "a belongs to user 5"}
     assert may_own(4, status(user=4)) and not may_own(4, SHARED)
     monkeypatch.delenv("FLASHGEN_CACHE_SHARED")
-    assert why_planted(status(3, mode=FILE), SHARED, "a") == "a belongs to member"
+    assert why_file_not_trusted(status(3, mode=FILE), SHARED, "a") == "a belongs to member"
 
 
 @pytest.mark.parametrize(
@@ -164,14 +164,14 @@ def test_a_shared_folder_s_owner_and_group_are_trusted(shared: None, monkeypatch
         (status(mode=FILE | 0o060), status(mode=stat.S_IFDIR | 0o2750), r"others may write to a (mode 0660)"),
         (status(mode=FILE | 0o060, group=8), SHARED, r"others may write to a (mode 0660)"),
         (status(mode=FILE | 0o006), SHARED, r"others may write to a (mode 0606)"),
-        (status(mode=FILE, links=2), SHARED, "a is a hard link, whose other names may stand anywhere"),
+        (status(mode=FILE, links=2), SHARED, "a is a hard link, so it may also be written to under another name"),
         (status(links=3), SHARED, None),  # folders count those within
     ],
 )
 def test_a_shared_folder_s_group_alone_may_write(
     shared: None, inner: os.stat_result, outer: os.stat_result, problem: str | None
 ) -> None:
-    assert why_planted(inner, outer, "a") == problem
+    assert why_file_not_trusted(inner, outer, "a") == problem
 
 
 @needs_root
@@ -216,9 +216,9 @@ def test_chmod_is_advised_for_a_cache_alone(tmp_path: Path, mode: int) -> None:
     stored(KernelCache(root))
     lock_path(root, KEY).touch()
     root.chmod(mode)
-    assert f"`chmod -R go-w '{root}'` ends that" in warning_of(root)
+    assert f"`chmod -R go-w '{root}'` fixes that" in warning_of(root)
     (root / "letters").touch()
-    cache_folder._said.clear()
+    cache_folder._warned_kinds.clear()
     message = warning_of(root)
     assert "`chmod" not in message and "; set FLASHGEN_CACHE_DIR to a folder of your own" in message
 

@@ -22,7 +22,7 @@ EXAMPLE = Path(flashgen.__file__).parents[1] / "examples" / "minilm_qkv.npz"
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("FLASHGEN_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setattr(cache_folder, "_said", set())
+    monkeypatch.setattr(cache_folder, "_warned_kinds", set())
     return tmp_path / "cache"
 
 

@@ -53,7 +53,7 @@ def keys() -> tuple[str, str]:
     return runtime_key, host._kernel_key(SOURCE % 1, "store", "plain", runtime_key)
 
 
-@pytest.mark.parametrize("name", ["_KERNEL", "_KERNEL_MODE", "_RUNTIME_OPTIONS"])
+@pytest.mark.parametrize("name", ["_KERNEL_OPTIONS", "_KERNEL_MODE_OPTIONS", "_RUNTIME_OPTIONS"])
 def test_options_are_part_of_the_key(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     before, given = keys(), getattr(host, name)
     monkeypatch.setattr(host, name, {"plain": ("-O1",)} if isinstance(given, dict) else (*given, "-O1"))

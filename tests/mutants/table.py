@@ -212,7 +212,7 @@ MUTANTS = (
     Mutant(
         "the owner of an entry's files is not checked",
         "flashgen/build/entries.py",
-        "                _check_trusted(os.fstat(file.fileno()), self.around, name)\n",
+        "                _check_trusted(os.fstat(file.fileno()), self.cache_status, name)\n",
         "",
         ("tests/build/test_trust.py::test_what_somebody_planted_is_built_again",),
     ),
