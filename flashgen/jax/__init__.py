@@ -5,8 +5,8 @@
 
     out = jax.jit(lambda q, k, v: attention(spec, q, k, v))(q, k, v)
 
-Kernels are launched on XLA's stream and write to XLA's memory, by jax.experimental.buffer_callback. Arrays of the CPU
-run on the emulator where `emulate=True` says so. `import flashgen` imports nothing of this, and needs no JAX.
+Kernels are launched on XLA's stream and write to XLA's memory, through jax.experimental.buffer_callback. With
+`emulate=True` arrays on the CPU run on the emulator. `import flashgen` does not import this package and needs no JAX.
 """
 
 from flashgen.remedies import missing

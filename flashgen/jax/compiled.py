@@ -1,4 +1,4 @@
-"""Compiled specs as JAX's transformations keep them: hashable, and the same object for the same spec."""
+"""Compiled specs for JAX's transformations: hashable, and the same object for the same spec."""
 
 from __future__ import annotations
 
@@ -15,41 +15,42 @@ from flashgen.language.operations import BATCH, Capture
 from flashgen.language.spec import AttentionSpec
 
 
-class Compiled:
-    """A spec and its attention, compiled when a call of it first runs.
+class CompiledSpec:
+    """A spec and its attention, which is compiled when the first call runs.
 
-    Attributes: `spec`, without arrays that its functions closed over; `arrays` and `numbers`, its captures; `emulate`.
+    Attributes: `spec`, without the arrays that its functions closed over; `arrays` and `numbers`, its captures;
+    `emulate`.
     """
 
     def __init__(self, spec: AttentionSpec, attention: Attention | None, **options: Any) -> None:
         refuse_ragged(spec, "flashgen.jax", "give padded batches and padding(lengths), or call what compile(...) gives")
-        self.spec, self._given, self._options = spec, attention, options
+        self.spec, self._attention, self._options = spec, attention, options
         self.emulate = attention.engine.name == "emulator" if attention else bool(options["emulate"])
         self.arrays = tuple(capture for capture in spec.captures if capture.ndim)
         self.numbers = tuple(capture for capture in spec.captures if not capture.ndim)
 
     @cached_property
     def attention(self) -> Attention:
-        return self._given or compile(self.spec, **self._options)
+        return self._attention or compile(self.spec, **self._options)
 
     @cached_property
     def reads_batch(self) -> bool:
-        """Whether sequences of a batch differ in their mask or their scores."""
+        """Whether the mask or the score function depends on the batch index."""
         expressions = [self.spec.mask.expression, *([self.spec.score.expression] if self.spec.score else [])]
         return any(expression.has(BATCH) for expression in expressions)
 
     @cached_property
-    def learned(self) -> tuple[Capture, ...]:
-        """The captured arrays that have a gradient."""
+    def differentiated(self) -> tuple[Capture, ...]:
+        """The captured arrays declared with grad=True."""
         return tuple(capture for capture in self.arrays if capture.grad)
 
 
-_KNOWN: dict[Any, Compiled] = {}
+_CACHE: dict[Any, CompiledSpec] = {}
 _LOCK = threading.Lock()
 
 
-def compiled(spec: Any, emulate: bool, deterministic: bool) -> tuple[Compiled, Bound]:
-    """What is compiled of a spec, remembered, and the arrays that its functions closed over."""
+def get_compiled(spec: Any, emulate: bool, deterministic: bool) -> tuple[CompiledSpec, Bound]:
+    """Returns the cached compiled spec, and the arrays that the functions of `spec` closed over."""
     if isinstance(spec, Attention):
         key: Any = spec
         bound: Bound = spec.bound if isinstance(spec, BoundAttention) else {}
@@ -57,19 +58,19 @@ def compiled(spec: Any, emulate: bool, deterministic: bool) -> tuple[Compiled, B
         key, bound = (spec, bool(emulate), bool(deterministic)), spec.bound
     else:
         raise ArgumentError(f"spec={spec!r}: give a flashgen.AttentionSpec, or what flashgen.compile made of one")
-    found = _KNOWN.get(key)
+    found = _CACHE.get(key)
     if found is None:
         with _LOCK:
-            found = _KNOWN.get(key) or _made(key, spec, emulate, deterministic)
+            found = _CACHE.get(key) or _create(key, spec, emulate, deterministic)
     return found, bound
 
 
-def _made(key: Any, spec: Any, emulate: bool, deterministic: bool) -> Compiled:
+def _create(key: Any, spec: Any, emulate: bool, deterministic: bool) -> CompiledSpec:
     if isinstance(spec, Attention):
-        made = Compiled(spec.spec, spec)
+        created = CompiledSpec(spec.spec, spec)
     else:
-        bare = AttentionSpec.from_json(spec.to_json())  # arrays of functions, tracers among them, would stay for ever
-        made = Compiled(bare, None, emulate=emulate, deterministic=deterministic)
+        bare = AttentionSpec.from_json(spec.to_json())  # drops closed-over arrays, which may be tracers of JAX
+        created = CompiledSpec(bare, None, emulate=emulate, deterministic=deterministic)
         key = (bare, *key[1:])
-    _KNOWN[key] = made
-    return made
+    _CACHE[key] = created
+    return created

@@ -1,12 +1,12 @@
-"""flashgen in transformers' models.
+"""flashgen as an attention implementation of transformers.
 
     import flashgen.transformers
 
     flashgen.transformers.register()
     model = AutoModelForCausalLM.from_pretrained(name, dtype="bfloat16", attn_implementation="flashgen")
 
-Masks are the functions that a model makes them of: windows, chunks, packed sequences and padding are traced, and no
-mask of (queries, keys) is ever held. What a model asks for that flashgen cannot do is refused by name.
+The mask functions of a model are traced: windows, chunks, packed sequences and padding need no mask tensor of shape
+(queries, keys). Features of a model that flashgen does not support raise an UnsupportedError that names them.
 """
 
 from flashgen.remedies import missing

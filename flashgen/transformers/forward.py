@@ -1,4 +1,4 @@
-"""The attention of a layer, as transformers' models call it."""
+"""The attention function of a layer, with the interface of transformers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from flashgen.torch import varlen_attention
 from flashgen.torch.functional import call, is_deterministic
 from flashgen.torch.table import Registered, constant, fixed, registered
 from flashgen.torch.tensors import Tensor, check_mask, dtype_of
-from flashgen.transformers.context import refuse, shared
+from flashgen.transformers.context import current_context, refuse_under_context_parallel
 from flashgen.transformers.mask import ModelMask, model_score
 
 _REFUSED = {
@@ -44,11 +44,13 @@ def attention_forward(
     deterministic: bool | None = None,
     **rest: Any,
 ) -> tuple[Tensor, None]:
-    """Output (batch, queries, heads, dim) of a layer's query, key and value (batch, heads, length, dim); no weights.
+    """Returns the output (batch, queries, heads, dim) of query, key and value (batch, heads, length, dim).
 
-    attention_mask: what `attention_mask` of mask.py made; booleans or numbers of 4 dimensions; or None, where
-    `is_causal`, or the module's, says what it is. s_aux: sinks, (heads,). Raises UnsupportedError, by name, for what
-    flashgen cannot do.
+    The second result, the attention weights, is always None.
+
+    attention_mask: a result of `attention_mask` of mask.py; a tensor of booleans or numbers of 4 dimensions; or None, in
+    which case `is_causal`, or the attribute of the module, determines the mask. s_aux: sinks, (heads,).
+    Raises UnsupportedError that names an unsupported feature.
     """
     _refuse(rest)
     if torch.is_autocast_enabled(query.device.type):
@@ -57,58 +59,65 @@ def attention_forward(
     if is_causal is None:
         is_causal = bool(getattr(module, "is_causal", True))
     if rest.get("cu_seq_lens_q") is not None:
-        refuse(shared(), "packed sequences by cu_seq_lens")
-        _refuse_beside_packed(attention_mask, position_bias)
+        refuse_under_context_parallel(current_context(), "packed sequences by cu_seq_lens")
+        _check_packed(attention_mask, position_bias)
         options = {"dropout_p": dropout, "softmax_scale": scaling, "softcap": softcap or 0.0, "sinks": s_aux}
         options |= {"emulate": emulate, "deterministic": deterministic}
         return _packed(query, key, value, rest, is_causal, sliding_window, options), None
     captures: dict[str, Any] = {}
-    bias = None if position_bias is None else _four(position_bias, "position_bias", captures)
-    added, mask = None, None
-    if isinstance(attention_mask, ModelMask):
-        lengths = (query.shape[2], key.shape[2])
-        if attention_mask.lengths != lengths:
-            raise ArgumentError(
-                f"the mask is for {attention_mask.lengths} queries and keys, and the layer has {lengths}"
-            )
-        mask = attention_mask.mask
-        captures |= attention_mask.captures
-    elif attention_mask is not None:
-        attention_mask = attention_mask[..., : key.shape[2]]
-        added = _four(attention_mask, "attn_mask", captures)
-        check_mask(attention_mask)
+    bias = None if position_bias is None else _capture_4d(position_bias, "position_bias", captures)
+    mask, added = _mask_operands(attention_mask, (query.shape[2], key.shape[2]), captures)
     window = None if attention_mask is not None else sliding_window
     causal = is_causal and attention_mask is None
-    how_run = (emulate, is_deterministic(deterministic))
+    run_options = (emulate, is_deterministic(deterministic))
     sizes = (fixed(query.shape[-1]), fixed(value.shape[-1]), dtype_of(query), fixed(scaling), fixed(dropout))
     sinks = None if s_aux is None else (dtype_of(s_aux), s_aux.requires_grad)
     captures |= {} if s_aux is None else {"s_aux": s_aux}
     q, k, v = (tensor.transpose(1, 2) for tensor in (query, key, value))
-    how = shared()
-    if how is not None:
-        refuse(added, "an attention mask of 4 dimensions")
-        refuse(bias, "position_bias")
+    context = current_context()
+    if context is not None:
+        refuse_under_context_parallel(added, "an attention mask of 4 dimensions")
+        refuse_under_context_parallel(bias, "position_bias")
         spec = _spec(mask, causal, window, softcap, None, None, sinks, *sizes)
-        return _of_all_ranks(spec, q, k, v, captures, how.options(), *how_run), None
-    entry = _entry(how_run, mask, causal, window, softcap, added, bias, sinks, *sizes)
+        return _context_parallel_output(spec, q, k, v, captures, context.options(), *run_options), None
+    entry = _entry(run_options, mask, causal, window, softcap, added, bias, sinks, *sizes)
     return call(entry, {}, q, k, v, captures), None
 
 
-def _of_all_ranks(
+def _mask_operands(
+    attention_mask: Any, lengths: tuple[int, int], captures: dict[str, Any]
+) -> tuple[Mask | None, tuple[str, bool] | None]:
+    """Returns the traced mask, and the dtype and requires_grad of a mask tensor; adds their tensors to `captures`."""
+    if isinstance(attention_mask, ModelMask):
+        if attention_mask.lengths != lengths:
+            raise ArgumentError(
+                f"the mask is for {attention_mask.lengths} queries and keys, and the layer has {lengths}"
+            )
+        captures |= attention_mask.captures
+        return attention_mask.mask, None
+    if attention_mask is None:
+        return None, None
+    attention_mask = attention_mask[..., : lengths[1]]
+    added = _capture_4d(attention_mask, "attn_mask", captures)
+    check_mask(attention_mask)
+    return None, added
+
+
+def _context_parallel_output(
     spec: AttentionSpec,
     q: Tensor,
     k: Tensor,
     v: Tensor,
     captures: dict[str, Any],
-    how: dict[str, Any],
+    context: dict[str, Any],
     emulate: bool | None,
     deterministic: bool,
 ) -> Tensor:
-    """The output of this rank's rows."""
+    """Returns the output of this rank's rows."""
     from flashgen.torch.context_parallel import attention
 
-    made: Tensor = attention(spec, q, k, v, emulate=emulate, deterministic=deterministic, **how, **captures)
-    return made
+    out: Tensor = attention(spec, q, k, v, emulate=emulate, deterministic=deterministic, **context, **captures)
+    return out
 
 
 def _refuse(rest: dict[str, Any]) -> None:
@@ -117,30 +126,30 @@ def _refuse(rest: dict[str, Any]) -> None:
             raise UnsupportedError(f"{what} is not supported by attn_implementation='flashgen': use another for it")
     if rest.get("output_attentions"):
         raise UnsupportedError(
-            "output_attentions=True: weights are never held by attn_implementation='flashgen'; use 'eager' for them"
+            "output_attentions=True: attn_implementation='flashgen' does not compute weights; use 'eager' for them"
         )
 
 
-def _four(tensor: Any, name: str, captures: dict[str, Any]) -> tuple[str, bool]:
-    """Makes a tensor of 4 dimensions a capture; its dtype, and whether it wants a gradient."""
+def _capture_4d(tensor: Any, name: str, captures: dict[str, Any]) -> tuple[str, bool]:
+    """Adds a tensor of 4 dimensions to the captures. Returns its dtype and whether it requires a gradient."""
     if not isinstance(tensor, torch.Tensor) or tensor.ndim != 4:
         raise UnsupportedError(
             f"{name} of {tuple(getattr(tensor, 'shape', ()))}: attn_implementation='flashgen' takes (batch, heads, "
-            "queries, keys), or makes its own mask of the model's mask function"
+            "queries, keys), or traces the model's mask function"
         )
     captures[name] = tensor
     return dtype_of(tensor), tensor.requires_grad
 
 
-def _refuse_beside_packed(attention_mask: Any, position_bias: Any) -> None:
-    """UnsupportedError for what packed sequences would drop: they are causal, or whole, within a window or without."""
+def _check_packed(attention_mask: Any, position_bias: Any) -> None:
+    """Raises UnsupportedError for masks and biases: packed sequences can only be causal, windowed or full."""
     padded = isinstance(attention_mask, ModelMask) and "kept_keys" in attention_mask.captures
     if padded or isinstance(attention_mask, torch.Tensor):
         raise UnsupportedError(
-            "cu_seq_lens beside an attention_mask: of packed sequences give either, and leave padding out"
+            "cu_seq_lens with an attention_mask: give only one of them for packed sequences, without padding"
         )
     if position_bias is not None:
-        raise UnsupportedError("cu_seq_lens beside a position_bias: give sequences as rows of a batch")
+        raise UnsupportedError("cu_seq_lens with a position_bias: give sequences as rows of a batch")
 
 
 def _packed(
@@ -152,7 +161,7 @@ def _packed(
     window: int | None,
     options: dict[str, Any],
 ) -> Tensor:
-    """Sequences of one row behind each other, whose begins the model was given."""
+    """Computes attention of sequences that are packed into one batch row. rest: their offsets, cu_seq_lens_q and _k."""
     if query.shape[0] != 1:
         raise UnsupportedError(f"cu_seq_lens with a batch of {query.shape[0]}: packed sequences are one row")
     left = -1 if window is None else window - 1
@@ -188,14 +197,14 @@ def _spec(
             f"the model is of {dtype}; attn_implementation='flashgen' computes in float16 and bfloat16: load it with "
             "dtype='bfloat16', or run it under torch.autocast"
         )
-    made: Any = mask
-    if made is None and is_causal:
-        made = causal() if window is None else sliding_window(window - 1)
-    elif made is None and window is not None:
-        made = sliding_window(window, window)
+    spec_mask: Any = mask
+    if mask is None and is_causal:
+        spec_mask = causal() if window is None else sliding_window(window - 1)
+    elif mask is None and window is not None:
+        spec_mask = sliding_window(window, window)
     if added is not None and added[0] == "bool":
         booleans = Captured("attn_mask", "bool", 4)
-        made, added = (lambda b, h, q, k: booleans[b, h, q, k]), None
+        spec_mask, added = (lambda b, h, q, k: booleans[b, h, q, k]), None
     score = model_score(softcap, added, bias)
     sink = Captured("s_aux", sinks[0], 1, grad=sinks[1]) if sinks else None
-    return AttentionSpec(head_dim, dtype, value_dim, scaling, "bshd", dropout, score, made, sink=sink)
+    return AttentionSpec(head_dim, dtype, value_dim, scaling, "bshd", dropout, score, spec_mask, sink=sink)

@@ -1,4 +1,4 @@
-"""The mask of a model's forward pass: the function that transformers makes it of, traced."""
+"""The mask of a model's forward pass, traced from the mask function that transformers builds for the model."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from flashgen.language.modifiers import Mask, trace_mask
 from flashgen.runtime.remembered import Remembered
 from flashgen.torch.tensors import Tensor, dtype_of
 from flashgen.torch.traced_functions import operand, trace_mask_function
-from flashgen.transformers.context import shared, whole_mask
+from flashgen.transformers.context import current_context, full_mask
 
-_MOST_KEPT = 256
+_MAX_CACHED_MASKS = 256
 
 
 @dataclass(frozen=True, eq=False)
 class ModelMask:
     """A mask of (batch, queries, keys), and the tensors and numbers that it reads.
 
-    `mask` is one object for all forward passes whose mask functions are alike but for what their arrays hold.
-    `captures` share no memory with the model: a cache may write to its own between the mask and an attention.
+    `mask` is the same object for all forward passes whose mask functions differ only in the values of their arrays.
+    `captures` share no memory with the model, because a cache may modify its tensors before the attention runs.
     """
 
     mask: Mask
@@ -39,32 +39,32 @@ class ModelMask:
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
-        """That of a mask for any batch and heads: models look at it where `generate` gives them a mask made before."""
+        """The shape of a mask for any batch and heads. Models read it when `generate` passes them an existing mask."""
         return (1, 1, *self.lengths)
 
     def contiguous(self) -> ModelMask:
-        """Itself: `generate` asks masks for it."""
+        """Returns itself, because `generate` calls this method on masks."""
         return self
 
     @classmethod
     def __torch_function__(cls, function: Any, *given: Any) -> Any:
-        raise _no_tensor(getattr(function, "__name__", str(function)))
+        raise _not_a_tensor(getattr(function, "__name__", str(function)))
 
     def __getitem__(self, index: Any) -> Any:
-        raise _no_tensor("an index")
+        raise _not_a_tensor("an index")
 
     def __getattr__(self, name: str) -> Any:
-        raise _NoAttribute(str(_no_tensor(f".{name}")))
+        raise _NoAttribute(str(_not_a_tensor(f".{name}")))
 
 
 class _NoAttribute(UnsupportedError, AttributeError):
-    """What a mask does not have, as `hasattr` expects it."""
+    """The error for a missing attribute of a mask; `hasattr` requires an AttributeError."""
 
 
-def _no_tensor(asked: str) -> UnsupportedError:
-    """The error for a model that computes with its mask."""
+def _not_a_tensor(operation: str) -> UnsupportedError:
+    """Returns the error for a model that computes with its mask."""
     return UnsupportedError(
-        f"a model asks for {asked} of its mask, which is a function here and holds no values: use "
+        f"a model uses {operation} of its mask, which is a function here and has no values: use "
         "attn_implementation='eager' or 'sdpa' for it"
     )
 
@@ -81,73 +81,73 @@ def attention_mask(
     device: Any = "cpu",
     **rest: Any,
 ) -> Any:
-    """What transformers' models call for their mask; the result comes back to `attention_forward`.
+    """Returns the mask of a forward pass, for `attention_forward`. Models of transformers call this function.
 
-    All values are those of this call. A static cache, for one, gives its length as the offset of the queries, and
-    advances it in place before the first attention reads it: so tensors are copied, once for each mask.
+    Tensors are copied once per mask, so that their values are those at the time of this call. For example, a static
+    cache passes its length tensor as the offset of the queries and increments it in place before the first attention.
 
-    Under torch.compile, where functions cannot be traced by another, None for what is plainly causal, and else the
-    booleans that scaled_dot_product_attention would take.
+    Under torch.compile the mask function cannot be traced. The result is then None for a plain causal mask, and
+    otherwise the boolean tensor for scaled_dot_product_attention.
     """
-    if isinstance(attention_mask, ModelMask):  # which `generate` made before
+    if isinstance(attention_mask, ModelMask):  # created earlier by `generate`
         return attention_mask
     if torch.compiler.is_compiling():
         plain = mask_function is causal_mask_function and attention_mask is None and allow_is_causal_skip
         if plain and (q_length == kv_length or (q_length == 1 and not isinstance(q_offset, torch.Tensor))):
             return None
-        sizes: Any = (batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask)
-        made: Any = sdpa_mask
-        return made(*sizes, allow_is_causal_skip=False, device=device, **rest)
+        arguments: Any = (batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask)
+        dense_mask: Any = sdpa_mask
+        return dense_mask(*arguments, allow_is_causal_skip=False, device=device, **rest)
     captures: dict[str, Any] = {}
     shift = _shift(q_length, kv_length, q_offset, kv_offset, captures)
-    how = shared()
-    if how is not None:
-        whole = whole_mask(attention_mask, q_length, kv_length, how)
-        kept = _padding(whole, whole.shape[1], kv_offset, captures)
+    context = current_context()
+    if context is not None:
+        full = full_mask(attention_mask, q_length, kv_length, context)
+        padding_kind = _padding(full, full.shape[1], kv_offset, captures)
     else:
-        kept = None if attention_mask is None else _padding(attention_mask, kv_length, kv_offset, captures)
-    mask, arrays = _traced(mask_function, shift, kept)
+        padding_kind = None if attention_mask is None else _padding(attention_mask, kv_length, kv_offset, captures)
+    mask, arrays = _traced_mask(mask_function, shift, padding_kind)
     captures |= {name: operand(array, torch.device(device)) for name, array in arrays.items()}
-    return ModelMask(mask, _copied(captures), (q_length, kv_length))
+    return ModelMask(mask, _copy_captures(captures), (q_length, kv_length))
 
 
-def _copied(captures: Mapping[str, Any]) -> dict[str, Any]:
-    """The numbers and tensors of a mask, in memory of its own."""
-    return {name: each.clone() if isinstance(each, torch.Tensor) else each for name, each in captures.items()}
+def _copy_captures(captures: Mapping[str, Any]) -> dict[str, Any]:
+    """Copies the tensors among the captures of a mask."""
+    return {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in captures.items()}
 
 
 @dataclass(frozen=True)
 class _Shift:
-    """How indices of a call become the positions that a mask function knows: hashable, and the same for all lengths."""
+    """The offsets from indices of a call to positions of a mask function. It is hashable and independent of lengths."""
 
-    ends_meet: bool  # the last query stands on the last key
-    q_dtype: str | None  # of the offset of queries, where that is a tensor
-    kv_dtype: str | None
-    keys_begin_later: bool
+    ends_align: bool  # the last query and the last key have the same position
+    q_dtype: str | None  # dtype of the offset of queries if it is a tensor
+    kv_dtype: str | None  # dtype of the offset of keys if it is a tensor
+    shifts_keys: bool  # the offset of keys is not 0
 
     def positions(self, q: Any, k: Any) -> tuple[Any, Any]:
-        begin = _offset("kv_offset", self.kv_dtype) if self.keys_begin_later else 0
-        if self.ends_meet:
+        begin = _offset("kv_offset", self.kv_dtype) if self.shifts_keys else 0
+        if self.ends_align:
             return q + (f.len_k - f.len_q) + begin, k + begin
         return q + _offset("q_offset", self.q_dtype), k + begin
 
 
 def _offset(name: str, dtype: str | None) -> Any:
-    """A number of the call, or the one element of a tensor of it."""
+    """Returns a captured number, or the one element of a captured tensor."""
     return Captured(name, dtype, 1)[0] if dtype else Scalar(name)
 
 
 def _shift(q_length: int, kv_length: int, q_offset: Any, kv_offset: Any, captures: dict[str, Any]) -> _Shift:
     in_tensors = isinstance(q_offset, torch.Tensor) or isinstance(kv_offset, torch.Tensor)
-    ends_meet = not in_tensors and q_offset - kv_offset == kv_length - q_length
-    q_dtype = None if ends_meet else _capture_offset("q_offset", q_offset, captures)
-    begins_later = isinstance(kv_offset, torch.Tensor) or kv_offset != 0
-    kv_dtype = _capture_offset("kv_offset", kv_offset, captures) if begins_later else None
-    return _Shift(ends_meet, q_dtype, kv_dtype, begins_later)
+    ends_align = not in_tensors and q_offset - kv_offset == kv_length - q_length
+    q_dtype = None if ends_align else _capture_offset("q_offset", q_offset, captures)
+    shifts_keys = isinstance(kv_offset, torch.Tensor) or kv_offset != 0
+    kv_dtype = _capture_offset("kv_offset", kv_offset, captures) if shifts_keys else None
+    return _Shift(ends_align, q_dtype, kv_dtype, shifts_keys)
 
 
 def _capture_offset(name: str, offset: Any, captures: dict[str, Any]) -> str | None:
-    """Makes an offset a capture; its dtype where it is a tensor."""
+    """Adds an offset to the captures. Returns its dtype if it is a tensor, else None."""
     if not isinstance(offset, torch.Tensor):
         captures[name] = int(offset)
         return None
@@ -158,35 +158,38 @@ def _capture_offset(name: str, offset: Any, captures: dict[str, Any]) -> str | N
 
 
 def _padding(given: Tensor, kv_length: int, kv_offset: int | Tensor, captures: dict[str, Any]) -> str | None:
-    """Which kind of padding there is: "right", "left", "any" or None. One look at the device for a forward pass."""
+    """Returns the kind of padding: "right", "left", "any" or None. Synchronizes with the device once per forward pass.
+
+    Adds "kept_keys" to the captures: the number of keys of each sequence, or for "any" a boolean for each key.
+    """
     if given.ndim != 2:
         raise UnsupportedError(f"an attention_mask of shape {tuple(given.shape)}: give (batch, keys), or 4 dimensions")
     begin = int(kv_offset)
-    seen = given[:, begin : begin + kv_length].bool()
-    if seen.shape[1] < kv_length:
-        seen = torch.nn.functional.pad(seen, (0, kv_length - seen.shape[1]))
-    counts = seen.sum(-1, dtype=torch.int32)
-    ahead = torch.arange(kv_length, device=seen.device) < counts[:, None]
-    found = torch.stack([seen.all(), (seen == ahead).all(), (seen == ahead.flip(-1)).all()]).tolist()
-    kind = next((name for name, holds in zip((None, "right", "left"), found, strict=True) if holds), "any")
+    kept = given[:, begin : begin + kv_length].bool()
+    if kept.shape[1] < kv_length:
+        kept = torch.nn.functional.pad(kept, (0, kv_length - kept.shape[1]))
+    counts = kept.sum(-1, dtype=torch.int32)
+    prefix = torch.arange(kv_length, device=kept.device) < counts[:, None]
+    matches = torch.stack([kept.all(), (kept == prefix).all(), (kept == prefix.flip(-1)).all()]).tolist()
+    kind = next((name for name, matched in zip((None, "right", "left"), matches, strict=True) if matched), "any")
     if kind is not None:
-        captures["kept_keys"] = seen if kind == "any" else counts
+        captures["kept_keys"] = kept if kind == "any" else counts
     return kind
 
 
-_MASKS: Remembered[Any, Mask] = Remembered(_MOST_KEPT)
+_MASKS: Remembered[Any, Mask] = Remembered(_MAX_CACHED_MASKS)
 
 
-def _traced(function: Callable[..., Any], shift: _Shift, kept: str | None) -> tuple[Mask, dict[str, Any]]:
-    """The mask of a function as it is now, one object for all calls that trace to the same text, and its arrays."""
+def _traced_mask(function: Callable[..., Any], shift: _Shift, padding_kind: str | None) -> tuple[Mask, dict[str, Any]]:
+    """Traces a mask function. Returns the mask, the same object for all calls with equal traces, and its arrays."""
     traced = trace_mask_function(_shifted(function, shift))
     text = traced.text
 
     def build() -> Mask:
         mask = Mask(text.name, text.node(), {})
-        return mask if kept is None else mask & _kept_keys(kept)
+        return mask if padding_kind is None else mask & _padding_mask(padding_kind)
 
-    return _MASKS.get_or_make((text, kept), build), dict(zip(text.names, traced.arrays, strict=True))
+    return _MASKS.get_or_make((text, padding_kind), build), dict(zip(text.names, traced.arrays, strict=True))
 
 
 def _shifted(function: Callable[..., Any], shift: _Shift) -> Callable[..., Any]:
@@ -196,7 +199,7 @@ def _shifted(function: Callable[..., Any], shift: _Shift) -> Callable[..., Any]:
     return model_mask
 
 
-def _kept_keys(kind: str) -> Mask:
+def _padding_mask(kind: str) -> Mask:
     if kind != "any":
         return padding("kept_keys", side=kind)
     kept = Captured("kept_keys", "bool", 2)
@@ -206,14 +209,14 @@ def _kept_keys(kind: str) -> Mask:
 def model_score(
     softcap: float | None, added: tuple[str, bool] | None, bias: tuple[str, bool] | None
 ) -> Callable[..., Any] | None:
-    """The score function of a model: capped, then a mask of numbers added, then a bias; None where it has none of it.
+    """Returns the score function of a model: softcap, then an additive mask, then a bias; None if it has none of them.
 
-    added, bias: dtype and whether a gradient is wanted, of "attn_mask" and "position_bias", of 4 dimensions.
+    added, bias: the dtype of "attn_mask" and "position_bias", of 4 dimensions, and whether they require a gradient.
     """
     arrays = [
-        Captured(name, told[0], 4, grad=told[1])
-        for name, told in (("attn_mask", added), ("position_bias", bias))
-        if told is not None
+        Captured(name, operand_type[0], 4, grad=operand_type[1])
+        for name, operand_type in (("attn_mask", added), ("position_bias", bias))
+        if operand_type is not None
     ]
     if softcap is None and not arrays:
         return None

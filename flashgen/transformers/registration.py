@@ -1,4 +1,4 @@
-"""`register`: flashgen under a name among transformers' attention implementations."""
+"""Registers flashgen as an attention implementation of transformers."""
 
 from __future__ import annotations
 
@@ -15,95 +15,97 @@ from flashgen.errors import UnsupportedError
 from flashgen.transformers.forward import attention_forward
 from flashgen.transformers.mask import attention_mask
 
-_OWN_NAMES: set[str] = set()
-_ANY_OF = ("attention_backend", "sdpa", "flash_attn", "flex_attn")  # what models of the common interface support
+_REGISTERED_NAMES: set[str] = set()
+# A model with the common attention interface supports one of these.
+_SUPPORT_FLAGS = ("attention_backend", "sdpa", "flash_attn", "flex_attn")
 
 
 def register(name: str = "flashgen", *, emulate: bool | None = None, deterministic: bool | None = None) -> None:
-    """Makes `attn_implementation="flashgen"` known to transformers, its masks included.
+    """Registers `attn_implementation="flashgen"` with transformers, including its masks.
+
+    A model with an attention of its own, which ignores attn_implementation, raises UnsupportedError when it is created
+    with that name or when `set_attn_implementation` sets it. The same holds for a model that contains such a submodel,
+    unless a dictionary gives the submodel another implementation.
 
     Args:
-        name: what models ask for.
-        emulate: run models on the CPU by the emulator; None is what `flashgen.torch.emulated()` says.
-        deterministic: gradients that are bitwise equal from run to run; None is what torch was told.
-
-    A model that computes attention by itself, and asks transformers for no implementation, is refused with
-    UnsupportedError when it is made with that name, or given it by `set_attn_implementation`; so is a model that has
-    one as a part, unless a dictionary names another implementation for that part.
+        name: the name of the implementation.
+        emulate: run models on the CPU with the emulator; None for the setting of `flashgen.torch.emulated()`.
+        deterministic: compute gradients that are bitwise equal from run to run; None for the setting of torch.
     """
     forward = functools.partial(attention_forward, emulate=emulate, deterministic=deterministic)
     AttentionInterface.register(name, forward)
     AttentionMaskInterface.register(name, attention_mask)
-    if not _OWN_NAMES:
-        _keep_own_names()
-        _check_parts()
-    _OWN_NAMES.add(name)
+    if not _REGISTERED_NAMES:
+        _accept_registered_names()
+        _check_submodels()
+    _REGISTERED_NAMES.add(name)
 
 
-def _keep_own_names() -> None:
-    """Has models take our names as they are.
+def _accept_registered_names() -> None:
+    """Patches transformers so that models use the registered names unchanged.
 
-    transformers loads flash-attn, or a kernel of its hub, for every name that contains "flash", and gives some models
-    another implementation than the one of such a name.
+    For every name that contains "flash", transformers loads flash-attn or a kernel of its hub, and it gives some models
+    another implementation.
     """
-    known = PreTrainedModel._check_and_adjust_attn_implementation
+    original = PreTrainedModel._check_and_adjust_attn_implementation
 
-    @functools.wraps(known)
+    @functools.wraps(original)
     def check(self: Any, attn_implementation: str | None, *arguments: Any, **keywords: Any) -> Any:
-        if attn_implementation not in _OWN_NAMES:
-            return known(self, attn_implementation, *arguments, **keywords)
-        _refuse_own_attention(self, attn_implementation)
+        if attn_implementation not in _REGISTERED_NAMES:
+            return original(self, attn_implementation, *arguments, **keywords)
+        _refuse_unsupported(self, attn_implementation)
         return attn_implementation
 
     PreTrainedModel._check_and_adjust_attn_implementation = check  # type: ignore[method-assign]
 
 
-def _check_parts() -> None:
-    """Has `set_attn_implementation` refuse what cannot follow it: transformers logs a warning, and changes nothing."""
-    known = PreTrainedModel.set_attn_implementation
+def _check_submodels() -> None:
+    """Patches `set_attn_implementation` to raise for unsupported models, where transformers only logs a warning."""
+    original = PreTrainedModel.set_attn_implementation
 
-    @functools.wraps(known)
+    @functools.wraps(original)
     def set_checked(self: Any, attn_implementation: Any, *arguments: Any, **keywords: Any) -> Any:
-        asked = dict(_asked(self.config, attn_implementation))
+        requested = dict(_requested(self.config, attn_implementation))
         for part in self.modules():
             if isinstance(part, PreTrainedModel):
-                name = asked.get(id(part.config), asked[id(self.config)])
-                if name in _OWN_NAMES:
-                    _refuse_own_attention(part, name)
-        return known(self, attn_implementation, *arguments, **keywords)
+                name = requested.get(id(part.config), requested[id(self.config)])
+                if name in _REGISTERED_NAMES:
+                    _refuse_unsupported(part, name)
+        return original(self, attn_implementation, *arguments, **keywords)
 
     PreTrainedModel.set_attn_implementation = set_checked  # type: ignore[method-assign]
 
 
-def _asked(config: Any, implementation: Any) -> Iterator[tuple[int, Any]]:
-    """The identity of a configuration and of each within it, and the implementation that it is to use.
+def _requested(config: Any, implementation: Any) -> Iterator[tuple[int, Any]]:
+    """Yields the identity of a configuration and of each sub-configuration, with the implementation requested for it.
 
-    implementation: a name for all of them, or a dictionary by the names of parts, in which "" is the whole.
+    implementation: a name for all of them, or a dictionary by the names of sub-configurations, where "" is the model.
     """
     by_part = isinstance(implementation, dict)
     yield id(config), implementation.get("", config._attn_implementation) if by_part else implementation
     for name in config.sub_configs:
         part = getattr(config, name, None)
         if part is not None:
-            yield from _asked(part, implementation.get(name, part._attn_implementation) if by_part else implementation)
+            own = implementation.get(name, part._attn_implementation) if by_part else implementation
+            yield from _requested(part, own)
 
 
-def _refuse_own_attention(model: Any, name: str) -> None:
-    """UnsupportedError for a model that does not ask transformers for its attention."""
+def _refuse_unsupported(model: Any, name: str) -> None:
+    """Raises UnsupportedError for a model that does not use the attention interface of transformers."""
     if _computes_by_itself(type(model)):
         why = "has an attention of its own"
-    elif not any(getattr(model, f"_supports_{what}", False) for what in _ANY_OF):
+    elif not any(getattr(model, f"_supports_{flag}", False) for flag in _SUPPORT_FLAGS):
         why = "declares no support of other attentions"
     else:
         return
     raise UnsupportedError(
-        f"{type(model).__name__} {why}, and takes no attn_implementation={name!r}: leave it out; where this is "
-        f"a part of a model, name the other parts in a dictionary, such as {{'text_config': {name!r}}}"
+        f"{type(model).__name__} {why}, and takes no attn_implementation={name!r}: leave it out; if it is part "
+        f"of a model, name the other parts in a dictionary, such as {{'text_config': {name!r}}}"
     )
 
 
 def _computes_by_itself(model: type) -> bool:
-    """Whether the files of a model's classes define an attention, and none of them has the interface."""
+    """Returns whether the modules of a model's classes define an attention, and none has an AttentionInterface."""
     names = {each.__module__ for each in model.__mro__ if issubclass(each, PreTrainedModel)} - {
         PreTrainedModel.__module__
     }

@@ -100,9 +100,9 @@ def test_packed_rows_drop_nothing() -> None:
 
     padded = attention_mask(1, LENGTH, LENGTH, attention_mask=LEFT[1:])
     for mask in (padded, torch.zeros(1, 1, LENGTH, LENGTH)):
-        with pytest.raises(UnsupportedError, match="cu_seq_lens beside an attention_mask"):
+        with pytest.raises(UnsupportedError, match="cu_seq_lens with an attention_mask"):
             packed_attention(attention_mask=mask)
-    with pytest.raises(UnsupportedError, match="cu_seq_lens beside a position_bias"):
+    with pytest.raises(UnsupportedError, match="cu_seq_lens with a position_bias"):
         packed_attention(position_bias=torch.zeros(1, 2, LENGTH, LENGTH))
 
 

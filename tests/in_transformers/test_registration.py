@@ -97,7 +97,7 @@ def test_a_mask_is_no_tensor() -> None:
     from flashgen.transformers.mask import attention_mask
 
     mask, scores = attention_mask(1, 4, 4), torch.zeros(1, 1, 4, 4)
-    with pytest.raises(UnsupportedError, match="a model asks for add of its mask"):
+    with pytest.raises(UnsupportedError, match="a model uses add of its mask"):
         scores + mask
     with pytest.raises(UnsupportedError, match="an index"):
         mask[:, :, :, :4]
