@@ -244,7 +244,7 @@ class KernelCache:
         except UnusableCache as problem:
             if not self.jit:
                 raise BuildError(f"{refusal} ({problem})") from problem
-            warn_once(problem, "until then what is built is kept in memory, by each process for itself")
+            warn_once(problem, "until then each process keeps what it builds in memory")
             return MEMORY.get_or_build(self._location(name, key), build_once)
 
     def _get_or_store(

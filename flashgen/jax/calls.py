@@ -68,7 +68,7 @@ def _call_arguments(entry: CompiledSpec, numbers: Numbers, rest: Sequence[Any]) 
 def _seed_words(seed: Any) -> list[Any]:
     """Returns a 32-bit seed as the two words that kernels read from memory, so that the host need not wait for it.
 
-    Returns nothing without a seed.
+    Returns an empty list without a seed.
     """
     return [] if seed is None else [jnp.stack([seed, jnp.zeros_like(seed)])]
 

@@ -57,7 +57,7 @@ def get_compiled(spec: Any, emulate: bool, deterministic: bool) -> tuple[Compile
     elif isinstance(spec, AttentionSpec):
         key, bound = (spec, bool(emulate), bool(deterministic)), spec.bound
     else:
-        raise ArgumentError(f"spec={spec!r}: give a flashgen.AttentionSpec, or what flashgen.compile made of one")
+        raise ArgumentError(f"spec={spec!r}: give a flashgen.AttentionSpec, or a result of flashgen.compile")
     found = _CACHE.get(key)
     if found is None:
         with _LOCK:

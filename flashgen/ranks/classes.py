@@ -83,7 +83,7 @@ def trim(scores: ScoreMatrix, given: Rectangle) -> TrimmedRectangle:
     return TrimmedRectangle(rectangle, FULL if (inside == FULL).all() else PARTIAL, _unmasked_share(inside))
 
 
-def class_of(scores: ScoreMatrix, rectangle: Rectangle) -> int:
+def classify(scores: ScoreMatrix, rectangle: Rectangle) -> int:
     """Returns EMPTY or FULL if this is proven, else PARTIAL."""
     found = trim(scores, rectangle)
     return PARTIAL if found.kind == FULL and found.rectangle != rectangle else found.kind

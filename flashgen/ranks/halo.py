@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from flashgen.analysis.intervals.evaluation import EMPTY
 from flashgen.ranks.blocks import Block, Step
-from flashgen.ranks.classes import Rectangle, ScoreMatrix, class_of, trim, unmasked_share
+from flashgen.ranks.classes import Rectangle, ScoreMatrix, classify, trim, unmasked_share
 from flashgen.ranks.layout import Layout, Stretch
 
 _RIM_LIMIT = 2  # rims have at most 1/2 of the rows: beyond that a ring overlaps more computation with communication
@@ -166,7 +166,7 @@ def _build_rim(scores: ScoreMatrix, keys: Layout, stretch_q: Stretch, stretch_k:
     row, positions = stretch_q.row_of(theirs.q), (theirs.q, first)
     owner, their_row = keys.place(theirs.k)
     return Rim(
-        Block(row, both.rows, 0, both.keys, *positions, class_of(scores, both), unmasked_share(scores, both)),
+        Block(row, both.rows, 0, both.keys, *positions, classify(scores, both), unmasked_share(scores, both)),
         owner,
         Rows(their_row, theirs.keys),
         Rows(stretch_k.row_of(own_first), own_end - own_first),

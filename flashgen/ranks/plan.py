@@ -13,7 +13,7 @@ from flashgen.language.masks import full
 from flashgen.language.operations import INDICES, KEY, LEN_K, LEN_Q, QUERY
 from flashgen.language.spec import AttentionSpec
 from flashgen.ranks.blocks import Block, Step, joined_ranges
-from flashgen.ranks.classes import Rectangle, ScoreMatrix, class_of, depends_on_distance_only, trim
+from flashgen.ranks.classes import Rectangle, ScoreMatrix, classify, depends_on_distance_only, trim
 from flashgen.ranks.halo import Halo, build_halos
 from flashgen.ranks.layout import Layout
 
@@ -152,10 +152,10 @@ class Plan:
                 moved = (starts_q[0] + i * chunk_q, starts_k[0] + j * chunk_k)
                 if moved[0] + chunk_q > self.queries.length or moved[1] + chunk_k > self.keys.length:
                     return False
-                kind = class_of(self._scores, Rectangle(q, chunk_q, k, chunk_k))
+                kind = classify(self._scores, Rectangle(q, chunk_q, k, chunk_k))
                 seen.add(kind)
                 if moved[0] - moved[1] != q - k:
-                    moved_kind = class_of(self._scores, Rectangle(moved[0], chunk_q, moved[1], chunk_k))
+                    moved_kind = classify(self._scores, Rectangle(moved[0], chunk_q, moved[1], chunk_k))
                     if kind == PARTIAL or kind != moved_kind:
                         return False
         return PARTIAL in seen and len(starts_q) * len(starts_k) > 1
@@ -163,7 +163,7 @@ class Plan:
     def kind(self, queries: int, keys: int) -> int:
         """Returns EMPTY, FULL or PARTIAL for the scores of two chunks, numbered in the order of positions."""
         chunk_q, chunk_k = self.queries.chunk, self.keys.chunk
-        return class_of(self._scores, Rectangle(queries * chunk_q, chunk_q, keys * chunk_k, chunk_k))
+        return classify(self._scores, Rectangle(queries * chunk_q, chunk_q, keys * chunk_k, chunk_k))
 
     # Communication ----------------------------------------------------------------------------------------------------
 

@@ -1,8 +1,8 @@
-"""Kernels built beforehand: makes a folder of sources, cubins and `manifest.json` from a request, and checks it.
+"""Prebuilt kernels: builds a folder of sources, cubins and `manifest.json` from a request, and checks such a folder.
 
-`build` needs NVRTC and no GPU, or nothing at all with `sources_only`. A folder that it wrote is used by naming it in
-FLASHGEN_RELEASE: kernels are then looked up there first, on machines without NVRTC too. Programs that are not Python
-find in its manifest how each kernel is launched, and beside each cubin a C++ header that says the same.
+`build` needs NVRTC but no GPU, and with `sources_only` neither. FLASHGEN_RELEASE names a folder to use: kernels are
+then first searched there, also on machines without NVRTC. For programs in other languages the manifest describes how
+each kernel is launched, and a C++ header next to each cubin does the same.
 """
 
 from flashgen.release.check import Finding, check, stale

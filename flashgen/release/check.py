@@ -1,4 +1,4 @@
-"""Checks whether a release folder is what was built, and what this version of flashgen would build."""
+"""Checks whether a release folder is unaltered, and whether it matches what this version of flashgen would build."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from flashgen.release.request import read_requests
 
 @dataclass(frozen=True)
 class Finding:
-    """Something wrong with a release folder: the file, and what is wrong with it."""
+    """A problem of a release folder: the file, and what is wrong with it."""
 
     path: str
     problem: str
 
 
 def check(folder: Path | str) -> list[Finding]:
-    """Findings where a file is missing or altered, or something else stands in the folder; none for a good one.
+    """Returns a finding for each file of a release folder that is missing, altered or not in the manifest.
 
-    Raises BuildError where there is no such folder.
+    Raises BuildError if the folder does not exist.
     """
     folder = Path(folder)
     if not folder.is_dir():
@@ -36,16 +36,16 @@ def check(folder: Path | str) -> list[Finding]:
     except BuildError as error:
         return [Finding(MANIFEST, str(error).removeprefix(f"{folder / MANIFEST} "))]
     kernels = release.manifest["kernels"]
-    findings = [finding for kernel in kernels for finding in _wrong_with(release, kernel)]
-    named = {file["path"] for kernel in kernels for file in kernel["files"].values()}
-    extra = sorted({path.name for path in folder.iterdir()} - named - {MANIFEST})
-    return findings + [Finding(name, f"is not named in {MANIFEST}") for name in extra]
+    findings = [finding for kernel in kernels for finding in _find_problems(release, kernel)]
+    listed = {file["path"] for kernel in kernels for file in kernel["files"].values()}
+    extra = sorted({path.name for path in folder.iterdir()} - listed - {MANIFEST})
+    return findings + [Finding(name, f"is not listed in {MANIFEST}") for name in extra]
 
 
 def stale(manifest_path: Path | str, folder: Path | str) -> list[Finding]:
-    """Which sources of a folder differ from those that this version of flashgen makes of a release manifest.
+    """Returns a finding for each source that differs from what this version of flashgen emits for a release manifest.
 
-    Cubins are not compared: they depend on the compiler. Raises what `build` raises for a manifest that is wrong.
+    Cubins are not compared, because they depend on the compiler. Raises the errors of `build` for a wrong manifest.
     """
     folder = Path(folder)
     expected = {f"{kernel.stem}.cu": kernel.rendered.source for kernel in emit(read_requests(manifest_path))}
@@ -57,10 +57,10 @@ def stale(manifest_path: Path | str, folder: Path | str) -> list[Finding]:
         elif path.read_bytes() != source.encode():
             findings.append(Finding(name, "differs from what is emitted now"))
     extra = sorted({path.name for path in folder.glob("*.cu")} - set(expected))
-    return findings + [Finding(name, "is no longer asked for") for name in extra]
+    return findings + [Finding(name, "is no longer requested") for name in extra]
 
 
-def _wrong_with(release: PrebuiltFolder, kernel: Mapping[str, Any]) -> Iterator[Finding]:
+def _find_problems(release: PrebuiltFolder, kernel: Mapping[str, Any]) -> Iterator[Finding]:
     damaged = False
     for file in kernel["files"].values():
         try:

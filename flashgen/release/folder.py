@@ -1,4 +1,4 @@
-"""Builds a folder of sources, cubins, headers and `manifest.json`: the same bytes for a request anywhere."""
+"""Builds a folder of sources, cubins, headers and `manifest.json`. A request gives the same bytes on every machine."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from flashgen.language.spec import AttentionSpec
 from flashgen.release.launch_facts import FORMULAS, launch_facts, step_facts
 from flashgen.release.launch_header import launch_header
 from flashgen.release.request import AnyRequest, Step, read_requests
-from flashgen.release.writing import earlier_files, write_folder
+from flashgen.release.writing import previous_files, write_folder
 
 Progress = Callable[[int, int, str], None]
-"""Called after each kernel with how many are done, how many there are, and the kernel's name."""
+"""Called after each kernel with the number of finished kernels, the total, and the name of the kernel."""
 
 
 @dataclass(frozen=True)
 class EmittedKernel:
-    """A kernel of a release before it is compiled, the spec that it is of, if any, and the facts of its launch."""
+    """A kernel of a release before compilation, with its spec, if any, and the facts of its launch."""
 
     spec: AttentionSpec | None
     rendered: RenderedKernel
@@ -38,59 +38,59 @@ class EmittedKernel:
 
     @property
     def stem(self) -> str:
-        """The name of its files, without the ending."""
+        """The name of its files, without the extension."""
         return readable_name(self.rendered.name)
 
 
 def build(
     manifest_path: Path | str, out: Path | str, *, sources_only: bool = False, progress: Progress | None = None
 ) -> Mapping[str, Any]:
-    """Build everything that a release manifest asks for; returns the content of the `manifest.json` written.
+    """Builds everything that a release manifest requests. Returns the content of the `manifest.json` that it writes.
 
-    A folder of an earlier release is brought up to date: files of kernels that are no longer asked for are removed,
-    unless somebody changed them since. Where it cannot be written, it stays as it was.
+    The folder of an earlier release is updated: files of kernels that are no longer requested are removed, unless they
+    have been changed. If the folder cannot be written, it stays as it was.
 
     Args:
-        manifest_path: TOML or JSON as `flashgen.release.request` describes it.
-        out: the folder; made if it is not there. One that holds something else is refused.
-        sources_only: write no cubins, and so need no NVRTC. Nothing can be run from such a folder.
+        manifest_path: a TOML or JSON file, described in `flashgen.release.request`.
+        out: the folder, created if it does not exist. A folder with other content is rejected.
+        sources_only: write no cubins, which needs no NVRTC. The kernels of such a folder cannot be run.
         progress: called after each kernel.
 
     Raises:
-        SpecError: the manifest asks for something that cannot be declared.
-        UnsupportedError: a target cannot run a spec that is asked for; the message names both.
+        SpecError: the manifest requests something invalid.
+        UnsupportedError: a target cannot run a requested spec; the message names both.
         BuildError: a kernel does not compile, NVRTC is missing, or the folder cannot be written.
     """
     out = Path(out)
-    earlier = earlier_files(out)
+    previous = previous_files(out)
     emitted = emit(read_requests(manifest_path))
     entries = _without_cubins(emitted, progress) if sources_only else _compiled(emitted, progress)
     version = None if sources_only else nvrtc.version()
     files: dict[str, bytes] = {}
-    kernels = [_described(kernel, entry, version, files) for kernel, entry in zip(emitted, entries, strict=True)]
+    kernels = [_describe_kernel(kernel, entry, version, files) for kernel, entry in zip(emitted, entries, strict=True)]
     manifest = {
         "format": MANIFEST_FORMAT,
         "formulas": FORMULAS,
         "nvrtc_version": list(version) if version else None,
         "kernels": kernels,
     }
-    write_folder(out, files, manifest_text(manifest).encode(), earlier)
+    write_folder(out, files, manifest_text(manifest).encode(), previous)
     return manifest
 
 
 def emit(requests: Iterable[AnyRequest]) -> tuple[EmittedKernel, ...]:
-    """The kernels that the requests need, by file name. Raises UnsupportedError naming spec and target."""
+    """Emits the kernels that the requests need, sorted by file name. Raises UnsupportedError naming spec and target."""
     kernels: dict[str, EmittedKernel] = {}
     for request in requests:
-        for kernel in _kernels_of(request):
+        for kernel in _emit_request(request):
             other = kernels.setdefault(kernel.stem, kernel)
             if other.rendered.source != kernel.rendered.source:
                 raise BuildError(f"two different kernels of the release would both be written to {kernel.stem}.cu")
     return tuple(kernels[stem] for stem in sorted(kernels))
 
 
-def _kernels_of(request: AnyRequest) -> Iterator[EmittedKernel]:
-    """Every kernel that calls of the spec launch, as `flashgen.attention` renders them."""
+def _emit_request(request: AnyRequest) -> Iterator[EmittedKernel]:
+    """Yields every kernel that calls of a requested spec launch, as rendered by `flashgen.attention`."""
     if isinstance(request, Step):
         rendered = request.rendered()
         yield EmittedKernel(None, rendered, step_facts(rendered))
@@ -118,17 +118,17 @@ def _without_cubins(emitted: Sequence[EmittedKernel], progress: Progress | None)
 
 
 def _compiled(emitted: Sequence[EmittedKernel], progress: Progress | None) -> list[Entry | None]:
-    """The kernels, compiled into the ordinary cache, so that a broken build goes on where it stopped."""
+    """Compiles the kernels into the kernel cache, so that an interrupted build resumes where it stopped."""
     cache = KernelCache(default_root())
-    nvrtc.version()  # loaded once, before threads ask for it
+    nvrtc.version()  # loads NVRTC before threads use it
 
-    def one(kernel: EmittedKernel) -> Entry:
+    def compile_kernel(kernel: EmittedKernel) -> Entry:
         rendered = kernel.rendered
         return cache.load_or_compile(rendered.name, rendered.source, rendered.target.architecture)
 
     entries: list[Entry | None] = []
     with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
-        futures = [pool.submit(one, kernel) for kernel in emitted]
+        futures = [pool.submit(compile_kernel, kernel) for kernel in emitted]
         try:
             for kernel, future in zip(emitted, futures, strict=True):
                 entries.append(future.result())
@@ -140,10 +140,10 @@ def _compiled(emitted: Sequence[EmittedKernel], progress: Progress | None) -> li
     return entries
 
 
-def _described(
+def _describe_kernel(
     kernel: EmittedKernel, entry: Entry | None, version: tuple[int, int] | None, files: dict[str, bytes]
 ) -> dict[str, Any]:
-    """A kernel's part of `manifest.json`; its files are added to `files`."""
+    """Returns the entry of a kernel in `manifest.json`, and adds its files to `files`."""
     rendered, architecture = kernel.rendered, kernel.rendered.target.architecture
     described: dict[str, Any] = {
         "name": rendered.name,
@@ -153,25 +153,25 @@ def _described(
         "spec": json.loads(kernel.spec.to_json()) if kernel.spec else None,
         "threads": rendered.threads,
         "shared_bytes": rendered.shared_bytes,
-        "files": {"source": _file(f"{kernel.stem}.cu", rendered.source.encode(), files)},
+        "files": {"source": _add_file(f"{kernel.stem}.cu", rendered.source.encode(), files)},
     }
     described |= kernel.launch
     if entry is not None and version is not None:
         described["key"] = kernel_key(rendered.source, architecture, nvrtc.options(architecture, version), version)
         described["nvrtc_version"] = list(version)
         described["resources"] = entry.resources.to_dict()
-        described["files"]["cubin"] = _file(f"{kernel.stem}.cubin", entry.cubin, files)
-        described["files"]["header"] = _file(f"{kernel.stem}.h", launch_header(described).encode(), files)
+        described["files"]["cubin"] = _add_file(f"{kernel.stem}.cubin", entry.cubin, files)
+        described["files"]["header"] = _add_file(f"{kernel.stem}.h", launch_header(described).encode(), files)
     return described
 
 
-def _file(name: str, data: bytes, files: dict[str, bytes]) -> dict[str, Any]:
+def _add_file(name: str, data: bytes, files: dict[str, bytes]) -> dict[str, Any]:
     files[name] = data
     return {"path": name, **describe(data)}
 
 
 def manifest_text(manifest: Mapping[str, Any]) -> str:
-    """Canonical JSON with a line for every fact of a kernel, for people and for diffs.
+    """Serializes a manifest to canonical JSON that is readable in diffs, with one line per fact of a kernel.
 
     Objects in a list, such as the members of an argument struct, have a line each.
     """

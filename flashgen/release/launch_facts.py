@@ -1,7 +1,7 @@
-"""How a kernel of a release is launched: its grid and its arguments, for programs that use CUDA's driver API.
+"""Describes the launch of a released kernel, its grid and arguments, for programs that use the CUDA driver API.
 
-Numbers that follow from the sizes of a call are formulas of them, in C++: of integers, `+ * /`, `min`, `max`, and
-`ceil_div(a, b)`, which is a / b rounded up. They are what calls launch by, with names in place of numbers.
+Numbers that depend on the sizes of a call are C++ formulas: integer expressions with `+ * /`, `min`, `max`, and
+`ceil_div(a, b)`, which is a / b rounded up. Calls from Python use the same formulas with numbers in place of names.
 """
 
 from __future__ import annotations
@@ -22,65 +22,70 @@ from flashgen.language.operations import Capture
 from flashgen.language.spec import AttentionSpec
 
 FORMULAS = (
-    "grid and value in C++'s integers, of a call's batch, heads_q, heads_kv, len_q, len_k, of a ragged batch's total_q "
-    "and total_k, its arrays' rows, of the GPU's multiprocessors, of count, the elements of a captured array, and of "
-    "splits, into how many parts the caller splits the keys; ceil_div(a, b) is a / b rounded up"
+    "grid and value are C++ integer expressions over: batch, heads_q, heads_kv, len_q and len_k of a call; total_q and "
+    "total_k, the rows of the arrays of a varlen batch; multiprocessors of the GPU; count, the elements of a captured "
+    "array; and splits, the number of splits of the keys that the caller chooses; ceil_div(a, b) is a / b rounded up"
 )
+
+_UNSPECIFIED_ORDER = "in an unspecified order of elements"
 
 
 def launch_facts(kernels: Mapping[str, RenderedKernel], spec: AttentionSpec) -> dict[str, dict[str, Any]]:
-    """What a manifest says about the launches of a pass, by part, as JSON; threads and shared memory stand elsewhere.
+    """Returns the launch facts of the kernels of a pass for a manifest, by part, without threads and shared memory.
 
-    kernels: all of the pass, as `flashgen.codegen.stages.kernels_of` gives them.
+    kernels: all kernels of the pass, as returned by `flashgen.codegen.stages.kernels_of`.
     """
     backward = "prepare" in kernels
     return {part: _facts(part, kernel, spec, backward) for part, kernel in kernels.items()}
 
 
 def step_facts(kernel: RenderedKernel) -> dict[str, Any]:
-    """The same of a kernel of no spec, whose members are all the caller's."""
+    """Returns the launch facts of a kernel without a spec. The caller sets all members of its arguments."""
     return {
         "part": kernel.role,
         "grid": dict(zip("xyz", map(str, kernel.grid(NAMED_SIZES)), strict=True)),
         "argument_bytes": struct.calcsize(kernel.layout.format),
-        "arguments": _arguments(kernel.layout, {}, _MEANINGS_OF_STEPS[kernel.role] | _MEANINGS_OF_PARTS),
+        "arguments": _arguments(kernel.layout, {}, _STEP_MEANINGS[kernel.role] | _PARTIAL_MEANINGS),
     }
 
 
-_MEANINGS_OF_STEPS = {
+_STEP_MEANINGS = {
     "append": {
         **{f"{name}_new": f"new {what}, 16-bit" for name, what in (("k", "keys"), ("v", "values"))},
         **{name: f"pages of {what}, written" for name, what in (("k", "keys"), ("v", "values"))},
-        **{f"{name}_strides": f"of {name}; batch is a page's in k and v" for name in ("k_new", "v_new", "k", "v")},
+        **{
+            f"{name}_strides": f"strides of {name}; batch is the stride of a page in k and v"
+            for name in ("k_new", "v_new", "k", "v")
+        },
         "page_table": "(batch, pages of a sequence), int32",
         "tokens": "new keys of each sequence; count is tokens * heads * max(head_dim, value_dim) / 8",
-        "heads": "of k and v",
-        "head_dim": "of k, a multiple of 8",
-        "value_dim": "of v, a multiple of 8",
+        "heads": "heads of k and v",
+        "head_dim": "head dim of k, a multiple of 8",
+        "value_dim": "head dim of v, a multiple of 8",
         "page_size": "keys of a page",
-        "pages": "that k and v have",
+        "pages": "pages of k and v",
     },
     "merge": {
         "o": "the merged output",
         "lse": "the merged LSE, (batch, heads, len_q)",
         "rows": "batch * heads * len_q; count is rows << lane_bits",
-        "dim": "of a row, a multiple of 8 up to 256",
+        "dim": "elements of a row, a multiple of 8 up to 256",
         "heads": "query heads",
         "len_q": "queries",
     },
 }
-_MEANINGS_OF_PARTS = {f"out{i}": f"the output of part {i}, contiguous" for i in range(MOST_PARTS)} | {
-    f"lse{i}": "its LSE, (batch, heads, len_q)" for i in range(MOST_PARTS)
+_PARTIAL_MEANINGS = {f"out{i}": f"partial output {i}, contiguous" for i in range(MOST_PARTS)} | {
+    f"lse{i}": f"LSE of partial output {i}, (batch, heads, len_q)" for i in range(MOST_PARTS)
 }
 
 
 def _facts(part: str, kernel: RenderedKernel, spec: AttentionSpec, backward: bool) -> dict[str, Any]:
-    values = {name: _texts(value) for name, value in struct_values(kernel, spec, NAMED_SIZES).items()}
+    values = {name: _formula_texts(value) for name, value in struct_values(kernel, spec, NAMED_SIZES).items()}
     facts: dict[str, Any] = {
         "part": "backward_lists" if backward and part == "lists" else part,
         "grid": dict(zip("xyz", map(str, kernel.grid(NAMED_SIZES)), strict=True)),
         "argument_bytes": struct.calcsize(kernel.layout.format),
-        "arguments": _arguments(kernel.layout, values, _meanings(spec)),
+        "arguments": _arguments(kernel.layout, values, _member_meanings(spec)),
     }
     if kernel.plan is not None:
         facts["plan"] = dataclasses.asdict(kernel.plan)
@@ -89,14 +94,14 @@ def _facts(part: str, kernel: RenderedKernel, spec: AttentionSpec, backward: boo
     return facts
 
 
-def _texts(value: Any) -> str | list[str]:
+def _formula_texts(value: Any) -> str | list[str]:
     return [str(each) for each in value] if isinstance(value, tuple) else str(value)
 
 
 def _arguments(
     layout: ArgumentLayout, values: Mapping[str, str | list[str]], meanings: Mapping[str, str]
 ) -> list[dict[str, Any]]:
-    """The members of the struct in their order."""
+    """Returns the members of the argument struct in order."""
     members = []
     for field in layout.fields:
         member: dict[str, Any] = {"name": field.name, "type": field.type, "offset": layout.offset(field.name)}
@@ -109,52 +114,52 @@ def _arguments(
     return members
 
 
-def _meanings(spec: AttentionSpec) -> dict[str, str]:
-    """What members are, unless a comment at their declaration says it."""
+def _member_meanings(spec: AttentionSpec) -> dict[str, str]:
+    """Returns the meanings of members that have no comment at their declaration."""
     head, value = spec.head_dim, spec.value_dim
     rows = {"q": "queries", "k": "keys", "v": "values", "o": "output"}
     rows |= {f"d{name}": f"gradient of {name}" for name in "qkv"} | {"d_o": "gradient of the output"}
-    meanings = {f"{name}_strides": f"of {name}" for name in rows}
+    meanings = {f"{name}_strides": f"strides of {name}" for name in rows}
     for name, what in rows.items():
         heads, length = ("heads_kv", "len_k") if name[-1] in "kv" else ("heads_q", "len_q")
         meanings[name] = f"{what}, (batch, {heads}, {length}, {value if name[-1] in 'vo' else head})"
         meanings[f"{name}_map"] = f"CUtensorMap of {name}: see maps"
-    meanings["lse"] = "log-sum-exp of each row, (batch, heads_q, len_q), or null where it is not wanted"
+    meanings["lse"] = "log-sum-exp of each row, (batch, heads_q, len_q), or null if it is not needed"
     meanings["d_lse"] = "gradient of lse, or null"
-    meanings["dq_sums"] = "sums of dq, float32, (batch, heads_q, rows, padded head_dim), in an order of their own"
+    meanings["dq_sums"] = f"dq accumulator, float32, (batch, heads_q, rows, padded head_dim), {_UNSPECIFIED_ORDER}"
     for name, dim in (("dk", "head_dim"), ("dv", "value_dim")):
         shape = f"(batch, heads_kv, keys, padded {dim})"
-        meanings[f"{name}_sums"] = f"sums of {name} over query heads, float32, {shape}, in an order of their own"
-    meanings["part_sums"] = "sums of dk and dv of the tiles in parts, float32, in an order of their own"
-    meanings["statistics"] = "LSE to the base 2, and D, of each row, (batch, heads_q, rows, 2)"
-    meanings |= {"tile_counts": "tiles of each list", "tile_offsets": "where each list begins in tile_entries"}
-    meanings |= {"tile_entries": "tile << 1 | 1 where no element is masked", "list_strides": "from list to list"}
-    meanings |= {"counts": "tiles of each list, written", "offsets": "where each list begins in entries"}
-    meanings |= {"entries": "tile << 1 | 1 where no element is masked, written"}
-    meanings["seed"] = "the dropout's seed in the GPU's memory, 8 bytes, or null where the next two hold it"
-    meanings |= {"seed_low": "of the dropout's seed the low half", "seed_high": "the high half"}
-    meanings |= {"offset": "of the dropout's counter"}
-    meanings |= {"heads_q": "query heads", "heads_kv": "heads of k and v", "heads_per_kv": "query heads of each of k"}
+        meanings[f"{name}_sums"] = f"{name} accumulator over query heads, float32, {shape}, {_UNSPECIFIED_ORDER}"
+    meanings["part_sums"] = f"accumulators of dk and dv of split tiles, float32, {_UNSPECIFIED_ORDER}"
+    meanings["statistics"] = "base-2 LSE and D of each row, (batch, heads_q, rows, 2)"
+    meanings |= {"tile_counts": "tiles of each list", "tile_offsets": "start of each list in tile_entries"}
+    meanings |= {"tile_entries": "tile << 1 | 1 if no element is masked", "list_strides": "strides between lists"}
+    meanings |= {"counts": "tiles of each list, written", "offsets": "start of each list in entries"}
+    meanings |= {"entries": "tile << 1 | 1 if no element is masked, written"}
+    meanings["seed"] = "dropout seed in GPU memory, 8 bytes, or null if seed_low and seed_high hold it"
+    meanings |= {"seed_low": "low half of the dropout seed", "seed_high": "high half of the dropout seed"}
+    meanings |= {"offset": "offset of the dropout counter"}
+    meanings |= {"heads_q": "query heads", "heads_kv": "heads of k and v", "heads_per_kv": "query heads per head of k"}
     meanings |= {"batch": "sequences", "len_q": "queries", "len_k": "keys", "count": "elements of the captured array"}
-    meanings |= _ragged_meanings(rows, head, value) if spec.is_ragged else {}
+    meanings |= _varlen_meanings(rows, head, value) if spec.is_ragged else {}
     if spec.page_size:
         of_page = f"(pages, {spec.page_size}, heads_kv"
         meanings |= {"k": f"pages of keys, {of_page}, {head})", "v": f"pages of values, {of_page}, {value})"}
-    meanings["sums"] = "of the gradient, which the kernel of keys added up"
+    meanings["sums"] = "accumulator of the gradient, written by the dK/dV kernel"
     for capture in spec.captures:
         meanings |= _capture_meanings(capture)
     return meanings
 
 
-def _ragged_meanings(rows: Mapping[str, str], head: int, value: int) -> dict[str, str]:
-    """What members of ragged batches' kernels are, where that is another thing; `rows`: the arrays of rows."""
-    meanings = {"len_q": "queries of a sequence, at most", "len_k": "keys of it, at most"}
+def _varlen_meanings(rows: Mapping[str, str], head: int, value: int) -> dict[str, str]:
+    """Returns the meanings of members that differ for varlen batches. rows: the arrays of rows and what they hold."""
+    meanings = {"len_q": "maximum queries of a sequence", "len_k": "maximum keys of a sequence"}
     for name, what in rows.items():
         heads, total = ("heads_kv", "total_k") if name[-1] in "kv" else ("heads_q", "total_q")
         meanings[name] = f"{what}, ({total}, {heads}, {value if name[-1] in 'vo' else head})"
-    meanings["lse"] = "log-sum-exp of each row, (heads_q, total_q), or null where it is not wanted"
-    meanings["dq_sums"] = "sums of dq, float32, (heads_q, rows, padded head_dim), in an order of their own"
-    meanings["statistics"] = "LSE to the base 2, and D, of each row, (heads_q, rows, 2)"
+    meanings["lse"] = "log-sum-exp of each row, (heads_q, total_q), or null if it is not needed"
+    meanings["dq_sums"] = f"dq accumulator, float32, (heads_q, rows, padded head_dim), {_UNSPECIFIED_ORDER}"
+    meanings["statistics"] = "base-2 LSE and D of each row, (heads_q, rows, 2)"
     return meanings
 
 
@@ -164,58 +169,61 @@ def _capture_meanings(capture: Capture) -> dict[str, str]:
         return {name: f"the number {capture.name}"}
     return {
         name: f"the array {capture.name}, {capture.dtype}",
-        f"{name}_stride": "of its axes, in bytes",
-        f"{name}_size": "of its axes",
-        f"d_{name}": f"sums of the gradient of {capture.name}, zeros at first; 8 to an element where deterministic",
+        f"{name}_stride": f"strides of the axes of {capture.name}, in bytes",
+        f"{name}_size": f"sizes of the axes of {capture.name}",
+        f"d_{name}": f"gradient accumulator of {capture.name}, initially 0; 8 per element if deterministic",
     }
 
 
 # ---- tensor maps
 
 
-_OF_PANELS = ("row", "panel", "group", "page")  # of 8 rows a group: of pages of which a copy has several panels
+_PANEL_STRIDES = ("row", "panel", "group", "page")  # for copies of several panels of a page; a group has 8 rows
 
 
 def _map(name: str, kernel: RenderedKernel, spec: AttentionSpec) -> dict[str, Any]:
-    """What cuTensorMapEncodeTiled is told of an array; in every map steps of 1, no interleaving, zeros outside."""
+    """Returns the arguments of cuTensorMapEncodeTiled for an array.
+
+    All maps have element strides of 1, no interleaving, and zeros outside of the array.
+    """
     columns = spec.value_dim if name in VALUE_WIDE else spec.head_dim
     rows, heads = ("len_q", "heads_q") if name in OF_QUERIES else ("len_k", "heads_kv")
     box = kernel.boxes[name]
-    if spec.page_size and len(box) == len(_OF_PANELS):
+    if spec.page_size and len(box) == len(_PANEL_STRIDES):
         panel, group, joined, _ = box
         return {
-            **_map_of(name, spec, (*box, 1)),
+            **_map_facts(name, spec, (*box, 1)),
             "sizes": [
                 *(str(panel), str(group), f"(heads_kv - 1) * {name}_head_panels + {joined}"),
                 *(str(spec.page_size // group), "pages"),
             ],
-            "strides": list(_OF_PANELS),
+            "strides": list(_PANEL_STRIDES),
         }
     box = (*box, 1, 1, 1)[:4]
     if spec.page_size and name not in OF_QUERIES:
         return {
-            **_map_of(name, spec, box),
+            **_map_facts(name, spec, box),
             "sizes": [str(columns), str(spec.page_size), heads, "pages"],
             "strides": ["row", "head", "page"],
         }
     if spec.is_ragged:
         total = "total_q" if name in OF_QUERIES else "total_k"
         return {
-            **_map_of(name, spec, box),
+            **_map_facts(name, spec, box),
             "sizes": [str(columns), str(MAP_ROWS), heads, f"{total} + 1"],
             "strides": ["row", "head", "row"],
             "rows_before": MAP_ROWS,
         }
     packed = kernel.plan.packed_heads > 1 and name in OF_QUERIES
     return {
-        **_map_of(name, spec, box),
+        **_map_facts(name, spec, box),
         "sizes": [str(columns), heads, rows, "batch"] if packed else [str(columns), rows, heads, "batch"],
         "strides": ["head", "row", "batch"] if packed else ["row", "head", "batch"],
     }
 
 
-def _map_of(name: str, spec: AttentionSpec, box: tuple[int, ...]) -> dict[str, Any]:
-    """What every map says. One of a ragged batch also that it begins `rows_before` rows before the array's address."""
+def _map_facts(name: str, spec: AttentionSpec, box: tuple[int, ...]) -> dict[str, Any]:
+    """Returns the facts of every map. A map of a varlen batch starts `rows_before` rows before the array's address."""
     return {
         "member": f"{name}_map",
         "array": name,

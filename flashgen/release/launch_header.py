@@ -1,4 +1,4 @@
-"""Makes a C++ header of a kernel's part of a release manifest: all that a program needs to launch its cubin."""
+"""Renders a C++ header with all that a program needs to launch a cubin, from a kernel's entry in a release manifest."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _IDENTIFIER = re.compile(r"[A-Za-z_]\w*")
 
 
 def launch_header(kernel: Mapping[str, Any]) -> str:
-    """The text of the header of a kernel with a cubin, as the manifest describes it. It includes nothing of CUDA."""
+    """Returns the header of a kernel with a cubin, given its entry in the manifest. It includes no CUDA headers."""
     members = kernel["arguments"]
     formulas = " ".join([*kernel["grid"].values(), *(" ".join(_formulas(member)) for member in members)])
     used = set(_IDENTIFIER.findall(formulas))
@@ -37,14 +37,14 @@ def launch_header(kernel: Mapping[str, Any]) -> str:
 
 
 def _sizes(kernel: Mapping[str, Any], used: set[str]) -> tuple[str, ...]:
-    """What a launch is told: of a spec's kernels all sizes of a call, or the elements of an array."""
+    """Returns the parameters of a launch: all sizes of a call, or the element count of an array."""
     if kernel["spec"] is None:
         return tuple(name for name in ("batch", "count") if name in used)
     return ("count",) if "count" in used else (*SIZE_NAMES, *(name for name in _TOTALS if name in used))
 
 
 def struct_name(name: str) -> str:
-    """The C++ name of a kernel: `fwd_sm80_bf16_d64_causal_1a2b3c4d`."""
+    """Returns the C++ name of a kernel, such as `fwd_sm80_bf16_d64_causal_1a2b3c4d`."""
     return re.sub(r"\W", "_", name)
 
 

@@ -1,31 +1,31 @@
-"""Reads a release manifest as a person writes it (TOML or JSON): the specs and targets that it asks for.
+"""Reads a hand-written release manifest (TOML or JSON): the specs and targets that are requested.
 
     [[kernels]]                                   # any number of groups; each is the product of its lists
     mask = ["causal()", "causal() & sliding_window(1024)"]
-    score = ["", "softcap(30)"]                   # "" is no score function
+    score = ["", "softcap(30)"]                   # "" means no score function
     head_dim = [64, 128]
     dtype = ["float16", "bfloat16"]
     target = ["sm_80", "sm_90a"]
 
     [[kernels]]
-    spec = '{...}'                                # a spec's own JSON, in place of all that describes one
+    spec = '{...}'                                # the JSON of a spec, in place of its separate fields
     target = "sm_80"
-    passes = ["forward", "decode", "backward"]    # all of these; "forward" where nothing is said; "decode" is what
-                                                  # calls of few queries over many keys launch
-    deterministic = [false, true]                 # which kernels of the backward; false where nothing is said
-    heads_per_kv = [1, 4]                         # query heads on a head of k and v: also what calls of some sizes
-                                                  # launch then; where nothing is said, what all others do alone
+    passes = ["forward", "decode", "backward"]    # builds all of these; default "forward"; "decode" is for calls of
+                                                  # few queries over many keys
+    deterministic = [false, true]                 # kinds of backward kernels; default false
+    heads_per_kv = [1, 4]                         # query heads per head of k and v: adds the kernels that calls of
+                                                  # some sizes launch; default: only the kernels of default plans
 
-    [[kernels]]                                   # what a server launches beside attention, of no spec
+    [[kernels]]                                   # kernels without a spec that a server launches besides attention
     step = ["append_kv", "merge_states"]
-    dtype = "bfloat16"                            # of outputs that are merged
-    layout = "bshd"                               # of them; "bhsd" where nothing is said
-    parts = [2, 3]                                # how many are merged; 2 where nothing is said
+    dtype = "bfloat16"                            # dtype of the merged outputs
+    layout = "bshd"                               # layout of the merged outputs; default "bhsd"
+    parts = [2, 3]                                # number of merged outputs; default 2
     target = "sm_90a"
 
-Every value may be one or a list. `value_dim`, `scale`, `layout`, `dropout`, `page_size` and `kv_dtype` may be given
-too, as for `AttentionSpec`, and `sink` as the name of a float32 capture, which is learned where the backward is asked
-for.
+Every value may be a single value or a list. The fields `value_dim`, `scale`, `layout`, `dropout`, `page_size` and
+`kv_dtype` of `AttentionSpec` are accepted too. `sink` is the name of a float32 capture, which has a gradient if the
+backward is requested.
 """
 
 from __future__ import annotations
@@ -58,15 +58,15 @@ _ARGUMENTS = (
 )
 _KEYS = ("spec", "target", "passes", "deterministic", "heads_per_kv", *_ARGUMENTS, "step", "parts")
 _STEPS = ("append_kv", "merge_states")
-_KEYS_OF_STEPS = ("step", "target", "dtype", "layout", "parts")
+_STEP_KEYS = ("step", "target", "dtype", "layout", "parts")
 
 
 @dataclass(frozen=True)
 class Request:
-    """A spec to be built for a target: the kernels of these passes, and whether the backward is deterministic.
+    """A spec to build for a target: its passes, and whether the backward is deterministic.
 
-    heads_per_kv: query heads that share a head of k and v, of calls whose sizes choose other plans; 0 for the default
-    plans alone.
+    heads_per_kv: query heads per head of k and v. It selects the additional kernels that calls of some sizes launch; 0
+    for only the kernels of the default plans.
     """
 
     spec: AttentionSpec
@@ -78,7 +78,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Step:
-    """A kernel beside attention, to be built for a target: "append_kv", or "merge_states" of outputs of a dtype."""
+    """A kernel without a spec to build for a target: "append_kv", or "merge_states" for a dtype."""
 
     name: str
     target: Target
@@ -87,7 +87,7 @@ class Step:
     parts: int = 2
 
     def rendered(self) -> RenderedKernel:
-        """The kernel. Raises UnsupportedError where the target has not the dtype."""
+        """Renders the kernel. Raises UnsupportedError if the target does not support the dtype."""
         if self.name == "append_kv":
             return render_append(self.target)
         return render_merge(self.dtype, self.parts, self.layout, self.target)
@@ -97,16 +97,16 @@ AnyRequest = Request | Step
 
 
 def read_requests(path: Path | str) -> tuple[AnyRequest, ...]:
-    """Everything that a manifest asks for, in its order, each once.
+    """Returns the requests of a manifest in order, without duplicates.
 
     Raises:
-        SpecError: the file cannot be read, or a group is not as described; the message names the group.
+        SpecError: the file cannot be read, or a group is invalid; the message names the group.
     """
     path = Path(path)
     requests: dict[AnyRequest, None] = {}
     for number, group in enumerate(_groups(path), start=1):
         try:
-            requests.update(dict.fromkeys(_expanded(group)))
+            requests.update(dict.fromkeys(_expand_group(group)))
         except (FlashgenError, TypeError) as error:
             raise SpecError(f"{path}, group {number} of `kernels`: {error}") from error
     return tuple(requests)
@@ -128,7 +128,7 @@ def _groups(path: Path) -> list[Any]:
     return groups
 
 
-def _expanded(group: Any) -> Iterator[AnyRequest]:
+def _expand_group(group: Any) -> Iterator[AnyRequest]:
     if not isinstance(group, dict):
         raise SpecError(f"a group must be a table, got {group!r}")
     unknown = sorted(set(group) - set(_KEYS))
@@ -136,38 +136,38 @@ def _expanded(group: Any) -> Iterator[AnyRequest]:
         raise SpecError(f"unknown key {unknown[0]!r}; the keys are {', '.join(_KEYS)}")
     if "target" not in group:
         raise SpecError("`target` is missing; name one or more, such as target = ['sm_80', 'sm_90a']")
-    targets = [target_named(name) for name in _listed(group, "target")]
+    targets = [target_named(name) for name in _values_of(group, "target")]
     if "step" in group:
-        yield from _steps(group, targets)
+        yield from _read_steps(group, targets)
         return
     if "parts" in group:
-        raise SpecError("`parts` is of merge_states: add step = 'merge_states', or leave it out")
-    passes, deterministic = _passes(group)
-    shared = _heads_per_kv(group, passes)
-    for spec in _specs(group):
+        raise SpecError("`parts` applies to merge_states: add step = 'merge_states', or leave it out")
+    passes, deterministic = _read_passes(group)
+    shared = _read_heads_per_kv(group, passes)
+    for spec in _read_specs(group):
         for target, each, heads in itertools.product(targets, deterministic, shared):
             yield Request(spec, target, passes, each, heads)
 
 
-def _steps(group: Mapping[str, Any], targets: list[Target]) -> Iterator[Step]:
-    """The kernels of no spec."""
-    foreign = sorted(set(group) - set(_KEYS_OF_STEPS))
+def _read_steps(group: Mapping[str, Any], targets: list[Target]) -> Iterator[Step]:
+    """Yields the kernels without a spec that a group requests."""
+    foreign = sorted(set(group) - set(_STEP_KEYS))
     if foreign:
-        raise SpecError(f"`{foreign[0]}` is of a spec; with `step` the keys are {', '.join(_KEYS_OF_STEPS)}")
-    names = _listed(group, "step")
+        raise SpecError(f"`{foreign[0]}` belongs to a spec; with `step` the keys are {', '.join(_STEP_KEYS)}")
+    names = _values_of(group, "step")
     unknown = [name for name in names if name not in _STEPS]
     if unknown:
         raise SpecError(f"`step` names {unknown[0]!r}; choose from {', '.join(_STEPS)}")
     for name, target in itertools.product(names, targets):
-        yield from _merges(group, target) if name == "merge_states" else [Step(name, target)]
+        yield from _merge_steps(group, target) if name == "merge_states" else [Step(name, target)]
 
 
-def _merges(group: Mapping[str, Any], target: Target) -> Iterator[Step]:
+def _merge_steps(group: Mapping[str, Any], target: Target) -> Iterator[Step]:
     if "dtype" not in group:
-        raise SpecError("`dtype` is missing, of the outputs that merge_states merges: float16 or bfloat16")
-    layouts = _listed(group, "layout") if "layout" in group else ["bhsd"]
-    parts = _listed(group, "parts") if "parts" in group else [2]
-    for dtype, layout, count in itertools.product(_listed(group, "dtype"), layouts, parts):
+        raise SpecError("`dtype` is missing: give the dtype of the outputs that merge_states merges")
+    layouts = _values_of(group, "layout") if "layout" in group else ["bhsd"]
+    parts = _values_of(group, "parts") if "parts" in group else [2]
+    for dtype, layout, count in itertools.product(_values_of(group, "dtype"), layouts, parts):
         if layout not in ("bhsd", "bshd"):
             raise SpecError(f"`layout` is {layout!r}; merge_states takes 'bhsd' and 'bshd'")
         if isinstance(count, bool) or not isinstance(count, int) or not 2 <= count <= MOST_PARTS:
@@ -175,51 +175,51 @@ def _merges(group: Mapping[str, Any], target: Target) -> Iterator[Step]:
         yield Step("merge_states", target, dtype_name(dtype, ELEMENTS, "dtype"), layout, count)
 
 
-def _passes(group: Mapping[str, Any]) -> tuple[tuple[Part, ...], list[bool]]:
-    """The passes in the order in which they run, and which kinds of backward."""
-    named = _listed(group, "passes") if "passes" in group else ["forward"]
-    unknown = [name for name in named if name not in PARTS]
+def _read_passes(group: Mapping[str, Any]) -> tuple[tuple[Part, ...], list[bool]]:
+    """Returns the passes in the order in which they run, and the values of `deterministic`."""
+    requested = _values_of(group, "passes") if "passes" in group else ["forward"]
+    unknown = [name for name in requested if name not in PARTS]
     if unknown:
         raise SpecError(f"`passes` names {unknown[0]!r}; choose from {', '.join(PARTS)}")
-    deterministic = _listed(group, "deterministic") if "deterministic" in group else [False]
+    deterministic = _values_of(group, "deterministic") if "deterministic" in group else [False]
     if any(not isinstance(each, bool) for each in deterministic):
         raise SpecError(f"`deterministic` must be true, false or both, got {deterministic!r}")
-    if "deterministic" in group and "backward" not in named:
-        raise SpecError("`deterministic` is of the backward: add it to `passes`, or leave this out")
-    return tuple(name for name in PARTS if name in named), deterministic
+    if "deterministic" in group and "backward" not in requested:
+        raise SpecError("`deterministic` applies to the backward: add it to `passes`, or leave this out")
+    return tuple(name for name in PARTS if name in requested), deterministic
 
 
-def _heads_per_kv(group: Mapping[str, Any], passes: tuple[Part, ...]) -> list[int]:
-    """How many query heads share a head of k and v; 0 where nothing is said."""
+def _read_heads_per_kv(group: Mapping[str, Any], passes: tuple[Part, ...]) -> list[int]:
+    """Returns the numbers of query heads per head of k and v; 0 if none is given."""
     if "heads_per_kv" not in group:
         return [0]
     if passes == ("decode",):
-        raise SpecError("`heads_per_kv` is of the forward and the backward: add one to `passes`, or leave this out")
-    heads = _listed(group, "heads_per_kv")
+        raise SpecError("`heads_per_kv` applies to the forward and backward: add one to `passes`, or leave this out")
+    heads = _values_of(group, "heads_per_kv")
     for each in heads:
         if isinstance(each, bool) or not isinstance(each, int) or each < 1:
-            raise SpecError(f"`heads_per_kv` is {each!r}; give the query heads on a head of k and v, 1 or more")
+            raise SpecError(f"`heads_per_kv` is {each!r}; give the query heads per head of k and v, 1 or more")
     return heads
 
 
-def _specs(group: Mapping[str, Any]) -> Iterator[AttentionSpec]:
+def _read_specs(group: Mapping[str, Any]) -> Iterator[AttentionSpec]:
     given = [name for name in _ARGUMENTS if name in group]
     if "spec" in group:
         if given:
-            raise SpecError(f"`spec` says everything but the target; remove `{given[0]}`")
-        for spec in _listed(group, "spec"):
+            raise SpecError(f"`spec` defines everything but the target; remove `{given[0]}`")
+        for spec in _values_of(group, "spec"):
             yield AttentionSpec.from_json(spec if isinstance(spec, str) else json.dumps(spec))
         return
     if "head_dim" not in group:
         raise SpecError("`head_dim` is missing; name one or more, such as head_dim = [64, 128]")
-    learned = "backward" in (_listed(group, "passes") if "passes" in group else [])
-    parsers = _PARSERS | {"sink": lambda name: None if name == "" else Tensor(name, "float32", 1, grad=learned)}
-    for values in itertools.product(*(_listed(group, name) for name in given)):
+    differentiated = "backward" in (_values_of(group, "passes") if "passes" in group else [])
+    parsers = _PARSERS | {"sink": lambda name: None if name == "" else Tensor(name, "float32", 1, grad=differentiated)}
+    for values in itertools.product(*(_values_of(group, name) for name in given)):
         arguments = dict(zip(given, values, strict=True))
         yield AttentionSpec(**{name: parsers.get(name, lambda value: value)(arguments[name]) for name in given})
 
 
-def _listed(group: Mapping[str, Any], name: str) -> list[Any]:
+def _values_of(group: Mapping[str, Any], name: str) -> list[Any]:
     values = group[name] if isinstance(group[name], list) else [group[name]]
     if not values:
         raise SpecError(f"`{name}` is an empty list; leave it out or name a value")

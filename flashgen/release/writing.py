@@ -1,4 +1,4 @@
-"""Puts a release into its folder, all of it or nothing, and removes of an earlier one only what that one made."""
+"""Writes a release to its folder completely or not at all, and removes only files that an earlier release wrote."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from flashgen.build.prebuilt import MANIFEST, PrebuiltFolder
 from flashgen.errors import BuildError, FlashgenWarning
 from flashgen.files import flush_folder, read_file, write_new
 
-SUFFIXES = (".cu", ".cubin", ".h")  # of the files that a release writes beside its manifest
+SUFFIXES = (".cu", ".cubin", ".h")  # suffixes of the files of a release other than its manifest
 _STAGING = re.compile(r"\.staging-[0-9a-f]{12}")
 
 Files = Mapping[str, Mapping[str, Any]]
-"""Files by name, each with its size and its hash."""
+"""Files by name, each with its size and hash."""
 
 
-def earlier_files(out: Path) -> Files:
-    """The files of the release that a folder holds, as its manifest describes them; none for a new or an empty folder.
+def previous_files(out: Path) -> Files:
+    """Returns the files of the release in a folder, as its manifest describes them; none for a new or empty folder.
 
-    Raises BuildError when it holds something else, or its manifest names what no release writes.
+    Raises BuildError if the folder has other content, or its manifest lists files that no release writes.
     """
     try:
         present = {path.name for path in out.iterdir() if not _STAGING.fullmatch(path.name)} if out.exists() else set()
@@ -53,39 +53,38 @@ def earlier_files(out: Path) -> Files:
     return files
 
 
-def write_folder(out: Path, files: Mapping[str, bytes], manifest: bytes, earlier: Files) -> None:
-    """Brings a folder up to date. A reader never sees half a file, and finds the manifest when all files are there.
+def write_folder(out: Path, files: Mapping[str, bytes], manifest: bytes, previous: Files) -> None:
+    """Updates a release folder. Readers never see partial files, and the manifest appears after all other files.
 
-    Everything is written to a folder of its own before anything is put into its place, so that a full disk leaves the
-    folder as it was. `earlier` files that are no longer among `files` are removed; one that somebody changed since is
-    left, and the user is told.
+    All files are first written to a staging folder, so that a full disk leaves the release folder unchanged. `previous`
+    files that are not among `files` are removed. One that has been changed since is kept, with a warning.
 
-    Raises BuildError where it cannot be written.
+    Raises BuildError if the folder cannot be written.
     """
     is_new = not out.exists()
     try:
         out.mkdir(parents=True, exist_ok=True)
         try:
-            _put(out, {**files, MANIFEST: manifest})
-            _remove(out, {name: file for name, file in earlier.items() if name not in files})
+            _write_files(out, {**files, MANIFEST: manifest})
+            _remove_files(out, {name: file for name, file in previous.items() if name not in files})
             flush_folder(out)
         except BaseException:
             if is_new:
-                with suppress(OSError):  # the folder stays if something is in it
+                with suppress(OSError):  # the folder stays if it is not empty
                     out.rmdir()
             raise
     except OSError as error:
         raise BuildError(f"out={str(out)!r} cannot be written ({error.strerror}: {error.filename or out})") from error
 
 
-def _put(out: Path, files: Mapping[str, bytes]) -> None:
+def _write_files(out: Path, files: Mapping[str, bytes]) -> None:
     for path in out.iterdir():
         if _STAGING.fullmatch(path.name):
-            shutil.rmtree(path, ignore_errors=True)  # a killed build left it
+            shutil.rmtree(path, ignore_errors=True)  # left by a killed build
     staging = out / f".staging-{secrets.token_hex(6)}"
     staging.mkdir()
     try:
-        changed = [name for name, data in files.items() if not _holds(out / name, data)]
+        changed = [name for name, data in files.items() if not _file_holds(out / name, data)]
         for name in changed:
             write_new(staging / name, files[name], 0o666)
         for name in changed:
@@ -94,7 +93,7 @@ def _put(out: Path, files: Mapping[str, bytes]) -> None:
         shutil.rmtree(staging, ignore_errors=True)
 
 
-def _remove(out: Path, files: Files) -> None:
+def _remove_files(out: Path, files: Files) -> None:
     for name, file in files.items():
         path = out / name
         try:
@@ -104,9 +103,9 @@ def _remove(out: Path, files: Files) -> None:
         if describe(data) == {part: file[part] for part in ("bytes", "sha256")}:
             path.unlink()
         else:
-            message = f"{path} is not what the earlier release wrote, so it is left there"
+            message = f"{path} was changed after the earlier release wrote it, so it is kept"
             warnings.warn(message, FlashgenWarning, stacklevel=4)
 
 
-def _holds(path: Path, data: bytes) -> bool:
+def _file_holds(path: Path, data: bytes) -> bool:
     return path.is_file() and path.read_bytes() == data

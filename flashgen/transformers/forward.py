@@ -48,8 +48,8 @@ def attention_forward(
 
     The second result, the attention weights, is always None.
 
-    attention_mask: a result of `attention_mask` of mask.py; a tensor of booleans or numbers of 4 dimensions; or None, in
-    which case `is_causal`, or the attribute of the module, determines the mask. s_aux: sinks, (heads,).
+    attention_mask: a result of `attention_mask` of mask.py, or a tensor of booleans or numbers of 4 dimensions. If it is
+    None, `is_causal` or the attribute of the module determines the mask. s_aux: sinks, (heads,).
     Raises UnsupportedError that names an unsupported feature.
     """
     _refuse(rest)

@@ -14,7 +14,7 @@ from flashgen.errors import ArgumentError
 from flashgen.language.evaluate import evaluate
 from flashgen.language.operations import BATCH, HEAD, KEY, LEN_K, LEN_Q, QUERY
 from flashgen.ranks import Layout, Plan, Sizes, plan_of
-from flashgen.ranks.classes import Rectangle, ScoreMatrix, class_of, depends_on_distance_only
+from flashgen.ranks.classes import Rectangle, ScoreMatrix, classify, depends_on_distance_only
 
 IDS = (np.arange(3072) // 300).astype(np.int32)
 MASKS = {
@@ -94,12 +94,12 @@ def test_classes_of_rectangles_are_those_of_their_elements(name: str) -> None:
         queries, keys = np.arange(each.q, each.q + each.rows), np.arange(each.k, each.k + each.keys)
         holds = seen(MASKS[name], queries, keys, 3072, 3072)
         expected = FULL if holds.all() else PARTIAL if holds.any() else EMPTY
-        assert class_of(whole, each) in (expected, PARTIAL), each
+        assert classify(whole, each) in (expected, PARTIAL), each
 
 
 def test_a_rectangle_that_is_full_as_far_as_it_is_seen_is_partial() -> None:
     whole = ScoreMatrix(fg.trace_mask(lambda b, h, q, k: k < 256).expression, 1024, 1024, 1, 1, {})
-    assert [class_of(whole, Rectangle(0, 512, *keys)) for keys in ((0, 256), (0, 512), (256, 512))] == [
+    assert [classify(whole, Rectangle(0, 512, *keys)) for keys in ((0, 256), (0, 512), (256, 512))] == [
         FULL,
         PARTIAL,
         EMPTY,

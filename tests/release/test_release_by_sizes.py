@@ -78,12 +78,12 @@ def test_what_is_asked_for(tmp_path: Path) -> None:
     path.write_text(group + "heads_per_kv = [1, 4]")
     assert [request.heads_per_kv for request in read_requests(path) if isinstance(request, Request)] == [1, 4]
     for wrong, message in (
-        ("heads_per_kv = 0", "`heads_per_kv` is 0; give the query heads on a head of k and v, 1 or more"),
+        ("heads_per_kv = 0", "`heads_per_kv` is 0; give the query heads per head of k and v, 1 or more"),
         ("heads_per_kv = true", "`heads_per_kv` is True"),
         ('heads_per_kv = "4"', "`heads_per_kv` is '4'"),
         ("heads_per_kv = []", "`heads_per_kv` is an empty list"),
-        ('heads_per_kv = 4\npasses = "decode"', "`heads_per_kv` is of the forward and the backward"),
-        ('heads_per_kv = 4\nstep = "append_kv"', "`head_dim` is of a spec"),
+        ('heads_per_kv = 4\npasses = "decode"', "`heads_per_kv` applies to the forward and backward"),
+        ('heads_per_kv = 4\nstep = "append_kv"', "`head_dim` belongs to a spec"),
     ):
         path.write_text(group + wrong)
         with pytest.raises(SpecError, match=message):

@@ -192,7 +192,7 @@ def test_check_finds_what_is_missing_altered_or_extra(tmp_path: Path, compiled: 
     assert {(finding.path, finding.problem.partition(" (")[0]) for finding in release.check(out)} == {
         (f"{first['name']}.cu", "cannot be read"),
         (cubin.name, "is not what was written"),
-        ("notes.txt", "is not named in manifest.json"),
+        ("notes.txt", "is not listed in manifest.json"),
     }
 
 
@@ -219,7 +219,7 @@ def test_stale_says_which_sources_changed(tmp_path: Path) -> None:
     (out / f"{first['name']}.cu").write_text("an older kernel")
     assert release.stale(manifest(tmp_path, ONE), out) == [
         release.Finding(f"{first['name']}.cu", "differs from what is emitted now"),
-        release.Finding(f"{second['name']}.cu", "is no longer asked for"),
+        release.Finding(f"{second['name']}.cu", "is no longer requested"),
     ]
 
 

@@ -139,7 +139,7 @@ def test_steps_of_a_server_and_sinks(tmp_path: Path) -> None:
         ),
         (
             "[[kernels]]\nhead_dim = 64\ndeterministic = true\ntarget = 'sm_80'",
-            r"is of the backward: add it to",
+            r"applies to the backward: add it to",
         ),
         (
             "[[kernels]]\nhead_dim = 64\npasses = 'backward'\ndeterministic = 1\ntarget = 'sm_80'",
@@ -150,8 +150,8 @@ def test_steps_of_a_server_and_sinks(tmp_path: Path) -> None:
         ("[[kernels]]\nspec = '{}'\nhead_dim = 64\ntarget = 'sm_80'", r"remove `head_dim`"),
         ("[[kernels]]\nspec = 'no JSON'\ntarget = 'sm_80'", r"group 1 "),
         ("[[kernels]]\nstep = 'append'\ntarget = 'sm_80'", r"`step` names 'append'; choose from append_kv"),
-        ("[[kernels]]\nstep = 'append_kv'\nhead_dim = 64\ntarget = 'sm_80'", r"`head_dim` is of a spec; with `step`"),
-        ("[[kernels]]\nstep = 'merge_states'\ntarget = 'sm_80'", r"`dtype` is missing, of the outputs"),
+        ("[[kernels]]\nstep = 'append_kv'\nhead_dim = 64\ntarget = 'sm_80'", r"`head_dim` belongs to a spec; with `step`"),
+        ("[[kernels]]\nstep = 'merge_states'\ntarget = 'sm_80'", r"`dtype` is missing: give the dtype of the outputs"),
         ("[[kernels]]\nstep = 'merge_states'\ndtype = 'int8'\ntarget = 'sm_80'", r"group 1 .*dtype='int8'"),
         (
             "[[kernels]]\nstep = 'merge_states'\ndtype = 'float16'\nparts = 17\ntarget = 'sm_80'",
@@ -161,7 +161,7 @@ def test_steps_of_a_server_and_sinks(tmp_path: Path) -> None:
             "[[kernels]]\nstep = 'merge_states'\ndtype = 'float16'\nlayout = 'thd'\ntarget = 'sm_80'",
             r"`layout` is 'thd'; merge_states takes",
         ),
-        ("[[kernels]]\nhead_dim = 64\nparts = 2\ntarget = 'sm_80'", r"`parts` is of merge_states"),
+        ("[[kernels]]\nhead_dim = 64\nparts = 2\ntarget = 'sm_80'", r"`parts` applies to merge_states"),
     ],
 )
 def test_what_is_wrong_is_named(tmp_path: Path, text: str, message: str) -> None:
