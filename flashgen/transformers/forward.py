@@ -48,7 +48,7 @@ def attention_forward(
 
     The second result, the attention weights, is always None.
 
-    attention_mask: a result of `attention_mask` of mask.py, or a tensor of booleans or numbers of 4 dimensions. If it is
+    attention_mask: a result of `attention_mask` of mask.py, or a 4-dimensional tensor of booleans or numbers. If it is
     None, `is_causal` or the attribute of the module determines the mask. s_aux: sinks, (heads,).
     Raises UnsupportedError that names an unsupported feature.
     """

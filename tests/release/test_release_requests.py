@@ -150,7 +150,10 @@ def test_steps_of_a_server_and_sinks(tmp_path: Path) -> None:
         ("[[kernels]]\nspec = '{}'\nhead_dim = 64\ntarget = 'sm_80'", r"remove `head_dim`"),
         ("[[kernels]]\nspec = 'no JSON'\ntarget = 'sm_80'", r"group 1 "),
         ("[[kernels]]\nstep = 'append'\ntarget = 'sm_80'", r"`step` names 'append'; choose from append_kv"),
-        ("[[kernels]]\nstep = 'append_kv'\nhead_dim = 64\ntarget = 'sm_80'", r"`head_dim` belongs to a spec; with `step`"),
+        (
+            "[[kernels]]\nstep = 'append_kv'\nhead_dim = 64\ntarget = 'sm_80'",
+            r"`head_dim` belongs to a spec; with `step`",
+        ),
         ("[[kernels]]\nstep = 'merge_states'\ntarget = 'sm_80'", r"`dtype` is missing: give the dtype of the outputs"),
         ("[[kernels]]\nstep = 'merge_states'\ndtype = 'int8'\ntarget = 'sm_80'", r"group 1 .*dtype='int8'"),
         (
