@@ -81,7 +81,9 @@ def test_a_kernel_that_somebody_edited_is_left_and_said(tmp_path: Path) -> None:
     (removed,) = [kernel["name"] for kernel in build(tmp_path, TWO)["kernels"] if kernel["name"] not in kept]
     edited = tmp_path / "out" / f"{removed}.cu"
     edited.write_text("my own kernel")
-    with pytest.warns(FlashgenWarning, match=rf"{edited.name} was changed after the earlier release wrote it, so it is kept"):
+    with pytest.warns(
+        FlashgenWarning, match=rf"{edited.name} was changed after the earlier release wrote it, so it is kept"
+    ):
         build(tmp_path, ONE)
     assert edited.read_text() == "my own kernel"
     assert [finding.path for finding in release.check(tmp_path / "out")] == [edited.name]
