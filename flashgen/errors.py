@@ -26,7 +26,7 @@ class LaunchError(FlashgenError, RuntimeError):
 
 
 class PeerError(FlashgenError, RuntimeError):
-    """Raised if another rank of a group does not answer. The message names the rank."""
+    """Raised if a message between ranks fails: another rank has ended, stands still, or makes other calls."""
 
 
 class FlashgenWarning(UserWarning):

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from flashgen.torch.context_parallel.failures import naming_the_rank
+from flashgen.torch.context_parallel.failures import peer_errors
 from flashgen.torch.context_parallel.giving_way import give_way
 from flashgen.torch.tensors import Tensor
 
@@ -18,7 +18,7 @@ def all_gather(part: Tensor, group: Any) -> Tensor:
     size = dist.get_world_size(group)
     flat = part.contiguous().view(-1)
     every = flat.new_empty(size * flat.numel())
-    with naming_the_rank(group):
+    with peer_errors():
         dist.all_gather_into_tensor(every, flat, group=group)
     return every.view(size, *part.shape)
 
@@ -26,7 +26,7 @@ def all_gather(part: Tensor, group: Any) -> Tensor:
 def reduce_scatter(parts: Tensor, group: Any) -> Tensor:
     """This rank's part, (ranks, *shape) -> shape, of the sum over all ranks."""
     made = torch.empty_like(parts[0])
-    with naming_the_rank(group):
+    with peer_errors():
         dist.reduce_scatter_tensor(made.view(-1), parts.reshape(-1), group=group)
     return made
 
@@ -34,7 +34,7 @@ def reduce_scatter(parts: Tensor, group: Any) -> Tensor:
 def all_to_all(parts: Tensor, group: Any, to: list[int] | None = None, of: list[int] | None = None) -> Tensor:
     """What all ranks send to this one; parts along the first dimension, equal ones or as many as `to` says."""
     received = torch.empty_like(parts)
-    with naming_the_rank(group):
+    with peer_errors():
         dist.all_to_all_single(received, parts, of, to, group=group)
     return received
 
@@ -45,15 +45,15 @@ def begin_all_to_all(parts: Tensor, to: list[int], of: list[int], group: Any) ->
     What the current stream is given from here on runs meanwhile, until it waits.
     """
     received = parts.new_empty((sum(of), *parts.shape[1:]))
-    with naming_the_rank(group):
+    with peer_errors():
         work = dist.all_to_all_single(received, parts, of, to, group=group, async_op=True)
     give_way(parts.device)
     return received, work
 
 
-def wait(work: Any, group: Any) -> None:
+def wait(work: Any) -> None:
     """What the current stream is given from here on comes after a message."""
-    with naming_the_rank(group):
+    with peer_errors():
         work.wait()
 
 

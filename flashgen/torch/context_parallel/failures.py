@@ -1,32 +1,31 @@
-"""Errors of messages, with the rank that is to blame."""
+"""Errors of messages between ranks."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
-from flashgen.errors import FlashgenError, PeerError
-from flashgen.torch.context_parallel.watch import watch_of
+import torch
+
+from flashgen.errors import PeerError
 
 
 @contextmanager
-def naming_the_rank(group: Any) -> Iterator[None]:
-    """Inside, messages of a group are begun: where they fail, a PeerError says which rank does not answer.
+def peer_errors() -> Iterator[None]:
+    """Turns the error with which torch.distributed ends a message into a PeerError that says what to do.
 
-    Over NCCL messages fail later, on the GPU: torch ends the process after the group's timeout, before which the watch
-    has named the rank in the log and in a warning; a call that comes in between raises the PeerError.
+    Messages are posted or waited for inside. gloo raises here, at the latest after the timeout of the process group.
+    NCCL raises here only under TORCH_NCCL_BLOCKING_WAIT=1: by default its messages fail on the GPU, and torch's
+    watchdog logs the message and ends the process after the same timeout.
     """
-    watch = watch_of(group)
-    if watch.problem:
-        raise PeerError(watch.problem)
-    watch.begin()
     try:
         yield
-    except FlashgenError:
+    except torch.OutOfMemoryError:
         raise
     except RuntimeError as error:
-        blamed = watch.to_blame()
-        if blamed is None:
-            raise
-        raise PeerError(f"{blamed} (torch says: {str(error).splitlines()[0]})") from error
+        reason = (str(error) or repr(error)).splitlines()[0]
+        raise PeerError(
+            f"a message between ranks failed: {reason}. Another rank has ended, stands still or "
+            "makes other calls: look at its last output, then restart all ranks. How long a message is waited for is "
+            "the timeout of the process group: init_process_group(timeout=...), new_group(timeout=...)"
+        ) from error

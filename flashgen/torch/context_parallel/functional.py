@@ -19,6 +19,7 @@ from flashgen.torch.arguments import all_captures, named_captures
 from flashgen.torch.context_parallel.agreement import agree
 from flashgen.torch.context_parallel.distributed_tensors import taken_apart
 from flashgen.torch.context_parallel.exchange import Exchange, to_heads, to_rows
+from flashgen.torch.context_parallel.failures import peer_errors
 from flashgen.torch.context_parallel.groups import Ranks, ranks_of
 from flashgen.torch.context_parallel.inner import Call, Inner
 from flashgen.torch.context_parallel.programs import captured_names
@@ -74,7 +75,7 @@ def attention(
             whole.
 
     Returns the output of this rank's rows, or a pair with the LSE. Raises ArgumentError where something does not fit,
-    or ranks do not make the same call; PeerError, which names it, where a rank does not answer.
+    or ranks do not make the same call, and PeerError if a message fails or takes longer than the group's timeout.
     """
     if not isinstance(spec, AttentionSpec):
         raise ArgumentError(f"spec={spec!r}: give a flashgen.AttentionSpec")
@@ -250,5 +251,6 @@ def _common_seed(spec: AttentionSpec, seed: Any, ranks: Ranks, device: torch.dev
         return torch.tensor(seed, dtype=torch.int64)
     drawn = torch.randint(_SEEDS, (), dtype=torch.int64, device=device)
     for group in reversed(ranks.groups):  # first to those of the first rank's own exchange, then each along its ring
-        dist.broadcast(drawn, group=group, group_src=0)
+        with peer_errors():
+            dist.broadcast(drawn, group=group, group_src=0)
     return drawn

@@ -30,7 +30,7 @@ class _Message:
 
     def __init__(self, plan: Plan, group: Any, to: Counts, of: Counts, rows: Iterable[Pair], like: Pair) -> None:
         """to: where each of `rows` goes. of: where rows come from."""
-        self._like, self._layout, self._group, self._of = like, plan.spec.layout, group, of
+        self._like, self._layout, self._of = like, plan.spec.layout, of
         leaving = ByRows.empty(sum(count for _, count in to), like, self._layout)
         for place, pair in zip(_runs(leaving, to), rows, strict=True):
             place.fill(pair)
@@ -39,7 +39,7 @@ class _Message:
 
     def received(self) -> list[ByRows]:
         """The rows that came, once they are there."""
-        wait(self._work, self._group)
+        wait(self._work)
         return _runs(ByRows(self._arriving, self._like, self._layout), self._of)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from flashgen.torch.context_parallel.failures import naming_the_rank
+from flashgen.torch.context_parallel.failures import peer_errors
 from flashgen.torch.tensors import Tensor
 
 
@@ -27,6 +27,6 @@ class _Replicated(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> Any:
         total = gradient.to(torch.float32, copy=True)
         for group in ctx.groups:
-            with naming_the_rank(group):
+            with peer_errors():
                 dist.all_reduce(total, group=group)
         return total.to(gradient.dtype), None

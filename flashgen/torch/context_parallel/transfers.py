@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from flashgen.runtime.remembered import Remembered
-from flashgen.torch.context_parallel.failures import naming_the_rank
+from flashgen.torch.context_parallel.failures import peer_errors
 from flashgen.torch.context_parallel.giving_way import give_way
 from flashgen.torch.tensors import Tensor
 
@@ -47,7 +47,7 @@ class Transfers:
         ]
         if not operations:
             return []
-        with naming_the_rank(self._group):
+        with peer_errors():
             if self._stream is None:
                 return list(dist.batch_isend_irecv(operations))
             if after is not None:
@@ -62,6 +62,6 @@ class Transfers:
 
     def wait(self, posted: Sequence[Any]) -> None:
         """What the current stream is given from here on comes after these messages."""
-        with naming_the_rank(self._group):
+        with peer_errors():
             for work in posted:
                 work.wait()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import os
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
@@ -275,33 +274,30 @@ def captured(spec: str, shards: str) -> bool:
     return same
 
 
-def one_rank_fails(how: str, rank: int) -> str:
-    """What the other ranks are told where one dies, or stands still, between two calls."""
+def one_rank_fails(how: str, rank: int, timeout: float, scheme: str, during: str) -> str:
+    """The error that this rank gets where one dies or stands still during a pass, in a group with a timeout.
+
+    A rank that stands still goes on when the others have their errors, so that the processes serve for other cases.
+    """
     problem = Problem("causal")
     q, k, v = (shard(x, 2).requires_grad_() for x in problem.qkv)
-    patient = dist.new_group(timeout=timedelta(minutes=2))  # kernels are compiled in it: that may take long
-    attention(problem.spec, q, k, v, group=patient, emulate=not on_gpu()).backward(shard(problem.d_out, 2))
-    dist.barrier(patient)  # a rank that still compiles would hold up messages of the group that is not patient
-    out = attention(problem.spec, q, k, v, emulate=not on_gpu())
-    if dist.get_rank() == rank:
-        os._exit(3) if how == "dies" else time.sleep(3600)
-    try:
-        out.backward(shard(problem.d_out, 2))
-        if on_gpu():
-            torch.cuda.synchronize()
-    except PeerError as error:
-        return str(error)
-    return "nothing was said"
-
-
-def one_rank_dies_unseen() -> None:
-    """The other one computes on for long, and meets no message that fails."""
-    problem = Problem("causal")
-    q, k, v = (shard(x, 2) for x in problem.qkv)
-    attention(problem.spec, q, k, v, emulate=not on_gpu())
-    if dist.get_rank() == 1:
+    d_out, options = shard(problem.d_out, 2), {"scheme": scheme, "emulate": not on_gpu()}
+    attention(problem.spec, q, k, v, **options).backward(d_out)  # compiles, which may take longer than the timeout
+    group, error = dist.new_group(timeout=timedelta(seconds=timeout)), ""
+    dist.barrier()
+    out = attention(problem.spec, q, k, v, group=group, **options) if during == "backward" else None
+    if dist.get_rank() == rank and how == "dies":
         os._exit(3)
-    time.sleep(4.5)
+    if dist.get_rank() != rank:
+        try:
+            (attention(problem.spec, q, k, v, group=group, **options) if out is None else out).backward(d_out)
+            if on_gpu():
+                torch.cuda.synchronize()
+        except PeerError as caught:
+            error = str(caught)
+    if how == "stands still":
+        dist.barrier()
+    return error
 
 
 def drops_the_same() -> bool:
