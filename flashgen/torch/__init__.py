@@ -1,4 +1,4 @@
-"""flashgen in torch: attention that autograd, torch.compile, checkpointing and torch.func know.
+"""Attention for PyTorch that works with autograd, torch.compile, checkpointing and torch.func.
 
     import flashgen as fg
     from flashgen.torch import attention, flex_attention, scaled_dot_product_attention
@@ -7,8 +7,8 @@
     out = scaled_dot_product_attention(q, k, v, is_causal=True)         # torch's own signature
     out = flex_attention(q, k, v, score_mod, create_block_mask(mask_mod, None, None, 1024, 1024))
 
-Tensors are on a GPU; those of the CPU run on the emulator where `emulate=True` says so, or inside `emulated()`.
-`import flashgen` imports nothing of this, and needs no torch.
+Tensors are on a GPU. CPU tensors run on the emulator with `emulate=True` or inside of `emulated()`.
+`import flashgen` does not import this package and needs no torch.
 """
 
 from flashgen.remedies import missing

@@ -1,4 +1,4 @@
-"""What FlexAttention calls block masks: here a traced mask and the lengths that it is for; kernels list its tiles."""
+"""`BlockMask` and `create_block_mask`: FlexAttention's block masks, held as a mask function and lengths."""
 
 from __future__ import annotations
 
@@ -15,20 +15,23 @@ from flashgen.torch.tensors import Tensor
 from flashgen.torch.traced_functions import check_mask_function
 
 _BLOCK = 128
-_MOST_SHOWN = 20  # characters across a picture of blocks
+_MAX_SHOWN = 20  # rectangles across a picture of blocks
 Blocks = tuple[Tensor, Tensor]
-"""Which blocks of queries x keys the mask decides in, and which are kept whole: bool (batch, heads, rows, columns)."""
+"""Which blocks of queries x keys are partial, and which are full: each bool (batch, heads, rows, columns)."""
 
 
 class BlockMask:
-    """A mask of (batch or 1, heads or 1, len_q, len_k), as `create_block_mask` makes it.
+    """A mask of (batch or 1, heads or 1, len_q, len_k), as `create_block_mask` returns it.
 
-    It holds no blocks: kernels know tiles in closed form, or list them on the device in each call. What FlexAttention's
-    has of blocks is worked out on the CPU when it is asked for: `kv_num_blocks`, `kv_indices`, their `full_` and `q_`
-    forms, `to_dense`, `sparsity`, `to_string`. One that is made of blocks, by `from_kv_blocks` or by an index, keeps
-    what stands in these alone.
+    It holds no blocks: kernels know their tiles in closed form, or list them on the device in each call. The block data
+    of FlexAttention's class is computed on the CPU when it is read: `kv_num_blocks`, `kv_indices`, their `full_` and
+    `q_` forms, `to_dense`, `sparsity`, `to_string`. A block mask that is created from blocks, by the constructor, by
+    `from_kv_blocks` or by indexing, holds these blocks and keeps nothing outside of them.
 
-    Attributes: `mask_mod`, the function, which may be set, as may `seq_lengths`; `function`, what kernels keep.
+    Attributes:
+        mask_mod: the mask function; it may be set.
+        seq_lengths: (len_q, len_k); it may be set.
+        function: what kernels keep, as a mask function: `mask_mod` within the blocks, if there are any.
     """
 
     def __init__(
@@ -44,26 +47,34 @@ class BlockMask:
         full_q_indices: Tensor | None = None,
         BLOCK_SIZE: int | tuple[int, int] = _BLOCK,
         mask_mod: MaskFunction = noop_mask,
-        **_of_triton: Any,
+        **_triton_options: Any,
     ) -> None:
-        """Of lists of blocks, as FlexAttention's: `mask_mod` decides in those of kv_indices, all of those of
-        full_kv_indices is kept.
+        """Creates a block mask from lists of blocks, with the arguments of FlexAttention's constructor.
 
-        Args: seq_lengths (len_q, len_k); kv_num_blocks (batch or 1, heads or 1, rows of blocks), of which each row's
-            first so many entries of kv_indices (batch or 1, heads or 1, rows, columns) are visited; of the full ones
-            likewise. The lists of queries, and what is written in which order, say nothing to kernels here.
-        Raises ArgumentError where the lists are not of these shapes, or the lengths beyond the blocks.
+        Args:
+            seq_lengths: (len_q, len_k).
+            kv_num_blocks: (batch or 1, heads or 1, rows), the number of partial blocks in each row of blocks.
+            kv_indices: (batch or 1, heads or 1, rows, columns), the columns of each row's partial blocks, first in each
+                row. `mask_mod` decides within these blocks.
+            full_kv_num_blocks, full_kv_indices: the same for full blocks, which are kept entirely.
+            q_num_blocks, q_indices, full_q_num_blocks, full_q_indices: ignored, as are the arguments for the order in
+                which dQ is written: kernels here do not need them.
+            BLOCK_SIZE: queries and keys of a block.
+            mask_mod: the mask function.
+
+        Raises:
+            ArgumentError: the lists have other shapes, or the lengths exceed the blocks.
         """
         if kv_indices.ndim != 4 or (full_kv_num_blocks is None) != (full_kv_indices is None):
             raise ArgumentError(
                 f"kv_indices has shape {tuple(kv_indices.shape)}: give (batch, heads, rows, columns), and of full "
                 "blocks both numbers and indices or neither"
             )
-        _check_order(_of_triton)
-        partial = _of_lists(kv_num_blocks, kv_indices)
+        _check_triton_options(_triton_options)
+        partial = _blocks_from_lists(kv_num_blocks, kv_indices)
         full = torch.zeros_like(partial)
         if full_kv_num_blocks is not None and full_kv_indices is not None:
-            full = _of_lists(full_kv_num_blocks, full_kv_indices)
+            full = _blocks_from_lists(full_kv_num_blocks, full_kv_indices)
         block = (BLOCK_SIZE, BLOCK_SIZE) if isinstance(BLOCK_SIZE, int) else BLOCK_SIZE
         _check_lengths(seq_lengths, partial, block)
         shape = (partial.shape[0], partial.shape[1], seq_lengths[0], seq_lengths[1])
@@ -71,11 +82,11 @@ class BlockMask:
         self._set(mask_mod, shape, block, kv_indices.device, (partial, full), has_full)
 
     @classmethod
-    def _of(cls, *given: Any) -> BlockMask:
-        """Of a function for lengths, or of blocks that are known: see `_set`."""
-        made = cls.__new__(cls)
-        made._set(*given)
-        return made
+    def _create(cls, *given: Any) -> BlockMask:
+        """Creates a block mask from a function and a shape, with or without known blocks: see `_set`."""
+        mask = cls.__new__(cls)
+        mask._set(*given)
+        return mask
 
     def _set(
         self,
@@ -86,7 +97,7 @@ class BlockMask:
         blocks: Blocks | None = None,
         has_full: bool = True,
     ) -> None:
-        """has_full: whether blocks that are kept whole are listed by themselves."""
+        """Sets the fields. has_full: whether full blocks have lists of their own."""
         self._mask_mod, self.batch_and_heads, self.seq_lengths = mask_mod, shape[:2], (shape[2], shape[3])
         self.BLOCK_SIZE, self.device, self._blocks = block_size, torch.device(device or "cpu"), blocks
         self._has_full = has_full
@@ -102,23 +113,24 @@ class BlockMask:
         mask_mod: MaskFunction | None = None,
         seq_lengths: tuple[int, int] | None = None,
         compute_q_blocks: bool = True,
-        **_of_triton: Any,
+        **_triton_options: Any,
     ) -> BlockMask:
-        """Of lists of blocks, as the constructor; the lengths are by default those of whole blocks.
+        """Creates a block mask from lists of blocks, as the constructor.
 
-        compute_q_blocks, and what is written in which order: nothing to kernels here, which need no lists of queries.
+        seq_lengths: by default the lengths that the blocks cover. compute_q_blocks, and arguments for the order in
+        which dQ is written, are ignored: kernels here do not need them.
         """
         block = (BLOCK_SIZE, BLOCK_SIZE) if isinstance(BLOCK_SIZE, int) else BLOCK_SIZE
         rows, columns = kv_indices.shape[-2:]
         lengths = seq_lengths or (rows * block[0], columns * block[1])
         given: dict[str, Any] = {"full_kv_num_blocks": full_kv_num_blocks, "full_kv_indices": full_kv_indices}
-        given |= {"BLOCK_SIZE": block, "mask_mod": mask_mod or noop_mask, **_of_triton}
+        given |= {"BLOCK_SIZE": block, "mask_mod": mask_mod or noop_mask, **_triton_options}
         return cls(lengths, kv_num_blocks, kv_indices, **given)
 
     def as_tuple(self, flatten: bool = True) -> tuple[Any, ...]:
-        """Lengths, lists, block sizes and function, as FlexAttention's of the torch that is installed gives them.
+        """Returns lengths, lists, block sizes and function, as FlexAttention's class of the installed torch does.
 
-        flatten: lengths and block sizes as two numbers each, and not as pairs.
+        flatten: return lengths and block sizes as two numbers each instead of pairs.
         """
         from torch.nn.attention.flex_attention import BlockMask as Theirs
 
@@ -136,21 +148,21 @@ class BlockMask:
 
     @property
     def function(self) -> Callable[..., Any] | Mask:
-        """What kernels keep, as a function: mask_mod where the blocks, if there are any, do not say it."""
+        """What kernels keep, as a mask function: `mask_mod`, limited to the blocks if there are any."""
         if self._blocks is None:
             return self._mask_mod
         (partial, full), (rows, columns), mask_mod = self._blocks, self.BLOCK_SIZE, self._mask_mod
-        of_batch, of_heads = partial.shape[0] > 1, partial.shape[1] > 1
+        has_batch, has_heads = partial.shape[0] > 1, partial.shape[1] > 1
 
         def listed(b: Any, h: Any, q: Any, k: Any) -> Any:
-            place = (b if of_batch else 0, h if of_heads else 0, q // rows, k // columns)
-            return full[place] | (partial[place] & mask_mod(b, h, q, k))
+            block = (b if has_batch else 0, h if has_heads else 0, q // rows, k // columns)
+            return full[block] | (partial[block] & mask_mod(b, h, q, k))
 
         return listed
 
     @property
     def mask(self) -> Mask:
-        """The mask that kernels keep, traced now."""
+        """The mask that kernels keep, traced when it is read."""
         return as_mask(self.function, "mask_mod")
 
     @property
@@ -165,7 +177,7 @@ class BlockMask:
         return batch * heads * len_q * len_k
 
     def blocks(self) -> Blocks:
-        """Where the mask decides, and what is kept whole: bool (batch, heads, rows of blocks, columns)."""
+        """Returns the partial blocks and the full blocks, each bool (batch, heads, rows of blocks, columns)."""
         if self._blocks is not None:
             return self._blocks
         mask = self.mask
@@ -176,47 +188,50 @@ class BlockMask:
         return found == PARTIAL, found == FULL
 
     def to_dense(self) -> Tensor:
-        """int32 (batch or 1, heads or 1, blocks of queries, blocks of keys): 1 where one is visited."""
+        """Returns int32 (batch or 1, heads or 1, blocks of queries, blocks of keys): 1 for visited blocks."""
         partial, full = self.blocks()
         return (partial | full).to(torch.int32)
 
     def sparsity(self) -> float:
-        """The blocks that are not visited, in percent."""
+        """Returns the percentage of blocks that are not visited."""
         return 100 * (1 - self.to_dense().double().mean().item())
 
     def to(self, device: Any) -> BlockMask:
-        """The same for a device; arrays that the mask closed over are read where they are, or copied to where calls
-        are."""
+        """Returns a copy that reports its blocks on a device. Arrays that the mask closes over stay where they are."""
         blocks = self._blocks and (self._blocks[0].to(device), self._blocks[1].to(device))
-        return BlockMask._of(self._mask_mod, self.shape, self.BLOCK_SIZE, device, blocks, self._has_full)
+        return BlockMask._create(self._mask_mod, self.shape, self.BLOCK_SIZE, device, blocks, self._has_full)
 
     def __getitem__(self, index: Any) -> BlockMask:
-        """The blocks at an index of batch, head and row of blocks; indices within it begin at 0.
+        """Returns the blocks at an index of batch, head and row of blocks.
 
-        Its `mask_mod` must be set to one that knows what the indices mean now, before a call takes it.
+        Batch, head and query indices of the result begin at 0. Before the result is used in a call, its `mask_mod` must
+        be set to a function of these indices.
         """
         given = index if isinstance(index, tuple) else (index,)
-        places = tuple(slice(i, i + 1 or None) if isinstance(i, int) else i for i in given)
-        partial, full = (each[places] for each in self.blocks())
+        items = tuple(slice(i, i + 1 or None) if isinstance(i, int) else i for i in given)
+        partial, full = (each[items] for each in self.blocks())
         shape = (*partial.shape[:2], *self.seq_lengths)
         blocks = (partial, full)
-        return BlockMask._of(_mask_of_other_indices, shape, self.BLOCK_SIZE, self.device, blocks, self._has_full)
+        return BlockMask._create(_mask_mod_to_be_set, shape, self.BLOCK_SIZE, self.device, blocks, self._has_full)
 
     def _adjust(self, new_q_len: int, new_kv_len: int) -> BlockMask:
-        """The same for other lengths, as FlexAttention's errors tell users to call it; of blocks, the first ones."""
+        """Returns the mask for other lengths, with the first blocks. FlexAttention's errors tell users to call it."""
         rows, columns = (-(-new // block) for new, block in zip((new_q_len, new_kv_len), self.BLOCK_SIZE, strict=True))
         blocks = self._blocks and (self._blocks[0][..., :rows, :columns], self._blocks[1][..., :rows, :columns])
         shape = (*self.batch_and_heads, new_q_len, new_kv_len)
-        return BlockMask._of(self._mask_mod, shape, self.BLOCK_SIZE, self.device, blocks, self._has_full)
+        return BlockMask._create(self._mask_mod, shape, self.BLOCK_SIZE, self.device, blocks, self._has_full)
 
-    def to_string(self, grid_size: int | tuple[int, int] = _MOST_SHOWN, limit: int = 4) -> str:
-        """A picture of the first `limit` maps of blocks, of at most so many rows and columns; -1 is all of them.
+    def to_string(self, grid_size: int | tuple[int, int] = _MAX_SHOWN, limit: int = 4) -> str:
+        """Returns a picture of the first `limit` maps of blocks.
 
-        Of the blocks that a character stands for, █ visits all, ░ some, and a space none.
+        Each pair of equal characters stands for a rectangle of blocks: █ if all of them are visited, ░ if some are, a
+        space if none is.
+
+        grid_size: the maximum number of rows and columns, one number or a pair; -1 is no maximum.
         """
         dense = self.to_dense().double().flatten(0, 1)
-        most = (grid_size, grid_size) if isinstance(grid_size, int) else grid_size
-        steps = [1 if n < 0 else max(1, -(-size // n)) for size, n in zip(dense.shape[1:], most, strict=True)]
+        max_sizes = (grid_size, grid_size) if isinstance(grid_size, int) else grid_size
+        steps = [1 if n < 0 else max(1, -(-size // n)) for size, n in zip(dense.shape[1:], max_sizes, strict=True)]
         pictures = []
         for number, blocks in enumerate(dense[:limit]):
             shares = [[part.mean().item() for part in row.split(steps[1], 1)] for row in blocks.split(steps[0])]
@@ -226,18 +241,22 @@ class BlockMask:
 
     def __getattr__(self, name: str) -> Any:
         if name in _LISTS:
-            of_queries, kind, what = name.startswith(("q_", "full_q_")), name.startswith("full_"), name.split("_")[-2:]
+            is_of_queries, kind, what = (
+                name.startswith(("q_", "full_q_")),
+                name.startswith("full_"),
+                name.split("_")[-2:],
+            )
             if kind and not self._has_full:
                 return None
             partial, full = self.blocks()
             blocks = full if kind else partial if self._has_full else partial | full
-            blocks = blocks.mT if of_queries else blocks
+            blocks = blocks.mT if is_of_queries else blocks
             if what == ["num", "blocks"]:
                 return blocks.sum(-1, dtype=torch.int32)
             return torch.argsort(blocks.int(), dim=-1, descending=True, stable=True).int()
         if name.startswith("_"):
             raise AttributeError(name)
-        if isinstance(getattr(type(self), name, None), property):  # what it called lacks a name
+        if isinstance(getattr(type(self), name, None), property):  # an AttributeError inside of the property
             return object.__getattribute__(self, name)
         raise AttributeError(
             f"flashgen.torch.BlockMask has no {name!r}: it holds the mask itself, of which kernels find the tiles; "
@@ -256,38 +275,38 @@ _LISTS = tuple(
     f"{full}{side}_{what}" for side in ("kv", "q") for full in ("", "full_") for what in ("num_blocks", "indices")
 )
 _ORDER = ("dq_write_order", "dq_write_order_full", "dq_kv_order", "dq_kv_order_spt")
-_MORE = (  # as FlexAttention says it
+_MORE = (  # FlexAttention's own words
     "...",
     "To print out more, set BlockMask.to_string(limit=N)",
     "You can also index (BlockMask[batch, head]) to choose a specific batch or head",
 )
 
 
-def _check_order(given: dict[str, Any]) -> None:
-    """ArgumentError for an argument that FlexAttention's block masks have not."""
+def _check_triton_options(given: dict[str, Any]) -> None:
+    """Raises ArgumentError for arguments that FlexAttention's block masks do not have."""
     if unknown := sorted(set(given) - set(_ORDER)):
         raise ArgumentError(f"BlockMask has no argument {', '.join(unknown)}")
 
 
 def _check_lengths(lengths: tuple[int, int], blocks: Tensor, block_size: tuple[int, int]) -> None:
-    """ArgumentError where there are queries or keys of no block."""
+    """Raises ArgumentError if the lengths exceed what the blocks cover."""
     covered = tuple(count * size for count, size in zip(blocks.shape[2:], block_size, strict=True))
-    if any(length > most for length, most in zip(lengths, covered, strict=True)):
+    if any(length > size for length, size in zip(lengths, covered, strict=True)):
         raise ArgumentError(
             f"seq_lengths={tuple(lengths)}: the lists have {blocks.shape[2]} rows and {blocks.shape[3]} columns of "
             f"blocks {block_size}, which are of {covered[0]} queries and {covered[1]} keys"
         )
 
 
-def _of_lists(numbers: Tensor, indices: Tensor) -> Tensor:
-    """Which blocks lists name: of each row the first so many of its indices."""
+def _blocks_from_lists(numbers: Tensor, indices: Tensor) -> Tensor:
+    """Converts lists to booleans of blocks: in each row, the first `numbers` entries of `indices` are set."""
     columns = indices.shape[-1]
     named = torch.arange(columns, device=indices.device) < numbers[..., None]
     found = torch.zeros((*indices.shape[:-1], columns + 1), dtype=torch.bool, device=indices.device)
     return found.scatter_(-1, torch.where(named, indices, columns).long(), True)[..., :columns].contiguous()
 
 
-def _mask_of_other_indices(_b: Any, _h: Any, _q: Any, _k: Any) -> Any:
+def _mask_mod_to_be_set(_b: Any, _h: Any, _q: Any, _k: Any) -> Any:
     raise SpecError(
         "a part of a block mask counts its queries, batch and heads from 0: set its mask_mod to a function of these, "
         "as in part.mask_mod = lambda b, h, q, k: whole.mask_mod(b, h, q + offset, k)"
@@ -303,26 +322,31 @@ def create_block_mask(
     device: Any = None,
     BLOCK_SIZE: int | tuple[int, int] = _BLOCK,
     _compile: bool = False,
-    **_of_triton: bool,
+    **_triton_options: bool,
 ) -> BlockMask:
-    """The mask of `mask_mod(b, h, q, k)` for sequences of these lengths, as FlexAttention's function of this name.
+    """Creates the block mask of `mask_mod(b, h, q, k)`, as FlexAttention's function of the same name.
 
     Args:
         mask_mod: a function of indices, which may close over arrays of any library, or a flashgen mask.
-        B, H: batch and heads that the mask is for; None for any number.
+        B, H: batch and heads of the mask; None for any number.
         Q_LEN, KV_LEN: the lengths.
-        device: where what is asked of its blocks is given; None is the CPU. No attention needs it.
-        BLOCK_SIZE: of the blocks that are asked for; kernels have tiles of their own.
-        _compile, _of_triton: separate_full_blocks, whether blocks that are kept whole have lists of their own; and
-            compute_dq_write_order and dq_kv_order, which say nothing to kernels that hold no blocks.
+        device: the device of tensors that describe the blocks; None is the CPU. Attention does not need it.
+        BLOCK_SIZE: queries and keys of the blocks that are reported. Kernels have tiles of their own.
+        _compile: ignored.
+        separate_full_blocks: whether full blocks have lists of their own; True by default.
+        compute_dq_write_order, dq_kv_order: ignored.
+
+    Raises:
+        ArgumentError: a length is not an integer of at least 0, or an argument is unknown.
+        SpecError: mask_mod cannot be traced.
     """
     for name, size in (("Q_LEN", Q_LEN), ("KV_LEN", KV_LEN)):
         if not isinstance(size, int) or isinstance(size, bool) or size < 0:
             raise ArgumentError(f"{name}={size!r} must be an integer of at least 0")
-    unknown = set(_of_triton) - {"separate_full_blocks", "compute_dq_write_order", "dq_kv_order"}
+    unknown = set(_triton_options) - {"separate_full_blocks", "compute_dq_write_order", "dq_kv_order"}
     if unknown:
         raise ArgumentError(f"create_block_mask has no argument {', '.join(sorted(unknown))}")
     block = (BLOCK_SIZE, BLOCK_SIZE) if isinstance(BLOCK_SIZE, int) else BLOCK_SIZE
-    has_full = _of_triton.get("separate_full_blocks", True)
+    has_full = _triton_options.get("separate_full_blocks", True)
     check_mask_function(mask_mod)
-    return BlockMask._of(mask_mod, (B or 1, H or 1, Q_LEN, KV_LEN), block, device, None, has_full)
+    return BlockMask._create(mask_mod, (B or 1, H or 1, Q_LEN, KV_LEN), block, device, None, has_full)

@@ -1,4 +1,4 @@
-"""torch.nn.attention.flex_attention.flex_attention, by its own signature."""
+"""`flex_attention`, with the signature of torch.nn.attention.flex_attention.flex_attention."""
 
 from __future__ import annotations
 
@@ -33,30 +33,37 @@ def flex_attention(
     return_aux: Any = None,
     emulate: bool | None = None,
 ) -> Any:
-    """Attention with a score function and a block mask, as FlexAttention's function of this name gives it.
+    """Computes attention with a score function and a block mask, as FlexAttention's function of the same name.
 
     Args:
-        query: (batch, heads, len_q, dim); key, value: (batch or 1, heads of keys, len_k, dim). A dim that is no
-            multiple of 8 is padded, which costs a copy.
-        score_mod: f(score, b, h, q, k) -> score, or None. It may close over tensors; those that require a gradient get
-            one. It is traced at each call, also by torch.compile, so that what it reads is what it holds then.
-        block_mask: what `flashgen.torch.create_block_mask` made, for these lengths.
-        scale: None is 1/sqrt(dim); a tensor of one number is read when kernels run.
-        enable_gqa: each head of key and value is for a group of those of query.
-        return_lse: give the natural logarithm of the sums, float32 (batch, heads, len_q), too.
-        kernel_options: hints for FlexAttention's Triton kernels, which are ignored with a warning.
-        return_aux: an AuxRequest of torch's; of it lse is known.
-        emulate: run CPU tensors on the emulator.
+        query: float16 or bfloat16 (batch, heads, len_q, dim).
+        key, value: (batch or 1, heads of keys, len_k, dim). A dim that is not a multiple of 8 is padded by a copy.
+        score_mod: f(score, b, h, q, k) -> score, or None. It may close over tensors, and gradients flow to those that
+            require one. It is traced at each call, also under torch.compile, and reads the values of that moment.
+        block_mask: the result of `flashgen.torch.create_block_mask` for these lengths.
+        scale: the factor of the scores; None is 1/sqrt(dim). A tensor with one number is read when kernels run.
+        enable_gqa: allow fewer heads of key and value than of query, each shared by a group of query heads.
+        return_lse: also return the LSE of the scores, float32 (batch, heads, len_q).
+        kernel_options: hints for FlexAttention's Triton kernels. They are ignored with a warning.
+        return_aux: torch's AuxRequest, of which `lse` is supported.
+        emulate: run CPU tensors on the emulator. None takes the setting of `flashgen.torch.emulated()`.
+
+    Returns:
+        The output; the pair (output, LSE) with return_lse; the pair (output, AuxOutput) with return_aux.
+
+    Raises:
+        ArgumentError: shapes, dtypes or options do not fit or are not supported.
+        SpecError: score_mod or the mask function cannot be traced.
     """
     check_tensors(query=query, key=key, value=value)
-    of_query, of_key, of_value = query.shape, key.shape, value.shape  # each look at a shape costs a call time
-    if not len(of_query) == len(of_key) == len(of_value) == 4:
-        _refuse_shapes(query=of_query, key=of_key, value=of_value)
+    q_shape, k_shape, v_shape = query.shape, key.shape, value.shape  # read once: it takes host time
+    if not len(q_shape) == len(k_shape) == len(v_shape) == 4:
+        _refuse_shapes(query=q_shape, key=k_shape, value=v_shape)
     if block_mask is not None:
-        _check_block_mask(block_mask, of_query, of_key)
-    if of_query[1] != of_key[1] and not enable_gqa:
+        _check_block_mask(block_mask, q_shape, k_shape)
+    if q_shape[1] != k_shape[1] and not enable_gqa:
         raise ArgumentError(
-            f"query has {of_query[1]} heads and key {of_key[1]}: say enable_gqa=True where each is for a group"
+            f"query has {q_shape[1]} heads and key {k_shape[1]}: say enable_gqa=True where each is for a group"
         )
     _check_options(kernel_options, return_lse, return_aux)
     query, key, value = converted(query, key, value)
@@ -65,12 +72,12 @@ def flex_attention(
         raise ArgumentError(
             f"query is {element}; flashgen computes in float16 and bfloat16: convert it, or call under torch.autocast"
         )
-    if not of_query[0] == of_key[0] == of_value[0]:
+    if not q_shape[0] == k_shape[0] == v_shape[0]:
         key, value = of_one_batch(query, key, value)
     if isinstance(scale, torch.Tensor):
         score_mod, scale = _scaled(score_mod, scale_of_call("scale", scale, query)), 1.0
-    head_dim, value_dim = of_query[3], of_value[3]
-    padded = bool(head_dim % 8 or of_key[3] % 8 or value_dim % 8)
+    head_dim, value_dim = q_shape[3], v_shape[3]
+    padded = bool(head_dim % 8 or k_shape[3] % 8 or value_dim % 8)
     if padded:
         query, key, value, _, _, own_scale = padded_heads(query, key, value)
         scale = own_scale if scale is None else scale
@@ -95,7 +102,7 @@ def flex_attention(
 
 
 def _scaled(score_mod: Callable[..., Any] | Score | None, scale: Tensor) -> Callable[..., Any]:
-    """The score function behind a scale that a tensor holds."""
+    """Returns a score function that multiplies by a scale in a tensor before it applies `score_mod`."""
 
     def scaled(score: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
         score = score * scale[0]
@@ -109,7 +116,7 @@ def _attend(
 ) -> Any:
     """Traces the functions and runs the call.
 
-    compiles: whether the caller is compiled. Where this is not, the graph broke at the call, and it runs as it stands.
+    compiles: whether the caller is compiled. If this function is not, the graph broke here and the call runs eagerly.
     """
     if compiles and not torch.compiler.is_compiling():
         return _attend_where_graphs_break(score_mod, mask_mod, spec, q, k, v, return_lse)
@@ -132,7 +139,7 @@ _BACKENDS = ("AUTO", "TRITON", "TRITON_DECODE", "FLASH")
 
 
 def _check_options(kernel_options: Any, return_lse: bool, return_aux: Any) -> None:
-    """ArgumentError for what FlexAttention refuses, and for what is not computed."""
+    """Raises ArgumentError for options that FlexAttention refuses or that are not supported."""
     if return_aux is not None and return_lse:
         raise ArgumentError("return_lse=True and return_aux are both given: give return_aux=AuxRequest(lse=True) alone")
     if return_aux is not None and not hasattr(return_aux, "lse"):
@@ -153,18 +160,18 @@ def _refuse_shapes(**shapes: torch.Size) -> None:
             raise ArgumentError(f"{name} has shape {tuple(shape)}: give (batch, heads, length, dim)")
 
 
-def _check_block_mask(block_mask: Any, of_query: torch.Size, of_key: torch.Size) -> None:
+def _check_block_mask(block_mask: Any, q_shape: torch.Size, k_shape: torch.Size) -> None:
     if not isinstance(block_mask, BlockMask):
         raise ArgumentError(
             f"block_mask of type {type(block_mask).__module__}.{type(block_mask).__name__}: make it by "
             "flashgen.torch.create_block_mask, which takes the same arguments"
         )
     (batch, heads), (len_q, len_k) = block_mask.batch_and_heads, block_mask.seq_lengths
-    if len_q != of_query[2] or len_k != of_key[2]:
+    if len_q != q_shape[2] or len_k != k_shape[2]:
         raise ArgumentError(
-            f"block_mask is for {len_q} queries and {len_k} keys; query has {of_query[2]} and key {of_key[2]}: "
+            f"block_mask is for {len_q} queries and {len_k} keys; query has {q_shape[2]} and key {k_shape[2]}: "
             "create it for these lengths"
         )
-    for name, size, given in (("B", batch, of_query[0]), ("H", heads, of_query[1])):
+    for name, size, given in (("B", batch, q_shape[0]), ("H", heads, q_shape[1])):
         if size != 1 and size != given:
             raise ArgumentError(f"block_mask was created for {name}={size}; query has {given}: give 1, None or {given}")

@@ -1,4 +1,4 @@
-"""`attention`: a spec or a compiled attention, called on tensors."""
+"""`attention`: calls a spec or a compiled attention on tensors."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from flashgen.torch.variants import variant_of
 
 _SEEDS = 2**62
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
-_NOTHING: Any = ([], [], [])  # of a call without captures
-# Without what torch.autograd.Function.apply does first for transforms, of which there are none where these are called.
+_NO_CAPTURES: Any = ([], [], [])
+# torch.autograd.Function.apply first looks for torch.func transforms. Callers of these have found that there are none.
 _apply = super(torch.autograd.Function, operators.Plain).apply
 _apply_with_lse = super(torch.autograd.Function, operators.PlainWithLse).apply
 
@@ -39,28 +39,32 @@ def attention(
     deterministic: bool | None = None,
     **captures: Any,
 ) -> Any:
-    """Attention of q over k and v, differentiable in these and in captures that were declared with grad=True.
+    """Computes attention of q over k and v, differentiable in these and in captures declared with grad=True.
 
     Args:
-        spec: an AttentionSpec, compiled when it is first met and remembered; or what `flashgen.compile` gave.
-        q, k, v: tensors as the spec says, (batch, heads, length, dim) or "bshd", on a GPU. Under autocast they are
-            converted to the spec's dtype. Where rows are not contiguous, or not at multiples of 16 bytes, a copy is
-            made.
-        seed: of the dropout, 0 <= seed < 2**63, or one such int64 in a tensor beside q, which kernels read, or on the
-            CPU; None draws one from the default generator of q's device, so that torch.manual_seed repeats it,
-            checkpointing computes the same anew, and a CUDA graph drops anew with each replay.
-        return_lse: give the LSE, float32 (batch, heads, queries), too; it is differentiable.
-        emulate: run CPU tensors on the emulator; None is what `flashgen.torch.emulated()` says.
-        deterministic: gradients that are bitwise equal from run to run; None is what
-            torch.use_deterministic_algorithms says.
-        captures: the tensors and numbers that the spec declares. Arrays that its functions closed over need not be
-            given. int64 is taken where int32 was declared, if values fit. And what else calls of the spec take, as
-            `flashgen.Attention` documents it: of layout "thd" cu_seqlens_q, max_seqlen_q and max_seqlen_k, and where k
-            and v are packed cu_seqlens_k and seqused_k; of pages page_table and seqused_k; of 8 bits k_scale and
-            v_scale; of all but "thd" num_splits.
+        spec: an AttentionSpec, which is compiled at its first call and cached; or the result of `flashgen.compile`.
+        q, k, v: tensors on a GPU in the layout of the spec, such as (batch, heads, length, dim). Under autocast they
+            are converted to the spec's dtype. A tensor is copied if its rows are not contiguous or do not start at
+            multiples of 16 bytes.
+        seed: the seed of the dropout, 0 <= seed < 2**63; or a tensor with one such int64, on the CPU or on the device
+            of q, where kernels read it. None draws a seed from the default generator of q's device: torch.manual_seed
+            repeats it, checkpointing recomputes with the same seed, and each replay of a CUDA graph draws a new one.
+        return_lse: also return the LSE, float32 (batch, heads, queries), which is differentiable.
+        emulate: run CPU tensors on the emulator. None takes the setting of `flashgen.torch.emulated()`.
+        deterministic: compute gradients that are bitwise equal from run to run. None takes the setting of
+            torch.use_deterministic_algorithms.
+        captures: the tensors and numbers that the spec declares. Arrays that the spec's functions closed over may be
+            left out. int64 is accepted where int32 was declared, if the values fit. Further arguments depend on the
+            spec, as `flashgen.Attention` documents them: cu_seqlens_q, max_seqlen_q and max_seqlen_k for layout "thd",
+            with cu_seqlens_k and seqused_k if k and v are packed; page_table and seqused_k for pages; k_scale and
+            v_scale for 8-bit keys and values; num_splits for all layouts but "thd".
 
-    Returns the output, of q's kind, or a pair with the LSE. Raises ArgumentError where something does not fit, and
-    UnsupportedError where a gradient is wanted of a call over pages or 8-bit keys, which have none.
+    Returns:
+        The output, with the shape and dtype of q but for the last dimension, or the pair (output, LSE).
+
+    Raises:
+        ArgumentError: an argument does not fit the spec.
+        UnsupportedError: a gradient is required of a call over pages or 8-bit keys, which have no backward.
     """
     if not (isinstance(q, torch.Tensor) and isinstance(k, torch.Tensor) and isinstance(v, torch.Tensor)):
         check_tensors(q=q, k=k, v=v)
@@ -79,8 +83,8 @@ def call(
     seed: int | Tensor | None = None,
     return_lse: bool = False,
 ) -> Any:
-    """A call of what is registered; `bound` are captures that need not be given."""
-    arrays, integers, floats = _NOTHING
+    """Calls the attention of an entry. bound: captures that are used where the caller gives none."""
+    arrays, integers, floats = _NO_CAPTURES
     if captures or entry.takes_captures:
         arrays, integers, floats = all_captures(entry, captures, bound)
         if entry.says_less:
@@ -94,7 +98,7 @@ def call(
 
 
 def run_traced(traced: TracedCall, q: Tensor, k: Tensor, v: Tensor, return_lse: bool) -> Any:
-    """The call of an attention whose functions were traced at this call."""
+    """Runs an attention whose functions were traced at this call."""
     key, arrays, integers, floats = traced
     operator = _operator(q, k, v, arrays)
     if operator is None:
@@ -105,7 +109,7 @@ def run_traced(traced: TracedCall, q: Tensor, k: Tensor, v: Tensor, return_lse: 
 
 
 def is_deterministic(deterministic: bool | None) -> bool:
-    """Whether gradients are to be bitwise equal from run to run; None is what torch was told."""
+    """Whether gradients must be bitwise equal from run to run. None takes the setting of torch."""
     return torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic
 
 
@@ -120,7 +124,7 @@ def run(
     seed: Tensor | None,
     return_lse: bool,
 ) -> Any:
-    """The call of the operator; what it does by itself, where nothing intercepts operators."""
+    """Runs a call, through the dispatcher only if something may intercept operators."""
     operator = _operator(q, k, v, arrays)
     if operator is None:
         return _run_plain(entry, q, k, v, arrays, integers, floats, seed, return_lse)
@@ -129,7 +133,7 @@ def run(
 
 
 def _operator(q: Tensor, k: Tensor, v: Tensor, arrays: list[Tensor]) -> Any:
-    """The operator of a call; None where it may run as it stands."""
+    """Returns the operator that a call must go through; None if it can run without the dispatcher."""
     if torch.compiler.is_compiling():
         return outside_transformed if is_differentiating() else torch.ops.flashgen.forward
     if is_transforming():
@@ -151,7 +155,7 @@ def _run_plain(
     seed: Tensor | None,
     return_lse: bool,
 ) -> Any:
-    """The call without torch's dispatcher."""
+    """Runs a call without torch's dispatcher."""
     if torch.is_grad_enabled() and _wants_gradients(q, k, v, arrays):
         apply = _apply_with_lse if return_lse else _apply
         return apply((entry, integers, floats, seed), q, k, v, *arrays)
@@ -159,7 +163,7 @@ def _run_plain(
 
 
 def _all_plain(q: Tensor, k: Tensor, v: Tensor, arrays: list[Tensor]) -> bool:
-    """Whether none is of a class that looks at what is done to it, such as a fake or a distributed tensor."""
+    """Whether no tensor is of a subclass that intercepts operators, such as a fake or a distributed tensor."""
     if type(q) not in _PLAIN or type(k) not in _PLAIN or type(v) not in _PLAIN:
         return False
     return not arrays or all(type(each) in _PLAIN for each in arrays)
@@ -172,23 +176,23 @@ def _wants_gradients(q: Tensor, k: Tensor, v: Tensor, arrays: list[Tensor]) -> b
 
 
 def _holds_arrays(spec: Any) -> bool:
-    """Whether the functions of a spec, or of a compiled attention, hold arrays."""
+    """Whether the functions of a spec or of a compiled attention close over arrays."""
     return isinstance(spec, BoundAttention) or (isinstance(spec, AttentionSpec) and len(spec.bound) > 0)
 
 
 @constant
 def entry_of(spec: Any, emulate: bool | None, deterministic: bool) -> Registered:
-    """The entry of a spec, or of a compiled attention, by its handle."""
+    """Returns the entry of a spec or of a compiled attention, given by its handle."""
     return registered(held(spec), None, emulate, deterministic)
 
 
 def bound_tensors(spec: Any, device: torch.device) -> dict[str, Tensor]:
-    """The arrays that the functions of a spec, or of a compiled attention, hold, as tensors on a device."""
+    """Returns the arrays that the functions of a spec or a compiled attention close over, as tensors on a device."""
     return {name: bound_tensor(array, device) for name, array in spec.bound.items()}
 
 
 def _seed(entry: Registered, seed: Any, device: torch.device) -> Tensor | None:
-    """A seed as the operators take it: drawn where q is, as a graph that is captured can draw one there alone."""
+    """Returns the seed as operators take it. It is drawn on the device of q, as CUDA graph capture requires."""
     if not entry.dropout:
         if seed is not None:
             raise ArgumentError(f"seed={seed!r} is given, and the spec has no dropout: leave it out")
@@ -199,6 +203,6 @@ def _seed(entry: Registered, seed: Any, device: torch.device) -> Tensor | None:
         return seed
     if not isinstance(seed, int) or not 0 <= seed < 2**63:
         raise ArgumentError(f"seed={seed!r} must be an integer from 0 to {2**63 - 1}, or a tensor that holds one")
-    if torch.compiler.is_compiling():  # which makes no CUDA graph of what has a tensor on the CPU
+    if torch.compiler.is_compiling():  # torch.compile makes no CUDA graph of a call with a CPU tensor
         return torch.full((), seed, dtype=torch.int64, device=device)
     return torch.tensor(seed, dtype=torch.int64)

@@ -1,4 +1,4 @@
-"""Functions of masks, as FlexAttention has them beside `create_block_mask`."""
+"""Helpers for mask functions, as FlexAttention offers them: `and_masks`, `or_masks`, `noop_mask`, `create_mask`."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ MaskFunction = Callable[[Any, Any, Any, Any], Any]
 
 
 def noop_mask(b: Any, _h: Any, _q: Any, _k: Any) -> Any:
-    """Keeps everything."""
+    """A mask function that keeps all keys."""
     return b.new_ones((), dtype=torch.bool) if isinstance(b, torch.Tensor) else full()(b, _h, _q, _k)
 
 
 def and_masks(*mask_mods: MaskFunction) -> MaskFunction:
-    """What all of the masks keep."""
-    masks = _functions(mask_mods, "and_masks")
+    """Returns a mask function that keeps what all of the masks keep."""
+    masks = _checked_functions(mask_mods, "and_masks")
 
     def and_mask(b: Any, h: Any, q: Any, k: Any) -> Any:
         return reduce(operator.and_, (mask(b, h, q, k) for mask in masks))
@@ -36,8 +36,8 @@ def and_masks(*mask_mods: MaskFunction) -> MaskFunction:
 
 
 def or_masks(*mask_mods: MaskFunction) -> MaskFunction:
-    """What one of the masks keeps."""
-    masks = _functions(mask_mods, "or_masks")
+    """Returns a mask function that keeps what any of the masks keeps."""
+    masks = _checked_functions(mask_mods, "or_masks")
 
     def or_mask(b: Any, h: Any, q: Any, k: Any) -> Any:
         return reduce(operator.or_, (mask(b, h, q, k) for mask in masks))
@@ -45,7 +45,7 @@ def or_masks(*mask_mods: MaskFunction) -> MaskFunction:
     return or_mask
 
 
-def _functions(given: tuple[Any, ...], name: str) -> tuple[MaskFunction, ...]:
+def _checked_functions(given: tuple[Any, ...], name: str) -> tuple[MaskFunction, ...]:
     if not given:
         raise ArgumentError(f"{name}() joins masks: give at least one")
     for each in given:
@@ -57,23 +57,28 @@ def _functions(given: tuple[Any, ...], name: str) -> tuple[MaskFunction, ...]:
 def create_mask(
     mod_fn: Callable[..., Any], B: int | None, H: int | None, Q_LEN: int, KV_LEN: int, device: Any = None
 ) -> Tensor:
-    """The booleans (B, H, Q_LEN, KV_LEN) of a mask or a score function, as FlexAttention's function of this name.
+    """Returns a mask as booleans (B, H, Q_LEN, KV_LEN), as FlexAttention's function of the same name.
 
-    All of them, element by element: to look at, and for attentions that take nothing else. Of a score function, where
-    it does not give -inf. device: None is a GPU, where torch has one.
+    The tensor has all elements. It is meant for inspection, and for attention functions that take no mask functions.
+
+    Args:
+        mod_fn: a mask function, a flashgen mask, or a score function, which keeps keys where it does not return -inf.
+        B, H: batch and heads; None is 1.
+        Q_LEN, KV_LEN: the lengths.
+        device: the device of the result; None is the current accelerator, or the CPU.
     """
     if isinstance(mod_fn, Mask):
         if device is None:
             device = torch.accelerator.current_accelerator() or "cpu"
         return torch.from_numpy(_elements(mod_fn, B or 1, H or 1, Q_LEN, KV_LEN)).to(device)
-    from torch.nn.attention.flex_attention import create_mask as of_functions
+    from torch.nn.attention.flex_attention import create_mask as torch_create_mask
 
-    mask: Tensor = of_functions(mod_fn, B, H, Q_LEN, KV_LEN, device)
+    mask: Tensor = torch_create_mask(mod_fn, B, H, Q_LEN, KV_LEN, device)
     return mask
 
 
 def _elements(mask: Mask, *sizes: int) -> np.ndarray[Any, Any]:
-    """A traced mask, by NumPy."""
+    """Evaluates a traced mask by NumPy."""
     values: dict[Any, Any] = dict(zip(INDICES, np.ix_(*map(np.arange, sizes)), strict=True))
     values |= {LEN_Q: sizes[2], LEN_K: sizes[3]}
     captures = {name: array.on_host() for name, array in mask.bound.items()}

@@ -1,4 +1,4 @@
-"""A module that holds a spec, and what of its captures is learned."""
+"""`Attention`: a torch.nn.Module that holds a spec and captured tensors."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from flashgen.attention import Attention as Compiled
 from flashgen.errors import ArgumentError
 from flashgen.language.spec import AttentionSpec
 from flashgen.torch.functional import attention
-from flashgen.torch.table import no_spec
+from flashgen.torch.table import not_a_spec
 from flashgen.torch.tensors import Tensor, check_tensors
 
 
 class Attention(torch.nn.Module):
-    """`attention(spec, q, k, v, ...)` as a module, with captured arrays of its own.
+    """A module that calls `attention(spec, q, k, v, ...)` with captured tensors of its own.
 
         layer = Attention(spec, slopes=torch.full((8,), 0.1))
         out = layer(q, k, v)
 
     Args:
-        spec: an AttentionSpec, or what `flashgen.compile` gave.
-        emulate, deterministic: as of `attention`.
-        captures: tensors that calls need not give: parameters where the spec declares them with grad=True, buffers
-            otherwise, so that they move, and are saved, with the module.
+        spec: an AttentionSpec, or the result of `flashgen.compile`.
+        emulate, deterministic: defaults of the arguments of `attention`.
+        captures: captured tensors of the spec. They become parameters if the spec declares them with grad=True, and
+            buffers otherwise, so that they move and are saved with the module.
 
-    After `.half()`, `.bfloat16()` and the like captured floats are of that dtype, rounded; calls convert them to the
-    dtype that the spec declares, and their gradients are of their own.
+    `.half()` or `.bfloat16()` rounds captured floats to that dtype. Calls convert them to the dtype that the spec
+    declares, and their gradients have the dtype of the parameters.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class Attention(torch.nn.Module):
         self.spec, self.emulate, self.deterministic = spec, emulate, deterministic
         check_tensors(**captures)
         if not isinstance(spec, (AttentionSpec, Compiled)):
-            raise no_spec(spec)
+            raise not_a_spec(spec)
         captured = (spec if isinstance(spec, AttentionSpec) else spec.spec).captures
         declared = {capture.name: capture for capture in captured}
         self._own = {name: getattr(torch, declared[name].dtype) for name in captures if name in declared}
@@ -53,7 +53,7 @@ class Attention(torch.nn.Module):
                 self.register_buffer(name, tensor)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, **given: Any) -> Any:
-        """As `attention`: seed, return_lse, emulate, deterministic, and the captures that the module does not hold."""
+        """Calls `attention`. given: its keyword arguments, and the captures that the module does not hold."""
         own: Mapping[str, Any] = {name: _as_declared(getattr(self, name), dtype) for name, dtype in self._own.items()}
         options: Any = {"emulate": self.emulate, "deterministic": self.deterministic}
         return attention(self.spec, q, k, v, **{**options, **own, **given})
@@ -63,5 +63,5 @@ class Attention(torch.nn.Module):
 
 
 def _as_declared(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Floats as the spec declares them, whatever the module was converted to."""
+    """Converts floats to the dtype that the spec declares, as the module may have been converted."""
     return tensor.to(dtype) if tensor.is_floating_point() and dtype.is_floating_point else tensor

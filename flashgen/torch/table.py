@@ -147,7 +147,7 @@ def register(
     return registered(spec, target=target, emulate=emulate, deterministic=deterministic).key
 
 
-def no_spec(value: Any) -> ArgumentError:
+def not_a_spec(value: Any) -> ArgumentError:
     """The error for a spec that is none."""
     return ArgumentError(f"spec={value!r}: give a flashgen.AttentionSpec, or what flashgen.compile made of one")
 
@@ -163,7 +163,7 @@ def registered(
         found: Registered | None = spec.__dict__.get("_registered")
         return _register_compiled(spec) if found is None else found
     if not isinstance(spec, AttentionSpec):
-        raise no_spec(spec)
+        raise not_a_spec(spec)
     known = (spec, target, is_emulated(emulate), bool(deterministic))
     return _BY_SPEC.get(known) or _register_spec(*known)
 

@@ -1,4 +1,4 @@
-"""Packed sequences, as flash-attn's flash_attn_varlen_func has them: ragged batches, layout "thd"."""
+"""`varlen_attention`: packed sequences (layout "thd"), with the arguments of flash_attn_varlen_func."""
 
 from __future__ import annotations
 
@@ -46,32 +46,45 @@ def varlen_attention(
     sinks: Tensor | None = None,
     emulate: bool | None = None,
 ) -> Any:
-    """Attention of sequences that stand behind each other: each over its own keys, as flash-attn's users call it.
+    """Computes attention of packed sequences, each over its own keys, with the arguments of flash-attn.
+
+    Sequence lengths never cause a compilation. A new window, softcap or scale (as a number) does.
 
     Args:
-        q: (tokens of queries, heads, dim). k, v: (tokens of keys, heads of keys, dim). A dim that is no multiple of 8
-            is padded, which costs a copy; over pages it is refused.
-        cu_seqlens_q: integers (sequences + 1,): sequence i is q[cu_seqlens_q[i]:cu_seqlens_q[i + 1]]. cu_seqlens_k:
-            likewise; over pages the sums of their lengths, or None. Both on the device of q, where kernels alone read
-            them: a captured graph follows them. Queries and keys behind the last sequence attend to nothing.
-        max_seqlen_q, max_seqlen_k: as flash-attn takes them; kernels need no such bound, so that no batch is another
-            call for its longest sequence.
-        dropout_p: the probability of dropping a weight, rounded to steps of 1/256; 1 gives zeros. ArgumentError for one
-            that is not 0 or 1 and would be rounded to it.
-        softmax_scale: None is 1/sqrt(dim). A tensor of one number is read when kernels run, and has a gradient where it
-            requires one.
-        causal, window_size: aligned to the end of each sequence: its last query stands on its last key. -1 is no bound.
-        softcap: of the scores; 0 is none. alibi_slopes: float32 (heads,) or (sequences, heads), of -slope·|distance|.
-        return_lse: give the LSE, float32 (heads, tokens of queries), too.
-        block_table: int32 (sequences, pages of a sequence): k and v are pages, (pages, page_size, heads of keys, dim),
-            which it assigns to sequences. Prompts and single queries may stand in one call. There are no gradients.
-        seqused_q: integers (sequences,): how many of its queries each sequence has, the first ones, the last of which
-            stands on the last key; the others attend to nothing. None is all of them.
-        seqused_k: integers (sequences,): how many of its keys each sequence has; None is all of them.
-        sinks: floats (heads,): a score of each head that every row's softmax counts and that has no value; learned
-            where it requires a gradient.
+        q: (tokens of queries, heads, dim).
+        k, v: (tokens of keys, heads of keys, dim). A dim that is not a multiple of 8 is padded by a copy; over pages
+            it is refused.
+        cu_seqlens_q: integers (sequences + 1,) on the device of q. Sequence i has the tokens from cu_seqlens_q[i] to
+            cu_seqlens_q[i + 1] - 1. Only kernels read it, so that replays of a CUDA graph follow its values. Tokens
+            behind the last sequence attend to nothing.
+        cu_seqlens_k: the same for keys. Over pages it may be None, and its differences are the lengths of the keys.
+        max_seqlen_q, max_seqlen_k: accepted as by flash-attn. Kernels do not need these bounds.
+        dropout_p: the probability of dropping a weight, rounded to steps of 1/256. 1 gives zeros.
+        softmax_scale: the factor of the scores; None is 1/sqrt(dim). A tensor with one number is read when kernels
+            run, and gets a gradient if it requires one.
+        causal: let a query attend only to keys up to its own position. The last query of a sequence is aligned with
+            its last key.
+        window_size: (left, right), the numbers of keys before and behind a query's position; -1 is no bound.
+        softcap: the cap of the scores; 0 is none.
+        alibi_slopes: float32 (heads,) or (sequences, heads); adds -slope·|distance| to the scores.
+        deterministic: compute gradients that are bitwise equal from run to run. None takes the setting of
+            torch.use_deterministic_algorithms.
+        return_lse: also return the LSE, float32 (heads, tokens of queries).
+        block_table: int32 (sequences, pages of a sequence), the pages of each sequence. k and v are then pages, (pages,
+            page_size, heads of keys, dim). Prefill and decode may be mixed in one call. There are no gradients.
+        seqused_q: integers (sequences,), how many of its first queries each sequence uses. The last of them is aligned
+            with the last key, and the others attend to nothing. None is all.
+        seqused_k: integers (sequences,), how many of its first keys each sequence uses. None is all.
+        sinks: floats (heads,), one extra score of each row that takes probability but has no value. It gets a gradient
+            if it requires one.
+        emulate: run CPU tensors on the emulator. None takes the setting of `flashgen.torch.emulated()`.
 
-    Lengths compile nothing; a window, a cap and a scale of another size do.
+    Returns:
+        The output, (tokens of queries, heads, dim of v), or the pair (output, LSE).
+
+    Raises:
+        ArgumentError: arguments do not fit, or dropout_p would be rounded to 0 or 1 and is neither.
+        UnsupportedError: a gradient is required of a call over pages.
     """
     _check_bounds(max_seqlen_q, max_seqlen_k)
     check_tensors(q=q, k=k, v=v, cu_seqlens_q=cu_seqlens_q)
@@ -81,7 +94,7 @@ def varlen_attention(
         page_size, where = None, {"cu_seqlens_k": cu_seqlens_k, "seqused_k": seqused_k}
     else:
         page_size = _page_size(q, k, v)
-        where = {"page_table": block_table, "seqused_k": _used(cu_seqlens_k, seqused_k)}
+        where = {"page_table": block_table, "seqused_k": _used_keys(cu_seqlens_k, seqused_k)}
     q, k, v = (*converted(q), k, v) if page_size else converted(q, k, v)
     dropout_p, v = _dropped(fixed(dropout_p), v, page_size)
     factor = scale_of_call("softmax_scale", softmax_scale, q) if isinstance(softmax_scale, torch.Tensor) else None
@@ -100,14 +113,14 @@ def varlen_attention(
     options = (emulate, is_deterministic(deterministic))
     sizes = (fixed(q.shape[-1]), fixed(v.shape[-1]), dtype_of(q))
     entry = _entry(options, *sizes, *numbers, declared, fixed(page_size))
-    made = call(entry, {}, q, k, v, captures, return_lse=return_lse)
+    result = call(entry, {}, q, k, v, captures, return_lse=return_lse)
     if sizes[1] == value_dim:
-        return made
-    return (cut_heads(made[0], value_dim), made[1]) if return_lse else cut_heads(made, value_dim)
+        return result
+    return (cut_heads(result[0], value_dim), result[1]) if return_lse else cut_heads(result, value_dim)
 
 
 def _dropped(probability: Any, v: Tensor, page_size: int | None) -> tuple[float, Tensor]:
-    """The probability of a spec, and the values that are attended to."""
+    """Returns the dropout of the spec and the values: with a probability of 1 no dropout, and zeros."""
     if not probability or checked_dropout("dropout_p", probability) < 1:
         return probability, v
     if page_size:
@@ -116,14 +129,14 @@ def _dropped(probability: Any, v: Tensor, page_size: int | None) -> tuple[float,
 
 
 def _sides(size: Any, causal: bool) -> tuple[int, int]:
-    """The bounds of a window, -1 for none; ArgumentError for what is no pair."""
+    """Returns the bounds of a window, -1 for none. Raises ArgumentError if `size` is not a pair."""
     if not isinstance(size, (tuple, list)) or len(size) != 2:
         raise ArgumentError(f"window_size={size!r} must be (left, right), each -1 for no bound, such as (1023, 0)")
     return int(size[0]), 0 if causal else int(size[1])
 
 
 def _page_size(q: Tensor, k: Tensor, v: Tensor) -> int:
-    """Keys of a page; ArgumentError where k and v are none."""
+    """Returns the page size. Raises ArgumentError if k and v are not pages."""
     if q.ndim != 3 or k.ndim != 4 or v.ndim != 4:
         raise ArgumentError(
             f"q has shape {tuple(q.shape)} and k {tuple(k.shape)}: with block_table give (tokens, heads, dim), and k "
@@ -132,8 +145,8 @@ def _page_size(q: Tensor, k: Tensor, v: Tensor) -> int:
     return k.shape[1]
 
 
-def _used(starts_k: Tensor | None, used: Tensor | None) -> Tensor:
-    """How many keys sequences have in pages: as is said, or by the sums of these that flash-attn takes."""
+def _used_keys(starts_k: Tensor | None, used: Tensor | None) -> Tensor:
+    """Returns the number of keys of each sequence over pages, from seqused_k or as differences of cu_seqlens_k."""
     if used is not None and starts_k is None:
         return used
     if used is not None or starts_k is None:
@@ -153,15 +166,15 @@ def _check(q: Tensor, k: Tensor, v: Tensor, starts_q: Tensor, starts_k: Tensor |
         )
 
 
-def _check_bounds(*longest: Any) -> None:
-    """One that is a tensor is not looked at: that would wait for the device."""
-    for name, bound in zip(("max_seqlen_q", "max_seqlen_k"), longest, strict=True):
+def _check_bounds(*bounds: Any) -> None:
+    """Raises ArgumentError for wrong bounds. A bound in a tensor is not checked, which would wait for the device."""
+    for name, bound in zip(("max_seqlen_q", "max_seqlen_k"), bounds, strict=True):
         if isinstance(bound, (bool, float, str)) or (isinstance(bound, int) and not 0 <= bound <= LONGEST):
             raise ArgumentError(f"{name}={bound!r} must be an integer from 0 to {LONGEST}, or None")
 
 
 def _declared(name: str, tensor: Tensor) -> _Declared:
-    """Name, dtype, dimensions and whether a gradient is wanted of an array of the call."""
+    """Returns name, dtype, number of dimensions and requires_grad of an array of the call."""
     check_tensors(**{name: tensor})
     if name == "seqused_q" and (tensor.dtype not in (torch.int32, torch.int64) or tensor.ndim != 1):
         raise ArgumentError(
@@ -172,11 +185,11 @@ def _declared(name: str, tensor: Tensor) -> _Declared:
 
 @constant
 def _entry(options: tuple[bool | None, bool], *key: Any) -> Registered:
-    return registered(_made(*key), emulate=options[0], deterministic=options[1])
+    return registered(_build_spec(*key), emulate=options[0], deterministic=options[1])
 
 
 @lru_cache(maxsize=256)
-def _made(
+def _build_spec(
     head_dim: int,
     value_dim: int,
     dtype: str,
@@ -188,7 +201,7 @@ def _made(
     captures: tuple[_Declared, ...],
     page_size: int | None,
 ) -> AttentionSpec:
-    """The spec of a call. captures: (name, dtype, dimensions, whether it is learned) of the arrays that it is given."""
+    """Builds the spec of a call. captures: (name, dtype, dimensions, requires gradient) of the arrays of the call."""
     if dtype not in ("float16", "bfloat16"):
         raise ArgumentError(
             f"q is {dtype}; flashgen computes in float16 and bfloat16: convert it, or call under torch.autocast"
@@ -201,37 +214,37 @@ def _made(
 
 
 def _shift(used: Captured | None, b: Any) -> Any:
-    """From a query to the key that it stands on."""
+    """The difference between the position of a query among the keys and its index."""
     return f.len_k - (f.len_q if used is None else used[b])
 
 
 def _score(factor: Captured | None, cap: float, slope: Captured | None, used: Captured | None) -> Any:
-    """The score function: a factor, a cap, slopes, in this order; None where there is none of them."""
+    """The score function: scale, softcap and ALiBi slopes, in this order; None if there is none of them."""
     if factor is None and slope is None:
         return scores.softcap(cap) if cap else None
     scaled = (lambda s: s) if factor is None else (lambda s: s * factor[0])
     capped = scores.softcap(cap) if cap else (lambda s, b, h, q, k: s)
     if slope is None:
         return lambda s, b, h, q, k: capped(scaled(s), b, h, q, k)
-    of_head = (lambda b, h: slope[h]) if slope.capture.ndim == 1 else (lambda b, h: slope[b, h])
-    return lambda s, b, h, q, k: capped(scaled(s), b, h, q, k) - of_head(b, h) * f.abs(k - (q + _shift(used, b)))
+    slope_of_head = (lambda b, h: slope[h]) if slope.capture.ndim == 1 else (lambda b, h: slope[b, h])
+    return lambda s, b, h, q, k: capped(scaled(s), b, h, q, k) - slope_of_head(b, h) * f.abs(k - (q + _shift(used, b)))
 
 
 def _window(left: int, right: int, used: Captured | None) -> masks.Mask:
-    """Keys that a query sees, so many to its left and to its right; less than 0 is no bound."""
+    """The mask of a window of keys around each query; a negative bound is none."""
     if used is not None:
-        return masks.trace_mask(lambda b, h, q, k: (q < used[b]) & _between(q + _shift(used, b), k, left, right))
+        return masks.trace_mask(lambda b, h, q, k: (q < used[b]) & _is_between(q + _shift(used, b), k, left, right))
     if left >= 0 and right >= 0:
         return masks.sliding_window(left, right)
     if left < 0 and right < 0:
         return masks.full()
     if right == 0:
         return masks.causal()
-    return masks.trace_mask(lambda b, h, q, k: _between(q + _shift(None, b), k, left, right))
+    return masks.trace_mask(lambda b, h, q, k: _is_between(q + _shift(None, b), k, left, right))
 
 
-def _between(middle: Any, k: Any, left: int, right: int) -> Any:
-    """Whether a key is so near to the one that a query stands on."""
+def _is_between(middle: Any, k: Any, left: int, right: int) -> Any:
+    """Whether key k is within the bounds around `middle`, the position of the query among the keys."""
     if left < 0 and right < 0:
         return k >= 0
     if left < 0:
