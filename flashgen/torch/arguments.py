@@ -1,6 +1,6 @@
-"""What a call is given beside q, k and v: captures, where its sequences or pages are, and numbers; and their order.
+"""The arguments of a call beside q, k and v: captures, descriptions of sequences and pages, and numbers.
 
-Operators take three lists: arrays, integers and floats. Captures come first in each, a call's own arguments behind.
+Operators take them as three lists: arrays, integers and floats. In each list captures come before call arguments.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _AXES = {
 
 
 def all_captures(entry: Registered, given: Mapping[str, Any], bound: Mapping[str, Tensor]) -> Any:
-    """(arrays, integers, floats) of a call as operators take them; ArgumentError where one is missing or unknown."""
+    """Returns (arrays, integers, floats) as operators take them. Raises ArgumentError for missing or unknown ones."""
     taken = {capture.name for capture in (*entry.arrays, *entry.integers, *entry.floats)}
     for name in given:
         if name not in taken:
@@ -40,11 +40,11 @@ def all_captures(entry: Registered, given: Mapping[str, Any], bound: Mapping[str
 
 
 def _own_arrays(entry: Registered, given: Mapping[str, Any]) -> list[Tensor]:
-    """Where the sequences of a call are, or their pages; a ragged batch may say less."""
+    """Returns the arrays that describe sequences or pages. In a varlen batch those of keys are optional."""
     found: list[Tensor] = []
     for argument in entry.own_arrays:
         value = given.get(argument.name)
-        if value is None and entry.says_less and argument.name != "cu_seqlens_q":
+        if value is None and entry.keys_optional and argument.name != "cu_seqlens_q":
             if argument.name == "cu_seqlens_k":
                 found.append(found[0])
             continue
@@ -57,7 +57,7 @@ def _own_arrays(entry: Registered, given: Mapping[str, Any]) -> list[Tensor]:
 
 
 def _own_integers(entry: Registered, given: Mapping[str, Any]) -> list[int]:
-    """Bounds, or the parts of the keys, -1 for none; nothing where none is given."""
+    """Returns max_seqlen bounds or num_splits, with -1 for None; an empty list if none is given."""
     values = [given.get(argument.name) for argument in entry.own_integers]
     if all(value is None for value in values):
         return []
@@ -96,7 +96,7 @@ def _number(capture: CaptureInfo, given: Mapping[str, Any]) -> Any:
 
 
 def named_captures(entry: Registered, captures: Sequence[Any], integers: Sequence[int], floats: Sequence[float]) -> Any:
-    """The captures of a call by name, and its own arguments, of which the last array and -1 stand for none."""
+    """Returns captures and call arguments by name, without those that are missing (-1, or trailing arrays)."""
     named: dict[str, Any] = {capture.name: array for capture, array in zip(entry.arrays, captures, strict=False)}
     captured = len(entry.integers) - len(entry.own_integers)
     named |= {capture.name: int(number) for capture, number in zip(entry.integers[:captured], integers, strict=False)}

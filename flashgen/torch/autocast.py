@@ -1,4 +1,4 @@
-"""Autocast: q, k and v become what the spec is of; captured arrays, such as slopes in float32, stay as they are."""
+"""Autocast: q, k and v are converted to the spec's dtype; captured arrays keep their dtype."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import Any
 import torch
 
 from flashgen.torch.operators import LIBRARY
-from flashgen.torch.table import Registered, of_key
+from flashgen.torch.table import Registered, entry_of_key
 from flashgen.torch.tensors import Tensor
 
 
 def converted(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Tensors in the dtype of autocast where that is enabled for where the first one is; as they are elsewhere."""
+    """Converts tensors to the dtype of autocast, if it is enabled for the device of the first one."""
     device_type = "cuda" if tensors[0].is_cuda else "cpu"
     if not torch.is_autocast_enabled(device_type):
         return tensors
@@ -21,7 +21,7 @@ def converted(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def cast(entry: Registered, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k and v in the spec's dtype; a cache of keys and values is what it is, and is not copied."""
+    """Converts q, k and v to the spec's dtype. A KV cache keeps its dtype and is not copied."""
     if entry.cache:
         return q.to(entry.dtype), k, v
     return q.to(entry.dtype), k.to(entry.dtype), v.to(entry.dtype)
@@ -31,7 +31,7 @@ def _register(device_type: str, key: str) -> None:
     dispatch = getattr(torch._C.DispatchKey, key)
 
     def under_autocast(q: Tensor, k: Tensor, v: Tensor, captures: Any, name: str, *rest: Any) -> Any:
-        rows = cast(of_key(name), q, k, v)
+        rows = cast(entry_of_key(name), q, k, v)
         with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(dispatch)):
             return torch.ops.flashgen.forward(*rows, captures, name, *rest)
 

@@ -1,4 +1,4 @@
-"""torch.autograd.Function inside a score function: its forward is traced, and its own backward is the derivative."""
+"""Tracing of torch.autograd.Functions in score functions: the forward and, for the derivative, the backward."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from flashgen.language.trace import HANDLED, Traced, apply, detach, lift
 
 
 class tracing:
-    """A context in which functions are traced.
+    """A context manager in which functions are traced.
 
-    Function.apply of traced values asks the values, as it does under torch.func.vmap: it is a vmap over nothing, in
-    which tensors are not mapped and keep their autograd history. Gradients are enabled, so that a call traces the same
-    whether they are wanted or not.
+    It enters one level of torch.func.vmap, in which no tensor is mapped: Function.apply then dispatches to the traced
+    values, and tensors keep their autograd history. Gradients are enabled, so that tracing gives the same result with
+    and without no_grad.
     """
 
     __slots__ = ("_grad_enabled",)
@@ -35,7 +35,7 @@ class tracing:
 
 
 class _Context:
-    """What setup_context and backward are given in place of torch's context."""
+    """The `ctx` that setup_context and backward get in place of torch's."""
 
     def __init__(self, needs_input_grad: tuple[bool, ...]) -> None:
         self.needs_input_grad = needs_input_grad
@@ -59,9 +59,9 @@ class _Context:
 
 
 class _Gradient(Traced):
-    """The gradient of a Function's output, times what its backward multiplied it by: `text` is that factor.
+    """The gradient of a Function's output times a factor, which is the traced value itself.
 
-    A backward must be linear in it, as derivatives are.
+    The operations here are those that are linear in the gradient, as a backward must be.
     """
 
     __slots__ = ()
@@ -115,7 +115,7 @@ def _factor(gradient: _Gradient) -> Traced:
 
 
 def _term(value: Any) -> Traced:
-    """The factor of a term that may be added to a gradient: of another one, or 0."""
+    """Returns the factor of a term that is added to a gradient. The term must be a gradient or 0."""
     if isinstance(value, _Gradient):
         return _factor(value)
     if isinstance(value, (int, float)) and value == 0:
@@ -145,7 +145,7 @@ def _not_linear(what: str) -> SpecError:
 
 
 def _custom_function(cls: Any, *inputs: Any, **named: Any) -> Any:
-    """A Function's value, with the derivative that its backward gives."""
+    """Traces a Function: its value, with the derivative that its backward computes."""
     if named:
         raise SpecError(f"the autograd Function {cls.__name__} is called with keywords inside a score function")
     output = cls.forward(*inputs)
@@ -153,7 +153,7 @@ def _custom_function(cls: Any, *inputs: Any, **named: Any) -> Any:
         raise SpecError(
             f"the autograd Function {cls.__name__} returns {type(output).__name__} inside a score function: one number"
         )
-    context = _Context(tuple(_wants(value) for value in inputs))
+    context = _Context(tuple(_needs_gradient(value) for value in inputs))
     cls.setup_context(context, inputs, output)
     if output.kind != "float" or any(each is output for each in context.not_differentiable):
         return detach(output)
@@ -175,7 +175,7 @@ def _custom_function(cls: Any, *inputs: Any, **named: Any) -> Any:
     return result
 
 
-def _wants(value: Any) -> bool:
+def _needs_gradient(value: Any) -> bool:
     if isinstance(value, Traced):
         return value.kind == "float"
     return not isinstance(value, Row) and bool(getattr(value, "requires_grad", False))

@@ -1,4 +1,4 @@
-"""`append_kv` and `merge_states` as operators of torch: a server's two steps beside attention."""
+"""`append_kv` and `merge_states` as operators of torch, for KV caches of servers."""
 
 from __future__ import annotations
 
@@ -29,15 +29,18 @@ def append_kv(
 ) -> None:
     """Writes the next keys and values of each sequence into its pages, in place; see `flashgen.append_kv`.
 
+    Under torch.compile it is one operator that mutates k and v.
+
     Args:
         k_new, v_new: (batch, new keys, heads_kv, dim), float16 or bfloat16.
-        k, v: the pages, (pages, page_size, heads_kv, dim), which are written to; slices of one tensor may be given.
-        page_table: int32 (batch, pages of a sequence). seqused_k: int32 (batch,), keys of each sequence before. Both
-            must be given.
-        emulate: run CPU tensors on the emulator; None is what `flashgen.torch.emulated()` says.
+        k, v: the pages, (pages, page_size, heads_kv, dim), which are written to. They may be slices of one tensor.
+        page_table: int32 (batch, pages of a sequence); required.
+        seqused_k: int32 (batch,), the number of keys of each sequence before the call; required.
+        emulate: run CPU tensors on the emulator. None takes the setting of `flashgen.torch.emulated()`.
 
-    Under torch.compile it is an operator that mutates k and v. Raises UnsupportedError where a tensor wants a gradient,
-    as pages have none, and ArgumentError where something does not fit.
+    Raises:
+        ArgumentError: arguments are missing or do not fit.
+        UnsupportedError: a tensor requires a gradient, which pages do not have.
     """
     given = {"k_new": k_new, "v_new": v_new, "k": k, "v": v}
     pages = {"page_table": page_table, "seqused_k": seqused_k}
@@ -50,15 +53,20 @@ def append_kv(
 def merge_states(
     outs: Sequence[Tensor], lses: Sequence[Tensor], *, layout: str = "bhsd", emulate: bool | None = None
 ) -> Merged:
-    """Attention over the union of several sets of keys, given attention over each; see `flashgen.merge_states`.
+    """Merges attention over several sets of keys into attention over their union; see `flashgen.merge_states`.
 
     Args:
-        outs: 2 to 16 outputs of calls with return_lse=True, of one shape and dtype, C-contiguous. lses: as many.
-        layout: "bhsd" or "bshd", of the outputs.
-        emulate: run CPU tensors on the emulator; None is what `flashgen.torch.emulated()` says.
+        outs: 2 to 16 outputs of calls with return_lse=True, of equal shapes and dtypes, C-contiguous.
+        lses: the LSE of each of these calls.
+        layout: the layout of the outputs, "bhsd" or "bshd".
+        emulate: run CPU tensors on the emulator. None takes the setting of `flashgen.torch.emulated()`.
 
-    Returns (out, lse). Raises UnsupportedError where a tensor wants a gradient: it is a step of inference; and
-    ArgumentError where parts do not fit together.
+    Returns:
+        The named pair (out, lse).
+
+    Raises:
+        ArgumentError: the outputs and LSEs do not fit together.
+        UnsupportedError: a tensor requires a gradient: merging is for inference only.
     """
     named = {f"outs[{i}]": out for i, out in enumerate(outs)} | {f"lses[{i}]": lse for i, lse in enumerate(lses)}
     check_tensors(**named)
@@ -87,7 +95,7 @@ def _operator_append_kv(
     seqused_k: torch.Tensor,
     emulate: bool,
 ) -> None:
-    """Writes into k and v, whose versions autograd counts."""
+    """Writes into k and v, and increments their versions, which autograd checks."""
     if emulate:
         _check_on_the_cpu(k)
         pages = [to_array(k), to_array(v)]
@@ -105,7 +113,7 @@ def _operator_append_kv(
 def _operator_merge_states(
     outs: Sequence[torch.Tensor], lses: Sequence[torch.Tensor], layout: str, emulate: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The output and the LSE."""
+    """Returns the merged output and LSE."""
     if emulate:
         _check_on_the_cpu(outs[0])
         merged = merge([to_array(out) for out in outs], [to_array(lse) for lse in lses], layout=layout, emulate=True)

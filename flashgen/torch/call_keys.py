@@ -1,4 +1,4 @@
-"""The key of a call whose functions were traced: their text, with all that a spec needs."""
+"""Keys of calls with traced functions: the text of the functions and the other fields of a spec."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from flashgen.language.trace import Traced, apply
 
 
 class CallKey(NamedTuple):
-    """The key, and the operands of its text.
+    """A key, and the operands of its text.
 
     Attributes:
         key: JSON that `variants.Variant` reads.
-        arrays: the arrays that the text reads, each once.
-        numbers: the numbers that the text leaves open, in its order.
+        arrays: the distinct arrays that the text reads.
+        numbers: the numbers that are placeholders in the text, in its order.
     """
 
     key: str
@@ -24,9 +24,10 @@ class CallKey(NamedTuple):
 
 
 def call_key(score: Traced | None, score_name: str, mask: Traced | None, mask_name: str, spec: str) -> CallKey:
-    """The key of traced functions, with the names that kernels show. SpecError for results of a wrong kind.
+    """Returns the key of traced functions. Raises SpecError for results of a wrong kind.
 
-    spec: JSON of what else the spec is made of, without brackets (`variants.spec_text`).
+    score_name, mask_name: the names of the functions in kernels.
+    spec: the other fields of the spec as JSON without brackets (`variants.spec_text`).
     """
     if mask is not None and mask.kind != "bool":
         raise SpecError(f"mask_mod must return a boolean, got {mask.kind}: compare it, e.g. return x != 0")
@@ -49,7 +50,7 @@ def _text_of(traced: Traced | None, name: str) -> str:
 
 
 def distinct(held: tuple[Any, ...]) -> tuple[list[Any], list[int]]:
-    """The arrays, each once, and for each time that the text reads an array its position among these."""
+    """Returns the distinct arrays, and for each array of `held` its position among them."""
     arrays: list[Any] = []
     slots: list[int] = []
     for array in held:

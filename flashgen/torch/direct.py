@@ -1,8 +1,8 @@
-"""Calls of torch's tensors on a GPU, as quick as Python allows: what calls like them have worked out is launched again.
+"""The launch cache of calls with tensors of torch on a GPU, which keeps the host time of a repeated call low.
 
-An attention looks at whatever arrays and arguments a call gives it. A call through an operator gives tensors alone:
-what these say of themselves is enough to find what calls like it launch, and all checks were made by the first of them.
-Which calls are like the last few torch itself tells, sooner than Python can ask each tensor.
+An attention checks all arrays and arguments of a call. Operators pass tensors only, so that shapes, strides, dtypes,
+devices and alignment identify an earlier call that passed the same checks, and its launches are replayed. For the last
+few calls torch compares these properties itself, which is faster than reading them in Python.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from flashgen.torch.tensors import Tensor
 _ALIGNMENT = 16  # bytes
 _OUTPUT, _BOTH = (Call({}, {}, None, 0, wanted) for wanted in (("o",), ("o", "lse")))
 _GRADIENTS = Call({}, {}, None, 0, ("dq", "dk", "dv"))
-# The tensors of a call as structs name them: what it reads, and with results that are given to be written.
+# The names of a call's tensors in argument structs: the inputs, and inputs with given results.
 _READ = ("q", "k", "v")
 _READ_BACK = ("d_o", "q", "k", "v", "o", "lse")
 _READ_BACK_WITH_LSE = (*_READ_BACK, "d_lse")
@@ -43,7 +43,7 @@ Tensors = tuple[Tensor, ...]
 
 
 class _Kind(NamedTuple):
-    """What is said of a call beside what its tensors say: their names, what is wanted, how they lie, and numbers."""
+    """What identifies a call beside its tensors: their names, the results, the misalignment in bytes, and numbers."""
 
     names: Names
     call: Call
@@ -51,8 +51,8 @@ class _Kind(NamedTuple):
     numbers: Numbers
 
 
-class _Likeness(NamedTuple):
-    """What tells that a call is like another one, and what these share; `fits` is asked of its tensors."""
+class _CachedCall(NamedTuple):
+    """An entry of the launch cache: a call hits it if it has the `kind` and `fits` accepts its tensors."""
 
     kind: _Kind
     fits: Callable[..., bool]
@@ -69,14 +69,15 @@ def forward(
     into: tuple[Tensor, Tensor] | None = None,
     numbers: Numbers = NO_NUMBERS,
 ) -> Any:
-    """The output, or a pair with the LSE, of a call like one that `learn_forward` was told of; None where none is.
+    """Returns the output, or a pair with the LSE, by replaying a call that `learn_forward` cached; None on a miss.
 
-    into: an output and an LSE to write to, if with_lse. numbers: captured ones, as `numbers_of` gives them.
+    into: an output and an LSE to write to, only with with_lse. numbers: captured numbers, by `numbers_of`.
     """
-    made = _again(attention.forward, *_of_forward(q, k, v, into), _BOTH if with_lse else _OUTPUT, into, numbers)
-    if made is None:
+    call = _BOTH if with_lse else _OUTPUT
+    results = _replay(attention.forward, *_forward_tensors(q, k, v, into), call, into, numbers)
+    if results is None:
         return None
-    return tuple(made) if with_lse else made[0]
+    return tuple(results) if with_lse else results[0]
 
 
 def learn_forward(
@@ -87,12 +88,12 @@ def learn_forward(
     into: tuple[Tensor, Tensor] | None = None,
     numbers: Numbers = NO_NUMBERS,
 ) -> None:
-    """Has `forward` serve calls like one of these tensors and numbers, which an attention took as they are."""
-    _learn(attention.forward, *_of_forward(q, k, v, into), numbers)
+    """Caches a call with these tensors and numbers, which the attention ran without copies, for `forward`."""
+    _cache(attention.forward, *_forward_tensors(q, k, v, into), numbers)
 
 
 Read = tuple[Tensor, Tensor | None, Tensor, Tensor, Tensor, Tensor, Tensor]
-"""What a backward reads: d_out, d_lse, q, k, v, out, lse."""
+"""The inputs of a backward: d_out, d_lse, q, k, v, out, lse."""
 
 
 def backward(
@@ -101,9 +102,9 @@ def backward(
     into: tuple[Tensor, Tensor, Tensor] | None = None,
     numbers: Numbers = NO_NUMBERS,
 ) -> tuple[Tensor, Tensor, Tensor] | None:
-    """The gradients of q, k and v of a call like one that `learn_backward` was told of; None where none is."""
-    made = _again(attention.backward_pass, *_of_backward(read, into), _GRADIENTS, into, numbers)
-    return None if made is None else (made[0], made[1], made[2])
+    """Returns the gradients of q, k and v by replaying a call that `learn_backward` cached; None on a miss."""
+    results = _replay(attention.backward_pass, *_backward_tensors(read, into), _GRADIENTS, into, numbers)
+    return None if results is None else (results[0], results[1], results[2])
 
 
 def learn_backward(
@@ -112,20 +113,20 @@ def learn_backward(
     into: tuple[Tensor, Tensor, Tensor] | None = None,
     numbers: Numbers = NO_NUMBERS,
 ) -> None:
-    """Has `backward` serve calls like one of these tensors and numbers, which an attention took as they are."""
-    _learn(attention.backward_pass, *_of_backward(read, into), numbers)
+    """Caches a call with these tensors and numbers, which the attention ran without copies, for `backward`."""
+    _cache(attention.backward_pass, *_backward_tensors(read, into), numbers)
 
 
 def numbers_of(attention: Attention, captures: Mapping[str, Any]) -> Numbers:
-    """What is given for captures that are all numbers; those of either pass."""
+    """Returns the captured numbers as kernels of both passes take them. All captures must be numbers."""
     return attention.forward.numbers(captures)
 
 
-def _of_forward(q: Tensor, k: Tensor, v: Tensor, into: tuple[Tensor, Tensor] | None) -> tuple[Names, Tensors]:
+def _forward_tensors(q: Tensor, k: Tensor, v: Tensor, into: tuple[Tensor, Tensor] | None) -> tuple[Names, Tensors]:
     return (_WITH_RESULTS[_READ], (q, k, v, *into)) if into else (_READ, (q, k, v))
 
 
-def _of_backward(read: Read, into: tuple[Tensor, Tensor, Tensor] | None) -> tuple[Names, Tensors]:
+def _backward_tensors(read: Read, into: tuple[Tensor, Tensor, Tensor] | None) -> tuple[Names, Tensors]:
     d_out, d_lse, q, k, v, out, lse = read
     names: Names = _READ_BACK
     tensors: Tensors = (d_out, q, k, v, out, lse)
@@ -134,41 +135,42 @@ def _of_backward(read: Read, into: tuple[Tensor, Tensor, Tensor] | None) -> tupl
     return (_WITH_RESULTS[names], (*tensors, *into)) if into else (names, tensors)
 
 
-def _again(
-    of: Pass[Any], names: Names, tensors: Tensors, call: Call, into: Tensors | None, numbers: Numbers
+def _replay(
+    pass_: Pass[Any], names: Names, tensors: Tensors, call: Call, into: Tensors | None, numbers: Numbers
 ) -> Sequence[Tensor] | None:
-    """The results of a call like one that is known; None where none is."""
+    """Returns the results of a call by replaying a cached one; None on a miss."""
     addresses = [*map(_address, tensors)]
     kind = _Kind(names, call, reduce(or_, addresses) % _ALIGNMENT, numbers)
-    for each in of.likenesses:
+    for each in pass_.likenesses:
         if each.kind == kind and each.fits(*tensors):
             shared, replay = each.shared, each.replay
             break
     else:
-        before = of.forgotten
-        shared = of.known(_said(names, tensors, kind.misaligned, numbers))
+        forgotten_before = pass_.forgotten
+        shared = pass_.known(_cache_key(names, tensors, kind.misaligned, numbers))
         if shared is None:
             return None
-        replay = _keep(of, kind, tensors, shared, before)
+        replay = _remember(pass_, kind, tensors, shared, forgotten_before)
     if replay:
         return replay(addresses, _stream(tensors[0]), numbers)
     if into:
         call = call._replace(results=dict(zip(call.wanted, into, strict=True)))
-    made = of.again(shared, call, _stream(tensors[0]), Addresses(zip(names, addresses, strict=True)), numbers)
-    return None if made is None else [made[name] for name in call.wanted]
+    named = Addresses(zip(names, addresses, strict=True))
+    results = pass_.again(shared, call, _stream(tensors[0]), named, numbers)
+    return None if results is None else [results[name] for name in call.wanted]
 
 
-def _learn(of: Pass[Any], names: Names, tensors: Tensors, numbers: Numbers) -> None:
-    """Has `_again` serve calls like this one."""
+def _cache(pass_: Pass[Any], names: Names, tensors: Tensors, numbers: Numbers) -> None:
+    """Adds a call to the launch cache of a pass."""
     misaligned = reduce(or_, map(_address, tensors)) % _ALIGNMENT
-    of.know(_said(names, tensors, misaligned, numbers), dict(zip(names, tensors, strict=True)))
+    pass_.know(_cache_key(names, tensors, misaligned, numbers), dict(zip(names, tensors, strict=True)))
 
 
-def _keep(of: Pass[Any], kind: _Kind, tensors: Tensors, shared: Any, before: int) -> Replay | None:
-    """Has torch tell which calls are like this one; what launches them again, if they do no more than launch.
+def _remember(pass_: Pass[Any], kind: _Kind, tensors: Tensors, shared: Any, forgotten_before: int) -> Replay | None:
+    """Lets torch recognise calls like this one. Returns a replay of its launches, or None if it does more than launch.
 
-    It is told by what compiled graphs guard their inputs with, which is not documented. A torch without it is asked for
-    all that each tensor says of itself, in every call.
+    torch compares tensors by the guards of compiled graphs, which are not documented. If they are missing, each call
+    computes its cache key in Python.
     """
     guards = getattr(getattr(torch._C._dynamo, "guards", None), "TensorGuards", None)
     if guards is None:
@@ -176,14 +178,14 @@ def _keep(of: Pass[Any], kind: _Kind, tensors: Tensors, shared: Any, before: int
     sizes = [list(tensor.shape) for tensor in tensors]
     strides = [list(tensor.stride()) for tensor in tensors]
     fits = guards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
-    gives_results = kind.names not in _WITH_RESULTS
-    replay = None if gives_results else of.replay(shared, kind.names, kind.call.wanted, _address)
-    of.keep(_Likeness(kind, fits, shared, replay), before)
+    has_given_results = kind.names not in _WITH_RESULTS
+    replay = None if has_given_results else pass_.replay(shared, kind.names, kind.call.wanted, _address)
+    pass_.keep(_CachedCall(kind, fits, shared, replay), forgotten_before)
     return replay
 
 
-def _said(names: Names, tensors: Tensors, misaligned: int, numbers: Numbers) -> tuple[Any, ...]:
-    """What decides what a call shares with others: all that its tensors say of themselves, and captured numbers."""
+def _cache_key(names: Names, tensors: Tensors, misaligned: int, numbers: Numbers) -> tuple[Any, ...]:
+    """The cache key of a call: shapes, strides, dtypes and devices of its tensors, misalignment and numbers."""
     known: list[Any] = [names, misaligned, *numbers.values()]
     for tensor in tensors:
         known += tensor.shape, tensor.stride(), tensor.dtype, tensor.device

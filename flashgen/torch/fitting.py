@@ -1,4 +1,4 @@
-"""What functions of torch's signatures take and kernels do not, as what kernels take: head dims, batches, scales."""
+"""Conversions of arguments that torch's signatures allow and kernels do not: head dims, batches, scales, dropout."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from flashgen.errors import ArgumentError
 from flashgen.runtime.arrays import inverse, nesting
 from flashgen.torch.tensors import Tensor
 
-_STEP, _MOST = 8, 256  # of a spec's head_dim and value_dim
-_STEPS_OF_DROPOUT = 256
+_MULTIPLE, _MAX_DIM = 8, 256  # of a spec's head_dim and value_dim
+_DROPOUT_STEPS = 256
 
 
 class Padded(NamedTuple):
-    """q, k and v whose last dimensions a spec takes.
+    """q, k and v with last dimensions that a spec accepts.
 
-    head_dim, value_dim: those before. scale: 1/sqrt(head_dim) where q and k were padded, None where they were not, so
-    that the spec's default is right.
+    head_dim, value_dim: the dimensions before padding. scale: 1/sqrt(head_dim) if q and k were padded; otherwise None,
+    as the spec's default is right.
     """
 
     q: Tensor
@@ -30,37 +30,37 @@ class Padded(NamedTuple):
 
 
 def padded_heads(q: Tensor, k: Tensor, v: Tensor) -> Padded:
-    """q, k and v with their last dimensions padded with zeros to multiples of 8, by a copy where one is none.
+    """Pads the last dimensions of q, k and v with zeros to multiples of 8. Padding copies a tensor.
 
-    Autograd cuts gradients to what was given; `cut_heads` cuts the output. Dimensions above 256 are left to the spec,
-    which refuses them. ArgumentError where q and k differ in their last dimension.
+    Autograd removes the padding from gradients, and `cut_heads` from the output. Dimensions above 256 are not padded:
+    the spec refuses them. Raises ArgumentError if q and k differ in their last dimension.
     """
     head_dim, value_dim = q.shape[-1], v.shape[-1]
     if head_dim != k.shape[-1]:
         raise ArgumentError(f"query has a last dimension of {head_dim} and key of {k.shape[-1]}: give both the same")
     scale = None
-    if head_dim % _STEP and head_dim < _MOST:
+    if head_dim % _MULTIPLE and head_dim < _MAX_DIM:
         q, k, scale = _padded(q), _padded(k), head_dim**-0.5
-    if value_dim % _STEP and value_dim < _MOST:
+    if value_dim % _MULTIPLE and value_dim < _MAX_DIM:
         v = _padded(v)
     return Padded(q, k, v, head_dim, value_dim, scale)
 
 
 def cut_heads(out: Tensor, value_dim: int) -> Tensor:
-    """An output without the elements that padding added to it: itself, or a view."""
+    """Returns the output without the padding: itself, or a view."""
     return out if out.shape[-1] == value_dim else out[..., :value_dim]
 
 
 def _padded(tensor: Tensor) -> Tensor:
-    """The tensor with its last dimension padded, its axes nested as they were."""
+    """Pads the last dimension, and keeps the order of the axes in memory."""
     order, last = nesting(tensor.stride()), tensor.ndim - 1
-    behind = last - order.index(last)  # axes that are inside of the last dimension
-    extra = (0, 0) * behind + (0, -tensor.shape[-1] % _STEP)
+    inner = last - order.index(last)  # axes with smaller strides than the last dimension
+    extra = (0, 0) * inner + (0, -tensor.shape[-1] % _MULTIPLE)
     return torch.nn.functional.pad(tensor.permute(order), extra).permute(inverse(order))
 
 
-def of_one_batch(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """k and v with the batch of q, (batch, ...): a view where theirs is 1, whose gradients are summed by autograd."""
+def expand_batch(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Expands k and v of batch 1 to the batch of q, as views. Autograd sums their gradients."""
     batch = q.shape[0]
     if k.shape[0] == 1 != batch:
         k = k.expand(batch, *k.shape[1:])
@@ -70,7 +70,7 @@ def of_one_batch(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def scale_of_call(name: str, scale: Tensor, q: Tensor) -> Tensor:
-    """A scale that is a tensor as a capture, float32 (1,) where q is; ArgumentError for more than one number."""
+    """Returns a scale in a tensor as float32 (1,) on the device of q. Raises ArgumentError unless it is one number."""
     if scale.numel() != 1 or scale.is_complex() or scale.dtype == torch.bool:
         raise ArgumentError(
             f"{name} is a {scale.dtype} tensor of shape {tuple(scale.shape)}: give a number, or one in it"
@@ -79,15 +79,15 @@ def scale_of_call(name: str, scale: Tensor, q: Tensor) -> Tensor:
 
 
 def checked_dropout(name: str, probability: Any) -> float:
-    """The probability of dropping a weight; ArgumentError for one that cannot be, or that rounding would change.
+    """Returns the probability of dropping a weight. Raises ArgumentError if it is not one or rounds to 0 or 1.
 
-    Weights are kept in steps of 1/256. A probability that is not 0 and rounds to 0 would drop nothing, and one below 1
-    that rounds to 1 would drop everything. 1 itself is given back: `nothing_kept` is what it means.
+    Weights are kept in steps of 1/256. A probability above 0 that rounds to 0 would drop nothing, and one below 1 that
+    rounds to 1 would drop everything. 1 itself is returned: callers then use `zeros_of`.
     """
     if isinstance(probability, bool) or not isinstance(probability, (int, float)) or not 0 <= probability <= 1:
         raise ArgumentError(f"{name}={probability!r} must be a number from 0 to 1")
-    kept = round(_STEPS_OF_DROPOUT * (1 - probability))
-    if probability and kept == _STEPS_OF_DROPOUT:
+    kept = round(_DROPOUT_STEPS * (1 - probability))
+    if probability and kept == _DROPOUT_STEPS:
         raise ArgumentError(
             f"{name}={probability!r} would drop nothing: weights are kept in steps of 1/256; give 0, or at least 1/256"
         )
@@ -99,7 +99,7 @@ def checked_dropout(name: str, probability: Any) -> float:
     return float(probability)
 
 
-def nothing_kept(v: Tensor) -> Tensor:
-    """v for attention that drops every weight: zeros, and the gradient of v is zeros, too, whatever v holds."""
-    nowhere = torch.zeros((), dtype=torch.bool, device=v.device)
-    return torch.where(nowhere, v, v.new_zeros(()))
+def zeros_of(v: Tensor) -> Tensor:
+    """Returns zeros for v, for a dropout of 1. The gradient of v is zero too, even if v holds infinities or NaN."""
+    keeps_none = torch.zeros((), dtype=torch.bool, device=v.device)
+    return torch.where(keeps_none, v, v.new_zeros(()))

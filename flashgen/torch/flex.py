@@ -11,7 +11,7 @@ from flashgen.errors import ArgumentError
 from flashgen.language.modifiers import Score
 from flashgen.torch.autocast import converted
 from flashgen.torch.block_mask import BlockMask
-from flashgen.torch.fitting import cut_heads, of_one_batch, padded_heads, scale_of_call
+from flashgen.torch.fitting import cut_heads, expand_batch, padded_heads, scale_of_call
 from flashgen.torch.functional import is_deterministic, run_traced
 from flashgen.torch.table import fixed, is_emulated, outside_of_graphs, run_where_graphs_break, warn_once
 from flashgen.torch.tensors import Tensor, check_tensors, dtype_of
@@ -73,7 +73,7 @@ def flex_attention(
             f"query is {element}; flashgen computes in float16 and bfloat16: convert it, or call under torch.autocast"
         )
     if not q_shape[0] == k_shape[0] == v_shape[0]:
-        key, value = of_one_batch(query, key, value)
+        key, value = expand_batch(query, key, value)
     if isinstance(scale, torch.Tensor):
         score_mod, scale = _scaled(score_mod, scale_of_call("scale", scale, query)), 1.0
     head_dim, value_dim = q_shape[3], v_shape[3]

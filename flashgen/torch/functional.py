@@ -13,7 +13,7 @@ from flashgen.errors import ArgumentError
 from flashgen.language.spec import AttentionSpec
 from flashgen.torch import autocast, operators
 from flashgen.torch.arguments import all_captures
-from flashgen.torch.table import Registered, constant, handle, held, registered
+from flashgen.torch.table import Registered, constant, handle, object_of, registered
 from flashgen.torch.tensors import Tensor, bound_tensor, check_tensors, refuse_gradients
 from flashgen.torch.traced_functions import TracedCall
 from flashgen.torch.transforms import is_differentiating, is_transforming, outside_transformed, transformed
@@ -87,7 +87,7 @@ def call(
     arrays, integers, floats = _NO_CAPTURES
     if captures or entry.takes_captures:
         arrays, integers, floats = all_captures(entry, captures, bound)
-        if entry.says_less:
+        if entry.keys_optional:
             check_shared_offsets(captures, q, k)
         if entry.cache and torch.is_grad_enabled():
             refuse_gradients(entry, q, k, v, arrays)
@@ -183,7 +183,7 @@ def _holds_arrays(spec: Any) -> bool:
 @constant
 def entry_of(spec: Any, emulate: bool | None, deterministic: bool) -> Registered:
     """Returns the entry of a spec or of a compiled attention, given by its handle."""
-    return registered(held(spec), None, emulate, deterministic)
+    return registered(object_of(spec), None, emulate, deterministic)
 
 
 def bound_tensors(spec: Any, device: torch.device) -> dict[str, Tensor]:

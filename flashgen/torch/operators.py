@@ -17,7 +17,7 @@ from torch.autograd import forward_ad
 from flashgen.errors import ArgumentError, UnsupportedError
 from flashgen.torch import direct
 from flashgen.torch.arguments import named_captures
-from flashgen.torch.table import Registered, of_call, of_key, outside_of_graphs
+from flashgen.torch.table import Registered, entry_of_call, entry_of_key, outside_of_graphs
 from flashgen.torch.tensors import (
     NO_FORWARD_MODE,
     Tensor,
@@ -68,7 +68,7 @@ def forward(
 
     captures, integers, floats: those of the table's entry in its order. seed: one int64, beside q or on the CPU.
     """
-    entry, integers, floats = of_call(key, integers, floats, q, k, captures)
+    entry, integers, floats = entry_of_call(key, integers, floats, q, k, captures)
     return run_forward(entry, q, k, v, captures, integers, floats, seed)
 
 
@@ -160,7 +160,7 @@ def _shaped_forward(
 
 @torch.library.register_fake("flashgen::forward", lib=LIBRARY)
 def _(q: Tensor, k: Tensor, v: Tensor, captures: Any, key: str, integers: Any, floats: Any, seed: Any) -> Any:
-    return _shaped_forward(of_key(key), q, k, v, captures, seed)
+    return _shaped_forward(entry_of_key(key), q, k, v, captures, seed)
 
 
 @as_operator
@@ -179,7 +179,7 @@ def backward(
     seed: Optional[torch.Tensor],  # noqa: UP045
 ) -> list[torch.Tensor]:
     """The gradients of q, k, v, and of each captured array that was declared with grad=True."""
-    entry, integers, floats = of_call(key, integers, floats, q, k, captures)
+    entry, integers, floats = entry_of_call(key, integers, floats, q, k, captures)
     return list(run_backward(entry, d_out, d_lse, q, k, v, out, lse, captures, integers, floats, seed))
 
 
@@ -262,13 +262,13 @@ def _(
     d_out: Tensor, d_lse: Any, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, captures: Any, key: str,
     integers: Any, floats: Any, seed: Any,
 ) -> list[Tensor]:  # fmt: skip
-    return _shaped_backward(of_key(key), q, k, v, captures)
+    return _shaped_backward(entry_of_key(key), q, k, v, captures)
 
 
 def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     """Keeps what the backward operator takes: tensors as autograd's, numbers as they are."""
     q, k, v, captures, ctx.key, ctx.integers, ctx.floats, seed = inputs
-    refuse_gradients(of_key(ctx.key), q, k, v, captures)
+    refuse_gradients(entry_of_key(ctx.key), q, k, v, captures)
     ctx.set_materialize_grads(False)
     ctx.captured, ctx.seeded = len(captures), seed is not None
     ctx.save_for_backward(q, k, v, *captures, *output, *([seed] if ctx.seeded else []))
@@ -284,7 +284,7 @@ def gradients(
     numbers = (ctx.key, ctx.integers, ctx.floats, seed[0] if seed else None)
     made = list((operator or torch.ops.flashgen.backward)(d_out, d_lse, q, k, v, out, lse, captures, *numbers))
     learned = iter(made[3:])
-    of_captures = [next(learned) if each.grad else None for each in of_key(ctx.key).arrays[: ctx.captured]]
+    of_captures = [next(learned) if each.grad else None for each in entry_of_key(ctx.key).arrays[: ctx.captured]]
     # torch takes an empty list for one of tensors, and one of numbers for a single argument.
     no_numbers: Any = (None if ctx.integers else [], None if ctx.floats else [])
     return (*made[:3], of_captures, None, *no_numbers, None)

@@ -1,4 +1,4 @@
-"""What torch's operators know of a spec: the order of its captures, and its attention on each GPU."""
+"""`Registered`: the entry of a spec for torch's operators, with the order of captures and an attention per GPU."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from flashgen.language.spec import AttentionSpec
 
 
 class CaptureInfo(NamedTuple):
-    """A capture as the compiler of torch can look at it: plain values."""
+    """A capture or call argument as plain values, which torch.compile can trace."""
 
     name: str
     dtype: str
@@ -24,7 +24,7 @@ class CaptureInfo(NamedTuple):
 
 
 def call_arguments(spec: AttentionSpec) -> tuple[tuple[CaptureInfo, ...], tuple[CaptureInfo, ...]]:
-    """The arrays and the integers that calls of a spec take beside q, k, v and captures: where sequences, pages are."""
+    """Returns the arrays and the integers that calls take beside q, k, v and captures, such as cu_seqlens_q."""
     arrays: list[tuple[str, str, int]] = []
     if spec.is_ragged:
         of_keys = () if spec.page_size else ("cu_seqlens_k", "seqused_k")
@@ -41,14 +41,18 @@ def call_arguments(spec: AttentionSpec) -> tuple[tuple[CaptureInfo, ...], tuple[
 
 
 class Registered:
-    """A spec, and how it is compiled: what a key stands for. Compiled for each GPU that a call is on, once.
+    """A spec with its compilation options, as registered under a key. It is compiled once for each GPU of its calls.
 
-    Attributes: `key`; `spec`, without arrays that its functions closed over, which calls give; `arrays`, `integers` and
-    `floats`, in the order in which operators take them: its captures by kind, and behind them `own_arrays` and
-    `own_integers`, a call's arguments that are no captures, of which all integers may be left out;
-    `takes_captures`, whether a call must give any; `says_less`, whether it may leave out where its keys are, too;
-    `cache`, what of the spec makes k and v a cache, which has no gradient, or None; `is_direct`, whether q, k and v on
-    a GPU are all that a call takes; `reads_batch`, whether sequences of a batch differ.
+    Attributes:
+        key: the key of operators.
+        spec: the spec, without the arrays that its functions closed over: calls pass them.
+        arrays, integers, floats: the captures by kind, then the call arguments, in the order of operators.
+        own_arrays, own_integers: the call arguments among these. The integers are optional.
+        takes_captures: whether calls take any captures or arrays.
+        keys_optional: whether calls may leave out the arrays that describe the keys.
+        cache: the option of the spec that makes k and v a KV cache, which has no gradient; or None.
+        is_direct: whether calls take only q, k and v, on a GPU.
+        reads_batch: whether the mask or the score depends on the batch index.
     """
 
     def __init__(self, key: str, spec: AttentionSpec, compiled: Attention | None, **options: Any) -> None:
@@ -62,7 +66,7 @@ class Registered:
         self.takes_captures = bool(captured or self.own_arrays)
         self.dtype, self.dropout = getattr(torch, spec.dtype), bool(spec.dropout)
         self.is_direct = not (self.emulate or self.takes_captures or self.dropout)
-        self.says_less = spec.is_ragged and not spec.page_size
+        self.keys_optional = spec.is_ragged and not spec.page_size
         pages = f"page_size={spec.page_size}" if spec.page_size else None
         self.cache = pages or (f"kv_dtype={spec.kv_dtype!r}" if spec.kv_dtype else None)
         self._by_device: dict[int | None, Attention] = {}
@@ -74,14 +78,14 @@ class Registered:
 
     @cached_property
     def learned(self) -> tuple[CaptureInfo, ...]:
-        """The captures that have a gradient, in the order of the operators' arrays."""
+        """The captures that have a gradient, in the order of `arrays`."""
         return tuple(capture for capture in self.arrays if capture.grad)
 
     def on(self, device: int | None) -> Attention:
-        """The attention of a call on a GPU, by its number, or on the emulator."""
+        """Returns the attention for a GPU, given by its index, or for the emulator with None."""
         found = self._by_device.get(device)
         if found is None:
-            with nullcontext() if device is None else torch.cuda.device(device):  # whose target it is compiled for
+            with nullcontext() if device is None else torch.cuda.device(device):  # the GPU to compile for
                 found = self._compiled or compile(self.spec, **self._options)
             self._by_device[device] = found
         return found

@@ -12,7 +12,7 @@ from flashgen.language.captures import Tensor as Captured
 from flashgen.language.masks import causal
 from flashgen.language.spec import AttentionSpec
 from flashgen.torch.autocast import converted
-from flashgen.torch.fitting import checked_dropout, cut_heads, nothing_kept, padded_heads, scale_of_call
+from flashgen.torch.fitting import checked_dropout, cut_heads, padded_heads, scale_of_call, zeros_of
 from flashgen.torch.functional import call, is_deterministic
 from flashgen.torch.table import Registered, constant, fixed, registered
 from flashgen.torch.tensors import Tensor, causal_bias, check_mask, check_tensors, dtype_of
@@ -73,7 +73,7 @@ def scaled_dot_product_attention(
             captures["attn_mask"] = _four_dimensional_mask(attn_mask, q, k, shape[:2] if leading is None else leading)
     dropout = fixed(dropout_p)
     if dropout and checked_dropout("dropout_p", dropout) == 1:
-        dropout, v = 0.0, nothing_kept(v)
+        dropout, v = 0.0, zeros_of(v)
     if isinstance(scale, torch.Tensor):
         captures["scale"], scale = scale_of_call("scale", scale, q), 1.0
     head_dim, value_dim = shape[-1], v_shape[-1]

@@ -1,4 +1,4 @@
-"""Specs by key: torch's operators take numbers, texts and tensors, and find the attention of a call by its key."""
+"""The table of registered specs. Operators of torch take a string key, and find the spec of a call by it."""
 
 from __future__ import annotations
 
@@ -28,46 +28,48 @@ _set_eval_frame: Any = torch._C._dynamo.eval_frame.set_eval_frame
 
 
 def constant(function: Function) -> Function:
-    """Has torch.compile call a function when it traces, and take what it gives for a constant.
+    """Makes torch.compile call a function while it traces and treat the result as a constant. Arguments are guarded.
 
-    As torch.compiler.assume_constant_result, which imports the whole compiler for it. Its arguments are guarded.
+    It does what torch.compiler.assume_constant_result does, which imports the whole compiler.
     """
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
 
 
 def handle(value: Any) -> Any:
-    """What is given to a function marked `constant` for an object: where torch.compile traces, its address.
+    """Returns an argument that stands for an object in a call of a `constant` function: its address under tracing.
 
-    Not every torch takes objects for constants; all guard by an object's identity whatever asks for its address.
+    Not every version of torch accepts objects as constants. All of them guard on the identity of an object when its
+    address is taken.
     """
     return id(value) if torch.compiler.is_compiling() and value is not None else value
 
 
-def held(value: Any) -> Any:
-    """The object of a handle. Whoever is traced holds it meanwhile."""
+def object_of(value: Any) -> Any:
+    """Returns the object of a handle. The traced function keeps it alive."""
     return ctypes.cast(value, ctypes.py_object).value if isinstance(value, int) else value
 
 
 def fixed(number: Any) -> Any:
-    """A number that a spec is made of, or None: where torch.compile traces, the value that it has there, guarded.
+    """Returns a number of a spec, or None. Under torch.compile, it is specialised to its value, with a guard.
 
-    With dynamic=True it may trace with a symbol, which is no argument of a function marked `constant`. What stands in a
-    set it must know.
+    With dynamic=True, Dynamo may trace with a symbol, which a `constant` function cannot take. An element of a set must
+    be hashed, so that Dynamo specialises it.
     """
     if number is None or not torch.compiler.is_compiling():
         return number
-    (known,) = {number}
-    return known
+    (value,) = {number}
+    return value
 
 
 def outside_of_graphs(why: str) -> Callable[[Function], Function]:
-    """Has torch.compile break its graph before a function and run that as it stands; `why` is what fullgraph=True says.
+    """Returns a decorator that makes torch.compile break its graph before a function and run the function eagerly.
 
-    As torch.compiler.disable, which imports the whole compiler for it.
+    It does what torch.compiler.disable does, which imports the whole compiler. why: the reason that torch shows for
+    fullgraph=True.
     """
 
-    def of(function: Any) -> Any:
+    def decorate(function: Any) -> Any:
         @wraps(function)
         def outside(*given: Any, **named: Any) -> Any:
             before = _set_eval_frame(None)
@@ -80,15 +82,12 @@ def outside_of_graphs(why: str) -> Callable[[Function], Function]:
         outside._torchdynamo_disable_msg = why  # type: ignore[attr-defined]
         return outside
 
-    return of
+    return decorate
 
 
 @constant
 def run_where_graphs_break(function: Any) -> None:
-    """Has Dynamo inline a function, but run it as it stands where a graph breaks at its call.
-
-    It runs while Dynamo traces, with the function as a constant.
-    """
+    """Makes Dynamo inline a function, but run it eagerly if the graph breaks at its call. Runs while Dynamo traces."""
     from torch._dynamo.eval_frame import skip_code
 
     skip_code(function.__code__)
@@ -98,7 +97,7 @@ _WARNED: set[str] = set()
 
 
 def warn_once(message: str) -> None:
-    """A FlashgenWarning that a process gives once."""
+    """Gives a FlashgenWarning once per process."""
     if message not in _WARNED:
         _WARNED.add(message)
         warnings.warn(message, FlashgenWarning, stacklevel=2)
@@ -109,7 +108,7 @@ _EMULATED: ContextVar[bool] = ContextVar("whether CPU tensors run on the emulato
 
 @contextmanager
 def emulated(on: bool = True) -> Iterator[None]:
-    """Inside, CPU tensors run on the emulator, as with emulate=True in each call. For tests, and to learn."""
+    """A context in which CPU tensors run on the emulator, as with emulate=True in each call."""
     token = _EMULATED.set(on)
     try:
         yield
@@ -119,15 +118,15 @@ def emulated(on: bool = True) -> Iterator[None]:
 
 @constant
 def is_emulated(emulate: bool | None) -> bool:
-    """Whether a call runs on the emulator; None is what `emulated()` says."""
+    """Whether a call runs on the emulator. None takes the setting of `emulated()`."""
     return _EMULATED.get() if emulate is None else bool(emulate)
 
 
-_MOST_KEPT = 1024
-_BY_SPEC: Remembered[Any, Registered] = Remembered(_MOST_KEPT)
+_MAX_ENTRIES = 1024
+_BY_SPEC: Remembered[Any, Registered] = Remembered(_MAX_ENTRIES)
 _TEXTS: dict[str, tuple[str, dict[str, Any]]] = {}
-"""The JSON of each registered spec and how it is compiled, by key: what makes an entry again that is no longer kept."""
-_OF_COMPILED: weakref.WeakValueDictionary[str, Registered] = weakref.WeakValueDictionary()
+"""The JSON and the options of each registered spec by key, from which an evicted entry is created again."""
+_COMPILED: weakref.WeakValueDictionary[str, Registered] = weakref.WeakValueDictionary()
 _LOCK = threading.Lock()
 _compiled = 0
 
@@ -139,16 +138,22 @@ def register(
     emulate: bool | None = None,
     deterministic: bool = False,
 ) -> str:
-    """The key by which torch's operators know a spec in this process.
+    """Registers a spec for torch's operators in this process and returns its key.
 
-    Calls register specs by themselves. A program that torch.export saved names keys: register its specs in the process
-    that loads it. A compiled attention's key is of this process alone.
+    Calls register their specs themselves. A program that torch.export saved contains keys: register its specs in the
+    process that loads it. The key of a compiled attention is valid in its own process only.
+
+    Args:
+        spec: an AttentionSpec, or the result of `flashgen.compile`.
+        target: the GPU architecture, such as "sm_90a"; None is that of the GPU of a call.
+        emulate: run CPU tensors on the emulator. None takes the setting of `flashgen.torch.emulated()`.
+        deterministic: compute gradients that are bitwise equal from run to run.
     """
     return registered(spec, target=target, emulate=emulate, deterministic=deterministic).key
 
 
 def not_a_spec(value: Any) -> ArgumentError:
-    """The error for a spec that is none."""
+    """Returns the error for a value that is not a spec."""
     return ArgumentError(f"spec={value!r}: give a flashgen.AttentionSpec, or what flashgen.compile made of one")
 
 
@@ -158,25 +163,25 @@ def registered(
     emulate: bool | None = None,
     deterministic: bool = False,
 ) -> Registered:
-    """The entry of a spec, or of a compiled attention, which keeps its own."""
+    """Returns the entry of a spec, or of a compiled attention, which keeps its own entry."""
     if isinstance(spec, Attention):
         found: Registered | None = spec.__dict__.get("_registered")
         return _register_compiled(spec) if found is None else found
     if not isinstance(spec, AttentionSpec):
         raise not_a_spec(spec)
-    known = (spec, target, is_emulated(emulate), bool(deterministic))
-    return _BY_SPEC.get(known) or _register_spec(*known)
+    key = (spec, target, is_emulated(emulate), bool(deterministic))
+    return _BY_SPEC.get(key) or _register_spec(*key)
 
 
 def _register_spec(spec: AttentionSpec, target: str | None, emulate: bool, deterministic: bool) -> Registered:
-    # Without the arrays of its functions, which would stay with the entry.
+    # The entry must not keep the arrays of the spec's functions alive.
     bare = AttentionSpec.from_json(spec.to_json()) if spec.bound else spec
     options = {"target": target, "emulate": emulate, "deterministic": deterministic}
     text = spec.to_json()
     key = "+".join([spec.name, *(name for name in ("emulate", "deterministic") if options[name])])
     key += f"+{target}" if target else ""
     with _LOCK:
-        if _TEXTS.get(key, (text, options)) != (text, options):  # another spec with the same begin of its hash
+        if _TEXTS.get(key, (text, options)) != (text, options):  # another spec whose hash begins with the same digits
             key += f"+{hashlib.sha256(text.encode()).hexdigest()}"
         _TEXTS[key] = (text, options)
     return _BY_SPEC.get_or_make((bare, target, emulate, deterministic), lambda: Registered(key, bare, None, **options))
@@ -190,15 +195,15 @@ def _register_compiled(attention: Attention) -> Registered:
             _compiled += 1
             plain = unbound(attention)
             found = Registered(f"{attention.spec.name}#{_compiled}", plain.spec, plain)
-            attention.__dict__["_registered"] = _OF_COMPILED[found.key] = found
+            attention.__dict__["_registered"] = _COMPILED[found.key] = found
     return found
 
 
-def of_key(key: str) -> Registered:
-    """The entry of a key; of traced functions one whose numbers are all operands. ArgumentError for an unknown key."""
+def entry_of_key(key: str) -> Registered:
+    """Returns the entry of a key. For traced functions all numbers are operands. Raises ArgumentError if unknown."""
     if is_variant(key):
         return variant_of(key).general
-    found = _OF_COMPILED.get(key)
+    found = _COMPILED.get(key)
     if found is not None:
         return found
     try:
@@ -208,17 +213,17 @@ def of_key(key: str) -> Registered:
             f"no spec is registered as {key!r} in this process: call flashgen.torch.register(spec) with the spec of "
             "the program before it runs"
         ) from None
-    entry = _OF_KEY.get(key)
-    return entry or _OF_KEY.get_or_make(key, lambda: registered(AttentionSpec.from_json(text), **options))
+    entry = _BY_KEY.get(key)
+    return entry or _BY_KEY.get_or_make(key, lambda: registered(AttentionSpec.from_json(text), **options))
 
 
-_OF_KEY: Remembered[str, Registered] = Remembered(_MOST_KEPT)
+_BY_KEY: Remembered[str, Registered] = Remembered(_MAX_ENTRIES)
 
 
-def of_call(
+def entry_of_call(
     key: str, integers: Sequence[int], floats: Sequence[float], q: Any, k: Any, arrays: Sequence[Any]
 ) -> tuple[Registered, Sequence[int], Sequence[float]]:
-    """The entry that runs a call of an operator, and those of its numbers that are operands of the kernel."""
+    """Returns the entry for a call of an operator, and the numbers that are operands of its kernel."""
     if is_variant(key):
         return variant_of(key).at(integers, floats, q, k, arrays)
-    return of_key(key), integers, floats
+    return entry_of_key(key), integers, floats

@@ -105,7 +105,7 @@ def check_call(
                 f"{name} is {dtype_of(tensor)}; the spec is of {spec.dtype}: convert it, or call it under "
                 f"torch.autocast('{q.device.type}', torch.{spec.dtype})"
             )
-    least = len(entry.arrays) - entry.says_less
+    least = len(entry.arrays) - entry.keys_optional
     if not least <= len(captures) <= len(entry.arrays):
         raise ArgumentError(f"{len(captures)} arrays are given; calls of the spec take {len(entry.arrays)}")
     for capture, tensor in zip(entry.arrays, captures, strict=False):

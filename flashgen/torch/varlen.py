@@ -14,7 +14,7 @@ from flashgen.language.captures import Tensor as Captured
 from flashgen.language.operations import LONGEST
 from flashgen.language.spec import AttentionSpec
 from flashgen.torch.autocast import converted
-from flashgen.torch.fitting import checked_dropout, cut_heads, nothing_kept, padded_heads, scale_of_call
+from flashgen.torch.fitting import checked_dropout, cut_heads, padded_heads, scale_of_call, zeros_of
 from flashgen.torch.functional import call, is_deterministic
 from flashgen.torch.table import Registered, constant, fixed, registered
 from flashgen.torch.tensors import Tensor, check_tensors, dtype_of
@@ -125,7 +125,7 @@ def _dropped(probability: Any, v: Tensor, page_size: int | None) -> tuple[float,
         return probability, v
     if page_size:
         raise ArgumentError("dropout_p=1 is not supported with block_table: the output would be zeros")
-    return 0.0, nothing_kept(v)
+    return 0.0, zeros_of(v)
 
 
 def _sides(size: Any, causal: bool) -> tuple[int, int]:

@@ -9,7 +9,7 @@ import torch
 
 from flashgen.errors import ArgumentError
 from flashgen.torch import operators
-from flashgen.torch.table import of_key
+from flashgen.torch.table import entry_of_key
 from flashgen.torch.tensors import Tensor
 
 
@@ -36,7 +36,7 @@ def _mapped(
     captures: int,
 ) -> Any:
     """One call of a larger batch; one for each of the mapped, where these differ in captures, or sequences do."""
-    entry = of_key(arguments[key])
+    entry = entry_of_key(arguments[key])
     if entry.spec.dropout and info.randomness == "error":
         raise ArgumentError("vmap of attention with dropout: say randomness='same' or 'different'")
     apart = entry.reads_batch or entry.learned or entry.spec.dropout or entry.own_arrays
