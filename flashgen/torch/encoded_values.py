@@ -1,8 +1,9 @@
-"""Traced values as texts, for functions that Dynamo traces: it takes texts and numbers for constants, and no objects.
+"""Traced values encoded as strings, for functions that Dynamo traces: only strings and numbers can be constants there.
 
-Each operation on placeholders is one call of `composed`, which Dynamo runs while it traces. So it traces, and guards,
-the user's function, and not the code that builds expressions. Arrays and numbers are inputs of a graph, which have no
-value then: here they stand by their positions in the lists of the mode that records them (`placeholders.Recording`).
+Each operation on placeholders is one call of `composed`, which Dynamo runs while it traces. So Dynamo traces and guards
+the user's function, but not the code that builds expressions. Arrays and numbers are inputs of the graph without values
+at that time. They are represented by their positions in the lists of the mode that records them
+(`placeholders.Recording`).
 """
 
 from __future__ import annotations
@@ -23,22 +24,22 @@ from flashgen.torch.call_keys import call_key
 from flashgen.torch.table import constant
 
 AT, RESULT = "a mask or a score at operands", "the result"
-"""What `composed` takes in place of a function's name."""
+"""Special function names of `composed`."""
 OF_LANGUAGE = "flashgen."
-"""What the names of flashgen's own functions begin with."""
+"""The prefix of the names of flashgen's own functions."""
 Values = tuple[tuple[int, int | float], ...]
-"""Numbers whose values an operation depends on, with their positions."""
+"""(position, value) of numbers that are passed by value, because an operation depends on them."""
 
 
 class Composed(NamedTuple):
     """The result of an operation.
 
     Attributes:
-        value: a traced value, or a row of them, as JSON; "" where there is no result, as `error` says.
-        kind: of its elements, "bool", "int" or "float".
-        columns: of a row that was computed, how many; None of a single value and of a part of an array.
-        array: of a part of an array, the position of the array, and the number of indices that it was given.
-        error: empty where the values of numbers were not known, and the operation may depend on them.
+        value: a traced value, or a row of them, as JSON; "" if there is no result.
+        kind: the kind of its elements, "bool", "int" or "float".
+        columns: the length of a computed row; None for a single value or a part of an array.
+        array: for a part of an array, the position of the array and the number of indices given so far.
+        error: the message if there is no result; "" if the operation may need the values of numbers.
     """
 
     value: str
@@ -52,13 +53,14 @@ class Composed(NamedTuple):
 def composed(
     name: str, arguments: tuple[Any, ...], keywords: tuple[Any, ...], values: Values, detaches: bool
 ) -> tuple[Any, ...]:
-    """An operation on traced values: a `Composed`, as a tuple.
+    """Applies an operation to traced values. Returns a `Composed` as a plain tuple.
 
     Args:
-        name: of the function of torch; OF_LANGUAGE and a name; AT or RESULT.
-        arguments: operands, as `Recording` writes them; keywords: pairs of a name and an operand.
-        values: of numbers that are not to be left open.
-        detaches: whether gradients are disabled inside of the function.
+        name: the name of a function of torch; OF_LANGUAGE with the name of a function of flashgen; AT or RESULT.
+        arguments: operands, as `Recording` encodes them.
+        keywords: pairs of a name and an operand.
+        values: the values of numbers that must not stay symbolic.
+        detaches: whether the function disables gradients.
     """
     reader = _Reader(values)
     enabled = torch.is_grad_enabled()
@@ -84,7 +86,7 @@ def _run(name: str, given: tuple[Any, ...], named: dict[str, Any]) -> Any:
 
 
 def _names() -> dict[Any, str]:
-    """The names of torch's functions and of tensors' methods that the language knows, by function."""
+    """Returns the names of torch's functions and tensor methods that the language supports, by function."""
     found: dict[Any, str] = {}
     for home in (torch, torch.special, torch.nn.functional, torch.Tensor):
         for name in dir(home):
@@ -94,7 +96,7 @@ def _names() -> dict[Any, str]:
             function = getattr(home, name)
             if callable(function) and function.__hash__ is not None:
                 found.setdefault(function, name)
-    found[torch.Tensor.where] = "tensor_where"  # whose first argument is the choice, not the condition
+    found[torch.Tensor.where] = "tensor_where"  # its first argument is a value, not the condition
     return found
 
 
@@ -103,31 +105,31 @@ _NAMES = _names()
 
 @constant
 def name_of(function: Any) -> str:
-    """The name by which the language knows a function of torch."""
+    """Returns the name of a function of torch in the language."""
     return _NAMES.get(function) or str(getattr(function, "__name__", function))
 
 
 @constant
 def leaf_value(name: str) -> str:
-    """The value of an index or of the score, by its name."""
+    """Returns the encoded value of an index or of the score."""
     return json.dumps(_data(Traced(f'"{name}"', "float" if name == "score" else "int")))
 
 
 @constant
 def opened(value: str) -> tuple[Any, ...]:
-    """The text, the kind, the positions of the arrays, and the numbers of a traced value that was composed.
+    """Decodes a traced value: its text, its kind, the positions of its arrays, and its numbers.
 
-    A number is a tuple of its position, or stands as it is.
+    A number is its value, or a tuple with its position.
     """
     data = json.loads(value)
-    return data["text"], data["kind"], tuple(data["arrays"]), tuple(map(_plain, data["numbers"]))
+    return data["text"], data["kind"], tuple(data["arrays"]), tuple(map(_decoded_number, data["numbers"]))
 
 
 @constant
 def key_of(score: str, score_name: str, mask: str, mask_name: str, spec: str) -> tuple[Any, ...]:
-    """The key of a call, the positions of its arrays, its integers and its floats; "" is no function.
+    """Returns the key of a call, the positions of its arrays, its integers and its floats. "" stands for no function.
 
-    A number is a tuple of its position, or stands as it is. SpecErrors are a single text.
+    A number is its value, or a tuple with its position. The result of a SpecError is a tuple with its message alone.
     """
     reader = _Reader(())
     try:
@@ -137,30 +139,27 @@ def key_of(score: str, score_name: str, mask: str, mask_name: str, spec: str) ->
         )  # fmt: skip
     except SpecError as error:
         return (str(error),)
-    floats = tuple(_plain(_written(each)) for each in numbers if _is_float(each))
-    integers = tuple(_plain(_written(each)) for each in numbers if not _is_float(each))
+    floats = tuple(_decoded_number(_encoded_number(each)) for each in numbers if _is_float(each))
+    integers = tuple(_decoded_number(_encoded_number(each)) for each in numbers if not _is_float(each))
     return key, tuple(array.position for array in arrays), integers, floats
 
 
 class Array:
-    """An array by its position, and what the language asks of arrays.
+    """An array that is known by its position, with the attributes that the language reads."""
 
-    columns: the size of its last dimension; None where nothing depends on it.
-    """
-
-    __array__ = None  # as arrays have it
+    __array__ = None  # marks it as an array for the language
 
     def __init__(self, position: int, dtype: Any = None, ndim: int = 0, requires_grad: bool = False) -> None:
         self.position, self.dtype, self.ndim, self.requires_grad = position, dtype, ndim, requires_grad
         self.shape: tuple[int | None, ...] = (None,) * ndim
 
     def reshape(self, _size: int) -> Array:
-        """The array in one dimension, which the mode gives it where a function asks for it."""
+        """Returns itself: `Recording` has already flattened the array if a function needs that."""
         return self
 
 
 class Number:
-    """A number by its position. An operation that depends on its value raises an error."""
+    """A number that is known by its position. Operations that depend on its value raise SpecError."""
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -179,18 +178,18 @@ def _is_float(number: Any) -> bool:
     return number.is_float if isinstance(number, Number) else isinstance(number, float)
 
 
-def _written(number: Any) -> Any:
-    """A number as JSON has it."""
+def _encoded_number(number: Any) -> Any:
+    """Encodes a number for JSON."""
     return [number.position, number.is_float] if isinstance(number, Number) else number
 
 
-def _plain(number: Any) -> Any:
-    """A number of JSON as Dynamo is given it: a tuple of its position, or as it stands."""
+def _decoded_number(number: Any) -> Any:
+    """Converts a number of JSON for Dynamo: its value, or a tuple with its position."""
     return (number[0],) if isinstance(number, list) else number
 
 
 class _Reader:
-    """Reads operands. `has_open_numbers` says whether one of them was a number without its value."""
+    """Decodes operands. `has_open_numbers` becomes True when a number without a value was decoded."""
 
     def __init__(self, values: Values) -> None:
         self._values = dict(values)
@@ -211,7 +210,7 @@ class _Reader:
         return self._arrays.setdefault(position, Array(position, dtype, ndim, requires_grad))
 
     def _number(self, position: int, is_float: bool) -> Any:
-        number = self._of_position(position, is_float)
+        number = self._number_at(position, is_float)
         if not isinstance(number, Number):
             return number
         return Traced('"#f"' if is_float else '"#i"', "float" if is_float else "int", (), (number,))
@@ -223,7 +222,7 @@ class _Reader:
         return self.value(json.loads(value), columns)
 
     def value(self, data: dict[str, Any], columns: int | None = None) -> Any:
-        """A traced value, or a row; columns: the size of the last dimension of a part of an array."""
+        """Decodes a traced value or a row. columns: the last dimension of a part of an array."""
         if "row" in data:
             return ComputedRow(tuple(self.value(each) for each in data["row"]))
         if "leaf" in data:
@@ -231,10 +230,10 @@ class _Reader:
             array.shape = (columns,)
             return PartlyIndexed(Leaf(*data["leaf"]), array, tuple(self.value(each) for each in data["indices"]))
         arrays = tuple(self._arrays.setdefault(position, Array(position)) for position in data["arrays"])
-        numbers = tuple(self._of_position(*each) if isinstance(each, list) else each for each in data["numbers"])
+        numbers = tuple(self._number_at(*each) if isinstance(each, list) else each for each in data["numbers"])
         return Traced(data["text"], data["kind"], arrays, numbers)
 
-    def _of_position(self, position: int, is_float: bool) -> Any:
+    def _number_at(self, position: int, is_float: bool) -> Any:
         if position in self._values:
             return self._values[position]
         self.has_open_numbers = True
@@ -260,5 +259,5 @@ def _result(result: Any) -> Composed:
 def _data(value: Traced) -> dict[str, Any]:
     return {
         "text": value.text, "kind": value.kind, "arrays": [array.position for array in value.arrays],
-        "numbers": [_written(number) for number in value.numbers],
+        "numbers": [_encoded_number(number) for number in value.numbers],
     }  # fmt: skip

@@ -1,7 +1,7 @@
-"""Indices below 0, which count from the end of an array in torch, and which kernels clamp to it.
+"""Negative indices. In torch they count from the end of an array; kernels clamp indices to the array by default.
 
-A kernel that counts from the end compares each index with 0. So it runs only where the sizes of a call and its numbers
-leave open whether an index is below 0. With 64 queries and 64 keys, that of `table[h, q - k + 63]` is not.
+A kernel that counts from the end compares each index with 0. So it runs only if the sizes and numbers of a call do not
+exclude a negative index. With 64 queries and 64 keys, the index of `table[h, q - k + 63]` is never negative.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from flashgen.language.spec import AttentionSpec
 
 
 class Sizes(NamedTuple):
-    """The sizes of a call that its indices reach up to."""
+    """The sizes of a call, which bound its indices."""
 
     batch: int
     heads: int
@@ -30,19 +30,19 @@ class Sizes(NamedTuple):
     len_k: int
 
     def boxes(self) -> dict[sympy.Basic, tuple[int, int]]:
-        """The least and the greatest value of each symbol."""
+        """Returns the minimum and the maximum of each symbol."""
         counts = dict(zip(ops.INDICES, self, strict=True))
-        reach = {symbol: (0, max(count - 1, 0)) for symbol, count in counts.items()}
-        return reach | {ops.LEN_Q: (self.len_q, self.len_q), ops.LEN_K: (self.len_k, self.len_k)}
+        ranges = {symbol: (0, max(count - 1, 0)) for symbol, count in counts.items()}
+        return ranges | {ops.LEN_Q: (self.len_q, self.len_q), ops.LEN_K: (self.len_k, self.len_k)}
 
 
 def sizes_of(q: Any, k: Any) -> Sizes:
-    """The sizes of a call of (batch, heads, length, dim)."""
+    """Returns the sizes of a call with q and k of (batch, heads, length, dim)."""
     return Sizes(q.shape[0], q.shape[1], q.shape[2], k.shape[2])
 
 
 class OpenIndex(NamedTuple):
-    """An index of which it depends on the call whether it is below 0, of an axis of a captured array."""
+    """An index of an axis of a captured array that is negative in some calls."""
 
     index: sympy.Basic
     name: str
@@ -50,12 +50,12 @@ class OpenIndex(NamedTuple):
 
     @property
     def size(self) -> str:
-        """The name of the number that says how long the axis is."""
+        """The name of the Scalar that holds the length of the axis."""
         return f"size_{self.axis}_of_{self.name}"
 
 
 def open_indices(spec: AttentionSpec, names: Sequence[str]) -> tuple[OpenIndex, ...]:
-    """The indices of a spec's loads from these arrays that are not known to be at least 0 in every call."""
+    """Returns the indices of loads from these arrays that are not proven non-negative for every call."""
     bounds = Bounds()
     found: dict[OpenIndex, None] = {}
     for expression in (spec.mask.expression, *([spec.score.expression] if spec.score else [])):
@@ -67,7 +67,7 @@ def open_indices(spec: AttentionSpec, names: Sequence[str]) -> tuple[OpenIndex, 
 
 
 def any_below_zero(indices: Sequence[OpenIndex], sizes: Sizes, numbers: Mapping[str, Any]) -> bool:
-    """Whether one of the indices may be below 0 in a call of these sizes and captured numbers."""
+    """Whether an index may be negative in a call of these sizes and captured numbers. Errs towards True."""
     boxes = sizes.boxes()
     return any(_may_be_below_zero(each.index, boxes, numbers) for each in indices)
 
@@ -75,26 +75,26 @@ def any_below_zero(indices: Sequence[OpenIndex], sizes: Sizes, numbers: Mapping[
 def _may_be_below_zero(index: sympy.Basic, boxes: Mapping[sympy.Basic, Any], numbers: Mapping[str, Any]) -> bool:
     try:
         return not bool((interval_of(index, boxes, numbers).low >= 0).all())
-    except ArgumentError:  # it reads an array, whose values only the device knows
+    except ArgumentError:  # the index depends on values of an array on the device
         return True
 
 
 def counting_from_the_end(spec: AttentionSpec, indices: Sequence[OpenIndex]) -> AttentionSpec:
-    """The spec with indices below 0 counted from the end; the lengths of axes are Scalars, by `OpenIndex.size`."""
-    known = {(each.index, each.name, each.axis): Scalar(each.size).node for each in indices}
+    """Returns the spec with negative indices counted from the end. Axis lengths are Scalars (`OpenIndex.size`)."""
+    sizes = {(each.index, each.name, each.axis): Scalar(each.size).node for each in indices}
 
-    def wrapped(node: sympy.Basic) -> sympy.Basic:
+    def rewrite(node: sympy.Basic) -> sympy.Basic:
         if not node.args:
             return node
-        args = [wrapped(arg) for arg in node.args]
+        args = [rewrite(arg) for arg in node.args]
         if isinstance(node, Load):
             for axis, index in enumerate(node.indices):
-                size = known.get((index, node.capture.name, axis))
+                size = sizes.get((index, node.capture.name, axis))
                 if size is not None:
                     inner = args[axis + 1]
                     args[axis + 1] = ops.Where(ops.Less(inner, sympy.Integer(0)), ops.Add(inner, size), inner)
         return node.func(*args)
 
-    score = spec.score and Score(spec.score.name, wrapped(spec.score.expression))
-    mask = Mask(spec.mask.name, wrapped(spec.mask.expression))
+    score = spec.score and Score(spec.score.name, rewrite(spec.score.expression))
+    mask = Mask(spec.mask.name, rewrite(spec.mask.expression))
     return AttentionSpec(spec.head_dim, spec.dtype, spec.value_dim, spec.scale, spec.layout, score=score, mask=mask)

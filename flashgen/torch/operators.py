@@ -1,8 +1,7 @@
-"""The operators: `flashgen::forward` and `flashgen::backward`, as torch's dispatcher, autograd and compiler know them.
+"""The operators `flashgen::forward` and `flashgen::backward`, registered for dispatch, autograd and torch.compile.
 
-Both return tensors of their own, alias nothing and are traced without a look at data. The spec goes in as a key
-(table.py). The LSE is an output, so that checkpointing policies that save outputs of operators save all that the
-backward needs.
+Both return new tensors that alias no input, and can be traced without data. The spec is passed as a key (table.py). The
+LSE is an output, so that checkpointing policies that save the outputs of operators save all that the backward needs.
 """
 
 from __future__ import annotations
@@ -32,18 +31,18 @@ from flashgen.torch.tensors import (
     to_tensor,
 )
 
-LIBRARY = torch.library.Library("flashgen", "FRAGMENT")  # the registrations live as long as it does
+LIBRARY = torch.library.Library("flashgen", "FRAGMENT")  # registrations live as long as this object
 
 
 def as_operator(
     function: Callable[..., Any], name: str | None = None, written: Sequence[str] = ()
 ) -> Callable[..., Any]:
-    """Registers a function as the kernel of an operator, on every device.
+    """Registers a function as the implementation of an operator on every device.
 
-    name: of the operator; None is the function's. written: the arguments that it writes to.
+    torch.library.custom_op checks in each call whether outputs alias inputs and adds layers of Python, which take
+    longer than the operator itself in a compiled graph. This registration has neither.
 
-    As torch.library.custom_op, but for a look at every call whether outputs alias inputs, and layers of Python, which
-    take longer than all that the operator does: compiled graphs call it through the dispatcher.
+    name: the name of the operator; None is that of the function. written: the arguments that it mutates.
     """
     schema = torch.library.infer_schema(function, mutates_args=written)
     name = name or function.__name__
@@ -52,7 +51,7 @@ def as_operator(
     return function
 
 
-# The schema is inferred from these annotations, which torch 2.6 reads as types alone: no strings, no `|`.
+# torch infers the schema from these annotations. Some versions accept neither strings nor `|` in them.
 @as_operator
 def forward(
     q: torch.Tensor,
@@ -64,9 +63,9 @@ def forward(
     floats: Sequence[float],
     seed: Optional[torch.Tensor],  # noqa: UP045
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The output and the LSE, float32 (batch, heads, queries), of a ragged batch (heads, tokens).
+    """Returns the output and the LSE, float32 (batch, heads, queries), or (heads, tokens) of a varlen batch.
 
-    captures, integers, floats: those of the table's entry in its order. seed: one int64, beside q or on the CPU.
+    captures, integers, floats: in the order of the entry. seed: one int64, on the device of q or on the CPU.
     """
     entry, integers, floats = entry_of_call(key, integers, floats, q, k, captures)
     return run_forward(entry, q, k, v, captures, integers, floats, seed)
@@ -83,57 +82,58 @@ def run_forward(
     seed: Tensor | None,
     with_lse: bool = True,
 ) -> Any:
-    """What the operator does, for tensors that hold data; the output alone without `with_lse`."""
+    """Runs the forward. Returns the output, or the pair (output, LSE) with `with_lse`."""
     if forward_ad._current_level >= 0:
         refuse_tangents(q, k, v, *captures)
     if entry.is_direct and q.is_cuda:
-        made = direct.forward(entry.on(q.get_device()), q, k, v, with_lse)
-        if made is not None:
-            return made
+        results = direct.forward(entry.on(q.get_device()), q, k, v, with_lse)
+        if results is not None:
+            return results
     if q.is_meta:
-        shaped = _shaped_forward(entry, q, k, v, captures, seed)
-        return shaped if with_lse else shaped[0]
+        empty = _empty_forward(entry, q, k, v, captures, seed)
+        return empty if with_lse else empty[0]
     options: dict[str, Any] = {} if seed is None else {"seed": seed_of(entry, seed)}
     if q.is_cuda and not entry.emulate:
         if captures or integers or floats:
             options |= named_captures(entry, captures, integers, floats)
         if q.stride(-1) != 1 or (not entry.cache and (k.stride(-1) != 1 or v.stride(-1) != 1)):
             rows = _in_rows(entry, q, k, v)
-            made = run_forward(entry, *rows, captures, integers, floats, seed, with_lse)
-            return _in_order_of_queries(q, made, with_lse)
+            results = run_forward(entry, *rows, captures, integers, floats, seed, with_lse)
+            return _in_order_of_q(q, results, with_lse)
         try:
-            made = entry.on(q.get_device())(q, k, v, return_lse=with_lse, **options)
+            results = entry.on(q.get_device())(q, k, v, return_lse=with_lse, **options)
             if entry.is_direct:
                 direct.learn_forward(entry.on(q.get_device()), q, k, v)
-            return made
+            return results
         except ArgumentError as error:
             aligned = _in_rows(entry, q, k, v)
-            q, k, v = _put_right((q, k, v), aligned, error, partial(check_call, entry, q, k, v, captures, seed))
+            check = partial(check_call, entry, q, k, v, captures, seed)
+            q, k, v = _copy_if_misaligned((q, k, v), aligned, error, check)
         return entry.on(q.get_device())(q, k, v, return_lse=with_lse, **options)
     check_call(entry, q, k, v, captures, seed)
     options |= named_captures(entry, [to_array(each) for each in captures], integers, floats)
     arrays = map(to_array, _in_rows(entry, q, k, v))
-    made = entry.on(None)(*arrays, return_lse=with_lse, **options)
-    return _in_order_of_queries(q, tuple(map(to_tensor, made)) if with_lse else to_tensor(made), with_lse)
+    results = entry.on(None)(*arrays, return_lse=with_lse, **options)
+    return _in_order_of_q(q, tuple(map(to_tensor, results)) if with_lse else to_tensor(results), with_lse)
 
 
-def _in_order_of_queries(q: Tensor, made: Any, with_lse: bool) -> Any:
-    """Results of a call, the output's axes nested as those of q."""
-    return (in_order_of(q, made[0]), made[1]) if with_lse else in_order_of(q, made)
+def _in_order_of_q(q: Tensor, results: Any, with_lse: bool) -> Any:
+    """Returns the results of a call, with the axes of the output in the memory order of q."""
+    return (in_order_of(q, results[0]), results[1]) if with_lse else in_order_of(q, results)
 
 
 def _in_rows(entry: Registered, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k and v where kernels can read them, copied where need be; a cache of keys and values is never copied."""
+    """Returns q, k and v with rows that kernels can read, copied if necessary. A KV cache is never copied."""
     return (in_rows(q), k, v) if entry.cache else (in_rows(q), in_rows(k), in_rows(v))
 
 
-def _put_right(
+def _copy_if_misaligned(
     rows: Sequence[Tensor], aligned: Sequence[Tensor], error: ArgumentError, check: Callable[[], None] | None = None
 ) -> Sequence[Tensor]:
-    """Tensors that a kernel refused as `rows`, copied to where it can read them.
+    """Returns `aligned`, copies of tensors that a kernel refused as `rows`.
 
-    To look at all strides of a tensor costs a call as much as its launch: most are as they should be, and are given as
-    they stand. Where no copy helps the error is raised, or what `check` says of tensors.
+    Checking all strides of a tensor takes as long as a launch. So tensors are passed unchecked first, and copied only
+    after an error. If no tensor had to be copied, raises the error of `check`, or else `error`.
     """
     if all(new is old for new, old in zip(aligned, rows, strict=True)):
         if check:
@@ -143,16 +143,16 @@ def _put_right(
 
 
 def seed_of(entry: Registered, seed: Tensor) -> Any:
-    """The dropout's seed as attentions take it: one that is where kernels run they read, and nobody waits for it."""
+    """Returns the seed as attentions take it. A seed on a GPU is read by kernels, without synchronisation."""
     if entry.emulate:
         return to_array(seed)
     return seed if seed.is_cuda else int(seed) & (2**64 - 1)
 
 
-def _shaped_forward(
+def _empty_forward(
     entry: Registered, q: Tensor, k: Tensor, v: Tensor, captures: Sequence[Tensor], seed: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """The output and the LSE of tensors that hold no data: fake ones, and those of the device "meta"."""
+    """Returns an empty output and LSE for tensors without data: fake tensors, and those of the device "meta"."""
     check_call(entry, q, k, v, captures, seed)
     out, lse = output_shapes(entry.spec, q)
     return empty_like(q, out), q.new_empty(lse, dtype=torch.float32)
@@ -160,7 +160,7 @@ def _shaped_forward(
 
 @torch.library.register_fake("flashgen::forward", lib=LIBRARY)
 def _(q: Tensor, k: Tensor, v: Tensor, captures: Any, key: str, integers: Any, floats: Any, seed: Any) -> Any:
-    return _shaped_forward(entry_of_key(key), q, k, v, captures, seed)
+    return _empty_forward(entry_of_key(key), q, k, v, captures, seed)
 
 
 @as_operator
@@ -178,7 +178,7 @@ def backward(
     floats: Sequence[float],
     seed: Optional[torch.Tensor],  # noqa: UP045
 ) -> list[torch.Tensor]:
-    """The gradients of q, k, v, and of each captured array that was declared with grad=True."""
+    """Returns the gradients of q, k, v, and of each captured array that was declared with grad=True."""
     entry, integers, floats = entry_of_call(key, integers, floats, q, k, captures)
     return list(run_backward(entry, d_out, d_lse, q, k, v, out, lse, captures, integers, floats, seed))
 
@@ -197,14 +197,14 @@ def run_backward(
     floats: Sequence[float],
     seed: Tensor | None,
 ) -> Sequence[Tensor]:
-    """What the operator does."""
+    """Runs the backward. Returns the gradients of q, k, v and of captures with grad=True."""
     if entry.is_direct and q.is_cuda:
         found = direct.backward(entry.on(q.get_device()), (d_out, d_lse, q, k, v, out, lse))
         if found is not None:
             return found
     if q.is_meta:
-        return _shaped_backward(entry, q, k, v, captures)
-    made: Sequence[Tensor]
+        return _empty_backward(entry, q, k, v, captures)
+    results: Sequence[Tensor]
     options: dict[str, Any] = {} if seed is None else {"seed": seed_of(entry, seed)}
     lse = lse.contiguous()
     if not entry.emulate:
@@ -212,23 +212,23 @@ def run_backward(
             options["d_lse"] = d_lse.contiguous()
         if captures or integers or floats:
             options |= named_captures(entry, captures, integers, floats)
-            options.pop("num_splits", None)  # of the forward alone
+            options.pop("num_splits", None)  # an argument of the forward only
         if d_out.stride(-1) != 1 or q.stride(-1) != 1 or k.stride(-1) != 1 or v.stride(-1) != 1:
             d_out_rows, q_rows, k_rows, v_rows, out_rows = (in_rows(each) for each in (d_out, q, k, v, out))
             given: Any = (d_out_rows, d_lse, q_rows, k_rows, v_rows, out_rows, lse, captures, integers, floats, seed)
-            made = run_backward(entry, *given)
-            return _in_order_of_inputs(entry, (q, k, v), captures, made)
+            results = run_backward(entry, *given)
+            return _in_order_of_inputs(entry, (q, k, v), captures, results)
         try:
-            made = entry.on(q.get_device()).backward(d_out, q, k, v, out, lse, **options)
+            results = entry.on(q.get_device()).backward(d_out, q, k, v, out, lse, **options)
             if entry.is_direct:
                 read = (d_out, options.get("d_lse"), q, k, v, out, lse)
                 direct.learn_backward(entry.on(q.get_device()), read)
-                return made
+                return results
         except ArgumentError as error:
             rows = (d_out, q, k, v, out)
-            d_out, q, k, v, out = _put_right(rows, [in_rows(each) for each in rows], error)
-            made = entry.on(q.get_device()).backward(d_out, q, k, v, out, lse, **options)
-        return _in_order_of_inputs(entry, (q, k, v), captures, made) if entry.learned else made
+            d_out, q, k, v, out = _copy_if_misaligned(rows, [in_rows(each) for each in rows], error)
+            results = entry.on(q.get_device()).backward(d_out, q, k, v, out, lse, **options)
+        return _in_order_of_inputs(entry, (q, k, v), captures, results) if entry.learned else results
     if d_lse is not None:
         options["d_lse"] = to_array(d_lse.contiguous())
     options |= named_captures(entry, [to_array(each) for each in captures], integers, floats)
@@ -239,20 +239,20 @@ def run_backward(
 
 
 def _in_order_of_inputs(
-    entry: Registered, rows: Sequence[Tensor], captures: Sequence[Tensor], made: Sequence[Tensor]
+    entry: Registered, rows: Sequence[Tensor], captures: Sequence[Tensor], results: Sequence[Tensor]
 ) -> list[Tensor]:
-    """Gradients, the axes of each nested as those of what it is a gradient of."""
-    of_rows = [in_order_of(tensor, gradient) for tensor, gradient in zip(rows, made, strict=False)]
+    """Returns gradients with their axes in the memory order of the tensors that they belong to."""
+    row_gradients = [in_order_of(tensor, gradient) for tensor, gradient in zip(rows, results, strict=False)]
     learned = [tensor for capture, tensor in zip(entry.arrays, captures, strict=False) if capture.grad]
-    of_captures = [
+    capture_gradients = [
         gradient if tensor.is_contiguous() else empty_like(tensor, gradient.shape).copy_(gradient)
-        for tensor, gradient in zip(learned, made[3:], strict=True)
+        for tensor, gradient in zip(learned, results[3:], strict=True)
     ]
-    return of_rows + of_captures
+    return row_gradients + capture_gradients
 
 
-def _shaped_backward(entry: Registered, q: Tensor, k: Tensor, v: Tensor, captures: Sequence[Tensor]) -> list[Tensor]:
-    """The gradients of tensors that hold no data."""
+def _empty_backward(entry: Registered, q: Tensor, k: Tensor, v: Tensor, captures: Sequence[Tensor]) -> list[Tensor]:
+    """Returns empty gradients for tensors without data."""
     learned = [tensor for capture, tensor in zip(entry.arrays, captures, strict=False) if capture.grad]
     return [empty_like(tensor, tensor.shape) for tensor in (q, k, v, *learned)]
 
@@ -262,11 +262,11 @@ def _(
     d_out: Tensor, d_lse: Any, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, captures: Any, key: str,
     integers: Any, floats: Any, seed: Any,
 ) -> list[Tensor]:  # fmt: skip
-    return _shaped_backward(entry_of_key(key), q, k, v, captures)
+    return _empty_backward(entry_of_key(key), q, k, v, captures)
 
 
 def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    """Keeps what the backward operator takes: tensors as autograd's, numbers as they are."""
+    """Saves the arguments of the backward operator in the context of autograd."""
     q, k, v, captures, ctx.key, ctx.integers, ctx.floats, seed = inputs
     refuse_gradients(entry_of_key(ctx.key), q, k, v, captures)
     ctx.set_materialize_grads(False)
@@ -277,26 +277,26 @@ def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> No
 def gradients(
     ctx: Any, d_out: Tensor | None, d_lse: Tensor | None, operator: Callable[..., Any] | None = None
 ) -> tuple[Any, ...]:
-    """The gradient of each argument of the forward operator, lists as lists; `operator` in place of the backward's."""
+    """Returns the gradient of each argument of the forward operator. operator: replaces the backward operator."""
     q, k, v, *rest = ctx.saved_tensors
     captures, (out, lse, *seed) = rest[: ctx.captured], rest[ctx.captured :]
     d_out = torch.zeros_like(out) if d_out is None else d_out.to(out.dtype)
     numbers = (ctx.key, ctx.integers, ctx.floats, seed[0] if seed else None)
-    made = list((operator or torch.ops.flashgen.backward)(d_out, d_lse, q, k, v, out, lse, captures, *numbers))
-    learned = iter(made[3:])
-    of_captures = [next(learned) if each.grad else None for each in entry_of_key(ctx.key).arrays[: ctx.captured]]
-    # torch takes an empty list for one of tensors, and one of numbers for a single argument.
+    results = list((operator or torch.ops.flashgen.backward)(d_out, d_lse, q, k, v, out, lse, captures, *numbers))
+    learned = iter(results[3:])
+    capture_gradients = [next(learned) if each.grad else None for each in entry_of_key(ctx.key).arrays[: ctx.captured]]
+    # torch treats an empty list as a list of tensors, with a list of gradients, and a list of numbers as one argument.
     no_numbers: Any = (None if ctx.integers else [], None if ctx.floats else [])
-    return (*made[:3], of_captures, None, *no_numbers, None)
+    return (*results[:3], capture_gradients, None, *no_numbers, None)
 
 
 def no_second_derivative(ctx: Any, *grad_outputs: Any) -> Any:
-    """The gradient of a gradient, which there is none of."""
+    """Raises UnsupportedError: there is no second derivative."""
     raise UnsupportedError("flashgen's attention has no second derivative: take gradients of it once")
 
 
 def no_forward_mode(ctx: Any, *grad_inputs: Any) -> Any:
-    """The tangent of a result, which there is none of."""
+    """Raises UnsupportedError: there is no forward-mode derivative."""
     raise UnsupportedError(NO_FORWARD_MODE)
 
 
@@ -305,39 +305,39 @@ torch.library.register_autograd("flashgen::backward", no_second_derivative, lib=
 
 
 class Plain(torch.autograd.Function):
-    """The two operators by themselves, for calls that nobody looks at: a tenth of what the dispatcher takes.
+    """Forward and backward without the dispatcher, in a tenth of its time, for calls that nothing intercepts.
 
-    `about` is (entry, integers, floats, seed) of the call: what autograd need not look at.
+    options: (entry, integers, floats, seed) of the call, which autograd does not track.
     """
 
     @staticmethod
-    def forward(ctx: Any, about: Any, q: Any, k: Any, v: Any, *captures: Any) -> Any:
-        return _kept(ctx, about, q, k, v, captures)[0]
+    def forward(ctx: Any, options: Any, q: Any, k: Any, v: Any, *captures: Any) -> Any:
+        return _run_and_save(ctx, options, q, k, v, captures)[0]
 
     jvp = staticmethod(no_forward_mode)
 
     @staticmethod
     def backward(ctx: Any, d_out: Tensor, d_lse: Tensor | None = None) -> Any:
         q, k, v, out, lse, *captures = ctx.saved_tensors
-        entry, *numbers = ctx.about
-        if torch.is_grad_enabled():  # under create_graph=True the operator says that it has no gradient itself
+        entry, *numbers = ctx.options
+        if torch.is_grad_enabled():  # create_graph=True: the operator raises if it is differentiated
             given = (d_out, d_lse, q, k, v, out, lse, captures, entry.key, *numbers)
-            made = torch.ops.flashgen.backward(*given)
+            results = torch.ops.flashgen.backward(*given)
         else:
-            made = run_backward(entry, d_out, d_lse, q, k, v, out, lse, captures, *numbers)
+            results = run_backward(entry, d_out, d_lse, q, k, v, out, lse, captures, *numbers)
         if not captures:
-            return (None, *made)
-        learned = iter(made[3:])
-        return (None, *made[:3], *(next(learned) if each.grad else None for each in entry.arrays[: len(captures)]))
+            return (None, *results)
+        learned = iter(results[3:])
+        return (None, *results[:3], *(next(learned) if each.grad else None for each in entry.arrays[: len(captures)]))
 
 
 class PlainWithLse(Plain):
-    """`Plain`, which gives the LSE, too."""
+    """`Plain`, with the LSE as a second output."""
 
     @staticmethod
-    def forward(ctx: Any, about: Any, q: Any, k: Any, v: Any, *captures: Any) -> Any:
+    def forward(ctx: Any, options: Any, q: Any, k: Any, v: Any, *captures: Any) -> Any:
         ctx.set_materialize_grads(False)
-        return _kept(ctx, about, q, k, v, captures)
+        return _run_and_save(ctx, options, q, k, v, captures)
 
     @staticmethod
     def backward(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None = None) -> Any:
@@ -345,8 +345,8 @@ class PlainWithLse(Plain):
         return Plain.backward(ctx, d_out, d_lse)
 
 
-def _kept(ctx: Any, about: Any, q: Tensor, k: Tensor, v: Tensor, captures: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    entry, integers, floats, seed = ctx.about = about
-    made: tuple[Tensor, Tensor] = run_forward(entry, q, k, v, captures, integers, floats, seed)
-    ctx.save_for_backward(q, k, v, *made, *captures)
-    return made
+def _run_and_save(ctx: Any, options: Any, q: Tensor, k: Tensor, v: Tensor, captures: Any) -> tuple[Tensor, Tensor]:
+    entry, integers, floats, seed = ctx.options = options
+    results: tuple[Tensor, Tensor] = run_forward(entry, q, k, v, captures, integers, floats, seed)
+    ctx.save_for_backward(q, k, v, *results, *captures)
+    return results

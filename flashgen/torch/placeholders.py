@@ -1,8 +1,8 @@
-"""Functions that Dynamo traces: 0-dimensional tensors in place of indices, and a mode that records what is done.
+"""Tracing of functions under Dynamo: 0-dimensional tensors stand for indices, and a mode records the operations.
 
-Dynamo compares an object with a number that it has made dynamic by Python's defaults, and so gets a constant, whatever
-the object's own operators say; of tensors it asks the torch function modes. The tensors are on the meta device, so that
-an operation which the mode was not asked about cannot be taken for a value.
+When Dynamo compares an object with a dynamic number, it ignores the operators of the object and yields a constant. For
+tensors it calls torch function modes. The placeholders are on the meta device, so that the result of an operation that
+the mode did not see cannot be mistaken for a value.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ _DTYPES = {"bool": torch.bool, "int": torch.int32, "float": torch.float32}
 
 
 class Recording(TorchFunctionMode):
-    """Records what a function does to placeholders; everything else runs as it stands.
+    """Records the operations of a function on placeholders. All other operations run normally.
 
-    It is itself traced by Dynamo, so each line of it costs a compilation time, and each global that it reads a guard:
-    what can be done in `encoded_values`, is done there.
+    Dynamo traces this class too: each line adds compilation time, and each global that it reads adds a guard. Whatever
+    can be done in `encoded_values` is done there.
 
     Attributes:
-        values: what each placeholder stands for, as `Composed.value`.
-        arrays, numbers: what traced values refer to by position.
+        values: the encoded value of each placeholder, as `Composed.value`.
+        arrays, numbers: the operands that encoded values refer to by position.
     """
 
     def __init__(self) -> None:
@@ -42,13 +42,13 @@ class Recording(TorchFunctionMode):
         self._had_gradients = torch.is_grad_enabled()
 
     def run(self, name: str, arguments: Any, keywords: Any = None) -> torch.Tensor:
-        """The placeholder of an operation's result; name: see `composed`."""
+        """Records an operation and returns the placeholder of its result. name: see `composed`."""
         before = len(self.numbers)
         given = tuple([self._operand(each) for each in arguments])
         named = tuple([(key, self._operand(each)) for key, each in (keywords or {}).items()])
         detaches = self._had_gradients and not torch.is_grad_enabled()
         value, kind, columns, array, error = "", "", None, None, ""
-        # With all numbers left open; if need be with the values of those of this operation; then of all.
+        # First without values of numbers, then with those of this operation's numbers, then with all values.
         for first in (len(self.numbers), before, 0):
             known = tuple([(position, fixed(self.numbers[position])) for position in range(first, len(self.numbers))])
             value, kind, columns, array, error = composed(name, given, named, known, detaches)
@@ -64,21 +64,21 @@ class Recording(TorchFunctionMode):
         return placeholder
 
     def leaf(self, name: str) -> torch.Tensor:
-        """The placeholder of an index or of the score."""
+        """Returns the placeholder of an index or of the score."""
         placeholder = torch.empty((), dtype=_DTYPES["float" if name == "score" else "int"], device="meta")
         self.values[placeholder] = leaf_value(name)
         return placeholder
 
     def call(self, name: str, operands: Any, options: Any) -> torch.Tensor:
-        """A function of flashgen's language."""
+        """Records a function of flashgen's language."""
         return self.run(OF_LANGUAGE + name, operands, options)
 
     def at(self, template: Traced, operands: Any) -> torch.Tensor:
-        """A named mask or score at operands."""
+        """Records a named mask or score that is called at operands."""
         return self.run(AT, (template, *operands))
 
     def _operand(self, given: Any) -> tuple[Any, ...]:
-        """An operand as `composed` reads it."""
+        """Encodes an operand for `composed`."""
         if isinstance(given, torch.Tensor):
             if given in self.values:
                 return "value", self.values[given], fixed(given.shape[-1]) if given.ndim == 1 else None
@@ -93,7 +93,7 @@ class Recording(TorchFunctionMode):
                 return "constant", fixed(given)
             return "number", self._number(given), False
         if isinstance(given, float):
-            # No number is infinite, NaN or -0.
+            # Infinities, NaN and zeros stay constants.
             if given == 0 or not -FLOAT32_MAX <= given <= FLOAT32_MAX:
                 return "constant", fixed(given)
             return "number", self._number(given), True
@@ -116,7 +116,7 @@ class Recording(TorchFunctionMode):
         return len(self.numbers) - 1
 
     def traced(self, given: Any) -> Any:
-        """The traced value that a placeholder stands for; anything else as it is."""
+        """Returns the traced value of a placeholder; anything else unchanged."""
         if not isinstance(given, torch.Tensor) or given not in self.values:
             return given
         text, kind, arrays, numbers = opened(self.values[given])
@@ -124,16 +124,16 @@ class Recording(TorchFunctionMode):
             text, kind, tuple([self.arrays[position] for position in arrays]), tuple(self.numbers_at(numbers))
         )
 
-    def numbers_at(self, written: tuple[Any, ...]) -> list[Any]:
-        """The numbers of a result: those that it names by position, and others as they stand."""
-        return [self.numbers[each[0]] if isinstance(each, tuple) else each for each in written]
+    def numbers_at(self, encoded: tuple[Any, ...]) -> list[Any]:
+        """Returns the values of encoded numbers, looking up positions."""
+        return [self.numbers[each[0]] if isinstance(each, tuple) else each for each in encoded]
 
     def __torch_function__(self, function: Any, _types: Any, arguments: Any = (), keywords: Any = None) -> Any:
         if not self._has_placeholders(arguments) and not self._has_placeholders(tuple((keywords or {}).values())):
             return function(*arguments, **(keywords or {}))
         name = name_of(function)
         if name == "__getitem__":
-            arguments = (arguments[0], _from_the_beginning(arguments[0], arguments[1]))
+            arguments = (arguments[0], _non_negative_index(arguments[0], arguments[1]))
         if name == "take":
             arguments = (arguments[0].reshape(-1), *arguments[1:])
         return self.run(name, arguments, keywords)
@@ -148,8 +148,8 @@ class Recording(TorchFunctionMode):
         return False
 
 
-def _from_the_beginning(tensor: torch.Tensor, index: Any) -> tuple[Any, ...]:
-    """An index, whose numbers below 0 count from the end."""
+def _non_negative_index(tensor: torch.Tensor, index: Any) -> tuple[Any, ...]:
+    """Converts negative numbers of an index, which count from the end, to positions from the beginning."""
     items = index if isinstance(index, tuple) else (index,)
     return tuple(
         [
@@ -160,8 +160,8 @@ def _from_the_beginning(tensor: torch.Tensor, index: Any) -> tuple[Any, ...]:
 
 
 def traced_by_dynamo(score_mod: Any, mask_mod: Any, spec: str) -> tuple[str, list[torch.Tensor], list[Any], list[Any]]:
-    """The key of a call that Dynamo traces, with its arrays, integers and floats (`call_keys`)."""
-    _have_dynamo_ask_modes()
+    """Returns the key of a call under Dynamo, with its arrays, integers and floats (`call_keys`)."""
+    _patch_abs_of_dynamo()
     recording = Recording()
     score = _result(recording, score_mod, ("score", "b", "h", "q", "k"))
     mask = _result(recording, mask_mod, ("b", "h", "q", "k"))
@@ -175,7 +175,7 @@ def traced_by_dynamo(score_mod: Any, mask_mod: Any, spec: str) -> tuple[str, lis
 
 
 def _result(recording: Recording, function: Any, leaves: tuple[str, ...]) -> str:
-    """What a function returns for indices and a score, as `Composed.value`; "" of no function."""
+    """Traces a function. Returns its result as `Composed.value`; "" for None."""
     if function is None:
         return ""
     placeholders = [recording.leaf(leaf) for leaf in leaves]
@@ -189,8 +189,8 @@ def _result(recording: Recording, function: Any, leaves: tuple[str, ...]) -> str
 
 
 @constant
-def _have_dynamo_ask_modes() -> None:
-    """Has the built-in abs() of a tensor ask torch function modes, which Dynamo of torch 2.12 and later forgets.
+def _patch_abs_of_dynamo() -> None:
+    """Makes the built-in abs() of a tensor call torch function modes, which Dynamo omits from torch 2.12 on.
 
     It runs while Dynamo traces.
     """

@@ -1,4 +1,4 @@
-"""Tensors as attentions take them: on a GPU as they stand, on the CPU copied to NumPy for the emulator."""
+"""Checks and conversions of tensors: to arrays for the emulator, to rows that kernels read, to captured operands."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ class _Shaped(NamedTuple):
 
 
 def dtype_of(tensor: Tensor) -> str:
-    """NumPy's name of a tensor's dtype."""
+    """Returns the name of a tensor's dtype, as NumPy spells it."""
     return str(tensor.dtype).removeprefix("torch.")
 
 
 def check_tensors(**given: Any) -> None:
-    """ArgumentError for what is no tensor of torch (an array of NumPy, a list, None), and for one that is not dense.
+    """Raises ArgumentError for values that are not dense tensors of torch.
 
-    For one of a class that has functions of torch do something else, too, whose elements may mean something else.
+    It also refuses subclasses that override functions of torch, as their elements may have another meaning.
     """
     for name, value in given.items():
         if not isinstance(value, torch.Tensor):
@@ -56,18 +56,18 @@ def check_tensors(**given: Any) -> None:
                 f"{name} is {kind}: give a dense tensor; of sequences of several lengths packed ones, to "
                 "flashgen.torch.varlen_attention or a spec of layout 'thd'"
             )
-        own = type(value)
-        if own not in PLAIN_TENSORS and overrides_functions(own):
+        cls = type(value)
+        if cls not in PLAIN_TENSORS and overrides_functions(cls):
             raise ArgumentError(
-                f"{name} of type {own.__module__}.{own.__name__}: what its elements mean is not known here; give a "
+                f"{name} of type {cls.__module__}.{cls.__name__}: what its elements mean is not known here; give a "
                 f"torch.Tensor, such as {name}.as_subclass(torch.Tensor) where its elements are what is meant"
             )
 
 
 def causal_bias(mask: Any, len_q: int, len_k: int) -> str | None:
-    """The alignment of torch's CausalBias, "top_left" or "bottom_right"; None for all other masks.
+    """Returns the alignment of torch's CausalBias, "top_left" or "bottom_right"; None for all other masks.
 
-    Its memory is not initialised: what it means it says by attributes. ArgumentError where it is for other lengths.
+    The memory of a CausalBias is not initialised; its attributes define it. Raises ArgumentError for other lengths.
     """
     if type(mask) in PLAIN_TENSORS or not isinstance(mask, torch.Tensor):
         return None
@@ -84,7 +84,7 @@ def causal_bias(mask: Any, len_q: int, len_k: int) -> str | None:
 
 
 def check_mask(mask: Tensor) -> None:
-    """ArgumentError for an attn_mask that is no tensor of booleans or of numbers to add: integers may mean either."""
+    """Raises ArgumentError unless attn_mask is a tensor of booleans or floats. Integers would be ambiguous."""
     check_tensors(attn_mask=mask)
     if dtype_of(mask) not in _MASKS:
         raise ArgumentError(
@@ -96,7 +96,7 @@ def check_mask(mask: Tensor) -> None:
 def check_call(
     entry: Registered, q: Tensor, k: Tensor, v: Tensor, captures: Sequence[Tensor], seed: Tensor | None
 ) -> None:
-    """ArgumentError where a call does not fit its spec; of shapes, dtypes and devices alone, so of fake tensors too."""
+    """Raises ArgumentError if shapes, dtypes or devices do not fit the spec. Works for fake tensors too."""
     spec = entry.spec
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         check_device(entry, name, tensor, q)
@@ -105,18 +105,18 @@ def check_call(
                 f"{name} is {dtype_of(tensor)}; the spec is of {spec.dtype}: convert it, or call it under "
                 f"torch.autocast('{q.device.type}', torch.{spec.dtype})"
             )
-    least = len(entry.arrays) - entry.keys_optional
-    if not least <= len(captures) <= len(entry.arrays):
+    min_arrays = len(entry.arrays) - entry.keys_optional
+    if not min_arrays <= len(captures) <= len(entry.arrays):
         raise ArgumentError(f"{len(captures)} arrays are given; calls of the spec take {len(entry.arrays)}")
     for capture, tensor in zip(entry.arrays, captures, strict=False):
-        own = capture in entry.own_arrays
-        what = capture.name if own else f"capture {capture.name!r}"
+        is_own = capture in entry.own_arrays
+        what = capture.name if is_own else f"capture {capture.name!r}"
         check_tensors(**{what: tensor})
         check_device(entry, what, tensor, q)
         if dtype_of(tensor) != capture.dtype or tensor.ndim != capture.ndim:
             raise ArgumentError(
                 f"{what} is {dtype_of(tensor)} of shape {tuple(tensor.shape)}; "
-                f"{'calls take it' if own else 'it was declared'} {capture.dtype} of {capture.ndim} dimension(s): "
+                f"{'calls take it' if is_own else 'it was declared'} {capture.dtype} of {capture.ndim} dimension(s): "
                 "convert it"
             )
     _check_shapes(entry, q, k, v, captures)
@@ -127,7 +127,7 @@ def check_call(
 
 
 def _check_shapes(entry: Registered, q: Tensor, k: Tensor, v: Tensor, captures: Sequence[Tensor]) -> None:
-    """ArgumentError where sizes of a call do not fit together."""
+    """Raises ArgumentError if the sizes of a call do not fit together."""
     captured = len(entry.arrays) - len(entry.own_arrays)
     own = {each.name: tensor for each, tensor in zip(entry.own_arrays, captures[captured:], strict=False)}
     given = {name: _Shaped(tuple(x.shape), dtype_of(x)) for name, x in {"q": q, "k": k, "v": v, **own}.items()}
@@ -137,7 +137,7 @@ def _check_shapes(entry: Registered, q: Tensor, k: Tensor, v: Tensor, captures: 
 
 
 def refuse_gradients(entry: Registered, q: Tensor, k: Tensor, v: Tensor, captures: Sequence[Tensor]) -> None:
-    """UnsupportedError where a tensor of a call over pages, or 8-bit keys, wants a gradient: there is no backward."""
+    """Raises UnsupportedError if a tensor requires a gradient in a call with a KV cache, which has no backward."""
     if not entry.cache:
         return
     names = ("q", "k", "v", *(capture.name for capture in entry.arrays))
@@ -150,13 +150,13 @@ def refuse_gradients(entry: Registered, q: Tensor, k: Tensor, v: Tensor, capture
 
 
 def refuse_tangents(*tensors: Tensor) -> None:
-    """UnsupportedError where one is a dual tensor of forward-mode differentiation: its tangent would be lost."""
+    """Raises UnsupportedError for dual tensors of forward-mode differentiation, which would lose their tangents."""
     if forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(each).tangent is not None for each in tensors):
         raise UnsupportedError(NO_FORWARD_MODE)
 
 
 def check_device(entry: Registered, name: str, tensor: Tensor, q: Tensor) -> None:
-    """ArgumentError for a tensor that is not where kernels run, or not where q is."""
+    """Raises ArgumentError for a tensor that is not on the device of q, or on one without kernels."""
     if tensor.device != q.device:
         raise ArgumentError(
             f"{name} is on {tensor.device} and q on {q.device}: move it there with .to({str(q.device)!r})"
@@ -175,39 +175,39 @@ def check_device(entry: Registered, name: str, tensor: Tensor, q: Tensor) -> Non
 
 
 def empty_like(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """Memory of a shape, as results are made: without gaps, the axes nested as the tensor's."""
+    """Returns an empty tensor of a shape, dense, with its axes in the memory order of `tensor`."""
     order = nesting(tensor.stride())
     return tensor.new_empty([shape[axis] for axis in order]).permute(inverse(order))
 
 
 def in_rows(tensor: Tensor) -> Tensor:
-    """The tensor with rows that kernels read, contiguous and at multiples of 16 bytes: itself, or a copy.
+    """Returns the tensor if its rows are contiguous and start at multiples of 16 bytes; otherwise a copy.
 
-    The copy's axes nest as the tensor's, but for the last one, which is the innermost.
+    The axes of the copy keep the memory order of the tensor, except that the last axis becomes the innermost.
     """
     size = tensor.element_size()
     strides = tensor.stride()
     if strides[-1] == 1 or tensor.shape[-1] == 1:
-        misplaced = sum(
+        misalignment = sum(
             stride * size % _ROW_BYTES
             for stride, length in zip(strides[:-1], tensor.shape[:-1], strict=True)
             if length > 1
         )
-        if not misplaced and tensor.data_ptr() % _ROW_BYTES == 0 and strides[-1] == 1:
+        if not misalignment and tensor.data_ptr() % _ROW_BYTES == 0 and strides[-1] == 1:
             return tensor
     order = (*nesting(strides[:-1]), tensor.ndim - 1)
     return tensor.permute(order).clone(memory_format=torch.contiguous_format).permute(inverse(order))
 
 
-def in_order_of(tensor: Tensor, made: Tensor) -> Tensor:
-    """A result of a call, its axes nested as the tensor's: itself, or a copy where that has another innermost axis."""
+def in_order_of(tensor: Tensor, result: Tensor) -> Tensor:
+    """Returns a result with the innermost axis of `tensor`: itself, or a copy with the axes in that order."""
     if tensor.stride(-1) == 1 or nesting(tensor.stride())[-1] == tensor.ndim - 1:
-        return made
-    return empty_like(tensor, made.shape).copy_(made)
+        return result
+    return empty_like(tensor, result.shape).copy_(result)
 
 
 def to_array(tensor: Tensor) -> Any:
-    """A CPU tensor as an array of NumPy: a copy, as memory that NumPy shares can no longer be freed by FSDP."""
+    """Copies a CPU tensor to an array of NumPy. FSDP could not free memory that NumPy shares."""
     tensor = tensor.detach().clone(memory_format=torch.preserve_format)
     if tensor.dtype == torch.bfloat16:
         import ml_dtypes
@@ -221,14 +221,14 @@ def to_array(tensor: Tensor) -> Any:
 
 
 def to_tensor(array: np.ndarray[Any, Any]) -> Tensor:
-    """An array of NumPy as a CPU tensor that shares its memory."""
+    """Returns an array of NumPy as a CPU tensor that shares its memory."""
     if array.dtype.name == "bfloat16":
         return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
     return torch.from_numpy(array)
 
 
 def output_shapes(spec: AttentionSpec, q: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The shapes of the output and the LSE."""
+    """Returns the shapes of the output and the LSE."""
     if spec.is_ragged:
         tokens, heads, _ = q.shape
         return (tokens, heads, spec.value_dim), (heads, tokens)
@@ -237,7 +237,7 @@ def output_shapes(spec: AttentionSpec, q: Tensor) -> tuple[tuple[int, ...], tupl
 
 
 def bound_tensor(bound: BoundArray, device: torch.device) -> Tensor:
-    """An array that a spec's function holds, as a tensor of a call: what it holds now, converted and moved if need be.
+    """Returns an array that a spec's function closes over as a tensor with its present values, converted and moved.
 
     Under torch.compile the array is an input of the graph.
     """
@@ -256,7 +256,7 @@ def bound_tensor(bound: BoundArray, device: torch.device) -> Tensor:
 
 
 def operand(array: Tensor, read: str, device: torch.device) -> Tensor:
-    """A captured tensor as kernels read it: of the dtype `read`, with a dimension at least, on the call's device."""
+    """Returns a captured tensor as kernels read it: on the device, of the dtype `read`, with at least one dimension."""
     if array.device != device and _is_copied_once(array):
         array = _copies_of(array).on(device, array)
     given = dtype_of(array)
@@ -268,14 +268,14 @@ def operand(array: Tensor, read: str, device: torch.device) -> Tensor:
 
 
 def _is_copied_once(array: Tensor) -> bool:
-    """Whether a copy of the host's values may be used again while they are the same: not where autograd needs it."""
+    """Whether a copy of a CPU tensor may be reused while its values are the same, which autograd does not allow."""
     return array.device.type == "cpu" and not array.requires_grad and not torch.compiler.is_compiling()
 
 
 def _uploaded(values: Tensor, copy: Tensor | None, device: torch.device) -> Tensor:
-    """Values of the host on a GPU: a new tensor, or `copy`, written over once no stream reads it any more.
+    """Copies values to a GPU: to a new tensor, or to `copy` after all streams have finished reading it.
 
-    A captured graph reads the memory of the copy, which therefore stays where it is.
+    Captured graphs read the memory of the copy, which therefore keeps its address.
     """
     if copy is None:
         return values.to(device)
@@ -285,13 +285,13 @@ def _uploaded(values: Tensor, copy: Tensor | None, device: torch.device) -> Tens
 
 
 class _Copies:
-    """Copies of a tensor of the host on GPUs, which calls use again while the values are the same."""
+    """Copies of a CPU tensor on GPUs, which calls reuse while its values are the same."""
 
     def __init__(self) -> None:
         self._copies: dict[torch.device, tuple[Tensor, Tensor]] = {}
 
     def on(self, device: torch.device, array: Tensor) -> Tensor:
-        """What the tensor holds now, on a device."""
+        """Returns the present values of the tensor on a device."""
         values = array.detach().reshape(-1).contiguous().view(torch.uint8)
         seen, copy = self._copies.get(device, (None, None))
         if seen is None or copy is None or not torch.equal(seen, values):
@@ -312,7 +312,7 @@ def _copies_of(array: Tensor) -> _Copies:
 
 
 def narrowed(value: Tensor) -> Tensor:
-    """int64 values as int32's; one that does not fit stops the device, as torch's own wrong indices do."""
+    """Converts int64 to int32. A value that does not fit fails a device assertion, as torch's wrong indices do."""
     narrow = value.to(torch.int32)
     torch._assert_async((narrow == value).all(), "a captured array declared int32 has int64 values that do not fit")
     return narrow

@@ -1,9 +1,9 @@
-"""Traces the functions of a call at that call: gives the text that identifies the kernel, and its operands.
+"""Traces the functions of a call at that call: returns the key that identifies the kernel, and its operands.
 
-A score function and a mask function run once for each call, with proxies of their indices. What they read then is what
-the call means: tensors become operands of the attention, with the gradients that autograd gives them; numbers stand
-beside the text (`variants` decides which are constants of a kernel). Under torch.compile Dynamo runs the same
-functions, by `placeholders`, so that whatever they read is guarded, or an input of the graph.
+The score function and the mask function run once in each call, with proxies of their indices. The call uses the values
+that they read at that time: tensors become operands of the attention, with gradients by autograd, and numbers are kept
+beside the key (`variants` decides which become constants of a kernel). Under torch.compile Dynamo runs the same
+functions through `placeholders`, so that all that they read is guarded or becomes an input of the graph.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _LEAVES: dict[tuple[torch.dtype, int, bool], Leaf] = {}
 
 
 def _tensor_element(tensor: Tensor, index: Any) -> Any:
-    """An element of a tensor at traced indices."""
+    """Returns the element of a tensor at traced indices."""
     kind = (tensor.dtype, tensor.ndim, tensor.requires_grad)
     leaf = _LEAVES.get(kind)
     if leaf is None:
@@ -54,7 +54,7 @@ _SCORE_LEAVES = tuple(traced_node(symbol) for symbol in SCORE_SYMBOLS)
 
 
 TracedCall: TypeAlias = tuple[str, list[Tensor], list[int], list[float]]
-"""The key of a call, its arrays, its integers and its floats. No named tuple: Dynamo guards its class in every call."""
+"""The key of a call, its arrays, integers and floats. Not a named tuple: Dynamo would guard its class in every call."""
 
 
 def trace_call(
@@ -66,9 +66,10 @@ def trace_call(
     """Traces the functions of a call.
 
     Args:
-        score_mod: f(score, b, h, q, k) -> score; mask_mod: f(b, h, q, k) -> bool; None is no function.
-        spec: JSON of what else the spec is made of, without brackets, as `variants.Variant` reads it.
-        device: where operands are moved that are elsewhere.
+        score_mod: f(score, b, h, q, k) -> score, or None.
+        mask_mod: f(b, h, q, k) -> bool, or None.
+        spec: the other fields of the spec as JSON without brackets (`variants.spec_text`).
+        device: the device that operands are moved to.
     """
     if torch.compiler.is_compiling():
         key, arrays, integers, floats = traced_by_dynamo(score_mod, mask_mod, spec)
@@ -82,14 +83,14 @@ def trace_call(
 
 
 class TracedMask(NamedTuple):
-    """A mask function as it is at one call: its text, and the arrays that this reads."""
+    """A mask function as traced in one call: its text, and the arrays that the text reads."""
 
     text: TextOfMask
     arrays: list[Any]
 
 
 def trace_mask_function(function: Callable[..., Any]) -> TracedMask:
-    """Traces a mask function, for a spec that is made of it; its numbers are constants."""
+    """Traces a mask function for a spec. Its numbers become constants."""
     with tracing():
         traced = _trace(function, _MASK_LEAVES)
     assert traced is not None
@@ -100,7 +101,7 @@ def trace_mask_function(function: Callable[..., Any]) -> TracedMask:
 
 
 def check_mask_function(function: Callable[..., Any]) -> None:
-    """SpecError where a mask function cannot be traced; not under torch.compile, which traces it where it is called."""
+    """Raises SpecError if a mask function cannot be traced. Does nothing under torch.compile, which traces calls."""
     if not torch.compiler.is_compiling():
         with tracing():
             _trace(function, _MASK_LEAVES)
@@ -111,7 +112,7 @@ def _name(function: Any, plain: str) -> str:
 
 
 def _trace(function: Any, leaves: tuple[Traced, ...]) -> Traced | None:
-    """What a function returns for its leaves."""
+    """Returns the result of a function for its leaves; None for None."""
     if function is None:
         return None
     return function(*leaves) if isinstance(function, (Mask, Score)) else _run(function, leaves)
@@ -129,31 +130,31 @@ def _run(function: Any, leaves: tuple[Traced, ...]) -> Traced:
     try:
         return lift(result)
     except SpecError as error:
-        raise SpecError(f"{_what(leaves)} function: {error}") from error
+        raise SpecError(f"{_kind_of(leaves)} function: {error}") from error
 
 
 def _run_with_stand_ins(function: Any, leaves: tuple[Traced, ...]) -> Any:
-    """The result of a function that failed: with stand-ins for arrays that traced values cannot index, as NumPy's."""
-    name = f"{_what(leaves)} {getattr(function, '__name__', _what(leaves))!r}"
+    """Runs a function again after a failure, with stand-ins for arrays that traced values cannot index, as NumPy's."""
+    name = f"{_kind_of(leaves)} {getattr(function, '__name__', _kind_of(leaves))!r}"
     check_signature(function, MASK_SYMBOLS if leaves is _MASK_LEAVES else SCORE_SYMBOLS, name)
     return call_traced(StandIns(function).function, leaves, name)
 
 
-def _what(leaves: tuple[Traced, ...]) -> str:
+def _kind_of(leaves: tuple[Traced, ...]) -> str:
     return "mask" if leaves is _MASK_LEAVES else "score"
 
 
-_AS_THEY_ARE = frozenset(getattr(torch, name) for name in CAPTURES)
+_DIRECTLY_READ = frozenset(getattr(torch, name) for name in CAPTURES)
 
 
 @constant
 def is_read_as_it_stands(dtype: torch.dtype) -> bool:
-    """Whether kernels read arrays of a dtype without a conversion."""
-    return dtype in _AS_THEY_ARE
+    """Whether kernels read arrays of a dtype without conversion."""
+    return dtype in _DIRECTLY_READ
 
 
 def operand(array: Any, device: torch.device) -> Tensor:
-    """An array as kernels read it."""
+    """Returns an array as a tensor that kernels can read."""
     if not isinstance(array, torch.Tensor):
         array = to_tensor(np.ascontiguousarray(BoundArray(array, "table").on_host()))
     if is_read_as_it_stands(array.dtype) and array.ndim and array.device == device:

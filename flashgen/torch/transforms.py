@@ -1,7 +1,7 @@
-"""torch.func's transforms. What custom operators that take lists of tensors do not give them, a Function does.
+"""Support for torch.func's transforms: grad, vjp, vmap and their compositions.
 
-Under torch.func.grad, vjp, vmap of these and their mixtures a call goes through it; each level of a transform meets the
-operators as it unwraps.
+Operators that take lists of tensors do not support transforms, so calls under them go through an autograd Function,
+which calls the operators at each level of a transform.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ import torch
 from flashgen.torch import operators
 from flashgen.torch.table import constant, outside_of_graphs
 from flashgen.torch.tensors import Tensor
-from flashgen.torch.vmap import of_backward, of_forward
+from flashgen.torch.vmap import vmap_backward, vmap_forward
 
 
 class Transformed(torch.autograd.Function):
-    """The forward operator, with captures one by one behind its other arguments."""
+    """The forward operator as a Function, with captures as separate arguments."""
 
     @staticmethod
     def forward(q: Tensor, k: Tensor, v: Tensor, seed: Any, key: str, numbers: Any, *captures: Tensor) -> Any:
-        with torch._C._AutoDispatchBelowAutograd():  # the operator's own autograd knows no transforms
+        with torch._C._AutoDispatchBelowAutograd():  # the operator's own autograd does not support transforms
             out, lse = torch.ops.flashgen.forward(q, k, v, list(captures), key, *map(list, numbers), seed)
         return out, lse
 
@@ -32,21 +32,21 @@ class Transformed(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, d_out: Any, d_lse: Any) -> Any:
-        dq, dk, dv, of_captures, *_ = operators.gradients(ctx, d_out, d_lse, _backward)
-        return dq, dk, dv, None, None, None, *of_captures
+        dq, dk, dv, capture_gradients, *_ = operators.gradients(ctx, d_out, d_lse, _backward)
+        return dq, dk, dv, None, None, None, *capture_gradients
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, *arguments: Any) -> Any:
         q, k, v, seed, key, numbers, *captures = arguments
-        given = (q, k, v, captures, key, *map(list, numbers), seed)
+        operands = (q, k, v, captures, key, *map(list, numbers), seed)
         dims = (*in_dims[:3], list(in_dims[6:]), None, None, None, in_dims[3])
-        return of_forward(info, dims, *given, operator=transformed)  # which transforms around this one see, too
+        return vmap_forward(info, dims, *operands, operator=transformed)  # outer transforms apply to this operator too
 
     jvp = staticmethod(operators.no_forward_mode)
 
 
 class _TransformedBackward(torch.autograd.Function):
-    """The backward operator likewise, which has no gradient of its own."""
+    """The backward operator as a Function, which has no derivative."""
 
     @staticmethod
     def forward(d_lse: Any, seed: Any, key: str, numbers: Any, *tensors: Tensor) -> Any:
@@ -65,10 +65,10 @@ class _TransformedBackward(torch.autograd.Function):
     def vmap(info: Any, in_dims: Any, *arguments: Any) -> Any:
         d_lse, seed, key, numbers, d_out, *rows_and_captures = arguments
         rows, captures = rows_and_captures[:5], rows_and_captures[5:]
-        given = (d_out, d_lse, *rows, captures, key, *map(list, numbers), seed)
+        operands = (d_out, d_lse, *rows, captures, key, *map(list, numbers), seed)
         dims = (in_dims[4], in_dims[0], *in_dims[5:10], list(in_dims[10:]), None, None, None, in_dims[1])
-        made, out_dims = of_backward(info, dims, *given, operator=_backward)
-        return tuple(made), tuple(out_dims)
+        results, out_dims = vmap_backward(info, dims, *operands, operator=_backward)
+        return tuple(results), tuple(out_dims)
 
     jvp = staticmethod(operators.no_forward_mode)
 
@@ -82,7 +82,7 @@ def _backward(d_out: Any, d_lse: Any, *arguments: Any) -> Any:
 def transformed(
     q: Tensor, k: Tensor, v: Tensor, captures: Any, key: str, integers: Any, floats: Any, seed: Tensor | None
 ) -> Any:
-    """Output and LSE, as the operator gives them."""
+    """Returns the output and the LSE. Takes the arguments of the forward operator."""
     return Transformed.apply(q, k, v, seed, key, (tuple(integers), tuple(floats)), *captures)
 
 
@@ -93,11 +93,11 @@ outside_transformed = outside_of_graphs("torch.func's derivatives of attention a
 
 @constant
 def is_differentiating() -> bool:
-    """Whether one of torch.func's transforms beside vmap is at work."""
+    """Whether a transform of torch.func other than vmap is active."""
     stack = torch._C._functorch.get_interpreter_stack() or ()
     return any(each.key() != torch._C._functorch.TransformType.Vmap for each in stack)
 
 
 def is_transforming() -> bool:
-    """Whether one of torch.func's transforms is at work."""
+    """Whether a transform of torch.func is active."""
     return torch._C._functorch.peek_interpreter_stack() is not None

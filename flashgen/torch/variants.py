@@ -1,7 +1,7 @@
-"""Maps the text of traced functions to a spec, and decides which of its numbers are constants of the kernel.
+"""Maps the key of traced functions to a spec, and decides which of its numbers are constants of the kernel.
 
-The numbers of the first call with a text are constants, so that closed forms and divisions by powers of two are found.
-A number that has another value in a later call of the same text becomes a Scalar; all later values share one kernel.
+The numbers of the first call with a key are constants, which allows closed forms and divisions by powers of two. A
+number that has another value in a later call with the same key becomes a Scalar, and all its values share one kernel.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from flashgen.runtime.remembered import Remembered
 from flashgen.torch.negative_indices import any_below_zero, counting_from_the_end, open_indices, sizes_of
 from flashgen.torch.registered import Registered
 
-_MOST_KEPT = 1024
-_MOST_CALLS = 1024  # whose sizes and numbers an entry remembers
+_MAX_VARIANTS = 1024
+_MAX_CALLS = 1024  # cached by an entry, by sizes and numbers
 _LETTERS = "abcdefghijklmnopqrstuvwxyz"
 Numbers = tuple[Any, ...]
 
@@ -33,33 +33,34 @@ Numbers = tuple[Any, ...]
 def spec_text(
     head_dim: int, value_dim: int, dtype: str, scale: float | None, layout: str, emulate: bool, deterministic: bool
 ) -> str:
-    """The part of a key that functions do not say."""
+    """Returns the part of a key that does not depend on the functions."""
     shown = "null" if scale is None else repr(float(scale))
     flags = f"{'true' if emulate else 'false'},{'true' if deterministic else 'false'}"
     return f'{head_dim},{value_dim},"{dtype}",{shown},"{layout}",{flags}'
 
 
 def is_variant(key: str) -> bool:
-    """Whether a key is the text of traced functions, and not the name of a registered spec."""
+    """Whether a key is that of traced functions, not of a registered spec."""
     return key.startswith("[")
 
 
 class _Entry:
-    """A spec of a text, with indices below 0 clamped to 0 or, where a call may have some, counted from the end.
+    """A spec of a key, in two versions: negative indices are clamped to 0, or count from the end if a call has any.
 
-    Attributes: `clamping`, what is registered of the spec as it stands.
+    Attributes:
+        clamping: the registered entry of the first version.
     """
 
     def __init__(self, key: str, spec: AttentionSpec, options: dict[str, Any], names: list[str]) -> None:
         self._key, self._spec, self._options, self._names = key, spec, options, names
         self.clamping = Registered(key, spec, None, **options)
         self._open = open_indices(spec, names)
-        self._of_calls: dict[Any, bool] = {}
+        self._by_call: dict[Any, bool] = {}
 
     def at(
         self, integers: list[int], floats: list[float], q: Any, k: Any, arrays: Sequence[Any]
     ) -> tuple[Registered, list[int], list[float]]:
-        """What runs a call, and its numbers."""
+        """Returns the entry that runs a call, and the numbers of the call."""
         if not self._open or not self._counts_from_the_end(integers, floats, q, k):
             return self.clamping, integers, floats
         lengths = {each.size: arrays[self._names.index(each.name)].shape[each.axis] for each in self._open}
@@ -71,21 +72,22 @@ class _Entry:
 
     def _counts_from_the_end(self, integers: list[int], floats: list[float], q: Any, k: Any) -> bool:
         call = (q.shape, k.shape, *integers, *floats)
-        found = self._of_calls.get(call)
+        found = self._by_call.get(call)
         if found is None:
             named = zip((*self.clamping.integers, *self.clamping.floats), (*integers, *floats), strict=False)
             numbers = {capture.name: value for capture, value in named}
             found = any_below_zero(self._open, sizes_of(q, k), numbers)
-            if len(self._of_calls) >= _MOST_CALLS:
-                self._of_calls.clear()
-            self._of_calls[call] = found
+            if len(self._by_call) >= _MAX_CALLS:
+                self._by_call.clear()
+            self._by_call[call] = found
         return found
 
 
 class Variant:
-    """The specs of one text.
+    """The specs of one key, which differ in the numbers that are operands.
 
-    Attributes: `key`, the text (`traced_functions.trace_call`).
+    Attributes:
+        key: the key (`traced_functions.trace_call`).
     """
 
     def __init__(self, key: str) -> None:
@@ -99,7 +101,7 @@ class Variant:
     def at(
         self, integers: Sequence[int], floats: Sequence[float], q: Any, k: Any, arrays: Sequence[Any]
     ) -> tuple[Registered, list[int], list[float]]:
-        """What is registered of a call of (batch, heads, length, dim), and its numbers that are operands."""
+        """Returns the entry for a call of (batch, heads, length, dim), and the numbers that are its operands."""
         numbers = (tuple(integers), tuple(floats))
         first = self._first
         if first == numbers:
@@ -109,7 +111,7 @@ class Variant:
                 self._first = first = self._first or numbers
             return self.at(integers, floats, q, k, arrays)
         values, before = [*integers, *floats], [*first[0], *first[1]]
-        changed = {place for place, (new, old) in enumerate(zip(values, before, strict=True)) if new != old}
+        changed = {position for position, (new, old) in enumerate(zip(values, before, strict=True)) if new != old}
         varying = self._varying
         if not changed <= set(varying):
             with self._lock:
@@ -117,18 +119,18 @@ class Variant:
         # Equal numbers are one operand: `q // n == k // n` is known in closed form for one n.
         shared: dict[Any, int] = {}
         count = len(integers)
-        operands = [shared.setdefault((values[place], place < count), place) for place in varying]
+        operands = [shared.setdefault((values[position], position < count), position) for position in varying]
         pairs = list(zip(varying, operands, strict=True))
-        chosen = [place for place, operand in pairs if place == operand]
+        chosen = [position for position, operand in pairs if position == operand]
         entry = self._entry(tuple(number for pair in pairs for number in pair), numbers)
-        of_integers: list[Any] = [values[place] for place in chosen if place < count]
-        return entry.at(of_integers, [values[place] for place in chosen if place >= count], q, k, arrays)
+        integer_operands: list[Any] = [values[position] for position in chosen if position < count]
+        return entry.at(integer_operands, [values[position] for position in chosen if position >= count], q, k, arrays)
 
     @cached_property
     def general(self) -> Registered:
-        """What is registered with every number as an operand: for what does not depend on numbers."""
+        """The entry with every number as an operand, for callers that do not depend on numbers."""
         count = len(self._number_kinds)
-        pattern = tuple(number for place in range(count) for number in (place, place))
+        pattern = tuple(number for position in range(count) for number in (position, position))
         ints = sum(kind == INTEGER for kind in self._number_kinds)
         return self._entry(pattern, ((0,) * ints, (0.0,) * (count - ints))).clamping
 
@@ -159,23 +161,23 @@ class Variant:
         return AttentionSpec(head_dim, dtype, value_dim, scale, layout, score=score, mask=mask)
 
     def _number_nodes(self, pattern: tuple[int, ...], numbers: tuple[Numbers, Numbers]) -> list[sympy.Basic]:
-        """The node of each number, in the order of the text: a constant, or the Scalar of its place in the pattern."""
+        """Returns the node of each number in the order of the key: a constant, or the Scalar of its operand."""
         operand_of = dict(zip(pattern[::2], pattern[1::2], strict=True))
-        places = sorted(set(operand_of.values()))
+        operands = sorted(set(operand_of.values()))
         count = len(numbers[0])
-        of_integers = [place for place in places if place < count]
-        of_floats = [place for place in places if place >= count]
-        names = dict(zip(of_integers, _named("integer", len(of_integers)), strict=True))
-        names |= dict(zip(of_floats, _named("number", len(of_floats)), strict=True))
-        nodes, next_place = [], {INTEGER: iter(range(count)), FLOAT: iter(range(count, count + len(numbers[1])))}
+        integer_operands = [position for position in operands if position < count]
+        float_operands = [position for position in operands if position >= count]
+        names = dict(zip(integer_operands, _named("integer", len(integer_operands)), strict=True))
+        names |= dict(zip(float_operands, _named("number", len(float_operands)), strict=True))
+        nodes, next_position = [], {INTEGER: iter(range(count)), FLOAT: iter(range(count, count + len(numbers[1])))}
         values = (*numbers[0], *numbers[1])
         for kind in self._number_kinds:
-            place = next(next_place[kind])
-            if place in operand_of:
+            position = next(next_position[kind])
+            if position in operand_of:
                 dtype = "int32" if kind == INTEGER else "float32"
-                nodes.append(Scalar(names[operand_of[place]], dtype).node)
+                nodes.append(Scalar(names[operand_of[position]], dtype).node)
             else:
-                nodes.append(literal(values[place]))
+                nodes.append(literal(values[position]))
         return nodes
 
     def _captures(self) -> list[Capture]:
@@ -183,7 +185,7 @@ class Variant:
 
 
 class TextOfMask(NamedTuple):
-    """A traced mask function without its arrays: `name`, the text, its numbers, and which array each place reads."""
+    """A traced mask function without its arrays. slots: for each read in the text, the position of the array."""
 
     name: str
     text: str
@@ -196,13 +198,13 @@ class TextOfMask(NamedTuple):
         return _names_of_arrays(self.slots)
 
     def node(self) -> sympy.Basic:
-        """The expression, its numbers as constants."""
+        """Returns the expression, with numbers as constants."""
         captures = _captures_of(json.loads(self.text), self.slots)
         return node_from_trace(self.text, map(literal, self.numbers), captures)
 
 
 def _captures_of(data: Any, slots: Sequence[int]) -> list[Capture]:
-    """The capture of each array, in the order of the text; names sort as the arrays of a call stand."""
+    """Returns the capture of each read in the text. Sorting the names gives the order of a call's arrays."""
     leaves = [leaf for leaf in _leaves(data) if isinstance(leaf, tuple)]
     names = _names_of_arrays(slots)
     return [
@@ -216,7 +218,7 @@ def _names_of_arrays(slots: Sequence[int]) -> list[str]:
 
 
 def _named(stem: str, count: int) -> list[str]:
-    """Names for so many captures, in an order that sorting keeps."""
+    """Returns `count` names for captures, in sorted order."""
     if count <= 1:
         return [stem] * count
     letters = [*_LETTERS] if count <= len(_LETTERS) else [a + b for a in _LETTERS for b in _LETTERS]
@@ -224,7 +226,7 @@ def _named(stem: str, count: int) -> list[str]:
 
 
 def _leaves(data: Any) -> list[Any]:
-    """The numbers and arrays that a text leaves open, in its order; of an array the whole leaf, as a tuple."""
+    """Returns the open numbers and arrays of a text in order; an array as its whole leaf in a tuple."""
     if isinstance(data, list):
         if data[:1] == [ARRAY]:
             return [tuple(data)]
@@ -232,9 +234,9 @@ def _leaves(data: Any) -> list[Any]:
     return [data] if data in (INTEGER, FLOAT) else []
 
 
-_VARIANTS: Remembered[str, Variant] = Remembered(_MOST_KEPT)
+_VARIANTS: Remembered[str, Variant] = Remembered(_MAX_VARIANTS)
 
 
 def variant_of(key: str) -> Variant:
-    """The variant of a key."""
+    """Returns the cached variant of a key."""
     return _VARIANTS.get(key) or _VARIANTS.get_or_make(key, lambda: Variant(key))
