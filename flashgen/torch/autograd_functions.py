@@ -151,7 +151,8 @@ def _custom_function(cls: Any, *inputs: Any, **named: Any) -> Any:
     output = cls.forward(*inputs)
     if not isinstance(output, Traced):
         raise SpecError(
-            f"the autograd Function {cls.__name__} returns {type(output).__name__} inside a score function: one number"
+            f"the autograd Function {cls.__name__} returns {type(output).__name__} inside a score function: return "
+            "one number"
         )
     context = _Context(tuple(_needs_gradient(value) for value in inputs))
     cls.setup_context(context, inputs, output)
@@ -168,7 +169,7 @@ def _custom_function(cls: Any, *inputs: Any, **named: Any) -> Any:
         if not isinstance(value, Traced) or not isinstance(gradient, _Gradient):
             raise SpecError(
                 f"the autograd Function {cls.__name__} inside a score function has a gradient of "
-                f"{type(value).__name__}: give it elements, table[i], and return gradients of these"
+                f"{type(value).__name__}: pass it elements, table[i], and return their gradients"
             )
         if value.kind == "float":
             result = apply(ops.Surrogate, result, value, detach(_factor(gradient)))

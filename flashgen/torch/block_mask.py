@@ -259,8 +259,8 @@ class BlockMask:
         if isinstance(getattr(type(self), name, None), property):  # an AttributeError inside of the property
             return object.__getattribute__(self, name)
         raise AttributeError(
-            f"flashgen.torch.BlockMask has no {name!r}: it holds the mask itself, of which kernels find the tiles; "
-            "there are mask_mod, shape, seq_lengths, sparsity(), to_dense(), to_string(), as_tuple(), "
+            f"flashgen.torch.BlockMask has no {name!r}: it holds the mask function, and kernels find the tiles; "
+            "it has mask_mod, shape, seq_lengths, sparsity(), to_dense(), to_string(), as_tuple(), "
             f"{', '.join(_LISTS)}"
         )
 
@@ -294,7 +294,7 @@ def _check_lengths(lengths: tuple[int, int], blocks: Tensor, block_size: tuple[i
     if any(length > size for length, size in zip(lengths, covered, strict=True)):
         raise ArgumentError(
             f"seq_lengths={tuple(lengths)}: the lists have {blocks.shape[2]} rows and {blocks.shape[3]} columns of "
-            f"blocks {block_size}, which are of {covered[0]} queries and {covered[1]} keys"
+            f"blocks {block_size}, which cover {covered[0]} queries and {covered[1]} keys"
         )
 
 

@@ -186,7 +186,7 @@ def _remember(pass_: Pass[Any], kind: _Kind, tensors: Tensors, shared: Any, forg
 
 def _cache_key(names: Names, tensors: Tensors, misaligned: int, numbers: Numbers) -> tuple[Any, ...]:
     """The cache key of a call: shapes, strides, dtypes and devices of its tensors, misalignment and numbers."""
-    known: list[Any] = [names, misaligned, *numbers.values()]
+    key: list[Any] = [names, misaligned, *numbers.values()]
     for tensor in tensors:
-        known += tensor.shape, tensor.stride(), tensor.dtype, tensor.device
-    return tuple(known)
+        key += tensor.shape, tensor.stride(), tensor.dtype, tensor.device
+    return tuple(key)

@@ -73,7 +73,7 @@ def scale_of_call(name: str, scale: Tensor, q: Tensor) -> Tensor:
     """Returns a scale in a tensor as float32 (1,) on the device of q. Raises ArgumentError unless it is one number."""
     if scale.numel() != 1 or scale.is_complex() or scale.dtype == torch.bool:
         raise ArgumentError(
-            f"{name} is a {scale.dtype} tensor of shape {tuple(scale.shape)}: give a number, or one in it"
+            f"{name} is a {scale.dtype} tensor of shape {tuple(scale.shape)}: give a number, or a tensor with one"
         )
     return scale.reshape(1).to(q.device, torch.float32)
 

@@ -63,7 +63,8 @@ def flex_attention(
         _check_block_mask(block_mask, q_shape, k_shape)
     if q_shape[1] != k_shape[1] and not enable_gqa:
         raise ArgumentError(
-            f"query has {q_shape[1]} heads and key {k_shape[1]}: say enable_gqa=True where each is for a group"
+            f"query has {q_shape[1]} heads and key {k_shape[1]}: give enable_gqa=True if each head of key is for a "
+            "group of query heads"
         )
     _check_options(kernel_options, return_lse, return_aux)
     query, key, value = converted(query, key, value)
@@ -91,14 +92,14 @@ def flex_attention(
     compiles = torch.compiler.is_compiling()
     if compiles:
         run_where_graphs_break(_attend)
-    made = _attend(score_mod, mask_mod, spec, query, key, value, wants_lse, compiles)
+    results = _attend(score_mod, mask_mod, spec, query, key, value, wants_lse, compiles)
     if padded:
-        made = (cut_heads(made[0], value_dim), made[1]) if wants_lse else cut_heads(made, value_dim)
+        results = (cut_heads(results[0], value_dim), results[1]) if wants_lse else cut_heads(results, value_dim)
     if return_aux is None:
-        return made
+        return results
     from torch.nn.attention.flex_attention import AuxOutput
 
-    return (made[0], AuxOutput(lse=made[1])) if wants_lse else (made, AuxOutput())
+    return (results[0], AuxOutput(lse=results[1])) if wants_lse else (results, AuxOutput())
 
 
 def _scaled(score_mod: Callable[..., Any] | Score | None, scale: Tensor) -> Callable[..., Any]:

@@ -84,8 +84,8 @@ class Recording(TorchFunctionMode):
                 return "value", self.values[given], fixed(given.shape[-1]) if given.ndim == 1 else None
             if given.device.type == "meta":
                 raise SpecError(
-                    "torch.compile traced an operation on an index or a score that flashgen was not asked about: write "
-                    "it by operators or functions of torch, or call the function outside of torch.compile"
+                    "torch.compile traced an operation on an index or a score that flashgen did not see: write it with "
+                    "operators or functions of torch, or call the function outside of torch.compile"
                 )
             return "array", self._array(given), given.dtype, given.ndim, given.requires_grad
         if isinstance(given, int) and not isinstance(given, bool):
@@ -153,8 +153,8 @@ def _non_negative_index(tensor: torch.Tensor, index: Any) -> tuple[Any, ...]:
     items = index if isinstance(index, tuple) else (index,)
     return tuple(
         [
-            item + tensor.shape[place] if isinstance(item, int) and item < 0 and place < tensor.ndim else item
-            for place, item in enumerate(items)
+            item + tensor.shape[axis] if isinstance(item, int) and item < 0 and axis < tensor.ndim else item
+            for axis, item in enumerate(items)
         ]
     )
 

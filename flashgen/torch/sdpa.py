@@ -160,7 +160,7 @@ def _broadcast_shape(*shapes: Any) -> tuple[int, ...]:
         if any(size != others[0] for size in others):
             raise ArgumentError(
                 f"query, key and value have sizes {', '.join(map(str, sizes))} in one dimension, which do not "
-                "broadcast: give one size or 1, or enable_gqa=True where each head of key is for a group of query's"
+                "broadcast: give one size or 1, or enable_gqa=True if each head of key serves a group of query heads"
             )
         found.append(others[0])
     return tuple(found)

@@ -47,20 +47,20 @@ def check_tensors(**given: Any) -> None:
     for name, value in given.items():
         if not isinstance(value, torch.Tensor):
             raise ArgumentError(
-                f"{name} of type {type(value).__name__} is no tensor of torch: torch.from_numpy makes one of NumPy's "
-                "arrays, which flashgen.compile(spec) takes as they are"
+                f"{name} of type {type(value).__name__} is no tensor of torch: torch.from_numpy converts arrays of "
+                "NumPy, and flashgen.compile(spec) takes them directly"
             )
         if value.is_nested or value.layout != torch.strided:
             kind = "nested" if value.is_nested else f"of layout {value.layout}"
             raise ArgumentError(
-                f"{name} is {kind}: give a dense tensor; of sequences of several lengths packed ones, to "
+                f"{name} is {kind}: give a dense tensor. For sequences of several lengths, pack them and call "
                 "flashgen.torch.varlen_attention or a spec of layout 'thd'"
             )
         cls = type(value)
         if cls not in PLAIN_TENSORS and overrides_functions(cls):
             raise ArgumentError(
-                f"{name} of type {cls.__module__}.{cls.__name__}: what its elements mean is not known here; give a "
-                f"torch.Tensor, such as {name}.as_subclass(torch.Tensor) where its elements are what is meant"
+                f"{name} of type {cls.__module__}.{cls.__name__}: the meaning of its elements is not known here; give "
+                f"a torch.Tensor, such as {name}.as_subclass(torch.Tensor) if the plain elements are right"
             )
 
 
@@ -88,7 +88,7 @@ def check_mask(mask: Tensor) -> None:
     check_tensors(attn_mask=mask)
     if dtype_of(mask) not in _MASKS:
         raise ArgumentError(
-            f"attn_mask is {dtype_of(mask)}: give booleans, attn_mask.bool() where 1 is what may be attended to, or "
+            f"attn_mask is {dtype_of(mask)}: give booleans (attn_mask.bool() if 1 means that a query attends), or "
             f"numbers that are added to the scores, of {', '.join(_MASKS[1:])}"
         )
 

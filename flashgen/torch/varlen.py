@@ -150,7 +150,7 @@ def _used_keys(starts_k: Tensor | None, used: Tensor | None) -> Tensor:
     if used is not None and starts_k is None:
         return used
     if used is not None or starts_k is None:
-        raise ArgumentError("block_table: give seqused_k, or cu_seqlens_k, whose differences it is; and not both")
+        raise ArgumentError("block_table: give either seqused_k or cu_seqlens_k, the sums of these lengths")
     return torch.diff(starts_k)
 
 

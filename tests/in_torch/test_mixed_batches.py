@@ -101,7 +101,7 @@ def test_what_does_not_fit() -> None:
         with pytest.raises(ArgumentError, match=match):
             attention(SPEC, q, k, v, **given)
     for match, keys, more in (
-        ("give seqused_k, or cu_seqlens_k, whose differences it is; and not both", starts, {"seqused_k": used}),
+        ("give either seqused_k or cu_seqlens_k", starts, {"seqused_k": used}),
         ("give seqused_k, or cu_seqlens_k", None, {}),
     ):
         with pytest.raises(ArgumentError, match=match):

@@ -415,22 +415,22 @@ MUTANTS = (
     Mutant(
         "rims whose received rows always stand first",
         "flashgen/torch/context_parallel/halos.py",
-        "rows.run(rim.theirs_at, rim.theirs.length).buffer",
-        "rows.run(0, rim.theirs.length).buffer",
+        "rows.rows_at(rim.theirs_at, rim.theirs.length).buffer",
+        "rows.rows_at(0, rim.theirs.length).buffer",
         ("tests/in_torch/context_parallel/test_emulated.py::test_rims_of_windows",),
     ),
     Mutant(
         "gradients of a halo stay with who found them",
         "flashgen/torch/context_parallel/halos.py",
-        "        of_keys.add(*lent.rows, *rows.pair())",
+        "        dkv_sums.add(*lent.rows, *rows.pair())",
         "        pass",
         ("tests/in_torch/context_parallel/test_emulated.py::test_rims_of_windows",),
     ),
     Mutant(
         "calls of other strides taken for ones that are known",
         "flashgen/torch/direct.py",
-        "known += tensor.shape, tensor.stride(), tensor.dtype, tensor.device",
-        "known += tensor.shape, tensor.dtype, tensor.device",
+        "key += tensor.shape, tensor.stride(), tensor.dtype, tensor.device",
+        "key += tensor.shape, tensor.dtype, tensor.device",
         ("tests/in_torch/test_direct.py::test_only_calls_like_them",),
     ),
     Mutant(

@@ -1,4 +1,4 @@
-"""Whether all ranks make the same call: looked at once for each kind of call, before anything is sent."""
+"""Checks that all ranks make the same call, once for each kind of call and before anything is sent."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ from flashgen.errors import ArgumentError
 from flashgen.torch.context_parallel.collectives import all_gather
 
 _LOCK = threading.Lock()
-_AGREED: weakref.WeakKeyDictionary[Any, set[str]] = weakref.WeakKeyDictionary()
+_CHECKED: weakref.WeakKeyDictionary[Any, set[str]] = weakref.WeakKeyDictionary()
 
 
-def agree(groups: list[Any], what: str, device: torch.device) -> None:
-    """ArgumentError that names the ranks where calls are not the same text; the same ranks ask at the same time.
+def check_same_call(groups: list[Any], call: str, device: torch.device) -> None:
+    """Raises ArgumentError that names the ranks with another description of the call. All ranks must run it.
 
-    The first messages of a group, too: NCCL wants all of its ranks in them.
+    Its messages are also the first of a group, in which NCCL requires all ranks to take part.
     """
     for group in groups:
         with _LOCK:
-            known = _AGREED.setdefault(group, set())
-        if what not in known:
-            _compare(group, what, device)
-            known.add(what)
+            checked = _CHECKED.setdefault(group, set())
+        if call not in checked:
+            _compare(group, call, device)
+            checked.add(call)
 
 
-def _compare(group: Any, what: str, device: torch.device) -> None:
-    digest = int.from_bytes(hashlib.sha256(what.encode()).digest()[:7], "big")
+def _compare(group: Any, call: str, device: torch.device) -> None:
+    digest = int.from_bytes(hashlib.sha256(call.encode()).digest()[:7], "big")
     own = torch.tensor([digest], dtype=torch.int64, device=device)
-    every = all_gather(own, group).flatten().tolist()
-    others = [dist.get_global_rank(group, rank) for rank, their in enumerate(every) if their != digest]
+    digests = all_gather(own, group).flatten().tolist()
+    others = [dist.get_global_rank(group, rank) for rank, other in enumerate(digests) if other != digest]
     if others:
         raise ArgumentError(
-            f"ranks {', '.join(map(str, others))} make another call than rank {dist.get_rank()}, which makes {what}"
+            f"ranks {', '.join(map(str, others))} make another call than rank {dist.get_rank()}, which makes {call}"
         )

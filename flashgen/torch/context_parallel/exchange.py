@@ -1,4 +1,4 @@
-"""Heads for rows: ranks that each have all heads of some rows get some heads of all their rows, and back (Ulysses).
+"""Exchange of heads for rows: ranks with all heads of some rows get some heads of all rows, and back (Ulysses).
 
 Source: Jacobs et al. 2023, DeepSpeed Ulysses.
 """
@@ -11,12 +11,12 @@ from typing import Any, NamedTuple
 import torch
 
 from flashgen.ranks import Layout
-from flashgen.torch.context_parallel.collectives import all_to_all, moved
+from flashgen.torch.context_parallel.collectives import all_to_all, permute_rows
 from flashgen.torch.tensors import Tensor
 
 
 class Exchange(NamedTuple):
-    """Who exchanges: a group, of `ranks` ranks whose first is the `first` of those of `rows`, in a layout."""
+    """A group that exchanges heads: `ranks` ranks, from rank `first` of the row layout on, and the tensor layout."""
 
     group: Any
     ranks: int
@@ -24,35 +24,35 @@ class Exchange(NamedTuple):
     layout: str
 
     def order(self, rows: Layout) -> list[tuple[int, int]]:
-        """(rank of the group, first of its rows) of each chunk that its ranks have, in the order of positions."""
-        chunks = [(of - self.first, row) for of, row in rows.in_order()]
-        return [(of, row) for of, row in chunks if 0 <= of < self.ranks]
+        """Returns (rank in the group, first row there) of each chunk of the group, in the order of positions."""
+        chunks = [(owner - self.first, row) for owner, row in rows.in_order()]
+        return [(owner, row) for owner, row in chunks if 0 <= owner < self.ranks]
 
 
 def to_heads(rows: Tensor, exchange: Exchange, positions: Layout) -> Tensor:
-    """(batch, heads, rows, dim) of a rank -> (batch, heads / ranks, rows · ranks, dim) in the order of positions."""
-    return moved(rows, *(partial(move, exchange=exchange, positions=positions) for move in (_to_heads, _to_rows)))
+    """Converts (batch, heads, rows, dim) to (batch, heads / ranks, rows * ranks, dim), rows in order of positions."""
+    return permute_rows(rows, partial(_to_heads, exchange, positions), partial(_to_rows, exchange, positions))
 
 
 def to_rows(heads: Tensor, exchange: Exchange, positions: Layout) -> Tensor:
     """The inverse of `to_heads`."""
-    return moved(heads, *(partial(move, exchange=exchange, positions=positions) for move in (_to_rows, _to_heads)))
+    return permute_rows(heads, partial(_to_rows, exchange, positions), partial(_to_heads, exchange, positions))
 
 
-def _to_heads(rows: Tensor, exchange: Exchange, positions: Layout) -> Tensor:
-    of_heads, of_rows = _axes(exchange.layout)
-    parts = torch.stack(rows.tensor_split(exchange.ranks, of_heads))
-    every = all_to_all(parts, exchange.group)
-    chunks = [every[of].narrow(of_rows, row, positions.chunk) for of, row in exchange.order(positions)]
-    return torch.cat(chunks, of_rows)
+def _to_heads(exchange: Exchange, positions: Layout, rows: Tensor) -> Tensor:
+    head_axis, row_axis = _axes(exchange.layout)
+    parts = torch.stack(rows.tensor_split(exchange.ranks, head_axis))
+    received = all_to_all(parts, exchange.group)
+    chunks = [received[owner].narrow(row_axis, row, positions.chunk) for owner, row in exchange.order(positions)]
+    return torch.cat(chunks, row_axis)
 
 
-def _to_rows(heads: Tensor, exchange: Exchange, positions: Layout) -> Tensor:
-    of_heads, of_rows = _axes(exchange.layout)
-    chunks = dict(zip(exchange.order(positions), heads.split(positions.chunk, of_rows), strict=True))
-    ranks = [[chunks[of, row] for of, row in sorted(chunks) if of == rank] for rank in range(exchange.ranks)]
-    every = all_to_all(torch.stack([torch.cat(of_rank, of_rows) for of_rank in ranks]), exchange.group)
-    return torch.cat(list(every), of_heads)
+def _to_rows(exchange: Exchange, positions: Layout, heads: Tensor) -> Tensor:
+    head_axis, row_axis = _axes(exchange.layout)
+    chunks = dict(zip(exchange.order(positions), heads.split(positions.chunk, row_axis), strict=True))
+    ranks = [[chunks[owner, row] for owner, row in sorted(chunks) if owner == rank] for rank in range(exchange.ranks)]
+    received = all_to_all(torch.stack([torch.cat(parts, row_axis) for parts in ranks]), exchange.group)
+    return torch.cat(list(received), head_axis)
 
 
 def _axes(layout: str) -> tuple[int, int]:

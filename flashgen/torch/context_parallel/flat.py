@@ -1,4 +1,4 @@
-"""Rows of keys and values as messages take them: one tensor behind the other, or row by row."""
+"""Buffers for messages of rows of keys and values: tensor by tensor, or row by row."""
 
 from __future__ import annotations
 
@@ -7,58 +7,58 @@ from collections.abc import Iterable
 from flashgen.torch.tensors import Tensor
 
 Pair = tuple[Tensor, Tensor]
-"""Rows of keys and of values, or of gradients of theirs."""
+"""Rows of keys and of values, or of their gradients."""
 
 
 def elements(rows: int, like: Pair, layout: str) -> int:
-    """Elements of so many rows of keys and values like these."""
+    """Returns the number of elements of `rows` rows of keys and values like these."""
     return rows * sum(elements_of_row(each, layout) for each in like)
 
 
 def pairs_in(flat: Tensor, counts: Iterable[int], like: Pair, layout: str) -> list[Pair]:
-    """A buffer as pairs of so many rows each, one behind the other, like these."""
-    place, made = 0, []
+    """Returns views of a buffer as consecutive pairs of keys and values like these, with `counts` rows each."""
+    offset, pairs = 0, []
     for rows in counts:
         pair = []
         for each in like:
             batch, second, third, dim = shape = _shape(each, layout, rows)
             size = batch * second * third * dim
-            pair.append(flat.narrow(0, place, size).view(shape))
-            place += size
-        made.append((pair[0], pair[1]))
-    return made
+            pair.append(flat.narrow(0, offset, size).view(shape))
+            offset += size
+        pairs.append((pair[0], pair[1]))
+    return pairs
 
 
-class ByRows:
-    """Keys and values in one buffer, both of a row side by side.
+class PackedRows:
+    """Keys and values in one buffer, row by row: the key elements of a row, then its value elements.
 
-    Any run of rows is contiguous, as messages are, so that rows are put beside others by one copy.
+    Consecutive rows are contiguous, as messages must be, and one copy places them beside other rows.
     """
 
     def __init__(self, buffer: Tensor, like: Pair, layout: str) -> None:
-        """buffer: (rows, elements of a row of keys, and of one of values)."""
+        """buffer: (rows, key elements of a row + value elements of a row)."""
         self.buffer, self._like, self._layout = buffer, like, layout
 
     @classmethod
-    def empty(cls, rows: int, like: Pair, layout: str) -> ByRows:
-        """So many rows like these, which hold anything."""
+    def empty(cls, rows: int, like: Pair, layout: str) -> PackedRows:
+        """Returns uninitialised memory for rows like these."""
         return cls(like[0].new_empty((rows, elements(1, like, layout))), like, layout)
 
-    def run(self, first: int, count: int) -> ByRows:
-        """Some of the rows."""
-        return ByRows(self.buffer.narrow(0, first, count), self._like, self._layout)
+    def rows_at(self, first: int, count: int) -> PackedRows:
+        """Returns a view of consecutive rows."""
+        return PackedRows(self.buffer.narrow(0, first, count), self._like, self._layout)
 
     def pair(self) -> Pair:
-        """Keys and values, in the layout of what they are like."""
-        (keys, values), of_keys = self._like, elements_of_row(self._like[0], self._layout)
-        return self._of(self.buffer[:, :of_keys], keys), self._of(self.buffer[:, of_keys:], values)
+        """Returns views of keys and values in the layout of `like`."""
+        (keys, values), key_elements = self._like, elements_of_row(self._like[0], self._layout)
+        return self._view(self.buffer[:, :key_elements], keys), self._view(self.buffer[:, key_elements:], values)
 
     def fill(self, rows: Pair) -> None:
-        """Copies rows here."""
-        for place, each in zip(self.pair(), rows, strict=True):
-            place.copy_(each)
+        """Copies rows into the buffer."""
+        for target, each in zip(self.pair(), rows, strict=True):
+            target.copy_(each)
 
-    def _of(self, columns: Tensor, like: Tensor) -> Tensor:
+    def _view(self, columns: Tensor, like: Tensor) -> Tensor:
         batch, second, third, dim = like.shape
         if self._layout == "bhsd":
             return columns.unflatten(1, (batch, second, dim)).permute(1, 2, 0, 3)
@@ -66,7 +66,7 @@ class ByRows:
 
 
 def elements_of_row(like: Tensor, layout: str) -> int:
-    """Elements of one row of a tensor like this, of all its sequences and heads."""
+    """Returns the number of elements of a row, over all sequences and heads."""
     batch, second, third, dim = _shape(like, layout, 1)
     return batch * second * third * dim
 

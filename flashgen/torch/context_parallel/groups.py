@@ -1,4 +1,4 @@
-"""The ranks of a call: a process group, a device mesh, or two groups, of a ring and of those who exchange heads."""
+"""The ranks of a call: a process group, a device mesh, or two groups, for the ring and for the exchange of heads."""
 
 from __future__ import annotations
 
@@ -11,15 +11,17 @@ from flashgen.errors import ArgumentError
 
 
 class Ranks(NamedTuple):
-    """Who takes part in a call.
+    """The groups of a call. Ranks are numbered so that those of a heads group are consecutive.
 
-    ring: the group among which keys travel. heads: the group that exchanges heads, or None. whole: the group of all,
-    None where only its two parts are known. Ranks are numbered so that those of a heads group stand side by side.
+    Attributes:
+        ring: the group that sends keys and values around or gathers them; None in the scheme "ulysses".
+        heads: the group that exchanges heads, or None.
+        world: the group of all ranks; None if only the two groups are known.
     """
 
     ring: Any
     heads: Any
-    whole: Any
+    world: Any
 
     @property
     def ring_size(self) -> int:
@@ -31,7 +33,7 @@ class Ranks(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Ranks in all."""
+        """The number of ranks."""
         return self.ring_size * self.heads_size
 
     @property
@@ -44,31 +46,31 @@ class Ranks(NamedTuple):
 
     @property
     def rank(self) -> int:
-        """This rank's number."""
+        """The number of this rank."""
         return self.ring_rank * self.heads_size + self.heads_rank
 
     @property
     def groups(self) -> list[Any]:
-        """The groups that make up the whole: a sum over each in turn is one over all."""
+        """The groups of the call. A reduction over all ranks is one over each of them in turn."""
         return [group for group in (self.ring, self.heads) if group is not None]
 
 
 def ranks_of(group: Any, scheme: str) -> Ranks:
-    """The ranks of a call, by its argument `group`: None is the default group.
+    """Returns the ranks of a call from its argument `group`; None is the default group.
 
-    ArgumentError where it is no group, or not of as many dimensions as the scheme takes.
+    Raises ArgumentError if it is not a group, or if the scheme takes another number of dimensions.
     """
     if not dist.is_initialized():
         raise ArgumentError("group: there is none; call torch.distributed.init_process_group first")
     if scheme == "ulysses_ring":
-        whole, (ring, heads) = _two(group)
-        return Ranks(ring, heads, whole)
+        world, (ring, heads) = _two_groups(group)
+        return Ranks(ring, heads, world)
     if isinstance(group, DeviceMesh):
         if group.ndim != 1:
             named = f"mesh[{group.mesh_dim_names[0]!r}]" if group.mesh_dim_names else "one of its dimensions"
             raise ArgumentError(
-                f"group is a device mesh of {group.ndim} dimensions; scheme={scheme!r} takes one of one: give {named}, "
-                "or scheme='ulysses_ring'"
+                f"group is a device mesh of {group.ndim} dimensions; scheme={scheme!r} takes a mesh of one: give "
+                f"{named}, or scheme='ulysses_ring'"
             )
         group = group.get_group()
     if group is not None and not isinstance(group, dist.ProcessGroup):
@@ -79,15 +81,15 @@ def ranks_of(group: Any, scheme: str) -> Ranks:
     return Ranks(None, group, group) if scheme == "ulysses" else Ranks(group, None, group)
 
 
-def _two(group: Any) -> tuple[Any, tuple[Any, Any]]:
-    """(all of them, (ring, heads)) of a mesh of two dimensions, or of a pair of groups."""
+def _two_groups(group: Any) -> tuple[Any, tuple[Any, Any]]:
+    """Returns (group of all ranks or None, (ring, heads)) of a two-dimensional mesh or a pair of groups."""
     if isinstance(group, DeviceMesh) and group.ndim == 2:
-        everyone = sorted(group.mesh.flatten().tolist())
-        world = dist.group.WORLD if everyone == list(range(dist.get_world_size())) else None
+        all_ranks = sorted(group.mesh.flatten().tolist())
+        world = dist.group.WORLD if all_ranks == list(range(dist.get_world_size())) else None
         return world, (group.get_group(0), group.get_group(1))
     if isinstance(group, (tuple, list)) and len(group) == 2:
         return None, (group[0], group[1])
     raise ArgumentError(
-        "group: scheme='ulysses_ring' takes a device mesh of two dimensions, or a pair of groups: first the ring, then "
-        "those who exchange heads"
+        "group: scheme='ulysses_ring' takes a device mesh of two dimensions, or a pair of groups: that of the ring, "
+        "then that which exchanges heads"
     )

@@ -1,4 +1,4 @@
-"""The kernels of a plan's blocks, called on rows of tensors: on a GPU as they stand, on the CPU by the emulator."""
+"""`Programs`: runs the kernels of a plan's blocks on rows of tensors, on a GPU or on the emulator."""
 
 from __future__ import annotations
 
@@ -21,39 +21,39 @@ from flashgen.torch.tensors import Tensor, in_rows, to_array, to_tensor
 
 
 def rows_of(tensor: Tensor, layout: str, first: int, count: int) -> Tensor:
-    """Rows of q, k, v or an output along its length: itself, if these are all."""
+    """Returns rows of q, k, v or an output along its length: a view, or the tensor if these are all rows."""
     axis = 2 if layout == "bhsd" else 1
     return tensor if count == tensor.shape[axis] else tensor.narrow(axis, first, count)
 
 
 def rows_like(tensor: Tensor) -> Tensor:
-    """Memory for gradients of rows: contiguous rows, whatever the tensor's are, in the order of its heads and rows."""
+    """Returns memory for gradients, with contiguous rows and the tensor's order of heads and rows."""
     return torch.empty_like(in_rows(tensor))
 
 
-def queries_of(
+def query_rows(
     block: Block, layout: str, d_out: Tensor, d_lse: Tensor | None, q: Tensor, out: Tensor
 ) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
-    """Of what a backward reads of a rank's rows of queries, those of a block."""
+    """Returns the rows of a block of d_out, d_lse, q and out."""
     d_rows, q_rows, out_rows = (rows_of(tensor, layout, block.q, block.rows) for tensor in (d_out, q, out))
     return d_rows, None if d_lse is None else d_lse.narrow(2, block.q, block.rows), q_rows, out_rows
 
 
-class _Given(NamedTuple):
-    """What computes a block, what it is given by name, and that as `direct` takes it where it is numbers alone."""
+class _BlockCall(NamedTuple):
+    """The entry that computes a block, its named arguments, and these for `direct` if all are numbers."""
 
     entry: Registered
     named: dict[str, Any]
     numbers: Numbers | None
 
 
-_GIVEN: Remembered[Any, _Given] = Remembered(1024)
+_BLOCK_CALLS: Remembered[Any, _BlockCall] = Remembered(1024)
 
 
 class Programs:
-    """The kernels of a call: one for blocks that the mask cuts, and one for those that it leaves whole.
+    """The kernels of a call: one for blocks that need the mask, and one without mask code for full blocks.
 
-    captures: tensors and numbers of the call, by name. head: where the first head of this rank stands in the whole.
+    captures: tensors and numbers of the call by name. head: the index of this rank's first head among all heads.
     """
 
     def __init__(
@@ -67,24 +67,24 @@ class Programs:
     ) -> None:
         self.plan, self.emulate, self._head, self._deterministic = plan, emulate, head, deterministic
         self._seed = {} if seed is None else {"seed": seed_of(self._entry(plan.masked), seed)}
-        self._there = {name: self._brought(value) for name, value in captures.items()}
+        self._captures = {name: self._converted(value) for name, value in captures.items()}
 
     def forward(self, block: Block, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> Tensor:
-        """Writes the output of a block to `out`, and gives its LSE. q, k, v: the rows of the block."""
-        given = self._given(block)
+        """Writes the output of a block to `out` and returns its LSE. q, k, v: the rows of the block."""
+        call = self._block_call(block)
         if self.emulate:
             arrays = [to_array(in_rows(tensor)) for tensor in (q, k, v)]
-            made, lse = given.entry.on(None)(*arrays, return_lse=True, **given.named)
-            out.copy_(to_tensor(made))
+            result, lse = call.entry.on(None)(*arrays, return_lse=True, **call.named)
+            out.copy_(to_tensor(result))
             return to_tensor(lse)
-        attention = given.entry.on(q.get_device())
+        attention = call.entry.on(q.get_device())
         into = (out, torch.empty(_lse_shape(self.plan.spec, q), dtype=torch.float32, device=q.device))
-        if given.numbers is not None and direct.forward(attention, q, k, v, True, into, given.numbers):
+        if call.numbers is not None and direct.forward(attention, q, k, v, True, into, call.numbers):
             return into[1]
         q, k, v = in_rows(q), in_rows(k), in_rows(v)
-        attention(q, k, v, return_lse=True, out=into, **given.named)
-        if given.numbers is not None:
-            direct.learn_forward(attention, q, k, v, into, given.numbers)
+        attention(q, k, v, return_lse=True, out=into, **call.named)
+        if call.numbers is not None:
+            direct.learn_forward(attention, q, k, v, into, call.numbers)
         return into[1]
 
     def backward(
@@ -99,60 +99,61 @@ class Programs:
         lse: Tensor,
         into: tuple[Tensor, Tensor, Tensor] | None = None,
     ) -> tuple[Sequence[Tensor], dict[str, Tensor]]:
-        """The gradients of q, k and v of a block, and those of captures by name. out, lse: of all keys.
+        """Returns the gradients of q, k and v of a block, and those of captures by name.
 
-        into: where those of q, k and v are written; None makes new ones.
+        out, lse: the merged results over all keys. into: tensors that gradients of q, k and v are written to, or None.
         """
-        given = self._given(block)
+        call = self._block_call(block)
         lse, d_lse = lse.contiguous(), None if d_lse is None else d_lse.contiguous()
-        if not self.emulate and given.numbers is not None:
-            return self._plain_backward(given, (d_out, d_lse, q, k, v, out, lse), into), {}
-        named = given.named if d_lse is None else given.named | {"d_lse": self._brought(d_lse)}
-        d_out, q, k, v, out = (self._brought(in_rows(tensor)) for tensor in (d_out, q, k, v, out))
-        attention = given.entry.on(None if self.emulate else q.get_device())
-        names, there = [each.name for each in given.entry.learned], None
+        if not self.emulate and call.numbers is not None:
+            return self._plain_backward(call, (d_out, d_lse, q, k, v, out, lse), into), {}
+        named = call.named if d_lse is None else call.named | {"d_lse": self._converted(d_lse)}
+        d_out, q, k, v, out = (self._converted(in_rows(tensor)) for tensor in (d_out, q, k, v, out))
+        attention = call.entry.on(None if self.emulate else q.get_device())
+        names, into_all = [each.name for each in call.entry.learned], None
         if into is not None and not self.emulate:
-            there = (*into, *(torch.empty_like(named[name], memory_format=torch.contiguous_format) for name in names))
-        made = attention.backward(d_out, q, k, v, out, self._brought(lse), into=there, **named)
-        tensors = [to_tensor(each) for each in made] if self.emulate else list(made)
+            captured = (torch.empty_like(named[name], memory_format=torch.contiguous_format) for name in names)
+            into_all = (*into, *captured)
+        results = attention.backward(d_out, q, k, v, out, self._converted(lse), into=into_all, **named)
+        tensors = [to_tensor(each) for each in results] if self.emulate else list(results)
         if into is not None and self.emulate:
             assert all(each.stride(-1) == 1 for each in into), "on a GPU kernels write there themselves"
             tensors[:3] = [mine.copy_(each) for mine, each in zip(into, tensors[:3], strict=True)]
         return tensors[:3], dict(zip(names, tensors[3:], strict=True))
 
     def _plain_backward(
-        self, given: _Given, read: direct.Read, into: tuple[Tensor, Tensor, Tensor] | None
+        self, call: _BlockCall, read: direct.Read, into: tuple[Tensor, Tensor, Tensor] | None
     ) -> Sequence[Tensor]:
-        """On a GPU, where nothing is captured but numbers."""
-        attention = given.entry.on(read[2].get_device())
-        made = direct.backward(attention, read, into, given.numbers or direct.NO_NUMBERS)
-        if made is None:
+        """Runs the backward on a GPU, with no captures but numbers."""
+        attention = call.entry.on(read[2].get_device())
+        results = direct.backward(attention, read, into, call.numbers or direct.NO_NUMBERS)
+        if results is None:
             d_out, d_lse, q, k, v, out, lse = read
             d_out, q, k, v, out = in_rows(d_out), in_rows(q), in_rows(k), in_rows(v), in_rows(out)
-            read, named = (d_out, d_lse, q, k, v, out, lse), given.named | {"d_lse": d_lse}
-            made = attention.backward(d_out, q, k, v, out, lse, into=into, **named)
-            direct.learn_backward(attention, read, into, given.numbers or direct.NO_NUMBERS)
-        return made
+            read, named = (d_out, d_lse, q, k, v, out, lse), call.named | {"d_lse": d_lse}
+            results = attention.backward(d_out, q, k, v, out, lse, into=into, **named)
+            direct.learn_backward(attention, read, into, call.numbers or direct.NO_NUMBERS)
+        return results
 
     def merged(self, outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-        """The output and the LSE over the keys of all parts."""
+        """Merges partial outputs and LSEs."""
         layout = self.plan.spec.layout
         if not self.emulate:
             return tuple(merge_states(outs, lses, layout=layout))
         arrays = [[to_array(tensor) for tensor in tensors] for tensors in (outs, lses)]
         return tuple(map(to_tensor, merge_states(*arrays, layout=layout, emulate=True)))  # type: ignore[return-value]
 
-    def _given(self, block: Block) -> _Given:
-        """What computes a block, and what it is given beside tensors: remembered, if it is the same in each call."""
-        if self._there or self._seed:
-            return self._made(block)
-        known = (self.plan, block, self._head, self.emulate, self._deterministic)
-        return _GIVEN.get(known) or _GIVEN.get_or_make(known, lambda: self._made(block))
+    def _block_call(self, block: Block) -> _BlockCall:
+        """Returns the call of a block. It is cached if it does not depend on captures or a seed."""
+        if self._captures or self._seed:
+            return self._build_block_call(block)
+        key = (self.plan, block, self._head, self.emulate, self._deterministic)
+        return _BLOCK_CALLS.get(key) or _BLOCK_CALLS.get_or_make(key, lambda: self._build_block_call(block))
 
-    def _made(self, block: Block) -> _Given:
+    def _build_block_call(self, block: Block) -> _BlockCall:
         entry = self._entry(self.plan.masked if block.kind == PARTIAL else self.plan.unmasked)
         plan = self.plan
-        places = {
+        positions = {
             "shard_b": 0,
             "shard_h": self._head,
             "shard_q": block.shard_q,
@@ -160,21 +161,21 @@ class Programs:
             "whole_q": plan.queries.length,
             "whole_k": plan.keys.length,
         }
-        given = self._there | (places if entry.spec.sharded else {})
+        given = self._captures | (positions if entry.spec.sharded else {})
         named = {each.name: given[each.name] for each in entry.spec.captures}
         if self.emulate or self._seed or any(each.ndim for each in entry.spec.captures):
-            return _Given(entry, named | self._seed, None)
-        return _Given(entry, named, direct.numbers_of(entry.on(torch.cuda.current_device()), named))
+            return _BlockCall(entry, named | self._seed, None)
+        return _BlockCall(entry, named, direct.numbers_of(entry.on(torch.cuda.current_device()), named))
 
     def _entry(self, spec: AttentionSpec) -> Registered:
         return registered(spec, emulate=self.emulate, deterministic=self._deterministic)
 
-    def _brought(self, value: Any) -> Any:
+    def _converted(self, value: Any) -> Any:
         return to_array(value) if self.emulate and isinstance(value, torch.Tensor) else value
 
 
 def captured_names(spec: AttentionSpec) -> list[str]:
-    """The captures of a spec that are no place of a shard, and not its sinks, in their order."""
+    """Returns the names of captures in order, without the sink and the positions of shards."""
     sink = spec.sink.name if spec.sink else None
     return [each.name for each in spec.captures if each.name not in SHARD_NUMBERS and each.name != sink]
 

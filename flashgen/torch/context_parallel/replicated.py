@@ -1,4 +1,4 @@
-"""Arrays that all ranks have alike: their gradients are the sums of what each rank finds."""
+"""Arrays that are equal on all ranks. Their gradients are summed over the ranks."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from flashgen.torch.tensors import Tensor
 
 
 def replicated(array: Tensor, groups: list[Any]) -> Tensor:
-    """The array, whose gradient is summed over the groups in turn, in float32."""
-    made: Tensor = _Replicated.apply(array, groups)
-    return made
+    """Returns the array. Its gradient is summed over one group after the other, in float32."""
+    result: Tensor = _Replicated.apply(array, groups)
+    return result
 
 
 class _Replicated(torch.autograd.Function):

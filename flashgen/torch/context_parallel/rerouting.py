@@ -1,4 +1,4 @@
-"""Rows in any order: those of a rank go to the ranks that have their positions in a layout, and results come back."""
+"""Rows in any order: they are sent to the ranks that own their positions in a layout, and results are sent back."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from flashgen.errors import ArgumentError
 from flashgen.ranks import Layout
-from flashgen.torch.context_parallel.collectives import all_gather, all_to_all, moved
+from flashgen.torch.context_parallel.collectives import all_gather, all_to_all, permute_rows
 from flashgen.torch.tensors import Tensor
 
 _LOCK = threading.Lock()
@@ -19,55 +19,59 @@ _ROUTES: Any = WeakTensorKeyDictionary()
 
 
 class Route(NamedTuple):
-    """From rows as they are given to those of a layout, and back.
+    """The permutation from given rows to the rows of a layout.
 
-    sent: a rank's rows in the order in which they are sent, so many to each rank (`to`). kept: where received rows
-    stand in the layout's order, so many from each rank (`of`).
+    Attributes:
+        group: the process group.
+        source_rows: this rank's rows in the order in which they are sent.
+        send_counts: the number of rows for each rank.
+        target_rows: the rows of the layout that received rows are written to.
+        receive_counts: the number of rows from each rank.
     """
 
     group: Any
-    sent: Tensor
-    to: list[int]
-    kept: Tensor
-    of: list[int]
+    source_rows: Tensor
+    send_counts: list[int]
+    target_rows: Tensor
+    receive_counts: list[int]
 
     @property
-    def back(self) -> Route:
-        """The way back: what was received is sent, and kept where it was sent from."""
-        return Route(self.group, self.kept, self.of, self.sent, self.to)
+    def inverse(self) -> Route:
+        """The inverse route."""
+        return Route(self.group, self.target_rows, self.receive_counts, self.source_rows, self.send_counts)
 
 
 def route(positions: Tensor, layout: Layout, rank: int, group: Any) -> Route:
-    """The route of a rank's rows, whose positions these are; made once for a tensor that stays as it is.
+    """Returns the route of rows with these positions, cached until the tensor is modified.
 
-    ArgumentError unless the ranks together have each position once.
+    Raises ArgumentError unless the ranks together have each position once.
     """
     key = (layout, positions._version)
     with _LOCK:
-        known = _ROUTES.get(positions, {}).get(key)
-    if known is None:
-        known = _route(positions, layout, rank, group)
+        found = _ROUTES.get(positions, {}).get(key)
+    if found is None:
+        found = _route(positions, layout, rank, group)
         with _LOCK:
-            _ROUTES[positions] = {key: known}
-    return known
+            _ROUTES[positions] = {key: found}
+    return found
 
 
-def rerouted(rows: Tensor, way: Route, axis: int) -> Tensor:
-    """Rows along an axis, in the order of the layout."""
-    return moved(rows, partial(_along, way=way, axis=axis), partial(_along, way=way.back, axis=axis))
+def rerouted(rows: Tensor, path: Route, axis: int) -> Tensor:
+    """Sends rows along an axis to their owners in the layout."""
+    return permute_rows(rows, partial(_send_along, path, axis), partial(_send_along, path.inverse, axis))
 
 
-def returned(rows: Tensor, way: Route, axis: int) -> Tensor:
-    """The inverse of `rerouted`."""
-    return rerouted(rows, way.back, axis)
+def returned(rows: Tensor, path: Route, axis: int) -> Tensor:
+    """Sends rows back: the inverse of `rerouted`."""
+    return rerouted(rows, path.inverse, axis)
 
 
-def _along(rows: Tensor, way: Route, axis: int) -> Tensor:
-    sent = rows.movedim(axis, 0)[way.sent].contiguous()
-    received = all_to_all(sent, way.group, to=way.to, of=way.of)
-    made = torch.empty_like(received)
-    made[way.kept] = received
-    return made.movedim(0, axis).contiguous()
+def _send_along(path: Route, axis: int, rows: Tensor) -> Tensor:
+    sent = rows.movedim(axis, 0)[path.source_rows].contiguous()
+    received = all_to_all(sent, path.group, path.send_counts, path.receive_counts)
+    result = torch.empty_like(received)
+    result[path.target_rows] = received
+    return result.movedim(0, axis).contiguous()
 
 
 def _route(positions: Tensor, layout: Layout, rank: int, group: Any) -> Route:
@@ -77,20 +81,20 @@ def _route(positions: Tensor, layout: Layout, rank: int, group: Any) -> Route:
             f"of this rank's {layout.rows} rows, int32 or int64"
         )
     own = positions.detach().to(torch.int64)
-    whole = all_gather(own, group).flatten().cpu()
-    if not torch.equal(whole.sort().values, torch.arange(layout.length)):
-        raise ArgumentError(f"shards: the ranks' positions together are not each of 0 to {layout.length - 1} once")
-    ranks, rows = _places(layout)
+    all_positions = all_gather(own, group).flatten().cpu()
+    if not torch.equal(all_positions.sort().values, torch.arange(layout.length)):
+        raise ArgumentError(f"shards: together the ranks must have each position from 0 to {layout.length - 1} once")
+    ranks, rows = _ranks_and_rows(layout)
     mine, owner = own.cpu(), torch.arange(layout.ranks).repeat_interleave(layout.rows)
     order = torch.argsort(ranks[mine] * layout.length + rows[mine])
-    arriving = torch.nonzero(ranks[whole] == rank).flatten()
-    arriving = arriving[torch.argsort(owner[arriving] * layout.length + rows[whole[arriving]])]
-    to, of = (torch.bincount(each, minlength=layout.ranks).tolist() for each in (ranks[mine], owner[arriving]))
-    return Route(group, order.to(positions.device), to, rows[whole[arriving]].to(positions.device), of)
+    arriving = torch.nonzero(ranks[all_positions] == rank).flatten()
+    arriving = arriving[torch.argsort(owner[arriving] * layout.length + rows[all_positions[arriving]])]
+    sends, receives = (torch.bincount(each, minlength=layout.ranks).tolist() for each in (ranks[mine], owner[arriving]))
+    return Route(group, order.to(positions.device), sends, rows[all_positions[arriving]].to(positions.device), receives)
 
 
-def _places(layout: Layout) -> tuple[Tensor, Tensor]:
-    """The rank of each position, and its row there."""
+def _ranks_and_rows(layout: Layout) -> tuple[Tensor, Tensor]:
+    """Returns the rank and the row of each position."""
     ranks, rows = torch.empty(layout.length, dtype=torch.int64), torch.empty(layout.length, dtype=torch.int64)
     for rank in range(layout.ranks):
         for index, start in enumerate(layout.starts(rank)):

@@ -13,9 +13,12 @@ from flashgen.torch.tensors import Tensor
 
 
 def positions(length: int, *, group: Any = None, shards: str = "zigzag", device: Any = None) -> Tensor:
-    """The positions of this rank's rows of a sequence, int64 (length / ranks,): of use for rotary embeddings.
+    """Returns the positions of this rank's rows in the sequence, int64 (length / ranks,), as for rotary embeddings.
 
-    group: as `attention` takes it. Raises ArgumentError where the length cannot be dealt.
+    Args:
+        length: the length of the sequence. Raises ArgumentError if it cannot be divided among the ranks.
+        group, shards: as in `attention`.
+        device: the device of the result.
     """
     ranks = _ranks(group)
     layout = Layout(ranks.size, length, shards)
@@ -24,39 +27,39 @@ def positions(length: int, *, group: Any = None, shards: str = "zigzag", device:
 
 
 def shard(tensor: Tensor, dim: int, *, group: Any = None, shards: str = "zigzag") -> Tensor:
-    """This rank's rows, along `dim`, of a tensor that all ranks have whole. Its gradient is 0 at the rows of others."""
+    """Returns this rank's rows along `dim` of a tensor that all ranks have. Rows of other ranks get zero gradients."""
     rows = positions(tensor.shape[dim], group=group, shards=shards, device=tensor.device)
     return tensor.index_select(dim, rows)
 
 
 def unshard(tensor: Tensor, dim: int, *, group: Any = None, shards: str = "zigzag") -> Tensor:
-    """The whole of what each rank has rows of along `dim`: the inverse of `shard`, on all ranks of a group.
+    """Returns the whole tensor along `dim` on all ranks, from the rows of each: the inverse of `shard`.
 
-    Its gradient is that of this rank's rows: what all ranks compute alike of the whole counts once.
+    The gradient is that of this rank's rows: a loss that all ranks compute from the whole tensor counts once.
     """
-    made: Tensor = _Unshard.apply(tensor, dim, _ranks(group), shards)
-    return made
+    result: Tensor = _Unshard.apply(tensor, dim, _ranks(group), shards)
+    return result
 
 
 class _Unshard(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, dim: int, ranks: Ranks, shards: str) -> Tensor:
         layout = Layout(ranks.size, tensor.shape[dim] * ranks.size, shards)
-        ctx.how = layout, ranks.rank, dim
-        every = tensor
-        for group in reversed(ranks.groups):  # those of a heads group stand side by side
-            every = all_gather(every, group)
-        every = every.reshape(ranks.size, *tensor.shape)
-        chunks = [every[of].narrow(dim, first, layout.chunk) for of, first in layout.in_order()]
+        ctx.saved = layout, ranks.rank, dim
+        gathered = tensor
+        for group in reversed(ranks.groups):  # ranks of a heads group are consecutive
+            gathered = all_gather(gathered, group)
+        gathered = gathered.reshape(ranks.size, *tensor.shape)
+        chunks = [gathered[owner].narrow(dim, first, layout.chunk) for owner, first in layout.in_order()]
         return torch.cat(chunks, dim)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        layout, rank, dim = ctx.how
+        layout, rank, dim = ctx.saved
         chunks = [gradient.narrow(dim, start, layout.chunk) for start in layout.starts(rank)]
         return torch.cat(chunks, dim), None, None, None
 
 
 def _ranks(group: Any) -> Ranks:
-    two = isinstance(group, (tuple, list)) or getattr(group, "ndim", 1) == 2
-    return ranks_of(group, "ulysses_ring" if two else "ring")
+    has_two_groups = isinstance(group, (tuple, list)) or getattr(group, "ndim", 1) == 2
+    return ranks_of(group, "ulysses_ring" if has_two_groups else "ring")

@@ -1,4 +1,4 @@
-"""Messages between the ranks of a group while something is computed: for GPUs, on a stream of their own."""
+"""Point-to-point messages that overlap with computation: on GPUs they have a stream of their own."""
 
 from __future__ import annotations
 
@@ -10,35 +10,35 @@ import torch.distributed as dist
 
 from flashgen.runtime.remembered import Remembered
 from flashgen.torch.context_parallel.failures import peer_errors
-from flashgen.torch.context_parallel.giving_way import give_way
+from flashgen.torch.context_parallel.launch_order import launch_after_messages
 from flashgen.torch.tensors import Tensor
 
 _STREAMS: Remembered[int, Any] = Remembered()
 
 
 class Transfers:
-    """Posts messages, and has the current stream wait for them. Ranks are those of the group."""
+    """Posts messages and makes the current stream wait for them. Ranks are numbered within the group."""
 
     def __init__(self, group: Any, device: torch.device) -> None:
         self._group, self._device = group, device
         self._stream = (
             _STREAMS.get_or_make(device.index, lambda: torch.cuda.Stream(device)) if device.type == "cuda" else None
         )
-        self.after_this()
+        self.wait_for_current_stream()
 
-    def after_this(self) -> None:
-        """Messages posted from here on may read what the current stream has written so far."""
+    def wait_for_current_stream(self) -> None:
+        """Makes later messages wait for all that the current stream has been given so far."""
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
 
-    def done(self) -> Any:
-        """Something that a message can be made to wait for: all that the current stream was given so far."""
+    def event_of_current_stream(self) -> Any:
+        """Returns an event, for `after` of `post`, of all that the current stream has been given; None on CPUs."""
         return None if self._stream is None else torch.cuda.current_stream(self._device).record_event()
 
     def post(
         self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]], after: Any = None
     ) -> list[Any]:
-        """Sends and receives (rank, contiguous tensor), in this order between two ranks; see `wait`."""
+        """Starts to send and receive (rank, contiguous tensor), in this order per pair of ranks. Returns the works."""
         operations = [
             dist.P2POp(call, tensor, group=self._group, group_peer=rank)
             for call, messages in ((dist.isend, sends), (dist.irecv, receives))
@@ -55,13 +55,13 @@ class Transfers:
             with torch.cuda.stream(self._stream):
                 return list(dist.batch_isend_irecv(operations))
 
-    def give_way(self, posted: Sequence[Any]) -> None:
-        """What the current stream is given from here on starts behind these messages, if there are any."""
+    def launch_after(self, posted: Sequence[Any]) -> None:
+        """Makes kernels that are launched next on the current stream start after these messages, if any."""
         if posted:
-            give_way(self._device, streams=2)
+            launch_after_messages(self._device, streams=2)
 
     def wait(self, posted: Sequence[Any]) -> None:
-        """What the current stream is given from here on comes after these messages."""
+        """Makes the current stream wait for these messages."""
         with peer_errors():
             for work in posted:
                 work.wait()

@@ -1,4 +1,4 @@
-"""A plan carried out, as autograd knows it: keys and values of other ranks come in, gradients go back."""
+"""`PlanFunction`: an autograd Function that runs the forward and the backward of a plan."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from flashgen.torch.context_parallel.programs import Programs
 from flashgen.torch.operators import no_second_derivative
 from flashgen.torch.tensors import Tensor
 
-_ENGINES: dict[str, Any] = {"ring": ring, "all_gather": gathering}
+_SCHEMES: dict[str, Any] = {"ring": ring, "all_gather": gathering}
 
 
 class Call(NamedTuple):
-    """What autograd need not look at. captures: tensors and numbers by name; names: those that are given beside it."""
+    """A call without the tensors that autograd tracks. names: the captured tensors that are passed separately."""
 
     plan: Plan
     rank: int
@@ -30,25 +30,25 @@ class Call(NamedTuple):
     with_lse: bool
 
     def programs(self, arrays: tuple[Tensor, ...]) -> Programs:
-        """The kernels of the call, with the captured tensors that autograd gave."""
+        """Returns the kernels of the call. arrays: the captured tensors, in the order of `names`."""
         captures = self.captures | dict(zip(self.names, arrays, strict=True))
         return Programs(self.plan, captures, self.seed, self.head, self.emulate, self.deterministic)
 
 
-class Inner(torch.autograd.Function):
-    """(output, LSE or None) of a rank's rows. `arrays` are captured tensors, in the order of the call's names."""
+class PlanFunction(torch.autograd.Function):
+    """Returns (output, LSE or None) of a rank's rows. arrays: captured tensors, in the order of `call.names`."""
 
     @staticmethod
     def forward(ctx: Any, call: Call, q: Tensor, k: Tensor, v: Tensor, *arrays: Tensor) -> Any:
         ctx.set_materialize_grads(False)
-        how = (call.plan, call.rank, call.group, call.programs(arrays), q, k, v)
+        arguments = (call.plan, call.rank, call.group, call.programs(arrays), q, k, v)
         if call.plan.halos:
-            out, lse, kept = halos.forward(*how, call.with_lse)
+            out, lse, saved = halos.forward(*arguments, call.with_lse)
         else:
-            out, lse = _ENGINES[call.plan.scheme].forward(*how)
-            kept = [lse]
+            out, lse = _SCHEMES[call.plan.scheme].forward(*arguments)
+            saved = [lse]
         ctx.call = call
-        ctx.save_for_backward(q, k, v, out, *arrays, *kept)
+        ctx.save_for_backward(q, k, v, out, *arrays, *saved)
         return out, lse
 
     @staticmethod
@@ -56,22 +56,22 @@ class Inner(torch.autograd.Function):
         if torch.is_grad_enabled():
             no_second_derivative(ctx)
         call, (q, k, v, out, *rest) = ctx.call, ctx.saved_tensors
-        arrays, kept = rest[: len(call.names)], rest[len(call.names) :]
+        arrays, saved = rest[: len(call.names)], rest[len(call.names) :]
         d_out = torch.zeros_like(out) if d_out is None else d_out.to(out.dtype)
-        how = (call.plan, call.rank, call.group, call.programs(tuple(arrays)), d_out, d_lse, q, k, v, out)
+        arguments = (call.plan, call.rank, call.group, call.programs(tuple(arrays)), d_out, d_lse, q, k, v, out)
         if call.plan.halos:
-            rows, captured = halos.backward(*how, kept)
+            rows, captured = halos.backward(*arguments, saved)
         else:
-            rows, captured = _ENGINES[call.plan.scheme].backward(*how, kept[0])
+            rows, captured = _SCHEMES[call.plan.scheme].backward(*arguments, saved[0])
         return (
             None,
             *rows,
-            *(_of_capture(call, name, array, captured) for name, array in zip(call.names, arrays, strict=True)),
+            *(_capture_gradient(call, name, array, captured) for name, array in zip(call.names, arrays, strict=True)),
         )
 
 
-def _of_capture(call: Call, name: str, array: Tensor, captured: dict[str, Tensor]) -> Tensor | None:
-    """A captured array's gradient: of all blocks of this rank, 0 where none reads it."""
+def _capture_gradient(call: Call, name: str, array: Tensor, captured: dict[str, Tensor]) -> Tensor | None:
+    """Returns the gradient of a captured array over all blocks of this rank, or None if it has no gradient."""
     grad = any(each.name == name and each.grad for each in call.plan.spec.captures)
     if not grad:
         return None
