@@ -53,7 +53,7 @@ def check_tensors(**given: Any) -> None:
         if value.is_nested or value.layout != torch.strided:
             kind = "nested" if value.is_nested else f"of layout {value.layout}"
             raise ArgumentError(
-                f"{name} is {kind}: give a dense tensor. For sequences of several lengths, pack them and call "
+                f"{name} is {kind}: give a dense tensor; pack sequences of several lengths, and call "
                 "flashgen.torch.varlen_attention or a spec of layout 'thd'"
             )
         cls = type(value)
@@ -88,7 +88,7 @@ def check_mask(mask: Tensor) -> None:
     check_tensors(attn_mask=mask)
     if dtype_of(mask) not in _MASKS:
         raise ArgumentError(
-            f"attn_mask is {dtype_of(mask)}: give booleans (attn_mask.bool() if 1 means that a query attends), or "
+            f"attn_mask is {dtype_of(mask)}: give booleans, attn_mask.bool() if 1 means that a query attends, or "
             f"numbers that are added to the scores, of {', '.join(_MASKS[1:])}"
         )
 

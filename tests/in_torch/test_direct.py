@@ -238,13 +238,13 @@ def test_calls_like_the_last_ones_are_told_by_torch(launched: Launched, monkeypa
     for each in (q, learned):
         assert direct.forward(attention, each, k, v, True) is not None
     assert direct.backward(attention, read) is not None
-    monkeypatch.delattr(direct, "_said")
+    monkeypatch.delattr(direct, "_cache_key")
     for _ in range(2):
         for each in (q, learned):
             assert direct.forward(attention, each, k, v, True) is not None
         assert direct.backward(attention, read) is not None
     assert len(attention.forward.likenesses) == 2 and len(attention.backward_pass.likenesses) == 1
-    with pytest.raises(NameError, match="_said"):
+    with pytest.raises(NameError, match="_cache_key"):
         direct.forward(attention, *_tensors(3, 2, 4, 80, 64), True)
     attention.backward_pass.forget()
     assert not attention.backward_pass.likenesses

@@ -102,7 +102,7 @@ def test_what_does_not_fit() -> None:
             attention(SPEC, q, k, v, **given)
     for match, keys, more in (
         ("give either seqused_k or cu_seqlens_k", starts, {"seqused_k": used}),
-        ("give seqused_k, or cu_seqlens_k", None, {}),
+        ("give either seqused_k or cu_seqlens_k", None, {}),
     ):
         with pytest.raises(ArgumentError, match=match):
             varlen_attention(q, k, v, starts, keys, block_table=table, **more)

@@ -154,7 +154,9 @@ class Named(torch.Tensor):
 @pytest.mark.filterwarnings("ignore:The PyTorch API of MaskedTensors")
 def test_masks_of_other_classes() -> None:
     inputs, numbers = rows(*[(2, 2, 9, 32)] * 3), torch.randn(9, 9)
-    with pytest.raises(ArgumentError, match=r"attn_mask of type .*Meaningful: what its elements mean is not known"):
+    with pytest.raises(
+        ArgumentError, match=r"attn_mask of type .*Meaningful: the meaning of its elements is not known"
+    ):
         scaled_dot_product_attention(*inputs, attn_mask=numbers.as_subclass(Meaningful))
     masked = torch.masked.masked_tensor(numbers, numbers > 0)
     with pytest.raises(ArgumentError, match=r"attn_mask of type .*MaskedTensor"):
@@ -170,7 +172,7 @@ def test_masks_of_other_classes() -> None:
 @pytest.mark.filterwarnings("ignore:The PyTorch API of MaskedTensors")
 def test_rows_and_captures_of_other_classes_or_layouts() -> None:
     q, k, v = (x.detach() for x in rows(*[(2, 2, 9, 32)] * 3))
-    with pytest.raises(ArgumentError, match=r"query of type .*MaskedTensor: what its elements mean is not known"):
+    with pytest.raises(ArgumentError, match=r"query of type .*MaskedTensor: the meaning of its elements is not known"):
         scaled_dot_product_attention(torch.masked.masked_tensor(q, q > 0), k, v)
     with pytest.raises(ArgumentError, match="value is nested"):
         scaled_dot_product_attention(q, k, torch.nested.nested_tensor([v[0], v[1]]))
