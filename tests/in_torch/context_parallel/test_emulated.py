@@ -123,7 +123,7 @@ def test_distributed_tensors(two: Any) -> None:
         ({"scheme": "butterfly"}, "scheme='butterfly'"),
         ({"shards": "striped"}, "shards='striped'"),
         ({"rows": 33}, "pad the sequence to 68"),
-        ({"shards": "twice"}, "are not each of 0 to 255 once"),
+        ({"shards": "twice"}, "must have each position from 0 to 255 once"),
         ({"scheme": "ulysses_ring"}, "device mesh of two dimensions"),
         ({"group": "mesh"}, "give mesh\\['a'\\]"),
         ({"declared": {"layout": "thd"}}, "layout='thd'"),
