@@ -1,4 +1,4 @@
-"""Emitted backward kernels, launched on the emulator with the text of one of them changed."""
+"""Calls of mma.sync's backward on the emulator, with the text of one kernel changed."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 from unittest import mock
 
 import numpy as np
+from planting import Result
 
 import flashgen.codegen.mma_sync.backward as backward_module
 import flashgen.language as fg
@@ -32,7 +33,9 @@ RAGGED = Shape(70, 100, 1, 2, 1)  # several tiles either way, the last ones ragg
 class BackwardSubject:
     """A backward pass and one call of it. The tiles are small, so that a small call has several of them.
 
-    part: the kernel that faults are planted in.
+    Attributes:
+        part: the kernel that faults are planted in.
+        of_lse: whether the LSE has a gradient, too.
     """
 
     spec: fg.AttentionSpec
@@ -46,36 +49,34 @@ class BackwardSubject:
     def deterministic(self) -> bool:
         return self.queries_plan is not None
 
-    @property
-    def kernels(self) -> Kernels:
-        return _rendered(self)
+    def texts(self) -> dict[str, str]:
+        return {self.part: _rendered(self)[self.part].source}
 
-    @property
-    def source(self) -> str:
-        """The text that faults are planted in."""
-        return self.kernels[self.part].source
-
-
-@dataclass(frozen=True)
-class Gradients:
-    """What a launch wrote into gradients that were full of NaN."""
-
-    found: Mapping[str, np.ndarray[Any, Any]]
-    wrong: tuple[str, ...]
-
-    @property
-    def is_right(self) -> bool:
-        """The verdict of `flashgen verify`."""
-        return not self.wrong
-
-    @property
-    def holds_nan(self) -> bool:
-        return any(bool(np.isnan(array.astype(np.float32)).any()) for array in self.found.values())
+    def run(
+        self, texts: Mapping[str, str] | None, *, sanitize: Any, schedule: Schedule, shared_bytes: int = 0
+    ) -> Result:
+        kernels = _rendered(self)
+        kernel = kernels[self.part]
+        source = texts[self.part] if texts else kernel.source
+        changed = replace(kernel, source=source, shared_bytes=kernel.shared_bytes + shared_bytes)
+        engine = SanitizesOne(sanitize, schedule, entry=kernel.entry) if texts else Emulator(sanitize, schedule)
+        attention = Attention(self.spec, TARGETS["sm_80"], engine, deterministic=self.deterministic)
+        attention.__dict__["backward_kernels"] = {**kernels, self.part: changed}
+        inputs, d_out, out, lse, given = _problem(self.spec, self.shape, self.of_lse)
+        into = poisoned_gradients(self.spec, inputs)
+        gradients = attention.backward(d_out, inputs.q, inputs.k, inputs.v, out, lse, into=into, **given)
+        found = gradients_by_name(gradients)
+        verdicts = judged_gradients(self.spec, inputs.q, inputs.k, inputs.v, d_out, found, **given)
+        holds_nan = any(bool(np.isnan(array.astype(np.float32)).any()) for array in found.values())
+        return Result(all(verdict.ok for verdict in verdicts.values()), holds_nan)
 
 
 @dataclass(frozen=True)
 class SanitizesOne(Emulator):
-    """Sanitizes the kernel of that entry: the others of a pass are as in the pass without a fault, sanitized whole."""
+    """Sanitizes only the kernel that a fault was planted in.
+
+    The other kernels of the pass are sanitized in the call without a fault, which is checked, too.
+    """
 
     entry: str = ""
 
@@ -99,31 +100,7 @@ def _problem(spec: fg.AttentionSpec, shape: Shape, of_lse: bool) -> tuple[Any, .
     return inputs, d_out, out.astype(inputs.q.dtype), lse.astype(np.float32), {"d_lse": d_lse, **given}
 
 
-def launch_backward(
-    subject: BackwardSubject,
-    source: str | None = None,
-    *,
-    sanitize: Any = None,
-    schedule: Schedule | None = None,
-    short_by: int = 0,
-) -> Gradients:
-    """A call of the subject, one kernel of which has `source` for its text, and `short_by` bytes too little memory."""
-    kernels = subject.kernels
-    kernel = kernels[subject.part]
-    changed = replace(kernel, source=source or kernel.source, shared_bytes=kernel.shared_bytes - short_by)
-    how: tuple[Any, Schedule] = sanitize, schedule or Schedule()
-    engine = SanitizesOne(*how, entry=kernel.entry) if source else Emulator(*how)
-    attention = Attention(subject.spec, TARGETS["sm_80"], engine, deterministic=subject.deterministic)
-    attention.__dict__["backward_kernels"] = {**kernels, subject.part: changed}
-    inputs, d_out, out, lse, given = _problem(subject.spec, subject.shape, subject.of_lse)
-    into = poisoned_gradients(subject.spec, inputs)
-    gradients = attention.backward(d_out, inputs.q, inputs.k, inputs.v, out, lse, into=into, **given)
-    found = gradients_by_name(gradients)
-    verdicts = judged_gradients(subject.spec, inputs.q, inputs.k, inputs.v, d_out, found, **given)
-    return Gradients(found, tuple(name for name, verdict in verdicts.items() if not verdict.ok))
-
-
-def _subjects() -> dict[str, BackwardSubject]:
+def backward_subjects() -> dict[str, BackwardSubject]:
     def causal(dim: int) -> fg.AttentionSpec:
         return fg.AttentionSpec(dim, mask=fg.causal(align="top_left"))  # nobody attends to the last keys
 
@@ -196,6 +173,3 @@ def _subjects() -> dict[str, BackwardSubject]:
             fg.AttentionSpec(16, score=bias), queries_plan=exact, shape=Shape(40, 70, 1, 2, 1)
         ),
     }
-
-
-SUBJECTS = _subjects()

@@ -162,8 +162,8 @@ MUTANTS = (
         "    named_barrier_sync(1 + kConsumers + warpgroup, 128);\n",
         "",
         (
-            "tests/faults/test_planted_faults_of_hopper.py"
-            "::test_an_output_over_queries_that_other_warps_may_still_read_is_caught_by_thread_sanitizer",
+            "tests/faults/test_planted_faults.py::test_a_planted_fault_is_caught"
+            "[forward, hopper, no room: no barrier before the output, data race]",
         ),
     ),
     Mutant(

@@ -1,0 +1,146 @@
+"""Calls of emitted forward and decode kernels on the emulator, with the kernel's text changed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+from unittest import mock
+
+import numpy as np
+from planting import Result
+
+import flashgen.language as fg
+from flashgen.attention import Attention
+from flashgen.attention import callable as callable_module
+from flashgen.codegen.hopper.plans import HopperPlan
+from flashgen.codegen.mma_sync.decode_plans import DecodePlan
+from flashgen.codegen.mma_sync.forward_plans import ForwardPlan
+from flashgen.codegen.plan import Plan
+from flashgen.codegen.stages import Kernels, forward_kernels
+from flashgen.codegen.targets import target_named
+from flashgen.launch.engines import Emulator
+from flashgen.runtime.schedule import Schedule
+from flashgen.verify import Shape, judged, random_inputs
+from flashgen.verify.problems import poisoned_outputs
+
+_SEED = 11
+
+
+@dataclass(frozen=True)
+class ForwardSubject:
+    """A kernel and one call of it. The tiles are small, so that a small call has several of them and several warps."""
+
+    spec: fg.AttentionSpec
+    shape: Shape
+    stages: int = 1
+    tile_k: int = 32
+    target: str = "sm_80"
+    packed_heads: int = 1
+    splits: int | None = None
+    scheduled: bool = False
+
+    @property
+    def plan(self) -> Plan:
+        if self.scheduled:
+            return DecodePlan(16, self.tile_k, 2, self.stages, scheduled=True)
+        if self.splits:
+            return DecodePlan(16, self.tile_k, 2, self.stages)
+        if self.target == "sm_90a":
+            return HopperPlan(2, self.tile_k, self.stages, takes_turns=True, packed_heads=self.packed_heads)
+        return ForwardPlan(32, self.tile_k, 2, self.stages)
+
+    def _kernels(self) -> Kernels:
+        return forward_kernels(self.spec, target_named(self.target), plan=self.plan)
+
+    def texts(self) -> dict[str, str]:
+        return {"forward": self._kernels()["forward"].source}
+
+    def run(
+        self, texts: Mapping[str, str] | None, *, sanitize: Any, schedule: Schedule, shared_bytes: int = 0
+    ) -> Result:
+        inputs = random_inputs(self.spec, self.shape, seed=1)
+        out, lse = poisoned_outputs(self.spec, inputs.q, inputs.v)
+        kernels = self._kernels()
+        kernel = kernels["forward"]
+        source = texts["forward"] if texts else kernel.source
+        changed = replace(kernel, source=source, shared_bytes=kernel.shared_bytes + shared_bytes)
+        with mock.patch.object(callable_module, "forward_kernels", lambda *_, plan: {**kernels, "forward": changed}):
+            engine = Emulator(sanitize, schedule)
+            attention = Attention(self.spec, target_named(self.target), engine, self.plan)
+        seed = {"seed": _SEED} if self.spec.dropout else {}
+        attention(
+            *(inputs.q, inputs.k, inputs.v),
+            return_lse=True,
+            out=(out, lse),
+            num_splits=self.splits,
+            **seed,
+            **inputs.captures,
+        )
+        verdict = judged(self.spec, inputs.q, inputs.k, inputs.v, out, lse, inputs.captures, **seed)
+        return Result(verdict.ok, bool(np.isnan(out.astype(np.float32)).any() or np.isnan(lse).any()))
+
+
+def forward_subjects() -> dict[str, ForwardSubject]:
+    """Calls with several tiles of queries and keys, a ragged last one of each, and, where masked, rows without keys."""
+    ragged, rows_without_keys = Shape(70, 100, 1, 2, 1), Shape(70, 50, 1, 2, 1)
+    causal = fg.AttentionSpec(16, mask=fg.causal())
+    return {
+        "one stage": ForwardSubject(causal, ragged, stages=1),
+        "two stages": ForwardSubject(causal, ragged, stages=2),
+        "one key over": ForwardSubject(causal, Shape(64, 97, 1, 1, 1)),
+        "wide values": ForwardSubject(fg.AttentionSpec(16, value_dim=64, mask=fg.causal()), ragged),
+        # Rows outgrow their references: with the default scale, random scores hardly differ, and nothing is rescaled.
+        "steep scores": ForwardSubject(fg.AttentionSpec(16, scale=4.0, mask=fg.causal()), ragged),
+        "rows without keys": ForwardSubject(causal, rows_without_keys),
+        "grouped heads": ForwardSubject(fg.AttentionSpec(16), Shape(40, 40, 1, 4, 2)),
+        "dropout": ForwardSubject(fg.AttentionSpec(16, dropout=0.3), Shape(40, 70, 2, 2, 2)),
+        "window": ForwardSubject(fg.AttentionSpec(16, mask=fg.sliding_window(40)), ragged),
+        "score": ForwardSubject(fg.AttentionSpec(16, score=fg.alibi("slopes")), ragged),
+        "distances": ForwardSubject(fg.AttentionSpec(16, score=fg.relative_bias("table", 24)), Shape(70, 100, 1, 2, 2)),
+        "hopper, distances": ForwardSubject(
+            fg.AttentionSpec(16, score=fg.relative_bias("table", 24)), Shape(150, 200, 1, 2, 2), target="sm_90a"
+        ),
+        "hopper": ForwardSubject(
+            fg.AttentionSpec(32, scale=4.0, mask=fg.causal()), Shape(150, 200, 1, 2, 2), stages=2, target="sm_90a"
+        ),
+        # Two draws. A step is three blocks of keys, so that two of a warp's 32 lanes prepare none.
+        "hopper, dropout": ForwardSubject(
+            fg.AttentionSpec(16, dropout=0.3), Shape(70, 1990, 2, 1, 1), stages=2, tile_k=96, target="sm_90a"
+        ),
+        # The output takes the place of Q, where its panels are narrower: a warp's rows lie over those of others.
+        "hopper, no room": ForwardSubject(
+            fg.AttentionSpec(256, value_dim=240), Shape(100, 100, 1, 1, 1), stages=2, tile_k=80, target="sm_90a"
+        ),
+        # Several tails a block: a tile of keys is two pages, or a part of one.
+        "hopper, pages": ForwardSubject(
+            fg.AttentionSpec(32, mask=fg.causal(), page_size=16), Shape(260, 201, 3, 2, 1), stages=2, target="sm_90a"
+        ),
+        "hopper, large pages": ForwardSubject(
+            fg.AttentionSpec(32, mask=fg.causal(), page_size=64), Shape(150, 201, 2, 2, 1), stages=2, target="sm_90a"
+        ),
+        "one split": ForwardSubject(causal, Shape(5, 210, 1, 6, 2), stages=2, splits=1),
+        "splits": ForwardSubject(causal, Shape(7, 195, 1, 6, 2), stages=2, splits=3),
+        "splits of a head": ForwardSubject(causal, Shape(5, 195, 1, 2, 2), stages=2, splits=3),
+        "splits, steep scores": ForwardSubject(
+            fg.AttentionSpec(16, scale=4.0), Shape(5, 210, 1, 6, 2), stages=2, splits=2
+        ),
+        "splits, dropout": ForwardSubject(
+            fg.AttentionSpec(16, dropout=0.3), Shape(20, 210, 2, 6, 2), stages=2, splits=2
+        ),
+        "splits, rows without keys": ForwardSubject(causal, Shape(20, 12, 1, 2, 1), stages=2, splits=2),
+        "splits, one stage": ForwardSubject(causal, Shape(5, 190, 1, 6, 2), stages=1, splits=2),
+        "pages": ForwardSubject(
+            fg.AttentionSpec(16, mask=fg.causal(), page_size=4), Shape(5, 90, 3, 6, 2), stages=2, splits=2
+        ),
+        "large pages": ForwardSubject(
+            fg.AttentionSpec(16, mask=fg.causal(), page_size=64), Shape(5, 190, 3, 6, 2), stages=2, splits=2
+        ),
+        "bytes": ForwardSubject(
+            fg.AttentionSpec(32, mask=fg.causal(), kv_dtype="int8"), Shape(5, 190, 1, 6, 2), stages=2, splits=2
+        ),
+        "runs": ForwardSubject(
+            fg.AttentionSpec(16, mask=fg.causal(), page_size=4), Shape(5, 190, 5, 6, 2), stages=2, scheduled=True
+        ),
+        "packed": ForwardSubject(causal, Shape(70, 100, 1, 8, 2), stages=2, target="sm_90a", packed_heads=4),
+    }

@@ -1,0 +1,112 @@
+"""Calls of Hopper's backward on the emulator, with the text of one kernel changed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+from planting import Result
+
+import flashgen.language as fg
+from flashgen import attention
+from flashgen.codegen.hopper.backward_plans import HopperBackwardPlan
+from flashgen.codegen.hopper.wide_plans import HopperWidePlan
+from flashgen.runtime.schedule import Schedule
+from flashgen.verify import Shape, gradients_by_name, judged_gradients, random_gradients, random_inputs
+from flashgen.verify.gradients import poisoned_gradients
+from flashgen.verify.variants import learned
+
+# Several tiles of queries and of keys, the last ones ragged, and a group of two query heads.
+_SHAPE = Shape(330, 600, 1, 2, 1)
+
+
+@dataclass(frozen=True)
+class HopperBackwardSubject:
+    """A backward pass and one call of it.
+
+    Attributes:
+        part: the kernel that faults are planted in.
+        options: options of `flashgen.compile`.
+    """
+
+    spec: fg.AttentionSpec
+    part: str = "keys"
+    options: dict[str, Any] = field(default_factory=dict, hash=False)
+    shape: Shape = _SHAPE
+
+    def _compiled(self, **options: Any) -> attention.Attention:
+        return attention.compile(self.spec, target="sm_90a", emulate=True, **self.options, **options)
+
+    def texts(self) -> dict[str, str]:
+        sources = self._compiled().backward_sources
+        return {self.part: next(text for name, text in sources.items() if f"-{self.part}-" in name)}
+
+    def run(
+        self, texts: Mapping[str, str] | None, *, sanitize: Any, schedule: Schedule, shared_bytes: int = 0
+    ) -> Result:
+        inputs, out, lse, d_out, given = _problem(self)
+        compiled = self._compiled(source=texts, sanitize=sanitize, schedule=schedule)
+        into = poisoned_gradients(self.spec, inputs)
+        found = compiled.backward(d_out, inputs.q, inputs.k, inputs.v, out, lse, into=into, **given)
+        verdicts = judged_gradients(self.spec, inputs.q, inputs.k, inputs.v, d_out, gradients_by_name(found), **given)
+        return Result(all(verdict.ok for verdict in verdicts.values()))
+
+
+@cache
+def _problem(subject: HopperBackwardSubject) -> tuple[Any, ...]:
+    """The inputs of a call, its output and LSE, the gradient of the output, and the call's other arguments."""
+    inputs = random_inputs(subject.spec, subject.shape, seed=11)
+    given = {**inputs.captures, **({"seed": 7} if subject.spec.dropout else {})}
+    out, lse = subject._compiled()(inputs.q, inputs.k, inputs.v, return_lse=True, **given)
+    return inputs, out, lse, random_gradients(subject.spec, subject.shape, 11)[0], given
+
+
+def hopper_backward_subjects() -> dict[str, HopperBackwardSubject]:
+    """The kernels of each plan, and calls in which tiles of keys are split, lie in one another's way or are empty."""
+    return {
+        "keys": HopperBackwardSubject(
+            fg.AttentionSpec(64, mask=fg.causal()), options={"backward_plan": HopperBackwardPlan(64)}
+        ),
+        "late": HopperBackwardSubject(fg.AttentionSpec(64, mask=fg.causal())),
+        "wide": HopperBackwardSubject(fg.AttentionSpec(144, value_dim=136, mask=fg.causal())),
+        # With more stages of Q than of q * k, whose places are not free by what Q's are.
+        "wide, learned": HopperBackwardSubject(
+            fg.AttentionSpec(144, value_dim=136, mask=fg.causal(), score=learned(fg.softcap(20)(fg.alibi("slopes")))),
+            options={"backward_plan": HopperWidePlan(32, 3)},
+        ),
+        "wide, dropped": HopperBackwardSubject(
+            fg.AttentionSpec(144, value_dim=136, mask=fg.causal(), score=fg.softcap(20), dropout=0.25),
+            options={"backward_plan": HopperWidePlan(32, 3)},
+        ),
+        "queries": HopperBackwardSubject(
+            fg.AttentionSpec(64, mask=fg.causal()),
+            "queries",
+            {"deterministic": True, "backward_plan": HopperBackwardPlan(64)},
+        ),
+        "turns": HopperBackwardSubject(
+            fg.AttentionSpec(64), options={"backward_plan": HopperBackwardPlan(64, in_turns=True)}
+        ),
+        "finished apart": HopperBackwardSubject(
+            fg.AttentionSpec(64, mask=fg.causal()), options={"backward_plan": HopperBackwardPlan(64, finish_apart=True)}
+        ),
+        "untouched": HopperBackwardSubject(  # tiles of keys that nobody attends to, one behind the other
+            fg.AttentionSpec(64, mask=fg.trace_mask(lambda b, h, q, k: (k < 100) | (k >= 512))),
+            options={"backward_plan": HopperBackwardPlan(64)},
+        ),
+        "parts": HopperBackwardSubject(  # a tile of keys in four parts
+            fg.AttentionSpec(64), options={"backward_plan": HopperBackwardPlan(64)}, shape=Shape(2100, 90, 1, 1, 1)
+        ),
+        "before parts": HopperBackwardSubject(
+            fg.AttentionSpec(64),
+            "prepare",
+            options={"backward_plan": HopperBackwardPlan(64)},
+            shape=Shape(2100, 90, 1, 1, 1),
+        ),
+        "distances": HopperBackwardSubject(fg.AttentionSpec(64, score=learned(fg.relative_bias("table", 24)))),
+        "apart": HopperBackwardSubject(
+            fg.AttentionSpec(64, mask=fg.causal()),
+            options={"backward_plan": HopperBackwardPlan(128, early_scores=False, heads_apart=True)},
+        ),
+    }
