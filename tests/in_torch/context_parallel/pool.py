@@ -3,83 +3,102 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
-import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).parent
+_PATHS = [str(HERE), str(HERE.parents[2])]
+sys.path[:0] = [path for path in _PATHS if path not in sys.path]
+from worker import serve
+
+# Importing torch takes a process longer than most cases do: the server imports it once, and its forks are the ranks.
+multiprocessing.set_forkserver_preload(["cases"])
 
 
 class Pool:
-    """The ranks of a group, each a process of its own that runs cases of cases.py when it is told to.
+    """The ranks of a group, each a process of its own that runs cases of cases.py when it is asked to.
 
-    timeout: seconds, of the group's messages. said: a file for what the ranks say beside their answers.
+    Ranks that use GPUs are fresh processes, because CUDA does not survive a fork; all others are forks of one server.
+
+    Args:
+        ranks: their number.
+        backend: that of torch.distributed.
+        timeout: that of the group's messages, in seconds.
+        stderr: a file that the ranks' standard error is appended to.
     """
 
-    def __init__(self, ranks: int, backend: str = "gloo", timeout: float = 120, said: Any = None) -> None:
+    def __init__(self, ranks: int, backend: str = "gloo", timeout: float = 120, stderr: Path | None = None) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="flashgen-ranks-")
-        paths = [str(HERE.parents[2]), os.environ.get("PYTHONPATH", "")]
-        environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
-        self.processes = [
-            subprocess.Popen(
-                [
-                    sys.executable,
-                    str(HERE / "worker.py"),
-                    *map(str, (rank, ranks, backend, self._folder.name, timeout)),
-                ],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=said,
-                text=True,
-                env=environment,
-            )
-            for rank in range(ranks)
-        ]
+        context: Any = multiprocessing.get_context("spawn" if backend == "nccl" else "forkserver")
+        self._pipes: list[Any] = []
+        self.processes: list[Any] = []
+        with _python_path():
+            for rank in range(ranks):
+                own, theirs = context.Pipe()
+                given = (theirs, rank, ranks, backend, self._folder.name, timeout, stderr and str(stderr))
+                process = context.Process(target=serve, args=given, daemon=True)
+                process.start()
+                theirs.close()
+                self._pipes.append(own)
+                self.processes.append(process)
 
     def run(self, case: str, **arguments: Any) -> list[Any]:
-        """What a case gives on each rank; AssertionError with what the ranks say where it fails on one."""
+        """The results of a case by rank; AssertionError with the traceback of each rank on which it failed."""
         answers = self.answers(case, **arguments)
         wrong = [f"rank {rank}: {answer['error']}" for rank, answer in enumerate(answers) if answer["error"]]
         assert not wrong, "\n".join(wrong)
         return [answer["result"] for answer in answers]
 
     def answers(self, case: str, **arguments: Any) -> list[dict[str, Any]]:
-        """The answer of each rank; of one that is gone an error that says so."""
+        """The answer of each rank; an error for a rank that has ended."""
         self.ask(case, **arguments)
         return [self.answer(rank) for rank in range(len(self.processes))]
 
     def ask(self, case: str, **arguments: Any) -> None:
-        """Has all ranks begin a case."""
-        for process in self.processes:
-            assert process.stdin
-            process.stdin.write(json.dumps({"case": case, **arguments}) + "\n")
-            process.stdin.flush()
+        """Start a case on all ranks."""
+        for pipe in self._pipes:
+            pipe.send_bytes(json.dumps({"case": case, **arguments}).encode())
 
     def answer(self, rank: int) -> dict[str, Any]:
-        """A rank's answer to what all were asked last, once it is there."""
-        process = self.processes[rank]
-        assert process.stdout
-        line = process.stdout.readline()
-        if not line:
-            return {"error": f"the process has ended with {process.wait(60)}"}
-        made: dict[str, Any] = json.loads(line)
-        return made
+        """Wait for a rank's answer to the case that was started last."""
+        try:
+            answer: dict[str, Any] = json.loads(self._pipes[rank].recv_bytes())
+        except (EOFError, ConnectionResetError):
+            self.processes[rank].join(60)
+            return {"error": f"the process has ended with {self.processes[rank].exitcode}"}
+        return answer
 
     def close(self) -> None:
-        """Ends the ranks."""
+        """End the ranks."""
+        for pipe in self._pipes:
+            pipe.close()
         for process in self.processes:
-            assert process.stdin
-            process.stdin.close()
-        for process in self.processes:
-            process.wait(60)
+            process.join(60)
         self._folder.cleanup()
 
     def kill(self) -> None:
-        """Ends ranks that may not come to an end by themselves."""
+        """End ranks that may not end by themselves."""
         for process in self.processes:
             process.kill()
-            process.wait(60)
+            process.join(60)
         self._folder.cleanup()
+
+
+@contextmanager
+def _python_path() -> Iterator[None]:
+    """Let processes that start meanwhile find this folder's modules and flashgen."""
+    before = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = os.pathsep.join([*_PATHS, *filter(None, [before])])
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["PYTHONPATH"]
+        else:
+            os.environ["PYTHONPATH"] = before

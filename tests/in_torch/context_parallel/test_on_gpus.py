@@ -131,15 +131,14 @@ def test_the_watchdog_ends_the_others_where_a_rank_dies(tmp_path: Path) -> None:
     """Messages fail on the GPU: torch's watchdog says so and ends the process within the timeout of the group."""
     if torch.cuda.device_count() < 2:
         pytest.skip(f"needs 2 GPUs, and here are {torch.cuda.device_count()}")
-    with (tmp_path / "said").open("w+") as said:
-        group = pool.Pool(2, "nccl", timeout=60, said=said)
-        try:
-            group.ask("one_rank_fails", how="dies", rank=1, timeout=15, scheme="ring", during="backward")
-            answer = group.answer(0)
-        finally:
-            group.kill()
-        said.seek(0)
-        assert "watchdog" in said.read().lower() or "a message between ranks failed" in str(answer)
+    stderr = tmp_path / "stderr"
+    group = pool.Pool(2, "nccl", timeout=60, stderr=stderr)
+    try:
+        group.ask("one_rank_fails", how="dies", rank=1, timeout=15, scheme="ring", during="backward")
+        answer = group.answer(0)
+    finally:
+        group.kill()
+    assert "watchdog" in stderr.read_text().lower() or "a message between ranks failed" in str(answer)
 
 
 @pytest.mark.parametrize("spec", ["causal", "window"])

@@ -1,23 +1,26 @@
-"""One rank: joins a group, then runs the cases that it reads from its input, and answers each with a line of JSON.
-
-    python worker.py RANK RANKS BACKEND FOLDER [TIMEOUT]
-
-FOLDER is where the ranks meet. A case is {"case": name, ...}, a function of cases.py with its arguments.
-"""
+"""One rank: a process that joins a group, and runs the cases that it is asked for."""
 
 from __future__ import annotations
 
 import json
 import os
-import sys
 import traceback
 from datetime import timedelta
 from typing import Any
 
 
-def main(rank: int, ranks: int, backend: str, folder: str, timeout: float = 120) -> None:
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what libraries print is no answer
+def serve(asked: Any, rank: int, ranks: int, backend: str, folder: str, timeout: float, stderr: str | None) -> None:
+    """Answer each case that comes through the pipe `asked`, until its other end is closed.
+
+    A case is JSON, {"case": name, ...}: a function of cases.py with its arguments. The answer is JSON, too.
+
+    Args:
+        folder: where the ranks of the group meet.
+        timeout: that of the group's messages, in seconds.
+        stderr: a file that standard error is appended to.
+    """
+    if stderr is not None:
+        os.dup2(os.open(stderr, os.O_WRONLY | os.O_APPEND | os.O_CREAT), 2)
     import torch
     import torch.distributed as dist
 
@@ -34,16 +37,15 @@ def main(rank: int, ranks: int, backend: str, folder: str, timeout: float = 120)
     )
     import cases
 
-    for line in sys.stdin:
-        asked = json.loads(line)
+    while True:
+        try:
+            arguments = json.loads(asked.recv_bytes())
+        except EOFError:
+            break
         answer: dict[str, Any] = {"error": None}
         try:
-            answer["result"] = getattr(cases, asked.pop("case"))(**asked)
+            answer["result"] = getattr(cases, arguments.pop("case"))(**arguments)
         except Exception:
             answer["error"] = traceback.format_exc()
-        print(json.dumps(answer), file=answers, flush=True)
+        asked.send_bytes(json.dumps(answer).encode())
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4], *map(float, sys.argv[5:]))
