@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import subprocess
 import zlib
+from itertools import combinations
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -33,16 +35,40 @@ def commit() -> str:
 
 
 def divided(items: list[pytest.Item], seed: str) -> tuple[list[pytest.Item], list[pytest.Item]]:
-    """(the items of this run, those that are left for other commits), by the marks `rotated`."""
-    cases: dict[tuple[str, int], list[pytest.Item]] = {}
+    """(the items of this run, those that are left for other commits), by the marks `rotated` and `covering`."""
+    cases: dict[tuple[str, str, int], list[pytest.Item]] = {}
     for item in items:
-        mark = item.get_closest_marker("rotated")
-        if mark and seed != ALL:
-            cases.setdefault((item.nodeid.partition("[")[0], mark.args[0]), []).append(item)
+        for kind in ("rotated", "covering"):
+            mark = item.get_closest_marker(kind)
+            if mark and seed != ALL:
+                cases.setdefault((kind, item.nodeid.partition("[")[0], mark.args[0]), []).append(item)
     left: set[pytest.Item] = set()
-    for (function, parts), own in cases.items():
-        left |= set(own) - part(own, function, parts, seed)
+    for (kind, function, parts), own in cases.items():
+        always = cover(own) if kind == "covering" else set()
+        rest = [case for case in own if case not in always]
+        left |= set(rest) - part(rest, function, parts, seed)
     return [item for item in items if item not in left], [item for item in items if item in left]
+
+
+def cover(cases: list[pytest.Item]) -> set[pytest.Item]:
+    """Few of a test's cases that have every pair of values of two parameters which any case has.
+
+    Of a test with two parameters, they have every value. Parameters that vary together count as one.
+    """
+    indices: list[dict[str, int]] = [case.callspec.indices for case in cases]  # type: ignore[attr-defined]
+    columns = list(dict.fromkeys(tuple(own[name] for own in indices) for name in indices[0]))
+    chosen = list(combinations(range(len(columns)), min(2, len(columns) - 1)))
+    has = {
+        case: {(names, *(columns[name][number] for name in names)) for names in chosen}
+        for number, case in enumerate(cases)
+    }
+    missing, taken = set[Any]().union(*has.values()), set()
+    mixed = _mixed(cases)
+    while missing:
+        best = max(mixed, key=lambda case: len(has[case] & missing))
+        taken.add(best)
+        missing -= has[best]
+    return taken
 
 
 def part(cases: list[pytest.Item], function: str, parts: int, seed: str) -> set[pytest.Item]:
@@ -51,5 +77,9 @@ def part(cases: list[pytest.Item], function: str, parts: int, seed: str) -> set[
     The seed says which; a number says it of all tests alike, so that 0, 1, ... are all parts.
     """
     first = int(seed) if seed.isdecimal() else zlib.crc32(f"{seed} {function}".encode())
-    mixed = sorted(cases, key=lambda case: (zlib.crc32(case.nodeid.encode()), case.nodeid))
-    return set(mixed[first % parts :: parts])
+    return set(_mixed(cases)[first % parts :: parts])
+
+
+def _mixed(cases: list[pytest.Item]) -> list[pytest.Item]:
+    """The cases in an order that has nothing to do with their parameters, and is the same in every run."""
+    return sorted(cases, key=lambda case: (zlib.crc32(case.nodeid.encode()), case.nodeid))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from itertools import combinations, product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,11 +19,12 @@ CASES = 90
 class Case:
     """Of a collected test what the rotation looks at."""
 
-    def __init__(self, nodeid: str, parts: int | None) -> None:
-        self.nodeid, self.parts = nodeid, parts
+    def __init__(self, nodeid: str, parts: int | None, mark: str = "rotated", **indices: int) -> None:
+        self.nodeid, self.parts, self.mark = nodeid, parts, mark
+        self.callspec = SimpleNamespace(indices=indices)
 
     def get_closest_marker(self, name: str) -> Any:
-        return SimpleNamespace(args=(self.parts,)) if name == "rotated" and self.parts else None
+        return SimpleNamespace(args=(self.parts,)) if name == self.mark and self.parts else None
 
 
 CASES_OF_TESTS: Any = [
@@ -52,6 +54,29 @@ def test_a_part_has_of_everything() -> None:
     """Of a parameter that takes turns along the cases, too."""
     for turn in range(3):
         assert {case[-2] for case in taken(str(turn)) if "test_one" in case} == set("012345")
+
+
+def test_a_cover_has_every_pair_and_the_rest_takes_turns() -> None:
+    every = list(product(range(5), range(3), range(2)))
+    cases: Any = [Case(f"a.py::test_it[{a}-{b}-{c}]", 4, "covering", a=a, b=b, c=c) for a, b, c in every]
+
+    def taken(seed: str) -> set[tuple[int, ...]]:
+        return {tuple(case.callspec.indices.values()) for case in rotation.divided(cases, seed)[0]}
+
+    always = set.intersection(*(taken(str(turn)) for turn in range(4)))
+    for one, other in combinations(range(3), 2):
+        assert {(case[one], case[other]) for case in always} == {(case[one], case[other]) for case in every}
+    assert len(always) <= 16 and set().union(*(taken(str(turn)) for turn in range(4))) == set(every)
+    assert {len(taken(str(turn)) - always) for turn in range(4)} <= {len(every) - len(always) >> 2, 4}
+
+
+def test_a_cover_of_two_parameters_has_every_value() -> None:
+    """A parameter that only repeats another, as one of the same decorator does, asks for nothing."""
+    every = list(product(range(4), range(3)))
+    cases: Any = [Case(f"a.py::test_it[{a}-{b}]", 4, "covering", a=a, again=a, b=b) for a, b in every]
+    always = [case.callspec.indices for case in rotation.cover(cases)]
+    assert len(always) == 4
+    assert {own["a"] for own in always} == {0, 1, 2, 3} and {own["b"] for own in always} == {0, 1, 2}
 
 
 def test_commits_choose_and_every_case_is_met_within_a_few() -> None:

@@ -40,6 +40,7 @@ EMPTY = [(0, 2, 5, 7), (1, 0, 5, 7), (1, 2, 0, 7), (1, 2, 5, 0), (0, 0, 0, 0)]
 @MODES
 @pytest.mark.parametrize("sizes", EMPTY, ids=str)
 @pytest.mark.parametrize("spec", [CAUSAL, BIAS, LISTS], ids=["causal", "bias", "lists"])
+@pytest.mark.covering(4)
 def test_a_length_of_0_gives_zeros(spec: fg.AttentionSpec, sizes: tuple[int, ...], deterministic: bool) -> None:
     batch, heads, len_q, len_k = sizes
     shape = Shape(len_q, len_k, batch, heads, heads)
@@ -85,6 +86,7 @@ def strided(array: np.ndarray[Any, Any], how: str) -> np.ndarray[Any, Any]:
 
 @pytest.mark.parametrize("how", ["transposed", "rows of a wider array", "backwards"])
 @pytest.mark.parametrize("layout", ["bhsd", "bshd"])
+@pytest.mark.covering(3)
 def test_any_strides_in_and_out(how: str, layout: str, gradients_right: Any) -> None:
     """Under AddressSanitizer, with NaN between the rows that count, which must stay as they are."""
     spec = fg.AttentionSpec(24, layout=layout, mask=fg.causal())

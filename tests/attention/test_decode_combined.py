@@ -40,6 +40,7 @@ def assert_right(spec: fg.AttentionSpec, shape: Shape, splits: int | None, **giv
 
 @pytest.mark.parametrize("splits", [None, 1, 3, 40])
 @stored
+@pytest.mark.covering(4)
 def test_a_sink_counts_once(how: dict[str, Any], splits: int | None) -> None:
     """However many warps and blocks have a share of a row; with a score function, too, whose scores are not scaled."""
     for more in ({}, {"score": fg.softcap(5.0)}):

@@ -55,6 +55,7 @@ def test_scores_beyond_what_an_offset_can_take_from_them(variant: str, target: s
 @FAMILIES
 @pytest.mark.parametrize("variant", MASKS)
 @pytest.mark.parametrize("scale", [1e9, 1e30])
+@pytest.mark.covering(4)
 def test_scales_beyond_what_an_offset_can_take_from_scores(scale: float, variant: str, target: str) -> None:
     spec = fg.AttentionSpec(64, "bfloat16", scale=scale, mask=MASKS[variant])
     inputs, out, lse = called(spec, target, lambda q, k, v: (q, k, v))

@@ -83,6 +83,7 @@ def test_every_variant(number: int) -> None:
     ],
     ids=str,
 )
+@pytest.mark.covering(2)
 def test_under_sanitizers(sanitize: Any, kind: str, size: int, plan: HopperPlan) -> None:
     spec = with_pages(KINDS[kind], size)
     for how in ("late", "early"):
@@ -92,6 +93,7 @@ def test_under_sanitizers(sanitize: Any, kind: str, size: int, plan: HopperPlan)
 
 @pytest.mark.parametrize(("kind", "size"), [("single", 8), ("single", 64), ("joined", 16)])
 @pytest.mark.parametrize("what", WRONG)
+@pytest.mark.covering(3)
 def test_what_a_wrong_table_says_is_bounded_and_never_read_outside(what: str, kind: str, size: int) -> None:
     spec = with_pages(KINDS[kind], size)
     inputs = random_inputs(spec, Shape(70, 150, 3, 2, 1))

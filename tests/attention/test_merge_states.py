@@ -54,6 +54,7 @@ def assert_merged(found: Any, outs: list[Any], lses: list[Any], dtype: str, layo
 @pytest.mark.parametrize("layout", ["bhsd", "bshd"])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("parts", "dim"), [(2, 64), (3, 8), (5, 24), (16, 256)])
+@pytest.mark.covering(4)
 def test_parts_merged_are_what_the_reference_says(dtype: str, parts: int, dim: int, layout: str) -> None:
     outs, lses = parts_of(dtype, parts, (2, 3, 7, dim), layout)
     assert_merged(fg.merge_states(outs, lses, layout=layout, emulate=True), outs, lses, dtype, layout)

@@ -100,7 +100,9 @@ def test_mixtures_and_orders(lengths: Lengths, order: Any, copies: Any) -> None:
         assert_right(CAUSAL, inputs, plan=plan, schedule=schedule)
 
 
-@pytest.mark.parametrize("size", [1, 2, 4, 8, 16, 32, 64, 128, 256])
+@pytest.mark.parametrize(
+    "size", [1, 16, 128, *(pytest.param(size, marks=pytest.mark.rotated(3)) for size in (2, 4, 8, 32, 64, 256))]
+)
 def test_sizes_of_pages(size: int) -> None:
     """Lengths at the borders of pages, and beside them."""
     lengths = ((1, size), (70, size + 1), (3, max(size - 1, 0)), (1, 2 * size), (66, 2 * size + 65))

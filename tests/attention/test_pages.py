@@ -35,7 +35,9 @@ DIMS = (64, 128, 40, 96, 32, 256, 80, 192, 8, 160)
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
 
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize(
+    "size", [1, 16, 128, *(pytest.param(size, marks=pytest.mark.rotated(3)) for size in (2, 4, 8, 32, 64, 256))]
+)
 def test_sizes_of_pages(size: int) -> None:
     """Smaller and larger than a step, at borders and beside them; several splits and one."""
     spec = with_pages(CAUSAL, size)

@@ -35,7 +35,7 @@ def arrays(len_q: int, len_k: int, heads: int = 4, batch: int = 2) -> tuple[Any,
 
 @pytest.mark.parametrize("case", sink_cases(), ids=str)
 @targets
-@pytest.mark.rotated(8)
+@pytest.mark.rotated(12)
 def test_every_family_on_the_emulator(case: Case, target: str) -> None:
     for deterministic in (False, True):
         options: dict[str, Any] = {"emulate": True, "target": target, "deterministic": deterministic}

@@ -56,6 +56,7 @@ def compiled_with(mask: fg.Mask, plan: ForwardPlan = PLAN) -> Attention:
     "plan", [PLAN, ForwardPlan(64, 32, 4), ForwardPlan(32, 64, 2)], ids=["32x32", "64x32", "32x64"]
 )
 @pytest.mark.parametrize("name", LISTED)
+@pytest.mark.covering(4)
 def test_lists_hold_the_classes(name: str, plan: ForwardPlan) -> None:
     mask, shape = LISTED[name]
     compiled = compiled_with(mask, plan)

@@ -50,6 +50,7 @@ def test_the_common_ones_compile_without_spills_everywhere(mask: fg.Mask, target
 
 
 @pytest.mark.parametrize("target", ISSUE_TARGETS)
+@pytest.mark.rotated(2)
 def test_the_largest_head_dims_compile(target: str) -> None:
     for kernel in kernels_of(AttentionSpec(256, dtype_of(target, 1), mask=fg.causal()), TARGETS[target]):
         nvrtc.compile(kernel.source, target, kernel.name)
@@ -73,7 +74,7 @@ def met_by(number: int) -> list[tuple[int, str, str]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", range(len(GIVEN)), ids=lambda number: GIVEN[number].name)
-@pytest.mark.rotated(8)
+@pytest.mark.rotated(12)
 def test_every_variant_compiles_without_spills(number: int) -> None:
     variant = GIVEN[number]
     for dim, target, dtype in met_by(number):
@@ -102,6 +103,7 @@ OF_64_BITS = (
 
 
 @pytest.mark.parametrize("target", ISSUE_TARGETS)
+@pytest.mark.rotated(2)
 def test_integers_of_64_bits_compile_without_spills(target: str) -> None:
     """In kernels that attend and in those that list; each mask meets each target at one of two head dims."""
     for number, mask in enumerate(OF_64_BITS):
@@ -123,7 +125,7 @@ BESIDE_DROPOUT = (
 @pytest.mark.slow
 @pytest.mark.parametrize("turn", range(2))
 @pytest.mark.parametrize("target", ISSUE_TARGETS)
-@pytest.mark.rotated(8)
+@pytest.mark.rotated(12)
 def test_dropout_spills_nothing_beside_masks_and_scores(target: str, turn: int) -> None:
     for number, options in enumerate(BESIDE_DROPOUT, ISSUE_TARGETS.index(target)):
         dim = (96, 64, 128, 80, 112)[(number + 2 * turn) % 5]
@@ -133,7 +135,7 @@ def test_dropout_spills_nothing_beside_masks_and_scores(target: str, turn: int) 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("target", ISSUE_TARGETS)
-@pytest.mark.rotated(8)
+@pytest.mark.rotated(12)
 def test_unequal_value_dims_compile_without_spills(target: str) -> None:
     for head_dim, value_dim in ((8, 128), (128, 8), (64, 128), (128, 64), (96, 40)):
         for mask in (fg.full(), fg.causal()):

@@ -249,6 +249,7 @@ def assert_no_spills(spec: AttentionSpec, name: str) -> None:
 
 @needs_nvrtc
 @pytest.mark.parametrize("target", COMPILED_FOR)
+@pytest.mark.rotated(3)
 def test_the_common_ones_compile_without_spills_everywhere(target: str) -> None:
     dtype = "float16" if target == "sm_75" else "bfloat16"
     for dim in (64, 128):
@@ -260,7 +261,7 @@ VARIANTS = variants()
 
 @needs_nvrtc
 @pytest.mark.slow
-@pytest.mark.rotated(8)
+@pytest.mark.rotated(12)
 @pytest.mark.parametrize("number", range(len(VARIANTS)), ids=lambda number: f"{VARIANTS[number].mask}-{number}")
 def test_every_variant_compiles_without_spills(number: int) -> None:
     for turn, dim in enumerate((64, 96, 128, 40)):

@@ -53,7 +53,7 @@ CASES = list(zip(variants(), cycle(DIMS), cycle(("float16", "bfloat16"))))
 
 @needs_nvrtc
 @pytest.mark.parametrize(("variant", "dim", "dtype"), CASES)
-@pytest.mark.rotated(8)
+@pytest.mark.rotated(12)
 def test_every_variant_compiles_without_spills_or_serialized_products(variant: Variant, dim: int, dtype: str) -> None:
     compiled(render_forward(spec_of(variant, dim, dtype), SM_90A))
 
@@ -61,7 +61,7 @@ def test_every_variant_compiles_without_spills_or_serialized_products(variant: V
 @needs_nvrtc
 @pytest.mark.slow
 @pytest.mark.parametrize("dim", range(16, 257, 16))
-@pytest.mark.rotated(8)
+@pytest.mark.rotated(12)
 def test_every_dim_compiles_without_spills_with_one_variant_or_another(dim: int) -> None:
     every = variants()
     compiled(render_forward(spec_of(every[dim // 16 * 7 % len(every)], dim, "bfloat16"), SM_90A))

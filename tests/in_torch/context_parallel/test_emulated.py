@@ -42,6 +42,7 @@ def test_every_kind_of_variant_in_a_ring(two: Any, spec: str) -> None:
 
 @pytest.mark.parametrize("spec", ["documents", "of_heads", "learned", "sinks", "dropped", "bshd"])
 @pytest.mark.parametrize("scheme", ["all_gather", "ulysses"])
+@pytest.mark.covering(3)
 def test_variants_in_other_schemes(two: Any, spec: str, scheme: str) -> None:
     assert two.run("acceptance", spec=spec, scheme=scheme)[0] == []
 
@@ -60,6 +61,7 @@ RIMS = ["window", "both_sides", "dropped", "near", "parts"]
 
 @pytest.mark.parametrize("spec", RIMS)
 @pytest.mark.parametrize("shards", ["zigzag", "plain"])
+@pytest.mark.covering(3)
 def test_rims_of_windows(two: Any, spec: str, shards: str) -> None:
     assert two.run("rims", spec=spec, shards=shards)[0] == []
 
@@ -147,6 +149,7 @@ def test_what_is_cut_is_put_together(two: Any, shards: str) -> None:
 
 @pytest.mark.parametrize("scheme", ["ring", "all_gather", "ulysses"])
 @pytest.mark.parametrize(("spec", "shards"), [("causal", "zigzag"), ("window", "plain"), ("documents", "plain")])
+@pytest.mark.covering(3)
 def test_bytes_are_those_of_the_plan(two: Any, spec: str, scheme: str, shards: str) -> None:
     for forward, planned, backward, planned_backward in two.run(
         "bytes_are_those_of_the_plan", spec=spec, scheme=scheme, shards=shards
