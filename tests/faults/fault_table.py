@@ -2,7 +2,7 @@
 
 A row is (name, subject, pattern, replacement, report): the subject's name in `subjects.py`, a regular expression that
 stands once in the emitted text, its replacement (nothing, if left out) and, for checks that ask for it, a regular
-expression of the report.
+expression of the report. Each commit runs the first check of a row's group; the other checks rotate.
 """
 
 from __future__ import annotations
@@ -598,7 +598,7 @@ FAULTS = [
         ("D forgotten", "wide", r" - \(e % 2 \? rows\.w : rows\.y\)"),
         ("dQ not scaled", "queries", r"\(d_queries, kScale,", "(d_queries, 1.0f,"),
         ("no tile has a mask", "queries", r"!tiles\.full\(step\)", "false"),
-    ]),
+    ], rotated=3),
     # Small kernels of Hopper's instructions
     *caught_by(INSTRUCTIONS, [LATE_ENGINES, RANDOM_ENGINES, EARLY_RACE_OR_REPORT], [
         ("missing wait for a full stage", "pipeline", FULL_WAIT, "", NOWHERE),
