@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -43,8 +44,9 @@ MODES, VARIANTS = (False, True), variants()
 modes = pytest.mark.parametrize("deterministic", MODES, ids=["default", "deterministic"])
 
 
+@cache
 def kernels_of_variant(number: int) -> list[RenderedKernel]:
-    """A variant of `flashgen verify` in either mode, for GPUs with and without asynchronous copies."""
+    """The kernels of a variant of `flashgen verify` in either mode, for GPUs with and without asynchronous copies."""
     found: dict[str, RenderedKernel] = {}
     spec = spec_of(VARIANTS[number], (64, 256, 40, 128)[number % 4], "float16", ("bhsd", "bshd")[number % 2])
     for target in (("sm_80", "sm_90", "sm_86")[number % 3], "sm_75"):
@@ -54,8 +56,9 @@ def kernels_of_variant(number: int) -> list[RenderedKernel]:
     return list(found.values())
 
 
-KERNELS = [kernels_of_variant(number) for number in range(len(VARIANTS))]
-every_variant = pytest.mark.parametrize("kernels", KERNELS, ids=lambda kernels: kernels[0].name)
+every_variant = pytest.mark.parametrize(
+    "number", range(len(VARIANTS)), ids=lambda number: f"{VARIANTS[number].name}-{number}"
+)
 
 
 def parts(spec: fg.AttentionSpec, deterministic: bool = False, target: str = "sm_80") -> dict[str, str]:
@@ -65,34 +68,34 @@ def parts(spec: fg.AttentionSpec, deterministic: bool = False, target: str = "sm
 
 
 @every_variant
-def test_lines_are_tidy(kernels: list[RenderedKernel]) -> None:
-    for kernel in kernels:
+def test_lines_are_tidy(number: int) -> None:
+    for kernel in kernels_of_variant(number):
         tidy(kernel.source)
 
 
 @every_variant
-def test_functions_and_kernels_fit_a_screen_and_a_few(kernels: list[RenderedKernel]) -> None:
-    for kernel in kernels:
+def test_functions_and_kernels_fit_a_screen_and_a_few(number: int) -> None:
+    for kernel in kernels_of_variant(number):
         longest = (LONGEST_KEYS, LONGEST_KEYS_FILE) if "bwd-keys" in kernel.name else (LONGEST_KERNEL, LONGEST_FILE)
         functions_fit(kernel, *longest)
 
 
 @every_variant
-def test_nothing_is_conditional_but_the_primitives(kernels: list[RenderedKernel]) -> None:
-    for kernel in kernels:
+def test_nothing_is_conditional_but_the_primitives(number: int) -> None:
+    for kernel in kernels_of_variant(number):
         unconditional(kernel.source)
 
 
 @every_variant
-def test_nothing_stands_in_it_that_is_not_used(kernels: list[RenderedKernel]) -> None:
-    for kernel in kernels:
+def test_nothing_stands_in_it_that_is_not_used(number: int) -> None:
+    for kernel in kernels_of_variant(number):
         all_used(kernel)
         all_called(kernel)
 
 
 @every_variant
-def test_members_of_the_struct_are_read(kernels: list[RenderedKernel]) -> None:
-    for kernel in kernels:
+def test_members_of_the_struct_are_read(number: int) -> None:
+    for kernel in kernels_of_variant(number):
         members_read(kernel)
 
 
@@ -101,8 +104,8 @@ def test_entries_are_unique() -> None:
     for of_mode in (True, False):
         entries = [
             (kernel.entry, kernel.target.name)
-            for kernels in KERNELS
-            for kernel in kernels
+            for number in range(len(VARIANTS))
+            for kernel in kernels_of_variant(number)
             if kernel.name.startswith("deterministic") == of_mode
         ]
         assert len(set(entries)) == len(entries)
