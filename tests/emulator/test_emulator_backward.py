@@ -90,6 +90,7 @@ def test_workers_share_the_blocks(plan: BackwardPlan) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("sanitize", ["address", "thread"])
 @pytest.mark.parametrize(("plan", "deterministic"), [(PLANS[0], False), (PLANS[3], True), (PLANS[4], False)], ids=str)
+@pytest.mark.covering(3)
 def test_sanitizers_find_nothing(plan: BackwardPlan, deterministic: bool, sanitize: str) -> None:
     for schedule in (Schedule("greedy_warp", "late"), Schedule("reverse", "early")):
         check(plan, gradients(plan, deterministic, schedule, sanitize))
