@@ -29,7 +29,6 @@ from flashgen.runtime.timing import Run
 _LEAST_GAIN = 1.01  # below it, plans are not told apart, and the default one stays
 _FINALISTS = 3  # timed once more beside the default one, as the first of many owes some of its place to luck
 _MOST_THREADS = 16
-_REGISTER_FILE = 65536  # registers of a multiprocessor
 # The assembler's words where products of wgmma wait for each other, or setmaxnreg is ignored.
 _WARNED = re.compile(r"\(C75\d\d\)[^\n]*")
 _ROUNDINGS = 8  # of the largest element: how far apart two plans' results may be
@@ -257,7 +256,7 @@ def examined(kernel: RenderedKernel) -> tuple[int | None, str]:
     used, warned = entry.resources, _WARNED.search(str(entry.meta.get("log", "")))
     if used.spills:
         return used.registers, f"it spills {used.spills} bytes of registers"
-    if used.registers * kernel.threads > _REGISTER_FILE:
+    if used.registers * kernel.threads > kernel.target.registers_per_multiprocessor:
         return used.registers, f"{kernel.threads} threads of {used.registers} registers are too many"
     return used.registers, f"the assembler warns: {warned.group()}" if warned else ""
 

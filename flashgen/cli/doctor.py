@@ -124,7 +124,7 @@ def examine_targets() -> Iterator[Finding]:
     supported = nvrtc.supported_architectures() if nvrtc.is_available() else ()
     for name, target in TARGETS.items():
         runs = any(target.runs_on(*gpu.compute_capability) for gpu in gpus())
-        known = name.removesuffix("a") in supported  # NVRTC lists architectures without suffixes
+        known = target.base_architecture in supported  # NVRTC lists architectures without suffixes
         found = None if not known else "compiles and runs" if runs else "compiles"
         remedy = f"an NVRTC that knows it: {install_cuda()}" if supported else install_cuda()
         yield Finding("target", name, found, remedy)

@@ -245,7 +245,7 @@ def write_timeline(
     shape = short_shape(plan.tile_q, plan.tile_k, along_keys=of is Pass.forward)
     run = run_once(spec, target, ("forward" if of is Pass.forward else "backward",), shape, deterministic=deterministic)
     events = run.events[kernels[role].entry]
-    timeline = timeline_of(events, target_named(target).compute_capability)
+    timeline = timeline_of(events, target_named(target))
     if not timeline.spans:
         raise ArgumentError(f"--kernel {role} neither copies nor multiplies nor waits: it has no timeline")
     drawn = to_svg(timeline, f"{spec.mask.name}, {role} on {target}, {shape.len_q} queries and keys")

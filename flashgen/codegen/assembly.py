@@ -86,7 +86,7 @@ def common_context(
         "masked": variant.mask is not None,
         "mask_call": variant.mask.call() if variant.mask else "",
         "copy": "copy_async_16" if target.asynchronous_copies else "copy_sync_16",
-        "mma": f"mma_m16n8k16_{factors}" if target.asynchronous_copies else f"mma_m16n8k8x2_{factors}",
+        "mma": f"mma_m16n8k16_{factors}" if target.deep_mma else f"mma_m16n8k8x2_{factors}",
         "pack": f"pack_{suffix}",
         "unpack": f"unpack_{suffix}",
     }

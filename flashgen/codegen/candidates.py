@@ -42,8 +42,7 @@ from flashgen.language.spec import AttentionSpec
 MOST = 12
 _OF_A_SHAPE = 2
 
-_INSTRUCTION_LANES, _EXPONENTIALS = 128, 16  # of a multiprocessor, per cycle
-
+_INSTRUCTION_LANES = Target.partitions * Target.threads_per_warp  # of a multiprocessor, per cycle
 _TILE_CYCLES = 1500.0  # Q in, the first keys in, O out
 _FIXED_CYCLES = 120.0  # of a step: barriers, the rows' maxima, the rescaling of the output
 _PER_STAGE = 0.01  # of a step: a stage beyond two hides little, and is more to fill
@@ -90,7 +89,8 @@ def cost(plan: Plan, spec: AttentionSpec, workload: Workload) -> float:
 def _step_cycles(plan: Plan, blocks: int, spec: AttentionSpec) -> float:
     """Of a step of keys beside those that each takes whatever its size."""
     matrix = plan.matrix_cycles(spec)
-    other = plan.tile_q * plan.tile_k * (1 / _EXPONENTIALS + demand_of(spec).instructions / _INSTRUCTION_LANES)
+    score_cycles = 1 / Target.exponentials_per_cycle + demand_of(spec).instructions / _INSTRUCTION_LANES
+    other = plan.tile_q * plan.tile_k * score_cycles
     compute = max(matrix, other) + plan.exposed(blocks) * min(matrix, other)
     loads = ELEMENT_BYTES * plan.tile_k * (padded(spec.head_dim) + padded(spec.value_dim)) / _L2_BYTES
     if plan.stages == 1:

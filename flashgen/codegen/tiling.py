@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-WARP = 32
+from flashgen.codegen.targets import TARGETS, Target
+
+WARP, MOST_THREADS = Target.threads_per_warp, Target.threads_per_block
 MMA_DEPTH = 16
-MOST_THREADS = 1024  # of a block
 DROPOUT_COLUMNS = 32  # that one call of the generator serves
-RESERVED_SHARED = 1024  # bytes of each block's shared memory that the system takes
+RESERVED_SHARED = max(target.reserved_shared_per_block for target in TARGETS.values())
+"""Bytes of shared memory that plans leave to the system for each block, on every target; sm_75 reserves none."""
 ELEMENT_BYTES = 2  # of float16 and bfloat16, in which tiles stand in shared memory
 
 

@@ -17,7 +17,7 @@ from flashgen.codegen.dispatch import default_plan
 from flashgen.codegen.plan import Plan
 from flashgen.codegen.rendered_kernel import RenderedKernel
 from flashgen.codegen.stages import Kernels, Pass, backward_kernels, forward_kernels
-from flashgen.codegen.targets import Target, target_named
+from flashgen.codegen.targets import ReferenceGpu, Target, target_named
 from flashgen.errors import ArgumentError, BuildError
 from flashgen.language.operations import BATCH, HEAD
 from flashgen.language.spec import AttentionSpec
@@ -104,7 +104,7 @@ class Report:
     target: Target
     maps: list[Map]
     kernels: list[KernelFacts]
-    card: roofline.Card | None
+    card: ReferenceGpu | None
     points: list[roofline.Point]
     data: dict[str, Any]
 
@@ -116,7 +116,7 @@ def report_of(asked: Asked) -> Report:
     passes = _kernels(asked, target, plan)
     maps = [_map(asked, of, kernels) for of, kernels in passes.items()]
     run, refused = _run(asked, passes, plan)
-    card = roofline.card_of(target.compute_capability)
+    card = target.reference_gpu
     seconds = _seconds(asked, target, plan)
     kernels = [
         _facts(asked, of, kernel, map_.tiles.share, run, card, seconds.get(of))
@@ -130,7 +130,7 @@ def report_of(asked: Asked) -> Report:
         "sizes": asked.sizes.to_dict(),
         "maps": [map_.to_dict() for map_ in maps],
         "traffic": _traffic(asked, target, passes, maps),
-        "card": card.to_dict() if card else None,
+        "card": asdict(card) | {"ridge": card.ridge} if card else None,
         "kernels": [facts.data for facts in kernels],
         "seconds": seconds,
         "checked": _checked(run, refused),
@@ -234,7 +234,7 @@ def _facts(
     kernel: RenderedKernel,
     share: float,
     run: Run | None,
-    card: roofline.Card | None,
+    card: ReferenceGpu | None,
     seconds: float | None,
 ) -> KernelFacts:
     sizes = asked.sizes
@@ -243,7 +243,7 @@ def _facts(
     on_roof = roofline.point(card, kernel.role, count, moved, timed) if card and count and moved else None
     what, formula = OF_ROLE.get(kernel.role, ("Adds up the gradient of a captured array", ""))
     events = run.events.get(kernel.entry) if run else None
-    recorded = timeline_of(events, kernel.target.compute_capability) if events is not None else None
+    recorded = timeline_of(events, kernel.target) if events is not None else None
     timeline = recorded if recorded and recorded.spans else None  # a kernel without tiles has nothing to show
     data = {
         "pass": of,

@@ -12,29 +12,15 @@ from collections import Counter, deque
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
+from flashgen.codegen.targets import Target
+from flashgen.codegen.tiling import WARP
 from flashgen.errors import LaunchError
 from flashgen.runtime.timeline import Array, Did
 
 Kind = Literal["copy", "product", "exponentials", "wait", "store"]
 
-_PARTITIONS = 4  # of a multiprocessor: each has its tensor core and its special-function unit
-_LANES = 32
-_EXPONENTIALS = 4  # a cycle and partition
 _COPY_LATENCY, _COPY_BYTES = 600, 64  # cycles; bytes a cycle of a multiprocessor, from the L2
 _ISSUE = 2  # cycles to start a copy
-
-
-@dataclass(frozen=True)
-class Rates:
-    """Multiply-adds of 16-bit elements a cycle of one partition's tensor core."""
-
-    products: int
-
-    @staticmethod
-    def of(compute_capability: int) -> Rates:
-        """By NVIDIA's whitepapers of each generation, with sums in float32."""
-        known = {75: 128, 80: 256, 86: 128, 87: 256, 89: 128, 90: 512, 100: 1024, 103: 1024, 120: 128, 121: 128}
-        return Rates(known[compute_capability])
 
 
 @dataclass(frozen=True)
@@ -72,8 +58,8 @@ class _Warp:
 class Replay:
     """Lays out the events of one launch. `spans` are in the order in which they were placed."""
 
-    def __init__(self, events: Array, rates: Rates) -> None:
-        self.rates = rates
+    def __init__(self, events: Array, target: Target) -> None:
+        self.target = target
         self.spans: list[Span] = []
         self._warps = {int(warp): _Warp(int(warp), deque()) for warp in sorted(set(events["warp"].tolist()))}
         for event in events:
@@ -83,7 +69,7 @@ class Replay:
         self._phase_at: dict[tuple[int, int], float] = {}
         self._reaches: Counter[int] = Counter()
         self._openings: dict[tuple[int, int], tuple[int, float]] = {}  # warps still missing; when the last one came
-        self._tensor, self._special = [0.0] * _PARTITIONS, [0.0] * _PARTITIONS
+        self._tensor, self._special = [0.0] * target.partitions, [0.0] * target.partitions
         self._copies = 0.0
 
     def run(self) -> list[Span]:
@@ -114,19 +100,20 @@ class Replay:
         if not count:
             return
         warp.exponentials += count
-        unit = warp.number % _PARTITIONS
+        target, unit = self.target, warp.number % self.target.partitions
         begin = max(warp.clock, self._special[unit])
-        warp.clock = self._special[unit] = begin + count * _LANES / _EXPONENTIALS
+        cycles = count * target.threads_per_warp * target.partitions / target.exponentials_per_cycle
+        warp.clock = self._special[unit] = begin + cycles
         self._add(warp, "exponentials", begin, warp.clock, 0, f"{count} exponentials a lane")
 
     def _copy(self, warp: _Warp, event: Any) -> None:
         amount = int(event["amount"])
         begin, warp.clock = warp.clock, warp.clock + amount / 16 * _ISSUE
-        self._copies = max(self._copies, begin) + amount * _LANES / _COPY_BYTES
+        self._copies = max(self._copies, begin) + amount * WARP / _COPY_BYTES
         warp.open_copies = max(warp.open_copies, self._copies + _COPY_LATENCY)
-        self._add(warp, "copy", begin, warp.clock, event["line"], f"starts copies of {amount * _LANES} bytes")
+        self._add(warp, "copy", begin, warp.clock, event["line"], f"starts copies of {amount * WARP} bytes")
         landed = self._copies + _COPY_LATENCY
-        self._add(warp, "copy", begin, landed, event["line"], f"{amount * _LANES} bytes on their way", True)
+        self._add(warp, "copy", begin, landed, event["line"], f"{amount * WARP} bytes on their way", True)
 
     def _commit_copies(self, warp: _Warp, event: Any) -> None:
         warp.copies.append(warp.open_copies)
@@ -164,9 +151,9 @@ class Replay:
         self._add(warp, "product", begin, end, event["line"], f"wgmma, {columns} columns in all", True)
 
     def _product(self, warp: _Warp, multiply_adds: int) -> tuple[float, float]:
-        unit = warp.number % _PARTITIONS
+        unit = warp.number % self.target.partitions
         begin = max(warp.clock, self._tensor[unit])
-        self._tensor[unit] = begin + multiply_adds / self.rates.products
+        self._tensor[unit] = begin + multiply_adds / self.target.tensor_multiply_adds
         return begin, self._tensor[unit]
 
     def _commit_products(self, warp: _Warp, event: Any) -> None:
@@ -189,7 +176,7 @@ class Replay:
         self._wait(warp, at, event, f"waits for the mbarrier at byte {int(event['object'])}")
 
     def _reach(self, warp: _Warp, event: Any) -> None:
-        number, needed = int(event["object"]), -(-int(event["amount"]) // _LANES)
+        number, needed = int(event["object"]), -(-int(event["amount"]) // WARP)
         opening = self._reaches[number] // needed
         self._reaches[number] += 1
         warp.reached[number] = opening
@@ -212,6 +199,6 @@ class Replay:
         self.spans.append(Span(warp.number, kind, begin, end, int(line), text, asynchronous))
 
 
-def replayed(events: Array, compute_capability: int) -> list[Span]:
-    """The spans of a launch's events on a target of that compute capability."""
-    return Replay(events, Rates.of(compute_capability)).run()
+def replayed(events: Array, target: Target) -> list[Span]:
+    """The spans of a launch's events, by the rates of a target."""
+    return Replay(events, target).run()

@@ -1,4 +1,4 @@
-"""Where a kernel stands below the roof of a card: FLOPs for each byte of HBM, and FLOPs a second at most."""
+"""The roofline model: a kernel's FLOPs per byte of HBM, and the most FLOPs per second that a GPU allows there."""
 
 from __future__ import annotations
 
@@ -9,41 +9,20 @@ from html import escape
 from typing import Any
 
 from flashgen.analysis.drawing import palette
+from flashgen.codegen.targets import ReferenceGpu
 
 _WIDTH, _HEIGHT, _LEFT, _TOP, _BOTTOM = 480, 300, 56, 30, 44
 
 
 @dataclass(frozen=True)
-class Card:
-    """A card by its vendor's data sheet: dense TFLOP/s of 16-bit products with sums in float32, GB/s of memory."""
-
-    name: str
-    tflops: float
-    gb_per_second: float
-
-    @property
-    def ridge(self) -> float:
-        """FLOPs for each byte from which on products, not memory, are the limit."""
-        return self.tflops * 1e3 / self.gb_per_second
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self) | {"ridge": self.ridge}
-
-
-# One card for each target whose data sheet says both; others have no roof here.
-_CARDS = {
-    75: Card("T4", 65, 320),
-    80: Card("A100 80GB SXM", 312, 2039),
-    86: Card("A10", 125, 600),
-    89: Card("L40S", 362, 864),
-    90: Card("H200 SXM", 989, 4800),
-    100: Card("B200", 2250, 8000),
-}
-
-
-@dataclass(frozen=True)
 class Point:
-    """A kernel: FLOPs for each byte, and the most TFLOP/s that the roof allows there. measured: TFLOP/s, if known."""
+    """A kernel in a roofline.
+
+    Attributes:
+        intensity: FLOPs per byte of HBM.
+        bound: the most TFLOP/s that the roof allows at this intensity. limit: "products" or "memory".
+        measured: TFLOP/s of a timed call; None where none was timed.
+    """
 
     name: str
     intensity: float
@@ -55,25 +34,20 @@ class Point:
         return asdict(self)
 
 
-def card_of(compute_capability: int) -> Card | None:
-    """The card that stands for a target; None where no data sheet is known here."""
-    return _CARDS.get(compute_capability)
-
-
-def point(card: Card, name: str, flops: int, hbm_bytes: int, seconds: float | None = None) -> Point:
-    """A kernel that computes so many FLOPs and must move so many bytes."""
+def point(gpu: ReferenceGpu, name: str, flops: int, hbm_bytes: int, seconds: float | None = None) -> Point:
+    """Places a kernel below the roof, from the FLOPs that it computes and the bytes that it must at least move."""
     intensity = flops / hbm_bytes
-    bound = min(card.tflops, intensity * card.gb_per_second / 1e3)
-    limit = "products" if intensity >= card.ridge else "memory"
+    bound = min(gpu.tflops, intensity * gpu.gb_per_second / 1e3)
+    limit = "products" if intensity >= gpu.ridge else "memory"
     return Point(name, intensity, bound, limit, flops / seconds / 1e12 if seconds else None)
 
 
-def to_svg(card: Card, points: Sequence[Point]) -> str:
-    """The roof and the kernels below it, both axes logarithmic."""
-    intensities = [each.intensity for each in points] + [card.ridge]
+def to_svg(gpu: ReferenceGpu, points: Sequence[Point]) -> str:
+    """Draws the roof and the kernels below it; both axes are logarithmic."""
+    intensities = [each.intensity for each in points] + [gpu.ridge]
     low, high = 10 ** math.floor(math.log10(min(intensities) / 2)), 10 ** math.ceil(math.log10(max(intensities) * 2))
-    rates = [each.measured for each in points if each.measured] + [low * card.gb_per_second / 1e3]
-    least, most = 10 ** math.floor(math.log10(min(rates))), 10 ** math.ceil(math.log10(card.tflops * 1.2))
+    rates = [each.measured for each in points if each.measured] + [low * gpu.gb_per_second / 1e3]
+    least, most = 10 ** math.floor(math.log10(min(rates))), 10 ** math.ceil(math.log10(gpu.tflops * 1.2))
 
     def x(intensity: float) -> float:
         return _LEFT + (_WIDTH - _LEFT - 16) * math.log(intensity / low) / math.log(high / low)
@@ -81,16 +55,16 @@ def to_svg(card: Card, points: Sequence[Point]) -> str:
     def y(rate: float) -> float:
         return _TOP + (_HEIGHT - _TOP - _BOTTOM) * math.log(most / rate) / math.log(most / least)
 
-    words = f"Roofline of {card.name}: {'; '.join(f'{each.name}, {each.intensity:.0f} FLOP/byte' for each in points)}"
-    begin, ridge = (x(low), y(low * card.gb_per_second / 1e3)), (x(card.ridge), y(card.tflops))
+    words = f"Roofline of {gpu.name}: {'; '.join(f'{each.name}, {each.intensity:.0f} FLOP/byte' for each in points)}"
+    begin, ridge = (x(low), y(low * gpu.gb_per_second / 1e3)), (x(gpu.ridge), y(gpu.tflops))
     roof = f"M{begin[0]:.1f} {begin[1]:.1f}L{ridge[0]:.1f} {ridge[1]:.1f}H{x(high):.1f}"
     lines = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" width="{_WIDTH}" height="{_HEIGHT}" '
         f'role="img" aria-label="{escape(words)}" font-family="system-ui, sans-serif" font-size="11" '
         f'fill="var(--ink, {palette.INK})">',
         f'<rect width="100%" height="100%" fill="var(--paper, {palette.PAPER})"/>',
-        f'<text x="8" y="18" font-size="13" font-weight="600">{escape(card.name)}: {card.tflops:g} TFLOP/s, '
-        f"{card.gb_per_second:g} GB/s</text>",
+        f'<text x="8" y="18" font-size="13" font-weight="600">{escape(gpu.name)}: {gpu.tflops:g} TFLOP/s, '
+        f"{gpu.gb_per_second:g} GB/s</text>",
         *_grid(low, high, least, most, x, y),
         f'<path d="{roof}" fill="none" stroke="{palette.FULL}" stroke-width="2"/>',
     ]

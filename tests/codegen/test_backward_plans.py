@@ -107,7 +107,7 @@ def test_warps_divide_a_tile_of_dq_into_whole_mma_tiles() -> None:
 
 def fits(plan: Any, shared: int, target: Target) -> None:
     assert shared <= target.shared_per_block
-    reserved = 0 if target.name == "sm_75" else 1024  # by the system, for each block
+    reserved = target.reserved_shared_per_block
     assert plan.blocks == 1 or plan.blocks * (shared + reserved) <= target.shared_per_multiprocessor
     assert 32 <= plan.threads <= 1024 and plan.blocks * plan.threads * 32 <= 65536
 

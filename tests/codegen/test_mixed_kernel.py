@@ -83,7 +83,7 @@ def test_every_target_has_plans_that_fit(name: str) -> None:
             spec = AttentionSpec(dim - dim % 32 or 32 if how else dim, page_size=16, layout="thd", **how)
             plan = choose_mixed_plan(spec, target)
             assert plan.problem(spec, target) is None and (plan.prompt is None) == bool(how)
-            reserved = 1024 if target.compute_capability >= 80 else 0
+            reserved = target.reserved_shared_per_block
             assert plan.blocks * (plan.shared_bytes(spec) + reserved) <= target.shared_per_multiprocessor
 
 

@@ -58,7 +58,7 @@ def test_chosen_plans_fit(name: str) -> None:
         spec = AttentionSpec(head_dim, value_dim=value_dim)
         plan = choose_forward_plan(spec, target)  # checks itself
         assert plan.shared_bytes(spec) <= target.shared_per_block
-        reserved = 0 if name == "sm_75" else 1024  # by the system, for each block
+        reserved = target.reserved_shared_per_block
         assert plan.blocks * (plan.shared_bytes(spec) + reserved) <= target.shared_per_multiprocessor
         assert 32 <= plan.threads <= 1024 and plan.tile_q % (16 * plan.warps) == 0
 

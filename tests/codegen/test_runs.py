@@ -92,7 +92,7 @@ def test_every_target_has_plans_that_fit_where_it_has_others(name: str) -> None:
             assert [plan.scheduled for plan in plans] == sorted(plan.scheduled for plan in plans)
             for plan in plans:
                 assert plan.problem(spec, target) is None
-                reserved = 1024 if target.compute_capability >= 80 else 0
+                reserved = target.reserved_shared_per_block
                 assert plan.blocks * (plan.shared_bytes(spec) + reserved) <= target.shared_per_multiprocessor
 
 

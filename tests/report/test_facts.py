@@ -22,13 +22,13 @@ from flashgen.build import nvrtc
 from flashgen.build.tools import find_tool
 from flashgen.cli.app import app
 from flashgen.codegen.stages import backward_kernels, forward_kernels
-from flashgen.codegen.targets import TARGETS, target_named
+from flashgen.codegen.targets import TARGETS, ReferenceGpu, target_named
 from flashgen.report import machine_code, measured
 from flashgen.report.elements import mixed_elements
 from flashgen.report.mathml import block, expression
 from flashgen.report.occupancy import occupancy
 from flashgen.report.page import si, thousands
-from flashgen.report.roofline import Card, point
+from flashgen.report.roofline import point
 from flashgen.report.shared_memory import constants_of, regions_of
 from flashgen.report.stages import definitions, steps_of
 
@@ -247,8 +247,8 @@ def test_every_target_has_limits() -> None:
 
 
 def test_a_point_below_the_roof() -> None:
-    card = Card("c", tflops=100, gb_per_second=1000)
-    slow, fast = point(card, "a", 10**9, 10**9), point(card, "b", 10**12, 10**9, seconds=0.1)
+    gpu = ReferenceGpu("c", tflops=100, gb_per_second=1000)
+    slow, fast = point(gpu, "a", 10**9, 10**9), point(gpu, "b", 10**12, 10**9, seconds=0.1)
     assert (slow.bound, slow.limit, slow.measured) == (1.0, "memory", None)
     assert (fast.bound, fast.limit, fast.measured) == (100, "products", 10.0)
 

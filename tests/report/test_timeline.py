@@ -11,14 +11,15 @@ import pytest
 
 import flashgen as fg
 from flashgen.codegen.stages import backward_kernels, forward_kernels
-from flashgen.codegen.targets import target_named
+from flashgen.codegen.targets import TARGETS, target_named
 from flashgen.errors import LaunchError
-from flashgen.report.replay import Rates, replayed
+from flashgen.report.replay import replayed
 from flashgen.report.runs import run_once, short_shape
 from flashgen.report.timeline import timeline_of, to_svg
 from flashgen.runtime import timeline
 from flashgen.runtime.timeline import EVENT, Did, recorder, recording
 
+SM_80, SM_90 = TARGETS["sm_80"], TARGETS["sm_90"]
 SPEC = fg.AttentionSpec(64, mask=fg.full())
 
 
@@ -110,7 +111,7 @@ def test_a_product_waits_for_its_copies_and_takes_the_tensor_core_s_time() -> No
             (0, Did.AWAIT_COPIES, {"amount": 0}),
             (0, Did.MULTIPLY, {"amount": 4, "line": 7}),
         ),
-        80,
+        SM_80,
     )
     own = [(span.kind, span.begin, span.end) for span in found if not span.asynchronous]
     landed = 64 * 32 / 64 + 600
@@ -118,9 +119,9 @@ def test_a_product_waits_for_its_copies_and_takes_the_tensor_core_s_time() -> No
 
 
 def test_two_warps_of_one_quarter_share_its_tensor_core() -> None:
-    found = replayed(events((0, Did.MULTIPLY, {"amount": 1}), (4, Did.MULTIPLY, {"amount": 1})), 80)
+    found = replayed(events((0, Did.MULTIPLY, {"amount": 1}), (4, Did.MULTIPLY, {"amount": 1})), SM_80)
     assert [(span.warp, span.begin, span.end) for span in found] == [(0, 0, 8), (4, 8, 16)]
-    apart = replayed(events((0, Did.MULTIPLY, {"amount": 1}), (1, Did.MULTIPLY, {"amount": 1})), 80)
+    apart = replayed(events((0, Did.MULTIPLY, {"amount": 1}), (1, Did.MULTIPLY, {"amount": 1})), SM_80)
     assert [(span.begin, span.end) for span in apart] == [(0, 8), (0, 8)]
 
 
@@ -131,7 +132,7 @@ def test_an_asynchronous_product_leaves_its_warp_free() -> None:
             (0, Did.COMMIT_PRODUCTS, {}),
             (0, Did.AWAIT_PRODUCTS, {"amount": 0, "exponentials": 2}),
         ),
-        90,
+        SM_90,
     )
     assert [(span.kind, span.begin, span.end, span.asynchronous) for span in found] == [
         ("product", 0, 2, False),
@@ -145,23 +146,23 @@ def test_a_phase_ends_with_its_last_arrival() -> None:
     waits = (1, Did.AWAIT_PHASE, {"object": 8, "phase": 0})
     arrives = (0, Did.ARRIVE, {"object": 8, "phase": 0})
     loads = (0, Did.LOAD, {"object": 8, "phase": 0, "amount": 6400})
-    (wait,) = (span for span in replayed(events(arrives, loads, waits), 90) if span.kind == "wait")
+    (wait,) = (span for span in replayed(events(arrives, loads, waits), SM_90) if span.kind == "wait")
     assert (wait.warp, wait.begin, wait.end) == (1, 0, 700)
     before = (1, Did.AWAIT_PHASE, {"object": 8, "phase": 2**32 - 1})  # the one before the first has always ended
-    assert replayed(events(before), 90) == []
+    assert replayed(events(before), SM_90) == []
 
 
 def test_a_barrier_opens_when_the_last_warp_has_come() -> None:
     reaches = [(warp, Did.REACH, {"amount": 64}) for warp in (0, 1)]
     leaves = [(warp, Did.LEAVE, {}) for warp in (0, 1)]
     multiplies = (1, Did.MULTIPLY, {"amount": 2})
-    found = replayed(events(multiplies, *reaches, *leaves, *reaches, *leaves), 80)
+    found = replayed(events(multiplies, *reaches, *leaves, *reaches, *leaves), SM_80)
     assert [(span.warp, span.kind, span.end) for span in found] == [(1, "product", 16), (0, "wait", 16)]
 
 
 def test_a_record_that_is_cut_short_is_refused() -> None:
     with pytest.raises(LaunchError, match="not whole"):
-        replayed(events((0, Did.REACH, {"amount": 64}), (0, Did.LEAVE, {})), 80)
+        replayed(events((0, Did.REACH, {"amount": 64}), (0, Did.LEAVE, {})), SM_80)
 
 
 @pytest.mark.parametrize("target", ["sm_75", "sm_80", "sm_90a"])
@@ -169,8 +170,7 @@ def test_a_record_that_is_cut_short_is_refused() -> None:
 def test_kernels_are_laid_out_without_overlaps(target: str, role: str) -> None:
     """A warp does one thing at a time, a tensor core one product; and no unit is faster than its rate."""
     kernel, found = of_kernel(target, role)
-    capability = kernel.target.compute_capability
-    spans = replayed(found, capability)
+    spans = replayed(found, kernel.target)
     for warp in {span.warp for span in spans}:
         own = sorted((span.begin, span.end) for span in spans if span.warp == warp and not span.asynchronous)
         assert all(end <= begin for (_, end), (begin, _) in pairwise(own))
@@ -180,7 +180,7 @@ def test_kernels_are_laid_out_without_overlaps(target: str, role: str) -> None:
         busy = sorted((span.begin, span.end) for span in units if span.asynchronous is asynchronous)
         assert all(end <= begin for (_, end), (begin, _) in pairwise(busy))
     products = amount(found, Did.MULTIPLY) * 16 * 8 * 16 + amount(found, Did.MULTIPLY_ASYNC) * 16 * 16
-    assert max(span.end for span in spans) >= products / 4 / Rates.of(capability).products
+    assert max(span.end for span in spans) >= products / 4 / kernel.target.tensor_multiply_adds
 
 
 # ---- how it is drawn
@@ -188,7 +188,7 @@ def test_kernels_are_laid_out_without_overlaps(target: str, role: str) -> None:
 
 def test_a_picture_has_a_row_for_each_warpgroup_and_links_to_lines() -> None:
     kernel, found = of_kernel("sm_90a", "forward")
-    drawn = timeline_of(found, 90)
+    drawn = timeline_of(found, SM_90)
     assert [row.name for row in drawn.rows] == [
         *(f"warpgroup {group}" for group in range(kernel.plan.consumers)),
         f"warp {4 * kernel.plan.consumers}, loads",
@@ -204,6 +204,6 @@ def test_a_picture_has_a_row_for_each_warpgroup_and_links_to_lines() -> None:
 
 def test_waits_and_products_of_a_row_make_up_its_time() -> None:
     _, found = of_kernel("sm_80", "forward")
-    drawn = timeline_of(found, 80)
+    drawn = timeline_of(found, SM_80)
     shares = [drawn.share(kind, drawn.rows[0].warp) for kind in ("copy", "product", "exponentials", "wait", "store")]
     assert all(share >= 0 for share in shares) and 0.9 < sum(shares) <= 1 + 1e-9

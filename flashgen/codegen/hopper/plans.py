@@ -10,7 +10,7 @@ from typing import ClassVar
 from flashgen.codegen.demand import demand_of
 from flashgen.codegen.hopper.pages import problem_of_cache
 from flashgen.codegen.plan import Checked, shared_memory_problem
-from flashgen.codegen.targets import Target
+from flashgen.codegen.targets import TARGETS, Target
 from flashgen.codegen.tiling import DROPOUT_COLUMNS, ELEMENT_BYTES, WARP, padded
 from flashgen.language.operations import HEAD
 from flashgen.language.spec import AttentionSpec
@@ -22,7 +22,8 @@ _MOST_COLUMNS = 256  # of a wgmma, and rows of a TMA box
 _BARRIER_BYTES = 8
 _WORK_BYTES = 64
 _BARRIERS_PER_STAGE = 4
-_MOST_SHARED = 227 * 1024  # bytes of a block
+_TARGET = TARGETS["sm_90a"]  # for which this family and its table of measured plans were made
+_MOST_SHARED = _TARGET.shared_per_block
 _ALIGNMENT = 1024  # bytes: the widest swizzle repeats after so many
 
 _DRAWN_BLOCKS = 32  # of keys, for which a warp's lanes prepare dropout's random numbers, one each
@@ -125,8 +126,9 @@ class HopperPlan(Checked):
         return scores + scores // 2 + output + _BESIDE[demand_of(spec).weight]
 
     def matrix_cycles(self, spec: AttentionSpec) -> float:
-        """By the tensor cores' rate, an H100's."""
-        return self.tile_q * self.tile_k * (padded(spec.head_dim) + padded(spec.value_dim)) / 2048
+        """By the rate of the tensor cores."""
+        width = padded(spec.head_dim) + padded(spec.value_dim)
+        return self.tile_q * self.tile_k * width / _TARGET.multiply_adds_per_cycle
 
     def exposed(self, blocks: int) -> float:
         return 0.5 if self.consumers == 1 else 0.1 if self.takes_turns else 0.12

@@ -185,7 +185,6 @@ _QUERIES_PREFERENCE = (
     (32, 16, 2, 1, 1),
 )
 _ACCUMULATORS = 200  # registers of a thread that may hold sums
-_REGISTERS, _MOST_REGISTERS = 65536, 255  # of a multiprocessor, and of a thread
 _BESIDE_SUMS, _BESIDE_SUMS_OF_MORE = 40, 60  # registers of a thread: of variants that load nothing, and of others
 _HEAVY_WITH_DROPOUT = 76
 
@@ -207,7 +206,8 @@ def _with_blocks(plan: AnyPlan, shared_bytes: int, spec: AttentionSpec, target: 
         beside = _HEAVY_WITH_DROPOUT
     registers = _accumulators(plan, spec) + beside
     by_memory = target.shared_per_multiprocessor // (shared_bytes + RESERVED_SHARED)
-    return replace(plan, blocks=max(min(by_memory, _REGISTERS // (plan.threads * registers)), 1))
+    by_registers = target.registers_per_multiprocessor // (plan.threads * registers)
+    return replace(plan, blocks=max(min(by_memory, by_registers), 1))
 
 
 def _most_accumulators(spec: AttentionSpec) -> int:
@@ -215,7 +215,7 @@ def _most_accumulators(spec: AttentionSpec) -> int:
     demand, gradient = demand_of(spec), score_gradient(spec)
     gathers = bool(gradient and gradient.gathers)
     crowded = demand.weight == Weight.HEAVY and demand.drops and gathers
-    return _MOST_REGISTERS - _HEAVY_WITH_DROPOUT if crowded else _ACCUMULATORS
+    return Target.registers_per_thread - _HEAVY_WITH_DROPOUT if crowded else _ACCUMULATORS
 
 
 def _chosen(plans: list[AnyPlan], spec: AttentionSpec) -> AnyPlan:

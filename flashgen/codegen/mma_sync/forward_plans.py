@@ -9,7 +9,7 @@ from typing import ClassVar, NamedTuple
 
 from flashgen.codegen.demand import Weight, demand_of, divides_tiles, is_power_of_2
 from flashgen.codegen.plan import Checked, shared_memory_problem
-from flashgen.codegen.targets import Target
+from flashgen.codegen.targets import TARGETS, Target
 from flashgen.codegen.tiling import (
     DROPOUT_COLUMNS,
     ELEMENT_BYTES,
@@ -22,9 +22,7 @@ from flashgen.codegen.tiling import (
 from flashgen.language.spec import AttentionSpec
 
 MMA_ROWS = 16
-_THREAD_REGISTERS = 255  # the most that an instruction can name
-_MULTIPROCESSOR_REGISTERS = 65536
-_REGISTER_STEP = 8  # the assembler's caps are multiples of it
+_MODEL = TARGETS["sm_80"]  # whose rates the cost model of tuning assumes for every target of this family
 _WARPS_TO_HIDE_LATENCY = 8  # on a multiprocessor
 
 
@@ -53,8 +51,8 @@ class ForwardPlan(Checked):
 
     @property
     def register_budget(self) -> int:
-        share = _MULTIPROCESSOR_REGISTERS // (self.threads * self.blocks)
-        return min(share // _REGISTER_STEP * _REGISTER_STEP, _THREAD_REGISTERS)
+        share, step = Target.registers_per_multiprocessor // (self.threads * self.blocks), Target.register_granularity
+        return min(share // step * step, Target.registers_per_thread)
 
     def show_options(self, spec: AttentionSpec) -> str:
         return ""
@@ -65,10 +63,10 @@ class ForwardPlan(Checked):
         return rows * (self.tile_k + padded(spec.value_dim)) // WARP + _ROOM[demand_of(spec).weight].beside
 
     def matrix_cycles(self, spec: AttentionSpec) -> float:
-        """By the tensor cores' rate, an A100's, or by that at which warps read K and V."""
+        """By the rate of an A100's tensor cores, or by that at which warps read K and V."""
         width = padded(spec.head_dim) + padded(spec.value_dim)
         shared_reads = self.warps * self.tile_k * width * ELEMENT_BYTES / 128
-        return max(self.tile_q * self.tile_k * width / 1024, shared_reads)
+        return max(self.tile_q * self.tile_k * width / _MODEL.multiply_adds_per_cycle, shared_reads)
 
     def exposed(self, blocks: int) -> float:
         return 0.3 if self.warps * blocks >= _WARPS_TO_HIDE_LATENCY else 0.6
@@ -121,8 +119,8 @@ _MOST_BLOCKS = 2
 class _Room(NamedTuple):
     """What a thread can hold beside what a variant needs, and what that is.
 
-    accumulators: registers that may accumulate scores and output without spilling; `lean` on sm_90, whose assembler
-    needs fewer for all else. scores: those of scores among them, as an array element loaded for each takes several of
+    accumulators: registers that may accumulate scores and output without spilling; `lean` on targets of low register
+    pressure. scores: those of scores among them, as an array element loaded for each takes several of
     its own. beside: registers beside scores and output; of the kernels that do not spill the one with the most of the
     latter tells it. A test compiles every kind of spec for every target.
     """
@@ -142,10 +140,8 @@ _ROOM = {
     Weight.COSTLY: _Room(160, 160, 32, 95),
     Weight.HEAVY: _Room(96, 96, 32, 140),
 }
-_LEAN = 90  # compute capability
 # Dropout takes more beside many scores, or beside a score function or a mask that is not plain.
 _ACCUMULATORS_WITH_DROPOUT, _SCORES_WITH_DROPOUT = 128, 32
-_NEEDS_MORE = 100  # whose assembler takes more registers for the same text, and GPUs after it
 _KEPT_HEAD_DIM = 32
 _WIDE_TILE = 64  # keys: a mask that divides k by multiples of so many is cheaper in tiles that fit them
 
@@ -201,11 +197,11 @@ def leaves_registers(plan: ForwardPlan, spec: AttentionSpec, target: Target, mor
     room = _ROOM[demand.weight]
     same_rows = padded(spec.head_dim) == padded(spec.value_dim)  # else K's and V's have offsets of their own each
     reads = demand.weight == Weight.PLAIN and demand.mask_axes  # an element of an array, which a thread holds all along
-    lean = target.compute_capability == _LEAN and same_rows and not reads
+    lean = target.register_pressure == "low" and same_rows and not reads
     allowance = room.lean if lean else room.accumulators
     most_scores = room.scores
     crowded = demand.drops and not demand.drops_alone
-    if crowded and target.compute_capability >= _NEEDS_MORE:
+    if crowded and target.register_pressure == "high":
         most_scores = min(most_scores, _SCORES_WITH_DROPOUT)
     if crowded or (demand.drops and scores > _SCORES_WITH_DROPOUT):
         allowance = min(allowance, _ACCUMULATORS_WITH_DROPOUT)

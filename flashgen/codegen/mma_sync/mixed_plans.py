@@ -24,7 +24,7 @@ MIXED_RUN_BYTES = 32  # of shared memory, for the run at which a block is
 _WARPS_TO_HIDE_LATENCY = 8  # on a multiprocessor
 _PROMPT_KEYS = 64
 _WIDE = 192  # columns of the output
-_LEAN, _MORE = 90, 16  # compute capability; registers
+_MORE = 16  # registers
 _PROMPT_SHARE = 2  # a sequence of a half of a tile's queries, or more, is a prompt
 FEW = "few"
 """The role of the kernel of sequences of few queries, where another kernel of the call has the prompts."""
@@ -147,7 +147,7 @@ def choose_mixed_plan(spec: AttentionSpec, target: Target) -> MixedPlan:
 def _more(spec: AttentionSpec, target: Target) -> int:
     """Registers that may accumulate beside those of the forward's kernels, by sm_90's assembler."""
     numbers = any(not capture.ndim for capture in spec.captures)
-    lean = target.compute_capability == _LEAN and demand_of(spec).weight <= Weight.PLAIN and not numbers
+    lean = target.register_pressure == "low" and demand_of(spec).weight <= Weight.PLAIN and not numbers
     return _MORE if lean else 0
 
 
