@@ -74,21 +74,32 @@ constexpr int kGradientColumnWarps = 4;
 constexpr int kGradientRowTiles = kTileQ / 16 / kGradientRowWarps;
 constexpr int kGradientColumnTiles = kHeadDimPadded / 8 / kGradientColumnWarps;
 
-// Shared memory, in bytes: K and V; the stages of Q, of dO and of the rows' statistics; dS, P. dK and dV take over K and V.
 constexpr int kElementBytes = sizeof(Element);
+
+// Shared memory of a block, 164864 bytes, by offset:
+//        0  K, 32768 bytes
+//    32768  V, 32768 bytes
+//    65536  Q, 2 x 16384 bytes
+//    98304  dO, 2 x 16384 bytes
+//   131072  L, D, 2 x 512 bytes
+//   132096  dS, 16384 bytes
+//   148480  P, 16384 bytes
+//        0  dK, 32768 bytes, overlays K
+//    32768  dV, 32768 bytes, overlays V
 constexpr int kKeyBytes = kTileK * kHeadDimPadded * kElementBytes;
 constexpr int kValueBytes = kTileK * kValueDimPadded * kElementBytes;
 constexpr int kQueryBytes = kTileQ * kHeadDimPadded * kElementBytes;
-constexpr int kOutputBytes = kTileQ * kValueDimPadded * kElementBytes;   // of dO
+constexpr int kOutputBytes = kTileQ * kValueDimPadded * kElementBytes;
 constexpr int kStatisticsBytes = kTileQ * sizeof(float2);
+constexpr int kScoreBytes = kTileK * kTileQ * kElementBytes;
+constexpr int kProbabilityBytes = kTileK * kTileQ * kElementBytes;
 constexpr int kValueOffset = kKeyBytes;
 constexpr int kQueryOffset = kValueOffset + kValueBytes;
 constexpr int kOutputOffset = kQueryOffset + kStages * kQueryBytes;
 constexpr int kStatisticsOffset = kOutputOffset + kStages * kOutputBytes;
-constexpr int kScoreBytes = kTileK * kTileQ * kElementBytes;
 constexpr int kScoreOffset = kStatisticsOffset + kStages * kStatisticsBytes;
 constexpr int kProbabilityOffset = kScoreOffset + kScoreBytes;
-static_assert(kProbabilityOffset + kScoreBytes <= 164864, "the plan's shared memory");
+static_assert(kProbabilityOffset + kProbabilityBytes <= 164864, "the shared memory of the launch");
 static_assert(kRowTiles * 16 * kWarps == kTileK * kSplit && kQueryTiles % 2 == 0, "whole mma tiles");
 
 // ---- Primitives -----------------------------------------------------------------------------------------------------

@@ -79,18 +79,33 @@ constexpr int kPartBytes = 16 * kGradientColumns * sizeof(float);   // of a warp
 constexpr int kAdders = 1;   // threads that add up dQ
 constexpr int kFinishedRows = 16;   // of dQ that a warp finishes at once: few, so that in the end all warps have some
 
-// Shared memory, in bytes: K and V; the stages of Q and of dO; of dS; dQ; the rows' statistics; the barriers. dV takes over V, and dK dQ.
 // A tile is panels of columns side by side, as wide as TMA swizzles them: 16-byte chunks of a row exchanged within a panel.
 constexpr int kHeadPanel = 64;    // columns of Q, K and dK
 constexpr int kValuePanel = 64;   // columns of dO, V and dV
 constexpr int kElementBytes = sizeof(Element);
+static_assert(kGradientColumns % kHeadPanel == 0, "whole panels of dQ's columns");
+
+// Shared memory of a block, 231144 bytes, by offset:
+//        0  K, 32768 bytes
+//    32768  V, 32768 bytes
+//    65536  Q, 3 x 16384 bytes
+//   114688  dO, 3 x 16384 bytes
+//   163840  dS, 2 x 16384 bytes; a panel of 64 keys for each warpgroup
+//   196608  dQ, 32768 bytes; the parts of the warps side by side
+//   229376  L, D, 3 x 512 bytes
+//   230912  mbarriers, 200 bytes
+//   231112  work tile, 2 x 16 bytes
+//   196608  dK, 32768 bytes, overlays dQ
+//    32768  dV, 32768 bytes, overlays V
 constexpr int kKeyBytes = kTileK * kHeadDimPadded * kElementBytes;
 constexpr int kValueBytes = kTileK * kValueDimPadded * kElementBytes;
 constexpr int kQueryBytes = kTileQ * kHeadDimPadded * kElementBytes;
-constexpr int kOutputBytes = kTileQ * kValueDimPadded * kElementBytes;   // of dO
+constexpr int kOutputBytes = kTileQ * kValueDimPadded * kElementBytes;
+constexpr int kScoreBytes = kTileQ * kTileK * kElementBytes;
+constexpr int kGradientBytes = kTileQ * kHeadDimPadded * sizeof(float);
 constexpr int kStatisticsBytes = kTileQ * sizeof(float2);
-constexpr int kScoreBytes = kTileQ * kTileK * kElementBytes;   // of dS: a panel of 64 keys by warpgroup
-constexpr int kGradientBytes = kTileQ * kHeadDimPadded * sizeof(float);   // of dQ: each warp's part, side by side
+constexpr int kBarrierBytes = (4 * kStages + 2 * kScoreStages + 1 + 2 + 2 + 2 * 2) * 8;
+constexpr int kWorkBytes = 16;
 constexpr int kValueOffset = kKeyBytes;
 constexpr int kQueryOffset = kValueOffset + kValueBytes;
 constexpr int kOutputOffset = kQueryOffset + kStages * kQueryBytes;
@@ -98,8 +113,8 @@ constexpr int kScoreOffset = kOutputOffset + kStages * kOutputBytes;
 constexpr int kGradientOffset = kScoreOffset + kScoreStages * kScoreBytes;
 constexpr int kStatisticsOffset = kGradientOffset + kGradientBytes;
 constexpr int kBarrierOffset = kStatisticsOffset + kStages * kStatisticsBytes;
-constexpr int kWorkOffset = kBarrierOffset + (4 * kStages + 2 * kScoreStages + 9) * 8;
-static_assert(kGradientColumns % kHeadPanel == 0, "whole panels of dQ's columns");
+constexpr int kWorkOffset = kBarrierOffset + kBarrierBytes;
+static_assert(kWorkOffset + 2 * kWorkBytes <= 231144, "the shared memory of the launch");
 
 // ---- Primitives -----------------------------------------------------------------------------------------------------
 
@@ -400,29 +415,45 @@ __device__ __forceinline__ void quad_transpose(unsigned (&values)[4]) {
   }
 }
 
-// Barriers in shared memory: Q has landed in a stage, every warp is done with it; the same for dO; and for dS, which the
-// warps write, and
-// for dQ. The uses of the stages are numbered, a step each,
-// of all works that a block has in turn; and the works are.
+// The mbarriers of a block, by their addresses in shared memory. `use` numbers the uses of a pipeline's stages in turn.
 struct Barriers {
   unsigned first;
 
+  // A stage of Q and of the rows' statistics has landed, and has been released; the same of dO.
   __device__ __forceinline__ unsigned queries_full(int use) const { return first + use % kStages * 32; }
   __device__ __forceinline__ unsigned queries_empty(int use) const { return first + 8 + use % kStages * 32; }
   __device__ __forceinline__ unsigned outputs_full(int use) const { return first + 16 + use % kStages * 32; }
   __device__ __forceinline__ unsigned outputs_empty(int use) const { return first + 24 + use % kStages * 32; }
+  static __device__ __forceinline__ unsigned parity(int use) { return use / kStages & 1; }
+
+  // Every consumer warp has written its part of dS, and has read dS.
   __device__ __forceinline__ unsigned scores_full(int use) const {
     return first + kStages * 32 + use % kScoreStages * 16;
   }
-  __device__ __forceinline__ unsigned scores_empty(int use) const { return scores_full(use) + 8; }
-  __device__ __forceinline__ unsigned gradients_empty() const { return first + kStages * 32 + kScoreStages * 16; }
-  __device__ __forceinline__ unsigned gradients_full(int use) const { return gradients_empty() + 8 + use % 2 * 8; }
-  __device__ __forceinline__ unsigned keys_empty() const { return first + kStages * 32 + kScoreStages * 16 + 24; }
-  __device__ __forceinline__ unsigned values_empty() const { return keys_empty() + 8; }
-  __device__ __forceinline__ unsigned work_full(int turn) const { return keys_empty() + 16 + turn % 2 * 16; }
-  __device__ __forceinline__ unsigned work_empty(int turn) const { return keys_empty() + 24 + turn % 2 * 16; }
-  static __device__ __forceinline__ unsigned parity(int use) { return use / kStages & 1; }
+  __device__ __forceinline__ unsigned scores_empty(int use) const {
+    return first + kStages * 32 + 8 + use % kScoreStages * 16;
+  }
   static __device__ __forceinline__ unsigned score_parity(int use) { return use / kScoreStages & 1; }
+
+  // The previous tile of dQ has been added to global memory, so that its buffer is free.
+  __device__ __forceinline__ unsigned gradients_empty() const { return first + kStages * 32 + kScoreStages * 16; }
+
+  // Every consumer warp has written its part of a tile of dQ, of an even step and of an odd one.
+  __device__ __forceinline__ unsigned gradients_full(int use) const {
+    return first + kStages * 32 + kScoreStages * 16 + 8 + use % 2 * 8;
+  }
+
+  // Every consumer warp has released K of a work tile; the same of V.
+  __device__ __forceinline__ unsigned keys_empty() const { return first + kStages * 32 + kScoreStages * 16 + 24; }
+  __device__ __forceinline__ unsigned values_empty() const { return first + kStages * 32 + kScoreStages * 16 + 32; }
+
+  // The coordinates of a work tile are written, and have been read.
+  __device__ __forceinline__ unsigned work_full(int use) const {
+    return first + kStages * 32 + kScoreStages * 16 + 40 + use % 2 * 16;
+  }
+  __device__ __forceinline__ unsigned work_empty(int use) const {
+    return first + kStages * 32 + kScoreStages * 16 + 48 + use % 2 * 16;
+  }
 
   __device__ __forceinline__ void init() const {
     for (int stage = 0; stage < kStages; ++stage) {
@@ -436,13 +467,14 @@ struct Barriers {
       mbarrier_init(scores_empty(stage), kConsumers * 4);
     }
     mbarrier_init(gradients_empty(), 1);
-    mbarrier_init(gradients_full(0), kConsumers * 4);   // of even steps
-    mbarrier_init(gradients_full(1), kConsumers * 4);   // and of odd ones
+    for (int stage = 0; stage < 2; ++stage) {
+      mbarrier_init(gradients_full(stage), kConsumers * 4);
+    }
     mbarrier_init(keys_empty(), kConsumers * 4);
     mbarrier_init(values_empty(), kConsumers * 4);
-    for (int turn = 0; turn < 2; ++turn) {
-      mbarrier_init(work_full(turn), 1);
-      mbarrier_init(work_empty(turn), kConsumers * 4 + kAdders);
+    for (int stage = 0; stage < 2; ++stage) {
+      mbarrier_init(work_full(stage), 1);
+      mbarrier_init(work_empty(stage), kConsumers * 4 + kAdders);
     }
     mbarrier_fence_init();
   }
@@ -555,7 +587,7 @@ struct Work {
   int first_key, head_kv, batch;
 };
 
-static_assert(kWorkOffset + 2 * sizeof(Work) <= 231144, "the plan's shared memory");
+static_assert(sizeof(Work) <= kWorkBytes, "the room of a work tile in shared memory");
 
 // Where the loading thread tells a work, two of them at a time. One that begins before the first key is none: the block ends.
 __device__ __forceinline__ Work& work_place(int turn) {

@@ -54,25 +54,35 @@ constexpr float kLseRounding = 2.38418579e-07f;   // 2^-22: of an LSE's magnitud
 // The tests that a tile's scores need: none, as all count; the mask; or all, where rows end in the tile or an LSE is large.
 enum class Tests { kNone, kMask, kAll };
 
-// Shared memory, in bytes: K and V; the stages of Q, of dO, of P and of the rows' statistics; the barriers. dK and dV take
-// over K and V. A tile is panels of columns side by side, as wide as TMA swizzles them: 16-byte chunks of a row exchanged
-// within a panel.
+// A tile is panels of columns side by side, as wide as TMA swizzles them: 16-byte chunks of a row exchanged within a panel.
 constexpr int kHeadPanel = 64;    // columns of Q, K and dK
 constexpr int kValuePanel = 64;   // columns of dO, V and dV
 constexpr int kElementBytes = sizeof(Element);
+
+// Shared memory of a block, 214112 bytes, by offset:
+//        0  K, 32768 bytes
+//    32768  V, 32768 bytes
+//    65536  Q, 2 x 32768 bytes
+//   131072  dO, 2 x 32768 bytes
+//   196608  P, 2 x 8192 bytes; as lanes hold it
+//   212992  L, D, 2 x 512 bytes
+//   214016  mbarriers, 96 bytes
+//        0  dK, 32768 bytes, overlays K
+//    32768  dV, 32768 bytes, overlays V
 constexpr int kKeyBytes = kTileK * kHeadDimPadded * kElementBytes;
 constexpr int kValueBytes = kTileK * kValueDimPadded * kElementBytes;
 constexpr int kQueryBytes = kTileQ * kHeadDimPadded * kElementBytes;
-constexpr int kOutputBytes = kTileQ * kValueDimPadded * kElementBytes;   // of dO
-constexpr int kScoreBytes = kTileQ * kTileK * kElementBytes;   // of P, as lanes hold it
+constexpr int kOutputBytes = kTileQ * kValueDimPadded * kElementBytes;
+constexpr int kScoreBytes = kTileQ * kTileK * kElementBytes;
 constexpr int kStatisticsBytes = kTileQ * sizeof(float2);
+constexpr int kBarrierBytes = (4 * kStages + 2 * kScoreStages) * 8;
 constexpr int kValueOffset = kKeyBytes;
 constexpr int kQueryOffset = kValueOffset + kValueBytes;
 constexpr int kOutputOffset = kQueryOffset + kStages * kQueryBytes;
 constexpr int kScoreOffset = kOutputOffset + kStages * kOutputBytes;
 constexpr int kStatisticsOffset = kScoreOffset + kScoreStages * kScoreBytes;
 constexpr int kBarrierOffset = kStatisticsOffset + kStages * kStatisticsBytes;
-static_assert(kBarrierOffset + (4 * kStages + 2 * kScoreStages) * 8 <= 214112, "the plan's shared memory");
+static_assert(kBarrierOffset + kBarrierBytes <= 214112, "the shared memory of the launch");
 
 // ---- Primitives -----------------------------------------------------------------------------------------------------
 
@@ -306,20 +316,24 @@ __device__ __forceinline__ unsigned long long matrix_descriptor(unsigned address
          static_cast<unsigned long long>(stride_bytes >> 4) << 32 | kMode << 62;
 }
 
-// Barriers in shared memory: Q has landed in a stage, every warp is done with it; the same for dO; and for P, which
-// one warpgroup writes and the other reads. The uses of the stages are numbered, a step each.
+// The mbarriers of a block, by their addresses in shared memory. `use` numbers the uses of a pipeline's stages in turn.
 struct Barriers {
   unsigned first;
 
+  // A stage of Q and of the rows' statistics has landed, and has been released; the same of dO.
   __device__ __forceinline__ unsigned queries_full(int use) const { return first + use % kStages * 32; }
   __device__ __forceinline__ unsigned queries_empty(int use) const { return first + 8 + use % kStages * 32; }
   __device__ __forceinline__ unsigned outputs_full(int use) const { return first + 16 + use % kStages * 32; }
   __device__ __forceinline__ unsigned outputs_empty(int use) const { return first + 24 + use % kStages * 32; }
+  static __device__ __forceinline__ unsigned parity(int use) { return use / kStages & 1; }
+
+  // The four warps of one warpgroup have written what they hand over; those of the other have read it.
   __device__ __forceinline__ unsigned scores_full(int use) const {
     return first + kStages * 32 + use % kScoreStages * 16;
   }
-  __device__ __forceinline__ unsigned scores_empty(int use) const { return scores_full(use) + 8; }
-  static __device__ __forceinline__ unsigned parity(int use) { return use / kStages & 1; }
+  __device__ __forceinline__ unsigned scores_empty(int use) const {
+    return first + kStages * 32 + 8 + use % kScoreStages * 16;
+  }
   static __device__ __forceinline__ unsigned score_parity(int use) { return use / kScoreStages & 1; }
 
   __device__ __forceinline__ void init() const {

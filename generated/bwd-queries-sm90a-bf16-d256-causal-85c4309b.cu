@@ -54,20 +54,28 @@ constexpr float kLseRounding = 2.38418579e-07f;   // 2^-22: of an LSE's magnitud
 // The tests that a tile's scores need: none, as all count; the mask; or all, where rows end in the tile or an LSE is large.
 enum class Tests { kNone, kMask, kAll };
 
-// Shared memory, in bytes: by warpgroup Q, which dQ takes over, and dO; the stages of K, of V; the barriers. A tile is
-// panels of columns side by side, as wide as TMA swizzles them: 16-byte chunks of a row exchanged within a panel.
+// A tile is panels of columns side by side, as wide as TMA swizzles them: 16-byte chunks of a row exchanged within a panel.
 constexpr int kHeadPanel = 64;    // columns of Q, K and dQ
 constexpr int kValuePanel = 64;   // columns of dO and V
 constexpr int kElementBytes = sizeof(Element);
-constexpr int kQueryBytes = kPartQ * kHeadDimPadded * kElementBytes;   // of a warpgroup
-constexpr int kOutputBytes = kPartQ * kValueDimPadded * kElementBytes;   // of dO, of a warpgroup
+
+// Shared memory of a block, 229432 bytes, by offset:
+//        0  Q, 2 x 32768 bytes
+//    65536  dO, 2 x 32768 bytes
+//   131072  K, 2 x 32768 bytes
+//   196608  V, 1 x 32768 bytes
+//   229376  mbarriers, 56 bytes
+//        0  dQ, 2 x 32768 bytes, overlays Q
+constexpr int kQueryBytes = kPartQ * kHeadDimPadded * kElementBytes;
+constexpr int kOutputBytes = kPartQ * kValueDimPadded * kElementBytes;
 constexpr int kKeyBytes = kTileK * kHeadDimPadded * kElementBytes;
 constexpr int kValueBytes = kTileK * kValueDimPadded * kElementBytes;
+constexpr int kBarrierBytes = (1 + 2 * kKeyStages + 2 * kValueStages) * 8;
 constexpr int kOutputOffset = kConsumers * kQueryBytes;
 constexpr int kKeyOffset = kOutputOffset + kConsumers * kOutputBytes;
 constexpr int kValueOffset = kKeyOffset + kKeyStages * kKeyBytes;
 constexpr int kBarrierOffset = kValueOffset + kValueStages * kValueBytes;
-static_assert(kBarrierOffset + 8 + (kKeyStages + kValueStages) * 16 <= 229432, "the plan's shared memory");
+static_assert(kBarrierOffset + kBarrierBytes <= 229432, "the shared memory of the launch");
 
 // ---- Primitives -----------------------------------------------------------------------------------------------------
 
@@ -285,19 +293,25 @@ __device__ __forceinline__ unsigned long long matrix_descriptor(unsigned address
          static_cast<unsigned long long>(stride_bytes >> 4) << 32 | kMode << 62;
 }
 
-// Barriers in shared memory: Q and dO have landed; K has landed in a stage, every warp is done with it; the same for V.
-// The uses of the stages are numbered, a step each.
+// The mbarriers of a block, by their addresses in shared memory. `use` numbers the uses of a pipeline's stages in turn.
 struct Barriers {
   unsigned first;
 
+  // Q and dO have landed.
   __device__ __forceinline__ unsigned queries_full() const { return first; }
+
+  // A stage of K has landed, and has been released.
   __device__ __forceinline__ unsigned keys_full(int use) const { return first + 8 + use % kKeyStages * 16; }
-  __device__ __forceinline__ unsigned keys_empty(int use) const { return keys_full(use) + 8; }
-  __device__ __forceinline__ unsigned values_full(int use) const {
-    return first + 8 + kKeyStages * 16 + use % kValueStages * 16;
-  }
-  __device__ __forceinline__ unsigned values_empty(int use) const { return values_full(use) + 8; }
+  __device__ __forceinline__ unsigned keys_empty(int use) const { return first + 16 + use % kKeyStages * 16; }
   static __device__ __forceinline__ unsigned key_parity(int use) { return use / kKeyStages & 1; }
+
+  // The same of V.
+  __device__ __forceinline__ unsigned values_full(int use) const {
+    return first + kKeyStages * 16 + 8 + use % kValueStages * 16;
+  }
+  __device__ __forceinline__ unsigned values_empty(int use) const {
+    return first + kKeyStages * 16 + 16 + use % kValueStages * 16;
+  }
   static __device__ __forceinline__ unsigned value_parity(int use) { return use / kValueStages & 1; }
 
   __device__ __forceinline__ void init() const {

@@ -62,16 +62,24 @@ constexpr float kScoreToLog2 = 1.44269504f;   // log2(e): probabilities are powe
 constexpr float kRescaleThreshold = 8.0f;      // in log2: the reference of a row may lag its maximum by this much
 constexpr float kMostReference = 11629080.0f;   // whose product with kScoreToLog2 is less than 2^24
 
-// Shared memory, in bytes: Q, then each warp's stages of K and V. The warps' shares of the output take it over at the
-// end: their rows, and behind them what the rows are relative to.
 constexpr int kElementBytes = sizeof(Element);
+constexpr int kShareColumns = kValueDimPadded + 8;   // floats of a row: lanes of several rows write to other banks
+
+// Shared memory of a block, 204800 bytes, by offset:
+//        0  Q, 8192 bytes
+//     8192  stages of warps (K, V), 12 x 16384 bytes; those of a warp side by side
+//        0  partial O of warps, 4 x 16896 bytes, overlays Q
+//    67584  maxima and sums of warps, 4 x 128 bytes
 constexpr int kQueryBytes = kTileQ * kHeadDimPadded * kElementBytes;
 constexpr int kKeyBytes = kTileK * kHeadDimPadded * kElementBytes;
-constexpr int kStageBytes = kKeyBytes + kTileK * kValueDimPadded * kElementBytes;
-constexpr int kShareColumns = kValueDimPadded + 8;   // floats of a row: lanes of several rows write to other banks
-constexpr int kStatesOffset = kWarps * kTileQ * kShareColumns * 4;
-static_assert(kQueryBytes + kWarps * kStages * kStageBytes <= 204800, "the plan's shared memory");
-static_assert(kStatesOffset + kWarps * kTileQ * 8 <= 204800, "the shares fit where the tiles were");
+constexpr int kValueBytes = kTileK * kValueDimPadded * kElementBytes;
+constexpr int kStageBytes = kKeyBytes + kValueBytes;
+constexpr int kShareBytes = kTileQ * kShareColumns * sizeof(float);
+constexpr int kStatesBytes = kTileQ * sizeof(float2);
+constexpr int kStageOffset = kQueryBytes;
+constexpr int kStatesOffset = kWarps * kShareBytes;
+static_assert(kStageOffset + kWarps * kStages * kStageBytes <= 204800, "the shared memory of the launch");
+static_assert(kStatesOffset + kWarps * kStatesBytes <= 204800, "the shared memory of the launch");
 static_assert(kTileQ % 16 == 0 && kTileK % 16 == 0, "whole mma tiles");
 
 // ---- Primitives -----------------------------------------------------------------------------------------------------

@@ -71,21 +71,32 @@ constexpr float kLseRounding = 2.38418579e-07f;   // 2^-22: of an LSE's magnitud
 // The tests that a tile's scores need: none, as all count; the mask; or all, where rows end in the tile or an LSE is large.
 enum class Tests { kNone, kMask, kAll };
 
-// Shared memory, in bytes: K and V; the stages of Q, of dO and of the rows' statistics; dS, P. dK and dV take over K and V.
 constexpr int kElementBytes = sizeof(Element);
+
+// Shared memory of a block, 66560 bytes, by offset:
+//        0  K, 8192 bytes
+//     8192  V, 8192 bytes
+//    16384  Q, 2 x 8192 bytes
+//    32768  dO, 2 x 8192 bytes
+//    49152  L, D, 2 x 512 bytes
+//    50176  dS, 8192 bytes
+//    58368  P, 8192 bytes
+//        0  dK, 8192 bytes, overlays K
+//     8192  dV, 8192 bytes, overlays V
 constexpr int kKeyBytes = kTileK * kHeadDimPadded * kElementBytes;
 constexpr int kValueBytes = kTileK * kValueDimPadded * kElementBytes;
 constexpr int kQueryBytes = kTileQ * kHeadDimPadded * kElementBytes;
-constexpr int kOutputBytes = kTileQ * kValueDimPadded * kElementBytes;   // of dO
+constexpr int kOutputBytes = kTileQ * kValueDimPadded * kElementBytes;
 constexpr int kStatisticsBytes = kTileQ * sizeof(float2);
+constexpr int kScoreBytes = kTileK * kTileQ * kElementBytes;
+constexpr int kProbabilityBytes = kTileK * kTileQ * kElementBytes;
 constexpr int kValueOffset = kKeyBytes;
 constexpr int kQueryOffset = kValueOffset + kValueBytes;
 constexpr int kOutputOffset = kQueryOffset + kStages * kQueryBytes;
 constexpr int kStatisticsOffset = kOutputOffset + kStages * kOutputBytes;
-constexpr int kScoreBytes = kTileK * kTileQ * kElementBytes;
 constexpr int kScoreOffset = kStatisticsOffset + kStages * kStatisticsBytes;
 constexpr int kProbabilityOffset = kScoreOffset + kScoreBytes;
-static_assert(kProbabilityOffset + kScoreBytes <= 66560, "the plan's shared memory");
+static_assert(kProbabilityOffset + kProbabilityBytes <= 66560, "the shared memory of the launch");
 static_assert(kRowTiles * 16 * kWarps == kTileK * kSplit && kQueryTiles % 2 == 0, "whole mma tiles");
 
 // ---- Primitives -----------------------------------------------------------------------------------------------------

@@ -67,16 +67,22 @@ constexpr float kLseRounding = 2.38418579e-07f;   // 2^-22: of an LSE's magnitud
 // The tests that a tile's scores need: none, as all count; the mask; or all, where rows end in the tile or an LSE is large.
 enum class Tests { kNone, kMask, kAll };
 
-// Shared memory, in bytes: Q and dO; the stages of K, and of V. dQ takes over Q.
 constexpr int kElementBytes = sizeof(Element);
+
+// Shared memory of a block, 65536 bytes, by offset:
+//        0  Q, 16384 bytes
+//    16384  dO, 16384 bytes
+//    32768  K, 2 x 8192 bytes
+//    49152  V, 2 x 8192 bytes
+//        0  dQ, 16384 bytes, overlays Q
 constexpr int kQueryBytes = kTileQ * kHeadDimPadded * kElementBytes;
-constexpr int kOutputBytes = kTileQ * kValueDimPadded * kElementBytes;   // of dO
+constexpr int kOutputBytes = kTileQ * kValueDimPadded * kElementBytes;
 constexpr int kKeyBytes = kTileK * kHeadDimPadded * kElementBytes;
 constexpr int kValueBytes = kTileK * kValueDimPadded * kElementBytes;
 constexpr int kOutputOffset = kQueryBytes;
 constexpr int kKeyOffset = kOutputOffset + kOutputBytes;
 constexpr int kValueOffset = kKeyOffset + kStages * kKeyBytes;
-static_assert(kValueOffset + kStages * kValueBytes <= 65536, "the plan's shared memory");
+static_assert(kValueOffset + kStages * kValueBytes <= 65536, "the shared memory of the launch");
 static_assert(kRowTiles * 16 * kWarps == kTileQ * kSplit && kKeyTiles % 2 == 0, "whole mma tiles");
 
 // ---- Primitives -----------------------------------------------------------------------------------------------------

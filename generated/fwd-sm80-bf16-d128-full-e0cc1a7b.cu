@@ -54,15 +54,19 @@ constexpr float kScoreToLog2 = 0.127517432f;   // scale * log2(e): probabilities
 constexpr float kRescaleThreshold = 8.0f;      // in log2: the reference of a row may lag its maximum by this much
 constexpr float kMostReference = 131568024.0f;   // whose product with kScoreToLog2 is less than 2^24
 
-// Shared memory, in bytes: Q, then the stages of K, and of V. The output takes it over at the end.
 constexpr int kElementBytes = sizeof(Element);
+
+// Shared memory of a block, 65536 bytes, by offset:
+//        0  Q, 32768 bytes
+//    32768  K, 2 x 8192 bytes
+//    49152  V, 2 x 8192 bytes
+//        0  O, 32768 bytes, overlays Q
 constexpr int kQueryBytes = kTileQ * kHeadDimPadded * kElementBytes;
 constexpr int kKeyBytes = kTileK * kHeadDimPadded * kElementBytes;
 constexpr int kValueBytes = kTileK * kValueDimPadded * kElementBytes;
 constexpr int kKeyOffset = kQueryBytes;
 constexpr int kValueOffset = kKeyOffset + kStages * kKeyBytes;
-static_assert(kValueOffset + kStages * kValueBytes <= 65536, "the plan's shared memory");
-static_assert(kTileQ * kValueDimPadded * kElementBytes <= 65536, "the output fits where the tiles were");
+static_assert(kValueOffset + kStages * kValueBytes <= 65536, "the shared memory of the launch");
 static_assert(kRowTiles * 16 * kWarps == kTileQ && kTileK % 16 == 0, "whole mma tiles");
 
 // ---- Primitives -----------------------------------------------------------------------------------------------------

@@ -54,15 +54,19 @@ constexpr float kScoreToLog2 = 0.180336878f;   // scale * log2(e): probabilities
 constexpr float kRescaleThreshold = 8.0f;      // in log2: the reference of a row may lag its maximum by this much
 constexpr float kMostReference = 93032640.0f;   // whose product with kScoreToLog2 is less than 2^24
 
-// Shared memory, in bytes: Q, then the stages of K, and of V. The output takes it over at the end.
 constexpr int kElementBytes = sizeof(Element);
+
+// Shared memory of a block, 49152 bytes, by offset:
+//        0  Q, 16384 bytes
+//    16384  K, 2 x 8192 bytes
+//    32768  V, 2 x 8192 bytes
+//        0  O, 16384 bytes, overlays Q
 constexpr int kQueryBytes = kTileQ * kHeadDimPadded * kElementBytes;
 constexpr int kKeyBytes = kTileK * kHeadDimPadded * kElementBytes;
 constexpr int kValueBytes = kTileK * kValueDimPadded * kElementBytes;
 constexpr int kKeyOffset = kQueryBytes;
 constexpr int kValueOffset = kKeyOffset + kStages * kKeyBytes;
-static_assert(kValueOffset + kStages * kValueBytes <= 49152, "the plan's shared memory");
-static_assert(kTileQ * kValueDimPadded * kElementBytes <= 49152, "the output fits where the tiles were");
+static_assert(kValueOffset + kStages * kValueBytes <= 49152, "the shared memory of the launch");
 static_assert(kRowTiles * 16 * kWarps == kTileQ && kTileK % 16 == 0, "whole mma tiles");
 
 // ---- Primitives -----------------------------------------------------------------------------------------------------

@@ -54,21 +54,29 @@ constexpr float kScoreToLog2 = 1.44269504f;   // log2(e): probabilities are powe
 constexpr float kMostLag = 8.0f;   // in log2: of a row's reference behind its maximum
 constexpr float kMostReference = 11629080.0f;   // whose product with kScoreToLog2 is less than 2^24
 
-// Shared memory, in bytes: by warpgroup Q, and the output; the stages of K, of V; the barriers. A tile is panels of
-// columns side by side, as wide as TMA swizzles them: 16-byte chunks of a row exchanged within a panel.
+// A tile is panels of columns side by side, as wide as TMA swizzles them: 16-byte chunks of a row exchanged within a panel.
 constexpr int kHeadPanel = 64;    // columns of Q and K
 constexpr int kValuePanel = 64;   // columns of V and the output
 constexpr int kElementBytes = sizeof(Element);
-constexpr int kQueryBytes = 64 * kHeadDimPadded * kElementBytes;   // of a warpgroup
+
+// Shared memory of a block, 180312 bytes, by offset:
+//        0  rows of warpgroups (Q, O), 3 x 32768 bytes
+//    98304  K, 2 x 20480 bytes
+//   139264  V, 2 x 20480 bytes
+//   180224  mbarriers, 80 bytes
+//   180304  tile number, 8 bytes
+constexpr int kQueryBytes = 64 * kHeadDimPadded * kElementBytes;
 constexpr int kOutputBytes = 64 * kValueDimPadded * kElementBytes;
+constexpr int kRowsBytes = kQueryBytes + kOutputBytes;
 constexpr int kKeyBytes = kTileK * kHeadDimPadded * kElementBytes;
 constexpr int kValueBytes = kTileK * kValueDimPadded * kElementBytes;
-constexpr int kRowsBytes = kQueryBytes + kOutputBytes;
+constexpr int kBarrierBytes = (2 + 4 * kStages) * 8;
+constexpr int kIndexBytes = 8;
 constexpr int kKeyOffset = kConsumers * kRowsBytes;
-constexpr int kValueOffset = (kKeyOffset + kStages * kKeyBytes + 1023) / 1024 * 1024;   // where a swizzle begins
+constexpr int kValueOffset = (kKeyOffset + kStages * kKeyBytes + 1023) / 1024 * 1024;
 constexpr int kBarrierOffset = kValueOffset + kStages * kValueBytes;
-constexpr int kIndexOffset = kBarrierOffset + 16 + kStages * 32;
-static_assert(kIndexOffset + 8 <= 180312, "the plan's shared memory");
+constexpr int kIndexOffset = kBarrierOffset + kBarrierBytes;
+static_assert(kIndexOffset + kIndexBytes <= 180312, "the shared memory of the launch");
 static_assert(kTileK % 16 == 0 && kTileK <= 256 && kValueDimPadded <= 256, "what one wgmma and one copy take");
 
 // ---- Primitives -----------------------------------------------------------------------------------------------------
@@ -296,15 +304,18 @@ __device__ __forceinline__ float quad_sum(float x) {
   return x + __shfl_xor_sync(0xffffffffu, x, 2);
 }
 
-// Barriers in shared memory: Q has landed, every warp is done with it; the same for each stage of K and of V, whose
-// uses are numbered.
+// The mbarriers of a block, by their addresses in shared memory. `use` numbers the uses of a pipeline's stages in turn.
 struct Barriers {
   unsigned first;
 
   // Which tile Q is of: written before Q is loaded, read when it has landed.
   static __device__ __forceinline__ int& tile_index() { return *reinterpret_cast<int*>(shared_memory + kIndexOffset); }
+
+  // Q of a tile has landed; every consumer warp has released it.
   __device__ __forceinline__ unsigned queries_full() const { return first; }
   __device__ __forceinline__ unsigned queries_empty() const { return first + 8; }
+
+  // A stage of K has landed, and every consumer warp has released it; the same of V.
   __device__ __forceinline__ unsigned keys_full(int use) const { return first + 16 + use % kStages * 32; }
   __device__ __forceinline__ unsigned keys_empty(int use) const { return first + 24 + use % kStages * 32; }
   __device__ __forceinline__ unsigned values_full(int use) const { return first + 32 + use % kStages * 32; }

@@ -233,7 +233,6 @@ def write_timeline(
     spec: AttentionSpec, target: str, of: Pass, name: str | None, deterministic: bool, path: Path | None
 ) -> None:
     """Runs a pass's main kernel, or the named one, once on the emulator, and draws what its first block did."""
-    from flashgen.codegen.targets import target_named
     from flashgen.report.runs import run_once, short_shape
     from flashgen.report.timeline import timeline_of, to_svg
 
@@ -245,7 +244,7 @@ def write_timeline(
     shape = short_shape(plan.tile_q, plan.tile_k, along_keys=of is Pass.forward)
     run = run_once(spec, target, ("forward" if of is Pass.forward else "backward",), shape, deterministic=deterministic)
     events = run.events[kernels[role].entry]
-    timeline = timeline_of(events, target_named(target))
+    timeline = timeline_of(events, kernels[role])
     if not timeline.spans:
         raise ArgumentError(f"--kernel {role} neither copies nor multiplies nor waits: it has no timeline")
     drawn = to_svg(timeline, f"{spec.mask.name}, {role} on {target}, {shape.len_q} queries and keys")

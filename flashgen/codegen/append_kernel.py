@@ -6,6 +6,7 @@ from flashgen.codegen.arguments import Field, ordered
 from flashgen.codegen.assembly import assemble
 from flashgen.codegen.environment import environment
 from flashgen.codegen.rendered_kernel import RenderedKernel
+from flashgen.codegen.shared_memory import NO_SHARED_MEMORY
 from flashgen.codegen.sizes import ceil_div
 from flashgen.codegen.targets import Target
 
@@ -37,7 +38,7 @@ def render_append(target: Target) -> RenderedKernel:
         target,
         layout,
         _THREADS,
-        0,
+        NO_SHARED_MEMORY,
         plan=None,
         role="append",
         grid=lambda sizes: (ceil_div(sizes.count, _THREADS), 2, sizes.batch),

@@ -14,6 +14,7 @@ from flashgen.codegen.arguments import ArgumentLayout
 from flashgen.codegen.environment import environment, primitives_for, tidy
 from flashgen.codegen.expressions.derivative_text import ScoreGradient
 from flashgen.codegen.expressions.printer import statements
+from flashgen.codegen.shared_memory import SharedMemoryLayout
 from flashgen.codegen.targets import Target
 from flashgen.codegen.tiling import padded
 from flashgen.codegen.variant import Variant
@@ -28,11 +29,17 @@ _SUFFIXES = {"float16": "f16", "bfloat16": "bf16"}
 
 
 def assemble(template: str, context: Mapping[str, Any], target: Target, sizes: Mapping[str, Any] | None = None) -> str:
-    """The text of a kernel: its template rendered in the context, with those primitives that the rest of it calls."""
+    """Renders a template in a context, with the primitives and the shared-memory constants that the rest of it uses.
+
+    The context's "layouts" are shared-memory layouts by the name under which the template asks for their constants.
+    """
     body, primitives = environment().get_template(template), environment().get_template("primitives.cuh.jinja")
-    device, shared = primitives_for(body.render({**context, "primitives": ""}), target, sizes)
+    layouts: Mapping[str, SharedMemoryLayout] = context.get("layouts", {})
+    bare = body.render({**context, "primitives": "", **dict.fromkeys(layouts, "")})
+    device, shared = primitives_for(bare, target, sizes)
     text = primitives.render(device_primitives=device, shared_primitives=shared, uses_shared_memory=True)
-    return tidy(body.render({**context, "primitives": text.strip()}))
+    constants = {name: layout.constants(bare) for name, layout in layouts.items()}
+    return tidy(body.render({**context, "primitives": text.strip(), **constants}))
 
 
 def check_spec(spec: AttentionSpec, target: Target) -> None:

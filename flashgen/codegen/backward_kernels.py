@@ -38,8 +38,10 @@ from flashgen.codegen.costs import backward_cost
 from flashgen.codegen.header import backward_header
 from flashgen.codegen.ragged import ragged_fields, sequences_text, slots
 from flashgen.codegen.rendered_kernel import Grid, RenderedKernel, Workspace, entry_name, kernel_name
+from flashgen.codegen.shared_memory import NO_SHARED_MEMORY, SharedMemoryLayout, slot_per_warp
 from flashgen.codegen.sizes import Sizes, ceil_div
 from flashgen.codegen.targets import Target
+from flashgen.codegen.tiling import WARP
 from flashgen.codegen.variant import Variant, variant_of
 from flashgen.language.operations import Capture
 from flashgen.language.spec import AttentionSpec
@@ -205,7 +207,8 @@ def prepare(
         memory.append(Workspace("part_turns", lambda sizes: (turns(sizes),), "int32", wanted=lambda it: turns(it) > 0))
         values = lambda sizes: row_values(rows, sizes) | {"turns": turns(sizes)}
     launch = {"grid": partial(_blocks_of_rows, spec, rows, PREPARE_ROWS), "values": values}
-    kernel = backward_kernel("prepare", spec, target, layout, context, _PREPARE_THREADS, 0, launch, plain=True)
+    threads, shared = _PREPARE_THREADS, NO_SHARED_MEMORY
+    kernel = backward_kernel("prepare", spec, target, layout, context, threads, shared, launch, plain=True)
     return replace(kernel, plan=plan, workspaces=tuple(memory))
 
 
@@ -285,7 +288,8 @@ def _finish(
         "head_padded": context["padded_dim"],
         "vector_reductions": target.vector_reductions,
     }
-    return backward_kernel("finish", spec, target, layout, context, _FINISH_THREADS, 0, launch, plain=True, of=of)
+    threads, shared = _FINISH_THREADS, NO_SHARED_MEMORY
+    return backward_kernel("finish", spec, target, layout, context, threads, shared, launch, plain=True, of=of)
 
 
 def capture_sums(spec: AttentionSpec, target: Target, deterministic: bool) -> tuple[RenderedKernel, ...]:
@@ -314,12 +318,11 @@ def sink_sums(spec: AttentionSpec, target: Target, rows: Rows) -> tuple[Rendered
             member_name(capture): member_name(capture),
         },
     }
+    shared = slot_per_warp("sums of warps", _SINK_THREADS // WARP)
     arrays = replace(variant_of(spec, score=False, sink=True), mask=None)
     arrays = replace(arrays, arrays=tuple(each for each in arrays.arrays if each.name == capture.name))
     return (
-        backward_kernel(
-            "sink", spec, target, layout, context, _SINK_THREADS, _SINK_THREADS // 8, launch, plain=True, reads=arrays
-        ),
+        backward_kernel("sink", spec, target, layout, context, _SINK_THREADS, shared, launch, plain=True, reads=arrays),
     )
 
 
@@ -342,7 +345,16 @@ def _capture(spec: AttentionSpec, target: Target, capture: Capture, deterministi
         "pointers": {"sums": sums, "gradient": capture_gradient(capture)},
     }
     return backward_kernel(
-        "capture", spec, target, layout, context, _CAPTURE_THREADS, 0, launch, plain=True, of=capture.name
+        "capture",
+        spec,
+        target,
+        layout,
+        context,
+        _CAPTURE_THREADS,
+        NO_SHARED_MEMORY,
+        launch,
+        plain=True,
+        of=capture.name,
     )
 
 
@@ -358,7 +370,7 @@ def backward_kernel(
     layout: ArgumentLayout,
     context: dict[str, Any],
     threads: int,
-    shared_bytes: int,
+    shared: SharedMemoryLayout,
     launch: Mapping[str, Any],
     plain: bool = False,
     of: str = "",
@@ -369,9 +381,14 @@ def backward_kernel(
 ) -> RenderedKernel:
     """One of the kernels; a `plain` one has nothing of the mask and the score in it.
 
-    launch: what its record says of that. of: the capture, or the gradient, that it is for. template: where it is a
-    family's own. primitives: sizes of those that are written out for some only. optional: members that not every
-    variant reads. reads: what a plain one has of the variant all the same.
+    Args:
+        shared: the layout of its shared memory.
+        launch: what its record says of the launch.
+        of: the capture, or the gradient, that it is for.
+        template: where it is a family's own.
+        primitives: sizes of those that are written out for some only.
+        optional: members that not every variant reads.
+        reads: what a plain kernel has of the variant all the same.
     """
     layout = _as_ragged(layout) if spec.is_ragged else layout
     struct, entry = f"Backward{part.title()}Arguments", entry_name(f"attention_backward_{part}{of and f'_{of}'}", spec)
@@ -380,13 +397,18 @@ def backward_kernel(
     finishes = part == "keys" and context.get("finishes", False)
     exact_sums, columns = context.get("exact_sums", False), context.get("head_padded", 0)
     cost = backward_cost(shown, spec, dq_apart, exact_sums, columns, finishes)
-    told = (shared_bytes, cost, context["deterministic"], dq_apart, finishes)
+    told = (shared.total_bytes, cost, context["deterministic"], dq_apart, finishes)
     header = backward_header(shown, spec, target, plan, *told)
     variant = reads if plain else variant_of(spec)
 
     def source_of(layout: ArgumentLayout) -> str:
         told = common_context(spec, target, variant, struct, layout, context.get("gradient")) | {"no_lse": _NO_LSE}
-        told |= {"mask_alone": is_masked(spec), "alike": None}
+        told |= {
+            "memory": shared,
+            "layouts": {"shared_constants": shared},
+            "mask_alone": is_masked(spec),
+            "alike": None,
+        }
         told |= context | {"entry": entry, "header": header}
         return assemble(template or f"backward/{part}.cu.jinja", told, target, primitives)
 
@@ -397,5 +419,5 @@ def backward_kernel(
         source = source_of(layout)
     name = kernel_name(f"bwd-{part}{of and f'-{of}'}", target, spec)
     return RenderedKernel(
-        name, entry, source, target, layout, threads, shared_bytes, plan=plan, role=shown, cost=cost, **launch
+        name, entry, source, target, layout, threads, shared, plan=plan, role=shown, cost=cost, **launch
     )

@@ -53,14 +53,15 @@ def forward_context(
     the ends of a tile. struct: the name of the argument struct. position: whether a score stands where it does in every
     kernel; else the template declares its own `Position`. any_size: whether tiles of keys have several sizes.
     """
-    tiles, variant = visited_keys(spec), variant_of(spec, sink=True)
+    tiles, variant, shared = visited_keys(spec), variant_of(spec, sink=True), plan.shared_memory(spec)
     return common_context(spec, target, variant, struct, layout, position=position) | {
         "plan": plan,
         "entry": entry_name("attention_forward", spec),
         "key_tiles": visited_tiles(
             tiles, struct, variant.mask is not None, ends=ends, ragged=spec.is_ragged, any_size=any_size
         ),
-        "shared_bytes": plan.shared_bytes(spec),
+        "memory": shared,
+        "layouts": {"shared_constants": shared},
         "longest_first": longest_last(tiles),
         "score_operand": variant.score.of(score) if variant.score else "",
         "score_call": variant.score.call(names) if variant.score else "",
@@ -83,7 +84,7 @@ def forward_kernel(
         target,
         layout,
         plan.threads,
-        plan.shared_bytes(spec),
+        plan.shared_memory(spec),
         plan=plan,
         role="forward",
         cost=forward_cost(spec),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from flashgen.codegen.arguments import Field, ordered
 from flashgen.codegen.assembly import assemble
 from flashgen.codegen.rendered_kernel import RenderedKernel
+from flashgen.codegen.shared_memory import NO_SHARED_MEMORY
 from flashgen.codegen.sizes import ceil_div
 from flashgen.codegen.targets import Target
 from flashgen.errors import UnsupportedError
@@ -50,7 +51,7 @@ def render_merge(dtype: str, parts: int, layout: str, target: Target) -> Rendere
         target,
         struct,
         _THREADS,
-        0,
+        NO_SHARED_MEMORY,
         plan=None,
         role="merge",
         grid=lambda sizes: (ceil_div(sizes.count, _THREADS), 1, 1),

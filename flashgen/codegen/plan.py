@@ -5,20 +5,27 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, ClassVar, Protocol
 
+from flashgen.codegen.shared_memory import SharedMemoryLayout
 from flashgen.codegen.targets import Target
 from flashgen.errors import UnsupportedError
 from flashgen.language.spec import AttentionSpec
 
 
-class _SaysItsProblem(Protocol):
+class _Checkable(Protocol):
     @property
     def problem(self) -> Callable[..., str | None]: ...
+    @property
+    def shared_memory(self) -> Callable[..., SharedMemoryLayout]: ...
 
 
 class Checked:
-    """What plans of every family and pass do alike: who takes one is told its problem."""
+    """What the plans of every family and pass have in common."""
 
-    def check(self: _SaysItsProblem, *given: Any) -> None:
+    def shared_bytes(self: _Checkable, *given: Any, **options: Any) -> int:
+        """The dynamic shared memory of a block, in bytes; takes the arguments of `shared_memory`."""
+        return self.shared_memory(*given, **options).total_bytes
+
+    def check(self: _Checkable, *given: Any) -> None:
         """UnsupportedError where there is a problem; takes what `problem` does."""
         problem = self.problem(*given)
         if problem:
@@ -77,8 +84,11 @@ class Plan(Protocol):
     def summary(self, spec: AttentionSpec) -> str:
         """One line for the kernel's header."""
 
+    def shared_memory(self, spec: AttentionSpec) -> SharedMemoryLayout:
+        """The layout of a block's dynamic shared memory."""
+
     def shared_bytes(self, spec: AttentionSpec) -> int:
-        """Dynamic shared memory of a block."""
+        """The dynamic shared memory of a block, in bytes."""
 
     def problem(self, spec: AttentionSpec, target: Target) -> str | None:
         """Why the plan contradicts itself, or does not fit the spec or the target; None where it does."""

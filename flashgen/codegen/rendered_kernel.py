@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from flashgen.codegen.arguments import ArgumentLayout
+from flashgen.codegen.shared_memory import SharedMemoryLayout
 from flashgen.codegen.sizes import Sizes
 from flashgen.codegen.targets import Target
 from flashgen.language.spec import AttentionSpec
@@ -56,6 +57,7 @@ class RenderedKernel:
 
     Attributes:
         name: for folders and reports. entry: of the extern "C" function.
+        shared: the layout of a block's dynamic shared memory.
         plan: whose tiles the kernel is for, a dataclass; None where it knows of no tiles.
         role: what the kernel is in its pass: "lists", "forward", "prepare", "keys", ...
         cost: None where it is small beside the others'.
@@ -77,7 +79,7 @@ class RenderedKernel:
     target: Target
     layout: ArgumentLayout
     threads: int
-    shared_bytes: int
+    shared: SharedMemoryLayout
     plan: Any = field(kw_only=True)
     role: str = field(kw_only=True)
     grid: Callable[[Sizes], Grid] = field(kw_only=True, compare=False)
@@ -89,6 +91,11 @@ class RenderedKernel:
     counts: Callable[[Sizes], int] | None = field(default=None, kw_only=True, compare=False)
     workspaces: tuple[Workspace, ...] = field(default=(), kw_only=True, compare=False)
     pointers: Mapping[str, str] = field(default_factory=dict, kw_only=True)
+
+    @property
+    def shared_bytes(self) -> int:
+        """The dynamic shared memory of a block, in bytes."""
+        return self.shared.total_bytes
 
     def __repr__(self) -> str:
         facts = (

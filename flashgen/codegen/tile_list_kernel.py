@@ -18,6 +18,7 @@ from flashgen.codegen.expressions.interval_text import interval_text
 from flashgen.codegen.expressions.printer import statements
 from flashgen.codegen.ragged import ragged_fields, sequences_text, slots
 from flashgen.codegen.rendered_kernel import Direction, Grid, RenderedKernel, entry_name, kernel_name
+from flashgen.codegen.shared_memory import slot_per_warp
 from flashgen.codegen.sizes import Sizes, ceil_div, most
 from flashgen.codegen.targets import Target
 from flashgen.codegen.tiling import WARP
@@ -143,7 +144,7 @@ def render_lists(spec: AttentionSpec, target: Target, plan: Tiles, direction: Di
         target,
         layout,
         threads,
-        WARPS * 4,
+        slot_per_warp("visited tiles of warps", WARPS),
         plan=plan,
         role="lists" if direction == "keys" else "query_lists",
         lists=direction,

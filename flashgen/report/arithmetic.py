@@ -1,4 +1,4 @@
-"""Formulas as texts, evaluated: those of a kernel's cost, and the constants of an emitted text."""
+"""Evaluates the formulas of a kernel's cost, which are texts."""
 
 from __future__ import annotations
 

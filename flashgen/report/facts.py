@@ -25,7 +25,6 @@ from flashgen.report import measured, roofline
 from flashgen.report.machine_code import instructions_of
 from flashgen.report.occupancy import occupancy
 from flashgen.report.runs import Run, run_once, short_shape
-from flashgen.report.shared_memory import regions_of
 from flashgen.report.sizes import CallSizes
 from flashgen.report.stages import OF_ROLE, steps_of
 from flashgen.report.timeline import Timeline, timeline_of
@@ -243,7 +242,7 @@ def _facts(
     on_roof = roofline.point(card, kernel.role, count, moved, timed) if card and count and moved else None
     what, formula = OF_ROLE.get(kernel.role, ("Adds up the gradient of a captured array", ""))
     events = run.events.get(kernel.entry) if run else None
-    recorded = timeline_of(events, kernel.target) if events is not None else None
+    recorded = timeline_of(events, kernel) if events is not None else None
     timeline = recorded if recorded and recorded.spans else None  # a kernel without tiles has nothing to show
     data = {
         "pass": of,
@@ -255,7 +254,9 @@ def _facts(
         "plan": asdict(kernel.plan) if is_dataclass(kernel.plan) and not isinstance(kernel.plan, type) else None,
         "threads": kernel.threads,
         "shared_bytes": kernel.shared_bytes,
-        "shared": [region.to_dict() for region in regions_of(kernel)],
+        "shared": [region._asdict() for region in kernel.shared.regions()],
+        "shared_overlays": [region._asdict() for region in kernel.shared.overlays()],
+        "mbarriers": {name: at for at, name in kernel.shared.barrier_offsets().items()},
         "cost": asdict(kernel.cost) if kernel.cost else None,
         "flops": count,
         "hbm_bytes": moved,

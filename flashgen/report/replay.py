@@ -9,6 +9,7 @@ Arithmetic beside products and exponentials (masks, maxima, sums, conversions) t
 from __future__ import annotations
 
 from collections import Counter, deque
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
@@ -58,8 +59,8 @@ class _Warp:
 class Replay:
     """Lays out the events of one launch. `spans` are in the order in which they were placed."""
 
-    def __init__(self, events: Array, target: Target) -> None:
-        self.target = target
+    def __init__(self, events: Array, target: Target, barriers: Mapping[int, str]) -> None:
+        self.target, self.barriers = target, barriers
         self.spans: list[Span] = []
         self._warps = {int(warp): _Warp(int(warp), deque()) for warp in sorted(set(events["warp"].tolist()))}
         for event in events:
@@ -173,7 +174,8 @@ class Replay:
 
     def _await_phase(self, warp: _Warp, event: Any) -> None:
         at = self._phase_at.get((int(event["object"]), int(event["phase"])), 0.0)
-        self._wait(warp, at, event, f"waits for the mbarrier at byte {int(event['object'])}")
+        offset = int(event["object"])
+        self._wait(warp, at, event, f"waits for {self.barriers.get(offset, f'the mbarrier at byte {offset}')}")
 
     def _reach(self, warp: _Warp, event: Any) -> None:
         number, needed = int(event["object"]), -(-int(event["amount"]) // WARP)
@@ -199,6 +201,6 @@ class Replay:
         self.spans.append(Span(warp.number, kind, begin, end, int(line), text, asynchronous))
 
 
-def replayed(events: Array, target: Target) -> list[Span]:
-    """The spans of a launch's events, by the rates of a target."""
-    return Replay(events, target).run()
+def replayed(events: Array, target: Target, barriers: Mapping[int, str] | None = None) -> list[Span]:
+    """The spans of a launch's events, by the rates of a target. barriers: names of mbarriers by their offsets."""
+    return Replay(events, target, barriers or {}).run()

@@ -8,7 +8,7 @@ from html import escape
 from typing import Any
 
 from flashgen.analysis.drawing import palette
-from flashgen.codegen.targets import Target
+from flashgen.codegen.rendered_kernel import RenderedKernel
 from flashgen.report.replay import Span, replayed
 from flashgen.runtime.timeline import Array, Did
 
@@ -60,9 +60,9 @@ class Timeline:
         return sum(each.end - each.begin for each in found if each.asynchronous is asynchronous) / (self.cycles or 1)
 
 
-def timeline_of(events: Array, target: Target) -> Timeline:
+def timeline_of(events: Array, kernel: RenderedKernel) -> Timeline:
     """The timeline of a launch's events: a row for each warpgroup where these multiply together, else for each warp."""
-    spans = replayed(events, target)
+    spans = replayed(events, kernel.target, kernel.shared.barrier_offsets())
     rows = tuple(_rows(events, spans))
     drawn = {row.warp for row in rows}
     kept = tuple(_joined(span for span in spans if span.warp in drawn))

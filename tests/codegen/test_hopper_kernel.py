@@ -32,7 +32,7 @@ SM_90A = target_named("sm_90a")
 needs_nvrtc = pytest.mark.skipif(not nvrtc.is_available(), reason="needs CuPy and NVRTC: pip install '.[cuda13]'")
 
 DIMS = (128, 64, 256, 40, 96, 192, 8, 160, 72, 80, 224)
-MOST_LINES = 400  # with all comments, the header and what is the variant's; without the primitives
+MOST_LINES = 416  # with all comments, the header and what is the variant's; without the primitives
 MOST_CODE = 460  # lines of code alone, with the variant's and with what is done to tiles
 LONGEST_FUNCTION = 75
 

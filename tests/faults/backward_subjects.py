@@ -17,6 +17,7 @@ from flashgen import reference
 from flashgen.attention import Attention
 from flashgen.codegen.mma_sync.backward_plans import BackwardPlan, QueriesPlan
 from flashgen.codegen.rendered_kernel import RenderedKernel
+from flashgen.codegen.shared_memory import SharedMemoryLayout
 from flashgen.codegen.stages import Kernels, backward_kernels
 from flashgen.codegen.targets import TARGETS
 from flashgen.launch.engines import Emulator, EmulatorRunner
@@ -58,7 +59,8 @@ class BackwardSubject:
         kernels = _rendered(self)
         kernel = kernels[self.part]
         source = texts[self.part] if texts else kernel.source
-        changed = replace(kernel, source=source, shared_bytes=kernel.shared_bytes + shared_bytes)
+        shared = SharedMemoryLayout(least_bytes=kernel.shared_bytes + shared_bytes)
+        changed = replace(kernel, source=source, shared=shared)
         engine = SanitizesOne(sanitize, schedule, entry=kernel.entry) if texts else Emulator(sanitize, schedule)
         attention = Attention(self.spec, TARGETS["sm_80"], engine, deterministic=self.deterministic)
         attention.__dict__["backward_kernels"] = {**kernels, self.part: changed}

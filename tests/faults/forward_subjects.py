@@ -17,6 +17,7 @@ from flashgen.codegen.hopper.plans import HopperPlan
 from flashgen.codegen.mma_sync.decode_plans import DecodePlan
 from flashgen.codegen.mma_sync.forward_plans import ForwardPlan
 from flashgen.codegen.plan import Plan
+from flashgen.codegen.shared_memory import SharedMemoryLayout
 from flashgen.codegen.stages import Kernels, forward_kernels
 from flashgen.codegen.targets import target_named
 from flashgen.launch.engines import Emulator
@@ -64,7 +65,8 @@ class ForwardSubject:
         kernels = self._kernels()
         kernel = kernels["forward"]
         source = texts["forward"] if texts else kernel.source
-        changed = replace(kernel, source=source, shared_bytes=kernel.shared_bytes + shared_bytes)
+        shared = SharedMemoryLayout(least_bytes=kernel.shared_bytes + shared_bytes)
+        changed = replace(kernel, source=source, shared=shared)
         with mock.patch.object(callable_module, "forward_kernels", lambda *_, plan: {**kernels, "forward": changed}):
             engine = Emulator(sanitize, schedule)
             attention = Attention(self.spec, target_named(self.target), engine, self.plan)

@@ -21,6 +21,7 @@ from flashgen.analysis.tile_classes import PARTIAL, tile_map
 from flashgen.build import nvrtc
 from flashgen.build.tools import find_tool
 from flashgen.cli.app import app
+from flashgen.codegen.shared_memory import Region
 from flashgen.codegen.stages import backward_kernels, forward_kernels
 from flashgen.codegen.targets import TARGETS, ReferenceGpu, target_named
 from flashgen.report import machine_code, measured
@@ -29,7 +30,6 @@ from flashgen.report.mathml import block, expression
 from flashgen.report.occupancy import occupancy
 from flashgen.report.page import si, thousands
 from flashgen.report.roofline import point
-from flashgen.report.shared_memory import constants_of, regions_of
 from flashgen.report.stages import definitions, steps_of
 
 needs_nvrtc = pytest.mark.skipif(not nvrtc.is_available(), reason="needs NVRTC: pip install '.[cuda13]'")
@@ -191,34 +191,24 @@ def test_a_timeline_of_what_has_none_is_refused(of: str) -> None:
 # ---- shared memory
 
 
-@pytest.mark.parametrize("target", ["sm_75", "sm_80", "sm_86", "sm_90a"])
-@pytest.mark.parametrize("layout", ["bhsd", "thd"])
-@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (192, 128), (256, 256), (40, 64)])
-def test_regions_fill_the_shared_memory_of_every_kernel_that_has_some(
-    target: str, layout: str, dims: tuple[int, int]
-) -> None:
-    spec = fg.AttentionSpec(dims[0], value_dim=dims[1], mask=fg.causal(), layout=layout)
-    named = target_named(target)
-    for kernel in (*forward_kernels(spec, named).values(), *backward_kernels(spec, named).values()):
-        regions = regions_of(kernel)
-        if not kernel.shared_bytes:
-            assert regions == []
-            continue
-        assert regions, kernel.name
-        at = 0
-        for region in regions:
-            assert region.offset == at and region.bytes > 0, (kernel.name, region)
-            at += region.bytes
-        assert at == kernel.shared_bytes
-        assert sum(region.bytes for region in regions if region.name == "padding") <= 1024
-
-
-def test_regions_are_what_the_text_says() -> None:
-    source = (ROOT / "generated" / "fwd-sm80-bf16-d128-causal-56b1805a.cu").read_text(encoding="utf-8")
-    known = constants_of(source)
-    assert known["kKeyOffset"] == 128 * 128 * 2 and known["kValueOffset"] == 128 * 128 * 2 + 2 * 32 * 128 * 2
-    kernel = forward_kernels(fg.AttentionSpec(128, "bfloat16", mask=fg.causal()), target_named("sm_80"))["forward"]
-    assert [region.name for region in regions_of(kernel)] == ["Q", "K 0", "K 1", "V 0", "V 1"]
+@needs_nvrtc
+def test_a_page_draws_the_layout_of_shared_memory(tmp_path: Path) -> None:
+    path = tmp_path / "report.html"
+    invoke(f'report "causal()" --head-dim 128 --target sm_90a --output {path}')
+    text = path.read_text(encoding="utf-8")
+    kernels = {kernel["role"]: kernel for kernel in data_of(text)["kernels"]}
+    spec, target = fg.AttentionSpec(128, mask=fg.causal()), target_named("sm_90a")
+    for role, kernel in {**forward_kernels(spec, target), **backward_kernels(spec, target)}.items():
+        found = kernels[role]
+        assert [Region(**region) for region in found["shared"]] == kernel.shared.regions()
+        assert sum(region["bytes"] for region in found["shared"]) == found["shared_bytes"] == kernel.shared_bytes
+    assert [region["name"] for region in kernels["keys"]["shared_overlays"]] == ["dK", "dV"]
+    assert "Later dK overlays bytes" in text
+    offsets = kernels["forward"]["mbarriers"]
+    (barriers,) = (region for region in kernels["forward"]["shared"] if region["name"] == "mbarriers")
+    assert offsets["queries_full"] == barriers["offset"] and len(offsets) * 8 == barriers["bytes"]
+    waits = {span["text"] for span in kernels["forward"]["timeline"]["spans"] if span["kind"] == "wait"}
+    assert "waits for queries_full" in waits and not any("mbarrier at byte" in text for text in waits)
 
 
 # ---- occupancy, roofline, instructions, formulas, steps

@@ -188,7 +188,7 @@ def test_kernels_are_laid_out_without_overlaps(target: str, role: str) -> None:
 
 def test_a_picture_has_a_row_for_each_warpgroup_and_links_to_lines() -> None:
     kernel, found = of_kernel("sm_90a", "forward")
-    drawn = timeline_of(found, SM_90)
+    drawn = timeline_of(found, kernel)
     assert [row.name for row in drawn.rows] == [
         *(f"warpgroup {group}" for group in range(kernel.plan.consumers)),
         f"warp {4 * kernel.plan.consumers}, loads",
@@ -203,7 +203,7 @@ def test_a_picture_has_a_row_for_each_warpgroup_and_links_to_lines() -> None:
 
 
 def test_waits_and_products_of_a_row_make_up_its_time() -> None:
-    _, found = of_kernel("sm_80", "forward")
-    drawn = timeline_of(found, SM_80)
+    kernel, found = of_kernel("sm_80", "forward")
+    drawn = timeline_of(found, kernel)
     shares = [drawn.share(kind, drawn.rows[0].warp) for kind in ("copy", "product", "exponentials", "wait", "store")]
     assert all(share >= 0 for share in shares) and 0.9 < sum(shares) <= 1 + 1e-9

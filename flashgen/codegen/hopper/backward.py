@@ -103,7 +103,7 @@ def _keys(
 ) -> RenderedKernel:
     in_turns = plan.in_turns
     dq_apart = deterministic and not in_turns
-    tiles, shared = query_range(spec.mask.expression), plan.shared_bytes(spec, dq_apart)
+    tiles, shared = query_range(spec.mask.expression), plan.shared_memory(spec, dq_apart)
     written = () if plan.heads_apart else ("dk", "dv")
     fields = [Field("TensorMap", f"{name}_map") for name in ("q", "k", "v", "d_o", *written)]
     finishes = plan.finishes(spec, dq_apart)
@@ -125,12 +125,11 @@ def _keys(
         "deterministic": deterministic,
         "dq_apart": dq_apart,
         "in_turns": in_turns,
-        "keys_early": backward_works.loads_early(plan, dq_apart),
+        "keys_early": plan.loads_early(dq_apart),
         "places_anew": (plan.early_scores or spec.is_ragged) and not (plan.heads_apart or in_turns or spec.dropout),
         "finishes": finishes,
         "divides": backward_works.divides(spec, plan, dq_apart),
         "rotates": backward_works.rotates(spec, plan, dq_apart),
-        "shared_bytes": shared,
         "divides_columns": divides_tiles(spec, plan.tile_q, QUERY),
         "alike": alike_text(spec),
         "gradient": gradient,
@@ -212,7 +211,7 @@ def _wide_keys(
     spec: AttentionSpec, target: Target, plan: HopperWidePlan, rows: Rows, deterministic: bool
 ) -> RenderedKernel:
     """deterministic: gradients of captures are summed exactly; nothing else depends on the mode."""
-    tiles, shared = query_range(spec.mask.expression), plan.shared_bytes(spec)
+    tiles, shared = query_range(spec.mask.expression), plan.shared_memory(spec)
     gradient = score_gradient(spec)
     gathers = gradient.gathers if gradient else ()
     fields = [Field("TensorMap", f"{name}_map") for name in ("q", "k", "v", "d_o", "dk", "dv")]
@@ -228,7 +227,6 @@ def _wide_keys(
         "dq_apart": True,
         "in_turns": False,
         "divides": False,
-        "shared_bytes": shared,
         "divides_columns": divides_tiles(spec, plan.tile_q, QUERY),
         "alike": alike_text(spec),
         "gradient": gradient,
@@ -270,7 +268,7 @@ def _queries(
     spec: AttentionSpec, target: Target, plan: HopperQueriesPlan, rows: Rows, deterministic: bool, multiple: int
 ) -> RenderedKernel:
     """deterministic: it is of that mode alone. multiple: of rows, as `rows_of` was told."""
-    tiles, shared = key_range(spec.mask.expression), plan.shared_bytes(spec)
+    tiles, shared = key_range(spec.mask.expression), plan.shared_memory(spec)
     fields = [Field("TensorMap", f"{name}_map") for name in ("q", "k", "v", "d_o", "dq")]
     fields += [STATISTICS, *numbers(*(() if spec.is_ragged else ("heads_q",)), "len_q", "len_k"), ROWS]
     fields += ragged_fields() if spec.is_ragged else []
@@ -282,7 +280,6 @@ def _queries(
         "mask_alone": _mask_alone(spec, deterministic),
         "deterministic": deterministic,
         "dq_apart": True,
-        "shared_bytes": shared,
         "divides_columns": divides_tiles(spec, plan.tile_k),
         "gradient": score_gradient(spec, with_gathers=False),
         "gathers": (),

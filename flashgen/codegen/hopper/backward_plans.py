@@ -12,20 +12,26 @@ from flashgen.analysis.closed_forms.tile_ranges import query_range
 from flashgen.analysis.derivatives import gathers
 from flashgen.codegen.demand import Weight, demand_of, is_clipped
 from flashgen.codegen.expressions.derivative_text import score_gradient
+from flashgen.codegen.hopper.barriers import key_barriers
 from flashgen.codegen.hopper.plans import WARPGROUP
 from flashgen.codegen.plan import Checked, shared_memory_problem
+from flashgen.codegen.shared_memory import (
+    BYTE,
+    FLOAT,
+    FLOAT2,
+    Buffer,
+    Extent,
+    SharedMemoryLayout,
+    literal,
+    mbarriers,
+)
 from flashgen.codegen.targets import Target
-from flashgen.codegen.tiling import ELEMENT_BYTES, padded
+from flashgen.codegen.tiling import padded, value_extent
 from flashgen.language.spec import AttentionSpec
 
 _ROWS = 64  # of a wgmma
-_STATISTICS_BYTES = 8  # of a row: its LSE and D
 _SCORE_STAGES = 2  # tiles of dS: one is written while dQ is made of the other
-_BARRIER_BYTES = 8
-_GRADIENT_BARRIERS = 3  # for a tile of dQ
-_WORK_BARRIERS = 6  # for the places of K and of V, and two works
 _WORK_BYTES, _RAGGED_WORK_BYTES = 16, 48  # of what a block is told to work on
-_SUM_BYTES = 4  # of an element of dQ
 _ACCUMULATORS = 224  # registers of a thread that sums and products in flight may take
 _SHORT = 200  # of these, that leave a slope of the score too few
 _WARPS = 4  # of a warpgroup
@@ -125,20 +131,46 @@ class HopperBackwardPlan(Checked):
         fragments = self.tile_q // 2  # P and dS as operands
         return sums + self.tile_q + fragments * self.early_scores
 
-    def shared_bytes(self, spec: AttentionSpec, dq_apart: bool = False) -> int:
-        """Dynamic shared memory of a block: K, V; the stages of Q, dO and of statistics; of dS, dQ; the barriers.
+    def loads_early(self, dq_apart: bool) -> bool:
+        """Whether the next tile's K is loaded while gradients are stored. dq_apart: another kernel makes dQ."""
+        return not (dq_apart or self.heads_apart or self.finish_apart)
 
-        dq_apart: another kernel makes dQ.
+    def shared_memory(self, spec: AttentionSpec, dq_apart: bool = False) -> SharedMemoryLayout:
+        """K and V; the stages of Q and dO; those of dS, and dQ; the statistics; the mbarriers; two work tiles.
+
+        In the epilogue dV overlays V, and dK overlays K, or dQ where the next tile's K is loaded early.
+
+        Args:
+            dq_apart: another kernel makes dQ.
         """
-        head, value = self.head_columns(spec), padded(spec.value_dim)
-        tiles = ELEMENT_BYTES * (self.tile_k + self.stages * self.tile_q) * (head + value)
-        statistics, barriers = self.stages * self.tile_q * _STATISTICS_BYTES, 4 * self.stages + _WORK_BARRIERS
-        tiles += 2 * (_RAGGED_WORK_BYTES if spec.is_ragged else _WORK_BYTES)
-        if dq_apart:
-            return tiles + statistics + _BARRIER_BYTES * barriers
-        shared = _SCORE_STAGES * ELEMENT_BYTES * self.tile_q * self.tile_k + _SUM_BYTES * self.tile_q * head
-        barriers += 2 * _SCORE_STAGES + _GRADIENT_BARRIERS
-        return tiles + shared + statistics + _BARRIER_BYTES * barriers
+        queries, keys = Extent("kTileQ", self.tile_q), Extent("kTileK", self.tile_k)
+        head, value = Extent("kHeadDimPadded", self.head_columns(spec)), value_extent(spec)
+        stages, score_stages = Extent("kStages", self.stages), Extent("kScoreStages", _SCORE_STAGES)
+        work_bytes = literal(_RAGGED_WORK_BYTES if spec.is_ragged else _WORK_BYTES)
+        barriers = key_barriers(stages, score_stages, dq_apart)
+        panels, own_parts = "a panel of 64 keys for each warpgroup", "the parts of the warps side by side"
+        summed = (
+            Buffer("Score", "dS", (queries, keys), copies=score_stages, note=panels),
+            Buffer("Gradient", "dQ", (queries, head), FLOAT, note=own_parts),
+        )
+        stored = (
+            Buffer("KeyGradient", "dK", (keys, head), overlays="Gradient" if self.loads_early(dq_apart) else "Key"),
+            Buffer("ValueGradient", "dV", (keys, value), overlays="Value"),
+        )
+        return SharedMemoryLayout(
+            (
+                Buffer("Key", "K", (keys, head)),
+                Buffer("Value", "V", (keys, value)),
+                Buffer("Query", "Q", (queries, head), copies=stages),
+                Buffer("Output", "dO", (queries, value), copies=stages),
+                *(() if dq_apart else summed),
+                Buffer("Statistics", "L, D", (queries,), FLOAT2, copies=stages),
+                mbarriers(barriers),
+                Buffer("Work", "work tile", (work_bytes,), BYTE, copies=literal(2)),
+                *(() if self.heads_apart else stored),
+            ),
+            barriers,
+        )
 
     def summary(self, shared_bytes: int) -> str:
         """What the kernel's header says of it."""

@@ -52,11 +52,6 @@ class Division(NamedTuple):
     parts: Any
 
 
-def loads_early(plan: HopperBackwardPlan, dq_apart: bool) -> bool:
-    """Whether the next tile's K is loaded while gradients are stored. dq_apart: another kernel makes dQ."""
-    return not (dq_apart or plan.heads_apart or plan.finish_apart)
-
-
 def rotates(spec: AttentionSpec, plan: HopperBackwardPlan, dq_apart: bool) -> bool:
     """Whether walks of a head's tiles of keys, which all have the same steps, begin at as many places."""
     return not (dq_apart or plan.in_turns or is_masked(spec) or spec.is_ragged)
@@ -64,7 +59,7 @@ def rotates(spec: AttentionSpec, plan: HopperBackwardPlan, dq_apart: bool) -> bo
 
 def divides(spec: AttentionSpec, plan: HopperBackwardPlan, dq_apart: bool) -> bool:
     """Whether tiles of keys may be in parts."""
-    return rotates(spec, plan, dq_apart) and loads_early(plan, dq_apart)
+    return rotates(spec, plan, dq_apart) and plan.loads_early(dq_apart)
 
 
 def interleaves(spec: AttentionSpec, plan: HopperBackwardPlan) -> bool:

@@ -99,7 +99,6 @@ def render_hopper(spec: AttentionSpec, target: Target, plan: HopperPlan | None =
         "output_apart": plan.output_apart(spec),
         "packed": packed,
         "alike": _alike(spec, plan),
-        "index_bytes": plan.index_bytes(spec),
         "map_rows": MAP_ROWS,
         "suffix": suffix_of(spec),
         "page_size": spec.page_size,

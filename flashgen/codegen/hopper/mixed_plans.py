@@ -15,6 +15,7 @@ from flashgen.codegen.hopper.plans import PROMPT_QUERIES, HopperPlan
 from flashgen.codegen.mma_sync.decode_plans import FEW_ROWS, DecodePlan, choose_decode_plan
 from flashgen.codegen.mma_sync.mixed_plans import MixedPlan
 from flashgen.codegen.plan import Checked
+from flashgen.codegen.shared_memory import SharedMemoryLayout
 from flashgen.codegen.targets import Target
 from flashgen.language.spec import AttentionSpec
 
@@ -70,8 +71,8 @@ class HopperMixedPlan(Checked):
     def exposed(self, blocks: int) -> float:
         return self.prompt.exposed(blocks)
 
-    def shared_bytes(self, spec: AttentionSpec) -> int:
-        return self.prompt.shared_bytes(spec)
+    def shared_memory(self, spec: AttentionSpec) -> SharedMemoryLayout:
+        return self.prompt.shared_memory(spec)
 
     def summary(self, spec: AttentionSpec) -> str:
         """One line for the first kernel's header."""

@@ -8,10 +8,12 @@ from itertools import product
 from typing import ClassVar
 
 from flashgen.codegen.demand import demand_of
+from flashgen.codegen.hopper.barriers import forward_barriers
 from flashgen.codegen.hopper.pages import problem_of_cache
 from flashgen.codegen.plan import Checked, shared_memory_problem
+from flashgen.codegen.shared_memory import BYTE, INT, UINT4, Buffer, Extent, SharedMemoryLayout, literal, mbarriers
 from flashgen.codegen.targets import TARGETS, Target
-from flashgen.codegen.tiling import DROPOUT_COLUMNS, ELEMENT_BYTES, WARP, padded
+from flashgen.codegen.tiling import DROPOUT_COLUMNS, WARP, head_extent, padded, value_extent
 from flashgen.language.operations import HEAD
 from flashgen.language.spec import AttentionSpec
 
@@ -19,16 +21,14 @@ WARPGROUP = 128
 _ROWS = 64  # of a wgmma
 _DEPTH = 16
 _MOST_COLUMNS = 256  # of a wgmma, and rows of a TMA box
-_BARRIER_BYTES = 8
-_WORK_BYTES = 64
-_BARRIERS_PER_STAGE = 4
+_INDEX_BYTES = 8  # of the number of a tile, which the producer tells the consumers
+_WORK_BYTES = 64  # of the tile itself, which it tells them of a ragged batch
 _TARGET = TARGETS["sm_90a"]  # for which this family and its table of measured plans were made
 _MOST_SHARED = _TARGET.shared_per_block
-_ALIGNMENT = 1024  # bytes: the widest swizzle repeats after so many
+_SWIZZLE_BYTES = 1024  # after which the widest swizzle of TMA repeats
 
 _DRAWN_BLOCKS = 32  # of keys, for which a warp's lanes prepare dropout's random numbers, one each
 _MOST_DRAWN = 2  # times as many blocks are drawn at once
-_BLOCK_BYTES = 16  # of what is prepared for a block
 
 _WIDE = 192  # columns, beyond which registers are short
 _LEAST_LISTED = 256  # scores of a tile, that a warp looks at before it votes
@@ -144,17 +144,13 @@ class HopperPlan(Checked):
             f"{self.shared_bytes(spec)} bytes of shared memory{drawn}"
         )
 
-    def shared_bytes(self, spec: AttentionSpec) -> int:
-        """Dynamic shared memory of a block: Q and the output; the stages of K and V; the barriers; what is dropped."""
-        return self._shared_bytes(spec, self.output_apart(spec)) + self._drawing_bytes(spec, self.drawn_steps(spec))
-
-    def index_bytes(self, spec: AttentionSpec) -> int:
-        """What the loading thread tells the others: the number of a tile, or of a ragged batch the tile itself."""
-        return _WORK_BYTES if spec.is_ragged else _BARRIER_BYTES
+    def shared_memory(self, spec: AttentionSpec) -> SharedMemoryLayout:
+        """By warpgroup Q and O; the stages of K and of V; mbarriers; the tile's number; what dropout draws ahead."""
+        return self._shared_memory(spec, self.output_apart(spec), self.drawn_steps(spec))
 
     def output_apart(self, spec: AttentionSpec) -> bool:
-        """Whether the output has room of its own, so that the next tile's Q can be loaded early; else it takes Q's."""
-        return self._shared_bytes(spec, True) + self._drawing_bytes(spec, self._prepared_steps) <= _MOST_SHARED
+        """Whether O has room of its own, so that the next tile's Q can be loaded early; else it overlays Q."""
+        return self._shared_memory(spec, True, self._prepared_steps).total_bytes <= _MOST_SHARED
 
     @property
     def _prepared_steps(self) -> int:
@@ -165,28 +161,39 @@ class HopperPlan(Checked):
         """Steps whose dropout is drawn at once: as many as there is room for, until more would gain little."""
         if not spec.dropout:
             return 0
-        room = _MOST_SHARED - self._shared_bytes(spec, self.output_apart(spec))
-        most = _MOST_DRAWN * self._prepared_steps
-        fit = (steps for steps in range(most, 0, -self._prepared_steps) if self._drawing_bytes(spec, steps) <= room)
-        return next(fit, self._prepared_steps)
+        apart, most = self.output_apart(spec), _MOST_DRAWN * self._prepared_steps
+        for steps in range(most, 0, -self._prepared_steps):
+            if self._shared_memory(spec, apart, steps).total_bytes <= _MOST_SHARED:
+                return steps
+        return self._prepared_steps
 
-    def _drawing_bytes(self, spec: AttentionSpec, steps: int) -> int:
-        """What is prepared for blocks of keys, by warp; a bit for each score of so many steps, in words of a thread."""
-        if not spec.dropout:
-            return 0
-        words = -(-self.tile_k // (2 * DROPOUT_COLUMNS))
-        scores = 4 * words * self.consumers * WARPGROUP * steps
-        prepared = _BLOCK_BYTES * _DRAWN_BLOCKS * self.warps
-        return _BLOCK_BYTES + prepared + scores  # the first: to align the second
+    def _shared_memory(self, spec: AttentionSpec, output_apart: bool, drawn_steps: int) -> SharedMemoryLayout:
+        rows, keys, stages = literal(_ROWS), Extent("kTileK", self.tile_k), Extent("kStages", self.stages)
+        head, value = head_extent(spec), value_extent(spec)
+        of_rows = (Buffer("Query", "Q", (rows, head)), Buffer("Output", "O", (rows, value)))
+        consumers, label = Extent("kConsumers", self.consumers), "rows of warpgroups"
+        barriers = forward_barriers(stages, paged=bool(spec.page_size))
+        index_bytes = literal(_WORK_BYTES if spec.is_ragged else _INDEX_BYTES)
+        return SharedMemoryLayout(
+            (
+                Buffer("Rows", label, copies=consumers, parts=of_rows, union=not output_apart),
+                Buffer("Key", "K", (keys, head), copies=stages),
+                Buffer("Value", "V", (keys, value), copies=stages, alignment=_SWIZZLE_BYTES),
+                mbarriers(barriers),
+                Buffer("Index", "tile number", (index_bytes,), BYTE),
+                *(self._drawing(drawn_steps) if spec.dropout else ()),
+            ),
+            barriers,
+        )
 
-    def _shared_bytes(self, spec: AttentionSpec, output_apart: bool) -> int:
-        head, value = padded(spec.head_dim), padded(spec.value_dim)
-        columns = head + value if output_apart else max(head, value)
-        before_values = ELEMENT_BYTES * (self.rows * columns + self.stages * self.tile_k * head)
-        values = -(-before_values // _ALIGNMENT) * _ALIGNMENT
-        values += ELEMENT_BYTES * self.stages * self.tile_k * value
-        barriers = (3 if spec.page_size else 2) + _BARRIERS_PER_STAGE * self.stages
-        return values + _BARRIER_BYTES * barriers + self.index_bytes(spec)
+    def _drawing(self, drawn_steps: int) -> tuple[Buffer, Buffer]:
+        """Random words of blocks of keys, by warp; and a bit for each score of some steps, in words of a thread."""
+        warps, threads = Extent("kConsumers * 4", self.warps), Extent("kConsumers * 128", self.consumers * WARPGROUP)
+        words, steps = -(-self.tile_k // (2 * DROPOUT_COLUMNS)), Extent("kDrawnSteps", drawn_steps)
+        prepared = Buffer(
+            "Blocks", "dropout's blocks", (warps, literal(_DRAWN_BLOCKS)), UINT4, alignment=16, reserves_alignment=True
+        )
+        return prepared, Buffer("Drawn", "dropped scores", (steps, threads, literal(words)), INT)
 
     def problem(self, spec: AttentionSpec, target: Target) -> str | None:
         """Why the plan contradicts itself, or does not fit the spec or the target; None where it does."""

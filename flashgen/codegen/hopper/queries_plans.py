@@ -6,14 +6,15 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from flashgen.codegen.demand import Weight, demand_of
+from flashgen.codegen.hopper.barriers import query_barriers
 from flashgen.codegen.hopper.plans import WARPGROUP, panel_columns
 from flashgen.codegen.plan import Checked, shared_memory_problem
+from flashgen.codegen.shared_memory import Buffer, Extent, SharedMemoryLayout, mbarriers
 from flashgen.codegen.targets import Target
-from flashgen.codegen.tiling import DROPOUT_COLUMNS, ELEMENT_BYTES, padded
+from flashgen.codegen.tiling import DROPOUT_COLUMNS, head_extent, padded, value_extent
 from flashgen.language.spec import AttentionSpec
 
 _ROWS = 64  # of a wgmma
-_BARRIER_BYTES = 8
 _ACCUMULATORS = 216  # registers of a thread that sums, products in flight and operands may take
 
 
@@ -50,12 +51,23 @@ class HopperQueriesPlan(Checked):
         """What a thread holds at once: the sum of dQ, products in flight, dS as an operand."""
         return padded(spec.head_dim) // 2 + self.tile_k + self.tile_k // 4
 
-    def shared_bytes(self, spec: AttentionSpec) -> int:
-        """Dynamic shared memory of a block: Q, dO; the stages of K and of V; the barriers."""
-        head, value = padded(spec.head_dim), padded(spec.value_dim)
-        keys, values = self.tile_q + self.key_stages * self.tile_k, self.tile_q + self.value_stages * self.tile_k
-        barriers = 1 + 2 * (self.key_stages + self.value_stages)
-        return ELEMENT_BYTES * (keys * head + values * value) + _BARRIER_BYTES * barriers
+    def shared_memory(self, spec: AttentionSpec) -> SharedMemoryLayout:
+        """By warpgroup Q and dO; the stages of K and of V; the mbarriers. In the epilogue dQ overlays Q."""
+        rows, keys = Extent("kPartQ", _ROWS), Extent("kTileK", self.tile_k)
+        consumers = Extent("kConsumers", self.consumers)
+        key_stages, value_stages = Extent("kKeyStages", self.key_stages), Extent("kValueStages", self.value_stages)
+        head, value, barriers = head_extent(spec), value_extent(spec), query_barriers(key_stages, value_stages)
+        return SharedMemoryLayout(
+            (
+                Buffer("Query", "Q", (rows, head), copies=consumers),
+                Buffer("Output", "dO", (rows, value), copies=consumers),
+                Buffer("Key", "K", (keys, head), copies=key_stages),
+                Buffer("Value", "V", (keys, value), copies=value_stages),
+                mbarriers(barriers),
+                Buffer("QueryGradient", "dQ", (rows, head), copies=consumers, overlays="Query"),
+            ),
+            barriers,
+        )
 
     def summary(self, shared_bytes: int) -> str:
         """What the kernel's header says of it."""

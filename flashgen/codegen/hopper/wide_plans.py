@@ -8,16 +8,15 @@ from typing import ClassVar, Literal
 from flashgen.codegen.demand import Weight, demand_of
 from flashgen.codegen.expressions.derivative_text import score_gradient
 from flashgen.codegen.hopper.backward_plans import takes_two_steps
+from flashgen.codegen.hopper.barriers import wide_key_barriers
 from flashgen.codegen.hopper.plans import WARPGROUP, panel_columns
 from flashgen.codegen.plan import Checked, shared_memory_problem
+from flashgen.codegen.shared_memory import ELEMENT, FLOAT, FLOAT2, Buffer, Extent, SharedMemoryLayout, mbarriers
 from flashgen.codegen.targets import Target
-from flashgen.codegen.tiling import ELEMENT_BYTES, padded
+from flashgen.codegen.tiling import head_extent, padded, value_extent
 from flashgen.language.spec import AttentionSpec
 
-_STATISTICS_BYTES = 8  # of a row: its LSE and D
 _SCORE_STAGES = 2  # tiles of what one warpgroup hands over to the other
-_SCORE_BYTES = 4  # of a number that is handed over; P is rounded
-_BARRIER_BYTES = 8
 _ACCUMULATORS = 216  # registers of a thread that sums, products in flight and operands may take
 
 
@@ -80,13 +79,29 @@ class HopperWidePlan(Checked):
         """What a thread holds at once: a sum, a step's scores and what they are multiplied by, an operand."""
         return max(padded(spec.head_dim), padded(spec.value_dim)) // 2 + self.tile_q + self.tile_q // 4
 
-    def shared_bytes(self, spec: AttentionSpec) -> int:
-        """Dynamic shared memory of a block: K, V; stages of Q, dO, statistics, what is handed over; the barriers."""
-        head, value = padded(spec.head_dim), padded(spec.value_dim)
-        tiles = ELEMENT_BYTES * (self.tile_k + self.stages * self.tile_q) * (head + value)
-        score = ELEMENT_BYTES if handed_over(spec) == "probabilities" else _SCORE_BYTES
-        scores, statistics = score * _SCORE_STAGES * self.tile_k, self.stages * _STATISTICS_BYTES  # of a query
-        return tiles + self.tile_q * (scores + statistics) + _BARRIER_BYTES * (4 * self.stages + 2 * _SCORE_STAGES)
+    def shared_memory(self, spec: AttentionSpec) -> SharedMemoryLayout:
+        """K and V; the stages of Q, dO, of what is handed over, and of the statistics; the mbarriers.
+
+        In the epilogue dK and dV overlay K and V.
+        """
+        queries, keys = Extent("kTileQ", self.tile_q), Extent("kTileK", self.tile_k)
+        stages, score_stages = Extent("kStages", self.stages), Extent("kScoreStages", _SCORE_STAGES)
+        head, value, barriers = head_extent(spec), value_extent(spec), wide_key_barriers(stages, score_stages)
+        label, element = ("P", ELEMENT) if handed_over(spec) == "probabilities" else ("handed over", FLOAT)
+        return SharedMemoryLayout(
+            (
+                Buffer("Key", "K", (keys, head)),
+                Buffer("Value", "V", (keys, value)),
+                Buffer("Query", "Q", (queries, head), copies=stages),
+                Buffer("Output", "dO", (queries, value), copies=stages),
+                Buffer("Score", label, (queries, keys), element, copies=score_stages, note="as lanes hold it"),
+                Buffer("Statistics", "L, D", (queries,), FLOAT2, copies=stages),
+                mbarriers(barriers),
+                Buffer("KeyGradient", "dK", (keys, head), overlays="Key"),
+                Buffer("ValueGradient", "dV", (keys, value), overlays="Value"),
+            ),
+            barriers,
+        )
 
     def summary(self, shared_bytes: int) -> str:
         """What the kernel's header says of it."""

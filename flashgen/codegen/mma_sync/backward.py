@@ -69,7 +69,7 @@ def render_mma_sync_backward(
 
 
 def _keys(spec: AttentionSpec, target: Target, plan: BackwardPlan, rows: Rows, deterministic: bool) -> RenderedKernel:
-    tiles, shared = query_range(spec.mask.expression), plan.shared_bytes(spec, deterministic)
+    tiles, shared = query_range(spec.mask.expression), plan.shared_memory(spec, deterministic)
     fields = [*(Field("const Element*", name) for name in ("q", "k", "v", "d_o")), STATISTICS]
     fields += [] if deterministic else [DQ_SUMS]
     fields += [Field("Element*", "dk"), Field("Element*", "dv"), *strides("q", "k", "v", "d_o", "dk", "dv")]
@@ -86,7 +86,6 @@ def _keys(spec: AttentionSpec, target: Target, plan: BackwardPlan, rows: Rows, d
         "deterministic": deterministic,
         "dq_apart": deterministic,
         "vector_reductions": target.vector_reductions,
-        "shared_bytes": shared,
         "divides_columns": divides_tiles(spec, plan.tile_q, QUERY),
         "alike": alike_text(spec),
         "gradient": gradient,
@@ -105,7 +104,7 @@ def _keys(spec: AttentionSpec, target: Target, plan: BackwardPlan, rows: Rows, d
 
 def _queries(spec: AttentionSpec, target: Target, plan: QueriesPlan, rows: Rows, multiple: int) -> RenderedKernel:
     """multiple: of rows, as `rows_of` was told."""
-    tiles, shared = key_range(spec.mask.expression), plan.shared_bytes(spec)
+    tiles, shared = key_range(spec.mask.expression), plan.shared_memory(spec)
     fields = [*(Field("const Element*", name) for name in ("q", "k", "v", "d_o")), STATISTICS]
     fields += [
         Field("Element*", "dq"),
@@ -118,7 +117,6 @@ def _queries(spec: AttentionSpec, target: Target, plan: QueriesPlan, rows: Rows,
     context = {
         "plan": plan,
         "by_wgmma": False,
-        "shared_bytes": shared,
         "deterministic": True,
         "dq_apart": True,
         "divides_columns": divides_tiles(spec, plan.tile_k),

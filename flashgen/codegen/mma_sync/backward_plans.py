@@ -12,19 +12,19 @@ from flashgen.codegen.demand import Weight, demand_of
 from flashgen.codegen.expressions.derivative_text import score_gradient
 from flashgen.codegen.mma_sync.forward_plans import MMA_ROWS
 from flashgen.codegen.plan import Checked, shared_memory_problem
+from flashgen.codegen.shared_memory import FLOAT2, Buffer, Extent, SharedMemoryLayout
 from flashgen.codegen.targets import Target
 from flashgen.codegen.tiling import (
     DROPOUT_COLUMNS,
-    ELEMENT_BYTES,
     MMA_DEPTH,
     MOST_THREADS,
     RESERVED_SHARED,
     WARP,
+    head_extent,
     padded,
+    value_extent,
 )
 from flashgen.language.spec import AttentionSpec
-
-_STATISTICS_BYTES = 8  # of a row: its LSE and D
 
 AnyPlan = TypeVar("AnyPlan", "BackwardPlan", "QueriesPlan")
 
@@ -89,13 +89,27 @@ class BackwardPlan(Checked, _WalkPlan):
         ]
         return max(found, key=lambda pair: (pair[0] * pair[1], -abs(rows / pair[0] - columns / pair[1])))
 
-    def shared_bytes(self, spec: AttentionSpec, deterministic: bool = False) -> int:
-        """Dynamic shared memory of a block: K and V, the stages of Q, dO and statistics, what is shared of P and dS."""
-        head, value = padded(spec.head_dim), padded(spec.value_dim)
-        stage = self.tile_q * (ELEMENT_BYTES * (head + value) + _STATISTICS_BYTES)
-        shared_scores = (self.split > 1) + (self.split > 1 or not deterministic)
-        keys_and_scores = self.tile_k * (head + value) + shared_scores * self.tile_q * self.tile_k
-        return ELEMENT_BYTES * keys_and_scores + self.stages * stage
+    def shared_memory(self, spec: AttentionSpec, deterministic: bool = False) -> SharedMemoryLayout:
+        """K and V; the stages of Q, dO and the statistics; dS and P where warps read each other's.
+
+        In the epilogue dK and dV overlay K and V.
+        """
+        queries, keys = Extent("kTileQ", self.tile_q), Extent("kTileK", self.tile_k)
+        head, value, stages = head_extent(spec), value_extent(spec), Extent("kStages", self.stages)
+        shared_scores = [Buffer("Score", "dS", (keys, queries))] if self.split > 1 or not deterministic else []
+        shared_scores += [Buffer("Probability", "P", (keys, queries))] if self.split > 1 else []
+        return SharedMemoryLayout(
+            (
+                Buffer("Key", "K", (keys, head)),
+                Buffer("Value", "V", (keys, value)),
+                Buffer("Query", "Q", (queries, head), copies=stages),
+                Buffer("Output", "dO", (queries, value), copies=stages),
+                Buffer("Statistics", "L, D", (queries,), FLOAT2, copies=stages),
+                *shared_scores,
+                Buffer("KeyGradient", "dK", (keys, head), overlays="Key"),
+                Buffer("ValueGradient", "dV", (keys, value), overlays="Value"),
+            )
+        )
 
     def problem(self, spec: AttentionSpec, target: Target, deterministic: bool = False) -> str | None:
         """Why the plan contradicts itself, or does not fit the spec or the target; None where it does."""
@@ -104,16 +118,25 @@ class BackwardPlan(Checked, _WalkPlan):
 
 
 @dataclass(frozen=True)
-class QueriesPlan(_WalkPlan):
+class QueriesPlan(Checked, _WalkPlan):
     """The plan of the kernel whose blocks walk the keys of a tile of queries; warps that share queries split dQ."""
 
     walked = "K and V"
 
-    def shared_bytes(self, spec: AttentionSpec) -> int:
-        """Dynamic shared memory of a block: Q and dO, the stages of K and V, dS if shared; dQ reuses Q's at the end."""
-        head, value = padded(spec.head_dim), padded(spec.value_dim)
-        shared_scores = self.tile_q * self.tile_k if self.split > 1 else 0
-        return ELEMENT_BYTES * ((self.tile_q + self.stages * self.tile_k) * (head + value) + shared_scores)
+    def shared_memory(self, spec: AttentionSpec) -> SharedMemoryLayout:
+        """Q and dO; the stages of K and of V; dS where warps read each other's. In the epilogue dQ overlays Q."""
+        queries, keys = Extent("kTileQ", self.tile_q), Extent("kTileK", self.tile_k)
+        head, value, stages = head_extent(spec), value_extent(spec), Extent("kStages", self.stages)
+        return SharedMemoryLayout(
+            (
+                Buffer("Query", "Q", (queries, head)),
+                Buffer("Output", "dO", (queries, value)),
+                Buffer("Key", "K", (keys, head), copies=stages),
+                Buffer("Value", "V", (keys, value), copies=stages),
+                *([Buffer("Score", "dS", (queries, keys))] if self.split > 1 else []),
+                Buffer("QueryGradient", "dQ", (queries, head), overlays="Query"),
+            )
+        )
 
     def problem(self, spec: AttentionSpec, target: Target) -> str | None:
         """Why the plan contradicts itself, or does not fit the spec or the target; None where it does."""

@@ -14,6 +14,17 @@ from typing import ClassVar
 from flashgen.codegen.demand import Weight, demand_of
 from flashgen.codegen.mma_sync.forward_plans import MMA_ROWS, ForwardPlan
 from flashgen.codegen.plan import Checked, shared_memory_problem
+from flashgen.codegen.shared_memory import (
+    BYTE,
+    ELEMENT,
+    FLOAT,
+    FLOAT2,
+    INT,
+    Buffer,
+    Extent,
+    SharedMemoryLayout,
+    literal,
+)
 from flashgen.codegen.targets import Target
 from flashgen.codegen.tile_list_kernel import depends_on_head
 from flashgen.codegen.tiling import (
@@ -23,7 +34,9 @@ from flashgen.codegen.tiling import (
     MOST_THREADS,
     RESERVED_SHARED,
     WARP,
+    head_extent,
     padded,
+    value_extent,
 )
 from flashgen.codegen.workload import Workload, steps_of
 from flashgen.language.spec import AttentionSpec
@@ -32,9 +45,6 @@ BEGINNING = 4  # tiles of keys whose copies take as long as a block's first ones
 RUN_BYTES = 16  # of shared memory, for the run at which a block is that shares keys
 MOST_SHARED_TILES = 2**30  # of keys, of all sequences: blocks that share them count in int32
 SHARE_PADDING = 8  # floats between the rows of a warp's share, so that its 8 rows of lanes write to other banks
-_SHARE_BYTES = 8  # of a row: its reference and its sum
-_SUM_BYTES = 4
-_SCALE_BYTES = 4  # of a row of Q beside keys of 8 bits
 _STAGE_BYTES = 8192  # of a warp's tile of K and V
 _MOST_KEYS = 64  # of a tile
 _MOST_BLOCKS = 2
@@ -54,6 +64,14 @@ _RINGS = (
     (1, 2),
 )  # (warps, stages), of as many tiles on their way the first
 _SMALLEST_RING = (1, 1)  # where no other fits: on sm_75 with dropout, whose tiles have 32 keys, and wide heads
+
+
+def search_buffers(warps: int, found_bytes: int) -> tuple[Buffer, Buffer]:
+    """What a block needs to find its work by a sum over the batch, before it loads Q: the warps' sums, the result."""
+    return (
+        Buffer("WarpSums", "sums of warps", (Extent("kWarps", warps),), INT, overlays="Query"),
+        Buffer("Found", "what is found", (literal(found_bytes),), BYTE),
+    )
 
 
 def cached_bytes(spec: AttentionSpec) -> int:
@@ -128,13 +146,35 @@ class DecodePlan(Checked):
             "shared memory"
         )
 
-    def shared_bytes(self, spec: AttentionSpec) -> int:
-        """Dynamic shared memory of a block: Q and the warps' stages; then the warps' shares of the output."""
-        head, value = padded(spec.head_dim), padded(spec.value_dim)
-        scale = _SCALE_BYTES if spec.kv_dtype else 0
-        queries, keys = self.tile_q * (ELEMENT_BYTES * head + scale), self.tile_k * (head + value) * cached_bytes(spec)
-        share = self.tile_q * ((value + SHARE_PADDING) * _SUM_BYTES + _SHARE_BYTES)
-        return max(queries + self.warps * self.stages * keys, self.warps * share) + (RUN_BYTES if self.scheduled else 0)
+    def shared_memory(
+        self, spec: AttentionSpec, run_bytes: int = RUN_BYTES, least_bytes: int = 0
+    ) -> SharedMemoryLayout:
+        """Q, the stages of each warp, and with keys of 8 bits the scales of Q's rows.
+
+        At the end the partial outputs of the warps overlay all of it: their rows, then the maximum and the sum of each.
+        Of a scheduled plan the search for a block's run does so at the beginning, and the run stands behind everything.
+
+        Args:
+            run_bytes: bytes of a run.
+            least_bytes: the bytes of the launch, where other blocks of the kernel need more.
+        """
+        rows, keys, warps = Extent("kTileQ", self.tile_q), Extent("kTileK", self.tile_k), Extent("kWarps", self.warps)
+        head, value, cached = head_extent(spec), value_extent(spec), BYTE if spec.kv_dtype else ELEMENT
+        stage = (Buffer("Key", "K", (keys, head), cached), Buffer("Value", "V", (keys, value), cached))
+        ring = Extent("kWarps * kStages", self.warps * self.stages)
+        share_columns = Extent("kShareColumns", value.value + SHARE_PADDING)
+        run = Buffer("Run", "run", (literal(run_bytes),), BYTE, at_end=True)
+        return SharedMemoryLayout(
+            (
+                Buffer("Query", "Q", (rows, head)),
+                Buffer("Stage", "stages of warps", copies=ring, parts=stage, note="those of a warp side by side"),
+                *([Buffer("RowScales", "scales of rows", (rows,), FLOAT)] if spec.kv_dtype else []),
+                Buffer("Share", "partial O of warps", (rows, share_columns), FLOAT, copies=warps, overlays="Query"),
+                Buffer("States", "maxima and sums of warps", (rows,), FLOAT2, copies=warps),
+                *((*search_buffers(self.warps, run_bytes), run) if self.scheduled else ()),
+            ),
+            least_bytes=least_bytes,
+        )
 
     def problem(self, spec: AttentionSpec, target: Target) -> str | None:
         """Why the plan contradicts itself, or does not fit the spec or the target; None where it does."""

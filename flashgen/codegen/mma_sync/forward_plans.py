@@ -9,6 +9,7 @@ from typing import ClassVar, NamedTuple
 
 from flashgen.codegen.demand import Weight, demand_of, divides_tiles, is_power_of_2
 from flashgen.codegen.plan import Checked, shared_memory_problem
+from flashgen.codegen.shared_memory import Buffer, Extent, SharedMemoryLayout
 from flashgen.codegen.targets import TARGETS, Target
 from flashgen.codegen.tiling import (
     DROPOUT_COLUMNS,
@@ -17,7 +18,9 @@ from flashgen.codegen.tiling import (
     MOST_THREADS,
     RESERVED_SHARED,
     WARP,
+    head_extent,
     padded,
+    value_extent,
 )
 from flashgen.language.spec import AttentionSpec
 
@@ -78,11 +81,18 @@ class ForwardPlan(Checked):
             f"{self.blocks} block(s) per multiprocessor, {self.shared_bytes(spec)} bytes of shared memory"
         )
 
-    def shared_bytes(self, spec: AttentionSpec) -> int:
-        """Dynamic shared memory of a block: Q, the stages of K and V; the output reuses it at the end."""
-        head, value = padded(spec.head_dim), padded(spec.value_dim)
-        tiles = self.tile_q * head + self.stages * self.tile_k * (head + value)
-        return ELEMENT_BYTES * max(tiles, self.tile_q * value)
+    def shared_memory(self, spec: AttentionSpec) -> SharedMemoryLayout:
+        """Q, and the stages of K and of V; the output overlays them in the epilogue."""
+        queries, keys, stages = Extent("kTileQ", self.tile_q), Extent("kTileK", self.tile_k), self.stages
+        head, value = head_extent(spec), value_extent(spec)
+        return SharedMemoryLayout(
+            (
+                Buffer("Query", "Q", (queries, head)),
+                Buffer("Key", "K", (keys, head), copies=Extent("kStages", stages)),
+                Buffer("Value", "V", (keys, value), copies=Extent("kStages", stages)),
+                Buffer("Output", "O", (queries, value), overlays="Query"),
+            )
+        )
 
     def problem(self, spec: AttentionSpec, target: Target) -> str | None:
         """Why the plan contradicts itself, or does not fit the spec or the target; None where it does."""

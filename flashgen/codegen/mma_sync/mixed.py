@@ -21,7 +21,7 @@ from flashgen.codegen.forward_kernel import forward_context, forward_kernel
 from flashgen.codegen.header import header
 from flashgen.codegen.mma_sync.decode import cache_context, cache_fields, share_workspaces
 from flashgen.codegen.mma_sync.decode_plans import BEGINNING, MOST_SHARED_TILES, shared_tiles
-from flashgen.codegen.mma_sync.mixed_plans import FEW, MIXED_RUN_BYTES, MixedPlan, choose_mixed_plan
+from flashgen.codegen.mma_sync.mixed_plans import FEW, MixedPlan, choose_mixed_plan
 from flashgen.codegen.mma_sync.runs import LAST_QUERY, even_columns, run_counters, share_places
 from flashgen.codegen.mma_sync.splits import packed_heads, packs
 from flashgen.codegen.ragged import BESIDE
@@ -106,7 +106,7 @@ def render_mixed(spec: AttentionSpec, target: Target, plan: MixedPlan | None = N
         "divides_tiles": all(divides_tiles(spec, tile_k) for tile_k in tiles),
         "beginning": BEGINNING,
         "shortest": plan.few.warps,
-        "run_bytes": MIXED_RUN_BYTES,
+        "layouts": {"few_constants": plan.shared_memory(spec), "prompt_constants": plan.prompt_memory(spec)},
     }
     beside = {"name": kernel_name(FEW, target, spec), "entry": entry_name(f"attention_{FEW}", spec), "role": FEW}
     told: dict[str, Any] = beside if plan.prompts_beside else {}

@@ -13,14 +13,16 @@ from functools import lru_cache
 from typing import ClassVar
 
 from flashgen.codegen.demand import Weight, demand_of
-from flashgen.codegen.mma_sync.decode_plans import FEW_ROWS, RUN_BYTES, DecodePlan, decode_rings
+from flashgen.codegen.mma_sync.decode_plans import FEW_ROWS, DecodePlan, decode_rings, search_buffers
 from flashgen.codegen.mma_sync.forward_plans import ForwardPlan, fitting_plans, leaves_registers
 from flashgen.codegen.plan import Checked, shared_memory_problem
+from flashgen.codegen.shared_memory import NO_SHARED_MEMORY, SharedMemoryLayout
 from flashgen.codegen.targets import Target
 from flashgen.codegen.tiling import MMA_DEPTH, RESERVED_SHARED, padded
 from flashgen.language.spec import AttentionSpec
 
 MIXED_RUN_BYTES = 32  # of shared memory, for the run at which a block is
+MIXED_TILE_BYTES = 12  # likewise, for the tile of a prompt that a block has found
 _WARPS_TO_HIDE_LATENCY = 8  # on a multiprocessor
 _PROMPT_KEYS = 64
 _WIDE = 192  # columns of the output
@@ -108,10 +110,17 @@ class MixedPlan(Checked):
             f"{self.shared_bytes(spec)} bytes of shared memory"
         )
 
-    def shared_bytes(self, spec: AttentionSpec) -> int:
-        """Dynamic shared memory of a block: of the kind that takes more, and the run."""
-        few = self.few.shared_bytes(spec) - RUN_BYTES + MIXED_RUN_BYTES
-        return max(few, self.prompt.shared_bytes(spec) if self.prompt else 0)
+    def shared_memory(self, spec: AttentionSpec) -> SharedMemoryLayout:
+        """The layout of blocks of few queries, in the memory of the kind of blocks that needs more."""
+        prompt = self.prompt.shared_bytes(spec) if self.prompt else 0
+        return self.few.shared_memory(spec, MIXED_RUN_BYTES, prompt)
+
+    def prompt_memory(self, spec: AttentionSpec) -> SharedMemoryLayout:
+        """The layout of blocks that have a tile of a prompt; none where the plan has no such blocks."""
+        if not self.prompt:
+            return NO_SHARED_MEMORY
+        tiles, total = self.prompt.shared_memory(spec).buffers, self.shared_bytes(spec)
+        return SharedMemoryLayout((*tiles, *search_buffers(self.few.warps, MIXED_TILE_BYTES)), least_bytes=total)
 
     def problem(self, spec: AttentionSpec, target: Target) -> str | None:
         """Why the plan contradicts itself, or does not fit the spec or the target; None where it does."""

@@ -24,9 +24,10 @@ from flashgen.analysis.closed_forms.tile_ranges import TileRange
 from flashgen.codegen.arguments import Field, capture_fields, ordered
 from flashgen.codegen.assembly import ENDS_OF_TILES, assemble, visited_tiles
 from flashgen.codegen.environment import environment
-from flashgen.codegen.mma_sync.decode_plans import BEGINNING, MOST_SHARED_TILES, RUN_BYTES, DecodePlan, shared_tiles
+from flashgen.codegen.mma_sync.decode_plans import BEGINNING, MOST_SHARED_TILES, DecodePlan, shared_tiles
 from flashgen.codegen.mma_sync.splits import choose_splits, packed_heads, packs, row_tiles
 from flashgen.codegen.rendered_kernel import Grid, RenderedKernel, entry_name, kernel_name
+from flashgen.codegen.shared_memory import slot_per_warp
 from flashgen.codegen.sizes import Sizes
 from flashgen.codegen.targets import Target
 from flashgen.codegen.variant import Variant, arrays_of
@@ -112,7 +113,7 @@ def run_values(spec: AttentionSpec, plan: DecodePlan, sizes: Sizes) -> dict[str,
 
 def run_context(plan: DecodePlan) -> dict[str, Any]:
     """What templates/mma_sync/runs.cuh.jinja is told of a plan."""
-    return {"scheduled": plan.scheduled, "beginning": BEGINNING, "shortest": plan.warps, "run_bytes": RUN_BYTES}
+    return {"scheduled": plan.scheduled, "beginning": BEGINNING, "shortest": plan.warps}
 
 
 def run_counters(spec: AttentionSpec, sizes: Sizes) -> int:
@@ -162,7 +163,7 @@ def render_schedule(spec: AttentionSpec, target: Target, plan: DecodePlan) -> Re
         target,
         layout,
         _THREADS,
-        _THREADS // 32 * 4,
+        slot_per_warp("sums of warps", _THREADS // 32),
         plan=plan,
         role="schedule",
         grid=_one_block,

@@ -1,0 +1,368 @@
+"""The layout of a block's dynamic shared memory: named buffers and mbarriers, with their offsets and sizes.
+
+The plan of a kernel states its layout once, as a `SharedMemoryLayout`. It gives the bytes that a launch requests, the
+C++ constants (`kKeyBytes`, `kKeyOffset`) and the `Barriers` struct that the kernel's text is emitted with, and the
+regions that `flashgen report` draws. Extents carry the name of their C++ constant beside their value, so that emitted
+constants are formulas of the plan's constants: a kernel that somebody edits stays consistent.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache, cached_property
+from typing import NamedTuple
+
+_CONSTANT = re.compile(r"\bk\w+(?:Bytes|Offset)\b")
+_MBARRIER_BYTES = 8
+
+
+class Extent(NamedTuple):
+    """A count or a size in bytes: its expression in the kernel's text, and its value."""
+
+    text: str
+    value: int
+
+
+def literal(value: int) -> Extent:
+    """An extent that the kernel's text writes as a number."""
+    return Extent(str(value), value)
+
+
+ELEMENT = Extent("kElementBytes", 2)  # float16 or bfloat16
+FLOAT = Extent("sizeof(float)", 4)
+FLOAT2 = Extent("sizeof(float2)", 8)
+UINT4 = Extent("sizeof(uint4)", 16)
+INT = Extent("sizeof(int)", 4)
+BYTE = Extent("", 1)
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """An array in shared memory, or several copies of one.
+
+    By default a buffer begins where the one declared before it ends.
+
+    Attributes:
+        name: the stem of its constants: `Key` has `kKeyBytes`, the bytes of one copy, and `kKeyOffset`.
+        label: what people call it: "K".
+        shape: extents of one copy, outermost first; empty where `parts` make it up.
+        element: bytes of an element.
+        copies: how many copies stand one after the other: the stages of a pipeline, or one for each warpgroup.
+        parts: arrays that make up one copy, one after the other.
+        union: whether the parts begin at the same byte instead, as one is used after the other.
+        alignment: bytes of which its offset is a multiple.
+        reserves_alignment: whether the total counts `alignment` bytes for that, however few are skipped, so that the
+            total does not depend on what stands before.
+        overlays: the buffer at whose first byte it begins, and whose memory it takes over once that is done with.
+        at_end: whether it stands in the last bytes of the block's memory, behind all buffers and overlays.
+        note: what the kernel's text says beside its size, such as how elements are arranged.
+    """
+
+    name: str
+    label: str
+    shape: tuple[Extent, ...] = ()
+    element: Extent = ELEMENT
+    copies: Extent | None = None
+    parts: tuple[Buffer, ...] = ()
+    union: bool = False
+    alignment: int = 1
+    reserves_alignment: bool = False
+    overlays: str = ""
+    at_end: bool = False
+    note: str = ""
+
+    @property
+    def copy_bytes(self) -> int:
+        """Bytes of one copy."""
+        if self.parts:
+            sizes = [part.bytes for part in self.parts]
+            return max(sizes) if self.union else sum(sizes)
+        count = self.element.value
+        for extent in self.shape:
+            count *= extent.value
+        return count
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all copies."""
+        return self.copy_bytes * (self.copies.value if self.copies else 1)
+
+    @property
+    def copy_text(self) -> str:
+        """The C++ expression of `copy_bytes`."""
+        parts = [part.bytes_text for part in self.parts]
+        if self.union:
+            return f"{parts[0]} > {parts[1]} ? {parts[0]} : {parts[1]}"
+        return " + ".join(parts) or " * ".join(each.text for each in (*self.shape, self.element) if each.text)
+
+    @property
+    def bytes_text(self) -> str:
+        """The C++ expression of `bytes`, by the constant of one copy."""
+        return f"{self.copies.text} * k{self.name}Bytes" if self.copies else f"k{self.name}Bytes"
+
+
+class Barrier(NamedTuple):
+    """An mbarrier: the name of its accessor in `Barriers`, and how many arrivals complete a phase."""
+
+    name: str
+    arrivals: str
+
+
+@dataclass(frozen=True)
+class BarrierGroup:
+    """Mbarriers that stand side by side, once or for each stage of a pipeline.
+
+    Attributes:
+        comment: a sentence, or several, for the kernel's text: what a completed phase of each means.
+        barriers: their order within a stage.
+        stages: stages of the pipeline; None for barriers that exist once.
+        parity: the accessor of the phase's parity, by the number of a use; "" where another group's serves.
+        at_end: whether the group stands behind all others, although it is initialised in the order of declaration.
+    """
+
+    comment: str
+    barriers: tuple[Barrier, ...]
+    stages: Extent | None = None
+    parity: str = ""
+    at_end: bool = False
+
+    @property
+    def stage_bytes(self) -> int:
+        return _MBARRIER_BYTES * len(self.barriers)
+
+    @property
+    def count(self) -> int:
+        return len(self.barriers) * (self.stages.value if self.stages else 1)
+
+
+class Region(NamedTuple):
+    """Bytes of shared memory from `offset` on that hold one thing: a stage of K, the Q of a warpgroup."""
+
+    name: str
+    offset: int
+    bytes: int
+
+
+@dataclass(frozen=True)
+class SharedMemoryLayout:
+    """The dynamic shared memory of a block.
+
+    Attributes:
+        buffers: in the order of their addresses; a buffer that overlays another is declared after all that it overlays.
+        barriers: the mbarriers, which the buffer named "Barrier" holds; see `mbarriers`.
+        least_bytes: the bytes of the launch, where other blocks of the kernel need more.
+    """
+
+    buffers: tuple[Buffer, ...] = ()
+    barriers: tuple[BarrierGroup, ...] = ()
+    least_bytes: int = 0
+
+    @cached_property
+    def offsets(self) -> dict[str, int]:
+        """The first byte of each buffer."""
+        return self._placed[0]
+
+    @cached_property
+    def total_bytes(self) -> int:
+        """The dynamic shared memory that a launch requests."""
+        return self._placed[1]
+
+    @cached_property
+    def _placed(self) -> tuple[dict[str, int], int]:
+        offsets: dict[str, int] = {}
+        cursor = end = reserved = 0
+        for buffer in self.buffers:
+            if buffer.at_end:
+                end = max(end + buffer.bytes, self.least_bytes)
+                offsets[buffer.name] = end - buffer.bytes
+                continue
+            cursor = offsets[buffer.overlays] if buffer.overlays else cursor
+            skipped = -cursor % buffer.alignment
+            reserved += buffer.alignment - skipped if buffer.reserves_alignment else 0
+            offsets[buffer.name] = cursor + skipped
+            cursor += skipped + buffer.bytes
+            end = max(end, cursor)
+        return offsets, max(end + reserved, self.least_bytes)
+
+    # ---- what the kernel's text says
+
+    def constants(self, text: str) -> str:
+        """The layout's constants that a kernel's text uses, and assertions that they fit the launch's memory."""
+        last = next((buffer for buffer in self.buffers if buffer.at_end), None)
+        limit = f"k{last.name}Offset" if last else self.total_bytes
+        checks = [f'static_assert({end} <= {limit}, "the shared memory of the launch");' for end in self._ends()]
+        known = self._sizes() | self._formulas()
+        wanted = _closure([text, *checks], known)
+        declared = [f"constexpr int {name} = {formula};" for name, formula in known.items() if name in wanted]
+        return "\n".join([*self._comment(), *declared, *checks])
+
+    def _comment(self) -> Iterator[str]:
+        yield f"// Shared memory of a block, {self.total_bytes} bytes, by offset:"
+        for buffer in self.buffers:
+            copies = f"{buffer.copies.value} x " if buffer.copies else ""
+            parts = f" ({_list_of(buffer)})" if buffer.parts else ""
+            over = f", overlays {self._buffer(buffer.overlays).label}" if buffer.overlays else ""
+            note = f"; {buffer.note}" if buffer.note else ""
+            size = f"{copies}{buffer.copy_bytes} bytes"
+            yield f"//   {self.offsets[buffer.name]:6}  {buffer.label}{parts}, {size}{over}{note}"
+
+    def _sizes(self) -> dict[str, str]:
+        """The constants of the buffers' sizes, each after those that it is made of."""
+        return {f"k{each.name}Bytes": each.copy_text for buffer in self.buffers for each in (*buffer.parts, buffer)}
+
+    def _formulas(self) -> dict[str, str]:
+        """The constants of the buffers' offsets, each after those that it is made of."""
+        formulas: dict[str, str] = {}
+        end = "0"
+        for buffer in self.buffers:
+            if buffer.at_end:
+                formula = str(self.offsets[buffer.name])
+            else:
+                formula = _aligned(self._begin(buffer.overlays) or "0" if buffer.overlays else end, buffer.alignment)
+            formulas[f"k{buffer.name}Offset"] = formula
+            end = self._end(buffer)
+        return formulas
+
+    def _begin(self, name: str) -> str:
+        return f"k{name}Offset" if self.offsets[name] else ""
+
+    def _end(self, buffer: Buffer) -> str:
+        """The expression of the byte behind a buffer."""
+        return " + ".join(filter(None, (self._begin(buffer.name), buffer.bytes_text)))
+
+    def _ends(self) -> list[str]:
+        """Where the buffers end, and where those do that overlay others and are not proven smaller."""
+        chains: list[list[Buffer]] = [[]]
+        for buffer in self.buffers:
+            chains += [[]] if buffer.overlays or buffer.at_end else []
+            chains[-1].append(buffer)
+        return [self._end(chain[-1]) for chain in chains if chain and not self._stays_within(chain)]
+
+    def _stays_within(self, chain: list[Buffer]) -> bool:
+        """Whether buffers that overlay another need no more bytes than that."""
+        first, last = chain[0], chain[-1]
+        if not first.overlays:
+            return first.at_end
+        over = self._buffer(first.overlays)
+        return self.offsets[last.name] + last.bytes <= self.offsets[over.name] + over.bytes
+
+    def barrier_address(self, name: str) -> str:
+        """The C++ expression of an mbarrier's address: of `first`, and of `use` where a pipeline's stages have one."""
+        fixed, terms = 0, ["first"]
+        for group in self._barriers_by_address():
+            names = [barrier.name for barrier in group.barriers]
+            if name in names:
+                fixed += _MBARRIER_BYTES * names.index(name)
+                terms += [str(fixed)] if fixed else []
+                terms += [f"use % {group.stages.text} * {group.stage_bytes}"] if group.stages else []
+                return " + ".join(terms)
+            if group.stages and not group.stages.text.isdigit():
+                terms.append(f"{group.stages.text} * {group.stage_bytes}")
+            else:
+                fixed += _MBARRIER_BYTES * group.count
+        raise KeyError(name)
+
+    def _barriers_by_address(self) -> list[BarrierGroup]:
+        return sorted(self.barriers, key=lambda group: group.at_end)
+
+    # ---- what a report draws
+
+    def regions(self) -> list[Region]:
+        """The memory from the first byte to the last: each copy of each buffer, or of its parts, and padding.
+
+        Buffers that take over the memory of others are not among them: see `overlays`.
+        """
+        found: list[Region] = []
+        at = 0
+        over = self._over
+        for buffer in self.buffers:
+            if buffer.name in over:
+                continue
+            begin = self.offsets[buffer.name]
+            found += [Region("padding", at, begin - at)] if begin > at else []
+            found += _copies(buffer, begin)
+            at = begin + buffer.bytes
+        return [*found, Region("padding", at, self.total_bytes - at)] if at < self.total_bytes else found
+
+    def overlays(self) -> list[Region]:
+        """The buffers that take over the memory of others, and those that follow them."""
+        over = self._over
+        return [
+            region for each in self.buffers if each.name in over for region in _copies(each, self.offsets[each.name])
+        ]
+
+    @cached_property
+    def _over(self) -> set[str]:
+        """The buffers that overlay others, and those that follow these."""
+        names: set[str] = set()
+        over = False
+        for buffer in self.buffers:
+            over = (over or bool(buffer.overlays)) and not buffer.at_end
+            names |= {buffer.name} if over else set()
+        return names
+
+    def barrier_offsets(self) -> dict[int, str]:
+        """The name of each mbarrier, with its stage where there are several, by its byte in shared memory."""
+        found: dict[int, str] = {}
+        at = self.offsets.get("Barrier", 0)
+        for group in self._barriers_by_address():
+            for stage in range(group.stages.value if group.stages else 1):
+                for barrier in group.barriers:
+                    found[at] = f"{barrier.name}({stage})" if group.stages else barrier.name
+                    at += _MBARRIER_BYTES
+        return found
+
+    def _buffer(self, name: str) -> Buffer:
+        return next(buffer for buffer in self.buffers if buffer.name == name)
+
+
+NO_SHARED_MEMORY = SharedMemoryLayout()
+
+
+def slot_per_warp(label: str, warps: int) -> SharedMemoryLayout:
+    """The layout of kernels whose warps exchange a word of 4 bytes each."""
+    return SharedMemoryLayout((Buffer("Slot", label, (Extent("kWarps", warps),), INT),))
+
+
+@cache
+def mbarriers(groups: tuple[BarrierGroup, ...]) -> Buffer:
+    """The buffer that holds mbarriers; a layout that has it names the same groups."""
+    terms = []
+    for group in groups:
+        factors = [str(len(group.barriers))] if len(group.barriers) > 1 or not group.stages else []
+        terms.append(" * ".join([*factors, *([group.stages.text] if group.stages else [])]))
+    total = Extent(f"({' + '.join(terms)})", sum(group.count for group in groups))
+    return Buffer("Barrier", "mbarriers", (total,), literal(_MBARRIER_BYTES))
+
+
+def _copies(buffer: Buffer, begin: int) -> Iterator[Region]:
+    """Each copy of a buffer, or each part of each copy."""
+    count = buffer.copies.value if buffer.copies else 1
+    for number in range(count):
+        at = begin + number * buffer.copy_bytes
+        named = [(_list_of(buffer), buffer.copy_bytes)] if buffer.union else []
+        for label, size in named or [(each.label, each.bytes) for each in buffer.parts or (buffer,)]:
+            size = size if buffer.parts and not buffer.union else buffer.copy_bytes
+            yield Region(f"{label} {number}" if count > 1 else label, at, size)
+            at += size
+
+
+def _list_of(buffer: Buffer) -> str:
+    """The labels of a buffer's parts."""
+    return (", then " if buffer.union else ", ").join(part.label for part in buffer.parts)
+
+
+def _aligned(formula: str, alignment: int) -> str:
+    return formula if alignment == 1 else f"({formula} + {alignment - 1}) / {alignment} * {alignment}"
+
+
+def _closure(texts: list[str], known: dict[str, str]) -> set[str]:
+    """The constants that texts mention, and those that these are made of."""
+    wanted: set[str] = set()
+    found = {name for text in texts for name in _CONSTANT.findall(text)} & known.keys()
+    while found:
+        wanted |= found
+        found = {name for each in found for name in _CONSTANT.findall(known[each])} & known.keys() - wanted
+    return wanted
