@@ -30,17 +30,17 @@ Timed = Literal["start", "forward", "backward"]
 # The functions of each part of a call. The time that one of them spends in another counts for the other.
 PARTS: Mapping[str, tuple[str, ...]] = {
     "checks": (
-        "flashgen.attention.call_pass:Pass._prepare",
+        "flashgen.attention.call_pass:Pass._lookup_or_prepare",
         "flashgen.attention.call_pass:check_captures",
     ),
     "numbers": ("flashgen.attention.call_pass:Pass._call_numbers",),
     "allocation": (
-        "flashgen.attention.call_pass:Pass._make",
+        "flashgen.attention.call_pass:Pass._make_results",
         "flashgen.launch.memory:Block.take",
         "flashgen.launch.memory:Block.lay",
         "flashgen.launch.memory:SeparateArrays.take",
     ),
-    "lists": ("flashgen.attention.tile_lists:TileLister.of_call",),
+    "lists": ("flashgen.attention.tile_lists:TileLister.lists_for_call",),
     "counter": ("flashgen.launch.engines:Gpu.counter", "flashgen.launch.engines:Emulator.counter"),
     "clears": ("flashgen.launch.engines:Gpu.clear", "flashgen.launch.engines:Emulator.clear"),
     "addresses": ("flashgen.launch.engines:Gpu.add", "flashgen.launch.engines:Emulator.add"),

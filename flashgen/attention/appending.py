@@ -1,4 +1,4 @@
-"""`append_kv`: new keys and values, written into the pages of their sequences."""
+"""`append_kv`: writes new keys and values into the pages of their sequences."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from flashgen.attention.outputs import check_apart, check_writable
+from flashgen.attention.outputs import check_no_overlap, check_writable
 from flashgen.attention.problem import WANTED, check_aligned, check_table
 from flashgen.attention.sharing import Sharing
 from flashgen.codegen.append_kernel import render_append
@@ -19,36 +19,38 @@ from flashgen.launch.argument_writer import ArgumentWriter
 from flashgen.launch.engines import Emulator, Engine, Gpu, Launch, Place, Runner
 from flashgen.runtime import gpu
 from flashgen.runtime.arrays import View
-from flashgen.runtime.remembered import Remembered
+from flashgen.runtime.caching import Cache
 
 _DTYPES = ("float16", "bfloat16")
 _MOST_BATCH, _MOST_BLOCKS = 65535, 2**31 - 1
-_MOST_PREPARED = 256
-_ROW_ALIGNMENT = 16  # bytes: what is copied at once
-_RUNNERS: Remembered[Any, tuple[Any, Runner]] = Remembered()
+_MAX_PREPARED = 256
+_ROW_ALIGNMENT = 16  # bytes of one copy
+_RUNNERS: Cache[Any, tuple[Any, Runner]] = Cache()
 _WRITTEN = ("k", "v")
 
 
 def append_kv(
     k_new: Any, v_new: Any, k: Any, v: Any, *, page_table: Any = None, seqused_k: Any = None, emulate: bool = False
 ) -> None:
-    """Writes the next keys and values of each sequence into its pages, in place, on the caller's current stream.
+    """Writes new keys and values of each sequence into its pages, in place, on the caller's current stream.
 
-    Row i of sequence b goes to position seqused_k[b] + i, which is row (seqused_k[b] + i) % page_size of page
-    page_table[b, (seqused_k[b] + i) // page_size]. Table and lengths are read on the device alone; what the table has
-    no place for, or whose entry is no page, is not written. `seqused_k` is left as it is: add the new keys before you
-    attend to them. A page belongs to one sequence here: where two would write one row, either may win.
+    Row i of sequence b is written to position seqused_k[b] + i, which is row (seqused_k[b] + i) % page_size of page
+    page_table[b, (seqused_k[b] + i) // page_size]. The host reads neither table nor lengths. A row beyond the end of
+    the table, or with a table entry that is out of range, is not written. `seqused_k` is not changed: the caller adds
+    the number of new keys before attending to them. A page to write to must belong to one sequence only; if two
+    sequences write the same row, either value may remain.
 
     Args:
-        k_new, v_new: (batch, new keys, heads_kv, dim), float16 or bfloat16; rows at multiples of 16 bytes, the last
-            dimension contiguous.
-        k, v: the pages, (pages, page_size, heads_kv, dim), of the same dtype and dims, to be written to.
-        page_table: int32 (batch, pages of a sequence). seqused_k: int32 (batch), keys of each sequence before. Both
-            must be given.
+        k_new, v_new: (batch, new keys, heads_kv, dim), float16 or bfloat16; rows start at multiples of 16 bytes, and
+            the last dimension is contiguous.
+        k, v: the pages to write to, (pages, page_size, heads_kv, dim), with the dtype and dims of k_new and v_new.
+        page_table: int32 (batch, pages of a sequence); required.
+        seqused_k: int32 (batch,), the number of keys of each sequence before the call; required.
         emulate: run the kernel on the CPU, on NumPy arrays.
 
     Raises:
-        ArgumentError: the arrays do not fit together, or are NumPy's without emulate=True: copies would be written to.
+        ArgumentError: the arrays do not fit together, or are NumPy arrays without emulate=True, which are not on a GPU
+            and cannot be written in place.
         LaunchError: there is no GPU, or the kernel could not be launched.
         BuildError: the kernel does not compile, or a compiler is missing.
     """
@@ -60,19 +62,19 @@ def append_kv(
         raise ArgumentError("append_kv writes in place: give arrays of the GPU, or emulate=True for NumPy arrays")
     for name in _WRITTEN:
         check_writable(name, arrays[name])
-    key, addresses = _seen(engine, arrays)
+    key, addresses = _cache_key(engine, arrays)
     prepared = _PREPARED.get(key) or _PREPARED.get_or_make(key, partial(_prepare, engine, arrays))
     prepared.sharing.check(addresses)
-    if prepared.step is None:
+    if prepared.launch is None:
         return
-    runner, launch = prepared.step
+    runner, launch = prepared.launch
     place = Place(library.stream(k_new), prepared.device)
     with nullcontext() if engine.current(place.device) else engine.on(place.device):
-        runner.launch(launch, engine.alone(arrays), {}, place)
+        runner.launch(launch, engine.bind(arrays), {}, place)
 
 
 def check_pages_given(**pages: Any) -> None:
-    """ArgumentError where the table of pages or the lengths are missing."""
+    """Raises ArgumentError if the page table or the lengths are missing."""
     for name, array in pages.items():
         if array is None:
             raise ArgumentError(f"append_kv: {name} is missing; give {WANTED[name]}")
@@ -80,45 +82,45 @@ def check_pages_given(**pages: Any) -> None:
 
 @dataclass(frozen=True)
 class _Prepared:
-    """What the shapes, strides, dtypes and device of a call decide. step: None where there is nothing to write."""
+    """The state that calls of one cache key share. launch: None if there is nothing to write."""
 
     device: int
     sharing: Sharing
-    step: tuple[Runner, Launch] | None
+    launch: tuple[Runner, Launch] | None
 
 
-_PREPARED: Remembered[Any, _Prepared] = Remembered(_MOST_PREPARED)
+_PREPARED: Cache[Any, _Prepared] = Cache(_MAX_PREPARED)
 
 
-def _seen(engine: Engine, arrays: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, int]]:
-    """What calls share that are prepared alike, and the arrays' addresses, of which that has what alignment asks."""
+def _cache_key(engine: Engine, arrays: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, int]]:
+    """Returns the cache key of a call, which holds the alignment of each address, and the addresses of the arrays."""
     key: list[Any] = [engine]
     addresses = {}
     for name, array in arrays.items():
-        seen, address = engine.library(array, name).look(array)
-        key += (seen, address % _ROW_ALIGNMENT)
+        described, address = engine.library(array, name).look(array)
+        key += (described, address % _ROW_ALIGNMENT)
         addresses[name] = address
     return tuple(key), addresses
 
 
 def _prepare(engine: Engine, arrays: dict[str, Any]) -> _Prepared:
-    """Checks the arrays of a call, and has its kernel built."""
+    """Checks the arrays of a call and builds its kernel."""
     views = {name: engine.library(array, name).view(array, name) for name, array in arrays.items()}
     _check(views)
     device = views["k"].device or 0
     with engine.on(device):
-        return _Prepared(device, Sharing(views, _WRITTEN, str), _step(engine, views))
+        return _Prepared(device, Sharing(views, _WRITTEN, str), _prepare_launch(engine, views))
 
 
-def _step(engine: Engine, views: dict[str, View]) -> tuple[Runner, Launch] | None:
+def _prepare_launch(engine: Engine, views: dict[str, View]) -> tuple[Runner, Launch] | None:
     batch, tokens, heads, head_dim = views["k_new"].shape
     pages, page_size = views["k"].shape[:2]
     value_dim = views["v"].shape[3]
     if not (batch and tokens and heads and pages and (head_dim or value_dim)):
         return None
     target = target_of_gpu(*gpu.compute_capability()) if isinstance(engine, Gpu) else emulated_target()
-    kernel, runner = _RUNNERS.get_or_make((engine, target.name), partial(_built, engine, target))
-    values = {f"{name}_strides": _rows(views[name]) for name in ("k_new", "v_new", "k", "v")} | {
+    kernel, runner = _RUNNERS.get_or_make((engine, target.name), partial(_build, engine, target))
+    values = {f"{name}_strides": _row_strides(views[name]) for name in ("k_new", "v_new", "k", "v")} | {
         "table_pitch": views["page_table"].strides[0],
         "most_keys": views["page_table"].shape[1] * page_size,
         "tokens": tokens,
@@ -134,13 +136,13 @@ def _step(engine: Engine, views: dict[str, View]) -> tuple[Runner, Launch] | Non
     return runner, Launch(grid, ArgumentWriter(kernel.layout, values))
 
 
-def _built(engine: Engine, target: Any) -> tuple[Any, Runner]:
+def _build(engine: Engine, target: Any) -> tuple[Any, Runner]:
     kernel = render_append(target)
     return kernel, engine.runner(kernel, "flashgen.append_kv(...) where FLASHGEN_JIT is not 0")
 
 
-def _rows(view: View) -> tuple[int, int, int]:
-    """Strides along (batch or page, head, row)."""
+def _row_strides(view: View) -> tuple[int, int, int]:
+    """Returns the strides along (batch or page, head, row)."""
     batch, row, head, _ = view.strides
     return batch, head, row
 
@@ -168,24 +170,26 @@ def _check(views: dict[str, View]) -> None:
             shapes = f"{new} is {views[new].shape} and {pages} {views[pages].shape}"
             raise ArgumentError(f"{shapes}; heads and dims must agree")
     for name, dimensions in {"page_table": 2, "seqused_k": 1}.items():
-        whole = len(views[name].shape) == dimensions and views[name].shape[0] == batch
-        if views[name].dtype != "int32" or not whole:
+        fits = len(views[name].shape) == dimensions and views[name].shape[0] == batch
+        if views[name].dtype != "int32" or not fits:
             raise ArgumentError(f"{name} is {views[name].dtype} {views[name].shape}; give int32 of batch {batch}")
     check_table(views)
     for name in _WRITTEN:
-        check_apart(name, views[name])
+        check_no_overlap(name, views[name])
     for name, view in views.items():
         if view.device != views["k"].device:
             raise ArgumentError(f"{name} is on GPU {view.device} and k on {views['k'].device}; move it there")
 
 
 def _check_rows(name: str, view: View) -> None:
-    """ArgumentError where 8 elements of a row cannot be moved at once."""
+    """Raises ArgumentError if 8 elements of a row cannot be copied at once."""
     check_aligned(name, view)
     batch, row, head, last = view.strides
     dim = view.shape[3]
-    apart = [stride for stride, size in zip((batch, row, head), view.shape, strict=False) if size > 1 and stride % 8]
-    if dim % 8 or (all(view.shape) and (last != 1 or apart or view.pointer % 16)):
+    misaligned = [
+        stride for stride, size in zip((batch, row, head), view.shape, strict=False) if size > 1 and stride % 8
+    ]
+    if dim % 8 or (all(view.shape) and (last != 1 or misaligned or view.pointer % 16)):
         raise ArgumentError(
             f"{name} at address {view.pointer:#x} with shape {view.shape}, strides {view.strides} (elements): rows "
             "must be contiguous, of a multiple of 8 elements, and start at multiples of 16 bytes"

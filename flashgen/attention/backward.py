@@ -29,7 +29,7 @@ from flashgen.codegen.arguments import capture_gradient, member_name, summed_gra
 from flashgen.codegen.family import HeadSplit
 from flashgen.codegen.stages import Kernels
 from flashgen.language.spec import AttentionSpec
-from flashgen.launch.engines import Engine, Numbers, Place, Taken
+from flashgen.launch.engines import Engine, Numbers, Operands, Place
 from flashgen.launch.memory import Memory
 from flashgen.runtime.arrays import JAX, Library, View, give_back
 
@@ -83,22 +83,24 @@ class BackwardPass(Pass[_Prepared]):
         if tuned:
             follow(self)
 
-    def forget(self) -> None:
+    def clear_cache(self) -> None:
         """Calls to come look for tuned plans again."""
         self.dispatch.forget_tuned()
-        super().forget()
+        super().clear_cache()
 
     def _result_argument(self, name: str) -> str:
         return gradient_argument(name)
 
-    def _run(self, prepared: _Prepared, call: Call, stream: int, taken: Taken, numbers: Numbers) -> Mapping[str, Any]:
-        made, place = call.results or self._make(prepared.makers, call.wanted), Place(stream, prepared.device)
+    def _run(
+        self, prepared: _Prepared, call: Call, stream: int, operands: Operands, numbers: Numbers
+    ) -> Mapping[str, Any]:
+        made, place = call.results or self._make_results(prepared.makers, call.wanted), Place(stream, prepared.device)
         for name in prepared.zeroed:
             self.engine.clear(made[name], place)
         if prepared.stages:
-            lists = self._lists(prepared, call, taken, numbers, place) if self.listers else NO_LISTS
-            self.engine.add(self._pointers(made), taken)
-            self.stages.launch(prepared.stages, taken, numbers, place, lists)
+            lists = self._lists(prepared, call, operands, numbers, place) if self.listers else NO_LISTS
+            self.engine.add(self._pointers(made), operands)
+            self.stages.launch(prepared.stages, operands, numbers, place, lists)
         if call.results or not prepared.of_jax:
             return made
         return {**made, **give_back(JAX, {name: made[name] for name in prepared.of_jax})}
@@ -107,13 +109,13 @@ class BackwardPass(Pass[_Prepared]):
         return not (self.listers or prepared.zeroed or self._differentiated)
 
     def _lists(
-        self, prepared: _Prepared, call: Call, taken: Taken, numbers: Numbers, place: Place
-    ) -> Mapping[str, Taken]:
+        self, prepared: _Prepared, call: Call, operands: Operands, numbers: Numbers, place: Place
+    ) -> Mapping[str, Operands]:
         """The lists that the call was given, or those of its mask."""
         assert self.listers, "only a pass that reads lists has any"
         if call.tile_lists is not None:
             return self.listers.check(call.tile_lists, prepared.lists, prepared.problem, place)
-        return self.listers.of_call(prepared.lists, prepared.problem, taken, numbers, place)
+        return self.listers.lists_for_call(prepared.lists, prepared.problem, operands, numbers, place)
 
     def _pointers(self, gradients: Mapping[str, Any]) -> Mapping[str, Any]:
         """The gradients as the structs call them: a captured array's is where it is summed, if no kernel rounds it."""
@@ -124,7 +126,7 @@ class BackwardPass(Pass[_Prepared]):
             pointers[summed_gradient(capture)] = pointers[capture_gradient(capture)] = gradients[capture.name]
         return pointers
 
-    def _work_out(
+    def _prepare(
         self, views: dict[str, View], libraries: Mapping[str, Library], bounds: Bounds, splits: Splits
     ) -> _Prepared:
         spec, device = self.spec, common_device(views)

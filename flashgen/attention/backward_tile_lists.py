@@ -11,7 +11,7 @@ from flashgen.attention.tile_lists import ListsLaunch, TileLister, TileLists
 from flashgen.codegen.stages import Kernels
 from flashgen.errors import ArgumentError
 from flashgen.language.spec import AttentionSpec
-from flashgen.launch.engines import Engine, Numbers, Place, Taken
+from flashgen.launch.engines import Engine, Numbers, Operands, Place
 from flashgen.runtime.arrays import Library, View
 
 _PARTS = ("keys", "queries")
@@ -58,23 +58,23 @@ class BackwardListers:
         """The launches for calls of these sizes and captured arrays on a device, whose q is of a library."""
         return {part: lister.prepare(problem, captured, library, device) for part, lister in self.listers.items()}
 
-    def of_call(
+    def lists_for_call(
         self,
         prepared: Mapping[str, ListsLaunch],
         problem: Problem,
-        taken: Taken,
+        operands: Operands,
         numbers: Numbers,
         place: Place,
-    ) -> Mapping[str, Taken]:
+    ) -> Mapping[str, Operands]:
         """The lists by the kernels that read them, made on the call's stream."""
         return {
-            part: lister.of_call(prepared[part], problem, taken, numbers, place)
+            part: lister.lists_for_call(prepared[part], problem, operands, numbers, place)
             for part, lister in self.listers.items()
         }
 
     def check(
         self, lists: Any, prepared: Mapping[str, ListsLaunch], problem: Problem, place: Place
-    ) -> Mapping[str, Taken]:
+    ) -> Mapping[str, Operands]:
         """The lists that a call was given; ArgumentError where they are not this mask's at these sizes."""
         if not isinstance(lists, BackwardTileLists):
             raise ArgumentError(

@@ -1,4 +1,4 @@
-"""An attention whose spec closed over arrays: they are given to each call, and need not be by its caller."""
+"""An attention with a spec that closes over arrays, which it passes to each call itself."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from flashgen.runtime.arrays import library_of
 
 
 class BoundAttention(Attention):
-    """An attention that adds arrays of its own to the captures of each call; a capture that is given wins.
+    """An attention that adds its own arrays to the captures of each call; captures given by the caller win.
 
-    Kernels, plans and what calls remember are those of the attention that all specs like this one share: both have one
-    dictionary of attributes, and this one its arrays beside it.
+    It shares kernels, plans and caches with the plain attention of its spec: both have the same attribute dictionary,
+    and this object holds the arrays in addition.
 
-    Arrays on the GPU of a call are read where they stand. Those of the host are copied there by the first call on that
-    GPU, and by each call after their values have changed, which a comparison on the host tells.
+    Arrays on the GPU of a call are read in place. Host arrays are copied to a GPU by the first call there, and again by
+    the first call after their values have changed, which a comparison on the host detects.
     """
 
     __slots__ = ("bound",)
@@ -31,7 +31,7 @@ class BoundAttention(Attention):
         self.bound = bound
 
     def __deepcopy__(self, memo: dict[int, Any]) -> BoundAttention:
-        """The same kernels with copies of the arrays: of a model's parameters those of the model's copy."""
+        """Returns the same kernels with copies of the arrays, so a copied model gets its own parameters."""
         return BoundAttention(self, deepcopy(self.bound, memo))
 
     def __call__(self, q: Any, k: Any, v: Any, **given: Any) -> Any:
@@ -69,17 +69,17 @@ class BoundAttention(Attention):
 
     def _where_kernels_run(self, given: dict[str, Any]) -> dict[str, Any]:
         device = self.engine.home()
-        placed = {
+        arrays = {
             name: array.on_host() if device is None else on_gpu(array, device) for name, array in self.bound.items()
         }
-        return {name: array for name, array in placed.items() if name in self._mask_names()} | given
+        return {name: array for name, array in arrays.items() if name in self._mask_names()} | given
 
     def _mask_names(self) -> set[str]:
         return {capture.name for capture in self.spec.mask.captures}
 
 
 def unbound(attention: Attention) -> Attention:
-    """The attention without the arrays that its spec's functions hold: calls give them."""
+    """Returns the attention without the arrays that its spec closes over; its callers pass them to each call."""
     if not isinstance(attention, BoundAttention):
         return attention
     plain = Attention.__new__(Attention)
@@ -88,22 +88,22 @@ def unbound(attention: Attention) -> Attention:
 
 
 def on_gpu(bound: BoundArray, device: int | None) -> Any:
-    """The array on a GPU: itself, or a copy of the host's, which is updated where the values have changed."""
+    """Returns the array on a GPU: itself, or a copy of a host array, updated if the values have changed."""
     array = bound.original
     if device is None or (
         not is_on_host(array) and library_of(array, "an array").view(array, "an array").device == device
     ):
         return bound.current()
 
-    def copy(here: np.ndarray[Any, Any], there: Any) -> Any:
+    def copy(source: np.ndarray[Any, Any], copied: Any) -> Any:
         cupy = gpu.cupy()
         with cupy.cuda.Device(device) as current:
-            if there is None:
-                there = cupy.empty(here.shape, here.dtype)
+            if copied is None:
+                copied = cupy.empty(source.shape, source.dtype)
             else:
-                current.synchronize()  # no kernel of another stream reads it any more
-            there.set(np.ascontiguousarray(here))
-            cupy.cuda.get_current_stream().synchronize()  # ready for whichever stream uses it
-        return there
+                current.synchronize()  # kernels on other streams may still read the old values
+            copied.set(np.ascontiguousarray(source))
+            cupy.cuda.get_current_stream().synchronize()  # ready for calls on any stream
+        return copied
 
     return bound.moved(device, copy)

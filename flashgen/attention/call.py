@@ -1,4 +1,4 @@
-"""What a user gives to a pass, as one record."""
+"""The record of the arguments of one call of a pass."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from flashgen.attention.decode_schedule import ScheduledSizes
 from flashgen.attention.problem import NO_BOUNDS, Bounds
 
 Splits = int | ScheduledSizes | None
-"""Into how many parts the keys of a call are split, or by which schedule; None: the sizes choose."""
+"""The number of splits of a call's keys (split-KV), or the sizes of its decode schedule; None: the sizes choose."""
 
 _NONE: Mapping[str, Any] = {}
 
@@ -18,15 +18,15 @@ class Call(NamedTuple):
     """One call of a pass.
 
     Attributes:
-        inputs: its arrays, by their names in the kernels' structs; the call's own, which what it makes is added to.
-        captures: what the spec captures, by name.
+        inputs: the arrays, by their names in the kernels' structs. The pass adds captured arrays to this dictionary.
+        captures: the captured arrays and numbers of the spec, by name.
         seed, offset: of the dropout.
-        wanted: the results that are given back, by name.
-        results: arrays to write them to, all of them, by name; none where new ones are made.
-        tile_lists: what the attention made of the mask; None makes them.
-        bounds: how many queries, and keys, a sequence of a ragged batch has at most, where the caller says.
-        splits: parts into which the keys are split, or what a schedule was made for; None is as many parts as make
-            the call fast.
+        wanted: the names of the results to return.
+        results: the arrays to write all results to, by name; empty to allocate new ones.
+        tile_lists: the tile lists that the caller created; None to create them in the call.
+        bounds: the maximum numbers of queries and keys of a sequence of a varlen batch, where the caller gives them.
+        splits: the number of splits of the keys, or the sizes of the decode schedule; None to choose the number that is
+            fastest.
     """
 
     inputs: dict[str, Any]

@@ -1,4 +1,4 @@
-"""What the forward and the backward pass do alike: check a call, remember what its shapes decide, launch its stages."""
+"""The steps that both passes have in common: check a call, look up its launch parameters in a cache, and launch."""
 
 from __future__ import annotations
 
@@ -11,42 +11,42 @@ from flashgen.attention.captures import (
     captured_distances,
     check_captures,
     check_distances,
-    check_places,
     check_seed,
     check_seed_in_memory,
+    check_shard,
     is_in_memory,
     number,
 )
 from flashgen.attention.problem import NO_BOUNDS, Bounds, Problem
-from flashgen.attention.ragged import refuse_ragged
 from flashgen.attention.replay import Replay
 from flashgen.attention.sharing import Sharing, check_on_host
 from flashgen.attention.stages import PreparedStages
+from flashgen.attention.varlen import refuse_varlen
 from flashgen.codegen.arguments import member_name
 from flashgen.errors import ArgumentError
 from flashgen.language.layouts import BlockLayout
 from flashgen.language.spec import AttentionSpec
 from flashgen.launch.argument_writer import Addresses
-from flashgen.launch.engines import Engine, Gpu, Numbers, Taken
+from flashgen.launch.engines import Engine, Gpu, Numbers, Operands
 from flashgen.runtime.arrays import Library, View
-from flashgen.runtime.remembered import Remembered
+from flashgen.runtime.caching import Cache
 
-_MOST_PREPARED = 1024  # lengths grow with every call in decoding
-_MOST_LIKENESSES = 8  # each of which is asked in turn
+_MAX_PREPARED = 1024  # lengths grow with every call in decoding
+_MAX_CACHED_LAUNCHES = 8  # a look-up compares with all of them, one after the other
 _ROW_ALIGNMENT, _LARGEST_ELEMENT = 16, 8  # bytes
 _ARGUMENTS = {
     "o": "out",
     "d_o": "d_out",
     "schedule": "decode_schedule",
-}  # what the user calls a member of a struct, where it is called differently
+}  # the user's name of a struct member, where the two names differ
 _NO_NUMBERS: dict[str, int | float] = {}
 
 Makers = Mapping[str, Callable[[], Any]]
-"""What makes the results of a call, by name."""
+"""Functions that allocate the results of a call, by name."""
 
 
 class Prepared(Protocol):
-    """What the shapes, strides, dtypes and device of a call decide."""
+    """The state that all calls of the same shapes, strides, dtypes and device share: an entry of the launch cache."""
 
     @property
     def device(self) -> int: ...
@@ -68,7 +68,7 @@ AnyPrepared = TypeVar("AnyPrepared", bound=Prepared)
 
 
 class Listers(Protocol):
-    """What makes the tile lists of a pass."""
+    """The tile listers of a pass."""
 
     def without_layouts(self, captures: Mapping[str, Any], q: View, k: View) -> Mapping[str, Any]: ...
 
@@ -76,9 +76,9 @@ class Listers(Protocol):
 class Pass(Generic[AnyPrepared]):
     """One pass of a spec on an engine.
 
-    in_rows: the arrays that are copied 16 bytes at a time; all others are read and written element by element.
-    listers: what makes its tile lists, or None where closed forms say what to visit.
-    likenesses: what was given to `keep`.
+    in_rows: the arrays that kernels copy 16 bytes at a time; all others are read and written element by element.
+    listers: create the tile lists; None if closed forms give the tiles to visit.
+    launch_cache: the entries that callers added with `cache_launch`, the newest first.
     """
 
     listers: Listers | None = None
@@ -90,18 +90,18 @@ class Pass(Generic[AnyPrepared]):
         self._called = _ARGUMENTS | {member: f"capture {capture.name!r}" for capture, member in self._arrays}
         self._distances = captured_distances(spec)
         self._takes_numbers = bool(self._numbers or spec.dropout)
-        self._prepared: Remembered[Any, AnyPrepared] = Remembered(_MOST_PREPARED)
-        self.likenesses: tuple[Any, ...] = ()
+        self._prepared: Cache[Any, AnyPrepared] = Cache(_MAX_PREPARED)
+        self.launch_cache: tuple[Any, ...] = ()
 
     def __call__(self, call: Call) -> Mapping[str, Any]:
-        """The results of a call by name; ArgumentError where an argument does not fit the spec."""
+        """Returns the results of a call by name. Raises ArgumentError if an argument does not fit the spec."""
         captures = call.captures
         if captures or self.spec.captures:
             check_captures(self.spec, captures)
         if call.tile_lists is not None and self.listers is None:
             raise ArgumentError(f"tile_lists: the kernels of {self.spec.mask.name} read none; leave them out")
         if call.tile_lists is not None:
-            refuse_ragged(self.spec, "tile_lists", "leave them out, each call makes its own")
+            refuse_varlen(self.spec, "tile_lists", "leave them out, each call makes its own")
         q = call.inputs["q"]
         library = self.engine.library(q, "q")
         if library is self.engine.copied:
@@ -117,58 +117,67 @@ class Pass(Generic[AnyPrepared]):
             arrays[member] = captures[capture.name]
         if call.results:
             results = {self._result_argument(name): array for name, array in call.results.items()}
-            prepared, addresses = self._prepare(arrays | results, library, call.bounds, call.splits)
+            prepared, addresses = self._lookup_or_prepare(arrays | results, library, call.bounds, call.splits)
             prepared.sharing.check(addresses)
         else:
-            prepared, addresses = self._prepare(arrays, library, call.bounds, call.splits)
+            prepared, addresses = self._lookup_or_prepare(arrays, library, call.bounds, call.splits)
         if self._distances:
             self._check_distances(captures)
         if self.spec.sharded:
-            check_places(self.spec, captures, prepared.problem)
-        taken = self.engine.taken(arrays, addresses)
+            check_shard(self.spec, captures, prepared.problem)
+        operands = self.engine.operands(arrays, addresses)
         if self.engine.current(prepared.device):
-            return self._run(prepared, call, library.stream(q), taken, numbers)
+            return self._run(prepared, call, library.stream(q), operands, numbers)
         with self.engine.on(prepared.device):
-            return self._run(prepared, call, library.stream(q), taken, numbers)
+            return self._run(prepared, call, library.stream(q), operands, numbers)
 
     def numbers(self, captures: Mapping[str, Any]) -> Numbers:
-        """What `again` takes of captured numbers, of a spec without dropout; ArgumentError where they do not fit it."""
+        """Returns the captured numbers as `launch_prepared` takes them; for specs without dropout.
+
+        Raises ArgumentError if the captures do not fit the spec.
+        """
         check_captures(self.spec, captures)
         return self._call_numbers(captures, None, 0)
 
-    def know(self, known: Hashable, arrays: Mapping[str, Any]) -> AnyPrepared:
-        """What calls of such arrays of the spec's rows share, for `again`; ArgumentError where they do not fit it.
+    def prepare(self, key: Hashable, arrays: Mapping[str, Any]) -> AnyPrepared:
+        """Checks the arrays of a call and caches its shared state under the caller's own key, for `launch_prepared`.
 
-        arrays: inputs, and results that are given. known: all that their library says of them, but for where they are,
-        and how their addresses lie in 16 bytes.
+        Args:
+            key: everything that the library says of the arrays except their addresses, and the addresses modulo 16.
+            arrays: the inputs, and the results if the caller gives them; the spec has no captured arrays.
+
+        Raises:
+            ArgumentError: an array does not fit the spec.
         """
         library = self._library("q", arrays["q"])
-        return self._prepared.get_or_make(known, lambda: self._prepare(dict(arrays), library, NO_BOUNDS, None)[0])
+        arrays = dict(arrays)
+        return self._prepared.get_or_make(key, lambda: self._lookup_or_prepare(arrays, library, NO_BOUNDS, None)[0])
 
-    def keep(self, likeness: Any, before: int) -> None:
-        """Keeps a caller's own way to what a call like one that it made `know` shares, as the first of the last few.
+    def cache_launch(self, entry: Any, generation: int) -> None:
+        """Puts a caller's own entry in front of the launch cache, which holds the last few.
 
-        before: how often everything was forgotten, `forgotten`, when it asked: what was made by then is not kept.
+        generation: the value of `generation` when the caller looked up the shared state. If the cache was cleared
+            since, the entry is stale and is not kept.
         """
-        self.likenesses = (likeness, *self.likenesses[: _MOST_LIKENESSES - 1])
-        if self._prepared.forgotten != before:
-            self.likenesses = ()
+        self.launch_cache = (entry, *self.launch_cache[: _MAX_CACHED_LAUNCHES - 1])
+        if self._prepared.generation != generation:
+            self.launch_cache = ()
 
     @property
-    def forgotten(self) -> int:
-        """How often what calls share was forgotten."""
-        return self._prepared.forgotten
+    def generation(self) -> int:
+        """How often the cache was cleared."""
+        return self._prepared.generation
 
-    def forget(self) -> None:
-        """Works out anew what calls share."""
-        self._prepared.forget()
-        self.likenesses = ()
+    def clear_cache(self) -> None:
+        """Removes the shared state of all calls: the next call of any shape prepares its launches again."""
+        self._prepared.clear()
+        self.launch_cache = ()
 
-    def known(self, known: Hashable) -> AnyPrepared | None:
-        """What calls like one that `know` was told of share; None where there was none."""
-        return self._prepared.get(known)
+    def lookup(self, key: Hashable) -> AnyPrepared | None:
+        """Returns what `prepare` cached under a key; None on a miss."""
+        return self._prepared.get(key)
 
-    def again(
+    def launch_prepared(
         self,
         prepared: AnyPrepared,
         call: Call,
@@ -176,10 +185,12 @@ class Pass(Generic[AnyPrepared]):
         addresses: Addresses,
         numbers: Numbers = _NO_NUMBERS,
     ) -> Mapping[str, Any] | None:
-        """The results of a call of which `know` or `known` said what it shares with others; None on another device.
+        """Launches a call from cached state, and returns its results; None if another device is the current one.
 
-        For callers that have looked at the arrays themselves, and have no captured arrays. addresses: of all arrays,
-        to be added to. call: what is wanted, and results that are given. numbers: by their names in the structs.
+        For callers that have compared the arrays with the cache key themselves and have no captured arrays.
+
+        call: only its wanted names and its given results are read. addresses: of all arrays of the call; those of
+        results and workspaces are added. numbers: the captured numbers, by their names in the structs.
         """
         if not self.engine.current(prepared.device):
             return None
@@ -187,12 +198,13 @@ class Pass(Generic[AnyPrepared]):
             prepared.sharing.check(addresses)
         return self._run(prepared, call, stream, addresses, numbers)
 
-    def replay(
+    def create_replay(
         self, prepared: AnyPrepared, names: Sequence[str], wanted: Sequence[str], pointer: Callable[[Any], int]
     ) -> Replay | None:
-        """What launches again calls that are given no results; None where they do more than launch.
+        """Returns a replay of the launches of calls without `out=`; None if such calls do more than launch kernels.
 
-        names: of their arrays, in the order in which it takes addresses. wanted: the results. pointer: address of one.
+        names: the arrays of a call, in the order in which the replay takes their addresses. wanted: the names of the
+        results. pointer: returns the address of an array.
         """
         stages = prepared.stages
         if stages is None or not isinstance(self.engine, Gpu) or not self._only_launches(prepared):
@@ -201,51 +213,56 @@ class Pass(Generic[AnyPrepared]):
         return Replay(self.engine, stages, prepared.device, names, makers, pointer)
 
     def _only_launches(self, prepared: AnyPrepared) -> bool:
-        """Whether calls make what they are not given, launch their stages, and do nothing else."""
+        """Whether calls allocate their results and launch their stages, and do nothing else."""
         raise NotImplementedError
 
-    def _run(self, prepared: AnyPrepared, call: Call, stream: int, taken: Taken, numbers: Numbers) -> Mapping[str, Any]:
-        """Makes the results that were not given, and launches.
+    def _run(
+        self, prepared: AnyPrepared, call: Call, stream: int, operands: Operands, numbers: Numbers
+    ) -> Mapping[str, Any]:
+        """Allocates the results that were not given, and launches.
 
-        stream: that of q's library. taken: what launches take of the inputs with the captures among them, by their
-        names in the structs, to be added to. numbers: what changes from call to call.
+        stream: the current stream of q's library. operands: the inputs and captured arrays, by their names in the
+        structs; results and workspaces are added. numbers: those that change from call to call.
         """
         raise NotImplementedError
 
-    def _make(self, makers: Makers, wanted: Iterable[str]) -> dict[str, Any]:
-        """The results of a call that was given none."""
+    def _make_results(self, makers: Makers, wanted: Iterable[str]) -> dict[str, Any]:
+        """Allocates the results of a call that was given none."""
         return {name: makers[name]() for name in wanted}
 
-    def _work_out(
+    def _prepare(
         self, views: dict[str, View], libraries: Mapping[str, Library], bounds: Bounds, splits: Splits
     ) -> AnyPrepared:
-        """Checks the arrays of a call, and prepares what calls like it share. libraries: of the arrays.
+        """Checks the arrays of a call, and prepares the state that all calls with its cache key share.
 
-        bounds: of the lengths of a ragged batch. splits: of a decode kernel's keys, where the call says.
+        views, libraries: of the arrays, by their names in the structs. bounds: the maximum lengths of a varlen batch.
         """
         raise NotImplementedError
 
     def _result_argument(self, name: str) -> str:
-        """What errors and kernels call a result that was given."""
+        """The name of a given result in error messages and kernels."""
         return name
 
     def _through_gpu(self, call: Call) -> Mapping[str, Any]:
-        """NumPy arrays: copied to the GPU, and the results back; those of captures that are there stay there."""
-        self.engine.here()  # says so where there is no GPU
+        """Runs a call of NumPy arrays: copies them to the GPU, and the results back.
+
+        A gradient of a captured array that is on the GPU already stays there.
+        """
+        self.engine.here()  # raises LaunchError if there is no GPU
         results = {self._result_argument(name): array for name, array in call.results.items()}
         self._check_sharing_on_host({**call.inputs, **results}, call.captures, results)
-        given = (call.inputs, call.captures, call.results)  # results too, so that what is not written is kept
+        given = (call.inputs, call.captures, call.results)  # results too, so that elements not written keep their value
         moved = [{name: self.engine.bring(array) for name, array in arrays.items()} for arrays in given]
         seed = self.engine.bring(call.seed)
-        there = call._replace(inputs=moved[0], captures=moved[1], results=moved[2], seed=seed)
-        home = {}
-        for name, array in self(there).items():
-            stays = name in call.captures and there.captures[name] is call.captures[name] and not call.results
-            home[name] = array if stays else self.engine.fetch(array, call.results.get(name))
-        return home
+        on_gpu = call._replace(inputs=moved[0], captures=moved[1], results=moved[2], seed=seed)
+        fetched = {}
+        for name, array in self(on_gpu).items():
+            stays = name in call.captures and on_gpu.captures[name] is call.captures[name] and not call.results
+            fetched[name] = array if stays else self.engine.fetch(array, call.results.get(name))
+        return fetched
 
     def _call_numbers(self, captures: Mapping[str, Any], seed: Any, offset: Any) -> dict[str, int | float]:
-        """The numbers that change from call to call, by their names in the structs."""
+        """Returns the numbers that change from call to call, by their names in the structs."""
         if not self._takes_numbers:
             return _NO_NUMBERS
         numbers = {member: number(capture, captures[capture.name]) for capture, member in self._numbers}
@@ -254,46 +271,50 @@ class Pass(Generic[AnyPrepared]):
         return numbers
 
     def _check_distances(self, captures: Mapping[str, Any]) -> None:
-        """ArgumentError where a table has not the entries that a captured number says; the rest is checked."""
+        """Raises ArgumentError if a table of distances has another size than a captured number says.
+
+        The value of that number is no part of the cache key, so every call checks it.
+        """
         for capture, axis, farthest in self._distances:
             array = captures[capture.name]
             view = self.engine.library(array, capture.name).view(array, capture.name)
             check_distances(capture, view.shape, axis, int(captures[farthest.name]))
 
-    def _prepare(
+    def _lookup_or_prepare(
         self, arrays: dict[str, Any], library: Library, bounds: Bounds, splits: Splits
     ) -> tuple[AnyPrepared, Addresses]:
-        """What calls like this one share, worked out, and the arrays checked, the first time; the arrays' addresses.
+        """Returns the cached state of a call, which a miss checks and prepares, and the addresses of the arrays.
 
-        library: of q, and so of all arrays of its type.
+        The cache key holds the arguments, what the libraries say of each array, and how the addresses are aligned.
+        library: the library of q, and of all arrays of the same type.
         """
-        kind, look = type(arrays["q"]), library.look
+        q_type, look = type(arrays["q"]), library.look
         key: list[Any] = [bounds, splits]
         addresses = Addresses()
         misaligned = 0
         in_rows = self._in_rows
         for name, array in arrays.items():
-            seen, address = (look if type(array) is kind else self._library(name, array).look)(array)
-            key.append(seen)
+            described, address = (look if type(array) is q_type else self._library(name, array).look)(array)
+            key.append(described)
             addresses[name] = address
             if name in in_rows:
                 misaligned |= address
             else:
                 key.append(address % _LARGEST_ELEMENT)
         key.append(misaligned % _ROW_ALIGNMENT)
-        known = tuple(key)
-        prepared = self._prepared.get(known)
+        cache_key = tuple(key)
+        prepared = self._prepared.get(cache_key)
         if prepared is None:
             libraries = {name: self._library(name, array) for name, array in arrays.items()}
             views = {name: libraries[name].view(array, _argument(name)) for name, array in arrays.items()}
             if "seed" in views:
                 check_seed_in_memory(views["seed"])
-            make = partial(self._work_out, views, libraries, bounds, splits)
-            prepared = self._prepared.get_or_make(known, make)
+            make = partial(self._prepare, views, libraries, bounds, splits)
+            prepared = self._prepared.get_or_make(cache_key, make)
         return prepared, addresses
 
     def _library(self, name: str, array: Any) -> Library:
-        """ArgumentError where the engine takes no such array."""
+        """Returns the library of an array. Raises ArgumentError if the engine does not take arrays of its type."""
         return self.engine.library(array, _argument(name))
 
     def _sharing(self, views: Mapping[str, View], written: Collection[str]) -> Sharing:
@@ -302,7 +323,7 @@ class Pass(Generic[AnyPrepared]):
     def _check_sharing_on_host(
         self, arrays: Mapping[str, Any], captures: Mapping[str, Any], written: Collection[str]
     ) -> None:
-        """The same for NumPy arrays that are copied to a GPU: no call takes what another refuses."""
+        """Checks NumPy arrays that will be copied to a GPU: they too must not overlap where they are written to."""
         captured = {member: captures[capture.name] for capture, member in self._arrays}
         check_on_host({**arrays, **captured}, written, self._named)
 
@@ -311,11 +332,15 @@ class Pass(Generic[AnyPrepared]):
 
 
 def common_device(views: Mapping[str, View]) -> int:
-    """The GPU that all arrays are on, 0 for the CPU; ArgumentError where one is not where q is."""
+    """Returns the index of the GPU that holds all arrays, 0 for the CPU.
+
+    Raises ArgumentError if an array is on another device than q.
+    """
     device = views["q"].device
     for name, view in views.items():
         if view.device != device:
-            raise ArgumentError(f"{_argument(name)} is on {_place(view)} and q on {_place(views['q'])}; move it there")
+            where = f"is on {_device(view)} and q on {_device(views['q'])}"
+            raise ArgumentError(f"{_argument(name)} {where}; move it there")
     return device or 0
 
 
@@ -323,5 +348,5 @@ def _argument(name: str) -> str:
     return _ARGUMENTS.get(name, name)
 
 
-def _place(view: View) -> str:
+def _device(view: View) -> str:
     return "the CPU" if view.device is None else f"GPU {view.device}"

@@ -1,4 +1,4 @@
-"""`Attention`: a compiled spec, to be called, and to be asked what it is and does."""
+"""`Attention`: a compiled spec that can be called, tuned and inspected."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from flashgen.attention.forward_dispatch import ForwardKernels
 from flashgen.attention.gradients import ROWS, Gradients, differentiated, given_gradients
 from flashgen.attention.outputs import given_outputs
 from flashgen.attention.problem import given_cache
-from flashgen.attention.ragged import refuse_ragged, taken_apart
 from flashgen.attention.tile_lists import TileLister, TileLists, sizes_of
 from flashgen.attention.tuned_plans import TunedPlans
+from flashgen.attention.varlen import refuse_varlen, split_varlen_arguments
 from flashgen.build.cache import KernelCache
 from flashgen.build.resources import Resources
 from flashgen.codegen.families import backward_family
@@ -28,7 +28,7 @@ from flashgen.errors import ArgumentError
 from flashgen.language.operations import BATCH, HEAD
 from flashgen.language.spec import AttentionSpec
 from flashgen.launch.engines import Engine, build
-from flashgen.runtime.remembered import made_once
+from flashgen.runtime.caching import locked_cached_property
 
 if TYPE_CHECKING:
     from flashgen.analysis.tile_classes import TileMap
@@ -42,16 +42,16 @@ _NOTHING: dict[str, Any] = {}
 
 
 class Attention:
-    """A spec compiled for a target: call it with q, k and v; `backward` and `vjp` give gradients.
+    """A spec compiled for a target. Call it with q, k and v; `backward` and `vjp` compute gradients.
 
-    Many threads may call one at once, on one stream or several; Python without a global lock is not promised. A copy of
-    one is itself. Pickle writes its spec and how it was compiled, and it is compiled again where it is loaded; one with
-    edited kernels, or whose functions close over arrays, raises UnsupportedError there.
+    Many threads may call one attention at once, on one stream or on several; free-threaded Python is not supported yet.
+    Copying returns the attention itself. Pickle stores the spec and the arguments of `compile`, and unpickling compiles
+    again; an attention with edited kernels, or with functions that close over arrays, raises UnsupportedError instead.
 
-    Attributes: `spec`, `target`, `engine` (where it runs), `source` (the CUDA), `plan`, `resources`, `edited`,
-    `deterministic` (whether gradients are bitwise equal from run to run), `compiled_with` (plan, deterministic and
-    backward_plan as `compile` was given them), and of the backward pass, rendered when it is first asked for,
-    `backward_kernels` and `backward_plan`.
+    Attributes: `spec`, `target`, `engine` (a GPU or the emulator), `source` (the CUDA source), `plan`, `resources`,
+    `edited`, `deterministic` (whether gradients are bitwise equal from run to run), `compiled_with` (the plan,
+    deterministic and backward_plan arguments of `compile`), and for the backward pass, which is rendered on first
+    access, `backward_kernels` and `backward_plan`.
     """
 
     def __init__(
@@ -65,10 +65,10 @@ class Attention:
         tuned: KernelCache | None = None,
         edits: Edits = NO_EDITS,
     ) -> None:
-        """`compile` makes them.
+        """Use `compile` to create one.
 
-        tuned: where tuned plans are kept; None is the cache of the environment on a GPU, and on the emulator
-            nowhere. A plan that is given, or an edited kernel, wins over them.
+        tuned: the cache that holds tuned plans. None is the default cache on a GPU, and no cache on the emulator. A
+            given plan or an edited kernel takes precedence over tuned plans.
         """
         self.spec, self.target, self.engine, self.deterministic = spec, target, engine, deterministic
         self._tuned = tuned
@@ -76,18 +76,18 @@ class Attention:
         self._given_backward_plan, self._edits = backward_plan, edits
         self._gradients = (*ROWS, *(capture.name for capture in differentiated(spec)))
         kernels = forward_kernels(spec, target, plan=plan)
-        self._kernels = {role: edits.of(role, kernel) for role, kernel in kernels.items()}
+        self._kernels = {role: edits.apply(role, kernel) for role, kernel in kernels.items()}
         self._kernel = self._kernels["forward"]
-        own_plan = plan is None and not edits.of_the_forward and not spec.is_ragged
-        follows = own_plan and (engine.measures or tuned is not None)
-        tuned_plans = TunedPlans(self._kernel, tuned) if follows else None
-        with edits.told():
+        own_plan = plan is None and not edits.touches_forward and not spec.is_ragged
+        uses_tuned = own_plan and (engine.measures or tuned is not None)
+        tuned_plans = TunedPlans(self._kernel, tuned) if uses_tuned else None
+        with edits.named_in_errors():
             self._forward = ForwardPass(
                 spec, self._kernels, engine, self._prebuild("forward"), tuned_plans, by_sizes=own_plan, decodes=own_plan
             )
 
     def _prebuild(self, which: str) -> str:
-        """The command that builds the kernels of a pass."""
+        """Returns the command that builds the kernels of a pass ahead of time, for error messages."""
         if self._edits.texts:
             built = "backward_resources" if which == "backward" else "resources"
             return f"flashgen.compile(spec, target={self.target.name!r}, source=...).{built}"
@@ -98,7 +98,7 @@ class Attention:
         return f"{command} && flashgen show --kernel lists {shown}" if self._kernel.reads else command
 
     def __copy__(self) -> Attention:
-        """Itself: nothing of an attention changes."""
+        """Returns the attention itself, which is immutable."""
         return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Attention:
@@ -110,149 +110,158 @@ class Attention:
 
     @property
     def name(self) -> str:
-        """The kernel's readable name; that of an edited one ends in `-edited-` and the begin of its text's hash."""
+        """The readable name of the forward kernel. An edited one ends in `-edited-` and the first digits of a hash."""
         return self._kernel.name
 
     @property
     def edited(self) -> tuple[str, ...]:
-        """The kernels whose text is that of `compile(..., source=...)`: "forward", "lists", "keys", ..."""
+        """The kernels that `compile(..., source=...)` replaced: "forward", "lists", "keys", ..."""
         return tuple(self._edits.texts)
 
     @property
     def source(self) -> str:
-        """The emitted CUDA of the kernel."""
+        """The CUDA source of the forward kernel."""
         return self._kernel.source
 
     @property
     def sources(self) -> dict[str, str]:
-        """The emitted CUDA of every kernel a call launches, by readable name, in the order of the launches."""
+        """The CUDA source of each kernel that a call launches, by readable name, in launch order."""
         return {kernel.name: kernel.source for kernel in self.kernels}
 
     @property
     def kernels(self) -> tuple[RenderedKernel, ...]:
-        """The kernels a call launches, in order."""
+        """The kernels that a call launches, in launch order."""
         return tuple(self._kernels.values())
 
     @property
     def plan(self) -> Plan:
-        """Tile sizes, warps and stages: those of the default, or what `compile` was given."""
+        """Tile sizes, warps and stages of the forward kernel: the plan given to `compile`, or the default plan."""
         return self._kernel.plan
 
     def plan_for(
         self, len_q: int, len_k: int | None = None, batch: int = 1, heads: int = 1, heads_kv: int | None = None
     ) -> Plan:
-        """The plan of calls of these sizes on the current GPU.
+        """Returns the plan that calls of these sizes use on the current GPU.
 
-        That is `plan`, or what `tune` found for such lengths; where the target packs heads, either with the query heads
-        of a head of k and v packed into tiles, where that fills them better. Few queries over many keys have that of a
-        decode kernel.
+        This is `plan`, or the plan that `tune` found for such lengths. Where the target supports it and it fills tiles
+        better, the query heads that share a KV head are packed into one tile. Few queries over many keys use the plan
+        of a decode kernel.
 
-        Args: as of `tile_lists`; heads_kv: heads of k and v, None for as many. Raises LaunchError without a GPU.
+        Args:
+            len_q, len_k, batch, heads: as in `tile_lists`. heads_kv: the number of KV heads; None for `heads`.
+
+        Raises:
+            LaunchError: there is no GPU.
         """
         return self._built_for(len_q, len_q if len_k is None else len_k, batch, heads, heads_kv).kernel.plan
 
     def _built_for(self, len_q: int, len_k: int, batch: int, heads: int, heads_kv: int | None = None) -> ForwardKernels:
-        refuse_ragged(self.spec, "plan_for", "its plan is `plan`, whatever the lengths are")
+        refuse_varlen(self.spec, "plan_for", "its plan is `plan`, whatever the lengths are")
         sizes = sizes_of(len_q, len_k, batch, heads, heads_kv)
         if not self._forward.dispatch.depends_on_sizes:
             return self._forward.dispatch.default
         return self._forward.built_for(sizes, self.engine.here())
 
-    @made_once
+    @locked_cached_property
     def resources(self) -> Resources:
-        """Registers, spills and shared memory of the kernel, by the GPU's assembler; needs NVRTC, but no GPU."""
-        with self._edits.told():
+        """Registers, spills and shared memory of the forward kernel, as ptxas reports them. Needs NVRTC, but no GPU."""
+        with self._edits.named_in_errors():
             return build(self._kernel, self._prebuild("forward")).resources
 
-    @made_once
+    @locked_cached_property
     def backward_kernels(self) -> Kernels:
-        """The kernels that a backward call launches, by their roles, in order; UnsupportedError where none can run."""
+        """The kernels that a backward call launches, by role, in launch order.
+
+        Raises UnsupportedError if the target cannot run the backward of the spec.
+        """
         given = self._given_backward_plan
         kernels = backward_kernels(self.spec, self.target, self.deterministic, plan=given)
         parts = {role: "backward_lists" if role == "lists" else role for role in kernels}
-        return {role: self._edits.of(parts[role], kernel) for role, kernel in kernels.items()}
+        return {role: self._edits.apply(parts[role], kernel) for role, kernel in kernels.items()}
 
     def build_backward(self) -> None:
-        """Builds the backward's kernels now, and not when it is called first; BuildError where one does not compile."""
+        """Builds the backward kernels now instead of in the first call. Raises BuildError if one does not compile."""
         _ = self._backward
 
     @property
     def backward_plan(self) -> Any:
-        """The plan of the kernel that walks tiles of keys."""
+        """The plan of the backward's main kernel, which computes dK and dV."""
         return self.backward_kernels["keys"].plan
 
     @property
     def backward_sources(self) -> dict[str, str]:
-        """The emitted CUDA of every kernel that a backward call launches, by readable name, in their order."""
+        """The CUDA source of each kernel that a backward call launches, by readable name, in launch order."""
         return {kernel.name: kernel.source for kernel in self.backward_kernels.values()}
 
-    @made_once
+    @locked_cached_property
     def backward_resources(self) -> dict[str, Resources]:
         """Registers, spills and shared memory of each kernel that a backward call launches, by readable name."""
         prebuild = self._prebuild("backward")
-        with self._edits.told():
+        with self._edits.named_in_errors():
             return {kernel.name: build(kernel, prebuild).resources for kernel in self.backward_kernels.values()}
 
-    @made_once
+    @locked_cached_property
     def _backward(self) -> BackwardPass:
-        """Compiled when it is first asked for."""
+        """The backward pass, built on first access."""
         from flashgen.attention.backward import BackwardPass
 
         kernels, prebuild = self.backward_kernels, self._prebuild("backward")
-        own_plan = self._given_backward_plan is None and not self._edits.of_the_backward
+        own_plan = self._given_backward_plan is None and not self._edits.touches_backward
         head_split = backward_family(self.target).head_split if own_plan and not self.deterministic else None
-        follows = own_plan and not self.spec.is_ragged and (self.engine.measures or self._tuned is not None)
-        tuned = TunedPlans(kernels["keys"], self._tuned) if follows else None
-        with self._edits.told():
+        uses_tuned = own_plan and not self.spec.is_ragged and (self.engine.measures or self._tuned is not None)
+        tuned = TunedPlans(kernels["keys"], self._tuned) if uses_tuned else None
+        with self._edits.named_in_errors():
             return BackwardPass(self.spec, kernels, self.engine, prebuild, head_split, tuned, self.deterministic)
 
     def tiles(
         self, len_q: int, len_k: int | None = None, batch: int | None = None, heads: int | None = None, **captures: Any
     ) -> TileMap:
-        """Which tiles a call of these lengths visits, and which of them need their mask; computed on the CPU.
+        """Returns which tiles of `plan` a call of these sizes visits, and which of them need the mask.
 
-        The tiles are those of `plan`.
+        Computed on the CPU.
 
         Args:
-            len_q: queries. len_k: keys; None for as many.
-            batch: sequences; None for as many as the captures have values for, or one where they do not say. The map
-                has an entry for each only where the mask differs between them.
-            heads: query heads; None likewise.
+            len_q: the number of queries. len_k: the number of keys; None for `len_q`.
+            batch: the number of sequences; None for the size that the captures imply, or 1. The map has an entry for
+                each sequence only if the mask differs between sequences.
+            heads: the number of query heads; None as for `batch`.
             captures: NumPy arrays and numbers, needed only if the mask reads them.
 
-        Raises ArgumentError for a size that cannot be, and for captures that are missing or say different sizes.
+        Raises:
+            ArgumentError: a size is out of range, or captures are missing or imply different sizes.
         """
-        refuse_ragged(self.spec, "tiles", "ask the spec of layout 'bshd' about one sequence")
+        refuse_varlen(self.spec, "tiles", "ask the spec of layout 'bshd' about one sequence")
         from flashgen.analysis.captured_extents import captured_extent
         from flashgen.analysis.tile_classes import tile_map
 
         mask = self.spec.mask
         length_k = len_q if len_k is None else len_k
         given = {capture.name: captures[capture.name] for capture in mask.captures if capture.name in captures}
-        of_batch, of_heads = (
+        batch, heads = (
             captured_extent(mask.expression, index, given) or 1 if size is None else size
             for index, size in ((BATCH, batch), (HEAD, heads))
         )
         tile = (self.plan.tile_q, self.plan.tile_k)
-        return tile_map(mask.expression, tile, len_q, length_k, of_batch, of_heads, given)
+        return tile_map(mask.expression, tile, len_q, length_k, batch, heads, given)
 
     def tile_lists(
         self, len_q: int, len_k: int | None = None, batch: int = 1, heads: int = 1, **captures: Any
     ) -> TileLists:
-        """The tiles that calls of these lengths visit, listed once: `attention(q, k, v, tile_lists=lists, ...)`.
+        """Returns the lists of tiles that calls of these sizes visit: `attention(q, k, v, tile_lists=lists, ...)`.
 
-        Of use where several calls, or the layers of a model, share a mask: by itself a call makes its lists anew, or,
-        if the mask reads no capture, remembers them by lengths. Not for a stream that is being captured. Where calls on
-        another stream than the current one use them, keep them until those are done, as any array.
+        Create them once where several calls, such as the layers of a model, share a mask. Without them each call lists
+        its tiles; only the lists of masks without captures are cached, by their lengths. Do not call this while the
+        stream is being captured into a graph. Keep the lists alive until calls on other streams that use them are done.
 
         Args:
-            len_q: queries. len_k: keys; None for as many.
-            batch: of q. heads: query heads. Lists differ between them only where the mask does.
-            captures: what the mask captures, on the device where the calls will be; NumPy arrays are copied there.
+            len_q: the number of queries. len_k: the number of keys; None for `len_q`.
+            batch: the batch size. heads: the number of query heads. Lists differ between them only if the mask does.
+            captures: the captures of the mask, on the device of the calls; NumPy arrays are copied there.
 
-        Raises ArgumentError where the mask has a closed form and needs no lists, or a capture does not fit.
+        Raises:
+            ArgumentError: the mask has a closed form and needs no lists, or a capture does not fit the spec.
         """
-        refuse_ragged(self.spec, "tile_lists", "each call makes its own")
+        refuse_varlen(self.spec, "tile_lists", "each call makes its own")
         if self._lister is None:
             raise ArgumentError(f"{self.spec.mask.name} needs no lists: its tiles are known in closed form")
         length_k = len_q if len_k is None else len_k
@@ -263,11 +272,12 @@ class Attention:
     def backward_tile_lists(
         self, len_q: int, len_k: int | None = None, batch: int = 1, heads: int = 1, **captures: Any
     ) -> BackwardTileLists:
-        """The tiles that backward calls of these lengths visit, listed once: `backward(..., tile_lists=lists)`.
+        """Returns the lists of tiles that backward calls of these sizes visit: `backward(..., tile_lists=lists)`.
 
-        As `tile_lists`, of which it has the arguments and errors; by tiles of keys, and of the backward's own sizes.
+        Arguments and errors are those of `tile_lists`. These lists have the backward's own tile sizes, and hold the
+        tiles of queries for each tile of keys.
         """
-        refuse_ragged(self.spec, "backward_tile_lists", "each call makes its own")
+        refuse_varlen(self.spec, "backward_tile_lists", "each call makes its own")
         listers = self._backward.listers
         if listers is None:
             raise ArgumentError(f"{self.spec.mask.name} needs no lists: its tiles are known in closed form")
@@ -283,25 +293,29 @@ class Attention:
         heads_kv: int | None = None,
         **captures: Any,
     ) -> DecodeSchedule:
-        """How the blocks of calls over pages share the keys, by the lengths of this step: made once, for all layers.
+        """Returns a schedule that divides the keys of a paged decode step among CTAs, for all layers of the step.
 
-        By itself each block of a call sums up the lengths of the batch, which costs a microsecond or so. The host reads
-        nothing; `update` makes a schedule anew in its memory, also in a captured graph, before which it is to be made.
+        Without a schedule each CTA sums up the sequence lengths of the batch itself, which takes about a microsecond
+        per call. The host reads no lengths. `DecodeSchedule.update` recomputes a schedule in place for the next step,
+        also inside a captured graph; the schedule itself must be created before the capture begins.
 
         Args:
-            len_q: queries of each sequence.
-            page_table: that of the calls, int32 (batch, pages of a sequence), of which only the shape is looked at.
-            seqused_k: int32 (batch): keys of each sequence, read when the kernel runs, on its library's current stream.
-            heads: query heads. heads_kv: heads of k and v; None for as many.
-            captures: what the mask's bounds read: a window that is a Scalar, say.
+            len_q: the number of queries of each sequence.
+            page_table: the page table of the calls, int32 (batch, pages of a sequence); only its shape is read.
+            seqused_k: int32 (batch,), the number of keys of each sequence, read when the kernel runs, on the current
+                stream of its library.
+            heads: the number of query heads. heads_kv: the number of KV heads; None for `heads`.
+            captures: the captures that the mask's bounds read, such as a window that is a Scalar.
 
-        Raises ArgumentError for a spec without pages, and for what does not fit; LaunchError without a GPU.
+        Raises:
+            ArgumentError: the spec has no pages, or an argument does not fit it.
+            LaunchError: there is no GPU.
         """
         return self._scheduler.make(
             len_q, page_table, seqused_k, heads, heads if heads_kv is None else heads_kv, captures
         )
 
-    @made_once
+    @locked_cached_property
     def _scheduler(self) -> Scheduler:
         return Scheduler(self.spec, self.target, self.engine, self.plan)
 
@@ -324,57 +338,56 @@ class Attention:
         v_scale: Any = None,
         **captures: Any,
     ) -> Any:
-        """Attention of q over k and v.
+        """Computes the attention of q over k and v.
 
         Args:
-            q: (batch, heads_q, len_q, head_dim), or as the spec's layout says; any strides with a contiguous last
-                dimension and rows at multiples of 16 bytes, on sm_90a none that are negative. NumPy, CuPy, PyTorch,
-                JAX, DLPack or CUDA array interface.
+            q: (batch, heads_q, len_q, head_dim), or the order of the spec's layout. The last dimension must be
+                contiguous and rows must start at multiples of 16 bytes; other strides are free, but not negative on
+                sm_90a. NumPy, CuPy, PyTorch, JAX, DLPack or CUDA array interface.
             k: (batch, heads_kv, len_k, head_dim); heads_q is a multiple of heads_kv.
             v: (batch, heads_kv, len_k, value_dim).
-            seed: of the dropout, 0 <= seed < 2**64; required if the spec has dropout. Or an array beside q that holds
-                it, one int64 or uint64, or two uint32, low half first: kernels read it when they run, so that a
-                captured graph drops anew with each replay for which another is written there.
-            offset: of the dropout's counter, 0 <= offset < 2**32.
-            return_lse: give the log-sum-exp of the scores too.
-            out: an array to write the output to, and with return_lse a pair of arrays; None makes new ones. No element
-                may share memory with one of another array of the call, also not with the same one of q; slices of one
-                packed buffer may be given.
-            tile_lists: what `tile_lists(...)` made for the sizes and captures of this call; None makes them.
-            num_splits: take the decode kernel, the keys split into so many parts, 1 to 1024: a sequence then has the
-                same bits whatever else is in the batch. None lets the sizes choose the kernel and the parts.
-            decode_schedule: of a spec with pages, what `decode_schedule(...)` made for the sizes of this call: take the
-                decode kernel, whose blocks share the keys as it says. None has each block sum up the lengths.
-            page_table: of a spec with pages, int32 (batch, pages of a sequence): which page of k and v, (pages,
-                page_size, heads_kv, dim), has a sequence's keys 0 to page_size - 1, which the next ones, and so on.
-                Entries beyond a sequence's keys are not read; one that is no page is the last page.
-            seqused_k: likewise, int32 (batch): the keys that each sequence has, which masks and scores know as len_k;
-                bounded by 0 and what its part of the table holds. Both are read on the device alone.
-            k_scale, v_scale: of a spec with a kv_dtype, float32 (1,) or (heads_kv,): by what k and v are multiplied.
-            captures: the arrays and numbers that the spec declares, by name; a layout may be a BlockLayout.
+            seed: the seed of the dropout, 0 <= seed < 2**64; required if the spec has dropout. It may also be an array
+                on the device of q: one int64 or uint64, or two uint32, the low half first. Kernels read the array when
+                they run, so each replay of a captured graph can use a new seed.
+            offset: the offset of the dropout's random counter, 0 <= offset < 2**32.
+            return_lse: also return the log-sum-exp (LSE) of the scores.
+            out: an array for the output, with return_lse a pair of arrays; None allocates. None of its elements may
+                share memory with another array of the call, not even with q; slices of one packed buffer are allowed.
+            tile_lists: the result of `tile_lists(...)` for the sizes and captures of this call; None to list the tiles
+                in the call.
+            num_splits: use the decode kernel with the keys in this number of splits, 1 to 1024. The result for a
+                sequence then does not depend on the rest of the batch, bit by bit. None chooses by the sizes.
+            decode_schedule: for a spec with pages, the result of `decode_schedule(...)` for the sizes of this call: use
+                the decode kernel and divide the keys among CTAs by this schedule. None computes it in each CTA.
+            page_table: for a spec with pages, int32 (batch, pages of a sequence): the i-th entry of a sequence is the
+                page of k and v, (pages, page_size, heads_kv, dim), that holds its keys from i * page_size on. Entries
+                beyond a sequence's last key are not read. An entry out of range is read as the last page.
+            seqused_k: for a spec with pages, int32 (batch,): the number of keys of each sequence, which is len_k in
+                masks and scores, clamped to what the table can hold. Kernels read both arrays; the host does not.
+            k_scale, v_scale: for a spec with a kv_dtype, float32 (1,) or (heads_kv,): factors of k and v.
+            captures: the captured arrays and numbers of the spec, by name; a layout may be a BlockLayout.
 
-        With layout "thd", a ragged batch, q, k and v are (tokens, heads, dim), and a call takes beside the captures:
-            cu_seqlens_q: int32 (sequences + 1,) on q's device, rising: sequence b is rows cu_seqlens_q[b] to
-                cu_seqlens_q[b + 1] of q. The host never reads it, and a launch is the same whatever it holds.
-            cu_seqlens_k: the same of k and v; None is cu_seqlens_q, where k has as many tokens as q.
-            seqused_k: int32 (sequences,): how many of a sequence's keys there are, the first ones; None is all.
-                Over pages k, v, page_table and seqused_k are as above, of sequences, and there is no cu_seqlens_k.
-            max_seqlen_q, max_seqlen_k: how many queries and keys a sequence has at most, for the memory of lists and
-                the sizes of captures; None is all tokens. What a sequence has beyond that is not attended to, and a
-                query beyond it not written.
-        In masks and scores b is a sequence's number, q, k, len_q and len_k are its own. The output is (tokens, heads_q,
-        value_dim), the LSE (heads_q, tokens). Rows of q before the first sequence and behind the last attend to
-        nothing; gradients of keys that are in no sequence, or not used, are 0.
+        With layout "thd" (varlen), q, k and v are (tokens, heads, dim), and a call also takes:
+            cu_seqlens_q: int32 (sequences + 1,), ascending, on q's device: sequence b is rows cu_seqlens_q[b] to
+                cu_seqlens_q[b + 1] of q. The host never reads it, and launches do not depend on its values.
+            cu_seqlens_k: the same for k and v; None for cu_seqlens_q if k has as many tokens as q.
+            seqused_k: int32 (sequences,): how many keys of each sequence to use, from its first one; None for all.
+                With pages, k, v, page_table and seqused_k are as described before, and there is no cu_seqlens_k.
+            max_seqlen_q, max_seqlen_k: the maximum numbers of queries and keys of a sequence, which bound the memory of
+                tile lists and the sizes of captures; None for all tokens. Keys of a sequence beyond the maximum are not
+                attended to, and rows of queries beyond it are not written.
+        In masks and scores b is the index of a sequence, and q, k, len_q and len_k are relative to it. The output is
+        (tokens, heads_q, value_dim), the LSE (heads_q, tokens). Rows of q before the first sequence and after the last
+        attend to nothing; gradients of keys that belong to no sequence or are not used are 0.
 
         Returns:
-            The output, (batch, heads_q, len_q, value_dim) in the spec's layout, of q's kind; with return_lse a pair
-            with the LSE, float32 (batch, heads_q, len_q). In memory it has no gaps, and its axes nest as q's do, so
-            that a model's swapped views are joined again without a copy. Rows with nothing to attend to are
-            0, their LSE -inf, or that of the sink alone where the spec has one, whatever k and v hold. Where the mask
-            forbids a key, k may hold anything, and v any finite numbers: its rows are multiplied by 0 where a tile has
-            keys that count, and 0 * NaN is NaN, as in every attention that masks scores. Set v to 0 in padding that
-            may hold garbage.
-            Nothing is read behind the last key.
+            The output, (batch, heads_q, len_q, value_dim) in the spec's layout, from the library of q; with return_lse
+            a pair of it and the LSE, float32 (batch, heads_q, len_q). The output is dense in memory with the axis order
+            of q, so merging the heads of a transposed view needs no copy. A row that attends to no key is 0, and its
+            LSE is -inf, or that of the sink if the spec has one, whatever k and v hold. At keys that the mask forbids,
+            k may hold anything but v must be finite: its rows are multiplied by 0 in tiles with other keys, and 0 * NaN
+            is NaN, as in every attention that masks scores. Set v to 0 in padding that may hold garbage. Nothing is
+            read beyond the last key.
 
         Raises:
             ArgumentError: an argument does not fit the spec; the message says what to give.
@@ -384,8 +397,8 @@ class Attention:
         given = _NOTHING if out is None else given_outputs(out, return_lse)
         if seqused_k is not None and self.spec.is_ragged and not self.spec.page_size:
             captures["seqused_k"], seqused_k = seqused_k, None
-        ragged, bounds, captured = taken_apart(self.spec, captures, q, k)
-        inputs = {"q": q, "k": k, "v": v, **ragged}
+        varlen, bounds, captured = split_varlen_arguments(self.spec, captures, q, k)
+        inputs = {"q": q, "k": k, "v": v, **varlen}
         if self.spec.of_cache or not page_table is seqused_k is k_scale is v_scale is None:
             cache = {"page_table": page_table, "seqused_k": seqused_k, "k_scale": k_scale, "v_scale": v_scale}
             inputs |= given_cache(self.spec, **cache)
@@ -412,32 +425,33 @@ class Attention:
         v_scale: Any = None,
         **captures: Any,
     ) -> Tuning:
-        """Times the plans that may be the best for calls like this one on this GPU, and keeps the winner on disk.
+        """Times candidate plans for calls like this one on this GPU, and stores the fastest on disk.
 
-        Calls of such lengths then run it, in this process and later ones: those whose lengths have the same nearest
-        powers of 2, and whose heads x batch have, too, unless they are so many that more make no difference, or the
-        mask is read from lists. Sizes that take a decode kernel have winners among the plans of its rows, and their
-        query heads that share a head of k and v the same nearest power of 2, too; `num_splits` and `decode_schedule`
-        keep the default plan, whatever is tuned. `compile(..., plan=...)` wins over it. What is kept holds for this
-        kind of GPU, and until flashgen or its compiler makes another kernel of the spec; `flashgen cache clear` forgets
-        it.
+        Calls of the same class of sizes then use it, in this process and in later ones. A class consists of lengths
+        with the same nearest powers of 2, and the same nearest power of 2 of heads x batch; the latter is ignored for
+        masks that are read from lists, and beyond the number that fills the GPU. Sizes that use a decode kernel are
+        tuned among decode plans for the same number of rows; their class also has the nearest power of 2 of the query
+        heads per KV head. Calls with `num_splits` or `decode_schedule` always use the default plan, and
+        `compile(..., plan=...)` takes precedence. A stored plan is valid for this model of GPU, until another version
+        of flashgen or of its compiler generates another kernel for the spec. `flashgen cache clear` removes it.
 
-        Takes some seconds. Up to 12 plans are compiled; left out are those whose registers do not suffice, and any
-        whose output is not the default one's up to rounding. The others take turns, the L2 flushed before each run;
-        medians are compared. The default plan stays where none is at least 1% faster. Tile lists are made in each call,
-        as calls do that are given none. Do not tune while others use the GPU.
+        Tuning takes some seconds. Up to 12 plans are compiled. Plans that need too many registers are skipped, and so
+        are plans with an output that differs from the default plan's by more than rounding. The others run in rotation,
+        with the L2 cache flushed before each run, and their medians are compared. The default plan stays unless another
+        is at least 1% faster. Tile lists are created in each call. Do not tune while others use the GPU.
 
         Args:
-            q, k, v, seed, page_table, seqused_k, k_scale, v_scale, captures: those of a call. Over pages the lengths
-                are those that `seqused_k` holds; the class is of what the table may hold, as the host knows no other.
+            q, k, v, seed, page_table, seqused_k, k_scale, v_scale, captures: the arguments of a call. With pages, the
+                kernels run with the lengths in `seqused_k`, but the class is that of the longest sequence that the page
+                table can hold, because the host does not read lengths.
 
         Returns:
-            What was found: the winner, the default plan, the milliseconds of each, what was gained. Print it.
+            The winner, the default plan, the milliseconds of each and the gain; print it for a summary.
 
         Raises:
-            ArgumentError: as a call; or this attention was compiled with plan=... or source=....
+            ArgumentError: as in a call, or this attention was compiled with plan=... or source=....
             BuildError: FLASHGEN_JIT=0, or the cache cannot be written.
-            LaunchError: there is no GPU, or this attention is the emulator's.
+            LaunchError: there is no GPU, or this attention runs on the emulator.
         """
         from flashgen.attention.tuning import tune
 
@@ -445,35 +459,35 @@ class Attention:
         return tune(self._forward, (q, k, v), captures, seed, cache=cache)
 
     def tune_backward(self, q: Any, k: Any, v: Any, *, seed: Any = None, **captures: Any) -> Tuning:
-        """The same of the backward: times the plans of its kernel that walks queries, for calls like this one.
+        """Times candidate plans of the backward's main kernel for calls like this one, and stores the fastest on disk.
 
-        Backward calls of such lengths then run the winner: those of the class that `tune` describes whose query heads
-        that share a head of k and v have the same nearest power of 2, too. Tried are all plans of the default one's
-        kind that fit; where several query heads share a head of k and v, beside each the one that gives them blocks of
-        their own (not in the deterministic mode, which adds up no shares of dk and dv); where the mask is read from
-        lists those of the default one's tiles, so that lists that a caller keeps stay right. `compile(...,
-        backward_plan=...)` wins over it. A deterministic attention is tuned by itself.
+        Backward calls of the class that `tune` describes, with the same nearest power of 2 of query heads per KV head,
+        then use it. The candidates are all plans of the default plan's kind that fit. If several query heads share a KV
+        head, each candidate is also timed with one CTA per query head, except in the deterministic mode, which does not
+        sum partial dK and dV. If the mask is read from lists, the candidates have the default plan's tile sizes, so
+        that tile lists of the caller stay valid. `compile(..., backward_plan=...)` takes precedence. Deterministic and
+        other attentions are tuned separately.
 
-        Args: as of `tune`; the output and its LSE are computed first, and a random gradient of the output is taken.
-        Returns and raises what `tune` does.
+        Arguments, result and errors are those of `tune`. The output and its LSE are computed first, and the gradient of
+        the output is random.
         """
         from flashgen.attention.backward_tuning import tune_backward
 
         advice = "tune the spec of layout 'bshd', and give its plan to compile(..., backward_plan=...)"
-        refuse_ragged(self.spec, "tune_backward", advice)
+        refuse_varlen(self.spec, "tune_backward", advice)
         return tune_backward(self._backward, self._forward, (q, k, v), captures, seed)
 
     def backward_plan_for(
         self, len_q: int, len_k: int | None = None, batch: int = 1, heads: int = 1, heads_kv: int | None = None
     ) -> Any:
-        """The plan of backward calls of these sizes on the current GPU.
+        """Returns the plan that backward calls of these sizes use on the current GPU.
 
-        That is `backward_plan`, or what `tune_backward` found for such lengths; where the target has it, one that gives
-        query heads blocks of their own, where few heads of k and v leave a card idle.
+        This is `backward_plan`, or the plan that `tune_backward` found for such lengths. Where the target supports it,
+        calls with too few KV heads to fill the GPU use a plan with one CTA per query head.
 
-        Args: as of `tile_lists`; heads_kv: heads of k and v, None for as many. Raises LaunchError without a GPU.
+        Arguments and errors are those of `plan_for`.
         """
-        refuse_ragged(self.spec, "backward_plan_for", "its plan is `backward_plan`, whatever the lengths are")
+        refuse_varlen(self.spec, "backward_plan_for", "its plan is `backward_plan`, whatever the lengths are")
         sizes = sizes_of(len_q, len_q if len_k is None else len_k, batch, heads, heads_kv)
         dispatch = self._backward.dispatch
         if not dispatch.depends_on(sizes):
@@ -482,7 +496,7 @@ class Attention:
 
     @property
     def backward_pass(self) -> BackwardPass:
-        """What a backward call goes through; `flashgen.attention.backward_tuning` wants it."""
+        """The backward pass, which `flashgen.attention.backward_tuning` and the operators of frameworks use."""
         return self._backward
 
     def backward(
@@ -501,33 +515,34 @@ class Attention:
         into: Any = None,
         **captures: Any,
     ) -> Gradients:
-        """The gradients of a call, given those of its results: P is computed anew from q, k and the LSE, tile by tile.
+        """Computes the gradients of a call from the gradients of its results.
 
-        Compiles the backward's kernels when it is called first. Memory beside the gradients is linear in the lengths:
-        two float32 numbers for each query and head, and dq in float32 (not where the deterministic mode makes dq by a
-        kernel of its own); it is taken from the caller's library and freed when the call returns. Gradients of captures
-        are added up by atomic additions, as dq is, whose order differs from run to run, unless
-        `compile(..., deterministic=True)`.
+        P is recomputed tile by tile from q, k and the LSE. The first call compiles the backward kernels. Workspaces are
+        linear in the lengths: two float32 numbers for each query and head, and a float32 dQ accumulator, which the
+        deterministic mode does not need where a separate kernel computes dQ. They are allocated by the caller's library
+        and freed when the call returns. dQ and the gradients of captures are summed by atomic additions, with an order
+        that differs from run to run, unless compiled with `compile(..., deterministic=True)`.
 
         Args:
-            d_out: the gradient of the output; shape and dtype of `out`, any strides with a contiguous last dimension
-                and rows at multiples of 16 bytes.
-            q, k, v: as the call had them.
-            out, lse: what the call gave with return_lse=True.
-            d_lse: the gradient of the LSE, float32 (batch, heads_q, len_q), C-contiguous; None is none.
-            seed, offset: of the dropout, those of the call.
-            tile_lists: what `backward_tile_lists(...)` made for the sizes and captures of this call; None makes them.
-            into: a tuple of arrays to write the gradients to, in the order of the result; None makes new ones. No
-                element may share memory with one of another array of the call, as with `out` of a call.
+            d_out: the gradient of the output, with the shape and dtype of `out`; any strides with a contiguous last
+                dimension and rows at multiples of 16 bytes.
+            q, k, v: the inputs of the call.
+            out, lse: the results of the call with return_lse=True.
+            d_lse: the gradient of the LSE, float32 (batch, heads_q, len_q), C-contiguous; None for 0.
+            seed, offset: the dropout's arguments of the call.
+            tile_lists: the result of `backward_tile_lists(...)` for the sizes and captures of this call; None to list
+                the tiles in the call.
+            into: a tuple of arrays for the gradients, in the order of the result; None allocates them. None of their
+                elements may share memory with another array of the call.
             captures: those of the call.
 
         Returns:
-            Gradients (dq, dk, dv, one of each capture declared with grad=True): of the shapes and dtypes of what they
-            are gradients of, dq, dk and dv of q's kind, in memory nested as q, k and v; the others of their captures'
-            kind. What attends to nothing,
-            and what nothing attends to, has gradients of 0; that dq is 0 whatever k and v hold. Otherwise q, k, v and
-            d_out must be finite, also where the mask forbids them: 0 * NaN is NaN. Beyond an LSE of 3000 or so its own
-            rounding shows: P is 1 where it differs from that by no more.
+            Gradients (dq, dk, dv, one of each capture declared with grad=True), with the shapes and dtypes of what they
+            are gradients of. dq, dk and dv come from the library of q, with the axis order of q, k and v in memory; the
+            others come from the libraries of their captures. Queries that attend to nothing, and keys that no query
+            attends to, have gradients of 0; dq of such queries is 0 whatever k and v hold. Otherwise q, k, v and d_out
+            must be finite, also at positions that the mask forbids, because 0 * NaN is NaN. For an LSE above about 3000
+            its rounding error shows: P is 1 where a score differs from the LSE by less than that error.
 
         Raises:
             ArgumentError: an argument does not fit the spec; the message says what to give.
@@ -535,9 +550,9 @@ class Attention:
             LaunchError: a kernel could not be launched, or the emulator found a fault.
         """
         if self.spec.of_cache:
-            self.build_backward()  # which says that there is none
-        ragged, bounds, captured = taken_apart(self.spec, captures, q, k)
-        inputs = {"q": q, "k": k, "v": v, "o": out, "d_o": d_out, "lse": lse, **ragged}
+            self.build_backward()  # raises UnsupportedError
+        varlen, bounds, captured = split_varlen_arguments(self.spec, captures, q, k)
+        inputs = {"q": q, "k": k, "v": v, "o": out, "d_o": d_out, "lse": lse, **varlen}
         if d_lse is not None:
             inputs["d_lse"] = d_lse
         given = _NOTHING if into is None else given_gradients(self.spec, into)
@@ -556,14 +571,14 @@ class Attention:
         tile_lists: TileLists | None = None,
         **captures: Any,
     ) -> tuple[Any, Callable[..., Gradients]]:
-        """The output, and the function that pulls its gradient back: `out, pullback = attention.vjp(q, k, v)`.
+        """Returns the output and a function that computes its vector-Jacobian product.
 
-        Args: those of a call. return_lse: give a pair (output, LSE) in place of the output.
+        Use it as `out, pullback = attention.vjp(q, k, v)`. Arguments are those of a call; with return_lse, a pair
+        (output, LSE) takes the place of the output.
 
         Returns:
-            The output and `pullback(d_out, d_lse=None, *, tile_lists=None, into=None) -> Gradients`, which may be
-            called any number of times; it keeps the inputs, the output and the LSE alive. Its arguments are those of
-            `backward`.
+            The output and `pullback(d_out, d_lse=None, *, tile_lists=None, into=None) -> Gradients`, which takes the
+            arguments of `backward`. It can be called many times, and keeps the inputs, the output and the LSE alive.
         """
         out, lse = self(q, k, v, seed=seed, offset=offset, return_lse=True, tile_lists=tile_lists, **captures)
 
@@ -577,7 +592,7 @@ class Attention:
 
     @property
     def forward(self) -> ForwardPass:
-        """What a call goes through; `flashgen.attention.tuning` wants it."""
+        """The forward pass, which `flashgen.attention.tuning` and the operators of frameworks use."""
         return self._forward
 
     @property

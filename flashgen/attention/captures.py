@@ -1,4 +1,4 @@
-"""What a call gives by name: captured arrays and numbers, and the dropout's seed; the refusal of what does not fit."""
+"""Checks of the captured arrays and numbers of a call, and of the dropout's seed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from flashgen.runtime.arrays import View, byte_strides
 
 
 def check_captures(spec: AttentionSpec, given: Mapping[str, Any]) -> None:
-    """ArgumentError for a capture that is missing or unknown."""
+    """Raises ArgumentError for a capture that is missing or unknown."""
     declared = {capture.name for capture in spec.captures}
     unknown = sorted(given.keys() - declared)
     for name in sorted(declared - given.keys()):
@@ -34,7 +34,7 @@ def check_captures(spec: AttentionSpec, given: Mapping[str, Any]) -> None:
 
 
 def check_array(spec: AttentionSpec, capture: Capture, view: View, problem: Problem) -> None:
-    """ArgumentError where a captured array is not as declared, or too short for an index that it is read at."""
+    """Raises ArgumentError if a captured array is not as declared, or too short for an index that it is read at."""
     if view.dtype != capture.dtype:
         raise ArgumentError(
             f"capture {capture.name!r} has dtype {view.dtype}; it was declared {capture.dtype}: convert it"
@@ -49,7 +49,7 @@ def check_array(spec: AttentionSpec, capture: Capture, view: View, problem: Prob
             f"capture {capture.name!r} has shape {view.shape}; a sink for each query head is ({problem.heads_q},)"
         )
     if not problem.has_scores:
-        return  # there is no score that would read it
+        return  # without scores, no kernel reads it
     if not all(view.shape):
         raise ArgumentError(f"capture {capture.name!r} has shape {view.shape}; it must hold at least one element")
     if abs(byte_strides(view)[-1]) > INT32_MAX:
@@ -67,7 +67,7 @@ def check_array(spec: AttentionSpec, capture: Capture, view: View, problem: Prob
 
 
 def _check_positions(capture: Capture, view: View, axis: int, index: sympy.Basic, problem: Problem) -> None:
-    """ArgumentError where a dimension that is indexed by b, h, q or k, or by blocks of them, is too short."""
+    """Raises ArgumentError if a dimension that is indexed by b, h, q or k, or by blocks of them, is too short."""
     position = position_of(index)
     if position is None:
         return
@@ -83,9 +83,9 @@ def _check_positions(capture: Capture, view: View, axis: int, index: sympy.Basic
 
 
 def check_distances(capture: Capture, shape: tuple[int, ...], axis: int, farthest: int) -> None:
-    """ArgumentError where a dimension has not an entry for each distance from -farthest to farthest.
+    """Raises ArgumentError if a dimension does not have one entry for each distance from -farthest to farthest.
 
-    More of them are refused as fewer are: entry `farthest` is that of distance 0.
+    Longer tables are refused as well, because entry `farthest` must be that of distance 0.
     """
     wanted = 2 * farthest + 1
     if shape[axis] not in (1, wanted):
@@ -96,7 +96,7 @@ def check_distances(capture: Capture, shape: tuple[int, ...], axis: int, farthes
 
 
 def captured_distances(spec: AttentionSpec) -> tuple[tuple[Capture, int, Capture], ...]:
-    """(array, axis, number): the dimensions that are indexed by a distance up to a captured number."""
+    """Returns (array, axis, number) for each dimension that is indexed by a distance up to a captured number."""
     found = [
         (load.capture, axis, farthest)
         for capture in spec.captures
@@ -113,7 +113,7 @@ def _loads(spec: AttentionSpec, capture: Capture) -> list[Load]:
 
 
 def number(capture: Capture, value: Any) -> int | float:
-    """A captured number, checked against its declaration."""
+    """Returns a captured number as int or float. Raises ArgumentError if it does not fit its declaration."""
     if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, float, np.integer, np.floating)):
         raise ArgumentError(f"capture {capture.name!r} is {value!r}; give a Python number")
     if capture.kind == "float":
@@ -128,39 +128,38 @@ def number(capture: Capture, value: Any) -> int | float:
     return int(value)
 
 
-def check_places(spec: AttentionSpec, captures: Mapping[str, Any], problem: Problem) -> None:
-    """ArgumentError where a shard is not within the whole that its call says it is of.
+def check_shard(spec: AttentionSpec, captures: Mapping[str, Any], problem: Problem) -> None:
+    """Raises ArgumentError if a shard is not within the full range that its call gives.
 
-    Kernels compute positions in int32 because this is so. Under dropout a shard begins where a block of random bytes
-    does.
+    Kernels rely on this to compute positions in int32. With dropout a shard must begin at a block of random bytes.
     """
-    places = {name: captures[name] for name in SHARD_NUMBERS}
+    positions = {name: captures[name] for name in SHARD_NUMBERS}
     for index, length in (("q", problem.len_q), ("k", problem.len_k)):
-        first, whole = places[f"shard_{index}"], places[f"whole_{index}"]
+        first, whole = positions[f"shard_{index}"], positions[f"whole_{index}"]
         if first < 0 or not first + length <= whole <= LONGEST:
             raise ArgumentError(
                 f"shard_{index}={first} and whole_{index}={whole}: the {length} rows of {index} must lie within the "
                 f"whole, and it within {LONGEST}"
             )
     for index, size in (("b", problem.batch), ("h", problem.heads_q)):
-        first = places[f"shard_{index}"]
+        first = positions[f"shard_{index}"]
         if first < 0 or first + size > MAX_HEADS:
             raise ArgumentError(f"shard_{index}={first}: from it on {size} must lie within {MAX_HEADS}")
     for index, block in (("q", BLOCK_Q), ("k", BLOCK_K)) if spec.dropout else ():
-        first = places[f"shard_{index}"]
+        first = positions[f"shard_{index}"]
         if first % block:
             raise ArgumentError(f"shard_{index}={first}: with dropout a shard begins at a multiple of {block}")
 
 
 def is_in_memory(seed: Any) -> bool:
-    """Whether a dropout's seed is an array, which kernels read, and not a number."""
+    """Whether a dropout's seed is an array that kernels read, and not a number."""
     return hasattr(seed, "dtype") and not isinstance(seed, np.generic)
 
 
 def check_seed(spec: AttentionSpec, seed: Any, offset: Any) -> dict[str, int | float]:
-    """What structs hold of the seed, 0 where it is in memory, and of the offset of the dropout's bytes.
+    """Returns the struct members of the seed, which are 0 if it is an array, and of the offset of the dropout.
 
-    ArgumentError where the seed is missing or either is out of range.
+    Raises ArgumentError if the seed is missing, or either is out of range.
     """
     if seed is None:
         raise ArgumentError(
@@ -175,7 +174,7 @@ def check_seed(spec: AttentionSpec, seed: Any, offset: Any) -> dict[str, int | f
 
 
 def check_seed_in_memory(view: View) -> None:
-    """ArgumentError where an array is no seed that kernels can read."""
+    """Raises ArgumentError if an array is not a seed that kernels can read."""
     words = {"int64": 1, "uint64": 1, "uint32": 2}.get(view.dtype)
     if words is None or math.prod(view.shape) != words:
         raise ArgumentError(

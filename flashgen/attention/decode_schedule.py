@@ -10,8 +10,8 @@ from typing import Any, cast
 from flashgen.attention.captures import check_array, number
 from flashgen.attention.launches import launch_of
 from flashgen.attention.problem import Problem, check_aligned
-from flashgen.attention.ragged import refuse_ragged
 from flashgen.attention.tile_lists import sizes_of
+from flashgen.attention.varlen import refuse_varlen
 from flashgen.codegen.arguments import member_name
 from flashgen.codegen.dispatch import is_decode_plan, num_splits
 from flashgen.codegen.families import forward_family
@@ -23,7 +23,7 @@ from flashgen.language.operations import Capture
 from flashgen.language.spec import AttentionSpec
 from flashgen.launch.engines import Engine, Launch, Place, Runner
 from flashgen.runtime.arrays import View
-from flashgen.runtime.remembered import Remembered
+from flashgen.runtime.caching import Cache
 
 
 @dataclass(frozen=True)
@@ -99,8 +99,8 @@ class Scheduler:
     def __init__(self, spec: AttentionSpec, target: Target, engine: Engine, given: Plan) -> None:
         """given: the plan of the attention, which calls have if it is a scheduled one."""
         self.spec, self.target, self.engine, self._given = spec, target, engine, given
-        self._runners: Remembered[DecodePlan, tuple[Any, Runner]] = Remembered()
-        self._launches: Remembered[Any, Launch] = Remembered()
+        self._runners: Cache[DecodePlan, tuple[Any, Runner]] = Cache()
+        self._launches: Cache[Any, Launch] = Cache()
 
     @property
     def _decode(self) -> DecodeFamily:
@@ -110,7 +110,7 @@ class Scheduler:
                 "decode_schedule is for keys in pages, whose lengths the device knows: declare page_size=..., or leave "
                 "it out, as splits follow from the sizes"
             )
-        refuse_ragged(self.spec, "decode_schedule", "leave it out, blocks share keys by their lengths")
+        refuse_varlen(self.spec, "decode_schedule", "leave it out, blocks share keys by their lengths")
         return forward_family(self.target).decode
 
     def make(
@@ -163,8 +163,8 @@ class Scheduler:
         numbers = {member_name(c): number(c, captures[c.name]) for c in read if not c.ndim}
         launch = self._launch(schedule, read, views)
         with self.engine.on(device):
-            taken = self.engine.alone(arrays | {"schedule": schedule.memory})
-            runner.launch(launch, taken, numbers, Place(library.stream(seqused_k), device))
+            operands = self.engine.bind(arrays | {"schedule": schedule.memory})
+            runner.launch(launch, operands, numbers, Place(library.stream(seqused_k), device))
 
     def _captures(self, kernel: Any) -> tuple[Capture, ...]:
         members = {field.name for field in kernel.layout.fields}

@@ -12,8 +12,8 @@ from flashgen.attention.tuned_plans import LengthClass, TunedPlan, TunedPlans
 from flashgen.codegen.rendered_kernel import RenderedKernel
 from flashgen.codegen.workload import Workload
 from flashgen.errors import BuildError, FlashgenWarning
+from flashgen.runtime.caching import Cache
 from flashgen.runtime.gpu import Card
-from flashgen.runtime.remembered import Remembered
 
 _log = logging.getLogger(__name__)
 Built = TypeVar("Built")
@@ -28,12 +28,12 @@ class KernelsByPlan(Generic[Built]):
     """
 
     def __init__(self) -> None:
-        self.by_plan: Remembered[Any, Built | None] = Remembered()
-        self._tuned: Remembered[Any, Built | None] = Remembered()
+        self.by_plan: Cache[Any, Built | None] = Cache()
+        self._tuned: Cache[Any, Built | None] = Cache()
 
     def forget_tuned(self) -> None:
         """Looks for tuned plans on disk again."""
-        self._tuned.forget()
+        self._tuned.clear()
 
     def require(self, plan: Any, build: Callable[[], Built]) -> Built:
         """Returns the kernels of a plan. Raises BuildError if they are not available."""

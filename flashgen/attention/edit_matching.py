@@ -88,7 +88,7 @@ class Emitted:
         )
 
 
-def edits_of(texts: Sequence[GivenText], emitted: Emitted) -> Edits:
+def match_edits(texts: Sequence[GivenText], emitted: Emitted) -> Edits:
     """The edits that texts make; a text that is the emitted one makes none.
 
     Raises:

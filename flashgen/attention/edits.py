@@ -1,7 +1,7 @@
-"""Edited kernels: texts that take the place of emitted ones.
+"""Edited kernels: texts that replace emitted ones.
 
-All but the text stays that of the spec and its plans: which kernels are launched, their grids, threads, shared memory
-and arguments.
+Only the text changes. The kernels to launch, their grids, threads, shared memory and arguments are those of the spec
+and its plans.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ Kernel = TypeVar("Kernel", bound=RenderedKernel)
 
 FORWARD_PARTS = ("lists", "forward")
 _MARK = "-edited-"
-_DIGITS = 8  # of the hash of its text, which an edited kernel's name ends in
+_DIGITS = 8  # of the hash of the text, at the end of an edited kernel's name
 
 
 @dataclass(frozen=True)
 class Edits:
-    """Texts by the parts of the kernels whose place they take; parts are those of `flashgen.codegen.stages`."""
+    """Edited texts by the parts of the kernels that they replace; parts are those of `flashgen.codegen.stages`."""
 
     texts: Mapping[str, GivenText] = field(default_factory=dict)
 
-    def of(self, part: str, kernel: Kernel) -> Kernel:
-        """The kernel of that part: edited, under a name that says so, or as it is."""
+    def apply(self, part: str, kernel: Kernel) -> Kernel:
+        """Returns the kernel of a part with its edited text and a name that shows the edit; unchanged without one."""
         if part not in self.texts:
             return kernel
         text = self.texts[part].text
@@ -38,18 +38,18 @@ class Edits:
         return replace(kernel, source=text, name=f"{kernel.name}{_MARK}{digest}")
 
     @property
-    def of_the_forward(self) -> bool:
+    def touches_forward(self) -> bool:
         """Whether a kernel that a forward call launches is edited."""
         return any(part in self.texts for part in FORWARD_PARTS)
 
     @property
-    def of_the_backward(self) -> bool:
+    def touches_backward(self) -> bool:
         """Whether a kernel that a backward call launches is edited."""
         return any(part not in FORWARD_PARTS for part in self.texts)
 
     @contextmanager
-    def told(self) -> Iterator[None]:
-        """Adds to a compiler's complaint where the edited texts came from."""
+    def named_in_errors(self) -> Iterator[None]:
+        """Adds the origins of the edited texts to a BuildError that is raised inside."""
         try:
             yield
         except BuildError as error:
@@ -63,5 +63,5 @@ NO_EDITS = Edits()
 
 
 def unmarked(name: str) -> str:
-    """A kernel's name before it was edited."""
+    """Returns the name that a kernel had before it was edited."""
     return name.partition(_MARK)[0]

@@ -11,7 +11,7 @@ from flashgen.attention.call_pass import Makers, Pass, common_device
 from flashgen.attention.captures import check_array
 from flashgen.attention.decode_schedule import ScheduledSizes
 from flashgen.attention.forward_dispatch import ForwardDispatch, ForwardKernels, num_splits_of
-from flashgen.attention.outputs import check_outputs, made_strides
+from flashgen.attention.outputs import check_outputs, result_strides
 from flashgen.attention.problem import Bounds, Problem, check_table, problem_of
 from flashgen.attention.sharing import Sharing
 from flashgen.attention.stages import NO_LISTS, PreparedStages
@@ -19,7 +19,7 @@ from flashgen.attention.tile_lists import ListsLaunch
 from flashgen.attention.tuned_plans import TunedPlans, follow
 from flashgen.codegen.stages import Kernels
 from flashgen.language.spec import AttentionSpec
-from flashgen.launch.engines import Engine, Numbers, Place, Taken
+from flashgen.launch.engines import Engine, Numbers, Operands, Place
 from flashgen.runtime.arrays import Library, View, give_back
 
 
@@ -66,39 +66,41 @@ class ForwardPass(Pass[_Prepared]):
         if tuned:
             follow(self)
 
-    def forget(self) -> None:
+    def clear_cache(self) -> None:
         """Calls to come look for tuned plans again."""
         self.dispatch.forget_tuned()
-        super().forget()
+        super().clear_cache()
 
-    def _run(self, prepared: _Prepared, call: Call, stream: int, taken: Taken, numbers: Numbers) -> Mapping[str, Any]:
-        results = call.results or self._make(prepared.makers, call.wanted)
+    def _run(
+        self, prepared: _Prepared, call: Call, stream: int, operands: Operands, numbers: Numbers
+    ) -> Mapping[str, Any]:
+        results = call.results or self._make_results(prepared.makers, call.wanted)
         if prepared.stages:
-            self.engine.add(results, taken)
+            self.engine.add(results, operands)
             place = Place(stream, prepared.device)
-            lists = self._lists(prepared, call, taken, numbers, place) if prepared.lists else NO_LISTS
-            prepared.built.stages.launch(prepared.stages, taken, numbers, place, lists)
+            lists = self._lists(prepared, call, operands, numbers, place) if prepared.lists else NO_LISTS
+            prepared.built.stages.launch(prepared.stages, operands, numbers, place, lists)
         return call.results or give_back(prepared.library, results)
 
     def _only_launches(self, prepared: _Prepared) -> bool:
         return not prepared.lists
 
     def _lists(
-        self, prepared: _Prepared, call: Call, taken: Taken, numbers: Numbers, place: Place
-    ) -> Mapping[str, Taken]:
+        self, prepared: _Prepared, call: Call, operands: Operands, numbers: Numbers, place: Place
+    ) -> Mapping[str, Operands]:
         """The lists that the call was given, or those of its mask."""
         lister, lists = prepared.built.lister, prepared.lists
         assert lister and lists, "only a pass that reads lists has any"
         if call.tile_lists is not None:
             return {"forward": lister.check(call.tile_lists, lists, prepared.problem, place)}
-        return {"forward": lister.of_call(lists, prepared.problem, taken, numbers, place)}
+        return {"forward": lister.lists_for_call(lists, prepared.problem, operands, numbers, place)}
 
-    def _work_out(
+    def _prepare(
         self, views: dict[str, View], libraries: Mapping[str, Library], bounds: Bounds, splits: Splits
     ) -> _Prepared:
         device, library = common_device(views), libraries["q"]
         problem = problem_of(self.spec, views, self.engine.multiprocessors(device), bounds)
-        made = made_strides(self.spec, problem, "o", problem.output_shape(self.spec), views["q"])
+        made = result_strides(self.spec, problem, "o", problem.output_shape(self.spec), views["q"])
         check_outputs(self.spec, views, problem)
         if self.spec.page_size:
             check_table(views)

@@ -10,10 +10,10 @@ from flashgen.attention.call import Splits
 from flashgen.attention.decode_schedule import ScheduledSizes
 from flashgen.attention.dispatch import KernelsByPlan, warn, workload_of
 from flashgen.attention.problem import Problem
-from flashgen.attention.ragged import refuse_ragged
 from flashgen.attention.stages import BuiltStages
 from flashgen.attention.tile_lists import TileLister
 from flashgen.attention.tuned_plans import LengthClass, TunedPlan, TunedPlans
+from flashgen.attention.varlen import refuse_varlen
 from flashgen.codegen import dispatch
 from flashgen.codegen.dispatch import default_plan, is_decode_plan, splits_keys
 from flashgen.codegen.families import forward_family
@@ -123,7 +123,7 @@ class ForwardDispatch:
         """
         if isinstance(num_splits, bool) or not isinstance(num_splits, int) or not 1 <= num_splits <= MOST_SPLITS:
             raise ArgumentError(f"num_splits={num_splits!r} must be an integer from 1 to {MOST_SPLITS}, or None")
-        refuse_ragged(self._spec, "num_splits", "leave it out, what a launch does follows from the lengths")
+        refuse_varlen(self._spec, "num_splits", "leave it out, what a launch does follows from the lengths")
         if self._default_decodes:
             if self.default.kernel.plan.scheduled:
                 raise ArgumentError(f"num_splits={num_splits}: {self.default.kernel.plan} shares keys by their lengths")
@@ -135,7 +135,7 @@ class ForwardDispatch:
 
         Raises the errors of `for_splits`, and ArgumentError if the schedule was made for other sizes.
         """
-        refuse_ragged(self._spec, "decode_schedule", "leave it out, blocks share keys by their lengths")
+        refuse_varlen(self._spec, "decode_schedule", "leave it out, blocks share keys by their lengths")
         given = not self.decodes and self._default_decodes and self.default.kernel.plan.scheduled
         built = self.default if given else self._for_rows(problem, "decode_schedule", "takes none", scheduled=True)
         sizes.check(built.kernel.plan, problem)

@@ -1,25 +1,27 @@
-"""`Gradients`: what a backward call gives, and the arrays that it may be given to write to."""
+"""`Gradients`, the result of a backward call, and checks of arrays that the caller gives for it."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-from flashgen.attention.outputs import check_apart, check_contiguous, check_kind, check_writable, made_strides
+from flashgen.attention.outputs import check_contiguous, check_kind, check_no_overlap, check_writable, result_strides
 from flashgen.attention.problem import Problem, in_layout, row_strides
 from flashgen.errors import ArgumentError
 from flashgen.language.operations import Capture
 from flashgen.language.spec import AttentionSpec
 from flashgen.runtime.arrays import View
 
-ROWS = ("dq", "dk", "dv")  # the gradients that are rows as q, k and v are; the others are captures'
+ROWS = ("dq", "dk", "dv")  # the gradients with rows like q, k and v; the others are those of captures
 
 
 class Gradients(tuple[Any, ...]):
-    """The gradients (dq, dk, dv, *those of captures): a tuple, its members also by name.
+    """The gradients of a call: a tuple (dq, dk, dv, *gradients of captures) with members by name.
 
-    dq, dk, dv: of q, k and v: their shapes and dtype. captures: by name, in the order of `spec.captures`, those of the
-    captures declared with grad=True: their shapes and dtypes.
+    Attributes:
+        dq, dk, dv: the gradients of q, k and v, with their shapes and dtype.
+        captures: the gradients of the captures declared with grad=True, with their shapes and dtypes, by name in the
+            order of `spec.captures`.
     """
 
     captures: dict[str, Any]
@@ -31,7 +33,7 @@ class Gradients(tuple[Any, ...]):
 
     @classmethod
     def of(cls, arrays: Mapping[str, Any]) -> Gradients:
-        """From arrays by name: dq, dk, dv, and those of captures."""
+        """Creates one from arrays by name: dq, dk, dv and the gradients of captures."""
         captures = {name: array for name, array in arrays.items() if name not in ROWS} if len(arrays) > 3 else None
         return cls(arrays["dq"], arrays["dk"], arrays["dv"], captures)
 
@@ -56,12 +58,12 @@ class Gradients(tuple[Any, ...]):
 
 
 def differentiated(spec: AttentionSpec) -> tuple[Capture, ...]:
-    """The captures that have a gradient, in the order of `spec.captures`."""
+    """Returns the captures that have a gradient, in the order of `spec.captures`."""
     return tuple(capture for capture in spec.captures if capture.grad)
 
 
 def given_gradients(spec: AttentionSpec, into: Any) -> dict[str, Any]:
-    """The arrays of the argument `into`, by the names of `Gradients`; ArgumentError where they cannot be written to."""
+    """Returns the arrays of the argument `into` by name. Raises ArgumentError if one cannot be written to."""
     names = [*ROWS, *(capture.name for capture in differentiated(spec))]
     if not isinstance(into, (tuple, list)) or len(into) != len(names):
         found = f"has {len(into)} arrays" if isinstance(into, (tuple, list)) else f"of type {type(into).__name__}"
@@ -74,31 +76,31 @@ def given_gradients(spec: AttentionSpec, into: Any) -> dict[str, Any]:
 
 
 def gradient_argument(name: str) -> str:
-    """What an error calls a gradient that was given: no name that a capture may have."""
+    """Returns the name of a given gradient in error messages, which differs from the name of any capture."""
     return name if name in ROWS else f"the gradient of {name!r}"
 
 
 def gradient_shape(spec: AttentionSpec, problem: Problem, name: str) -> tuple[int, ...]:
-    """The shape of dq, dk or dv in the spec's layout."""
+    """Returns the shape of dq, dk or dv in the spec's layout."""
     heads, length = (problem.heads_q, problem.rows_q) if name == "dq" else (problem.heads_kv, problem.rows_k)
     return in_layout((problem.batch, heads, length, spec.value_dim if name == "dv" else spec.head_dim), spec.layout)
 
 
 def gradient_strides(spec: AttentionSpec, problem: Problem, name: str, views: Mapping[str, View]) -> tuple[int, ...]:
-    """Strides of dq, dk or dv that a call makes, as those of q, k or v nest; they join the problem's."""
-    return made_strides(spec, problem, name, gradient_shape(spec, problem, name), views[name[1:]])
+    """Returns the strides of a new dq, dk or dv, with the axis order of q, k or v; also adds them to the problem."""
+    return result_strides(spec, problem, name, gradient_shape(spec, problem, name), views[name[1:]])
 
 
 def check_gradients(
     spec: AttentionSpec, given: Mapping[str, View], captured: Mapping[str, View], problem: Problem
 ) -> None:
-    """ArgumentError where arrays given for gradients cannot hold them; the strides of rows join the problem's."""
+    """Raises ArgumentError if arrays given for gradients do not fit; adds the strides of rows to the problem."""
     for name, view in given.items():
         argument = gradient_argument(name)
         if name in ROWS:
             check_kind(argument, view, gradient_shape(spec, problem, name), spec.dtype)
             problem.strides[name] = row_strides(spec, argument, view)
-            check_apart(argument, view)
+            check_no_overlap(argument, view)
         else:
             check_kind(argument, view, captured[name].shape, captured[name].dtype)
             check_contiguous(argument, view)

@@ -1,4 +1,4 @@
-"""`merge_states`: what attention gave for parts of the keys, made what it gives for all of them."""
+"""`merge_states`: merges the results of attention over disjoint sets of keys."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from flashgen.launch.argument_writer import ArgumentWriter
 from flashgen.launch.engines import Emulator, Engine, Gpu, Launch, Place, Runner
 from flashgen.runtime import gpu
 from flashgen.runtime.arrays import View, give_back
-from flashgen.runtime.remembered import Remembered
+from flashgen.runtime.caching import Cache
 
 _DTYPES = ("float16", "bfloat16", "float32")
-_COLUMNS, _WIDEST = 8, 256  # of a thread; of a row
+_COLUMNS, _WIDEST = 8, 256  # columns of a thread; the maximum of a row
 _ALIGNMENT = 16
 _MOST_BLOCKS = 2**31 - 1
-_RUNNERS: Remembered[Any, tuple[Any, Runner]] = Remembered()
+_RUNNERS: Cache[Any, tuple[Any, Runner]] = Cache()
 
 
 class Merged(NamedTuple):
@@ -32,25 +32,27 @@ class Merged(NamedTuple):
 
 
 def merge_states(outs: Sequence[Any], lses: Sequence[Any], *, layout: str = "bhsd", emulate: bool = False) -> Merged:
-    """Attention over the union of several sets of keys, given attention over each: for prefixes that sequences share.
+    """Merges attention over several disjoint sets of keys into attention over their union, such as a shared prefix.
 
-    LSE = log of the sum of exp(LSE_i), O = the sum of exp(LSE_i - LSE) O_i, in float32. A part that sees no key, whose
-    LSE is -inf, does not count, whatever its output holds; where no part sees any, O is 0 and the LSE -inf. Merging is
-    associative up to rounding. Source: Dao et al. 2023, Flash-Decoding.
+    Computes LSE = log(sum_i exp(LSE_i)) and O = sum_i exp(LSE_i - LSE) O_i in float32. A state with an LSE of -inf
+    attends to no key and is ignored, whatever its output holds; if all are ignored, O is 0 and the LSE -inf. Merging is
+    associative up to rounding. The results must come from specs without a sink. Source: Dao et al. 2023,
+    Flash-Decoding.
 
     Args:
-        outs: 2 to 16 outputs of calls with return_lse=True: (batch, heads, len_q, dim), or as `layout` says, of one
-            shape and dtype, float16, bfloat16 or float32, C-contiguous; dim a multiple of 8 up to 256. CuPy, PyTorch,
-            JAX, DLPack or CUDA array interface; NumPy arrays are copied to the GPU and back.
-        lses: as many float32 (batch, heads, len_q), natural logarithms.
-        layout: "bhsd" or "bshd", of the outputs.
+        outs: 2 to 16 outputs of calls with return_lse=True, each (batch, heads, len_q, dim), or (batch, len_q, heads,
+            dim) with layout="bshd". All have one shape and dtype: float16, bfloat16 or float32, C-contiguous, dim a
+            multiple of 8 up to 256. CuPy, PyTorch, JAX, DLPack or CUDA array interface; NumPy arrays are copied to the
+            GPU and back.
+        lses: the LSE of each output, float32 (batch, heads, len_q), natural logarithms.
+        layout: the layout of the outputs, "bhsd" or "bshd".
         emulate: run the kernel on the CPU, on NumPy arrays.
 
     Returns:
-        (out, lse): of the shapes and dtypes of a part, of its kind of array, on the caller's current stream.
+        (out, lse), with the shapes, dtypes and library of the inputs, computed on the caller's current stream.
 
     Raises:
-        ArgumentError: the parts do not fit together; the message says what to give.
+        ArgumentError: the arrays do not fit together; the message says what to give.
         LaunchError: there is no GPU, or the kernel could not be launched.
         BuildError: the kernel does not compile, or a compiler is missing.
     """
@@ -62,8 +64,8 @@ def merge_states(outs: Sequence[Any], lses: Sequence[Any], *, layout: str = "bhs
     engine: Engine = Emulator() if emulate else Gpu()
     library = engine.library(outs[0], "outs[0]")
     if library is engine.copied:
-        there = merge_states([engine.bring(out) for out in outs], [engine.bring(lse) for lse in lses], layout=layout)
-        return Merged(*(engine.fetch(array) for array in there))
+        merged = merge_states([engine.bring(out) for out in outs], [engine.bring(lse) for lse in lses], layout=layout)
+        return Merged(*(engine.fetch(array) for array in merged))
     names = [f"out{i}" for i in range(len(outs))] + [f"lse{i}" for i in range(len(lses))]
     arrays = dict(zip(names, [*outs, *lses], strict=True))
     views = {
@@ -71,45 +73,45 @@ def merge_states(outs: Sequence[Any], lses: Sequence[Any], *, layout: str = "bhs
     }
     _check(views, len(outs), layout)
     first, device = views["out0"], views["out0"].device or 0
-    made = {
+    results = {
         "o": library.maker(first.shape, first.dtype, device)(),
         "lse": library.maker(_lse_shape(first.shape, layout), "float32", device)(),
     }
     with engine.on(device):
         place = Place(library.stream(outs[0]), device)
-        _launch(engine, views["out0"], len(outs), layout, {**arrays, **made}, place)
-    return Merged(**{"out" if name == "o" else name: array for name, array in give_back(library, made).items()})
+        _launch(engine, views["out0"], len(outs), layout, {**arrays, **results}, place)
+    return Merged(**{"out" if name == "o" else name: array for name, array in give_back(library, results).items()})
 
 
-def _launch(engine: Engine, view: View, parts: int, layout: str, arrays: dict[str, Any], place: Place) -> None:
+def _launch(engine: Engine, view: View, count: int, layout: str, arrays: dict[str, Any], place: Place) -> None:
     rows = view.shape[0] * view.shape[1] * view.shape[2]
     dim = view.shape[3]
     if not rows or not dim:
         return
     target = target_of_gpu(*gpu.compute_capability()) if isinstance(engine, Gpu) else emulated_target()
-    key = (engine, target.name, view.dtype, parts, layout)
-    kernel, runner = _RUNNERS.get_or_make(key, partial(_built, engine, target, view.dtype, parts, layout))
+    key = (engine, target.name, view.dtype, count, layout)
+    kernel, runner = _RUNNERS.get_or_make(key, partial(_build, engine, target, view.dtype, count, layout))
     lane_bits = (dim // _COLUMNS - 1).bit_length()
     heads, len_q = view.shape[1:3] if layout == "bhsd" else (view.shape[2], view.shape[1])
     grid = kernel.grid(Sizes(0, 0, 0, 0, 0, count=rows << lane_bits))
     if grid[0] > _MOST_BLOCKS:
         raise ArgumentError(f"outs of shape {view.shape} are too large for one launch; merge parts of the batch")
     values = {"rows": rows, "dim": dim, "lane_bits": lane_bits, "heads": heads, "len_q": len_q}
-    runner.launch(Launch(grid, ArgumentWriter(kernel.layout, values)), engine.alone(arrays), {}, place)
+    runner.launch(Launch(grid, ArgumentWriter(kernel.layout, values)), engine.bind(arrays), {}, place)
 
 
-def _built(engine: Engine, target: Any, dtype: str, parts: int, layout: str) -> tuple[Any, Runner]:
-    kernel = render_merge(dtype, parts, layout, target)
+def _build(engine: Engine, target: Any, dtype: str, count: int, layout: str) -> tuple[Any, Runner]:
+    kernel = render_merge(dtype, count, layout, target)
     return kernel, engine.runner(kernel, "flashgen.merge_states(...) where FLASHGEN_JIT is not 0")
 
 
-def _check(views: dict[str, View], parts: int, layout: str) -> None:
+def _check(views: dict[str, View], count: int, layout: str) -> None:
     first = views["out0"]
     if len(first.shape) != 4 or first.dtype not in _DTYPES:
         raise ArgumentError(f"outs[0] is {first.dtype} {first.shape}; give 4 dimensions of {', '.join(_DTYPES)}")
     if first.shape[3] % _COLUMNS or first.shape[3] > _WIDEST:
         raise ArgumentError(f"outs[0] has rows of {first.shape[3]}; give a multiple of 8 up to {_WIDEST}")
-    for i in range(parts):
+    for i in range(count):
         out, lse = views[f"out{i}"], views[f"lse{i}"]
         check_kind(f"outs[{i}]", out, first.shape, first.dtype)
         check_contiguous(f"outs[{i}]", out)

@@ -1,4 +1,4 @@
-"""Arrays that hold an output or its LSE: given to be written to, or what the backward pass reads."""
+"""Checks of arrays that hold an output or its LSE: those given to write to, and those that the backward reads."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ from flashgen.runtime.arrays import JAX, View, contiguous_strides, library_of, s
 
 
 def given_outputs(out: Any, return_lse: bool) -> dict[str, Any]:
-    """The arrays of the argument `out`, by their names in the struct; ArgumentError where they cannot be written to."""
+    """Returns the arrays of the argument `out` by their names in the struct.
+
+    Raises ArgumentError if one cannot be written to.
+    """
     if return_lse and (not isinstance(out, tuple) or len(out) != 2):
         raise ArgumentError(f"out of type {type(out).__name__}: with return_lse=True give a pair (output, lse)")
     if not return_lse and isinstance(out, (tuple, list)):
@@ -27,50 +30,50 @@ def given_outputs(out: Any, return_lse: bool) -> dict[str, Any]:
 
 
 def check_writable(argument: str, array: Any) -> None:
-    """ArgumentError for an array that nobody may write to."""
+    """Raises ArgumentError for a read-only array."""
     immutable = not array.flags.writeable if isinstance(array, np.ndarray) else library_of(array, argument) is JAX
     if immutable:
         raise ArgumentError(f"{argument} is read-only; give an array that may be written to")
 
 
-def made_strides(
+def result_strides(
     spec: AttentionSpec, problem: Problem, name: str, shape: tuple[int, ...], like: View
 ) -> tuple[int, ...]:
-    """Strides of an array of rows that a call makes, whose axes nest as those of `like`; they join the problem's."""
+    """Returns the strides of a new array of rows, with the axis order of `like`; also adds them to the problem."""
     strides = strides_like(shape, like.strides)
     problem.strides[name] = of_layout(strides, spec.layout)[:3]
     return strides
 
 
 def check_outputs(spec: AttentionSpec, views: Mapping[str, View], problem: Problem) -> None:
-    """ArgumentError where arrays given for the results cannot hold them; their strides join the problem's."""
+    """Raises ArgumentError if arrays given for the results do not fit; adds the output's strides to the problem."""
     if "o" in views:
         problem.strides["o"] = output_strides(spec, "out", views["o"], problem)
-        check_apart("out", views["o"])
+        check_no_overlap("out", views["o"])
     if "lse" in views:
         check_lse("lse", views["lse"], problem)
 
 
 def output_strides(spec: AttentionSpec, argument: str, view: View, problem: Problem) -> tuple[int, int, int]:
-    """Strides of an array like the output; ArgumentError where it is none."""
+    """Returns the strides of an array with the output's shape and dtype. Raises ArgumentError if it has others."""
     check_kind(argument, view, problem.output_shape(spec), spec.dtype)
     return row_strides(spec, argument, view)
 
 
 def check_lse(argument: str, view: View, problem: Problem) -> None:
-    """ArgumentError where an array is not like the LSE, float32 and C-contiguous."""
+    """Raises ArgumentError if an array does not have the LSE's shape, is not float32, or not C-contiguous."""
     check_kind(argument, view, problem.lse_shape, "float32")
     check_contiguous(argument, view)
 
 
 def check_kind(argument: str, view: View, shape: tuple[int, ...], dtype: str) -> None:
-    """ArgumentError where an array has another shape or dtype."""
+    """Raises ArgumentError if an array has another shape or dtype."""
     if (view.shape, view.dtype) != (shape, dtype):
         raise ArgumentError(f"{argument} is {view.dtype} {view.shape}; give {dtype} {shape}")
 
 
 def check_contiguous(argument: str, view: View) -> None:
-    """ArgumentError where an array is not aligned and C-contiguous."""
+    """Raises ArgumentError if an array is not aligned or not C-contiguous."""
     check_aligned(argument, view)
     wanted = contiguous_strides(view.shape)
     used = zip(view.shape, view.strides, wanted, strict=True)
@@ -78,8 +81,8 @@ def check_contiguous(argument: str, view: View) -> None:
         raise ArgumentError(f"{argument} has strides {view.strides} (elements); give a C-contiguous array")
 
 
-def check_apart(argument: str, view: View) -> None:
-    """ArgumentError where two elements may stand at one address: dimensions that do not nest."""
+def check_no_overlap(argument: str, view: View) -> None:
+    """Raises ArgumentError if two elements of an array may share an address, because its dimensions do not nest."""
     reach = 0
     for stride, size in sorted((abs(stride), size) for stride, size in zip(view.strides, view.shape, strict=True)):
         if size > 1 and stride <= reach and all(view.shape):

@@ -1,7 +1,7 @@
-"""Calls on a GPU that are like one which was worked out: its launches again, by where arrays stand in a list.
+"""Replays of the launches of an earlier call on a GPU, with other arrays of the same shapes.
 
-An attention's own calls pass arrays by their names through checks, results and stages. Who knows that a call is like
-another one needs none of that: its addresses in order are all that its launches lack.
+A normal call passes its arrays by name through checks and stages. A caller that knows that a call hits the launch cache
+needs none of these: a replay takes a list of addresses, and each launch reads them by position.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from flashgen.attention.stages import COUNTERS, PreparedStages
 from flashgen.launch.engines import Gpu, Numbers, Place
 from flashgen.launch.memory import Block
 
-_NULL = ""  # stands first: what has no address is there
+_NULL = ""  # the first position, which holds a null pointer for arrays that the call does not have
 
 
 class Replay:
-    """The launches of calls like one, which make their own results and take arrays in one order."""
+    """The launches of all calls that share one cached state. It allocates the results, and takes addresses in order."""
 
     def __init__(
         self,
@@ -28,38 +28,41 @@ class Replay:
         makers: Mapping[str, Callable[[], Any]],
         pointer: Callable[[Any], int],
     ) -> None:
-        """names: of the arrays of a call, as structs have them. makers: of its results. pointer: the address of one."""
+        """names: the arrays of a call in order, by their names in the structs. makers: functions that allocate the
+        results, by name. pointer: returns the address of a result.
+        """
         self._engine, self._device, self._pointer = engine, device, pointer
         self._makers, self._counts = tuple(makers.values()), stages.counts
         self._block = stages.workspace if isinstance(stages.workspace, Block) else None
-        own = self._block.offsets if self._block else ()
-        positions = {name: position for position, name in enumerate((_NULL, *names, *makers, *own))}
+        workspaces = self._block.offsets if self._block else ()
+        positions = {name: position for position, name in enumerate((_NULL, *names, *makers, *workspaces))}
         if self._counts:
             positions |= dict.fromkeys(COUNTERS, len(positions))
         self._stages = tuple(
-            (stage.runner, stage.launch.by_position(_as_called(positions, stage.pointers))) for stage in stages.stages
+            (stage.runner, stage.launch.by_position(_stage_positions(positions, stage.pointers)))
+            for stage in stages.stages
         )
 
     def __call__(self, addresses: Sequence[int], stream: int, numbers: Numbers) -> list[Any] | None:
-        """The results, in the order of their makers; None where another device is the current one.
+        """Launches, and returns the results in the order of their makers; None if another device is the current one.
 
-        addresses: of the arrays, in their order, which the caller keeps alive. numbers: by their names in the structs.
+        addresses: of the arrays, which the caller keeps alive. numbers: by their names in the structs.
         """
         if not self._engine.current(self._device):
             return None
         results = [make() for make in self._makers]
-        known = [0, *addresses, *map(self._pointer, results)]
+        operands = [0, *addresses, *map(self._pointer, results)]
         if self._block:
-            _block, own = self._block.lay(stream)  # which lives until everything is launched
-            known += own
+            _block, workspaces = self._block.lay(stream)  # the variable keeps the block alive until all is launched
+            operands += workspaces
         place = Place(stream, self._device)
         if self._counts:
-            known.append(self._engine.counter(place, self._counts))
+            operands.append(self._engine.counter(place, self._counts))
         for runner, launch in self._stages:
-            runner.launch(launch, known, numbers, place)
+            runner.launch(launch, operands, numbers, place)
         return results
 
 
-def _as_called(positions: Mapping[str, int], called: Mapping[str, str]) -> Mapping[str, int]:
-    """Positions by the names of one stage's struct, where it has names of its own: those alone."""
-    return {name: positions.get(here, 0) for name, here in called.items()} if called else positions
+def _stage_positions(positions: Mapping[str, int], pointers: Mapping[str, str]) -> Mapping[str, int]:
+    """Returns the positions by the names of one stage's struct, where a stage has names of its own."""
+    return {member: positions.get(name, 0) for member, name in pointers.items()} if pointers else positions

@@ -12,10 +12,10 @@ import numpy as np
 
 from flashgen.errors import ArgumentError
 from flashgen.runtime.arrays import View, numpy_dtype
-from flashgen.runtime.remembered import Remembered
+from flashgen.runtime.caching import Cache
 
 _MOST_WORK = 100_000  # of the search for an element of both arrays: a few ms, and more than packed buffers take
-_REMEMBERED = 256  # distances of pairs that lie in each other's range
+_MAX_CACHED = 256  # distances of pairs that lie in each other's range
 _ADDRESS = 2**62  # any: nothing is read there
 
 Named = Callable[[str], str]
@@ -83,7 +83,7 @@ class Sharing:
         self._written, self._named = frozenset(written), named
         self._layouts = {name: _Layout.of(views[name]) for name in {name for pair in pairs for name in pair}}
         self._pairs = [self._pair(*pair) for pair in pairs]
-        self._shared: Remembered[tuple[_Pair, int], bool] = Remembered(_REMEMBERED)
+        self._shared: Cache[tuple[_Pair, int], bool] = Cache(_MAX_CACHED)
 
     def check(self, pointers: Mapping[str, int]) -> None:
         """ArgumentError where arrays at these addresses share memory: for most pairs two comparisons."""

@@ -1,4 +1,4 @@
-"""The kernels of a pass on an engine: built once, their launches worked out once for a shape."""
+"""The kernels of a pass on an engine: built once, with their launches prepared once for each shape."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from flashgen.attention.problem import Problem
 from flashgen.codegen.rendered_kernel import RenderedKernel
 from flashgen.codegen.stages import Kernels
 from flashgen.language.spec import AttentionSpec
-from flashgen.launch.engines import Engine, Launch, Numbers, Place, Runner, Taken
+from flashgen.launch.engines import Engine, Launch, Numbers, Operands, Place, Runner
 from flashgen.launch.memory import Workspace
 from flashgen.runtime.arrays import Library, View
 
-NO_LISTS: Mapping[str, Taken] = {}
-COUNTERS = ("next_tile", "arrivals")  # what structs call the counters that the stages of a call share
+NO_LISTS: Mapping[str, Operands] = {}
+COUNTERS = ("next_tile", "arrivals")  # the struct members for the counters that the stages of a call share
 
 
 class PreparedStage(NamedTuple):
-    """One kernel of a pass, and its launch for calls of one shape; `pointers` as of its record."""
+    """One kernel of a pass and its launch for calls of one shape; `pointers` is that of its RenderedKernel."""
 
     role: str
     runner: Runner
@@ -31,9 +31,9 @@ class PreparedStage(NamedTuple):
 
 @dataclass(frozen=True)
 class PreparedStages:
-    """What calls of one shape share: the stages in their order, and the memory that they need.
+    """The stages of all calls of one shape, in order, and their workspaces.
 
-    counts: how many counters its stages count by; they follow each other and share them.
+    counts: the number of counters of the stage that needs the most. Stages run one after the other and share them.
     """
 
     stages: tuple[PreparedStage, ...]
@@ -42,7 +42,7 @@ class PreparedStages:
 
 
 class BuiltStages:
-    """The stages of a pass, but for those that list tiles, which TileLister runs."""
+    """The built stages of a pass, except those that list tiles: TileLister runs these."""
 
     def __init__(self, spec: AttentionSpec, stages: Kernels, engine: Engine, prebuild: str) -> None:
         self.spec, self.engine = spec, engine
@@ -50,12 +50,15 @@ class BuiltStages:
         self.runners = {role: engine.runner(kernel, prebuild) for role, kernel in self.kernels.items()}
 
     def prepare(self, problem: Problem, captured: Mapping[str, View], library: Library, device: int) -> PreparedStages:
-        """For calls of these sizes, strides and captured arrays on a device, whose q is of a library."""
+        """Prepares the launches of calls of these sizes, strides and captured arrays on a device.
+
+        library: that of q, which allocates the workspaces.
+        """
         launches = {role: self._launch_of(kernel, problem, captured) for role, kernel in self.kernels.items()}
         stages = tuple(
             PreparedStage(role, self.runners[role], launch, self.kernels[role].pointers)
             for role, launch in launches.items()
-            if all(launch.grid)  # where there are no keys, no tile of them has a block
+            if all(launch.grid)  # without keys, the grid of a kernel over tiles of keys is empty
         )
         memory = workspaces(self.kernels, problem, captured)
         workspace = self.engine.workspace(memory, library, device) if memory else None
@@ -70,22 +73,24 @@ class BuiltStages:
     def launch(
         self,
         prepared: PreparedStages,
-        taken: Taken,
+        operands: Operands,
         numbers: Numbers,
         place: Place,
-        lists: Mapping[str, Taken] = NO_LISTS,
+        lists: Mapping[str, Operands] = NO_LISTS,
     ) -> None:
-        """Everything on the call's stream. Workspaces go back to where they came from when `taken` is gone.
+        """Launches all stages on the call's stream. Workspaces are freed with `operands`, which keeps them alive.
 
-        taken: the arrays of the call and its results, which workspaces are added to. lists: tile lists, by the roles of
-        the stages that read them.
+        operands: the arrays and results of the call; workspaces are added. lists: the tile lists, by the roles of the
+        stages that read them.
         """
         if prepared.workspace:
-            prepared.workspace.take(taken, place.stream)
+            prepared.workspace.take(operands, place.stream)
         if prepared.counts:
-            taken.update(dict.fromkeys(COUNTERS, self.engine.counter(place, prepared.counts)))
-        for role, runner, launch, called in prepared.stages:
+            operands.update(dict.fromkeys(COUNTERS, self.engine.counter(place, prepared.counts)))
+        for role, runner, launch, pointers in prepared.stages:
             if role in lists:
-                taken.update(lists[role])
-            own = type(taken)({name: taken[here] for name, here in called.items()}) if called else taken
-            runner.launch(launch, own, numbers, place)
+                operands.update(lists[role])
+            stage_operands = operands
+            if pointers:  # the struct has names of its own
+                stage_operands = type(operands)({member: operands[name] for member, name in pointers.items()})
+            runner.launch(launch, stage_operands, numbers, place)

@@ -22,16 +22,16 @@ from flashgen.language.indexed_sizes import position_of
 from flashgen.language.layouts import BlockLayout
 from flashgen.language.operations import KEY, LONGEST, MAX_HEADS, QUERY, FloorDiv, Load
 from flashgen.language.spec import AttentionSpec
-from flashgen.launch.engines import Engine, Launch, Numbers, Place, Taken
+from flashgen.launch.engines import Engine, Launch, Numbers, Operands, Place
 from flashgen.launch.memory import Memory, Workspace
 from flashgen.runtime import gpu
 from flashgen.runtime.arrays import Library, View, library_of
-from flashgen.runtime.remembered import Remembered
+from flashgen.runtime.caching import Cache
 
 if TYPE_CHECKING:
     from flashgen.analysis.tile_classes import TileMap
 
-_REMEMBERED = 8  # lists of masks without captures, by lengths
+_MAX_CACHED = 8  # lists of masks without captures, by lengths
 _FEW_ENTRIES = 2**18  # of all lists together, at most: 1 MiB, for which counting first is not worth its time
 _READ_AS = {"counts": "tile_counts", "offsets": "tile_offsets", "entries": "tile_entries"}  # by whoever reads lists
 _Arrays = dict[str, Any]
@@ -105,7 +105,7 @@ class TileLister:
         self._runner = engine.runner(kernel, prebuild)
         self._captures = spec.mask.captures
         self._blocks = _blocks_of(spec)
-        self._remembered: Remembered[Hashable, TileLists] = Remembered(_REMEMBERED)
+        self._cache: Cache[Hashable, TileLists] = Cache(_MAX_CACHED)
 
     def prepare(self, problem: Problem, captured: Mapping[str, View], library: Library, device: int) -> ListsLaunch:
         """The launch for calls of these sizes and captured arrays on a device, whose q is of a library."""
@@ -116,18 +116,20 @@ class TileLister:
     def _shape(self, problem: Problem) -> ListShape:
         return list_shape(self.spec, self.kernel.plan, self.direction, problem)
 
-    def of_call(self, prepared: ListsLaunch, problem: Problem, taken: Taken, numbers: Numbers, place: Place) -> Taken:
+    def lists_for_call(
+        self, prepared: ListsLaunch, problem: Problem, operands: Operands, numbers: Numbers, place: Place
+    ) -> Operands:
         """The lists of a call, launched on its stream; without captures those of an earlier call of its lengths.
 
         Nothing is remembered in a stream that is being captured: a graph's lists are its own, and so is their memory.
-        taken: the arrays of the call, which those of its own lists are added to.
+        operands: the arrays of the call, which those of its own lists are added to.
         """
         if self._captures or self.spec.is_ragged or self.engine.is_captured(place):
-            prepared.workspace.take(taken, place.stream)
-            self._launch(prepared.launch, taken, numbers, place)
-            return {reads: taken[name] for name, reads in _READ_AS.items()}
+            prepared.workspace.take(operands, place.stream)
+            self._launch(prepared.launch, operands, numbers, place)
+            return {reads: operands[name] for name, reads in _READ_AS.items()}
         make = partial(self._make_lasting, prepared, problem, numbers, place)
-        return self.engine.alone(self._recall(problem, prepared.shape, place, make).arguments())
+        return self.engine.bind(self._recall(problem, prepared.shape, place, make).arguments())
 
     def make(self, len_q: int, len_k: int, batch: int, heads: int, captures: Mapping[str, Any]) -> TileLists:
         """Lists for calls to come. Waits for the device.
@@ -165,14 +167,14 @@ class TileLister:
 
         return fill() if self._captures else self._recall(problem, shape, place, fill)
 
-    def check(self, lists: Any, prepared: ListsLaunch, problem: Problem, place: Place) -> Taken:
+    def check(self, lists: Any, prepared: ListsLaunch, problem: Problem, place: Place) -> Operands:
         """The lists that a call was given; ArgumentError where they are not this mask's at these sizes."""
         if not isinstance(lists, TileLists):
             raise ArgumentError(f"tile_lists of type {type(lists).__name__}: give what attention.tile_lists(...) made")
         if lists not in prepared.accepted:
             self._check(lists, prepared.shape, problem, place)
             prepared.accepted.add(lists)
-        return self.engine.alone(lists.arguments())
+        return self.engine.bind(lists.arguments())
 
     def _check(self, lists: TileLists, shape: ListShape, problem: Problem, place: Place) -> None:
         expected: dict[str, tuple[Any, Any]] = {
@@ -200,15 +202,15 @@ class TileLister:
         reads them, their memory is free for what follows on their own stream only.
         """
         key = (problem.len_q, problem.len_k, shape.batch, shape.heads, place.device, self.engine.stream(place))
-        return self._remembered.get_or_make(key, make)
+        return self._cache.get_or_make(key, make)
 
     def _lists(self, problem: Problem, arrays: Mapping[str, Any]) -> TileLists:
         mask, made = self.spec.mask.expression, (arrays["counts"], arrays["offsets"], arrays["entries"])
         return TileLists(mask, self.tile, problem.len_q, problem.len_k, *made, self.direction)
 
-    def _launch(self, launch: Launch, taken: Taken, numbers: Numbers, place: Place) -> None:
+    def _launch(self, launch: Launch, operands: Operands, numbers: Numbers, place: Place) -> None:
         if all(launch.grid):
-            self._runner.launch(launch, taken, numbers, place)
+            self._runner.launch(launch, operands, numbers, place)
 
     def without_layouts(self, captures: Mapping[str, Any], q: View, k: View) -> dict[str, Any]:
         """The captures of a call, a BlockLayout replaced by its array where q is."""
@@ -249,13 +251,13 @@ class TileLister:
         self, prepared: ListsLaunch, problem: Problem, members: _Arrays, numbers: Numbers, place: Place
     ) -> TileLists:
         arrays = _empty(_memory(prepared.shape), prepared.library, place)
-        self._launch(prepared.launch, self.engine.alone(arrays | members), numbers, place)
+        self._launch(prepared.launch, self.engine.bind(arrays | members), numbers, place)
         return self._lists(problem, arrays)
 
     def _make_lasting(self, prepared: ListsLaunch, problem: Problem, numbers: Numbers, place: Place) -> TileLists:
         """Lists that later calls read, in memory that is no part of a pool of CUDA graphs."""
         arrays = self.engine.lasting(_memory(prepared.shape), place)
-        self._launch(prepared.launch, self.engine.alone(arrays), numbers, place)
+        self._launch(prepared.launch, self.engine.bind(arrays), numbers, place)
         return self._lists(problem, arrays)
 
     def _make_compact(
@@ -269,10 +271,10 @@ class TileLister:
     ) -> TileLists:
         count, fill = (launch_of(self.kernel, self.spec, problem, views, spacing=spacing) for spacing in (1, 0))
         arrays = _empty(_counts(self._shape(problem)), library, place)
-        self._launch(count, self.engine.alone(arrays | members), numbers, place)
+        self._launch(count, self.engine.bind(arrays | members), numbers, place)
         total = _write_offsets(arrays["counts"], arrays["offsets"], place)
         arrays |= _empty({"entries": _entries(total)}, library, place)
-        self._launch(fill, self.engine.alone(arrays | members), numbers, place)
+        self._launch(fill, self.engine.bind(arrays | members), numbers, place)
         return self._lists(problem, arrays)
 
 

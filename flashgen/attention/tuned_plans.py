@@ -179,7 +179,7 @@ def _nvrtc_version() -> str:
 class Follower(Protocol):
     """What calls of tuned lengths run winners by."""
 
-    def forget(self) -> None:
+    def clear_cache(self) -> None:
         """Calls to come look for tuned plans again."""
 
 
@@ -194,7 +194,7 @@ def forget_tuned_plans() -> None:
     with _FOLLOWERS_LOCK:
         followers = list(_FOLLOWERS)
     for follower in followers:
-        follower.forget()
+        follower.clear_cache()
 
 
 def _parsed(data: bytes, kind: type[Any]) -> TunedPlan | None:

@@ -10,8 +10,8 @@ from flashgen.attention.dispatch import workload_of
 from flashgen.attention.forward import ForwardPass
 from flashgen.attention.forward_dispatch import ForwardKernels
 from flashgen.attention.problem import CACHE, Problem, given_cache
-from flashgen.attention.ragged import refuse_ragged
 from flashgen.attention.trials import Bench, Progress, Timer, Trial, Tuning
+from flashgen.attention.varlen import refuse_varlen
 from flashgen.codegen.candidates import candidates
 from flashgen.codegen.decode_candidates import decode_candidates
 from flashgen.codegen.dispatch import is_decode_plan
@@ -58,7 +58,7 @@ def tune(
     decode kernel. timer: what takes the times; on the emulator one must be given, as times there say nothing.
     """
     tuned, spec, dispatch = forward.dispatch.tuned, forward.spec, forward.dispatch
-    refuse_ragged(spec, "tune", _ADVICE + (_ADVICE_OF_PAGES if spec.page_size else ""))
+    refuse_varlen(spec, "tune", _ADVICE + (_ADVICE_OF_PAGES if spec.page_size else ""))
     arrays = dict(zip("qkv", inputs, strict=True)) | given_cache(spec, **{name: cache.get(name) for name in CACHE})
     check_measures(forward.engine.measures, timer)
     if tuned is None:

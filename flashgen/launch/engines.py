@@ -17,15 +17,15 @@ from flashgen.launch.argument_writer import Addresses, ArgumentWriter
 from flashgen.launch.memory import Block, Memory, SeparateArrays, Workspace
 from flashgen.runtime import gpu
 from flashgen.runtime.arrays import NUMPY, Library, byte_strides, inverse, library_of, nesting, numpy_dtype, on_gpu
+from flashgen.runtime.caching import locked_cached_property
 from flashgen.runtime.counters import counters
-from flashgen.runtime.remembered import made_once
 from flashgen.runtime.schedule import Schedule
 from flashgen.runtime.streams import identity
 
 _EMULATED = gpu.Card("emulator", multiprocessors=3)  # few and odd, so that a block meets tiles of several heads
 
 Arrays = Mapping[str, Any]
-Taken = Any
+Operands = Any
 """What launches take by the names of their structs' pointers: addresses on a GPU, arrays on the emulator."""
 Numbers = Mapping[str, int | float]
 
@@ -57,7 +57,7 @@ class Launch:
 class Runner(Protocol):
     """A built kernel, ready to be launched."""
 
-    def launch(self, launch: Launch, taken: Taken, numbers: Numbers, place: Place) -> None: ...
+    def launch(self, launch: Launch, operands: Operands, numbers: Numbers, place: Place) -> None: ...
 
 
 def build(kernel: RenderedKernel, prebuild: str) -> Entry:
@@ -72,7 +72,7 @@ class GpuRunner:
         self._kernel = kernel
         self.entry = build(kernel, prebuild)
 
-    @made_once
+    @locked_cached_property
     def _loaded(self) -> gpu.GpuKernel:
         target = self._kernel.target
         major, minor = gpu.compute_capability()
@@ -83,12 +83,12 @@ class GpuRunner:
             )
         return gpu.GpuKernel(self.entry.cubin, self._kernel.entry, self._kernel.threads, self._kernel.shared_bytes)
 
-    def launch(self, launch: Launch, taken: Addresses | list[int], numbers: Numbers, place: Place) -> None:
+    def launch(self, launch: Launch, operands: Addresses | list[int], numbers: Numbers, place: Place) -> None:
         try:
             parameters = launch.idle.pop()
         except IndexError:  # if it were asked first, another thread might take the last one in between
             parameters = gpu.Parameters(launch.writer.template)
-        launch.writer.write_into(parameters.struct, taken, numbers)
+        launch.writer.write_into(parameters.struct, operands, numbers)
         self._loaded.launch(launch.grid, parameters, place.stream, place.device)
         launch.idle.append(parameters)
 
@@ -104,11 +104,11 @@ class EmulatorRunner:
         self._kernel, self._schedule = kernel, schedule
         self._compiled = compile_host(kernel.source, kernel.entry, sanitize)
 
-    def launch(self, launch: Launch, taken: Arrays, numbers: Numbers, place: Place) -> None:
+    def launch(self, launch: Launch, operands: Arrays, numbers: Numbers, place: Place) -> None:
         from flashgen.runtime import emulator
 
         writer = launch.writer
-        pointers = [(writer.offsets[name], taken[name]) for name in writer.pointer_names if name in taken]
+        pointers = [(writer.offsets[name], operands[name]) for name in writer.pointer_names if name in operands]
         threads, shared = self._kernel.threads, self._kernel.shared_bytes
         struct = bytes(writer.write_emulated(numbers))
         emulator.launch(self._compiled, launch.grid, (threads, 1, 1), shared, struct, pointers, self._schedule)
@@ -125,22 +125,22 @@ class Gpu:
 
     library = staticmethod(library_of)
 
-    def taken(self, arrays: dict[str, Any], addresses: Addresses) -> Taken:
+    def operands(self, arrays: dict[str, Any], addresses: Addresses) -> Operands:
         """What launches take of a call's arrays and their addresses, to be added to."""
         return addresses
 
-    def add(self, arrays: Arrays, taken: Taken) -> None:
+    def add(self, arrays: Arrays, operands: Operands) -> None:
         """Adds those that are not there yet. Whoever gives them keeps them alive until they are launched on."""
         for name, array in arrays.items():
-            if name not in taken:
-                taken[name] = library_of(array, name).pointer(array)
+            if name not in operands:
+                operands[name] = library_of(array, name).pointer(array)
 
-    def alone(self, arrays: Arrays) -> Taken:
+    def bind(self, arrays: Arrays) -> Operands:
         """What launches take of these arrays, which it keeps alive, and of nothing else."""
-        taken = Addresses()
-        self.add(arrays, taken)
-        taken.kept = tuple(arrays.values())
-        return taken
+        operands = Addresses()
+        self.add(arrays, operands)
+        operands.kept = tuple(arrays.values())
+        return operands
 
     def workspace(self, memory: Mapping[str, Memory], library: Library, device: int) -> Workspace:
         """Memory for calls on the device whose arrays are the library's."""
@@ -259,13 +259,13 @@ class Emulator:
             )
         return library_of(array, argument)
 
-    def taken(self, arrays: dict[str, Any], addresses: Addresses) -> Taken:
+    def operands(self, arrays: dict[str, Any], addresses: Addresses) -> Operands:
         return arrays
 
-    def add(self, arrays: Arrays, taken: Taken) -> None:
-        taken.update(arrays)
+    def add(self, arrays: Arrays, operands: Operands) -> None:
+        operands.update(arrays)
 
-    def alone(self, arrays: Arrays) -> Taken:
+    def bind(self, arrays: Arrays) -> Operands:
         return dict(arrays)
 
     def workspace(self, memory: Mapping[str, Memory], library: Library, device: int) -> Workspace:

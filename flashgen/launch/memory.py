@@ -33,7 +33,7 @@ class Memory:
 class Workspace(Protocol):
     """Arrays for the launches of a call, prepared for calls of one shape."""
 
-    def take(self, taken: Any, stream: int) -> None:
+    def take(self, operands: Any, stream: int) -> None:
         """Adds them to what the launches of a call on that stream take, by name. They live as long as that does."""
 
 
@@ -64,11 +64,11 @@ class Block:
             self._clear(addresses[position], each, stream)
         return block, addresses
 
-    def take(self, taken: Addresses, stream: int) -> None:
+    def take(self, operands: Addresses, stream: int) -> None:
         """As of any workspace."""
         block, addresses = self.lay(stream)
-        taken.kept += (block,)
-        taken.update(zip(self.offsets, addresses, strict=True))
+        operands.kept += (block,)
+        operands.update(zip(self.offsets, addresses, strict=True))
 
     def _clear(self, address: int, memory: Memory, stream: int) -> None:
         itemsize = numpy_dtype(memory.dtype).itemsize
@@ -84,8 +84,8 @@ class SeparateArrays:
     def __init__(self, memory: Mapping[str, Memory]) -> None:
         self._memory = memory
 
-    def take(self, taken: dict[str, Any], stream: int) -> None:
+    def take(self, operands: dict[str, Any], stream: int) -> None:
         """As of any workspace."""
         for name, each in self._memory.items():
-            taken[name] = np.empty(each.shape, numpy_dtype(each.dtype))
-            taken[name].reshape(-1).view(np.uint8).fill(0 if each.zeroed else 0xFF)
+            operands[name] = np.empty(each.shape, numpy_dtype(each.dtype))
+            operands[name].reshape(-1).view(np.uint8).fill(0 if each.zeroed else 0xFF)

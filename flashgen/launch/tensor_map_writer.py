@@ -14,7 +14,7 @@ from flashgen.codegen.rendered_kernel import RenderedKernel
 from flashgen.codegen.sizes import Sizes
 from flashgen.language.spec import AttentionSpec
 from flashgen.launch.argument_writer import Addresses, ArgumentWriter, Value
-from flashgen.runtime.remembered import Remembered
+from flashgen.runtime.caching import Cache
 from flashgen.runtime.tensor_maps import (
     MAP_BYTES,
     MapMaker,
@@ -25,7 +25,7 @@ from flashgen.runtime.tensor_maps import (
     panels_between_heads,
 )
 
-_MOST_KEPT = 64  # sets of maps
+_MAX_CACHED = 64  # sets of maps
 _OF_PANELS = 4  # numbers of a box that has several panels
 
 
@@ -47,7 +47,7 @@ class TensorMapWriter(ArgumentWriter):
         self._arrays = ["o" if name in empty else name for name in shapes]
         self._sources: Any = itemgetter(*self._arrays)
         self._makers = [MapMaker(shape) for shape in shapes.values()]
-        self._maps: Remembered[tuple[int, ...], bytes] = Remembered(_MOST_KEPT)  # of the last sets of addresses
+        self._maps: Cache[tuple[int, ...], bytes] = Cache(_MAX_CACHED)  # of the last sets of addresses
 
     def by_position(self, positions: Mapping[str, int]) -> Self:
         """As of any struct; maps that one of them made are the other's, too."""

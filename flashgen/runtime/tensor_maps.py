@@ -8,16 +8,16 @@ from functools import cached_property
 from typing import Any
 
 from flashgen.errors import ArgumentError, LaunchError
+from flashgen.runtime.caching import Cache
 from flashgen.runtime.driver import driver
 from flashgen.runtime.emulated_maps import encode_map
-from flashgen.runtime.remembered import Remembered
 
 MAP_BYTES = 128
 _ALIGNMENT = 64  # bytes, where a map is encoded
 _ELEMENT_BYTES = 2
 _ROW_ALIGNMENT = 16  # bytes
 _STRIDE_LIMIT = 2**40  # bytes
-_MOST_KEPT = 64  # maps of one shape, of arrays at as many addresses
+_MAX_CACHED = 64  # maps of one shape, of arrays at as many addresses
 _REMEDY = "copy it to a contiguous array, or compile for target='sm_90'"
 
 # Values of the driver's enumerations (cuda.h).
@@ -146,7 +146,7 @@ class MapMaker:
 
     def __init__(self, shape: MapShape) -> None:
         self.shape = shape
-        self._made: Remembered[int, bytes] = Remembered(_MOST_KEPT)
+        self._made: Cache[int, bytes] = Cache(_MAX_CACHED)
 
     def __call__(self, address: int) -> bytes:
         """The 128 bytes of the map of the array at an address of the GPU's memory; raises what `tensor_map` raises."""

@@ -141,32 +141,32 @@ def _replay(
     """Returns the results of a call by replaying a cached one; None on a miss."""
     addresses = [*map(_address, tensors)]
     kind = _Kind(names, call, reduce(or_, addresses) % _ALIGNMENT, numbers)
-    for each in pass_.likenesses:
+    for each in pass_.launch_cache:
         if each.kind == kind and each.fits(*tensors):
             shared, replay = each.shared, each.replay
             break
     else:
-        forgotten_before = pass_.forgotten
-        shared = pass_.known(_cache_key(names, tensors, kind.misaligned, numbers))
+        generation = pass_.generation
+        shared = pass_.lookup(_cache_key(names, tensors, kind.misaligned, numbers))
         if shared is None:
             return None
-        replay = _remember(pass_, kind, tensors, shared, forgotten_before)
+        replay = _remember(pass_, kind, tensors, shared, generation)
     if replay:
         return replay(addresses, _stream(tensors[0]), numbers)
     if into:
         call = call._replace(results=dict(zip(call.wanted, into, strict=True)))
     named = Addresses(zip(names, addresses, strict=True))
-    results = pass_.again(shared, call, _stream(tensors[0]), named, numbers)
+    results = pass_.launch_prepared(shared, call, _stream(tensors[0]), named, numbers)
     return None if results is None else [results[name] for name in call.wanted]
 
 
 def _cache(pass_: Pass[Any], names: Names, tensors: Tensors, numbers: Numbers) -> None:
     """Adds a call to the launch cache of a pass."""
     misaligned = reduce(or_, map(_address, tensors)) % _ALIGNMENT
-    pass_.know(_cache_key(names, tensors, misaligned, numbers), dict(zip(names, tensors, strict=True)))
+    pass_.prepare(_cache_key(names, tensors, misaligned, numbers), dict(zip(names, tensors, strict=True)))
 
 
-def _remember(pass_: Pass[Any], kind: _Kind, tensors: Tensors, shared: Any, forgotten_before: int) -> Replay | None:
+def _remember(pass_: Pass[Any], kind: _Kind, tensors: Tensors, shared: Any, generation: int) -> Replay | None:
     """Lets torch recognise calls like this one. Returns a replay of its launches, or None if it does more than launch.
 
     torch compares tensors by the guards of compiled graphs, which are not documented. If they are missing, each call
@@ -179,8 +179,8 @@ def _remember(pass_: Pass[Any], kind: _Kind, tensors: Tensors, shared: Any, forg
     strides = [list(tensor.stride()) for tensor in tensors]
     fits = guards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
     has_given_results = kind.names not in _WITH_RESULTS
-    replay = None if has_given_results else pass_.replay(shared, kind.names, kind.call.wanted, _address)
-    pass_.keep(_CachedCall(kind, fits, shared, replay), forgotten_before)
+    replay = None if has_given_results else pass_.create_replay(shared, kind.names, kind.call.wanted, _address)
+    pass_.cache_launch(_CachedCall(kind, fits, shared, replay), generation)
     return replay
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from flashgen.attention.bound import BoundAttention
-from flashgen.attention.ragged import check_shared_offsets
+from flashgen.attention.varlen import check_shared_offsets
 from flashgen.errors import ArgumentError
 from flashgen.language.spec import AttentionSpec
 from flashgen.torch import autocast, operators

@@ -19,7 +19,7 @@ from flashgen.attention import Attention
 from flashgen.attention.bound import unbound
 from flashgen.errors import ArgumentError, FlashgenWarning
 from flashgen.language.spec import AttentionSpec
-from flashgen.runtime.remembered import Remembered
+from flashgen.runtime.caching import Cache
 from flashgen.torch.registered import Registered
 from flashgen.torch.variants import is_variant, variant_of
 
@@ -123,7 +123,7 @@ def is_emulated(emulate: bool | None) -> bool:
 
 
 _MAX_ENTRIES = 1024
-_BY_SPEC: Remembered[Any, Registered] = Remembered(_MAX_ENTRIES)
+_BY_SPEC: Cache[Any, Registered] = Cache(_MAX_ENTRIES)
 _TEXTS: dict[str, tuple[str, dict[str, Any]]] = {}
 """The JSON and the options of each registered spec by key, from which an evicted entry is created again."""
 _COMPILED: weakref.WeakValueDictionary[str, Registered] = weakref.WeakValueDictionary()
@@ -217,7 +217,7 @@ def entry_of_key(key: str) -> Registered:
     return entry or _BY_KEY.get_or_make(key, lambda: registered(AttentionSpec.from_json(text), **options))
 
 
-_BY_KEY: Remembered[str, Registered] = Remembered(_MAX_ENTRIES)
+_BY_KEY: Cache[str, Registered] = Cache(_MAX_ENTRIES)
 
 
 def entry_of_call(

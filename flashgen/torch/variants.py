@@ -20,7 +20,7 @@ from flashgen.language.modifiers import Mask, Score
 from flashgen.language.operations import Capture
 from flashgen.language.spec import AttentionSpec
 from flashgen.language.well_formed import literal
-from flashgen.runtime.remembered import Remembered
+from flashgen.runtime.caching import Cache
 from flashgen.torch.negative_indices import any_below_zero, counting_from_the_end, open_indices, sizes_of
 from flashgen.torch.registered import Registered
 
@@ -234,7 +234,7 @@ def _leaves(data: Any) -> list[Any]:
     return [data] if data in (INTEGER, FLOAT) else []
 
 
-_VARIANTS: Remembered[str, Variant] = Remembered(_MAX_VARIANTS)
+_VARIANTS: Cache[str, Variant] = Cache(_MAX_VARIANTS)
 
 
 def variant_of(key: str) -> Variant:

@@ -15,7 +15,7 @@ from flashgen.language.captures import Scalar
 from flashgen.language.captures import Tensor as Captured
 from flashgen.language.masks import padding
 from flashgen.language.modifiers import Mask, trace_mask
-from flashgen.runtime.remembered import Remembered
+from flashgen.runtime.caching import Cache
 from flashgen.torch.tensors import Tensor, dtype_of
 from flashgen.torch.traced_functions import operand, trace_mask_function
 from flashgen.transformers.context import current_context, full_mask
@@ -177,7 +177,7 @@ def _padding(given: Tensor, kv_length: int, kv_offset: int | Tensor, captures: d
     return kind
 
 
-_MASKS: Remembered[Any, Mask] = Remembered(_MAX_CACHED_MASKS)
+_MASKS: Cache[Any, Mask] = Cache(_MAX_CACHED_MASKS)
 
 
 def _traced_mask(function: Callable[..., Any], shift: _Shift, padding_kind: str | None) -> tuple[Mask, dict[str, Any]]:

@@ -19,9 +19,9 @@ class AddressRunner:
     def __init__(self, runner: EmulatorRunner, known: dict[int, Any]) -> None:
         self._runner, self._known = runner, known
 
-    def launch(self, launch: Launch, taken: Addresses, numbers: Numbers, place: Place) -> None:
-        assert isinstance(taken, Addresses)
-        arrays = {name: self._known[taken[name]] for name in launch.writer.pointer_names if taken[name]}
+    def launch(self, launch: Launch, operands: Addresses, numbers: Numbers, place: Place) -> None:
+        assert isinstance(operands, Addresses)
+        arrays = {name: self._known[operands[name]] for name in launch.writer.pointer_names if operands[name]}
         self._runner.launch(launch, arrays, numbers, place)
 
 
@@ -32,14 +32,14 @@ class HostBlock(Block):
         super().__init__(memory, NUMPY, 0)
         self._memory, self._known = memory, known
 
-    def take(self, taken: Addresses, stream: int) -> None:
-        super().take(taken, stream)
+    def take(self, operands: Addresses, stream: int) -> None:
+        super().take(operands, stream)
         for name, each in self._memory.items():
             at = self.offsets[name]
-            assert taken[name] % 16 == 0 and at + each.bytes <= taken.kept[-1].size
-            part = taken.kept[-1][at : at + each.bytes].view(numpy_dtype(each.dtype)).reshape(each.shape)
+            assert operands[name] % 16 == 0 and at + each.bytes <= operands.kept[-1].size
+            part = operands.kept[-1][at : at + each.bytes].view(numpy_dtype(each.dtype)).reshape(each.shape)
             part[...] = 0 if each.zeroed else part
-            self._known[taken[name]] = part
+            self._known[operands[name]] = part
 
     def _clear(self, address: int, memory: Memory, stream: int) -> None:
         """The array is not known yet."""
@@ -54,18 +54,18 @@ class ByAddress(Emulator):
     def runner(self, kernel: RenderedKernel, prebuild: str) -> Any:
         return AddressRunner(super().runner(kernel, prebuild), self.known)
 
-    def taken(self, arrays: dict[str, Any], addresses: Addresses) -> Any:
+    def operands(self, arrays: dict[str, Any], addresses: Addresses) -> Any:
         self.known.update({addresses[name]: array for name, array in arrays.items()})
-        return Gpu().taken(arrays, addresses)
+        return Gpu().operands(arrays, addresses)
 
-    def add(self, arrays: Mapping[str, Any], taken: Any) -> None:
-        Gpu().add(arrays, taken)
-        self.known.update({taken[name]: array for name, array in arrays.items()})
+    def add(self, arrays: Mapping[str, Any], operands: Any) -> None:
+        Gpu().add(arrays, operands)
+        self.known.update({operands[name]: array for name, array in arrays.items()})
 
-    def alone(self, arrays: Mapping[str, Any]) -> Any:
-        taken = Gpu().alone(arrays)
-        self.known.update({taken[name]: array for name, array in arrays.items()})
-        return taken
+    def bind(self, arrays: Mapping[str, Any]) -> Any:
+        operands = Gpu().bind(arrays)
+        self.known.update({operands[name]: array for name, array in arrays.items()})
+        return operands
 
     def workspace(self, memory: Mapping[str, Memory], library: Library, device: int) -> Block:
         return HostBlock(memory, self.known)

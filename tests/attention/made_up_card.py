@@ -44,11 +44,11 @@ ON_CARD = replace(NUMPY, view=_view, pointer=_pointer, look=lambda array: (NUMPY
 class _CardRunner(AddressRunner):
     """Writes the struct as a GPU's runner does before the emulator runs the kernel."""
 
-    def launch(self, launch: Launch, taken: Addresses, numbers: Numbers, place: Place) -> None:
+    def launch(self, launch: Launch, operands: Addresses, numbers: Numbers, place: Place) -> None:
         fits = all(0 < blocks <= most for blocks, most in zip(launch.grid, _MOST_BLOCKS, strict=True))
         assert fits, f"CUDA launches no grid of {launch.grid}"
-        launch.writer.write_into(launch.writer.template.copy(), taken, numbers)
-        super().launch(launch, taken, numbers, place)
+        launch.writer.write_into(launch.writer.template.copy(), operands, numbers)
+        super().launch(launch, operands, numbers, place)
 
 
 @dataclass(frozen=True)
@@ -62,14 +62,14 @@ class MadeUpCard(ByAddress):
         super().library(array, argument)
         return ON_CARD
 
-    def add(self, arrays: Any, taken: Any) -> None:
-        taken.update({name: _pointer(array) for name, array in arrays.items()})
-        self.known.update({taken[name]: array for name, array in arrays.items()})
+    def add(self, arrays: Any, operands: Any) -> None:
+        operands.update({name: _pointer(array) for name, array in arrays.items()})
+        self.known.update({operands[name]: array for name, array in arrays.items()})
 
-    def alone(self, arrays: Any) -> Any:
-        taken = Addresses()
-        self.add(arrays, taken)
-        return taken
+    def bind(self, arrays: Any) -> Any:
+        operands = Addresses()
+        self.add(arrays, operands)
+        return operands
 
     def multiprocessors(self, device: int) -> int:
         return _MULTIPROCESSORS

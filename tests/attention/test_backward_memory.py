@@ -147,8 +147,8 @@ def test_memory_is_linear_in_the_lengths(deterministic: bool) -> None:
 def test_calls_of_a_known_shape_prepare_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     compiled = attention.compile(CAUSAL, emulate=True)
     first = run(compiled, Shape(37, 70, 1, 2, 1))
-    work_out, calls = compiled._backward._work_out, []
-    monkeypatch.setattr(compiled._backward, "_work_out", lambda *given: calls.append(1) or work_out(*given))
+    work_out, calls = compiled._backward._prepare, []
+    monkeypatch.setattr(compiled._backward, "_prepare", lambda *given: calls.append(1) or work_out(*given))
     np.testing.assert_array_equal(run(compiled, Shape(37, 70, 1, 2, 1)).dk, first.dk)
     assert not calls
     run(compiled, Shape(38, 70, 1, 2, 1))

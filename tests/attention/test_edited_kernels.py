@@ -14,7 +14,7 @@ import pytest
 import flashgen as fg
 from flashgen import attention, reference
 from flashgen.attention.callable import Attention
-from flashgen.attention.edit_matching import Emitted, edits_of
+from flashgen.attention.edit_matching import Emitted, match_edits
 from flashgen.attention.given_sources import texts_of
 from flashgen.attention.tuning import tune
 from flashgen.build import nvrtc
@@ -151,14 +151,14 @@ def test_a_deterministic_backward_has_two_kernels_that_list_tiles(tmp_path: Path
     emitted = Emitted(LISTED, SM_80, None, True, None)
     text = emitted.backward["backward_lists"].source + "\n// read\n"
     with pytest.raises(ArgumentError, match="may be of lists or of backward_lists"):
-        edits_of(texts_of(text), emitted)
-    assert list(edits_of(texts_of({"backward_lists": text}), emitted).texts) == ["backward_lists"]
+        match_edits(texts_of(text), emitted)
+    assert list(match_edits(texts_of({"backward_lists": text}), emitted).texts) == ["backward_lists"]
     for name, part in (("", "lists"), ("deterministic-backward-", "backward_lists")):
         folder = tmp_path / part
         folder.mkdir()
         own = emitted.kernel(part).source + "\n// read\n"
         (folder / f"{name}{emitted.forward['lists'].name}.cu").write_text(own)
-        assert list(edits_of(texts_of(folder), emitted).texts) == [part]
+        assert list(match_edits(texts_of(folder), emitted).texts) == [part]
 
 
 def test_each_text_is_a_callable_of_its_own() -> None:
@@ -175,7 +175,7 @@ def test_what_was_emitted_fits(spec: fg.AttentionSpec, target: Any, deterministi
     """Whatever kernel is edited elsewhere than where its launch depends on it."""
     emitted = Emitted(spec, target, None, deterministic, None)
     every = emitted.forward | emitted.backward
-    edits = edits_of(texts_of({part: f"// read\n{kernel.source}" for part, kernel in every.items()}), emitted)
+    edits = match_edits(texts_of({part: f"// read\n{kernel.source}" for part, kernel in every.items()}), emitted)
     assert list(edits.texts) == list(every)
 
 
@@ -191,7 +191,7 @@ def test_a_packed_or_tuned_kernel_does_not_take_its_place(tmp_path: Path) -> Non
     assert edited.plan_for(**sizes) == edited.plan == emitted.plan
     assert not edited.forward.dispatch.by_sizes and edited.forward.dispatch.tuned is None
     texts = texts_of(emitted.source + "\n// read\n")
-    edits = edits_of(texts, Emitted(spec, SM_90A, None, False, None))
+    edits = match_edits(texts, Emitted(spec, SM_90A, None, False, None))
     told_where = Attention(spec, SM_90A, Emulator(), tuned=KernelCache(tmp_path), edits=edits)
     assert told_where.forward.dispatch.tuned is None
     with pytest.raises(ArgumentError, match=r"compiled with plan=\.\.\. or source=\.\.\."):

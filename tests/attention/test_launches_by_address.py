@@ -66,12 +66,12 @@ def test_lists_that_are_forgotten_are_there_until_the_launch() -> None:
     compiled = Attention(fg.AttentionSpec(32, mask=fg.trace_mask(near_or_first, "near")), target_named("sm_80"), engine)
     lister, problem = compiled.forward.lister, sizes_of(150, 150, 1, 2)
     assert lister is not None
-    taken = lister.of_call(lister.prepare(problem, {}, NUMPY, 0), problem, Addresses(), {}, Place())
-    (lists,) = lister._remembered.values()
+    taken = lister.lists_for_call(lister.prepare(problem, {}, NUMPY, 0), problem, Addresses(), {}, Place())
+    (lists,) = lister._cache.values()
     assert {taken[name] for name in taken} == {array.ctypes.data for array in lists.arguments().values()}
     arrays = [weakref.ref(array) for array in lists.arguments().values()]
     engine.known.clear()
-    lister._remembered.forget()
+    lister._cache.clear()
     del lists
     assert all(array() is not None for array in arrays)
     del taken

@@ -203,7 +203,7 @@ def test_arguments_that_do_not_fit() -> None:
     for of_either in (*of_both, lambda *given, **where: attention.backward(q, *given, q, q, **where)):
         with pytest.raises(ArgumentError, match="cu_seqlens_k is missing: q has 64 tokens and k 60"):
             of_either(q, k[:60], v[:60], cu_seqlens_q=starts)
-    with pytest.raises(ArgumentError, match="cu_seqlens_q is of ragged batches: make the spec with layout='thd'"):
+    with pytest.raises(ArgumentError, match="cu_seqlens_q is of varlen batches: make the spec with layout='thd'"):
         compiled("sm_80", layout="bshd")(q[None], k[None], v[None], cu_seqlens_q=starts)
     with pytest.raises(ArgumentError, match=r"lse is float32 \(1, 2, 64\); give float32 \(2, 64\)"):
         attention.backward(q, q, k, v, q, np.zeros((1, 2, 64), np.float32), cu_seqlens_q=starts)

@@ -28,16 +28,14 @@ LENGTHS = tuple((length, length + 7) for length in (33, 40, 70, 41, 90))
 
 
 @pytest.fixture
-def few_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+def small_caches(monkeypatch: pytest.MonkeyPatch) -> None:
     """Less than the calls of a test want, so that each call makes room for another."""
-    monkeypatch.setattr(call_pass, "_MOST_PREPARED", 2)
-    monkeypatch.setattr(tile_lists, "_REMEMBERED", 1)
+    monkeypatch.setattr(call_pass, "_MAX_PREPARED", 2)
+    monkeypatch.setattr(tile_lists, "_MAX_CACHED", 1)
 
 
 @pytest.mark.parametrize("target", ["sm_80", "sm_90a"])
-def test_calls_of_many_lengths_in_many_threads(
-    target: str, at_once: AtOnce, hurried: None, few_are_remembered: None
-) -> None:
+def test_calls_of_many_lengths_in_many_threads(target: str, at_once: AtOnce, hurried: None, small_caches: None) -> None:
     """More lengths than are remembered; every output and LSE is bitwise that of one thread."""
     spec = fg.AttentionSpec(16, mask=NEAR)
     compiled = Attention(spec, target_named(target), Emulator())
@@ -58,7 +56,7 @@ def test_calls_of_many_lengths_in_many_threads(
     assert len(compiled.forward._prepared) <= 2
 
 
-def test_gradients_of_many_lengths_in_many_threads(at_once: AtOnce, hurried: None, few_are_remembered: None) -> None:
+def test_gradients_of_many_lengths_in_many_threads(at_once: AtOnce, hurried: None, small_caches: None) -> None:
     spec = fg.AttentionSpec(16, mask=NEAR)
     compiled = Attention(spec, target_named("sm_80"), Emulator(), deterministic=True)
     calls = []
@@ -127,7 +125,7 @@ def test_winners_are_forgotten_beside_calls(tmp_path: Path, at_once: AtOnce, hur
     def work(thread: int) -> None:
         for step in range(150):
             if thread < 2:
-                compiled.forward.forget()
+                compiled.forward.clear_cache()
             else:
                 assert compiled.plan_for(2 ** (step % 3 + 5)) == compiled.plan
 

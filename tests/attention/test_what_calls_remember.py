@@ -98,11 +98,11 @@ def test_a_stream_that_is_captured_remembers_nothing(monkeypatch: pytest.MonkeyP
     made: list[Any] = []
     launch = lister._launch
     monkeypatch.setattr(lister, "_launch", lambda *given: made.append(given) or launch(*given))
-    lister._remembered.forget()
+    lister._cache.clear()
     for captured, count in ((True, 1), (True, 2), (False, 3), (True, 4), (False, 4)):
         monkeypatch.setattr(Emulator, "is_captured", lambda engine, place, captured=captured: captured)
         compiled(inputs.q, inputs.k, inputs.v)
-        assert len(made) == count and len(lister._remembered) == (count > 2)
+        assert len(made) == count and len(lister._cache) == (count > 2)
 
 
 def test_lists_of_captures_are_made_in_each_call(right: Any) -> None:

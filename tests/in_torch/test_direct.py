@@ -224,7 +224,7 @@ def test_what_is_forgotten_is_worked_out_anew(launched: Launched) -> None:
     """As after tuning, which may have found another plan for such calls."""
     attention, (q, k, v) = _compiled("sm_90a"), _tensors(3)
     direct.learn_forward(attention, q, k, v)
-    attention.forward.forget()
+    attention.forward.clear_cache()
     assert direct.forward(attention, q, k, v, True) is None
 
 
@@ -243,11 +243,11 @@ def test_calls_like_the_last_ones_are_told_by_torch(launched: Launched, monkeypa
         for each in (q, learned):
             assert direct.forward(attention, each, k, v, True) is not None
         assert direct.backward(attention, read) is not None
-    assert len(attention.forward.likenesses) == 2 and len(attention.backward_pass.likenesses) == 1
+    assert len(attention.forward.launch_cache) == 2 and len(attention.backward_pass.launch_cache) == 1
     with pytest.raises(NameError, match="_cache_key"):
         direct.forward(attention, *_tensors(3, 2, 4, 80, 64), True)
-    attention.backward_pass.forget()
-    assert not attention.backward_pass.likenesses
+    attention.backward_pass.clear_cache()
+    assert not attention.backward_pass.launch_cache
 
 
 def test_a_torch_that_tells_nothing_is_asked_the_long_way(launched: Launched, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -256,17 +256,17 @@ def test_a_torch_that_tells_nothing_is_asked_the_long_way(launched: Launched, mo
     direct.learn_forward(attention, q, k, v)
     launched.clear()
     assert direct.forward(attention, q, k, v, True) is not None
-    assert len(launched) == 1 and not attention.forward.likenesses
+    assert len(launched) == 1 and not attention.forward.launch_cache
 
 
 def test_what_was_forgotten_meanwhile_is_not_kept(launched: Launched) -> None:
     attention = _compiled("sm_90a")
     for before, kept in ((0, 1), (-1, 0)):
-        attention.forward.keep("a likeness", before)
-        assert len(attention.forward.likenesses) == kept
+        attention.forward.cache_launch("an entry", before)
+        assert len(attention.forward.launch_cache) == kept
     for number in range(20):
-        attention.forward.keep(number, 0)
-    assert attention.forward.likenesses == tuple(range(19, 11, -1)), "the last ones, the newest first"
+        attention.forward.cache_launch(number, 0)
+    assert attention.forward.launch_cache == tuple(range(19, 11, -1)), "the last ones, the newest first"
 
 
 @pytest.mark.gpu

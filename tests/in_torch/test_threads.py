@@ -13,7 +13,7 @@ pytest.importorskip("torch", reason="flashgen.torch needs torch: pip install 'fl
 import torch
 
 import flashgen as fg
-from flashgen.runtime.remembered import Remembered
+from flashgen.runtime.caching import Cache
 from flashgen.torch import (
     BlockMask,
     append_kv,
@@ -118,8 +118,8 @@ def results(attend: Attend, given: list[Any]) -> list[Any]:
 @pytest.mark.parametrize("name", attends(True, 1))
 def test_threads_that_begin_together(name: str, at_once: AtOnce, monkeypatch: pytest.MonkeyPatch) -> None:
     """None of the specs is registered when they begin: one entry is made of each, and bits are those of one thread."""
-    monkeypatch.setattr(table, "_BY_SPEC", Remembered())
-    monkeypatch.setattr(variants, "_VARIANTS", Remembered())
+    monkeypatch.setattr(table, "_BY_SPEC", Cache())
+    monkeypatch.setattr(variants, "_VARIANTS", Cache())
     attend = attends(True, 5)[name]
 
     def work(thread: int) -> list[Any]:

@@ -55,7 +55,7 @@ def test_lists_of_a_mask_without_captures_are_remembered() -> None:
     np.testing.assert_array_equal(attention(*inputs), attention(*inputs))
     for length in range(200, 220):
         attention.tile_lists(length)
-    assert len(attention._lister._remembered) <= 8
+    assert len(attention._lister._cache) <= 8
 
 
 def test_small_lists_are_equally_spaced() -> None:

@@ -13,7 +13,7 @@ from flashgen.errors import ArgumentError
 from flashgen.language.spec import AttentionSpec
 from flashgen.ranks import SCHEMES, Layout, Plan, Sizes, plan_of
 from flashgen.ranks.plan import replace_fields
-from flashgen.runtime.remembered import Remembered
+from flashgen.runtime.caching import Cache
 from flashgen.torch import autocast
 from flashgen.torch.arguments import all_captures, named_captures
 from flashgen.torch.context_parallel.agreement import check_same_call
@@ -129,7 +129,7 @@ class _Options:
         return self.spec, self.scheme, self.shards, self.emulate, self.deterministic
 
 
-_CALLS: weakref.WeakKeyDictionary[Any, Remembered[Any, _PreparedCall]] = weakref.WeakKeyDictionary()
+_CALLS: weakref.WeakKeyDictionary[Any, Cache[Any, _PreparedCall]] = weakref.WeakKeyDictionary()
 
 
 def _prepared_call(options: _Options, ranks: Ranks, q: Tensor, k: Tensor, v: Tensor) -> _PreparedCall:
@@ -137,7 +137,7 @@ def _prepared_call(options: _Options, ranks: Ranks, q: Tensor, k: Tensor, v: Ten
     group = ranks.groups[0]
     calls = _CALLS.get(group)
     if calls is None:
-        calls = _CALLS.setdefault(group, Remembered(_MAX_CALLS))
+        calls = _CALLS.setdefault(group, Cache(_MAX_CALLS))
     like = (q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device)
     key = (*options.key, ranks.size, ranks.heads_size, *like)
     return calls.get(key) or calls.get_or_make(key, lambda: _PreparedCall(options, ranks, q, k, v))
@@ -158,7 +158,7 @@ class _PreparedCall:
         self.layouts = [Layout(ranks.size, length, self.shards) for length in self.lengths]
         self._captured = captured_names(self.spec)
         self._plan_captures = sorted({each.name for each in self.spec.mask.captures if not each.ndim})
-        self._plans: Remembered[Any, Plan] = Remembered(_MAX_PLANS)
+        self._plans: Cache[Any, Plan] = Cache(_MAX_PLANS)
         call = f"{options.scheme} {self.shards} {'' if options.shards else 'by positions '}of {self.sizes}"
         check_same_call(ranks.groups, f"{call} {self.lengths} {options.deterministic} {self.spec.to_json()}", q.device)
 

@@ -13,7 +13,7 @@ from flashgen.language.shards import SHARD_NUMBERS
 from flashgen.language.spec import AttentionSpec
 from flashgen.launch.engines import Numbers
 from flashgen.ranks import Block, Plan
-from flashgen.runtime.remembered import Remembered
+from flashgen.runtime.caching import Cache
 from flashgen.torch import direct
 from flashgen.torch.operators import seed_of
 from flashgen.torch.table import Registered, registered
@@ -47,7 +47,7 @@ class _BlockCall(NamedTuple):
     numbers: Numbers | None
 
 
-_BLOCK_CALLS: Remembered[Any, _BlockCall] = Remembered(1024)
+_BLOCK_CALLS: Cache[Any, _BlockCall] = Cache(1024)
 
 
 class Programs:

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from flashgen.runtime.remembered import Remembered
+from flashgen.runtime.caching import Cache
 from flashgen.torch.context_parallel.failures import peer_errors
 from flashgen.torch.context_parallel.launch_order import launch_after_messages
 from flashgen.torch.tensors import Tensor
 
-_STREAMS: Remembered[int, Any] = Remembered()
+_STREAMS: Cache[int, Any] = Cache()
 
 
 class Transfers:

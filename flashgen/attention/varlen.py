@@ -1,4 +1,4 @@
-"""What a call of a ragged batch is given beside q, k and v: where sequences begin, and how long they are at most."""
+"""The arguments of a varlen call beside q, k and v: the offsets of the sequences and their maximum lengths."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ _AXES = 3  # tokens, heads, dim
 _NO_ARRAYS: Mapping[str, Any] = {}
 
 
-def taken_apart(
+def split_varlen_arguments(
     spec: AttentionSpec, given: Mapping[str, Any], q: Any, k: Any
 ) -> tuple[Mapping[str, Any], Bounds, Mapping[str, Any]]:
-    """Of what a call is given by name: the arrays of a ragged batch by their names in structs, bounds, the captures.
+    """Splits the named arguments of a call into varlen arrays by their names in structs, maximum lengths, and captures.
 
-    ArgumentError where a spec of another layout is given any of it, or one of this layout not where sequences of q, or
-    of a k of other tokens, begin.
+    Raises ArgumentError if varlen arguments are given to a spec of another layout, or if a varlen call lacks
+    cu_seqlens_q, or cu_seqlens_k for a k with another number of tokens.
     """
     if not spec.is_ragged:
-        own = [name for name in VARLEN_ARGUMENTS if name in given] if given else []
-        unknown = [name for name in own if all(capture.name != name for capture in spec.captures)]
+        named = [name for name in VARLEN_ARGUMENTS if name in given] if given else []
+        unknown = [name for name in named if all(capture.name != name for capture in spec.captures)]
         if unknown:
-            raise ArgumentError(f"{unknown[0]} is of ragged batches: make the spec with layout='thd', or leave it out")
+            raise ArgumentError(f"{unknown[0]} is of varlen batches: make the spec with layout='thd', or leave it out")
         return _NO_ARRAYS, NO_BOUNDS, given
     arrays = {name: given[name] for name in _ARRAYS if given.get(name) is not None}
     if "cu_seqlens_q" not in arrays:
@@ -45,20 +45,20 @@ def taken_apart(
 
 
 def check_shared_offsets(given: Mapping[str, Any], q: Any, k: Any) -> None:
-    """ArgumentError where cu_seqlens_k is left out of a call whose q and k are not of as many tokens.
+    """Raises ArgumentError if cu_seqlens_k is missing although q and k have different numbers of tokens.
 
-    Keys then begin where queries do, which is not so where there are more or fewer of them.
+    Without it the offsets of q are used for k as well, which is right only for equal numbers of tokens.
     """
-    of_q, of_k = (tuple(getattr(array, "shape", ())) for array in (q, k))
-    if given.get("cu_seqlens_k") is None and len(of_q) == len(of_k) == _AXES and of_q[0] != of_k[0]:
+    shape_q, shape_k = (tuple(getattr(array, "shape", ())) for array in (q, k))
+    if given.get("cu_seqlens_k") is None and len(shape_q) == len(shape_k) == _AXES and shape_q[0] != shape_k[0]:
         raise ArgumentError(
-            f"cu_seqlens_k is missing: q has {of_q[0]} tokens and k {of_k[0]}; give int32 (sequences + 1,), where each "
-            "sequence begins in k and v"
+            f"cu_seqlens_k is missing: q has {shape_q[0]} tokens and k {shape_k[0]}; give int32 (sequences + 1,), "
+            "where each sequence begins in k and v"
         )
 
 
-def refuse_ragged(spec: AttentionSpec, what: str, remedy: str) -> None:
-    """UnsupportedError for a ragged spec where something is not done for ragged batches."""
+def refuse_varlen(spec: AttentionSpec, what: str, remedy: str) -> None:
+    """Raises UnsupportedError if the spec is varlen. what: a feature without varlen support."""
     if spec.is_ragged:
         raise UnsupportedError(f"{what} is not supported for layout='thd': {remedy}")
 

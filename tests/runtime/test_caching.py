@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 
 from flashgen.runtime import streams
-from flashgen.runtime.remembered import Remembered, made_once
+from flashgen.runtime.caching import Cache, locked_cached_property
 
 AtOnce = Callable[..., list[Any]]
 LONG = 30  # seconds, after which a thread that waits for ever fails the test
 
 
 def test_a_value_is_made_once_and_then_got() -> None:
-    kept: Remembered[str, int] = Remembered()
+    kept: Cache[str, int] = Cache()
     assert kept.get("a") is None
     assert [kept.get_or_make("a", iter(range(9)).__next__) for _ in range(3)] == [0, 0, 0] and kept.get("a") == 0
     assert kept.get_or_make("nothing", lambda: None) is None  # type: ignore[arg-type, return-value]
@@ -24,7 +24,7 @@ def test_a_value_is_made_once_and_then_got() -> None:
 
 
 def test_the_oldest_makes_room() -> None:
-    kept: Remembered[int, int] = Remembered(3)
+    kept: Cache[int, int] = Cache(3)
     for number in range(5):
         kept.get_or_make(number, lambda number=number: number)
         assert len(kept) == min(number + 1, 3)
@@ -32,7 +32,7 @@ def test_the_oldest_makes_room() -> None:
 
 
 def test_threads_that_want_the_same_wait_for_one_that_makes_it(at_once: AtOnce) -> None:
-    kept: Remembered[str, object] = Remembered(1)
+    kept: Cache[str, object] = Cache(1)
     entered, finish, made = threading.Event(), threading.Event(), []
 
     def make() -> object:
@@ -53,13 +53,13 @@ def test_threads_that_want_the_same_wait_for_one_that_makes_it(at_once: AtOnce) 
 
 def test_what_is_being_made_keeps_nobody_waiting_who_wants_something_else(at_once: AtOnce) -> None:
     """Each of two threads finishes making only when the other has begun."""
-    kept: Remembered[int, int] = Remembered()
+    kept: Cache[int, int] = Cache()
     both = threading.Barrier(2)
     assert at_once(lambda number: kept.get_or_make(number, lambda: both.wait(LONG) * 0 + number), 2) == [0, 1]
 
 
 def test_after_an_error_the_next_thread_tries(at_once: AtOnce) -> None:
-    kept: Remembered[str, str] = Remembered()
+    kept: Cache[str, str] = Cache()
     waiting = threading.Event()
 
     def fail() -> str:
@@ -76,11 +76,11 @@ def test_after_an_error_the_next_thread_tries(at_once: AtOnce) -> None:
             return "failed"
 
     results = at_once(ask)
-    assert results[0] in ("failed", "made") and set(results[1:]) == {"made"} and not kept._turns
+    assert results[0] in ("failed", "made") and set(results[1:]) == {"made"} and not kept._locks
 
 
 def test_more_keys_than_there_is_room_for_in_many_threads(at_once: AtOnce, hurried: None) -> None:
-    kept: Remembered[int, int] = Remembered(2)
+    kept: Cache[int, int] = Cache(2)
 
     def ask(number: int) -> None:
         for step in range(2000):
@@ -88,19 +88,19 @@ def test_more_keys_than_there_is_room_for_in_many_threads(at_once: AtOnce, hurri
             assert kept.get_or_make(key, lambda key=key: -key) == -key
 
     at_once(ask)
-    assert len(kept) == 2 and not kept._turns
+    assert len(kept) == 2 and not kept._locks
 
 
 def test_what_is_forgotten_while_it_is_made_is_not_kept() -> None:
-    kept: Remembered[str, str] = Remembered()
+    kept: Cache[str, str] = Cache()
 
     def make() -> str:
-        kept.forget()
+        kept.clear()
         return "old"
 
     assert kept.get_or_make("a", make) == "old"
     assert kept.get_or_make("a", lambda: "new") == "new"
-    kept.forget()
+    kept.clear()
     assert len(kept) == 0
 
 
@@ -110,7 +110,7 @@ class Slow:
     def __init__(self, meet: Callable[[], Any]) -> None:
         self.meet, self.made = meet, 0
 
-    @made_once
+    @locked_cached_property
     def value(self) -> object:
         """What is made."""
         self.meet()
