@@ -1,4 +1,4 @@
-"""The callable: a spec, generated, built and ready to run on a GPU or on the emulator."""
+"""`Attention`: a compiled spec, ready to run on a GPU or on the emulator."""
 
 from flashgen.attention.appending import append_kv
 from flashgen.attention.callable import Attention

@@ -1,4 +1,4 @@
-"""The backward pass: checks a call, makes the gradients and the memory that they are summed in, launches."""
+"""The backward pass: checks a call, allocates the gradients and their accumulators, and launches."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from flashgen.attention.problem import Bounds, Problem, problem_of
 from flashgen.attention.sharing import Sharing
 from flashgen.attention.stages import NO_LISTS, BuiltStages, PreparedStages
 from flashgen.attention.tile_lists import ListsLaunch
-from flashgen.attention.tuned_plans import TunedPlans, follow
+from flashgen.attention.tuned_plans import TunedPlans, subscribe
 from flashgen.codegen.arguments import capture_gradient, member_name, summed_gradient
 from flashgen.codegen.family import HeadSplit
 from flashgen.codegen.stages import Kernels
@@ -38,9 +38,9 @@ _IN_ROWS = frozenset(("q", "k", "v", "o", "d_o", "dq", "dk", "dv"))
 
 @dataclass(frozen=True)
 class _Prepared:
-    """Everything of a call that its shapes, strides, dtypes and device decide.
+    """The state that calls of one cache key share.
 
-    zeroed: the gradients that begin as zeros. of_jax: those that are given back as JAX's. stages: None where there are
+    zeroed: the gradients to clear before the launch. of_jax: those to return as JAX arrays. stages: None if there are
     no scores.
     """
 
@@ -55,7 +55,7 @@ class _Prepared:
 
 
 class BackwardPass(Pass[_Prepared]):
-    """The backward kernels of a spec, and the listers of their tiles where they read lists.
+    """The backward kernels of a spec, and the listers of their tiles if they read lists.
 
     head_split: plans with one CTA per query head, for calls of few KV heads; None to use none. tuned: the tuned plans;
     None to ignore them.
@@ -78,14 +78,16 @@ class BackwardPass(Pass[_Prepared]):
         self.stages = BuiltStages(spec, stages, engine, prebuild)
         self.dispatch = BackwardDispatch(spec, self.stages, engine, head_split, tuned, deterministic)
         self._differentiated = differentiated(spec)
-        self._owners = {capture.name: member_name(capture) for capture in self._differentiated}  # others are like q
+        self._owners = {
+            capture.name: member_name(capture) for capture in self._differentiated
+        }  # others use the library of q
         self.listers = BackwardListers.of(spec, stages, engine, prebuild)
         if tuned:
-            follow(self)
+            subscribe(self)
 
     def clear_cache(self) -> None:
-        """Calls to come look for tuned plans again."""
-        self.dispatch.forget_tuned()
+        """Removes cached launches and kernels, so that later calls look for tuned plans again."""
+        self.dispatch.clear_tuned()
         super().clear_cache()
 
     def _result_argument(self, name: str) -> str:
@@ -94,16 +96,17 @@ class BackwardPass(Pass[_Prepared]):
     def _run(
         self, prepared: _Prepared, call: Call, stream: int, operands: Operands, numbers: Numbers
     ) -> Mapping[str, Any]:
-        made, place = call.results or self._make_results(prepared.makers, call.wanted), Place(stream, prepared.device)
+        place = Place(stream, prepared.device)
+        results = call.results or self._make_results(prepared.makers, call.wanted)
         for name in prepared.zeroed:
-            self.engine.clear(made[name], place)
+            self.engine.clear(results[name], place)
         if prepared.stages:
             lists = self._lists(prepared, call, operands, numbers, place) if self.listers else NO_LISTS
-            self.engine.add(self._pointers(made), operands)
+            self.engine.add(self._pointers(results), operands)
             self.stages.launch(prepared.stages, operands, numbers, place, lists)
         if call.results or not prepared.of_jax:
-            return made
-        return {**made, **give_back(JAX, {name: made[name] for name in prepared.of_jax})}
+            return results
+        return {**results, **give_back(JAX, {name: results[name] for name in prepared.of_jax})}
 
     def _only_launches(self, prepared: _Prepared) -> bool:
         return not (self.listers or prepared.zeroed or self._differentiated)
@@ -111,14 +114,17 @@ class BackwardPass(Pass[_Prepared]):
     def _lists(
         self, prepared: _Prepared, call: Call, operands: Operands, numbers: Numbers, place: Place
     ) -> Mapping[str, Operands]:
-        """The lists that the call was given, or those of its mask."""
+        """Returns the lists that the call was given, or creates those of its mask."""
         assert self.listers, "only a pass that reads lists has any"
         if call.tile_lists is not None:
             return self.listers.check(call.tile_lists, prepared.lists, prepared.problem, place)
         return self.listers.lists_for_call(prepared.lists, prepared.problem, operands, numbers, place)
 
     def _pointers(self, gradients: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The gradients as the structs call them: a captured array's is where it is summed, if no kernel rounds it."""
+        """Returns the gradients by their names in the structs.
+
+        The gradient of a capture is also its accumulator, unless a postprocess kernel converts the sums.
+        """
         if not self._differentiated:
             return gradients
         pointers = {name: gradients[name] for name in ROWS}
@@ -139,17 +145,17 @@ class BackwardPass(Pass[_Prepared]):
         captured = {capture.name: views[member] for capture, member in self._arrays}
         for capture, _ in self._arrays:
             check_array(spec, capture, captured[capture.name], problem)
-        made = {name: gradient_strides(spec, problem, name, views) for name in ROWS}
+        strides = {name: gradient_strides(spec, problem, name, views) for name in ROWS}
         names = (*ROWS, *self._owners)
         given = {name: views[gradient_argument(name)] for name in names if gradient_argument(name) in views}
         check_gradients(spec, given, captured, problem)
         memory = self._gradient_memory(problem, captured)
-        kinds = {name: libraries[self._owners.get(name, "q")] for name in memory}
+        owners = {name: libraries[self._owners.get(name, "q")] for name in memory}
         makers = {
-            name: kinds[name].maker(each.shape, each.dtype, device, made.get(name)) for name, each in memory.items()
+            name: owners[name].maker(each.shape, each.dtype, device, strides.get(name)) for name, each in memory.items()
         }
         zeroed = tuple(name for name, each in memory.items() if each.zeroed)
-        of_jax = tuple(name for name, kind in kinds.items() if kind is JAX)
+        of_jax = tuple(name for name, library in owners.items() if library is JAX)
         sharing = self._sharing(views, [gradient_argument(name) for name in given])
         if not self._runs(problem):
             return _Prepared(problem, device, makers, zeroed, of_jax, None, {}, sharing)
@@ -159,17 +165,17 @@ class BackwardPass(Pass[_Prepared]):
         return _Prepared(problem, device, makers, zeroed, of_jax, stages, lists, sharing)
 
     def _runs(self, problem: Problem) -> bool:
-        """Whether kernels have anything to do: rows without any key have gradients of their sinks."""
+        """Whether kernels must run. A call without keys still has gradients of sinks."""
         return problem.has_scores or (self.spec.sink is not None and not problem.is_empty)
 
     def _gradient_memory(self, problem: Problem, captured: Mapping[str, View]) -> dict[str, Memory]:
-        """The gradients, by the names of `Gradients`. Zeroed where they are added to, or where nothing is written."""
+        """Returns the memory of the gradients by name; zeroed if kernels accumulate into it or do not write it."""
         launched = self._runs(problem)
         memory = {
             name: Memory(gradient_shape(self.spec, problem, name), self.spec.dtype, zeroed=not launched)
             for name in ROWS
         }
-        written = {called for kernel in self.stages.kernels.values() for called in kernel.pointers.values()}
+        written = {name for kernel in self.stages.kernels.values() for name in kernel.pointers.values()}
         for capture in self._differentiated:
             zeroed = not launched or capture_gradient(capture) not in written
             memory[capture.name] = Memory(captured[capture.name].shape, capture.dtype, zeroed)

@@ -47,9 +47,9 @@ class BackwardDispatch:
         self._spec, self._engine, self._head_split = spec, engine, head_split
         self._kernels: KernelsByPlan[BuiltStages] = KernelsByPlan()
 
-    def forget_tuned(self) -> None:
+    def clear_tuned(self) -> None:
         """Looks for tuned plans on disk again."""
-        self._kernels.forget_tuned()
+        self._kernels.clear_tuned()
 
     @property
     def _main(self) -> RenderedKernel:

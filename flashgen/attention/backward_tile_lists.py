@@ -1,4 +1,4 @@
-"""The tile lists of the backward pass: those of each tile of keys, and in the deterministic mode of queries too."""
+"""The tile lists of the backward pass: for each tile of keys, and in the deterministic mode also of queries."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from flashgen.language.spec import AttentionSpec
 from flashgen.launch.engines import Engine, Numbers, Operands, Place
 from flashgen.runtime.arrays import Library, View
 
-_PARTS = ("keys", "queries")
+_ROLES = ("keys", "queries")
 
 
 @dataclass(frozen=True, eq=False)
 class BackwardTileLists:
-    """The lists that a backward call reads, by the kernels that read them.
+    """The lists that a backward call reads.
 
-    keys: of each tile of keys, the tiles of queries. queries: of each tile of queries, the tiles of keys. None where
-    a closed form says the tiles, or there is no such kernel.
+    keys: the tiles of queries for each tile of keys. queries: the tiles of keys for each tile of queries. Either is
+    None if a closed form gives the tiles, or if the backward has no kernel that reads it.
     """
 
     keys: TileLists | None
@@ -30,20 +30,20 @@ class BackwardTileLists:
 
     @property
     def bytes(self) -> int:
-        """Memory of the lists."""
+        """The memory of the lists in bytes."""
         return sum(lists.bytes for lists in (self.keys, self.queries) if lists)
 
 
 class BackwardListers:
-    """Makes the lists of a backward call, each kernel's for the tiles of its own plan."""
+    """Creates the lists of a backward call, for each kernel with the tiles of its own plan."""
 
     def __init__(self, spec: AttentionSpec, listers: Mapping[str, TileLister]) -> None:
-        """`listers`: by the roles of the kernels that read their lists."""
+        """listers: by the roles of the kernels that read their lists."""
         self.spec, self.listers = spec, listers
 
     @classmethod
     def of(cls, spec: AttentionSpec, stages: Kernels, engine: Engine, prebuild: str) -> BackwardListers | None:
-        """Those of a pass; None where closed forms say what each of its kernels visits."""
+        """Returns the listers of a pass; None if closed forms give the tiles of all of its kernels."""
         makers = {kernel.lists: kernel for kernel in stages.values() if kernel.lists}
         listers = {
             role: TileLister(spec, makers[kernel.reads], engine, prebuild)
@@ -55,8 +55,8 @@ class BackwardListers:
     def prepare(
         self, problem: Problem, captured: Mapping[str, View], library: Library, device: int
     ) -> dict[str, ListsLaunch]:
-        """The launches for calls of these sizes and captured arrays on a device, whose q is of a library."""
-        return {part: lister.prepare(problem, captured, library, device) for part, lister in self.listers.items()}
+        """Prepares the launches for calls of these sizes and captured arrays on a device. library: that of q."""
+        return {role: lister.prepare(problem, captured, library, device) for role, lister in self.listers.items()}
 
     def lists_for_call(
         self,
@@ -66,36 +66,36 @@ class BackwardListers:
         numbers: Numbers,
         place: Place,
     ) -> Mapping[str, Operands]:
-        """The lists by the kernels that read them, made on the call's stream."""
+        """Returns the lists by the roles of the kernels that read them, created on the call's stream."""
         return {
-            part: lister.lists_for_call(prepared[part], problem, operands, numbers, place)
-            for part, lister in self.listers.items()
+            role: lister.lists_for_call(prepared[role], problem, operands, numbers, place)
+            for role, lister in self.listers.items()
         }
 
     def check(
         self, lists: Any, prepared: Mapping[str, ListsLaunch], problem: Problem, place: Place
     ) -> Mapping[str, Operands]:
-        """The lists that a call was given; ArgumentError where they are not this mask's at these sizes."""
+        """Returns the operands of given lists. Raises ArgumentError if they are not for this mask and these sizes."""
         if not isinstance(lists, BackwardTileLists):
             raise ArgumentError(
                 f"tile_lists of type {type(lists).__name__}: give what attention.backward_tile_lists(...) made; "
                 "attention.tile_lists(...) makes those of the forward"
             )
-        given = {part: getattr(lists, part) for part in _PARTS if getattr(lists, part) is not None}
+        given = {role: getattr(lists, role) for role in _ROLES if getattr(lists, role) is not None}
         if given.keys() != self.listers.keys():
             raise ArgumentError(
                 f"tile_lists are for the kernels of {sorted(given)}, and this backward reads them in those of "
                 f"{sorted(self.listers)}: make them by this attention's backward_tile_lists(...)"
             )
         return {
-            part: lister.check(given[part], prepared[part], problem, place) for part, lister in self.listers.items()
+            role: lister.check(given[role], prepared[role], problem, place) for role, lister in self.listers.items()
         }
 
     def make(self, len_q: int, len_k: int, batch: int, heads: int, captures: Mapping[str, Any]) -> BackwardTileLists:
-        """Lists without gaps between them. Waits for the device."""
-        made = {part: lister.make(len_q, len_k, batch, heads, captures) for part, lister in self.listers.items()}
-        return BackwardTileLists(made.get("keys"), made.get("queries"))
+        """Creates lists for later calls, and waits until they are complete."""
+        lists = {role: lister.make(len_q, len_k, batch, heads, captures) for role, lister in self.listers.items()}
+        return BackwardTileLists(lists.get("keys"), lists.get("queries"))
 
     def without_layouts(self, captures: Mapping[str, Any], q: View, k: View) -> Mapping[str, Any]:
-        """The captures of a call, a BlockLayout replaced by its array where q is."""
+        """Returns the captures of a call with each BlockLayout replaced by its array on the device of q."""
         return next(iter(self.listers.values())).without_layouts(captures, q, k)

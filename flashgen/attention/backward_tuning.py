@@ -1,4 +1,4 @@
-"""Tuning of the backward: plans of its kernel that walks queries, timed for the lengths of a call, the best kept."""
+"""Tuning of the backward: times candidate plans of its main kernel for the sizes of a call, and stores the fastest."""
 
 from __future__ import annotations
 
@@ -32,16 +32,17 @@ def tune_backward(
     timer: Timer = medians_ms,
     progress: Progress = lambda what, done, total: None,
 ) -> Tuning:
-    """`Attention.tune_backward`, its captures in one mapping; `forward` makes the output that is differentiated.
+    """Implements `Attention.tune_backward`, with the captures in one mapping. forward: computes the output.
 
-    plans: to try, beside the default one; None is `backward_candidates` for the sizes. timer: as of `tune`.
+    plans: the plans to try in addition to the default one; None for `backward_candidates` of the sizes. timer: as in
+    `tune`.
     """
     tuned, spec = backward.dispatch.tuned, backward.spec
     check_measures(backward.engine.measures, timer)
     if tuned is None:
         raise ArgumentError(GIVEN.format("backward_plan=..."))
     bench = Bench(spec, backward.engine, dict(zip("qkv", inputs, strict=True)), captures, timer, progress)
-    with bench.on_the_inputs_stream():
+    with bench.on_input_stream():
         trials = _Trials(bench, forward, seed)
         problem, device = bench.problem(), bench.device()
         check_sizes(problem)
@@ -54,25 +55,25 @@ def tune_backward(
             for plan in dict.fromkeys((own, *others))
         }
         mains = [stages["keys"] for plan, stages in kernels.items() if plan != own]
-        found = bench.tried(trials.of(kernels[own]), mains, lambda main: trials.of(kernels[main.plan]))
-    return bench.keep(tuned, key, workload, (kernel.name, own), found)
+        found = bench.compare(trials.create(kernels[own]), mains, lambda main: trials.create(kernels[main.plan]))
+    return bench.store(tuned, key, workload, (kernel.name, own), found)
 
 
 class _Trials:
-    """Calls of the backward by plans, each of the same output and of one random gradient of it."""
+    """Creates trials of backward plans, all with the same output and the same random gradient of it."""
 
     def __init__(self, bench: Bench, forward: ForwardPass, seed: int | None) -> None:
-        """Calls the forward, which refuses wrong arguments before anything is compiled."""
+        """Calls the forward, which raises for wrong arguments before anything is compiled."""
         self.bench, self.spec, self.seed = bench, forward.spec, seed
         call = Call(bench.inputs, bench.captures, seed, 0, ("o", "lse"))
-        made = forward(call)
+        results = forward(call)
         shape = bench.problem().output_shape(self.spec)
         random = np.random.default_rng(0).standard_normal(shape, dtype=np.float32).astype(numpy_dtype(self.spec.dtype))
-        self.inputs = {**bench.inputs, "o": made["o"], "lse": made["lse"], "d_o": bench.engine.bring(random)}
+        self.inputs = {**bench.inputs, "o": results["o"], "lse": results["lse"], "d_o": bench.engine.bring(random)}
         self._learned = tuple(capture.name for capture in differentiated(self.spec))
-        bench.settle()
+        bench.synchronize()
 
-    def of(self, kernels: Kernels) -> Trial:
+    def create(self, kernels: Kernels) -> Trial:
         backward = BackwardPass(self.spec, kernels, self.bench.engine, "")
         return Trial(kernels["keys"], lambda: self._call(backward), lambda: self._results(backward))
 
@@ -81,12 +82,12 @@ class _Trials:
         return backward(Call({**self.inputs}, self.bench.captures, self.seed, 0, wanted, results or {}))
 
     def _results(self, backward: BackwardPass) -> dict[str, Any]:
-        """dq, dk and dv: what is summed for captures may cancel, and is then of no size to compare by."""
+        """Returns dq, dk and dv; sums for captures may cancel, so that their size is no scale to compare errors by."""
         problem = self.bench.problem()
-        rows = {name: self.bench.poisoned(gradient_shape(self.spec, problem, name)) for name in ROWS}
+        rows = {name: self.bench.filled_with_nan(gradient_shape(self.spec, problem, name)) for name in ROWS}
         captures = {name: self.bench.captures[name] for name in self._learned}
         views = {name: self.bench.engine.library(array, name).view(array, name) for name, array in captures.items()}
         sums = {name: self.bench.empty(view.shape, view.dtype) for name, view in views.items()}
-        self.bench.settle()
+        self.bench.synchronize()
         self._call(backward, {**rows, **sums})
         return {name: array.astype(np.float32) for name, array in rows.items()}

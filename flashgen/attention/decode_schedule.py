@@ -1,4 +1,4 @@
-"""Schedules of decoding: who reads which keys, worked out on the device once a step, for the calls of all layers."""
+"""Decode schedules: which CTA reads which keys, computed on the device once per step for the calls of all layers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,10 @@ from flashgen.runtime.caching import Cache
 
 @dataclass(frozen=True)
 class ScheduledSizes:
-    """What a schedule and a call must agree on: the plan, the sizes, and the columns that the keys are shared by."""
+    """The plan and the sizes that a schedule and a call must agree on.
+
+    columns: the number of CTAs that divide the keys of all sequences, for each group of heads.
+    """
 
     plan: DecodePlan
     batch: int
@@ -38,11 +41,10 @@ class ScheduledSizes:
     columns: int
 
     def check(self, plan: DecodePlan, problem: Problem) -> None:
-        """ArgumentError where a call with this plan and of these sizes is another."""
-        own = {"batch": self.batch, "heads": self.heads, "heads_kv": self.heads_kv, "len_q": self.len_q}
-        called = {"heads": "heads_q"}
-        for name, size in own.items():
-            wanted = getattr(problem, called.get(name, name))
+        """Raises ArgumentError if the plan or the sizes of a call differ."""
+        sizes = {"batch": self.batch, "heads": self.heads, "heads_kv": self.heads_kv, "len_q": self.len_q}
+        for name, size in sizes.items():
+            wanted = getattr(problem, {"heads": "heads_q"}.get(name, name))
             if size != wanted:
                 raise ArgumentError(
                     f"decode_schedule was made for {name}={size} and this call has {wanted}; make one of this "
@@ -56,17 +58,19 @@ class ScheduledSizes:
 
 
 class DecodeSchedule:
-    """How the blocks of decode calls share the keys of a batch; `attention.decode_schedule(...)` makes it.
+    """The division of the keys of a batch among the CTAs of decode calls; see `attention.decode_schedule(...)`.
 
-    Calls of every attention over pages take it whose plan is the same: the layers of a model, also those of another
-    mask. It says who does what, not what is attended to: with other lengths than it was made of a call is right, and
-    less evenly divided. `update` makes it anew in the same memory, which a captured graph may do at each replay. A
-    graph that has captured such calls reads its memory: keep the schedule as long.
+    Calls of every paged attention with the same plan accept it: all layers of a model, including those with another
+    mask. It does not decide which keys are attended to. With other lengths than those of the schedule, the result of a
+    call is still right, but the work is divided less evenly. `update` recomputes the schedule in the same memory, also
+    at each replay of a captured graph. A graph that has captured such calls reads that memory, so keep the schedule
+    alive as long as the graph.
 
     Attributes:
-        sizes: what calls must agree with it on. problem: the sizes of the kernel that makes it.
-        memory: int32, on the device of the lengths: (start, stop, length, unit) of each column's run, then where each
-            unit, a tile of rows of a sequence, begins, and where the last one ends, in tiles of keys.
+        sizes: the plan and the sizes that calls must agree with.
+        problem: the sizes of the kernel that computes the schedule.
+        memory: int32, on the device of the lengths: (start, stop, length, unit) for each CTA's range of tiles of keys;
+            then the first tile of keys of each unit, which is a tile of rows of one sequence, and the end of the last.
     """
 
     def __init__(
@@ -79,25 +83,27 @@ class DecodeSchedule:
         return f"<flashgen.DecodeSchedule of {self.sizes}>"
 
     def update(self, *, seqused_k: Any, **captures: Any) -> None:
-        """Makes it anew by the lengths that `seqused_k` has when the kernel runs, on the caller's current stream.
+        """Recomputes the schedule from the lengths in `seqused_k`, in place, on the caller's current stream.
 
-        One launch, captured like any other; no memory is made. Calls that still use the earlier one must be on that
-        stream, or be over.
+        The lengths are read when the kernel runs. This is one launch without allocations, and may be captured into a
+        graph. Calls that use the earlier schedule must be on the same stream, or must have finished.
 
         Args:
-            seqused_k: int32 (batch), on the device of the memory.
-            captures: what the mask's bounds read, where it is another than before.
+            seqused_k: int32 (batch,), the number of keys of each sequence, on the device of the schedule.
+            captures: the captures that the mask's bounds read, if they differ from those given before.
 
-        Raises ArgumentError where they are not those of the batch, LaunchError where the kernel cannot be launched.
+        Raises:
+            ArgumentError: the arrays do not fit the batch.
+            LaunchError: the kernel could not be launched.
         """
         self._scheduler.fill(self, seqused_k, {**self._captures, **captures})
 
 
 class Scheduler:
-    """Makes the schedules of a spec's calls."""
+    """Creates the schedules of a spec's calls."""
 
     def __init__(self, spec: AttentionSpec, target: Target, engine: Engine, given: Plan) -> None:
-        """given: the plan of the attention, which calls have if it is a scheduled one."""
+        """given: the plan of the attention; schedules are for this plan if it supports schedules."""
         self.spec, self.target, self.engine, self._given = spec, target, engine, given
         self._runners: Cache[DecodePlan, tuple[Any, Runner]] = Cache()
         self._launches: Cache[Any, Launch] = Cache()
@@ -116,7 +122,7 @@ class Scheduler:
     def make(
         self, len_q: int, page_table: Any, seqused_k: Any, heads: int, heads_kv: int, captures: Mapping[str, Any]
     ) -> DecodeSchedule:
-        """A schedule of these lengths; ArgumentError where they are none."""
+        """Creates a schedule for these lengths. Raises ArgumentError if an argument does not fit."""
         decode, page_size = self._decode, self.spec.page_size or 1
         seqused_k = self.engine.bring(seqused_k, "seqused_k")
         library = self.engine.library(seqused_k, "seqused_k")
@@ -130,7 +136,7 @@ class Scheduler:
         problem = sizes_of(len_q, shape[1] * page_size, shape[0], heads, heads_kv)
         device = lengths.device or 0
         problem = replace(problem, multiprocessors=self.engine.multiprocessors(device), pages=1)
-        plan = self._plan(decode, problem.heads_per_kv * len_q)
+        plan = self._choose_plan(decode, problem.heads_per_kv * len_q)
         problem = replace(problem, splits=num_splits(plan, self.spec, problem))
         sizes = ScheduledSizes(plan, problem.batch, heads, heads_kv, len_q, problem.splits)
         with self.engine.on(device):
@@ -139,7 +145,7 @@ class Scheduler:
         self.fill(schedule, seqused_k, captures)
         return schedule
 
-    def _plan(self, decode: DecodeFamily, rows: int) -> DecodePlan:
+    def _choose_plan(self, decode: DecodeFamily, rows: int) -> DecodePlan:
         if is_decode_plan(self._given, self.target):
             given = cast(DecodePlan, self._given)
             if given.scheduled:
@@ -148,7 +154,7 @@ class Scheduler:
 
     def fill(self, schedule: DecodeSchedule, seqused_k: Any, captures: Mapping[str, Any]) -> None:
         """Launches the kernel that writes the schedule."""
-        kernel, runner = self._built(schedule.sizes.plan)
+        kernel, runner = self._get_runner(schedule.sizes.plan)
         seqused_k = self.engine.bring(seqused_k, "seqused_k")
         library = self.engine.library(seqused_k, "seqused_k")
         arrays = {"seqused_k": seqused_k}
@@ -171,7 +177,7 @@ class Scheduler:
         return tuple(capture for capture in self.spec.captures if member_name(capture) in members)
 
     def _check(self, views: Mapping[str, View], memory: View, schedule: DecodeSchedule) -> int:
-        """The device; ArgumentError where the lengths are not of the batch, or something is elsewhere."""
+        """Returns the device. Raises ArgumentError if lengths do not fit, or an array is on another device."""
         lengths = views["seqused_k"]
         if lengths.dtype != "int32" or lengths.shape != (schedule.sizes.batch,):
             raise ArgumentError(
@@ -186,10 +192,10 @@ class Scheduler:
         return memory.device or 0
 
     def _launch(self, schedule: DecodeSchedule, read: tuple[Capture, ...], views: Mapping[str, View]) -> Launch:
-        """The launch of a schedule: worked out once for sizes and captured arrays of the same shapes."""
+        """Returns the launch of a schedule, which is cached by sizes and by the shapes of captured arrays."""
         captured = {c.name: views[member_name(c)] for c in read if c.ndim}
         shapes = tuple((view.shape, view.strides, view.dtype) for view in captured.values())
-        kernel, problem = self._built(schedule.sizes.plan)[0], schedule.problem
+        kernel, problem = self._get_runner(schedule.sizes.plan)[0], schedule.problem
 
         def make() -> Launch:
             for capture in read:
@@ -199,7 +205,7 @@ class Scheduler:
 
         return self._launches.get_or_make((schedule.sizes, problem.len_k, shapes), make)
 
-    def _built(self, plan: DecodePlan) -> tuple[Any, Runner]:
+    def _get_runner(self, plan: DecodePlan) -> tuple[Any, Runner]:
         return self._runners.get_or_make(plan, partial(self._build, plan))
 
     def _build(self, plan: DecodePlan) -> tuple[Any, Runner]:
@@ -208,7 +214,7 @@ class Scheduler:
 
 
 def given_schedule(schedule: Any, num_splits: Any, spec: AttentionSpec) -> DecodeSchedule:
-    """The schedule that a call was given; ArgumentError where it is none, or the call cannot have one."""
+    """Returns the given schedule. Raises ArgumentError if it is none, or if the call cannot use a schedule."""
     if not isinstance(schedule, DecodeSchedule):
         raise ArgumentError(
             f"decode_schedule of type {type(schedule).__name__}: give what attention.decode_schedule(...) made"

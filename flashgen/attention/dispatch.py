@@ -31,7 +31,7 @@ class KernelsByPlan(Generic[Built]):
         self.by_plan: Cache[Any, Built | None] = Cache()
         self._tuned: Cache[Any, Built | None] = Cache()
 
-    def forget_tuned(self) -> None:
+    def clear_tuned(self) -> None:
         """Looks for tuned plans on disk again."""
         self._tuned.clear()
 

@@ -1,4 +1,4 @@
-"""Which kernel a given text is of, and whether the launch of that kernel fits it."""
+"""Finds the kernel that an edited text replaces, and checks that the text fits the launch of that kernel."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from flashgen.codegen.targets import Target
 from flashgen.errors import ArgumentError
 from flashgen.language.spec import AttentionSpec
 
-# The constants that grids, threads, lists and the shapes of arrays follow from.
+# The constants that determine grids, threads, lists and the shapes of arrays.
 _FIXED = ("kHeadDim", "kValueDim", "kPackedHeads", "kConsumers", "kWarps", "kTileQ", "kTileK", "kRows", "kThreads")
 
 
 class Emitted:
-    """The kernels whose place texts may take, by part; those of the backward are rendered when they are asked for."""
+    """The emitted kernels that texts may replace, by part; those of the backward are rendered on first access."""
 
     def __init__(
         self,
@@ -33,51 +33,51 @@ class Emitted:
         backward_plan: Any | None,
     ) -> None:
         self.described = f"{spec.name} for {target.name}"
-        self._what, self._plan = (spec, target), plan
+        self._spec_and_target, self._plan = (spec, target), plan
         self._deterministic, self._backward_plan = deterministic, backward_plan
 
     @cached_property
     def forward(self) -> Kernels:
-        return forward_kernels(*self._what, plan=self._plan)
+        return forward_kernels(*self._spec_and_target, plan=self._plan)
 
     @cached_property
     def backward(self) -> Kernels:
-        kernels = backward_kernels(*self._what, self._deterministic, plan=self._backward_plan)
+        kernels = backward_kernels(*self._spec_and_target, self._deterministic, plan=self._backward_plan)
         return {"backward_lists" if part == "lists" else part: kernel for part, kernel in kernels.items()}
 
     @cached_property
     def released(self) -> Mapping[str, str]:
-        """The names that the backward's kernels have in a release, by part."""
+        """The names of the backward's kernels in a release, by part."""
         plain = {part.removeprefix("backward_"): kernel for part, kernel in self.backward.items()}
-        apart = set_apart(plain, self._deterministic).values()
-        return {part: kernel.name for part, kernel in zip(self.backward, apart, strict=True)}
+        renamed = set_apart(plain, self._deterministic).values()
+        return {part: kernel.name for part, kernel in zip(self.backward, renamed, strict=True)}
 
     def part_of(self, given: GivenText) -> str | None:
-        """The part that a text is of; None where it is of none. ArgumentError where it may be of two."""
+        """Returns the part that a text replaces, or None. Raises ArgumentError if it matches two parts."""
         parts = self._parts(given, self.forward, {}) or self._parts(given, self.backward, self.released)
-        if parts == ["lists"] and self._deterministic and given.called != "lists" and not given.of_folder:
-            parts.append("backward_lists")  # a kernel of the same name and entry point
+        if parts == ["lists"] and self._deterministic and given.kernel != "lists" and not given.of_folder:
+            parts.append("backward_lists")  # has the same name and entry point
         if len(parts) > 1:
             raise ArgumentError(f"{given.origin} may be of {' or of '.join(parts)}: say source={{{parts[0]!r}: ...}}")
         return parts[0] if parts else None
 
     def _parts(self, given: GivenText, kernels: Kernels, released: Mapping[str, str]) -> list[str]:
-        called = unmarked(given.called)
+        wanted = unmarked(given.kernel)
         if given.of_folder:
-            return [part for part, kernel in kernels.items() if called == released.get(part, kernel.name)]
-        if called:
-            return [part for part, kernel in kernels.items() if called in (part, kernel.name, released.get(part))]
+            return [part for part, kernel in kernels.items() if wanted == released.get(part, kernel.name)]
+        if wanted:
+            return [part for part, kernel in kernels.items() if wanted in (part, kernel.name, released.get(part))]
         entries = entry_points(without_comments(given.text))
         return [part for part, kernel in kernels.items() if kernel.entry in entries]
 
     def kernel(self, part: str) -> RenderedKernel:
         return self.forward[part] if part in self.forward else self.backward[part]
 
-    def refusal(self, given: GivenText) -> ArgumentError:
-        """Of a text that is of no kernel."""
-        if given.called:
+    def no_match_error(self, given: GivenText) -> ArgumentError:
+        """Returns the error for a text that matches no kernel."""
+        if given.kernel:
             names = ", ".join((*self.forward, *self.backward))
-            return ArgumentError(f"source[{given.called!r}] is no kernel of {self.described}; its kernels are {names}")
+            return ArgumentError(f"source[{given.kernel!r}] is no kernel of {self.described}; its kernels are {names}")
         entries = ", ".join(entry_points(without_comments(given.text)))
         what = f"the entry points {entries}" if entries else 'no entry point (extern "C" __global__ ...)'
         if "\n" not in given.text:
@@ -89,11 +89,11 @@ class Emitted:
 
 
 def match_edits(texts: Sequence[GivenText], emitted: Emitted) -> Edits:
-    """The edits that texts make; a text that is the emitted one makes none.
+    """Returns the edits of given texts. A text that equals the emitted one is no edit.
 
     Raises:
-        ArgumentError: a text is of no kernel, or of which of two is not said, or two are of one kernel, or its launch
-            does not fit it.
+        ArgumentError: a text matches no kernel or two kernels, two texts match one kernel, or a text does not fit the
+            launch of its kernel.
     """
     found: dict[str, GivenText] = {}
     for given in texts:
@@ -101,7 +101,7 @@ def match_edits(texts: Sequence[GivenText], emitted: Emitted) -> Edits:
         if part is None:
             if given.of_folder:
                 continue
-            raise emitted.refusal(given)
+            raise emitted.no_match_error(given)
         if part in found:
             raise ArgumentError(f"{found[part].origin} and {given.origin} are both of the kernel {part}: give one")
         _check_fits(given, part, emitted.kernel(part))
@@ -115,7 +115,7 @@ def match_edits(texts: Sequence[GivenText], emitted: Emitted) -> Edits:
 
 
 def _check_fits(given: GivenText, part: str, kernel: RenderedKernel) -> None:
-    """ArgumentError where a text is seen to want another launch than its kernel's."""
+    """Raises ArgumentError if a text visibly needs another launch than that of its kernel."""
     if "\0" in given.text:
         raise ArgumentError(f"{given.origin} of the kernel {part} holds a NUL, which no source may")
     code = without_comments(given.text)

@@ -1,4 +1,4 @@
-"""The forward pass: checks a call, makes the outputs, lists tiles where the mask wants lists, launches."""
+"""The forward pass: checks a call, allocates the outputs, lists tiles if the mask needs lists, and launches."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from flashgen.attention.problem import Bounds, Problem, check_table, problem_of
 from flashgen.attention.sharing import Sharing
 from flashgen.attention.stages import NO_LISTS, PreparedStages
 from flashgen.attention.tile_lists import ListsLaunch
-from flashgen.attention.tuned_plans import TunedPlans, follow
+from flashgen.attention.tuned_plans import TunedPlans, subscribe
 from flashgen.codegen.stages import Kernels
 from flashgen.language.spec import AttentionSpec
 from flashgen.launch.engines import Engine, Numbers, Operands, Place
@@ -25,7 +25,7 @@ from flashgen.runtime.arrays import Library, View, give_back
 
 @dataclass(frozen=True)
 class _Prepared:
-    """Everything of a call that its shapes, strides, dtypes and device decide. stages: None for an empty output."""
+    """The state that calls of one cache key share. stages: None if the output is empty."""
 
     problem: Problem
     library: Library
@@ -41,11 +41,11 @@ _RESULTS = ("o", "lse")
 
 
 class ForwardPass(Pass[_Prepared]):
-    """The forward kernels of a spec, and the lister of their tiles where they read lists.
+    """The forward kernels of a spec, and the lister of their tiles if they read lists.
 
-    tuned: where plans are found that calls of some lengths take instead of the kernel's; None is the kernel's for all.
-    by_sizes: whether calls of some sizes take packed heads or smaller tiles, where the family has them.
-    decodes: whether calls of few queries over many keys take the decode kernel.
+    tuned: the tuned plans, which replace that of the kernels for some sizes; None to ignore them. by_sizes: whether
+    calls of some sizes use packed heads or smaller tiles, where the family has them. decodes: whether calls of few
+    queries over many keys use the decode kernel.
     """
 
     def __init__(
@@ -64,11 +64,11 @@ class ForwardPass(Pass[_Prepared]):
         self.kernel, self.lister, self.listers = default.kernel, default.lister, default.lister
         self.dispatch = ForwardDispatch(spec, default, engine, tuned, by_sizes, decodes)
         if tuned:
-            follow(self)
+            subscribe(self)
 
     def clear_cache(self) -> None:
-        """Calls to come look for tuned plans again."""
-        self.dispatch.forget_tuned()
+        """Removes cached launches and kernels, so that later calls look for tuned plans again."""
+        self.dispatch.clear_tuned()
         super().clear_cache()
 
     def _run(
@@ -88,7 +88,7 @@ class ForwardPass(Pass[_Prepared]):
     def _lists(
         self, prepared: _Prepared, call: Call, operands: Operands, numbers: Numbers, place: Place
     ) -> Mapping[str, Operands]:
-        """The lists that the call was given, or those of its mask."""
+        """Returns the lists that the call was given, or creates those of its mask."""
         lister, lists = prepared.built.lister, prepared.lists
         assert lister and lists, "only a pass that reads lists has any"
         if call.tile_lists is not None:
@@ -100,7 +100,7 @@ class ForwardPass(Pass[_Prepared]):
     ) -> _Prepared:
         device, library = common_device(views), libraries["q"]
         problem = problem_of(self.spec, views, self.engine.multiprocessors(device), bounds)
-        made = result_strides(self.spec, problem, "o", problem.output_shape(self.spec), views["q"])
+        strides = result_strides(self.spec, problem, "o", problem.output_shape(self.spec), views["q"])
         check_outputs(self.spec, views, problem)
         if self.spec.page_size:
             check_table(views)
@@ -117,11 +117,11 @@ class ForwardPass(Pass[_Prepared]):
         stages = None if problem.is_empty else built.stages.prepare(problem, captured, library, device)
         lists = built.lister.prepare(problem, captured, library, device) if built.lister else None
         makers = {
-            "o": library.maker(problem.output_shape(self.spec), self.spec.dtype, device, made),
+            "o": library.maker(problem.output_shape(self.spec), self.spec.dtype, device, strides),
             "lse": library.maker(problem.lse_shape, "float32", device),
         }
         return _Prepared(problem, library, makers, device, built, stages, lists, self._sharing(views, _RESULTS))
 
     def built_for(self, problem: Problem, device: int) -> ForwardKernels:
-        """The kernel that calls of these sizes run on a device."""
+        """Returns the kernel that calls of these sizes run on a device."""
         return self.dispatch.choose(problem, device) if problem.has_scores else self.dispatch.default

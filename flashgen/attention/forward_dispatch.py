@@ -76,9 +76,9 @@ class ForwardDispatch:
         self._spec, self._engine = spec, engine
         self._kernels: KernelsByPlan[ForwardKernels] = KernelsByPlan()
 
-    def forget_tuned(self) -> None:
+    def clear_tuned(self) -> None:
         """Looks for tuned plans on disk again."""
-        self._kernels.forget_tuned()
+        self._kernels.clear_tuned()
 
     def tuning_key(self, default: ForwardKernels, problem: Problem, device: int) -> tuple[Card, LengthClass]:
         """Returns the kind of GPU and the class of call sizes under which a tuned plan is stored."""

@@ -1,4 +1,4 @@
-"""What `compile(spec, source=...)` is given -> the texts of kernels, and which kernel each is said to be."""
+"""Reads the `source` argument of `compile`: the texts of kernels, and the kernel that each is meant to replace."""
 
 from __future__ import annotations
 
@@ -15,37 +15,37 @@ Source = str | Path | Mapping[str, str | Path]
 
 @dataclass(frozen=True)
 class GivenText:
-    """A text in place of a kernel's.
+    """A text that replaces the emitted text of a kernel.
 
-    called: the kernel that it is of, by its part or name; "" where the text's entry point tells. origin: for messages.
-    of_folder: it is a file of a folder, which may hold kernels of other specs, too.
+    kernel: the part or the name of the kernel; "" to identify it by its entry point. origin: for messages. of_folder:
+    the text is a file of a folder, which may also hold kernels of other specs.
     """
 
-    called: str
+    kernel: str
     text: str
     origin: str
     of_folder: bool = False
 
 
 def texts_of(source: Source | None) -> tuple[GivenText, ...]:
-    """The texts, files read. ArgumentError where `source` is of another kind, or a file cannot be read."""
+    """Returns the texts, and reads files. Raises ArgumentError if `source` has another type or cannot be read."""
     if source is None:
         return ()
     if not isinstance(source, Mapping):
         return _texts("", source, "source")
-    return tuple(text for called, given in source.items() for text in _texts(called, given, f"source[{called!r}]"))
+    return tuple(text for kernel, given in source.items() for text in _texts(kernel, given, f"source[{kernel!r}]"))
 
 
-def _texts(called: Any, given: Any, argument: str) -> tuple[GivenText, ...]:
-    if not isinstance(called, str) or not isinstance(given, (str, Path)):
+def _texts(kernel: Any, given: Any, argument: str) -> tuple[GivenText, ...]:
+    if not isinstance(kernel, str) or not isinstance(given, (str, Path)):
         raise ArgumentError(
             f"{argument} of type {type(given).__name__}: give the text of a kernel or a pathlib.Path of it; of several "
             "a mapping from their names, those of attention.sources and attention.backward_sources, to texts or paths"
         )
     if isinstance(given, str):
-        return (GivenText(called, given, argument),)
-    if called or not given.is_dir():
-        return (GivenText(called, _read(given, argument), str(given)),)
+        return (GivenText(kernel, given, argument),)
+    if kernel or not given.is_dir():
+        return (GivenText(kernel, _read(given, argument), str(given)),)
     files = sorted(given.glob("*.cu"))
     if not files:
         raise ArgumentError(

@@ -1,4 +1,4 @@
-"""What a call launches: the grids of a pass's kernels and the writers of their arguments, and the memory they need."""
+"""The launches of a pass for calls of given sizes: grids, argument writers and workspaces."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from flashgen.launch.memory import Memory
 from flashgen.launch.tensor_map_writer import TensorMapWriter, head_panels, map_shapes
 from flashgen.runtime.arrays import View, byte_strides
 
-_MOST_TILES = 2**30 - 1  # so that a step past the last is a number, too
+_MAX_TILES = 2**30 - 1  # so that the index of a tile past the last one does not overflow
 
 
 def launch_of(
     kernel: RenderedKernel, spec: AttentionSpec, problem: Problem, captured: Mapping[str, View], **own: Value
 ) -> Launch:
-    """The launch of a kernel for calls of these sizes and strides; `own` are members that nothing else says.
+    """Returns the launch of a kernel for calls of these sizes and strides. `own`: additional members of the struct.
 
     Raises:
-        ArgumentError: TMA cannot walk along a stride, or heads are to be packed that share no head of k and v.
+        ArgumentError: TMA does not support a stride, or the plan packs more heads than share a KV head.
     """
     _check_packing(kernel, problem)
     sizes = {**struct_values(kernel, spec, problem), **own}
@@ -35,7 +35,7 @@ def launch_of(
             "compile without a plan, or call it on parts of q"
         )
     tiles = sizes.get("tiles", 0)
-    if tiles > _MOST_TILES:
+    if tiles > _MAX_TILES:
         heads = problem.batch * problem.heads_q
         raise ArgumentError(f"{heads} heads in all of {problem.len_q} queries are too many tiles; split the batch")
     values = {f"{name}_strides": each for name, each in problem.strides.items()} | sizes
@@ -64,7 +64,7 @@ def _check_packing(kernel: RenderedKernel, problem: Problem) -> None:
 
 
 def capture_values(layout: ArgumentLayout, spec: AttentionSpec, arrays: Mapping[str, View]) -> dict[str, Value]:
-    """Strides in bytes and sizes of the captured arrays that a struct has."""
+    """Returns the strides in bytes and the sizes of those captured arrays that a struct holds."""
     values: dict[str, Value] = {}
     members = {field.name for field in layout.fields}
     for capture in spec.captures:
@@ -77,7 +77,7 @@ def capture_values(layout: ArgumentLayout, spec: AttentionSpec, arrays: Mapping[
 
 
 def workspaces(kernels: Kernels, problem: Problem, captured: Mapping[str, View]) -> dict[str, Memory]:
-    """Memory for a call's own use, by the names in the structs: linear in the lengths, and in the captures' sizes."""
+    """Returns the workspaces of a call by their names in the structs: linear in the lengths and the captures' sizes."""
     return {
         space.name: Memory(
             (*(captured[space.of_capture].shape if space.of_capture else ()), *space.shape(problem)),

@@ -1,4 +1,4 @@
-"""One call's sizes, and the refusal of what does not fit together, before anything is launched."""
+"""The sizes of a call, and checks that its arrays fit together before anything is launched."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from flashgen.runtime.arrays import View, numpy_dtype
 
 INT32_MAX = 2**31 - 1
 Bounds = tuple[int | None, int | None]
-"""How many queries, and keys, a sequence of a ragged batch has at most; None: as many as there are in all."""
+"""The maximum numbers of queries and keys of a sequence in a varlen batch; None: the total number of tokens."""
 NO_BOUNDS: Bounds = (None, None)
 _AXES = {
     "bhsd": ("batch", "heads", "length", "dim"),
@@ -26,61 +26,61 @@ _MOST_HEADS_PER_KV = 8192  # up to which the kernel's division by a reciprocal i
 _SEQUENCES = ("cu_seqlens_q", "cu_seqlens_k", "seqused_k")
 _PAGES, _SCALES = ("page_table", "seqused_k"), ("k_scale", "v_scale")
 CACHE = (*_PAGES, *_SCALES)
-"""Arrays that say where a sequence's keys are, and by what they are multiplied."""
+"""The arrays that locate the keys of a sequence and scale keys and values."""
 WANTED = {
     "page_table": "int32 (batch, pages of a sequence)",
     "seqused_k": "int32 (batch,), the keys of each sequence",
     **dict.fromkeys(_SCALES, "float32 (1,) or (heads of k,)"),
 }
-"""What is to be given, by the name of the argument."""
-_ROW_ALIGNMENT = 16  # bytes: what one copy instruction moves
+"""The expected dtype and shape, by the name of the argument."""
+_ROW_ALIGNMENT = 16  # bytes of one copy instruction
 
 
 @dataclass(frozen=True)
 class Problem(Sizes):
-    """Sizes of a call, and strides in elements as (batch, head, row) whatever the layout.
+    """The sizes of a call, and the strides of its arrays.
 
-    Over pages len_k is the most that a sequence may have. pages: that k and v have. table_pitch: from the pages of a
-    sequence to those of the next. scales: of k and of v, 1 where each head has its own.
+    strides: in elements, (batch, head, row) in any layout. With pages, len_k is the maximum length of a sequence.
+    pages: the number of pages of k and v. table_pitch: elements between rows of the page table. scales: of k and of v,
+    1 if each head has its own scale, 0 if all share one. varlen: the batch has layout "thd".
     """
 
     strides: dict[str, tuple[int, int, int]]
     scales: tuple[int, int] = field(default=(0, 0), kw_only=True)
     pages: int = field(default=0, kw_only=True)
     table_pitch: int = field(default=0, kw_only=True)
-
-    ragged: bool = False
+    varlen: bool = False
 
     def output_shape(self, spec: AttentionSpec) -> tuple[int, ...]:
         return in_layout((self.batch, self.heads_q, self.rows_q, spec.value_dim), spec.layout)
 
     @property
     def lse_shape(self) -> tuple[int, ...]:
-        return (self.heads_q, self.total_q) if self.ragged else (self.batch, self.heads_q, self.len_q)
+        return (self.heads_q, self.total_q) if self.varlen else (self.batch, self.heads_q, self.len_q)
 
     @property
     def rows_q(self) -> int:
-        """Rows of q: of a sequence, in a ragged batch of all together."""
-        return int(self.total_q if self.ragged else self.len_q)
+        """The rows of q: those of a sequence, or of all sequences of a varlen batch."""
+        return int(self.total_q if self.varlen else self.len_q)
 
     @property
     def rows_k(self) -> int:
-        """Rows of k and v."""
-        return int(self.total_k if self.ragged else self.len_k)
+        """The rows of k and v: those of a sequence, or of all sequences of a varlen batch."""
+        return int(self.total_k if self.varlen else self.len_k)
 
     @property
     def is_empty(self) -> bool:
-        """Whether there is no output element to compute."""
-        return not ((self.batch or self.ragged) and self.heads_q and self.rows_q)
+        """Whether the output has no element."""
+        return not ((self.batch or self.varlen) and self.heads_q and self.rows_q)
 
     @property
     def has_scores(self) -> bool:
-        """Whether any query meets any key; of a ragged batch, whether any may."""
+        """Whether the call has any score; for a varlen batch, whether it may have any."""
         return bool(self.rows_k) and not self.is_empty
 
 
 def in_layout(shape: tuple[int, ...], layout: str) -> tuple[int, ...]:
-    """(batch, heads, length, dim), or what belongs to each, in the order of the layout."""
+    """Converts a (batch, heads, length, dim) tuple of sizes or strides to the order of the layout."""
     first, second, third, last = shape
     if layout == "thd":
         return third, second, last
@@ -88,7 +88,7 @@ def in_layout(shape: tuple[int, ...], layout: str) -> tuple[int, ...]:
 
 
 def of_layout(shape: tuple[int, ...], layout: str, batch: int = 0) -> tuple[int, int, int, int]:
-    """(batch, heads, length, dim), or what belongs to each, from the order of the layout; "thd" has no `batch`."""
+    """Converts a tuple in the order of the layout to (batch, heads, length, dim); `batch` is used for "thd"."""
     if layout == "thd":
         length, heads, dim = shape
         return batch, heads, length, dim
@@ -97,7 +97,7 @@ def of_layout(shape: tuple[int, ...], layout: str, batch: int = 0) -> tuple[int,
 
 
 class Shaped(Protocol):
-    """What is checked of an array without looking at its data: a fake tensor has it, too."""
+    """The properties of an array that can be checked without its data, which fake tensors have, too."""
 
     @property
     def shape(self) -> tuple[int, ...]: ...
@@ -109,23 +109,23 @@ class Shaped(Protocol):
 def problem_of(
     spec: AttentionSpec, views: Mapping[str, View], multiprocessors: int = 1, bounds: Bounds = NO_BOUNDS
 ) -> Problem:
-    """The sizes of a call with arrays q, k and v, on a GPU of so many multiprocessors, and the arrays' strides.
+    """Returns the sizes of a call and the strides of its arrays.
 
-    bounds: of the lengths of a ragged batch.
-    ArgumentError where they are not what the spec takes.
+    multiprocessors: of the GPU. bounds: the maximum lengths of a varlen batch. Raises ArgumentError if the spec does
+    not take these arrays.
     """
     sizes = checked_sizes(spec, views)
     strides = {name: row_strides(spec, name, views[name]) for name in "qkv"}
     pages = (views["k"].shape[0], views["page_table"].strides[0]) if spec.page_size else (0, 0)
     scales = tuple(_scales(name, views[name], sizes) for name in _SCALES) if spec.kv_dtype else (0, 0)
-    how: Any = {"multiprocessors": multiprocessors, "pages": pages[0], "table_pitch": pages[1], "scales": scales}
+    others: Any = {"multiprocessors": multiprocessors, "pages": pages[0], "table_pitch": pages[1], "scales": scales}
     if spec.is_ragged:
-        return _ragged_problem(sizes, views, bounds, strides, **how)
-    return Problem(sizes.batch, sizes.heads_q, sizes.heads_kv, sizes.len_q, sizes.len_k, strides, **how)
+        return _varlen_problem(sizes, views, bounds, strides, **others)
+    return Problem(sizes.batch, sizes.heads_q, sizes.heads_kv, sizes.len_q, sizes.len_k, strides, **others)
 
 
 def _scales(name: str, view: View, sizes: Sizes) -> int:
-    """1 where each head has a scale, 0 where all share one; ArgumentError for anything else."""
+    """Returns 1 if each head has a scale, 0 if all share one. Raises ArgumentError for other arrays."""
     if view.dtype != "float32" or view.shape not in ((1,), (sizes.heads_kv,)) or (view.strides != (1,) != view.shape):
         raise ArgumentError(
             f"{name} is {view.dtype} {view.shape}; give float32 (1,), or ({sizes.heads_kv},) for a scale of each head"
@@ -134,38 +134,38 @@ def _scales(name: str, view: View, sizes: Sizes) -> int:
     return int(view.shape[0] > 1)
 
 
-def _ragged_problem(
+def _varlen_problem(
     sizes: Sizes,
     views: Mapping[str, View],
     bounds: Bounds,
     strides: dict[str, tuple[int, int, int]],
-    **how: Any,
+    **others: Any,
 ) -> Problem:
-    """A ragged batch: how many sequences its offsets say, whose lengths only the device knows."""
+    """Returns the sizes of a varlen batch. The lengths of its sequences are known on the device only."""
     batch = checked_sequences(views)
     for name in _SEQUENCES:
         if name in views:
-            _check_side_by_side(name, views[name])
+            _check_contiguous(name, views[name])
     total_q, total_k = sizes.len_q, sizes.len_k
     len_q, len_k = (
         total if bound is None else min(bound, total) for bound, total in zip(bounds, (total_q, total_k), strict=True)
     )
     return Problem(
         *(batch, sizes.heads_q, sizes.heads_kv, len_q, len_k, strides),
-        ragged=True,
+        varlen=True,
         total_q=total_q,
         total_k=total_k,
-        **how,
+        **others,
     )
 
 
 def checked_sequences(arrays: Mapping[str, Shaped]) -> int:
-    """How many sequences a ragged batch has; ArgumentError where its offsets and lengths do not fit together."""
+    """Returns the number of sequences of a varlen batch. Raises ArgumentError if offsets and lengths do not fit."""
     _check_offsets("cu_seqlens_q", arrays["cu_seqlens_q"])
     batch = arrays["cu_seqlens_q"].shape[0] - 1
     if not 0 <= batch <= MAX_HEADS:
         raise ArgumentError(f"cu_seqlens_q is of {batch} sequences; give from 1 to {MAX_HEADS + 1} elements")
-    if "page_table" not in arrays:  # whose keys lie in pages
+    if "page_table" not in arrays:
         _check_offsets("cu_seqlens_k", arrays["cu_seqlens_k"], batch + 1, batch)
     if "seqused_k" in arrays:
         _check_offsets("seqused_k", arrays["seqused_k"], batch, batch)
@@ -173,22 +173,25 @@ def checked_sequences(arrays: Mapping[str, Shaped]) -> int:
 
 
 def _check_offsets(name: str, array: Shaped, elements: int | None = None, batch: int | None = None) -> None:
-    """ArgumentError where an array of offsets or lengths is not of as many as there must be; batch: of cu_seqlens_q."""
+    """Raises ArgumentError if an array of offsets or lengths has another dtype or size than needed.
+
+    elements: the needed size; None for any. batch: the number of sequences by cu_seqlens_q, for the message.
+    """
     if array.dtype != "int32" or len(array.shape) != 1 or (elements is not None and array.shape[0] != elements):
         wanted = "(sequences + 1,)" if elements is None else f"({elements},)"
         by = "" if batch is None else f"; cu_seqlens_q is of {batch} sequence{'' if batch == 1 else 's'}"
         raise ArgumentError(f"{name} is {array.dtype} {array.shape}; give int32 {wanted} on the device of q{by}")
 
 
-def _check_side_by_side(name: str, view: View) -> None:
-    """ArgumentError where an array of offsets or lengths is not as kernels read it."""
+def _check_contiguous(name: str, view: View) -> None:
+    """Raises ArgumentError if an array of offsets or lengths is not contiguous or not aligned."""
     if view.shape[0] > 1 and view.strides[0] != 1:
         raise ArgumentError(f"{name} has strides {view.strides} (elements); give a contiguous array")
     check_aligned(name, view)
 
 
 def checked_sizes(spec: AttentionSpec, arrays: Mapping[str, Shaped]) -> Sizes:
-    """The sizes of a call by the shapes and dtypes of q, k and v; ArgumentError where the spec does not take them."""
+    """Returns the sizes of a call by the shapes of q, k and v. Raises ArgumentError if the spec does not take them."""
     shapes = {name: _shape(spec, name, arrays[name]) for name in "qkv"}
     (batch, heads_q, len_q, _), (_, heads_kv, len_k, _) = shapes["q"], shapes["k"]
     if spec.page_size:
@@ -219,7 +222,7 @@ def checked_sizes(spec: AttentionSpec, arrays: Mapping[str, Shaped]) -> Sizes:
 
 
 def _shape(spec: AttentionSpec, name: str, view: Shaped) -> tuple[int, int, int, int]:
-    """(batch, heads, length, dim) of q, k or v."""
+    """Returns (batch, heads, length, dim) of q, k or v. Raises ArgumentError if its shape or dtype does not fit."""
     paged = spec.page_size is not None and name in "kv"
     axes = ("pages", "page_size", "heads", "dim") if paged else _AXES[spec.layout]
     dim = spec.value_dim if name == "v" else spec.head_dim
@@ -240,12 +243,12 @@ def _shape(spec: AttentionSpec, name: str, view: Shaped) -> tuple[int, int, int,
 
 
 def layout_of_rows(spec: AttentionSpec, name: str) -> str:
-    """The order of an array's axes. A page stands where a sequence does, its keys before the heads."""
+    """Returns the layout of q, k or v. Pages have the layout "bshd", with a page in place of a sequence."""
     return "bshd" if spec.page_size and name in "kv" else spec.layout
 
 
 def check_pages(spec: AttentionSpec, arrays: Mapping[str, Shaped], batch: int) -> int:
-    """Pages that each sequence may have; ArgumentError where the table or the lengths are not as the batch has them."""
+    """Returns the maximum number of pages of a sequence. Raises ArgumentError if table or lengths do not fit."""
     if "page_table" not in arrays:
         raise ArgumentError(f"page_size={spec.page_size}: pages are for calls of flashgen.compile(spec)")
     table, lengths = arrays["page_table"], arrays["seqused_k"]
@@ -257,7 +260,10 @@ def check_pages(spec: AttentionSpec, arrays: Mapping[str, Shaped], batch: int) -
 
 
 def row_strides(spec: AttentionSpec, name: str, view: View) -> tuple[int, int, int]:
-    """Strides of an array of rows, in 16-bit elements; ArgumentError where a row is not contiguous or not aligned."""
+    """Returns the strides of an array of rows, in 16-bit elements.
+
+    Raises ArgumentError if rows are not contiguous or not aligned.
+    """
     layout = layout_of_rows(spec, name)
     batch, head, row, last = of_layout(view.strides, layout)
     elements = math.prod(view.shape)
@@ -282,7 +288,7 @@ def row_strides(spec: AttentionSpec, name: str, view: View) -> tuple[int, int, i
 
 
 def check_aligned(what: str, view: View) -> None:
-    """ArgumentError where an array's elements do not start at multiples of their size."""
+    """Raises ArgumentError if the elements of an array do not start at multiples of their size."""
     size = numpy_dtype(view.dtype).itemsize
     if view.pointer % size and all(view.shape):
         raise ArgumentError(
@@ -291,7 +297,7 @@ def check_aligned(what: str, view: View) -> None:
 
 
 def check_table(views: Mapping[str, View]) -> None:
-    """ArgumentError where the pages of a sequence, or the lengths, do not stand side by side."""
+    """Raises ArgumentError if the last dimension of the page table, or the array of lengths, is not contiguous."""
     for name in ("page_table", "seqused_k"):
         check_aligned(name, views[name])
         if all(views[name].shape) and views[name].shape[-1] > 1 and views[name].strides[-1] != 1:
@@ -301,9 +307,9 @@ def check_table(views: Mapping[str, View]) -> None:
 
 
 def given_cache(spec: AttentionSpec, **given: Any) -> dict[str, Any]:
-    """The arrays that say where a sequence's keys are, and by what they are multiplied; ArgumentError for others.
+    """Returns those of the arrays page_table, seqused_k, k_scale and v_scale that the spec needs.
 
-    given: page_table and seqused_k, k_scale and v_scale, None where a call has none.
+    given: all four; None for those that the call does not have. Raises ArgumentError if one is missing or not needed.
     """
     wanted = (_PAGES if spec.page_size else ()) + (_SCALES if spec.kv_dtype else ())
     for name, array in given.items():
@@ -312,7 +318,7 @@ def given_cache(spec: AttentionSpec, **given: Any) -> dict[str, Any]:
             raise ArgumentError(f"{name} is missing: the spec has {why}; give {WANTED[name]}")
         if name not in wanted and array is not None:
             if name == "seqused_k":
-                raise ArgumentError("seqused_k is of ragged batches and pages: declare layout='thd' or page_size=...")
+                raise ArgumentError("seqused_k is of varlen batches and pages: declare layout='thd' or page_size=...")
             what, field = ("pages", "page_size") if name in _PAGES else ("8-bit keys and values", "kv_dtype")
             raise ArgumentError(f"{name}: the spec has no {what}; leave it out, or declare {field}=...")
     return {name: given[name] for name in wanted}

@@ -1,4 +1,4 @@
-"""Lists of tiles: made on the device by a kernel of their own, for one call, or to be used by many."""
+"""Tile lists: created on the device by a kernel of their own, for one call or for many."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from flashgen.analysis.tile_classes import TileMap
 
 _MAX_CACHED = 8  # lists of masks without captures, by lengths
-_FEW_ENTRIES = 2**18  # of all lists together, at most: 1 MiB, for which counting first is not worth its time
-_READ_AS = {"counts": "tile_counts", "offsets": "tile_offsets", "entries": "tile_entries"}  # by whoever reads lists
+_FEW_ENTRIES = 2**18  # 1 MiB for all lists together, up to which counting the entries first does not pay off
+_MEMBERS = {"counts": "tile_counts", "offsets": "tile_offsets", "entries": "tile_entries"}  # of structs that read lists
 _Arrays = dict[str, Any]
 
 
@@ -41,10 +41,12 @@ _Arrays = dict[str, Any]
 class TileLists:
     """The tiles that each tile of queries (or of keys) visits, in arrays on the device.
 
-    counts: int32 (batch or 1, heads or 1, tiles): how many tiles each list holds; 1 where the mask is the same for all.
-    offsets: int64, of the shape of `counts`: where each list begins in `entries`.
-    entries: int32: tile << 1 | (1 where every element of the tile counts), ascending within a list.
-    tile: (queries, keys) of a tile. direction: "keys" where lists hold tiles of keys, "queries" for the transpose.
+    Attributes:
+        counts: int32 (batch or 1, heads or 1, tiles), the length of each list; 1 where the mask is the same for all.
+        offsets: int64, with the shape of `counts`: the index of each list's first entry.
+        entries: int32, tile << 1 | full, ascending within a list; full is 1 if the mask keeps the whole tile.
+        tile: (queries, keys) of a tile.
+        direction: "keys" if lists hold tiles of keys for each tile of queries, "queries" for the transpose.
     """
 
     mask: sympy.Basic
@@ -58,34 +60,34 @@ class TileLists:
 
     @property
     def bytes(self) -> int:
-        """Memory of the lists."""
+        """The memory of the lists in bytes."""
         return sum(int(array.nbytes) for array in (self.counts, self.offsets, self.entries))
 
     def tile_map(self) -> TileMap:
-        """The classes of all tiles, on the CPU: what `attention.tiles(...)` works out without a device."""
+        """Returns the classes of all tiles, on the CPU, equal to those of `attention.tiles(...)`."""
         from flashgen.analysis.tile_classes import FULL, PARTIAL, TileMap
 
         counts, offsets, entries = (_on_host(array) for array in (self.counts, self.offsets, self.entries))
         tiles_q, tiles_k = -(-self.len_q // self.tile[0]), -(-self.len_k // self.tile[1])
         listed = tiles_k if self.direction == "keys" else tiles_q
         classes = np.zeros((*counts.shape, listed), np.int8)
-        for place in np.ndindex(counts.shape):
-            entry = entries[offsets[place] : offsets[place] + counts[place]]
-            classes[place][entry >> 1] = np.where(entry & 1, FULL, PARTIAL)
+        for index in np.ndindex(counts.shape):
+            entry = entries[offsets[index] : offsets[index] + counts[index]]
+            classes[index][entry >> 1] = np.where(entry & 1, FULL, PARTIAL)
         if self.direction == "queries":
             classes = classes.swapaxes(-1, -2)
         return TileMap(self.tile, classes, self.len_q, self.len_k)
 
     def arguments(self) -> _Arrays:
-        """The arrays by the names that the attention kernel has for them."""
-        return {reads: getattr(self, name) for name, reads in _READ_AS.items()}
+        """Returns the arrays by their names in the struct of the attention kernel."""
+        return {member: getattr(self, name) for name, member in _MEMBERS.items()}
 
 
 @dataclass(frozen=True)
 class ListsLaunch:
-    """The launch that makes the lists of a call, equally spaced, how many they are, and the memory of one call's.
+    """The launch that creates the lists of a call, equally spaced, their number, and the workspace that holds them.
 
-    accepted: lists that such calls were given and that fitted.
+    accepted: lists that earlier calls were given and that passed the checks.
     """
 
     shape: ListShape
@@ -96,10 +98,10 @@ class ListsLaunch:
 
 
 class TileLister:
-    """Makes the tile lists of a spec whose mask has no closed form, by a kernel that lists the tiles of a plan."""
+    """Creates the tile lists of a mask without a closed form, by a kernel that lists the tiles of a plan."""
 
     def __init__(self, spec: AttentionSpec, kernel: RenderedKernel, engine: Engine, prebuild: str) -> None:
-        assert kernel.lists is not None, f"{kernel.name} makes no lists"
+        assert kernel.lists is not None, f"{kernel.name} creates no lists"
         self.spec, self.kernel, self.engine, self.direction = spec, kernel, engine, kernel.lists
         self.tile = (kernel.plan.tile_q, kernel.plan.tile_k)
         self._runner = engine.runner(kernel, prebuild)
@@ -108,7 +110,7 @@ class TileLister:
         self._cache: Cache[Hashable, TileLists] = Cache(_MAX_CACHED)
 
     def prepare(self, problem: Problem, captured: Mapping[str, View], library: Library, device: int) -> ListsLaunch:
-        """The launch for calls of these sizes and captured arrays on a device, whose q is of a library."""
+        """Prepares the launch for calls of these sizes and captured arrays on a device. library: that of q."""
         shape, launch = self._shape(problem), launch_of(self.kernel, self.spec, problem, captured)
         workspace = self.engine.workspace(_memory(shape), library, device)
         return ListsLaunch(shape, launch, library, workspace)
@@ -119,22 +121,23 @@ class TileLister:
     def lists_for_call(
         self, prepared: ListsLaunch, problem: Problem, operands: Operands, numbers: Numbers, place: Place
     ) -> Operands:
-        """The lists of a call, launched on its stream; without captures those of an earlier call of its lengths.
+        """Returns the lists of a call, created on its stream. Lists of a mask without captures are cached by lengths.
 
-        Nothing is remembered in a stream that is being captured: a graph's lists are its own, and so is their memory.
-        operands: the arrays of the call, which those of its own lists are added to.
+        The cache is not used on a stream that is being captured, because lists and memory belong to the graph.
+        operands: the arrays of the call; the arrays of lists in its own workspace are added.
         """
         if self._captures or self.spec.is_ragged or self.engine.is_captured(place):
             prepared.workspace.take(operands, place.stream)
             self._launch(prepared.launch, operands, numbers, place)
-            return {reads: operands[name] for name, reads in _READ_AS.items()}
-        make = partial(self._make_lasting, prepared, problem, numbers, place)
-        return self.engine.bind(self._recall(problem, prepared.shape, place, make).arguments())
+            return {member: operands[name] for name, member in _MEMBERS.items()}
+        make = partial(self._make_persistent, prepared, problem, numbers, place)
+        return self.engine.bind(self._cached(problem, prepared.shape, place, make).arguments())
 
     def make(self, len_q: int, len_k: int, batch: int, heads: int, captures: Mapping[str, Any]) -> TileLists:
-        """Lists for calls to come. Waits for the device.
+        """Creates lists for later calls, and waits until they are complete.
 
-        Small ones are equally spaced, of one launch; larger ones have no gaps, counted first and then filled in.
+        Small lists are equally spaced and take one launch. Larger lists are packed: a first launch counts the entries,
+        and a second one writes them.
         """
         problem = sizes_of(len_q, len_k, batch, heads)
         captures = self._mask_captures(captures)
@@ -165,10 +168,10 @@ class TileLister:
             self.engine.wait(place)
             return lists
 
-        return fill() if self._captures else self._recall(problem, shape, place, fill)
+        return fill() if self._captures else self._cached(problem, shape, place, fill)
 
     def check(self, lists: Any, prepared: ListsLaunch, problem: Problem, place: Place) -> Operands:
-        """The lists that a call was given; ArgumentError where they are not this mask's at these sizes."""
+        """Returns the operands of given lists. Raises ArgumentError if they are not for this mask and these sizes."""
         if not isinstance(lists, TileLists):
             raise ArgumentError(f"tile_lists of type {type(lists).__name__}: give what attention.tile_lists(...) made")
         if lists not in prepared.accepted:
@@ -195,32 +198,32 @@ class TileLister:
             if (view.device or 0) != place.device:
                 raise ArgumentError(f"tile_lists are on GPU {view.device} and q on {place.device}: make them there")
 
-    def _recall(self, problem: Problem, shape: ListShape, place: Place, make: Callable[[], TileLists]) -> TileLists:
-        """Lists by lengths.
+    def _cached(self, problem: Problem, shape: ListShape, place: Place, make: Callable[[], TileLists]) -> TileLists:
+        """Returns the cached lists of these lengths, and creates them on a miss.
 
-        Each stream has its own. Those of another might not be ready yet; and when they are forgotten while a launch
-        reads them, their memory is free for what follows on their own stream only.
+        Each stream has its own entries. The lists of another stream might not be complete yet. And if an entry is
+        evicted while a launch reads it, its memory is reused in the order of its own stream only.
         """
         key = (problem.len_q, problem.len_k, shape.batch, shape.heads, place.device, self.engine.stream(place))
         return self._cache.get_or_make(key, make)
 
     def _lists(self, problem: Problem, arrays: Mapping[str, Any]) -> TileLists:
-        mask, made = self.spec.mask.expression, (arrays["counts"], arrays["offsets"], arrays["entries"])
-        return TileLists(mask, self.tile, problem.len_q, problem.len_k, *made, self.direction)
+        own = (arrays["counts"], arrays["offsets"], arrays["entries"])
+        return TileLists(self.spec.mask.expression, self.tile, problem.len_q, problem.len_k, *own, self.direction)
 
     def _launch(self, launch: Launch, operands: Operands, numbers: Numbers, place: Place) -> None:
         if all(launch.grid):
             self._runner.launch(launch, operands, numbers, place)
 
     def without_layouts(self, captures: Mapping[str, Any], q: View, k: View) -> dict[str, Any]:
-        """The captures of a call, a BlockLayout replaced by its array where q is."""
+        """Returns the captures of a call with each BlockLayout replaced by its array on the device of q."""
         axis = {"bhsd": 2, "bshd": 1, "thd": 0}[self.spec.layout]
-        if len(q.shape) == len(k.shape) == 4:  # else the call is refused; a ragged one's lengths are not known here
+        if len(q.shape) == len(k.shape) == 4:  # other shapes raise later; lengths of varlen batches are not known here
             self._check_layouts(captures, q.shape[axis], k.shape[axis])
         return {name: _plain(value, q.device) for name, value in captures.items()}
 
     def _mask_captures(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """What the mask captures; ArgumentError where that is missing, or something is given that the spec has not."""
+        """Returns the captures of the mask. Raises ArgumentError if one is missing, or for names not in the spec."""
         for name in sorted(given.keys() - {capture.name for capture in self.spec.captures}):
             raise ArgumentError(f"unknown argument {name!r}; the mask captures {[c.name for c in self._captures]}")
         for capture in self._captures:
@@ -229,7 +232,7 @@ class TileLister:
         return {capture.name: given[capture.name] for capture in self._captures}
 
     def _check_layouts(self, captures: Mapping[str, Any], len_q: int, len_k: int) -> None:
-        """ArgumentError where a BlockLayout has not the blocks of the lengths, as the mask divides them."""
+        """Raises ArgumentError if a BlockLayout has another number of blocks than the lengths need."""
         for name, axis, index, block in self._blocks:
             layout = captures.get(name)
             if not isinstance(layout, BlockLayout) or axis >= len(layout.shape):
@@ -242,8 +245,8 @@ class TileLister:
                 )
 
     def _own_arrays(self, captures: Mapping[str, Any]) -> dict[str, Any]:
-        """The captured arrays where the engine runs."""
-        device = self.engine.home()  # says so where there is no GPU
+        """Returns the captured arrays on the device of the engine."""
+        device = self.engine.home()  # raises LaunchError if there is no GPU
         arrays = {c.name: _plain(captures[c.name], device) for c in self._captures if c.ndim}
         return {name: self.engine.bring(array, name) for name, array in arrays.items()}
 
@@ -254,9 +257,9 @@ class TileLister:
         self._launch(prepared.launch, self.engine.bind(arrays | members), numbers, place)
         return self._lists(problem, arrays)
 
-    def _make_lasting(self, prepared: ListsLaunch, problem: Problem, numbers: Numbers, place: Place) -> TileLists:
-        """Lists that later calls read, in memory that is no part of a pool of CUDA graphs."""
-        arrays = self.engine.lasting(_memory(prepared.shape), place)
+    def _make_persistent(self, prepared: ListsLaunch, problem: Problem, numbers: Numbers, place: Place) -> TileLists:
+        """Creates lists for later calls, in memory outside of the pools of CUDA graphs."""
+        arrays = self.engine.allocate_persistent(_memory(prepared.shape), place)
         self._launch(prepared.launch, self.engine.bind(arrays), numbers, place)
         return self._lists(problem, arrays)
 
@@ -279,7 +282,7 @@ class TileLister:
 
 
 def _memory(shape: ListShape) -> dict[str, Memory]:
-    """The arrays of lists that are equally spaced, by the names of the struct of what makes them."""
+    """Returns the arrays of equally spaced lists, by their names in the struct of the listing kernel."""
     return {**_counts(shape), "entries": _entries(shape.rows * shape.listed)}
 
 
@@ -288,8 +291,8 @@ def _counts(shape: ListShape) -> dict[str, Memory]:
     return {"counts": Memory(size, "int32"), "offsets": Memory(size, "int64")}
 
 
-def _entries(many: int) -> Memory:
-    return Memory((max(many, 1),), "int32")
+def _entries(count: int) -> Memory:
+    return Memory((max(count, 1),), "int32")
 
 
 def _empty(memory: Mapping[str, Memory], library: Library, place: Place) -> _Arrays:
@@ -297,7 +300,7 @@ def _empty(memory: Mapping[str, Memory], library: Library, place: Place) -> _Arr
 
 
 def _plain(value: Any, device: int | None) -> Any:
-    """A captured value; of a BlockLayout its array, on a GPU copied there once."""
+    """Returns a captured value; for a BlockLayout its array, which is copied to a GPU once."""
     if not isinstance(value, BlockLayout):
         return value
     if device is None:
@@ -306,15 +309,15 @@ def _plain(value: Any, device: int | None) -> Any:
     def copy(array: np.ndarray[Any, Any]) -> Any:
         cupy = gpu.cupy()
         with cupy.cuda.Device(device):
-            there = cupy.asarray(array)
-            cupy.cuda.get_current_stream().synchronize()  # ready for whichever stream uses it
-        return there
+            copied = cupy.asarray(array)
+            cupy.cuda.get_current_stream().synchronize()  # ready for calls on any stream
+        return copied
 
     return value.moved(device, copy)
 
 
 def _blocks_of(spec: AttentionSpec) -> list[tuple[str, int, sympy.Symbol, int]]:
-    """(capture, axis, q or k, block) of each capture that the mask indexes by q or k divided by a constant."""
+    """Returns (capture, axis, q or k, block) for each axis that the mask indexes by q // block or k // block."""
     return [
         (load.capture.name, axis, *position)
         for load in spec.mask.expression.atoms(Load)
@@ -324,7 +327,10 @@ def _blocks_of(spec: AttentionSpec) -> list[tuple[str, int, sympy.Symbol, int]]:
 
 
 def sizes_of(len_q: int, len_k: int, batch: int, heads: int, heads_kv: int | None = None) -> Problem:
-    """The sizes that lists and plans depend on; ArgumentError where one is no size. heads_kv: None is as many."""
+    """Returns the sizes that lists and plans depend on; heads_kv=None stands for `heads`.
+
+    Raises ArgumentError for a size that is out of range.
+    """
     heads_kv = heads if heads_kv is None else heads_kv
     sizes = {
         "len_q": (len_q, 0, LONGEST),
@@ -333,16 +339,16 @@ def sizes_of(len_q: int, len_k: int, batch: int, heads: int, heads_kv: int | Non
         "heads": (heads, 1, MAX_HEADS),
         "heads_kv": (heads_kv, 1, MAX_HEADS),
     }
-    for name, (size, least, most) in sizes.items():
-        if isinstance(size, bool) or not isinstance(size, (int, np.integer)) or not least <= size <= most:
-            raise ArgumentError(f"{name}={size!r} must be an integer from {least} to {most}")
+    for name, (size, low, high) in sizes.items():
+        if isinstance(size, bool) or not isinstance(size, (int, np.integer)) or not low <= size <= high:
+            raise ArgumentError(f"{name}={size!r} must be an integer from {low} to {high}")
     if heads % heads_kv:
         raise ArgumentError(f"heads_kv={heads_kv} must divide heads={heads}")
     return Problem(int(batch), int(heads), int(heads_kv), int(len_q), int(len_k), {})
 
 
 def _write_offsets(counts: Any, offsets: Any, place: Place) -> int:
-    """Where each list begins if they stand side by side, written to `offsets`; the number of all entries."""
+    """Writes the offset of each list, packed without gaps, and returns the total number of entries."""
     if isinstance(counts, np.ndarray):
         return _exclusive_sum(counts, offsets)
     cupy = gpu.cupy()
@@ -361,7 +367,7 @@ def _exclusive_sum(counts: np.ndarray[Any, Any], offsets: np.ndarray[Any, Any]) 
 
 
 def _one_device(views: Mapping[str, View]) -> int | None:
-    """The GPU that the captured arrays are on; None on the CPU, and where there are none."""
+    """Returns the GPU of the captured arrays; None for arrays on the CPU, and if there are none."""
     devices = {view.device for view in views.values()}
     if len(devices) > 1:
         raise ArgumentError(f"captures are on different devices, {sorted(map(str, devices))}; move them to one")

@@ -1,4 +1,4 @@
-"""Plans on trial: compiled, compared with the default one's results, timed in turn. What tuning either pass does."""
+"""The common part of tuning both passes: compile candidate plans, compare their results, and time them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from flashgen.attention.problem import Problem, problem_of
-from flashgen.attention.tuned_plans import LengthClass, TunedPlan, TunedPlans, forget_tuned_plans
+from flashgen.attention.tuned_plans import LengthClass, TunedPlan, TunedPlans, invalidate_tuned_plans
 from flashgen.build.cache import default_cache
 from flashgen.codegen.rendered_kernel import RenderedKernel
 from flashgen.codegen.workload import Workload
@@ -26,29 +26,29 @@ from flashgen.runtime.arrays import CUPY, NUMPY, library_of
 from flashgen.runtime.gpu import Card
 from flashgen.runtime.timing import Run
 
-_LEAST_GAIN = 1.01  # below it, plans are not told apart, and the default one stays
-_FINALISTS = 3  # timed once more beside the default one, as the first of many owes some of its place to luck
-_MOST_THREADS = 16
-# The assembler's words where products of wgmma wait for each other, or setmaxnreg is ignored.
+_MIN_GAIN = 1.01  # below it, the difference is noise and the default plan stays
+_FINALISTS = 3  # timed once more with the default plan, because the fastest of many is partly so by chance
+_MAX_THREADS = 16
+# ptxas warnings that wgmma instructions are serialized, or that setmaxnreg is ignored.
 _WARNED = re.compile(r"\(C75\d\d\)[^\n]*")
-_ROUNDINGS = 8  # of the largest element: how far apart two plans' results may be
-_NAN = 0x7FFF  # in both types
+_ROUNDINGS = 8  # rounding errors of the largest element by which the results of two plans may differ
+_NAN = 0x7FFF  # a NaN in float16 and in bfloat16
 _EPSILON = {"float16": 2.0**-11, "bfloat16": 2.0**-8}
 
 
 class Timer(Protocol):
-    """Times runs beside each other: milliseconds by name. Called twice: with all plans, then with the best ones."""
+    """Times several runs and returns milliseconds by name. It is called with all plans, then with the best ones."""
 
     def __call__(self, runs: Mapping[str, Run]) -> Mapping[str, float]: ...
 
 
 Progress = Callable[[str, int, int], None]
-"""Is told what is being done, and how many parts of how many are."""
+"""Called with the current activity, the number of steps that are done, and the total number of steps."""
 
 
 @dataclass(frozen=True)
 class Timing:
-    """A plan's outcome: its median milliseconds, or None and why it was left out; registers where it was compiled."""
+    """The result of one plan: median milliseconds, or None and the reason for leaving it out; registers if compiled."""
 
     plan: Any
     milliseconds: float | None
@@ -58,13 +58,13 @@ class Timing:
 
 @dataclass(frozen=True)
 class Tuning:
-    """What `attention.tune(...)` or `attention.tune_backward(...)` found.
+    """The result of `attention.tune(...)` or `attention.tune_backward(...)`.
 
     Attributes:
-        kernel: the default kernel's name. gpu: what it was timed on. workload: the sizes that were timed.
-        lengths: the class of lengths that the winner is kept for.
-        default, winner: plans; the same where none was at least 1% faster.
-        timings: all plans, in the order in which they were tried, the default one first.
+        kernel: the name of the default kernel. gpu: the GPU that ran it. workload: the sizes that were timed.
+        lengths: the class of lengths that the winner is stored for.
+        default, winner: the default and the fastest plan; equal if no plan was at least 1% faster.
+        timings: all plans in the order in which they were tried, the default plan first.
         kept: the winner's entry in the cache.
     """
 
@@ -79,17 +79,17 @@ class Tuning:
 
     @property
     def milliseconds(self) -> dict[Any, float]:
-        """Median times by plan, fastest first, of those that were timed."""
+        """The median times of the plans that were timed, the fastest first."""
         timed = {row.plan: row.milliseconds for row in self.timings if row.milliseconds is not None}
         return dict(sorted(timed.items(), key=lambda item: item[1]))
 
     @property
     def gain(self) -> float:
-        """How many times as fast as the default plan the winner is."""
+        """The speed-up of the winner over the default plan."""
         return self.milliseconds[self.default] / self.milliseconds[self.winner]
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything, for JSON."""
+        """Returns all attributes as a dictionary for JSON."""
         rows = [asdict(row) | {"plan": asdict(row.plan)} for row in self.timings]
         return asdict(self) | {"timings": rows, "kept": str(self.kept), "gain": self.gain}
 
@@ -106,9 +106,10 @@ class Tuning:
 
 @dataclass(frozen=True)
 class Trial:
-    """A plan's calls: the kernel that is the plan's, a run of them, and their results, float32 by name.
+    """Calls by one plan.
 
-    results: of arrays that held NaN before.
+    kernel: the kernel of the plan. run: makes a call. results: makes a call that writes to arrays full of NaN, and
+    returns them as float32 by name.
     """
 
     kernel: RenderedKernel
@@ -117,7 +118,7 @@ class Trial:
 
 
 class Bench:
-    """Where plans are tried: the arrays of one call on its engine, and the stream of their library."""
+    """The arrays of one call on its engine, and the stream of their library, to compare and time plans with."""
 
     def __init__(
         self,
@@ -128,14 +129,14 @@ class Bench:
         timer: Timer,
         progress: Progress,
     ) -> None:
-        """inputs: q, k and v by name, and what says where keys are. NumPy arrays are copied to the GPU.
+        """inputs: q, k and v by name, and the arrays of a KV cache. NumPy arrays are copied to the GPU.
 
-        LaunchError where there is none, BuildError where nothing may compile.
+        Raises LaunchError without a GPU, and BuildError if FLASHGEN_JIT forbids compilation.
         """
         self.spec, self.engine, self.timer, self.progress = spec, engine, timer, progress
         self.on_gpu = engine.measures
         if self.on_gpu:
-            gpu.compute_capability()  # says so where there is no GPU
+            gpu.compute_capability()  # raises LaunchError if there is no GPU
             if not default_cache().jit:
                 raise BuildError("tuning compiles kernels, which FLASHGEN_JIT=0 forbids: unset it, or set it to 1")
         bring = engine.bring if self.on_gpu else lambda value: value
@@ -145,7 +146,7 @@ class Bench:
 
     @property
     def inputs(self) -> dict[str, Any]:
-        """A call's own mapping of its arrays."""
+        """A new dictionary of the arrays for one call."""
         return {**self._inputs}
 
     def problem(self) -> Problem:
@@ -155,8 +156,8 @@ class Bench:
     def device(self) -> int:
         return library_of(self.q, "q").view(self.q, "q").device or 0
 
-    def poisoned(self, shape: tuple[int, ...]) -> Any:
-        """An array of the spec's dtype full of NaN, beside the inputs."""
+    def filled_with_nan(self, shape: tuple[int, ...]) -> Any:
+        """Returns an array of the spec's dtype full of NaN, on the device of the inputs."""
         array = self.empty(shape, self.spec.dtype)
         array.view(np.uint16)[...] = _NAN
         return array
@@ -164,14 +165,14 @@ class Bench:
     def empty(self, shape: tuple[int, ...], dtype: str) -> Any:
         return (CUPY if self.on_gpu else NUMPY).empty(shape, dtype, self.device())
 
-    def settle(self) -> None:
-        """Waits for the inputs, which may be another library's, on another stream."""
+    def synchronize(self) -> None:
+        """Waits for the device, because another library may have computed the inputs on another stream."""
         if self.on_gpu:
             gpu.cupy().cuda.Device().synchronize()
 
     @contextmanager
-    def on_the_inputs_stream(self) -> Iterator[None]:
-        """Events and comparisons stand on the stream that launches go to, that of q's library, on q's device."""
+    def on_input_stream(self) -> Iterator[None]:
+        """Makes the stream that launches use, that of q's library on q's device, the current one for events."""
         with ExitStack() as stack:
             if self.on_gpu:
                 library = self.engine.library(self.q, "q")
@@ -179,23 +180,24 @@ class Bench:
                 stack.enter_context(gpu.stream_object(library.stream(self.q)))
             yield
 
-    def tried(
+    def compare(
         self, default: Trial, others: Sequence[RenderedKernel], trial: Callable[[RenderedKernel], Trial]
     ) -> tuple[tuple[Timing, ...], RenderedKernel]:
-        """Compiles the plans, leaves out those that cannot win or are wrong, times the others; the winner of these.
+        """Compiles the plans, leaves out those that cannot be the fastest or give wrong results, and times the others.
 
-        others: the kernels of the plans beside the default one. trial: makes their calls.
+        others: the kernels of the plans except the default one. trial: creates the calls of a kernel. Returns all
+        timings, and the kernel of the fastest plan.
         """
         every = [default.kernel, *others]
-        compiled = self._compiled(every)
+        compiled = self._compile(every)
         reasons = {kernel.plan: reason for kernel, (_, reason) in zip(every, compiled, strict=True)}
-        reasons[default.kernel.plan] = ""  # nothing is compared with nothing
+        reasons[default.kernel.plan] = ""  # the default plan is always timed, so that there is a result to compare with
         runs, expected = {default.kernel.plan: default.run}, default.results()
         for number, kernel in enumerate(others):
             if not reasons[kernel.plan]:
-                made = trial(kernel)
-                reasons[kernel.plan] = differences(expected, made.results(), self.spec.dtype)
-                runs[kernel.plan] = made.run
+                candidate = trial(kernel)
+                reasons[kernel.plan] = differences(expected, candidate.results(), self.spec.dtype)
+                runs[kernel.plan] = candidate.run
             self.progress("comparing outputs", number + 1, len(others))
         timed = {plan: run for plan, run in runs.items() if not reasons[plan]}
         times, winner = self._times(timed, default.kernel.plan)
@@ -205,7 +207,7 @@ class Bench:
         )
         return timings, next(kernel for kernel in every if kernel.plan == winner)
 
-    def keep(
+    def store(
         self,
         tuned: TunedPlans,
         key: tuple[Card, LengthClass],
@@ -213,42 +215,45 @@ class Bench:
         names: tuple[str, Any],
         found: tuple[tuple[Timing, ...], RenderedKernel],
     ) -> Tuning:
-        """Writes the winner to disk, and tells every callable of this process. names: the default kernel's and plan."""
+        """Writes the winner to disk, and makes every callable of this process look for it.
+
+        names: the name of the default kernel, and its plan. found: the result of `compare`.
+        """
         timings, winner = found
         measured = {"sizes": asdict(workload), "milliseconds": {str(t.plan): t.milliseconds for t in timings}}
-        kept = tuned.keep(*key, TunedPlan.of(winner), measured)
-        forget_tuned_plans()
+        kept = tuned.store(*key, TunedPlan.of(winner), measured)
+        invalidate_tuned_plans()
         return Tuning(names[0], key[0], workload, key[1], names[1], winner.plan, timings, kept)
 
     def _times(self, runs: Mapping[Any, Run], default: Any) -> tuple[dict[Any, float], Any]:
-        """Milliseconds by plan, and the winner.
+        """Returns milliseconds by plan, and the fastest plan.
 
-        Those of the best and of the default one are of a second round among themselves, which decides.
+        The best plans and the default one are timed in a second round among themselves, which decides.
         """
         self.progress("timing all", 0, 2)
         first = self.timer({str(plan): run for plan, run in runs.items()})
         best = sorted(runs, key=lambda plan: first[str(plan)])[:_FINALISTS]
         self.progress("timing the best", 1, 2)
-        again = self.timer({str(plan): runs[plan] for plan in dict.fromkeys([default, *best])})
+        second = self.timer({str(plan): runs[plan] for plan in dict.fromkeys([default, *best])})
         self.progress("timing the best", 2, 2)
-        fastest = min(best, key=lambda plan: again[str(plan)])
-        gained = again[str(default)] >= _LEAST_GAIN * again[str(fastest)]
-        return {plan: float({**first, **again}[str(plan)]) for plan in runs}, fastest if gained else default
+        fastest = min(best, key=lambda plan: second[str(plan)])
+        gained = second[str(default)] >= _MIN_GAIN * second[str(fastest)]
+        return {plan: float({**first, **second}[str(plan)]) for plan in runs}, fastest if gained else default
 
-    def _compiled(self, kernels: list[RenderedKernel]) -> list[tuple[int | None, str]]:
-        """Registers of each kernel, and why it is left out or ""; compiled side by side, as NVRTC lets go of Python."""
+    def _compile(self, kernels: list[RenderedKernel]) -> list[tuple[int | None, str]]:
+        """Compiles kernels in parallel threads, because NVRTC releases the GIL; returns as `compile_candidate` does."""
         if not self.on_gpu:
             return [(None, "") for _ in kernels]
         found = []
-        with ThreadPoolExecutor(min(_MOST_THREADS, os.cpu_count() or 1)) as pool:
-            for number, outcome in enumerate(pool.map(examined, kernels)):
+        with ThreadPoolExecutor(min(_MAX_THREADS, os.cpu_count() or 1)) as pool:
+            for number, outcome in enumerate(pool.map(compile_candidate, kernels)):
                 self.progress("compiling", number + 1, len(kernels))
                 found.append(outcome)
         return found
 
 
-def examined(kernel: RenderedKernel) -> tuple[int | None, str]:
-    """Registers of a kernel, compiled now or found, and why it cannot be the best one, or ""."""
+def compile_candidate(kernel: RenderedKernel) -> tuple[int | None, str]:
+    """Compiles a kernel or finds it in the cache; returns its registers and the reason to leave it out, or ""."""
     try:
         entry = build(kernel, "flashgen tune")
     except BuildError as error:
@@ -262,16 +267,16 @@ def examined(kernel: RenderedKernel) -> tuple[int | None, str]:
 
 
 def differences(expected: Mapping[str, Any], found: Mapping[str, Any], dtype: str) -> str:
-    """Why results are not the default plan's up to rounding, or ""."""
+    """Returns how results differ from the default plan's by more than rounding; "" if they do not."""
     return "; ".join(
-        f"its {name} {apart}" for name in expected if (apart := _difference(expected[name], found[name], dtype))
+        f"its {name} {text}" for name in expected if (text := _difference(expected[name], found[name], dtype))
     )
 
 
 def _difference(expected: Any, found: Any, dtype: str) -> str:
     module = np if isinstance(expected, np.ndarray) else gpu.cupy()
     same = (expected == found) | (module.isnan(expected) & module.isnan(found))
-    apart = float(abs(module.where(same, 0, expected) - module.where(same, 0, found)).max())
+    error = float(abs(module.where(same, 0, expected) - module.where(same, 0, found)).max())
     largest = float(module.where(module.isfinite(expected), abs(expected), 0).max())
     bound = _ROUNDINGS * _EPSILON[dtype] * largest + 1e-5
-    return "" if apart <= bound else f"is {apart:.3g} from the default plan's, of at most {largest:.3g}"
+    return "" if error <= bound else f"is {error:.3g} from the default plan's, of at most {largest:.3g}"

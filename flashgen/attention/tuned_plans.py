@@ -1,17 +1,18 @@
-"""Tuned plans: which plan calls of some lengths take, the winner of a tuning of either pass, found on disk.
+"""Tuned plans: the fastest plan for each class of lengths, found by tuning either pass and stored on disk.
 
-A winner is an entry of the kernel cache, beside the kernels: written whole or not at all, checked whenever it is read,
-listed by `flashgen cache list`, removed by `flashgen cache clear`. Its key is made of what the measurement holds for:
+A tuned plan is an entry of the kernel cache, next to the kernels. It is written atomically, checked whenever it is
+read, listed by `flashgen cache list` and removed by `flashgen cache clear`. Its key holds everything that the
+measurement depends on:
 
-- the default kernel's emitted text, its architecture and NVRTC's version, as in the key of that kernel itself: another
-  spec, default plan, template or compiler finds nothing of this;
+- the emitted text of the default kernel, its architecture and NVRTC's version, as in the key of that kernel itself, so
+  that another spec, default plan, template or compiler does not match;
 - the GPU: its name and its number of multiprocessors;
 - the class of the lengths (`LengthClass`).
 
-The default kernel of the backward is the one that walks queries; its text is another in the deterministic mode. That of
-calls that take a decode kernel is that one.
+The default kernel of the backward is its main kernel, with another text in the deterministic mode. For calls that use a
+decode kernel, it is that kernel.
 
-The entry holds the hash of the winner's own text, too: a template that changed for that plan alone makes it stale.
+The entry also holds the hash of the winning kernel's text, so that it becomes stale if only that text changes.
 """
 
 from __future__ import annotations
@@ -40,21 +41,22 @@ from flashgen.strict_json import parse_json
 _log = logging.getLogger(__name__)
 
 _PLAN = "plan.json"
-_FULL_ROUNDS = 8  # of tiles on each multiprocessor: from so many on, more heads change nothing
-_TILE_Q = 128  # of such a tile
-_FOLLOWERS: WeakSet[Follower] = WeakSet()
-_FOLLOWERS_LOCK = threading.Lock()  # a set that grows cannot be gone through
+_FULL_ROUNDS = 8  # tiles per multiprocessor from which on more heads do not change which plan is fastest
+_TILE_Q = 128  # queries of these tiles
+_SUBSCRIBERS: WeakSet[Subscriber] = WeakSet()
+_SUBSCRIBERS_LOCK = threading.Lock()  # a set must not change while it is iterated over
 
 
 @dataclass(frozen=True)
 class LengthClass:
-    """Lengths that share a winner.
+    """A class of sizes that share a tuned plan.
 
-    len_q, len_k: the powers of 2 nearest to the lengths, by their ratio: 16384 stands for 11586 to 23170.
-    heads: the same of heads x batch; no more than give each multiprocessor 8 tiles of 128 queries, as beyond that more
-        of them are more of the same; 0 for all where a mask is read from lists, which know lengths alone.
-    group: in the backward, and of decode kernels that read no lists, the same of the query heads that share a head of k
-        and v; else 1.
+    len_q, len_k: the powers of 2 nearest to the lengths, by ratio: 16384 stands for 11586 to 23170.
+    heads: the power of 2 nearest to heads x batch, clipped to the number that gives each multiprocessor 8 tiles of 128
+        queries, because more heads do not change the fastest plan. 0 if the mask is read from lists, because these
+        depend on the lengths only.
+    group: the power of 2 nearest to the query heads per KV head, in the backward and for decode kernels that read no
+        lists; otherwise 1.
     """
 
     len_q: int
@@ -64,7 +66,7 @@ class LengthClass:
 
     @classmethod
     def of(cls, workload: Workload, lists: bool, grouped: bool = False) -> LengthClass:
-        """The class of a call with at least one score; `lists`: its mask is read from lists."""
+        """Returns the class of a call with at least one score. lists: the mask is read from lists."""
         len_q, len_k = (nearest_power(length) for length in (workload.len_q, workload.len_k))
         group = nearest_power(workload.heads_per_kv) if grouped else 1
         if lists:
@@ -78,13 +80,13 @@ class LengthClass:
 
 
 def nearest_power(number: int) -> int:
-    """The power of 2 nearest to a positive number, by their ratio."""
+    """Returns the power of 2 nearest to a positive number, by ratio."""
     return 1 << round(math.log2(number))
 
 
 @dataclass(frozen=True)
 class TunedPlan:
-    """A winner: the plan, and the hash of the text that was measured."""
+    """The fastest plan of a tuning, and the hash of the kernel text that was measured."""
 
     plan: Any
     source_hash: str
@@ -98,9 +100,9 @@ class TunedPlan:
         return source_hash(kernel) == self.source_hash
 
     def kernels(self, render: Callable[[Any], Kernels], role: str) -> Kernels | None:
-        """The kernels of the plan; None where this version has no such plan, or another text for it.
+        """Returns the kernels of the plan; None if this version has no such plan, or emits another text for it.
 
-        render: gives them. role: of the one that was measured.
+        render: renders the kernels of a plan. role: of the kernel that was measured.
         """
         try:
             kernels = render(self.plan)
@@ -118,28 +120,28 @@ def source_hash(kernel: RenderedKernel) -> str:
 
 
 class TunedPlans:
-    """The winners of one default kernel, on any GPU."""
+    """The stored plans of one default kernel, for any GPU."""
 
     def __init__(self, default: RenderedKernel, cache: KernelCache | None = None) -> None:
-        """cache: where they are kept; None is the one that the environment describes at the moment."""
+        """cache: holds the entries; None for the default cache of the environment at the time of each access."""
         self._default, self._cache = default, cache
 
     def beside(self, default: RenderedKernel) -> TunedPlans:
-        """Those of another default kernel, kept in the same place."""
+        """Returns the stored plans of another default kernel in the same cache."""
         return TunedPlans(default, self._cache)
 
     def find(self, card: Card, lengths: LengthClass) -> TunedPlan | None:
-        """The winner for a GPU and lengths, or None.
+        """Returns the stored plan for a GPU and lengths, or None.
 
-        A damaged one is none, and is said; so is a cache folder that cannot be used.
+        A damaged entry or an unusable cache folder counts as none, with a warning.
         """
-        stored = self._store().find(self._name(lengths), self._key(card, lengths))
-        return None if stored is None else _parsed(stored.files.get(_PLAN, b""), type(self._default.plan))
+        stored = self._kernel_cache().find(self._name(lengths), self._key(card, lengths))
+        return None if stored is None else _parse(stored.files.get(_PLAN, b""), type(self._default.plan))
 
-    def keep(self, card: Card, lengths: LengthClass, winner: TunedPlan, measured: Mapping[str, Any]) -> Path:
-        """Writes the winner, in place of an older one, with what was measured; gives the entry's folder.
+    def store(self, card: Card, lengths: LengthClass, winner: TunedPlan, measured: Mapping[str, Any]) -> Path:
+        """Writes a plan and its measurements, replacing an older entry, and returns the entry's folder.
 
-        BuildError: the cache folder cannot be used.
+        Raises BuildError if the cache folder cannot be used.
         """
         plan = canonical_json({"plan": asdict(winner.plan), "source": winner.source_hash})
         facts = {
@@ -151,9 +153,10 @@ class TunedPlans:
             "lengths": asdict(lengths),
             "measured": dict(measured),
         }
-        return self._store().put(self._name(lengths), self._key(card, lengths), Artifacts({_PLAN: plan}, facts)).path
+        artifacts = Artifacts({_PLAN: plan}, facts)
+        return self._kernel_cache().put(self._name(lengths), self._key(card, lengths), artifacts).path
 
-    def _store(self) -> KernelCache:
+    def _kernel_cache(self) -> KernelCache:
         return self._cache or default_cache()
 
     def _name(self, lengths: LengthClass) -> str:
@@ -172,35 +175,35 @@ class TunedPlans:
 
 
 def _nvrtc_version() -> str:
-    """Without NVRTC there are prebuilt kernels alone, and those have default plans."""
+    """Returns NVRTC's version; "none" without NVRTC, where all kernels are prebuilt and have default plans."""
     return "{}.{}".format(*nvrtc.version()) if nvrtc.is_available() else "none"
 
 
-class Follower(Protocol):
-    """What calls of tuned lengths run winners by."""
+class Subscriber(Protocol):
+    """A pass that uses tuned plans."""
 
     def clear_cache(self) -> None:
-        """Calls to come look for tuned plans again."""
+        """Makes later calls look for tuned plans again."""
 
 
-def follow(follower: Follower) -> None:
-    """From now on it is told when there may be other winners."""
-    with _FOLLOWERS_LOCK:
-        _FOLLOWERS.add(follower)
+def subscribe(subscriber: Subscriber) -> None:
+    """Registers a pass, with a weak reference, to have its cache cleared when tuned plans change."""
+    with _SUBSCRIBERS_LOCK:
+        _SUBSCRIBERS.add(subscriber)
 
 
-def forget_tuned_plans() -> None:
-    """Every callable of this process looks for tuned plans again."""
-    with _FOLLOWERS_LOCK:
-        followers = list(_FOLLOWERS)
-    for follower in followers:
-        follower.clear_cache()
+def invalidate_tuned_plans() -> None:
+    """Makes every callable of this process look for tuned plans again."""
+    with _SUBSCRIBERS_LOCK:
+        subscribers = list(_SUBSCRIBERS)
+    for subscriber in subscribers:
+        subscriber.clear_cache()
 
 
-def _parsed(data: bytes, kind: type[Any]) -> TunedPlan | None:
-    """The winner of an entry's file; None where it is not as this version writes it, which its key should rule out.
+def _parse(data: bytes, kind: type[Any]) -> TunedPlan | None:
+    """Returns the plan in an entry's file; None if this version cannot read it, which the key should rule out.
 
-    kind: of its plan, that of the default one.
+    kind: the class of the default plan.
     """
     try:
         fields = parse_json(data)

@@ -1,4 +1,4 @@
-"""Tuning: times feasible plans on the GPU at hand, for the lengths of a call, and keeps the best one on disk."""
+"""Tuning of the forward: times candidate plans for the sizes of a call, and stores the fastest on disk."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ GIVEN = "this attention was compiled with {} or source=..., which win over tuned
 
 
 def check_measures(measures: bool, timer: Timer) -> None:
-    """LaunchError where times would say nothing."""
+    """Raises LaunchError if the default timer would time the emulator."""
     if not measures and timer is medians_ms:
         raise LaunchError("the emulator's times say nothing of a GPU: tune what was compiled for one, on it")
 
 
 def check_sizes(problem: Problem) -> None:
-    """ArgumentError where there is nothing to time."""
+    """Raises ArgumentError if the call has no score, so that there is nothing to time."""
     if not problem.has_scores:
         raise ArgumentError(f"q and k have {problem.len_q} and {problem.len_k} rows: there is nothing to time")
 
@@ -52,10 +52,10 @@ def tune(
     timer: Timer = medians_ms,
     progress: Progress = lambda what, done, total: None,
 ) -> Tuning:
-    """`Attention.tune`, its captures in one mapping, and in another where keys are and by what they are multiplied.
+    """Implements `Attention.tune`, with the captures in one mapping and the arrays of a KV cache in another.
 
-    plans: to try, beside the default one; None is `candidates` for the sizes, or `decode_candidates` where these take a
-    decode kernel. timer: what takes the times; on the emulator one must be given, as times there say nothing.
+    plans: the plans to try in addition to the default one; None for `candidates` of the sizes, or `decode_candidates`
+    if these sizes use a decode kernel. timer: times the runs; required on the emulator, which does not run in GPU time.
     """
     tuned, spec, dispatch = forward.dispatch.tuned, forward.spec, forward.dispatch
     refuse_varlen(spec, "tune", _ADVICE + (_ADVICE_OF_PAGES if spec.page_size else ""))
@@ -65,43 +65,43 @@ def tune(
         raise ArgumentError(GIVEN.format("plan=..."))
     bench = Bench(spec, forward.engine, arrays, captures, timer, progress)
     trials = _Trials(bench, forward, seed)
-    with bench.on_the_inputs_stream():
+    with bench.on_input_stream():
         problem, device = bench.problem(), bench.device()
         check_sizes(problem)
         own = dispatch.untuned(problem, device)
-        default = trials.of(_stages_of(own, forward))
-        default.run()  # refuses wrong arguments before more is compiled
+        default = trials.create(_stages_of(own, forward))
+        default.run()  # raises for wrong arguments before more is compiled
         key, main = dispatch.tuning_key(own, problem, device), own.kernel
         workload, plan = workload_of(problem, key[0]), main.plan
         others = _candidates(spec, main, workload) if plans is None else tuple(plans)
         kernels = {other: forward_kernels(spec, main.target, plan=other) for other in others if other != plan}
         mains = [stages["forward"] for stages in kernels.values()]
-        found = bench.tried(default, mains, lambda kernel: trials.of(kernels[kernel.plan]))
-    return bench.keep(tuned.beside(main), key, workload, (main.name, plan), found)
+        found = bench.compare(default, mains, lambda kernel: trials.create(kernels[kernel.plan]))
+    return bench.store(tuned.beside(main), key, workload, (main.name, plan), found)
 
 
 def _stages_of(built: ForwardKernels, forward: ForwardPass) -> Kernels:
-    """The kernels of calls that take one, with that which lists its tiles."""
+    """Returns the kernels of a plan in use, with the one that lists its tiles."""
     if built is forward.dispatch.default:
         return forward.kernels
     return forward_kernels(forward.spec, built.kernel.target, plan=built.kernel.plan)
 
 
 def _candidates(spec: AttentionSpec, kernel: RenderedKernel, workload: Workload) -> tuple[Plan, ...]:
-    """What is worth timing for calls that take such a kernel."""
+    """Returns the plans that are worth timing for calls that use a kernel of this kind."""
     if is_decode_plan(kernel.plan, kernel.target):
         return decode_candidates(spec, kernel.target, kernel.plan)
     return candidates(spec, kernel.target, workload)
 
 
 class _Trials:
-    """Calls of the forward's or a decode kernel by plans, those of some sizes by the plans that these take in turn."""
+    """Creates trials of forward plans. Calls may replace a plan by sizes, for example by packed heads."""
 
     def __init__(self, bench: Bench, forward: ForwardPass, seed: int | None) -> None:
         self.bench, self.spec, self.seed = bench, forward.spec, seed
         self._by_sizes = forward.dispatch.by_sizes
 
-    def of(self, kernels: Kernels) -> Trial:
+    def create(self, kernels: Kernels) -> Trial:
         forward = ForwardPass(self.spec, kernels, self.bench.engine, "", by_sizes=self._by_sizes)
         return Trial(kernels["forward"], lambda: self._call(forward), lambda: self._results(forward))
 
@@ -109,7 +109,7 @@ class _Trials:
         return forward(Call(self.bench.inputs, self.bench.captures, self.seed, 0, ("o",), results or {}))
 
     def _results(self, forward: ForwardPass) -> dict[str, Any]:
-        out = self.bench.poisoned(self.bench.problem().output_shape(self.spec))
-        self.bench.settle()
+        out = self.bench.filled_with_nan(self.bench.problem().output_shape(self.spec))
+        self.bench.synchronize()
         self._call(forward, {"o": out})
         return {"output": out.astype("float32")}

@@ -156,7 +156,7 @@ class Gpu:
         """An array without elements, of the library that makes memory where no array of a call says which."""
         return gpu.cupy().empty(0)
 
-    def lasting(self, memory: Mapping[str, Memory], place: Place) -> dict[str, Any]:
+    def allocate_persistent(self, memory: Mapping[str, Memory], place: Place) -> dict[str, Any]:
         """Arrays that outlive the call, ready on its stream.
 
         They are CuPy's whatever arrays the call has: torch may have its own memory come from a pool of CUDA graphs,
@@ -278,7 +278,7 @@ class Emulator:
     def empty(self) -> Any:
         return np.empty(0)
 
-    def lasting(self, memory: Mapping[str, Memory], place: Place) -> dict[str, Any]:
+    def allocate_persistent(self, memory: Mapping[str, Memory], place: Place) -> dict[str, Any]:
         """Arrays that outlive the call."""
         return {name: np.empty(each.shape, each.dtype) for name, each in memory.items()}
 

@@ -225,7 +225,7 @@ def test_a_winner_of_another_text_is_not_used(tmp_path: Path) -> None:
         TunedPlan(EARLY, "the hash of an older template's text"),
         TunedPlan(HopperBackwardPlan(96), "that plans no longer allow"),
     ):
-        kept.keep(it.engine.card(0), lengths, winner, {})
+        kept.store(it.engine.card(0), lengths, winner, {})
         assert compiled(tmp_path).backward_plan_for(90, heads=4, heads_kv=2) == default
 
 

@@ -123,5 +123,5 @@ def test_lengths_of_keys_are_of_pages_or_ragged_batches(layout: str) -> None:
     spec = fg.AttentionSpec(32, layout=layout)
     compiled = attention.compile(spec, target="sm_80", emulate=True)
     q = np.zeros((1, 2, 2, 32), np.float16)
-    with pytest.raises(ArgumentError, match="seqused_k is of ragged batches and pages"):
+    with pytest.raises(ArgumentError, match="seqused_k is of varlen batches and pages"):
         compiled(q, q, q, seqused_k=np.array([1], np.int32))

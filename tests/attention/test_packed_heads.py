@@ -182,7 +182,7 @@ def test_a_winner_of_tuning_is_packed_too(tmp_path: Path) -> None:
     tuned = TunedPlans(render_forward(CAUSAL, SM_90A), KernelCache(tmp_path))
     card = Emulator().card(0)
     lengths = LengthClass.of(Workload(30, 90, 16, card.multiprocessors), lists=False)
-    tuned.keep(card, lengths, TunedPlan.of(render_forward(CAUSAL, SM_90A, winner)), {})
+    tuned.store(card, lengths, TunedPlan.of(render_forward(CAUSAL, SM_90A, winner)), {})
     assert compiled.plan_for(30, 90, batch=2, heads=8, heads_kv=2) == replace(winner, packed_heads=4)
     assert compiled.plan_for(30, 90, batch=2, heads=8) == winner
 

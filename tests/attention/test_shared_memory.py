@@ -223,7 +223,7 @@ def test_one_byte_is_enough(backwards: bool) -> None:
 
 
 def test_arrays_that_cannot_be_told_apart_in_time_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sharing, "_MOST_WORK", 1)
+    monkeypatch.setattr(sharing, "_MAX_WORK", 1)
     memory, strided = np.zeros(2**20, np.uint8), np.lib.stride_tricks.as_strided
     one, other = (
         strided(memory[at:], (7, 2, 9), strides) for at, strides in ((0, (1388, 4079, 3355)), (2188, (15, 1971, 4287)))

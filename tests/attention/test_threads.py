@@ -14,7 +14,7 @@ import flashgen.language as fg
 from flashgen import attention
 from flashgen.attention import backward, call_pass, forward, forward_dispatch, tile_lists
 from flashgen.attention.callable import Attention
-from flashgen.attention.tuned_plans import TunedPlans, forget_tuned_plans
+from flashgen.attention.tuned_plans import TunedPlans, invalidate_tuned_plans
 from flashgen.build.cache import KernelCache
 from flashgen.codegen.mma_sync.forward_plans import ForwardPlan
 from flashgen.codegen.targets import target_named
@@ -143,7 +143,7 @@ def test_a_winner_that_was_looked_for_before_another_was_kept_is_looked_for_agai
     def find(*given: Any) -> None:
         asked.append(given)
         if len(asked) == 1:
-            forget_tuned_plans()
+            invalidate_tuned_plans()
 
     monkeypatch.setattr(TunedPlans, "find", find)
     given = random_inputs(spec, Shape(40, 40, 1, 1, 1))
@@ -163,7 +163,7 @@ def test_attentions_are_compiled_while_winners_are_forgotten(
     def work(thread: int) -> list[Any]:
         if thread < 2:
             for _ in range(100):
-                forget_tuned_plans()
+                invalidate_tuned_plans()
             return []
         return [forward.ForwardPass(compiled.spec, kernel, Emulator(), "", tuned) for _ in range(100)]
 

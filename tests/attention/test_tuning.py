@@ -92,7 +92,7 @@ def test_a_winner_comes_back_for_the_same_kernel_gpu_and_lengths_alone(
     default, kernel = (render_forward(SPEC, target_named(target), given) for given in (None, plan))
     kept = TunedPlans(default, KernelCache(tmp_path))
     assert kept.find(CARD, LENGTHS) is None
-    folder = kept.keep(CARD, LENGTHS, TunedPlan.of(kernel), {"milliseconds": 1.5})
+    folder = kept.store(CARD, LENGTHS, TunedPlan.of(kernel), {"milliseconds": 1.5})
     found = TunedPlans(default, KernelCache(tmp_path)).find(CARD, LENGTHS)
     assert found == TunedPlan.of(kernel) and found.plan == plan and found.describes(kernel)
     meta = json.loads((folder / "meta.json").read_text())
@@ -113,7 +113,7 @@ def test_a_later_winner_takes_the_place_of_an_earlier_one(tmp_path: Path) -> Non
     default = render_forward(SPEC, SM_80)
     kept = TunedPlans(default, KernelCache(tmp_path))
     for plan in (SMALL, OTHER):
-        kept.keep(CARD, LENGTHS, TunedPlan.of(render_forward(SPEC, SM_80, plan)), {})
+        kept.store(CARD, LENGTHS, TunedPlan.of(render_forward(SPEC, SM_80, plan)), {})
     found = kept.find(CARD, LENGTHS)
     assert found is not None and found.plan == OTHER and len(KernelCache(tmp_path).list()) == 1
     assert KernelCache(tmp_path).clear() == 1 and kept.find(CARD, LENGTHS) is None
@@ -122,7 +122,7 @@ def test_a_later_winner_takes_the_place_of_an_earlier_one(tmp_path: Path) -> Non
 @pytest.mark.parametrize("damage", [b"", b"{}", b'{"plan": {"tile_q": 1}}', b"\xff"])
 def test_a_damaged_winner_is_said_and_is_none(damage: bytes, tmp_path: Path) -> None:
     kept = TunedPlans(render_forward(SPEC, SM_80), KernelCache(tmp_path))
-    folder = kept.keep(CARD, LENGTHS, TunedPlan.of(render_forward(SPEC, SM_80, SMALL)), {})
+    folder = kept.store(CARD, LENGTHS, TunedPlan.of(render_forward(SPEC, SM_80, SMALL)), {})
     (folder / "plan.json").write_bytes(damage)
     with pytest.warns(FlashgenWarning, match="damaged: .* it is not used"):
         assert kept.find(CARD, LENGTHS) is None
@@ -130,7 +130,7 @@ def test_a_damaged_winner_is_said_and_is_none(damage: bytes, tmp_path: Path) -> 
 
 def test_fields_that_this_version_does_not_know_are_no_winner() -> None:
     for data in (b"{}", b"[]", b'{"plan": {"tile_q": 64, "colour": 3}, "source": ""}', b"nonsense"):
-        assert tuned_plans._parsed(data, ForwardPlan) is None
+        assert tuned_plans._parse(data, ForwardPlan) is None
 
 
 # ---- which kernel calls run
@@ -182,9 +182,9 @@ def test_a_winner_of_another_text_is_not_used(tmp_path: Path) -> None:
     lengths = LengthClass.of(Workload(90, 90, 2, 3), lists=False)
     card = it.engine.card(0)
     kept = TunedPlans(it._kernel, KernelCache(tmp_path))
-    kept.keep(card, lengths, TunedPlan(SMALL, "the hash of an older template's text"), {})
+    kept.store(card, lengths, TunedPlan(SMALL, "the hash of an older template's text"), {})
     assert it.plan_for(90, heads=2) == it.plan
-    kept.keep(card, lengths, TunedPlan(ForwardPlan(33, 32, 2), "that plans no longer allow"), {})
+    kept.store(card, lengths, TunedPlan(ForwardPlan(33, 32, 2), "that plans no longer allow"), {})
     assert compiled(tmp_path).plan_for(90, heads=2) == it.plan
 
 
@@ -301,18 +301,18 @@ def test_what_the_assembler_complains_of_is_left_out(monkeypatch: pytest.MonkeyP
 
     kernel = render_forward(SPEC, SM_80)
     monkeypatch.setattr(trials, "build", lambda kernel, prebuild: Entry)
-    assert trials.examined(kernel) == (168, "the assembler warns: (C7510) Potential Performance Loss: wgmma")
+    assert trials.compile_candidate(kernel) == (168, "the assembler warns: (C7510) Potential Performance Loss: wgmma")
     Entry.resources = Resources(255, spill_stores=8, spill_loads=4)
-    assert trials.examined(kernel) == (255, "it spills 12 bytes of registers")
+    assert trials.compile_candidate(kernel) == (255, "it spills 12 bytes of registers")
     Entry.resources, Entry.meta = Resources(255), {}
-    assert trials.examined(kernel) == (255, "")
-    assert "too many" in trials.examined(replace(kernel, threads=512))[1]
+    assert trials.compile_candidate(kernel) == (255, "")
+    assert "too many" in trials.compile_candidate(replace(kernel, threads=512))[1]
 
     def fails(*_: Any) -> Any:
         raise BuildError("it does not compile\nfor this reason")
 
     monkeypatch.setattr(trials, "build", fails)
-    assert trials.examined(kernel) == (None, "it does not compile")
+    assert trials.compile_candidate(kernel) == (None, "it does not compile")
 
 
 # ---- on a GPU

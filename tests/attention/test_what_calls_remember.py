@@ -75,8 +75,8 @@ def test_lists_of_other_streams_and_devices(rimmed: attention.Attention) -> None
     assert lister is not None
     shape = lister._shape(problem)
     places = [Place(stream, device) for stream in (0, 0x5560, 0x5570) for device in (0, 1)]
-    first = [lister._recall(problem, shape, place, make) for place in places]
-    assert len(made) == 6 and [lister._recall(problem, shape, place, make) for place in places] == first == made
+    first = [lister._cached(problem, shape, place, make) for place in places]
+    assert len(made) == 6 and [lister._cached(problem, shape, place, make) for place in places] == first == made
 
 
 def test_lists_of_the_stream_of_each_thread(at_once: Callable[..., list[Any]], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -86,7 +86,7 @@ def test_lists_of_the_stream_of_each_thread(at_once: Callable[..., list[Any]], m
     assert lister is not None
     problem = sizes_of(50, 60, 1, 1)
     shape = lister._shape(problem)
-    found = at_once(lambda number: lister._recall(problem, shape, Place(2, 0), object))
+    found = at_once(lambda number: lister._cached(problem, shape, Place(2, 0), object))
     assert len(set(map(id, found))) == 8
 
 
