@@ -100,7 +100,7 @@ def test_memory_is_begun_as_it_must_and_written_whole(monkeypatch: pytest.Monkey
     """What nobody zeroed is full of NaN."""
     empty = np.empty
 
-    def filled_with_nan(shape: Any, dtype: Any = float, **options: Any) -> Any:
+    def poisoned(shape: Any, dtype: Any = float, **options: Any) -> Any:
         array = empty(shape, dtype, **options)
         array.fill(np.nan if array.dtype.kind == "f" else -1)
         return array

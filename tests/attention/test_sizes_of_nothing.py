@@ -36,7 +36,7 @@ def compiled(spec: fg.AttentionSpec, target: str, folder: Path, **how: Any) -> A
     return Attention(spec, target_named(target), MadeUpCard(), tuned=KernelCache(folder), **how)
 
 
-def filled_with_nan(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+def poisoned(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     return np.full_like(array, np.nan)
 
 
@@ -67,7 +67,7 @@ def test_lengths(name: str, deterministic: bool, target: str, tmp_path: Path, ri
         rows = inputs.q, inputs.k, inputs.v
         o, lse = random_gradients(spec, shape, of_lse=True)
         assert lse is not None
-        out, lse = it(*rows, return_lse=True, out=(filled_with_nan(o), filled_with_nan(lse)), **inputs.captures)
+        out, lse = it(*rows, return_lse=True, out=(poisoned(o), poisoned(lse)), **inputs.captures)
         into = tuple(map(poisoned, (*rows, *inputs.captures.values())))
         made = it.backward(d_out, *rows, out, lse, d_lse=d_lse, into=into, **inputs.captures)
         right(spec, inputs, out, lse)
@@ -92,7 +92,7 @@ def test_ragged_batches(head_dim: int, sink: Any, target: str, tmp_path: Path) -
             starts_k = np.minimum(starts_q, rows_k).astype(np.int32)
             for bounds in ({}, {"max_seqlen_q": max(lengths, default=0), "max_seqlen_k": int(starts_k.max())}):
                 where: dict[str, Any] = {"cu_seqlens_q": starts_q, "cu_seqlens_k": starts_k, **bounds, **given}
-                out, _ = it(q, k, v, return_lse=True, out=(filled_with_nan(q), lse), **where)
+                out, _ = it(q, k, v, return_lse=True, out=(poisoned(q), lse), **where)
                 into = tuple(map(poisoned, (q, k, v, *given.values())))
                 made = it.backward(d_out, q, k, v, out, lse, into=into, **where)
                 keys = int(starts_k[-1])
@@ -136,7 +136,7 @@ def test_pages(target: str, tmp_path: Path) -> None:
                 k, v = (random_rows(seed, pages, 16, 2, 64) for seed in (1, 2))
                 where = {"page_table": np.zeros((batch, columns), np.int32), "seqused_k": np.zeros(batch, np.int32)}
                 for splits in (None, 1, 3):
-                    out, lse = filled_with_nan(q), np.full(q.shape[:3], np.nan, np.float32)
+                    out, lse = poisoned(q), np.full(q.shape[:3], np.nan, np.float32)
                     options: dict[str, Any] = {"sinks": np.ones(4, np.float32), "num_splits": splits, **where}
                     it(q, k, v, return_lse=True, out=(out, lse), **options)
                     assert (out == 0).all() and (lse == 1).all()
@@ -164,7 +164,7 @@ def test_mixed_batches(page_size: int, target: str, tmp_path: Path) -> None:
                 batch = len(lengths)
                 where = {"page_table": np.zeros((batch, columns), np.int32), "seqused_k": np.zeros(batch, np.int32)}
                 for bound in (None, max(lengths, default=0)):
-                    out, lse = filled_with_nan(q), np.full((4, rows), np.nan, np.float32)
+                    out, lse = poisoned(q), np.full((4, rows), np.nan, np.float32)
                     options: dict[str, Any] = {"cu_seqlens_q": starts, "max_seqlen_q": bound, **where}
                     it(q, k, v, return_lse=True, out=(out, lse), **options)
                     assert (out == 0).all() and (lse == -np.inf).all()
