@@ -1,7 +1,7 @@
-"""A rendered kernel on an engine: where it runs, and the bytes of its arguments.
+"""Launches of rendered kernels: the engines that run them, and the bytes of their arguments.
 
 engines              the GPU through CuPy, or the emulator: runners, streams
-memory               what a call takes for its own use
-argument_writer      values to the bytes of an argument struct
-tensor_map_writer    structs in which tensor maps stand for arrays
+memory               workspaces of a call
+argument_writer      writes values to the bytes of an argument struct
+tensor_map_writer    writes structs that hold tensor maps of arrays
 """

@@ -1,4 +1,4 @@
-"""Values -> the bytes of a kernel's argument struct."""
+"""Writes the bytes of a kernel's argument struct."""
 
 from __future__ import annotations
 
@@ -15,40 +15,40 @@ Value = int | float | Sequence[int]
 
 
 class Addresses(dict[str, int]):
-    """The addresses of a call's arrays on a GPU, by name; of an array that is not there, null.
+    """The addresses of a call's arrays on a GPU, by name; null for arrays that the call does not have.
 
     Attributes:
-        kept: arrays that nobody else keeps alive until the call is launched.
+        owners: arrays that must stay alive until the call is launched, and that have no other reference.
     """
 
-    kept: tuple[Any, ...] = ()
+    owners: tuple[Any, ...] = ()
 
     def __missing__(self, name: str) -> int:
         return 0
 
 
 class ArgumentWriter:
-    """Writes the struct for calls that differ only in their pointers and a few numbers; all the rest is packed once.
+    """Writes the struct of calls that differ only in their pointers and a few numbers; the rest is packed once.
 
     Attributes:
-        pointer_names: the arrays whose addresses the struct holds.
-        offsets: where it holds them, 8 bytes each.
-        template: the struct without what changes from call to call.
+        pointer_names: the names of the arrays that the struct holds addresses of.
+        offsets: the offsets of the addresses in the struct, 8 bytes each.
+        template: the struct with the members that all calls share.
     """
 
     def __init__(self, layout: ArgumentLayout, values: Mapping[str, Value]) -> None:
-        """`values`: every member but the pointers; those that change from call to call may be left out."""
+        """values: all members except the pointers; numbers that change from call to call may be left out."""
         flat: list[int | float] = []
         self.pointer_names = self._members = pointers = [
             field.name for field in layout.fields if field.type.endswith("*")
         ]
         for field in layout.fields:
             words = _MAP_WORDS if field.type == "TensorMap" else field.count
-            value = values.get(field.name, [0] * words if words else 0)  # filled in by `write`
+            value = values.get(field.name, [0] * words if words else 0)  # missing ones are written by `write`
             flat += list(value) if isinstance(value, Sequence) else [value]
         self.template = bytearray(struct.pack(layout.format, *flat))
-        self._pointers = _all_of(pointers)
-        self._pack_pointers = struct.Struct(f"<{len(pointers)}Q").pack_into  # they stand side by side
+        self._pointers = _getter(pointers)
+        self._pack_pointers = struct.Struct(f"<{len(pointers)}Q").pack_into  # they are contiguous in the struct
         self.offsets = {name: layout.offset(name) for name in pointers}
         self._first_pointer = min(self.offsets.values(), default=0)
         self._numbers = {
@@ -58,7 +58,7 @@ class ArgumentWriter:
         }
 
     def write(self, pointers: Mapping[str, int], numbers: Mapping[str, int | float]) -> bytearray:
-        """The struct of one call; pointers that are not given are null."""
+        """Returns the struct of one call; pointers that are not given are null."""
         struct = self.template.copy()
         self.write_into(struct, Addresses(pointers), numbers)
         return struct
@@ -66,22 +66,22 @@ class ArgumentWriter:
     def write_into(
         self, struct: bytearray | memoryview, pointers: Addresses | list[int], numbers: Mapping[str, int | float]
     ) -> None:
-        """Writes all that changes from call to call over that of an earlier call, or into a copy of the template."""
+        """Writes the members that change from call to call into a struct of an earlier call or a copied template."""
         self._pack_pointers(struct, self._first_pointer, *self._pointers(pointers))
         for name, (pack, offset) in self._numbers.items():
             pack(struct, offset, numbers[name])
 
     def by_position(self, positions: Mapping[str, int]) -> Self:
-        """What writes the same of a list of addresses; positions: in that, by name. What has none is at position 0."""
+        """Returns a writer that takes a list of addresses. positions: in the list, by name; 0 for missing names."""
         other = copy(self)
-        other._pointers = _all_of([positions.get(name, 0) for name in self._members])
+        other._pointers = _getter([positions.get(name, 0) for name in self._members])
         return other
 
     def write_emulated(self, numbers: Mapping[str, int | float]) -> bytearray:
-        """The struct of one call on the emulator, which puts the arrays' addresses at their `offsets`."""
+        """Returns the struct of one call on the emulator, which writes the addresses of the arrays itself."""
         return self.write({}, numbers)
 
 
-def _all_of(names: Sequence[Any]) -> Callable[[Any], tuple[int, ...]]:
-    """What gives the addresses of these names, whose number may be any: `itemgetter` gives a tuple from two on."""
+def _getter(names: Sequence[Any]) -> Callable[[Any], tuple[int, ...]]:
+    """Returns a function that gets the addresses of any number of names; `itemgetter` gives no tuple for one."""
     return itemgetter(*names) if len(names) > 1 else lambda addresses: tuple(addresses[name] for name in names)

@@ -1,4 +1,4 @@
-"""Where kernels run: a GPU through CuPy, or the emulator. Both make memory and launch; nothing else differs."""
+"""The engines that allocate memory and launch kernels: a GPU through CuPy, or the emulator."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from flashgen.runtime.counters import counters
 from flashgen.runtime.schedule import Schedule
 from flashgen.runtime.streams import identity
 
-_EMULATED = gpu.Card("emulator", multiprocessors=3)  # few and odd, so that a block meets tiles of several heads
+_EMULATED = gpu.Card("emulator", multiprocessors=3)  # few and odd, so that one CTA processes tiles of several heads
 
 Arrays = Mapping[str, Any]
 Operands = Any
-"""What launches take by the names of their structs' pointers: addresses on a GPU, arrays on the emulator."""
+"""The operands of launches, by the names of the structs' pointers: addresses on a GPU, arrays on the emulator."""
 Numbers = Mapping[str, int | float]
 
 
 class Place(NamedTuple):
-    """Where a launch happens: a stream of a device. The emulator has neither."""
+    """The stream and the device of a launch. The emulator ignores both."""
 
     stream: int = 0
     device: int = 0
@@ -39,9 +39,10 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class Launch:
-    """A kernel's grid and the writer of its arguments; `counts`: how many counters its blocks count by.
+    """A kernel's grid and the writer of its arguments.
 
-    idle: parameters of earlier launches on a GPU, which no launch uses now; as many as threads ever were in it at once.
+    counts: the number of counters that its CTAs use. idle: parameter buffers of earlier launches on a GPU that are free
+    for reuse; there are at most as many as threads that ever launched at the same time.
     """
 
     grid: tuple[int, int, int]
@@ -50,7 +51,7 @@ class Launch:
     idle: list[gpu.Parameters] = field(default_factory=list, compare=False, repr=False)
 
     def by_position(self, positions: Mapping[str, int]) -> Launch:
-        """The same for a GPU's addresses in a list; positions: in that, by name. It shares the parameters."""
+        """Returns a launch that takes a list of addresses, and shares the parameters. positions: in it, by name."""
         return replace(self, writer=self.writer.by_position(positions))
 
 
@@ -61,7 +62,7 @@ class Runner(Protocol):
 
 
 def build(kernel: RenderedKernel, prebuild: str) -> Entry:
-    """The kernel's binary for its target: from the release folder, the cache, or compiled now."""
+    """Returns the kernel's binary for its target, from the release folder or the cache, or compiled now."""
     return default_cache().load_or_compile(kernel.name, kernel.source, kernel.target.architecture, prebuild=prebuild)
 
 
@@ -86,7 +87,7 @@ class GpuRunner:
     def launch(self, launch: Launch, operands: Addresses | list[int], numbers: Numbers, place: Place) -> None:
         try:
             parameters = launch.idle.pop()
-        except IndexError:  # if it were asked first, another thread might take the last one in between
+        except IndexError:  # testing for emptiness first would race with other threads
             parameters = gpu.Parameters(launch.writer.template)
         launch.writer.write_into(parameters.struct, operands, numbers)
         self._loaded.launch(launch.grid, parameters, place.stream, place.device)
@@ -126,57 +127,57 @@ class Gpu:
     library = staticmethod(library_of)
 
     def operands(self, arrays: dict[str, Any], addresses: Addresses) -> Operands:
-        """What launches take of a call's arrays and their addresses, to be added to."""
+        """Returns the operands of a call's arrays, which have these addresses."""
         return addresses
 
     def add(self, arrays: Arrays, operands: Operands) -> None:
-        """Adds those that are not there yet. Whoever gives them keeps them alive until they are launched on."""
+        """Adds the addresses of new arrays. The caller keeps the arrays alive until the launch."""
         for name, array in arrays.items():
             if name not in operands:
                 operands[name] = library_of(array, name).pointer(array)
 
     def bind(self, arrays: Arrays) -> Operands:
-        """What launches take of these arrays, which it keeps alive, and of nothing else."""
+        """Returns operands of these arrays only, which it keeps alive."""
         operands = Addresses()
         self.add(arrays, operands)
-        operands.kept = tuple(arrays.values())
+        operands.owners = tuple(arrays.values())
         return operands
 
     def workspace(self, memory: Mapping[str, Memory], library: Library, device: int) -> Workspace:
-        """Memory for calls on the device whose arrays are the library's."""
+        """Prepares the workspace of calls on a device with arrays of a library."""
         return Block(memory, library, device)
 
     measures: ClassVar[bool] = True
-    """Whether the times of its launches are a GPU's."""
+    """Whether timing its launches measures a GPU."""
 
     copied: ClassVar[Library | None] = NUMPY
-    """The library whose arrays are copied to where kernels run, and results back."""
+    """The library with arrays that are copied to the device of the kernels, and results back; None for none."""
 
     def empty(self) -> Any:
-        """An array without elements, of the library that makes memory where no array of a call says which."""
+        """Returns an array without elements, of the library that allocates if a call has no array to tell which."""
         return gpu.cupy().empty(0)
 
     def allocate_persistent(self, memory: Mapping[str, Memory], place: Place) -> dict[str, Any]:
-        """Arrays that outlive the call, ready on its stream.
+        """Allocates arrays that outlive the call, for use on its stream.
 
-        They are CuPy's whatever arrays the call has: torch may have its own memory come from a pool of CUDA graphs,
-        which takes back what the call does not return.
+        They are CuPy arrays for calls of any library, because torch may allocate from a pool of CUDA graphs, which
+        reclaims memory that the call does not return.
         """
         cupy = gpu.cupy()
         arrays = {}
         with cupy.cuda.Device(place.device):
             for name, each in memory.items():
-                # Of no pool, so that it is not used again before what reads it on another stream is done.
-                own = cupy.cuda.Memory(max(math.prod(each.shape) * np.dtype(each.dtype).itemsize, 1))
-                arrays[name] = cupy.ndarray(each.shape, each.dtype, cupy.cuda.MemoryPointer(own, 0))
+                # Outside of CuPy's pool, which might reuse it before a reader on another stream has finished.
+                unpooled = cupy.cuda.Memory(max(math.prod(each.shape) * np.dtype(each.dtype).itemsize, 1))
+                arrays[name] = cupy.ndarray(each.shape, each.dtype, cupy.cuda.MemoryPointer(unpooled, 0))
         return arrays
 
     def bring(self, array: Any, argument: str = "") -> Any:
-        """An array where kernels run: one of NumPy is copied there, anything else stays as it is."""
+        """Returns an array on the device of the kernels: copies NumPy arrays, and returns other values unchanged."""
         return on_gpu(array) if isinstance(array, np.ndarray) else array
 
     def fetch(self, array: Any, into: Any = None) -> Any:
-        """An array of CuPy as one of NumPy: a new one, or `into`, written over; one on the GPU was written to there."""
+        """Copies a CuPy array to a new NumPy array or to `into`. An `into` on the GPU holds the result already."""
         if into is None:
             order = nesting(array.strides)
             return gpu.cupy().asnumpy(array.transpose(order)).transpose(inverse(order))
@@ -185,40 +186,40 @@ class Gpu:
         return into
 
     def current(self, device: int) -> bool:
-        """Whether memory is made and kernels are launched on that device now."""
+        """Whether a device is the current one."""
         return gpu.current_device() == device
 
     def on(self, device: int) -> AbstractContextManager[Any]:
-        """Makes a device the current one."""
+        """Returns a context manager that makes a device the current one."""
         return gpu.cupy().cuda.Device(device)
 
     def wait(self, place: Place) -> None:
-        """Until what was launched there has ended, so that any stream may use it."""
+        """Waits until the launches on a stream have finished, so that any stream may use their results."""
         gpu.stream_object(place.stream).synchronize()
 
     def multiprocessors(self, device: int) -> int:
-        """How many multiprocessors the device has."""
+        """Returns the number of multiprocessors of a device."""
         return gpu.multiprocessors(device)
 
     def here(self) -> int:
-        """The device of calls whose arrays do not say; LaunchError where there is no GPU."""
+        """Returns the current device, for calls without arrays. Raises LaunchError without a GPU."""
         gpu.compute_capability()
         return gpu.current_device()
 
     def home(self) -> int | None:
-        """The GPU that arrays are brought to, None where they stay on the CPU; LaunchError where there is no GPU."""
+        """Returns the GPU that arrays are brought to, None for the CPU. Raises LaunchError if a GPU is missing."""
         return self.here()
 
     def card(self, device: int) -> gpu.Card:
-        """What kind of GPU the device is."""
+        """Returns the model of a device."""
         return gpu.card(device)
 
     def counter(self, place: Place, count: int) -> Any:
-        """So many uint32 that the next launch counts by, as launches take them: 0, and 0 again when it has ended."""
-        return counters(place.device).of_launch(place.stream, count).data.ptr
+        """Returns the operand of `count` uint32 counters for the next launch. They are 0 before and after a launch."""
+        return counters(place.device).for_launch(place.stream, count).data.ptr
 
     def stream(self, place: Place) -> Hashable:
-        """What only launches on the stream of a place have: they follow each other."""
+        """Returns the identity of a stream, which only launches on that stream share."""
         return identity(place.stream)
 
     def is_captured(self, place: Place) -> bool:
@@ -232,8 +233,8 @@ class Gpu:
         gpu.clear(view.pointer, view.shape, byte_strides(view), itemsize, place.stream, place.device)
 
 
-def _of_frameworks(array: Any) -> str:
-    """Who takes arrays of a framework on the CPU, which the emulator does not."""
+def _framework_hint(array: Any) -> str:
+    """Returns a hint for CPU arrays of a framework, which the emulator does not take."""
     framework = type(array).__module__.partition(".")[0].removesuffix("lib")
     if framework not in ("torch", "jax"):
         return ""
@@ -242,7 +243,7 @@ def _of_frameworks(array: Any) -> str:
 
 @dataclass(frozen=True)
 class Emulator:
-    """Runs kernels on the CPU, on NumPy arrays, under a schedule and, if asked, a sanitizer."""
+    """Runs kernels on the CPU, on NumPy arrays, with a schedule and optionally a sanitizer."""
 
     sanitize: Literal["address", "thread"] | None = None
     schedule: Schedule = field(default_factory=Schedule)
@@ -255,7 +256,7 @@ class Emulator:
         if not isinstance(array, np.ndarray):
             raise ArgumentError(
                 f"{argument} of type {type(array).__name__}: the emulator takes NumPy arrays "
-                f"(bfloat16 is ml_dtypes.bfloat16){_of_frameworks(array)}"
+                f"(bfloat16 is ml_dtypes.bfloat16){_framework_hint(array)}"
             )
         return library_of(array, argument)
 
@@ -279,11 +280,11 @@ class Emulator:
         return np.empty(0)
 
     def allocate_persistent(self, memory: Mapping[str, Memory], place: Place) -> dict[str, Any]:
-        """Arrays that outlive the call."""
+        """Allocates arrays that outlive the call."""
         return {name: np.empty(each.shape, each.dtype) for name, each in memory.items()}
 
     def bring(self, array: Any, argument: str = "") -> Any:
-        self.library(array, argument)  # says so where the emulator cannot read it
+        self.library(array, argument)  # raises ArgumentError for arrays that the emulator cannot read
         return array
 
     def fetch(self, array: Any, into: Any = None) -> Any:
@@ -296,7 +297,7 @@ class Emulator:
         return nullcontext()
 
     def wait(self, place: Place) -> None:
-        """Every launch has ended when it returns."""
+        """Does nothing: launches on the emulator are synchronous."""
 
     def multiprocessors(self, device: int) -> int:
         return _EMULATED.multiprocessors

@@ -1,4 +1,4 @@
-"""Memory that a call takes for its own use: on a GPU one block for all of its arrays, on the emulator an array each."""
+"""Workspaces of a call: one block of memory for all arrays on a GPU, an array for each on the emulator."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from flashgen.launch.argument_writer import Addresses
 from flashgen.runtime import gpu
 from flashgen.runtime.arrays import Library, numpy_dtype, of_graph
 
-_ALIGNMENT = 256  # bytes: that of every allocation of the driver, and more than any copy asks
+_ALIGNMENT = 256  # bytes: the alignment of the driver's allocations, and more than any copy needs
 
 
 @dataclass(frozen=True)
 class Memory:
-    """An array that a call makes: shape, dtype, and whether it begins as zeros."""
+    """An array that a call allocates: shape, dtype, and whether it is set to zero."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -26,21 +26,21 @@ class Memory:
 
     @property
     def bytes(self) -> int:
-        """Its size."""
+        """The size of the array in bytes."""
         return math.prod(self.shape) * numpy_dtype(self.dtype).itemsize
 
 
 class Workspace(Protocol):
-    """Arrays for the launches of a call, prepared for calls of one shape."""
+    """The arrays that calls of one shape use as a workspace."""
 
     def take(self, operands: Any, stream: int) -> None:
-        """Adds them to what the launches of a call on that stream take, by name. They live as long as that does."""
+        """Allocates the arrays for a call on a stream, and adds them to its operands, which keep them alive."""
 
 
 class Block:
-    """The arrays of a workspace on a GPU, one behind the other in one allocation of the caller's library.
+    """A workspace on a GPU: one allocation of the caller's library, which holds all arrays one after the other.
 
-    offsets: where they begin in it, in bytes, in their order.
+    offsets: of the arrays in the allocation, in bytes, in order.
     """
 
     def __init__(self, memory: Mapping[str, Memory], library: Library, device: int) -> None:
@@ -55,7 +55,7 @@ class Block:
         self._zeroed = [(position, each) for position, each in enumerate(memory.values()) if each.zeroed]
 
     def lay(self, stream: int) -> tuple[Any, list[int]]:
-        """The allocation for a call on that stream, on the current device, and the addresses of the arrays in it."""
+        """Allocates for a call on a stream of the current device. Returns the allocation and the arrays' addresses."""
         graph = not self._library.pools_for_graphs and gpu.is_capturing(stream)
         block = of_graph(self._library, stream).empty(*self._block) if graph else self._make()
         begin = self._library.pointer(block)
@@ -65,9 +65,9 @@ class Block:
         return block, addresses
 
     def take(self, operands: Addresses, stream: int) -> None:
-        """As of any workspace."""
+        """See `Workspace.take`."""
         block, addresses = self.lay(stream)
-        operands.kept += (block,)
+        operands.owners += (block,)
         operands.update(zip(self.offsets, addresses, strict=True))
 
     def _clear(self, address: int, memory: Memory, stream: int) -> None:
@@ -76,16 +76,16 @@ class Block:
 
 
 class SeparateArrays:
-    """The arrays of a workspace on the emulator, which sees where each of them ends.
+    """A workspace on the emulator: an array each, so that accesses out of bounds are found.
 
-    What is not zeroed holds NaN in every float format, so that whoever reads it before it is written is found.
+    Arrays that are not zeroed hold NaN in every float format, so that reads before the first write show up.
     """
 
     def __init__(self, memory: Mapping[str, Memory]) -> None:
         self._memory = memory
 
     def take(self, operands: dict[str, Any], stream: int) -> None:
-        """As of any workspace."""
+        """See `Workspace.take`."""
         for name, each in self._memory.items():
             operands[name] = np.empty(each.shape, numpy_dtype(each.dtype))
             operands[name].reshape(-1).view(np.uint8).fill(0 if each.zeroed else 0xFF)

@@ -1,4 +1,4 @@
-"""Argument structs in which tensor maps stand for arrays of rows."""
+"""Writes argument structs that hold TMA tensor maps of arrays in place of their pointers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from flashgen.runtime.tensor_maps import (
 )
 
 _MAX_CACHED = 64  # sets of maps
-_OF_PANELS = 4  # numbers of a box that has several panels
+_PANEL_BOX_RANK = 4  # the rank of a box with several panels
 
 
 class TensorMapWriter(ArgumentWriter):
@@ -39,18 +39,18 @@ class TensorMapWriter(ArgumentWriter):
         shapes: Mapping[str, MapShape],
         empty: Collection[str] = (),
     ) -> None:
-        """`shapes`: of the maps by their arrays' names. empty: those of them that have no element, nor an address."""
+        """shapes: of the maps, by array. empty: the arrays without elements, which have no address."""
         super().__init__(layout, values)
         self.shapes = shapes
         self.offsets |= {name: layout.offset(f"{name}_map") for name in shapes}  # a map begins with the address
         self.pointer_names = [*shapes, *self.pointer_names]
-        self._arrays = ["o" if name in empty else name for name in shapes]
+        self._arrays = ["o" if name in empty else name for name in shapes]  # a map needs a valid address
         self._sources: Any = itemgetter(*self._arrays)
         self._makers = [MapMaker(shape) for shape in shapes.values()]
         self._maps: Cache[tuple[int, ...], bytes] = Cache(_MAX_CACHED)  # of the last sets of addresses
 
     def by_position(self, positions: Mapping[str, int]) -> Self:
-        """As of any struct; maps that one of them made are the other's, too."""
+        """See `ArgumentWriter.by_position`. Both writers share the cached maps."""
         other = super().by_position(positions)
         other._sources = itemgetter(*(positions.get(name, 0) for name in self._arrays))
         return other
@@ -58,24 +58,24 @@ class TensorMapWriter(ArgumentWriter):
     def write_into(
         self, struct: bytearray | memoryview, pointers: Addresses | list[int], numbers: Mapping[str, int | float]
     ) -> None:
-        """As of any struct, and the maps of the arrays at these addresses."""
+        """See `ArgumentWriter.write_into`. Also writes the maps of the arrays at these addresses."""
         super().write_into(struct, pointers, numbers)
         addresses = self._sources(pointers)
         maps = self._maps.get(addresses)
         if maps is None:
-            maps = self._maps.get_or_make(addresses, partial(self._made, addresses))
+            maps = self._maps.get_or_make(addresses, partial(self._encode, addresses))
         struct[: len(maps)] = maps  # the struct begins with them
 
-    def _made(self, addresses: tuple[int, ...]) -> bytes:
+    def _encode(self, addresses: tuple[int, ...]) -> bytes:
         return b"".join([make(address) for make, address in zip(self._makers, addresses, strict=True)])
 
     def write_emulated(self, numbers: Mapping[str, int | float]) -> bytearray:
-        """The struct of one call on the emulator, with maps as it has them."""
+        """Returns the struct of one call on the emulator, with maps in its format."""
         struct = self.template.copy()
         super().write_into(struct, Addresses(), numbers)
         for name, shape in self.shapes.items():
-            at = self.offsets[name]
-            struct[at : at + MAP_BYTES] = emulated_map(shape)
+            offset = self.offsets[name]
+            struct[offset : offset + MAP_BYTES] = emulated_map(shape)
         return struct
 
 
@@ -86,21 +86,21 @@ def map_shapes(
     strides: Mapping[str, tuple[int, int, int]],
     pages: int = 0,
 ) -> dict[str, MapShape]:
-    """What the maps of a kernel's arrays are made of; ArgumentError where TMA cannot walk along a stride.
+    """Returns the shapes of the maps of a kernel's arrays. Raises ArgumentError if TMA does not support a stride.
 
-    pages: that k and v have, where they are in pages.
+    pages: the number of pages of k and v, if they are paged.
     """
     packed, shapes = kernel.plan.packed_heads > 1, {}
     for name, box in kernel.boxes.items():
         if spec.is_ragged and (name in OF_QUERIES or not spec.page_size):
-            shapes[name] = _ragged_shape(spec, kernel, sizes, name, strides[name])
+            shapes[name] = _varlen_shape(spec, kernel, sizes, name, strides[name])
             continue
-        extents, steps = _walked(spec, sizes, name, strides[name], pages)
-        if len(box) == _OF_PANELS:
+        extents, steps = _map_axes(spec, sizes, name, strides[name], pages)
+        if len(box) == _PANEL_BOX_RANK:
             shapes[name] = panel_map_shape(name, spec.dtype, extents, steps, box)
             continue
-        called = "out" if name == "o" else name
-        shapes[name] = map_shape(called, spec.dtype, extents, steps, box, packed and name in OF_QUERIES)
+        argument = "out" if name == "o" else name
+        shapes[name] = map_shape(argument, spec.dtype, extents, steps, box, packed and name in OF_QUERIES)
     return shapes
 
 
@@ -111,40 +111,40 @@ def head_panels(
     strides: Mapping[str, tuple[int, int, int]],
     pages: int,
 ) -> dict[str, int]:
-    """Members of a struct: how many panels it is from head to head, of arrays of which a copy has several."""
+    """Returns struct members: the panels from one head to the next, of arrays with several panels in one copy."""
     return {
-        f"{name}_head_panels": panels_between_heads(name, *_walked(spec, sizes, name, strides[name], pages), box)
+        f"{name}_head_panels": panels_between_heads(name, *_map_axes(spec, sizes, name, strides[name], pages), box)
         for name, box in kernel.boxes.items()
-        if len(box) == _OF_PANELS
+        if len(box) == _PANEL_BOX_RANK
     }
 
 
-def _walked(
+def _map_axes(
     spec: AttentionSpec, sizes: Sizes, name: str, strides: tuple[int, int, int], pages: int
 ) -> tuple[tuple[int, int, int, int], tuple[int, int, int]]:
-    """Columns, rows, heads, and sequences or pages of an array; and the strides of all but the first."""
+    """Returns the sizes (columns, rows, heads, sequences or pages) of an array, and the strides of the last three."""
     columns = spec.value_dim if name in VALUE_WIDE else spec.head_dim
     rows, heads, outermost = _extents(spec, sizes, name, pages)
-    outer, head, row = strides if rows and outermost else (columns,) * 3  # of nothing, they may be any
+    outer, head, row = strides if rows and outermost else (columns,) * 3  # an empty array may have invalid strides
     return (columns, rows, heads, outermost), (row, head, outer)
 
 
 def _extents(spec: AttentionSpec, sizes: Sizes, name: str, pages: int) -> tuple[int, int, int]:
-    """Rows, heads, and sequences or pages of an array."""
+    """Returns (rows, heads, sequences or pages) of an array."""
     if name in OF_QUERIES:
         return sizes.len_q, sizes.heads_q, sizes.batch
     return (spec.page_size, sizes.heads_kv, pages) if spec.page_size else (sizes.len_k, sizes.heads_kv, sizes.batch)
 
 
-def _ragged_shape(
+def _varlen_shape(
     spec: AttentionSpec, kernel: RenderedKernel, sizes: Sizes, name: str, strides: tuple[int, int, int]
 ) -> MapShape:
-    """The map of a packed array, whose rows stand along two axes: see templates/hopper/copies.cuh.jinja."""
+    """Returns the map of a varlen array, with its rows along two axes: see templates/hopper/copies.cuh.jinja."""
     columns = spec.value_dim if name in VALUE_WIDE else spec.head_dim
     rows, heads = (sizes.total_q, sizes.heads_q) if name in OF_QUERIES else (sizes.total_k, sizes.heads_kv)
     _, head, row = strides
-    if rows <= 1:  # of one row, or none, strides may be any
+    if rows <= 1:  # arrays of at most one row may have invalid strides
         row, head = columns * heads, head if rows else columns
-    called = "out" if name == "o" else name
-    shape = map_shape(called, spec.dtype, (columns, MAP_ROWS, heads, rows + 1), (row, head, row), kernel.boxes[name])
+    argument = "out" if name == "o" else name
+    shape = map_shape(argument, spec.dtype, (columns, MAP_ROWS, heads, rows + 1), (row, head, row), kernel.boxes[name])
     return replace(shape, rows_before=MAP_ROWS)

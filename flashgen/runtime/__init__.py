@@ -1,1 +1,1 @@
-"""Arrays in and out, and the launch: on a GPU, or on the emulator."""
+"""Arrays, streams and launches, on a GPU or on the emulator."""

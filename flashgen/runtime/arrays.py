@@ -1,7 +1,7 @@
-"""Arrays in and out: what a kernel needs to know about an array, whichever library made it.
+"""Arrays of any library as kernels see them, and the allocation of results.
 
-NumPy, CuPy and PyTorch arrays are read by their own attributes, JAX's and all others through DLPack or the CUDA array
-interface. Strides are in elements. Nothing is copied, and no library is imported that the caller has not imported.
+NumPy, CuPy and PyTorch arrays are read by their own attributes, JAX and all other arrays through DLPack or the CUDA
+array interface. Strides are in elements. Nothing is copied, and no library is imported unless the caller has it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from flashgen.errors import ArgumentError
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """An array as a kernel sees it: address, shape, strides in elements, name of the dtype, GPU (or None)."""
+    """An array as a kernel sees it: address, shape, strides in elements, name of the dtype, GPU (None for the CPU)."""
 
     pointer: int
     shape: tuple[int, ...]
@@ -31,7 +31,7 @@ class View:
 
 
 class Maker(Protocol):
-    """What `Library.maker` is."""
+    """The type of `Library.maker`."""
 
     def __call__(
         self, shape: tuple[int, ...], dtype: str, device: int, strides: tuple[int, ...] | None = None, /
@@ -40,13 +40,16 @@ class Maker(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Library:
-    """An array library: how to look at its arrays, make one like another, and find the stream that uses them.
+    """The functions of an array library: read its arrays, allocate new ones, and find the current stream.
 
-    `look` is the quick look at each array of every call: (a hashable value that two arrays share only if they agree in
-    library, shape, strides, dtype and device; the address). `view` is the thorough one, with errors that name the
-    array. `maker` is of (shape, dtype, device, strides): what makes such an array whenever it is called, C-contiguous
-    or of strides that `strides_like` gave.
-    `pools_for_graphs` says whether what is made while a stream is captured is the graph's as long as that lives.
+    Attributes:
+        look: the fast path of each call. Returns a hashable value, which two arrays share only if they agree in
+            library, shape, strides, dtype and device, and the address.
+        view: returns a complete View, with errors that name the array.
+        maker: takes (shape, dtype, device, strides), and returns a function that allocates a new array at each call,
+            C-contiguous or with strides from `strides_like`.
+        stream: returns the current stream of the device of an array.
+        pools_for_graphs: whether memory that is allocated during a stream capture belongs to the graph while it lives.
     """
 
     name: str
@@ -58,7 +61,7 @@ class Library:
     pools_for_graphs: bool
 
     def empty(self, shape: tuple[int, ...], dtype: str, device: int) -> Any:
-        """One such array."""
+        """Allocates a C-contiguous array."""
         return self.maker(shape, dtype, device)()
 
 
@@ -69,7 +72,7 @@ def _element_strides(byte_strides: tuple[int, ...], itemsize: int, argument: str
 
 
 def view_numpy(array: Any, argument: str) -> View:
-    """A NumPy array, in host memory."""
+    """Returns the view of a NumPy array, in host memory."""
     strides = _element_strides(array.strides, array.itemsize, argument)
     dtype = array.dtype.name if array.dtype.isnative else f"byte-swapped {array.dtype.name}"
     return View(array.ctypes.data, array.shape, strides, dtype, None, array)
@@ -95,19 +98,19 @@ def _view_torch(tensor: Any, argument: str) -> View:
 
 
 def _view_interface(array: Any, argument: str) -> View:
-    """Anything with DLPack or the CUDA array interface, viewed through CuPy."""
+    """Returns the view of any array with DLPack or the CUDA array interface, read through CuPy."""
     cupy = _cupy()
     try:
-        seen = cupy.asarray(array) if hasattr(array, "__cuda_array_interface__") else cupy.from_dlpack(array)
+        wrapped = cupy.asarray(array) if hasattr(array, "__cuda_array_interface__") else cupy.from_dlpack(array)
     except (TypeError, ValueError, BufferError, RuntimeError) as error:
         raise ArgumentError(f"{argument} of type {type(array).__name__} is not readable on the GPU: {error}") from error
-    view = _view_cupy(seen, argument)
-    return View(view.pointer, view.shape, view.strides, view.dtype, view.device, (array, seen))
+    view = _view_cupy(wrapped, argument)
+    return View(view.pointer, view.shape, view.strides, view.dtype, view.device, (array, wrapped))
 
 
 @cache
 def numpy_dtype(name: str) -> np.dtype[Any]:
-    """NumPy's dtype of that name; bfloat16 and the float8s are ml_dtypes'."""
+    """Returns NumPy's dtype of that name; bfloat16 and the float8 types come from ml_dtypes."""
     if name.startswith(("bfloat16", "float8")):
         import ml_dtypes
 
@@ -116,7 +119,7 @@ def numpy_dtype(name: str) -> np.dtype[Any]:
 
 
 def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Strides in elements of a C-contiguous array."""
+    """Returns the strides in elements of a C-contiguous array."""
     strides = [1]
     for size in reversed(shape[1:]):
         strides.append(strides[-1] * max(size, 1))
@@ -124,37 +127,37 @@ def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def nesting(strides: tuple[int, ...]) -> tuple[int, ...]:
-    """The axes from the outermost to the innermost, by their strides; axes of equal strides keep their order.
+    """Returns the axes from the outermost to the innermost, by their strides; axes of equal strides keep their order.
 
-    An axis of stride 0 has no place by its stride, and has the one that it has in a C-contiguous array.
+    An axis of stride 0 keeps the position that it has in a C-contiguous array.
     """
     lengths = [abs(stride) for stride in strides]
-    placed: list[int] = []
+    ordered: list[int] = []
     for axis, length in enumerate(lengths):
-        if length:  # no sort, which torch.compile has not for sizes that are symbols
-            placed.insert(len([other for other in placed if lengths[other] >= length]), axis)
-    outermost_first = iter(placed)
+        if length:  # not `sorted`, which torch.compile does not support for symbolic sizes
+            ordered.insert(len([other for other in ordered if lengths[other] >= length]), axis)
+    outermost_first = iter(ordered)
     return tuple([next(outermost_first) if length else axis for axis, length in enumerate(lengths)])
 
 
 def inverse(axes: tuple[int, ...]) -> tuple[int, ...]:
-    """The permutation that undoes one."""
+    """Returns the inverse of a permutation."""
     return tuple(axes.index(axis) for axis in range(len(axes)))
 
 
 def strides_like(shape: tuple[int, ...], like: tuple[int, ...]) -> tuple[int, ...]:
-    """Strides in elements of an array without gaps whose axes nest as those of strides `like` do.
+    """Returns the strides in elements of a dense array with the axis order in memory of the strides `like`.
 
-    A model splits one product into q, k and v and swaps heads and rows; an output in that order is joined again without
-    a copy.
+    A model splits one product into q, k and v, and transposes heads and rows. An output with the same axis order is
+    reshaped to the input of the next layer without a copy.
     """
     order = nesting(like)
-    made = contiguous_strides(tuple(shape[axis] for axis in order))
-    return tuple(made[place] for place in inverse(order))
+    strides = contiguous_strides(tuple(shape[axis] for axis in order))
+    return tuple(strides[position] for position in inverse(order))
 
 
 def byte_strides(view: View) -> tuple[int, ...]:
-    """Strides in bytes; 0 for an axis of one element, which is read at index 0 only."""
+    """Returns the strides in bytes; 0 for an axis of one element, which is read at index 0 only."""
     itemsize = numpy_dtype(view.dtype).itemsize
     return tuple(0 if size == 1 else stride * itemsize for size, stride in zip(view.shape, view.strides, strict=True))
 
@@ -162,7 +165,7 @@ def byte_strides(view: View) -> tuple[int, ...]:
 def _empty(
     empty: Callable[..., Any], shape: tuple[int, ...], dtype: str, strides: tuple[int, ...] | None
 ) -> Callable[[], Any]:
-    """What makes arrays by a function of a shape and a dtype."""
+    """Returns a function that allocates arrays by an `empty` function of shape and dtype."""
     element = numpy_dtype(dtype)
     if strides is None or strides == contiguous_strides(shape):
         return partial(empty, shape, element)
@@ -180,24 +183,24 @@ def _maker_of_numpy(
 def _maker_of_cupy(
     shape: tuple[int, ...], dtype: str, _device: int, strides: tuple[int, ...] | None = None
 ) -> Callable[[], Any]:
-    return _empty(_cupy().empty, shape, dtype, strides)  # on the current device, which is the call's
+    return _empty(_cupy().empty, shape, dtype, strides)  # on the current device, which is that of the call
 
 
 def _maker_on_legacy_stream(
     shape: tuple[int, ...], dtype: str, device: int, strides: tuple[int, ...] | None = None
 ) -> Callable[[], Any]:
-    """CuPy reuses memory in the order of the stream that was current when it was taken."""
+    """Allocates on the legacy stream: CuPy reuses memory in the order of the stream that was current at allocation."""
     make = _maker_of_cupy(shape, dtype, device, strides)
 
-    def make_there() -> Any:
+    def make_on_legacy_stream() -> Any:
         with _cupy().cuda.Stream.null:
             return make()
 
-    return make_there
+    return make_on_legacy_stream
 
 
-class _MemoryOfGraph:
-    """Memory that a graph takes and frees whenever it runs. Made and dropped while its stream is captured."""
+class _GraphMemory:
+    """Memory that a graph allocates and frees at each replay. Created and dropped while its stream is captured."""
 
     def __init__(self, size: int, stream: int) -> None:
         self._free, self._stream = _cupy().cuda.runtime.freeAsync, stream
@@ -210,11 +213,11 @@ class _MemoryOfGraph:
 def _maker_of_graph(
     stream: int, shape: tuple[int, ...], dtype: str, device: int, _strides: tuple[int, ...] | None = None
 ) -> Callable[[], Any]:
-    """Of what only launches use, which is C-contiguous."""
+    """Allocates C-contiguous workspaces that belong to a captured graph."""
     cuda, size = _cupy().cuda, max(math.prod(shape), 1) * numpy_dtype(dtype).itemsize
 
     def make() -> Any:
-        owner = _MemoryOfGraph(size, stream)
+        owner = _GraphMemory(size, stream)
         memory = cuda.UnownedMemory(owner.pointer, size, owner, device)
         return _cupy().ndarray(shape, numpy_dtype(dtype), cuda.MemoryPointer(memory, 0))
 
@@ -224,17 +227,17 @@ def _maker_of_graph(
 def _maker_of_torch(
     shape: tuple[int, ...], dtype: str, device: int, strides: tuple[int, ...] | None = None
 ) -> Callable[[], Any]:
-    """By `empty_strided`, with which torch is quicker than with `empty`.
+    """Allocates by `empty_strided`, which is faster than `torch.empty`.
 
-    It is quicker still without a dispatch, on the current device, which is the call's: as compiled graphs make their
-    memory, by a function that is not documented. A torch without that makes the same the long way.
+    An undocumented function, which compiled graphs use, skips torch's dispatcher and is faster still. It allocates on
+    the current device, which is that of the call. Versions of torch without it use the public function.
     """
     import torch
 
     strides, element = strides or contiguous_strides(shape), getattr(torch, dtype)
-    quick = getattr(getattr(getattr(torch._C, "_dynamo", None), "guards", None), "_empty_strided_cuda", None)
-    if quick is not None:
-        return partial(quick, shape, strides, element)
+    undispatched = getattr(getattr(getattr(torch._C, "_dynamo", None), "guards", None), "_empty_strided_cuda", None)
+    if undispatched is not None:
+        return partial(undispatched, shape, strides, element)
     return partial(torch.empty_strided, shape, strides, dtype=element, device=torch.device("cuda", device))
 
 
@@ -248,16 +251,15 @@ def _stream_torch(like: Any) -> int:
 
 @cache
 def _raw_stream_of_torch() -> Callable[[int], int]:
-    """torch's current stream of a device, as a handle.
+    """Returns a function that returns the handle of torch's current stream of a device.
 
-    `torch.cuda.current_stream` makes an object of it, which takes more time than all else that a call asks of torch.
-    What compiled graphs ask in its place is not documented; a torch without it is asked the long way, which says the
-    same.
+    `torch.cuda.current_stream` creates an object, which takes more time than all other uses of torch in a call. The
+    function that compiled graphs use instead is not documented; versions of torch without it use the public one.
     """
     import torch
 
-    quick: Callable[[int], int] | None = getattr(torch._C, "_cuda_getCurrentRawStream", None)
-    return quick or (lambda device: int(torch.cuda.current_stream(device).cuda_stream))
+    raw_stream: Callable[[int], int] | None = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+    return raw_stream or (lambda device: int(torch.cuda.current_stream(device).cuda_stream))
 
 
 @cache
@@ -274,7 +276,7 @@ NUMPY = Library(
     view_numpy,
     _maker_of_numpy,
     lambda _like: 0,
-    pools_for_graphs=True,  # which there are none of
+    pools_for_graphs=True,  # NumPy arrays are never part of a graph
 )
 CUPY = Library(
     "cupy",
@@ -297,7 +299,7 @@ TORCH = Library(
 
 
 def _through_cupy(name: str, stream: Callable[[Any], int], maker: Callable[..., Any]) -> Library:
-    """A library whose arrays CuPy looks at, and whose outputs CuPy makes."""
+    """Returns a library that reads its arrays and allocates its results through CuPy."""
 
     def look(array: Any) -> tuple[Any, int]:
         view = _view_interface(array, "an array")
@@ -309,21 +311,21 @@ def _through_cupy(name: str, stream: Callable[[Any], int], maker: Callable[..., 
     return Library(name, pointer, look, _view_interface, maker, stream, pools_for_graphs=False)
 
 
-JAX = _through_cupy("jax", lambda _like: 0, _maker_on_legacy_stream)  # on which JAX's arrays are ready
+JAX = _through_cupy("jax", lambda _like: 0, _maker_on_legacy_stream)  # the stream on which JAX arrays are ready
 OTHER = _through_cupy("other", _stream_cupy, _maker_of_cupy)
 
 
 @dataclass(frozen=True, slots=True)
 class OfBytes:
-    """An array on the GPU of a type that CuPy has not: CuPy's array of its bytes, and the name of the type."""
+    """A GPU array of a dtype that CuPy does not have: a CuPy array of its bytes, and the name of the dtype."""
 
     bytes_: Any
     dtype: str
 
 
 def _look_of_bytes(array: OfBytes) -> tuple[Any, int]:
-    seen, pointer = _look_cupy(array.bytes_)
-    return (array.dtype, seen), pointer
+    described, pointer = _look_cupy(array.bytes_)
+    return (array.dtype, described), pointer
 
 
 OF_BYTES = Library(
@@ -338,17 +340,17 @@ OF_BYTES = Library(
 
 
 def on_gpu(array: np.ndarray[Any, Any]) -> Any:
-    """A copy of a NumPy array on the current GPU: CuPy's, or, of a type that CuPy has not, one of its bytes."""
+    """Copies a NumPy array to the current GPU: to a CuPy array, or to OfBytes for dtypes that CuPy does not have."""
     if array.dtype.name.startswith("float8"):
         return OfBytes(_cupy().asarray(array.view(np.uint8)), array.dtype.name)
     return _cupy().asarray(array)
 
 
 def of_graph(library: Library, stream: int) -> Library:
-    """The library, for arrays that only the launches of one call use, on a stream that is being captured.
+    """Returns the library for workspaces of one call on a stream that is being captured.
 
-    CuPy's pool gives such memory to others as soon as the call has returned, and every replay of the graph would write
-    to it: the graph takes memory of its own. torch has a pool for each graph.
+    CuPy's pool would give such memory to others as soon as the call has returned, although every replay of the graph
+    writes to it. The graph therefore gets memory of its own. torch has a pool for each graph.
     """
     return library if library.pools_for_graphs else replace(library, maker=partial(_maker_of_graph, stream))
 
@@ -358,7 +360,7 @@ _BY_TYPE: dict[type, Library] = {OfBytes: OF_BYTES}
 
 
 def library_of(array: Any, argument: str) -> Library:
-    """The library of an array; ArgumentError for what no kernel can read."""
+    """Returns the library of an array. Raises ArgumentError for objects that no kernel can read."""
     found = _BY_TYPE.get(type(array))
     if found is None:
         found = _BY_TYPE[type(array)] = _library_of_type(array, argument)
@@ -380,7 +382,7 @@ def _library_of_type(array: Any, argument: str) -> Library:
 
 
 def _check_class(library: Library, array: Any, argument: str) -> None:
-    """ArgumentError for a class of arrays of which the memory alone does not say what the elements are."""
+    """Raises ArgumentError for classes of arrays with elements that their memory alone does not determine."""
     kind = type(array)
     if library is NUMPY and isinstance(array, np.ma.MaskedArray):
         raise ArgumentError(
@@ -395,7 +397,7 @@ def _check_class(library: Library, array: Any, argument: str) -> None:
 
 
 def overrides_functions(kind: Any) -> bool:
-    """Whether functions of torch mean something else for tensors of a class: those of a mask, or of several lengths."""
+    """Whether a tensor class overrides torch's functions, as masked and nested tensors do."""
     import torch
 
     functions: Any = [each.__torch_function__ for each in (kind, torch.Tensor)]
@@ -404,16 +406,16 @@ def overrides_functions(kind: Any) -> bool:
 
 
 def overrides_operators(kind: Any) -> bool:
-    """Whether a class of torch's tensors does itself what operators do: fake and distributed ones have no memory."""
+    """Whether a tensor class overrides torch's operators, as fake and distributed tensors do, which have no memory."""
     import torch
 
     return getattr(kind, "__torch_dispatch__", None) is not getattr(torch.Tensor, "__torch_dispatch__", None)
 
 
-def give_back(library: Library, made: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Outputs that were made by the library, as the caller's kind of arrays."""
+def give_back(library: Library, results: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns results of the library's maker as arrays of the library: those for JAX are CuPy arrays before."""
     if library is not JAX:
-        return made
+        return results
     import jax
 
-    return {name: jax.dlpack.from_dlpack(array) for name, array in made.items()}
+    return {name: jax.dlpack.from_dlpack(array) for name, array in results.items()}

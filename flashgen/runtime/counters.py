@@ -1,4 +1,4 @@
-"""Numbers in a GPU's memory with which the blocks of a launch count: 0 when it begins, and 0 again when it ends."""
+"""Counters in GPU memory for the CTAs of a launch. They are 0 when a launch begins, and 0 again when it ends."""
 
 from __future__ import annotations
 
@@ -9,67 +9,67 @@ from functools import cache
 from typing import Any
 
 from flashgen.runtime import gpu
-from flashgen.runtime.streams import OF_EACH_THREAD, beside_captures, identity
+from flashgen.runtime.streams import PER_THREAD, allowed_during_captures, identity
 
 _BYTES = 4
-_OF_AN_ALLOCATION = 16384
-_MOST_RETIRED = 1024  # counters of destroyed streams, whose last launches may still be running
+_COUNTERS_PER_ALLOCATION = 16384
+_MAX_RETIRED = 1024  # counters of destroyed streams, on which launches may still be running
 
 
 class Counters:
-    """The counters of one GPU. Their memory is flashgen's own, and is never given back.
+    """The counters of one GPU. Their memory is allocated outside of pools and never freed.
 
-    Every launch leaves its counters as it found them, so that a stream gets nothing but launches, and several threads
-    may launch on one. Launches on a stream follow each other and share counters. A launch that is captured into a
-    graph keeps counters of its own for ever, as graphs run beside each other and beside launches on their stream. A
-    graph that is instantiated twice must not run beside itself.
+    Every launch leaves its counters at 0, so no memset is needed and several threads may launch on one stream.
+    Launches on one stream run one after the other and share counters. A launch that is captured into a graph has its
+    own counters for ever, because graphs run concurrently with each other and with launches on their stream. Two
+    instances of one graph must not run at the same time.
     """
 
     def __init__(self, device: int) -> None:
         self._device, self._lock = device, threading.Lock()
-        # By a stream's handle, and the thread where the handle has one stream for each: its identity and its counter.
-        self._of_streams: dict[tuple[int, int], tuple[Hashable, Any]] = {}
+        # (handle, thread if the handle stands for a stream per thread) -> (identity of the stream, its counters)
+        self._by_stream: dict[tuple[int, int], tuple[Hashable, Any]] = {}
         self._retired: deque[Any] = deque()
-        self._allocations: list[Any] = []  # kept for the graphs that use them, which keep nothing
+        self._allocations: list[Any] = []  # kept alive for graphs, which hold no references
         self._unused = 0
 
-    def of_launch(self, stream: int, count: int = 1) -> Any:
-        """So many uint32, as a CuPy array, for the next launch on a stream of the device, the current one."""
+    def for_launch(self, stream: int, count: int = 1) -> Any:
+        """Returns a CuPy array of `count` or more uint32, for the next launch on a stream of the current device."""
         if gpu.cupy().cuda.runtime.streamIsCapturing(stream):
             with self._lock:
                 return self._new(count)
-        key = (stream, threading.get_ident() if stream == OF_EACH_THREAD else 0)
-        who = identity(stream)
-        found = self._of_streams.get(key)
-        if found is not None and found[0] == who and found[1].size >= count:
+        key = (stream, threading.get_ident() if stream == PER_THREAD else 0)
+        stream_id = identity(stream)
+        found = self._by_stream.get(key)
+        if found is not None and found[0] == stream_id and found[1].size >= count:
             return found[1]
-        return self._of_new_stream(key, who, count)
+        return self._for_new_stream(key, stream_id, count)
 
-    def _of_new_stream(self, key: tuple[int, int], who: Hashable, count: int) -> Any:
-        """For a stream that has none, or too few: the others may be in use by its launches still."""
+    def _for_new_stream(self, key: tuple[int, int], stream_id: Hashable, count: int) -> Any:
+        """Returns counters for a stream that has none or too few. Launches may still use the old ones."""
         with self._lock:
-            found = self._of_streams.get(key)
-            if found is not None and found[0] == who and found[1].size >= count:  # another thread was faster
+            found = self._by_stream.get(key)
+            if found is not None and found[0] == stream_id and found[1].size >= count:  # another thread was faster
                 return found[1]
             if found is not None:
                 self._retired.append(found[1])
-            again = len(self._retired) > _MOST_RETIRED and self._retired[0].size >= count
-            counters = self._retired.popleft() if again else self._new(count)
-            self._of_streams[key] = who, counters
+            reuse = len(self._retired) > _MAX_RETIRED and self._retired[0].size >= count
+            counters = self._retired.popleft() if reuse else self._new(count)
+            self._by_stream[key] = stream_id, counters
             return counters
 
     def _new(self, count: int) -> Any:
         if self._unused < count:
-            size = max(_OF_AN_ALLOCATION, count)
-            self._allocations.append(self._allocated(size))
+            size = max(_COUNTERS_PER_ALLOCATION, count)
+            self._allocations.append(self._allocate(size))
             self._unused = size
         self._unused -= count
         return self._allocations[-1][self._unused : self._unused + count]
 
-    def _allocated(self, size: int) -> Any:
-        """Zeros outside of all pools: others use and count what pools hold, and graphs own what they captured."""
+    def _allocate(self, size: int) -> Any:
+        """Allocates zeros outside of pools, which users limit and measure, and of captures, which own their memory."""
         module = gpu.cupy()
-        with module.cuda.Device(self._device), beside_captures():
+        with module.cuda.Device(self._device), allowed_during_captures():
             memory = module.cuda.Memory(_BYTES * size)
             counters = module.ndarray((size,), "uint32", module.cuda.MemoryPointer(memory, 0))
             stream = module.cuda.Stream(non_blocking=True)
@@ -80,5 +80,5 @@ class Counters:
 
 @cache
 def counters(device: int) -> Counters:
-    """The counters of a GPU. Two threads that ask first at the same time may each get counters of their own, once."""
+    """Returns the counters of a GPU. Two threads that make the first call at once may get separate counters."""
     return Counters(device)

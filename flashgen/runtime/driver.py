@@ -1,4 +1,4 @@
-"""NVIDIA's driver as a C library, for functions that CuPy does not pass on."""
+"""NVIDIA's driver as a C library, for functions that CuPy does not expose."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from flashgen.errors import LaunchError
 
 @cache
 def driver() -> ctypes.CDLL:
-    """The driver; LaunchError, with the remedy, where there is none."""
+    """Returns the driver. Raises LaunchError, with a remedy, if there is none."""
     for name in ("libcuda.so.1", "libcuda.so", "nvcuda.dll"):
         try:
             return ctypes.CDLL(name)

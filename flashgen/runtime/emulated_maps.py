@@ -1,4 +1,4 @@
-"""Tensor maps for the emulator: they describe an array to its TMA, in as many bytes as a GPU's map has."""
+"""Tensor maps in the emulator's format, which has the size of a GPU's."""
 
 from __future__ import annotations
 
@@ -7,31 +7,31 @@ from collections.abc import Sequence
 
 from flashgen.errors import LaunchError
 
-# TensorMapLayout of templates/emulator/tensor_map.h; keep both alike.
+# The same as TensorMapLayout in templates/emulator/tensor_map.h; change both together.
 _EMULATED = struct.Struct("<QQ 4I 5I 5H 2x 4q q 24x")
 _EMULATED_MAGIC = 0x3150414D54455247
 _ELEMENTS = {"float16": (0, 2), "bfloat16": (1, 2), "float32": (2, 4)}  # number, bytes
 _SWIZZLES = (0, 32, 64, 128)
-_MOST_RANKS, _LONGEST_BOX, _LINE = 5, 256, 16
+_MAX_RANK, _LONGEST_BOX, _LINE = 5, 256, 16
 
 
 def encode_map(
     dtype: str, sizes: Sequence[int], byte_strides: Sequence[int], box: Sequence[int], swizzle: int, shift: int = 0
 ) -> bytes:
-    """The map of an array for the emulator; its first 8 bytes are for the array's address.
+    """Returns the emulator's map of an array. Its first 8 bytes are reserved for the array's address.
 
-    Refuses what cuTensorMapEncodeTiled refuses, so that a kernel that runs here is not refused there.
+    Rejects the arguments that cuTensorMapEncodeTiled rejects, so that kernels behave the same on a GPU.
 
     Args:
         dtype: "float16", "bfloat16" or "float32".
-        sizes: elements of each dimension, the contiguous one first; 1 to 5 dimensions.
-        byte_strides: the stride of every dimension but the first.
-        box: how many elements of each dimension one copy takes.
-        swizzle: bytes of the pattern in shared memory: 0 (none), 32, 64 or 128.
-        shift: bytes from where the map begins to the array's address, a multiple of 16.
+        sizes: the elements of each dimension, the contiguous one first; 1 to 5 dimensions.
+        byte_strides: the strides of all dimensions except the first.
+        box: the elements of each dimension that one copy moves.
+        swizzle: bytes of the swizzle pattern in shared memory: 0 (none), 32, 64 or 128.
+        shift: bytes from the beginning of the map to the array's address, a multiple of 16.
 
     Raises:
-        LaunchError: no GPU could do that; the message says why, and which values are possible.
+        LaunchError: no GPU supports the arguments; the message gives the reason and the possible values.
     """
     if dtype not in _ELEMENTS:
         raise LaunchError(f"tensor map: the dtype must be one of {', '.join(_ELEMENTS)}, got {dtype!r}")
@@ -43,22 +43,22 @@ def encode_map(
         0,
         _EMULATED_MAGIC,
         *(rank, element, swizzle, 0),
-        *_filled(sizes, _MOST_RANKS, 1),
-        *_filled(box, _MOST_RANKS, 1),
-        *_filled(byte_strides, _MOST_RANKS - 1, 0),
+        *_padded(sizes, _MAX_RANK, 1),
+        *_padded(box, _MAX_RANK, 1),
+        *_padded(byte_strides, _MAX_RANK - 1, 0),
         shift,
     )
 
 
-def _filled(numbers: Sequence[int], count: int, rest: int) -> list[int]:
+def _padded(numbers: Sequence[int], count: int, rest: int) -> list[int]:
     return [*map(int, numbers), *[rest] * (count - len(numbers))]
 
 
 def _check_shape(sizes: Sequence[int], byte_strides: Sequence[int], box: Sequence[int]) -> None:
     rank = len(sizes)
-    if not (1 <= rank <= _MOST_RANKS and len(box) == rank and len(byte_strides) == rank - 1):
+    if not (1 <= rank <= _MAX_RANK and len(box) == rank and len(byte_strides) == rank - 1):
         raise LaunchError(
-            f"tensor map: 1 to {_MOST_RANKS} sizes, as many of the box, one stride less; "
+            f"tensor map: 1 to {_MAX_RANK} sizes, as many of the box, one stride less; "
             f"got sizes {tuple(sizes)}, strides {tuple(byte_strides)}, box {tuple(box)}"
         )
     for size in sizes:

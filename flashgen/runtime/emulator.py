@@ -1,4 +1,4 @@
-"""Launches a kernel on the CPU: in this process, or, sanitized, in a program of its own."""
+"""Launches kernels on the CPU: in this process, or in a separate program if they are sanitized."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _DEFAULT = Schedule()
 
 @dataclass(frozen=True)
 class EmulatorReport:
-    """What a launch did: blocks run, switches between CUDA threads, collectives, copies issued, and seconds taken."""
+    """Statistics of a launch: CTAs run, switches between CUDA threads, collectives, copies issued, and seconds."""
 
     blocks: int
     switches: int
@@ -42,23 +42,23 @@ def launch(
     pointers: Pointers,
     schedule: Schedule = _DEFAULT,
 ) -> EmulatorReport:
-    """Run a kernel on the emulator. Arrays that it writes hold the result when this returns.
+    """Runs a kernel on the emulator. The launch is synchronous: arrays hold the results when this returns.
 
-    A plain kernel runs in this process with nothing between it and the process's memory: an access outside of an array
-    may end the process. A kernel compiled with sanitize="address" runs apart and reports it.
+    A plain kernel runs in this process without memory protection, so an access out of bounds may crash the process. A
+    kernel compiled with sanitize="address" runs in a separate process and reports such accesses.
 
     Args:
-        kernel: what `flashgen.build.host.compile_host` made.
+        kernel: the result of `flashgen.build.host.compile_host`.
         grid: blocks along x, y and z.
         block: threads along x, y and z.
-        shared_bytes: dynamic shared memory of each block.
+        shared_bytes: bytes of dynamic shared memory of each block.
         arguments: the bytes of the kernel's argument struct.
-        pointers: (byte offset in the struct, array): the address of the array's data is put there. The array may have
-            any strides, which the arguments name; the kernel may touch what lies between its first and last byte.
+        pointers: (byte offset in the struct, array) pairs; the address of the array's data is written there. Arrays may
+            have any strides, as given in the struct. The kernel may access all bytes from the first to the last one.
         schedule: the order of threads and copies.
 
     Raises:
-        LaunchError: the kernel failed (deadlock, divergence, out of bounds, ...) or a sanitizer found something; the
+        LaunchError: the kernel failed (deadlock, divergence, out of bounds, ...) or a sanitizer reported an error; the
             message names the line of the emitted source.
     """
     _check(kernel, grid, block, shared_bytes, arguments, pointers)
@@ -86,7 +86,7 @@ def _check(
 
 
 class _Request(ctypes.Structure):
-    """LaunchRequest of templates/emulator/interface.h; keep both alike."""
+    """The same as LaunchRequest in templates/emulator/interface.h; change both together."""
 
     _fields_ = (
         ("grid", ctypes.c_uint32 * 3),
@@ -112,33 +112,33 @@ class _Request(ctypes.Structure):
 
 @functools.cache
 def _entry_point(kernel: HostKernel) -> Any:
-    """The function that launches a kernel. Where the cache was cleared before it is loaded, its files are built again.
+    """Returns the function that launches a kernel.
 
-    Raises OSError where it cannot be loaded.
+    If the cache was cleared before the library is loaded, its files are built again. Raises OSError if loading fails.
     """
     before = kernel.files()
     try:
-        return _loaded(kernel.path, kernel.runtime)
+        return _load(kernel.path, kernel.runtime)
     except OSError:
         if before is not None and kernel.files() == before:
             raise
     kernel = kernel.restored()
-    return _loaded(kernel.path, kernel.runtime)
+    return _load(kernel.path, kernel.runtime)
 
 
-def _loaded(path: Path, runtime: Path) -> Any:
-    ctypes.CDLL(str(runtime))  # the kernel then finds it by name, wherever it stands
+def _load(path: Path, runtime: Path) -> Any:
+    ctypes.CDLL(str(runtime))  # the kernel then finds it by name, in any folder
     function = ctypes.CDLL(str(path)).flashgen_emulator_launch
     function.argtypes = (ctypes.POINTER(_Request),)
     function.restype = ctypes.c_int
     return function
 
 
-_ARGUMENT_ALIGNMENT = 64  # a struct may hold anything up to a tensor map
+_ARGUMENT_ALIGNMENT = 64  # that of a tensor map, the strictest of all struct members
 
 
 def _aligned_copy(data: bytes) -> tuple[ctypes.Array[ctypes.c_char], int]:
-    """(what keeps the memory alive, the address of an aligned copy of the bytes)."""
+    """Copies bytes to aligned memory. Returns the object that owns the memory, and the address of the copy."""
     memory = ctypes.create_string_buffer(len(data) + _ARGUMENT_ALIGNMENT)
     address = -(-ctypes.addressof(memory) // _ARGUMENT_ALIGNMENT) * _ARGUMENT_ALIGNMENT
     ctypes.memmove(address, data, len(data))

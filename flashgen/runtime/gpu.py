@@ -1,4 +1,4 @@
-"""Kernels on a GPU: loaded through CuPy, launched on the caller's stream."""
+"""Loads kernels through CuPy and launches them on a GPU, on the caller's stream."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from flashgen.remedies import install_cuda
 
 @cache
 def cupy() -> Any:
-    """CuPy; LaunchError, with the remedy, where it is missing."""
+    """Returns the module CuPy. Raises LaunchError, with a remedy, if it is missing."""
     try:
         import cupy
     except ImportError as error:
@@ -25,7 +25,7 @@ def cupy() -> Any:
 
 
 def compute_capability() -> tuple[int, int]:
-    """(major, minor) of the current GPU; LaunchError where there is none."""
+    """Returns (major, minor) of the current GPU. Raises LaunchError if there is none."""
     module = cupy()
     try:
         device = module.cuda.Device()
@@ -37,11 +37,11 @@ def compute_capability() -> tuple[int, int]:
     return int(text[:-1]), int(text[-1])
 
 
-_SHARED_BY_DEFAULT = 48 * 1024  # more dynamic shared memory must be asked for
+_DEFAULT_SHARED_BYTES = 48 * 1024  # more dynamic shared memory must be requested
 
 
 def current_device() -> int:
-    """The index of the GPU that CuPy uses now."""
+    """Returns the index of CuPy's current GPU."""
     return int(cupy().cuda.runtime.getDevice())
 
 
@@ -52,13 +52,13 @@ def is_capturing(stream: int) -> bool:
 
 @cache
 def multiprocessors(device: int) -> int:
-    """How many multiprocessors a GPU has."""
+    """Returns the number of multiprocessors of a GPU."""
     return int(cupy().cuda.Device(device).attributes["MultiProcessorCount"])
 
 
 @dataclass(frozen=True)
 class Card:
-    """A kind of GPU, for which measurements hold: its name, and how many multiprocessors it has here."""
+    """A model of GPU that measurements are valid for: its name and its number of multiprocessors."""
 
     name: str
     multiprocessors: int
@@ -66,17 +66,17 @@ class Card:
 
 @cache
 def card(device: int) -> Card:
-    """The kind of a GPU."""
+    """Returns the model of a GPU."""
     properties = cupy().cuda.runtime.getDeviceProperties(device)
     return Card(properties["name"].decode(), multiprocessors(device))
 
 
 class Parameters:
-    """The parameters of a launch, one struct, where the driver reads them. One launch at a time may use them.
+    """The memory that the driver reads a launch's parameter, one struct, from. Used by one launch at a time.
 
     Attributes:
-        struct: its bytes, to be written to.
-        address: of the array of pointers to parameters that the driver takes.
+        struct: the bytes of the struct, writable.
+        address: the address of the array of pointers to parameters, as the driver takes it.
     """
 
     __slots__ = ("_pointers", "address", "struct")
@@ -89,22 +89,22 @@ class Parameters:
 
 
 class _Contexts(threading.local):
-    """The devices whose context this thread has made current at least once: the driver makes none by itself."""
+    """The devices that this thread has initialised: the driver API does not make a context current by itself."""
 
     def __init__(self) -> None:
-        self.made: set[int] = set()
+        self.initialised: set[int] = set()
 
 
 _contexts = _Contexts()
 
 
 class GpuKernel:
-    """A compiled kernel on the GPU. It takes one struct by value, and `shared_bytes` of dynamic memory per block."""
+    """A compiled kernel on the GPU, which takes one struct by value, with `shared_bytes` of dynamic shared memory."""
 
     def __init__(self, cubin: bytes, entry: str, threads: int, shared_bytes: int) -> None:
         self._cubin, self._entry = cubin, entry
-        self._functions: dict[int, Any] = {}  # by device: a binary is loaded anew for each, and unloaded when dropped
-        self._handles: dict[int, int] = {}  # of the functions
+        self._functions: dict[int, Any] = {}  # by device; each keeps its loaded module alive
+        self._handles: dict[int, int] = {}  # of the functions, by device
         self._loading = threading.Lock()
         self._threads, self._shared_bytes = threads, shared_bytes
         self._start = cupy().cuda.driver.launchKernel
@@ -112,28 +112,28 @@ class GpuKernel:
     def launch(self, grid: tuple[int, int, int], parameters: Parameters, stream: int, device: int) -> None:
         """Starts a grid of blocks on a stream of the current device. The struct is copied before this returns.
 
-        CuPy's functions make objects of each launch's arguments; its wrapper of the driver takes them as they are.
+        Uses CuPy's wrapper of the driver API, because launches through CuPy's functions create objects for arguments.
         """
         handle = self._handles.get(device) or self._handle(device)
-        if device not in _contexts.made:
-            cupy().cuda.runtime.memGetInfo()  # a call of the runtime, which makes the context current
-            _contexts.made.add(device)
+        if device not in _contexts.initialised:
+            cupy().cuda.runtime.memGetInfo()  # any call of the runtime API makes the context current
+            _contexts.initialised.add(device)
         self._start(handle, *grid, self._threads, 1, 1, self._shared_bytes, stream, parameters.address, 0)
 
     def _handle(self, device: int) -> int:
-        with self._loading:  # a second copy would unload, when dropped, code that may still run
+        with self._loading:  # a second copy would unload code that may still run when it is dropped
             if device not in self._handles:
                 function = self._functions[device] = self._load()
                 self._handles[device] = int(function.ptr)
             return self._handles[device]
 
     def _load(self) -> Any:
-        """The kernel on the current device, from the bytes that were checked: a file may have changed since."""
+        """Loads the kernel on the current device from bytes that were checked; a file may have changed since then."""
         cuda = cupy().cuda
         module = cuda.function.Module()
         module.load(self._cubin)
         function = module.get_function(self._entry)
-        if self._shared_bytes > _SHARED_BY_DEFAULT:
+        if self._shared_bytes > _DEFAULT_SHARED_BYTES:
             attribute = cuda.driver.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
             cuda.driver.funcSetAttribute(function.ptr, attribute, self._shared_bytes)
         return function
@@ -141,7 +141,7 @@ class GpuKernel:
 
 @dataclass(frozen=True)
 class _ForeignStream:
-    """A stream of any library, by the CUDA stream protocol."""
+    """A stream of any library, through the CUDA stream protocol."""
 
     pointer: int
 
@@ -151,7 +151,7 @@ class _ForeignStream:
 
 @cache
 def stream_object(pointer: int) -> Any:
-    """CuPy's view of a stream of any library, to launch on or to make current."""
+    """Returns a CuPy stream for a stream of any library, to launch on or to make current."""
     streams = cupy().cuda
     if hasattr(streams.Stream, "from_external"):
         return streams.Stream.from_external(_ForeignStream(pointer))
@@ -161,7 +161,7 @@ def stream_object(pointer: int) -> Any:
 def clear(
     pointer: int, shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int, stream: int, device: int
 ) -> None:
-    """Sets an array to 0 on a stream of the current device, without allocating. Strides are in bytes."""
+    """Sets an array to 0 on a stream of the current device, without an allocation. Strides are in bytes."""
     if not all(shape):
         return
     module = cupy()

@@ -1,6 +1,6 @@
-"""Runs a sanitized kernel: one launch in a program of its own, handed over in a file.
+"""Runs a sanitized kernel: one launch in a separate program, which gets its request in a file.
 
-The format is that of templates/emulator/request_file.cpp; keep both alike.
+The format is that of templates/emulator/request_file.cpp; change both together.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ _HEADER = struct.Struct("<8s 3I 3I I I I I I I Q")
 _BUFFER = struct.Struct("<QQ")
 _POINTER = struct.Struct("<IIQ")
 _RESULT = struct.Struct("<II4Q")
-_ALIGNMENT = 16  # bytes; the program's allocations have it
+_ALIGNMENT = 16  # bytes: that of the program's allocations
 
-# The first finding ends the program. Leaks end with the process, and fake stacks do not work with fibers.
+# The program stops at the first error. Leaks do not matter in a short process, and fake stacks break with fibers.
 _OPTIONS = {
     "ASAN_OPTIONS": "detect_leaks=0:detect_stack_use_after_return=0:halt_on_error=1:color=never",
     "UBSAN_OPTIONS": "print_stacktrace=1:halt_on_error=1:color=never",
     "TSAN_OPTIONS": "halt_on_error=1:report_thread_leaks=0:history_size=4:atexit_sleep_ms=0:color=never",
 }
-_LONGEST_REPORT = 40  # lines of an output that no sanitizer wrote
+_MAX_LINES = 40  # of an output that is not a sanitizer's report
 _ADDR_NO_RANDOMIZE = 0x0040000
 
 
@@ -52,7 +52,7 @@ def launch_program(
     pointers: Pointers,
     schedule: Schedule,
 ) -> tuple[int, int, int, int]:
-    """As `emulator.launch`; returns (blocks, switches, collectives, copies)."""
+    """Launches like `emulator.launch`; returns (blocks, switches, collectives, copies)."""
     spans = _spans([array for _, array in pointers])
     with tempfile.TemporaryDirectory(prefix="flashgen-launch-") as text:
         request, result = Path(text) / "request", Path(text) / "result"
@@ -74,7 +74,7 @@ def launch_program(
                 file.write(_BUFFER.pack(span.bytes, span.begin % _ALIGNMENT))
                 file.write(span.memory())
             for offset, array in pointers:
-                file.write(_POINTER.pack(offset, *_place(array, spans)))
+                file.write(_POINTER.pack(offset, *_locate(array, spans)))
         done = _run(kernel, request, result)
         answer = result.read_bytes() if result.exists() else b""
     if done.returncode != 0 or not answer:
@@ -89,7 +89,7 @@ def launch_program(
 
 @dataclass
 class _Span:
-    """The bytes between the first and the last of one array, or of several that share memory."""
+    """The memory range of one array, or of several arrays that share memory."""
 
     begin: int
     end: int
@@ -111,7 +111,7 @@ def _bounds(array: np.ndarray[Any, Any]) -> tuple[int, int]:
 
 
 def _spans(arrays: Sequence[np.ndarray[Any, Any]]) -> list[_Span]:
-    """The arrays' memory, each byte once: views of one packed array stay views of one buffer."""
+    """Returns the memory of the arrays without duplicates, so that views of one buffer stay views of one buffer."""
     spans: list[_Span] = []
     for (begin, end), writeable in sorted((_bounds(array), array.flags.writeable) for array in arrays):
         if spans and begin < spans[-1].end:
@@ -122,8 +122,8 @@ def _spans(arrays: Sequence[np.ndarray[Any, Any]]) -> list[_Span]:
     return spans
 
 
-def _place(array: np.ndarray[Any, Any], spans: Sequence[_Span]) -> tuple[int, int]:
-    """(number of the span that holds an array, where in it the array's data address is)."""
+def _locate(array: np.ndarray[Any, Any], spans: Sequence[_Span]) -> tuple[int, int]:
+    """Returns the index of the span that holds an array, and the offset of the array's data address in it."""
     begin, end = _bounds(array)
     number = next(i for i, span in enumerate(spans) if span.begin <= begin and end <= span.end)
     return number, array.ctypes.data - spans[number].begin
@@ -137,7 +137,7 @@ def _copy_back(data: memoryview, spans: Sequence[_Span]) -> None:
 
 
 def _run(kernel: HostKernel, request: Path, result: Path) -> subprocess.CompletedProcess[str]:
-    """How the program ended. Where the cache was cleared before it is loaded, its files are built again."""
+    """Runs the program. If the cache was cleared before it is loaded, its files are built again."""
     before = kernel.files()
     try:
         done = _run_once(kernel, request, result)
@@ -168,11 +168,11 @@ def _run_once(kernel: HostKernel, request: Path, result: Path) -> subprocess.Com
 
 @contextlib.contextmanager
 def _fixed_addresses() -> Iterator[None]:
-    """Programs started inside get no random address layout.
+    """Disables address space randomization for programs that are started inside.
 
-    Sanitizers keep a shadow of fixed parts of the address space. Where the operating system places mappings at random
-    over more bits than they expect (vm.mmap_rnd_bits above 28), they end before main, so a program cannot help itself.
-    It inherits this thread's personality, as under `setarch -R`. Where a container forbids that, it starts as it is.
+    Sanitizers shadow fixed parts of the address space. If the operating system randomizes mappings over more bits than
+    they expect (vm.mmap_rnd_bits above 28), they exit before main, so the program itself cannot prevent it. It inherits
+    the personality of this thread, as with `setarch -R`. If a container forbids that, nothing changes.
     """
     try:
         personality = ctypes.CDLL(None).personality
@@ -195,5 +195,5 @@ def _finding(done: subprocess.CompletedProcess[str]) -> str:
     summary = summarise(done.stderr)
     if summary is not None:
         return summary
-    report = "\n".join(done.stderr.strip().splitlines()[:_LONGEST_REPORT])
+    report = "\n".join(done.stderr.strip().splitlines()[:_MAX_LINES])
     return f"the program ended with status {done.returncode} and no sanitizer's report\n{report}"

@@ -1,4 +1,7 @@
-"""In which order the emulator runs threads, and when asynchronous copies land. Every choice is one a GPU could make."""
+"""The order in which the emulator runs threads, and the time at which asynchronous copies complete.
+
+A GPU could behave in each of these ways.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from flashgen.errors import LaunchError
 Order = Literal["in_order", "reverse", "random", "greedy_warp"]
 Copies = Literal["early", "late", "random"]
 
-# The places are the values of Order (ready_queue.h) and CopyPolicy (async_copies.h) in templates/emulator.
+# The indices are the values of Order (ready_queue.h) and CopyPolicy (async_copies.h) in templates/emulator.
 ORDERS: tuple[Order, ...] = ("in_order", "reverse", "random", "greedy_warp")
 COPIES: tuple[Copies, ...] = ("early", "late", "random")
 
@@ -21,12 +24,13 @@ class Schedule:
     """One way to run a grid.
 
     Attributes:
-        order: which ready thread runs next: "in_order" takes turns, "reverse" takes the newest and starts from the last
-            thread and block, "random" any, "greedy_warp" stays in a warp as long as it can, so that warps drift apart.
-        copies: when cp.async, TMA and wgmma do their work: "early" at the issue, "late" at the wait that promises it
-            (TMA and wgmma: when no thread can go on without it), "random" in between.
-        seed: of everything random; the same seed gives the same run.
-        workers: operating-system threads that share the blocks; sanitized modes use one.
+        order: which ready thread runs next. "in_order" is round-robin; "reverse" takes the newest and starts from the
+            last thread and block; "random" takes any; "greedy_warp" stays in a warp as long as possible, so that warps
+            drift apart.
+        copies: when cp.async, TMA and wgmma take effect. "early" is at the issue; "late" is at the wait for it (for TMA
+            and wgmma, when no thread can proceed without it); "random" is in between.
+        seed: the seed of all random choices; the same seed repeats a run.
+        workers: the number of operating-system threads that run the blocks; sanitized modes use one.
     """
 
     order: Order = "in_order"
@@ -57,7 +61,7 @@ class Schedule:
 
 
 def schedules(count: int) -> Iterator[Schedule]:
-    """`count` different schedules, the most telling first: every order and copy policy, then random ones by seed."""
+    """Yields `count` schedules, those that find most bugs first: all orders and copy policies, then random ones."""
     firsts = (("in_order", "late"), ("greedy_warp", "random"), ("reverse", "early"), ("random", "late"))
     rest = [(order, copies) for order in ORDERS for copies in COPIES if (order, copies) not in firsts]
     for number, (order, copies) in enumerate([*firsts, *rest][:count]):

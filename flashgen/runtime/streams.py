@@ -1,4 +1,4 @@
-"""What CuPy does not tell about streams: which one a handle stands for, and how to allocate during captures."""
+"""Functions for streams that CuPy lacks: the identity of a stream, and allocations during captures."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ from contextlib import contextmanager
 from flashgen.errors import LaunchError
 from flashgen.runtime.driver import driver
 
-_LEGACY = (0, 1)  # cudaStreamLegacy, and what is so called where a program has no stream for each thread
-OF_EACH_THREAD = 2  # cudaStreamPerThread: one handle, as many streams as threads
-_RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED: this thread may allocate whatever is being captured
-_own = threading.local()
+_LEGACY = (0, 1)  # the default stream without per-thread streams, and cudaStreamLegacy
+PER_THREAD = 2  # cudaStreamPerThread: one handle for a stream of each thread
+_RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED: this thread may allocate while streams are being captured
+_thread = threading.local()
 
 
 def identity(stream: int) -> Hashable:
-    """A value that launches share only if they are on the same stream, and so follow each other.
+    """Returns a value that two launches share only if they are on the same stream, so that one follows the other.
 
-    It is the driver's number of the stream: a destroyed stream's handle is given to a new one while its work may still
-    be running. The legacy stream has two handles that are never another's. For cudaStreamPerThread it is an object of
-    the thread's own, as numbers of threads come again too.
+    This is the driver's id of the stream. A handle is no identity: the handle of a destroyed stream may be reused for a
+    new one while its work is still running. The legacy stream has two handles, which are never reused. For
+    cudaStreamPerThread it is an object of the thread, because thread ids are reused, too.
     """
     if stream in _LEGACY:
         return _LEGACY
-    if stream != OF_EACH_THREAD:
+    if stream != PER_THREAD:
         return _number(stream)
-    if not hasattr(_own, "identity"):
-        _own.identity = object()
-    return _own.identity
+    if not hasattr(_thread, "identity"):
+        _thread.identity = object()
+    return _thread.identity
 
 
 def _number(stream: int) -> int:
@@ -39,8 +39,8 @@ def _number(stream: int) -> int:
 
 
 @contextmanager
-def beside_captures() -> Iterator[None]:
-    """Lets this thread take memory and wait inside, even while streams are being captured into graphs."""
+def allowed_during_captures() -> Iterator[None]:
+    """Allows this thread to allocate and synchronize inside, even while streams are being captured into graphs."""
     mode = ctypes.c_int(_RELAXED)
     exchange = driver().cuThreadExchangeStreamCaptureMode
     _check(exchange(ctypes.byref(mode)), "mode of captures")

@@ -1,4 +1,4 @@
-"""Tensor maps: they describe an array (batch, head, row, column), and the box that one copy moves, to TMA."""
+"""Tensor maps, which describe an array (batch, head, row, column) and the box of one copy to TMA."""
 
 from __future__ import annotations
 
@@ -13,33 +13,33 @@ from flashgen.runtime.driver import driver
 from flashgen.runtime.emulated_maps import encode_map
 
 MAP_BYTES = 128
-_ALIGNMENT = 64  # bytes, where a map is encoded
+_ALIGNMENT = 64  # bytes: that of the memory that a map is encoded into
 _ELEMENT_BYTES = 2
 _ROW_ALIGNMENT = 16  # bytes
 _STRIDE_LIMIT = 2**40  # bytes
-_MAX_CACHED = 64  # maps of one shape, of arrays at as many addresses
+_MAX_CACHED = 64  # maps of one shape, each of another address
 _REMEDY = "copy it to a contiguous array, or compile for target='sm_90'"
 
 # Values of the driver's enumerations (cuda.h).
 _DATA_TYPES = {"float16": 6, "bfloat16": 9}
-_SWIZZLES = {32: 1, 64: 2, 128: 3}  # by the bytes of a box's row
+_SWIZZLES = {32: 1, 64: 2, 128: 3}  # by the bytes of a row of the box
 _NO_INTERLEAVE, _PROMOTE_256_BYTES, _FILL_WITH_ZEROS = 0, 3, 0
 
 
 @dataclass(frozen=True)
 class MapShape:
-    """All that a map says except the address.
+    """The content of a map except the address.
 
     Attributes:
         dtype: "float16" or "bfloat16".
-        sizes: columns, rows, heads, batch; or columns, heads, rows, batch; or, of pages whose panels are copied
-            together, columns of a panel, rows of a group, panels of all heads, groups of a page, pages.
-        strides: bytes from row to row, head to head, batch to batch, in the order of the sizes; or from row to row,
-            panel to panel, group to group, page to page.
-        box: how much of the first sizes one copy moves; it moves 1 of the others. Its rows, of 32, 64 or 128 bytes, are
-            swizzled.
-        rows_before: how many rows before the array's address the map begins. None of them is ever read or written:
-            maps of ragged batches clip a tile where its sequence ends by reaching each row in several ways.
+        sizes: (columns, rows, heads, batch) or (columns, heads, rows, batch); or, for pages with several panels in one
+            copy, (columns of a panel, rows of a group, panels of all heads, groups of a page, pages).
+        strides: bytes between rows, heads and batches, in the order of the sizes; or between rows, panels, groups and
+            pages.
+        box: the size of one copy in the first dimensions; it is 1 in the others. The rows of the box, 32, 64 or 128
+            bytes long, are swizzled.
+        rows_before: the rows from the beginning of the map to the array's address. They are never read or written. Maps
+            of varlen batches address each row in several ways, so that a tile can be clipped where its sequence ends.
     """
 
     dtype: str
@@ -50,12 +50,12 @@ class MapShape:
 
     @property
     def shift(self) -> int:
-        """Bytes from where the map begins to the array's address."""
+        """The bytes from the beginning of the map to the array's address."""
         return self.rows_before * self.strides[0]
 
     @property
-    def whole_box(self) -> tuple[int, ...]:
-        """How much of each size one copy moves."""
+    def full_box(self) -> tuple[int, ...]:
+        """The size of one copy in all dimensions."""
         return (*self.box, *[1] * (len(self.sizes) - len(self.box)))
 
     @property
@@ -69,7 +69,7 @@ class MapShape:
         after = (
             (ctypes.c_uint64 * rank)(*self.sizes),
             (ctypes.c_uint64 * (rank - 1))(*self.strides),
-            (ctypes.c_uint32 * rank)(*self.whole_box),
+            (ctypes.c_uint32 * rank)(*self.full_box),
             (ctypes.c_uint32 * rank)(*[1] * rank),
             *(_NO_INTERLEAVE, _SWIZZLES[self.swizzle_bytes], _PROMOTE_256_BYTES, _FILL_WITH_ZEROS),
         )
@@ -84,26 +84,28 @@ def map_shape(
     box: tuple[int, ...],
     heads_first: bool = False,
 ) -> MapShape:
-    """The shape of a map of the array that the user calls `name`: strides in elements, sizes may be 0.
+    """Returns the shape of a map of the array that the user calls `name`.
 
-    sizes: columns, rows, heads, batch. heads_first: heads come before rows in the map, and in `box`.
+    sizes: (columns, rows, heads, batch), which may be 0. strides: in elements. heads_first: heads come before rows in
+    the map and in `box`.
 
     Raises:
-        ArgumentError: TMA cannot walk along a stride: it is negative, or 2**40 bytes or more.
+        ArgumentError: TMA does not support a stride, because it is negative, or 2**40 bytes or more.
     """
-    tight, whole = -(-sizes[0] * _ELEMENT_BYTES // _ROW_ALIGNMENT) * _ROW_ALIGNMENT, []
+    dense, byte_strides = -(-sizes[0] * _ELEMENT_BYTES // _ROW_ALIGNMENT) * _ROW_ALIGNMENT, []
     for stride, size in zip(strides, sizes[1:], strict=True):
-        in_bytes = stride * _ELEMENT_BYTES if size > 1 else tight  # TMA checks the stride of a size of 1 too
+        in_bytes = stride * _ELEMENT_BYTES if size > 1 else dense  # TMA also checks strides of dimensions of size 1
         if not 0 <= in_bytes < _STRIDE_LIMIT:
             raise ArgumentError(
                 f"{name} has strides (row, head, batch) of {strides} elements; TMA takes those from 0 to 2**39: "
                 f"{_REMEDY}"
             )
-        whole.append(in_bytes)
+        byte_strides.append(in_bytes)
     columns, rows, heads, batch = (max(size, 1) for size in sizes)
+    row, head, outer = byte_strides
     if heads_first:
-        return MapShape(dtype, (columns, heads, rows, batch), (whole[1], whole[0], whole[2]), box)
-    return MapShape(dtype, (columns, rows, heads, batch), (whole[0], whole[1], whole[2]), box)
+        return MapShape(dtype, (columns, heads, rows, batch), (head, row, outer), box)
+    return MapShape(dtype, (columns, rows, heads, batch), (row, head, outer), box)
 
 
 def panel_map_shape(
@@ -113,25 +115,29 @@ def panel_map_shape(
     strides: tuple[int, int, int],
     box: tuple[int, ...],
 ) -> MapShape:
-    """The shape of a map of pages of which one copy moves several panels; strides in elements, sizes may be 0.
+    """Returns the shape of a map of pages, of which one copy moves several panels of columns.
 
-    sizes: columns, rows, heads, pages. box: columns of a panel, rows of a group, panels, groups.
+    sizes: (columns, rows, heads, pages), which may be 0. strides: in elements. box: (columns of a panel, rows of a
+    group, panels, groups).
 
     Raises:
-        ArgumentError: TMA cannot walk along a stride, or heads are no whole panels apart.
+        ArgumentError: TMA does not support a stride, or the distance of heads is no multiple of a panel.
     """
     head_panels = panels_between_heads(name, sizes, strides, box)
     (columns, rows, heads, pages), (panel, group, *_) = (max(size, 1) for size in sizes), box
     plain = map_shape(name, dtype, sizes, strides, box[:2])
     row, _, page = plain.strides
-    whole = (panel, group, (heads - 1) * head_panels + columns // panel, rows // group, pages)
-    return MapShape(dtype, whole, (row, panel * _ELEMENT_BYTES, group * row, page), box)
+    map_sizes = (panel, group, (heads - 1) * head_panels + columns // panel, rows // group, pages)
+    return MapShape(dtype, map_sizes, (row, panel * _ELEMENT_BYTES, group * row, page), box)
 
 
 def panels_between_heads(
     name: str, sizes: tuple[int, int, int, int], strides: tuple[int, int, int], box: tuple[int, ...]
 ) -> int:
-    """From a head to the next, in panels; ArgumentError where that is no whole number. Arguments are as above."""
+    """Returns the distance of heads in panels, with the arguments of `panel_map_shape`.
+
+    Raises ArgumentError if it is no integer.
+    """
     columns, _, heads, _ = sizes
     between = strides[1] if heads > 1 else columns
     if between % box[0]:
@@ -142,37 +148,37 @@ def panels_between_heads(
 
 
 class MapMaker:
-    """Makes the driver's maps of arrays of one shape, and remembers those of the last addresses."""
+    """Encodes the driver's maps of arrays of one shape, and caches those of the last addresses."""
 
     def __init__(self, shape: MapShape) -> None:
         self.shape = shape
-        self._made: Cache[int, bytes] = Cache(_MAX_CACHED)
+        self._maps: Cache[int, bytes] = Cache(_MAX_CACHED)
 
     def __call__(self, address: int) -> bytes:
-        """The 128 bytes of the map of the array at an address of the GPU's memory; raises what `tensor_map` raises."""
-        return self._made.get_or_make(address, lambda: tensor_map(address, self.shape))
+        """Returns the 128 bytes of the map of the array at a GPU address. Raises as `tensor_map` does."""
+        return self._maps.get_or_make(address, lambda: tensor_map(address, self.shape))
 
 
 def tensor_map(address: int, shape: MapShape) -> bytes:
-    """The 128 bytes of the driver's map of an array at an address of the GPU's memory.
+    """Encodes the 128 bytes of the driver's map of an array at a GPU address.
 
     Raises:
-        LaunchError: there is no driver, or it does not take the map.
+        LaunchError: there is no driver, or it rejects the map.
     """
     memory = ctypes.create_string_buffer(MAP_BYTES + _ALIGNMENT)
-    at = -(-ctypes.addressof(memory) // _ALIGNMENT) * _ALIGNMENT
+    aligned = -(-ctypes.addressof(memory) // _ALIGNMENT) * _ALIGNMENT
     before, after = shape._driver_arguments
     status = driver().cuTensorMapEncodeTiled(
-        ctypes.c_void_p(at), *before, ctypes.c_void_p(address - shape.shift), *after
+        ctypes.c_void_p(aligned), *before, ctypes.c_void_p(address - shape.shift), *after
     )
     if status:
         raise LaunchError(
             f"the driver does not take the tensor map of an array at {address:#x}: CUDA error {status} for {shape}; "
             f"{_REMEDY}"
         )
-    return ctypes.string_at(at, MAP_BYTES)
+    return ctypes.string_at(aligned, MAP_BYTES)
 
 
 def emulated_map(shape: MapShape) -> bytes:
-    """The 128 bytes of the emulator's map; its first 8 are for the array's address."""
-    return encode_map(shape.dtype, shape.sizes, shape.strides, shape.whole_box, shape.swizzle_bytes, shape.shift)
+    """Encodes the 128 bytes of the emulator's map. The first 8 are reserved for the array's address."""
+    return encode_map(shape.dtype, shape.sizes, shape.strides, shape.full_box, shape.swizzle_bytes, shape.shift)

@@ -1,4 +1,4 @@
-"""What the warps of a kernel's first block do, step by step, as the emulator records it where somebody asks."""
+"""Recordings of what the warps of a kernel's first CTA do, made by the emulator on request."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from flashgen.errors import LaunchError
 
 Array = np.ndarray[Any, Any]
 
-_MOST_EVENTS = 2**18  # of a launch: 7 MB
+_MAX_EVENTS = 2**18  # of a launch: 7 MB
 
 
 class Did(IntEnum):
-    """What a warp did: `Did` of templates/emulator/interface.h; keep both alike."""
+    """The kind of an event. The same as `Did` in templates/emulator/interface.h; change both together."""
 
     COPY = 0
     COMMIT_COPIES = 1
@@ -36,18 +36,18 @@ class Did(IntEnum):
     LEAVE = 12
 
 
-# TimelineEvent of templates/emulator/interface.h; keep both alike.
+# The same as TimelineEvent in templates/emulator/interface.h; change both together.
 EVENT = np.dtype([(name, np.uint32) for name in ("warp", "did", "line", "exponentials", "object", "phase", "amount")])
 
 
 @dataclass
 class Recorder:
-    """The events of the launches of one thread of Python, kernel by kernel.
+    """The events of all launches of one Python thread.
 
-    launches: (the kernel's function, its events in the order in which the emulator came to them).
+    launches: (function of the kernel, its events in the emulator's order) for each launch.
     """
 
-    buffer: Array = field(default_factory=lambda: np.zeros(_MOST_EVENTS, EVENT))
+    buffer: Array = field(default_factory=lambda: np.zeros(_MAX_EVENTS, EVENT))
     launches: list[tuple[str, Array]] = field(default_factory=list)
     running: str = ""
 
@@ -55,7 +55,7 @@ class Recorder:
         self.running = kernel
 
     def end(self, count: int) -> None:
-        """Keeps the events of the launch that has ended. Raises LaunchError where there were too many."""
+        """Stores the events of a finished launch. Raises LaunchError if there were too many."""
         if count > len(self.buffer):
             raise LaunchError(
                 f"{self.running}: {count} events, and {len(self.buffer)} can be recorded: record a shorter call"
@@ -67,16 +67,16 @@ _recorder: ContextVar[Recorder | None] = ContextVar("flashgen timeline recorder"
 
 
 def recorder() -> Recorder | None:
-    """Who records the launches of this thread; None where nobody does."""
+    """Returns the recorder of this thread's launches, or None."""
     return _recorder.get()
 
 
 @contextmanager
 def recording() -> Iterator[Recorder]:
-    """Records the emulator's launches of this thread that are run without a sanitizer, until the block ends."""
-    made = Recorder()
-    token = _recorder.set(made)
+    """Records this thread's launches on the emulator, except sanitized ones, inside the `with` block."""
+    recorder = Recorder()
+    token = _recorder.set(recorder)
     try:
-        yield made
+        yield recorder
     finally:
         _recorder.reset(token)

@@ -1,4 +1,4 @@
-"""Timing on a GPU: events around each run, the L2 flushed before it, the median of many."""
+"""Timing on a GPU: the median of many runs between events, each with a flushed L2 cache."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from flashgen.runtime import gpu
 Run = Callable[[], Any]
 
 _FLUSH_BYTES = 256 * 2**20  # several times the largest L2
-_FLUSHES = 4  # a single one is over before a host has started the run, whose start would then be timed too
+_FLUSHES = 4  # a single flush ends before the host has launched the run, so that launch latency would be timed, too
 
 
 @cache
@@ -22,14 +22,14 @@ def _flush_buffer(device: int) -> Any:
 
 
 def free_flush_buffer() -> None:
-    """Gives back the memory that flushes take; the next timing takes it again."""
+    """Frees the memory that is written to flush the L2; the next timing allocates it again."""
     _flush_buffer.cache_clear()
 
 
 def median_ms(run: Run, repeats: int = 20, warmup: int = 3, budget_ms: float = 400.0) -> float:
-    """Median time of `run` in milliseconds, which must launch on the current stream, with a cold L2 each time.
+    """Returns the median time in milliseconds of `run`, which must launch on the current stream, with a cold L2.
 
-    Fewer repeats, but at least 5, where they would take longer than the budget.
+    Stops after fewer repeats, but at least 5, if they exceed the budget.
     """
     return medians_ms({"": run}, repeats, warmup, budget_ms)[""]
 
@@ -37,10 +37,10 @@ def median_ms(run: Run, repeats: int = 20, warmup: int = 3, budget_ms: float = 4
 def medians_ms(
     runs: Mapping[str, Run], repeats: int = 20, warmup: int = 3, budget_ms: float = 400.0
 ) -> dict[str, float]:
-    """Median times of several runs, by name, which take turns, so that a clock that drifts is the same for all.
+    """Returns the median times of several runs by name. They are interleaved, so that clock drift affects all equally.
 
-    Every other round goes backwards, so that no run always follows the same other. A run drops out once it has spent
-    the budget, which each has for itself.
+    Every other round runs in reverse order, so that no run always follows the same one. A run stops once it has used up
+    its own budget.
     """
     for _ in range(warmup):
         for run in runs.values():
@@ -58,7 +58,7 @@ def _wanted(times: Sequence[float], repeats: int, budget_ms: float) -> bool:
 
 
 def _cold_ms(run: Run) -> float:
-    """Milliseconds of one run, after the L2 was filled with something else."""
+    """Returns the milliseconds of one run after the L2 was filled with other data."""
     cupy = gpu.cupy()
     start, end = cupy.cuda.Event(), cupy.cuda.Event()
     for _ in range(_FLUSHES):

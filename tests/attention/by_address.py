@@ -36,8 +36,8 @@ class HostBlock(Block):
         super().take(operands, stream)
         for name, each in self._memory.items():
             at = self.offsets[name]
-            assert operands[name] % 16 == 0 and at + each.bytes <= operands.kept[-1].size
-            part = operands.kept[-1][at : at + each.bytes].view(numpy_dtype(each.dtype)).reshape(each.shape)
+            assert operands[name] % 16 == 0 and at + each.bytes <= operands.owners[-1].size
+            part = operands.owners[-1][at : at + each.bytes].view(numpy_dtype(each.dtype)).reshape(each.shape)
             part[...] = 0 if each.zeroed else part
             self._known[operands[name]] = part
 

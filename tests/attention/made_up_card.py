@@ -78,7 +78,7 @@ class MadeUpCard(ByAddress):
         return gpu.Card("made up", _MULTIPROCESSORS)
 
     def counter(self, place: Place, count: int) -> Any:
-        found = counters.counters(place.device).of_launch(place.stream, count)
+        found = counters.counters(place.device).for_launch(place.stream, count)
         self.known[found.data.ptr] = found.memory
         return found.data.ptr
 
@@ -133,7 +133,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     module = SimpleNamespace(cuda=cuda, ndarray=lambda shape, dtype, memory: _Words(memory))
     monkeypatch.setattr(gpu, "cupy", lambda: module)
-    monkeypatch.setattr(counters, "beside_captures", nullcontext)
+    monkeypatch.setattr(counters, "allowed_during_captures", nullcontext)
     own = counters.Counters(0)
     monkeypatch.setattr(counters, "counters", lambda device: own)
     monkeypatch.setattr(tensor_maps, "driver", _Driver)

@@ -135,7 +135,7 @@ def test_maps_that_are_remembered_are_few(encoded: list[int]) -> None:
     it = writer()
     for number in range(1000):
         it.write(ADDRESSES | {"q": 0x10000 + number}, {})
-    assert len(it._maps) <= 64 and all(len(maker._made) <= 64 for maker in it._makers)
+    assert len(it._maps) <= 64 and all(len(maker._maps) <= 64 for maker in it._makers)
 
 
 def test_a_map_of_nothing_stands_at_the_output(encoded: list[int]) -> None:

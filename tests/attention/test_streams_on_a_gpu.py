@@ -56,7 +56,7 @@ def test_a_stream_at_the_handle_of_another_whose_work_still_runs(cupy: Any, call
 def test_counters_are_made_while_a_stream_is_captured(cupy: Any, called: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first call of a process may be captured, and a graph may have more launches than one allocation counters."""
     compiled, rows, expected = called
-    monkeypatch.setattr(counters, "_OF_AN_ALLOCATION", 2)
+    monkeypatch.setattr(counters, "_COUNTERS_PER_ALLOCATION", 2)
     counters.counters.cache_clear()
     outs = [cupy.empty(expected.shape, rows[0].dtype) for _ in range(5)]
     cupy.cuda.Device().synchronize()

@@ -125,7 +125,7 @@ def test_the_cache_is_cleared_meanwhile(
         "compiled": (host, "_run_compiler"),
         "written": (cache, "write_entry"),
         "loaded": (emulator, "_check"),
-        "run": (emulator, "_loaded") if sanitize is None else (sanitized, "_run_once"),
+        "run": (emulator, "_load") if sanitize is None else (sanitized, "_run_once"),
     }[moment]
     monkeypatch.setattr(*place, cleared(getattr(*place)))
     emulator._entry_point.cache_clear()

@@ -56,7 +56,7 @@ def test_arrays_of_a_block_are_apart_and_aligned(cleared: list[tuple[Any, ...]])
     parts = sorted((taken[name] - begin, each.bytes) for name, each in ARRAYS.items())
     assert all(at % 256 == 0 for at, _ in parts) and parts[-1][0] + parts[-1][1] <= array.size
     assert all(at + size <= after for (at, size), (after, _) in pairwise(parts))
-    assert taken["q"] == 64 and taken.kept == (array,)
+    assert taken["q"] == 64 and taken.owners == (array,)
     assert cleared == [(taken["sums"], (7,), (8,), 8, 7, 1)]
 
 
@@ -65,8 +65,8 @@ def test_each_call_has_a_block_of_its_own_as_long_as_its_addresses(cleared: list
     block, first, second = Block(ARRAYS, library, 1), Addresses(), Addresses()
     for taken in (first, second):
         block.take(taken, 0)
-    assert len(made) == 2 and first["last"] != second["last"] and first.kept[0] is not second.kept[0]
-    assert Addresses().kept == ()
+    assert len(made) == 2 and first["last"] != second["last"] and first.owners[0] is not second.owners[0]
+    assert Addresses().owners == ()
 
 
 def test_no_elements_are_memory_all_the_same() -> None:

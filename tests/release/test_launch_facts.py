@@ -198,7 +198,7 @@ def check_maps(
     for described in maps:
         map_shape = writer.shapes[described["array"]]
         assert tuple(value(size, sizes) for size in described["sizes"]) == map_shape.sizes
-        assert tuple(described["box"]) == map_shape.whole_box
+        assert tuple(described["box"]) == map_shape.full_box
         assert described["swizzle_bytes"] == map_shape.swizzle_bytes
         assert described["dtype"] == map_shape.dtype and described["member"] == f"{described['array']}_map"
         assert described.get("rows_before", 0) == map_shape.rows_before

@@ -93,7 +93,7 @@ def test_nothing_is_recorded_unless_asked() -> None:
 
 
 def test_a_record_that_is_too_long_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(timeline, "_MOST_EVENTS", 10)
+    monkeypatch.setattr(timeline, "_MAX_EVENTS", 10)
     kernel = forward_kernels(SPEC, target_named("sm_80"))["forward"]
     shape = short_shape(kernel.plan.tile_q, kernel.plan.tile_k, along_keys=True)
     with pytest.raises(LaunchError, match="and 10 can be recorded: record a shorter call"):

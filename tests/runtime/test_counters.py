@@ -36,7 +36,7 @@ class Card:
         return self.numbers.get(stream, stream)
 
     @contextmanager
-    def beside_captures(self) -> Iterator[None]:
+    def allowed_during_captures(self) -> Iterator[None]:
         self.beside = True
         yield
         self.beside = False
@@ -65,12 +65,12 @@ def card(monkeypatch: pytest.MonkeyPatch) -> Card:
     made = Card()
     monkeypatch.setattr(gpu, "cupy", lambda: made)
     monkeypatch.setattr(counters, "identity", made.identity)
-    monkeypatch.setattr(counters, "beside_captures", made.beside_captures)
+    monkeypatch.setattr(counters, "allowed_during_captures", made.allowed_during_captures)
     return made
 
 
 def address(these: counters.Counters, stream: int) -> int:
-    return int(these.of_launch(stream).data.ptr)
+    return int(these.for_launch(stream).data.ptr)
 
 
 def test_launches_of_a_stream_share_a_counter_and_nothing_else_is_launched(card: Card) -> None:
@@ -84,13 +84,13 @@ def test_launches_that_want_more_counters_get_more(card: Card) -> None:
     """As many side by side; fewer find the first of those, and what was handed out before is no part of them."""
     these = counters.Counters(0)
     one = address(these, 7)
-    many = these.of_launch(7, 100)
+    many = these.for_launch(7, 100)
     assert many.size == 100 and not many.data.ptr <= one < many.data.ptr + 400
-    assert address(these, 7) == many.data.ptr == these.of_launch(7, 100).data.ptr
-    other = these.of_launch(8, 20000)
+    assert address(these, 7) == many.data.ptr == these.for_launch(7, 100).data.ptr
+    other = these.for_launch(8, 20000)
     assert other.size == 20000 and card.allocated == 2 and card.cleared[1][2] == 4 * 20000
     card.capturing.add(7)
-    captured = [these.of_launch(7, 5).data.ptr for _ in range(2)]
+    captured = [these.for_launch(7, 5).data.ptr for _ in range(2)]
     assert abs(captured[0] - captured[1]) >= 20
 
 
@@ -115,7 +115,7 @@ def test_a_new_stream_at_the_handle_of_an_old_one_shares_nothing_with_it(
     card: Card, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The old one's last launches may be running still; once many have come after it, its counter is used again."""
-    monkeypatch.setattr(counters, "_MOST_RETIRED", 3)
+    monkeypatch.setattr(counters, "_MAX_RETIRED", 3)
     these, seen = counters.Counters(0), []
     for number in range(100, 110):
         card.numbers[7] = number
@@ -141,7 +141,7 @@ def test_threads_that_meet_a_stream_at_once_share_its_counter(card: Card, monkey
 
 
 def test_more_memory_is_taken_where_it_is_used_up(card: Card, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(counters, "_OF_AN_ALLOCATION", 3)
+    monkeypatch.setattr(counters, "_COUNTERS_PER_ALLOCATION", 3)
     these = counters.Counters(0)
     assert len({address(these, stream) for stream in range(10, 17)}) == 7 and card.allocated == 3
     assert np.diff(sorted(address(these, stream) for stream in range(10, 13))).tolist() == [4, 4]
