@@ -69,7 +69,7 @@ def append_kv(
         return
     runner, launch = prepared.launch
     place = Place(library.stream(k_new), prepared.device)
-    with nullcontext() if engine.current(place.device) else engine.on(place.device):
+    with nullcontext() if engine.is_current(place.device) else engine.on(place.device):
         runner.launch(launch, engine.bind(arrays), {}, place)
 
 

@@ -68,7 +68,7 @@ class BoundAttention(Attention):
         return {name: on_gpu(array, device) for name, array in self.bound.items() if name not in given} | given
 
     def _where_kernels_run(self, given: dict[str, Any]) -> dict[str, Any]:
-        device = self.engine.home()
+        device = self.engine.array_device()
         arrays = {
             name: array.on_host() if device is None else on_gpu(array, device) for name, array in self.bound.items()
         }

@@ -126,7 +126,7 @@ class Pass(Generic[AnyPrepared]):
         if self.spec.sharded:
             check_shard(self.spec, captures, prepared.problem)
         operands = self.engine.operands(arrays, addresses)
-        if self.engine.current(prepared.device):
+        if self.engine.is_current(prepared.device):
             return self._run(prepared, call, library.stream(q), operands, numbers)
         with self.engine.on(prepared.device):
             return self._run(prepared, call, library.stream(q), operands, numbers)
@@ -192,7 +192,7 @@ class Pass(Generic[AnyPrepared]):
         call: only its wanted names and its given results are read. addresses: of all arrays of the call; those of
         results and workspaces are added. numbers: the captured numbers, by their names in the structs.
         """
-        if not self.engine.current(prepared.device):
+        if not self.engine.is_current(prepared.device):
             return None
         if call.results:
             prepared.sharing.check(addresses)
@@ -248,7 +248,7 @@ class Pass(Generic[AnyPrepared]):
 
         A gradient of a captured array that is on the GPU already stays there.
         """
-        self.engine.here()  # raises LaunchError if there is no GPU
+        self.engine.current_device()  # raises LaunchError if there is no GPU
         results = {self._result_argument(name): array for name, array in call.results.items()}
         self._check_sharing_on_host({**call.inputs, **results}, call.captures, results)
         given = (call.inputs, call.captures, call.results)  # results too, so that elements not written keep their value

@@ -44,7 +44,7 @@ _NOTHING: dict[str, Any] = {}
 class Attention:
     """A spec compiled for a target. Call it with q, k and v; `backward` and `vjp` compute gradients.
 
-    Many threads may call one attention at once, on one stream or on several; free-threaded Python is not supported yet.
+    Many threads may call one attention at once, on one stream or on several; free-threaded Python may not work.
     Copying returns the attention itself. Pickle stores the spec and the arguments of `compile`, and unpickling compiles
     again; an attention with edited kernels, or with functions that close over arrays, raises UnsupportedError instead.
 
@@ -160,7 +160,7 @@ class Attention:
         sizes = sizes_of(len_q, len_k, batch, heads, heads_kv)
         if not self._forward.dispatch.depends_on_sizes:
             return self._forward.dispatch.default
-        return self._forward.built_for(sizes, self.engine.here())
+        return self._forward.built_for(sizes, self.engine.current_device())
 
     @locked_cached_property
     def resources(self) -> Resources:
@@ -492,7 +492,7 @@ class Attention:
         dispatch = self._backward.dispatch
         if not dispatch.depends_on(sizes):
             return self.backward_plan
-        return dispatch.choose(sizes, self.engine.here()).kernels["keys"].plan
+        return dispatch.choose(sizes, self.engine.current_device()).kernels["keys"].plan
 
     @property
     def backward_pass(self) -> BackwardPass:

@@ -97,7 +97,7 @@ class ForwardDispatch:
         built = self.untuned(problem, device)
         if self.tuned:
             key = self.tuning_key(built, problem, device)
-            tuned = self.tuned.beside(built.kernel)
+            tuned = self.tuned.for_kernel(built.kernel)
             built = self._kernels.tuned(built, built.kernel, tuned, *key, self._build_tuned) or built
         return self._refined(built, problem, device) if self.by_sizes else built
 

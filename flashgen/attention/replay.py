@@ -48,7 +48,7 @@ class Replay:
 
         addresses: of the arrays, which the caller keeps alive. numbers: by their names in the structs.
         """
-        if not self._engine.current(self._device):
+        if not self._engine.is_current(self._device):
             return None
         results = [make() for make in self._makers]
         operands = [0, *addresses, *map(self._pointer, results)]

@@ -106,7 +106,7 @@ class TileLister:
         self.tile = (kernel.plan.tile_q, kernel.plan.tile_k)
         self._runner = engine.runner(kernel, prebuild)
         self._captures = spec.mask.captures
-        self._blocks = _blocks_of(spec)
+        self._blocks = _indexed_blocks(spec)
         self._cache: Cache[Hashable, TileLists] = Cache(_MAX_CACHED)
 
     def prepare(self, problem: Problem, captured: Mapping[str, View], library: Library, device: int) -> ListsLaunch:
@@ -145,7 +145,7 @@ class TileLister:
         arrays = self._own_arrays(captures)
         views = {name: library_of(array, name).view(array, name) for name, array in arrays.items()}
         device = _one_device(views)
-        if device is not None and not self.engine.current(device):
+        if device is not None and not self.engine.is_current(device):
             with self.engine.on(device):
                 return self.make(len_q, len_k, batch, heads, captures)
         for capture in self._captures:
@@ -154,7 +154,7 @@ class TileLister:
         like = next(iter(arrays.values()), None)
         like = self.engine.empty() if like is None else like
         library = library_of(like, "captures")
-        place = Place(library.stream(like), self.engine.here())
+        place = Place(library.stream(like), self.engine.current_device())
         numbers = {member_name(c): number(c, captures[c.name]) for c in self._captures if not c.ndim}
         members = {member_name(c): arrays[c.name] for c in self._captures if c.ndim}
         shape = self._shape(problem)
@@ -246,7 +246,7 @@ class TileLister:
 
     def _own_arrays(self, captures: Mapping[str, Any]) -> dict[str, Any]:
         """Returns the captured arrays on the device of the engine."""
-        device = self.engine.home()  # raises LaunchError if there is no GPU
+        device = self.engine.array_device()  # raises LaunchError if there is no GPU
         arrays = {c.name: _plain(captures[c.name], device) for c in self._captures if c.ndim}
         return {name: self.engine.bring(array, name) for name, array in arrays.items()}
 
@@ -316,7 +316,7 @@ def _plain(value: Any, device: int | None) -> Any:
     return value.moved(device, copy)
 
 
-def _blocks_of(spec: AttentionSpec) -> list[tuple[str, int, sympy.Symbol, int]]:
+def _indexed_blocks(spec: AttentionSpec) -> list[tuple[str, int, sympy.Symbol, int]]:
     """Returns (capture, axis, q or k, block) for each axis that the mask indexes by q // block or k // block."""
     return [
         (load.capture.name, axis, *position)

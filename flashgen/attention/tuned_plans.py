@@ -126,7 +126,7 @@ class TunedPlans:
         """cache: holds the entries; None for the default cache of the environment at the time of each access."""
         self._default, self._cache = default, cache
 
-    def beside(self, default: RenderedKernel) -> TunedPlans:
+    def for_kernel(self, default: RenderedKernel) -> TunedPlans:
         """Returns the stored plans of another default kernel in the same cache."""
         return TunedPlans(default, self._cache)
 

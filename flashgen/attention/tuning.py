@@ -77,7 +77,7 @@ def tune(
         kernels = {other: forward_kernels(spec, main.target, plan=other) for other in others if other != plan}
         mains = [stages["forward"] for stages in kernels.values()]
         found = bench.compare(default, mains, lambda kernel: trials.create(kernels[kernel.plan]))
-    return bench.store(tuned.beside(main), key, workload, (main.name, plan), found)
+    return bench.store(tuned.for_kernel(main), key, workload, (main.name, plan), found)
 
 
 def _stages_of(built: ForwardKernels, forward: ForwardPass) -> Kernels:

@@ -185,7 +185,7 @@ class Gpu:
             into[...] = gpu.cupy().asnumpy(array)
         return into
 
-    def current(self, device: int) -> bool:
+    def is_current(self, device: int) -> bool:
         """Whether a device is the current one."""
         return gpu.current_device() == device
 
@@ -201,14 +201,14 @@ class Gpu:
         """Returns the number of multiprocessors of a device."""
         return gpu.multiprocessors(device)
 
-    def here(self) -> int:
+    def current_device(self) -> int:
         """Returns the current device, for calls without arrays. Raises LaunchError without a GPU."""
         gpu.compute_capability()
         return gpu.current_device()
 
-    def home(self) -> int | None:
+    def array_device(self) -> int | None:
         """Returns the GPU that arrays are brought to, None for the CPU. Raises LaunchError if a GPU is missing."""
-        return self.here()
+        return self.current_device()
 
     def card(self, device: int) -> gpu.Card:
         """Returns the model of a device."""
@@ -290,7 +290,7 @@ class Emulator:
     def fetch(self, array: Any, into: Any = None) -> Any:
         return array
 
-    def current(self, device: int) -> bool:
+    def is_current(self, device: int) -> bool:
         return True
 
     def on(self, device: int) -> AbstractContextManager[Any]:
@@ -302,10 +302,10 @@ class Emulator:
     def multiprocessors(self, device: int) -> int:
         return _EMULATED.multiprocessors
 
-    def here(self) -> int:
+    def current_device(self) -> int:
         return 0
 
-    def home(self) -> int | None:
+    def array_device(self) -> int | None:
         return None
 
     def card(self, device: int) -> gpu.Card:

@@ -30,7 +30,7 @@ _PANEL_BOX_RANK = 4  # the rank of a box with several panels
 
 
 class TensorMapWriter(ArgumentWriter):
-    """Writes a struct whose first members are tensor maps of arrays."""
+    """Writes a struct that begins with the tensor maps of arrays."""
 
     def __init__(
         self,

@@ -115,7 +115,7 @@ def panel_map_shape(
     strides: tuple[int, int, int],
     box: tuple[int, ...],
 ) -> MapShape:
-    """Returns the shape of a map of pages, of which one copy moves several panels of columns.
+    """Returns the shape of a map of pages for copies of several panels of columns.
 
     sizes: (columns, rows, heads, pages), which may be 0. strides: in elements. box: (columns of a panel, rows of a
     group, panels, groups).
