@@ -87,7 +87,7 @@ class Pass(Generic[AnyPrepared]):
         self.spec, self.engine, self._in_rows = spec, engine, in_rows
         self._arrays = [(capture, member_name(capture)) for capture in spec.captures if capture.ndim]
         self._numbers = [(capture, member_name(capture)) for capture in spec.captures if not capture.ndim]
-        self._called = _ARGUMENTS | {member: f"capture {capture.name!r}" for capture, member in self._arrays}
+        self._argument_names = _ARGUMENTS | {member: f"capture {capture.name!r}" for capture, member in self._arrays}
         self._distances = captured_distances(spec)
         self._takes_numbers = bool(self._numbers or spec.dropout)
         self._prepared: Cache[Any, AnyPrepared] = Cache(_MAX_PREPARED)
@@ -318,17 +318,17 @@ class Pass(Generic[AnyPrepared]):
         return self.engine.library(array, _argument(name))
 
     def _sharing(self, views: Mapping[str, View], written: Collection[str]) -> Sharing:
-        return Sharing(views, written, self._named)
+        return Sharing(views, written, self._argument_name)
 
     def _check_sharing_on_host(
         self, arrays: Mapping[str, Any], captures: Mapping[str, Any], written: Collection[str]
     ) -> None:
         """Checks NumPy arrays that will be copied to a GPU: they too must not overlap where they are written to."""
         captured = {member: captures[capture.name] for capture, member in self._arrays}
-        check_on_host({**arrays, **captured}, written, self._named)
+        check_on_host({**arrays, **captured}, written, self._argument_name)
 
-    def _named(self, name: str) -> str:
-        return self._called.get(name, name)
+    def _argument_name(self, name: str) -> str:
+        return self._argument_names.get(name, name)
 
 
 def common_device(views: Mapping[str, View]) -> int:
